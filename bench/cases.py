@@ -1,0 +1,247 @@
+"""One benchmark case per op: its shapes, inputs and call, and the figures that one H200 is held to.
+
+A case says nothing about timing. Bytes need no formula: every argument is read once and every output written once, so
+a memory-bound op moves the sizes of its tensors, padding and scales included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import moe_fp8_ext as moe
+
+TABLE = json.loads((Path(__file__).parent / "shapes.json").read_text())
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`label` names the row, `dims` are the sizes that `Case.inputs` takes as keywords."""
+
+    label: str
+    dims: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on one column of the row, such as of_copy >= 0.97."""
+
+    metric: str
+    sense: str
+    bound: float
+
+    def met(self, value: float) -> bool:
+        return value >= self.bound if self.sense == ">=" else value <= self.bound
+
+
+Rule = tuple[Callable[[Shape], bool], Target]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op. `inputs(device, layout, **dims)` makes the arguments of `call`; the first rule per metric that matches a
+    shape gives its target. GEMMs also have `flops` and a `baseline`, called with the same arguments."""
+
+    op: str
+    shapes: Callable[[bool], list[Shape]]
+    inputs: Callable[..., tuple[Tensor, ...]]
+    call: Callable[..., object]
+    rules: tuple[Rule, ...] = ()
+    flops: Callable[..., int] | None = None
+    baseline: Callable[..., object] | None = None
+    kept: Callable[..., float] | None = None
+
+    def targets(self, shape: Shape) -> list[Target]:
+        first: dict[str, Target] = {}
+        for applies, target in self.rules:
+            if applies(shape):
+                first.setdefault(target.metric, target)
+        return list(first.values())
+
+
+def _small() -> list[tuple[int, int, int]]:
+    """The (M, K, E) that are more than a corner case and that the CPU loops still finish in moments."""
+    return [(m, k, e) for m, k, e in TABLE["correctness_MKE"] if m >= 300 and k < 1000]
+
+
+def _activations(cpu: bool) -> list[Shape]:
+    sizes = [(m, k) for m, k, _ in _small()] if cpu else TABLE["activations_MK"]
+    return [Shape(f"[{m}, {k}]", {"m": m, "k": k}) for m, k in sizes]
+
+
+def _groups(cpu: bool) -> list[Shape]:
+    sizes = _small() if cpu else TABLE["grouped_MKE"]
+    return [Shape(f"[{m}, {k}] E={e}", {"m": m, "k": k, "e": e}) for m, k, e in sizes]
+
+
+def _weights(cpu: bool) -> list[Shape]:
+    sizes = [(e, k, k) for _, k, e in _small()] if cpu else TABLE["weights_ENK"]
+    return [Shape(f"[{e}, {n}, {k}]", {"e": e, "n": n, "k": k}) for e, n, k in sizes]
+
+
+def _gemms(cpu: bool) -> list[Shape]:
+    sizes = {f"[{m}, {k}] E={e}": (m, k, k, e) for m, k, e in _small()} if cpu else TABLE["grouped_gemm_MKNE"]
+    return [Shape(label, dict(zip("mkne", size, strict=True))) for label, size in sizes.items()]
+
+
+def _both_gemms(cpu: bool) -> list[Shape]:
+    return [
+        Shape(f"{shape.label} {name}", {**shape.dims, "wgrad": wgrad})
+        for shape in _gemms(cpu)
+        for name, wgrad in (("2Dx3D", 0), ("2Dx2D", 1))
+    ]
+
+
+def group_ends(layout: str, m: int, e: int, device: torch.device) -> Tensor:
+    """offs of E groups that hold all M rows: even up to rounding, or with sizes that fall as 1/rank."""
+    shares = torch.ones(e, dtype=torch.float64) if layout == "uniform" else 1 / torch.arange(1.0, e + 1).double()
+    ends = (shares.cumsum(0) / shares.sum() * m).floor().to(torch.int32)
+    ends[-1] = m
+    return ends.to(device)
+
+
+def _normal(device: torch.device, *size: int, grad: bool = False) -> Tensor:
+    return torch.randn(size, dtype=torch.bfloat16, device=device, requires_grad=grad)
+
+
+def _tensor(device: torch.device, layout: str, **dims: int) -> tuple[Tensor, ...]:
+    return (_normal(device, *dims.values()),)
+
+
+def _grouped(device: torch.device, layout: str, *, m: int, k: int, e: int) -> tuple[Tensor, ...]:
+    return _normal(device, m, k), group_ends(layout, m, e, device)
+
+
+def _scaled(device: torch.device, layout: str, *, m: int, k: int, n: int, e: int, wgrad: int) -> tuple[Tensor, ...]:
+    offs = group_ends(layout, m, e, device)
+    if wgrad:
+        a, scale_a, padded_offs = moe.quantize_colwise(_normal(device, m, n), offs)
+        b, scale_b, _ = moe.quantize_colwise(_normal(device, m, k), offs)
+        return a, b.t(), scale_a, scale_b, padded_offs
+    a, scale_a = moe.quantize_rowwise(_normal(device, m, k))
+    b, scale_b, _, _ = moe.quantize_weight(_normal(device, e, n, k))
+    return a, b.transpose(-2, -1), scale_a, scale_b, offs
+
+
+def _training(device: torch.device, layout: str, *, m: int, k: int, n: int, e: int) -> tuple[Tensor, ...]:
+    a, w = _normal(device, m, k, grad=True), _normal(device, e, n, k, grad=True)
+    return a, w, group_ends(layout, m, e, device), _normal(device, m, n)
+
+
+def _dense(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor) -> Tensor:
+    """The GEMM of the same size with one group. In 2D x 2D the padding, at most E * 16 of the tokens, rides along."""
+    b, scale_a = (b, scale_a[0]) if b.ndim == 2 else (b[0], scale_a)
+    return torch._scaled_mm(
+        a, b, scale_a=scale_a[:, None], scale_b=scale_b[:1], out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def forward_backward(grouped_mm: Callable[..., Tensor]) -> Callable[..., object]:
+    def call(a: Tensor, w: Tensor, offs: Tensor, grad: Tensor) -> object:
+        return torch.autograd.grad(grouped_mm(a, w.transpose(-2, -1), offs=offs), (a, w), grad)
+
+    return call
+
+
+def _bytes_kept(a: Tensor, w: Tensor, offs: Tensor, grad: Tensor) -> float:
+    """Bytes that the forward saves for each element of `a`: what M rows save beyond what half of them do, so that the
+    quantized weights, which do not depend on M, cancel out."""
+
+    def saved(rows: int) -> int:
+        storages: dict[int, int] = {}
+
+        def note(t: Tensor) -> Tensor:
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        first = a.detach()[:rows].clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            moe.grouped_mm(first, w.transpose(-2, -1), offs.clamp(max=rows))
+        return sum(storages.values())
+
+    half = a.shape[0] // 32 * 16
+    return (saved(2 * half) - saved(half)) / (half * a.shape[1])
+
+
+def _is(label: str) -> Callable[[Shape], bool]:
+    return lambda shape: shape.label == label
+
+
+def _always(shape: Shape) -> bool:
+    return True
+
+
+def _many_tokens(shape: Shape) -> bool:
+    return shape.dims["m"] >= 131072
+
+
+def _over_100_mb(shape: Shape) -> bool:
+    return shape.dims["m"] * shape.dims["k"] * 2 > 100e6
+
+
+def _expert_to_24_mb(shape: Shape) -> bool:
+    return shape.dims["n"] * shape.dims["k"] * 2 <= 24e6
+
+
+def _of_copy(bound: float) -> Target:
+    return Target("of_copy", ">=", bound)
+
+
+# One eager call of an op; grouped_mm is several calls and the autograd engine, and has no bound of its own.
+HOST: Rule = (_always, Target("host_us", "<=", 8))
+
+
+def _grouped_rules(e64: float, e128: float, large: float) -> tuple[Rule, ...]:
+    return (
+        (_is("[16640, 5120] E=64"), _of_copy(e64)),
+        (_is("[16640, 2048] E=128"), _of_copy(e128)),
+        (_many_tokens, _of_copy(large)),
+        HOST,
+    )
+
+
+_ROWWISE: tuple[Rule, ...] = (
+    (_is("[512, 7168]"), Target("us", "<=", 4.5)),
+    (_is("[8192, 7168]"), _of_copy(0.95)),
+    (_over_100_mb, _of_copy(0.97)),
+    HOST,
+)
+_COLWISE = _grouped_rules(0.78, 0.65, 0.70)
+_ROWCOL = _grouped_rules(0.60, 0.48, 0.58)
+_WEIGHT: tuple[Rule, ...] = ((_expert_to_24_mb, _of_copy(0.70)), (_always, _of_copy(0.58)), HOST)
+_SPEEDUP = {"dsv3_up": 1.45, "dsv3_down": 1.35, "llama4": 1.45, "dsmoe16b": 1.2}
+_TRAINING: tuple[Rule, ...] = (
+    *((_is(name), Target("ratio", ">=", bound)) for name, bound in _SPEEDUP.items()),
+    (_always, Target("kept", "<=", 1)),
+)
+
+
+def _gemm_flops(*, m: int, k: int, n: int, **_: int) -> int:
+    return 2 * m * k * n
+
+
+CASES: dict[str, Case] = {
+    case.op: case
+    for case in (
+        Case("quantize_rowwise", _activations, _tensor, moe.quantize_rowwise, _ROWWISE),
+        Case("quantize_colwise", _groups, _grouped, moe.quantize_colwise, _COLWISE),
+        Case("quantize_rowcol", _groups, _grouped, moe.quantize_rowcol, _ROWCOL),
+        Case("quantize_weight", _weights, _tensor, moe.quantize_weight, _WEIGHT),
+        Case("scaled_grouped_mm", _both_gemms, _scaled, moe.scaled_grouped_mm, (HOST,), _gemm_flops, _dense),
+        Case(
+            "grouped_mm",
+            _gemms,
+            _training,
+            forward_backward(moe.grouped_mm),
+            _TRAINING,
+            lambda **dims: 3 * _gemm_flops(**dims),
+            forward_backward(torch._grouped_mm),
+            _bytes_kept,
+        ),
+    )
+}

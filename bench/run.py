@@ -1,0 +1,170 @@
+"""Measures every op: one table, one JSON file, one plot. How each figure is taken is in timing.py; DESIGN section 7
+says what it is held against. Without a GPU the CPU loops run on small shapes, and no target applies."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import report
+import timing
+import torch
+from peers import Peer, peers
+from tqdm import tqdm
+
+try:
+    from cases import CASES, Case, Shape
+except ImportError as error:
+    sys.exit(f"bench: moe_fp8_ext cannot be imported ({error}); `make bench` builds it first")
+
+TARGETS_FOR = "H200"  # the figures in cases.py are for this GPU
+
+
+def shell(*command: str) -> str | None:
+    """What a command prints, or None where it is not installed or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=report.ROOT)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def environment(device: torch.device) -> dict:
+    gpu = device.type == "cuda"
+    toolkit = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    # The variable is for a copy without .git: a hash, with -dirty behind it if the copy had local changes.
+    commit = os.environ.get("MOE_FP8_COMMIT") or shell("git", "rev-parse", "HEAD") or ""
+    driver = shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None
+    return {
+        "device": torch.cuda.get_device_name(device) if gpu else "cpu",
+        "torch": torch.__version__,
+        "toolkit": toolkit if gpu else None,
+        "driver": driver.splitlines()[0] if driver else None,
+        "commit": commit.removesuffix("-dirty") or None,
+        "dirty": commit.endswith("-dirty") or bool(shell("git", "status", "--porcelain")),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
+
+
+def attempt(call: Callable[[], object], name: str) -> object:
+    """What a peer returns, or None if it fails: its limits are not ours."""
+    try:
+        return call()
+    except Exception as error:
+        tqdm.write(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        return None
+
+
+def tensor_bytes(values: object) -> int:
+    """Bytes of a tensor or of all tensors in a tuple."""
+    if isinstance(values, torch.Tensor):
+        return values.nbytes
+    return sum(tensor_bytes(value) for value in values)
+
+
+def measure_memory_bound(case: Case, shape: Shape, rivals: dict[str, Peer], args: argparse.Namespace) -> dict:
+    sets = [case.inputs(args.device, args.layout, **shape.dims)]
+    moved = tensor_bytes(sets[0]) + tensor_bytes(case.call(*sets[0]))
+    row: dict = {"peers": {}}
+    if args.device.type == "cpu":
+        row["us"] = timing.eager_us({"op": lambda: case.call(*sets[0])}, args.repeats, args.device)["op"]
+    else:
+        sets += [case.inputs(args.device, args.layout, **shape.dims) for _ in range(timing.input_sets(moved) - 1)]
+        row["us"] = timing.graph_us(case.call, sets, args.repeats)
+        row["host_us"] = timing.host_us(lambda: case.call(*sets[0]), row["us"])
+    for name, rival in rivals.items():
+        row["peers"][name] = attempt(lambda rival=rival: timing.graph_us(rival, sets, args.repeats), name)
+    gbps = moved / row["us"] / 1e3
+    return row | {"gbps": gbps, "of_copy": gbps / args.copy_gbps}
+
+
+def measure_gemm(case: Case, shape: Shape, rivals: dict[str, Peer], args: argparse.Namespace) -> dict:
+    inputs = case.inputs(args.device, args.layout, **shape.dims)
+    if args.device.type == "cuda":  # neither baseline is tuned for a CPU: a ratio there would say nothing
+        rivals = rivals | {"baseline": case.baseline}
+    works = {k: call for k, call in rivals.items() if attempt(lambda call=call: call(*inputs), k) is not None}
+    calls = {k: lambda call=call: call(*inputs) for k, call in {"op": case.call, **works}.items()}
+    us = timing.eager_us(calls, args.repeats, args.device)
+    row = {"us": us.pop("op"), "baseline_us": us.pop("baseline", None), "peers": us}
+    row["tflops"] = case.flops(**shape.dims) / row["us"] / 1e6
+    if row["baseline_us"]:
+        row["ratio"] = row["baseline_us"] / row["us"]
+    if args.device.type == "cuda":
+        row["host_us"] = timing.host_us(calls["op"], row["us"])
+    if case.kept:
+        row["kept"] = case.kept(*inputs)
+    return row
+
+
+def measure(case: Case, shape: Shape, rivals: dict[str, Peer], args: argparse.Namespace) -> dict:
+    row: dict = {"op": case.op, "shape": shape.label, "dims": shape.dims, "targets": []}
+    try:
+        row |= (measure_gemm if case.flops else measure_memory_bound)(case, shape, rivals, args)
+    except torch.OutOfMemoryError:  # a smaller GPU: the other rows still count
+        row["error"] = "out of memory"
+    if args.device.type == "cuda":
+        torch.cuda.empty_cache()
+    for target in case.targets(shape) if args.targets else ():
+        met = target.metric in row and target.met(row[target.metric])
+        row["targets"].append({**dataclasses.asdict(target), "met": met})
+    return row
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ops", nargs="+", choices=CASES, default=list(CASES), metavar="OP", help=", ".join(CASES))
+    parser.add_argument("--shapes", metavar="TEXT", help="only shapes whose label contains TEXT, such as dsv3 or 7168")
+    parser.add_argument("--layout", choices=("uniform", "zipf"), default="uniform", help="sizes of the token groups")
+    parser.add_argument("--quick", action="store_true", help="few repeats: a look, not a result")
+    parser.add_argument("--peers", action="store_true", help="also time torch.compile of the plain formula")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write JSON and PNG to DIR; a complete GPU run writes to bench/results without being asked",
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    todo = [(CASES[op], shape) for op in args.ops for shape in CASES[op].shapes(device.type == "cpu")]
+    todo = [(case, shape) for case, shape in todo if not args.shapes or args.shapes in shape.label]
+    if not todo:
+        sys.exit(f"bench: --shapes {args.shapes}: no shape of {', '.join(args.ops)} has that in its label")
+    result = environment(device)
+    args.repeats = 5 if args.quick or device.type == "cpu" else 30
+    args.targets = TARGETS_FOR in result["device"] and args.layout == "uniform"
+    complete = args.ops == list(CASES) and not args.shapes and not args.quick and args.layout == "uniform"
+    torch.manual_seed(0)
+    # torchao's GEMM asserts on the device unless every group is a multiple of 16, as the uniform ones are.
+    rivals = peers(args.peers) if device.type == "cuda" and args.layout == "uniform" else {}
+    args.device, args.copy_gbps = device, timing.copy_gbps(device, args.repeats)
+    result |= {"layout": args.layout, "copy_gbps": args.copy_gbps, "rows": []}
+    for case, shape in (bar := tqdm(todo, unit="row")):
+        bar.set_description(f"{case.op} {shape.label}")
+        result["rows"].append(measure(case, shape, rivals.get(case.op, {}), args))
+    print(json.dumps(result, indent=1) if args.json else f"\n{report.table(result['rows'])}\n\n{report.origin(result)}")
+    if not args.json:
+        if device.type == "cpu":
+            print("No GPU here: these are CPU times on small shapes, and no target applies.")
+        elif not args.targets:
+            print(f"Targets are for uniform groups on one {TARGETS_FOR}; none is checked here.")
+        else:
+            print(f"{report.summary(result)}.")
+    folder = args.out or (report.RESULTS if complete and device.type == "cuda" else None)
+    if folder:
+        print(f"wrote {report.save(result, folder)} and its plot", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

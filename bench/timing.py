@@ -1,0 +1,91 @@
+"""Clocks: CUDA-graph replays for kernels, CUDA events for GEMMs, the host's own time, and plain loops on a CPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+import timeit
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+Call = Callable[[], object]
+
+WARM_SECONDS = 0.1  # an idle GPU lowers its clocks
+ROTATE_BYTES = 1 << 30  # several times the L2 of any GPU so far
+
+
+def input_sets(bytes_per_call: int) -> int:
+    """How many sets of inputs to rotate through, so that no call finds its data in the L2."""
+    return max(2, math.ceil(ROTATE_BYTES / bytes_per_call))
+
+
+def graph_us(call: Callable[..., object], sets: Sequence[tuple], replays: int) -> float:
+    """Microseconds of one call: a graph of one call per set of inputs, replayed back to back, median of the replays."""
+    for _ in range(3):  # loads modules, and lets a peer compile and tune itself
+        call(*sets[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [call(*args) for args in sets]  # held, or every call would write to the same block
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    warm = time.perf_counter() + WARM_SECONDS
+    while time.perf_counter() < warm:
+        graph.replay()
+        torch.cuda.synchronize()
+    for mark in marks[:-1]:
+        mark.record()
+        graph.replay()
+    marks[-1].record()
+    torch.cuda.synchronize()
+    del outputs
+    return median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)) * 1e3 / len(sets)
+
+
+def eager_us(calls: dict[str, Call], repeats: int, device: torch.device) -> dict[str, float]:
+    """Median microseconds of each call. The calls take turns, so that clocks and heat are the same for all."""
+    for call in [*calls.values()] * 3:
+        call()
+    clock = _events if device.type == "cuda" else _wall
+    samples = [{name: clock(call) for name, call in calls.items()} for _ in range(repeats)]
+    return {name: median(sample[name]() for sample in samples) for name in calls}
+
+
+def _events(call: Call) -> Callable[[], float]:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+
+    def read() -> float:  # later: waiting here would leave the GPU idle between calls
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    return read
+
+
+def _wall(call: Call) -> Callable[[], float]:
+    start = time.perf_counter()
+    call()
+    elapsed = (time.perf_counter() - start) * 1e6
+    return lambda: elapsed
+
+
+def host_us(call: Call, device_us: float) -> float:
+    """Microseconds that the CPU spends to issue one eager call. The batches are short enough that the launch queue
+    never fills, since a full queue would make the CPU wait for the GPU."""
+    calls = int(min(200, max(10, 50_000 / device_us)))
+    batches = timeit.Timer(call, setup=torch.cuda.synchronize).repeat(repeat=9, number=calls)
+    torch.cuda.synchronize()
+    return median(batches) / calls * 1e6
+
+
+def copy_gbps(device: torch.device, repeats: int) -> float:
+    """Bandwidth of a large eager copy_, bytes read plus bytes written: what the memory-bound ops are held against."""
+    size = min(4 << 30, torch.cuda.mem_get_info()[0] // 4) if device.type == "cuda" else 256 << 20
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    us = eager_us({"copy": lambda: target.copy_(source)}, repeats, device)["copy"]
+    return 2 * source.nbytes / us / 1e3

@@ -1,0 +1,187 @@
+"""What the build finds where it runs: torch, tools, compilers, and so the backend.
+
+Standard library only. Run as a script it prints, one a line, what pip has to install before a build without isolation.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+TORCH_MINIMUM = "2.11"  # CMakeLists.txt's TORCH_TARGET_VERSION is the same number
+TORCH_UNTESTED = "2.14"
+TORCH_TESTED = f"torch>={TORCH_MINIMUM},<{TORCH_UNTESTED}"
+CMAKE_MINIMUM = "3.21"
+SETUPTOOLS_MINIMUM = "77"  # pyproject.toml says so too, but nobody reads that in a build without isolation
+DEFAULT_ARCHS = {"cuda": "90a;100a", "rocm": "gfx942;gfx950", "cpu": ""}
+
+
+def fail(sentence: str) -> NoReturn:
+    raise SystemExit(f"moe_fp8_ext: {sentence}")
+
+
+def at_least(version: str, minimum: str) -> bool:
+    def key(text: str) -> list[int]:
+        return [int(part) for part in re.findall(r"\d+", text)[:2]]
+
+    return key(version) >= key(minimum)
+
+
+# ---- torch -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Torch:
+    path: Path
+    version: str
+    hip: str | None
+
+
+def find_torch() -> Torch | None:
+    """The torch to build against, read without importing it: an import costs seconds and may need a driver."""
+    spec = importlib.util.find_spec("torch")
+    path = Path(spec.origin).parent if spec and spec.origin else _torch_outside_isolation()
+    if path is None:
+        return None
+    facts = runpy.run_path(str(path / "version.py"))
+    return Torch(path, facts["__version__"], facts.get("hip"))
+
+
+def _torch_outside_isolation() -> Path | None:
+    # pip isolates a build through PYTHONPATH, on the interpreter of the environment it installs into. Without these
+    # variables that interpreter still sees the environment's own torch: the one that the extension will run with.
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
+    code = "import importlib.util as u; s = u.find_spec('torch'); print(s.origin or '' if s else '')"
+    found = subprocess.run([sys.executable, "-c", code], env=env, cwd=sys.prefix, capture_output=True, text=True)
+    return Path(found.stdout.strip()).parent if found.stdout.strip() else None
+
+
+def torch_dependency() -> str:
+    """What the built package asks for: the tested range, or any newer torch where one is there already."""
+    torch = find_torch()
+    return f"torch>={TORCH_MINIMUM}" if torch and at_least(torch.version, TORCH_UNTESTED) else TORCH_TESTED
+
+
+# ---- tools -----------------------------------------------------------------------------------------------------------
+
+
+def find_tool(name: str, minimum: str = "0.0") -> str | None:
+    """The first `name` that runs. pip's own wrapper scripts stop working inside an isolated build, so each is tried."""
+    for folder in [*os.environ.get("PATH", "").split(os.pathsep), sysconfig.get_path("scripts")]:
+        tool = shutil.which(name, path=folder) if folder else None
+        if tool:
+            answer = subprocess.run([tool, "--version"], capture_output=True, text=True)
+            version = re.search(r"\d+\.\d+", answer.stdout)
+            if answer.returncode == 0 and version and at_least(version.group(), minimum):
+                return tool
+    return None
+
+
+def _first_file(*candidates: str | None) -> str | None:
+    return next((c for c in candidates if c and Path(c).is_file()), None)
+
+
+def find_nvcc() -> str | None:
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    return _first_file(os.environ.get("CUDACXX"), shutil.which("nvcc"), *(f"{home}/bin/nvcc" for home in homes if home))
+
+
+def find_hipcc() -> str | None:
+    return _first_file(shutil.which("hipcc"), f"{os.environ.get('ROCM_PATH', '/opt/rocm')}/bin/hipcc")
+
+
+def check_compiler() -> None:
+    named = os.environ.get("CXX")
+    if named and not shutil.which(named.split()[0]):
+        fail(f"CXX={named} names no compiler that can be run.")
+    if not named and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        fail("no C++ compiler found: install g++ or clang++ (Debian: apt-get install g++), or name one in CXX.")
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").is_file():
+        fail(f"no Python.h in {include}: install the development files of this Python (Debian: python3-dev).")
+
+
+# ---- the whole -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    torch: Torch
+    cmake: str
+    ninja: str
+    backend: str
+    device_compiler: str | None
+    archs: str
+
+
+def choose_backend(torch: Torch) -> tuple[str, str | None]:
+    """(backend, device compiler): what torch and the machine suggest, unless MOE_FP8_BACKEND says otherwise."""
+    forced = os.environ.get("MOE_FP8_BACKEND", "")
+    if forced not in ("", *DEFAULT_ARCHS):
+        fail(f"MOE_FP8_BACKEND must be one of {', '.join(DEFAULT_ARCHS)}, got {forced!r}.")
+    backend = forced or ("rocm" if torch.hip else "cuda" if find_nvcc() else "cpu")
+    if backend == "cpu":
+        return backend, None
+    compiler = find_nvcc() if backend == "cuda" else find_hipcc()
+    if compiler is None and backend == "cuda":
+        fail("no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda: install the CUDA toolkit or unset MOE_FP8_BACKEND.")
+    if compiler is None:
+        fail(f"no hipcc on PATH or in ROCM_PATH for torch {torch.version}: install ROCm or set MOE_FP8_BACKEND=cpu.")
+    return backend, compiler
+
+
+def choose_archs(backend: str, device_compiler: str | None) -> str:
+    variable = f"MOE_FP8_{backend.upper()}_ARCHS"
+    archs = os.environ.get(variable) or DEFAULT_ARCHS[backend]
+    if backend == "cuda":
+        known = subprocess.run([device_compiler, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+        unknown = [arch for arch in archs.split(";") if f"sm_{arch.rstrip('af')}" not in known]
+        if unknown:
+            fail(f"{device_compiler} does not know {', '.join(unknown)} of {archs}: update CUDA or set {variable}.")
+    return archs
+
+
+def check_torch(torch: Torch | None) -> None:
+    if torch and not at_least(torch.version, TORCH_MINIMUM):
+        fail(f"needs torch {TORCH_MINIMUM} or newer, found {torch.version}: run pip install '{TORCH_TESTED}' first.")
+
+
+def has_setuptools() -> bool:
+    found = next(iter(importlib.metadata.distributions(name="setuptools")), None)
+    return found is not None and at_least(found.version, SETUPTOOLS_MINIMUM)
+
+
+def missing() -> list[str]:
+    """Build requirements that pip can install and this environment lacks. Fails on what pip cannot mend."""
+    torch = find_torch()
+    check_torch(torch)
+    check_compiler()
+    present = {
+        TORCH_TESTED: torch is not None,
+        f"setuptools>={SETUPTOOLS_MINIMUM}": has_setuptools(),
+        f"cmake>={CMAKE_MINIMUM}": find_tool("cmake", CMAKE_MINIMUM) is not None,
+        "ninja": find_tool("ninja") is not None,
+    }
+    return [requirement for requirement, there in present.items() if not there]
+
+
+def toolchain() -> Toolchain:
+    lacking = missing()
+    if lacking:
+        fail(f"{' and '.join(lacking)} not found: run pip install {' '.join(map(repr, lacking))} first.")
+    torch = find_torch()
+    backend, device_compiler = choose_backend(torch)
+    archs = choose_archs(backend, device_compiler)
+    return Toolchain(torch, find_tool("cmake", CMAKE_MINIMUM), find_tool("ninja"), backend, device_compiler, archs)
+
+
+if __name__ == "__main__":
+    print(*missing(), sep="\n")

@@ -1,0 +1,27 @@
+// quantize_rowwise: x [outer, rows, K] -> q [outer * rows, K] (contiguous), scale [outer * rows]
+//
+//   amax[r]  = max_k |x[r, k]|
+//   m[r]     = ScaleF32(amax[r]).multiplier,   scale[r] = 1 / m[r]
+//   q[r, k]  = cast(x[r, k] * m[r])
+//
+// Strides are in elements; the stride along K is 1. No alignment is asked of x.
+#pragma once
+#include "numerics/formats.h"
+
+namespace moe_fp8 {
+
+struct QuantizeRowwiseParams {
+  const void* x;
+  void* q;
+  float* scale;
+  int64_t outer, rows, K;
+  int64_t outer_stride, row_stride;
+  InType in;
+  Fp8Type out;
+  bool pow2_scale;
+};
+
+// 0, or the runtime's error code.
+int quantize_rowwise(const QuantizeRowwiseParams& p, void* stream);
+
+}  // namespace moe_fp8

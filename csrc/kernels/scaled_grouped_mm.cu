@@ -1,0 +1,187 @@
+#include "kernels/scaled_grouped_mm.h"
+
+#include "primitives/group_table.h"
+
+namespace moe_fp8 {
+namespace {
+
+// Where no library has an fp8 grouped GEMM: dequantize into shared memory, multiply in float32. A block computes a
+// 64 x 64 tile of one group, a thread 4 x 4 of it.
+constexpr int kTileMN = 64, kTileK = 32, kPerThread = 4, kSide = kTileMN / kPerThread, kThreads = kSide * kSide;
+constexpr int kPitch = kTileMN + 4;  // transposed tiles, padded against bank conflicts
+
+MOE_DEVICE float decode(Fp8Type type, uint8_t q) {
+  switch (type) {
+    case Fp8Type::kE4M3FN: return fp8_to_float<Fp8Type::kE4M3FN>(q);
+    case Fp8Type::kE5M2: return fp8_to_float<Fp8Type::kE5M2>(q);
+    case Fp8Type::kE4M3FNUZ: return fp8_to_float<Fp8Type::kE4M3FNUZ>(q);
+    default: return fp8_to_float<Fp8Type::kE5M2FNUZ>(q);
+  }
+}
+
+// Rows [row, row + 64) x sum indices [k, k + 32) of an operand, decoded and transposed; zeros outside.
+MOE_DEVICE void load_tile(float (&tile)[kTileK][kPitch], const float (&values)[256], const uint8_t* base,
+                          int64_t stride, int64_t row, int64_t rows, int64_t k, int64_t k_end) {
+  const int t = threadIdx.x, r = t / 4, first = t % 4 * 8;
+  const uint8_t* p = base + (row + r) * stride + k + first;
+  Vec8 v = {};
+  if (row + r < rows) {
+    if (k + first + 8 <= k_end && reinterpret_cast<uintptr_t>(p) % 8 == 0) {
+      v = load_stream<Reuse::kSoon>(reinterpret_cast<const Vec8*>(p));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (k + first + i < k_end) v.w[i / 4] |= uint32_t(p[i]) << (8 * (i % 4));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) tile[first + i][r] = values[(v.w[i / 4] >> (8 * (i % 4))) & 0xffu];
+}
+
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1)
+    scaled_grouped_mm_kernel(MOE_GRID_CONSTANT const ScaledGroupedMmParams p) {
+  __shared__ float a_values[256], b_values[256];
+  __shared__ float a_tile[kTileK][kPitch], b_tile[kTileK][kPitch];
+  __shared__ int table_words[GroupTable::words(kMaxExperts)];
+  const int t = threadIdx.x;
+  a_values[t] = decode(p.a_type, uint8_t(t));
+  b_values[t] = decode(p.b_type, uint8_t(t));
+  wait_for_previous_kernel();
+  const GroupTable table(table_words, int(p.E));
+  const int extent = int(p.groups_of_sum ? p.K : p.M);
+  build_group_table(table, p.offs, int(p.E), extent, extent, 1);
+
+  // Which group, which rows of a and out, which part of the sum.
+  int e = blockIdx.z;
+  int64_t m = int64_t(blockIdx.x) * kTileMN, m_end = p.M, k = 0, k_end = p.K;
+  if (p.groups_of_sum) {
+    k = table.row[e];
+    k_end = table.row[e + 1];
+  } else {  // blockIdx.x counts the 64-row tiles of all groups; the tail is group E
+    int tile = blockIdx.x;
+    for (e = 0; e <= p.E; ++e) {
+      const int tiles = ceil_div(table.rows(e), kTileMN);
+      if (tile < tiles) break;
+      tile -= tiles;
+    }
+    if (e > p.E) return;
+    m = table.row[e] + int64_t(tile) * kTileMN;
+    m_end = table.row[e + 1];
+    if (e == p.E) k_end = 0;
+  }
+  const int64_t n = int64_t(blockIdx.y) * kTileMN;
+  const uint8_t* b = p.b + (p.groups_of_sum || e == p.E ? 0 : e * p.b_group_stride);
+
+  float sum[kPerThread][kPerThread] = {};
+  const int tm = t / kSide * kPerThread, tn = t % kSide * kPerThread;
+  for (; k < k_end; k += kTileK) {
+    load_tile(a_tile, a_values, p.a, p.a_stride, m, m_end, k, k_end);
+    load_tile(b_tile, b_values, b, p.b_stride, n, p.N, k, k_end);
+    __syncthreads();
+#pragma unroll 4
+    for (int kk = 0; kk < kTileK; ++kk) {
+      float av[kPerThread], bv[kPerThread];
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i) {
+        av[i] = a_tile[kk][tm + i];
+        bv[i] = b_tile[kk][tn + i];
+      }
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i)
+#pragma unroll
+        for (int j = 0; j < kPerThread; ++j) sum[i][j] = fmaf(av[i], bv[j], sum[i][j]);
+    }
+    __syncthreads();
+  }
+
+  const bool tail = e == p.E;
+  const int64_t a_scale0 = p.groups_of_sum ? e * p.M : 0, out0 = p.groups_of_sum ? e * p.M : 0;
+  const bool empty = p.groups_of_sum && table.rows(e) == 0;  // 0 even where the scale of nothing is not finite
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i)
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) {
+      const int64_t mm = m + tm + i, nn = n + tn + j;
+      if (mm >= m_end || nn >= p.N) continue;
+      const float v = tail || empty ? 0.f : sum[i][j] * p.scale_a[a_scale0 + mm] * p.scale_b[e * p.N + nn];
+      const int64_t at = (out0 + mm) * p.N + nn;
+      if (p.out_float32) static_cast<float*>(p.out)[at] = v;
+      else static_cast<uint16_t*>(p.out)[at] = bf16_from_float(v);
+    }
+}
+
+struct PrepareOffs {
+  const int* offs;
+  int* safe_offs;
+  int E, limit, multiple, limit_row;
+};
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) prepare_offs_kernel(MOE_GRID_CONSTANT const PrepareOffs p) {
+  __shared__ int end[kMaxExperts];
+  __shared__ int rounded;
+  const int t = threadIdx.x;
+  wait_for_previous_kernel();
+  if (t == 0) rounded = 0;
+  for (int e = t; e < p.E; e += kThreads) end[e] = clamp_offset(p.offs[e], p.limit);
+  __syncthreads();
+  block_scan<Scan::kMax>(end, p.E);
+  for (int e = t; e < p.E; e += kThreads) {
+    const int safe = end[e] / p.multiple * p.multiple;
+    if (safe != end[e]) rounded = 1;
+    p.safe_offs[e] = safe;
+  }
+  __syncthreads();
+  if (t == 0) p.safe_offs[p.E] = p.multiple == 1 ? end[p.E - 1] : rounded ? 0 : p.limit_row;
+}
+
+struct FillRows {
+  uint32_t* out;
+  const int* first;
+  int64_t rows, row_words;
+  uint32_t pattern;
+};
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) fill_rows_kernel(MOE_GRID_CONSTANT const FillRows p) {
+  wait_for_previous_kernel();
+  const int64_t end = p.rows * p.row_words, step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = *p.first * p.row_words + int64_t(blockIdx.x) * kThreads + threadIdx.x; i < end; i += step)
+    p.out[i] = p.pattern;
+}
+
+struct ZeroEmptyGroups {
+  uint32_t* out;
+  const int* ends;
+  int64_t group_words;
+};
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) zero_empty_groups_kernel(MOE_GRID_CONSTANT const ZeroEmptyGroups p) {
+  wait_for_previous_kernel();
+  const int e = blockIdx.y;
+  if (p.ends[e] != (e ? p.ends[e - 1] : 0)) return;
+  uint32_t* out = p.out + e * p.group_words;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < p.group_words; i += int64_t(gridDim.x) * kThreads)
+    out[i] = 0;
+}
+
+}  // namespace
+
+int scaled_grouped_mm(const ScaledGroupedMmParams& p, void* stream) {
+  const int64_t row_tiles = ceil_div<int64_t>(p.M, kTileMN) + (p.groups_of_sum ? 0 : p.E);
+  const dim3 grid(unsigned(row_tiles), unsigned(ceil_div<int64_t>(p.N, kTileMN)), p.groups_of_sum ? unsigned(p.E) : 1u);
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return 0;
+  return launch(scaled_grouped_mm_kernel, {grid, dim3(kThreads), stream}, p);
+}
+
+int prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple, int limit_row, void* stream) {
+  return launch(prepare_offs_kernel, {dim3(1), dim3(kThreads), stream},
+                PrepareOffs{offs, safe_offs, E, limit, multiple, limit_row});
+}
+
+int fill_rows(void* out, const int* first, int64_t rows, int64_t row_bytes, uint32_t pattern, void* stream) {
+  return launch(fill_rows_kernel, {dim3(2 * device().multiprocessors), dim3(kThreads), stream},
+                FillRows{static_cast<uint32_t*>(out), first, rows, row_bytes / 4, pattern});
+}
+
+int zero_empty_groups(void* out, const int* ends, int E, int64_t group_bytes, void* stream) {
+  return launch(zero_empty_groups_kernel, {dim3(16, unsigned(E)), dim3(kThreads), stream},
+                ZeroEmptyGroups{static_cast<uint32_t*>(out), ends, group_bytes / 4});
+}
+
+}  // namespace moe_fp8

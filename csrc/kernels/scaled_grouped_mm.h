@@ -1,0 +1,42 @@
+// scaled_grouped_mm, the portable kernel and what surrounds a native GEMM. All operands are K-major fp8.
+//
+// groups of rows (2D x 3D):     a [M, K], b [E, N, K], out [M, N]; rows of group e meet expert e, tail rows are zero
+//   out[m, n]    = scale_a[m] * scale_b[e, n] * sum_k a[m, k] * b[e, n, k]
+// groups of the sum (2D x 2D):  a [M, K], b [N, K], out [E, M, N]; group e owns the columns [offs[e-1], offs[e])
+//   out[e, m, n] = scale_a[e, m] * scale_b[e, n] * sum_{k in e} a[m, k] * b[n, k]
+//
+// Sums are float32. Strides are in elements (bytes); scales and out are contiguous.
+#pragma once
+#include "numerics/formats.h"
+
+namespace moe_fp8 {
+
+struct ScaledGroupedMmParams {
+  const uint8_t* a;
+  const uint8_t* b;
+  const float* scale_a;
+  const float* scale_b;
+  const int* offs;  // [E]
+  void* out;
+  int64_t E, M, N, K;
+  int64_t a_stride, b_stride, b_group_stride;
+  bool groups_of_sum;
+  bool out_float32;  // else bfloat16
+  Fp8Type a_type, b_type;
+};
+
+// The portable kernel: any sizes, any alignment. 0, or the runtime's error code.
+int scaled_grouped_mm(const ScaledGroupedMmParams& p, void* stream);
+
+// Around a native GEMM that trusts its offsets and leaves tail rows unwritten:
+// safe_offs [E + 1] receives offs clamped into [0, limit], made monotonic and, when multiple > 1, rounded down to it;
+// the last entry is the first row that fill_rows() overwrites: offs[E - 1] when multiple == 1, otherwise 0 if any
+// offset had to be rounded and `limit_row` if none had.
+int prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple, int limit_row, void* stream);
+// Fills the rows [*first, rows) of out [rows, row_bytes / 4] with a 32-bit pattern. row_bytes is a multiple of 4.
+int fill_rows(void* out, const int* first, int64_t rows, int64_t row_bytes, uint32_t pattern, void* stream);
+
+// Zeros in the groups of out [E, group_bytes / 4] that own nothing of the sum, whatever their scales were.
+int zero_empty_groups(void* out, const int* ends, int E, int64_t group_bytes, void* stream);
+
+}  // namespace moe_fp8

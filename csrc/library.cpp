@@ -1,0 +1,19 @@
+// The table of contents of torch.ops.moe_fp8. Implementations register themselves in ops/<op>.cpp; shapes, units and
+// errors are documented in moe_fp8_ext/ops/<op>.py.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(moe_fp8, m) {
+  m.def("quantize_rowwise(Tensor x, ScalarType? dtype=None, bool pow2_scale=False) -> (Tensor q, Tensor scale)");
+  m.def(
+      "quantize_colwise(Tensor x, Tensor offs, int align=16, ScalarType? dtype=None, bool pow2_scale=False)"
+      " -> (Tensor q_t, Tensor scale_t, Tensor padded_offs)");
+  m.def(
+      "quantize_rowcol(Tensor x, Tensor offs, int align=16, ScalarType? dtype=None, bool pow2_scale=False)"
+      " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor padded_offs)");
+  m.def(
+      "quantize_weight(Tensor w, ScalarType? dtype=None, bool pow2_scale=False)"
+      " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t)");
+  m.def(
+      "scaled_grouped_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, ScalarType? out_dtype=None,"
+      " bool use_fast_accum=True) -> Tensor");
+}

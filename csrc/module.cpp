@@ -1,0 +1,39 @@
+// The Python module _C. Loading it registers torch.ops.moe_fp8.*; what it exports itself is how it was built.
+#include <pybind11/pybind11.h>
+
+namespace py = pybind11;
+
+namespace {
+
+#if defined(MOE_FP8_CUDA)
+constexpr const char* kBackend = "cuda";
+constexpr const char* k2D3D =
+    "sm90, sm100: aten::_scaled_grouped_mm for float8_e4m3fn to bfloat16 with K and N multiples of 16, E < 1024; "
+    "otherwise: portable kernel";
+constexpr const char* k2D2D =
+    "sm90, sm100: aten::_scaled_grouped_mm for float8_e4m3fn to bfloat16 with N, K and P multiples of 16, E < 1024; "
+    "otherwise: portable kernel";
+#elif defined(MOE_FP8_HIP)
+constexpr const char* kBackend = "rocm";
+constexpr const char* k2D3D = "portable kernel";
+constexpr const char* k2D2D = "portable kernel";
+#else
+constexpr const char* kBackend = "cpu";
+constexpr const char* k2D3D = "dequantize + float32 matmul per group";
+constexpr const char* k2D2D = "dequantize + float32 matmul per group";
+#endif
+
+py::dict build_info() {
+  using namespace py::literals;
+  return py::dict("version"_a = MOE_FP8_VERSION, "backend"_a = kBackend, "archs"_a = MOE_FP8_ARCHS,
+                  "toolkit"_a = MOE_FP8_TOOLKIT, "torch_target"_a = "2.11", "compiler"_a = MOE_FP8_COMPILER,
+                  "scaled_grouped_mm"_a = py::dict("2d_3d"_a = k2D3D, "2d_2d"_a = k2D2D));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Compiled part of moe_fp8_ext: registers torch.ops.moe_fp8. Import torch first.";
+  m.def("build_info", &build_info,
+        "Version, backend, architectures and toolkit of this build, and what each scaled_grouped_mm path resolves to.");
+}

@@ -1,0 +1,163 @@
+// The quantizing loops of the CPU, multi-threaded: the same five steps and the same numerics as the kernels, written
+// so that compilers vectorise them for any x86-64 or Arm.
+#pragma once
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "numerics/groups.h"
+#include "numerics/scale.h"
+
+namespace moe_fp8 {
+
+constexpr int64_t kGrainElements = 1 << 17;  // 0.1 ms: sharing less gains nothing and loses where cores are busy
+
+// f(begin, end) over [0, n), n items of `elements` elements altogether.
+template <class F>
+void parallel(int64_t n, int64_t elements, const F& f) {
+  if (elements <= kGrainElements) return f(0, n);
+  torch::stable::parallel_for(0, n, std::max<int64_t>(1, n * kGrainElements / elements), f);
+}
+
+// |x| as an integer: finite < Inf < NaN. Signed, because SSE2 has no unsigned maximum of 16 bits and no such compare.
+template <class In>
+using Magnitude = std::make_signed_t<typename In::Bits>;
+template <class In>
+Magnitude<In> magnitude(typename In::Bits bits) { return bits & typename In::Bits(In::kMagnitudeMask); }
+template <class In, Fp8Type kOut>
+ScaleF32 scale_of(Magnitude<In> amax, bool pow2) {
+  return ScaleF32::from_amax<kOut>(as_bits(In::to_float(amax)), pow2);
+}
+
+template <class In, Fp8Type kOut>
+ScaleF32 quantize_row(const typename In::Bits* __restrict x, int64_t K, bool pow2, uint8_t* __restrict q) {
+  Magnitude<In> amax = 0;
+  for (int64_t k = 0; k < K; ++k) amax = std::max(amax, magnitude<In>(x[k]));
+  const ScaleF32 s = scale_of<In, kOut>(amax, pow2);
+  if (s.multiplier != s.multiplier) std::memset(q, Fp8<kOut>::kNan, K);
+  else for (int64_t k = 0; k < K; ++k) q[k] = fp8_from_scaled<kOut>(In::to_float(x[k]) * s.multiplier);
+  return s;
+}
+
+// row_of(r) is row r's first element; q is contiguous.
+template <class In, Fp8Type kOut, class RowOf>
+void rowwise_loop(RowOf row_of, int64_t rows, int64_t K, bool pow2, uint8_t* q, float* scale) {
+  parallel(rows, rows * K, [=](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      scale[r] = quantize_row<In, kOut>(row_of(r), K, pow2, q + r * K).dequant();
+  });
+}
+
+// ---- columns: strips of 64, whose tiles are cast row by row and then transposed 8 by 8 ----------------------
+constexpr int kStrip = 64, kTileRows = 64;
+
+// Rows of 8 bytes to columns: t[i] becomes the bytes i of all. Three exchanges of ever smaller blocks.
+inline void transpose8(uint64_t (&t)[8]) {
+  auto exchange = [&t](int rows, uint64_t mask) {
+    for (int i = 0; i < 8; ++i) {
+      if (i & rows) continue;
+      const uint64_t moved = ((t[i] >> (8 * rows)) ^ t[i + rows]) & mask;
+      t[i] ^= moved << (8 * rows);
+      t[i + rows] ^= moved;
+    }
+  };
+  exchange(4, 0x00000000ffffffffu);
+  exchange(2, 0x0000ffff0000ffffu);
+  exchange(1, 0x00ff00ff00ff00ffu);
+}
+
+template <class In, Fp8Type kOut>
+void cast_tile(const typename In::Bits* __restrict x, int64_t row_stride, int rows, int columns,
+               const float* __restrict m, uint8_t* __restrict q_t, int64_t q_t_stride) {
+  alignas(64) uint8_t q[kTileRows][kStrip];
+  for (int r = 0; r < rows; ++r) {
+    const typename In::Bits* row = x + r * row_stride;
+    for (int c = 0; c < columns; ++c) q[r][c] = fp8_from_scaled<kOut>(In::to_float(row[c]) * m[c]);
+  }
+  for (int c0 = 0; c0 < columns; c0 += 8)
+    for (int r0 = 0; r0 < rows; r0 += 8) {  // what lies beyond rows and columns is transposed along, but not stored
+      uint64_t t[8];
+      for (int i = 0; i < 8; ++i) std::memcpy(&t[i], &q[r0 + i][c0], 8);
+      transpose8(t);
+      uint8_t* out = q_t + c0 * q_t_stride + r0;
+      if (c0 + 8 <= columns && r0 + 8 <= rows) {
+        for (int i = 0; i < 8; ++i) std::memcpy(out + i * q_t_stride, &t[i], 8);
+      } else {
+        for (int i = 0; i < std::min(8, columns - c0); ++i)
+          std::memcpy(out + i * q_t_stride, &t[i], std::min(8, rows - r0));
+      }
+    }
+}
+
+struct GroupRows {
+  int64_t x;     // offset of the group's first element
+  int64_t rows;
+  int64_t q_t;   // offset of its first byte in row 0 of the transposed output
+};
+
+// A strip of one group: columns [k, k + columns).
+template <class In, Fp8Type kOut>
+void quantize_strip(const typename In::Bits* __restrict x, int64_t row_stride, int64_t rows, int columns, bool pow2,
+                    uint8_t* __restrict q_t, int64_t q_t_stride, float* __restrict scale_t) {
+  Magnitude<In> amax[kStrip] = {};
+  for (int64_t r = 0; r < rows; ++r) {
+    const typename In::Bits* row = x + r * row_stride;
+    for (int c = 0; c < columns; ++c) amax[c] = std::max(amax[c], magnitude<In>(row[c]));
+  }
+  float m[kStrip] = {};
+  for (int c = 0; c < columns; ++c) {
+    const ScaleF32 s = scale_of<In, kOut>(amax[c], pow2);
+    m[c] = s.multiplier;
+    scale_t[c] = s.dequant();
+  }
+  for (int64_t r = 0; r < rows; r += kTileRows)
+    cast_tile<In, kOut>(x + r * row_stride, row_stride, int(std::min<int64_t>(kTileRows, rows - r)), columns, m,
+                        q_t + r, q_t_stride);
+  for (int c = 0; c < columns; ++c)
+    if (m[c] != m[c]) std::memset(q_t + c * q_t_stride, Fp8<kOut>::kNan, rows);
+}
+
+// Columns of every group; bytes of q_t that belong to no row are left alone. Strips are the outer index of the work, so
+// that threads share even a single group.
+template <class In, Fp8Type kOut>
+void colwise_loop(const typename In::Bits* x, int64_t row_stride, const std::vector<GroupRows>& groups, int64_t K,
+                  bool pow2, uint8_t* q_t, int64_t q_t_stride, float* scale_t) {
+  const int64_t E = int64_t(groups.size());
+  int64_t rows = E;
+  for (const GroupRows& g : groups) rows += g.rows;
+  parallel(ceil_div<int64_t>(K, kStrip) * E, rows * K, [&](int64_t begin, int64_t end) {
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t e = unit % E, k = unit / E * kStrip;
+      const GroupRows& g = groups[e];
+      quantize_strip<In, kOut>(x + g.x + k, row_stride, g.rows, int(std::min<int64_t>(kStrip, K - k)), pow2,
+                               q_t + g.q_t + k * q_t_stride, q_t_stride, scale_t + e * K + k);
+    }
+  });
+}
+
+// offs made safe, as the kernels' group table does it: exclusive ends, clamped and monotonic.
+inline std::vector<int> safe_ends(const int* offs, int64_t E, int64_t rows) {
+  std::vector<int> ends(E);
+  int previous = 0;
+  for (int64_t e = 0; e < E; ++e) ends[e] = previous = std::max(previous, clamp_offset(offs[e], int(rows)));
+  return ends;
+}
+// Groups of token rows and their places in the padded layout; writes padded_offs.
+inline std::vector<GroupRows> token_groups(const int* offs, int64_t E, int64_t rows, int64_t row_stride, int64_t align,
+                                           int* padded_offs) {
+  std::vector<GroupRows> groups(E);
+  int64_t start = 0, position = 0;
+  for (int64_t e = 0; e < E; ++e) {
+    const int64_t end = std::max<int64_t>(start, clamp_offset(offs[e], int(rows)));
+    groups[e] = {start * row_stride, end - start, position};
+    position += round_up(end - start, align);
+    padded_offs[e] = int(position);
+    start = end;
+  }
+  return groups;
+}
+
+}  // namespace moe_fp8

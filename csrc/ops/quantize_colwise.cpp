@@ -1,0 +1,43 @@
+#include "kernels/quantize_colwise.h"
+
+#include "ops/common.h"
+#include "ops/cpu_loops.h"
+
+namespace moe_fp8 {
+
+Results<3> quantize_colwise_op(const Tensor& x, const Tensor& offs, int64_t align, std::optional<int32_t> dtype,
+                               bool pow2_scale) {
+  constexpr const char* kOp = "quantize_colwise";
+  const InType in = in_type(kOp, "x", x);
+  check_dim(kOp, "x", x, 2);
+  check_inner_stride(kOp, "x", x);
+  const int64_t M = x.sizes[0], K = x.sizes[1], row_stride = x.strides[0];
+  check_offs(kOp, offs, "x", x, M);
+  const int64_t E = offs.sizes[0], P = check_align(kOp, align, M, E);
+  const Call call(kOp, "x", x);
+  const Fp8Type out = call.out_type(dtype);
+
+  Handle q_t = call.empty({K, P}, out), scale_t = call.empty({E, K}, kFloat32), padded_offs = call.empty({E}, kInt32);
+
+#if defined(MOE_FP8_GPU)
+  if (x.on_gpu()) {
+    call.check(quantize_colwise({x.data, offs.as<int>(), data<uint8_t>(q_t), data<float>(scale_t),
+                                 data<int>(padded_offs), E, M, K, row_stride, P, int(align), in, out, pow2_scale},
+                                call.stream()));
+    return results(q_t, scale_t, padded_offs);
+  }
+#endif
+  std::memset(data(q_t), 0, K * P);
+  const auto groups = token_groups(offs.as<int>(), E, M, row_stride, align, data<int>(padded_offs));
+  dispatch(in, out, [&](auto in_tag, auto out_tag) {
+    using In = decltype(in_tag);
+    colwise_loop<In, decltype(out_tag)::value>(x.as<typename In::Bits>(), row_stride, groups, K, pow2_scale,
+                                               data<uint8_t>(q_t), P, data<float>(scale_t));
+    return 0;
+  });
+  return results(q_t, scale_t, padded_offs);
+}
+
+}  // namespace moe_fp8
+
+MOE_FP8_REGISTER(quantize_colwise)

@@ -1,0 +1,170 @@
+// Tensors of torch's stable C interface, and how an op is called through it. torch's own wrappers for that,
+// torch::stable::Tensor and TORCH_BOX, add a control block, a second handle and reference counts to every tensor: about
+// an eighth of an op's host time.
+#pragma once
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+
+#include <array>
+#include <initializer_list>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+// Weak: torch has it from 2.13 on.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+
+namespace moe_fp8 {
+
+// Raises a Python RuntimeError. Call it under an `if`: its arguments then cost nothing while all is well.
+template <class... Pieces>
+[[noreturn, gnu::cold, gnu::noinline]] void fail(const Pieces&... pieces) {
+  std::ostringstream text;
+  (text << ... << pieces);
+  throw std::runtime_error(text.str());
+}
+
+// Of a call into torch, which reports like C; in torch's own words where it can pass them on.
+inline void check_torch(AOTITorchError code) {
+  if (code == 0) return;
+  fail(torch_exception_get_what_without_backtrace ? torch_exception_get_what_without_backtrace()
+                                                  : "moe_fp8_ext: a call into torch failed, as printed above");
+}
+
+// ---- dtypes and devices: torch's codes are not part of the interface, so they are asked for, once ------------------
+inline const int32_t kBFloat16 = aoti_torch_dtype_bfloat16(), kFloat32 = aoti_torch_dtype_float32();
+inline const int32_t kInt32 = aoti_torch_dtype_int32();
+inline const int32_t kInputDtypes[] = {kBFloat16, aoti_torch_dtype_float16(), kFloat32};  // in the order of InType
+inline const int32_t kFp8Dtypes[] = {                                                     // in the order of Fp8Type
+    aoti_torch_dtype_float8_e4m3fn(), aoti_torch_dtype_float8_e5m2(), aoti_torch_dtype_float8_e4m3fnuz(),
+    aoti_torch_dtype_float8_e5m2fnuz()};
+inline const int32_t kCpu = aoti_torch_device_type_cpu(), kCuda = aoti_torch_device_type_cuda();
+
+// As Python prints it.
+inline std::string dtype_name(int32_t dtype) {
+  const std::pair<int32_t, const char*> names[] = {
+      {kFp8Dtypes[0], "float8_e4m3fn"}, {kFp8Dtypes[1], "float8_e5m2"},
+      {kFp8Dtypes[2], "float8_e4m3fnuz"}, {kFp8Dtypes[3], "float8_e5m2fnuz"},
+      {kBFloat16, "bfloat16"}, {aoti_torch_dtype_float16(), "float16"},
+      {kFloat32, "float32"}, {aoti_torch_dtype_float64(), "float64"},
+      {aoti_torch_dtype_int8(), "int8"}, {aoti_torch_dtype_uint8(), "uint8"},
+      {aoti_torch_dtype_int16(), "int16"}, {aoti_torch_dtype_uint16(), "uint16"},
+      {kInt32, "int32"}, {aoti_torch_dtype_uint32(), "uint32"},
+      {aoti_torch_dtype_int64(), "int64"}, {aoti_torch_dtype_uint64(), "uint64"},
+      {aoti_torch_dtype_complex32(), "complex32"}, {aoti_torch_dtype_complex64(), "complex64"},
+      {aoti_torch_dtype_complex128(), "complex128"}, {aoti_torch_dtype_bool(), "bool"},
+      {torch_dtype_float8_e8m0fnu(), "float8_e8m0fnu"}, {torch_dtype_float4_e2m1fn_x2(), "float4_e2m1fn_x2"},
+  };
+  for (const auto& [code, name] : names)
+    if (code == dtype) return std::string("torch.") + name;
+  return "another dtype";
+}
+
+// ---- tensors -------------------------------------------------------------------------------------------------------
+struct DeleteTensor {
+  void operator()(AtenTensorHandle tensor) const { aoti_torch_delete_tensor_object(tensor); }
+};
+using Handle = std::unique_ptr<AtenTensorOpaque, DeleteTensor>;
+
+template <class T = void>
+T* data(const Handle& tensor) {
+  void* data = nullptr;
+  check_torch(torch_get_mutable_data_ptr(tensor.get(), &data));
+  return static_cast<T*>(data);
+}
+inline Handle share(const Handle& tensor) {
+  AtenTensorHandle other = nullptr;
+  check_torch(aoti_torch_new_tensor_handle(tensor.get(), &other));
+  return Handle(other);
+}
+// The first elements of a contiguous tensor in another shape.
+inline Handle view(const Handle& tensor, std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) {
+  AtenTensorHandle other = nullptr;
+  check_torch(aoti_torch__reinterpret_tensor(tensor.get(), int64_t(sizes.size()), sizes.begin(), strides.begin(), 0,
+                                             &other));
+  return Handle(other);
+}
+
+// An argument. Its facts are read once: every question is a call into torch.
+struct Tensor {
+  explicit Tensor(AtenTensorHandle tensor) : handle(tensor) {
+    int64_t *sizes_of = nullptr, *strides_of = nullptr;
+    check_torch(aoti_torch_get_dim(tensor, &dim));
+    check_torch(aoti_torch_get_sizes(tensor, &sizes_of));
+    check_torch(aoti_torch_get_strides(tensor, &strides_of));
+    check_torch(aoti_torch_get_dtype(tensor, &dtype));
+    check_torch(aoti_torch_get_device_type(tensor, &device_type));
+    check_torch(aoti_torch_get_device_index(tensor, &device_index));
+    check_torch(torch_get_const_data_ptr(tensor, &data));
+    sizes = sizes_of;
+    strides = strides_of;
+  }
+  bool on_gpu() const { return device_type == kCuda; }
+  bool empty() const {
+    for (int64_t i = 0; i < dim; ++i)
+      if (sizes[i] == 0) return true;
+    return false;
+  }
+  template <class T>
+  const T* as() const { return static_cast<const T*>(data); }
+
+  Handle handle;
+  int64_t dim;
+  const int64_t* sizes;
+  const int64_t* strides;
+  const void* data;
+  int32_t dtype, device_type, device_index;
+};
+inline std::string device_name(const Tensor& t) {
+  return t.on_gpu() ? "cuda:" + std::to_string(t.device_index) : t.device_type == kCpu ? "cpu" : "another device";
+}
+
+// ---- calls of torch's ops: arguments and then results are 64-bit words on one stack, which own their tensors -------
+template <class T>
+StableIValue word(const T& value) { return torch::stable::detail::from(value); }
+inline StableIValue word(Handle tensor) { return word(tensor.release()); }
+inline StableIValue optional_word(Handle tensor) { return word(std::optional<AtenTensorHandle>(tensor.release())); }
+
+// An op with one result.
+template <size_t kWords>
+Handle call_torch(const char* op, const char* overload, StableIValue (&stack)[kWords]) {
+  check_torch(torch_call_dispatcher(op, overload, stack, TORCH_ABI_VERSION));
+  return Handle(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
+}
+
+// ---- ops -----------------------------------------------------------------------------------------------------------
+// What an op returns: its results, owned by the caller from here on.
+template <int n>
+using Results = std::array<AtenTensorHandle, n>;
+template <class... Handles>
+Results<sizeof...(Handles)> results(Handles&... handles) { return {handles.release()...}; }
+
+// An op as torch calls it. dtypes are torch's codes.
+template <auto op>
+struct Boxed;
+template <size_t kResults, class... Args, std::array<AtenTensorHandle, kResults> (*op)(Args...)>
+struct Boxed<op> {
+  static void call(StableIValue* stack, uint64_t, uint64_t) { unbox(stack, std::index_sequence_for<Args...>()); }
+
+ private:
+  template <size_t... i>
+  static void unbox(StableIValue* stack, std::index_sequence<i...>) {
+    const auto handles = op(argument<std::decay_t<Args>>(stack[i])...);
+    for (size_t r = 0; r < kResults; ++r) stack[r] = word(handles[r]);
+  }
+  template <class T>
+  static T argument(StableIValue word) {
+    if constexpr (std::is_same_v<T, Tensor>) return Tensor(torch::stable::detail::to<AtenTensorHandle>(word));
+    else return torch::stable::detail::to<T>(word);
+  }
+};
+
+}  // namespace moe_fp8
+
+// CPU and GPU (torch calls AMD's GPUs CUDA too) share one function, which branches where the kernel starts.
+#define MOE_FP8_REGISTER(op)                                                                            \
+  STABLE_TORCH_LIBRARY_IMPL(moe_fp8, CPU, m) { m.impl(#op, moe_fp8::Boxed<&moe_fp8::op##_op>::call); }  \
+  STABLE_TORCH_LIBRARY_IMPL(moe_fp8, CUDA, m) { m.impl(#op, moe_fp8::Boxed<&moe_fp8::op##_op>::call); }

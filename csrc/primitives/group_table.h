@@ -1,0 +1,67 @@
+// What a block needs to know of token groups, in its shared memory.
+#pragma once
+#include "numerics/groups.h"
+
+namespace moe_fp8 {
+
+// Group e owns the rows [row[e], row[e+1]) of the input and the positions [pos[e], pos[e+1]) of the padded layout.
+// Group E is the tail: rows that no group owns, positions that hold only zeros.
+struct GroupTable {
+  static MOE_HD constexpr int words(int experts) { return 2 * (experts + 2); }
+  MOE_DEVICE GroupTable(int* storage, int E) : row(storage), pos(storage + E + 2) {}
+
+  int* row;
+  int* pos;
+
+  MOE_DEVICE int rows(int e) const { return row[e + 1] - row[e]; }
+};
+
+constexpr int kLine = 128;  // positions in a line tile: one full cache line of fp8 bytes
+
+MOE_HD int line_tiles(int begin, int end) { return end > begin ? (end - 1) / kLine - begin / kLine + 1 : 0; }
+
+enum class Scan { kSum, kMax };
+
+// In place inclusive scan of data[0..n) by the whole block; ends with a barrier.
+template <Scan kScan>
+MOE_DEVICE void block_scan(int* data, int n) {
+  __shared__ int carry_of[32 + 1];
+  const int threads = blockDim.x * blockDim.y, t = threadIdx.y * blockDim.x + threadIdx.x;
+  const int lane = t % kWarpSize, wave = t / kWarpSize, waves = threads / kWarpSize;
+  auto combine = [](int a, int b) { return kScan == Scan::kSum ? a + b : a > b ? a : b; };
+  int carry = 0;
+  for (int base = 0; base < n; base += threads) {
+    int v = base + t < n ? data[base + t] : 0;
+    for (int d = 1; d < kWarpSize; d <<= 1) {
+      const int other = int(shfl_up(uint32_t(v), d));
+      if (lane >= d) v = combine(v, other);
+    }
+    if (lane == kWarpSize - 1) carry_of[wave] = v;
+    __syncthreads();
+    for (int w = 0; w < wave; ++w) v = combine(v, carry_of[w]);
+    v = combine(v, carry);
+    for (int w = 0; w < waves; ++w) carry = combine(carry, carry_of[w]);
+    if (base + t < n) data[base + t] = v;
+    __syncthreads();
+  }
+}
+
+// offs [E] may hold anything: it is clamped into [0, rows] and made monotonic. `positions` is the extent of the padded
+// layout. Every value scanned is at least 0.
+MOE_DEVICE void build_group_table(const GroupTable& table, const int* offs, int E, int rows, int positions, int align) {
+  const int threads = blockDim.x * blockDim.y, t = threadIdx.y * blockDim.x + threadIdx.x;
+  if (t == 0) table.row[0] = table.pos[0] = 0;
+  for (int e = t; e < E; e += threads) table.row[e + 1] = clamp_offset(offs[e], rows);
+  __syncthreads();
+  block_scan<Scan::kMax>(table.row + 1, E);
+  for (int e = t; e < E; e += threads) table.pos[e + 1] = round_up(table.row[e + 1] - table.row[e], align);
+  __syncthreads();
+  block_scan<Scan::kSum>(table.pos + 1, E);
+  if (t == 0) {
+    table.row[E + 1] = rows;
+    table.pos[E + 1] = positions;
+  }
+  __syncthreads();
+}
+
+}  // namespace moe_fp8

@@ -1,0 +1,224 @@
+// A strip in the shared memory of a cluster of blocks between amax and cast, so that x is read once. Threads are slots
+// (threadIdx.y) of 32 lanes (threadIdx.x) on every chip; a lane has a word of columns, a slot 16 rows of every 128-byte
+// line of q_t. Shuffles with masks below 32 stay inside a slot.
+#pragma once
+#include "primitives/cast.h"
+#include "primitives/strip_parts.h"
+
+namespace moe_fp8 {
+
+constexpr int kLanes = 32, kSlotRows = 16, kLineSlots = kLine / kSlotRows;
+constexpr int kStripBytes = 128, kChunks = kStripBytes / 16;
+
+template <class In_, Fp8Type kOut_, int kSlots_>
+struct StripTraits {
+  using In = In_;
+  static constexpr Fp8Type kOut = kOut_;
+  static constexpr int kSlots = kSlots_, kThreads = kSlots * kLanes;
+  static constexpr int kLines = kSlots / kLineSlots;    // lines of q_t cast at once
+  static constexpr int kColumns = kStripBytes / int(sizeof(typename In::Bits));
+  static constexpr int kRowStep = kThreads / kChunks;   // rows that the threads touch at once, 16 bytes each
+  static constexpr int kVec = 4 * kPerWord<In>;         // elements of 16 bytes
+};
+
+// Columns on their way out: [column][position], 128 bytes a column, its eight 16-byte chunks permuted so that neither
+// the writes (one chunk, 32 lanes of kPerWord columns each) nor the reads (8 chunks of a column) meet in a bank.
+template <class T>
+struct TransposeStage {
+  Vec16 chunks[T::kColumns * kLineSlots];
+  MOE_DEVICE Vec16& at(int column, int slot) {
+    return chunks[column * kLineSlots + (slot ^ ((column / kPerWord<typename T::In>) & (kLineSlots - 1)))];
+  }
+};
+
+// Shared memory of a block besides the strip and the group table.
+template <class T>
+struct StripShared {
+  TransposeStage<T> stage[2][T::kLines];
+  alignas(16) uint32_t slot_amax[T::kSlots][kLanes];  // a word of columns a lane
+  float multiplier[T::kColumns];
+  ClusterInbox inbox[2];
+  Part parts[4];                          // of the strip in work, the next one, and some that slow threads still read
+};
+
+// The 16 bytes of a row of the strip from `column` on; zeros beyond column K.
+template <class T>
+MOE_DEVICE Vec16 load_chunk(const StripArgs& p, const Part& w, int row, int64_t column) {
+  using In = typename T::In;
+  const auto* x = static_cast<const typename In::Bits*>(p.x) + w.x + row * p.row_stride + column;
+  Vec16 v = {};
+#pragma unroll
+  for (int i = 0; i < T::kVec; ++i)
+    if (column + i < p.K) v.w[i / kPerWord<In>] |= uint32_t(x[i]) << (16 * (i % kPerWord<In>));
+  return v;
+}
+template <class T>
+MOE_DEVICE uint32_t load_word(const StripArgs& p, const typename T::In::Bits* x, int64_t column) {
+  using In = typename T::In;
+  if (column >= p.K) return 0;
+  if (p.aligned) return *reinterpret_cast<const uint32_t*>(x);
+  uint32_t v = x[0];
+  if (kPerWord<In> == 2 && column + 1 < p.K) v |= uint32_t(x[kPerWord<In> - 1]) << 16;
+  return v;
+}
+
+// The block's shared memory is a ring of p.held rows. A strip starts at row `base` of it; strips start and end at
+// multiples of 16 rows, so a slot's rows never wrap.
+MOE_DEVICE int ring_row(const StripArgs& p, int row) { return row < p.held ? row : row - p.held; }
+
+// Starts the copies of the strip's rows [begin, end). Chunk t % 8 of row r is copied by the thread t with
+// t / 8 = r mod kRowStep.
+template <class T>
+MOE_DEVICE void copy_rows(const StripArgs& p, const Part& w, int begin, int end, Vec16* ring, int base) {
+  using In = typename T::In;
+  const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks;
+  const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::kVec;
+  const int first = begin + ((t / kChunks - begin) & (T::kRowStep - 1));
+  if (p.aligned && column < p.K) {
+    const auto* x = static_cast<const typename In::Bits*>(p.x) + w.x + first * p.row_stride + column;
+#pragma unroll 4
+    for (int r = first; r < end; r += T::kRowStep, x += T::kRowStep * p.row_stride)
+      copy_to_shared(ring + ring_row(p, base + r) * kChunks + chunk, reinterpret_cast<const Vec16*>(x));
+  } else {
+#pragma unroll 1  // unaligned x: registers, not speed
+    for (int r = first; r < end; r += T::kRowStep)
+      ring[ring_row(p, base + r) * kChunks + chunk] = load_chunk<T>(p, w, r, column);
+  }
+}
+
+// Amax over the block's rows of every word of columns, left in shared.slot_amax, one value a slot.
+template <class T>
+MOE_DEVICE void reduce_strip(const StripArgs& p, const Part& w, const Vec16* ring, int base, StripShared<T>& shared) {
+  using In = typename T::In;
+  const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks, first = t / kChunks;
+  const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::kVec;
+  const int held = w.held(p.held);
+  uint32_t amax[4] = {};
+  auto reduce = [&](const Vec16& v) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) amax[i] = max_magnitude<In>(amax[i], v.w[i]);
+  };
+  const int beyond = held > first ? first + round_up(held - first, T::kRowStep) : first;
+  if (p.aligned && column < p.K) {  // rows that no block holds
+    const auto* x = static_cast<const typename In::Bits*>(p.x) + w.x + beyond * p.row_stride + column;
+#pragma unroll 4
+    for (int r = beyond; r < w.rows; r += T::kRowStep, x += T::kRowStep * p.row_stride)
+      reduce(load_stream<Reuse::kSoon>(reinterpret_cast<const Vec16*>(x)));
+  } else {
+#pragma unroll 1
+    for (int r = beyond; r < w.rows; r += T::kRowStep) reduce(load_chunk<T>(p, w, r, column));
+  }
+  wait_copies<1>();  // all but the next strip's; a thread reduces what it copied itself: no barrier yet
+#pragma unroll 4
+  for (int r = first; r < held; r += T::kRowStep) reduce(ring[ring_row(p, base + r) * kChunks + chunk]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    amax[i] = max_magnitude<In>(amax[i], shfl_xor(amax[i], 8));
+    amax[i] = max_magnitude<In>(amax[i], shfl_xor(amax[i], 16));
+  }
+  Vec16* slot = reinterpret_cast<Vec16*>(shared.slot_amax[threadIdx.y]);
+  if (threadIdx.x < kChunks) slot[chunk] = Vec16{{amax[0], amax[1], amax[2], amax[3]}};
+}
+
+// By one slot: the scales of the strip's columns over the whole group. `turn` counts the strips of this cluster.
+template <class T>
+MOE_DEVICE void make_scales(const StripArgs& p, const Part& w, StripShared<T>& shared, uint32_t turn) {
+  using In = typename T::In;
+  const int lane = threadIdx.x;
+  uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < T::kSlots; ++i) amax = max_magnitude<In>(amax, shared.slot_amax[i][lane]);
+  if (p.cluster_log2 > 0) {
+    ClusterInbox& inbox = shared.inbox[turn & 1];
+    cluster_send(inbox, amax, lane);
+    cluster_wait(inbox, turn >> 1 & 1);
+    for (int rank = 0; rank < 1 << p.cluster_log2; ++rank) amax = max_magnitude<In>(amax, inbox.words[rank][lane]);
+  }
+#pragma unroll
+  for (int c = 0; c < kPerWord<In>; ++c) {
+    const ScaleF32 s = ScaleF32::from_amax<T::kOut>(magnitude_bits<In>(amax, c), p.pow2_scale);
+    const int local = lane * kPerWord<In> + c;
+    const int64_t column = int64_t(w.strip) * T::kColumns + local;
+    shared.multiplier[local] = s.multiplier;
+    if (cluster_rank() == 0 && column < p.K && w.group < p.E) p.scale_t[w.group * p.K + column] = s.dequant();
+  }
+}
+
+// Byte i of word g is kept where row 4 * g + i < rows: padding is zero even beside a NaN scale.
+MOE_DEVICE uint32_t row_mask(int g, int rows) {
+  const int n = rows - 4 * g;
+  return n >= 4 ? 0xffffffffu : n <= 0 ? 0u : (1u << (8 * n)) - 1;
+}
+
+// The 16 rows of a slot, a word of columns a lane, cast into 16-byte chunks of columns. kFull: all 16 rows are there.
+template <class T, bool kFull>
+MOE_DEVICE void cast_slot(const uint32_t (&v)[kSlotRows], int rows, const float* multiplier, TransposeStage<T>& stage) {
+  using In = typename T::In;
+#pragma unroll
+  for (int c = 0; c < kPerWord<In>; ++c) {
+    Vec16 chunk;
+    const int column = threadIdx.x * kPerWord<In> + c;
+    const float m = multiplier[column];
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+      chunk.w[g] = cast4<T::kOut>(element<In>(v[4 * g], c) * m, element<In>(v[4 * g + 1], c) * m,
+                               element<In>(v[4 * g + 2], c) * m, element<In>(v[4 * g + 3], c) * m);
+      if constexpr (!kFull) chunk.w[g] &= row_mask(g, rows);
+    }
+    stage.at(column, threadIdx.y % kLineSlots) = chunk;
+  }
+}
+
+// The lines [line, line + kLines) of q_t: 16 positions a slot, those that are not the block's left alone.
+template <class T>
+MOE_DEVICE void cast_lines(const StripArgs& p, const Part& w, int line, const Vec16* ring, int base,
+                           const float* multiplier, TransposeStage<T> (&stages)[T::kLines]) {
+  using In = typename T::In;
+  const int position = line * kLine + threadIdx.y * kSlotRows;
+  if (position < w.begin || position >= w.end || position >= w.line1 * kLine) return;
+  TransposeStage<T>& stage = stages[threadIdx.y / kLineSlots];
+  const int first = position - w.begin - w.skipped, rows = w.rows - first;
+  uint32_t v[kSlotRows];
+  if (first < p.held) {
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(ring + ring_row(p, base + first) * kChunks) + threadIdx.x;
+    if (rows >= kSlotRows) {
+#pragma unroll
+      for (int i = 0; i < kSlotRows; ++i) v[i] = words[i * kLanes];
+      return cast_slot<T, true>(v, rows, multiplier, stage);
+    }
+#pragma unroll
+    for (int i = 0; i < kSlotRows; ++i) v[i] = i < rows ? words[i * kLanes] : 0;
+  } else {
+    const int64_t column = int64_t(w.strip) * T::kColumns + threadIdx.x * kPerWord<In>;
+    const auto* x = static_cast<const typename In::Bits*>(p.x) + w.x + first * p.row_stride + column;
+#pragma unroll
+    for (int i = 0; i < kSlotRows; ++i, x += p.row_stride) v[i] = i < rows ? load_word<T>(p, x, column) : 0;
+  }
+  cast_slot<T, false>(v, rows, multiplier, stage);
+}
+
+template <class T>
+MOE_DEVICE void store_lines(const StripArgs& p, const Part& w, uint8_t* q_t, int line,
+                            TransposeStage<T> (&stages)[T::kLines]) {
+  constexpr int kThreads = T::kThreads / T::kLines, kStep = kThreads / kLineSlots;  // of a line; columns at once
+  const int t = threadIdx.y * kLanes + threadIdx.x, of_line = t / kThreads, slot = t % kLineSlots;
+  const int position = (line + of_line) * kLine + slot * kSlotRows, local = t % kThreads / kLineSlots;
+  if (position < w.begin || position >= w.end || position >= w.line1 * kLine) return;
+  TransposeStage<T>& stage = stages[of_line];
+  int64_t column = int64_t(w.strip) * T::kColumns + local;
+  uint8_t* out = q_t + column * p.positions + position;
+#pragma unroll
+  for (int i = 0; i < T::kColumns; i += kStep, column += kStep, out += kStep * p.positions) {
+    if (column >= p.K) return;
+    const Vec16 chunk = stage.at(local + i, slot);
+    if (p.aligned_t) {
+      store_stream(reinterpret_cast<Vec16*>(out), chunk);
+    } else {
+#pragma unroll
+      for (int b = 0; b < kSlotRows; ++b)
+        if (position + b < w.end) out[b] = uint8_t(chunk.w[b / 4] >> (8 * (b % 4)));
+    }
+  }
+}
+
+}  // namespace moe_fp8

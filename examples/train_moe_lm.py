@@ -1,0 +1,294 @@
+"""Train one small Mixture-of-Experts language model under several recipes, side by side.
+
+The model is a byte-level transformer: causal attention, top-k routing, SwiGLU experts computed by
+moe_fp8_ext.grouped_mm. The text is the source of Python's own standard library, so nothing is downloaded. Every recipe
+starts from the same weights and reads the same bytes in the same order: only the arithmetic of the experts differs.
+The run ends with a table and a picture of the loss curves.
+"""
+
+import argparse
+import math
+import os
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from statistics import fmean
+
+import torch
+import torch.nn.functional as F
+from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws without a display
+from matplotlib.figure import Figure
+from tabulate import tabulate
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import moe_fp8_ext
+
+BASELINE = "bf16"
+TOLERANCE = 0.01  # --check: largest relative difference from the baseline's held-out loss
+BALANCE_WEIGHT = 0.01
+EVAL_BATCHES = 32
+STDLIB = Path(sysconfig.get_path("stdlib"))
+
+# option: (default on a CPU, default on a GPU, help)
+SIZES = {
+    "steps": (450, 400, "training steps for each recipe"),
+    "batch": (16, 32, "sequences in a step"),
+    "context": (128, 1024, "bytes in a sequence"),
+    "layers": (3, 8, "transformer blocks"),
+    "dim": (128, 1024, "width of the model"),
+    "heads": (4, 16, "attention heads in a block"),
+    "experts": (8, 32, "experts in a block"),
+    "top-k": (2, 4, "experts that a token is routed to"),
+    "hidden": (128, 512, "width of an expert"),
+}
+
+
+def read_stdlib() -> tuple[Tensor, Tensor]:
+    """The standard library's source as bytes: every tenth file is held out, the others are for training."""
+    skip = {"site-packages", "dist-packages", "test", "tests"}  # installed later, or not shipped by every distribution
+    files = sorted(f for f in STDLIB.rglob("*.py") if skip.isdisjoint(f.relative_to(STDLIB).parts))
+    train, held_out = bytearray(), bytearray()
+    for i, file in enumerate(files):
+        (held_out if i % 10 == 9 else train).extend(file.read_bytes())
+    return torch.tensor(train, dtype=torch.uint8), torch.tensor(held_out, dtype=torch.uint8)
+
+
+def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """Inputs and next-byte targets, both [batch, context], read at `starts`."""
+    rows = text[starts[:, None] + torch.arange(context + 1, device=text.device)].long()
+    return rows[:, :-1], rows[:, 1:]
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """While entered, notes the memory that autograd keeps for backward; a storage kept twice counts once."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, int] = {}
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self.storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+
+class MoE(nn.Module):
+    """Token-choice top-k routing to SwiGLU experts. No shape depends on the routing, so the host never waits for it."""
+
+    def __init__(self, args: argparse.Namespace, recipe: str, saved: SavedBytes) -> None:
+        super().__init__()
+        self.top_k, self.recipe, self.saved = args.top_k, recipe, saved
+        self.router = nn.Linear(args.dim, args.experts, bias=False)
+        self.gate_up = nn.Parameter(torch.randn(args.experts, 2 * args.hidden, args.dim) * args.dim**-0.5)
+        self.down = nn.Parameter(torch.randn(args.experts, args.dim, args.hidden) * args.hidden**-0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [tokens, dim] -> output [tokens, dim], load-balance loss (1 when all experts get the same load)."""
+        probs = self.router(x).float().softmax(-1)
+        weight, expert = probs.topk(self.top_k)
+        by_expert, order = expert.flatten().sort(stable=True)
+        ids = torch.arange(probs.shape[1], device=x.device)
+        offs = torch.searchsorted(by_expert, ids, right=True, out_int32=True)  # end row of each expert's group
+        gate, up = self.grouped_mm(x.bfloat16()[order // self.top_k], self.gate_up, offs).chunk(2, -1)
+        y = self.grouped_mm(F.silu(gate) * up, self.down, offs)
+        y = y[order.argsort()].unflatten(0, (-1, self.top_k))
+        load = offs.diff(prepend=offs.new_zeros(1)) / len(by_expert)
+        return (y * weight[:, :, None]).sum(1), len(load) * (load * probs.mean(0)).sum()
+
+    def grouped_mm(self, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        weight = weight.bfloat16()
+        with self.saved:
+            return moe_fp8_ext.grouped_mm(x, weight.mT, offs, recipe=self.recipe)
+
+
+class Block(nn.Module):
+    def __init__(self, args: argparse.Namespace, recipe: str, saved: SavedBytes) -> None:
+        super().__init__()
+        self.heads = args.heads
+        self.norm1, self.norm2 = nn.RMSNorm(args.dim), nn.RMSNorm(args.dim)
+        self.qkv, self.out = nn.Linear(args.dim, 3 * args.dim, bias=False), nn.Linear(args.dim, args.dim, bias=False)
+        self.moe = MoE(args, recipe, saved)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = (rotate(F.rms_norm(t, t.shape[-1:]), rotation) for t in (q, k))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        y, balance = self.moe(self.norm2(x).flatten(0, 1))
+        return x + y.view_as(x), balance
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotary position embedding: pairs of features, taken as complex numbers, turn as the position grows."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, args: argparse.Namespace, recipe: str, saved: SavedBytes) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, args.dim)
+        self.blocks = nn.ModuleList(Block(args, recipe, saved) for _ in range(args.layers))
+        self.norm, self.head = nn.RMSNorm(args.dim), nn.Linear(args.dim, 256, bias=False)
+        half = args.dim // args.heads // 2
+        angle = torch.outer(torch.arange(args.context), 10000.0 ** (-torch.arange(half) / half))
+        self.register_buffer("rotation", torch.polar(torch.ones_like(angle), angle))
+
+    def forward(self, text: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross entropy in nats a byte, and the load-balance loss averaged over the blocks."""
+        # The dense layers run in bfloat16 on a GPU only: not every CPU multiplies it faster than float32.
+        with torch.autocast(text.device.type, torch.bfloat16, enabled=text.is_cuda):
+            x, balance = self.embedding(text), torch.zeros((), device=text.device)
+            for block in self.blocks:
+                x, unevenness = block(x, self.rotation)
+                balance = balance + unevenness / len(self.blocks)
+            logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.float().flatten(0, 1), target.flatten()), balance
+
+
+@dataclass
+class Run:
+    recipe: str
+    losses: list[float]
+    held_out: float
+    tokens_per_second: float
+    saved_bytes: int
+
+
+def train(recipe: str, args: argparse.Namespace, text: Tensor, held_out_text: Tensor) -> Run:
+    torch.manual_seed(args.seed)
+    starts = torch.randint(len(text) - args.context, (args.steps, args.batch)).to(args.device)
+    saved = SavedBytes()
+    model = LanguageModel(args, recipe, saved).to(args.device)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    warmup = max(1, args.steps // 20)  # then a cosine down to a tenth
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * step / args.steps))
+    )
+    losses = torch.empty(args.steps, device=args.device)
+    with tqdm(range(args.steps), desc=f"{recipe:>9}", unit="step", mininterval=0.5) as bar:
+        for step in bar:
+            saved.storages.clear()
+            loss, balance = model(*windows(text, starts[step], args.context))
+            (loss + BALANCE_WEIGHT * balance).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            losses[step] = loss.detach()
+            if step % 20 == 0:  # seldom, because reading a loss waits for the GPU
+                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+            if step == 0:  # untimed: it also loads libraries and fills memory pools
+                began = time.perf_counter()
+        history = losses.tolist()
+        speed = (args.steps - 1) * args.batch * args.context / (time.perf_counter() - began)
+    return Run(recipe, history, evaluate(model, held_out_text, args), speed, sum(saved.storages.values()))
+
+
+@torch.no_grad()
+def evaluate(model: LanguageModel, text: Tensor, args: argparse.Namespace) -> float:
+    """Mean loss over windows spread evenly over the held-out text."""
+    last = len(text) - args.context - 1
+    starts = torch.linspace(0, last, EVAL_BATCHES * args.batch, dtype=torch.float64).long().to(text.device)
+    losses = [model(*windows(text, batch, args.context))[0] for batch in starts.split(args.batch)]
+    return torch.stack(losses).mean().item()
+
+
+def print_table(runs: list[Run], differences: dict[str, float]) -> None:
+    head = ["recipe", "first loss", "last loss", "held-out loss", f"vs {BASELINE}", "tokens/s", "saved for backward"]
+    rows = []
+    for run in runs:
+        difference = f"{differences[run.recipe]:+.2%}" if run.recipe in differences else "-"
+        row = [run.recipe, f"{run.losses[0]:.4f}", f"{fmean(run.losses[-10:]):.4f}", f"{run.held_out:.4f}", difference]
+        rows.append(row + [f"{run.tokens_per_second:,.0f}", f"{run.saved_bytes / 2**20:,.2f} MiB"])
+    print("\n" + tabulate(rows, head, disable_numparse=True, colalign=["left"] + ["right"] * 6))
+    print("\nLosses are in nats a byte, the last one a mean of 10 steps. Saved for backward is what the")
+    print("experts' grouped matmuls keep from the forward to the backward pass of one step.")
+
+
+def plot(runs: list[Run], path: Path) -> None:
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="training loss (nats a byte)")
+    for run, style in zip(runs, cycle(("-", "--", "-.", ":"))):
+        smooth = [fmean(run.losses[max(0, i - 5) : i + 6]) for i in range(len(run.losses))]
+        (line,) = axes.plot(smooth, style, label=f"{run.recipe} (held-out {run.held_out:.4f})")
+        axes.plot(run.losses, color=line.get_color(), alpha=0.2, linewidth=0.8)
+    axes.set_title("MoE language model on the source of Python's standard library")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    FigureCanvasAgg(figure).print_png(path)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    known = ", ".join(moe_fp8_ext.RECIPES)
+    text = f"what to train with, in this order, out of {known}"
+    add("--recipes", type=lambda names: names.split(","), default="bf16,rowwise", metavar="A,B", help=text)
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes a GPU where there is one")
+    for name, (cpu, gpu, text) in SIZES.items():
+        text += f" (default: {cpu} on a CPU, {gpu} on a GPU)"
+        add(f"--{name}", type=int, default=argparse.SUPPRESS, metavar="N", help=text)
+    text = "peak learning rate of AdamW (default: 0.004 at width 128, and in inverse proportion to the width)"
+    add("--lr", type=float, default=argparse.SUPPRESS, help=text)
+    add("--seed", type=int, default=0, metavar="N", help="seed of the weights and of the order of the data")
+    add("--plot", type=Path, default="train_moe_lm.png", metavar="FILE", help="PNG file for the loss curves")
+    add("--check", action="store_true", help=f"fail if a held-out loss is over {TOLERANCE:.0%}% off {BASELINE}'s")
+    args = parser.parse_args()
+
+    def expect(ok: bool, option: str, what: str, got: object) -> None:
+        if not ok:
+            parser.error(f"argument --{option}: expected {what}, got {got}")
+
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    expect(args.device == "cpu" or torch.cuda.is_available(), "device", "cpu, for want of a GPU", args.device)
+    for name, (cpu, gpu, _) in SIZES.items():
+        size = vars(args).setdefault(name.replace("-", "_"), gpu if args.device == "cuda" else cpu)
+        expect(0 < size <= 2**20, name, f"a number from 1 to {2**20}", size)
+    for recipe in args.recipes:
+        expect(recipe in moe_fp8_ext.RECIPES, "recipes", f"names from {known}", repr(recipe))
+    comparable = BASELINE in args.recipes and len(args.recipes) > 1
+    expect(comparable or not args.check, "recipes", f"{BASELINE} and another for --check", ",".join(args.recipes))
+    expect(args.top_k <= args.experts, "top-k", f"at most --experts = {args.experts}", args.top_k)
+    expect(args.dim % (2 * args.heads) == 0, "dim", f"a multiple of 2 x --heads = {2 * args.heads}", args.dim)
+    vars(args).setdefault("lr", 4e-3 * 128 / args.dim)
+    expect(0 < args.lr < math.inf, "lr", "a positive number", args.lr)
+    expect(0 <= args.seed < 2**63, "seed", "a number from 0 to 2^63 - 1", args.seed)
+    writable = os.access(args.plot if args.plot.exists() else args.plot.parent, os.W_OK) and not args.plot.is_dir()
+    expect(writable, "plot", "a file that can be written", args.plot)
+    args.corpus = [text.to(args.device) for text in read_stdlib()]
+    shortest = min(map(len, args.corpus))
+    expect(args.context < shortest, "context", f"less than the {shortest} bytes of text in {STDLIB}", args.context)
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    runs = [train(recipe, args, *args.corpus) for recipe in args.recipes]
+    base = [run.held_out for run in runs if run.recipe == BASELINE]
+    differences = {run.recipe: run.held_out / base[0] - 1 for run in runs if base and run.recipe != BASELINE}
+    print_table(runs, differences)
+    plot(runs, args.plot)
+    print(f"Loss curves: {args.plot}")
+    far = [recipe for recipe, d in differences.items() if not abs(d) <= TOLERANCE]  # NaN is far
+    if args.check and far:
+        print(f"The held-out loss of {', '.join(far)} is not within {TOLERANCE:.0%} of {BASELINE}'s.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(130)

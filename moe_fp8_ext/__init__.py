@@ -1,0 +1,36 @@
+"""FP8 training of Mixture-of-Experts layers: quantized operands, grouped matmuls and a drop-in `grouped_mm`."""
+
+import torch  # noqa: F401  the extension resolves its symbols against the libraries that this loads
+
+try:
+    from moe_fp8_ext._C import build_info
+except ImportError as error:
+    raise ImportError(
+        "moe_fp8_ext: the compiled extension could not be loaded; build it with `pip install .` against this torch"
+    ) from error
+
+from moe_fp8_ext.grouped_mm import grouped_mm
+from moe_fp8_ext.ops import (
+    quantize_colwise,
+    quantize_rowcol,
+    quantize_rowwise,
+    quantize_weight,
+    scaled_grouped_mm,
+)
+from moe_fp8_ext.recipes import RECIPES, Recipe, default_fp8_dtype, get_recipe
+
+__version__ = build_info()["version"]
+
+__all__ = [
+    "RECIPES",
+    "Recipe",
+    "build_info",
+    "default_fp8_dtype",
+    "get_recipe",
+    "grouped_mm",
+    "quantize_colwise",
+    "quantize_rowcol",
+    "quantize_rowwise",
+    "quantize_weight",
+    "scaled_grouped_mm",
+]

@@ -1,0 +1,174 @@
+"""The differentiable grouped matmul of MoE layers: a drop-in for `torch._grouped_mm` that computes in fp8."""
+
+import torch
+from torch import Tensor
+
+from moe_fp8_ext import shapes
+from moe_fp8_ext.ops import quantize_colwise, quantize_rowcol, quantize_rowwise, quantize_weight, scaled_grouped_mm
+from moe_fp8_ext.ops.checks import check_dim, check_dtype, check_offs, check_same_device, require
+from moe_fp8_ext.recipes import Recipe, get_recipe
+
+_OP = "grouped_mm"
+
+
+def grouped_mm(A: Tensor, B_t: Tensor, offs: Tensor, *, recipe: str | Recipe = "rowwise") -> Tensor:
+    """out[r] = A[r] @ B_t[e] for every row r of group e; rows from offs[-1] on are zero.
+
+    With a quantized recipe, A, B_t and the output gradient are quantized to fp8 on the way into each of the three
+    matmuls. The forward pass keeps the transposed fp8 copies of A (one byte an element) and B_t for backward, nothing
+    in 16 bits. dA is zero in tail rows, the gradient of an empty group's weights is zero. Any sizes work, the caller
+    never pads; nothing here waits for the device, and two runs give the same bytes. Traces under
+    torch.compile(fullgraph=True), can be captured in a CUDA graph, honours torch.autocast. Differentiable once.
+
+    Args:
+        A: [M, K] tokens sorted by group, bfloat16, float16 or float32.
+        B_t: [E, K, N] weights, the transposed view of [E, N, K] or contiguous itself (both without a copy), same dtype.
+        offs: [E] int32 on A's device, exclusive end row of each group, non-decreasing, at most 1024.
+        recipe: "rowwise" (fp8, one scale a row), "bf16" (no quantization: `torch._grouped_mm`, which on a GPU takes at
+            most 1023 experts), or a `Recipe`.
+
+    Returns:
+        out [M, N] of A's dtype. The matmul itself rounds to bfloat16.
+
+    Raises:
+        RuntimeError: dtype, shape, stride or device are not as above; the text names op and argument.
+        ValueError, NotImplementedError, TypeError: see `get_recipe`.
+
+    Source: DESIGN.md section 6; the signature of `torch._grouped_mm`.
+    """
+    recipe = get_recipe(recipe)
+    _check(A, B_t, offs)
+    if torch.is_autocast_enabled(A.device.type):
+        compute = torch.get_autocast_dtype(A.device.type)
+        A, B_t = A.to(compute), B_t.to(compute)
+    require(A.dtype == B_t.dtype, f"{_OP}: B_t must have the dtype of A, {A.dtype}, got {B_t.dtype}")
+    grad = torch.is_grad_enabled()
+    function = _QuantizedGroupedMm if recipe.quantized else _Bf16GroupedMm
+    return function.apply(A, B_t, offs, recipe, grad and A.requires_grad, grad and B_t.requires_grad)
+
+
+def _check(A: Tensor, B_t: Tensor, offs: Tensor) -> None:
+    for arg, x, dim in (("A", A, 2), ("B_t", B_t, 3)):
+        check_dtype(_OP, arg, x)
+        check_dim(_OP, arg, x, dim)
+    check_same_device(_OP, "B_t", B_t, "A", A)
+    (e, k, _), of_a = B_t.shape, A.shape[1]
+    require(k == of_a, f"{_OP}: B_t must have size {of_a} in dimension 1 (the last of A), got {k}")
+    check_offs(_OP, offs, "A", A)
+    require(offs.shape[0] == e, f"{_OP}: offs must have {e} entries, one for each expert of B_t, got {offs.shape[0]}")
+
+
+def _row_major(x: Tensor) -> Tensor:
+    """x itself if its rows lie one after the other, each in one piece; expanded and transposed ones are copied."""
+    return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # Not x.to(dtype) alone: where that returns x itself, torch.compile of torch 2.11 loses the Function's gradients.
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+class _QuantizedGroupedMm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, A, B_t, offs, recipe, needs_dA, needs_dB):
+        ctx.recipe, ctx.dtypes, ctx.needs = recipe, (A.dtype, B_t.dtype), (needs_dA, needs_dB)
+        rule = recipe.dtype, recipe.pow2_scale
+        a_t = a_scale_t = padded_offs = w_t = w_scale_t = None
+        if needs_dB:
+            a, a_scale, a_t, a_scale_t, padded_offs = quantize_rowcol(_row_major(A), offs, recipe.align, *rule)
+        else:
+            a, a_scale = quantize_rowwise(_row_major(A), *rule)
+        if B_t.stride(-1) == 1 and B_t.stride(-2) != 1:  # contiguous [E, K, N]: the same op, its directions swapped
+            w_t, w_scale_t, w, w_scale = quantize_weight(B_t, *rule)
+        elif needs_dA:
+            w, w_scale, w_t, w_scale_t = quantize_weight(_row_major(B_t.transpose(-2, -1)), *rule)
+        else:
+            w, w_scale = quantize_rowwise(_row_major(B_t.transpose(-2, -1)), *rule)
+        if not needs_dA:
+            w_t = w_scale_t = None
+        ctx.save_for_backward(offs, a_t, a_scale_t, padded_offs, w_t, w_scale_t)
+        out = scaled_grouped_mm(a, w.transpose(-2, -1), a_scale, w_scale, offs, None, recipe.use_fast_accum)
+        return _cast(out, A.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dY):
+        offs, a_t, a_scale_t, padded_offs, w_t, w_scale_t = ctx.saved_tensors
+        needs_dA, needs_dB = ctx.needs
+        recipe, (a_dtype, b_dtype) = ctx.recipe, ctx.dtypes
+        rule = recipe.dtype, recipe.pow2_scale
+        dY, dA, dB_t = _row_major(dY), None, None
+        if needs_dA and needs_dB:
+            dy, dy_scale, dy_t, dy_scale_t, _ = quantize_rowcol(dY, offs, recipe.align, *rule)
+        elif needs_dA:
+            dy, dy_scale = quantize_rowwise(dY, *rule)
+        elif needs_dB:
+            dy_t, dy_scale_t, _ = quantize_colwise(dY, offs, recipe.align, *rule)
+        if needs_dA:
+            dA = scaled_grouped_mm(dy, w_t.transpose(-2, -1), dy_scale, w_scale_t, offs, None, recipe.use_fast_accum)
+            dA = _cast(dA, a_dtype)
+        if needs_dB:
+            dW = scaled_grouped_mm(dy_t, a_t.t(), dy_scale_t, a_scale_t, padded_offs, None, recipe.use_fast_accum)
+            dB_t = _cast(dW, b_dtype).transpose(-2, -1)
+        return dA, dB_t, None, None, None, None
+
+
+class _Bf16GroupedMm(torch.autograd.Function):
+    """torch._grouped_mm for any sizes, strides and offsets, with defined tail rows."""
+
+    @staticmethod
+    def forward(ctx, A, B_t, offs, recipe, needs_dA, needs_dB):
+        e, k, n = B_t.shape
+        limit = 1023 if A.is_cuda else shapes.MAX_EXPERTS  # of torch's kernel
+        require(e <= limit, f'{_OP}: offs must have at most {limit} entries with recipe "bf16", got {e}')
+        ctx.sizes, ctx.dtypes, ctx.needs = (k, n), (A.dtype, B_t.dtype), (needs_dA, needs_dB)
+        offs = offs.clamp(0, A.shape[0]).cummax(0).values
+        a = _tma_operand(_cast(A, torch.bfloat16), _tma_size(k))
+        b_t = _tma_operand(_cast(B_t, torch.bfloat16), _tma_size(n), _tma_size(k))
+        ctx.save_for_backward(offs, a if needs_dB else None, b_t if needs_dA else None)
+        return _cast(_bf16_rows(a, b_t, offs, n), A.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dY):
+        offs, a, b_t = ctx.saved_tensors
+        needs_dA, needs_dB = ctx.needs
+        (k, n), (a_dtype, b_dtype) = ctx.sizes, ctx.dtypes
+        dy, dA, dB_t = _tma_operand(_cast(dY, torch.bfloat16), _tma_size(n)), None, None
+        if needs_dA:
+            dA = _cast(_bf16_rows(dy, b_t.transpose(-2, -1), offs, k), a_dtype)
+        if needs_dB:
+            dW = torch._grouped_mm(dy.t(), a, offs=offs) if offs.shape[0] else a.new_zeros(0, dy.shape[1], a.shape[1])
+            dB_t = _cast(dW[:, :n, :k], b_dtype).transpose(-2, -1)
+        return dA, dB_t, None, None, None, None
+
+
+def _bf16_rows(a: Tensor, b_t: Tensor, offs: Tensor, columns: int) -> Tensor:
+    """The first columns of torch._grouped_mm, rows of no group zero."""
+    if offs.shape[0] == 0:  # it divides by the number of groups
+        return a.new_zeros(a.shape[0], columns)
+    out = torch._grouped_mm(a, b_t, offs=offs)
+    out = out.masked_fill((torch.arange(a.shape[0], device=a.device) >= offs[-1])[:, None], 0)
+    return out if columns == out.shape[1] else out[:, :columns].contiguous()
+
+
+def _tma_size(size: int) -> int:
+    """The next size whose rows of bfloat16 start at multiples of 16 bytes, as TMA loads them; at least one such row."""
+    return shapes.round_up(size, 8) or 8
+
+
+def _tma_operand(x: Tensor, columns: int, rows: int | None = None) -> Tensor:
+    """x with zeros up to those sizes in its last dimensions: more terms of the sum, or results that are cut off again.
+
+    Copied only where its sizes, strides or base pointer are not as TMA needs them.
+    """
+    pad = (0, columns - x.shape[-1], 0, 0 if rows is None else rows - x.shape[-2])
+    if any(pad):
+        return torch.nn.functional.pad(x, pad)
+    lines = x if x.dim() == 2 or x.stride(-1) == 1 else x.transpose(-2, -1)
+    one_piece = lines.stride(-1) == 1 and lines.stride(-2) >= lines.shape[-1]
+    starts_aligned = all(step % 8 == 0 for step in lines.stride()[:-1])
+    # A graph knows no offset; inductor copies an argument that is less aligned than the one it was compiled for.
+    if one_piece and starts_aligned and (torch.compiler.is_compiling() or x.storage_offset() % 8 == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,90 @@
+"""The checks that fake implementations and grouped_mm share; csrc/ops/common.h words its errors alike."""
+
+import torch
+from torch import Tensor
+
+from moe_fp8_ext import shapes
+from moe_fp8_ext.recipes import default_fp8_dtype
+
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_ALIGN = 1 << 20
+MAX_ROWS = (1 << 31) - 1  # offsets are int32
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+def require(ok: bool, message: str) -> None:
+    if not ok:
+        raise RuntimeError(message)
+
+
+def check_input(op: str, arg: str, x: Tensor, dim: int | None = None) -> None:
+    check_dtype(op, arg, x)
+    if dim is None:
+        require(1 <= x.dim() <= 7, f"{op}: {arg} must have 1 to 7 dimensions, got {x.dim()}")
+    else:
+        check_dim(op, arg, x, dim)
+    check_unit_stride(op, arg, x, -1)
+
+
+def check_dtype(op: str, arg: str, x: Tensor) -> None:
+    require(x.dtype in INPUT_DTYPES, f"{op}: {arg} must be bfloat16, float16 or float32, got {x.dtype}")
+
+
+def check_dim(op: str, arg: str, x: Tensor, dim: int) -> None:
+    require(x.dim() == dim, f"{op}: {arg} must have {dim} dimensions, got {x.dim()}")
+
+
+def check_unit_stride(op: str, arg: str, x: Tensor, dim: int) -> None:
+    # The size may be symbolic: asked last, so that it is not specialised where the stride already answers.
+    where = "its last dimension" if dim == -1 else f"dimension {dim % x.dim()} (the summed one)"
+    if x.stride(dim) != 1 and x.shape[dim] > 1 and x.numel() != 0:
+        raise RuntimeError(f"{op}: {arg} must have stride 1 in {where}, got stride {x.stride(dim)}")
+
+
+def check_contiguous(op: str, arg: str, x: Tensor) -> None:
+    stride = 1
+    for dim in reversed(range(x.dim())):
+        if x.stride(dim) != stride and x.shape[dim] > 1 and x.numel() != 0:
+            raise RuntimeError(f"{op}: {arg} must be contiguous, got stride {x.stride(dim)} in dimension {dim}")
+        stride *= x.shape[dim]
+
+
+def check_offs(op: str, offs: Tensor, like: str, x: Tensor) -> None:
+    check_dim(op, "offs", offs, 1)
+    require(offs.dtype == torch.int32, f"{op}: offs must be int32, got {offs.dtype}")
+    e = offs.shape[0]
+    require(e <= shapes.MAX_EXPERTS, f"{op}: offs must have at most {shapes.MAX_EXPERTS} entries, got {e}")
+    require(offs.stride(0) == 1 or e <= 1, f"{op}: offs must have stride 1, got stride {offs.stride(0)}")
+    check_same_device(op, "offs", offs, like, x)
+
+
+def check_same_device(op: str, arg: str, t: Tensor, like: str, x: Tensor) -> None:
+    require(t.device == x.device, f"{op}: {arg} must be on the device of {like}, {x.device}, got {t.device}")
+
+
+def check_size(op: str, arg: str, size: int, what: str) -> None:
+    # A symbolic size is left to the run: a graph for any size needs no guard against one beyond every memory.
+    if isinstance(size, int):
+        require(size <= MAX_ROWS, f"{op}: {arg} must have at most {MAX_ROWS} {what}, got {size}")
+
+
+def check_align(op: str, align: int, rows: int, experts: int) -> None:
+    require(
+        0 < align <= MAX_ALIGN and align % 16 == 0,
+        f"{op}: align must be a multiple of 16 from 16 to {MAX_ALIGN}, got {align}",
+    )
+    check_size(op, "x", shapes.padded_extent(rows, experts, align), "rows with padding")
+
+
+def check_fp8(op: str, arg: str, dtype: torch.dtype) -> None:
+    require(
+        dtype in FP8_DTYPES,
+        f"{op}: {arg} must be float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz, got {dtype}",
+    )
+
+
+def out_dtype(op: str, dtype: torch.dtype | None, x: Tensor) -> torch.dtype:
+    if dtype is None:
+        return default_fp8_dtype(x.device)
+    check_fp8(op, "dtype", dtype)
+    return dtype

@@ -1,0 +1,46 @@
+import torch
+from torch import Tensor
+
+from moe_fp8_ext import shapes
+from moe_fp8_ext.ops.checks import check_align, check_input, check_offs, out_dtype
+
+_op = torch.ops.moe_fp8.quantize_rowcol.default
+
+
+def quantize_rowcol(
+    x: Tensor, offs: Tensor, align: int = 16, dtype: torch.dtype | None = None, pow2_scale: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_rowwise` and `quantize_colwise` of one tensor, byte for byte, in one launch.
+
+    Groups that fit in the L2 cache are read from memory once. Never waits for the device.
+
+    Args:
+        x: [M, K], bfloat16, float16 or float32; stride 1 along K, row stride free.
+        offs: [E] int32 on x's device, exclusive end row of each group, non-decreasing, at most 1024. Contents are
+            clamped into [0, M] and made monotonic; MOE_FP8_VALIDATE=1 checks them, which waits for the device.
+        align: rows to a multiple of which each group is padded inside `q_t`, itself a multiple of 16 up to 2^20.
+        dtype: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz; None is the device's own.
+        pow2_scale: round multipliers down to powers of two.
+
+    Returns:
+        q [M, K] of `dtype`, scale [M] float32, q_t [K, P] of `dtype`, scale_t [E, K] float32, padded_offs [E] int32,
+        all contiguous; P = round_up(M, align) + E * align. Tail rows, from `offs[-1]` on, are in q and scale like any
+        row and in no column of q_t.
+
+    Raises:
+        RuntimeError: dtype, dimensions, strides, device or `align` are not as above; the text names the argument.
+
+    Source: float scales of DESIGN.md section 3, padded layout of section 4.
+    """
+    return _op(x, offs, align, dtype, pow2_scale)
+
+
+@torch.library.register_fake("moe_fp8::quantize_rowcol")
+def _(x, offs, align=16, dtype=None, pow2_scale=False):
+    check_input("quantize_rowcol", "x", x, dim=2)
+    check_offs("quantize_rowcol", offs, "x", x)
+    check_align("quantize_rowcol", align, x.shape[0], offs.shape[0])
+    dtype = out_dtype("quantize_rowcol", dtype, x)
+    dtypes = (dtype, torch.float32, dtype, torch.float32, torch.int32)
+    sizes = shapes.quantize_rowcol(x.shape, offs.shape[0], align)
+    return tuple(x.new_empty(size, dtype=t) for size, t in zip(sizes, dtypes, strict=True))

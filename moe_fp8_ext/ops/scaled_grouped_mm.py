@@ -1,0 +1,104 @@
+import torch
+from torch import Tensor
+
+from moe_fp8_ext import shapes
+from moe_fp8_ext.ops.checks import (
+    check_contiguous,
+    check_dim,
+    check_fp8,
+    check_offs,
+    check_same_device,
+    check_size,
+    check_unit_stride,
+    require,
+)
+
+_OP = "scaled_grouped_mm"
+_op = torch.ops.moe_fp8.scaled_grouped_mm.default
+
+
+def scaled_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = True,
+) -> Tensor:
+    """Grouped matmul of fp8 operands with rowwise float32 scales.
+
+    2D x 3D (forward, dgrad): rows of group e times expert e; rows of `out` from offs[-1] on are zero.
+
+        out[m, n]    = scale_a[m] * scale_b[e, n] * sum_k a[m, k] * b[e, k, n]
+
+    2D x 2D (wgrad): group e owns the columns [offs[e-1], offs[e]) of `a` and rows of `b`; an empty group gives zeros.
+
+        out[e, n, k] = scale_a[e, n] * scale_b[e, k] * sum_{p in e} a[n, p] * b[p, k]
+
+    On CUDA sm90 and sm100 this is torch's fp8 grouped GEMM, for float8_e4m3fn operands whose sizes and strides are
+    multiples of 16, fewer than 1024 groups and bfloat16 output. Everything else on a GPU takes a portable kernel that
+    dequantizes and multiplies in float32, slower but for any sizes; the CPU does the same per group. `build_info()`
+    says which paths a build has. Never waits for the device.
+
+    Args:
+        a: [M, K] or [N, P], fp8, stride 1 in its last dimension.
+        b: [E, K, N] or [P, K], fp8, stride 1 in dimension -2, as the transposed view of a row-major tensor has.
+        scale_a: [M], or [E, N]; float32, contiguous.
+        scale_b: [E, N], or [E, K]; float32, contiguous.
+        offs: [E] int32, exclusive ends of the groups, non-decreasing, at most 1024: rows of `a` in the 2D x 3D form; in
+            the 2D x 2D form the `padded_offs` of `quantize_colwise`, multiples of 16 (others give NaN on the native
+            path). Contents are clamped and made monotonic; MOE_FP8_VALIDATE=1 checks them, which waits for the device.
+        out_dtype: bfloat16 (default) or float32.
+        use_fast_accum: let the native GEMM accumulate in the tensor cores' own precision; ignored elsewhere.
+
+    Returns:
+        out [M, N] or [E, N, K], contiguous.
+
+    Raises:
+        RuntimeError: dtype, shape, stride or device are not as above; the text names the argument.
+
+    Source: the equations above; `torch._scaled_grouped_mm` for the native path.
+    """
+    return _op(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum)
+
+
+def _check_scale(arg: str, scale: Tensor, shape: tuple[int, ...], a: Tensor) -> None:
+    require(scale.dtype == torch.float32, f"{_OP}: {arg} must be float32, got {scale.dtype}")
+    check_dim(_OP, arg, scale, len(shape))
+    for i, size in enumerate(shape):
+        require(scale.shape[i] == size, f"{_OP}: {arg} must have size {size} in dimension {i}, got {scale.shape[i]}")
+    check_contiguous(_OP, arg, scale)
+    check_same_device(_OP, arg, scale, "a", a)
+
+
+@torch.library.register_fake("moe_fp8::scaled_grouped_mm")
+def _(a, b, scale_a, scale_b, offs, out_dtype=None, use_fast_accum=True):
+    check_fp8(_OP, "a", a.dtype)
+    check_fp8(_OP, "b", b.dtype)
+    check_dim(_OP, "a", a, 2)
+    require(b.dim() in (2, 3), f"{_OP}: b must have 2 or 3 dimensions, got {b.dim()}")
+    check_unit_stride(_OP, "a", a, 1)
+    check_unit_stride(_OP, "b", b, -2)
+    check_same_device(_OP, "b", b, "a", a)
+    (m, k), n = a.shape, b.shape[-1]
+    require(
+        b.shape[-2] == k,
+        f"{_OP}: b must have size {k} in dimension {b.dim() - 2} (the last of a), got {b.shape[-2]}",
+    )
+    check_size(_OP, "a", m, "rows")
+    check_size(_OP, "a", k, "columns")
+    check_offs(_OP, offs, "a", a)
+    e = offs.shape[0]
+    if b.dim() == 3:
+        require(
+            b.shape[0] == e,
+            f"{_OP}: b must hold one expert for each of the {e} entries of offs, got {b.shape[0]}",
+        )
+    _check_scale("scale_a", scale_a, (m,) if b.dim() == 3 else (e, m), a)
+    _check_scale("scale_b", scale_b, (e, n), a)
+    out_dtype = out_dtype or torch.bfloat16
+    require(
+        out_dtype in (torch.bfloat16, torch.float32), f"{_OP}: out_dtype must be bfloat16 or float32, got {out_dtype}"
+    )
+    return a.new_empty(shapes.scaled_grouped_mm(a.shape, b.shape, e), dtype=out_dtype)

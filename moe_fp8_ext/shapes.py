@@ -1,0 +1,57 @@
+"""Output shapes of every op, as plain integer arithmetic.
+
+Shared by the fake implementations and the reference. Sizes may be `int` or `torch.SymInt`, so there is no `min`, no
+`if` on a size and no conversion here: any of them would specialise a dynamic dimension under `torch.compile`.
+
+Dims: M tokens, K input features, N output features, E experts, P padded tokens. Every output is contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MAX_EXPERTS = 1024  # groups in one call
+
+Shape = tuple[int, ...]
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Returns the smallest multiple of `multiple` that is not below `size`."""
+    return (size + multiple - 1) // multiple * multiple
+
+
+def padded_extent(m: int, e: int, align: int) -> int:
+    """Returns P, the token extent of a group-padded operand.
+
+    Padding every group to `align` adds fewer than `align` tokens a group, so the bound holds for all group sizes and
+    no shape depends on the contents of `offs`.
+    """
+    return round_up(m, align) + e * align
+
+
+def quantize_rowwise(x: Sequence[int]) -> tuple[Shape, Shape]:
+    """x [..., K] -> q [..., K], scale [...]."""
+    return tuple(x), tuple(x[:-1])
+
+
+def quantize_colwise(x: Sequence[int], e: int, align: int) -> tuple[Shape, Shape, Shape]:
+    """x [M, K] -> q_t [K, P], scale_t [E, K], padded_offs [E]."""
+    m, k = x
+    return (k, padded_extent(m, e, align)), (e, k), (e,)
+
+
+def quantize_rowcol(x: Sequence[int], e: int, align: int) -> tuple[Shape, Shape, Shape, Shape, Shape]:
+    """x [M, K] -> q [M, K], scale [M], q_t [K, P], scale_t [E, K], padded_offs [E]."""
+    return *quantize_rowwise(x), *quantize_colwise(x, e, align)
+
+
+def quantize_weight(w: Sequence[int]) -> tuple[Shape, Shape, Shape, Shape]:
+    """w [E, N, K] -> q [E, N, K], scale [E, N], q_t [E, K, N], scale_t [E, K]."""
+    e, n, k = w
+    return (e, n, k), (e, n), (e, k, n), (e, k)
+
+
+def scaled_grouped_mm(a: Sequence[int], b: Sequence[int], e: int) -> Shape:
+    """a [M, K], b [E, K, N] -> out [M, N]; a [N, P], b [P, K] -> out [E, N, K]."""
+    rows, columns = a[0], b[-1]
+    return (rows, columns) if len(b) == 3 else (e, rows, columns)

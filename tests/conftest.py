@@ -1,0 +1,61 @@
+"""Test configuration: every output is poisoned before its kernel runs, and every device test runs on CPU and GPU."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["MOE_FP8_POISON"] = "1"  # read by the extension: an unwritten byte shows as 0xFF
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile(
+    "moe_fp8",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=30,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("moe_fp8")
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+NO_SECOND_GPU = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA GPUs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "large: tensors of more than 2^31 elements, on a GPU with the memory for them")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NO_GPU)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=NO_GPU)])
+def gpu(request: pytest.FixtureRequest) -> str:
+    """For tests of what only a GPU has: streams, graphs, big memory."""
+    return request.param
+
+
+@pytest.fixture(params=[pytest.param("cuda:1", marks=NO_SECOND_GPU)])
+def second_gpu(request: pytest.FixtureRequest) -> str:
+    """A GPU that is not the current one."""
+    return request.param
+
+
+@pytest.fixture
+def big_gpu(gpu: str) -> str:
+    """A GPU with room for a tensor of more than 2^31 elements, its results and the reference's temporaries."""
+    needed = 64 << 30
+    free = torch.cuda.mem_get_info()[0]
+    if free < needed:
+        pytest.skip(f"{free >> 30} GiB of GPU memory free, {needed >> 30} GiB needed")
+    yield gpu
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,256 @@
+"""Inputs, group layouts and checks shared by the tests."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moe_fp8_ext import shapes
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPES = json.loads((ROOT / "bench" / "shapes.json").read_text())
+LAYOUTS: list[str] = SHAPES["group_layouts"]
+CORRECTNESS_MKE: list[list[int]] = SHAPES["correctness_MKE"]
+
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+
+
+def short(value: object) -> str:
+    """A readable pytest id for a dtype or a shape."""
+    return "x".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value).removeprefix("torch.")
+
+
+# Inputs
+
+
+def wide(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", seed: int = 0) -> Tensor:
+    """Random values whose magnitude varies from row to row and column to column, so that no two scales agree."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    for dim in range(-min(len(shape), 2), 0):
+        exponents = torch.randint(-6, 7, [shape[dim]] + [1] * (-dim - 1), generator=generator)
+        x = x * torch.exp2(exponents.float())
+    return x.to(dtype).to(device)
+
+
+def group_offs(layout: str, m: int, e: int, device: str = "cpu") -> Tensor:
+    """End offsets of `e` groups over `m` rows in one of the layouts of bench/shapes.json."""
+    weights = [1.0] * e
+    if layout == "zipf":
+        weights = [1.0 / (1 + (i * 7) % e) for i in range(e)]
+    elif layout == "one_giant":
+        weights = [float(i == e // 2) for i in range(e)]
+    elif layout.startswith("empty_"):
+        weights[{"first": 0, "middle": e // 2, "last": e - 1}[layout.removeprefix("empty_")]] = 0.0
+    elif layout == "all_empty":
+        weights = [0.0] * e
+    elif layout not in ("uniform", "tail_rows"):
+        raise ValueError(f"unknown group layout {layout}")
+    rows = m * 3 // 4 if layout == "tail_rows" else m
+    total = sum(weights)
+    ends, done = [], 0.0
+    for weight in weights:
+        done += weight
+        ends.append(round(rows * done / total) if total else 0)
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def corrupt_offs(m: int, device: str = "cpu") -> list[Tensor]:
+    """Offsets that break every rule of the contract."""
+    cases = [
+        [-5, m // 2, m],
+        [m, m // 2, m // 4],
+        [m // 2, m + 1, m + 1000],
+        [INT32_MAX, INT32_MIN, m // 2],
+        [INT32_MIN, INT32_MAX, -1],
+        [3, 1, m // 2, m // 3, m * 2, m],
+    ]
+    return [torch.tensor(case, dtype=torch.int32, device=device) for case in cases]
+
+
+def misaligned(x: Tensor, elements: int = 1) -> Tensor:
+    """The same values at a base pointer `elements` elements past an aligned one."""
+    buffer = torch.empty(x.numel() + elements, dtype=x.dtype, device=x.device)
+    view = buffer[elements:].view(x.shape)
+    view.copy_(x)
+    assert x.numel() == 0 or view.data_ptr() % 16 == elements * x.element_size() % 16
+    return view
+
+
+def strided_2d(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Views equal to x [M, K] with inner stride 1 and everything else unusual."""
+    m, k = x.shape
+    yield "misaligned", misaligned(x)
+    wide_rows = x.new_zeros(m, k + 3)
+    wide_rows[:, 1 : k + 1] = x
+    yield "odd row stride", wide_rows[:, 1 : k + 1]
+    aligned_rows = x.new_zeros(m, shapes.round_up(k, 64) + 64)
+    aligned_rows[:, :k] = x
+    yield "padded rows", aligned_rows[:, :k]
+    every_other = x.new_zeros(2 * m, k)
+    every_other[::2] = x
+    yield "every other row", every_other[::2]
+
+
+# Byte equality
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """The bytes of t in logical order, [numel, itemsize]."""
+    flat = t.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).view(-1, t.element_size())
+
+
+def assert_same_tensor(got: Tensor, want: Tensor, what: str) -> None:
+    """Asserts equal dtype, shape, stride, device and bytes; the message holds the first byte that differs."""
+    for attribute in ("dtype", "shape", "device"):
+        assert getattr(got, attribute) == getattr(want, attribute), (
+            f"{what}: {attribute} {getattr(got, attribute)}, want {getattr(want, attribute)}"
+        )
+    assert got.stride() == want.stride(), f"{what}: stride {got.stride()}, want {want.stride()}"
+    if torch.equal(as_bytes(got), as_bytes(want)):
+        return
+    differs = (as_bytes(got) != as_bytes(want)).any(1)
+    first = int(differs.nonzero()[0])
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), got.shape))
+    got_hex, want_hex = (bytes(as_bytes(t)[first].tolist())[::-1].hex() for t in (got, want))
+    got_value, want_value = (t.reshape(-1)[first].item() for t in (got.float(), want.float()))
+    pytest.fail(
+        f"{what}: {int(differs.sum())} of {differs.numel()} elements differ, first at {index}: "
+        f"0x{got_hex} ({got_value}), want 0x{want_hex} ({want_value})",
+        pytrace=False,
+    )
+
+
+def assert_same(got: Tensor | Sequence[Tensor], want: Tensor | Sequence[Tensor], what: str = "output") -> None:
+    """assert_same_tensor for one tensor or for every tensor of a result."""
+    if isinstance(want, Tensor):
+        return assert_same_tensor(got, want, what)
+    assert len(got) == len(want), f"{what}: {len(got)} tensors, want {len(want)}"
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert_same_tensor(g, w, f"{what} {i}")
+
+
+def on(device: str, values: Sequence[object]) -> list[object]:
+    """Copies tensors to a device, strides included; other values stay as they are."""
+    return [
+        torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=device).copy_(v) if isinstance(v, Tensor) else v
+        for v in values
+    ]
+
+
+# Accuracy
+
+
+def sqnr_db(got: Tensor, want: Tensor) -> float:
+    """Signal to quantization noise ratio in decibels; infinite when equal, NaN when something is not finite."""
+    signal = want.double().square().sum().item()
+    noise = (got.double() - want.double()).square().sum().item()
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+# Checks that every op must pass
+
+
+def check_opcheck(op: str, args: Sequence[object], **kwargs: object) -> None:
+    tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if not any(isinstance(t, Tensor) and t.dtype in FP8_DTYPES for t in args):
+        tests.append("test_schema")  # looks for mutated inputs with torch.allclose, which FP8 has not
+    torch.library.opcheck(getattr(torch.ops.moe_fp8, op).default, tuple(args), kwargs, test_utils=tests)
+
+
+def check_deterministic(fn: Callable, args: Sequence[object]) -> None:
+    """The same bytes from a second run and from one thread."""
+    want = fn(*args)
+    assert_same(fn(*args), want, "second run")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert_same(fn(*args), want, "one thread")
+    finally:
+        torch.set_num_threads(threads)
+
+
+def check_compiled(fn: Callable, calls: Sequence[Sequence[object]], device: str, dynamic: Sequence[int] = (0,)) -> None:
+    """One graph and no recompilation while dimension 0 of the arguments in `dynamic` varies."""
+    torch._dynamo.reset()
+    frames = torch._dynamo.testing.CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
+    compiled = torch.compile(fn, fullgraph=True, backend=frames)
+    for args in calls:
+        for i in dynamic:
+            torch._dynamo.mark_dynamic(args[i], 0)
+        assert_same(compiled(*args), fn(*args), f"compiled, M = {args[0].shape[0]}")
+    assert frames.frame_count == 1
+
+
+def check_cuda_graph(fn: Callable, args: Sequence[object], later: Sequence[object]) -> None:
+    """A captured call replays to the bytes of an eager call, also when its inputs were overwritten in place."""
+    static = [t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in args]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        fn(*static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fn(*static)
+    for inputs in (args, later, args):
+        for buffer, value in zip(static, inputs, strict=True):
+            if isinstance(buffer, Tensor):
+                buffer.detach().copy_(value.detach())
+        graph.replay()
+        assert_same(out, fn(*inputs), "replayed graph")
+
+
+def check_two_streams(fn: Callable, calls: Sequence[Sequence[object]]) -> None:
+    """Calls that overlap on two streams do not disturb one another."""
+    want = [fn(*args) for args in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    got = []
+    for _ in range(20):
+        for stream, args in zip(streams, calls, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(fn(*args))
+    torch.cuda.synchronize()
+    for i, result in enumerate(got):
+        assert_same(result, want[i % len(calls)], f"call {i}")
+
+
+def check_second_gpu(fn: Callable, args: Sequence[object], second_gpu: str) -> None:
+    """An op runs on the device of its arguments, not on the current one, and leaves the current one as it was."""
+    want = fn(*on("cuda:0", args))
+    with torch.cuda.device(0):
+        got = fn(*on(second_gpu, args))
+        assert torch.cuda.current_device() == 0
+    assert_same([t.to("cuda:0") for t in got], list(want), "second GPU")
+
+
+def error_of(fn: Callable, args: Sequence[object]) -> str:
+    """The first line of the RuntimeError that fn(*args) must raise."""
+    with pytest.raises(RuntimeError) as info:
+        fn(*args)
+    return str(info.value).splitlines()[0]
+
+
+def check_error(op: str, args: Sequence[object], argument: str, got: str) -> None:
+    """Bad arguments raise the same sentence, naming op, argument and what was got, in eager and in fake mode."""
+    fn = getattr(torch.ops.moe_fp8, op)
+    message = error_of(fn, args)
+    assert message.startswith(f"{op}: {argument} "), message
+    assert "got" in message and got in message.split("got", 1)[1], message
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fake = [mode.from_tensor(t) if isinstance(t, Tensor) else t for t in args]
+        assert error_of(fn, fake) == message

@@ -1,0 +1,426 @@
+"""grouped_mm: the differentiable grouped matmul, against a float64 reference."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from helpers import LAYOUTS, assert_same, check_cuda_graph, corrupt_offs, group_offs, on, sqnr_db
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from moe_fp8_ext import RECIPES, grouped_mm, reference
+
+NAMES = ("bf16", "rowwise")
+
+# E4M3 has 3 mantissa bits: rounding is uniform within a step of 2^-3 of the value's octave, a noise of 2^-6 / 12 =
+# 1/768 of the signal when every value lies at the bottom of its octave, less otherwise. A product of two operands has
+# the sum of both noises, 2/768, and sums of independent products keep the ratio: 25.8 dB, 0.8 dB of it for the spread
+# of draws and for values below the smallest normal of their block. bfloat16 operands and products are exact in a
+# float32 sum; rounding out to 8 bits is uniform in a step of 2^-7: 2^-14 / 12, 52.9 dB.
+MIN_SQNR_DB = {"bf16": 52.0, "rowwise": 25.0}
+# Of a single product, which has no average: (1 + 2^-4)^2 - 1 from two roundings to E4M3, 2^-8 from one to bfloat16.
+MIN_SINGLE_DB = {"bf16": 48.1, "rowwise": 17.7}
+# One more rounding for each float32 operand that the recipe casts to bfloat16: three such noises, 4.8 dB.
+CAST_DB = 4.8
+
+
+def problem(
+    m: int, k: int, n: int, offs: Tensor, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A, B_t (the transposed view of [E, N, K]), offs and the gradient of out."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b, g = (torch.randn(s, generator=generator).to(dtype) for s in ((m, k), (len(offs), n, k), (m, n)))
+    a, b, offs, g = on(device, [a, b, offs, g])
+    return a.requires_grad_(), b.transpose(1, 2).requires_grad_(), offs, g
+
+
+def gradients(fn, a: Tensor, b_t: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """out, dA and dB_t of fn(a, b_t) on fresh leaves; an operand that needs no gradient gets None."""
+    a, b_t = (t.detach().requires_grad_(t.requires_grad) for t in (a, b_t))
+    out = fn(a, b_t)
+    out.backward(torch.ones_like(out) if g is None else g)
+    return out.detach(), a.grad, b_t.grad
+
+
+def run(a: Tensor, b_t: Tensor, offs: Tensor, g: Tensor, recipe: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return gradients(lambda a, b: grouped_mm(a, b, offs, recipe=recipe), a, b_t, g)
+
+
+def exact(a: Tensor, b_t: Tensor, offs: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return gradients(lambda a, b: reference.grouped_mm(a, b, offs), a.double(), b_t.double(), g.double())
+
+
+def check_gradients(a, b_t, offs, g, recipe: str, min_db: float | None = None) -> None:
+    got = run(a, b_t, offs, g, recipe)
+    want = exact(a, b_t, offs, g)
+    for name, ours, ideal, like in zip(("out", "dA", "dB_t"), got, want, (g, a, b_t), strict=True):
+        assert (ours.shape, ours.dtype) == (ideal.shape, like.dtype), name
+        db = sqnr_db(ours, ideal)
+        assert db >= (min_db or MIN_SQNR_DB[recipe]), f"{name}: {db:.1f} dB"
+    bounds = reference.group_bounds(offs, a.shape[0])
+    tail = bounds[-1][1] if bounds else 0
+    assert not got[0][tail:].any(), "tail rows of out"
+    assert not got[1][tail:].any(), "tail rows of dA"
+    for e, (start, end) in enumerate(bounds):
+        assert start < end or not got[2][e].any(), f"dB_t of empty group {e}"
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_group_layouts(layout, recipe, device):
+    check_gradients(*problem(301, 96, 64, group_offs(layout, 301, 6), device), recipe)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize(
+    ("m", "k", "n", "e"),
+    [
+        *[(0, 32, 16, 3), (1, 1, 1, 1), (5, 33, 7, 2), (64, 100, 36, 1), (130, 17, 200, 4)],
+        *[(40, 0, 16, 2), (40, 16, 0, 2), (500, 576, 128, 9), (77, 2880, 24, 2)],
+    ],
+)
+def test_sizes(m, k, n, e, recipe, device):
+    min_db = MIN_SINGLE_DB[recipe] if m * k * n == 1 else None
+    check_gradients(*problem(m, k, n, group_offs("zipf", m, e), device), recipe, min_db)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_no_experts(recipe, device):
+    a, b_t, offs, g = problem(40, 16, 24, group_offs("uniform", 40, 0), device)
+    out, d_a, d_b = run(a, b_t, offs, g, recipe)
+    assert out.shape == (40, 24) and not out.any()
+    assert d_a.shape == (40, 16) and not d_a.any()
+    assert d_b.shape == (0, 16, 24)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_corrupt_offsets(recipe, device):
+    for offs in corrupt_offs(60):
+        check_gradients(*problem(60, 32, 16, offs, device), recipe)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_contiguous_weight(recipe, device):
+    a, b_t, offs, g = problem(90, 64, 48, group_offs("zipf", 90, 3), device)
+    contiguous = b_t.detach().contiguous().requires_grad_()
+    check_gradients(a, contiguous, offs, g, recipe)
+    view, copy = (run(a, b, offs, g, recipe) for b in (b_t, contiguous))
+    assert all(torch.equal(*pair) for pair in zip(view, copy, strict=True))
+
+
+def test_rowwise_is_the_composition_of_its_ops(device):
+    """The recipe adds nothing to the three products of quantized operands."""
+    a, b_t, offs, g = problem(100, 64, 48, group_offs("tail_rows", 100, 3), device)
+    got = run(a, b_t, offs, g, "rowwise")
+    recipe = RECIPES["rowwise"]
+    rule = recipe.dtype, recipe.pow2_scale
+    q_a, s_a, qt_a, st_a, padded_offs = reference.quantize_rowcol(a.detach(), offs, recipe.align, *rule)
+    q_g, s_g, qt_g, st_g, _ = reference.quantize_rowcol(g, offs, recipe.align, *rule)
+    q_w, s_w, qt_w, st_w = reference.quantize_weight(b_t.detach().transpose(1, 2), *rule)
+    want = (
+        reference.scaled_grouped_mm(q_a, q_w.transpose(1, 2), s_a, s_w, offs, torch.float64),
+        reference.scaled_grouped_mm(q_g, qt_w.transpose(1, 2), s_g, st_w, offs, torch.float64),
+        reference.scaled_grouped_mm(qt_g, qt_a.t(), st_g, st_a, padded_offs, torch.float64).transpose(1, 2),
+    )
+    # What is left is one rounding to bfloat16, 2^-14 / 12 of the signal at most, and the accumulator.
+    for name, ours, ideal in zip(("out", "dA", "dB_t"), got, want, strict=True):
+        assert sqnr_db(ours, ideal) > 45, name
+
+
+def test_keyword_call_of_torchtitan(device):
+    a, b_t, offs, _ = problem(50, 32, 16, group_offs("uniform", 50, 2), device)
+    assert_same(grouped_mm(A=a, B_t=b_t, offs=offs), grouped_mm(a, b_t, offs, recipe="rowwise"))
+
+
+def test_matches_torch_grouped_mm(gpu):
+    a, b_t, offs, _ = problem(256, 64, 48, group_offs("uniform", 256, 2), gpu)
+    want = torch._grouped_mm(a.detach(), b_t.detach(), offs, out_dtype=torch.bfloat16)
+    assert sqnr_db(grouped_mm(a, b_t, offs, recipe="bf16").detach(), want) > MIN_SQNR_DB["bf16"] - 3  # two roundings
+    assert sqnr_db(grouped_mm(a, b_t, offs).detach(), want) > MIN_SQNR_DB["rowwise"]
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_recipe_object(recipe, device):
+    a, b_t, offs, _ = problem(50, 32, 16, group_offs("uniform", 50, 2), device)
+    by_object = grouped_mm(a, b_t, offs, recipe=RECIPES[recipe])
+    assert_same(by_object, grouped_mm(a, b_t, offs, recipe=recipe))
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_expanded_gradient(recipe, device):
+    a, b_t, offs, g = problem(70, 32, 48, group_offs("tail_rows", 70, 3), device)
+
+    def summed(a, b):
+        return grouped_mm(a, b, offs, recipe=recipe).sum()
+
+    got = gradients(summed, a, b_t, None)
+    want = run(a, b_t, offs, torch.ones_like(g), recipe)
+    assert_same(got[1:], want[1:])
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_non_contiguous_gradients(recipe, device):
+    a, b_t, offs, g = problem(70, 32, 48, group_offs("zipf", 70, 3), device)
+    want = run(a, b_t, offs, g, recipe)
+    spread = torch.zeros(70, 96, dtype=g.dtype, device=device)[:, ::2].copy_(g)
+    row_expanded = g[:1].expand(70, 48)
+    for view in (g.t().contiguous().t(), spread):
+        assert_same(run(a, b_t, offs, view, recipe), want)
+    assert_same(
+        run(a, b_t, offs, row_expanded, recipe),
+        run(a, b_t, offs, row_expanded.contiguous(), recipe),
+    )
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_non_contiguous_activation(recipe, device):
+    a, b_t, offs, g = problem(70, 32, 48, group_offs("zipf", 70, 3), device)
+    want = run(a, b_t, offs, g, recipe)
+    transposed = a.detach().t().contiguous().t().requires_grad_()
+    got = run(transposed, b_t, offs, g, recipe)
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_needs_input_grad(recipe, device):
+    a, b_t, offs, g = problem(70, 32, 48, group_offs("zipf", 70, 3), device)
+    out, d_a, d_b = run(a, b_t, offs, g, recipe)
+    only_a = run(a, b_t.detach(), offs, g, recipe)
+    assert_same(only_a[:2], (out, d_a))
+    assert only_a[2] is None
+    only_b = run(a.detach(), b_t, offs, g, recipe)
+    assert_same(only_b[::2], (out, d_b))
+    assert only_b[1] is None
+    neither = grouped_mm(a.detach(), b_t.detach(), offs, recipe=recipe)
+    assert not neither.requires_grad
+    assert_same(neither, out)
+    with torch.no_grad():
+        assert_same(grouped_mm(a, b_t, offs, recipe=recipe), out)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_float32_operands(recipe, device):
+    offs = group_offs("zipf", 90, 3)
+    check_gradients(*problem(90, 64, 48, offs, device, torch.float32), recipe, MIN_SQNR_DB[recipe] - CAST_DB)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_autocast(recipe, device):
+    a, b_t, offs, g = problem(90, 64, 48, group_offs("zipf", 90, 3), device, torch.float32)
+
+    def autocast(a, b):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return grouped_mm(a, b, offs, recipe=recipe)
+
+    out, d_a, d_b = gradients(autocast, a, b_t, g.bfloat16())
+    assert (out.dtype, d_a.dtype, d_b.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    want = exact(a, b_t, offs, g)
+    for name, ours, ideal in zip(("out", "dA", "dB_t"), (out, d_a, d_b), want, strict=True):
+        assert sqnr_db(ours, ideal) >= MIN_SQNR_DB[recipe] - CAST_DB, name
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("recipe", NAMES)
+def test_activation_checkpointing(recipe, use_reentrant, device):
+    a, b_t, offs, g = problem(70, 32, 48, group_offs("zipf", 70, 3), device)
+    want = run(a, b_t, offs, g, recipe)
+
+    def checkpointed(a, b):
+        return checkpoint(lambda a, b: grouped_mm(a, b, offs, recipe=recipe), a, b, use_reentrant=use_reentrant)
+
+    assert_same(gradients(checkpointed, a, b_t, g), want)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_double_use(recipe, device):
+    """Gradients accumulate over two uses of the same operands and over two backward passes; doubling is exact."""
+    a, b_t, offs, g = problem(70, 32, 48, group_offs("tail_rows", 70, 3), device)
+    out, d_a, d_b = run(a, b_t, offs, g, recipe)
+
+    def twice(a, b):
+        return grouped_mm(a, b, offs, recipe=recipe) + grouped_mm(a, b, offs, recipe=recipe)
+
+    assert_same(gradients(twice, a, b_t, g), (2 * out, 2 * d_a, 2 * d_b))
+    out = grouped_mm(a, b_t, offs, recipe=recipe)
+    for _ in range(2):
+        out.backward(g, retain_graph=True)
+    assert_same((a.grad, b_t.grad), (2 * d_a, 2 * d_b))
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_chained_layers_of_an_expert(recipe, device):
+    """SwiGLU experts: out of one grouped_mm feeds the next, as in a model."""
+    offs = group_offs("tail_rows", 120, 4)
+    x, w13, offs, _ = problem(120, 32, 96, offs, device)
+    h, w2, _, g = problem(120, 48, 32, offs.cpu(), device)
+
+    def experts(mm, x, w13, w2):
+        gate, up = mm(x, w13).chunk(2, dim=-1)
+        return mm(torch.nn.functional.silu(gate) * up, w2)
+
+    out = experts(lambda a, b: grouped_mm(a, b, offs, recipe=recipe), x, w13, w2)
+    out.backward(g)
+    doubles = [t.detach().double().requires_grad_() for t in (x, w13, w2)]
+    want = experts(lambda a, b: reference.grouped_mm(a, b, offs), *doubles)
+    want.backward(g.double())
+    # Two layers in a row: the noise of the second adds to the amplified noise of the first.
+    for ours, theirs in ((out, want), *((t.grad, d.grad) for t, d in zip((x, w13, w2), doubles, strict=True))):
+        assert sqnr_db(ours.detach(), theirs.detach()) > MIN_SQNR_DB[recipe] - 9
+
+
+def kept_tensors(
+    recipe: str, m: int, device: str, a_grad: bool = True, b_grad: bool = True, contiguous: bool = False
+) -> list[Tensor]:
+    """The distinct tensors kept for backward, on equal groups whose sizes are multiples of every alignment."""
+    a, b_t, offs, _ = problem(m, 64, 48, group_offs("uniform", m, 2), device)
+    b_t = b_t.detach().contiguous() if contiguous else b_t
+    kept: dict[int, Tensor] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        grouped_mm(a.requires_grad_(a_grad), b_t.requires_grad_(b_grad), offs, recipe=recipe)
+    return list(kept.values())
+
+
+def total_bytes(tensors: list[Tensor]) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+@pytest.mark.parametrize(("recipe", "bytes_an_element"), [("bf16", 2), ("rowwise", 1)])
+def test_bytes_kept_for_backward(recipe, bytes_an_element, device):
+    small, large = (total_bytes(kept_tensors(recipe, m, device)) for m in (512, 2048))
+    assert large - small == (2048 - 512) * 64 * bytes_an_element
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("recipe", NAMES)
+def test_keeps_only_what_the_gradient_needs(recipe, contiguous, device):
+    sizes = {total_bytes(kept_tensors(recipe, m, device, b_grad=False, contiguous=contiguous)) for m in (512, 2048)}
+    assert len(sizes) == 1, "dA needs no activation"
+    kept = kept_tensors(recipe, 512, device, a_grad=False, contiguous=contiguous)
+    assert not [t.shape for t in kept if t.numel() == 2 * 64 * 48], "dB_t needs no weight"
+
+
+def test_no_bfloat16_operand_survives_the_forward(device):
+    leaf, b_t, offs, _ = problem(64, 32, 16, group_offs("uniform", 64, 2), device)
+    a = leaf * 1
+    alive = weakref.ref(a)
+    out = grouped_mm(a, b_t, offs)
+    del a
+    gc.collect()
+    assert alive() is None
+    assert not any(t.dtype == torch.bfloat16 for t in kept_tensors("rowwise", 512, device))
+    out.sum().backward()
+    assert leaf.grad is not None
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_diverging_rows_stay_visible(recipe, device):
+    a, b_t, offs, g = problem(60, 32, 16, group_offs("uniform", 60, 3), device)
+    with torch.no_grad():
+        a[7, 3] = float("nan")
+    out, d_a, d_b = run(a, b_t, offs, g, recipe)
+    assert out.isnan().any(1).nonzero().flatten().tolist() == [7]
+    assert d_a.isfinite().all()
+    assert d_b.isnan().any(2).nonzero().tolist() == [[0, 3]]
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_deterministic(recipe, device):
+    args = problem(500, 64, 48, group_offs("zipf", 500, 5), device)
+    a, b_t, offs, g = args
+    runs = [run(a, b_t, offs, g, recipe) for _ in range(2)]
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_compiles_with_dynamic_rows(recipe, device):
+    if recipe == "bf16" and device == "cuda" and torch.__version__ < "2.12":
+        pytest.skip("inductor of torch 2.11 copies torch._grouped_mm's transposed operand to rows of M elements")
+    torch._dynamo.reset()
+    backend = torch._dynamo.testing.CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
+    compiled = torch.compile(grouped_mm, fullgraph=True, backend=backend)
+    for m in (50, 64, 131):
+        a, b_t, offs, g = problem(m, 64, 48, group_offs("zipf", m, 3), device)
+
+        def dynamic(a, b, offs=offs):
+            torch._dynamo.mark_dynamic(a, 0)
+            return compiled(a, b, offs, recipe=recipe)
+
+        want = run(a, b_t, offs, g, recipe)
+        assert_same(gradients(dynamic, a, b_t, g), want, f"M = {m}")
+    assert backend.frame_count == 1
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_cuda_graph(recipe, gpu):
+    def step(a, b_t, offs, g):
+        return run(a, b_t, offs, g, recipe)
+
+    first, later = (
+        [t.detach() for t in problem(300, 64, 48, group_offs(layout, 300, 4), gpu, seed=seed)]
+        for seed, layout in enumerate(("zipf", "tail_rows"))
+    )
+    for inputs in (first, later):
+        inputs[0].requires_grad_(), inputs[1].requires_grad_()
+    check_cuda_graph(step, first, later)
+
+
+def test_cuda_never_waits_for_the_device(gpu):
+    a, b_t, offs, g = problem(300, 64, 48, group_offs("zipf", 300, 4), gpu)
+    grouped_mm(a, b_t, offs).backward(g)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        grouped_mm(a, b_t, offs).backward(g)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_recipes_to_come(recipe, device):
+    a, b_t, offs, _ = problem(50, 32, 16, group_offs("uniform", 50, 2), device)
+    with pytest.raises(NotImplementedError, match="rowwise"):
+        grouped_mm(a, b_t, offs, recipe=recipe)
+
+
+def test_unknown_recipe(device):
+    a, b_t, offs, _ = problem(50, 32, 16, group_offs("uniform", 50, 2), device)
+    with pytest.raises(ValueError, match="rowwise.*nosuch"):
+        grouped_mm(a, b_t, offs, recipe="nosuch")
+
+
+A, B_T, OFFS, _ = problem(50, 32, 16, group_offs("uniform", 50, 2))
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize(
+    ("args", "argument"),
+    [
+        ([A[0], B_T, OFFS], "A"),
+        ([A.detach().int(), B_T, OFFS], "A"),
+        ([A, B_T[0], OFFS], "B_t"),
+        ([A, B_T[:, 1:], OFFS], "B_t"),
+        ([A, B_T, OFFS.long()], "offs"),
+        ([A, B_T, OFFS[:1]], "offs"),
+        ([A, B_T, OFFS[None]], "offs"),
+        ([A, B_T, torch.zeros(1025, dtype=torch.int32)], "offs"),
+    ],
+)
+def test_errors(args, argument, recipe, device):
+    with pytest.raises(RuntimeError, match=f"^grouped_mm: {argument} .*got"):
+        grouped_mm(*on(device, [t.detach() for t in args]), recipe=recipe)
+
+
+@pytest.mark.large
+def test_experts_of_a_large_model(big_gpu):
+    m, k, n, e = 131_072, 2_048, 1_408, 8
+    a, b = (torch.randn(s, device=big_gpu, dtype=torch.bfloat16) for s in ((m, k), (e, n, k)))
+    offs = group_offs("zipf", m, e, big_gpu)
+    g = torch.randn(m, n, device=big_gpu, dtype=torch.bfloat16)
+    check_gradients(a.requires_grad_(), b.transpose(1, 2).requires_grad_(), offs, g, "rowwise")

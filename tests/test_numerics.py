@@ -1,0 +1,178 @@
+"""The numbers of the contract: the FP8 cast, the scale, and both through the ops over whole number ranges."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import FP8_DTYPES, assert_same, assert_same_tensor, short
+from torch import Tensor
+
+from moe_fp8_ext import quantize_colwise, quantize_rowwise, quantize_weight, reference
+
+# Exponent bits, mantissa bits, exponent bias and largest finite value, from the definitions of the formats.
+FORMATS = {
+    torch.float8_e4m3fn: (4, 3, 7, 448.0),
+    torch.float8_e5m2: (5, 2, 15, 57344.0),
+    torch.float8_e4m3fnuz: (4, 3, 8, 240.0),
+    torch.float8_e5m2fnuz: (5, 2, 16, 57344.0),
+}
+
+
+def all_bits16(dtype: torch.dtype) -> Tensor:
+    """Every value of a 16-bit floating-point type, NaNs and infinities included."""
+    return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def float32_boundaries() -> Tensor:
+    """Every power of two of float32, subnormal ones included, and its neighbours, of both signs; 0, Inf, NaN."""
+    powers = torch.cat([torch.arange(1, 256) << 23, 1 << torch.arange(23)])
+    mantissas = torch.tensor([-2, -1, 0, 1, 2, 1 << 19, (1 << 19) - 1, 3 << 20, 0x7FFFFF, 0x555555])
+    bits = (powers[:, None] + mantissas).clamp(0, 0x7FC00000).flatten()
+    bits = torch.cat([bits, torch.tensor([0, 0x7F800000, 0x7F800001])]).int()
+    return torch.cat([bits, bits | -(2**31)]).view(torch.float32)
+
+
+def positive_values(dtype: torch.dtype) -> Tensor:
+    """The finite non-negative values of a format in float64; the value at index i is byte i."""
+    _, mantissa_bits, bias, largest = FORMATS[dtype]
+    byte = torch.arange(128)
+    exponent, mantissa = byte >> mantissa_bits, (byte & ((1 << mantissa_bits) - 1)).double() / (1 << mantissa_bits)
+    values = torch.where(
+        exponent > 0, (1 + mantissa) * torch.exp2(exponent.double() - bias), mantissa * 2.0 ** (1 - bias)
+    )
+    return values[values <= largest]
+
+
+def cast_by_search(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Nearest representable value, found by search in float64, and the even byte of a tie: slow and plain."""
+    table = positive_values(dtype)
+    magnitude = x.double().abs().clamp(max=table[-1])
+    above = torch.searchsorted(table, magnitude).clamp(max=len(table) - 1)
+    below = (above - 1).clamp(min=0)
+    up, down = table[above] - magnitude, magnitude - table[below]
+    byte = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    has_negative_zero = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    byte = torch.where(x.signbit() & ((byte > 0) | has_negative_zero), byte | 0x80, byte)
+    return byte.masked_fill(x.isnan(), 0x7F if has_negative_zero else 0x80).to(torch.uint8).view(dtype)
+
+
+def blocks_of_every_exponent(dtype: torch.dtype) -> Tensor:
+    """Rows of bfloat16 or float16 values: row e holds every mantissa and sign of the 24 exponents up to e."""
+    mantissa_bits, exponents = {torch.bfloat16: (7, 255), torch.float16: (10, 31)}[dtype]
+    top = torch.arange(exponents)[:, None, None]
+    exponent = (top - torch.arange(24)[:, None]).clamp(min=0)
+    bits = (exponent << mantissa_bits) + torch.arange(1 << mantissa_bits)
+    bits = bits.reshape(exponents, -1)
+    return torch.cat([bits, bits | 0x8000], dim=1).to(torch.int16).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", FP8_DTYPES, ids=short)
+def test_formats_decode_as_defined(dtype):
+    table = positive_values(dtype)
+    decoded = torch.arange(len(table), dtype=torch.uint8).view(dtype).double()
+    assert torch.equal(decoded, table)
+    assert table[-1] == reference.FP8_MAX[dtype] == torch.finfo(dtype).max
+
+
+@pytest.mark.parametrize("dtype", FP8_DTYPES, ids=short)
+def test_reference_cast_rounds_to_nearest_even(dtype, device):
+    table = positive_values(dtype).float()
+    ties = (table[1:] + table[:-1]) / 2
+    edges = torch.cat([table, ties])
+    edges = torch.cat([edges, edges.nextafter(torch.tensor(torch.inf)), edges.nextafter(torch.tensor(-torch.inf))])
+    for x in (
+        torch.cat([edges, -edges]),
+        all_bits16(torch.bfloat16).float(),
+        all_bits16(torch.float16).float(),
+        float32_boundaries(),
+    ):
+        got = reference.cast_fp8(x.to(device), dtype).cpu()
+        assert_same_tensor(got, cast_by_search(x, dtype), f"cast to {short(dtype)}")
+
+
+@pytest.mark.parametrize("dtype", FP8_DTYPES, ids=short)
+def test_reference_cast_equals_torch_in_range(dtype, device):
+    x = all_bits16(torch.bfloat16).float().to(device)
+    x = x[x.abs() <= reference.FP8_MAX[dtype]]
+    assert_same_tensor(reference.cast_fp8(x, dtype), x.to(dtype), f"cast to {short(dtype)}")
+
+
+@pytest.mark.parametrize("dtype", FP8_DTYPES, ids=short)
+def test_multiplier_equals_torchao(dtype):
+    """torchao divides in float64, with the floor of 1e-12 in float64, and rounds to float32 at the end."""
+    finite = torch.arange(0, 0x7F800000, 1021, dtype=torch.int32).view(torch.float32)
+    amax = torch.cat([finite, float32_boundaries().abs().nan_to_num(0, 0)])
+    m, _ = reference.scale_f32(amax, dtype, False)
+    torchao = (torch.finfo(dtype).max / amax.double().clamp(min=1e-12)).float()
+    assert_same_tensor(m, torchao, "m")
+    m_pow2, _ = reference.scale_f32(amax, dtype, True)
+    assert_same_tensor(m_pow2, torch.exp2(torchao.double().log2().floor()).float(), "m, power of two")
+
+
+@pytest.mark.parametrize("pow2_scale", [False, True])
+@pytest.mark.parametrize("dtype", FP8_DTYPES, ids=short)
+def test_scale_is_the_inverse_of_the_multiplier(dtype, pow2_scale):
+    amax = float32_boundaries().abs()
+    m, scale = reference.scale_f32(amax, dtype, pow2_scale)
+    finite = amax.isfinite()
+    exact = 1 / m[finite].double()
+    # RN32: within half a unit in the last place, 2^-24 relative, of the exact quotient; exact for a power of two.
+    assert ((scale[finite].double() - exact).abs() <= (0 if pow2_scale else 2.0**-24) * exact).all()
+    assert (scale[~finite].view(torch.int32) == 0x7FC00000).all()
+    assert (scale[finite].isfinite() & (scale[finite] >= torch.finfo(torch.float32).tiny)).all()
+    # No finite element of a block saturates by more than the rounding of x * m.
+    assert (amax[finite].double() * m[finite].double() <= reference.FP8_MAX[dtype] * (1 + 2.0**-23)).all()
+
+
+@pytest.mark.parametrize("pow2_scale", [False, True])
+@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+def test_every_16_bit_value_as_a_block_of_one(dtype, fp8, pow2_scale, device):
+    x = all_bits16(dtype).to(device)
+    rows, columns = x[:, None], x[None]
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    assert_same(quantize_rowwise(rows, fp8, pow2_scale), reference.quantize_rowwise(rows, fp8, pow2_scale), "rowwise")
+    got = quantize_colwise(columns, one, 16, fp8, pow2_scale)
+    assert_same(got, reference.quantize_colwise(columns, one, 16, fp8, pow2_scale), "colwise")
+    assert_same(
+        quantize_weight(columns[None], fp8, pow2_scale)[2:],
+        reference.quantize_weight(columns[None], fp8, pow2_scale)[2:],
+        "weight",
+    )
+
+
+@pytest.mark.parametrize("pow2_scale", [False, True])
+@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+def test_every_mantissa_below_every_amax(dtype, fp8, pow2_scale, device):
+    x = blocks_of_every_exponent(dtype).to(device)
+    assert_same(quantize_rowwise(x, fp8, pow2_scale), reference.quantize_rowwise(x, fp8, pow2_scale))
+
+
+@pytest.mark.parametrize("pow2_scale", [False, True])
+@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
+def test_float32_exponent_boundaries(fp8, pow2_scale, device):
+    x = float32_boundaries().to(device)
+    rows = x[:, None]
+    assert_same(quantize_rowwise(rows, fp8, pow2_scale), reference.quantize_rowwise(rows, fp8, pow2_scale), "alone")
+    finite = x[x.isfinite()]
+    top = finite.abs().sort().values[:: len(finite) // 300]
+    blocks = torch.where(finite.abs() <= top[:, None], finite, torch.zeros_like(finite))
+    blocks = torch.cat([top[:, None], blocks], dim=1)
+    assert_same(
+        quantize_rowwise(blocks, fp8, pow2_scale), reference.quantize_rowwise(blocks, fp8, pow2_scale), "in blocks"
+    )
+
+
+@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
+def test_ties_and_saturation_reach_the_cast_unscaled(fp8, device):
+    """With pow2_scale and amax = FP8_MAX the multiplier is 1, so every tie of the format goes through the op itself."""
+    table = positive_values(fp8).float()
+    ties = (table[1:] + table[:-1]) / 2
+    edges = torch.cat([table, ties])
+    edges = torch.cat([edges, edges.nextafter(torch.tensor(torch.inf)), edges.nextafter(torch.tensor(-torch.inf))])
+    edges = edges[edges <= table[-1]]
+    x = torch.cat([edges, -edges])
+    q, scale = quantize_rowwise(x[None].to(device), fp8, True)
+    assert scale.item() == 1.0
+    assert_same_tensor(q[0].cpu(), cast_by_search(x, fp8), "q")

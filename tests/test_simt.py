@@ -1,0 +1,226 @@
+"""The GPU kernels without a GPU: hipified, run on the CPU at wave sizes 32 and 64, compared byte for byte.
+
+Outputs start as 0xFF between inaccessible pages; a barrier that some threads miss, an access out of bounds, a
+misaligned vector access or a launch that never ends fails the call (tests/toolchain/simt).
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import (
+    CORRECTNESS_MKE,
+    FP8_DTYPES,
+    INPUT_DTYPES,
+    LAYOUTS,
+    assert_same,
+    corrupt_offs,
+    group_offs,
+    misaligned,
+    short,
+    strided_2d,
+    wide,
+)
+from torch import Tensor
+
+from moe_fp8_ext import reference, shapes
+
+sys.path.insert(0, str(Path(__file__).parent / "toolchain"))
+from simt_kernels import SimtKernels, build  # noqa: E402
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the emulation reads Linux' ELF structures")
+E4M3, E5M2 = FP8_DTYPES[:2]
+WAVES = (32, 64)
+GROUPED = ("quantize_colwise", "quantize_rowcol")
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    return build(tmp_path_factory.mktemp("simt"), WAVES)
+
+
+@pytest.fixture(params=WAVES)
+def kernels(request: pytest.FixtureRequest, libraries: dict[int, Path]) -> SimtKernels:
+    return SimtKernels(libraries[request.param])
+
+
+def check(kernels: SimtKernels, op: str, *args: object) -> None:
+    assert_same(getattr(kernels, op)(*args), getattr(reference, op)(*args), op)
+
+
+def check_grouped(kernels: SimtKernels, x: Tensor, offs: Tensor, align: int = 16, *args: object) -> None:
+    for op in GROUPED:
+        check(kernels, op, x, offs, align, *(args or (E4M3,)))
+
+
+@pytest.mark.parametrize("pow2_scale", [False, True])
+@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
+def test_formats(kernels, dtype, fp8, pow2_scale):
+    for k in (67, 72):
+        x = wide(131, k, dtype=dtype)
+        check(kernels, "quantize_rowwise", x, fp8, pow2_scale)
+        check_grouped(kernels, x, group_offs("zipf", 131, 5), 16, fp8, pow2_scale)
+        check(kernels, "quantize_weight", x[:129].view(3, 43, k), fp8, pow2_scale)
+
+
+@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
+def test_every_bfloat16_value_is_cast(kernels, fp8):
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    values = values[values.abs() < reference.FP8_MAX[fp8]]
+    rows = torch.nn.functional.pad(values, (0, -len(values) % 255)).view(-1, 255)
+    x = torch.nn.functional.pad(rows, (0, 1), value=reference.FP8_MAX[fp8])  # so that every row has multiplier 1
+    check(kernels, "quantize_rowwise", x, fp8)
+
+
+@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
+def test_ties_and_their_neighbours_are_cast(kernels, fp8):
+    codes = torch.arange(256, dtype=torch.uint8).view(fp8).float()
+    codes = codes[codes.isfinite()].sort().values
+    ties = (codes[1:] + codes[:-1]) / 2
+    values = torch.cat([ties, torch.nextafter(ties, codes[:-1]), torch.nextafter(ties, codes[1:])])
+    x = torch.nn.functional.pad(values, (0, 1), value=reference.FP8_MAX[fp8])[None]
+    check(kernels, "quantize_rowwise", x, fp8)
+
+
+@pytest.mark.parametrize("shape", CORRECTNESS_MKE, ids=short)
+def test_group_layouts(kernels, shape):
+    m, k, e = shape
+    for layout in LAYOUTS if m * k < 200_000 else ("zipf", "tail_rows"):  # seconds for each of the large ones
+        check_grouped(kernels, wide(m, k), group_offs(layout, m, e))
+
+
+@pytest.mark.parametrize("shape", CORRECTNESS_MKE, ids=short)
+def test_shapes_without_groups(kernels, shape):
+    m, k, e = shape
+    check(kernels, "quantize_rowwise", wide(m, k), E5M2)
+    check(kernels, "quantize_weight", wide(e, min(m, 150), k), E5M2)
+
+
+@pytest.mark.parametrize("shape", [(0, 0, 0), (0, 0, 3), (5, 0, 2), (0, 5, 2), (5, 3, 0)], ids=short)
+def test_zero_sizes(kernels, shape):
+    m, k, e = shape
+    check(kernels, "quantize_rowwise", wide(m, k), E4M3)
+    check(kernels, "quantize_weight", wide(e, m, k), E4M3)
+    check_grouped(kernels, wide(m, k), group_offs("uniform", m, e))
+
+
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
+@pytest.mark.parametrize("k", [1, 8, 4096, 9001, 33000])
+def test_rows_from_one_element_to_more_than_registers_hold(kernels, k, dtype):
+    check(kernels, "quantize_rowwise", wide(3, k, dtype=dtype), E4M3)
+
+
+def test_group_longer_than_shared_memory_holds(kernels):
+    for dtype in INPUT_DTYPES:
+        check_grouped(kernels, wide(2500, 40, dtype=dtype), group_offs("one_giant", 2500, 3))
+
+
+def test_group_sizes_around_every_tile(kernels):
+    sizes = torch.tensor([1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 255, 257])
+    for align in (16, 64, 256):
+        check_grouped(kernels, wide(int(sizes.sum()), 72), sizes.cumsum(0).int(), align)
+
+
+def test_most_experts(kernels):
+    for m in (0, 700):
+        check_grouped(kernels, wide(m, 24), group_offs("zipf", m, shapes.MAX_EXPERTS))
+
+
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
+def test_strides_and_alignment(kernels, dtype):
+    x, offs = wide(70, 128, dtype=dtype), group_offs("zipf", 70, 3)
+    views = [
+        *strided_2d(x),
+        *((f"misaligned {n}", misaligned(x, n)) for n in range(1, 8)),
+        ("row 0", x[:1].expand(70, 128)),
+    ]
+    for _, view in views:
+        check(kernels, "quantize_rowwise", view, E4M3)
+        check(kernels, "quantize_weight", view.view(7, 10, 128) if view.is_contiguous() else view[None], E4M3)
+        check_grouped(kernels, view, offs)
+    check(kernels, "quantize_weight", wide(6, 20, 64, dtype=dtype)[::2, 1::3, :40], E4M3)
+
+
+def test_corrupt_offsets(kernels):
+    for m in (1, 37, 200):
+        for offs in corrupt_offs(m):
+            check_grouped(kernels, wide(m, 50), offs)
+
+
+@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
+def test_non_finite_values(kernels, fp8):
+    """Sizes of every remainder modulo 4: padding is zero beside the NaN bytes of a poisoned column too."""
+    offs = torch.tensor([1, 2, 3, 4, 13, 15, 0, 30]).cumsum(0).int()
+    x = wide(90, 40)
+    x[(offs - 1).long(), 3], x[offs[4], 5], x[89, 8] = float("nan"), float("-inf"), float("inf")
+    for pow2_scale in (False, True):
+        check(kernels, "quantize_rowwise", x, fp8, pow2_scale)
+        check(kernels, "quantize_weight", x.view(3, 30, 40), fp8, pow2_scale)
+        check_grouped(kernels, x, offs, 16, fp8, pow2_scale)
+
+
+@pytest.mark.parametrize("wave", WAVES)
+def test_another_number_of_multiprocessors(wave, libraries, tmp_path, monkeypatch):
+    """Another grid, another distribution of the work. Device attributes are read once, hence a copy of the library."""
+    monkeypatch.setenv("SIMT_MULTIPROCESSORS", "7")
+    kernels = SimtKernels(Path(shutil.copy(libraries[wave], tmp_path)))
+    check_grouped(kernels, wide(300, 303), group_offs("zipf", 300, 5))
+
+
+def test_default_format(libraries):
+    assert SimtKernels(libraries[64]).native_fnuz()  # gfx942
+    assert not SimtKernels(libraries[32]).native_fnuz()
+
+
+def exact_fp8(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Small integers: every sum of products is exact in float32."""
+    return torch.randint(-3, 4, shape).float().to(dtype)
+
+
+def exact_scales(*shape: int) -> Tensor:
+    return torch.exp2(torch.randint(-3, 4, shape).float())
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=short)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scaled_grouped_mm(kernels, layout, out_dtype):
+    for fp8, (m, k, n, e) in zip(
+        FP8_DTYPES, [(1, 1, 1, 1), (70, 33, 65, 3), (129, 40, 17, 5), (17, 8, 3, 2)], strict=True
+    ):
+        a, w = exact_fp8(m, k, dtype=fp8), exact_fp8(e, n, k, dtype=E5M2)
+        offs = group_offs(layout, m, e)
+        check(kernels, "scaled_grouped_mm", a, w.mT, exact_scales(m), exact_scales(e, n), offs, out_dtype)
+        a, b = exact_fp8(n, m, dtype=fp8), exact_fp8(k, m, dtype=E4M3)
+        check(kernels, "scaled_grouped_mm", a, b.t(), exact_scales(e, n), exact_scales(e, k), offs, out_dtype)
+
+
+def test_scaled_grouped_mm_with_corrupt_offsets(kernels):
+    for offs in corrupt_offs(40):
+        e = offs.shape[0]
+        a, w = exact_fp8(40, 24, dtype=E4M3), exact_fp8(e, 9, 24, dtype=E4M3)
+        args = a, w.mT, exact_scales(40), exact_scales(e, 9), offs, torch.float32
+        check(kernels, "scaled_grouped_mm", *args)
+
+
+def test_offsets_for_a_native_gemm(kernels):
+    for offs in [*corrupt_offs(40), group_offs("tail_rows", 40, 4), torch.tensor([16, 32, 32], dtype=torch.int32)]:
+        ends = torch.tensor([end for _, end in reference.group_bounds(offs, 40)], dtype=torch.int32)
+        assert_same(kernels.prepare_offs(offs, 40, 1, 99), torch.cat([ends, ends[-1:]]))
+        rounded = ends // 16 * 16
+        first = 99 if torch.equal(rounded, ends) else 0
+        assert_same(
+            kernels.prepare_offs(offs, 40, 16, 99), torch.cat([rounded, torch.tensor([first], dtype=torch.int32)])
+        )
+
+
+def test_fill_rows(kernels):
+    out = torch.arange(60, dtype=torch.int32).view(12, 5)
+    for first in (0, 7, 12):
+        want = out.clone()
+        want[first:] = 0x7FC0
+        assert_same(kernels.fill_rows(out, first, 0x7FC0), want)

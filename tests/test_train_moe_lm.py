@@ -1,0 +1,183 @@
+"""The demo with a tiny model and a few steps; where processes matter, in a process of its own."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import moe_fp8_ext
+
+for package in ("matplotlib", "tabulate", "tqdm"):
+    pytest.importorskip(package)
+
+DEMO = Path(__file__).resolve().parent.parent / "examples" / "train_moe_lm.py"
+TINY = "--device cpu --steps 16 --batch 4 --context 32 --layers 1 --dim 32 --heads 2 --experts 4 --hidden 32".split()
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """The demo in a process of its own, with the package that this process has imported."""
+    paths = [str(Path(moe_fp8_ext.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, str(DEMO), *options]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run(folder: Path, *options: str) -> tuple[str, str]:
+    with start(folder, *options) as process:
+        stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    return stdout, stderr
+
+
+def table(stdout: str) -> dict[str, dict[str, str]]:
+    """Rows of the printed table by recipe, cells by column."""
+    rows = [re.split(r" {2,}", line.strip()) for line in stdout.splitlines()]
+    first = next(i for i, row in enumerate(rows) if row[0] == "recipe")
+    body = (row for row in rows[first + 2 :] if row[0] in moe_fp8_ext.RECIPES)
+    return {row[0]: dict(zip(rows[first], row, strict=True)) for row in body}
+
+
+def losses(stdout: str) -> list[str]:
+    return [cell for row in table(stdout).values() for name, cell in row.items() if name.endswith("loss")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def output(folder: Path) -> tuple[str, str]:
+    return run(folder, *TINY, "--plot", "curves.png")
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """The demo as a module, in an empty working directory."""
+    monkeypatch.syspath_prepend(DEMO.parent)
+    monkeypatch.chdir(tmp_path)
+    return __import__(DEMO.stem)
+
+
+def call(demo: ModuleType, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    """Exit status of the demo's main()."""
+    monkeypatch.setattr(sys, "argv", [DEMO.name, *options])
+    try:
+        return demo.main()
+    except SystemExit as end:
+        return end.code
+
+
+def test_table(output: tuple[str, str]) -> None:
+    rows = table(output[0])
+    assert list(rows) == ["bf16", "rowwise"]
+    for row in rows.values():
+        first, last, held_out = (float(row[name]) for name in ("first loss", "last loss", "held-out loss"))
+        assert all(map(math.isfinite, (first, last, held_out)))
+        assert last < first and held_out < first
+        assert float(row["tokens/s"].replace(",", "")) > 0
+    assert rows["bf16"]["vs bf16"] == "-" and re.fullmatch(r"[+-]\d+\.\d\d%", rows["rowwise"]["vs bf16"])
+
+
+def test_picture(output: tuple[str, str], folder: Path) -> None:
+    assert (folder / "curves.png").read_bytes().startswith(PNG_SIGNATURE)
+    assert "curves.png" in output[0]
+
+
+def test_progress_bar(output: tuple[str, str]) -> None:
+    assert "bf16: 100%" in output[1] and "rowwise: 100%" in output[1] and "16/16" in output[1]
+
+
+def test_same_seed_gives_same_numbers(output: tuple[str, str], folder: Path) -> None:
+    assert losses(run(folder, *TINY)[0]) == losses(output[0])
+
+
+def test_another_seed_gives_other_numbers(output, demo, monkeypatch, capsys) -> None:
+    assert call(demo, monkeypatch, *TINY, "--seed", "1") == 0
+    assert losses(capsys.readouterr().out) != losses(output[0])
+
+
+def test_fp8_saves_half_the_bytes(demo, monkeypatch, capsys) -> None:
+    """One byte an element instead of two, and a little for scales and group padding, less the more tokens there are."""
+    assert call(demo, monkeypatch, *TINY, "--steps", "1", "--batch", "64", "--dim", "64") == 0
+    saved = {name: row["saved for backward"].split() for name, row in table(capsys.readouterr().out).items()}
+    assert all(unit == "MiB" for _, unit in saved.values())
+    assert 0.5 <= float(saved["rowwise"][0]) / float(saved["bf16"][0]) < 0.6
+
+
+@pytest.mark.parametrize(("tolerance", "status"), [(-1.0, 1), (1.0, 0)])
+def test_check(demo, monkeypatch, capsys, tolerance: float, status: int) -> None:
+    monkeypatch.setattr(demo, "TOLERANCE", tolerance)
+    assert call(demo, monkeypatch, *TINY, "--steps", "1", "--check") == status
+    assert ("The held-out loss of rowwise is not within" in capsys.readouterr().err) == bool(status)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--recipes bf16,fp4", "--recipes: expected names from bf16, rowwise, got 'fp4'"),
+        ("--recipes bf16 --check", "--recipes: expected bf16 and another for --check, got bf16"),
+        ("--device abacus", "--device: invalid choice: 'abacus'"),
+        ("--steps 0", "--steps: expected a number from 1 to 1048576, got 0"),
+        ("--batch -3", "--batch: expected a number from 1 to 1048576, got -3"),
+        ("--hidden many", "--hidden: invalid int value: 'many'"),
+        ("--top-k 5 --experts 4", "--top-k: expected at most --experts = 4, got 5"),
+        ("--dim 36 --heads 8", "--dim: expected a multiple of 2 x --heads = 16, got 36"),
+        ("--lr nan", "--lr: expected a positive number, got nan"),
+        ("--seed -1", "--seed: expected a number from 0 to 2^63 - 1, got -1"),
+        ("--plot nowhere/curves.png", "--plot: expected a file that can be written, got nowhere/curves.png"),
+        ("--plot .", "--plot: expected a file that can be written, got ."),
+    ],
+)
+def test_bad_argument_gets_one_sentence(demo, monkeypatch, capsys, options: str, sentence: str) -> None:
+    assert call(demo, monkeypatch, "--device", "cpu", *options.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"{DEMO.name}: argument {sentence}") and printed.err.count("\n") == 1
+    assert printed.out == "" and not os.listdir()
+
+
+def test_more_context_than_text(demo, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(demo, "STDLIB", Path.cwd())  # as where Python keeps its library in a zip file
+    assert call(demo, monkeypatch, "--device", "cpu") == 2
+    assert "argument --context: expected less than the 0 bytes of text in" in capsys.readouterr().err
+
+
+def test_help(demo, monkeypatch, capsys) -> None:
+    assert call(demo, monkeypatch, "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for option in (
+        "--recipes",
+        "--device",
+        "--lr",
+        "--seed",
+        "--plot",
+        "--check",
+        *(f"--{name}" for name in demo.SIZES),
+    ):
+        assert option in text
+    assert "(default: bf16,rowwise)" in text and "on a CPU" in text and "1% off bf16's" in text
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+def test_interrupt(tmp_path: Path) -> None:
+    with start(tmp_path, *TINY, "--steps", "100000") as process:
+        seen = ""
+        while "step/s" not in seen:
+            character = process.stderr.read(1)
+            assert character, seen
+            seen += character
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stdout == "" and stderr.endswith("Interrupted.\n") and "Traceback" not in stderr

@@ -1,0 +1,63 @@
+"""MOE_FP8_VALIDATE=1 checks the contents of offs; a subprocess, because the extension may read it once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+import torch
+from moe_fp8_ext import quantize_colwise, quantize_rowcol, quantize_rowwise, quantize_weight, scaled_grouped_mm
+
+device = sys.argv[1]
+x = torch.ones(32, 16, dtype=torch.bfloat16, device=device)
+q, scale = quantize_rowwise(x)
+
+def offs(*ends):
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+def wgrad(o):
+    q_t, scale_t = q.t().contiguous(), scale[:16].repeat(len(o), 1)
+    return scaled_grouped_mm(q_t, q_t.t(), scale_t, scale_t, o)
+
+def forward(o):
+    w, w_scale, _, _ = quantize_weight(x[:16].repeat(len(o), 1, 1))
+    return scaled_grouped_mm(q, w.transpose(1, 2), scale, w_scale, o)
+
+ops = {
+    "quantize_colwise": lambda o: quantize_colwise(x, o),
+    "quantize_rowcol": lambda o: quantize_rowcol(x, o),
+    "scaled_grouped_mm": forward,
+    "scaled_grouped_mm ": wgrad,
+}
+for name, op in ops.items():
+    op(offs(0, 16, 32))
+    op(offs(16, 16, 16))
+    op(offs())
+    for bad, value in ((offs(-1, 16, 32), "-1"), (offs(16, 7, 32), "7"), (offs(0, 16, 33), "33")):
+        try:
+            op(bad)
+        except RuntimeError as error:
+            message = str(error).splitlines()[0]
+            assert message.startswith(f"{name.strip()}: offs ") and value in message, message
+        else:
+            raise AssertionError(f"{name} took {bad.tolist()}")
+print("checked")
+"""
+
+
+def run(device: str, validate: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "MOE_FP8_VALIDATE": validate}
+    return subprocess.run([sys.executable, "-c", PROGRAM, device], capture_output=True, text=True, env=env, check=False)
+
+
+def test_contents_of_offs_are_checked(device):
+    result = run(device, "1")
+    assert result.stdout == "checked\n", result.stderr
+
+
+def test_off_by_default(device):
+    result = run(device, "0")
+    assert "quantize_colwise took [-1, 16, 32]" in result.stderr

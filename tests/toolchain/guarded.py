@@ -1,0 +1,49 @@
+"""Tensors in memory whose misuse shows: filled with 0xFF, an inaccessible page behind, untouched bytes around."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import torch
+from torch import Tensor
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PROT_NONE = 0
+
+
+class GuardedMemory:
+    """Hands out CPU tensors and checks, at the end, that nobody wrote around them."""
+
+    def __init__(self) -> None:
+        self._around: list[Tensor] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor of 0xFF bytes at a 16-byte boundary."""
+        return self._bytes(torch.Size(shape).numel() * dtype.itemsize, 0).view(dtype).view(shape)
+
+    def copy(self, t: Tensor) -> Tensor:
+        """The values, strides and misalignment of t; what its strides skip is 0xFF."""
+        elements = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+        flat = self._bytes(elements * t.element_size(), t.data_ptr() % 16).view(t.dtype)
+        view = flat.as_strided(t.shape, t.stride())
+        if 0 not in t.stride():
+            return view.copy_(t)
+        flat.copy_(t.as_strided(flat.shape, [1]))  # an expanded tensor cannot be written element by element
+        return view
+
+    def _bytes(self, size: int, misalignment: int) -> Tensor:
+        taken = size + (-misalignment - size) % 16
+        mapped = -(-taken // mmap.PAGESIZE) * mmap.PAGESIZE
+        pages = mmap.mmap(-1, mapped + mmap.PAGESIZE)
+        end = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + mapped
+        if _LIBC.mprotect(ctypes.c_void_p(end), ctypes.c_size_t(mmap.PAGESIZE), _PROT_NONE):
+            raise OSError(ctypes.get_errno(), "mprotect")
+        if mapped == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        whole = torch.frombuffer(pages, dtype=torch.uint8, count=mapped).fill_(0xFF)
+        self._around += [whole[: mapped - taken], whole[mapped - taken + size :]]
+        return whole[mapped - taken : mapped - taken + size]
+
+    def assert_untouched_around(self) -> None:
+        assert all(bool((t == 0xFF).all()) for t in self._around), "bytes beside a tensor were overwritten"

@@ -1,0 +1,269 @@
+// One thread block: a fiber per thread, barriers and wave exchanges as rendezvous.
+//
+// A fiber runs until it waits, so the order of threads is fixed and results repeat. A rendezvous wants every thread of
+// its wave or block at the same source line; anything else (divergence, an early return, a deadlock) ends the launch
+// with a message. Races on memory are not modelled, but waves run ahead of one another as far as barriers let them, in
+// rising and in falling order, so that a missing barrier mostly shows in the results.
+#pragma once
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "fiber.h"
+#include "launch_state.h"
+#include "memory.h"
+
+namespace simt {
+
+constexpr unsigned kWave = SIMT_WARP, kMaxWaves = kMaxThreads / kWave;
+static_assert(kWave == 32 || kWave == 64, "a wave has 32 or 64 lanes");
+
+// Where threads meet. As a default argument it names the line that wrote the barrier or shuffle.
+struct Site {
+  const char* what;
+  const char* file;
+  int line;
+
+  static constexpr Site here(const char* what, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    return {what, file, line};
+  }
+  bool operator==(const Site& other) const {
+    return what == other.what && line == other.line && (file == other.file || !strcmp(file, other.file));
+  }
+  std::string text() const {
+    const char* slash = strrchr(file, '/');
+    return std::string(what) + " at " + (slash ? slash + 1 : file) + ":" + std::to_string(line);
+  }
+};
+
+struct Fiber {
+  Context context;
+  dim3 index;
+  unsigned linear;
+  Fiber* next;
+  const Site* waits_at;  // null while it runs, is ready, or has returned
+};
+
+class FiberQueue {
+ public:
+  bool empty() const { return !first_; }
+  Fiber* pop() {
+    Fiber* fiber = first_;
+    first_ = fiber->next;
+    return fiber;
+  }
+  void push(Fiber* fiber, bool front = false) {
+    FiberQueue one;
+    one.first_ = one.last_ = fiber;
+    fiber->next = nullptr;
+    take_all(one, front);
+  }
+  void take_all(FiberQueue& other, bool front) {
+    if (other.empty()) return;
+    if (empty()) {
+      *this = other;
+    } else if (front) {
+      other.last_->next = first_;
+      first_ = other.first_;
+    } else {
+      last_->next = other.first_;
+      last_ = other.last_;
+    }
+    other.first_ = nullptr;
+  }
+
+ private:
+  Fiber *first_ = nullptr, *last_ = nullptr;
+};
+
+// The threads of a wave or of a block, and those of them that wait for the others.
+struct Rendezvous {
+  unsigned members = 0, returned = 0, arrived = 0, round = 0;
+  Site site{};
+  FiberQueue waiting;
+};
+
+// Two sets of slots, used in turn: a lane can be one exchange ahead of the slowest reader, never two.
+struct Wave : Rendezvous {
+  uint64_t slots[2][kWave];
+};
+
+class Block;
+inline thread_local Block* current = nullptr;
+
+// Belongs to one OS thread, which runs blocks with it one after the other.
+class Block {
+ public:
+  explicit Block(Launch& launch)
+      : launch_(launch),
+        fibers_(new Fiber[launch.threads()]),
+        stacks_(kStackBytes * launch.threads()),
+        shared_(launch.shared_bytes),
+        statics_(thread_locals_around(&current)) {}
+
+  void run(dim3 index) {
+    index_ = index;
+    live_ = launch_.threads();
+    poison_shared_memory();
+    block_ = {};
+    block_.members = live_;
+    for (unsigned w = 0; w * kWave < live_; ++w) {
+      static_cast<Rendezvous&>(waves_[w]) = {};
+      waves_[w].members = live_ - w * kWave < kWave ? live_ - w * kWave : kWave;
+    }
+    ready_ = {};
+    const dim3 size = launch_.block;
+    for (unsigned i = 0; i < live_; ++i) {
+      Fiber& fiber = fibers_[i];
+      fiber.linear = i;
+      fiber.index = dim3(i % size.x, i / size.x % size.y, i / (size.x * size.y));
+      fiber.waits_at = nullptr;
+      fiber.context.prepare(stacks_.end() - kStackBytes * i, [] { current->thread_main(); });
+      ready_.push(&fiber, (index.x + index.y + index.z) % 2);
+    }
+    running_ = ready_.pop();
+    home_.switch_to(running_->context);
+  }
+
+  // ---- what a device thread sees ----
+  const dim3& thread_index() const { return running_->index; }
+  const dim3& block_index() const { return index_; }
+  const dim3& block_size() const { return launch_.block; }
+  const dim3& grid_size() const { return launch_.grid; }
+  unsigned lane() const { return running_->linear % kWave; }
+  unsigned char* dynamic_shared() { return shared_.end() - shared_.bytes(); }
+
+  void barrier(const Site& site) { meet(block_, site); }
+  void wave_barrier(const Site& site) { meet(running_wave(), site); }
+
+  // The number of threads that voted true.
+  unsigned barrier_count(bool vote, const Site& site) {
+    unsigned& votes = votes_[block_.round & 1];
+    if (block_.arrived == 0) votes = 0;
+    votes += vote;
+    meet(block_, site);
+    return votes;
+  }
+
+  // Returns what lane `source` of the wave passed.
+  template <class T>
+  T exchange(T value, unsigned source, const Site& site) {
+    static_assert(sizeof(T) <= sizeof(uint64_t), "a lane exchanges at most 8 bytes");
+    Wave& wave = running_wave();
+    if (source >= wave.members) fail(site.text() + " reads lane " + std::to_string(source) + ", which is not there");
+    uint64_t* slots = wave.slots[wave.round & 1];
+    memcpy(&slots[lane()], &value, sizeof value);
+    meet(wave, site);
+    memcpy(&value, &slots[source], sizeof value);
+    return value;
+  }
+
+  uint64_t ballot(bool vote, const Site& site) {
+    Wave& wave = running_wave();
+    uint64_t* slots = wave.slots[wave.round & 1];
+    slots[lane()] = vote;
+    meet(wave, site);
+    uint64_t votes = 0;
+    for (unsigned i = 0; i < wave.members; ++i) votes |= slots[i] << i;
+    return votes;
+  }
+
+  // A turn of a loop that waits for another thread's store: lets the other fibers and OS threads run.
+  void relax() {
+    if (launch_.failed) leave_for_home();
+    if (launch_.expired()) fail("no end in sight: still waiting for others at the time limit");
+    if (ready_.empty()) return std::this_thread::yield();
+    ready_.push(running_);
+    run_next();
+  }
+
+  std::string fault_text(const void* address) const {
+    if (!shared_.guards(address)) return "access out of bounds";
+    return "access beyond the " + std::to_string(launch_.shared_bytes) + " bytes of dynamic shared memory";
+  }
+
+  [[noreturn]] void fail(const std::string& why) {
+    launch_.fail(why + " (block " + text(index_) + ", thread " + text(running_->index) + ")");
+    leave_for_home();
+  }
+
+ private:
+  Wave& running_wave() { return waves_[running_->linear / kWave]; }
+
+  void meet(Rendezvous& r, const Site& site) {
+    if (r.returned) fail(site.text() + " after " + std::to_string(r.returned) + " of its threads returned");
+    if (r.arrived == 0) r.site = site;
+    if (!(r.site == site)) fail("divergence: " + site.text() + " while others wait in " + r.site.text());
+    if (++r.arrived == r.members) {
+      r.arrived = 0;
+      ++r.round;
+      ready_.take_all(r.waiting, &r != &block_);
+      return;
+    }
+    Fiber* me = running_;
+    me->waits_at = &r.site;
+    r.waiting.push(me, r.round % 2);
+    run_next();
+    me->waits_at = nullptr;
+  }
+
+  void run_next() {
+    if (ready_.empty()) fail("deadlock: " + waiting_text());
+    Fiber* from = running_;
+    running_ = ready_.pop();
+    from->context.switch_to(running_->context);
+  }
+
+  void thread_main() {
+    launch_.body(launch_.argument);
+    for (Rendezvous* r : {static_cast<Rendezvous*>(&running_wave()), &block_}) {
+      ++r->returned;
+      if (r->arrived) fail("a thread returned while others wait in " + r->site.text());
+    }
+    if (--live_ == 0) leave_for_home();
+    run_next();
+  }
+
+  // Nothing unwinds the fibers left behind: device code owns no resources.
+  [[noreturn]] void leave_for_home() {
+    running_->context.switch_to(home_);
+    __builtin_unreachable();
+  }
+
+  std::string waiting_text() const {
+    std::map<std::string, unsigned> counts;
+    for (unsigned i = 0; i < launch_.threads(); ++i)
+      if (fibers_[i].waits_at) ++counts[fibers_[i].waits_at->text()];
+    std::string text;
+    for (const auto& [site, count] : counts)
+      text += (text.empty() ? "" : ", ") + std::to_string(count) + " threads wait in " + site;
+    return text;
+  }
+
+  // Every thread_local of this module is a __shared__ array, but for `current`.
+  void poison_shared_memory() {
+    if (statics_.begin) memset(statics_.begin, kPoison, statics_.bytes);
+    memset(dynamic_shared(), kPoison, shared_.bytes());
+    current = this;
+  }
+
+  Launch& launch_;
+  dim3 index_;
+  unsigned live_ = 0;
+  std::unique_ptr<Fiber[]> fibers_;
+  GuardedPages stacks_, shared_;
+  ByteRange statics_;
+  Wave waves_[kMaxWaves];
+  Rendezvous block_;
+  unsigned votes_[2];
+  FiberQueue ready_;
+  Fiber* running_ = nullptr;
+  Context home_;
+};
+
+}  // namespace simt

@@ -1,0 +1,142 @@
+// The host side of HIP that kernel launches need. Included by hip/hip_runtime.h.
+#pragma once
+
+typedef struct SimtStream* hipStream_t;
+enum hipError_t {
+  hipSuccess = 0,
+  hipErrorInvalidValue = 1,
+  hipErrorInvalidConfiguration = 9,
+  hipErrorLaunchFailure = 719,
+  hipErrorCooperativeLaunchTooLarge = 720,
+};
+enum hipDeviceAttribute_t {
+  hipDeviceAttributeMultiprocessorCount,
+  hipDeviceAttributeMaxSharedMemoryPerBlock,
+  hipDeviceAttributeSharedMemPerBlockOptin,
+  hipDeviceAttributeL2CacheSize,
+  hipDeviceAttributeWarpSize,
+  hipDeviceAttributeCooperativeLaunch,
+};
+struct hipDeviceProp_t {
+  char gcnArchName[256];
+};
+enum hipFuncAttribute { hipFuncAttributeMaxDynamicSharedMemorySize };
+
+namespace simt {
+
+#if defined(__gfx942__)
+constexpr const char* kArchName = "gfx942:sramecc+:xnack-";
+#else
+constexpr const char* kArchName = "gfx1201";
+#endif
+constexpr int kMaxSharedBytes = 64 << 10;
+constexpr int kL2Bytes = 4 << 20;
+
+inline unsigned multiprocessors() { return setting("SIMT_MULTIPROCESSORS", 2); }
+
+struct LastError {
+  hipError_t code = hipSuccess;
+  std::string text;
+};
+inline LastError last_error;
+
+inline hipError_t finish(hipError_t code, const std::string& text) {
+  if (code != hipSuccess) last_error = {code, text};
+  return code;
+}
+
+// The stricter of what CUDA and HIP take.
+inline hipError_t check(dim3 grid, dim3 block, size_t shared_bytes, bool cooperative) {
+  const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z, threads = uint64_t(block.x) * block.y * block.z;
+  const std::string shape = "grid " + text(grid) + ", block " + text(block);
+  if (!blocks || !threads || threads > kMaxThreads || grid.y > 65535 || grid.z > 65535 ||
+      uint64_t(grid.x) * block.x > UINT32_MAX)
+    return finish(hipErrorInvalidConfiguration, "invalid configuration: " + shape);
+  if (shared_bytes > size_t(kMaxSharedBytes))
+    return finish(hipErrorInvalidValue, std::to_string(shared_bytes) + " bytes of shared memory, at most " +
+                                            std::to_string(kMaxSharedBytes) + " exist");
+  if (cooperative && blocks > multiprocessors())
+    return finish(hipErrorCooperativeLaunchTooLarge, "cooperative " + shape + " on " +
+                                                         std::to_string(multiprocessors()) + " multiprocessors");
+  return hipSuccess;
+}
+
+template <class F>
+[[nodiscard]] hipError_t launch(dim3 grid, dim3 block, size_t shared_bytes, const F& function,
+                                bool cooperative = false) {
+  if (const hipError_t code = check(grid, block, shared_bytes, cooperative)) return code;
+  const std::string error = run(grid, block, shared_bytes, cooperative, function);
+  return finish(error.empty() ? hipSuccess : hipErrorLaunchFailure, error);
+}
+// All blocks at once, each on an OS thread of its own: they may wait for one another.
+template <class F>
+[[nodiscard]] hipError_t launch_cooperative(dim3 grid, dim3 block, size_t shared_bytes, const F& function) {
+  return launch(grid, block, shared_bytes, function, true);
+}
+
+template <class... P, class... A>
+hipError_t launch_kernel(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, hipStream_t,
+                         const A&... args) {
+  return launch(grid, block, shared_bytes, [&] { kernel(P(args)...); });
+}
+
+template <class... P, size_t... I>
+auto with_packed_arguments(void (*kernel)(P...), void** args, std::index_sequence<I...>) {
+  return [=] { kernel(*static_cast<std::remove_reference_t<P>*>(args[I])...); };
+}
+
+}  // namespace simt
+
+// kernel<<<grid, block, shared, stream>>>(arguments), as hipify writes it.
+#define hipLaunchKernelGGL(kernel, grid, block, ...) \
+  (void)simt::launch_kernel(kernel, dim3(grid), dim3(block), __VA_ARGS__)
+
+// The emulator cannot unpack arguments for a `const void*`: pass the kernel itself, or call simt::launch.
+template <class... P>
+hipError_t hipLaunchKernel(void (*kernel)(P...), dim3 grid, dim3 block, void** args, size_t shared_bytes, hipStream_t) {
+  return simt::launch(grid, block, shared_bytes,
+                      simt::with_packed_arguments(kernel, args, std::index_sequence_for<P...>()));
+}
+template <class... P>
+hipError_t hipLaunchCooperativeKernel(void (*kernel)(P...), dim3 grid, dim3 block, void** args, size_t shared_bytes,
+                                      hipStream_t) {
+  return simt::launch_cooperative(grid, block, shared_bytes,
+                                  simt::with_packed_arguments(kernel, args, std::index_sequence_for<P...>()));
+}
+
+inline hipError_t hipGetLastError() { return std::exchange(simt::last_error.code, hipSuccess); }
+inline hipError_t hipPeekAtLastError() { return simt::last_error.code; }
+inline const char* hipGetErrorString(hipError_t) { return simt::last_error.text.c_str(); }
+
+inline hipError_t hipGetDevice(int* device) {
+  *device = 0;
+  return hipSuccess;
+}
+inline hipError_t hipGetDeviceProperties(hipDeviceProp_t* properties, int) {
+  strcpy(properties->gcnArchName, simt::kArchName);
+  return hipSuccess;
+}
+inline hipError_t hipDeviceGetAttribute(int* value, hipDeviceAttribute_t attribute, int) {
+  switch (attribute) {
+    case hipDeviceAttributeMultiprocessorCount: *value = int(simt::multiprocessors()); break;
+    case hipDeviceAttributeMaxSharedMemoryPerBlock:
+    case hipDeviceAttributeSharedMemPerBlockOptin: *value = simt::kMaxSharedBytes; break;
+    case hipDeviceAttributeL2CacheSize: *value = simt::kL2Bytes; break;
+    case hipDeviceAttributeWarpSize: *value = int(simt::kWave); break;
+    case hipDeviceAttributeCooperativeLaunch: *value = 1; break;
+  }
+  return hipSuccess;
+}
+template <class Kernel>
+hipError_t hipOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, size_t) {
+  *blocks = 1;
+  return hipSuccess;
+}
+template <class Kernel>
+hipError_t hipFuncSetAttribute(Kernel, hipFuncAttribute, int) {
+  return hipSuccess;
+}
+inline hipError_t hipMemsetAsync(void* p, int value, size_t bytes, hipStream_t = nullptr) {
+  memset(p, value, bytes);
+  return hipSuccess;
+}

@@ -1,0 +1,52 @@
+// What all blocks of one launch share.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <mutex>
+#include <string>
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+namespace simt {
+
+constexpr unsigned kMaxThreads = 1024;
+
+inline std::string text(const dim3& d) {
+  return std::to_string(d.x) + "," + std::to_string(d.y) + "," + std::to_string(d.z);
+}
+
+inline unsigned setting(const char* variable, unsigned otherwise) {
+  const char* value = getenv(variable);
+  return value ? unsigned(atoi(value)) : otherwise;
+}
+
+struct Launch {
+  using Clock = std::chrono::steady_clock;
+
+  dim3 grid, block;
+  size_t shared_bytes;
+  void (*body)(const void* argument);  // runs once in every thread
+  const void* argument;
+  Clock::time_point deadline = Clock::now() + std::chrono::seconds(setting("SIMT_TIMEOUT", 60));
+  std::atomic<uint64_t> next_block{0};
+  std::atomic<bool> failed{false};
+  std::string error{};
+  std::mutex mutex{};
+
+  unsigned threads() const { return block.x * block.y * block.z; }
+  uint64_t blocks() const { return uint64_t(grid.x) * grid.y * grid.z; }
+  bool expired() const { return Clock::now() > deadline; }
+
+  // The first failure is the cause of the others.
+  void fail(const std::string& why) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!failed.exchange(true)) error = why;
+  }
+};
+
+}  // namespace simt

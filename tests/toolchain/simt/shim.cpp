@@ -1,0 +1,71 @@
+// The launch functions of the kernels as C functions, for ctypes. Each returns null, or what went wrong.
+#include <hip/hip_runtime.h>
+
+#include "kernels/device.h"
+#include "kernels/quantize_colwise.h"
+#include "kernels/quantize_rowcol.h"
+#include "kernels/quantize_rowwise.h"
+#include "kernels/scaled_grouped_mm.h"
+
+using namespace moe_fp8;
+
+static const char* outcome(int code) {
+  const bool failed = code || hipPeekAtLastError();
+  (void)hipGetLastError();
+  return failed ? hipGetErrorString(hipError_t(code)) : nullptr;
+}
+
+extern "C" int simt_native_fnuz() { return native_fnuz(); }
+
+extern "C" const char* simt_quantize_rowwise(const void* x, int in, int64_t outer, int64_t rows, int64_t K,
+                                             int64_t outer_stride, int64_t row_stride, int out, bool pow2_scale,
+                                             void* q, float* scale) {
+  const QuantizeRowwiseParams p = {
+      .x = x, .q = q, .scale = scale, .outer = outer, .rows = rows, .K = K, .outer_stride = outer_stride,
+      .row_stride = row_stride, .in = InType(in), .out = Fp8Type(out), .pow2_scale = pow2_scale};
+  return outcome(quantize_rowwise(p, nullptr));
+}
+
+extern "C" const char* simt_quantize_colwise(const void* x, int in, int64_t M, int64_t K, int64_t row_stride,
+                                             const int* offs, int64_t E, int align, int64_t positions, int out,
+                                             bool pow2_scale, uint8_t* q_t, float* scale_t, int* padded_offs) {
+  const QuantizeColwiseParams p = {
+      .x = x, .offs = offs, .q_t = q_t, .scale_t = scale_t, .padded_offs = padded_offs, .E = E, .M = M, .K = K,
+      .row_stride = row_stride, .positions = positions, .align = align, .in = InType(in), .out = Fp8Type(out),
+      .pow2_scale = pow2_scale};
+  return outcome(quantize_colwise(p, nullptr));
+}
+
+// Tokens, or, with null `offs` and `padded_offs`, weights.
+extern "C" const char* simt_quantize_rowcol(bool weight, const void* x, int in, int64_t E, int64_t rows, int64_t K,
+                                            int64_t group_stride, int64_t row_stride, const int* offs, int align,
+                                            int64_t positions, int out, bool pow2_scale, uint8_t* q, float* scale,
+                                            uint8_t* q_t, float* scale_t, int* padded_offs) {
+  const QuantizeRowcolParams p = {
+      .x = x, .offs = offs, .q = q, .scale = scale, .q_t = q_t, .scale_t = scale_t, .padded_offs = padded_offs,
+      .E = E, .rows = rows, .K = K, .row_stride = row_stride, .group_stride = group_stride, .positions = positions,
+      .align = align, .in = InType(in), .out = Fp8Type(out), .pow2_scale = pow2_scale};
+  return outcome(weight ? quantize_weight(p, nullptr) : quantize_rowcol(p, nullptr));
+}
+
+extern "C" const char* simt_scaled_grouped_mm(const uint8_t* a, int a_type, int64_t M, int64_t K, int64_t a_stride,
+                                              const uint8_t* b, int b_type, int64_t N, int64_t b_stride,
+                                              int64_t b_group_stride, bool groups_of_sum, const float* scale_a,
+                                              const float* scale_b, const int* offs, int64_t E, bool out_float32,
+                                              void* out) {
+  const ScaledGroupedMmParams p = {
+      .a = a, .b = b, .scale_a = scale_a, .scale_b = scale_b, .offs = offs, .out = out, .E = E, .M = M, .N = N,
+      .K = K, .a_stride = a_stride, .b_stride = b_stride, .b_group_stride = b_group_stride,
+      .groups_of_sum = groups_of_sum, .out_float32 = out_float32, .a_type = Fp8Type(a_type),
+      .b_type = Fp8Type(b_type)};
+  return outcome(scaled_grouped_mm(p, nullptr));
+}
+
+extern "C" const char* simt_prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple,
+                                         int limit_row) {
+  return outcome(prepare_offs(offs, safe_offs, E, limit, multiple, limit_row, nullptr));
+}
+
+extern "C" const char* simt_fill_rows(void* out, const int* first, int64_t rows, int64_t row_bytes, uint32_t pattern) {
+  return outcome(fill_rows(out, first, rows, row_bytes, pattern, nullptr));
+}
