@@ -6,16 +6,20 @@
 namespace moe_fp8 {
 namespace {
 
-// Rows first, then columns from the last group to the first: what the rows read last is still in the L2.
+// Columns and rows side by side, in the same order: what one of the two kernels has read, the other finds in the L2. Where
+// they cannot overlap, the rows start where the columns end. On an H200 0.64 of copy instead of 0.57, rows first.
 template <class Groups>
 int quantize_both(const QuantizeRowcolParams& p, int64_t outer, int64_t average_rows, void* stream) {
-  const QuantizeRowwiseParams rows = {p.x,  p.q, p.scale, outer, p.rows, p.K, p.group_stride, p.row_stride,
-                                      p.in, p.out, p.pow2_scale};
-  if (const int e = quantize_rowwise(rows, stream)) return e;
+  QuantizeRowwiseParams rows = {p.x,  p.q, p.scale, outer, p.rows, p.K, p.group_stride, p.row_stride,
+                                p.in, p.out, p.pow2_scale};
+  const int64_t spare = shared_beside(rows);
+  rows.beside = spare > 0;
   StripArgs columns = strip_args(p, p.rows);
   columns.group_stride = p.group_stride;
-  columns.last_first = true;
-  return launch_strips<Groups>(p.in, p.out, average_rows, columns, stream);
+  columns.rows_beside = rows.beside;
+  columns.last_first = !rows.beside;
+  if (const int e = launch_strips<Groups>(p.in, p.out, average_rows, spare, columns, stream)) return e;
+  return quantize_rowwise(rows, stream);
 }
 
 }  // namespace

@@ -22,21 +22,57 @@ Tile tile_for(int64_t vecs) {
 constexpr int threads_bound(int vecs) { return vecs == 4 ? kMaxThreads : 512; }
 constexpr int blocks_bound(int vecs, Row row) { return vecs == 4 || row == Row::kLong ? 1 : 4; }
 
+MOE_DEVICE int64_t row_offset(const QuantizeRowwiseParams& p, int64_t row) {
+  const int64_t outer = p.outer == 1 ? 0 : row / p.rows;
+  return outer * p.outer_stride + (row - outer * p.rows) * p.row_stride;
+}
+
 template <class In, Fp8Type kOut, int kVecs, Row kRow, bool kAligned>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRow == Row::kLong ? kMaxThreads : threads_bound(kVecs), blocks_bound(kVecs, kRow))
     quantize_rowwise_kernel(MOE_GRID_CONSTANT const QuantizeRowwiseParams p) {
   __shared__ uint32_t of_wave[kMaxThreads / 32];
   const RowTeam team = {int(threadIdx.x), int(blockDim.x), of_wave + threadIdx.y * (blockDim.x / kWarpSize)};
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  const int64_t outer = p.outer == 1 ? 0 : row / p.rows;
-  const int64_t offset = outer * p.outer_stride + (row - outer * p.rows) * p.row_stride;
-  const auto* x = static_cast<const typename In::Bits*>(p.x) + offset;
+  const auto* x = static_cast<const typename In::Bits*>(p.x) + row_offset(p, row);
   wait_for_previous_kernel();
   quantize_row<In, kOut, kVecs, kRow, kAligned>(team, x, p.K, row < p.outer * p.rows, p.pow2_scale,
                                                 static_cast<uint8_t*>(p.q) + row * p.K, p.scale + row);
 }
 
+// Beside another kernel, a row a block, in shared memory: its 64 threads are few enough to fit in.
+constexpr int kThreadsBeside = 64, kBlocksBeside = 16;
+constexpr int64_t kShortestBeside = 2048;  // bytes of a row; the longest are those of which two fit
+
+template <class In, Fp8Type kOut>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsBeside, kBlocksBeside)
+    quantize_rowwise_beside_kernel(MOE_GRID_CONSTANT const QuantizeRowwiseParams p) {
+  MOE_DYNAMIC_SMEM(held);
+  __shared__ uint32_t of_wave[kThreadsBeside / 32];
+  const RowTeam team = {int(threadIdx.x), kThreadsBeside, of_wave};
+  const int64_t row = blockIdx.x;
+  const auto* x = static_cast<const typename In::Bits*>(p.x) + row_offset(p, row);
+  quantize_staged_row<In, kOut>(team, x, p.K, p.pow2_scale, reinterpret_cast<Vec16*>(held),
+                                static_cast<uint8_t*>(p.q) + row * p.K, p.scale + row);
+  if (blockIdx.x == gridDim.x - 1) wait_for_previous_kernel();
+}
+
+template <class In>
+bool is_aligned(const QuantizeRowwiseParams& p) {
+  constexpr int n = kVecElements<In>;
+  return reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.K % n == 0 &&
+         (p.outer * p.rows == 1 || (p.row_stride % n == 0 && p.outer_stride % n == 0));
+}
+
 }  // namespace
+
+int64_t shared_beside(const QuantizeRowwiseParams& p) {
+  const int64_t shared = device().shared_per_multiprocessor / 4;
+  const bool can = device().overlaps_kernels && dispatch(p.in, p.out, [&](auto in, auto) {
+    const int64_t bytes = p.K * sizeof(typename decltype(in)::Bits);
+    return is_aligned<decltype(in)>(p) && bytes >= kShortestBeside && bytes <= shared / 2;
+  });
+  return can ? shared : 0;
+}
 
 int quantize_rowwise(const QuantizeRowwiseParams& p, void* stream) {
   const int64_t rows = p.outer * p.rows;
@@ -44,15 +80,16 @@ int quantize_rowwise(const QuantizeRowwiseParams& p, void* stream) {
   return dispatch(p.in, p.out, [&](auto in, auto out) {
     using In = decltype(in);
     constexpr Fp8Type kOut = decltype(out)::value;
-    constexpr int n = kVecElements<In>;
-    const bool aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.K % n == 0 &&
-                         (rows == 1 || (p.row_stride % n == 0 && p.outer_stride % n == 0));
-    const int64_t vecs = ceil_div<int64_t>(p.K, n);
+    if (p.beside) {
+      const Launch l = {dim3(unsigned(rows)), dim3(kThreadsBeside), stream, p.K * sizeof(typename In::Bits)};
+      return launch(quantize_rowwise_beside_kernel<In, kOut>, l, p);
+    }
+    const int64_t vecs = ceil_div<int64_t>(p.K, kVecElements<In>);
     const Tile tile = tile_for(vecs);
     const int rows_per_block = tile.threads < kThreadsOfShortRows ? kThreadsOfShortRows / tile.threads : 1;
     const dim3 grid(unsigned(ceil_div<int64_t>(rows, rows_per_block)));
     const Launch l = {grid, dim3(tile.threads, rows_per_block), stream};
-    if (!aligned) return launch(quantize_rowwise_kernel<In, kOut, 1, Row::kLong, false>, l, p);
+    if (!is_aligned<In>(p)) return launch(quantize_rowwise_kernel<In, kOut, 1, Row::kLong, false>, l, p);
     if (vecs > tile.vecs * tile.threads) return launch(quantize_rowwise_kernel<In, kOut, 4, Row::kLong, true>, l, p);
     if (tile.vecs == 1) return launch(quantize_rowwise_kernel<In, kOut, 1, Row::kFits, true>, l, p);
     if (tile.vecs == 2) return launch(quantize_rowwise_kernel<In, kOut, 2, Row::kFits, true>, l, p);

@@ -7,13 +7,13 @@
 namespace moe_fp8 {
 namespace {
 
-// Every tile choice, with what it gave on an H200. Small groups, up to ~430 rows: three blocks of 8 slots a
-// multiprocessor, a strip in each. Larger ones: one block of 16 slots, in clusters that hold a third more rows than the
-// average group has, so that the next strip is on its way during the amax of this one (0.80 to 0.86 of copy; clusters
-// that just hold the strip 0.5 to 0.7; two blocks of 8 slots as fast where the strip fits, slower where it does not).
-constexpr int kMaxCluster = 16, kSmallSlots = 8, kLargeSlots = 16;
+// Every tile choice, with what it gave on an H200. Small groups: two to four blocks of 8 slots a multiprocessor, as many
+// as still hold two strips each, one in work and one on its way (65 rows a group: four 0.00, three 0.00; 130: four 0.70,
+// three 0.66, two 0.56; 260: two 0.79, three 0.77, four 0.64). Larger ones: one block of 16 slots, in clusters that hold a
+// third more rows than the average group has (0.80 to 0.86 of copy; clusters that just hold the strip 0.5 to 0.7).
+constexpr int kMaxCluster = 16, kSmallSlots = 8, kLargeSlots = 16, kSmallBlocks = 4, kStripsHeld = 2;
 template <class T>
-constexpr int kBlocks = T::kSlots == kLargeSlots ? 1 : kCastsInHardware<T::kOut> ? 3 : 1;
+constexpr int kBlocks = T::kSlots == kSmallSlots && kCastsInHardware<T::kOut> ? kSmallBlocks : 1;  // registers for so many
 
 template <class Groups, class T>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>) quantize_strips_kernel(MOE_GRID_CONSTANT const StripArgs p) {
@@ -21,6 +21,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>) quantize_strips_kerne
   Vec16* ring = reinterpret_cast<Vec16*>(smem);
   auto& shared = *reinterpret_cast<StripShared<T>*>(ring + p.held * kChunks);
   wait_for_previous_kernel();
+  if (p.rows_beside) allow_next_kernel();
   const Groups groups(reinterpret_cast<int*>(&shared + 1), p);
   if (p.cluster_log2 > 0) {
     if (threadIdx.y == 0 && threadIdx.x < 2) cluster_inbox_init(shared.inbox[threadIdx.x]);
@@ -81,19 +82,24 @@ struct Plan {
   int64_t shared;     // bytes a block
 };
 template <class Groups, class T>
-Plan plan_with(int blocks, int64_t E) {
-  Plan plan = {T::kSlots, blocks, 1, 0, device().shared_per_multiprocessor / blocks - 1024 - 512};  // runtime's, scan's
-  if (plan.shared > device().shared_per_block - 512) plan.shared = device().shared_per_block - 512;
+Plan plan_with(int blocks, int64_t E, int64_t spare) {
+  Plan plan = {T::kSlots, blocks, 1, 0, (device().shared_per_multiprocessor - spare) / blocks};
+  plan.shared -= kReservedShared + kStaticShared;
+  const int64_t most = device().shared_per_block - kStaticShared;
+  if (plan.shared > most) plan.shared = most;
   const int64_t rest = plan.shared - int64_t(sizeof(StripShared<T>)) - 4 * Groups::table_words(E);
   plan.held = rest < 0 ? -1 : int(rest / kStripBytes / kSlotRows * kSlotRows);
   return plan;
 }
 template <class Groups, class In, Fp8Type kOut>
-Plan plan_for(int64_t average_rows, int64_t E) {
-  Plan plan = plan_with<Groups, StripTraits<In, kOut, kSmallSlots>>(3, E);
-  if (average_rows <= plan.held) return plan;
-  if (!device().has_clusters) return plan_with<Groups, StripTraits<In, kOut, kSmallSlots>>(1, E);
-  plan = plan_with<Groups, StripTraits<In, kOut, kLargeSlots>>(1, E);
+Plan plan_for(int64_t average_rows, int64_t E, int64_t spare) {
+  using Small = StripTraits<In, kOut, kSmallSlots>;
+  for (int blocks = kSmallBlocks; blocks > 1; --blocks) {
+    const Plan plan = plan_with<Groups, Small>(blocks, E, spare);
+    if (average_rows * kStripsHeld <= plan.held) return plan;
+  }
+  if (!device().has_clusters) return plan_with<Groups, Small>(1, E, spare);
+  Plan plan = plan_with<Groups, StripTraits<In, kOut, kLargeSlots>>(1, E, spare);
   while (plan.cluster < kMaxCluster && plan.cluster * plan.held < average_rows + average_rows / 3) plan.cluster *= 2;
   return plan;
 }
@@ -118,11 +124,11 @@ StripArgs strip_args(const Params& p, int64_t rows) {
 }
 
 template <class Groups>
-int launch_strips(InType in_type, Fp8Type out_type, int64_t average_rows, StripArgs p, void* stream) {
+int launch_strips(InType in_type, Fp8Type out_type, int64_t average_rows, int64_t spare, StripArgs p, void* stream) {
   return dispatch(in_type, out_type, [&](auto in, auto out) {
     using In = decltype(in);
     constexpr Fp8Type kOut = decltype(out)::value;
-    const Plan plan = plan_for<Groups, In, kOut>(average_rows, p.E);
+    const Plan plan = plan_for<Groups, In, kOut>(average_rows, p.E, spare);
     auto run = [&](auto traits) {
       using T = decltype(traits);
       constexpr auto kKernel = quantize_strips_kernel<Groups, T>;
@@ -134,7 +140,7 @@ int launch_strips(InType in_type, Fp8Type out_type, int64_t average_rows, StripA
       p.aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0;
       for (int64_t stride : strides) p.aligned = p.aligned && stride % T::kVec == 0;
       p.aligned_t = p.positions % 16 == 0;
-      if (const int e = allow_large<kKernel>(plan.shared)) return e;
+      if (const int e = allow_large<kKernel>()) return e;
       const int clusters = plan.cluster > 1 ? resident_clusters<kKernel>(T::kThreads, plan.shared, plan.cluster)
                                             : plan.blocks * device().multiprocessors;
       Launch l = {dim3(clusters * plan.cluster), dim3(kLanes, T::kSlots), stream};

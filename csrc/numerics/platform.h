@@ -304,10 +304,16 @@ MOE_DEVICE void cluster_wait(ClusterInbox& inbox, uint32_t phase) {  // phase: p
 #endif
 }
 
-// Programmatic dependent launch: the block may have started before the kernel ahead of it in the stream ended.
+// Programmatic dependent launch: a kernel may start before the one ahead of it in the stream has ended, as soon as all
+// blocks of that one have ended or allowed it. Elsewhere kernels run one after the other.
 MOE_DEVICE void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+MOE_DEVICE void allow_next_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -368,6 +374,7 @@ struct Device {
   int shared_per_block;  // bytes a block may ask for
   int shared_per_multiprocessor;
   bool has_clusters;
+  bool overlaps_kernels;  // programmatic dependent launch; the emulation takes that road too, one after the other
   bool native_fnuz;  // fp8 instructions are FNUZ (gfx942)
   int sm;            // CUDA compute capability, 90 for Hopper; 0 elsewhere
 };
@@ -381,6 +388,9 @@ inline const Device& device() {
     Device fresh = {};
 #if defined(MOE_HIP)
     fresh.shared_per_block = fresh.shared_per_multiprocessor = 64 * 1024;
+#if defined(MOE_SIMT)
+    fresh.overlaps_kernels = true;
+#endif
     cudaDeviceProp properties = {};
     if (cudaGetDeviceProperties(&properties, id) == cudaSuccess)
       fresh.native_fnuz = strncmp(properties.gcnArchName, "gfx94", 5) == 0;
@@ -391,7 +401,7 @@ inline const Device& device() {
     fresh.sm = 10 * major + minor;
     (void)cudaDeviceGetAttribute(&fresh.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
     (void)cudaDeviceGetAttribute(&fresh.shared_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, id);
-    fresh.has_clusters = major >= 9;
+    fresh.has_clusters = fresh.overlaps_kernels = major >= 9;
 #endif
     (void)cudaDeviceGetAttribute(&fresh.multiprocessors, cudaDevAttrMultiProcessorCount, id);
     d = fresh;
@@ -424,7 +434,7 @@ int launch(void (*kernel)(Params), const Launch& l, std::remove_const_t<Params> 
   config.stream = static_cast<cudaStream_t>(l.stream);
   cudaLaunchAttribute attributes[2];
   config.attrs = attributes;
-  if (device().has_clusters) {
+  if (device().overlaps_kernels) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -438,15 +448,20 @@ int launch(void (*kernel)(Params), const Launch& l, std::remove_const_t<Params> 
 #endif
 }
 
-// Before the first launch of a kernel on a device: more shared memory than every GPU has, clusters of 16 blocks.
+// Before the first launch of a kernel on a device: all shared memory that a block can have besides kStaticShared, the
+// rest of the multiprocessor's for other kernels' blocks, and clusters of 16 blocks.
+constexpr int kStaticShared = 512, kReservedShared = 1024;  // bytes: __shared__ arrays at most; the runtime's own
 template <auto kKernel>
-int allow_large(size_t shared) {
+int allow_large() {
 #if defined(MOE_CUDA)
   static bool allowed[64] = {};
   int id = 0;
   (void)cudaGetDevice(&id);
   if (allowed[id & 63]) return 0;
-  cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+  const int most = device().shared_per_block - kStaticShared;
+  cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  if (e == cudaSuccess)
+    e = cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (e == cudaSuccess && device().has_clusters)
     e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   allowed[id & 63] = e == cudaSuccess;

@@ -1,4 +1,4 @@
-// A row, quantized by the threads of a block while it stays in their registers.
+// A row, quantized by the threads of a block while it stays in their registers or in shared memory.
 #pragma once
 #include "numerics/groups.h"
 #include "primitives/cast.h"
@@ -99,6 +99,25 @@ MOE_DEVICE void quantize_row(const RowTeam& team, const typename In::Bits* x, in
   for (int v = rest; v < vecs; v += team.count)
     store_cast<In, kOut, kAligned>(q, v, K, load_vec<In, kAligned>(x, v, K), s.multiplier);
   if (live && team.rank == 0) *scale = s.dequant();
+}
+
+// The same of an aligned row in shared memory, `held`: few registers and few threads for the bytes under way, so that
+// blocks fit beside those of another kernel. A thread reads what it copied itself.
+template <class In, Fp8Type kOut>
+MOE_DEVICE void quantize_staged_row(const RowTeam& team, const typename In::Bits* x, int64_t K, bool pow2, Vec16* held,
+                                    uint8_t* q, float* scale) {
+  const int vecs = int(K / kVecElements<In>);
+#pragma unroll 4
+  for (int v = team.rank; v < vecs; v += team.count) copy_to_shared(held + v, reinterpret_cast<const Vec16*>(x) + v);
+  commit_copies();
+  wait_copies<0>();
+  uint32_t amax = 0;
+#pragma unroll 4
+  for (int v = team.rank; v < vecs; v += team.count) amax = max_vec<In>(amax, held[v]);
+  const ScaleF32 s = ScaleF32::from_amax<kOut>(team.max(amax_bits<In>(amax)), pow2);
+#pragma unroll 4
+  for (int v = team.rank; v < vecs; v += team.count) store_cast<In, kOut, true>(q, v, K, held[v], s.multiplier);
+  if (team.rank == 0) *scale = s.dequant();
 }
 
 }  // namespace moe_fp8

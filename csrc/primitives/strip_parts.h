@@ -22,6 +22,7 @@ struct StripArgs {
   int strips;            // of a group
   int cluster_log2;      // blocks of a cluster
   bool last_first;       // groups from the last to the first
+  bool rows_beside;      // the next kernel in the stream may run beside this one
 };
 
 // The geometry of groups, as a type: TokenGroups from offs, ExpertGroups of equal size. A group's rows count from
