@@ -118,7 +118,10 @@ def origin(result: dict) -> str:
         if result.get(key)
     ]
     commit = (result["commit"] or "unknown")[:12] + (" with local changes" if result["dirty"] else "")
-    return f"{', '.join(known)}, commit {commit}. A large copy_ moved {result['copy_gbps']:,.0f} GB/s."
+    text = f"{', '.join(known)}, commit {commit}. A large copy_ moved {result['copy_gbps']:,.0f} GB/s."
+    if "relu_host_us" in result:
+        text += f" An eager torch.relu, one output and one launch, took {result['relu_host_us']:.1f} us of the host."
+    return text
 
 
 def readme_section(results: dict[str, dict]) -> str:

@@ -40,7 +40,8 @@ def environment(device: torch.device) -> dict:
     gpu = device.type == "cuda"
     toolkit = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     # The variable is for a copy without .git: a hash, with -dirty behind it if the copy had local changes.
-    commit = os.environ.get("MOE_FP8_COMMIT") or shell("git", "rev-parse", "HEAD") or ""
+    stated = os.environ.get("MOE_FP8_COMMIT")
+    commit = stated or shell("git", "rev-parse", "HEAD") or ""
     driver = shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None
     return {
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
@@ -48,7 +49,7 @@ def environment(device: torch.device) -> dict:
         "toolkit": toolkit if gpu else None,
         "driver": driver.splitlines()[0] if driver else None,
         "commit": commit.removesuffix("-dirty") or None,
-        "dirty": commit.endswith("-dirty") or bool(shell("git", "status", "--porcelain")),
+        "dirty": commit.endswith("-dirty") if stated else bool(shell("git", "status", "--porcelain")),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
 
@@ -150,6 +151,8 @@ def main() -> None:
     rivals = peers(args.peers) if device.type == "cuda" and args.layout == "uniform" else {}
     args.device, args.copy_gbps = device, timing.copy_gbps(device, args.repeats)
     result |= {"layout": args.layout, "copy_gbps": args.copy_gbps, "rows": []}
+    if device.type == "cuda":
+        result["relu_host_us"] = timing.relu_host_us(device)
     for case, shape in (bar := tqdm(todo, unit="row")):
         bar.set_description(f"{case.op} {shape.label}")
         result["rows"].append(measure(case, shape, rivals.get(case.op, {}), args))

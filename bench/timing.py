@@ -82,6 +82,12 @@ def host_us(call: Call, device_us: float) -> float:
     return median(batches) / calls * 1e6
 
 
+def relu_host_us(device: torch.device) -> float:
+    """What the host spends on one eager torch.relu: one output, one launch, the least that any op of torch does."""
+    x = torch.empty(1 << 20, device=device)
+    return host_us(lambda: torch.relu(x), 10)
+
+
 def copy_gbps(device: torch.device, repeats: int) -> float:
     """Bandwidth of a large eager copy_, bytes read plus bytes written: what the memory-bound ops are held against."""
     size = min(4 << 30, torch.cuda.mem_get_info()[0] // 4) if device.type == "cuda" else 256 << 20

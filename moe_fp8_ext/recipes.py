@@ -14,7 +14,7 @@ class Recipe:
         quantized: False multiplies in bfloat16.
         dtype: fp8 format of every operand; None is the device's own (`default_fp8_dtype`).
         pow2_scale: round multipliers down to powers of two.
-        align: rows to which token groups are padded inside transposed operands.
+        align: tokens to a multiple of which groups are padded inside transposed operands.
         use_fast_accum: let the GEMM accumulate in the tensor cores' own precision.
     """
 

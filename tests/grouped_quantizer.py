@@ -18,6 +18,7 @@ from helpers import (
     check_error,
     check_opcheck,
     check_second_gpu,
+    check_stream_order,
     check_two_streams,
     corrupt_offs,
     group_offs,
@@ -67,7 +68,7 @@ class GroupedQuantizerTests:
         m, k, e = shape
         self.check(wide(m, k, device=device), group_offs(layout, m, e, device))
 
-    @pytest.mark.parametrize("align", [16, 32, 64, 128, 256])
+    @pytest.mark.parametrize("align", [1, 2, 4, 8, 16, 32, 64, 128, 256])
     def test_align(self, align, device):
         for layout in LAYOUTS:
             self.check(wide(301, 40, device=device), group_offs(layout, 301, 6, device), align)
@@ -152,6 +153,11 @@ class GroupedQuantizerTests:
             self.fn, [[wide(4000, 1024, device=gpu, seed=s), group_offs("zipf", 4000, 9, gpu)] for s in (0, 1)]
         )
 
+    def test_stream_order(self, gpu):
+        for k in (64, 1024, 5120):
+            calls = [[wide(4000, k, device=gpu, seed=s), group_offs("zipf", 4000, 9, gpu)] for s in range(4)]
+            check_stream_order(self.fn, calls)
+
     def test_second_gpu(self, second_gpu):
         check_second_gpu(self.fn, [wide(700, 512), group_offs("zipf", 700, 9)], second_gpu)
 
@@ -192,6 +198,7 @@ class GroupedQuantizerTests:
             ([X, OFFS, 0], "align", "0"),
             ([X, OFFS, -16], "align", "-16"),
             ([X, OFFS, 24], "align", "24"),
+            ([X, OFFS, 512], "align", "512"),
             ([X, OFFS, 16, torch.float16], "dtype", "float16"),
         ],
     )

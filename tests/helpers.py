@@ -229,6 +229,33 @@ def check_two_streams(fn: Callable, calls: Sequence[Sequence[object]]) -> None:
         assert_same(result, want[i % len(calls)], f"call {i}")
 
 
+def check_stream_order(fn: Callable, calls: Sequence[Sequence[object]]) -> None:
+    """A call's kernels may overlap, but not with the kernel before them, which writes the input, nor with those after
+    them, which read the outputs and overwrite the input: eagerly and in a graph."""
+    want = [fn(*args) for args in calls]
+    x = torch.empty_like(calls[0][0])
+
+    def all_calls() -> list[list[Tensor]]:
+        results = []
+        for first, *others in calls:
+            x.copy_(first)
+            outputs = fn(x, *others)
+            x.fill_(float("nan"))
+            results.append([t.view(torch.uint8).clone().view(t.dtype) for t in outputs])
+            for t in outputs:
+                t.view(torch.uint8).fill_(0xFF)
+        return results
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = all_calls()
+    for _ in range(5):
+        assert_same(sum(all_calls(), []), [t for outputs in want for t in outputs], "eager")
+        graph.replay()
+        assert_same(sum(captured, []), [t for outputs in want for t in outputs], "replayed graph")
+
+
 def check_second_gpu(fn: Callable, args: Sequence[object], second_gpu: str) -> None:
     """An op runs on the device of its arguments, not on the current one, and leaves the current one as it was."""
     want = fn(*on("cuda:0", args))

@@ -20,7 +20,7 @@ class TestQuantizeColwise(GroupedQuantizerTests):
     k=st.integers(0, 80),
     offs=st.lists(st.one_of(st.integers(0, 150), st.integers(-(2**31), 2**31 - 1)), max_size=9),
     sort=st.booleans(),
-    align=st.sampled_from([16, 64, 256]),
+    align=st.sampled_from([1, 4, 16, 64, 256]),
     dtype=st.sampled_from(INPUT_DTYPES),
     fp8=st.sampled_from(FP8_DTYPES),
     pow2_scale=st.booleans(),

@@ -15,6 +15,7 @@ from helpers import (
     check_error,
     check_opcheck,
     check_second_gpu,
+    check_stream_order,
     check_two_streams,
     misaligned,
     on,
@@ -161,6 +162,11 @@ def test_cuda_graph(gpu):
 
 def test_two_streams(gpu):
     check_two_streams(quantize_rowwise, [[wide(3000, 2048, device=gpu, seed=seed)] for seed in (0, 1)])
+
+
+def test_stream_order(gpu):
+    for k in (64, 2048, 7168):
+        check_stream_order(quantize_rowwise, [[wide(4000, k, device=gpu, seed=s)] for s in range(4)])
 
 
 def test_second_gpu(second_gpu):

@@ -14,6 +14,7 @@ from helpers import (
     check_error,
     check_opcheck,
     check_second_gpu,
+    check_stream_order,
     check_two_streams,
     misaligned,
     on,
@@ -41,7 +42,17 @@ def test_formats(dtype, fp8, pow2_scale, device):
     "shape",
     [
         *[(0, 4, 4), (2, 0, 5), (2, 5, 0), (0, 0, 0), (1, 1, 1), (3, 1, 40), (3, 40, 1), (5, 33, 31)],
-        *[(4, 64, 64), (2, 129, 257), (2, 1408, 200), (1, 200, 1408), (1, 576, 303), (1024, 3, 5), (2, 2880, 24)],
+        *[
+            (4, 64, 64),
+            (2, 129, 257),
+            (2, 1408, 200),
+            (1, 200, 1408),
+            (1, 576, 303),
+            (1024, 3, 5),
+            (2, 2880, 24),
+            (3, 50, 2048),
+            (2, 33, 15000),
+        ],
     ],
     ids=short,
 )
@@ -117,6 +128,11 @@ def test_cuda_graph(gpu):
 
 def test_two_streams(gpu):
     check_two_streams(quantize_weight, [[wide(8, 512, 1024, device=gpu, seed=seed)] for seed in (0, 1)])
+
+
+def test_stream_order(gpu):
+    for n, k in ((64, 64), (200, 1024), (500, 5120)):
+        check_stream_order(quantize_weight, [[wide(8, n, k, device=gpu, seed=s)] for s in range(4)])
 
 
 def test_second_gpu(second_gpu):

@@ -115,6 +115,17 @@ def test_rows_from_one_element_to_more_than_registers_hold(kernels, k, dtype):
     check(kernels, "quantize_rowwise", wide(3, k, dtype=dtype), E4M3)
 
 
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
+def test_rows_that_run_beside_columns(kernels, dtype):
+    """Rows of 2 to 8 KiB, the emulated chip's limits, and their neighbours, which follow the columns."""
+    shortest, longest = 2048 // dtype.itemsize, 8192 // dtype.itemsize
+    for k in (shortest - 8, shortest, shortest + 8, shortest + 9, longest, longest + 8):
+        x = wide(21, k, dtype=dtype)
+        x[4, 5], x[20, 7] = float("nan"), float("inf")
+        check(kernels, "quantize_rowcol", x, group_offs("tail_rows", 21, 3), 16, E4M3)
+        check(kernels, "quantize_weight", x.view(3, 7, k)[::2, 1:], E4M3)
+
+
 def test_group_longer_than_shared_memory_holds(kernels):
     for dtype in INPUT_DTYPES:
         check_grouped(kernels, wide(2500, 40, dtype=dtype), group_offs("one_giant", 2500, 3))
@@ -122,7 +133,7 @@ def test_group_longer_than_shared_memory_holds(kernels):
 
 def test_group_sizes_around_every_tile(kernels):
     sizes = torch.tensor([1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 255, 257])
-    for align in (16, 64, 256):
+    for align in (1, 8, 16, 64, 256):
         check_grouped(kernels, wide(int(sizes.sum()), 72), sizes.cumsum(0).int(), align)
 
 
@@ -207,15 +218,24 @@ def test_scaled_grouped_mm_with_corrupt_offsets(kernels):
         check(kernels, "scaled_grouped_mm", *args)
 
 
+def test_scaled_grouped_mm_after_a_native_gemm(kernels):
+    """A flag on the device decides whether it computes; its grid is small then, so that blocks take many tiles."""
+    a, b = exact_fp8(200, 70, dtype=E4M3), exact_fp8(300, 70, dtype=E4M3)
+    offs = torch.tensor([3, 50, 69], dtype=torch.int32)
+    args = a, b.t(), exact_scales(3, 200), exact_scales(3, 300), offs, torch.bfloat16
+    check(kernels, "scaled_grouped_mm", *args)
+    todo, done = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    assert_same(kernels.scaled_grouped_mm(*args, todo), reference.scaled_grouped_mm(*args))
+    assert kernels.scaled_grouped_mm(*args, done).view(torch.int16).eq(-1).all()  # the 0xFF it started with
+
+
 def test_offsets_for_a_native_gemm(kernels):
     for offs in [*corrupt_offs(40), group_offs("tail_rows", 40, 4), torch.tensor([16, 32, 32], dtype=torch.int32)]:
         ends = torch.tensor([end for _, end in reference.group_bounds(offs, 40)], dtype=torch.int32)
-        assert_same(kernels.prepare_offs(offs, 40, 1, 99), torch.cat([ends, ends[-1:]]))
+        assert_same(kernels.prepare_offs(offs, 40, 1), torch.cat([ends, ends[-1:]]))
         rounded = ends // 16 * 16
-        first = 99 if torch.equal(rounded, ends) else 0
-        assert_same(
-            kernels.prepare_offs(offs, 40, 16, 99), torch.cat([rounded, torch.tensor([first], dtype=torch.int32)])
-        )
+        as_they_were = torch.tensor([torch.equal(rounded, ends)], dtype=torch.int32)
+        assert_same(kernels.prepare_offs(offs, 40, 16), torch.cat([rounded, as_they_were]))
 
 
 def test_fill_rows(kernels):

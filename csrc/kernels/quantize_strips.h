@@ -7,13 +7,14 @@
 namespace moe_fp8 {
 namespace {
 
-// Every tile choice, with what it gave on an H200. Small groups: two to four blocks of 8 slots a multiprocessor, as many
-// as still hold two strips each, one in work and one on its way (65 rows a group: four 0.00, three 0.00; 130: four 0.70,
-// three 0.66, two 0.56; 260: two 0.79, three 0.77, four 0.64). Larger ones: one block of 16 slots, in clusters that hold a
-// third more rows than the average group has (0.80 to 0.86 of copy; clusters that just hold the strip 0.5 to 0.7).
-constexpr int kMaxCluster = 16, kSmallSlots = 8, kLargeSlots = 16, kSmallBlocks = 4, kStripsHeld = 2;
-template <class T>
-constexpr int kBlocks = T::kSlots == kSmallSlots && kCastsInHardware<T::kOut> ? kSmallBlocks : 1;  // registers for so many
+// Every tile choice, with what it gave on an H200. Small groups: two to four blocks of 8 slots a multiprocessor, as
+// many as still hold two strips each, one in work and one on its way (130 rows a group: four blocks 0.70 of copy, three
+// 0.66, two 0.56; 260 rows: four 0.64, three 0.77, two 0.79). Larger ones: one block of 16 slots, in clusters that hold
+// a third more rows than the average group has (0.80 to 0.86; clusters that just hold the strip 0.5 to 0.7).
+constexpr int kSmallSlots = 8, kSmallBlocks = 4, kStripsHeld = 2;
+constexpr int kLargeSlots = 16, kMaxCluster = 16;
+template <class T>  // that registers are for
+constexpr int kBlocks = T::kSlots == kSmallSlots && kCastsInHardware<T::kOut> ? kSmallBlocks : 1;
 
 template <class Groups, class T>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>) quantize_strips_kernel(MOE_GRID_CONSTANT const StripArgs p) {
@@ -139,7 +140,7 @@ int launch_strips(InType in_type, Fp8Type out_type, int64_t average_rows, int64_
       const int64_t strides[] = {p.K, p.row_stride, p.group_stride};
       p.aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0;
       for (int64_t stride : strides) p.aligned = p.aligned && stride % T::kVec == 0;
-      p.aligned_t = p.positions % 16 == 0;
+      p.aligned_t = p.positions % 16 == 0 && p.align % 16 == 0;
       if (const int e = allow_large<kKernel>()) return e;
       const int clusters = plan.cluster > 1 ? resident_clusters<kKernel>(T::kThreads, plan.shared, plan.cluster)
                                             : plan.blocks * device().multiprocessors;

@@ -8,6 +8,7 @@ namespace {
 // Where no library has an fp8 grouped GEMM: dequantize into shared memory, multiply in float32. A block computes a
 // 64 x 64 tile of one group, a thread 4 x 4 of it.
 constexpr int kTileMN = 64, kTileK = 32, kPerThread = 4, kSide = kTileMN / kPerThread, kThreads = kSide * kSide;
+constexpr int64_t kMaxBlocks = int64_t(1) << 30;
 constexpr int kPitch = kTileMN + 4;  // transposed tiles, padded against bank conflicts
 
 MOE_DEVICE float decode(Fp8Type type, uint8_t q) {
@@ -38,53 +39,45 @@ MOE_DEVICE void load_tile(float (&tile)[kTileK][kPitch], const float (&values)[2
   for (int i = 0; i < 8; ++i) tile[first + i][r] = values[(v.w[i / 4] >> (8 * (i % 4))) & 0xffu];
 }
 
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1)
-    scaled_grouped_mm_kernel(MOE_GRID_CONSTANT const ScaledGroupedMmParams p) {
-  __shared__ float a_values[256], b_values[256];
-  __shared__ float a_tile[kTileK][kPitch], b_tile[kTileK][kPitch];
-  __shared__ int table_words[GroupTable::words(kMaxExperts)];
-  const int t = threadIdx.x;
-  a_values[t] = decode(p.a_type, uint8_t(t));
-  b_values[t] = decode(p.b_type, uint8_t(t));
-  wait_for_previous_kernel();
-  const GroupTable table(table_words, int(p.E));
-  const int extent = int(p.groups_of_sum ? p.K : p.M);
-  build_group_table(table, p.offs, int(p.E), extent, extent, 1);
+struct Operands {  // in shared memory
+  float a_values[256], b_values[256];
+  float a_tile[kTileK][kPitch], b_tile[kTileK][kPitch];
+};
 
-  // Which group, which rows of a and out, which part of the sum.
-  int e = blockIdx.z;
-  int64_t m = int64_t(blockIdx.x) * kTileMN, m_end = p.M, k = 0, k_end = p.K;
+// Row tile `row_tile` and column tile `column_tile` of out; with groups of the sum, of group e of it.
+MOE_DEVICE void multiply_tile(const ScaledGroupedMmParams& p, const GroupTable& table, Operands& shared, int e,
+                              int64_t row_tile, int64_t column_tile) {
+  int64_t m = row_tile * kTileMN, m_end = p.M, k = 0, k_end = p.K;
   if (p.groups_of_sum) {
     k = table.row[e];
     k_end = table.row[e + 1];
-  } else {  // blockIdx.x counts the 64-row tiles of all groups; the tail is group E
-    int tile = blockIdx.x;
+  } else {  // row tiles are counted over all groups; the tail is group E
     for (e = 0; e <= p.E; ++e) {
       const int tiles = ceil_div(table.rows(e), kTileMN);
-      if (tile < tiles) break;
-      tile -= tiles;
+      if (row_tile < tiles) break;
+      row_tile -= tiles;
     }
     if (e > p.E) return;
-    m = table.row[e] + int64_t(tile) * kTileMN;
+    m = table.row[e] + row_tile * kTileMN;
     m_end = table.row[e + 1];
     if (e == p.E) k_end = 0;
   }
-  const int64_t n = int64_t(blockIdx.y) * kTileMN;
+  const int64_t n = column_tile * kTileMN;
   const uint8_t* b = p.b + (p.groups_of_sum || e == p.E ? 0 : e * p.b_group_stride);
 
   float sum[kPerThread][kPerThread] = {};
-  const int tm = t / kSide * kPerThread, tn = t % kSide * kPerThread;
+  const int t = threadIdx.x, tm = t / kSide * kPerThread, tn = t % kSide * kPerThread;
   for (; k < k_end; k += kTileK) {
-    load_tile(a_tile, a_values, p.a, p.a_stride, m, m_end, k, k_end);
-    load_tile(b_tile, b_values, b, p.b_stride, n, p.N, k, k_end);
+    load_tile(shared.a_tile, shared.a_values, p.a, p.a_stride, m, m_end, k, k_end);
+    load_tile(shared.b_tile, shared.b_values, b, p.b_stride, n, p.N, k, k_end);
     __syncthreads();
 #pragma unroll 4
     for (int kk = 0; kk < kTileK; ++kk) {
       float av[kPerThread], bv[kPerThread];
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) {
-        av[i] = a_tile[kk][tm + i];
-        bv[i] = b_tile[kk][tn + i];
+        av[i] = shared.a_tile[kk][tm + i];
+        bv[i] = shared.b_tile[kk][tn + i];
       }
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i)
@@ -110,10 +103,35 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1)
     }
 }
 
+// At most so many row tiles, whatever the groups are.
+MOE_HD int64_t row_tiles(const ScaledGroupedMmParams& p) {
+  return ceil_div<int64_t>(p.M, kTileMN) + (p.groups_of_sum ? 0 : p.E);
+}
+MOE_HD int64_t all_tiles(const ScaledGroupedMmParams& p) {
+  return row_tiles(p) * ceil_div<int64_t>(p.N, kTileMN) * (p.groups_of_sum ? p.E : 1);
+}
+
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1)
+    scaled_grouped_mm_kernel(MOE_GRID_CONSTANT const ScaledGroupedMmParams p) {
+  __shared__ Operands shared;
+  __shared__ int table_words[GroupTable::words(kMaxExperts)];
+  const int t = threadIdx.x;
+  wait_for_previous_kernel();
+  if (p.done && *p.done) return;
+  shared.a_values[t] = decode(p.a_type, uint8_t(t));
+  shared.b_values[t] = decode(p.b_type, uint8_t(t));
+  const GroupTable table(table_words, int(p.E));
+  const int extent = int(p.groups_of_sum ? p.K : p.M);
+  build_group_table(table, p.offs, int(p.E), extent, extent, 1);
+  const int64_t rows = row_tiles(p), columns = ceil_div<int64_t>(p.N, kTileMN);
+  for (int64_t tile = blockIdx.x; tile < all_tiles(p); tile += gridDim.x)
+    multiply_tile(p, table, shared, int(tile / rows / columns), tile % rows, tile / rows % columns);
+}
+
 struct PrepareOffs {
   const int* offs;
   int* safe_offs;
-  int E, limit, multiple, limit_row;
+  int E, limit, multiple;
 };
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) prepare_offs_kernel(MOE_GRID_CONSTANT const PrepareOffs p) {
   __shared__ int end[kMaxExperts];
@@ -130,7 +148,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) prepare_offs_kernel(MOE_GRID_CONS
     p.safe_offs[e] = safe;
   }
   __syncthreads();
-  if (t == 0) p.safe_offs[p.E] = p.multiple == 1 ? end[p.E - 1] : rounded ? 0 : p.limit_row;
+  if (t == 0) p.safe_offs[p.E] = p.multiple == 1 ? end[p.E - 1] : !rounded;
 }
 
 struct FillRows {
@@ -163,15 +181,16 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) zero_empty_groups_kernel(MOE_GRID
 }  // namespace
 
 int scaled_grouped_mm(const ScaledGroupedMmParams& p, void* stream) {
-  const int64_t row_tiles = ceil_div<int64_t>(p.M, kTileMN) + (p.groups_of_sum ? 0 : p.E);
-  const dim3 grid(unsigned(row_tiles), unsigned(ceil_div<int64_t>(p.N, kTileMN)), p.groups_of_sum ? unsigned(p.E) : 1u);
-  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return 0;
-  return launch(scaled_grouped_mm_kernel, {grid, dim3(kThreads), stream}, p);
+  int64_t blocks = all_tiles(p);
+  if (blocks == 0) return 0;
+  const int64_t most = p.done ? 2 * device().multiprocessors : kMaxBlocks;  // mostly they have nothing to do
+  if (blocks > most) blocks = most;
+  return launch(scaled_grouped_mm_kernel, {dim3(unsigned(blocks)), dim3(kThreads), stream}, p);
 }
 
-int prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple, int limit_row, void* stream) {
+int prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple, void* stream) {
   return launch(prepare_offs_kernel, {dim3(1), dim3(kThreads), stream},
-                PrepareOffs{offs, safe_offs, E, limit, multiple, limit_row});
+                PrepareOffs{offs, safe_offs, E, limit, multiple});
 }
 
 int fill_rows(void* out, const int* first, int64_t rows, int64_t row_bytes, uint32_t pattern, void* stream) {

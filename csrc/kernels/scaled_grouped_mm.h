@@ -23,16 +23,16 @@ struct ScaledGroupedMmParams {
   bool groups_of_sum;
   bool out_float32;  // else bfloat16
   Fp8Type a_type, b_type;
+  const int* done;  // null, or on the device: unless 0 there, the kernel leaves out alone
 };
 
 // The portable kernel: any sizes, any alignment. 0, or the runtime's error code.
 int scaled_grouped_mm(const ScaledGroupedMmParams& p, void* stream);
 
 // Around a native GEMM that trusts its offsets and leaves tail rows unwritten:
-// safe_offs [E + 1] receives offs clamped into [0, limit], made monotonic and, when multiple > 1, rounded down to it;
-// the last entry is the first row that fill_rows() overwrites: offs[E - 1] when multiple == 1, otherwise 0 if any
-// offset had to be rounded and `limit_row` if none had.
-int prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple, int limit_row, void* stream);
+// safe_offs [E + 1] receives offs clamped into [0, limit], made monotonic and, when multiple > 1, rounded down to it.
+// The last entry is, when multiple == 1, offs[E - 1], the first tail row; otherwise whether nothing had to be rounded.
+int prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple, void* stream);
 // Fills the rows [*first, rows) of out [rows, row_bytes / 4] with a 32-bit pattern. row_bytes is a multiple of 4.
 int fill_rows(void* out, const int* first, int64_t rows, int64_t row_bytes, uint32_t pattern, void* stream);
 

@@ -4,7 +4,7 @@
 
 namespace moe_fp8 {
 
-constexpr int kMaxExperts = 1024;
+constexpr int kMaxExperts = 1024, kMaxAlign = 256;
 
 template <class T>
 MOE_HD constexpr T round_up(T n, T multiple) { return (n + multiple - 1) / multiple * multiple; }

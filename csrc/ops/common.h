@@ -53,7 +53,7 @@ inline bool flag_is_set(const char* name) {
   return value && *value && std::strcmp(value, "0") != 0;
 }
 // The contents of offs; waits for the device.
-inline void validate_offs(const char* op, const Tensor& offs, const char* like, int64_t limit, int multiple) {
+inline void validate_offs(const char* op, const Tensor& offs, const char* like, int64_t limit) {
   const torch::stable::Tensor there(share(offs.handle).release());
   const torch::stable::Tensor here = torch::stable::to(there, torch::stable::Device("cpu"));
   const int* o = static_cast<const int*>(here.const_data_ptr());
@@ -62,26 +62,22 @@ inline void validate_offs(const char* op, const Tensor& offs, const char* like, 
       fail(op, ": offs must be non-decreasing from 0, got offs[", e, "] = ", o[e], " after ", previous);
     if (o[e] > limit)
       fail(op, ": offs must not exceed the ", limit, " rows of ", like, ", got offs[", e, "] = ", o[e]);
-    if (o[e] % multiple != 0)
-      fail(op, ": offs must be multiples of ", multiple, ", got offs[", e, "] = ", o[e]);
   }
 }
 // offs: int32 [E], at most kMaxExperts, on the device of x; with MOE_FP8_VALIDATE=1 ends of groups up to `limit`.
-inline void check_offs(const char* op, const Tensor& offs, const char* like, const Tensor& x, int64_t limit,
-                       int multiple = 1) {
+inline void check_offs(const char* op, const Tensor& offs, const char* like, const Tensor& x, int64_t limit) {
   check_dim(op, "offs", offs, 1);
   if (offs.dtype != kInt32) fail(op, ": offs must be int32, got ", dtype_name(offs.dtype));
   const int64_t E = offs.sizes[0];
   if (E > kMaxExperts) fail(op, ": offs must have at most ", kMaxExperts, " entries, got ", E);
   if (E > 1 && offs.strides[0] != 1) fail(op, ": offs must have stride 1, got stride ", offs.strides[0]);
   check_same_device(op, "offs", offs, like, x);
-  if (flag_is_set("MOE_FP8_VALIDATE")) validate_offs(op, offs, like, limit, multiple);
+  if (flag_is_set("MOE_FP8_VALIDATE")) validate_offs(op, offs, like, limit);
 }
 // The padded extent P of groups of x's rows.
 inline int64_t check_align(const char* op, int64_t align, int64_t rows, int64_t experts) {
-  constexpr int64_t kMaxAlign = 1 << 20;
-  if (align <= 0 || align % 16 || align > kMaxAlign)
-    fail(op, ": align must be a multiple of 16 from 16 to ", kMaxAlign, ", got ", align);
+  if (align < 1 || align > kMaxAlign || (align & (align - 1)) != 0)
+    fail(op, ": align must be a power of two from 1 to ", kMaxAlign, ", got ", align);
   const int64_t extent = padded_extent(rows, experts, align);
   if (extent > kMaxRows) fail(op, ": x must have at most ", kMaxRows, " rows with padding, got ", extent);
   return extent;

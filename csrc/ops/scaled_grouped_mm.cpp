@@ -37,23 +37,29 @@ bool torch_takes(const ScaledGroupedMmParams& p) {
 }
 
 // torch trusts the offsets and leaves tail rows unwritten: hand it safe offsets, then fill. In the 2D x 2D form it
-// needs multiples of 16; where the caller's are not, the result is NaN rather than wrong.
-Handle torch_grouped_mm(const Call& call, const ScaledGroupedMmParams& p, const Tensor& a, const Tensor& b,
+// needs multiples of 16; only the device knows whether the caller's are, and if not, the portable kernel has the say.
+Handle torch_grouped_mm(const Call& call, ScaledGroupedMmParams p, const Tensor& a, const Tensor& b,
                         const Tensor& scale_a, const Tensor& scale_b, bool use_fast_accum) {
   const Handle safe = call.empty({p.E + 1}, kInt32);
   int* safe_offs = data<int>(safe);
   const int multiple = p.groups_of_sum ? 16 : 1, limit = int(p.groups_of_sum ? p.K : p.M);
-  const int64_t rows = p.groups_of_sum ? p.E * p.M : p.M;
-  call.check(prepare_offs(p.offs, safe_offs, int(p.E), limit, multiple, int(rows), call.stream()));
+  call.check(prepare_offs(p.offs, safe_offs, int(p.E), limit, multiple, call.stream()));
 
   const auto none = word(std::nullopt);
+  const int64_t rows = p.groups_of_sum ? p.E * p.M : p.M;
   StableIValue stack[] = {word(share(a.handle)), word(share(b.handle)), word(view(scale_a.handle, {rows}, {1})),
                           word(p.groups_of_sum ? view(scale_b.handle, {p.E * p.N}, {1}) : share(scale_b.handle)),
                           optional_word(view(safe, {p.E}, {1})), none, none, word(std::optional(kBFloat16)),
                           word(use_fast_accum)};
   Handle out = call_torch("aten::_scaled_grouped_mm", "", stack);
-  if (p.groups_of_sum) call.check(zero_empty_groups(data(out), safe_offs, int(p.E), p.M * p.N * 2, call.stream()));
-  call.check(fill_rows(data(out), safe_offs + p.E, rows, p.N * 2, p.groups_of_sum ? 0x7fc07fc0u : 0u, call.stream()));
+  if (!p.groups_of_sum) {
+    call.check(fill_rows(data(out), safe_offs + p.E, rows, p.N * 2, 0, call.stream()));
+    return out;
+  }
+  call.check(zero_empty_groups(data(out), safe_offs, int(p.E), p.M * p.N * 2, call.stream()));
+  p.out = data(out);
+  p.done = safe_offs + p.E;
+  call.check(scaled_grouped_mm(p, call.stream()));
   return out;
 }
 #endif
@@ -128,7 +134,7 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
     fail(kOp, ": b must have size ", p.K, " in dimension ", k_dim, " (the last of a), got ", b.sizes[k_dim]);
   if (p.M > kMaxRows) fail(kOp, ": a must have at most ", kMaxRows, " rows, got ", p.M);
   if (p.K > kMaxRows) fail(kOp, ": a must have at most ", kMaxRows, " columns, got ", p.K);
-  check_offs(kOp, offs, "a", a, p.groups_of_sum ? p.K : p.M, p.groups_of_sum ? 16 : 1);
+  check_offs(kOp, offs, "a", a, p.groups_of_sum ? p.K : p.M);
   p.E = offs.sizes[0];
   if (p.groups_of_sum) {
     check_scale("scale_a", scale_a, {p.E, p.M}, a);

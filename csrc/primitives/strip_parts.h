@@ -47,9 +47,13 @@ struct TokenGroups {
   }
   MOE_DEVICE int count() const { return int(p.E) + 1; }
   MOE_DEVICE bool is_tail(int e) const { return e == p.E; }
-  MOE_DEVICE Span span(int e) const { return {table.row[e], table.rows(e), table.pos[e], table.pos[e + 1]}; }
+  MOE_DEVICE Span span(int e) const {
+    const int first = int(q_t_offset(e));
+    return {table.row[e], table.rows(e), table.pos[e] - first, table.pos[e + 1] - first};
+  }
   MOE_DEVICE int64_t x_offset(int e, int row) const { return (table.row[e] + int64_t(row)) * p.row_stride; }
-  MOE_DEVICE int64_t q_t_offset(int) const { return 0; }
+  // Groups that start anywhere count positions from their own start, as experts do: chunks never hold two groups.
+  MOE_DEVICE int64_t q_t_offset(int e) const { return p.align % 16 ? table.pos[e] : 0; }
 };
 struct ExpertGroups {
   static MOE_HD constexpr int table_words(int64_t) { return 0; }

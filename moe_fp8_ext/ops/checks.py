@@ -7,7 +7,7 @@ from moe_fp8_ext import shapes
 from moe_fp8_ext.recipes import default_fp8_dtype
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_ALIGN = 1 << 20
+MAX_ALIGN = 256
 MAX_ROWS = (1 << 31) - 1  # offsets are int32
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
@@ -70,8 +70,8 @@ def check_size(op: str, arg: str, size: int, what: str) -> None:
 
 def check_align(op: str, align: int, rows: int, experts: int) -> None:
     require(
-        0 < align <= MAX_ALIGN and align % 16 == 0,
-        f"{op}: align must be a multiple of 16 from 16 to {MAX_ALIGN}, got {align}",
+        1 <= align <= MAX_ALIGN and align & (align - 1) == 0,
+        f"{op}: align must be a power of two from 1 to {MAX_ALIGN}, got {align}",
     )
     check_size(op, "x", shapes.padded_extent(rows, experts, align), "rows with padding")
 

@@ -10,15 +10,17 @@ _op = torch.ops.moe_fp8.quantize_rowcol.default
 def quantize_rowcol(
     x: Tensor, offs: Tensor, align: int = 16, dtype: torch.dtype | None = None, pow2_scale: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_rowwise` and `quantize_colwise` of one tensor, byte for byte, in one launch.
+    """`quantize_rowwise` and `quantize_colwise` of one tensor, byte for byte.
 
-    Groups that fit in the L2 cache are read from memory once. Never waits for the device.
+    On Hopper and later the two run side by side and share what either has read, through the L2 cache. Never waits for
+    the device.
 
     Args:
         x: [M, K], bfloat16, float16 or float32; stride 1 along K, row stride free.
         offs: [E] int32 on x's device, exclusive end row of each group, non-decreasing, at most 1024. Contents are
             clamped into [0, M] and made monotonic; MOE_FP8_VALIDATE=1 checks them, which waits for the device.
-        align: rows to a multiple of which each group is padded inside `q_t`, itself a multiple of 16 up to 2^20.
+        align: each group is padded to a multiple of it inside `q_t`; a power of two from 1 to 256. Fast from 16 on,
+            which is also what torch's fp8 grouped GEMM needs.
         dtype: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz; None is the device's own.
         pow2_scale: round multipliers down to powers of two.
 

@@ -15,7 +15,7 @@ def quantize_weight(
         q[e, n, k]   = cast(w[e, n, k] * m[e, n])     from amax over k
         q_t[e, k, n] = cast(w[e, n, k] * m_t[e, k])   from amax over n
 
-    with m and scales from amax as in `quantize_rowwise`. Experts that fit in the L2 cache are read from memory once.
+    with m and scales from amax as in `quantize_rowwise`.
     A NaN or an Inf poisons its own row and column. Never waits for the device.
 
     Args:

@@ -47,8 +47,8 @@ def scaled_grouped_mm(
         scale_a: [M], or [E, N]; float32, contiguous.
         scale_b: [E, N], or [E, K]; float32, contiguous.
         offs: [E] int32, exclusive ends of the groups, non-decreasing, at most 1024: rows of `a` in the 2D x 3D form; in
-            the 2D x 2D form the `padded_offs` of `quantize_colwise`, multiples of 16 (others give NaN on the native
-            path). Contents are clamped and made monotonic; MOE_FP8_VALIDATE=1 checks them, which waits for the device.
+            the 2D x 2D form the `padded_offs` of `quantize_colwise`, for the native path multiples of 16. Contents are
+            clamped and made monotonic; MOE_FP8_VALIDATE=1 checks them, which waits for the device.
         out_dtype: bfloat16 (default) or float32.
         use_fast_accum: let the native GEMM accumulate in the tensor cores' own precision; ignored elsewhere.
 

@@ -113,24 +113,31 @@ class SimtKernels:
         return outputs
 
     def scaled_grouped_mm(
-        self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype
+        self,
+        a: Tensor,
+        b: Tensor,
+        scale_a: Tensor,
+        scale_b: Tensor,
+        offs: Tensor,
+        out_dtype: torch.dtype,
+        done: Tensor | None = None,
     ) -> Tensor:
         memory = GuardedMemory()
         a, b, scale_a, scale_b, offs = map(memory.copy, (a, b, scale_a, scale_b, offs))
+        done = None if done is None else memory.copy(done)
         e, groups_of_sum = offs.shape[0], b.ndim == 2
         out = memory.empty(shapes.scaled_grouped_mm(a.shape, b.shape, e), out_dtype)
         what_a = a, FP8_TYPES.index(a.dtype), *a.shape, a.stride(0)
         what_b = b, FP8_TYPES.index(b.dtype), b.shape[-1], b.stride(-1), 0 if groups_of_sum else b.stride(0)
         is_float32 = out_dtype == torch.float32
-        self._call(
-            "scaled_grouped_mm", memory, *what_a, *what_b, groups_of_sum, scale_a, scale_b, offs, e, is_float32, out
-        )
+        how = groups_of_sum, scale_a, scale_b, offs, e, is_float32, done
+        self._call("scaled_grouped_mm", memory, *what_a, *what_b, *how, out)
         return out
 
-    def prepare_offs(self, offs: Tensor, limit: int, multiple: int, limit_row: int) -> Tensor:
+    def prepare_offs(self, offs: Tensor, limit: int, multiple: int) -> Tensor:
         memory = GuardedMemory()
         safe = memory.empty((offs.shape[0] + 1,), torch.int32)
-        self._call("prepare_offs", memory, memory.copy(offs), safe, offs.shape[0], limit, multiple, limit_row)
+        self._call("prepare_offs", memory, memory.copy(offs), safe, offs.shape[0], limit, multiple)
         return safe
 
     def fill_rows(self, out: Tensor, first: int, pattern: int) -> Tensor:

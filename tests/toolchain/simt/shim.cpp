@@ -52,18 +52,17 @@ extern "C" const char* simt_scaled_grouped_mm(const uint8_t* a, int a_type, int6
                                               const uint8_t* b, int b_type, int64_t N, int64_t b_stride,
                                               int64_t b_group_stride, bool groups_of_sum, const float* scale_a,
                                               const float* scale_b, const int* offs, int64_t E, bool out_float32,
-                                              void* out) {
+                                              const int* done, void* out) {
   const ScaledGroupedMmParams p = {
       .a = a, .b = b, .scale_a = scale_a, .scale_b = scale_b, .offs = offs, .out = out, .E = E, .M = M, .N = N,
       .K = K, .a_stride = a_stride, .b_stride = b_stride, .b_group_stride = b_group_stride,
       .groups_of_sum = groups_of_sum, .out_float32 = out_float32, .a_type = Fp8Type(a_type),
-      .b_type = Fp8Type(b_type)};
+      .b_type = Fp8Type(b_type), .done = done};
   return outcome(scaled_grouped_mm(p, nullptr));
 }
 
-extern "C" const char* simt_prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple,
-                                         int limit_row) {
-  return outcome(prepare_offs(offs, safe_offs, E, limit, multiple, limit_row, nullptr));
+extern "C" const char* simt_prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple) {
+  return outcome(prepare_offs(offs, safe_offs, E, limit, multiple, nullptr));
 }
 
 extern "C" const char* simt_fill_rows(void* out, const int* first, int64_t rows, int64_t row_bytes, uint32_t pattern) {
