@@ -27,7 +27,7 @@ class Rule:
 
 RULES = (
     Rule(r"quantize_rowwise_kernel<.*, false>", vector_loads=False),  # misaligned rows, element by element
-    Rule(r"quantize_(rowwise|strips)_kernel<.*>"),
+    Rule(r"quantize_(rowwise|rowwise_beside|strips)_kernel<.*>"),
     Rule(r"scaled_grouped_mm_kernel", casts=False),
     Rule(
         r"prepare_offs_kernel|fill_rows_kernel|zero_empty_groups_kernel", vector_loads=False, casts=False
