@@ -12,13 +12,12 @@ template <class Groups>
 int quantize_both(const QuantizeRowcolParams& p, int64_t outer, int64_t average_rows, void* stream) {
   QuantizeRowwiseParams rows = {p.x,  p.q, p.scale, outer, p.rows, p.K, p.group_stride, p.row_stride,
                                 p.in, p.out, p.pow2_scale};
-  const int64_t spare = shared_beside(rows);
-  rows.beside = spare > 0;
+  rows.beside = can_run_beside(rows);
   StripArgs columns = strip_args(p, p.rows);
   columns.group_stride = p.group_stride;
   columns.rows_beside = rows.beside;
   columns.last_first = !rows.beside;
-  if (const int e = launch_strips<Groups>(p.in, p.out, average_rows, spare, columns, stream)) return e;
+  if (const int e = launch_strips<Groups>(p.in, p.out, average_rows, columns, stream)) return e;
   return quantize_rowwise(rows, stream);
 }
 

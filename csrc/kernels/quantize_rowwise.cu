@@ -41,7 +41,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRow == Row::kLong ? kMaxThreads : threads_bou
 
 // Beside another kernel, a row a block, in shared memory: its 64 threads are few enough to fit in.
 constexpr int kThreadsBeside = 64, kBlocksBeside = 16;
-constexpr int64_t kShortestBeside = 2048;  // bytes of a row; the longest are those of which two fit
+constexpr int64_t kShortestBeside = 2048;  // bytes of a row; the longest leave room for others
 
 template <class In, Fp8Type kOut>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsBeside, kBlocksBeside)
@@ -65,13 +65,11 @@ bool is_aligned(const QuantizeRowwiseParams& p) {
 
 }  // namespace
 
-int64_t shared_beside(const QuantizeRowwiseParams& p) {
-  const int64_t shared = device().shared_per_multiprocessor / 4;
-  const bool can = device().overlaps_kernels && dispatch(p.in, p.out, [&](auto in, auto) {
+bool can_run_beside(const QuantizeRowwiseParams& p) {
+  return device().overlaps_kernels && dispatch(p.in, p.out, [&](auto in, auto) {
     const int64_t bytes = p.K * sizeof(typename decltype(in)::Bits);
-    return is_aligned<decltype(in)>(p) && bytes >= kShortestBeside && bytes <= shared / 2;
+    return is_aligned<decltype(in)>(p) && bytes >= kShortestBeside && bytes <= device().shared_per_multiprocessor / 10;
   });
-  return can ? shared : 0;
 }
 
 int quantize_rowwise(const QuantizeRowwiseParams& p, void* stream) {

@@ -22,8 +22,8 @@ struct QuantizeRowwiseParams {
   bool beside = false;  // x was there before the kernel ahead in the stream began: run beside that one, end after it
 };
 
-// The shared memory, bytes a multiprocessor, that the kernel ahead leaves to rows beside it; 0: they must follow it.
-int64_t shared_beside(const QuantizeRowwiseParams& p);
+// Whether these rows can run beside another kernel.
+bool can_run_beside(const QuantizeRowwiseParams& p);
 
 // 0, or the runtime's error code.
 int quantize_rowwise(const QuantizeRowwiseParams& p, void* stream);
