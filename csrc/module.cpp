@@ -11,8 +11,8 @@ constexpr const char* k2D3D =
     "sm90, sm100: aten::_scaled_grouped_mm for float8_e4m3fn to bfloat16 with K and N multiples of 16, E < 1024; "
     "otherwise: portable kernel";
 constexpr const char* k2D2D =
-    "sm90, sm100: aten::_scaled_grouped_mm for float8_e4m3fn to bfloat16 with N, K and P multiples of 16, E < 1024; "
-    "otherwise: portable kernel";
+    "sm90, sm100: aten::_scaled_grouped_mm for float8_e4m3fn to bfloat16 with N, K, P and offs multiples of 16, "
+    "E < 1024; otherwise: portable kernel";
 #elif defined(MOE_FP8_HIP)
 constexpr const char* kBackend = "rocm";
 constexpr const char* k2D3D = "portable kernel";

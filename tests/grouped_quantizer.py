@@ -189,6 +189,7 @@ class GroupedQuantizerTests:
             ([X[0], OFFS], "x", "1"),
             ([X[None], OFFS], "x", "3"),
             ([X.t(), OFFS], "x", "stride 4"),
+            ([torch.empty(0, 2**31, dtype=torch.bfloat16), OFFS], "x", "2147483648"),
             ([X, OFFS.long()], "offs", "int64"),
             ([X, OFFS.float()], "offs", "float32"),
             ([X, OFFS[None]], "offs", "2"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,16 @@ def sqnr_db(got: Tensor, want: Tensor) -> float:
 
 
 # Checks that every op must pass
+
+
+@contextmanager
+def flushed_subnormals() -> Iterator[None]:
+    """This thread's CPU arithmetic takes float32 subnormals for zero, as torch.set_flush_denormal makes it."""
+    assert torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def check_opcheck(op: str, args: Sequence[object], **kwargs: object) -> None:

@@ -17,6 +17,7 @@ from helpers import (
     check_second_gpu,
     check_stream_order,
     check_two_streams,
+    flushed_subnormals,
     misaligned,
     on,
     short,
@@ -164,6 +165,20 @@ def test_two_streams(gpu):
     check_two_streams(quantize_rowwise, [[wide(3000, 2048, device=gpu, seed=seed)] for seed in (0, 1)])
 
 
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
+def test_flushed_subnormals_change_nothing(dtype):
+    x = torch.tensor([[2.0**-16, -(2.0**-20), 2.0**-24, 1e-40, 0.0]]).to(dtype)
+    want = reference.quantize_rowwise(x)
+    with flushed_subnormals():
+        got = quantize_rowwise(x)
+    assert_same(got, want)
+
+
+def test_more_rows_than_a_launch_has(gpu):
+    x = wide(9_000_001, 8, device=gpu)
+    assert_same(quantize_rowwise(x), reference.quantize_rowwise(x))
+
+
 def test_stream_order(gpu):
     for k in (64, 2048, 7168):
         check_stream_order(quantize_rowwise, [[wide(4000, k, device=gpu, seed=s)] for s in range(4)])
@@ -184,6 +199,7 @@ def test_second_gpu(second_gpu):
         ([torch.zeros(3, 8, dtype=torch.bfloat16)[:, ::2]], "x", "stride 2"),
         ([torch.zeros(3, 4, dtype=torch.bfloat16), torch.float16], "dtype", "float16"),
         ([torch.zeros(3, 4, dtype=torch.bfloat16), torch.uint8], "dtype", "uint8"),
+        ([torch.empty(0, 2**31, dtype=torch.bfloat16)], "x", "2147483648"),
     ],
 )
 def test_errors(args, argument, got, device):

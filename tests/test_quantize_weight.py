@@ -147,6 +147,8 @@ def test_second_gpu(second_gpu):
         ([torch.zeros(2, 2, 3, 4, dtype=torch.bfloat16)], "w", "4"),
         ([torch.zeros(2, 3, 4, dtype=torch.bfloat16).transpose(1, 2)], "w", "stride 4"),
         ([torch.zeros(2, 3, 4, dtype=torch.bfloat16), torch.bfloat16], "dtype", "bfloat16"),
+        ([torch.empty(0, 128, 2**38, dtype=torch.bfloat16)], "w", "274877906944"),
+        ([torch.empty(0, 2**38, 128, dtype=torch.bfloat16)], "w", "274877906944"),
     ],
 )
 def test_errors(args, argument, got, device):

@@ -14,6 +14,7 @@ from helpers import (
     CORRECTNESS_MKE,
     FP8_DTYPES,
     LAYOUTS,
+    assert_same,
     check_compiled,
     check_cuda_graph,
     check_deterministic,
@@ -22,6 +23,7 @@ from helpers import (
     check_second_gpu,
     check_two_streams,
     corrupt_offs,
+    flushed_subnormals,
     group_offs,
     misaligned,
     on,
@@ -167,6 +169,30 @@ def test_nan_scale_stays_in_its_row(device):
     scale_a[5] = float("nan")
     out = scaled_grouped_mm(a, b, scale_a, scale_b, offs)
     assert out.isnan().any(1).nonzero().flatten().tolist() == [5]
+
+
+def test_nan_scale_of_an_empty_sum(device):
+    a, b, scale_a, scale_b, offs = exact_2d3d(8, 0, 16, 2, group_offs("uniform", 8, 2), device)
+    scale_a[5] = float("nan")
+    out = scaled_grouped_mm(a, b, scale_a, scale_b, offs)
+    assert out.isnan().all(1).nonzero().flatten().tolist() == [5]
+    assert not out.nan_to_num().any()
+
+
+def test_repeated_rows(device):
+    a, b, scale_a, scale_b, offs = exact_2d3d(60, 32, 16, 3, group_offs("zipf", 60, 3), device)
+    check_exact([a[:1].expand(60, 32), b, scale_a, scale_b, offs])
+    check_exact([a, b.mT[:, :1].expand(3, 16, 32).mT, scale_a, scale_b, offs])
+
+
+def test_flushed_subnormals_change_nothing():
+    a, b, scale_a, scale_b, offs = exact_2d3d(8, 16, 16, 1, torch.tensor([8], dtype=torch.int32), "cpu")
+    a = torch.full(a.shape, 1, dtype=torch.uint8).view(a.dtype)  # the smallest subnormal
+    want = reference.scaled_grouped_mm(a, b, scale_a, scale_b, offs)
+    with flushed_subnormals():
+        got = scaled_grouped_mm(a, b, scale_a, scale_b, offs)
+    assert want.any()
+    assert_same(got, want)
 
 
 def test_corrupt_offsets_stay_in_bounds(device):

@@ -18,7 +18,7 @@ struct QuantizeColwiseParams {
   int* padded_offs;
   int64_t E, M, K;
   int64_t row_stride;
-  int64_t positions;  // P, a multiple of 16
+  int64_t positions;  // P
   int align;
   InType in;
   Fp8Type out;

@@ -1,4 +1,4 @@
-// Both directions of one tensor from one kernel.
+// Both directions of one tensor.
 //
 // quantize_rowcol: tokens x [M, K] in groups -> q [M, K], scale [M], q_t [K, P], scale_t [E, K], padded_offs [E]
 //   rowwise      scale[r]      from max_k |x[r, k]|                      q[r, k]        = cast(x[r, k] * m[r])

@@ -11,6 +11,7 @@ namespace {
 // way round, 0.95 and 1.00; K = 5120 1.00 with four.
 constexpr int kMaxThreads = 1024;
 constexpr int kThreadsOfShortRows = 128;  // a block of several short rows
+constexpr int64_t kMaxBlocks = 1 << 22;   // of a launch; HIP has 2^32 threads
 
 struct Tile { int vecs, threads; };
 Tile tile_for(int64_t vecs) {
@@ -32,7 +33,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRow == Row::kLong ? kMaxThreads : threads_bou
     quantize_rowwise_kernel(MOE_GRID_CONSTANT const QuantizeRowwiseParams p) {
   __shared__ uint32_t of_wave[kMaxThreads / 32];
   const RowTeam team = {int(threadIdx.x), int(blockDim.x), of_wave + threadIdx.y * (blockDim.x / kWarpSize)};
-  const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int64_t row = p.first + int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   const auto* x = static_cast<const typename In::Bits*>(p.x) + row_offset(p, row);
   wait_for_previous_kernel();
   quantize_row<In, kOut, kVecs, kRow, kAligned>(team, x, p.K, row < p.outer * p.rows, p.pow2_scale,
@@ -68,7 +69,8 @@ bool is_aligned(const QuantizeRowwiseParams& p) {
 bool can_run_beside(const QuantizeRowwiseParams& p) {
   return device().overlaps_kernels && dispatch(p.in, p.out, [&](auto in, auto) {
     const int64_t bytes = p.K * sizeof(typename decltype(in)::Bits);
-    return is_aligned<decltype(in)>(p) && bytes >= kShortestBeside && bytes <= device().shared_per_multiprocessor / 10;
+    return is_aligned<decltype(in)>(p) && p.outer * p.rows <= kMaxBlocks && bytes >= kShortestBeside &&
+           bytes <= device().shared_per_multiprocessor / 10;
   });
 }
 
@@ -85,13 +87,21 @@ int quantize_rowwise(const QuantizeRowwiseParams& p, void* stream) {
     const int64_t vecs = ceil_div<int64_t>(p.K, kVecElements<In>);
     const Tile tile = tile_for(vecs);
     const int rows_per_block = tile.threads < kThreadsOfShortRows ? kThreadsOfShortRows / tile.threads : 1;
-    const dim3 grid(unsigned(ceil_div<int64_t>(rows, rows_per_block)));
-    const Launch l = {grid, dim3(tile.threads, rows_per_block), stream};
-    if (!is_aligned<In>(p)) return launch(quantize_rowwise_kernel<In, kOut, 1, Row::kLong, false>, l, p);
-    if (vecs > tile.vecs * tile.threads) return launch(quantize_rowwise_kernel<In, kOut, 4, Row::kLong, true>, l, p);
-    if (tile.vecs == 1) return launch(quantize_rowwise_kernel<In, kOut, 1, Row::kFits, true>, l, p);
-    if (tile.vecs == 2) return launch(quantize_rowwise_kernel<In, kOut, 2, Row::kFits, true>, l, p);
-    return launch(quantize_rowwise_kernel<In, kOut, 4, Row::kFits, true>, l, p);
+    const dim3 block(tile.threads, rows_per_block);
+    auto run = [&](auto kernel) {
+      QuantizeRowwiseParams part = p;
+      for (; part.first < rows; part.first += kMaxBlocks * rows_per_block) {
+        const int64_t blocks = ceil_div<int64_t>(rows - part.first, rows_per_block);
+        const dim3 grid(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks));
+        if (const int e = launch(kernel, {grid, block, stream}, part)) return e;
+      }
+      return 0;
+    };
+    if (!is_aligned<In>(p)) return run(quantize_rowwise_kernel<In, kOut, 1, Row::kLong, false>);
+    if (vecs > tile.vecs * tile.threads) return run(quantize_rowwise_kernel<In, kOut, 4, Row::kLong, true>);
+    if (tile.vecs == 1) return run(quantize_rowwise_kernel<In, kOut, 1, Row::kFits, true>);
+    if (tile.vecs == 2) return run(quantize_rowwise_kernel<In, kOut, 2, Row::kFits, true>);
+    return run(quantize_rowwise_kernel<In, kOut, 4, Row::kFits, true>);
   });
 }
 

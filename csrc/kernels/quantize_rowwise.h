@@ -19,6 +19,7 @@ struct QuantizeRowwiseParams {
   InType in;
   Fp8Type out;
   bool pow2_scale;
+  int64_t first = 0;    // row, of those in q, that the launch begins with
   bool beside = false;  // x was there before the kernel ahead in the stream began: run beside that one, end after it
 };
 

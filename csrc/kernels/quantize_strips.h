@@ -149,18 +149,19 @@ int launch_strips(InType in_type, Fp8Type out_type, int64_t average_rows, StripA
       constexpr auto kKernel = quantize_strips_kernel<Groups, T>;
       p.held = plan.held;
       p.strips = p.K ? int(ceil_div<int64_t>(p.K, T::kColumns)) : 1;
-      p.cluster_log2 = 0;
-      while (1 << p.cluster_log2 < plan.cluster) ++p.cluster_log2;
       const int64_t strides[] = {p.K, p.row_stride, p.group_stride};
       p.aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0;
       for (int64_t stride : strides) p.aligned = p.aligned && stride % T::kVec == 0;
-      p.aligned_t = p.positions % 16 == 0 && p.align % 16 == 0;
+      p.aligned_t = p.positions % 16 == 0 && (!Groups::kShareRows || p.align % 16 == 0);
       if (const int e = allow_large<kKernel>()) return e;
-      const int clusters = plan.cluster > 1 ? resident_clusters<kKernel>(T::kThreads, plan.shared, plan.cluster)
-                                            : plan.blocks * device().multiprocessors;
-      Launch l = {dim3(clusters * plan.cluster), dim3(kLanes, T::kSlots), stream};
+      int clusters = 0, cluster = plan.cluster;  // smaller ones where the chip, or our slice of it, has no such
+      while (cluster > 1 && (clusters = resident_clusters<kKernel>(T::kThreads, cluster)) == 0) cluster /= 2;
+      if (cluster == 1) clusters = plan.blocks * device().multiprocessors;
+      p.cluster_log2 = 0;
+      while (1 << p.cluster_log2 < cluster) ++p.cluster_log2;
+      Launch l = {dim3(clusters * cluster), dim3(kLanes, T::kSlots), stream};
       l.shared = plan.shared;
-      l.cluster = plan.cluster;
+      l.cluster = cluster;
       return launch(kKernel, l, p);
     };
     if (plan.slots == kSmallSlots) return run(StripTraits<In, kOut, kSmallSlots>{});

@@ -151,17 +151,16 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) prepare_offs_kernel(MOE_GRID_CONS
   if (t == 0) p.safe_offs[p.E] = p.multiple == 1 ? end[p.E - 1] : !rounded;
 }
 
-struct FillRows {
+struct ZeroRows {
   uint32_t* out;
   const int* first;
   int64_t rows, row_words;
-  uint32_t pattern;
 };
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) fill_rows_kernel(MOE_GRID_CONSTANT const FillRows p) {
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) zero_rows_kernel(MOE_GRID_CONSTANT const ZeroRows p) {
   wait_for_previous_kernel();
   const int64_t end = p.rows * p.row_words, step = int64_t(gridDim.x) * kThreads;
   for (int64_t i = *p.first * p.row_words + int64_t(blockIdx.x) * kThreads + threadIdx.x; i < end; i += step)
-    p.out[i] = p.pattern;
+    p.out[i] = 0;
 }
 
 struct ZeroEmptyGroups {
@@ -193,9 +192,9 @@ int prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple
                 PrepareOffs{offs, safe_offs, E, limit, multiple});
 }
 
-int fill_rows(void* out, const int* first, int64_t rows, int64_t row_bytes, uint32_t pattern, void* stream) {
-  return launch(fill_rows_kernel, {dim3(2 * device().multiprocessors), dim3(kThreads), stream},
-                FillRows{static_cast<uint32_t*>(out), first, rows, row_bytes / 4, pattern});
+int zero_rows(void* out, const int* first, int64_t rows, int64_t row_bytes, void* stream) {
+  return launch(zero_rows_kernel, {dim3(2 * device().multiprocessors), dim3(kThreads), stream},
+                ZeroRows{static_cast<uint32_t*>(out), first, rows, row_bytes / 4});
 }
 
 int zero_empty_groups(void* out, const int* ends, int E, int64_t group_bytes, void* stream) {

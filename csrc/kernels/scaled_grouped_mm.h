@@ -33,9 +33,8 @@ int scaled_grouped_mm(const ScaledGroupedMmParams& p, void* stream);
 // safe_offs [E + 1] receives offs clamped into [0, limit], made monotonic and, when multiple > 1, rounded down to it.
 // The last entry is, when multiple == 1, offs[E - 1], the first tail row; otherwise whether nothing had to be rounded.
 int prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple, void* stream);
-// Fills the rows [*first, rows) of out [rows, row_bytes / 4] with a 32-bit pattern. row_bytes is a multiple of 4.
-int fill_rows(void* out, const int* first, int64_t rows, int64_t row_bytes, uint32_t pattern, void* stream);
-
+// Zeros in the rows [*first, rows) of out [rows, row_bytes / 4].
+int zero_rows(void* out, const int* first, int64_t rows, int64_t row_bytes, void* stream);
 // Zeros in the groups of out [E, group_bytes / 4] that own nothing of the sum, whatever their scales were.
 int zero_empty_groups(void* out, const int* ends, int E, int64_t group_bytes, void* stream);
 

@@ -18,9 +18,11 @@ struct F16 {
   using Bits = uint16_t;
   static constexpr uint32_t kMagnitudeMask = 0x7fff7fffu;
   static MOE_HD float to_float(uint32_t bits) {
-    const uint32_t sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
-    // Exponent rebias by an exact multiplication also normalises the subnormals.
-    const uint32_t finite = as_bits(as_float(magnitude << 13) * 0x1p112f);
+    const uint32_t sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu, rebias = 112u << 23;
+    const uint32_t normal = (magnitude << 13) + rebias;
+    // With an implicit 1 that is taken off again: no float32 subnormal, which a CPU may be told to flush to zero.
+    const uint32_t subnormal = as_bits(as_float(normal + (1u << 23)) - as_float(rebias + (1u << 23)));
+    const uint32_t finite = magnitude < 0x400u ? subnormal : normal;
     return as_float(finite | sign | (magnitude >= 0x7c00u ? 0x7f800000u : 0u));
   }
 };
@@ -118,9 +120,10 @@ MOE_HD float fp8_to_float(uint8_t q) {
     if (kType == Fp8Type::kE5M2 && magnitude == 0x7cu) return as_float(sign | 0x7f800000u);
     return as_float(0x7fc00000u);
   }
-  // Reading the code as a float32 with too small an exponent, then rebiasing exactly, covers subnormals too.
-  const float rebias = as_float(uint32_t(127 + 127 - T::kBias) << 23);
-  return as_float(as_bits(as_float(magnitude << (23 - T::kMantissa)) * rebias) | sign);
+  const uint32_t rebias = uint32_t(127 - T::kBias) << 23, unit = uint32_t(128 - T::kBias - T::kMantissa) << 23;
+  const uint32_t normal = (magnitude << (23 - T::kMantissa)) + rebias;
+  const uint32_t subnormal = as_bits(float(magnitude) * as_float(unit));
+  return as_float((magnitude >> T::kMantissa ? normal : subnormal) | sign);
 }
 
 }  // namespace moe_fp8

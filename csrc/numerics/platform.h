@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#if defined(__HIP__) || defined(__CUDACC__)
+#include <atomic>
+#include <mutex>
+#endif
 
 #if defined(__HIP__)
 #include <hip/hip_runtime.h>
@@ -378,35 +382,41 @@ struct Device {
   bool native_fnuz;  // fp8 instructions are FNUZ (gfx942)
   int sm;            // CUDA compute capability, 90 for Hopper; 0 elsewhere
 };
-// Attributes of the current device, read once.
-inline const Device& device() {
-  static Device known[64] = {};
+constexpr int kMaxDevices = 64;
+inline int current_device() {
   int id = 0;
   (void)cudaGetDevice(&id);
-  Device& d = known[id & 63];
-  if (d.multiprocessors == 0) {
-    Device fresh = {};
+  return id % kMaxDevices;
+}
+inline Device ask_device(int id) {
+  Device d = {};
 #if defined(MOE_HIP)
-    fresh.shared_per_block = fresh.shared_per_multiprocessor = 64 * 1024;
+  d.shared_per_block = d.shared_per_multiprocessor = 64 * 1024;
 #if defined(MOE_SIMT)
-    fresh.overlaps_kernels = true;
+  d.overlaps_kernels = true;
 #endif
-    cudaDeviceProp properties = {};
-    if (cudaGetDeviceProperties(&properties, id) == cudaSuccess)
-      fresh.native_fnuz = strncmp(properties.gcnArchName, "gfx94", 5) == 0;
+  cudaDeviceProp properties = {};
+  if (cudaGetDeviceProperties(&properties, id) == cudaSuccess)
+    d.native_fnuz = strncmp(properties.gcnArchName, "gfx94", 5) == 0;
 #else
-    int major = 0, minor = 0;
-    (void)cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
-    (void)cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id);
-    fresh.sm = 10 * major + minor;
-    (void)cudaDeviceGetAttribute(&fresh.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
-    (void)cudaDeviceGetAttribute(&fresh.shared_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, id);
-    fresh.has_clusters = fresh.overlaps_kernels = major >= 9;
+  int major = 0, minor = 0;
+  (void)cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
+  (void)cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id);
+  d.sm = 10 * major + minor;
+  (void)cudaDeviceGetAttribute(&d.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+  (void)cudaDeviceGetAttribute(&d.shared_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, id);
+  d.has_clusters = d.overlaps_kernels = major >= 9;
 #endif
-    (void)cudaDeviceGetAttribute(&fresh.multiprocessors, cudaDevAttrMultiProcessorCount, id);
-    d = fresh;
-  }
+  (void)cudaDeviceGetAttribute(&d.multiprocessors, cudaDevAttrMultiProcessorCount, id);
   return d;
+}
+// Attributes of the current device, read once.
+inline const Device& device() {
+  static Device known[kMaxDevices] = {};
+  static std::once_flag asked[kMaxDevices];
+  const int id = current_device();
+  std::call_once(asked[id], [id] { known[id] = ask_device(id); });
+  return known[id];
 }
 
 struct Launch {
@@ -454,37 +464,36 @@ constexpr int kStaticShared = 512, kReservedShared = 1024;  // bytes: __shared__
 template <auto kKernel>
 int allow_large() {
 #if defined(MOE_CUDA)
-  static bool allowed[64] = {};
-  int id = 0;
-  (void)cudaGetDevice(&id);
-  if (allowed[id & 63]) return 0;
+  static std::atomic<bool> allowed[kMaxDevices] = {};
+  const int id = current_device();
+  if (allowed[id]) return 0;
   const int most = device().shared_per_block - kStaticShared;
   cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
   if (e == cudaSuccess)
     e = cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (e == cudaSuccess && device().has_clusters)
     e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  allowed[id & 63] = e == cudaSuccess;
+  allowed[id] = e == cudaSuccess;
   return e;
 #else
   return 0;
 #endif
 }
 
-// Clusters of this kernel that the current device holds at once, asked once per device and cluster size.
+// Clusters of this kernel, of blocks with a multiprocessor each, that the current device holds at once; asked once per
+// device and cluster size, after allow_large().
 template <auto kKernel>
-int resident_clusters(int threads, size_t shared, int cluster) {
+int resident_clusters(int threads, int cluster) {
 #if defined(MOE_CUDA)
-  static int known[64][5] = {};
-  int id = 0, log2 = 0;
-  (void)cudaGetDevice(&id);
+  static std::atomic<int> known[kMaxDevices][5] = {};  // of 1 to 16 blocks; 1 more than the answer
+  int log2 = 0;
   while (1 << log2 < cluster) ++log2;
-  int& clusters = known[id & 63][log2];
-  if (clusters == 0) {
+  std::atomic<int>& answer = known[current_device()][log2];
+  if (answer == 0) {
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(cluster);
     config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared;
+    config.dynamicSmemBytes = device().shared_per_block - kStaticShared;
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = cluster;
@@ -493,11 +502,11 @@ int resident_clusters(int threads, size_t shared, int cluster) {
     config.numAttrs = 1;
     int n = 0;
     (void)cudaOccupancyMaxActiveClusters(&n, kKernel, &config);
-    clusters = n > 0 ? n : 1;
+    answer = n + 1;
   }
-  return clusters;
+  return answer - 1;
 #else
-  return device().multiprocessors;
+  return device().multiprocessors / cluster;
 #endif
 }
 

@@ -21,7 +21,7 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 
 namespace moe_fp8 {
 
-constexpr int64_t kMaxRows = (int64_t(1) << 31) - 1;  // offsets are int32
+constexpr int64_t kMaxRows = (int64_t(1) << 31) - 256;  // int32 offsets, and tiles that reach beyond the last one
 
 // ---- checks: the text names op, argument, what was expected and got; moe_fp8_ext/ops/checks.py words them alike ----
 inline InType in_type(const char* op, const char* arg, const Tensor& x) {
@@ -43,6 +43,9 @@ inline void check_inner_stride(const char* op, const char* arg, const Tensor& x)
   if (x.strides[last] != 1 && x.sizes[last] > 1 && !x.empty())
     fail(op, ": ", arg, " must have stride 1 in its last dimension, got stride ", x.strides[last]);
 }
+inline void check_size(const char* op, const char* arg, int64_t size, const char* what) {
+  if (size > kMaxRows) fail(op, ": ", arg, " must have at most ", kMaxRows, " ", what, ", got ", size);
+}
 inline void check_same_device(const char* op, const char* arg, const Tensor& t, const char* like, const Tensor& x) {
   if (t.device_type != x.device_type || (x.on_gpu() && t.device_index != x.device_index))
     fail(op, ": ", arg, " must be on the device of ", like, ", ", device_name(x), ", got ", device_name(t));
@@ -53,7 +56,8 @@ inline bool flag_is_set(const char* name) {
   return value && *value && std::strcmp(value, "0") != 0;
 }
 // The contents of offs; waits for the device.
-inline void validate_offs(const char* op, const Tensor& offs, const char* like, int64_t limit) {
+inline void validate_offs(const char* op, const Tensor& offs, const char* like, int64_t limit,
+                          const char* unit) {
   const torch::stable::Tensor there(share(offs.handle).release());
   const torch::stable::Tensor here = torch::stable::to(there, torch::stable::Device("cpu"));
   const int* o = static_cast<const int*>(here.const_data_ptr());
@@ -61,25 +65,26 @@ inline void validate_offs(const char* op, const Tensor& offs, const char* like, 
     if (o[e] < previous)
       fail(op, ": offs must be non-decreasing from 0, got offs[", e, "] = ", o[e], " after ", previous);
     if (o[e] > limit)
-      fail(op, ": offs must not exceed the ", limit, " rows of ", like, ", got offs[", e, "] = ", o[e]);
+      fail(op, ": offs must not exceed the ", limit, " ", unit, " of ", like, ", got offs[", e, "] = ", o[e]);
   }
 }
 // offs: int32 [E], at most kMaxExperts, on the device of x; with MOE_FP8_VALIDATE=1 ends of groups up to `limit`.
-inline void check_offs(const char* op, const Tensor& offs, const char* like, const Tensor& x, int64_t limit) {
+inline void check_offs(const char* op, const Tensor& offs, const char* like, const Tensor& x, int64_t limit,
+                       const char* unit = "rows") {
   check_dim(op, "offs", offs, 1);
   if (offs.dtype != kInt32) fail(op, ": offs must be int32, got ", dtype_name(offs.dtype));
   const int64_t E = offs.sizes[0];
   if (E > kMaxExperts) fail(op, ": offs must have at most ", kMaxExperts, " entries, got ", E);
   if (E > 1 && offs.strides[0] != 1) fail(op, ": offs must have stride 1, got stride ", offs.strides[0]);
   check_same_device(op, "offs", offs, like, x);
-  if (flag_is_set("MOE_FP8_VALIDATE")) validate_offs(op, offs, like, limit);
+  if (flag_is_set("MOE_FP8_VALIDATE")) validate_offs(op, offs, like, limit, unit);
 }
 // The padded extent P of groups of x's rows.
 inline int64_t check_align(const char* op, int64_t align, int64_t rows, int64_t experts) {
   if (align < 1 || align > kMaxAlign || (align & (align - 1)) != 0)
     fail(op, ": align must be a power of two from 1 to ", kMaxAlign, ", got ", align);
   const int64_t extent = padded_extent(rows, experts, align);
-  if (extent > kMaxRows) fail(op, ": x must have at most ", kMaxRows, " rows with padding, got ", extent);
+  check_size(op, "x", extent, "rows with padding");
   return extent;
 }
 

@@ -39,6 +39,7 @@ Results<2> quantize_rowwise_op(const Tensor& input, std::optional<int32_t> dtype
   const InType in = in_type(kOp, "x", input);
   if (input.dim < 1 || input.dim > 7) fail(kOp, ": x must have 1 to 7 dimensions, got ", input.dim);
   check_inner_stride(kOp, "x", input);
+  check_size(kOp, "x", input.sizes[input.dim - 1], "columns");
   const Call call(kOp, "x", input);
   const Fp8Type out = call.out_type(dtype);
   const int64_t K = input.sizes[input.dim - 1];

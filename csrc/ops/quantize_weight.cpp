@@ -10,8 +10,9 @@ Results<4> quantize_weight_op(const Tensor& w, std::optional<int32_t> dtype, boo
   check_dim(kOp, "w", w, 3);
   check_inner_stride(kOp, "w", w);
   const int64_t E = w.sizes[0], N = w.sizes[1], K = w.sizes[2], group_stride = w.strides[0], row_stride = w.strides[1];
+  check_size(kOp, "w", K, "columns");
   if (E > kMaxExperts) fail(kOp, ": w must hold at most ", kMaxExperts, " experts, got ", E);
-  if (N > kMaxRows) fail(kOp, ": w must have at most ", kMaxRows, " rows an expert, got ", N);
+  check_size(kOp, "w", N, "rows an expert");
   const Call call(kOp, "w", w);
   const Fp8Type out = call.out_type(dtype);
 

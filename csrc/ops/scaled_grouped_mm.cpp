@@ -29,14 +29,15 @@ void check_k_major(const char* arg, const Tensor& t, int64_t dim) {
 // What torch's own fp8 grouped GEMM takes; everything else goes to the portable kernel.
 bool torch_takes(const ScaledGroupedMmParams& p) {
   const int sm = compute_capability();
-  const bool strides = p.a_stride % 16 == 0 && p.b_stride % 16 == 0 && p.b_group_stride % 16 == 0;
+  const bool strides = p.a_stride % 16 == 0 && p.b_stride % 16 == 0 && p.b_group_stride % 16 == 0 &&
+                       p.a_stride >= p.K && p.b_stride >= p.K;
   const bool pointers = reinterpret_cast<uintptr_t>(p.a) % 16 == 0 && reinterpret_cast<uintptr_t>(p.b) % 16 == 0;
   const bool sizes = p.N % 16 == 0 && p.K % 16 == 0 && (!p.groups_of_sum || p.M % 16 == 0) && p.M * p.N * p.K > 0;
-  return sm >= 90 && sm < 120 && strides && pointers && sizes && p.E >= 1 && p.E < 1024 && !p.out_float32 &&
+  return sm >= 90 && sm < 110 && strides && pointers && sizes && p.E >= 1 && p.E < 1024 && !p.out_float32 &&
          p.a_type == Fp8Type::kE4M3FN && p.b_type == Fp8Type::kE4M3FN;
 }
 
-// torch trusts the offsets and leaves tail rows unwritten: hand it safe offsets, then fill. In the 2D x 2D form it
+// torch trusts the offsets and leaves tail rows unwritten: hand it safe offsets, then zero. In the 2D x 2D form it
 // needs multiples of 16; only the device knows whether the caller's are, and if not, the portable kernel has the say.
 Handle torch_grouped_mm(const Call& call, ScaledGroupedMmParams p, const Tensor& a, const Tensor& b,
                         const Tensor& scale_a, const Tensor& scale_b, bool use_fast_accum) {
@@ -53,7 +54,7 @@ Handle torch_grouped_mm(const Call& call, ScaledGroupedMmParams p, const Tensor&
                           word(use_fast_accum)};
   Handle out = call_torch("aten::_scaled_grouped_mm", "", stack);
   if (!p.groups_of_sum) {
-    call.check(fill_rows(data(out), safe_offs + p.E, rows, p.N * 2, 0, call.stream()));
+    call.check(zero_rows(data(out), safe_offs + p.E, rows, p.N * 2, call.stream()));
     return out;
   }
   call.check(zero_empty_groups(data(out), safe_offs, int(p.E), p.M * p.N * 2, call.stream()));
@@ -93,7 +94,7 @@ void cpu_grouped_mm(const Call& call, const ScaledGroupedMmParams& p) {
   std::memset(p.out, 0, out_rows * p.N * (p.out_float32 ? 4 : 2));
   for (int64_t e = 0, start = 0; e < p.E; start = ends[e++]) {
     const int64_t size = ends[e] - start, rows = p.groups_of_sum ? p.M : size, n = p.groups_of_sum ? size : p.K;
-    if (rows == 0 || n == 0 || p.N == 0) continue;
+    if (rows == 0 || p.N == 0 || (p.groups_of_sum && n == 0)) continue;
     const uint8_t* of_a = p.a + start * (p.groups_of_sum ? 1 : p.a_stride);
     const uint8_t* of_b = p.b + (p.groups_of_sum ? start : e * p.b_group_stride);
     const Handle a = dequantize(call, p.a_type, of_a, p.a_stride, rows, n);
@@ -132,9 +133,9 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
   p.N = b.sizes[n_dim];
   if (b.sizes[k_dim] != p.K)
     fail(kOp, ": b must have size ", p.K, " in dimension ", k_dim, " (the last of a), got ", b.sizes[k_dim]);
-  if (p.M > kMaxRows) fail(kOp, ": a must have at most ", kMaxRows, " rows, got ", p.M);
-  if (p.K > kMaxRows) fail(kOp, ": a must have at most ", kMaxRows, " columns, got ", p.K);
-  check_offs(kOp, offs, "a", a, p.groups_of_sum ? p.K : p.M);
+  check_size(kOp, "a", p.M, "rows");
+  check_size(kOp, "a", p.K, "columns");
+  check_offs(kOp, offs, "a", a, p.groups_of_sum ? p.K : p.M, p.groups_of_sum ? "columns" : "rows");
   p.E = offs.sizes[0];
   if (p.groups_of_sum) {
     check_scale("scale_a", scale_a, {p.E, p.M}, a);

@@ -25,15 +25,15 @@ struct StripArgs {
   bool rows_beside;      // the next kernel in the stream may run beside this one
 };
 
-// The geometry of groups, as a type: TokenGroups from offs, ExpertGroups of equal size. A group's rows count from
-// `row` in q, its positions are [begin, end) in q_t. The last of the tokens' spans is the tail: rows without a group,
-// positions without rows.
+// The geometry of groups, as a type: TokenGroups from offs, ExpertGroups of equal size. A group's positions are
+// [begin, end), counted from its q_t_offset. The last of the tokens' spans is the tail: rows without a group, positions
+// without rows.
 struct Span {
-  int64_t row;
   int rows;
   int begin, end;
 };
 struct TokenGroups {
+  static constexpr bool kShareRows = true;  // of q_t, each group from a multiple of align on
   static MOE_HD constexpr int table_words(int64_t E) { return GroupTable::words(int(E)); }
 
   const StripArgs& p;
@@ -49,13 +49,14 @@ struct TokenGroups {
   MOE_DEVICE bool is_tail(int e) const { return e == p.E; }
   MOE_DEVICE Span span(int e) const {
     const int first = int(q_t_offset(e));
-    return {table.row[e], table.rows(e), table.pos[e] - first, table.pos[e + 1] - first};
+    return {table.rows(e), table.pos[e] - first, table.pos[e + 1] - first};
   }
   MOE_DEVICE int64_t x_offset(int e, int row) const { return (table.row[e] + int64_t(row)) * p.row_stride; }
   // Groups that start anywhere count positions from their own start, as experts do: chunks never hold two groups.
   MOE_DEVICE int64_t q_t_offset(int e) const { return p.align % 16 ? table.pos[e] : 0; }
 };
 struct ExpertGroups {
+  static constexpr bool kShareRows = false;
   static MOE_HD constexpr int table_words(int64_t) { return 0; }
 
   const StripArgs& p;
@@ -63,7 +64,7 @@ struct ExpertGroups {
   MOE_DEVICE ExpertGroups(int*, const StripArgs& p) : p(p) {}
   MOE_DEVICE int count() const { return int(p.E); }
   MOE_DEVICE bool is_tail(int) const { return false; }
-  MOE_DEVICE Span span(int e) const { return {e * p.rows, int(p.rows), 0, int(p.rows)}; }
+  MOE_DEVICE Span span(int) const { return {int(p.rows), 0, int(p.rows)}; }
   MOE_DEVICE int64_t x_offset(int e, int row) const { return e * p.group_stride + row * p.row_stride; }
   MOE_DEVICE int64_t q_t_offset(int e) const { return e * p.rows * p.K; }
 };

@@ -8,7 +8,7 @@ from moe_fp8_ext.recipes import default_fp8_dtype
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_ALIGN = 256
-MAX_ROWS = (1 << 31) - 1  # offsets are int32
+MAX_ROWS = (1 << 31) - 256  # int32 offsets, and tiles that reach beyond the last one
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
@@ -24,6 +24,7 @@ def check_input(op: str, arg: str, x: Tensor, dim: int | None = None) -> None:
     else:
         check_dim(op, arg, x, dim)
     check_unit_stride(op, arg, x, -1)
+    check_size(op, arg, x.shape[-1], "columns")
 
 
 def check_dtype(op: str, arg: str, x: Tensor) -> None:

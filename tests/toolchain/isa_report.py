@@ -30,7 +30,7 @@ RULES = (
     Rule(r"quantize_(rowwise|rowwise_beside|strips)_kernel<.*>"),
     Rule(r"scaled_grouped_mm_kernel", casts=False),
     Rule(
-        r"prepare_offs_kernel|fill_rows_kernel|zero_empty_groups_kernel", vector_loads=False, casts=False
+        r"prepare_offs_kernel|zero_rows_kernel|zero_empty_groups_kernel", vector_loads=False, casts=False
     ),  # a few words, or stores alone
 )
 

@@ -140,10 +140,10 @@ class SimtKernels:
         self._call("prepare_offs", memory, memory.copy(offs), safe, offs.shape[0], limit, multiple)
         return safe
 
-    def fill_rows(self, out: Tensor, first: int, pattern: int) -> Tensor:
+    def zero_rows(self, out: Tensor, first: int) -> Tensor:
         memory = GuardedMemory()
         out, first_row = memory.copy(out), memory.copy(torch.tensor([first], dtype=torch.int32))
-        self._call("fill_rows", memory, out, first_row, out.shape[0], out.shape[1] * out.element_size(), pattern)
+        self._call("zero_rows", memory, out, first_row, out.shape[0], out.shape[1] * out.element_size())
         return out
 
 

@@ -65,6 +65,6 @@ extern "C" const char* simt_prepare_offs(const int* offs, int* safe_offs, int E,
   return outcome(prepare_offs(offs, safe_offs, E, limit, multiple, nullptr));
 }
 
-extern "C" const char* simt_fill_rows(void* out, const int* first, int64_t rows, int64_t row_bytes, uint32_t pattern) {
-  return outcome(fill_rows(out, first, rows, row_bytes, pattern, nullptr));
+extern "C" const char* simt_zero_rows(void* out, const int* first, int64_t rows, int64_t row_bytes) {
+  return outcome(zero_rows(out, first, rows, row_bytes, nullptr));
 }
