@@ -137,6 +137,11 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
+    if args.out:
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            sys.exit(f"bench: --out {args.out}: {error.strerror}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     todo = [(CASES[op], shape) for op in args.ops for shape in CASES[op].shapes(device.type == "cpu")]
     todo = [(case, shape) for case, shape in todo if not args.shapes or args.shapes in shape.label]

@@ -258,6 +258,8 @@ def parse_args() -> argparse.Namespace:
         expect(recipe in moe_fp8_ext.RECIPES, "recipes", f"names from {known}", repr(recipe))
     comparable = BASELINE in args.recipes and len(args.recipes) > 1
     expect(comparable or not args.check, "recipes", f"{BASELINE} and another for --check", ",".join(args.recipes))
+    limit = 1023 if args.device == "cuda" else 1024  # of grouped_mm
+    expect(args.experts <= limit, "experts", f"at most {limit}", args.experts)
     expect(args.top_k <= args.experts, "top-k", f"at most --experts = {args.experts}", args.top_k)
     expect(args.dim % (2 * args.heads) == 0, "dim", f"a multiple of 2 x --heads = {2 * args.heads}", args.dim)
     vars(args).setdefault("lr", 4e-3 * 128 / args.dim)
@@ -289,6 +291,8 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
+    except (torch.OutOfMemoryError, MemoryError):
+        sys.exit("train_moe_lm.py: out of memory; try a smaller --batch, --context or --dim")
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         sys.exit(130)

@@ -6,7 +6,8 @@ try:
     from moe_fp8_ext._C import build_info
 except ImportError as error:
     raise ImportError(
-        "moe_fp8_ext: the compiled extension could not be loaded; build it with `pip install .` against this torch"
+        "moe_fp8_ext: the compiled extension could not be loaded; build it with `pip install .` against this torch, "
+        "or, to import it from its source tree, with `make build`"
     ) from error
 
 from moe_fp8_ext.grouped_mm import grouped_mm

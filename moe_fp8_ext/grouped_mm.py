@@ -5,7 +5,7 @@ from torch import Tensor
 
 from moe_fp8_ext import shapes
 from moe_fp8_ext.ops import quantize_colwise, quantize_rowcol, quantize_rowwise, quantize_weight, scaled_grouped_mm
-from moe_fp8_ext.ops.checks import check_dim, check_dtype, check_offs, check_same_device, require
+from moe_fp8_ext.ops.checks import check_dim, check_dtype, check_offs, check_same_device, require, validate_offs
 from moe_fp8_ext.recipes import Recipe, get_recipe
 
 _OP = "grouped_mm"
@@ -38,10 +38,12 @@ def grouped_mm(A: Tensor, B_t: Tensor, offs: Tensor, *, recipe: str | Recipe = "
     """
     recipe = get_recipe(recipe)
     _check(A, B_t, offs)
-    if torch.is_autocast_enabled(A.device.type):
+    if torch.amp.is_autocast_available(A.device.type) and torch.is_autocast_enabled(A.device.type):
         compute = torch.get_autocast_dtype(A.device.type)
         A, B_t = A.to(compute), B_t.to(compute)
     require(A.dtype == B_t.dtype, f"{_OP}: B_t must have the dtype of A, {A.dtype}, got {B_t.dtype}")
+    if not recipe.quantized and not torch.compiler.is_compiling() and A.device.type != "meta":
+        validate_offs(_OP, offs, "A", A.shape[0])  # the ops of the other recipes do so themselves
     grad = torch.is_grad_enabled()
     function = _QuantizedGroupedMm if recipe.quantized else _Bf16GroupedMm
     return function.apply(A, B_t, offs, recipe, grad and A.requires_grad, grad and B_t.requires_grad)
@@ -143,8 +145,18 @@ class _Bf16GroupedMm(torch.autograd.Function):
         return dA, dB_t, None, None, None, None
 
 
+def _bf16_rows(a: Tensor, b_t: Tensor, offs: Tensor, columns: int) -> Tensor:
+    """The first columns of the product, rows of no group zero."""
+    if offs.shape[0] == 0:  # torch divides by the number of groups
+        return a.new_zeros(a.shape[0], columns)
+    out = _bf16_product(a, b_t, offs)
+    return out if columns == out.shape[1] else out[:, :columns].contiguous()
+
+
 def _bf16_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    return _cpu_grouped_mm(a, b, offs) if a.device.type == "cpu" else torch._grouped_mm(a, b, offs=offs)
+    if a.device.type == "cpu":
+        return _cpu_grouped_mm(a, b, offs)
+    return _zero_tail(torch._grouped_mm(a, b, offs=offs), b, offs)
 
 
 @torch.library.custom_op("moe_fp8_ext::cpu_grouped_mm", mutates_args=())
@@ -153,7 +165,7 @@ def _cpu_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
     An op of its own, because torch's fake of its op knows bfloat16 only.
     """
-    return torch._grouped_mm(a.float(), b.float(), offs=offs).bfloat16()
+    return _zero_tail(torch._grouped_mm(a.float(), b.float(), offs=offs).bfloat16(), b, offs)
 
 
 @_cpu_grouped_mm.register_fake
@@ -162,13 +174,12 @@ def _(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return a.new_empty(*groups, a.shape[0], b.shape[-1])
 
 
-def _bf16_rows(a: Tensor, b_t: Tensor, offs: Tensor, columns: int) -> Tensor:
-    """The first columns of the product, rows of no group zero."""
-    if offs.shape[0] == 0:  # it divides by the number of groups
-        return a.new_zeros(a.shape[0], columns)
-    out = _bf16_product(a, b_t, offs)
-    out = out.masked_fill((torch.arange(a.shape[0], device=a.device) >= offs[-1])[:, None], 0)
-    return out if columns == out.shape[1] else out[:, :columns].contiguous()
+def _zero_tail(out: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    if b.dim() == 2:
+        return out
+    # Not arange: its size would be a guard on a number of rows that only the run knows.
+    row = torch.ones_like(out[:, 0], dtype=torch.int32).cumsum(0)
+    return out.masked_fill((row > offs[-1])[:, None], 0)
 
 
 def _tma_size(size: int) -> int:

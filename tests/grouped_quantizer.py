@@ -206,6 +206,13 @@ class GroupedQuantizerTests:
     def test_errors(self, args, argument, got, device):
         check_error(self.op, on(device, args), argument, got)
 
+    def test_gradient_is_not_lost_silently(self, device):
+        x, offs = (t.to(device) for t in (X, OFFS))
+        with pytest.raises(RuntimeError, match=f"^{self.op}: x must not ask for a gradient.*got"):
+            self.fn(x.float().requires_grad_(), offs)
+        with torch.no_grad():
+            self.fn(x.float().requires_grad_(), offs)
+
     def test_error_offs_on_another_device(self, device):
         other = "cpu" if device == "cuda" else "meta"
         check_error(self.op, [X.to(device), OFFS.to(other)], "offs", other)

@@ -292,3 +292,12 @@ def check_error(op: str, args: Sequence[object], argument: str, got: str) -> Non
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         fake = [mode.from_tensor(t) if isinstance(t, Tensor) else t for t in args]
         assert error_of(fn, fake) == message
+    check_compiled_error(fn.default, args, message)
+
+
+def check_compiled_error(fn: Callable, args: Sequence[object], message: str) -> None:
+    """torch.compile raises the same sentence, inside an exception and a text of its own."""
+    torch._dynamo.reset()
+    with pytest.raises(Exception) as info:
+        torch.compile(lambda *inputs: fn(*inputs), backend="eager", fullgraph=True, dynamic=False)(*args)
+    assert message in str(info.value), info.value

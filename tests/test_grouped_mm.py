@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import LAYOUTS, assert_same, check_cuda_graph, corrupt_offs, group_offs, on, sqnr_db
+from helpers import LAYOUTS, assert_same, check_compiled_error, check_cuda_graph, corrupt_offs, group_offs, on, sqnr_db
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -413,8 +413,32 @@ A, B_T, OFFS, _ = problem(50, 32, 16, group_offs("uniform", 50, 2))
     ],
 )
 def test_errors(args, argument, recipe, device):
-    with pytest.raises(RuntimeError, match=f"^grouped_mm: {argument} .*got"):
-        grouped_mm(*on(device, [t.detach() for t in args]), recipe=recipe)
+    inputs = on(device, [t.detach() for t in args])
+    with pytest.raises(RuntimeError, match=f"^grouped_mm: {argument} .*got") as info:
+        grouped_mm(*inputs, recipe=recipe)
+    check_compiled_error(lambda *inputs: grouped_mm(*inputs, recipe=recipe), inputs, str(info.value))
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_meta_tensors(recipe):
+    a, b_t = torch.empty(5, 16, dtype=torch.bfloat16, device="meta"), torch.empty(2, 16, 32, device="meta").bfloat16()
+    out = grouped_mm(a, b_t, torch.empty(2, dtype=torch.int32, device="meta"), recipe=recipe)
+    assert out.is_meta and out.shape == (5, 32)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_compiles_where_the_data_says_how_many_tokens(recipe):
+    a, b_t, offs, g = problem(50, 64, 48, group_offs("zipf", 40, 3), "cpu")
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(a, b, rows):
+        n = rows.item()
+        torch._check(n <= a.shape[0])
+        return grouped_mm(a[:n], b, offs, recipe=recipe)
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        assert_same(compiled(a.detach(), b_t.detach(), torch.tensor(43)), grouped_mm(a[:43], b_t, offs, recipe=recipe))
 
 
 @pytest.mark.large

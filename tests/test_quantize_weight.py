@@ -153,3 +153,11 @@ def test_second_gpu(second_gpu):
 )
 def test_errors(args, argument, got, device):
     check_error("quantize_weight", on(device, args), argument, got)
+
+
+def test_gradient_is_not_lost_silently(device):
+    w = torch.zeros(2, 3, 4, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="^quantize_weight: w must not ask for a gradient.*got"):
+        quantize_weight(w)
+    with torch.no_grad():
+        quantize_weight(w)

@@ -9,7 +9,8 @@ import sys
 PROGRAM = """
 import sys
 import torch
-from moe_fp8_ext import quantize_colwise, quantize_rowcol, quantize_rowwise, quantize_weight, scaled_grouped_mm
+from moe_fp8_ext import grouped_mm, quantize_colwise, quantize_rowcol, quantize_rowwise, quantize_weight
+from moe_fp8_ext import scaled_grouped_mm
 
 device = sys.argv[1]
 x = torch.ones(32, 16, dtype=torch.bfloat16, device=device)
@@ -31,6 +32,7 @@ ops = {
     "quantize_rowcol": lambda o: quantize_rowcol(x, o),
     "scaled_grouped_mm": forward,
     "scaled_grouped_mm ": wgrad,
+    "grouped_mm": lambda o: grouped_mm(x, x.repeat(len(o), 1, 1).transpose(1, 2), o, recipe="bf16"),
 }
 for name, op in ops.items():
     op(offs(0, 16, 32))

@@ -1,5 +1,7 @@
 """The checks that fake implementations and grouped_mm share; csrc/ops/common.h words its errors alike."""
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,10 @@ MAX_ROWS = (1 << 31) - 256  # int32 offsets, and tiles that reach beyond the las
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
-def require(ok: bool, message: str) -> None:
-    if not ok:
+def require(ok: bool | torch.SymBool, message: str) -> None:
+    if isinstance(ok, torch.SymBool):  # of sizes that only the run knows: a graph keeps the condition for then
+        torch._check(ok, lambda: message)
+    elif not ok:
         raise RuntimeError(message)
 
 
@@ -59,6 +63,17 @@ def check_offs(op: str, offs: Tensor, like: str, x: Tensor) -> None:
     check_same_device(op, "offs", offs, like, x)
 
 
+def validate_offs(op: str, offs: Tensor, like: str, rows: int) -> None:
+    """With MOE_FP8_VALIDATE=1 in the environment: the contents of offs, which waits for the device."""
+    if os.environ.get("MOE_FP8_VALIDATE", "0") in ("", "0"):
+        return
+    previous = 0
+    for e, end in enumerate(offs.tolist()):
+        require(end >= previous, f"{op}: offs must be non-decreasing from 0, got offs[{e}] = {end} after {previous}")
+        require(end <= rows, f"{op}: offs must not exceed the {rows} rows of {like}, got offs[{e}] = {end}")
+        previous = end
+
+
 def check_same_device(op: str, arg: str, t: Tensor, like: str, x: Tensor) -> None:
     require(t.device == x.device, f"{op}: {arg} must be on the device of {like}, {x.device}, got {t.device}")
 
@@ -75,6 +90,15 @@ def check_align(op: str, align: int, rows: int, experts: int) -> None:
         f"{op}: align must be a power of two from 1 to {MAX_ALIGN}, got {align}",
     )
     check_size(op, "x", shapes.padded_extent(rows, experts, align), "rows with padding")
+
+
+def check_no_gradient(op: str, arg: str, x: Tensor) -> None:
+    # A gradient would be lost without a word otherwise.
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{op}: {arg} must not ask for a gradient, which quantizing has none of (detach it, or call grouped_mm), "
+            "got requires_grad=True"
+        )
 
 
 def check_fp8(op: str, arg: str, dtype: torch.dtype) -> None:

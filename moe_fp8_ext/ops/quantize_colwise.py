@@ -2,7 +2,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import shapes
-from moe_fp8_ext.ops.checks import check_align, check_input, check_offs, out_dtype
+from moe_fp8_ext.ops.checks import check_align, check_input, check_no_gradient, check_offs, out_dtype
 
 _op = torch.ops.moe_fp8.quantize_colwise.default
 
@@ -33,10 +33,12 @@ def quantize_colwise(
         exclusive end of each group among the P positions. All contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, device or `align` are not as above; the text names the argument.
+        RuntimeError: dtype, dimensions, strides, device or `align` are not as above, or x asks for a gradient, which
+            quantizing has none of; the text names the argument.
 
     Source: float scales of DESIGN.md section 3, padded layout of section 4.
     """
+    check_no_gradient("quantize_colwise", "x", x)
     return _op(x, offs, align, dtype, pow2_scale)
 
 

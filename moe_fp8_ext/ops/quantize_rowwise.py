@@ -2,7 +2,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import shapes
-from moe_fp8_ext.ops.checks import check_input, out_dtype
+from moe_fp8_ext.ops.checks import check_input, check_no_gradient, out_dtype
 
 _op = torch.ops.moe_fp8.quantize_rowwise.default
 
@@ -26,10 +26,12 @@ def quantize_rowwise(x: Tensor, dtype: torch.dtype | None = None, pow2_scale: bo
         q [..., K] of `dtype` and scale [...] float32, both contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions or strides are not as above; the text names the argument.
+        RuntimeError: dtype, dimensions or strides are not as above, or x asks for a gradient, which
+            quantizing has none of; the text names the argument.
 
     Source: float scales of DESIGN.md section 3; the formulas of torchao's rowwise float8 recipe.
     """
+    check_no_gradient("quantize_rowwise", "x", x)
     return _op(x, dtype, pow2_scale)
 
 

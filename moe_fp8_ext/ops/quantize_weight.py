@@ -2,7 +2,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import shapes
-from moe_fp8_ext.ops.checks import check_input, check_size, out_dtype, require
+from moe_fp8_ext.ops.checks import check_input, check_no_gradient, check_size, out_dtype, require
 
 _op = torch.ops.moe_fp8.quantize_weight.default
 
@@ -27,10 +27,12 @@ def quantize_weight(
         q [E, N, K] of `dtype`, scale [E, N] float32, q_t [E, K, N] of `dtype`, scale_t [E, K] float32, all contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions or strides are not as above; the text names the argument.
+        RuntimeError: dtype, dimensions or strides are not as above, or w asks for a gradient, which
+            quantizing has none of; the text names the argument.
 
     Source: float scales of DESIGN.md section 3.
     """
+    check_no_gradient("quantize_weight", "w", w)
     return _op(w, dtype, pow2_scale)
 
 
