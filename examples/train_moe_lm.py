@@ -35,7 +35,7 @@ STDLIB = Path(sysconfig.get_path("stdlib"))
 
 # option: (default on a CPU, default on a GPU, help)
 SIZES = {
-    "steps": (400, 400, "training steps for each recipe"),
+    "steps": (350, 400, "training steps for each recipe"),
     "batch": (16, 32, "sequences in a step"),
     "context": (128, 1024, "bytes in a sequence"),
     "layers": (3, 8, "transformer blocks"),
