@@ -55,6 +55,7 @@ class Case:
     flops: Callable[..., int] | None = None
     baseline: Callable[..., object] | None = None
     kept: Callable[..., float] | None = None
+    moved: Callable[..., int] | None = None  # bytes, of arguments and results, where not everything is read
 
     def targets(self, shape: Shape) -> list[Target]:
         first: dict[str, Target] = {}
@@ -76,6 +77,13 @@ def _activations(cpu: bool) -> list[Shape]:
 
 def _groups(cpu: bool) -> list[Shape]:
     sizes = _small() if cpu else TABLE["grouped_MKE"]
+    return [Shape(f"[{m}, {k}] E={e}", {"m": m, "k": k, "e": e}) for m, k, e in sizes]
+
+
+def _token_groups(cpu: bool) -> list[Shape]:
+    if cpu:
+        return _groups(cpu)
+    sizes = [(131072, 7168, 8), (131072, 2048, 64), (16640, 5120, 64)]
     return [Shape(f"[{m}, {k}] E={e}", {"m": m, "k": k, "e": e}) for m, k, e in sizes]
 
 
@@ -126,6 +134,23 @@ def _scaled(device: torch.device, layout: str, *, m: int, k: int, n: int, e: int
     a, scale_a = moe.quantize_rowwise(_normal(device, m, k))
     b, scale_b, _, _ = moe.quantize_weight(_normal(device, e, n, k))
     return a, b.transpose(-2, -1), scale_a, scale_b, offs
+
+
+def _placed(device: torch.device, layout: str, **dims: int) -> tuple[object, ...]:
+    x, offs = _grouped(device, layout, **dims)
+    padded, starts, _ = moe.pad_token_groups(x, offs)
+    return x, offs, starts, padded.shape[0]
+
+
+def _padded(device: torch.device, layout: str, **dims: int) -> tuple[object, ...]:
+    x, offs = _grouped(device, layout, **dims)
+    padded, starts, _ = moe.pad_token_groups(x, offs)
+    return padded, offs, starts, x.shape[0]
+
+
+def _tokens_only(args: tuple, out: Tensor) -> int:
+    """The padding of the argument is not read: what is read is what is written."""
+    return 2 * out.nbytes
 
 
 def _training(device: torch.device, layout: str, *, m: int, k: int, n: int, e: int) -> tuple[Tensor, ...]:
@@ -214,6 +239,11 @@ _ROWWISE: tuple[Rule, ...] = (
 _COLWISE = _grouped_rules(0.78, 0.65, 0.70)
 _ROWCOL = _grouped_rules(0.60, 0.48, 0.58)
 _WEIGHT: tuple[Rule, ...] = ((_expert_to_24_mb, _of_copy(0.70)), (_always, _of_copy(0.58)), HOST)
+_PADDING: tuple[Rule, ...] = (
+    (_many_tokens, _of_copy(0.92)),
+    (_is("[16640, 5120] E=64"), Target("us", "<=", 100)),
+    HOST,
+)
 _SPEEDUP = {"dsv3_up": 1.45, "dsv3_down": 1.35, "llama4": 1.45, "dsmoe16b": 1.2}
 _TRAINING: tuple[Rule, ...] = (
     *((_is(name), Target("ratio", ">=", bound)) for name, bound in _SPEEDUP.items()),
@@ -232,6 +262,9 @@ CASES: dict[str, Case] = {
         Case("quantize_colwise", _groups, _grouped, moe.quantize_colwise, _COLWISE),
         Case("quantize_rowcol", _groups, _grouped, moe.quantize_rowcol, _ROWCOL),
         Case("quantize_weight", _weights, _tensor, moe.quantize_weight, _WEIGHT),
+        Case("pad_token_groups", _token_groups, _grouped, moe.pad_token_groups, _PADDING),
+        Case("pad_token_groups_to", _token_groups, _placed, moe.pad_token_groups_to, _PADDING),
+        Case("unpad_token_groups", _token_groups, _padded, moe.unpad_token_groups, _PADDING, moved=_tokens_only),
         Case("scaled_grouped_mm", _both_gemms, _scaled, moe.scaled_grouped_mm, (HOST,), _gemm_flops, _dense),
         Case(
             "grouped_mm",

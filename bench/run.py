@@ -64,15 +64,17 @@ def attempt(call: Callable[[], object], name: str) -> object:
 
 
 def tensor_bytes(values: object) -> int:
-    """Bytes of a tensor or of all tensors in a tuple."""
+    """Bytes of a tensor or of all tensors in a tuple; other values have none."""
     if isinstance(values, torch.Tensor):
         return values.nbytes
-    return sum(tensor_bytes(value) for value in values)
+    return sum(map(tensor_bytes, values)) if isinstance(values, (tuple, list)) else 0
 
 
 def measure_memory_bound(case: Case, shape: Shape, rivals: dict[str, Peer], args: argparse.Namespace) -> dict:
     sets = [case.inputs(args.device, args.layout, **shape.dims)]
-    moved = tensor_bytes(sets[0]) + tensor_bytes(case.call(*sets[0]))
+    out = case.call(*sets[0])
+    moved = case.moved(sets[0], out) if case.moved else tensor_bytes(sets[0]) + tensor_bytes(out)
+    del out
     row: dict = {"peers": {}}
     if args.device.type == "cpu":
         row["us"] = timing.eager_us({"op": lambda: case.call(*sets[0])}, args.repeats, args.device)["op"]

@@ -14,6 +14,11 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       "quantize_weight(Tensor w, ScalarType? dtype=None, bool pow2_scale=False)"
       " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t)");
   m.def(
+      "pad_token_groups(Tensor x, Tensor offs, int align=16)"
+      " -> (Tensor x_padded, Tensor padded_starts, Tensor padded_offs)");
+  m.def("pad_token_groups_to(Tensor x, Tensor offs, Tensor padded_starts, SymInt num_padded) -> Tensor");
+  m.def("unpad_token_groups(Tensor y, Tensor offs, Tensor padded_starts, SymInt num_tokens) -> Tensor");
+  m.def(
       "scaled_grouped_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, ScalarType? out_dtype=None,"
       " bool use_fast_accum=True) -> Tensor");
 }

@@ -12,11 +12,14 @@ except ImportError as error:
 
 from moe_fp8_ext.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import (
+    pad_token_groups,
+    pad_token_groups_to,
     quantize_colwise,
     quantize_rowcol,
     quantize_rowwise,
     quantize_weight,
     scaled_grouped_mm,
+    unpad_token_groups,
 )
 from moe_fp8_ext.recipes import RECIPES, Recipe, default_fp8_dtype, get_recipe
 
@@ -29,9 +32,12 @@ __all__ = [
     "default_fp8_dtype",
     "get_recipe",
     "grouped_mm",
+    "pad_token_groups",
+    "pad_token_groups_to",
     "quantize_colwise",
     "quantize_rowcol",
     "quantize_rowwise",
     "quantize_weight",
     "scaled_grouped_mm",
+    "unpad_token_groups",
 ]

@@ -28,6 +28,7 @@ FP8_NAN_BYTE = {
     torch.float8_e4m3fnuz: 0x80,
     torch.float8_e5m2fnuz: 0x80,
 }
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # a dtype that torch can copy, for every size of element
 AMAX_FLOOR = 1e-12  # keeps the scale of an all-zero block finite
 FLOAT32_EXPONENT = 0x7F800000
 
@@ -117,6 +118,39 @@ def quantize_weight(
     q, scale = quantize(w, 2, dtype, pow2_scale)
     q_t, scale_t = quantize(w.transpose(1, 2), 2, dtype, pow2_scale)
     return q, scale, q_t, scale_t
+
+
+def pad_token_groups(x: Tensor, offs: Tensor, align: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, K] -> x_padded [P, K], padded_starts [E], padded_offs [E]: groups begin at multiples of `align`."""
+    starts, ends, at = [], [], 0
+    for start, end in group_bounds(offs, x.shape[0]):
+        starts.append(at)
+        at += shapes.round_up(end - start, align)
+        ends.append(at)
+    starts, ends = (torch.tensor(t, dtype=torch.int32, device=x.device) for t in (starts, ends))
+    p = shapes.padded_extent(x.shape[0], offs.shape[0], align)
+    return pad_token_groups_to(x, offs, starts, p), starts, ends
+
+
+def pad_token_groups_to(x: Tensor, offs: Tensor, padded_starts: Tensor, num_padded: int) -> Tensor:
+    """x [M, K] -> x_padded [num_padded, K]: group e from padded_starts[e] on, at most to the next one's start."""
+    out = x.new_zeros(num_padded, x.shape[1], dtype=BITS[x.element_size()])
+    places = [start for _, start in group_bounds(padded_starts, num_padded)] + [num_padded]
+    for (start, end), place, limit in zip(group_bounds(offs, x.shape[0]), places, places[1:], strict=False):
+        size = min(end - start, limit - place)
+        out[place : place + size] = x[start : start + size].contiguous().view(out.dtype)
+    return out.view(x.dtype)
+
+
+def unpad_token_groups(y: Tensor, offs: Tensor, padded_starts: Tensor, num_tokens: int) -> Tensor:
+    """y [P, K] -> x [num_tokens, K]: row i of group e is row padded_starts[e] + i of y, zero if there is none."""
+    out = y.new_zeros(num_tokens, y.shape[1], dtype=BITS[y.element_size()])
+    bits = y.contiguous().view(out.dtype)
+    for (start, end), place in zip(group_bounds(offs, num_tokens), padded_starts.tolist(), strict=True):
+        for row in range(start, end):
+            if 0 <= place + row - start < y.shape[0]:
+                out[row] = bits[place + row - start]
+    return out.view(y.dtype)
 
 
 def scaled_grouped_mm(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_EXPERTS = 1024  # groups in one call
+MAX_ROWS = (1 << 31) - 256  # int32 offsets, and tiles that reach beyond the last one
 
 Shape = tuple[int, ...]
 
@@ -55,3 +56,19 @@ def scaled_grouped_mm(a: Sequence[int], b: Sequence[int], e: int) -> Shape:
     """a [M, K], b [E, K, N] -> out [M, N]; a [N, P], b [P, K] -> out [E, N, K]."""
     rows, columns = a[0], b[-1]
     return (rows, columns) if len(b) == 3 else (e, rows, columns)
+
+
+def pad_token_groups(x: Sequence[int], e: int, align: int) -> tuple[Shape, Shape, Shape]:
+    """x [M, K] -> x_padded [P, K], padded_starts [E], padded_offs [E]."""
+    m, k = x
+    return (padded_extent(m, e, align), k), (e,), (e,)
+
+
+def pad_token_groups_to(x: Sequence[int], num_padded: int) -> Shape:
+    """x [M, K] -> x_padded [num_padded, K]."""
+    return num_padded, x[1]
+
+
+def unpad_token_groups(y: Sequence[int], num_tokens: int) -> Shape:
+    """y [P, K] -> x [num_tokens, K]."""
+    return num_tokens, y[1]

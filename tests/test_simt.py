@@ -244,3 +244,31 @@ def test_zero_rows(kernels):
         want = out.clone()
         want[first:] = 0
         assert_same(kernels.zero_rows(out, first), want)
+
+
+def check_token_groups(kernels: SimtKernels, x: Tensor, offs: Tensor, align: int = 16) -> None:
+    check(kernels, "pad_token_groups", x, offs, align)
+    padded, starts, _ = reference.pad_token_groups(x, offs, align)
+    check(kernels, "pad_token_groups_to", x, offs, starts, padded.shape[0])
+    check(kernels, "unpad_token_groups", padded, offs, starts, x.shape[0])
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16, torch.float32], ids=short)
+def test_token_groups(kernels, dtype):
+    for k in (0, 1, 3, 6, 70, 8, 560):
+        x = wide(53, k).to(dtype)
+        for layout in LAYOUTS:
+            check_token_groups(kernels, x, group_offs(layout, 53, 5), 4)
+    x = wide(70, 130).to(dtype)
+    for view in (x[:, 3:40], x[::2], x[1:, 1:]):
+        check_token_groups(kernels, view, group_offs("zipf", len(view), 3))
+
+
+def test_token_groups_with_corrupt_places(kernels):
+    x, offs = wide(40, 50), torch.tensor([10, 10, 33, 40], dtype=torch.int32)
+    for starts in ([-5, 0, 3, 70], [60, 5, 5, 0], [2**31 - 1] * 4, [-(2**31)] * 4, [7, 20, 60, 63]):
+        starts = torch.tensor(starts, dtype=torch.int32)
+        check(kernels, "pad_token_groups_to", x, offs, starts, 64)
+        check(kernels, "unpad_token_groups", x, offs, starts, 40)
+    for offs in corrupt_offs(40):
+        check_token_groups(kernels, x, offs)

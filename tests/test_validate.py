@@ -10,7 +10,7 @@ PROGRAM = """
 import sys
 import torch
 from moe_fp8_ext import grouped_mm, quantize_colwise, quantize_rowcol, quantize_rowwise, quantize_weight
-from moe_fp8_ext import scaled_grouped_mm
+from moe_fp8_ext import pad_token_groups, pad_token_groups_to, scaled_grouped_mm, unpad_token_groups
 
 device = sys.argv[1]
 x = torch.ones(32, 16, dtype=torch.bfloat16, device=device)
@@ -32,6 +32,9 @@ ops = {
     "quantize_rowcol": lambda o: quantize_rowcol(x, o),
     "scaled_grouped_mm": forward,
     "scaled_grouped_mm ": wgrad,
+    "pad_token_groups": lambda o: pad_token_groups(x, o),
+    "pad_token_groups_to": lambda o: pad_token_groups_to(x, o, torch.zeros_like(o), 32),
+    "unpad_token_groups": lambda o: unpad_token_groups(x, o, torch.zeros_like(o), 32),
     "grouped_mm": lambda o: grouped_mm(x, x.repeat(len(o), 1, 1).transpose(1, 2), o, recipe="bf16"),
 }
 for name, op in ops.items():
@@ -46,6 +49,14 @@ for name, op in ops.items():
             assert message.startswith(f"{name.strip()}: offs ") and value in message, message
         else:
             raise AssertionError(f"{name} took {bad.tolist()}")
+for bad, value in ((offs(-1, 0), "-1"), (offs(0, 17), "17")):
+    for op in (pad_token_groups_to, unpad_token_groups):
+        try:
+            op(x, offs(16, 32), bad, 32)
+        except RuntimeError as error:
+            assert "padded_starts must leave" in str(error) and value in str(error), error
+        else:
+            raise AssertionError(f"{op.__name__} took {bad.tolist()}")
 print("checked")
 """
 

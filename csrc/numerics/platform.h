@@ -209,7 +209,19 @@ MOE_DEVICE void store_stream(Vec8* p, Vec8 v) {
   *p = v;
 #endif
 }
-MOE_DEVICE void store_stream(uint32_t* p, uint32_t v) {
+// The same of single words, bytes and halves, where rows are not multiples of more.
+template <class T>
+MOE_DEVICE std::enable_if_t<std::is_unsigned_v<T>, T> load_stream(const T* p) {
+#if defined(MOE_CUDA)
+  return __ldcs(p);
+#elif defined(MOE_HIP) && !defined(MOE_SIMT)
+  return __builtin_nontemporal_load(p);
+#else
+  return *p;
+#endif
+}
+template <class T>
+MOE_DEVICE std::enable_if_t<std::is_unsigned_v<T>> store_stream(T* p, T v) {
 #if defined(MOE_CUDA)
   __stcs(p, v);
 #elif defined(MOE_HIP) && !defined(MOE_SIMT)

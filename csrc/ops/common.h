@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "kernels/device.h"
 #include "kernels/dispatch.h"
@@ -55,12 +56,16 @@ inline bool flag_is_set(const char* name) {
   const char* value = std::getenv(name);
   return value && *value && std::strcmp(value, "0") != 0;
 }
-// The contents of offs; waits for the device.
+// Of an int32 vector; waits for the device.
+inline std::vector<int> contents(const Tensor& t) {
+  const torch::stable::Tensor there(share(t.handle).release());
+  const torch::stable::Tensor here = torch::stable::to(there, torch::stable::Device("cpu"));
+  const int* first = static_cast<const int*>(here.const_data_ptr());
+  return {first, first + t.sizes[0]};
+}
 inline void validate_offs(const char* op, const Tensor& offs, const char* like, int64_t limit,
                           const char* unit) {
-  const torch::stable::Tensor there(share(offs.handle).release());
-  const torch::stable::Tensor here = torch::stable::to(there, torch::stable::Device("cpu"));
-  const int* o = static_cast<const int*>(here.const_data_ptr());
+  const std::vector<int> o = contents(offs);
   for (int64_t e = 0, previous = 0; e < offs.sizes[0]; previous = o[e++]) {
     if (o[e] < previous)
       fail(op, ": offs must be non-decreasing from 0, got offs[", e, "] = ", o[e], " after ", previous);

@@ -14,6 +14,17 @@ struct GroupTable {
   int* pos;
 
   MOE_DEVICE int rows(int e) const { return row[e + 1] - row[e]; }
+
+  // The group that holds `at`, of groups that begin at first[0..E]: the last that begins there or before; -1: none.
+  static MOE_DEVICE int find(const int* first, int E, int at) {
+    int below = -1, above = E + 1;
+    while (above - below > 1) {
+      const int middle = (below + above) / 2;
+      if (first[middle] <= at) below = middle;
+      else above = middle;
+    }
+    return below;
+  }
 };
 
 constexpr int kLine = 128;  // positions in a line tile: one full cache line of fp8 bytes

@@ -10,7 +10,6 @@ from moe_fp8_ext.recipes import default_fp8_dtype
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_ALIGN = 256
-MAX_ROWS = (1 << 31) - 256  # int32 offsets, and tiles that reach beyond the last one
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
@@ -81,7 +80,7 @@ def check_same_device(op: str, arg: str, t: Tensor, like: str, x: Tensor) -> Non
 def check_size(op: str, arg: str, size: int, what: str) -> None:
     # A symbolic size is left to the run: a graph for any size needs no guard against one beyond every memory.
     if isinstance(size, int):
-        require(size <= MAX_ROWS, f"{op}: {arg} must have at most {MAX_ROWS} {what}, got {size}")
+        require(size <= shapes.MAX_ROWS, f"{op}: {arg} must have at most {shapes.MAX_ROWS} {what}, got {size}")
 
 
 def check_align(op: str, align: int, rows: int, experts: int) -> None:

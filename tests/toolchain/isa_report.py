@@ -28,7 +28,8 @@ class Rule:
 RULES = (
     Rule(r"quantize_rowwise_kernel<.*, false>", vector_loads=False),  # misaligned rows, element by element
     Rule(r"quantize_(rowwise|rowwise_beside|strips)_kernel<.*>"),
-    Rule(r"scaled_grouped_mm_kernel", casts=False),
+    Rule(r"scaled_grouped_mm_kernel|copy_token_groups_kernel<\w+, Vec16>", casts=False),
+    Rule(r"copy_token_groups_kernel<.*>", vector_loads=False, casts=False),  # rows that are not multiples of 16 bytes
     Rule(
         r"prepare_offs_kernel|zero_rows_kernel|zero_empty_groups_kernel", vector_loads=False, casts=False
     ),  # a few words, or stores alone

@@ -134,6 +134,30 @@ class SimtKernels:
         self._call("scaled_grouped_mm", memory, *what_a, *what_b, *how, out)
         return out
 
+    def pad_token_groups(self, x: Tensor, offs: Tensor, align: int) -> tuple[Tensor, ...]:
+        memory, e = GuardedMemory(), offs.shape[0]
+        x, offs = memory.copy(x), memory.copy(offs)
+        padded, starts, ends = shapes.pad_token_groups(x.shape, e, align)
+        out, starts, ends = memory.empty(padded, x.dtype), *(memory.empty(s, torch.int32) for s in (starts, ends))
+        sizes = e, x.shape[0], padded[0], x.shape[1] * x.element_size(), x.stride(0) * x.element_size()
+        self._call("copy_token_groups", memory, True, x, out, offs, None, starts, ends, *sizes, align)
+        return out, starts, ends
+
+    def _copy_to(self, pad: bool, x: Tensor, offs: Tensor, starts: Tensor, rows: int) -> Tensor:
+        memory = GuardedMemory()
+        x, offs, starts = map(memory.copy, (x, offs, starts))
+        out = memory.empty((rows, x.shape[1]), x.dtype)
+        m, p = (x.shape[0], rows) if pad else (rows, x.shape[0])
+        sizes = offs.shape[0], m, p, x.shape[1] * x.element_size(), x.stride(0) * x.element_size()
+        self._call("copy_token_groups", memory, pad, x, out, offs, starts, None, None, *sizes, 1)
+        return out
+
+    def pad_token_groups_to(self, x: Tensor, offs: Tensor, padded_starts: Tensor, num_padded: int) -> Tensor:
+        return self._copy_to(True, x, offs, padded_starts, num_padded)
+
+    def unpad_token_groups(self, y: Tensor, offs: Tensor, padded_starts: Tensor, num_tokens: int) -> Tensor:
+        return self._copy_to(False, y, offs, padded_starts, num_tokens)
+
     def prepare_offs(self, offs: Tensor, limit: int, multiple: int) -> Tensor:
         memory = GuardedMemory()
         safe = memory.empty((offs.shape[0] + 1,), torch.int32)

@@ -6,6 +6,7 @@
 #include "kernels/quantize_rowcol.h"
 #include "kernels/quantize_rowwise.h"
 #include "kernels/scaled_grouped_mm.h"
+#include "kernels/token_groups.h"
 
 using namespace moe_fp8;
 
@@ -67,4 +68,12 @@ extern "C" const char* simt_prepare_offs(const int* offs, int* safe_offs, int E,
 
 extern "C" const char* simt_zero_rows(void* out, const int* first, int64_t rows, int64_t row_bytes) {
   return outcome(zero_rows(out, first, rows, row_bytes, nullptr));
+}
+
+extern "C" const char* simt_copy_token_groups(bool pad, const void* from, void* to, const int* offs, const int* starts,
+                                              int* padded_starts, int* padded_offs, int64_t E, int64_t M, int64_t P,
+                                              int64_t row_bytes, int64_t from_stride, int align) {
+  const CopyTokenGroupsParams p = {from, to, offs, starts, padded_starts, padded_offs, E, M, P, row_bytes, from_stride,
+                                   align};
+  return outcome(pad ? pad_token_groups(p, nullptr) : unpad_token_groups(p, nullptr));
 }

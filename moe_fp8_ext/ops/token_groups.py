@@ -1,0 +1,194 @@
+import torch
+from torch import Tensor
+
+from moe_fp8_ext import shapes
+from moe_fp8_ext.ops.checks import (
+    check_align,
+    check_dim,
+    check_offs,
+    check_same_device,
+    check_size,
+    check_unit_stride,
+    require,
+)
+
+_pad = torch.ops.moe_fp8.pad_token_groups.default
+_pad_to = torch.ops.moe_fp8.pad_token_groups_to.default
+_unpad = torch.ops.moe_fp8.unpad_token_groups.default
+
+
+def pad_token_groups(x: Tensor, offs: Tensor, align: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    """Copies token groups into a layout in which each begins at a multiple of `align`.
+
+        x_padded[padded_starts[e] + i] = x[start of group e + i]
+
+    All other rows of `x_padded` are zero. Differentiable in x. Never waits for the device.
+
+    Args:
+        x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, row stride free.
+        offs: [E] int32 on x's device, exclusive end row of each group, non-decreasing, at most 1024. Contents are
+            clamped into [0, M] and made monotonic; MOE_FP8_VALIDATE=1 checks them, which waits for the device.
+        align: a power of two from 1 to 256.
+
+    Returns:
+        x_padded [P, K] of x's dtype, P = round_up(M, align) + E * align; padded_starts and padded_offs, both [E] int32,
+        the first row of each group and the one behind its padding. All contiguous.
+
+    Raises:
+        RuntimeError: dtype, dimensions, strides, device or `align` are not as above; the text names the argument.
+
+    Source: the equation above; padded layout of DESIGN.md section 4.
+    """
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Pad.apply(x, offs, align)
+    return _pad(x, offs, align)
+
+
+def pad_token_groups_to(x: Tensor, offs: Tensor, padded_starts: Tensor, num_padded: int) -> Tensor:
+    """Copies token groups to given places, those that `pad_token_groups` gave another tensor of the same tokens.
+
+        x_padded[padded_starts[e] + i] = x[start of group e + i]
+
+    All other rows of `x_padded` are zero. Differentiable in x. Never waits for the device.
+
+    Args:
+        x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, row stride free.
+        offs: [E] int32, as in `pad_token_groups`.
+        padded_starts: [E] int32 on the same device, non-decreasing. Contents are clamped into [0, num_padded] and made
+            monotonic, rows that find no place are left out; MOE_FP8_VALIDATE=1 checks, which waits for the device.
+        num_padded: rows of the result.
+
+    Returns:
+        x_padded [num_padded, K] of x's dtype, contiguous.
+
+    Raises:
+        RuntimeError: dtype, dimensions, strides or device are not as above; the text names the argument.
+
+    Source: the equation above.
+    """
+    if x.requires_grad and torch.is_grad_enabled():
+        return _PadTo.apply(x, offs, padded_starts, num_padded)
+    return _pad_to(x, offs, padded_starts, num_padded)
+
+
+def unpad_token_groups(y: Tensor, offs: Tensor, padded_starts: Tensor, num_tokens: int) -> Tensor:
+    """Copies padded token groups back into a layout without gaps: undoes `pad_token_groups`.
+
+        x[start of group e + i] = y[padded_starts[e] + i]
+
+    Rows from `offs[-1]` on are zero. Differentiable in y. Never waits for the device.
+
+    Args:
+        y: [P, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, row stride free.
+        offs: [E] int32 on y's device, exclusive end row of each group in the result, non-decreasing, at most 1024.
+            Contents are clamped into [0, num_tokens] and made monotonic; MOE_FP8_VALIDATE=1 checks them, which waits
+            for the device.
+        padded_starts: [E] int32 on the same device, the first row of each group in y; rows beyond y are zero.
+        num_tokens: rows of the result.
+
+    Returns:
+        x [num_tokens, K] of y's dtype, contiguous.
+
+    Raises:
+        RuntimeError: dtype, dimensions, strides or device are not as above; the text names the argument.
+
+    Source: the equation above.
+    """
+    if y.requires_grad and torch.is_grad_enabled():
+        return _Unpad.apply(y, offs, padded_starts, num_tokens)
+    return _unpad(y, offs, padded_starts, num_tokens)
+
+
+def _rows(grad: Tensor) -> Tensor:
+    return grad if grad.stride(-1) == 1 else grad.contiguous()
+
+
+class _Pad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, offs, align):
+        x_padded, padded_starts, padded_offs = _pad(x, offs, align)
+        ctx.mark_non_differentiable(padded_starts, padded_offs)
+        ctx.save_for_backward(offs, padded_starts)
+        ctx.rows = x.shape[0]
+        return x_padded, padded_starts, padded_offs
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        return unpad_token_groups(_rows(grad), *ctx.saved_tensors, ctx.rows), None, None
+
+
+class _PadTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, offs, padded_starts, num_padded):
+        ctx.save_for_backward(offs, padded_starts)
+        ctx.rows = x.shape[0]
+        return _pad_to(x, offs, padded_starts, num_padded)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return unpad_token_groups(_rows(grad), *ctx.saved_tensors, ctx.rows), None, None, None
+
+
+class _Unpad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, offs, padded_starts, num_tokens):
+        ctx.save_for_backward(offs, padded_starts)
+        ctx.rows = y.shape[0]
+        return _unpad(y, offs, padded_starts, num_tokens)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return pad_token_groups_to(_rows(grad), *ctx.saved_tensors, ctx.rows), None, None, None
+
+
+def _check_rows(op: str, arg: str, x: Tensor) -> None:
+    require(x.dtype.itemsize in (1, 2, 4), f"{op}: {arg} must have a dtype of 1, 2 or 4 bytes, got {x.dtype}")
+    check_dim(op, arg, x, 2)
+    check_unit_stride(op, arg, x, -1)
+    check_size(op, arg, x.shape[0], "rows")
+    check_size(op, arg, x.shape[1], "columns")
+
+
+def _check_starts(op: str, starts: Tensor, offs: Tensor) -> None:
+    check_dim(op, "padded_starts", starts, 1)
+    require(starts.dtype == torch.int32, f"{op}: padded_starts must be int32, got {starts.dtype}")
+    e, got = offs.shape[0], starts.shape[0]
+    require(got == e, f"{op}: padded_starts must have the {e} entries of offs, got {got}")
+    stride = starts.stride(0)
+    require(stride == 1 or e <= 1, f"{op}: padded_starts must have stride 1, got stride {stride}")
+    check_same_device(op, "padded_starts", starts, "offs", offs)
+
+
+def _check_count(op: str, arg: str, rows: int) -> None:
+    if isinstance(rows, int):
+        require(0 <= rows <= shapes.MAX_ROWS, f"{op}: {arg} must be from 0 to {shapes.MAX_ROWS}, got {rows}")
+
+
+@torch.library.register_fake("moe_fp8::pad_token_groups")
+def _(x, offs, align=16):
+    op = "pad_token_groups"
+    _check_rows(op, "x", x)
+    check_offs(op, offs, "x", x)
+    check_align(op, align, x.shape[0], offs.shape[0])
+    x_padded, starts, ends = shapes.pad_token_groups(x.shape, offs.shape[0], align)
+    return x.new_empty(x_padded), offs.new_empty(starts), offs.new_empty(ends)
+
+
+@torch.library.register_fake("moe_fp8::pad_token_groups_to")
+def _(x, offs, padded_starts, num_padded):
+    op = "pad_token_groups_to"
+    _check_rows(op, "x", x)
+    check_offs(op, offs, "x", x)
+    _check_starts(op, padded_starts, offs)
+    _check_count(op, "num_padded", num_padded)
+    return x.new_empty(shapes.pad_token_groups_to(x.shape, num_padded))
+
+
+@torch.library.register_fake("moe_fp8::unpad_token_groups")
+def _(y, offs, padded_starts, num_tokens):
+    op = "unpad_token_groups"
+    _check_rows(op, "y", y)
+    _check_count(op, "num_tokens", num_tokens)
+    check_offs(op, offs, "y", y)
+    _check_starts(op, padded_starts, offs)
+    return y.new_empty(shapes.unpad_token_groups(y.shape, num_tokens))
