@@ -67,7 +67,7 @@ def pad_token_groups_to(x: Tensor, offs: Tensor, padded_starts: Tensor, num_padd
     Source: the equation above.
     """
     if x.requires_grad and torch.is_grad_enabled():
-        return _PadTo.apply(x, offs, padded_starts, num_padded)
+        return _Copy.apply(x, offs, padded_starts, num_padded, True)
     return _pad_to(x, offs, padded_starts, num_padded)
 
 
@@ -95,7 +95,7 @@ def unpad_token_groups(y: Tensor, offs: Tensor, padded_starts: Tensor, num_token
     Source: the equation above.
     """
     if y.requires_grad and torch.is_grad_enabled():
-        return _Unpad.apply(y, offs, padded_starts, num_tokens)
+        return _Copy.apply(y, offs, padded_starts, num_tokens, False)
     return _unpad(y, offs, padded_starts, num_tokens)
 
 
@@ -117,28 +117,19 @@ class _Pad(torch.autograd.Function):
         return unpad_token_groups(_rows(grad), *ctx.saved_tensors, ctx.rows), None, None
 
 
-class _PadTo(torch.autograd.Function):
+class _Copy(torch.autograd.Function):
+    """To given places or back; each direction is the other's gradient."""
+
     @staticmethod
-    def forward(ctx, x, offs, padded_starts, num_padded):
+    def forward(ctx, x, offs, padded_starts, rows, pad):
         ctx.save_for_backward(offs, padded_starts)
-        ctx.rows = x.shape[0]
-        return _pad_to(x, offs, padded_starts, num_padded)
+        ctx.rows, ctx.pad = x.shape[0], pad
+        return (_pad_to if pad else _unpad)(x, offs, padded_starts, rows)
 
     @staticmethod
     def backward(ctx, grad):
-        return unpad_token_groups(_rows(grad), *ctx.saved_tensors, ctx.rows), None, None, None
-
-
-class _Unpad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y, offs, padded_starts, num_tokens):
-        ctx.save_for_backward(offs, padded_starts)
-        ctx.rows = y.shape[0]
-        return _unpad(y, offs, padded_starts, num_tokens)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return pad_token_groups_to(_rows(grad), *ctx.saved_tensors, ctx.rows), None, None, None
+        back = unpad_token_groups if ctx.pad else pad_token_groups_to
+        return back(_rows(grad), *ctx.saved_tensors, ctx.rows), None, None, None, None
 
 
 def _check_rows(op: str, arg: str, x: Tensor) -> None:
