@@ -275,7 +275,12 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    runs = [train(recipe, args, *args.corpus) for recipe in args.recipes]
+    try:
+        runs = [train(recipe, args, *args.corpus) for recipe in args.recipes]
+    except (MemoryError, RuntimeError) as error:  # torch has a class for a GPU's memory only
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        sys.exit("train_moe_lm.py: out of memory; try a smaller --batch, --context, --dim or --hidden")
     base = [run.held_out for run in runs if run.recipe == BASELINE]
     differences = {run.recipe: run.held_out / base[0] - 1 for run in runs if base and run.recipe != BASELINE}
     print_table(runs, differences)
@@ -291,8 +296,6 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (torch.OutOfMemoryError, MemoryError):
-        sys.exit("train_moe_lm.py: out of memory; try a smaller --batch, --context or --dim")
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         sys.exit(130)

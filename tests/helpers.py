@@ -168,7 +168,8 @@ def sqnr_db(got: Tensor, want: Tensor) -> float:
 @contextmanager
 def flushed_subnormals() -> Iterator[None]:
     """This thread's CPU arithmetic takes float32 subnormals for zero, as torch.set_flush_denormal makes it."""
-    assert torch.set_flush_denormal(True)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormals")
     try:
         yield
     finally:

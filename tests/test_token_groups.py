@@ -245,3 +245,12 @@ X, OFFS, STARTS = torch.zeros(6, 4), torch.tensor([2, 6], dtype=torch.int32), to
 )
 def test_errors(op, args, argument, got, device):
     check_error(op, on(device, args), argument, got)
+
+
+@pytest.mark.parametrize("argument", ["offs", "padded_starts"])
+def test_error_on_another_device(argument, device):
+    other = "cpu" if device == "cuda" else "meta"
+    there = {"offs": OFFS.to(device), "padded_starts": STARTS.to(device), argument: OFFS.to(other)}
+    for fn in (pad_token_groups_to, unpad_token_groups):
+        with pytest.raises(RuntimeError, match=f"^{fn.__name__}: {argument} must be on the device of .*got {other}"):
+            fn(X.to(device), *there.values(), 32)

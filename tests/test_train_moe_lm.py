@@ -133,6 +133,7 @@ def test_check(demo, monkeypatch, capsys, tolerance: float, status: int) -> None
         ("--batch -3", "--batch: expected a number from 1 to 1048576, got -3"),
         ("--hidden many", "--hidden: invalid int value: 'many'"),
         ("--top-k 5 --experts 4", "--top-k: expected at most --experts = 4, got 5"),
+        ("--experts 1025", "--experts: expected at most 1024, got 1025"),
         ("--dim 36 --heads 8", "--dim: expected a multiple of 2 x --heads = 16, got 36"),
         ("--lr nan", "--lr: expected a positive number, got nan"),
         ("--seed -1", "--seed: expected a number from 0 to 2^63 - 1, got -1"),
@@ -145,6 +146,20 @@ def test_bad_argument_gets_one_sentence(demo, monkeypatch, capsys, options: str,
     printed = capsys.readouterr()
     assert printed.err.startswith(f"{DEMO.name}: argument {sentence}") and printed.err.count("\n") == 1
     assert printed.out == "" and not os.listdir()
+
+
+@pytest.mark.parametrize(
+    ("error", "ours"),
+    [(MemoryError(), True), (RuntimeError("can't allocate memory"), True), (RuntimeError("another"), False)],
+)
+def test_out_of_memory_gets_one_sentence(demo, monkeypatch, error: Exception, ours: bool) -> None:
+    def train(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(demo, "train", train)
+    monkeypatch.setattr(sys, "argv", [DEMO.name, *TINY])
+    with pytest.raises(SystemExit if ours else RuntimeError, match="out of memory; try" if ours else "another"):
+        demo.main()
 
 
 def test_more_context_than_text(demo, monkeypatch, capsys) -> None:

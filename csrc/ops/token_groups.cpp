@@ -25,17 +25,20 @@ void check_starts(const char* op, const Tensor& starts, const Tensor& offs) {
   if (E > 1 && starts.strides[0] != 1) fail(op, ": padded_starts must have stride 1, got stride ", starts.strides[0]);
   check_same_device(op, "padded_starts", starts, "offs", offs);
 }
-int64_t check_count(const char* op, const char* arg, int64_t rows) {
+void check_count(const char* op, const char* arg, int64_t rows) {
   if (rows < 0 || rows > kMaxRows) fail(op, ": ", arg, " must be from 0 to ", kMaxRows, ", got ", rows);
-  return rows;
 }
 
-// Contents; waits for the device. Called after check_offs.
-void validate_starts(const char* op, const Tensor& starts, const Tensor& offs, int64_t padded) {
+// Contents; waits for the device. Called after check_offs. Places that are written to must not overlap.
+void validate_starts(const char* op, const Tensor& starts, const Tensor& offs, int64_t padded, bool written) {
   if (!flag_is_set("MOE_FP8_VALIDATE")) return;
   const std::vector<int> of_starts = contents(starts), of_offs = contents(offs);
+  int64_t end = 0;
   for (size_t e = 0; e < of_starts.size(); ++e) {
-    const int64_t end = int64_t(of_starts[e]) + of_offs[e] - (e ? of_offs[e - 1] : 0);
+    if (written && of_starts[e] >= 0 && of_starts[e] < end)
+      fail(op, ": padded_starts must leave every group its rows, got padded_starts[", e, "] = ", of_starts[e],
+           " where the group before ends at ", end);
+    end = int64_t(of_starts[e]) + of_offs[e] - (e ? of_offs[e - 1] : 0);
     if (of_starts[e] < 0 || end > padded)
       fail(op, ": padded_starts must leave every group within the ", padded, " padded rows, got padded_starts[", e,
            "] = ", of_starts[e]);
@@ -135,7 +138,7 @@ Results<1> pad_token_groups_to_op(const Tensor& x, const Tensor& offs, const Ten
   check_offs(kOp, offs, "x", x, M);
   check_starts(kOp, padded_starts, offs);
   check_count(kOp, "num_padded", num_padded);
-  validate_starts(kOp, padded_starts, offs, num_padded);
+  validate_starts(kOp, padded_starts, offs, num_padded, true);
   const Call call(kOp, "x", x);
   Handle x_padded = call.empty({num_padded, x.sizes[1]}, x.dtype);
   CopyTokenGroupsParams p = params(x, bytes, x_padded, offs);
@@ -153,7 +156,7 @@ Results<1> unpad_token_groups_op(const Tensor& y, const Tensor& offs, const Tens
   check_count(kOp, "num_tokens", num_tokens);
   check_offs(kOp, offs, "y", y, num_tokens, "tokens");
   check_starts(kOp, padded_starts, offs);
-  validate_starts(kOp, padded_starts, offs, y.sizes[0]);
+  validate_starts(kOp, padded_starts, offs, y.sizes[0], false);
   const Call call(kOp, "y", y);
   Handle x = call.empty({num_tokens, y.sizes[1]}, y.dtype);
   CopyTokenGroupsParams p = params(y, bytes, x, offs);
