@@ -17,12 +17,18 @@ template <class T>  // that registers are for
 constexpr int kBlocks = T::kSlots == kSmallSlots && kCastsInHardware<T::kOut> ? kSmallBlocks : 1;
 
 // With rows beside the columns, both must keep pace to share what either has read: the columns leave a part of the
-// shared memory to the rows. Of copy on an H200, KB left: small groups, two blocks, [16640, 5120] E = 64: 48 0.65, 60
-// 0.69, 72 0.78, but E = 128: 0.72, 0.68, 0.53. Middling ones, [64, 1408, 2048]: 48 0.66, 64 0.67, 80 0.70, and
-// [16640, 5120] E = 32: 0.64, 0.66, 0.82. Large ones, [131072, 2048] E = 8: 32 0.66, 48 0.69, 64 0.57. Rows first and
-// then columns: 0.52 to 0.64.
-constexpr int kBlocksBesideRows = 2, kMiddlingRows = 2048;
-constexpr int kSmallSpare = 26, kMiddlingSpare = 35, kLargeSpare = 21;  // percent
+// shared memory to the rows, the more the longer a strip takes, up to where a cluster of blocks works on it. Of copy on
+// an H200 by KB of 228 left, at rows a group: 130: 40 0.67, 48 0.72, 56 0.68; 260: 64 0.69, 72 0.80, 80 0.75; 520: 72
+// 0.73, 80 0.83, 96 0.69; 1408: 56 0.67, 72 0.77, 88 0.76; 4096: 56 0.67, 72 0.70, 80 0.66; 8192: 48 0.67, 56 0.71, 64
+// 0.65; 16384: 40 0.65, 48 0.66, 56 0.65. Rows first and then columns: 0.52 to 0.64.
+constexpr int kBlocksBesideRows = 2;
+struct Spare { int64_t rows; int percent; };
+constexpr Spare kSpare[] = {{192, 21}, {384, 32}, {2048, 35}, {6144, 32}, {14336, 25}, {INT64_MAX, 21}};
+inline int spare_beside(int64_t average_rows) {
+  int i = 0;
+  while (average_rows > kSpare[i].rows) ++i;
+  return kSpare[i].percent;
+}
 
 template <class Groups, class T>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>) quantize_strips_kernel(MOE_GRID_CONSTANT const StripArgs p) {
@@ -103,8 +109,9 @@ Plan plan_with(int blocks, int64_t E, int spare) {
 template <class Groups, class In, Fp8Type kOut>
 Plan plan_for(int64_t average_rows, int64_t E, bool rows_beside) {
   using Small = StripTraits<In, kOut, kSmallSlots>;
+  const int spare = rows_beside ? spare_beside(average_rows) : 0;
   if (rows_beside) {
-    const Plan plan = plan_with<Groups, Small>(kBlocksBesideRows, E, kSmallSpare);
+    const Plan plan = plan_with<Groups, Small>(kBlocksBesideRows, E, spare);
     if (average_rows <= plan.held) return plan;
   } else {
     for (int blocks = kSmallBlocks; blocks > 1; --blocks) {
@@ -112,7 +119,6 @@ Plan plan_for(int64_t average_rows, int64_t E, bool rows_beside) {
       if (average_rows * kStripsHeld <= plan.held) return plan;
     }
   }
-  const int spare = !rows_beside ? 0 : average_rows <= kMiddlingRows ? kMiddlingSpare : kLargeSpare;
   if (!device().has_clusters) return plan_with<Groups, Small>(1, E, spare);
   Plan plan = plan_with<Groups, StripTraits<In, kOut, kLargeSlots>>(1, E, spare);
   while (plan.cluster < kMaxCluster && plan.cluster * plan.held < average_rows + average_rows / 3) plan.cluster *= 2;
