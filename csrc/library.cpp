@@ -18,6 +18,23 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       " -> (Tensor x_padded, Tensor padded_starts, Tensor padded_offs)");
   m.def("pad_token_groups_to(Tensor x, Tensor offs, Tensor padded_starts, SymInt num_padded) -> Tensor");
   m.def("unpad_token_groups(Tensor y, Tensor offs, Tensor padded_starts, SymInt num_tokens) -> Tensor");
+  m.def("sort_tokens(Tensor topk_ids, int num_experts) -> (Tensor permutation, Tensor offs, Tensor inverse)");
+  m.def("combine(Tensor y, Tensor inverse, Tensor? topk_scores=None) -> Tensor");
+  m.def(
+      "combine_backward(Tensor grad, Tensor? y, Tensor inverse, Tensor? topk_scores, SymInt num_rows)"
+      " -> (Tensor grad_y, Tensor grad_scores)");
+  m.def(
+      "permute_indices(Tensor tokens_per_rank_expert, int num_ranks, int num_local_experts, SymInt num_tokens,"
+      " int align=16, bool align_empty=False) -> (Tensor indices, Tensor padded_offs, Tensor tokens_per_expert)");
+  m.def("permute_pad(Tensor x, Tensor indices, int top_k=1) -> Tensor");
+  m.def("unpermute(Tensor y, Tensor indices, SymInt num_tokens, int top_k=1) -> Tensor");
+  m.def(
+      "permute_pad_quantize_rowwise(Tensor x, Tensor indices, int top_k=1, ScalarType? dtype=None,"
+      " bool pow2_scale=False) -> (Tensor q, Tensor scale)");
+  m.def(
+      "permute_pad_quantize_rowcol(Tensor x, Tensor indices, Tensor offs, int top_k=1, int align=16,"
+      " ScalarType? dtype=None, bool pow2_scale=False)"
+      " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor padded_offs)");
   m.def(
       "scaled_grouped_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, ScalarType? out_dtype=None,"
       " bool use_fast_accum=True) -> Tensor");

@@ -12,16 +12,24 @@ except ImportError as error:
 
 from moe_fp8_ext.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import (
+    combine,
+    combine_backward,
     pad_token_groups,
     pad_token_groups_to,
+    permute_indices,
+    permute_pad,
+    permute_pad_quantize_rowcol,
+    permute_pad_quantize_rowwise,
     quantize_colwise,
     quantize_rowcol,
     quantize_rowwise,
     quantize_weight,
     scaled_grouped_mm,
+    sort_tokens,
     unpad_token_groups,
+    unpermute,
 )
-from moe_fp8_ext.recipes import RECIPES, Recipe, default_fp8_dtype, get_recipe
+from moe_fp8_ext.recipes import RECIPES, Recipe, default_fp8_dtype, get_recipe, group_alignment
 
 __version__ = build_info()["version"]
 
@@ -29,15 +37,24 @@ __all__ = [
     "RECIPES",
     "Recipe",
     "build_info",
+    "combine",
+    "combine_backward",
     "default_fp8_dtype",
     "get_recipe",
+    "group_alignment",
     "grouped_mm",
     "pad_token_groups",
     "pad_token_groups_to",
+    "permute_indices",
+    "permute_pad",
+    "permute_pad_quantize_rowcol",
+    "permute_pad_quantize_rowwise",
     "quantize_colwise",
     "quantize_rowcol",
     "quantize_rowwise",
     "quantize_weight",
     "scaled_grouped_mm",
+    "sort_tokens",
     "unpad_token_groups",
+    "unpermute",
 ]

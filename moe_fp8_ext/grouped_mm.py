@@ -4,15 +4,37 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import shapes
-from moe_fp8_ext.ops import quantize_colwise, quantize_rowcol, quantize_rowwise, quantize_weight, scaled_grouped_mm
+from moe_fp8_ext.ops import (
+    permute_pad,
+    permute_pad_quantize_rowcol,
+    permute_pad_quantize_rowwise,
+    quantize_colwise,
+    quantize_rowcol,
+    quantize_rowwise,
+    quantize_weight,
+    scaled_grouped_mm,
+    unpermute,
+)
 from moe_fp8_ext.ops.checks import check_dim, check_dtype, check_offs, check_same_device, require, validate_offs
+from moe_fp8_ext.ops.permute import check_indices
 from moe_fp8_ext.recipes import Recipe, get_recipe
 
 _OP = "grouped_mm"
 
 
-def grouped_mm(A: Tensor, B_t: Tensor, offs: Tensor, *, recipe: str | Recipe = "rowwise") -> Tensor:
+def grouped_mm(
+    A: Tensor,
+    B_t: Tensor,
+    offs: Tensor,
+    *,
+    recipe: str | Recipe = "rowwise",
+    indices: Tensor | None = None,
+    top_k: int = 1,
+) -> Tensor:
     """out[r] = A[r] @ B_t[e] for every row r of group e; rows from offs[-1] on are zero.
+
+    With `indices`, row r is A[indices[r] // top_k] instead, as `permute_pad` takes it: the quantizer gathers the rows,
+    so that the permuted and padded tokens never exist in 16 bits.
 
     With a quantized recipe, A, B_t and the output gradient are quantized to fp8 on the way into each of the three
     matmuls. The forward pass keeps the transposed fp8 copies of A (one byte an element) and B_t for backward, nothing
@@ -21,14 +43,17 @@ def grouped_mm(A: Tensor, B_t: Tensor, offs: Tensor, *, recipe: str | Recipe = "
     torch.compile(fullgraph=True), can be captured in a CUDA graph, honours torch.autocast. Differentiable once.
 
     Args:
-        A: [M, K] tokens sorted by group, bfloat16, float16 or float32.
+        A: [M, K] tokens sorted by group, or, with `indices`, in any order; bfloat16, float16 or float32.
         B_t: [E, K, N] weights, the transposed view of [E, N, K] or contiguous itself (both without a copy), same dtype.
         offs: [E] int32 on A's device, exclusive end row of each group, non-decreasing, at most 1024.
         recipe: "rowwise" (fp8, one scale a row), "bf16" (no quantization: `torch._grouped_mm`, which on a GPU takes at
             most 1023 experts), or a `Recipe`.
+        indices: [P] int32 on A's device, of `permute_indices` (with its padded_offs as offs), or the permutation of
+            `sort_tokens` with its top_k; distinct, any other value than a slot of A stands for a row of zeros.
+        top_k: slots of a row of A.
 
     Returns:
-        out [M, N] of A's dtype. The matmul itself rounds to bfloat16.
+        out [M, N], with `indices` [P, N], of A's dtype. The matmul itself rounds to bfloat16.
 
     Raises:
         RuntimeError: dtype, shape, stride or device are not as above; the text names op and argument.
@@ -37,19 +62,23 @@ def grouped_mm(A: Tensor, B_t: Tensor, offs: Tensor, *, recipe: str | Recipe = "
     Source: DESIGN.md section 6; the signature of `torch._grouped_mm`.
     """
     recipe = get_recipe(recipe)
-    _check(A, B_t, offs)
+    _check(A, B_t, offs, indices, top_k)
     if A.device.type != "meta" and torch.is_autocast_enabled(A.device.type):
         compute = torch.get_autocast_dtype(A.device.type)
         A, B_t = A.to(compute), B_t.to(compute)
     require(A.dtype == B_t.dtype, f"{_OP}: B_t must have the dtype of A, {A.dtype}, got {B_t.dtype}")
+    if indices is not None and not recipe.quantized:
+        A, indices = permute_pad(_row_major(A), indices, top_k), None
     if not recipe.quantized and not torch.compiler.is_compiling() and A.device.type != "meta":
         validate_offs(_OP, offs, "A", A.shape[0])  # the ops of the other recipes do so themselves
     grad = torch.is_grad_enabled()
-    function = _QuantizedGroupedMm if recipe.quantized else _Bf16GroupedMm
-    return function.apply(A, B_t, offs, recipe, grad and A.requires_grad, grad and B_t.requires_grad)
+    needs = grad and A.requires_grad, grad and B_t.requires_grad
+    if not recipe.quantized:
+        return _Bf16GroupedMm.apply(A, B_t, offs, *needs)
+    return _QuantizedGroupedMm.apply(A, B_t, offs, indices, top_k, recipe, *needs)
 
 
-def _check(A: Tensor, B_t: Tensor, offs: Tensor) -> None:
+def _check(A: Tensor, B_t: Tensor, offs: Tensor, indices: Tensor | None, top_k: int) -> None:
     for arg, x, dim in (("A", A, 2), ("B_t", B_t, 3)):
         check_dtype(_OP, arg, x)
         check_dim(_OP, arg, x, dim)
@@ -58,6 +87,8 @@ def _check(A: Tensor, B_t: Tensor, offs: Tensor) -> None:
     require(k == of_a, f"{_OP}: B_t must have size {of_a} in dimension 1 (the last of A), got {k}")
     check_offs(_OP, offs, "A", A)
     require(offs.shape[0] == e, f"{_OP}: offs must have {e} entries, one for each expert of B_t, got {offs.shape[0]}")
+    if indices is not None and not torch.compiler.is_compiling():  # tracing, a text with a size in it would fix it
+        check_indices(_OP, indices, "A", A, A.shape[0], top_k)
 
 
 def _row_major(x: Tensor) -> Tensor:
@@ -72,14 +103,20 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _QuantizedGroupedMm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, A, B_t, offs, recipe, needs_dA, needs_dB):
+    def forward(ctx, A, B_t, offs, indices, top_k, recipe, needs_dA, needs_dB):
         ctx.recipe, ctx.dtypes, ctx.needs = recipe, (A.dtype, B_t.dtype), (needs_dA, needs_dB)
-        rule = recipe.dtype, recipe.pow2_scale
+        ctx.rows, ctx.top_k = A.shape[0], top_k
+        A, rule = _row_major(A), (recipe.dtype, recipe.pow2_scale)
         a_t = a_scale_t = padded_offs = w_t = w_scale_t = None
-        if needs_dB:
-            a, a_scale, a_t, a_scale_t, padded_offs = quantize_rowcol(_row_major(A), offs, recipe.align, *rule)
+        if needs_dB and indices is not None:
+            quantized = permute_pad_quantize_rowcol(A, indices, offs, top_k, recipe.align, *rule)
+            a, a_scale, a_t, a_scale_t, padded_offs = quantized
+        elif needs_dB:
+            a, a_scale, a_t, a_scale_t, padded_offs = quantize_rowcol(A, offs, recipe.align, *rule)
+        elif indices is not None:
+            a, a_scale = permute_pad_quantize_rowwise(A, indices, top_k, *rule)
         else:
-            a, a_scale = quantize_rowwise(_row_major(A), *rule)
+            a, a_scale = quantize_rowwise(A, *rule)
         if B_t.stride(-1) == 1 and B_t.stride(-2) != 1:  # contiguous [E, K, N]: the same op, its directions swapped
             w_t, w_scale_t, w, w_scale = quantize_weight(B_t, *rule)
         elif needs_dA:
@@ -88,14 +125,14 @@ class _QuantizedGroupedMm(torch.autograd.Function):
             w, w_scale = quantize_rowwise(_row_major(B_t.transpose(-2, -1)), *rule)
         if not needs_dA:
             w_t = w_scale_t = None
-        ctx.save_for_backward(offs, a_t, a_scale_t, padded_offs, w_t, w_scale_t)
+        ctx.save_for_backward(offs, indices, a_t, a_scale_t, padded_offs, w_t, w_scale_t)
         out = scaled_grouped_mm(a, w.transpose(-2, -1), a_scale, w_scale, offs, None, recipe.use_fast_accum)
         return _cast(out, A.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dY):
-        offs, a_t, a_scale_t, padded_offs, w_t, w_scale_t = ctx.saved_tensors
+        offs, indices, a_t, a_scale_t, padded_offs, w_t, w_scale_t = ctx.saved_tensors
         needs_dA, needs_dB = ctx.needs
         recipe, (a_dtype, b_dtype) = ctx.recipe, ctx.dtypes
         rule = recipe.dtype, recipe.pow2_scale
@@ -108,18 +145,20 @@ class _QuantizedGroupedMm(torch.autograd.Function):
             dy_t, dy_scale_t, _ = quantize_colwise(dY, offs, recipe.align, *rule)
         if needs_dA:
             dA = scaled_grouped_mm(dy, w_t.transpose(-2, -1), dy_scale, w_scale_t, offs, None, recipe.use_fast_accum)
+            if indices is not None:
+                dA = unpermute(dA, indices, ctx.rows, ctx.top_k)
             dA = _cast(dA, a_dtype)
         if needs_dB:
             dW = scaled_grouped_mm(dy_t, a_t.t(), dy_scale_t, a_scale_t, padded_offs, None, recipe.use_fast_accum)
             dB_t = _cast(dW, b_dtype).transpose(-2, -1)
-        return dA, dB_t, None, None, None, None
+        return dA, dB_t, None, None, None, None, None, None
 
 
 class _Bf16GroupedMm(torch.autograd.Function):
     """torch._grouped_mm for any sizes, strides and offsets, with defined tail rows."""
 
     @staticmethod
-    def forward(ctx, A, B_t, offs, recipe, needs_dA, needs_dB):
+    def forward(ctx, A, B_t, offs, needs_dA, needs_dB):
         e, k, n = B_t.shape
         limit = 1023 if A.is_cuda else shapes.MAX_EXPERTS  # of torch's kernel
         require(e <= limit, f'{_OP}: offs must have at most {limit} entries with recipe "bf16", got {e}')
@@ -142,7 +181,7 @@ class _Bf16GroupedMm(torch.autograd.Function):
         if needs_dB:
             dW = _bf16_product(dy.t(), a, offs) if offs.shape[0] else a.new_zeros(0, dy.shape[1], a.shape[1])
             dB_t = _cast(dW[:, :n, :k], b_dtype).transpose(-2, -1)
-        return dA, dB_t, None, None, None, None
+        return dA, dB_t, None, None, None
 
 
 def _bf16_rows(a: Tensor, b_t: Tensor, offs: Tensor, columns: int) -> Tensor:

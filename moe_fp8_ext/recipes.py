@@ -4,6 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+# Tokens to a multiple of which a group must be padded for the grouped GEMM of a recipe to take it as it is: 16 bytes of
+# the summed dimension of wgrad for the tensor memory accelerator, whole scaling blocks where those run along tokens.
+GROUP_ALIGNMENT = {"bf16": 8, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -22,14 +26,14 @@ class Recipe:
     quantized: bool = True
     dtype: torch.dtype | None = None
     pow2_scale: bool = False
-    align: int = 16
+    align: int = GROUP_ALIGNMENT["rowwise"]
     use_fast_accum: bool = True
 
 
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("bf16", quantized=False),
+        Recipe("bf16", quantized=False, align=GROUP_ALIGNMENT["bf16"]),
         # Powers of two, as torchao rounds them: a value has the same fp8 bytes up to its exponent in both directions.
         Recipe("rowwise", pow2_scale=True),
     )
@@ -53,6 +57,45 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
     if recipe not in RECIPES:
         raise ValueError(f"recipe must be one of {sorted(RECIPES)}, got {recipe!r}")
     return RECIPES[recipe]
+
+
+def group_alignment(recipe: str | Recipe) -> int:
+    """Tokens to a multiple of which to pad groups, for whoever lays them out before a grouped GEMM of the recipe.
+
+    `grouped_mm` itself takes groups of any size with every recipe: it pads inside quantized operands only. What to do
+    with the alignment depends on how tokens reach the experts:
+
+        format  tokens reach the experts by              align for permute_indices    offs of grouped_mm
+        BF16    any way                                  1: nothing is padded         its padded_offs, or sort_tokens'
+        FP8     no expert parallelism: sort_tokens       none: nothing is padded      offs of sort_tokens
+        FP8     all-to-all, then permute_indices         group_alignment, 16 (*)      its padded_offs
+        FP8     a dispatcher that pads to 16 already     none: tokens lie as wanted   ends of its padded groups
+        MXFP8   no expert parallelism: sort_tokens       none: nothing is padded      offs of sort_tokens
+        MXFP8   all-to-all, then permute_indices         group_alignment, 32 (*)      its padded_offs
+        MXFP8   a dispatcher that pads to 32 already     none: tokens lie as wanted   ends of its padded groups
+
+    (*) 1 works too. The alignment is for consumers that need padded groups themselves, such as torch's grouped GEMMs
+    called directly, for which BF16 needs its 8.
+
+    Args:
+        recipe: "bf16", "rowwise", "blockwise", "mxfp8", or a `Recipe`.
+
+    Returns:
+        a power of two.
+
+    Raises:
+        ValueError: no recipe of that name exists.
+        TypeError: neither a name nor a `Recipe`.
+
+    Source: 16-byte strides of the tensor memory accelerator; the scaling blocks of DESIGN.md sections 3 and 6.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe.align
+    if not isinstance(recipe, str):
+        raise TypeError(f"recipe must be a str or a Recipe, got {type(recipe).__name__}")
+    if recipe not in GROUP_ALIGNMENT:
+        raise ValueError(f"recipe must be one of {sorted(GROUP_ALIGNMENT)}, got {recipe!r}")
+    return GROUP_ALIGNMENT[recipe]
 
 
 def default_fp8_dtype(device: torch.device | str) -> torch.dtype:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_EXPERTS = 1024  # groups in one call
+MAX_COUNTS = 4096  # ranks times local experts
 MAX_ROWS = (1 << 31) - 256  # int32 offsets, and tiles that reach beyond the last one
 
 Shape = tuple[int, ...]
@@ -72,3 +73,48 @@ def pad_token_groups_to(x: Sequence[int], num_padded: int) -> Shape:
 def unpad_token_groups(y: Sequence[int], num_tokens: int) -> Shape:
     """y [P, K] -> x [num_tokens, K]."""
     return num_tokens, y[1]
+
+
+def sort_tokens(topk_ids: Sequence[int], num_experts: int) -> tuple[Shape, Shape, Shape]:
+    """topk_ids [T] or [T, top_k] -> permutation [T * top_k], offs [num_experts], inverse as topk_ids."""
+    slots = topk_ids[0] if len(topk_ids) == 1 else topk_ids[0] * topk_ids[1]
+    return (slots,), (num_experts,), tuple(topk_ids)
+
+
+def permute_indices(num_tokens: int, e: int, align: int) -> tuple[Shape, Shape, Shape]:
+    """-> indices [P], padded_offs [E], tokens_per_expert [E]."""
+    return (padded_extent(num_tokens, e, align),), (e,), (e,)
+
+
+def permute_pad(x: Sequence[int], p: int) -> Shape:
+    """x [M, K], indices [P] -> out [P, K]."""
+    return p, x[1]
+
+
+def unpermute(y: Sequence[int], num_tokens: int) -> Shape:
+    """y [P, K] -> out [num_tokens, K]."""
+    return num_tokens, y[1]
+
+
+def permute_pad_quantize_rowwise(x: Sequence[int], p: int) -> tuple[Shape, Shape]:
+    """x [M, K], indices [P] -> q [P, K], scale [P]."""
+    return quantize_rowwise((p, x[1]))
+
+
+def permute_pad_quantize_rowcol(
+    x: Sequence[int], p: int, e: int, align: int
+) -> tuple[Shape, Shape, Shape, Shape, Shape]:
+    """x [M, K], indices [P] -> the outputs of `quantize_rowcol` for [P, K]."""
+    return quantize_rowcol((p, x[1]), e, align)
+
+
+def combine(y: Sequence[int], inverse: Sequence[int]) -> Shape:
+    """y [P, K], inverse [T, top_k] -> out [T, K]."""
+    return inverse[0], y[1]
+
+
+def combine_backward(
+    grad: Sequence[int], inverse: Sequence[int], num_rows: int, of_scores: bool
+) -> tuple[Shape, Shape]:
+    """grad [T, K], inverse [T, top_k] -> grad_y [num_rows, K], grad_scores [T, top_k], or [0] if not wanted."""
+    return (num_rows, grad[1]), tuple(inverse) if of_scores else (0,)

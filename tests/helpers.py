@@ -66,6 +66,15 @@ def group_offs(layout: str, m: int, e: int, device: str = "cpu") -> Tensor:
     return torch.tensor(ends, dtype=torch.int32, device=device)
 
 
+def slot_indices(m: int, top_k: int, p: int, device: str = "cpu", seed: int = 0) -> Tensor:
+    """[p] indices of the m * top_k slots, each at most once in any order, with padding and wrong ones in between."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(m * top_k, generator=generator)[: p * 3 // 4].int()
+    wrong = torch.tensor([-1, -1, m * top_k, INT32_MIN, INT32_MAX], dtype=torch.int32).repeat(p)
+    indices = torch.cat([slots, wrong[: p - len(slots)]])
+    return indices[torch.randperm(p, generator=generator)].to(device)
+
+
 def corrupt_offs(m: int, device: str = "cpu") -> list[Tensor]:
     """Offsets that break every rule of the contract."""
     cases = [

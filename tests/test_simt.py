@@ -22,6 +22,7 @@ from helpers import (
     group_offs,
     misaligned,
     short,
+    slot_indices,
     strided_2d,
     wide,
 )
@@ -181,6 +182,7 @@ def test_another_number_of_multiprocessors(wave, libraries, tmp_path, monkeypatc
     monkeypatch.setenv("SIMT_MULTIPROCESSORS", "7")
     kernels = SimtKernels(Path(shutil.copy(libraries[wave], tmp_path)))
     check_grouped(kernels, wide(300, 303), group_offs("zipf", 300, 5))
+    check(kernels, "sort_tokens", torch.randint(-1, 40, (9000,)), 39)
 
 
 def test_default_format(libraries):
@@ -272,3 +274,109 @@ def test_token_groups_with_corrupt_places(kernels):
         check(kernels, "unpad_token_groups", x, offs, starts, 40)
     for offs in corrupt_offs(40):
         check_token_groups(kernels, x, offs)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_permute_pad(kernels, top_k):
+    for k, dtype in ((1, torch.uint8), (3, torch.bfloat16), (70, torch.bfloat16), (64, torch.float32)):
+        check(
+            kernels,
+            "permute_pad",
+            wide(37, k).view(torch.uint8)[:, :k] if k == 1 else wide(37, k, dtype=dtype),
+            slot_indices(37, top_k, 50),
+            top_k,
+        )
+
+
+def test_permute_indices(kernels):
+    for r, e in ((1, 1), (3, 5), (8, 8), (70, 3), (2, 700)):
+        counts = torch.randint(-2, 9, (r, e), generator=torch.Generator().manual_seed(r))
+        tokens = int(counts.clamp(min=0).sum())
+        for m, empty in ((tokens, False), (tokens + 7, True), (tokens // 2, True), (0, False)):
+            check(kernels, "permute_indices", counts, r, e, m, 16, empty)
+            check(kernels, "permute_indices", counts.int(), r, e, m, 1, empty)
+    counts = torch.tensor([2**62, -(2**62), 2**31, 5])
+    check(kernels, "permute_indices", counts, 2, 2, 90, 4, False)
+    check(kernels, "permute_indices", torch.tensor([2**31 - 1] * 4, dtype=torch.int32), 2, 2, 90, 4, False)
+
+
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
+def test_permute_pad_quantize(kernels, dtype):
+    """Aligned and not, rows beside columns and not, groups that shared memory holds and one that it does not."""
+    for m, k, e in ((53, 70, 3), (200, 1048, 4), (90, 33, 5), (3000, 40, 2)):
+        x, indices, offs = wide(m, k, dtype=dtype), slot_indices(m, 2, m + 40), group_offs("zipf", m + 30, e)
+        for top_k in (1, 2):
+            check(kernels, "permute_pad_quantize_rowwise", x, indices, top_k, E4M3)
+            check(kernels, "permute_pad_quantize_rowcol", x, indices, offs, top_k, 16, E4M3)
+    for _, view in strided_2d(wide(50, 64, dtype=dtype)):
+        check(
+            kernels, "permute_pad_quantize_rowcol", view, slot_indices(50, 1, 60), group_offs("zipf", 60, 3), 1, 4, E5M2
+        )
+
+
+def test_invert_indices(kernels):
+    """Repeated indices, those of nothing, none at all, more than a block."""
+    for count, size in ((0, 0), (0, 5), (5, 0), (1, 1), (300, 200), (700, 3), (1000, 2000)):
+        indices = torch.randint(-2, size + 2, (count,), dtype=torch.int32)
+        want = torch.full((size,), -1, dtype=torch.int32)
+        for i, index in enumerate(indices.tolist()):
+            if 0 <= index < size:
+                want[index] = i
+        assert_same(kernels.invert_indices(indices, size), want)
+
+
+def test_sort_tokens(kernels):
+    """Few slots and many blocks' worth, every number of bits, few waves (1,024 experts), one expert for all."""
+    for shape, e in (
+        ((0,), 3),
+        ((1,), 1),
+        ((5, 1), 2),
+        ((300, 2), 7),
+        ((1500, 3), 64),
+        ((700, 4), 300),
+        ((999, 3), 1024),
+    ):
+        for dtype in (torch.int32, torch.int64):
+            check(kernels, "sort_tokens", torch.randint(-1, e + 1, shape, dtype=dtype), e)
+    check(kernels, "sort_tokens", torch.full((400, 8), 5, dtype=torch.int32), 8)
+    check(kernels, "sort_tokens", torch.full((400, 8), -1), 8)
+    check(kernels, "sort_tokens", torch.randint(0, 9, (800, 8))[::2, 3:6], 9)
+
+
+def check_combine(kernels: SimtKernels, y: Tensor, inverse: Tensor, scores: Tensor | None, grad: Tensor) -> None:
+    check(kernels, "combine", y, inverse, scores)
+    args = inverse, scores, y.shape[0]
+    check(kernels, "combine_backward", grad, None, *args)
+    got, want = kernels.combine_backward(grad, y, *args), reference.combine_backward(grad, y, *args)
+    assert_same(got[0], want[0])
+    # Sums of K products, in any order: see check_dots in test_combine.py.
+    size = reference.combine_backward(grad.abs(), y.abs(), inverse, None, y.shape[0])[1]
+    unit = torch.finfo(want[1].dtype).eps
+    tolerance = 1.01 * (y.shape[1] * 2.0**-24 * size + unit * want[1].float().abs())
+    assert ((got[1].float() - want[1].float()).abs() <= tolerance).all()
+
+
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
+def test_combine(kernels, dtype):
+    """Rows of one vector, of several a block, of several blocks; misaligned ones; slots beyond one batch."""
+    for t, top_k, p, k in (
+        (19, 3, 40, 8),
+        (7, 1, 300, 1),
+        (5, 9, 45, 2056),
+        (3, 2, 6, 520),
+        (4, 5, 20, 67),
+        (0, 2, 3, 8),
+    ):
+        inverse = torch.full((t * top_k,), -1, dtype=torch.int32)
+        inverse[: min(p, t * top_k)] = torch.randperm(p)[: t * top_k].int()
+        inverse = inverse[torch.randperm(t * top_k)].view(t, top_k)
+        y, grad = torch.randn(p, k).to(dtype), torch.randn(t, k).to(dtype)
+        for scores in (None, torch.rand(t, top_k), torch.rand(t, top_k).to(dtype)):
+            check_combine(kernels, y, inverse, scores, grad)
+        check_combine(kernels, misaligned(y), inverse, None, grad)
+    for rows in ([-1, 6, 2**31 - 1, -(2**31), 3, 4], [5, 5, 5, 0, 5, 5]):
+        inverse = torch.tensor(rows, dtype=torch.int32).view(3, 2)
+        check_combine(kernels, torch.randn(6, 24).to(dtype), inverse, torch.rand(3, 2), torch.randn(3, 24).to(dtype))
+    for t, top_k, p, k in ((3, 0, 5, 8), (3, 2, 0, 8), (3, 2, 4, 0)):
+        inverse = torch.full((t, top_k), -1, dtype=torch.int32)
+        check_combine(kernels, torch.randn(p, k).to(dtype), inverse, torch.rand(t, top_k), torch.randn(t, k).to(dtype))

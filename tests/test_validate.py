@@ -11,6 +11,8 @@ import sys
 import torch
 from moe_fp8_ext import grouped_mm, quantize_colwise, quantize_rowcol, quantize_rowwise, quantize_weight
 from moe_fp8_ext import pad_token_groups, pad_token_groups_to, scaled_grouped_mm, unpad_token_groups
+from moe_fp8_ext import permute_indices, permute_pad, permute_pad_quantize_rowcol, permute_pad_quantize_rowwise
+from moe_fp8_ext import unpermute
 
 device = sys.argv[1]
 x = torch.ones(32, 16, dtype=torch.bfloat16, device=device)
@@ -58,6 +60,27 @@ for bad, value, writes_only in ((offs(-1, 0), "-1", False), (offs(0, 17), "17", 
             assert "padded_starts must leave" in str(error) and value in str(error), error
         else:
             raise AssertionError(f"{op.__name__} took {bad.tolist()}")
+def refuses(call, *pieces):
+    try:
+        call()
+    except RuntimeError as error:
+        assert all(piece in str(error).splitlines()[0] for piece in pieces), error
+    else:
+        raise AssertionError(f"{pieces} went through")
+
+permute_pad(x, offs(31, -1, 0))
+for bad in (-2, 32):
+    indices = offs(31, bad)
+    text = f"indices must be -1 or one of the 32 slots, got indices[1] = {bad}"
+    refuses(lambda: permute_pad(x, indices), "permute_pad", text)
+    refuses(lambda: unpermute(x[:2], indices, 32), "unpermute", text)
+    refuses(lambda: permute_pad_quantize_rowwise(x, indices), "permute_pad_quantize_rowwise", text)
+    refuses(lambda: permute_pad_quantize_rowcol(x, indices, offs(2)), "permute_pad_quantize_rowcol", text)
+refuses(lambda: unpermute(x[:3], offs(5, 7, 5), 32), "unpermute: indices must be distinct, got 5 twice")
+unpermute(x[:3], offs(-1, 7, -1), 32)
+permute_indices(offs(1, 2, 3, 4), 2, 2, 10)
+refuses(lambda: permute_indices(offs(1, -2, 3, 4), 2, 2, 10), "permute_indices", "must not be negative, got -2")
+refuses(lambda: permute_indices(offs(1, 2, 3, 5).long(), 2, 2, 10), "permute_indices", "the 10 tokens, got 11")
 print("checked")
 """
 

@@ -18,12 +18,16 @@ int dispatch_fp8(Fp8Type out, F f) {
   }
 }
 template <class F>
-int dispatch(InType in, Fp8Type out, F f) {
+int dispatch_in(InType in, F f) {
   switch (in) {
-    case InType::kBF16: return dispatch_fp8<BF16>(out, f);
-    case InType::kF16: return dispatch_fp8<F16>(out, f);
-    default: return dispatch_fp8<F32>(out, f);
+    case InType::kBF16: return f(BF16{});
+    case InType::kF16: return f(F16{});
+    default: return f(F32{});
   }
+}
+template <class F>
+int dispatch(InType in, Fp8Type out, F f) {
+  return dispatch_in(in, [&](auto in_tag) { return dispatch_fp8<decltype(in_tag)>(out, f); });
 }
 
 }  // namespace moe_fp8

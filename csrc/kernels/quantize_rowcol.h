@@ -11,6 +11,7 @@
 // Outputs are contiguous. Strides are in elements; the stride along K is 1. No alignment is asked of the input.
 #pragma once
 #include "numerics/formats.h"
+#include "numerics/groups.h"
 
 namespace moe_fp8 {
 
@@ -29,6 +30,7 @@ struct QuantizeRowcolParams {
   InType in;
   Fp8Type out;
   bool pow2_scale;
+  RowIndex index = {};    // permute_pad_quantize: row r of the tokens is row index.row(r) of x
 };
 
 // 0, or the runtime's error code.

@@ -7,6 +7,7 @@
 // Strides are in elements; the stride along K is 1. No alignment is asked of x.
 #pragma once
 #include "numerics/formats.h"
+#include "numerics/groups.h"
 
 namespace moe_fp8 {
 
@@ -21,10 +22,8 @@ struct QuantizeRowwiseParams {
   bool pow2_scale;
   int64_t first = 0;    // row, of those in q, that the launch begins with
   bool beside = false;  // x was there before the kernel ahead in the stream began: run beside that one, end after it
+  RowIndex index = {};  // permute_pad_quantize: row r of q is row index.row(r) of x, zeros where that is none
 };
-
-// Whether these rows can run beside another kernel.
-bool can_run_beside(const QuantizeRowwiseParams& p);
 
 // 0, or the runtime's error code.
 int quantize_rowwise(const QuantizeRowwiseParams& p, void* stream);

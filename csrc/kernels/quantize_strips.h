@@ -108,7 +108,7 @@ Plan plan_with(int blocks, int64_t E, int spare) {
 }
 template <class Groups, class In, Fp8Type kOut>
 Plan plan_for(int64_t average_rows, int64_t E, bool rows_beside) {
-  using Small = StripTraits<In, kOut, kSmallSlots>;
+  using Small = StripTraits<In, kOut, kSmallSlots, Groups::kRows>;
   const int spare = rows_beside ? spare_beside(average_rows) : 0;
   if (rows_beside) {
     const Plan plan = plan_with<Groups, Small>(kBlocksBesideRows, E, spare);
@@ -120,7 +120,7 @@ Plan plan_for(int64_t average_rows, int64_t E, bool rows_beside) {
     }
   }
   if (!device().has_clusters) return plan_with<Groups, Small>(1, E, spare);
-  Plan plan = plan_with<Groups, StripTraits<In, kOut, kLargeSlots>>(1, E, spare);
+  Plan plan = plan_with<Groups, StripTraits<In, kOut, kLargeSlots, Groups::kRows>>(1, E, spare);
   while (plan.cluster < kMaxCluster && plan.cluster * plan.held < average_rows + average_rows / 3) plan.cluster *= 2;
   return plan;
 }
@@ -170,8 +170,8 @@ int launch_strips(InType in_type, Fp8Type out_type, int64_t average_rows, StripA
       l.cluster = cluster;
       return launch(kKernel, l, p);
     };
-    if (plan.slots == kSmallSlots) return run(StripTraits<In, kOut, kSmallSlots>{});
-    return run(StripTraits<In, kOut, kLargeSlots>{});
+    if (plan.slots == kSmallSlots) return run(StripTraits<In, kOut, kSmallSlots, Groups::kRows>{});
+    return run(StripTraits<In, kOut, kLargeSlots, Groups::kRows>{});
   });
 }
 

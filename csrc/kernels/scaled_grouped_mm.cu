@@ -99,7 +99,7 @@ MOE_DEVICE void multiply_tile(const ScaledGroupedMmParams& p, const GroupTable& 
       const float v = tail || empty ? 0.f : sum[i][j] * p.scale_a[a_scale0 + mm] * p.scale_b[e * p.N + nn];
       const int64_t at = (out0 + mm) * p.N + nn;
       if (p.out_float32) static_cast<float*>(p.out)[at] = v;
-      else static_cast<uint16_t*>(p.out)[at] = bf16_from_float(v);
+      else static_cast<uint16_t*>(p.out)[at] = BF16::from_float(v);
     }
 }
 
@@ -141,7 +141,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) prepare_offs_kernel(MOE_GRID_CONS
   if (t == 0) rounded = 0;
   for (int e = t; e < p.E; e += kThreads) end[e] = clamp_offset(p.offs[e], p.limit);
   __syncthreads();
-  block_scan<Scan::kMax>(end, p.E);
+  block_scan(end, p.E, Max{});
   for (int e = t; e < p.E; e += kThreads) {
     const int safe = end[e] / p.multiple * p.multiple;
     if (safe != end[e]) rounded = 1;

@@ -5,26 +5,25 @@
 //
 // Groups are consecutive rows of the layout without gaps, their ends in offs [E]. When padding, the places follow from
 // the sizes and `align`, and are written to padded_starts and padded_offs, unless they are given in `starts`. A place
-// out of range is not followed: the row is zero. Rows are row_bytes of any dtype; `to` is contiguous.
+// out of range is not followed: the row is zero. What is written here is the index of every row's source, for
+// copy_rows; -1 stands for zeros.
 #pragma once
 #include <cstdint>
 
 namespace moe_fp8 {
 
-struct CopyTokenGroupsParams {
-  const void* from;
-  void* to;
-  const int* offs;    // [E]
-  const int* starts;  // [E]; null: pad by align
+struct TokenGroupsParams {
+  const int* offs;     // [E]
+  const int* starts;   // [E]; null: pad by align
   int* padded_starts;  // [E] each, written when starts is null
   int* padded_offs;
+  int* source;         // [P], or [M] when unpadding
   int64_t E, M, P;
-  int64_t row_bytes, from_stride;  // bytes
   int align;
 };
 
 // 0, or the runtime's error code.
-int pad_token_groups(const CopyTokenGroupsParams& p, void* stream);
-int unpad_token_groups(const CopyTokenGroupsParams& p, void* stream);
+int pad_sources(const TokenGroupsParams& p, void* stream);
+int unpad_sources(const TokenGroupsParams& p, void* stream);
 
 }  // namespace moe_fp8

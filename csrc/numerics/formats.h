@@ -8,11 +8,17 @@ namespace moe_fp8 {
 enum class InType : int { kBF16, kF16, kF32 };
 enum class Fp8Type : int { kE4M3FN, kE5M2, kE4M3FNUZ, kE5M2FNUZ };
 
-// ---- inputs: `Bits` as stored, `magnitude` orders finite < Inf < NaN and widens to the float32 bits of |x| --------
+// ---- inputs: `Bits` as stored, `magnitude` orders finite < Inf < NaN and widens to the float32 bits of |x|.
+// from_float rounds to nearest even; every NaN becomes the quiet one without a sign: 0x7fc0, 0x7e00, 0x7fc00000. -----
 struct BF16 {
   using Bits = uint16_t;
   static constexpr uint32_t kMagnitudeMask = 0x7fff7fffu;  // both halves of a word
   static MOE_HD float to_float(uint32_t bits) { return as_float(bits << 16); }
+  static MOE_HD Bits from_float(float f) {
+    const uint32_t bits = as_bits(f);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+    return Bits((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+  }
 };
 struct F16 {
   using Bits = uint16_t;
@@ -25,11 +31,20 @@ struct F16 {
     const uint32_t finite = magnitude < 0x400u ? subnormal : normal;
     return as_float(finite | sign | (magnitude >= 0x7c00u ? 0x7f800000u : 0u));
   }
+  static MOE_HD Bits from_float(float f) {
+    const uint32_t magnitude = as_bits(f) & 0x7fffffffu, sign = as_bits(f) >> 16 & 0x8000u;
+    const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1)) >> 13;
+    // A subnormal's unit, 2^-24, is that of the float32 numbers from 0.5 on: the float adder rounds.
+    const uint32_t subnormal = as_bits(as_float(magnitude) + 0.5f) - as_bits(0.5f);
+    const uint32_t code = magnitude < 0x38800000u ? subnormal : magnitude < 0x477ff000u ? normal : 0x7c00u;
+    return magnitude > 0x7f800000u ? Bits(0x7e00) : Bits(code | sign);
+  }
 };
 struct F32 {
   using Bits = uint32_t;
   static constexpr uint32_t kMagnitudeMask = 0x7fffffffu;
   static MOE_HD float to_float(uint32_t bits) { return as_float(bits); }
+  static MOE_HD Bits from_float(float f) { return f != f ? 0x7fc00000u : as_bits(f); }
 };
 template <class In>
 inline constexpr int kPerWord = 4 / sizeof(typename In::Bits);  // elements in a 32-bit word
@@ -42,13 +57,6 @@ MOE_HD float element(uint32_t word, int i) {
 }
 template <>
 MOE_HD float element<BF16>(uint32_t word, int i) { return as_float(i ? word & 0xffff0000u : word << 16); }
-
-// Round to nearest even.
-MOE_HD uint16_t bf16_from_float(float f) {
-  const uint32_t bits = as_bits(f);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
-  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
-}
 
 // ---- fp8 ---------------------------------------------------------------------------------------------------------
 template <Fp8Type>

@@ -1,4 +1,4 @@
-// Token-group arithmetic. Offsets are data: nothing here trusts them.
+// Token-group arithmetic. Offsets and indices are data: nothing here trusts them.
 #pragma once
 #include "numerics/platform.h"
 
@@ -17,5 +17,23 @@ MOE_HD int clamp_offset(int offset, int rows) { return offset < 0 ? 0 : offset >
 MOE_HD constexpr int64_t padded_extent(int64_t rows, int64_t experts, int64_t align) {
   return round_up(rows, align) + experts * align;
 }
+
+// Rows taken by index: i = at[p] stands for row i / top_k, or for a row of zeros when it is not in [0, rows * top_k).
+struct RowIndex {
+  const int* at = nullptr;
+  uint32_t limit = 0;
+  uint32_t multiplier = 0;  // i / top_k = i * multiplier >> shift, exact below 2^31
+  int shift = 0;
+
+  RowIndex() = default;
+  RowIndex(const int* at, int64_t rows, int64_t top_k) : at(at), limit(uint32_t(rows * top_k)), shift(31) {
+    while (int64_t(1) << (shift - 31) < top_k) ++shift;
+    multiplier = uint32_t(ceil_div(uint64_t(1) << shift, uint64_t(top_k)));
+  }
+  MOE_HD int64_t row(int64_t p) const {  // -1: zeros
+    const uint32_t i = uint32_t(at[p]);
+    return i < limit ? int64_t(uint64_t(i) * multiplier >> shift) : -1;
+  }
+};
 
 }  // namespace moe_fp8

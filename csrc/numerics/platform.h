@@ -111,6 +111,36 @@ MOE_DEVICE uint32_t warp_max(uint32_t v) {
 #endif
 }
 
+// A bit a lane; bits of lanes that the wave does not have are zero.
+#if defined(MOE_HIP)
+using LaneMask = uint64_t;
+#else
+using LaneMask = uint32_t;
+#endif
+MOE_DEVICE LaneMask ballot(bool vote) {
+#if defined(MOE_HIP)
+  return __ballot(vote);
+#else
+  return __ballot_sync(0xffffffffu, vote);
+#endif
+}
+MOE_DEVICE int popcount(LaneMask mask) {
+#if defined(MOE_HIP)
+  return __popcll(mask);
+#else
+  return __popc(mask);
+#endif
+}
+// What lanes wrote to shared memory before it, all lanes of the wave read behind it.
+MOE_DEVICE void wave_barrier() {
+#if defined(MOE_HIP)
+  __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+  __builtin_amdgcn_wave_barrier();
+#else
+  __syncwarp();
+#endif
+}
+
 // ---- packed arithmetic ---------------------------------------------------------------------------------------------
 MOE_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b) {
 #if defined(MOE_CUDA)
@@ -210,8 +240,9 @@ MOE_DEVICE void store_stream(Vec8* p, Vec8 v) {
 #endif
 }
 // The same of single words, bytes and halves, where rows are not multiples of more.
-template <class T>
+template <Reuse kReuse = Reuse::kNone, class T>
 MOE_DEVICE std::enable_if_t<std::is_unsigned_v<T>, T> load_stream(const T* p) {
+  if constexpr (kReuse == Reuse::kSoon) return *p;
 #if defined(MOE_CUDA)
   return __ldcs(p);
 #elif defined(MOE_HIP) && !defined(MOE_SIMT)

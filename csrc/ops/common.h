@@ -44,8 +44,22 @@ inline void check_inner_stride(const char* op, const char* arg, const Tensor& x)
   if (x.strides[last] != 1 && x.sizes[last] > 1 && !x.empty())
     fail(op, ": ", arg, " must have stride 1 in its last dimension, got stride ", x.strides[last]);
 }
+inline void check_contiguous(const char* op, const char* arg, const Tensor& x) {
+  for (int64_t d = x.dim - 1, stride = 1; d >= 0; stride *= x.sizes[d--])
+    if (x.strides[d] != stride && x.sizes[d] > 1 && !x.empty())
+      fail(op, ": ", arg, " must be contiguous, got stride ", x.strides[d], " in dimension ", d);
+}
 inline void check_size(const char* op, const char* arg, int64_t size, const char* what) {
   if (size > kMaxRows) fail(op, ": ", arg, " must have at most ", kMaxRows, " ", what, ", got ", size);
+}
+// [rows, columns] of a dtype that can be quantized.
+inline InType check_tokens(const char* op, const char* arg, const Tensor& x) {
+  const InType in = in_type(op, arg, x);
+  check_dim(op, arg, x, 2);
+  check_inner_stride(op, arg, x);
+  check_size(op, arg, x.sizes[0], "rows");
+  check_size(op, arg, x.sizes[1], "columns");
+  return in;
 }
 inline void check_same_device(const char* op, const char* arg, const Tensor& t, const char* like, const Tensor& x) {
   if (t.device_type != x.device_type || (x.on_gpu() && t.device_index != x.device_index))
@@ -56,12 +70,13 @@ inline bool flag_is_set(const char* name) {
   const char* value = std::getenv(name);
   return value && *value && std::strcmp(value, "0") != 0;
 }
-// Of an int32 vector; waits for the device.
-inline std::vector<int> contents(const Tensor& t) {
+// Of integers, in logical order; waits for the device.
+template <class T = int>
+std::vector<T> contents(const Tensor& t) {
   const torch::stable::Tensor there(share(t.handle).release());
-  const torch::stable::Tensor here = torch::stable::to(there, torch::stable::Device("cpu"));
-  const int* first = static_cast<const int*>(here.const_data_ptr());
-  return {first, first + t.sizes[0]};
+  const torch::stable::Tensor here = torch::stable::contiguous(torch::stable::to(there, torch::stable::Device("cpu")));
+  const T* first = static_cast<const T*>(here.const_data_ptr());
+  return {first, first + here.numel()};
 }
 inline void validate_offs(const char* op, const Tensor& offs, const char* like, int64_t limit,
                           const char* unit) {

@@ -69,12 +69,13 @@ inline void transpose8(uint64_t (&t)[8]) {
   exchange(1, 0x00ff00ff00ff00ffu);
 }
 
-template <class In, Fp8Type kOut>
-void cast_tile(const typename In::Bits* __restrict x, int64_t row_stride, int rows, int columns,
-               const float* __restrict m, uint8_t* __restrict q_t, int64_t q_t_stride) {
+// row_of(r): the first element of row r of the group, in the strip.
+template <class In, Fp8Type kOut, class RowOf>
+void cast_tile(RowOf row_of, int64_t first, int rows, int columns, const float* __restrict m,
+               uint8_t* __restrict q_t, int64_t q_t_stride) {
   alignas(64) uint8_t q[kTileRows][kStrip];
   for (int r = 0; r < rows; ++r) {
-    const typename In::Bits* row = x + r * row_stride;
+    const typename In::Bits* __restrict row = row_of(first + r);
     for (int c = 0; c < columns; ++c) q[r][c] = fp8_from_scaled<kOut>(In::to_float(row[c]) * m[c]);
   }
   for (int c0 = 0; c0 < columns; c0 += 8)
@@ -93,18 +94,18 @@ void cast_tile(const typename In::Bits* __restrict x, int64_t row_stride, int ro
 }
 
 struct GroupRows {
-  int64_t x;     // offset of the group's first element
+  int64_t first;  // as row_of wants it
   int64_t rows;
   int64_t q_t;   // offset of its first byte in row 0 of the transposed output
 };
 
 // A strip of one group: columns [k, k + columns).
-template <class In, Fp8Type kOut>
-void quantize_strip(const typename In::Bits* __restrict x, int64_t row_stride, int64_t rows, int columns, bool pow2,
-                    uint8_t* __restrict q_t, int64_t q_t_stride, float* __restrict scale_t) {
+template <class In, Fp8Type kOut, class RowOf>
+void quantize_strip(RowOf row_of, int64_t rows, int columns, bool pow2, uint8_t* __restrict q_t, int64_t q_t_stride,
+                    float* __restrict scale_t) {
   Magnitude<In> amax[kStrip] = {};
   for (int64_t r = 0; r < rows; ++r) {
-    const typename In::Bits* row = x + r * row_stride;
+    const typename In::Bits* __restrict row = row_of(r);
     for (int c = 0; c < columns; ++c) amax[c] = std::max(amax[c], magnitude<In>(row[c]));
   }
   float m[kStrip] = {};
@@ -114,17 +115,17 @@ void quantize_strip(const typename In::Bits* __restrict x, int64_t row_stride, i
     scale_t[c] = s.dequant();
   }
   for (int64_t r = 0; r < rows; r += kTileRows)
-    cast_tile<In, kOut>(x + r * row_stride, row_stride, int(std::min<int64_t>(kTileRows, rows - r)), columns, m,
-                        q_t + r, q_t_stride);
+    cast_tile<In, kOut>(row_of, r, int(std::min<int64_t>(kTileRows, rows - r)), columns, m, q_t + r, q_t_stride);
   for (int c = 0; c < columns; ++c)
     if (m[c] != m[c]) std::memset(q_t + c * q_t_stride, Fp8<kOut>::kNan, rows);
 }
 
 // Columns of every group; bytes of q_t that belong to no row are left alone. Strips are the outer index of the work, so
-// that threads share even a single group.
-template <class In, Fp8Type kOut>
-void colwise_loop(const typename In::Bits* x, int64_t row_stride, const std::vector<GroupRows>& groups, int64_t K,
-                  bool pow2, uint8_t* q_t, int64_t q_t_stride, float* scale_t) {
+// that threads share even a single group. row_of(first, r) is the first element of row r of the group that begins at
+// `first`.
+template <class In, Fp8Type kOut, class RowOf>
+void colwise_loop(RowOf row_of, const std::vector<GroupRows>& groups, int64_t K, bool pow2, uint8_t* q_t,
+                  int64_t q_t_stride, float* scale_t) {
   const int64_t E = int64_t(groups.size());
   int64_t rows = E;
   for (const GroupRows& g : groups) rows += g.rows;
@@ -132,11 +133,33 @@ void colwise_loop(const typename In::Bits* x, int64_t row_stride, const std::vec
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t e = unit % E, k = unit / E * kStrip;
       const GroupRows& g = groups[e];
-      quantize_strip<In, kOut>(x + g.x + k, row_stride, g.rows, int(std::min<int64_t>(kStrip, K - k)), pow2,
-                               q_t + g.q_t + k * q_t_stride, q_t_stride, scale_t + e * K + k);
+      quantize_strip<In, kOut>([&, k](int64_t r) { return row_of(g.first, r) + k; }, g.rows,
+                               int(std::min<int64_t>(kStrip, K - k)), pow2, q_t + g.q_t + k * q_t_stride, q_t_stride,
+                               scale_t + e * K + k);
     }
   });
 }
+
+// Rows of tokens: as they lie, or taken by index with a row of zeros where there is none.
+template <class Bits>
+struct TokenRows {
+  const Bits* base;
+  int64_t stride;
+  const Bits* operator()(int64_t r) const { return base + r * stride; }
+  const Bits* operator()(int64_t first, int64_t r) const { return (*this)(first + r); }
+};
+template <class Bits>
+struct IndexedRows {
+  const Bits* base;
+  int64_t stride;
+  RowIndex index;
+  const Bits* zeros;  // K of them
+  const Bits* operator()(int64_t p) const {
+    const int64_t r = index.row(p);
+    return r < 0 ? zeros : base + r * stride;
+  }
+  const Bits* operator()(int64_t first, int64_t r) const { return (*this)(first + r); }
+};
 
 // offs made safe, as the kernels' group table does it: exclusive ends, clamped and monotonic.
 inline std::vector<int> safe_ends(const int* offs, int64_t E, int64_t rows) {
@@ -146,13 +169,12 @@ inline std::vector<int> safe_ends(const int* offs, int64_t E, int64_t rows) {
   return ends;
 }
 // Groups of token rows and their places in the padded layout; writes padded_offs.
-inline std::vector<GroupRows> token_groups(const int* offs, int64_t E, int64_t rows, int64_t row_stride, int64_t align,
-                                           int* padded_offs) {
+inline std::vector<GroupRows> token_groups(const int* offs, int64_t E, int64_t rows, int64_t align, int* padded_offs) {
   std::vector<GroupRows> groups(E);
   int64_t start = 0, position = 0;
   for (int64_t e = 0; e < E; ++e) {
     const int64_t end = std::max<int64_t>(start, clamp_offset(offs[e], int(rows)));
-    groups[e] = {start * row_stride, end - start, position};
+    groups[e] = {start, end - start, position};
     position += round_up(end - start, align);
     padded_offs[e] = int(position);
     start = end;

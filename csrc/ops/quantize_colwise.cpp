@@ -29,11 +29,12 @@ Results<3> quantize_colwise_op(const Tensor& x, const Tensor& offs, int64_t alig
   }
 #endif
   std::memset(data(q_t), 0, K * P);
-  const auto groups = token_groups(offs.as<int>(), E, M, row_stride, align, data<int>(padded_offs));
+  const auto groups = token_groups(offs.as<int>(), E, M, align, data<int>(padded_offs));
   dispatch(in, out, [&](auto in_tag, auto out_tag) {
     using In = decltype(in_tag);
-    colwise_loop<In, decltype(out_tag)::value>(x.as<typename In::Bits>(), row_stride, groups, K, pow2_scale,
-                                               data<uint8_t>(q_t), P, data<float>(scale_t));
+    const TokenRows<typename In::Bits> rows = {x.as<typename In::Bits>(), row_stride};
+    colwise_loop<In, decltype(out_tag)::value>(rows, groups, K, pow2_scale, data<uint8_t>(q_t), P,
+                                               data<float>(scale_t));
     return 0;
   });
   return results(q_t, scale_t, padded_offs);

@@ -30,14 +30,13 @@ Results<5> quantize_rowcol_op(const Tensor& x, const Tensor& offs, int64_t align
   }
 #endif
   std::memset(data(q_t), 0, K * P);
-  const auto groups = token_groups(offs.as<int>(), E, M, row_stride, align, data<int>(padded_offs));
+  const auto groups = token_groups(offs.as<int>(), E, M, align, data<int>(padded_offs));
   dispatch(in, out, [&](auto in_tag, auto out_tag) {
     using In = decltype(in_tag);
     constexpr Fp8Type kOut = decltype(out_tag)::value;
-    const auto* base = x.as<typename In::Bits>();
-    rowwise_loop<In, kOut>([=](int64_t r) { return base + r * row_stride; }, M, K, pow2_scale, data<uint8_t>(q),
-                           data<float>(scale));
-    colwise_loop<In, kOut>(base, row_stride, groups, K, pow2_scale, data<uint8_t>(q_t), P, data<float>(scale_t));
+    const TokenRows<typename In::Bits> rows = {x.as<typename In::Bits>(), row_stride};
+    rowwise_loop<In, kOut>(rows, M, K, pow2_scale, data<uint8_t>(q), data<float>(scale));
+    colwise_loop<In, kOut>(rows, groups, K, pow2_scale, data<uint8_t>(q_t), P, data<float>(scale_t));
     return 0;
   });
   return results(q, scale, q_t, scale_t, padded_offs);

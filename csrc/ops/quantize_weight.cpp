@@ -35,7 +35,8 @@ Results<4> quantize_weight_op(const Tensor& w, std::optional<int32_t> dtype, boo
     const auto* base = w.as<typename In::Bits>();
     auto row_of = [=](int64_t r) { return base + r / N * group_stride + r % N * row_stride; };
     rowwise_loop<In, kOut>(row_of, E * N, K, pow2_scale, data<uint8_t>(q), data<float>(scale));
-    colwise_loop<In, kOut>(base, row_stride, groups, K, pow2_scale, data<uint8_t>(q_t), N, data<float>(scale_t));
+    auto row_of_expert = [=](int64_t first, int64_t r) { return base + first + r * row_stride; };
+    colwise_loop<In, kOut>(row_of_expert, groups, K, pow2_scale, data<uint8_t>(q_t), N, data<float>(scale_t));
     return 0;
   });
   return results(q, scale, q_t, scale_t);

@@ -108,7 +108,7 @@ void cpu_grouped_mm(const Call& call, const ScaledGroupedMmParams& p) {
         const int64_t row = (first + r) * N;
         auto scaled = [=](int64_t c) { return from[r * N + c] * scale_a * scale_b[c]; };
         if (p.out_float32) for (int64_t c = 0; c < N; ++c) static_cast<float*>(p.out)[row + c] = scaled(c);
-        else for (int64_t c = 0; c < N; ++c) static_cast<uint16_t*>(p.out)[row + c] = bf16_from_float(scaled(c));
+        else for (int64_t c = 0; c < N; ++c) static_cast<uint16_t*>(p.out)[row + c] = BF16::from_float(scaled(c));
       }
     });
   }

@@ -36,7 +36,7 @@ inline void check_torch(AOTITorchError code) {
 
 // ---- dtypes and devices: torch's codes are not part of the interface, so they are asked for, once ------------------
 inline const int32_t kBFloat16 = aoti_torch_dtype_bfloat16(), kFloat32 = aoti_torch_dtype_float32();
-inline const int32_t kInt32 = aoti_torch_dtype_int32();
+inline const int32_t kInt32 = aoti_torch_dtype_int32(), kInt64 = aoti_torch_dtype_int64();
 inline const int32_t kInputDtypes[] = {kBFloat16, aoti_torch_dtype_float16(), kFloat32};  // in the order of InType
 inline const int32_t kFp8Dtypes[] = {                                                     // in the order of Fp8Type
     aoti_torch_dtype_float8_e4m3fn(), aoti_torch_dtype_float8_e5m2(), aoti_torch_dtype_float8_e4m3fnuz(),
@@ -53,7 +53,7 @@ inline std::string dtype_name(int32_t dtype) {
       {aoti_torch_dtype_int8(), "int8"}, {aoti_torch_dtype_uint8(), "uint8"},
       {aoti_torch_dtype_int16(), "int16"}, {aoti_torch_dtype_uint16(), "uint16"},
       {kInt32, "int32"}, {aoti_torch_dtype_uint32(), "uint32"},
-      {aoti_torch_dtype_int64(), "int64"}, {aoti_torch_dtype_uint64(), "uint64"},
+      {kInt64, "int64"}, {aoti_torch_dtype_uint64(), "uint64"},
       {aoti_torch_dtype_complex32(), "complex32"}, {aoti_torch_dtype_complex64(), "complex64"},
       {aoti_torch_dtype_complex128(), "complex128"}, {aoti_torch_dtype_bool(), "bool"},
       {torch_dtype_float8_e8m0fnu(), "float8_e8m0fnu"}, {torch_dtype_float4_e2m1fn_x2(), "float4_e2m1fn_x2"},
@@ -157,8 +157,12 @@ struct Boxed<op> {
   }
   template <class T>
   static T argument(StableIValue word) {
-    if constexpr (std::is_same_v<T, Tensor>) return Tensor(torch::stable::detail::to<AtenTensorHandle>(word));
-    else return torch::stable::detail::to<T>(word);
+    if constexpr (std::is_same_v<T, Tensor>) {
+      return Tensor(torch::stable::detail::to<AtenTensorHandle>(word));
+    } else if constexpr (std::is_same_v<T, std::optional<Tensor>>) {
+      const auto handle = torch::stable::detail::to<std::optional<AtenTensorHandle>>(word);
+      return handle ? T(std::in_place, *handle) : T();
+    } else return torch::stable::detail::to<T>(word);
   }
 };
 

@@ -31,15 +31,20 @@ constexpr int kLine = 128;  // positions in a line tile: one full cache line of 
 
 MOE_HD int line_tiles(int begin, int end) { return end > begin ? (end - 1) / kLine - begin / kLine + 1 : 0; }
 
-enum class Scan { kSum, kMax };
+// What scans combine: values of at least 0.
+struct Sum { MOE_DEVICE int operator()(int a, int b) const { return a + b; } };
+struct Max { MOE_DEVICE int operator()(int a, int b) const { return a > b ? a : b; } };
+struct SumUpTo {  // saturates, hence never overflows
+  int limit;
+  MOE_DEVICE int operator()(int a, int b) const { return a < limit - b ? a + b : limit; }
+};
 
 // In place inclusive scan of data[0..n) by the whole block; ends with a barrier.
-template <Scan kScan>
-MOE_DEVICE void block_scan(int* data, int n) {
+template <class Combine>
+MOE_DEVICE void block_scan(int* data, int n, Combine combine) {
   __shared__ int carry_of[32 + 1];
   const int threads = blockDim.x * blockDim.y, t = threadIdx.y * blockDim.x + threadIdx.x;
   const int lane = t % kWarpSize, wave = t / kWarpSize, waves = threads / kWarpSize;
-  auto combine = [](int a, int b) { return kScan == Scan::kSum ? a + b : a > b ? a : b; };
   int carry = 0;
   for (int base = 0; base < n; base += threads) {
     int v = base + t < n ? data[base + t] : 0;
@@ -58,16 +63,16 @@ MOE_DEVICE void block_scan(int* data, int n) {
 }
 
 // offs [E] may hold anything: it is clamped into [0, rows] and made monotonic. `positions` is the extent of the padded
-// layout. Every value scanned is at least 0.
+// layout.
 MOE_DEVICE void build_group_table(const GroupTable& table, const int* offs, int E, int rows, int positions, int align) {
   const int threads = blockDim.x * blockDim.y, t = threadIdx.y * blockDim.x + threadIdx.x;
   if (t == 0) table.row[0] = table.pos[0] = 0;
   for (int e = t; e < E; e += threads) table.row[e + 1] = clamp_offset(offs[e], rows);
   __syncthreads();
-  block_scan<Scan::kMax>(table.row + 1, E);
+  block_scan(table.row + 1, E, Max{});
   for (int e = t; e < E; e += threads) table.pos[e + 1] = round_up(table.row[e + 1] - table.row[e], align);
   __syncthreads();
-  block_scan<Scan::kSum>(table.pos + 1, E);
+  block_scan(table.pos + 1, E, Sum{});
   if (t == 0) {
     table.row[E + 1] = rows;
     table.pos[E + 1] = positions;

@@ -42,6 +42,9 @@ MOE_DEVICE void store_cast(uint8_t* row, int v, int64_t K, const Vec16& vec, flo
   }
 }
 
+// Where rows come from: as they lie in x, or taken by index.
+enum class Rows { kInPlace, kByIndex };
+
 // Largest magnitude of a vector, as a word.
 template <class In>
 MOE_DEVICE uint32_t max_vec(uint32_t amax, const Vec16& vec) {
@@ -74,20 +77,20 @@ struct RowTeam {
 enum class Row { kFits, kLong };  // in kVecs vectors a thread; what a long row has beyond them is read twice
 
 template <class In, Fp8Type kOut, int kVecs, Row kRow, bool kAligned>
-MOE_DEVICE void quantize_row(const RowTeam& team, const typename In::Bits* x, int64_t K, bool live, bool pow2,
-                             uint8_t* q, float* scale) {
-  const int vecs = live ? int(ceil_div<int64_t>(K, kVecElements<In>)) : 0;
+MOE_DEVICE void quantize_row(const RowTeam& team, const typename In::Bits* x, int64_t K, bool live, bool zero,
+                             bool pow2, uint8_t* q, float* scale) {
+  const int vecs = live ? int(ceil_div<int64_t>(K, kVecElements<In>)) : 0, loaded = zero ? 0 : vecs;
   Vec16 held[kVecs];
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
     const int v = i * team.count + team.rank;
-    held[i] = v < vecs ? load_vec<In, kAligned>(x, v, K) : Vec16{};
+    held[i] = v < loaded ? load_vec<In, kAligned>(x, v, K) : Vec16{};
   }
   uint32_t amax = 0;
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) amax = max_vec<In>(amax, held[i]);
   const int rest = kRow == Row::kFits ? vecs : kVecs * team.count + team.rank;
-  for (int v = rest; v < vecs; v += team.count) amax = max_vec<In>(amax, load_vec<In, kAligned>(x, v, K));
+  for (int v = rest; v < loaded; v += team.count) amax = max_vec<In>(amax, load_vec<In, kAligned>(x, v, K));
 
   const ScaleF32 s = ScaleF32::from_amax<kOut>(team.max(amax_bits<In>(amax)), pow2);
 
@@ -97,18 +100,21 @@ MOE_DEVICE void quantize_row(const RowTeam& team, const typename In::Bits* x, in
     if (v < vecs) store_cast<In, kOut, kAligned>(q, v, K, held[i], s.multiplier);
   }
   for (int v = rest; v < vecs; v += team.count)
-    store_cast<In, kOut, kAligned>(q, v, K, load_vec<In, kAligned>(x, v, K), s.multiplier);
+    store_cast<In, kOut, kAligned>(q, v, K, v < loaded ? load_vec<In, kAligned>(x, v, K) : Vec16{}, s.multiplier);
   if (live && team.rank == 0) *scale = s.dequant();
 }
 
 // The same of an aligned row in shared memory, `held`: few registers and few threads for the bytes under way, so that
 // blocks fit beside those of another kernel. A thread reads what it copied itself.
 template <class In, Fp8Type kOut>
-MOE_DEVICE void quantize_staged_row(const RowTeam& team, const typename In::Bits* x, int64_t K, bool pow2, Vec16* held,
-                                    uint8_t* q, float* scale) {
+MOE_DEVICE void quantize_staged_row(const RowTeam& team, const typename In::Bits* x, int64_t K, bool zero, bool pow2,
+                                    Vec16* held, uint8_t* q, float* scale) {
   const int vecs = int(K / kVecElements<In>);
 #pragma unroll 4
-  for (int v = team.rank; v < vecs; v += team.count) copy_to_shared(held + v, reinterpret_cast<const Vec16*>(x) + v);
+  for (int v = team.rank; v < vecs; v += team.count) {
+    if (zero) held[v] = Vec16{};
+    else copy_to_shared(held + v, reinterpret_cast<const Vec16*>(x) + v);
+  }
   commit_copies();
   wait_copies<0>();
   uint32_t amax = 0;

@@ -10,9 +10,10 @@ namespace moe_fp8 {
 constexpr int kLanes = 32, kSlotRows = 16, kLineSlots = kLine / kSlotRows;
 constexpr int kStripBytes = 128, kChunks = kStripBytes / 16;
 
-template <class In_, Fp8Type kOut_, int kSlots_>
+template <class In_, Fp8Type kOut_, int kSlots_, Rows kRows_>
 struct StripTraits {
   using In = In_;
+  static constexpr Rows kRows = kRows_;
   static constexpr Fp8Type kOut = kOut_;
   static constexpr int kSlots = kSlots_, kThreads = kSlots * kLanes;
   static constexpr int kLines = kSlots / kLineSlots;    // lines of q_t cast at once
@@ -41,21 +42,53 @@ struct StripShared {
   Part parts[4];                          // of the strip in work, the next one, and some that slow threads still read
 };
 
-// The 16 bytes of a row of the strip from `column` on; zeros beyond column K.
+// Walks the rows first, first + step, ... of the block's part of a strip, at `column`.
+template <class T, Rows = T::kRows>
+struct RowWalk {
+  const typename T::In::Bits* x;
+  int64_t step;
+
+  MOE_DEVICE RowWalk(const StripArgs& p, const Part& w, int first, int step, int64_t column)
+      : x(static_cast<const typename T::In::Bits*>(p.x) + w.x + first * p.row_stride + column),
+        step(step * p.row_stride) {}
+  MOE_DEVICE const typename T::In::Bits* next() {
+    const auto* row = x;
+    x += step;
+    return row;
+  }
+};
 template <class T>
-MOE_DEVICE Vec16 load_chunk(const StripArgs& p, const Part& w, int row, int64_t column) {
+struct RowWalk<T, Rows::kByIndex> {  // null: a row of zeros
+  const StripArgs& p;
+  int64_t at, column;
+  int step;
+
+  MOE_DEVICE RowWalk(const StripArgs& p, const Part& w, int first, int step, int64_t column)
+      : p(p), at(w.x + first), column(column), step(step) {}
+  MOE_DEVICE const typename T::In::Bits* next() {
+    const int64_t row = p.index.row(at);
+    at += step;
+    return row < 0 ? nullptr : static_cast<const typename T::In::Bits*>(p.x) + row * p.row_stride + column;
+  }
+};
+template <class T>
+MOE_DEVICE constexpr bool is_zero_row(const void* row) { return T::kRows == Rows::kByIndex && row == nullptr; }
+
+// The 16 bytes from `row` on, which is at `column`; zeros beyond column K.
+template <class T>
+MOE_DEVICE Vec16 load_chunk(const StripArgs& p, const typename T::In::Bits* row, int64_t column) {
   using In = typename T::In;
-  const auto* x = static_cast<const typename In::Bits*>(p.x) + w.x + row * p.row_stride + column;
   Vec16 v = {};
+  if (is_zero_row<T>(row)) return v;
 #pragma unroll
   for (int i = 0; i < T::kVec; ++i)
-    if (column + i < p.K) v.w[i / kPerWord<In>] |= uint32_t(x[i]) << (16 * (i % kPerWord<In>));
+    if (column + i < p.K) v.w[i / kPerWord<In>] |= uint32_t(row[i]) << (16 * (i % kPerWord<In>));
   return v;
 }
 template <class T>
 MOE_DEVICE uint32_t load_word(const StripArgs& p, const typename T::In::Bits* x, int64_t column) {
   using In = typename T::In;
-  if (column >= p.K) return 0;
+  if (column >= p.K || is_zero_row<T>(x)) return 0;
   if (p.aligned) return *reinterpret_cast<const uint32_t*>(x);
   uint32_t v = x[0];
   if (kPerWord<In> == 2 && column + 1 < p.K) v |= uint32_t(x[kPerWord<In> - 1]) << 16;
@@ -74,15 +107,19 @@ MOE_DEVICE void copy_rows(const StripArgs& p, const Part& w, int begin, int end,
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks;
   const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::kVec;
   const int first = begin + ((t / kChunks - begin) & (T::kRowStep - 1));
+  RowWalk<T> rows(p, w, first, T::kRowStep, column);
   if (p.aligned && column < p.K) {
-    const auto* x = static_cast<const typename In::Bits*>(p.x) + w.x + first * p.row_stride + column;
 #pragma unroll 4
-    for (int r = first; r < end; r += T::kRowStep, x += T::kRowStep * p.row_stride)
-      copy_to_shared(ring + ring_row(p, base + r) * kChunks + chunk, reinterpret_cast<const Vec16*>(x));
+    for (int r = first; r < end; r += T::kRowStep) {
+      Vec16* to = ring + ring_row(p, base + r) * kChunks + chunk;
+      const auto* row = rows.next();
+      if (is_zero_row<T>(row)) *to = Vec16{};
+      else copy_to_shared(to, reinterpret_cast<const Vec16*>(row));
+    }
   } else {
 #pragma unroll 1  // unaligned x: registers, not speed
     for (int r = first; r < end; r += T::kRowStep)
-      ring[ring_row(p, base + r) * kChunks + chunk] = load_chunk<T>(p, w, r, column);
+      ring[ring_row(p, base + r) * kChunks + chunk] = load_chunk<T>(p, rows.next(), column);
   }
 }
 
@@ -99,14 +136,16 @@ MOE_DEVICE void reduce_strip(const StripArgs& p, const Part& w, const Vec16* rin
     for (int i = 0; i < 4; ++i) amax[i] = max_magnitude<In>(amax[i], v.w[i]);
   };
   const int beyond = held > first ? first + round_up(held - first, T::kRowStep) : first;
-  if (p.aligned && column < p.K) {  // rows that no block holds
-    const auto* x = static_cast<const typename In::Bits*>(p.x) + w.x + beyond * p.row_stride + column;
+  RowWalk<T> rows(p, w, beyond, T::kRowStep, column);  // that no block holds
+  if (p.aligned && column < p.K) {
 #pragma unroll 4
-    for (int r = beyond; r < w.rows; r += T::kRowStep, x += T::kRowStep * p.row_stride)
-      reduce(load_stream<Reuse::kSoon>(reinterpret_cast<const Vec16*>(x)));
+    for (int r = beyond; r < w.rows; r += T::kRowStep) {
+      const auto* row = rows.next();
+      if (!is_zero_row<T>(row)) reduce(load_stream<Reuse::kSoon>(reinterpret_cast<const Vec16*>(row)));
+    }
   } else {
 #pragma unroll 1
-    for (int r = beyond; r < w.rows; r += T::kRowStep) reduce(load_chunk<T>(p, w, r, column));
+    for (int r = beyond; r < w.rows; r += T::kRowStep) reduce(load_chunk<T>(p, rows.next(), column));
   }
   wait_copies<1>();  // all but the next strip's; a thread reduces what it copied itself: no barrier yet
 #pragma unroll 4
@@ -190,9 +229,9 @@ MOE_DEVICE void cast_lines(const StripArgs& p, const Part& w, int line, const Ve
     for (int i = 0; i < kSlotRows; ++i) v[i] = i < rows ? words[i * kLanes] : 0;
   } else {
     const int64_t column = int64_t(w.strip) * T::kColumns + threadIdx.x * kPerWord<In>;
-    const auto* x = static_cast<const typename In::Bits*>(p.x) + w.x + first * p.row_stride + column;
+    RowWalk<T> walk(p, w, first, 1, column);
 #pragma unroll
-    for (int i = 0; i < kSlotRows; ++i, x += p.row_stride) v[i] = i < rows ? load_word<T>(p, x, column) : 0;
+    for (int i = 0; i < kSlotRows; ++i) v[i] = i < rows ? load_word<T>(p, walk.next(), column) : 0;
   }
   cast_slot<T, false>(v, rows, multiplier, stage);
 }

@@ -3,6 +3,7 @@
 #pragma once
 #include "numerics/formats.h"
 #include "primitives/group_table.h"
+#include "primitives/row.h"
 
 namespace moe_fp8 {
 
@@ -23,9 +24,11 @@ struct StripArgs {
   int cluster_log2;      // blocks of a cluster
   bool last_first;       // groups from the last to the first
   bool rows_beside;      // the next kernel in the stream may run beside this one
+  RowIndex index;        // IndexedGroups
 };
 
-// The geometry of groups, as a type: TokenGroups from offs, ExpertGroups of equal size. A group's positions are
+// The geometry of groups, as a type: TokenGroups from offs, IndexedGroups likewise, but of rows taken by index, and
+// ExpertGroups of equal size. A group's positions are
 // [begin, end), counted from its q_t_offset. The last of the tokens' spans is the tail: rows without a group, positions
 // without rows.
 struct Span {
@@ -33,6 +36,7 @@ struct Span {
   int begin, end;
 };
 struct TokenGroups {
+  static constexpr Rows kRows = Rows::kInPlace;
   static constexpr bool kShareRows = true;  // of q_t, each group from a multiple of align on
   static MOE_HD constexpr int table_words(int64_t E) { return GroupTable::words(int(E)); }
 
@@ -51,11 +55,17 @@ struct TokenGroups {
     const int first = int(q_t_offset(e));
     return {table.rows(e), table.pos[e] - first, table.pos[e + 1] - first};
   }
-  MOE_DEVICE int64_t x_offset(int e, int row) const { return (table.row[e] + int64_t(row)) * p.row_stride; }
+  MOE_DEVICE int64_t first_row(int e, int row) const { return (table.row[e] + int64_t(row)) * p.row_stride; }
   // Groups that start anywhere count positions from their own start, as experts do: chunks never hold two groups.
   MOE_DEVICE int64_t q_t_offset(int e) const { return p.align % 16 ? table.pos[e] : 0; }
 };
+struct IndexedGroups : TokenGroups {
+  static constexpr Rows kRows = Rows::kByIndex;
+  using TokenGroups::TokenGroups;
+  MOE_DEVICE int64_t first_row(int e, int row) const { return table.row[e] + int64_t(row); }
+};
 struct ExpertGroups {
+  static constexpr Rows kRows = Rows::kInPlace;
   static constexpr bool kShareRows = false;
   static MOE_HD constexpr int table_words(int64_t) { return 0; }
 
@@ -65,7 +75,7 @@ struct ExpertGroups {
   MOE_DEVICE int count() const { return int(p.E); }
   MOE_DEVICE bool is_tail(int) const { return false; }
   MOE_DEVICE Span span(int) const { return {int(p.rows), 0, int(p.rows)}; }
-  MOE_DEVICE int64_t x_offset(int e, int row) const { return e * p.group_stride + row * p.row_stride; }
+  MOE_DEVICE int64_t first_row(int e, int row) const { return e * p.group_stride + row * p.row_stride; }
   MOE_DEVICE int64_t q_t_offset(int e) const { return e * p.rows * p.K; }
 };
 
@@ -88,7 +98,7 @@ struct Part {
   int group, strip;
   int begin, end;    // positions of the whole group
   int line0, line1;  // this block's lines of q_t
-  int64_t x;         // element offset of its first row in x
+  int64_t x;         // of its first row: the element in x, or its place in the index
   int skipped;       // rows of the group before it
   int rows;
 
@@ -112,7 +122,7 @@ MOE_DEVICE Part part_of(const StripArgs& p, const Groups& groups, const Unit& u)
   const int stop = w.line1 * kLine - g.begin, rows = groups.is_tail(w.group) ? 0 : g.rows;
   w.rows = w.line0 < w.line1 ? (stop < rows ? stop : rows) - w.skipped : 0;
   if (w.rows < 0) w.rows = 0;
-  w.x = groups.x_offset(w.group, w.skipped);
+  w.x = groups.first_row(w.group, w.skipped);
   return w;
 }
 

@@ -1,19 +1,31 @@
 """Typed wrappers of torch.ops.moe_fp8.*, one module an op family: docstring and fake implementation."""
 
+from moe_fp8_ext.ops.combine import combine, combine_backward
+from moe_fp8_ext.ops.permute import permute_indices, permute_pad, unpermute
+from moe_fp8_ext.ops.permute_quantize import permute_pad_quantize_rowcol, permute_pad_quantize_rowwise
 from moe_fp8_ext.ops.quantize_colwise import quantize_colwise
 from moe_fp8_ext.ops.quantize_rowcol import quantize_rowcol
 from moe_fp8_ext.ops.quantize_rowwise import quantize_rowwise
 from moe_fp8_ext.ops.quantize_weight import quantize_weight
 from moe_fp8_ext.ops.scaled_grouped_mm import scaled_grouped_mm
+from moe_fp8_ext.ops.sort_tokens import sort_tokens
 from moe_fp8_ext.ops.token_groups import pad_token_groups, pad_token_groups_to, unpad_token_groups
 
 __all__ = [
+    "combine",
+    "combine_backward",
     "pad_token_groups",
     "pad_token_groups_to",
+    "permute_indices",
+    "permute_pad",
+    "permute_pad_quantize_rowcol",
+    "permute_pad_quantize_rowwise",
     "quantize_colwise",
     "quantize_rowcol",
     "quantize_rowwise",
     "quantize_weight",
     "scaled_grouped_mm",
+    "sort_tokens",
     "unpad_token_groups",
+    "unpermute",
 ]

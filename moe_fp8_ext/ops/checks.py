@@ -53,6 +53,35 @@ def check_contiguous(op: str, arg: str, x: Tensor) -> None:
         stride *= x.shape[dim]
 
 
+def check_rows(op: str, arg: str, x: Tensor) -> None:
+    require(x.dtype.itemsize in (1, 2, 4), f"{op}: {arg} must have a dtype of 1, 2 or 4 bytes, got {x.dtype}")
+    check_dim(op, arg, x, 2)
+    check_unit_stride(op, arg, x, -1)
+    check_size(op, arg, x.shape[0], "rows")
+    check_size(op, arg, x.shape[1], "columns")
+
+
+def check_tokens(op: str, arg: str, x: Tensor) -> None:
+    check_dtype(op, arg, x)
+    check_dim(op, arg, x, 2)
+    check_unit_stride(op, arg, x, -1)
+    check_size(op, arg, x.shape[0], "rows")
+    check_size(op, arg, x.shape[1], "columns")
+
+
+def check_index(op: str, arg: str, t: Tensor, like: str, x: Tensor) -> None:
+    check_dim(op, arg, t, 1)
+    require(t.dtype == torch.int32, f"{op}: {arg} must be int32, got {t.dtype}")
+    if t.stride(0) != 1 and t.shape[0] > 1:
+        raise RuntimeError(f"{op}: {arg} must have stride 1, got stride {t.stride(0)}")
+    check_same_device(op, arg, t, like, x)
+
+
+def check_count(op: str, arg: str, rows: int) -> None:
+    if isinstance(rows, int):
+        require(0 <= rows <= shapes.MAX_ROWS, f"{op}: {arg} must be from 0 to {shapes.MAX_ROWS}, got {rows}")
+
+
 def check_offs(op: str, offs: Tensor, like: str, x: Tensor) -> None:
     check_dim(op, "offs", offs, 1)
     require(offs.dtype == torch.int32, f"{op}: offs must be int32, got {offs.dtype}")

@@ -4,11 +4,10 @@ from torch import Tensor
 from moe_fp8_ext import shapes
 from moe_fp8_ext.ops.checks import (
     check_align,
-    check_dim,
+    check_count,
+    check_index,
     check_offs,
-    check_same_device,
-    check_size,
-    check_unit_stride,
+    check_rows,
     require,
 )
 
@@ -132,33 +131,16 @@ class _Copy(torch.autograd.Function):
         return back(_rows(grad), *ctx.saved_tensors, ctx.rows), None, None, None, None
 
 
-def _check_rows(op: str, arg: str, x: Tensor) -> None:
-    require(x.dtype.itemsize in (1, 2, 4), f"{op}: {arg} must have a dtype of 1, 2 or 4 bytes, got {x.dtype}")
-    check_dim(op, arg, x, 2)
-    check_unit_stride(op, arg, x, -1)
-    check_size(op, arg, x.shape[0], "rows")
-    check_size(op, arg, x.shape[1], "columns")
-
-
 def _check_starts(op: str, starts: Tensor, offs: Tensor) -> None:
-    check_dim(op, "padded_starts", starts, 1)
-    require(starts.dtype == torch.int32, f"{op}: padded_starts must be int32, got {starts.dtype}")
+    check_index(op, "padded_starts", starts, "offs", offs)
     e, got = offs.shape[0], starts.shape[0]
     require(got == e, f"{op}: padded_starts must have the {e} entries of offs, got {got}")
-    stride = starts.stride(0)
-    require(stride == 1 or e <= 1, f"{op}: padded_starts must have stride 1, got stride {stride}")
-    check_same_device(op, "padded_starts", starts, "offs", offs)
-
-
-def _check_count(op: str, arg: str, rows: int) -> None:
-    if isinstance(rows, int):
-        require(0 <= rows <= shapes.MAX_ROWS, f"{op}: {arg} must be from 0 to {shapes.MAX_ROWS}, got {rows}")
 
 
 @torch.library.register_fake("moe_fp8::pad_token_groups")
 def _(x, offs, align=16):
     op = "pad_token_groups"
-    _check_rows(op, "x", x)
+    check_rows(op, "x", x)
     check_offs(op, offs, "x", x)
     check_align(op, align, x.shape[0], offs.shape[0])
     x_padded, starts, ends = shapes.pad_token_groups(x.shape, offs.shape[0], align)
@@ -168,18 +150,18 @@ def _(x, offs, align=16):
 @torch.library.register_fake("moe_fp8::pad_token_groups_to")
 def _(x, offs, padded_starts, num_padded):
     op = "pad_token_groups_to"
-    _check_rows(op, "x", x)
+    check_rows(op, "x", x)
     check_offs(op, offs, "x", x)
     _check_starts(op, padded_starts, offs)
-    _check_count(op, "num_padded", num_padded)
+    check_count(op, "num_padded", num_padded)
     return x.new_empty(shapes.pad_token_groups_to(x.shape, num_padded))
 
 
 @torch.library.register_fake("moe_fp8::unpad_token_groups")
 def _(y, offs, padded_starts, num_tokens):
     op = "unpad_token_groups"
-    _check_rows(op, "y", y)
-    _check_count(op, "num_tokens", num_tokens)
+    check_rows(op, "y", y)
+    check_count(op, "num_tokens", num_tokens)
     check_offs(op, offs, "y", y)
     _check_starts(op, padded_starts, offs)
     return y.new_empty(shapes.unpad_token_groups(y.shape, num_tokens))

@@ -28,11 +28,17 @@ class Rule:
 RULES = (
     Rule(r"quantize_rowwise_kernel<.*, false>", vector_loads=False),  # misaligned rows, element by element
     Rule(r"quantize_(rowwise|rowwise_beside|strips)_kernel<.*>"),
-    Rule(r"scaled_grouped_mm_kernel|copy_token_groups_kernel<\w+, Vec16>", casts=False),
-    Rule(r"copy_token_groups_kernel<.*>", vector_loads=False, casts=False),  # rows that are not multiples of 16 bytes
+    Rule(r"scaled_grouped_mm_kernel|copy_rows_kernel<Vec16>", casts=False),
+    Rule(r"copy_rows_kernel<.*>", vector_loads=False, casts=False),  # rows that are not multiples of 16 bytes
+    Rule(r"token_groups_kernel<\w+>|permute_indices_kernel", vector_loads=False, casts=False),  # an index a row
     Rule(
         r"prepare_offs_kernel|zero_rows_kernel|zero_empty_groups_kernel", vector_loads=False, casts=False
     ),  # a few words, or stores alone
+    Rule(r"invert_indices_kernel", vector_loads=False, casts=False),  # an atomic for every word
+    Rule(r"combine(_backward)?_kernel<.*Vec16.*>", casts=False),
+    Rule(r"combine(_backward)?_kernel<.*>", vector_loads=False, casts=False),  # misaligned rows, element by element
+    Rule(r"zero_unused_rows_kernel<.*>", vector_loads=False, casts=False),  # an index a lane, and stores
+    Rule(r"(count|place)_tokens_kernel<\w+>", vector_loads=False, casts=False),  # an id a lane, in the order of lanes
 )
 
 

@@ -134,29 +134,65 @@ class SimtKernels:
         self._call("scaled_grouped_mm", memory, *what_a, *what_b, *how, out)
         return out
 
-    def pad_token_groups(self, x: Tensor, offs: Tensor, align: int) -> tuple[Tensor, ...]:
-        memory, e = GuardedMemory(), offs.shape[0]
-        x, offs = memory.copy(x), memory.copy(offs)
-        padded, starts, ends = shapes.pad_token_groups(x.shape, e, align)
-        out, starts, ends = memory.empty(padded, x.dtype), *(memory.empty(s, torch.int32) for s in (starts, ends))
-        sizes = e, x.shape[0], padded[0], x.shape[1] * x.element_size(), x.stride(0) * x.element_size()
-        self._call("copy_token_groups", memory, True, x, out, offs, None, starts, ends, *sizes, align)
-        return out, starts, ends
-
-    def _copy_to(self, pad: bool, x: Tensor, offs: Tensor, starts: Tensor, rows: int) -> Tensor:
+    def permute_pad(self, x: Tensor, indices: Tensor, top_k: int = 1) -> Tensor:
         memory = GuardedMemory()
-        x, offs, starts = map(memory.copy, (x, offs, starts))
-        out = memory.empty((rows, x.shape[1]), x.dtype)
-        m, p = (x.shape[0], rows) if pad else (rows, x.shape[0])
-        sizes = offs.shape[0], m, p, x.shape[1] * x.element_size(), x.stride(0) * x.element_size()
-        self._call("copy_token_groups", memory, pad, x, out, offs, starts, None, None, *sizes, 1)
+        x, indices, size = memory.copy(x), memory.copy(indices), x.element_size()
+        out = memory.empty(shapes.permute_pad(x.shape, indices.shape[0]), x.dtype)
+        what = x, x.shape[0], x.stride(0) * size, out, out.shape[0], out.shape[1] * size
+        self._call("copy_rows", memory, *what, indices, top_k)
         return out
 
+    def _sources(
+        self, pad: bool, offs: Tensor, starts: Tensor | None, m: int, p: int, align: int
+    ) -> tuple[Tensor, ...]:
+        memory, e = GuardedMemory(), offs.shape[0]
+        offs, starts = memory.copy(offs), None if starts is None else memory.copy(starts)
+        found = [memory.empty((e,), torch.int32) for _ in range(2)] if starts is None else [None, None]
+        source = memory.empty((p if pad else m,), torch.int32)
+        self._call("token_groups", memory, pad, offs, starts, *found, source, e, m, p, align)
+        return source, *found
+
+    def pad_token_groups(self, x: Tensor, offs: Tensor, align: int) -> tuple[Tensor, ...]:
+        p = shapes.padded_extent(x.shape[0], offs.shape[0], align)
+        source, starts, ends = self._sources(True, offs, None, x.shape[0], p, align)
+        return self.permute_pad(x, source), starts, ends
+
     def pad_token_groups_to(self, x: Tensor, offs: Tensor, padded_starts: Tensor, num_padded: int) -> Tensor:
-        return self._copy_to(True, x, offs, padded_starts, num_padded)
+        return self.permute_pad(x, self._sources(True, offs, padded_starts, x.shape[0], num_padded, 1)[0])
 
     def unpad_token_groups(self, y: Tensor, offs: Tensor, padded_starts: Tensor, num_tokens: int) -> Tensor:
-        return self._copy_to(False, y, offs, padded_starts, num_tokens)
+        return self.permute_pad(y, self._sources(False, offs, padded_starts, num_tokens, y.shape[0], 1)[0])
+
+    def permute_indices(
+        self, counts: Tensor, num_ranks: int, num_local_experts: int, num_tokens: int, align: int, align_empty: bool
+    ) -> tuple[Tensor, ...]:
+        memory, e = GuardedMemory(), num_local_experts
+        outputs = [memory.empty(s, torch.int32) for s in shapes.permute_indices(num_tokens, e, align)]
+        what = memory.copy(counts), counts.dtype == torch.int64, *outputs, num_ranks, e, num_tokens
+        self._call("permute_indices", memory, *what, outputs[0].shape[0], align, align if align_empty else 0)
+        return tuple(outputs)
+
+    def permute_pad_quantize_rowwise(
+        self, x: Tensor, indices: Tensor, top_k: int, dtype: torch.dtype, pow2_scale: bool = False
+    ) -> tuple[Tensor, ...]:
+        memory = GuardedMemory()
+        x, indices, rows = memory.copy(x), memory.copy(indices), indices.shape[0]
+        outputs = _allocate(memory, shapes.permute_pad_quantize_rowwise(x.shape, rows), dtype)
+        what = x, IN_TYPES.index(x.dtype), *x.shape, x.stride(0), indices, top_k, rows, None, 0, 1, 0
+        nothing = None, None, None
+        self._call("permute_pad_quantize", memory, *what, FP8_TYPES.index(dtype), pow2_scale, *outputs, *nothing)
+        return outputs
+
+    def permute_pad_quantize_rowcol(
+        self, x: Tensor, indices: Tensor, offs: Tensor, top_k: int, align: int, dtype: torch.dtype, pow2: bool = False
+    ) -> tuple[Tensor, ...]:
+        memory = GuardedMemory()
+        x, indices, offs, rows, e = *map(memory.copy, (x, indices, offs)), indices.shape[0], offs.shape[0]
+        outputs = _allocate(memory, shapes.permute_pad_quantize_rowcol(x.shape, rows, e, align), dtype)
+        what = x, IN_TYPES.index(x.dtype), *x.shape, x.stride(0), indices, top_k, rows, offs, e, align
+        how = outputs[2].shape[1], FP8_TYPES.index(dtype), pow2
+        self._call("permute_pad_quantize", memory, *what, *how, *outputs)
+        return outputs
 
     def prepare_offs(self, offs: Tensor, limit: int, multiple: int) -> Tensor:
         memory = GuardedMemory()
@@ -169,6 +205,49 @@ class SimtKernels:
         out, first_row = memory.copy(out), memory.copy(torch.tensor([first], dtype=torch.int32))
         self._call("zero_rows", memory, out, first_row, out.shape[0], out.shape[1] * out.element_size())
         return out
+
+    def invert_indices(self, indices: Tensor, size: int) -> Tensor:
+        memory = GuardedMemory()
+        inverse = memory.empty((size,), torch.int32)
+        self._call("invert_indices", memory, memory.copy(indices), indices.numel(), inverse, size)
+        return inverse
+
+    def sort_tokens(self, topk_ids: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+        memory = GuardedMemory()
+        ids, n, top_k = memory.copy(topk_ids), topk_ids.numel(), topk_ids.shape[-1]
+        row_stride = top_k if ids.ndim == 1 else ids.stride(0)
+        outputs = [memory.empty(s, torch.int32) for s in shapes.sort_tokens(topk_ids.shape, num_experts)]
+        blocks = self._library.simt_sort_tokens_blocks(ctypes.c_int64(n))
+        counts = memory.empty((blocks, num_experts), torch.int32)
+        what = ids, ids.dtype == torch.int64, n, top_k, row_stride, num_experts
+        self._call("sort_tokens", memory, *what, *outputs, counts)
+        return tuple(outputs)
+
+    def combine(self, y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Tensor:
+        memory = GuardedMemory()
+        y, inverse = memory.copy(y), memory.copy(inverse)
+        scores = None if topk_scores is None else memory.copy(topk_scores)
+        out = memory.empty(shapes.combine(y.shape, inverse.shape), y.dtype)
+        is_float32 = scores is not None and scores.dtype == torch.float32
+        what = *inverse.shape, *y.shape, y.stride(0), IN_TYPES.index(y.dtype), is_float32
+        self._call("combine", memory, y, inverse, scores, out, *what)
+        return out
+
+    def combine_backward(
+        self, grad: Tensor, y: Tensor | None, inverse: Tensor, topk_scores: Tensor | None, num_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        memory = GuardedMemory()
+        grad, inverse = memory.copy(grad), memory.copy(inverse)
+        y, scores = (None if t is None else memory.copy(t) for t in (y, topk_scores))
+        of_y, of_scores = shapes.combine_backward(grad.shape, inverse.shape, num_rows, y is not None)
+        grad_y = memory.empty(of_y, grad.dtype)
+        grad_scores = memory.empty(of_scores, torch.float32 if scores is None else scores.dtype)
+        slot_of = memory.empty((num_rows,), torch.int32)
+        tensors = grad, y, inverse, scores, slot_of, grad_y, None if y is None else grad_scores
+        strides = grad.stride(0), 0 if y is None else y.stride(0)
+        what = *inverse.shape, num_rows, grad.shape[1], *strides, IN_TYPES.index(grad.dtype)
+        self._call("combine_backward", memory, *tensors, *what, grad_scores.dtype == torch.float32)
+        return grad_y, grad_scores
 
 
 def _as_c(value: Tensor | int | bool | None) -> object:

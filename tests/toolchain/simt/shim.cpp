@@ -1,11 +1,17 @@
 // The launch functions of the kernels as C functions, for ctypes. Each returns null, or what went wrong.
 #include <hip/hip_runtime.h>
 
+#include "kernels/combine.h"
+#include "kernels/copy_rows.h"
 #include "kernels/device.h"
+#include "kernels/invert.h"
+#include "kernels/permute.h"
+#include "kernels/permute_quantize.h"
 #include "kernels/quantize_colwise.h"
 #include "kernels/quantize_rowcol.h"
 #include "kernels/quantize_rowwise.h"
 #include "kernels/scaled_grouped_mm.h"
+#include "kernels/sort_tokens.h"
 #include "kernels/token_groups.h"
 
 using namespace moe_fp8;
@@ -70,10 +76,63 @@ extern "C" const char* simt_zero_rows(void* out, const int* first, int64_t rows,
   return outcome(zero_rows(out, first, rows, row_bytes, nullptr));
 }
 
-extern "C" const char* simt_copy_token_groups(bool pad, const void* from, void* to, const int* offs, const int* starts,
-                                              int* padded_starts, int* padded_offs, int64_t E, int64_t M, int64_t P,
-                                              int64_t row_bytes, int64_t from_stride, int align) {
-  const CopyTokenGroupsParams p = {from, to, offs, starts, padded_starts, padded_offs, E, M, P, row_bytes, from_stride,
-                                   align};
-  return outcome(pad ? pad_token_groups(p, nullptr) : unpad_token_groups(p, nullptr));
+extern "C" const char* simt_copy_rows(const void* from, int64_t from_rows, int64_t from_stride, void* to, int64_t rows,
+                                      int64_t row_bytes, const int* index, int64_t top_k) {
+  return outcome(copy_rows({from, to, RowIndex(index, from_rows, top_k), rows, row_bytes, from_stride}, nullptr));
+}
+
+extern "C" const char* simt_token_groups(bool pad, const int* offs, const int* starts, int* padded_starts,
+                                         int* padded_offs, int* source, int64_t E, int64_t M, int64_t P, int align) {
+  const TokenGroupsParams p = {offs, starts, padded_starts, padded_offs, source, E, M, P, align};
+  return outcome(pad ? pad_sources(p, nullptr) : unpad_sources(p, nullptr));
+}
+
+extern "C" const char* simt_permute_indices(const void* counts, bool counts_int64, int* indices, int* padded_offs,
+                                            int* tokens_per_expert, int64_t R, int64_t E, int64_t M, int64_t P,
+                                            int align, int empty) {
+  return outcome(permute_indices({counts, counts_int64, indices, padded_offs, tokens_per_expert, R, E, M, P, align,
+                                  empty}, nullptr));
+}
+
+extern "C" const char* simt_permute_pad_quantize(const void* x, int in, int64_t M, int64_t K, int64_t row_stride,
+                                                 const int* index, int64_t top_k, int64_t rows, const int* offs,
+                                                 int64_t E, int align, int64_t positions, int out, bool pow2_scale,
+                                                 uint8_t* q, float* scale, uint8_t* q_t, float* scale_t,
+                                                 int* padded_offs) {
+  const RowIndex source(index, M, top_k);
+  if (offs == nullptr)
+    return outcome(permute_pad_quantize_rowwise(
+        {.x = x, .q = q, .scale = scale, .outer = 1, .rows = rows, .K = K, .outer_stride = 0, .row_stride = row_stride,
+         .in = InType(in), .out = Fp8Type(out), .pow2_scale = pow2_scale, .index = source}, nullptr));
+  return outcome(permute_pad_quantize_rowcol(
+      {.x = x, .offs = offs, .q = q, .scale = scale, .q_t = q_t, .scale_t = scale_t, .padded_offs = padded_offs,
+       .E = E, .rows = rows, .K = K, .row_stride = row_stride, .group_stride = 0, .positions = positions,
+       .align = align, .in = InType(in), .out = Fp8Type(out), .pow2_scale = pow2_scale, .index = source}, nullptr));
+}
+
+extern "C" const char* simt_invert_indices(const int* indices, int64_t count, int* inverse, int64_t size) {
+  return outcome(invert_indices(indices, count, inverse, size, nullptr));
+}
+
+extern "C" int64_t simt_sort_tokens_blocks(int64_t N) { return sort_tokens_blocks(N); }
+
+extern "C" const char* simt_sort_tokens(const void* ids, bool is_int64, int64_t N, int64_t top_k, int64_t row_stride,
+                                        int E, int* permutation, int* offs, int* inverse, int* counts) {
+  const SortTokensParams p = {ids, permutation, offs, inverse, counts, N, top_k, row_stride, E, is_int64};
+  return outcome(sort_tokens(p, nullptr));
+}
+
+extern "C" const char* simt_combine(const void* y, const int* inverse, const void* scores, void* out, int64_t T,
+                                    int64_t top_k, int64_t P, int64_t K, int64_t y_stride, int in, bool scores_f32) {
+  const CombineParams p = {y, inverse, scores, out, T, top_k, P, K, y_stride, InType(in), scores_f32};
+  return outcome(combine(p, nullptr));
+}
+
+extern "C" const char* simt_combine_backward(const void* grad, const void* y, const int* inverse, const void* scores,
+                                             int* slot_of, void* grad_y, void* grad_scores, int64_t T, int64_t top_k,
+                                             int64_t P, int64_t K, int64_t grad_stride, int64_t y_stride, int in,
+                                             bool scores_f32) {
+  const CombineBackwardParams p = {grad, y, inverse, scores, slot_of, grad_y, grad_scores, T, top_k, P, K, grad_stride,
+                                   y_stride, InType(in), scores_f32};
+  return outcome(combine_backward(p, nullptr));
 }

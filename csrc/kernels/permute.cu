@@ -1,0 +1,78 @@
+#include "kernels/permute.h"
+
+#include "primitives/group_table.h"
+
+namespace moe_fp8 {
+namespace {
+
+constexpr int kThreads = 256, kIndicesOfThread = 4;
+
+// In shared memory. Ends are exclusive; those of a rank's tokens among an expert's are counted from the expert's first.
+struct Exchange {
+  static MOE_HD constexpr int words(int R, int E) { return 2 * R * E + E + 2; }
+  MOE_DEVICE Exchange(int* storage, int R, int E) : end(storage), placed(end + R * E), pos(placed + R * E), R(R), E(E) {}
+
+  int* end;     // [R][E] in x
+  int* placed;  // [E][R] within the expert's group
+  int* pos;     // [E + 1], first position of every expert's group
+  int R, E;
+
+  MOE_DEVICE int begin(int i) const { return i ? end[i - 1] : 0; }
+  MOE_DEVICE int size(int e) const { return placed[e * R + R - 1]; }
+  // The row of x at position p of the padded layout; -1: none.
+  MOE_DEVICE int source(int p) const {
+    const int e = GroupTable::find(pos, E, p), i = p - pos[e];
+    if (e >= E || i >= size(e)) return -1;
+    const int* ends = placed + e * R;
+    int below = -1, above = R - 1;  // the first rank whose tokens end beyond i
+    while (above - below > 1) {
+      const int middle = (below + above) / 2;
+      if (ends[middle] > i) above = middle;
+      else below = middle;
+    }
+    return begin(above * E + e) + i - (above ? ends[above - 1] : 0);
+  }
+};
+
+MOE_DEVICE void build_exchange(const Exchange& x, const PermuteIndicesParams& p) {
+  const int counts = x.R * x.E, M = int(p.M);
+  for (int i = threadIdx.x; i < counts; i += kThreads) {
+    const int64_t n = p.counts_int64 ? static_cast<const int64_t*>(p.counts)[i] : static_cast<const int*>(p.counts)[i];
+    x.end[i] = n < 0 ? 0 : n > M ? M : int(n);
+  }
+  __syncthreads();
+  block_scan(x.end, counts, SumUpTo{M});
+  for (int e = threadIdx.x; e < x.E; e += kThreads) {
+    int placed = 0;
+    for (int r = 0; r < x.R; ++r) x.placed[e * x.R + r] = placed += x.end[r * x.E + e] - x.begin(r * x.E + e);
+    x.pos[e + 1] = placed ? round_up(placed, p.align) : p.empty;
+    if (blockIdx.x == 0) p.tokens_per_expert[e] = placed;
+  }
+  if (threadIdx.x == 0) x.pos[0] = 0;
+  __syncthreads();
+  block_scan(x.pos + 1, x.E, Sum{});
+  if (blockIdx.x == 0)
+    for (int e = threadIdx.x; e < x.E; e += kThreads) p.padded_offs[e] = x.pos[e + 1];
+}
+
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) permute_indices_kernel(MOE_GRID_CONSTANT const PermuteIndicesParams p) {
+  MOE_DYNAMIC_SMEM(smem);
+  wait_for_previous_kernel();
+  const Exchange exchange(reinterpret_cast<int*>(smem), int(p.R), int(p.E));
+  build_exchange(exchange, p);
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < p.P; i += gridDim.x * kThreads)
+    p.indices[i] = exchange.source(int(i));
+}
+
+}  // namespace
+
+int permute_indices(const PermuteIndicesParams& p, void* stream) {
+  int64_t blocks = ceil_div<int64_t>(p.P, kThreads * kIndicesOfThread);
+  if (blocks > device().multiprocessors) blocks = device().multiprocessors;
+  if (blocks == 0) blocks = 1;
+  Launch l = {dim3(unsigned(blocks)), dim3(kThreads), stream};
+  l.shared = 4 * Exchange::words(int(p.R), int(p.E));
+  return launch(permute_indices_kernel, l, p);
+}
+
+}  // namespace moe_fp8

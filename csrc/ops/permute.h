@@ -1,0 +1,36 @@
+// What ops that take rows by index ask of it.
+#pragma once
+#include "kernels/invert.h"
+#include "ops/rows.h"
+
+namespace moe_fp8 {
+
+// indices int32 [P] of slots of x's rows, top_k slots a row. With MOE_FP8_VALIDATE=1 each is -1 or one of them.
+inline RowIndex check_indices(const char* op, const Tensor& indices, const char* like, const Tensor& x, int64_t rows,
+                              int64_t top_k) {
+  check_index(op, "indices", indices, like, x);
+  check_size(op, "indices", indices.sizes[0], "entries");
+  if (top_k < 1) fail(op, ": top_k must be at least 1, got ", top_k);
+  if (top_k > kMaxRows || rows * top_k > kMaxRows)
+    fail(op, ": top_k must give at most ", kMaxRows, " slots to ", rows, " rows, got ", top_k);
+  if (flag_is_set("MOE_FP8_VALIDATE")) {
+    const std::vector<int> at = contents(indices);
+    for (size_t p = 0; p < at.size(); ++p)
+      if (at[p] < -1 || at[p] >= rows * top_k)
+        fail(op, ": indices must be -1 or one of the ", rows * top_k, " slots, got indices[", p, "] = ", at[p]);
+  }
+  return RowIndex(indices.as<int>(), rows, top_k);
+}
+
+// inverse [size]: where each index stands, the last place of those that stand at several, -1 for those that do not.
+inline void invert(const Call& call, const Tensor& indices, int* inverse, int64_t size) {
+  const int* at = indices.as<int>();
+#if defined(MOE_FP8_GPU)
+  if (indices.on_gpu()) return call.check(invert_indices(at, indices.sizes[0], inverse, size, call.stream()));
+#endif
+  std::fill_n(inverse, size, -1);
+  for (int64_t p = 0; p < indices.sizes[0]; ++p)
+    if (at[p] >= 0 && at[p] < size) inverse[at[p]] = int(p);
+}
+
+}  // namespace moe_fp8

@@ -1,0 +1,86 @@
+#include "kernels/permute_quantize.h"
+
+#include "ops/common.h"
+#include "ops/cpu_loops.h"
+#include "ops/permute.h"
+
+namespace moe_fp8 {
+namespace {
+
+template <class Bits>
+IndexedRows<Bits> indexed_rows(const Tensor& x, const RowIndex& index, const std::vector<uint32_t>& zeros) {
+  return {x.as<Bits>(), x.strides[0], index, reinterpret_cast<const Bits*>(zeros.data())};
+}
+
+}  // namespace
+
+Results<2> permute_pad_quantize_rowwise_op(const Tensor& x, const Tensor& indices, int64_t top_k,
+                                           std::optional<int32_t> dtype, bool pow2_scale) {
+  constexpr const char* kOp = "permute_pad_quantize_rowwise";
+  const InType in = check_tokens(kOp, "x", x);
+  const RowIndex index = check_indices(kOp, indices, "x", x, x.sizes[0], top_k);
+  const int64_t P = indices.sizes[0], K = x.sizes[1];
+  const Call call(kOp, "x", x);
+  const Fp8Type out = call.out_type(dtype);
+  Handle q = call.empty({P, K}, out), scale = call.empty({P}, kFloat32);
+
+#if defined(MOE_FP8_GPU)
+  if (x.on_gpu()) {
+    QuantizeRowwiseParams p = {x.data, data(q), data<float>(scale), 1, P, K, 0, x.strides[0], in, out,
+                               pow2_scale};
+    p.index = index;
+    call.check(permute_pad_quantize_rowwise(p, call.stream()));
+    return results(q, scale);
+  }
+#endif
+  const std::vector<uint32_t> zeros(K);
+  dispatch(in, out, [&](auto in_tag, auto out_tag) {
+    using In = decltype(in_tag);
+    rowwise_loop<In, decltype(out_tag)::value>(indexed_rows<typename In::Bits>(x, index, zeros), P, K, pow2_scale,
+                                               data<uint8_t>(q), data<float>(scale));
+    return 0;
+  });
+  return results(q, scale);
+}
+
+Results<5> permute_pad_quantize_rowcol_op(const Tensor& x, const Tensor& indices, const Tensor& offs, int64_t top_k,
+                                          int64_t align, std::optional<int32_t> dtype, bool pow2_scale) {
+  constexpr const char* kOp = "permute_pad_quantize_rowcol";
+  const InType in = check_tokens(kOp, "x", x);
+  const RowIndex index = check_indices(kOp, indices, "x", x, x.sizes[0], top_k);
+  const int64_t M = indices.sizes[0], K = x.sizes[1];
+  check_offs(kOp, offs, "x", x, M, "indices");
+  const int64_t E = offs.sizes[0], P = check_align(kOp, align, M, E);
+  const Call call(kOp, "x", x);
+  const Fp8Type out = call.out_type(dtype);
+  Handle q = call.empty({M, K}, out), scale = call.empty({M}, kFloat32);
+  Handle q_t = call.empty({K, P}, out), scale_t = call.empty({E, K}, kFloat32), padded_offs = call.empty({E}, kInt32);
+
+#if defined(MOE_FP8_GPU)
+  if (x.on_gpu()) {
+    QuantizeRowcolParams p = {x.data, offs.as<int>(), data<uint8_t>(q), data<float>(scale), data<uint8_t>(q_t),
+                              data<float>(scale_t), data<int>(padded_offs), E, M, K, x.strides[0], 0, P,
+                              int(align), in, out, pow2_scale};
+    p.index = index;
+    call.check(permute_pad_quantize_rowcol(p, call.stream()));
+    return results(q, scale, q_t, scale_t, padded_offs);
+  }
+#endif
+  std::memset(data(q_t), 0, K * P);
+  const auto groups = token_groups(offs.as<int>(), E, M, align, data<int>(padded_offs));
+  const std::vector<uint32_t> zeros(K);
+  dispatch(in, out, [&](auto in_tag, auto out_tag) {
+    using In = decltype(in_tag);
+    constexpr Fp8Type kOut = decltype(out_tag)::value;
+    const auto rows = indexed_rows<typename In::Bits>(x, index, zeros);
+    rowwise_loop<In, kOut>(rows, M, K, pow2_scale, data<uint8_t>(q), data<float>(scale));
+    colwise_loop<In, kOut>(rows, groups, K, pow2_scale, data<uint8_t>(q_t), P, data<float>(scale_t));
+    return 0;
+  });
+  return results(q, scale, q_t, scale_t, padded_offs);
+}
+
+}  // namespace moe_fp8
+
+MOE_FP8_REGISTER(permute_pad_quantize_rowwise)
+MOE_FP8_REGISTER(permute_pad_quantize_rowcol)

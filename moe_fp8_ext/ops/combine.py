@@ -1,0 +1,143 @@
+import torch
+from torch import Tensor
+
+from moe_fp8_ext import shapes
+from moe_fp8_ext.ops.checks import (
+    check_contiguous,
+    check_count,
+    check_dim,
+    check_same_device,
+    check_size,
+    check_tokens,
+    require,
+)
+
+_combine = torch.ops.moe_fp8.combine.default
+_combine_backward = torch.ops.moe_fp8.combine_backward.default
+
+
+def combine(y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Tensor:
+    """Adds up, for every token, the rows of its slots, weighted by the router's scores: undoes a sort of the slots.
+
+        out[t] = sum over j = 0, 1, ... of topk_scores[t, j] * y[inverse[t, j]]
+
+    Products and sums are rounded to float32, in that order, and the last sum to the dtype of `y`, to nearest even; a
+    NaN becomes the dtype's quiet NaN. Without scores nothing is multiplied. Differentiable in y and topk_scores, once;
+    for that, no two slots may have the same row. Never waits for the device.
+
+    Args:
+        y: [P, K] bfloat16, float16 or float32; stride 1 along K, row stride free.
+        inverse: [T, top_k] int32 on y's device, contiguous: the row of y of every slot, as `sort_tokens` returns it.
+            Anything out of [0, P), such as -1 of a dropped slot, counts for nothing.
+        topk_scores: [T, top_k] float32 or of y's dtype, contiguous, on the same device; None: ones.
+
+    Returns:
+        out [T, K] of y's dtype, contiguous.
+
+    Raises:
+        RuntimeError: dtype, dimensions, sizes, strides or device are not as above; the text names the argument.
+
+    Source: the equation above.
+    """
+    needs_scores = topk_scores is not None and topk_scores.requires_grad
+    if (y.requires_grad or needs_scores) and torch.is_grad_enabled():
+        return _Combine.apply(y, inverse, topk_scores, needs_scores)
+    return _combine(y, inverse, topk_scores)
+
+
+def combine_backward(
+    grad: Tensor, y: Tensor | None, inverse: Tensor, topk_scores: Tensor | None, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `combine`, for those who write their own backward.
+
+        grad_y[inverse[t, j]] = topk_scores[t, j] * grad[t];  grad_scores[t, j] = grad[t] . y[inverse[t, j]]
+
+    Rows of y that no slot has get zeros. Of several slots with the same row the largest counts, the others get none.
+    Dot products are summed in float32, in an order that depends on the device and on nothing else. Not differentiable.
+    Never waits for the device.
+
+    Args:
+        grad: [T, K] bfloat16, float16 or float32; stride 1 along K, row stride free.
+        y: [num_rows, K] of grad's dtype, on the same device; stride 1 along K, row stride free. None where gradients of
+            the scores are not wanted.
+        inverse: [T, top_k] int32, as in `combine`.
+        topk_scores: [T, top_k] float32 or of grad's dtype, as in `combine`; None: ones.
+        num_rows: P, the rows of y.
+
+    Returns:
+        grad_y [num_rows, K] of grad's dtype; grad_scores [T, top_k], or [0] without y, of topk_scores' dtype, float32
+        without scores. Both contiguous.
+
+    Raises:
+        RuntimeError: dtype, dimensions, sizes, strides or device are not as above; the text names the argument.
+
+    Source: the equations above.
+    """
+    return _combine_backward(grad, y, inverse, topk_scores, num_rows)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, inverse, topk_scores, needs_scores):
+        ctx.save_for_backward(y if needs_scores else None, inverse, topk_scores)
+        ctx.rows, ctx.needs_scores = y.shape[0], needs_scores
+        return _combine(y, inverse, topk_scores)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        grad_y, grad_scores = _combine_backward(grad, *ctx.saved_tensors, ctx.rows)
+        return grad_y, None, grad_scores if ctx.needs_scores else None, None
+
+
+def _check_inverse(op: str, inverse: Tensor, like: str, x: Tensor) -> None:
+    check_dim(op, "inverse", inverse, 2)
+    require(inverse.dtype == torch.int32, f"{op}: inverse must be int32, got {inverse.dtype}")
+    check_contiguous(op, "inverse", inverse)
+    check_size(op, "inverse", inverse.numel(), "slots")
+    check_size(op, "inverse", inverse.shape[0], "rows")
+    check_same_device(op, "inverse", inverse, like, x)
+
+
+def _check_scores(op: str, scores: Tensor, inverse: Tensor, like: str, x: Tensor) -> None:
+    check_dim(op, "topk_scores", scores, 2)
+    require(
+        scores.dtype in (torch.float32, x.dtype),
+        f"{op}: topk_scores must be float32 or, like {like}, {x.dtype}, got {scores.dtype}",
+    )
+    for i, (size, got) in enumerate(zip(inverse.shape, scores.shape, strict=True)):
+        require(got == size, f"{op}: topk_scores must have size {size} in dimension {i}, got {got}")
+    check_contiguous(op, "topk_scores", scores)
+    check_same_device(op, "topk_scores", scores, like, x)
+
+
+@torch.library.register_fake("moe_fp8::combine")
+def _(y, inverse, topk_scores=None):
+    op = "combine"
+    check_tokens(op, "y", y)
+    _check_inverse(op, inverse, "y", y)
+    if topk_scores is not None:
+        _check_scores(op, topk_scores, inverse, "y", y)
+    return y.new_empty(shapes.combine(y.shape, inverse.shape))
+
+
+@torch.library.register_fake("moe_fp8::combine_backward")
+def _(grad, y, inverse, topk_scores, num_rows):
+    op = "combine_backward"
+    check_tokens(op, "grad", grad)
+    _check_inverse(op, inverse, "grad", grad)
+    t, got = inverse.shape[0], grad.shape[0]
+    require(got == t, f"{op}: grad must have the {t} rows of inverse, got {got}")
+    if topk_scores is not None:
+        _check_scores(op, topk_scores, inverse, "grad", grad)
+    check_count(op, "num_rows", num_rows)
+    if y is not None:
+        require(y.dtype == grad.dtype, f"{op}: y must be, like grad, {grad.dtype}, got {y.dtype}")
+        check_tokens(op, "y", y)
+        for i, size in enumerate((num_rows, grad.shape[1])):
+            require(y.shape[i] == size, f"{op}: y must have size {size} in dimension {i}, got {y.shape[i]}")
+        check_same_device(op, "y", y, "grad", grad)
+    dtype = torch.float32 if topk_scores is None else topk_scores.dtype
+    grad_y, grad_scores = shapes.combine_backward(grad.shape, inverse.shape, num_rows, y is not None)
+    return grad.new_empty(grad_y), grad.new_empty(grad_scores, dtype=dtype)

@@ -1,0 +1,332 @@
+"""combine and combine_backward: rows of slots into rows of tokens, bit by bit, and the gradients of that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import (
+    INPUT_DTYPES,
+    INT32_MAX,
+    INT32_MIN,
+    assert_same,
+    check_compiled,
+    check_cuda_graph,
+    check_deterministic,
+    check_error,
+    check_opcheck,
+    check_second_gpu,
+    check_stream_order,
+    check_two_streams,
+    misaligned,
+    on,
+    short,
+    strided_2d,
+    wide,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_fp8_ext import combine, combine_backward, reference, sort_tokens
+
+
+def places(t: int, top_k: int, p: int, device: str = "cpu", seed: int = 0) -> Tensor:
+    """inverse [t, top_k]: distinct rows of p in random order, -1 where there are no more, and a few dropped slots."""
+    generator = torch.Generator().manual_seed(seed)
+    inverse = torch.full((t * top_k,), -1, dtype=torch.int32)
+    rows = torch.randperm(p, generator=generator)[: t * top_k].int()
+    inverse[torch.randperm(t * top_k, generator=generator)[: len(rows)]] = rows
+    inverse[torch.rand(t * top_k, generator=generator) < 0.1] = -1
+    return inverse.view(t, top_k).to(device)
+
+
+def scores_for(inverse: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return wide(*inverse.shape, dtype=dtype, seed=5).to(inverse.device)
+
+
+def check_dots(got: Tensor, grad: Tensor, y: Tensor, inverse: Tensor, scores: Tensor | None) -> None:
+    """A float32 sum of K products, in any order, is off by less than K * 2^-24 * sum |products|. Rounding it and the
+    reference to the dtype of the scores adds half a unit of the last place each; 1.01 is for terms of higher order."""
+    args = inverse, scores, y.shape[0]
+    want = reference.combine_backward(grad, y, *args)[1]
+    size = reference.combine_backward(grad.abs(), y.abs(), inverse, None, y.shape[0])[1].double()
+    assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
+    unit = torch.finfo(want.dtype).eps * want.double().abs().clamp(min=torch.finfo(want.dtype).tiny)
+    tolerance = 1.01 * (y.shape[1] * 2.0**-24 * size + unit)
+    assert ((got == want) | ((got.double() - want.double()).abs() <= tolerance)).all()
+
+
+def check(y: Tensor, inverse: Tensor, scores: Tensor | None = None, grad: Tensor | None = None) -> None:
+    """Both ops against the reference."""
+    what = f"{short(y.dtype)} {short(y.shape)} {short(inverse.shape)}"
+    assert_same(combine(y, inverse, scores), reference.combine(y, inverse, scores), what)
+    if grad is None:
+        grad = wide(inverse.shape[0], y.shape[1], dtype=y.dtype, device=y.device, seed=7)
+    args = inverse, scores, y.shape[0]
+    got_y, got_scores = combine_backward(grad, y, *args)
+    assert_same(got_y, reference.combine_backward(grad, y, *args)[0], what)
+    check_dots(got_scores, grad, y, inverse, scores)
+    assert_same(combine_backward(grad, None, *args), reference.combine_backward(grad, None, *args), what)
+
+
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
+def test_dtypes(dtype, device):
+    for k in (1, 3, 8, 70, 200, 2056):
+        y, inverse = wide(83, k, dtype=dtype, device=device), places(31, 3, 83, device)
+        for scores in (None, scores_for(inverse), scores_for(inverse, dtype)):
+            check(y, inverse, scores)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4, 5, 8, 9, 17])
+def test_slots(top_k, device):
+    """More rows than slots, as many, fewer."""
+    for p in (300, 20 * top_k, 13):
+        inverse = places(20, top_k, p, device)
+        check(wide(p, 72, device=device), inverse, scores_for(inverse))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4, 8), (3, 0, 4, 8), (3, 2, 0, 8), (3, 2, 4, 0), (0, 0, 0, 0)], ids=short)
+def test_zero_sizes(shape, device):
+    t, top_k, p, k = shape
+    inverse = places(t, top_k, p, device)
+    for scores in (None, scores_for(inverse)):
+        check(wide(p, k, device=device), inverse, scores)
+
+
+def test_strides_and_alignment(device):
+    y, inverse = wide(70, 128, device=device), places(30, 2, 70, device)
+    grad, scores = wide(30, 128, device=device, seed=1), scores_for(inverse)
+    for (_, y_view), (_, grad_view) in zip(strided_2d(y), strided_2d(grad), strict=True):
+        check(y_view, inverse, scores, grad_view)
+        check(y_view, inverse, scores, grad)
+        check(y, inverse, scores, grad_view)
+    for elements in range(1, 9):
+        check(misaligned(y, elements), misaligned(inverse), misaligned(scores), grad)
+    check(y[:1].expand(70, 128), inverse, scores, grad[:1].expand(30, 128))
+
+
+def test_corrupt_places(device):
+    """Rows out of range count for nothing; of slots with the same row the last one has it."""
+    y = wide(10, 40, device=device)
+    for rows in ([-1, 10, INT32_MAX, INT32_MIN, 3, 4], [5, 5, 5, 5, 5, 5], [0, 9, 9, 0, 2, 10], [-7] * 6):
+        inverse = torch.tensor(rows, dtype=torch.int32, device=device).view(3, 2)
+        check(y, inverse, scores_for(inverse))
+
+
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
+def test_non_finite_values(dtype, device):
+    """Scores and rows of dropped slots are not looked at; NaNs become one; what is too large becomes Inf."""
+    values = [float("nan"), -float("nan"), float("inf"), -float("inf"), 0.0, -0.0, torch.finfo(dtype).max, 1.0]
+    y = torch.tensor(values, device=device).to(dtype)[None].repeat(8, 1)
+    y = torch.cat([y, y.t(), y.view(dtype).roll(3, 1)])
+    inverse = torch.randperm(24)[:20].int().view(5, 4).to(device)
+    inverse[0, 2:] = -1
+    scores = scores_for(inverse).clone()
+    scores[0, 2], scores[1, 1], scores[2, 0] = float("nan"), float("nan"), float("inf")
+    for s in (None, scores):
+        assert_same(combine(y, inverse, s), reference.combine(y, inverse, s))
+        grad = y[:5].contiguous()
+        assert_same(
+            combine_backward(grad, y, inverse, s, 24)[0], reference.combine_backward(grad, y, inverse, s, 24)[0]
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+def test_results_are_rounded_to_nearest_even(dtype, device):
+    """Every value of the dtype, ties to its neighbour, and what lies next to the ties."""
+    values = torch.arange(2**15, dtype=torch.int16).view(dtype).float()
+    values = values[values.isfinite()]
+    ties = (values[1:] + values[:-1]) / 2
+    below, above = torch.nextafter(ties, values[:-1]), torch.nextafter(ties, values[1:])
+    sums = torch.cat([values, ties, below, above, torch.tensor([torch.finfo(dtype).max * 1.001])])
+    sums = torch.cat([sums, -sums]).to(device)
+    ones = torch.ones(1, 1, dtype=dtype, device=device)
+    inverse = torch.zeros(len(sums), 1, dtype=torch.int32, device=device)
+    assert_same(combine(ones, inverse, sums[:, None]), reference.combine(ones, inverse, sums[:, None]))
+    assert_same(combine(ones, inverse, sums[:, None]), (sums + 0.0).to(dtype)[:, None])
+
+
+@given(
+    t=st.integers(0, 20),
+    top_k=st.integers(0, 10),
+    p=st.integers(0, 60),
+    k=st.integers(0, 40),
+    dtype=st.sampled_from(INPUT_DTYPES),
+    seed=st.integers(0, 99),
+)
+def test_any_shape(t, top_k, p, k, dtype, seed, device):
+    inverse = places(t, top_k, p, device, seed)
+    check(wide(p, k, dtype=dtype, device=device), inverse, scores_for(inverse))
+
+
+def test_undoes_a_sort(device):
+    """Each token's slots come back to it: of rows that say where they come from, the sum is top_k times that."""
+    ids = torch.randint(0, 16, (500, 4), device=device)
+    permutation, _, inverse = sort_tokens(ids, 16)
+    y = (permutation // 4).float()[:, None].repeat(1, 8)
+    assert torch.equal(combine(y, inverse), torch.arange(500.0, device=device)[:, None].repeat(1, 8) * 4)
+
+
+def plain(y: Tensor, inverse: Tensor, scores: Tensor) -> Tensor:
+    """With torch's own indexing."""
+    kept = (inverse >= 0) & (inverse < y.shape[0])
+    return (y[inverse.clamp(0, y.shape[0] - 1).long()] * (scores * kept)[:, :, None]).sum(1)
+
+
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
+def test_gradients(dtype, device):
+    """Against autograd of plain indexing in float64."""
+    inverse = places(40, 3, 150, device)
+    y, scores = wide(150, 24, dtype=dtype, device=device), torch.rand(40, 3, device=device)
+    grad = wide(40, 24, dtype=dtype, device=device, seed=2)
+    double = [t.double().requires_grad_() for t in (y, scores)]
+    want_y, want_scores = torch.autograd.grad(plain(double[0], inverse, double[1]), double, grad.double())
+    y.requires_grad_()
+    scores.requires_grad_()
+    got_y, got_scores = torch.autograd.grad(combine(y, inverse, scores), (y, scores), grad)
+    # A product is rounded to float32 and then to the dtype: less than one unit of the dtype's last place altogether.
+    unit = torch.finfo(dtype).eps * want_y.abs().clamp(min=torch.finfo(dtype).tiny)
+    assert ((got_y.double() - want_y).abs() <= unit).all()
+    check_dots(got_scores, grad, y.detach(), inverse, scores.detach())
+    # K = 24 terms: below 2^-19 of the sum of their magnitudes.
+    size = reference.combine_backward(grad.abs(), y.detach().abs(), inverse, None, 150)[1]
+    assert ((got_scores.double() - want_scores).abs() <= 2.0**-19 * size).all()
+    for wrt in (y, scores):
+        (got,) = torch.autograd.grad(combine(y, inverse, scores), wrt, grad.t().contiguous().t())
+        assert_same(got, got_y if wrt is y else got_scores)
+    (got,) = torch.autograd.grad(combine(y, inverse), y, grad[:1].expand(40, 24))
+    assert_same(got, combine_backward(grad[:1].expand(40, 24), None, inverse, None, 150)[0])
+    (got,) = torch.autograd.grad(combine(y.float(), inverse, scores.detach()).sum(), y)
+    assert got.shape == y.shape
+
+
+def test_saves_rows_for_the_gradient_of_scores_alone(device):
+    inverse = places(10, 2, 30, device)
+    y, scores = torch.randn(30, 8, device=device, requires_grad=True), scores_for(inverse)
+    saved = []
+    for s in (None, scores, scores.clone().requires_grad_()):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.shape), lambda t: t):
+            combine(y, inverse, s)
+        saved.append(y.shape in kept)
+    assert saved == [False, False, True]
+
+
+def test_opcheck(device):
+    inverse = places(37, 3, 130, device)
+    y, grad = wide(130, 33, device=device), wide(37, 33, device=device, seed=1)
+    for scores in (None, scores_for(inverse), scores_for(inverse, torch.bfloat16)):
+        check_opcheck("combine", [y, inverse, scores])
+        check_opcheck("combine_backward", [grad, y, inverse, scores, 130])
+        check_opcheck("combine_backward", [grad, None, inverse, scores, 130])
+
+
+def both(y: Tensor, inverse: Tensor, scores: Tensor) -> tuple[Tensor, ...]:
+    out = combine(y, inverse, scores)
+    return out, *combine_backward(out, y, inverse, scores, y.shape[0])
+
+
+def arguments(t: int, top_k: int, k: int, device: str = "cpu", seed: int = 0) -> list[Tensor]:
+    inverse = places(t, top_k, t * top_k, device, seed)
+    return [wide(t * top_k, k, device=device, seed=seed), inverse, scores_for(inverse)]
+
+
+def test_deterministic(device):
+    check_deterministic(both, arguments(500, 5, 303, device))
+
+
+def test_compiles_with_dynamic_rows(device):
+    calls = [arguments(t, 4, 48, device) for t in (50, 64, 131)]
+    check_compiled(both, calls, device, (0, 1, 2))
+
+    def gradients(y: Tensor, inverse: Tensor, scores: Tensor) -> tuple[Tensor, ...]:
+        out = combine(y, inverse, scores)
+        return out, *torch.autograd.grad(out.square().sum(), (y, scores))
+
+    for y, inverse, scores in calls:
+        want = gradients(y.requires_grad_(), inverse, scores.requires_grad_())
+        compiled = torch.compile(combine, fullgraph=True, backend="aot_eager", dynamic=True)
+        out = compiled(y, inverse, scores)
+        assert_same((out, *torch.autograd.grad(out.square().sum(), (y, scores))), want)
+
+
+def test_cuda_graph(gpu):
+    check_cuda_graph(both, *(arguments(700, 4, 512, gpu, seed) for seed in (0, 1)))
+
+
+def test_two_streams(gpu):
+    check_two_streams(both, [arguments(4000, 4, 1024, gpu, seed) for seed in (0, 1)])
+
+
+def test_stream_order(gpu):
+    check_stream_order(both, [arguments(4000, 4, 1024, gpu, seed) for seed in range(4)])
+
+
+def test_second_gpu(second_gpu):
+    check_second_gpu(both, arguments(700, 4, 512), second_gpu)
+
+
+@pytest.mark.large
+def test_more_than_2_31_elements(big_gpu):
+    inverse = torch.randperm(600_012, device=big_gpu).int().view(150_003, 4)
+    y = torch.randn(600_012, 4_096, dtype=torch.bfloat16, device=big_gpu)
+    scores = torch.rand(150_003, 4, device=big_gpu)
+    out, grad_y, grad_scores = both(y, inverse, scores)
+    for tokens in (slice(0, 50), slice(149_953, 150_003)):
+        rows = inverse[tokens].reshape(-1).long()
+        local = torch.arange(200, device=big_gpu).int().view(50, 4)
+        assert_same(out[tokens], reference.combine(y[rows], local, scores[tokens]))
+        want, _ = reference.combine_backward(out[tokens], None, local, scores[tokens], 200)
+        assert_same(grad_y[rows], want)
+        check_dots(grad_scores[tokens], out[tokens], y[rows], local, scores[tokens])
+
+
+Y, INVERSE, SCORES = torch.zeros(6, 4), torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
+GRAD = torch.zeros(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "argument", "got"),
+    [
+        ("combine", [Y.double(), INVERSE], "y", "float64"),
+        ("combine", [Y[0], INVERSE], "y", "1"),
+        ("combine", [Y.t(), INVERSE], "y", "stride 4"),
+        ("combine", [Y, INVERSE.long()], "inverse", "int64"),
+        ("combine", [Y, INVERSE[0]], "inverse", "1"),
+        ("combine", [Y, INVERSE.t()], "inverse", "stride 2"),
+        ("combine", [Y, INVERSE, SCORES.bfloat16()], "topk_scores", "bfloat16"),
+        ("combine", [Y.half(), INVERSE, SCORES.double()], "topk_scores", "float64"),
+        ("combine", [Y, INVERSE, SCORES[0]], "topk_scores", "1"),
+        ("combine", [Y, INVERSE, SCORES[:2]], "topk_scores", "2"),
+        ("combine", [Y, INVERSE, SCORES[:, :1]], "topk_scores", "1"),
+        ("combine", [Y, INVERSE, SCORES.t().contiguous().t()], "topk_scores", "stride 3"),
+        ("combine_backward", [GRAD.double(), None, INVERSE, None, 6], "grad", "float64"),
+        ("combine_backward", [GRAD[:2], None, INVERSE, None, 6], "grad", "2"),
+        ("combine_backward", [GRAD.t().contiguous().t(), None, INVERSE, None, 6], "grad", "stride 3"),
+        ("combine_backward", [GRAD, None, INVERSE.short(), None, 6], "inverse", "int16"),
+        ("combine_backward", [GRAD, None, INVERSE, SCORES.half(), 6], "topk_scores", "float16"),
+        ("combine_backward", [GRAD, None, INVERSE, SCORES[:1], 6], "topk_scores", "1"),
+        ("combine_backward", [GRAD, None, INVERSE, SCORES, -1], "num_rows", "-1"),
+        ("combine_backward", [GRAD, None, INVERSE, SCORES, 2**31], "num_rows", "2147483648"),
+        ("combine_backward", [GRAD, Y.half(), INVERSE, SCORES, 6], "y", "float16"),
+        ("combine_backward", [GRAD, Y[0], INVERSE, SCORES, 6], "y", "1"),
+        ("combine_backward", [GRAD, Y[:5], INVERSE, SCORES, 6], "y", "5"),
+        ("combine_backward", [GRAD, Y[:, :3], INVERSE, SCORES, 6], "y", "3"),
+        ("combine_backward", [GRAD, Y.t().contiguous().t(), INVERSE, SCORES, 6], "y", "stride 6"),
+    ],
+)
+def test_errors(op, args, argument, got, device):
+    check_error(op, on(device, args), argument, got)
+
+
+@pytest.mark.parametrize("argument", ["inverse", "topk_scores", "y"])
+def test_error_on_another_device(argument, device):
+    other = "cpu" if device == "cuda" else "meta"
+    there = {"y": Y.to(device), "inverse": INVERSE.to(device), "topk_scores": SCORES.to(device)}
+    there[argument] = there[argument].to(other)
+    calls = [lambda: combine_backward(GRAD.to(device), *there.values(), 6)]
+    if argument != "y":
+        calls.append(lambda: combine(*there.values()))
+    for call in calls:
+        with pytest.raises(RuntimeError, match=f": {argument} must be on the device of .*got {other}"):
+            call()
