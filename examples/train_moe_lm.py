@@ -90,19 +90,16 @@ class MoE(nn.Module):
         """x [tokens, dim] -> output [tokens, dim], load-balance loss (1 when all experts get the same load)."""
         probs = self.router(x).float().softmax(-1)
         weight, expert = probs.topk(self.top_k)
-        by_expert, order = expert.flatten().sort(stable=True)
-        ids = torch.arange(probs.shape[1], device=x.device)
-        offs = torch.searchsorted(by_expert, ids, right=True, out_int32=True)  # end row of each expert's group
-        gate, up = self.grouped_mm(x.bfloat16()[order // self.top_k], self.gate_up, offs).chunk(2, -1)
+        order, offs, inverse = moe_fp8_ext.sort_tokens(expert, probs.shape[1])
+        gate, up = self.grouped_mm(x.bfloat16(), self.gate_up, offs, indices=order, top_k=self.top_k).chunk(2, -1)
         y = self.grouped_mm(F.silu(gate) * up, self.down, offs)
-        y = y[order.argsort()].unflatten(0, (-1, self.top_k))
-        load = offs.diff(prepend=offs.new_zeros(1)) / len(by_expert)
-        return (y * weight[:, :, None]).sum(1), len(load) * (load * probs.mean(0)).sum()
+        load = offs.diff(prepend=offs.new_zeros(1)) / len(order)
+        return moe_fp8_ext.combine(y, inverse, weight), len(load) * (load * probs.mean(0)).sum()
 
-    def grouped_mm(self, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    def grouped_mm(self, x: Tensor, weight: Tensor, offs: Tensor, **by_index: object) -> Tensor:
         weight = weight.bfloat16()
         with self.saved:
-            return moe_fp8_ext.grouped_mm(x, weight.mT, offs, recipe=self.recipe)
+            return moe_fp8_ext.grouped_mm(x, weight.mT, offs, recipe=self.recipe, **by_index)
 
 
 class Block(nn.Module):
