@@ -10,7 +10,8 @@ constexpr int kThreads = 256, kIndicesOfThread = 4;
 // In shared memory. Ends are exclusive; those of a rank's tokens among an expert's are counted from the expert's first.
 struct Exchange {
   static MOE_HD constexpr int words(int R, int E) { return 2 * R * E + E + 2; }
-  MOE_DEVICE Exchange(int* storage, int R, int E) : end(storage), placed(end + R * E), pos(placed + R * E), R(R), E(E) {}
+  MOE_DEVICE Exchange(int* storage, int R, int E)
+      : end(storage), placed(end + R * E), pos(placed + R * E), R(R), E(E) {}
 
   int* end;     // [R][E] in x
   int* placed;  // [E][R] within the expert's group

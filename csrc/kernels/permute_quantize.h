@@ -1,6 +1,6 @@
-// permute_pad_quantize_rowwise, permute_pad_quantize_rowcol: quantize_rowwise and quantize_rowcol of rows that are taken
-// from x by index on the way: row p of [P, K] is row index.row(p) of x, zeros where that is none. The permuted rows
-// themselves are never written. Params are those ops' own, with `index` set; rows: P.
+// permute_pad_quantize_rowwise, permute_pad_quantize_rowcol: quantize_rowwise and quantize_rowcol of rows that are
+// taken from x by index on the way: row p of [P, K] is row index.row(p) of x, zeros where that is none. The permuted
+// rows themselves are never written. Params are those ops' own, with `index` set; rows: P.
 #pragma once
 #include "kernels/quantize_rowcol.h"
 #include "kernels/quantize_rowwise.h"

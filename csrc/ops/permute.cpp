@@ -47,7 +47,8 @@ void validate_distinct(const char* op, const Tensor& indices) {
 }
 
 // The backward of taking a row for each of its slots.
-void sum_slots(const Call& call, const Tensor& y, const Handle& out, const int* inverse, int64_t tokens, int64_t top_k) {
+void sum_slots(const Call& call, const Tensor& y, const Handle& out, const int* inverse, int64_t tokens,
+               int64_t top_k) {
   CombineParams p = {};
   p.y = y.data;
   p.inverse = inverse;

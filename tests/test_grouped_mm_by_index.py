@@ -1,0 +1,74 @@
+"""grouped_mm of rows that are taken by index, and what groups are padded to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from grouped_problem import gradients, problem, run
+from helpers import assert_same, check_compiled, group_offs, slot_indices
+from torch import Tensor
+
+from moe_fp8_ext import RECIPES, group_alignment, grouped_mm, permute_pad, unpermute
+
+NAMES = ("bf16", "rowwise")
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_rows_taken_by_index(top_k, dtype, recipe, device):
+    """The same bytes as from permuted rows, forward and backward, which no recipe then needs."""
+    a, b_t, _, _ = problem(70, 64, 48, group_offs("uniform", 70, 3), device, dtype)
+    indices, offs = slot_indices(70, top_k, 110, device), group_offs("tail_rows", 110, 3, device)
+    g = torch.randn(110, 48, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+    got = gradients(lambda a, b: grouped_mm(a, b, offs, recipe=recipe, indices=indices, top_k=top_k), a, b_t, g)
+    rows = permute_pad(a.detach(), indices, top_k).requires_grad_()
+    out, d_rows, d_b = run(rows, b_t, offs, g, recipe)
+    assert_same((got[0], got[2]), (out, d_b))
+    # The fused path rounds the sum of a token's slots from bfloat16 to bfloat16 once, then casts.
+    slots = d_rows.bfloat16() if recipe == "rowwise" else d_rows
+    assert_same(got[1], unpermute(slots, indices, 70, top_k).to(dtype))
+
+
+def test_rows_taken_by_index_keep_one_byte_an_element(device):
+    """Nothing of the tokens is saved in 16 bits, permuted or not."""
+    a, b_t, _, _ = problem(64, 128, 32, group_offs("uniform", 64, 2), device)
+    indices, offs = slot_indices(64, 1, 64, device), group_offs("uniform", 64, 2, device)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        grouped_mm(a, b_t, offs, indices=indices)
+    assert saved and not [t for t in saved if t.dtype.itemsize == 2]
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_rows_taken_by_index_compile(recipe, device):
+    a, b_t, offs, _ = problem(70, 64, 48, group_offs("uniform", 70, 3), device)
+
+    def call(a: Tensor, indices: Tensor) -> Tensor:
+        return grouped_mm(a, b_t.detach(), offs, recipe=recipe, indices=indices, top_k=2)
+
+    calls = [[a.detach()[:m], slot_indices(m, 2, 100 + m, device)] for m in (40, 50, 70)]
+    check_compiled(call, calls, device, dynamic=(0, 1))
+
+
+def test_bad_indices(device):
+    a, b_t, offs, _ = problem(50, 32, 16, group_offs("uniform", 50, 2), device)
+    for indices, got in ((offs.long(), "int64"), (offs[None], "2"), (offs.repeat(2)[::2], "stride 2")):
+        with pytest.raises(RuntimeError, match=f"^grouped_mm: indices .*got.*{got}"):
+            grouped_mm(a, b_t, offs, indices=indices)
+    with pytest.raises(RuntimeError, match="^grouped_mm: top_k .*got 0"):
+        grouped_mm(a, b_t, offs, indices=offs, top_k=0)
+
+
+def test_group_alignment():
+    assert {name: group_alignment(name) for name in ("bf16", "rowwise", "blockwise", "mxfp8")} == {
+        "bf16": 8,
+        "rowwise": 16,
+        "blockwise": 128,
+        "mxfp8": 32,
+    }
+    assert all(group_alignment(recipe) == recipe.align == group_alignment(name) for name, recipe in RECIPES.items())
+    with pytest.raises(ValueError, match="rowwise.*fp4"):
+        group_alignment("fp4")
+    with pytest.raises(TypeError, match="int"):
+        group_alignment(8)
