@@ -20,14 +20,18 @@ constexpr int kBlocks = T::kSlots == kSmallSlots && kCastsInHardware<T::kOut> ? 
 // shared memory to the rows, the more the longer a strip takes, up to where a cluster of blocks works on it. Of copy on
 // an H200 by KB of 228 left, at rows a group: 130: 40 0.67, 48 0.72, 56 0.68; 260: 64 0.69, 72 0.80, 80 0.75; 520: 72
 // 0.73, 80 0.83, 96 0.69; 1408: 56 0.67, 72 0.77, 88 0.76; 4096: 56 0.67, 72 0.70, 80 0.66; 8192: 48 0.67, 56 0.71, 64
-// 0.65; 16384: 40 0.65, 48 0.66, 56 0.65. Rows first and then columns: 0.52 to 0.64.
+// 0.65; 16384: 40 0.65, 48 0.66, 56 0.65. Rows first and then columns: 0.52 to 0.64. Columns of rows that are taken by
+// index take longer, so that the rows beside them need less: 260: 64 0.69, 72 0.62; 2048: 40 0.68, 48 0.61, 80 0.54;
+// 8192: 40 0.55, 56 0.54; 16384: 32 0.56, 48 0.54, 64 0.44.
 constexpr int kBlocksBesideRows = 2;
-struct Spare { int64_t rows; int percent; };
-constexpr Spare kSpare[] = {{192, 21}, {384, 32}, {2048, 35}, {6144, 32}, {14336, 25}, {INT64_MAX, 21}};
-inline int spare_beside(int64_t average_rows) {
+struct Spare { int64_t rows; int percent, percent_by_index; };
+constexpr Spare kSpare[] = {{192, 21, 18}, {384, 32, 28}, {2048, 35, 18},
+                            {6144, 32, 17}, {14336, 25, 17}, {INT64_MAX, 21, 14}};
+template <Rows kRows>
+int spare_beside(int64_t average_rows) {
   int i = 0;
   while (average_rows > kSpare[i].rows) ++i;
-  return kSpare[i].percent;
+  return kRows == Rows::kByIndex ? kSpare[i].percent_by_index : kSpare[i].percent;
 }
 
 template <class Groups, class T>
@@ -109,7 +113,7 @@ Plan plan_with(int blocks, int64_t E, int spare) {
 template <class Groups, class In, Fp8Type kOut>
 Plan plan_for(int64_t average_rows, int64_t E, bool rows_beside) {
   using Small = StripTraits<In, kOut, kSmallSlots, Groups::kRows>;
-  const int spare = rows_beside ? spare_beside(average_rows) : 0;
+  const int spare = rows_beside ? spare_beside<Groups::kRows>(average_rows) : 0;
   if (rows_beside) {
     const Plan plan = plan_with<Groups, Small>(kBlocksBesideRows, E, spare);
     if (average_rows <= plan.held) return plan;
