@@ -33,8 +33,9 @@ COLUMNS = (
 HEADING = {key: heading for heading, key, _ in COLUMNS}
 LEGEND = (
     "of copy: bytes read once and written once, padding included, over the bandwidth of a large `copy_` in the same "
-    "run. x baseline: speed relative to dense FP8 `torch._scaled_mm` of the same size (scaled_grouped_mm), or to BF16 "
-    "`torch._grouped_mm`, forward and backward (grouped_mm). B kept: bytes saved for backward per element of the "
+    "run. x baseline: speed relative to dense FP8 `torch._scaled_mm` of the same size (scaled_grouped_mm), to BF16 "
+    "`torch._grouped_mm`, forward and backward (grouped_mm), or to torch's stable argsort, histc and cumsum "
+    "(sort_tokens). B kept: bytes saved for backward per element of the "
     "activation. host us: CPU time to issue one eager call. Shapes are those of bench/shapes.json."
 )
 # Hardware that every change is compiled for, by the name that a results file would carry.

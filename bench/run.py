@@ -82,6 +82,9 @@ def measure_memory_bound(case: Case, shape: Shape, rivals: dict[str, Peer], args
         sets += [case.inputs(args.device, args.layout, **shape.dims) for _ in range(timing.input_sets(moved) - 1)]
         row["us"] = timing.graph_us(case.call, sets, args.repeats)
         row["host_us"] = timing.host_us(lambda: case.call(*sets[0]), row["us"])
+        if case.baseline:
+            row["baseline_us"] = timing.graph_us(case.baseline, sets, args.repeats)
+            row["ratio"] = row["baseline_us"] / row["us"]
     for name, rival in rivals.items():
         row["peers"][name] = attempt(lambda rival=rival: timing.graph_us(rival, sets, args.repeats), name)
     gbps = moved / row["us"] / 1e3
