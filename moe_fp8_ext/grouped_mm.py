@@ -87,6 +87,7 @@ def _check(A: Tensor, B_t: Tensor, offs: Tensor, indices: Tensor | None, top_k: 
     require(k == of_a, f"{_OP}: B_t must have size {of_a} in dimension 1 (the last of A), got {k}")
     check_offs(_OP, offs, "A", A)
     require(offs.shape[0] == e, f"{_OP}: offs must have {e} entries, one for each expert of B_t, got {offs.shape[0]}")
+    require(indices is not None or top_k == 1, f"{_OP}: top_k must be 1 without indices, got {top_k}")
     if indices is not None and not torch.compiler.is_compiling():  # tracing, a text with a size in it would fix it
         check_indices(_OP, indices, "A", A, A.shape[0], top_k)
 

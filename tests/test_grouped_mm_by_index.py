@@ -56,6 +56,8 @@ def test_bad_indices(device):
     for indices, got in ((offs.long(), "int64"), (offs[None], "2"), (offs.repeat(2)[::2], "stride 2")):
         with pytest.raises(RuntimeError, match=f"^grouped_mm: indices .*got.*{got}"):
             grouped_mm(a, b_t, offs, indices=indices)
+    with pytest.raises(RuntimeError, match="^grouped_mm: top_k must be 1 without indices, got 2"):
+        grouped_mm(a, b_t, offs, top_k=2)
     with pytest.raises(RuntimeError, match="^grouped_mm: top_k .*got 0"):
         grouped_mm(a, b_t, offs, indices=offs, top_k=0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from helpers import (
@@ -166,10 +168,25 @@ def test_scales_travel_along(device):
         assert_same(y, reference.permute_pad(x, indices))
         want = reference.permute_pad(scale.view(37, -1), indices).view(-1, *scale.shape[1:])
         assert_same(scales, want)
-    with pytest.raises(RuntimeError, match="^permute_pad: scale must have 37 rows, one a row of x, got 36"):
-        permute_pad(x, indices, scale=scale[1:])
-    with pytest.raises(RuntimeError, match="^permute_pad: scale must have 1 or 2 dimensions, got 3"):
-        permute_pad(x, indices, scale=scale[None])
+    assert permute_pad(x, indices, scale=scale[:, :0])[1].shape == (50, 0)
+    for wrong, text in (
+        (scale[1:], "scale must have 37 rows, one a row of x, got 36"),
+        (scale[None], "scale must have 1 or 2 dimensions, got 3"),
+        (scale.double(), "scale must have a dtype of 1, 2 or 4 bytes, got torch.float64"),
+        (scale.t().contiguous().t(), "scale must have stride 1 in its last dimension, got stride 37"),
+        (scale.to("meta"), f"scale must be on the device of x, {x.device}, got meta"),
+        (scale.float().requires_grad_(), "scale must not ask for a gradient, got requires_grad=True"),
+    ):
+        with pytest.raises(RuntimeError, match=f"^permute_pad: {re.escape(text)}"):
+            permute_pad(x, indices, scale=wrong)
+
+
+def test_scales_compile_with_dynamic_rows(device):
+    def with_scales(x: Tensor, indices: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return permute_pad(x, indices, scale=scale)
+
+    calls = [[wide(m, 8, device=device), slot_indices(m, 1, 100 + m, device), torch.rand(m)] for m in (50, 64, 131)]
+    check_compiled(with_scales, [on(device, call) for call in calls], device, dynamic=(0, 1, 2))
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
@@ -280,7 +297,10 @@ Y = torch.zeros(9, 4)
         ("permute_indices", [COUNTS.float(), 2, 3, 6], "tokens_per_rank_expert", "float32"),
         ("permute_indices", [COUNTS[None], 2, 3, 6], "tokens_per_rank_expert", "3"),
         ("permute_indices", [COUNTS.t(), 3, 2, 6], "tokens_per_rank_expert", "stride"),
-        ("permute_indices", [COUNTS, 2, 4, 6], "tokens_per_rank_expert", "6"),
+        ("permute_indices", [COUNTS, 2, 4, 6], "tokens_per_rank_expert", "[2, 3]"),
+        ("permute_indices", [COUNTS, 3, 2, 6], "tokens_per_rank_expert", "[2, 3]"),
+        ("permute_indices", [COUNTS.flatten(), 2, 4, 6], "tokens_per_rank_expert", "6"),
+        ("permute_indices", [COUNTS, 2, 3, 2**31 - 300, 256], "num_tokens", "2147484160"),
         ("permute_indices", [COUNTS, 0, 3, 6], "num_ranks", "0"),
         ("permute_indices", [COUNTS, 4096, 2, 6], "num_ranks", "4096"),
         ("permute_indices", [COUNTS, 2, 1025, 6], "num_local_experts", "1025"),

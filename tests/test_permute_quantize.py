@@ -29,6 +29,7 @@ from helpers import (
 from torch import Tensor
 
 from moe_fp8_ext import (
+    combine,
     permute_indices,
     permute_pad,
     permute_pad_quantize_rowcol,
@@ -36,6 +37,7 @@ from moe_fp8_ext import (
     quantize_rowcol,
     quantize_rowwise,
     reference,
+    sort_tokens,
 )
 
 
@@ -73,6 +75,15 @@ def test_widths(k, device):
     for dtype in (torch.bfloat16, torch.float32):
         x, offs = wide(23, k, dtype=dtype, device=device), group_offs("zipf", 40, 3, device)
         check(x, slot_indices(23, 2, 40, device), offs, 2)
+
+
+def test_one_index_of_rows_at_odd_distances(device):
+    """One row to write, any row to read: what lies between rows still decides how they may be loaded."""
+    for k in (16, 1024, 2048):
+        x = wide(8, k + 1, device=device)[:, :k]
+        for index in (3, 4):
+            indices, offs = (torch.tensor([i], dtype=torch.int32, device=device) for i in (index, 1))
+            check(x, indices, offs)
 
 
 @pytest.mark.parametrize("shape", [(0, 0, 0, 0), (0, 5, 3, 2), (5, 0, 3, 2), (5, 3, 0, 2), (5, 3, 4, 0)], ids=short)
@@ -158,6 +169,28 @@ def test_two_streams(gpu):
 
 def test_stream_order(gpu):
     check_stream_order(both, [arguments(4000, 2048, gpu, seed) for seed in range(4)])
+
+
+def layer(ids: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    """Ops one after the other that take what the kernel ahead of them writes, and of which some start early."""
+    permutation, offs, inverse = sort_tokens(ids, 9)
+    quantized = permute_pad_quantize_rowcol(x, permutation, offs, 2)
+    order, _, _ = sort_tokens(inverse, 900)
+    y = permute_pad(x, permutation, 2)
+    return permutation, offs, inverse, *quantized, order, y, combine(y, inverse)
+
+
+def test_order_of_kernels_that_start_early(gpu):
+    calls = []
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, 9, (4000, 2), generator=generator).int().to(gpu)
+        calls.append([ids, wide(4000, 2048, device=gpu, seed=seed)])
+    check_stream_order(layer, calls, overwrite=-1)
+    for (ids, x), got in zip(calls, [layer(*call) for call in calls], strict=True):
+        permutation, offs, inverse = reference.sort_tokens(ids, 9)
+        assert_same(got[:3], (permutation, offs, inverse))
+        assert_same(got[3:8], reference.permute_pad_quantize_rowcol(x, permutation, offs, 2))
 
 
 def test_second_gpu(second_gpu):

@@ -181,12 +181,13 @@ for dtype in (torch.int32, torch.int64):
     ids = torch.tensor([[0, 1, 9], [2, 0, 9]], dtype=dtype, device=sys.argv[1])
     sort_tokens(ids[:, :2], 3)
     sort_tokens(ids[:0], 3)
-    for bad, text in ((ids, "got 9 in slot 2"), (ids[1:] - 1, "got -1 in slot 1")):
+    sort_tokens(ids[:, :2] - 1, 3)
+    for bad, text in ((ids, "got 9 in slot 2"), (ids[1:, :2] - 2, "got -2 in slot 1")):
         try:
             sort_tokens(bad, 3)
         except RuntimeError as error:
             message = str(error).splitlines()[0]
-            assert message == f"sort_tokens: topk_ids must be from 0 to 2, {text}", message
+            assert message == f"sort_tokens: topk_ids must be -1 or from 0 to 2, {text}", message
         else:
             raise AssertionError(f"took {bad.tolist()}")
 print("checked")

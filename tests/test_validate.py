@@ -12,7 +12,7 @@ import torch
 from moe_fp8_ext import grouped_mm, quantize_colwise, quantize_rowcol, quantize_rowwise, quantize_weight
 from moe_fp8_ext import pad_token_groups, pad_token_groups_to, scaled_grouped_mm, unpad_token_groups
 from moe_fp8_ext import permute_indices, permute_pad, permute_pad_quantize_rowcol, permute_pad_quantize_rowwise
-from moe_fp8_ext import unpermute
+from moe_fp8_ext import combine, combine_backward, unpermute
 
 device = sys.argv[1]
 x = torch.ones(32, 16, dtype=torch.bfloat16, device=device)
@@ -71,13 +71,18 @@ def refuses(call, *pieces):
 permute_pad(x, offs(31, -1, 0))
 for bad in (-2, 32):
     indices = offs(31, bad)
-    text = f"indices must be -1 or one of the 32 slots, got indices[1] = {bad}"
+    text = f"indices must be -1 or one of the 32 slots, got {bad} in place 1"
     refuses(lambda: permute_pad(x, indices), "permute_pad", text)
     refuses(lambda: unpermute(x[:2], indices, 32), "unpermute", text)
     refuses(lambda: permute_pad_quantize_rowwise(x, indices), "permute_pad_quantize_rowwise", text)
     refuses(lambda: permute_pad_quantize_rowcol(x, indices, offs(2)), "permute_pad_quantize_rowcol", text)
 refuses(lambda: unpermute(x[:3], offs(5, 7, 5), 32), "unpermute: indices must be distinct, got 5 twice")
 unpermute(x[:3], offs(-1, 7, -1), 32)
+combine(x[:3], offs(2, -1, 2).view(1, 3))
+refuses(lambda: combine(x[:3], offs(2, 3).view(1, 2)), "combine: inverse must be -1 or one of the 3 rows of y, got 3")
+refuses(lambda: combine(x[:3], offs(-2).view(1, 1)), "combine: inverse must be -1 or one of the 3 rows of y, got -2")
+refuses(lambda: combine_backward(x[:1], None, offs(2, 3).view(1, 2), None, 3), "combine_backward: inverse must be")
+refuses(lambda: combine_backward(x[:1], None, offs(2, 2).view(1, 2), None, 3), "inverse must be distinct, got 2 twice")
 permute_indices(offs(1, 2, 3, 4), 2, 2, 10)
 refuses(lambda: permute_indices(offs(1, -2, 3, 4), 2, 2, 10), "permute_indices", "must not be negative, got -2")
 refuses(lambda: permute_indices(offs(1, 2, 3, 5).long(), 2, 2, 10), "permute_indices", "the 10 tokens, got 11")

@@ -7,7 +7,7 @@ namespace {
 // 5120]: two vectors a thread 0.99 and 0.97, four 0.98 and 0.95, one 0.88 and 0.92; blocks that stay and take row after
 // row 0.91 and 0.88; rows through shared memory by bulk copies 0.94 and 0.93.
 constexpr int kVecs = 2, kThreadsOfShortRows = 256, kMaxThreads = 1024;
-constexpr int64_t kMaxBlocks = 1 << 22;  // HIP has 2^32 threads a launch
+constexpr int64_t kMaxBlocks = 1 << 21;  // HIP has fewer than 2^32 threads a launch
 
 template <class Vec>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) copy_rows_kernel(MOE_GRID_CONSTANT const CopyRowsParams p) {

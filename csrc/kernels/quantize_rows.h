@@ -13,7 +13,7 @@ namespace {
 // way round, 0.95 and 1.00; K = 5120 1.00 with four.
 constexpr int kMaxThreads = 1024;
 constexpr int kThreadsOfShortRows = 128;  // a block of several short rows
-constexpr int64_t kMaxBlocks = 1 << 22;   // of a launch; HIP has 2^32 threads
+constexpr int64_t kMaxBlocks = 1 << 21;   // of a launch; HIP has fewer than 2^32 threads
 
 struct Tile { int vecs, threads; };
 inline Tile tile_for(int64_t vecs) {
@@ -74,7 +74,7 @@ template <class In>
 bool is_aligned(const QuantizeRowwiseParams& p) {
   constexpr int n = kVecElements<In>;
   return reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.K % n == 0 &&
-         (p.outer * p.rows == 1 || (p.row_stride % n == 0 && p.outer_stride % n == 0));
+         ((p.index.at == nullptr && p.outer * p.rows == 1) || (p.row_stride % n == 0 && p.outer_stride % n == 0));
 }
 
 inline bool can_run_beside(const QuantizeRowwiseParams& p) {

@@ -1,6 +1,7 @@
 #include "ops/combine.h"
 
 #include "ops/cpu_loops.h"
+#include "ops/permute.h"
 
 namespace moe_fp8 {
 namespace {
@@ -96,6 +97,7 @@ Results<1> combine_op(const Tensor& y, const Tensor& inverse, const std::optiona
   p.in = check_tokens(kOp, "y", y);
   check_inverse(kOp, inverse, "y", y);
   if (topk_scores) check_scores(kOp, *topk_scores, inverse, "y", y);
+  validate_range(kOp, "inverse", inverse, y.sizes[0], "rows of y");
   const Call call(kOp, "y", y);
   p.T = inverse.sizes[0];
   p.top_k = inverse.sizes[1];
@@ -136,6 +138,8 @@ Results<2> combine_backward_op(const Tensor& grad, const std::optional<Tensor>& 
     p.y = y->data;
     p.y_stride = y->strides[0];
   }
+  validate_range(kOp, "inverse", inverse, p.P, "rows of y");
+  validate_distinct(kOp, "inverse", inverse);
   const Call call(kOp, "grad", grad);
   const int32_t scores_dtype = topk_scores ? topk_scores->dtype : kFloat32;
   Handle grad_y = call.empty({p.P, p.K}, grad.dtype);

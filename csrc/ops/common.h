@@ -100,11 +100,11 @@ inline void check_offs(const char* op, const Tensor& offs, const char* like, con
   if (flag_is_set("MOE_FP8_VALIDATE")) validate_offs(op, offs, like, limit, unit);
 }
 // The padded extent P of groups of x's rows.
-inline int64_t check_align(const char* op, int64_t align, int64_t rows, int64_t experts) {
+inline int64_t check_align(const char* op, int64_t align, const char* arg, int64_t rows, int64_t experts) {
   if (align < 1 || align > kMaxAlign || (align & (align - 1)) != 0)
     fail(op, ": align must be a power of two from 1 to ", kMaxAlign, ", got ", align);
   const int64_t extent = padded_extent(rows, experts, align);
-  check_size(op, "x", extent, "rows with padding");
+  check_size(op, arg, extent, "rows with padding");
   return extent;
 }
 

@@ -37,15 +37,6 @@ void validate_counts(const char* op, const Tensor& counts, int64_t num_tokens) {
     fail(op, ": tokens_per_rank_expert must sum to at most the ", num_tokens, " tokens, got ", sum);
 }
 
-// Positions must be distinct, or only the last of a slot would count.
-void validate_distinct(const char* op, const Tensor& indices) {
-  if (!flag_is_set("MOE_FP8_VALIDATE")) return;
-  std::vector<int> at = contents(indices);
-  std::sort(at.begin(), at.end());
-  for (size_t p = 1; p < at.size(); ++p)
-    if (at[p] >= 0 && at[p] == at[p - 1]) fail(op, ": indices must be distinct, got ", at[p], " twice");
-}
-
 // The backward of taking a row for each of its slots.
 void sum_slots(const Call& call, const Tensor& y, const Handle& out, const int* inverse, int64_t tokens,
                int64_t top_k) {
@@ -80,9 +71,12 @@ Results<3> permute_indices_op(const Tensor& counts, int64_t num_ranks, int64_t n
   if (n > kMaxCounts)
     fail(kOp, ": num_ranks must be at most ", kMaxCounts / num_local_experts, " with ", num_local_experts,
          " experts, got ", num_ranks);
+  if (counts.dim == 2 && (counts.sizes[0] != num_ranks || counts.sizes[1] != num_local_experts))
+    fail(kOp, ": ", kArg, " must be [", num_ranks, ", ", num_local_experts, "], ranks by local experts, got [",
+         counts.sizes[0], ", ", counts.sizes[1], "]");
   if (got != n) fail(kOp, ": ", kArg, " must have ", n, " entries, one a rank and local expert, got ", got);
   check_count(kOp, "num_tokens", num_tokens);
-  const int64_t E = num_local_experts, P = check_align(kOp, align, num_tokens, E);
+  const int64_t E = num_local_experts, P = check_align(kOp, align, "num_tokens", num_tokens, E);
   if (flag_is_set("MOE_FP8_VALIDATE"))
     (counts.dtype == kInt64 ? validate_counts<int64_t> : validate_counts<int>)(kOp, counts, num_tokens);
   const Call call(kOp, kArg, counts);
@@ -119,7 +113,7 @@ Results<1> unpermute_op(const Tensor& y, const Tensor& indices, int64_t num_toke
   check_indices(kOp, indices, "y", y, num_tokens, top_k);
   if (indices.sizes[0] != y.sizes[0])
     fail(kOp, ": indices must have ", y.sizes[0], " entries, one a row of y, got ", indices.sizes[0]);
-  validate_distinct(kOp, indices);
+  validate_distinct(kOp, "indices", indices);
   const Call call(kOp, "y", y);
   const int64_t slots = num_tokens * top_k;
   Handle out = call.empty({num_tokens, y.sizes[1]}, y.dtype), inverse = call.empty({slots}, kInt32);

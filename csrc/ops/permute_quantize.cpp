@@ -50,7 +50,7 @@ Results<5> permute_pad_quantize_rowcol_op(const Tensor& x, const Tensor& indices
   const RowIndex index = check_indices(kOp, indices, "x", x, x.sizes[0], top_k);
   const int64_t M = indices.sizes[0], K = x.sizes[1];
   check_offs(kOp, offs, "x", x, M, "indices");
-  const int64_t E = offs.sizes[0], P = check_align(kOp, align, M, E);
+  const int64_t E = offs.sizes[0], P = check_align(kOp, align, "indices", M, E);
   const Call call(kOp, "x", x);
   const Fp8Type out = call.out_type(dtype);
   Handle q = call.empty({M, K}, out), scale = call.empty({M}, kFloat32);

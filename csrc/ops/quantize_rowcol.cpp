@@ -14,7 +14,7 @@ Results<5> quantize_rowcol_op(const Tensor& x, const Tensor& offs, int64_t align
   const int64_t M = x.sizes[0], K = x.sizes[1], row_stride = x.strides[0];
   check_size(kOp, "x", K, "columns");
   check_offs(kOp, offs, "x", x, M);
-  const int64_t E = offs.sizes[0], P = check_align(kOp, align, M, E);
+  const int64_t E = offs.sizes[0], P = check_align(kOp, align, "x", M, E);
   const Call call(kOp, "x", x);
   const Fp8Type out = call.out_type(dtype);
 

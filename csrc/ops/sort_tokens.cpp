@@ -28,8 +28,8 @@ template <class Id>
 void validate_ids(const char* op, const Tensor& ids, int64_t E) {
   const std::vector<Id> all = contents<Id>(ids);
   for (size_t slot = 0; slot < all.size(); ++slot)
-    if (expert_of(all[slot], E) < 0)
-      fail(op, ": topk_ids must be from 0 to ", E - 1, ", got ", all[slot], " in slot ", slot);
+    if (expert_of(all[slot], E) < 0 && all[slot] != -1)
+      fail(op, ": topk_ids must be -1 or from 0 to ", E - 1, ", got ", all[slot], " in slot ", slot);
 }
 
 }  // namespace

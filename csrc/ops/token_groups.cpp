@@ -87,7 +87,7 @@ Results<3> pad_token_groups_op(const Tensor& x, const Tensor& offs, int64_t alig
   check_rows(kOp, "x", x);
   const int64_t M = x.sizes[0];
   check_offs(kOp, offs, "x", x, M);
-  const int64_t E = offs.sizes[0], P = check_align(kOp, align, M, E);
+  const int64_t E = offs.sizes[0], P = check_align(kOp, align, "x", M, E);
   const Call call(kOp, "x", x);
   Handle padded_starts = call.empty({E}, kInt32), padded_offs = call.empty({E}, kInt32);
   TokenGroupsParams p = {};

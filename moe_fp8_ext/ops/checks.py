@@ -112,12 +112,12 @@ def check_size(op: str, arg: str, size: int, what: str) -> None:
         require(size <= shapes.MAX_ROWS, f"{op}: {arg} must have at most {shapes.MAX_ROWS} {what}, got {size}")
 
 
-def check_align(op: str, align: int, rows: int, experts: int) -> None:
+def check_align(op: str, align: int, arg: str, rows: int, experts: int) -> None:
     require(
         1 <= align <= MAX_ALIGN and align & (align - 1) == 0,
         f"{op}: align must be a power of two from 1 to {MAX_ALIGN}, got {align}",
     )
-    check_size(op, "x", shapes.padded_extent(rows, experts, align), "rows with padding")
+    check_size(op, arg, shapes.padded_extent(rows, experts, align), "rows with padding")
 
 
 def check_no_gradient(op: str, arg: str, x: Tensor) -> None:

@@ -27,8 +27,10 @@ def combine(y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Te
 
     Args:
         y: [P, K] bfloat16, float16 or float32; stride 1 along K, row stride free.
-        inverse: [T, top_k] int32 on y's device, contiguous: the row of y of every slot, as `sort_tokens` returns it.
-            Anything out of [0, P), such as -1 of a dropped slot, counts for nothing.
+        inverse: [T, top_k] int32 on y's device, contiguous: the row of y of every slot, as `sort_tokens` returns it for
+            ids of two dimensions.
+            Anything out of [0, P), such as -1 of a dropped slot, counts for nothing; MOE_FP8_VALIDATE=1 raises unless
+            it is -1, and in the backward pass for two slots with the same row.
         topk_scores: [T, top_k] float32 or of y's dtype, contiguous, on the same device; None: ones.
 
     Returns:

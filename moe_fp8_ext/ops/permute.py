@@ -8,6 +8,7 @@ from moe_fp8_ext.ops.checks import (
     check_count,
     check_index,
     check_rows,
+    check_same_device,
     check_size,
     check_tokens,
     require,
@@ -68,8 +69,9 @@ def permute_pad(
             that is not in [0, M * top_k) gives a row of zeros. They should be distinct; the gradient counts only the
             last of equal ones. MOE_FP8_VALIDATE=1 raises for one that is neither in range nor -1.
         top_k: slots of a row of x: index i stands for row i // top_k.
-        scale: [M] or [M, blocks], any dtype of 1, 2 or 4 bytes: the scales of x, when x was quantized before the
-            tokens were exchanged. They take the same way, in a launch of their own; padding has zero bytes.
+        scale: [M] or [M, blocks], any dtype of 1, 2 or 4 bytes, stride 1 along blocks, no gradient: the scales of x,
+            when x was quantized before the tokens were exchanged. They take the same way, in a launch of their own;
+            padding has zero bytes.
 
     Returns:
         out [P, K] of x's dtype, contiguous; with `scale` also the scales, [P] or [P, blocks].
@@ -79,12 +81,14 @@ def permute_pad(
 
     Source: the equation above.
     """
+    if scale is not None:
+        check_scale("permute_pad", scale, x)
     out = _Permute.apply(x, indices, top_k) if _wants_grad(x) else _permute_pad(x, indices, top_k)
     if scale is None:
         return out
-    check_scale("permute_pad", scale, x)
-    scales = _permute_pad(scale.unsqueeze(-1) if scale.dim() == 1 else scale, indices, top_k)
-    return out, scales.view(-1, *scale.shape[1:])
+    if scale.dim() == 1:
+        return out, _permute_pad(scale.unsqueeze(-1), indices, top_k).squeeze(-1)
+    return out, _permute_pad(scale, indices, top_k)
 
 
 def unpermute(y: Tensor, indices: Tensor, num_tokens: int, top_k: int = 1) -> Tensor:
@@ -96,8 +100,9 @@ def unpermute(y: Tensor, indices: Tensor, num_tokens: int, top_k: int = 1) -> Te
     Args:
         y: [P, K], stride 1 along K, row stride free; any dtype of 1, 2 or 4 bytes, with top_k > 1 bfloat16, float16 or
             float32.
-        indices: [P] int32 on y's device, as in `permute_pad`. One that is not in [0, num_tokens * top_k) is skipped;
-            of equal ones the last counts. MOE_FP8_VALIDATE=1 raises for either.
+        indices: [P] int32 on y's device, as in `permute_pad`. One that is not in [0, num_tokens * top_k) is skipped.
+            They should be distinct: of equal ones the last counts, while the gradient goes to all of them.
+            MOE_FP8_VALIDATE=1 raises for an index that is neither in range nor -1 and for equal ones.
         num_tokens: rows of the result.
         top_k: slots of a row of the result.
 
@@ -148,10 +153,13 @@ class _Unpermute(torch.autograd.Function):
 
 def check_scale(op: str, scale: Tensor, x: Tensor) -> None:
     require(scale.dim() in (1, 2), f"{op}: scale must have 1 or 2 dimensions, got {scale.dim()}")
-    require(
-        scale.shape[0] == x.shape[0],
-        f"{op}: scale must have {x.shape[0]} rows, one a row of x, got {scale.shape[0]}",
-    )
+    require(not _wants_grad(scale), f"{op}: scale must not ask for a gradient, got requires_grad=True")
+    if torch.compiler.is_compiling():  # tracing, a text with a size in it would fix it
+        return torch._check(scale.shape[0] == x.shape[0], lambda: f"{op}: scale must have as many rows as x")
+    check_rows(op, "scale", scale if scale.dim() == 2 else scale.unsqueeze(-1))
+    check_same_device(op, "scale", scale, "x", x)
+    m, got = x.shape[0], scale.shape[0]
+    require(got == m, f"{op}: scale must have {m} rows, one a row of x, got {got}")
 
 
 def check_indices(op: str, indices: Tensor, like: str, x: Tensor, rows: int, top_k: int) -> None:
@@ -176,10 +184,13 @@ def _(tokens_per_rank_expert, num_ranks, num_local_experts, num_tokens, align=16
     require(1 <= e <= shapes.MAX_EXPERTS, f"{op}: num_local_experts must be from 1 to {shapes.MAX_EXPERTS}, got {e}")
     n = num_ranks * e
     require(n <= most, f"{op}: num_ranks must be at most {most // e} with {e} experts, got {num_ranks}")
+    if counts.dim() == 2:
+        sizes = list(counts.shape)
+        require(sizes == [num_ranks, e], f"{op}: {arg} must be [{num_ranks}, {e}], ranks by local experts, got {sizes}")
     got = counts.numel()
     require(got == n, f"{op}: {arg} must have {n} entries, one a rank and local expert, got {got}")
     check_count(op, "num_tokens", num_tokens)
-    check_align(op, align, num_tokens, e)
+    check_align(op, align, "num_tokens", num_tokens, e)
     return tuple(counts.new_empty(s, dtype=torch.int32) for s in shapes.permute_indices(num_tokens, e, align))
 
 

@@ -90,7 +90,7 @@ def _(x, indices, offs, top_k=1, align=16, dtype=None, pow2_scale=False):
     op = "permute_pad_quantize_rowcol"
     _check(op, x, indices, top_k)
     check_offs(op, offs, "x", x)
-    check_align(op, align, indices.shape[0], offs.shape[0])
+    check_align(op, align, "indices", indices.shape[0], offs.shape[0])
     dtype = out_dtype(op, dtype, x)
     dtypes = (dtype, torch.float32, dtype, torch.float32, torch.int32)
     sizes = shapes.permute_pad_quantize_rowcol(x.shape, indices.shape[0], offs.shape[0], align)

@@ -46,7 +46,7 @@ def quantize_colwise(
 def _(x, offs, align=16, dtype=None, pow2_scale=False):
     check_input("quantize_colwise", "x", x, dim=2)
     check_offs("quantize_colwise", offs, "x", x)
-    check_align("quantize_colwise", align, x.shape[0], offs.shape[0])
+    check_align("quantize_colwise", align, "x", x.shape[0], offs.shape[0])
     q_t, scale_t, padded_offs = shapes.quantize_colwise(x.shape, offs.shape[0], align)
     return (
         x.new_empty(q_t, dtype=out_dtype("quantize_colwise", dtype, x)),

@@ -43,7 +43,7 @@ def quantize_rowcol(
 def _(x, offs, align=16, dtype=None, pow2_scale=False):
     check_input("quantize_rowcol", "x", x, dim=2)
     check_offs("quantize_rowcol", offs, "x", x)
-    check_align("quantize_rowcol", align, x.shape[0], offs.shape[0])
+    check_align("quantize_rowcol", align, "x", x.shape[0], offs.shape[0])
     dtype = out_dtype("quantize_rowcol", dtype, x)
     dtypes = (dtype, torch.float32, dtype, torch.float32, torch.int32)
     sizes = shapes.quantize_rowcol(x.shape, offs.shape[0], align)

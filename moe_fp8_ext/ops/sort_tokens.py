@@ -17,7 +17,7 @@ def sort_tokens(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
 
     Args:
         topk_ids: [T] or [T, top_k], int32 or int64; stride 1 along the last dimension, row stride free. Ids out of
-            [0, num_experts) drop their slots; MOE_FP8_VALIDATE=1 refuses them, which waits for the device.
+            [0, num_experts) drop their slots; MOE_FP8_VALIDATE=1 refuses all of them but -1, and waits for the device.
         num_experts: from 1 to 1024.
 
     Returns:

@@ -142,7 +142,7 @@ def _(x, offs, align=16):
     op = "pad_token_groups"
     check_rows(op, "x", x)
     check_offs(op, offs, "x", x)
-    check_align(op, align, x.shape[0], offs.shape[0])
+    check_align(op, align, "x", x.shape[0], offs.shape[0])
     x_padded, starts, ends = shapes.pad_token_groups(x.shape, offs.shape[0], align)
     return x.new_empty(x_padded), offs.new_empty(starts), offs.new_empty(ends)
 
