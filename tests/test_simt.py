@@ -308,6 +308,8 @@ def test_permute_pad_quantize(kernels, dtype):
         for top_k in (1, 2):
             check(kernels, "permute_pad_quantize_rowwise", x, indices, top_k, E4M3)
             check(kernels, "permute_pad_quantize_rowcol", x, indices, offs, top_k, 16, E4M3)
+    x, indices, offs = wide(8, 1025, dtype=dtype)[:, :1024], *(torch.tensor([i], dtype=torch.int32) for i in (3, 1))
+    check(kernels, "permute_pad_quantize_rowcol", x, indices, offs, 1, 16, E4M3)
     for _, view in strided_2d(wide(50, 64, dtype=dtype)):
         check(
             kernels, "permute_pad_quantize_rowcol", view, slot_indices(50, 1, 60), group_offs("zipf", 60, 3), 1, 4, E5M2
