@@ -42,37 +42,63 @@ struct StripShared {
   Part parts[4];                          // of the strip in work, the next one, and some that slow threads still read
 };
 
-// Row r of the block's part of a strip, at `column`; null: a row of zeros.
-template <class T>
-MOE_DEVICE const typename T::In::Bits* row_at(const StripArgs& p, const Part& w, int r, int64_t column) {
-  const auto* x = static_cast<const typename T::In::Bits*>(p.x) + column;
-  if constexpr (T::kRows == Rows::kInPlace) return x + w.x + r * p.row_stride;
-  const int64_t row = p.index.row(w.x + r);
-  return row < 0 ? nullptr : x + row * p.row_stride;
-}
-// f(r, row r) for the rows first, first + kRowStep, ... below end.
-template <class T, class F>
-MOE_DEVICE void for_each_row(const StripArgs& p, const Part& w, int first, int end, int64_t column, F f) {
-  if constexpr (T::kRows == Rows::kInPlace) {
-    const auto* row = row_at<T>(p, w, first, column);
+// Walks the rows first, first + step, ... of the block's part of a strip, at `column`.
+template <class T, Rows = T::kRows>
+struct RowWalk {
+  const typename T::In::Bits* x;
+  int64_t step;
+
+  MOE_DEVICE RowWalk(const StripArgs& p, const Part& w, int first, int step, int64_t column)
+      : x(static_cast<const typename T::In::Bits*>(p.x) + w.x + first * p.row_stride + column),
+        step(step * p.row_stride) {}
+  MOE_DEVICE const typename T::In::Bits* next() {
+    const auto* row = x;
+    x += step;
+    return row;
+  }
+  // f(r, row r) for r = first, first + kRowStep, ... below end.
+  template <class F>
+  MOE_DEVICE void for_each(int first, int end, F f) {
 #pragma unroll 4
-    for (int r = first; r < end; r += T::kRowStep, row += T::kRowStep * p.row_stride) f(r, row);
-  } else {
+    for (int r = first; r < end; r += T::kRowStep) f(r, next());
+  }
+};
+template <class T>
+struct RowWalk<T, Rows::kByIndex> {  // null: a row of zeros
+  const StripArgs& p;
+  const Part& w;
+  int at, step;
+  int64_t column;
+
+  MOE_DEVICE RowWalk(const StripArgs& p, const Part& w, int first, int step, int64_t column)
+      : p(p), w(w), at(first), step(step), column(column) {}
+  MOE_DEVICE const typename T::In::Bits* row(int r) const {
+    const auto* x = static_cast<const typename T::In::Bits*>(p.x) + column;
+    const int64_t row = p.index.row(w.x + r);
+    return row < 0 ? nullptr : x + row * p.row_stride;
+  }
+  MOE_DEVICE const typename T::In::Bits* next() {
+    const auto* found = row(at);
+    at += step;
+    return found;
+  }
+  template <class F>
+  MOE_DEVICE void for_each(int first, int end, F f) {
     constexpr int kAtOnce = 4;  // an index takes as long to come as a row
 #pragma unroll 1
     for (int r = first; r < end; r += kAtOnce * T::kRowStep) {
       const typename T::In::Bits* rows[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int at = r + i * T::kRowStep;
-        rows[i] = row_at<T>(p, w, at < end ? at : first, column);
+        const int later = r + i * T::kRowStep;
+        rows[i] = row(later < end ? later : first);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i)
         if (r + i * T::kRowStep < end) f(r + i * T::kRowStep, rows[i]);
     }
   }
-}
+};
 template <class T>
 MOE_DEVICE constexpr bool is_zero_row(const void* row) { return T::kRows == Rows::kByIndex && row == nullptr; }
 
@@ -109,8 +135,9 @@ MOE_DEVICE void copy_rows(const StripArgs& p, const Part& w, int begin, int end,
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks;
   const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::kVec;
   const int first = begin + ((t / kChunks - begin) & (T::kRowStep - 1));
+  RowWalk<T> rows(p, w, first, T::kRowStep, column);
   if (p.aligned && column < p.K) {
-    for_each_row<T>(p, w, first, end, column, [&](int r, const typename T::In::Bits* row) {
+    rows.for_each(first, end, [&](int r, const typename T::In::Bits* row) {
       Vec16* to = ring + ring_row(p, base + r) * kChunks + chunk;
       if (is_zero_row<T>(row)) *to = Vec16{};
       else copy_to_shared(to, reinterpret_cast<const Vec16*>(row));
@@ -118,7 +145,7 @@ MOE_DEVICE void copy_rows(const StripArgs& p, const Part& w, int begin, int end,
   } else {
 #pragma unroll 1  // unaligned x: registers, not speed
     for (int r = first; r < end; r += T::kRowStep)
-      ring[ring_row(p, base + r) * kChunks + chunk] = load_chunk<T>(p, row_at<T>(p, w, r, column), column);
+      ring[ring_row(p, base + r) * kChunks + chunk] = load_chunk<T>(p, rows.next(), column);
   }
 }
 
@@ -135,13 +162,14 @@ MOE_DEVICE void reduce_strip(const StripArgs& p, const Part& w, const Vec16* rin
     for (int i = 0; i < 4; ++i) amax[i] = max_magnitude<In>(amax[i], v.w[i]);
   };
   const int beyond = held > first ? first + round_up(held - first, T::kRowStep) : first;
-  if (p.aligned && column < p.K) {  // rows that no block holds
-    for_each_row<T>(p, w, beyond, w.rows, column, [&](int, const typename T::In::Bits* row) {
+  RowWalk<T> rows(p, w, beyond, T::kRowStep, column);  // that no block holds
+  if (p.aligned && column < p.K) {
+    rows.for_each(beyond, w.rows, [&](int, const typename T::In::Bits* row) {
       if (!is_zero_row<T>(row)) reduce(load_stream<Reuse::kSoon>(reinterpret_cast<const Vec16*>(row)));
     });
   } else {
 #pragma unroll 1
-    for (int r = beyond; r < w.rows; r += T::kRowStep) reduce(load_chunk<T>(p, row_at<T>(p, w, r, column), column));
+    for (int r = beyond; r < w.rows; r += T::kRowStep) reduce(load_chunk<T>(p, rows.next(), column));
   }
   wait_copies<1>();  // all but the next strip's; a thread reduces what it copied itself: no barrier yet
 #pragma unroll 4
@@ -225,9 +253,9 @@ MOE_DEVICE void cast_lines(const StripArgs& p, const Part& w, int line, const Ve
     for (int i = 0; i < kSlotRows; ++i) v[i] = i < rows ? words[i * kLanes] : 0;
   } else {
     const int64_t column = int64_t(w.strip) * T::kColumns + threadIdx.x * kPerWord<In>;
+    RowWalk<T> walk(p, w, first, 1, column);
 #pragma unroll
-    for (int i = 0; i < kSlotRows; ++i)
-      v[i] = i < rows ? load_word<T>(p, row_at<T>(p, w, first + i, column), column) : 0;
+    for (int i = 0; i < kSlotRows; ++i) v[i] = i < rows ? load_word<T>(p, walk.next(), column) : 0;
   }
   cast_slot<T, false>(v, rows, multiplier, stage);
 }

@@ -155,7 +155,7 @@ def check_scale(op: str, scale: Tensor, x: Tensor) -> None:
     require(scale.dim() in (1, 2), f"{op}: scale must have 1 or 2 dimensions, got {scale.dim()}")
     require(not _wants_grad(scale), f"{op}: scale must not ask for a gradient, got requires_grad=True")
     if torch.compiler.is_compiling():  # tracing, a text with a size in it would fix it
-        return torch._check(scale.shape[0] == x.shape[0], lambda: f"{op}: scale must have as many rows as x")
+        return torch._check(scale.shape[0] == x.shape[0])
     check_rows(op, "scale", scale if scale.dim() == 2 else scale.unsqueeze(-1))
     check_same_device(op, "scale", scale, "x", x)
     m, got = x.shape[0], scale.shape[0]
