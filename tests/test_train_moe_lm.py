@@ -28,9 +28,13 @@ def start(folder: Path, *options: str) -> subprocess.Popen[str]:
     paths = [str(Path(moe_fp8_ext.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, str(DEMO), *options]
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # Of a shell's background job, tests inherit that SIGINT is ignored; the demo must not.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+    finally:
+        signal.signal(signal.SIGINT, ignored)
 
 
 def run(folder: Path, *options: str) -> tuple[str, str]:
