@@ -42,7 +42,7 @@ struct StripShared {
   Part parts[4];                          // of the strip in work, the next one, and some that slow threads still read
 };
 
-// Walks the rows first, first + step, ... of the block's part of a strip, at `column`.
+// Walks the rows first, first + step, ... of the block's part of a strip, at `column`. next(r) is row r, whose turn it is.
 template <class T, Rows = T::kRows>
 struct RowWalk {
   const typename T::In::Bits* x;
@@ -51,7 +51,7 @@ struct RowWalk {
   MOE_DEVICE RowWalk(const StripArgs& p, const Part& w, int first, int step, int64_t column)
       : x(static_cast<const typename T::In::Bits*>(p.x) + w.x + first * p.row_stride + column),
         step(step * p.row_stride) {}
-  MOE_DEVICE const typename T::In::Bits* next() {
+  MOE_DEVICE const typename T::In::Bits* next(int) {
     const auto* row = x;
     x += step;
     return row;
@@ -60,38 +60,31 @@ struct RowWalk {
   template <class F>
   MOE_DEVICE void for_each(int first, int end, F f) {
 #pragma unroll 4
-    for (int r = first; r < end; r += T::kRowStep) f(r, next());
+    for (int r = first; r < end; r += T::kRowStep) f(r, next(r));
   }
 };
 template <class T>
 struct RowWalk<T, Rows::kByIndex> {  // null: a row of zeros
   const StripArgs& p;
   const Part& w;
-  int at, step;
   int64_t column;
 
-  MOE_DEVICE RowWalk(const StripArgs& p, const Part& w, int first, int step, int64_t column)
-      : p(p), w(w), at(first), step(step), column(column) {}
-  MOE_DEVICE const typename T::In::Bits* row(int r) const {
+  MOE_DEVICE RowWalk(const StripArgs& p, const Part& w, int, int, int64_t column) : p(p), w(w), column(column) {}
+  MOE_DEVICE const typename T::In::Bits* next(int r) const {
     const auto* x = static_cast<const typename T::In::Bits*>(p.x) + column;
     const int64_t row = p.index.row(w.x + r);
     return row < 0 ? nullptr : x + row * p.row_stride;
   }
-  MOE_DEVICE const typename T::In::Bits* next() {
-    const auto* found = row(at);
-    at += step;
-    return found;
-  }
   template <class F>
-  MOE_DEVICE void for_each(int first, int end, F f) {
+  MOE_DEVICE void for_each(int first, int end, F f) const {
     constexpr int kAtOnce = 4;  // an index takes as long to come as a row
 #pragma unroll 1
     for (int r = first; r < end; r += kAtOnce * T::kRowStep) {
       const typename T::In::Bits* rows[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int later = r + i * T::kRowStep;
-        rows[i] = row(later < end ? later : first);
+        const int at = r + i * T::kRowStep;
+        rows[i] = next(at < end ? at : first);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i)
@@ -145,7 +138,7 @@ MOE_DEVICE void copy_rows(const StripArgs& p, const Part& w, int begin, int end,
   } else {
 #pragma unroll 1  // unaligned x: registers, not speed
     for (int r = first; r < end; r += T::kRowStep)
-      ring[ring_row(p, base + r) * kChunks + chunk] = load_chunk<T>(p, rows.next(), column);
+      ring[ring_row(p, base + r) * kChunks + chunk] = load_chunk<T>(p, rows.next(r), column);
   }
 }
 
@@ -169,7 +162,7 @@ MOE_DEVICE void reduce_strip(const StripArgs& p, const Part& w, const Vec16* rin
     });
   } else {
 #pragma unroll 1
-    for (int r = beyond; r < w.rows; r += T::kRowStep) reduce(load_chunk<T>(p, rows.next(), column));
+    for (int r = beyond; r < w.rows; r += T::kRowStep) reduce(load_chunk<T>(p, rows.next(r), column));
   }
   wait_copies<1>();  // all but the next strip's; a thread reduces what it copied itself: no barrier yet
 #pragma unroll 4
@@ -255,7 +248,7 @@ MOE_DEVICE void cast_lines(const StripArgs& p, const Part& w, int line, const Ve
     const int64_t column = int64_t(w.strip) * T::kColumns + threadIdx.x * kPerWord<In>;
     RowWalk<T> walk(p, w, first, 1, column);
 #pragma unroll
-    for (int i = 0; i < kSlotRows; ++i) v[i] = i < rows ? load_word<T>(p, walk.next(), column) : 0;
+    for (int i = 0; i < kSlotRows; ++i) v[i] = i < rows ? load_word<T>(p, walk.next(first + i), column) : 0;
   }
   cast_slot<T, false>(v, rows, multiplier, stage);
 }
