@@ -42,7 +42,7 @@ struct StripShared {
   Part parts[4];                          // of the strip in work, the next one, and some that slow threads still read
 };
 
-// Walks the rows first, first + step, ... of the block's part of a strip, at `column`. next(r) is row r, whose turn it is.
+// Walks the rows first, first + step, ... of a part of a strip, at `column`. next(r) is row r, whose turn it is.
 template <class T, Rows = T::kRows>
 struct RowWalk {
   const typename T::In::Bits* x;
