@@ -12,7 +12,7 @@ import torch
 from moe_fp8_ext import grouped_mm, quantize_colwise, quantize_rowcol, quantize_rowwise, quantize_weight
 from moe_fp8_ext import pad_token_groups, pad_token_groups_to, scaled_grouped_mm, unpad_token_groups
 from moe_fp8_ext import permute_indices, permute_pad, permute_pad_quantize_rowcol, permute_pad_quantize_rowwise
-from moe_fp8_ext import combine, combine_backward, unpermute
+from moe_fp8_ext import combine, combine_backward, sort_tokens, unpermute
 
 device = sys.argv[1]
 x = torch.ones(32, 16, dtype=torch.bfloat16, device=device)
@@ -78,6 +78,13 @@ for bad in (-2, 32):
     refuses(lambda: permute_pad_quantize_rowcol(x, indices, offs(2)), "permute_pad_quantize_rowcol", text)
 refuses(lambda: unpermute(x[:3], offs(5, 7, 5), 32), "unpermute: indices must be distinct, got 5 twice")
 unpermute(x[:3], offs(-1, 7, -1), 32)
+for dtype in (torch.int32, torch.int64):
+    ids = torch.tensor([[0, 1, 9], [2, 0, 9]], dtype=dtype, device=device)
+    sort_tokens(ids[:, :2] - 1, 3)
+    sort_tokens(ids[:0], 3)
+    text = "sort_tokens: topk_ids must be -1 or from 0 to 2, got"
+    refuses(lambda: sort_tokens(ids, 3), f"{text} 9 in slot 2")
+    refuses(lambda: sort_tokens(ids[1:, :2] - 2, 3), f"{text} -2 in slot 1")
 combine(x[:3], offs(2, -1, 2).view(1, 3))
 refuses(lambda: combine(x[:3], offs(2, 3).view(1, 2)), "combine: inverse must be -1 or one of the 3 rows of y, got 3")
 refuses(lambda: combine(x[:3], offs(-2).view(1, 1)), "combine: inverse must be -1 or one of the 3 rows of y, got -2")

@@ -53,13 +53,6 @@ MOE_DEVICE const Vec* vecs_at(const void* rows, int64_t row, int64_t row_bytes) 
   return reinterpret_cast<const Vec*>(static_cast<const char*>(rows) + row * row_bytes);
 }
 
-template <class In>
-MOE_DEVICE float score_of(const void* scores, bool f32, int64_t slot) {
-  if (scores == nullptr) return 1.f;
-  if (f32) return static_cast<const float*>(scores)[slot];
-  return In::to_float(static_cast<const typename In::Bits*>(scores)[slot]);
-}
-
 // ---- forward -------------------------------------------------------------------------------------------------------
 struct Combine : CombineParams {
   int64_t first;  // token of the launch

@@ -38,6 +38,13 @@ struct CombineBackwardParams {
   bool scores_f32;
 };
 
+template <class In>
+MOE_HD float score_of(const void* scores, bool f32, int64_t slot) {
+  if (scores == nullptr) return 1.f;
+  if (f32) return static_cast<const float*>(scores)[slot];
+  return In::to_float(static_cast<const typename In::Bits*>(scores)[slot]);
+}
+
 // 0, or the runtime's error code.
 int combine(const CombineParams& p, void* stream);
 int combine_backward(const CombineBackwardParams& p, void* stream);

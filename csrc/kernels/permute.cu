@@ -25,22 +25,14 @@ struct Exchange {
     const int e = GroupTable::find(pos, E, p), i = p - pos[e];
     if (e >= E || i >= size(e)) return -1;
     const int* ends = placed + e * R;
-    int below = -1, above = R - 1;  // the first rank whose tokens end beyond i
-    while (above - below > 1) {
-      const int middle = (below + above) / 2;
-      if (ends[middle] > i) above = middle;
-      else below = middle;
-    }
-    return begin(above * E + e) + i - (above ? ends[above - 1] : 0);
+    const int r = GroupTable::find(ends, R - 1, i) + 1;  // the first rank whose tokens end beyond i
+    return begin(r * E + e) + i - (r ? ends[r - 1] : 0);
   }
 };
 
 MOE_DEVICE void build_exchange(const Exchange& x, const PermuteIndicesParams& p) {
   const int counts = x.R * x.E, M = int(p.M);
-  for (int i = threadIdx.x; i < counts; i += kThreads) {
-    const int64_t n = p.counts_int64 ? static_cast<const int64_t*>(p.counts)[i] : static_cast<const int*>(p.counts)[i];
-    x.end[i] = n < 0 ? 0 : n > M ? M : int(n);
-  }
+  for (int i = threadIdx.x; i < counts; i += kThreads) x.end[i] = p.count(i);
   __syncthreads();
   block_scan(x.end, counts, SumUpTo{M});
   for (int e = threadIdx.x; e < x.E; e += kThreads) {

@@ -6,7 +6,7 @@
 //   padded_offs[e]       = padded_offs[e-1] + round_up(tokens_per_expert[e], align), of an empty one `empty`
 //   indices[padded_offs[e-1] + sum_{r' < r} size(r', e) + i] = row i of those of (r, e);  every other entry is -1
 #pragma once
-#include <cstdint>
+#include "numerics/groups.h"
 
 namespace moe_fp8 {
 
@@ -20,6 +20,11 @@ struct PermuteIndicesParams {
   int* tokens_per_expert;  // [E]
   int64_t R, E, M, P;
   int align, empty;        // empty: 0 or align
+
+  MOE_HD int count(int64_t i) const {
+    const int64_t n = counts_int64 ? static_cast<const int64_t*>(counts)[i] : static_cast<const int*>(counts)[i];
+    return n < 0 ? 0 : n > M ? int(M) : int(n);
+  }
 };
 
 // 0, or the runtime's error code.

@@ -45,7 +45,7 @@ MOE_DEVICE void for_each_slot(const Sort& p, const Slots& s, int lane, int lanes
       }
     }
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) f(mine + i * lanes, id[i] >= 0 && id[i] < p.E ? int(id[i]) : -1);
+    for (int i = 0; i < kHeld; ++i) f(mine + i * lanes, expert_of(id[i], p.E));
   }
 }
 

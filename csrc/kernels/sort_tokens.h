@@ -6,7 +6,7 @@
 //
 // Slot s is element (s / top_k, s % top_k) of ids, whose rows are row_stride apart. E is at most kMaxExperts.
 #pragma once
-#include <cstdint>
+#include "numerics/platform.h"
 
 namespace moe_fp8 {
 
@@ -20,6 +20,9 @@ struct SortTokensParams {
   int E;
   bool is_int64;
 };
+
+template <class Id>
+MOE_HD int expert_of(Id id, int64_t E) { return id >= 0 && id < E ? int(id) : -1; }  // -1: none
 
 // Blocks that share N slots on the current device.
 int64_t sort_tokens_blocks(int64_t N);

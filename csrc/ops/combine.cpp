@@ -26,12 +26,6 @@ void check_scores(const char* op, const Tensor& scores, const Tensor& inverse, c
   check_same_device(op, "topk_scores", scores, like, x);
 }
 
-template <class In>
-float score_of(const void* scores, bool f32, int64_t slot) {
-  if (scores == nullptr) return 1.f;
-  if (f32) return static_cast<const float*>(scores)[slot];
-  return In::to_float(static_cast<const typename In::Bits*>(scores)[slot]);
-}
 bool is_row(int row, int64_t rows) { return row >= 0 && row < rows; }
 
 template <class In>

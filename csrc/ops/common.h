@@ -52,18 +52,28 @@ inline void check_contiguous(const char* op, const char* arg, const Tensor& x) {
 inline void check_size(const char* op, const char* arg, int64_t size, const char* what) {
   if (size > kMaxRows) fail(op, ": ", arg, " must have at most ", kMaxRows, " ", what, ", got ", size);
 }
-// [rows, columns] of a dtype that can be quantized.
-inline InType check_tokens(const char* op, const char* arg, const Tensor& x) {
-  const InType in = in_type(op, arg, x);
+inline void check_matrix(const char* op, const char* arg, const Tensor& x) {
   check_dim(op, arg, x, 2);
   check_inner_stride(op, arg, x);
   check_size(op, arg, x.sizes[0], "rows");
   check_size(op, arg, x.sizes[1], "columns");
+}
+// [rows, columns] of a dtype that can be quantized.
+inline InType check_tokens(const char* op, const char* arg, const Tensor& x) {
+  const InType in = in_type(op, arg, x);
+  check_matrix(op, arg, x);
   return in;
 }
 inline void check_same_device(const char* op, const char* arg, const Tensor& t, const char* like, const Tensor& x) {
   if (t.device_type != x.device_type || (x.on_gpu() && t.device_index != x.device_index))
     fail(op, ": ", arg, " must be on the device of ", like, ", ", device_name(x), ", got ", device_name(t));
+}
+// An int32 vector on the device of `like`.
+inline void check_index(const char* op, const char* arg, const Tensor& t, const char* like, const Tensor& x) {
+  check_dim(op, arg, t, 1);
+  if (t.dtype != kInt32) fail(op, ": ", arg, " must be int32, got ", dtype_name(t.dtype));
+  if (t.sizes[0] > 1 && t.strides[0] != 1) fail(op, ": ", arg, " must have stride 1, got stride ", t.strides[0]);
+  check_same_device(op, arg, t, like, x);
 }
 // Debugging switches are looked up on every call, so that os.environ sets them at run time: at most two a call.
 inline bool flag_is_set(const char* name) {
@@ -91,12 +101,9 @@ inline void validate_offs(const char* op, const Tensor& offs, const char* like, 
 // offs: int32 [E], at most kMaxExperts, on the device of x; with MOE_FP8_VALIDATE=1 ends of groups up to `limit`.
 inline void check_offs(const char* op, const Tensor& offs, const char* like, const Tensor& x, int64_t limit,
                        const char* unit = "rows") {
-  check_dim(op, "offs", offs, 1);
-  if (offs.dtype != kInt32) fail(op, ": offs must be int32, got ", dtype_name(offs.dtype));
+  check_index(op, "offs", offs, like, x);
   const int64_t E = offs.sizes[0];
   if (E > kMaxExperts) fail(op, ": offs must have at most ", kMaxExperts, " entries, got ", E);
-  if (E > 1 && offs.strides[0] != 1) fail(op, ": offs must have stride 1, got stride ", offs.strides[0]);
-  check_same_device(op, "offs", offs, like, x);
   if (flag_is_set("MOE_FP8_VALIDATE")) validate_offs(op, offs, like, limit, unit);
 }
 // The padded extent P of groups of x's rows.

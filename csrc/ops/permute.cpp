@@ -9,11 +9,7 @@ namespace {
 void cpu_permute_indices(const PermuteIndicesParams& p) {
   const int64_t n = p.R * p.E;
   std::vector<int64_t> end(n + 1);  // of the tokens of each (rank, expert), from 1 on
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t count =
-        p.counts_int64 ? static_cast<const int64_t*>(p.counts)[i] : static_cast<const int*>(p.counts)[i];
-    end[i + 1] = std::min(p.M, end[i] + std::clamp<int64_t>(count, 0, p.M));
-  }
+  for (int64_t i = 0; i < n; ++i) end[i + 1] = std::min(p.M, end[i] + p.count(i));
   std::fill_n(p.indices, p.P, -1);
   for (int64_t e = 0, start = 0; e < p.E; ++e) {
     int* place = p.indices + start;

@@ -11,23 +11,12 @@ inline int64_t check_rows(const char* op, const char* arg, const Tensor& x) {
   const int64_t bytes = int64_t(aoti_torch_dtype_element_size(x.dtype));
   if (bytes != 1 && bytes != 2 && bytes != 4)
     fail(op, ": ", arg, " must have a dtype of 1, 2 or 4 bytes, got ", dtype_name(x.dtype));
-  check_dim(op, arg, x, 2);
-  check_inner_stride(op, arg, x);
-  check_size(op, arg, x.sizes[0], "rows");
-  check_size(op, arg, x.sizes[1], "columns");
+  check_matrix(op, arg, x);
   return bytes;
 }
 inline void check_count(const char* op, const char* arg, int64_t rows) {
   if (rows < 0 || rows > kMaxRows) fail(op, ": ", arg, " must be from 0 to ", kMaxRows, ", got ", rows);
 }
-// An int32 vector on the device of `like`.
-inline void check_index(const char* op, const char* arg, const Tensor& t, const char* like, const Tensor& x) {
-  check_dim(op, arg, t, 1);
-  if (t.dtype != kInt32) fail(op, ": ", arg, " must be int32, got ", dtype_name(t.dtype));
-  if (t.sizes[0] > 1 && t.strides[0] != 1) fail(op, ": ", arg, " must have stride 1, got stride ", t.strides[0]);
-  check_same_device(op, arg, t, like, x);
-}
-
 // out[p] = row source.row(p) of x, rows of zeros where that is none.
 inline void copy_rows(const Call& call, const Tensor& x, const Handle& out, const RowIndex& source, int64_t rows) {
   const int64_t bytes = int64_t(aoti_torch_dtype_element_size(x.dtype));

@@ -6,9 +6,6 @@ namespace moe_fp8 {
 namespace {
 
 template <class Id>
-int expert_of(Id id, int64_t E) { return id >= 0 && id < E ? int(id) : -1; }
-
-template <class Id>
 void cpu_sort(const SortTokensParams& p) {
   const Id* ids = static_cast<const Id*>(p.ids);
   auto expert = [&](int64_t slot) { return expert_of(ids[slot / p.top_k * p.row_stride + slot % p.top_k], p.E); };

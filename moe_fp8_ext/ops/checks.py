@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import shapes
+from moe_fp8_ext.ops.gradients import wants_grad
 from moe_fp8_ext.recipes import default_fp8_dtype
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,20 +54,21 @@ def check_contiguous(op: str, arg: str, x: Tensor) -> None:
         stride *= x.shape[dim]
 
 
-def check_rows(op: str, arg: str, x: Tensor) -> None:
-    require(x.dtype.itemsize in (1, 2, 4), f"{op}: {arg} must have a dtype of 1, 2 or 4 bytes, got {x.dtype}")
+def check_matrix(op: str, arg: str, x: Tensor) -> None:
     check_dim(op, arg, x, 2)
     check_unit_stride(op, arg, x, -1)
     check_size(op, arg, x.shape[0], "rows")
     check_size(op, arg, x.shape[1], "columns")
+
+
+def check_rows(op: str, arg: str, x: Tensor) -> None:
+    require(x.dtype.itemsize in (1, 2, 4), f"{op}: {arg} must have a dtype of 1, 2 or 4 bytes, got {x.dtype}")
+    check_matrix(op, arg, x)
 
 
 def check_tokens(op: str, arg: str, x: Tensor) -> None:
     check_dtype(op, arg, x)
-    check_dim(op, arg, x, 2)
-    check_unit_stride(op, arg, x, -1)
-    check_size(op, arg, x.shape[0], "rows")
-    check_size(op, arg, x.shape[1], "columns")
+    check_matrix(op, arg, x)
 
 
 def check_index(op: str, arg: str, t: Tensor, like: str, x: Tensor) -> None:
@@ -83,12 +85,9 @@ def check_count(op: str, arg: str, rows: int) -> None:
 
 
 def check_offs(op: str, offs: Tensor, like: str, x: Tensor) -> None:
-    check_dim(op, "offs", offs, 1)
-    require(offs.dtype == torch.int32, f"{op}: offs must be int32, got {offs.dtype}")
+    check_index(op, "offs", offs, like, x)
     e = offs.shape[0]
     require(e <= shapes.MAX_EXPERTS, f"{op}: offs must have at most {shapes.MAX_EXPERTS} entries, got {e}")
-    require(offs.stride(0) == 1 or e <= 1, f"{op}: offs must have stride 1, got stride {offs.stride(0)}")
-    check_same_device(op, "offs", offs, like, x)
 
 
 def validate_offs(op: str, offs: Tensor, like: str, rows: int) -> None:
@@ -122,7 +121,7 @@ def check_align(op: str, align: int, arg: str, rows: int, experts: int) -> None:
 
 def check_no_gradient(op: str, arg: str, x: Tensor) -> None:
     # A gradient would be lost without a word otherwise.
-    if x.requires_grad and torch.is_grad_enabled():
+    if wants_grad(x):
         raise RuntimeError(
             f"{op}: {arg} must not ask for a gradient, which quantizing has none of (detach it, or call grouped_mm), "
             "got requires_grad=True"

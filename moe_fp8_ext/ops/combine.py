@@ -11,6 +11,7 @@ from moe_fp8_ext.ops.checks import (
     check_tokens,
     require,
 )
+from moe_fp8_ext.ops.gradients import unit_stride, wants_grad
 
 _combine = torch.ops.moe_fp8.combine.default
 _combine_backward = torch.ops.moe_fp8.combine_backward.default
@@ -41,8 +42,8 @@ def combine(y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Te
 
     Source: the equation above.
     """
-    needs_scores = topk_scores is not None and topk_scores.requires_grad
-    if (y.requires_grad or needs_scores) and torch.is_grad_enabled():
+    needs_scores = wants_grad(topk_scores)
+    if wants_grad(y) or needs_scores:
         return _Combine.apply(y, inverse, topk_scores, needs_scores)
     return _combine(y, inverse, topk_scores)
 
@@ -88,8 +89,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        grad_y, grad_scores = _combine_backward(grad, *ctx.saved_tensors, ctx.rows)
+        grad_y, grad_scores = _combine_backward(unit_stride(grad), *ctx.saved_tensors, ctx.rows)
         return grad_y, None, grad_scores if ctx.needs_scores else None, None
 
 

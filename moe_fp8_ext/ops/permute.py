@@ -13,6 +13,7 @@ from moe_fp8_ext.ops.checks import (
     check_tokens,
     require,
 )
+from moe_fp8_ext.ops.gradients import unit_stride, wants_grad
 
 _permute_indices = torch.ops.moe_fp8.permute_indices.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
@@ -83,7 +84,7 @@ def permute_pad(
     """
     if scale is not None:
         check_scale("permute_pad", scale, x)
-    out = _Permute.apply(x, indices, top_k) if _wants_grad(x) else _permute_pad(x, indices, top_k)
+    out = _Permute.apply(x, indices, top_k) if wants_grad(x) else _permute_pad(x, indices, top_k)
     if scale is None:
         return out
     if scale.dim() == 1:
@@ -114,17 +115,9 @@ def unpermute(y: Tensor, indices: Tensor, num_tokens: int, top_k: int = 1) -> Te
 
     Source: the equation above.
     """
-    if _wants_grad(y):
+    if wants_grad(y):
         return _Unpermute.apply(y, indices, num_tokens, top_k)
     return _unpermute(y, indices, num_tokens, top_k)
-
-
-def _wants_grad(x: Tensor) -> bool:
-    return x.requires_grad and torch.is_grad_enabled()
-
-
-def _rows(grad: Tensor) -> Tensor:
-    return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
 class _Permute(torch.autograd.Function):
@@ -136,7 +129,7 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return unpermute(_rows(grad), *ctx.saved_tensors, ctx.rows, ctx.top_k), None, None
+        return unpermute(unit_stride(grad), *ctx.saved_tensors, ctx.rows, ctx.top_k), None, None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -148,12 +141,12 @@ class _Unpermute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return permute_pad(_rows(grad), *ctx.saved_tensors, ctx.top_k), None, None, None
+        return permute_pad(unit_stride(grad), *ctx.saved_tensors, ctx.top_k), None, None, None
 
 
 def check_scale(op: str, scale: Tensor, x: Tensor) -> None:
     require(scale.dim() in (1, 2), f"{op}: scale must have 1 or 2 dimensions, got {scale.dim()}")
-    require(not _wants_grad(scale), f"{op}: scale must not ask for a gradient, got requires_grad=True")
+    require(not wants_grad(scale), f"{op}: scale must not ask for a gradient, got requires_grad=True")
     if torch.compiler.is_compiling():  # tracing, a text with a size in it would fix it
         return torch._check(scale.shape[0] == x.shape[0])
     check_rows(op, "scale", scale if scale.dim() == 2 else scale.unsqueeze(-1))

@@ -10,6 +10,7 @@ from moe_fp8_ext.ops.checks import (
     check_rows,
     require,
 )
+from moe_fp8_ext.ops.gradients import unit_stride, wants_grad
 
 _pad = torch.ops.moe_fp8.pad_token_groups.default
 _pad_to = torch.ops.moe_fp8.pad_token_groups_to.default
@@ -38,7 +39,7 @@ def pad_token_groups(x: Tensor, offs: Tensor, align: int = 16) -> tuple[Tensor, 
 
     Source: the equation above; padded layout of DESIGN.md section 4.
     """
-    if x.requires_grad and torch.is_grad_enabled():
+    if wants_grad(x):
         return _Pad.apply(x, offs, align)
     return _pad(x, offs, align)
 
@@ -65,7 +66,7 @@ def pad_token_groups_to(x: Tensor, offs: Tensor, padded_starts: Tensor, num_padd
 
     Source: the equation above.
     """
-    if x.requires_grad and torch.is_grad_enabled():
+    if wants_grad(x):
         return _Copy.apply(x, offs, padded_starts, num_padded, True)
     return _pad_to(x, offs, padded_starts, num_padded)
 
@@ -93,13 +94,9 @@ def unpad_token_groups(y: Tensor, offs: Tensor, padded_starts: Tensor, num_token
 
     Source: the equation above.
     """
-    if y.requires_grad and torch.is_grad_enabled():
+    if wants_grad(y):
         return _Copy.apply(y, offs, padded_starts, num_tokens, False)
     return _unpad(y, offs, padded_starts, num_tokens)
-
-
-def _rows(grad: Tensor) -> Tensor:
-    return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
 class _Pad(torch.autograd.Function):
@@ -113,7 +110,7 @@ class _Pad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, *_):
-        return unpad_token_groups(_rows(grad), *ctx.saved_tensors, ctx.rows), None, None
+        return unpad_token_groups(unit_stride(grad), *ctx.saved_tensors, ctx.rows), None, None
 
 
 class _Copy(torch.autograd.Function):
@@ -128,7 +125,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         back = unpad_token_groups if ctx.pad else pad_token_groups_to
-        return back(_rows(grad), *ctx.saved_tensors, ctx.rows), None, None, None, None
+        return back(unit_stride(grad), *ctx.saved_tensors, ctx.rows), None, None, None, None
 
 
 def _check_starts(op: str, starts: Tensor, offs: Tensor) -> None:
