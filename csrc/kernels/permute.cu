@@ -1,11 +1,12 @@
 #include "kernels/permute.h"
 
+#include "kernels/table_blocks.h"
 #include "primitives/group_table.h"
 
 namespace moe_fp8 {
 namespace {
 
-constexpr int kThreads = 256, kIndicesOfThread = 4;
+constexpr int kThreads = 256;
 
 // In shared memory. Ends are exclusive; those of a rank's tokens among an expert's are counted from the expert's first.
 struct Exchange {
@@ -60,10 +61,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) permute_indices_kernel(MOE_GRID_C
 }  // namespace
 
 int permute_indices(const PermuteIndicesParams& p, void* stream) {
-  int64_t blocks = ceil_div<int64_t>(p.P, kThreads * kIndicesOfThread);
-  if (blocks > device().multiprocessors) blocks = device().multiprocessors;
-  if (blocks == 0) blocks = 1;
-  Launch l = {dim3(unsigned(blocks)), dim3(kThreads), stream};
+  Launch l = {table_blocks(p.P, kThreads), dim3(kThreads), stream};
   l.shared = 4 * Exchange::words(int(p.R), int(p.E));
   return launch(permute_indices_kernel, l, p);
 }

@@ -1,11 +1,12 @@
 #include "kernels/token_groups.h"
 
+#include "kernels/table_blocks.h"
 #include "primitives/group_table.h"
 
 namespace moe_fp8 {
 namespace {
 
-constexpr int kThreads = 256, kRowsOfThread = 4;
+constexpr int kThreads = 256;
 
 // The directions: how many rows there are to write, and which row each comes from, -1 for zeros.
 struct Pad {
@@ -55,10 +56,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) token_groups_kernel(MOE_GRID_CONS
 
 template <class Direction>
 int launch_with(const TokenGroupsParams& p, void* stream) {
-  int64_t blocks = ceil_div<int64_t>(Direction::rows(p), kThreads * kRowsOfThread);
-  if (blocks > device().multiprocessors) blocks = device().multiprocessors;
-  if (blocks == 0) blocks = 1;  // padded_offs are wanted all the same
-  Launch l = {dim3(unsigned(blocks)), dim3(kThreads), stream};
+  Launch l = {table_blocks(Direction::rows(p), kThreads), dim3(kThreads), stream};
   l.shared = 4 * GroupTable::words(int(p.E));
   return launch(token_groups_kernel<Direction>, l, p);
 }
