@@ -80,6 +80,10 @@ def _groups(cpu: bool) -> list[Shape]:
     return [Shape(f"[{m}, {k}] E={e}", {"m": m, "k": k, "e": e}) for m, k, e in sizes]
 
 
+def _blockwise_groups(cpu: bool) -> list[Shape]:
+    return _groups(cpu) + ([] if cpu else [Shape("[8192, 7168] E=1", {"m": 8192, "k": 7168, "e": 1})])
+
+
 def _token_groups(cpu: bool) -> list[Shape]:
     if cpu:
         return _groups(cpu)
@@ -300,6 +304,14 @@ _ROWWISE: tuple[Rule, ...] = (
 _COLWISE = _grouped_rules(0.78, 0.65, 0.70)
 _ROWCOL = _grouped_rules(0.60, 0.48, 0.58)
 _WEIGHT: tuple[Rule, ...] = ((_expert_to_24_mb, _of_copy(0.70)), (_always, _of_copy(0.58)), HOST)
+_1X128: tuple[Rule, ...] = ((_over_100_mb, _of_copy(0.97)),)
+_128X1: tuple[Rule, ...] = ((_over_100_mb, _of_copy(0.90)),)
+_1X128_128X1: tuple[Rule, ...] = (
+    (_is("[8192, 7168] E=1"), Target("us", "<=", 65)),
+    (_is("[16640, 5120] E=64"), _of_copy(0.78)),
+    (_over_100_mb, _of_copy(0.84)),
+)
+_128X128: tuple[Rule, ...] = ((_always, _of_copy(0.84)),)
 _PADDING: tuple[Rule, ...] = (
     (_many_tokens, _of_copy(0.92)),
     (_is("[16640, 5120] E=64"), Target("us", "<=", 100)),
@@ -329,6 +341,10 @@ CASES: dict[str, Case] = {
         Case("quantize_colwise", _groups, _grouped, moe.quantize_colwise, _COLWISE),
         Case("quantize_rowcol", _groups, _grouped, moe.quantize_rowcol, _ROWCOL),
         Case("quantize_weight", _weights, _tensor, moe.quantize_weight, _WEIGHT),
+        Case("quantize_1x128", _activations, _tensor, moe.quantize_1x128, _1X128),
+        Case("quantize_128x1", _groups, _grouped, moe.quantize_128x1, _128X1),
+        Case("quantize_1x128_128x1", _blockwise_groups, _grouped, moe.quantize_1x128_128x1, _1X128_128X1),
+        Case("quantize_128x128", _weights, _tensor, moe.quantize_128x128, _128X128),
         Case("pad_token_groups", _token_groups, _grouped, moe.pad_token_groups, _PADDING),
         Case("pad_token_groups_to", _token_groups, _placed, moe.pad_token_groups_to, _PADDING),
         Case("unpad_token_groups", _token_groups, _padded, moe.unpad_token_groups, _PADDING, moved=_tokens_only),
@@ -348,6 +364,14 @@ CASES: dict[str, Case] = {
             _indexed_groups,
             moe.permute_pad_quantize_rowcol,
             _permuting(0.52),
+        ),
+        Case("permute_pad_quantize_1x128", _exchanged, _indexed, moe.permute_pad_quantize_1x128),
+        Case(
+            "permute_pad_quantize_1x128_128x1",
+            _exchanged,
+            _indexed_groups,
+            moe.permute_pad_quantize_1x128_128x1,
+            _permuting(0.78),
         ),
         Case("sort_tokens", _routings, _routed, moe.sort_tokens, _SORT, baseline=_torch_sort),
         Case("combine", _slot_rows, _slots, moe.combine),

@@ -13,6 +13,16 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
   m.def(
       "quantize_weight(Tensor w, ScalarType? dtype=None, bool pow2_scale=False)"
       " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t)");
+  m.def("quantize_1x128(Tensor x, ScalarType? dtype=None, bool pow2_scale=False) -> (Tensor q, Tensor scale)");
+  m.def(
+      "quantize_128x1(Tensor x, Tensor offs, int align=128, ScalarType? dtype=None, bool pow2_scale=False,"
+      " bool transpose=True) -> (Tensor q_t, Tensor scale_t, Tensor padded_offs)");
+  m.def(
+      "quantize_1x128_128x1(Tensor x, Tensor offs, int align=128, ScalarType? dtype=None, bool pow2_scale=False,"
+      " bool transpose=True) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor padded_offs)");
+  m.def(
+      "quantize_128x128(Tensor w, ScalarType? dtype=None, bool pow2_scale=False)"
+      " -> (Tensor q, Tensor q_t, Tensor scale)");
   m.def(
       "pad_token_groups(Tensor x, Tensor offs, int align=16)"
       " -> (Tensor x_padded, Tensor padded_starts, Tensor padded_offs)");
@@ -36,6 +46,13 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       " ScalarType? dtype=None, bool pow2_scale=False)"
       " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor padded_offs)");
   m.def(
+      "permute_pad_quantize_1x128(Tensor x, Tensor indices, int top_k=1, ScalarType? dtype=None, bool pow2_scale=False)"
+      " -> (Tensor q, Tensor scale)");
+  m.def(
+      "permute_pad_quantize_1x128_128x1(Tensor x, Tensor indices, Tensor offs, int top_k=1, int align=128,"
+      " ScalarType? dtype=None, bool pow2_scale=False, bool transpose=True)"
+      " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor padded_offs)");
+  m.def(
       "scaled_grouped_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, ScalarType? out_dtype=None,"
-      " bool use_fast_accum=True) -> Tensor");
+      " bool use_fast_accum=True, int? block_size=None) -> Tensor");
 }

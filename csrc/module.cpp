@@ -13,21 +13,26 @@ constexpr const char* k2D3D =
 constexpr const char* k2D2D =
     "sm90, sm100: aten::_scaled_grouped_mm for float8_e4m3fn to bfloat16 with N, K, P and offs multiples of 16, "
     "E < 1024; otherwise: portable kernel";
+constexpr const char* kBlockwise =
+    "sm90, sm100: dequantize + aten::_grouped_mm in bfloat16 for K (2D x 2D: P) a multiple of 16, N (2D x 2D: rows of a "
+    "and offs too) of 8, E < 1024; otherwise: portable kernel";
 #elif defined(MOE_FP8_HIP)
 constexpr const char* kBackend = "rocm";
 constexpr const char* k2D3D = "portable kernel";
 constexpr const char* k2D2D = "portable kernel";
+constexpr const char* kBlockwise = "portable kernel";
 #else
 constexpr const char* kBackend = "cpu";
 constexpr const char* k2D3D = "dequantize + float32 matmul per group";
 constexpr const char* k2D2D = "dequantize + float32 matmul per group";
+constexpr const char* kBlockwise = "dequantize + float32 matmul per group";
 #endif
 
 py::dict build_info() {
   using namespace py::literals;
   return py::dict("version"_a = MOE_FP8_VERSION, "backend"_a = kBackend, "archs"_a = MOE_FP8_ARCHS,
                   "toolkit"_a = MOE_FP8_TOOLKIT, "torch_target"_a = "2.11", "compiler"_a = MOE_FP8_COMPILER,
-                  "scaled_grouped_mm"_a = py::dict("2d_3d"_a = k2D3D, "2d_2d"_a = k2D2D));
+                  "scaled_grouped_mm"_a = py::dict("2d_3d"_a = k2D3D, "2d_2d"_a = k2D2D, "blockwise"_a = kBlockwise));
 }
 
 }  // namespace

@@ -4,17 +4,8 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import shapes
-from moe_fp8_ext.ops import (
-    permute_pad,
-    permute_pad_quantize_rowcol,
-    permute_pad_quantize_rowwise,
-    quantize_colwise,
-    quantize_rowcol,
-    quantize_rowwise,
-    quantize_weight,
-    scaled_grouped_mm,
-    unpermute,
-)
+from moe_fp8_ext.operands import OPERANDS, Operand
+from moe_fp8_ext.ops import permute_pad, scaled_grouped_mm, unpermute
 from moe_fp8_ext.ops.checks import check_dim, check_dtype, check_offs, check_same_device, require, validate_offs
 from moe_fp8_ext.ops.permute import check_indices
 from moe_fp8_ext.recipes import Recipe, get_recipe
@@ -46,8 +37,8 @@ def grouped_mm(
         A: [M, K] tokens sorted by group, or, with `indices`, in any order; bfloat16, float16 or float32.
         B_t: [E, K, N] weights, the transposed view of [E, N, K] or contiguous itself (both without a copy), same dtype.
         offs: [E] int32 on A's device, exclusive end row of each group, non-decreasing, at most 1024.
-        recipe: "rowwise" (fp8, one scale a row), "bf16" (no quantization: `torch._grouped_mm`, which on a GPU takes at
-            most 1023 experts), or a `Recipe`.
+        recipe: "rowwise" (fp8, one scale a row), "blockwise" (fp8, one scale for 128 elements, 128 x 128 of a weight),
+            "bf16" (no quantization: `torch._grouped_mm`, which on a GPU takes at most 1023 experts), or a `Recipe`.
         indices: [P] int32 on A's device, of `permute_indices` (with its padded_offs as offs), or the permutation of
             `sort_tokens` with its top_k; distinct, any other value than a slot of A stands for a row of zeros.
         top_k: slots of a row of A.
@@ -107,52 +98,53 @@ class _QuantizedGroupedMm(torch.autograd.Function):
     def forward(ctx, A, B_t, offs, indices, top_k, recipe, needs_dA, needs_dB):
         ctx.recipe, ctx.dtypes, ctx.needs = recipe, (A.dtype, B_t.dtype), (needs_dA, needs_dB)
         ctx.rows, ctx.top_k = A.shape[0], top_k
-        A, rule = _row_major(A), (recipe.dtype, recipe.pow2_scale)
-        a_t = a_scale_t = padded_offs = w_t = w_scale_t = None
+        A, rule, of = _row_major(A), (recipe.dtype, recipe.pow2_scale), OPERANDS[recipe.scaling]
+        a_t = a_scale_t = padded_offs = None
         if needs_dB and indices is not None:
-            quantized = permute_pad_quantize_rowcol(A, indices, offs, top_k, recipe.align, *rule)
-            a, a_scale, a_t, a_scale_t, padded_offs = quantized
+            *a, a_t, a_scale_t, padded_offs = of.permuted_both(A, indices, offs, top_k, recipe.align, *rule)
         elif needs_dB:
-            a, a_scale, a_t, a_scale_t, padded_offs = quantize_rowcol(A, offs, recipe.align, *rule)
+            *a, a_t, a_scale_t, padded_offs = of.both(A, offs, recipe.align, *rule)
         elif indices is not None:
-            a, a_scale = permute_pad_quantize_rowwise(A, indices, top_k, *rule)
+            a = of.permuted_rows(A, indices, top_k, *rule)
         else:
-            a, a_scale = quantize_rowwise(A, *rule)
+            a = of.rows(A, *rule)
         if B_t.stride(-1) == 1 and B_t.stride(-2) != 1:  # contiguous [E, K, N]: the same op, its directions swapped
-            w_t, w_scale_t, w, w_scale = quantize_weight(B_t, *rule)
-        elif needs_dA:
-            w, w_scale, w_t, w_scale_t = quantize_weight(_row_major(B_t.transpose(-2, -1)), *rule)
+            w_t, w = of.weight(B_t, rule, True)
         else:
-            w, w_scale = quantize_rowwise(_row_major(B_t.transpose(-2, -1)), *rule)
+            w, w_t = of.weight(_row_major(B_t.transpose(-2, -1)), rule, needs_dA)
         if not needs_dA:
-            w_t = w_scale_t = None
-        ctx.save_for_backward(offs, indices, a_t, a_scale_t, padded_offs, w_t, w_scale_t)
-        out = scaled_grouped_mm(a, w.transpose(-2, -1), a_scale, w_scale, offs, None, recipe.use_fast_accum)
-        return _cast(out, A.dtype)
+            w_t = None, None
+        ctx.save_for_backward(offs, indices, a_t, a_scale_t, padded_offs, *w_t)
+        return _cast(_product(a, w, offs, recipe), A.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dY):
-        offs, indices, a_t, a_scale_t, padded_offs, w_t, w_scale_t = ctx.saved_tensors
+        offs, indices, a_t, a_scale_t, padded_offs, *w_t = ctx.saved_tensors
         needs_dA, needs_dB = ctx.needs
         recipe, (a_dtype, b_dtype) = ctx.recipe, ctx.dtypes
-        rule = recipe.dtype, recipe.pow2_scale
+        rule, of = (recipe.grad_dtype or recipe.dtype, recipe.pow2_scale), OPERANDS[recipe.scaling]
         dY, dA, dB_t = _row_major(dY), None, None
         if needs_dA and needs_dB:
-            dy, dy_scale, dy_t, dy_scale_t, _ = quantize_rowcol(dY, offs, recipe.align, *rule)
+            *dy, dy_t, dy_scale_t, _ = of.both(dY, offs, recipe.align, *rule)
         elif needs_dA:
-            dy, dy_scale = quantize_rowwise(dY, *rule)
+            dy = of.rows(dY, *rule)
         elif needs_dB:
-            dy_t, dy_scale_t, _ = quantize_colwise(dY, offs, recipe.align, *rule)
+            dy_t, dy_scale_t, _ = of.columns(dY, offs, recipe.align, *rule)
         if needs_dA:
-            dA = scaled_grouped_mm(dy, w_t.transpose(-2, -1), dy_scale, w_scale_t, offs, None, recipe.use_fast_accum)
+            dA = _product(dy, w_t, offs, recipe)
             if indices is not None:
                 dA = unpermute(dA, indices, ctx.rows, ctx.top_k)
             dA = _cast(dA, a_dtype)
         if needs_dB:
-            dW = scaled_grouped_mm(dy_t, a_t.t(), dy_scale_t, a_scale_t, padded_offs, None, recipe.use_fast_accum)
+            dW = _product((dy_t, dy_scale_t), of.second_of_wgrad(a_t, a_scale_t), padded_offs, recipe)
             dB_t = _cast(dW, b_dtype).transpose(-2, -1)
         return dA, dB_t, None, None, None, None, None, None
+
+
+def _product(a: Operand, b: Operand, offs: Tensor, recipe: Recipe) -> Tensor:
+    block_size = OPERANDS[recipe.scaling].block_size
+    return scaled_grouped_mm(a[0], b[0], a[1], b[1], offs, None, recipe.use_fast_accum, block_size)
 
 
 class _Bf16GroupedMm(torch.autograd.Function):

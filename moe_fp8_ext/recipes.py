@@ -9,6 +9,9 @@ import torch
 GROUP_ALIGNMENT = {"bf16": 8, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
 
 
+SCALINGS = ("rowwise", "blockwise")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How `grouped_mm` computes.
@@ -16,7 +19,11 @@ class Recipe:
     Attributes:
         name: what `get_recipe` knows it by.
         quantized: False multiplies in bfloat16.
+        scaling: "rowwise", one scale for each row and column of an operand, or "blockwise", one for each 128 elements
+            of a row or a column of activations and for each 128 x 128 of a weight.
         dtype: fp8 format of every operand; None is the device's own (`default_fp8_dtype`).
+        grad_dtype: fp8 format of gradients, such as float8_e5m2; None is `dtype`. torch's fp8 GEMM takes no other than
+            float8_e4m3fn: rowwise operands of another format are multiplied by a slower kernel.
         pow2_scale: round multipliers down to powers of two.
         align: tokens to a multiple of which groups are padded inside transposed operands.
         use_fast_accum: let the GEMM accumulate in the tensor cores' own precision.
@@ -24,10 +31,16 @@ class Recipe:
 
     name: str
     quantized: bool = True
+    scaling: str = "rowwise"
     dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
     pow2_scale: bool = False
     align: int = GROUP_ALIGNMENT["rowwise"]
     use_fast_accum: bool = True
+
+    def __post_init__(self) -> None:
+        if self.scaling not in SCALINGS:
+            raise ValueError(f"scaling must be one of {sorted(SCALINGS)}, got {self.scaling!r}")
 
 
 RECIPES = {
@@ -36,6 +49,8 @@ RECIPES = {
         Recipe("bf16", quantized=False, align=GROUP_ALIGNMENT["bf16"]),
         # Powers of two, as torchao rounds them: a value has the same fp8 bytes up to its exponent in both directions.
         Recipe("rowwise", pow2_scale=True),
+        # Scales of any value, as DeepSeek-V3 trained with.
+        Recipe("blockwise", scaling="blockwise", align=GROUP_ALIGNMENT["blockwise"]),
     )
 }
 
@@ -52,7 +67,7 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
         return recipe
     if not isinstance(recipe, str):
         raise TypeError(f"recipe must be a str or a Recipe, got {type(recipe).__name__}")
-    if recipe in ("blockwise", "mxfp8"):
+    if recipe == "mxfp8":
         raise NotImplementedError(f"recipe {recipe!r} is not implemented yet, expected one of {sorted(RECIPES)}")
     if recipe not in RECIPES:
         raise ValueError(f"recipe must be one of {sorted(RECIPES)}, got {recipe!r}")
@@ -75,7 +90,7 @@ def group_alignment(recipe: str | Recipe) -> int:
         MXFP8   a dispatcher that pads to 32 already     none: tokens lie as wanted   ends of its padded groups
 
     (*) 1 works too. The alignment is for consumers that need padded groups themselves, such as torch's grouped GEMMs
-    called directly, for which BF16 needs its 8.
+    called directly, for which BF16 needs its 8. "blockwise" is an FP8 recipe whose alignment is 128.
 
     Args:
         recipe: "bf16", "rowwise", "blockwise", "mxfp8", or a `Recipe`.

@@ -120,6 +120,89 @@ def quantize_weight(
     return q, scale, q_t, scale_t
 
 
+def row_major(q: Tensor) -> Tensor:
+    """q, contiguous also where it is empty, which Tensor.contiguous would return as it is."""
+    return q.clone(memory_format=torch.contiguous_format)
+
+
+def column_major(scale: Tensor) -> Tensor:
+    """scale [M, B] with stride (1, round_up(M, 4)); the memory between columns is zero."""
+    m, b = scale.shape
+    stride = shapes.round_up(m, 4)
+    out = scale.new_zeros(b * stride).as_strided((m, b), (1, stride))
+    return out.copy_(scale)
+
+
+def quantize_1x128(x: Tensor, dtype: torch.dtype | None = None, pow2_scale: bool = False) -> tuple[Tensor, Tensor]:
+    """x [M, K] -> q [M, K], scale [M, ceil(K / 128)]: one block per 128 elements of a row, the last may be short."""
+    blocks = [quantize(block, 1, dtype, pow2_scale) for block in x.split(shapes.BLOCK, 1)] if x.shape[1] else []
+    if not blocks:
+        return quantize(x, 1, dtype, pow2_scale)[0], column_major(x.new_zeros(x.shape[0], 0, dtype=torch.float32))
+    q = torch.cat([q.view(torch.uint8) for q, _ in blocks], 1).view(blocks[0][0].dtype)
+    return q, column_major(torch.stack([scale for _, scale in blocks], 1))
+
+
+def quantize_128x1(
+    x: Tensor,
+    offs: Tensor,
+    align: int = 128,
+    dtype: torch.dtype | None = None,
+    pow2_scale: bool = False,
+    transpose: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, K] -> q_t [K, P], scale_t [K, B], padded_offs [E]: quantize_1x128 of each group's transpose, side by side.
+
+    A group takes round_up(size, align) columns of q_t and the blocks of as many rounded up to 128; what it does not
+    fill is 0. Not transposed: [P, K] and [B, K].
+    """
+    dtype, k = dtype or default_fp8_dtype(x.device), x.shape[1]
+    b = shapes.blocks_extent(x.shape[0], offs.shape[0], align)
+    p = shapes.padded_extent(x.shape[0], offs.shape[0], align)
+    q_t = torch.zeros(k, p, dtype=torch.uint8, device=x.device)
+    scale_t = torch.zeros(k, b, device=x.device)
+    padded_offs, at, block = [], 0, 0
+    for start, end in group_bounds(offs, x.shape[0]):
+        q, scale = quantize_1x128(x[start:end].t(), dtype, pow2_scale)
+        q_t[:, at : at + end - start] = q.view(torch.uint8)
+        scale_t[:, block : block + scale.shape[1]] = scale
+        at += shapes.round_up(end - start, align)
+        block += shapes.round_up(end - start, max(align, shapes.BLOCK)) // shapes.BLOCK
+        padded_offs.append(at)
+    padded_offs = torch.tensor(padded_offs, dtype=torch.int32, device=x.device)
+    if transpose:
+        return q_t.view(dtype), column_major(scale_t), padded_offs
+    return row_major(q_t.t()).view(dtype), column_major(scale_t).t(), padded_offs
+
+
+def quantize_1x128_128x1(
+    x: Tensor,
+    offs: Tensor,
+    align: int = 128,
+    dtype: torch.dtype | None = None,
+    pow2_scale: bool = False,
+    transpose: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x [M, K] -> q [M, K], scale [M, ceil(K / 128)], q_t [K, P], scale_t [K, B], padded_offs [E]: both directions."""
+    columns = quantize_128x1(x, offs, align, dtype, pow2_scale, transpose)
+    return *quantize_1x128(x, dtype, pow2_scale), *columns
+
+
+def quantize_128x128(
+    w: Tensor, dtype: torch.dtype | None = None, pow2_scale: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """w [E, N, K] -> q [E, N, K], q_t [E, K, N], scale [E, ceil(N / 128), ceil(K / 128)]: one block per square."""
+    dtype = dtype or default_fp8_dtype(w.device)
+    q = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
+    scale = torch.empty(shapes.quantize_128x128(w.shape)[2], device=w.device)
+    for a in range(scale.shape[1]):
+        for b in range(scale.shape[2]):
+            rows, columns = (slice(i * shapes.BLOCK, (i + 1) * shapes.BLOCK) for i in (a, b))
+            square = w[:, rows, columns]
+            of_square, scale[:, a, b] = quantize(square.flatten(1), 1, dtype, pow2_scale)
+            q[:, rows, columns] = of_square.view(torch.uint8).view(square.shape)
+    return q.view(dtype), row_major(q.transpose(1, 2)).view(dtype), scale
+
+
 def pad_token_groups(x: Tensor, offs: Tensor, align: int = 16) -> tuple[Tensor, Tensor, Tensor]:
     """x [M, K] -> x_padded [P, K], padded_starts [E], padded_offs [E]: groups begin at multiples of `align`."""
     starts, ends, at = [], [], 0
@@ -239,6 +322,27 @@ def permute_pad_quantize_rowcol(
     return quantize_rowcol(permute_pad(x, indices, top_k), offs, align, dtype, pow2_scale)
 
 
+def permute_pad_quantize_1x128(
+    x: Tensor, indices: Tensor, top_k: int = 1, dtype: torch.dtype | None = None, pow2_scale: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x [M, K], indices [P] -> q [P, K], scale [P, ceil(K / 128)]: quantize_1x128 of permute_pad."""
+    return quantize_1x128(permute_pad(x, indices, top_k), dtype, pow2_scale)
+
+
+def permute_pad_quantize_1x128_128x1(
+    x: Tensor,
+    indices: Tensor,
+    offs: Tensor,
+    top_k: int = 1,
+    align: int = 128,
+    dtype: torch.dtype | None = None,
+    pow2_scale: bool = False,
+    transpose: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x [M, K], indices [P] -> quantize_1x128_128x1 of permute_pad."""
+    return quantize_1x128_128x1(permute_pad(x, indices, top_k), offs, align, dtype, pow2_scale, transpose)
+
+
 def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x rounded to nearest even, with one NaN a format."""
     return x.to(dtype).masked_fill(x.isnan(), float("nan"))
@@ -285,6 +389,12 @@ def combine_backward(
     return round_to(grad_y, grad.dtype), round_to(grad_scores, scores_dtype)
 
 
+def block_values(q: Tensor, scale: Tensor, rows: int = 1) -> Tensor:
+    """q [rows * i, K] times the scales of its blocks, [i, ceil(K / 128)], in float64; `rows` of q share one scale."""
+    of_row = scale.double().repeat_interleave(rows, 0)[: q.shape[0]]
+    return q.double() * of_row.repeat_interleave(shapes.BLOCK, 1)[:, : q.shape[1]]
+
+
 def scaled_grouped_mm(
     a: Tensor,
     b: Tensor,
@@ -293,22 +403,34 @@ def scaled_grouped_mm(
     offs: Tensor,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = True,
+    block_size: int | None = None,
 ) -> Tensor:
     """Matmul per group of dequantized operands, in float64 and rounded once: the op is within float32 error of this.
 
     a [M, K], b [E, K, N], scale_a [M], scale_b [E, N]: groups are rows of a; out [M, N], zero in tail rows.
     a [N, P], b [P, K], scale_a [E, N], scale_b [E, K]: groups are slices of P; out [E, N, K].
+    With blocks of 128: scale_a [M, K / 128], scale_b [E, K / 128, N / 128]; scale_a [N, B], scale_b [B, K].
     """
     e = offs.shape[0]
     out = torch.zeros(shapes.scaled_grouped_mm(a.shape, b.shape, e), dtype=torch.float64, device=a.device)
-    a, b, scale_a, scale_b = (t.to(torch.float64) for t in (a, b, scale_a, scale_b))
-    if b.ndim == 3:
-        for e, (start, end) in enumerate(group_bounds(offs, a.shape[0])):
-            out[start:end] = (a[start:end] @ b[e]) * scale_a[start:end, None] * scale_b[e]
-    else:
-        for e, (start, end) in enumerate(group_bounds(offs, a.shape[1])):
-            if start < end:  # an empty group is zero whatever its scales are
-                out[e] = (a[:, start:end] @ b[start:end]) * scale_a[e, :, None] * scale_b[e]
+    block = 0
+    for e, (start, end) in enumerate(group_bounds(offs, a.shape[0 if b.ndim == 3 else 1])):
+        if start == end:  # an empty group is zero whatever its scales are
+            continue
+        if b.ndim == 3 and block_size:
+            of_a, of_b = block_values(a[start:end], scale_a[start:end]), block_values(b[e].t(), scale_b[e].t(), 128)
+            out[start:end] = of_a @ of_b.t()
+        elif b.ndim == 3:
+            product = a[start:end].double() @ b[e].double()
+            out[start:end] = product * scale_a[start:end, None].double() * scale_b[e].double()
+        elif block_size:
+            blocks = slice(block, block + shapes.round_up(end - start, shapes.BLOCK) // shapes.BLOCK)
+            of_a = block_values(a[:, start:end], scale_a[:, blocks])
+            out[e] = of_a @ block_values(b[start:end].t(), scale_b[blocks].t()).t()
+            block = blocks.stop
+        else:
+            product = a[:, start:end].double() @ b[start:end].double()
+            out[e] = product * scale_a[e, :, None].double() * scale_b[e].double()
     return out.to(out_dtype or torch.bfloat16)
 
 

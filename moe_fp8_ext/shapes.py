@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 MAX_EXPERTS = 1024  # groups in one call
 MAX_COUNTS = 4096  # ranks times local experts
+BLOCK = 128  # elements of a scaling block of the blockwise recipe, along either dimension
 MAX_ROWS = (1 << 31) - 256  # int32 offsets, and tiles that reach beyond the last one
 
 Shape = tuple[int, ...]
@@ -51,6 +52,30 @@ def quantize_weight(w: Sequence[int]) -> tuple[Shape, Shape, Shape, Shape]:
     """w [E, N, K] -> q [E, N, K], scale [E, N], q_t [E, K, N], scale_t [E, K]."""
     e, n, k = w
     return (e, n, k), (e, n), (e, k, n), (e, k)
+
+
+def quantize_1x128(x: Sequence[int]) -> tuple[Shape, Shape, Shape]:
+    """x [M, K] -> q [M, K], scale [M, ceil(K / 128)] and its stride: column-major, columns at multiples of 16 bytes."""
+    m, k = x
+    return (m, k), (m, round_up(k, BLOCK) // BLOCK), (1, round_up(m, 4))
+
+
+def blocks_extent(m: int, e: int, align: int) -> int:
+    """Returns B, the scaling blocks along the tokens of a group-padded operand: every group begins with a new one."""
+    return padded_extent(m, e, max(align, BLOCK)) // BLOCK
+
+
+def quantize_128x1(x: Sequence[int], e: int, align: int, transpose: bool) -> tuple[Shape, Shape, Shape, Shape]:
+    """x [M, K] -> q_t [K, P], scale_t [K, B] and its stride, padded_offs [E]; [P, K] and [B, K] if not transposed."""
+    m, k = x
+    p, b, stride = padded_extent(m, e, align), blocks_extent(m, e, align), round_up(k, 4)
+    return ((k, p), (k, b), (1, stride), (e,)) if transpose else ((p, k), (b, k), (stride, 1), (e,))
+
+
+def quantize_128x128(w: Sequence[int]) -> tuple[Shape, Shape, Shape]:
+    """w [E, N, K] -> q [E, N, K], q_t [E, K, N], scale [E, ceil(N / 128), ceil(K / 128)]."""
+    e, n, k = w
+    return (e, n, k), (e, k, n), (e, round_up(n, BLOCK) // BLOCK, round_up(k, BLOCK) // BLOCK)
 
 
 def scaled_grouped_mm(a: Sequence[int], b: Sequence[int], e: int) -> Shape:

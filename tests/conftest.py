@@ -6,9 +6,13 @@ import os
 
 os.environ["MOE_FP8_POISON"] = "1"  # read by the extension: an unwritten byte shows as 0xFF
 
+from pathlib import Path
+
 import hypothesis
 import pytest
 import torch
+from simt_checks import WAVES
+from simt_kernels import SimtKernels, build
 
 hypothesis.settings.register_profile(
     "moe_fp8",
@@ -59,3 +63,14 @@ def big_gpu(gpu: str) -> str:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """The kernels, built for the emulation at every wave size."""
+    return build(tmp_path_factory.mktemp("simt"), WAVES)
+
+
+@pytest.fixture(params=WAVES)
+def kernels(request: pytest.FixtureRequest, libraries: dict[int, Path]) -> SimtKernels:
+    return SimtKernels(libraries[request.param])

@@ -6,7 +6,22 @@ import torch
 from helpers import on
 from torch import Tensor
 
-from moe_fp8_ext import grouped_mm
+from moe_fp8_ext import Recipe, grouped_mm, reference
+
+# E4M3 has 3 mantissa bits: rounding is uniform within a step of 2^-3 of the value's octave, a noise of 2^-6 / 12 =
+# 1/768 of the signal when every value lies at the bottom of its octave, less otherwise. A product of two operands has
+# the sum of both noises, 2/768, and sums of independent products keep the ratio: 25.8 dB, 0.8 dB of it for the spread
+# of draws and for values below the smallest normal of their block. bfloat16 operands and products are exact in a
+# float32 sum; rounding out to 8 bits is uniform in a step of 2^-7: 2^-14 / 12, 52.9 dB.
+# With scales of any value the octaves of Gaussian values fall anywhere: the mean of 4^octave, to which the noise is
+# proportional, is at most 0.544 of the mean square for every scale (integrated numerically), so that two operands give
+# 2 * 0.544 / 768, 28.5 dB. Roundings of dequantized operands and of the product to bfloat16, three times 52.9 dB, take
+# 0.02 dB; what is left of 2.5 dB is for the spread of draws.
+MIN_SQNR_DB = {"bf16": 52.0, "rowwise": 25.0, "blockwise": 26.0}
+# Of a single product, which has no average: (1 + 2^-4)^2 - 1 from two roundings to E4M3, 2^-8 from one to bfloat16.
+MIN_SINGLE_DB = {"bf16": 48.1, "rowwise": 17.7, "blockwise": 17.7}
+# One more rounding for each float32 operand that the recipe casts to bfloat16: three such noises, 4.8 dB.
+CAST_DB = 4.8
 
 
 def problem(
@@ -27,5 +42,11 @@ def gradients(fn, a: Tensor, b_t: Tensor, g: Tensor | None) -> tuple[Tensor, Ten
     return out.detach(), a.grad, b_t.grad
 
 
-def run(a: Tensor, b_t: Tensor, offs: Tensor, g: Tensor, recipe: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def run(
+    a: Tensor, b_t: Tensor, offs: Tensor, g: Tensor, recipe: str | Recipe
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return gradients(lambda a, b: grouped_mm(a, b, offs, recipe=recipe), a, b_t, g)
+
+
+def exact(a: Tensor, b_t: Tensor, offs: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return gradients(lambda a, b: reference.grouped_mm(a, b, offs), a.double(), b_t.double(), g.double())

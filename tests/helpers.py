@@ -118,6 +118,8 @@ def strided_2d(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 def as_bytes(t: Tensor) -> Tensor:
     """The bytes of t in logical order, [numel, itemsize]."""
     flat = t.detach().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # of a single row or column, which counts as contiguous whatever its stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).view(-1, t.element_size())
 
 

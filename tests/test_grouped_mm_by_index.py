@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_fp8_ext import RECIPES, group_alignment, grouped_mm, permute_pad, unpermute
 
-NAMES = ("bf16", "rowwise")
+NAMES = ("bf16", "rowwise", "blockwise")
 
 
 @pytest.mark.parametrize("recipe", NAMES)
@@ -26,7 +26,7 @@ def test_rows_taken_by_index(top_k, dtype, recipe, device):
     out, d_rows, d_b = run(rows, b_t, offs, g, recipe)
     assert_same((got[0], got[2]), (out, d_b))
     # The fused path rounds the sum of a token's slots from bfloat16 to bfloat16 once, then casts.
-    slots = d_rows.bfloat16() if recipe == "rowwise" else d_rows
+    slots = d_rows if recipe == "bf16" else d_rows.bfloat16()
     assert_same(got[1], unpermute(slots, indices, 70, top_k).to(dtype))
 
 

@@ -1,4 +1,4 @@
-"""permute_pad_quantize_rowwise and permute_pad_quantize_rowcol: the quantizers of permuted rows, byte for byte."""
+"""permute_pad_quantize_*: the quantizers of permuted rows, byte for byte."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ from moe_fp8_ext import (
     combine,
     permute_indices,
     permute_pad,
+    permute_pad_quantize_1x128,
+    permute_pad_quantize_1x128_128x1,
     permute_pad_quantize_rowcol,
     permute_pad_quantize_rowwise,
+    quantize_1x128_128x1,
     quantize_rowcol,
     quantize_rowwise,
     reference,
@@ -46,6 +49,11 @@ def check(x: Tensor, indices: Tensor, offs: Tensor, top_k: int = 1, align: int =
     want = reference.permute_pad_quantize_rowcol(x, indices, offs, top_k, align, *rule)
     assert_same(permute_pad_quantize_rowcol(x, indices, offs, top_k, align, *rule), want, what)
     assert_same(permute_pad_quantize_rowwise(x, indices, top_k, *rule), want[:2], what)
+    for transpose in (True, False):
+        args = x, indices, offs, top_k, align, *(rule or (None,)), *(() if len(rule) > 1 else (False,)), transpose
+        want = reference.permute_pad_quantize_1x128_128x1(*args)
+        assert_same(permute_pad_quantize_1x128_128x1(*args), want, what)
+    assert_same(permute_pad_quantize_1x128(x, indices, top_k, *rule), want[:2], what)
 
 
 @pytest.mark.parametrize("pow2_scale", [False, True])
@@ -132,10 +140,13 @@ def test_after_an_exchange(device):
     y = permute_pad(x, indices)
     assert_same(permute_pad_quantize_rowwise(x, indices), quantize_rowwise(y))
     assert_same(permute_pad_quantize_rowcol(x, indices, offs), quantize_rowcol(y, offs))
+    assert_same(permute_pad_quantize_1x128_128x1(x, indices, offs), quantize_1x128_128x1(y, offs))
 
 
 def both(x: Tensor, indices: Tensor, offs: Tensor) -> tuple[Tensor, ...]:
-    return *permute_pad_quantize_rowwise(x, indices, 2), *permute_pad_quantize_rowcol(x, indices, offs, 2)
+    rowwise = *permute_pad_quantize_rowwise(x, indices, 2), *permute_pad_quantize_rowcol(x, indices, offs, 2)
+    blockwise = permute_pad_quantize_1x128(x, indices, 2), permute_pad_quantize_1x128_128x1(x, indices, offs, 2)
+    return *rowwise, *blockwise[0], *blockwise[1]
 
 
 def arguments(m: int, k: int, device: str, seed: int = 0, layout: str = "zipf") -> list[Tensor]:
@@ -148,6 +159,8 @@ def test_opcheck(device):
     x, indices, offs = arguments(37, 33, device)
     check_opcheck("permute_pad_quantize_rowwise", [x, indices, 2])
     check_opcheck("permute_pad_quantize_rowcol", [x, indices, offs, 2, 32])
+    check_opcheck("permute_pad_quantize_1x128", [x, indices, 2])
+    check_opcheck("permute_pad_quantize_1x128_128x1", [x, indices, offs, 2, 32])
 
 
 def test_deterministic(device):
@@ -232,14 +245,18 @@ OFFS = torch.tensor([2, 9], dtype=torch.int32)
 )
 def test_errors(args, argument, got, device):
     args = on(device, args)
-    check_error("permute_pad_quantize_rowcol", args, argument, got)
+    for op in ("rowcol", "1x128_128x1"):
+        check_error(f"permute_pad_quantize_{op}", args, argument, got)
     if argument not in ("offs", "align"):
-        check_error("permute_pad_quantize_rowwise", [*args[:2], *args[3:4], *args[5:]], argument, got)
+        for op in ("rowwise", "1x128"):
+            check_error(f"permute_pad_quantize_{op}", [*args[:2], *args[3:4], *args[5:]], argument, got)
 
 
 def test_a_gradient_is_refused(device):
     x = X.to(device).requires_grad_()
-    with pytest.raises(RuntimeError, match="^permute_pad_quantize_rowwise: x must not ask for a gradient"):
-        permute_pad_quantize_rowwise(x, INDICES.to(device))
-    with pytest.raises(RuntimeError, match="^permute_pad_quantize_rowcol: x must not ask for a gradient"):
-        permute_pad_quantize_rowcol(x, INDICES.to(device), OFFS.to(device))
+    for fn in (permute_pad_quantize_rowwise, permute_pad_quantize_1x128):
+        with pytest.raises(RuntimeError, match=f"^{fn.__name__}: x must not ask for a gradient"):
+            fn(x, INDICES.to(device))
+    for fn in (permute_pad_quantize_rowcol, permute_pad_quantize_1x128_128x1):
+        with pytest.raises(RuntimeError, match=f"^{fn.__name__}: x must not ask for a gradient"):
+            fn(x, INDICES.to(device), OFFS.to(device))

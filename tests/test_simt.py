@@ -7,7 +7,6 @@ misaligned vector access or a launch that never ends fails the call (tests/toolc
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,31 +25,15 @@ from helpers import (
     strided_2d,
     wide,
 )
+from simt_checks import ON_LINUX, WAVES, check, exact_fp8, exact_scales
+from simt_kernels import SimtKernels
 from torch import Tensor
 
 from moe_fp8_ext import reference, shapes
 
-sys.path.insert(0, str(Path(__file__).parent / "toolchain"))
-from simt_kernels import SimtKernels, build  # noqa: E402
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the emulation reads Linux' ELF structures")
+pytestmark = ON_LINUX
 E4M3, E5M2 = FP8_DTYPES[:2]
-WAVES = (32, 64)
 GROUPED = ("quantize_colwise", "quantize_rowcol")
-
-
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    return build(tmp_path_factory.mktemp("simt"), WAVES)
-
-
-@pytest.fixture(params=WAVES)
-def kernels(request: pytest.FixtureRequest, libraries: dict[int, Path]) -> SimtKernels:
-    return SimtKernels(libraries[request.param])
-
-
-def check(kernels: SimtKernels, op: str, *args: object) -> None:
-    assert_same(getattr(kernels, op)(*args), getattr(reference, op)(*args), op)
 
 
 def check_grouped(kernels: SimtKernels, x: Tensor, offs: Tensor, align: int = 16, *args: object) -> None:
@@ -188,15 +171,6 @@ def test_another_number_of_multiprocessors(wave, libraries, tmp_path, monkeypatc
 def test_default_format(libraries):
     assert SimtKernels(libraries[64]).native_fnuz()  # gfx942
     assert not SimtKernels(libraries[32]).native_fnuz()
-
-
-def exact_fp8(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Small integers: every sum of products is exact in float32."""
-    return torch.randint(-3, 4, shape).float().to(dtype)
-
-
-def exact_scales(*shape: int) -> Tensor:
-    return torch.exp2(torch.randint(-3, 4, shape).float())
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=short)

@@ -24,6 +24,7 @@ struct F16 {
   using Bits = uint16_t;
   static constexpr uint32_t kMagnitudeMask = 0x7fff7fffu;
   static MOE_HD float to_float(uint32_t bits) {
+    if constexpr (kConvertsHalf) return half_to_float(bits);
     const uint32_t sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu, rebias = 112u << 23;
     const uint32_t normal = (magnitude << 13) + rebias;
     // With an implicit 1 that is taken off again: no float32 subnormal, which a CPU may be told to flush to zero.

@@ -5,6 +5,7 @@
 namespace moe_fp8 {
 
 constexpr int kMaxExperts = 1024, kMaxAlign = 256;
+constexpr int kBlock = 128;  // elements of a scaling block of the blockwise recipe, along either dimension
 
 template <class T>
 MOE_HD constexpr T round_up(T n, T multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -17,6 +18,14 @@ MOE_HD int clamp_offset(int offset, int rows) { return offset < 0 ? 0 : offset >
 MOE_HD constexpr int64_t padded_extent(int64_t rows, int64_t experts, int64_t align) {
   return round_up(rows, align) + experts * align;
 }
+
+// The blockwise recipe's scales along the padded layout: every group begins with a block of its own.
+MOE_HD constexpr int64_t block_extent(int64_t rows, int64_t experts, int64_t align) {
+  return padded_extent(rows, experts, align < kBlock ? kBlock : align) / kBlock;
+}
+// Elements from a column to the next one of its column-major scales of so many rows: whole 16-byte chunks, as the
+// tensor memory accelerator and cuBLASLt want them.
+MOE_HD constexpr int64_t scale_stride(int64_t rows) { return round_up<int64_t>(rows, 4); }
 
 // Rows taken by index: i = at[p] stands for row i / top_k, or for a row of zeros when it is not in [0, rows * top_k).
 struct RowIndex {

@@ -67,6 +67,19 @@ MOE_HD uint32_t as_bits(float f) {
 #endif
 }
 
+// Of a 16-bit float, where the chip converts: exact, subnormals included.
+#if defined(__CUDA_ARCH__)
+constexpr bool kConvertsHalf = true;
+MOE_DEVICE float half_to_float(uint32_t bits) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(uint16_t(bits)));
+  return f;
+}
+#else
+constexpr bool kConvertsHalf = false;
+MOE_HD float half_to_float(uint32_t) { return 0; }
+#endif
+
 #if defined(MOE_CUDA) || defined(MOE_HIP)
 
 // ---- waves ---------------------------------------------------------------------------------------------------------
@@ -85,6 +98,13 @@ constexpr int kLargestWarp = 64;
 constexpr int kLargestWarp = 32;
 #endif
 
+MOE_DEVICE uint32_t shfl(uint32_t v, int lane) {
+#if defined(MOE_HIP)
+  return __shfl(v, lane);
+#else
+  return __shfl_sync(0xffffffffu, v, lane);
+#endif
+}
 MOE_DEVICE uint32_t shfl_xor(uint32_t v, int lane_mask) {
 #if defined(MOE_HIP)
   return __shfl_xor(v, lane_mask);
@@ -175,18 +195,20 @@ MOE_DEVICE uint32_t max_magnitude_f16x2(uint32_t a, uint32_t b) {
 struct alignas(16) Vec16 { uint32_t w[4]; };
 struct alignas(8) Vec8 { uint32_t w[2]; };
 
-constexpr uint64_t kEvictFirst = 0x12F0000000000000ull;  // createpolicy's encoding
+constexpr uint64_t kEvictFirst = 0x12F0000000000000ull, kEvictLast = 0x14F0000000000000ull;  // createpolicy's encoding
 
-enum class Reuse { kNone, kSoon };  // kSoon: leave the line in the L2, it is read again shortly
+// kSoon: leave the line in the L2, it is read again shortly. kNotBeforeStores: it is not, but while such lines are
+// newer than what store_stream writes, that leaves the L2 in larger pieces.
+enum class Reuse { kNone, kSoon, kNotBeforeStores };
 
 template <Reuse kReuse = Reuse::kNone>
 MOE_DEVICE Vec16 load_stream(const Vec16* p) {
 #if defined(MOE_CUDA)
   Vec16 v;
-  if constexpr (kReuse == Reuse::kNone)
+  if constexpr (kReuse != Reuse::kSoon)
     asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
                  : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
-                 : "l"(p), "l"(kEvictFirst));
+                 : "l"(p), "l"(kReuse == Reuse::kNone ? kEvictFirst : kEvictLast));
   else
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(p));
@@ -252,7 +274,7 @@ MOE_DEVICE std::enable_if_t<std::is_unsigned_v<T>, T> load_stream(const T* p) {
 #endif
 }
 template <class T>
-MOE_DEVICE std::enable_if_t<std::is_unsigned_v<T>> store_stream(T* p, T v) {
+MOE_DEVICE std::enable_if_t<std::is_arithmetic_v<T>> store_stream(T* p, T v) {
 #if defined(MOE_CUDA)
   __stcs(p, v);
 #elif defined(MOE_HIP) && !defined(MOE_SIMT)
@@ -262,13 +284,25 @@ MOE_DEVICE std::enable_if_t<std::is_unsigned_v<T>> store_stream(T* p, T v) {
 #endif
 }
 
+// Whether the copies below go on while their thread does other work; the emulation takes one road at each wave size.
+#if defined(MOE_CUDA) || (defined(MOE_SIMT) && SIMT_WARP == 32)
+constexpr bool kCopiesInBackground = true;
+#else
+constexpr bool kCopiesInBackground = false;
+#endif
+
 // Global -> shared without passing through registers where the chip can. A thread's copies since the last
 // commit_copies() form a group; wait_copies<n>() waits until at most its n newest groups are under way. Other threads
 // see the data after a barrier.
+template <Reuse kReuse = Reuse::kSoon>
 MOE_DEVICE void copy_to_shared(Vec16* shared, const Vec16* global) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-               ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  if constexpr (kReuse == Reuse::kNotBeforeStores)
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+                 ::"r"(to), "l"(global), "l"(kEvictLast) : "memory");
+  else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 #else
   *shared = load_stream(global);
 #endif

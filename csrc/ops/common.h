@@ -64,6 +64,16 @@ inline InType check_tokens(const char* op, const char* arg, const Tensor& x) {
   check_matrix(op, arg, x);
   return in;
 }
+// [experts, rows, columns] likewise.
+inline InType check_experts(const char* op, const char* arg, const Tensor& w) {
+  const InType in = in_type(op, arg, w);
+  check_dim(op, arg, w, 3);
+  check_inner_stride(op, arg, w);
+  check_size(op, arg, w.sizes[2], "columns");
+  if (w.sizes[0] > kMaxExperts) fail(op, ": ", arg, " must hold at most ", kMaxExperts, " experts, got ", w.sizes[0]);
+  check_size(op, arg, w.sizes[1], "rows an expert");
+  return in;
+}
 inline void check_same_device(const char* op, const char* arg, const Tensor& t, const char* like, const Tensor& x) {
   if (t.device_type != x.device_type || (x.on_gpu() && t.device_index != x.device_index))
     fail(op, ": ", arg, " must be on the device of ", like, ", ", device_name(x), ", got ", device_name(t));
@@ -159,6 +169,11 @@ class Call {
   }
   Handle empty(std::initializer_list<int64_t> sizes, int32_t dtype) const {
     return empty(sizes.begin(), int64_t(sizes.size()), dtype);
+  }
+  // Column-major scales [rows, columns]; the memory between their columns is part of them.
+  Handle empty_scales(int64_t rows, int64_t columns) const {
+    const int64_t stride = scale_stride(rows);
+    return view(empty({columns, stride}, kFloat32), {rows, columns}, {1, stride});
   }
   Handle empty(std::initializer_list<int64_t> sizes, Fp8Type dtype) const {
     return empty(sizes, kFp8Dtypes[int(dtype)]);

@@ -94,50 +94,66 @@ void cast_tile(RowOf row_of, int64_t first, int rows, int columns, const float* 
 }
 
 struct GroupRows {
-  int64_t first;  // as row_of wants it
+  int64_t first;    // as row_of wants it
   int64_t rows;
-  int64_t q_t;   // offset of its first byte in row 0 of the transposed output
+  int64_t q_t;      // offset of its first byte in row 0 of the transposed output, or its first row of one in place
+  int64_t scale_t;  // offset of its scales
 };
 
-// A strip of one group: columns [k, k + columns).
+// Multipliers and scales of the columns of a strip.
 template <class In, Fp8Type kOut, class RowOf>
-void quantize_strip(RowOf row_of, int64_t rows, int columns, bool pow2, uint8_t* __restrict q_t, int64_t q_t_stride,
-                    float* __restrict scale_t) {
+void scale_strip(RowOf row_of, int64_t rows, int columns, bool pow2, float* __restrict m, float* __restrict scale_t) {
   Magnitude<In> amax[kStrip] = {};
   for (int64_t r = 0; r < rows; ++r) {
     const typename In::Bits* __restrict row = row_of(r);
     for (int c = 0; c < columns; ++c) amax[c] = std::max(amax[c], magnitude<In>(row[c]));
   }
-  float m[kStrip] = {};
   for (int c = 0; c < columns; ++c) {
     const ScaleF32 s = scale_of<In, kOut>(amax[c], pow2);
     m[c] = s.multiplier;
     scale_t[c] = s.dequant();
   }
+}
+// The strip's bytes, transposed.
+template <class In, Fp8Type kOut, class RowOf>
+void cast_strip_transposed(RowOf row_of, int64_t rows, int columns, const float* __restrict m,
+                           uint8_t* __restrict q_t, int64_t q_t_stride) {
   for (int64_t r = 0; r < rows; r += kTileRows)
     cast_tile<In, kOut>(row_of, r, int(std::min<int64_t>(kTileRows, rows - r)), columns, m, q_t + r, q_t_stride);
   for (int c = 0; c < columns; ++c)
     if (m[c] != m[c]) std::memset(q_t + c * q_t_stride, Fp8<kOut>::kNan, rows);
 }
 
-// Columns of every group; bytes of q_t that belong to no row are left alone. Strips are the outer index of the work, so
-// that threads share even a single group. row_of(first, r) is the first element of row r of the group that begins at
-// `first`.
-template <class In, Fp8Type kOut, class RowOf>
-void colwise_loop(RowOf row_of, const std::vector<GroupRows>& groups, int64_t K, bool pow2, uint8_t* q_t,
-                  int64_t q_t_stride, float* scale_t) {
+// Columns of every group: their scales, and store(group, k, columns, row_of, multipliers) for each strip. Strips are
+// the outer index of the work, so that threads share even a single group. row_of(first, r) is the first element of row
+// r of the group that begins at `first`.
+template <class In, Fp8Type kOut, class RowOf, class Store>
+void strips_loop(RowOf row_of, const std::vector<GroupRows>& groups, int64_t K, bool pow2, float* scale_t,
+                 Store store) {
   const int64_t E = int64_t(groups.size());
   int64_t rows = E;
   for (const GroupRows& g : groups) rows += g.rows;
   parallel(ceil_div<int64_t>(K, kStrip) * E, rows * K, [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t e = unit % E, k = unit / E * kStrip;
-      const GroupRows& g = groups[e];
-      quantize_strip<In, kOut>([&, k](int64_t r) { return row_of(g.first, r) + k; }, g.rows,
-                               int(std::min<int64_t>(kStrip, K - k)), pow2, q_t + g.q_t + k * q_t_stride, q_t_stride,
-                               scale_t + e * K + k);
+      const GroupRows& g = groups[unit % E];
+      const int64_t k = unit / E * kStrip;
+      const int columns = int(std::min<int64_t>(kStrip, K - k));
+      auto row_of_strip = [&, k](int64_t r) { return row_of(g.first, r) + k; };
+      float m[kStrip] = {};
+      scale_strip<In, kOut>(row_of_strip, g.rows, columns, pow2, m, scale_t + g.scale_t + k);
+      store(g, k, columns, row_of_strip, m);
     }
   });
+}
+// Transposed; bytes of q_t that belong to no row are left alone.
+template <class In, Fp8Type kOut, class RowOf>
+void colwise_loop(RowOf row_of, const std::vector<GroupRows>& groups, int64_t K, bool pow2, uint8_t* q_t,
+                  int64_t q_t_stride, float* scale_t) {
+  strips_loop<In, kOut>(row_of, groups, K, pow2, scale_t,
+                        [=](const GroupRows& g, int64_t k, int columns, auto row_of_strip, const float* m) {
+                          cast_strip_transposed<In, kOut>(row_of_strip, g.rows, columns, m,
+                                                          q_t + g.q_t + k * q_t_stride, q_t_stride);
+                        });
 }
 
 // Rows of tokens: as they lie, or taken by index with a row of zeros where there is none.
@@ -168,13 +184,14 @@ inline std::vector<int> safe_ends(const int* offs, int64_t E, int64_t rows) {
   for (int64_t e = 0; e < E; ++e) ends[e] = previous = std::max(previous, clamp_offset(offs[e], int(rows)));
   return ends;
 }
-// Groups of token rows and their places in the padded layout; writes padded_offs.
-inline std::vector<GroupRows> token_groups(const int* offs, int64_t E, int64_t rows, int64_t align, int* padded_offs) {
+// Groups of token rows and their places in the padded layout, K scales each; writes padded_offs.
+inline std::vector<GroupRows> token_groups(const int* offs, int64_t E, int64_t rows, int64_t align, int64_t K,
+                                           int* padded_offs) {
   std::vector<GroupRows> groups(E);
   int64_t start = 0, position = 0;
   for (int64_t e = 0; e < E; ++e) {
     const int64_t end = std::max<int64_t>(start, clamp_offset(offs[e], int(rows)));
-    groups[e] = {start, end - start, position};
+    groups[e] = {start, end - start, position, e * K};
     position += round_up(end - start, align);
     padded_offs[e] = int(position);
     start = end;

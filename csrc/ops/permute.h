@@ -34,6 +34,12 @@ inline RowIndex check_indices(const char* op, const Tensor& indices, const char*
   return RowIndex(indices.as<int>(), rows, top_k);
 }
 
+// Rows of x by index, on the CPU.
+template <class Bits>
+IndexedRows<Bits> indexed_rows(const Tensor& x, const RowIndex& index, const std::vector<uint32_t>& zeros) {
+  return {x.as<Bits>(), x.strides[0], index, reinterpret_cast<const Bits*>(zeros.data())};
+}
+
 // inverse [size]: where each index stands, the last place of those that stand at several, -1 for those that do not.
 inline void invert(const Call& call, const Tensor& indices, int* inverse, int64_t size) {
   const int* at = indices.as<int>();

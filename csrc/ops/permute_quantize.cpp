@@ -3,16 +3,9 @@
 #include "ops/common.h"
 #include "ops/cpu_loops.h"
 #include "ops/permute.h"
+#include "ops/quantize_blockwise.h"
 
 namespace moe_fp8 {
-namespace {
-
-template <class Bits>
-IndexedRows<Bits> indexed_rows(const Tensor& x, const RowIndex& index, const std::vector<uint32_t>& zeros) {
-  return {x.as<Bits>(), x.strides[0], index, reinterpret_cast<const Bits*>(zeros.data())};
-}
-
-}  // namespace
 
 Results<2> permute_pad_quantize_rowwise_op(const Tensor& x, const Tensor& indices, int64_t top_k,
                                            std::optional<int32_t> dtype, bool pow2_scale) {
@@ -67,7 +60,7 @@ Results<5> permute_pad_quantize_rowcol_op(const Tensor& x, const Tensor& indices
   }
 #endif
   std::memset(data(q_t), 0, K * P);
-  const auto groups = token_groups(offs.as<int>(), E, M, align, data<int>(padded_offs));
+  const auto groups = token_groups(offs.as<int>(), E, M, align, K, data<int>(padded_offs));
   const std::vector<uint32_t> zeros(K);
   dispatch(in, out, [&](auto in_tag, auto out_tag) {
     using In = decltype(in_tag);
@@ -80,7 +73,57 @@ Results<5> permute_pad_quantize_rowcol_op(const Tensor& x, const Tensor& indices
   return results(q, scale, q_t, scale_t, padded_offs);
 }
 
+namespace {
+
+// Of both blockwise ops; without offs, rows alone.
+BlockwiseOutputs permute_pad_quantize_blockwise(const char* op, const Tensor& x, const Tensor& indices,
+                                                const Tensor* offs, int64_t top_k, int64_t align,
+                                                std::optional<int32_t> dtype, bool pow2_scale, bool transpose) {
+  QuantizeBlockwiseParams p = {};
+  p.in = check_tokens(op, "x", x);
+  p.index = check_indices(op, indices, "x", x, x.sizes[0], top_k);
+  p.x = x.data;
+  p.rows = indices.sizes[0];
+  p.K = x.sizes[1];
+  p.row_stride = x.strides[0];
+  p.align = int(align);
+  if (offs) {
+    check_offs(op, *offs, "x", x, p.rows, "indices");
+    p.offs = offs->as<int>();
+    p.E = offs->sizes[0];
+    p.positions = check_align(op, align, "indices", p.rows, p.E);
+    check_align(op, std::max<int64_t>(align, kBlock), "indices", p.rows, p.E);
+  }
+  p.transpose = transpose;
+  p.pow2_scale = pow2_scale;
+  const Call call(op, "x", x);
+  p.out = call.out_type(dtype);
+  const std::vector<uint32_t> zeros(x.on_gpu() ? 0 : p.K);
+  return quantize_tokens(call, p, true, offs != nullptr, x.on_gpu(), [&](auto in) {
+    return indexed_rows<typename decltype(in)::Bits>(x, p.index, zeros);
+  });
+}
+
+}  // namespace
+
+Results<2> permute_pad_quantize_1x128_op(const Tensor& x, const Tensor& indices, int64_t top_k,
+                                         std::optional<int32_t> dtype, bool pow2_scale) {
+  BlockwiseOutputs o = permute_pad_quantize_blockwise("permute_pad_quantize_1x128", x, indices, nullptr, top_k, 1,
+                                                      dtype, pow2_scale, true);
+  return results(o.q, o.scale);
+}
+
+Results<5> permute_pad_quantize_1x128_128x1_op(const Tensor& x, const Tensor& indices, const Tensor& offs,
+                                               int64_t top_k, int64_t align, std::optional<int32_t> dtype,
+                                               bool pow2_scale, bool transpose) {
+  BlockwiseOutputs o = permute_pad_quantize_blockwise("permute_pad_quantize_1x128_128x1", x, indices, &offs, top_k,
+                                                      align, dtype, pow2_scale, transpose);
+  return results(o.q, o.scale, o.q_t, o.scale_t, o.padded_offs);
+}
+
 }  // namespace moe_fp8
 
 MOE_FP8_REGISTER(permute_pad_quantize_rowwise)
 MOE_FP8_REGISTER(permute_pad_quantize_rowcol)
+MOE_FP8_REGISTER(permute_pad_quantize_1x128)
+MOE_FP8_REGISTER(permute_pad_quantize_1x128_128x1)

@@ -29,7 +29,7 @@ Results<3> quantize_colwise_op(const Tensor& x, const Tensor& offs, int64_t alig
   }
 #endif
   std::memset(data(q_t), 0, K * P);
-  const auto groups = token_groups(offs.as<int>(), E, M, align, data<int>(padded_offs));
+  const auto groups = token_groups(offs.as<int>(), E, M, align, K, data<int>(padded_offs));
   dispatch(in, out, [&](auto in_tag, auto out_tag) {
     using In = decltype(in_tag);
     const TokenRows<typename In::Bits> rows = {x.as<typename In::Bits>(), row_stride};

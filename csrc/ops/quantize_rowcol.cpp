@@ -30,7 +30,7 @@ Results<5> quantize_rowcol_op(const Tensor& x, const Tensor& offs, int64_t align
   }
 #endif
   std::memset(data(q_t), 0, K * P);
-  const auto groups = token_groups(offs.as<int>(), E, M, align, data<int>(padded_offs));
+  const auto groups = token_groups(offs.as<int>(), E, M, align, K, data<int>(padded_offs));
   dispatch(in, out, [&](auto in_tag, auto out_tag) {
     using In = decltype(in_tag);
     constexpr Fp8Type kOut = decltype(out_tag)::value;

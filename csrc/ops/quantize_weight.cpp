@@ -6,13 +6,8 @@ namespace moe_fp8 {
 
 Results<4> quantize_weight_op(const Tensor& w, std::optional<int32_t> dtype, bool pow2_scale) {
   constexpr const char* kOp = "quantize_weight";
-  const InType in = in_type(kOp, "w", w);
-  check_dim(kOp, "w", w, 3);
-  check_inner_stride(kOp, "w", w);
+  const InType in = check_experts(kOp, "w", w);
   const int64_t E = w.sizes[0], N = w.sizes[1], K = w.sizes[2], group_stride = w.strides[0], row_stride = w.strides[1];
-  check_size(kOp, "w", K, "columns");
-  if (E > kMaxExperts) fail(kOp, ": w must hold at most ", kMaxExperts, " experts, got ", E);
-  check_size(kOp, "w", N, "rows an expert");
   const Call call(kOp, "w", w);
   const Fp8Type out = call.out_type(dtype);
 
@@ -28,7 +23,7 @@ Results<4> quantize_weight_op(const Tensor& w, std::optional<int32_t> dtype, boo
   }
 #endif
   std::vector<GroupRows> groups(E);
-  for (int64_t e = 0; e < E; ++e) groups[e] = {e * group_stride, N, e * K * N};
+  for (int64_t e = 0; e < E; ++e) groups[e] = {e * group_stride, N, e * K * N, e * K};
   dispatch(in, out, [&](auto in_tag, auto out_tag) {
     using In = decltype(in_tag);
     constexpr Fp8Type kOut = decltype(out_tag)::value;

@@ -24,6 +24,33 @@ MOE_DEVICE uint32_t max_within(uint32_t a, uint32_t b) {
   return max_magnitude<In>((a & 0xffffu) | b << 16, a >> 16 | (b & 0xffff0000u));
 }
 
+// Lanes whose numbers differ in kMask share `word` out, each takes the largest of a half; then those of the next mask.
+template <class In, int kMask, int kWords>
+MOE_DEVICE uint32_t max_over_lanes(const uint32_t (&word)[kWords], int lane) {
+  constexpr int n = kWords > 1 ? kWords / 2 : 1;
+  uint32_t half[n];
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    const uint32_t lower = word[i], upper = word[kWords - n + i];
+    half[i] = max_magnitude<In>(lane & kMask ? upper : lower, shfl_xor(lane & kMask ? lower : upper, kMask));
+  }
+  if constexpr (kMask > 1) return max_over_lanes<In, kMask / 2>(half, lane);
+  return half[0];
+}
+// Of a word of such results for each of kRows rows: the float32 bits of the largest magnitude over kLanes neighbouring
+// lanes, of row (lane * kRows / kLanes). kRows: a power of two, less than kLanes.
+template <class In, int kLanes, int kRows>
+MOE_DEVICE uint32_t amax_of_rows(const uint32_t (&of_row)[kRows], int lane) {
+  if constexpr (kPerWord<In> == 1) {
+    return magnitude_bits<In>(max_over_lanes<In, kLanes / 2>(of_row, lane), 0);
+  } else {
+    uint32_t two_rows[kRows / 2];
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) two_rows[i] = max_within<In>(of_row[2 * i], of_row[2 * i + 1]);
+    return magnitude_bits<In>(max_over_lanes<In, kLanes / 2>(two_rows, lane), lane * kRows / kLanes % 2);
+  }
+}
+
 template <Fp8Type kOut>
 inline constexpr bool kCastsInHardware =
     kHardwareFp8 == HardwareFp8::kFN     ? kOut == Fp8Type::kE4M3FN || kOut == Fp8Type::kE5M2

@@ -8,10 +8,10 @@ namespace moe_fp8 {
 template <class In>
 constexpr int kVecElements = 4 * kPerWord<In>;  // in a 16-byte vector
 
-template <class In, bool kAligned>
+template <class In, bool kAligned, Reuse kReuse = Reuse::kSoon>
 MOE_DEVICE Vec16 load_vec(const typename In::Bits* row, int v, int64_t K) {
   if constexpr (kAligned) {
-    return load_stream<Reuse::kSoon>(reinterpret_cast<const Vec16*>(row) + v);
+    return load_stream<kReuse>(reinterpret_cast<const Vec16*>(row) + v);
   } else {
     const volatile typename In::Bits* one_by_one = row;  // volatile: else the loads of several vectors spill registers
     Vec16 vec = {};

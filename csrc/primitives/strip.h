@@ -1,13 +1,11 @@
-// A strip in the shared memory of a cluster of blocks between amax and cast, so that x is read once. Threads are slots
-// (threadIdx.y) of 32 lanes (threadIdx.x) on every chip; a lane has a word of columns, a slot 16 rows of every 128-byte
-// line of q_t. Shuffles with masks below 32 stay inside a slot.
+// A strip in the shared memory of a cluster of blocks between amax and cast, so that x is read once. A lane has a word
+// of columns.
 #pragma once
-#include "primitives/cast.h"
 #include "primitives/strip_parts.h"
+#include "primitives/transpose.h"
 
 namespace moe_fp8 {
 
-constexpr int kLanes = 32, kSlotRows = 16, kLineSlots = kLine / kSlotRows;
 constexpr int kStripBytes = 128, kChunks = kStripBytes / 16;
 
 template <class In_, Fp8Type kOut_, int kSlots_, Rows kRows_>
@@ -22,20 +20,13 @@ struct StripTraits {
   static constexpr int kVec = 4 * kPerWord<In>;         // elements of 16 bytes
 };
 
-// Columns on their way out: [column][position], 128 bytes a column, its eight 16-byte chunks permuted so that neither
-// the writes (one chunk, 32 lanes of kPerWord columns each) nor the reads (8 chunks of a column) meet in a bank.
 template <class T>
-struct TransposeStage {
-  Vec16 chunks[T::kColumns * kLineSlots];
-  MOE_DEVICE Vec16& at(int column, int slot) {
-    return chunks[column * kLineSlots + (slot ^ ((column / kPerWord<typename T::In>) & (kLineSlots - 1)))];
-  }
-};
+using StripStage = TransposeStage<T::kColumns, kPerWord<typename T::In>>;
 
 // Shared memory of a block besides the strip and the group table.
 template <class T>
 struct StripShared {
-  TransposeStage<T> stage[2][T::kLines];
+  StripStage<T> stage[2][T::kLines];
   alignas(16) uint32_t slot_amax[T::kSlots][kLanes];  // a word of columns a lane
   float multiplier[T::kColumns];
   ClusterInbox inbox[2];
@@ -200,67 +191,42 @@ MOE_DEVICE void make_scales(const StripArgs& p, const Part& w, StripShared<T>& s
   }
 }
 
-// Byte i of word g is kept where row 4 * g + i < rows: padding is zero even beside a NaN scale.
-MOE_DEVICE uint32_t row_mask(int g, int rows) {
-  const int n = rows - 4 * g;
-  return n >= 4 ? 0xffffffffu : n <= 0 ? 0u : (1u << (8 * n)) - 1;
-}
-
-// The 16 rows of a slot, a word of columns a lane, cast into 16-byte chunks of columns. kFull: all 16 rows are there.
-template <class T, bool kFull>
-MOE_DEVICE void cast_slot(const uint32_t (&v)[kSlotRows], int rows, const float* multiplier, TransposeStage<T>& stage) {
-  using In = typename T::In;
-#pragma unroll
-  for (int c = 0; c < kPerWord<In>; ++c) {
-    Vec16 chunk;
-    const int column = threadIdx.x * kPerWord<In> + c;
-    const float m = multiplier[column];
-#pragma unroll
-    for (int g = 0; g < 4; ++g) {
-      chunk.w[g] = cast4<T::kOut>(element<In>(v[4 * g], c) * m, element<In>(v[4 * g + 1], c) * m,
-                               element<In>(v[4 * g + 2], c) * m, element<In>(v[4 * g + 3], c) * m);
-      if constexpr (!kFull) chunk.w[g] &= row_mask(g, rows);
-    }
-    stage.at(column, threadIdx.y % kLineSlots) = chunk;
-  }
-}
-
 // The lines [line, line + kLines) of q_t: 16 positions a slot, those that are not the block's left alone.
 template <class T>
 MOE_DEVICE void cast_lines(const StripArgs& p, const Part& w, int line, const Vec16* ring, int base,
-                           const float* multiplier, TransposeStage<T> (&stages)[T::kLines]) {
+                           const float* multiplier, StripStage<T> (&stages)[T::kLines]) {
   using In = typename T::In;
   const int position = line * kLine + threadIdx.y * kSlotRows;
   if (position < w.begin || position >= w.end || position >= w.line1 * kLine) return;
-  TransposeStage<T>& stage = stages[threadIdx.y / kLineSlots];
+  StripStage<T>& stage = stages[threadIdx.y / kLineSlots];
   const int first = position - w.begin - w.skipped, rows = w.rows - first;
-  uint32_t v[kSlotRows];
+  uint32_t v[kSlotRows][1];
   if (first < p.held) {
     const uint32_t* words = reinterpret_cast<const uint32_t*>(ring + ring_row(p, base + first) * kChunks) + threadIdx.x;
     if (rows >= kSlotRows) {
 #pragma unroll
-      for (int i = 0; i < kSlotRows; ++i) v[i] = words[i * kLanes];
-      return cast_slot<T, true>(v, rows, multiplier, stage);
+      for (int i = 0; i < kSlotRows; ++i) v[i][0] = words[i * kLanes];
+      return cast_slot<In, T::kOut, true>(v, rows, multiplier, stage);
     }
 #pragma unroll
-    for (int i = 0; i < kSlotRows; ++i) v[i] = i < rows ? words[i * kLanes] : 0;
+    for (int i = 0; i < kSlotRows; ++i) v[i][0] = i < rows ? words[i * kLanes] : 0;
   } else {
     const int64_t column = int64_t(w.strip) * T::kColumns + threadIdx.x * kPerWord<In>;
     RowWalk<T> walk(p, w, first, 1, column);
 #pragma unroll
-    for (int i = 0; i < kSlotRows; ++i) v[i] = i < rows ? load_word<T>(p, walk.next(first + i), column) : 0;
+    for (int i = 0; i < kSlotRows; ++i) v[i][0] = i < rows ? load_word<T>(p, walk.next(first + i), column) : 0;
   }
-  cast_slot<T, false>(v, rows, multiplier, stage);
+  cast_slot<In, T::kOut, false>(v, rows, multiplier, stage);
 }
 
 template <class T>
 MOE_DEVICE void store_lines(const StripArgs& p, const Part& w, uint8_t* q_t, int line,
-                            TransposeStage<T> (&stages)[T::kLines]) {
+                            StripStage<T> (&stages)[T::kLines]) {
   constexpr int kThreads = T::kThreads / T::kLines, kStep = kThreads / kLineSlots;  // of a line; columns at once
   const int t = threadIdx.y * kLanes + threadIdx.x, of_line = t / kThreads, slot = t % kLineSlots;
   const int position = (line + of_line) * kLine + slot * kSlotRows, local = t % kThreads / kLineSlots;
   if (position < w.begin || position >= w.end || position >= w.line1 * kLine) return;
-  TransposeStage<T>& stage = stages[of_line];
+  StripStage<T>& stage = stages[of_line];
   int64_t column = int64_t(w.strip) * T::kColumns + local;
   uint8_t* out = q_t + column * p.positions + position;
 #pragma unroll

@@ -2,7 +2,13 @@
 
 from moe_fp8_ext.ops.combine import combine, combine_backward
 from moe_fp8_ext.ops.permute import permute_indices, permute_pad, unpermute
-from moe_fp8_ext.ops.permute_quantize import permute_pad_quantize_rowcol, permute_pad_quantize_rowwise
+from moe_fp8_ext.ops.permute_quantize import (
+    permute_pad_quantize_1x128,
+    permute_pad_quantize_1x128_128x1,
+    permute_pad_quantize_rowcol,
+    permute_pad_quantize_rowwise,
+)
+from moe_fp8_ext.ops.quantize_blockwise import quantize_1x128, quantize_1x128_128x1, quantize_128x1, quantize_128x128
 from moe_fp8_ext.ops.quantize_colwise import quantize_colwise
 from moe_fp8_ext.ops.quantize_rowcol import quantize_rowcol
 from moe_fp8_ext.ops.quantize_rowwise import quantize_rowwise
@@ -18,8 +24,14 @@ __all__ = [
     "pad_token_groups_to",
     "permute_indices",
     "permute_pad",
+    "permute_pad_quantize_1x128",
+    "permute_pad_quantize_1x128_128x1",
     "permute_pad_quantize_rowcol",
     "permute_pad_quantize_rowwise",
+    "quantize_1x128",
+    "quantize_1x128_128x1",
+    "quantize_128x1",
+    "quantize_128x128",
     "quantize_colwise",
     "quantize_rowcol",
     "quantize_rowwise",

@@ -25,8 +25,9 @@ def scaled_grouped_mm(
     offs: Tensor,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = True,
+    block_size: int | None = None,
 ) -> Tensor:
-    """Grouped matmul of fp8 operands with rowwise float32 scales.
+    """Grouped matmul of fp8 operands with float32 scales: one a row, or one a block of 128.
 
     2D x 3D (forward, dgrad): rows of group e times expert e; rows of `out` from offs[-1] on are zero.
 
@@ -36,21 +37,28 @@ def scaled_grouped_mm(
 
         out[e, n, k] = scale_a[e, n] * scale_b[e, k] * sum_{p in e} a[n, p] * b[p, k]
 
+    With `block_size=128` every factor carries the scale of its block: a[m, k] that of scale_a[m, k // 128], b[e, k, n]
+    that of scale_b[e, k // 128, n // 128]; in the 2D x 2D form a[n, p] that of scale_a[n, block(p)] and b[p, k] that of
+    scale_b[block(p), k], where blocks begin anew with every group, as `quantize_128x1` numbers them.
+
     On CUDA sm90 and sm100 this is torch's fp8 grouped GEMM, for float8_e4m3fn operands whose sizes and strides are
     multiples of 16, fewer than 1024 groups and bfloat16 output. Everything else on a GPU takes a portable kernel that
-    dequantizes and multiplies in float32, slower but for any sizes; the CPU does the same per group. `build_info()`
-    says which paths a build has. Never waits for the device.
+    dequantizes and multiplies in float32, slower but for any sizes; the CPU does the same per group. Blocks have no
+    GEMM of their own yet: operands of any fp8 format are dequantized to bfloat16 for torch's grouped GEMM of those.
+    `build_info()` says which paths a build has. Never waits for the device.
 
     Args:
         a: [M, K] or [N, P], fp8, stride 1 in its last dimension.
         b: [E, K, N] or [P, K], fp8, stride 1 in dimension -2, as the transposed view of a row-major tensor has.
-        scale_a: [M], or [E, N]; float32, contiguous.
-        scale_b: [E, N], or [E, K]; float32, contiguous.
+        scale_a: [M], or [E, N]; float32, contiguous. With blocks [M, ceil(K / 128)], or [N, B], of any strides.
+        scale_b: [E, N], or [E, K]; float32, contiguous. With blocks [E, ceil(K / 128), ceil(N / 128)], or [B, K], of
+            any strides: in the orientation of `b`.
         offs: [E] int32, exclusive ends of the groups, non-decreasing, at most 1024: rows of `a` in the 2D x 3D form; in
             the 2D x 2D form the `padded_offs` of `quantize_colwise`, for the native path multiples of 16. Contents are
             clamped and made monotonic; MOE_FP8_VALIDATE=1 checks them, which waits for the device.
         out_dtype: bfloat16 (default) or float32.
         use_fast_accum: let the native GEMM accumulate in the tensor cores' own precision; ignored elsewhere.
+        block_size: None, or 128.
 
     Returns:
         out [M, N] or [E, N, K], contiguous.
@@ -60,20 +68,39 @@ def scaled_grouped_mm(
 
     Source: the equations above; `torch._scaled_grouped_mm` for the native path.
     """
-    return _op(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum)
+    return _op(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum, block_size)
 
 
-def _check_scale(arg: str, scale: Tensor, shape: tuple[int, ...], a: Tensor) -> None:
+def _check_scale(arg: str, scale: Tensor, shape: tuple[int, ...], a: Tensor, any_strides: bool = False) -> None:
     require(scale.dtype == torch.float32, f"{_OP}: {arg} must be float32, got {scale.dtype}")
     check_dim(_OP, arg, scale, len(shape))
     for i, size in enumerate(shape):
         require(scale.shape[i] == size, f"{_OP}: {arg} must have size {size} in dimension {i}, got {scale.shape[i]}")
-    check_contiguous(_OP, arg, scale)
+    if not any_strides:
+        check_contiguous(_OP, arg, scale)
     check_same_device(_OP, arg, scale, "a", a)
 
 
+def _check_block_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, e: int) -> None:
+    (m, k), n = a.shape, b.shape[-1]
+    blocks, across = (shapes.round_up(size, shapes.BLOCK) // shapes.BLOCK for size in (k, n))
+    if b.dim() == 3:
+        _check_scale("scale_a", scale_a, (m, blocks), a, any_strides=True)
+        _check_scale("scale_b", scale_b, (e, blocks, across), a, any_strides=True)
+        return
+    check_dim(_OP, "scale_a", scale_a, 2)
+    made = scale_a.shape[1]  # at least as many as there are positions for; the quantizer knows how many more
+    require(made >= blocks, f"{_OP}: scale_a must have size {blocks} in dimension 1, got {made}")
+    _check_scale("scale_a", scale_a, (m, made), a, any_strides=True)
+    _check_scale("scale_b", scale_b, (made, n), a, any_strides=True)
+
+
 @torch.library.register_fake("moe_fp8::scaled_grouped_mm")
-def _(a, b, scale_a, scale_b, offs, out_dtype=None, use_fast_accum=True):
+def _(a, b, scale_a, scale_b, offs, out_dtype=None, use_fast_accum=True, block_size=None):
+    require(
+        block_size is None or block_size == shapes.BLOCK,
+        f"{_OP}: block_size must be None or {shapes.BLOCK}, got {block_size}",
+    )
     check_fp8(_OP, "a", a.dtype)
     check_fp8(_OP, "b", b.dtype)
     check_dim(_OP, "a", a, 2)
@@ -95,8 +122,11 @@ def _(a, b, scale_a, scale_b, offs, out_dtype=None, use_fast_accum=True):
             b.shape[0] == e,
             f"{_OP}: b must hold one expert for each of the {e} entries of offs, got {b.shape[0]}",
         )
-    _check_scale("scale_a", scale_a, (m,) if b.dim() == 3 else (e, m), a)
-    _check_scale("scale_b", scale_b, (e, n), a)
+    if block_size is not None:
+        _check_block_scales(a, b, scale_a, scale_b, e)
+    else:
+        _check_scale("scale_a", scale_a, (m,) if b.dim() == 3 else (e, m), a)
+        _check_scale("scale_b", scale_b, (e, n), a)
     out_dtype = out_dtype or torch.bfloat16
     require(
         out_dtype in (torch.bfloat16, torch.float32), f"{_OP}: out_dtype must be bfloat16 or float32, got {out_dtype}"

@@ -22,6 +22,11 @@ class GuardedMemory:
         """A contiguous tensor of 0xFF bytes at a 16-byte boundary."""
         return self._bytes(torch.Size(shape).numel() * dtype.itemsize, 0).view(dtype).view(shape)
 
+    def strided(self, shape: tuple[int, int], stride: tuple[int, int]) -> Tensor:
+        """float32 lines, rows or columns, `max(stride)` elements apart; what lies between them is writable too."""
+        lines = shape[0 if stride[1] == 1 else 1]
+        return self.empty((lines * (sum(stride) - 1),), torch.float32).as_strided(shape, stride)
+
     def copy(self, t: Tensor) -> Tensor:
         """The values, strides and misalignment of t; what its strides skip is 0xFF."""
         elements = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0

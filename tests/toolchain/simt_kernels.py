@@ -28,6 +28,8 @@ CXX_FLAGS = (
 IN_TYPES = (torch.bfloat16, torch.float16, torch.float32)  # enum class InType
 FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # Fp8Type
 
+DIRECTIONS = ("rows", "columns", "rows and columns", "squares")  # of simt_quantize_blockwise
+
 
 def compile_cxx(*arguments: str | Path, wave: int) -> None:
     macros = ("MOE_SIMT", f"SIMT_WARP={wave}")
@@ -120,7 +122,8 @@ class SimtKernels:
         scale_b: Tensor,
         offs: Tensor,
         out_dtype: torch.dtype,
-        done: Tensor | None = None,
+        done: Tensor | bool | None = None,
+        block_size: int | None = None,
     ) -> Tensor:
         memory = GuardedMemory()
         a, b, scale_a, scale_b, offs = map(memory.copy, (a, b, scale_a, scale_b, offs))
@@ -130,8 +133,21 @@ class SimtKernels:
         what_a = a, FP8_TYPES.index(a.dtype), *a.shape, a.stride(0)
         what_b = b, FP8_TYPES.index(b.dtype), b.shape[-1], b.stride(-1), 0 if groups_of_sum else b.stride(0)
         is_float32 = out_dtype == torch.float32
-        how = groups_of_sum, scale_a, scale_b, offs, e, is_float32, done
+        of_a, of_b, blocks = (1, 0), (scale_b.shape[1], 1, 0), 0  # strides of scales: group, row, block
+        if block_size:
+            of_a, blocks = scale_a.stride(), scale_a.shape[1]
+            of_b = (0, *scale_b.stride()[::-1]) if groups_of_sum else (scale_b.stride(0), *scale_b.stride()[:0:-1])
+        how = groups_of_sum, scale_a, *of_a, scale_b, *of_b, blocks, offs, e, is_float32, done
         self._call("scaled_grouped_mm", memory, *what_a, *what_b, *how, out)
+        return out
+
+    def dequantize_blocks(self, q: Tensor, scale: Tensor, rows_each: int = 1, offs: Tensor | None = None) -> Tensor:
+        """q [E, rows, K] times scale [E, rows / rows_each, blocks], to bfloat16."""
+        memory = GuardedMemory()
+        q, scale, offs = memory.copy(q), memory.copy(scale), None if offs is None else memory.copy(offs)
+        out, groups = memory.empty(tuple(q.shape), torch.bfloat16), 0 if offs is None else offs.shape[0]
+        what = q, FP8_TYPES.index(q.dtype), *q.shape, *q.stride()[:2], scale, *scale.stride(), rows_each, scale.shape[2]
+        self._call("dequantize_blocks", memory, *what, offs, groups, out)
         return out
 
     def permute_pad(self, x: Tensor, indices: Tensor, top_k: int = 1) -> Tensor:
@@ -193,6 +209,81 @@ class SimtKernels:
         how = outputs[2].shape[1], FP8_TYPES.index(dtype), pow2
         self._call("permute_pad_quantize", memory, *what, *how, *outputs)
         return outputs
+
+    def _blockwise(
+        self,
+        x: Tensor,
+        fp8: torch.dtype,
+        pow2: bool,
+        directions: str,
+        offs: Tensor | None = None,
+        align: int = 1,
+        transpose: bool = True,
+        indices: Tensor | None = None,
+        top_k: int = 1,
+    ) -> tuple[Tensor, ...]:
+        """`directions`: one of DIRECTIONS."""
+        memory = GuardedMemory()
+        x, indices, offs = (None if t is None else memory.copy(t) for t in (x, indices, offs))
+        if directions == "squares":
+            e, rows, k = x.shape
+            q, q_t, scale = shapes.quantize_128x128(x.shape)
+            out = {
+                "q": memory.empty(q, fp8),
+                "q_t": memory.empty(q_t, fp8),
+                "scale": memory.empty(scale, torch.float32),
+            }
+            group_stride, row_stride, positions = *x.stride()[:2], rows
+        else:
+            rows, k = x.shape[0] if indices is None else indices.shape[0], x.shape[1]
+            e, group_stride, row_stride, positions, out = 0 if offs is None else offs.shape[0], 0, x.stride(0), 0, {}
+            if "rows" in directions:
+                q, scale, stride = shapes.quantize_1x128((rows, k))
+                out = {"q": memory.empty(q, fp8), "scale": memory.strided(scale, stride)}
+            if "columns" in directions:
+                q_t, scale_t, stride, ends = shapes.quantize_128x1((rows, k), e, align, transpose)
+                out |= {"q_t": memory.empty(q_t, fp8), "scale_t": memory.strided(scale_t, stride)}
+                out["padded_offs"] = memory.empty(ends, torch.int32)
+                positions = shapes.padded_extent(rows, e, align)
+        what = x, IN_TYPES.index(x.dtype), e, rows, k, group_stride, row_stride, indices, x.shape[0], top_k
+        how = offs, align, positions, transpose, FP8_TYPES.index(fp8), pow2
+        names = "q", "scale", "q_t", "scale_t", "padded_offs"
+        self._call("quantize_blockwise", memory, DIRECTIONS.index(directions), *what, *how, *map(out.get, names))
+        return tuple(out.values())
+
+    def quantize_1x128(self, x: Tensor, fp8: torch.dtype, pow2: bool = False) -> tuple[Tensor, ...]:
+        return self._blockwise(x, fp8, pow2, "rows")
+
+    def quantize_128x1(
+        self, x: Tensor, offs: Tensor, align: int, fp8: torch.dtype, pow2: bool = False, transpose: bool = True
+    ) -> tuple[Tensor, ...]:
+        return self._blockwise(x, fp8, pow2, "columns", offs, align, transpose)
+
+    def quantize_1x128_128x1(
+        self, x: Tensor, offs: Tensor, align: int, fp8: torch.dtype, pow2: bool = False, transpose: bool = True
+    ) -> tuple[Tensor, ...]:
+        return self._blockwise(x, fp8, pow2, "rows and columns", offs, align, transpose)
+
+    def quantize_128x128(self, w: Tensor, fp8: torch.dtype, pow2: bool = False) -> tuple[Tensor, ...]:
+        return self._blockwise(w, fp8, pow2, "squares")
+
+    def permute_pad_quantize_1x128(
+        self, x: Tensor, indices: Tensor, top_k: int, fp8: torch.dtype, pow2: bool = False
+    ) -> tuple[Tensor, ...]:
+        return self._blockwise(x, fp8, pow2, "rows", None, 1, True, indices, top_k)
+
+    def permute_pad_quantize_1x128_128x1(
+        self,
+        x: Tensor,
+        indices: Tensor,
+        offs: Tensor,
+        top_k: int,
+        align: int,
+        fp8: torch.dtype,
+        pow2: bool = False,
+        transpose: bool = True,
+    ) -> tuple[Tensor, ...]:
+        return self._blockwise(x, fp8, pow2, "rows and columns", offs, align, transpose, indices, top_k)
 
     def prepare_offs(self, offs: Tensor, limit: int, multiple: int) -> Tensor:
         memory = GuardedMemory()

@@ -29,7 +29,7 @@ constexpr const char* kArchName = "gfx942:sramecc+:xnack-";
 #else
 constexpr const char* kArchName = "gfx1201";
 #endif
-constexpr int kMaxSharedBytes = 64 << 10;
+constexpr int kMaxSharedBytes = SIMT_WARP == 32 ? 227 << 10 : 64 << 10;  // of a block, as the two kinds of chips have
 constexpr int kL2Bytes = 4 << 20;
 
 inline unsigned multiprocessors() { return setting("SIMT_MULTIPROCESSORS", 2); }

@@ -7,6 +7,7 @@
 #include "kernels/invert.h"
 #include "kernels/permute.h"
 #include "kernels/permute_quantize.h"
+#include "kernels/quantize_blockwise.h"
 #include "kernels/quantize_colwise.h"
 #include "kernels/quantize_rowcol.h"
 #include "kernels/quantize_rowwise.h"
@@ -55,17 +56,48 @@ extern "C" const char* simt_quantize_rowcol(bool weight, const void* x, int in, 
   return outcome(weight ? quantize_weight(p, nullptr) : quantize_rowcol(p, nullptr));
 }
 
+// Tokens by index if there is one.
+extern "C" const char* simt_quantize_blockwise(int direction, const void* x, int in, int64_t E, int64_t rows, int64_t K,
+                                               int64_t group_stride, int64_t row_stride, const int* index, int64_t M,
+                                               int64_t top_k, const int* offs, int align, int64_t positions,
+                                               bool transpose, int out, bool pow2_scale, uint8_t* q, float* scale,
+                                               uint8_t* q_t, float* scale_t, int* padded_offs) {
+  QuantizeBlockwiseParams p = {
+      .x = x, .offs = offs, .q = q, .scale = scale, .q_t = q_t, .scale_t = scale_t, .padded_offs = padded_offs, .E = E,
+      .rows = rows, .K = K, .row_stride = row_stride, .group_stride = group_stride, .positions = positions,
+      .align = align, .transpose = transpose, .in = InType(in), .out = Fp8Type(out), .pow2_scale = pow2_scale};
+  if (index) p.index = RowIndex(index, M, top_k);
+  constexpr decltype(&quantize_1x128) kLaunch[] = {quantize_1x128, quantize_128x1, quantize_1x128_128x1,
+                                                   quantize_128x128};
+  return outcome(kLaunch[direction](p, nullptr));
+}
+
 extern "C" const char* simt_scaled_grouped_mm(const uint8_t* a, int a_type, int64_t M, int64_t K, int64_t a_stride,
                                               const uint8_t* b, int b_type, int64_t N, int64_t b_stride,
                                               int64_t b_group_stride, bool groups_of_sum, const float* scale_a,
-                                              const float* scale_b, const int* offs, int64_t E, bool out_float32,
+                                              int64_t a_scale_row, int64_t a_scale_block, const float* scale_b,
+                                              int64_t b_scale_group, int64_t b_scale_row, int64_t b_scale_block,
+                                              int64_t blocks, const int* offs, int64_t E, bool out_float32,
                                               const int* done, void* out) {
+  const int rows_each = blocks && !groups_of_sum ? kBlock : 1;
   const ScaledGroupedMmParams p = {
-      .a = a, .b = b, .scale_a = scale_a, .scale_b = scale_b, .offs = offs, .out = out, .E = E, .M = M, .N = N,
+      .a = a, .b = b, .scale_a = {scale_a, blocks ? 0 : M, a_scale_row, a_scale_block, 1, int(blocks)},
+      .scale_b = {scale_b, b_scale_group, b_scale_row, b_scale_block, rows_each, int(blocks)}, .offs = offs, .out = out, .E = E, .M = M, .N = N,
       .K = K, .a_stride = a_stride, .b_stride = b_stride, .b_group_stride = b_group_stride,
       .groups_of_sum = groups_of_sum, .out_float32 = out_float32, .a_type = Fp8Type(a_type),
       .b_type = Fp8Type(b_type), .done = done};
   return outcome(scaled_grouped_mm(p, nullptr));
+}
+
+extern "C" const char* simt_dequantize_blocks(const uint8_t* q, int type, int64_t E, int64_t rows, int64_t K,
+                                              int64_t group_stride, int64_t row_stride, const float* scale,
+                                              int64_t scale_group, int64_t scale_row, int64_t scale_block,
+                                              int64_t rows_each, int64_t blocks, const int* offs, int groups,
+                                              uint16_t* out) {
+  return outcome(dequantize_blocks(
+      {.q = q, .scale = {scale, scale_group, scale_row, scale_block, int(rows_each), int(blocks)}, .offs = offs,
+       .out = out, .E = E, .rows = rows, .K = K, .group_stride = group_stride, .row_stride = row_stride,
+       .groups = groups, .type = Fp8Type(type)}, nullptr));
 }
 
 extern "C" const char* simt_prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple) {

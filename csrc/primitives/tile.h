@@ -1,0 +1,275 @@
+// A tile of 128 rows by 128 columns: whole scaling blocks along rows, columns or both, so that one read serves every
+// direction. Where the chip copies in the background, a tile comes into shared memory while the one before it, in
+// registers by then, is cast and stored. Eight slots of 16 rows, a lane has four neighbouring columns.
+#pragma once
+#include "primitives/tile_parts.h"
+#include "primitives/transpose.h"
+
+namespace moe_fp8 {
+
+enum class Scaling { kColumns, kRowsAndColumns, kSquares };
+
+// How memory is reached: rows loaded 16 bytes at a time and stored 4, columns stored 16 positions at a time or, in
+// place, like rows; or whatever is asked for, element by element.
+enum class Access { kTransposed, kInPlace, kAny };
+
+template <class In_, Fp8Type kOut_, Scaling kScaling_, Access kAccess_>
+struct TileTraits {
+  using In = In_;
+  using Bits = typename In::Bits;
+  static constexpr Fp8Type kOut = kOut_;
+  static constexpr Scaling kScaling = kScaling_;
+  static constexpr Access kAccess = kAccess_;
+  static constexpr bool kAligned = kAccess != Access::kAny;
+  static constexpr int kColumns = kBlock / kLanes;       // of a lane
+  static constexpr int kWords = kColumns / kPerWord<In>;
+  static constexpr int kVec = 4 * kPerWord<In>, kChunks = kBlock / kVec;  // elements of 16 bytes; those of a row
+  static MOE_DEVICE bool transposes(const TileArgs& p) {
+    return kAccess == Access::kTransposed || (kAccess == Access::kAny && p.transpose);
+  }
+  using Tiles = std::conditional_t<kScaling == Scaling::kSquares, ExpertTiles, TokenTiles>;
+};
+constexpr int kTileSlots = kBlock / kSlotRows, kTileThreads = kTileSlots * kLanes;
+
+template <class T>
+using TileWords = uint32_t[kSlotRows][T::kWords];
+
+template <class T>
+struct TileShared {
+  Vec16 rows[kCopiesInBackground ? kBlock : 1][T::kChunks];
+  TransposeStage<kBlock, T::kColumns> stage[kStack];
+  alignas(16) uint32_t slot_amax[kTileSlots][kLanes * T::kWords];
+  alignas(16) float multiplier[kBlock];      // of a column
+  alignas(16) float row_multiplier[kBlock];
+  int source[2][kBlock];                     // of a row: that of x, counted from the tile's own; -1: zeros
+  Tile tiles[8];                             // the one in work, two to come, and some that slow threads still store
+
+  MOE_DEVICE Tile& tile(uint32_t turn) { return tiles[turn & 7]; }
+};
+
+template <class T>
+MOE_DEVICE int64_t first_column(const Tile& tile) {
+  return int64_t(tile.strip) * kBlock + threadIdx.x * T::kColumns;
+}
+
+// Where the rows of a tile are, one a thread.
+MOE_DEVICE void find_sources(const TileArgs& p, const Tile& tile, int (&source)[kBlock]) {
+  const int r = threadIdx.y * kLanes + threadIdx.x;
+  if (r < kBlock) source[r] = r >= tile.rows ? -1 : p.index.at ? int(p.index.row(tile.first_row + r)) : r;
+}
+// The elements of some words one by one, `there` of them at most.
+template <class In, int kWords>
+MOE_DEVICE void load_elements(const typename In::Bits* x, int64_t there, uint32_t (&words)[kWords]) {
+  constexpr int n = kPerWord<In>;
+#pragma unroll
+  for (int k = 0; k < kWords * n; ++k)
+    if (k < there) words[k / n] |= uint32_t(x[k]) << (16 * (k % n));
+}
+// Starts the copies of a tile, zeros where there is nothing to copy.
+template <class T>
+MOE_DEVICE void copy_tile(const TileArgs& p, const Tile& tile, const int (&source)[kBlock], TileShared<T>& shared) {
+  if constexpr (!kCopiesInBackground) return;
+  constexpr int kStep = kTileThreads / T::kChunks;  // rows at once
+  const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % T::kChunks;
+  const int64_t column = int64_t(tile.strip) * kBlock + chunk * T::kVec;
+  const auto* x = static_cast<const typename T::Bits*>(p.x) + tile.x + column;
+#pragma unroll
+  for (int i = 0; i < kBlock / kStep; ++i) {
+    const int r = t / T::kChunks + i * kStep;
+    const auto* row = x + source[r] * p.row_stride;
+    Vec16* to = &shared.rows[r][chunk];
+    if (source[r] < 0 || column >= p.K) {
+      *to = Vec16{};
+    } else if constexpr (T::kAligned) {
+      copy_to_shared<Reuse::kNotBeforeStores>(to, reinterpret_cast<const Vec16*>(row));
+    } else {
+      Vec16 v = {};
+      load_elements<typename T::In>(row, p.K - column, v.w);
+      *to = v;
+    }
+  }
+  commit_copies();
+}
+// The lane's columns of the slot's rows, once the copies are there.
+template <class T>
+MOE_DEVICE void read_tile(const TileArgs& p, const Tile& tile, const int (&source)[kBlock],
+                          const TileShared<T>& shared, TileWords<T>& v) {
+  using Words = std::conditional_t<T::kWords == 4, Vec16, Vec8>;
+  const int64_t column = first_column<T>(tile);
+  const auto* x = static_cast<const typename T::Bits*>(p.x) + tile.x + column;
+#pragma unroll
+  for (int i = 0; i < kSlotRows; ++i) {
+    const int r = threadIdx.y * kSlotRows + i;
+    Words words = {};
+    if constexpr (kCopiesInBackground) {
+      words = reinterpret_cast<const Words*>(shared.rows[r])[threadIdx.x];
+    } else if (source[r] >= 0) {
+      const auto* row = x + source[r] * p.row_stride;
+      if constexpr (!T::kAligned) load_elements<typename T::In>(row, p.K - column, words.w);
+      else if (column < p.K) words = load_stream<Reuse::kSoon>(reinterpret_cast<const Words*>(row));
+    }
+#pragma unroll
+    for (int w = 0; w < T::kWords; ++w) v[i][w] = words.w[w];
+  }
+}
+
+// Four bytes of a row-major output, at its column.
+template <class T>
+MOE_DEVICE void store_columns(uint8_t* q, int64_t there, uint32_t bytes) {
+  if constexpr (T::kAligned) {
+    store_stream(reinterpret_cast<uint32_t*>(q), bytes);
+  } else {
+#pragma unroll
+    for (int i = 0; i < T::kColumns; ++i)
+      if (i < there) q[i] = uint8_t(bytes >> (8 * i));
+  }
+}
+template <class T>
+MOE_DEVICE uint32_t cast_columns(const uint32_t (&words)[T::kWords], float m0, float m1, float m2, float m3) {
+  using In = typename T::In;
+  constexpr int n = kPerWord<In>;
+  return cast4<T::kOut>(element<In>(words[0], 0) * m0, element<In>(words[1 / n], 1 % n) * m1,
+                        element<In>(words[2 / n], 2 % n) * m2, element<In>(words[3 / n], 3 % n) * m3);
+}
+
+// The slot's rows of a row-major output, the first `rows` of them; cast(i) gives four bytes of row i.
+template <class T, class Cast>
+MOE_DEVICE void store_rows(const TileArgs& p, const Tile& tile, uint8_t* first_row, int rows, Cast cast) {
+  const int64_t column = first_column<T>(tile), there = p.K - column;
+  uint8_t* q = first_row + threadIdx.y * kSlotRows * p.K + column;
+  rows = there > 0 ? rows - int(threadIdx.y) * kSlotRows : 0;
+#pragma unroll
+  for (int i = 0; i < kSlotRows; ++i, q += p.K) {
+    const uint32_t bytes = cast(i);
+    if (i < rows) store_columns<T>(q, there, bytes);
+  }
+}
+// Rows of q. The slot's own multipliers are those that its wave has just made.
+template <class T>
+MOE_DEVICE void cast_rows(const TileArgs& p, const Tile& tile, const TileWords<T>& v, const TileShared<T>& shared) {
+  wave_barrier();
+  const float* multiplier = shared.row_multiplier + threadIdx.y * kSlotRows;
+  store_rows<T>(p, tile, p.q + tile.q, tile.rows, [&](int i) {
+    const float m = multiplier[i];
+    return cast_columns<T>(v[i], m, m, m, m);
+  });
+}
+// Amax over the slot's rows of every word of columns, left in shared.slot_amax.
+template <class T>
+MOE_DEVICE void reduce_slot(const TileWords<T>& v, TileShared<T>& shared) {
+#pragma unroll
+  for (int w = 0; w < T::kWords; ++w) {
+    uint32_t amax = v[0][w];
+#pragma unroll
+    for (int i = 1; i < kSlotRows; ++i) amax = max_magnitude<typename T::In>(amax, v[i][w]);
+    shared.slot_amax[threadIdx.y][threadIdx.x * T::kWords + w] = amax;
+  }
+}
+// 1x128: amax and multipliers of the slot's rows.
+template <class T>
+MOE_DEVICE void make_row_multipliers(const TileArgs& p, const TileWords<T>& v, TileShared<T>& shared) {
+  using In = typename T::In;
+  constexpr int kLanesOfRow = kLanes / kSlotRows;
+  uint32_t of_row[kSlotRows];
+#pragma unroll
+  for (int i = 0; i < kSlotRows; ++i) {
+    of_row[i] = v[i][0];
+#pragma unroll
+    for (int w = 1; w < T::kWords; ++w) of_row[i] = max_magnitude<In>(of_row[i], v[i][w]);
+  }
+  const int lane = threadIdx.x;
+  const ScaleF32 s = ScaleF32::from_amax<T::kOut>(amax_of_rows<In, kLanes>(of_row, lane), p.pow2_scale);
+  if (lane % kLanesOfRow == 0) shared.row_multiplier[threadIdx.y * kSlotRows + lane / kLanesOfRow] = s.multiplier;
+}
+// 128x1: multipliers of the tile's columns, one a thread.
+template <class T>
+MOE_DEVICE void make_column_multipliers(const TileArgs& p, TileShared<T>& shared) {
+  using In = typename T::In;
+  const int local = threadIdx.y * kLanes + threadIdx.x;
+  if (local >= kBlock) return;
+  uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < kTileSlots; ++i) amax = max_magnitude<In>(amax, shared.slot_amax[i][local / kPerWord<In>]);
+  const uint32_t bits = magnitude_bits<In>(amax, local % kPerWord<In>);
+  shared.multiplier[local] = ScaleF32::from_amax<T::kOut>(bits, p.pow2_scale).multiplier;
+}
+// 128x128: the multiplier of the whole tile, as that of all rows and columns.
+template <class T>
+MOE_DEVICE void make_square_multiplier(const TileArgs& p, TileShared<T>& shared) {
+  using In = typename T::In;
+  uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < kTileSlots; ++i)
+#pragma unroll
+    for (int w = 0; w < T::kWords; ++w)
+      amax = max_magnitude<In>(amax, shared.slot_amax[i][threadIdx.x * T::kWords + w]);
+#pragma unroll
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) amax = max_magnitude<In>(amax, shfl_xor(amax, mask));
+  const uint32_t lo = magnitude_bits<In>(amax, 0), hi = magnitude_bits<In>(amax, kPerWord<In> - 1);
+  const float m = ScaleF32::from_amax<T::kOut>(lo > hi ? lo : hi, p.pow2_scale).multiplier;
+  if (threadIdx.x >= kSlotRows) return;
+  const int at = threadIdx.y * kSlotRows + threadIdx.x;
+  shared.row_multiplier[at] = shared.multiplier[at] = m;
+}
+// The scales of rows and columns, one of each a thread, so that they are written in whole lines.
+template <class T>
+MOE_DEVICE void store_scales(const TileArgs& p, const Tile& tile, const TileShared<T>& shared) {
+  const int local = threadIdx.y * kLanes + threadIdx.x;
+  if (local >= kBlock || p.K == 0) return;
+  if constexpr (T::kScaling == Scaling::kSquares) {
+    float* scale = p.scale + tile.block * int64_t(p.strips) + tile.strip;
+    if (local == 0 && tile.block >= 0) store_stream(scale, ScaleF32{shared.multiplier[0]}.dequant());
+    return;
+  }
+  if (T::kScaling == Scaling::kRowsAndColumns && local < tile.rows) {
+    float* scale = p.scale + tile.strip * p.scale_stride + tile.first_row + local;
+    store_stream(scale, ScaleF32{shared.row_multiplier[local]}.dequant());
+  }
+  const int64_t column = int64_t(tile.strip) * kBlock + local;
+  if (tile.block < 0 || column >= p.scale_t_stride) return;
+  const bool there = column < p.K && tile.rows_of_group > 0;
+  store_stream(p.scale_t + tile.block * p.scale_t_stride + column,
+               there ? ScaleF32{shared.multiplier[local]}.dequant() : 0.f);
+}
+
+// The columns, transposed by way of a stage for each tile of the stack.
+template <class T>
+MOE_DEVICE void stage_columns(const Tile& tile, const TileWords<T>& v, TileShared<T>& shared, int in_stack) {
+  const int rows = tile.rows_of_group - int(threadIdx.y) * kSlotRows;
+  // One form for all rows and for some: with both, 64 floats spill.
+  cast_slot<typename T::In, T::kOut, false>(v, rows, shared.multiplier, shared.stage[in_stack]);
+}
+// Stores the columns of the stack that this turn's tile ends.
+template <class T>
+MOE_DEVICE void store_staged(const TileArgs& p, TileShared<T>& shared, uint32_t turn) {
+  constexpr int kOfColumn = kLineSlots * kStack, kStep = kTileThreads / kOfColumn;  // threads; columns at once
+  const int t = threadIdx.y * kLanes + threadIdx.x, in_stack = t % kOfColumn / kLineSlots, slot = t % kLineSlots;
+  const Tile& tile = shared.tile(turn + 1 - kStack + in_stack);
+  const int first = slot * kSlotRows;
+  if (first >= tile.positions) return;
+  int local = t / kOfColumn;
+  uint8_t* out = p.q_t + tile.q_t + (int64_t(tile.strip) * kBlock + local) * p.positions + first;
+#pragma unroll
+  for (int i = 0; i < kBlock / kStep; ++i, local += kStep, out += kStep * p.positions) {
+    if (int64_t(tile.strip) * kBlock + local >= p.K) return;
+    const Vec16 chunk = shared.stage[in_stack].at(local, slot);
+    if constexpr (T::kAligned) {
+      store_stream(reinterpret_cast<Vec16*>(out), chunk);
+    } else {
+#pragma unroll
+      for (int b = 0; b < kSlotRows; ++b)
+        if (first + b < tile.positions) out[b] = uint8_t(chunk.w[b / 4] >> (8 * (b % 4)));
+    }
+  }
+}
+// The columns where they are, padding included.
+template <class T>
+MOE_DEVICE void cast_columns_in_place(const TileArgs& p, const Tile& tile, const TileWords<T>& v,
+                                      const TileShared<T>& shared) {
+  const float* m = shared.multiplier + threadIdx.x * T::kColumns;
+  const int rows = tile.rows_of_group - int(threadIdx.y) * kSlotRows;
+  store_rows<T>(p, tile, p.q_t + tile.q_t * p.K, tile.positions,
+                [&](int i) { return i < rows ? cast_columns<T>(v[i], m[0], m[1], m[2], m[3]) : 0u; });
+}
+
+}  // namespace moe_fp8

@@ -1,0 +1,119 @@
+// How tokens in groups, and experts, are dealt out in tiles of 128 rows by 128 columns.
+#pragma once
+#include "numerics/formats.h"
+#include "primitives/group_table.h"
+
+namespace moe_fp8 {
+
+struct TileArgs {
+  const void* x;
+  const int* offs;          // of tokens
+  uint8_t* q;
+  float* scale;
+  uint8_t* q_t;
+  float* scale_t;           // of tokens
+  int* padded_offs;         // of tokens
+  int64_t E, rows, K;       // rows: of the tokens, or of one expert
+  int64_t row_stride, group_stride, positions;
+  int64_t scale_stride, scale_t_stride;
+  int blocks;               // along the padded layout, of tokens
+  int align;
+  uint32_t strips;          // tiles along K
+  bool rows_too;            // the tail's rows are wanted
+  bool transpose;
+  bool pow2_scale;
+  RowIndex index;           // of tokens; null: as they lie
+};
+
+constexpr int kStack = 2;  // tiles, one below the other, whose columns are stored together
+
+struct Tile {
+  bool there = false;     // false: no tile is left
+  int strip = 0;
+  int64_t x = 0;          // element of x that its rows are counted from
+  int64_t first_row = 0;  // of the tokens
+  int rows = 0;           // that there are; those beyond them are zeros
+  int rows_of_group = 0;  // none in the tail: nothing of it is in q_t
+  int64_t q = 0;          // of its first row: element of q
+  int64_t q_t = 0;        // of its first row: element of q_t's first column, or row of q_t
+  int positions = 0;      // of q_t that it writes, padding included
+  int block = -1;         // along the rows; -1: has no scale
+};
+
+MOE_DEVICE int part_of_tile(int size) { return size < 0 ? 0 : size < kBlock ? size : kBlock; }
+
+// The last group is the tail: rows without a group, positions and blocks without rows.
+struct TokenTiles {
+  static MOE_HD constexpr int words(int64_t E) { return 2 * GroupTable::words(int(E)) + 1; }
+  MOE_DEVICE TokenTiles(int* storage, const TileArgs& p)
+      : p(p), E(int(p.E)), groups(storage, E), blocks(p.align < kBlock ? storage + GroupTable::words(E) : storage, E),
+        tiles(storage + 2 * GroupTable::words(E)) {}
+
+  const TileArgs& p;
+  int E;
+  GroupTable groups;
+  GroupTable blocks;  // likewise, padded to whole scaling blocks
+  int* tiles;         // how many there are along the rows
+
+  MOE_DEVICE void build() const {
+    const int threads = blockDim.x * blockDim.y, t = threadIdx.y * blockDim.x + threadIdx.x;
+    build_group_table(groups, p.offs, E, int(p.rows), int(p.positions), p.align);
+    if (p.align < kBlock) build_group_table(blocks, p.offs, E, int(p.rows), p.blocks * kBlock, kBlock);
+    if (blockIdx.x == 0)
+      for (int e = t; e < E; e += threads) p.padded_offs[e] = groups.pos[e + 1];
+    if (t != 0) return;
+    const int first = blocks.pos[E] / kBlock;  // of the tail
+    const int of_rows = first + (p.rows_too ? ceil_div(groups.rows(E), kBlock) : 0);
+    const int of_positions = first + ceil_div(int(p.positions) - groups.pos[E], kBlock);
+    *tiles = Max{}(p.blocks, Max{}(of_rows, of_positions));
+  }
+  MOE_DEVICE int count() const { return *tiles; }
+  MOE_DEVICE Tile at(int along) const {
+    Tile tile;
+    const int at = along * kBlock, e = GroupTable::find(blocks.pos, E, at), skipped = at - blocks.pos[e];
+    tile.first_row = int64_t(groups.row[e]) + skipped;
+    tile.x = p.index.at ? 0 : tile.first_row * p.row_stride;
+    tile.rows = e < E || p.rows_too ? part_of_tile(groups.rows(e) - skipped) : 0;
+    tile.rows_of_group = e < E ? tile.rows : 0;
+    tile.q = tile.first_row * p.K;
+    tile.q_t = int64_t(groups.pos[e]) + skipped;
+    tile.positions = part_of_tile(groups.pos[e + 1] - groups.pos[e] - skipped);
+    tile.block = along < p.blocks ? along : -1;
+    return tile;
+  }
+};
+struct ExpertTiles {
+  static MOE_HD constexpr int words(int64_t) { return 0; }
+  MOE_DEVICE ExpertTiles(int*, const TileArgs& p) : p(p) {}
+
+  const TileArgs& p;
+
+  MOE_DEVICE void build() const {}
+  MOE_DEVICE int of_expert() const { return int(ceil_div<int64_t>(p.rows, kBlock)); }
+  MOE_DEVICE int count() const { return int(p.E) * of_expert(); }
+  MOE_DEVICE Tile at(int along) const {
+    Tile tile;
+    const int64_t e = along / of_expert(), first = along % of_expert() * kBlock;
+    tile.x = e * p.group_stride + first * p.row_stride;
+    tile.rows = tile.rows_of_group = tile.positions = part_of_tile(int(p.rows - first));
+    tile.q = (e * p.rows + first) * p.K;
+    tile.q_t = e * p.rows * p.K + first;
+    tile.block = along;
+    return tile;
+  }
+};
+
+// The tile of a block's turn: stacks of tiles are dealt out to the blocks, strip by strip. The last stack may reach
+// beyond the last tile.
+template <class Tiles>
+MOE_DEVICE Tile tile_of_turn(const TileArgs& p, const Tiles& tiles, uint32_t turn) {
+  const uint32_t stack = blockIdx.x + turn / kStack * gridDim.x;
+  const int first = int(stack / p.strips) * kStack, along = first + int(turn % kStack);
+  Tile tile;
+  if (along < tiles.count()) tile = tiles.at(along);
+  tile.there = first < tiles.count();
+  tile.strip = int(stack % p.strips);
+  return tile;
+}
+
+}  // namespace moe_fp8

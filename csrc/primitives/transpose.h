@@ -1,0 +1,47 @@
+// From rows in registers to columns in memory. Threads are slots (threadIdx.y) of 32 lanes (threadIdx.x) on every chip;
+// a lane has some neighbouring columns, a slot 16 rows of every 128-byte line of q_t. Shuffles with masks below 32 stay
+// inside a slot.
+#pragma once
+#include "primitives/cast.h"
+#include "primitives/group_table.h"
+
+namespace moe_fp8 {
+
+constexpr int kLanes = 32, kSlotRows = 16, kLineSlots = kLine / kSlotRows;
+
+// Columns on their way out: [column][position], 128 bytes a column, its eight 16-byte chunks permuted so that neither
+// the writes (one chunk, 32 lanes of kOfLane columns each) nor the reads (8 chunks of a column) meet in a bank.
+template <int kColumns, int kOfLane>
+struct TransposeStage {
+  Vec16 chunks[kColumns * kLineSlots];
+  MOE_DEVICE Vec16& at(int column, int slot) {
+    return chunks[column * kLineSlots + (slot ^ ((column / kOfLane) & (kLineSlots - 1)))];
+  }
+};
+
+// Byte i of word g is kept where row 4 * g + i < rows: padding is zero even beside a NaN scale.
+MOE_DEVICE uint32_t row_mask(int g, int rows) {
+  const int n = rows - 4 * g;
+  return n >= 4 ? 0xffffffffu : n <= 0 ? 0u : (1u << (8 * n)) - 1;
+}
+
+// The 16 rows of a slot, kWords words of columns a lane, cast into 16-byte chunks of columns. kFull: all rows are
+// there.
+template <class In, Fp8Type kOut, bool kFull, int kWords, class Stage>
+MOE_DEVICE void cast_slot(const uint32_t (&v)[kSlotRows][kWords], int rows, const float* multiplier, Stage& stage) {
+#pragma unroll
+  for (int c = 0; c < kWords * kPerWord<In>; ++c) {
+    Vec16 chunk;
+    const int column = threadIdx.x * kWords * kPerWord<In> + c, w = c / kPerWord<In>, i = c % kPerWord<In>;
+    const float m = multiplier[column];
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+      chunk.w[g] = cast4<kOut>(element<In>(v[4 * g][w], i) * m, element<In>(v[4 * g + 1][w], i) * m,
+                               element<In>(v[4 * g + 2][w], i) * m, element<In>(v[4 * g + 3][w], i) * m);
+      if constexpr (!kFull) chunk.w[g] &= row_mask(g, rows);
+    }
+    stage.at(column, threadIdx.y % kLineSlots) = chunk;
+  }
+}
+
+}  // namespace moe_fp8
