@@ -14,8 +14,8 @@ constexpr const char* k2D2D =
     "sm90, sm100: aten::_scaled_grouped_mm for float8_e4m3fn to bfloat16 with N, K, P and offs multiples of 16, "
     "E < 1024; otherwise: portable kernel";
 constexpr const char* kBlockwise =
-    "sm90, sm100: dequantize + aten::_grouped_mm in bfloat16 for K (2D x 2D: P) a multiple of 16, N (2D x 2D: rows of a "
-    "and offs too) of 8, E < 1024; otherwise: portable kernel";
+    "sm90, sm100: dequantize + aten::_grouped_mm in bfloat16 for K (2D x 2D: P) a multiple of 16, N (2D x 2D: rows of "
+    "a and offs too) of 8, E < 1024; otherwise: portable kernel";
 #elif defined(MOE_FP8_HIP)
 constexpr const char* kBackend = "rocm";
 constexpr const char* k2D3D = "portable kernel";
