@@ -28,9 +28,9 @@ class Rule:
 RULES = (
     Rule(r"quantize_rowwise_kernel<.*, false>", vector_loads=False),  # misaligned rows, element by element
     Rule(r"quantize_1x128_kernel<.*, false>", vector_loads=False),
-    Rule(r"quantize_tiles_kernel<TileTraits<.*, kAny> ?>", vector_loads=False),
+    Rule(r"quantize_tiles_kernel<TileTraits<.*\(Access\)2> >", vector_loads=False),  # misaligned, element by element
     Rule(r"quantize_(rowwise|rowwise_beside|strips|1x128|tiles)_kernel<.*>"),
-    Rule(r"scaled_grouped_mm_kernel|copy_rows_kernel<Vec16>", casts=False),
+    Rule(r"scaled_grouped_mm_kernel|dequantize_blocks_kernel|copy_rows_kernel<Vec16>", casts=False),
     Rule(r"copy_rows_kernel<.*>", vector_loads=False, casts=False),  # rows that are not multiples of 16 bytes
     Rule(r"token_groups_kernel<\w+>|permute_indices_kernel", vector_loads=False, casts=False),  # an index a row
     Rule(
