@@ -25,12 +25,12 @@ def grouped_mm(
     """out[r] = A[r] @ B_t[e] for every row r of group e; rows from offs[-1] on are zero.
 
     With `indices`, row r is A[indices[r] // top_k] instead, as `permute_pad` takes it: the quantizer gathers the rows,
-    so that the permuted and padded tokens never exist in 16 bits.
+    so that the permuted and padded tokens never exist in 16 bits, but for what "blockwise" dequantizes in a product.
 
     With a quantized recipe, A, B_t and the output gradient are quantized to fp8 on the way into each of the three
-    matmuls. The forward pass keeps the transposed fp8 copies of A (one byte an element) and B_t for backward, nothing
-    in 16 bits. dA is zero in tail rows, the gradient of an empty group's weights is zero. Any sizes work, the caller
-    never pads; nothing here waits for the device, and two runs give the same bytes. Traces under
+    matmuls. The forward pass keeps the transposed fp8 copies of A (one byte an element, and scales) and B_t for
+    backward, nothing in 16 bits. dA is zero in tail rows, the gradient of an empty group's weights is zero. Any sizes
+    work, the caller never pads; nothing here waits for the device, and two runs give the same bytes. Traces under
     torch.compile(fullgraph=True), can be captured in a CUDA graph, honours torch.autocast. Differentiable once.
 
     Args:

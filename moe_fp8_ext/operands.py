@@ -67,7 +67,7 @@ class Blockwise:
     @staticmethod
     def weight(w: Tensor, rule: Rule, transposed_too: bool) -> tuple[Operand, Operand | None]:
         """w [E, N, K] -> b and scale_b of A @ w^T, and those of dY @ w."""
-        q, q_t, scale = quantize_128x128(w, *rule)
+        q, q_t, scale = quantize_128x128(w, *rule)  # writes both: there is no op for one
         return (q.mT, scale.mT), (q_t.mT, scale) if transposed_too else None
 
     @staticmethod

@@ -25,7 +25,8 @@ class Recipe:
         grad_dtype: fp8 format of gradients, such as float8_e5m2; None is `dtype`. torch's fp8 GEMM takes no other than
             float8_e4m3fn: rowwise operands of another format are multiplied by a slower kernel.
         pow2_scale: round multipliers down to powers of two.
-        align: tokens to a multiple of which groups are padded inside transposed operands.
+        align: tokens to a multiple of which groups are padded inside transposed operands; None is what the scaling
+            asks for (`group_alignment`).
         use_fast_accum: let the GEMM accumulate in the tensor cores' own precision.
     """
 
@@ -35,12 +36,14 @@ class Recipe:
     dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     pow2_scale: bool = False
-    align: int = GROUP_ALIGNMENT["rowwise"]
+    align: int | None = None
     use_fast_accum: bool = True
 
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:
             raise ValueError(f"scaling must be one of {sorted(SCALINGS)}, got {self.scaling!r}")
+        if self.align is None:
+            object.__setattr__(self, "align", GROUP_ALIGNMENT[self.scaling])  # the way of a frozen dataclass
 
 
 RECIPES = {
@@ -50,7 +53,7 @@ RECIPES = {
         # Powers of two, as torchao rounds them: a value has the same fp8 bytes up to its exponent in both directions.
         Recipe("rowwise", pow2_scale=True),
         # Scales of any value, as DeepSeek-V3 trained with.
-        Recipe("blockwise", scaling="blockwise", align=GROUP_ALIGNMENT["blockwise"]),
+        Recipe("blockwise", scaling="blockwise"),
     )
 }
 

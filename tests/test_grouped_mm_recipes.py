@@ -59,6 +59,11 @@ def test_gradients_in_another_format(scaling, device):
         assert MIN_SQNR_DB[scaling] - 4 <= sqnr_db(ours, ideal) < sqnr_db(fine, ideal) - 2
 
 
+def test_alignment_follows_from_the_scaling():
+    assert [Recipe("mine", scaling=scaling).align for scaling in ("rowwise", "blockwise")] == [16, 128]
+    assert Recipe("mine", scaling="blockwise", align=32).align == 32
+
+
 def test_recipe_of_unknown_scaling():
     with pytest.raises(ValueError, match="scaling must be one of .* got 'tensorwise'"):
         Recipe("mine", scaling="tensorwise")

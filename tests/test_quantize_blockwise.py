@@ -31,7 +31,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_fp8_ext import quantize_1x128, quantize_1x128_128x1, quantize_128x1, quantize_128x128, reference
+from moe_fp8_ext import (
+    permute_pad_quantize_1x128,
+    quantize_1x128,
+    quantize_1x128_128x1,
+    quantize_128x1,
+    quantize_128x128,
+    reference,
+)
+
+
+def check_gaps(scale: Tensor) -> None:
+    """What lies between the columns of a column-major scale is zero."""
+    rows, columns = scale.shape
+    assert scale.stride() == (1, -(-rows // 4) * 4)
+    assert not scale.as_strided((scale.stride(1), columns), scale.stride())[rows:].any()
 
 
 class ColumnTests(GroupedQuantizerTests):
@@ -71,11 +85,13 @@ class ColumnTests(GroupedQuantizerTests):
     test_non_finite_poisons_its_group_and_column_only = None
 
     def test_memory_between_scales_is_zero(self, device):
-        x, offs = wide(130, 133, device=device), group_offs("zipf", 130, 3, device)
-        for transpose in (True, False):
-            scale_t = self.fn(x, offs, 128, None, False, transpose)[-2]
-            whole = (scale_t if transpose else scale_t.t()).as_strided((133 + 3, scale_t.numel() // 133), (1, 136))
-            assert not whole[133:].any()
+        for k in (133, 136):
+            x, offs = wide(130, k, device=device), group_offs("zipf", 130, 3, device)
+            for transpose in (True, False):
+                *rows, scale_t, _ = self.fn(x, offs, 128, None, False, transpose)
+                check_gaps(scale_t if transpose else scale_t.t())
+                if len(rows) == 3:
+                    check_gaps(rows[1])
 
     @pytest.mark.large
     def test_more_than_2_31_elements(self, big_gpu):
@@ -101,6 +117,14 @@ class TestQuantize128x1(ColumnTests):
 
 class TestQuantize1x128And128x1(ColumnTests):
     op = "quantize_1x128_128x1"
+
+
+@pytest.mark.parametrize("m", [1, 2, 31, 33, 130])
+def test_memory_between_scales_of_rows_is_zero(m, device):
+    for k in (133, 264):
+        check_gaps(quantize_1x128(wide(m, k, device=device))[1])
+        indices = torch.arange(m, dtype=torch.int32, device=device)
+        check_gaps(permute_pad_quantize_1x128(wide(m, k, device=device), indices)[1])
 
 
 def test_both_equal_the_two_single_ops(device):

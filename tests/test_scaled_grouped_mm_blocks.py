@@ -124,9 +124,9 @@ def test_matches_torch_dense_blockwise_gemm(gpu):
         output_dtype=torch.bfloat16,
     )
     got = scaled_grouped_mm(a, q.mT, scale_a, scale.mT, offs, None, True, 128)
-    # Both are within three roundings to bfloat16 of the exact product, and torch's sums blocks of 128 in the tensor
-    # cores' own 14 bits: sqrt(128) addends, 2^-13 each of a block's sum.
-    assert sqnr_db(got, want) > 40
+    # Ours has three roundings to bfloat16, torch's has one and sums blocks of 128 in the tensor cores' own 14 bits:
+    # 4 * 2^-14 / 12 and sqrt(128) * 2^-13, squared, of the signal are 46.5 dB; 1.5 dB for the spread of draws.
+    assert sqnr_db(got, want) > 45
 
 
 def test_opcheck(device):

@@ -12,7 +12,7 @@ import torch
 from moe_fp8_ext import grouped_mm, quantize_colwise, quantize_rowcol, quantize_rowwise, quantize_weight
 from moe_fp8_ext import pad_token_groups, pad_token_groups_to, scaled_grouped_mm, unpad_token_groups
 from moe_fp8_ext import permute_indices, permute_pad, permute_pad_quantize_rowcol, permute_pad_quantize_rowwise
-from moe_fp8_ext import combine, combine_backward, sort_tokens, unpermute
+from moe_fp8_ext import combine, combine_backward, quantize_128x1, sort_tokens, unpermute
 
 device = sys.argv[1]
 x = torch.ones(32, 16, dtype=torch.bfloat16, device=device)
@@ -32,6 +32,7 @@ def forward(o):
 ops = {
     "quantize_colwise": lambda o: quantize_colwise(x, o),
     "quantize_rowcol": lambda o: quantize_rowcol(x, o),
+    "quantize_128x1": lambda o: quantize_128x1(x, o),
     "scaled_grouped_mm": forward,
     "scaled_grouped_mm ": wgrad,
     "pad_token_groups": lambda o: pad_token_groups(x, o),
@@ -67,6 +68,11 @@ def refuses(call, *pieces):
         assert all(piece in str(error).splitlines()[0] for piece in pieces), error
     else:
         raise AssertionError(f"{pieces} went through")
+
+q_t, short = q.t().contiguous(), torch.ones(16, 1, device=device)
+blocks = lambda scale, o: scaled_grouped_mm(q_t, q_t.t(), scale, scale.t(), o, None, True, 128)
+blocks(short, offs(32)), blocks(short.repeat(1, 2), offs(16, 32))
+refuses(lambda: blocks(short, offs(16, 32)), "scaled_grouped_mm: scale_a must have 2 blocks in dimension 1, as offs")
 
 permute_pad(x, offs(31, -1, 0))
 for bad in (-2, 32):

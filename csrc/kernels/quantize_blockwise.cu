@@ -62,22 +62,22 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kUnits * kUnitThreads, 1)
     store_stream(p.scale + strip * args.scale_stride + mine, mine < p.rows ? scales[threadIdx.y][threadIdx.x] : 0.f);
 }
 
-// The other directions, tile by tile.
-// Blocks of a multiprocessor: as few as keep it busy, for the less is under way at once, the nearer in time neighbours
-// in memory are written. Of copy on an H200 with 2, 3 and 4 blocks: both directions of [131072, 7168] E = 8 0.85, 0.84,
-// 0.73; of [16640, 5120] E = 128, whose groups end in small tiles, 0.67 and 0.72 with 2 and 3. Columns of two tiles,
-// one below the other, are stored together, 256 bytes a column: those of [131072, 7168] at 0.96, tile by tile at 0.88.
+// The other directions, tile by tile. Blocks of a multiprocessor: as few as keep it busy, for the less is under way at
+// once, the nearer in time neighbours in memory are written. Of copy on an H200 with 2, 3 and 4 blocks: both directions
+// of [131072, 7168] E = 8 0.85, 0.84, 0.73; of [16640, 5120] E = 128, whose groups end in small tiles, 0.67 and 0.72
+// with 2 and 3. Columns of two tiles, one below the other, are stored together, 256 bytes a column: those of
+// [131072, 7168] at 0.96, tile by tile at 0.88.
 constexpr int kTileBlocks = 2, kTileBlocksOfShortGroups = 3;
 constexpr int64_t kShortGroup = 2048;  // rows
 template <class T>
-constexpr int resident() {  // that registers are for
-  if (!kCastsInHardware<T::kOut> || !T::kAligned) return 1;
+constexpr int most_blocks() {  // that registers are for
+  if (!T::kAligned) return 1;
   if (T::kWords == 4) return T::kScaling == Scaling::kSquares ? 1 : 2;
-  return std::is_same_v<typename T::In, BF16> && T::kAccess == Access::kTransposed ? 3 : 2;
+  return std::is_same_v<typename T::In, BF16> && T::kAccess == Access::kTransposed ? kTileBlocksOfShortGroups : 2;
 }
 
 template <class T>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, resident<T>())
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, kCastsInHardware<T::kOut> ? most_blocks<T>() : 1)
     quantize_tiles_kernel(MOE_GRID_CONSTANT const TileArgs p) {
   MOE_DYNAMIC_SMEM(smem);
   auto& shared = *reinterpret_cast<TileShared<T>*>(smem);
@@ -158,12 +158,14 @@ int launch_tiles(const QuantizeBlockwiseParams& q, void* stream) {
   const int64_t of_expert = ceil_div(q.rows, int64_t(kBlock));  // tiles
   const int64_t tiles = p.strips * (kTokens ? p.blocks + ceil_div(q.positions, int64_t(kBlock)) : q.E * of_expert);
   const int64_t average = kTokens && q.E ? q.rows / q.E : q.rows;
-  const int64_t most = device().multiprocessors * (average < kShortGroup ? kTileBlocksOfShortGroups : kTileBlocks);
+  const int64_t wanted = average < kShortGroup ? kTileBlocksOfShortGroups : kTileBlocks;
+  if (!kTokens && tiles * q.K == 0) return 0;
   return dispatch(q.in, q.out, [&](auto in, auto out) {
     auto run = [&](auto traits) {
       using T = decltype(traits);
       constexpr auto kKernel = quantize_tiles_kernel<T>;
       if (const int e = allow_large<kKernel>()) return e;
+      const int64_t most = device().multiprocessors * (wanted < most_blocks<T>() ? wanted : most_blocks<T>());
       Launch l = {dim3(unsigned(tiles < 1 ? 1 : tiles < most ? tiles : most)), dim3(kLanes, kTileSlots), stream};
       l.shared = sizeof(TileShared<T>) + 4 * T::Tiles::words(p.E);
       return launch(kKernel, l, p);

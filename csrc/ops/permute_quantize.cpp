@@ -79,23 +79,11 @@ namespace {
 BlockwiseOutputs permute_pad_quantize_blockwise(const char* op, const Tensor& x, const Tensor& indices,
                                                 const Tensor* offs, int64_t top_k, int64_t align,
                                                 std::optional<int32_t> dtype, bool pow2_scale, bool transpose) {
-  QuantizeBlockwiseParams p = {};
-  p.in = check_tokens(op, "x", x);
-  p.index = check_indices(op, indices, "x", x, x.sizes[0], top_k);
-  p.x = x.data;
-  p.rows = indices.sizes[0];
-  p.K = x.sizes[1];
-  p.row_stride = x.strides[0];
-  p.align = int(align);
-  if (offs) {
-    check_offs(op, *offs, "x", x, p.rows, "indices");
-    p.offs = offs->as<int>();
-    p.E = offs->sizes[0];
-    p.positions = check_align(op, align, "indices", p.rows, p.E);
-    check_align(op, std::max<int64_t>(align, kBlock), "indices", p.rows, p.E);
-  }
-  p.transpose = transpose;
-  p.pow2_scale = pow2_scale;
+  const InType in = check_tokens(op, "x", x);
+  const RowIndex index = check_indices(op, indices, "x", x, x.sizes[0], top_k);
+  QuantizeBlockwiseParams p = of_tokens(x, in, indices.sizes[0], pow2_scale);
+  p.index = index;
+  if (offs) group(op, p, "indices", x, *offs, align, transpose);
   const Call call(op, "x", x);
   p.out = call.out_type(dtype);
   const std::vector<uint32_t> zeros(x.on_gpu() ? 0 : p.K);

@@ -35,25 +35,9 @@ void loop_128x128(const QuantizeBlockwiseParams& p) {
   });
 }
 
-QuantizeBlockwiseParams tokens(const char* op, const Tensor& x, bool pow2_scale) {
-  QuantizeBlockwiseParams p = {};
-  p.in = check_tokens(op, "x", x);
-  p.x = x.data;
-  p.rows = x.sizes[0];
-  p.K = x.sizes[1];
-  p.row_stride = x.strides[0];
-  p.pow2_scale = pow2_scale;
-  return p;
-}
-void group(const char* op, QuantizeBlockwiseParams& p, const Tensor& x, const Tensor& offs, int64_t align,
-           bool transpose) {
-  check_offs(op, offs, "x", x, p.rows);
-  p.offs = offs.as<int>();
-  p.E = offs.sizes[0];
-  p.positions = check_align(op, align, "x", p.rows, p.E);
-  check_align(op, std::max<int64_t>(align, kBlock), "x", p.rows, p.E);
-  p.align = int(align);
-  p.transpose = transpose;
+QuantizeBlockwiseParams checked_tokens(const char* op, const Tensor& x, bool pow2_scale) {
+  const InType in = check_tokens(op, "x", x);
+  return of_tokens(x, in, x.sizes[0], pow2_scale);
 }
 BlockwiseOutputs quantize(const Call& call, QuantizeBlockwiseParams& p, const Tensor& x, std::optional<int32_t> dtype,
                           bool rowwise, bool columnwise) {
@@ -67,8 +51,7 @@ BlockwiseOutputs quantize(const Call& call, QuantizeBlockwiseParams& p, const Te
 
 Results<2> quantize_1x128_op(const Tensor& x, std::optional<int32_t> dtype, bool pow2_scale) {
   constexpr const char* kOp = "quantize_1x128";
-  QuantizeBlockwiseParams p = tokens(kOp, x, pow2_scale);
-  p.align = 1;
+  QuantizeBlockwiseParams p = checked_tokens(kOp, x, pow2_scale);
   BlockwiseOutputs o = quantize(Call(kOp, "x", x), p, x, dtype, true, false);
   return results(o.q, o.scale);
 }
@@ -76,8 +59,8 @@ Results<2> quantize_1x128_op(const Tensor& x, std::optional<int32_t> dtype, bool
 Results<3> quantize_128x1_op(const Tensor& x, const Tensor& offs, int64_t align, std::optional<int32_t> dtype,
                              bool pow2_scale, bool transpose) {
   constexpr const char* kOp = "quantize_128x1";
-  QuantizeBlockwiseParams p = tokens(kOp, x, pow2_scale);
-  group(kOp, p, x, offs, align, transpose);
+  QuantizeBlockwiseParams p = checked_tokens(kOp, x, pow2_scale);
+  group(kOp, p, "x", x, offs, align, transpose);
   BlockwiseOutputs o = quantize(Call(kOp, "x", x), p, x, dtype, false, true);
   return results(o.q_t, o.scale_t, o.padded_offs);
 }
@@ -85,8 +68,8 @@ Results<3> quantize_128x1_op(const Tensor& x, const Tensor& offs, int64_t align,
 Results<5> quantize_1x128_128x1_op(const Tensor& x, const Tensor& offs, int64_t align, std::optional<int32_t> dtype,
                                    bool pow2_scale, bool transpose) {
   constexpr const char* kOp = "quantize_1x128_128x1";
-  QuantizeBlockwiseParams p = tokens(kOp, x, pow2_scale);
-  group(kOp, p, x, offs, align, transpose);
+  QuantizeBlockwiseParams p = checked_tokens(kOp, x, pow2_scale);
+  group(kOp, p, "x", x, offs, align, transpose);
   BlockwiseOutputs o = quantize(Call(kOp, "x", x), p, x, dtype, true, true);
   return results(o.q, o.scale, o.q_t, o.scale_t, o.padded_offs);
 }

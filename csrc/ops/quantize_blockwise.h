@@ -46,6 +46,31 @@ void loop_in_place(RowOf row_of, const std::vector<GroupRows>& blocks, int64_t K
                         });
 }
 
+// Parameters of `rows` rows of outputs from tokens x, which have been checked.
+inline QuantizeBlockwiseParams of_tokens(const Tensor& x, InType in, int64_t rows, bool pow2_scale) {
+  QuantizeBlockwiseParams p = {};
+  p.in = in;
+  p.x = x.data;
+  p.rows = rows;
+  p.K = x.sizes[1];
+  p.row_stride = x.strides[0];
+  p.align = 1;
+  p.transpose = true;
+  p.pow2_scale = pow2_scale;
+  return p;
+}
+// Those of groups of the rows; `arg` has them.
+inline void group(const char* op, QuantizeBlockwiseParams& p, const char* arg, const Tensor& x, const Tensor& offs,
+                  int64_t align, bool transpose) {
+  check_offs(op, offs, "x", x, p.rows, std::strcmp(arg, "x") ? arg : "rows");
+  p.offs = offs.as<int>();
+  p.E = offs.sizes[0];
+  p.positions = check_align(op, align, arg, p.rows, p.E);
+  check_align(op, std::max<int64_t>(align, kBlock), arg, p.rows, p.E);
+  p.align = int(align);
+  p.transpose = transpose;
+}
+
 // The outputs of tokens' rows, columns or both, in the order in which ops return them.
 struct BlockwiseOutputs {
   Handle q, scale, q_t, scale_t, padded_offs;

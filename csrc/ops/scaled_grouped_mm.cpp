@@ -31,12 +31,24 @@ void set_row_scales(ScaledGroupedMmParams& p, const Tensor& scale_a, const Tenso
   p.scale_a = {scale_a.as<float>(), p.M, 1, 0, 1, 0};
   p.scale_b = {scale_b.as<float>(), p.N, 1, 0, 1, 0};
 }
-void set_block_scales(ScaledGroupedMmParams& p, const Tensor& scale_a, const Tensor& scale_b, const Tensor& a) {
+void set_block_scales(ScaledGroupedMmParams& p, const Tensor& scale_a, const Tensor& scale_b, const Tensor& a,
+                      const Tensor& offs) {
   const int64_t of_sum = ceil_div<int64_t>(p.K, kBlock);
   if (p.groups_of_sum) {  // as many blocks as the quantizer made room for
     check_dim(kOp, "scale_a", scale_a, 2);
-    const int64_t blocks = std::max(of_sum, scale_a.sizes[1]);
+    const int64_t blocks = scale_a.sizes[1];
+    if (blocks < of_sum)
+      fail(kOp, ": scale_a must have at least ", of_sum, " blocks in dimension 1, got ", blocks);
     check_size(kOp, "scale_a", blocks, "blocks");
+    if (flag_is_set("MOE_FP8_VALIDATE")) {
+      int64_t used = 0, start = 0;
+      for (const int end : contents(offs)) {
+        used += ceil_div<int64_t>(end - start, kBlock);
+        start = end;
+      }
+      if (used > blocks)
+        fail(kOp, ": scale_a must have ", used, " blocks in dimension 1, as offs has of them, got ", blocks);
+    }
     check_scale("scale_a", scale_a, {p.M, blocks}, a, true);
     check_scale("scale_b", scale_b, {blocks, p.N}, a, true);
     check_size(kOp, "a", padded_extent(p.K, p.E, kBlock), "columns with padding");
@@ -208,7 +220,7 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
       fail(kOp, ": b must hold one expert for each of the ", p.E, " entries of offs, got ", b.sizes[0]);
     p.b_group_stride = b.strides[0];
   }
-  if (block_size) set_block_scales(p, scale_a, scale_b, a);
+  if (block_size) set_block_scales(p, scale_a, scale_b, a, offs);
   else set_row_scales(p, scale_a, scale_b, a);
   const int32_t dtype = out_dtype.value_or(kBFloat16);
   if (dtype != kBFloat16 && dtype != kFloat32)

@@ -39,12 +39,15 @@ def scaled_grouped_mm(
 
     With `block_size=128` every factor carries the scale of its block: a[m, k] that of scale_a[m, k // 128], b[e, k, n]
     that of scale_b[e, k // 128, n // 128]; in the 2D x 2D form a[n, p] that of scale_a[n, block(p)] and b[p, k] that of
-    scale_b[block(p), k], where blocks begin anew with every group, as `quantize_128x1` numbers them.
+    scale_b[block(p), k], where blocks begin anew with every group, as `quantize_128x1` numbers them: of B blocks, at
+    least the sum of ceil(size / 128) over the groups.
 
     On CUDA sm90 and sm100 this is torch's fp8 grouped GEMM, for float8_e4m3fn operands whose sizes and strides are
     multiples of 16, fewer than 1024 groups and bfloat16 output. Everything else on a GPU takes a portable kernel that
     dequantizes and multiplies in float32, slower but for any sizes; the CPU does the same per group. Blocks have no
-    GEMM of their own yet: operands of any fp8 format are dequantized to bfloat16 for torch's grouped GEMM of those.
+    GEMM of their own yet: on sm90 and sm100 operands of any fp8 format are dequantized to bfloat16, each value rounded
+    once, for torch's grouped GEMM of those, under the same conditions with multiples of 8 for N and for offs; all else
+    takes the portable kernel, which does not round operands.
     `build_info()` says which paths a build has. Never waits for the device.
 
     Args:
@@ -54,7 +57,7 @@ def scaled_grouped_mm(
         scale_b: [E, N], or [E, K]; float32, contiguous. With blocks [E, ceil(K / 128), ceil(N / 128)], or [B, K], of
             any strides: in the orientation of `b`.
         offs: [E] int32, exclusive ends of the groups, non-decreasing, at most 1024: rows of `a` in the 2D x 3D form; in
-            the 2D x 2D form the `padded_offs` of `quantize_colwise`, for the native path multiples of 16. Contents are
+            the 2D x 2D form the `padded_offs` of the quantizer, for the native path multiples of 16. Contents are
             clamped and made monotonic; MOE_FP8_VALIDATE=1 checks them, which waits for the device.
         out_dtype: bfloat16 (default) or float32.
         use_fast_accum: let the native GEMM accumulate in the tensor cores' own precision; ignored elsewhere.
@@ -90,7 +93,9 @@ def _check_block_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, 
         return
     check_dim(_OP, "scale_a", scale_a, 2)
     made = scale_a.shape[1]  # at least as many as there are positions for; the quantizer knows how many more
-    require(made >= blocks, f"{_OP}: scale_a must have size {blocks} in dimension 1, got {made}")
+    require(made >= blocks, f"{_OP}: scale_a must have at least {blocks} blocks in dimension 1, got {made}")
+    check_size(_OP, "scale_a", made, "blocks")
+    check_size(_OP, "a", shapes.padded_extent(k, e, shapes.BLOCK), "columns with padding")
     _check_scale("scale_a", scale_a, (m, made), a, any_strides=True)
     _check_scale("scale_b", scale_b, (made, n), a, any_strides=True)
 
