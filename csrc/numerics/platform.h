@@ -197,8 +197,9 @@ struct alignas(8) Vec8 { uint32_t w[2]; };
 
 constexpr uint64_t kEvictFirst = 0x12F0000000000000ull, kEvictLast = 0x14F0000000000000ull;  // createpolicy's encoding
 
-// kSoon: leave the line in the L2, it is read again shortly. kNotBeforeStores: it is not, but lines that leave last
-// (evict_last) make those of store_stream leave sooner and in larger pieces. A GEMM right behind took no longer.
+// kSoon: leave the line in the L2, it is read again shortly. kNotBeforeStores: it is not, but leaves after what
+// store_stream writes (evict_last): on an H200 128x1 of [131072, 7168] at 0.96 of copy instead of 0.94, and a GEMM
+// right behind it took no longer.
 enum class Reuse { kNone, kSoon, kNotBeforeStores };
 
 template <Reuse kReuse = Reuse::kNone>

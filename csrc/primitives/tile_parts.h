@@ -28,7 +28,7 @@ struct TileArgs {
 constexpr int kStack = 2;  // tiles, one below the other, whose columns are stored together
 
 struct Tile {
-  bool there = false;     // false: no tile is left
+  bool there = false;     // otherwise none is left
   int strip = 0;
   int64_t x = 0;          // element of x that its rows are counted from
   int64_t first_row = 0;  // of the tokens
