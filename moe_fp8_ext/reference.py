@@ -9,6 +9,8 @@ factor: x ~ q * scale.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,7 @@ FP8_NAN_BYTE = {
     torch.float8_e5m2fnuz: 0x80,
 }
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # a dtype that torch can copy, for every size of element
+E8M0_NAN = 255
 AMAX_FLOOR = 1e-12  # keeps the scale of an all-zero block finite
 FLOAT32_EXPONENT = 0x7F800000
 
@@ -201,6 +204,150 @@ def quantize_128x128(
             of_square, scale[:, a, b] = quantize(square.flatten(1), 1, dtype, pow2_scale)
             q[:, rows, columns] = of_square.view(torch.uint8).view(square.shape)
     return q.view(dtype), row_major(q.transpose(1, 2)).view(dtype), scale
+
+
+def scale_e8m0(amax: Tensor, dtype: torch.dtype, scaling: str) -> tuple[Tensor, Tensor]:
+    """Returns 2^(127 - e), the factor that x is multiplied by, in float64, and the biased exponent e, the scale."""
+    if scaling == "floor":
+        mantissa, exponent = torch.frexp(amax.double())  # mantissa in [0.5, 1)
+        e = exponent - 1 - (math.frexp(FP8_MAX[dtype])[1] - 1)
+    else:
+        mantissa, exponent = torch.frexp((amax * torch.tensor(1 / FP8_MAX[dtype], dtype=torch.float32)).double())
+        e = exponent - (mantissa == 0.5).int()
+    e = (e.clamp(-127, 127) + 127).masked_fill(mantissa == 0, 0).masked_fill(~amax.isfinite(), E8M0_NAN)
+    factors = torch.tensor([2.0 ** (127 - i) for i in range(E8M0_NAN)] + [math.nan], dtype=torch.float64)
+    return factors.to(amax.device)[e.long()], e.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def quantize_mx(x: Tensor, dtype: torch.dtype | None, scaling: str) -> tuple[Tensor, Tensor]:
+    """x [..., K] -> q [..., K], scale [..., ceil(K / 32)] E8M0: one block per 32 elements, the last may be short."""
+    dtype, k = dtype or default_fp8_dtype(x.device), x.shape[-1]
+    blocks = torch.nn.functional.pad(x.float(), (0, -k % shapes.MX_BLOCK))
+    blocks = blocks.view(*x.shape[:-1], blocks.shape[-1] // shapes.MX_BLOCK, shapes.MX_BLOCK)
+    factor, scale = scale_e8m0(block_amax(blocks, -1), dtype, scaling)
+    q = cast_fp8((blocks.double() * factor).float(), dtype).flatten(-2)[..., :k]
+    return row_major(q.view(torch.uint8)).view(dtype), scale.squeeze(-1)
+
+
+def blocked(scale: Tensor) -> Tensor:
+    """scale [R, C] -> its bytes in the layout of the tensor cores, with zeros up to 128 rows and 4 columns, flat.
+
+    Of each block of 128 rows by 4 columns, bytes go by row % 32, then by row / 32, then by column.
+    """
+    rows, columns = shapes.swizzle_scales_2d(scale.shape)
+    out = torch.zeros(rows, columns, dtype=torch.uint8, device=scale.device)
+    out[: scale.shape[0], : scale.shape[1]] = scale.view(torch.uint8)
+    return out.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def unblocked(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """The matrix [rows, columns] that `blocked` made the bytes from."""
+    shape = shapes.swizzle_scales_2d((rows, columns))
+    out = scale.view(shape[0] // 128, shape[1] // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(shape)
+    return out[:rows, :columns]
+
+
+def swizzle_scales_2d(scale: Tensor) -> Tensor:
+    """scale [R, C] -> blocked [round_up(R, 128), round_up(C, 4)]."""
+    return blocked(scale).view(shapes.swizzle_scales_2d(scale.shape)).view(scale.dtype)
+
+
+def swizzle_scales_m_groups(scale: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
+    """scale [R, C], groups of rows -> blocked [R + 128 E, round_up(C, 4)], group by group, starts [E] of its rows."""
+    shape = shapes.swizzle_scales_m_groups(scale.shape, offs.shape[0])
+    out, starts, at = torch.zeros(shape, dtype=torch.uint8, device=scale.device), [], 0
+    for start, end in group_bounds(offs, scale.shape[0]):
+        of_group = blocked(scale[start:end])
+        out.view(-1)[at * shape[1] :][: of_group.numel()] = of_group
+        starts.append(at)
+        at += shapes.round_up(end - start, shapes.SCALE_ROWS)
+    return out.view(scale.dtype), torch.tensor(starts, dtype=torch.int32, device=scale.device)
+
+
+def swizzle_scales_k_groups(scale: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
+    """scale [R, C], groups of columns -> blocked [round_up(R, 128), C + 4 E], group by group, starts [E] of columns."""
+    shape = shapes.swizzle_scales_k_groups(scale.shape, offs.shape[0])
+    out, starts, at = torch.zeros(shape, dtype=torch.uint8, device=scale.device), [], 0
+    for start, end in group_bounds(offs, scale.shape[1]):
+        of_group = blocked(scale[:, start:end])
+        out.view(-1)[at * shape[0] :][: of_group.numel()] = of_group
+        starts.append(at)
+        at += shapes.round_up(end - start, shapes.SCALE_COLUMNS)
+    return out.view(scale.dtype), torch.tensor(starts, dtype=torch.int32, device=scale.device)
+
+
+def swizzle_scales_3d(scale: Tensor) -> Tensor:
+    """scale [E, R, C] -> blocked [E, round_up(R, 128) * round_up(C, 4)], expert by expert."""
+    out = torch.empty(shapes.swizzle_scales_3d(scale.shape), dtype=torch.uint8, device=scale.device)
+    for e in range(scale.shape[0]):
+        out[e] = blocked(scale[e])
+    return out.view(scale.dtype)
+
+
+def quantize_mx_1x32(
+    x: Tensor,
+    scaling: str = "rceil",
+    layout: str = "rowmajor",
+    offs: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x [M, K] -> q [M, K], scale [M, ceil(K / 32)], or blocked, as a whole or by groups of rows."""
+    q, scale = quantize_mx(x, dtype, scaling)
+    if layout == "blocked":
+        scale = swizzle_scales_2d(scale) if offs is None else swizzle_scales_m_groups(scale, offs)[0]
+    return q, scale
+
+
+def quantize_mx_32x1(
+    x: Tensor,
+    offs: Tensor,
+    scaling: str = "rceil",
+    layout: str = "blocked",
+    align: int = 32,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, K] -> q_t [K, P], scale_t [K, P / 32], or blocked by groups of columns, padded_offs [E].
+
+    quantize_mx_1x32 of each group's transpose, side by side; what a group does not fill is 0.
+    """
+    dtype = dtype or default_fp8_dtype(x.device)
+    q_t_shape, scale_t_shape, _ = shapes.quantize_mx_32x1(x.shape, offs.shape[0], align, False)
+    q_t, scale_t = (torch.zeros(s, dtype=torch.uint8, device=x.device) for s in (q_t_shape, scale_t_shape))
+    padded_offs, at = [], 0
+    for start, end in group_bounds(offs, x.shape[0]):
+        q, scale = quantize_mx(x[start:end].t(), dtype, scaling)
+        q_t[:, at : at + end - start] = q.view(torch.uint8)
+        block = at // shapes.MX_BLOCK
+        scale_t[:, block : block + scale.shape[1]] = scale.view(torch.uint8)
+        at += shapes.round_up(end - start, align)
+        padded_offs.append(at)
+    padded_offs = torch.tensor(padded_offs, dtype=torch.int32, device=x.device)
+    scale_t = scale_t.view(torch.float8_e8m0fnu)
+    if layout == "blocked":
+        scale_t, _ = swizzle_scales_k_groups(scale_t, padded_offs // shapes.MX_BLOCK)
+    return q_t.view(dtype), scale_t, padded_offs
+
+
+def quantize_mx_1x32_32x1(
+    x: Tensor,
+    offs: Tensor,
+    scaling: str = "rceil",
+    layout: str = "blocked",
+    align: int = 32,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x [M, K] -> q, scale, q_t, scale_t, padded_offs: both directions, blocked by groups of rows and of columns."""
+    rows = quantize_mx_1x32(x, scaling, layout, offs, dtype)
+    return *rows, *quantize_mx_32x1(x, offs, scaling, layout, align, dtype)
+
+
+def quantize_mx_weight(
+    w: Tensor, scaling: str = "rceil", dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """w [E, N, K] -> q [E, N, K], scale, q_t [E, K, N], scale_t: both directions of every expert, blocked by expert."""
+    q, scale = quantize_mx(w, dtype, scaling)
+    q_t, scale_t = quantize_mx(w.transpose(1, 2), dtype, scaling)
+    return q, swizzle_scales_3d(scale), q_t, swizzle_scales_3d(scale_t)
 
 
 def pad_token_groups(x: Tensor, offs: Tensor, align: int = 16) -> tuple[Tensor, Tensor, Tensor]:

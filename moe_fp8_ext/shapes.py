@@ -13,6 +13,8 @@ from collections.abc import Sequence
 MAX_EXPERTS = 1024  # groups in one call
 MAX_COUNTS = 4096  # ranks times local experts
 BLOCK = 128  # elements of a scaling block of the blockwise recipe, along either dimension
+MX_BLOCK = 32  # elements of a scaling block of the MX formats
+SCALE_ROWS, SCALE_COLUMNS = 128, 4  # a block of scales as Blackwell's tensor cores read them
 MAX_ROWS = (1 << 31) - 256  # int32 offsets, and tiles that reach beyond the last one
 
 Shape = tuple[int, ...]
@@ -76,6 +78,55 @@ def quantize_128x128(w: Sequence[int]) -> tuple[Shape, Shape, Shape]:
     """w [E, N, K] -> q [E, N, K], q_t [E, K, N], scale [E, ceil(N / 128), ceil(K / 128)]."""
     e, n, k = w
     return (e, n, k), (e, k, n), (e, round_up(n, BLOCK) // BLOCK, round_up(k, BLOCK) // BLOCK)
+
+
+def swizzle_scales_2d(scale: Sequence[int]) -> Shape:
+    """scale [R, C] -> blocked [round_up(R, 128), round_up(C, 4)]."""
+    rows, columns = scale
+    return round_up(rows, SCALE_ROWS), round_up(columns, SCALE_COLUMNS)
+
+
+def swizzle_scales_m_groups(scale: Sequence[int], e: int) -> Shape:
+    """scale [R, C] -> blocked [R + 128 E, round_up(C, 4)]: room for groups of rows, each padded to 128."""
+    rows, columns = scale
+    return rows + SCALE_ROWS * e, round_up(columns, SCALE_COLUMNS)
+
+
+def swizzle_scales_k_groups(scale: Sequence[int], e: int) -> Shape:
+    """scale [R, C] -> blocked [round_up(R, 128), C + 4 E]: room for groups of columns, each padded to 4."""
+    rows, columns = scale
+    return round_up(rows, SCALE_ROWS), columns + SCALE_COLUMNS * e
+
+
+def swizzle_scales_3d(scale: Sequence[int]) -> Shape:
+    """scale [E, R, C] -> blocked [E, round_up(R, 128) * round_up(C, 4)]."""
+    e, *of_expert = scale
+    rows, columns = swizzle_scales_2d(of_expert)
+    return e, rows * columns
+
+
+def quantize_mx_1x32(x: Sequence[int], blocked: bool, e: int | None = None) -> tuple[Shape, Shape]:
+    """x [M, K] -> q [M, K], scale [M, ceil(K / 32)]; blocked as a matrix or, with E groups, by groups of rows."""
+    m, k = x
+    scale = m, round_up(k, MX_BLOCK) // MX_BLOCK
+    if blocked:
+        scale = swizzle_scales_2d(scale) if e is None else swizzle_scales_m_groups(scale, e)
+    return (m, k), scale
+
+
+def quantize_mx_32x1(x: Sequence[int], e: int, align: int, blocked: bool) -> tuple[Shape, Shape, Shape]:
+    """x [M, K] -> q_t [K, P], scale_t [K, P / 32], blocked by groups of columns, padded_offs [E]."""
+    m, k = x
+    p = padded_extent(m, e, align)
+    scale_t = k, p // MX_BLOCK
+    return (k, p), swizzle_scales_k_groups(scale_t, e) if blocked else scale_t, (e,)
+
+
+def quantize_mx_weight(w: Sequence[int]) -> tuple[Shape, Shape, Shape, Shape]:
+    """w [E, N, K] -> q [E, N, K], its scales by expert, q_t [E, K, N], its scales by expert."""
+    e, n, k = w
+    scale, scale_t = ((e, rows, round_up(size, MX_BLOCK) // MX_BLOCK) for rows, size in ((n, k), (k, n)))
+    return (e, n, k), swizzle_scales_3d(scale), (e, k, n), swizzle_scales_3d(scale_t)
 
 
 def scaled_grouped_mm(a: Sequence[int], b: Sequence[int], e: int) -> Shape:

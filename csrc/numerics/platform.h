@@ -80,6 +80,19 @@ constexpr bool kConvertsHalf = false;
 MOE_HD float half_to_float(uint32_t) { return 0; }
 #endif
 
+// The E8M0 byte of a positive float, rounded up to a power of two, where the chip converts.
+#if defined(__CUDA_ARCH__) && (defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL))
+constexpr bool kConvertsE8M0 = true;
+MOE_DEVICE uint32_t e8m0_rounded_up(float f) {
+  uint16_t pair;
+  asm("cvt.rp.satfinite.ue8m0x2.f32 %0, 0f00000000, %1;" : "=h"(pair) : "f"(f));
+  return pair & 0xffu;
+}
+#else
+constexpr bool kConvertsE8M0 = false;
+MOE_HD uint32_t e8m0_rounded_up(float) { return 0; }
+#endif
+
 #if defined(MOE_CUDA) || defined(MOE_HIP)
 
 // ---- waves ---------------------------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ namespace moe_fp8 {
 // Float scales:  multiplier = RN32(FP8_MAX / max(amax, 1e-12)), its mantissa cleared when pow2;
 //                dequant    = RN32(1 / multiplier);  both NaN when the block holds a NaN or an Inf.
 struct ScaleF32 {
+  using Stored = float;
   float multiplier;
 
+  MOE_HD Stored stored() const { return dequant(); }
   MOE_HD float dequant() const { return multiplier != multiplier ? multiplier : 1.f / multiplier; }
 
   // amax_bits: float32 bits of max |x|.
@@ -20,6 +22,58 @@ struct ScaleF32 {
     float m = Fp8<kType>::kMax / (amax > kFloor ? amax : kFloor);
     if (pow2) m = as_float(as_bits(m) & 0xff800000u);
     return {m};
+  }
+};
+
+// How far above FP8_MAX, in float32 units of its last place, an amax may lie for its exact product with
+// RN32(1 / FP8_MAX) not to exceed `limit`.
+template <Fp8Type kType>
+MOE_HD constexpr uint32_t ulps_above_max(double limit) {
+  double ulp = 1;
+  while (ulp * 2 <= Fp8<kType>::kMax) ulp *= 2;
+  ulp /= 1 << 23;
+  uint32_t n = 0;
+  while ((Fp8<kType>::kMax + (n + 1) * ulp) * (1.f / Fp8<kType>::kMax) <= limit) ++n;
+  return n;
+}
+
+// E8M0 scales: byte e stands for 2^(e - 127), 255 for NaN; multiplier = 2^(127 - e).
+//   floor:  2^(e - 127) = 2^(floor(log2 amax) - floor(log2 FP8_MAX)), but at least 2^-127
+//   rceil:  2^(e - 127) = RN32(amax * RN32(1 / FP8_MAX)) rounded up to a power of two, but at least 2^-127
+// No e but NaN's is above 248, that of the largest float32 in E4M3FNUZ, so that every multiplier is a normal number.
+struct ScaleE8M0 {
+  using Stored = uint8_t;
+  float multiplier;
+
+  // The multiplier's exponent bits are 254 - e, and 255 in a NaN.
+  MOE_HD Stored stored() const { return Stored(254 - (as_bits(multiplier) >> 23)); }
+
+  template <Fp8Type kType>
+  static MOE_HD ScaleE8M0 from_amax(uint32_t amax_bits, bool floor) {
+    if (amax_bits >= 0x7f800000u) return {as_float(0x7fc00000u)};
+    uint32_t e;
+    if (floor) e = rounded_down<kType>(amax_bits);
+    else if constexpr (kConvertsE8M0) e = e8m0_rounded_up(as_float(amax_bits) * (1.f / Fp8<kType>::kMax));
+    else e = rounded_up<kType>(amax_bits);
+    return {as_float((254 - e) << 23)};
+  }
+
+ private:
+  template <Fp8Type kType>
+  static MOE_HD uint32_t rounded_down(uint32_t amax_bits) {
+    constexpr uint32_t kEmax = (Fp8<kType>::kMaxBits >> 23) - 127;
+    const uint32_t exponent = amax_bits >> 23;  // a subnormal's is 0: small enough for e = 0
+    return exponent > kEmax ? exponent - kEmax : 0;
+  }
+  // In integers, for a CPU may be told to take subnormals for zero: the product is at most 2^(e - 127) up to an amax
+  // of kLargest(e), whose bits are 2^23 apart. Products are rounded to 24 bits, 1 + 2^-24 to 1; but near 2^-127, of
+  // e = 0, to multiples of 2^-149, (1 + 2^-23) 2^-127 to 2^-127.
+  template <Fp8Type kType>
+  static MOE_HD uint32_t rounded_up(uint32_t amax_bits) {
+    constexpr uint32_t kMaxAt0 = Fp8<kType>::kMaxBits - (127u << 23);  // FP8_MAX * 2^-127
+    constexpr uint32_t kLargest = kMaxAt0 + ulps_above_max<kType>(1 + 1.0 / (1 << 24));
+    constexpr uint32_t kLargestOf0 = kMaxAt0 + ulps_above_max<kType>(1 + 1.0 / (1 << 23));
+    return amax_bits <= kLargestOf0 ? 0 : (amax_bits - kLargest + 0x7fffffu) >> 23;
   }
 };
 
