@@ -13,34 +13,41 @@ enum class Scaling { kColumns, kRowsAndColumns, kSquares };
 // place, like rows; or whatever is asked for, element by element.
 enum class Access { kTransposed, kInPlace, kAny };
 
-template <class In_, Fp8Type kOut_, Scaling kScaling_, Access kAccess_>
+template <class Format_, class In_, Fp8Type kOut_, Scaling kScaling_, class Tiles_, Access kAccess_>
 struct TileTraits {
+  using Format = Format_;  // of scales: see tile_scales.h
+  using Scale = typename Format::Scale;
   using In = In_;
   using Bits = typename In::Bits;
+  using Tiles = Tiles_;
   static constexpr Fp8Type kOut = kOut_;
   static constexpr Scaling kScaling = kScaling_;
   static constexpr Access kAccess = kAccess_;
   static constexpr bool kAligned = kAccess != Access::kAny;
   static constexpr int kColumns = kBlock / kLanes;       // of a lane
   static constexpr int kWords = kColumns / kPerWord<In>;
+  static constexpr int kBlocks = kBlock / Format::kSize;  // scaling blocks of a tile along either dimension
+  static constexpr int kTeam = kLanes / kBlocks;          // lanes that share a row's block
   static constexpr int kVec = 4 * kPerWord<In>, kChunks = kBlock / kVec;  // elements of 16 bytes; those of a row
   static MOE_DEVICE bool transposes(const TileArgs& p) {
     return kAccess == Access::kTransposed || (kAccess == Access::kAny && p.transpose);
   }
-  using Tiles = std::conditional_t<kScaling == Scaling::kSquares, ExpertTiles, TokenTiles>;
 };
 constexpr int kTileSlots = kBlock / kSlotRows, kTileThreads = kTileSlots * kLanes;
 
 template <class T>
 using TileWords = uint32_t[kSlotRows][T::kWords];
 
+// Where some rows of a tile end, as the slot counts its own: none of them are the slot's where that is not positive.
+MOE_DEVICE int in_slot(int rows) { return rows - int(threadIdx.y) * kSlotRows; }
+
 template <class T>
 struct TileShared {
   Vec16 rows[kCopiesInBackground ? kBlock : 1][T::kChunks];
   TransposeStage<kBlock, T::kColumns> stage[kStack];
   alignas(16) uint32_t slot_amax[kTileSlots][kLanes * T::kWords];
-  alignas(16) float multiplier[kBlock];      // of a column
-  alignas(16) float row_multiplier[kBlock];
+  alignas(16) float multiplier[T::kBlocks][kBlock];  // of the blocks of a column
+  alignas(16) float row_multiplier[kBlock][T::kBlocks];
   int source[2][kBlock];                     // of a row: that of x, counted from the tile's own; -1: zeros
   Tile tiles[8];                             // the one in work, two to come, and some that slow threads still store
 
@@ -125,7 +132,7 @@ MOE_DEVICE void store_columns(uint8_t* q, int64_t there, uint32_t bytes) {
   }
 }
 template <class T>
-MOE_DEVICE uint32_t cast_columns(const uint32_t (&words)[T::kWords], float m0, float m1, float m2, float m3) {
+MOE_DEVICE uint32_t cast_four(const uint32_t (&words)[T::kWords], float m0, float m1, float m2, float m3) {
   using In = typename T::In;
   constexpr int n = kPerWord<In>;
   return cast4<T::kOut>(element<In>(words[0], 0) * m0, element<In>(words[1 / n], 1 % n) * m1,
@@ -137,7 +144,7 @@ template <class T, class Cast>
 MOE_DEVICE void store_rows(const TileArgs& p, const Tile& tile, uint8_t* first_row, int rows, Cast cast) {
   const int64_t column = first_column<T>(tile), there = p.K - column;
   uint8_t* q = first_row + threadIdx.y * kSlotRows * p.K + column;
-  rows = there > 0 ? rows - int(threadIdx.y) * kSlotRows : 0;
+  rows = there > 0 ? in_slot(rows) : 0;
 #pragma unroll
   for (int i = 0; i < kSlotRows; ++i, q += p.K) {
     const uint32_t bytes = cast(i);
@@ -148,10 +155,10 @@ MOE_DEVICE void store_rows(const TileArgs& p, const Tile& tile, uint8_t* first_r
 template <class T>
 MOE_DEVICE void cast_rows(const TileArgs& p, const Tile& tile, const TileWords<T>& v, const TileShared<T>& shared) {
   wave_barrier();
-  const float* multiplier = shared.row_multiplier + threadIdx.y * kSlotRows;
+  const auto* multiplier = shared.row_multiplier + threadIdx.y * kSlotRows;
   store_rows<T>(p, tile, p.q + tile.q, tile.rows, [&](int i) {
-    const float m = multiplier[i];
-    return cast_columns<T>(v[i], m, m, m, m);
+    const float m = multiplier[i][threadIdx.x / T::kTeam];
+    return cast_four<T>(v[i], m, m, m, m);
   });
 }
 // Amax over the slot's rows of every word of columns, left in shared.slot_amax.
@@ -165,33 +172,40 @@ MOE_DEVICE void reduce_slot(const TileWords<T>& v, TileShared<T>& shared) {
     shared.slot_amax[threadIdx.y][threadIdx.x * T::kWords + w] = amax;
   }
 }
-// 1x128: amax and multipliers of the slot's rows.
+// Blocks along rows: amax and multipliers of the slot's rows.
 template <class T>
 MOE_DEVICE void make_row_multipliers(const TileArgs& p, const TileWords<T>& v, TileShared<T>& shared) {
   using In = typename T::In;
-  constexpr int kLanesOfRow = kLanes / kSlotRows;
-  uint32_t of_row[kSlotRows];
+  constexpr int kRows = T::kTeam < kSlotRows ? T::kTeam : kSlotRows, kLanesOfRow = T::kTeam / kRows;  // at once
+  const int lane = threadIdx.x, first = threadIdx.y * kSlotRows + lane % T::kTeam / kLanesOfRow;
 #pragma unroll
-  for (int i = 0; i < kSlotRows; ++i) {
-    of_row[i] = v[i][0];
+  for (int r = 0; r < kSlotRows; r += kRows) {
+    uint32_t of_row[kRows];
 #pragma unroll
-    for (int w = 1; w < T::kWords; ++w) of_row[i] = max_magnitude<In>(of_row[i], v[i][w]);
+    for (int i = 0; i < kRows; ++i) {
+      of_row[i] = v[r + i][0];
+#pragma unroll
+      for (int w = 1; w < T::kWords; ++w) of_row[i] = max_magnitude<In>(of_row[i], v[r + i][w]);
+    }
+    const auto s = T::Scale::template from_amax<T::kOut>(amax_of_rows<In, T::kTeam>(of_row, lane), p.rule);
+    if (lane % kLanesOfRow == 0) shared.row_multiplier[first + r][lane / T::kTeam] = s.multiplier;
   }
-  const int lane = threadIdx.x;
-  const ScaleF32 s = ScaleF32::from_amax<T::kOut>(amax_of_rows<In, kLanes>(of_row, lane), p.pow2_scale);
-  if (lane % kLanesOfRow == 0) shared.row_multiplier[threadIdx.y * kSlotRows + lane / kLanesOfRow] = s.multiplier;
 }
-// 128x1: multipliers of the tile's columns, one a thread.
+// Blocks along columns: their multipliers, one a thread at a time.
 template <class T>
 MOE_DEVICE void make_column_multipliers(const TileArgs& p, TileShared<T>& shared) {
   using In = typename T::In;
-  const int local = threadIdx.y * kLanes + threadIdx.x;
-  if (local >= kBlock) return;
-  uint32_t amax = 0;
+  constexpr int kSlots = kTileSlots / T::kBlocks;  // of a block
 #pragma unroll
-  for (int i = 0; i < kTileSlots; ++i) amax = max_magnitude<In>(amax, shared.slot_amax[i][local / kPerWord<In>]);
-  const uint32_t bits = magnitude_bits<In>(amax, local % kPerWord<In>);
-  shared.multiplier[local] = ScaleF32::from_amax<T::kOut>(bits, p.pow2_scale).multiplier;
+  for (int at = threadIdx.y * kLanes + threadIdx.x; at < T::kBlocks * kBlock; at += kTileThreads) {
+    const int block = at / kBlock, column = at % kBlock;
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i)
+      amax = max_magnitude<In>(amax, shared.slot_amax[block * kSlots + i][column / kPerWord<In>]);
+    const uint32_t bits = magnitude_bits<In>(amax, column % kPerWord<In>);
+    shared.multiplier[block][column] = T::Scale::template from_amax<T::kOut>(bits, p.rule).multiplier;
+  }
 }
 // 128x128: the multiplier of the whole tile, as that of all rows and columns.
 template <class T>
@@ -206,38 +220,25 @@ MOE_DEVICE void make_square_multiplier(const TileArgs& p, TileShared<T>& shared)
 #pragma unroll
   for (int mask = kLanes / 2; mask > 0; mask /= 2) amax = max_magnitude<In>(amax, shfl_xor(amax, mask));
   const uint32_t lo = magnitude_bits<In>(amax, 0), hi = magnitude_bits<In>(amax, kPerWord<In> - 1);
-  const float m = ScaleF32::from_amax<T::kOut>(lo > hi ? lo : hi, p.pow2_scale).multiplier;
+  const float m = T::Scale::template from_amax<T::kOut>(lo > hi ? lo : hi, p.rule).multiplier;
   if (threadIdx.x >= kSlotRows) return;
   const int at = threadIdx.y * kSlotRows + threadIdx.x;
-  shared.row_multiplier[at] = shared.multiplier[at] = m;
+  shared.row_multiplier[at][0] = shared.multiplier[0][at] = m;
 }
-// The scales of rows and columns, one of each a thread, so that they are written in whole lines.
+// The multipliers of the slot's columns.
 template <class T>
-MOE_DEVICE void store_scales(const TileArgs& p, const Tile& tile, const TileShared<T>& shared) {
-  const int local = threadIdx.y * kLanes + threadIdx.x;
-  if (local >= kBlock || p.K == 0) return;
-  if constexpr (T::kScaling == Scaling::kSquares) {
-    float* scale = p.scale + tile.block * int64_t(p.strips) + tile.strip;
-    if (local == 0 && tile.block >= 0) store_stream(scale, ScaleF32{shared.multiplier[0]}.dequant());
-    return;
-  }
-  if (T::kScaling == Scaling::kRowsAndColumns && local < tile.rows) {
-    float* scale = p.scale + tile.strip * p.scale_stride + tile.first_row + local;
-    store_stream(scale, ScaleF32{shared.row_multiplier[local]}.dequant());
-  }
-  const int64_t column = int64_t(tile.strip) * kBlock + local;
-  if (tile.block < 0 || column >= p.scale_t_stride) return;
-  const bool there = column < p.K && tile.rows_of_group > 0;
-  store_stream(p.scale_t + tile.block * p.scale_t_stride + column,
-               there ? ScaleF32{shared.multiplier[local]}.dequant() : 0.f);
+MOE_DEVICE const float* slot_multipliers(const TileShared<T>& shared) {
+  return shared.multiplier[threadIdx.y * T::kBlocks / kTileSlots];
 }
 
 // The columns, transposed by way of a stage for each tile of the stack.
 template <class T>
 MOE_DEVICE void stage_columns(const Tile& tile, const TileWords<T>& v, TileShared<T>& shared, int in_stack) {
-  const int rows = tile.rows_of_group - int(threadIdx.y) * kSlotRows;
+  if (in_slot(tile.positions) <= 0) return;
+  const int rows = in_slot(tile.rows_of_group);
+  if (rows <= 0) return clear_slot<T::kColumns>(shared.stage[in_stack]);
   // One form for all rows and for some: with both, 64 floats spill.
-  cast_slot<typename T::In, T::kOut, false>(v, rows, shared.multiplier, shared.stage[in_stack]);
+  cast_slot<typename T::In, T::kOut, false>(v, rows, slot_multipliers<T>(shared), shared.stage[in_stack]);
 }
 // Stores the columns of the stack that this turn's tile ends.
 template <class T>
@@ -266,10 +267,21 @@ MOE_DEVICE void store_staged(const TileArgs& p, TileShared<T>& shared, uint32_t 
 template <class T>
 MOE_DEVICE void cast_columns_in_place(const TileArgs& p, const Tile& tile, const TileWords<T>& v,
                                       const TileShared<T>& shared) {
-  const float* m = shared.multiplier + threadIdx.x * T::kColumns;
-  const int rows = tile.rows_of_group - int(threadIdx.y) * kSlotRows;
+  const float* m = slot_multipliers<T>(shared) + threadIdx.x * T::kColumns;
+  const int rows = in_slot(tile.rows_of_group);
   store_rows<T>(p, tile, p.q_t + tile.q_t * p.K, tile.positions,
-                [&](int i) { return i < rows ? cast_columns<T>(v[i], m[0], m[1], m[2], m[3]) : 0u; });
+                [&](int i) { return i < rows ? cast_four<T>(v[i], m[0], m[1], m[2], m[3]) : 0u; });
+}
+
+// The columns of this turn's tile, wherever they go.
+template <class T>
+MOE_DEVICE void cast_columns(const TileArgs& p, const Tile& tile, const TileWords<T>& v, TileShared<T>& shared,
+                             uint32_t turn) {
+  if (!T::transposes(p)) return cast_columns_in_place<T>(p, tile, v, shared);
+  stage_columns<T>(tile, v, shared, turn % kStack);
+  if (turn % kStack != kStack - 1) return;
+  __syncthreads();
+  store_staged<T>(p, shared, turn);
 }
 
 }  // namespace moe_fp8

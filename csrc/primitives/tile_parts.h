@@ -1,6 +1,7 @@
 // How tokens in groups, and experts, are dealt out in tiles of 128 rows by 128 columns.
 #pragma once
 #include "numerics/formats.h"
+#include "numerics/scale_layout.h"
 #include "primitives/group_table.h"
 
 namespace moe_fp8 {
@@ -9,19 +10,21 @@ struct TileArgs {
   const void* x;
   const int* offs;          // of tokens
   uint8_t* q;
-  float* scale;
+  void* scale;
   uint8_t* q_t;
-  float* scale_t;           // of tokens
+  void* scale_t;
   int* padded_offs;         // of tokens
   int64_t E, rows, K;       // rows: of the tokens, or of one expert
   int64_t row_stride, group_stride, positions;
   int64_t scale_stride, scale_t_stride;
-  int blocks;               // along the padded layout, of tokens
+  int64_t scale_bytes, scale_t_bytes;  // of blocked scales
+  int blocks;               // along the padded layout, of tokens: those that have scales of their own
   int align;
   uint32_t strips;          // tiles along K
   bool rows_too;            // the tail's rows are wanted
   bool transpose;
-  bool pow2_scale;
+  bool blocked;             // the scales' layout is that of scale_layout.h, by groups of the tokens or by experts
+  bool rule;                // a choice that the scales' rule leaves: see numerics/scale.h
   RowIndex index;           // of tokens; null: as they lie
 };
 
@@ -38,7 +41,15 @@ struct Tile {
   int64_t q_t = 0;        // of its first row: element of q_t's first column, or row of q_t
   int positions = 0;      // of q_t that it writes, padding included
   int block = -1;         // along the rows; -1: has no scale
+  int64_t scale = -1, scale_t = -1;  // blocks of blocked scales: of its rows and of its columns; -1: has none
 };
+
+// A tile's scales in either direction are a block of the blocked layout each: tile `along` of the `count` that a group
+// or an expert has from `first` on.
+MOE_DEVICE void place_scales(Tile& tile, const TileArgs& p, int64_t first, int64_t count, int along) {
+  tile.scale = int64_t(along) * p.strips + tile.strip;
+  tile.scale_t = first * p.strips + tile.strip * count + along - first;
+}
 
 MOE_DEVICE int part_of_tile(int size) { return size < 0 ? 0 : size < kBlock ? size : kBlock; }
 
@@ -62,14 +73,16 @@ struct TokenTiles {
     if (blockIdx.x == 0)
       for (int e = t; e < E; e += threads) p.padded_offs[e] = groups.pos[e + 1];
     if (t != 0) return;
-    const int first = blocks.pos[E] / kBlock;  // of the tail
+    const int first = of_groups();  // of the tail
     const int of_rows = first + (p.rows_too ? ceil_div(groups.rows(E), kBlock) : 0);
     const int of_positions = first + ceil_div(int(p.positions) - groups.pos[E], kBlock);
     *tiles = Max{}(p.blocks, Max{}(of_rows, of_positions));
   }
   MOE_DEVICE int count() const { return *tiles; }
-  MOE_DEVICE Tile at(int along) const {
+  MOE_DEVICE int of_groups() const { return blocks.pos[E] / kBlock; }
+  MOE_DEVICE Tile at(int along, int strip) const {
     Tile tile;
+    tile.strip = strip;
     const int at = along * kBlock, e = GroupTable::find(blocks.pos, E, at), skipped = at - blocks.pos[e];
     tile.first_row = int64_t(groups.row[e]) + skipped;
     tile.x = p.index.at ? 0 : tile.first_row * p.row_stride;
@@ -79,6 +92,8 @@ struct TokenTiles {
     tile.q_t = int64_t(groups.pos[e]) + skipped;
     tile.positions = part_of_tile(groups.pos[e + 1] - groups.pos[e] - skipped);
     tile.block = along < p.blocks ? along : -1;
+    const int first = blocks.pos[e] / kBlock;
+    if (e < E) place_scales(tile, p, first, blocks.pos[e + 1] / kBlock - first, along);
     return tile;
   }
 };
@@ -91,14 +106,17 @@ struct ExpertTiles {
   MOE_DEVICE void build() const {}
   MOE_DEVICE int of_expert() const { return int(ceil_div<int64_t>(p.rows, kBlock)); }
   MOE_DEVICE int count() const { return int(p.E) * of_expert(); }
-  MOE_DEVICE Tile at(int along) const {
+  MOE_DEVICE int of_groups() const { return count(); }
+  MOE_DEVICE Tile at(int along, int strip) const {
     Tile tile;
+    tile.strip = strip;
     const int64_t e = along / of_expert(), first = along % of_expert() * kBlock;
     tile.x = e * p.group_stride + first * p.row_stride;
     tile.rows = tile.rows_of_group = tile.positions = part_of_tile(int(p.rows - first));
     tile.q = (e * p.rows + first) * p.K;
     tile.q_t = e * p.rows * p.K + first;
     tile.block = along;
+    place_scales(tile, p, e * of_expert(), of_expert(), along);
     return tile;
   }
 };
@@ -110,9 +128,8 @@ MOE_DEVICE Tile tile_of_turn(const TileArgs& p, const Tiles& tiles, uint32_t tur
   const uint32_t stack = blockIdx.x + turn / kStack * gridDim.x;
   const int first = int(stack / p.strips) * kStack, along = first + int(turn % kStack);
   Tile tile;
-  if (along < tiles.count()) tile = tiles.at(along);
+  if (along < tiles.count()) tile = tiles.at(along, int(stack % p.strips));
   tile.there = first < tiles.count();
-  tile.strip = int(stack % p.strips);
   return tile;
 }
 

@@ -44,4 +44,11 @@ MOE_DEVICE void cast_slot(const uint32_t (&v)[kSlotRows][kWords], int rows, cons
   }
 }
 
+// Zeros of a slot that holds only padding.
+template <int kColumns, class Stage>
+MOE_DEVICE void clear_slot(Stage& stage) {
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) stage.at(threadIdx.x * kColumns + c, threadIdx.y % kLineSlots) = Vec16{};
+}
+
 }  // namespace moe_fp8
