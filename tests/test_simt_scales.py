@@ -102,7 +102,7 @@ def test_corrupt_offsets(kernels):
 
 @pytest.mark.parametrize("wave", WAVES)
 def test_fewer_blocks_than_tiles(wave, libraries, tmp_path, monkeypatch):
-    """One multiprocessor: blocks of groups take tile after tile. Its number is read once, hence a copy of the library."""
+    """One multiprocessor: blocks of groups take tile after tile. Read once a library, hence a copy of it."""
     monkeypatch.setenv("SIMT_MULTIPROCESSORS", "1")
     kernels = SimtKernels(Path(shutil.copy(libraries[wave], tmp_path)))
     for layout in ("uniform", "tail_rows"):

@@ -1,4 +1,4 @@
-"""swizzle_scales_* and unswizzle_scales_*: scales between row-major and the tensor cores' blocked layout, byte by byte."""
+"""swizzle_scales_* and unswizzle_scales_*: scales between rows and the tensor cores' blocked layout, byte by byte."""
 
 from __future__ import annotations
 

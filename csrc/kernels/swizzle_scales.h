@@ -5,7 +5,7 @@
 //
 // kEqual: E matrices [R, C]. kRows and kColumns: groups of the rows or the columns of one matrix [R, C], ends in offs
 // [E]; each is a blocked matrix of its own, in room for any sizes, and `starts` say in which row or column of that room
-// it begins. The row-major side has stride 1 along C, the other side is contiguous; where that one is written, it begins
+// it begins. The row-major side has stride 1 along C, the blocked side is contiguous and, where it is written, begins
 // at a multiple of 16 bytes. No other alignment is asked for.
 #pragma once
 #include "numerics/scale_layout.h"

@@ -73,8 +73,9 @@ std::vector<RowBlock> row_blocks(const SwizzleScalesParams& p) {
 template <class Move>
 void for_each_run(const SwizzleScalesParams& p, Move move) {
   const std::vector<RowBlock> blocks = row_blocks(p);
-  const int64_t n = int64_t(blocks.size());
-  parallel(n, p.E * p.R * p.C, [&](int64_t begin, int64_t end) {
+  int64_t bytes = 0;
+  for (const RowBlock& b : blocks) bytes += b.rows * b.columns;
+  parallel(int64_t(blocks.size()), bytes, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const RowBlock b = blocks[i];
       const int64_t padded = padded_scale_columns(b.columns);
@@ -88,8 +89,10 @@ void for_each_run(const SwizzleScalesParams& p, Move move) {
 void cpu_move(const SwizzleScalesParams& p, bool swizzle, int64_t out_bytes) {
   if (out_bytes) std::memset(p.to, 0, out_bytes);
   for_each_run(p, [&](int64_t blocked, int64_t plain, int64_t bytes) {
-    if (swizzle) std::memcpy(p.to + blocked, p.from + plain, bytes);
-    else std::memcpy(p.to + plain, p.from + blocked, bytes);
+    uint8_t* to = p.to + (swizzle ? blocked : plain);
+    const uint8_t* from = p.from + (swizzle ? plain : blocked);
+    if (bytes == kScaleColumns) std::memcpy(to, from, kScaleColumns);  // of a size that is known: no call
+    else std::memcpy(to, from, bytes);
   });
 }
 
