@@ -15,7 +15,7 @@ constexpr int kBlocksEach = 8;            // of a multiprocessor, where blocks s
 constexpr int64_t kMaxBlocks = 1 << 21;  // HIP has fewer than 2^32 threads a launch
 static_assert(sizeof(Vec16) == kChunk && kLineRows == 4 && kChunkBlocks == 4, "words are transposed 4 by 4");
 
-// 32-bit counts of tiles: 2^32 of them are a terabyte of scales.
+// 32-bit counts of tiles: 2^32 of them are two terabytes of scales.
 struct Task {
   SwizzleScalesParams p;
   BlockedExtent extent;
@@ -37,9 +37,17 @@ struct Piece {
   }
 };
 
-// What stands in which block of scales: E matrices, or groups.
+// Before memory is touched. The next kernel may start then: it waits likewise.
+MOE_DEVICE void begin() {
+  wait_for_previous_kernel();
+  allow_next_kernel();
+}
+
+// What stands in which block of scales: E matrices, whose addresses are known while the kernel ahead still runs, or
+// groups, which begin by reading offs.
 struct EqualMatrices {
   MOE_DEVICE EqualMatrices(const Task&, int*) {}
+  MOE_DEVICE void before_access() const { begin(); }
   MOE_DEVICE Piece piece(const Task& t, uint32_t row_block, int column) const {
     const uint32_t e = row_block / t.row_blocks_each;
     const int64_t row = int64_t(row_block % t.row_blocks_each) * kScaleRows;
@@ -50,6 +58,7 @@ struct EqualMatrices {
 };
 
 MOE_DEVICE GroupTable table_of(const Task& t, int* shared, int64_t size, int64_t positions, int align) {
+  begin();
   const GroupTable table(shared, int(t.p.E));
   build_group_table(table, t.p.offs, int(t.p.E), int(size), int(positions), align);
   if (blockIdx.x == 0 && t.p.starts)
@@ -61,6 +70,7 @@ struct RowGroups {
   GroupTable table;
   MOE_DEVICE RowGroups(const Task& t, int* shared)
       : table(table_of(t, shared, t.p.R, t.extent.rows, kScaleRows)) {}
+  MOE_DEVICE void before_access() const {}
   MOE_DEVICE Piece piece(const Task& t, uint32_t row_block, int column) const {
     const int first = int(row_block) * kScaleRows, e = table.find(table.pos, int(t.p.E), first);
     const int row = first - table.pos[e];
@@ -72,6 +82,7 @@ struct ColumnGroups {
   GroupTable table;
   MOE_DEVICE ColumnGroups(const Task& t, int* shared)
       : table(table_of(t, shared, t.p.C, t.extent.columns, kScaleColumns)) {}
+  MOE_DEVICE void before_access() const {}
   MOE_DEVICE Piece piece(const Task& t, uint32_t row_block, int column) const {
     const int e = table.find(table.pos, int(t.p.E), column), at = column - table.pos[e];
     const int width = round_up(table.pos[e + 1] - table.pos[e], kScaleColumns);
@@ -167,8 +178,6 @@ struct Unswizzle {
 template <class Groups, class Direction>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocksEach) swizzle_scales_kernel(MOE_GRID_CONSTANT const Task t) {
   MOE_DYNAMIC_SMEM(smem);
-  wait_for_previous_kernel();
-  allow_next_kernel();  // every kernel waits for the end of the one ahead before it touches memory
   const Groups groups(t, reinterpret_cast<int*>(smem));
   const int line = threadIdx.x / kTileChunks;
   const int64_t stride = t.p.row_stride, bytes = t.extent.rows * t.extent.columns;
@@ -182,9 +191,11 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocksEach) swizzle_scales_kernel(M
     auto* plain = Direction::plain_side(t.p) + q.plain + line * stride;
     if (q.blocks >= kChunkBlocks && q.columns >= kChunk && q.blocked + kChunkBlocks * kScaleBytes <= bytes &&
         is_aligned(blocked, kChunk) && is_aligned(plain, kChunk)) {
+      groups.before_access();
       Direction::chunk(blocked, plain, stride, q.rows - line, q.unowned);
       continue;
     }
+    groups.before_access();
 #pragma unroll 1
     for (int i = 0; i < kChunkBlocks && column < t.extent.columns; ++i, column += kScaleColumns) {
       if (q.blocks == 0) q = groups.piece(t, row_block, int(column));  // a group of columns ended
