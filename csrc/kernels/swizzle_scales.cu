@@ -11,7 +11,7 @@ namespace {
 // threads side by side share these rows (64 bytes of each), eight follow one another down a block (128 bytes of it).
 constexpr int kChunkBlocks = 4, kChunk = kChunkBlocks * kScaleColumns, kLines = 32, kLineRows = kScaleRows / kLines;
 constexpr int kTileChunks = 4, kTileColumns = kTileChunks * kChunk, kThreads = kTileChunks * kLines;
-constexpr int kBlocksEach = 8;            // of a multiprocessor, where blocks stay and build a table of groups each
+constexpr int kBlocksEach = 8;           // of a multiprocessor, where blocks stay and build a table of groups each
 constexpr int64_t kMaxBlocks = 1 << 21;  // HIP has fewer than 2^32 threads a launch
 static_assert(sizeof(Vec16) == kChunk && kLineRows == 4 && kChunkBlocks == 4, "words are transposed 4 by 4");
 

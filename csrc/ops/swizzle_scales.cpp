@@ -109,8 +109,9 @@ void move(const Call& call, const Tensor& from, bool swizzle, const SwizzleScale
 // ---- what ops with and without groups share ------------------------------------------------------------------------
 Results<2> swizzle_groups(const char* op, const Tensor& scale, const Tensor& offs, ScaleGroups groups) {
   check_scales(op, scale);
-  const int64_t R = scale.sizes[0], C = scale.sizes[1], E = offs.dim > 0 ? offs.sizes[0] : 0;
+  const int64_t R = scale.sizes[0], C = scale.sizes[1];
   const BlockedExtent extent = check_groups(op, "scale", scale, offs, groups, R, C);
+  const int64_t E = offs.sizes[0];
   const Call call(op, "scale", scale);
   Handle blocked = call.empty({extent.rows, extent.columns}, scale.dtype), starts = call.empty({E}, kInt32);
   move(call, scale, true, {scale.as<uint8_t>(), data<uint8_t>(blocked), offs.as<int>(), E ? data<int>(starts) : nullptr,
