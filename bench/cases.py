@@ -6,63 +6,14 @@ a memory-bound op moves the sizes of its tensors, padding and scales included.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+from case import HOST, TABLE, Case, Rule, Shape, Target, always, group_ends, is_
+from cases_scales import SCALE_CASES
 from torch import Tensor
 
 import moe_fp8_ext as moe
-
-TABLE = json.loads((Path(__file__).parent / "shapes.json").read_text())
-
-
-@dataclass(frozen=True)
-class Shape:
-    """`label` names the row, `dims` are the sizes that `Case.inputs` takes as keywords."""
-
-    label: str
-    dims: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Target:
-    """A bound on one column of the row, such as of_copy >= 0.97."""
-
-    metric: str
-    sense: str
-    bound: float
-
-    def met(self, value: float) -> bool:
-        return value >= self.bound if self.sense == ">=" else value <= self.bound
-
-
-Rule = tuple[Callable[[Shape], bool], Target]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One op. `inputs(device, layout, **dims)` makes the arguments of `call`; the first rule per metric that matches a
-    shape gives its target. GEMMs have `flops`. A `baseline` is called with the same arguments."""
-
-    op: str
-    shapes: Callable[[bool], list[Shape]]
-    inputs: Callable[..., tuple[Tensor, ...]]
-    call: Callable[..., object]
-    rules: tuple[Rule, ...] = ()
-    flops: Callable[..., int] | None = None
-    baseline: Callable[..., object] | None = None
-    kept: Callable[..., float] | None = None
-    moved: Callable[..., int] | None = None  # bytes, of arguments and results, where not everything is read
-
-    def targets(self, shape: Shape) -> list[Target]:
-        first: dict[str, Target] = {}
-        for applies, target in self.rules:
-            if applies(shape):
-                first.setdefault(target.metric, target)
-        return list(first.values())
 
 
 def _small() -> list[tuple[int, int, int]]:
@@ -123,14 +74,6 @@ def _both_gemms(cpu: bool) -> list[Shape]:
         for shape in _gemms(cpu)
         for name, wgrad in (("2Dx3D", 0), ("2Dx2D", 1))
     ]
-
-
-def group_ends(layout: str, m: int, e: int, device: torch.device) -> Tensor:
-    """offs of E groups that hold all M rows: even up to rounding, or with sizes that fall as 1/rank."""
-    shares = torch.ones(e, dtype=torch.float64) if layout == "uniform" else 1 / torch.arange(1.0, e + 1).double()
-    ends = (shares.cumsum(0) / shares.sum() * m).floor().to(torch.int32)
-    ends[-1] = m
-    return ends.to(device)
 
 
 def _normal(device: torch.device, *size: int, grad: bool = False) -> Tensor:
@@ -258,14 +201,6 @@ def _bytes_kept(a: Tensor, w: Tensor, offs: Tensor, grad: Tensor) -> float:
     return (saved(2 * half) - saved(half)) / (half * a.shape[1])
 
 
-def _is(label: str) -> Callable[[Shape], bool]:
-    return lambda shape: shape.label == label
-
-
-def _always(shape: Shape) -> bool:
-    return True
-
-
 def _many_tokens(shape: Shape) -> bool:
     return shape.dims["m"] >= 131072
 
@@ -282,51 +217,47 @@ def _of_copy(bound: float) -> Target:
     return Target("of_copy", ">=", bound)
 
 
-# One eager call of an op; grouped_mm is several calls and the autograd engine, and has no bound of its own.
-HOST: Rule = (_always, Target("host_us", "<=", 8))
-
-
 def _grouped_rules(e64: float, e128: float, large: float) -> tuple[Rule, ...]:
     return (
-        (_is("[16640, 5120] E=64"), _of_copy(e64)),
-        (_is("[16640, 2048] E=128"), _of_copy(e128)),
+        (is_("[16640, 5120] E=64"), _of_copy(e64)),
+        (is_("[16640, 2048] E=128"), _of_copy(e128)),
         (_many_tokens, _of_copy(large)),
         HOST,
     )
 
 
 _ROWWISE: tuple[Rule, ...] = (
-    (_is("[512, 7168]"), Target("us", "<=", 4.5)),
-    (_is("[8192, 7168]"), _of_copy(0.95)),
+    (is_("[512, 7168]"), Target("us", "<=", 4.5)),
+    (is_("[8192, 7168]"), _of_copy(0.95)),
     (_over_100_mb, _of_copy(0.97)),
     HOST,
 )
 _COLWISE = _grouped_rules(0.78, 0.65, 0.70)
 _ROWCOL = _grouped_rules(0.60, 0.48, 0.58)
-_WEIGHT: tuple[Rule, ...] = ((_expert_to_24_mb, _of_copy(0.70)), (_always, _of_copy(0.58)), HOST)
+_WEIGHT: tuple[Rule, ...] = ((_expert_to_24_mb, _of_copy(0.70)), (always, _of_copy(0.58)), HOST)
 _1X128: tuple[Rule, ...] = ((_over_100_mb, _of_copy(0.97)),)
 _128X1: tuple[Rule, ...] = ((_over_100_mb, _of_copy(0.90)),)
 _1X128_128X1: tuple[Rule, ...] = (
-    (_is("[8192, 7168] E=1"), Target("us", "<=", 65)),
-    (_is("[16640, 5120] E=64"), _of_copy(0.78)),
+    (is_("[8192, 7168] E=1"), Target("us", "<=", 65)),
+    (is_("[16640, 5120] E=64"), _of_copy(0.78)),
     (_over_100_mb, _of_copy(0.84)),
 )
-_128X128: tuple[Rule, ...] = ((_always, _of_copy(0.84)),)
+_128X128: tuple[Rule, ...] = ((always, _of_copy(0.84)),)
 _PADDING: tuple[Rule, ...] = (
     (_many_tokens, _of_copy(0.92)),
-    (_is("[16640, 5120] E=64"), Target("us", "<=", 100)),
+    (is_("[16640, 5120] E=64"), Target("us", "<=", 100)),
 )
 
 
 def _permuting(bound: float) -> tuple[Rule, ...]:
-    return ((_is("[131072, 7168] R=8 E=8"), _of_copy(bound)),)
+    return ((is_("[131072, 7168] R=8 E=8"), _of_copy(bound)),)
 
 
-_SORT: tuple[Rule, ...] = ((_always, Target("ratio", ">=", 3)),)
+_SORT: tuple[Rule, ...] = ((always, Target("ratio", ">=", 3)),)
 _SPEEDUP = {"dsv3_up": 1.45, "dsv3_down": 1.35, "llama4": 1.45, "dsmoe16b": 1.2}
 _TRAINING: tuple[Rule, ...] = (
-    *((_is(name), Target("ratio", ">=", bound)) for name, bound in _SPEEDUP.items()),
-    (_always, Target("kept", "<=", 1)),
+    *((is_(name), Target("ratio", ">=", bound)) for name, bound in _SPEEDUP.items()),
+    (always, Target("kept", "<=", 1)),
 )
 
 
@@ -373,6 +304,7 @@ CASES: dict[str, Case] = {
             moe.permute_pad_quantize_1x128_128x1,
             _permuting(0.78),
         ),
+        *SCALE_CASES,
         Case("sort_tokens", _routings, _routed, moe.sort_tokens, _SORT, baseline=_torch_sort),
         Case("combine", _slot_rows, _slots, moe.combine),
         Case("combine_backward", _slot_rows, _slot_gradients, moe.combine_backward),

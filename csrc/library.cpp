@@ -28,6 +28,14 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       " -> (Tensor x_padded, Tensor padded_starts, Tensor padded_offs)");
   m.def("pad_token_groups_to(Tensor x, Tensor offs, Tensor padded_starts, SymInt num_padded) -> Tensor");
   m.def("unpad_token_groups(Tensor y, Tensor offs, Tensor padded_starts, SymInt num_tokens) -> Tensor");
+  m.def("swizzle_scales_2d(Tensor scale) -> Tensor");
+  m.def("swizzle_scales_m_groups(Tensor scale, Tensor offs) -> (Tensor blocked, Tensor starts)");
+  m.def("swizzle_scales_k_groups(Tensor scale, Tensor offs) -> (Tensor blocked, Tensor starts)");
+  m.def("swizzle_scales_3d(Tensor scale) -> Tensor");
+  m.def("unswizzle_scales_2d(Tensor blocked, SymInt rows, SymInt cols) -> Tensor");
+  m.def("unswizzle_scales_m_groups(Tensor blocked, Tensor offs, SymInt rows, SymInt cols) -> Tensor");
+  m.def("unswizzle_scales_k_groups(Tensor blocked, Tensor offs, SymInt rows, SymInt cols) -> Tensor");
+  m.def("unswizzle_scales_3d(Tensor blocked, SymInt rows, SymInt cols) -> Tensor");
   m.def("sort_tokens(Tensor topk_ids, int num_experts) -> (Tensor permutation, Tensor offs, Tensor inverse)");
   m.def("combine(Tensor y, Tensor inverse, Tensor? topk_scores=None) -> Tensor");
   m.def(

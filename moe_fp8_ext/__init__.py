@@ -32,8 +32,16 @@ from moe_fp8_ext.ops import (
     quantize_weight,
     scaled_grouped_mm,
     sort_tokens,
+    swizzle_scales_2d,
+    swizzle_scales_3d,
+    swizzle_scales_k_groups,
+    swizzle_scales_m_groups,
     unpad_token_groups,
     unpermute,
+    unswizzle_scales_2d,
+    unswizzle_scales_3d,
+    unswizzle_scales_k_groups,
+    unswizzle_scales_m_groups,
 )
 from moe_fp8_ext.recipes import RECIPES, Recipe, default_fp8_dtype, get_recipe, group_alignment
 
@@ -67,6 +75,14 @@ __all__ = [
     "quantize_weight",
     "scaled_grouped_mm",
     "sort_tokens",
+    "swizzle_scales_2d",
+    "swizzle_scales_3d",
+    "swizzle_scales_k_groups",
+    "swizzle_scales_m_groups",
     "unpad_token_groups",
     "unpermute",
+    "unswizzle_scales_2d",
+    "unswizzle_scales_3d",
+    "unswizzle_scales_k_groups",
+    "unswizzle_scales_m_groups",
 ]

@@ -284,6 +284,38 @@ def swizzle_scales_3d(scale: Tensor) -> Tensor:
     return out.view(scale.dtype)
 
 
+def unswizzle_scales_2d(blocked: Tensor, rows: int, cols: int) -> Tensor:
+    """blocked [round_up(rows, 128), round_up(cols, 4)] -> scale [rows, cols]: undoes swizzle_scales_2d."""
+    return row_major(unblocked(blocked.view(torch.uint8), rows, cols)).view(blocked.dtype)
+
+
+def unswizzle_scales_m_groups(blocked: Tensor, offs: Tensor, rows: int, cols: int) -> Tensor:
+    """blocked [rows + 128 E, round_up(cols, 4)] -> scale [rows, cols], zero in rows of no group."""
+    out, at = blocked.new_zeros((rows, cols), dtype=torch.uint8), 0
+    for start, end in group_bounds(offs, rows):
+        padded = shapes.round_up(end - start, shapes.SCALE_ROWS)
+        out[start:end] = unblocked(blocked.view(torch.uint8)[at : at + padded], end - start, cols)
+        at += padded
+    return out.view(blocked.dtype)
+
+
+def unswizzle_scales_k_groups(blocked: Tensor, offs: Tensor, rows: int, cols: int) -> Tensor:
+    """blocked [round_up(rows, 128), cols + 4 E] -> scale [rows, cols], zero in columns of no group."""
+    out, flat = blocked.new_zeros((rows, cols), dtype=torch.uint8), blocked.view(torch.uint8).reshape(-1)
+    for start, end in group_bounds(offs, cols):
+        of_group, flat = flat.tensor_split([math.prod(shapes.swizzle_scales_2d((rows, end - start)))])
+        out[:, start:end] = unblocked(of_group, rows, end - start)
+    return out.view(blocked.dtype)
+
+
+def unswizzle_scales_3d(blocked: Tensor, rows: int, cols: int) -> Tensor:
+    """blocked [E, round_up(rows, 128) * round_up(cols, 4)] -> scale [E, rows, cols]."""
+    out = blocked.new_empty((blocked.shape[0], rows, cols), dtype=torch.uint8)
+    for e in range(blocked.shape[0]):
+        out[e] = unblocked(blocked[e].view(torch.uint8), rows, cols)
+    return out.view(blocked.dtype)
+
+
 def quantize_mx_1x32(
     x: Tensor,
     scaling: str = "rceil",

@@ -105,6 +105,16 @@ def swizzle_scales_3d(scale: Sequence[int]) -> Shape:
     return e, rows * columns
 
 
+def unswizzle_scales_2d(rows: int, cols: int) -> Shape:
+    """blocked -> scale [rows, cols]; the ops with groups give the same shape."""
+    return rows, cols
+
+
+def unswizzle_scales_3d(blocked: Sequence[int], rows: int, cols: int) -> Shape:
+    """blocked [E, bytes of an expert] -> scale [E, rows, cols]."""
+    return blocked[0], rows, cols
+
+
 def quantize_mx_1x32(x: Sequence[int], blocked: bool, e: int | None = None) -> tuple[Shape, Shape]:
     """x [M, K] -> q [M, K], scale [M, ceil(K / 32)]; blocked as a matrix or, with E groups, by groups of rows."""
     m, k = x

@@ -15,6 +15,16 @@ from moe_fp8_ext.ops.quantize_rowwise import quantize_rowwise
 from moe_fp8_ext.ops.quantize_weight import quantize_weight
 from moe_fp8_ext.ops.scaled_grouped_mm import scaled_grouped_mm
 from moe_fp8_ext.ops.sort_tokens import sort_tokens
+from moe_fp8_ext.ops.swizzle_scales import (
+    swizzle_scales_2d,
+    swizzle_scales_3d,
+    swizzle_scales_k_groups,
+    swizzle_scales_m_groups,
+    unswizzle_scales_2d,
+    unswizzle_scales_3d,
+    unswizzle_scales_k_groups,
+    unswizzle_scales_m_groups,
+)
 from moe_fp8_ext.ops.token_groups import pad_token_groups, pad_token_groups_to, unpad_token_groups
 
 __all__ = [
@@ -38,6 +48,14 @@ __all__ = [
     "quantize_weight",
     "scaled_grouped_mm",
     "sort_tokens",
+    "swizzle_scales_2d",
+    "swizzle_scales_3d",
+    "swizzle_scales_k_groups",
+    "swizzle_scales_m_groups",
     "unpad_token_groups",
     "unpermute",
+    "unswizzle_scales_2d",
+    "unswizzle_scales_3d",
+    "unswizzle_scales_k_groups",
+    "unswizzle_scales_m_groups",
 ]

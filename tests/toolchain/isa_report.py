@@ -40,6 +40,7 @@ RULES = (
     Rule(r"combine(_backward)?_kernel<.*Vec16.*>", casts=False),
     Rule(r"combine(_backward)?_kernel<.*>", vector_loads=False, casts=False),  # misaligned rows, element by element
     Rule(r"zero_unused_rows_kernel<.*>", vector_loads=False, casts=False),  # an index a lane, and stores
+    Rule(r"swizzle_scales_kernel<.*>", casts=False),
     Rule(r"(count|place)_tokens_kernel<\w+>", vector_loads=False, casts=False),  # an id a lane, in the order of lanes
 )
 

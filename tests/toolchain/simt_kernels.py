@@ -29,6 +29,7 @@ IN_TYPES = (torch.bfloat16, torch.float16, torch.float32)  # enum class InType
 FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # Fp8Type
 
 DIRECTIONS = ("rows", "columns", "rows and columns", "squares")  # of simt_quantize_blockwise
+GROUPS = ("equal", "rows", "columns")  # enum class ScaleGroups
 
 
 def compile_cxx(*arguments: str | Path, wave: int) -> None:
@@ -178,6 +179,50 @@ class SimtKernels:
 
     def unpad_token_groups(self, y: Tensor, offs: Tensor, padded_starts: Tensor, num_tokens: int) -> Tensor:
         return self.permute_pad(y, self._sources(False, offs, padded_starts, num_tokens, y.shape[0], 1)[0])
+
+    def _swizzle(
+        self, scale: Tensor, shape: tuple[int, ...], groups: str, offs: Tensor | None = None
+    ) -> Tensor | tuple:
+        """`groups`: one of GROUPS."""
+        memory = GuardedMemory()
+        scale, offs = memory.copy(scale), None if offs is None else memory.copy(offs)
+        starts = None if offs is None else memory.empty(tuple(offs.shape), torch.int32)
+        out, e = memory.empty(shape, scale.dtype), scale.shape[0] if scale.ndim == 3 else 1
+        what = e if offs is None else offs.shape[0], *scale.shape[-2:], scale.stride(-2), scale.stride(0)
+        self._call("swizzle_scales", memory, False, scale, out, offs, starts, *what, GROUPS.index(groups))
+        return out if offs is None else (out, starts)
+
+    def _unswizzle(self, blocked: Tensor, shape: tuple[int, ...], groups: str, offs: Tensor | None = None) -> Tensor:
+        memory = GuardedMemory()
+        blocked, offs = memory.copy(blocked), None if offs is None else memory.copy(offs)
+        out, e = memory.empty(shape, blocked.dtype), shape[0] if len(shape) == 3 else 1
+        what = e if offs is None else offs.shape[0], *shape[-2:], shape[-1], shape[-2] * shape[-1]
+        self._call("swizzle_scales", memory, True, blocked, out, offs, None, *what, GROUPS.index(groups))
+        return out
+
+    def swizzle_scales_2d(self, scale: Tensor) -> Tensor:
+        return self._swizzle(scale, shapes.swizzle_scales_2d(scale.shape), "equal")
+
+    def swizzle_scales_3d(self, scale: Tensor) -> Tensor:
+        return self._swizzle(scale, shapes.swizzle_scales_3d(scale.shape), "equal")
+
+    def swizzle_scales_m_groups(self, scale: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
+        return self._swizzle(scale, shapes.swizzle_scales_m_groups(scale.shape, offs.shape[0]), "rows", offs)
+
+    def swizzle_scales_k_groups(self, scale: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
+        return self._swizzle(scale, shapes.swizzle_scales_k_groups(scale.shape, offs.shape[0]), "columns", offs)
+
+    def unswizzle_scales_2d(self, blocked: Tensor, rows: int, cols: int) -> Tensor:
+        return self._unswizzle(blocked, (rows, cols), "equal")
+
+    def unswizzle_scales_3d(self, blocked: Tensor, rows: int, cols: int) -> Tensor:
+        return self._unswizzle(blocked, (blocked.shape[0], rows, cols), "equal")
+
+    def unswizzle_scales_m_groups(self, blocked: Tensor, offs: Tensor, rows: int, cols: int) -> Tensor:
+        return self._unswizzle(blocked, (rows, cols), "rows", offs)
+
+    def unswizzle_scales_k_groups(self, blocked: Tensor, offs: Tensor, rows: int, cols: int) -> Tensor:
+        return self._unswizzle(blocked, (rows, cols), "columns", offs)
 
     def permute_indices(
         self, counts: Tensor, num_ranks: int, num_local_experts: int, num_tokens: int, align: int, align_empty: bool

@@ -13,6 +13,7 @@
 #include "kernels/quantize_rowwise.h"
 #include "kernels/scaled_grouped_mm.h"
 #include "kernels/sort_tokens.h"
+#include "kernels/swizzle_scales.h"
 #include "kernels/token_groups.h"
 
 using namespace moe_fp8;
@@ -117,6 +118,13 @@ extern "C" const char* simt_token_groups(bool pad, const int* offs, const int* s
                                          int* padded_offs, int* source, int64_t E, int64_t M, int64_t P, int align) {
   const TokenGroupsParams p = {offs, starts, padded_starts, padded_offs, source, E, M, P, align};
   return outcome(pad ? pad_sources(p, nullptr) : unpad_sources(p, nullptr));
+}
+
+extern "C" const char* simt_swizzle_scales(bool back, const uint8_t* from, uint8_t* to, const int* offs, int* starts,
+                                           int64_t E, int64_t R, int64_t C, int64_t row_stride, int64_t group_stride,
+                                           int groups) {
+  const SwizzleScalesParams p = {from, to, offs, starts, E, R, C, row_stride, group_stride, ScaleGroups(groups)};
+  return outcome(back ? unswizzle_scales(p, nullptr) : swizzle_scales(p, nullptr));
 }
 
 extern "C" const char* simt_permute_indices(const void* counts, bool counts_int64, int* indices, int* padded_offs,

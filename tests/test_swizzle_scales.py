@@ -1,0 +1,358 @@
+"""swizzle_scales_* and unswizzle_scales_*: scales between rows and the tensor cores' blocked layout, byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import (
+    FP8_DTYPES,
+    LAYOUTS,
+    assert_same,
+    check_compiled,
+    check_cuda_graph,
+    check_deterministic,
+    check_error,
+    check_opcheck,
+    check_second_gpu,
+    check_stream_order,
+    check_two_streams,
+    corrupt_offs,
+    group_offs,
+    misaligned,
+    on,
+    short,
+    strided_2d,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import moe_fp8_ext as moe
+from moe_fp8_ext import reference
+
+DTYPES = (torch.uint8, torch.int8, torch.bool, torch.float8_e8m0fnu, *FP8_DTYPES)
+SIZES = [(0, 0), (0, 5), (5, 0), (1, 1), (3, 16), (31, 7), (128, 4), (129, 64), (127, 90), (300, 67), (513, 44)]
+# Too many bytes for one thread of the CPU loops, and more tiles than the blocks of a grid.
+LARGE = (5000, 160)
+
+
+def scales(*shape: int, dtype: torch.dtype = torch.uint8, device: str = "cpu", seed: int = 0) -> Tensor:
+    """Random bytes of any dtype, none of them zero: padding that is not written shows, and so does a lost scale."""
+    generator = torch.Generator().manual_seed(seed)
+    low, high = (1, 2) if dtype == torch.bool else (1, 256)
+    return torch.randint(low, high, shape, dtype=torch.uint8, generator=generator).to(device).view(dtype)
+
+
+def owned(t: Tensor, end: int, dim: int) -> Tensor:
+    """t with zeros from `end` on along `dim`."""
+    out = t.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    out.narrow(dim, end, t.shape[dim] - end).zero_()
+    return out.view(t.dtype)
+
+
+def check_matrix(scale: Tensor) -> None:
+    """2D and 3D against the reference, and back."""
+    what = f"{short(scale.dtype)} {short(scale.shape)}"
+    blocked, plain = moe.swizzle_scales_2d(scale), owned(scale, scale.shape[0], 0)
+    assert_same(blocked, reference.swizzle_scales_2d(scale), what)
+    assert_same(moe.unswizzle_scales_2d(blocked, *scale.shape), plain, what)
+    assert_same(reference.unswizzle_scales_2d(blocked, *scale.shape), plain, what)
+    check_experts(scale[None])
+
+
+def check_experts(scale: Tensor) -> None:
+    what, blocked = f"{short(scale.dtype)} {short(scale.shape)}", moe.swizzle_scales_3d(scale)
+    assert_same(blocked, reference.swizzle_scales_3d(scale), what)
+    back = moe.unswizzle_scales_3d(blocked, *scale.shape[1:])
+    assert_same(back, scale.clone(memory_format=torch.contiguous_format), what)
+    assert_same(reference.unswizzle_scales_3d(blocked, *scale.shape[1:]), back, what)
+
+
+def check_groups(scale: Tensor, offs: Tensor, dim: int) -> None:
+    """Groups of rows (dim 0) or of columns (dim 1) against the reference, and back."""
+    name = ("m", "k")[dim]
+    what = f"{name} {short(scale.dtype)} {short(scale.shape)} offs {offs.tolist()[:20]}"
+    swizzle, unswizzle = f"swizzle_scales_{name}_groups", f"unswizzle_scales_{name}_groups"
+    blocked, starts = getattr(moe, swizzle)(scale, offs)
+    assert_same((blocked, starts), getattr(reference, swizzle)(scale, offs), what)
+    back = getattr(moe, unswizzle)(blocked, offs, *scale.shape)
+    end = reference.group_bounds(offs, scale.shape[dim])[-1][1] if len(offs) else 0
+    assert_same(back, owned(scale, end, dim), what)
+    assert_same(getattr(reference, unswizzle)(blocked, offs, *scale.shape), back, what)
+
+
+def check_both(scale: Tensor, layout: str, e: int) -> None:
+    for dim in (0, 1):
+        check_groups(scale, group_offs(layout, scale.shape[dim], e, str(scale.device)), dim)
+
+
+def test_the_layout(device):
+    """Of the reference, whose own words are others: where the scale of every row and column lies."""
+    for rows, columns in SIZES:
+        scale = scales(rows, columns, device=device)
+        padded_rows, padded_columns = -(-rows // 128) * 128, -(-columns // 4) * 4
+        want = torch.zeros(padded_rows * padded_columns, dtype=torch.uint8)
+        for r in range(rows):
+            for c in range(columns):
+                block = r // 128 * (padded_columns // 4) + c // 4
+                want[512 * block + 16 * (r % 32) + 4 * (r // 32 % 4) + c % 4] = scale[r, c]
+        assert_same(reference.blocked(scale), want.to(device))
+        assert torch.equal(reference.unblocked(want.to(device), rows, columns), scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_dtypes(dtype, device):
+    scale = scales(140, 21, dtype=dtype, device=device)
+    check_matrix(scale)
+    check_both(scale, "tail_rows", 3)
+    check_experts(scales(3, 129, 6, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("shape", [*SIZES, LARGE], ids=short)
+def test_sizes(shape, device):
+    check_matrix(scales(*shape, device=device))
+    for e in (0, 3):
+        check_experts(scales(e, *shape, device=device))
+        check_both(scales(*shape, device=device), "uniform", e)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_group_layouts(layout, device):
+    for shape in ((300, 67), (1000, 264), (129, 96)):
+        for e in (1, 5, 40):
+            check_both(scales(*shape, device=device), layout, e)
+
+
+def test_groups_of_whole_blocks(device):
+    """What groups of tokens that are multiples of 128 give: columns at multiples of 4, but not of 16."""
+    sizes = torch.tensor([4, 0, 12, 16, 20, 64, 8, 100])
+    offs = sizes.cumsum(0).int().to(device)
+    check_groups(scales(260, int(sizes.sum()), device=device), offs, 1)
+    check_groups(scales(260, int(sizes.sum()) + 3, device=device), offs, 1)
+    check_groups(scales(32 * int(sizes.sum()), 20, device=device), 32 * offs, 0)
+
+
+def test_most_experts(device):
+    for size in (0, 700, 5000):
+        check_groups(scales(size, 6, device=device), group_offs("zipf", size, 1024, device), 0)
+        check_groups(scales(130, size, device=device), group_offs("zipf", size, 1024, device), 1)
+        check_groups(scales(130, size, device=device), group_offs("uniform", size, 1024, device), 1)
+    check_experts(scales(1500, 3, 5, device=device))
+
+
+def test_strides_and_alignment(device):
+    scale = scales(150, 96, device=device)
+    views = [view for _, view in strided_2d(scale)] + [misaligned(scale, n) for n in range(1, 16)]
+    for view in [*views, scale[:1].expand(150, 96), scale[:, 3:50], scale[::2, 1:]]:
+        check_matrix(view)
+        check_both(view, "zipf", 3)
+    check_groups(scale, misaligned(group_offs("zipf", 150, 3, device)), 0)
+    experts = scales(6, 40, 64, device=device)
+    for view in (experts[::2, 1::3, :41], experts.transpose(0, 1), experts[:1].expand(4, 40, 64), experts[:, :, 5:]):
+        check_experts(view)
+
+
+def test_misaligned_blocked(device):
+    scale, offs = scales(150, 90, device=device), group_offs("zipf", 150, 3, device)
+    blocked, (of_groups, _) = moe.swizzle_scales_2d(scale), moe.swizzle_scales_m_groups(scale, offs)
+    for n in range(1, 16):
+        assert_same(moe.unswizzle_scales_2d(misaligned(blocked, n), 150, 90), scale)
+        assert_same(moe.unswizzle_scales_m_groups(misaligned(of_groups, n), offs, 150, 90), scale)
+
+
+def test_corrupt_offsets(device):
+    for size in (1, 37, 200):
+        for offs in corrupt_offs(size, device):
+            check_groups(scales(size, 50, device=device), offs, 0)
+            check_groups(scales(140, size, device=device), offs, 1)
+
+
+@given(
+    shape=st.tuples(st.integers(0, 300), st.integers(0, 90)),
+    offs=st.lists(st.integers(0, 300), max_size=9),
+    dtype=st.sampled_from(DTYPES),
+    skip=st.integers(0, 17),
+)
+def test_round_trip(shape, offs, dtype, skip, device):
+    """Whatever the sizes, row strides and alignment: what comes back is what went in."""
+    rows, columns = shape
+    scale = scales(rows, columns + skip, dtype=dtype, device=device)[:, skip:]
+    check_matrix(scale)
+    for dim in (0, 1):
+        ends = sorted(min(end, shape[dim]) for end in offs)
+        check_groups(scale, torch.tensor(ends, dtype=torch.int32, device=device), dim)
+
+
+def every_op(scale: Tensor, offs: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    """All eight, of a matrix with groups of rows and of columns."""
+    size, halves = scale.shape, scale.view(2, -1, scale.shape[1])
+    plain, experts = moe.swizzle_scales_2d(scale), moe.swizzle_scales_3d(halves)
+    of_rows, of_columns = moe.swizzle_scales_m_groups(scale, offs), moe.swizzle_scales_k_groups(scale, ends)
+    return (
+        *(plain, experts, *of_rows, *of_columns),
+        moe.unswizzle_scales_2d(plain, *size),
+        moe.unswizzle_scales_3d(experts, *halves.shape[1:]),
+        moe.unswizzle_scales_m_groups(of_rows[0], offs, *size),
+        moe.unswizzle_scales_k_groups(of_columns[0], ends, *size),
+    )
+
+
+def inputs(rows: int, columns: int, device: str, seed: int = 0, layout: str = "zipf") -> list[Tensor]:
+    groups = (group_offs(layout, size, 5, device) for size in (rows, columns))
+    return [scales(rows, columns, device=device, seed=seed), *groups]
+
+
+def test_opcheck(device):
+    scale, offs, ends = inputs(138, 33, device)
+    plain, experts, of_rows, _, of_columns, *_ = every_op(scale, offs, ends)
+    check_opcheck("swizzle_scales_2d", [scale])
+    check_opcheck("swizzle_scales_3d", [scale.view(2, 69, 33)])
+    check_opcheck("swizzle_scales_m_groups", [scale, offs])
+    check_opcheck("swizzle_scales_k_groups", [scale, ends])
+    check_opcheck("unswizzle_scales_2d", [plain, 138, 33])
+    check_opcheck("unswizzle_scales_3d", [experts, 69, 33])
+    check_opcheck("unswizzle_scales_m_groups", [of_rows, offs, 138, 33])
+    check_opcheck("unswizzle_scales_k_groups", [of_columns, ends, 138, 33])
+
+
+def test_deterministic(device):
+    check_deterministic(every_op, inputs(3000, 160, device))
+
+
+def test_compiles_with_dynamic_rows(device):
+    check_compiled(every_op, [inputs(rows, 48, device) for rows in (50, 64, 132)], device)
+
+
+def test_cuda_graph(gpu):
+    check_cuda_graph(every_op, inputs(700, 512, gpu), inputs(700, 512, gpu, 1, "one_giant"))
+
+
+def test_two_streams(gpu):
+    check_two_streams(every_op, [inputs(8192, 160, gpu, seed) for seed in (0, 1)])
+
+
+def test_stream_order(gpu):
+    check_stream_order(every_op, [inputs(8192, 160, gpu, seed) for seed in range(4)], 255)
+
+
+def test_second_gpu(second_gpu):
+    check_second_gpu(every_op, inputs(700, 512, "cpu"), second_gpu)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("shape", [(600_010, 4_096), (2_048, 1_200_010)], ids=short)
+def test_more_than_2_31_elements(shape, big_gpu):
+    """Offsets past 2^31 along rows and columns, by the reference's layout of each group and by the way back."""
+    scale = torch.randint(1, 256, shape, dtype=torch.uint8, device=big_gpu)
+    for dim, name in enumerate(("m", "k")):
+        offs = group_offs("tail_rows", shape[dim], 7, big_gpu)
+        blocked, starts = getattr(moe, f"swizzle_scales_{name}_groups")(scale, offs)
+        unit = blocked.shape[1] if dim == 0 else blocked.shape[0]
+        for (start, end), place in zip(reference.group_bounds(offs, shape[dim]), starts.tolist(), strict=True):
+            want = reference.blocked(scale.narrow(dim, start, end - start))
+            assert torch.equal(blocked.view(-1)[place * unit :][: want.numel()], want)
+            tail = place * unit + want.numel()
+        assert not blocked.view(-1)[tail:].any()
+        back, end = getattr(moe, f"unswizzle_scales_{name}_groups")(blocked, offs, *shape), int(offs[-1])
+        assert torch.equal(back.narrow(dim, 0, end), scale.narrow(dim, 0, end))
+        assert not back.narrow(dim, end, shape[dim] - end).any()
+        del blocked, back
+    halves = scale.view(2, shape[0] // 2, shape[1])
+    blocked = moe.swizzle_scales_3d(halves)
+    assert torch.equal(blocked[1], reference.blocked(halves[1]))
+    assert torch.equal(moe.unswizzle_scales_3d(blocked, *halves.shape[1:]), halves)
+
+
+def byte_zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+S, OFFS, MOST = byte_zeros(6, 5), torch.tensor([2, 5], dtype=torch.int32), torch.zeros(1025, dtype=torch.int32)
+B, B_M, B_K, B_3 = byte_zeros(128, 8), byte_zeros(262, 8), byte_zeros(128, 13), byte_zeros(3, 1024)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "argument", "got"),
+    [
+        ("swizzle_scales_2d", [S.float()], "scale", "float32"),
+        ("swizzle_scales_2d", [S.to(torch.bfloat16)], "scale", "bfloat16"),
+        ("swizzle_scales_2d", [S[0]], "scale", "1"),
+        ("swizzle_scales_2d", [S.t()], "scale", "stride 5"),
+        ("swizzle_scales_3d", [S], "scale", "2"),
+        ("swizzle_scales_3d", [S[None].int()], "scale", "int32"),
+        ("swizzle_scales_3d", [S.t()[None]], "scale", "stride 5"),
+        ("swizzle_scales_m_groups", [S.half(), OFFS], "scale", "float16"),
+        ("swizzle_scales_m_groups", [S, OFFS.long()], "offs", "int64"),
+        ("swizzle_scales_m_groups", [S, MOST], "offs", "1025"),
+        ("swizzle_scales_m_groups", [S, torch.tensor(2, dtype=torch.int32)], "offs", "0"),
+        ("swizzle_scales_k_groups", [S[None], OFFS], "scale", "3"),
+        ("swizzle_scales_k_groups", [S, OFFS[None]], "offs", "2"),
+        ("swizzle_scales_k_groups", [S, OFFS.repeat(2)[::2]], "offs", "stride 2"),
+        ("unswizzle_scales_2d", [B.short(), 6, 5], "blocked", "int16"),
+        ("unswizzle_scales_2d", [B, 129, 5], "blocked", "128"),
+        ("unswizzle_scales_2d", [B, 6, 4], "blocked", "8"),
+        ("unswizzle_scales_2d", [B.view(-1), 6, 5], "blocked", "1"),
+        ("unswizzle_scales_2d", [B.view(8, 128).t(), 6, 5], "blocked", "stride 128"),
+        ("unswizzle_scales_2d", [B, -6, 5], "rows", "-6"),
+        ("unswizzle_scales_2d", [B, 6, 2**31], "cols", "2147483648"),
+        ("unswizzle_scales_3d", [B_3[None], 6, 5], "blocked", "3"),
+        ("unswizzle_scales_3d", [B_3, 6, 9], "blocked", "1024"),
+        ("unswizzle_scales_3d", [B_3, 6, -1], "cols", "-1"),
+        ("unswizzle_scales_m_groups", [B_M, OFFS, 7, 5], "blocked", "262"),
+        ("unswizzle_scales_m_groups", [B_M, OFFS[:1], 6, 5], "blocked", "262"),
+        ("unswizzle_scales_m_groups", [B_M, OFFS.short(), 6, 5], "offs", "int16"),
+        ("unswizzle_scales_k_groups", [B_K, OFFS, 6, 6], "blocked", "13"),
+        ("unswizzle_scales_k_groups", [B_K, MOST, 6, 5], "offs", "1025"),
+        ("unswizzle_scales_k_groups", [B_K, OFFS, 2**31, 5], "rows", "2147483648"),
+    ],
+)
+def test_errors(op, args, argument, got, device):
+    check_error(op, on(device, args), argument, got)
+
+
+GROUPED: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, Tensor]]] = {
+    "swizzle_scales_m_groups": lambda offs: moe.swizzle_scales_m_groups(S.to(offs.device), offs),
+    "swizzle_scales_k_groups": lambda offs: moe.swizzle_scales_k_groups(S.to(offs.device), offs),
+    "unswizzle_scales_m_groups": lambda offs: moe.unswizzle_scales_m_groups(B_M.to(offs.device), offs, 6, 5),
+    "unswizzle_scales_k_groups": lambda offs: moe.unswizzle_scales_k_groups(B_K.to(offs.device), offs, 6, 5),
+}
+
+
+@pytest.mark.parametrize("op", GROUPED)
+def test_contents_of_offs_are_checked_on_demand(op, device, monkeypatch):
+    monkeypatch.setenv("MOE_FP8_VALIDATE", "1")
+    GROUPED[op](OFFS.to(device))
+    for bad, text in ((3, "non-decreasing from 0, got offs"), (7, "not exceed the [56] (rows|columns) of")):
+        with pytest.raises(RuntimeError, match=f"^{op}: offs must .*{text}"):
+            GROUPED[op](torch.tensor([bad, 2 if bad == 3 else bad], dtype=torch.int32, device=device))
+
+
+def test_error_on_another_device(device):
+    offs = OFFS.to("cpu" if device == "cuda" else "meta")
+    for op, arg, args in (
+        ("swizzle_scales_m_groups", "scale", [S]),
+        ("swizzle_scales_k_groups", "scale", [S]),
+        ("unswizzle_scales_m_groups", "blocked", [B_M]),
+        ("unswizzle_scales_k_groups", "blocked", [B_K]),
+    ):
+        with pytest.raises(
+            RuntimeError, match=f"^{op}: offs must be on the device of {arg}, {device}.*got {offs.device}"
+        ):
+            getattr(moe, op)(args[0].to(device), offs, *([6, 5] if arg == "blocked" else []))
+
+
+def test_error_for_a_gradient(device):
+    scale, blocked = (t.to(device, torch.float8_e4m3fn).requires_grad_() for t in (S, B))
+    for arg, call in (
+        ("scale", lambda: moe.swizzle_scales_2d(scale)),
+        ("scale", lambda: moe.swizzle_scales_3d(scale[None])),
+        ("scale", lambda: moe.swizzle_scales_m_groups(scale, OFFS.to(device))),
+        ("scale", lambda: moe.swizzle_scales_k_groups(scale, OFFS.to(device))),
+        ("blocked", lambda: moe.unswizzle_scales_2d(blocked, 6, 5)),
+    ):
+        with pytest.raises(RuntimeError, match=f"{arg} must not ask for a gradient, got requires_grad=True"):
+            call()
+    with torch.no_grad():
+        assert not moe.swizzle_scales_2d(scale).view(torch.uint8).any()
