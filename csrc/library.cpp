@@ -24,6 +24,18 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       "quantize_128x128(Tensor w, ScalarType? dtype=None, bool pow2_scale=False)"
       " -> (Tensor q, Tensor q_t, Tensor scale)");
   m.def(
+      "quantize_mx_1x32(Tensor x, str scaling='rceil', str layout='rowmajor', Tensor? offs=None,"
+      " ScalarType? dtype=None) -> (Tensor q, Tensor scale)");
+  m.def(
+      "quantize_mx_32x1(Tensor x, Tensor offs, str scaling='rceil', str layout='blocked', int align=32,"
+      " ScalarType? dtype=None) -> (Tensor q_t, Tensor scale_t, Tensor padded_offs)");
+  m.def(
+      "quantize_mx_1x32_32x1(Tensor x, Tensor offs, str scaling='rceil', str layout='blocked', int align=32,"
+      " ScalarType? dtype=None) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor padded_offs)");
+  m.def(
+      "quantize_mx_weight(Tensor w, str scaling='rceil', ScalarType? dtype=None)"
+      " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t)");
+  m.def(
       "pad_token_groups(Tensor x, Tensor offs, int align=16)"
       " -> (Tensor x_padded, Tensor padded_starts, Tensor padded_offs)");
   m.def("pad_token_groups_to(Tensor x, Tensor offs, Tensor padded_starts, SymInt num_padded) -> Tensor");
@@ -59,6 +71,13 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
   m.def(
       "permute_pad_quantize_1x128_128x1(Tensor x, Tensor indices, Tensor offs, int top_k=1, int align=128,"
       " ScalarType? dtype=None, bool pow2_scale=False, bool transpose=True)"
+      " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor padded_offs)");
+  m.def(
+      "permute_pad_quantize_mx_1x32(Tensor x, Tensor indices, Tensor? offs=None, int top_k=1, str scaling='rceil',"
+      " str layout='rowmajor', ScalarType? dtype=None) -> (Tensor q, Tensor scale)");
+  m.def(
+      "permute_pad_quantize_mx_1x32_32x1(Tensor x, Tensor indices, Tensor offs, int top_k=1, str scaling='rceil',"
+      " str layout='blocked', int align=32, ScalarType? dtype=None)"
       " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor padded_offs)");
   m.def(
       "scaled_grouped_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, ScalarType? out_dtype=None,"

@@ -369,7 +369,7 @@ def quantize_mx_1x32_32x1(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x [M, K] -> q, scale, q_t, scale_t, padded_offs: both directions, blocked by groups of rows and of columns."""
-    rows = quantize_mx_1x32(x, scaling, layout, offs, dtype)
+    rows = quantize_mx_1x32(x, scaling, layout, offs if layout == "blocked" else None, dtype)
     return *rows, *quantize_mx_32x1(x, offs, scaling, layout, align, dtype)
 
 
@@ -520,6 +520,33 @@ def permute_pad_quantize_1x128_128x1(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x [M, K], indices [P] -> quantize_1x128_128x1 of permute_pad."""
     return quantize_1x128_128x1(permute_pad(x, indices, top_k), offs, align, dtype, pow2_scale, transpose)
+
+
+def permute_pad_quantize_mx_1x32(
+    x: Tensor,
+    indices: Tensor,
+    offs: Tensor | None = None,
+    top_k: int = 1,
+    scaling: str = "rceil",
+    layout: str = "rowmajor",
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x [M, K], indices [P] -> quantize_mx_1x32 of permute_pad."""
+    return quantize_mx_1x32(permute_pad(x, indices, top_k), scaling, layout, offs, dtype)
+
+
+def permute_pad_quantize_mx_1x32_32x1(
+    x: Tensor,
+    indices: Tensor,
+    offs: Tensor,
+    top_k: int = 1,
+    scaling: str = "rceil",
+    layout: str = "blocked",
+    align: int = 32,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x [M, K], indices [P] -> quantize_mx_1x32_32x1 of permute_pad."""
+    return quantize_mx_1x32_32x1(permute_pad(x, indices, top_k), offs, scaling, layout, align, dtype)
 
 
 def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,18 +27,32 @@ template <class In>
 using Magnitude = std::make_signed_t<typename In::Bits>;
 template <class In>
 Magnitude<In> magnitude(typename In::Bits bits) { return bits & typename In::Bits(In::kMagnitudeMask); }
-template <class In, Fp8Type kOut>
-ScaleF32 scale_of(Magnitude<In> amax, bool pow2) {
-  return ScaleF32::from_amax<kOut>(as_bits(In::to_float(amax)), pow2);
+template <class In, Fp8Type kOut, class Scale = ScaleF32>
+Scale scale_of(Magnitude<In> amax, bool rule) {
+  return Scale::template from_amax<kOut>(as_bits(In::to_float(amax)), rule);
 }
 
-template <class In, Fp8Type kOut>
-ScaleF32 quantize_row(const typename In::Bits* __restrict x, int64_t K, bool pow2, uint8_t* __restrict q) {
+// An element times the multiplier of its block, which is no NaN, cast.
+template <class In, Fp8Type kOut, class Scale = ScaleF32>
+uint8_t cast(typename In::Bits x, float m) {
+  const float f = In::to_float(x);
+  if constexpr (std::is_same_v<Scale, ScaleF32>) return fp8_from_scaled<kOut>(f * m);
+  // Tiny blocks have multipliers that make something of subnormals, which this thread may have been told to take for
+  // zero: from their significand, whose unit is 2^-149.
+  const uint32_t bits = as_bits(f) & 0x7fffffffu;
+  const float unit = m * 0x1p-100f * 0x1p-49f, tiny = float(int32_t(bits)) * unit;
+  const float scaled = bits < 0x800000u ? as_float(as_bits(tiny) | (as_bits(f) & 0x80000000u)) : f * m;
+  constexpr float kMax = Fp8<kOut>::kMax;  // rounded down, a scale leaves up to twice as much
+  return fp8_from_scaled<kOut>(scaled > kMax ? kMax : scaled < -kMax ? -kMax : scaled);
+}
+
+template <class In, Fp8Type kOut, class Scale = ScaleF32>
+Scale quantize_row(const typename In::Bits* __restrict x, int64_t K, bool rule, uint8_t* __restrict q) {
   Magnitude<In> amax = 0;
   for (int64_t k = 0; k < K; ++k) amax = std::max(amax, magnitude<In>(x[k]));
-  const ScaleF32 s = scale_of<In, kOut>(amax, pow2);
+  const Scale s = scale_of<In, kOut, Scale>(amax, rule);
   if (s.multiplier != s.multiplier) std::memset(q, Fp8<kOut>::kNan, K);
-  else for (int64_t k = 0; k < K; ++k) q[k] = fp8_from_scaled<kOut>(In::to_float(x[k]) * s.multiplier);
+  else for (int64_t k = 0; k < K; ++k) q[k] = cast<In, kOut, Scale>(x[k], s.multiplier);
   return s;
 }
 
@@ -70,13 +84,13 @@ inline void transpose8(uint64_t (&t)[8]) {
 }
 
 // row_of(r): the first element of row r of the group, in the strip.
-template <class In, Fp8Type kOut, class RowOf>
+template <class In, Fp8Type kOut, class Scale, class RowOf>
 void cast_tile(RowOf row_of, int64_t first, int rows, int columns, const float* __restrict m,
                uint8_t* __restrict q_t, int64_t q_t_stride) {
   alignas(64) uint8_t q[kTileRows][kStrip];
   for (int r = 0; r < rows; ++r) {
     const typename In::Bits* __restrict row = row_of(first + r);
-    for (int c = 0; c < columns; ++c) q[r][c] = fp8_from_scaled<kOut>(In::to_float(row[c]) * m[c]);
+    for (int c = 0; c < columns; ++c) q[r][c] = cast<In, kOut, Scale>(row[c], m[c]);
   }
   for (int c0 = 0; c0 < columns; c0 += 8)
     for (int r0 = 0; r0 < rows; r0 += 8) {  // what lies beyond rows and columns is transposed along, but not stored
@@ -100,35 +114,35 @@ struct GroupRows {
   int64_t scale_t;  // offset of its scales
 };
 
-// Multipliers and scales of the columns of a strip.
-template <class In, Fp8Type kOut, class RowOf>
-void scale_strip(RowOf row_of, int64_t rows, int columns, bool pow2, float* __restrict m, float* __restrict scale_t) {
+// Multipliers of the columns of a strip, and their scales: store(c, scale).
+template <class In, Fp8Type kOut, class Scale, class RowOf, class StoreScale>
+void scale_strip(RowOf row_of, int64_t rows, int columns, bool rule, float* __restrict m, StoreScale store) {
   Magnitude<In> amax[kStrip] = {};
   for (int64_t r = 0; r < rows; ++r) {
     const typename In::Bits* __restrict row = row_of(r);
     for (int c = 0; c < columns; ++c) amax[c] = std::max(amax[c], magnitude<In>(row[c]));
   }
   for (int c = 0; c < columns; ++c) {
-    const ScaleF32 s = scale_of<In, kOut>(amax[c], pow2);
+    const Scale s = scale_of<In, kOut, Scale>(amax[c], rule);
     m[c] = s.multiplier;
-    scale_t[c] = s.dequant();
+    store(c, s.stored());
   }
 }
 // The strip's bytes, transposed.
-template <class In, Fp8Type kOut, class RowOf>
+template <class In, Fp8Type kOut, class Scale = ScaleF32, class RowOf>
 void cast_strip_transposed(RowOf row_of, int64_t rows, int columns, const float* __restrict m,
                            uint8_t* __restrict q_t, int64_t q_t_stride) {
   for (int64_t r = 0; r < rows; r += kTileRows)
-    cast_tile<In, kOut>(row_of, r, int(std::min<int64_t>(kTileRows, rows - r)), columns, m, q_t + r, q_t_stride);
+    cast_tile<In, kOut, Scale>(row_of, r, int(std::min<int64_t>(kTileRows, rows - r)), columns, m, q_t + r, q_t_stride);
   for (int c = 0; c < columns; ++c)
     if (m[c] != m[c]) std::memset(q_t + c * q_t_stride, Fp8<kOut>::kNan, rows);
 }
 
-// Columns of every group: their scales, and store(group, k, columns, row_of, multipliers) for each strip. Strips are
-// the outer index of the work, so that threads share even a single group. row_of(first, r) is the first element of row
-// r of the group that begins at `first`.
-template <class In, Fp8Type kOut, class RowOf, class Store>
-void strips_loop(RowOf row_of, const std::vector<GroupRows>& groups, int64_t K, bool pow2, float* scale_t,
+// Columns of every group: store_scale(g, k, scale) of each, and store(g, k, columns, row_of, multipliers) of each strip.
+// Strips are the outer index of the work, so that threads share even a single group. row_of(first, r) is the first
+// element of row r of the group that begins at `first`.
+template <class In, Fp8Type kOut, class Scale = ScaleF32, class RowOf, class StoreScale, class Store>
+void strips_loop(RowOf row_of, const std::vector<GroupRows>& groups, int64_t K, bool rule, StoreScale store_scale,
                  Store store) {
   const int64_t E = int64_t(groups.size());
   int64_t rows = E;
@@ -140,20 +154,28 @@ void strips_loop(RowOf row_of, const std::vector<GroupRows>& groups, int64_t K, 
       const int columns = int(std::min<int64_t>(kStrip, K - k));
       auto row_of_strip = [&, k](int64_t r) { return row_of(g.first, r) + k; };
       float m[kStrip] = {};
-      scale_strip<In, kOut>(row_of_strip, g.rows, columns, pow2, m, scale_t + g.scale_t + k);
+      scale_strip<In, kOut, Scale>(row_of_strip, g.rows, columns, rule, m,
+                                   [&](int c, auto scale) { store_scale(g, k + c, scale); });
       store(g, k, columns, row_of_strip, m);
     }
   });
 }
 // Transposed; bytes of q_t that belong to no row are left alone.
+template <class In, Fp8Type kOut, class Scale, class RowOf, class StoreScale>
+void transposed_loop(RowOf row_of, const std::vector<GroupRows>& groups, int64_t K, bool rule, uint8_t* q_t,
+                     int64_t q_t_stride, StoreScale store_scale) {
+  strips_loop<In, kOut, Scale>(row_of, groups, K, rule, store_scale,
+                               [=](const GroupRows& g, int64_t k, int columns, auto row_of_strip, const float* m) {
+                                 cast_strip_transposed<In, kOut, Scale>(row_of_strip, g.rows, columns, m,
+                                                                        q_t + g.q_t + k * q_t_stride, q_t_stride);
+                               });
+}
 template <class In, Fp8Type kOut, class RowOf>
 void colwise_loop(RowOf row_of, const std::vector<GroupRows>& groups, int64_t K, bool pow2, uint8_t* q_t,
                   int64_t q_t_stride, float* scale_t) {
-  strips_loop<In, kOut>(row_of, groups, K, pow2, scale_t,
-                        [=](const GroupRows& g, int64_t k, int columns, auto row_of_strip, const float* m) {
-                          cast_strip_transposed<In, kOut>(row_of_strip, g.rows, columns, m,
-                                                          q_t + g.q_t + k * q_t_stride, q_t_stride);
-                        });
+  transposed_loop<In, kOut, ScaleF32>(
+      row_of, groups, K, pow2, q_t, q_t_stride,
+      [=](const GroupRows& g, int64_t k, float scale) { scale_t[g.scale_t + k] = scale; });
 }
 
 // Rows of tokens: as they lie, or taken by index with a row of zeros where there is none.

@@ -4,6 +4,7 @@
 #include "ops/cpu_loops.h"
 #include "ops/permute.h"
 #include "ops/quantize_blockwise.h"
+#include "ops/quantize_mx.h"
 
 namespace moe_fp8 {
 
@@ -109,9 +110,50 @@ Results<5> permute_pad_quantize_1x128_128x1_op(const Tensor& x, const Tensor& in
   return results(o.q, o.scale, o.q_t, o.scale_t, o.padded_offs);
 }
 
+namespace {
+
+// Of both MX ops: rows, or both directions.
+MxOutputs permute_pad_quantize_mx(const char* op, const Tensor& x, const Tensor& indices, const Tensor* offs,
+                                  int64_t top_k, const std::string& scaling, const std::string& layout, int64_t align,
+                                  std::optional<int32_t> dtype, bool columnwise) {
+  const InType in = check_tokens(op, "x", x);
+  const RowIndex index = check_indices(op, indices, "x", x, x.sizes[0], top_k);
+  QuantizeMxParams p = mx_tokens(op, x, in, indices.sizes[0], scaling, layout);
+  p.index = index;
+  if (offs) mx_groups(op, p, "indices", x, *offs, align);
+  const Call call(op, "x", x);
+  p.out = call.out_type(dtype);
+  const std::vector<uint32_t> zeros(x.on_gpu() ? 0 : p.K);
+  return quantize_mx_tokens(call, p, true, columnwise, offs != nullptr, x.on_gpu(), [&](auto in_tag) {
+    return indexed_rows<typename decltype(in_tag)::Bits>(x, p.index, zeros);
+  });
+}
+
+}  // namespace
+
+Results<2> permute_pad_quantize_mx_1x32_op(const Tensor& x, const Tensor& indices, const std::optional<Tensor>& offs,
+                                           int64_t top_k, const std::string& scaling, const std::string& layout,
+                                           std::optional<int32_t> dtype) {
+  constexpr const char* kOp = "permute_pad_quantize_mx_1x32";
+  if (offs && !is_blocked(kOp, layout)) fail_groups_of_rowmajor(kOp);
+  MxOutputs o = permute_pad_quantize_mx(kOp, x, indices, offs ? &*offs : nullptr, top_k, scaling, layout, kMxBlock,
+                                        dtype, false);
+  return results(o.q, o.scale);
+}
+
+Results<5> permute_pad_quantize_mx_1x32_32x1_op(const Tensor& x, const Tensor& indices, const Tensor& offs,
+                                                int64_t top_k, const std::string& scaling, const std::string& layout,
+                                                int64_t align, std::optional<int32_t> dtype) {
+  MxOutputs o = permute_pad_quantize_mx("permute_pad_quantize_mx_1x32_32x1", x, indices, &offs, top_k, scaling, layout,
+                                        align, dtype, true);
+  return results(o.q, o.scale, o.q_t, o.scale_t, o.padded_offs);
+}
+
 }  // namespace moe_fp8
 
 MOE_FP8_REGISTER(permute_pad_quantize_rowwise)
 MOE_FP8_REGISTER(permute_pad_quantize_rowcol)
 MOE_FP8_REGISTER(permute_pad_quantize_1x128)
 MOE_FP8_REGISTER(permute_pad_quantize_1x128_128x1)
+MOE_FP8_REGISTER(permute_pad_quantize_mx_1x32)
+MOE_FP8_REGISTER(permute_pad_quantize_mx_1x32_32x1)

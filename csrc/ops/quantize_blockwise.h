@@ -35,7 +35,8 @@ inline std::vector<GroupRows> blocks_of(const std::vector<GroupRows>& groups, in
 template <class In, Fp8Type kOut, class RowOf>
 void loop_in_place(RowOf row_of, const std::vector<GroupRows>& blocks, int64_t K, bool pow2, uint8_t* q,
                    float* scale_t) {
-  strips_loop<In, kOut>(row_of, blocks, K, pow2, scale_t,
+  auto store_scale = [=](const GroupRows& g, int64_t k, float scale) { scale_t[g.scale_t + k] = scale; };
+  strips_loop<In, kOut>(row_of, blocks, K, pow2, store_scale,
                         [=](const GroupRows& g, int64_t k, int columns, auto row_of_strip, const float* m) {
                           for (int64_t r = 0; r < g.rows; ++r) {
                             const typename In::Bits* __restrict row = row_of_strip(r);

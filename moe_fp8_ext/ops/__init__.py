@@ -5,11 +5,19 @@ from moe_fp8_ext.ops.permute import permute_indices, permute_pad, unpermute
 from moe_fp8_ext.ops.permute_quantize import (
     permute_pad_quantize_1x128,
     permute_pad_quantize_1x128_128x1,
+    permute_pad_quantize_mx_1x32,
+    permute_pad_quantize_mx_1x32_32x1,
     permute_pad_quantize_rowcol,
     permute_pad_quantize_rowwise,
 )
 from moe_fp8_ext.ops.quantize_blockwise import quantize_1x128, quantize_1x128_128x1, quantize_128x1, quantize_128x128
 from moe_fp8_ext.ops.quantize_colwise import quantize_colwise
+from moe_fp8_ext.ops.quantize_mx import (
+    quantize_mx_1x32,
+    quantize_mx_1x32_32x1,
+    quantize_mx_32x1,
+    quantize_mx_weight,
+)
 from moe_fp8_ext.ops.quantize_rowcol import quantize_rowcol
 from moe_fp8_ext.ops.quantize_rowwise import quantize_rowwise
 from moe_fp8_ext.ops.quantize_weight import quantize_weight
@@ -36,6 +44,8 @@ __all__ = [
     "permute_pad",
     "permute_pad_quantize_1x128",
     "permute_pad_quantize_1x128_128x1",
+    "permute_pad_quantize_mx_1x32",
+    "permute_pad_quantize_mx_1x32_32x1",
     "permute_pad_quantize_rowcol",
     "permute_pad_quantize_rowwise",
     "quantize_1x128",
@@ -43,6 +53,10 @@ __all__ = [
     "quantize_128x1",
     "quantize_128x128",
     "quantize_colwise",
+    "quantize_mx_1x32",
+    "quantize_mx_1x32_32x1",
+    "quantize_mx_32x1",
+    "quantize_mx_weight",
     "quantize_rowcol",
     "quantize_rowwise",
     "quantize_weight",
