@@ -36,6 +36,7 @@ inline void check_torch(AOTITorchError code) {
 
 // ---- dtypes and devices: torch's codes are not part of the interface, so they are asked for, once ------------------
 inline const int32_t kBFloat16 = aoti_torch_dtype_bfloat16(), kFloat32 = aoti_torch_dtype_float32();
+inline const int32_t kE8M0 = torch_dtype_float8_e8m0fnu();
 inline const int32_t kInt32 = aoti_torch_dtype_int32(), kInt64 = aoti_torch_dtype_int64();
 inline const int32_t kInputDtypes[] = {kBFloat16, aoti_torch_dtype_float16(), kFloat32};  // in the order of InType
 inline const int32_t kFp8Dtypes[] = {                                                     // in the order of Fp8Type
@@ -56,7 +57,7 @@ inline std::string dtype_name(int32_t dtype) {
       {kInt64, "int64"}, {aoti_torch_dtype_uint64(), "uint64"},
       {aoti_torch_dtype_complex32(), "complex32"}, {aoti_torch_dtype_complex64(), "complex64"},
       {aoti_torch_dtype_complex128(), "complex128"}, {aoti_torch_dtype_bool(), "bool"},
-      {torch_dtype_float8_e8m0fnu(), "float8_e8m0fnu"}, {torch_dtype_float4_e2m1fn_x2(), "float4_e2m1fn_x2"},
+      {kE8M0, "float8_e8m0fnu"}, {torch_dtype_float4_e2m1fn_x2(), "float4_e2m1fn_x2"},
   };
   for (const auto& [code, name] : names)
     if (code == dtype) return std::string("torch.") + name;
