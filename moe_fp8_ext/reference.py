@@ -634,12 +634,12 @@ def scaled_grouped_mm(
     for e, (start, end) in enumerate(group_bounds(offs, a.shape[0 if b.ndim == 3 else 1])):
         if start == end:  # an empty group is zero whatever its scales are
             continue
-        if b.ndim == 3:
-            product = a[start:end].double() @ b[e].double()
-            out[start:end] = product if block_size else product * scale_a[start:end, None].double() * scale_b[e].double()
-        else:
-            product = a[:, start:end].double() @ b[start:end].double()
-            out[e] = product if block_size else product * scale_a[e, :, None].double() * scale_b[e].double()
+        rows = slice(start, end) if b.ndim == 3 else slice(None)
+        product = a[rows].double() @ b[e].double() if b.ndim == 3 else a[:, start:end].double() @ b[start:end].double()
+        if not block_size:
+            of_rows = scale_a[rows] if b.ndim == 3 else scale_a[e]
+            product = product * of_rows[:, None].double() * scale_b[e].double()
+        out[rows if b.ndim == 3 else e] = product
     return out.to(out_dtype or torch.bfloat16)
 
 

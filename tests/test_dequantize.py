@@ -26,52 +26,14 @@ from helpers import (
     strided_2d,
     wide,
 )
+from quantized import GROUPED, OPERANDS, operand
 from torch import Tensor
 
 from moe_fp8_ext import dequantize, reference, shapes
 
 E4M3 = torch.float8_e4m3fn
 E8M0 = torch.float8_e8m0fnu
-OPERANDS = (
-    "rowwise",
-    "colwise",
-    "1x128",
-    "128x1",
-    "128x128",
-    "1x32",
-    "1x32_blocked",
-    "1x32_blocked rows",
-    "1x32_blocked 3D",
-    "32x1_blocked",
-)
-
-
-def operand(kind: str, x: Tensor, offs: Tensor, fp8: torch.dtype = E4M3, align: int | None = None) -> list[object]:
-    """Arguments of `dequantize`: x [M, K] as a quantizer of the reference leaves it."""
-    layout, _, how = kind.partition(" ")
-    if layout == "rowwise":
-        return [*reference.quantize_rowwise(x, fp8), layout]
-    if layout == "colwise":
-        q_t, scale_t, ends = reference.quantize_colwise(x, offs, align or 16, fp8)
-        return [q_t, scale_t, layout, ends]
-    if layout == "1x128":
-        return [*reference.quantize_1x128(x, fp8), layout]
-    if layout == "128x1":
-        q_t, scale_t, ends = reference.quantize_128x1(x, offs, align or 128, fp8)
-        return [q_t, scale_t, layout, ends]
-    if layout == "128x128":
-        q, _, scale = reference.quantize_128x128(torch.stack([x, -2 * x]), fp8)
-        return [q, scale, layout]
-    if layout == "1x32":
-        return [*reference.quantize_mx_1x32(x, dtype=fp8), layout]
-    if layout == "32x1_blocked":
-        q_t, scale_t, ends = reference.quantize_mx_32x1(x, offs, align=align or 32, dtype=fp8)
-        return [q_t, scale_t, layout, ends]
-    if how == "3D":
-        q, scale, *_ = reference.quantize_mx_weight(torch.stack([x, -2 * x, x / 3]), dtype=fp8)
-        return [q, scale, layout]
-    groups = offs if how == "rows" else None
-    return [*reference.quantize_mx_1x32(x, layout="blocked", offs=groups, dtype=fp8), layout, groups]
+NO_GROUPS = torch.zeros(0, dtype=torch.int32)
 
 
 def check(args: list[object], out_dtype: torch.dtype | None = None) -> Tensor:
@@ -89,7 +51,7 @@ def test_formats(kind, fp8, out_dtype, device):
         check(operand(kind, wide(m, k, device=device), group_offs("zipf", m, 3, device), fp8), out_dtype)
 
 
-@pytest.mark.parametrize("kind", [k for k in OPERANDS if "rows" in k or k in ("colwise", "128x1", "32x1_blocked")])
+@pytest.mark.parametrize("kind", GROUPED)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_group_layouts(kind, layout, device):
     for m, k, e in CORRECTNESS_MKE:
@@ -101,11 +63,9 @@ def test_group_layouts(kind, layout, device):
 @pytest.mark.parametrize("kind", OPERANDS)
 def test_odd_sizes(kind, device):
     for m, k in ((0, 0), (0, 5), (5, 0), (1, 1), (1, 33), (33, 1), (129, 127), (3, 1025), (260, 31), (300, 520)):
-        for e in (0, 1, 4):
-            check(operand(kind, wide(m, k, device=device), group_offs("tail_rows", m, e, device) if e else NO_GROUPS.to(device)))
-
-
-NO_GROUPS = torch.zeros(0, dtype=torch.int32)
+        x = wide(m, k, device=device)
+        for offs in (NO_GROUPS.to(device), *(group_offs("tail_rows", m, e, device) for e in (1, 4))):
+            check(operand(kind, x, offs))
 
 
 def test_gives_back_what_was_quantized(device):
@@ -193,7 +153,7 @@ def test_nan_stays_in_its_block(device):
 
 
 def test_nothing_of_the_tail_is_read(device):
-    for kind in ("colwise", "128x1", "32x1_blocked", "1x32_blocked rows"):
+    for kind in GROUPED:
         q, scale, layout, offs = operand(kind, wide(96, 64, device=device), group_offs("tail_rows", 96, 3, device))
         end = int(offs[-1])
         tail = q[end:] if layout == "1x32_blocked" else q[:, end:]
@@ -205,7 +165,7 @@ def test_nothing_of_the_tail_is_read(device):
 def test_corrupt_offsets_stay_in_bounds(device):
     for p in (80, 160):
         for offs in corrupt_offs(p, device):
-            e, blocks = len(offs), p // 32
+            e = len(offs)
             q = torch.randint(0, 126, (45, p), dtype=torch.uint8, device=device).view(E4M3)
             check([q, torch.rand(e, 45, device=device), "colwise", offs])
             check([q, torch.rand(45, p // 128 + 1 + e, device=device), "128x1", offs])

@@ -138,7 +138,5 @@ def _(q, scale, layout, offs=None, out_dtype=None):
         check_size(_OP, "q", padded, "columns with padding" if along_columns else "rows with padding")
     _check_scale(q, scale, layout, e)
     out_dtype = out_dtype or torch.bfloat16
-    require(
-        out_dtype in INPUT_DTYPES, f"{_OP}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}"
-    )
+    require(out_dtype in INPUT_DTYPES, f"{_OP}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     return torch.empty(q.shape, dtype=out_dtype, device=q.device)

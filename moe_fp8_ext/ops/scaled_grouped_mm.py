@@ -50,8 +50,8 @@ def scaled_grouped_mm(
     dequantizes and multiplies in float32, slower but for any sizes; the CPU does the same per group. Blocks have no
     GEMM of their own yet: on sm90 and sm100 operands of any fp8 format are dequantized to bfloat16, each value rounded
     once, for torch's grouped GEMM of those, under the same conditions with multiples of 8 for N and for offs; all else
-    takes the portable kernel, which does not round operands. Blocks of 32 are torch's own GEMM on sm100, under the
-    conditions of float8_e4m3fn above with K (2D x 2D: P and offs) multiples of 32, if torch was built with it; this path
+    takes the portable kernel, which does not round operands. Blocks of 32 have torch's own GEMM on sm100, if torch was
+    built with it, under the conditions of float8_e4m3fn above with K (2D x 2D: P and offs) multiples of 32: a path that
     has been compiled but not run yet. Without it, and on sm90, they go the way of blocks of 128.
     `build_info()` says which paths a build has. Never waits for the device.
 

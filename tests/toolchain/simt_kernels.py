@@ -87,7 +87,7 @@ class _Scales(ctypes.Structure):
         elif layout == "32x1_blocked":
             what = 0, 0, shapes.round_up(rows, 128), blocks, block, 0, 2
         else:
-            what = 0 if "rows" in layout else scale[0].numel() if q.ndim == 3 else 0, 0, 0, blocks, block, 0, 2
+            what = scale.shape[1] if q.ndim == 3 else 0, 0, 0, blocks, block, 0, 2
         return cls(scale.data_ptr(), *what)
 
 
