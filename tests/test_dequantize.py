@@ -16,6 +16,7 @@ from helpers import (
     check_error,
     check_opcheck,
     check_second_gpu,
+    check_stream_order,
     check_two_streams,
     corrupt_offs,
     flushed_subnormals,
@@ -245,6 +246,13 @@ def test_cuda_graph(gpu):
 
 def test_two_streams(gpu):
     check_two_streams(dequantize, some_calls(gpu, 2000)[:2])
+
+
+def test_stream_order(gpu):
+    for kind in ("rowwise", "colwise", "1x32_blocked rows"):
+        offs = group_offs("zipf", 2000, 3, gpu)
+        calls = [[*operand(kind, wide(2000, 512, device=gpu, seed=s), offs), None][:4] for s in range(4)]
+        check_stream_order(lambda *args: [dequantize(*args)], calls)
 
 
 def test_second_gpu(second_gpu):

@@ -167,6 +167,15 @@ def test_dequantized_operands_give_the_same(device):
         start = end
 
 
+def test_torch_takes_these_shapes():
+    """What stands in for a run on sm100: the checks of torch's own GEMM, on the operands that it is handed."""
+    for m, k, n, e in ((500, 320, 192, 4), (16, 32, 16, 1), (1000, 4096, 7168, 8), (96, 160, 144, 3)):
+        offs = torch.empty(e, dtype=torch.int32)
+        for args in (exact_2d3d(m, k, n, offs, "meta"), exact_2d2d(k, 48, n, offs, "meta")):
+            out = torch._scaled_grouped_mm(*args[:4], offs=args[4], out_dtype=torch.bfloat16, use_fast_accum=True)
+            assert out.shape == shapes.scaled_grouped_mm(args[0].shape, args[1].shape, e)
+
+
 def with_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor) -> Tensor:
     return scaled_grouped_mm(a, b, scale_a, scale_b, offs, None, True, 32)
 

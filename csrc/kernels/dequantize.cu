@@ -6,8 +6,8 @@
 namespace moe_fp8 {
 namespace {
 
-// blockDim.x threads share a row, blockDim.y rows a block. A thread stays at its columns, whose blocks it looks up once,
-// and takes kRows rows at a time, so that their loads are under way together.
+// blockDim.x threads share a row, blockDim.y rows a block. A thread stays at its columns, looks their scaling
+// block up once and takes kRows rows at a time, so that their loads are under way together.
 constexpr int kThreads = 256, kRows = 4;
 constexpr int kMaxGridY = 65535;
 constexpr int64_t kMaxBlocks = 1 << 23;  // HIP has fewer than 2^32 threads a launch
@@ -89,8 +89,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) dequantize_kernel(MOE_GRID_CONSTA
   __shared__ int table_words[GroupTable::words(kMaxExperts)];
   static_assert(kThreads == 256);
   const int t = threadIdx.y * blockDim.x + threadIdx.x;
-  wait_for_previous_kernel();
   values[t] = decode(p.type, uint8_t(t));
+  wait_for_previous_kernel();
   const GroupTable table(table_words, p.num_groups);
   const int extent = int(p.groups == Groups::kRows ? p.rows : p.K);
   if (p.groups != Groups::kNone) build_group_table(table, p.offs, p.num_groups, extent, extent, kGroupScales);

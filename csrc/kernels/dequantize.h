@@ -5,9 +5,9 @@
 // Groups::kNone:     block k / block_size of row r; rows may share scales (squares of 128 x 128)
 // Groups::kRows:     E = 1; offs [groups] are ends of groups of rows. Row i of group g has the scales of row
 //                    sum_{f<g} round_up(size_f, 128) + i; rows past the last group are zero
-// Groups::kColumns:  E = 1; offs [groups] are ends of groups of columns. Blocks begin anew with every group, whose first
-//                    is number sum_{f<g} round_up(size_f, 128) / block_size, or g when block_size is 0; columns past
-//                    the last group are zero
+// Groups::kColumns:  E = 1; offs [groups] are ends of groups of columns. Blocks begin anew with every group, the first
+//                    of group g is number sum_{f<g} round_up(size_f, 128) / block_size, or g when block_size is 0;
+//                    columns past the last group are zero
 //
 // q has group_stride and row_stride in elements. No size or alignment is asked for; offs may hold anything.
 #pragma once

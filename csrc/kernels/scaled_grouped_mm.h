@@ -7,8 +7,8 @@
 //
 // or, with scales of blocks along the sum, every factor times the scale of its own block:
 //   a[m, k] * scale_a(m, block(k)), b[e, n, k] * scale_b(e, n, block(k)); blocks begin anew with every group of a sum
-// of 128 elements, float32 (the blockwise recipe), or of 32, E8M0 in the blocked layout (MXFP8), which that of a follows
-// group by group: of rows here, of columns there.
+// of 128 elements, float32 (the blockwise recipe), or of 32, E8M0 in the blocked layout (MXFP8): by groups of rows for
+// a and by expert for b above, by groups of columns for both below.
 //
 // Sums are float32. Strides are in elements (bytes); out is contiguous.
 #pragma once

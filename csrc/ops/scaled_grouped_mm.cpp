@@ -140,8 +140,8 @@ Handle bf16_gemm(const Call& call, const ScaledGroupedMmParams& p, const Handle&
 }
 
 // torch trusts the offsets and leaves tail rows unwritten: hand it safe offsets, then zero. In the 2D x 2D form it
-// needs multiples of 16 bytes, or of 32 with scales of blocks of those; only the device knows whether the caller's are, and if not, the portable kernel has the
-// say.
+// needs multiples of 16 bytes, or of 32 for E8M0 scales; only the device knows whether the caller's are, and if not,
+// the portable kernel has the say.
 Handle torch_grouped_mm(const Call& call, ScaledGroupedMmParams p, Gemm gemm, const Tensor& a, const Tensor& b,
                         const Tensor& scale_a, const Tensor& scale_b, bool use_fast_accum) {
   const Handle safe = call.empty({p.E + 1}, kInt32);
