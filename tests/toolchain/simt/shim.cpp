@@ -89,8 +89,8 @@ extern "C" const char* simt_scaled_grouped_mm(const uint8_t* a, int a_type, int6
                                               const Scales* scale_b, const int* offs, int64_t E, bool out_float32,
                                               const int* done, void* out) {
   const ScaledGroupedMmParams p = {
-      .a = a, .b = b, .scale_a = scale_a->get(), .scale_b = scale_b->get(), .offs = offs, .out = out, .E = E, .M = M, .N = N,
-      .K = K, .a_stride = a_stride, .b_stride = b_stride, .b_group_stride = b_group_stride,
+      .a = a, .b = b, .scale_a = scale_a->get(), .scale_b = scale_b->get(), .offs = offs, .out = out, .E = E,
+      .M = M, .N = N, .K = K, .a_stride = a_stride, .b_stride = b_stride, .b_group_stride = b_group_stride,
       .groups_of_sum = groups_of_sum, .out_float32 = out_float32, .a_type = Fp8Type(a_type),
       .b_type = Fp8Type(b_type), .done = done};
   return outcome(scaled_grouped_mm(p, nullptr));
@@ -100,8 +100,8 @@ extern "C" const char* simt_dequantize(const uint8_t* q, int type, int64_t E, in
                                        int64_t group_stride, int64_t row_stride, const Scales* scale, const int* offs,
                                        int num_groups, int groups, int out_type, void* out) {
   return outcome(dequantize(
-      {.q = q, .scale = scale->get(), .offs = offs, .out = out, .E = E, .rows = rows, .K = K, .group_stride = group_stride,
-       .row_stride = row_stride, .num_groups = num_groups, .groups = Groups(groups), .type = Fp8Type(type),
+      {.q = q, .scale = scale->get(), .offs = offs, .out = out, .E = E, .rows = rows, .K = K,
+       .group_stride = group_stride, .row_stride = row_stride, .num_groups = num_groups, .groups = Groups(groups), .type = Fp8Type(type),
        .out_type = InType(out_type)}, nullptr));
 }
 
