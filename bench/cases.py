@@ -99,6 +99,11 @@ def _scaled(device: torch.device, layout: str, *, m: int, k: int, n: int, e: int
     return a, b.transpose(-2, -1), scale_a, scale_b, offs
 
 
+def _quantized(device: torch.device, layout: str, **dims: int) -> tuple[object, ...]:
+    q, scale = moe.quantize_1x128(_normal(device, *dims.values()))
+    return q, scale, "1x128"
+
+
 def _placed(device: torch.device, layout: str, **dims: int) -> tuple[object, ...]:
     x, offs = _grouped(device, layout, **dims)
     padded, starts, _ = moe.pad_token_groups(x, offs)
@@ -243,6 +248,7 @@ _1X128_128X1: tuple[Rule, ...] = (
     (_over_100_mb, _of_copy(0.84)),
 )
 _128X128: tuple[Rule, ...] = ((always, _of_copy(0.84)),)
+_DEQUANTIZE: tuple[Rule, ...] = ((_over_100_mb, _of_copy(0.80)),)
 _PADDING: tuple[Rule, ...] = (
     (_many_tokens, _of_copy(0.92)),
     (is_("[16640, 5120] E=64"), Target("us", "<=", 100)),
@@ -276,6 +282,7 @@ CASES: dict[str, Case] = {
         Case("quantize_128x1", _groups, _grouped, moe.quantize_128x1, _128X1),
         Case("quantize_1x128_128x1", _blockwise_groups, _grouped, moe.quantize_1x128_128x1, _1X128_128X1),
         Case("quantize_128x128", _weights, _tensor, moe.quantize_128x128, _128X128),
+        Case("dequantize", _activations, _quantized, moe.dequantize, _DEQUANTIZE),
         Case("pad_token_groups", _token_groups, _grouped, moe.pad_token_groups, _PADDING),
         Case("pad_token_groups_to", _token_groups, _placed, moe.pad_token_groups_to, _PADDING),
         Case("unpad_token_groups", _token_groups, _padded, moe.unpad_token_groups, _PADDING, moved=_tokens_only),

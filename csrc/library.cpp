@@ -36,6 +36,8 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       "quantize_mx_weight(Tensor w, str scaling='rceil', ScalarType? dtype=None)"
       " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t)");
   m.def(
+      "dequantize(Tensor q, Tensor scale, str layout, Tensor? offs=None, ScalarType? out_dtype=None) -> Tensor");
+  m.def(
       "pad_token_groups(Tensor x, Tensor offs, int align=16)"
       " -> (Tensor x_padded, Tensor padded_starts, Tensor padded_offs)");
   m.def("pad_token_groups_to(Tensor x, Tensor offs, Tensor padded_starts, SymInt num_padded) -> Tensor");

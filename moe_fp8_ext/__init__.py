@@ -1,9 +1,9 @@
 """FP8 training of Mixture-of-Experts layers: quantized operands, grouped matmuls and a drop-in `grouped_mm`."""
 
-import torch  # noqa: F401  the extension resolves its symbols against the libraries that this loads
+import torch  # first: the extension resolves its symbols against the libraries that this loads
 
 try:
-    from moe_fp8_ext._C import build_info
+    from moe_fp8_ext._C import build_info, set_torch_has_mx_gemm
 except ImportError as error:
     raise ImportError(
         "moe_fp8_ext: the compiled extension could not be loaded; build it with `pip install .` against this torch, "
@@ -14,6 +14,7 @@ from moe_fp8_ext.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import (
     combine,
     combine_backward,
+    dequantize,
     pad_token_groups,
     pad_token_groups_to,
     permute_indices,
@@ -51,6 +52,9 @@ from moe_fp8_ext.ops import (
 )
 from moe_fp8_ext.recipes import RECIPES, Recipe, default_fp8_dtype, get_recipe, group_alignment
 
+# An option of torch's build, under two names so far. Known from the start, no call need try it and fail.
+set_torch_has_mx_gemm(any(option in torch.__config__.show() for option in ("USE_MSLK", "USE_FBGEMM_GENAI")))
+
 __version__ = build_info()["version"]
 
 __all__ = [
@@ -60,6 +64,7 @@ __all__ = [
     "combine",
     "combine_backward",
     "default_fp8_dtype",
+    "dequantize",
     "get_recipe",
     "group_alignment",
     "grouped_mm",

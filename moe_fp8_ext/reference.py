@@ -595,10 +595,73 @@ def combine_backward(
     return round_to(grad_y, grad.dtype), round_to(grad_scores, scores_dtype)
 
 
-def block_values(q: Tensor, scale: Tensor, rows: int = 1) -> Tensor:
-    """q [rows * i, K] times the scales of its blocks, [i, ceil(K / 128)], in float64; `rows` of q share one scale."""
-    of_row = scale.double().repeat_interleave(rows, 0)[: q.shape[0]]
-    return q.double() * of_row.repeat_interleave(shapes.BLOCK, 1)[:, : q.shape[1]]
+def e8m0_values(scale: Tensor) -> Tensor:
+    """2^(e - 127) of every byte e, NaN of 255, in float64."""
+    powers = torch.tensor([2.0 ** (e - 127) for e in range(E8M0_NAN)] + [math.nan], dtype=torch.float64)
+    return powers.to(scale.device)[scale.view(torch.uint8).long()]
+
+
+def spread(scale: Tensor, block: int, k: int) -> Tensor:
+    """scale [..., blocks] -> [..., k]: of every element that of its block, in float64."""
+    return scale.double().repeat_interleave(block, -1)[..., :k]
+
+
+def spread_blocked(scale: Tensor, rows: int, k: int) -> Tensor:
+    """The bytes of `blocked` scales, which may be followed by others -> [rows, k]."""
+    shape = rows, shapes.round_up(k, shapes.MX_BLOCK) // shapes.MX_BLOCK
+    of_matrix = scale.reshape(-1).view(torch.uint8)[: math.prod(shapes.swizzle_scales_2d(shape))]
+    return spread(e8m0_values(unblocked(of_matrix, *shape)), shapes.MX_BLOCK, k)
+
+
+def scales_of(q: Tensor, scale: Tensor, layout: str, offs: Tensor | None) -> list[tuple[tuple, Tensor]]:
+    """Parts of q, all that belong to a group, as indices, with the scales of their elements in float64."""
+    k, all_of_q = q.shape[-1], (slice(None),) * q.ndim
+    if layout == "rowwise":
+        return [(all_of_q, scale.double()[..., None])]
+    if layout == "1x128":
+        return [(all_of_q, spread(scale, shapes.BLOCK, k))]
+    if layout == "128x128":
+        return [(all_of_q, spread(scale.repeat_interleave(shapes.BLOCK, 1)[:, : q.shape[1]], shapes.BLOCK, k))]
+    if layout == "1x32":
+        return [(all_of_q, spread(e8m0_values(scale), shapes.MX_BLOCK, k))]
+    if layout == "1x32_blocked" and q.ndim == 3:
+        return [((e,), spread_blocked(scale[e], q.shape[1], k)) for e in range(q.shape[0])]
+    if layout == "1x32_blocked" and offs is None:
+        return [(all_of_q, spread_blocked(scale, q.shape[0], k))]
+    parts, block, at, width = [], 0, 0, scale.shape[0 if layout == "32x1_blocked" else 1]
+    for e, (start, end) in enumerate(group_bounds(offs, q.shape[0 if layout == "1x32_blocked" else 1])):
+        size, of_group = end - start, (slice(None), slice(start, end))
+        if layout == "colwise":
+            of_elements = scale[e, :, None].double()
+        elif layout == "128x1":
+            of_elements = spread(scale[:, block:], shapes.BLOCK, size)
+        elif layout == "1x32_blocked":  # the groups before take whole blocks of 128 rows, of so many columns
+            of_group, of_elements = (slice(start, end),), spread_blocked(scale.reshape(-1)[at * width :], size, k)
+            at += shapes.round_up(size, shapes.SCALE_ROWS)
+        else:  # whole blocks of 4 columns, of so many rows
+            of_elements = spread_blocked(scale.reshape(-1)[at * width :], q.shape[0], size)
+            at += shapes.round_up(shapes.round_up(size, shapes.MX_BLOCK) // shapes.MX_BLOCK, shapes.SCALE_COLUMNS)
+        block += shapes.round_up(size, shapes.BLOCK) // shapes.BLOCK
+        parts.append((of_group, of_elements))
+    return parts
+
+
+def dequantize(
+    q: Tensor, scale: Tensor, layout: str, offs: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """q and the scales of the quantizer that `layout` names -> q * scale in float32, rounded; 0 outside of groups."""
+    out = torch.zeros(q.shape, device=q.device)
+    for part, of_elements in scales_of(q, scale, layout, offs):
+        out[part] = q.float()[part] * of_elements.float()
+    return round_to(out, out_dtype or torch.bfloat16)
+
+
+def exact_values(q: Tensor, scale: Tensor, layout: str, offs: Tensor | None = None) -> Tensor:
+    """The same in float64, not rounded."""
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    for part, of_elements in scales_of(q, scale, layout, offs):
+        out[part] = q.double()[part] * of_elements
+    return out
 
 
 def scaled_grouped_mm(
@@ -616,27 +679,26 @@ def scaled_grouped_mm(
     a [M, K], b [E, K, N], scale_a [M], scale_b [E, N]: groups are rows of a; out [M, N], zero in tail rows.
     a [N, P], b [P, K], scale_a [E, N], scale_b [E, K]: groups are slices of P; out [E, N, K].
     With blocks of 128: scale_a [M, K / 128], scale_b [E, K / 128, N / 128]; scale_a [N, B], scale_b [B, K].
+    With blocks of 32: a and b.mT have blocked scales, by groups of rows and by expert, or both by groups of columns.
     """
-    e = offs.shape[0]
-    out = torch.zeros(shapes.scaled_grouped_mm(a.shape, b.shape, e), dtype=torch.float64, device=a.device)
-    block = 0
+    if block_size and b.ndim == 3:
+        of_a, of_b = ("1x128", "128x128") if block_size == shapes.BLOCK else ("1x32_blocked", "1x32_blocked")
+        a = exact_values(a, scale_a, of_a, offs if block_size == shapes.MX_BLOCK else None)
+        b = exact_values(b.mT, scale_b.mT if block_size == shapes.BLOCK else scale_b, of_b).mT
+    elif block_size:
+        layout = "128x1" if block_size == shapes.BLOCK else "32x1_blocked"
+        scale_b = scale_b.t() if block_size == shapes.BLOCK else scale_b
+        a, b = exact_values(a, scale_a, layout, offs), exact_values(b.t(), scale_b, layout, offs).t()
+    out = torch.zeros(shapes.scaled_grouped_mm(a.shape, b.shape, len(offs)), dtype=torch.float64, device=a.device)
     for e, (start, end) in enumerate(group_bounds(offs, a.shape[0 if b.ndim == 3 else 1])):
         if start == end:  # an empty group is zero whatever its scales are
             continue
-        if b.ndim == 3 and block_size:
-            of_a, of_b = block_values(a[start:end], scale_a[start:end]), block_values(b[e].t(), scale_b[e].t(), 128)
-            out[start:end] = of_a @ of_b.t()
-        elif b.ndim == 3:
-            product = a[start:end].double() @ b[e].double()
-            out[start:end] = product * scale_a[start:end, None].double() * scale_b[e].double()
-        elif block_size:
-            blocks = slice(block, block + shapes.round_up(end - start, shapes.BLOCK) // shapes.BLOCK)
-            of_a = block_values(a[:, start:end], scale_a[:, blocks])
-            out[e] = of_a @ block_values(b[start:end].t(), scale_b[blocks].t()).t()
-            block = blocks.stop
-        else:
-            product = a[:, start:end].double() @ b[start:end].double()
-            out[e] = product * scale_a[e, :, None].double() * scale_b[e].double()
+        rows = slice(start, end) if b.ndim == 3 else slice(None)
+        product = a[rows].double() @ b[e].double() if b.ndim == 3 else a[:, start:end].double() @ b[start:end].double()
+        if not block_size:
+            of_rows = scale_a[rows] if b.ndim == 3 else scale_a[e]
+            product = product * of_rows[:, None].double() * scale_b[e].double()
+        out[rows if b.ndim == 3 else e] = product
     return out.to(out_dtype or torch.bfloat16)
 
 

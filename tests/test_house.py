@@ -27,7 +27,7 @@ PYTHON = sorted(
     p for d in ("moe_fp8_ext", "tests", "bench", "examples", "build_backend") for p in (ROOT / d).rglob("*.py")
 )
 MAX_LINES = {"csrc": 320, "moe_fp8_ext": 400, "tests": 450, "bench": 400, "examples": 400}
-LONG_FILES = {PLATFORM: 620, "moe_fp8_ext/reference.py": 680}  # every vendor difference, every op: each in one place
+LONG_FILES = {PLATFORM: 630, "moe_fp8_ext/reference.py": 730}  # every vendor difference, every op: each in one place
 
 
 # Every op has everything

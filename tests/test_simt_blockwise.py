@@ -8,7 +8,6 @@ from helpers import (
     FP8_DTYPES,
     INPUT_DTYPES,
     LAYOUTS,
-    assert_same,
     corrupt_offs,
     group_offs,
     misaligned,
@@ -21,7 +20,7 @@ from simt_checks import ON_LINUX, check, exact_fp8, exact_scales
 from simt_kernels import SimtKernels
 from torch import Tensor
 
-from moe_fp8_ext import reference, shapes
+from moe_fp8_ext import shapes
 
 pytestmark = ON_LINUX
 E4M3, E5M2 = FP8_DTYPES[:2]
@@ -94,21 +93,3 @@ def test_scaled_grouped_mm_of_blocks(kernels, layout):
         a, b, blocks = exact_fp8(n, m, dtype=E4M3), exact_fp8(k, m, dtype=E4M3), -(-m // 128) + e
         scales = exact_scales(blocks, n).t(), exact_scales(blocks, k)
         check(kernels, "scaled_grouped_mm", a, b.t(), *scales, offs, torch.float32, None, 128)
-
-
-def test_dequantize_blocks(kernels):
-    """Whole blocks of rows, squares of experts, and groups along the columns, whose blocks begin anew."""
-    q, scale = exact_fp8(3, 140, 272, dtype=E4M3), exact_scales(3, 2, 3)
-    want = [reference.block_values(a, s, 128) for a, s in zip(q, scale, strict=True)]
-    assert_same(kernels.dequantize_blocks(q, scale, 128), torch.stack(want).bfloat16())
-    offs = torch.tensor([16, 16, 160, 272], dtype=torch.int32)
-    scale = exact_scales(5, 140).t()[None]
-    parts = [
-        reference.block_values(a, s)
-        for a, s in (
-            (q[0, :, :16], scale[0, :, :1]),
-            (q[0, :, 16:160], scale[0, :, 1:3]),
-            (q[0, :, 160:], scale[0, :, 3:]),
-        )
-    ]
-    assert_same(kernels.dequantize_blocks(q[:1], scale, 1, offs), torch.cat(parts, 1)[None].bfloat16())

@@ -12,7 +12,7 @@ import torch
 from moe_fp8_ext import grouped_mm, quantize_colwise, quantize_rowcol, quantize_rowwise, quantize_weight
 from moe_fp8_ext import pad_token_groups, pad_token_groups_to, scaled_grouped_mm, unpad_token_groups
 from moe_fp8_ext import permute_indices, permute_pad, permute_pad_quantize_rowcol, permute_pad_quantize_rowwise
-from moe_fp8_ext import combine, combine_backward, quantize_128x1, sort_tokens, unpermute
+from moe_fp8_ext import combine, combine_backward, dequantize, quantize_128x1, sort_tokens, unpermute
 
 device = sys.argv[1]
 x = torch.ones(32, 16, dtype=torch.bfloat16, device=device)
@@ -35,6 +35,7 @@ ops = {
     "quantize_128x1": lambda o: quantize_128x1(x, o),
     "scaled_grouped_mm": forward,
     "scaled_grouped_mm ": wgrad,
+    "dequantize": lambda o: dequantize(q.t().contiguous(), scale[:16].repeat(len(o), 1), "colwise", o),
     "pad_token_groups": lambda o: pad_token_groups(x, o),
     "pad_token_groups_to": lambda o: pad_token_groups_to(x, o, o - o.diff(prepend=o[:1] * 0), 32),
     "unpad_token_groups": lambda o: unpad_token_groups(x, o, torch.zeros_like(o), 32),

@@ -1,6 +1,6 @@
 #include "kernels/scaled_grouped_mm.h"
 
-#include "primitives/group_table.h"
+#include "primitives/operand.h"
 
 namespace moe_fp8 {
 namespace {
@@ -11,20 +11,11 @@ constexpr int kTileMN = 64, kTileK = 32, kPerThread = 4, kSide = kTileMN / kPerT
 constexpr int64_t kMaxBlocks = int64_t(1) << 30;
 constexpr int kPitch = kTileMN + 4;  // transposed tiles, padded against bank conflicts
 
-MOE_DEVICE float decode(Fp8Type type, uint8_t q) {
-  switch (type) {
-    case Fp8Type::kE4M3FN: return fp8_to_float<Fp8Type::kE4M3FN>(q);
-    case Fp8Type::kE5M2: return fp8_to_float<Fp8Type::kE5M2>(q);
-    case Fp8Type::kE4M3FNUZ: return fp8_to_float<Fp8Type::kE4M3FNUZ>(q);
-    default: return fp8_to_float<Fp8Type::kE5M2FNUZ>(q);
-  }
-}
-
 // Rows [row, row + 64) x sum indices [k, k + 32) of an operand, decoded, scaled if its scales are those of blocks, and
-// transposed; zeros outside.
+// transposed; zeros outside. Scales count the rows from scale_row.
 MOE_DEVICE void load_tile(float (&tile)[kTileK][kPitch], const float (&values)[256], const uint8_t* base,
-                          const OperandScales& scales, int64_t group, int block, int64_t stride, int64_t row,
-                          int64_t rows, int64_t k, int64_t k_end) {
+                          const OperandScales& scales, int64_t group, int64_t scale_row, ColumnBlock block,
+                          int64_t stride, int64_t row, int64_t rows, int64_t k, int64_t k_end) {
   const int t = threadIdx.x, r = t / 4, first = t % 4 * 8;
   const uint8_t* p = base + (row + r) * stride + k + first;
   Vec8 v = {};
@@ -37,7 +28,7 @@ MOE_DEVICE void load_tile(float (&tile)[kTileK][kPitch], const float (&values)[2
         if (k + first + i < k_end) v.w[i / 4] |= uint32_t(p[i]) << (8 * (i % 4));
     }
   }
-  const float scale = scales.blocks > 0 && row + r < rows ? scales.at(group, row + r, block) : 1.f;
+  const float scale = scales.block_size && row + r < rows ? scales.at(group, scale_row + row + r, block) : 1.f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) tile[first + i][r] = values[(v.w[i / 4] >> (8 * (i % 4))) & 0xffu] * scale;
 }
@@ -71,12 +62,14 @@ MOE_DEVICE void multiply_tile(const ScaledGroupedMmParams& p, const GroupTable& 
   float sum[kPerThread][kPerThread] = {};
   const int t = threadIdx.x, tm = t / kSide * kPerThread, tn = t % kSide * kPerThread;
   const int64_t a_group = p.groups_of_sum ? e : 0;
-  const int64_t of_group = p.groups_of_sum ? table.row[e] : 0;  // where blocks begin, and the first of them
-  const int first_block = p.groups_of_sum ? table.pos[e] / kBlock : 0;
-  for (; k < k_end; k += kTileK) {
-    const int block = first_block + int((k - of_group) / kBlock);
-    load_tile(shared.a_tile, shared.a_values, p.a, p.scale_a, a_group, block, p.a_stride, m, m_end, k, k_end);
-    load_tile(shared.b_tile, shared.b_values, b, p.scale_b, e, block, p.b_stride, n, p.N, k, k_end);
+  const bool blocked_rows = p.scale_a.layout == ScaleLayout::kBlocked && !p.groups_of_sum;
+  const int64_t scale_row = blocked_rows ? table.pos[e] - table.row[e] : 0;
+  for (; k < k_end; k += kTileK) {  // within a block
+    const ColumnBlock block = p.groups_of_sum ? block_of_group(p.scale_a, table, e, int(k) - table.row[e])
+                                              : p.scale_a.block(0, int(p.K), int(k));
+    load_tile(shared.a_tile, shared.a_values, p.a, p.scale_a, a_group, scale_row, block, p.a_stride, m, m_end, k,
+              k_end);
+    load_tile(shared.b_tile, shared.b_values, b, p.scale_b, e, 0, block, p.b_stride, n, p.N, k, k_end);
     __syncthreads();
 #pragma unroll 4
     for (int kk = 0; kk < kTileK; ++kk) {
@@ -94,7 +87,7 @@ MOE_DEVICE void multiply_tile(const ScaledGroupedMmParams& p, const GroupTable& 
     __syncthreads();
   }
 
-  const bool tail = e == p.E, scaled = p.scale_a.blocks > 0;
+  const bool tail = e == p.E, scaled = p.scale_a.block_size > 0;
   const int64_t out0 = a_group * p.M;
   const bool empty = p.groups_of_sum && table.rows(e) == 0;  // 0 even where the scale of nothing is not finite
 #pragma unroll
@@ -104,7 +97,7 @@ MOE_DEVICE void multiply_tile(const ScaledGroupedMmParams& p, const GroupTable& 
       const int64_t mm = m + tm + i, nn = n + tn + j;
       if (mm >= m_end || nn >= p.N) continue;
       float v = tail || empty ? 0.f : sum[i][j];
-      if (!tail && !empty && !scaled) v = v * p.scale_a.at(a_group, mm, 0) * p.scale_b.at(e, nn, 0);
+      if (!tail && !empty && !scaled) v = v * p.scale_a.at(a_group, mm, {}) * p.scale_b.at(e, nn, {});
       const int64_t at = (out0 + mm) * p.N + nn;
       if (p.out_float32) static_cast<float*>(p.out)[at] = v;
       else static_cast<uint16_t*>(p.out)[at] = BF16::from_float(v);
@@ -130,43 +123,10 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1)
   shared.b_values[t] = decode(p.b_type, uint8_t(t));
   const GroupTable table(table_words, int(p.E));
   const int extent = int(p.groups_of_sum ? p.K : p.M);
-  build_group_table(table, p.offs, int(p.E), extent, extent, p.scale_a.blocks > 0 && p.groups_of_sum ? kBlock : 1);
+  build_group_table(table, p.offs, int(p.E), extent, extent, p.scale_a.block_size ? kGroupScales : 1);
   const int64_t rows = row_tiles(p), columns = ceil_div<int64_t>(p.N, kTileMN);
   for (int64_t tile = blockIdx.x; tile < all_tiles(p); tile += gridDim.x)
     multiply_tile(p, table, shared, int(tile / rows / columns), tile % rows, tile / rows % columns);
-}
-
-// Eight neighbouring elements a thread.
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1)
-    dequantize_blocks_kernel(MOE_GRID_CONSTANT const DequantizeBlocksParams p) {
-  __shared__ float values[256];
-  __shared__ int table_words[GroupTable::words(kMaxExperts)];
-  static_assert(kThreads == 256);
-  wait_for_previous_kernel();
-  values[threadIdx.x] = decode(p.type, uint8_t(threadIdx.x));
-  const GroupTable table(table_words, p.groups);
-  if (p.offs) build_group_table(table, p.offs, p.groups, int(p.K), int(p.K), kBlock);
-  __syncthreads();
-  const int64_t of_row = p.K / 8, all = p.E * p.rows * of_row;
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < all; i += int64_t(gridDim.x) * kThreads) {
-    const int64_t line = i / of_row, e = line / p.rows, row = line % p.rows;
-    const int k = int(i % of_row) * 8;
-    int block = k / kBlock;
-    if (p.offs) {
-      const int g = GroupTable::find(table.row, p.groups, k);
-      block = table.pos[g] / kBlock + (k - table.row[g]) / kBlock;
-    }
-    const float scale = p.scale.at(e, row, block);
-    const Vec8 q = load_stream(reinterpret_cast<const Vec8*>(p.q + e * p.group_stride + row * p.row_stride + k));
-    Vec16 out;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const uint32_t bytes = q.w[w / 2] >> (16 * (w % 2));
-      const uint32_t lo = BF16::from_float(values[bytes & 0xffu] * scale);
-      out.w[w] = lo | uint32_t(BF16::from_float(values[bytes >> 8 & 0xffu] * scale)) << 16;
-    }
-    store_stream(reinterpret_cast<Vec16*>(p.out) + i, out);
-  }
 }
 
 struct PrepareOffs {
@@ -226,13 +186,6 @@ int scaled_grouped_mm(const ScaledGroupedMmParams& p, void* stream) {
   const int64_t most = p.done ? 2 * device().multiprocessors : kMaxBlocks;  // mostly they have nothing to do
   if (blocks > most) blocks = most;
   return launch(scaled_grouped_mm_kernel, {dim3(unsigned(blocks)), dim3(kThreads), stream}, p);
-}
-
-int dequantize_blocks(const DequantizeBlocksParams& p, void* stream) {
-  const int64_t blocks = ceil_div<int64_t>(p.E * p.rows * p.K / 8, kThreads), most = 16 * device().multiprocessors;
-  if (blocks == 0) return 0;
-  const dim3 grid(unsigned(blocks < most ? blocks : most));
-  return launch(dequantize_blocks_kernel, {grid, dim3(kThreads), stream}, p);
 }
 
 int prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple, void* stream) {

@@ -5,33 +5,22 @@
 // groups of the sum (2D x 2D):  a [M, K], b [N, K], out [E, M, N]; group e owns the columns [offs[e-1], offs[e])
 //   out[e, m, n] = scale_a[e, m] * scale_b[e, n] * sum_{k in e} a[m, k] * b[n, k]
 //
-// or, with scales of blocks of 128 along the sum (the blockwise recipe), every factor times the scale of its own block:
+// or, with scales of blocks along the sum, every factor times the scale of its own block:
 //   a[m, k] * scale_a(m, block(k)), b[e, n, k] * scale_b(e, n, block(k)); blocks begin anew with every group of a sum
+// of 128 elements, float32 (the blockwise recipe), or of 32, E8M0 in the blocked layout (MXFP8): by groups of rows for
+// a and by expert for b above, by groups of columns for both below.
 //
 // Sums are float32. Strides are in elements (bytes); out is contiguous.
 #pragma once
 #include "numerics/formats.h"
-#include "numerics/groups.h"
+#include "numerics/operand_scales.h"
 
 namespace moe_fp8 {
-
-// One scale a row of each group, or one for each of its blocks; several rows may share theirs.
-struct OperandScales {
-  const float* data;
-  int64_t group_stride, row_stride, block_stride;
-  int rows_each;  // rows that share
-  int blocks;     // along the sum; 0: a scale is that of a whole row
-
-  MOE_HD float at(int64_t group, int64_t row, int block) const {
-    const int last = blocks > 0 ? blocks - 1 : 0;  // what offsets of groups say is not trusted
-    return data[group * group_stride + row / rows_each * row_stride + (block < last ? block : last) * block_stride];
-  }
-};
 
 struct ScaledGroupedMmParams {
   const uint8_t* a;
   const uint8_t* b;
-  OperandScales scale_a, scale_b;
+  OperandScales scale_a, scale_b;  // block_size 0: one a row, of its group
   const int* offs;  // [E]
   void* out;
   int64_t E, M, N, K;
@@ -44,21 +33,6 @@ struct ScaledGroupedMmParams {
 
 // The portable kernel: any sizes, any alignment. 0, or the runtime's error code.
 int scaled_grouped_mm(const ScaledGroupedMmParams& p, void* stream);
-
-// An operand times the scales of its blocks, rounded to bfloat16: q [E, rows, K], group_stride and row_stride apart, to
-// out, contiguous. K, strides and pointers are multiples of 16. offs [groups], ends of groups along K at multiples of
-// 8, or null: one group.
-struct DequantizeBlocksParams {
-  const uint8_t* q;
-  OperandScales scale;
-  const int* offs;
-  uint16_t* out;
-  int64_t E, rows, K;
-  int64_t group_stride, row_stride;
-  int groups;
-  Fp8Type type;
-};
-int dequantize_blocks(const DequantizeBlocksParams& p, void* stream);
 
 // Around a native GEMM that trusts its offsets and leaves tail rows unwritten:
 // safe_offs [E + 1] receives offs clamped into [0, limit], made monotonic and, when multiple > 1, rounded down to it.

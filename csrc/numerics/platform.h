@@ -80,6 +80,19 @@ constexpr bool kConvertsHalf = false;
 MOE_HD float half_to_float(uint32_t) { return 0; }
 #endif
 
+// Two floats to bfloat16, to nearest even, `lo` in the low half, where the chip converts; it has its own NaN.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+constexpr bool kConvertsToBF16 = true;
+MOE_DEVICE uint32_t to_bf16x2(float lo, float hi) {
+  uint32_t d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+#else
+constexpr bool kConvertsToBF16 = false;
+MOE_HD uint32_t to_bf16x2(float, float) { return 0; }
+#endif
+
 // The E8M0 byte of a positive float, rounded up to a power of two, where the chip converts.
 #if defined(__CUDA_ARCH__) && (defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL))
 constexpr bool kConvertsE8M0 = true;

@@ -2,36 +2,12 @@
 
 #include "ops/common.h"
 #include "ops/cpu_loops.h"
+#include "ops/leading.h"
 
 namespace moe_fp8 {
 namespace {
 
 constexpr const char* kOp = "quantize_rowwise";
-
-// x's leading dimensions as two: [outer, rows]. Empty where the strides do not allow it.
-struct Rows { int64_t outer, rows, outer_stride, row_stride; };
-std::optional<Rows> as_rows(const Tensor& x) {
-  Rows r = {1, 1, 0, 0};
-  int64_t d = x.dim - 2;
-  auto merge = [&](int64_t& size, int64_t& stride) {
-    for (; d >= 0; --d) {
-      if (x.sizes[d] == 1) continue;
-      if (size > 1 && x.strides[d] != size * stride) return;
-      if (size == 1) stride = x.strides[d];
-      size *= x.sizes[d];
-    }
-  };
-  merge(r.rows, r.row_stride);
-  merge(r.outer, r.outer_stride);
-  if (d >= 0) return std::nullopt;
-  return r;
-}
-Tensor contiguous(const Tensor& x) {
-  const auto copy = torch::stable::contiguous(torch::stable::Tensor(share(x.handle).release()));
-  AtenTensorHandle handle = nullptr;
-  check_torch(aoti_torch_new_tensor_handle(copy.get(), &handle));
-  return Tensor(handle);
-}
 
 }  // namespace
 
@@ -44,10 +20,10 @@ Results<2> quantize_rowwise_op(const Tensor& input, std::optional<int32_t> dtype
   const Fp8Type out = call.out_type(dtype);
   const int64_t K = input.sizes[input.dim - 1];
 
-  std::optional<Rows> rows = as_rows(input);
+  std::optional<LeadingRows> rows = as_rows(input);
   std::optional<Tensor> copy;
   if (!rows) rows = as_rows(copy.emplace(contiguous(input)));
-  if (input.empty() && K > 0) rows = Rows{1, 0, 0, 0};
+  if (input.empty() && K > 0) rows = LeadingRows{1, 0, 0, 0};
   const Tensor& x = copy ? *copy : input;
 
   Handle q = call.empty(input.sizes, input.dim, kFp8Dtypes[int(out)]);

@@ -1,16 +1,21 @@
 #include "kernels/scaled_grouped_mm.h"
 
-#include "ops/common.h"
-#include "ops/cpu_loops.h"
+#include "kernels/dequantize.h"
+#include "ops/dequantize.h"
+#include "ops/scaled_grouped_mm.h"
 
 namespace moe_fp8 {
+
+bool torch_has_mx_gemm = false;
+
 namespace {
 
 constexpr const char* kOp = "scaled_grouped_mm";
 
 void check_scale(const char* arg, const Tensor& s, std::initializer_list<int64_t> sizes, const Tensor& a,
-                 bool any_strides) {
-  if (s.dtype != kFloat32) fail(kOp, ": ", arg, " must be float32, got ", dtype_name(s.dtype));
+                 bool any_strides, int32_t dtype = kFloat32) {
+  if (s.dtype != dtype)
+    fail(kOp, ": ", arg, " must be ", dtype_name(dtype).substr(6), ", got ", dtype_name(s.dtype));
   const int64_t dim = int64_t(sizes.size());
   check_dim(kOp, arg, s, dim);
   for (int64_t i = 0; i < dim; ++i)
@@ -28,8 +33,8 @@ void set_row_scales(ScaledGroupedMmParams& p, const Tensor& scale_a, const Tenso
   if (p.groups_of_sum) check_scale("scale_a", scale_a, {p.E, p.M}, a, false);
   else check_scale("scale_a", scale_a, {p.M}, a, false);
   check_scale("scale_b", scale_b, {p.E, p.N}, a, false);
-  p.scale_a = {scale_a.as<float>(), p.M, 1, 0, 1, 0};
-  p.scale_b = {scale_b.as<float>(), p.N, 1, 0, 1, 0};
+  p.scale_a = {scale_a.data, p.M, 1, 0, 0};
+  p.scale_b = {scale_b.data, p.N, 1, 0, 0};
 }
 void set_block_scales(ScaledGroupedMmParams& p, const Tensor& scale_a, const Tensor& scale_b, const Tensor& a,
                       const Tensor& offs) {
@@ -52,16 +57,33 @@ void set_block_scales(ScaledGroupedMmParams& p, const Tensor& scale_a, const Ten
     check_scale("scale_a", scale_a, {p.M, blocks}, a, true);
     check_scale("scale_b", scale_b, {blocks, p.N}, a, true);
     check_size(kOp, "a", padded_extent(p.K, p.E, kBlock), "columns with padding");
-    p.scale_a = {scale_a.as<float>(), 0, scale_a.strides[0], scale_a.strides[1], 1, int(blocks)};
-    p.scale_b = {scale_b.as<float>(), 0, scale_b.strides[1], scale_b.strides[0], 1, int(blocks)};
+    p.scale_a = {scale_a.data, 0, scale_a.strides[0], scale_a.strides[1], int(blocks), kBlock};
+    p.scale_b = {scale_b.data, 0, scale_b.strides[1], scale_b.strides[0], int(blocks), kBlock};
   } else {
     check_scale("scale_a", scale_a, {p.M, of_sum}, a, true);
     check_scale("scale_b", scale_b, {p.E, of_sum, ceil_div<int64_t>(p.N, kBlock)}, a, true);
     const int64_t* b = scale_b.strides;
-    p.scale_a = {scale_a.as<float>(), 0, scale_a.strides[0], scale_a.strides[1], 1, int(of_sum)};
-    p.scale_b = {scale_b.as<float>(), b[0], b[2], b[1], kBlock, int(of_sum)};
+    p.scale_a = {scale_a.data, 0, scale_a.strides[0], scale_a.strides[1], int(of_sum), kBlock};
+    p.scale_b = {scale_b.data, b[0], b[2], b[1], int(of_sum), kBlock, 7};
   }
-  if (p.scale_a.blocks == 0) p.scale_a.blocks = p.scale_b.blocks = 1;  // nothing to sum: no scale is read
+}
+void set_mx_scales(ScaledGroupedMmParams& p, const Tensor& scale_a, const Tensor& scale_b, const Tensor& a) {
+  const int64_t of_sum = ceil_div<int64_t>(p.K, kMxBlock), columns = padded_scale_columns(of_sum);
+  const int64_t rows_a = padded_scale_rows(p.M), rows_b = padded_scale_rows(p.N);
+  if (p.groups_of_sum) {
+    const int64_t of_groups = grouped_scale_columns(of_sum, p.E);
+    check_scale("scale_a", scale_a, {rows_a, of_groups}, a, false, kE8M0);
+    check_scale("scale_b", scale_b, {rows_b, of_groups}, a, false, kE8M0);
+    check_size(kOp, "a", padded_extent(p.K, p.E, kGroupScales), "columns with padding");
+  } else {
+    check_scale("scale_a", scale_a, {grouped_scale_rows(p.M, p.E), columns}, a, false, kE8M0);
+    check_scale("scale_b", scale_b, {p.E, rows_b * columns}, a, false, kE8M0);
+    check_size(kOp, "a", padded_extent(p.M, p.E, kGroupScales), "rows with padding");
+  }
+  constexpr auto kBlocked = ScaleLayout::kBlocked;
+  p.scale_a = {scale_a.data, 0, 0, p.groups_of_sum ? rows_a : 0, int(of_sum), kMxBlock, 0, kBlocked};
+  p.scale_b = {scale_b.data, p.groups_of_sum ? 0 : rows_b * columns, 0, p.groups_of_sum ? rows_b : 0, int(of_sum),
+               kMxBlock, 0, kBlocked};
 }
 
 #if defined(MOE_FP8_GPU)
@@ -74,10 +96,17 @@ bool are_aligned(const ScaledGroupedMmParams& p, int64_t n) {
   const bool sizes = p.N % n == 0 && p.K % 16 == 0 && (!p.groups_of_sum || p.M % n == 0) && p.M * p.N * p.K > 0;
   return sm >= 90 && sm < 110 && strides && pointers && sizes && p.E >= 1 && p.E < 1024 && !p.out_float32;
 }
-// What torch's own fp8 grouped GEMM takes, and what its bfloat16 one; everything else goes to the portable kernel.
-bool torch_takes(const ScaledGroupedMmParams& p) {
-  if (p.scale_a.blocks > 0) return are_aligned(p, 8);
-  return are_aligned(p, 16) && p.a_type == Fp8Type::kE4M3FN && p.b_type == Fp8Type::kE4M3FN;
+// torch's own fp8 grouped GEMM, with float scales of rows or with blocked E8M0 ones; its bfloat16 one, for operands
+// that are dequantized first; or ours.
+enum class Gemm { kPortable, kFp8, kBF16 };
+Gemm choose_gemm(const ScaledGroupedMmParams& p) {
+  const bool e4m3 = p.a_type == Fp8Type::kE4M3FN && p.b_type == Fp8Type::kE4M3FN;
+  const bool rowwise = p.scale_a.block_size == 0;
+  const auto scale_bits = reinterpret_cast<uintptr_t>(p.scale_a.data) | reinterpret_cast<uintptr_t>(p.scale_b.data);
+  const bool mx = p.scale_a.block_size == kMxBlock && torch_has_mx_gemm && compute_capability() >= 100 &&
+                  p.K % kMxBlock == 0 && scale_bits % 16 == 0;
+  if ((rowwise || mx) && e4m3 && are_aligned(p, 16)) return Gemm::kFp8;
+  return !rowwise && are_aligned(p, 8) ? Gemm::kBF16 : Gemm::kPortable;
 }
 
 // The fp8 GEMM: out [M, N] or [E, M, N].
@@ -85,8 +114,10 @@ Handle fp8_gemm(const ScaledGroupedMmParams& p, const Handle& offs, const Tensor
                 const Tensor& scale_a, const Tensor& scale_b, bool use_fast_accum) {
   const auto none = word(std::nullopt);
   const int64_t rows = p.groups_of_sum ? p.E * p.M : p.M;
-  StableIValue stack[] = {word(share(a.handle)), word(share(b.handle)), word(view(scale_a.handle, {rows}, {1})),
-                          word(p.groups_of_sum ? view(scale_b.handle, {p.E * p.N}, {1}) : share(scale_b.handle)),
+  const bool rowwise = p.scale_a.block_size == 0, flat_b = rowwise && p.groups_of_sum;
+  StableIValue stack[] = {word(share(a.handle)), word(share(b.handle)),
+                          word(rowwise ? view(scale_a.handle, {rows}, {1}) : share(scale_a.handle)),
+                          word(flat_b ? view(scale_b.handle, {p.E * p.N}, {1}) : share(scale_b.handle)),
                           optional_word(view(offs, {p.E}, {1})), none, none, word(std::optional(kBFloat16)),
                           word(use_fast_accum)};
   return call_torch("aten::_scaled_grouped_mm", "", stack);
@@ -94,12 +125,13 @@ Handle fp8_gemm(const ScaledGroupedMmParams& p, const Handle& offs, const Tensor
 // The bfloat16 GEMM of operands that are dequantized first.
 Handle bf16_gemm(const Call& call, const ScaledGroupedMmParams& p, const Handle& offs) {
   const int64_t experts = p.groups_of_sum ? 1 : p.E;
-  const int* groups = p.groups_of_sum ? data<int>(offs) : nullptr;
+  const Groups of_b = p.groups_of_sum ? Groups::kColumns : Groups::kNone;
+  const Groups of_a = p.scale_a.layout == ScaleLayout::kBlocked && !p.groups_of_sum ? Groups::kRows : of_b;
   const Handle a = call.empty({p.M, p.K}, kBFloat16), b = call.empty({experts, p.N, p.K}, kBFloat16);
-  call.check(dequantize_blocks({p.a, p.scale_a, groups, data<uint16_t>(a), 1, p.M, p.K, 0, p.a_stride, int(p.E),
-                                p.a_type}, call.stream()));
-  call.check(dequantize_blocks({p.b, p.scale_b, groups, data<uint16_t>(b), experts, p.N, p.K, p.b_group_stride,
-                                p.b_stride, int(p.E), p.b_type}, call.stream()));
+  call.check(dequantize({p.a, p.scale_a, data<int>(offs), data(a), 1, p.M, p.K, 0, p.a_stride, int(p.E), of_a, p.a_type,
+                         InType::kBF16}, call.stream()));
+  call.check(dequantize({p.b, p.scale_b, data<int>(offs), data(b), experts, p.N, p.K, p.b_group_stride, p.b_stride,
+                         int(p.E), of_b, p.b_type, InType::kBF16}, call.stream()));
   const auto none = word(std::nullopt);
   StableIValue stack[] = {word(share(a)), word(p.groups_of_sum ? view(b, {p.K, p.N}, {1, p.K})
                                                               : view(b, {p.E, p.K, p.N}, {p.N * p.K, 1, p.K})),
@@ -108,16 +140,17 @@ Handle bf16_gemm(const Call& call, const ScaledGroupedMmParams& p, const Handle&
 }
 
 // torch trusts the offsets and leaves tail rows unwritten: hand it safe offsets, then zero. In the 2D x 2D form it
-// needs multiples of 16 bytes; only the device knows whether the caller's are, and if not, the portable kernel has the
-// say.
-Handle torch_grouped_mm(const Call& call, ScaledGroupedMmParams p, const Tensor& a, const Tensor& b,
+// needs multiples of 16 bytes, or of 32 for E8M0 scales; only the device knows whether the caller's are, and if not,
+// the portable kernel has the say.
+Handle torch_grouped_mm(const Call& call, ScaledGroupedMmParams p, Gemm gemm, const Tensor& a, const Tensor& b,
                         const Tensor& scale_a, const Tensor& scale_b, bool use_fast_accum) {
-  const bool blockwise = p.scale_a.blocks > 0;
   const Handle safe = call.empty({p.E + 1}, kInt32);
   int* safe_offs = data<int>(safe);
-  const int multiple = !p.groups_of_sum ? 1 : blockwise ? 8 : 16, limit = int(p.groups_of_sum ? p.K : p.M);
+  const bool native = gemm == Gemm::kFp8;
+  const int multiple = !p.groups_of_sum ? 1 : !native ? 8 : p.scale_a.block_size ? kMxBlock : 16;
+  const int limit = int(p.groups_of_sum ? p.K : p.M);
   call.check(prepare_offs(p.offs, safe_offs, int(p.E), limit, multiple, call.stream()));
-  Handle out = blockwise ? bf16_gemm(call, p, safe) : fp8_gemm(p, safe, a, b, scale_a, scale_b, use_fast_accum);
+  Handle out = native ? fp8_gemm(p, safe, a, b, scale_a, scale_b, use_fast_accum) : bf16_gemm(call, p, safe);
   if (!p.groups_of_sum) {
     call.check(zero_rows(data(out), safe_offs + p.E, p.M, p.N * 2, call.stream()));
     return out;
@@ -132,22 +165,17 @@ Handle torch_grouped_mm(const Call& call, ScaledGroupedMmParams p, const Tensor&
 
 // ---- CPU -----------------------------------------------------------------------------------------------------------
 // Rows [0, rows) and sum indices [0, n) of an operand as float32 [rows, n], times the scales of its blocks, if it has
-// such, from `block` on.
+// such: those of the rows from scale_row and of the columns from block number `first` on.
 Handle dequantize(const Call& call, Fp8Type type, const uint8_t* q, const OperandScales& scales, int64_t group,
-                  int block, int64_t stride, int64_t rows, int64_t n) {
-  std::array<float, 256> values;
-  dispatch_fp8<F32>(type, [&](auto, auto tag) {
-    for (int i = 0; i < 256; ++i) values[i] = fp8_to_float<decltype(tag)::value>(uint8_t(i));
-    return 0;
-  });
+                  int64_t scale_row, int64_t first, int64_t stride, int64_t rows, int64_t n) {
+  const OperandScales of_blocks = scales.block_size ? scales : OperandScales{};
+  const std::array<float, 256> values = decoded(type);
+  std::vector<Segment> segments;
+  add_segments(segments, of_blocks, 0, n, int(first));
   Handle out = call.empty({rows, n}, kFloat32);
-  parallel(rows, rows * n, [&, to = data<float>(out)](int64_t begin, int64_t end) {
+  parallel(rows, rows * n, [&, to = data<uint32_t>(out)](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
-      for (int64_t k = 0; k < n; k += kBlock) {
-        const float scale = scales.blocks > 0 ? scales.at(group, r, block + int(k / kBlock)) : 1.f;
-        const int64_t stop = std::min<int64_t>(n, k + kBlock);
-        for (int64_t i = k; i < stop; ++i) to[r * n + i] = values[q[r * stride + i]] * scale;
-      }
+      dequantize_row<F32>(values, of_blocks, group, scale_row + r, segments, q + r * stride, to + r * n);
   });
   return out;
 }
@@ -163,24 +191,26 @@ void cpu_grouped_mm(const Call& call, const ScaledGroupedMmParams& p) {
   const std::vector<int> ends = safe_ends(p.offs, p.E, p.groups_of_sum ? p.K : p.M);
   const int64_t out_rows = p.groups_of_sum ? p.E * p.M : p.M;
   std::memset(p.out, 0, out_rows * p.N * (p.out_float32 ? 4 : 2));
-  int block = 0;  // first of the group, along the sum
-  for (int64_t e = 0, start = 0, blocks = 0; e < p.E; start = ends[e++], block += int(blocks)) {
-    blocks = p.groups_of_sum ? ceil_div<int64_t>(ends[e] - start, kBlock) : 0;
+  const bool blocked_rows = p.scale_a.layout == ScaleLayout::kBlocked && !p.groups_of_sum;
+  int64_t at = 0;  // of the group's scales, in rows or columns
+  for (int64_t e = 0, start = 0, next = 0; e < p.E; start = ends[e++], at = next) {
     const int64_t size = ends[e] - start, rows = p.groups_of_sum ? p.M : size, n = p.groups_of_sum ? size : p.K;
+    next = at + round_up<int64_t>(size, kGroupScales);
     if (rows == 0 || p.N == 0 || (p.groups_of_sum && n == 0)) continue;
     const uint8_t* of_a = p.a + start * (p.groups_of_sum ? 1 : p.a_stride);
     const uint8_t* of_b = p.b + (p.groups_of_sum ? start : e * p.b_group_stride);
-    OperandScales scale_of_a = p.scale_a;
-    if (!p.groups_of_sum) scale_of_a.data += start * scale_of_a.row_stride;
-    const Handle a = dequantize(call, p.a_type, of_a, scale_of_a, e, block, p.a_stride, rows, n);
-    const Handle b = dequantize(call, p.b_type, of_b, p.scale_b, e, block, p.b_stride, p.N, n);
+    const int64_t scale_row = blocked_rows ? at : p.groups_of_sum ? 0 : start;
+    const int64_t block = p.groups_of_sum && p.scale_a.block_size ? at / p.scale_a.block_size : 0;
+    const Handle a = dequantize(call, p.a_type, of_a, p.scale_a, e, scale_row, block, p.a_stride, rows, n);
+    const Handle b = dequantize(call, p.b_type, of_b, p.scale_b, e, 0, block, p.b_stride, p.N, n);
     const Handle sum = multiply(call, a, b, rows, p.N, n);
     const int64_t first = p.groups_of_sum ? e * p.M : start;  // of the group's rows in out and scale_a
     parallel(rows, rows * p.N, [&, from = data<float>(sum), N = p.N](int64_t begin, int64_t end) {
-      const bool rowwise = p.scale_a.blocks == 0;
-      const float* scale_b = p.scale_b.data + e * N;
+      const bool rowwise = p.scale_a.block_size == 0;
+      const float* scales_a = static_cast<const float*>(p.scale_a.data);
+      const float* scale_b = static_cast<const float*>(p.scale_b.data) + (rowwise ? e * N : 0);
       for (int64_t r = begin; r < end; ++r) {
-        const float scale_a = rowwise ? p.scale_a.data[first + r] : 1.f;
+        const float scale_a = rowwise ? scales_a[first + r] : 1.f;
         const int64_t row = (first + r) * N;
         auto scaled = [=](int64_t c) { return rowwise ? from[r * N + c] * scale_a * scale_b[c] : from[r * N + c]; };
         if (p.out_float32) for (int64_t c = 0; c < N; ++c) static_cast<float*>(p.out)[row + c] = scaled(c);
@@ -196,7 +226,8 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
                                 const Tensor& offs, std::optional<int32_t> out_dtype, bool use_fast_accum,
                                 std::optional<int64_t> block_size) {
   ScaledGroupedMmParams p = {};
-  if (block_size && *block_size != kBlock) fail(kOp, ": block_size must be None or ", kBlock, ", got ", *block_size);
+  if (block_size && *block_size != kBlock && *block_size != kMxBlock)
+    fail(kOp, ": block_size must be None, ", kMxBlock, " or ", kBlock, ", got ", *block_size);
   p.a_type = fp8_type(kOp, "a", a.dtype);
   p.b_type = fp8_type(kOp, "b", b.dtype);
   check_dim(kOp, "a", a, 2);
@@ -220,7 +251,8 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
       fail(kOp, ": b must hold one expert for each of the ", p.E, " entries of offs, got ", b.sizes[0]);
     p.b_group_stride = b.strides[0];
   }
-  if (block_size) set_block_scales(p, scale_a, scale_b, a, offs);
+  if (block_size == kMxBlock) set_mx_scales(p, scale_a, scale_b, a);
+  else if (block_size) set_block_scales(p, scale_a, scale_b, a, offs);
   else set_row_scales(p, scale_a, scale_b, a);
   const int32_t dtype = out_dtype.value_or(kBFloat16);
   if (dtype != kBFloat16 && dtype != kFloat32)
@@ -235,8 +267,9 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
 
   Handle out;
 #if defined(MOE_FP8_GPU)
-  if (a.on_gpu() && torch_takes(p)) {
-    out = torch_grouped_mm(call, p, a, b, scale_a, scale_b, use_fast_accum);
+  const Gemm gemm = a.on_gpu() ? choose_gemm(p) : Gemm::kPortable;
+  if (gemm != Gemm::kPortable) {
+    out = torch_grouped_mm(call, p, gemm, a, b, scale_a, scale_b, use_fast_accum);
     return results(out);
   }
 #endif

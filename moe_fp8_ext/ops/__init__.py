@@ -1,6 +1,7 @@
 """Typed wrappers of torch.ops.moe_fp8.*, one module an op family: docstring and fake implementation."""
 
 from moe_fp8_ext.ops.combine import combine, combine_backward
+from moe_fp8_ext.ops.dequantize import dequantize
 from moe_fp8_ext.ops.permute import permute_indices, permute_pad, unpermute
 from moe_fp8_ext.ops.permute_quantize import (
     permute_pad_quantize_1x128,
@@ -38,6 +39,7 @@ from moe_fp8_ext.ops.token_groups import pad_token_groups, pad_token_groups_to, 
 __all__ = [
     "combine",
     "combine_backward",
+    "dequantize",
     "pad_token_groups",
     "pad_token_groups_to",
     "permute_indices",

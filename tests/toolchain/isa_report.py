@@ -30,7 +30,8 @@ RULES = (
     Rule(r"quantize_1x128_kernel<.*, false>", vector_loads=False),
     Rule(r"quantize_tiles_kernel<TileTraits<.*\(Access\)2> >", vector_loads=False),  # misaligned, element by element
     Rule(r"quantize_(rowwise|rowwise_beside|strips|1x128|tiles)_kernel<.*>"),
-    Rule(r"scaled_grouped_mm_kernel|dequantize_blocks_kernel|copy_rows_kernel<Vec16>", casts=False),
+    Rule(r"scaled_grouped_mm_kernel|dequantize_kernel<\w+, 8>|copy_rows_kernel<Vec16>", casts=False),
+    Rule(r"dequantize_kernel<.*>", vector_loads=False, casts=False),  # a word for 16 bytes of float32; misaligned ones
     Rule(r"copy_rows_kernel<.*>", vector_loads=False, casts=False),  # rows that are not multiples of 16 bytes
     Rule(r"token_groups_kernel<\w+>|permute_indices_kernel", vector_loads=False, casts=False),  # an index a row
     Rule(

@@ -59,6 +59,39 @@ def build(folder: Path, waves: tuple[int, ...]) -> dict[int, Path]:
     return libraries
 
 
+class _Scales(ctypes.Structure):
+    """struct Scales of shim.cpp."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("group_stride", "row_stride", "block_stride", "blocks", "block_size")),
+        *((name, ctypes.c_int64) for name in ("rows_log2", "layout")),
+    )
+
+    @classmethod
+    def of(cls, q: Tensor, scale: Tensor, layout: str) -> _Scales:
+        """Of an operand q [..., rows, K] by the layouts of `dequantize`."""
+        rows, block = q.shape[-2], 32 if "32" in layout else 128 if "128" in layout else 0
+        blocks, *strides = -(-q.shape[-1] // block) if block else 1, *scale.stride()
+        if layout == "rowwise of group":  # one a row, of each group
+            what = 0 if scale.ndim == 1 else strides[0], 1, 0, 1, 0, 0, 0
+        elif layout == "rowwise":
+            what = rows, 1, 0, 1, 0, 0, 0
+        elif layout == "colwise":
+            what = 0, 1, rows, scale.shape[0], 0, 0, 0
+        elif layout == "128x128":
+            what = *strides, blocks, block, 7, 0
+        elif layout in ("1x128", "128x1"):
+            what = 0, *strides, scale.shape[1], block, 0, 0
+        elif layout == "1x32":
+            what = rows * blocks, blocks, 1, blocks, block, 0, 1
+        elif layout == "32x1_blocked":
+            what = 0, 0, shapes.round_up(rows, 128), blocks, block, 0, 2
+        else:
+            what = scale.shape[1] if q.ndim == 3 else 0, 0, 0, blocks, block, 0, 2
+        return cls(scale.data_ptr(), *what)
+
+
 class SimtKernels:
     """Each method allocates its outputs in guarded memory, full of 0xFF, and raises RuntimeError if a launch fails."""
 
@@ -134,21 +167,31 @@ class SimtKernels:
         what_a = a, FP8_TYPES.index(a.dtype), *a.shape, a.stride(0)
         what_b = b, FP8_TYPES.index(b.dtype), b.shape[-1], b.stride(-1), 0 if groups_of_sum else b.stride(0)
         is_float32 = out_dtype == torch.float32
-        of_a, of_b, blocks = (1, 0), (scale_b.shape[1], 1, 0), 0  # strides of scales: group, row, block
-        if block_size:
-            of_a, blocks = scale_a.stride(), scale_a.shape[1]
-            of_b = (0, *scale_b.stride()[::-1]) if groups_of_sum else (scale_b.stride(0), *scale_b.stride()[:0:-1])
-        how = groups_of_sum, scale_a, *of_a, scale_b, *of_b, blocks, offs, e, is_float32, done
-        self._call("scaled_grouped_mm", memory, *what_a, *what_b, *how, out)
+        if block_size == 32:
+            of_a, of_b = ("32x1_blocked",) * 2 if groups_of_sum else ("1x32_blocked rows", "1x32_blocked")
+        elif block_size:
+            of_a, of_b = ("128x1",) * 2 if groups_of_sum else ("1x128", "128x128")
+            scale_b = scale_b.mT
+        else:
+            of_a, of_b = "rowwise of group", "rowwise of group"
+        of_a, of_b = _Scales.of(a, scale_a, of_a), _Scales.of(b.mT, scale_b, of_b)
+        what = groups_of_sum, ctypes.byref(of_a), ctypes.byref(of_b), offs, e, is_float32, done
+        self._call("scaled_grouped_mm", memory, *what_a, *what_b, *what, out)
         return out
 
-    def dequantize_blocks(self, q: Tensor, scale: Tensor, rows_each: int = 1, offs: Tensor | None = None) -> Tensor:
-        """q [E, rows, K] times scale [E, rows / rows_each, blocks], to bfloat16."""
-        memory = GuardedMemory()
+    def dequantize(
+        self, q: Tensor, scale: Tensor, layout: str, offs: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        memory, out_dtype = GuardedMemory(), out_dtype or torch.bfloat16
         q, scale, offs = memory.copy(q), memory.copy(scale), None if offs is None else memory.copy(offs)
-        out, groups = memory.empty(tuple(q.shape), torch.bfloat16), 0 if offs is None else offs.shape[0]
-        what = q, FP8_TYPES.index(q.dtype), *q.shape, *q.stride()[:2], scale, *scale.stride(), rows_each, scale.shape[2]
-        self._call("dequantize_blocks", memory, *what, offs, groups, out)
+        out, (*outer, rows, k) = memory.empty(tuple(q.shape), out_dtype), q.shape
+        of_rows = offs is not None and layout == "1x32_blocked"
+        scales = _Scales.of(q, scale, layout + " rows" * of_rows)
+        groups = 0 if offs is None else 1 if of_rows else 2  # enum class Groups
+        strides = q.stride()[:2] if outer else (0, q.stride(0))
+        what = q, FP8_TYPES.index(q.dtype), *(outer or [1]), rows, k, *strides, ctypes.byref(scales)
+        how = offs, 0 if offs is None else offs.shape[0], groups, IN_TYPES.index(out_dtype)
+        self._call("dequantize", memory, *what, *how, out)
         return out
 
     def permute_pad(self, x: Tensor, indices: Tensor, top_k: int = 1) -> Tensor:
@@ -391,6 +434,8 @@ def _as_c(value: Tensor | int | bool | None) -> object:
         return ctypes.c_void_p(value.data_ptr())
     if value is None:
         return ctypes.c_void_p(None)
+    if not isinstance(value, (bool, int, float)):  # a structure by reference
+        return value
     return ctypes.c_bool(value) if isinstance(value, bool) else ctypes.c_int64(value)
 
 

@@ -3,6 +3,7 @@
 
 #include "kernels/combine.h"
 #include "kernels/copy_rows.h"
+#include "kernels/dequantize.h"
 #include "kernels/device.h"
 #include "kernels/invert.h"
 #include "kernels/permute.h"
@@ -73,32 +74,36 @@ extern "C" const char* simt_quantize_blockwise(int direction, const void* x, int
   return outcome(kLaunch[direction](p, nullptr));
 }
 
+struct Scales {  // as simt_kernels.py fills it
+  const void* data;
+  int64_t group_stride, row_stride, block_stride, blocks, block_size, rows_log2, layout;
+
+  OperandScales get() const {
+    return {data, group_stride, row_stride, block_stride, int(blocks), int(block_size), int(rows_log2),
+            ScaleLayout(layout)};
+  }
+};
+
 extern "C" const char* simt_scaled_grouped_mm(const uint8_t* a, int a_type, int64_t M, int64_t K, int64_t a_stride,
                                               const uint8_t* b, int b_type, int64_t N, int64_t b_stride,
-                                              int64_t b_group_stride, bool groups_of_sum, const float* scale_a,
-                                              int64_t a_scale_row, int64_t a_scale_block, const float* scale_b,
-                                              int64_t b_scale_group, int64_t b_scale_row, int64_t b_scale_block,
-                                              int64_t blocks, const int* offs, int64_t E, bool out_float32,
+                                              int64_t b_group_stride, bool groups_of_sum, const Scales* scale_a,
+                                              const Scales* scale_b, const int* offs, int64_t E, bool out_float32,
                                               const int* done, void* out) {
-  const int rows_each = blocks && !groups_of_sum ? kBlock : 1;
   const ScaledGroupedMmParams p = {
-      .a = a, .b = b, .scale_a = {scale_a, blocks ? 0 : M, a_scale_row, a_scale_block, 1, int(blocks)},
-      .scale_b = {scale_b, b_scale_group, b_scale_row, b_scale_block, rows_each, int(blocks)}, .offs = offs, .out = out, .E = E, .M = M, .N = N,
-      .K = K, .a_stride = a_stride, .b_stride = b_stride, .b_group_stride = b_group_stride,
+      .a = a, .b = b, .scale_a = scale_a->get(), .scale_b = scale_b->get(), .offs = offs, .out = out, .E = E,
+      .M = M, .N = N, .K = K, .a_stride = a_stride, .b_stride = b_stride, .b_group_stride = b_group_stride,
       .groups_of_sum = groups_of_sum, .out_float32 = out_float32, .a_type = Fp8Type(a_type),
       .b_type = Fp8Type(b_type), .done = done};
   return outcome(scaled_grouped_mm(p, nullptr));
 }
 
-extern "C" const char* simt_dequantize_blocks(const uint8_t* q, int type, int64_t E, int64_t rows, int64_t K,
-                                              int64_t group_stride, int64_t row_stride, const float* scale,
-                                              int64_t scale_group, int64_t scale_row, int64_t scale_block,
-                                              int64_t rows_each, int64_t blocks, const int* offs, int groups,
-                                              uint16_t* out) {
-  return outcome(dequantize_blocks(
-      {.q = q, .scale = {scale, scale_group, scale_row, scale_block, int(rows_each), int(blocks)}, .offs = offs,
-       .out = out, .E = E, .rows = rows, .K = K, .group_stride = group_stride, .row_stride = row_stride,
-       .groups = groups, .type = Fp8Type(type)}, nullptr));
+extern "C" const char* simt_dequantize(const uint8_t* q, int type, int64_t E, int64_t rows, int64_t K,
+                                       int64_t group_stride, int64_t row_stride, const Scales* scale, const int* offs,
+                                       int num_groups, int groups, int out_type, void* out) {
+  return outcome(dequantize(
+      {.q = q, .scale = scale->get(), .offs = offs, .out = out, .E = E, .rows = rows, .K = K,
+       .group_stride = group_stride, .row_stride = row_stride, .num_groups = num_groups, .groups = Groups(groups), .type = Fp8Type(type),
+       .out_type = InType(out_type)}, nullptr));
 }
 
 extern "C" const char* simt_prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple) {

@@ -1,0 +1,60 @@
+// Where the scale of an element of a quantized operand lies, and its value: for kernels and for the CPU's loops.
+#pragma once
+#include "numerics/scale_layout.h"
+
+namespace moe_fp8 {
+
+// 2^(e - 127); 255 is NaN. From bits, for 2^-127 is a subnormal.
+MOE_HD float e8m0_to_float(uint8_t e) {
+  return as_float(e == 0 ? 0x00400000u : e == 255 ? 0x7fc00000u : uint32_t(e) << 23);
+}
+
+// value * scale as float32 has it, of a value of an fp8 format and of an E8M0 scale, also on a CPU that was told to
+// take subnormals for zero: in integers where the scale or the product may be one. Formats have no value between 0 and
+// 2^-17, 4 bits each: the product is exact.
+inline float times_e8m0(float value, float scale) {
+  const uint32_t bits = as_bits(value), exponent = bits >> 23 & 0xffu, e = as_bits(scale) >> 23, power = exponent + e;
+  if (e >= 18) return value * scale;
+  if (exponent == 0 || exponent == 255) return value;
+  if (power > 127) return as_float(bits + (e << 23) - (127u << 23));
+  return as_float((bits & 0x80000000u) | ((bits & 0x7fffffu) | 0x800000u) >> (128 - power));
+}
+
+enum class ScaleLayout : int { kFloat, kE8M0, kBlocked };  // the last: E8M0 in the blocks of scale_layout.h
+
+// Groups that a scaling block does not cross: of rows, or of columns, the summed dimension of a product.
+enum class Groups : int { kNone, kRows, kColumns };
+// Scales of a group begin anew at so many rows or columns: at a block of 128, at 4 of 32, at a block of 128 x 4 scales.
+constexpr int kGroupScales = 128;
+static_assert(kGroupScales == kBlock && kGroupScales == kScaleRows && kGroupScales == kMxBlock * kScaleColumns);
+
+// A scaling block along the columns: number `at` of the `count` of its group, whose first is number `first` of all.
+struct ColumnBlock { int first, count, at; };
+
+struct OperandScales {
+  const void* data;
+  int64_t group_stride, row_stride;  // elements; kBlocked has no row_stride
+  int64_t block_stride;              // kBlocked: of a column, hence the padded rows
+  int blocks;                        // along the columns, at least where groups begin blocks anew; 0: of whole rows
+  int block_size = 0;                // elements along the columns; 0: a scale is that of a whole row, of its group
+  int rows_log2 = 0;                 // so many rows share scales
+  ScaleLayout layout = ScaleLayout::kFloat;
+
+  MOE_HD ColumnBlock block(int first, int columns, int at) const {  // of column `at` of a group of so many columns
+    if (block_size == 0) return {first, 1, 0};
+    return {first, ceil_div(columns, block_size), at / block_size};
+  }
+  MOE_HD float at(int64_t group, int64_t row, ColumnBlock b) const {
+    const auto* bytes = static_cast<const uint8_t*>(data) + group * group_stride;
+    if (layout == ScaleLayout::kBlocked) {
+      const int64_t in_group = blocked_offset(row, b.at, padded_scale_columns(b.count));
+      return e8m0_to_float(bytes[b.first * block_stride + in_group]);
+    }
+    const int block = b.first + b.at, last = blocks > 0 ? blocks - 1 : 0;  // what offsets of groups say is not trusted
+    const int64_t in_group = (row >> rows_log2) * row_stride + (block < last ? block : last) * block_stride;
+    if (layout == ScaleLayout::kE8M0) return e8m0_to_float(bytes[in_group]);
+    return static_cast<const float*>(data)[group * group_stride + in_group];
+  }
+};
+
+}  // namespace moe_fp8

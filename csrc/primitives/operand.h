@@ -1,0 +1,24 @@
+// What kernels that read quantized operands share.
+#pragma once
+#include "numerics/formats.h"
+#include "numerics/operand_scales.h"
+#include "primitives/group_table.h"
+
+namespace moe_fp8 {
+
+MOE_DEVICE float decode(Fp8Type type, uint8_t q) {
+  switch (type) {
+    case Fp8Type::kE4M3FN: return fp8_to_float<Fp8Type::kE4M3FN>(q);
+    case Fp8Type::kE5M2: return fp8_to_float<Fp8Type::kE5M2>(q);
+    case Fp8Type::kE4M3FNUZ: return fp8_to_float<Fp8Type::kE4M3FNUZ>(q);
+    default: return fp8_to_float<Fp8Type::kE5M2FNUZ>(q);
+  }
+}
+
+// Of column `at` of group g of columns, in a table whose positions were rounded up to kGroupScales.
+MOE_DEVICE ColumnBlock block_of_group(const OperandScales& scales, const GroupTable& table, int g, int at) {
+  const int first = scales.block_size ? table.pos[g] / scales.block_size : g;
+  return scales.block(first, table.rows(g), at);
+}
+
+}  // namespace moe_fp8
