@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from case import HOST, TABLE, Case, Rule, Shape, Target, always, group_ends, is_
+from case import TABLE, Case, Rule, Shape, Target, always, group_ends, is_
 from torch import Tensor
 
 import moe_fp8_ext as moe
@@ -60,18 +60,17 @@ _3D: tuple[Rule, ...] = (
     (is_("[16, 8192, 160]"), Target("gbps", ">=", 2500)),
     (is_("[16, 5120, 256]"), Target("gbps", ">=", 2500)),
     (is_("[1, 8192, 160]"), Target("us", "<=", 2.5)),
-    HOST,
 )
-_GROUPS: tuple[Rule, ...] = ((always, Target("us", "<=", 20)), HOST)
+_GROUPS: tuple[Rule, ...] = ((always, Target("us", "<=", 20)),)
 _M_GROUPS, _K_GROUPS = _grouped(131072, 224, 8), _grouped(7168, 4096, 8)  # 13.8 us at the speed of a copy
 
 _FORTH = (
-    Case("swizzle_scales_2d", _matrices, _bytes, moe.swizzle_scales_2d, (HOST,)),
+    Case("swizzle_scales_2d", _matrices, _bytes, moe.swizzle_scales_2d),
     Case("swizzle_scales_3d", _experts, _bytes, moe.swizzle_scales_3d, _3D),
     Case("swizzle_scales_m_groups", _M_GROUPS, _of_groups(0), moe.swizzle_scales_m_groups, _GROUPS),
     Case("swizzle_scales_k_groups", _K_GROUPS, _of_groups(1), moe.swizzle_scales_k_groups, _GROUPS),
 )
 SCALE_CASES = (
     *_FORTH,
-    *(Case(f"un{c.op}", c.shapes, _swizzled(c.call, c.inputs), getattr(moe, f"un{c.op}"), c.rules) for c in _FORTH),
+    *(Case(f"un{c.op}", c.shapes, _swizzled(c.call, c.inputs), getattr(moe, f"un{c.op}")) for c in _FORTH),
 )

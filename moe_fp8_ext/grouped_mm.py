@@ -25,20 +25,23 @@ def grouped_mm(
     """out[r] = A[r] @ B_t[e] for every row r of group e; rows from offs[-1] on are zero.
 
     With `indices`, row r is A[indices[r] // top_k] instead, as `permute_pad` takes it: the quantizer gathers the rows,
-    so that the permuted and padded tokens never exist in 16 bits, but for what "blockwise" dequantizes in a product.
+    so that the permuted and padded tokens never exist in 16 bits, but for what a product dequantizes (see
+    `scaled_grouped_mm`).
 
     With a quantized recipe, A, B_t and the output gradient are quantized to fp8 on the way into each of the three
     matmuls. The forward pass keeps the transposed fp8 copies of A (one byte an element, and scales) and B_t for
-    backward, nothing in 16 bits. dA is zero in tail rows, the gradient of an empty group's weights is zero. Any sizes
-    work, the caller never pads; nothing here waits for the device, and two runs give the same bytes. Traces under
-    torch.compile(fullgraph=True), can be captured in a CUDA graph, honours torch.autocast. Differentiable once.
+    backward, nothing in 16 bits unless the recipe has wgrad_high_precision. dA is zero in tail rows, the gradient of
+    an empty group's weights is zero. Any sizes work, the caller never pads; nothing here waits for the device, and two
+    runs give the same bytes. Traces under torch.compile(fullgraph=True), can be captured in a CUDA graph, honours
+    torch.autocast. Differentiable once.
 
     Args:
         A: [M, K] tokens sorted by group, or, with `indices`, in any order; bfloat16, float16 or float32.
         B_t: [E, K, N] weights, the transposed view of [E, N, K] or contiguous itself (both without a copy), same dtype.
         offs: [E] int32 on A's device, exclusive end row of each group, non-decreasing, at most 1024.
         recipe: "rowwise" (fp8, one scale a row), "blockwise" (fp8, one scale for 128 elements, 128 x 128 of a weight),
-            "bf16" (no quantization: `torch._grouped_mm`, which on a GPU takes at most 1023 experts), or a `Recipe`.
+            "mxfp8" (fp8, a power of two for 32 elements), "bf16" (no quantization: `torch._grouped_mm`, which on a GPU
+            takes at most 1023 experts), or a `Recipe`.
         indices: [P] int32 on A's device, of `permute_indices` (with its padded_offs as offs), or the permutation of
             `sort_tokens` with its top_k; distinct, any other value than a slot of A stands for a row of zeros.
         top_k: slots of a row of A.
@@ -48,7 +51,7 @@ def grouped_mm(
 
     Raises:
         RuntimeError: dtype, shape, stride or device are not as above; the text names op and argument.
-        ValueError, NotImplementedError, TypeError: see `get_recipe`.
+        ValueError, TypeError: see `get_recipe`.
 
     Source: DESIGN.md section 6; the signature of `torch._grouped_mm`.
     """
@@ -97,44 +100,51 @@ class _QuantizedGroupedMm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, A, B_t, offs, indices, top_k, recipe, needs_dA, needs_dB):
         ctx.recipe, ctx.dtypes, ctx.needs = recipe, (A.dtype, B_t.dtype), (needs_dA, needs_dB)
-        ctx.rows, ctx.top_k = A.shape[0], top_k
-        A, rule, of = _row_major(A), (recipe.dtype, recipe.pow2_scale), OPERANDS[recipe.scaling]
-        a_t = a_scale_t = padded_offs = None
+        ctx.sizes, ctx.top_k = (*A.shape, B_t.shape[2]), top_k
+        A, rule, of = _row_major(A), recipe.rule(recipe.dtype), OPERANDS[recipe.scaling]
+        a_t = a_scale_t = padded_offs = kept = None
+        if needs_dB and recipe.wgrad_high_precision:
+            _check_experts_of_torch(A, offs, recipe="wgrad_high_precision")
+            kept, needs_dB = _cast(A, torch.bfloat16), False
         if needs_dB and indices is not None:
             *a, a_t, a_scale_t, padded_offs = of.permuted_both(A, indices, offs, top_k, recipe.align, *rule)
         elif needs_dB:
             *a, a_t, a_scale_t, padded_offs = of.both(A, offs, recipe.align, *rule)
         elif indices is not None:
-            a = of.permuted_rows(A, indices, top_k, *rule)
+            a = of.permuted_rows(A, indices, offs, top_k, *rule)
         else:
-            a = of.rows(A, *rule)
+            a = of.rows(A, offs, *rule)
         if B_t.stride(-1) == 1 and B_t.stride(-2) != 1:  # contiguous [E, K, N]: the same op, its directions swapped
             w_t, w = of.weight(B_t, rule, True)
         else:
             w, w_t = of.weight(_row_major(B_t.transpose(-2, -1)), rule, needs_dA)
         if not needs_dA:
             w_t = None, None
-        ctx.save_for_backward(offs, indices, a_t, a_scale_t, padded_offs, *w_t)
+        ctx.save_for_backward(offs, indices, kept, a_t, a_scale_t, padded_offs, *w_t)
         return _cast(_product(a, w, offs, recipe), A.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dY):
-        offs, indices, a_t, a_scale_t, padded_offs, *w_t = ctx.saved_tensors
+        offs, indices, kept, a_t, a_scale_t, padded_offs, *w_t = ctx.saved_tensors
         needs_dA, needs_dB = ctx.needs
-        recipe, (a_dtype, b_dtype) = ctx.recipe, ctx.dtypes
-        rule, of = (recipe.grad_dtype or recipe.dtype, recipe.pow2_scale), OPERANDS[recipe.scaling]
+        recipe, (a_dtype, b_dtype), (rows, k, n) = ctx.recipe, ctx.dtypes, ctx.sizes
+        rule, of = recipe.rule(recipe.grad_dtype or recipe.dtype), OPERANDS[recipe.scaling]
         dY, dA, dB_t = _row_major(dY), None, None
+        if needs_dB and recipe.wgrad_high_precision:
+            a = kept if indices is None else permute_pad(kept, indices, ctx.top_k)
+            ends = offs.clamp(0, a.shape[0]).cummax(0).values
+            dB_t, needs_dB = _cast(_bf16_wgrad(dY, _tma_operand(a, _tma_size(k)), ends, n, k), b_dtype), False
         if needs_dA and needs_dB:
             *dy, dy_t, dy_scale_t, _ = of.both(dY, offs, recipe.align, *rule)
         elif needs_dA:
-            dy = of.rows(dY, *rule)
+            dy = of.rows(dY, offs, *rule)
         elif needs_dB:
             dy_t, dy_scale_t, _ = of.columns(dY, offs, recipe.align, *rule)
         if needs_dA:
             dA = _product(dy, w_t, offs, recipe)
             if indices is not None:
-                dA = unpermute(dA, indices, ctx.rows, ctx.top_k)
+                dA = unpermute(dA, indices, rows, ctx.top_k)
             dA = _cast(dA, a_dtype)
         if needs_dB:
             dW = _product((dy_t, dy_scale_t), of.second_of_wgrad(a_t, a_scale_t), padded_offs, recipe)
@@ -152,9 +162,8 @@ class _Bf16GroupedMm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, A, B_t, offs, needs_dA, needs_dB):
-        e, k, n = B_t.shape
-        limit = 1023 if A.is_cuda else shapes.MAX_EXPERTS  # of torch's kernel
-        require(e <= limit, f'{_OP}: offs must have at most {limit} entries with recipe "bf16", got {e}')
+        _, k, n = B_t.shape
+        _check_experts_of_torch(A, offs, recipe='recipe "bf16"')
         ctx.sizes, ctx.dtypes, ctx.needs = (k, n), (A.dtype, B_t.dtype), (needs_dA, needs_dB)
         offs = offs.clamp(0, A.shape[0]).cummax(0).values
         a = _tma_operand(_cast(A, torch.bfloat16), _tma_size(k))
@@ -168,13 +177,28 @@ class _Bf16GroupedMm(torch.autograd.Function):
         offs, a, b_t = ctx.saved_tensors
         needs_dA, needs_dB = ctx.needs
         (k, n), (a_dtype, b_dtype) = ctx.sizes, ctx.dtypes
-        dy, dA, dB_t = _tma_operand(_cast(dY, torch.bfloat16), _tma_size(n)), None, None
+        dA = dB_t = None
         if needs_dA:
-            dA = _cast(_bf16_rows(dy, b_t.transpose(-2, -1), offs, k), a_dtype)
+            dA = _cast(_bf16_rows(_bf16_grad(dY, n), b_t.transpose(-2, -1), offs, k), a_dtype)
         if needs_dB:
-            dW = _bf16_product(dy.t(), a, offs) if offs.shape[0] else a.new_zeros(0, dy.shape[1], a.shape[1])
-            dB_t = _cast(dW[:, :n, :k], b_dtype).transpose(-2, -1)
+            dB_t = _cast(_bf16_wgrad(dY, a, offs, n, k), b_dtype)
         return dA, dB_t, None, None, None
+
+
+def _check_experts_of_torch(A: Tensor, offs: Tensor, recipe: str) -> None:
+    e, limit = offs.shape[0], 1023 if A.is_cuda else shapes.MAX_EXPERTS  # of torch's kernel
+    require(e <= limit, f"{_OP}: offs must have at most {limit} entries with {recipe}, got {e}")
+
+
+def _bf16_grad(dY: Tensor, n: int) -> Tensor:
+    return _tma_operand(_cast(dY, torch.bfloat16), _tma_size(n))
+
+
+def _bf16_wgrad(dY: Tensor, a: Tensor, offs: Tensor, n: int, k: int) -> Tensor:
+    """The gradient of B_t [E, k, n] from dY [M, n] and a, an operand of k columns or more."""
+    dy = _bf16_grad(dY, n)
+    dW = _bf16_product(dy.t(), a, offs) if offs.shape[0] else a.new_zeros(0, dy.shape[1], a.shape[1])
+    return dW[:, :n, :k].transpose(-2, -1)
 
 
 def _bf16_rows(a: Tensor, b_t: Tensor, offs: Tensor, columns: int) -> Tensor:

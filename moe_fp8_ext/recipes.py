@@ -9,7 +9,8 @@ import torch
 GROUP_ALIGNMENT = {"bf16": 8, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
 
 
-SCALINGS = ("rowwise", "blockwise")
+SCALINGS = ("rowwise", "blockwise", "mxfp8")
+MX_SCALINGS = ("rceil", "floor")
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,17 @@ class Recipe:
     Attributes:
         name: what `get_recipe` knows it by.
         quantized: False multiplies in bfloat16.
-        scaling: "rowwise", one scale for each row and column of an operand, or "blockwise", one for each 128 elements
-            of a row or a column of activations and for each 128 x 128 of a weight.
+        scaling: "rowwise", one scale for each row and column of an operand; "blockwise", one for each 128 elements of a
+            row or a column of activations and for each 128 x 128 of a weight; or "mxfp8", a power of two for each 32
+            elements of a row or a column of either.
         dtype: fp8 format of every operand; None is the device's own (`default_fp8_dtype`).
         grad_dtype: fp8 format of gradients, such as float8_e5m2; None is `dtype`. torch's fp8 GEMM takes no other than
             float8_e4m3fn: rowwise operands of another format are multiplied by a slower kernel.
-        pow2_scale: round multipliers down to powers of two.
+        pow2_scale: round multipliers down to powers of two; those of "mxfp8" are such.
+        mx_scaling: how "mxfp8" rounds its scales: "rceil", up, so that nothing saturates, or "floor", down, as the OCP
+            specification has it.
+        wgrad_high_precision: compute the gradient of weights in bfloat16 from the activation as it was, which is kept
+            for backward in bfloat16 instead of a quantized copy.
         align: tokens to a multiple of which groups are padded inside transposed operands; None is what the scaling
             asks for (`group_alignment`).
         use_fast_accum: let the GEMM accumulate in the tensor cores' own precision.
@@ -36,14 +42,22 @@ class Recipe:
     dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     pow2_scale: bool = False
+    mx_scaling: str = "rceil"
+    wgrad_high_precision: bool = False
     align: int | None = None
     use_fast_accum: bool = True
 
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:
             raise ValueError(f"scaling must be one of {sorted(SCALINGS)}, got {self.scaling!r}")
+        if self.mx_scaling not in MX_SCALINGS:
+            raise ValueError(f"mx_scaling must be one of {sorted(MX_SCALINGS)}, got {self.mx_scaling!r}")
         if self.align is None:
             object.__setattr__(self, "align", GROUP_ALIGNMENT[self.scaling])  # the way of a frozen dataclass
+
+    def rule(self, dtype: torch.dtype | None) -> tuple[torch.dtype | None, bool | str]:
+        """The format and what the scales' rule leaves open, as the classes of `operands` take them."""
+        return dtype, self.mx_scaling if self.scaling == "mxfp8" else self.pow2_scale
 
 
 RECIPES = {
@@ -54,6 +68,7 @@ RECIPES = {
         Recipe("rowwise", pow2_scale=True),
         # Scales of any value, as DeepSeek-V3 trained with.
         Recipe("blockwise", scaling="blockwise"),
+        Recipe("mxfp8", scaling="mxfp8"),
     )
 }
 
@@ -63,15 +78,12 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
 
     Raises:
         ValueError: no recipe of that name exists.
-        NotImplementedError: the recipe is planned.
         TypeError: neither a name nor a `Recipe`.
     """
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):
         raise TypeError(f"recipe must be a str or a Recipe, got {type(recipe).__name__}")
-    if recipe == "mxfp8":
-        raise NotImplementedError(f"recipe {recipe!r} is not implemented yet, expected one of {sorted(RECIPES)}")
     if recipe not in RECIPES:
         raise ValueError(f"recipe must be one of {sorted(RECIPES)}, got {recipe!r}")
     return RECIPES[recipe]

@@ -17,10 +17,11 @@ from moe_fp8_ext import Recipe, grouped_mm, reference
 # proportional, is at most 0.544 of the mean square for every scale (integrated numerically), so that two operands give
 # 2 * 0.544 / 768, 28.5 dB. Roundings of dequantized operands and of the product to bfloat16, three times 52.9 dB, take
 # 0.02 dB; what is left of 2.5 dB is for the spread of draws.
-MIN_SQNR_DB = {"bf16": 52.0, "rowwise": 25.0, "blockwise": 26.0}
+# Powers of two for 32 elements, whatever they hold: no scale has more noise than that.
+MIN_SQNR_DB = {"bf16": 52.0, "rowwise": 25.0, "blockwise": 26.0, "mxfp8": 26.0}
 # Of a single product, which has no average: (1 + 2^-4)^2 - 1 from two roundings to E4M3, times 1 + 2^-8 for each to
 # bfloat16, one of the product and with blocks two of dequantized operands.
-MIN_SINGLE_DB = {"bf16": 48.1, "rowwise": 17.5, "blockwise": 16.9}
+MIN_SINGLE_DB = {"bf16": 48.1, "rowwise": 17.5, "blockwise": 16.9, "mxfp8": 16.9}
 # One more rounding for each float32 operand that the recipe casts to bfloat16: three such noises, 4.8 dB.
 CAST_DB = 4.8
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_fp8_ext import RECIPES, grouped_mm, reference
 
-NAMES = ("bf16", "rowwise", "blockwise")
+NAMES = ("bf16", "rowwise", "blockwise", "mxfp8")
 
 
 def check_gradients(a, b_t, offs, g, recipe: str, min_db: float | None = None) -> None:
@@ -246,7 +246,10 @@ def total_bytes(tensors: list[Tensor]) -> int:
     return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
-@pytest.mark.parametrize(("recipe", "bytes_an_element"), [("bf16", 2), ("rowwise", 1), ("blockwise", 1 + 4 / 128)])
+# Scales of MXFP8 are padded from 64 features to 128.
+@pytest.mark.parametrize(
+    ("recipe", "bytes_an_element"), [("bf16", 2), ("rowwise", 1), ("blockwise", 1 + 4 / 128), ("mxfp8", 1 + 2 / 32)]
+)
 def test_bytes_kept_for_backward(recipe, bytes_an_element, device):
     small, large = (total_bytes(kept_tensors(recipe, m, device)) for m in (512, 2048))
     assert large - small == (2048 - 512) * 64 * bytes_an_element

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_fp8_ext import RECIPES, group_alignment, grouped_mm, permute_pad, unpermute
 
-NAMES = ("bf16", "rowwise", "blockwise")
+NAMES = ("bf16", "rowwise", "blockwise", "mxfp8")
 
 
 @pytest.mark.parametrize("recipe", NAMES)

@@ -7,7 +7,15 @@ import torch
 from helpers import FP8_DTYPES, assert_same, assert_same_tensor, short
 from torch import Tensor
 
-from moe_fp8_ext import quantize_colwise, quantize_rowwise, quantize_weight, reference
+from moe_fp8_ext import (
+    quantize_colwise,
+    quantize_mx_1x32,
+    quantize_mx_1x32_32x1,
+    quantize_mx_weight,
+    quantize_rowwise,
+    quantize_weight,
+    reference,
+)
 
 # Exponent bits, mantissa bits, exponent bias and largest finite value, from the definitions of the formats.
 FORMATS = {
@@ -176,3 +184,64 @@ def test_ties_and_saturation_reach_the_cast_unscaled(fp8, device):
     q, scale = quantize_rowwise(x[None].to(device), fp8, True)
     assert scale.item() == 1.0
     assert_same_tensor(q[0].cpu(), cast_by_search(x, fp8), "q")
+
+
+# E8M0 scales
+
+
+@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
+def test_e8m0_reference_is_the_definition(fp8):
+    """By search among the powers of two that there are, for amaxes around every one of float32."""
+    amax = float32_boundaries().abs()
+    powers = torch.exp2(torch.arange(255).double() - 127)
+    ratio = (amax * torch.tensor(1 / FORMATS[fp8][3], dtype=torch.float32)).double()
+    up = torch.searchsorted(powers, ratio).clamp(max=254)  # the smallest that is not below
+    largest = torch.exp2(torch.tensor(FORMATS[fp8][3]).log2().floor()).double()
+    down = (torch.searchsorted(powers, amax.double() / largest, right=True) - 1).clamp(min=0)  # the largest not above
+    for scaling, want in (("rceil", up), ("floor", down)):
+        factor, e = reference.scale_e8m0(amax, fp8, scaling)
+        want = want.masked_fill(~amax.isfinite(), 255)
+        assert_same_tensor(e.view(torch.uint8), want.to(torch.uint8), scaling)
+        finite = amax.isfinite()
+        assert torch.equal(factor[finite], torch.exp2(127 - want[finite].double()))
+        assert factor[~finite].isnan().all()
+    # Rounded up, nothing saturates by more than the roundings of the reciprocal and of the product.
+    factor, _ = reference.scale_e8m0(amax, fp8, "rceil")
+    assert (amax[finite].double() * factor[finite] <= FORMATS[fp8][3] * (1 + 2.0**-22)).all()
+
+
+@pytest.mark.parametrize("byte", [0, 1, 127, 253, 254])
+def test_e8m0_bytes_are_powers_of_two(byte):
+    value = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e8m0fnu).double()
+    assert value.item() == 2.0 ** (byte - 127)
+
+
+@pytest.mark.parametrize("scaling", ["rceil", "floor"])
+@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
+def test_e8m0_of_every_exponent_boundary(fp8, scaling, device):
+    """Alone in a block, as its amax, and with ever smaller neighbours: in both directions, in every layout."""
+    x = float32_boundaries().to(device)
+    one = torch.tensor([1], dtype=torch.int32, device=device)
+    alone = x[:, None]
+    assert_same(quantize_mx_1x32(alone, scaling, dtype=fp8), reference.quantize_mx_1x32(alone, scaling, dtype=fp8))
+    args = x[None], one, scaling, "rowmajor", 32, fp8
+    assert_same(quantize_mx_1x32_32x1(*args), reference.quantize_mx_1x32_32x1(*args))
+    rows = torch.nn.functional.pad(x, (0, -len(x) % 32)).view(-1, 32)
+    falling = rows * torch.exp2(-torch.arange(32.0, device=device))
+    for blocks in (rows, falling):
+        want = reference.quantize_mx_weight(blocks[None], scaling, fp8)
+        assert_same(quantize_mx_weight(blocks[None], scaling, fp8), want)
+        want = reference.quantize_mx_weight(blocks.t()[None].contiguous(), scaling, fp8)
+        assert_same(quantize_mx_weight(blocks.t()[None].contiguous(), scaling, fp8), want)
+
+
+@pytest.mark.parametrize("scaling", ["rceil", "floor"])
+@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+def test_e8m0_of_every_16_bit_value(dtype, fp8, scaling, device):
+    x = all_bits16(dtype).to(device)
+    for blocks in (x[:, None], blocks_of_every_exponent(dtype).to(device)):
+        assert_same(
+            quantize_mx_1x32(blocks, scaling, "blocked", dtype=fp8),
+            reference.quantize_mx_1x32(blocks, scaling, "blocked", dtype=fp8),
+        )

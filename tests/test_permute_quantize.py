@@ -34,6 +34,8 @@ from moe_fp8_ext import (
     permute_pad,
     permute_pad_quantize_1x128,
     permute_pad_quantize_1x128_128x1,
+    permute_pad_quantize_mx_1x32,
+    permute_pad_quantize_mx_1x32_32x1,
     permute_pad_quantize_rowcol,
     permute_pad_quantize_rowwise,
     quantize_1x128_128x1,
@@ -54,6 +56,16 @@ def check(x: Tensor, indices: Tensor, offs: Tensor, top_k: int = 1, align: int =
         want = reference.permute_pad_quantize_1x128_128x1(*args)
         assert_same(permute_pad_quantize_1x128_128x1(*args), want, what)
     assert_same(permute_pad_quantize_1x128(x, indices, top_k, *rule), want[:2], what)
+    check_mx(x, indices, offs, top_k, *rule[:1])
+
+
+def check_mx(x: Tensor, indices: Tensor, offs: Tensor, top_k: int = 1, fp8: torch.dtype | None = None) -> None:
+    for layout, groups in (("rowmajor", None), ("blocked", None), ("blocked", offs)):
+        args = x, indices, groups, top_k, "rceil", layout, fp8
+        assert_same(permute_pad_quantize_mx_1x32(*args), reference.permute_pad_quantize_mx_1x32(*args), f"{args[2:]}")
+        args = x, indices, offs, top_k, "floor", layout, 64, fp8
+        want = reference.permute_pad_quantize_mx_1x32_32x1(*args)
+        assert_same(permute_pad_quantize_mx_1x32_32x1(*args), want, f"{args[2:]}")
 
 
 @pytest.mark.parametrize("pow2_scale", [False, True])
@@ -146,7 +158,8 @@ def test_after_an_exchange(device):
 def both(x: Tensor, indices: Tensor, offs: Tensor) -> tuple[Tensor, ...]:
     rowwise = *permute_pad_quantize_rowwise(x, indices, 2), *permute_pad_quantize_rowcol(x, indices, offs, 2)
     blockwise = permute_pad_quantize_1x128(x, indices, 2), permute_pad_quantize_1x128_128x1(x, indices, offs, 2)
-    return *rowwise, *blockwise[0], *blockwise[1]
+    mx = permute_pad_quantize_mx_1x32_32x1(x, indices, offs, 2)
+    return *rowwise, *blockwise[0], *blockwise[1], *mx, *permute_pad_quantize_mx_1x32(x, indices, None, 2)
 
 
 def arguments(m: int, k: int, device: str, seed: int = 0, layout: str = "zipf") -> list[Tensor]:
@@ -161,6 +174,8 @@ def test_opcheck(device):
     check_opcheck("permute_pad_quantize_rowcol", [x, indices, offs, 2, 32])
     check_opcheck("permute_pad_quantize_1x128", [x, indices, 2])
     check_opcheck("permute_pad_quantize_1x128_128x1", [x, indices, offs, 2, 32])
+    check_opcheck("permute_pad_quantize_mx_1x32", [x, indices, offs, 2, "floor", "blocked"])
+    check_opcheck("permute_pad_quantize_mx_1x32_32x1", [x, indices, offs, 2, "rceil", "rowmajor"])
 
 
 def test_deterministic(device):
@@ -252,11 +267,30 @@ def test_errors(args, argument, got, device):
             check_error(f"permute_pad_quantize_{op}", [*args[:2], *args[3:4], *args[5:]], argument, got)
 
 
+@pytest.mark.parametrize(
+    ("args", "argument", "got"),
+    [
+        ([X.double(), INDICES, OFFS], "x", "float64"),
+        ([X, INDICES.long(), OFFS], "indices", "int64"),
+        ([X, INDICES, OFFS, 0], "top_k", "0"),
+        ([X, INDICES, OFFS.long(), 1, "rceil", "blocked"], "offs", "int64"),
+        ([X, INDICES, OFFS, 1, "up", "blocked"], "scaling", "'up'"),
+        ([X, INDICES, OFFS, 1, "rceil", "rows"], "layout", "'rows'"),
+    ],
+)
+def test_errors_of_mx(args, argument, got, device):
+    for op in ("mx_1x32", "mx_1x32_32x1"):
+        check_error(f"permute_pad_quantize_{op}", on(device, args), argument, got)
+    rows, both = "permute_pad_quantize_mx_1x32", "permute_pad_quantize_mx_1x32_32x1"
+    check_error(rows, on(device, [X, INDICES, OFFS]), "offs", "tensor")
+    check_error(both, on(device, [X, INDICES, OFFS, 1, "rceil", "blocked", 16]), "align", "16")
+
+
 def test_a_gradient_is_refused(device):
     x = X.to(device).requires_grad_()
-    for fn in (permute_pad_quantize_rowwise, permute_pad_quantize_1x128):
+    for fn in (permute_pad_quantize_rowwise, permute_pad_quantize_1x128, permute_pad_quantize_mx_1x32):
         with pytest.raises(RuntimeError, match=f"^{fn.__name__}: x must not ask for a gradient"):
             fn(x, INDICES.to(device))
-    for fn in (permute_pad_quantize_rowcol, permute_pad_quantize_1x128_128x1):
+    for fn in (permute_pad_quantize_rowcol, permute_pad_quantize_1x128_128x1, permute_pad_quantize_mx_1x32_32x1):
         with pytest.raises(RuntimeError, match=f"^{fn.__name__}: x must not ask for a gradient"):
             fn(x, INDICES.to(device), OFFS.to(device))

@@ -120,9 +120,10 @@ def test_fp8_saves_half_the_bytes(demo, monkeypatch, capsys) -> None:
     assert 0.5 <= float(saved["rowwise"][0]) / float(saved["bf16"][0]) < 0.6
 
 
-def test_blockwise_recipe(demo, monkeypatch, capsys) -> None:
-    assert call(demo, monkeypatch, *TINY, "--recipes", "bf16,blockwise", "--check") == 0
-    assert list(table(capsys.readouterr().out)) == ["bf16", "blockwise"]
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_other_recipes(demo, monkeypatch, capsys, recipe: str) -> None:
+    assert call(demo, monkeypatch, *TINY, "--recipes", f"bf16,{recipe}", "--check") == 0
+    assert list(table(capsys.readouterr().out)) == ["bf16", recipe]
 
 
 @pytest.mark.parametrize(("tolerance", "status"), [(-1.0, 1), (1.0, 0)])
@@ -135,7 +136,7 @@ def test_check(demo, monkeypatch, capsys, tolerance: float, status: int) -> None
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("--recipes bf16,fp4", "--recipes: expected names from bf16, rowwise, blockwise, got 'fp4'"),
+        ("--recipes bf16,fp4", "--recipes: expected names from bf16, rowwise, blockwise, mxfp8, got 'fp4'"),
         ("--recipes bf16 --check", "--recipes: expected bf16 and another for --check, got bf16"),
         ("--device abacus", "--device: invalid choice: 'abacus'"),
         ("--steps 0", "--steps: expected a number from 1 to 1048576, got 0"),

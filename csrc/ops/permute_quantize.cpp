@@ -120,6 +120,7 @@ MxOutputs permute_pad_quantize_mx(const char* op, const Tensor& x, const Tensor&
   const RowIndex index = check_indices(op, indices, "x", x, x.sizes[0], top_k);
   QuantizeMxParams p = mx_tokens(op, x, in, indices.sizes[0], scaling, layout);
   p.index = index;
+  if (offs && !columnwise && !p.blocked) fail_groups_of_rowmajor(op);
   if (offs) mx_groups(op, p, "indices", x, *offs, align);
   const Call call(op, "x", x);
   p.out = call.out_type(dtype);
@@ -135,7 +136,6 @@ Results<2> permute_pad_quantize_mx_1x32_op(const Tensor& x, const Tensor& indice
                                            int64_t top_k, const std::string& scaling, const std::string& layout,
                                            std::optional<int32_t> dtype) {
   constexpr const char* kOp = "permute_pad_quantize_mx_1x32";
-  if (offs && !is_blocked(kOp, layout)) fail_groups_of_rowmajor(kOp);
   MxOutputs o = permute_pad_quantize_mx(kOp, x, indices, offs ? &*offs : nullptr, top_k, scaling, layout, kMxBlock,
                                         dtype, false);
   return results(o.q, o.scale);

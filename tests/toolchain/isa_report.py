@@ -27,9 +27,9 @@ class Rule:
 
 RULES = (
     Rule(r"quantize_rowwise_kernel<.*, false>", vector_loads=False),  # misaligned rows, element by element
-    Rule(r"quantize_1x128_kernel<.*, false>", vector_loads=False),
+    Rule(r"quantize_row_blocks_kernel<.*, false>", vector_loads=False),
     Rule(r"quantize_tiles_kernel<TileTraits<.*\(Access\)2> >", vector_loads=False),  # misaligned, element by element
-    Rule(r"quantize_(rowwise|rowwise_beside|strips|1x128|tiles)_kernel<.*>"),
+    Rule(r"quantize_(rowwise|rowwise_beside|strips|row_blocks|tiles)_kernel<.*>"),
     Rule(r"scaled_grouped_mm_kernel|dequantize_kernel<\w+, 8>|copy_rows_kernel<Vec16>", casts=False),
     Rule(r"dequantize_kernel<.*>", vector_loads=False, casts=False),  # a word for 16 bytes of float32; misaligned ones
     Rule(r"copy_rows_kernel<.*>", vector_loads=False, casts=False),  # rows that are not multiples of 16 bytes
@@ -37,6 +37,7 @@ RULES = (
     Rule(
         r"prepare_offs_kernel|zero_rows_kernel|zero_empty_groups_kernel", vector_loads=False, casts=False
     ),  # a few words, or stores alone
+    Rule(r"place_rows_kernel", vector_loads=False, casts=False),  # an index a row, and stores
     Rule(r"invert_indices_kernel", vector_loads=False, casts=False),  # an atomic for every word
     Rule(r"combine(_backward)?_kernel<.*Vec16.*>", casts=False),
     Rule(r"combine(_backward)?_kernel<.*>", vector_loads=False, casts=False),  # misaligned rows, element by element
