@@ -35,6 +35,16 @@ def _blockwise_groups(cpu: bool) -> list[Shape]:
     return _groups(cpu) + ([] if cpu else [Shape("[8192, 7168] E=1", {"m": 8192, "k": 7168, "e": 1})])
 
 
+def _mx_rows(cpu: bool) -> list[Shape]:
+    """Both layouts of the scales, blocked ones as a whole and by groups."""
+    whole = [
+        Shape(f"{shape.label} {name}", {**shape.dims, "e": 0, "blocked": blocked})
+        for name, blocked in (("rowmajor", 0), ("blocked", 1))
+        for shape in _activations(cpu)
+    ]
+    return whole + [Shape(f"{s.label} blocked", {**s.dims, "blocked": 1}) for s in _groups(cpu)]
+
+
 def _token_groups(cpu: bool) -> list[Shape]:
     if cpu:
         return _groups(cpu)
@@ -97,6 +107,11 @@ def _scaled(device: torch.device, layout: str, *, m: int, k: int, n: int, e: int
     a, scale_a = moe.quantize_rowwise(_normal(device, m, k))
     b, scale_b, _, _ = moe.quantize_weight(_normal(device, e, n, k))
     return a, b.transpose(-2, -1), scale_a, scale_b, offs
+
+
+def _mx_tokens(device: torch.device, layout: str, *, m: int, k: int, e: int, blocked: int) -> tuple[object, ...]:
+    offs = group_ends(layout, m, e, device) if e else None
+    return _normal(device, m, k), "rceil", "blocked" if blocked else "rowmajor", offs
 
 
 def _quantized(device: torch.device, layout: str, **dims: int) -> tuple[object, ...]:
@@ -248,6 +263,9 @@ _1X128_128X1: tuple[Rule, ...] = (
     (_over_100_mb, _of_copy(0.84)),
 )
 _128X128: tuple[Rule, ...] = ((always, _of_copy(0.84)),)
+_MX_1X32: tuple[Rule, ...] = ((_over_100_mb, _of_copy(0.96)),)
+_MX_32X1: tuple[Rule, ...] = ((_over_100_mb, _of_copy(0.88)),)
+_MX_BOTH: tuple[Rule, ...] = ((_over_100_mb, _of_copy(0.84)),)
 _DEQUANTIZE: tuple[Rule, ...] = ((_over_100_mb, _of_copy(0.80)),)
 _PADDING: tuple[Rule, ...] = (
     (_many_tokens, _of_copy(0.92)),
@@ -282,6 +300,10 @@ CASES: dict[str, Case] = {
         Case("quantize_128x1", _groups, _grouped, moe.quantize_128x1, _128X1),
         Case("quantize_1x128_128x1", _blockwise_groups, _grouped, moe.quantize_1x128_128x1, _1X128_128X1),
         Case("quantize_128x128", _weights, _tensor, moe.quantize_128x128, _128X128),
+        Case("quantize_mx_1x32", _mx_rows, _mx_tokens, moe.quantize_mx_1x32, _MX_1X32),
+        Case("quantize_mx_32x1", _groups, _grouped, moe.quantize_mx_32x1, _MX_32X1),
+        Case("quantize_mx_1x32_32x1", _blockwise_groups, _grouped, moe.quantize_mx_1x32_32x1, _MX_BOTH),
+        Case("quantize_mx_weight", _weights, _tensor, moe.quantize_mx_weight),
         Case("dequantize", _activations, _quantized, moe.dequantize, _DEQUANTIZE),
         Case("pad_token_groups", _token_groups, _grouped, moe.pad_token_groups, _PADDING),
         Case("pad_token_groups_to", _token_groups, _placed, moe.pad_token_groups_to, _PADDING),
@@ -311,6 +333,8 @@ CASES: dict[str, Case] = {
             moe.permute_pad_quantize_1x128_128x1,
             _permuting(0.78),
         ),
+        Case("permute_pad_quantize_mx_1x32", _exchanged, _indexed, moe.permute_pad_quantize_mx_1x32),
+        Case("permute_pad_quantize_mx_1x32_32x1", _exchanged, _indexed_groups, moe.permute_pad_quantize_mx_1x32_32x1),
         *SCALE_CASES,
         Case("sort_tokens", _routings, _routed, moe.sort_tokens, _SORT, baseline=_torch_sort),
         Case("combine", _slot_rows, _slots, moe.combine),

@@ -296,7 +296,10 @@ def test_house_keeping(fn, device):
     check_opcheck(fn.__name__, args)
     check_deterministic(fn, args)
     if fn is not quantize_mx_weight:
-        compiled = lambda x, offs: fn(x, "floor", "blocked", offs) if fn is quantize_mx_1x32 else fn(x, offs)  # noqa: E731
+
+        def compiled(x: Tensor, offs: Tensor) -> tuple[Tensor, ...]:
+            return fn(x, "floor", "blocked", offs) if fn is quantize_mx_1x32 else fn(x, offs)
+
         calls = [[wide(m, 48, device=device), group_offs("zipf", m, 4, device)] for m in (2, 64, 131)]
         check_compiled(compiled, calls, device)
     else:

@@ -6,9 +6,9 @@
 namespace moe_fp8 {
 namespace {
 
-// 1x32: four lanes share a block of the rows r, r + 32, r + 64 and r + 96, which are neighbours in the blocked layout. A
-// block of threads has two such r and 1024 columns: 32 scales a row, and 32 neighbouring bytes of each of eight blocks
-// of scales, so that either layout is written in whole sectors.
+// 1x32: four lanes share a block of the rows r, r + 32, r + 64 and r + 96, which are neighbours in the blocked layout.
+// A block of threads has two such r and 1024 columns: 32 scales a row, and 32 neighbouring bytes of each of eight
+// blocks of scales, so that either layout is written in whole sectors.
 struct SectorMap {
   using Scale = ScaleE8M0;
   static constexpr int kSize = kMxBlock, kTeam = 4, kUnitColumns = 1024;
@@ -102,8 +102,10 @@ int launch_tiles(const QuantizeMxParams& q, void* stream) {
   p.positions = q.positions;
   p.scale_stride = blocks;
   p.scale_t_stride = blocks_t;
-  p.scale_bytes = grouped_scale_rows(q.rows, q.E) * padded_scale_columns(blocks);
-  p.scale_t_bytes = padded_scale_rows(q.K) * grouped_scale_columns(blocks_t, q.E);
+  if constexpr (std::is_same_v<Tiles, TokenTiles>) {  // experts fill theirs
+    p.scale_bytes = grouped_scale_rows(q.rows, q.E) * padded_scale_columns(blocks);
+    p.scale_t_bytes = padded_scale_rows(q.K) * grouped_scale_columns(blocks_t, q.E);
+  }
   p.align = q.align;
   p.rows_too = kScaling != Scaling::kColumns;
   p.transpose = true;

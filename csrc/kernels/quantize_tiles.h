@@ -7,9 +7,10 @@
 namespace moe_fp8 {
 
 // Blocks of a multiprocessor: as few as keep it busy, for the less is under way at once, the nearer in time neighbours
-// in memory are written. Of copy on an H200 with 2, 3 and 4 blocks: 1x128 with 128x1 of [131072, 7168] E = 8 0.85, 0.84,
-// 0.73; of [16640, 5120] E = 128, whose groups end in small tiles, 0.67 and 0.72 with 2 and 3. Columns of two tiles, one
-// below the other, are stored together, 256 bytes a column: 128x1 of [131072, 7168] at 0.96, tile by tile at 0.88.
+// in memory are written. Of copy on an H200 with 2, 3 and 4 blocks: 1x128 with 128x1 of [131072, 7168] E = 8 0.85,
+// 0.84, 0.73; of [16640, 5120] E = 128, whose groups end in small tiles, 0.67 and 0.72 with 2 and 3. Columns of two
+// tiles, one below the other, are stored together, 256 bytes a column: 128x1 of [131072, 7168] at 0.96, tile by tile at
+// 0.88.
 constexpr int kTileBlocks = 2, kTileBlocksOfShortGroups = 3;
 constexpr int64_t kShortGroup = 2048;  // rows
 template <class T>

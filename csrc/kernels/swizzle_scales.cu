@@ -6,8 +6,8 @@
 namespace moe_fp8 {
 namespace {
 
-// A chunk is four neighbouring blocks of scales, 128 rows by 16 columns, of which a thread has a line: 16 columns of the
-// rows r, r + 32, r + 64 and r + 96. A block of threads takes four chunks at a time, which follow one another along
+// A chunk is four neighbouring blocks of scales, 128 rows by 16 columns, of which a thread has a line: 16 columns of
+// the rows r, r + 32, r + 64 and r + 96. A block of threads takes four chunks at a time, which follow one another along
 // the rows: four threads side by side share rows (64 bytes of each), eight follow one another down a block (128 bytes).
 constexpr int kChunkBlocks = 4, kChunk = kChunkBlocks * kScaleColumns, kLines = 32, kLineRows = kScaleRows / kLines;
 constexpr int kTileChunks = 4, kThreads = kTileChunks * kLines;

@@ -138,9 +138,9 @@ void cast_strip_transposed(RowOf row_of, int64_t rows, int columns, const float*
     if (m[c] != m[c]) std::memset(q_t + c * q_t_stride, Fp8<kOut>::kNan, rows);
 }
 
-// Columns of every group: store_scale(g, k, scale) of each, and store(g, k, columns, row_of, multipliers) of each strip.
-// Strips are the outer index of the work, so that threads share even a single group. row_of(first, r) is the first
-// element of row r of the group that begins at `first`.
+// Columns of every group: store_scale(g, k, scale) of each, and store(g, k, columns, row_of, multipliers) of each
+// strip. Strips are the outer index of the work, so that threads share even a single group. row_of(first, r) is the
+// first element of row r of the group that begins at `first`.
 template <class In, Fp8Type kOut, class Scale = ScaleF32, class RowOf, class StoreScale, class Store>
 void strips_loop(RowOf row_of, const std::vector<GroupRows>& groups, int64_t K, bool rule, StoreScale store_scale,
                  Store store) {

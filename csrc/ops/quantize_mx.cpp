@@ -16,17 +16,22 @@ MxOutputs quantize(const Call& call, QuantizeMxParams& p, const Tensor& x, std::
   });
 }
 
-// Of one expert: rows, and columns as one group.
+// scales and scales_t: bytes of an expert.
 template <class In, Fp8Type kOut>
-void loop_expert(const QuantizeMxParams& p, int64_t e) {
+void loop_weight(const QuantizeMxParams& p, int64_t scales, int64_t scales_t) {
   using Bits = typename In::Bits;
   const int64_t N = p.rows, K = p.K, columns = padded_scale_columns(ceil_div<int64_t>(K, kMxBlock));
   const int64_t columns_t = padded_scale_columns(ceil_div<int64_t>(N, kMxBlock));
-  const TokenRows<Bits> row_of{static_cast<const Bits*>(p.x) + e * p.group_stride, p.row_stride};
-  loop_1x32<In, kOut>(row_of, 0, N, K, p.floor, p.q + e * N * K,
-                      {p.scale + e * padded_scale_rows(N) * columns, columns, true});
-  loop_32x1<In, kOut>(row_of, GroupRows{0, N, 0, 0}, K, p.floor, p.q_t + e * N * K, N,
-                      {p.scale_t + e * padded_scale_rows(K) * columns_t, columns_t, true});
+  auto row_of = [=, w = static_cast<const Bits*>(p.x)](int64_t row, int64_t more = 0) {  // of all experts
+    return w + (row + more) / N * p.group_stride + (row + more) % N * p.row_stride;
+  };
+  loop_1x32<In, kOut>(row_of, p.E * N, K, p.floor, p.q, [=](int64_t row, int64_t block, uint8_t e) {
+    ScaleMatrix{p.scale + row / N * scales, columns, true}.at(row % N, block) = e;
+  });
+  MxColumns of_experts;
+  for (int64_t e = 0; e < p.E; ++e)
+    of_experts.add({e * N, N, e * K * N, 0}, {p.scale_t + e * scales_t, columns_t, true});
+  loop_32x1<In, kOut>(row_of, of_experts, K, p.floor, p.q_t, N);
 }
 
 }  // namespace
@@ -93,7 +98,7 @@ Results<4> quantize_mx_weight_op(const Tensor& w, const std::string& scaling, st
   std::memset(p.scale, 0, p.E * scales);
   std::memset(p.scale_t, 0, p.E * scales_t);
   dispatch(p.in, p.out, [&](auto in_tag, auto out_tag) {
-    for (int64_t e = 0; e < p.E; ++e) loop_expert<decltype(in_tag), decltype(out_tag)::value>(p, e);
+    loop_weight<decltype(in_tag), decltype(out_tag)::value>(p, scales, scales_t);
     return 0;
   });
   return results(q, scale, q_t, scale_t);

@@ -17,33 +17,41 @@ struct ScaleMatrix {
   }
 };
 
-// Rows [first, first + rows) of the tokens, with their scales in rows of a matrix; null: with none.
-template <class In, Fp8Type kOut, class RowOf>
-void loop_1x32(RowOf row_of, int64_t first, int64_t rows, int64_t K, bool floor, uint8_t* q, ScaleMatrix scale) {
+// store(row, block, scale) of every row's blocks.
+template <class In, Fp8Type kOut, class RowOf, class StoreScale>
+void loop_1x32(RowOf row_of, int64_t rows, int64_t K, bool floor, uint8_t* q, StoreScale store) {
   parallel(rows, rows * K, [=](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
       for (int64_t k = 0; k < K; k += kMxBlock) {
-        const int64_t n = std::min<int64_t>(kMxBlock, K - k), row = first + r;
-        const ScaleE8M0 s = quantize_row<In, kOut, ScaleE8M0>(row_of(row) + k, n, floor, q + row * K + k);
-        if (scale.data) scale.at(r, k / kMxBlock) = s.stored();
+        const int64_t n = std::min<int64_t>(kMxBlock, K - k);
+        store(r, k / kMxBlock, quantize_row<In, kOut, ScaleE8M0>(row_of(r) + k, n, floor, q + r * K + k).stored());
       }
   });
 }
 
-// Every group's blocks of 32 rows; scale_t is the number of a block in its group's matrix.
-inline std::vector<GroupRows> mx_blocks(const GroupRows& g) {
-  std::vector<GroupRows> blocks;
-  for (int64_t r = 0; r < g.rows; r += kMxBlock)
-    blocks.push_back({g.first + r, std::min<int64_t>(kMxBlock, g.rows - r), g.q_t + r, r / kMxBlock});
-  return blocks;
-}
-// The columns of one group, transposed.
+// Blocks of 32 rows of many groups, each with its group's matrix of scales and its column there.
+struct MxColumns {
+  struct Place {
+    ScaleMatrix scale_t;
+    int64_t column;
+  };
+  std::vector<GroupRows> blocks;  // scale_t: number of its place
+  std::vector<Place> places;
+
+  void add(const GroupRows& g, ScaleMatrix scale_t) {
+    for (int64_t r = 0; r < g.rows; r += kMxBlock) {
+      blocks.push_back({g.first + r, std::min<int64_t>(kMxBlock, g.rows - r), g.q_t + r, int64_t(places.size())});
+      places.push_back({scale_t, r / kMxBlock});
+    }
+  }
+};
 template <class In, Fp8Type kOut, class RowOf>
-void loop_32x1(RowOf row_of, const GroupRows& g, int64_t K, bool floor, uint8_t* q_t, int64_t positions,
-               ScaleMatrix scale_t) {
-  transposed_loop<In, kOut, ScaleE8M0>(
-      row_of, mx_blocks(g), K, floor, q_t, positions,
-      [=](const GroupRows& block, int64_t k, uint8_t scale) { scale_t.at(k, block.scale_t) = scale; });
+void loop_32x1(RowOf row_of, const MxColumns& columns, int64_t K, bool floor, uint8_t* q_t, int64_t positions) {
+  transposed_loop<In, kOut, ScaleE8M0>(row_of, columns.blocks, K, floor, q_t, positions,
+                                       [&](const GroupRows& block, int64_t k, uint8_t scale) {
+                                         const MxColumns::Place& place = columns.places[block.scale_t];
+                                         place.scale_t.at(k, place.column) = scale;
+                                       });
 }
 
 inline bool is_floor(const char* op, const std::string& scaling) {
@@ -125,26 +133,32 @@ MxOutputs quantize_mx_tokens(const Call& call, QuantizeMxParams& p, bool rowwise
     std::memset(p.q_t, 0, K * p.positions);
     std::memset(p.scale_t, 0, rows_t * columns_t);
   }
+  const ScaleMatrix scale = {p.scale, columns, p.blocked};
+  std::vector<int64_t> places(M, -1);  // of rows among the scales
+  MxColumns of_groups;
+  int64_t at = 0, at_t = 0;
+  for (const GroupRows& g : groups) {
+    if (grouped && p.blocked)
+      for (int64_t r = 0; r < g.rows; ++r) places[g.first + r] = at + r;
+    const int64_t columns_of_group = padded_scale_columns(ceil_div<int64_t>(g.rows, kMxBlock));
+    if (columnwise)
+      of_groups.add(g, p.blocked ? ScaleMatrix{p.scale_t + at_t * rows_t, columns_of_group, true}
+                                 : ScaleMatrix{p.scale_t + g.q_t / kMxBlock, columns_t, false});
+    at += padded_scale_rows(g.rows);
+    at_t += columns_of_group;
+  }
+  if (!grouped || !p.blocked)
+    for (int64_t r = 0; r < M; ++r) places[r] = r;
   dispatch(p.in, p.out, [&](auto in_tag, auto out_tag) {
     using In = decltype(in_tag);
     constexpr Fp8Type kOut = decltype(out_tag)::value;
     const auto row_of = rows_of(in_tag);
-    const bool by_groups = p.blocked && grouped;
-    if (rowwise && !by_groups) loop_1x32<In, kOut>(row_of, 0, M, K, p.floor, p.q, {p.scale, columns, p.blocked});
-    int64_t tail = 0, at = 0, at_t = 0;  // of the groups' matrices
-    for (const GroupRows& g : groups) {
-      if (rowwise && by_groups)
-        loop_1x32<In, kOut>(row_of, g.first, g.rows, K, p.floor, p.q, {p.scale + at * columns, columns, true});
-      const int64_t columns_of_group = padded_scale_columns(ceil_div<int64_t>(g.rows, kMxBlock));
-      if (columnwise)
-        loop_32x1<In, kOut>(row_of, g, K, p.floor, p.q_t, p.positions,
-                            p.blocked ? ScaleMatrix{p.scale_t + at_t * rows_t, columns_of_group, true}
-                                      : ScaleMatrix{p.scale_t + g.q_t / kMxBlock, columns_t, false});
-      tail = g.first + g.rows;
-      at += padded_scale_rows(g.rows);
-      at_t += columns_of_group;
-    }
-    if (rowwise && by_groups) loop_1x32<In, kOut>(row_of, tail, M - tail, K, p.floor, p.q, {nullptr, 0, false});
+    const int64_t* place = places.data();
+    if (rowwise)
+      loop_1x32<In, kOut>(row_of, M, K, p.floor, p.q, [=](int64_t row, int64_t block, uint8_t e) {
+        if (place[row] >= 0) scale.at(place[row], block) = e;
+      });
+    if (columnwise) loop_32x1<In, kOut>(row_of, of_groups, K, p.floor, p.q_t, p.positions);
     return 0;
   });
   return o;

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from guarded import GuardedMemory
 from hipified import ROOT, hipify
+from simt_mx import FP8_TYPES, IN_TYPES, MxKernels
 from torch import Tensor
 
 from moe_fp8_ext import shapes
@@ -25,8 +26,6 @@ CXX_FLAGS = (
     # nobody reads from may be anything.
     "-fsanitize=undefined -fno-sanitize=vptr,pointer-overflow -fsanitize-undefined-trap-on-error"
 ).split()
-IN_TYPES = (torch.bfloat16, torch.float16, torch.float32)  # enum class InType
-FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # Fp8Type
 
 DIRECTIONS = ("rows", "columns", "rows and columns", "squares")  # of simt_quantize_blockwise
 GROUPS = ("equal", "rows", "columns")  # enum class ScaleGroups
@@ -92,7 +91,7 @@ class _Scales(ctypes.Structure):
         return cls(scale.data_ptr(), *what)
 
 
-class SimtKernels:
+class SimtKernels(MxKernels):
     """Each method allocates its outputs in guarded memory, full of 0xFF, and raises RuntimeError if a launch fails."""
 
     def __init__(self, library: Path) -> None:

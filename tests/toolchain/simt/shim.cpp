@@ -10,6 +10,7 @@
 #include "kernels/permute_quantize.h"
 #include "kernels/quantize_blockwise.h"
 #include "kernels/quantize_colwise.h"
+#include "kernels/quantize_mx.h"
 #include "kernels/quantize_rowcol.h"
 #include "kernels/quantize_rowwise.h"
 #include "kernels/scaled_grouped_mm.h"
@@ -74,6 +75,23 @@ extern "C" const char* simt_quantize_blockwise(int direction, const void* x, int
   return outcome(kLaunch[direction](p, nullptr));
 }
 
+// Tokens by index if there is one; places: of blocked scales of rows alone, by groups.
+extern "C" const char* simt_quantize_mx(int direction, const void* x, int in, int64_t E, int64_t rows, int64_t K,
+                                        int64_t group_stride, int64_t row_stride, const int* index, int64_t M,
+                                        int64_t top_k, const int* offs, int align, int64_t positions, bool blocked,
+                                        bool floor, int out, int* places, uint8_t* q, uint8_t* scale, uint8_t* q_t,
+                                        uint8_t* scale_t, int* padded_offs) {
+  QuantizeMxParams p = {
+      .x = x, .offs = offs, .q = q, .scale = scale, .q_t = q_t, .scale_t = scale_t, .padded_offs = padded_offs,
+      .places = places, .E = E, .rows = rows, .K = K, .row_stride = row_stride, .group_stride = group_stride,
+      .positions = positions, .align = align, .blocked = blocked, .floor = floor, .in = InType(in),
+      .out = Fp8Type(out)};
+  if (index) p.index = RowIndex(index, M, top_k);
+  constexpr decltype(&quantize_mx_1x32) kLaunch[] = {quantize_mx_1x32, quantize_mx_32x1, quantize_mx_1x32_32x1,
+                                                     quantize_mx_weight};
+  return outcome(kLaunch[direction](p, nullptr));
+}
+
 struct Scales {  // as simt_kernels.py fills it
   const void* data;
   int64_t group_stride, row_stride, block_stride, blocks, block_size, rows_log2, layout;
@@ -102,8 +120,8 @@ extern "C" const char* simt_dequantize(const uint8_t* q, int type, int64_t E, in
                                        int num_groups, int groups, int out_type, void* out) {
   return outcome(dequantize(
       {.q = q, .scale = scale->get(), .offs = offs, .out = out, .E = E, .rows = rows, .K = K,
-       .group_stride = group_stride, .row_stride = row_stride, .num_groups = num_groups, .groups = Groups(groups), .type = Fp8Type(type),
-       .out_type = InType(out_type)}, nullptr));
+       .group_stride = group_stride, .row_stride = row_stride, .num_groups = num_groups, .groups = Groups(groups),
+       .type = Fp8Type(type), .out_type = InType(out_type)}, nullptr));
 }
 
 extern "C" const char* simt_prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple) {
