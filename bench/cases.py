@@ -266,7 +266,6 @@ _128X128: tuple[Rule, ...] = ((always, _of_copy(0.84)),)
 _MX_1X32: tuple[Rule, ...] = ((_over_100_mb, _of_copy(0.96)),)
 _MX_32X1: tuple[Rule, ...] = ((_over_100_mb, _of_copy(0.88)),)
 _MX_BOTH: tuple[Rule, ...] = ((_over_100_mb, _of_copy(0.84)),)
-_DEQUANTIZE: tuple[Rule, ...] = ((_over_100_mb, _of_copy(0.80)),)
 _PADDING: tuple[Rule, ...] = (
     (_many_tokens, _of_copy(0.92)),
     (is_("[16640, 5120] E=64"), Target("us", "<=", 100)),
@@ -304,7 +303,7 @@ CASES: dict[str, Case] = {
         Case("quantize_mx_32x1", _groups, _grouped, moe.quantize_mx_32x1, _MX_32X1),
         Case("quantize_mx_1x32_32x1", _blockwise_groups, _grouped, moe.quantize_mx_1x32_32x1, _MX_BOTH),
         Case("quantize_mx_weight", _weights, _tensor, moe.quantize_mx_weight),
-        Case("dequantize", _activations, _quantized, moe.dequantize, _DEQUANTIZE),
+        Case("dequantize", _activations, _quantized, moe.dequantize),
         Case("pad_token_groups", _token_groups, _grouped, moe.pad_token_groups, _PADDING),
         Case("pad_token_groups_to", _token_groups, _placed, moe.pad_token_groups_to, _PADDING),
         Case("unpad_token_groups", _token_groups, _padded, moe.unpad_token_groups, _PADDING, moved=_tokens_only),

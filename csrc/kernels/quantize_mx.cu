@@ -121,11 +121,11 @@ int quantize_mx_1x32(const QuantizeMxParams& p, void* stream) {
   const int64_t blocks = ceil_div(p.K, int64_t(kMxBlock));
   RowBlocksArgs args = {p.x, p.q, p.scale, p.rows, p.K, p.row_stride};
   args.scale_stride = p.blocked ? padded_scale_columns(blocks) : blocks;
-  args.places = p.places;
+  args.places = p.by_groups ? p.places : nullptr;
   args.blocked = p.blocked;
   args.rule = p.floor;
   args.index = p.index;
-  if (p.places && p.K > 0) {
+  if (p.by_groups && p.K > 0) {
     const PlaceRowsArgs place = {p.offs, p.places, p.scale, args.scale_stride,
                                  grouped_scale_rows(p.rows, p.E) * args.scale_stride, int(p.E), int(p.rows)};
     const Launch l = {dim3(unsigned(device().multiprocessors)), dim3(kPlaceThreads), stream};

@@ -26,12 +26,13 @@ struct QuantizeMxParams {
   uint8_t* q_t;
   uint8_t* scale_t;
   int* padded_offs;                  // [E]
-  int* places;                       // [M], scratch of 1x32 with blocked scales by groups; null: one matrix
+  int* places;                       // [M], scratch of 1x32 by groups
   int64_t E, rows, K;                // rows: M of the tokens, N of one expert
   int64_t row_stride, group_stride;  // group_stride: between experts
   int64_t positions;                 // P, or N
   int align;
   bool blocked;
+  bool by_groups;                    // 1x32: blocked scales, of every group
   bool floor;                        // scaling, otherwise rceil
   InType in;
   Fp8Type out;

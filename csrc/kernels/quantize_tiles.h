@@ -55,7 +55,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, kCastsInHardware<T::kOut> ? most
     find_sources(p, shared.tile(turn + 2), shared.source[turn & 1]);
     if constexpr (T::kScaling == Scaling::kSquares) make_square_multiplier<T>(p, shared);
     else make_column_multipliers<T>(p, shared);
-    if (in_slot(tile.rows) > 0) {
+    if (in_wave(tile.rows) > 0) {
       if constexpr (T::kScaling == Scaling::kRowsAndColumns) make_row_multipliers<T>(p, v, shared);
       if constexpr (T::kScaling != Scaling::kColumns) cast_rows<T>(p, tile, v, shared);
     }

@@ -120,7 +120,8 @@ MxOutputs quantize_mx_tokens(const Call& call, QuantizeMxParams& p, bool rowwise
 #if defined(MOE_FP8_GPU)
   if (on_gpu) {
     Handle places;
-    if (!columnwise && p.blocked && grouped) p.places = data<int>(places = call.empty({M}, kInt32));
+    p.by_groups = p.blocked && grouped;
+    if (!columnwise && p.by_groups) p.places = data<int>(places = call.empty({M}, kInt32));
     auto launch = !columnwise ? quantize_mx_1x32 : !rowwise ? quantize_mx_32x1 : quantize_mx_1x32_32x1;
     call.check(launch(p, call.stream()));
     return o;

@@ -40,6 +40,11 @@ using TileWords = uint32_t[kSlotRows][T::kWords];
 
 // Where some rows of a tile end, as the slot counts its own: none of them are the slot's where that is not positive.
 MOE_DEVICE int in_slot(int rows) { return rows - int(threadIdx.y) * kSlotRows; }
+// The same of the slots of a wave, which shuffle together.
+MOE_DEVICE int in_wave(int rows) {
+  constexpr int kSlots = kWarpSize / kLanes;
+  return rows - int(threadIdx.y) / kSlots * kSlots * kSlotRows;
+}
 
 template <class T>
 struct TileShared {
@@ -250,7 +255,9 @@ MOE_DEVICE void store_staged(const TileArgs& p, TileShared<T>& shared, uint32_t 
   if (first >= tile.positions) return;
   int local = t / kOfColumn;
   uint8_t* out = p.q_t + tile.q_t + (int64_t(tile.strip) * kBlock + local) * p.positions + first;
-#pragma unroll
+  // All at once, 128x1 spills.
+  constexpr int kUnroll = T::kScaling == Scaling::kColumns && T::kBlocks == 1 ? 4 : kBlock / kStep;
+#pragma unroll kUnroll
   for (int i = 0; i < kBlock / kStep; ++i, local += kStep, out += kStep * p.positions) {
     if (int64_t(tile.strip) * kBlock + local >= p.K) return;
     const Vec16 chunk = shared.stage[in_stack].at(local, slot);

@@ -84,8 +84,8 @@ extern "C" const char* simt_quantize_mx(int direction, const void* x, int in, in
   QuantizeMxParams p = {
       .x = x, .offs = offs, .q = q, .scale = scale, .q_t = q_t, .scale_t = scale_t, .padded_offs = padded_offs,
       .places = places, .E = E, .rows = rows, .K = K, .row_stride = row_stride, .group_stride = group_stride,
-      .positions = positions, .align = align, .blocked = blocked, .floor = floor, .in = InType(in),
-      .out = Fp8Type(out)};
+      .positions = positions, .align = align, .blocked = blocked, .by_groups = places != nullptr, .floor = floor,
+      .in = InType(in), .out = Fp8Type(out)};
   if (index) p.index = RowIndex(index, M, top_k);
   constexpr decltype(&quantize_mx_1x32) kLaunch[] = {quantize_mx_1x32, quantize_mx_32x1, quantize_mx_1x32_32x1,
                                                      quantize_mx_weight};
