@@ -19,8 +19,8 @@ constexpr const char* kBlockwise =
     "sm90, sm100: dequantize + aten::_grouped_mm in bfloat16 for K (2D x 2D: P) a multiple of 16, N (2D x 2D: rows of "
     "a and offs too) of 8, E < 1024; otherwise: portable kernel";
 constexpr const char* kMx =
-    "sm100, where torch was built with it: aten::_scaled_grouped_mm for float8_e4m3fn to bfloat16 with K (2D x 2D: P "
-    "and offs) multiples of 32, N (2D x 2D: rows of a too) of 16, E < 1024; otherwise as blockwise";
+    "sm100, where torch was built with it: aten::_scaled_grouped_mm for contiguous float8_e4m3fn to bfloat16 with K "
+    "(2D x 2D: P and offs) multiples of 32, N (2D x 2D: rows of a too) of 16, E < 1024; otherwise as blockwise";
 #elif defined(MOE_FP8_HIP)
 constexpr const char* kBackend = "rocm";
 constexpr const char* k2D3D = "portable kernel";

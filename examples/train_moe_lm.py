@@ -12,7 +12,7 @@ import os
 import sys
 import sysconfig
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean
@@ -79,7 +79,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 class MoE(nn.Module):
     """Token-choice top-k routing to SwiGLU experts. No shape depends on the routing, so the host never waits for it."""
 
-    def __init__(self, args: argparse.Namespace, recipe: str, saved: SavedBytes) -> None:
+    def __init__(self, args: argparse.Namespace, recipe: moe_fp8_ext.Recipe, saved: SavedBytes) -> None:
         super().__init__()
         self.top_k, self.recipe, self.saved = args.top_k, recipe, saved
         self.router = nn.Linear(args.dim, args.experts, bias=False)
@@ -103,7 +103,7 @@ class MoE(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, args: argparse.Namespace, recipe: str, saved: SavedBytes) -> None:
+    def __init__(self, args: argparse.Namespace, recipe: moe_fp8_ext.Recipe, saved: SavedBytes) -> None:
         super().__init__()
         self.heads = args.heads
         self.norm1, self.norm2 = nn.RMSNorm(args.dim), nn.RMSNorm(args.dim)
@@ -125,7 +125,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 class LanguageModel(nn.Module):
-    def __init__(self, args: argparse.Namespace, recipe: str, saved: SavedBytes) -> None:
+    def __init__(self, args: argparse.Namespace, recipe: moe_fp8_ext.Recipe, saved: SavedBytes) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, args.dim)
         self.blocks = nn.ModuleList(Block(args, recipe, saved) for _ in range(args.layers))
@@ -159,7 +159,8 @@ def train(recipe: str, args: argparse.Namespace, text: Tensor, held_out_text: Te
     torch.manual_seed(args.seed)
     starts = torch.randint(len(text) - args.context, (args.steps, args.batch)).to(args.device)
     saved = SavedBytes()
-    model = LanguageModel(args, recipe, saved).to(args.device)
+    of_recipe = {"mx_scaling": args.mx_scaling, "wgrad_high_precision": args.wgrad_high_precision}
+    model = LanguageModel(args, replace(moe_fp8_ext.RECIPES[recipe], **of_recipe), saved).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     warmup = max(1, args.steps // 20)  # then a cosine down to a tenth
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -230,6 +231,10 @@ def parse_args() -> argparse.Namespace:
     known = ", ".join(moe_fp8_ext.RECIPES)
     text = f"what to train with, in this order, out of {known}"
     add("--recipes", type=lambda names: names.split(","), default="bf16,rowwise", metavar="A,B", help=text)
+    rounding = ("rceil", "floor")
+    add("--mx-scaling", choices=rounding, default="rceil", help="how the scales of recipe mxfp8 are rounded")
+    text = "compute weight gradients in BF16 from BF16 activations, which are kept for it"
+    add("--wgrad-high-precision", action="store_true", help=text)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes a GPU where there is one")
     for name, (cpu, gpu, text) in SIZES.items():
         text += f" (default: {cpu} on a CPU, {gpu} on a GPU)"

@@ -54,6 +54,10 @@ class Recipe:
             raise ValueError(f"mx_scaling must be one of {sorted(MX_SCALINGS)}, got {self.mx_scaling!r}")
         if self.align is None:
             object.__setattr__(self, "align", GROUP_ALIGNMENT[self.scaling])  # the way of a frozen dataclass
+        least, most = (32, 128) if self.scaling == "mxfp8" else (1, 256)
+        if not least <= self.align <= most or self.align & (self.align - 1):
+            text = f"align must be a power of two from {least} to {most} with scaling {self.scaling!r}"
+            raise ValueError(f"{text}, got {self.align}")
 
     def rule(self, dtype: torch.dtype | None) -> tuple[torch.dtype | None, bool | str]:
         """The format and what the scales' rule leaves open, as the classes of `operands` take them."""

@@ -343,6 +343,8 @@ def test_errors_of_all(op, device):
         ("quantize_mx_1x32", [X, "rceil", "blocked", OFFS.long()], "offs", "int64"),
         ("quantize_mx_1x32", [X, "rceil", "blocked", None, torch.uint8], "dtype", "uint8"),
         ("quantize_mx_32x1", [X, OFFS[None]], "offs", "2"),
+        ("quantize_mx_32x1", [X, OFFS[0]], "offs", "0"),
+        ("quantize_mx_1x32", [X, "rceil", "blocked", OFFS[0]], "offs", "0"),
         ("quantize_mx_32x1", [X, OFFS, "rceil", "blocked", 16], "align", "16"),
         ("quantize_mx_32x1", [X, OFFS, "rceil", "blocked", 256], "align", "256"),
         ("quantize_mx_1x32_32x1", [X, OFFS, "rceil", "col"], "layout", "'col'"),

@@ -126,6 +126,15 @@ def test_other_recipes(demo, monkeypatch, capsys, recipe: str) -> None:
     assert list(table(capsys.readouterr().out)) == ["bf16", recipe]
 
 
+def test_options_of_recipes(demo, monkeypatch, capsys) -> None:
+    """Both change what is trained."""
+    rows = []
+    for options in ([], ["--mx-scaling", "floor"], ["--wgrad-high-precision"]):
+        assert call(demo, monkeypatch, *TINY, "--recipes", "mxfp8", *options) == 0
+        rows.append(table(capsys.readouterr().out)["mxfp8"])
+    assert len({(row["last loss"], row["held-out loss"]) for row in rows}) == 3
+
+
 @pytest.mark.parametrize(("tolerance", "status"), [(-1.0, 1), (1.0, 0)])
 def test_check(demo, monkeypatch, capsys, tolerance: float, status: int) -> None:
     monkeypatch.setattr(demo, "TOLERANCE", tolerance)

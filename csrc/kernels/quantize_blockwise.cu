@@ -17,10 +17,10 @@ struct StripMap {
   int64_t unit_row, block;
   int strip, thread;  // of the block's strips; in it
 
-  MOE_DEVICE explicit StripMap(const RowBlocksArgs& p)
-      : unit_row(int64_t(blockIdx.x / p.units) * kRows), strip(threadIdx.x / kStripThreads),
+  MOE_DEVICE StripMap(const RowBlocksArgs& p, uint32_t unit)
+      : unit_row(int64_t(unit / p.units) * kRows), strip(threadIdx.x / kStripThreads),
         thread(threadIdx.x % kStripThreads) {
-    block = int64_t(blockIdx.x % p.units) * kStrips + strip;
+    block = int64_t(unit % p.units) * kStrips + strip;
   }
   static int64_t row_units(const RowBlocksArgs& p) { return ceil_div(p.rows, int64_t(kRows)); }
   MOE_DEVICE int team_row(int r) const { return thread / kTeam * kTeamRows + r; }

@@ -31,10 +31,10 @@ struct SectorMap {
   int64_t first_row, block;  // first_row: that of r = 0
   int place = 0;             // of the own scale's row, with places by groups
 
-  MOE_DEVICE explicit SectorMap(const RowBlocksArgs& p) {
-    const uint32_t rs = blockIdx.x / p.units;
+  MOE_DEVICE SectorMap(const RowBlocksArgs& p, uint32_t unit) {
+    const uint32_t rs = unit / p.units;
     first_row = int64_t(rs / (32 / kRs)) * kScaleRows + rs % (32 / kRs) * kRs;
-    block = int64_t(blockIdx.x % p.units) * kTeams + team() % kTeams;
+    block = int64_t(unit % p.units) * kTeams + team() % kTeams;
     const int64_t own_row = first_row + Own(true).below();
     if (p.places) place = own_row < p.rows ? p.places[own_row] : -1;  // long before it is needed
   }
@@ -71,16 +71,17 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) place_rows_kernel(MOE_GRID_C
   const GroupTable groups(words, p.E);
   wait_for_previous_kernel();
   build_group_table(groups, p.offs, p.E, p.rows, 0, kScaleRows);
-  for (int r = blockIdx.x * kPlaceThreads + threadIdx.x; r < p.rows; r += gridDim.x * kPlaceThreads) {
-    const int e = GroupTable::find(groups.row, p.E, r);
-    p.places[r] = e < p.E ? groups.pos[e] + r - groups.row[e] : -1;
+  const int64_t threads = int64_t(gridDim.x) * kPlaceThreads;
+  const int64_t thread = int64_t(blockIdx.x) * kPlaceThreads + threadIdx.x;
+  for (int64_t r = thread; r < p.rows; r += threads) {
+    const int e = GroupTable::find(groups.row, p.E, int(r));
+    p.places[r] = e < p.E ? groups.pos[e] + int(r) - groups.row[e] : -1;
   }
   for (int e = blockIdx.x; e < p.E; e += gridDim.x)
     if (groups.rows(e) % kScaleRows != 0)
       clear_scales(p.scale, (groups.pos[e + 1] - kScaleRows) * p.scale_stride, groups.pos[e + 1] * p.scale_stride,
                    threadIdx.x, kPlaceThreads);
-  clear_scales(p.scale, groups.pos[p.E] * p.scale_stride, p.scale_bytes, blockIdx.x * kPlaceThreads + threadIdx.x,
-               gridDim.x * kPlaceThreads);
+  clear_scales(p.scale, groups.pos[p.E] * p.scale_stride, p.scale_bytes, thread, threads);
 }
 
 template <Scaling kScaling, class Tiles>

@@ -1,5 +1,5 @@
 // Scaling blocks along rows alone: the kernel that the recipes with blocks share. A team of lanes shares a block in
-// four rows and loads 16 bytes a lane and row; which rows, and where scales go, is the Map's to say.
+// four rows and loads 16 bytes a lane and row; which rows, and where scales go, is the Map's to say, of its unit.
 #pragma once
 #include "kernels/dispatch.h"
 #include "primitives/row.h"
@@ -10,10 +10,10 @@ struct RowBlocksArgs {
   const void* x;
   uint8_t* q;
   void* scale;
-  int64_t rows, K, row_stride;
-  int64_t scale_stride, scale_bytes;  // scale_bytes: of blocked scales
+  int64_t rows, K, row_stride, scale_stride;
   const int* places;  // [rows], of blocked scales by groups: each row's own, -1: none; null: as they lie
   uint32_t units;     // along a row: of blocks of threads
+  uint32_t first;     // of this launch
   bool blocked;       // scales
   bool rule;          // a choice that the scales' rule leaves
   RowIndex index;
@@ -30,7 +30,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRowBlockThreads, (row_blocks_each<In, kOut, k
   __shared__ typename Map::Shared shared;
   constexpr int kTeam = Map::kTeam, kVecs = Map::kSize / kVecElements<In> / kTeam;  // of a lane in a row
   wait_for_previous_kernel();
-  const Map map(p);
+  const Map map(p, blockIdx.x + p.first);
   const int lane = threadIdx.x % kTeam;
   const int vec = int(map.block * (Map::kSize / kVecElements<In>)) + lane;
   const int vecs = int(ceil_div<int64_t>(p.K, kVecElements<In>));
@@ -67,19 +67,27 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRowBlockThreads, (row_blocks_each<In, kOut, k
   map.store(p, shared);
 }
 
-// p: all but `units`.
+constexpr int64_t kMaxRowBlocks = 1 << 23;  // HIP has fewer than 2^32 threads a launch
+
+// p: all but `units` and `first`.
 template <class Map>
 int launch_row_blocks(RowBlocksArgs p, InType in_type, Fp8Type out_type, void* stream) {
   p.units = uint32_t(ceil_div<int64_t>(p.K, Map::kUnitColumns));
   const int64_t units = Map::row_units(p) * p.units;
   if (units == 0) return 0;
-  return dispatch(in_type, out_type, [&](auto in, auto out) {
+  return dispatch(in_type, out_type, [&](auto in, auto out) -> int {
     using In = decltype(in);
     constexpr int n = kVecElements<In>;
     const bool aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.K % n == 0 && p.row_stride % n == 0;
-    const Launch l = {dim3(unsigned(units)), dim3(kRowBlockThreads), stream};
-    if (aligned) return launch(quantize_row_blocks_kernel<Map, In, decltype(out)::value, true>, l, p);
-    return launch(quantize_row_blocks_kernel<Map, In, decltype(out)::value, false>, l, p);
+    constexpr Fp8Type kOut = decltype(out)::value;
+    auto* kernel = aligned ? quantize_row_blocks_kernel<Map, In, kOut, true>
+                           : quantize_row_blocks_kernel<Map, In, kOut, false>;
+    for (int64_t first = 0; first < units; first += kMaxRowBlocks) {
+      p.first = uint32_t(first);
+      const int64_t blocks = units - first < kMaxRowBlocks ? units - first : kMaxRowBlocks;
+      if (const int e = launch(kernel, {dim3(unsigned(blocks)), dim3(kRowBlockThreads), stream}, p)) return e;
+    }
+    return 0;
   });
 }
 

@@ -177,10 +177,10 @@ struct Unswizzle {
   }
 };
 
-template <class Groups, class Direction>
+template <class Geometry, class Direction>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocksEach) swizzle_scales_kernel(MOE_GRID_CONSTANT const Task t) {
   MOE_DYNAMIC_SMEM(smem);
-  const Groups groups(t, reinterpret_cast<int*>(smem));
+  const Geometry groups(t, reinterpret_cast<int*>(smem));
   const int line = threadIdx.x / kTileChunks;
   const int64_t stride = t.p.row_stride, bytes = t.extent.rows * t.extent.columns;
 #pragma unroll 1
@@ -209,7 +209,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocksEach) swizzle_scales_kernel(M
   }
 }
 
-template <class Groups, class Direction>
+template <class Geometry, class Direction>
 int launch_with(const SwizzleScalesParams& p, void* stream) {
   Task t = {p, blocked_extent(p.groups, p.E, p.R, p.C)};
   t.row_blocks_each = uint32_t(padded_scale_rows(p.R) / kScaleRows);
@@ -217,18 +217,18 @@ int launch_with(const SwizzleScalesParams& p, void* stream) {
   t.row_chunks = uint32_t(ceil_div<int64_t>(t.extent.columns, kChunk));
   t.tiles = uint32_t(ceil_div<int64_t>(int64_t(t.row_blocks) * t.row_chunks, kTileChunks));
   if (t.tiles == 0 && p.starts == nullptr) return 0;
-  const bool grouped = p.groups != ScaleGroups::kEqual;
+  const bool grouped = p.groups != Groups::kNone;
   const int64_t most = grouped ? int64_t(device().multiprocessors) * kBlocksEach : kMaxBlocks;
   const unsigned blocks = unsigned(t.tiles < most ? t.tiles : most);
   Launch l = {dim3(blocks ? blocks : 1), dim3(kThreads), stream};
   if (grouped) l.shared = 4 * GroupTable::words(int(p.E));
-  return launch(swizzle_scales_kernel<Groups, Direction>, l, t);
+  return launch(swizzle_scales_kernel<Geometry, Direction>, l, t);
 }
 template <class Direction>
 int launch_for(const SwizzleScalesParams& p, void* stream) {
   switch (p.groups) {
-    case ScaleGroups::kEqual: return launch_with<EqualMatrices, Direction>(p, stream);
-    case ScaleGroups::kRows: return launch_with<RowGroups, Direction>(p, stream);
+    case Groups::kNone: return launch_with<EqualMatrices, Direction>(p, stream);
+    case Groups::kRows: return launch_with<RowGroups, Direction>(p, stream);
     default: return launch_with<ColumnGroups, Direction>(p, stream);
   }
 }

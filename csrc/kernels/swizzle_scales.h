@@ -3,16 +3,14 @@
 // swizzle:    blocked[blocked_offset(r, c)] = plain[r, c], zero where no scale stands
 // unswizzle:  plain[r, c] = blocked[blocked_offset(r, c)], zero where r or c is of no group
 //
-// kEqual: E matrices [R, C]. kRows and kColumns: groups of the rows or the columns of one matrix [R, C], ends in offs
-// [E]; each is a blocked matrix of its own, in room for any sizes, and `starts` say in which row or column of that room
-// it begins. The row-major side has stride 1 along C, the blocked side is contiguous and, where it is written, begins
-// at a multiple of 16 bytes. No other alignment is asked for.
+// Groups::kNone: E matrices [R, C]. kRows and kColumns: groups of the rows or the columns of one matrix [R, C], ends in
+// offs [E]; each is a blocked matrix of its own, in room for any sizes, and `starts` say in which row or column of that
+// room it begins. The row-major side has stride 1 along C, the blocked side is contiguous and, where it is written,
+// begins at a multiple of 16 bytes. No other alignment is asked for.
 #pragma once
 #include "numerics/scale_layout.h"
 
 namespace moe_fp8 {
-
-enum class ScaleGroups { kEqual, kRows, kColumns };
 
 struct SwizzleScalesParams {
   const uint8_t* from;
@@ -21,15 +19,15 @@ struct SwizzleScalesParams {
   int* starts;      // [E], not written when null
   int64_t E, R, C;
   int64_t row_stride, group_stride;  // of the row-major side
-  ScaleGroups groups;
+  Groups groups;
 };
 
 // Of the blocked side, all matrices in one.
 struct BlockedExtent { int64_t rows, columns; };
-inline BlockedExtent blocked_extent(ScaleGroups groups, int64_t E, int64_t R, int64_t C) {
+inline BlockedExtent blocked_extent(Groups groups, int64_t E, int64_t R, int64_t C) {
   switch (groups) {
-    case ScaleGroups::kEqual: return {E * padded_scale_rows(R), padded_scale_columns(C)};
-    case ScaleGroups::kRows: return {grouped_scale_rows(R, E), padded_scale_columns(C)};
+    case Groups::kNone: return {E * padded_scale_rows(R), padded_scale_columns(C)};
+    case Groups::kRows: return {grouped_scale_rows(R, E), padded_scale_columns(C)};
     default: return {padded_scale_rows(R), grouped_scale_columns(C, E)};
   }
 }

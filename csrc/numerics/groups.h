@@ -5,7 +5,7 @@
 namespace moe_fp8 {
 
 constexpr int kMaxExperts = 1024, kMaxAlign = 256;
-constexpr int kBlock = 128;  // elements of a scaling block of the blockwise recipe, along either dimension
+constexpr int kBlock = 128;  // rows and columns of a tile, elements of a scaling block of the blockwise recipe
 
 template <class T>
 MOE_HD constexpr T round_up(T n, T multiple) { return (n + multiple - 1) / multiple * multiple; }

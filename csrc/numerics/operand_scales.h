@@ -22,8 +22,6 @@ inline float times_e8m0(float value, float scale) {
 
 enum class ScaleLayout : int { kFloat, kE8M0, kBlocked };  // the last: E8M0 in the blocks of scale_layout.h
 
-// Groups that a scaling block does not cross: of rows, or of columns, the summed dimension of a product.
-enum class Groups : int { kNone, kRows, kColumns };
 // Scales of a group begin anew at so many rows or columns: at a block of 128, at 4 of 32, at a block of 128 x 4 scales.
 constexpr int kGroupScales = 128;
 static_assert(kGroupScales == kBlock && kGroupScales == kScaleRows && kGroupScales == kMxBlock * kScaleColumns);

@@ -22,6 +22,9 @@ MOE_HD constexpr int64_t blocked_offset(int64_t row, int64_t column, int64_t pad
   return block * kScaleBytes + row % 32 * 16 + row / 32 % 4 * 4 + column % 4;
 }
 
+// Groups that a scaling block does not cross: of rows, or of columns, the summed dimension of a product.
+enum class Groups : int { kNone, kRows, kColumns };
+
 // Groups of rows (M-groups) or of columns (K-groups), each a blocked matrix of its own, one behind the other: room for
 // any sizes. A group of rows begins at a multiple of 128 of them, one of columns at a multiple of 4.
 MOE_HD constexpr int64_t grouped_scale_rows(int64_t rows, int64_t experts) { return rows + experts * kScaleRows; }

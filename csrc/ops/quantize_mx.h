@@ -135,11 +135,11 @@ MxOutputs quantize_mx_tokens(const Call& call, QuantizeMxParams& p, bool rowwise
     std::memset(p.scale_t, 0, rows_t * columns_t);
   }
   const ScaleMatrix scale = {p.scale, columns, p.blocked};
-  std::vector<int64_t> places(M, -1);  // of rows among the scales
+  std::vector<int64_t> places(rowwise ? M : 0, -1);  // of rows among the scales
   MxColumns of_groups;
   int64_t at = 0, at_t = 0;
   for (const GroupRows& g : groups) {
-    if (grouped && p.blocked)
+    if (rowwise && grouped && p.blocked)
       for (int64_t r = 0; r < g.rows; ++r) places[g.first + r] = at + r;
     const int64_t columns_of_group = padded_scale_columns(ceil_div<int64_t>(g.rows, kMxBlock));
     if (columnwise)
@@ -148,7 +148,7 @@ MxOutputs quantize_mx_tokens(const Call& call, QuantizeMxParams& p, bool rowwise
     at += padded_scale_rows(g.rows);
     at_t += columns_of_group;
   }
-  if (!grouped || !p.blocked)
+  if (rowwise && !(grouped && p.blocked))
     for (int64_t r = 0; r < M; ++r) places[r] = r;
   dispatch(p.in, p.out, [&](auto in_tag, auto out_tag) {
     using In = decltype(in_tag);

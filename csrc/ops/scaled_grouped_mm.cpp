@@ -103,8 +103,9 @@ Gemm choose_gemm(const ScaledGroupedMmParams& p) {
   const bool e4m3 = p.a_type == Fp8Type::kE4M3FN && p.b_type == Fp8Type::kE4M3FN;
   const bool rowwise = p.scale_a.block_size == 0;
   const auto scale_bits = reinterpret_cast<uintptr_t>(p.scale_a.data) | reinterpret_cast<uintptr_t>(p.scale_b.data);
-  const bool mx = p.scale_a.block_size == kMxBlock && torch_has_mx_gemm && compute_capability() >= 100 &&
-                  p.K % kMxBlock == 0 && scale_bits % 16 == 0;
+  const bool packed = p.a_stride == p.K && p.b_stride == p.K && (p.groups_of_sum || p.b_group_stride == p.N * p.K);
+  const bool mx = p.scale_a.block_size == kMxBlock && torch_has_mx_gemm && compute_capability() == 100 &&
+                  p.K % kMxBlock == 0 && packed && scale_bits % 16 == 0;
   if ((rowwise || mx) && e4m3 && are_aligned(p, 16)) return Gemm::kFp8;
   return !rowwise && are_aligned(p, 8) ? Gemm::kBF16 : Gemm::kPortable;
 }

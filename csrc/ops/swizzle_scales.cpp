@@ -30,9 +30,9 @@ void check_counts(const char* op, int64_t rows, int64_t cols) {
   check_count(op, "cols", cols);
 }
 // The blocked side of groups, `arg` being what its size follows from.
-BlockedExtent check_groups(const char* op, const char* arg, const Tensor& t, const Tensor& offs, ScaleGroups groups,
+BlockedExtent check_groups(const char* op, const char* arg, const Tensor& t, const Tensor& offs, Groups groups,
                            int64_t R, int64_t C) {
-  const bool of_rows = groups == ScaleGroups::kRows;
+  const bool of_rows = groups == Groups::kRows;
   check_offs(op, offs, arg, t, of_rows ? R : C, of_rows ? "rows" : "columns");
   const BlockedExtent extent = blocked_extent(groups, offs.sizes[0], R, C);
   check_size(op, arg, of_rows ? extent.rows : extent.columns, of_rows ? "rows with padding" : "columns with padding");
@@ -52,12 +52,12 @@ std::vector<RowBlock> row_blocks(const SwizzleScalesParams& p) {
       blocked += kScaleRows * padded_scale_columns(columns);
     }
   };
-  if (p.groups == ScaleGroups::kEqual) {
+  if (p.groups == Groups::kNone) {
     for (int64_t e = 0; e < p.E; ++e)
       add(e * p.group_stride, e * padded_scale_rows(p.R) * extent.columns, p.R, p.C);
     return found;
   }
-  const bool of_rows = p.groups == ScaleGroups::kRows;
+  const bool of_rows = p.groups == Groups::kRows;
   const std::vector<int> ends = safe_ends(p.offs, p.E, of_rows ? p.R : p.C);
   for (int64_t e = 0, start = 0, place = 0; e < p.E; start = ends[e++]) {
     const int64_t size = ends[e] - start;
@@ -102,12 +102,12 @@ void move(const Call& call, const Tensor& from, bool swizzle, const SwizzleScale
     return call.check(swizzle ? swizzle_scales(p, call.stream()) : unswizzle_scales(p, call.stream()));
 #endif
   const BlockedExtent extent = blocked_extent(p.groups, p.E, p.R, p.C);
-  const int64_t matrices = p.groups == ScaleGroups::kEqual ? p.E : 1;
+  const int64_t matrices = p.groups == Groups::kNone ? p.E : 1;
   cpu_move(p, swizzle, swizzle ? extent.rows * extent.columns : matrices * p.R * p.C);
 }
 
 // ---- what ops with and without groups share ------------------------------------------------------------------------
-Results<2> swizzle_groups(const char* op, const Tensor& scale, const Tensor& offs, ScaleGroups groups) {
+Results<2> swizzle_groups(const char* op, const Tensor& scale, const Tensor& offs, Groups groups) {
   check_scales(op, scale);
   const int64_t R = scale.sizes[0], C = scale.sizes[1];
   const BlockedExtent extent = check_groups(op, "scale", scale, offs, groups, R, C);
@@ -119,7 +119,7 @@ Results<2> swizzle_groups(const char* op, const Tensor& scale, const Tensor& off
   return results(blocked, starts);
 }
 Results<1> unswizzle_groups(const char* op, const Tensor& blocked, const Tensor& offs, int64_t rows, int64_t cols,
-                            ScaleGroups groups) {
+                            Groups groups) {
   check_counts(op, rows, cols);
   const BlockedExtent extent = check_groups(op, "blocked", blocked, offs, groups, rows, cols);
   check_blocked(op, blocked, {extent.rows, extent.columns});
@@ -139,7 +139,7 @@ Results<1> swizzle_scales_2d_op(const Tensor& scale) {
   const Call call(kOp, "scale", scale);
   Handle blocked = call.empty({padded_scale_rows(R), padded_scale_columns(C)}, scale.dtype);
   move(call, scale, true, {scale.as<uint8_t>(), data<uint8_t>(blocked), nullptr, nullptr, 1, R, C, scale.strides[0], 0,
-                           ScaleGroups::kEqual});
+                           Groups::kNone});
   return results(blocked);
 }
 Results<1> swizzle_scales_3d_op(const Tensor& scale) {
@@ -153,14 +153,14 @@ Results<1> swizzle_scales_3d_op(const Tensor& scale) {
   const Call call(kOp, "scale", scale);
   Handle blocked = call.empty({E, padded_scale_rows(R) * padded_scale_columns(C)}, scale.dtype);
   move(call, scale, true, {scale.as<uint8_t>(), data<uint8_t>(blocked), nullptr, nullptr, E, R, C, scale.strides[1],
-                           scale.strides[0], ScaleGroups::kEqual});
+                           scale.strides[0], Groups::kNone});
   return results(blocked);
 }
 Results<2> swizzle_scales_m_groups_op(const Tensor& scale, const Tensor& offs) {
-  return swizzle_groups("swizzle_scales_m_groups", scale, offs, ScaleGroups::kRows);
+  return swizzle_groups("swizzle_scales_m_groups", scale, offs, Groups::kRows);
 }
 Results<2> swizzle_scales_k_groups_op(const Tensor& scale, const Tensor& offs) {
-  return swizzle_groups("swizzle_scales_k_groups", scale, offs, ScaleGroups::kColumns);
+  return swizzle_groups("swizzle_scales_k_groups", scale, offs, Groups::kColumns);
 }
 
 Results<1> unswizzle_scales_2d_op(const Tensor& blocked, int64_t rows, int64_t cols) {
@@ -170,7 +170,7 @@ Results<1> unswizzle_scales_2d_op(const Tensor& blocked, int64_t rows, int64_t c
   const Call call(kOp, "blocked", blocked);
   Handle scale = call.empty({rows, cols}, blocked.dtype);
   move(call, blocked, false, {blocked.as<uint8_t>(), data<uint8_t>(scale), nullptr, nullptr, 1, rows, cols, cols, 0,
-                              ScaleGroups::kEqual});
+                              Groups::kNone});
   return results(scale);
 }
 Results<1> unswizzle_scales_3d_op(const Tensor& blocked, int64_t rows, int64_t cols) {
@@ -182,14 +182,14 @@ Results<1> unswizzle_scales_3d_op(const Tensor& blocked, int64_t rows, int64_t c
   const Call call(kOp, "blocked", blocked);
   Handle scale = call.empty({E, rows, cols}, blocked.dtype);
   move(call, blocked, false, {blocked.as<uint8_t>(), data<uint8_t>(scale), nullptr, nullptr, E, rows, cols, cols,
-                              rows * cols, ScaleGroups::kEqual});
+                              rows * cols, Groups::kNone});
   return results(scale);
 }
 Results<1> unswizzle_scales_m_groups_op(const Tensor& blocked, const Tensor& offs, int64_t rows, int64_t cols) {
-  return unswizzle_groups("unswizzle_scales_m_groups", blocked, offs, rows, cols, ScaleGroups::kRows);
+  return unswizzle_groups("unswizzle_scales_m_groups", blocked, offs, rows, cols, Groups::kRows);
 }
 Results<1> unswizzle_scales_k_groups_op(const Tensor& blocked, const Tensor& offs, int64_t rows, int64_t cols) {
-  return unswizzle_groups("unswizzle_scales_k_groups", blocked, offs, rows, cols, ScaleGroups::kColumns);
+  return unswizzle_groups("unswizzle_scales_k_groups", blocked, offs, rows, cols, Groups::kColumns);
 }
 
 }  // namespace moe_fp8

@@ -7,6 +7,7 @@ from moe_fp8_ext.ops.checks import (
     check_contiguous,
     check_dim,
     check_fp8,
+    check_no_gradient,
     check_offs,
     check_same_device,
     check_size,
@@ -42,7 +43,8 @@ def dequantize(
         32x1_blocked   q_t [K, P], scale_t [round_up(K, 128), ceil(P / 32) + 4 E], offs = padded_offs; groups of columns
                        as `swizzle_scales_k_groups` has them
 
-    Rows, or positions, past the last group are zero, whatever q holds there. Every NaN is the quiet one without a sign.
+    What a quantizer leaves in place (`transpose=False`) has no layout here. Rows, or positions, past the last group are
+    zero, whatever q holds there. Every NaN is the quiet one without a sign.
     Never waits for the device.
 
     Args:
@@ -60,10 +62,13 @@ def dequantize(
         out, shaped as q, contiguous.
 
     Raises:
-        RuntimeError: layout, dtype, shape, strides or device are not as above; the text names the argument.
+        RuntimeError: layout, dtype, shape, strides or device are not as above, or an argument asks for a gradient,
+            which this has none of; the text names the argument.
 
     Source: the scales of DESIGN.md section 3, the layouts of sections 4 and 5.
     """
+    check_no_gradient(_OP, "q", q)
+    check_no_gradient(_OP, "scale", scale)
     return _op(q, scale, layout, offs, out_dtype)
 
 

@@ -215,8 +215,9 @@ def new_both(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Empty outputs of both directions likewise."""
     check_scaling(op, scaling)
-    blocked, e = check_layout(op, layout), offs.shape[0]
+    blocked = check_layout(op, layout)
     check_groups(op, x, offs, align, arg, shape[0])
+    e = offs.shape[0]
     sizes = (
         *shapes.quantize_mx_1x32(shape, blocked, e),
         *shapes.quantize_mx_32x1(shape, e, align, blocked),

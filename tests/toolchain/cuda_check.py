@@ -16,10 +16,12 @@ from isa_report import Kernel, Patterns, compile_all, parse_arguments, print_rep
 PTX = Patterns(
     vector_load=r"\bld\.global\S*\.(v4\.|v2\.[ubf](32|64))|\bcp\.async\.(bulk|cg)",
     cast={"E4M3": r"\bcvt\.rn\.satfinite\.e4m3x2", "E5M2": r"\bcvt\.rn\.satfinite\.e5m2x2"},
+    e8m0=r"\bcvt\.rp\.satfinite\.ue8m0x2\.f32",
 )
 SASS = Patterns(
     vector_load=r"\bLDG\S*\.(64|128|256)\b|\bLDGSTS\S*\.128\b|\bUTMALDG\b|\bUBLKCP\b",
     cast={"E4M3": r"\bF2FP\.SATFINITE\.E4M3", "E5M2": r"\bF2FP\.SATFINITE\.E5M2"},
+    e8m0=r"\bF2FP\S*\.UE8M0",
 )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 FORMATS = ("E4M3FN", "E5M2", "E4M3FNUZ", "E5M2FNUZ")  # enum class Fp8Type, in order
+ROUNDS_TO_E8M0 = ("sm_100a",)
 NATIVE_FORMATS = {"gfx942": FORMATS[2:]}  # every other architecture that is checked converts the first two
 
 
@@ -53,6 +54,7 @@ class Patterns:
 
     vector_load: str
     cast: dict[str, str]  # by the first four characters of the format
+    e8m0: str | None = None  # rounding up to an E8M0 scale, of those in ROUNDS_TO_E8M0
 
 
 @dataclasses.dataclass
@@ -82,6 +84,9 @@ class Kernel:
             return
         if rule.vector_loads and not re.search(patterns.vector_load, body):
             self.problems.append("no vector loads")
+        writes_e8m0 = re.search(r"\b(MxFormat|SectorMap)\b", self.name)
+        if writes_e8m0 and self.arch in ROUNDS_TO_E8M0 and not re.search(patterns.e8m0 or "$^", body):
+            self.problems.append("no E8M0 conversion instructions")
         fmt = format_of(self.name)
         if not rule.casts or self.software_format:
             return

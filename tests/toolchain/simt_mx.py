@@ -51,7 +51,8 @@ class MxKernels:
         dtypes = dict(zip(NAMES, (fp8, torch.float8_e8m0fnu, fp8, torch.float8_e8m0fnu, torch.int32), strict=True))
         out = {name: memory.empty(size, dtypes[name]) for name, size in sizes.items()}
         what = x, IN_TYPES.index(x.dtype), e, rows, k, *strides, indices, x.shape[0], top_k, offs, align, positions
-        how = blocked, scaling == "floor", FP8_TYPES.index(fp8), places
+        by_groups = blocked and offs is not None
+        how = blocked, scaling == "floor", FP8_TYPES.index(fp8), by_groups, places
         self._call("quantize_mx", memory, DIRECTIONS.index(directions), *what, *how, *map(out.get, NAMES))
         return tuple(out.values())
 

@@ -79,12 +79,12 @@ extern "C" const char* simt_quantize_blockwise(int direction, const void* x, int
 extern "C" const char* simt_quantize_mx(int direction, const void* x, int in, int64_t E, int64_t rows, int64_t K,
                                         int64_t group_stride, int64_t row_stride, const int* index, int64_t M,
                                         int64_t top_k, const int* offs, int align, int64_t positions, bool blocked,
-                                        bool floor, int out, int* places, uint8_t* q, uint8_t* scale, uint8_t* q_t,
-                                        uint8_t* scale_t, int* padded_offs) {
+                                        bool floor, int out, bool by_groups, int* places, uint8_t* q, uint8_t* scale,
+                                        uint8_t* q_t, uint8_t* scale_t, int* padded_offs) {
   QuantizeMxParams p = {
       .x = x, .offs = offs, .q = q, .scale = scale, .q_t = q_t, .scale_t = scale_t, .padded_offs = padded_offs,
       .places = places, .E = E, .rows = rows, .K = K, .row_stride = row_stride, .group_stride = group_stride,
-      .positions = positions, .align = align, .blocked = blocked, .by_groups = places != nullptr, .floor = floor,
+      .positions = positions, .align = align, .blocked = blocked, .by_groups = by_groups, .floor = floor,
       .in = InType(in), .out = Fp8Type(out)};
   if (index) p.index = RowIndex(index, M, top_k);
   constexpr decltype(&quantize_mx_1x32) kLaunch[] = {quantize_mx_1x32, quantize_mx_32x1, quantize_mx_1x32_32x1,
@@ -146,7 +146,7 @@ extern "C" const char* simt_token_groups(bool pad, const int* offs, const int* s
 extern "C" const char* simt_swizzle_scales(bool back, const uint8_t* from, uint8_t* to, const int* offs, int* starts,
                                            int64_t E, int64_t R, int64_t C, int64_t row_stride, int64_t group_stride,
                                            int groups) {
-  const SwizzleScalesParams p = {from, to, offs, starts, E, R, C, row_stride, group_stride, ScaleGroups(groups)};
+  const SwizzleScalesParams p = {from, to, offs, starts, E, R, C, row_stride, group_stride, Groups(groups)};
   return outcome(back ? unswizzle_scales(p, nullptr) : swizzle_scales(p, nullptr));
 }
 
