@@ -1,7 +1,6 @@
 #include "kernels/swizzle_scales.h"
 
 #include "primitives/group_table.h"
-#include "primitives/transpose.h"
 
 namespace moe_fp8 {
 namespace {
@@ -96,14 +95,14 @@ struct ColumnGroups {
 
 MOE_DEVICE bool is_aligned(const void* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
-// Up to four bytes from any address, then zeros. Words that hold one of them are read as a whole: memory is allocated
-// in multiples of words.
+// Up to four bytes from any address, then zeros.
 MOE_DEVICE uint32_t load_word(const uint8_t* p, int bytes) {
-  if (bytes <= 0) return 0;
-  const int skip = int(reinterpret_cast<uintptr_t>(p) % 4);
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(p - skip);
-  const uint32_t low = load_stream(words), high = skip + bytes > 4 ? load_stream(words + 1) : 0;
-  return uint32_t((uint64_t(high) << 32 | low) >> (8 * skip)) & row_mask(0, bytes);
+  if (bytes >= 4 && is_aligned(p, 4)) return load_stream(reinterpret_cast<const uint32_t*>(p));
+  uint32_t word = 0;
+#pragma unroll
+  for (int b = 0; b < 4; ++b)
+    if (b < bytes) word |= uint32_t(load_stream(p + b)) << (8 * b);
+  return word;
 }
 MOE_DEVICE void store_word(uint8_t* p, uint32_t word, int bytes) {
   if (bytes >= 4 && is_aligned(p, 4)) return store_stream(reinterpret_cast<uint32_t*>(p), word);
