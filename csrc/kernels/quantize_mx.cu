@@ -7,26 +7,15 @@ namespace moe_fp8 {
 namespace {
 
 // 1x32: four lanes share a block of the rows r, r + 32, r + 64 and r + 96, which are neighbours in the blocked layout.
-// A block of threads has two such r and 1024 columns: 32 scales a row, and 32 neighbouring bytes of each of eight
-// blocks of scales, so that either layout is written in whole sectors.
+// A block of threads writes scales in whole sectors: of two such r and 1024 columns, 32 bytes of a row each; of eight
+// and 256, where they are blocked, 128 bytes of two blocks of scales each.
+template <bool kBlocked>
 struct SectorMap {
   using Scale = ScaleE8M0;
-  static constexpr int kSize = kMxBlock, kTeam = 4, kUnitColumns = 1024;
-  static constexpr int kTeams = kUnitColumns / kSize, kRs = kRowBlockThreads / kTeam / kTeams;  // along the columns; r
-  using Shared = uint8_t[kRs][kTeamRows][kTeams];
+  static constexpr int kSize = kMxBlock, kTeam = 4, kTeams = kRowBlockThreads / kTeam;
+  static constexpr int kRs = kBlocked ? 8 : 2, kAcross = kTeams / kRs, kUnitColumns = kAcross * kSize;
+  using Shared = uint8_t[kRs][kTeamRows][kAcross];
   static_assert(sizeof(Shared) == kRowBlockThreads);  // a thread stores one
-
-  // The scale that a thread stores, in the order of memory.
-  struct Own {
-    int r, row, unit;  // row 32 * `row` + r, scale `unit` of the 1024 columns'
-    MOE_DEVICE explicit Own(bool blocked) {
-      const int t = threadIdx.x;
-      r = blocked ? t / 16 % kRs : t / kTeams % kRs;
-      row = blocked ? t / 4 % 4 : t / kTeams / kRs;
-      unit = blocked ? t / (16 * kRs) * kScaleColumns + t % kScaleColumns : t % kTeams;
-    }
-    MOE_DEVICE int below() const { return r + 32 * row; }
-  };
 
   int64_t first_row, block;  // first_row: that of r = 0
   int place = 0;             // of the own scale's row, with places by groups
@@ -34,24 +23,31 @@ struct SectorMap {
   MOE_DEVICE SectorMap(const RowBlocksArgs& p, uint32_t unit) {
     const uint32_t rs = unit / p.units;
     first_row = int64_t(rs / (32 / kRs)) * kScaleRows + rs % (32 / kRs) * kRs;
-    block = int64_t(unit % p.units) * kTeams + team() % kTeams;
-    const int64_t own_row = first_row + Own(true).below();
-    if (p.places) place = own_row < p.rows ? p.places[own_row] : -1;  // long before it is needed
+    block = int64_t(unit % p.units) * kAcross + team() % kAcross;
+    const int64_t row = first_row + own_row();
+    if (kBlocked && p.places) place = row < p.rows ? p.places[row] : -1;  // long before it is needed
   }
   static int64_t row_units(const RowBlocksArgs& p) { return ceil_div(p.rows, int64_t(kScaleRows)) * (32 / kRs); }
   MOE_DEVICE int team() const { return threadIdx.x / kTeam; }
-  MOE_DEVICE int64_t row(int r) const { return first_row + team() / kTeams + 32 * r; }
-  MOE_DEVICE uint8_t& at(Shared& scales, int r) const { return scales[team() / kTeams][r][team() % kTeams]; }
+  MOE_DEVICE int64_t row(int r) const { return first_row + team() / kAcross + 32 * r; }
+  MOE_DEVICE uint8_t& at(Shared& scales, int r) const { return scales[team() / kAcross][r][team() % kAcross]; }
+
+  // The scale that a thread stores, in the order of memory: r, row 32 * quarter + r and unit of those across.
+  MOE_DEVICE int own_r() const { return kBlocked ? threadIdx.x / 16 % kRs : threadIdx.x / kAcross % kRs; }
+  MOE_DEVICE int own_quarter() const { return kBlocked ? threadIdx.x / 4 % 4 : threadIdx.x / kAcross / kRs; }
+  MOE_DEVICE int own_unit() const {
+    return kBlocked ? threadIdx.x / (16 * kRs) * kScaleColumns + threadIdx.x % kScaleColumns : threadIdx.x % kAcross;
+  }
+  MOE_DEVICE int own_row() const { return own_r() + 32 * own_quarter(); }
   MOE_DEVICE void store(const RowBlocksArgs& p, const Shared& scales) const {
-    const Own own(p.blocked);
-    const int64_t row = first_row + own.below(), column = block - team() % kTeams + own.unit;
+    const int64_t row = first_row + own_row(), column = block - team() % kAcross + own_unit();
     const bool there = row < p.rows && column * kSize < p.K;
-    const uint8_t mine = there ? scales[own.r][own.row][own.unit] : uint8_t(0);
+    const uint8_t own = there ? scales[own_r()][own_quarter()][own_unit()] : uint8_t(0);
     auto* scale = static_cast<uint8_t*>(p.scale);
-    if (!p.blocked) {
-      if (there) store_stream(scale + row * p.scale_stride + column, mine);
+    if (!kBlocked) {
+      if (there) store_stream(scale + row * p.scale_stride + column, own);
     } else if (column < p.scale_stride && place >= 0) {  // without groups, rows behind the last have places too
-      store_stream(scale + blocked_offset(p.places ? place : row, column, p.scale_stride), mine);
+      store_stream(scale + blocked_offset(p.places ? place : row, column, p.scale_stride), own);
     }
   }
 };
@@ -123,7 +119,6 @@ int quantize_mx_1x32(const QuantizeMxParams& p, void* stream) {
   RowBlocksArgs args = {p.x, p.q, p.scale, p.rows, p.K, p.row_stride};
   args.scale_stride = p.blocked ? padded_scale_columns(blocks) : blocks;
   args.places = p.by_groups ? p.places : nullptr;
-  args.blocked = p.blocked;
   args.rule = p.floor;
   args.index = p.index;
   if (p.by_groups && p.K > 0) {
@@ -132,7 +127,8 @@ int quantize_mx_1x32(const QuantizeMxParams& p, void* stream) {
     const Launch l = {dim3(unsigned(device().multiprocessors)), dim3(kPlaceThreads), stream};
     if (const int e = launch(place_rows_kernel, l, place)) return e;
   }
-  return launch_row_blocks<SectorMap>(args, p.in, p.out, stream);
+  return p.blocked ? launch_row_blocks<SectorMap<true>>(args, p.in, p.out, stream)
+                   : launch_row_blocks<SectorMap<false>>(args, p.in, p.out, stream);
 }
 int quantize_mx_32x1(const QuantizeMxParams& p, void* stream) {
   return launch_tiles<Scaling::kColumns, TokenTiles>(p, stream);

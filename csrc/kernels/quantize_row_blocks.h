@@ -14,7 +14,6 @@ struct RowBlocksArgs {
   const int* places;  // [rows], of blocked scales by groups: each row's own, -1: none; null: as they lie
   uint32_t units;     // along a row: of blocks of threads
   uint32_t first;     // of this launch
-  bool blocked;       // scales
   bool rule;          // a choice that the scales' rule leaves
   RowIndex index;
 };

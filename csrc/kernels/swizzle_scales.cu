@@ -10,10 +10,7 @@ namespace {
 // the rows: four threads side by side share rows (64 bytes of each), eight follow one another down a block (128 bytes).
 constexpr int kChunkBlocks = 4, kChunk = kChunkBlocks * kScaleColumns, kLines = 32, kLineRows = kScaleRows / kLines;
 constexpr int kTileChunks = 4, kThreads = kTileChunks * kLines;
-// Of a multiprocessor, where blocks stay and build a table of groups each. m_groups of [131072, 224] and k_groups of
-// [7168, 4096], E = 8, on an H200 with 4, 6 and 8: 19.1 and 20.1 us, 19.2 and 19.1, 23.1 and 22.9.
-constexpr int kBlocksEach = 6;
-constexpr int64_t kMaxBlocks = 1 << 21;  // HIP has fewer than 2^32 threads a launch
+constexpr int kMostBlocksEach = 6;       // of a multiprocessor, that registers are for
 static_assert(sizeof(Vec16) == kChunk && kLineRows == 4 && kChunkBlocks == 4, "words are transposed 4 by 4");
 
 // 32-bit counts: 2^32 chunks are eight terabytes of scales.
@@ -47,6 +44,7 @@ MOE_DEVICE void begin() {
 // What stands in which block of scales: E matrices, whose addresses are known while the kernel ahead still runs, or
 // groups, which begin by reading offs.
 struct EqualMatrices {
+  static int64_t most_blocks() { return 1 << 21; }  // HIP has fewer than 2^32 threads a launch
   MOE_DEVICE EqualMatrices(const Task&, int*) {}
   MOE_DEVICE void before_access() const { begin(); }
   MOE_DEVICE Piece piece(const Task& t, uint32_t row_block, int column) const {
@@ -66,8 +64,13 @@ MOE_DEVICE GroupTable table_of(const Task& t, int* shared, int64_t size, int64_t
     for (int e = threadIdx.x; e < t.p.E; e += kThreads) t.p.starts[e] = table.pos[e];
   return table;
 }
+// Blocks stay and build a table of groups each. On an H200 with 4, 6 and 8 a multiprocessor, over several runs:
+// m_groups of [131072, 224] E = 8 19.1 to 20.5, 18.7 to 23.1 and 23.2 us; k_groups of [7168, 4096] E = 8 20.1, 19.0 to
+// 21.0 and 22.9.
+//
 // The padded layout has room for all rows, so that those of no group stand in it too, behind the others.
 struct RowGroups {
+  static int64_t most_blocks() { return 4 * device().multiprocessors; }
   GroupTable table;
   MOE_DEVICE RowGroups(const Task& t, int* shared)
       : table(table_of(t, shared, t.p.R, t.extent.rows, kScaleRows)) {}
@@ -80,6 +83,7 @@ struct RowGroups {
   }
 };
 struct ColumnGroups {
+  static int64_t most_blocks() { return kMostBlocksEach * device().multiprocessors; }
   GroupTable table;
   MOE_DEVICE ColumnGroups(const Task& t, int* shared)
       : table(table_of(t, shared, t.p.C, t.extent.columns, kScaleColumns)) {}
@@ -177,7 +181,7 @@ struct Unswizzle {
 };
 
 template <class Geometry, class Direction>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocksEach) swizzle_scales_kernel(MOE_GRID_CONSTANT const Task t) {
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kMostBlocksEach) swizzle_scales_kernel(MOE_GRID_CONSTANT const Task t) {
   MOE_DYNAMIC_SMEM(smem);
   const Geometry groups(t, reinterpret_cast<int*>(smem));
   const int line = threadIdx.x / kTileChunks;
@@ -216,11 +220,10 @@ int launch_with(const SwizzleScalesParams& p, void* stream) {
   t.row_chunks = uint32_t(ceil_div<int64_t>(t.extent.columns, kChunk));
   t.tiles = uint32_t(ceil_div<int64_t>(int64_t(t.row_blocks) * t.row_chunks, kTileChunks));
   if (t.tiles == 0 && p.starts == nullptr) return 0;
-  const bool grouped = p.groups != Groups::kNone;
-  const int64_t most = grouped ? int64_t(device().multiprocessors) * kBlocksEach : kMaxBlocks;
+  const int64_t most = Geometry::most_blocks();
   const unsigned blocks = unsigned(t.tiles < most ? t.tiles : most);
   Launch l = {dim3(blocks ? blocks : 1), dim3(kThreads), stream};
-  if (grouped) l.shared = 4 * GroupTable::words(int(p.E));
+  if (p.groups != Groups::kNone) l.shared = 4 * GroupTable::words(int(p.E));
   return launch(swizzle_scales_kernel<Geometry, Direction>, l, t);
 }
 template <class Direction>
