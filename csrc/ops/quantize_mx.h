@@ -7,7 +7,7 @@
 
 namespace moe_fp8 {
 
-// A matrix of the blocked layout, or, with no padded columns, a row-major one.
+// A matrix of scales; `stride`: its columns, of a blocked one with their padding.
 struct ScaleMatrix {
   uint8_t* data;
   int64_t stride;
