@@ -27,6 +27,8 @@ help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo && sed -n 's/^#   //p' $(MAKEFILE_LIST)
 
+# On a machine without a GPU the demo needs none of the GPU's kernels, which take minutes.
+demo: export MOE_FP8_BACKEND := $(or $(MOE_FP8_BACKEND),native)
 demo: $(call packages,demo) ## train a small MoE language model in BF16 and in FP8, side by side
 	$(BUILD)
 	$(PY) examples/train_moe_lm.py $(ARGS)
@@ -59,7 +61,9 @@ $(VENV)/.lint: | $(VENV)/bin/python
 	$(PY) -m pip install -q $(RUFF)
 	@touch $@
 
+# pip builds too, and says nothing meanwhile: what takes long is done before.
 $(VENV)/.%: pyproject.toml setup.py build_backend/environment.py | $(VENV)/bin/python
 	needs=$$($(PY) build_backend/environment.py) && { [ -z "$$needs" ] || $(PY) -m pip install -q $$needs; }
+	$(BUILD)
 	$(PY) -m pip install -q --no-build-isolation -e '.[$*]'
 	@touch $@

@@ -37,7 +37,8 @@ class CMakeBuild(build_ext):
             options["MOE_FP8_PYTHON"] = sys.executable
         if found.backend == "cuda":
             os.environ["CUDACXX"] = found.device_compiler
-        print(f"moe_fp8_ext: {found.backend} {found.archs or 'only'}, torch {found.torch.version}", flush=True)
+        what = " ".join([found.backend, *found.archs.split(";")]).rstrip()
+        print(f"moe_fp8_ext: building for {what} ({found.reason}), torch {found.torch.version}", flush=True)
         defines = [f"-D{name}={value}" for name, value in options.items()]
         self._cmake(found, "configure", "-S", ROOT, "-B", build, "-G", "Ninja", *defines)
         jobs = os.environ.get("MAX_JOBS")
@@ -62,5 +63,5 @@ if not environment.has_setuptools():
 setup(
     ext_modules=[Extension("moe_fp8_ext._C", sources=[], depends=sources())],
     cmdclass={"build_ext": CMakeBuild},
-    install_requires=[environment.torch_dependency()],
+    install_requires=[environment.TORCH],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 TABLE = json.loads((Path(__file__).parent / "shapes.json").read_text())
+FORMATS = ("rowwise", "blockwise", "mxfp8")
+EVEN, ZIPF = "even", "zipf"  # sizes of the groups of tokens: all the same, or falling as 1 / rank
 
 
 @dataclass(frozen=True)
 class Shape:
-    """`label` names the row, `dims` are the sizes that `Case.inputs` takes as keywords."""
+    """`label` names the row, `dims` are the sizes that `Case.inputs` takes as keywords, `groups` is EVEN or ZIPF."""
 
     label: str
     dims: dict[str, int]
+    groups: str | None = None
 
 
 @dataclass(frozen=True)
@@ -38,33 +41,76 @@ Rule = tuple[Callable[[Shape], bool], Target]
 
 @dataclass(frozen=True)
 class Case:
-    """One op. `inputs(device, layout, **dims)` makes the arguments of `call`; the first rule per metric that matches a
-    shape gives its target. GEMMs have `flops`. A `baseline` is called with the same arguments."""
+    """One op, in one format if it knows several, in one variant if it has any.
+
+    `inputs(device, groups, **dims)` makes the arguments of `call`; the first rule per metric that matches a shape gives
+    its target, which uneven groups have none of. GEMMs have `flops`. A `baseline` is called with the same arguments.
+    `moved` gives the bytes of arguments and results, where not everything is read.
+    """
 
     op: str
     shapes: Callable[[bool], list[Shape]]
-    inputs: Callable[..., tuple[Tensor, ...]]
+    inputs: Callable[..., tuple[object, ...]]
     call: Callable[..., object]
     rules: tuple[Rule, ...] = ()
+    format: str = ""
+    variant: str = ""
     flops: Callable[..., int] | None = None
     baseline: Callable[..., object] | None = None
     kept: Callable[..., float] | None = None
-    moved: Callable[..., int] | None = None  # bytes, of arguments and results, where not everything is read
+    moved: Callable[..., int] | None = None
+
+    @property
+    def label(self) -> str:
+        return " ".join(filter(None, (self.op, self.format, self.variant)))
 
     def targets(self, shape: Shape) -> list[Target]:
         first: dict[str, Target] = {}
-        for applies, target in self.rules:
+        for applies, target in self.rules if shape.groups != ZIPF else ():
             if applies(shape):
                 first.setdefault(target.metric, target)
         return list(first.values())
 
 
-def group_ends(layout: str, m: int, e: int, device: torch.device) -> Tensor:
-    """offs of E groups that hold all M rows: even up to rounding, or with sizes that fall as 1/rank."""
-    shares = torch.ones(e, dtype=torch.float64) if layout == "uniform" else 1 / torch.arange(1.0, e + 1).double()
-    ends = (shares.cumsum(0) / shares.sum() * m).floor().to(torch.int32)
+def even_and_uneven(shapes: Iterable[Shape]) -> list[Shape]:
+    return [Shape(shape.label, shape.dims, groups) for shape in shapes for groups in (EVEN, ZIPF)]
+
+
+def shares(groups: str, e: int) -> Tensor:
+    """What every group has of the tokens; they add up to 1."""
+    weights = torch.ones(e, dtype=torch.float64) if groups == EVEN else 1 / torch.arange(1.0, e + 1).double()
+    return weights / weights.sum()
+
+
+def group_ends(groups: str, m: int, e: int, device: torch.device) -> Tensor:
+    """offs of E groups that hold all M rows."""
+    ends = (shares(groups, e).cumsum(0) * m).floor().to(torch.int32)
     ends[-1] = m
     return ends.to(device)
+
+
+def normal(device: torch.device, *size: int, grad: bool = False) -> Tensor:
+    return torch.randn(size, dtype=torch.bfloat16, device=device, requires_grad=grad)
+
+
+def small_sizes() -> list[tuple[int, int, int]]:
+    """The (M, K, E) that are more than a corner case and that the CPU loops still finish in moments."""
+    return [(m, k, e) for m, k, e in TABLE["correctness_MKE"] if m >= 300 and k < 1000]
+
+
+def activations(cpu: bool) -> list[Shape]:
+    sizes = [(m, k) for m, k, _ in small_sizes()] if cpu else TABLE["activations_MK"]
+    return [Shape(f"[{m}, {k}]", {"m": m, "k": k}) for m, k in sizes]
+
+
+def grouped_shapes(sizes: Iterable[tuple[int, int, int]]) -> list[Shape]:
+    return even_and_uneven(Shape(f"[{m}, {k}] E={e}", {"m": m, "k": k, "e": e}) for m, k, e in sizes)
+
+
+def exchanged_shapes(cpu: bool) -> list[Shape]:
+    """Tokens that came from R ranks for E experts."""
+    sizes = [(m, k, 3, e) for m, k, e in small_sizes()] if cpu else [(131072, 7168, 8, 8), (131072, 2048, 8, 64)]
+    return even_and_uneven(Shape(f"[{m}, {k}] R={r} E={e}", {"m": m, "k": k, "r": r, "e": e}) for m, k, r, e in sizes)
 
 
 def is_(label: str) -> Callable[[Shape], bool]:
@@ -75,5 +121,13 @@ def always(shape: Shape) -> bool:
     return True
 
 
-# One eager call of an op; grouped_mm is several calls and the autograd engine, and has no bound of its own.
-HOST: Rule = (always, Target("host_us", "<=", 8))
+def over_100_mb(shape: Shape) -> bool:
+    return shape.dims["m"] * shape.dims["k"] * 2 > 100e6
+
+
+def of_copy(bound: float) -> Target:
+    return Target("of_copy", ">=", bound)
+
+
+# One eager call of an op with one output and one launch, over an eager torch.relu, which has one of each as well.
+HOST: Rule = (always, Target("host_relu", "<=", 1.5))

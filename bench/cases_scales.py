@@ -1,16 +1,29 @@
-"""The benchmark cases of scales in the blocked layout."""
+"""The benchmark cases of scales in the blocked layout, and of the way back from operands and scales to values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from case import TABLE, Case, Rule, Shape, Target, always, group_ends, is_
+from case import (
+    FORMATS,
+    HOST,
+    TABLE,
+    Case,
+    Rule,
+    Shape,
+    Target,
+    activations,
+    always,
+    even_and_uneven,
+    group_ends,
+    is_,
+    normal,
+)
+from cases_tokens import padded_shapes
 from torch import Tensor
 
-import moe_fp8_ext as moe
-
-Inputs = Callable[..., tuple[object, ...]]
+from moe_fp8_ext import ops
 
 
 def _matrices(cpu: bool) -> list[Shape]:
@@ -27,33 +40,9 @@ def _experts(cpu: bool) -> list[Shape]:
 def _grouped(r: int, c: int, e: int) -> Callable[[bool], list[Shape]]:
     def shapes(cpu: bool) -> list[Shape]:
         rows, columns = (300, 67) if cpu else (r, c)
-        return [Shape(f"[{rows}, {columns}] E={e}", {"r": rows, "c": columns, "e": e})]
+        return even_and_uneven([Shape(f"[{rows}, {columns}] E={e}", {"r": rows, "c": columns, "e": e})])
 
     return shapes
-
-
-def _bytes(device: torch.device, layout: str, **dims: int) -> tuple[Tensor, ...]:
-    return (torch.randint(0, 256, tuple(dims.values()), dtype=torch.uint8, device=device),)
-
-
-def _of_groups(dim: int) -> Inputs:
-    """With groups of rows (dim 0) or of columns (dim 1)."""
-
-    def inputs(device: torch.device, layout: str, *, r: int, c: int, e: int) -> tuple[object, ...]:
-        return *_bytes(device, layout, r=r, c=c), group_ends(layout, (r, c)[dim], e, device)
-
-    return inputs
-
-
-def _swizzled(swizzle: Callable[..., object], inputs: Inputs) -> Inputs:
-    """What the way back takes."""
-
-    def blocked(device: torch.device, layout: str, **dims: int) -> tuple[object, ...]:
-        scale, *offs = inputs(device, layout, **dims)
-        out = swizzle(scale, *offs)
-        return out[0] if offs else out, *offs, *scale.shape[-2:]
-
-    return blocked
 
 
 _3D: tuple[Rule, ...] = (
@@ -61,16 +50,72 @@ _3D: tuple[Rule, ...] = (
     (is_("[16, 5120, 256]"), Target("gbps", ">=", 2500)),
     (is_("[1, 8192, 160]"), Target("us", "<=", 2.5)),
 )
-_GROUPS: tuple[Rule, ...] = ((always, Target("us", "<=", 20)),)
-_M_GROUPS, _K_GROUPS = _grouped(131072, 224, 8), _grouped(7168, 4096, 8)  # 13.8 us at the speed of a copy
+_GROUPS: tuple[Rule, ...] = ((always, Target("us", "<=", 20)),)  # 13.8 us at the speed of a copy
+_SHAPES = {
+    None: (_matrices, ()),
+    "experts": (_experts, _3D),
+    "rows": (_grouped(131072, 224, 8), _GROUPS),
+    "columns": (_grouped(7168, 4096, 8), _GROUPS),
+}
 
-_FORTH = (
-    Case("swizzle_scales_2d", _matrices, _bytes, moe.swizzle_scales_2d),
-    Case("swizzle_scales_3d", _experts, _bytes, moe.swizzle_scales_3d, _3D),
-    Case("swizzle_scales_m_groups", _M_GROUPS, _of_groups(0), moe.swizzle_scales_m_groups, _GROUPS),
-    Case("swizzle_scales_k_groups", _K_GROUPS, _of_groups(1), moe.swizzle_scales_k_groups, _GROUPS),
-)
-SCALE_CASES = (
-    *_FORTH,
-    *(Case(f"un{c.op}", c.shapes, _swizzled(c.call, c.inputs), getattr(moe, f"un{c.op}")) for c in _FORTH),
+
+def _scale(of: str | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def inputs(device: torch.device, groups: str | None, **dims: int) -> tuple[Tensor, Tensor | None]:
+        e = dims.pop("e") if groups else 0
+        scale = torch.randint(0, 256, tuple(dims.values()), dtype=torch.uint8, device=device)
+        return scale, group_ends(groups, dims["r" if of == "rows" else "c"], e, device) if groups else None
+
+    return inputs
+
+
+def _blocked(of: str | None) -> Callable[..., tuple[object, ...]]:
+    def inputs(device: torch.device, groups: str | None, **dims: int) -> tuple[object, ...]:
+        scale, offs = _scale(of)(device, groups, **dims)
+        blocked, _ = ops.swizzle_scales(scale, groups=of, offs=offs)
+        return blocked, *scale.shape[-2:], offs
+
+    return inputs
+
+
+def _swizzle(of: str | None) -> Case:
+    def call(scale: Tensor, offs: Tensor | None) -> object:
+        return ops.swizzle_scales(scale, groups=of, offs=offs)
+
+    shapes, rules = _SHAPES[of]
+    return Case("swizzle_scales", shapes, _scale(of), call, rules, variant=of or "")
+
+
+def _unswizzle(of: str | None) -> Case:
+    def call(blocked: Tensor, rows: int, cols: int, offs: Tensor | None) -> object:
+        return ops.unswizzle_scales(blocked, rows, cols, groups=of, offs=offs)
+
+    return Case("unswizzle_scales", _SHAPES[of][0], _blocked(of), call, (HOST,), variant=of or "")
+
+
+def _dequantize_rows(format: str) -> Case:
+    def shapes(cpu: bool) -> list[Shape]:
+        return activations(cpu) if format == "blockwise" else activations(cpu)[-1:]
+
+    def inputs(device: torch.device, groups: None, *, m: int, k: int) -> tuple[Tensor, Tensor]:
+        return ops.quantize_rows(normal(device, m, k), format)
+
+    def call(q: Tensor, scale: Tensor) -> Tensor:
+        return ops.dequantize(q, scale, format)
+
+    return Case("dequantize", shapes, inputs, call, (HOST,), format)
+
+
+def _dequantize_tokens(format: str) -> Case:
+    def inputs(device: torch.device, groups: str, *, m: int, k: int, e: int) -> tuple[Tensor, ...]:
+        return ops.quantize_tokens(normal(device, m, k), format, offs=group_ends(groups, m, e, device))
+
+    def call(q_t: Tensor, scale_t: Tensor, padded_offs: Tensor) -> Tensor:
+        return ops.dequantize(q_t, scale_t, format, along="tokens", offs=padded_offs)
+
+    return Case("dequantize", lambda cpu: padded_shapes(cpu)[:2], inputs, call, (HOST,), format, "tokens")
+
+
+SCALE_CASES: tuple[Case, ...] = (
+    *(make(format) for format in FORMATS for make in (_dequantize_rows, _dequantize_tokens)),
+    *(make(of) for make in (_swizzle, _unswizzle) for of in _SHAPES),
 )

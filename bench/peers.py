@@ -1,46 +1,125 @@
-"""What the same work costs elsewhere: torchao where it is installed, and the plain formula through torch.compile."""
+"""What the same work costs elsewhere: torchao where it is installed, torch's own GEMMs, and the plain formula through
+torch.compile. A peer takes the arguments of a case and gives a call of the same work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-Peer = Callable[..., object]
+Call = Callable[[], object]
+Peer = Callable[..., Call]
+
+# Where torchao is timed: compiling and tuning its kernels takes it seconds for every new size.
+TORCHAO_AT = frozenset(
+    (
+        *("[131072, 7168]", "[131072, 7168] E=8", "[8, 4096, 7168]"),
+        *("[131072, 224]", "[16, 8192, 160]", "[131072, 224] E=8", "[7168, 4096] E=8"),
+        *("dsv3_up", "dsmoe16b"),
+    )
+)
 
 
-def peers(compiled: bool) -> dict[str, dict[str, Peer]]:
-    """Peers by op and name. Each takes the arguments of the op's benchmark case."""
-    found: dict[str, dict[str, Peer]] = {}
-    for name, calls in (("torchao", _torchao()), ("compiled", _compiled() if compiled else {})):
-        for op, call in calls.items():
-            found.setdefault(op, {})[name] = call
+def peers_of(label: str, shape: str, even: bool, compiled: bool) -> dict[str, Peer]:
+    """Peers of a case at one of its shapes, by name.
+
+    torchao's GEMM asserts on the device unless every group is a multiple of 16, as even ones are.
+    """
+    found = {}
+    if shape in TORCHAO_AT and label in TORCHAO and find_spec("torchao") and (even or "grouped_mm" not in label):
+        found["torchao"] = TORCHAO[label]
+    if label.startswith("scaled_grouped_mm"):
+        found |= {"torch FP8": _torch_fp8, "torch BF16": _torch_bf16}
+    if compiled and label in COMPILED:
+        found["compiled"] = COMPILED[label]
     return found
 
 
-def _torchao() -> dict[str, Peer]:
-    """torchao's scales are factors to multiply by, in another layout, and it pads nothing: less work than ours."""
-    try:
-        from torchao.prototype.moe_training import kernels as ao
-        from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm as grouped_mm
+def _torch_fp8(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, align: int) -> Call:
+    if b.ndim == 2:
+        scale_a, scale_b = scale_a.flatten(), scale_b.flatten()
+    return lambda: torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype=torch.bfloat16, use_fast_accum=True)
 
-        rowwise, colwise = ao.triton_fp8_rowwise_2d_scale_and_cast, ao.triton_fp8_per_group_colwise_scales
-        weight, weight_t = ao.triton_fp8_colwise_3d_scale_and_cast, ao.triton_fp8_rowwise_3d_transpose_rhs
-    except Exception:  # not installed, not made for this torch, or a version with other names
-        return {}
 
-    def train(a: Tensor, w: Tensor, offs: Tensor, grad: Tensor) -> object:
-        out = grouped_mm(a, w.transpose(-2, -1), offs, pad_token_groups_for_grouped_mm=False)
+def _torch_bf16(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, align: int) -> Call:
+    a, b = a.bfloat16(), b.bfloat16()
+    return lambda: torch._grouped_mm(a, b, offs=offs)
+
+
+# torchao's scales are factors to multiply by, row-major, and it pads nothing: less work than ours. Where it has no op
+# for both directions, both of its own are timed. Its blockwise and MX casts know no groups.
+def _torchao(module: str, kernel: str, pick: Callable[..., tuple[Tensor, ...]]) -> Peer:
+    """The kernel, called with what `pick` takes of a case's arguments."""
+
+    def peer(*args: Tensor) -> Call:
+        call, chosen = getattr(import_module(f"torchao.prototype.{module}"), kernel), pick(*args)
+        return lambda: call(*chosen)
+
+    return peer
+
+
+def _both(first: Peer, second: Peer) -> Peer:
+    def peer(*args: Tensor) -> Call:
+        calls = first(*args), second(*args)
+        return lambda: [call() for call in calls]
+
+    return peer
+
+
+def _first(x: Tensor, *_: object) -> tuple[Tensor]:
+    return (x,)
+
+
+def _with_offs(x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
+    return x, offs
+
+
+def _transposed(w: Tensor) -> tuple[Tensor]:
+    return (w.mT,)
+
+
+def _torchao_training(a: Tensor, w: Tensor, offs: Tensor, grad: Tensor) -> Call:
+    from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm as grouped_mm
+
+    def call() -> object:
+        out = grouped_mm(a, w.mT, offs, pad_token_groups_for_grouped_mm=False)
         return torch.autograd.grad(out, (a, w), grad)
 
-    return {
-        "quantize_rowwise": lambda x: rowwise(x),
-        "quantize_colwise": lambda x, offs: colwise(x, offs),
-        "quantize_rowcol": lambda x, offs: (rowwise(x), colwise(x, offs)),
-        "quantize_weight": lambda w: (weight(w.transpose(-2, -1)), weight_t(w.transpose(-2, -1))),
-        "grouped_mm": train,
-    }
+    return call
+
+
+_MOE, _MX, _SQUARES = "moe_training.kernels", "mx_formats.kernels", "blockwise_fp8_training.grouped_kernels"
+_BLOCKS, _SWIZZLES = "blockwise_fp8_training.kernels", "moe_training.kernels.mxfp8"
+_rows = _torchao(_MOE, "triton_fp8_rowwise_2d_scale_and_cast", _first)
+_tokens = _torchao(_MOE, "triton_fp8_per_group_colwise_scales", _with_offs)
+_block_rows = _torchao(_BLOCKS, "triton_fp8_blockwise_act_quant_lhs", _first)
+_block_tokens = _torchao(_BLOCKS, "triton_fp8_blockwise_act_quant_transposed_lhs", _first)
+TORCHAO: dict[str, Peer] = {
+    "quantize_rows rowwise": _rows,
+    "quantize_rows blockwise": _block_rows,
+    "quantize_rows mxfp8_rowmajor": _torchao(_MX, "triton_to_mxfp8_dim0", _first),
+    "quantize_tokens rowwise": _tokens,
+    "quantize_tokens blockwise": _block_tokens,
+    "quantize_tokens mxfp8": _torchao(_MX, "triton_to_mxfp8_dim1", _first),
+    "quantize_both rowwise": _both(_rows, _tokens),
+    "quantize_both blockwise": _both(_block_rows, _block_tokens),
+    "quantize_weight rowwise": _both(
+        _torchao(_MOE, "triton_fp8_colwise_3d_scale_and_cast", _transposed),
+        _torchao(_MOE, "triton_fp8_rowwise_3d_transpose_rhs", _transposed),
+    ),
+    "quantize_weight blockwise": _both(
+        _torchao(_SQUARES, "triton_fp8_blockwise_weight_quant_grouped_transposed_rhs", _transposed),
+        _torchao(_SQUARES, "triton_fp8_blockwise_weight_quant_grouped_rhs", _transposed),
+    ),
+    "swizzle_scales": _torchao(_MX, "triton_mx_block_rearrange", _first),
+    "swizzle_scales experts": _torchao(_SWIZZLES, "triton_mx_block_rearrange_per_group_3d", _first),
+    "swizzle_scales rows": _torchao(_SWIZZLES, "triton_mx_block_rearrange_2d_M_groups", _with_offs),
+    "swizzle_scales columns": _torchao(_SWIZZLES, "triton_mx_block_rearrange_2d_K_groups", _with_offs),
+    "grouped_mm rowwise": _torchao_training,
+}
 
 
 def _formula(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +128,10 @@ def _formula(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() * m).clamp(-limit, limit).to(torch.float8_e4m3fn), m.reciprocal().squeeze(-1)
 
 
-def _compiled() -> dict[str, Peer]:
-    """Only the ops whose formula has no groups: torch.compile has no way to say the others without a host sync."""
-    weight = torch.compile(lambda w: (_formula(w), _formula(w.transpose(-2, -1).contiguous())), dynamic=False)
-    return {"quantize_rowwise": torch.compile(_formula, dynamic=False), "quantize_weight": weight}
+_compiled_rows = torch.compile(_formula, dynamic=False)
+_compiled_weight = torch.compile(lambda w: (_formula(w), _formula(w.mT.contiguous())), dynamic=False)
+# Only the ops whose formula has no groups: torch.compile has no way to say the others without a host sync.
+COMPILED: dict[str, Peer] = {
+    "quantize_rows rowwise": lambda x, offs: lambda: _compiled_rows(x),
+    "quantize_weight rowwise": lambda w: lambda: _compiled_weight(w),
+}

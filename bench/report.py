@@ -1,6 +1,8 @@
-"""Bench results as a table, a JSON file and a plot, and the results section of the README.
+"""Bench results as tables and pictures, and the parts of the documents that are made of them.
 
-`python bench/report.py` writes that section from bench/results/*.json; with --check it only says whether it is current.
+`python bench/report.py` writes bench/results/README.md, the pictures beside it and the marked parts of README.md and
+docs/ops.md from bench/results/*.json and from the table of GEMMs (matrix.py); with --check it only says whether
+the texts are current.
 """
 
 from __future__ import annotations
@@ -9,19 +11,21 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
 
+import matrix
 from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
 RESULTS = ROOT / "bench" / "results"
-BEGIN, END = "<!-- results: begin (make bench, then python bench/report.py) -->", "<!-- results: end -->"
+LOSSES = "losses.json"  # of examples/train_moe_lm.py --losses; every other file there is of bench/run.py
 
 # Column: heading, key of the row, format. A column that no row fills is left out.
 COLUMNS = (
     ("op", "op", "s"),
     ("shape", "shape", "s"),
+    ("groups", "groups", "s"),
     ("us", "us", ",.1f"),
     ("GB/s", "gbps", ",.4g"),
     ("of copy", "of_copy", ".3f"),
@@ -29,17 +33,37 @@ COLUMNS = (
     ("x baseline", "ratio", ".2f"),
     ("B kept", "kept", ".2f"),
     ("host us", "host_us", ".1f"),
+    ("x relu", "host_relu", ".2f"),
 )
 HEADING = {key: heading for heading, key, _ in COLUMNS}
-LEGEND = (
-    "of copy: bytes read once and written once, padding included, over the bandwidth of a large `copy_` in the same "
-    "run. x baseline: speed relative to dense FP8 `torch._scaled_mm` of the same size (scaled_grouped_mm), to BF16 "
-    "`torch._grouped_mm`, forward and backward (grouped_mm), or to torch's stable argsort, histc and cumsum "
-    "(sort_tokens). B kept: bytes saved for backward per element of the "
-    "activation. host us: CPU time to issue one eager call. Shapes are those of bench/shapes.json."
-)
+LEGEND = """\
+- groups: sizes of the groups of tokens, all the same (even) or falling as 1 / rank (zipf).
+- of copy: bytes read once and written once, padding included, over the bandwidth of a large `copy_` in the same run.
+- x baseline: speed relative to dense FP8 `torch._scaled_mm` of the same size (scaled_grouped_mm), to BF16
+  `torch._grouped_mm`, forward and backward (grouped_mm), or to torch's stable argsort, histc and cumsum (sort_tokens).
+- B kept: bytes kept for the gradient of the weights, scales and padding included, an element of the activation.
+- host us: CPU time to issue one eager call; x relu: the same over that of an eager `torch.relu` in the same run.
+- torchao, torch FP8, torch BF16: microseconds of the same work elsewhere, `-` where it was not installed, does not run
+  on this GPU or was not timed. torchao pads nothing and, but for rowwise, knows no groups.
+- Sizes are those of bench/shapes.json; those of `grouped_mm` are [M, K, N, E]."""
 # Hardware that every change is compiled for, by the name that a results file would carry.
 HARDWARE = (("H200", "sm_90a"), ("B200", "sm_100a"), ("MI300", "gfx942"), ("MI355", "gfx950"))
+GENERIC = ("float8_e4m3fnuz", "unaligned")  # variants that the generic kernels take
+
+GROUPS = (("even", "with even groups"), ("zipf", "with uneven ones"))
+PICTURES = {
+    "losses": "Training loss of a small MoE language model by recipe",
+    "speed": "Speed of grouped_mm over BF16 by model and recipe",
+    "casts": "Fraction of copy bandwidth by family of ops",
+}
+
+
+def image(name: str, folder: Path = Path()) -> str:
+    return f"![{PICTURES[name]}]({folder / name}.png)"
+
+
+def drawn(name: str) -> bool:
+    return (RESULTS / f"{name}.png").exists()
 
 
 def target_text(row: dict) -> str:
@@ -54,12 +78,15 @@ def verdict(row: dict) -> str:
 
 
 def table(rows: list[dict], style: str = "simple") -> str:
-    peers = sorted({name for row in rows for name in row.get("peers", {})})
+    peers = ["torchao", *sorted({name for row in rows for name in row.get("peers", {})} - {"torchao"})]
     flat = [{**row, **{f"{name} us": us for name, us in row.get("peers", {}).items()}} for row in rows]
-    columns = [*COLUMNS, *((f"{name} us", f"{name} us", ",.1f") for name in peers)]
-    columns = [column for column in columns if any(row.get(column[1]) is not None for row in flat)]
+    columns = [column for column in COLUMNS if any(row.get(column[1]) is not None for row in flat)]
+    columns += [(f"{name} us", f"{name} us", ",.1f") for name in peers]
     body = [
-        [format(row[key], spec) if row.get(key) is not None else "" for _, key, spec in columns]
+        [
+            format(row[key], spec) if row.get(key) is not None else "-" if key not in HEADING else ""
+            for _, key, spec in columns
+        ]
         + [target_text(row), verdict(row)]
         for row in flat
     ]
@@ -71,44 +98,6 @@ def table(rows: list[dict], style: str = "simple") -> str:
 def summary(result: dict) -> str:
     bounded = [row for row in result["rows"] if row["targets"]]
     return f"{sum(verdict(row) == 'pass' for row in bounded)} of {len(bounded)} rows meet their targets"
-
-
-def stem(result: dict) -> str:
-    return re.sub(r"[^A-Za-z0-9.-]+", "_", f"{result['device']}-{result['torch']}")
-
-
-def save(result: dict, folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{stem(result)}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    plot(result, path.with_suffix(".png"))
-    return path
-
-
-def plot(result: dict, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = [("of_copy", "fraction of copy bandwidth"), ("ratio", "speed relative to baseline")]
-    rows = {metric: [row for row in result["rows"] if row.get(metric) is not None] for metric, _ in panels}
-    height = 1.5 + 0.24 * max(len(found) for found in rows.values())
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(14, height), layout="constrained")
-    for axis, (metric, title) in zip(axes, panels, strict=True):
-        ops = list(dict.fromkeys(row["op"] for row in rows[metric]))
-        for y, row in enumerate(rows[metric]):
-            axis.barh(y, row[metric], color=f"C{ops.index(row['op'])}")
-            for target in row["targets"]:
-                if target["metric"] == metric:
-                    axis.plot(target["bound"], y, "k|", markersize=10)
-        axis.set_yticks(range(len(rows[metric])), [f"{row['op']} {row['shape']}" for row in rows[metric]], fontsize=8)
-        axis.axvline(1, color="gray", linewidth=0.8)
-        axis.set_xlabel(f"{title} (black mark: target)")
-        axis.invert_yaxis()
-    figure.suptitle(f"{result['device']}, torch {result['torch']}")
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
 
 
 def origin(result: dict) -> str:
@@ -125,46 +114,137 @@ def origin(result: dict) -> str:
     return text
 
 
-def readme_section(results: dict[str, dict]) -> str:
-    parts = []
-    for name, result in results.items():
-        training = [row for row in result["rows"] if row["op"] == "grouped_mm"]
-        sizes = [{**row, "shape": row["shape"] + " " + str([*row["dims"].values()])} for row in training]
+def save(result: dict, folder: Path) -> Path:
+    name = re.sub(r"[^A-Za-z0-9.-]+", "_", f"{result['device']}-{result['torch']}")
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def recorded() -> dict[str, dict]:
+    """The results by the stem of their file."""
+    return {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name != LOSSES}
+
+
+def recorded_losses() -> dict | None:
+    path = RESULTS / LOSSES
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def training_rows(result: dict, recipe: str = "") -> list[dict]:
+    return [row for row in result["rows"] if row["op"].startswith(f"grouped_mm {recipe}") and row.get("ratio")]
+
+
+def results_page(results: dict[str, dict]) -> str:
+    parts = ["# Results", "Written by `make bench`, or `python bench/report.py`, from the JSON files beside it."]
+    for result in results.values():
+        training = [row | {"shape": f"{row['shape']} {[*row['dims'].values()]}"} for row in training_rows(result)]
+        others = [row for row in result["rows"] if not row["op"].startswith("grouped_mm")]
         parts += [
-            f"{origin(result)} {summary(result)}.",
-            "`grouped_mm`, recipe `rowwise`, forward and backward; sizes are [M, K, N, E]:",
-            table(sizes, "github"),
-            f"<details><summary>Every op</summary>\n\n{table(result['rows'], 'github')}\n\n</details>",
-            f"![Fraction of copy bandwidth and speed relative to the baselines](bench/results/{name}.png)",
+            f"## {result['device']}",
+            textwrap.fill(f"{origin(result)} {summary(result)}.", 120),
+            "Forward and backward of `grouped_mm`, by recipe:",
+            table(training, "github"),
+            "Every op:",
+            table(others, "github"),
         ]
-    parts.append(LEGEND if results else "No results are recorded yet: `make bench` on a GPU makes them.")
+    pictures = [image(name) for name in PICTURES if drawn(name)]
     devices = " ".join(result["device"] for result in results.values())
     status = [(name, arch, "measured" if name in devices else "compiled, not run") for name, arch in HARDWARE]
-    parts.append(tabulate(status, ("hardware", "built for", "status"), tablefmt="github"))
-    return "\n\n".join(parts)
+    parts += [*pictures, "## What the columns say", LEGEND]
+    parts += ["## Hardware", tabulate(status, ("hardware", "built for", "status"), tablefmt="github")]
+    return "\n\n".join(parts) + "\n"
 
 
-def current_readme() -> str:
-    """The README with its results section made anew."""
-    results = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-    text = README.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"README.md must hold these two lines once each: {BEGIN} and {END}")
-    head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}\n\n{readme_section(results)}\n\n{END}{rest.split(END)[1]}"
+def first_screen(results: dict[str, dict]) -> str:
+    """The two pictures of README.md, and the sentences that say their numbers."""
+    parts = ["\n".join(image(name, RESULTS.relative_to(ROOT)) for name in ("losses", "speed") if drawn(name))]
+    if losses := recorded_losses():
+        base = next(run["held_out"] for run in losses["runs"] if run["recipe"] == "bf16")
+        others = [(run["recipe"], run["held_out"] / base - 1) for run in losses["runs"] if run["recipe"] != "bf16"]
+        text = ", ".join(f"`{recipe}` {difference:+.2%}" for recipe, difference in others)
+        parts.append(f"Held-out loss against BF16's, after {losses['steps']} steps on {losses['device']}: {text}.")
+    for result in results.values():
+        rows = training_rows(result)
+        by_recipe = []
+        for op in dict.fromkeys(row["op"] for row in rows):
+            found = {name: [r["ratio"] for r in rows if (r["op"], r["groups"]) == (op, key)] for key, name in GROUPS}
+            ranges = [f"{min(ratios):.2f} to {max(ratios):.2f} {name}" for name, ratios in found.items() if ratios]
+            by_recipe.append(f"`{op.split()[1]}` {', '.join(ranges)}")
+        if rows:
+            parts.append(
+                f"Speed of forward and backward over BF16 `torch._grouped_mm` on {result['device']}, by layer: "
+                f"{'; '.join(by_recipe)}. [Every figure](bench/results/README.md)."
+            )
+        slow = [r for r in training_rows(result, "rowwise") if r["ratio"] < 1]
+        listed = [f"{r['shape']} {[*r['dims'].values()]} {dict(GROUPS)[r['groups']]} {r['ratio']:.2f}" for r in slow]
+        if slow:
+            parts.append(f"Slower than BF16 there with `rowwise`, at [M, K, N, E]: {', '.join(listed)}.")
+    return "\n\n".join(textwrap.fill(part, 120) if "![" not in part else part for part in parts if part)
 
 
-def readme_is_current() -> bool:
-    return README.read_text() == current_readme()
+def generic_table(results: dict[str, dict]) -> str:
+    """What operands that the fast kernels do not take lose, against the same sizes in the usual case."""
+    body = []
+    for result in results.values():
+        timed = {(r["op"], r["shape"]): r["us"] for r in result["rows"] if "us" in r and r["groups"] != "zipf"}
+        for (op, shape), us in timed.items():
+            usual, _, variant = op.rpartition(" ")
+            if variant in GENERIC and (usual, shape) in timed:
+                fast = timed[usual, shape]
+                times = (f"{fast:,.1f}", f"{us:,.1f}", f"{us / fast:.1f}")
+                body.append((result["device"], usual, variant, shape, *times))
+    if not body:
+        return "Not measured yet: `make bench` on a GPU fills this table."
+    headings = ("GPU", "op", "operand", "shape", "fast us", "generic us", "times as long")
+    align = ["left"] * 4 + ["right"] * 3
+    return tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
+
+
+def replaced(document: str, name: str, text: str) -> str:
+    """The document with its part of that name made anew."""
+    begin, end = f"<!-- {name}: begin (python bench/report.py) -->", f"<!-- {name}: end -->"
+    if document.count(begin) != 1 or document.count(end) != 1:
+        raise ValueError(f"a document must hold these two lines once each: {begin} and {end}")
+    head, rest = document.split(begin)
+    return f"{head}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}"
+
+
+def documents() -> dict[Path, str]:
+    """Every text that is made of results or of the table of GEMMs."""
+    results, readme, ops = recorded(), ROOT / "README.md", ROOT / "docs" / "ops.md"
+    with_figures = replaced(readme.read_text(), "figures", first_screen(results))
+    return {
+        RESULTS / "README.md": results_page(results),
+        readme: replaced(with_figures, "matrix", matrix.markdown(results)),
+        ops: replaced(ops.read_text(), "generic", generic_table(results)),
+    }
+
+
+def outdated() -> list[str]:
+    """Documents that are not what `write` would make of them."""
+    return [
+        str(path.relative_to(ROOT))
+        for path, text in documents().items()
+        if not path.exists() or path.read_text() != text
+    ]
+
+
+def write() -> None:
+    import figures
+
+    figures.draw(recorded(), recorded_losses(), RESULTS)
+    for path, text in documents().items():
+        path.write_text(text)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the results section of README.md from bench/results/*.json.")
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if the section is out of date")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a text is out of date")
     if not parser.parse_args().check:
-        README.write_text(current_readme())
-    elif not readme_is_current():
-        sys.exit("README.md: the results section is out of date, run: python bench/report.py")
+        write()
+    elif old := outdated():
+        sys.exit(f"out of date: {', '.join(old)}; run: python bench/report.py")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Measures every op: one table, one JSON file, one plot. How each figure is taken is in timing.py; DESIGN section 7
-says what it is held against. Without a GPU the CPU loops run on small shapes, and no target applies."""
+"""Measures every op: one table, one JSON file, the documents' figures. How each figure is taken is in timing.py; DESIGN
+section 7 says what it is held against. Without a GPU the CPU loops run on small shapes, and no target applies."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from pathlib import Path
 import report
 import timing
 import torch
-from peers import Peer, peers
+from case import ZIPF, Case, Shape
+from peers import Peer, peers_of
 from tqdm import tqdm
 
 try:
-    from cases import CASES, Case, Shape
+    from cases import CASES
+
 except ImportError as error:
     sys.exit(f"bench: moe_fp8_ext cannot be imported ({error}); `make bench` builds it first")
 
-TARGETS_FOR = "H200"  # the figures in cases.py are for this GPU
+TARGETS_FOR = "H200"  # the figures in the cases are for this GPU
 
 
 def shell(*command: str) -> str | None:
@@ -59,7 +61,7 @@ def attempt(call: Callable[[], object], name: str) -> object:
     try:
         return call()
     except Exception as error:
-        tqdm.write(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        tqdm.write(f"{name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
         return None
 
 
@@ -70,8 +72,12 @@ def tensor_bytes(values: object) -> int:
     return sum(map(tensor_bytes, values)) if isinstance(values, (tuple, list)) else 0
 
 
+def calls_of(call: Callable[..., object], sets: list[tuple]) -> list[timing.Call]:
+    return [lambda args=args: call(*args) for args in sets]
+
+
 def measure_memory_bound(case: Case, shape: Shape, rivals: dict[str, Peer], args: argparse.Namespace) -> dict:
-    sets = [case.inputs(args.device, args.layout, **shape.dims)]
+    sets = [case.inputs(args.device, shape.groups, **shape.dims)]
     out = case.call(*sets[0])
     moved = case.moved(sets[0], out) if case.moved else tensor_bytes(sets[0]) + tensor_bytes(out)
     del out
@@ -79,64 +85,71 @@ def measure_memory_bound(case: Case, shape: Shape, rivals: dict[str, Peer], args
     if args.device.type == "cpu":
         row["us"] = timing.eager_us({"op": lambda: case.call(*sets[0])}, args.repeats, args.device)["op"]
     else:
-        sets += [case.inputs(args.device, args.layout, **shape.dims) for _ in range(timing.input_sets(moved) - 1)]
-        row["us"] = timing.graph_us(case.call, sets, args.repeats)
-        row["host_us"] = timing.host_us(lambda: case.call(*sets[0]), row["us"])
+        sets += [case.inputs(args.device, shape.groups, **shape.dims) for _ in range(timing.input_sets(moved) - 1)]
+        row["us"] = timing.graph_us(calls_of(case.call, sets), args.repeats)
+        if shape.groups != ZIPF:  # the host does not see the groups
+            row["host_us"] = timing.host_us(lambda: case.call(*sets[0]), row["us"])
         if case.baseline:
-            row["baseline_us"] = timing.graph_us(case.baseline, sets, args.repeats)
+            row["baseline_us"] = timing.graph_us(calls_of(case.baseline, sets), args.repeats)
             row["ratio"] = row["baseline_us"] / row["us"]
-    for name, rival in rivals.items():
-        row["peers"][name] = attempt(lambda rival=rival: timing.graph_us(rival, sets, args.repeats), name)
+        for name, rival in rivals.items():
+            peer_us = lambda rival=rival: timing.graph_us([rival(*given) for given in sets], args.repeats)  # noqa: E731
+            row["peers"][name] = attempt(peer_us, f"{name} {case.label} {shape.label}")
     gbps = moved / row["us"] / 1e3
     return row | {"gbps": gbps, "of_copy": gbps / args.copy_gbps}
 
 
 def measure_gemm(case: Case, shape: Shape, rivals: dict[str, Peer], args: argparse.Namespace) -> dict:
-    inputs = case.inputs(args.device, args.layout, **shape.dims)
+    inputs = case.inputs(args.device, shape.groups, **shape.dims)
+    calls = {"op": lambda: case.call(*inputs)}
     if args.device.type == "cuda":  # neither baseline is tuned for a CPU: a ratio there would say nothing
-        rivals = rivals | {"baseline": case.baseline}
-    works = {k: call for k, call in rivals.items() if attempt(lambda call=call: call(*inputs), k) is not None}
-    calls = {k: lambda call=call: call(*inputs) for k, call in {"op": case.call, **works}.items()}
+        for name, rival in {"baseline": lambda *given: lambda: case.baseline(*given), **rivals}.items():
+            call = attempt(lambda rival=rival: rival(*inputs), f"{name} {case.label} {shape.label}")
+            if call and attempt(call, f"{name} {case.label} {shape.label}") is not None:
+                calls[name] = call
     us = timing.eager_us(calls, args.repeats, args.device)
     row = {"us": us.pop("op"), "baseline_us": us.pop("baseline", None), "peers": us}
     row["tflops"] = case.flops(**shape.dims) / row["us"] / 1e6
     if row["baseline_us"]:
         row["ratio"] = row["baseline_us"] / row["us"]
-    if args.device.type == "cuda":
+    if args.device.type == "cuda" and shape.groups != ZIPF:
         row["host_us"] = timing.host_us(calls["op"], row["us"])
     if case.kept:
         row["kept"] = case.kept(*inputs)
     return row
 
 
-def measure(case: Case, shape: Shape, rivals: dict[str, Peer], args: argparse.Namespace) -> dict:
-    row: dict = {"op": case.op, "shape": shape.label, "dims": shape.dims, "targets": []}
+def measure(case: Case, shape: Shape, args: argparse.Namespace) -> dict:
+    row: dict = {"op": case.label, "shape": shape.label, "groups": shape.groups, "dims": shape.dims, "targets": []}
+    rivals = peers_of(case.label, shape.label, shape.groups != ZIPF, args.compiled)
     try:
         row |= (measure_gemm if case.flops else measure_memory_bound)(case, shape, rivals, args)
     except torch.OutOfMemoryError:  # a smaller GPU: the other rows still count
         row["error"] = "out of memory"
     if args.device.type == "cuda":
         torch.cuda.empty_cache()
+    if "host_us" in row:
+        row["host_relu"] = row["host_us"] / args.relu_host_us
     for target in case.targets(shape) if args.targets else ():
         met = target.metric in row and target.met(row[target.metric])
         row["targets"].append({**dataclasses.asdict(target), "met": met})
     return row
 
 
+def name_of(case: Case, shape: Shape) -> str:
+    return f"{case.label} {shape.label} {shape.groups or ''}".strip()
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ops", nargs="+", choices=CASES, default=list(CASES), metavar="OP", help=", ".join(CASES))
-    parser.add_argument("--shapes", metavar="TEXT", help="only shapes whose label contains TEXT, such as dsv3 or 7168")
-    parser.add_argument("--layout", choices=("uniform", "zipf"), default="uniform", help="sizes of the token groups")
+    text = "only rows that have every WORD in their name, such as quantize_both zipf, or dsv3"
+    parser.add_argument("-k", nargs="+", metavar="WORD", default=[], help=text)
+    parser.add_argument("--list", action="store_true", help="print the names of the rows and measure nothing")
     parser.add_argument("--quick", action="store_true", help="few repeats: a look, not a result")
-    parser.add_argument("--peers", action="store_true", help="also time torch.compile of the plain formula")
+    parser.add_argument("--compiled", action="store_true", help="also time torch.compile of the plain formula")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="write JSON and PNG to DIR; a complete GPU run writes to bench/results without being asked",
-    )
+    text = "write JSON to DIR; a complete run on a GPU writes to bench/results without being asked"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=text)
     return parser.parse_args()
 
 
@@ -148,35 +161,37 @@ def main() -> None:
         except OSError as error:
             sys.exit(f"bench: --out {args.out}: {error.strerror}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    todo = [(CASES[op], shape) for op in args.ops for shape in CASES[op].shapes(device.type == "cpu")]
-    todo = [(case, shape) for case, shape in todo if not args.shapes or args.shapes in shape.label]
+    todo = [(case, shape) for case in CASES.values() for shape in case.shapes(device.type == "cpu")]
+    todo = [(case, shape) for case, shape in todo if all(word in name_of(case, shape) for word in args.k)]
     if not todo:
-        sys.exit(f"bench: --shapes {args.shapes}: no shape of {', '.join(args.ops)} has that in its label")
+        sys.exit(f"bench: -k {' '.join(args.k)}: no row has all of that in its name")
+    if args.list:
+        print("\n".join(name_of(case, shape) for case, shape in todo))
+        return
     result = environment(device)
     args.repeats = 5 if args.quick or device.type == "cpu" else 30
-    args.targets = TARGETS_FOR in result["device"] and args.layout == "uniform"
-    complete = args.ops == list(CASES) and not args.shapes and not args.quick and args.layout == "uniform"
+    args.targets = TARGETS_FOR in result["device"]
     torch.manual_seed(0)
-    # torchao's GEMM asserts on the device unless every group is a multiple of 16, as the uniform ones are.
-    rivals = peers(args.peers) if device.type == "cuda" and args.layout == "uniform" else {}
     args.device, args.copy_gbps = device, timing.copy_gbps(device, args.repeats)
-    result |= {"layout": args.layout, "copy_gbps": args.copy_gbps, "rows": []}
+    result |= {"copy_gbps": args.copy_gbps, "rows": []}
     if device.type == "cuda":
-        result["relu_host_us"] = timing.relu_host_us(device)
+        result["relu_host_us"] = args.relu_host_us = timing.relu_host_us(device)
     for case, shape in (bar := tqdm(todo, unit="row")):
-        bar.set_description(f"{case.op} {shape.label}")
-        result["rows"].append(measure(case, shape, rivals.get(case.op, {}), args))
+        bar.set_description(name_of(case, shape))
+        result["rows"].append(measure(case, shape, args))
     print(json.dumps(result, indent=1) if args.json else f"\n{report.table(result['rows'])}\n\n{report.origin(result)}")
     if not args.json:
         if device.type == "cpu":
             print("No GPU here: these are CPU times on small shapes, and no target applies.")
         elif not args.targets:
-            print(f"Targets are for uniform groups on one {TARGETS_FOR}; none is checked here.")
+            print(f"Targets are for one {TARGETS_FOR}; none is checked here.")
         else:
             print(f"{report.summary(result)}.")
-    folder = args.out or (report.RESULTS if complete and device.type == "cuda" else None)
-    if folder:
-        print(f"wrote {report.save(result, folder)} and its plot", file=sys.stderr)
+    complete = not args.k and not args.quick and device.type == "cuda"
+    if folder := args.out or (report.RESULTS if complete else None):
+        print(f"wrote {report.save(result, folder)}", file=sys.stderr)
+    if folder == report.RESULTS:
+        report.write()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ Call = Callable[[], object]
 
 WARM_SECONDS = 0.1  # an idle GPU lowers its clocks
 ROTATE_BYTES = 1 << 30  # several times the L2 of any GPU so far
+TURNS_SECONDS = 0.6  # of calls that take turns, beyond which they are repeated LEAST_TURNS times at least
+LEAST_TURNS = 7
+HOST_BATCHES, HOST_BATCH_US = 7, 20_000
 
 
 def input_sets(bytes_per_call: int) -> int:
@@ -22,14 +25,14 @@ def input_sets(bytes_per_call: int) -> int:
     return max(2, math.ceil(ROTATE_BYTES / bytes_per_call))
 
 
-def graph_us(call: Callable[..., object], sets: Sequence[tuple], replays: int) -> float:
+def graph_us(calls: Sequence[Call], replays: int) -> float:
     """Microseconds of one call: a graph of one call per set of inputs, replayed back to back, median of the replays."""
     for _ in range(3):  # loads modules, and lets a peer compile and tune itself
-        call(*sets[0])
+        calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = [call(*args) for args in sets]  # held, or every call would write to the same block
+        outputs = [call() for call in calls]  # held, or every call would write to the same block
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
     warm = time.perf_counter() + WARM_SECONDS
     while time.perf_counter() < warm:
@@ -41,14 +44,16 @@ def graph_us(call: Callable[..., object], sets: Sequence[tuple], replays: int) -
     marks[-1].record()
     torch.cuda.synchronize()
     del outputs
-    return median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)) * 1e3 / len(sets)
+    return median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)) * 1e3 / len(calls)
 
 
 def eager_us(calls: dict[str, Call], repeats: int, device: torch.device) -> dict[str, float]:
     """Median microseconds of each call. The calls take turns, so that clocks and heat are the same for all."""
-    for call in [*calls.values()] * 3:
+    for call in [*calls.values()] * 2:
         call()
     clock = _events if device.type == "cuda" else _wall
+    one_turn = sum(read() for read in [clock(call) for call in calls.values()])
+    repeats = min(repeats, max(LEAST_TURNS, int(TURNS_SECONDS * 1e6 / one_turn)))
     samples = [{name: clock(call) for name, call in calls.items()} for _ in range(repeats)]
     return {name: median(sample[name]() for sample in samples) for name in calls}
 
@@ -76,8 +81,8 @@ def _wall(call: Call) -> Callable[[], float]:
 def host_us(call: Call, device_us: float) -> float:
     """Microseconds that the CPU spends to issue one eager call. The batches are short enough that the launch queue
     never fills, since a full queue would make the CPU wait for the GPU."""
-    calls = int(min(200, max(10, 50_000 / device_us)))
-    batches = timeit.Timer(call, setup=torch.cuda.synchronize).repeat(repeat=9, number=calls)
+    calls = int(min(200, max(1, HOST_BATCH_US / device_us)))
+    batches = timeit.Timer(call, setup=torch.cuda.synchronize).repeat(repeat=HOST_BATCHES, number=calls)
     torch.cuda.synchronize()
     return median(batches) / calls * 1e6
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import NoReturn
 
 TORCH_MINIMUM = "2.11"  # CMakeLists.txt's TORCH_TARGET_VERSION is the same number
-TORCH_UNTESTED = "2.14"
-TORCH_TESTED = f"torch>={TORCH_MINIMUM},<{TORCH_UNTESTED}"
+TORCH = f"torch>={TORCH_MINIMUM}"
 CMAKE_MINIMUM = "3.21"
 SETUPTOOLS_MINIMUM = "77"  # pyproject.toml says so too, but nobody reads that in a build without isolation
-DEFAULT_ARCHS = {"cuda": "90a;100a", "rocm": "gfx942;gfx950", "cpu": ""}
+DEFAULT_ARCHS = {"cuda": "90a;100a", "rocm": "gfx942;gfx950", "cpu": ""}  # where there is no GPU to ask
+OLDEST_GPU = 8.0  # compute capability
 
 
 def fail(sentence: str) -> NoReturn:
@@ -62,12 +62,6 @@ def _torch_outside_isolation() -> Path | None:
     code = "import importlib.util as u; s = u.find_spec('torch'); print(s.origin or '' if s else '')"
     found = subprocess.run([sys.executable, "-c", code], env=env, cwd=sys.prefix, capture_output=True, text=True)
     return Path(found.stdout.strip()).parent if found.stdout.strip() else None
-
-
-def torch_dependency() -> str:
-    """What the built package asks for: the tested range, or any newer torch where one is there already."""
-    torch = find_torch()
-    return f"torch>={TORCH_MINIMUM}" if torch and at_least(torch.version, TORCH_UNTESTED) else TORCH_TESTED
 
 
 # ---- tools -----------------------------------------------------------------------------------------------------------
@@ -120,38 +114,67 @@ class Toolchain:
     backend: str
     device_compiler: str | None
     archs: str
+    reason: str  # for this backend and these architectures
 
 
-def choose_backend(torch: Torch) -> tuple[str, str | None]:
-    """(backend, device compiler): what torch and the machine suggest, unless MOE_FP8_BACKEND says otherwise."""
-    forced = os.environ.get("MOE_FP8_BACKEND", "")
-    if forced not in ("", *DEFAULT_ARCHS):
-        fail(f"MOE_FP8_BACKEND must be one of {', '.join(DEFAULT_ARCHS)}, got {forced!r}.")
-    backend = forced or ("rocm" if torch.hip else "cuda" if find_nvcc() else "cpu")
+def gpu_archs(backend: str) -> str:
+    """The architectures of this machine's GPUs, nothing where there is none."""
+
+    def answer(*command: str) -> str:
+        tool = shutil.which(command[0]) or _first_file(f"{os.environ.get('ROCM_PATH', '/opt/rocm')}/bin/{command[0]}")
+        return subprocess.run([tool, *command[1:]], capture_output=True, text=True).stdout if tool else ""
+
+    if backend == "cuda":
+        text = answer("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+        found = sorted({float(capability) for capability in re.findall(r"^\d+\.\d+$", text, re.M)})
+        return ";".join(f"{10 * c:.0f}{'a' if c >= 9 else ''}" for c in found if c >= OLDEST_GPU)
+    if backend == "rocm":
+        text = answer("rocm_agent_enumerator") or answer("rocminfo")
+        return ";".join(sorted(set(re.findall(r"\bgfx\d\w{2,}", text)) - {"gfx000"}))  # gfx000: a CPU
+    return ""
+
+
+def choose_backend(torch: Torch) -> tuple[str, str | None, str]:
+    """(backend, device compiler, reason): what torch and the machine suggest, unless MOE_FP8_BACKEND says otherwise."""
+    asked = os.environ.get("MOE_FP8_BACKEND", "")
+    if asked not in ("", "native", *DEFAULT_ARCHS):
+        fail(f"MOE_FP8_BACKEND must be one of native, {', '.join(DEFAULT_ARCHS)}, got {asked!r}.")
+    if asked in DEFAULT_ARCHS:
+        backend, reason = asked, "MOE_FP8_BACKEND says so"
+    else:
+        backend, reason = "rocm" if torch.hip else "cuda" if find_nvcc() else "cpu", "no nvcc and no ROCm here"
+        if asked == "native" and backend != "cpu" and not gpu_archs(backend):
+            backend, reason = "cpu", "no GPU here"
     if backend == "cpu":
-        return backend, None
+        return backend, None, reason
     compiler = find_nvcc() if backend == "cuda" else find_hipcc()
     if compiler is None and backend == "cuda":
         fail("no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda: install the CUDA toolkit or unset MOE_FP8_BACKEND.")
     if compiler is None:
         fail(f"no hipcc on PATH or in ROCM_PATH for torch {torch.version}: install ROCm or set MOE_FP8_BACKEND=cpu.")
-    return backend, compiler
+    return backend, compiler, ""
 
 
-def choose_archs(backend: str, device_compiler: str | None) -> str:
+def choose_archs(backend: str, device_compiler: str) -> tuple[str, str]:
+    """(architectures, reason)"""
     variable = f"MOE_FP8_{backend.upper()}_ARCHS"
-    archs = os.environ.get(variable) or DEFAULT_ARCHS[backend]
+    asked, here = os.environ.get(variable), gpu_archs(backend)
+    archs = asked or here or DEFAULT_ARCHS[backend]
     if backend == "cuda":
         known = subprocess.run([device_compiler, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
         unknown = [arch for arch in archs.split(";") if f"sm_{arch.rstrip('af')}" not in known]
         if unknown:
             fail(f"{device_compiler} does not know {', '.join(unknown)} of {archs}: update CUDA or set {variable}.")
-    return archs
+    if asked:
+        return archs, f"{variable} says so"
+    if here:
+        return archs, "the GPUs of this machine"
+    return archs, f"no GPU here; takes minutes, with {variable} of one architecture less, MOE_FP8_BACKEND=cpu least"
 
 
 def check_torch(torch: Torch | None) -> None:
     if torch and not at_least(torch.version, TORCH_MINIMUM):
-        fail(f"needs torch {TORCH_MINIMUM} or newer, found {torch.version}: run pip install '{TORCH_TESTED}' first.")
+        fail(f"needs torch {TORCH_MINIMUM} or newer, found {torch.version}: run pip install '{TORCH}' first.")
 
 
 def has_setuptools() -> bool:
@@ -165,7 +188,7 @@ def missing() -> list[str]:
     check_torch(torch)
     check_compiler()
     present = {
-        TORCH_TESTED: torch is not None,
+        TORCH: torch is not None,
         f"setuptools>={SETUPTOOLS_MINIMUM}": has_setuptools(),
         f"cmake>={CMAKE_MINIMUM}": find_tool("cmake", CMAKE_MINIMUM) is not None,
         "ninja": find_tool("ninja") is not None,
@@ -178,9 +201,12 @@ def toolchain() -> Toolchain:
     if lacking:
         fail(f"{' and '.join(lacking)} not found: run pip install {' '.join(map(repr, lacking))} first.")
     torch = find_torch()
-    backend, device_compiler = choose_backend(torch)
-    archs = choose_archs(backend, device_compiler)
-    return Toolchain(torch, find_tool("cmake", CMAKE_MINIMUM), find_tool("ninja"), backend, device_compiler, archs)
+    backend, device_compiler, reason = choose_backend(torch)
+    archs = ""
+    if device_compiler:
+        archs, reason = choose_archs(backend, device_compiler)
+    cmake = find_tool("cmake", CMAKE_MINIMUM)
+    return Toolchain(torch, cmake, find_tool("ninja"), backend, device_compiler, archs, reason)
 
 
 if __name__ == "__main__":

@@ -1,54 +1,122 @@
-// The Python module _C. Loading it registers torch.ops.moe_fp8.*; what it exports itself is how it was built.
+// The Python module _C. Loading it registers torch.ops.moe_fp8.*; what it exports itself is what Python must know as
+// C++ does: formats, arguments and limits, and how it was built.
 #include <pybind11/pybind11.h>
 
-#include "ops/scaled_grouped_mm.h"
+#include "gemm/backends.h"
+#include "numerics/format.h"
+#include "ops/arguments.h"
+#include "tokens/permute.h"
 
 namespace py = pybind11;
+using namespace py::literals;
+using namespace moe_fp8;
 
 namespace {
 
 #if defined(MOE_FP8_CUDA)
 constexpr const char* kBackend = "cuda";
-constexpr const char* k2D3D =
-    "sm90, sm100: aten::_scaled_grouped_mm for float8_e4m3fn to bfloat16 with K and N multiples of 16, E < 1024; "
-    "otherwise: portable kernel";
-constexpr const char* k2D2D =
-    "sm90, sm100: aten::_scaled_grouped_mm for float8_e4m3fn to bfloat16 with N, K, P and offs multiples of 16, "
-    "E < 1024; otherwise: portable kernel";
-constexpr const char* kBlockwise =
-    "sm90, sm100: dequantize + aten::_grouped_mm in bfloat16 for K (2D x 2D: P) a multiple of 16, N (2D x 2D: rows of "
-    "a and offs too) of 8, E < 1024; otherwise: portable kernel";
-constexpr const char* kMx =
-    "sm100, where torch was built with it: aten::_scaled_grouped_mm for contiguous float8_e4m3fn to bfloat16 with K "
-    "(2D x 2D: P and offs) multiples of 32, N (2D x 2D: rows of a too) of 16, E < 1024; otherwise as blockwise";
 #elif defined(MOE_FP8_HIP)
 constexpr const char* kBackend = "rocm";
-constexpr const char* k2D3D = "portable kernel";
-constexpr const char* k2D2D = "portable kernel";
-constexpr const char* kBlockwise = "portable kernel";
-constexpr const char* kMx = "portable kernel";
 #else
 constexpr const char* kBackend = "cpu";
-constexpr const char* k2D3D = "dequantize + float32 matmul per group";
-constexpr const char* k2D2D = "dequantize + float32 matmul per group";
-constexpr const char* kBlockwise = "dequantize + float32 matmul per group";
-constexpr const char* kMx = "dequantize + float32 matmul per group";
 #endif
 
+py::list names(std::initializer_list<const char*> all) {
+  py::list of;
+  for (const char* name : all) of.append(name);
+  return of;
+}
+
+py::list formats() {
+  constexpr const char* kOrders[] = {"row_major", "column_major", "blocked"};
+  py::list all;
+  for (const Format& f : kFormats) {
+    py::list roundings;
+    for (const Rounding r : f.roundings) roundings.append(kRoundingNames[int(r)]);
+    all.append(py::dict("name"_a = f.name, "block"_a = f.block, "weight_rows"_a = f.weight_rows,
+                        "scale_dtype"_a = f.scale_type == ScaleType::kF32 ? "float32" : "float8_e8m0fnu",
+                        "order"_a = kOrders[int(f.order)], "least_align"_a = f.least_align,
+                        "most_align"_a = f.most_align, "align"_a = f.align, "roundings"_a = roundings));
+  }
+  return all;
+}
+
+// What torch calls them, where they can be listed.
+py::list dtype_names(Dtypes dtypes) {
+  switch (dtypes) {
+    case Dtypes::kInput: return names({"bfloat16", "float16", "float32"});
+    case Dtypes::kFp8: return names({"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"});
+    case Dtypes::kScale: return names({"float32", "float8_e8m0fnu"});
+    case Dtypes::kScores: return names({"float32"});
+    case Dtypes::kInt32: return names({"int32"});
+    case Dtypes::kInts: return names({"int32", "int64"});
+    default: return names({});
+  }
+}
+py::list dtype_bytes(Dtypes dtypes) {
+  py::list bytes;
+  for (int n = 1; n <= 4; n *= 2)
+    if (dtypes == Dtypes::kMovable || (dtypes == Dtypes::kByte && n == 1)) bytes.append(n);
+  return bytes;
+}
+
+py::list arguments_of_ops() {
+  constexpr const char* kStrides[] = {"any", "inner", "summed", "contiguous"};
+  py::list all;
+  for (const Argument& row : arguments::kTable) {
+    py::list limits;
+    for (const SizeLimit& limit : row.limits) {
+      if (limit.what == nullptr) continue;
+      limits.append(py::dict("what"_a = limit.what, "dim"_a = limit.dim ? py::object(py::int_(limit.dim)) : py::none(),
+                             "most"_a = limit.most));
+    }
+    all.append(py::dict("op"_a = row.op, "name"_a = row.name, "like"_a = row.like, "dtypes"_a = dtype_names(row.dtypes),
+                        "dtype_bytes"_a = dtype_bytes(row.dtypes),
+                        "dtype_of_like"_a = row.dtypes == Dtypes::kScores,
+                        "dtype_of_format"_a = row.dtypes == Dtypes::kScale, "least_dims"_a = row.least_dims,
+                        "most_dims"_a = row.most_dims, "strides"_a = kStrides[int(row.strides)], "limits"_a = limits));
+  }
+  return all;
+}
+
+py::dict limits() {
+  return py::dict("MAX_ROWS"_a = kMaxRows, "MAX_DIMS"_a = kMaxDims, "MAX_EXPERTS"_a = kMaxExperts,
+                  "MAX_COUNTS"_a = kMaxCounts, "MAX_ALIGN"_a = kMaxAlign, "BLOCK"_a = kBlock, "MX_BLOCK"_a = kMxBlock,
+                  "SCALE_ROWS"_a = kScaleRows, "SCALE_COLUMNS"_a = kScaleColumns);
+}
+
+py::list described(const std::vector<Backend>& backends) {
+  py::list all;
+  for (const Backend& backend : backends) {
+    const Needs& n = backend.needs;
+    py::list formats, builds;
+    for (const FormatId id : backend.formats) formats.append(format_of(id).name);
+    for (const char* build : backend.builds) builds.append(build);
+    const py::object sm = n.least_sm ? py::object(py::make_tuple(n.least_sm, n.most_sm)) : py::none();
+    all.append(py::dict("name"_a = backend.name, "what"_a = backend.what, "device"_a = backend.gpu ? "gpu" : "cpu",
+                        "builds"_a = builds, "formats"_a = formats, "optional"_a = backend.optional,
+                        "compute_capability"_a = sm,
+                        "multiples"_a = py::dict("sum"_a = n.sum, "columns"_a = n.columns, "offs"_a = n.offs),
+                        "most_experts"_a = n.most_experts, "e4m3"_a = n.e4m3, "bfloat16"_a = n.bfloat16,
+                        "chunks"_a = n.chunks, "packed"_a = n.packed));
+  }
+  return all;
+}
 py::dict build_info() {
-  using namespace py::literals;
   return py::dict("version"_a = MOE_FP8_VERSION, "backend"_a = kBackend, "archs"_a = MOE_FP8_ARCHS,
                   "toolkit"_a = MOE_FP8_TOOLKIT, "torch_target"_a = "2.11", "compiler"_a = MOE_FP8_COMPILER,
-                  "scaled_grouped_mm"_a = py::dict("2d_3d"_a = k2D3D, "2d_2d"_a = k2D2D, "blockwise"_a = kBlockwise,
-                                                    "mxfp8"_a = kMx));
+                  "scaled_grouped_mm"_a = described(backends()));
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled part of moe_fp8_ext: registers torch.ops.moe_fp8. Import torch first.";
+  backends(py::module_::import("torch").attr("__config__").attr("show")().cast<std::string>());
   m.def("build_info", &build_info,
-        "Version, backend, architectures and toolkit of this build, and what each scaled_grouped_mm path resolves to.");
-  m.def("set_torch_has_mx_gemm", [](bool has) { moe_fp8::torch_has_mx_gemm = has; },
-        "Whether this torch was built with the grouped GEMM for E8M0 scales.");
+        "Version, backend, architectures and toolkit of this build; its GEMMs in the order in which they are tried.");
+  m.def("gemms", [] { return described(all_backends()); }, "The GEMMs of every build: csrc/gemm/backends.h.");
+  m.def("formats", &formats, "Every Format, as a dict: csrc/numerics/format.h.");
+  m.def("arguments", &arguments_of_ops, "Every tensor argument of every op, as a dict: csrc/ops/arguments.h.");
+  m.def("limits", &limits, "Sizes that Python and C++ must agree on.");
 }

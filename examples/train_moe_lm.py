@@ -3,16 +3,17 @@
 The model is a byte-level transformer: causal attention, top-k routing, SwiGLU experts computed by
 moe_fp8_ext.grouped_mm. The text is the source of Python's own standard library, so nothing is downloaded. Every recipe
 starts from the same weights and reads the same bytes in the same order: only the arithmetic of the experts differs.
-The run ends with a table and a picture of the loss curves.
+The run ends with a table and a picture of the loss curves; --losses keeps their numbers too.
 """
 
 import argparse
+import json
 import math
 import os
 import sys
 import sysconfig
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean
@@ -27,6 +28,7 @@ from tqdm import tqdm
 
 import moe_fp8_ext
 
+RECIPES = ("bf16", "rowwise", "blockwise", "mxfp8")
 BASELINE = "bf16"
 TOLERANCE = 0.01  # --check: largest relative difference from the baseline's held-out loss
 BALANCE_WEIGHT = 0.01
@@ -155,12 +157,18 @@ class Run:
     saved_bytes: int
 
 
+def recipe_of(name: str, args: argparse.Namespace) -> moe_fp8_ext.Recipe:
+    if name == BASELINE:
+        return moe_fp8_ext.Recipe(name)
+    rounding = {"rounding": args.rounding} if args.rounding else {}
+    return moe_fp8_ext.Recipe(name, wgrad_high_precision=args.wgrad_high_precision, **rounding)
+
+
 def train(recipe: str, args: argparse.Namespace, text: Tensor, held_out_text: Tensor) -> Run:
     torch.manual_seed(args.seed)
     starts = torch.randint(len(text) - args.context, (args.steps, args.batch)).to(args.device)
     saved = SavedBytes()
-    of_recipe = {"mx_scaling": args.mx_scaling, "wgrad_high_precision": args.wgrad_high_precision}
-    model = LanguageModel(args, replace(moe_fp8_ext.RECIPES[recipe], **of_recipe), saved).to(args.device)
+    model = LanguageModel(args, recipe_of(recipe, args), saved).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     warmup = max(1, args.steps // 20)  # then a cosine down to a tenth
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -220,6 +228,16 @@ def plot(runs: list[Run], path: Path) -> None:
     FigureCanvasAgg(figure).print_png(path)
 
 
+def write_losses(runs: list[Run], args: argparse.Namespace) -> None:
+    """The numbers of the picture, as bench/report.py reads them."""
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "a CPU"
+    curves = [
+        {"recipe": run.recipe, "losses": [round(loss, 4) for loss in run.losses], "held_out": round(run.held_out, 5)}
+        for run in runs
+    ]
+    args.losses.write_text(json.dumps({"device": device, "steps": args.steps, "runs": curves}) + "\n")
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -228,11 +246,11 @@ class Parser(argparse.ArgumentParser):
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    known = ", ".join(moe_fp8_ext.RECIPES)
+    known = ", ".join(RECIPES)
     text = f"what to train with, in this order, out of {known}"
     add("--recipes", type=lambda names: names.split(","), default="bf16,rowwise", metavar="A,B", help=text)
-    rounding = ("rceil", "floor")
-    add("--mx-scaling", choices=rounding, default="rceil", help="how the scales of recipe mxfp8 are rounded")
+    text = "how scales are rounded (default: as the recipe does)"
+    add("--rounding", choices=("exact", "pow2", "rceil", "floor"), default=argparse.SUPPRESS, help=text)
     text = "compute weight gradients in BF16 from BF16 activations, which are kept for it"
     add("--wgrad-high-precision", action="store_true", help=text)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes a GPU where there is one")
@@ -243,6 +261,7 @@ def parse_args() -> argparse.Namespace:
     add("--lr", type=float, default=argparse.SUPPRESS, help=text)
     add("--seed", type=int, default=0, metavar="N", help="seed of the weights and of the order of the data")
     add("--plot", type=Path, default="train_moe_lm.png", metavar="FILE", help="PNG file for the loss curves")
+    add("--losses", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="JSON file for the losses")
     add("--check", action="store_true", help=f"fail if a held-out loss is over {TOLERANCE:.0%}% off {BASELINE}'s")
     args = parser.parse_args()
 
@@ -256,8 +275,13 @@ def parse_args() -> argparse.Namespace:
     for name, (cpu, gpu, _) in SIZES.items():
         size = vars(args).setdefault(name.replace("-", "_"), gpu if args.device == "cuda" else cpu)
         expect(0 < size <= 2**20, name, f"a number from 1 to {2**20}", size)
+    vars(args).setdefault("rounding", None)
     for recipe in args.recipes:
-        expect(recipe in moe_fp8_ext.RECIPES, "recipes", f"names from {known}", repr(recipe))
+        expect(recipe in RECIPES, "recipes", f"names from {known}", repr(recipe))
+        try:
+            recipe_of(recipe, args)
+        except ValueError as error:
+            parser.error(f"argument --rounding: {error}")
     comparable = BASELINE in args.recipes and len(args.recipes) > 1
     expect(comparable or not args.check, "recipes", f"{BASELINE} and another for --check", ",".join(args.recipes))
     limit = 1023 if args.device == "cuda" else 1024  # of grouped_mm
@@ -267,8 +291,10 @@ def parse_args() -> argparse.Namespace:
     vars(args).setdefault("lr", 4e-3 * 128 / args.dim)
     expect(0 < args.lr < math.inf, "lr", "a positive number", args.lr)
     expect(0 <= args.seed < 2**63, "seed", "a number from 0 to 2^63 - 1", args.seed)
-    writable = os.access(args.plot if args.plot.exists() else args.plot.parent, os.W_OK) and not args.plot.is_dir()
-    expect(writable, "plot", "a file that can be written", args.plot)
+    for name in ("plot", "losses"):
+        if file := vars(args).setdefault(name, None):
+            writable = os.access(file if file.exists() else file.parent, os.W_OK) and not file.is_dir()
+            expect(writable, name, "a file that can be written", file)
     args.corpus = [text.to(args.device) for text in read_stdlib()]
     shortest = min(map(len, args.corpus))
     expect(args.context < shortest, "context", f"less than the {shortest} bytes of text in {STDLIB}", args.context)
@@ -288,6 +314,8 @@ def main() -> int:
     print_table(runs, differences)
     plot(runs, args.plot)
     print(f"Loss curves: {args.plot}")
+    if args.losses:
+        write_losses(runs, args)
     far = [recipe for recipe, d in differences.items() if not abs(d) <= TOLERANCE]  # NaN is far
     if args.check and far:
         print(f"The held-out loss of {', '.join(far)} is not within {TOLERANCE:.0%} of {BASELINE}'s.", file=sys.stderr)

@@ -1,260 +1,312 @@
 """The differentiable grouped matmul of MoE layers: a drop-in for `torch._grouped_mm` that computes in fp8."""
 
+from __future__ import annotations
+
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
-from moe_fp8_ext import shapes
-from moe_fp8_ext.operands import OPERANDS, Operand
-from moe_fp8_ext.ops import permute_pad, scaled_grouped_mm, unpermute
-from moe_fp8_ext.ops.checks import check_dim, check_dtype, check_offs, check_same_device, require, validate_offs
-from moe_fp8_ext.ops.permute import check_indices
+from moe_fp8_ext.bf16 import Bf16GroupedMm, bf16_wgrad, cast, check_experts, row_major
+from moe_fp8_ext.formats import FORMATS, MAX_EXPERTS
+from moe_fp8_ext.ops import permute_pad, unpermute
+from moe_fp8_ext.ops.checks import (
+    INPUT_DTYPES,
+    validate_indices,
+    validate_offs,
+    validates,
+)
+from moe_fp8_ext.ops.dispatch import asks_for_gradient
+from moe_fp8_ext.quantized import (
+    Quantized,
+    quantize_both,
+    quantize_rows,
+    quantize_tokens,
+    quantize_weight,
+    scaled_grouped_mm,
+)
 from moe_fp8_ext.recipes import Recipe, get_recipe
 
 _OP = "grouped_mm"
+Pair = tuple[Quantized, Quantized]
 
 
 def grouped_mm(
-    A: Tensor,
-    B_t: Tensor,
+    A: Tensor | Quantized | Pair,
+    B_t: Tensor | Quantized | Pair,
     offs: Tensor,
     *,
     recipe: str | Recipe = "rowwise",
     indices: Tensor | None = None,
-    top_k: int = 1,
+    top_k: int | None = None,
 ) -> Tensor:
     """out[r] = A[r] @ B_t[e] for every row r of group e; rows from offs[-1] on are zero.
 
     With `indices`, row r is A[indices[r] // top_k] instead, as `permute_pad` takes it: the quantizer gathers the rows,
     so that the permuted and padded tokens never exist in 16 bits, but for what a product dequantizes (see
-    `scaled_grouped_mm`).
+    `ops.scaled_grouped_mm`).
 
     With a quantized recipe, A, B_t and the output gradient are quantized to fp8 on the way into each of the three
-    matmuls. The forward pass keeps the transposed fp8 copies of A (one byte an element, and scales) and B_t for
-    backward, nothing in 16 bits unless the recipe has wgrad_high_precision. dA is zero in tail rows, the gradient of
-    an empty group's weights is zero. Any sizes work, the caller never pads; nothing here waits for the device, and two
-    runs give the same bytes. Traces under torch.compile(fullgraph=True), can be captured in a CUDA graph, honours
-    torch.autocast. Differentiable once.
+    matmuls. dA is zero in tail rows, the gradient of an empty group's weights is zero. Any sizes work, the caller never
+    pads; nothing here waits for the device, and two runs give the same bytes. Traces under
+    torch.compile(fullgraph=True), can be captured in a CUDA graph, honours torch.autocast. Differentiable once.
+
+    Kept for backward is the transposed fp8 copy of B_t, where A needs a gradient, and, where B_t does, the smaller of
+
+        A itself                                 rows of A * K * bytes of an element
+        its fp8 copy along tokens, with scales   K * P + scales,  P = round_up(M, align) + E * align
+                                                 scales: 4 E K ("rowwise"), 4 round_up(K, 4) * B ("blockwise"), or
+                                                 round_up(K, 128) * (P / 32 + 4 E) ("mxfp8")
+
+    with M rows of out, B = (round_up(M, 128) + 128 E) / 128. A itself is a reference to what the caller has, no copy,
+    and is quantized along tokens in backward, to the same bytes. In a graph for any number of tokens it is always the
+    fp8 copy. With the recipe's wgrad_high_precision it is A in bfloat16.
+
+    What differs from `torch._grouped_mm`: offs are required, there is no bias and no out_dtype, A is always [M, K] and
+    B_t [E, K, N].
 
     Args:
-        A: [M, K] tokens sorted by group, or, with `indices`, in any order; bfloat16, float16 or float32.
-        B_t: [E, K, N] weights, the transposed view of [E, N, K] or contiguous itself (both without a copy), same dtype.
+        A: [M, K] tokens sorted by group, or, with `indices`, in any order; bfloat16, float16 or float32. Or already
+            quantized: what `quantize_rows` returns for offs, or, where B_t needs a gradient, the pair of
+            `quantize_both`. No gradient flows into a Quantized: it counts as a constant.
+        B_t: [E, K, N] weights, the transposed view of [E, N, K] or contiguous itself (both without a copy), of A's
+            dtype. Or the pair that `quantize_weight` returns for the weights [E, N, K], a constant too; its first alone
+            will do where A needs no gradient.
         offs: [E] int32 on A's device, exclusive end row of each group, non-decreasing, at most 1024.
         recipe: "rowwise" (fp8, one scale a row), "blockwise" (fp8, one scale for 128 elements, 128 x 128 of a weight),
             "mxfp8" (fp8, a power of two for 32 elements), "bf16" (no quantization: `torch._grouped_mm`, which on a GPU
             takes at most 1023 experts), or a `Recipe`.
         indices: [P] int32 on A's device, of `permute_indices` (with its padded_offs as offs), or the permutation of
             `sort_tokens` with its top_k; distinct, any other value than a slot of A stands for a row of zeros.
-        top_k: slots of a row of A.
+        top_k: slots of a row of A, given with indices and only then.
 
     Returns:
-        out [M, N], with `indices` [P, N], of A's dtype. The matmul itself rounds to bfloat16.
+        out [M, N], with `indices` [P, N], of A's dtype, B_t's where A is quantized, bfloat16 where both are. The matmul
+        itself rounds to bfloat16.
 
     Raises:
-        RuntimeError: dtype, shape, stride or device are not as above; the text names op and argument.
-        ValueError, TypeError: see `get_recipe`.
+        RuntimeError: dtype, shape, stride, device or format are not as above; the text names op and argument.
+        ValueError, TypeError: no recipe of that name exists, or it is neither a name nor a `Recipe`.
 
     Source: DESIGN.md section 6; the signature of `torch._grouped_mm`.
     """
     recipe = get_recipe(recipe)
-    _check(A, B_t, offs, indices, top_k)
-    if A.device.type != "meta" and torch.is_autocast_enabled(A.device.type):
-        compute = torch.get_autocast_dtype(A.device.type)
-        A, B_t = A.to(compute), B_t.to(compute)
-    require(A.dtype == B_t.dtype, f"{_OP}: B_t must have the dtype of A, {A.dtype}, got {B_t.dtype}")
-    if indices is not None and not recipe.quantized:
-        A, indices = permute_pad(_row_major(A), indices, top_k), None
-    if not recipe.quantized and not torch.compiler.is_compiling() and A.device.type != "meta":
-        validate_offs(_OP, offs, "A", A.shape[0])  # the ops of the other recipes do so themselves
-    grad = torch.is_grad_enabled()
-    needs = grad and A.requires_grad, grad and B_t.requires_grad
-    if not recipe.quantized:
-        return _Bf16GroupedMm.apply(A, B_t, offs, *needs)
-    return _QuantizedGroupedMm.apply(A, B_t, offs, indices, top_k, recipe, *needs)
+    a, w = _given("A", A, recipe), _given("B_t", B_t, recipe)
+    A, B_t = (x if isinstance(x, Tensor) else None for x in (A, B_t))
+    _check(A, B_t, a, w, offs, indices, top_k)
+    A, B_t = _autocast(A), _autocast(B_t)
+    if A is not None and B_t is not None and A.dtype != B_t.dtype:
+        _fail(f"B_t must have the dtype of A, {A.dtype}, got {B_t.dtype}")
+    needs = asks_for_gradient(A), asks_for_gradient(B_t)
+    if recipe.format is None:
+        if indices is not None:
+            A = permute_pad(row_major(A), indices, top_k)
+        return Bf16GroupedMm.apply(A, B_t, offs, *needs)
+    _check_gradients(a, w, recipe, *needs)
+    return _QuantizedGroupedMm.apply(A, B_t, a, w, offs, indices, top_k, recipe, *needs)
 
 
-def _check(A: Tensor, B_t: Tensor, offs: Tensor, indices: Tensor | None, top_k: int) -> None:
-    for arg, x, dim in (("A", A, 2), ("B_t", B_t, 3)):
-        check_dtype(_OP, arg, x)
-        check_dim(_OP, arg, x, dim)
-    check_same_device(_OP, "B_t", B_t, "A", A)
-    (e, k, _), of_a = B_t.shape, A.shape[1]
-    require(k == of_a, f"{_OP}: B_t must have size {of_a} in dimension 1 (the last of A), got {k}")
-    check_offs(_OP, offs, "A", A)
-    require(offs.shape[0] == e, f"{_OP}: offs must have {e} entries, one for each expert of B_t, got {offs.shape[0]}")
-    require(indices is not None or top_k == 1, f"{_OP}: top_k must be 1 without indices, got {top_k}")
-    if indices is not None and not torch.compiler.is_compiling():  # tracing, a text with a size in it would fix it
-        check_indices(_OP, indices, "A", A, A.shape[0], top_k)
+def _fail(text: str) -> NoReturn:
+    raise RuntimeError(f"{_OP}: {text}")
 
 
-def _row_major(x: Tensor) -> Tensor:
-    """x itself if its rows lie one after the other, each in one piece; expanded and transposed ones are copied."""
-    return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
+def _given(arg: str, x: Tensor | Quantized | Pair, recipe: Recipe) -> tuple[Quantized | None, Quantized | None]:
+    """What there is already of an operand: along rows, and the other way."""
+    if isinstance(x, Tensor):
+        return None, None
+    pair = x if isinstance(x, (tuple, list)) else (x, None)
+    if len(pair) != 2 or not isinstance(pair[0], Quantized) or not isinstance(pair[1], (Quantized, type(None))):
+        _fail(f"{arg} must be a tensor, a Quantized or a pair of them, got {type(x).__name__}")
+    for quantized, along in zip(pair, ("rows", "tokens" if arg == "A" else "rows"), strict=True):
+        if quantized is None:
+            continue
+        if recipe.format is None:
+            _fail(f"{arg} must be a tensor with recipe 'bf16', got '{quantized.format}'")
+        if quantized.format != recipe.format:
+            _fail(f"{arg} must be of the recipe's format '{recipe.format}', got '{quantized.format}'")
+        if quantized.along != along:
+            _fail(f"{arg} must be quantized along {along}, got {quantized.along}")
+    return pair
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # Not x.to(dtype) alone: where that returns x itself, torch.compile of torch 2.11 loses the Function's gradients.
-    return x if x.dtype == dtype else x.to(dtype)
+def _check(
+    A: Tensor | None,
+    B_t: Tensor | None,
+    a: tuple[Quantized | None, Quantized | None],
+    w: tuple[Quantized | None, Quantized | None],
+    offs: Tensor,
+    indices: Tensor | None,
+    top_k: int | None,
+) -> None:
+    tokens, weight = a[0].q if A is None else A, w[0].q if B_t is None else B_t
+    if tokens.dtype not in INPUT_DTYPES and A is not None:
+        _fail(f"A must be bfloat16, float16 or float32, got {A.dtype}")
+    if weight.dtype not in INPUT_DTYPES and B_t is not None:
+        _fail(f"B_t must be bfloat16, float16 or float32, got {B_t.dtype}")
+    for arg, x, dims in (("A", tokens, 2), ("B_t", weight, 3)):
+        _check_dense(arg, x)
+        if x.dim() != dims:
+            _fail(f"{arg} must have {dims} dimensions, got {x.dim()}")
+    _check_device("B_t", weight, tokens)
+    k, of_a = weight.shape[2 if B_t is None else 1], tokens.shape[1]
+    if k != of_a:
+        _fail(f"B_t must have size {of_a} in dimension 1 (the last of A), got {k}")
+    _check_vector("offs", offs, tokens)
+    e, got = weight.shape[0], offs.shape[0]
+    if got > MAX_EXPERTS:
+        _fail(f"offs must have at most {MAX_EXPERTS} entries, got {got}")
+    if got != e:
+        _fail(f"offs must have {e} entries, one for each expert of B_t, got {got}")
+    if (indices is None) != (top_k is None):
+        given, missing = ("top_k", "indices") if indices is None else ("indices", "top_k")
+        _fail(f"{missing} must be given with {given}, got None")
+    if indices is not None:
+        if A is None:
+            _fail("indices must be None where A is quantized, got a tensor")
+        _check_vector("indices", indices, tokens)
+        if not isinstance(top_k, int):
+            _fail(f"top_k must be an int, got {type(top_k).__name__}")
+        if top_k < 1:
+            _fail(f"top_k must be at least 1, got {top_k}")
+    if not torch.compiler.is_compiling() and tokens.device.type != "meta" and validates():
+        rows = tokens.shape[0] if indices is None else indices.shape[0]
+        validate_offs(_OP, offs, "rows of A" if indices is None else "indices", rows)
+        if indices is not None:
+            validate_indices(_OP, indices, tokens.shape[0] * top_k)
+
+
+def _check_dense(arg: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        _fail(f"{arg} must be a tensor, got {type(x).__name__}")
+    if x.layout != torch.strided:
+        _fail(f"{arg} must be a dense tensor, got {x.layout}")
+
+
+def _check_device(arg: str, x: Tensor, A: Tensor) -> None:
+    if x.device != A.device:
+        _fail(f"{arg} must be on the device of A, {A.device}, got {x.device}")
+
+
+def _check_vector(arg: str, x: Tensor, A: Tensor) -> None:
+    _check_dense(arg, x)
+    if x.dim() != 1:
+        _fail(f"{arg} must have 1 dimensions, got {x.dim()}")
+    if x.dtype != torch.int32:
+        _fail(f"{arg} must be int32, got {x.dtype}")
+    if x.stride(0) != 1 and x.shape[0] > 1:
+        _fail(f"{arg} must have stride 1, got stride {x.stride(0)}")
+    _check_device(arg, x, A)
+
+
+def _check_gradients(
+    a: tuple[Quantized | None, Quantized | None],
+    w: tuple[Quantized | None, Quantized | None],
+    recipe: Recipe,
+    needs_dA: bool,
+    needs_dB: bool,
+) -> None:
+    if needs_dB and a[0] is not None:
+        if recipe.wgrad_high_precision:
+            _fail("A must be a tensor where B_t needs a gradient in high precision, got a Quantized")
+        if a[1] is None:
+            _fail("A must be the pair of quantize_both where B_t needs a gradient, got a Quantized along rows")
+    if needs_dA and w[0] is not None and w[1] is None:
+        _fail("B_t must be the pair of quantize_weight where A needs a gradient, got its first alone")
+
+
+def _autocast(x: Tensor | None) -> Tensor | None:
+    if x is None or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 class _QuantizedGroupedMm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, A, B_t, offs, indices, top_k, recipe, needs_dA, needs_dB):
-        ctx.recipe, ctx.dtypes, ctx.needs = recipe, (A.dtype, B_t.dtype), (needs_dA, needs_dB)
-        ctx.sizes, ctx.top_k = (*A.shape, B_t.shape[2]), top_k
-        A, rule, of = _row_major(A), recipe.rule(recipe.dtype), OPERANDS[recipe.scaling]
-        a_t = a_scale_t = padded_offs = kept = None
-        if needs_dB and recipe.wgrad_high_precision:
-            _check_experts_of_torch(A, offs, recipe="wgrad_high_precision")
-            kept, needs_dB = _cast(A, torch.bfloat16), False
-        if needs_dB and indices is not None:
-            *a, a_t, a_scale_t, padded_offs = of.permuted_both(A, indices, offs, top_k, recipe.align, *rule)
-        elif needs_dB:
-            *a, a_t, a_scale_t, padded_offs = of.both(A, offs, recipe.align, *rule)
-        elif indices is not None:
-            a = of.permuted_rows(A, indices, offs, top_k, *rule)
-        else:
-            a = of.rows(A, offs, *rule)
-        if B_t.stride(-1) == 1 and B_t.stride(-2) != 1:  # contiguous [E, K, N]: the same op, its directions swapped
-            w_t, w = of.weight(B_t, rule, True)
-        else:
-            w, w_t = of.weight(_row_major(B_t.transpose(-2, -1)), rule, needs_dA)
-        if not needs_dA:
-            w_t = None, None
-        ctx.save_for_backward(offs, indices, kept, a_t, a_scale_t, padded_offs, *w_t)
-        return _cast(_product(a, w, offs, recipe), A.dtype)
+    def forward(ctx, A, B_t, a, w, offs, indices, top_k, recipe, needs_dA, needs_dB):
+        ctx.recipe, ctx.needs, ctx.top_k = recipe, (needs_dA, needs_dB), top_k
+        ctx.dtypes = [None if x is None else x.dtype for x in (A, B_t)]
+        ctx.rows = None if A is None else A.shape[0]
+        (a, a_t), kept = (a, None) if A is None else _quantize_tokens_of(A, offs, indices, top_k, recipe, needs_dB)
+        w, w_t = w if B_t is None else _quantize_weights_of(B_t, recipe, needs_dA)
+        ctx.align = recipe.align if a_t is None else a_t.align
+        a_t, w_t = a_t if needs_dB else None, w_t if needs_dA else None
+        ctx.save_for_backward(offs, indices, kept, *_tensors(a_t), *_tensors(w_t))
+        dtype = next((x.dtype for x in (A, B_t) if x is not None), torch.bfloat16)
+        return cast(scaled_grouped_mm(a, w, offs, use_fast_accum=recipe.use_fast_accum), dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dY):
-        offs, indices, kept, a_t, a_scale_t, padded_offs, *w_t = ctx.saved_tensors
-        needs_dA, needs_dB = ctx.needs
-        recipe, (a_dtype, b_dtype), (rows, k, n) = ctx.recipe, ctx.dtypes, ctx.sizes
-        rule, of = recipe.rule(recipe.grad_dtype or recipe.dtype), OPERANDS[recipe.scaling]
-        dY, dA, dB_t = _row_major(dY), None, None
+        offs, indices, kept, *saved = ctx.saved_tensors
+        recipe, (needs_dA, needs_dB), (a_dtype, b_dtype) = ctx.recipe, ctx.needs, ctx.dtypes
+        of_grad = {"dtype": recipe.grad_dtype or recipe.dtype, "rounding": recipe.rounding}
+        dY, dA, dB_t = row_major(dY), None, None
         if needs_dB and recipe.wgrad_high_precision:
             a = kept if indices is None else permute_pad(kept, indices, ctx.top_k)
-            ends = offs.clamp(0, a.shape[0]).cummax(0).values
-            dB_t, needs_dB = _cast(_bf16_wgrad(dY, _tma_operand(a, _tma_size(k)), ends, n, k), b_dtype), False
+            dB_t, needs_dB = cast(bf16_wgrad(dY, a, offs), b_dtype), False
         if needs_dA and needs_dB:
-            *dy, dy_t, dy_scale_t, _ = of.both(dY, offs, recipe.align, *rule)
+            dy, dy_t = quantize_both(dY, recipe.format, offs=offs, align=ctx.align, **of_grad)
         elif needs_dA:
-            dy = of.rows(dY, offs, *rule)
+            dy = quantize_rows(dY, recipe.format, offs=offs, **of_grad)
         elif needs_dB:
-            dy_t, dy_scale_t, _ = of.columns(dY, offs, recipe.align, *rule)
+            dy_t = quantize_tokens(dY, recipe.format, offs=offs, align=ctx.align, **of_grad)
         if needs_dA:
-            dA = _product(dy, w_t, offs, recipe)
-            if indices is not None:
-                dA = unpermute(dA, indices, rows, ctx.top_k)
-            dA = _cast(dA, a_dtype)
+            w_t = Quantized(saved[3], saved[4], recipe.format)
+            dA = scaled_grouped_mm(dy, w_t, offs, use_fast_accum=recipe.use_fast_accum)
+            dA = cast(dA if indices is None else unpermute(dA, indices, ctx.rows, ctx.top_k), a_dtype)
         if needs_dB:
-            dW = _product((dy_t, dy_scale_t), of.second_of_wgrad(a_t, a_scale_t), padded_offs, recipe)
-            dB_t = _cast(dW, b_dtype).transpose(-2, -1)
-        return dA, dB_t, None, None, None, None, None, None
+            if kept is None:
+                a_t = Quantized(saved[0], saved[1], recipe.format, "tokens", saved[2], ctx.align)
+            else:
+                a_t = quantize_tokens(row_major(kept), **_options(recipe, offs, indices, ctx.top_k), align=ctx.align)
+            dW = scaled_grouped_mm(dy_t, a_t, use_fast_accum=recipe.use_fast_accum)
+            dB_t = cast(dW, b_dtype).transpose(-2, -1)
+        return dA, dB_t, *[None] * 8
 
 
-def _product(a: Operand, b: Operand, offs: Tensor, recipe: Recipe) -> Tensor:
-    block_size = OPERANDS[recipe.scaling].block_size
-    return scaled_grouped_mm(a[0], b[0], a[1], b[1], offs, None, recipe.use_fast_accum, block_size)
+def _options(recipe: Recipe, offs: Tensor, indices: Tensor | None, top_k: int | None) -> dict[str, object]:
+    given = {"offs": offs, "indices": indices, "top_k": top_k}
+    return {"format": recipe.format, **given, "dtype": recipe.dtype, "rounding": recipe.rounding}
 
 
-class _Bf16GroupedMm(torch.autograd.Function):
-    """torch._grouped_mm for any sizes, strides and offsets, with defined tail rows."""
-
-    @staticmethod
-    def forward(ctx, A, B_t, offs, needs_dA, needs_dB):
-        _, k, n = B_t.shape
-        _check_experts_of_torch(A, offs, recipe='recipe "bf16"')
-        ctx.sizes, ctx.dtypes, ctx.needs = (k, n), (A.dtype, B_t.dtype), (needs_dA, needs_dB)
-        offs = offs.clamp(0, A.shape[0]).cummax(0).values
-        a = _tma_operand(_cast(A, torch.bfloat16), _tma_size(k))
-        b_t = _tma_operand(_cast(B_t, torch.bfloat16), _tma_size(n), _tma_size(k))
-        ctx.save_for_backward(offs, a if needs_dB else None, b_t if needs_dA else None)
-        return _cast(_bf16_rows(a, b_t, offs, n), A.dtype)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dY):
-        offs, a, b_t = ctx.saved_tensors
-        needs_dA, needs_dB = ctx.needs
-        (k, n), (a_dtype, b_dtype) = ctx.sizes, ctx.dtypes
-        dA = dB_t = None
-        if needs_dA:
-            dA = _cast(_bf16_rows(_bf16_grad(dY, n), b_t.transpose(-2, -1), offs, k), a_dtype)
-        if needs_dB:
-            dB_t = _cast(_bf16_wgrad(dY, a, offs, n, k), b_dtype)
-        return dA, dB_t, None, None, None
+def _tensors(x: Quantized | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return (None, None, None) if x is None else (x.q, x.scale, x.offs)
 
 
-def _check_experts_of_torch(A: Tensor, offs: Tensor, recipe: str) -> None:
-    e, limit = offs.shape[0], 1023 if A.is_cuda else shapes.MAX_EXPERTS  # of torch's kernel
-    require(e <= limit, f"{_OP}: offs must have at most {limit} entries with {recipe}, got {e}")
+def _quantize_tokens_of(
+    A: Tensor, offs: Tensor, indices: Tensor | None, top_k: int | None, recipe: Recipe, needs_dB: bool
+) -> tuple[tuple[Quantized, Quantized | None], Tensor | None]:
+    """A along rows and, where its gradient of B_t is computed from that, along tokens; or what to keep instead."""
+    options, kept = _options(recipe, offs, indices, top_k), None
+    if needs_dB and recipe.wgrad_high_precision:
+        check_experts(A, offs, recipe="wgrad_high_precision")
+        kept = cast(row_major(A), torch.bfloat16)
+    elif needs_dB and _is_smaller(A, offs, indices, recipe):
+        kept = A
+    if needs_dB and kept is None:
+        return quantize_both(row_major(A), **options, align=recipe.align), None
+    return (quantize_rows(row_major(A), **options), None), kept
 
 
-def _bf16_grad(dY: Tensor, n: int) -> Tensor:
-    return _tma_operand(_cast(dY, torch.bfloat16), _tma_size(n))
+def _is_smaller(A: Tensor, offs: Tensor, indices: Tensor | None, recipe: Recipe) -> bool:
+    """Whether A takes less memory than its copy along tokens; where sizes are symbols, whether it does for all."""
+    m = A.shape[0] if indices is None else indices.shape[0]
+    copy = FORMATS[recipe.format].bytes_of_tokens(m, A.shape[1], offs.shape[0], recipe.align)
+    smaller = A.numel() * A.dtype.itemsize < copy
+    if not torch.compiler.is_compiling():
+        return smaller
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # here alone: it takes a second to load
+
+    return statically_known_true(smaller)
 
 
-def _bf16_wgrad(dY: Tensor, a: Tensor, offs: Tensor, n: int, k: int) -> Tensor:
-    """The gradient of B_t [E, k, n] from dY [M, n] and a, an operand of k columns or more."""
-    dy = _bf16_grad(dY, n)
-    dW = _bf16_product(dy.t(), a, offs) if offs.shape[0] else a.new_zeros(0, dy.shape[1], a.shape[1])
-    return dW[:, :n, :k].transpose(-2, -1)
-
-
-def _bf16_rows(a: Tensor, b_t: Tensor, offs: Tensor, columns: int) -> Tensor:
-    """The first columns of the product, rows of no group zero."""
-    if offs.shape[0] == 0:  # torch divides by the number of groups
-        return a.new_zeros(a.shape[0], columns)
-    out = _bf16_product(a, b_t, offs)
-    return out if columns == out.shape[1] else out[:, :columns].contiguous()
-
-
-def _bf16_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    if a.device.type == "cpu":
-        return _cpu_grouped_mm(a, b, offs)
-    return _zero_tail(torch._grouped_mm(a, b, offs=offs), b, offs)
-
-
-@torch.library.custom_op("moe_fp8_ext::cpu_grouped_mm", mutates_args=())
-def _cpu_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """torch._grouped_mm by way of float32: on a CPU without instructions for bfloat16 that is tens of times faster.
-
-    An op of its own, because torch's fake of its op knows bfloat16 only.
-    """
-    return _zero_tail(torch._grouped_mm(a.float(), b.float(), offs=offs).bfloat16(), b, offs)
-
-
-@_cpu_grouped_mm.register_fake
-def _(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    groups = offs.shape if b.dim() == 2 else ()
-    return a.new_empty(*groups, a.shape[0], b.shape[-1])
-
-
-def _zero_tail(out: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    if b.dim() == 2:
-        return out
-    # Not arange: its size would be a guard on a number of rows that only the run knows.
-    row = torch.ones_like(out[:, 0], dtype=torch.int32).cumsum(0)
-    return out.masked_fill((row > offs[-1])[:, None], 0)
-
-
-def _tma_size(size: int) -> int:
-    """The next size whose rows of bfloat16 start at multiples of 16 bytes, as TMA loads them; at least one such row."""
-    return shapes.round_up(size, 8) or 8
-
-
-def _tma_operand(x: Tensor, columns: int, rows: int | None = None) -> Tensor:
-    """x with zeros up to those sizes in its last dimensions: more terms of the sum, or results that are cut off again.
-
-    Copied only where its sizes, strides or base pointer are not as TMA needs them.
-    """
-    pad = (0, columns - x.shape[-1], 0, 0 if rows is None else rows - x.shape[-2])
-    if any(pad):
-        return torch.nn.functional.pad(x, pad)
-    lines = x if x.dim() == 2 or x.stride(-1) == 1 else x.transpose(-2, -1)
-    one_piece = lines.stride(-1) == 1 and lines.stride(-2) >= lines.shape[-1]
-    starts_aligned = all(step % 8 == 0 for step in lines.stride()[:-1])
-    # A graph knows no offset; inductor copies an argument that is less aligned than the one it was compiled for.
-    if one_piece and starts_aligned and (torch.compiler.is_compiling() or x.storage_offset() % 8 == 0):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+def _quantize_weights_of(B_t: Tensor, recipe: Recipe, needs_dA: bool) -> tuple[Quantized, Quantized | None]:
+    """B_t as weights [E, N, K], and transposed, which formats with blocks get at no cost."""
+    options = {"format": recipe.format, "dtype": recipe.dtype, "rounding": recipe.rounding}
+    if B_t.stride(-1) == 1 and B_t.stride(-2) != 1:  # contiguous [E, K, N]: the same op, its directions swapped
+        w_t, w = quantize_weight(B_t, **options)
+        return w, w_t
+    w = row_major(B_t.transpose(-2, -1))
+    if needs_dA or FORMATS[recipe.format].block:
+        return quantize_weight(w, **options)
+    return quantize_rows(w, **options), None

@@ -12,7 +12,8 @@ import hypothesis
 import pytest
 import torch
 from simt_checks import WAVES
-from simt_kernels import SimtKernels, build
+from simt_kernels import Waves
+from simt_library import build
 
 hypothesis.settings.register_profile(
     "moe_fp8",
@@ -66,11 +67,11 @@ def seed() -> None:
 
 
 @pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def libraries() -> dict[int, Path]:
     """The kernels, built for the emulation at every wave size."""
-    return build(tmp_path_factory.mktemp("simt"), WAVES)
+    return {wave: build(wave) for wave in WAVES}
 
 
-@pytest.fixture(params=WAVES)
-def kernels(request: pytest.FixtureRequest, libraries: dict[int, Path]) -> SimtKernels:
-    return SimtKernels(libraries[request.param])
+@pytest.fixture
+def kernels(libraries: dict[int, Path]) -> Waves:
+    return Waves(*libraries.values())

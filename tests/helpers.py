@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,6 @@ import torch._dynamo.testing
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_fp8_ext import shapes
-
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = json.loads((ROOT / "bench" / "shapes.json").read_text())
 LAYOUTS: list[str] = SHAPES["group_layouts"]
@@ -27,8 +26,32 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 
 def short(value: object) -> str:
-    """A readable pytest id for a dtype or a shape."""
-    return "x".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value).removeprefix("torch.")
+    """A readable pytest id for a dtype, a shape or a function."""
+    value = getattr(value, "__name__", value)
+    return "x".join(map(short, value)) if isinstance(value, (list, tuple)) else str(value).removeprefix("torch.")
+
+
+def pairs(**axes: Sequence[object]) -> tuple[list[str], list[list[object]]]:
+    """Arguments of pytest.mark.parametrize: few rows in which every two values of every two axes meet.
+
+    For what goes wrong in one argument or between two, as nearly everything does, they prove what the product would.
+    """
+    names = list(axes)
+    places = {(i, v): None for i, name in enumerate(names) for v in range(len(axes[name]))}
+    missing = {pair: None for pair in itertools.combinations(places, 2) if pair[0][0] != pair[1][0]}
+    rows = []
+    while missing:
+        row = dict(next(iter(missing)))
+        for i, name in enumerate(names):
+            if i not in row:
+                gains = [
+                    sum(tuple(sorted([(i, v), p])) in missing for p in row.items()) for v in range(len(axes[name]))
+                ]
+                row[i] = gains.index(max(gains))
+        for pair in itertools.combinations(sorted(row.items()), 2):
+            missing.pop(pair, None)
+        rows.append([axes[name][row[i]] for i, name in enumerate(names)])
+    return names, rows
 
 
 # Inputs
@@ -104,7 +127,7 @@ def strided_2d(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     wide_rows = x.new_zeros(m, k + 3)
     wide_rows[:, 1 : k + 1] = x
     yield "odd row stride", wide_rows[:, 1 : k + 1]
-    aligned_rows = x.new_zeros(m, shapes.round_up(k, 64) + 64)
+    aligned_rows = x.new_zeros(m, -(-k // 64) * 64 + 64)
     aligned_rows[:, :k] = x
     yield "padded rows", aligned_rows[:, :k]
     every_other = x.new_zeros(2 * m, k)
@@ -153,8 +176,10 @@ def assert_same(got: Tensor | Sequence[Tensor], want: Tensor | Sequence[Tensor],
         assert_same_tensor(g, w, f"{what} {i}")
 
 
-def on(device: str, values: Sequence[object]) -> list[object]:
+def on(device: str, values: Sequence[object] | dict[str, object]) -> list[object] | dict[str, object]:
     """Copies tensors to a device, strides included; other values stay as they are."""
+    if isinstance(values, dict):
+        return dict(zip(values, on(device, list(values.values())), strict=True))
     return [
         torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=device).copy_(v) if isinstance(v, Tensor) else v
         for v in values
@@ -189,7 +214,7 @@ def flushed_subnormals() -> Iterator[None]:
 
 def check_opcheck(op: str, args: Sequence[object], **kwargs: object) -> None:
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if not any(isinstance(t, Tensor) and t.dtype in FP8_DTYPES for t in args):
+    if not any(isinstance(t, Tensor) and t.dtype in FP8_DTYPES for t in [*args, *kwargs.values()]):
         tests.append("test_schema")  # looks for mutated inputs with torch.allclose, which FP8 has not
     torch.library.opcheck(getattr(torch.ops.moe_fp8, op).default, tuple(args), kwargs, test_utils=tests)
 
@@ -255,7 +280,7 @@ def check_two_streams(fn: Callable, calls: Sequence[Sequence[object]]) -> None:
 def check_stream_order(fn: Callable, calls: Sequence[Sequence[object]], overwrite: float = math.nan) -> None:
     """A call's kernels may overlap, but not with the kernel before them, which writes the input, nor with those after
     them, which read the outputs and overwrite the input: eagerly and in a graph."""
-    want = [fn(*args) for args in calls]
+    want = [[t.clone() for t in fn(*args)] for args in calls]  # as below: a clone has no room between columns
     x = torch.empty_like(calls[0][0])
 
     def all_calls() -> list[list[Tensor]]:
@@ -289,28 +314,29 @@ def check_second_gpu(fn: Callable, args: Sequence[object], second_gpu: str) -> N
     assert_same([t.to("cuda:0") for t in got], list(want), "second GPU")
 
 
-def error_of(fn: Callable, args: Sequence[object]) -> str:
-    """The first line of the RuntimeError that fn(*args) must raise."""
+def error_of(fn: Callable, args: Sequence[object], kwargs: dict[str, object] | None = None) -> str:
+    """The first line of the RuntimeError that fn(*args, **kwargs) must raise."""
     with pytest.raises(RuntimeError) as info:
-        fn(*args)
+        fn(*args, **kwargs or {})
     return str(info.value).splitlines()[0]
 
 
-def check_error(op: str, args: Sequence[object], argument: str, got: str) -> None:
+def check_error(op: str, args: Sequence[object], argument: str, got: str, **kwargs: object) -> None:
     """Bad arguments raise the same sentence, naming op, argument and what was got, in eager and in fake mode."""
     fn = getattr(torch.ops.moe_fp8, op)
-    message = error_of(fn, args)
+    message = error_of(fn, args, kwargs)
     assert message.startswith(f"{op}: {argument} "), message
     assert "got" in message and got in message.split("got", 1)[1], message
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-        fake = [mode.from_tensor(t) if isinstance(t, Tensor) else t for t in args]
-        assert error_of(fn, fake) == message
-    check_compiled_error(fn.default, args, message)
+        fake = [mode.from_tensor(t) if isinstance(t, Tensor) else t for t in [*args, *kwargs.values()]]
+        assert error_of(fn, fake[: len(args)], dict(zip(kwargs, fake[len(args) :], strict=True))) == message
+    check_compiled_error(fn.default, args, message, **kwargs)
 
 
-def check_compiled_error(fn: Callable, args: Sequence[object], message: str) -> None:
+def check_compiled_error(fn: Callable, args: Sequence[object], message: str, **kwargs: object) -> None:
     """torch.compile raises the same sentence, inside an exception and a text of its own."""
     torch._dynamo.reset()
+    compiled = torch.compile(lambda *a, **k: fn(*a, **k), backend="eager", fullgraph=True, dynamic=False)
     with pytest.raises(Exception) as info:
-        torch.compile(lambda *inputs: fn(*inputs), backend="eager", fullgraph=True, dynamic=False)(*args)
+        compiled(*args, **kwargs)
     assert message in str(info.value), info.value

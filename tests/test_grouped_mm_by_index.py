@@ -1,4 +1,4 @@
-"""grouped_mm of rows that are taken by index, and what groups are padded to."""
+"""grouped_mm of rows that are taken by index."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grouped_problem import gradients, problem, run
 from helpers import assert_same, check_compiled, group_offs, slot_indices
 from torch import Tensor
 
-from moe_fp8_ext import RECIPES, group_alignment, grouped_mm, permute_pad, unpermute
+from moe_fp8_ext import grouped_mm, permute_pad, unpermute
 
 NAMES = ("bf16", "rowwise", "blockwise", "mxfp8")
 
@@ -32,11 +32,11 @@ def test_rows_taken_by_index(top_k, dtype, recipe, device):
 
 def test_rows_taken_by_index_keep_one_byte_an_element(device):
     """Nothing of the tokens is saved in 16 bits, permuted or not."""
-    a, b_t, _, _ = problem(64, 128, 32, group_offs("uniform", 64, 2), device)
-    indices, offs = slot_indices(64, 1, 64, device), group_offs("uniform", 64, 2, device)
+    a, b_t, _, _ = problem(256, 128, 32, group_offs("uniform", 256, 2), device)
+    indices, offs = slot_indices(256, 1, 256, device), group_offs("uniform", 256, 2, device)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        grouped_mm(a, b_t, offs, indices=indices)
+        grouped_mm(a, b_t, offs, indices=indices, top_k=1)
     assert saved and not [t for t in saved if t.dtype.itemsize == 2]
 
 
@@ -51,26 +51,19 @@ def test_rows_taken_by_index_compile(recipe, device):
     check_compiled(call, calls, device, dynamic=(0, 1))
 
 
-def test_bad_indices(device):
+@pytest.mark.parametrize("recipe", NAMES)
+def test_bad_indices(recipe, device):
     a, b_t, offs, _ = problem(50, 32, 16, group_offs("uniform", 50, 2), device)
-    for indices, got in ((offs.long(), "int64"), (offs[None], "2"), (offs.repeat(2)[::2], "stride 2")):
-        with pytest.raises(RuntimeError, match=f"^grouped_mm: indices .*got.*{got}"):
-            grouped_mm(a, b_t, offs, indices=indices)
-    with pytest.raises(RuntimeError, match="^grouped_mm: top_k must be 1 without indices, got 2"):
-        grouped_mm(a, b_t, offs, top_k=2)
-    with pytest.raises(RuntimeError, match="^grouped_mm: top_k .*got 0"):
-        grouped_mm(a, b_t, offs, indices=offs, top_k=0)
-
-
-def test_group_alignment():
-    assert {name: group_alignment(name) for name in ("bf16", "rowwise", "blockwise", "mxfp8")} == {
-        "bf16": 8,
-        "rowwise": 16,
-        "blockwise": 128,
-        "mxfp8": 32,
-    }
-    assert all(group_alignment(recipe) == recipe.align == group_alignment(name) for name, recipe in RECIPES.items())
-    with pytest.raises(ValueError, match="rowwise.*fp4"):
-        group_alignment("fp4")
-    with pytest.raises(TypeError, match="int"):
-        group_alignment(8)
+    for indices, top_k, text in (
+        (offs.long(), 1, "indices must be int32, got .*int64"),
+        (offs[None], 1, "indices must have 1 dimensions, got 2"),
+        (offs.repeat(2)[::2], 1, "indices must have stride 1.*, got stride 2"),
+        ([0, 1], 1, "indices must be .*got list"),
+        (None, 2, "indices must be given with top_k, got None"),
+        (None, 1, "indices must be given with top_k, got None"),
+        (offs, None, "top_k must be given with indices, got None"),
+        (offs, 0, "top_k must be at least 1, got 0"),
+        (offs, "2", "top_k must be an int, got str"),
+    ):
+        with pytest.raises(RuntimeError, match=f"^grouped_mm: {text}"):
+            grouped_mm(a, b_t, offs, recipe=recipe, indices=indices, top_k=top_k)

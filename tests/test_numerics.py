@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import FP8_DTYPES, assert_same, assert_same_tensor, short
+from helpers import FP8_DTYPES, INPUT_DTYPES, assert_same, assert_same_tensor, flushed_subnormals, pairs, short
+from quantizers import CASTS, RULES, check_activation, check_weight
 from torch import Tensor
 
-from moe_fp8_ext import (
-    quantize_colwise,
-    quantize_mx_1x32,
-    quantize_mx_1x32_32x1,
-    quantize_mx_weight,
-    quantize_rowwise,
-    quantize_weight,
-    reference,
-)
+from moe_fp8_ext import ops, reference
+from moe_fp8_ext.reference.numerics import E8M0_NAN, FP8_MAX, cast_fp8, e8m0_scale, float_scale
 
 # Exponent bits, mantissa bits, exponent bias and largest finite value, from the definitions of the formats.
 FORMATS = {
@@ -79,7 +73,7 @@ def test_formats_decode_as_defined(dtype):
     table = positive_values(dtype)
     decoded = torch.arange(len(table), dtype=torch.uint8).view(dtype).double()
     assert torch.equal(decoded, table)
-    assert table[-1] == reference.FP8_MAX[dtype] == torch.finfo(dtype).max
+    assert table[-1] == FP8_MAX[dtype] == torch.finfo(dtype).max
 
 
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=short)
@@ -94,15 +88,15 @@ def test_reference_cast_rounds_to_nearest_even(dtype, device):
         all_bits16(torch.float16).float(),
         float32_boundaries(),
     ):
-        got = reference.cast_fp8(x.to(device), dtype).cpu()
+        got = cast_fp8(x.to(device), dtype).cpu()
         assert_same_tensor(got, cast_by_search(x, dtype), f"cast to {short(dtype)}")
 
 
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=short)
 def test_reference_cast_equals_torch_in_range(dtype, device):
     x = all_bits16(torch.bfloat16).float().to(device)
-    x = x[x.abs() <= reference.FP8_MAX[dtype]]
-    assert_same_tensor(reference.cast_fp8(x, dtype), x.to(dtype), f"cast to {short(dtype)}")
+    x = x[x.abs() <= FP8_MAX[dtype]]
+    assert_same_tensor(cast_fp8(x, dtype), x.to(dtype), f"cast to {short(dtype)}")
 
 
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=short)
@@ -110,87 +104,30 @@ def test_multiplier_equals_torchao(dtype):
     """torchao divides in float64, with the floor of 1e-12 in float64, and rounds to float32 at the end."""
     finite = torch.arange(0, 0x7F800000, 1021, dtype=torch.int32).view(torch.float32)
     amax = torch.cat([finite, float32_boundaries().abs().nan_to_num(0, 0)])
-    m, _ = reference.scale_f32(amax, dtype, False)
+    m, _ = float_scale(amax, dtype, "exact")
     torchao = (torch.finfo(dtype).max / amax.double().clamp(min=1e-12)).float()
     assert_same_tensor(m, torchao, "m")
-    m_pow2, _ = reference.scale_f32(amax, dtype, True)
+    m_pow2, _ = float_scale(amax, dtype, "pow2")
     assert_same_tensor(m_pow2, torch.exp2(torchao.double().log2().floor()).float(), "m, power of two")
 
 
-@pytest.mark.parametrize("pow2_scale", [False, True])
+@pytest.mark.parametrize("rounding", ["exact", "pow2"])
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=short)
-def test_scale_is_the_inverse_of_the_multiplier(dtype, pow2_scale):
+def test_scale_is_the_inverse_of_the_multiplier(dtype, rounding):
     amax = float32_boundaries().abs()
-    m, scale = reference.scale_f32(amax, dtype, pow2_scale)
+    m, scale = float_scale(amax, dtype, rounding)
     finite = amax.isfinite()
     exact = 1 / m[finite].double()
     # RN32: within half a unit in the last place, 2^-24 relative, of the exact quotient; exact for a power of two.
-    assert ((scale[finite].double() - exact).abs() <= (0 if pow2_scale else 2.0**-24) * exact).all()
+    assert ((scale[finite].double() - exact).abs() <= (0 if rounding == "pow2" else 2.0**-24) * exact).all()
     assert (scale[~finite].view(torch.int32) == 0x7FC00000).all()
     assert (scale[finite].isfinite() & (scale[finite] >= torch.finfo(torch.float32).tiny)).all()
     # No finite element of a block saturates by more than the rounding of x * m.
-    assert (amax[finite].double() * m[finite].double() <= reference.FP8_MAX[dtype] * (1 + 2.0**-23)).all()
-
-
-@pytest.mark.parametrize("pow2_scale", [False, True])
-@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
-def test_every_16_bit_value_as_a_block_of_one(dtype, fp8, pow2_scale, device):
-    x = all_bits16(dtype).to(device)
-    rows, columns = x[:, None], x[None]
-    one = torch.ones(1, dtype=torch.int32, device=device)
-    assert_same(quantize_rowwise(rows, fp8, pow2_scale), reference.quantize_rowwise(rows, fp8, pow2_scale), "rowwise")
-    got = quantize_colwise(columns, one, 16, fp8, pow2_scale)
-    assert_same(got, reference.quantize_colwise(columns, one, 16, fp8, pow2_scale), "colwise")
-    assert_same(
-        quantize_weight(columns[None], fp8, pow2_scale)[2:],
-        reference.quantize_weight(columns[None], fp8, pow2_scale)[2:],
-        "weight",
-    )
-
-
-@pytest.mark.parametrize("pow2_scale", [False, True])
-@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
-def test_every_mantissa_below_every_amax(dtype, fp8, pow2_scale, device):
-    x = blocks_of_every_exponent(dtype).to(device)
-    assert_same(quantize_rowwise(x, fp8, pow2_scale), reference.quantize_rowwise(x, fp8, pow2_scale))
-
-
-@pytest.mark.parametrize("pow2_scale", [False, True])
-@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
-def test_float32_exponent_boundaries(fp8, pow2_scale, device):
-    x = float32_boundaries().to(device)
-    rows = x[:, None]
-    assert_same(quantize_rowwise(rows, fp8, pow2_scale), reference.quantize_rowwise(rows, fp8, pow2_scale), "alone")
-    finite = x[x.isfinite()]
-    top = finite.abs().sort().values[:: len(finite) // 300]
-    blocks = torch.where(finite.abs() <= top[:, None], finite, torch.zeros_like(finite))
-    blocks = torch.cat([top[:, None], blocks], dim=1)
-    assert_same(
-        quantize_rowwise(blocks, fp8, pow2_scale), reference.quantize_rowwise(blocks, fp8, pow2_scale), "in blocks"
-    )
+    assert (amax[finite].double() * m[finite].double() <= FP8_MAX[dtype] * (1 + 2.0**-23)).all()
 
 
 @pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
-def test_ties_and_saturation_reach_the_cast_unscaled(fp8, device):
-    """With pow2_scale and amax = FP8_MAX the multiplier is 1, so every tie of the format goes through the op itself."""
-    table = positive_values(fp8).float()
-    ties = (table[1:] + table[:-1]) / 2
-    edges = torch.cat([table, ties])
-    edges = torch.cat([edges, edges.nextafter(torch.tensor(torch.inf)), edges.nextafter(torch.tensor(-torch.inf))])
-    edges = edges[edges <= table[-1]]
-    x = torch.cat([edges, -edges])
-    q, scale = quantize_rowwise(x[None].to(device), fp8, True)
-    assert scale.item() == 1.0
-    assert_same_tensor(q[0].cpu(), cast_by_search(x, fp8), "q")
-
-
-# E8M0 scales
-
-
-@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
-def test_e8m0_reference_is_the_definition(fp8):
+def test_e8m0_scale_is_the_definition(fp8):
     """By search among the powers of two that there are, for amaxes around every one of float32."""
     amax = float32_boundaries().abs()
     powers = torch.exp2(torch.arange(255).double() - 127)
@@ -198,16 +135,16 @@ def test_e8m0_reference_is_the_definition(fp8):
     up = torch.searchsorted(powers, ratio).clamp(max=254)  # the smallest that is not below
     largest = torch.exp2(torch.tensor(FORMATS[fp8][3]).log2().floor()).double()
     down = (torch.searchsorted(powers, amax.double() / largest, right=True) - 1).clamp(min=0)  # the largest not above
-    for scaling, want in (("rceil", up), ("floor", down)):
-        factor, e = reference.scale_e8m0(amax, fp8, scaling)
-        want = want.masked_fill(~amax.isfinite(), 255)
-        assert_same_tensor(e.view(torch.uint8), want.to(torch.uint8), scaling)
+    for rounding, want in (("rceil", up), ("floor", down)):
+        factor, e = e8m0_scale(amax, fp8, rounding)
+        want = want.masked_fill(~amax.isfinite(), E8M0_NAN)
+        assert_same_tensor(e.view(torch.uint8), want.to(torch.uint8), rounding)
         finite = amax.isfinite()
-        assert torch.equal(factor[finite], torch.exp2(127 - want[finite].double()))
+        assert torch.equal(factor[finite].double(), torch.exp2(127 - want[finite].double()))
         assert factor[~finite].isnan().all()
     # Rounded up, nothing saturates by more than the roundings of the reciprocal and of the product.
-    factor, _ = reference.scale_e8m0(amax, fp8, "rceil")
-    assert (amax[finite].double() * factor[finite] <= FORMATS[fp8][3] * (1 + 2.0**-22)).all()
+    factor, _ = e8m0_scale(amax, fp8, "rceil")
+    assert (amax[finite].double() * factor[finite].double() <= FORMATS[fp8][3] * (1 + 2.0**-22)).all()
 
 
 @pytest.mark.parametrize("byte", [0, 1, 127, 253, 254])
@@ -216,32 +153,106 @@ def test_e8m0_bytes_are_powers_of_two(byte):
     assert value.item() == 2.0 ** (byte - 127)
 
 
-@pytest.mark.parametrize("scaling", ["rceil", "floor"])
-@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
-def test_e8m0_of_every_exponent_boundary(fp8, scaling, device):
-    """Alone in a block, as its amax, and with ever smaller neighbours: in both directions, in every layout."""
-    x = float32_boundaries().to(device)
-    one = torch.tensor([1], dtype=torch.int32, device=device)
-    alone = x[:, None]
-    assert_same(quantize_mx_1x32(alone, scaling, dtype=fp8), reference.quantize_mx_1x32(alone, scaling, dtype=fp8))
-    args = x[None], one, scaling, "rowmajor", 32, fp8
-    assert_same(quantize_mx_1x32_32x1(*args), reference.quantize_mx_1x32_32x1(*args))
-    rows = torch.nn.functional.pad(x, (0, -len(x) % 32)).view(-1, 32)
-    falling = rows * torch.exp2(-torch.arange(32.0, device=device))
-    for blocks in (rows, falling):
-        want = reference.quantize_mx_weight(blocks[None], scaling, fp8)
-        assert_same(quantize_mx_weight(blocks[None], scaling, fp8), want)
-        want = reference.quantize_mx_weight(blocks.t()[None].contiguous(), scaling, fp8)
-        assert_same(quantize_mx_weight(blocks.t()[None].contiguous(), scaling, fp8), want)
+# Through the ops: what a scale makes of a value does not depend on where the two lie, so that one format of float
+# scales and one of E8M0 scales prove it for all
 
 
-@pytest.mark.parametrize("scaling", ["rceil", "floor"])
+PLAIN_RULES = [rule for rule in RULES if rule[0] in ("rowwise", "mxfp8_rowmajor")]
+
+
+def check_rows(x: Tensor, rule: tuple[str, str], fp8: torch.dtype, what: str) -> None:
+    kwargs = {"dtype": fp8, "rounding": rule[1]}
+    assert_same(ops.quantize_rows(x, rule[0], **kwargs), reference.quantize_rows(x, rule[0], **kwargs), what)
+
+
+@pytest.mark.parametrize("rule", PLAIN_RULES, ids=short)
 @pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
-def test_e8m0_of_every_16_bit_value(dtype, fp8, scaling, device):
+def test_every_16_bit_value_as_a_block_of_one(dtype, fp8, rule, device):
     x = all_bits16(dtype).to(device)
-    for blocks in (x[:, None], blocks_of_every_exponent(dtype).to(device)):
-        assert_same(
-            quantize_mx_1x32(blocks, scaling, "blocked", dtype=fp8),
-            reference.quantize_mx_1x32(blocks, scaling, "blocked", dtype=fp8),
-        )
+    check_rows(x[:, None], rule, fp8, "rows")
+    if rule[0] == "rowwise":
+        kwargs = {"dtype": fp8, "rounding": rule[1]}
+        one = torch.ones(1, dtype=torch.int32, device=device)
+        got = ops.quantize_tokens(x[None], "rowwise", offs=one, **kwargs)
+        assert_same(got, reference.quantize_tokens(x[None], "rowwise", offs=one, **kwargs), "tokens")
+        got = ops.quantize_weight(x[None, None], "rowwise", **kwargs)
+        assert_same(got, reference.quantize_weight(x[None, None], "rowwise", **kwargs), "weight")
+
+
+@pytest.mark.parametrize("rule", PLAIN_RULES, ids=short)
+@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+def test_every_mantissa_below_every_amax(dtype, fp8, rule, device):
+    check_rows(blocks_of_every_exponent(dtype).to(device), rule, fp8, "rows")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=short)
+@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
+def test_float32_exponent_boundaries(fp8, rule, device):
+    """Alone in a block, as its amax, and with ever smaller neighbours: in every direction."""
+    x = float32_boundaries().to(device)
+    check_rows(x[:, None], rule, fp8, "alone")
+    finite = x[x.isfinite()]
+    top = finite.abs().sort().values[:: len(finite) // 300]
+    blocks = torch.where(finite.abs() <= top[:, None], finite, torch.zeros_like(finite))
+    check_rows(torch.cat([top[:, None], blocks], dim=1), rule, fp8, "in blocks")
+    rows = torch.nn.functional.pad(x, (0, -len(x) % 32)).view(-1, 32)
+    falling, kwargs = rows * torch.exp2(-torch.arange(32.0, device=device)), {"dtype": fp8, "rounding": rule[1]}
+    one = torch.tensor([len(rows)], dtype=torch.int32, device=device)
+    for blocks in (rows, falling):
+        for w in (blocks, blocks.t().contiguous()):
+            got = ops.quantize_weight(w[None], rule[0], **kwargs)
+            assert_same(got, reference.quantize_weight(w[None], rule[0], **kwargs), "weight")
+        got = ops.quantize_both(blocks, rule[0], offs=one, **kwargs)
+        assert_same(got, reference.quantize_both(blocks, rule[0], offs=one, **kwargs), "both")
+
+
+@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
+def test_ties_and_saturation_reach_the_cast_unscaled(fp8, device):
+    """Rounded to "pow2" and with amax = FP8_MAX the multiplier is 1: every tie of the dtype goes through the op."""
+    table = positive_values(fp8).float()
+    ties = (table[1:] + table[:-1]) / 2
+    edges = torch.cat([table, ties])
+    edges = torch.cat([edges, edges.nextafter(torch.tensor(torch.inf)), edges.nextafter(torch.tensor(-torch.inf))])
+    edges = edges[edges <= table[-1]]
+    x = torch.cat([edges, -edges])
+    q, scale = ops.quantize_rows(x[None].to(device), "rowwise", dtype=fp8, rounding="pow2")
+    assert scale.item() == 1.0
+    assert_same_tensor(q[0].cpu(), cast_by_search(x, fp8), "q")
+
+
+def special_blocks(dtype: torch.dtype) -> Tensor:
+    """Blocks of 32, a row each: zeros of both signs, NaNs, infinities, the largest values, subnormals, and mixtures."""
+    info, mixed = torch.finfo(dtype), torch.linspace(-1, 1, 32)
+    tiny = float(info.smallest_normal)
+    rows = [torch.full((32,), v) for v in (0.0, -0.0, torch.nan, torch.inf, -torch.inf, info.max, info.min, tiny)]
+    rows += [mixed * scale for scale in (tiny, tiny / 4, tiny * 2**-5, info.max, 448, 57344, 240, 1e-38, 1e-30)]
+    for position, value in ((0, torch.nan), (31, torch.inf), (16, -torch.inf)):
+        rows.append(mixed.clone())
+        rows[-1][position] = value
+    return torch.stack(rows).double().to(dtype)
+
+
+@pytest.mark.parametrize(*pairs(cast=CASTS, rule=RULES), ids=short)
+def test_special_blocks_in_every_direction(cast, rule, device):
+    x = special_blocks(cast[0]).to(device)
+    for blocks in (x, x.repeat(3, 1), x.t().contiguous(), x.t().repeat(5, 2).contiguous()):
+        offs = torch.tensor([len(blocks)], dtype=torch.int32, device=device)
+        check_activation(blocks, rule[0], offs, dtype=cast[1], rounding=rule[1])
+        check_weight(blocks[None], rule[0], dtype=cast[1], rounding=rule[1])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=short)
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
+def test_flushed_subnormals_change_nothing(dtype, rule):
+    x = torch.cat([special_blocks(d).float() for d in INPUT_DTYPES]).to(dtype)
+    offs = torch.tensor([len(x)], dtype=torch.int32)
+    for fp8 in FP8_DTYPES:
+        kwargs = {"dtype": fp8, "rounding": rule[1]}
+        want = reference.quantize_both(x, rule[0], offs=offs, **kwargs)
+        of_weight = reference.quantize_weight(x[None], rule[0], **kwargs)
+        with flushed_subnormals():
+            got = ops.quantize_both(x, rule[0], offs=offs, **kwargs)
+            got_weight = ops.quantize_weight(x[None], rule[0], **kwargs)
+        assert_same((*got, *got_weight), (*want, *of_weight))

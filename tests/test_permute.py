@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
+from derivatives import SPELLINGS, check_no_tangent
 from helpers import (
     FP8_DTYPES,
     INPUT_DTYPES,
@@ -29,7 +28,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_fp8_ext import permute_indices, permute_pad, reference, sort_tokens, unpermute
+from moe_fp8_ext import reference
+from moe_fp8_ext.ops import permute_indices, permute_pad, sort_tokens, unpermute
 
 DTYPES = (*INPUT_DTYPES, *FP8_DTYPES, torch.int8, torch.int32, torch.bool, torch.float8_e8m0fnu)
 
@@ -150,8 +150,8 @@ def test_round_trip(counts, spare, align, dtype, device):
     tokens = int(counts.sum())
     indices, ends, sizes = check_indices(counts, tokens + spare, align)
     x = torch.randint(0, 2, (tokens + spare, 6 * dtype.itemsize), dtype=torch.uint8, device=device).view(dtype)
-    y = permute_pad(x, indices)
-    back = unpermute(y, indices, len(x))
+    y = permute_pad(x, indices, 1)
+    back = unpermute(y, indices, len(x), 1)
     assert_same(back[:tokens], x[:tokens])
     assert not back[tokens:].view(torch.uint8).any()
     of_token = torch.arange(3, device=device).repeat(len(counts)).repeat_interleave(counts.flatten())
@@ -161,65 +161,52 @@ def test_round_trip(counts, spare, align, dtype, device):
 
 
 def test_scales_travel_along(device):
-    x = wide(37, 64, device=device).to(torch.float8_e4m3fn)
+    """Row-major scales of tokens that were quantized before they were exchanged, in a call of their own."""
     indices = slot_indices(37, 1, 50, device)
-    for scale in (torch.rand(37, device=device), torch.rand(37, 2, device=device), torch.rand(37, 2).byte().to(device)):
-        y, scales = permute_pad(x, indices, scale=scale)
-        assert_same(y, reference.permute_pad(x, indices))
-        want = reference.permute_pad(scale.view(37, -1), indices).view(-1, *scale.shape[1:])
-        assert_same(scales, want)
-    assert permute_pad(x, indices, scale=scale[:, :0])[1].shape == (50, 0)
-    for wrong, text in (
-        (scale[1:], "scale must have 37 rows, one a row of x, got 36"),
-        (scale[None], "scale must have 1 or 2 dimensions, got 3"),
-        (scale.double(), "scale must have a dtype of 1, 2 or 4 bytes, got torch.float64"),
-        (scale.t().contiguous().t(), "scale must have stride 1 in its last dimension, got stride 37"),
-        (scale.to("meta"), f"scale must be on the device of x, {x.device}, got meta"),
-        (scale.float().requires_grad_(), "scale must not ask for a gradient, got requires_grad=True"),
-    ):
-        with pytest.raises(RuntimeError, match=f"^permute_pad: {re.escape(text)}"):
-            permute_pad(x, indices, scale=wrong)
-
-
-def test_scales_compile_with_dynamic_rows(device):
-    def with_scales(x: Tensor, indices: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        return permute_pad(x, indices, scale=scale)
-
-    calls = [[wide(m, 8, device=device), slot_indices(m, 1, 100 + m, device), torch.rand(m)] for m in (50, 64, 131)]
-    check_compiled(with_scales, [on(device, call) for call in calls], device, dynamic=(0, 1, 2))
+    for scale in (torch.rand(37, 1), torch.rand(37, 2), torch.rand(37, 2).byte(), torch.rand(37, 0)):
+        check_rows(scale.to(device), indices)
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
-def test_gradients(dtype, top_k, device):
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
+def test_gradients(spelling, dtype, top_k, device):
     """Against plain indexing. Gradients of copies are copies; sums of a few small integers are exact in any order."""
     x = torch.randint(-8, 9, (50, 24), device=device).to(dtype).requires_grad_()
     indices = slot_indices(50, top_k, 100, device)
     there = (indices >= 0) & (indices < 50 * top_k)
     rows = indices[there].long() // top_k
     grad = torch.randint(-8, 9, (100, 24), device=device).to(dtype)
-    (got,) = torch.autograd.grad(permute_pad(x, indices, top_k), x, grad.t().contiguous().t())
+    (got,) = torch.autograd.grad(spelling.permute_pad(x, indices, top_k), x, grad.t().contiguous().t())
     want = torch.zeros_like(x).index_add(0, rows, grad[there]).detach()
     assert_same(got, want)
     y = grad.detach().requires_grad_()
-    (got,) = torch.autograd.grad(unpermute(y, indices, 50, top_k), y, x.detach())
+    (got,) = torch.autograd.grad(spelling.unpermute(y, indices, 50, top_k), y, x.detach())
     want = torch.zeros_like(y).detach()
     want[there] = x.detach()[rows]
     assert_same(got, want)
 
 
-def test_second_derivative(device):
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
+def test_second_derivative(spelling, device):
     x, indices = torch.randn(20, 5, device=device, requires_grad=True), slot_indices(20, 1, 30, device)
 
     def square(x: Tensor) -> Tensor:
-        y = permute_pad(x, indices)
-        return unpermute(y * y, indices, 20)
+        y = spelling.permute_pad(x, indices, 1)
+        return spelling.unpermute(y * y, indices, 20, 1)
 
     (first,) = torch.autograd.grad(square(x).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     found = torch.zeros(20, dtype=torch.bool, device=device)
     found[indices[(indices >= 0) & (indices < 20)].long()] = True
     assert_same(second, torch.full_like(x, 2).detach() * found[:, None])
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
+def test_forward_mode_raises(spelling):
+    indices = slot_indices(8, 1, 9)
+    check_no_tangent(lambda x: spelling.permute_pad(x, indices, 1), torch.ones(8, 4))
+    check_no_tangent(lambda y: spelling.unpermute(y, indices, 8, 1), torch.ones(9, 4))
 
 
 def test_from_sort_tokens(device):
@@ -243,8 +230,8 @@ def test_opcheck(device):
 
 def there_and_back(x: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
     indices, ends, tokens = permute_indices(counts, *counts.shape, x.shape[0])
-    y = permute_pad(x, indices)
-    return indices, ends, tokens, y, unpermute(y, indices, x.shape[0]), unpermute(y, indices, x.shape[0], 2)
+    y = permute_pad(x, indices, 1)
+    return indices, ends, tokens, y, *(unpermute(y, indices, x.shape[0], top_k) for top_k in (1, 2))
 
 
 def arguments(m: int, k: int, device: str, seed: int = 0) -> list[Tensor]:
@@ -281,10 +268,10 @@ def test_second_gpu(second_gpu):
 def test_more_than_2_31_elements(big_gpu):
     x = torch.randint(0, 256, (600_011, 4_096), dtype=torch.uint8, device=big_gpu)
     indices = torch.randperm(len(x), device=big_gpu).int()
-    y = permute_pad(x, indices)
+    y = permute_pad(x, indices, 1)
     for part in (slice(0, 1000), slice(-1000, None)):
         assert torch.equal(y[part], x[indices[part].long()])
-    assert torch.equal(unpermute(y, indices, len(x)), x)
+    assert torch.equal(unpermute(y, indices, len(x), 1), x)
 
 
 COUNTS, X, INDICES = torch.ones(2, 3, dtype=torch.int64), torch.zeros(6, 4), torch.zeros(9, dtype=torch.int32)
@@ -306,18 +293,18 @@ Y = torch.zeros(9, 4)
         ("permute_indices", [COUNTS, 2, 1025, 6], "num_local_experts", "1025"),
         ("permute_indices", [COUNTS, 2, 3, -1], "num_tokens", "-1"),
         ("permute_indices", [COUNTS, 2, 3, 6, 12], "align", "12"),
-        ("permute_pad", [X.double(), INDICES], "x", "float64"),
-        ("permute_pad", [X[0], INDICES], "x", "1"),
-        ("permute_pad", [X.t(), INDICES], "x", "stride 4"),
-        ("permute_pad", [X, INDICES.long()], "indices", "int64"),
-        ("permute_pad", [X, INDICES[None]], "indices", "2"),
-        ("permute_pad", [X, INDICES.repeat(2)[::2]], "indices", "stride 2"),
+        ("permute_pad", [X.double(), INDICES, 1], "x", "float64"),
+        ("permute_pad", [X[0], INDICES, 1], "x", "1"),
+        ("permute_pad", [X.t(), INDICES, 1], "x", "stride 4"),
+        ("permute_pad", [X, INDICES.long(), 1], "indices", "int64"),
+        ("permute_pad", [X, INDICES[None], 1], "indices", "2"),
+        ("permute_pad", [X, INDICES.repeat(2)[::2], 1], "indices", "stride 2"),
         ("permute_pad", [X, INDICES, 0], "top_k", "0"),
         ("permute_pad", [X, INDICES, 2**30], "top_k", "1073741824"),
-        ("unpermute", [Y.double(), INDICES, 6], "y", "float64"),
+        ("unpermute", [Y.double(), INDICES, 6, 1], "y", "float64"),
         ("unpermute", [Y.int(), INDICES, 6, 2], "y", "int32"),
-        ("unpermute", [Y, INDICES, -3], "num_tokens", "-3"),
-        ("unpermute", [Y, INDICES[1:], 6], "indices", "8"),
+        ("unpermute", [Y, INDICES, -3, 1], "num_tokens", "-3"),
+        ("unpermute", [Y, INDICES[1:], 6, 1], "indices", "8"),
         ("unpermute", [Y, INDICES, 6, -2], "top_k", "-2"),
     ],
 )
@@ -327,6 +314,6 @@ def test_errors(op, args, argument, got, device):
 
 def test_error_on_another_device(device):
     other = "cpu" if device == "cuda" else "meta"
-    for call in (lambda i: permute_pad(X.to(device), i), lambda i: unpermute(Y.to(device), i, 6)):
+    for call in (lambda i: permute_pad(X.to(device), i, 1), lambda i: unpermute(Y.to(device), i, 6, 1)):
         with pytest.raises(RuntimeError, match=f": indices must be on the device of .*got {other}"):
             call(INDICES.to(other))

@@ -1,4 +1,4 @@
-"""The kernels of scales in the blocked layout without a GPU: see test_simt.py."""
+"""The kernels that read scales without a GPU: swizzle_scales, dequantize, scaled_grouped_mm. See test_simt.py."""
 
 from __future__ import annotations
 
@@ -7,50 +7,66 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import LAYOUTS, corrupt_offs, group_offs, misaligned, short, strided_2d
-from simt_checks import ON_LINUX, WAVES, check
-from simt_kernels import SimtKernels
+from helpers import (
+    FP8_DTYPES,
+    INPUT_DTYPES,
+    LAYOUTS,
+    assert_same,
+    corrupt_offs,
+    group_offs,
+    misaligned,
+    short,
+    strided_2d,
+    wide,
+)
+from simt_checks import ON_LINUX, WAVES, e8m0, exact_fp8, exact_scales
+from simt_kernels import FORMATS, Waves
 from torch import Tensor
 
-from moe_fp8_ext import reference, shapes
+from moe_fp8_ext import reference
+from moe_fp8_ext.reference.numerics import E8M0, group_bounds
 
 pytestmark = ON_LINUX
+E4M3, E5M2 = FP8_DTYPES[:2]
+MOST_EXPERTS = 1024
+
+
+# ---- swizzle_scales, unswizzle_scales --------------------------------------------------------------------------------
 
 
 def scales(*shape: int) -> Tensor:
     return torch.randint(1, 256, shape, dtype=torch.uint8)
 
 
-def check_experts(kernels: SimtKernels, scale: Tensor) -> None:
-    check(kernels, "swizzle_scales_3d", scale)
-    check(kernels, "unswizzle_scales_3d", reference.swizzle_scales_3d(scale), *scale.shape[1:])
+def check_experts(kernels: Waves, scale: Tensor) -> None:
+    kernels.check("swizzle_scales", scale, groups="experts")
+    blocked, _ = reference.swizzle_scales(scale, groups="experts")
+    kernels.check("unswizzle_scales", blocked, *scale.shape[1:], groups="experts")
 
 
-def check_matrix(kernels: SimtKernels, scale: Tensor) -> None:
-    check(kernels, "swizzle_scales_2d", scale)
-    check(kernels, "unswizzle_scales_2d", reference.swizzle_scales_2d(scale), *scale.shape)
+def check_matrix(kernels: Waves, scale: Tensor) -> None:
+    kernels.check("swizzle_scales", scale)
+    kernels.check("unswizzle_scales", reference.swizzle_scales(scale)[0], *scale.shape)
     check_experts(kernels, scale[None])
 
 
-def check_groups(kernels: SimtKernels, scale: Tensor, offs: Tensor, dim: int) -> None:
+def check_groups(kernels: Waves, scale: Tensor, offs: Tensor, groups: str) -> None:
     """What nobody owns comes from bytes that the way back must not look at."""
-    name = ("m", "k")[dim]
-    check(kernels, f"swizzle_scales_{name}_groups", scale, offs)
-    blocked, _ = getattr(reference, f"swizzle_scales_{name}_groups")(scale, offs)
-    blocked = blocked.masked_fill(blocked == 0, 77)
-    check(kernels, f"unswizzle_scales_{name}_groups", blocked, offs, *scale.shape)
+    kernels.check("swizzle_scales", scale, groups=groups, offs=offs)
+    blocked, _ = reference.swizzle_scales(scale, groups=groups, offs=offs)
+    kernels.check("unswizzle_scales", blocked.masked_fill(blocked == 0, 77), *scale.shape, groups=groups, offs=offs)
 
 
-def check_both(kernels: SimtKernels, scale: Tensor, layout: str, e: int) -> None:
-    for dim in (0, 1):
-        check_groups(kernels, scale, group_offs(layout, scale.shape[dim], e), dim)
+def check_both(kernels: Waves, scale: Tensor, layout: str, e: int) -> None:
+    for size, groups in zip(scale.shape, ("rows", "columns"), strict=True):
+        check_groups(kernels, scale, group_offs(layout, size, e), groups)
 
 
 SIZES = [(0, 0), (0, 5), (5, 0), (1, 1), (31, 7), (128, 16), (129, 64), (127, 90), (300, 67), (385, 200)]
 
 
 @pytest.mark.parametrize("shape", SIZES, ids=short)
-def test_sizes(kernels, shape):
+def test_swizzle(kernels, shape):
     check_matrix(kernels, scales(*shape))
     check_both(kernels, scales(*shape), "zipf", 0)
     check_both(kernels, scales(*shape), "tail_rows", 3)
@@ -59,51 +75,185 @@ def test_sizes(kernels, shape):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_group_layouts(kernels, layout):
+def test_swizzle_group_layouts(kernels, layout):
     for shape, e in (((300, 67), 5), ((129, 96), 40), ((520, 264), 4)):
         check_both(kernels, scales(*shape), layout, e)
 
 
-def test_groups_of_whole_blocks(kernels):
+def test_swizzle_groups_of_whole_blocks(kernels):
     sizes = torch.tensor([4, 0, 12, 16, 20, 64, 8, 100])
     for more in (0, 3):
-        check_groups(kernels, scales(140, int(sizes.sum()) + more), sizes.cumsum(0).int(), 1)
+        check_groups(kernels, scales(140, int(sizes.sum()) + more), sizes.cumsum(0).int(), "columns")
 
 
-def test_most_experts(kernels):
+def test_swizzle_most_experts(kernels):
     for size in (0, 700):
-        check_both(kernels, scales(size, 6), "zipf", shapes.MAX_EXPERTS)
-        check_groups(kernels, scales(6, size), group_offs("zipf", size, shapes.MAX_EXPERTS), 1)
-        check_groups(kernels, scales(6, 4 * size), group_offs("uniform", 4 * size, shapes.MAX_EXPERTS), 1)
+        check_both(kernels, scales(size, 6), "zipf", MOST_EXPERTS)
+        check_groups(kernels, scales(6, size), group_offs("zipf", size, MOST_EXPERTS), "columns")
+        check_groups(kernels, scales(6, 4 * size), group_offs("uniform", 4 * size, MOST_EXPERTS), "columns")
 
 
-def test_strides_and_alignment(kernels):
+def test_swizzle_strides_and_alignment(kernels):
     scale = scales(150, 96)
-    views = [view for _, view in strided_2d(scale)] + [misaligned(scale, n) for n in range(1, 16)]
+    views = [view for _, view in strided_2d(scale)] + [misaligned(scale, n) for n in (2, 4, 8, 15)]
     for view in [*views, scale[:1].expand(150, 96), scale[:, 3:50], scale[::2, 1:]]:
         check_matrix(kernels, view)
         check_both(kernels, view, "zipf", 3)
     experts = scales(6, 40, 64)
     for view in (experts[::2, 1::3, :41], experts.transpose(0, 1), experts[:, :, 5:]):
         check_experts(kernels, view)
-    offs = group_offs("zipf", 150, 3)
-    blocked, (of_groups, _) = reference.swizzle_scales_2d(scale), reference.swizzle_scales_m_groups(scale, offs)
-    for n in range(1, 16):
-        check(kernels, "unswizzle_scales_2d", misaligned(blocked, n), 150, 96)
-        check(kernels, "unswizzle_scales_m_groups", misaligned(of_groups, n), offs, 150, 96)
+    groups = {"groups": "rows", "offs": group_offs("zipf", 150, 3)}
+    blocked, (of_groups, _) = reference.swizzle_scales(scale)[0], reference.swizzle_scales(scale, **groups)
+    for n in (1, 2, 4, 8, 15):
+        kernels.check("unswizzle_scales", misaligned(blocked, n), 150, 96)
+        kernels.check("unswizzle_scales", misaligned(of_groups, n), 150, 96, **groups)
 
 
-def test_corrupt_offsets(kernels):
+def test_swizzle_with_corrupt_offsets(kernels):
     for size in (1, 37, 200):
         for offs in corrupt_offs(size):
-            check_groups(kernels, scales(size, 50), offs, 0)
-            check_groups(kernels, scales(140, size), offs, 1)
+            check_groups(kernels, scales(size, 50), offs, "rows")
+            check_groups(kernels, scales(140, size), offs, "columns")
 
 
 @pytest.mark.parametrize("wave", WAVES)
-def test_fewer_blocks_than_tiles(wave, libraries, tmp_path, monkeypatch):
+def test_swizzle_of_fewer_blocks_than_tiles(wave, libraries, tmp_path, monkeypatch):
     """One multiprocessor: blocks of groups take tile after tile. Read once a library, hence a copy of it."""
     monkeypatch.setenv("SIMT_MULTIPROCESSORS", "1")
-    kernels = SimtKernels(Path(shutil.copy(libraries[wave], tmp_path)))
+    kernels = Waves(Path(shutil.copy(libraries[wave], tmp_path)))
     for layout in ("uniform", "tail_rows"):
         check_both(kernels, scales(1300, 300), layout, 7)
+
+
+# ---- dequantize ------------------------------------------------------------------------------------------------------
+
+
+def check_operands(kernels: Waves, format: str, x: Tensor, offs: Tensor, fp8: torch.dtype, **how: object) -> None:
+    """Every operand that a quantizer makes of x, its group layouts, and all of them misaligned."""
+    q, scale, q_t, scale_t, ends = reference.quantize_both(x, format, offs=offs, dtype=fp8)
+    w, w_scale, w_t, w_scale_t = reference.quantize_weight(torch.stack([x, -2 * x]), format, dtype=fp8)
+    along = {"along": "tokens", "offs": ends}
+    operands = [(w, w_scale, {}), (w_t, w_scale_t, {}), (q_t, scale_t, along), (q, scale, {"offs": offs})]
+    if FORMATS[format].order == "blocked":
+        operands.append((*reference.quantize_rows(x, format, dtype=fp8), {}))
+    for q, scale, more in operands:
+        want = (reference.dequantize(q, scale, format, **more, **how),)
+        for pair in ((q, scale), (misaligned(q), misaligned(scale.contiguous(), 3))):
+            kernels.check_as(want, "dequantize", *pair, format, **more, **how)
+
+
+@pytest.mark.parametrize("out_dtype", INPUT_DTYPES, ids=short)
+@pytest.mark.parametrize("format", FORMATS)
+def test_dequantize(kernels, format, out_dtype):
+    for fp8, (m, k) in zip(FP8_DTYPES, ((70, 136), (67, 301), (129, 32), (1, 33)), strict=True):
+        check_operands(kernels, format, wide(m, k), group_offs("zipf", m, 3), fp8, out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_dequantize_groups(kernels, format):
+    for layout in LAYOUTS:
+        check_operands(kernels, format, wide(301, 40), group_offs(layout, 301, 5), E4M3)
+    check_operands(kernels, format, wide(700, 8), group_offs("zipf", 700, MOST_EXPERTS), E4M3)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_dequantize_sizes(kernels, format):
+    """None at all, more rows than the blocks of a launch take at once, rows of several blocks."""
+    for m, k in ((0, 0), (0, 5), (5, 0), (300, 520), (20, 2064)):
+        check_operands(kernels, format, wide(m, k), group_offs("tail_rows", m, 2), E4M3)
+    q, offs = exact_fp8(300, 8192), torch.tensor([100, 290], dtype=torch.int32)
+    if format == "blockwise":
+        kernels.check("dequantize", q, torch.rand(300, 64), format)
+    if format == "mxfp8":
+        of_rows, _ = reference.swizzle_scales(e8m0(300, 256), groups="rows", offs=offs)
+        kernels.check("dequantize", q, of_rows, format, offs=offs)
+
+
+def test_dequantize_with_any_offsets(kernels):
+    """Corrupt ones, and groups that are not padded: pieces of a vector belong to several of them."""
+    for offs in (*corrupt_offs(80), torch.tensor([3, 4, 4, 37, 75, 78], dtype=torch.int32)):
+        e, q, along = len(offs), exact_fp8(45, 80, dtype=E5M2), {"along": "tokens", "offs": offs}
+        kernels.check("dequantize", q, torch.rand(e, 45), "rowwise", **along)
+        kernels.check("dequantize", q, torch.rand(45, 1 + e), "blockwise", **along)
+        whole = {"along": "tokens", "offs": offs.div(32, rounding_mode="floor").int() * 32}
+        kernels.check("dequantize", q, e8m0(45, 3 + e), "mxfp8_rowmajor", **whole)
+        blocks = sum(-(-(end - start) // 32) for start, end in group_bounds(offs, 80))
+        of_columns = e8m0(128, -(-blocks // 4) * 4 + 4 * e)
+        kernels.check("dequantize", q, of_columns, "mxfp8", **along)
+        of_rows, _ = reference.swizzle_scales(e8m0(80, 2), groups="rows", offs=offs)
+        kernels.check("dequantize", q.t().contiguous(), of_rows, "mxfp8", offs=offs)
+
+
+@pytest.mark.parametrize("out_dtype", INPUT_DTYPES, ids=short)
+def test_dequantize_every_scale_byte(kernels, out_dtype):
+    scale = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 8).contiguous().view(E8M0)
+    for fp8 in FP8_DTYPES:
+        q = torch.arange(256, dtype=torch.uint8).view(fp8).expand(256, 256)
+        kernels.check("dequantize", q, scale, "mxfp8_rowmajor", out_dtype=out_dtype)
+
+
+# ---- scaled_grouped_mm -----------------------------------------------------------------------------------------------
+
+
+def scales_like(scale: Tensor) -> Tensor:
+    """Powers of two: sums stay exact."""
+    values = e8m0(*scale.shape) if scale.dtype == E8M0 else exact_scales(*scale.shape)
+    return torch.empty_strided(scale.shape, scale.stride(), dtype=scale.dtype).copy_(values)
+
+
+def products(format: str, offs: Tensor, m: int, k: int, n: int, fp8: torch.dtype) -> list[tuple[Tensor, ...]]:
+    """Operands of the forward pass and of the gradient of weights, laid out as quantizers do it."""
+    x, dy, w = torch.zeros(m, k), torch.zeros(m, n), torch.zeros(len(offs), n, k)
+    q, scale, q_t, scale_t, ends = reference.quantize_both(x, format, offs=offs)
+    of_w, (dy_t, of_dy, _) = reference.quantize_weight(w, format)[1], reference.quantize_tokens(dy, format, offs=offs)
+    of_w, second = (of_w.mT, scale_t.mT) if format == "blockwise" else (of_w, scale_t)
+    b, a, b_t = exact_fp8(*w.shape, dtype=E5M2), exact_fp8(*dy_t.shape, dtype=fp8), exact_fp8(*q_t.shape, dtype=E4M3)
+    return [
+        (exact_fp8(m, k, dtype=fp8), b.mT, scales_like(scale), scales_like(of_w), offs),
+        (a, b_t.t(), scales_like(of_dy), scales_like(second), ends),
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_scaled_grouped_mm(kernels, format, layout):
+    sizes = (1, 1, 1, 1), (70, 33, 65, 3), (300, 150, 17, 5), (17, 8, 3, 2)
+    for (m, k, n, e), fp8, out in zip(sizes, FP8_DTYPES, [torch.float32, torch.bfloat16] * 2, strict=True):
+        for operands in products(format, group_offs(layout, m, e), m, k, n, fp8):
+            kernels.check("scaled_grouped_mm", *operands, format, out_dtype=out)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_scaled_grouped_mm_with_corrupt_offsets(kernels, format):
+    for offs in corrupt_offs(40):
+        forward, backward = products(format, torch.tensor([10, 20, 40], dtype=torch.int32), 40, 40, 9, E4M3)
+        # Row-major scales of a sum lie by position: its groups begin at multiples of a block.
+        whole = offs.div(32, rounding_mode="floor").int() * 32 if format == "mxfp8_rowmajor" else offs
+        for (*operands, _), ends in ((forward, offs[:3]), (backward, whole[:3])):
+            kernels.check("scaled_grouped_mm", *operands, ends, format, out_dtype=torch.float32)
+
+
+def test_offsets_for_a_native_gemm(kernels):
+    for offs in [*corrupt_offs(40), group_offs("tail_rows", 40, 4), torch.tensor([16, 32, 32], dtype=torch.int32)]:
+        ends = torch.tensor([end for _, end in group_bounds(offs, 40)], dtype=torch.int32)
+        for each in kernels:
+            assert_same(each.prepare_offs(offs, 40, 1), torch.cat([ends, ends[-1:]]))
+            assert_same(each.prepare_offs(offs, 40, 16), torch.cat([ends // 16 * 16, ends[-1:]]))
+
+
+def test_zero_rows(kernels):
+    out = torch.arange(60, dtype=torch.int32).view(12, 5)
+    for first in (0, 7, 12):
+        want = out.clone()
+        want[first:] = 0
+        for each in kernels:
+            assert_same(each.zero_rows(out, first), want)
+
+
+def test_zero_empty_groups(kernels):
+    out = torch.arange(1, 61, dtype=torch.int32).view(4, 3, 5)
+    want = out.clone()
+    want[::3] = 0
+    ends = torch.tensor([0, 3, 7, 7], dtype=torch.int32)
+    for each in kernels:
+        assert_same(each.zero_empty_groups(out, ends), want)

@@ -1,8 +1,6 @@
-"""swizzle_scales_* and unswizzle_scales_*: scales between rows and the tensor cores' blocked layout, byte by byte."""
+"""swizzle_scales and unswizzle_scales: scales between rows and the tensor cores' blocked layout, byte by byte."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -29,9 +27,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import moe_fp8_ext as moe
 from moe_fp8_ext import reference
+from moe_fp8_ext.ops import swizzle_scales, unswizzle_scales
+from moe_fp8_ext.reference.numerics import group_bounds
 
+GROUPS = ("rows", "columns")  # by dimension
 DTYPES = (torch.uint8, torch.int8, torch.bool, torch.float8_e8m0fnu, *FP8_DTYPES)
 SIZES = [(0, 0), (0, 5), (5, 0), (1, 1), (3, 16), (31, 7), (128, 4), (129, 64), (127, 90), (300, 67), (513, 44)]
 # Too many bytes for one thread of the CPU loops, and more tiles than the blocks of a grid.
@@ -53,34 +53,28 @@ def owned(t: Tensor, end: int, dim: int) -> Tensor:
 
 
 def check_matrix(scale: Tensor) -> None:
-    """2D and 3D against the reference, and back."""
-    what = f"{short(scale.dtype)} {short(scale.shape)}"
-    blocked, plain = moe.swizzle_scales_2d(scale), owned(scale, scale.shape[0], 0)
-    assert_same(blocked, reference.swizzle_scales_2d(scale), what)
-    assert_same(moe.unswizzle_scales_2d(blocked, *scale.shape), plain, what)
-    assert_same(reference.unswizzle_scales_2d(blocked, *scale.shape), plain, what)
+    """As one matrix and as an expert against the reference, and back."""
+    check_round_trip(scale, owned(scale, scale.shape[0], 0))
     check_experts(scale[None])
 
 
 def check_experts(scale: Tensor) -> None:
-    what, blocked = f"{short(scale.dtype)} {short(scale.shape)}", moe.swizzle_scales_3d(scale)
-    assert_same(blocked, reference.swizzle_scales_3d(scale), what)
-    back = moe.unswizzle_scales_3d(blocked, *scale.shape[1:])
-    assert_same(back, scale.clone(memory_format=torch.contiguous_format), what)
-    assert_same(reference.unswizzle_scales_3d(blocked, *scale.shape[1:]), back, what)
+    check_round_trip(scale, scale.clone(memory_format=torch.contiguous_format), groups="experts")
 
 
 def check_groups(scale: Tensor, offs: Tensor, dim: int) -> None:
     """Groups of rows (dim 0) or of columns (dim 1) against the reference, and back."""
-    name = ("m", "k")[dim]
-    what = f"{name} {short(scale.dtype)} {short(scale.shape)} offs {offs.tolist()[:20]}"
-    swizzle, unswizzle = f"swizzle_scales_{name}_groups", f"unswizzle_scales_{name}_groups"
-    blocked, starts = getattr(moe, swizzle)(scale, offs)
-    assert_same((blocked, starts), getattr(reference, swizzle)(scale, offs), what)
-    back = getattr(moe, unswizzle)(blocked, offs, *scale.shape)
-    end = reference.group_bounds(offs, scale.shape[dim])[-1][1] if len(offs) else 0
-    assert_same(back, owned(scale, end, dim), what)
-    assert_same(getattr(reference, unswizzle)(blocked, offs, *scale.shape), back, what)
+    end = group_bounds(offs, scale.shape[dim])[-1][1] if len(offs) else 0
+    check_round_trip(scale, owned(scale, end, dim), groups=GROUPS[dim], offs=offs)
+
+
+def check_round_trip(scale: Tensor, want: Tensor, **how: object) -> None:
+    what = f"{short(scale.dtype)} {short(scale.shape)} {how}"
+    blocked, starts = swizzle_scales(scale, **how)
+    assert_same((blocked, starts), reference.swizzle_scales(scale, **how), what)
+    back = unswizzle_scales(blocked, *scale.shape[-2:], **how)
+    assert_same(back, want, what)
+    assert_same(reference.unswizzle_scales(blocked, *scale.shape[-2:], **how), back, what)
 
 
 def check_both(scale: Tensor, layout: str, e: int) -> None:
@@ -98,8 +92,9 @@ def test_the_layout(device):
             for c in range(columns):
                 block = r // 128 * (padded_columns // 4) + c // 4
                 want[512 * block + 16 * (r % 32) + 4 * (r // 32 % 4) + c % 4] = scale[r, c]
-        assert_same(reference.blocked(scale), want.to(device))
-        assert torch.equal(reference.unblocked(want.to(device), rows, columns), scale)
+        want = want.view(padded_rows, padded_columns).to(device)
+        assert_same(reference.swizzle_scales(scale)[0], want)
+        assert torch.equal(reference.unswizzle_scales(want, rows, columns), scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
@@ -156,10 +151,10 @@ def test_strides_and_alignment(device):
 
 def test_misaligned_blocked(device):
     scale, offs = scales(150, 90, device=device), group_offs("zipf", 150, 3, device)
-    blocked, (of_groups, _) = moe.swizzle_scales_2d(scale), moe.swizzle_scales_m_groups(scale, offs)
-    for n in range(1, 16):
-        assert_same(moe.unswizzle_scales_2d(misaligned(blocked, n), 150, 90), scale)
-        assert_same(moe.unswizzle_scales_m_groups(misaligned(of_groups, n), offs, 150, 90), scale)
+    for how in ({}, {"groups": "rows", "offs": offs}):
+        blocked, _ = swizzle_scales(scale, **how)
+        for n in range(1, 16):
+            assert_same(unswizzle_scales(misaligned(blocked, n), 150, 90, **how), scale)
 
 
 def test_corrupt_offsets(device):
@@ -185,18 +180,19 @@ def test_round_trip(shape, offs, dtype, skip, device):
         check_groups(scale, torch.tensor(ends, dtype=torch.int32, device=device), dim)
 
 
-def every_op(scale: Tensor, offs: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    """All eight, of a matrix with groups of rows and of columns."""
-    size, halves = scale.shape, scale.view(2, -1, scale.shape[1])
-    plain, experts = moe.swizzle_scales_2d(scale), moe.swizzle_scales_3d(halves)
-    of_rows, of_columns = moe.swizzle_scales_m_groups(scale, offs), moe.swizzle_scales_k_groups(scale, ends)
-    return (
-        *(plain, experts, *of_rows, *of_columns),
-        moe.unswizzle_scales_2d(plain, *size),
-        moe.unswizzle_scales_3d(experts, *halves.shape[1:]),
-        moe.unswizzle_scales_m_groups(of_rows[0], offs, *size),
-        moe.unswizzle_scales_k_groups(of_columns[0], ends, *size),
-    )
+def every_way(scale: Tensor, offs: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    """There and back: a matrix, experts, groups of rows and of columns."""
+    results = []
+    for x, how in ways(scale, offs, ends):
+        blocked, starts = swizzle_scales(x, **how)
+        results += [blocked, starts, unswizzle_scales(blocked, *x.shape[-2:], **how)]
+    return tuple(results)
+
+
+def ways(scale: Tensor, offs: Tensor, ends: Tensor) -> list[tuple[Tensor, dict[str, object]]]:
+    of_rows, of_columns = {"groups": "rows", "offs": offs}, {"groups": "columns", "offs": ends}
+    halves = scale.view(2, -1, scale.shape[1])
+    return [(scale, {}), (halves, {"groups": "experts"}), (scale, of_rows), (scale, of_columns)]
 
 
 def inputs(rows: int, columns: int, device: str, seed: int = 0, layout: str = "zipf") -> list[Tensor]:
@@ -205,40 +201,33 @@ def inputs(rows: int, columns: int, device: str, seed: int = 0, layout: str = "z
 
 
 def test_opcheck(device):
-    scale, offs, ends = inputs(138, 33, device)
-    plain, experts, of_rows, _, of_columns, *_ = every_op(scale, offs, ends)
-    check_opcheck("swizzle_scales_2d", [scale])
-    check_opcheck("swizzle_scales_3d", [scale.view(2, 69, 33)])
-    check_opcheck("swizzle_scales_m_groups", [scale, offs])
-    check_opcheck("swizzle_scales_k_groups", [scale, ends])
-    check_opcheck("unswizzle_scales_2d", [plain, 138, 33])
-    check_opcheck("unswizzle_scales_3d", [experts, 69, 33])
-    check_opcheck("unswizzle_scales_m_groups", [of_rows, offs, 138, 33])
-    check_opcheck("unswizzle_scales_k_groups", [of_columns, ends, 138, 33])
+    for x, how in ways(*inputs(138, 33, device)):
+        check_opcheck("swizzle_scales", [x], **how)
+        check_opcheck("unswizzle_scales", [swizzle_scales(x, **how)[0], *x.shape[-2:]], **how)
 
 
 def test_deterministic(device):
-    check_deterministic(every_op, inputs(3000, 160, device))
+    check_deterministic(every_way, inputs(3000, 160, device))
 
 
 def test_compiles_with_dynamic_rows(device):
-    check_compiled(every_op, [inputs(rows, 48, device) for rows in (50, 64, 132)], device)
+    check_compiled(every_way, [inputs(rows, 48, device) for rows in (50, 64, 132)], device)
 
 
 def test_cuda_graph(gpu):
-    check_cuda_graph(every_op, inputs(700, 512, gpu), inputs(700, 512, gpu, 1, "one_giant"))
+    check_cuda_graph(every_way, inputs(700, 512, gpu), inputs(700, 512, gpu, 1, "one_giant"))
 
 
 def test_two_streams(gpu):
-    check_two_streams(every_op, [inputs(8192, 160, gpu, seed) for seed in (0, 1)])
+    check_two_streams(every_way, [inputs(8192, 160, gpu, seed) for seed in (0, 1)])
 
 
 def test_stream_order(gpu):
-    check_stream_order(every_op, [inputs(8192, 160, gpu, seed) for seed in range(4)], 255)
+    check_stream_order(every_way, [inputs(8192, 160, gpu, seed) for seed in range(4)], 255)
 
 
 def test_second_gpu(second_gpu):
-    check_second_gpu(every_op, inputs(700, 512, "cpu"), second_gpu)
+    check_second_gpu(every_way, inputs(700, 512, "cpu"), second_gpu)
 
 
 @pytest.mark.large
@@ -246,23 +235,23 @@ def test_second_gpu(second_gpu):
 def test_more_than_2_31_elements(shape, big_gpu):
     """Offsets past 2^31 along rows and columns, by the reference's layout of each group and by the way back."""
     scale = torch.randint(1, 256, shape, dtype=torch.uint8, device=big_gpu)
-    for dim, name in enumerate(("m", "k")):
+    for dim, groups in enumerate(GROUPS):
         offs = group_offs("tail_rows", shape[dim], 7, big_gpu)
-        blocked, starts = getattr(moe, f"swizzle_scales_{name}_groups")(scale, offs)
+        blocked, starts = swizzle_scales(scale, groups=groups, offs=offs)
         unit = blocked.shape[1] if dim == 0 else blocked.shape[0]
-        for (start, end), place in zip(reference.group_bounds(offs, shape[dim]), starts.tolist(), strict=True):
-            want = reference.blocked(scale.narrow(dim, start, end - start))
+        for (start, end), place in zip(group_bounds(offs, shape[dim]), starts.tolist(), strict=True):
+            want = reference.swizzle_scales(scale.narrow(dim, start, end - start))[0].view(-1)
             assert torch.equal(blocked.view(-1)[place * unit :][: want.numel()], want)
             tail = place * unit + want.numel()
         assert not blocked.view(-1)[tail:].any()
-        back, end = getattr(moe, f"unswizzle_scales_{name}_groups")(blocked, offs, *shape), int(offs[-1])
+        back, end = unswizzle_scales(blocked, *shape, groups=groups, offs=offs), int(offs[-1])
         assert torch.equal(back.narrow(dim, 0, end), scale.narrow(dim, 0, end))
         assert not back.narrow(dim, end, shape[dim] - end).any()
         del blocked, back
     halves = scale.view(2, shape[0] // 2, shape[1])
-    blocked = moe.swizzle_scales_3d(halves)
-    assert torch.equal(blocked[1], reference.blocked(halves[1]))
-    assert torch.equal(moe.unswizzle_scales_3d(blocked, *halves.shape[1:]), halves)
+    blocked, _ = swizzle_scales(halves, groups="experts")
+    assert torch.equal(blocked[1], reference.swizzle_scales(halves[1])[0].view(-1))
+    assert torch.equal(unswizzle_scales(blocked, *halves.shape[1:], groups="experts"), halves)
 
 
 def byte_zeros(*shape: int) -> Tensor:
@@ -274,85 +263,100 @@ B, B_M, B_K, B_3 = byte_zeros(128, 8), byte_zeros(262, 8), byte_zeros(128, 13), 
 
 
 @pytest.mark.parametrize(
-    ("op", "args", "argument", "got"),
+    ("groups", "args", "argument", "got"),
     [
-        ("swizzle_scales_2d", [S.float()], "scale", "float32"),
-        ("swizzle_scales_2d", [S.to(torch.bfloat16)], "scale", "bfloat16"),
-        ("swizzle_scales_2d", [S[0]], "scale", "1"),
-        ("swizzle_scales_2d", [S.t()], "scale", "stride 5"),
-        ("swizzle_scales_3d", [S], "scale", "2"),
-        ("swizzle_scales_3d", [S[None].int()], "scale", "int32"),
-        ("swizzle_scales_3d", [S.t()[None]], "scale", "stride 5"),
-        ("swizzle_scales_m_groups", [S.half(), OFFS], "scale", "float16"),
-        ("swizzle_scales_m_groups", [S, OFFS.long()], "offs", "int64"),
-        ("swizzle_scales_m_groups", [S, MOST], "offs", "1025"),
-        ("swizzle_scales_m_groups", [S, torch.tensor(2, dtype=torch.int32)], "offs", "0"),
-        ("swizzle_scales_k_groups", [S[None], OFFS], "scale", "3"),
-        ("swizzle_scales_k_groups", [S, OFFS[None]], "offs", "2"),
-        ("swizzle_scales_k_groups", [S, OFFS.repeat(2)[::2]], "offs", "stride 2"),
-        ("unswizzle_scales_2d", [B.short(), 6, 5], "blocked", "int16"),
-        ("unswizzle_scales_2d", [B, 129, 5], "blocked", "128"),
-        ("unswizzle_scales_2d", [B, 6, 4], "blocked", "8"),
-        ("unswizzle_scales_2d", [B.view(-1), 6, 5], "blocked", "1"),
-        ("unswizzle_scales_2d", [B.view(8, 128).t(), 6, 5], "blocked", "stride 128"),
-        ("unswizzle_scales_2d", [B, -6, 5], "rows", "-6"),
-        ("unswizzle_scales_2d", [B, 6, 2**31], "cols", "2147483648"),
-        ("unswizzle_scales_3d", [B_3[None], 6, 5], "blocked", "3"),
-        ("unswizzle_scales_3d", [B_3, 6, 9], "blocked", "1024"),
-        ("unswizzle_scales_3d", [B_3, 6, -1], "cols", "-1"),
-        ("unswizzle_scales_m_groups", [B_M, OFFS, 7, 5], "blocked", "262"),
-        ("unswizzle_scales_m_groups", [B_M, OFFS[:1], 6, 5], "blocked", "262"),
-        ("unswizzle_scales_m_groups", [B_M, OFFS.short(), 6, 5], "offs", "int16"),
-        ("unswizzle_scales_k_groups", [B_K, OFFS, 6, 6], "blocked", "13"),
-        ("unswizzle_scales_k_groups", [B_K, MOST, 6, 5], "offs", "1025"),
-        ("unswizzle_scales_k_groups", [B_K, OFFS, 2**31, 5], "rows", "2147483648"),
+        (None, [S.float()], "scale", "float32"),
+        (None, [S.to(torch.bfloat16)], "scale", "bfloat16"),
+        (None, [S[0]], "scale", "1"),
+        (None, [S.t()], "scale", "stride 5"),
+        (None, [S, OFFS], "offs", "a tensor"),
+        ("experts", [S], "scale", "2"),
+        ("experts", [S[None].int()], "scale", "int32"),
+        ("experts", [S.t()[None]], "scale", "stride 5"),
+        ("experts", [S[None], OFFS], "offs", "a tensor"),
+        ("rows", [S.half(), OFFS], "scale", "float16"),
+        ("rows", [S], "offs", "None"),
+        ("rows", [S, OFFS.long()], "offs", "int64"),
+        ("rows", [S, MOST], "offs", "1025"),
+        ("rows", [S, torch.tensor(2, dtype=torch.int32)], "offs", "0"),
+        ("columns", [S[None], OFFS], "scale", "3"),
+        ("columns", [S, OFFS[None]], "offs", "2"),
+        ("columns", [S, OFFS.repeat(2)[::2]], "offs", "stride 2"),
+        ("columns", [S], "offs", "None"),
+        ("m", [S, OFFS], "groups", "'m'"),
+        ("", [S, OFFS], "groups", "''"),
     ],
 )
-def test_errors(op, args, argument, got, device):
-    check_error(op, on(device, args), argument, got)
+def test_errors(groups, args, argument, got, device):
+    scale, offs, *_ = *on(device, args), None
+    check_error("swizzle_scales", [scale], argument, got, groups=groups, offs=offs)
 
 
-GROUPED: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, Tensor]]] = {
-    "swizzle_scales_m_groups": lambda offs: moe.swizzle_scales_m_groups(S.to(offs.device), offs),
-    "swizzle_scales_k_groups": lambda offs: moe.swizzle_scales_k_groups(S.to(offs.device), offs),
-    "unswizzle_scales_m_groups": lambda offs: moe.unswizzle_scales_m_groups(B_M.to(offs.device), offs, 6, 5),
-    "unswizzle_scales_k_groups": lambda offs: moe.unswizzle_scales_k_groups(B_K.to(offs.device), offs, 6, 5),
-}
+@pytest.mark.parametrize(
+    ("groups", "args", "argument", "got"),
+    [
+        (None, [B.short(), 6, 5], "blocked", "int16"),
+        (None, [B, 129, 5], "blocked", "128"),
+        (None, [B, 6, 4], "blocked", "8"),
+        (None, [B.view(-1), 6, 5], "blocked", "1"),
+        (None, [B.view(8, 128).t(), 6, 5], "blocked", "stride 128"),
+        (None, [B, -6, 5], "rows", "-6"),
+        (None, [B, 6, 2**31], "cols", "2147483648"),
+        (None, [B, 6, 5, OFFS], "offs", "a tensor"),
+        ("experts", [B_3[None], 6, 5], "blocked", "3"),
+        ("experts", [B_3, 6, 9], "blocked", "1024"),
+        ("experts", [B_3, 6, -1], "cols", "-1"),
+        ("rows", [B_M, 7, 5, OFFS], "blocked", "262"),
+        ("rows", [B_M, 6, 5, OFFS[:1]], "blocked", "262"),
+        ("rows", [B_M, 6, 5, OFFS.short()], "offs", "int16"),
+        ("rows", [B_M, 6, 5], "offs", "None"),
+        ("columns", [B_K, 6, 6, OFFS], "blocked", "13"),
+        ("columns", [B_K, 6, 5, MOST], "offs", "1025"),
+        ("columns", [B_K, 2**31, 5, OFFS], "rows", "2147483648"),
+        ("k", [B_K, 6, 5, OFFS], "groups", "'k'"),
+    ],
+)
+def test_errors_of_the_way_back(groups, args, argument, got, device):
+    blocked, rows, cols, offs, *_ = *on(device, args), None
+    check_error("unswizzle_scales", [blocked, rows, cols], argument, got, groups=groups, offs=offs)
 
 
-@pytest.mark.parametrize("op", GROUPED)
-def test_contents_of_offs_are_checked_on_demand(op, device, monkeypatch):
+GROUPED = [
+    (op, args, groups)
+    for groups, blocked in (("rows", B_M), ("columns", B_K))
+    for op, args in ((swizzle_scales, [S]), (unswizzle_scales, [blocked, 6, 5]))
+]
+
+
+@pytest.mark.parametrize(("op", "args", "groups"), GROUPED)
+def test_contents_of_offs_are_checked_on_demand(op, args, groups, device, monkeypatch):
     monkeypatch.setenv("MOE_FP8_VALIDATE", "1")
-    GROUPED[op](OFFS.to(device))
-    for bad, text in ((3, "non-decreasing from 0, got offs"), (7, "not exceed the [56] (rows|columns) of")):
-        with pytest.raises(RuntimeError, match=f"^{op}: offs must .*{text}"):
-            GROUPED[op](torch.tensor([bad, 2 if bad == 3 else bad], dtype=torch.int32, device=device))
+    args = on(device, args)
+    op(*args, groups=groups, offs=OFFS.to(device))
+    for bad, text in ((3, "non-decreasing from 0, got offs"), (7, f"not exceed the [56] {groups} of")):
+        with pytest.raises(RuntimeError, match=f"^{op.__name__}: offs must .*{text}"):
+            op(*args, groups=groups, offs=torch.tensor([bad, 2 if bad == 3 else bad], dtype=torch.int32, device=device))
 
 
-def test_error_on_another_device(device):
-    offs = OFFS.to("cpu" if device == "cuda" else "meta")
-    for op, arg, args in (
-        ("swizzle_scales_m_groups", "scale", [S]),
-        ("swizzle_scales_k_groups", "scale", [S]),
-        ("unswizzle_scales_m_groups", "blocked", [B_M]),
-        ("unswizzle_scales_k_groups", "blocked", [B_K]),
+@pytest.mark.parametrize(("op", "args", "groups"), GROUPED)
+def test_error_on_another_device(op, args, groups, device):
+    offs, arg = OFFS.to("cpu" if device == "cuda" else "meta"), "scale" if op is swizzle_scales else "blocked"
+    with pytest.raises(
+        RuntimeError, match=f"^{op.__name__}: offs must be on the device of {arg}, {device}.*got {offs.device}"
     ):
-        with pytest.raises(
-            RuntimeError, match=f"^{op}: offs must be on the device of {arg}, {device}.*got {offs.device}"
-        ):
-            getattr(moe, op)(args[0].to(device), offs, *([6, 5] if arg == "blocked" else []))
+        op(*on(device, args), groups=groups, offs=offs)
 
 
 def test_error_for_a_gradient(device):
     scale, blocked = (t.to(device, torch.float8_e4m3fn).requires_grad_() for t in (S, B))
     for arg, call in (
-        ("scale", lambda: moe.swizzle_scales_2d(scale)),
-        ("scale", lambda: moe.swizzle_scales_3d(scale[None])),
-        ("scale", lambda: moe.swizzle_scales_m_groups(scale, OFFS.to(device))),
-        ("scale", lambda: moe.swizzle_scales_k_groups(scale, OFFS.to(device))),
-        ("blocked", lambda: moe.unswizzle_scales_2d(blocked, 6, 5)),
+        ("scale", lambda: swizzle_scales(scale)),
+        ("scale", lambda: swizzle_scales(scale[None], groups="experts")),
+        ("scale", lambda: swizzle_scales(scale, groups="rows", offs=OFFS.to(device))),
+        ("scale", lambda: swizzle_scales(scale, groups="columns", offs=OFFS.to(device))),
+        ("blocked", lambda: unswizzle_scales(blocked, 6, 5)),
     ):
-        with pytest.raises(RuntimeError, match=f"{arg} must not ask for a gradient, got requires_grad=True"):
+        with pytest.raises(RuntimeError, match=f"{arg} must not ask for a gradient.*got requires_grad=True"):
             call()
     with torch.no_grad():
-        assert not moe.swizzle_scales_2d(scale).view(torch.uint8).any()
+        assert not swizzle_scales(scale)[0].view(torch.uint8).any()

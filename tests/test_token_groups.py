@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from derivatives import SPELLINGS, check_no_tangent
 from helpers import (
     CORRECTNESS_MKE,
     FP8_DTYPES,
@@ -30,7 +31,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_fp8_ext import pad_token_groups, pad_token_groups_to, reference, unpad_token_groups
+from moe_fp8_ext import reference
+from moe_fp8_ext.ops import pad_token_groups, pad_token_groups_to, unpad_token_groups
+from moe_fp8_ext.reference.numerics import group_bounds
 
 DTYPES = (*INPUT_DTYPES, *FP8_DTYPES, torch.int8, torch.int32, torch.bool, torch.float8_e8m0fnu)
 
@@ -49,7 +52,7 @@ def check(x: Tensor, offs: Tensor, align: int = 16) -> tuple[Tensor, Tensor, Ten
     assert_same(pad_token_groups_to(x, offs, starts, padded.shape[0]), padded, what)
     back = unpad_token_groups(padded, offs, starts, x.shape[0])
     assert_same(back, reference.unpad_token_groups(padded, offs, starts, x.shape[0]), what)
-    tail = reference.group_bounds(offs, x.shape[0])[-1][1] if len(offs) else 0
+    tail = group_bounds(offs, x.shape[0])[-1][1] if len(offs) else 0
     assert_same(back[:tail], x[:tail].contiguous(), what)
     return got
 
@@ -130,12 +133,13 @@ def test_round_trip(m, k, offs, align, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
-def test_gradients(dtype, device):
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
+def test_gradients(spelling, dtype, device):
     """Against plain indexing; the gradient of a copy is a copy, so every bit must agree."""
     offs = group_offs("tail_rows", 50, 4, device)
     x = wide(50, 24, dtype=dtype, device=device).requires_grad_()
-    padded, starts, _ = pad_token_groups(x, offs)
-    bounds = reference.group_bounds(offs, 50)
+    padded, starts, _ = spelling.pad_token_groups(x, offs)
+    bounds = group_bounds(offs, 50)
     rows = torch.tensor([r for start, end in bounds for r in range(start, end)], device=device)
     places = torch.cat(
         [torch.arange(end - start, device=device) + s for (start, end), s in zip(bounds, starts, strict=True)]
@@ -144,25 +148,36 @@ def test_gradients(dtype, device):
     (got,) = torch.autograd.grad(padded, x, grad)
     want = torch.zeros_like(x).index_copy(0, rows, grad[places]).detach()
     assert_same(got, want)
-    (got,) = torch.autograd.grad(pad_token_groups_to(x, offs, starts, padded.shape[0]), x, grad.t().contiguous().t())
+    (got,) = torch.autograd.grad(
+        spelling.pad_token_groups_to(x, offs, starts, padded.shape[0]), x, grad.t().contiguous().t()
+    )
     assert_same(got, want)
     y = padded.detach().requires_grad_()
     grad = wide(50, 24, dtype=dtype, device=device, seed=2)
-    (got,) = torch.autograd.grad(unpad_token_groups(y, offs, starts, 50), y, grad)
+    (got,) = torch.autograd.grad(spelling.unpad_token_groups(y, offs, starts, 50), y, grad)
     assert_same(got, torch.zeros_like(y).index_copy(0, places, grad[rows]).detach())
 
 
-def test_second_derivative(device):
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
+def test_second_derivative(spelling, device):
     offs = group_offs("zipf", 20, 3, device)
     x = torch.randn(20, 5, device=device, requires_grad=True)
 
     def square(x: Tensor) -> Tensor:
-        padded, starts, _ = pad_token_groups(x, offs)
-        return unpad_token_groups(padded * padded, offs, starts, 20)
+        padded, starts, _ = spelling.pad_token_groups(x, offs)
+        return spelling.unpad_token_groups(padded * padded, offs, starts, 20)
 
     (first,) = torch.autograd.grad(square(x).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     assert_same(second, torch.full_like(x, 2).detach() * (torch.arange(20, device=device) < offs[-1])[:, None])
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
+def test_forward_mode_raises(spelling):
+    offs, starts, x = group_offs("zipf", 20, 3), torch.tensor([0, 16, 32], dtype=torch.int32), torch.ones(20, 5)
+    check_no_tangent(lambda x: spelling.pad_token_groups(x, offs), x)
+    check_no_tangent(lambda x: spelling.pad_token_groups_to(x, offs, starts, 80), x)
+    check_no_tangent(lambda y: spelling.unpad_token_groups(y, offs, starts, 20), torch.ones(80, 5))
 
 
 def test_opcheck(device):
@@ -215,7 +230,7 @@ def test_more_than_2_31_elements(big_gpu):
     x = torch.randint(0, 256, (600_011, 4_096), dtype=torch.uint8, device=big_gpu)
     offs = group_offs("uniform", len(x), 7, big_gpu)
     padded, starts, _ = pad_token_groups(x, offs)
-    for (start, end), place in zip(reference.group_bounds(offs, len(x)), starts.tolist(), strict=True):
+    for (start, end), place in zip(group_bounds(offs, len(x)), starts.tolist(), strict=True):
         assert torch.equal(padded[place : place + end - start], x[start:end])
     assert torch.equal(unpad_token_groups(padded, offs, starts, len(x)), x)
 

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "toolchain"))
+import cache  # noqa: E402
+import compile_cached  # noqa: E402
 import cuda_check  # noqa: E402
 import hip_check  # noqa: E402
 import isa_report  # noqa: E402
-from simt_kernels import SIMT, compile_cxx  # noqa: E402
+from simt_library import SIMT, compile_cxx  # noqa: E402
 
 # ---- SIMT emulation --------------------------------------------------------------------------------------------------
 
@@ -62,7 +64,11 @@ def test_emulation(faults, case, outcome):
 
 # ---- Compile checks --------------------------------------------------------------------------------------------------
 
-BF16_TO = "_ZN7moe_fp823quantize_rowwise_kernelINS_4BF16ELNS_7Fp8TypeE{}ELi1ELb1EEEvNS_21QuantizeRowwiseParamsE"
+TYPES = "NS_4FastINS_4BF16ELNS_4KindE0EEE"
+FAST = f"_ZN7moe_fp820quantize_rows_kernelI{TYPES}Li2ELNS_3RowE0EEEvNS_8RowsPlanE"
+EITHER = FAST.replace("4BF16", "3F32").replace("KindE0", "KindE2")
+GENERIC = "_ZN7moe_fp820quantize_rows_kernelINS_3AnyELi1ELNS_3RowE1EEEvNS_8RowsPlanE"
+BLOCKS = f"_ZN7moe_fp826quantize_row_blocks_kernelILNS_8FormatIdE2E{TYPES}EEvNS_13RowBlocksPlanE"
 AMD_LOAD, AMD_CAST = "global_load_dwordx4 v[0:3], v4, s[0:1]", "v_cvt_pk_fp8_f32 v0, v1, v2"
 
 
@@ -91,29 +97,30 @@ amdhsa.version:
 
 
 @pytest.mark.parametrize(
-    ("assembly", "arch", "problems"),
+    ("assembly", "problems"),
     [
-        (amd_assembly(BF16_TO.format(0), AMD_LOAD, AMD_CAST), "gfx950", []),
-        (amd_assembly(BF16_TO.format(0), AMD_LOAD, AMD_CAST, vgpr_spills=3), "gfx950", ["3 vgpr spills"]),
-        (amd_assembly(BF16_TO.format(0), AMD_LOAD, AMD_CAST, sgpr_spills=2), "gfx950", []),
-        (amd_assembly(BF16_TO.format(0), AMD_LOAD, AMD_CAST, scratch=32), "gfx950", ["32 bytes of scratch"]),
-        (amd_assembly(BF16_TO.format(0), AMD_LOAD, AMD_CAST, "s_swappc_b64 s[4:5], s[6:7]"), "gfx950", ["1 calls"]),
-        (amd_assembly(BF16_TO.format(0), "global_load_dword v0, v1, s[0:1]", AMD_CAST), "gfx950", ["no vector loads"]),
-        (amd_assembly(BF16_TO.format(0), AMD_LOAD), "gfx950", ["no E4M3FN conversion instructions"]),
-        (amd_assembly(BF16_TO.format(0), AMD_LOAD), "gfx942", []),  # in software there
-        (amd_assembly(BF16_TO.format(3), AMD_LOAD, AMD_CAST), "gfx942", ["no E5M2FNUZ conversion instructions"]),
-        (amd_assembly("_Z14unknown_kernelv"), "gfx942", ["no rule in isa_report.py says what it must contain"]),
+        (amd_assembly(FAST, AMD_LOAD, AMD_CAST), []),
+        (amd_assembly(FAST, AMD_LOAD, AMD_CAST, vgpr_spills=3), ["3 vgpr spills"]),
+        (amd_assembly(FAST, AMD_LOAD, AMD_CAST, sgpr_spills=2), []),
+        (amd_assembly(FAST, AMD_LOAD, AMD_CAST, scratch=32), ["32 bytes of scratch"]),
+        (amd_assembly(FAST, AMD_LOAD, AMD_CAST, "s_swappc_b64 s[4:5], s[6:7]"), ["1 calls"]),
+        (amd_assembly(FAST, "global_load_dword v0, v1, s[0:1]", AMD_CAST), ["no vector loads"]),
+        (amd_assembly(FAST, AMD_LOAD), ["no E4M3 casts"]),
+        (amd_assembly(EITHER, AMD_LOAD, AMD_CAST), ["no E5M2 casts"]),
+        (amd_assembly(GENERIC), []),
+        (amd_assembly(GENERIC, vgpr_spills=1), ["1 vgpr spills"]),
+        (amd_assembly("_Z14unknown_kernelv"), ["isa_report.py does not know it"]),
     ],
 )
-def test_hip_check(assembly, arch, problems):
-    (kernel,) = hip_check.parse(assembly, arch)
+def test_hip_check(assembly, problems):
+    (kernel,) = hip_check.parse(assembly, "gfx942")
     assert (kernel.registers, kernel.shared, kernel.problems) == (84, 384, problems)
     assert isa_report.print_report([kernel], "vgpr") == bool(problems)
 
 
-def ptxas_log(symbol: str, stack: int = 0, spills: int = 0) -> str:
+def ptxas_log(symbol: str, arch: str = "sm_90a", stack: int = 0, spills: int = 0) -> str:
     return f"""ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function '{symbol}' for 'sm_90a'
+ptxas info    : Compiling entry function '{symbol}' for '{arch}'
 ptxas info    : Function properties for {symbol}
     {stack} bytes stack frame, {spills} bytes spill stores, {spills} bytes spill loads
 ptxas info    : Used 62 registers, used 1 barriers, 128 bytes smem
@@ -122,6 +129,7 @@ ptxas info    : Used 62 registers, used 1 barriers, 128 bytes smem
 
 PTX_LOAD = "ld.global.nc.L1::no_allocate.v4.u32 {%r1, %r2, %r3, %r4}, [%rd1];"
 PTX_CAST = "cvt.rn.satfinite.e4m3x2.f32 %rs1, %f1, %f2;"
+PTX_SCALE = "cvt.rp.satfinite.ue8m0x2.f32 %rs1, %f1, %f2;"
 SASS_LOAD = "LDG.E.NA.128.CONSTANT R4, desc[UR4][R2.64]"
 SASS_CAST = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R0, R1, R2, RZ"
 
@@ -129,32 +137,146 @@ SASS_CAST = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R0, R1, R2, RZ"
 @pytest.mark.parametrize(
     ("log", "body", "problems"),
     [
-        (ptxas_log("s"), [PTX_LOAD, PTX_CAST], []),
-        (ptxas_log("s", stack=16), [PTX_LOAD, PTX_CAST], ["16 bytes of stack"]),
-        (ptxas_log("s", spills=8), [PTX_LOAD, PTX_CAST], ["16 bytes of spills"]),
-        (ptxas_log("s"), ["ld.global.u16 %rs1, [%rd1];", PTX_CAST], ["no vector loads"]),
-        (ptxas_log("s"), [PTX_LOAD], ["no E4M3FN conversion instructions"]),
-        (ptxas_log("s"), [SASS_LOAD, SASS_CAST], []),
-        (ptxas_log("s"), ["LDG.E.U16 R4, desc[UR4][R2.64]", SASS_CAST], ["no vector loads"]),
-        (ptxas_log("s"), [SASS_LOAD], ["no E4M3FN conversion instructions"]),
+        (ptxas_log(FAST), [PTX_LOAD, PTX_CAST], []),
+        (ptxas_log(FAST, stack=16), [PTX_LOAD, PTX_CAST], ["16 bytes of stack"]),
+        (ptxas_log(FAST, spills=8), [PTX_LOAD, PTX_CAST], ["16 bytes of spills"]),
+        (ptxas_log(FAST), ["ld.global.u16 %rs1, [%rd1];", PTX_CAST], ["no vector loads"]),
+        (ptxas_log(FAST), [PTX_LOAD], ["no E4M3 casts"]),
+        (ptxas_log(FAST), [SASS_LOAD, SASS_CAST], []),
+        (ptxas_log(FAST), ["LDG.E.U16 R4, desc[UR4][R2.64]", SASS_CAST], ["no vector loads"]),
+        (ptxas_log(FAST), [SASS_LOAD], ["no E4M3 casts"]),
+        (ptxas_log(GENERIC), ["ld.global.u16 %rs1, [%rd1];"], []),
+        (ptxas_log(GENERIC, spills=4), ["ld.global.u16 %rs1, [%rd1];"], ["8 bytes of spills"]),
+        (ptxas_log(BLOCKS), [PTX_LOAD, PTX_CAST], []),
+        (ptxas_log(BLOCKS, "sm_100a"), [PTX_LOAD, PTX_CAST], ["no E8M0 casts"]),
+        (ptxas_log(BLOCKS, "sm_100a"), [PTX_LOAD, PTX_CAST, PTX_SCALE], []),
     ],
 )
 def test_cuda_check(log, body, problems):
-    symbol, text = BF16_TO.format(0), "\n".join(body)
+    symbol, arch = re.search(r"'(\w+)' for '(\w+)'", log).groups()
+    text = "\n".join(body)
     if "ld.global" in text:
         patterns, bodies = cuda_check.PTX, cuda_check.ptx_bodies(f".visible .entry {symbol}(\n)\n{{{text}}}")
     else:
         patterns, bodies = cuda_check.SASS, cuda_check.sass_bodies(f"\t\tFunction : {symbol}\n{text}")
-    (kernel,) = cuda_check.judge(log.replace("'s'", f"'{symbol}'"), "sm_90a", bodies, patterns)
-    assert (kernel.name, kernel.registers, kernel.shared) == ("quantize_rowwise_kernel<BF16, E4M3FN, 1, true>", 62, 128)
-    assert kernel.problems == problems
+    (kernel,) = cuda_check.judge(log, arch, bodies, patterns)
+    assert (kernel.registers, kernel.shared, kernel.problems) == (62, 128, problems)
 
 
-def test_formats_are_in_the_order_of_the_enum():
-    text = (isa_report.CSRC / "numerics" / "formats.h").read_text()
-    names = re.search(r"enum class Fp8Type.*?\{(.*?)\}", text, re.S)[1]
-    assert tuple(re.findall(r"k(\w+)", names)) == isa_report.FORMATS
+def test_names_of_kernels():
+    names = isa_report.short_names([FAST, GENERIC, BLOCKS])
+    assert list(names.values()) == [
+        "quantize_rows_kernel<Fast<BF16, (Kind)0>, 2, (Row)0>",
+        "quantize_rows_kernel<Any, 1, (Row)1>",
+        "quantize_row_blocks_kernel<(FormatId)2, Fast<BF16, (Kind)0> >",
+    ]
+
+
+def test_enums_are_in_the_order_that_names_of_kernels_have():
+    types = (cache.CSRC / "quantize" / "types.h").read_text()
+    kinds = re.search(r"enum class Kind \{(.*?)\}", types)[1].split(", ")
+    assert [k.strip() for k in kinds] == ["kE4M3", "kE5M2", "kEither"]
+    formats = (cache.CSRC / "numerics" / "format.h").read_text()
+    assert "enum class ScaleType : int { kF32, kE8M0 }" in formats
+    assert "enum class FormatId : int { kRowwise, kBlockwise, kMxfp8, kMxfp8RowMajor }" in formats
+
+
+def test_every_kernel_is_known():
+    """And every known kernel exists."""
+    sources = "".join(p.read_text() for p in cache.CSRC.rglob("*") if p.suffix in (".h", ".cu"))
+    kernels = set(re.findall(r"\b(\w+_kernel)\(MOE_GRID_CONSTANT", sources))
+    assert kernels == {name for name in kernels if name.startswith("quantize_")} | isa_report.OTHERS.keys()
 
 
 def test_a_check_that_saw_no_kernel_fails():
     assert isa_report.print_report([], "vgpr") == 1
+
+
+# ---- The cache -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source in csrc/ that includes a header by way of another, and a compiler that says when it runs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root = tmp_path / "root"
+    for module in (cache, compile_cached):
+        monkeypatch.setattr(module, "ROOT", root)
+        monkeypatch.setattr(module, "CSRC", root / "csrc")
+    texts = {"a/k.cu": '#include "b/h.h"\n', "b/h.h": '#include "i.h"\n', "b/i.h": "1\n", "b/other.h": "1\n"}
+    for name, text in texts.items():
+        file = root / "csrc" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    compiler = root / "compiler"
+    compiler.write_text(
+        """#!/bin/sh
+        if [ "$1" = --version ]; then echo 1; exit; fi
+        echo ran >> "$(dirname "$0")/runs"
+        echo "warning: here"; echo "ptxas info    : Used 3 registers"
+        while [ $# -gt 0 ]; do case $1 in
+          -o) echo object > "$2";;
+          -MF) echo "k.o: $(dirname "$0")/csrc/a/k.cu" > "$2";;
+          --keep-dir) echo ptx > "$2/k.ptx";;
+        esac; shift; done
+        [ ! -e "$(dirname "$0")/broken" ]"""
+    )
+    compiler.chmod(0o755)
+    return root
+
+
+def compile_one(tree: Path, *flags: str) -> int:
+    """How often the compiler ran for this call."""
+    (tree / "runs").write_text("")
+    outputs = ["-MF", str(tree / "k.o.d"), "-o", str(tree / "k.o")]
+    command = [str(tree / "compiler"), *flags, "-MD", "-MT", "k.o", "-c", str(tree / "csrc" / "a" / "k.cu"), *outputs]
+    assert compile_cached.main(command) == 0
+    assert (tree / "k.o").read_text() == "object\n"
+    assert (tree / "k.o.d").read_text() == f"k.o: {tree}/csrc/a/k.cu\n"
+    return (tree / "runs").read_text().count("ran")
+
+
+def test_cache_compiles_what_changed(tree, capfd):
+    assert [compile_one(tree), compile_one(tree)] == [1, 0]
+    assert capfd.readouterr().err == "warning: here\n" * 2
+    assert [compile_one(tree, "-O2"), compile_one(tree, "-O2")] == [1, 0]
+    (tree / "csrc" / "b" / "other.h").write_text("2\n")
+    assert compile_one(tree) == 0
+    (tree / "csrc" / "b" / "i.h").write_text("2\n")
+    assert [compile_one(tree), compile_one(tree)] == [1, 0]
+    compiler = tree / "compiler"
+    compiler.write_text(compiler.read_text().replace("echo 1", "echo 2"))
+    assert compile_one(tree) == 1
+
+
+def test_cache_serves_another_clone(tree, monkeypatch):
+    assert compile_one(tree) == 1
+    clone = tree.rename(tree.parent / "clone")
+    for module in (cache, compile_cached):
+        monkeypatch.setattr(module, "ROOT", clone)
+        monkeypatch.setattr(module, "CSRC", clone / "csrc")
+    assert compile_one(clone) == 0
+
+
+def test_cache_keeps_no_failure(tree, capfd):
+    (tree / "broken").touch()
+    command = [str(tree / "compiler"), "-c", str(tree / "csrc" / "a" / "k.cu"), "-o", str(tree / "k.o")]
+    assert [compile_cached.main(command), compile_cached.main(command)] == [1, 1]
+    assert "warning: here" in capfd.readouterr().err
+    assert (tree / "runs").read_text().count("ran") == 2 and not (tree / "k.o").exists()
+    (tree / "broken").unlink()
+    assert compile_one(tree) == 1
+
+
+def test_launcher_leaves_other_commands_alone(tree):
+    for command in (["--version"], ["-o", str(tree / "k.so"), "k.o"], ["-c", str(tree / "else.cu"), "-o", "/dev/null"]):
+        assert compile_cached.main([str(tree / "compiler"), *command]) == 0
+    assert not cache.folder().exists()
+
+
+def test_cache_forgets_what_nobody_uses(tree):
+    compile_one(tree)
+    (entry,) = cache.folder().iterdir()
+    os.utime(entry, (0, 0))
+    compile_one(tree, "-O2")
+    assert not entry.exists() and len(list(cache.folder().iterdir())) == 1

@@ -1,6 +1,8 @@
 // Token-group arithmetic. Offsets and indices are data: nothing here trusts them.
 #pragma once
-#include "numerics/platform.h"
+#include <cstdint>
+
+#include "platform/compiler.h"
 
 namespace moe_fp8 {
 

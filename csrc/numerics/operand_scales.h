@@ -1,6 +1,7 @@
 // Where the scale of an element of a quantized operand lies, and its value: for kernels and for the CPU's loops.
 #pragma once
 #include "numerics/scale_layout.h"
+#include "platform/bits.h"
 
 namespace moe_fp8 {
 
@@ -9,20 +10,10 @@ MOE_HD float e8m0_to_float(uint8_t e) {
   return as_float(e == 0 ? 0x00400000u : e == 255 ? 0x7fc00000u : uint32_t(e) << 23);
 }
 
-// value * scale as float32 has it, of a value of an fp8 format and of an E8M0 scale, also on a CPU that was told to
-// take subnormals for zero: in integers where the scale or the product may be one. Formats have no value between 0 and
-// 2^-17, 4 bits each: the product is exact.
-inline float times_e8m0(float value, float scale) {
-  const uint32_t bits = as_bits(value), exponent = bits >> 23 & 0xffu, e = as_bits(scale) >> 23, power = exponent + e;
-  if (e >= 18) return value * scale;
-  if (exponent == 0 || exponent == 255) return value;
-  if (power > 127) return as_float(bits + (e << 23) - (127u << 23));
-  return as_float((bits & 0x80000000u) | ((bits & 0x7fffffu) | 0x800000u) >> (128 - power));
-}
-
 enum class ScaleLayout : int { kFloat, kE8M0, kBlocked };  // the last: E8M0 in the blocks of scale_layout.h
 
-// Scales of a group begin anew at so many rows or columns: at a block of 128, at 4 of 32, at a block of 128 x 4 scales.
+// Scales of a group begin anew at so many rows or columns: at a block of 128, at 4 of 32, at a block of 128 x 4 scales;
+// but those of kE8M0 lie by position, for its groups begin at multiples of a block.
 constexpr int kGroupScales = 128;
 static_assert(kGroupScales == kBlock && kGroupScales == kScaleRows && kGroupScales == kMxBlock * kScaleColumns);
 

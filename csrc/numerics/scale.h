@@ -1,6 +1,7 @@
 // Scale rules: from the amax of a scaling block to the multiplier of the cast and the stored scale.
 #pragma once
-#include "numerics/formats.h"
+#include "numerics/floats.h"
+#include "platform/convert.h"
 
 namespace moe_fp8 {
 

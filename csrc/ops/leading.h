@@ -1,12 +1,17 @@
 // Tensors [..., K] of any leading dimensions, as rows.
 #pragma once
-#include "ops/common.h"
+#include <torch/csrc/stable/ops.h>
+
+#include "ops/tensor.h"
 
 namespace moe_fp8 {
 
-// x's leading dimensions as two: [outer, rows]. Empty where the strides do not allow it.
+// Leading dimensions as two: [outer, rows].
 struct LeadingRows { int64_t outer, rows, outer_stride, row_stride; };
-inline std::optional<LeadingRows> as_rows(const Tensor& x) {
+
+// x's, of `count` rows altogether; nothing where its strides do not allow it.
+inline std::optional<LeadingRows> as_rows(const Tensor& x, int64_t count) {
+  if (count == 0) return LeadingRows{1, 0, 0, 0};
   LeadingRows r = {1, 1, 0, 0};
   int64_t d = x.dim - 2;
   auto merge = [&](int64_t& size, int64_t& stride) {
@@ -22,11 +27,20 @@ inline std::optional<LeadingRows> as_rows(const Tensor& x) {
   if (d >= 0) return std::nullopt;
   return r;
 }
-inline Tensor contiguous(const Tensor& x) {
-  const auto copy = torch::stable::contiguous(torch::stable::Tensor(share(x.handle).release()));
-  AtenTensorHandle handle = nullptr;
-  check_torch(aoti_torch_new_tensor_handle(copy.get(), &handle));
-  return Tensor(handle);
-}
+// x, or a copy of it, that has rows.
+struct AsRows {
+  AsRows(const Tensor& x, int64_t count) : rows(as_rows(x, count)), data(x.data) {
+    if (rows) return;
+    const auto contiguous = torch::stable::contiguous(torch::stable::Tensor(share(x.handle).release()));
+    AtenTensorHandle handle = nullptr;
+    check_torch(aoti_torch_new_tensor_handle(contiguous.get(), &handle));
+    copy.emplace(Handle(handle));
+    rows = as_rows(*copy, count);
+    data = copy->data;
+  }
+  std::optional<Tensor> copy;
+  std::optional<LeadingRows> rows;
+  const void* data;
+};
 
 }  // namespace moe_fp8

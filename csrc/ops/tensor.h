@@ -3,6 +3,7 @@
 // an eighth of an op's host time.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
 #include <array>
@@ -12,7 +13,11 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <tuple>
 #include <utility>
+
+#include "numerics/format.h"
 
 // Weak: torch has it from 2.13 on.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
@@ -42,6 +47,7 @@ inline const int32_t kInputDtypes[] = {kBFloat16, aoti_torch_dtype_float16(), kF
 inline const int32_t kFp8Dtypes[] = {                                                     // in the order of Fp8Type
     aoti_torch_dtype_float8_e4m3fn(), aoti_torch_dtype_float8_e5m2(), aoti_torch_dtype_float8_e4m3fnuz(),
     aoti_torch_dtype_float8_e5m2fnuz()};
+inline int32_t scale_dtype(ScaleType type) { return type == ScaleType::kF32 ? kFloat32 : kE8M0; }
 inline const int32_t kCpu = aoti_torch_device_type_cpu(), kCuda = aoti_torch_device_type_cuda();
 
 // As Python prints it.
@@ -91,15 +97,15 @@ inline Handle view(const Handle& tensor, std::initializer_list<int64_t> sizes, s
 
 // An argument. Its facts are read once: every question is a call into torch.
 struct Tensor {
-  explicit Tensor(AtenTensorHandle tensor) : handle(tensor) {
+  explicit Tensor(Handle tensor) : handle(std::move(tensor)) {
     int64_t *sizes_of = nullptr, *strides_of = nullptr;
-    check_torch(aoti_torch_get_dim(tensor, &dim));
-    check_torch(aoti_torch_get_sizes(tensor, &sizes_of));
-    check_torch(aoti_torch_get_strides(tensor, &strides_of));
-    check_torch(aoti_torch_get_dtype(tensor, &dtype));
-    check_torch(aoti_torch_get_device_type(tensor, &device_type));
-    check_torch(aoti_torch_get_device_index(tensor, &device_index));
-    check_torch(torch_get_const_data_ptr(tensor, &data));
+    check_torch(aoti_torch_get_dim(handle.get(), &dim));
+    check_torch(aoti_torch_get_sizes(handle.get(), &sizes_of));
+    check_torch(aoti_torch_get_strides(handle.get(), &strides_of));
+    check_torch(aoti_torch_get_dtype(handle.get(), &dtype));
+    check_torch(aoti_torch_get_device_type(handle.get(), &device_type));
+    check_torch(aoti_torch_get_device_index(handle.get(), &device_index));
+    check_torch(torch_get_const_data_ptr(handle.get(), &data));
     sizes = sizes_of;
     strides = strides_of;
   }
@@ -136,6 +142,54 @@ Handle call_torch(const char* op, const char* overload, StableIValue (&stack)[kW
   return Handle(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
 }
 
+// ---- what words on the stack own -----------------------------------------------------------------------------------
+template <class T>
+struct Owner {
+  explicit Owner(StableIValue word) : value(torch::stable::detail::to<T>(word)) {}
+  T argument() const { return value; }
+  T value;
+};
+template <>
+struct Owner<Tensor> {
+  explicit Owner(StableIValue word) : tensor(torch::stable::detail::to<AtenTensorHandle>(word)) {}
+  Tensor argument() { return Tensor(std::move(tensor)); }
+  Handle tensor;
+};
+template <>
+struct Owner<std::optional<Tensor>> {
+  explicit Owner(StableIValue word)
+      : tensor(torch::stable::detail::to<std::optional<AtenTensorHandle>>(word).value_or(nullptr)) {}
+  std::optional<Tensor> argument() {
+    return tensor ? std::optional<Tensor>(std::in_place, std::move(tensor)) : std::nullopt;
+  }
+  Handle tensor;
+};
+// torch's own conversion to std::string never deletes the copy that it makes on the way.
+struct DeleteString {
+  void operator()(StringHandle string) const { torch_delete_string(string); }
+};
+using String = std::unique_ptr<StringOpaque, DeleteString>;
+inline std::string_view text_of(const String& string) {
+  const char* first = nullptr;
+  size_t length = 0;
+  check_torch(torch_string_c_str(string.get(), &first));
+  check_torch(torch_string_length(string.get(), &length));
+  return {first, length};
+}
+template <>
+struct Owner<std::string_view> {
+  explicit Owner(StableIValue word) : string(torch::stable::detail::to<StringHandle>(word)) {}
+  std::string_view argument() const { return text_of(string); }
+  String string;
+};
+template <>
+struct Owner<std::optional<std::string_view>> {
+  explicit Owner(StableIValue word)
+      : string(torch::stable::detail::to<std::optional<StringHandle>>(word).value_or(nullptr)) {}
+  std::optional<std::string_view> argument() const { return string ? std::optional(text_of(string)) : std::nullopt; }
+  String string;
+};
+
 // ---- ops -----------------------------------------------------------------------------------------------------------
 // What an op returns: its results, owned by the caller from here on.
 template <int n>
@@ -143,7 +197,8 @@ using Results = std::array<AtenTensorHandle, n>;
 template <class... Handles>
 Results<sizeof...(Handles)> results(Handles&... handles) { return {handles.release()...}; }
 
-// An op as torch calls it. dtypes are torch's codes.
+// An op as torch calls it; dtypes are torch's codes, strings are std::string_view. The words on the stack own tensors
+// and strings: all are taken before anything can fail.
 template <auto op>
 struct Boxed;
 template <size_t kResults, class... Args, std::array<AtenTensorHandle, kResults> (*op)(Args...)>
@@ -153,17 +208,9 @@ struct Boxed<op> {
  private:
   template <size_t... i>
   static void unbox(StableIValue* stack, std::index_sequence<i...>) {
-    const auto handles = op(argument<std::decay_t<Args>>(stack[i])...);
+    std::tuple<Owner<std::decay_t<Args>>...> owners{Owner<std::decay_t<Args>>(stack[i])...};
+    const auto handles = op(std::get<i>(owners).argument()...);
     for (size_t r = 0; r < kResults; ++r) stack[r] = word(handles[r]);
-  }
-  template <class T>
-  static T argument(StableIValue word) {
-    if constexpr (std::is_same_v<T, Tensor>) {
-      return Tensor(torch::stable::detail::to<AtenTensorHandle>(word));
-    } else if constexpr (std::is_same_v<T, std::optional<Tensor>>) {
-      const auto handle = torch::stable::detail::to<std::optional<AtenTensorHandle>>(word);
-      return handle ? T(std::in_place, *handle) : T();
-    } else return torch::stable::detail::to<T>(word);
   }
 };
 

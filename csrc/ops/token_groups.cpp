@@ -1,14 +1,15 @@
-#include "kernels/token_groups.h"
+#include "tokens/token_groups.h"
 
 #include "ops/rows.h"
 
 namespace moe_fp8 {
 namespace {
 
-void check_starts(const char* op, const Tensor& starts, const Tensor& offs) {
-  check_index(op, "padded_starts", starts, "offs", offs);
+void check_starts(const Argument& arg, const Tensor& starts, const Tensor& offs) {
+  check(arg, starts, offs);
   const int64_t E = offs.sizes[0];
-  if (starts.sizes[0] != E) fail(op, ": padded_starts must have the ", E, " entries of offs, got ", starts.sizes[0]);
+  if (starts.sizes[0] != E)
+    fail(arg.op, ": padded_starts must have the ", E, " entries of offs, got ", starts.sizes[0]);
 }
 
 // Contents; waits for the device. Called after check_offs. Places that are written to must not overlap.
@@ -27,55 +28,23 @@ void validate_starts(const char* op, const Tensor& starts, const Tensor& offs, i
   }
 }
 
-// f(e, first row, size) for the groups that offs describe.
-template <class F>
-void for_each_group(const TokenGroupsParams& p, F f) {
-  const std::vector<int> ends = safe_ends(p.offs, p.E, p.M);
-  for (int64_t e = 0, start = 0; e < p.E; start = ends[e++]) f(e, start, ends[e] - start);
-}
-
-void cpu_pad_sources(const TokenGroupsParams& p) {
-  std::fill_n(p.source, p.P, -1);
-  int64_t place = 0;
-  std::vector<int64_t> places(p.E + 1, p.P);
-  for_each_group(p, [&](int64_t e, int64_t, int64_t size) {
-    if (p.starts) place = std::max<int64_t>(place, clamp_offset(p.starts[e], int(p.P)));
-    places[e] = place;
-    if (p.starts) return;
-    p.padded_starts[e] = int(place);
-    place += round_up<int64_t>(size, p.align);
-    p.padded_offs[e] = int(place);
-  });
-  for_each_group(p, [&](int64_t e, int64_t start, int64_t size) {  // a group ends where the next one begins
-    for (int64_t i = 0; i < size && places[e] + i < places[e + 1]; ++i) p.source[places[e] + i] = int(start + i);
-  });
-}
-void cpu_unpad_sources(const TokenGroupsParams& p) {
-  std::fill_n(p.source, p.M, -1);
-  for_each_group(p, [&](int64_t e, int64_t start, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) {
-      const int64_t at = int64_t(p.starts[e]) + i;
-      if (at >= 0 && at < p.P) p.source[start + i] = int(at);
-    }
-  });
-}
-
-// The rows of x in the other layout, `rows` of them.
 enum class Way { kPad, kUnpad };
+void find_sources(const Call& call, Way way, const Tensor& x, const TokenGroupsParams& p) {
+#if defined(MOE_FP8_GPU)
+  if (x.on_gpu()) return call.check(way == Way::kPad ? pad_sources(p, call.stream()) : unpad_sources(p, call.stream()));
+#endif
+  way == Way::kPad ? pad_sources_cpu(p) : unpad_sources_cpu(p);
+}
+// The rows of x in the other layout, `rows` of them.
 Handle move_groups(const Call& call, Way way, const Tensor& x, const Tensor& offs, TokenGroupsParams p) {
   const int64_t rows = way == Way::kPad ? p.P : p.M;
-  Handle out = call.empty({rows, x.sizes[1]}, x.dtype), source = call.empty({rows}, kInt32);
+  Handle out = call.empty({rows, x.sizes[1]}, x.dtype);
+  if (x.sizes[1] == 0 && p.starts) return out;  // nothing to copy, nor to find
+  Handle source = call.empty({rows}, kInt32);
   p.offs = offs.as<int>();
   p.E = offs.sizes[0];
   p.source = data<int>(source);
-  auto find = [&] {
-#if defined(MOE_FP8_GPU)
-    if (x.on_gpu())
-      return call.check(way == Way::kPad ? pad_sources(p, call.stream()) : unpad_sources(p, call.stream()));
-#endif
-    way == Way::kPad ? cpu_pad_sources(p) : cpu_unpad_sources(p);
-  };
-  find();
+  find_sources(call, way, x, p);
   copy_rows(call, x, out, RowIndex(p.source, x.sizes[0], 1), rows);
   return out;
 }
@@ -84,10 +53,12 @@ Handle move_groups(const Call& call, Way way, const Tensor& x, const Tensor& off
 
 Results<3> pad_token_groups_op(const Tensor& x, const Tensor& offs, int64_t align) {
   constexpr const char* kOp = "pad_token_groups";
-  check_rows(kOp, "x", x);
+  constexpr const Argument &kX = argument(kOp, "x"), &kOffs = argument(kOp, "offs");
+  check(kX, x);
   const int64_t M = x.sizes[0];
-  check_offs(kOp, offs, "x", x, M);
-  const int64_t E = offs.sizes[0], P = check_align(kOp, align, "x", M, E);
+  check_offs(kOffs, offs, x, M);
+  check_align(kOp, align);
+  const int64_t E = offs.sizes[0], P = check_extent(kOp, "x", M, E, align);
   const Call call(kOp, "x", x);
   Handle padded_starts = call.empty({E}, kInt32), padded_offs = call.empty({E}, kInt32);
   TokenGroupsParams p = {};
@@ -103,9 +74,11 @@ Results<3> pad_token_groups_op(const Tensor& x, const Tensor& offs, int64_t alig
 Results<1> pad_token_groups_to_op(const Tensor& x, const Tensor& offs, const Tensor& padded_starts,
                                   int64_t num_padded) {
   constexpr const char* kOp = "pad_token_groups_to";
-  check_rows(kOp, "x", x);
-  check_offs(kOp, offs, "x", x, x.sizes[0]);
-  check_starts(kOp, padded_starts, offs);
+  constexpr const Argument &kX = argument(kOp, "x"), &kOffs = argument(kOp, "offs"),
+                           &kStarts = argument(kOp, "padded_starts");
+  check(kX, x);
+  check_offs(kOffs, offs, x, x.sizes[0]);
+  check_starts(kStarts, padded_starts, offs);
   check_count(kOp, "num_padded", num_padded);
   validate_starts(kOp, padded_starts, offs, num_padded, true);
   const Call call(kOp, "x", x);
@@ -121,10 +94,12 @@ Results<1> pad_token_groups_to_op(const Tensor& x, const Tensor& offs, const Ten
 Results<1> unpad_token_groups_op(const Tensor& y, const Tensor& offs, const Tensor& padded_starts,
                                  int64_t num_tokens) {
   constexpr const char* kOp = "unpad_token_groups";
-  check_rows(kOp, "y", y);
+  constexpr const Argument &kY = argument(kOp, "y"), &kOffs = argument(kOp, "offs"),
+                           &kStarts = argument(kOp, "padded_starts");
+  check(kY, y);
   check_count(kOp, "num_tokens", num_tokens);
-  check_offs(kOp, offs, "y", y, num_tokens, "tokens");
-  check_starts(kOp, padded_starts, offs);
+  check_offs(kOffs, offs, y, num_tokens, "tokens");
+  check_starts(kStarts, padded_starts, offs);
   validate_starts(kOp, padded_starts, offs, y.sizes[0], false);
   const Call call(kOp, "y", y);
   TokenGroupsParams p = {};

@@ -1,6 +1,9 @@
 // Elementwise steps of a quantizing kernel: amax of words, cast to fp8.
 #pragma once
 #include "numerics/scale.h"
+#include "platform/arithmetic.h"
+#include "platform/convert.h"
+#include "platform/waves.h"
 
 namespace moe_fp8 {
 
@@ -51,31 +54,21 @@ MOE_DEVICE uint32_t amax_of_rows(const uint32_t (&of_row)[kRows], int lane) {
   }
 }
 
-template <Fp8Type kOut>
-inline constexpr bool kCastsInHardware =
-    kHardwareFp8 == HardwareFp8::kFN     ? kOut == Fp8Type::kE4M3FN || kOut == Fp8Type::kE5M2
-    : kHardwareFp8 == HardwareFp8::kFNUZ ? kOut == Fp8Type::kE4M3FNUZ || kOut == Fp8Type::kE5M2FNUZ
-                                         : false;
+inline constexpr bool kCastsInHardware = kHardwareFp8 != HardwareFp8::kNone;
 
-// Four floats to four fp8 bytes, a in byte 0.
+// Four floats to four fp8 bytes, a in byte 0. Of any format, in software.
+MOE_DEVICE uint32_t cast4(const Fp8Values& type, float a, float b, float c, float d) {
+  return fp8_from_float(type, a) | uint32_t(fp8_from_float(type, b)) << 8 | uint32_t(fp8_from_float(type, c)) << 16 |
+         uint32_t(fp8_from_float(type, d)) << 24;
+}
+// Of one of the two that the hardware has: FNUZ on gfx942, FN elsewhere, in software where it has none.
+inline constexpr Fp8Type kNativeE4M3 = kHardwareFp8 == HardwareFp8::kFNUZ ? Fp8Type::kE4M3FNUZ : Fp8Type::kE4M3FN;
+inline constexpr Fp8Type kNativeE5M2 = kHardwareFp8 == HardwareFp8::kFNUZ ? Fp8Type::kE5M2FNUZ : Fp8Type::kE5M2;
 template <Fp8Type kOut>
 MOE_DEVICE uint32_t cast4(float a, float b, float c, float d) {
-  if constexpr (!kCastsInHardware<kOut>) {
-    return fp8_from_float<kOut>(a) | uint32_t(fp8_from_float<kOut>(b)) << 8 |
-           uint32_t(fp8_from_float<kOut>(c)) << 16 | uint32_t(fp8_from_float<kOut>(d)) << 24;
-  } else if constexpr (Fp8<kOut>::kMantissa == 3) {
-    return convert_e4m3x4(a, b, c, d);
-  } else {
-    return convert_e5m2x4(a, b, c, d);
-  }
-}
-
-// Four neighbouring elements, scaled by one multiplier. `words` holds 4 / kPerWord<In> words.
-template <class In, Fp8Type kOut>
-MOE_DEVICE uint32_t cast4_words(const uint32_t* words, float multiplier) {
-  constexpr int n = kPerWord<In>;
-  return cast4<kOut>(element<In>(words[0], 0) * multiplier, element<In>(words[1 / n], 1 % n) * multiplier,
-                     element<In>(words[2 / n], 2 % n) * multiplier, element<In>(words[3 / n], 3 % n) * multiplier);
+  if constexpr (!kCastsInHardware) return cast4(Fp8Values::of<kOut>(), a, b, c, d);
+  else if constexpr (Fp8<kOut>::kMantissa == 3) return convert_e4m3x4(a, b, c, d);
+  else return convert_e5m2x4(a, b, c, d);
 }
 
 }  // namespace moe_fp8

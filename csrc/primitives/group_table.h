@@ -1,6 +1,7 @@
 // What a block needs to know of token groups, in its shared memory.
 #pragma once
 #include "numerics/groups.h"
+#include "platform/waves.h"
 
 namespace moe_fp8 {
 

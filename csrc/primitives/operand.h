@@ -1,6 +1,6 @@
 // What kernels that read quantized operands share.
 #pragma once
-#include "numerics/formats.h"
+#include "numerics/floats.h"
 #include "numerics/operand_scales.h"
 #include "primitives/group_table.h"
 
@@ -17,6 +17,7 @@ MOE_DEVICE float decode(Fp8Type type, uint8_t q) {
 
 // Of column `at` of group g of columns, in a table whose positions were rounded up to kGroupScales.
 MOE_DEVICE ColumnBlock block_of_group(const OperandScales& scales, const GroupTable& table, int g, int at) {
+  if (scales.layout == ScaleLayout::kE8M0) return scales.block(0, table.row[g + 1], table.row[g] + at);
   const int first = scales.block_size ? table.pos[g] / scales.block_size : g;
   return scales.block(first, table.rows(g), at);
 }

@@ -2,6 +2,7 @@
 // a lane has some neighbouring columns, a slot 16 rows of every 128-byte line of q_t. Shuffles with masks below 32 stay
 // inside a slot.
 #pragma once
+#include "platform/memory.h"
 #include "primitives/cast.h"
 #include "primitives/group_table.h"
 
@@ -25,10 +26,11 @@ MOE_DEVICE uint32_t row_mask(int g, int rows) {
   return n >= 4 ? 0xffffffffu : n <= 0 ? 0u : (1u << (8 * n)) - 1;
 }
 
-// The 16 rows of a slot, kWords words of columns a lane, cast into 16-byte chunks of columns. kFull: all rows are
-// there.
-template <class In, Fp8Type kOut, bool kFull, int kWords, class Stage>
-MOE_DEVICE void cast_slot(const uint32_t (&v)[kSlotRows][kWords], int rows, const float* multiplier, Stage& stage) {
+// The 16 rows of a slot, kWords words of columns a lane, cast into 16-byte chunks of columns: cast(a, b, c, d) gives
+// four bytes. kFull: all rows are there.
+template <class In, bool kFull, int kWords, class Stage, class Cast>
+MOE_DEVICE void cast_slot(const uint32_t (&v)[kSlotRows][kWords], int rows, const float* multiplier, Stage& stage,
+                          Cast cast) {
 #pragma unroll
   for (int c = 0; c < kWords * kPerWord<In>; ++c) {
     Vec16 chunk;
@@ -36,8 +38,8 @@ MOE_DEVICE void cast_slot(const uint32_t (&v)[kSlotRows][kWords], int rows, cons
     const float m = multiplier[column];
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
-      chunk.w[g] = cast4<kOut>(element<In>(v[4 * g][w], i) * m, element<In>(v[4 * g + 1][w], i) * m,
-                               element<In>(v[4 * g + 2][w], i) * m, element<In>(v[4 * g + 3][w], i) * m);
+      chunk.w[g] = cast(element<In>(v[4 * g][w], i) * m, element<In>(v[4 * g + 1][w], i) * m,
+                        element<In>(v[4 * g + 2][w], i) * m, element<In>(v[4 * g + 3][w], i) * m);
       if constexpr (!kFull) chunk.w[g] &= row_mask(g, rows);
     }
     stage.at(column, threadIdx.y % kLineSlots) = chunk;
@@ -49,6 +51,18 @@ template <int kColumns, class Stage>
 MOE_DEVICE void clear_slot(Stage& stage) {
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) stage.at(threadIdx.x * kColumns + c, threadIdx.y % kLineSlots) = Vec16{};
+}
+
+// A chunk of 16 positions on its way out, the first `there` of them where it is not kWhole.
+template <bool kWhole>
+MOE_DEVICE void store_chunk(uint8_t* q_t, const Vec16& chunk, int there) {
+  if constexpr (kWhole) {
+    store_stream(reinterpret_cast<Vec16*>(q_t), chunk);
+  } else {
+#pragma unroll
+    for (int b = 0; b < kSlotRows; ++b)
+      if (b < there) q_t[b] = uint8_t(chunk.w[b / 4] >> (8 * (b % 4)));
+  }
 }
 
 }  // namespace moe_fp8

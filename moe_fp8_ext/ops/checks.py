@@ -1,16 +1,21 @@
-"""The checks that fake implementations and grouped_mm share; csrc/ops/common.h words its errors alike."""
+"""The checks of fake implementations and of grouped_mm; csrc/ops/checks.h words its errors alike.
+
+What can be said of a tensor alone is in the table of csrc/ops/arguments.h, which both read.
+"""
+
+from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_fp8_ext import shapes
-from moe_fp8_ext.ops.gradients import wants_grad
-from moe_fp8_ext.recipes import default_fp8_dtype
+from moe_fp8_ext import _C
+from moe_fp8_ext.formats import FORMATS, MAX_ALIGN, MAX_ROWS, Format, padded_extent
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_ALIGN = 256
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
@@ -21,28 +26,83 @@ def require(ok: bool | torch.SymBool, message: str) -> None:
         raise RuntimeError(message)
 
 
-def check_input(op: str, arg: str, x: Tensor, dim: int | None = None) -> None:
-    check_dtype(op, arg, x)
-    if dim is None:
-        require(1 <= x.dim() <= 7, f"{op}: {arg} must have 1 to 7 dimensions, got {x.dim()}")
-    else:
-        check_dim(op, arg, x, dim)
-    check_unit_stride(op, arg, x, -1)
-    check_size(op, arg, x.shape[-1], "columns")
+def either(names: Sequence[object]) -> str:
+    *most, last = map(str, names)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
-def check_dtype(op: str, arg: str, x: Tensor) -> None:
-    require(x.dtype in INPUT_DTYPES, f"{op}: {arg} must be bfloat16, float16 or float32, got {x.dtype}")
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def check_dim(op: str, arg: str, x: Tensor, dim: int) -> None:
-    require(x.dim() == dim, f"{op}: {arg} must have {dim} dimensions, got {x.dim()}")
+@dataclass(frozen=True)
+class Argument:
+    """A row of the table; csrc/ops/arguments.h says what its fields are."""
+
+    op: str
+    name: str
+    like: str | None
+    dtypes: tuple[str, ...]
+    dtype_bytes: tuple[int, ...]
+    dtype_of_like: bool
+    dtype_of_format: bool
+    least_dims: int
+    most_dims: int
+    strides: str
+    limits: tuple[dict, ...]
+
+    def check(self, x: Tensor, like: Tensor | None = None) -> None:
+        """All that the table has of x, and that it is where `like` is, the tensor of that argument."""
+        text = f"{self.op}: {self.name} must be"
+        self._check_dtype(x)
+        check_dims(self.op, self.name, x, self.least_dims, self.most_dims)
+        if self.strides == "contiguous":
+            check_contiguous(self.op, self.name, x)
+        elif self.strides != "any":
+            check_unit_stride(self.op, self.name, x, -1 if self.strides == "inner" else -2)
+        for limit in self.limits:
+            size = x.numel() if limit["dim"] is None else x.shape[limit["dim"]]
+            check_size(self.op, self.name, size, limit["what"], limit["most"])
+        if self.like is None:
+            return
+        if self.dtype_of_like:
+            ok = dtype_name(x.dtype) in (*self.dtypes, dtype_name(like.dtype))
+            require(ok, f"{text} {either(self.dtypes)} or, like {self.like}, {like.dtype}, got {x.dtype}")
+        require(x.device == like.device, f"{text} on the device of {self.like}, {like.device}, got {x.device}")
+
+    def _check_dtype(self, x: Tensor) -> None:
+        text = f"{self.op}: {self.name} must"
+        if self.dtype_bytes:
+            sizes = f"{either(self.dtype_bytes)} byte{'s' if self.dtype_bytes != (1,) else ''}"
+            require(x.dtype.itemsize in self.dtype_bytes, f"{text} have a dtype of {sizes}, got {x.dtype}")
+        elif not self.dtype_of_like and not self.dtype_of_format:
+            require(dtype_name(x.dtype) in self.dtypes, f"{text} be {either(self.dtypes)}, got {x.dtype}")
+
+
+def _read(row: dict) -> Argument:
+    return Argument(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
+
+
+_ARGUMENTS = {(row["op"], row["name"]): _read(row) for row in _C.arguments()}
+
+
+def check(op: str, name: str, x: Tensor, like: Tensor | None = None) -> None:
+    _ARGUMENTS[op, name].check(x, like)
+
+
+def check_dtype(op: str, arg: str, x: Tensor, dtype: torch.dtype) -> None:
+    require(x.dtype == dtype, f"{op}: {arg} must be {dtype_name(dtype)}, got {x.dtype}")
+
+
+def check_dims(op: str, arg: str, x: Tensor, least: int, most: int) -> None:
+    dims = str(least) if least == most else f"{least} {'or' if most == least + 1 else 'to'} {most}"
+    require(least <= x.dim() <= most, f"{op}: {arg} must have {dims} dimensions, got {x.dim()}")
 
 
 def check_unit_stride(op: str, arg: str, x: Tensor, dim: int) -> None:
     # The size may be symbolic: asked last, so that it is not specialised where the stride already answers.
-    where = "its last dimension" if dim == -1 else f"dimension {dim % x.dim()} (the summed one)"
     if x.stride(dim) != 1 and x.shape[dim] > 1 and x.numel() != 0:
+        where = "its last dimension" if dim == -1 else f"dimension {dim % x.dim()} (the summed one)"
         raise RuntimeError(f"{op}: {arg} must have stride 1 in {where}, got stride {x.stride(dim)}")
 
 
@@ -54,89 +114,108 @@ def check_contiguous(op: str, arg: str, x: Tensor) -> None:
         stride *= x.shape[dim]
 
 
-def check_matrix(op: str, arg: str, x: Tensor) -> None:
-    check_dim(op, arg, x, 2)
-    check_unit_stride(op, arg, x, -1)
-    check_size(op, arg, x.shape[0], "rows")
-    check_size(op, arg, x.shape[1], "columns")
+def check_shape(op: str, arg: str, x: Tensor, shape: Sequence[int]) -> None:
+    check_dims(op, arg, x, len(shape), len(shape))
+    for i, size in enumerate(shape):
+        require(x.shape[i] == size, f"{op}: {arg} must have size {size} in dimension {i}, got {x.shape[i]}")
 
 
-def check_rows(op: str, arg: str, x: Tensor) -> None:
-    require(x.dtype.itemsize in (1, 2, 4), f"{op}: {arg} must have a dtype of 1, 2 or 4 bytes, got {x.dtype}")
-    check_matrix(op, arg, x)
-
-
-def check_tokens(op: str, arg: str, x: Tensor) -> None:
-    check_dtype(op, arg, x)
-    check_matrix(op, arg, x)
-
-
-def check_index(op: str, arg: str, t: Tensor, like: str, x: Tensor) -> None:
-    check_dim(op, arg, t, 1)
-    require(t.dtype == torch.int32, f"{op}: {arg} must be int32, got {t.dtype}")
-    if t.stride(0) != 1 and t.shape[0] > 1:
-        raise RuntimeError(f"{op}: {arg} must have stride 1, got stride {t.stride(0)}")
-    check_same_device(op, arg, t, like, x)
+def check_size(op: str, arg: str, size: int, what: str, most: int = MAX_ROWS) -> None:
+    # A symbolic size is left to the run: a graph for any size needs no guard against one beyond every memory.
+    if isinstance(size, int):
+        require(size <= most, f"{op}: {arg} must have at most {most} {what}, got {size}")
 
 
 def check_count(op: str, arg: str, rows: int) -> None:
     if isinstance(rows, int):
-        require(0 <= rows <= shapes.MAX_ROWS, f"{op}: {arg} must be from 0 to {shapes.MAX_ROWS}, got {rows}")
+        require(0 <= rows <= MAX_ROWS, f"{op}: {arg} must be from 0 to {MAX_ROWS}, got {rows}")
 
 
-def check_offs(op: str, offs: Tensor, like: str, x: Tensor) -> None:
-    check_index(op, "offs", offs, like, x)
-    e = offs.shape[0]
-    require(e <= shapes.MAX_EXPERTS, f"{op}: offs must have at most {shapes.MAX_EXPERTS} entries, got {e}")
+def check_one_of(op: str, arg: str, value: str, names: Sequence[str], where: str = "") -> None:
+    quoted = [f"'{name}'" for name in names]
+    require(value in names, f"{op}: {arg} must be {either(quoted)}{where}, got '{value}'")
 
 
-def validate_offs(op: str, offs: Tensor, like: str, rows: int) -> None:
-    """With MOE_FP8_VALIDATE=1 in the environment: the contents of offs, which waits for the device."""
-    if os.environ.get("MOE_FP8_VALIDATE", "0") in ("", "0"):
-        return
-    previous = 0
-    for e, end in enumerate(offs.tolist()):
-        require(end >= previous, f"{op}: offs must be non-decreasing from 0, got offs[{e}] = {end} after {previous}")
-        require(end <= rows, f"{op}: offs must not exceed the {rows} rows of {like}, got offs[{e}] = {end}")
-        previous = end
+def check_format(op: str, format: str) -> Format:
+    check_one_of(op, "format", format, list(FORMATS))
+    return FORMATS[format]
 
 
-def check_same_device(op: str, arg: str, t: Tensor, like: str, x: Tensor) -> None:
-    require(t.device == x.device, f"{op}: {arg} must be on the device of {like}, {x.device}, got {t.device}")
+def check_rounding(op: str, format: Format, rounding: str | None) -> None:
+    if rounding is not None:
+        check_one_of(op, "rounding", rounding, format.roundings, f" with format '{format.name}'")
 
 
-def check_size(op: str, arg: str, size: int, what: str) -> None:
-    # A symbolic size is left to the run: a graph for any size needs no guard against one beyond every memory.
-    if isinstance(size, int):
-        require(size <= shapes.MAX_ROWS, f"{op}: {arg} must have at most {shapes.MAX_ROWS} {what}, got {size}")
+def check_scale(op: str, arg: str, scale: Tensor, format: Format, shape: Sequence[int]) -> None:
+    check_dtype(op, arg, scale, format.scale_dtype)
+    check_shape(op, arg, scale, shape)
+    if format.order != "column_major":
+        check_contiguous(op, arg, scale)
 
 
-def check_align(op: str, align: int, arg: str, rows: int, experts: int) -> None:
-    require(
-        1 <= align <= MAX_ALIGN and align & (align - 1) == 0,
-        f"{op}: align must be a power of two from 1 to {MAX_ALIGN}, got {align}",
-    )
-    check_size(op, arg, shapes.padded_extent(rows, experts, align), "rows with padding")
+def check_scale_of_tokens(
+    op: str, arg: str, scale: Tensor, format: Format, k: int, positions: int, e: int, transposed: bool = False
+) -> None:
+    """Of an operand [K, positions]; column-major ones have room for more blocks, as the quantizer knows."""
+    blocks = format.blocks(positions)
+    if format.order != "column_major":
+        return check_scale(op, arg, scale, format, format.scale_of_tokens(k, blocks, e).shape)
+    check_dtype(op, arg, scale, format.scale_dtype)
+    check_dims(op, arg, scale, 2, 2)
+    row_dim, block_dim = (1, 0) if transposed else (0, 1)
+    got, made = scale.shape[row_dim], scale.shape[block_dim]
+    require(got == k, f"{op}: {arg} must have size {k} in dimension {row_dim}, got {got}")
+    require(made >= blocks, f"{op}: {arg} must have at least {blocks} blocks in dimension {block_dim}, got {made}")
+    check_size(op, arg, made, "blocks")
 
 
-def check_no_gradient(op: str, arg: str, x: Tensor) -> None:
-    # A gradient would be lost without a word otherwise.
-    if wants_grad(x):
-        raise RuntimeError(
-            f"{op}: {arg} must not ask for a gradient, which quantizing has none of (detach it, or call grouped_mm), "
-            "got requires_grad=True"
+def check_align(op: str, align: int, arg: str, rows: int, experts: int, least: int = 1, most: int = MAX_ALIGN) -> None:
+    ok = least <= align <= most and align & (align - 1) == 0
+    require(ok, f"{op}: align must be a power of two from {least} to {most}, got {align}")
+    check_size(op, arg, padded_extent(rows, experts, align), "rows with padding")
+
+
+def check_indices(op: str, indices: Tensor, like: Tensor, rows: int, top_k: int) -> None:
+    check(op, "indices", indices, like)
+    require(top_k >= 1, f"{op}: top_k must be at least 1, got {top_k}")
+    if isinstance(rows, int):
+        require(
+            rows * top_k <= MAX_ROWS and top_k <= MAX_ROWS,
+            f"{op}: top_k must give at most {MAX_ROWS} slots to {rows} rows, got {top_k}",
         )
 
 
-def check_fp8(op: str, arg: str, dtype: torch.dtype) -> None:
-    require(
-        dtype in FP8_DTYPES,
-        f"{op}: {arg} must be float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz, got {dtype}",
-    )
+def default_fp8_dtype(device: torch.device | str) -> torch.dtype:
+    """float8_e4m3fnuz where the device's fp8 instructions are FNUZ (gfx942), else float8_e4m3fn."""
+    device = torch.device(device)
+    if device.type == "cuda" and torch.version.hip:
+        if torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx94"):
+            return torch.float8_e4m3fnuz
+    return torch.float8_e4m3fn
 
 
-def out_dtype(op: str, dtype: torch.dtype | None, x: Tensor) -> torch.dtype:
+def fp8_dtype(op: str, dtype: torch.dtype | None, x: Tensor) -> torch.dtype:
+    """The one asked for, or the device's own."""
     if dtype is None:
         return default_fp8_dtype(x.device)
-    check_fp8(op, "dtype", dtype)
+    require(dtype in FP8_DTYPES, f"{op}: dtype must be {either(map(dtype_name, FP8_DTYPES))}, got {dtype}")
     return dtype
+
+
+def validates() -> bool:
+    """Whether the contents of offs and indices are checked too, which waits for the device."""
+    return os.environ.get("MOE_FP8_VALIDATE", "0") not in ("", "0")
+
+
+def validate_offs(op: str, offs: Tensor, of: str, rows: int) -> None:
+    previous = 0
+    for e, end in enumerate(offs.tolist()):
+        require(end >= previous, f"{op}: offs must be non-decreasing from 0, got offs[{e}] = {end} after {previous}")
+        require(end <= rows, f"{op}: offs must not exceed the {rows} {of}, got offs[{e}] = {end}")
+        previous = end
+
+
+def validate_indices(op: str, indices: Tensor, slots: int) -> None:
+    for p, index in enumerate(indices.tolist()):
+        text = f"{op}: indices must be -1 or one of the {slots} slots, got {index} in place {p}"
+        require(-1 <= index < slots, text)

@@ -1,17 +1,9 @@
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from moe_fp8_ext import shapes
-from moe_fp8_ext.ops.checks import (
-    check_contiguous,
-    check_count,
-    check_dim,
-    check_same_device,
-    check_size,
-    check_tokens,
-    require,
-)
-from moe_fp8_ext.ops.gradients import unit_stride, wants_grad
+from moe_fp8_ext.ops.checks import check, check_count, check_shape, require
+from moe_fp8_ext.ops.dispatch import below_autograd, refuse_derivatives, register_gradient, unit_stride
 
 _combine = torch.ops.moe_fp8.combine.default
 _combine_backward = torch.ops.moe_fp8.combine_backward.default
@@ -42,10 +34,8 @@ def combine(y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Te
 
     Source: the equation above.
     """
-    needs_scores = wants_grad(topk_scores)
-    if wants_grad(y) or needs_scores:
-        return _Combine.apply(y, inverse, topk_scores, needs_scores)
-    return _combine(y, inverse, topk_scores)
+    with below_autograd(y, topk_scores):
+        return _combine(y, inverse, topk_scores)
 
 
 def combine_backward(
@@ -76,70 +66,57 @@ def combine_backward(
 
     Source: the equations above.
     """
-    return _combine_backward(grad, y, inverse, topk_scores, num_rows)
+    with below_autograd(grad, y, topk_scores):
+        return _combine_backward(grad, y, inverse, topk_scores, num_rows)
 
 
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y, inverse, topk_scores, needs_scores):
-        ctx.save_for_backward(y if needs_scores else None, inverse, topk_scores)
-        ctx.rows, ctx.needs_scores = y.shape[0], needs_scores
-        return _combine(y, inverse, topk_scores)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        grad_y, grad_scores = _combine_backward(unit_stride(grad), *ctx.saved_tensors, ctx.rows)
-        return grad_y, None, grad_scores if ctx.needs_scores else None, None
+def _save(ctx, inputs, output):
+    y, inverse, *scores = inputs
+    topk_scores = scores[0] if scores else None
+    ctx.needs_scores = topk_scores is not None and topk_scores.requires_grad
+    ctx.rows = y.shape[0]
+    ctx.save_for_backward(y if ctx.needs_scores else None, inverse, topk_scores)
 
 
-def _check_inverse(op: str, inverse: Tensor, like: str, x: Tensor) -> None:
-    check_dim(op, "inverse", inverse, 2)
-    require(inverse.dtype == torch.int32, f"{op}: inverse must be int32, got {inverse.dtype}")
-    check_contiguous(op, "inverse", inverse)
-    check_size(op, "inverse", inverse.numel(), "slots")
-    check_size(op, "inverse", inverse.shape[0], "rows")
-    check_same_device(op, "inverse", inverse, like, x)
+@once_differentiable
+def _backward(ctx, grad):
+    grad_y, grad_scores = _combine_backward(unit_stride(grad), *ctx.saved_tensors, ctx.rows)
+    return (grad_y, None, grad_scores) if ctx.needs_scores else (grad_y,)
 
 
-def _check_scores(op: str, scores: Tensor, inverse: Tensor, like: str, x: Tensor) -> None:
-    check_dim(op, "topk_scores", scores, 2)
-    require(
-        scores.dtype in (torch.float32, x.dtype),
-        f"{op}: topk_scores must be float32 or, like {like}, {x.dtype}, got {scores.dtype}",
-    )
-    for i, (size, got) in enumerate(zip(inverse.shape, scores.shape, strict=True)):
-        require(got == size, f"{op}: topk_scores must have size {size} in dimension {i}, got {got}")
-    check_contiguous(op, "topk_scores", scores)
-    check_same_device(op, "topk_scores", scores, like, x)
+register_gradient(_combine, _save, _backward)
+refuse_derivatives(_combine_backward)
+
+
+def _check_scores(op: str, scores: Tensor, inverse: Tensor, x: Tensor) -> None:
+    check(op, "topk_scores", scores, x)
+    check_shape(op, "topk_scores", scores, inverse.shape)
 
 
 @torch.library.register_fake("moe_fp8::combine")
 def _(y, inverse, topk_scores=None):
     op = "combine"
-    check_tokens(op, "y", y)
-    _check_inverse(op, inverse, "y", y)
+    check(op, "y", y)
+    check(op, "inverse", inverse, y)
     if topk_scores is not None:
-        _check_scores(op, topk_scores, inverse, "y", y)
-    return y.new_empty(shapes.combine(y.shape, inverse.shape))
+        _check_scores(op, topk_scores, inverse, y)
+    return y.new_empty((inverse.shape[0], y.shape[1]))
 
 
 @torch.library.register_fake("moe_fp8::combine_backward")
 def _(grad, y, inverse, topk_scores, num_rows):
     op = "combine_backward"
-    check_tokens(op, "grad", grad)
-    _check_inverse(op, inverse, "grad", grad)
+    check(op, "grad", grad)
+    check(op, "inverse", inverse, grad)
     t, got = inverse.shape[0], grad.shape[0]
     require(got == t, f"{op}: grad must have the {t} rows of inverse, got {got}")
     if topk_scores is not None:
-        _check_scores(op, topk_scores, inverse, "grad", grad)
+        _check_scores(op, topk_scores, inverse, grad)
     check_count(op, "num_rows", num_rows)
     if y is not None:
+        check(op, "y", y, grad)
         require(y.dtype == grad.dtype, f"{op}: y must be, like grad, {grad.dtype}, got {y.dtype}")
-        check_tokens(op, "y", y)
-        for i, size in enumerate((num_rows, grad.shape[1])):
-            require(y.shape[i] == size, f"{op}: y must have size {size} in dimension {i}, got {y.shape[i]}")
-        check_same_device(op, "y", y, "grad", grad)
+        check_shape(op, "y", y, (num_rows, grad.shape[1]))
     dtype = torch.float32 if topk_scores is None else topk_scores.dtype
-    grad_y, grad_scores = shapes.combine_backward(grad.shape, inverse.shape, num_rows, y is not None)
-    return grad.new_empty(grad_y), grad.new_empty(grad_scores, dtype=dtype)
+    grad_scores = (0,) if y is None else inverse.shape
+    return grad.new_empty((num_rows, grad.shape[1])), grad.new_empty(grad_scores, dtype=dtype)

@@ -1,8 +1,8 @@
 import torch
 from torch import Tensor
 
-from moe_fp8_ext import shapes
-from moe_fp8_ext.ops.checks import check_size, check_unit_stride, require
+from moe_fp8_ext.formats import MAX_EXPERTS
+from moe_fp8_ext.ops.checks import check, require
 
 _sort = torch.ops.moe_fp8.sort_tokens.default
 
@@ -36,11 +36,8 @@ def sort_tokens(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
 @torch.library.register_fake("moe_fp8::sort_tokens")
 def _(topk_ids, num_experts):
     op = "sort_tokens"
-    dtypes = torch.int32, torch.int64
-    require(topk_ids.dtype in dtypes, f"{op}: topk_ids must be int32 or int64, got {topk_ids.dtype}")
-    require(topk_ids.dim() in (1, 2), f"{op}: topk_ids must have 1 or 2 dimensions, got {topk_ids.dim()}")
-    check_unit_stride(op, "topk_ids", topk_ids, -1)
-    check_size(op, "topk_ids", topk_ids.numel(), "slots")
-    most = shapes.MAX_EXPERTS
-    require(1 <= num_experts <= most, f"{op}: num_experts must be from 1 to {most}, got {num_experts}")
-    return tuple(topk_ids.new_empty(s, dtype=torch.int32) for s in shapes.sort_tokens(topk_ids.shape, num_experts))
+    check(op, "topk_ids", topk_ids)
+    require(1 <= num_experts <= MAX_EXPERTS, f"{op}: num_experts must be from 1 to {MAX_EXPERTS}, got {num_experts}")
+    slots = topk_ids.shape[0] if topk_ids.dim() == 1 else topk_ids.shape[0] * topk_ids.shape[1]
+    shapes = (slots,), (num_experts,), topk_ids.shape
+    return tuple(topk_ids.new_empty(shape, dtype=torch.int32) for shape in shapes)

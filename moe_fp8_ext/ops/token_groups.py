@@ -1,16 +1,11 @@
+"""Token groups for consumers that need each to begin at a multiple of something."""
+
 import torch
 from torch import Tensor
 
-from moe_fp8_ext import shapes
-from moe_fp8_ext.ops.checks import (
-    check_align,
-    check_count,
-    check_index,
-    check_offs,
-    check_rows,
-    require,
-)
-from moe_fp8_ext.ops.gradients import unit_stride, wants_grad
+from moe_fp8_ext.formats import padded_extent
+from moe_fp8_ext.ops.checks import check, check_align, check_count, require
+from moe_fp8_ext.ops.dispatch import below_autograd, register_gradient, unit_stride
 
 _pad = torch.ops.moe_fp8.pad_token_groups.default
 _pad_to = torch.ops.moe_fp8.pad_token_groups_to.default
@@ -39,9 +34,8 @@ def pad_token_groups(x: Tensor, offs: Tensor, align: int = 16) -> tuple[Tensor, 
 
     Source: the equation above; padded layout of DESIGN.md section 4.
     """
-    if wants_grad(x):
-        return _Pad.apply(x, offs, align)
-    return _pad(x, offs, align)
+    with below_autograd(x):
+        return _pad(x, offs, align)
 
 
 def pad_token_groups_to(x: Tensor, offs: Tensor, padded_starts: Tensor, num_padded: int) -> Tensor:
@@ -66,9 +60,8 @@ def pad_token_groups_to(x: Tensor, offs: Tensor, padded_starts: Tensor, num_padd
 
     Source: the equation above.
     """
-    if wants_grad(x):
-        return _Copy.apply(x, offs, padded_starts, num_padded, True)
-    return _pad_to(x, offs, padded_starts, num_padded)
+    with below_autograd(x):
+        return _pad_to(x, offs, padded_starts, num_padded)
 
 
 def unpad_token_groups(y: Tensor, offs: Tensor, padded_starts: Tensor, num_tokens: int) -> Tensor:
@@ -94,42 +87,37 @@ def unpad_token_groups(y: Tensor, offs: Tensor, padded_starts: Tensor, num_token
 
     Source: the equation above.
     """
-    if wants_grad(y):
-        return _Copy.apply(y, offs, padded_starts, num_tokens, False)
-    return _unpad(y, offs, padded_starts, num_tokens)
+    with below_autograd(y):
+        return _unpad(y, offs, padded_starts, num_tokens)
 
 
-class _Pad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, offs, align):
-        x_padded, padded_starts, padded_offs = _pad(x, offs, align)
-        ctx.mark_non_differentiable(padded_starts, padded_offs)
-        ctx.save_for_backward(offs, padded_starts)
-        ctx.rows = x.shape[0]
-        return x_padded, padded_starts, padded_offs
-
-    @staticmethod
-    def backward(ctx, grad, *_):
-        return unpad_token_groups(unit_stride(grad), *ctx.saved_tensors, ctx.rows), None, None
+def _save_pad(ctx, inputs, output):
+    x, offs, *_ = inputs
+    ctx.rows = x.shape[0]
+    ctx.save_for_backward(offs, output[1])
 
 
-class _Copy(torch.autograd.Function):
-    """To given places or back; each direction is the other's gradient."""
+def _save_copy(ctx, inputs, output):
+    x, offs, padded_starts, _ = inputs
+    ctx.rows = x.shape[0]
+    ctx.save_for_backward(offs, padded_starts)
 
-    @staticmethod
-    def forward(ctx, x, offs, padded_starts, rows, pad):
-        ctx.save_for_backward(offs, padded_starts)
-        ctx.rows, ctx.pad = x.shape[0], pad
-        return (_pad_to if pad else _unpad)(x, offs, padded_starts, rows)
 
-    @staticmethod
-    def backward(ctx, grad):
-        back = unpad_token_groups if ctx.pad else pad_token_groups_to
-        return back(unit_stride(grad), *ctx.saved_tensors, ctx.rows), None, None, None, None
+def _pad_backward(ctx, grad, *_):
+    return (unpad_token_groups(unit_stride(grad), *ctx.saved_tensors, ctx.rows),)
+
+
+def _unpad_backward(ctx, grad):
+    return (pad_token_groups_to(unit_stride(grad), *ctx.saved_tensors, ctx.rows),)
+
+
+register_gradient(_pad, _save_pad, _pad_backward)
+register_gradient(_pad_to, _save_copy, _pad_backward)
+register_gradient(_unpad, _save_copy, _unpad_backward)
 
 
 def _check_starts(op: str, starts: Tensor, offs: Tensor) -> None:
-    check_index(op, "padded_starts", starts, "offs", offs)
+    check(op, "padded_starts", starts, offs)
     e, got = offs.shape[0], starts.shape[0]
     require(got == e, f"{op}: padded_starts must have the {e} entries of offs, got {got}")
 
@@ -137,28 +125,28 @@ def _check_starts(op: str, starts: Tensor, offs: Tensor) -> None:
 @torch.library.register_fake("moe_fp8::pad_token_groups")
 def _(x, offs, align=16):
     op = "pad_token_groups"
-    check_rows(op, "x", x)
-    check_offs(op, offs, "x", x)
-    check_align(op, align, "x", x.shape[0], offs.shape[0])
-    x_padded, starts, ends = shapes.pad_token_groups(x.shape, offs.shape[0], align)
-    return x.new_empty(x_padded), offs.new_empty(starts), offs.new_empty(ends)
+    check(op, "x", x)
+    check(op, "offs", offs, x)
+    (m, k), e = x.shape, offs.shape[0]
+    check_align(op, align, "x", m, e)
+    return x.new_empty((padded_extent(m, e, align), k)), offs.new_empty((e,)), offs.new_empty((e,))
 
 
 @torch.library.register_fake("moe_fp8::pad_token_groups_to")
 def _(x, offs, padded_starts, num_padded):
     op = "pad_token_groups_to"
-    check_rows(op, "x", x)
-    check_offs(op, offs, "x", x)
+    check(op, "x", x)
+    check(op, "offs", offs, x)
     _check_starts(op, padded_starts, offs)
     check_count(op, "num_padded", num_padded)
-    return x.new_empty(shapes.pad_token_groups_to(x.shape, num_padded))
+    return x.new_empty((num_padded, x.shape[1]))
 
 
 @torch.library.register_fake("moe_fp8::unpad_token_groups")
 def _(y, offs, padded_starts, num_tokens):
     op = "unpad_token_groups"
-    check_rows(op, "y", y)
+    check(op, "y", y)
     check_count(op, "num_tokens", num_tokens)
-    check_offs(op, offs, "y", y)
+    check(op, "offs", offs, y)
     _check_starts(op, padded_starts, offs)
-    return y.new_empty(shapes.unpad_token_groups(y.shape, num_tokens))
+    return y.new_empty((num_tokens, y.shape[1]))

@@ -22,10 +22,11 @@ class GuardedMemory:
         """A contiguous tensor of 0xFF bytes at a 16-byte boundary."""
         return self._bytes(torch.Size(shape).numel() * dtype.itemsize, 0).view(dtype).view(shape)
 
-    def strided(self, shape: tuple[int, int], stride: tuple[int, int]) -> Tensor:
-        """float32 lines, rows or columns, `max(stride)` elements apart; what lies between them is writable too."""
-        lines = shape[0 if stride[1] == 1 else 1]
-        return self.empty((lines * (sum(stride) - 1),), torch.float32).as_strided(shape, stride)
+    def like(self, t: Tensor) -> Tensor:
+        """Of the shape, strides and dtype of t; where columns lie apart, so does the end from the last of them."""
+        if t.stride() == torch.empty(t.shape).stride():
+            return self.empty(t.shape, t.dtype)
+        return self.empty((t.shape[1] * t.stride(1),), t.dtype).as_strided(t.shape, t.stride())
 
     def copy(self, t: Tensor) -> Tensor:
         """The values, strides and misalignment of t; what its strides skip is 0xFF."""

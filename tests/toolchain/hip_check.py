@@ -5,20 +5,25 @@ fp8 conversion instructions where they belong. Needs neither ROCm nor a GPU: cla
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from hipified import hipify
-from isa_report import Kernel, Patterns, compile_all, parse_arguments, print_report, short_names
+from cache import CSRC, cached, closure, key
+from hipified import hipify, kernel_sources
+from isa_report import E4M3, E5M2, VECTORS, Kernel, arguments, found, print_report, short_names, side_by_side
 
+ARCHS = ("gfx942", "gfx950")
 STUB = Path(__file__).parent / "hip_stub"
-ISA = Patterns(
-    vector_load=r"\b(global|buffer)_load_(lds_)?dwordx[24]\b",
-    cast={"E4M3": r"\bv_cvt_pk_fp8_f32\b", "E5M2": r"\bv_cvt_pk_bf8_f32\b"},
-)
+FLAGS = "--cuda-device-only -nogpulib -nogpuinc -std=c++17 -O3 -ffp-contract=off -DUSE_ROCM".split()
+ISA = {
+    VECTORS: r"\b(global|buffer)_load_(lds_)?dwordx[24]\b",
+    E4M3: r"\bv_cvt_pk_fp8_f32\b",
+    E5M2: r"\bv_cvt_pk_bf8_f32\b",
+}
 
 
 def compiler() -> list[str]:
@@ -38,34 +43,41 @@ def parse(assembly: str, arch: str) -> list[Kernel]:
     names = short_names(entry["name"] for entry in entries)
     for entry in entries:
         body = assembly.split(f"\n{entry['name']}:", 1)[1].split("\n.Lfunc_end", 1)[0]
-        kernel = Kernel(names[entry["name"]], arch, int(entry["vgpr_count"]), int(entry["group_segment_fixed_size"]))
-        kernel.forbid(
-            vgpr_spills=int(entry["vgpr_spill_count"]),  # scalar registers spill into lanes of these, not into memory
-            bytes_of_scratch=int(entry["private_segment_fixed_size"]),
-            calls=len(re.findall(r"^\s+s_swappc_b64\b", body, re.M)),
-        )
-        kernel.check_body(body, ISA)
-        kernels.append(kernel)
+        forbidden = {
+            "vgpr spills": int(entry["vgpr_spill_count"]),  # scalar registers spill into these, not into memory
+            "bytes of scratch": int(entry["private_segment_fixed_size"]),
+            "calls": len(re.findall(r"^\s+s_swappc_b64\b", body, re.M)),
+        }
+        registers, shared = int(entry["vgpr_count"]), int(entry["group_segment_fixed_size"])
+        kernels.append(Kernel(names[entry["name"]], arch, registers, shared, forbidden, found(body, ISA)))
     return kernels
 
 
 def main() -> int:
-    args = parse_arguments(__doc__, ("gfx942", "gfx950"))
+    parser = arguments(__doc__)
+    everything = os.environ.get("MOE_FP8_CHECK_ALL") == "1"
+    parser.add_argument("--all", action="store_true", default=everything, help=f"for {' and '.join(ARCHS)}")
+    args = parser.parse_args()
     clang = compiler()
+    version = subprocess.run([clang[0], "version"], capture_output=True, text=True, check=True).stdout
+
     with tempfile.TemporaryDirectory() as tmp:
         tree = Path(tmp) / "csrc"
-        sources = hipify(args.csrc, tree)
+        hipify(CSRC, tree)
 
-        def compile_one(source: Path, arch: str) -> list[Kernel]:
-            command = [
-                *clang, "-x", "hip", f"--offload-arch={arch}", "--cuda-device-only", "-nogpulib", "-nogpuinc",
-                "-std=c++17", "-O3", "-ffp-contract=off", "-DUSE_ROCM", f"-I{STUB}", f"-I{tree}",
-                "-S", str(source), "-o", "-",
-            ]  # fmt: skip
-            return parse(subprocess.run(command, check=True, capture_output=True, text=True).stdout, arch)
+        def check_one(source: Path, arch: str) -> list[Kernel]:
+            def make(folder: Path) -> None:
+                hip = tree / source.relative_to(CSRC).with_suffix(".hip")
+                command = [*clang, "-x", "hip", f"--offload-arch={arch}", *FLAGS, f"-I{STUB}", f"-I{tree}", "-S", hip]
+                subprocess.run([*command, "-o", folder / "assembly"], check=True, capture_output=True, text=True)
 
-        kernels = compile_all(compile_one, [(source, arch) for source in sources for arch in args.archs])
-    return print_report(kernels, "vgpr", args.all)
+            files = [*closure(source, CSRC), *sorted(STUB.rglob("*.h"))]
+            assembly = cached(key("hip", version, *FLAGS, arch, files=files), make) / "assembly"
+            return parse(assembly.read_text(), arch)
+
+        archs = ARCHS if args.all else ARCHS[:1]
+        kernels = side_by_side(check_one, [(s, arch) for s in kernel_sources(CSRC) for arch in archs])
+    return print_report(kernels, "vgpr", args.each)
 
 
 if __name__ == "__main__":

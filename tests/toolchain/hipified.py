@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from cache import ROOT
 
 
-def hipify(csrc: Path, out: Path) -> list[Path]:
-    """Writes the hipified copy of `csrc` to `out`; returns its kernel sources."""
+def kernel_sources(csrc: Path) -> list[Path]:
+    """The kernels that a ROCm build compiles: all but those for one generation of NVIDIA's chips."""
+    return sorted(s for s in csrc.rglob("*.cu") if not re.fullmatch(r"sm\d+", s.parent.name))
+
+
+def hipify(csrc: Path, out: Path) -> None:
+    """Writes the hipified copy of `csrc` to `out`."""
     torch = importlib.util.find_spec("torch")  # found, not imported: that takes seconds
     if torch is None or torch.origin is None:
         raise SystemExit("hipify is part of torch, and there is no torch here")
     command = [sys.executable, ROOT / "build_backend" / "hipify.py", Path(torch.origin).parent, csrc, out]
     subprocess.run(command, check=True, capture_output=True, text=True)
-    return sorted(out.glob("kernels/*.hip"))

@@ -1,112 +1,91 @@
-"""What the compile checks of both vendors share: the rule of every kernel, names, arguments and the table."""
+"""What the compile checks of both vendors share: names of kernels, what their code must hold, and the table."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
-FORMATS = ("E4M3FN", "E5M2", "E4M3FNUZ", "E5M2FNUZ")  # enum class Fp8Type, in order
+VECTORS = "vector loads"  # 8 or 16 bytes at a time from global memory
+E4M3, E5M2 = "E4M3 casts", "E5M2 casts"
+E8M0 = "E8M0 casts"  # instructions that round up to an E8M0 scale
 ROUNDS_TO_E8M0 = ("sm_100a",)
-NATIVE_FORMATS = {"gfx942": FORMATS[2:]}  # every other architecture that is checked converts the first two
+OF_E8M0 = r"\(ScaleType\)1|\(FormatId\)[23]"  # kernels of formats with such scales
+KINDS = {"(Kind)0": {E4M3}, "(Kind)1": {E5M2}, "(Kind)2": {E4M3, E5M2}}  # enum class Kind of quantize/types.h
 
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """What the machine code of a kernel must hold. The first rule whose pattern matches the whole name counts."""
-
-    pattern: str
-    vector_loads: bool = True  # 8 or 16 bytes at a time from global memory
-    casts: bool = True  # fp8 conversion instructions, where the architecture has them for the format
-
-
-RULES = (
-    Rule(r"quantize_rowwise_kernel<.*, false>", vector_loads=False),  # misaligned rows, element by element
-    Rule(r"quantize_row_blocks_kernel<.*, false>", vector_loads=False),
-    Rule(r"quantize_tiles_kernel<TileTraits<.*\(Access\)2> >", vector_loads=False),  # misaligned, element by element
-    Rule(r"quantize_(rowwise|rowwise_beside|strips|row_blocks|tiles)_kernel<.*>"),
-    Rule(r"scaled_grouped_mm_kernel|dequantize_kernel<\w+, 8>|copy_rows_kernel<Vec16>", casts=False),
-    Rule(r"dequantize_kernel<.*>", vector_loads=False, casts=False),  # a word for 16 bytes of float32; misaligned ones
-    Rule(r"copy_rows_kernel<.*>", vector_loads=False, casts=False),  # rows that are not multiples of 16 bytes
-    Rule(r"token_groups_kernel<\w+>|permute_indices_kernel", vector_loads=False, casts=False),  # an index a row
-    Rule(
-        r"prepare_offs_kernel|zero_rows_kernel|zero_empty_groups_kernel", vector_loads=False, casts=False
-    ),  # a few words, or stores alone
-    Rule(r"place_rows_kernel", vector_loads=False, casts=False),  # an index a row, and stores
-    Rule(r"invert_indices_kernel", vector_loads=False, casts=False),  # an atomic for every word
-    Rule(r"combine(_backward)?_kernel<.*Vec16.*>", casts=False),
-    Rule(r"combine(_backward)?_kernel<.*>", vector_loads=False, casts=False),  # misaligned rows, element by element
-    Rule(r"zero_unused_rows_kernel<.*>", vector_loads=False, casts=False),  # an index a lane, and stores
-    Rule(r"swizzle_scales_kernel<.*>", casts=False),
-    Rule(r"(count|place)_tokens_kernel<\w+>", vector_loads=False, casts=False),  # an id a lane, in the order of lanes
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Patterns:
-    """Regular expressions of one assembly language."""
-
-    vector_load: str
-    cast: dict[str, str]  # by the first four characters of the format
-    e8m0: str | None = None  # rounding up to an E8M0 scale, of those in ROUNDS_TO_E8M0
+# Kernels that quantize nothing: whether any instance, or those with this type, load vectors. The others load a word or
+# an index at a time.
+OTHERS: dict[str, str | bool] = {
+    "combine_backward_kernel": "Vec16",
+    "combine_kernel": "Vec16",
+    "copy_rows_kernel": "Vec16",
+    "count_tokens_kernel": False,
+    "dequantize_kernel": "Pieces<BF16>",
+    "grouped_gemm_kernel": False,  # its operands come by tensor maps
+    "invert_indices_kernel": False,
+    "permute_indices_kernel": False,
+    "place_rows_kernel": False,
+    "place_tokens_kernel": False,
+    "prepare_offs_kernel": False,
+    "scaled_grouped_mm_kernel": True,
+    "swizzle_scales_kernel": True,
+    "token_groups_kernel": False,
+    "zero_empty_groups_kernel": False,
+    "zero_rows_kernel": False,
+    "zero_unused_rows_kernel": False,
+}
 
 
 @dataclasses.dataclass
 class Kernel:
-    """One compiled kernel instantiation."""
+    """One compiled instance of a kernel."""
 
     name: str  # see short_names()
     arch: str
     registers: int
     shared: int
-    problems: list[str] = dataclasses.field(default_factory=list)
+    forbidden: dict[str, int]  # such as bytes of spills: none may be there
+    found: set[str]
 
     @property
-    def software_format(self) -> str | None:
-        """The fp8 format that this architecture converts in software, if the kernel writes such."""
-        fmt = format_of(self.name)
-        return fmt if fmt and fmt not in native_formats(self.arch) else None
-
-    def forbid(self, **counts: int) -> None:
-        self.problems += [f"{count} {what.replace('_', ' ')}" for what, count in counts.items() if count]
-
-    def check_body(self, body: str, patterns: Patterns) -> None:
-        """Applies the kernel's rule to its assembly text."""
-        rule = next((r for r in RULES if re.fullmatch(r.pattern, self.name)), None)
-        if rule is None:
-            self.problems.append("no rule in isa_report.py says what it must contain")
-            return
-        if rule.vector_loads and not re.search(patterns.vector_load, body):
-            self.problems.append("no vector loads")
-        writes_e8m0 = re.search(r"\b(MxFormat|SectorMap)\b", self.name)
-        if writes_e8m0 and self.arch in ROUNDS_TO_E8M0 and not re.search(patterns.e8m0 or "$^", body):
-            self.problems.append("no E8M0 conversion instructions")
-        fmt = format_of(self.name)
-        if not rule.casts or self.software_format:
-            return
-        if fmt is None:
-            self.problems.append("its name tells no fp8 format")
-        elif not re.search(patterns.cast[fmt[:4]], body):
-            self.problems.append(f"no {fmt} conversion instructions")
+    def problems(self) -> list[str]:
+        needed = needs(self.name, self.arch)
+        if needed is None:
+            return ["isa_report.py does not know it"]
+        present = [f"{count} {what}" for what, count in self.forbidden.items() if count]
+        return present + [f"no {what}" for what in sorted(needed - self.found)]
 
 
-def native_formats(arch: str) -> tuple[str, ...]:
-    return NATIVE_FORMATS.get(arch, FORMATS[:2])
+def base_of(name: str) -> str:
+    return name.partition("<")[0]
 
 
-def format_of(name: str) -> str | None:
-    found = re.search(rf"\b({'|'.join(FORMATS)})\b", name)
-    return found[1] if found else None
+def needs(name: str, arch: str) -> set[str] | None:
+    """What the code of a kernel must hold; None of an unknown one."""
+    base = base_of(name)
+    if base.startswith("quantize_"):
+        fast = re.search(r"\bFast<\w+, (\(Kind\)\d)>", name)
+        if not fast:
+            return set() if re.search(r"\bAny\b", name) else None
+        of_scales = {E8M0} if arch in ROUNDS_TO_E8M0 and re.search(OF_E8M0, name) else set()
+        return {VECTORS, *KINDS[fast[1]], *of_scales}
+    if base not in OTHERS:
+        return None
+    vectors = OTHERS[base]
+    return {VECTORS} if vectors is True or (vectors and vectors in name) else set()
+
+
+def found(body: str, patterns: dict[str, str]) -> set[str]:
+    return {what for what, pattern in patterns.items() if re.search(pattern, body)}
 
 
 def short_names(symbols: Iterable[str]) -> dict[str, str]:
-    """Demangles kernel symbols: no namespaces, no parameter list, formats by name: `kernel<BF16, E5M2, true>`."""
+    """Demangles kernels' symbols, without namespaces and parameters: `quantize_rows_kernel<Fast<BF16, (Kind)0>, 2>`."""
     symbols = list(symbols)
     text = subprocess.run(["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True).stdout
     return dict(zip(symbols, map(_short, text.splitlines()), strict=True))
@@ -114,49 +93,41 @@ def short_names(symbols: Iterable[str]) -> dict[str, str]:
 
 def _short(name: str) -> str:
     name = re.sub(r"(\w+|\(anonymous namespace\))::", "", name.removeprefix("void "))
-    name = re.sub(r"\(Fp8Type\)(\d+)", lambda m: FORMATS[int(m[1])], name)
     plain = re.match(r"\w+(<.*>)?(?=\()", name)
     return plain[0] if plain else name
 
 
-def parse_arguments(description: str, archs: tuple[str, ...]) -> argparse.Namespace:
+def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--csrc", type=Path, default=CSRC, help="C++ source tree (default: %(default)s)")
-    parser.add_argument("--archs", nargs="+", default=archs, help="architectures (default: %(default)s)")
-    parser.add_argument("--all", action="store_true", help="one line per instantiation, not per kernel")
-    return parser.parse_args()
+    parser.add_argument("--each", action="store_true", help="a line for every instance of a kernel")
+    return parser
 
 
-def compile_all(compile_one: Callable[..., list[Kernel]], jobs: Iterable[tuple]) -> list[Kernel]:
-    """Runs `compile_one(*job)` for all jobs, two at a time; a compiler's error message ends the program."""
-    with ThreadPoolExecutor(2) as pool:
+def side_by_side(check_one: Callable[..., list[Kernel]], jobs: Iterable[tuple]) -> list[Kernel]:
+    """Runs check_one(*job) for all jobs; a compiler's error message ends the program."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            return [kernel for kernels in pool.map(lambda job: compile_one(*job), jobs) for kernel in kernels]
+            return [kernel for kernels in pool.map(lambda job: check_one(*job), jobs) for kernel in kernels]
         except subprocess.CalledProcessError as error:
             raise SystemExit(f"{error.stderr}\n{' '.join(map(str, error.cmd))}") from None
 
 
-def print_report(kernels: list[Kernel], register_name: str, every: bool = False) -> int:
+def print_report(kernels: list[Kernel], register_name: str, each: bool = False) -> int:
     """Prints the table and what is wrong; returns the exit status."""
     groups: dict[tuple[str, str], list[Kernel]] = defaultdict(list)
     for kernel in kernels:
-        groups[kernel.name if every else kernel.name.split("<")[0], kernel.arch].append(kernel)
+        groups[kernel.name if each else base_of(kernel.name), kernel.arch].append(kernel)
     width = max(map(len, [name for name, _ in groups] + ["kernel"]))
-    print(f"{'kernel':{width}}  {'arch':8} variants  {register_name:>9}  shared  software casts  ok")
+    print(f"{'kernel':{width}}  {'arch':8} instances  {register_name:>9}  shared  ok")
     for (name, arch), group in sorted(groups.items()):
-        software = sum(k.software_format is not None for k in group)
         registers, shared = max(k.registers for k in group), max(k.shared for k in group)
         ok = "no" if any(k.problems for k in group) else "yes"
-        print(f"{name:{width}}  {arch:8} {len(group):8}  {registers:9}  {shared:6}  {software:14}  {ok}")
-    for arch in sorted({k.arch for k in kernels if k.software_format}):
-        exempt = sorted({k.software_format for k in kernels if k.arch == arch and k.software_format})
-        print(f"{arch} has no conversion instructions for {', '.join(exempt)}: exempt from that rule")
-    for group in groups.values():
-        bad = [k for k in group if k.problems]
-        for kernel in bad if every else bad[:3]:
+        print(f"{name:{width}}  {arch:8} {len(group):9}  {registers:9}  {shared:6}  {ok}")
+    for arch in sorted({arch for _, arch in groups}):
+        print(f"{sum(k.arch == arch for k in kernels)} kernels for {arch}")
+    for kernel in kernels:
+        if kernel.problems:
             print(f"BAD {kernel.arch} {kernel.name}: {', '.join(kernel.problems)}")
-        if len(bad) > 3 and not every:
-            print(f"BAD {bad[0].arch} ... and {len(bad) - 3} more, see --all")
     if not kernels:
         print("BAD no kernels found")
     return 0 if kernels and not any(k.problems for k in kernels) else 1

@@ -1,22 +1,17 @@
 // The launch functions of the kernels as C functions, for ctypes. Each returns null, or what went wrong.
 #include <hip/hip_runtime.h>
 
-#include "kernels/combine.h"
-#include "kernels/copy_rows.h"
-#include "kernels/dequantize.h"
-#include "kernels/device.h"
-#include "kernels/invert.h"
-#include "kernels/permute.h"
-#include "kernels/permute_quantize.h"
-#include "kernels/quantize_blockwise.h"
-#include "kernels/quantize_colwise.h"
-#include "kernels/quantize_mx.h"
-#include "kernels/quantize_rowcol.h"
-#include "kernels/quantize_rowwise.h"
-#include "kernels/scaled_grouped_mm.h"
-#include "kernels/sort_tokens.h"
-#include "kernels/swizzle_scales.h"
-#include "kernels/token_groups.h"
+#include "gemm/scaled_grouped_mm.h"
+#include "platform/device.h"
+#include "quantize/quantize.h"
+#include "scales/dequantize.h"
+#include "scales/swizzle_scales.h"
+#include "tokens/combine.h"
+#include "tokens/copy_rows.h"
+#include "tokens/invert.h"
+#include "tokens/permute.h"
+#include "tokens/sort_tokens.h"
+#include "tokens/token_groups.h"
 
 using namespace moe_fp8;
 
@@ -26,70 +21,22 @@ static const char* outcome(int code) {
   return failed ? hipGetErrorString(hipError_t(code)) : nullptr;
 }
 
+extern "C" int simt_wave() { return SIMT_WARP; }
 extern "C" int simt_native_fnuz() { return native_fnuz(); }
 
-extern "C" const char* simt_quantize_rowwise(const void* x, int in, int64_t outer, int64_t rows, int64_t K,
-                                             int64_t outer_stride, int64_t row_stride, int out, bool pow2_scale,
-                                             void* q, float* scale) {
-  const QuantizeRowwiseParams p = {
-      .x = x, .q = q, .scale = scale, .outer = outer, .rows = rows, .K = K, .outer_stride = outer_stride,
-      .row_stride = row_stride, .in = InType(in), .out = Fp8Type(out), .pow2_scale = pow2_scale};
-  return outcome(quantize_rowwise(p, nullptr));
-}
-
-extern "C" const char* simt_quantize_colwise(const void* x, int in, int64_t M, int64_t K, int64_t row_stride,
-                                             const int* offs, int64_t E, int align, int64_t positions, int out,
-                                             bool pow2_scale, uint8_t* q_t, float* scale_t, int* padded_offs) {
-  const QuantizeColwiseParams p = {
-      .x = x, .offs = offs, .q_t = q_t, .scale_t = scale_t, .padded_offs = padded_offs, .E = E, .M = M, .K = K,
-      .row_stride = row_stride, .positions = positions, .align = align, .in = InType(in), .out = Fp8Type(out),
-      .pow2_scale = pow2_scale};
-  return outcome(quantize_colwise(p, nullptr));
-}
-
-// Tokens, or, with null `offs` and `padded_offs`, weights.
-extern "C" const char* simt_quantize_rowcol(bool weight, const void* x, int in, int64_t E, int64_t rows, int64_t K,
-                                            int64_t group_stride, int64_t row_stride, const int* offs, int align,
-                                            int64_t positions, int out, bool pow2_scale, uint8_t* q, float* scale,
-                                            uint8_t* q_t, float* scale_t, int* padded_offs) {
-  const QuantizeRowcolParams p = {
-      .x = x, .offs = offs, .q = q, .scale = scale, .q_t = q_t, .scale_t = scale_t, .padded_offs = padded_offs,
-      .E = E, .rows = rows, .K = K, .row_stride = row_stride, .group_stride = group_stride, .positions = positions,
-      .align = align, .in = InType(in), .out = Fp8Type(out), .pow2_scale = pow2_scale};
-  return outcome(weight ? quantize_weight(p, nullptr) : quantize_rowcol(p, nullptr));
-}
-
-// Tokens by index if there is one.
-extern "C" const char* simt_quantize_blockwise(int direction, const void* x, int in, int64_t E, int64_t rows, int64_t K,
-                                               int64_t group_stride, int64_t row_stride, const int* index, int64_t M,
-                                               int64_t top_k, const int* offs, int align, int64_t positions,
-                                               bool transpose, int out, bool pow2_scale, uint8_t* q, float* scale,
-                                               uint8_t* q_t, float* scale_t, int* padded_offs) {
-  QuantizeBlockwiseParams p = {
-      .x = x, .offs = offs, .q = q, .scale = scale, .q_t = q_t, .scale_t = scale_t, .padded_offs = padded_offs, .E = E,
-      .rows = rows, .K = K, .row_stride = row_stride, .group_stride = group_stride, .positions = positions,
-      .align = align, .transpose = transpose, .in = InType(in), .out = Fp8Type(out), .pow2_scale = pow2_scale};
+// Rows by index if there is one.
+extern "C" const char* simt_quantize(const void* x, int in, int64_t row_stride, int64_t group_stride, const int* index,
+                                     int64_t M, int64_t top_k, const int* offs, int64_t E, int64_t rows, int64_t K,
+                                     bool weight, int format, int rounding, int out, bool along_rows,
+                                     bool along_tokens, uint8_t* q, void* scale, uint8_t* q_t, void* scale_t,
+                                     int* padded_offs, int64_t positions, int align, int* places) {
+  QuantizeParams p = {
+      .x = x, .in = InType(in), .row_stride = row_stride, .group_stride = group_stride, .index = {}, .offs = offs,
+      .E = E, .rows = rows, .K = K, .weight = weight, .format = FormatId(format), .rounding = Rounding(rounding),
+      .out = Fp8Type(out), .along_rows = along_rows, .along_tokens = along_tokens, .q = q, .scale = scale, .q_t = q_t,
+      .scale_t = scale_t, .padded_offs = padded_offs, .positions = positions, .align = align, .places = places};
   if (index) p.index = RowIndex(index, M, top_k);
-  constexpr decltype(&quantize_1x128) kLaunch[] = {quantize_1x128, quantize_128x1, quantize_1x128_128x1,
-                                                   quantize_128x128};
-  return outcome(kLaunch[direction](p, nullptr));
-}
-
-// Tokens by index if there is one; places: of blocked scales of rows alone, by groups.
-extern "C" const char* simt_quantize_mx(int direction, const void* x, int in, int64_t E, int64_t rows, int64_t K,
-                                        int64_t group_stride, int64_t row_stride, const int* index, int64_t M,
-                                        int64_t top_k, const int* offs, int align, int64_t positions, bool blocked,
-                                        bool floor, int out, bool by_groups, int* places, uint8_t* q, uint8_t* scale,
-                                        uint8_t* q_t, uint8_t* scale_t, int* padded_offs) {
-  QuantizeMxParams p = {
-      .x = x, .offs = offs, .q = q, .scale = scale, .q_t = q_t, .scale_t = scale_t, .padded_offs = padded_offs,
-      .places = places, .E = E, .rows = rows, .K = K, .row_stride = row_stride, .group_stride = group_stride,
-      .positions = positions, .align = align, .blocked = blocked, .by_groups = by_groups, .floor = floor,
-      .in = InType(in), .out = Fp8Type(out)};
-  if (index) p.index = RowIndex(index, M, top_k);
-  constexpr decltype(&quantize_mx_1x32) kLaunch[] = {quantize_mx_1x32, quantize_mx_32x1, quantize_mx_1x32_32x1,
-                                                     quantize_mx_weight};
-  return outcome(kLaunch[direction](p, nullptr));
+  return outcome(quantize(p, nullptr));
 }
 
 struct Scales {  // as simt_kernels.py fills it
@@ -106,12 +53,12 @@ extern "C" const char* simt_scaled_grouped_mm(const uint8_t* a, int a_type, int6
                                               const uint8_t* b, int b_type, int64_t N, int64_t b_stride,
                                               int64_t b_group_stride, bool groups_of_sum, const Scales* scale_a,
                                               const Scales* scale_b, const int* offs, int64_t E, bool out_float32,
-                                              const int* done, void* out) {
+                                              void* out) {
   const ScaledGroupedMmParams p = {
       .a = a, .b = b, .scale_a = scale_a->get(), .scale_b = scale_b->get(), .offs = offs, .out = out, .E = E,
       .M = M, .N = N, .K = K, .a_stride = a_stride, .b_stride = b_stride, .b_group_stride = b_group_stride,
       .groups_of_sum = groups_of_sum, .out_float32 = out_float32, .a_type = Fp8Type(a_type),
-      .b_type = Fp8Type(b_type), .done = done};
+      .b_type = Fp8Type(b_type)};
   return outcome(scaled_grouped_mm(p, nullptr));
 }
 
@@ -130,6 +77,10 @@ extern "C" const char* simt_prepare_offs(const int* offs, int* safe_offs, int E,
 
 extern "C" const char* simt_zero_rows(void* out, const int* first, int64_t rows, int64_t row_bytes) {
   return outcome(zero_rows(out, first, rows, row_bytes, nullptr));
+}
+
+extern "C" const char* simt_zero_empty_groups(void* out, const int* ends, int E, int64_t group_bytes) {
+  return outcome(zero_empty_groups(out, ends, E, group_bytes, nullptr));
 }
 
 extern "C" const char* simt_copy_rows(const void* from, int64_t from_rows, int64_t from_stride, void* to, int64_t rows,
@@ -155,22 +106,6 @@ extern "C" const char* simt_permute_indices(const void* counts, bool counts_int6
                                             int align, int empty) {
   return outcome(permute_indices({counts, counts_int64, indices, padded_offs, tokens_per_expert, R, E, M, P, align,
                                   empty}, nullptr));
-}
-
-extern "C" const char* simt_permute_pad_quantize(const void* x, int in, int64_t M, int64_t K, int64_t row_stride,
-                                                 const int* index, int64_t top_k, int64_t rows, const int* offs,
-                                                 int64_t E, int align, int64_t positions, int out, bool pow2_scale,
-                                                 uint8_t* q, float* scale, uint8_t* q_t, float* scale_t,
-                                                 int* padded_offs) {
-  const RowIndex source(index, M, top_k);
-  if (offs == nullptr)
-    return outcome(permute_pad_quantize_rowwise(
-        {.x = x, .q = q, .scale = scale, .outer = 1, .rows = rows, .K = K, .outer_stride = 0, .row_stride = row_stride,
-         .in = InType(in), .out = Fp8Type(out), .pow2_scale = pow2_scale, .index = source}, nullptr));
-  return outcome(permute_pad_quantize_rowcol(
-      {.x = x, .offs = offs, .q = q, .scale = scale, .q_t = q_t, .scale_t = scale_t, .padded_offs = padded_offs,
-       .E = E, .rows = rows, .K = K, .row_stride = row_stride, .group_stride = 0, .positions = positions,
-       .align = align, .in = InType(in), .out = Fp8Type(out), .pow2_scale = pow2_scale, .index = source}, nullptr));
 }
 
 extern "C" const char* simt_invert_indices(const int* indices, int64_t count, int* inverse, int64_t size) {

@@ -1,0 +1,128 @@
+"""The benchmark cases of the products: one GEMM on quantized operands, and forward and backward of `grouped_mm`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from case import (
+    FORMATS,
+    TABLE,
+    Case,
+    Rule,
+    Shape,
+    Target,
+    always,
+    even_and_uneven,
+    group_ends,
+    is_,
+    normal,
+    small_sizes,
+)
+from torch import Tensor
+
+import moe_fp8_ext as moe
+from moe_fp8_ext import ops
+
+
+def _gemms(cpu: bool) -> list[Shape]:
+    sizes = {f"[{m}, {k}] E={e}": (m, k, k, e) for m, k, e in small_sizes()[:1]} if cpu else TABLE["grouped_gemm_MKNE"]
+    return even_and_uneven(Shape(label, dict(zip("mkne", size, strict=True))) for label, size in sizes.items())
+
+
+def _both_products(cpu: bool) -> list[Shape]:
+    return [
+        Shape(f"{shape.label} {name}", {**shape.dims, "wgrad": wgrad}, shape.groups)
+        for shape in _gemms(cpu)
+        for name, wgrad in (("2Dx3D", 0), ("2Dx2D", 1))
+    ]
+
+
+def _operands(device: torch.device, groups: str, *, m: int, k: int, n: int, e: int, wgrad: int) -> tuple[object, ...]:
+    """a, b, scale_a, scale_b, offs and what offs are multiples of."""
+    offs = group_ends(groups, m, e, device)
+    if wgrad:
+        a, scale_a, padded_offs = ops.quantize_tokens(normal(device, m, n), "rowwise", offs=offs)
+        b, scale_b, _ = ops.quantize_tokens(normal(device, m, k), "rowwise", offs=offs)
+        return a, b.t(), scale_a, scale_b, padded_offs, 16
+    a, scale_a = ops.quantize_rows(normal(device, m, k), "rowwise")
+    b, scale_b, _, _ = ops.quantize_weight(normal(device, e, n, k), "rowwise")
+    return a, b.mT, scale_a, scale_b, offs, 1
+
+
+def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, align: int) -> Tensor:
+    return ops.scaled_grouped_mm(a, b, scale_a, scale_b, offs, "rowwise", align=align)
+
+
+def _dense(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, align: int) -> Tensor:
+    """The GEMM of the same size with one group. In 2D x 2D the padding, at most E * 16 of the tokens, rides along."""
+    b, scale_a = (b, scale_a[0]) if b.ndim == 2 else (b[0], scale_a)
+    return torch._scaled_mm(
+        a, b, scale_a=scale_a[:, None], scale_b=scale_b[:1], out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def _training(device: torch.device, groups: str, *, m: int, k: int, n: int, e: int) -> tuple[Tensor, ...]:
+    a, w = normal(device, m, k, grad=True), normal(device, e, n, k, grad=True)
+    return a, w, group_ends(groups, m, e, device), normal(device, m, n)
+
+
+def forward_backward(grouped_mm: Callable[..., Tensor]) -> Callable[..., object]:
+    def call(a: Tensor, w: Tensor, offs: Tensor, grad: Tensor) -> object:
+        return torch.autograd.grad(grouped_mm(a, w.mT, offs=offs), (a, w), grad)
+
+    return call
+
+
+def _bytes_kept(recipe: str, a: Tensor, w: Tensor, offs: Tensor, grad: Tensor) -> float:
+    """Bytes that the forward keeps for the gradient of the weights, scales and padding included, an element of `a`."""
+    storages: dict[int, int] = {}
+
+    def note(t: Tensor) -> Tensor:
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        out = moe.grouped_mm(a.detach(), w.mT, offs, recipe=recipe)
+    del out
+    return sum(storages.values()) / a.numel()
+
+
+def _flops(*, m: int, k: int, n: int, **_: int) -> int:
+    return 2 * m * k * n
+
+
+def _flops_of_training(**dims: int) -> int:
+    return 3 * _flops(**dims)
+
+
+def _many_tokens(shape: Shape) -> bool:
+    return shape.dims["m"] >= 1024 * shape.dims["e"]
+
+
+_SPEEDUP = {"dsv3_up": 1.45, "dsv3_down": 1.35, "llama4": 1.45, "dsmoe16b": 1.2}
+_RULES: dict[str, tuple[Rule, ...]] = {
+    "rowwise": tuple((is_(name), Target("ratio", ">=", bound)) for name, bound in _SPEEDUP.items())
+}
+# BF16 keeps 2. Where an expert has few tokens, padding is as many bytes again.
+_KEPT: tuple[Rule, ...] = ((_many_tokens, Target("kept", "<=", 1.1)), (always, Target("kept", "<=", 2)))
+
+_SCALED = Case("scaled_grouped_mm", _both_products, _operands, _scaled, format="rowwise", flops=_flops, baseline=_dense)
+
+
+def _grouped_mm(recipe: str) -> Case:
+    return Case(
+        "grouped_mm",
+        _gemms,
+        _training,
+        forward_backward(partial(moe.grouped_mm, recipe=recipe)),
+        (*_RULES.get(recipe, ()), *_KEPT),
+        recipe,
+        flops=_flops_of_training,
+        baseline=forward_backward(torch._grouped_mm),
+        kept=partial(_bytes_kept, recipe),
+    )
+
+
+GEMM_CASES: tuple[Case, ...] = (_SCALED, *(_grouped_mm(recipe) for recipe in FORMATS))

@@ -1,0 +1,193 @@
+"""The benchmark cases of the quantizers, in every format: of rows and tokens as they lie and by index, of weights, and
+of what the generic kernels take: formats that the hardware does not cast to, and operands that are not aligned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from case import (
+    EVEN,
+    FORMATS,
+    TABLE,
+    Case,
+    Rule,
+    Shape,
+    Target,
+    activations,
+    always,
+    exchanged_shapes,
+    group_ends,
+    grouped_shapes,
+    is_,
+    normal,
+    of_copy,
+    over_100_mb,
+    small_sizes,
+)
+from cases_tokens import exchanged_counts
+from torch import Tensor
+
+from moe_fp8_ext import ops
+
+FOREIGN = torch.float8_e4m3fnuz  # only gfx942 casts to it
+
+
+def _groups(cpu: bool) -> list[Shape]:
+    return grouped_shapes(small_sizes() if cpu else TABLE["grouped_MKE"])
+
+
+def _with_one_group(cpu: bool) -> list[Shape]:
+    one = Shape("[8192, 7168] E=1", {"m": 8192, "k": 7168, "e": 1}, EVEN)
+    return _groups(cpu) + ([] if cpu else [one])
+
+
+def _rows_and_groups(cpu: bool) -> list[Shape]:
+    """Blocked scales lie by groups of rows, where those are given."""
+    return activations(cpu) + _groups(cpu)
+
+
+def _weights(cpu: bool) -> list[Shape]:
+    sizes = [(e, k, k) for _, k, e in small_sizes()] if cpu else TABLE["weights_ENK"]
+    return [Shape(f"[{e}, {n}, {k}]", {"e": e, "n": n, "k": k}) for e, n, k in sizes]
+
+
+def _one_of_each(shapes: Callable[[bool], list[Shape]], label: str) -> Callable[[bool], list[Shape]]:
+    """The shape of that label, even groups; on a CPU the first one."""
+    return lambda cpu: [s for s in shapes(cpu) if cpu or s.label == label][:1]
+
+
+def _weight(device: torch.device, groups: None, *, e: int, n: int, k: int) -> tuple[Tensor]:
+    return (normal(device, e, n, k),)
+
+
+def _rows(device: torch.device, groups: str | None, *, m: int, k: int, e: int = 0) -> tuple[Tensor, Tensor | None]:
+    return normal(device, m, k), group_ends(groups, m, e, device) if groups else None
+
+
+def _by_index(device: torch.device, groups: str, *, m: int, k: int, r: int, e: int) -> tuple[Tensor, ...]:
+    indices, offs, _ = ops.permute_indices(exchanged_counts(device, groups, m, r, e), r, e, m)
+    return normal(device, m, k), offs, indices
+
+
+def _unaligned(x: Tensor) -> Tensor:
+    """Equal values whose base and rows begin at odd elements."""
+    *outer, k = x.shape
+    room = x.new_empty(*outer, k + 1)[..., 1:]
+    return room.copy_(x)
+
+
+def quantizer(op: str, format: str, **options: object) -> Callable[..., object]:
+    """The op as a call of x and, where the case has them, offs and indices."""
+    quantize = getattr(ops, op)
+    if op == "quantize_weight":
+        return lambda w: quantize(w, format, **options)
+
+    def call(x: Tensor, offs: Tensor | None, indices: Tensor | None = None) -> object:
+        return quantize(x, format, offs=offs, indices=indices, top_k=None if indices is None else 1, **options)
+
+    return call
+
+
+def _many_tokens(shape: Shape) -> bool:
+    return shape.dims["m"] >= 131072
+
+
+def _expert_to_24_mb(shape: Shape) -> bool:
+    return shape.dims["n"] * shape.dims["k"] * 2 <= 24e6
+
+
+def _strips(e64: float, e128: float, large: float) -> tuple[Rule, ...]:
+    return (
+        (is_("[16640, 5120] E=64"), of_copy(e64)),
+        (is_("[16640, 2048] E=128"), of_copy(e128)),
+        (_many_tokens, of_copy(large)),
+    )
+
+
+def _large(bound: float) -> tuple[Rule, ...]:
+    return ((over_100_mb, of_copy(bound)),)
+
+
+_RULES: dict[tuple[str, str], tuple[Rule, ...]] = {
+    ("quantize_rows", "rowwise"): (
+        (is_("[512, 7168]"), Target("us", "<=", 4.5)),
+        (is_("[8192, 7168]"), of_copy(0.95)),
+        (over_100_mb, of_copy(0.97)),
+    ),
+    ("quantize_rows", "blockwise"): _large(0.97),
+    ("quantize_rows", "mxfp8"): _large(0.96),
+    ("quantize_rows", "mxfp8_rowmajor"): _large(0.96),
+    ("quantize_tokens", "rowwise"): _strips(0.78, 0.65, 0.70),
+    ("quantize_tokens", "blockwise"): _large(0.90),
+    ("quantize_tokens", "mxfp8"): _large(0.88),
+    ("quantize_both", "rowwise"): _strips(0.60, 0.48, 0.58),
+    ("quantize_both", "blockwise"): (
+        (is_("[8192, 7168] E=1"), Target("us", "<=", 65)),
+        (is_("[16640, 5120] E=64"), of_copy(0.78)),
+        (over_100_mb, of_copy(0.84)),
+    ),
+    ("quantize_both", "mxfp8"): _large(0.84),
+    ("quantize_weight", "rowwise"): ((_expert_to_24_mb, of_copy(0.70)), (always, of_copy(0.58))),
+    ("quantize_weight", "blockwise"): ((always, of_copy(0.84)),),
+}
+_BY_INDEX = {
+    ("quantize_rows", "rowwise"): 0.85,
+    ("quantize_both", "rowwise"): 0.52,
+    ("quantize_both", "blockwise"): 0.78,
+}
+# One or two of every kernel that has a generic twin.
+_GENERIC = (
+    ("quantize_rows", "rowwise"),
+    ("quantize_rows", "mxfp8"),
+    ("quantize_tokens", "rowwise"),
+    ("quantize_both", "rowwise"),
+    ("quantize_both", "blockwise"),
+    ("quantize_both", "mxfp8"),
+    ("quantize_weight", "rowwise"),
+    ("quantize_weight", "mxfp8"),
+)
+
+
+def _case(op: str, format: str) -> Case:
+    if op == "quantize_weight":
+        shapes, inputs = _weights, _weight
+    elif op == "quantize_rows":
+        shapes, inputs = (_rows_and_groups if format == "mxfp8" else activations), _rows
+    else:
+        block_both = op == "quantize_both" and format != "rowwise"
+        shapes, inputs = (_with_one_group if block_both else _groups), _rows
+    return Case(op, shapes, inputs, quantizer(op, format), _RULES.get((op, format), ()), format)
+
+
+def _gathered(op: str, format: str) -> Case:
+    bound = _BY_INDEX.get((op, format))
+    rules = ((is_("[131072, 7168] R=8 E=8"), of_copy(bound)),) if bound else ()
+    return Case(op, exchanged_shapes, _by_index, quantizer(op, format), rules, format, "by index")
+
+
+def _foreign(case: Case, shapes: Callable[[bool], list[Shape]]) -> Case:
+    call = quantizer(case.op, case.format, dtype=FOREIGN)
+    return Case(case.op, shapes, case.inputs, call, format=case.format, variant=str(FOREIGN).removeprefix("torch."))
+
+
+def _odd(case: Case, shapes: Callable[[bool], list[Shape]]) -> Case:
+    def inputs(*args: object, **dims: int) -> tuple[object, ...]:
+        x, *others = case.inputs(*args, **dims)
+        return _unaligned(x), *others
+
+    return Case(case.op, shapes, inputs, case.call, format=case.format, variant="unaligned")
+
+
+def _generic(op: str, format: str) -> tuple[Case, Case]:
+    case = _case(op, format)
+    label = {"quantize_rows": "[16640, 5120]", "quantize_weight": "[64, 1408, 2048]"}.get(op, "[16640, 5120] E=64")
+    return tuple(make(case, _one_of_each(case.shapes, label)) for make in (_foreign, _odd))
+
+
+QUANTIZE_CASES: tuple[Case, ...] = (
+    *(_case("quantize_rows", format) for format in (*FORMATS, "mxfp8_rowmajor")),
+    *(_case(op, format) for op in ("quantize_tokens", "quantize_both", "quantize_weight") for format in FORMATS),
+    *(_gathered(op, format) for op in ("quantize_rows", "quantize_both") for format in FORMATS),
+    *(case for op, format in _GENERIC for case in _generic(op, format)),
+)

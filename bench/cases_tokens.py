@@ -1,0 +1,125 @@
+"""The benchmark cases of what moves tokens: to experts, into padded groups, and back."""
+
+from __future__ import annotations
+
+import torch
+from case import (
+    HOST,
+    Case,
+    Rule,
+    Shape,
+    Target,
+    always,
+    even_and_uneven,
+    exchanged_shapes,
+    group_ends,
+    grouped_shapes,
+    is_,
+    normal,
+    of_copy,
+    shares,
+    small_sizes,
+)
+from torch import Tensor
+
+from moe_fp8_ext import ops
+
+
+def padded_shapes(cpu: bool) -> list[Shape]:
+    return grouped_shapes(small_sizes() if cpu else [(131072, 7168, 8), (131072, 2048, 64), (16640, 5120, 64)])
+
+
+def _routings(cpu: bool) -> list[Shape]:
+    t, top_k, e = (4096, 8, 64) if cpu else (131072, 8, 256)
+    return even_and_uneven([Shape(f"[{t}, {top_k}] E={e}", {"t": t, "top_k": top_k, "e": e})])
+
+
+def _slot_rows(cpu: bool) -> list[Shape]:
+    t, top_k, k = (300, 4, 512) if cpu else (16384, 8, 7168)
+    return [Shape(f"[{t}, {top_k}] K={k}", {"t": t, "top_k": top_k, "k": k})]
+
+
+def _grouped(device: torch.device, groups: str, *, m: int, k: int, e: int) -> tuple[Tensor, Tensor]:
+    return normal(device, m, k), group_ends(groups, m, e, device)
+
+
+def _placed(device: torch.device, groups: str, **dims: int) -> tuple[object, ...]:
+    x, offs = _grouped(device, groups, **dims)
+    padded, starts, _ = ops.pad_token_groups(x, offs)
+    return x, offs, starts, padded.shape[0]
+
+
+def _padded(device: torch.device, groups: str, **dims: int) -> tuple[object, ...]:
+    x, offs = _grouped(device, groups, **dims)
+    padded, starts, _ = ops.pad_token_groups(x, offs)
+    return padded, offs, starts, x.shape[0]
+
+
+def exchanged_counts(device: torch.device, groups: str, m: int, r: int, e: int) -> Tensor:
+    """Every rank sends as many tokens, shared out among the experts as `groups` says."""
+    of_rank = group_ends(groups, m // r, e, device).diff(prepend=torch.zeros(1, dtype=torch.int32, device=device))
+    return of_rank.repeat(r)
+
+
+def _sent(device: torch.device, groups: str, *, m: int, k: int, r: int, e: int) -> tuple[object, ...]:
+    return exchanged_counts(device, groups, m, r, e), r, e, m
+
+
+def _indexed(device: torch.device, groups: str, *, m: int, k: int, r: int, e: int) -> tuple[object, ...]:
+    return normal(device, m, k), ops.permute_indices(*_sent(device, groups, m=m, k=k, r=r, e=e))[0], 1
+
+
+def _permuted(device: torch.device, groups: str, **dims: int) -> tuple[object, ...]:
+    x, indices, top_k = _indexed(device, groups, **dims)
+    return ops.permute_pad(x, indices, top_k), indices, x.shape[0], top_k
+
+
+def _tokens_only(args: tuple, out: Tensor) -> int:
+    """The padding of the argument is not read: what is read is what is written."""
+    return 2 * out.nbytes
+
+
+def _routed(device: torch.device, groups: str, *, t: int, top_k: int, e: int) -> tuple[object, ...]:
+    ids = torch.multinomial(shares(groups, e).float().to(device), t * top_k, replacement=True)
+    return ids.view(t, top_k), e
+
+
+def _torch_sort(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """What MoE layers build from topk today: order and offsets, and no inverse."""
+    ids = topk_ids.flatten()
+    counts = torch.histc(ids.float(), num_experts, 0, num_experts - 1)
+    return ids.argsort(stable=True), counts.cumsum(0)
+
+
+def _slots(device: torch.device, groups: None, *, t: int, top_k: int, k: int) -> tuple[Tensor, ...]:
+    inverse = torch.randperm(t * top_k, device=device).int().view(t, top_k)
+    return normal(device, t * top_k, k), inverse, torch.rand(t, top_k, device=device)
+
+
+def _slot_gradients(device: torch.device, groups: None, *, t: int, top_k: int, k: int) -> tuple[object, ...]:
+    y, inverse, scores = _slots(device, groups, t=t, top_k=top_k, k=k)
+    return normal(device, t, k), y, inverse, scores, y.shape[0]
+
+
+def _many_tokens(shape: Shape) -> bool:
+    return shape.dims["m"] >= 131072
+
+
+_PADDING: tuple[Rule, ...] = (
+    (_many_tokens, of_copy(0.92)),
+    (is_("[16640, 5120] E=64"), Target("us", "<=", 100)),
+)
+_PERMUTING: tuple[Rule, ...] = ((is_("[131072, 7168] R=8 E=8"), of_copy(0.90)), HOST)
+_SORT: tuple[Rule, ...] = ((always, Target("ratio", ">=", 3)),)
+
+TOKEN_CASES: tuple[Case, ...] = (
+    Case("pad_token_groups", padded_shapes, _grouped, ops.pad_token_groups, _PADDING),
+    Case("pad_token_groups_to", padded_shapes, _placed, ops.pad_token_groups_to, (*_PADDING, HOST)),
+    Case("unpad_token_groups", padded_shapes, _padded, ops.unpad_token_groups, (*_PADDING, HOST), moved=_tokens_only),
+    Case("permute_indices", exchanged_shapes, _sent, ops.permute_indices),
+    Case("permute_pad", exchanged_shapes, _indexed, ops.permute_pad, _PERMUTING),
+    Case("unpermute", exchanged_shapes, _permuted, ops.unpermute, (HOST,), moved=_tokens_only),
+    Case("sort_tokens", _routings, _routed, ops.sort_tokens, _SORT, baseline=_torch_sort),
+    Case("combine", _slot_rows, _slots, ops.combine, (HOST,)),
+    Case("combine_backward", _slot_rows, _slot_gradients, ops.combine_backward),
+)

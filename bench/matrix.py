@@ -1,0 +1,92 @@
+"""GPU x recipe -> how the products of a recipe are computed there: what the table of GEMMs gives for sizes and operands
+that every one of its entries takes.
+
+Of every build: build_info() prints the entries of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from moe_fp8_ext import _C
+
+RECIPES = ("rowwise", "blockwise", "mxfp8")
+# GPU: what a results file calls it, backend of its build, compute capability.
+GPUS = {
+    "H100, H200 (sm_90a)": ("H200", "cuda", 90),
+    "B200 (sm_100a)": ("B200", "cuda", 100),
+    "other NVIDIA GPUs": (None, "cuda", 0),
+    "MI300 (gfx942)": ("MI300", "rocm", 0),
+    "MI355 (gfx950)": ("MI355", "rocm", 0),
+    "CPU": (None, "cpu", 0),
+}
+KINDS = {
+    "sm90": "native",
+    "torch_fp8": "native",
+    "torch_mxfp8": "native",
+    "torch_bfloat16": "emulated in BF16",
+    "portable": "emulated in float32",
+    "cpu": "emulated in float32",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Of the table: `builds` hold it, `sm` are the least and the greatest compute capability, `mx` that it is an option
+    of torch's build."""
+
+    name: str
+    builds: tuple[str, ...]
+    formats: tuple[str, ...]
+    sm: tuple[int, int] | None
+    mx: bool
+
+    def takes(self, recipe: str, build: str, sm: int) -> bool:
+        in_range = self.sm is None or self.sm[0] <= sm <= self.sm[1]
+        return build in self.builds and recipe in self.formats and in_range
+
+
+def entries() -> list[Entry]:
+    """The table in the order in which it is tried."""
+    found = [
+        Entry(
+            gemm["name"],
+            tuple(build for build in gemm["builds"] if gemm["device"] == "gpu" or build == "cpu"),
+            tuple(gemm["formats"]),
+            gemm["compute_capability"],
+            gemm["optional"],
+        )
+        for gemm in _C.gemms()
+    ]
+    unknown = [entry.name for entry in found if entry.name not in KINDS]
+    if unknown:
+        raise ValueError(f"csrc/gemm/backends.cpp has GEMMs that bench/matrix.py has no kind for: {unknown}")
+    return found
+
+
+def cell(table: list[Entry], recipe: str, gpu: str, results: dict[str, dict]) -> str:
+    device, build, sm = GPUS[gpu]
+    taken = [entry for entry in table if entry.takes(recipe, build, sm)]
+    text = KINDS[taken[0].name]
+    if taken[0].mx:
+        text = f"native if torch was built with it, else {KINDS[taken[1].name]}"
+    ratios = [
+        row["ratio"]
+        for result in results.values()
+        for row in result["rows"]
+        if device and device in result["device"] and row["op"] == f"grouped_mm {recipe}" and row.get("ratio")
+    ]
+    if ratios:
+        return f"{text}: {min(ratios):.2f} to {max(ratios):.2f} x BF16"
+    if text == "native":
+        return f"{text}, not measured yet"
+    return text if build == "cpu" or text.startswith("native") else f"{text}, slower than BF16"
+
+
+def markdown(results: dict[str, dict]) -> str:
+    """The table of README.md; `results` are those of bench/results, whose speeds it names."""
+    table = entries()
+    body = [(gpu, *(cell(table, recipe, gpu, results) for recipe in RECIPES)) for gpu in GPUS]
+    return tabulate(body, ("", *(f'`"{recipe}"`' for recipe in RECIPES)), tablefmt="github")

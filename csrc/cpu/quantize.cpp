@@ -1,0 +1,361 @@
+// The same steps and the same numerics as the kernels, written so that compilers vectorise them for any x86-64 or Arm.
+#include "cpu/quantize.h"
+
+#include <cstring>
+#include <type_traits>
+
+#include "cpu/dispatch.h"
+#include "cpu/groups.h"
+#include "cpu/parallel.h"
+#include "numerics/scale.h"
+#include "quantize/scale_shapes.h"
+
+namespace moe_fp8 {
+namespace {
+
+// ---- elements ------------------------------------------------------------------------------------------------------
+// |x| as an integer: finite < Inf < NaN. Signed, because SSE2 has no unsigned maximum of 16 bits and no such compare.
+template <class In>
+using Magnitude = std::make_signed_t<typename In::Bits>;
+template <class In>
+Magnitude<In> magnitude(typename In::Bits bits) { return bits & typename In::Bits(In::kMagnitudeMask); }
+// second: the second of the format's roundings.
+template <class In, Fp8Type kOut, class Scale>
+Scale scale_of(Magnitude<In> amax, bool second) {
+  return Scale::template from_amax<kOut>(as_bits(In::to_float(amax)), second);
+}
+
+// An element times the multiplier of its block, which is no NaN, cast.
+template <class In, Fp8Type kOut, class Scale>
+uint8_t cast(typename In::Bits x, float m) {
+  const float scaled = In::to_float(x) * m;
+  if constexpr (std::is_same_v<Scale, ScaleF32>) return fp8_from_scaled<kOut>(scaled);
+  constexpr float kMax = Fp8<kOut>::kMax;  // rounded down, a scale leaves up to twice as much
+  return fp8_from_scaled<kOut>(scaled > kMax ? kMax : scaled < -kMax ? -kMax : scaled);
+}
+
+template <class In, Fp8Type kOut, class Scale>
+Scale quantize_row(const typename In::Bits* __restrict x, int64_t n, bool second, uint8_t* __restrict q) {
+  Magnitude<In> amax = 0;
+  for (int64_t k = 0; k < n; ++k) amax = std::max(amax, magnitude<In>(x[k]));
+  const Scale s = scale_of<In, kOut, Scale>(amax, second);
+  if (s.multiplier != s.multiplier) std::memset(q, Fp8<kOut>::kNan, n);
+  else for (int64_t k = 0; k < n; ++k) q[k] = cast<In, kOut, Scale>(x[k], s.multiplier);
+  return s;
+}
+
+// ---- rows of x -----------------------------------------------------------------------------------------------------
+// Row r of expert e, which is 0 where there are none.
+template <class Bits>
+class Rows {
+ public:
+  explicit Rows(const QuantizeParams& p)
+      : base_(static_cast<const Bits*>(p.x)), row_stride_(p.row_stride), group_stride_(p.group_stride),
+        index_(p.index), zeros_(p.index.at && p.rows ? p.K : 0) {}
+  const Bits* operator()(int64_t e, int64_t r) const {
+    if (index_.at == nullptr) return base_ + e * group_stride_ + r * row_stride_;
+    const int64_t row = index_.row(r);
+    return row < 0 ? zeros_.data() : base_ + row * row_stride_;
+  }
+
+ private:
+  const Bits* base_;
+  int64_t row_stride_, group_stride_;
+  RowIndex index_;
+  std::vector<Bits> zeros_;
+};
+
+// ---- along rows ----------------------------------------------------------------------------------------------------
+// The rows of a blocked matrix of scales, where groups of rows have one each: row_of(r, g), g being the caller's place
+// among the groups, from 0 on; -1 of the rows past the last group.
+class ScaleRows {
+ public:
+  ScaleRows(const int* offs, int64_t E, int64_t rows) : grouped_(offs != nullptr) {
+    if (!grouped_) return;
+    ends_ = safe_ends(offs, E, rows);
+    int64_t start = 0, at = 0;
+    for (const int end : ends_) {
+      shift_.push_back(at - start);
+      at += padded_scale_rows(end - start);
+      start = end;
+    }
+  }
+  int64_t row_of(int64_t r, size_t& g) const {
+    if (!grouped_) return r;
+    while (g < ends_.size() && r >= ends_[g]) ++g;
+    return g < ends_.size() ? r + shift_[g] : -1;
+  }
+
+ private:
+  bool grouped_;
+  std::vector<int> ends_;
+  std::vector<int64_t> shift_;
+};
+
+template <class In, Fp8Type kOut, class Scale>
+void along_rows(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, bool second) {
+  const Format& f = format_of(p.format);
+  auto* scale = static_cast<typename Scale::Stored*>(p.scale);
+  const int64_t K = p.K, rows = p.weight ? p.E * p.rows : p.rows, blocks = f.blocks(K);
+  if (f.block == 0) {
+    return parallel(rows, rows * std::max<int64_t>(K, 1), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const auto* x = p.weight ? row_of(i / p.rows, i % p.rows) : row_of(0, i);
+        scale[i] = quantize_row<In, kOut, Scale>(x, K, second, p.q + i * K).stored();
+      }
+    });
+  }
+  if (K == 0) return;
+  const ScaleRows scale_rows(f.blocked() && !p.weight ? p.offs : nullptr, p.E, p.rows);
+  const int64_t columns = padded_scale_columns(blocks), of_expert = padded_scale_rows(p.rows) * columns;
+  const bool column_major = f.order == ScaleOrder::kColumnMajor;
+  const int64_t row_stride = column_major ? 1 : blocks, block_stride = column_major ? scale_stride(rows) : 1;
+  parallel(rows, rows * K, [&](int64_t begin, int64_t end) {
+    size_t g = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t e = p.weight ? i / p.rows : 0, r = p.weight ? i % p.rows : i;
+      const auto* x = row_of(e, r);
+      const int64_t scale_row = f.blocked() ? scale_rows.row_of(r, g) : i;
+      for (int64_t b = 0, k = 0; b < blocks; ++b, k += f.block) {
+        const int64_t n = std::min<int64_t>(f.block, K - k);
+        const auto s = quantize_row<In, kOut, Scale>(x + k, n, second, p.q + i * K + k).stored();
+        if (!f.blocked()) scale[scale_row * row_stride + b * block_stride] = s;
+        else if (scale_row >= 0) scale[e * of_expert + blocked_offset(scale_row, b, columns)] = s;
+      }
+    }
+  });
+}
+
+// ---- along tokens: strips of 64 columns, whose tiles are cast row by row and then transposed 8 by 8 -------------
+constexpr int kStrip = 64, kTileRows = 64;
+
+// Rows of 8 bytes to columns: t[i] becomes the bytes i of all. Three exchanges of ever smaller blocks.
+void transpose8(uint64_t (&t)[8]) {
+  auto exchange = [&t](int rows, uint64_t mask) {
+    for (int i = 0; i < 8; ++i) {
+      if (i & rows) continue;
+      const uint64_t moved = ((t[i] >> (8 * rows)) ^ t[i + rows]) & mask;
+      t[i] ^= moved << (8 * rows);
+      t[i + rows] ^= moved;
+    }
+  };
+  exchange(4, 0x00000000ffffffffu);
+  exchange(2, 0x0000ffff0000ffffu);
+  exchange(1, 0x00ff00ff00ff00ffu);
+}
+
+// row_of(r): the first element of row r in the strip.
+template <class In, Fp8Type kOut, class Scale, class RowOf>
+void cast_tile(RowOf row_of, int64_t first, int rows, int columns, const float* __restrict m,
+               uint8_t* __restrict q_t, int64_t q_t_stride) {
+  alignas(64) uint8_t q[kTileRows][kStrip];
+  for (int r = 0; r < rows; ++r) {
+    const typename In::Bits* __restrict row = row_of(first + r);
+    for (int c = 0; c < columns; ++c) q[r][c] = cast<In, kOut, Scale>(row[c], m[c]);
+  }
+  for (int c0 = 0; c0 < columns; c0 += 8)
+    for (int r0 = 0; r0 < rows; r0 += 8) {  // what lies beyond rows and columns is transposed along, but not stored
+      uint64_t t[8];
+      for (int i = 0; i < 8; ++i) std::memcpy(&t[i], &q[r0 + i][c0], 8);
+      transpose8(t);
+      uint8_t* out = q_t + c0 * q_t_stride + r0;
+      if (c0 + 8 <= columns && r0 + 8 <= rows) {
+        for (int i = 0; i < 8; ++i) std::memcpy(out + i * q_t_stride, &t[i], 8);
+      } else {
+        for (int i = 0; i < std::min(8, columns - c0); ++i)
+          std::memcpy(out + i * q_t_stride, &t[i], std::min(8, rows - r0));
+      }
+    }
+}
+template <class In, Fp8Type kOut, class Scale, class RowOf>
+void cast_strip(RowOf row_of, int64_t rows, int columns, const float* __restrict m, uint8_t* __restrict q_t,
+                int64_t q_t_stride) {
+  for (int64_t r = 0; r < rows; r += kTileRows)
+    cast_tile<In, kOut, Scale>(row_of, r, int(std::min<int64_t>(kTileRows, rows - r)), columns, m, q_t + r, q_t_stride);
+  for (int c = 0; c < columns; ++c)
+    if (m[c] != m[c]) std::memset(q_t + c * q_t_stride, Fp8<kOut>::kNan, rows);
+}
+// Multipliers of the columns of a strip, and their scales: store(c, scale).
+template <class In, Fp8Type kOut, class Scale, class RowOf, class StoreScale>
+void scale_strip(RowOf row_of, int64_t rows, int columns, bool second, float* __restrict m, StoreScale store) {
+  Magnitude<In> amax[kStrip] = {};
+  for (int64_t r = 0; r < rows; ++r) {
+    const typename In::Bits* __restrict row = row_of(r);
+    for (int c = 0; c < columns; ++c) amax[c] = std::max(amax[c], magnitude<In>(row[c]));
+  }
+  for (int c = 0; c < columns; ++c) {
+    const Scale s = scale_of<In, kOut, Scale>(amax[c], second);
+    m[c] = s.multiplier;
+    store(c, s.stored());
+  }
+}
+
+// A group of tokens, or an expert: scaling blocks of its own.
+struct Group {
+  int64_t expert, first, rows;  // of x
+  int64_t q_t;                  // offset of its first byte in row 0 of q_t
+  int64_t scale_t;              // and of its first scale
+  int64_t row_stride, block_stride;  // of its scales; padded columns and nothing where they are blocked
+  int64_t blocks_before;        // of all groups
+};
+
+// All of them; writes padded_offs.
+std::vector<Group> groups_of(const QuantizeParams& p) {
+  const Format& f = format_of(p.format);
+  std::vector<int> ends;
+  if (!p.weight) ends = safe_ends(p.offs, p.E, p.rows);
+  std::vector<Group> groups(p.E);
+  int64_t start = 0, position = 0, block = 0, column = 0, before = 0;
+  for (int64_t e = 0; e < p.E; ++e) {
+    Group& g = groups[e];
+    g.rows = p.weight ? p.rows : ends[e] - start;
+    g.expert = p.weight ? e : 0;
+    g.first = p.weight ? 0 : start;
+    g.q_t = p.weight ? e * p.K * p.rows : position;
+    g.blocks_before = before;
+    const int64_t blocks = f.blocks(g.rows), columns = padded_scale_columns(blocks);
+    before += blocks;
+    if (f.block == 0) {
+      g.scale_t = e * p.K;
+      g.row_stride = 1;
+    } else if (f.order == ScaleOrder::kColumnMajor) {
+      g.scale_t = block * scale_stride(p.K);
+      g.row_stride = 1;
+      g.block_stride = scale_stride(p.K);
+    } else if (f.blocked()) {
+      g.scale_t = p.weight ? e * padded_scale_rows(p.K) * columns : column * padded_scale_rows(p.K);
+      g.row_stride = columns;
+    } else {
+      g.scale_t = p.weight ? e * p.K * blocks : position / f.block;
+      g.row_stride = p.weight ? blocks : p.positions / f.block;
+      g.block_stride = 1;
+    }
+    if (p.weight) continue;
+    start = ends[e];
+    position += round_up<int64_t>(g.rows, p.align);
+    block += round_up<int64_t>(g.rows, std::max(p.align, kBlock)) / kBlock;
+    column += columns;
+    p.padded_offs[e] = int(position);
+  }
+  return groups;
+}
+
+// Strips are the outer index of the work, so that threads share even a single group. Bytes of q_t that belong to no row
+// are left alone.
+template <class In, Fp8Type kOut, class Scale>
+void along_tokens(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, const std::vector<Group>& groups,
+                  bool second) {
+  const Format& f = format_of(p.format);
+  auto* scale_t = static_cast<typename Scale::Stored*>(p.scale_t);
+  const int64_t stride = p.positions, elements = (p.weight ? p.E * p.rows : p.rows) * p.K;
+  const int64_t blocks = groups.empty() ? 0 : groups.back().blocks_before + f.blocks(groups.back().rows);
+  parallel(ceil_div<int64_t>(p.K, kStrip) * blocks, elements, [&](int64_t begin, int64_t end) {
+    size_t number = 0;
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t k = unit / blocks * kStrip, i = unit % blocks;
+      if (i == 0) number = 0;
+      while (number + 1 < groups.size() && i >= groups[number + 1].blocks_before) ++number;
+      const Group& g = groups[number];
+      const int64_t b = i - g.blocks_before, first = b * f.block;
+      const int64_t rows = f.block ? std::min<int64_t>(f.block, g.rows - first) : g.rows;
+      const int columns = int(std::min<int64_t>(kStrip, p.K - k));
+      auto row_of_strip = [&](int64_t r) { return row_of(g.expert, g.first + first + r) + k; };
+      float m[kStrip] = {};
+      scale_strip<In, kOut, Scale>(row_of_strip, rows, columns, second, m, [&](int c, auto scale) {
+        const int64_t at = f.blocked() ? blocked_offset(k + c, b, g.row_stride)
+                                       : (k + c) * g.row_stride + b * g.block_stride;
+        scale_t[g.scale_t + at] = scale;
+      });
+      cast_strip<In, kOut, Scale>(row_of_strip, rows, columns, m, p.q_t + g.q_t + first + k * stride, stride);
+    }
+  });
+}
+
+// ---- weights whose scaling blocks are squares, the same in both directions -----------------------------------------
+template <class In, Fp8Type kOut>
+void squares(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, bool second) {
+  const int64_t N = p.rows, K = p.K, of_rows = ceil_div<int64_t>(N, kBlock), of_columns = ceil_div<int64_t>(K, kBlock);
+  if (K == 0) return;
+  parallel(p.E * of_rows, p.E * N * K, [&](int64_t begin, int64_t end) {
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t e = unit / of_rows, first = unit % of_rows * kBlock;
+      const int64_t rows = std::min<int64_t>(kBlock, N - first);
+      for (int64_t k = 0; k < K; k += kBlock) {
+        const int64_t columns = std::min<int64_t>(kBlock, K - k);
+        Magnitude<In> amax = 0;
+        for (int64_t r = 0; r < rows; ++r) {
+          const auto* x = row_of(e, first + r) + k;
+          for (int64_t c = 0; c < columns; ++c) amax = std::max(amax, magnitude<In>(x[c]));
+        }
+        const ScaleF32 s = scale_of<In, kOut, ScaleF32>(amax, second);
+        const int64_t square = k / kBlock;
+        if (p.along_rows) static_cast<float*>(p.scale)[unit * of_columns + square] = s.stored();
+        if (p.along_tokens)
+          static_cast<float*>(p.scale_t)[(e * of_columns + square) * of_rows + first / kBlock] = s.stored();
+        for (int64_t r = 0; r < rows && p.along_rows; ++r) {
+          const auto* __restrict x = row_of(e, first + r) + k;
+          uint8_t* __restrict q = p.q + (e * N + first + r) * K + k;
+          if (s.multiplier != s.multiplier) std::memset(q, Fp8<kOut>::kNan, columns);
+          else for (int64_t c = 0; c < columns; ++c) q[c] = cast<In, kOut, ScaleF32>(x[c], s.multiplier);
+        }
+        float m[kStrip];
+        std::fill_n(m, kStrip, s.multiplier);
+        for (int64_t c = 0; c < columns && p.along_tokens; c += kStrip)
+          cast_strip<In, kOut, ScaleF32>([&](int64_t r) { return row_of(e, first + r) + k + c; }, rows,
+                                         int(std::min<int64_t>(kStrip, columns - c)), m,
+                                         p.q_t + (e * K + k + c) * N + first, N);
+      }
+    }
+  });
+}
+
+template <class In, Fp8Type kOut, class Scale>
+void quantize(const QuantizeParams& p, const std::vector<Group>& groups, bool second) {
+  const Rows<typename In::Bits> row_of(p);
+  if constexpr (std::is_same_v<Scale, ScaleF32>)
+    if (p.weight && format_of(p.format).weight_rows > 1) return squares<In, kOut>(p, row_of, second);
+  if (p.along_rows) along_rows<In, kOut, Scale>(p, row_of, second);
+  if (p.along_tokens) along_tokens<In, kOut, Scale>(p, row_of, groups, second);
+}
+
+// Zeros where no row or scale may be.
+void clear(const QuantizeParams& p) {
+  const Format& f = format_of(p.format);
+  auto zero = [](void* to, int64_t bytes) {
+    if (bytes > 0) std::memset(to, 0, bytes);
+  };
+  auto zero_scales = [&](void* to, const ScaleShape& shape) {
+    zero(to, f.block ? shape.extent() * (f.scale_type == ScaleType::kF32 ? 4 : 1) : 0);
+  };
+  if (p.weight) {
+    if (!f.blocked()) return;
+    if (p.along_rows) zero_scales(p.scale, scales_of_weight(f, p.E, p.rows, p.K));
+    if (p.along_tokens) zero_scales(p.scale_t, scales_of_weight(f, p.E, p.K, p.rows));
+    return;
+  }
+  if (p.along_rows) zero_scales(p.scale, scales_along_rows(f, p.rows, p.K, p.offs ? p.E : kNoGroups));
+  if (!p.along_tokens) return;
+  zero(p.q_t, p.K * p.positions);
+  zero_scales(p.scale_t, scales_along_tokens(f, p.K, p.positions, p.E, block_extent(p.rows, p.E, p.align)));
+}
+
+}  // namespace
+
+void quantize_cpu(const QuantizeParams& p) {
+  const Format& f = format_of(p.format);
+  const bool second = p.rounding == f.roundings[1];
+  std::vector<Group> groups;
+  if (p.along_tokens) groups = groups_of(p);
+  clear(p);
+  dispatch_in(p.in, [&](auto in) {
+    return dispatch_fp8(p.out, [&](auto out) {
+      using In = decltype(in);
+      constexpr Fp8Type kOut = decltype(out)::value;
+      f.scale_type == ScaleType::kF32 ? quantize<In, kOut, ScaleF32>(p, groups, second)
+                                      : quantize<In, kOut, ScaleE8M0>(p, groups, second);
+      return 0;
+    });
+  });
+}
+
+}  // namespace moe_fp8

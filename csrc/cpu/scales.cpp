@@ -1,0 +1,77 @@
+#include "cpu/scales.h"
+
+#include <cstring>
+
+#include "cpu/groups.h"
+#include "cpu/parallel.h"
+
+namespace moe_fp8 {
+namespace {
+
+struct RowBlock { int64_t plain, blocked, rows, columns; };  // up to 128 rows of a matrix; offsets of their bytes
+
+// Of all matrices and groups; writes starts.
+std::vector<RowBlock> row_blocks(const SwizzleScalesParams& p) {
+  const BlockedExtent extent = blocked_extent(p.groups, p.E, p.R, p.C);
+  std::vector<RowBlock> found;
+  auto add = [&](int64_t plain, int64_t blocked, int64_t rows, int64_t columns) {
+    for (int64_t r = 0; r < rows && columns > 0; r += kScaleRows) {
+      found.push_back({plain + r * p.row_stride, blocked, std::min<int64_t>(kScaleRows, rows - r), columns});
+      blocked += kScaleRows * padded_scale_columns(columns);
+    }
+  };
+  if (p.groups == Groups::kNone) {
+    for (int64_t e = 0; e < p.E; ++e)
+      add(e * p.group_stride, e * padded_scale_rows(p.R) * extent.columns, p.R, p.C);
+    return found;
+  }
+  const bool of_rows = p.groups == Groups::kRows;
+  const std::vector<int> ends = safe_ends(p.offs, p.E, of_rows ? p.R : p.C);
+  for (int64_t e = 0, start = 0, place = 0; e < p.E; start = ends[e++]) {
+    const int64_t size = ends[e] - start;
+    if (p.starts) p.starts[e] = int(place);
+    if (of_rows) add(start * p.row_stride, place * extent.columns, size, p.C);
+    else add(start, place * extent.rows, p.R, size);
+    place += of_rows ? padded_scale_rows(size) : padded_scale_columns(size);
+  }
+  return found;
+}
+
+// move(a place of the blocked side, one of the other, bytes) for every run of columns that lie together in both.
+template <class Move>
+void for_each_run(const SwizzleScalesParams& p, Move move) {
+  const std::vector<RowBlock> blocks = row_blocks(p);
+  int64_t bytes = 0;
+  for (const RowBlock& b : blocks) bytes += b.rows * b.columns;
+  parallel(int64_t(blocks.size()), bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const RowBlock b = blocks[i];
+      const int64_t padded = padded_scale_columns(b.columns);
+      for (int64_t r = 0; r < b.rows; ++r)
+        for (int64_t c = 0; c < b.columns; c += kScaleColumns)
+          move(b.blocked + blocked_offset(r, c, padded), b.plain + r * p.row_stride + c,
+               std::min<int64_t>(kScaleColumns, b.columns - c));
+    }
+  });
+}
+void move(const SwizzleScalesParams& p, bool swizzle, int64_t out_bytes) {
+  if (out_bytes) std::memset(p.to, 0, out_bytes);
+  for_each_run(p, [&](int64_t blocked, int64_t plain, int64_t bytes) {
+    uint8_t* to = p.to + (swizzle ? blocked : plain);
+    const uint8_t* from = p.from + (swizzle ? plain : blocked);
+    if (bytes == kScaleColumns) std::memcpy(to, from, kScaleColumns);  // of a size that is known: no call
+    else std::memcpy(to, from, bytes);
+  });
+}
+
+}  // namespace
+
+void swizzle_scales_cpu(const SwizzleScalesParams& p) {
+  const BlockedExtent extent = blocked_extent(p.groups, p.E, p.R, p.C);
+  move(p, true, extent.rows * extent.columns);
+}
+void unswizzle_scales_cpu(const SwizzleScalesParams& p) {
+  move(p, false, (p.groups == Groups::kNone ? p.E : 1) * p.R * p.C);
+}
+
+}  // namespace moe_fp8

@@ -1,0 +1,103 @@
+// Ids, indices and offsets are read once each: another thread may write to them meanwhile.
+#include "cpu/tokens.h"
+
+#include <cstring>
+
+#include "cpu/groups.h"
+#include "cpu/parallel.h"
+
+namespace moe_fp8 {
+namespace {
+
+template <class Id>
+void sort(const SortTokensParams& p) {
+  const Id* ids = static_cast<const Id*>(p.ids);
+  int* const expert = p.inverse;  // of a slot, until its place is known
+  std::vector<int> next(p.E + 1);
+  for (int64_t slot = 0; slot < p.N; ++slot) {
+    expert[slot] = expert_of(ids[slot / p.top_k * p.row_stride + slot % p.top_k], p.E);
+    ++next[expert[slot] + 1];
+  }
+  next[0] = 0;  // it counted what belongs to no expert
+  for (int e = 0; e < p.E; ++e) p.offs[e] = next[e + 1] += next[e];
+  std::fill(p.permutation + next[p.E], p.permutation + p.N, -1);
+  for (int64_t slot = 0; slot < p.N; ++slot) {
+    const int e = expert[slot], place = e < 0 ? -1 : next[e]++;
+    p.inverse[slot] = place;
+    if (place >= 0) p.permutation[place] = int(slot);
+  }
+}
+
+// f(e, first row, size) for groups with these ends.
+template <class F>
+void for_each_group(const std::vector<int>& ends, F f) {
+  int64_t start = 0;
+  for (size_t e = 0; e < ends.size(); start = ends[e++]) f(e, start, ends[e] - start);
+}
+
+}  // namespace
+
+void sort_tokens_cpu(const SortTokensParams& p) { p.is_int64 ? sort<int64_t>(p) : sort<int>(p); }
+
+void permute_indices_cpu(const PermuteIndicesParams& p) {
+  const int64_t n = p.R * p.E;
+  std::vector<int64_t> end(n + 1);  // of the tokens of each (rank, expert), from 1 on
+  for (int64_t i = 0; i < n; ++i) end[i + 1] = std::min(p.M, end[i] + p.count(i));
+  std::fill_n(p.indices, p.P, -1);
+  for (int64_t e = 0, start = 0; e < p.E; ++e) {
+    int* place = p.indices + start;
+    for (int64_t i = e; i < n; i += p.E)
+      for (int64_t token = end[i]; token < end[i + 1]; ++token) *place++ = int(token);
+    const int64_t tokens = place - (p.indices + start);
+    start += tokens ? round_up<int64_t>(tokens, p.align) : p.empty;
+    p.tokens_per_expert[e] = int(tokens);
+    p.padded_offs[e] = int(start);
+  }
+}
+
+void invert_indices_cpu(const int* indices, int64_t count, int* inverse, int64_t size) {
+  std::fill_n(inverse, size, -1);
+  for (int64_t p = 0; p < count; ++p)
+    if (const int64_t i = indices[p]; i >= 0 && i < size) inverse[i] = int(p);
+}
+
+void pad_sources_cpu(const TokenGroupsParams& p) {
+  std::fill_n(p.source, p.P, -1);
+  const std::vector<int> ends = safe_ends(p.offs, p.E, p.M);
+  int64_t place = 0;
+  std::vector<int64_t> places(p.E + 1, p.P);
+  for_each_group(ends, [&](int64_t e, int64_t, int64_t size) {
+    if (p.starts) place = std::max<int64_t>(place, clamp_offset(p.starts[e], int(p.P)));
+    places[e] = place;
+    if (p.starts) return;
+    p.padded_starts[e] = int(place);
+    place += round_up<int64_t>(size, p.align);
+    p.padded_offs[e] = int(place);
+  });
+  for_each_group(ends, [&](int64_t e, int64_t start, int64_t size) {  // a group ends where the next one begins
+    for (int64_t i = 0; i < size && places[e] + i < places[e + 1]; ++i) p.source[places[e] + i] = int(start + i);
+  });
+}
+
+void unpad_sources_cpu(const TokenGroupsParams& p) {
+  std::fill_n(p.source, p.M, -1);
+  for_each_group(safe_ends(p.offs, p.E, p.M), [&](int64_t e, int64_t start, int64_t size) {
+    const int64_t place = p.starts[e];
+    for (int64_t i = 0; i < size; ++i)
+      if (place + i >= 0 && place + i < p.P) p.source[start + i] = int(place + i);
+  });
+}
+
+void copy_rows_cpu(const CopyRowsParams& p) {
+  if (p.row_bytes == 0) return;
+  parallel(p.rows, p.rows * p.row_bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t from = p.source.row(r);
+      char* to = static_cast<char*>(p.to) + r * p.row_bytes;
+      if (from < 0) std::memset(to, 0, p.row_bytes);
+      else std::memcpy(to, static_cast<const char*>(p.from) + from * p.from_stride, p.row_bytes);
+    }
+  });
+}
+
+}  // namespace moe_fp8

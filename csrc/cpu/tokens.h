@@ -1,0 +1,20 @@
+// Token movement on the CPU: as tokens/*.h have it.
+#pragma once
+#include "tokens/combine.h"
+#include "tokens/copy_rows.h"
+#include "tokens/permute.h"
+#include "tokens/sort_tokens.h"
+#include "tokens/token_groups.h"
+
+namespace moe_fp8 {
+
+void sort_tokens_cpu(const SortTokensParams& p);
+void permute_indices_cpu(const PermuteIndicesParams& p);
+void invert_indices_cpu(const int* indices, int64_t count, int* inverse, int64_t size);
+void pad_sources_cpu(const TokenGroupsParams& p);
+void unpad_sources_cpu(const TokenGroupsParams& p);
+void copy_rows_cpu(const CopyRowsParams& p);
+void combine_cpu(const CombineParams& p);
+void combine_backward_cpu(const CombineBackwardParams& p);
+
+}  // namespace moe_fp8

@@ -1,0 +1,206 @@
+#include "gemm/backends.h"
+
+#include <algorithm>
+
+#include "cpu/scaled_grouped_mm.h"
+#include "gemm/product.h"
+#include "gemm/sm90/grouped_gemm.h"
+#include "ops/call.h"
+#include "scales/dequantize.h"
+
+namespace moe_fp8 {
+namespace {
+
+Handle empty_out(const Call& call, const ScaledGroupedMmParams& p) {
+  const int32_t dtype = p.out_float32 ? kFloat32 : kBFloat16;
+  return p.groups_of_sum ? call.empty({p.E, p.M, p.N}, dtype) : call.empty({p.M, p.N}, dtype);
+}
+
+#if defined(MOE_FP8_CUDA)
+// torch's GEMMs trust their offsets and leave tail rows unwritten: they get safe offsets, of 2D x 2D multiples of what
+// they take, and what they do not write is zeroed behind them. multiply(offs [E]) is one of them.
+template <class Multiply>
+AtenTensorHandle within_groups(const Call& call, const ScaledGroupedMmParams& p, int multiple, Multiply multiply) {
+  const Handle safe = call.empty({p.E + 1}, kInt32);
+  int* offs = data<int>(safe);
+  const int limit = int(p.groups_of_sum ? p.K : p.M);
+  call.check(prepare_offs(p.offs, offs, int(p.E), limit, p.groups_of_sum ? multiple : 1, call.stream()));
+  Handle out = multiply(view(safe, {p.E}, {1}));
+  if (p.groups_of_sum) call.check(zero_empty_groups(data(out), offs, int(p.E), p.M * p.N * 2, call.stream()));
+  else call.check(zero_rows(data(out), offs + p.E, p.M, p.N * 2, call.stream()));
+  return out.release();
+}
+
+AtenTensorHandle torch_scaled(const Call& call, const Product& product, int multiple) {
+  const ScaledGroupedMmParams& p = product.p;
+  const Handle &scale_a = product.scale_a.handle, &scale_b = product.scale_b.handle;
+  const bool flat = p.groups_of_sum && p.scale_a.block_size == 0;  // scales of rows, those of all groups in one
+  return within_groups(call, p, multiple, [&](Handle offs) {
+    const auto none = word(std::nullopt);
+    StableIValue stack[] = {word(share(product.a.handle)), word(share(product.b.handle)),
+                            word(flat ? view(scale_a, {p.E * p.M}, {1}) : share(scale_a)),
+                            word(flat ? view(scale_b, {p.E * p.N}, {1}) : share(scale_b)),
+                            optional_word(std::move(offs)), none, none, word(std::optional(kBFloat16)),
+                            word(product.use_fast_accum)};
+    return call_torch("aten::_scaled_grouped_mm", "", stack);
+  });
+}
+AtenTensorHandle torch_scaled_rows(const Call& call, const Product& product) { return torch_scaled(call, product, 16); }
+AtenTensorHandle torch_scaled_blocks(const Call& call, const Product& product) {
+  return torch_scaled(call, product, kMxBlock);
+}
+
+AtenTensorHandle torch_bfloat16(const Call& call, const Product& product) {
+  const ScaledGroupedMmParams& p = product.p;
+  const int64_t experts = p.groups_of_sum ? 1 : p.E;
+  const Groups of_b = p.groups_of_sum ? Groups::kColumns : Groups::kNone;
+  const Groups of_a = p.scale_a.layout == ScaleLayout::kBlocked && !p.groups_of_sum ? Groups::kRows : of_b;
+  return within_groups(call, p, 8, [&](Handle offs) {
+    const int* ends = data<int>(offs);
+    const Handle a = call.empty({p.M, p.K}, kBFloat16), b = call.empty({experts, p.N, p.K}, kBFloat16);
+    call.check(dequantize({p.a, p.scale_a, ends, data(a), 1, p.M, p.K, 0, p.a_stride, int(p.E), of_a, p.a_type,
+                           InType::kBF16}, call.stream()));
+    call.check(dequantize({p.b, p.scale_b, ends, data(b), experts, p.N, p.K, p.b_group_stride, p.b_stride, int(p.E),
+                           of_b, p.b_type, InType::kBF16}, call.stream()));
+    const auto none = word(std::nullopt);
+    StableIValue stack[] = {word(share(a)), word(p.groups_of_sum ? view(b, {p.K, p.N}, {1, p.K})
+                                                                 : view(b, {p.E, p.K, p.N}, {p.N * p.K, 1, p.K})),
+                            optional_word(std::move(offs)), none, none};
+    return call_torch("aten::_grouped_mm", "", stack);
+  });
+}
+#else
+constexpr std::nullptr_t torch_scaled_rows = nullptr, torch_scaled_blocks = nullptr, torch_bfloat16 = nullptr;
+#endif
+
+#if defined(MOE_FP8_GPU)
+AtenTensorHandle portable(const Call& call, const Product& product) {
+  ScaledGroupedMmParams p = product.p;
+  Handle out = empty_out(call, p);
+  p.out = data(out);
+  call.check(scaled_grouped_mm(p, call.stream()));
+  return out.release();
+}
+#else
+constexpr std::nullptr_t portable = nullptr;
+#endif
+
+#if defined(MOE_FP8_CUDA)
+// Sums of rows stay in the tensor cores, as fast accumulation has it.
+bool sm90_takes(const Product& product) {
+  return (product.use_fast_accum || product.format != FormatId::kRowwise) && sm90::takes_operands(product.p);
+}
+AtenTensorHandle sm90_gemm(const Call& call, const Product& product) {
+  ScaledGroupedMmParams p = product.p;
+  Handle out = empty_out(call, p);
+  p.out = data(out);
+  call.check(sm90::grouped_gemm(p, call.stream()));
+  return out.release();
+}
+#else
+constexpr std::nullptr_t sm90_takes = nullptr, sm90_gemm = nullptr;
+#endif
+
+AtenTensorHandle on_cpu(const Call& call, const Product& product) {
+  ScaledGroupedMmParams p = product.p;
+  Handle out = empty_out(call, p);
+  p.out = data(out);
+  scaled_grouped_mm_cpu(call, p);
+  return out.release();
+}
+
+Needs of_sm90() {
+  Needs needs;
+  needs.least_sm = needs.most_sm = 90;
+  needs.sum = needs.columns = 16;
+  needs.offs = 32;
+  needs.e4m3 = needs.chunks = true;
+  return needs;
+}
+Needs of_torch() {
+  Needs needs;
+  needs.least_sm = 90;
+  needs.most_sm = 109;
+  needs.sum = needs.columns = needs.offs = 16;
+  needs.most_experts = 1023;
+  needs.bfloat16 = needs.chunks = true;
+  return needs;
+}
+Needs of_torch_rows() {
+  Needs needs = of_torch();
+  needs.e4m3 = true;
+  return needs;
+}
+Needs of_torch_blocks() {
+  Needs needs = of_torch_rows();
+  needs.least_sm = needs.most_sm = 100;
+  needs.sum = needs.offs = kMxBlock;
+  needs.packed = true;
+  return needs;
+}
+Needs of_torch_bfloat16() {
+  Needs needs = of_torch();
+  needs.columns = needs.offs = 8;
+  return needs;
+}
+
+}  // namespace
+
+const std::vector<Backend>& all_backends() {
+  using F = FormatId;
+  static const std::vector<Backend> all = {
+      {"sm90", "Hopper's tensor cores; blockwise in 2D x 3D", true, {"cuda"}, {F::kRowwise, F::kBlockwise}, false,
+       of_sm90(), sm90_takes, sm90_gemm},
+      {"torch_fp8", "aten::_scaled_grouped_mm", true, {"cuda"}, {F::kRowwise}, false, of_torch_rows(), nullptr,
+       torch_scaled_rows},
+      {"torch_mxfp8", "aten::_scaled_grouped_mm", true, {"cuda"}, {F::kMxfp8}, true, of_torch_blocks(), nullptr,
+       torch_scaled_blocks},
+      {"torch_bfloat16", "dequantize + aten::_grouped_mm", true, {"cuda"},
+       {F::kBlockwise, F::kMxfp8, F::kMxfp8RowMajor}, false, of_torch_bfloat16(), nullptr, torch_bfloat16},
+      {"portable", "a kernel for any GPU, in float32", true, {"cuda", "rocm"},
+       {F::kRowwise, F::kBlockwise, F::kMxfp8, F::kMxfp8RowMajor}, false, {}, nullptr, portable},
+      {"cpu", "dequantize + aten::mm of each group, in float32", false, {"cuda", "rocm", "cpu"},
+       {F::kRowwise, F::kBlockwise, F::kMxfp8, F::kMxfp8RowMajor}, false, {}, nullptr, on_cpu},
+  };
+  return all;
+}
+
+const std::vector<Backend>& backends(std::string_view torch_config) {
+  static const std::vector<Backend> usable = [&] {
+    const auto has = [&](std::string_view option) { return torch_config.find(option) != torch_config.npos; };
+    const bool has_optional = has("USE_MSLK") || has("USE_FBGEMM_GENAI");  // one option, under two names so far
+    std::vector<Backend> found;
+    for (const Backend& backend : all_backends())
+      if (backend.run && (!backend.optional || has_optional)) found.push_back(backend);
+    return found;
+  }();
+  return usable;
+}
+
+bool Backend::takes(const Product& product) const {
+  const ScaledGroupedMmParams& p = product.p;
+  if (gpu != product.a.on_gpu() || p.E > needs.most_experts) return false;
+  if (std::find(formats.begin(), formats.end(), product.format) == formats.end()) return false;
+  if (needs.least_sm == 0) return true;
+#if defined(MOE_FP8_GPU)
+  const int sm = compute_capability();
+  if (sm < needs.least_sm || sm > needs.most_sm) return false;
+#endif
+  if (p.E == 0 || p.M == 0 || p.N == 0 || p.K == 0) return false;
+  if (needs.bfloat16 && p.out_float32) return false;
+  if (needs.e4m3 && (p.a_type != Fp8Type::kE4M3FN || p.b_type != Fp8Type::kE4M3FN)) return false;
+  if (p.K % needs.sum || p.N % needs.columns) return false;
+  if (p.groups_of_sum && (p.M % needs.columns || product.align % needs.offs)) return false;
+  auto are_chunks = [](const void* a, const void* b) {
+    return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) % 16 == 0;
+  };
+  if (needs.chunks && (!are_chunks(p.a, p.b) || p.a_stride % 16 || p.b_stride % 16 || p.b_group_stride % 16 ||
+                  p.a_stride < p.K || p.b_stride < p.K))
+    return false;
+  if (needs.packed && (!are_chunks(p.scale_a.data, p.scale_b.data) || p.a_stride != p.K || p.b_stride != p.K ||
+                       (!p.groups_of_sum && p.b_group_stride != p.N * p.K)))
+    return false;
+  return also == nullptr || also(product);
+}
+
+}  // namespace moe_fp8

@@ -1,0 +1,17 @@
+// A call of scaled_grouped_mm whose arguments were checked.
+#pragma once
+#include "gemm/scaled_grouped_mm.h"
+#include "numerics/format.h"
+#include "ops/tensor.h"
+
+namespace moe_fp8 {
+
+struct Product {
+  ScaledGroupedMmParams p;  // out is null: the backend makes it
+  FormatId format;
+  int64_t align;            // of offs, in 2D x 2D
+  bool use_fast_accum;
+  const Tensor &a, &b, &scale_a, &scale_b;
+};
+
+}  // namespace moe_fp8

@@ -1,0 +1,47 @@
+// What a quantized operand is: the one description from which shapes, strides, alignment and the place of every scale
+// derive, for kernels (as a type), CPU loops, dequantize and GEMMs (as a value) and Python (read from _C).
+#pragma once
+#include "numerics/floats.h"
+#include "numerics/scale_layout.h"
+
+namespace moe_fp8 {
+
+enum class ScaleType : int { kF32, kE8M0 };
+
+// From the amax of a scaling block to its multiplier; see numerics/scale.h. The first two are float scales', the others
+// E8M0's.
+enum class Rounding : int { kExact, kPow2, kRceil, kFloor };
+inline constexpr const char* kRoundingNames[] = {"exact", "pow2", "rceil", "floor"};
+
+// How a matrix of scales lies. kColumnMajor: columns are scale_stride() elements apart. kBlocked: scale_layout.h.
+enum class ScaleOrder : int { kRowMajor, kColumnMajor, kBlocked };
+
+struct Format {
+  const char* name;
+  int block;             // neighbouring elements along the summed dimension that share a scale; 0: a row, or all tokens
+                         // of a group in a column
+  int weight_rows;       // rows of a weight that share theirs: with `block` columns each
+  ScaleType scale_type;
+  ScaleOrder order;
+  int least_align, most_align, align;  // multiples to which groups can be padded along tokens, and the usual one
+  Rounding roundings[2];               // that it knows; the first is the usual one
+
+  constexpr bool knows(Rounding r) const { return roundings[0] == r || roundings[1] == r; }
+  constexpr bool blocked() const { return order == ScaleOrder::kBlocked; }
+  // Scaling blocks of so many elements.
+  constexpr int64_t blocks(int64_t elements) const { return block ? ceil_div<int64_t>(elements, block) : 1; }
+};
+
+enum class FormatId : int { kRowwise, kBlockwise, kMxfp8, kMxfp8RowMajor };
+inline constexpr Format kFormats[] = {
+    {"rowwise", 0, 1, ScaleType::kF32, ScaleOrder::kRowMajor, 1, 256, 32, {Rounding::kExact, Rounding::kPow2}},
+    {"blockwise", kBlock, kBlock, ScaleType::kF32, ScaleOrder::kColumnMajor, 1, 256, 32,
+     {Rounding::kExact, Rounding::kPow2}},
+    {"mxfp8", kMxBlock, 1, ScaleType::kE8M0, ScaleOrder::kBlocked, 32, 128, 32, {Rounding::kRceil, Rounding::kFloor}},
+    {"mxfp8_rowmajor", kMxBlock, 1, ScaleType::kE8M0, ScaleOrder::kRowMajor, 32, 128, 32,
+     {Rounding::kRceil, Rounding::kFloor}},
+};
+inline constexpr int kNumFormats = sizeof(kFormats) / sizeof(kFormats[0]);
+constexpr const Format& format_of(FormatId id) { return kFormats[int(id)]; }
+
+}  // namespace moe_fp8

@@ -1,0 +1,137 @@
+// The tensors that ops take: one table, which the checks in C++ (ops/checks.h) and the fakes in Python (_C.arguments())
+// both read. It has what can be said of an argument alone. What depends on the format or on other arguments, above all
+// sizes, is checked where the op has them.
+#pragma once
+#include <cstdint>
+#include <string_view>
+
+#include "numerics/groups.h"
+
+namespace moe_fp8 {
+
+constexpr int64_t kMaxRows = (int64_t(1) << 31) - 256;  // int32 offsets, and tiles that reach beyond the last one
+constexpr int kMaxDims = 7;                             // of tensors of any leading dimensions
+
+enum class Dtypes : uint8_t {
+  kInput,    // what can be quantized
+  kFp8,
+  kScale,    // the format says which
+  kScores,   // float32, or that of `like`
+  kInt32,
+  kInts,
+  kByte,     // any of 1 byte
+  kMovable,  // any of 1, 2 or 4 bytes
+};
+
+// Which elements lie beside one another.
+enum class Strides : uint8_t {
+  kAny,
+  kInner,       // those along the last dimension
+  kSummed,      // those along the last but one
+  kContiguous,  // all
+};
+
+// At most so many `what` in dimension `dim`, counted from the end; kSlots: in all.
+struct SizeLimit {
+  static constexpr int kSlots = 0;
+  const char* what = nullptr;
+  int dim = 0;
+  int64_t most = 0;
+};
+
+struct Argument {
+  const char* op;
+  const char* name;
+  const char* like;  // the argument on whose device it must be; null: it decides where the call runs
+  Dtypes dtypes;
+  int least_dims, most_dims;
+  Strides strides;
+  SizeLimit limits[3] = {};
+};
+
+namespace arguments {
+
+inline constexpr SizeLimit kColumns = {"columns", -1, kMaxRows}, kRows = {"rows", -2, kMaxRows};
+
+constexpr Argument vector(const char* op, const char* name, const char* like, const char* what, int64_t most) {
+  return {op, name, like, Dtypes::kInt32, 1, 1, Strides::kInner, {{what, -1, most}}};
+}
+constexpr Argument offs(const char* op, const char* like) { return vector(op, "offs", like, "entries", kMaxExperts); }
+constexpr Argument starts(const char* op) { return vector(op, "padded_starts", "offs", "entries", kMaxExperts); }
+constexpr Argument indices(const char* op, const char* like) {
+  return vector(op, "indices", like, "entries", kMaxRows);
+}
+constexpr Argument matrix(const char* op, const char* name, const char* like, Dtypes dtypes) {
+  return {op, name, like, dtypes, 2, 2, Strides::kInner, {kRows, kColumns}};
+}
+constexpr Argument inverse(const char* op, const char* like) {
+  return {op, "inverse", like, Dtypes::kInt32, 2, 2, Strides::kContiguous,
+          {kRows, {"slots", SizeLimit::kSlots, kMaxRows}}};
+}
+constexpr Argument scores(const char* op, const char* like) {
+  return {op, "topk_scores", like, Dtypes::kScores, 2, 2, Strides::kContiguous};
+}
+
+inline constexpr Argument kTable[] = {
+    {"quantize_rows", "x", nullptr, Dtypes::kInput, 1, kMaxDims, Strides::kInner, {kColumns}},
+    offs("quantize_rows", "x"),
+    indices("quantize_rows", "x"),
+    matrix("quantize_tokens", "x", nullptr, Dtypes::kInput),
+    offs("quantize_tokens", "x"),
+    indices("quantize_tokens", "x"),
+    matrix("quantize_both", "x", nullptr, Dtypes::kInput),
+    offs("quantize_both", "x"),
+    indices("quantize_both", "x"),
+    {"quantize_weight", "w", nullptr, Dtypes::kInput, 3, 3, Strides::kInner,
+     {{"experts", -3, kMaxExperts}, {"rows an expert", -2, kMaxRows}, kColumns}},
+
+    {"dequantize", "q", nullptr, Dtypes::kFp8, 1, kMaxDims, Strides::kInner, {kColumns}},
+    {"dequantize", "scale", "q", Dtypes::kScale, 0, kMaxDims, Strides::kAny},
+    offs("dequantize", "q"),
+
+    {"swizzle_scales", "scale", nullptr, Dtypes::kByte, 2, 3, Strides::kInner, {kRows, kColumns}},
+    offs("swizzle_scales", "scale"),
+    {"unswizzle_scales", "blocked", nullptr, Dtypes::kByte, 2, 2, Strides::kContiguous},
+    offs("unswizzle_scales", "blocked"),
+
+    {"sort_tokens", "topk_ids", nullptr, Dtypes::kInts, 1, 2, Strides::kInner,
+     {{"slots", SizeLimit::kSlots, kMaxRows}}},
+    {"permute_indices", "tokens_per_rank_expert", nullptr, Dtypes::kInts, 1, 2, Strides::kContiguous},
+    matrix("permute_pad", "x", nullptr, Dtypes::kMovable),
+    indices("permute_pad", "x"),
+    matrix("unpermute", "y", nullptr, Dtypes::kMovable),
+    indices("unpermute", "y"),
+    matrix("combine", "y", nullptr, Dtypes::kInput),
+    inverse("combine", "y"),
+    scores("combine", "y"),
+    matrix("combine_backward", "grad", nullptr, Dtypes::kInput),
+    matrix("combine_backward", "y", "grad", Dtypes::kInput),
+    inverse("combine_backward", "grad"),
+    scores("combine_backward", "grad"),
+    matrix("pad_token_groups", "x", nullptr, Dtypes::kMovable),
+    offs("pad_token_groups", "x"),
+    matrix("pad_token_groups_to", "x", nullptr, Dtypes::kMovable),
+    offs("pad_token_groups_to", "x"),
+    starts("pad_token_groups_to"),
+    matrix("unpad_token_groups", "y", nullptr, Dtypes::kMovable),
+    offs("unpad_token_groups", "y"),
+    starts("unpad_token_groups"),
+
+    {"scaled_grouped_mm", "a", nullptr, Dtypes::kFp8, 2, 2, Strides::kInner, {kRows, kColumns}},
+    {"scaled_grouped_mm", "b", "a", Dtypes::kFp8, 2, 3, Strides::kSummed, {kRows, kColumns}},
+    {"scaled_grouped_mm", "scale_a", "a", Dtypes::kScale, 1, 2, Strides::kAny},
+    {"scaled_grouped_mm", "scale_b", "a", Dtypes::kScale, 2, 3, Strides::kAny},
+    offs("scaled_grouped_mm", "a"),
+};
+
+}  // namespace arguments
+
+// Its row. A constant asks for it, so that a call looks nothing up and a name without a row does not compile.
+constexpr const Argument& argument(std::string_view op, std::string_view name) {
+  const Argument* found = nullptr;
+  for (const Argument& row : arguments::kTable)
+    if (op == row.op && name == row.name) found = &row;
+  return *found;
+}
+
+}  // namespace moe_fp8

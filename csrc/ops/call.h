@@ -1,0 +1,125 @@
+// Where a call runs: its device and stream, the results that it makes there, and how a launch is reported.
+#pragma once
+#include <torch/csrc/stable/accelerator.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "ops/arguments.h"
+#include "ops/tensor.h"
+#include "platform/device.h"
+#include "quantize/scale_shapes.h"
+
+#if defined(MOE_FP8_CUDA) || defined(MOE_FP8_HIP)
+#define MOE_FP8_GPU 1
+// Weak: a CPU-only torch has no such symbol, and the extension must load there too.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
+#endif
+
+namespace moe_fp8 {
+
+// Debugging switches are looked up on every call, so that os.environ sets them at run time: at most two a call.
+inline bool flag_is_set(const char* name) {
+  const char* value = std::getenv(name);
+  return value && *value && std::strcmp(value, "0") != 0;
+}
+
+// The product of sizes, which are not negative, or the largest number where it has no room: the one place in which
+// sizes that a caller chose are multiplied before something bounds them.
+inline int64_t product(const int64_t* sizes, int64_t count) {
+  int64_t product = 1;
+  bool overflow = false;
+  for (int64_t i = 0; i < count; ++i) {
+    if (sizes[i] == 0) return 0;
+    overflow |= __builtin_mul_overflow(product, sizes[i], &product);
+  }
+  return overflow ? INT64_MAX : product;
+}
+
+// Makes the argument's device current for as long as it lives.
+class Call {
+ public:
+  Call(const char* op, const char* arg, const Tensor& x)
+      : op_(op), device_type_(x.device_type), device_index_(x.device_index), poison_(flag_is_set("MOE_FP8_POISON")) {
+    if (!x.on_gpu()) return;
+#if defined(MOE_FP8_GPU)
+    if (aoti_torch_get_current_cuda_stream == nullptr)
+      fail(op, ": ", arg, " must be on the CPU, this torch knows no GPU; got ", device_name(x));
+    int32_t current = 0;
+    check_torch(aoti_torch_get_current_device_index(&current));
+    if (current != device_index_) guard_.emplace(device_index_);
+    check_torch(aoti_torch_get_current_cuda_stream(device_index_, &stream_));
+#else
+    fail(op, ": ", arg, " must be on the CPU, all that this moe_fp8_ext was built for; got ", device_name(x));
+#endif
+  }
+
+  void* stream() const { return stream_; }
+  // Of a kernel launch.
+  void check(int code) const {
+#if defined(MOE_FP8_GPU)
+    if (code != 0) fail(op_, ": kernel launch failed: ", error_string(code));
+#else
+    (void)code;
+#endif
+  }
+
+  Handle empty(const int64_t* sizes, int64_t dim, int32_t dtype) const {
+    const int64_t numel = product(sizes, dim), element = int64_t(aoti_torch_dtype_element_size(dtype));
+    if (numel > INT64_MAX / element) fail_size(sizes, dim);
+    uint64_t stride = 1;  // torch counts every size as at least 1 here, and may wrap around where a tensor is empty
+    int64_t strides[kMaxDims + 1];
+    for (int64_t i = dim - 1; i >= 0; --i) {
+      strides[i] = int64_t(stride);
+      stride *= uint64_t(sizes[i] > 1 ? sizes[i] : 1);
+    }
+    AtenTensorHandle handle = nullptr;
+    check_torch(aoti_torch_empty_strided(dim, sizes, strides, dtype, device_type_, device_index_, &handle));
+    Handle out(handle);
+    if (poison_ && numel) poison(data(out), numel * element);
+    return out;
+  }
+  Handle empty(std::initializer_list<int64_t> sizes, int32_t dtype) const {
+    return empty(sizes.begin(), int64_t(sizes.size()), dtype);
+  }
+  Handle empty(std::initializer_list<int64_t> sizes, Fp8Type dtype) const {
+    return empty(sizes, kFp8Dtypes[int(dtype)]);
+  }
+  // The memory between the columns of column-major scales is part of them.
+  Handle empty(const ScaleShape& shape, ScaleType type) const {
+    const int64_t* sizes = shape.sizes;
+    if (shape.column_stride < 0) return empty(sizes, shape.dims, scale_dtype(type));
+    return view(empty({sizes[1], shape.column_stride}, scale_dtype(type)), {sizes[0], sizes[1]},
+                {1, shape.column_stride});
+  }
+
+  // The device's own FP8 type.
+  Fp8Type default_fp8() const {
+#if defined(MOE_FP8_GPU)
+    if (device_type_ == kCuda && native_fnuz()) return Fp8Type::kE4M3FNUZ;
+#endif
+    return Fp8Type::kE4M3FN;
+  }
+
+ private:
+  [[noreturn, gnu::cold]] void fail_size(const int64_t* sizes, int64_t dim) const {
+    std::string text;
+    for (int64_t i = 0; i < dim; ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
+    fail(op_, ": a result would be [", text, "], of more bytes than can be counted");
+  }
+  // Tests: a byte that nobody writes shows.
+  void poison(void* p, int64_t bytes) const {
+#if defined(MOE_FP8_GPU)
+    if (device_type_ == kCuda) return check(fill_bytes_async(p, 0xff, bytes, stream_));
+#endif
+    std::memset(p, 0xff, bytes);
+  }
+
+  const char* op_;
+  int32_t device_type_, device_index_;
+  bool poison_;
+  void* stream_ = nullptr;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
+
+}  // namespace moe_fp8

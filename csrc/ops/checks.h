@@ -1,0 +1,212 @@
+// What ops ask of their arguments. Every text names op, argument, what was expected and what was given.
+#pragma once
+#include <torch/csrc/stable/device.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "numerics/format.h"
+#include "ops/arguments.h"
+#include "ops/call.h"
+
+namespace moe_fp8 {
+
+// ---- an argument alone, as its row of the table has it -------------------------------------------------------------
+[[noreturn]] inline void fail_dtype(const Argument& arg, const char* wanted, const Tensor& t) {
+  fail(arg.op, ": ", arg.name, " must ", wanted, ", got ", dtype_name(t.dtype));
+}
+inline void check_dtype(const Argument& arg, const Tensor& t, int32_t wanted) {
+  if (t.dtype != wanted)
+    fail(arg.op, ": ", arg.name, " must be ", dtype_name(wanted).substr(6), ", got ", dtype_name(t.dtype));
+}
+template <size_t n>
+bool is_one_of(const int32_t (&dtypes)[n], int32_t dtype) {
+  return std::find(dtypes, dtypes + n, dtype) != dtypes + n;
+}
+inline void check_dtypes(const Argument& arg, const Tensor& t) {
+  switch (arg.dtypes) {
+    case Dtypes::kInput:
+      if (!is_one_of(kInputDtypes, t.dtype)) fail_dtype(arg, "be bfloat16, float16 or float32", t);
+      return;
+    case Dtypes::kFp8:
+      if (!is_one_of(kFp8Dtypes, t.dtype))
+        fail_dtype(arg, "be float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz", t);
+      return;
+    case Dtypes::kInt32: return check_dtype(arg, t, kInt32);
+    case Dtypes::kInts:
+      if (t.dtype != kInt32 && t.dtype != kInt64) fail_dtype(arg, "be int32 or int64", t);
+      return;
+    case Dtypes::kByte:
+      if (aoti_torch_dtype_element_size(t.dtype) != 1) fail_dtype(arg, "have a dtype of 1 byte", t);
+      return;
+    case Dtypes::kMovable: {
+      const size_t bytes = aoti_torch_dtype_element_size(t.dtype);
+      if (bytes != 1 && bytes != 2 && bytes != 4) fail_dtype(arg, "have a dtype of 1, 2 or 4 bytes", t);
+      return;
+    }
+    case Dtypes::kScale: case Dtypes::kScores: return;  // depends on more than the argument
+  }
+}
+inline void check_dims(const Argument& arg, const Tensor& t, int least, int most) {
+  if (t.dim >= least && t.dim <= most) return;
+  const std::string range = least == most       ? std::to_string(least)
+                            : least + 1 == most ? std::to_string(least) + " or " + std::to_string(most)
+                                                : std::to_string(least) + " to " + std::to_string(most);
+  fail(arg.op, ": ", arg.name, " must have ", range, " dimensions, got ", t.dim);
+}
+inline void check_strides(const Argument& arg, const Tensor& t) {
+  if (arg.strides == Strides::kAny || t.empty()) return;
+  if (arg.strides == Strides::kContiguous) {
+    for (int64_t d = t.dim - 1, stride = 1; d >= 0; stride *= t.sizes[d--])
+      if (t.strides[d] != stride && t.sizes[d] > 1)
+        fail(arg.op, ": ", arg.name, " must be contiguous, got stride ", t.strides[d], " in dimension ", d);
+    return;
+  }
+  const int64_t d = t.dim - (arg.strides == Strides::kInner ? 1 : 2);
+  if (t.strides[d] == 1 || t.sizes[d] == 1) return;
+  if (arg.strides == Strides::kInner)
+    fail(arg.op, ": ", arg.name, " must have stride 1 in its last dimension, got stride ", t.strides[d]);
+  fail(arg.op, ": ", arg.name, " must have stride 1 in dimension ", d, " (the summed one), got stride ", t.strides[d]);
+}
+inline void check_limit(const char* op, const char* arg, int64_t size, const char* what, int64_t most = kMaxRows) {
+  if (size > most) fail(op, ": ", arg, " must have at most ", most, " ", what, ", got ", size);
+}
+inline void check(const Argument& arg, const Tensor& t) {
+  check_dtypes(arg, t);
+  check_dims(arg, t, arg.least_dims, arg.most_dims);
+  check_strides(arg, t);
+  for (const SizeLimit& limit : arg.limits) {
+    if (limit.what == nullptr) break;
+    const int64_t size = limit.dim == SizeLimit::kSlots ? product(t.sizes, t.dim) : t.sizes[t.dim + limit.dim];
+    check_limit(arg.op, arg.name, size, limit.what, limit.most);
+  }
+}
+// And that it is where `like` is, the argument that the table names.
+inline void check(const Argument& arg, const Tensor& t, const Tensor& like) {
+  check(arg, t);
+  if (arg.dtypes == Dtypes::kScores && t.dtype != kFloat32 && t.dtype != like.dtype)
+    fail(arg.op, ": ", arg.name, " must be float32 or, like ", arg.like, ", ", dtype_name(like.dtype), ", got ",
+         dtype_name(t.dtype));
+  if (t.device_type != like.device_type || (like.on_gpu() && t.device_index != like.device_index))
+    fail(arg.op, ": ", arg.name, " must be on the device of ", arg.like, ", ", device_name(like), ", got ",
+         device_name(t));
+}
+
+// ---- what an argument must be beside others -----------------------------------------------------------------------
+inline void check_size(const Argument& arg, const Tensor& t, int64_t dim, int64_t size) {
+  if (t.sizes[dim] != size)
+    fail(arg.op, ": ", arg.name, " must have size ", size, " in dimension ", dim, ", got ", t.sizes[dim]);
+}
+inline void check_sizes(const Argument& arg, const Tensor& t, const int64_t* sizes, int64_t dims) {
+  check_dims(arg, t, int(dims), int(dims));
+  for (int64_t d = 0; d < dims; ++d) check_size(arg, t, d, sizes[d]);
+}
+// Scales of this format and shape: contiguous, but for those that may be column-major.
+inline void check_scales(const Argument& arg, const Tensor& t, const Format& f, const int64_t* sizes, int64_t dims) {
+  check_dtype(arg, t, scale_dtype(f.scale_type));
+  check_sizes(arg, t, sizes, dims);
+  if (f.order == ScaleOrder::kColumnMajor) return;
+  Argument contiguous = arg;
+  contiguous.strides = Strides::kContiguous;
+  check_strides(contiguous, t);
+}
+inline void check_count(const char* op, const char* arg, int64_t count) {
+  if (count < 0 || count > kMaxRows) fail(op, ": ", arg, " must be from 0 to ", kMaxRows, ", got ", count);
+}
+
+inline InType in_type(const Tensor& x) {  // of an argument that was checked
+  return InType(std::find(kInputDtypes, kInputDtypes + 3, x.dtype) - kInputDtypes);
+}
+inline Fp8Type fp8_type(const Tensor& q) {  // likewise
+  return Fp8Type(std::find(kFp8Dtypes, kFp8Dtypes + 4, q.dtype) - kFp8Dtypes);
+}
+
+// ---- options ------------------------------------------------------------------------------------------------------
+inline FormatId check_format(const char* op, std::string_view name) {
+  for (int i = 0; i < kNumFormats; ++i)
+    if (name == kFormats[i].name) return FormatId(i);
+  std::string names;
+  for (int i = 0; i < kNumFormats; ++i)
+    names += (i == 0 ? "'" : i + 1 < kNumFormats ? ", '" : " or '") + std::string(kFormats[i].name) + "'";
+  fail(op, ": format must be ", names, ", got '", name, "'");
+}
+inline Rounding check_rounding(const char* op, const Format& f, std::optional<std::string_view> name) {
+  if (!name) return f.roundings[0];
+  for (const Rounding r : f.roundings)
+    if (*name == kRoundingNames[int(r)]) return r;
+  fail(op, ": rounding must be '", kRoundingNames[int(f.roundings[0])], "' or '", kRoundingNames[int(f.roundings[1])],
+       "' with format '", f.name, "', got '", *name, "'");
+}
+inline Fp8Type check_fp8(const Call& call, const char* op, std::optional<int32_t> dtype) {
+  if (!dtype) return call.default_fp8();
+  if (!is_one_of(kFp8Dtypes, *dtype))
+    fail(op, ": dtype must be float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz, got ",
+         dtype_name(*dtype));
+  return Fp8Type(std::find(kFp8Dtypes, kFp8Dtypes + 4, *dtype) - kFp8Dtypes);
+}
+inline void check_align(const char* op, int64_t align, int least = 1, int most = kMaxAlign) {
+  if (align < least || align > most || (align & (align - 1)) != 0)
+    fail(op, ": align must be a power of two from ", least, " to ", most, ", got ", align);
+}
+// The padded extent P of so many groups of the rows of `arg`.
+inline int64_t check_extent(const char* op, const char* arg, int64_t rows, int64_t experts, int64_t align) {
+  const int64_t extent = padded_extent(rows, experts, align);
+  check_limit(op, arg, extent, "rows with padding");
+  return extent;
+}
+
+// ---- contents, with MOE_FP8_VALIDATE=1 -----------------------------------------------------------------------------
+// Of integers, in logical order; waits for the device.
+template <class T = int>
+std::vector<T> contents(const Tensor& t) {
+  const torch::stable::Tensor there(share(t.handle).release());
+  const torch::stable::Tensor here = torch::stable::contiguous(torch::stable::to(there, torch::stable::Device("cpu")));
+  const T* first = static_cast<const T*>(here.const_data_ptr());
+  return {first, first + here.numel()};
+}
+inline void validate_offs(const Argument& arg, const Tensor& offs, int64_t limit, const char* unit) {
+  const std::vector<int> o = contents(offs);
+  for (int64_t e = 0, previous = 0; e < offs.sizes[0]; previous = o[e++]) {
+    if (o[e] < previous)
+      fail(arg.op, ": offs must be non-decreasing from 0, got offs[", e, "] = ", o[e], " after ", previous);
+    if (o[e] > limit)
+      fail(arg.op, ": offs must not exceed the ", limit, " ", unit, " of ", arg.like, ", got offs[", e, "] = ", o[e]);
+  }
+}
+// Ends of groups of `limit` things.
+inline void check_offs(const Argument& arg, const Tensor& offs, const Tensor& like, int64_t limit,
+                       const char* unit = "rows") {
+  check(arg, offs, like);
+  if (flag_is_set("MOE_FP8_VALIDATE")) validate_offs(arg, offs, limit, unit);
+}
+// Every index is -1 or one of [0, limit).
+inline void validate_range(const Argument& arg, const Tensor& indices, int64_t limit, const char* of) {
+  if (!flag_is_set("MOE_FP8_VALIDATE")) return;
+  const std::vector<int> at = contents(indices);
+  for (size_t p = 0; p < at.size(); ++p)
+    if (at[p] < -1 || at[p] >= limit)
+      fail(arg.op, ": ", arg.name, " must be -1 or one of the ", limit, " ", of, ", got ", at[p], " in place ", p);
+}
+// No index stands twice where that would lose one of its places.
+inline void validate_distinct(const Argument& arg, const Tensor& indices) {
+  if (!flag_is_set("MOE_FP8_VALIDATE")) return;
+  std::vector<int> at = contents(indices);
+  std::sort(at.begin(), at.end());
+  for (size_t p = 1; p < at.size(); ++p)
+    if (at[p] >= 0 && at[p] == at[p - 1]) fail(arg.op, ": ", arg.name, " must be distinct, got ", at[p], " twice");
+}
+
+// ---- rows taken by index -------------------------------------------------------------------------------------------
+// Slots of `rows` rows, top_k slots a row.
+inline RowIndex check_indices(const Argument& arg, const Tensor& indices, const Tensor& like, int64_t rows,
+                              int64_t top_k) {
+  check(arg, indices, like);
+  if (top_k < 1) fail(arg.op, ": top_k must be at least 1, got ", top_k);
+  if (top_k > kMaxRows || rows * top_k > kMaxRows)
+    fail(arg.op, ": top_k must give at most ", kMaxRows, " slots to ", rows, " rows, got ", top_k);
+  validate_range(arg, indices, rows * top_k, "slots");
+  return RowIndex(indices.as<int>(), rows, top_k);
+}
+
+}  // namespace moe_fp8

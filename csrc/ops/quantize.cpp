@@ -1,0 +1,188 @@
+#include "quantize/quantize.h"
+
+#include "cpu/quantize.h"
+#include "numerics/operand_scales.h"
+#include "ops/checks.h"
+#include "ops/leading.h"
+
+namespace moe_fp8 {
+namespace {
+
+// In the order in which ops return them.
+struct Outputs {
+  Handle q, scale, q_t, scale_t, padded_offs;
+};
+
+void run(const Call& call, const Tensor& x, const QuantizeParams& p) {
+#if defined(MOE_FP8_GPU)
+  if (x.on_gpu()) return call.check(quantize(p, call.stream()));
+#endif
+  quantize_cpu(p);
+}
+
+// What the quantizers of tokens take.
+struct Tokens {
+  const Argument& x_arg;
+  const Argument& offs_arg;
+  const Argument& indices_arg;
+  const Tensor& x;
+  std::string_view format;
+  const std::optional<Tensor>& indices;
+  std::optional<int64_t> top_k, align;
+  std::optional<int32_t> dtype;
+  std::optional<std::string_view> rounding;
+};
+
+// rowwise takes rows of any leading dimensions, as experts of which nothing is wanted along tokens.
+Outputs quantize_leading(const Tokens& t, const Tensor* offs, QuantizeParams& p) {
+  const char* op = t.x_arg.op;
+  const Tensor& x = t.x;
+  const int64_t count = product(x.sizes, x.dim - 1);
+  if (offs) check_offs(t.offs_arg, *offs, x, count);
+  const Call call(op, "x", x);
+  p.out = check_fp8(call, op, t.dtype);
+  Outputs o;
+  p.q = data<uint8_t>(o.q = call.empty(x.sizes, x.dim, kFp8Dtypes[int(p.out)]));
+  p.scale = data(o.scale = call.empty(x.sizes, x.dim - 1, kFloat32));
+  const AsRows as_rows(x, count);
+  p.x = as_rows.data;
+  p.E = as_rows.rows->outer;
+  p.rows = p.positions = as_rows.rows->rows;
+  p.group_stride = as_rows.rows->outer_stride;
+  p.row_stride = as_rows.rows->row_stride;
+  p.weight = true;
+  run(call, x, p);
+  return o;
+}
+
+Outputs quantize_tokens(const Tokens& t, const Tensor* offs, bool along_rows, bool along_tokens) {
+  const char* op = t.x_arg.op;
+  const Tensor& x = t.x;
+  check(t.x_arg, x);
+  QuantizeParams p = {};
+  p.format = check_format(op, t.format);
+  const Format& f = format_of(p.format);
+  p.rounding = check_rounding(op, f, t.rounding);
+  p.in = in_type(x);
+  p.K = x.sizes[x.dim - 1];
+  p.along_rows = along_rows;
+  p.along_tokens = along_tokens;
+  p.align = f.align;
+  if (t.indices && !t.top_k) fail(op, ": top_k must be given with indices, got None");
+  if (t.top_k && !t.indices) fail(op, ": indices must be given with top_k, got None");
+  if (f.block == 0 && !along_tokens && !t.indices) return quantize_leading(t, offs, p);
+
+  check_dims(t.x_arg, x, 2, 2);
+  check_limit(op, "x", x.sizes[0], "rows");
+  p.x = x.data;
+  p.row_stride = x.strides[0];
+  p.rows = x.sizes[0];
+  if (t.indices) {
+    p.index = check_indices(t.indices_arg, *t.indices, x, x.sizes[0], *t.top_k);
+    p.rows = t.indices->sizes[0];
+  }
+  if (offs) check_offs(t.offs_arg, *offs, x, p.rows, t.indices ? "indices" : "rows");
+  const bool grouped = offs && (along_tokens || f.blocked());
+  if (grouped) {
+    const char* arg = t.indices ? "indices" : "x";
+    static const int kNoEnds[1] = {};  // null would say that there are no groups
+    p.E = offs->sizes[0];
+    p.offs = p.E ? offs->as<int>() : kNoEnds;
+    const int64_t align = t.align.value_or(f.align);
+    check_align(op, align, f.least_align, f.most_align);
+    p.align = int(align);
+    p.positions = check_extent(op, arg, p.rows, p.E, align);
+    if (f.block) check_extent(op, arg, p.rows, p.E, std::max(p.align, kGroupScales));
+  }
+  const Call call(op, "x", x);
+  p.out = check_fp8(call, op, t.dtype);
+  Outputs o;
+  Handle places;
+  if (along_rows) {
+    p.q = data<uint8_t>(o.q = call.empty({p.rows, p.K}, p.out));
+    p.scale = data(o.scale = call.empty(scales_along_rows(f, p.rows, p.K, grouped ? p.E : kNoGroups), f.scale_type));
+  }
+  if (along_tokens) {
+    const int64_t blocks = block_extent(p.rows, p.E, p.align);
+    p.q_t = data<uint8_t>(o.q_t = call.empty({p.K, p.positions}, p.out));
+    p.scale_t = data(o.scale_t = call.empty(scales_along_tokens(f, p.K, p.positions, p.E, blocks), f.scale_type));
+    p.padded_offs = data<int>(o.padded_offs = call.empty({p.E}, kInt32));
+  } else if (grouped && x.on_gpu()) {
+    p.places = data<int>(places = call.empty({p.rows}, kInt32));
+  }
+  run(call, x, p);
+  return o;
+}
+
+constexpr const char *kRows = "quantize_rows", *kTokens = "quantize_tokens", *kBoth = "quantize_both";
+
+}  // namespace
+
+Results<2> quantize_rows_op(const Tensor& x, std::string_view format, const std::optional<Tensor>& offs,
+                            const std::optional<Tensor>& indices, std::optional<int64_t> top_k,
+                            std::optional<int32_t> dtype, std::optional<std::string_view> rounding) {
+  constexpr const Argument &kX = argument(kRows, "x"), &kOffs = argument(kRows, "offs"),
+                           &kIndices = argument(kRows, "indices");
+  Outputs o = quantize_tokens({kX, kOffs, kIndices, x, format, indices, top_k, std::nullopt, dtype, rounding},
+                              offs ? &*offs : nullptr, true, false);
+  return results(o.q, o.scale);
+}
+
+Results<3> quantize_tokens_op(const Tensor& x, std::string_view format, const Tensor& offs,
+                              const std::optional<Tensor>& indices, std::optional<int64_t> top_k,
+                              std::optional<int64_t> align, std::optional<int32_t> dtype,
+                              std::optional<std::string_view> rounding) {
+  constexpr const Argument &kX = argument(kTokens, "x"), &kOffs = argument(kTokens, "offs"),
+                           &kIndices = argument(kTokens, "indices");
+  Outputs o = quantize_tokens({kX, kOffs, kIndices, x, format, indices, top_k, align, dtype, rounding}, &offs, false,
+                              true);
+  return results(o.q_t, o.scale_t, o.padded_offs);
+}
+
+Results<5> quantize_both_op(const Tensor& x, std::string_view format, const Tensor& offs,
+                            const std::optional<Tensor>& indices, std::optional<int64_t> top_k,
+                            std::optional<int64_t> align, std::optional<int32_t> dtype,
+                            std::optional<std::string_view> rounding) {
+  constexpr const Argument &kX = argument(kBoth, "x"), &kOffs = argument(kBoth, "offs"),
+                           &kIndices = argument(kBoth, "indices");
+  Outputs o = quantize_tokens({kX, kOffs, kIndices, x, format, indices, top_k, align, dtype, rounding}, &offs, true,
+                              true);
+  return results(o.q, o.scale, o.q_t, o.scale_t, o.padded_offs);
+}
+
+Results<4> quantize_weight_op(const Tensor& w, std::string_view format, std::optional<int32_t> dtype,
+                              std::optional<std::string_view> rounding) {
+  constexpr const Argument& kW = argument("quantize_weight", "w");
+  check(kW, w);
+  QuantizeParams p = {};
+  p.format = check_format(kW.op, format);
+  const Format& f = format_of(p.format);
+  p.rounding = check_rounding(kW.op, f, rounding);
+  p.in = in_type(w);
+  p.x = w.data;
+  p.group_stride = w.strides[0];
+  p.row_stride = w.strides[1];
+  p.E = w.sizes[0];
+  p.rows = p.positions = w.sizes[1];
+  p.K = w.sizes[2];
+  p.weight = p.along_rows = p.along_tokens = true;
+  p.align = f.align;
+  const Call call(kW.op, "w", w);
+  p.out = check_fp8(call, kW.op, dtype);
+  Handle q = call.empty({p.E, p.rows, p.K}, p.out), q_t = call.empty({p.E, p.K, p.rows}, p.out);
+  Handle scale = call.empty(scales_of_weight(f, p.E, p.rows, p.K), f.scale_type);
+  Handle scale_t = call.empty(scales_of_weight(f, p.E, p.K, p.rows), f.scale_type);
+  p.q = data<uint8_t>(q);
+  p.scale = data(scale);
+  p.q_t = data<uint8_t>(q_t);
+  p.scale_t = data(scale_t);
+  run(call, w, p);
+  return results(q, scale, q_t, scale_t);
+}
+
+}  // namespace moe_fp8
+
+MOE_FP8_REGISTER(quantize_rows)
+MOE_FP8_REGISTER(quantize_tokens)
+MOE_FP8_REGISTER(quantize_both)
+MOE_FP8_REGISTER(quantize_weight)

@@ -1,0 +1,97 @@
+#include "scales/swizzle_scales.h"
+
+#include "cpu/scales.h"
+#include "ops/checks.h"
+
+namespace moe_fp8 {
+namespace {
+
+constexpr const char *kSwizzle = "swizzle_scales", *kUnswizzle = "unswizzle_scales";
+
+// What `groups` says: whose rows or columns offs end, or that there is a matrix for each expert.
+struct Kind {
+  Groups groups;
+  bool experts;
+};
+Kind check_groups(const char* op, std::optional<std::string_view> groups, bool has_offs) {
+  Kind kind = {Groups::kNone, false};
+  if (groups == "rows") kind.groups = Groups::kRows;
+  else if (groups == "columns") kind.groups = Groups::kColumns;
+  else if (groups == "experts") kind.experts = true;
+  else if (groups) fail(op, ": groups must be None, 'rows', 'columns' or 'experts', got '", *groups, "'");
+  const bool wanted = kind.groups != Groups::kNone;
+  if (wanted && !has_offs) fail(op, ": offs must be given with groups '", *groups, "', got None");
+  if (!wanted && has_offs)
+    fail(op, ": offs must be None with groups ", groups ? *groups : std::string_view("None"), ", got a tensor");
+  return kind;
+}
+// What offs divide must have room with its padding.
+void check_offs(const Argument& arg, const Tensor& offs, const Tensor& like, Groups groups, int64_t R, int64_t C) {
+  const bool of_rows = groups == Groups::kRows;
+  check_offs(arg, offs, like, of_rows ? R : C, of_rows ? "rows" : "columns");
+  const BlockedExtent extent = blocked_extent(groups, offs.sizes[0], R, C);
+  check_limit(arg.op, arg.like, of_rows ? extent.rows : extent.columns,
+              of_rows ? "rows with padding" : "columns with padding");
+}
+
+void run(const Call& call, const Tensor& from, bool swizzle, const SwizzleScalesParams& p) {
+#if defined(MOE_FP8_GPU)
+  if (from.on_gpu()) return call.check(swizzle ? swizzle_scales(p, call.stream()) : unswizzle_scales(p, call.stream()));
+#endif
+  swizzle ? swizzle_scales_cpu(p) : unswizzle_scales_cpu(p);
+}
+
+}  // namespace
+
+Results<2> swizzle_scales_op(const Tensor& scale, std::optional<std::string_view> groups,
+                             const std::optional<Tensor>& offs) {
+  constexpr const Argument &kScale = argument(kSwizzle, "scale"), &kOffs = argument(kSwizzle, "offs");
+  check(kScale, scale);
+  const Kind kind = check_groups(kSwizzle, groups, offs.has_value());
+  check_dims(kScale, scale, kind.experts ? 3 : 2, kind.experts ? 3 : 2);
+  const int64_t R = scale.sizes[scale.dim - 2], C = scale.sizes[scale.dim - 1];
+  if (offs) check_offs(kOffs, *offs, scale, kind.groups, R, C);
+  const int64_t E = offs ? offs->sizes[0] : kind.experts ? scale.sizes[0] : 1;
+  const Call call(kSwizzle, "scale", scale);
+  Handle starts = call.empty({offs ? E : 0}, kInt32), blocked;
+  if (kind.experts) {
+    blocked = call.empty({E, padded_scale_rows(R) * padded_scale_columns(C)}, scale.dtype);
+  } else {
+    const BlockedExtent extent = blocked_extent(kind.groups, E, R, C);
+    blocked = call.empty({extent.rows, extent.columns}, scale.dtype);
+  }
+  if (kind.experts && scale.empty()) return results(blocked, starts);  // of however many
+  run(call, scale, true, {scale.as<uint8_t>(), data<uint8_t>(blocked), offs ? offs->as<int>() : nullptr,
+                          offs && E ? data<int>(starts) : nullptr, E, R, C, scale.strides[scale.dim - 2],
+                          kind.experts ? scale.strides[0] : 0, kind.groups});
+  return results(blocked, starts);
+}
+
+Results<1> unswizzle_scales_op(const Tensor& blocked, int64_t rows, int64_t cols,
+                               std::optional<std::string_view> groups, const std::optional<Tensor>& offs) {
+  constexpr const Argument &kBlocked = argument(kUnswizzle, "blocked"), &kOffs = argument(kUnswizzle, "offs");
+  check(kBlocked, blocked);
+  const Kind kind = check_groups(kUnswizzle, groups, offs.has_value());
+  check_count(kUnswizzle, "rows", rows);
+  check_count(kUnswizzle, "cols", cols);
+  if (offs) check_offs(kOffs, *offs, blocked, kind.groups, rows, cols);
+  const int64_t E = offs ? offs->sizes[0] : kind.experts ? blocked.sizes[0] : 1;
+  if (kind.experts) {
+    check_size(kBlocked, blocked, 1, padded_scale_rows(rows) * padded_scale_columns(cols));
+  } else {
+    const BlockedExtent extent = blocked_extent(kind.groups, E, rows, cols);
+    check_size(kBlocked, blocked, 0, extent.rows);
+    check_size(kBlocked, blocked, 1, extent.columns);
+  }
+  const Call call(kUnswizzle, "blocked", blocked);
+  Handle scale = kind.experts ? call.empty({E, rows, cols}, blocked.dtype) : call.empty({rows, cols}, blocked.dtype);
+  if (kind.experts && blocked.empty()) return results(scale);  // of however many
+  run(call, blocked, false, {blocked.as<uint8_t>(), data<uint8_t>(scale), offs ? offs->as<int>() : nullptr, nullptr, E,
+                             rows, cols, cols, kind.experts ? rows * cols : 0, kind.groups});
+  return results(scale);
+}
+
+}  // namespace moe_fp8
+
+MOE_FP8_REGISTER(swizzle_scales)
+MOE_FP8_REGISTER(unswizzle_scales)

@@ -1,0 +1,38 @@
+// Vendors, and what their compilers call things. Everything beside platform/ is written against the names in here
+// and compiles as CUDA, as HIP (after hipify), as plain host C++, and as hipified code under the tests' SIMT emulation
+// (MOE_SIMT).
+#pragma once
+#if defined(__HIP__)
+#include <hip/hip_runtime.h>
+#define MOE_HIP 1
+#elif defined(__CUDACC__)
+#include <cuda_runtime.h>
+#define MOE_CUDA 1
+#endif
+
+#if defined(MOE_CUDA) || defined(MOE_HIP)
+#define MOE_HD __host__ __device__ __forceinline__
+#define MOE_DEVICE __device__ __forceinline__
+#define MOE_GLOBAL static __global__
+#else
+#define MOE_HD inline
+#endif
+
+// The second argument of launch bounds means blocks per multiprocessor on CUDA, waves per SIMD on HIP.
+#if defined(MOE_CUDA)
+#define MOE_LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
+#elif defined(MOE_HIP)
+#define MOE_LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads)
+#endif
+
+#if defined(MOE_CUDA)
+#define MOE_GRID_CONSTANT __grid_constant__
+#else
+#define MOE_GRID_CONSTANT
+#endif
+
+#if defined(MOE_SIMT)
+#define MOE_DYNAMIC_SMEM(name) HIP_DYNAMIC_SHARED(unsigned char, name)
+#else
+#define MOE_DYNAMIC_SMEM(name) extern __shared__ __align__(128) unsigned char name[]
+#endif

@@ -1,0 +1,102 @@
+// Conversions that chips have instructions for, and which chips do. numerics/ falls back to arithmetic elsewhere.
+#pragma once
+#include "platform/bits.h"
+
+namespace moe_fp8 {
+
+// Of a 16-bit float, where the chip converts: exact, subnormals included.
+#if defined(__CUDA_ARCH__)
+constexpr bool kConvertsHalf = true;
+MOE_DEVICE float half_to_float(uint32_t bits) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(uint16_t(bits)));
+  return f;
+}
+#else
+constexpr bool kConvertsHalf = false;
+MOE_HD float half_to_float(uint32_t) { return 0; }
+#endif
+
+// Two floats to bfloat16, to nearest even, `lo` in the low half, where the chip converts; it has its own NaN.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+constexpr bool kConvertsToBF16 = true;
+MOE_DEVICE uint32_t to_bf16x2(float lo, float hi) {
+  uint32_t d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+#else
+constexpr bool kConvertsToBF16 = false;
+MOE_HD uint32_t to_bf16x2(float, float) { return 0; }
+#endif
+
+// The E8M0 byte of a positive float, rounded up to a power of two, where the chip converts.
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || \
+    defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL)
+constexpr bool kConvertsE8M0 = true;
+MOE_DEVICE uint32_t e8m0_rounded_up(float f) {
+  uint16_t pair;
+  asm("cvt.rp.satfinite.ue8m0x2.f32 %0, 0f00000000, %1;" : "=h"(pair) : "f"(f));
+  return pair & 0xffu;
+}
+#else
+constexpr bool kConvertsE8M0 = false;
+MOE_HD uint32_t e8m0_rounded_up(float) { return 0; }
+#endif
+
+#if defined(MOE_CUDA) || defined(MOE_HIP)
+
+// ---- fp8 casts: round to nearest even, saturating, NaN to the canonical code ----------------------------------------
+enum class HardwareFp8 { kNone, kFN, kFNUZ };
+#if (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890) || \
+    (defined(MOE_HIP) && (defined(__gfx950__) || defined(__gfx1201__)))
+constexpr HardwareFp8 kHardwareFp8 = HardwareFp8::kFN;
+#elif defined(MOE_HIP) && defined(__gfx942__)
+constexpr HardwareFp8 kHardwareFp8 = HardwareFp8::kFNUZ;
+#else
+constexpr HardwareFp8 kHardwareFp8 = HardwareFp8::kNone;
+#endif
+
+#if defined(MOE_HIP)
+// The instructions neither saturate nor have one NaN; fmed3 would swallow a NaN.
+MOE_DEVICE float clamp_keep_nan(float v, float max) {
+  return v != v ? as_float(0x7fc00000u) : __builtin_amdgcn_fmed3f(v, max, -max);
+}
+#endif
+// Byte 0 of the result is a.
+MOE_DEVICE uint32_t convert_e4m3x4(float a, float b, float c, float d) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint32_t r;
+  asm("{.reg .b16 lo, hi;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\n"
+      "mov.b32 %0, {lo, hi};}" : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+#elif defined(MOE_HIP) && (defined(__gfx942__) || defined(__gfx950__) || defined(__gfx1201__))
+  constexpr float kMax = kHardwareFp8 == HardwareFp8::kFNUZ ? 240.f : 448.f;
+  int r = __builtin_amdgcn_cvt_pk_fp8_f32(clamp_keep_nan(a, kMax), clamp_keep_nan(b, kMax), 0, false);
+  return __builtin_amdgcn_cvt_pk_fp8_f32(clamp_keep_nan(c, kMax), clamp_keep_nan(d, kMax), r, true);
+#else
+  return 0;  // never chosen: kHardwareFp8 is kNone
+#endif
+}
+MOE_DEVICE uint32_t convert_e5m2x4(float a, float b, float c, float d) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint32_t r;
+  asm("{.reg .b16 lo, hi;\n"
+      "cvt.rn.satfinite.e5m2x2.f32 lo, %2, %1;\n"
+      "cvt.rn.satfinite.e5m2x2.f32 hi, %4, %3;\n"
+      "mov.b32 %0, {lo, hi};}" : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+#elif defined(MOE_HIP) && (defined(__gfx942__) || defined(__gfx950__) || defined(__gfx1201__))
+  constexpr float kMax = 57344.f;
+  int r = __builtin_amdgcn_cvt_pk_bf8_f32(clamp_keep_nan(a, kMax), clamp_keep_nan(b, kMax), 0, false);
+  return __builtin_amdgcn_cvt_pk_bf8_f32(clamp_keep_nan(c, kMax), clamp_keep_nan(d, kMax), r, true);
+#else
+  return 0;
+#endif
+}
+
+#endif  // MOE_CUDA || MOE_HIP
+
+}  // namespace moe_fp8

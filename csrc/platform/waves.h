@@ -1,0 +1,87 @@
+// The threads of a wave (a warp) among each other.
+#pragma once
+#include <cstdint>
+
+#include "platform/compiler.h"
+
+namespace moe_fp8 {
+
+// kWarpSize is known to the device only: on the host one binary may serve both sizes, hence kLargestWarp.
+#if defined(MOE_SIMT)
+constexpr int kWarpSize = SIMT_WARP;
+#elif defined(MOE_HIP) && defined(__GFX9__)
+constexpr int kWarpSize = 64;
+#else
+constexpr int kWarpSize = 32;
+#endif
+
+#if defined(MOE_HIP)
+constexpr int kLargestWarp = 64;
+#else
+constexpr int kLargestWarp = 32;
+#endif
+
+MOE_DEVICE uint32_t shfl(uint32_t v, int lane) {
+#if defined(MOE_HIP)
+  return __shfl(v, lane);
+#else
+  return __shfl_sync(0xffffffffu, v, lane);
+#endif
+}
+MOE_DEVICE uint32_t shfl_xor(uint32_t v, int lane_mask) {
+#if defined(MOE_HIP)
+  return __shfl_xor(v, lane_mask);
+#else
+  return __shfl_xor_sync(0xffffffffu, v, lane_mask);
+#endif
+}
+MOE_DEVICE uint32_t shfl_up(uint32_t v, int delta) {
+#if defined(MOE_HIP)
+  return __shfl_up(v, delta);
+#else
+  return __shfl_up_sync(0xffffffffu, v, delta);
+#endif
+}
+MOE_DEVICE uint32_t warp_max(uint32_t v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(0xffffffffu, v);
+#else
+  for (int mask = kWarpSize / 2; mask > 0; mask >>= 1) {
+    const uint32_t other = shfl_xor(v, mask);
+    v = v > other ? v : other;
+  }
+  return v;
+#endif
+}
+
+// A bit a lane; bits of lanes that the wave does not have are zero.
+#if defined(MOE_HIP)
+using LaneMask = uint64_t;
+#else
+using LaneMask = uint32_t;
+#endif
+MOE_DEVICE LaneMask ballot(bool vote) {
+#if defined(MOE_HIP)
+  return __ballot(vote);
+#else
+  return __ballot_sync(0xffffffffu, vote);
+#endif
+}
+MOE_DEVICE int popcount(LaneMask mask) {
+#if defined(MOE_HIP)
+  return __popcll(mask);
+#else
+  return __popc(mask);
+#endif
+}
+// What lanes wrote to shared memory before it, all lanes of the wave read behind it.
+MOE_DEVICE void wave_barrier() {
+#if defined(MOE_HIP)
+  __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+  __builtin_amdgcn_wave_barrier();
+#else
+  __syncwarp();
+#endif
+}
+
+}  // namespace moe_fp8

@@ -1,0 +1,94 @@
+// Hopper's warpgroup matrix instruction, of fp8: 64 rows of A by 128 or 256 rows of B, 32 elements of the sum, both
+// K-major in shared memory in rows of 128 bytes, swizzled by 128 bytes, accumulated in registers of 128 threads.
+#pragma once
+#include <cstdint>
+
+#include "platform/compiler.h"
+
+namespace moe_fp8 {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool kHasWgmma = true;
+#else
+constexpr bool kHasWgmma = false;  // what follows is never run
+#endif
+
+constexpr int kWgmmaRows = 64, kWgmmaDepth = 32;
+
+// Thread t of the warpgroup has the rows row(t) and row(t) + 8 of 64, and of every 8 columns the two from 2 (t % 4) on:
+// element 4 j + 2 h + i of its registers is row + 8 h, column 8 j + 2 (t % 4) + i.
+MOE_HD constexpr int wgmma_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
+
+// The low word of an operand's descriptor: where it starts. 32 elements further along the sum are 2 more.
+MOE_DEVICE uint32_t wgmma_operand(uint32_t shared) { return ((shared & 0x3ffffu) >> 4) | 1u << 16; }
+constexpr uint32_t kWgmmaStep = kWgmmaDepth / 16;
+
+#if defined(MOE_CUDA)
+constexpr uint32_t kWgmmaLayout = 0x40000040u;  // the high word: swizzled by 128 bytes, 8 rows are 1024 bytes
+
+MOE_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+MOE_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+MOE_DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
+
+#define MOE_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define MOE_F16(i) MOE_F4(i), MOE_F4(i + 4), MOE_F4(i + 8), MOE_F4(i + 12)
+#define MOE_F64(i) MOE_F16(i), MOE_F16(i + 16), MOE_F16(i + 32), MOE_F16(i + 48)
+
+// d (+)= a b^T; accumulate: whether what d holds counts.
+MOE_DEVICE void wgmma_e4m3(float (&d)[64], uint32_t a, uint32_t b, bool accumulate) {
+  asm volatile(
+      "{.reg .pred p;\n.reg .b64 a, b;\n"
+      "setp.ne.b32 p, %66, 0;\nmov.b64 a, {%64, %67};\nmov.b64 b, {%65, %67};\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, a, b, p, 1, 1;}"
+      : MOE_F64(0)
+      : "r"(a), "r"(b), "r"(int(accumulate)), "n"(kWgmmaLayout));
+}
+MOE_DEVICE void wgmma_e4m3(float (&d)[128], uint32_t a, uint32_t b, bool accumulate) {
+  asm volatile(
+      "{.reg .pred p;\n.reg .b64 a, b;\n"
+      "setp.ne.b32 p, %130, 0;\nmov.b64 a, {%128, %131};\nmov.b64 b, {%129, %131};\n"
+      "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+      "}, a, b, p, 1, 1;}"
+      : MOE_F64(0), MOE_F64(64)
+      : "r"(a), "r"(b), "r"(int(accumulate)), "n"(kWgmmaLayout));
+}
+
+#undef MOE_F64
+#undef MOE_F16
+#undef MOE_F4
+
+// What registers hold here is what they hold: no read or write of them moves across.
+template <int n>
+MOE_DEVICE void pin_registers(float (&d)[n]) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// A warpgroup's share of the registers; by all its threads.
+template <int kRegisters>
+MOE_DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+template <int kRegisters>
+MOE_DEVICE void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+
+// Four 8 x 8 matrices of 16-bit values of a warp to shared memory, 16 bytes a lane.
+MOE_DEVICE void store_matrices(uint32_t shared, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(shared), "r"(w0), "r"(w1), "r"(w2), "r"(w3) : "memory");
+}
+#endif
+
+}  // namespace moe_fp8

@@ -1,0 +1,28 @@
+// Elements of a type that is known at run time, at any address.
+#pragma once
+#include "numerics/floats.h"
+#include "platform/memory.h"
+
+namespace moe_fp8 {
+
+// As stored, so that many of them can be on their way.
+MOE_DEVICE uint32_t load_bits(const void* from, InType type, int64_t at) {
+  if (type == InType::kF32) return load_stream(static_cast<const uint32_t*>(from) + at);
+  return load_stream(static_cast<const uint16_t*>(from) + at);
+}
+MOE_DEVICE float to_float(InType type, uint32_t bits) {
+  switch (type) {
+    case InType::kBF16: return BF16::to_float(bits);
+    case InType::kF16: return F16::to_float(bits);
+    default: return F32::to_float(bits);
+  }
+}
+MOE_DEVICE void store_element(void* to, InType type, int64_t at, float f) {
+  switch (type) {
+    case InType::kBF16: return store_stream(static_cast<uint16_t*>(to) + at, BF16::from_float(f));
+    case InType::kF16: return store_stream(static_cast<uint16_t*>(to) + at, F16::from_float(f));
+    default: return store_stream(static_cast<uint32_t*>(to) + at, F32::from_float(f));
+  }
+}
+
+}  // namespace moe_fp8

@@ -1,0 +1,87 @@
+#include "quantize/quantize.h"
+
+#include "numerics/dispatch.h"
+#include "platform/launch.h"
+#include "primitives/group_table.h"
+#include "quantize/clear_scales.h"
+#include "quantize/geometries.h"
+#include "quantize/types.h"
+
+namespace moe_fp8 {
+namespace {
+
+// The places of rows among blocked scales by groups, and zeros in the last blocks of every group, which it may not
+// fill, and behind the last group.
+constexpr int kPlaceThreads = 256;
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) place_rows_kernel(MOE_GRID_CONSTANT const QuantizeParams p) {
+  __shared__ int words[GroupTable::words(kMaxExperts)];
+  const int E = int(p.E), rows = int(p.rows);
+  const GroupTable groups(words, E);
+  wait_for_previous_kernel();
+  build_group_table(groups, p.offs, E, rows, 0, kScaleRows);
+  auto* scale = static_cast<uint8_t*>(p.scale);
+  const int64_t stride = padded_scale_columns(ceil_div<int64_t>(p.K, kMxBlock));
+  const int64_t threads = int64_t(gridDim.x) * kPlaceThreads;
+  const int64_t thread = int64_t(blockIdx.x) * kPlaceThreads + threadIdx.x;
+  for (int64_t r = thread; r < rows; r += threads) {
+    const int e = GroupTable::find(groups.row, E, int(r));
+    p.places[r] = e < E ? groups.pos[e] + int(r) - groups.row[e] : -1;
+  }
+  for (int e = blockIdx.x; e < E; e += gridDim.x)
+    if (groups.rows(e) % kScaleRows != 0)
+      clear_scales(scale, (groups.pos[e + 1] - kScaleRows) * stride, groups.pos[e + 1] * stride, threadIdx.x,
+                   kPlaceThreads);
+  clear_scales(scale, groups.pos[E] * stride, grouped_scale_rows(p.rows, p.E) * stride, thread, threads);
+}
+int place_rows(const QuantizeParams& p, void* stream) {
+  const bool by_groups = p.offs || p.places;  // no groups: no offs; no rows: no places
+  if (!by_groups || !format_of(p.format).blocked() || p.K == 0) return 0;
+  return launch(place_rows_kernel, {dim3(unsigned(device().multiprocessors)), dim3(kPlaceThreads), stream}, p);
+}
+
+// What fast kernels ask of an operand: an fp8 format that the chip casts to, and 16-byte vectors of x's rows and of q;
+// along tokens, of q_t too.
+bool rows_are_fast(const QuantizeParams& p) {
+  const bool native = (p.out == Fp8Type::kE4M3FNUZ || p.out == Fp8Type::kE5M2FNUZ) == device().native_fnuz;
+  const int n = p.in == InType::kF32 ? 4 : 8;
+  const bool strides = p.row_stride % n == 0 && (!p.weight || p.group_stride % n == 0);
+  const bool one_row = !p.index.at && p.rows == 1 && (!p.weight || p.E == 1);
+  return native && reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.K % n == 0 && (strides || one_row);
+}
+bool tokens_are_fast(const QuantizeParams& p) {
+  return rows_are_fast(p) && p.positions % 16 == 0 && (p.weight || p.align % 16 == 0);
+}
+// f(In{}) for a fast kernel, otherwise f(Any{}).
+template <class F>
+int dispatch(const QuantizeParams& p, bool fast, F f) { return fast ? dispatch_in(p.in, f) : f(Any{}); }
+
+// Both directions side by side, in the same order: what one of the two kernels has read, the other finds in the L2.
+// Where they cannot overlap, the rows start where the columns end.
+int quantize_rows_and_groups(const QuantizeParams& p, void* stream) {
+  const bool beside = p.along_rows && p.along_tokens && rows_are_fast(p) && can_run_beside(p);
+  if (p.along_tokens) {
+    const int e = dispatch(p, tokens_are_fast(p), [&](auto in) {
+      return launch_strips<decltype(in)>(p, beside, stream);
+    });
+    if (e) return e;
+  }
+  if (!p.along_rows) return 0;
+  return dispatch(p, rows_are_fast(p), [&](auto in) { return launch_rows<decltype(in)>(p, beside, stream); });
+}
+
+}  // namespace
+
+int quantize(const QuantizeParams& p, void* stream) {
+  const Format& format = format_of(p.format);
+  if (format.block == 0) return quantize_rows_and_groups(p, stream);
+  if (p.along_tokens)
+    return dispatch(p, tokens_are_fast(p), [&](auto in) {
+      using In = decltype(in);
+      return format.scale_type == ScaleType::kF32 ? launch_tiles<ScaleType::kF32, In>(p, stream)
+                                                  : launch_tiles<ScaleType::kE8M0, In>(p, stream);
+    });
+  if (const int e = place_rows(p, stream)) return e;
+  return dispatch(p, rows_are_fast(p), [&](auto in) { return launch_row_blocks<decltype(in)>(p, stream); });
+}
+
+}  // namespace moe_fp8

@@ -1,0 +1,56 @@
+// The quantizers: rows of x, in groups or as experts, to fp8 along their features, along the tokens of each group, or
+// both ways from one read.
+//
+//   amax  = max |x| over a scaling block             m, scale from amax by the format's rule (numerics/scale.h)
+//   along rows:    q [rows, K]   q[r, k]          = cast(x[r, k] * m[r, block of k])
+//   along tokens:  q_t [K, P]    q_t[k, pos(r)]   = cast(x[r, k] * m_t[k, block of r]),
+//                  pos(r) = padded start of r's group + r - start of the group; every other byte of q_t is zero
+//   weight:        x [E, rows, K], experts in place of groups: q [E, rows, K], q_t [E, K, rows], nothing padded
+//
+// Scaling blocks and where scales lie: numerics/format.h. Blocks at an edge are short; blocks along tokens begin anew
+// with every group. Scales (R: rows or K, C: blocks along the other), f the format:
+//   f.block == 0    rows [rows], tokens [E, K], weight [E, rows] and [E, K]
+//   kColumnMajor    rows [rows, C], tokens [K, B], columns scale_stride(R) apart, what lies between them zero, as are
+//                   the scales of blocks without rows; B = block_extent(rows, E, align)
+//   kRowMajor       rows [rows, C], tokens [K, P / f.block]
+//   kBlocked        as one matrix [R, C], or by groups where offs are given: rows (M-groups) [grouped_scale_rows(rows,
+//                   E), padded C], tokens (K-groups) [padded_scale_rows(K), grouped_scale_columns(P / f.block, E)]
+//   weight          [E, ceil(rows / weight_rows), C] and [E, ceil(K / weight_rows), C'], row-major; kBlocked:
+//                   [E, bytes of an expert's matrix]
+#pragma once
+#include "numerics/format.h"
+#include "numerics/groups.h"
+
+namespace moe_fp8 {
+
+struct QuantizeParams {
+  // Where rows come from. Strides are in elements, that along K is 1; no alignment is asked of x.
+  const void* x;
+  InType in;
+  int64_t row_stride, group_stride;  // group_stride: between experts
+  RowIndex index;                    // row r is row index.row(r) of x, zeros where that is none; at null: row r
+  const int* offs;                   // [E], ends of groups; null without groups
+  int64_t E, rows, K;                // rows: of all tokens, padding by index included, or of one expert
+  bool weight;                       // E experts in place of groups
+
+  // What they become.
+  FormatId format;
+  Rounding rounding;
+  Fp8Type out;
+
+  // Outputs; all are contiguous but for column-major scales.
+  bool along_rows, along_tokens;     // which are wanted
+  uint8_t* q;
+  void* scale;
+  uint8_t* q_t;
+  void* scale_t;
+  int* padded_offs;                  // [E], along tokens, of groups
+  int64_t positions;                 // P; of a weight: rows
+  int align;                         // of groups in q_t
+  int* places;                       // [rows], scratch for blocked scales along rows alone by groups; else null
+};
+
+// On the current device. 0, or the runtime's error code.
+int quantize(const QuantizeParams& p, void* stream);
+
+}  // namespace moe_fp8

@@ -1,0 +1,96 @@
+// Which rows and blocks the threads of quantize_row_blocks_kernel have, and where scales go, format by format.
+#pragma once
+#include "quantize/sources.h"
+
+namespace moe_fp8 {
+
+struct RowBlocksPlan : QuantizeParams {
+  int64_t stride;  // of `scale`: column-major: of a column; else of a row
+  uint32_t units;  // along a row: of blocks of threads
+  uint32_t first;  // of this launch
+};
+constexpr int kTeamRows = 4, kRowBlockThreads = 256;
+
+template <FormatId>
+struct RowBlockMap;
+
+// Column-major: 16 lanes share a block of four neighbouring rows. A block of threads has two strips of 32 rows, whose
+// scales are a line of 128 bytes each. Of copy on an H200: 1.03 with scales stored as streams, 0.93 otherwise.
+template <>
+struct RowBlockMap<FormatId::kBlockwise> {
+  using Scale = ScaleF32;
+  static constexpr int kSize = kBlock, kTeam = 16, kRows = 32, kStripThreads = kRows / kTeamRows * kTeam;
+  static constexpr int kStrips = kRowBlockThreads / kStripThreads, kUnitColumns = kStrips * kSize;
+  using Shared = float[kStrips][kRows];
+
+  int64_t unit_row, block;
+  int strip, thread;  // of the block's strips; in it
+
+  MOE_DEVICE RowBlockMap(const RowBlocksPlan& p, uint32_t unit)
+      : unit_row(int64_t(unit / p.units) * kRows), strip(threadIdx.x / kStripThreads),
+        thread(threadIdx.x % kStripThreads) {
+    block = int64_t(unit % p.units) * kStrips + strip;
+  }
+  static int64_t row_units(const RowBlocksPlan& p) { return ceil_div(p.rows, int64_t(kRows)); }
+  MOE_DEVICE int team_row(int r) const { return thread / kTeam * kTeamRows + r; }
+  MOE_DEVICE int64_t row(int r) const { return unit_row + team_row(r); }
+  MOE_DEVICE float& at(Shared& scales, int r) const { return scales[strip][team_row(r)]; }
+  MOE_DEVICE void store(const RowBlocksPlan& p, const Shared& scales) const {
+    const int64_t mine = unit_row + thread;
+    if (thread < kRows && mine < p.stride && block * kSize < p.K)
+      store_stream(static_cast<float*>(p.scale) + block * p.stride + mine,
+                   mine < p.rows ? scales[strip][thread] : 0.f);
+  }
+};
+
+// E8M0: four lanes share a block of the rows r, r + 32, r + 64 and r + 96, which are neighbours in the blocked layout.
+// A block of threads writes scales in whole sectors: of two such r and 1024 columns, 32 bytes of a row each; of eight
+// and 256, where they are blocked, 128 bytes of two blocks of scales each.
+template <bool kBlocked>
+struct SectorMap {
+  using Scale = ScaleE8M0;
+  static constexpr int kSize = kMxBlock, kTeam = 4, kTeams = kRowBlockThreads / kTeam;
+  static constexpr int kRs = kBlocked ? 8 : 2, kAcross = kTeams / kRs, kUnitColumns = kAcross * kSize;
+  using Shared = uint8_t[kRs][kTeamRows][kAcross];
+  static_assert(sizeof(Shared) == kRowBlockThreads);  // a thread stores one
+
+  int64_t first_row, block;  // first_row: that of r = 0
+  int place = 0;             // of the own scale's row, with places by groups
+
+  MOE_DEVICE SectorMap(const RowBlocksPlan& p, uint32_t unit) {
+    const uint32_t rs = unit / p.units;
+    first_row = int64_t(rs / (32 / kRs)) * kScaleRows + rs % (32 / kRs) * kRs;
+    block = int64_t(unit % p.units) * kAcross + team() % kAcross;
+    const int64_t row = first_row + own_row();
+    if (kBlocked && p.places) place = row < p.rows ? p.places[row] : -1;  // long before it is needed
+  }
+  static int64_t row_units(const RowBlocksPlan& p) { return ceil_div(p.rows, int64_t(kScaleRows)) * (32 / kRs); }
+  MOE_DEVICE int team() const { return threadIdx.x / kTeam; }
+  MOE_DEVICE int64_t row(int r) const { return first_row + team() / kAcross + 32 * r; }
+  MOE_DEVICE uint8_t& at(Shared& scales, int r) const { return scales[team() / kAcross][r][team() % kAcross]; }
+
+  // The scale that a thread stores, in the order of memory: r, row 32 * quarter + r and unit of those across.
+  MOE_DEVICE int own_r() const { return kBlocked ? threadIdx.x / 16 % kRs : threadIdx.x / kAcross % kRs; }
+  MOE_DEVICE int own_quarter() const { return kBlocked ? threadIdx.x / 4 % 4 : threadIdx.x / kAcross / kRs; }
+  MOE_DEVICE int own_unit() const {
+    return kBlocked ? threadIdx.x / (16 * kRs) * kScaleColumns + threadIdx.x % kScaleColumns : threadIdx.x % kAcross;
+  }
+  MOE_DEVICE int own_row() const { return own_r() + 32 * own_quarter(); }
+  MOE_DEVICE void store(const RowBlocksPlan& p, const Shared& scales) const {
+    const int64_t row = first_row + own_row(), column = block - team() % kAcross + own_unit();
+    const bool there = row < p.rows && column * kSize < p.K;
+    const uint8_t own = there ? scales[own_r()][own_quarter()][own_unit()] : uint8_t(0);
+    auto* scale = static_cast<uint8_t*>(p.scale);
+    if (!kBlocked) {
+      if (there) store_stream(scale + row * p.stride + column, own);
+    } else if (column < p.stride && place >= 0) {  // without groups, rows behind the last have places too
+      store_stream(scale + blocked_offset(p.places ? place : row, column, p.stride), own);
+    }
+  }
+};
+template <>
+struct RowBlockMap<FormatId::kMxfp8> : SectorMap<true> { using SectorMap::SectorMap; };
+template <>
+struct RowBlockMap<FormatId::kMxfp8RowMajor> : SectorMap<false> { using SectorMap::SectorMap; };
+
+}  // namespace moe_fp8

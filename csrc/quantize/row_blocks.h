@@ -1,0 +1,94 @@
+// Scaling blocks along rows alone. A team of lanes shares a block in four rows and loads 16 bytes a lane and row; which
+// rows, and where scales go, is for the format's map to say, of its unit.
+#pragma once
+#include "platform/launch.h"
+#include "platform/waves.h"
+#include "quantize/geometries.h"
+#include "quantize/row.h"
+#include "quantize/row_block_maps.h"
+
+namespace moe_fp8 {
+
+// That registers are for. Blocks of 32 of [131072, 7168] in groups on an H200: five at 1.03 of copy, four at 0.96.
+template <class T>
+constexpr int row_blocks_each() { return T::kFast && kCastsInHardware && kPerWord<typename T::In> == 2 ? 5 : 1; }
+
+template <FormatId kFormat, class T>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRowBlockThreads, row_blocks_each<T>())
+    quantize_row_blocks_kernel(MOE_GRID_CONSTANT const RowBlocksPlan p) {
+  using In = typename T::In;
+  using Map = RowBlockMap<kFormat>;
+  __shared__ typename Map::Shared shared;
+  constexpr int kTeam = Map::kTeam, kVecs = Map::kSize / T::kVec / kTeam;  // of a lane in a row
+  wait_for_previous_kernel();
+  const Map map(p, blockIdx.x + p.first);
+  const int lane = threadIdx.x % kTeam;
+  const int vec = int(map.block * (Map::kSize / T::kVec)) + lane;
+  const int vecs = int(ceil_div<int64_t>(p.K, T::kVec));
+  Vec16 held[kTeamRows][kVecs] = {};
+  uint32_t amax[kTeamRows] = {};
+#pragma unroll
+  for (int r = 0; r < kTeamRows; ++r) {
+    const int64_t row = map.row(r), source = row >= p.rows ? -1 : source_row(p, row);
+    const auto* x = find_element<T>(p, source * p.row_stride);
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i)
+      if (source >= 0 && vec + i * kTeam < vecs)
+        held[r][i] = load_vec<T, Reuse::kNotBeforeStores>(p, x, vec + i * kTeam);
+  }
+#pragma unroll
+  for (int r = 0; r < kTeamRows; ++r)
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) amax[r] = max_vec<In>(amax[r], held[r][i]);
+
+  constexpr int kLanesOfRow = kTeam / kTeamRows;
+  const auto s = T::template scale_of<typename Map::Scale>(p, amax_of_rows<In, kTeam>(amax, lane));
+  if (lane % kLanesOfRow == 0) map.at(shared, lane / kLanesOfRow) = s.stored();
+#pragma unroll
+  for (int r = 0; r < kTeamRows; ++r) {
+    const int64_t row = map.row(r);
+    const int team_lane0 = int(threadIdx.x) % kWarpSize / kTeam * kTeam;
+    const float m = as_float(shfl(as_bits(s.multiplier), team_lane0 + r * kLanesOfRow));
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i)
+      if (row < p.rows && vec + i * kTeam < vecs)
+        store_cast<T>(p, p.q + row * p.K, vec + i * kTeam, held[r][i], m);
+  }
+  __syncthreads();
+  map.store(p, shared);
+}
+
+constexpr int64_t kMaxRowBlocks = 1 << 23;  // of a launch; HIP has fewer than 2^32 threads
+
+template <FormatId kFormat, class T>
+int launch_row_blocks_of(const QuantizeParams& p, void* stream) {
+  using Map = RowBlockMap<kFormat>;
+  const int64_t blocks = ceil_div<int64_t>(p.K, Map::kSize);
+  RowBlocksPlan plan = {p};
+  plan.stride = kFormat == FormatId::kBlockwise ? scale_stride(p.rows)
+              : kFormat == FormatId::kMxfp8     ? padded_scale_columns(blocks)
+                                                : blocks;
+  plan.units = uint32_t(ceil_div<int64_t>(p.K, Map::kUnitColumns));
+  const int64_t units = Map::row_units(plan) * plan.units;
+  for (int64_t first = 0; first < units; first += kMaxRowBlocks) {
+    plan.first = uint32_t(first);
+    const int64_t grid = units - first < kMaxRowBlocks ? units - first : kMaxRowBlocks;
+    const Launch l = {dim3(unsigned(grid)), dim3(kRowBlockThreads), stream};
+    if (const int e = launch(quantize_row_blocks_kernel<kFormat, T>, l, plan)) return e;
+  }
+  return 0;
+}
+
+template <class In>
+int launch_row_blocks(const QuantizeParams& p, void* stream) {
+  return dispatch_types<In>(p, [&](auto types) {
+    using T = decltype(types);
+    switch (p.format) {
+      case FormatId::kBlockwise: return launch_row_blocks_of<FormatId::kBlockwise, T>(p, stream);
+      case FormatId::kMxfp8: return launch_row_blocks_of<FormatId::kMxfp8, T>(p, stream);
+      default: return launch_row_blocks_of<FormatId::kMxfp8RowMajor, T>(p, stream);
+    }
+  });
+}
+
+}  // namespace moe_fp8

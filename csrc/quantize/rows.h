@@ -1,0 +1,113 @@
+// Rows that have a scale each: of tokens or of experts, as they lie or taken by index.
+#pragma once
+#include "platform/launch.h"
+#include "quantize/geometries.h"
+#include "quantize/row.h"
+
+namespace moe_fp8 {
+
+// blockDim.x threads share a row, blockDim.y rows share a block. What counts is bytes in flight: few registers, many
+// warps. On an H200, as a fraction of copy: K = 2048 with two vectors a thread 1.00, with four 0.98; K = 7168 the other
+// way round, 0.95 and 1.00; K = 5120 1.00 with four.
+constexpr int kMaxThreads = 1024;
+constexpr int kThreadsOfShortRows = 128;  // a block of several short rows
+constexpr int64_t kMaxRowsLaunch = 1 << 21;  // blocks; HIP has fewer than 2^32 threads
+
+struct RowShape { int vecs, threads; };  // of a row: vectors a thread, threads
+inline RowShape shape_of_row(int64_t vecs) {
+  const int held = vecs <= 64 ? 1 : vecs <= 512 ? 2 : 4;
+  const int64_t threads = round_up<int64_t>(ceil_div<int64_t>(vecs, held), kLargestWarp);
+  return {held, int(threads < 64 ? 64 : threads < kMaxThreads ? threads : kMaxThreads)};
+}
+
+struct RowsPlan {
+  QuantizeParams p;
+  int64_t first;  // row that the launch begins with
+};
+
+inline int64_t rows_of(const QuantizeParams& p) { return p.weight ? p.E * p.rows : p.rows; }
+
+// First element of a row; null: the row is zeros.
+template <class T>
+MOE_DEVICE const typename T::Bits* find_row(const QuantizeParams& p, int64_t row) {
+  if (p.index.at) {
+    const int64_t source = p.index.row(row);
+    return source < 0 ? nullptr : find_element<T>(p, source * p.row_stride);
+  }
+  const int64_t e = p.weight && p.E > 1 ? row / p.rows : 0;
+  return find_element<T>(p, e * p.group_stride + (row - e * p.rows) * p.row_stride);
+}
+
+constexpr int threads_bound(int vecs, Row row) { return vecs == 4 || row == Row::kLong ? kMaxThreads : 512; }
+constexpr int blocks_bound(int vecs, Row row) { return vecs == 4 || row == Row::kLong ? 1 : 4; }
+
+template <class T, int kVecs, Row kRow>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(threads_bound(kVecs, kRow), blocks_bound(kVecs, kRow))
+    quantize_rows_kernel(MOE_GRID_CONSTANT const RowsPlan plan) {
+  __shared__ uint32_t of_wave[kMaxThreads / 32];
+  const QuantizeParams& p = plan.p;
+  const RowTeam team = {int(threadIdx.x), int(blockDim.x), of_wave + threadIdx.y * (blockDim.x / kWarpSize)};
+  const int64_t row = plan.first + int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  const bool live = row < (p.weight ? p.E * p.rows : p.rows);
+  wait_for_previous_kernel();
+  const auto* x = find_row<T>(p, live ? row : 0);
+  quantize_row<T, kVecs, kRow>(p, team, x, live, x == nullptr, p.q + row * p.K, static_cast<float*>(p.scale) + row);
+}
+
+// Beside another kernel, a row a block, in shared memory: its threads are few enough to fit in. A short row has fewer:
+// both directions of [98304, 1408] E = 8 at 0.73 of copy with 32, 0.65 with 64; [64, 1408, 2048] at 0.63 and 0.77.
+constexpr int kThreadsBeside = 64, kBlocksBeside = 16;
+constexpr int64_t kShortestBeside = 2048, kShortBeside = 4096;  // bytes of a row; the longest leave room for others
+
+template <class T>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsBeside, kBlocksBeside)
+    quantize_rows_beside_kernel(MOE_GRID_CONSTANT const QuantizeParams p) {
+  MOE_DYNAMIC_SMEM(held);
+  __shared__ uint32_t of_wave[kThreadsBeside / 32];
+  const RowTeam team = {int(threadIdx.x), int(blockDim.x), of_wave};
+  const int64_t row = blockIdx.x;
+  const auto* x = find_row<T>(p, row);
+  quantize_staged_row<T>(p, team, x, x == nullptr, reinterpret_cast<Vec16*>(held), p.q + row * p.K,
+                         static_cast<float*>(p.scale) + row);
+  if (blockIdx.x == gridDim.x - 1) wait_for_previous_kernel();
+}
+
+inline int64_t row_bytes(const QuantizeParams& p) { return p.K * (p.in == InType::kF32 ? 4 : 2); }
+
+template <class T>
+int launch_beside(const QuantizeParams& p, void* stream) {
+  const int64_t bytes = row_bytes(p);
+  const int threads = bytes < kShortBeside ? kLargestWarp : kThreadsBeside;
+  return launch(quantize_rows_beside_kernel<T>, {dim3(unsigned(rows_of(p))), dim3(threads), stream, size_t(bytes)}, p);
+}
+
+template <class In>
+int launch_rows(const QuantizeParams& p, bool beside, void* stream) {
+  const int64_t rows = rows_of(p);
+  if (rows == 0) return 0;
+  return dispatch_types<In>(p, [&](auto types) {
+    using T = decltype(types);
+    const int64_t vecs = ceil_div<int64_t>(p.K, T::kVec);
+    const RowShape shape = shape_of_row(vecs);
+    auto run = [&](auto kernel) {
+      const int rows_each = shape.threads < kThreadsOfShortRows ? kThreadsOfShortRows / shape.threads : 1;
+      for (RowsPlan plan = {p, 0}; plan.first < rows; plan.first += kMaxRowsLaunch * rows_each) {
+        const int64_t blocks = ceil_div<int64_t>(rows - plan.first, rows_each);
+        const dim3 grid(unsigned(blocks < kMaxRowsLaunch ? blocks : kMaxRowsLaunch));
+        if (const int e = launch(kernel, {grid, dim3(shape.threads, rows_each), stream}, plan)) return e;
+      }
+      return 0;
+    };
+    if constexpr (!T::kFast) {
+      return run(quantize_rows_kernel<T, 1, Row::kLong>);
+    } else {
+      if (beside) return launch_beside<T>(p, stream);
+      if (vecs > shape.vecs * shape.threads) return run(quantize_rows_kernel<T, 4, Row::kLong>);
+      if (shape.vecs == 1) return run(quantize_rows_kernel<T, 1, Row::kFits>);
+      if (shape.vecs == 2) return run(quantize_rows_kernel<T, 2, Row::kFits>);
+      return run(quantize_rows_kernel<T, 4, Row::kFits>);
+    }
+  });
+}
+
+}  // namespace moe_fp8

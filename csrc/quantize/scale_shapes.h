@@ -1,0 +1,52 @@
+// Sizes of the scales of quantized operands. All but kColumnMajor's are contiguous.
+#pragma once
+#include "numerics/format.h"
+#include "numerics/groups.h"
+
+namespace moe_fp8 {
+
+struct ScaleShape {
+  int dims;
+  int64_t sizes[3];
+  int64_t column_stride = -1;  // of kColumnMajor; of no rows 0
+
+  // Elements, room between columns included.
+  int64_t extent() const {
+    if (column_stride >= 0) return sizes[1] * column_stride;
+    return sizes[0] * (dims > 1 ? sizes[1] : 1) * (dims > 2 ? sizes[2] : 1);
+  }
+};
+
+constexpr int64_t kNoGroups = -1;
+
+// Of rows of K elements, in E groups or in none.
+constexpr ScaleShape scales_along_rows(const Format& f, int64_t rows, int64_t K, int64_t E) {
+  const int64_t blocks = f.blocks(K);
+  if (f.block == 0) return {1, {rows}};
+  switch (f.order) {
+    case ScaleOrder::kRowMajor: return {2, {rows, blocks}};
+    case ScaleOrder::kColumnMajor: return {2, {rows, blocks}, scale_stride(rows)};
+    default: {
+      const int64_t padded_rows = E == kNoGroups ? padded_scale_rows(rows) : grouped_scale_rows(rows, E);
+      return {2, {padded_rows, padded_scale_columns(blocks)}};
+    }
+  }
+}
+// Of K rows of so many positions, in E groups that begin blocks anew; column-major scales have room for `blocks`.
+constexpr ScaleShape scales_along_tokens(const Format& f, int64_t K, int64_t positions, int64_t E, int64_t blocks) {
+  if (f.block == 0) return {2, {E, K}};
+  switch (f.order) {
+    case ScaleOrder::kRowMajor: return {2, {K, f.blocks(positions)}};
+    case ScaleOrder::kColumnMajor: return {2, {K, blocks}, scale_stride(K)};
+    default: return {2, {padded_scale_rows(K), grouped_scale_columns(f.blocks(positions), E)}};
+  }
+}
+// Of E matrices of so many rows and columns, experts' weights or their transposes.
+constexpr ScaleShape scales_of_weight(const Format& f, int64_t E, int64_t rows, int64_t columns) {
+  const int64_t blocks = f.blocks(columns);
+  if (f.blocked()) return {2, {E, padded_scale_rows(rows) * padded_scale_columns(blocks)}};
+  if (f.block == 0) return {2, {E, rows}};
+  return {3, {E, ceil_div<int64_t>(rows, f.weight_rows), blocks}};
+}
+
+}  // namespace moe_fp8

@@ -1,0 +1,216 @@
+// A strip in the shared memory of a cluster of blocks between amax and cast, so that x is read once. A lane has a word
+// of columns.
+#pragma once
+#include "platform/clusters.h"
+#include "platform/memory.h"
+#include "platform/waves.h"
+#include "primitives/transpose.h"
+#include "quantize/strip_parts.h"
+
+namespace moe_fp8 {
+
+constexpr int kStripBytes = 128, kChunks = kStripBytes / 16;
+
+template <class Types_, int kSlots_, Source kSource_>
+struct StripTraits {
+  using Types = Types_;  // Fast or Any
+  using In = typename Types::In;
+  static constexpr Source kSource = kSource_;
+  static constexpr int kSlots = kSlots_, kThreads = kSlots * kLanes;
+  static constexpr int kLines = kSlots / kLineSlots;    // lines of q_t cast at once
+  static constexpr int kColumns = kStripBytes / 4 * kPerWord<In>;
+  static constexpr int kRowStep = kThreads / kChunks;   // rows that the threads touch at once, 16 bytes each
+};
+template <class T>
+using Elements = const typename T::Types::Bits*;
+
+template <class T>
+using StripStage = TransposeStage<T::kColumns, kPerWord<typename T::In>>;
+
+// Shared memory of a block besides the strip and the group table.
+template <class T>
+struct StripShared {
+  StripStage<T> stage[2][T::kLines];
+  alignas(16) uint32_t slot_amax[T::kSlots][kLanes];  // a word of columns a lane
+  float multiplier[T::kColumns];
+  ClusterInbox inbox[2];
+  Part parts[4];                          // of the strip in work, the next one, and some that slow threads still read
+};
+
+// Walks the rows first, first + step, ... of a part of a strip, at `column`. next(r) is row r, whose turn it is.
+template <class T, Source = T::kSource>
+struct RowWalk {
+  const StripsPlan& p;
+  Elements<T> x;
+  int64_t step;
+
+  MOE_DEVICE RowWalk(const StripsPlan& p, const Part& w, int first, int step, int64_t column)
+      : p(p), x(find_element<typename T::Types>(p, w.x + first * p.row_stride + column)), step(step * p.row_stride) {}
+  MOE_DEVICE Elements<T> next(int) {
+    const auto row = x;
+    x = T::Types::advance(p, x, step);
+    return row;
+  }
+  // f(r, row r) for r = first, first + kRowStep, ... below end.
+  template <class F>
+  MOE_DEVICE void for_each(int first, int end, F f) {
+#pragma unroll 4
+    for (int r = first; r < end; r += T::kRowStep) f(r, next(r));
+  }
+};
+template <class T>
+struct RowWalk<T, Source::kByIndex> {  // null: a row of zeros
+  const StripsPlan& p;
+  const Part& w;
+  int64_t column;
+
+  MOE_DEVICE RowWalk(const StripsPlan& p, const Part& w, int, int, int64_t column) : p(p), w(w), column(column) {}
+  MOE_DEVICE Elements<T> next(int r) const {
+    // Fast kernels know that there is an index: behind a branch, the four of for_each() would come one by one.
+    const int64_t row = T::Types::kFast ? p.index.row(w.x + r) : source_row(p, w.x + r);
+    return row < 0 ? nullptr : find_element<typename T::Types>(p, column + row * p.row_stride);
+  }
+  template <class F>
+  MOE_DEVICE void for_each(int first, int end, F f) const {
+    constexpr int kAtOnce = 4;  // an index takes as long to come as a row
+#pragma unroll 1
+    for (int r = first; r < end; r += kAtOnce * T::kRowStep) {
+      Elements<T> rows[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int at = r + i * T::kRowStep;
+        rows[i] = next(at < end ? at : first);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (r + i * T::kRowStep < end) f(r + i * T::kRowStep, rows[i]);
+    }
+  }
+};
+template <class T>
+MOE_DEVICE constexpr bool is_zero_row(const void* row) { return T::kSource == Source::kByIndex && row == nullptr; }
+
+// The block's shared memory is a ring of p.held rows. A strip starts at row `base` of it; strips start and end at
+// multiples of 16 rows, so a slot's rows never wrap.
+MOE_DEVICE int ring_row(const StripsPlan& p, int row) { return row < p.held ? row : row - p.held; }
+
+// Starts the copies of the strip's rows [begin, end). Chunk t % 8 of row r is copied by the thread t with
+// t / 8 = r mod kRowStep.
+template <class T>
+MOE_DEVICE void copy_rows(const StripsPlan& p, const Part& w, int begin, int end, Vec16* ring, int base) {
+  const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks;
+  const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::Types::kVec;
+  const int first = begin + ((t / kChunks - begin) & (T::kRowStep - 1));
+  RowWalk<T>(p, w, first, T::kRowStep, column).for_each(first, end, [&](int r, Elements<T> row) {
+    Vec16* to = ring + ring_row(p, base + r) * kChunks + chunk;
+    if (column >= p.K || is_zero_row<T>(row)) *to = Vec16{};
+    else copy_words<typename T::Types>(p, to, row, p.K - column);
+  });
+}
+
+// Amax over the block's rows of every word of columns, left in shared.slot_amax, one value a slot.
+template <class T>
+MOE_DEVICE void reduce_strip(const StripsPlan& p, const Part& w, const Vec16* ring, int base, StripShared<T>& shared) {
+  using In = typename T::In;
+  const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks, first = t / kChunks;
+  const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::Types::kVec;
+  const int held = w.held(p.held);
+  uint32_t amax[4] = {};
+  auto reduce = [&](const Vec16& v) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) amax[i] = max_magnitude<In>(amax[i], v.w[i]);
+  };
+  const int beyond = held > first ? first + round_up(held - first, T::kRowStep) : first;
+  if (column < p.K) {  // rows that no block holds
+    RowWalk<T>(p, w, beyond, T::kRowStep, column).for_each(beyond, w.rows, [&](int, Elements<T> row) {
+      if (!is_zero_row<T>(row)) reduce(load_words<typename T::Types, Vec16>(p, row, p.K - column));
+    });
+  }
+  wait_copies<1>();  // all but the next strip's; a thread reduces what it copied itself: no barrier yet
+#pragma unroll 4
+  for (int r = first; r < held; r += T::kRowStep) reduce(ring[ring_row(p, base + r) * kChunks + chunk]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    amax[i] = max_magnitude<In>(amax[i], shfl_xor(amax[i], 8));
+    amax[i] = max_magnitude<In>(amax[i], shfl_xor(amax[i], 16));
+  }
+  Vec16* slot = reinterpret_cast<Vec16*>(shared.slot_amax[threadIdx.y]);
+  if (threadIdx.x < kChunks) slot[chunk] = Vec16{{amax[0], amax[1], amax[2], amax[3]}};
+}
+
+// By one slot: the scales of the strip's columns over the whole group. `turn` counts the strips of this cluster.
+template <class T>
+MOE_DEVICE void make_scales(const StripsPlan& p, const Part& w, StripShared<T>& shared, uint32_t turn) {
+  using In = typename T::In;
+  const int lane = threadIdx.x;
+  uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < T::kSlots; ++i) amax = max_magnitude<In>(amax, shared.slot_amax[i][lane]);
+  if (p.cluster_log2 > 0) {
+    ClusterInbox& inbox = shared.inbox[turn & 1];
+    cluster_send(inbox, amax, lane);
+    cluster_wait(inbox, turn >> 1 & 1);
+    for (int rank = 0; rank < 1 << p.cluster_log2; ++rank) amax = max_magnitude<In>(amax, inbox.words[rank][lane]);
+  }
+#pragma unroll
+  for (int c = 0; c < kPerWord<In>; ++c) {
+    const auto s = T::Types::template scale_of<ScaleF32>(p, magnitude_bits<In>(amax, c));
+    const int local = lane * kPerWord<In> + c;
+    const int64_t column = int64_t(w.strip) * T::kColumns + local;
+    shared.multiplier[local] = s.multiplier;
+    if (cluster_rank() == 0 && column < p.K && w.group < p.E)
+      static_cast<float*>(p.scale_t)[w.group * p.K + column] = s.dequant();
+  }
+}
+
+// The lines [line, line + kLines) of q_t: 16 positions a slot, those that are not the block's left alone.
+template <class T>
+MOE_DEVICE void cast_lines(const StripsPlan& p, const Part& w, int line, const Vec16* ring, int base,
+                           const float* multiplier, StripStage<T> (&stages)[T::kLines]) {
+  using In = typename T::In;
+  const int position = line * kLine + threadIdx.y * kSlotRows;
+  if (position < w.begin || position >= w.end || position >= w.line1 * kLine) return;
+  StripStage<T>& stage = stages[threadIdx.y / kLineSlots];
+  const int first = position - w.begin - w.skipped, rows = w.rows - first;
+  uint32_t v[kSlotRows][1];
+  if (first < p.held) {
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(ring + ring_row(p, base + first) * kChunks) + threadIdx.x;
+    if (T::Types::kOneKind && rows >= kSlotRows) {  // of kEither, both forms spill registers
+#pragma unroll
+      for (int i = 0; i < kSlotRows; ++i) v[i][0] = words[i * kLanes];
+      return T::Types::with_cast(p, [&](auto cast) { cast_slot<In, true>(v, rows, multiplier, stage, cast); });
+    }
+#pragma unroll
+    for (int i = 0; i < kSlotRows; ++i) v[i][0] = i < rows ? words[i * kLanes] : 0;
+  } else {
+    const int64_t column = int64_t(w.strip) * T::kColumns + threadIdx.x * kPerWord<In>;
+    RowWalk<T> walk(p, w, first, 1, column);
+#pragma unroll
+    for (int i = 0; i < kSlotRows; ++i) {
+      v[i][0] = 0;
+      if (i >= rows || column >= p.K) continue;
+      const auto row = walk.next(first + i);
+      if (!is_zero_row<T>(row)) v[i][0] = load_words<typename T::Types, uint32_t>(p, row, p.K - column);
+    }
+  }
+  T::Types::with_cast(p, [&](auto cast) { cast_slot<In, false>(v, rows, multiplier, stage, cast); });
+}
+
+template <class T>
+MOE_DEVICE void store_lines(const StripsPlan& p, const Part& w, uint8_t* q_t, int line,
+                            StripStage<T> (&stages)[T::kLines]) {
+  constexpr int kThreads = T::kThreads / T::kLines, kStep = kThreads / kLineSlots;  // of a line; columns at once
+  const int t = threadIdx.y * kLanes + threadIdx.x, of_line = t / kThreads, slot = t % kLineSlots;
+  const int position = (line + of_line) * kLine + slot * kSlotRows, local = t % kThreads / kLineSlots;
+  if (position < w.begin || position >= w.end || position >= w.line1 * kLine) return;
+  StripStage<T>& stage = stages[of_line];
+  int64_t column = int64_t(w.strip) * T::kColumns + local;
+  uint8_t* out = q_t + column * p.positions + position;
+#pragma unroll
+  for (int i = 0; i < T::kColumns; i += kStep, column += kStep, out += kStep * p.positions) {
+    if (column >= p.K) return;
+    store_chunk<T::Types::kFast>(out, stage.at(local + i, slot), w.end - position);
+  }
+}
+
+}  // namespace moe_fp8

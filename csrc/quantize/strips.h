@@ -1,0 +1,168 @@
+// Columns that have a scale for every group, strip by strip. Blocks wait for one another only inside a cluster, which
+// the hardware starts and runs as one.
+#pragma once
+#include "platform/launch.h"
+#include "quantize/geometries.h"
+#include "quantize/strip.h"
+
+namespace moe_fp8 {
+
+// Every tile choice, with what it gave on an H200. Small groups: two to four blocks of 8 slots a multiprocessor, as
+// many as still hold two strips each, one in work and one on its way (130 rows a group: four blocks 0.70 of copy, three
+// 0.66, two 0.56; 260 rows: four 0.64, three 0.77, two 0.79). Larger ones: one block of 16 slots, in clusters that hold
+// a third more rows than the average group has (0.80 to 0.86; clusters that just hold the strip 0.5 to 0.7).
+constexpr int kSmallSlots = 8, kSmallBlocks = 4, kStripsHeld = 2;
+constexpr int kLargeSlots = 16, kMaxCluster = 16;
+template <class T>  // that registers are for
+constexpr int kBlocks = T::kSlots == kSmallSlots && T::Types::kFast && kCastsInHardware ? kSmallBlocks : 1;
+
+// With rows beside the columns, both must keep pace to share what either has read: the columns leave a part of the
+// shared memory to the rows, the more the longer a strip takes, up to where a cluster of blocks works on it. Of copy on
+// an H200 by KB of 228 left, at rows a group: 130: 40 0.67, 48 0.72, 56 0.68; 260: 64 0.69, 72 0.80, 80 0.75; 520: 72
+// 0.73, 80 0.83, 96 0.69; 1408: 56 0.67, 72 0.77, 88 0.76; 4096: 56 0.67, 72 0.70, 80 0.66; 8192: 48 0.67, 56 0.71, 64
+// 0.65; 16384: 40 0.65, 48 0.66, 56 0.65. Rows first and then columns: 0.52 to 0.64. Columns of rows that are taken by
+// index take longer, so that the rows beside them need less: 260: 64 0.69, 72 0.62; 2048: 40 0.68, 48 0.61, 80 0.54;
+// 8192: 40 0.55, 56 0.54; 16384: 32 0.56, 48 0.54, 64 0.44.
+constexpr int kBlocksBesideRows = 2;
+struct Spare { int64_t rows; int percent, percent_by_index; };
+constexpr Spare kSpare[] = {{192, 21, 18}, {384, 32, 28}, {2048, 35, 18},
+                            {6144, 32, 17}, {14336, 25, 17}, {INT64_MAX, 21, 14}};
+inline int spare_beside(const QuantizeParams& p, int64_t average_rows) {
+  int i = 0;
+  while (average_rows > kSpare[i].rows) ++i;
+  return p.index.at ? kSpare[i].percent_by_index : kSpare[i].percent;
+}
+
+template <class Groups, class T>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
+    quantize_strips_kernel(MOE_GRID_CONSTANT const StripsPlan p) {
+  MOE_DYNAMIC_SMEM(smem);
+  Vec16* ring = reinterpret_cast<Vec16*>(smem);
+  auto& shared = *reinterpret_cast<StripShared<T>*>(ring + p.held * kChunks);
+  wait_for_previous_kernel();
+  if (p.rows_beside) allow_next_kernel();
+  const Groups groups(reinterpret_cast<int*>(&shared + 1), p);
+  if (p.cluster_log2 > 0) {
+    if (threadIdx.y == 0 && threadIdx.x < 2) cluster_inbox_init(shared.inbox[threadIdx.x]);
+    cluster_barrier();  // nobody sends to an inbox that is not there
+  }
+
+  const bool scheduler = threadIdx.y == T::kSlots - 1 && threadIdx.x == 0;  // works out the parts for all
+  Unit unit(blockIdx.x >> p.cluster_log2, p.strips);
+  const Unit step(gridDim.x >> p.cluster_log2, p.strips);
+  auto schedule = [&](uint32_t turn) {
+    if (!scheduler) return;
+    shared.parts[turn & 3] = part_of(p, groups, unit);
+    unit.advance(step, p.strips);
+  };
+  schedule(0);
+  schedule(1);
+  __syncthreads();
+  copy_rows<T>(p, shared.parts[0], 0, shared.parts[0].held(p.held), ring, 0);
+  commit_copies();
+  int base = 0, buffer = 0;
+  for (uint32_t turn = 0; shared.parts[turn & 3].group < groups.count(); ++turn) {
+    const Part w = shared.parts[turn & 3];
+    const Part& next = shared.parts[(turn + 1) & 3];
+    schedule(turn + 2);
+    const int occupied = round_up(w.held(p.held), kSlotRows), next_base = ring_row(p, base + occupied);
+    int copied = 0;
+    auto copy_next = [&](int freed) {  // into what the strip leaves of the ring
+      const int end = next.held(p.held - occupied + freed);
+      if (end > copied) copy_rows<T>(p, next, copied, end, ring, next_base);
+      copied = end;
+      commit_copies();
+    };
+    // Before the amax, room permitting: from 0.64 to 0.82 of copy at large groups, from 0.78 to 0.72 at small ones.
+    if (T::kSlots == kLargeSlots || w.line0 == w.line1) copy_next(0);
+    else commit_copies();
+    reduce_strip<T>(p, w, ring, base, shared);
+    __syncthreads();
+    if (threadIdx.y == 0) make_scales<T>(p, w, shared, turn);
+    __syncthreads();
+    uint8_t* q_t = p.q_t + groups.q_t_offset(w.group);
+    for (int line = w.line0; line < w.line1; line += T::kLines, buffer ^= 1) {
+      cast_lines<T>(p, w, line, ring, base, shared.multiplier, shared.stage[buffer]);
+      __syncthreads();
+      const int cast = (line + T::kLines) * kLine - w.begin - w.skipped;  // rows
+      copy_next(cast < occupied ? cast : occupied);
+      store_lines<T>(p, w, q_t, line, shared.stage[buffer]);
+    }
+    base = next_base;
+  }
+  if (p.cluster_log2 > 0) cluster_barrier();  // nobody leaves while messages to it are under way
+}
+
+// How many blocks hold a strip, from the average group; any choice is right for any groups.
+struct StripShape {
+  int slots, blocks;  // of a block; of a multiprocessor
+  int cluster;        // blocks
+  int held;           // rows a block; negative: does not fit
+  int64_t shared;     // bytes a block
+};
+template <class Groups, class T>
+StripShape shape_with(int blocks, int64_t E, int spare) {
+  StripShape s = {T::kSlots, blocks, 1, 0, int64_t(device().shared_per_multiprocessor) * (100 - spare) / 100 / blocks};
+  s.shared -= kReservedShared + kStaticShared;
+  const int64_t most = device().shared_per_block - kStaticShared;
+  if (s.shared > most) s.shared = most;
+  const int64_t rest = s.shared - int64_t(sizeof(StripShared<T>)) - 4 * Groups::table_words(E);
+  s.held = rest < 0 ? -1 : int(rest / kStripBytes / kSlotRows * kSlotRows);
+  return s;
+}
+template <class Groups, class Types>
+StripShape shape_for(const QuantizeParams& p, bool rows_beside) {
+  using Small = StripTraits<Types, kSmallSlots, Groups::kSource>;
+  const int64_t average_rows = p.weight ? p.rows : p.E ? p.rows / p.E : 0;
+  const int spare = rows_beside ? spare_beside(p, average_rows) : 0;
+  if (rows_beside) {
+    const StripShape s = shape_with<Groups, Small>(kBlocksBesideRows, p.E, spare);
+    if (average_rows <= s.held) return s;
+  } else {
+    for (int blocks = kSmallBlocks; blocks > 1; --blocks) {
+      const StripShape s = shape_with<Groups, Small>(blocks, p.E, 0);
+      if (average_rows * kStripsHeld <= s.held) return s;
+    }
+  }
+  if (!Types::kFast || !device().has_clusters) return shape_with<Groups, Small>(1, p.E, spare);
+  StripShape s = shape_with<Groups, StripTraits<Types, kLargeSlots, Groups::kSource>>(1, p.E, spare);
+  while (s.cluster < kMaxCluster && s.cluster * s.held < average_rows + average_rows / 3) s.cluster *= 2;
+  return s;
+}
+
+template <class Groups, class T>
+int launch_shape(const QuantizeParams& p, const StripShape& shape, bool rows_beside, void* stream) {
+  constexpr auto kKernel = quantize_strips_kernel<Groups, T>;
+  if (const int e = allow_large<kKernel>()) return e;
+  int clusters = 0, cluster = shape.cluster;  // smaller ones where the chip, or our slice of it, has no such
+  while (cluster > 1 && (clusters = resident_clusters<kKernel>(T::kThreads, cluster)) == 0) cluster /= 2;
+  if (cluster == 1) clusters = shape.blocks * device().multiprocessors;
+  const int strips = p.K ? int(ceil_div<int64_t>(p.K, T::kColumns)) : 1;
+  StripsPlan plan = {p, shape.held, strips, 0, p.along_rows && !rows_beside, rows_beside};
+  while (1 << plan.cluster_log2 < cluster) ++plan.cluster_log2;
+  Launch l = {dim3(clusters * cluster), dim3(kLanes, T::kSlots), stream};
+  l.shared = shape.shared;
+  l.cluster = cluster;
+  return launch(kKernel, l, plan);
+}
+
+template <class In>
+int launch_strips(const QuantizeParams& p, bool rows_beside, void* stream) {
+  return dispatch_types<In>(p, [&](auto types) {
+    using Types = decltype(types);
+    auto run = [&](auto of_groups) {
+      using Groups = typename decltype(of_groups)::Type;
+      const StripShape shape = shape_for<Groups, Types>(p, rows_beside);
+      if constexpr (Types::kFast)
+        if (shape.slots == kLargeSlots)
+          return launch_shape<Groups, StripTraits<Types, kLargeSlots, Groups::kSource>>(p, shape, rows_beside, stream);
+      return launch_shape<Groups, StripTraits<Types, kSmallSlots, Groups::kSource>>(p, shape, rows_beside, stream);
+    };
+    if (p.weight) return run(TypeOf<ExpertGroups>{});
+    if constexpr (Types::kFast)
+      if (!p.index.at) return run(TypeOf<TokenGroups<Source::kInPlace>>{});
+    return run(TypeOf<TokenGroups<Source::kByIndex>>{});  // of either source
+  });
+}
+
+}  // namespace moe_fp8

@@ -1,0 +1,7 @@
+#include "quantize/strips.h"
+
+namespace moe_fp8 {
+
+template int launch_strips<BF16>(const QuantizeParams&, bool, void*);
+
+}  // namespace moe_fp8

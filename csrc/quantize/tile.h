@@ -1,0 +1,245 @@
+// A tile of 128 rows by 128 columns: whole scaling blocks along rows, columns or both, so that one read serves every
+// direction. Where the chip copies in the background, a tile comes into shared memory while the one before it, in
+// registers by then, is cast and stored. Eight slots of 16 rows, a lane has four neighbouring columns.
+#pragma once
+#include "platform/memory.h"
+#include "platform/waves.h"
+#include "primitives/transpose.h"
+#include "quantize/tile_parts.h"
+
+namespace moe_fp8 {
+
+enum class Scaling { kColumns, kRowsAndColumns, kSquares };
+
+template <class Types_, class Format_, Scaling kScaling_, class Tiles_>
+struct TileTraits {
+  using Types = Types_;    // Fast or Any
+  using Format = Format_;  // of scales: see tile_scales.h
+  using Scale = typename Format::Scale;
+  using In = typename Types::In;
+  using Tiles = Tiles_;
+  static constexpr Scaling kScaling = kScaling_;
+  static constexpr int kColumns = kBlock / kLanes;       // of a lane
+  static constexpr int kWords = kColumns / kPerWord<In>;
+  static constexpr int kBlocks = kBlock / Format::kSize;  // scaling blocks of a tile along either dimension
+  static constexpr int kTeam = kLanes / kBlocks;          // lanes that share a row's block
+  static constexpr int kChunks = kBlock / Types::kVec;    // 16 bytes of a row
+};
+constexpr int kTileSlots = kBlock / kSlotRows, kTileThreads = kTileSlots * kLanes;
+
+template <class T>
+using TileWords = uint32_t[kSlotRows][T::kWords];
+
+// Where some rows of a tile end, as the slot counts its own: none of them are the slot's where that is not positive.
+MOE_DEVICE int in_slot(int rows) { return rows - int(threadIdx.y) * kSlotRows; }
+// The same of the slots of a wave, which shuffle together.
+MOE_DEVICE int in_wave(int rows) {
+  constexpr int kSlots = kWarpSize / kLanes;
+  return rows - int(threadIdx.y) / kSlots * kSlots * kSlotRows;
+}
+
+template <class T>
+struct TileShared {
+  Vec16 rows[kCopiesInBackground ? kBlock : 1][T::kChunks];
+  TransposeStage<kBlock, T::kColumns> stage[kStack];
+  alignas(16) uint32_t slot_amax[kTileSlots][kLanes * T::kWords];
+  alignas(16) float multiplier[T::kBlocks][kBlock];  // of the blocks of a column
+  alignas(16) float row_multiplier[kBlock][T::kBlocks];
+  int source[2][kBlock];                     // of a row: that of x, counted from the tile's own; -1: zeros
+  Tile tiles[8];                             // the one in work, two to come, and some that slow threads still store
+
+  MOE_DEVICE Tile& tile(uint32_t turn) { return tiles[turn & 7]; }
+};
+
+template <class T>
+MOE_DEVICE int64_t first_column(const Tile& tile) {
+  return int64_t(tile.strip) * kBlock + threadIdx.x * T::kColumns;
+}
+
+// Where the rows of a tile are, one a thread.
+MOE_DEVICE void find_sources(const TilesPlan& p, const Tile& tile, int (&source)[kBlock]) {
+  const int r = threadIdx.y * kLanes + threadIdx.x;
+  if (r < kBlock) source[r] = r >= tile.rows ? -1 : p.index.at ? int(source_row(p, tile.first_row + r)) : r;
+}
+// Starts the copies of a tile, zeros where there is nothing to copy.
+template <class T>
+MOE_DEVICE void copy_tile(const TilesPlan& p, const Tile& tile, const int (&source)[kBlock], TileShared<T>& shared) {
+  if constexpr (!kCopiesInBackground) return;
+  using Types = typename T::Types;
+  constexpr int kStep = kTileThreads / T::kChunks;  // rows at once
+  const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % T::kChunks;
+  const int64_t column = int64_t(tile.strip) * kBlock + chunk * Types::kVec;
+  const auto* x = find_element<Types>(p, tile.x + column);
+#pragma unroll
+  for (int i = 0; i < kBlock / kStep; ++i) {
+    const int r = t / T::kChunks + i * kStep;
+    const auto* row = Types::advance(p, x, source[r] * p.row_stride);
+    Vec16* to = &shared.rows[r][chunk];
+    if (source[r] < 0 || column >= p.K) *to = Vec16{};
+    else copy_words<Types, Reuse::kNotBeforeStores>(p, to, row, p.K - column);
+  }
+  commit_copies();
+}
+// The lane's columns of the slot's rows, once the copies are there.
+template <class T>
+MOE_DEVICE void read_tile(const TilesPlan& p, const Tile& tile, const int (&source)[kBlock],
+                          const TileShared<T>& shared, TileWords<T>& v) {
+  using Types = typename T::Types;
+  using Words = std::conditional_t<T::kWords == 4, Vec16, Vec8>;
+  const int64_t column = first_column<T>(tile);
+  const auto* x = find_element<Types>(p, tile.x + column);
+#pragma unroll
+  for (int i = 0; i < kSlotRows; ++i) {
+    const int r = threadIdx.y * kSlotRows + i;
+    Words words = {};
+    if constexpr (kCopiesInBackground) {
+      words = reinterpret_cast<const Words*>(shared.rows[r])[threadIdx.x];
+    } else if (source[r] >= 0 && column < p.K) {
+      const auto* row = Types::advance(p, x, source[r] * p.row_stride);
+      words = load_words<Types, Words>(p, row, p.K - column);
+    }
+#pragma unroll
+    for (int w = 0; w < T::kWords; ++w) v[i][w] = words.w[w];
+  }
+}
+
+// Four bytes of a row of q, at its column.
+template <class T>
+MOE_DEVICE void store_columns(uint8_t* q, int64_t there, uint32_t bytes) {
+  if constexpr (T::Types::kFast) {
+    store_stream(reinterpret_cast<uint32_t*>(q), bytes);
+  } else {
+#pragma unroll
+    for (int i = 0; i < T::kColumns; ++i)
+      if (i < there) q[i] = uint8_t(bytes >> (8 * i));
+  }
+}
+// Rows of q. The slot's own multipliers are those that its wave has just made.
+template <class T>
+MOE_DEVICE void cast_rows(const TilesPlan& p, const Tile& tile, const TileWords<T>& v, const TileShared<T>& shared) {
+  wave_barrier();
+  const auto* multiplier = shared.row_multiplier + threadIdx.y * kSlotRows;
+  const int64_t column = first_column<T>(tile), there = p.K - column;
+  uint8_t* q = p.q + (tile.first_row + threadIdx.y * kSlotRows) * p.K + column;
+  const int rows = there > 0 ? in_slot(tile.rows) : 0;
+  T::Types::with_cast(p, [&](auto cast) {
+#pragma unroll
+    for (int i = 0; i < kSlotRows; ++i, q += p.K) {
+      const float m = multiplier[i][threadIdx.x / T::kTeam];
+      const uint32_t bytes = cast_words<typename T::In>(v[i], m, m, m, m, cast);
+      if (i < rows) store_columns<T>(q, there, bytes);
+    }
+  });
+}
+// Amax over the slot's rows of every word of columns, left in shared.slot_amax.
+template <class T>
+MOE_DEVICE void reduce_slot(const TileWords<T>& v, TileShared<T>& shared) {
+#pragma unroll
+  for (int w = 0; w < T::kWords; ++w) {
+    uint32_t amax = v[0][w];
+#pragma unroll
+    for (int i = 1; i < kSlotRows; ++i) amax = max_magnitude<typename T::In>(amax, v[i][w]);
+    shared.slot_amax[threadIdx.y][threadIdx.x * T::kWords + w] = amax;
+  }
+}
+// Blocks along rows: amax and multipliers of the slot's rows.
+template <class T>
+MOE_DEVICE void make_row_multipliers(const TilesPlan& p, const TileWords<T>& v, TileShared<T>& shared) {
+  using In = typename T::In;
+  constexpr int kRows = T::kTeam < kSlotRows ? T::kTeam : kSlotRows, kLanesOfRow = T::kTeam / kRows;  // at once
+  const int lane = threadIdx.x, first = threadIdx.y * kSlotRows + lane % T::kTeam / kLanesOfRow;
+#pragma unroll
+  for (int r = 0; r < kSlotRows; r += kRows) {
+    uint32_t of_row[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      of_row[i] = v[r + i][0];
+#pragma unroll
+      for (int w = 1; w < T::kWords; ++w) of_row[i] = max_magnitude<In>(of_row[i], v[r + i][w]);
+    }
+    const auto s = T::Types::template scale_of<typename T::Scale>(p, amax_of_rows<In, T::kTeam>(of_row, lane));
+    if (lane % kLanesOfRow == 0) shared.row_multiplier[first + r][lane / T::kTeam] = s.multiplier;
+  }
+}
+// Blocks along columns: their multipliers, one a thread at a time.
+template <class T>
+MOE_DEVICE void make_column_multipliers(const TilesPlan& p, TileShared<T>& shared) {
+  using In = typename T::In;
+  constexpr int kSlots = kTileSlots / T::kBlocks;  // of a block
+#pragma unroll
+  for (int at = threadIdx.y * kLanes + threadIdx.x; at < T::kBlocks * kBlock; at += kTileThreads) {
+    const int block = at / kBlock, column = at % kBlock;
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i)
+      amax = max_magnitude<In>(amax, shared.slot_amax[block * kSlots + i][column / kPerWord<In>]);
+    const uint32_t bits = magnitude_bits<In>(amax, column % kPerWord<In>);
+    shared.multiplier[block][column] = T::Types::template scale_of<typename T::Scale>(p, bits).multiplier;
+  }
+}
+// Squares: the multiplier of the whole tile, as that of all rows and columns.
+template <class T>
+MOE_DEVICE void make_square_multiplier(const TilesPlan& p, TileShared<T>& shared) {
+  using In = typename T::In;
+  uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < kTileSlots; ++i)
+#pragma unroll
+    for (int w = 0; w < T::kWords; ++w)
+      amax = max_magnitude<In>(amax, shared.slot_amax[i][threadIdx.x * T::kWords + w]);
+#pragma unroll
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) amax = max_magnitude<In>(amax, shfl_xor(amax, mask));
+  const uint32_t lo = magnitude_bits<In>(amax, 0), hi = magnitude_bits<In>(amax, kPerWord<In> - 1);
+  const float m = T::Types::template scale_of<typename T::Scale>(p, lo > hi ? lo : hi).multiplier;
+  if (threadIdx.x >= kSlotRows) return;
+  const int at = threadIdx.y * kSlotRows + threadIdx.x;
+  shared.row_multiplier[at][0] = shared.multiplier[0][at] = m;
+}
+// The multipliers of the slot's columns.
+template <class T>
+MOE_DEVICE const float* slot_multipliers(const TileShared<T>& shared) {
+  return shared.multiplier[threadIdx.y * T::kBlocks / kTileSlots];
+}
+
+// The columns, transposed by way of a stage for each tile of the stack.
+template <class T>
+MOE_DEVICE void stage_columns(const TilesPlan& p, const Tile& tile, const TileWords<T>& v, TileShared<T>& shared,
+                              int in_stack) {
+  if (in_slot(tile.positions) <= 0) return;
+  const int rows = in_slot(tile.rows_of_group);
+  if (rows <= 0) return clear_slot<T::kColumns>(shared.stage[in_stack]);
+  // One form for all rows and for some: with both, 64 floats spill.
+  T::Types::with_cast(p, [&](auto cast) {
+    cast_slot<typename T::In, false>(v, rows, slot_multipliers<T>(shared), shared.stage[in_stack], cast);
+  });
+}
+// Stores the columns of the stack that this turn's tile ends.
+template <class T>
+MOE_DEVICE void store_staged(const TilesPlan& p, TileShared<T>& shared, uint32_t turn) {
+  constexpr int kOfColumn = kLineSlots * kStack, kStep = kTileThreads / kOfColumn;  // threads; columns at once
+  const int t = threadIdx.y * kLanes + threadIdx.x, in_stack = t % kOfColumn / kLineSlots, slot = t % kLineSlots;
+  const Tile& tile = shared.tile(turn + 1 - kStack + in_stack);
+  const int first = slot * kSlotRows;
+  if (first >= tile.positions) return;
+  int local = t / kOfColumn;
+  uint8_t* out = p.q_t + tile.q_t + (int64_t(tile.strip) * kBlock + local) * p.positions + first;
+  // All at once, columns alone in blocks of 128 spill.
+  constexpr int kUnroll = T::kScaling == Scaling::kColumns && T::kBlocks == 1 ? 4 : kBlock / kStep;
+#pragma unroll kUnroll
+  for (int i = 0; i < kBlock / kStep; ++i, local += kStep, out += kStep * p.positions) {
+    if (int64_t(tile.strip) * kBlock + local >= p.K) return;
+    store_chunk<T::Types::kFast>(out, shared.stage[in_stack].at(local, slot), tile.positions - first);
+  }
+}
+
+// The columns of this turn's tile, stored once the stack is there.
+template <class T>
+MOE_DEVICE void cast_columns(const TilesPlan& p, const Tile& tile, const TileWords<T>& v, TileShared<T>& shared,
+                             uint32_t turn) {
+  stage_columns<T>(p, tile, v, shared, turn % kStack);
+  if (turn % kStack != kStack - 1) return;
+  __syncthreads();
+  store_staged<T>(p, shared, turn);
+}
+
+}  // namespace moe_fp8

@@ -1,0 +1,126 @@
+// The scales of a tile: how each kind of scales is stored.
+#pragma once
+#include "platform/memory.h"
+#include "quantize/clear_scales.h"
+#include "quantize/tile.h"
+
+namespace moe_fp8 {
+
+template <ScaleType>
+struct TileScales;
+
+// Blocks of 128, column-major; of squares, row-major.
+template <>
+struct TileScales<ScaleType::kF32> {
+  using Scale = ScaleF32;
+  static constexpr int kSize = kBlock;
+
+  // What lies between the columns of `scale`.
+  template <class T>
+  static MOE_DEVICE void clear_gaps(const TilesPlan& p, const typename T::Tiles&) {
+    if (T::kScaling != Scaling::kRowsAndColumns || blockIdx.x != 0 || p.K == 0) return;
+    const uint32_t t = threadIdx.y * kLanes + threadIdx.x, gap = uint32_t(p.stride - p.rows);
+    for (uint32_t i = t; i < p.strips * gap; i += kTileThreads)
+      static_cast<float*>(p.scale)[i / gap * p.stride + p.rows + i % gap] = 0.f;
+  }
+
+  // One of rows and one of columns a thread, so that they are written in whole lines.
+  template <class T>
+  static MOE_DEVICE void store(const TilesPlan& p, const Tile& tile, const TileShared<T>& shared) {
+    const int local = threadIdx.y * kLanes + threadIdx.x;
+    if (local >= kBlock || p.K == 0) return;
+    auto *scales = static_cast<float*>(p.scale), *scales_t = static_cast<float*>(p.scale_t);
+    if constexpr (T::kScaling == Scaling::kSquares) {
+      const float scale = ScaleF32{shared.multiplier[0][0]}.stored();
+      if (local == 0 && tile.block >= 0) store_stream(scales + tile.scale, scale);
+      if (local == 1 && tile.block >= 0) store_stream(scales_t + tile.scale_t, scale);
+      return;
+    }
+    if (T::kScaling == Scaling::kRowsAndColumns && local < tile.rows) {
+      float* scale = scales + tile.strip * p.stride + tile.first_row + local;
+      store_stream(scale, ScaleF32{shared.row_multiplier[local][0]}.stored());
+    }
+    const int64_t column = int64_t(tile.strip) * kBlock + local;
+    if (tile.block < 0 || column >= p.stride_t) return;
+    const bool there = column < p.K && tile.rows_of_group > 0;
+    store_stream(scales_t + tile.block * p.stride_t + column,
+                 there ? ScaleF32{shared.multiplier[0][local]}.stored() : 0.f);
+  }
+};
+
+// Blocks of 32, row-major or blocked; half of the threads for either direction.
+template <>
+struct TileScales<ScaleType::kE8M0> {
+  using Scale = ScaleE8M0;
+  static constexpr int kSize = kMxBlock;
+  static_assert(kBlock == kScaleRows && kBlock == kScaleColumns * kMxBlock);  // a tile's scales are a block of them
+
+  // Blocked: what lies behind the last group.
+  template <class T>
+  static MOE_DEVICE void clear_gaps(const TilesPlan& p, const typename T::Tiles& tiles) {
+    if (!is_blocked(p)) return;
+    const int64_t used = int64_t(tiles.of_groups()) * p.strips * kScaleBytes;
+    const int64_t t = int64_t(blockIdx.x) * kTileThreads + threadIdx.y * kLanes + threadIdx.x;
+    const int64_t threads = int64_t(gridDim.x) * kTileThreads;
+    if constexpr (T::kScaling != Scaling::kColumns)
+      clear_scales(static_cast<uint8_t*>(p.scale), used, p.scale_bytes, t, threads);
+    clear_scales(static_cast<uint8_t*>(p.scale_t), used, p.scale_t_bytes, t, threads);
+  }
+
+  template <class T>
+  static MOE_DEVICE void store(const TilesPlan& p, const Tile& tile, const TileShared<T>& shared) {
+    const int t = threadIdx.y * kLanes + threadIdx.x;
+    const int64_t column = int64_t(tile.strip) * kBlock;
+    if (p.K == 0) return;
+    const int columns = int(p.K - column < kBlock ? p.K - column : kBlock);
+    if (t < kBlock) {
+      if constexpr (T::kScaling != Scaling::kColumns) {
+        const int blocks = ceil_div(columns, kMxBlock);
+        const Matrix to = {static_cast<uint8_t*>(p.scale), tile.scale, tile.first_row, tile.strip * kScaleColumns,
+                           p.stride, tile.rows, blocks, blocks};
+        store_scales(p, to, t, [&](int row, int b) { return shared.row_multiplier[row][b]; });
+      }
+    } else {
+      const Matrix to = {static_cast<uint8_t*>(p.scale_t), tile.scale_t, tile.expert * p.K + column,
+                         tile.position / kMxBlock, p.stride_t, columns, ceil_div(tile.positions, kMxBlock),
+                         ceil_div(tile.rows_of_group, kMxBlock)};
+      store_scales(p, to, t - kBlock, [&](int row, int b) { return shared.multiplier[b][row]; });
+    }
+  }
+
+ private:
+  static MOE_DEVICE bool is_blocked(const TilesPlan& p) { return p.format == FormatId::kMxfp8; }
+
+  // Where a tile's scales of one direction go: a block of the blocked layout, or from a row and a column on.
+  struct Matrix {
+    uint8_t* scale;
+    int64_t block, row, column, stride;
+    int rows, columns;  // of the matrix, row-major, that are the tile's
+    int there;          // columns that have a scale; the others are zero
+  };
+
+  // Four scales of one of 128 threads: word t of the block, or those of row t.
+  template <class Multiplier>
+  static MOE_DEVICE void store_scales(const TilesPlan& p, const Matrix& to, int t, Multiplier multiplier) {
+    const int row = is_blocked(p) ? t % 4 * 32 + t / 4 : t;
+    uint32_t bytes = 0;
+#pragma unroll
+    for (int b = 0; b < kScaleColumns; ++b)
+      if (row < to.rows && b < to.there) bytes |= uint32_t(ScaleE8M0{multiplier(row, b)}.stored()) << (8 * b);
+    if (is_blocked(p)) {
+      if (to.block >= 0) store_stream(reinterpret_cast<uint32_t*>(to.scale + to.block * kScaleBytes) + t, bytes);
+      return;
+    }
+    if (row >= to.rows) return;
+    uint8_t* out = to.scale + (to.row + row) * to.stride + to.column;
+    if (to.columns == kScaleColumns && (to.stride | to.column) % kScaleColumns == 0) {
+      store_stream(reinterpret_cast<uint32_t*>(out), bytes);
+    } else {
+#pragma unroll
+      for (int b = 0; b < kScaleColumns; ++b)
+        if (b < to.columns) store_stream(out + b, uint8_t(bytes >> (8 * b)));
+    }
+  }
+};
+
+}  // namespace moe_fp8

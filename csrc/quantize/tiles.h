@@ -1,0 +1,109 @@
+// Scaling blocks along columns, or both ways, tile by tile.
+#pragma once
+#include "platform/launch.h"
+#include "quantize/geometries.h"
+#include "quantize/tile_scales.h"
+
+namespace moe_fp8 {
+
+// Blocks of a multiprocessor: as few as keep it busy, for the less is under way at once, the nearer in time neighbours
+// in memory are written. Of copy on an H200 with 2, 3 and 4 blocks, blocks of 128: both ways of [131072, 7168] E = 8
+// 0.85, 0.84, 0.73; of [16640, 5120] E = 128, whose groups end in small tiles, 0.67 and 0.72 with 2 and 3. Columns of
+// two tiles, one below the other, are stored together, 256 bytes a column: columns alone of [131072, 7168] at 0.96,
+// tile by tile at 0.88.
+constexpr int kTileBlocks = 2, kTileBlocksOfShortGroups = 3;
+constexpr int64_t kShortGroup = 2048;  // rows
+template <class T>
+constexpr int most_blocks() {  // that registers are for
+  if (!T::Types::kFast) return 1;
+  if (T::kWords == 4) return T::kScaling == Scaling::kSquares ? 1 : 2;
+  if (T::kBlocks > 1 && std::is_same_v<typename T::Tiles, ExpertTiles>) return kTileBlocks;
+  return std::is_same_v<typename T::In, BF16> ? kTileBlocksOfShortGroups : 2;
+}
+
+template <class T>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, (kCastsInHardware ? most_blocks<T>() : 1))
+    quantize_tiles_kernel(MOE_GRID_CONSTANT const TilesPlan p) {
+  MOE_DYNAMIC_SMEM(smem);
+  auto& shared = *reinterpret_cast<TileShared<T>*>(smem);
+  wait_for_previous_kernel();
+  const typename T::Tiles tiles(reinterpret_cast<int*>(&shared + 1), p);
+  tiles.build();
+  T::Format::template clear_gaps<T>(p, tiles);
+  const bool scheduler = threadIdx.y == kTileSlots - 1 && threadIdx.x == 0;  // works out the tiles for all
+  auto schedule = [&](uint32_t turn) {
+    if (scheduler) shared.tile(turn) = tile_of_turn(p, tiles, turn);
+  };
+  __syncthreads();
+  schedule(0);
+  schedule(1);
+  __syncthreads();
+  find_sources(p, shared.tile(0), shared.source[0]);
+  find_sources(p, shared.tile(1), shared.source[1]);
+  __syncthreads();
+  copy_tile<T>(p, shared.tile(0), shared.source[0], shared);
+  for (uint32_t turn = 0; shared.tile(turn).there; ++turn) {
+    const Tile& tile = shared.tile(turn);
+    schedule(turn + 2);
+    wait_copies<0>();
+    __syncthreads();
+    TileWords<T> v;
+    read_tile<T>(p, tile, shared.source[turn & 1], shared, v);
+    reduce_slot<T>(v, shared);
+    __syncthreads();
+    copy_tile<T>(p, shared.tile(turn + 1), shared.source[(turn + 1) & 1], shared);
+    find_sources(p, shared.tile(turn + 2), shared.source[turn & 1]);
+    if constexpr (T::kScaling == Scaling::kSquares) make_square_multiplier<T>(p, shared);
+    else make_column_multipliers<T>(p, shared);
+    if (in_wave(tile.rows) > 0) {
+      if constexpr (T::kScaling == Scaling::kRowsAndColumns) make_row_multipliers<T>(p, v, shared);
+      if constexpr (T::kScaling != Scaling::kColumns) cast_rows<T>(p, tile, v, shared);
+    }
+    __syncthreads();
+    T::Format::template store<T>(p, tile, shared);
+    cast_columns<T>(p, tile, v, shared, turn);
+  }
+}
+
+template <class T>
+int launch_tiles_of(const QuantizeParams& p, void* stream) {
+  constexpr bool kTokens = std::is_same_v<typename T::Tiles, TokenTiles>;
+  TilesPlan plan = {p};
+  plan.strips = p.K ? uint32_t(ceil_div<int64_t>(p.K, kBlock)) : 1;
+  const int64_t of_tokens = block_extent(p.rows, p.E, p.align) + ceil_div(p.positions, int64_t(kBlock));
+  const int64_t tiles = plan.strips * (kTokens ? of_tokens : p.E * ceil_div(p.rows, int64_t(kBlock)));
+  const int64_t average = kTokens && p.E ? p.rows / p.E : p.rows;
+  const int64_t wanted = average < kShortGroup ? kTileBlocksOfShortGroups : kTileBlocks;
+  if (!kTokens && tiles * p.K == 0) return 0;
+  if (std::is_same_v<typename T::Scale, ScaleF32>) {
+    plan.stride = scale_stride(p.rows);
+    plan.stride_t = scale_stride(p.K);
+    plan.blocks = kTokens ? int(block_extent(p.rows, p.E, p.align)) : 0;
+  } else {
+    plan.stride = ceil_div(p.K, int64_t(kMxBlock));
+    plan.stride_t = ceil_div(p.positions, int64_t(kMxBlock));
+    if (kTokens) {  // experts fill theirs
+      plan.scale_bytes = grouped_scale_rows(p.rows, p.E) * padded_scale_columns(plan.stride);
+      plan.scale_t_bytes = padded_scale_rows(p.K) * grouped_scale_columns(plan.stride_t, p.E);
+    }
+  }
+  constexpr auto kKernel = quantize_tiles_kernel<T>;
+  if (const int e = allow_large<kKernel>()) return e;
+  const int64_t most = device().multiprocessors * (wanted < most_blocks<T>() ? wanted : most_blocks<T>());
+  Launch l = {dim3(unsigned(tiles < 1 ? 1 : tiles < most ? tiles : most)), dim3(kLanes, kTileSlots), stream};
+  l.shared = sizeof(TileShared<T>) + 4 * T::Tiles::words(p.E);
+  return launch(kKernel, l, plan);
+}
+template <ScaleType kScale, class In>
+int launch_tiles(const QuantizeParams& p, void* stream) {
+  using Scales = TileScales<kScale>;
+  constexpr Scaling kOfWeight = kScale == ScaleType::kF32 ? Scaling::kSquares : Scaling::kRowsAndColumns;
+  return dispatch_types<In>(p, [&](auto types) {
+    using T = decltype(types);
+    if (p.weight) return launch_tiles_of<TileTraits<T, Scales, kOfWeight, ExpertTiles>>(p, stream);
+    if (p.along_rows) return launch_tiles_of<TileTraits<T, Scales, Scaling::kRowsAndColumns, TokenTiles>>(p, stream);
+    return launch_tiles_of<TileTraits<T, Scales, Scaling::kColumns, TokenTiles>>(p, stream);
+  });
+}
+
+}  // namespace moe_fp8

@@ -1,0 +1,8 @@
+#include "quantize/tiles.h"
+
+namespace moe_fp8 {
+
+template int launch_tiles<ScaleType::kF32, BF16>(const QuantizeParams&, void*);
+template int launch_tiles<ScaleType::kE8M0, BF16>(const QuantizeParams&, void*);
+
+}  // namespace moe_fp8

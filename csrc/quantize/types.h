@@ -1,0 +1,95 @@
+// The types that quantizing kernels are made for. Fast: one type of x, the fp8 formats that the chip casts to, x and
+// outputs in 16-byte vectors. Any: whatever else is asked for, decided while it runs, element by element in float32.
+#pragma once
+#include "primitives/cast.h"
+#include "primitives/elements.h"
+#include "quantize/quantize.h"
+
+namespace moe_fp8 {
+
+// Of the two formats that the chip casts to. kEither, decided while it runs: of inputs other than bfloat16, which are
+// rare, one kernel in place of two.
+enum class Kind { kE4M3, kE5M2, kEither };
+
+MOE_HD constexpr bool is_e5m2(Fp8Type type) { return type == Fp8Type::kE5M2 || type == Fp8Type::kE5M2FNUZ; }
+
+// Whether p takes the second of the two roundings that the formats with such scales know.
+template <class Scale>
+MOE_DEVICE bool second_rounding(const QuantizeParams& p) {
+  return p.rounding == (std::is_same_v<Scale, ScaleF32> ? Rounding::kPow2 : Rounding::kFloor);
+}
+
+template <class In_, Kind kKind>
+struct Fast {
+  using In = In_;                                // of words in registers
+  using Bits = typename In::Bits;                // of x in memory
+  static constexpr bool kFast = true, kOneKind = kKind != Kind::kEither;
+  static constexpr int kVec = 4 * kPerWord<In>;  // elements of 16 bytes of words
+
+  static MOE_DEVICE const Bits* advance(const QuantizeParams&, const Bits* x, int64_t elements) { return x + elements; }
+  static MOE_DEVICE bool to_e5m2(const QuantizeParams& p) {
+    return kKind == Kind::kEither ? is_e5m2(p.out) : kKind == Kind::kE5M2;
+  }
+  // f(cast), and what that returns; cast(a, b, c, d) gives four bytes.
+  template <class F>
+  static MOE_DEVICE auto with_cast(const QuantizeParams& p, F f) {
+    if (to_e5m2(p)) return f([](float a, float b, float c, float d) { return cast4<kNativeE5M2>(a, b, c, d); });
+    return f([](float a, float b, float c, float d) { return cast4<kNativeE4M3>(a, b, c, d); });
+  }
+  template <class Scale>
+  static MOE_DEVICE Scale scale_of(const QuantizeParams& p, uint32_t amax_bits) {
+    const bool second = second_rounding<Scale>(p);
+    return to_e5m2(p) ? Scale::template from_amax<kNativeE5M2>(amax_bits, second)
+                      : Scale::template from_amax<kNativeE4M3>(amax_bits, second);
+  }
+};
+
+struct Any {
+  using In = F32;
+  using Bits = uint8_t;
+  static constexpr bool kFast = false, kOneKind = false;
+  static constexpr int kVec = 4;
+
+  static MOE_DEVICE const Bits* advance(const QuantizeParams& p, const Bits* x, int64_t elements) {
+    return x + (p.in == InType::kF32 ? 4 : 2) * elements;
+  }
+  // float32 bits of element i from x on.
+  static MOE_DEVICE uint32_t element_bits(const QuantizeParams& p, const Bits* x, int i) {
+    return as_bits(to_float(p.in, load_bits(x, p.in, i)));
+  }
+  template <class F>
+  static MOE_DEVICE auto with_cast(const QuantizeParams& p, F f) {
+    return f([&](float a, float b, float c, float d) { return cast4(Fp8Values::of(p.out), a, b, c, d); });
+  }
+  template <class Scale>
+  static MOE_DEVICE Scale scale_of(const QuantizeParams& p, uint32_t amax_bits) {
+    const bool second = second_rounding<Scale>(p);
+    switch (p.out) {
+      case Fp8Type::kE4M3FN: return Scale::template from_amax<Fp8Type::kE4M3FN>(amax_bits, second);
+      case Fp8Type::kE5M2: return Scale::template from_amax<Fp8Type::kE5M2>(amax_bits, second);
+      case Fp8Type::kE4M3FNUZ: return Scale::template from_amax<Fp8Type::kE4M3FNUZ>(amax_bits, second);
+      default: return Scale::template from_amax<Fp8Type::kE5M2FNUZ>(amax_bits, second);
+    }
+  }
+};
+
+template <class T>
+struct TypeOf { using Type = T; };
+
+// f(Fast<In, kind>{}), or f(Any{}) where In is Any.
+template <class In, class F>
+int dispatch_types(const QuantizeParams& p, F f) {
+  if constexpr (std::is_same_v<In, Any>) return f(Any{});
+  else if constexpr (!std::is_same_v<In, BF16>) return f(Fast<In, Kind::kEither>{});
+  else return is_e5m2(p.out) ? f(Fast<In, Kind::kE5M2>{}) : f(Fast<In, Kind::kE4M3>{});
+}
+
+// Four neighbouring elements, scaled by a multiplier each, cast. `words` holds 4 / kPerWord words.
+template <class In, class Cast>
+MOE_DEVICE uint32_t cast_words(const uint32_t* words, float m0, float m1, float m2, float m3, Cast cast) {
+  constexpr int n = kPerWord<In>;
+  return cast(element<In>(words[0], 0) * m0, element<In>(words[1 / n], 1 % n) * m1,
+              element<In>(words[2 / n], 2 % n) * m2, element<In>(words[3 / n], 3 % n) * m3);
+}
+
+}  // namespace moe_fp8

@@ -1,0 +1,164 @@
+#include "scales/dequantize.h"
+
+#include "numerics/dispatch.h"
+#include "platform/convert.h"
+#include "platform/launch.h"
+#include "platform/memory.h"
+#include "primitives/elements.h"
+#include "primitives/operand.h"
+
+namespace moe_fp8 {
+namespace {
+
+// blockDim.x threads share a row, blockDim.y rows a block. A thread stays at its columns, looks their scaling
+// block up once and takes kRows rows at a time, so that their loads are under way together.
+constexpr int kThreads = 256, kRows = 4;
+constexpr int kMaxGridY = 65535;
+constexpr int64_t kMaxBlocks = 1 << 23;  // HIP has fewer than 2^32 threads a launch
+
+// What a thread takes of a row at a time: 16 bytes of out, or an element of a type known at run time.
+template <class Out>
+struct Pieces {
+  static constexpr int kElements = 16 / sizeof(typename Out::Bits);
+
+  static MOE_DEVICE Vec8 load(const uint8_t* q) {
+    if constexpr (kElements == 8) return load_stream(reinterpret_cast<const Vec8*>(q));
+    else return Vec8{{load_stream(reinterpret_cast<const uint32_t*>(q)), 0}};
+  }
+  static MOE_DEVICE uint32_t pack(float lo, float hi) {
+    if constexpr (std::is_same_v<Out, BF16> && kConvertsToBF16)
+      if (lo == lo && hi == hi) return to_bf16x2(lo, hi);
+    return Out::from_float(lo) | uint32_t(Out::from_float(hi)) << 16;
+  }
+  static MOE_DEVICE void store(const DequantizeParams& p, int64_t at, const float (&v)[kElements]) {
+    Vec16 piece;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kElements == 4) piece.w[i] = Out::from_float(v[i]);
+      else piece.w[i] = pack(v[2 * i], v[2 * i + 1]);
+    }
+    store_stream(reinterpret_cast<Vec16*>(static_cast<typename Out::Bits*>(p.out) + at), piece);
+  }
+};
+struct Elements {
+  static constexpr int kElements = 1;
+
+  static MOE_DEVICE Vec8 load(const uint8_t* q) { return Vec8{{load_stream(q), 0}}; }
+  static MOE_DEVICE void store(const DequantizeParams& p, int64_t at, const float (&v)[1]) {
+    store_element(p.out, p.out_type, at, v[0]);
+  }
+};
+
+struct Column {
+  ColumnBlock block;
+  bool live;  // belongs to a group, where columns are grouped
+};
+MOE_DEVICE Column column_at(const DequantizeParams& p, const GroupTable& table, int k) {
+  if (p.groups != Groups::kColumns) return {p.scale.block(0, int(p.K), k), true};
+  const int g = GroupTable::find(table.row, p.num_groups, k);
+  if (g >= p.num_groups) return {{}, false};
+  return {block_of_group(p.scale, table, g, k - table.row[g]), true};
+}
+
+struct Line {
+  int64_t e, row, scale_row;
+  bool live;  // exists and belongs to a group, where rows are grouped
+};
+MOE_DEVICE Line line_at(const DequantizeParams& p, const GroupTable& table, int64_t line) {
+  if (line >= p.E * p.rows) return {0, 0, 0, false};
+  const int64_t e = p.E == 1 ? 0 : line / p.rows, row = line - e * p.rows;
+  if (p.groups != Groups::kRows) return {e, row, row, true};
+  const int g = GroupTable::find(table.row, p.num_groups, int(row));
+  return {0, row, row + table.pos[g] - table.row[g], g < p.num_groups};
+}
+
+// Columns that are not all of one block.
+MOE_DEVICE void one_by_one(const DequantizeParams& p, const GroupTable& table, const float* values, int k, int k_end) {
+  const int64_t lines = p.E * p.rows, step = gridDim.y * blockDim.y;
+  for (; k < k_end; ++k) {
+    const Column c = column_at(p, table, k);
+    for (int64_t i = blockIdx.y * blockDim.y + threadIdx.y; i < lines; i += step) {
+      const Line line = line_at(p, table, i);
+      float v[1] = {};
+      if (line.live && c.live)
+        v[0] = values[p.q[line.e * p.group_stride + line.row * p.row_stride + k]] *
+               p.scale.at(line.e, line.scale_row, c.block);
+      Elements::store(p, i * p.K + k, v);
+    }
+  }
+}
+
+template <class Part>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) dequantize_kernel(MOE_GRID_CONSTANT const DequantizeParams p) {
+  constexpr int kElements = Part::kElements;
+  __shared__ float values[256];
+  __shared__ int table_words[GroupTable::words(kMaxExperts)];
+  static_assert(kThreads == 256);
+  const int t = threadIdx.y * blockDim.x + threadIdx.x;
+  values[t] = decode(p.type, uint8_t(t));
+  wait_for_previous_kernel();
+  const GroupTable table(table_words, p.num_groups);
+  const int extent = int(p.groups == Groups::kRows ? p.rows : p.K);
+  if (p.groups != Groups::kNone) build_group_table(table, p.offs, p.num_groups, extent, extent, kGroupScales);
+  __syncthreads();
+
+  const int64_t k = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kElements;
+  if (k >= p.K) return;
+  const Column first = column_at(p, table, int(k)), last = column_at(p, table, int(k) + kElements - 1);
+  const bool one_block = first.live == last.live && first.block.first == last.block.first &&
+                         first.block.at == last.block.at;
+  if (!one_block) return one_by_one(p, table, values, int(k), int(k) + kElements);
+  const int64_t lines = p.E * p.rows, strip = kRows * blockDim.y;
+  for (int64_t begin = blockIdx.y * strip + threadIdx.y; begin < lines; begin += gridDim.y * strip) {
+    Vec8 q[kRows];
+    float scale[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const Line line = line_at(p, table, begin + r * blockDim.y);
+      q[r] = {};
+      scale[r] = 0;
+      if (!line.live || !first.live) continue;
+      q[r] = Part::load(p.q + line.e * p.group_stride + line.row * p.row_stride + k);
+      scale[r] = p.scale.at(line.e, line.scale_row, first.block);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t line = begin + r * blockDim.y;
+      if (line >= lines) break;
+      float v[kElements];
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) v[i] = values[q[r].w[i / 4] >> (8 * (i % 4)) & 0xffu] * scale[r];
+      Part::store(p, line * p.K + k, v);
+    }
+  }
+}
+
+template <class Part>
+int launch_with(const DequantizeParams& p, void* stream) {
+  const int64_t pieces = ceil_div<int64_t>(p.K, Part::kElements), most = kThreads / (Part::kElements == 1 ? 1 : 2);
+  int x = 1;
+  while (x < most && x < pieces) x *= 2;
+  const int y = kThreads / x;
+  // Blocks that fill the device, and more of them while each still has some strips for the tables that it makes.
+  const int64_t chunks = ceil_div<int64_t>(pieces, x), strips = ceil_div<int64_t>(p.E * p.rows, kRows * y);
+  const int64_t filling = ceil_div<int64_t>(16 * device().multiprocessors, chunks);
+  int64_t along_y = ceil_div<int64_t>(strips, p.groups == Groups::kNone ? 4 : 16);
+  if (along_y < filling) along_y = strips < filling ? strips : filling;
+  if (along_y > kMaxGridY) along_y = kMaxGridY;
+  if (along_y > kMaxBlocks / chunks) along_y = kMaxBlocks / chunks;
+  return launch(dequantize_kernel<Part>, {dim3(unsigned(chunks), unsigned(along_y)), dim3(x, y), stream}, p);
+}
+
+}  // namespace
+
+int dequantize(const DequantizeParams& p, void* stream) {
+  if (p.E * p.rows * p.K == 0) return 0;
+  return dispatch_in(p.out_type, [&](auto out) {
+    using Part = Pieces<decltype(out)>;
+    const uint64_t bits = p.K | p.row_stride | p.group_stride | reinterpret_cast<uintptr_t>(p.q);
+    const bool aligned = bits % Part::kElements == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0;
+    return aligned ? launch_with<Part>(p, stream) : launch_with<Elements>(p, stream);
+  });
+}
+
+}  // namespace moe_fp8

@@ -1,0 +1,36 @@
+// dequantize: q [E, rows, K] fp8, a scale for every block of a row -> out [E, rows, K], contiguous.
+//
+//   out[e, r, k] = RN(RN32(q[e, r, k] * scale(e, r, k))), to nearest even in out's dtype
+//
+// Groups::kNone:     block k / block_size of row r; rows may share scales (squares of 128 x 128)
+// Groups::kRows:     E = 1; offs [groups] are ends of groups of rows. Row i of group g has the scales of row
+//                    sum_{f<g} round_up(size_f, 128) + i; rows past the last group are zero
+// Groups::kColumns:  E = 1; offs [groups] are ends of groups of columns. Blocks begin anew with every group, the first
+//                    of group g is number sum_{f<g} round_up(size_f, 128) / block_size, or g when block_size is 0, but
+//                    block k / block_size is that of column k when the layout is kE8M0; columns past the last group
+//                    are zero
+//
+// q has group_stride and row_stride in elements. No size or alignment is asked for; offs may hold anything.
+#pragma once
+#include "numerics/floats.h"
+#include "numerics/operand_scales.h"
+
+namespace moe_fp8 {
+
+struct DequantizeParams {
+  const uint8_t* q;
+  OperandScales scale;
+  const int* offs;
+  void* out;
+  int64_t E, rows, K;
+  int64_t group_stride, row_stride;
+  int num_groups;
+  Groups groups;
+  Fp8Type type;
+  InType out_type;
+};
+
+// 0, or the runtime's error code.
+int dequantize(const DequantizeParams& p, void* stream);
+
+}  // namespace moe_fp8

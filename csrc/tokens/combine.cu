@@ -1,0 +1,255 @@
+#include "tokens/combine.h"
+
+#include "numerics/dispatch.h"
+#include "numerics/groups.h"
+#include "platform/launch.h"
+#include "platform/memory.h"
+#include "platform/waves.h"
+#include "primitives/elements.h"
+#include "tokens/invert.h"
+
+namespace moe_fp8 {
+namespace {
+
+// blockDim.x threads share a row, or one of the parts of a long one; blockDim.y rows share a block. Each thread has a
+// vector of the rows of so many slots on its way at a time, and a multiprocessor as many blocks as registers allow.
+constexpr int kThreads = 256;
+constexpr int kSlots = 8, kBlocks = 3;
+constexpr int kSlotsBackward = 4;
+constexpr int64_t kMaxParts = 1 << 16, kMaxBlocks = 1 << 22;  // of a launch; HIP has 2^32 threads
+
+struct Tile {
+  int64_t parts;
+  int threads, rows;
+};
+Tile tile_for(int64_t vecs) {
+  int64_t parts = ceil_div<int64_t>(vecs, kThreads);
+  parts = parts < 1 ? 1 : parts < kMaxParts ? parts : kMaxParts;
+  const int64_t even = round_up<int64_t>(ceil_div<int64_t>(vecs, parts), kLargestWarp);
+  const int threads = even < kLargestWarp ? kLargestWarp : even < kThreads ? int(even) : kThreads;
+  return {parts, threads, parts == 1 ? kThreads / threads : 1};
+}
+
+MOE_HD int bytes_of(InType in) { return in == InType::kF32 ? 4 : 2; }
+
+// ---- what a thread takes of a row at a time: 16 bytes, or an element of a type known at run time -------------------
+// `at` counts elements.
+template <class In>
+struct Vectors {
+  using Held = Vec16;
+  static constexpr int kElements = 16 / sizeof(typename In::Bits);
+  static constexpr int kBlocksBackward = std::is_same_v<In, F16> ? 2 : 3;  // its conversions take more registers
+  explicit MOE_HD Vectors(InType) {}
+
+  static MOE_DEVICE Vec16* vec(const void* p, int64_t at) {
+    return reinterpret_cast<Vec16*>(static_cast<typename In::Bits*>(const_cast<void*>(p)) + at);
+  }
+  MOE_DEVICE Vec16 load(const void* from, int64_t at) const { return *vec(from, at); }
+  MOE_DEVICE Vec16 load_once(const void* from, int64_t at) const { return load_stream(vec(from, at)); }
+  MOE_DEVICE float element(const Vec16& v, int i) const {
+    return moe_fp8::element<In>(v.w[i / kPerWord<In>], i % kPerWord<In>);
+  }
+  MOE_DEVICE void store(void* to, int64_t at, const float* f) const {
+    Vec16 v = {};
+#pragma unroll
+    for (int i = 0; i < kElements; ++i)
+      v.w[i / kPerWord<In>] |= uint32_t(In::from_float(f[i])) << (16 * (i % kPerWord<In>));
+    store_stream(vec(to, at), v);
+  }
+  MOE_DEVICE float score(const void* scores, bool f32, int64_t slot) const { return score_of<In>(scores, f32, slot); }
+};
+struct Elements {
+  using Held = uint32_t;
+  static constexpr int kElements = 1, kBlocksBackward = 3;
+  InType type;
+  explicit MOE_HD Elements(InType type) : type(type) {}
+
+  MOE_DEVICE uint32_t load(const void* from, int64_t at) const { return load_bits(from, type, at); }
+  MOE_DEVICE uint32_t load_once(const void* from, int64_t at) const { return load_bits(from, type, at); }
+  MOE_DEVICE float element(uint32_t bits, int) const { return to_float(type, bits); }
+  MOE_DEVICE void store(void* to, int64_t at, const float* f) const { store_element(to, type, at, *f); }
+  MOE_DEVICE float score(const void* scores, bool f32, int64_t slot) const {
+    const InType of_scores = f32 ? InType::kF32 : type;
+    return scores ? to_float(of_scores, load_bits(scores, of_scores, slot)) : 1.f;
+  }
+};
+
+// ---- forward -------------------------------------------------------------------------------------------------------
+struct Combine : CombineParams {
+  int64_t first;  // token of the launch
+  unsigned parts;
+};
+
+template <class Part>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks) combine_kernel(MOE_GRID_CONSTANT const Combine p) {
+  constexpr int n = Part::kElements;
+  const Part part(p.in);
+  wait_for_previous_kernel();
+  const int64_t token = p.first + int64_t(blockIdx.x / p.parts) * blockDim.y + threadIdx.y;
+  if (token >= p.T) return;
+  const int64_t vecs = p.K / n, step = int64_t(p.parts) * blockDim.x, slot = token * p.top_k;
+  for (int64_t v = int64_t(blockIdx.x % p.parts) * blockDim.x + threadIdx.x; v < vecs; v += step) {
+    float sum[n] = {};
+    for (int64_t j = 0; j < p.top_k; j += kSlots) {
+      int row[kSlots];
+      float score[kSlots];
+      typename Part::Held held[kSlots];
+#pragma unroll
+      for (int s = 0; s < kSlots; ++s) {
+        row[s] = j + s < p.top_k ? p.inverse[slot + j + s] : -1;
+        if (row[s] >= p.P) row[s] = -1;
+      }
+#pragma unroll
+      for (int s = 0; s < kSlots; ++s) {
+        held[s] = row[s] >= 0 ? part.load_once(p.y, row[s] * p.y_stride + v * n) : typename Part::Held{};
+        score[s] = row[s] >= 0 ? part.score(p.scores, p.scores_f32, slot + j + s) : 0.f;
+      }
+#pragma unroll
+      for (int s = 0; s < kSlots; ++s)
+#pragma unroll
+        for (int i = 0; i < n; ++i) sum[i] += score[s] * part.element(held[s], i);
+    }
+    part.store(p.out, token * p.K + v * n, sum);
+  }
+}
+
+// ---- backward: by tokens, so that a row of grad is read once -------------------------------------------------------
+struct CombineBackward : CombineBackwardParams {
+  int64_t first;
+};
+
+MOE_DEVICE float wave_sum(float v) {
+  for (int mask = kWarpSize / 2; mask > 0; mask >>= 1) v += as_float(shfl_xor(as_bits(v), mask));
+  return v;
+}
+
+// kDots: the gradient of the scores is wanted. Without it, fewer registers: on an H200 298 us instead of 352 for
+// [65536, 7168] of bfloat16.
+template <class Part, bool kDots>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, Part::kBlocksBackward)
+    combine_backward_kernel(MOE_GRID_CONSTANT const CombineBackward p) {
+  constexpr int n = Part::kElements;
+  __shared__ float of_wave[kThreads / 32][kSlotsBackward];
+  const Part part(p.in);
+  const int waves = blockDim.x / kWarpSize, first_wave = threadIdx.y * waves;
+  wait_for_previous_kernel();
+  const int64_t token = p.first + int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int64_t vecs = token < p.T ? p.K / n : 0, top_k = token < p.T ? p.top_k : 0, slot = token * p.top_k;
+  for (int64_t j = 0; j < p.top_k; j += kSlotsBackward) {
+    int row[kSlotsBackward];
+    float score[kSlotsBackward], dot[kSlotsBackward] = {};
+#pragma unroll
+    for (int s = 0; s < kSlotsBackward; ++s) {
+      row[s] = j + s < top_k ? p.inverse[slot + j + s] : -1;
+      if (row[s] >= p.P) row[s] = -1;
+    }
+#pragma unroll
+    for (int s = 0; s < kSlotsBackward; ++s) {
+      if (row[s] >= 0 && p.slot_of[row[s]] != slot + j + s) row[s] = -1;
+      score[s] = row[s] >= 0 ? part.score(p.scores, p.scores_f32, slot + j + s) : 0.f;
+    }
+    for (int64_t v = threadIdx.x; v < vecs; v += blockDim.x) {
+      const typename Part::Held g = part.load(p.grad, token * p.grad_stride + v * n);
+      typename Part::Held held[kSlotsBackward];
+#pragma unroll
+      for (int s = 0; s < kSlotsBackward; ++s)
+        held[s] = kDots && row[s] >= 0 ? part.load_once(p.y, row[s] * p.y_stride + v * n) : typename Part::Held{};
+#pragma unroll
+      for (int s = 0; s < kSlotsBackward; ++s) {
+        if (row[s] < 0) continue;
+        float out[n];
+#pragma unroll
+        for (int i = 0; i < n; ++i) dot[s] += part.element(g, i) * part.element(held[s], i);
+#pragma unroll
+        for (int i = 0; i < n; ++i) out[i] = score[s] * part.element(g, i);
+        part.store(p.grad_y, row[s] * p.K + v * n, out);
+      }
+    }
+    if constexpr (kDots) {
+#pragma unroll
+      for (int s = 0; s < kSlotsBackward; ++s) {
+        dot[s] = wave_sum(dot[s]);
+        if (threadIdx.x % kWarpSize == 0) of_wave[first_wave + threadIdx.x / kWarpSize][s] = dot[s];
+      }
+      __syncthreads();
+      const int s = threadIdx.x;
+      if (s < kSlotsBackward && j + s < top_k) {
+        float sum = 0;
+        for (int w = 0; w < waves; ++w) sum += of_wave[first_wave + w][s];
+        store_element(p.grad_scores, p.scores_f32 ? InType::kF32 : p.in, slot + j + s, sum);
+      }
+      __syncthreads();
+    }
+  }
+}
+
+// Vec: 16 bytes, or of every element a part.
+template <class Vec>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) zero_unused_rows_kernel(MOE_GRID_CONSTANT const CombineBackward p) {
+  wait_for_previous_kernel();
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t first = int64_t(blockIdx.x) * kThreads + threadIdx.x - lane, row = first + lane;
+  const LaneMask unused = ballot(row < p.P && p.slot_of[row] < 0);
+  const int64_t vecs = p.K * bytes_of(p.in) / int64_t(sizeof(Vec));
+  for (int i = 0; i < kWarpSize; ++i) {
+    if (!(unused >> i & 1)) continue;
+    Vec* to = static_cast<Vec*>(p.grad_y) + (first + i) * vecs;
+    for (int64_t v = lane; v < vecs; v += kWarpSize) store_stream(to + v, Vec{});
+  }
+}
+
+// f of Vectors where `bits`, addresses and distances in bytes, are multiples of 16.
+template <class F>
+int with_parts(InType in, uint64_t bits, F f) {
+  if (bits % 16 != 0) return f(Elements(in));
+  return dispatch_in(in, [&](auto in_tag) { return f(Vectors<decltype(in_tag)>(in)); });
+}
+
+}  // namespace
+
+int combine(const CombineParams& params, void* stream) {
+  Combine p = {params};
+  const uint64_t bytes = bytes_of(p.in);
+  const uint64_t bits = reinterpret_cast<uintptr_t>(p.y) | reinterpret_cast<uintptr_t>(p.out) | p.K * bytes |
+                        (p.P > 1 ? p.y_stride * bytes : 0);
+  return with_parts(p.in, bits, [&](auto part) {
+    using Part = decltype(part);
+    const Tile tile = tile_for(p.K / Part::kElements);
+    p.parts = unsigned(tile.parts);
+    const int64_t most = kMaxBlocks / tile.parts;
+    for (; p.first < p.T && p.K > 0; p.first += most * tile.rows) {
+      int64_t blocks = ceil_div<int64_t>(p.T - p.first, tile.rows);
+      if (blocks > most) blocks = most;
+      const Launch l = {dim3(unsigned(blocks * tile.parts)), dim3(tile.threads, tile.rows), stream};
+      if (const int e = launch(combine_kernel<Part>, l, p)) return e;
+    }
+    return 0;
+  });
+}
+
+int combine_backward(const CombineBackwardParams& params, void* stream) {
+  CombineBackward p = {params};
+  if (const int e = invert_indices(p.inverse, p.T * p.top_k, p.slot_of, p.P, stream)) return e;
+  const uint64_t bytes = bytes_of(p.in);
+  const uint64_t bits = reinterpret_cast<uintptr_t>(p.grad) | reinterpret_cast<uintptr_t>(p.y) |
+                        reinterpret_cast<uintptr_t>(p.grad_y) | p.K * bytes |
+                        (p.T > 1 ? p.grad_stride * bytes : 0) | (p.y && p.P > 1 ? p.y_stride * bytes : 0);
+  if (p.P > 0 && p.K > 0) {
+    const Launch l = {dim3(unsigned(ceil_div<int64_t>(p.P, kThreads))), dim3(kThreads), stream};
+    auto* const kernel = bits % 16 == 0 ? zero_unused_rows_kernel<Vec16> : zero_unused_rows_kernel<uint16_t>;
+    if (const int e = launch(kernel, l, p)) return e;
+  }
+  return with_parts(p.in, bits, [&](auto part) {
+    using Part = decltype(part);
+    const Tile tile = tile_for(p.K / Part::kElements);
+    auto* const kernel = p.grad_scores ? combine_backward_kernel<Part, true> : combine_backward_kernel<Part, false>;
+    for (; p.first < p.T && p.top_k > 0; p.first += kMaxBlocks * tile.rows) {
+      const int64_t blocks = ceil_div<int64_t>(p.T - p.first, tile.rows);
+      const dim3 grid(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks));
+      if (const int e = launch(kernel, {grid, dim3(tile.threads, tile.rows), stream}, p)) return e;
+    }
+    return 0;
+  });
+}
+
+}  // namespace moe_fp8

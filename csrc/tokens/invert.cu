@@ -1,0 +1,37 @@
+#include "tokens/invert.h"
+
+#include "numerics/groups.h"
+#include "platform/launch.h"
+
+namespace moe_fp8 {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int64_t kMaxBlocks = 1 << 20;  // HIP has 2^32 threads a launch
+
+struct InvertIndices {
+  const int* indices;
+  int* inverse;
+  int64_t count, size;
+};
+
+// The largest wins whatever the order of the threads is.
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) invert_indices_kernel(MOE_GRID_CONSTANT const InvertIndices p) {
+  wait_for_previous_kernel();
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < p.count; i += int64_t(gridDim.x) * kThreads) {
+    const int index = p.indices[i];
+    if (index >= 0 && index < p.size) atomicMax(p.inverse + index, int(i));
+  }
+}
+
+}  // namespace
+
+int invert_indices(const int* indices, int64_t count, int* inverse, int64_t size, void* stream) {
+  if (const int e = fill_bytes(inverse, 0xff, size_t(size) * sizeof(int), stream)) return e;
+  if (count == 0 || size == 0) return 0;
+  const int64_t blocks = ceil_div<int64_t>(count, kThreads);
+  const Launch l = {dim3(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks)), dim3(kThreads), stream};
+  return launch(invert_indices_kernel, l, InvertIndices{indices, inverse, count, size});
+}
+
+}  // namespace moe_fp8

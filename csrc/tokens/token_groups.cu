@@ -1,0 +1,70 @@
+#include "tokens/token_groups.h"
+
+#include "platform/launch.h"
+#include "primitives/group_table.h"
+#include "tokens/table_blocks.h"
+
+namespace moe_fp8 {
+namespace {
+
+constexpr int kThreads = 256;
+
+// The directions: how many rows there are to write, and which row each comes from, -1 for zeros.
+struct Pad {
+  static MOE_HD int64_t rows(const TokenGroupsParams& p) { return p.P; }
+  static MOE_DEVICE int source(const TokenGroupsParams& p, const GroupTable& table, int row) {
+    const int e = table.find(table.pos, int(p.E), row);
+    const int i = row - table.pos[e];
+    return e >= 0 && e < p.E && i < table.rows(e) ? table.row[e] + i : -1;
+  }
+};
+struct Unpad {
+  static MOE_HD int64_t rows(const TokenGroupsParams& p) { return p.M; }
+  static MOE_DEVICE int source(const TokenGroupsParams& p, const GroupTable& table, int row) {
+    const int e = table.find(table.row, int(p.E), row);
+    if (e >= p.E) return -1;
+    const int64_t at = int64_t(p.starts[e]) + row - table.row[e];
+    return at >= 0 && at < p.P ? int(at) : -1;
+  }
+};
+
+MOE_DEVICE void place_groups(const GroupTable& table, const TokenGroupsParams& p) {
+  build_group_table(table, p.offs, int(p.E), int(p.M), int(p.P), p.align);
+  if (p.starts == nullptr) {
+    if (blockIdx.x > 0) return;
+    for (int e = threadIdx.x; e < p.E; e += kThreads) {
+      p.padded_starts[e] = table.pos[e];
+      p.padded_offs[e] = table.pos[e + 1];
+    }
+    return;
+  }
+  for (int e = threadIdx.x; e <= p.E; e += kThreads)
+    table.pos[e] = e < p.E ? clamp_offset(p.starts[e], int(p.P)) : int(p.P);
+  __syncthreads();
+  block_scan(table.pos, int(p.E), Max{});
+}
+
+template <class Direction>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) token_groups_kernel(MOE_GRID_CONSTANT const TokenGroupsParams p) {
+  MOE_DYNAMIC_SMEM(smem);
+  wait_for_previous_kernel();
+  const GroupTable table(reinterpret_cast<int*>(smem), int(p.E));
+  place_groups(table, p);
+  const int64_t rows = Direction::rows(p);
+  for (int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x; row < rows; row += gridDim.x * kThreads)
+    p.source[row] = Direction::source(p, table, int(row));
+}
+
+template <class Direction>
+int launch_with(const TokenGroupsParams& p, void* stream) {
+  Launch l = {table_blocks(Direction::rows(p), kThreads), dim3(kThreads), stream};
+  l.shared = 4 * GroupTable::words(int(p.E));
+  return launch(token_groups_kernel<Direction>, l, p);
+}
+
+}  // namespace
+
+int pad_sources(const TokenGroupsParams& p, void* stream) { return launch_with<Pad>(p, stream); }
+int unpad_sources(const TokenGroupsParams& p, void* stream) { return launch_with<Unpad>(p, stream); }
+
+}  // namespace moe_fp8

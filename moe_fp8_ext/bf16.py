@@ -1,0 +1,130 @@
+"""torch._grouped_mm in bfloat16 for any sizes, strides and offsets, with defined tail rows, and its gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_fp8_ext.formats import MAX_EXPERTS, round_up
+from moe_fp8_ext.ops.checks import require
+
+
+def row_major(x: Tensor) -> Tensor:
+    """x itself if its rows lie one after the other, each in one piece; expanded and transposed ones are copied."""
+    return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # Not x.to(dtype) alone: where that returns x itself, torch.compile of torch 2.11 loses the Function's gradients.
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def check_experts(A: Tensor, offs: Tensor, recipe: str) -> None:
+    e, limit = offs.shape[0], 1023 if A.is_cuda else MAX_EXPERTS  # of torch's kernel
+    require(e <= limit, f"grouped_mm: offs must have at most {limit} entries with {recipe}, got {e}")
+
+
+class Bf16GroupedMm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, A, B_t, offs, needs_dA, needs_dB):
+        _, k, n = B_t.shape
+        check_experts(A, offs, recipe='recipe "bf16"')
+        ctx.sizes, ctx.dtypes, ctx.needs = (k, n), (A.dtype, B_t.dtype), (needs_dA, needs_dB)
+        offs = _clamped(offs, A.shape[0])
+        a = _tma_operand(cast(A, torch.bfloat16), _tma_size(k))
+        b_t = _tma_operand(cast(B_t, torch.bfloat16), _tma_size(n), _tma_size(k))
+        ctx.save_for_backward(offs, a if needs_dB else None, b_t if needs_dA else None)
+        return cast(_rows(a, b_t, offs, n), A.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dY):
+        offs, a, b_t = ctx.saved_tensors
+        needs_dA, needs_dB = ctx.needs
+        (k, n), (a_dtype, b_dtype) = ctx.sizes, ctx.dtypes
+        dA = dB_t = None
+        if needs_dA:
+            dA = cast(_rows(_gradient(dY, n), b_t.transpose(-2, -1), offs, k), a_dtype)
+        if needs_dB:
+            dB_t = cast(_wgrad(dY, a, offs, n, k), b_dtype)
+        return dA, dB_t, None, None, None
+
+
+def bf16_wgrad(dY: Tensor, a: Tensor, offs: Tensor) -> Tensor:
+    """The gradient of B_t [E, K, N] from dY [M, N] and a [M, K] in bfloat16."""
+    n, k = dY.shape[1], a.shape[1]
+    return _wgrad(dY, _tma_operand(a, _tma_size(k)), _clamped(offs, a.shape[0]), n, k)
+
+
+def _clamped(offs: Tensor, rows: int) -> Tensor:
+    return offs.clamp(0, rows).cummax(0).values
+
+
+def _gradient(dY: Tensor, n: int) -> Tensor:
+    return _tma_operand(cast(dY, torch.bfloat16), _tma_size(n))
+
+
+def _wgrad(dY: Tensor, a: Tensor, offs: Tensor, n: int, k: int) -> Tensor:
+    """Of a that is an operand of k columns or more."""
+    dy = _gradient(dY, n)
+    dW = _product(dy.t(), a, offs) if offs.shape[0] else a.new_zeros(0, dy.shape[1], a.shape[1])
+    return dW[:, :n, :k].transpose(-2, -1)
+
+
+def _rows(a: Tensor, b_t: Tensor, offs: Tensor, columns: int) -> Tensor:
+    """The first columns of the product, rows of no group zero."""
+    if offs.shape[0] == 0:  # torch divides by the number of groups
+        return a.new_zeros(a.shape[0], columns)
+    out = _product(a, b_t, offs)
+    return out if columns == out.shape[1] else out[:, :columns].contiguous()
+
+
+def _product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    if a.device.type == "cpu":
+        return _cpu_grouped_mm(a, b, offs)
+    return _zero_tail(torch._grouped_mm(a, b, offs=offs), b, offs)
+
+
+@torch.library.custom_op("moe_fp8_ext::cpu_grouped_mm", mutates_args=())
+def _cpu_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """torch._grouped_mm by way of float32: on a CPU without instructions for bfloat16 that is tens of times faster.
+
+    An op of its own, because torch's fake of its op knows bfloat16 only.
+    """
+    return _zero_tail(torch._grouped_mm(a.float(), b.float(), offs=offs).bfloat16(), b, offs)
+
+
+@_cpu_grouped_mm.register_fake
+def _(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    groups = offs.shape if b.dim() == 2 else ()
+    return a.new_empty(*groups, a.shape[0], b.shape[-1])
+
+
+def _zero_tail(out: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    if b.dim() == 2:
+        return out
+    # Not arange: its size would be a guard on a number of rows that only the run knows.
+    row = torch.ones_like(out[:, 0], dtype=torch.int32).cumsum(0)
+    return out.masked_fill((row > offs[-1])[:, None], 0)
+
+
+def _tma_size(size: int) -> int:
+    """The next size whose rows of bfloat16 start at multiples of 16 bytes, as TMA loads them; at least one such row."""
+    return round_up(size, 8) or 8
+
+
+def _tma_operand(x: Tensor, columns: int, rows: int | None = None) -> Tensor:
+    """x with zeros up to those sizes in its last dimensions: more terms of the sum, or results that are cut off again.
+
+    Copied only where its sizes, strides or base pointer are not as TMA needs them.
+    """
+    pad = (0, columns - x.shape[-1], 0, 0 if rows is None else rows - x.shape[-2])
+    if any(pad):
+        return torch.nn.functional.pad(x, pad)
+    lines = x if x.dim() == 2 or x.stride(-1) == 1 else x.transpose(-2, -1)
+    one_piece = lines.stride(-1) == 1 and lines.stride(-2) >= lines.shape[-1]
+    starts_aligned = all(step % 8 == 0 for step in lines.stride()[:-1])
+    # A graph knows no offset; inductor copies an argument that is less aligned than the one it was compiled for.
+    if one_piece and starts_aligned and (torch.compiler.is_compiling() or x.storage_offset() % 8 == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

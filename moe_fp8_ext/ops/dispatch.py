@@ -1,0 +1,123 @@
+"""What torch's dispatcher finds beside the implementations of an op: its gradient, or an error where it has none.
+
+Kernels for the Autograd keys, so that both spellings of an op have them, `moe_fp8_ext.ops.f` and `torch.ops.moe_fp8.f`.
+A kernel in Python costs a call microseconds. Wrappers go past it where nothing asks for a derivative:
+`with below_autograd(x): return _op(x)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_LIBRARY = torch.library.Library("moe_fp8", "IMPL")
+_Below = torch._C._AutoDispatchBelowAutograd
+_below_keys = torch._C._after_autograd_keyset
+_is_compiling = torch.compiler.is_compiling
+_any_requires_grad = torch._C._any_requires_grad
+_in_functorch = torch._C._are_functorch_transforms_active
+
+
+def below_autograd(*tensors: Tensor | None) -> AbstractContextManager:
+    """In which an op goes straight to its implementation, unless a derivative may be asked for or a graph is traced."""
+    if _is_compiling() or forward_ad._current_level >= 0 or _in_functorch():
+        return nullcontext()
+    for t in tensors:
+        if asks_for_gradient(t):
+            return nullcontext()
+    return _Below()
+
+
+def asks_for_gradient(x: object) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
+
+
+def unit_stride(grad: Tensor) -> Tensor:
+    """grad itself if its rows lie in one piece each; a copy of expanded and transposed ones."""
+    return grad if grad.stride(-1) == 1 else grad.contiguous()
+
+
+def _tensors(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[tuple[str, Tensor]]:
+    names = (argument.name for argument in op._schema.arguments)
+    named = [*zip(names, args, strict=False), *kwargs.items()]
+    return [(name, x) for name, x in named if isinstance(x, Tensor)]
+
+
+def _refuse_tangents(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
+    for arg, x in _tensors(op, args, kwargs):
+        if forward_ad.unpack_dual(x).tangent is not None:
+            text = f"{op._opname}: {arg} must have no tangent, as this op has no forward-mode derivative, got one"
+            raise RuntimeError(text)
+
+
+def _refuse_gradients(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
+    for arg, x in _tensors(op, args, kwargs):
+        if asks_for_gradient(x):
+            raise RuntimeError(
+                f"{op._opname}: {arg} must not ask for a gradient, which this op has none of (detach it, or call "
+                "grouped_mm), got requires_grad=True"
+            )
+
+
+def refuse_derivatives(op: torch._ops.OpOverload) -> None:
+    """Registers that op has none: an argument that asks for one is an error, where it would be lost without a word."""
+
+    def kernel(keyset, *args, **kwargs):
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(op, args, kwargs)
+        if torch.is_grad_enabled() and _any_requires_grad(*args, **kwargs):
+            _refuse_gradients(op, args, kwargs)
+        with _Below():
+            return op.redispatch(keyset & _below_keys, *args, **kwargs)
+
+    _LIBRARY.impl(op._opname, kernel, "Autograd", with_keyset=True)
+
+
+def register_gradient(op: torch._ops.OpOverload, save: Callable, backward: Callable) -> None:
+    """Registers the gradient of op, all of whose arguments are positional.
+
+    save(ctx, inputs, output) keeps what backward(ctx, *grads) needs, which returns the gradients of the first inputs.
+    inputs: the arguments as they were given, without those at the end that have their defaults.
+    """
+
+    def redispatch(keyset, *args):
+        with _Below():
+            return op.redispatch(keyset & _below_keys, *args)
+
+    def forward(ctx, keyset, *args):
+        output = redispatch(keyset, *args)
+        ctx.num_inputs = len(args)
+        save(ctx, args, output)
+        return output
+
+    def gradients(ctx, *grads):
+        of_inputs = backward(ctx, *grads)
+        return None, *of_inputs, *[None] * (ctx.num_inputs - len(of_inputs))
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
+    function = type(f"{op._opname}_gradient", (torch.autograd.Function,), methods)
+
+    def kernel(keyset, *args):
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(op, args, {})
+        wanted = torch.is_grad_enabled() and _any_requires_grad(*args)
+        return (function.apply if wanted else redispatch)(keyset, *args)
+
+    _LIBRARY.impl(op._opname, kernel, "Autograd", with_keyset=True)
+
+
+def refuse_sparse(op: torch._ops.OpOverload) -> None:
+    """Registers that op takes none, with the sentence that other errors get."""
+
+    def kernel(*args, **kwargs):
+        for arg, x in _tensors(op, args, kwargs):
+            if x.layout != torch.strided:
+                raise RuntimeError(f"{op._opname}: {arg} must be a dense tensor, got {x.layout}")
+
+    for layout in ("Sparse", "SparseCsr"):
+        for backend in ("CPU", "CUDA"):
+            _LIBRARY.impl(op._opname, kernel, f"{layout}{backend}")

@@ -1,0 +1,159 @@
+"""Quantized operands as objects, and the ops that make and multiply them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from moe_fp8_ext import ops
+from moe_fp8_ext.formats import FORMATS
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """An fp8 operand with its scales, as a quantizer returned them. Compared by identity.
+
+    Attributes:
+        q: fp8 values. Along rows [M, K], of a weight [E, N, K] or transposed [E, K, N], of "rowwise" any [..., K];
+            along tokens [K, P].
+        scale: as `ops.quantize_rows`, `ops.quantize_tokens` and `ops.quantize_weight` return it.
+        format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
+        along: "rows" or "tokens", the way in which scaling blocks run.
+        offs: [E] int32, ends of groups: along tokens of padded groups among the P positions, along rows of groups of
+            rows, if there are any.
+        align: what groups were padded to along tokens; 1 along rows.
+    """
+
+    q: Tensor
+    scale: Tensor
+    format: str
+    along: str = "rows"
+    offs: Tensor | None = None
+    align: int = 1
+
+    def dequantize(self, out_dtype: torch.dtype | None = None) -> Tensor:
+        """q * scale in float32, rounded to `out_dtype`, bfloat16 by default; shaped as q. See `ops.dequantize`."""
+        return ops.dequantize(self.q, self.scale, self.format, along=self.along, offs=self.offs, out_dtype=out_dtype)
+
+
+def quantize_rows(
+    x: Tensor,
+    format: str,
+    *,
+    offs: Tensor | None = None,
+    indices: Tensor | None = None,
+    top_k: int | None = None,
+    dtype: torch.dtype | None = None,
+    rounding: str | None = None,
+) -> Quantized:
+    """Quantizes along rows, the left operand of the forward pass: `ops.quantize_rows`, which has all the details."""
+    q, scale = ops.quantize_rows(x, format, offs=offs, indices=indices, top_k=top_k, dtype=dtype, rounding=rounding)
+    return Quantized(q, scale, format, "rows", offs)
+
+
+def quantize_tokens(
+    x: Tensor,
+    format: str,
+    *,
+    offs: Tensor,
+    indices: Tensor | None = None,
+    top_k: int | None = None,
+    align: int | None = None,
+    dtype: torch.dtype | None = None,
+    rounding: str | None = None,
+) -> Quantized:
+    """Quantizes along the tokens of groups, an operand of wgrad: `ops.quantize_tokens`, which has all the details."""
+    q_t, scale_t, padded_offs = ops.quantize_tokens(
+        x, format, offs=offs, indices=indices, top_k=top_k, align=align, dtype=dtype, rounding=rounding
+    )
+    return Quantized(q_t, scale_t, format, "tokens", padded_offs, _align(format, align))
+
+
+def quantize_both(
+    x: Tensor,
+    format: str,
+    *,
+    offs: Tensor,
+    indices: Tensor | None = None,
+    top_k: int | None = None,
+    align: int | None = None,
+    dtype: torch.dtype | None = None,
+    rounding: str | None = None,
+) -> tuple[Quantized, Quantized]:
+    """`quantize_rows` and `quantize_tokens` from one read of x: `ops.quantize_both`, which has all the details."""
+    q, scale, q_t, scale_t, padded_offs = ops.quantize_both(
+        x, format, offs=offs, indices=indices, top_k=top_k, align=align, dtype=dtype, rounding=rounding
+    )
+    tokens = Quantized(q_t, scale_t, format, "tokens", padded_offs, _align(format, align))
+    return Quantized(q, scale, format, "rows", offs), tokens
+
+
+def quantize_weight(
+    w: Tensor, format: str, *, dtype: torch.dtype | None = None, rounding: str | None = None
+) -> tuple[Quantized, Quantized]:
+    """Quantizes w [E, N, K] and its transpose [E, K, N]: `ops.quantize_weight`, which has all the details.
+
+    The first is the operand of the forward pass, the second that of dgrad.
+    """
+    q, scale, q_t, scale_t = ops.quantize_weight(w, format, dtype=dtype, rounding=rounding)
+    return Quantized(q, scale, format), Quantized(q_t, scale_t, format)
+
+
+def scaled_grouped_mm(
+    a: Quantized,
+    b: Quantized,
+    offs: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = True,
+) -> Tensor:
+    """The grouped product of two operands as quantizers return them: the sum runs along the last dimension of both.
+
+        a [M, K] along rows,   b [E, N, K] a weight:       out[r] = a[r] @ b[e]^T for the rows r of group e
+        a [N, P] along tokens, b [K, P] along tokens:      out[e] = a[:, p] @ b[:, p]^T over the positions p of group e
+
+    Rows that are in no group, and the product of an empty group, are zero. `ops.scaled_grouped_mm` has all the details.
+
+    Args:
+        a, b: of one format; along tokens of the same groups, padded to the same multiple.
+        offs: [E] int32, exclusive ends of the groups of rows, where a has none.
+        out_dtype: bfloat16 (default) or float32.
+        use_fast_accum: let a GEMM accumulate in the tensor cores' own precision.
+
+    Returns:
+        out [M, N], or [E, N, K], contiguous.
+
+    Raises:
+        RuntimeError: operands do not fit one another; the text names the argument.
+    """
+    for arg, x in (("a", a), ("b", b)):
+        if not isinstance(x, Quantized):
+            _fail(f"{arg} must be a Quantized, got {type(x).__name__}")
+    if b.format != a.format:
+        _fail(f"b must have the format of a, '{a.format}', got '{b.format}'")
+    if b.along != a.along:
+        _fail(f"b must be quantized along {a.along} as a is, got along {b.along}")
+    if b.align != a.align:
+        _fail(f"b must be padded to {a.align} as a is, got {b.align}")
+    if a.along == "rows" and b.q.dim() != 3:
+        _fail(f"b must be a weight of 3 dimensions, got {b.q.dim()}")
+    if offs is None:
+        offs = a.offs
+    elif a.offs is not None and a.offs is not offs:
+        _fail("offs must be None where a has its own, got another tensor")
+    if offs is None:
+        _fail("offs must be given where a has none, got None")
+    scale_b = FORMATS[b.format].transposed_scale(b.scale)
+    options = {"align": a.align, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+    return ops.scaled_grouped_mm(a.q, b.q.mT, a.scale, scale_b, offs, a.format, **options)
+
+
+def _fail(text: str) -> NoReturn:
+    raise RuntimeError(f"scaled_grouped_mm: {text}")
+
+
+def _align(format: str, align: int | None) -> int:
+    return FORMATS[format].align if align is None else align

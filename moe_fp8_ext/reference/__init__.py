@@ -1,0 +1,49 @@
+"""Every op in plain PyTorch, written to be read.
+
+This is the second, independent definition of the numbers, made from DESIGN.md: the compiled ops must return the same
+bytes. It runs on CPU and on CUDA tensors, reads group sizes on the host, and cares about nothing but being right.
+Functions are called as the ops of `torch.ops.moe_fp8` are, and return raw tensors.
+
+Dims: M tokens, K input features, N output features, E experts, P padded tokens. `scale` is always the dequantization
+factor: x ~ q * scale.
+"""
+
+from .dequantize import dequantize, exact_values
+from .gemm import grouped_mm, scaled_grouped_mm
+from .numerics import group_bounds
+from .quantize import quantize_both, quantize_rows, quantize_tokens, quantize_weight
+from .scales import swizzle_scales, unswizzle_scales
+from .tokens import (
+    combine,
+    combine_backward,
+    pad_token_groups,
+    pad_token_groups_to,
+    permute_indices,
+    permute_pad,
+    sort_tokens,
+    unpad_token_groups,
+    unpermute,
+)
+
+__all__ = [
+    "combine",
+    "combine_backward",
+    "dequantize",
+    "exact_values",
+    "group_bounds",
+    "grouped_mm",
+    "pad_token_groups",
+    "pad_token_groups_to",
+    "permute_indices",
+    "permute_pad",
+    "quantize_both",
+    "quantize_rows",
+    "quantize_tokens",
+    "quantize_weight",
+    "scaled_grouped_mm",
+    "sort_tokens",
+    "swizzle_scales",
+    "unpad_token_groups",
+    "unpermute",
+    "unswizzle_scales",
+]

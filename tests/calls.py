@@ -1,0 +1,279 @@
+"""Random calls of every op of torch.ops.moe_fp8: valid ones, whose results are exact in any order of summation."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import torch
+from helpers import FP8_DTYPES, INPUT_DTYPES, INT32_MAX, INT32_MIN
+from torch import Tensor
+
+from moe_fp8_ext.reference.numerics import FORMATS
+
+Call = tuple[list[object], dict[str, object]]
+OPS: dict[str, Callable[[random.Random], Call]] = {}
+ROWS = (0, 1, 2, 7, 16, 31, 33, 64, 100, 129, 200)
+COLUMNS = (0, 1, 3, 8, 15, 16, 32, 33, 64, 100, 128, 130, 257)
+EXPERTS = (0, 1, 2, 3, 5, 9, 40)
+MOVABLE = (*INPUT_DTYPES, *FP8_DTYPES, torch.int8, torch.int32, torch.bool, torch.float8_e8m0fnu)
+
+
+def op(make: Callable[[random.Random], Call]) -> Callable[[random.Random], Call]:
+    OPS[make.__name__] = make
+    return make
+
+
+def schema(name: str) -> torch.FunctionSchema:
+    return getattr(torch.ops.moe_fp8, name).default._schema
+
+
+# Arguments
+
+
+def generator(r: random.Random) -> torch.Generator:
+    return torch.Generator().manual_seed(r.getrandbits(32))
+
+
+def placed(r: random.Random, x: Tensor) -> Tensor:
+    """x itself, or a view of its values at an odd address, with longer rows or with one row for all."""
+    way = r.randrange(4)
+    if way == 0 or x.dim() < 2 or x.numel() == 0:
+        return x
+    if way == 1:
+        return x[:1].expand(x.shape)
+    first, spare = r.choice(((1, 3), (0, 5), (16, 16)))
+    buffer = x.new_zeros(*x.shape[:-1], first + x.shape[-1] + spare)
+    buffer[..., first : first + x.shape[-1]] = x
+    return buffer[..., first : first + x.shape[-1]]
+
+
+def values(r: random.Random, *shape: int) -> Tensor:
+    """What can be quantized: of many magnitudes, now and then zero, subnormal or not finite."""
+    g = generator(r)
+    x = torch.randn(shape, generator=g) * torch.exp2(torch.randint(-20, 21, shape, generator=g).float())
+    if r.random() < 0.3 and x.numel():
+        odd = torch.tensor([0.0, -0.0, 1e-40, math.inf, -math.inf, math.nan, 3e38])
+        where = torch.rand(shape, generator=g) < 0.05
+        x = torch.where(where, odd[torch.randint(len(odd), shape, generator=g)], x)
+    return placed(r, x.to(r.choice(INPUT_DTYPES)))
+
+
+def integers(r: random.Random, dtype: torch.dtype, *shape: int) -> Tensor:
+    return placed(r, torch.randint(-8, 9, shape, generator=generator(r)).to(dtype))
+
+
+def raw(r: random.Random, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Any bits, but those of a bool, whose copies are not compared."""
+    *outer, k = shape
+    most = 2 if dtype == torch.bool else 256
+    words = torch.randint(most, (*outer, k * dtype.itemsize), dtype=torch.uint8, generator=generator(r))
+    return placed(r, words.view(dtype) if k else torch.empty(shape, dtype=dtype))
+
+
+def int32(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def offsets(r: random.Random, m: int, e: int | None = None, unit: int = 1) -> Tensor:
+    """Of e groups over m rows, in one call of four with any numbers whatsoever."""
+    e = r.choice(EXPERTS) if e is None else e
+    if r.random() < 0.25:
+        return int32([r.choice((INT32_MIN, -1, 0, m // 2, m, m + 1, INT32_MAX)) // unit * unit for _ in range(e)])
+    return int32(sorted(r.randint(0, m // unit) * unit for _ in range(e)))
+
+
+def slots(r: random.Random, count: int, p: int) -> Tensor:
+    """p of the slots in any order, with padding, wrong ones and equal ones in between."""
+    return int32(
+        [r.choice((-1, INT32_MIN, INT32_MAX, count, *[r.randint(0, max(count - 1, 0))] * 9)) for _ in range(p)]
+    )
+
+
+# Quantizers
+
+
+def quantizer(r: random.Random, fmt: str, of_tokens: bool, offs_too: bool = True) -> Call:
+    m, k, f, how = r.choice(ROWS), r.choice(COLUMNS), FORMATS[fmt], {}
+    p = m
+    if r.random() < 0.4:
+        p, top_k = r.choice(ROWS), r.randint(1, 3)
+        how |= {"indices": slots(r, m * top_k, p), "top_k": top_k}
+    if offs_too:
+        how["offs"] = offsets(r, p)
+    if of_tokens:
+        least, most = f.aligns
+        how["align"] = r.choice([None, *(2**i for i in range(9) if least <= 2**i <= most)])
+    return [values(r, m, k), fmt], how | rule(r, fmt)
+
+
+def rule(r: random.Random, fmt: str) -> dict[str, object]:
+    return {"dtype": r.choice((None, *FP8_DTYPES)), "rounding": r.choice((None, *FORMATS[fmt].roundings))}
+
+
+@op
+def quantize_rows(r: random.Random) -> Call:
+    fmt = r.choice(list(FORMATS))
+    if fmt == "rowwise" and r.random() < 0.3:
+        return [values(r, *(r.choice((0, 1, 2, 5)) for _ in range(r.randint(0, 3))), r.choice(COLUMNS)), fmt], rule(
+            r, fmt
+        )
+    return quantizer(r, fmt, of_tokens=False, offs_too=r.random() < 0.5)
+
+
+@op
+def quantize_tokens(r: random.Random) -> Call:
+    return quantizer(r, r.choice(list(FORMATS)), of_tokens=True)
+
+
+@op
+def quantize_both(r: random.Random) -> Call:
+    return quantizer(r, r.choice(list(FORMATS)), of_tokens=True)
+
+
+@op
+def quantize_weight(r: random.Random) -> Call:
+    fmt = r.choice(list(FORMATS))
+    return [values(r, r.choice((0, 1, 3)), r.choice(ROWS), r.choice(COLUMNS)), fmt], rule(r, fmt)
+
+
+@op
+def dequantize(r: random.Random) -> Call:
+    fmt, ops = r.choice(list(FORMATS)), torch.ops.moe_fp8
+    how = {"out_dtype": r.choice((None, *INPUT_DTYPES))}
+    what = r.choice(("rows", "tokens", "weight"))
+    if what == "weight":
+        q, scale, *_ = ops.quantize_weight(values(r, r.choice((0, 1, 3)), r.choice(ROWS), r.choice(COLUMNS)), fmt)
+    elif what == "rows":
+        (x, _), given = quantizer(r, fmt, of_tokens=False)
+        q, scale = ops.quantize_rows(x, fmt, **given)
+        how["offs"] = given["offs"]
+    else:
+        (x, _), given = quantizer(r, fmt, of_tokens=True)
+        q, scale, ends = ops.quantize_tokens(x, fmt, **given)
+        how |= {"offs": ends, "along": "tokens"}
+    return [q, scale, fmt], how
+
+
+# Scales
+
+
+def scale_bytes(r: random.Random) -> tuple[Tensor, dict[str, object]]:
+    groups = r.choice((None, "rows", "columns", "experts"))
+    shape = r.choice(ROWS), r.choice(COLUMNS)
+    experts = (r.choice((0, 1, 3)),) if groups == "experts" else ()
+    scale = raw(r, r.choice((torch.uint8, torch.int8, torch.float8_e8m0fnu, *FP8_DTYPES)), *experts, *shape)
+    if groups in ("rows", "columns"):
+        return scale, {"groups": groups, "offs": offsets(r, shape[groups == "columns"])}
+    return scale, {"groups": groups}
+
+
+@op
+def swizzle_scales(r: random.Random) -> Call:
+    scale, how = scale_bytes(r)
+    return [scale], how
+
+
+@op
+def unswizzle_scales(r: random.Random) -> Call:
+    scale, how = scale_bytes(r)
+    return [torch.ops.moe_fp8.swizzle_scales(scale, **how)[0], *scale.shape[-2:]], how
+
+
+# Tokens
+
+
+@op
+def sort_tokens(r: random.Random) -> Call:
+    e = r.choice((1, 2, 5, 64, 1024))
+    shape = (r.choice(ROWS), r.choice((0, 1, 2, 5, 8)))[: r.randint(1, 2)]
+    ids = torch.randint(-1, e + 1, shape, dtype=r.choice((torch.int32, torch.int64)), generator=generator(r))
+    return [placed(r, ids), e], {}
+
+
+@op
+def permute_indices(r: random.Random) -> Call:
+    ranks, e, m = r.choice((1, 2, 8)), r.choice((1, 3, 9)), r.choice(ROWS)
+    counts = torch.randint(0, 2 * m // (ranks * e) + 2, (ranks, e), generator=generator(r))
+    if r.random() < 0.2:
+        counts[r.randrange(ranks), r.randrange(e)] = r.choice((-1, INT32_MIN, INT32_MAX))
+    counts = counts.to(r.choice((torch.int32, torch.int64)))
+    args = [counts if r.random() < 0.5 else counts.view(-1), ranks, e, m, r.choice((1, 2, 16, 256)), r.random() < 0.5]
+    return args[: r.randint(4, 6)], {}
+
+
+@op
+def permute_pad(r: random.Random) -> Call:
+    m, top_k = r.choice(ROWS), r.randint(1, 3)
+    return [raw(r, r.choice(MOVABLE), m, r.choice(COLUMNS)), slots(r, m * top_k, r.choice(ROWS)), top_k], {}
+
+
+@op
+def unpermute(r: random.Random) -> Call:
+    p, m, top_k = r.choice(ROWS), r.choice(ROWS), r.randint(1, 3)
+    k = r.choice(COLUMNS)
+    y = raw(r, r.choice(MOVABLE), p, k) if top_k == 1 else integers(r, r.choice(INPUT_DTYPES), p, k)
+    return [y, slots(r, m * top_k, p), m, top_k], {}
+
+
+def routed(r: random.Random) -> tuple[torch.dtype, int, Tensor, Tensor | None]:
+    dtype, p, t, top_k = r.choice(INPUT_DTYPES), r.choice(ROWS), r.choice((0, 1, 5, 33)), r.choice((0, 1, 2, 5, 9))
+    inverse = slots(r, p, t * top_k).view(t, top_k)
+    scores = torch.randint(-4, 5, (t, top_k), generator=generator(r)).to(r.choice((torch.float32, dtype)))
+    return dtype, p, inverse, r.choice((None, scores))
+
+
+@op
+def combine(r: random.Random) -> Call:
+    dtype, p, inverse, scores = routed(r)
+    return [integers(r, dtype, p, r.choice(COLUMNS)), inverse, scores], {}
+
+
+@op
+def combine_backward(r: random.Random) -> Call:
+    dtype, p, inverse, scores = routed(r)
+    k = r.choice(COLUMNS)
+    y = r.choice((None, integers(r, dtype, p, k)))
+    return [integers(r, dtype, len(inverse), k), y, inverse, scores, p], {}
+
+
+@op
+def pad_token_groups(r: random.Random) -> Call:
+    m = r.choice(ROWS)
+    return [raw(r, r.choice(MOVABLE), m, r.choice(COLUMNS)), offsets(r, m), r.choice((1, 2, 16, 256))][
+        : r.randint(2, 3)
+    ], {}
+
+
+@op
+def pad_token_groups_to(r: random.Random) -> Call:
+    m, e, rows = r.choice(ROWS), r.choice(EXPERTS), r.choice(ROWS)
+    x = raw(r, r.choice(MOVABLE), m, r.choice(COLUMNS))
+    return [x, offsets(r, m, e), offsets(r, rows, e), rows], {}
+
+
+@op
+def unpad_token_groups(r: random.Random) -> Call:
+    p, m, e = r.choice(ROWS), r.choice(ROWS), r.choice(EXPERTS)
+    y = raw(r, r.choice(MOVABLE), p, r.choice(COLUMNS))
+    return [y, offsets(r, m, e), offsets(r, p, e), m], {}
+
+
+# Products
+
+
+@op
+def scaled_grouped_mm(r: random.Random) -> Call:
+    from gemm_problem import UNIT, exact_2d2d, exact_2d3d
+
+    fmt, k, n = r.choice(list(FORMATS)), r.choice(COLUMNS), r.choice((0, 1, 16, 33, 130))
+    dtypes = r.choice(FP8_DTYPES), r.choice(FP8_DTYPES)
+    torch.manual_seed(r.getrandbits(32))
+    how = {"out_dtype": r.choice((None, torch.float32)), "use_fast_accum": r.random() < 0.5}
+    if r.random() < 0.5:
+        m = r.choice(ROWS)
+        return exact_2d3d(fmt, m, k, n, offsets(r, m), dtypes=dtypes), how
+    unit = UNIT[fmt]
+    p = r.choice((0, 1, 3, 8)) * unit
+    return exact_2d2d(fmt, p, k, n, offsets(r, p, unit=unit), dtypes=dtypes), how | {"align": r.choice((1, unit))}

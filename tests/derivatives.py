@@ -1,0 +1,21 @@
+"""What the tests of derivatives share: both spellings of an op, and that forward-mode AD raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_fp8_ext
+
+SPELLINGS = {moe_fp8_ext.ops: "ops", torch.ops.moe_fp8: "torch.ops"}
+
+
+def check_no_tangent(fn: Callable[[Tensor], object], x: Tensor) -> None:
+    """fn of a dual tensor is an error: no derivative is a silent zero."""
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.detach().clone(), torch.ones_like(x))
+        with pytest.raises(RuntimeError):
+            fn(dual)

@@ -1,0 +1,78 @@
+"""What the tests of the quantizers share: their arguments, and the check of all directions against the reference."""
+
+from __future__ import annotations
+
+import torch
+from helpers import FP8_DTYPES, INPUT_DTYPES, assert_same, group_offs, misaligned, short, slot_indices, wide
+from torch import Tensor
+
+from moe_fp8_ext import ops, reference
+from moe_fp8_ext.reference.numerics import E8M0, FORMATS, Format
+
+ACTIVATIONS = ("quantize_rows", "quantize_tokens", "quantize_both")
+QUANTIZERS = (*ACTIVATIONS, "quantize_weight")
+RULES = [(name, rounding) for name, f in FORMATS.items() for rounding in f.roundings]
+CASTS = [(dtype, fp8) for dtype in INPUT_DTYPES for fp8 in FP8_DTYPES]
+ALIGNS = [(name, 2**i) for name, f in FORMATS.items() for i in range(9) if f.aligns[0] <= 2**i <= f.aligns[1]]
+
+
+def odd_rows(x: Tensor) -> Tensor:
+    """x but for its last columns: rows of an odd length, an odd number of elements apart."""
+    return x[..., :-3].contiguous()
+
+
+def narrow_rows(x: Tensor) -> Tensor:
+    return x[..., :67]
+
+
+GENERIC = [misaligned, odd_rows, narrow_rows]  # what takes an operand from the fast kernels' 16-byte boundaries
+
+
+def check_activation(x: Tensor, format: str, offs: Tensor, align: int | None = None, **kwargs: object) -> None:
+    """Rows, tokens and both, as the reference has them; kwargs are dtype, rounding, indices and top_k."""
+    what = f"{format} of {short(x.dtype)} {short(x.shape)} offs {offs.tolist()[:20]} align {align} {short(kwargs)}"
+    want = reference.quantize_both(x, format, offs=offs, align=align, **kwargs)
+    assert_same(ops.quantize_both(x, format, offs=offs, align=align, **kwargs), want, f"both of {what}")
+    assert_same(ops.quantize_tokens(x, format, offs=offs, align=align, **kwargs), want[2:], f"tokens of {what}")
+    assert_same(ops.quantize_rows(x, format, offs=offs, **kwargs), want[:2], f"rows in groups of {what}")
+    if format == "mxfp8":  # whose scales know of groups
+        want = reference.quantize_rows(x, format, **kwargs)
+    assert_same(ops.quantize_rows(x, format, **kwargs), want[:2], f"rows of {what}")
+
+
+def check_weight(w: Tensor, format: str, **kwargs: object) -> None:
+    want = reference.quantize_weight(w, format, **kwargs)
+    what = f"{format} of {short(w.dtype)} {short(w.shape)} {short(kwargs)}"
+    assert_same(ops.quantize_weight(w, format, **kwargs), want, what)
+
+
+def caller(op: str, format: str, **kwargs: object):
+    """The op as a function of tensors alone: x, offs and indices, of which it takes those that it has."""
+    fn = getattr(ops, op)
+    if op == "quantize_weight":
+        return lambda w: fn(w, format, **kwargs)
+
+    def call(x: Tensor, offs: Tensor, indices: Tensor | None = None) -> tuple[Tensor, ...]:
+        gathered = {} if indices is None else {"indices": indices, "top_k": 2}
+        return fn(x, format, offs=offs, **gathered, **kwargs)
+
+    return call
+
+
+def tensors(op: str, m: int, k: int, device: str, seed: int = 0, layout: str = "zipf", gather: bool = False):
+    """Arguments of a `caller`."""
+    if op == "quantize_weight":
+        return [wide(3, m, k, device=device, seed=seed)]
+    p = m * 5 // 4 if gather else m
+    indices = [slot_indices(m, 2, p, device, seed)] if gather else []
+    return [wide(m, k, device=device, seed=seed), group_offs(layout, p, 9, device), *indices]
+
+
+def line_blocks(f: Format, n: int) -> list[slice]:
+    """The scaling blocks of a line of n elements."""
+    size = f.block or max(n, 1)
+    return [slice(at, min(at + size, n)) for at in range(0, n, size)]
+
+
+def count_nans(scale: Tensor) -> int:
+    return int((scale.view(torch.uint8) == 255).sum() if scale.dtype == E8M0 else scale.isnan().sum())

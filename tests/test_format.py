@@ -1,0 +1,64 @@
+"""The table of formats: as compiled, as the reference has it, and as DESIGN.md says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from helpers import ROOT
+
+from moe_fp8_ext import _C
+from moe_fp8_ext.reference import numerics
+from moe_fp8_ext.reference.numerics import FORMATS
+
+ENTRIES = {entry["name"]: entry for entry in _C.formats()}
+ROW = re.compile(r"^\| `(\w+)` \|(.+)\|$", re.M)
+SECTION = re.search(r"^\| format \|.*?\n\n", (ROOT / "DESIGN.md").read_text(), re.M | re.S)[0]
+DESIGN = {name: [cell.strip() for cell in cells.split("|")] for name, cells in ROW.findall(SECTION)}
+
+
+def test_there_is_one_list_of_formats():
+    assert list(ENTRIES) == list(FORMATS) == list(DESIGN)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_compiled_table_is_the_reference(name):
+    entry, f = ENTRIES[name], FORMATS[name]
+    assert (entry["block"] or None) == f.block
+    assert entry["weight_rows"] == f.weight_rows
+    assert getattr(torch, entry["scale_dtype"]) == f.scale_dtype
+    assert entry["order"] == f.order
+    assert (entry["least_align"], entry["most_align"]) == f.aligns
+    assert entry["align"] == f.align
+    assert tuple(entry["roundings"]) == f.roundings
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_design_says_the_same(name):
+    block, of_weight, scale, order, align, rounding = DESIGN[name]
+    if block.startswith("as "):
+        other = DESIGN[re.search(r"`(\w+)`", block)[1]]
+        block, of_weight, align, rounding = (
+            o if mine.startswith("as ") else mine
+            for mine, o in zip(
+                (block, of_weight, align, rounding), (other[0], other[1], other[4], other[5]), strict=True
+            )
+        )
+    f = FORMATS[name]
+    assert (int(re.match(r"\d+", block)[0]) if block[0].isdigit() else None) == f.block
+    assert ("128 x 128" in of_weight) == (f.weight_rows == 128)
+    assert scale == {torch.float32: "float32", numerics.E8M0: "E8M0"}[f.scale_dtype]
+    assert f.order.replace("_", "-") in order
+    least, most, usual = map(int, re.findall(r"\d+", align))
+    assert (least, most) == f.aligns and usual == f.align
+    assert tuple(re.findall(r"`(\w+)`", rounding)) == f.roundings
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_hang_together(name):
+    f = FORMATS[name]
+    assert f.align in range(f.aligns[0], f.aligns[1] + 1) and f.align & (f.align - 1) == 0
+    assert f.scale_dtype in (torch.float32, numerics.E8M0)
+    if f.scale_dtype == numerics.E8M0:  # a group's scales begin with a block of its own
+        assert f.aligns[0] % f.block == 0

@@ -1,0 +1,118 @@
+"""scaled_grouped_mm of real values, as the quantizers leave them: accuracy, with bounds that are derived."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from gemm_problem import FORMATS
+from helpers import CORRECTNESS_MKE, group_offs, short, sqnr_db, wide
+
+from moe_fp8_ext import reference
+from moe_fp8_ext.ops import dequantize, quantize_rows, quantize_tokens, quantize_weight, scaled_grouped_mm
+
+
+def close(args: list[object], k: int, min_db: float, **kwargs: object) -> None:
+    """Compares with the float64 reference; k is the number of products in a sum, or the most of any group, min_db what
+    a GPU reaches."""
+    got = scaled_grouped_mm(*args, **kwargs)
+    want = reference.scaled_grouped_mm(*args, out_dtype=torch.float64)
+    assert got.isfinite().all()
+    if got.device.type == "cpu":
+        # Every operand is dequantized with one rounding, a product of two is rounded once, and a sum of k terms in any
+        # order has relative error k against the sum of magnitudes, all in units of 2^-24. Then out is rounded.
+        a, b, *rest = args
+        magnitude = reference.scaled_grouped_mm(a.float().abs(), b.float().abs(), *rest, out_dtype=torch.float64)
+        rounding = 2.0**-24 if got.dtype == torch.float32 else 2.0**-8
+        bound = (k + 5) * 2.0**-24 * magnitude + rounding * want.abs() * 1.01
+        assert ((got.double() - want).abs() <= bound).all()
+    else:
+        assert sqnr_db(got, want) >= min_db
+
+
+def fp8_gemm_db(k: int, out_dtype: torch.dtype) -> float:
+    """Hopper's FP8 tensor core aligns all addends to the largest and keeps 13 fraction bits of it: per addend an error
+    uniform in one unit, variance 2^-26 / 3 relative to the squared accumulator, which itself is at most about the
+    result (factor 4 for the unit of the accumulator's octave). k independent addends add up; the final rounding is
+    uniform within its half unit. 6 dB cover the spread between draws."""
+    rounding = 2.0**-24 if out_dtype == torch.float32 else 2.0**-8
+    return -10 * math.log10(4 * max(k, 1) * 2.0**-26 / 3 + rounding**2 / 3) - 6
+
+
+# What a GPU's bfloat16 costs. Blocks of 128: where operands are dequantized, they and the product are rounded, each at
+# most 2^-14 / 12 of the signal, 48.1 dB; Hopper's tensor cores sum 128 products, which are then promoted. Blocks of 32:
+# fp8 times a power of two is exact, the product alone is rounded, 52.9 dB; Blackwell's tensor cores may sum in 14 bits,
+# sqrt(320) * 2^-13, squared, 53.2 dB: both together are 50.0 dB. Of float32, 100: 24 bits, a few roundings.
+BF16_DB = {"blockwise": fp8_gemm_db(128, torch.bfloat16), "mxfp8": 49.9, "mxfp8_rowmajor": 49.9}
+FLOAT32_DB = BF16_DB | {"blockwise": fp8_gemm_db(128, torch.float32), "mxfp8": 100, "mxfp8_rowmajor": 100}
+
+
+def real_operands(fmt: str, m: int, k: int, n: int, e: int, device: str) -> list[tuple[list[object], int, dict]]:
+    """The three products of a layer, with the most terms of a sum and further arguments."""
+    offs = group_offs("tail_rows", m, e, device)
+    x, dy = wide(m, k, device=device), wide(m, n, device=device, seed=1)
+    q, scale, q_t, scale_t = quantize_weight(wide(e, n, k, device=device, seed=2), fmt)
+    x_t, scale_x, ends = quantize_tokens(x, fmt, offs=offs)
+    dy_t, scale_dy, _ = quantize_tokens(dy, fmt, offs=offs)
+    column_major = fmt == "blockwise"
+    scale_b, scale_b_t, scale_x = (s.mT if column_major else s for s in (scale, scale_t, scale_x))
+    rows, of_rows = (quantize_rows(t, fmt, offs=offs) for t in (x, dy))
+    return [
+        ([rows[0], q.mT, rows[1], scale_b, offs, fmt], k, {}),
+        ([of_rows[0], q_t.mT, of_rows[1], scale_b_t, offs, fmt], n, {}),
+        ([dy_t, x_t.t(), scale_dy, scale_x, ends, fmt], m, {"align": 32}),
+    ]
+
+
+@pytest.mark.parametrize(("out_dtype", "fast"), [(None, True), (None, False), (torch.float32, True)])
+@pytest.mark.parametrize("shape", CORRECTNESS_MKE, ids=short)
+def test_real_values(shape, out_dtype, fast, device):
+    m, k, e = shape
+    for args, terms, how in real_operands("rowwise", m, k, 48, e, device):
+        close(args, terms, fp8_gemm_db(terms, out_dtype), out_dtype=out_dtype, use_fast_accum=fast, **how)
+
+
+@pytest.mark.parametrize("fmt", BF16_DB)
+@pytest.mark.parametrize("shape", [(500, 320, 192, 4), (300, 303, 48, 5), (129, 129, 130, 2)], ids=short)
+def test_real_values_of_blocks(shape, fmt, device):
+    for args, terms, how in real_operands(fmt, *shape, device):
+        close(args, terms, BF16_DB[fmt], **how)
+        close(args, terms, FLOAT32_DB[fmt], out_dtype=torch.float32, **how)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_dequantized_operands_give_the_same(fmt, device):
+    """What the op does by hand: the layouts of `dequantize` are those of the operands."""
+    (a, b, scale_a, scale_b, offs, _), *_ = real_operands(fmt, 500, 320, 192, 4, device)[0]
+    values = dequantize(a, scale_a, fmt, offs=offs, out_dtype=torch.float32)
+    of_weight = scale_b.mT.contiguous() if fmt == "blockwise" else scale_b
+    weights = dequantize(b.mT, of_weight, fmt, out_dtype=torch.float32)
+    start = 0
+    got = scaled_grouped_mm(a, b, scale_a, scale_b, offs, fmt, out_dtype=torch.float32)
+    for e, end in enumerate(offs.tolist()):
+        want = values[start:end].double() @ weights[e].t().double()
+        least = 100 if got.device.type == "cpu" or fmt.startswith("mxfp8") else fp8_gemm_db(320, torch.float32)
+        assert sqnr_db(got[start:end], want) > least
+        start = end
+
+
+def test_matches_torch_dense_blockwise_gemm(gpu):
+    """One group, scales handed over as they are: the layout is that of torch.nn.functional.scaled_mm."""
+    functional = torch.nn.functional
+    if not hasattr(functional, "scaled_mm") or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("torch.nn.functional.scaled_mm has blockwise scales on sm90, in torch 2.10 and later")
+    kinds, plain = functional.ScalingType, functional.SwizzleType.NO_SWIZZLE
+    a, scale_a = quantize_rows(wide(512, 1024, device=gpu), "blockwise")
+    q, scale, *_ = quantize_weight(wide(1, 768, 1024, device=gpu), "blockwise")
+    want = functional.scaled_mm(
+        *(a, q[0].t(), scale_a, kinds.BlockWise1x128, scale[0].t(), kinds.BlockWise128x128),
+        swizzle_a=plain,
+        swizzle_b=plain,
+        output_dtype=torch.bfloat16,
+    )
+    offs = torch.tensor([512], dtype=torch.int32, device=gpu)
+    got = scaled_grouped_mm(a, q.mT, scale_a, scale.mT, offs, "blockwise")
+    # Ours has three roundings to bfloat16, torch's has one and sums blocks of 128 in the tensor cores' own 14 bits:
+    # 4 * 2^-14 / 12 and sqrt(128) * 2^-13, squared, of the signal are 46.5 dB; 1.5 dB for the spread of draws.
+    assert sqnr_db(got, want) > 45

@@ -1,0 +1,145 @@
+"""The kernels that move tokens without a GPU: see test_simt.py."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import (
+    FP8_DTYPES,
+    INPUT_DTYPES,
+    LAYOUTS,
+    assert_same,
+    corrupt_offs,
+    group_offs,
+    misaligned,
+    short,
+    slot_indices,
+    wide,
+)
+from simt_checks import ON_LINUX, WAVES
+from simt_kernels import SimtKernels, Waves
+from torch import Tensor
+
+from moe_fp8_ext import reference
+
+pytestmark = ON_LINUX
+
+
+def test_default_format(libraries):
+    assert SimtKernels(libraries[64]).native_fnuz()  # gfx942
+    assert not SimtKernels(libraries[32]).native_fnuz()
+
+
+def check_token_groups(kernels: Waves, x: Tensor, offs: Tensor, align: int = 16) -> None:
+    kernels.check("pad_token_groups", x, offs, align)
+    padded, starts, _ = reference.pad_token_groups(x, offs, align)
+    kernels.check("pad_token_groups_to", x, offs, starts, padded.shape[0])
+    kernels.check("unpad_token_groups", padded, offs, starts, x.shape[0])
+
+
+@pytest.mark.parametrize("dtype", [FP8_DTYPES[0], torch.bfloat16, torch.float32], ids=short)
+def test_token_groups(kernels, dtype):
+    for k in (0, 1, 3, 6, 70, 8, 560):
+        x = wide(53, k).to(dtype)
+        for layout in LAYOUTS if k == 70 else ("zipf",):
+            check_token_groups(kernels, x, group_offs(layout, 53, 5), 4)
+    x = wide(70, 130).to(dtype)
+    for view in (x[:, 3:40], x[::2], x[1:, 1:]):
+        check_token_groups(kernels, view, group_offs("zipf", len(view), 3))
+
+
+def test_token_groups_with_corrupt_places(kernels):
+    x, offs = wide(40, 50), torch.tensor([10, 10, 33, 40], dtype=torch.int32)
+    for starts in ([-5, 0, 3, 70], [60, 5, 5, 0], [2**31 - 1] * 4, [-(2**31)] * 4, [7, 20, 60, 63]):
+        starts = torch.tensor(starts, dtype=torch.int32)
+        kernels.check("pad_token_groups_to", x, offs, starts, 64)
+        kernels.check("unpad_token_groups", x, offs, starts, 40)
+    for offs in corrupt_offs(40):
+        check_token_groups(kernels, x, offs)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_permute_pad(kernels, top_k):
+    for k, dtype in ((1, torch.uint8), (3, torch.bfloat16), (70, torch.bfloat16), (64, torch.float32)):
+        x = torch.randint(0, 256, (37, k), dtype=torch.uint8) if dtype == torch.uint8 else wide(37, k, dtype=dtype)
+        kernels.check("permute_pad", x, slot_indices(37, top_k, 50), top_k)
+
+
+def test_permute_indices(kernels):
+    for r, e in ((1, 1), (3, 5), (8, 8), (70, 3), (2, 700)):
+        counts = torch.randint(-2, 9, (r, e), generator=torch.Generator().manual_seed(r))
+        tokens = int(counts.clamp(min=0).sum())
+        for m, empty in ((tokens, False), (tokens + 7, True), (tokens // 2, True), (0, False)):
+            kernels.check("permute_indices", counts, r, e, m, 16, empty)
+            kernels.check("permute_indices", counts.int(), r, e, m, 1, empty)
+    counts = torch.tensor([2**62, -(2**62), 2**31, 5])
+    kernels.check("permute_indices", counts, 2, 2, 90, 4, False)
+    kernels.check("permute_indices", torch.tensor([2**31 - 1] * 4, dtype=torch.int32), 2, 2, 90, 4, False)
+
+
+def test_invert_indices(kernels):
+    """Repeated indices, those of nothing, none at all, more than a block."""
+    for count, size in ((0, 0), (0, 5), (5, 0), (1, 1), (300, 200), (700, 3), (1000, 2000)):
+        indices = torch.randint(-2, size + 2, (count,), dtype=torch.int32)
+        want = torch.full((size,), -1, dtype=torch.int32)
+        for i, index in enumerate(indices.tolist()):
+            if 0 <= index < size:
+                want[index] = i
+        for each in kernels:
+            assert_same(each.invert_indices(indices, size), want)
+
+
+def test_sort_tokens(kernels):
+    """Few slots and many blocks' worth, every number of bits, few waves (1,024 experts), one expert for all."""
+    sizes = ((0,), 3), ((1,), 1), ((5, 1), 2), ((300, 2), 7), ((1500, 3), 64), ((700, 4), 300), ((999, 3), 1024)
+    for shape, e in sizes:
+        for dtype in (torch.int32, torch.int64):
+            kernels.check("sort_tokens", torch.randint(-1, e + 1, shape, dtype=dtype), e)
+    kernels.check("sort_tokens", torch.full((400, 8), 5, dtype=torch.int32), 8)
+    kernels.check("sort_tokens", torch.full((400, 8), -1), 8)
+    kernels.check("sort_tokens", torch.randint(0, 9, (800, 8))[::2, 3:6], 9)
+
+
+@pytest.mark.parametrize("wave", WAVES)
+def test_sort_tokens_on_more_multiprocessors(wave, libraries, tmp_path, monkeypatch):
+    monkeypatch.setenv("SIMT_MULTIPROCESSORS", "7")  # read once, hence a copy of the library
+    kernels = Waves(Path(shutil.copy(libraries[wave], tmp_path)))
+    kernels.check("sort_tokens", torch.randint(-1, 40, (9000,)), 39)
+
+
+def check_combine(kernels: Waves, y: Tensor, inverse: Tensor, scores: Tensor | None, grad: Tensor) -> None:
+    kernels.check("combine", y, inverse, scores)
+    args = inverse, scores, y.shape[0]
+    kernels.check("combine_backward", grad, None, *args)
+    want = reference.combine_backward(grad, y, *args)
+    # Sums of K products, in any order: see check_dots in test_combine.py.
+    size = reference.combine_backward(grad.abs(), y.abs(), inverse, None, y.shape[0])[1]
+    unit = torch.finfo(want[1].dtype).eps
+    tolerance = 1.01 * (y.shape[1] * 2.0**-24 * size + unit * want[1].float().abs())
+    for each in kernels:
+        got = each.run("combine_backward", want, grad, y, *args)
+        assert_same(got[0], want[0])
+        assert ((got[1].float() - want[1].float()).abs() <= tolerance).all()
+
+
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
+def test_combine(kernels, dtype):
+    """Rows of one vector, of several a block, of several blocks; misaligned ones; slots beyond one batch."""
+    sizes = (19, 3, 40, 8), (7, 1, 300, 1), (5, 9, 45, 2056), (3, 2, 6, 520), (4, 5, 20, 67), (0, 2, 3, 8)
+    for t, top_k, p, k in sizes:
+        inverse = torch.full((t * top_k,), -1, dtype=torch.int32)
+        inverse[: min(p, t * top_k)] = torch.randperm(p)[: t * top_k].int()
+        inverse = inverse[torch.randperm(t * top_k)].view(t, top_k)
+        y, grad = torch.randn(p, k).to(dtype), torch.randn(t, k).to(dtype)
+        for scores in (None, torch.rand(t, top_k), torch.rand(t, top_k).to(dtype)):
+            check_combine(kernels, y, inverse, scores, grad)
+        check_combine(kernels, misaligned(y), inverse, None, grad)
+    for rows in ([-1, 6, 2**31 - 1, -(2**31), 3, 4], [5, 5, 5, 0, 5, 5]):
+        inverse = torch.tensor(rows, dtype=torch.int32).view(3, 2)
+        check_combine(kernels, torch.randn(6, 24).to(dtype), inverse, torch.rand(3, 2), torch.randn(3, 24).to(dtype))
+    for t, top_k, p, k in ((3, 0, 5, 8), (3, 2, 0, 8), (3, 2, 4, 0)):
+        inverse = torch.full((t, top_k), -1, dtype=torch.int32)
+        check_combine(kernels, torch.randn(p, k).to(dtype), inverse, torch.rand(t, top_k), torch.randn(t, k).to(dtype))

@@ -1,0 +1,72 @@
+"""What compilers made, kept by a hash of all that went into it, in the user's cache folder: clones share it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+DAYS = 30  # that an entry outlives its last use
+
+
+def folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_fp8_ext"
+
+
+def closure(source: Path, *roots: Path) -> list[Path]:
+    """The source and every header that it includes, directly or not, found in the roots or beside who includes it."""
+    found, todo = [], [source]
+    while todo:
+        file = todo.pop()
+        if file in found:
+            continue
+        found.append(file)
+        for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', file.read_text(), re.M):
+            places = (place / name for place in (file.parent, *roots))
+            todo += [place.resolve() for place in places if place.is_file()][:1]
+    return sorted(found)
+
+
+def key(*words: object, files: Iterable[Path] = ()) -> str:
+    """Of words and of the files' contents; a file in the tree has the same key in every clone."""
+    digest = hashlib.sha256()
+    for word in words:
+        digest.update(f"{word}\0".replace(str(ROOT), "").encode())
+    for file in files:
+        name, text = str(file).replace(str(ROOT), ""), file.read_bytes()
+        digest.update(f"{name}\0{len(text)}\0".encode() + text)
+    return digest.hexdigest()[:32]
+
+
+def cached(key: str, make: Callable[[Path], None]) -> Path:
+    """The folder that make(folder) has filled, now or earlier."""
+    entry = folder() / key
+    if entry.is_dir():
+        os.utime(entry)
+        return entry
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=entry.parent))
+    try:
+        make(draft)
+        draft.rename(entry)
+    except OSError:
+        if not entry.is_dir():  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    _forget()
+    return entry
+
+
+def _forget() -> None:
+    oldest = time.time() - DAYS * 24 * 3600
+    for entry in folder().iterdir():
+        if entry.stat().st_mtime < oldest:
+            shutil.rmtree(entry, ignore_errors=True)

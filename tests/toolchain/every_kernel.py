@@ -1,0 +1,156 @@
+"""Runs every kernel on small inputs and holds each byte against the CPU's loops: for compute-sanitizer.
+
+    compute-sanitizer --tool racecheck python tests/toolchain/every_kernel.py
+
+Sizes are small, for a tool slows a kernel down a hundred times, but every geometry, path and launch choice has a case.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+import moe_fp8_ext  # noqa: F401  registers the ops
+
+OPS = torch.ops.moe_fp8
+FORMATS = ("rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor")
+INPUTS = (torch.bfloat16, torch.float16, torch.float32)
+HARDWARE = (torch.float8_e4m3fn, torch.float8_e5m2) if torch.version.hip is None else (torch.float8_e4m3fnuz,)
+FOREIGN = torch.float8_e5m2fnuz if torch.version.hip is None else torch.float8_e4m3fn
+
+Call = tuple[str, Callable[..., object], tuple, dict]
+
+
+def offsets(*ends: int) -> Tensor:
+    return torch.tensor(ends, dtype=torch.int32)
+
+
+def tokens(rows: int, columns: int, dtype: torch.dtype, misaligned: bool = False) -> Tensor:
+    x = torch.randn(rows, columns + misaligned, dtype=torch.float32).to(dtype)
+    return x[:, 1:] if misaligned else x
+
+
+def quantizers(fmt: str, x: Tensor, offs: Tensor, **how: object) -> Iterator[Call]:
+    index = {k: how.pop(k) for k in ("indices", "top_k") if k in how}
+    yield f"quantize_rows {fmt}", OPS.quantize_rows, (x, fmt), {"offs": offs, **index, **how}
+    yield f"quantize_tokens {fmt}", OPS.quantize_tokens, (x, fmt), {"offs": offs, **index, **how}
+    yield f"quantize_both {fmt}", OPS.quantize_both, (x, fmt), {"offs": offs, **index, **how}
+
+
+def cases_of_quantizers() -> Iterator[Call]:
+    indices = torch.randperm(2 * 260, dtype=torch.int32)
+    indices[17::29] = -1
+    for fmt in FORMATS:
+        for dtype, fp8 in itertools.product(INPUTS, HARDWARE):
+            yield from quantizers(fmt, tokens(300, 272, dtype), offsets(0, 100, 101, 290), dtype=fp8)
+            w = torch.randn(3, 144, 272).to(dtype)
+            yield f"quantize_weight {fmt}", OPS.quantize_weight, (w, fmt), {"dtype": fp8}
+        x = tokens(260, 288, torch.bfloat16)
+        yield from quantizers(fmt, x, offsets(128, 128, 500), indices=indices, top_k=2, dtype=HARDWARE[0])
+        for dtype in INPUTS:  # the generic kernels: odd strides, odd sizes, a format the chip does not cast
+            x = tokens(260, 131, dtype, misaligned=True)
+            yield from quantizers(fmt, x, offsets(3, 3, 200), dtype=HARDWARE[0])
+            yield from quantizers(fmt, x, offsets(100, 333, 520), indices=indices, top_k=2, dtype=FOREIGN)
+            yield f"quantize_weight {fmt}", OPS.quantize_weight, (torch.randn(2, 33, 67).to(dtype), fmt), {}
+    # Launch choices of whole rows and strips: short and long rows, clusters, rows beside columns.
+    for rows, columns in ((64, 64), (40, 4096), (24, 16384), (16, 40000), (2100, 1024), (5000, 128), (20000, 64)):
+        x = tokens(rows, columns, torch.bfloat16)
+        yield from quantizers("rowwise", x, offsets(rows // 3, rows))
+
+
+def cases_of_scales() -> Iterator[Call]:
+    scale, offs = torch.randint(1, 254, (300, 37), dtype=torch.uint8), offsets(5, 5, 131, 290)
+    of_columns = offsets(3, 3, 20, 33)
+    for groups, ends in ((None, None), ("rows", offs), ("columns", of_columns)):
+        yield "swizzle_scales", OPS.swizzle_scales, (scale,), {"groups": groups, "offs": ends}
+        blocked, _ = OPS.swizzle_scales(scale, groups=groups, offs=ends)
+        yield "unswizzle_scales", OPS.unswizzle_scales, (blocked, 300, 37), {"groups": groups, "offs": ends}
+    of_experts = scale[:296].reshape(2, 148, 37)
+    yield "swizzle_scales", OPS.swizzle_scales, (of_experts,), {"groups": "experts"}
+    blocked, _ = OPS.swizzle_scales(of_experts, groups="experts")
+    yield "unswizzle_scales", OPS.unswizzle_scales, (blocked, 148, 37), {"groups": "experts"}
+    x, ends = tokens(300, 272, torch.bfloat16), offsets(0, 100, 101, 290)
+    for fmt, out in itertools.product(FORMATS, INPUTS):
+        q, scale, q_t, scale_t, padded = OPS.quantize_both(x, fmt, offs=ends)
+        yield f"dequantize {fmt}", OPS.dequantize, (q, scale, fmt), {"offs": ends, "out_dtype": out}
+        along = {"along": "tokens", "offs": padded, "out_dtype": out}
+        yield f"dequantize {fmt}", OPS.dequantize, (q_t, scale_t, fmt), along
+
+
+def cases_of_tokens() -> Iterator[Call]:
+    ids = torch.randint(-1, 9, (300, 4))
+    permutation, offs, inverse = OPS.sort_tokens(ids, 9)
+    yield "sort_tokens", OPS.sort_tokens, (ids, 9), {}
+    yield "sort_tokens", OPS.sort_tokens, (torch.randint(0, 700, (3000, 2)), 700), {}
+    counts = torch.randint(0, 30, (4, 6), dtype=torch.int32)
+    indices, _, _ = OPS.permute_indices(counts, 4, 6, 500)
+    yield "permute_indices", OPS.permute_indices, (counts, 4, 6, 500), {}
+    for dtype, columns in itertools.product(INPUTS, (136, 37)):
+        x, y = tokens(500, columns, dtype), tokens(1200, columns, dtype)
+        yield "permute_pad", OPS.permute_pad, (x, indices, 1), {}
+        yield "unpermute", OPS.unpermute, (OPS.permute_pad(x, indices, 1), indices, 500, 1), {}
+        yield "unpermute", OPS.unpermute, (y, permutation, 300, 4), {}
+        for scores in (None, torch.rand(300, 4)):
+            yield "combine", OPS.combine, (y, inverse, scores), {}
+        grad = tokens(300, columns, dtype)
+        yield "combine_backward", OPS.combine_backward, (grad, None, inverse, torch.rand(300, 4), 1200), {}
+        padded, starts, _ = OPS.pad_token_groups(x, offsets(0, 100, 490))
+        yield "pad_token_groups", OPS.pad_token_groups, (x, offsets(0, 100, 490)), {}
+        yield "pad_token_groups_to", OPS.pad_token_groups_to, (x, offsets(0, 100, 490), starts, 640), {}
+        yield "unpad_token_groups", OPS.unpad_token_groups, (padded, offsets(0, 100, 490), starts, 500), {}
+
+
+def cases_of_gemm() -> Iterator[Call]:
+    """Products that the portable kernel takes; torch's own are torch's to check."""
+    offs = offsets(0, 40, 41, 120)
+    for fmt in FORMATS:
+        x, w = tokens(130, 131, torch.bfloat16), torch.randn(4, 37, 131, dtype=torch.bfloat16)
+        q, scale, q_t, scale_t, padded = OPS.quantize_both(x, fmt, offs=offs)
+        b, scale_b, _, _ = OPS.quantize_weight(w, fmt)
+        scale_b = scale_b.mT if fmt == "blockwise" else scale_b
+        yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (q, b.mT, scale, scale_b, offs, fmt), {}
+        dy_t, scale_dy, _ = OPS.quantize_tokens(tokens(130, 37, torch.bfloat16), fmt, offs=offs)
+        second = scale_t.t() if fmt == "blockwise" else scale_t
+        yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (dy_t, q_t.t(), scale_dy, second, padded, fmt), {}
+
+
+def moved(value: object, device: str) -> object:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def as_bytes(out: object) -> list[Tensor]:
+    outputs = [out] if isinstance(out, Tensor) else list(out)
+    return [t.cpu().contiguous().view(torch.uint8) for t in outputs]
+
+
+def main() -> int:
+    torch.manual_seed(0)
+    # sums in the device's own order: equal within float32 sums of 131 terms and bfloat16's rounding
+    sums = "scaled_grouped_mm"
+    wrong = count = 0
+    for cases in (cases_of_quantizers, cases_of_scales, cases_of_tokens, cases_of_gemm):
+        for name, op, args, kwargs in cases():
+            if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
+                continue
+            want = op(*args, **kwargs)
+            got = op(*(moved(a, "cuda") for a in args), **{k: moved(a, "cuda") for k, a in kwargs.items()})
+            if name.startswith(sums):
+                got, want = got.cpu().float(), want.float()
+                same = torch.allclose(got, want, rtol=2**-7, atol=2**-7 * want.abs().max().item())
+            else:
+                same = all(map(torch.equal, as_bytes(got), as_bytes(want)))
+            count += 1
+            if not same:
+                wrong += 1
+                shapes = [tuple(a.shape) for a in args if isinstance(a, Tensor)]
+                print(f"differs: {name} {shapes} {args[0].dtype} {[k for k in kwargs if kwargs[k] is not None]}")
+    print(f"{count} calls, {wrong} differ")
+    return wrong != 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
