@@ -107,9 +107,10 @@ def compare_with_fake(
         fake, fake_error = attempt(getattr(torch.ops.moe_fp8, name), args, kwargs)
     assert (got is None) == (fake is None), f"{error or 'returned'}; its fake: {fake_error or 'returned'}"
     if got is None:
-        assert not error.startswith(f"RuntimeError: {name}: ") or fake_error.split("\0")[0] == error, (
-            f"{error}; its fake: {fake_error}"
-        )
+        # A dtype that is newer than the torch we build for has no name in C++.
+        error, newer, _ = error.partition("another dtype")
+        same = fake_error.startswith(error) if newer else fake_error.split("\0")[0] == error
+        assert not error.startswith(f"RuntimeError: {name}: ") or same, f"{error}; its fake: {fake_error}"
         return
     shapes = [[(t.shape, t.stride(), t.dtype, t.device) for t in results] for results in (got, fake)]
     assert shapes[0] == shapes[1], f"{shapes[0]}; its fake: {shapes[1]}"

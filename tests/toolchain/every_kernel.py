@@ -104,18 +104,27 @@ def cases_of_tokens() -> Iterator[Call]:
         yield "unpad_token_groups", OPS.unpad_token_groups, (padded, offsets(0, 100, 490), starts, 500), {}
 
 
+def products(fmt: str, sizes: tuple[int, int, int], offs: Tensor) -> Iterator[Call]:
+    """2D x 3D and 2D x 2D, from M, N and K."""
+    m, n, k = sizes
+    q, scale, q_t, scale_t, padded = OPS.quantize_both(tokens(m, k, torch.bfloat16), fmt, offs)
+    b, scale_b, _, _ = OPS.quantize_weight(torch.randn(len(offs), n, k).bfloat16(), fmt)
+    dy_t, scale_dy, _ = OPS.quantize_tokens(tokens(m, n, torch.bfloat16), fmt, offs)
+    if fmt == "blockwise":
+        scale_b, scale_t = scale_b.mT, scale_t.t()
+    for out in (torch.bfloat16, torch.float32):
+        how = {"align": 32, "out_dtype": out}
+        yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (q, b.mT, scale, scale_b, offs, fmt), how
+        yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (dy_t, q_t.t(), scale_dy, scale_t, padded, fmt), how
+
+
 def cases_of_gemm() -> Iterator[Call]:
-    """Products that the portable kernel takes; torch's own are torch's to check."""
-    offs = offsets(0, 40, 41, 120)
+    """Sizes that the portable kernel takes, and sizes that native ones take, where there are any."""
     for fmt in FORMATS:
-        x, w = tokens(130, 131, torch.bfloat16), torch.randn(4, 37, 131, dtype=torch.bfloat16)
-        q, scale, q_t, scale_t, padded = OPS.quantize_both(x, fmt, offs=offs)
-        b, scale_b, _, _ = OPS.quantize_weight(w, fmt)
-        scale_b = scale_b.mT if fmt == "blockwise" else scale_b
-        yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (q, b.mT, scale, scale_b, offs, fmt), {}
-        dy_t, scale_dy, _ = OPS.quantize_tokens(tokens(130, 37, torch.bfloat16), fmt, offs=offs)
-        second = scale_t.t() if fmt == "blockwise" else scale_t
-        yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (dy_t, q_t.t(), scale_dy, second, padded, fmt), {}
+        yield from products(fmt, (130, 37, 131), offsets(0, 40, 41, 120))
+        yield from products(fmt, (700, 144, 272), offsets(0, 300, 301, 650))
+        yield from products(fmt, (300, 400, 1040), offsets(17, 17, 145, 300))
+        yield from products(fmt, (2250, 272, 144), offsets(970, 1000, 1000, 2240))  # rounds of stages, and rests
 
 
 def moved(value: object, device: str) -> object:
@@ -129,8 +138,7 @@ def as_bytes(out: object) -> list[Tensor]:
 
 def main() -> int:
     torch.manual_seed(0)
-    # sums in the device's own order: equal within float32 sums of 131 terms and bfloat16's rounding
-    sums = "scaled_grouped_mm"
+    sums = "scaled_grouped_mm"  # in an order and a precision of the device's own: within bfloat16's rounding
     wrong = count = 0
     for cases in (cases_of_quantizers, cases_of_scales, cases_of_tokens, cases_of_gemm):
         for name, op, args, kwargs in cases():

@@ -58,9 +58,8 @@ struct Consumer {
 };
 
 // In a tile's last stage, what follows a group of the sum belongs to the next one: zeros instead, by every warpgroup.
-template <class T>
 MOE_DEVICE void clear_rest(const Consumer& c, Shared& shared, int depth) {
-  if (!T::kSumGroups || depth % kDepth == 0) return;
+  if (depth % kDepth == 0) return;
   const int s = (ceil_div(depth, kDepth) - 1) % kStages;
   const int first = depth % kDepth / 16, chunks = kDepth / 16 - first;  // of 16 bytes
   c.wait_full(s);
@@ -75,9 +74,9 @@ MOE_DEVICE void clear_rest(const Consumer& c, Shared& shared, int depth) {
 }
 
 // Scales of rows. A round, of whose stages kLive are loaded. One stage's products are under way while the next one is
-// waited for; `begun`: from the round before.
+// waited for; `begun`: there was a round before, whose last stage is `held`.
 template <int kLive, int n>
-MOE_DEVICE void multiply_round(Consumer& c, float (&sum)[n], bool begun) {
+MOE_DEVICE void multiply_round(Consumer& c, float (&sum)[n], bool begun, bool held) {
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
     c.wait_full(s);
@@ -85,7 +84,7 @@ MOE_DEVICE void multiply_round(Consumer& c, float (&sum)[n], bool begun) {
       c.multiply(sum, s, 0, begun || s > 0);
       wgmma_wait<1>();
       if (s > 0) c.release_stage(s - 1);
-      else if (begun) c.release_stage(kStages - 1);
+      else if (held) c.release_stage(kStages - 1);
     } else {
       if (s == kLive) {
         wgmma_wait<0>();
@@ -101,26 +100,30 @@ MOE_DEVICE void multiply_rows(Consumer& c, Shared& shared, const Tile& tile, flo
   const int steps = steps_of(tile);
   int left = steps;
 #pragma unroll 1
-  for (; left > kStages; left -= kStages) multiply_round<kStages>(c, sum, left < steps);
-  const bool begun = left < steps;
-  clear_rest<T>(c, shared, tile.depth);
+  for (; left > kStages; left -= kStages) multiply_round<kStages>(c, sum, left < steps, left < steps);
+  const bool begun = left < steps, held = begun && !T::kSumGroups;
+  if (T::kSumGroups) {  // holding a stage while waiting for the last one, which may be loaded into it, would never end
+    wgmma_wait<0>();
+    if (begun) c.release_stage(kStages - 1);
+    clear_rest(c, shared, tile.depth);
+  }
   if (left == 4) {
-    multiply_round<4>(c, sum, begun);
+    multiply_round<4>(c, sum, begun, held);
     wgmma_wait<0>();
     c.release_stage(kStages - 1);
   } else if (left == 3) {
-    multiply_round<3>(c, sum, begun);
+    multiply_round<3>(c, sum, begun, held);
   } else if (left == 2) {
-    multiply_round<2>(c, sum, begun);
+    multiply_round<2>(c, sum, begun, held);
   } else {
-    multiply_round<1>(c, sum, begun);
+    multiply_round<1>(c, sum, begun, held);
   }
 }
 
 // Scales of blocks: of a stage, products of 128 columns at a time, promoted into `sum`. kHalves: of the tile's columns.
 struct BlockScales {
-  uint32_t a;     // of the thread's first row, in the first stage
-  uint32_t b[2];  // of either half of the columns; the next stage's is behind it
+  uint32_t a, b;  // of the thread's first row, of the columns: in the first stage
+  int first[2];   // of either half of the columns: where its blocks begin among all, modulo 4
 };
 // A stage that is full; `behind`: whether to wait for the next one meanwhile.
 template <int kHalves>
@@ -132,27 +135,28 @@ MOE_DEVICE void promote_stage(const Consumer& c, float (&sum)[2][64], float (&pr
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
     if (h > 0) c.multiply(product, s, h, false);
-    const float of_half = load_shared(scales.b[h] + 4 * s), scale[2] = {low * of_half, high * of_half};
+    const float of_half = load_shared(scales.b + (s * 2 + h) * 16 + (scales.first[h] + s & 3) * 4);
+    const float scale[2] = {low * of_half, high * of_half};
     if (h == kHalves - 1 && behind) c.wait_behind(s);
     wgmma_wait<0>();
     pin_registers(product);
-    if (h == kHalves - 1) c.release_stage(s);
+    if (h == kHalves - 1) {
+      __syncwarp();  // the scales are read as well, by all lanes
+      c.release_stage(s);
+    }
 #pragma unroll
     for (int i = 0; i < 64; ++i) sum[h][i] = fmaf(product[i], scale[i / 2 % 2], sum[h][i]);
   }
 }
 template <int kHalves>
-MOE_DEVICE void multiply_blocks(const Args& p, Consumer& c, Shared& shared, const Tile& tile, int turn,
-                                float (&sum)[2][64]) {
+MOE_DEVICE void multiply_blocks(const Args& p, Consumer& c, Shared& shared, const Tile& tile, float (&sum)[2][64]) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) sum[0][i] = sum[1][i] = 0.f;
   const int steps = steps_of(tile);
-  BlockScales scales = {shared_address(shared.scale_a) + 4 * ((tile.row_of_a & 3) + c.row()), {}};
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int first = (tile.expert * ceil_div(p.N, kDepth) + tile.column / kDepth + h) * steps;
-    scales.b[h] = shared_address(shared.scale_b.of_weight[turn][h]) + 4 * (first & 3);
-  }
+  const int rows = ceil_div(p.N, kDepth), row_of_blocks = tile.expert * rows + tile.column / kDepth;
+  const BlockScales scales = {shared_address(shared.scale_a) + 4 * ((tile.row_of_a & 3) + c.row()),
+                              shared_address(shared.scale_b),
+                              {row_of_blocks * steps & 3, (row_of_blocks + 1) * steps & 3}};
   float product[64];
   int left = steps;
 #pragma unroll 1
@@ -160,8 +164,6 @@ MOE_DEVICE void multiply_blocks(const Args& p, Consumer& c, Shared& shared, cons
 #pragma unroll
     for (int s = 0; s < kStages; ++s) promote_stage<kHalves>(c, sum, product, s, scales, true);
     c.phase ^= 1;
-    scales.b[0] += 4 * kStages;
-    scales.b[1] += 4 * kStages;
   }
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
@@ -241,8 +243,8 @@ MOE_DEVICE void consume(const Args& p, Shared& shared) {
     const bool wide = tile.columns > kTileColumns / 2;
     if constexpr (T::kBlockScales) {
       float sum[2][64];
-      if (wide) multiply_blocks<2>(p, c, shared, tile, turn, sum);
-      else multiply_blocks<1>(p, c, shared, tile, turn, sum);
+      if (wide) multiply_blocks<2>(p, c, shared, tile, sum);
+      else multiply_blocks<1>(p, c, shared, tile, sum);
       store_tile<T>(p, c, tile, shared, [&](int h, int j, int i) { return sum[j / 16][j % 16 * 4 + 2 * h + i]; });
     } else {
       float sum[128], of_row[2];
@@ -250,7 +252,7 @@ MOE_DEVICE void consume(const Args& p, Shared& shared) {
       for (int h = 0; h < 2; ++h) of_row[h] = c.row() + 8 * h < tile.rows ? p.scale_a[tile.row + c.row() + 8 * h] : 0.f;
       if (wide) multiply_rows<T>(c, shared, tile, sum);
       else multiply_rows<T>(c, shared, tile, reinterpret_cast<float(&)[64]>(sum));
-      const float* of_columns = shared.scale_b.of_columns[turn] + 2 * (c.lane() % 4);
+      const float* of_columns = shared.of_columns[turn] + 2 * (c.lane() % 4);
       store_tile<T>(p, c, tile, shared, [&](int h, int j, int i) {
         return sum[j * 4 + 2 * h + i] * of_row[h] * of_columns[8 * j + i];
       });

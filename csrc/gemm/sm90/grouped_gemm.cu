@@ -15,7 +15,7 @@ bool takes_scales(const ScaledGroupedMmParams& p) {
   if (a.block_size != kDepth || p.groups_of_sum || !column_major || !at_16_bytes(a.data)) return false;
   const int64_t blocks = ceil_div<int64_t>(p.K, kDepth), of_expert = ceil_div<int64_t>(p.N, kDepth) * blocks;
   return b.block_stride == 1 && b.row_stride == blocks && (p.E == 1 || b.group_stride == of_expert) &&
-         blocks <= kMaxBlocks && p.E * of_expert % 4 == 0 && at_16_bytes(b.data);
+         p.E * of_expert % 4 == 0 && at_16_bytes(b.data);
 }
 
 }  // namespace

@@ -16,21 +16,19 @@ template <class T, class F>
 MOE_DEVICE void for_each_scale(const Args& p, Shared& shared, const Tile& tile, int turn, int k, F f) {
   if constexpr (!T::kBlockScales) {
     if (k > 0 || tile.columns <= 0) return;
-    f(ScaleCopy{shared_address(shared.scale_b.of_columns[turn]), p.scale_b + int64_t(tile.expert) * p.N + tile.column,
+    f(ScaleCopy{shared_address(shared.of_columns[turn]), p.scale_b + int64_t(tile.expert) * p.N + tile.column,
                 up_to(tile.columns, kTileColumns)});
   } else {
     const int row = tile.row_of_a & ~3;
     f(ScaleCopy{shared_address(shared.scale_a[k % kStages]), p.scale_a + int64_t(k) * p.scale_a_stride + row,
                 up_to(p.scale_a_stride - row, kTileRows + 4)});
-    if (k > 0) return;
     const int blocks = steps_of(tile), rows = ceil_div(p.N, kDepth);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row_of_blocks = tile.column / kDepth + h;
       if (row_of_blocks >= rows) return;
-      const int64_t begin = (int64_t(tile.expert) * rows + row_of_blocks) * blocks, from = begin & ~int64_t(3);
-      f(ScaleCopy{shared_address(shared.scale_b.of_weight[turn][h]), p.scale_b + from,
-                  int(round_up<int64_t>(begin + blocks, 4) - from)});
+      const int64_t at = (int64_t(tile.expert) * rows + row_of_blocks) * blocks + k;
+      f(ScaleCopy{shared_address(shared.scale_b[k % kStages][h]), p.scale_b + (at & ~int64_t(3)), 4});
     }
   }
 }

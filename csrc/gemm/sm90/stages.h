@@ -27,7 +27,6 @@ struct Traits {
 constexpr int kStages = 4;
 constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // 40 and 232 spill the producer of blocks
-constexpr int kMaxBlocks = 256;  // of a row of the weight: room for their scales
 constexpr int kStageBytesA = kTileRows * kDepth, kStageBytesB = kTileColumns * kDepth;
 constexpr int kStageAlignment = 1024;  // 8 rows: the pattern in which 128-byte rows are swizzled
 
@@ -46,10 +45,8 @@ struct Shared {
   uint8_t b[kStages][kStageBytesB];
   uint8_t staging[4 * kConsumers][2048];  // of a warp: 16 rows of 128 bytes on their way out
   float scale_a[kStages][kTileRows + 4];  // of blocks; from the row before the tile's first that is a multiple of 4
-  union {
-    float of_columns[2][kTileColumns];      // of rows, of tiles in turn
-    float of_weight[2][2][kMaxBlocks + 4];  // of blocks, of tiles in turn: two rows of them, from 16-byte boundaries on
-  } scale_b;
+  float scale_b[kStages][2][4];           // of blocks: of either half of the columns, from a 16-byte boundary on
+  float of_columns[2][kTileColumns];      // scales of rows of b, of tiles in turn
   Tile tiles[2];  // in turn; written before the first stage of a tile is full
   uint64_t full[kStages], empty[kStages];
   GroupBounds groups;
