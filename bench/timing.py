@@ -81,7 +81,7 @@ def _wall(call: Call) -> Callable[[], float]:
 def host_us(call: Call, device_us: float) -> float:
     """Microseconds that the CPU spends to issue one eager call. The batches are short enough that the launch queue
     never fills, since a full queue would make the CPU wait for the GPU."""
-    calls = int(min(200, max(1, HOST_BATCH_US / device_us)))
+    calls = int(min(200, max(10, HOST_BATCH_US / device_us)))  # fewer would be as slow as first ones are
     batches = timeit.Timer(call, setup=torch.cuda.synchronize).repeat(repeat=HOST_BATCHES, number=calls)
     torch.cuda.synchronize()
     return median(batches) / calls * 1e6
