@@ -45,7 +45,7 @@ def _operands(device: torch.device, groups: str, *, m: int, k: int, n: int, e: i
     if wgrad:
         a, scale_a, padded_offs = ops.quantize_tokens(normal(device, m, n), "rowwise", offs=offs)
         b, scale_b, _ = ops.quantize_tokens(normal(device, m, k), "rowwise", offs=offs)
-        return a, b.t(), scale_a, scale_b, padded_offs, 16
+        return a, b.t(), scale_a, scale_b, padded_offs, 32
     a, scale_a = ops.quantize_rows(normal(device, m, k), "rowwise")
     b, scale_b, _, _ = ops.quantize_weight(normal(device, e, n, k), "rowwise")
     return a, b.mT, scale_a, scale_b, offs, 1
