@@ -25,7 +25,7 @@ class Recipe:
         format: of every operand: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor" (see `quantize_rows`). None is the
             one that the recipe is named after. Recipe "bf16" alone has none and multiplies in bfloat16.
         dtype: fp8 dtype of every operand; None is the device's own, float8_e4m3fnuz on gfx942, else float8_e4m3fn.
-        grad_dtype: fp8 dtype of gradients, such as float8_e5m2; None is `dtype`. torch's fp8 GEMM takes no other than
+        grad_dtype: fp8 dtype of gradients, such as float8_e5m2; None is `dtype`. No native GEMM takes another than
             float8_e4m3fn: rowwise operands of another are multiplied by a slower kernel.
         rounding: of multipliers or scales, one of those that the format knows: "exact" or "pow2", "rceil" or "floor".
             None is "pow2" for "rowwise", as torchao rounds them: a value has the same fp8 bytes up to its exponent in

@@ -20,13 +20,6 @@ MOE_DEVICE float load_shared(uint32_t address) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(f) : "r"(address) : "memory");
   return f;
 }
-struct Floats2 { float x, y; };
-MOE_DEVICE Floats2 load_shared2(uint32_t address) {  // a multiple of 8
-  Floats2 f;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(f.x), "=f"(f.y) : "r"(address) : "memory");
-  return f;
-}
-
 MOE_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
