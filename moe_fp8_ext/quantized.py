@@ -121,7 +121,7 @@ def scaled_grouped_mm(
         a, b: of one format; along tokens of the same groups, padded to the same multiple.
         offs: [E] int32, exclusive ends of the groups of rows, where a has none.
         out_dtype: bfloat16 (default) or float32.
-        use_fast_accum: let a GEMM accumulate in the tensor cores' own precision.
+        use_fast_accum: let a GEMM of "rowwise" accumulate whole sums in the tensor cores' own precision.
 
     Returns:
         out [M, N], or [E, N, K], contiguous.

@@ -25,8 +25,8 @@ class Recipe:
         format: of every operand: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor" (see `quantize_rows`). None is the
             one that the recipe is named after. Recipe "bf16" alone has none and multiplies in bfloat16.
         dtype: fp8 dtype of every operand; None is the device's own, float8_e4m3fnuz on gfx942, else float8_e4m3fn.
-        grad_dtype: fp8 dtype of gradients, such as float8_e5m2; None is `dtype`. No native GEMM takes another than
-            float8_e4m3fn: rowwise operands of another are multiplied by a slower kernel.
+        grad_dtype: fp8 dtype of gradients, such as float8_e5m2; None is `dtype`. Native GEMMs take float8_e4m3fn, those
+            for Hopper gradients of float8_e5m2 too; rowwise operands of others are multiplied by a slower kernel.
         rounding: of multipliers or scales, one of those that the format knows: "exact" or "pow2", "rceil" or "floor".
             None is "pow2" for "rowwise", as torchao rounds them: a value has the same fp8 bytes up to its exponent in
             both directions; "exact" for "blockwise", as DeepSeek-V3 trained; "rceil" for the MX formats.
@@ -36,7 +36,7 @@ class Recipe:
             32. `grouped_mm` takes groups of any size with every recipe: whoever lays
             tokens out for it need not pad. `permute_indices(..., align=recipe.align)` is for consumers that need padded
             groups themselves, such as torch's grouped GEMMs called directly, for which "bf16" has 8.
-        use_fast_accum: let the GEMM accumulate in the tensor cores' own precision.
+        use_fast_accum: let the GEMM of "rowwise" accumulate whole sums in the tensor cores' own precision.
 
     Raises:
         ValueError: a field has none of these values; the text names it.

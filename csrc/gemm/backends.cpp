@@ -86,15 +86,12 @@ constexpr std::nullptr_t portable = nullptr;
 #endif
 
 #if defined(MOE_FP8_CUDA)
-// Sums of rows stay in the tensor cores, as fast accumulation has it.
-bool sm90_takes(const Product& product) {
-  return (product.use_fast_accum || product.format != FormatId::kRowwise) && sm90::takes_operands(product.p);
-}
+bool sm90_takes(const Product& product) { return sm90::takes_operands(product.p); }
 AtenTensorHandle sm90_gemm(const Call& call, const Product& product) {
   ScaledGroupedMmParams p = product.p;
   Handle out = empty_out(call, p);
   p.out = data(out);
-  call.check(sm90::grouped_gemm(p, call.stream()));
+  call.check(sm90::grouped_gemm(p, product.use_fast_accum, call.stream()));
   return out.release();
 }
 #else
@@ -114,7 +111,7 @@ Needs of_sm90() {
   needs.least_sm = needs.most_sm = 90;
   needs.sum = needs.columns = 16;
   needs.offs = 32;
-  needs.e4m3 = needs.chunks = true;
+  needs.chunks = true;
   return needs;
 }
 Needs of_torch() {
@@ -149,7 +146,7 @@ Needs of_torch_bfloat16() {
 const std::vector<Backend>& all_backends() {
   using F = FormatId;
   static const std::vector<Backend> all = {
-      {"sm90", "Hopper's tensor cores; blockwise in 2D x 3D", true, {"cuda"}, {F::kRowwise, F::kBlockwise}, false,
+      {"sm90", "Hopper's tensor cores", true, {"cuda"}, {F::kRowwise, F::kBlockwise}, false,
        of_sm90(), sm90_takes, sm90_gemm},
       {"torch_fp8", "aten::_scaled_grouped_mm", true, {"cuda"}, {F::kRowwise}, false, of_torch_rows(), nullptr,
        torch_scaled_rows},

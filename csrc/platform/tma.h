@@ -20,6 +20,9 @@ MOE_DEVICE float load_shared(uint32_t address) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(f) : "r"(address) : "memory");
   return f;
 }
+MOE_DEVICE void load_shared(uint32_t address, float& f0, float& f1) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(f0), "=f"(f1) : "r"(address) : "memory");
+}
 MOE_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -68,7 +71,6 @@ MOE_DEVICE void copy_bytes(uint32_t shared, const void* global, uint32_t bytes, 
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(shared), "l"(global), "r"(bytes), "r"(barrier) : "memory");
 }
-
 // ---- the host's description of a matrix ----------------------------------------------------------------------------
 // Bytes [rows, columns], rows row_stride bytes apart, copied in boxes of 128 columns, swizzled by 128 bytes, and
 // box_rows rows. The base is a multiple of 16 bytes, as is the stride. 0, or the runtime's error code.

@@ -1,4 +1,4 @@
-// Hopper's warpgroup matrix instruction, of fp8: 64 rows of A by 128 or 256 rows of B, 32 elements of the sum, both
+// Hopper's warpgroup matrix instruction, of fp8: 64 rows of A by 96, 128 or 256 rows of B, 32 elements of the sum, both
 // K-major in shared memory in rows of 128 bytes, swizzled by 128 bytes, accumulated in registers of 128 threads.
 #pragma once
 #include <cstdint>
@@ -35,38 +35,40 @@ MOE_DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" 
 #define MOE_F16(i) MOE_F4(i), MOE_F4(i + 4), MOE_F4(i + 8), MOE_F4(i + 12)
 #define MOE_F64(i) MOE_F16(i), MOE_F16(i + 16), MOE_F16(i + 32), MOE_F16(i + 48)
 
-// d (+)= a b^T; accumulate: whether what d holds counts.
-MOE_DEVICE void wgmma_e4m3(float (&d)[64], uint32_t a, uint32_t b, bool accumulate) {
-  asm volatile(
-      "{.reg .pred p;\n.reg .b64 a, b;\n"
-      "setp.ne.b32 p, %66, 0;\nmov.b64 a, {%64, %67};\nmov.b64 b, {%65, %67};\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, a, b, p, 1, 1;}"
-      : MOE_F64(0)
-      : "r"(a), "r"(b), "r"(int(accumulate)), "n"(kWgmmaLayout));
-}
-MOE_DEVICE void wgmma_e4m3(float (&d)[128], uint32_t a, uint32_t b, bool accumulate) {
-  asm volatile(
-      "{.reg .pred p;\n.reg .b64 a, b;\n"
-      "setp.ne.b32 p, %130, 0;\nmov.b64 a, {%128, %131};\nmov.b64 b, {%129, %131};\n"
-      "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-      "}, a, b, p, 1, 1;}"
-      : MOE_F64(0), MOE_F64(64)
-      : "r"(a), "r"(b), "r"(int(accumulate)), "n"(kWgmmaLayout));
-}
+#define MOE_WGMMA_OF(types, shape, registers, a_at, b_at, p_at, layout_at, ...)                         \
+  asm volatile("{.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %" p_at ", 0;\n"                        \
+               "mov.b64 a, {%" a_at ", %" layout_at "};\nmov.b64 b, {%" b_at ", %" layout_at "};\n"      \
+               "wgmma.mma_async.sync.aligned." shape ".f32." types " {" registers "}, a, b, p, 1, 1;}"   \
+               : __VA_ARGS__ : "r"(a), "r"(b), "r"(int(accumulate)), "n"(kWgmmaLayout))
+#define MOE_WGMMA(count, ...)                                                                           \
+  template <bool kE5M2>                                                                                 \
+  MOE_DEVICE void wgmma(float (&d)[count], uint32_t a, uint32_t b, bool accumulate) {                   \
+    if constexpr (kE5M2) MOE_WGMMA_OF("e5m2.e4m3", __VA_ARGS__);                                        \
+    else MOE_WGMMA_OF("e4m3.e4m3", __VA_ARGS__);                                                        \
+  }
+#define MOE_R48                                                                                     \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
+  "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \
+  "%40, %41, %42, %43, %44, %45, %46, %47"
+#define MOE_R64 \
+  MOE_R48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define MOE_R128                                                                                         \
+  MOE_R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "           \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, " \
+  "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, "     \
+  "%116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
+// d (+)= a b^T, of 96, 128 and 256 columns; accumulate: whether what d holds counts. kE5M2: of a, whose type is
+// otherwise that of b, E4M3.
+MOE_WGMMA(48, "m64n96k32", MOE_R48, "48", "49", "50", "51", MOE_F16(0), MOE_F16(16), MOE_F16(32))
+MOE_WGMMA(64, "m64n128k32", MOE_R64, "64", "65", "66", "67", MOE_F64(0))
+MOE_WGMMA(128, "m64n256k32", MOE_R128, "128", "129", "130", "131", MOE_F64(0), MOE_F64(64))
+
+#undef MOE_R128
+#undef MOE_R64
+#undef MOE_R48
+#undef MOE_WGMMA
+#undef MOE_WGMMA_OF
 #undef MOE_F64
 #undef MOE_F16
 #undef MOE_F4

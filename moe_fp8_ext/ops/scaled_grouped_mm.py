@@ -51,10 +51,11 @@ def scaled_grouped_mm(
             MOE_FP8_VALIDATE=1 checks them, which waits for the device.
         format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
         align: of the 2D x 2D form, a power of two from 1 to 256 of which all of offs are multiples, as the caller
-            knows: what the quantizer padded groups to. GEMMs of tensor cores need 16, of "mxfp8" 32, of dequantized
-            operands 8. A promise that offs break gives wrong numbers and no access out of bounds.
+            knows: what the quantizer padded groups to. GEMMs of tensor cores need 32, torch's of "rowwise"
+            16, of dequantized operands 8. A promise that offs break gives wrong numbers and no access out of bounds.
         out_dtype: bfloat16 (default) or float32.
-        use_fast_accum: let a GEMM accumulate in the tensor cores' own precision.
+        use_fast_accum: let a GEMM of "rowwise" accumulate whole sums in the tensor cores' own precision, which keeps 14
+            bits on Hopper; otherwise sums of 128 products there are added in float32.
 
     Returns:
         out [M, N] or [E, N, K], contiguous.

@@ -4,6 +4,7 @@
 
 namespace moe_fp8::sm90 {
 
+template <class T>
 struct Consumer {
   uint32_t full, phase;  // barriers of the stages, and of the round under way
   uint32_t a, b;         // operands of the first stage
@@ -19,11 +20,11 @@ struct Consumer {
   static MOE_DEVICE int group() { return thread() / 128; }
   static MOE_DEVICE int warp() { return thread() / 32; }
   static MOE_DEVICE int lane() { return thread() % 32; }
-  // Of the tile, the first of the thread's two rows, which are 8 apart.
+  // Of 128 rows of the tile, the first of the thread's two, which are 8 apart.
   static MOE_DEVICE int row() { return group() * kWgmmaRows + wgmma_row(thread() % 128); }
 
-  MOE_DEVICE explicit Consumer(Shared& shared) : full(shared_address(shared.full)), phase(0) {
-    a = wgmma_operand(shared_address(shared.a) + group() * kWgmmaRows * kDepth);
+  MOE_DEVICE explicit Consumer(Shared<T>& shared) : full(shared_address(shared.full)), phase(0) {
+    a = wgmma_operand(shared_address(shared.a) + int(shfl(uint32_t(group()), 0)) * kWgmmaRows * kDepth);
     b = wgmma_operand(shared_address(shared.b));
     release = in_block(shared_address(shared.empty), lane() & 1);
     tells = lane() < 2;
@@ -36,14 +37,14 @@ struct Consumer {
   MOE_DEVICE void release_stage(int s) const {
     if (tells) barrier_arrive_in_cluster(release + 8 * s);
   }
-  // Begins the products of a stage with the columns from 128 * half on.
+  // Begins the products of a stage: of the warpgroup's rows from 128 * half of the tile on.
   template <int n>
   MOE_DEVICE void multiply(float (&sum)[n], int s, int half, bool accumulate) const {
-    const uint32_t a_of = a + s * (kStageBytesA / 16), b_of = b + s * (kStageBytesB / 16) + half * (kStageBytesB / 32);
+    const uint32_t a_of = a + (s * T::kStageBytesA + half * 128 * kDepth) / 16, b_of = b + s * T::kStageBytesB / 16;
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kDepth / kWgmmaDepth; ++i)
-      wgmma_e4m3(sum, a_of + i * kWgmmaStep, b_of + i * kWgmmaStep, accumulate || i > 0);
+      wgmma<T::kE5M2>(sum, a_of + i * kWgmmaStep, b_of + i * kWgmmaStep, accumulate || i > 0);
     wgmma_commit();
   }
   // A tile in which the warpgroup has nothing to multiply.
@@ -58,16 +59,18 @@ struct Consumer {
 };
 
 // In a tile's last stage, what follows a group of the sum belongs to the next one: zeros instead, by every warpgroup.
-MOE_DEVICE void clear_rest(const Consumer& c, Shared& shared, int depth) {
+template <class T>
+MOE_DEVICE void clear_rest(const Consumer<T>& c, Shared<T>& shared, int depth) {
   if (depth % kDepth == 0) return;
   const int s = (ceil_div(depth, kDepth) - 1) % kStages;
   const int first = depth % kDepth / 16, chunks = kDepth / 16 - first;  // of 16 bytes
   c.wait_full(s);
   uint8_t *a = shared.a[s] + c.group() * kWgmmaRows * kDepth, *b = shared.b[s];
 #pragma unroll 1
-  for (int i = c.thread() % 128; i < (kWgmmaRows + kTileColumns) * chunks; i += 128) {
-    const int r = i / chunks, row = r < kWgmmaRows ? r : r - kWgmmaRows, chunk = first + i % chunks;
-    *reinterpret_cast<Vec16*>((r < kWgmmaRows ? a : b) + row * kDepth + (chunk ^ (row & 7)) * 16) = Vec16{};
+  for (int i = c.thread() % 128; i < (T::kTileRows / 2 + T::kTileColumns) * chunks; i += 128) {
+    const int r = i / chunks, row = r < T::kTileColumns ? r : r - T::kTileColumns, chunk = first + i % chunks;
+    uint8_t* of_row = r < T::kTileColumns ? b + row * kDepth : a + (row / 64 * 128 + row % 64) * kDepth;
+    *reinterpret_cast<Vec16*>(of_row + (chunk ^ (row & 7)) * 16) = Vec16{};
   }
   stores_before_copies();
   barrier_of(c.group(), 128);
@@ -75,8 +78,8 @@ MOE_DEVICE void clear_rest(const Consumer& c, Shared& shared, int depth) {
 
 // Scales of rows. A round, of whose stages kLive are loaded. One stage's products are under way while the next one is
 // waited for; `begun`: there was a round before, whose last stage is `held`.
-template <int kLive, int n>
-MOE_DEVICE void multiply_round(Consumer& c, float (&sum)[n], bool begun, bool held) {
+template <int kLive, class T, int n>
+MOE_DEVICE void multiply_round(Consumer<T>& c, float (&sum)[n], bool begun, bool held) {
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
     c.wait_full(s);
@@ -96,7 +99,7 @@ MOE_DEVICE void multiply_round(Consumer& c, float (&sum)[n], bool begun, bool he
   c.phase ^= 1;
 }
 template <class T, int n>
-MOE_DEVICE void multiply_rows(Consumer& c, Shared& shared, const Tile& tile, float (&sum)[n]) {
+MOE_DEVICE void multiply_rows(Consumer<T>& c, Shared<T>& shared, const Tile& tile, float (&sum)[n]) {
   const int steps = steps_of(tile);
   int left = steps;
 #pragma unroll 1
@@ -120,51 +123,80 @@ MOE_DEVICE void multiply_rows(Consumer& c, Shared& shared, const Tile& tile, flo
   }
 }
 
-// Scales of blocks: of a stage, products of 128 columns at a time, promoted into `sum`. kHalves: of the tile's columns.
+// Where the scales of blocks are in the first stage: of the thread's first row and of its first column. Where groups
+// are of rows, all columns have the same, one of four: `first` is its place in the first stage, each stage moves on.
+template <class T>
 struct BlockScales {
-  uint32_t a, b;  // of the thread's first row, of the columns: in the first stage
-  int first[2];   // of either half of the columns: where its blocks begin among all, modulo 4
-};
-// A stage that is full; `behind`: whether to wait for the next one meanwhile.
-template <int kHalves>
-MOE_DEVICE void promote_stage(const Consumer& c, float (&sum)[2][64], float (&product)[64], int s,
-                              const BlockScales& scales, bool behind) {
-  c.multiply(product, s, 0, false);
-  const uint32_t of_rows = scales.a + s * sizeof(Shared::scale_a[0]);
-  const float low = load_shared(of_rows), high = load_shared(of_rows + 8 * 4);
+  uint32_t of_rows, of_columns;
+  int first;
+
+  MOE_DEVICE BlockScales(const Args& p, Shared<T>& shared, const Tile& tile, int row, int lane)
+      : of_rows(shared_address(shared.scale_a) + 4 * ((tile.row_of_a & 3) + row)),
+        of_columns(shared_address(shared.scale_b) + (T::kSumGroups ? 8 * (lane % 4) : 0)),
+        first((tile.expert * ceil_div(p.N, kDepth) + tile.column / kDepth) * steps_of(tile) & 3) {}
+  MOE_DEVICE void load_rows(int s, int half, float (&row)[2]) const {
+    const uint32_t at = of_rows + (s * (T::kTileRows + 4) + 128 * half) * 4;
+    row[0] = load_shared(at);
+    row[1] = load_shared(at + 8 * 4);
+  }
+  MOE_DEVICE void load_columns(int s, float (&column)[T::kTileColumns / 4]) const {
+    const uint32_t at = of_columns + s * int(sizeof(Shared<T>::scale_b[0]));
+    if constexpr (T::kSumGroups) {
 #pragma unroll
-  for (int h = 0; h < kHalves; ++h) {
-    if (h > 0) c.multiply(product, s, h, false);
-    const float of_half = load_shared(scales.b + (s * 2 + h) * 16 + (scales.first[h] + s & 3) * 4);
-    const float scale[2] = {low * of_half, high * of_half};
-    if (h == kHalves - 1 && behind) c.wait_behind(s);
+      for (int i = 0; i < T::kTileColumns / 4; i += 2) load_shared(at + 16 * i, column[i], column[i + 1]);
+    } else {
+      const float of_all = load_shared(at + (first + s & 3) * 4);
+#pragma unroll
+      for (float& f : column) f = of_all;
+    }
+  }
+};
+// Promoted: products of a stage that is full, of 128 rows of the tile at a time. kHalves: of the tile's rows, those in
+// which the warpgroup has any. `behind`: whether to wait for the next stage meanwhile.
+template <int kHalves, class T>
+MOE_DEVICE void promote_stage(const Consumer<T>& c, float (&sum)[2][T::kTileColumns / 2],
+                              float (&product)[T::kTileColumns / 2], int s, const BlockScales<T>& scales, bool behind) {
+  constexpr int kSums = T::kTileColumns / 2;
+  float column[T::kTileColumns / 4];
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    c.multiply(product, s, half, false);
+    float scale[kSums];
+    if constexpr (T::kBlockScales) {
+      float row[2];
+      scales.load_rows(s, half, row);
+      if (half == 0) scales.load_columns(s, column);
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) scale[i] = row[i / 2 % 2] * column[i / 4 * 2 + i % 2];
+      if (T::kSumGroups) pin_registers(scale);  // multiplied while the tensor cores are busy
+    }
+    if (half == kHalves - 1 && behind) c.wait_behind(s);
     wgmma_wait<0>();
     pin_registers(product);
-    if (h == kHalves - 1) {
+    if (half == kHalves - 1) {
       __syncwarp();  // the scales are read as well, by all lanes
       c.release_stage(s);
     }
 #pragma unroll
-    for (int i = 0; i < 64; ++i) sum[h][i] = fmaf(product[i], scale[i / 2 % 2], sum[h][i]);
+    for (int i = 0; i < kSums; ++i)
+      sum[half][i] = T::kBlockScales ? fmaf(product[i], scale[i], sum[half][i]) : sum[half][i] + product[i];
   }
 }
-template <int kHalves>
-MOE_DEVICE void multiply_blocks(const Args& p, Consumer& c, Shared& shared, const Tile& tile, float (&sum)[2][64]) {
+template <int kHalves, class T>
+MOE_DEVICE void multiply_promoted(const Args& p, Consumer<T>& c, Shared<T>& shared, const Tile& tile,
+                                  float (&sum)[2][T::kTileColumns / 2]) {
 #pragma unroll
-  for (int i = 0; i < 64; ++i) sum[0][i] = sum[1][i] = 0.f;
-  const int steps = steps_of(tile);
-  const int rows = ceil_div(p.N, kDepth), row_of_blocks = tile.expert * rows + tile.column / kDepth;
-  const BlockScales scales = {shared_address(shared.scale_a) + 4 * ((tile.row_of_a & 3) + c.row()),
-                              shared_address(shared.scale_b),
-                              {row_of_blocks * steps & 3, (row_of_blocks + 1) * steps & 3}};
-  float product[64];
-  int left = steps;
+  for (int i = 0; i < T::kTileColumns / 2; ++i) sum[0][i] = sum[1][i] = 0.f;
+  const BlockScales<T> scales(p, shared, tile, c.row(), c.lane());
+  float product[T::kTileColumns / 2];
+  int left = steps_of(tile);
 #pragma unroll 1
   for (; left > kStages; left -= kStages) {
 #pragma unroll
     for (int s = 0; s < kStages; ++s) promote_stage<kHalves>(c, sum, product, s, scales, true);
     c.phase ^= 1;
   }
+  if (T::kSumGroups) clear_rest(c, shared, tile.depth);
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
     const bool behind = s < kStages - 1;
@@ -178,35 +210,40 @@ MOE_DEVICE void multiply_blocks(const Args& p, Consumer& c, Shared& shared, cons
   c.phase ^= 1;
 }
 
-// A warp's 16 rows, 128 bytes of columns at a time, by way of shared memory, so that lines of out are stored whole.
-// value(h, j, i): of the thread's row `8 h` further, column 8 j + i of its two.
+// A warp's 16 rows, of 128 of the tile, 128 bytes of columns at a time, by way of shared memory, so that lines of out
+// are stored whole. value(h, j, i): of the thread's row `8 h` further, column 8 j + i of its two.
 template <class T, class Value>
-MOE_DEVICE void store_tile(const Args& p, const Consumer& c, const Tile& tile, Shared& shared, Value value) {
-  constexpr int kElement = T::kFloat ? 4 : 2, kColumns = 128 / kElement, kPieces = kTileColumns / kColumns;
-  const int warp = c.warp(), lane = c.lane(), first = 16 * warp, rows = tile.rows - first;
-  const int columns = up_to(tile.columns, kTileColumns);
+MOE_DEVICE void store_tile(const Args& p, const Consumer<T>& c, const Tile& tile, Shared<T>& shared, int half,
+                           Value value) {
+  constexpr int kElement = T::kFloat ? 4 : 2, kColumns = 128 / kElement;
+  const int warp = c.warp(), lane = c.lane(), first = 16 * warp + 128 * half, rows = tile.rows - first;
+  const int columns = up_to(tile.columns, T::kTileColumns);
   const int line = lane / 8, chunk = lane % 8;  // of 16 bytes
   const int64_t pitch = int64_t(p.N) * kElement;
   uint8_t* out = static_cast<uint8_t*>(p.out) + (tile.row + first + line) * pitch + int64_t(tile.column) * kElement;
   uint8_t* staging = shared.staging[warp];
   const uint32_t stage = shared_address(staging);
 #pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
+  for (int piece = 0; piece < ceil_div(T::kTileColumns, kColumns); ++piece) {
     if (piece * kColumns >= columns) break;
+    constexpr int kEights = kColumns / 8;  // of columns
+    const int eights = up_to(T::kTileColumns / 8 - piece * kEights, kEights);
     if constexpr (T::kFloat) {
       const int r = lane / 4, q = lane % 4;
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
+      for (int j = 0; j < eights; ++j)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           auto* to = reinterpret_cast<float2*>(staging + (r + 8 * h) * 128 + ((2 * j + q / 2) ^ r) * 16 + q % 2 * 8);
-          *to = make_float2(value(h, piece * 4 + j, 0), value(h, piece * 4 + j, 1));
+          *to = make_float2(value(h, piece * kEights + j, 0), value(h, piece * kEights + j, 1));
         }
     } else {
       const int matrix = lane / 8, r = matrix % 2 * 8 + lane % 8;
-      auto word = [&](int h, int j) { return to_bf16x2(value(h, piece * 8 + j, 0), value(h, piece * 8 + j, 1)); };
+      auto word = [&](int h, int j) {
+        return to_bf16x2(value(h, piece * kEights + j, 0), value(h, piece * kEights + j, 1));
+      };
 #pragma unroll
-      for (int j = 0; j < 8; j += 2)
+      for (int j = 0; j < eights; j += 2)
         store_matrices(stage + r * 128 + ((j + matrix / 2) ^ (r & 7)) * 16, word(0, j), word(1, j), word(0, j + 1),
                        word(1, j + 1));
     }
@@ -227,9 +264,45 @@ MOE_DEVICE void store_tile(const Args& p, const Consumer& c, const Tile& tile, S
   }
 }
 
+// Of 128 rows of the tile, the scales of the thread's two.
+MOE_DEVICE void load_row_scales(const Args& p, const Tile& tile, int row, float (&scale)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) scale[h] = row + 8 * h < tile.rows ? p.scale_a[tile.row + row + 8 * h] : 0.f;
+}
+
 template <class T>
-MOE_DEVICE void consume(const Args& p, Shared& shared) {
-  Consumer c(shared);
+MOE_DEVICE void consume_rows(const Args& p, Consumer<T>& c, Shared<T>& shared, const Tile& tile, int turn) {
+  float sum[T::kTileColumns / 2], of_row[2];
+  load_row_scales(p, tile, c.row(), of_row);
+  if (tile.columns > T::kTileColumns / 2) multiply_rows(c, shared, tile, sum);
+  else multiply_rows(c, shared, tile, reinterpret_cast<float(&)[T::kTileColumns / 4]>(sum));
+  const float* of_columns = shared.scale_b[turn] + 2 * (c.lane() % 4);
+  store_tile(p, c, tile, shared, 0, [&](int h, int j, int i) {
+    return sum[j * 4 + 2 * h + i] * of_row[h] * of_columns[8 * j + i];
+  });
+}
+template <class T>
+MOE_DEVICE void consume_promoted(const Args& p, Consumer<T>& c, Shared<T>& shared, const Tile& tile, int turn) {
+  float sum[2][T::kTileColumns / 2];
+  const bool two = tile.rows > 128 + c.group() * kWgmmaRows;
+  if (two) multiply_promoted<2>(p, c, shared, tile, sum);
+  else multiply_promoted<1>(p, c, shared, tile, sum);
+  const float* of_columns = shared.scale_b[turn] + 2 * (c.lane() % 4);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (half == 1 && !two) break;
+    float of_row[2];
+    if (!T::kBlockScales) load_row_scales(p, tile, c.row() + 128 * half, of_row);
+    store_tile(p, c, tile, shared, half, [&](int h, int j, int i) {
+      const float f = sum[half][j * 4 + 2 * h + i];
+      return T::kBlockScales ? f : f * of_row[h] * of_columns[8 * j + i];
+    });
+  }
+}
+
+template <class T>
+MOE_DEVICE void consume(const Args& p, Shared<T>& shared) {
+  Consumer<T> c(shared);
   for (int turn = 0;; turn ^= 1) {
     const Tile& tile = shared.tiles[turn];
     c.wait_full(0);
@@ -237,25 +310,12 @@ MOE_DEVICE void consume(const Args& p, Shared& shared) {
     const bool mine = tile.rows > c.group() * kWgmmaRows && tile.columns > 0;
     if (!mine || (T::kSumGroups && tile.depth == 0)) {
       c.step_over(rounds_of(tile));
-      if (mine) store_tile<T>(p, c, tile, shared, [](int, int, int) { return 0.f; });
-      continue;
-    }
-    const bool wide = tile.columns > kTileColumns / 2;
-    if constexpr (T::kBlockScales) {
-      float sum[2][64];
-      if (wide) multiply_blocks<2>(p, c, shared, tile, sum);
-      else multiply_blocks<1>(p, c, shared, tile, sum);
-      store_tile<T>(p, c, tile, shared, [&](int h, int j, int i) { return sum[j / 16][j % 16 * 4 + 2 * h + i]; });
+      for (int half = 0; mine && half < T::kTileRows / 128; ++half)
+        store_tile(p, c, tile, shared, half, [](int, int, int) { return 0.f; });
+    } else if constexpr (T::kPromoted) {
+      consume_promoted(p, c, shared, tile, turn);
     } else {
-      float sum[128], of_row[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) of_row[h] = c.row() + 8 * h < tile.rows ? p.scale_a[tile.row + c.row() + 8 * h] : 0.f;
-      if (wide) multiply_rows<T>(c, shared, tile, sum);
-      else multiply_rows<T>(c, shared, tile, reinterpret_cast<float(&)[64]>(sum));
-      const float* of_columns = shared.of_columns[turn] + 2 * (c.lane() % 4);
-      store_tile<T>(p, c, tile, shared, [&](int h, int j, int i) {
-        return sum[j * 4 + 2 * h + i] * of_row[h] * of_columns[8 * j + i];
-      });
+      consume_rows(p, c, shared, tile, turn);
     }
   }
 }

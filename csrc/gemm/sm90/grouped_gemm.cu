@@ -1,49 +1,48 @@
 #include "gemm/sm90/grouped_gemm.h"
 
-#include "gemm/sm90/kernel.h"
+#include "gemm/sm90/args.h"
 
 namespace moe_fp8::sm90 {
 namespace {
 
 bool at_16_bytes(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
+// Scales of blocks lie beside one another by the rows of the operand.
+bool are_columns(const OperandScales& s, int64_t rows) {
+  return s.block_size == kDepth && s.row_stride == 1 && s.block_stride % 4 == 0 && s.block_stride >= rows &&
+         at_16_bytes(s.data);
+}
+
 bool takes_scales(const ScaledGroupedMmParams& p) {
   const OperandScales &a = p.scale_a, &b = p.scale_b;
   if (a.layout != ScaleLayout::kFloat) return false;
   if (a.block_size == 0) return at_16_bytes(b.data);
-  const bool column_major = a.row_stride == 1 && a.block_stride % 4 == 0 && a.block_stride >= p.M;
-  if (a.block_size != kDepth || p.groups_of_sum || !column_major || !at_16_bytes(a.data)) return false;
-  const int64_t blocks = ceil_div<int64_t>(p.K, kDepth), of_expert = ceil_div<int64_t>(p.N, kDepth) * blocks;
-  return b.block_stride == 1 && b.row_stride == blocks && (p.E == 1 || b.group_stride == of_expert) &&
+  if (!are_columns(a, p.M)) return false;
+  if (p.groups_of_sum) return are_columns(b, p.N);
+  const int64_t of_expert = ceil_div<int64_t>(p.N, kDepth) * a.blocks;
+  return b.block_stride == 1 && b.row_stride == a.blocks && (p.E == 1 || b.group_stride == of_expert) &&
          p.E * of_expert % 4 == 0 && at_16_bytes(b.data);
+}
+
+template <Fp8Type kA>
+int launch_with(const ScaledGroupedMmParams& p, bool fast, void* stream) {
+  if (p.scale_a.block_size) return launch_gemm<Scales::kBlocks, kA>(p, stream);
+  return fast ? launch_gemm<Scales::kRows, kA>(p, stream) : launch_gemm<Scales::kRowsPromoted, kA>(p, stream);
 }
 
 }  // namespace
 
 bool takes_operands(const ScaledGroupedMmParams& p) {
+  if ((p.a_type != Fp8Type::kE4M3FN && p.a_type != Fp8Type::kE5M2) || p.b_type != Fp8Type::kE4M3FN) return false;
   constexpr int64_t kMost = int64_t(1) << 31;  // rows are counted in 32 bits
   const bool groups = p.groups_of_sum ? p.E * p.M < kMost
                                       : (p.E == 1 || p.b_group_stride == p.N * p.b_stride) && p.E * p.N < kMost;
   return groups && takes_scales(p);
 }
 
-int grouped_gemm(const ScaledGroupedMmParams& p, void* stream) {
-  Args args = {};
-  args.scale_a = static_cast<const float*>(p.scale_a.data);
-  args.scale_b = static_cast<const float*>(p.scale_b.data);
-  args.offs = p.offs;
-  args.out = p.out;
-  args.M = int(p.M);
-  args.N = int(p.N);
-  args.K = int(p.K);
-  args.E = int(p.E);
-  args.scale_a_stride = int(p.scale_a.block_stride);
-  const int64_t rows_of_b = p.groups_of_sum ? p.N : p.E * p.N;
-  if (const int e = describe_matrix(&args.a, p.a, p.M, p.K, p.a_stride, kTileRows)) return e;
-  if (const int e = describe_matrix(&args.a_half, p.a, p.M, p.K, p.a_stride, kTileRows / 2)) return e;
-  if (const int e = describe_matrix(&args.b_half, p.b, rows_of_b, p.K, p.b_stride, kTileColumns / 2)) return e;
-  return p.scale_a.block_size ? launch_block_scales(args, p.out_float32, stream)
-                              : launch_row_scales(args, p.groups_of_sum, p.out_float32, stream);
+int grouped_gemm(const ScaledGroupedMmParams& p, bool fast, void* stream) {
+  return p.a_type == Fp8Type::kE5M2 ? launch_with<Fp8Type::kE5M2>(p, fast, stream)
+                                    : launch_with<Fp8Type::kE4M3FN>(p, fast, stream);
 }
 
 }  // namespace moe_fp8::sm90

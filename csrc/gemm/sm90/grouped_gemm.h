@@ -1,8 +1,9 @@
-// Grouped products on Hopper's tensor cores; a, b, out and the groups are those of gemm/scaled_grouped_mm.h. Operands
-// are float8_e4m3fn, sums float32, out is bfloat16 or float32.
+// Grouped products on Hopper's tensor cores; a, b, out and the groups are those of gemm/scaled_grouped_mm.h. a is
+// float8_e4m3fn or float8_e5m2, b float8_e4m3fn, out bfloat16 or float32.
 //
-//   scales of rows     2D x 3D and 2D x 2D: applied to the sum, which the tensor cores accumulate
-//   scales of blocks   2D x 3D: sums of 128 products are promoted, scaled and added in float32, in the order of the sum
+//   scales of rows     fast: applied to the sum, which the tensor cores accumulate in their own precision; otherwise
+//                      sums of 128 products are promoted, added in float32 in the order of the sum, and scaled then
+//   scales of blocks   sums of 128 products are promoted, scaled and added in float32, in the order of the sum
 //
 // Rows behind the last group are zero, as is the out of a group that owns nothing of the sum. The schedule: schedule.h.
 #pragma once
@@ -10,10 +11,10 @@
 
 namespace moe_fp8::sm90 {
 
-// Whether the strides of b and the scales are such that these kernels take the product, which is one of operands at
-// 16-byte boundaries, of a K and an N that are multiples of 16 and, in 2D x 2D, of offs that are multiples of 32.
+// Whether types, the strides of b and the scales are such that these kernels take the product, of operands at 16-byte
+// boundaries, of a K and an N that are multiples of 16 and, in 2D x 2D, of offs that are multiples of 32.
 bool takes_operands(const ScaledGroupedMmParams& p);
 // 0, or the runtime's error code.
-int grouped_gemm(const ScaledGroupedMmParams& p, void* stream);
+int grouped_gemm(const ScaledGroupedMmParams& p, bool fast, void* stream);
 
 }  // namespace moe_fp8::sm90

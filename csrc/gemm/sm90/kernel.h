@@ -7,7 +7,7 @@ namespace moe_fp8::sm90 {
 
 // Rows behind the last group, by the consumers of all blocks.
 template <class T>
-MOE_DEVICE void clear_tail(const Args& p, const Shared& shared) {
+MOE_DEVICE void clear_tail(const Args& p, const Shared<T>& shared) {
   constexpr int kElement = T::kFloat ? 4 : 2;
   const int64_t row_bytes = int64_t(p.N) * kElement, from = shared.groups.end[p.E] * row_bytes, to = p.M * row_bytes;
   const int64_t step = int64_t(gridDim.x) * 128 * kConsumers * 16;
@@ -20,23 +20,24 @@ template <class T>
 MOE_GLOBAL void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(MOE_GRID_CONSTANT const Args p) {
   if constexpr (kHasWgmma) {
     MOE_DYNAMIC_SMEM(smem);
-    Shared& shared = *reinterpret_cast<Shared*>(smem + (-shared_address(smem) & (kStageAlignment - 1)));
+    Shared<T>& shared = *reinterpret_cast<Shared<T>*>(smem + (-shared_address(smem) & (kStageAlignment - 1)));
     if (threadIdx.x == 0) {
       for (int s = 0; s < kStages; ++s) {
-        barrier_init(shared_address(&shared.full[s]), 1);
+        barrier_init(shared_address(&shared.full[s]), 2);  // producers
         barrier_init(shared_address(&shared.empty[s]), 2 * 4 * kConsumers);  // warps of both blocks
       }
       barriers_ready();
     }
     wait_for_previous_kernel();
-    shared.groups.template build<T::kGrouped>(p.offs, p.E, T::kSumGroups ? p.K : p.M, ceil_div(p.N, kTileColumns));
+    shared.groups.template build<T>(p.offs, p.E, T::kSumGroups ? p.K : p.M, p.N);
     cluster_barrier();
     if (threadIdx.x < 128) {
       leave_registers<kProducerRegisters>();
-      if (threadIdx.x == 0) produce<T>(p, shared);
+      if (threadIdx.x == 0) produce_operands(p, shared);
+      if (threadIdx.x == 32) produce_scales(p, shared);
     } else {
       take_registers<kConsumerRegisters>();
-      consume<T>(p, shared);
+      consume(p, shared);
       if (!T::kSumGroups) clear_tail<T>(p, shared);
     }
     __syncwarp();
@@ -45,22 +46,40 @@ MOE_GLOBAL void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(MOE_GRID_CONS
 }
 
 template <class T>
-int launch_grouped_gemm(const Args& args, void* stream) {
+int launch_grouped_gemm(const ScaledGroupedMmParams& p, void* stream) {
+  Args args = {};
+  args.scale_a = static_cast<const float*>(p.scale_a.data);
+  args.scale_b = static_cast<const float*>(p.scale_b.data);
+  args.offs = p.offs;
+  args.out = p.out;
+  args.M = int(p.M);
+  args.N = int(p.N);
+  args.K = int(p.K);
+  args.E = int(p.E);
+  args.scale_a_stride = int(p.scale_a.block_stride);
+  args.scale_b_stride = int(p.scale_b.block_stride);
+  args.scale_blocks = p.scale_a.blocks;
+  const int64_t rows_of_b = T::kSumGroups ? p.N : p.E * p.N;
+  if (const int e = describe_matrix(&args.a, p.a, p.M, p.K, p.a_stride, 128)) return e;
+  if (const int e = describe_matrix(&args.a_half, p.a, p.M, p.K, p.a_stride, 64)) return e;
+  if (const int e = describe_matrix(&args.b, p.b, rows_of_b, p.K, p.b_stride, T::kBoxColumns)) return e;
+
   constexpr auto kKernel = grouped_gemm_kernel<T>;
   if (const int e = allow_large<kKernel>()) return e;
   Launch l = {dim3(unsigned(device().multiprocessors / 2 * 2)), dim3(kThreads), stream,
-              sizeof(Shared) + kStageAlignment};
+              sizeof(Shared<T>) + kStageAlignment};
   l.cluster = 2;
   return launch(kKernel, l, args);
 }
-// One instance file each.
-int launch_row_scales(const Args& args, bool groups_of_sum, bool out_float32, void* stream);
-int launch_block_scales(const Args& args, bool out_float32, void* stream);
-
-template <Grouped kGrouped, Scales kScales>
-int launch_with(const Args& args, bool out_float32, void* stream) {
-  return out_float32 ? launch_grouped_gemm<Traits<kGrouped, kScales, true>>(args, stream)
-                     : launch_grouped_gemm<Traits<kGrouped, kScales, false>>(args, stream);
+template <Scales kScales, Grouped kGrouped, Fp8Type kA>
+int launch_of(const ScaledGroupedMmParams& p, void* stream) {
+  return p.out_float32 ? launch_grouped_gemm<Traits<kScales, kGrouped, kA, true>>(p, stream)
+                       : launch_grouped_gemm<Traits<kScales, kGrouped, kA, false>>(p, stream);
+}
+template <Scales kScales, Fp8Type kA>
+int launch_gemm(const ScaledGroupedMmParams& p, void* stream) {
+  return p.groups_of_sum ? launch_of<kScales, Grouped::kSum, kA>(p, stream)
+                         : launch_of<kScales, Grouped::kRows, kA>(p, stream);
 }
 
 }  // namespace moe_fp8::sm90

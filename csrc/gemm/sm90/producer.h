@@ -1,81 +1,90 @@
-// The producer: starts the copies of all operands and of the scales that come with them.
+// The producers: one thread starts the copies of operands, another those of the scales that come with them.
 #pragma once
 #include "gemm/sm90/stages.h"
 
 namespace moe_fp8::sm90 {
 
-// Floats from a matrix of scales, with what a barrier waits for.
-struct ScaleCopy {
-  uint32_t to;
-  const float* from;
-  int count;  // a multiple of 4
-};
-
-// The scales that come with stage k of a tile: f(copy) for each.
-template <class T, class F>
-MOE_DEVICE void for_each_scale(const Args& p, Shared& shared, const Tile& tile, int turn, int k, F f) {
-  if constexpr (!T::kBlockScales) {
-    if (k > 0 || tile.columns <= 0) return;
-    f(ScaleCopy{shared_address(shared.of_columns[turn]), p.scale_b + int64_t(tile.expert) * p.N + tile.column,
-                up_to(tile.columns, kTileColumns)});
-  } else {
-    const int row = tile.row_of_a & ~3;
-    f(ScaleCopy{shared_address(shared.scale_a[k % kStages]), p.scale_a + int64_t(k) * p.scale_a_stride + row,
-                up_to(p.scale_a_stride - row, kTileRows + 4)});
-    const int blocks = steps_of(tile), rows = ceil_div(p.N, kDepth);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row_of_blocks = tile.column / kDepth + h;
-      if (row_of_blocks >= rows) return;
-      const int64_t at = (int64_t(tile.expert) * rows + row_of_blocks) * blocks + k;
-      f(ScaleCopy{shared_address(shared.scale_b[k % kStages][h]), p.scale_b + (at & ~int64_t(3)), 4});
+// Waits for the stages of all tiles in turn, and for one behind the last: fill(tile, turn, k, stage) arms each.
+template <class T, class Fill>
+MOE_DEVICE void for_each_stage(const Args& p, Shared<T>& shared, Fill fill) {
+  const uint32_t empty = shared_address(shared.empty);
+  uint32_t phase = 1;  // the one before a barrier's first: stages are empty to begin with
+  Schedule<T> schedule(p, shared.groups, int(cluster_rank()));
+  for (int turn = 0;; turn ^= 1) {
+    const Tile tile = schedule.next();
+    const int stages = tile.there ? rounds_of(tile) * kStages : 1;
+    for (int k = 0; k < stages; ++k) {
+      const int s = k % kStages;
+      barrier_wait(empty + 8 * s, phase);
+      if (s == kStages - 1) phase ^= 1;
+      fill(tile, turn, k, s);
     }
-  }
-}
-
-// A stage's part of both operands.
-MOE_DEVICE void copy_operands(const Args& p, const Tile& tile, int rank, int k, uint32_t a, uint32_t b, uint32_t full) {
-  const int at = tile.first + k * kDepth;
-  if (tile.beside) {
-    copy_box_to_both(a + rank * (kStageBytesA / 2), p.a_half, at, tile.row_of_a + rank * (kTileRows / 2), full);
-    copy_box(b, p.b_half, at, tile.row_of_b, full);
-    copy_box(b + kStageBytesB / 2, p.b_half, at, tile.row_of_b + kTileColumns / 2, full);
-  } else {
-    copy_box(a, p.a, at, tile.row_of_a, full);
-    copy_box_to_both(b + rank * (kStageBytesB / 2), p.b_half, at, tile.row_of_b + rank * (kTileColumns / 2), full);
+    if (!tile.there) return;
   }
 }
 
 template <class T>
-MOE_DEVICE void produce(const Args& p, Shared& shared) {
+MOE_DEVICE void produce_operands(const Args& p, Shared<T>& shared) {
   const int rank = int(cluster_rank());
-  const uint32_t a = shared_address(shared.a), b = shared_address(shared.b);
-  const uint32_t full_of = shared_address(shared.full), empty_of = shared_address(shared.empty);
-  uint32_t phase = 1;  // the one before a barrier's first: stages are empty to begin with
-  Schedule<T::kGrouped> schedule(shared.groups, p.E, p.M, p.N, p.K, rank);
-  for (int turn = 0;; turn ^= 1) {
-    const Tile tile = schedule.next();
-    barrier_wait(empty_of, phase);
-    shared.tiles[turn] = tile;
-    if (!tile.there) return barrier_arrive(full_of);
-    const int steps = steps_of(tile), stages = rounds_of(tile) * kStages;
-    for (int k = 0; k < stages; ++k) {
-      const int s = k % kStages;
-      const uint32_t full = full_of + 8 * s;
-      if (k > 0) barrier_wait(empty_of + 8 * s, phase);
-      if (s == kStages - 1) phase ^= 1;
-      if (k >= steps) {
-        barrier_arrive(full);
-        continue;
+  const uint32_t a_of = shared_address(shared.a), b_of = shared_address(shared.b);
+  const uint32_t full_of = shared_address(shared.full);
+  for_each_stage(p, shared, [&](const Tile& tile, int turn, int k, int s) {
+    const uint32_t full = full_of + 8 * s;
+    if (k == 0) shared.tiles[turn] = tile;
+    if (k >= steps_of(tile)) return barrier_arrive(full);
+    const uint32_t a = a_of + s * T::kStageBytesA, b = b_of + s * T::kStageBytesB;
+    const int at = tile.first + k * kDepth;
+    if constexpr (T::kTileRows == kPairRows) {
+      const bool low = tile.rows <= 128;
+      const int rows = low ? 64 : 128;
+      barrier_arrive_expecting(full, 2 * rows * kDepth + T::kStageBytesB);
+      copy_box_to_both(a + rank * rows * kDepth, low ? p.a_half : p.a, at, tile.row_of_a + rank * rows, full);
+      copy_box(b, p.b, at, tile.row_of_b, full);
+    } else {
+      barrier_arrive_expecting(full, T::kStageBytesA + T::kStageBytesB);
+      if (tile.beside) {
+        copy_box_to_both(a + rank * (T::kStageBytesA / 2), p.a_half, at, tile.row_of_a + rank * 64, full);
+        copy_box(b, p.b, at, tile.row_of_b, full);
+        copy_box(b + T::kStageBytesB / 2, p.b, at, tile.row_of_b + T::kBoxColumns, full);
+      } else {
+        copy_box(a, p.a, at, tile.row_of_a, full);
+        copy_box_to_both(b + rank * (T::kStageBytesB / 2), p.b, at, tile.row_of_b + rank * T::kBoxColumns, full);
       }
-      uint32_t bytes = kStageBytesA + kStageBytesB;
-      for_each_scale<T>(p, shared, tile, turn, k, [&](const ScaleCopy& c) { bytes += 4 * c.count; });
-      barrier_arrive_expecting(full, bytes);
-      for_each_scale<T>(p, shared, tile, turn, k,
-                        [&](const ScaleCopy& c) { copy_bytes(c.to, c.from, 4 * c.count, full); });
-      copy_operands(p, tile, rank, k, a + s * kStageBytesA, b + s * kStageBytesB, full);
     }
-  }
+  });
+}
+
+template <class T>
+MOE_DEVICE void produce_scales(const Args& p, Shared<T>& shared) {
+  const uint32_t full_of = shared_address(shared.full);
+  for_each_stage(p, shared, [&](const Tile& tile, int turn, int k, int s) {
+    const uint32_t full = full_of + 8 * s;
+    if (tile.columns <= 0 || k >= (T::kBlockScales ? steps_of(tile) : up_to(steps_of(tile), 1)))
+      return barrier_arrive(full);
+    const int columns = up_to(tile.columns, T::kTileColumns);
+    if constexpr (!T::kBlockScales) {
+      barrier_arrive_expecting(full, 4 * columns);
+      const float* of_columns = p.scale_b + int64_t(tile.expert) * p.N + tile.column;
+      copy_bytes(shared_address(shared.scale_b[turn]), of_columns, 4 * columns, full);
+    } else {
+      const int block = up_to(tile.first_block + k, p.scale_blocks - 1);  // what offsets say is not trusted
+      const int row = tile.row_of_a & ~3, rows = up_to(round_up(p.M, 4) - row, T::kTileRows + 4);
+      const float* of_rows = p.scale_a + int64_t(block) * p.scale_a_stride + row;
+      const float* of_columns;
+      int count = 4;
+      if constexpr (T::kSumGroups) {
+        of_columns = p.scale_b + int64_t(block) * p.scale_b_stride + tile.column;
+        count = columns;
+      } else {
+        const int64_t row_of_blocks = tile.expert * ceil_div(p.N, kDepth) + tile.column / kDepth;
+        const int64_t at = row_of_blocks * p.scale_blocks + k;
+        of_columns = p.scale_b + (at & ~int64_t(3));
+      }
+      barrier_arrive_expecting(full, 4 * (rows + count));
+      copy_bytes(shared_address(shared.scale_a[s]), of_rows, 4 * rows, full);
+      copy_bytes(shared_address(shared.scale_b[s]), of_columns, 4 * count, full);
+    }
+  });
 }
 
 }  // namespace moe_fp8::sm90

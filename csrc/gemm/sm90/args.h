@@ -1,0 +1,48 @@
+// What a launch gives the kernel, and which kernel it is.
+#pragma once
+#include "gemm/scaled_grouped_mm.h"
+#include "numerics/groups.h"
+#include "platform/tma.h"
+
+namespace moe_fp8::sm90 {
+
+constexpr int kDepth = 128;  // elements of the sum in a stage, and under one scale of a block
+
+// What groups divide: the rows of a and out (2D x 3D), or the sum, with an out for every group (2D x 2D).
+enum class Grouped { kRows, kSum };
+
+// Of rows: the tensor cores add up a tile's whole sum, 64 rows by 256 columns a warpgroup. Promoted: what they add up
+// of a stage is added, in float32, to sums in other registers, so a warpgroup multiplies 64 rows at a time, twice a
+// stage. Of blocks: promoted, times the scales of the stage.
+enum class Scales { kRows, kRowsPromoted, kBlocks };
+
+template <Scales kScales_, Grouped kGrouped, Fp8Type kA, bool kFloat_>
+struct Traits {
+  static constexpr Scales kScales = kScales_;
+  static constexpr bool kE5M2 = kA == Fp8Type::kE5M2;  // a; b is E4M3
+  static constexpr bool kFloat = kFloat_;              // out, otherwise bfloat16
+  static constexpr bool kSumGroups = kGrouped == Grouped::kSum;
+  static constexpr bool kPromoted = kScales != Scales::kRows, kBlockScales = kScales == Scales::kBlocks;
+  // Where every column has a scale of the stage, fewer of them leave registers for the products of scales.
+  static constexpr int kTileRows = kPromoted ? 256 : 128;
+  static constexpr int kTileColumns = !kPromoted ? 256 : kBlockScales && kSumGroups ? 96 : 128;
+  static constexpr int kBoxColumns = kPromoted ? kTileColumns : kTileColumns / 2;  // rows of b in a copy
+  static constexpr int kStageBytesA = kTileRows * kDepth, kStageBytesB = kTileColumns * kDepth;
+};
+
+struct Args {
+  CUtensorMap a, a_half, b;  // boxes of 128 and 64 rows of a, of kBoxColumns rows of b
+  const float* scale_a;
+  const float* scale_b;
+  const int* offs;
+  void* out;
+  int M, N, K, E;
+  // Of blocks: between those of one row of a, of b; how many there are of a row.
+  int scale_a_stride, scale_b_stride, scale_blocks;
+};
+
+// Each in an instance file of its own. 0, or the runtime's error code.
+template <Scales kScales, Fp8Type kA>
+int launch_gemm(const ScaledGroupedMmParams& p, void* stream);
+
+}  // namespace moe_fp8::sm90
