@@ -5,6 +5,7 @@
 #include "gemm/backends.h"
 #include "numerics/format.h"
 #include "ops/arguments.h"
+#include "ops/call.h"
 #include "tokens/permute.h"
 
 namespace py = pybind11;
@@ -119,4 +120,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("formats", &formats, "Every Format, as a dict: csrc/numerics/format.h.");
   m.def("arguments", &arguments_of_ops, "Every tensor argument of every op, as a dict: csrc/ops/arguments.h.");
   m.def("limits", &limits, "Sizes that Python and C++ must agree on.");
+  m.def("validates", [] { return flag_is_set("MOE_FP8_VALIDATE"); },
+        "Whether the contents of offs and indices are checked too, which waits for the device.");
 }

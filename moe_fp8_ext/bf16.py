@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe_fp8_ext.formats import MAX_EXPERTS, round_up
 from moe_fp8_ext.ops.checks import require
+from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
 
 
 def row_major(x: Tensor) -> Tensor:
@@ -30,23 +31,26 @@ class Bf16GroupedMm(torch.autograd.Function):
         _, k, n = B_t.shape
         check_experts(A, offs, recipe='recipe "bf16"')
         ctx.sizes, ctx.dtypes, ctx.needs = (k, n), (A.dtype, B_t.dtype), (needs_dA, needs_dB)
-        offs = _clamped(offs, A.shape[0])
-        a = _tma_operand(cast(A, torch.bfloat16), _tma_size(k))
-        b_t = _tma_operand(cast(B_t, torch.bfloat16), _tma_size(n), _tma_size(k))
+        with below_autograd():
+            offs = _clamped(offs, A.shape[0])
+            a = _tma_operand(cast(A, torch.bfloat16), _tma_size(k))
+            b_t = _tma_operand(cast(B_t, torch.bfloat16), _tma_size(n), _tma_size(k))
+            out = cast(_rows(a, b_t, offs, n), A.dtype)
         ctx.save_for_backward(offs, a if needs_dB else None, b_t if needs_dA else None)
-        return cast(_rows(a, b_t, offs, n), A.dtype)
+        return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx, dY):
         offs, a, b_t = ctx.saved_tensors
         needs_dA, needs_dB = ctx.needs
         (k, n), (a_dtype, b_dtype) = ctx.sizes, ctx.dtypes
         dA = dB_t = None
-        if needs_dA:
-            dA = cast(_rows(_gradient(dY, n), b_t.transpose(-2, -1), offs, k), a_dtype)
-        if needs_dB:
-            dB_t = cast(_wgrad(dY, a, offs, n, k), b_dtype)
+        with below_autograd():
+            if needs_dA:
+                dA = cast(_rows(_gradient(dY, n), b_t.transpose(-2, -1), offs, k), a_dtype)
+            if needs_dB:
+                dB_t = cast(_wgrad(dY, a, offs, n, k), b_dtype)
         return dA, dB_t, None, None, None
 
 

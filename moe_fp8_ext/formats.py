@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,8 +58,7 @@ def blocked_shape(rows: int, columns: int, groups: str | None = None, e: int | N
     return (e, of_matrix[0] * of_matrix[1]) if groups == "experts" else of_matrix
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Of a tensor of scales; without strides it is contiguous."""
 
     shape: Shape

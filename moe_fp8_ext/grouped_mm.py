@@ -7,28 +7,30 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from moe_fp8_ext._C import validates
 from moe_fp8_ext.bf16 import Bf16GroupedMm, bf16_wgrad, cast, check_experts, row_major
 from moe_fp8_ext.formats import FORMATS, MAX_EXPERTS
-from moe_fp8_ext.ops import permute_pad, unpermute
+from moe_fp8_ext.ops import permute_pad
 from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
     validate_indices,
     validate_offs,
-    validates,
 )
-from moe_fp8_ext.ops.dispatch import asks_for_gradient
-from moe_fp8_ext.quantized import (
-    Quantized,
-    quantize_both,
-    quantize_rows,
-    quantize_tokens,
-    quantize_weight,
-    scaled_grouped_mm,
-)
+from moe_fp8_ext.ops.dispatch import asks_for_gradient, below_autograd, differentiable_once
+from moe_fp8_ext.quantized import Quantized
 from moe_fp8_ext.recipes import Recipe, get_recipe
 
 _OP = "grouped_mm"
 Pair = tuple[Quantized, Quantized]
+Operand = tuple[Tensor, Tensor]  # fp8 values and scales, as ops return them: a Quantized costs a microsecond
+
+_quantize_rows = torch.ops.moe_fp8.quantize_rows.default
+_quantize_tokens = torch.ops.moe_fp8.quantize_tokens.default
+_quantize_both = torch.ops.moe_fp8.quantize_both.default
+_quantize_weight = torch.ops.moe_fp8.quantize_weight.default
+_scaled_grouped_mm = torch.ops.moe_fp8.scaled_grouped_mm.default
+_permute_pad = torch.ops.moe_fp8.permute_pad.default
+_unpermute = torch.ops.moe_fp8.unpermute.default
 
 
 def grouped_mm(
@@ -94,7 +96,7 @@ def grouped_mm(
     a, w = _given("A", A, recipe), _given("B_t", B_t, recipe)
     A, B_t = (x if isinstance(x, Tensor) else None for x in (A, B_t))
     _check(A, B_t, a, w, offs, indices, top_k)
-    A, B_t = _autocast(A), _autocast(B_t)
+    A, B_t = _autocast(A, B_t)
     if A is not None and B_t is not None and A.dtype != B_t.dtype:
         _fail(f"B_t must have the dtype of A, {A.dtype}, got {B_t.dtype}")
     needs = asks_for_gradient(A), asks_for_gradient(B_t)
@@ -143,10 +145,8 @@ def _check(
         _fail(f"A must be bfloat16, float16 or float32, got {A.dtype}")
     if weight.dtype not in INPUT_DTYPES and B_t is not None:
         _fail(f"B_t must be bfloat16, float16 or float32, got {B_t.dtype}")
-    for arg, x, dims in (("A", tokens, 2), ("B_t", weight, 3)):
-        _check_dense(arg, x)
-        if x.dim() != dims:
-            _fail(f"{arg} must have {dims} dimensions, got {x.dim()}")
+    _check_dense("A", tokens, 2)
+    _check_dense("B_t", weight, 3)
     _check_device("B_t", weight, tokens)
     k, of_a = weight.shape[2 if B_t is None else 1], tokens.shape[1]
     if k != of_a:
@@ -168,18 +168,20 @@ def _check(
             _fail(f"top_k must be an int, got {type(top_k).__name__}")
         if top_k < 1:
             _fail(f"top_k must be at least 1, got {top_k}")
-    if not torch.compiler.is_compiling() and tokens.device.type != "meta" and validates():
+    if not torch.compiler.is_compiling() and validates() and tokens.device.type != "meta":
         rows = tokens.shape[0] if indices is None else indices.shape[0]
         validate_offs(_OP, offs, "rows of A" if indices is None else "indices", rows)
         if indices is not None:
             validate_indices(_OP, indices, tokens.shape[0] * top_k)
 
 
-def _check_dense(arg: str, x: Tensor) -> None:
+def _check_dense(arg: str, x: Tensor, dims: int) -> None:
     if not isinstance(x, Tensor):
         _fail(f"{arg} must be a tensor, got {type(x).__name__}")
     if x.layout != torch.strided:
         _fail(f"{arg} must be a dense tensor, got {x.layout}")
+    if x.dim() != dims:
+        _fail(f"{arg} must have {dims} dimensions, got {x.dim()}")
 
 
 def _check_device(arg: str, x: Tensor, A: Tensor) -> None:
@@ -188,9 +190,7 @@ def _check_device(arg: str, x: Tensor, A: Tensor) -> None:
 
 
 def _check_vector(arg: str, x: Tensor, A: Tensor) -> None:
-    _check_dense(arg, x)
-    if x.dim() != 1:
-        _fail(f"{arg} must have 1 dimensions, got {x.dim()}")
+    _check_dense(arg, x, 1)
     if x.dtype != torch.int32:
         _fail(f"{arg} must be int32, got {x.dtype}")
     if x.stride(0) != 1 and x.shape[0] > 1:
@@ -214,78 +214,89 @@ def _check_gradients(
         _fail("B_t must be the pair of quantize_weight where A needs a gradient, got its first alone")
 
 
-def _autocast(x: Tensor | None) -> Tensor | None:
-    if x is None or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+def _autocast(A: Tensor | None, B_t: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    x = B_t if A is None else A
+    device = "meta" if x is None else x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return A, B_t
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(None if x is None else x.to(dtype) for x in (A, B_t))
 
 
 class _QuantizedGroupedMm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, A, B_t, a, w, offs, indices, top_k, recipe, needs_dA, needs_dB):
-        ctx.recipe, ctx.needs, ctx.top_k = recipe, (needs_dA, needs_dB), top_k
-        ctx.dtypes = [None if x is None else x.dtype for x in (A, B_t)]
-        ctx.rows = None if A is None else A.shape[0]
-        (a, a_t), kept = (a, None) if A is None else _quantize_tokens_of(A, offs, indices, top_k, recipe, needs_dB)
-        w, w_t = w if B_t is None else _quantize_weights_of(B_t, recipe, needs_dA)
-        ctx.align = recipe.align if a_t is None else a_t.align
-        a_t, w_t = a_t if needs_dB else None, w_t if needs_dA else None
-        ctx.save_for_backward(offs, indices, kept, *_tensors(a_t), *_tensors(w_t))
-        dtype = next((x.dtype for x in (A, B_t) if x is not None), torch.bfloat16)
-        return cast(scaled_grouped_mm(a, w, offs, use_fast_accum=recipe.use_fast_accum), dtype)
+        kept, align = None, recipe.align
+        with below_autograd():
+            if A is None:
+                align = align if a[1] is None else a[1].align
+                a, a_t = map(_operand, a)
+            else:
+                a, a_t, kept = _quantize_tokens_of(A, offs, indices, top_k, recipe, needs_dB)
+            w, w_t = map(_operand, w) if B_t is None else _quantize_weights_of(B_t, recipe, needs_dA)
+            out = _product(a, w, offs, recipe)
+        none = None, None
+        ctx.save_for_backward(offs, indices, kept, *(needs_dB and a_t or none), *(needs_dA and w_t or none))
+        a_dtype, b_dtype = (None if x is None else x.dtype for x in (A, B_t))
+        ctx.call = recipe, top_k, align, None if A is None else A.shape[0], a_dtype, b_dtype, needs_dA, needs_dB
+        return cast(out, a_dtype or b_dtype or torch.bfloat16)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx, dY):
         offs, indices, kept, *saved = ctx.saved_tensors
-        recipe, (needs_dA, needs_dB), (a_dtype, b_dtype) = ctx.recipe, ctx.needs, ctx.dtypes
-        of_grad = {"dtype": recipe.grad_dtype or recipe.dtype, "rounding": recipe.rounding}
-        dY, dA, dB_t = row_major(dY), None, None
-        if needs_dB and recipe.wgrad_high_precision:
-            a = kept if indices is None else permute_pad(kept, indices, ctx.top_k)
-            dB_t, needs_dB = cast(bf16_wgrad(dY, a, offs), b_dtype), False
-        if needs_dA and needs_dB:
-            dy, dy_t = quantize_both(dY, recipe.format, offs=offs, align=ctx.align, **of_grad)
-        elif needs_dA:
-            dy = quantize_rows(dY, recipe.format, offs=offs, **of_grad)
-        elif needs_dB:
-            dy_t = quantize_tokens(dY, recipe.format, offs=offs, align=ctx.align, **of_grad)
-        if needs_dA:
-            w_t = Quantized(saved[3], saved[4], recipe.format)
-            dA = scaled_grouped_mm(dy, w_t, offs, use_fast_accum=recipe.use_fast_accum)
-            dA = cast(dA if indices is None else unpermute(dA, indices, ctx.rows, ctx.top_k), a_dtype)
-        if needs_dB:
-            if kept is None:
-                a_t = Quantized(saved[0], saved[1], recipe.format, "tokens", saved[2], ctx.align)
-            else:
-                a_t = quantize_tokens(row_major(kept), **_options(recipe, offs, indices, ctx.top_k), align=ctx.align)
-            dW = scaled_grouped_mm(dy_t, a_t, use_fast_accum=recipe.use_fast_accum)
-            dB_t = cast(dW, b_dtype).transpose(-2, -1)
+        recipe, top_k, align, rows, a_dtype, b_dtype, needs_dA, needs_dB = ctx.call
+        dA = dB_t = None
+        with below_autograd():
+            dY = row_major(dY)
+            if needs_dB and recipe.wgrad_high_precision:
+                a = kept if indices is None else _permute_pad(kept, indices, top_k)
+                dB_t, needs_dB = cast(bf16_wgrad(dY, a, offs), b_dtype), False
+            dtype, rounding = recipe.grad_dtype or recipe.dtype, recipe.rounding
+            dy = dy_t = ()
+            if needs_dB:
+                quantize = _quantize_both if needs_dA else _quantize_tokens
+                *dy, q_t, scale_t, padded_offs = quantize(dY, recipe.format, offs, None, None, align, dtype, rounding)
+                dy_t = q_t, scale_t
+            elif needs_dA:
+                dy = _quantize_rows(dY, recipe.format, offs, None, None, dtype, rounding)
+            if needs_dA:
+                dA = _product(dy, saved[2:], offs, recipe)
+                dA = cast(dA if indices is None else _unpermute(dA, indices, rows, top_k), a_dtype)
+            if needs_dB:
+                a_t = saved[:2]
+                if kept is not None:
+                    options = offs, indices, top_k, align, recipe.dtype, rounding
+                    *a_t, _ = _quantize_tokens(row_major(kept), recipe.format, *options)
+                dB_t = cast(_product(dy_t, a_t, padded_offs, recipe, align), b_dtype).transpose(-2, -1)
         return dA, dB_t, *[None] * 8
 
 
-def _options(recipe: Recipe, offs: Tensor, indices: Tensor | None, top_k: int | None) -> dict[str, object]:
-    given = {"offs": offs, "indices": indices, "top_k": top_k}
-    return {"format": recipe.format, **given, "dtype": recipe.dtype, "rounding": recipe.rounding}
+def _operand(x: Quantized | None) -> Operand | None:
+    return None if x is None else (x.q, x.scale)
 
 
-def _tensors(x: Quantized | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return (None, None, None) if x is None else (x.q, x.scale, x.offs)
+def _product(a: Operand, b: Operand, offs: Tensor, recipe: Recipe, align: int = 1) -> Tensor:
+    """a @ b^T of each group; align: as in `ops.scaled_grouped_mm`."""
+    scale_b = FORMATS[recipe.format].transposed_scale(b[1])
+    return _scaled_grouped_mm(a[0], b[0].mT, a[1], scale_b, offs, recipe.format, align, None, recipe.use_fast_accum)
 
 
 def _quantize_tokens_of(
     A: Tensor, offs: Tensor, indices: Tensor | None, top_k: int | None, recipe: Recipe, needs_dB: bool
-) -> tuple[tuple[Quantized, Quantized | None], Tensor | None]:
+) -> tuple[Operand, Operand | None, Tensor | None]:
     """A along rows and, where its gradient of B_t is computed from that, along tokens; or what to keep instead."""
-    options, kept = _options(recipe, offs, indices, top_k), None
+    kept = None
     if needs_dB and recipe.wgrad_high_precision:
         check_experts(A, offs, recipe="wgrad_high_precision")
         kept = cast(row_major(A), torch.bfloat16)
     elif needs_dB and _is_smaller(A, offs, indices, recipe):
         kept = A
+    A, source = row_major(A), (recipe.format, offs, indices, top_k)
     if needs_dB and kept is None:
-        return quantize_both(row_major(A), **options, align=recipe.align), None
-    return (quantize_rows(row_major(A), **options), None), kept
+        q, scale, q_t, scale_t, _ = _quantize_both(A, *source, recipe.align, recipe.dtype, recipe.rounding)
+        return (q, scale), (q_t, scale_t), None
+    return _quantize_rows(A, *source, recipe.dtype, recipe.rounding), None, kept
 
 
 def _is_smaller(A: Tensor, offs: Tensor, indices: Tensor | None, recipe: Recipe) -> bool:
@@ -300,13 +311,14 @@ def _is_smaller(A: Tensor, offs: Tensor, indices: Tensor | None, recipe: Recipe)
     return statically_known_true(smaller)
 
 
-def _quantize_weights_of(B_t: Tensor, recipe: Recipe, needs_dA: bool) -> tuple[Quantized, Quantized | None]:
+def _quantize_weights_of(B_t: Tensor, recipe: Recipe, needs_dA: bool) -> tuple[Operand, Operand | None]:
     """B_t as weights [E, N, K], and transposed, which formats with blocks get at no cost."""
-    options = {"format": recipe.format, "dtype": recipe.dtype, "rounding": recipe.rounding}
+    options = recipe.format, recipe.dtype, recipe.rounding
     if B_t.stride(-1) == 1 and B_t.stride(-2) != 1:  # contiguous [E, K, N]: the same op, its directions swapped
-        w_t, w = quantize_weight(B_t, **options)
-        return w, w_t
+        q_t, scale_t, q, scale = _quantize_weight(B_t, *options)
+        return (q, scale), (q_t, scale_t)
     w = row_major(B_t.transpose(-2, -1))
     if needs_dA or FORMATS[recipe.format].block:
-        return quantize_weight(w, **options)
-    return quantize_rows(w, **options), None
+        q, scale, q_t, scale_t = _quantize_weight(w, *options)
+        return (q, scale), (q_t, scale_t)
+    return _quantize_rows(w, recipe.format, None, None, None, recipe.dtype, recipe.rounding), None

@@ -129,9 +129,8 @@ def scaled_grouped_mm(
     Raises:
         RuntimeError: operands do not fit one another; the text names the argument.
     """
-    for arg, x in (("a", a), ("b", b)):
-        if not isinstance(x, Quantized):
-            _fail(f"{arg} must be a Quantized, got {type(x).__name__}")
+    _check_quantized("a", a)
+    _check_quantized("b", b)
     if b.format != a.format:
         _fail(f"b must have the format of a, '{a.format}', got '{b.format}'")
     if b.along != a.along:
@@ -147,8 +146,22 @@ def scaled_grouped_mm(
     if offs is None:
         _fail("offs must be given where a has none, got None")
     scale_b = FORMATS[b.format].transposed_scale(b.scale)
-    options = {"align": a.align, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-    return ops.scaled_grouped_mm(a.q, b.q.mT, a.scale, scale_b, offs, a.format, **options)
+    return ops.scaled_grouped_mm(
+        a.q,
+        b.q.mT,
+        a.scale,
+        scale_b,
+        offs,
+        a.format,
+        align=a.align,
+        out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+    )
+
+
+def _check_quantized(arg: str, x: object) -> None:
+    if not isinstance(x, Quantized):
+        _fail(f"{arg} must be a Quantized, got {type(x).__name__}")
 
 
 def _fail(text: str) -> NoReturn:

@@ -5,7 +5,6 @@ What can be said of a tensor alone is in the table of csrc/ops/arguments.h, whic
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -200,11 +199,6 @@ def fp8_dtype(op: str, dtype: torch.dtype | None, x: Tensor) -> torch.dtype:
         return default_fp8_dtype(x.device)
     require(dtype in FP8_DTYPES, f"{op}: dtype must be {either(map(dtype_name, FP8_DTYPES))}, got {dtype}")
     return dtype
-
-
-def validates() -> bool:
-    """Whether the contents of offs and indices are checked too, which waits for the device."""
-    return os.environ.get("MOE_FP8_VALIDATE", "0") not in ("", "0")
 
 
 def validate_offs(op: str, offs: Tensor, of: str, rows: int) -> None:

@@ -7,6 +7,7 @@ A kernel in Python costs a call microseconds. Wrappers go past it where nothing 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -20,20 +21,31 @@ _below_keys = torch._C._after_autograd_keyset
 _is_compiling = torch.compiler.is_compiling
 _any_requires_grad = torch._C._any_requires_grad
 _in_functorch = torch._C._are_functorch_transforms_active
+_NOTHING = nullcontext()
 
 
 def below_autograd(*tensors: Tensor | None) -> AbstractContextManager:
     """In which an op goes straight to its implementation, unless a derivative may be asked for or a graph is traced."""
     if _is_compiling() or forward_ad._current_level >= 0 or _in_functorch():
-        return nullcontext()
-    for t in tensors:
-        if asks_for_gradient(t):
-            return nullcontext()
+        return _NOTHING
+    if tensors and torch.is_grad_enabled() and _any_requires_grad(*tensors):
+        return _NOTHING
     return _Below()
 
 
 def asks_for_gradient(x: object) -> bool:
     return isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
+
+
+def differentiable_once(backward: Callable) -> Callable:
+    """once_differentiable, which takes as long as an op, where a second derivative could be asked for alone."""
+    once = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def wrapper(ctx, *grads):
+        return (once if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return wrapper
 
 
 def unit_stride(grad: Tensor) -> Tensor:
