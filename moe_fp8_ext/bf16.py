@@ -9,10 +9,13 @@ from moe_fp8_ext.formats import MAX_EXPERTS, round_up
 from moe_fp8_ext.ops.checks import require
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
 
+_pad_token_groups = torch.ops.moe_fp8.pad_token_groups.default
+
 
 def row_major(x: Tensor) -> Tensor:
     """x itself if its rows lie one after the other, each in one piece; expanded and transposed ones are copied."""
-    return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
+    *_, row, element = x.stride()
+    return x if element == 1 and row >= x.shape[-1] else x.contiguous()
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -107,9 +110,9 @@ def _(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 def _zero_tail(out: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     if b.dim() == 2:
         return out
-    # Not arange: its size would be a guard on a number of rows that only the run knows.
-    row = torch.ones_like(out[:, 0], dtype=torch.int32).cumsum(0)
-    return out.masked_fill((row > offs[-1])[:, None], 0)
+    # One op that copies groups to where they are, in place of seven that build a mask and fill by it.
+    groups, *_ = _pad_token_groups(out, offs, 1)
+    return groups[: out.shape[0]]
 
 
 def _tma_size(size: int) -> int:

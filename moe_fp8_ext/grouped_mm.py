@@ -22,7 +22,8 @@ from moe_fp8_ext.recipes import Recipe, get_recipe
 
 _OP = "grouped_mm"
 Pair = tuple[Quantized, Quantized]
-Operand = tuple[Tensor, Tensor]  # fp8 values and scales, as ops return them: a Quantized costs a microsecond
+# As ops return an operand both ways: q, scale, q_t, scale_t. A Quantized costs as much as an allocation.
+Both = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 _quantize_rows = torch.ops.moe_fp8.quantize_rows.default
 _quantize_tokens = torch.ops.moe_fp8.quantize_tokens.default
@@ -94,7 +95,7 @@ def grouped_mm(
     """
     recipe = get_recipe(recipe)
     a, w = _given("A", A, recipe), _given("B_t", B_t, recipe)
-    A, B_t = (x if isinstance(x, Tensor) else None for x in (A, B_t))
+    A, B_t = A if isinstance(A, Tensor) else None, B_t if isinstance(B_t, Tensor) else None
     _check(A, B_t, a, w, offs, indices, top_k)
     A, B_t = _autocast(A, B_t)
     if A is not None and B_t is not None and A.dtype != B_t.dtype:
@@ -105,7 +106,8 @@ def grouped_mm(
             A = permute_pad(row_major(A), indices, top_k)
         return Bf16GroupedMm.apply(A, B_t, offs, *needs)
     _check_gradients(a, w, recipe, *needs)
-    return _QuantizedGroupedMm.apply(A, B_t, a, w, offs, indices, top_k, recipe, *needs)
+    # One argument for all that are no tensors: torch looks at each.
+    return _QuantizedGroupedMm.apply(A, B_t, offs, indices, (recipe, a, w, top_k, *needs))
 
 
 def _fail(text: str) -> NoReturn:
@@ -225,66 +227,74 @@ def _autocast(A: Tensor | None, B_t: Tensor | None) -> tuple[Tensor | None, Tens
 
 class _QuantizedGroupedMm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, A, B_t, a, w, offs, indices, top_k, recipe, needs_dA, needs_dB):
-        kept, align = None, recipe.align
+    def forward(ctx, A, B_t, offs, indices, call):
+        recipe, a, w, top_k, needs_dA, needs_dB = call
+        align, rows, a_dtype, b_dtype, kept = recipe.align, None, None, None, None
         with below_autograd():
             if A is None:
+                q, scale, q_t, scale_t = _tensors(a)
                 align = align if a[1] is None else a[1].align
-                a, a_t = map(_operand, a)
             else:
-                a, a_t, kept = _quantize_tokens_of(A, offs, indices, top_k, recipe, needs_dB)
-            w, w_t = map(_operand, w) if B_t is None else _quantize_weights_of(B_t, recipe, needs_dA)
-            out = _product(a, w, offs, recipe)
-        none = None, None
-        ctx.save_for_backward(offs, indices, kept, *(needs_dB and a_t or none), *(needs_dA and w_t or none))
-        a_dtype, b_dtype = (None if x is None else x.dtype for x in (A, B_t))
-        ctx.call = recipe, top_k, align, None if A is None else A.shape[0], a_dtype, b_dtype, needs_dA, needs_dB
-        return cast(out, a_dtype or b_dtype or torch.bfloat16)
+                rows, a_dtype = A.shape[0], A.dtype
+                (q, scale, q_t, scale_t), kept = _quantize_tokens_of(A, offs, indices, top_k, recipe, needs_dB)
+            if B_t is None:
+                w, w_scale, w_t, w_scale_t = _tensors(w)
+            else:
+                b_dtype = B_t.dtype
+                w, w_scale, w_t, w_scale_t = _quantize_weights_of(B_t, recipe, needs_dA)
+            out = cast(_product(q, scale, w, w_scale, offs, recipe), a_dtype or b_dtype or torch.bfloat16)
+        if not needs_dB:
+            q_t = scale_t = None
+        if not needs_dA:
+            w_t = w_scale_t = None
+        ctx.save_for_backward(offs, indices, kept, q_t, scale_t, w_t, w_scale_t)
+        ctx.call = recipe, top_k, align, rows, a_dtype, b_dtype, needs_dA, needs_dB
+        return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dY):
-        offs, indices, kept, *saved = ctx.saved_tensors
+        offs, indices, kept, q_t, scale_t, w_t, w_scale_t = ctx.saved_tensors
         recipe, top_k, align, rows, a_dtype, b_dtype, needs_dA, needs_dB = ctx.call
+        dtype, rounding = recipe.grad_dtype or recipe.dtype, recipe.rounding
         dA = dB_t = None
         with below_autograd():
             dY = row_major(dY)
             if needs_dB and recipe.wgrad_high_precision:
                 a = kept if indices is None else _permute_pad(kept, indices, top_k)
                 dB_t, needs_dB = cast(bf16_wgrad(dY, a, offs), b_dtype), False
-            dtype, rounding = recipe.grad_dtype or recipe.dtype, recipe.rounding
-            dy = dy_t = ()
             if needs_dB:
                 quantize = _quantize_both if needs_dA else _quantize_tokens
-                *dy, q_t, scale_t, padded_offs = quantize(dY, recipe.format, offs, None, None, align, dtype, rounding)
-                dy_t = q_t, scale_t
+                *dy, dy_t, dy_scale_t, ends = quantize(dY, recipe.format, offs, None, None, align, dtype, rounding)
             elif needs_dA:
                 dy = _quantize_rows(dY, recipe.format, offs, None, None, dtype, rounding)
             if needs_dA:
-                dA = _product(dy, saved[2:], offs, recipe)
+                dA = _product(*dy, w_t, w_scale_t, offs, recipe)
                 dA = cast(dA if indices is None else _unpermute(dA, indices, rows, top_k), a_dtype)
             if needs_dB:
-                a_t = saved[:2]
                 if kept is not None:
                     options = offs, indices, top_k, align, recipe.dtype, rounding
-                    *a_t, _ = _quantize_tokens(row_major(kept), recipe.format, *options)
-                dB_t = cast(_product(dy_t, a_t, padded_offs, recipe, align), b_dtype).transpose(-2, -1)
-        return dA, dB_t, *[None] * 8
+                    q_t, scale_t, _ = _quantize_tokens(row_major(kept), recipe.format, *options)
+                dW = _product(dy_t, dy_scale_t, q_t, scale_t, ends, recipe, align)
+                dB_t = cast(dW, b_dtype).transpose(-2, -1)
+        return dA, dB_t, None, None, None
 
 
-def _operand(x: Quantized | None) -> Operand | None:
-    return None if x is None else (x.q, x.scale)
+def _tensors(pair: tuple[Quantized, Quantized | None]) -> Both:
+    return tuple(t for x in pair for t in ((None, None) if x is None else (x.q, x.scale)))
 
 
-def _product(a: Operand, b: Operand, offs: Tensor, recipe: Recipe, align: int = 1) -> Tensor:
+def _product(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, recipe: Recipe, align: int = 1
+) -> Tensor:
     """a @ b^T of each group; align: as in `ops.scaled_grouped_mm`."""
-    scale_b = FORMATS[recipe.format].transposed_scale(b[1])
-    return _scaled_grouped_mm(a[0], b[0].mT, a[1], scale_b, offs, recipe.format, align, None, recipe.use_fast_accum)
+    scale_b = FORMATS[recipe.format].transposed_scale(scale_b)
+    return _scaled_grouped_mm(a, b.mT, scale_a, scale_b, offs, recipe.format, align, None, recipe.use_fast_accum)
 
 
 def _quantize_tokens_of(
     A: Tensor, offs: Tensor, indices: Tensor | None, top_k: int | None, recipe: Recipe, needs_dB: bool
-) -> tuple[Operand, Operand | None, Tensor | None]:
+) -> tuple[Both, Tensor | None]:
     """A along rows and, where its gradient of B_t is computed from that, along tokens; or what to keep instead."""
     kept = None
     if needs_dB and recipe.wgrad_high_precision:
@@ -292,11 +302,11 @@ def _quantize_tokens_of(
         kept = cast(row_major(A), torch.bfloat16)
     elif needs_dB and _is_smaller(A, offs, indices, recipe):
         kept = A
-    A, source = row_major(A), (recipe.format, offs, indices, top_k)
+    source, dtype, rounding = (row_major(A), recipe.format, offs, indices, top_k), recipe.dtype, recipe.rounding
     if needs_dB and kept is None:
-        q, scale, q_t, scale_t, _ = _quantize_both(A, *source, recipe.align, recipe.dtype, recipe.rounding)
-        return (q, scale), (q_t, scale_t), None
-    return _quantize_rows(A, *source, recipe.dtype, recipe.rounding), None, kept
+        *both, _ = _quantize_both(*source, recipe.align, dtype, rounding)
+        return both, None
+    return (*_quantize_rows(*source, dtype, rounding), None, None), kept
 
 
 def _is_smaller(A: Tensor, offs: Tensor, indices: Tensor | None, recipe: Recipe) -> bool:
@@ -311,14 +321,13 @@ def _is_smaller(A: Tensor, offs: Tensor, indices: Tensor | None, recipe: Recipe)
     return statically_known_true(smaller)
 
 
-def _quantize_weights_of(B_t: Tensor, recipe: Recipe, needs_dA: bool) -> tuple[Operand, Operand | None]:
+def _quantize_weights_of(B_t: Tensor, recipe: Recipe, needs_dA: bool) -> Both:
     """B_t as weights [E, N, K], and transposed, which formats with blocks get at no cost."""
-    options = recipe.format, recipe.dtype, recipe.rounding
+    format, dtype, rounding = recipe.format, recipe.dtype, recipe.rounding
     if B_t.stride(-1) == 1 and B_t.stride(-2) != 1:  # contiguous [E, K, N]: the same op, its directions swapped
-        q_t, scale_t, q, scale = _quantize_weight(B_t, *options)
-        return (q, scale), (q_t, scale_t)
+        q_t, scale_t, q, scale = _quantize_weight(B_t, format, dtype, rounding)
+        return q, scale, q_t, scale_t
     w = row_major(B_t.transpose(-2, -1))
-    if needs_dA or FORMATS[recipe.format].block:
-        q, scale, q_t, scale_t = _quantize_weight(w, *options)
-        return (q, scale), (q_t, scale_t)
-    return _quantize_rows(w, recipe.format, None, None, None, recipe.dtype, recipe.rounding), None
+    if needs_dA or FORMATS[format].block:
+        return _quantize_weight(w, format, dtype, rounding)
+    return *_quantize_rows(w, format, None, None, None, dtype, rounding), None, None
