@@ -328,9 +328,19 @@ def test_derivatives_that_there_are_not(recipe):
     check_no_tangent(lambda b_t: grouped_mm(a, b_t, OFFS, recipe=recipe), b_t)
     leaf = A.detach().requires_grad_()
     out = grouped_mm(leaf, B_T, OFFS, recipe=recipe)
+    once = torch.autograd.grad(out, leaf, torch.ones_like(out), retain_graph=True)
+    assert_same(torch.autograd.grad(out, leaf, torch.ones_like(out), create_graph=True), once)
     (first,) = torch.autograd.grad(out, leaf, torch.ones_like(out).requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_an_error_leaves_autograd_as_it_was(recipe):
+    leaf = A.detach().requires_grad_()
+    with pytest.raises(RuntimeError, match="top_k must give at most"):
+        grouped_mm(leaf, B_T, OFFS, recipe=recipe, indices=torch.arange(len(A), dtype=torch.int32), top_k=2**31)
+    assert torch.relu(leaf).requires_grad
 
 
 @pytest.mark.parametrize("recipe", NAMES)

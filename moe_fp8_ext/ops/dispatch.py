@@ -2,7 +2,7 @@
 
 Kernels for the Autograd keys, so that both spellings of an op have them, `moe_fp8_ext.ops.f` and `torch.ops.moe_fp8.f`.
 A kernel in Python costs a call microseconds. Wrappers go past it where nothing asks for a derivative:
-`with below_autograd(x): return _op(x)`.
+`with below_autograd(x): return _op(x)`. A Function goes past it once for all of its ops.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _NOTHING = nullcontext()
 
 
 def below_autograd(*tensors: Tensor | None) -> AbstractContextManager:
-    """In which an op goes straight to its implementation, unless a derivative may be asked for or a graph is traced."""
+    """In which ops go straight to their implementations, unless a derivative may be asked for or a graph is traced.
+
+    tensors: all that could ask for a gradient; none where gradients are off, as in a Function.
+    """
     if _is_compiling() or forward_ad._current_level >= 0 or _in_functorch():
         return _NOTHING
     if tensors and torch.is_grad_enabled() and _any_requires_grad(*tensors):
@@ -38,7 +41,7 @@ def asks_for_gradient(x: object) -> bool:
 
 
 def differentiable_once(backward: Callable) -> Callable:
-    """once_differentiable, which takes as long as an op, where a second derivative could be asked for alone."""
+    """torch's once_differentiable, which takes as long as an op, only where a second derivative could be asked for."""
     once = torch.autograd.function.once_differentiable(backward)
 
     @functools.wraps(backward)
