@@ -344,6 +344,13 @@ def test_an_error_leaves_autograd_as_it_was(recipe):
 
 
 @pytest.mark.parametrize("recipe", NAMES)
+def test_result_can_be_changed_in_place(recipe):
+    a, b_t = A.detach().requires_grad_(), B_T.detach().requires_grad_()
+    want = torch.autograd.grad((grouped_mm(a, b_t, OFFS, recipe=recipe) * 2).sum(), (a, b_t))
+    assert_same(torch.autograd.grad(grouped_mm(a, b_t, OFFS, recipe=recipe).mul_(2).sum(), (a, b_t)), want)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
 def test_meta_tensors(recipe):
     a, b_t = torch.empty(5, 16, dtype=torch.bfloat16, device="meta"), torch.empty(2, 16, 32, device="meta").bfloat16()
     out = grouped_mm(a, b_t, torch.empty(2, dtype=torch.int32, device="meta"), recipe=recipe)
