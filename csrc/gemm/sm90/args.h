@@ -31,7 +31,7 @@ struct Traits {
 };
 
 struct Args {
-  CUtensorMap a, a_half, b;  // boxes of 128 and 64 rows of a, of kBoxColumns rows of b
+  CUtensorMap a, b;  // boxes of 64 rows of a, of kBoxColumns rows of b
   const float* scale_a;
   const float* scale_b;
   const int* offs;

@@ -60,8 +60,7 @@ int launch_grouped_gemm(const ScaledGroupedMmParams& p, void* stream) {
   args.scale_b_stride = int(p.scale_b.block_stride);
   args.scale_blocks = p.scale_a.blocks;
   const int64_t rows_of_b = T::kSumGroups ? p.N : p.E * p.N;
-  if (const int e = describe_matrix(&args.a, p.a, p.M, p.K, p.a_stride, 128)) return e;
-  if (const int e = describe_matrix(&args.a_half, p.a, p.M, p.K, p.a_stride, 64)) return e;
+  if (const int e = describe_matrix(&args.a, p.a, p.M, p.K, p.a_stride, kWgmmaRows)) return e;
   if (const int e = describe_matrix(&args.b, p.b, rows_of_b, p.K, p.b_stride, T::kBoxColumns)) return e;
 
   constexpr auto kKernel = grouped_gemm_kernel<T>;

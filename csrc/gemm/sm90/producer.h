@@ -32,24 +32,22 @@ MOE_DEVICE void produce_operands(const Args& p, Shared<T>& shared) {
     const uint32_t full = full_of + 8 * s;
     if (k == 0) shared.tiles[turn] = tile;
     if (k >= steps_of(tile)) return barrier_arrive(full);
-    const uint32_t a = a_of + s * T::kStageBytesA, b = b_of + s * T::kStageBytesB;
     const int at = tile.first + k * kDepth;
-    if constexpr (T::kTileRows == kPairRows) {
-      const bool low = tile.rows <= 128;
-      const int rows = low ? 64 : 128;
-      barrier_arrive_expecting(full, 2 * rows * kDepth + T::kStageBytesB);
-      copy_box_to_both(a + rank * rows * kDepth, low ? p.a_half : p.a, at, tile.row_of_a + rank * rows, full);
-      copy_box(b, p.b, at, tile.row_of_b, full);
+    const auto copy_a = [&](int box, auto copy) {
+      copy(a_of + s * T::kStageBytesA + box * kWgmmaRows * kDepth, p.a, at, tile.row_of_a + box * kWgmmaRows, full);
+    };
+    const auto copy_b = [&](int box, auto copy) {
+      copy(b_of + s * T::kStageBytesB + box * T::kBoxColumns * kDepth, p.b, at, tile.row_of_b + box * T::kBoxColumns,
+           full);
+    };
+    const int boxes_of_a = tile.rows > 128 ? 4 : 2;
+    barrier_arrive_expecting(full, boxes_of_a * kWgmmaRows * kDepth + T::kStageBytesB);
+    if (tile.beside) {
+      for (int i = 0; i < boxes_of_a / 2; ++i) copy_a(boxes_of_a / 2 * rank + i, copy_box_to_both);
+      for (int i = 0; i < T::kTileColumns / T::kBoxColumns; ++i) copy_b(i, copy_box);
     } else {
-      barrier_arrive_expecting(full, T::kStageBytesA + T::kStageBytesB);
-      if (tile.beside) {
-        copy_box_to_both(a + rank * (T::kStageBytesA / 2), p.a_half, at, tile.row_of_a + rank * 64, full);
-        copy_box(b, p.b, at, tile.row_of_b, full);
-        copy_box(b + T::kStageBytesB / 2, p.b, at, tile.row_of_b + T::kBoxColumns, full);
-      } else {
-        copy_box(a, p.a, at, tile.row_of_a, full);
-        copy_box_to_both(b + rank * (T::kStageBytesB / 2), p.b, at, tile.row_of_b + rank * T::kBoxColumns, full);
-      }
+      for (int i = 0; i < boxes_of_a; ++i) copy_a(i, copy_box);
+      copy_b(rank, copy_box_to_both);
     }
   });
 }
