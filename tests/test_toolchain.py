@@ -69,6 +69,10 @@ FAST = f"_ZN7moe_fp820quantize_rows_kernelI{TYPES}Li2ELNS_3RowE0EEEvNS_8RowsPlan
 EITHER = FAST.replace("4BF16", "3F32").replace("KindE0", "KindE2")
 GENERIC = "_ZN7moe_fp820quantize_rows_kernelINS_3AnyELi1ELNS_3RowE1EEEvNS_8RowsPlanE"
 BLOCKS = f"_ZN7moe_fp826quantize_row_blocks_kernelILNS_8FormatIdE2E{TYPES}EEvNS_13RowBlocksPlanE"
+GEMM = (
+    "_ZN7moe_fp84sm9019grouped_gemm_kernelINS0_6TraitsILNS0_6ScalesE0ELNS0_7GroupedE0ELNS_7Fp8TypeE0ELb0EEEEEv"
+    "NS0_4ArgsE"
+)
 AMD_LOAD, AMD_CAST = "global_load_dwordx4 v[0:3], v4, s[0:1]", "v_cvt_pk_fp8_f32 v0, v1, v2"
 
 
@@ -118,13 +122,17 @@ def test_hip_check(assembly, problems):
     assert isa_report.print_report([kernel], "vgpr") == bool(problems)
 
 
-def ptxas_log(symbol: str, arch: str = "sm_90a", stack: int = 0, spills: int = 0) -> str:
-    return f"""ptxas info    : 0 bytes gmem
+def ptxas_log(symbol: str, arch: str = "sm_90a", stack: int = 0, spills: int = 0, waits: int = 0) -> str:
+    wait = "ptxas info    : (C7517) warpgroup.wait is injected in around line 143 by compiler to allow use of registers"
+    return (
+        waits * f"{wait} defined by GMMA in function '{symbol}'\n"
+        + f"""ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '{symbol}' for '{arch}'
 ptxas info    : Function properties for {symbol}
     {stack} bytes stack frame, {spills} bytes spill stores, {spills} bytes spill loads
 ptxas info    : Used 62 registers, used 1 barriers, 128 bytes smem
 """
+    )
 
 
 PTX_LOAD = "ld.global.nc.L1::no_allocate.v4.u32 {%r1, %r2, %r3, %r4}, [%rd1];"
@@ -132,6 +140,7 @@ PTX_CAST = "cvt.rn.satfinite.e4m3x2.f32 %rs1, %f1, %f2;"
 PTX_SCALE = "cvt.rp.satfinite.ue8m0x2.f32 %rs1, %f1, %f2;"
 SASS_LOAD = "LDG.E.NA.128.CONSTANT R4, desc[UR4][R2.64]"
 SASS_CAST = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R0, R1, R2, RZ"
+SASS_GEMM = ["QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR28], R24", "UTMALDG.2D.MULTICAST [UR8], [UR16], UR6"]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +159,11 @@ SASS_CAST = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R0, R1, R2, RZ"
         (ptxas_log(BLOCKS), [PTX_LOAD, PTX_CAST], []),
         (ptxas_log(BLOCKS, "sm_100a"), [PTX_LOAD, PTX_CAST], ["no E8M0 casts"]),
         (ptxas_log(BLOCKS, "sm_100a"), [PTX_LOAD, PTX_CAST, PTX_SCALE], []),
+        (ptxas_log(GEMM), SASS_GEMM, []),
+        (ptxas_log(GEMM, waits=2), SASS_GEMM, ["2 waits between products"]),
+        (ptxas_log(GEMM), SASS_GEMM[1:], ["no tensor core products"]),
+        (ptxas_log(GEMM), SASS_GEMM[:1], ["no copies by tensor maps"]),
+        (ptxas_log(GEMM, "sm_100a"), ["EXIT"], []),
     ],
 )
 def test_cuda_check(log, body, problems):

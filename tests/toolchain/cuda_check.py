@@ -1,5 +1,6 @@
-"""Checks every kernel of the CUDA build: no spills and no stack; vector loads and fp8 conversion instructions where
-they belong, read from the SASS where cuobjdump is installed and from the PTX elsewhere.
+"""Checks every kernel of the CUDA build: no spills, no stack, no wait that the compiler put between the tensor cores'
+products; vector loads, fp8 conversions and the tensor cores' instructions where they belong, read from the SASS where
+cuobjdump is installed and from the PTX elsewhere.
 
 The build's own commands run again, by way of the cache: nothing is compiled where compile_cached.py was the launcher.
 """
@@ -17,19 +18,36 @@ from pathlib import Path
 
 from cache import ROOT
 from compile_cached import compiled
-from isa_report import E4M3, E5M2, E8M0, VECTORS, Kernel, arguments, found, print_report, short_names, side_by_side
+from isa_report import (
+    BOXES,
+    E4M3,
+    E5M2,
+    E8M0,
+    PRODUCTS,
+    VECTORS,
+    Kernel,
+    arguments,
+    found,
+    print_report,
+    short_names,
+    side_by_side,
+)
 
 PTX = {
     VECTORS: r"\bld\.global\S*\.(v4\.|v2\.[ubf](32|64))|\bcp\.async\.(bulk|cg)",
     E4M3: r"\bcvt\.rn\.satfinite\.e4m3x2",
     E5M2: r"\bcvt\.rn\.satfinite\.e5m2x2",
     E8M0: r"\bcvt\.rp\.satfinite\.ue8m0x2\.f32",
+    PRODUCTS: r"\bwgmma\.mma_async\.sync",
+    BOXES: r"\bcp\.async\.bulk\.tensor",
 }
 SASS = {
     VECTORS: r"\bLDG\S*\.(64|128|256)\b|\bLDGSTS\S*\.128\b|\bUTMALDG\b|\bUBLKCP\b",
     E4M3: r"\bF2FP\.SATFINITE\.E4M3",
     E5M2: r"\bF2FP\.SATFINITE\.E5M2",
     E8M0: r"\bF2FP\S*\.UE8M0",
+    PRODUCTS: r"\bQGMMA\b",
+    BOXES: r"\bUTMALDG\b",
 }
 
 
@@ -41,6 +59,7 @@ def resources(log: str) -> dict[tuple[str, str], dict[str, int]]:
         frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry)
         used = {what: int(count) for count, what in re.findall(r"(\d+) (?:bytes )?(registers|smem)\b", entry)}
         all_of[symbol, arch] = {
+            "waits": len(re.findall(rf"\(C75\d\d\).*'{symbol}'", log)),
             "registers": used["registers"],
             "shared": used.get("smem", 0),
             **dict(zip(("stack", "stores", "loads"), map(int, frame.groups()), strict=True)),
@@ -65,6 +84,7 @@ def judge(log: str, arch: str, bodies: dict[str, str], patterns: dict[str, str])
     kernels = []
     for symbol, r in of_arch.items():
         forbidden = {"bytes of stack": r["stack"], "bytes of spills": r["stores"] + r["loads"]}
+        forbidden["waits between products"] = r["waits"]
         holds = found(bodies[symbol], patterns)
         kernels.append(Kernel(names[symbol], arch, r["registers"], r["shared"], forbidden, holds))
     return kernels

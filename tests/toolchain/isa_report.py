@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 VECTORS = "vector loads"  # 8 or 16 bytes at a time from global memory
 E4M3, E5M2 = "E4M3 casts", "E5M2 casts"
 E8M0 = "E8M0 casts"  # instructions that round up to an E8M0 scale
+PRODUCTS, BOXES = "tensor core products", "copies by tensor maps"
 ROUNDS_TO_E8M0 = ("sm_100a",)
 OF_E8M0 = r"\(ScaleType\)1|\(FormatId\)[23]"  # kernels of formats with such scales
 KINDS = {"(Kind)0": {E4M3}, "(Kind)1": {E5M2}, "(Kind)2": {E4M3, E5M2}}  # enum class Kind of quantize/types.h
@@ -26,7 +27,7 @@ OTHERS: dict[str, str | bool] = {
     "copy_rows_kernel": "Vec16",
     "count_tokens_kernel": False,
     "dequantize_kernel": "Pieces<BF16>",
-    "grouped_gemm_kernel": False,  # its operands come by tensor maps
+    "grouped_gemm_kernel": False,
     "invert_indices_kernel": False,
     "permute_indices_kernel": False,
     "place_rows_kernel": False,
@@ -39,6 +40,8 @@ OTHERS: dict[str, str | bool] = {
     "zero_rows_kernel": False,
     "zero_unused_rows_kernel": False,
 }
+# What Hopper's kernels hold there; elsewhere they are never run.
+OF_HOPPER = {("grouped_gemm_kernel", "sm_90a"): {PRODUCTS, BOXES}}
 
 
 @dataclasses.dataclass
@@ -77,7 +80,8 @@ def needs(name: str, arch: str) -> set[str] | None:
     if base not in OTHERS:
         return None
     vectors = OTHERS[base]
-    return {VECTORS} if vectors is True or (vectors and vectors in name) else set()
+    loads = {VECTORS} if vectors is True or (vectors and vectors in name) else set()
+    return loads | OF_HOPPER.get((base, arch), set())
 
 
 def found(body: str, patterns: dict[str, str]) -> set[str]:
