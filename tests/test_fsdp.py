@@ -1,4 +1,4 @@
-"""grouped_mm in a module that FSDP2 shards over two processes: the unsharded module's bytes, checkpoints and resuming."""
+"""grouped_mm in a module that FSDP2 shards over two processes: the bytes of one that is whole, checkpoints, resumed."""
 
 from __future__ import annotations
 
