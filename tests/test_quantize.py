@@ -91,6 +91,17 @@ def test_longest_and_most_groups(format, device):
         check_activation(wide(m, 24, device=device), format, group_offs("zipf", m, 1024, device), align)
 
 
+@pytest.mark.parametrize("short_ones, long", [(64, 4000), (7, 4000), (7, 30000), (2, 40000)])
+def test_one_long_group_among_tiny_and_empty_ones(short_ones, long, device):
+    """Kernels plan for the average group, so that several blocks a multiprocessor, one, and clusters of some and of the
+    most blocks each meet a strip that is longer than all that they hold."""
+    sizes = torch.tensor([0, 1, 5, 130, 17, 0, 3]).repeat(10)[:short_ones]
+    offs = torch.cat([sizes[: short_ones // 2], torch.tensor([long]), sizes[short_ones // 2 :]]).cumsum(0).int()
+    for tail, align in ((0, None), (70, 8)):
+        x = wide(int(offs[-1]) + tail, 72, device=device)
+        check_activation(x, "rowwise", offs.to(device), align)
+
+
 @every_format
 def test_corrupt_offsets(format, device):
     for m in (1, 37, 200):

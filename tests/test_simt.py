@@ -149,6 +149,9 @@ def test_rows_that_run_beside_columns(kernels, format, dtype):
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
 def test_group_longer_than_shared_memory_holds(kernels, format, dtype):
     check(kernels, wide(2500, 40, dtype=dtype), format, group_offs("one_giant", 2500, 3))
+    among_others = torch.tensor([0, 1, 5, 1900, 0, 130, 17]).cumsum(0).int()
+    for k, align in ((72, 32), (67, 8)):
+        check(kernels, wide(2060, k, dtype=dtype), format, among_others, align)
 
 
 @OF_ALL_FORMATS
