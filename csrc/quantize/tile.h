@@ -224,7 +224,10 @@ MOE_DEVICE void store_staged(const TilesPlan& p, TileShared<T>& shared, uint32_t
   int local = t / kOfColumn;
   uint8_t* out = p.q_t + tile.q_t + (int64_t(tile.strip) * kBlock + local) * p.positions + first;
   // All at once, columns alone in blocks of 128 spill.
-  constexpr int kUnroll = T::kScaling == Scaling::kColumns && T::kBlocks == 1 ? 4 : kBlock / kStep;
+  // All at once, columns alone in blocks of 128 spill, and bfloat16 in MX blocks does on Blackwell.
+  constexpr bool kSpills = T::kBlocks == 1 ? T::kScaling == Scaling::kColumns
+                                           : kConvertsE8M0 && std::is_same_v<typename T::In, BF16>;
+  constexpr int kUnroll = kSpills ? 4 : kBlock / kStep;
 #pragma unroll kUnroll
   for (int i = 0; i < kBlock / kStep; ++i, local += kStep, out += kStep * p.positions) {
     if (int64_t(tile.strip) * kBlock + local >= p.K) return;

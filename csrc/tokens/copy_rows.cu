@@ -18,10 +18,12 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) copy_rows_kernel(MOE_GRID_CONS
   wait_for_previous_kernel();
   const int64_t vecs = p.row_bytes / int64_t(sizeof(Vec));
   const int step = blockDim.x;
+#pragma unroll 1
   for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows; row += gridDim.x * blockDim.y) {
     const int64_t source = p.source.row(row);
     const Vec* from = reinterpret_cast<const Vec*>(static_cast<const char*>(p.from) + source * p.from_stride);
     Vec* to = reinterpret_cast<Vec*>(static_cast<char*>(p.to) + row * p.row_bytes);
+#pragma unroll 1
     for (int64_t first = threadIdx.x; first < vecs; first += kVecs * step) {
       Vec held[kVecs];
 #pragma unroll
