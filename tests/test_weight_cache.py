@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from grouped_problem import Calls
 from helpers import assert_same
 from torch import Tensor
 from torch.nn import Parameter
-from weight_problem import OFFS, A, call, check_fresh, parameter, quantizations
+from weight_problem import OFFS, A, W, call, check_fresh, parameter, quantizations
 
 from moe_fp8_ext import Recipe, grouped_mm, reuse_weights
 
@@ -63,6 +64,17 @@ def test_writes_are_seen(write, device):
         assert quantizations(lambda: call(w)) == 0
 
 
+def test_another_storage_at_the_same_address():
+    memory = bytearray(W.numel() * W.itemsize)
+    w = Parameter(torch.frombuffer(memory, dtype=W.dtype).view(W.shape))
+    w.data.copy_(W)
+    with reuse_weights():
+        call(w)
+        w.data = torch.frombuffer(memory, dtype=W.dtype).view(W.shape)
+        w.data.mul_(-3)
+        check_fresh(w)
+
+
 def test_a_view_of_before_the_write(device):
     w = parameter(device)
     b_t = w.transpose(-2, -1)
@@ -93,17 +105,29 @@ def test_two_parameters_of_one_storage(device):
             check_fresh(w)
 
 
-def test_an_optimizer_that_fails_after_its_writes(device):
-    class Fails(torch.optim.SGD):
-        def step(self) -> None:
-            self.param_groups[0]["params"][0].data.mul_(-3)
-            raise ArithmeticError
+class ThroughData(torch.optim.Optimizer):
+    """Writes as no counter sees it, then calls the model, writes again and fails."""
 
+    def __init__(self, w: Parameter) -> None:
+        super().__init__([w], {})
+
+    def step(self, closure: Callable[[], object] | None = None) -> None:
+        (w,) = self.param_groups[0]["params"]
+        w.data.mul_(-3)
+        if closure is None:
+            raise ArithmeticError
+        closure()
+        w.data.mul_(2)
+
+
+def test_steps_of_optimizers_are_seen(device):
     w = parameter(device)
     with reuse_weights():
         call(w)
         with pytest.raises(ArithmeticError):
-            Fails([w], lr=0.1).step()
+            ThroughData(w).step()
+        check_fresh(w)
+        ThroughData(w).step(lambda: check_fresh(w))
         check_fresh(w)
 
 
@@ -206,6 +230,14 @@ def test_what_is_no_parameter(make, device):
         assert quantizations(lambda: [grouped_mm(a, x.mT, offs) for _ in range(2)]) == 2
 
 
+def test_a_view_with_its_sign_turned(device):
+    """At the same place with the same strides."""
+    w, a, offs = parameter(device), A.to(device), OFFS.to(device)
+    with reuse_weights():
+        call(w)
+        assert_same(grouped_mm(a, torch._neg_view(w).mT, offs), grouped_mm(a, (-w).mT, offs))
+
+
 def test_without_the_context(device):
     w = parameter(device)
     with reuse_weights():
@@ -218,9 +250,9 @@ def test_inference_mode(device):
     with reuse_weights():
         with torch.inference_mode():
             assert quantizations(lambda: (call(w, a_grad=False), call(w, a_grad=False))) == 0
-            made_there = Parameter(w.detach().clone(), requires_grad=False)
+            b_t = Parameter(w.mT.contiguous(), requires_grad=False)
         check_fresh(w)
-        assert quantizations(lambda: (call(made_there), call(made_there))) == 2
+        assert quantizations(lambda: [grouped_mm(A.to(device), b_t, OFFS.to(device)) for _ in range(2)]) == 2
 
 
 # Contexts and threads
