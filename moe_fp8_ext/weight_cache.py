@@ -58,8 +58,10 @@ def reuse_weights() -> Iterator[None]:
     graph, or by a sharded module that gathers its parameters to the same address. Leave the context before such a write
     changes a weight.
 
-    Nothing is reused or kept while torch.compile traces, in a CUDA graph's capture, in inference mode, and of tensor
-    subclasses. There, quantize outside of the graph and pass what `quantize_weight` returns as B_t.
+    Nothing is reused or kept while torch.compile or another tracer is at work, while a CUDA graph is captured, in
+    inference mode, and of tensor subclasses. For a graph, quantize outside of it and pass as B_t what `quantize_weight`
+    returns: a constant. Weights that need a gradient are quantized in the graph. `torch.utils.swap_tensors` refuses a
+    parameter while it has an entry.
 
     Source: DESIGN.md section 6.
     """

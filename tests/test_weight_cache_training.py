@@ -106,6 +106,18 @@ def test_autocast_of_float32_weights(dtype, device):
     assert times == 2 * 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_gives_what_casts_give(dtype, device):
+    a, w = A.detach().float().to(device).requires_grad_(), parameter(device, dtype=torch.float32)
+    offs, g = OFFS.to(device), G.to(device, dtype)
+    with reuse_weights(), torch.autocast(device, dtype=dtype):
+        cast = grouped_mm(a.to(dtype), w.to(dtype).mT, offs)
+        want = cast.detach(), *torch.autograd.grad(cast, (a, w), g)
+        for _ in range(2):
+            out = grouped_mm(a, w.mT, offs)
+            assert_same((out.detach(), *torch.autograd.grad(out, (a, w), g)), want)
+
+
 def test_bf16_has_nothing_to_reuse(device):
     want, _ = train(device, foreach, "bf16")
     got, _ = train(device, foreach, "bf16", micro_batches=reuse_weights)
@@ -129,7 +141,9 @@ def test_activation_checkpointing(recipe, again, device):
 
         times.append(quantizations(step))
     assert_same(results[1], results[0])
-    assert times[1] == 2 < times[0] + (recipe == "rowwise" and again == "reentrant")
+    assert times[1] == 2
+    # In its first pass, without gradients, a reentrant checkpoint quantizes weights without blocks one way alone.
+    assert times[0] == (2 if recipe == "rowwise" and again == "reentrant" else 4)
 
 
 def test_compiled_calls_read_the_weight(device):
