@@ -32,6 +32,7 @@ from moe_fp8_ext.quantized import (
     scaled_grouped_mm,
 )
 from moe_fp8_ext.recipes import Recipe
+from moe_fp8_ext.weight_cache import reuse_weights
 
 __version__ = build_info()["version"]
 
@@ -47,6 +48,7 @@ __all__ = [
     "quantize_rows",
     "quantize_tokens",
     "quantize_weight",
+    "reuse_weights",
     "scaled_grouped_mm",
     "sort_tokens",
     "swizzle_scales",

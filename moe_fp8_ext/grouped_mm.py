@@ -19,6 +19,7 @@ from moe_fp8_ext.ops.checks import (
 from moe_fp8_ext.ops.dispatch import asks_for_gradient, below_autograd, differentiable_once
 from moe_fp8_ext.quantized import Quantized
 from moe_fp8_ext.recipes import Recipe, get_recipe
+from moe_fp8_ext.weight_cache import reused
 
 _OP = "grouped_mm"
 Pair = tuple[Quantized, Quantized]
@@ -97,17 +98,18 @@ def grouped_mm(
     a, w = _given("A", A, recipe), _given("B_t", B_t, recipe)
     A, B_t = A if isinstance(A, Tensor) else None, B_t if isinstance(B_t, Tensor) else None
     _check(A, B_t, a, w, offs, indices, top_k)
-    A, B_t = _autocast(A, B_t)
-    if A is not None and B_t is not None and A.dtype != B_t.dtype:
-        _fail(f"B_t must have the dtype of A, {A.dtype}, got {B_t.dtype}")
+    a_dtype, b_dtype = _dtypes(A, B_t)
+    if A is not None and B_t is not None and a_dtype != b_dtype:
+        _fail(f"B_t must have the dtype of A, {a_dtype}, got {b_dtype}")
+    A = None if A is None else cast(A, a_dtype)
     needs = asks_for_gradient(A), asks_for_gradient(B_t)
     if recipe.format is None:
         if indices is not None:
             A = permute_pad(row_major(A), indices, top_k)
-        return Bf16GroupedMm.apply(A, B_t, offs, *needs)
+        return Bf16GroupedMm.apply(A, cast(B_t, b_dtype), offs, *needs)
     _check_gradients(a, w, recipe, *needs)
-    # One argument for all that are no tensors: torch looks at each.
-    return _QuantizedGroupedMm.apply(A, B_t, offs, indices, (recipe, a, w, top_k, *needs))
+    # B_t as it is: weights that are reused are not cast. One argument for all that are no tensors: torch looks at each.
+    return _QuantizedGroupedMm.apply(A, B_t, offs, indices, (recipe, a, w, top_k, a_dtype, b_dtype, *needs))
 
 
 def _fail(text: str) -> NoReturn:
@@ -216,46 +218,47 @@ def _check_gradients(
         _fail("B_t must be the pair of quantize_weight where A needs a gradient, got its first alone")
 
 
-def _autocast(A: Tensor | None, B_t: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _dtypes(A: Tensor | None, B_t: Tensor | None) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """Of A and B_t as they are multiplied; torch.autocast decides."""
     x = B_t if A is None else A
     device = "meta" if x is None else x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return A, B_t
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(None if x is None else x.to(dtype) for x in (A, B_t))
+    dtype = None if device == "meta" or not torch.is_autocast_enabled(device) else torch.get_autocast_dtype(device)
+    return tuple(None if x is None else dtype or x.dtype for x in (A, B_t))
 
 
 class _QuantizedGroupedMm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, A, B_t, offs, indices, call):
-        recipe, a, w, top_k, needs_dA, needs_dB = call
-        align, rows, a_dtype, b_dtype, kept = recipe.align, None, None, None, None
+        recipe, a, w, top_k, a_dtype, b_dtype, needs_dA, needs_dB = call
+        align, rows, leaf_dtype, kept = recipe.align, None, None, None
         with below_autograd():
             if A is None:
                 q, scale, q_t, scale_t = _tensors(a)
                 align = align if a[1] is None else a[1].align
             else:
-                rows, a_dtype = A.shape[0], A.dtype
+                rows = A.shape[0]
                 (q, scale, q_t, scale_t), kept = _quantize_tokens_of(A, offs, indices, top_k, recipe, needs_dB)
             if B_t is None:
                 w, w_scale, w_t, w_scale_t = _tensors(w)
             else:
-                b_dtype = B_t.dtype
-                w, w_scale, w_t, w_scale_t = _quantize_weights_of(B_t, recipe, needs_dA)
+                leaf_dtype = B_t.dtype
+                rule = b_dtype, recipe.format, recipe.dtype, recipe.rounding
+                both = reused(_quantize_weights, B_t, *rule) or _quantize_weights(B_t, *rule, needs_dA)
+                w, w_scale, w_t, w_scale_t = both
             out = cast(_product(q, scale, w, w_scale, offs, recipe), a_dtype or b_dtype or torch.bfloat16)
         if not needs_dB:
             q_t = scale_t = None
         if not needs_dA:
             w_t = w_scale_t = None
         ctx.save_for_backward(offs, indices, kept, q_t, scale_t, w_t, w_scale_t)
-        ctx.call = recipe, top_k, align, rows, a_dtype, b_dtype, needs_dA, needs_dB
+        ctx.call = recipe, top_k, align, rows, a_dtype, b_dtype, leaf_dtype, needs_dA, needs_dB
         return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dY):
         offs, indices, kept, q_t, scale_t, w_t, w_scale_t = ctx.saved_tensors
-        recipe, top_k, align, rows, a_dtype, b_dtype, needs_dA, needs_dB = ctx.call
+        recipe, top_k, align, rows, a_dtype, b_dtype, leaf_dtype, needs_dA, needs_dB = ctx.call
         dtype, rounding = recipe.grad_dtype or recipe.dtype, recipe.rounding
         dA = dB_t = None
         with below_autograd():
@@ -277,6 +280,8 @@ class _QuantizedGroupedMm(torch.autograd.Function):
                     q_t, scale_t, _ = _quantize_tokens(row_major(kept), recipe.format, *options)
                 dW = _product(dy_t, dy_scale_t, q_t, scale_t, ends, recipe, align)
                 dB_t = cast(dW, b_dtype).transpose(-2, -1)
+            if dB_t is not None:
+                dB_t = cast(dB_t, leaf_dtype)
         return dA, dB_t, None, None, None
 
 
@@ -321,9 +326,11 @@ def _is_smaller(A: Tensor, offs: Tensor, indices: Tensor | None, recipe: Recipe)
     return statically_known_true(smaller)
 
 
-def _quantize_weights_of(B_t: Tensor, recipe: Recipe, needs_dA: bool) -> Both:
+def _quantize_weights(
+    B_t: Tensor, b_dtype: torch.dtype, format: str, dtype: torch.dtype | None, rounding: str, needs_dA: bool = True
+) -> Both:
     """B_t as weights [E, N, K], and transposed, which formats with blocks get at no cost."""
-    format, dtype, rounding = recipe.format, recipe.dtype, recipe.rounding
+    B_t = cast(B_t, b_dtype)
     if B_t.stride(-1) == 1 and B_t.stride(-2) != 1:  # contiguous [E, K, N]: the same op, its directions swapped
         q_t, scale_t, q, scale = _quantize_weight(B_t, format, dtype, rounding)
         return q, scale, q_t, scale_t

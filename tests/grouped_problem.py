@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from helpers import on
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_fp8_ext import Recipe, grouped_mm, reference
 
@@ -52,3 +53,16 @@ def run(
 
 def exact(a: Tensor, b_t: Tensor, offs: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return gradients(lambda a, b: reference.grouped_mm(a, b, offs), a.double(), b_t.double(), g.double())
+
+
+class Calls(TorchDispatchMode):
+    """The names of our ops, in the order of their calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "moe_fp8":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))

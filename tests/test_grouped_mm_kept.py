@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from grouped_problem import gradients, problem
+from grouped_problem import Calls, gradients, problem
 from helpers import assert_same, group_offs, slot_indices
 from torch import Tensor
 
@@ -159,19 +159,6 @@ def test_no_bfloat16_operand_survives_the_forward(device):
     assert alive() is None
     out.sum().backward()
     assert leaf.grad is not None
-
-
-class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    """The names of our ops, in the order of their calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "moe_fp8":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

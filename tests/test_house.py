@@ -183,8 +183,8 @@ def test_documents_are_what_the_bench_makes(monkeypatch):
 
 PUBLIC = (
     *("Quantized", "Recipe", "build_info", "combine", "grouped_mm", "permute_indices", "permute_pad"),
-    *("quantize_both", "quantize_rows", "quantize_tokens", "quantize_weight", "scaled_grouped_mm", "sort_tokens"),
-    *("swizzle_scales", "unpermute", "unswizzle_scales"),
+    *("quantize_both", "quantize_rows", "quantize_tokens", "quantize_weight", "reuse_weights"),
+    *("scaled_grouped_mm", "sort_tokens", "swizzle_scales", "unpermute", "unswizzle_scales"),
 )
 
 
