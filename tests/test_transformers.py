@@ -1,0 +1,364 @@
+"""Experts of Hugging Face Transformers with our forward, against the same experts with Transformers' own."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from helpers import ROOT, assert_same_tensor, short
+from torch import Tensor
+
+import moe_fp8_ext
+from moe_fp8_ext.integrations.transformers import register
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+moe = importlib.import_module("transformers.integrations.moe")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+EXPERTS, TOP_K, DIM, HIDDEN = 8, 2, 64, 48
+SIZES = dict(
+    **dict(hidden_size=DIM, intermediate_size=HIDDEN, num_hidden_layers=2, vocab_size=128, max_position_embeddings=64),
+    **dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts_per_tok=TOP_K),
+    **dict(bos_token_id=1, eos_token_id=2, pad_token_id=0),
+)
+MODELS = {
+    "qwen3_moe": dict(num_experts=EXPERTS, moe_intermediate_size=HIDDEN),
+    "mixtral": dict(num_local_experts=EXPERTS),
+    "gpt_oss": dict(num_local_experts=EXPERTS, layer_types=["full_attention", "sliding_attention"]),
+    "nemotron_h": dict(
+        **dict(n_routed_experts=EXPERTS, moe_intermediate_size=HIDDEN, moe_shared_expert_intermediate_size=HIDDEN),
+        layers_block_type=["attention", "moe"],
+    ),
+    "deepseek_v3": dict(
+        **dict(n_routed_experts=EXPERTS, moe_intermediate_size=HIDDEN, first_k_dense_replace=0, n_group=1),
+        **dict(topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, v_head_dim=16),
+        **dict(qk_rope_head_dim=8, head_dim=8),
+    ),
+    "aria_text": dict(moe_num_experts=EXPERTS, moe_topk=TOP_K),
+}
+# Its experts alone: the one layout that no model above has, a norm behind every expert.
+LAYOUTS = {
+    **MODELS,
+    "muse_spark_text": dict(num_local_experts=EXPERTS, moe_intermediate_size=HIDDEN, moe_hidden_size=DIM),
+}
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    register()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # models as small as these only wait for threads
+    yield
+    torch.set_num_threads(threads)
+
+
+def config_of(name: str) -> object:
+    try:
+        return transformers.AutoConfig.for_model(name, **{**SIZES, **LAYOUTS[name]})
+    except ValueError:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+
+
+def tiny_model(name: str, implementation: str) -> torch.nn.Module:
+    config = config_of(name)
+    if not hasattr(modeling(config), "use_experts_implementation"):
+        pytest.skip(f"{name} of transformers {transformers.__version__} does not use the experts interface")
+    torch.manual_seed(0)
+    options = dict(dtype=torch.bfloat16, experts_implementation=implementation)
+    return transformers.AutoModelForCausalLM.from_config(config, **options)
+
+
+def modeling(config: object) -> ModuleType:
+    return importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
+
+
+def experts_of(name: str, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    """Experts alone, with values that keep the variance of what they multiply."""
+    config = config_of(name)
+    classes = vars(modeling(config))
+    experts = next(c for n, c in classes.items() if n.endswith("Experts") and isinstance(c, type))(config)
+    if not hasattr(experts, "is_transposed"):
+        pytest.skip(f"{name} of transformers {transformers.__version__} does not use the experts interface")
+    with torch.no_grad():
+        for p in experts.parameters():
+            terms = p.shape[1 if experts.is_transposed else 2] if p.dim() == 3 else 1
+            p.copy_(torch.randn(p.shape) * terms**-0.5)
+    return experts.to(dtype)
+
+
+def calls(tokens: int = 37, scores: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden_states, top_k_index and top_k_weights; expert 3 gets nothing."""
+    ids = torch.rand(tokens, EXPERTS - 1).topk(TOP_K).indices
+    return torch.randn(tokens, DIM).bfloat16(), ids + (ids >= 3), torch.rand(tokens, TOP_K).to(scores)
+
+
+def run(experts: torch.nn.Module, implementation: str, x: Tensor, ids: Tensor, scores: Tensor) -> dict[str, Tensor]:
+    """The output and every gradient."""
+    experts.config._experts_implementation = implementation
+    experts.zero_grad()
+    x, scores = x.detach().requires_grad_(), scores.detach().requires_grad_()
+    out = experts(x, ids, scores)
+    out.backward(torch.linspace(-1, 1, out.numel()).cos().view(out.shape).to(out.dtype))
+    gradients = {name: p.grad for name, p in experts.named_parameters()}
+    return dict(out=out.detach(), x=x.grad, scores=scores.grad, **gradients)
+
+
+# Roundings to bfloat16 from an input to the output: 2 products, 2 biases, at most 5 in a gate and 3 in a norm, scores
+# and their sum. As many on the way back, and about 10 rows of a bias's gradient are added up one by one. Each moves a
+# value by at most 2^-8 of it, in the root mean square by 2^-8 / sqrt(3) or less. What rounds independently adds up in
+# squares, and so do the two that are compared; weights of random values carry a relative error on as it is.
+ROUNDINGS = 14 + 14 + 10
+TOLERANCE = (2 * ROUNDINGS / 3) ** 0.5 * 2**-8  # 2 %
+
+
+def assert_close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].dtype == want[name].dtype and got[name].shape == want[name].shape, name
+        a, b = got[name].double(), want[name].double()
+        assert (a - b).norm() <= TOLERANCE * b.norm(), f"{name}: {(a - b).norm() / b.norm():.4f} > {TOLERANCE:.4f}"
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    for name in want:
+        assert_same_tensor(got[name], want[name], name)
+
+
+@pytest.mark.parametrize("scores", [torch.float32, torch.bfloat16], ids=short)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bf16_is_what_transformers_computes(name, scores):
+    experts, call = experts_of(name), calls(scores=scores)
+    assert_close(run(experts, "moe_fp8_bf16", *call), run(experts, "grouped_mm", *call))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_float32_experts_under_autocast(name):
+    """Transformers' own do not follow autocast; eager ones do."""
+    experts, (x, ids, scores) = experts_of(name, torch.float32), calls()
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = (run(experts, which, x.float(), ids, scores) for which in ("moe_fp8_bf16", "eager"))
+    assert_close(got, want)
+
+
+def test_recipes():
+    """Each under its own name; `moe_fp8` stands for what it was registered with."""
+    experts, call = experts_of("mixtral"), calls()
+    named = {name: run(experts, f"moe_fp8_{name}", *call) for name in ("rowwise", "blockwise", "mxfp8", "bf16")}
+    assert_same(run(experts, "moe_fp8", *call), named["rowwise"])
+    for other in ("blockwise", "bf16"):
+        assert not torch.equal(named[other]["out"], named["rowwise"]["out"])
+        register(other)
+        assert_same(run(experts, "moe_fp8", *call), named[other])
+    register(moe_fp8_ext.Recipe("rowwise", grad_dtype=torch.float8_e5m2))
+    mine = run(experts, "moe_fp8", *call)
+    assert_same_tensor(mine["out"], named["rowwise"]["out"], "out")
+    assert not torch.equal(mine["x"], named["rowwise"]["x"])
+    assert_same(run(experts, "moe_fp8_rowwise", *call), named["rowwise"])
+
+
+def losses(name: str, implementation: str) -> list[float]:
+    model = tiny_model(name, implementation)
+    tokens = torch.randint(3, SIZES["vocab_size"], (2, 32), generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    for _ in range(15):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"), [*((name, "moe_fp8") for name in MODELS), ("qwen3_moe", "moe_fp8_blockwise")]
+)
+def test_training(name, implementation):
+    stock, ours = losses(name, "grouped_mm"), losses(name, implementation)
+    assert stock[-1] < 0.9 * stock[0] and ours != stock
+    assert ours == pytest.approx(stock, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "nemotron_h"])
+def test_compiles(name):
+    experts = experts_of(name)
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (37, 50):
+        call = calls(tokens)
+        want = run(experts, "moe_fp8", *call)
+        x, ids, scores = call[0].requires_grad_(), call[1], call[2].requires_grad_()
+        assert_same_tensor(compiled(x, ids, scores), want["out"], "out")
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    tokens = torch.randint(3, SIZES["vocab_size"], (2, 16), generator=torch.Generator().manual_seed(1))
+    model.train().zero_grad()
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_gradient_checkpointing():
+    model = tiny_model("qwen3_moe", "moe_fp8")
+    want = gradients(model)
+    model.gradient_checkpointing_enable()
+    assert_same(gradients(model), want)
+
+
+def test_saved_and_loaded(tmp_path):
+    """Weights as they were, and a config.json that names nothing of ours."""
+    model = tiny_model("gpt_oss", "moe_fp8")
+    model.save_pretrained(tmp_path)
+    assert "moe_fp8" not in (tmp_path / "config.json").read_text()
+    options = dict(dtype=torch.bfloat16, experts_implementation="moe_fp8")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    assert_same(gradients(loaded), gradients(model))
+    model.set_experts_implementation("grouped_mm")
+    loaded.set_experts_implementation("grouped_mm")
+    assert_same(gradients(loaded), gradients(model))
+
+
+def blocks(page: Path) -> list[str]:
+    """Those of a page that are about Transformers."""
+    found = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    return [block for block in found if "transformers" in block or "named_modules" in block]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/adoption.md"])
+def test_documents(page, tmp_path):
+    tiny_model("mixtral", "eager").save_pretrained(tmp_path)
+    names = dict(path=tmp_path)
+    for block in blocks(ROOT / page):
+        exec(block, names)
+    model = names["model"]
+    assert model.config._experts_implementation == "moe_fp8"
+    want = gradients(model)
+    model.set_experts_implementation("moe_fp8_rowwise")
+    assert_same(gradients(model), want)
+    assert page == "README.md" or names["experts"] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+
+
+def shard(experts: torch.nn.Module, first: int, count: int) -> torch.nn.Module:
+    """One rank's part of them."""
+    part = copy.deepcopy(experts)
+    part.num_experts, part._is_expert_parallel = count, True
+    for name, p in experts.named_parameters():
+        if p.shape[0] == EXPERTS:
+            getattr(part, name).data = p.data[first : first + count].clone()
+    return part
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_expert_parallel_sentinels(name):
+    """Two ranks add up to the whole, and what a rank has no expert for leaves no trace, whatever it holds."""
+    experts, (x, ids, scores) = experts_of(name), calls()
+    ids[:5] %= EXPERTS // 2  # tokens of the first rank alone
+    whole, parts = run(experts, "moe_fp8_bf16", x, ids, scores), []
+    for rank in range(2):
+        local = ids - rank * EXPERTS // 2
+        local[(local < 0) | (local >= EXPERTS // 2)] = EXPERTS // 2
+        mine = x.clone()
+        mine[(local == EXPERTS // 2).all(1)] = float("nan")
+        part = shard(experts, rank * EXPERTS // 2, EXPERTS // 2)
+        parts.append(run(part, "moe_fp8_bf16", mine, local, scores))
+        assert not parts[-1]["scores"][local == EXPERTS // 2].any()
+    assert not parts[1]["out"][:5].any() and not parts[1]["x"][:5].any()
+    halves = {k: (parts[0][k], parts[1][k]) for k in whole}
+    sharded = {k for k, p in experts.named_parameters() if p.shape[0] == EXPERTS}
+    assert_close({k: torch.cat(v) if k in sharded else sum(v) for k, v in halves.items()}, whole)
+
+
+def test_no_tokens_and_no_experts():
+    experts, (x, ids, scores) = experts_of("gpt_oss"), calls()
+    none = run(experts, "moe_fp8", x[:0], ids[:0], scores[:0])
+    assert none["out"].shape == (0, DIM) and not none["down_proj"].any()
+    foreign = run(experts, "moe_fp8", x, ids + EXPERTS, scores)
+    assert not any(value.any() for value in foreign.values())
+
+
+VALIDATED = """
+import sys
+import torch
+import moe_fp8_ext
+assert not [m for m in sys.modules if m.startswith(("transformers", "moe_fp8_ext.integrations"))]
+from moe_fp8_ext.integrations.transformers import register
+assert not [m for m in sys.modules if m.startswith("transformers")]
+register()
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+class Experts(torch.nn.Module):
+    num_experts, has_gate, has_bias, is_transposed, act_fn = 2, False, False, True, torch.nn.ReLU()
+    up_proj = down_proj = torch.ones(2, 16, 16)
+
+x, scores = torch.ones(3, 16), torch.ones(3, 1)
+forward = ALL_EXPERTS_FUNCTIONS["moe_fp8"]
+assert forward(Experts(), x, torch.tensor([[0], [2], [5]]), scores)[:, 0].tolist() == [256, 0, 0]
+try:
+    forward(Experts(), x, torch.tensor([[0], [-2], [1]]), scores)
+except RuntimeError as error:
+    assert "topk_ids" in str(error)
+else:
+    raise AssertionError("an id below -1 was taken")
+"""
+
+
+def test_validation_lets_sentinels_pass_and_import_is_lazy():
+    environment = {**os.environ, "MOE_FP8_VALIDATE": "1"}
+    subprocess.run([sys.executable, "-c", VALIDATED], env=environment, check=True)
+
+
+def interface() -> dict[str, object]:
+    return dict(moe.ALL_EXPERTS_FUNCTIONS)
+
+
+def check_refused(error: type[Exception], text: str, *args: object) -> None:
+    """An error of one sentence, and nothing has been changed."""
+    before = interface()
+    with pytest.raises(error, match=f"^{text}$"):
+        register(*args)
+    assert interface() == before
+
+
+KNOWN = r"moe_fp8_ext\.integrations\.transformers: transformers 5\.17\.0 and 5\.23\.0 are known to work, found"
+
+
+def test_transformers_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    check_refused(ImportError, f"{KNOWN} none")
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.16.2", "6.0.0", "6.1.0.dev0"])
+def test_transformers_is_too_old_or_too_new(monkeypatch, version):
+    monkeypatch.setattr("transformers.__version__", version)
+    check_refused(ImportError, f"{KNOWN} {re.escape(version)}")
+
+
+def test_transformers_declares_a_layout_that_is_unknown(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.99.0")
+    monkeypatch.setattr(moe, "use_experts_implementation", lambda experts_class=None, *, has_bias, has_pre_norm: None)
+    strange = "has_gate, has_pre_norm, is_concatenated, is_transposed"
+    check_refused(ImportError, rf"{KNOWN} 5\.99\.0, whose experts differ in {strange}")
+
+
+def test_recipe_that_does_not_exist():
+    names = r"\['bf16', 'blockwise', 'mxfp8', 'rowwise'\]"
+    check_refused(ValueError, rf"recipe must be one of {names}, got 'fp9'", "fp9")
+    check_refused(TypeError, "recipe must be a str or a Recipe, got int", 8)
+    with pytest.raises(ValueError, match="moe_fp8_fp9"):
+        tiny_model("mixtral", "moe_fp8_fp9")
+
+
+def test_expert_weights_that_are_quantized_already():
+    experts, call = experts_of("mixtral"), calls()
+    experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj.to(torch.uint8), requires_grad=False)
+    experts.config._experts_implementation = "moe_fp8"
+    with pytest.raises(RuntimeError, match="moe_fp8: gate_up_proj must be .* float32, got torch.uint8"):
+        experts(*call)
