@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers import ROOT
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn.functional import cross_entropy
 
 from moe_fp8_ext import Recipe, grouped_mm
@@ -27,6 +28,7 @@ def titan(name: str) -> ModuleType:
 
 config, overrides, protocols = titan("config"), titan("config.override"), titan("protocols.module")
 moe, linear, attention = titan("models.common.moe"), titan("models.common.linear"), titan("models.common.attention")
+spmd_types, checker = pytest.importorskip("spmd_types"), pytest.importorskip("spmd_types.checker")
 MODELS = {
     "deepseek_v3": (titan("models.deepseek_v3"), "debugmodel"),
     "qwen3": (titan("models.qwen3"), "debugmodel_moe"),
@@ -207,6 +209,23 @@ def test_compiles_in_one_graph():
     x, counts = torch.randn(128, 256), torch.arange(64) % 3
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, counts), experts(x, counts))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
+def test_passes_the_check_of_shardings(recipe):
+    """What torchtitan's debug.spmd_typechecking turns on."""
+    experts = experts_of(apply(debug_model("qwen3"), (OVERRIDE, {"recipe": recipe})))[0].build()
+    tokens, offs = torch.randn(64, 256, dtype=torch.bfloat16), torch.arange(64, dtype=torch.int32)
+    weights = experts.w1_EFD.bfloat16().transpose(-2, -1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with checker.typecheck(strict_mode="strict"):
+            for x in (tokens, weights, offs):
+                spmd_types.assert_type(x, {dist.group.WORLD: spmd_types.V})
+            out = experts._grouped_mm(A=tokens, B_t=weights, offs=offs)
+            assert spmd_types.has_local_type(out)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_converter_was_first():

@@ -14,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch import Tensor
 
-from moe_fp8_ext.grouped_mm import grouped_mm
+from moe_fp8_ext.bf16 import Bf16GroupedMm
+from moe_fp8_ext.grouped_mm import _QuantizedGroupedMm, grouped_mm
 from moe_fp8_ext.recipes import Recipe, get_recipe
 
 _HERE = "moe_fp8_ext.integrations.torchtitan"
@@ -32,6 +33,7 @@ def _found() -> str:
 
 
 try:
+    from spmd_types import register_local_autograd_function
     from torchtitan.config import derive, override
 
     try:
@@ -41,6 +43,10 @@ try:
 except ImportError as error:
     text = f"torchtitan must have overrides and GroupedExperts, as 0.3.0 has, or GroupedLinear, got {_found()}: {error}"
     raise ImportError(f"{_HERE}: {text}") from error
+
+# torchtitan's check of shardings lets no other function with a gradient pass.
+for _function in (Bf16GroupedMm, _QuantizedGroupedMm):
+    register_local_autograd_function(_function)
 
 
 class _MoeFp8:
