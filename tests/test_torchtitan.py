@@ -228,18 +228,26 @@ def test_passes_the_check_of_shardings(recipe):
         dist.destroy_process_group()
 
 
-def test_a_converter_was_first():
-    class Converted(moe.GroupedExperts):
-        @dataclass(kw_only=True, slots=True)
-        class Config(moe.GroupedExperts.Config):
-            pass
+@pytest.mark.parametrize(
+    ("module", "converter", "text"),
+    [
+        ("float8", "_get_float8_grouped_experts_cls", r"w\d_\w+ must be a Parameter, got a \w+Tensor"),
+        ("mx", "_get_mxfp8_grouped_experts_cls", "must be that of GroupedExperts, got that of MXFP8GroupedExperts"),
+    ],
+)
+def test_a_converter_was_first(module, converter, text):
+    """torchtitan's own: one wraps the weights, the other has a method of its own."""
+    pytest.importorskip("torchao")
+    converted = getattr(titan(f"components.quantization.{module}"), converter)(moe.GroupedExperts)
+    root = Root(model_spec=Layers(layers=[converted.Config(dim=32, hidden_dim=32, num_experts=2)]))
+    with pytest.raises(TypeError, match=f"{text}: leave out the converter or override that brought it"):
+        apply(root, OVERRIDE).model_spec.layers[0].build()
 
-        def _grouped_mm(self, *, A, B_t, offs):
-            raise NotImplementedError
 
-    root = Root(model_spec=Layers(layers=[Converted.Config(dim=32, hidden_dim=32, num_experts=2)]))
-    with pytest.raises(TypeError, match="_grouped_mm must be that of GroupedExperts, got that of Converted"):
-        apply(root, OVERRIDE)
+def test_beside_another_override():
+    root, other = debug_model("qwen3"), "torchtitan.overrides.fused_swiglu.fused_grouped_experts"
+    with pytest.raises(ValueError, match="both claim node"):
+        apply(root, OVERRIDE, other)
 
 
 # What torchtitan's main has become

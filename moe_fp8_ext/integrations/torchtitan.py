@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from moe_fp8_ext.bf16 import Bf16GroupedMm
 from moe_fp8_ext.grouped_mm import _QuantizedGroupedMm, grouped_mm
@@ -20,6 +21,7 @@ from moe_fp8_ext.recipes import Recipe, get_recipe
 
 _HERE = "moe_fp8_ext.integrations.torchtitan"
 _METHOD = "_grouped_mm"
+_LEAVE_OUT = "leave out the converter or override that brought it"
 # Tokens, weights, ends of groups: as 0.3.0 names them, then as torchtitan's main does, where weights are not transposed
 # and may be float32.
 _SIGNATURES = (("A", "B_t", "offs"), ("A", "weight_EOI", "offs"), ("input_RI", "weight_EOI", "offsets_E"))
@@ -56,6 +58,10 @@ class _MoeFp8:
 
     def __init__(self, config) -> None:
         super().__init__(config)
+        for name, weight in self.named_parameters():
+            if type(weight) is not Parameter:  # one that multiplies in its own way
+                text = f"{name} must be a Parameter, got a {type(weight).__name__}: {_LEAVE_OUT}"
+                raise TypeError(f"{_HERE}: {text}")
         self.recipe = get_recipe(config.recipe)
 
     def _grouped_mm(self, **operands: Tensor) -> Tensor:
@@ -70,7 +76,7 @@ def _names_of(owner: type) -> tuple[str, str, str]:
     definitions = [base for base in owner.__mro__ if _METHOD in vars(base)]
     if len(definitions) > 1:
         by, of = definitions[0].__name__, definitions[-1].__name__
-        text = f"{_METHOD} must be that of {of}, got that of {by}: leave out the converter or override that brought it"
+        text = f"{_METHOD} must be that of {of}, got that of {by}: {_LEAVE_OUT}"
         raise TypeError(f"{_HERE}: {text}")
     names = tuple(inspect.signature(getattr(owner, _METHOD)).parameters)[1:] if definitions else None
     if names not in _SIGNATURES:
