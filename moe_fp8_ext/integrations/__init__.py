@@ -1,2 +1,1 @@
-"""Ways into other people's packages, a module each. None is imported with `moe_fp8_ext`, and none imports its package
-before it is asked to."""
+"""Ways into other people's packages, a module each. None is imported with `moe_fp8_ext`."""

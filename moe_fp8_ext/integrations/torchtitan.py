@@ -1,0 +1,116 @@
+"""torchtitan's routed experts with the grouped matmul of this package, by torchtitan's own override mechanism.
+
+    --override.imports moe_fp8_ext.integrations.torchtitan.moe_fp8
+    --override.imports 'moe_fp8_ext.integrations.torchtitan.moe_fp8={"recipe": "blockwise"}'
+
+An override swaps configs before anything is built, so that parameters, their names, initial values and shardings are
+those of torchtitan's own class: only its method `_grouped_mm` is another.
+"""
+
+import functools
+import inspect
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from moe_fp8_ext.bf16 import Bf16GroupedMm
+from moe_fp8_ext.grouped_mm import _QuantizedGroupedMm, grouped_mm
+from moe_fp8_ext.recipes import Recipe, get_recipe
+
+_HERE = "moe_fp8_ext.integrations.torchtitan"
+_METHOD = "_grouped_mm"
+_LEAVE_OUT = "leave out the converter or override that brought it"
+# Tokens, weights, ends of groups: as 0.3.0 names them, then as torchtitan's main does, where weights are not transposed
+# and may be float32.
+_SIGNATURES = (("A", "B_t", "offs"), ("A", "weight_EOI", "offs"), ("input_RI", "weight_EOI", "offsets_E"))
+
+
+def _found() -> str:
+    try:
+        return f"torchtitan {version('torchtitan')}"
+    except PackageNotFoundError:
+        return "torchtitan of unknown version"
+
+
+try:
+    from spmd_types import register_local_autograd_function
+    from torchtitan.config import derive, override
+
+    try:
+        from torchtitan.models.common.linear import GroupedLinear as _Target
+    except ImportError:  # 0.3.0 has none: there the experts multiply themselves
+        from torchtitan.models.common.moe import GroupedExperts as _Target
+except ImportError as error:
+    text = f"torchtitan must have overrides and GroupedExperts, as 0.3.0 has, or GroupedLinear, got {_found()}: {error}"
+    raise ImportError(f"{_HERE}: {text}") from error
+
+# torchtitan's check of shardings lets no other function with a gradient pass.
+for _function in (Bf16GroupedMm, _QuantizedGroupedMm):
+    register_local_autograd_function(_function)
+
+
+class _MoeFp8:
+    """The first base of a converted class; the second is torchtitan's."""
+
+    _names: tuple[str, str, str]
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        for name, weight in self.named_parameters():
+            if type(weight) is not Parameter:  # one that multiplies in its own way
+                text = f"{name} must be a Parameter, got a {type(weight).__name__}: {_LEAVE_OUT}"
+                raise TypeError(f"{_HERE}: {text}")
+        self.recipe = get_recipe(config.recipe)
+
+    def _grouped_mm(self, **operands: Tensor) -> Tensor:
+        tokens, weights, offs = (operands[name] for name in self._names)
+        if "B_t" not in operands:
+            weights = weights.to(tokens.dtype).transpose(-2, -1)
+        return grouped_mm(tokens, weights, offs, recipe=self.recipe)
+
+
+def _names_of(owner: type) -> tuple[str, str, str]:
+    """What `_grouped_mm` of a class takes, if it is torchtitan's own."""
+    definitions = [base for base in owner.__mro__ if _METHOD in vars(base)]
+    if len(definitions) > 1:
+        by, of = definitions[0].__name__, definitions[-1].__name__
+        text = f"{_METHOD} must be that of {of}, got that of {by}: {_LEAVE_OUT}"
+        raise TypeError(f"{_HERE}: {text}")
+    names = tuple(inspect.signature(getattr(owner, _METHOD)).parameters)[1:] if definitions else None
+    if names not in _SIGNATURES:
+        known = " or ".join(f"({', '.join(signature)})" for signature in _SIGNATURES)
+        got = "no such method" if names is None else f"({', '.join(names)})"
+        text = f"{_METHOD} of {owner.__name__} must take {known}, got {got} with {_found()}; 0.3.0 is known to work"
+        raise TypeError(f"{_HERE}: {text}")
+    return names
+
+
+@functools.cache
+def _converted(owner: type) -> type:
+    if issubclass(owner, _MoeFp8):
+        return owner
+
+    class Converted(_MoeFp8, owner):
+        _names = _names_of(owner)
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(owner.Config):
+            recipe: str | Recipe = "rowwise"
+
+    Converted.__name__ = Converted.__qualname__ = f"MoeFp8{owner.__name__}"
+    Converted.Config.__qualname__ = f"{Converted.__name__}.Config"  # which torchtitan logs
+    return Converted
+
+
+@override(target=_Target.Config, description="Grouped matmuls of routed experts by moe_fp8_ext.")
+def moe_fp8(config: _Target.Config, *, recipe: str | Recipe = "rowwise") -> _Target.Config:
+    """The config of the same experts, with a recipe of `moe_fp8_ext.grouped_mm` to compute by.
+
+    Raises:
+        TypeError: `_grouped_mm` takes what no known torchtitan gives it, or is not torchtitan's own any more.
+        ValueError: no recipe of that name exists.
+    """
+    get_recipe(recipe)
+    return derive(config, _converted(type(config)._owner).Config, recipe=recipe)

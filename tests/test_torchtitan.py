@@ -1,0 +1,348 @@
+"""The override for torchtitan, on its own models and on stand-ins for what its main has become."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from helpers import ROOT
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.functional import cross_entropy
+
+from moe_fp8_ext import Recipe, grouped_mm
+
+
+def titan(name: str) -> ModuleType:
+    reason = "pip install torchtitan==0.3.0, and triton, which it imports, where torch came without"
+    return pytest.importorskip(f"torchtitan.{name}", reason=reason, exc_type=ImportError)
+
+
+config, overrides, protocols = titan("config"), titan("config.override"), titan("protocols.module")
+moe, linear, attention = titan("models.common.moe"), titan("models.common.linear"), titan("models.common.attention")
+spmd_types, checker = pytest.importorskip("spmd_types"), pytest.importorskip("spmd_types.checker")
+MODELS = {
+    "deepseek_v3": (titan("models.deepseek_v3"), "debugmodel"),
+    "qwen3": (titan("models.qwen3"), "debugmodel_moe"),
+    "gpt_oss": (titan("models.gpt_oss"), "debugmodel"),
+}
+TRAINED = ("deepseek_v3", "qwen3")
+MODULE = "moe_fp8_ext.integrations.torchtitan"
+OVERRIDE = f"{MODULE}.moe_fp8"
+STEPS, SEQUENCES, LENGTH = 6, 2, 32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """The CPU's own bfloat16 product of small matrices spends its time on waking the others."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@config.override(target=attention.FlexAttention.Config)
+def causal_attention(_: object) -> object:
+    """FlexAttention has no backward on a CPU."""
+    return attention.ScaledDotProductAttention.Config()
+
+
+@dataclass(kw_only=True, slots=True)
+class Root(config.Configurable.Config):
+    """As much of a Trainer.Config as overrides see."""
+
+    model_spec: object
+
+
+def apply(root: Root, *imports: object) -> Root:
+    overrides.apply_overrides(overrides.OverrideConfig(imports=list(imports)), root)
+    return root
+
+
+def debug_model(name: str) -> Root:
+    """Two layers and smaller experts: the CPU's own bfloat16 is slow."""
+    module, flavor = MODELS[name]
+    root = Root(model_spec=module.model_registry(flavor))
+    root.model_spec.model.layers = root.model_spec.model.layers[:2]
+    for experts in experts_of(root):
+        experts.hidden_dim = 64
+    return root
+
+
+def experts_of(root: Root) -> list:
+    return [experts for _, experts, _, _ in root.traverse(moe.GroupedExperts.Config)]
+
+
+def build(root: Root) -> nn.Module:
+    torch.manual_seed(0)
+    model = apply(root, f"{__name__}.causal_attention").model_spec.model.build()
+    model.init_states()
+    return model
+
+
+def routed(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, moe.MoE)]
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    tokens = torch.randint(2048, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    logits = model(tokens[:, :-1], torch.arange(LENGTH).expand(SEQUENCES, -1))
+    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@functools.cache
+def losses(name: str, recipe: str | None) -> list[float]:
+    """Of torchtitan's own experts where recipe is None."""
+    root = debug_model(name)
+    model = build(root if recipe is None else apply(root, (OVERRIDE, {"recipe": recipe})))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    seen = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    return seen
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_losses(name, recipe):
+    ours, stock = losses(name, recipe), losses(name, None)
+    assert stock[-1] < 0.7 * stock[0]
+    torch.testing.assert_close(ours, stock, rtol=0.01, atol=0)
+    if recipe == "rowwise":
+        assert ours != losses(name, "bf16")
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_gradients_reach_every_expert(name):
+    model = build(apply(debug_model(name), OVERRIDE))
+    for layer in routed(model):
+        layer.router._debug_force_load_balance = True
+    loss_of(model).backward()
+    for layer in routed(model):
+        assert layer.tokens_per_expert_E.min() > 0
+        for weight in layer.routed_experts.inner_experts.parameters():
+            assert weight.grad.dtype == torch.float32 and weight.grad.isfinite().all()
+            assert weight.grad.flatten(1).any(1).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_torchtitan(name):
+    stock, ours = build(debug_model(name)).state_dict(), build(apply(debug_model(name), OVERRIDE)).state_dict()
+    assert list(ours) == list(stock)
+    for key, value in stock.items():
+        assert torch.equal(ours[key], value), key
+
+
+def test_biases_of_gpt_oss():
+    """What subclasses of GroupedExperts do around the grouped matmul stays."""
+    x, counts = torch.randn(50, 256), torch.tensor([22, 0, 17, 5, 0, 3, 1, 2])
+    outs = []
+    for root in (debug_model("gpt_oss"), apply(debug_model("gpt_oss"), (OVERRIDE, {"recipe": "bf16"}))):
+        experts = routed(build(root))[0].routed_experts.inner_experts
+        for bias in (experts.mlp1_bias_EG, experts.mlp2_bias_ED):
+            nn.init.normal_(bias, generator=torch.Generator().manual_seed(2))
+        outs.append(experts(x, counts))
+    torch.testing.assert_close(*outs)
+
+
+def recipes(root: Root) -> set[str | Recipe]:
+    return {experts.recipe for experts in experts_of(root)}
+
+
+def blocks(language: str) -> list[str]:
+    section = (ROOT / "docs" / "adoption.md").read_text().split("\n## torchtitan\n")[1].split("\n## ")[0]
+    return re.findall(rf"^```{language}\n(.*?)^```", section, re.M | re.S)
+
+
+def test_documented_commands():
+    found = []
+    for command in blocks("bash")[0].replace("\\\n", " ").splitlines():
+        given = shlex.split(command.split("--override.imports")[1])
+        root = apply(debug_model("qwen3"), *overrides.parse_cli_imports(given))
+        found.append(routed(build(root))[0].routed_experts.inner_experts.recipe)
+    assert found == [Recipe("rowwise"), Recipe("blockwise")]
+
+
+def test_documented_python():
+    given = SimpleNamespace(override=overrides.OverrideConfig())
+    exec(blocks("python")[0], {"config": given})
+    root = apply(debug_model("qwen3"), *given.override.imports)
+    assert recipes(root) == {Recipe("rowwise", wgrad_high_precision=True)}
+
+
+def test_unknown_recipe():
+    root = debug_model("qwen3")
+    before = experts_of(root)
+    with pytest.raises(ValueError, match=r"recipe must be one of .*'rowwise'\], got 'fp7'"):
+        apply(root, (OVERRIDE, {"recipe": "fp7"}))
+    assert experts_of(root) == before
+
+
+def test_applied_again():
+    """The class stays, the last recipe counts: as torchtitan's own overrides, it may meet what it has made."""
+    root = apply(debug_model("qwen3"), (OVERRIDE, {"recipe": "blockwise"}))
+    first = {type(experts) for experts in experts_of(root)}
+    assert len(first) == 1
+    apply(root, OVERRIDE)
+    assert {type(experts) for experts in experts_of(root)} == first and recipes(root) == {"rowwise"}
+
+
+def test_only_the_config_that_it_was_applied_to():
+    apply(debug_model("qwen3"), OVERRIDE)
+    assert {type(experts) for experts in experts_of(debug_model("qwen3"))} == {moe.GroupedExperts.Config}
+
+
+def test_compiles_in_one_graph():
+    experts = routed(build(apply(debug_model("qwen3"), OVERRIDE)))[0].routed_experts.inner_experts
+    x, counts = torch.randn(128, 256), torch.arange(64) % 3
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, counts), experts(x, counts))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
+def test_passes_the_check_of_shardings(recipe):
+    """What torchtitan's debug.spmd_typechecking turns on."""
+    experts = experts_of(apply(debug_model("qwen3"), (OVERRIDE, {"recipe": recipe})))[0].build()
+    tokens, offs = torch.randn(64, 256, dtype=torch.bfloat16), torch.arange(64, dtype=torch.int32)
+    weights = experts.w1_EFD.bfloat16().transpose(-2, -1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with checker.typecheck(strict_mode="strict"):
+            for x in (tokens, weights, offs):
+                spmd_types.assert_type(x, {dist.group.WORLD: spmd_types.V})
+            out = experts._grouped_mm(A=tokens, B_t=weights, offs=offs)
+            assert spmd_types.has_local_type(out)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("module", "converter", "text"),
+    [
+        ("float8", "_get_float8_grouped_experts_cls", r"w\d_\w+ must be a Parameter, got a \w+Tensor"),
+        ("mx", "_get_mxfp8_grouped_experts_cls", "must be that of GroupedExperts, got that of MXFP8GroupedExperts"),
+    ],
+)
+def test_a_converter_was_first(module, converter, text):
+    """torchtitan's own: one wraps the weights, the other has a method of its own."""
+    pytest.importorskip("torchao")
+    converted = getattr(titan(f"components.quantization.{module}"), converter)(moe.GroupedExperts)
+    root = Root(model_spec=Layers(layers=[converted.Config(dim=32, hidden_dim=32, num_experts=2)]))
+    with pytest.raises(TypeError, match=f"{text}: leave out the converter or override that brought it"):
+        apply(root, OVERRIDE).model_spec.layers[0].build()
+
+
+def test_beside_another_override():
+    root, other = debug_model("qwen3"), "torchtitan.overrides.fused_swiglu.fused_grouped_experts"
+    with pytest.raises(ValueError, match="both claim node"):
+        apply(root, OVERRIDE, other)
+
+
+# What torchtitan's main has become
+
+
+@dataclass(kw_only=True, slots=True)
+class Layers(config.Configurable.Config):
+    layers: list
+
+
+class StandIn(protocols.Module):
+    """Weights [E, out, in] in float32, and a method `_grouped_mm` for them."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(protocols.Module.Config):
+        group_size: int
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(config.group_size, 48, 32))
+
+
+def stand_in(method: Callable | None) -> type:
+    class GroupedLinear(StandIn):
+        @dataclass(kw_only=True, slots=True)
+        class Config(StandIn.Config):
+            pass
+
+    if method is not None:
+        GroupedLinear._grouped_mm = method
+    return GroupedLinear
+
+
+def of_experts(self, *, A: Tensor, weight_EOI: Tensor, offs: Tensor) -> Tensor:
+    return torch._grouped_mm(A, weight_EOI.bfloat16().transpose(-2, -1), offs=offs)
+
+
+def of_grouped_linear(self, *, input_RI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
+    return torch._grouped_mm(input_RI, weight_EOI.bfloat16().transpose(-2, -1), offs=offsets_E)
+
+
+def fourth(self, *, rows: Tensor, weight: Tensor) -> Tensor:
+    raise NotImplementedError
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    """Puts a class where torchtitan has or had its own, as if the override had not been imported before."""
+
+    def put(module: ModuleType, name: str, owner: type) -> Root:
+        monkeypatch.setattr(module, name, owner, raising=False)
+        return Root(model_spec=Layers(layers=[owner.Config(group_size=3), owner.Config(group_size=3)]))
+
+    monkeypatch.setattr(overrides, "_REGISTRY", {})
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    return put
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "method"),
+    [(moe, "GroupedExperts", of_experts), (linear, "GroupedLinear", of_grouped_linear)],
+)
+def test_newer_signatures(newer, module, name, method):
+    root = apply(newer(module, name, stand_in(method)), OVERRIDE)
+    experts = root.model_spec.layers[1].build()
+    x, offs = torch.randn(40, 32, dtype=torch.bfloat16), torch.tensor([11, 11, 40], dtype=torch.int32)
+    names = list(method.__annotations__)[:3]
+    out = experts._grouped_mm(**dict(zip(names, (x, experts.weight, offs), strict=True)))
+    assert torch.equal(out, grouped_mm(x, experts.weight.bfloat16().transpose(-2, -1), offs))
+    out.sum().backward()
+    assert experts.weight.grad.dtype == torch.float32
+    assert experts.weight.grad.flatten(1).any(1).tolist() == [True, False, True]
+    stock = method(experts, **dict(zip(names, (x, experts.weight, offs), strict=True)))
+    assert (out - stock).norm() < 0.06 * stock.norm()
+
+
+@pytest.mark.parametrize(("method", "got"), [(fourth, r"\(rows, weight\)"), (None, "no such method")])
+def test_unknown_signature(newer, method, got):
+    root = newer(linear, "GroupedLinear", stand_in(method))
+    before = list(root.model_spec.layers)
+    known = r"\(A, B_t, offs\) or \(A, weight_EOI, offs\) or \(input_RI, weight_EOI, offsets_E\)"
+    with pytest.raises(TypeError, match=f"_grouped_mm of GroupedLinear must take {known}, got {got} with torchtitan"):
+        apply(root, OVERRIDE)
+    assert all(now is then for now, then in zip(root.model_spec.layers, before, strict=True))
+
+
+def test_torchtitan_without_overrides(newer, monkeypatch):
+    root = newer(linear, "GroupedLinear", stand_in(of_grouped_linear))
+    monkeypatch.delattr(config, "override")
+    monkeypatch.setitem(sys.modules, "torchtitan.config.override", None)
+    with pytest.raises(ImportError, match="torchtitan must have overrides and GroupedExperts, as 0.3.0 has"):
+        apply(root, OVERRIDE)
+
+
+def test_nothing_of_torchtitan_is_imported_unasked():
+    code = "import sys, moe_fp8_ext; print([name for name in sys.modules if 'torchtitan' in name])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
