@@ -165,6 +165,8 @@ def choose_archs(backend: str, device_compiler: str) -> tuple[str, str]:
         unknown = [arch for arch in archs.split(";") if f"sm_{arch.rstrip('af')}" not in known]
         if unknown:
             fail(f"{device_compiler} does not know {', '.join(unknown)} of {archs}: update CUDA or set {variable}.")
+        if "90" in archs.split(";"):  # would compile, without the tensor cores' instructions
+            fail(f"{variable} must name Hopper 90a, whose GEMMs need it, got 90 in {archs}.")
     if asked:
         return archs, f"{variable} says so"
     if here:

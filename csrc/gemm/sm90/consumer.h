@@ -121,6 +121,7 @@ MOE_DEVICE void multiply_rows(Consumer<T>& c, Shared<T>& shared, const Tile& til
   } else {
     multiply_round<1>(c, sum, begun, held);
   }
+  pin_registers(sum);
 }
 
 // Where the scales of blocks are in the first stage: of the thread's first row and of its first column. Where groups

@@ -5,12 +5,14 @@
 namespace moe_fp8::sm90 {
 namespace {
 
+constexpr int64_t kMost = int64_t(1) << 31;  // rows and strides of scales are counted in 32 bits
+
 bool at_16_bytes(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 // Scales of blocks lie beside one another by the rows of the operand.
 bool are_columns(const OperandScales& s, int64_t rows) {
   return s.block_size == kDepth && s.row_stride == 1 && s.block_stride % 4 == 0 && s.block_stride >= rows &&
-         at_16_bytes(s.data);
+         s.block_stride < kMost && at_16_bytes(s.data);
 }
 
 bool takes_scales(const ScaledGroupedMmParams& p) {
@@ -34,7 +36,6 @@ int launch_with(const ScaledGroupedMmParams& p, bool fast, void* stream) {
 
 bool takes_operands(const ScaledGroupedMmParams& p) {
   if ((p.a_type != Fp8Type::kE4M3FN && p.a_type != Fp8Type::kE5M2) || p.b_type != Fp8Type::kE4M3FN) return false;
-  constexpr int64_t kMost = int64_t(1) << 31;  // rows are counted in 32 bits
   const bool groups = p.groups_of_sum ? p.E * p.M < kMost
                                       : (p.E == 1 || p.b_group_stride == p.N * p.b_stride) && p.E * p.N < kMost;
   return groups && takes_scales(p);
