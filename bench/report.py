@@ -173,7 +173,8 @@ def first_screen(results: dict[str, dict]) -> str:
             by_recipe.append(f"`{op.split()[1]}` {', '.join(ranges)}")
         if rows:
             parts.append(
-                f"Speed of forward and backward over BF16 `torch._grouped_mm` on {result['device']}, by layer: "
+                f"Speed of forward and backward over BF16 `torch._grouped_mm` on {result['device']} at "
+                f"{(result['commit'] or 'an unknown commit')[:7]}, by layer: "
                 f"{'; '.join(by_recipe)}. [Every figure](bench/results/README.md)."
             )
         slow = [r for r in training_rows(result, "rowwise") if r["ratio"] < 1]

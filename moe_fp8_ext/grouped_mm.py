@@ -8,31 +8,21 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext._C import validates
-from moe_fp8_ext.bf16 import Bf16GroupedMm, bf16_wgrad, cast, check_experts, row_major
-from moe_fp8_ext.formats import FORMATS, MAX_EXPERTS
+from moe_fp8_ext.bf16 import Bf16GroupedMm, cast, row_major
+from moe_fp8_ext.formats import MAX_EXPERTS
+from moe_fp8_ext.fp8 import Fp8GroupedMm
 from moe_fp8_ext.ops import permute_pad
 from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
     validate_indices,
     validate_offs,
 )
-from moe_fp8_ext.ops.dispatch import asks_for_gradient, below_autograd, differentiable_once
+from moe_fp8_ext.ops.dispatch import asks_for_gradient
 from moe_fp8_ext.quantized import Quantized
 from moe_fp8_ext.recipes import Recipe, get_recipe
-from moe_fp8_ext.weight_cache import reused
 
 _OP = "grouped_mm"
 Pair = tuple[Quantized, Quantized]
-# As ops return an operand both ways: q, scale, q_t, scale_t. A Quantized costs as much as an allocation.
-Both = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-
-_quantize_rows = torch.ops.moe_fp8.quantize_rows.default
-_quantize_tokens = torch.ops.moe_fp8.quantize_tokens.default
-_quantize_both = torch.ops.moe_fp8.quantize_both.default
-_quantize_weight = torch.ops.moe_fp8.quantize_weight.default
-_scaled_grouped_mm = torch.ops.moe_fp8.scaled_grouped_mm.default
-_permute_pad = torch.ops.moe_fp8.permute_pad.default
-_unpermute = torch.ops.moe_fp8.unpermute.default
 
 
 def grouped_mm(
@@ -109,7 +99,7 @@ def grouped_mm(
         return Bf16GroupedMm.apply(A, cast(B_t, b_dtype), offs, *needs)
     _check_gradients(a, w, recipe, *needs)
     # B_t as it is: weights that are reused are not cast. One argument for all that are no tensors: torch looks at each.
-    return _QuantizedGroupedMm.apply(A, B_t, offs, indices, (recipe, a, w, top_k, a_dtype, b_dtype, *needs))
+    return Fp8GroupedMm.apply(A, B_t, offs, indices, (recipe, a, w, top_k, a_dtype, b_dtype, *needs))
 
 
 def _fail(text: str) -> NoReturn:
@@ -224,117 +214,3 @@ def _dtypes(A: Tensor | None, B_t: Tensor | None) -> tuple[torch.dtype | None, t
     device = "meta" if x is None else x.device.type
     dtype = None if device == "meta" or not torch.is_autocast_enabled(device) else torch.get_autocast_dtype(device)
     return tuple(None if x is None else dtype or x.dtype for x in (A, B_t))
-
-
-class _QuantizedGroupedMm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, A, B_t, offs, indices, call):
-        recipe, a, w, top_k, a_dtype, b_dtype, needs_dA, needs_dB = call
-        align, rows, leaf_dtype, kept = recipe.align, None, None, None
-        with below_autograd():
-            if A is None:
-                q, scale, q_t, scale_t = _tensors(a)
-                align = align if a[1] is None else a[1].align
-            else:
-                rows = A.shape[0]
-                (q, scale, q_t, scale_t), kept = _quantize_tokens_of(A, offs, indices, top_k, recipe, needs_dB)
-            if B_t is None:
-                w, w_scale, w_t, w_scale_t = _tensors(w)
-            else:
-                leaf_dtype = B_t.dtype
-                rule = b_dtype, recipe.format, recipe.dtype, recipe.rounding
-                both = reused(_quantize_weights, B_t, *rule) or _quantize_weights(B_t, *rule, needs_dA)
-                w, w_scale, w_t, w_scale_t = both
-            out = cast(_product(q, scale, w, w_scale, offs, recipe), a_dtype or b_dtype or torch.bfloat16)
-        if not needs_dB:
-            q_t = scale_t = None
-        if not needs_dA:
-            w_t = w_scale_t = None
-        ctx.save_for_backward(offs, indices, kept, q_t, scale_t, w_t, w_scale_t)
-        ctx.call = recipe, top_k, align, rows, a_dtype, b_dtype, leaf_dtype, needs_dA, needs_dB
-        return out
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, dY):
-        offs, indices, kept, q_t, scale_t, w_t, w_scale_t = ctx.saved_tensors
-        recipe, top_k, align, rows, a_dtype, b_dtype, leaf_dtype, needs_dA, needs_dB = ctx.call
-        dtype, rounding = recipe.grad_dtype or recipe.dtype, recipe.rounding
-        dA = dB_t = None
-        with below_autograd():
-            dY = row_major(dY)
-            if needs_dB and recipe.wgrad_high_precision:
-                a = kept if indices is None else _permute_pad(kept, indices, top_k)
-                dB_t, needs_dB = cast(bf16_wgrad(dY, a, offs), b_dtype), False
-            if needs_dB:
-                quantize = _quantize_both if needs_dA else _quantize_tokens
-                *dy, dy_t, dy_scale_t, ends = quantize(dY, recipe.format, offs, None, None, align, dtype, rounding)
-            elif needs_dA:
-                dy = _quantize_rows(dY, recipe.format, offs, None, None, dtype, rounding)
-            if needs_dA:
-                dA = _product(*dy, w_t, w_scale_t, offs, recipe)
-                dA = cast(dA if indices is None else _unpermute(dA, indices, rows, top_k), a_dtype)
-            if needs_dB:
-                if kept is not None:
-                    options = offs, indices, top_k, align, recipe.dtype, rounding
-                    q_t, scale_t, _ = _quantize_tokens(row_major(kept), recipe.format, *options)
-                dW = _product(dy_t, dy_scale_t, q_t, scale_t, ends, recipe, align)
-                dB_t = cast(dW, b_dtype).transpose(-2, -1)
-            if dB_t is not None:
-                dB_t = cast(dB_t, leaf_dtype)
-        return dA, dB_t, None, None, None
-
-
-def _tensors(pair: tuple[Quantized, Quantized | None]) -> Both:
-    return tuple(t for x in pair for t in ((None, None) if x is None else (x.q, x.scale)))
-
-
-def _product(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, recipe: Recipe, align: int = 1
-) -> Tensor:
-    """a @ b^T of each group; align: as in `ops.scaled_grouped_mm`."""
-    scale_b = FORMATS[recipe.format].transposed_scale(scale_b)
-    return _scaled_grouped_mm(a, b.mT, scale_a, scale_b, offs, recipe.format, align, None, recipe.use_fast_accum)
-
-
-def _quantize_tokens_of(
-    A: Tensor, offs: Tensor, indices: Tensor | None, top_k: int | None, recipe: Recipe, needs_dB: bool
-) -> tuple[Both, Tensor | None]:
-    """A along rows and, where its gradient of B_t is computed from that, along tokens; or what to keep instead."""
-    kept = None
-    if needs_dB and recipe.wgrad_high_precision:
-        check_experts(A, offs, recipe="wgrad_high_precision")
-        kept = cast(row_major(A), torch.bfloat16)
-    elif needs_dB and _is_smaller(A, offs, indices, recipe):
-        kept = A
-    source, dtype, rounding = (row_major(A), recipe.format, offs, indices, top_k), recipe.dtype, recipe.rounding
-    if needs_dB and kept is None:
-        *both, _ = _quantize_both(*source, recipe.align, dtype, rounding)
-        return both, None
-    return (*_quantize_rows(*source, dtype, rounding), None, None), kept
-
-
-def _is_smaller(A: Tensor, offs: Tensor, indices: Tensor | None, recipe: Recipe) -> bool:
-    """Whether A takes less memory than its copy along tokens; where sizes are symbols, whether it does for all."""
-    m = A.shape[0] if indices is None else indices.shape[0]
-    copy = FORMATS[recipe.format].bytes_of_tokens(m, A.shape[1], offs.shape[0], recipe.align)
-    smaller = A.numel() * A.dtype.itemsize < copy
-    if not torch.compiler.is_compiling():
-        return smaller
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # here alone: it takes a second to load
-
-    return statically_known_true(smaller)
-
-
-def _quantize_weights(
-    B_t: Tensor, b_dtype: torch.dtype, format: str, dtype: torch.dtype | None, rounding: str, needs_dA: bool = True
-) -> Both:
-    """B_t as weights [E, N, K], and transposed, which formats with blocks get at no cost."""
-    B_t = cast(B_t, b_dtype)
-    if B_t.stride(-1) == 1 and B_t.stride(-2) != 1:  # contiguous [E, K, N]: the same op, its directions swapped
-        q_t, scale_t, q, scale = _quantize_weight(B_t, format, dtype, rounding)
-        return q, scale, q_t, scale_t
-    w = row_major(B_t.transpose(-2, -1))
-    if needs_dA or FORMATS[format].block:
-        return _quantize_weight(w, format, dtype, rounding)
-    return *_quantize_rows(w, format, None, None, None, dtype, rounding), None, None

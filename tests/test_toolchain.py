@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "toolchain"))
+sys.path[:0] = [str(Path(__file__).parent / "toolchain"), str(Path(__file__).parents[1])]
 import cache  # noqa: E402
 import compile_cached  # noqa: E402
 import cuda_check  # noqa: E402
 import hip_check  # noqa: E402
 import isa_report  # noqa: E402
 from simt_library import SIMT, compile_cxx  # noqa: E402
+
+from build_backend.environment import choose_archs  # noqa: E402
 
 # ---- SIMT emulation --------------------------------------------------------------------------------------------------
 
@@ -175,6 +177,18 @@ def test_cuda_check(log, body, problems):
         patterns, bodies = cuda_check.SASS, cuda_check.sass_bodies(f"\t\tFunction : {symbol}\n{text}")
     (kernel,) = cuda_check.judge(log, arch, bodies, patterns)
     assert (kernel.registers, kernel.shared, kernel.problems) == (62, 128, problems)
+
+
+def test_hopper_is_built_with_its_own_instructions(monkeypatch, tmp_path, capsys):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho sm_90 sm_100\n")
+    nvcc.chmod(0o755)
+    for archs in ("90a", "90a;100a"):
+        monkeypatch.setenv("MOE_FP8_CUDA_ARCHS", archs)
+        assert choose_archs("cuda", str(nvcc))[0] == archs
+    monkeypatch.setenv("MOE_FP8_CUDA_ARCHS", "90;100a")
+    with pytest.raises(SystemExit, match="must name Hopper 90a, .* got 90 in 90;100a"):
+        choose_archs("cuda", str(nvcc))
 
 
 def test_names_of_kernels():

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from moe_fp8_ext.bf16 import Bf16GroupedMm
-from moe_fp8_ext.grouped_mm import _QuantizedGroupedMm, grouped_mm
+from moe_fp8_ext.fp8 import Fp8GroupedMm
+from moe_fp8_ext.grouped_mm import grouped_mm
 from moe_fp8_ext.recipes import Recipe, get_recipe
 
 _HERE = "moe_fp8_ext.integrations.torchtitan"
@@ -47,7 +48,7 @@ except ImportError as error:
     raise ImportError(f"{_HERE}: {text}") from error
 
 # torchtitan's check of shardings lets no other function with a gradient pass.
-for _function in (Bf16GroupedMm, _QuantizedGroupedMm):
+for _function in (Bf16GroupedMm, Fp8GroupedMm):
     register_local_autograd_function(_function)
 
 

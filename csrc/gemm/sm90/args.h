@@ -16,9 +16,8 @@ enum class Grouped { kRows, kSum };
 // stage. Of blocks: promoted, times the scales of the stage.
 enum class Scales { kRows, kRowsPromoted, kBlocks };
 
-template <Scales kScales_, Grouped kGrouped, Fp8Type kA, bool kFloat_>
+template <Scales kScales, Grouped kGrouped, Fp8Type kA, bool kFloat_>
 struct Traits {
-  static constexpr Scales kScales = kScales_;
   static constexpr bool kE5M2 = kA == Fp8Type::kE5M2;  // a; b is E4M3
   static constexpr bool kFloat = kFloat_;              // out, otherwise bfloat16
   static constexpr bool kSumGroups = kGrouped == Grouped::kSum;

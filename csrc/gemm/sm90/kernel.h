@@ -1,6 +1,6 @@
 // The kernel of all grouped products: its two roles between two barriers of the cluster.
 #pragma once
-#include "gemm/sm90/consumer.h"
+#include "gemm/sm90/consume.h"
 #include "gemm/sm90/producer.h"
 
 namespace moe_fp8::sm90 {

@@ -1,0 +1,65 @@
+// The consumers: multiply the tiles in turn, and scale and store the sums.
+#pragma once
+#include "gemm/sm90/promoted.h"
+#include "gemm/sm90/rows.h"
+#include "gemm/sm90/store.h"
+
+namespace moe_fp8::sm90 {
+
+// Of 128 rows of the tile, the scales of the thread's two.
+MOE_DEVICE void load_row_scales(const Args& p, const Tile& tile, int row, float (&scale)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) scale[h] = row + 8 * h < tile.rows ? p.scale_a[tile.row + row + 8 * h] : 0.f;
+}
+
+template <class T>
+MOE_DEVICE void consume_rows(const Args& p, Consumer<T>& c, Shared<T>& shared, const Tile& tile, int turn) {
+  float sum[T::kTileColumns / 2], of_row[2];
+  load_row_scales(p, tile, c.row(), of_row);
+  if (tile.columns > T::kTileColumns / 2) multiply_rows(c, shared, tile, sum);
+  else multiply_rows(c, shared, tile, reinterpret_cast<float(&)[T::kTileColumns / 4]>(sum));
+  const float* of_columns = shared.scale_b[turn] + 2 * (c.lane() % 4);
+  store_tile(p, c, tile, shared, 0, [&](int h, int j, int i) {
+    return sum[j * 4 + 2 * h + i] * of_row[h] * of_columns[8 * j + i];
+  });
+}
+template <class T>
+MOE_DEVICE void consume_promoted(const Args& p, Consumer<T>& c, Shared<T>& shared, const Tile& tile, int turn) {
+  float sum[2][T::kTileColumns / 2];
+  const bool two = tile.rows > 128 + c.group() * kWgmmaRows;
+  if (two) multiply_promoted<2>(p, c, shared, tile, sum);
+  else multiply_promoted<1>(p, c, shared, tile, sum);
+  const float* of_columns = shared.scale_b[turn] + 2 * (c.lane() % 4);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (half == 1 && !two) break;
+    float of_row[2];
+    if (!T::kBlockScales) load_row_scales(p, tile, c.row() + 128 * half, of_row);
+    store_tile(p, c, tile, shared, half, [&](int h, int j, int i) {
+      const float f = sum[half][j * 4 + 2 * h + i];
+      return T::kBlockScales ? f : f * of_row[h] * of_columns[8 * j + i];
+    });
+  }
+}
+
+template <class T>
+MOE_DEVICE void consume(const Args& p, Shared<T>& shared) {
+  Consumer<T> c(shared);
+  for (int turn = 0;; turn ^= 1) {
+    const Tile& tile = shared.tiles[turn];
+    c.wait_full(0);
+    if (!tile.there) return;
+    const bool mine = tile.rows > c.group() * kWgmmaRows && tile.columns > 0;
+    if (!mine || (T::kSumGroups && tile.depth == 0)) {
+      c.step_over(rounds_of(tile));
+      for (int half = 0; mine && half < T::kTileRows / 128; ++half)
+        store_tile(p, c, tile, shared, half, [](int, int, int) { return 0.f; });
+    } else if constexpr (T::kPromoted) {
+      consume_promoted(p, c, shared, tile, turn);
+    } else {
+      consume_rows(p, c, shared, tile, turn);
+    }
+  }
+}
+
+}  // namespace moe_fp8::sm90

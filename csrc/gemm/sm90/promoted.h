@@ -1,0 +1,94 @@
+// Sums that are promoted: what the tensor cores add up of a stage is scaled, of blocks, and added in float32.
+#pragma once
+#include "gemm/sm90/consumer.h"
+
+namespace moe_fp8::sm90 {
+
+// Where the scales of blocks are in the first stage: of the thread's first row and of its first column. Where groups
+// are of rows, all columns have the same, one of four: `first` is its place in the first stage, each stage moves on.
+template <class T>
+struct BlockScales {
+  uint32_t of_rows, of_columns;
+  int first;
+
+  MOE_DEVICE BlockScales(const Args& p, Shared<T>& shared, const Tile& tile, int row, int lane)
+      : of_rows(shared_address(shared.scale_a) + 4 * ((tile.row_of_a & 3) + row)),
+        of_columns(shared_address(shared.scale_b) + (T::kSumGroups ? 8 * (lane % 4) : 0)),
+        first((tile.expert * ceil_div(p.N, kDepth) + tile.column / kDepth) * steps_of(tile) & 3) {}
+  MOE_DEVICE void load_rows(int s, int half, float (&row)[2]) const {
+    const uint32_t at = of_rows + (s * (T::kTileRows + 4) + 128 * half) * 4;
+    row[0] = load_shared(at);
+    row[1] = load_shared(at + 8 * 4);
+  }
+  MOE_DEVICE void load_columns(int s, float (&column)[T::kTileColumns / 4]) const {
+    const uint32_t at = of_columns + s * int(sizeof(Shared<T>::scale_b[0]));
+    if constexpr (T::kSumGroups) {
+#pragma unroll
+      for (int i = 0; i < T::kTileColumns / 4; i += 2) load_shared(at + 16 * i, column[i], column[i + 1]);
+    } else {
+      const float of_all = load_shared(at + (first + s & 3) * 4);
+#pragma unroll
+      for (float& f : column) f = of_all;
+    }
+  }
+};
+// Promoted: products of a stage that is full, of 128 rows of the tile at a time. kHalves: of the tile's rows, those in
+// which the warpgroup has any. `behind`: whether to wait for the next stage meanwhile.
+template <int kHalves, class T>
+MOE_DEVICE void promote_stage(const Consumer<T>& c, float (&sum)[2][T::kTileColumns / 2],
+                              float (&product)[T::kTileColumns / 2], int s, const BlockScales<T>& scales, bool behind) {
+  constexpr int kSums = T::kTileColumns / 2;
+  float column[T::kTileColumns / 4];
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    c.multiply(product, s, half, false);
+    float scale[kSums];
+    if constexpr (T::kBlockScales) {
+      float row[2];
+      scales.load_rows(s, half, row);
+      if (half == 0) scales.load_columns(s, column);
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) scale[i] = row[i / 2 % 2] * column[i / 4 * 2 + i % 2];
+      if (T::kSumGroups) pin_registers(scale);  // multiplied while the tensor cores are busy
+    }
+    if (half == kHalves - 1 && behind) c.wait_behind(s);
+    wgmma_wait<0>();
+    pin_registers(product);
+    if (half == kHalves - 1) {
+      __syncwarp();  // the scales are read as well, by all lanes
+      c.release_stage(s);
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i)
+      sum[half][i] = T::kBlockScales ? fmaf(product[i], scale[i], sum[half][i]) : sum[half][i] + product[i];
+  }
+}
+template <int kHalves, class T>
+MOE_DEVICE void multiply_promoted(const Args& p, Consumer<T>& c, Shared<T>& shared, const Tile& tile,
+                                  float (&sum)[2][T::kTileColumns / 2]) {
+#pragma unroll
+  for (int i = 0; i < T::kTileColumns / 2; ++i) sum[0][i] = sum[1][i] = 0.f;
+  const BlockScales<T> scales(p, shared, tile, c.row(), c.lane());
+  float product[T::kTileColumns / 2];
+  int left = steps_of(tile);
+#pragma unroll 1
+  for (; left > kStages; left -= kStages) {
+#pragma unroll
+    for (int s = 0; s < kStages; ++s) promote_stage<kHalves>(c, sum, product, s, scales, true);
+    c.phase ^= 1;
+  }
+  if (T::kSumGroups) clear_rest(c, shared, tile.depth);
+#pragma unroll
+  for (int s = 0; s < kStages; ++s) {
+    const bool behind = s < kStages - 1;
+    if (s < left) {
+      promote_stage<kHalves>(c, sum, product, s, scales, behind);
+    } else {
+      c.release_stage(s);
+      if (behind) c.wait_behind(s);
+    }
+  }
+  c.phase ^= 1;
+}
+
+}  // namespace moe_fp8::sm90
