@@ -97,7 +97,7 @@ Outputs quantize_tokens(const Tokens& t, const Tensor* offs, bool along_rows, bo
   const Call call(op, "x", x);
   p.out = check_fp8(call, op, t.dtype);
   Outputs o;
-  Handle places;
+  Handle scratch;
   if (along_rows) {
     p.q = data<uint8_t>(o.q = call.empty({p.rows, p.K}, p.out));
     p.scale = data(o.scale = call.empty(scales_along_rows(f, p.rows, p.K, grouped ? p.E : kNoGroups), f.scale_type));
@@ -107,9 +107,8 @@ Outputs quantize_tokens(const Tokens& t, const Tensor* offs, bool along_rows, bo
     p.q_t = data<uint8_t>(o.q_t = call.empty({p.K, p.positions}, p.out));
     p.scale_t = data(o.scale_t = call.empty(scales_along_tokens(f, p.K, p.positions, p.E, blocks), f.scale_type));
     p.padded_offs = data<int>(o.padded_offs = call.empty({p.E}, kInt32));
-  } else if (grouped && x.on_gpu()) {
-    p.places = data<int>(places = call.empty({p.rows}, kInt32));
   }
+  if (x.on_gpu()) p.scratch = data<int>(scratch = call.empty({scratch_words(p)}, kInt32));
   run(call, x, p);
   return o;
 }
@@ -176,6 +175,8 @@ Results<4> quantize_weight_op(const Tensor& w, std::string_view format, std::opt
   p.scale = data(scale);
   p.q_t = data<uint8_t>(q_t);
   p.scale_t = data(scale_t);
+  Handle scratch;
+  if (w.on_gpu()) p.scratch = data<int>(scratch = call.empty({scratch_words(p)}, kInt32));
   run(call, w, p);
   return results(q, scale, q_t, scale_t);
 }

@@ -29,6 +29,7 @@ struct Device {
   int shared_per_block;  // bytes a block may ask for
   int shared_per_multiprocessor;
   bool has_clusters;
+  bool starts_together;   // Launch::together
   bool overlaps_kernels;  // programmatic dependent launch; the emulation takes that road too, one after the other
   bool native_fnuz;  // fp8 instructions are FNUZ (gfx942)
   int sm;            // CUDA compute capability, 90 for Hopper; 0 elsewhere
@@ -57,6 +58,7 @@ inline Device ask_device(int id) {
   (void)cudaDeviceGetAttribute(&d.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
   (void)cudaDeviceGetAttribute(&d.shared_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, id);
   d.has_clusters = d.overlaps_kernels = major >= 9;
+  d.starts_together = major >= 7;
 #endif
   (void)cudaDeviceGetAttribute(&d.multiprocessors, cudaDevAttrMultiProcessorCount, id);
   return d;
@@ -76,6 +78,7 @@ struct Launch {
   void* stream;
   size_t shared = 0;
   int cluster = 1;  // blocks, along x
+  bool together = false;  // all blocks at once, or an error where they have no room: they may wait for one another
 };
 
 // Every kernel takes one struct by value. Returns the runtime's error code.
@@ -95,7 +98,10 @@ int launch(void (*kernel)(Params), const Launch& l, std::remove_const_t<Params> 
   config.stream = static_cast<cudaStream_t>(l.stream);
   cudaLaunchAttribute attributes[2];
   config.attrs = attributes;
-  if (device().overlaps_kernels) {
+  if (l.together) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeCooperative;
+    attributes[config.numAttrs++].val.cooperative = 1;
+  } else if (device().overlaps_kernels) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }

@@ -35,6 +35,7 @@ MOE_HD int line_tiles(int begin, int end) { return end > begin ? (end - 1) / kLi
 // What scans combine: values of at least 0.
 struct Sum { MOE_DEVICE int operator()(int a, int b) const { return a + b; } };
 struct Max { MOE_DEVICE int operator()(int a, int b) const { return a > b ? a : b; } };
+struct Min { MOE_DEVICE int operator()(int a, int b) const { return a < b ? a : b; } };
 struct SumUpTo {  // saturates, hence never overflows
   int limit;
   MOE_DEVICE int operator()(int a, int b) const { return a < limit - b ? a + b : limit; }

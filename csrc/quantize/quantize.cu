@@ -25,7 +25,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) place_rows_kernel(MOE_GRID_C
   const int64_t thread = int64_t(blockIdx.x) * kPlaceThreads + threadIdx.x;
   for (int64_t r = thread; r < rows; r += threads) {
     const int e = GroupTable::find(groups.row, E, int(r));
-    p.places[r] = e < E ? groups.pos[e] + int(r) - groups.row[e] : -1;
+    p.scratch[r] = e < E ? groups.pos[e] + int(r) - groups.row[e] : -1;
   }
   for (int e = blockIdx.x; e < E; e += gridDim.x)
     if (groups.rows(e) % kScaleRows != 0)
@@ -34,7 +34,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) place_rows_kernel(MOE_GRID_C
   clear_scales(scale, groups.pos[E] * stride, grouped_scale_rows(p.rows, p.E) * stride, thread, threads);
 }
 int place_rows(const QuantizeParams& p, void* stream) {
-  const bool by_groups = p.offs || p.places;  // no groups: no offs; no rows: no places
+  const bool by_groups = p.offs || p.scratch;  // no groups: no offs; no rows: no scratch
   if (!by_groups || !format_of(p.format).blocked() || p.K == 0) return 0;
   return launch(place_rows_kernel, {dim3(unsigned(device().multiprocessors)), dim3(kPlaceThreads), stream}, p);
 }

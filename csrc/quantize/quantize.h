@@ -47,8 +47,22 @@ struct QuantizeParams {
   int* padded_offs;                  // [E], along tokens, of groups
   int64_t positions;                 // P; of a weight: rows
   int align;                         // of groups in q_t
-  int* places;                       // [rows], scratch for blocked scales along rows alone by groups; else null
+  int* scratch;                      // scratch_words() of it, of a GPU
 };
+
+// What quantize() needs on a GPU beside its outputs. Of whole columns, what blocks tell one another: 32 words for each
+// share of a strip, which is 128 bytes of columns, by so many rows. Of rows in groups, the places of blocked scales.
+constexpr int kLeastShare = 512;
+inline int64_t message_words(const QuantizeParams& p, int rows_of_share) {
+  const int64_t strips = ceil_div<int64_t>(p.K * (p.in == InType::kF32 ? 4 : 2), 128);
+  const int64_t groups = p.weight ? p.E : p.E + 1, rows = p.weight ? p.E * p.rows : p.positions;
+  return 32 * strips * (ceil_div<int64_t>(rows, rows_of_share) + groups);
+}
+inline int64_t scratch_words(const QuantizeParams& p) {
+  const Format& f = format_of(p.format);
+  if (p.along_tokens) return f.block == 0 && p.rows > kLeastShare ? message_words(p, kLeastShare) : 0;
+  return f.blocked() && p.offs ? p.rows : 0;
+}
 
 // On the current device. 0, or the runtime's error code.
 int quantize(const QuantizeParams& p, void* stream);

@@ -62,7 +62,7 @@ struct SectorMap {
     first_row = int64_t(rs / (32 / kRs)) * kScaleRows + rs % (32 / kRs) * kRs;
     block = int64_t(unit % p.units) * kAcross + team() % kAcross;
     const int64_t row = first_row + own_row();
-    if (kBlocked && p.places) place = row < p.rows ? p.places[row] : -1;  // long before it is needed
+    if (kBlocked && p.scratch) place = row < p.rows ? p.scratch[row] : -1;  // long before it is needed
   }
   static int64_t row_units(const RowBlocksPlan& p) { return ceil_div(p.rows, int64_t(kScaleRows)) * (32 / kRs); }
   MOE_DEVICE int team() const { return threadIdx.x / kTeam; }
@@ -84,7 +84,7 @@ struct SectorMap {
     if (!kBlocked) {
       if (there) store_stream(scale + row * p.stride + column, own);
     } else if (column < p.stride && place >= 0) {  // without groups, rows behind the last have places too
-      store_stream(scale + blocked_offset(p.places ? place : row, column, p.stride), own);
+      store_stream(scale + blocked_offset(p.scratch ? place : row, column, p.stride), own);
     }
   }
 };

@@ -3,6 +3,7 @@
 #pragma once
 #include "platform/clusters.h"
 #include "platform/memory.h"
+#include "platform/messages.h"
 #include "platform/waves.h"
 #include "primitives/transpose.h"
 #include "quantize/strip_parts.h"
@@ -24,6 +25,8 @@ struct StripTraits {
 template <class T>
 using Elements = const typename T::Types::Bits*;
 
+constexpr int kPartsAhead = 8;  // are worked out at once, a lane each: one takes half a microsecond
+
 template <class T>
 using StripStage = TransposeStage<T::kColumns, kPerWord<typename T::In>>;
 
@@ -32,9 +35,10 @@ template <class T>
 struct StripShared {
   StripStage<T> stage[2][T::kLines];
   alignas(16) uint32_t slot_amax[T::kSlots][kLanes];  // a word of columns a lane
+  uint32_t team_amax[T::kSlots][kLanes];              // of the shares that a slot has heard of
   float multiplier[T::kColumns];
   ClusterInbox inbox[2];
-  Part parts[4];                          // of the strip in work, the next one, and some that slow threads still read
+  Part parts[2 * kPartsAhead];
 };
 
 // Walks the rows first, first + step, ... of a part of a strip, at `column`. next(r) is row r, whose turn it is.
@@ -108,9 +112,9 @@ MOE_DEVICE void copy_rows(const StripsPlan& p, const Part& w, int begin, int end
   });
 }
 
-// Amax over the block's rows of every word of columns, left in shared.slot_amax, one value a slot.
+// Amax over the part's rows of every word of columns, left in shared.slot_amax, one value a slot.
 template <class T>
-MOE_DEVICE void reduce_strip(const StripsPlan& p, const Part& w, const Vec16* ring, int base, StripShared<T>& shared) {
+MOE_DEVICE void reduce_part(const StripsPlan& p, const Part& w, const Vec16* ring, int base, StripShared<T>& shared) {
   using In = typename T::In;
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks, first = t / kChunks;
   const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::Types::kVec;
@@ -138,27 +142,58 @@ MOE_DEVICE void reduce_strip(const StripsPlan& p, const Part& w, const Vec16* ri
   if (threadIdx.x < kChunks) slot[chunk] = Vec16{{amax[0], amax[1], amax[2], amax[3]}};
 }
 
-// By one slot: the scales of the strip's columns over the whole group. `turn` counts the strips of this cluster.
+// By one slot: the cluster's amax of the lane's columns. `turn` counts what this cluster has worked on.
 template <class T>
-MOE_DEVICE void make_scales(const StripsPlan& p, const Part& w, StripShared<T>& shared, uint32_t turn) {
+MOE_DEVICE uint32_t amax_of_cluster(const StripsPlan& p, StripShared<T>& shared, uint32_t turn) {
   using In = typename T::In;
-  const int lane = threadIdx.x;
   uint32_t amax = 0;
 #pragma unroll
-  for (int i = 0; i < T::kSlots; ++i) amax = max_magnitude<In>(amax, shared.slot_amax[i][lane]);
-  if (p.cluster_log2 > 0) {
-    ClusterInbox& inbox = shared.inbox[turn & 1];
-    cluster_send(inbox, amax, lane);
-    cluster_wait(inbox, turn >> 1 & 1);
-    for (int rank = 0; rank < 1 << p.cluster_log2; ++rank) amax = max_magnitude<In>(amax, inbox.words[rank][lane]);
-  }
+  for (int i = 0; i < T::kSlots; ++i) amax = max_magnitude<In>(amax, shared.slot_amax[i][threadIdx.x]);
+  if (p.cluster_log2 == 0) return amax;
+  ClusterInbox& inbox = shared.inbox[turn & 1];
+  cluster_send(inbox, amax, threadIdx.x);
+  cluster_wait(inbox, turn >> 1 & 1);
+  for (int rank = 0; rank < 1 << p.cluster_log2; ++rank) amax = max_magnitude<In>(amax, inbox.words[rank][threadIdx.x]);
+  return amax;
+}
+
+// The lane's word of what the cluster that works on a share tells its team.
+MOE_DEVICE uint32_t* message(const StripsPlan& p, uint32_t share) {
+  return reinterpret_cast<uint32_t*>(p.scratch) + int64_t(share) * kLanes + threadIdx.x;
+}
+// By all slots: what the team tells, left in shared.team_amax, of one share in kSlots a slot.
+//
+// Every wait ends. A cluster goes through its shares in order, as many apart as there are clusters, and tells of each
+// before it waits there. Of all shares that are waited at, take the first: a team has no more shares than there are
+// clusters, so that each of its team's is the next of a cluster whose last was before the first, where nobody waits.
+template <class T>
+MOE_DEVICE void hear_team(const StripsPlan& p, const Part& w, StripShared<T>& shared) {
+  const uint32_t* first = message(p, w.share - w.rank);
+  uint32_t amax = 0;
+  for (int rank = threadIdx.y; rank < w.team; rank += T::kSlots)
+    amax = max_magnitude<typename T::In>(amax, receive_word(first + rank * kLanes));
+  shared.team_amax[threadIdx.y][threadIdx.x] = amax;
+}
+// By one slot.
+template <class T>
+MOE_DEVICE uint32_t amax_of_team(StripShared<T>& shared) {
+  uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < T::kSlots; ++i) amax = max_magnitude<typename T::In>(amax, shared.team_amax[i][threadIdx.x]);
+  return amax;
+}
+
+// By one slot: the scales of the strip's columns over the whole group.
+template <class T>
+MOE_DEVICE void make_scales(const StripsPlan& p, const Part& w, uint32_t amax, StripShared<T>& shared) {
+  using In = typename T::In;
 #pragma unroll
   for (int c = 0; c < kPerWord<In>; ++c) {
     const auto s = T::Types::template scale_of<ScaleF32>(p, magnitude_bits<In>(amax, c));
-    const int local = lane * kPerWord<In> + c;
+    const int local = threadIdx.x * kPerWord<In> + c;
     const int64_t column = int64_t(w.strip) * T::kColumns + local;
     shared.multiplier[local] = s.multiplier;
-    if (cluster_rank() == 0 && column < p.K && w.group < p.E)
+    if (cluster_rank() == 0 && w.rank == 0 && column < p.K && w.group < p.E)
       static_cast<float*>(p.scale_t)[w.group * p.K + column] = s.dequant();
   }
 }

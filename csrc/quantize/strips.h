@@ -1,6 +1,8 @@
-// Columns that have a scale for every group, strip by strip. Blocks wait for one another only inside a cluster, which
-// the hardware starts and runs as one.
+// Columns that have a scale for every group, strip by strip. Blocks wait for one another inside a cluster, which the
+// hardware starts and runs as one, and clusters inside a team, of a grid that it starts as one.
 #pragma once
+#include <climits>
+
 #include "platform/launch.h"
 #include "quantize/geometries.h"
 #include "quantize/strip.h"
@@ -13,6 +15,16 @@ namespace moe_fp8 {
 // a third more rows than the average group has (0.80 to 0.86; clusters that just hold the strip 0.5 to 0.7).
 constexpr int kSmallSlots = 8, kSmallBlocks = 4, kStripsHeld = 2;
 constexpr int kLargeSlots = 16, kMaxCluster = 16;
+
+// Groups that are longer than a cluster holds are shared by a team of clusters, which tell one another their amax
+// through memory; so are those that would leave no room for the next strip, in percent of what a cluster holds. Of what
+// even groups take, on an H200, with sizes that fall as 1 / rank^p, p = 0.3, 0.6, 1, 1.5: [131072, 4096] E = 16 0.90,
+// 0.87, 0.81, 0.75, where a cluster for every strip gave 0.90, 0.79, 0.65, 0.55; [262144, 2048] E = 128 0.96, 0.92,
+// 0.84, 0.72, and 0.87, 0.67, 0.49, 0.37. Teams of single blocks do not mind sizes at all, but take 1.2 times as long
+// where groups are even: telling through memory takes 1.5 us a strip, inside a cluster 0.5.
+constexpr int kAlone = 80;
+template <class T>
+constexpr bool kTeams = T::kSlots == kLargeSlots;
 template <class T>  // that registers are for
 constexpr int kBlocks = T::kSlots == kSmallSlots && T::Types::kFast && kCastsInHardware ? kSmallBlocks : 1;
 
@@ -47,24 +59,21 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
     cluster_barrier();  // nobody sends to an inbox that is not there
   }
 
-  const bool scheduler = threadIdx.y == T::kSlots - 1 && threadIdx.x == 0;  // works out the parts for all
-  Unit unit(blockIdx.x >> p.cluster_log2, p.strips);
-  const Unit step(gridDim.x >> p.cluster_log2, p.strips);
-  auto schedule = [&](uint32_t turn) {
-    if (!scheduler) return;
-    shared.parts[turn & 3] = part_of(p, groups, unit);
-    unit.advance(step, p.strips);
+  auto part = [&](uint32_t turn) -> Part& { return shared.parts[turn % (2 * kPartsAhead)]; };
+  auto schedule = [&](uint32_t first) {  // by lanes of one slot
+    const uint32_t turn = first + threadIdx.x;
+    if (threadIdx.y != T::kSlots - 1 || threadIdx.x >= kPartsAhead) return;
+    part(turn) = part_of(p, groups, (blockIdx.x >> p.cluster_log2) + turn * (gridDim.x >> p.cluster_log2));
   };
   schedule(0);
-  schedule(1);
   __syncthreads();
-  copy_rows<T>(p, shared.parts[0], 0, shared.parts[0].held(p.held), ring, 0);
+  copy_rows<T>(p, part(0), 0, part(0).held(p.held), ring, 0);
   commit_copies();
   int base = 0, buffer = 0;
-  for (uint32_t turn = 0; shared.parts[turn & 3].group < groups.count(); ++turn) {
-    const Part w = shared.parts[turn & 3];
-    const Part& next = shared.parts[(turn + 1) & 3];
-    schedule(turn + 2);
+  for (uint32_t turn = 0; part(turn).there; ++turn) {
+    const Part w = part(turn);
+    const Part& next = part(turn + 1);
+    if (turn % kPartsAhead == 0) schedule(turn + kPartsAhead);
     const int occupied = round_up(w.held(p.held), kSlotRows), next_base = ring_row(p, base + occupied);
     int copied = 0;
     auto copy_next = [&](int freed) {  // into what the strip leaves of the ring
@@ -76,9 +85,17 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
     // Before the amax, room permitting: from 0.64 to 0.82 of copy at large groups, from 0.78 to 0.72 at small ones.
     if (T::kSlots == kLargeSlots || w.line0 == w.line1) copy_next(0);
     else commit_copies();
-    reduce_strip<T>(p, w, ring, base, shared);
+    reduce_part<T>(p, w, ring, base, shared);
     __syncthreads();
-    if (threadIdx.y == 0) make_scales<T>(p, w, shared, turn);
+    uint32_t amax = 0;
+    if (threadIdx.y == 0) amax = amax_of_cluster<T>(p, shared, turn);
+    if (kTeams<T> && w.team > 1) {
+      if (threadIdx.y == 0 && cluster_rank() == 0) send_word(message(p, w.share), amax);
+      hear_team<T>(p, w, shared);
+      __syncthreads();
+      if (threadIdx.y == 0) amax = amax_of_team<T>(shared);
+    }
+    if (threadIdx.y == 0) make_scales<T>(p, w, amax, shared);
     __syncthreads();
     uint8_t* q_t = p.q_t + groups.q_t_offset(w.group);
     for (int line = w.line0; line < w.line1; line += T::kLines, buffer ^= 1) {
@@ -110,23 +127,25 @@ StripShape shape_with(int blocks, int64_t E, int spare) {
   s.held = rest < 0 ? -1 : int(rest / kStripBytes / kSlotRows * kSlotRows);
   return s;
 }
+inline int64_t average_rows(const QuantizeParams& p) { return p.weight ? p.rows : p.E ? p.rows / p.E : 0; }
+
 template <class Groups, class Types>
 StripShape shape_for(const QuantizeParams& p, bool rows_beside) {
   using Small = StripTraits<Types, kSmallSlots, Groups::kSource>;
-  const int64_t average_rows = p.weight ? p.rows : p.E ? p.rows / p.E : 0;
-  const int spare = rows_beside ? spare_beside(p, average_rows) : 0;
+  const int64_t average = average_rows(p);
+  const int spare = rows_beside ? spare_beside(p, average) : 0;
   if (rows_beside) {
     const StripShape s = shape_with<Groups, Small>(kBlocksBesideRows, p.E, spare);
-    if (average_rows <= s.held) return s;
+    if (average <= s.held) return s;
   } else {
     for (int blocks = kSmallBlocks; blocks > 1; --blocks) {
       const StripShape s = shape_with<Groups, Small>(blocks, p.E, 0);
-      if (average_rows * kStripsHeld <= s.held) return s;
+      if (average * kStripsHeld <= s.held) return s;
     }
   }
   if (!Types::kFast || !device().has_clusters) return shape_with<Groups, Small>(1, p.E, spare);
   StripShape s = shape_with<Groups, StripTraits<Types, kLargeSlots, Groups::kSource>>(1, p.E, spare);
-  while (s.cluster < kMaxCluster && s.cluster * s.held < average_rows + average_rows / 3) s.cluster *= 2;
+  while (s.cluster < kMaxCluster && s.cluster * s.held < average + average / 3) s.cluster *= 2;
   return s;
 }
 
@@ -137,12 +156,20 @@ int launch_shape(const QuantizeParams& p, const StripShape& shape, bool rows_bes
   int clusters = 0, cluster = shape.cluster;  // smaller ones where the chip, or our slice of it, has no such
   while (cluster > 1 && (clusters = resident_clusters<kKernel>(T::kThreads, cluster)) == 0) cluster /= 2;
   if (cluster == 1) clusters = shape.blocks * device().multiprocessors;
-  const int strips = p.K ? int(ceil_div<int64_t>(p.K, T::kColumns)) : 1;
-  StripsPlan plan = {p, shape.held, strips, 0, p.along_rows && !rows_beside, rows_beside};
+  const auto strips = p.K ? uint32_t(ceil_div<int64_t>(p.K, T::kColumns)) : 1;
+  StripsPlan plan = {p, shape.held, strips, 0, INT_MAX, 1, p.along_rows && !rows_beside, rows_beside};
   while (1 << plan.cluster_log2 < cluster) ++plan.cluster_log2;
   Launch l = {dim3(clusters * cluster), dim3(kLanes, T::kSlots), stream};
   l.shared = shape.shared;
   l.cluster = cluster;
+  const int64_t held = int64_t(shape.held) * cluster, alone = held * kAlone / 100;
+  const int64_t most = average_rows(p) > alone ? held : alone;
+  l.together = kTeams<T> && device().starts_together && p.scratch && most >= kLeastShare && p.rows > most;
+  if (l.together) {
+    plan.most = int(most);
+    plan.most_shares = clusters;
+    if (const int e = fill_bytes(p.scratch, 0, 4 * message_words(p, plan.most), stream)) return e;
+  }
   return launch(kKernel, l, plan);
 }
 

@@ -133,12 +133,12 @@ class SimtKernels:
         else:
             rows, group_stride = x.shape[0] if indices is None else indices.shape[0], 0
             e = 0 if offs is None else offs.shape[0]
-        places = memory.empty((rows,), torch.int32) if blocked and offs is not None and not along_tokens else None
+        scratch = memory.empty((rows,), torch.int32) if blocked and offs is not None and not along_tokens else None
         positions = out["q_t"].shape[-1] if along_tokens else 0
         where = x, IN_TYPES.index(x.dtype), x.stride(-2), group_stride, indices, x.shape[-2], top_k or 1
         sizes = offs, e, rows, x.shape[-1], weight
         how = list(FORMATS).index(format), ROUNDINGS.index(rounding or f.roundings[0]), FP8_TYPES.index(dtype)
-        results = along_rows, along_tokens, *map(out.get, BOTH), positions, align or f.align, places
+        results = along_rows, along_tokens, *map(out.get, BOTH), positions, align or f.align, scratch
         self._call("quantize", *where, *sizes, *how, *results)
 
     # Scales
