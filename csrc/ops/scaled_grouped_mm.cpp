@@ -9,22 +9,23 @@ namespace {
 
 constexpr const char *kOp = "scaled_grouped_mm", *kAdd = "add_scaled_grouped_mm";
 
-struct Rows {
+// The rows of the table that the two ops share.
+struct OpArguments {
   const char* op;
   const Argument &a, &b, &scale_a, &scale_b, &offs;
 
-  constexpr explicit Rows(const char* op)
+  constexpr explicit OpArguments(const char* op)
       : op(op), a(argument(op, "a")), b(argument(op, "b")), scale_a(argument(op, "scale_a")),
         scale_b(argument(op, "scale_b")), offs(argument(op, "offs")) {}
 };
 
 // All of a product but what it is rounded to and where it goes.
-Product checked(const Rows& row, const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
+Product checked(const OpArguments& of, const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
                 const Tensor& offs, std::string_view format, int64_t align, bool use_fast_accum) {
-  const FormatId id = check_format(row.op, format);
+  const FormatId id = check_format(of.op, format);
   const Format& f = format_of(id);
-  check(row.a, a);
-  check(row.b, b, a);
+  check(of.a, a);
+  check(of.b, b, a);
   const int64_t k_dim = b.dim - 2, n_dim = b.dim - 1;
   ScaledGroupedMmParams p = {};
   p.groups_of_sum = b.dim == 2;
@@ -32,25 +33,25 @@ Product checked(const Rows& row, const Tensor& a, const Tensor& b, const Tensor&
   p.K = a.sizes[1];
   p.N = b.sizes[n_dim];
   if (b.sizes[k_dim] != p.K)
-    fail(row.op, ": b must have size ", p.K, " in dimension ", k_dim, " (the last of a), got ", b.sizes[k_dim]);
+    fail(of.op, ": b must have size ", p.K, " in dimension ", k_dim, " (the last of a), got ", b.sizes[k_dim]);
   const int64_t grouped = p.groups_of_sum ? p.K : p.M;
-  check_offs(row.offs, offs, a, grouped, p.groups_of_sum ? "columns" : "rows");
+  check_offs(of.offs, offs, a, grouped, p.groups_of_sum ? "columns" : "rows");
   p.E = offs.sizes[0];
   if (!p.groups_of_sum && b.sizes[0] != p.E)
-    fail(row.op, ": b must hold one expert for each of the ", p.E, " entries of offs, got ", b.sizes[0]);
-  check_align(row.op, align);
+    fail(of.op, ": b must hold one expert for each of the ", p.E, " entries of offs, got ", b.sizes[0]);
+  check_align(of.op, align);
   if (f.block)
-    check_limit(row.op, "a", padded_extent(grouped, p.E, kGroupScales),
+    check_limit(of.op, "a", padded_extent(grouped, p.E, kGroupScales),
                 p.groups_of_sum ? "columns with padding" : "rows with padding");
-  check(row.scale_a, scale_a, a);
-  check(row.scale_b, scale_b, a);
+  check(of.scale_a, scale_a, a);
+  check(of.scale_b, scale_b, a);
   if (p.groups_of_sum) {
-    p.scale_a = scales_of_tokens(row.scale_a, scale_a, f, p.M, p.K, offs);
-    p.scale_b = scales_of_tokens(row.scale_b, scale_b, f, p.N, p.K, offs, true);
-    if (f.order == ScaleOrder::kColumnMajor) check_size(row.scale_b, scale_b, 0, scale_a.sizes[1]);  // of one sum
+    p.scale_a = scales_of_tokens(of.scale_a, scale_a, f, p.M, p.K, offs);
+    p.scale_b = scales_of_tokens(of.scale_b, scale_b, f, p.N, p.K, offs, true);
+    if (f.order == ScaleOrder::kColumnMajor) check_size(of.scale_b, scale_b, 0, scale_a.sizes[1]);  // of one sum
   } else {
-    p.scale_a = scales_of_rows(row.scale_a, scale_a, f, a.sizes, 1, p.M, p.K, p.E);
-    p.scale_b = scales_of_experts(row.scale_b, scale_b, f, p.E, p.N, p.K, true);
+    p.scale_a = scales_of_rows(of.scale_a, scale_a, f, a.sizes, 1, p.M, p.K, p.E);
+    p.scale_b = scales_of_experts(of.scale_b, scale_b, f, p.E, p.N, p.K, true);
     p.b_group_stride = b.strides[0];
   }
   p.a_type = fp8_type(a);
@@ -75,8 +76,8 @@ Handle run(const char* op, const Product& product) {
 Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
                                 const Tensor& offs, std::string_view format, int64_t align,
                                 std::optional<int32_t> out_dtype, bool use_fast_accum) {
-  static constexpr Rows kRows(kOp);
-  Product product = checked(kRows, a, b, scale_a, scale_b, offs, format, align, use_fast_accum);
+  static constexpr OpArguments kArguments(kOp);
+  Product product = checked(kArguments, a, b, scale_a, scale_b, offs, format, align, use_fast_accum);
   const int32_t dtype = out_dtype.value_or(kBFloat16);
   if (dtype != kBFloat16 && dtype != kFloat32)
     fail(kOp, ": out_dtype must be bfloat16 or float32, got ", dtype_name(dtype));
@@ -88,9 +89,9 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
 Results<0> add_scaled_grouped_mm_op(const Tensor& total, const Tensor& a, const Tensor& b, const Tensor& scale_a,
                                     const Tensor& scale_b, const Tensor& offs, std::string_view format, int64_t align,
                                     bool use_fast_accum) {
-  static constexpr Rows kRows(kAdd);
+  static constexpr OpArguments kArguments(kAdd);
   constexpr const Argument& kTotal = argument(kAdd, "total");
-  Product product = checked(kRows, a, b, scale_a, scale_b, offs, format, align, use_fast_accum);
+  Product product = checked(kArguments, a, b, scale_a, scale_b, offs, format, align, use_fast_accum);
   check(kTotal, total, a);
   const int64_t sizes[] = {product.p.E, product.p.M, product.p.N};
   check_sizes(kTotal, total, sizes, 3);
