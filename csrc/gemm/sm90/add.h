@@ -29,8 +29,8 @@ MOE_DEVICE Vec8 added(Vec8 old, Vec16 sums) {
   return old;
 }
 
-// As store_tile, but sums are float32 until they are added. What they are added to is loaded one piece of 32 columns
-// ahead.
+// As store_tile, but sums are float32 until they are added, 32 columns at a time. What the next of them are added to is
+// loaded when these are done: registers for both at once are not left.
 template <class T, class Value>
 MOE_DEVICE void add_tile(const Args& p, const Consumer<T>& c, const Tile& tile, Shared<T>& shared, int half,
                          Value value) {
@@ -49,7 +49,7 @@ MOE_DEVICE void add_tile(const Args& p, const Consumer<T>& c, const Tile& tile, 
       if (4 * i + line < rows)
         act(i, reinterpret_cast<Four*>(out + 4 * i * pitch + (piece * kColumns + chunk * 4) * kElement));
   };
-  Four old[4] = {};
+  Four old[4] = {};  // never read unset, but the compiler keeps it in memory unless it sees that
   const auto load = [&](int piece) { for_each_mine(piece, [&](int i, const Four* from) { old[i] = *from; }); };
   load(0);
 #pragma unroll
