@@ -55,6 +55,20 @@ def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor
     return ops.scaled_grouped_mm(a, b, scale_a, scale_b, offs, "rowwise", align=align)
 
 
+def _total_and_operands(device: torch.device, groups: str, *, m: int, k: int, n: int, e: int) -> tuple[object, ...]:
+    """A float32 main gradient, and what is added to it."""
+    return torch.zeros(e, n, k, device=device), *_operands(device, groups, m=m, k=k, n=n, e=e, wgrad=1)
+
+
+def _added(total: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, align: int) -> Tensor:
+    ops.add_scaled_grouped_mm(total, a, b, scale_a, scale_b, offs, "rowwise", align=align)
+    return total
+
+
+def _plain(total: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, align: int) -> Tensor:
+    return ops.scaled_grouped_mm(a, b, scale_a, scale_b, offs, "rowwise", align=align, out_dtype=torch.float32)
+
+
 def _dense(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, align: int) -> Tensor:
     """The GEMM of the same size with one group. In 2D x 2D the padding, at most E * 16 of the tokens, rides along."""
     b, scale_a = (b, scale_a[0]) if b.ndim == 2 else (b[0], scale_a)
@@ -110,6 +124,11 @@ _KEPT: tuple[Rule, ...] = ((_many_tokens, Target("kept", "<=", 1.1)), (always, T
 
 _SCALED = Case("scaled_grouped_mm", _both_products, _operands, _scaled, format="rowwise", flops=_flops, baseline=_dense)
 
+# Beside the product that is written: what the reads of the total cost.
+_ADDED = Case(
+    "add_scaled_grouped_mm", _gemms, _total_and_operands, _added, format="rowwise", flops=_flops, baseline=_plain
+)
+
 
 def _grouped_mm(recipe: str) -> Case:
     return Case(
@@ -125,4 +144,4 @@ def _grouped_mm(recipe: str) -> Case:
     )
 
 
-GEMM_CASES: tuple[Case, ...] = (_SCALED, *(_grouped_mm(recipe) for recipe in FORMATS))
+GEMM_CASES: tuple[Case, ...] = (_SCALED, _ADDED, *(_grouped_mm(recipe) for recipe in FORMATS))

@@ -39,7 +39,8 @@ HEADING = {key: heading for heading, key, _ in COLUMNS}
 LEGEND = """\
 - groups: sizes of the groups of tokens, all the same (even) or falling as 1 / rank (zipf).
 - of copy: bytes read once and written once, padding included, over the bandwidth of a large `copy_` in the same run.
-- x baseline: speed relative to dense FP8 `torch._scaled_mm` of the same size (scaled_grouped_mm), to BF16
+- x baseline: speed relative to dense FP8 `torch._scaled_mm` of the same size (scaled_grouped_mm), to
+  `scaled_grouped_mm` to float32 (add_scaled_grouped_mm), to BF16
   `torch._grouped_mm`, forward and backward (grouped_mm), or to torch's stable argsort, histc and cumsum (sort_tokens).
 - B kept: bytes kept for the gradient of the weights, scales and padding included, an element of the activation.
 - host us: CPU time to issue one eager call; x relu: the same over that of an eager `torch.relu` in the same run.

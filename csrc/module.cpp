@@ -51,6 +51,7 @@ py::list dtype_names(Dtypes dtypes) {
     case Dtypes::kScores: return names({"float32"});
     case Dtypes::kInt32: return names({"int32"});
     case Dtypes::kInts: return names({"int32", "int64"});
+    case Dtypes::kProduct: return names({"bfloat16", "float32"});
     default: return names({});
   }
 }

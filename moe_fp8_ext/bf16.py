@@ -30,9 +30,10 @@ def check_experts(A: Tensor, offs: Tensor, recipe: str) -> None:
 
 class Bf16GroupedMm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, A, B_t, offs, needs_dA, needs_dB):
+    def forward(ctx, A, B_t, offs, main_grad, needs_dA, needs_dB):
         _, k, n = B_t.shape
         check_experts(A, offs, recipe='recipe "bf16"')
+        ctx.main_grad = main_grad
         ctx.sizes, ctx.dtypes, ctx.needs = (k, n), (A.dtype, B_t.dtype), (needs_dA, needs_dB)
         with below_autograd():
             offs = _clamped(offs, A.shape[0])
@@ -53,14 +54,22 @@ class Bf16GroupedMm(torch.autograd.Function):
             if needs_dA:
                 dA = cast(_rows(_gradient(dY, n), b_t.transpose(-2, -1), offs, k), a_dtype)
             if needs_dB:
-                dB_t = cast(_wgrad(dY, a, offs, n, k), b_dtype)
-        return dA, dB_t, None, None, None
+                dB_t = given_or_added(_wgrad(dY, a, offs, n, k), b_dtype, ctx.main_grad)
+        return dA, dB_t, None, None, None, None
 
 
 def bf16_wgrad(dY: Tensor, a: Tensor, offs: Tensor) -> Tensor:
     """The gradient of B_t [E, K, N] from dY [M, N] and a [M, K] in bfloat16."""
     n, k = dY.shape[1], a.shape[1]
     return _wgrad(dY, _tma_operand(a, _tma_size(k)), _clamped(offs, a.shape[0]), n, k)
+
+
+def given_or_added(dB_t: Tensor, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
+    """The gradient for autograd; none where it is added to the main gradient."""
+    if main_grad is None:
+        return cast(dB_t, dtype)
+    main_grad.add_(dB_t)
+    return None
 
 
 def _clamped(offs: Tensor, rows: int) -> Tensor:

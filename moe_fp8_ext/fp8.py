@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.bf16 import bf16_wgrad, cast, check_experts, row_major
+from moe_fp8_ext.bf16 import bf16_wgrad, cast, check_experts, given_or_added, row_major
 from moe_fp8_ext.formats import FORMATS
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
 from moe_fp8_ext.quantized import Quantized
@@ -20,13 +20,14 @@ _quantize_tokens = torch.ops.moe_fp8.quantize_tokens.default
 _quantize_both = torch.ops.moe_fp8.quantize_both.default
 _quantize_weight = torch.ops.moe_fp8.quantize_weight.default
 _scaled_grouped_mm = torch.ops.moe_fp8.scaled_grouped_mm.default
+_add_scaled_grouped_mm = torch.ops.moe_fp8.add_scaled_grouped_mm.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
 _unpermute = torch.ops.moe_fp8.unpermute.default
 
 
 class Fp8GroupedMm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, A, B_t, offs, indices, call):
+    def forward(ctx, A, B_t, offs, indices, main_grad, call):
         recipe, a, w, top_k, a_dtype, b_dtype, needs_dA, needs_dB = call
         align, rows, leaf_dtype, kept = recipe.align, None, None, None
         with below_autograd():
@@ -49,6 +50,7 @@ class Fp8GroupedMm(torch.autograd.Function):
         if not needs_dA:
             w_t = w_scale_t = None
         ctx.save_for_backward(offs, indices, kept, q_t, scale_t, w_t, w_scale_t)
+        ctx.main_grad = main_grad  # not saved: every backward writes to it
         ctx.call = recipe, top_k, align, rows, a_dtype, b_dtype, leaf_dtype, needs_dA, needs_dB
         return out
 
@@ -63,7 +65,7 @@ class Fp8GroupedMm(torch.autograd.Function):
             dY = row_major(dY)
             if needs_dB and recipe.wgrad_high_precision:
                 a = kept if indices is None else _permute_pad(kept, indices, top_k)
-                dB_t, needs_dB = cast(bf16_wgrad(dY, a, offs), b_dtype), False
+                dB_t, needs_dB = given_or_added(bf16_wgrad(dY, a, offs), b_dtype, ctx.main_grad), False
             if needs_dB:
                 quantize = _quantize_both if needs_dA else _quantize_tokens
                 *dy, dy_t, dy_scale_t, ends = quantize(dY, recipe.format, offs, None, None, align, dtype, rounding)
@@ -76,11 +78,14 @@ class Fp8GroupedMm(torch.autograd.Function):
                 if kept is not None:
                     options = offs, indices, top_k, align, recipe.dtype, rounding
                     q_t, scale_t, _ = _quantize_tokens(row_major(kept), recipe.format, *options)
-                dW = _product(dy_t, dy_scale_t, q_t, scale_t, ends, recipe, align)
-                dB_t = cast(dW, b_dtype).transpose(-2, -1)
+                operands = dy_t, dy_scale_t, q_t, scale_t, ends, recipe, align
+                if ctx.main_grad is None:
+                    dB_t = cast(_product(*operands), b_dtype).transpose(-2, -1)
+                else:
+                    _add_product(ctx.main_grad.transpose(-2, -1), *operands)
             if dB_t is not None:
                 dB_t = cast(dB_t, leaf_dtype)
-        return dA, dB_t, None, None, None
+        return dA, dB_t, None, None, None, None
 
 
 def _tensors(pair: tuple[Quantized, Quantized | None]) -> Both:
@@ -93,6 +98,13 @@ def _product(
     """a @ b^T of each group; align: as in `ops.scaled_grouped_mm`."""
     scale_b = FORMATS[recipe.format].transposed_scale(scale_b)
     return _scaled_grouped_mm(a, b.mT, scale_a, scale_b, offs, recipe.format, align, None, recipe.use_fast_accum)
+
+
+def _add_product(
+    total: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, recipe: Recipe, align: int
+) -> None:
+    scale_b = FORMATS[recipe.format].transposed_scale(scale_b)
+    _add_scaled_grouped_mm(total, a, b.mT, scale_a, scale_b, offs, recipe.format, align, recipe.use_fast_accum)
 
 
 def _quantize_tokens_of(

@@ -33,6 +33,7 @@ def grouped_mm(
     recipe: str | Recipe = "rowwise",
     indices: Tensor | None = None,
     top_k: int | None = None,
+    main_grad: Tensor | None = None,
 ) -> Tensor:
     """out[r] = A[r] @ B_t[e] for every row r of group e; rows from offs[-1] on are zero.
 
@@ -73,6 +74,10 @@ def grouped_mm(
         indices: [P] int32 on A's device, of `permute_indices` (with its padded_offs as offs), or the permutation of
             `sort_tokens` with its top_k; distinct, any other value than a slot of A stands for a row of zeros.
         top_k: slots of a row of A, given with indices and only then.
+        main_grad: [E, K, N], float32 or bfloat16, the transposed view of a contiguous [E, N, K], as B_t usually is.
+            Every backward adds the gradient of B_t to it, in float32, before that is rounded to bfloat16 (see
+            `ops.add_scaled_grouped_mm`), and autograd gets none: B_t.grad stays as it is, and hooks that wait for it
+            are not called. Where B_t needs no gradient, it is not written.
 
     Returns:
         out [M, N], with `indices` [P, N], of A's dtype, B_t's where A is quantized, bfloat16 where both are. The matmul
@@ -86,6 +91,8 @@ def grouped_mm(
     """
     recipe = get_recipe(recipe)
     a, w = _given("A", A, recipe), _given("B_t", B_t, recipe)
+    if main_grad is not None:
+        _check_main_grad(main_grad, B_t)
     A, B_t = A if isinstance(A, Tensor) else None, B_t if isinstance(B_t, Tensor) else None
     _check(A, B_t, a, w, offs, indices, top_k)
     a_dtype, b_dtype = _dtypes(A, B_t)
@@ -96,10 +103,10 @@ def grouped_mm(
     if recipe.format is None:
         if indices is not None:
             A = permute_pad(row_major(A), indices, top_k)
-        return Bf16GroupedMm.apply(A, cast(B_t, b_dtype), offs, *needs)
+        return Bf16GroupedMm.apply(A, cast(B_t, b_dtype), offs, main_grad, *needs)
     _check_gradients(a, w, recipe, *needs)
     # B_t as it is: weights that are reused are not cast. One argument for all that are no tensors: torch looks at each.
-    return Fp8GroupedMm.apply(A, B_t, offs, indices, (recipe, a, w, top_k, a_dtype, b_dtype, *needs))
+    return Fp8GroupedMm.apply(A, B_t, offs, indices, main_grad, (recipe, a, w, top_k, a_dtype, b_dtype, *needs))
 
 
 def _fail(text: str) -> NoReturn:
@@ -167,6 +174,22 @@ def _check(
         validate_offs(_OP, offs, "rows of A" if indices is None else "indices", rows)
         if indices is not None:
             validate_indices(_OP, indices, tokens.shape[0] * top_k)
+
+
+def _check_main_grad(main_grad: Tensor, B_t: Tensor | Quantized | Pair) -> None:
+    if not isinstance(B_t, Tensor):
+        _fail("main_grad must be None where B_t is quantized, got a tensor")
+    _check_dense("main_grad", main_grad, 3)
+    if main_grad.dtype not in (torch.bfloat16, torch.float32):
+        _fail(f"main_grad must be bfloat16 or float32, got {main_grad.dtype}")
+    if main_grad.shape != B_t.shape:
+        _fail(f"main_grad must have the shape of B_t, {tuple(B_t.shape)}, got {tuple(main_grad.shape)}")
+    if main_grad.device != B_t.device:
+        _fail(f"main_grad must be on the device of B_t, {B_t.device}, got {main_grad.device}")
+    if not main_grad.transpose(-2, -1).is_contiguous():
+        _fail(f"main_grad must be the transposed view of a contiguous tensor, got strides {main_grad.stride()}")
+    if main_grad.requires_grad:
+        _fail("main_grad must not ask for a gradient, got requires_grad=True")
 
 
 def _check_dense(arg: str, x: Tensor, dims: int) -> None:

@@ -29,6 +29,11 @@ def schema(name: str) -> torch.FunctionSchema:
     return getattr(torch.ops.moe_fp8, name).default._schema
 
 
+def is_written(name: str) -> list[bool]:
+    """Of every argument, whether the op writes to it."""
+    return [a.alias_info is not None and a.alias_info.is_write for a in schema(name).arguments]
+
+
 # Arguments
 
 
@@ -277,3 +282,17 @@ def scaled_grouped_mm(r: random.Random) -> Call:
     unit = UNIT[fmt]
     p = r.choice((0, 1, 3, 8)) * unit
     return exact_2d2d(fmt, p, k, n, offsets(r, p, unit=unit), dtypes=dtypes), how | {"align": r.choice((1, unit))}
+
+
+@op
+def add_scaled_grouped_mm(r: random.Random) -> Call:
+    from gemm_problem import UNIT, exact_2d2d
+
+    fmt, k, n = r.choice(list(FORMATS)), r.choice(COLUMNS), r.choice((0, 1, 16, 33, 130))
+    torch.manual_seed(r.getrandbits(32))
+    unit = UNIT[fmt]
+    p = r.choice((0, 1, 3, 8)) * unit
+    offs = offsets(r, p, unit=unit)
+    args = exact_2d2d(fmt, p, k, n, offs, dtypes=(r.choice(FP8_DTYPES), r.choice(FP8_DTYPES)))
+    total = torch.randn(len(offs), n, k, dtype=r.choice((torch.float32, torch.bfloat16)))
+    return [total, *args], {"align": r.choice((1, unit)), "use_fast_accum": r.random() < 0.5}

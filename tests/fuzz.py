@@ -15,7 +15,7 @@ import sys
 os.environ["MOE_FP8_POISON"] = "1"
 
 import torch
-from calls import OPS, schema
+from calls import OPS, is_written, schema
 from helpers import assert_same
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -86,12 +86,16 @@ def spoilt(r: random.Random, name: str, args: list[object], kwargs: dict[str, ob
         args.pop()
 
 
-def attempt(fn: object, args: list[object], kwargs: dict[str, object]) -> tuple[list[Tensor] | None, str]:
-    """Its results, or the first line of its error."""
+def attempt(
+    name: str, args: list[object], kwargs: dict[str, object], among: object = torch.ops.moe_fp8
+) -> tuple[list[Tensor] | None, str]:
+    """Its results, or what it writes, or the first line of its error."""
     try:
-        out = fn(*args, **kwargs)
+        out = getattr(among, name)(*args, **kwargs)
     except Exception as error:
         return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if out is None:
+        return [t for t, written in zip(args, is_written(name), strict=False) if written], ""
     return [out] if isinstance(out, Tensor) else list(out), ""
 
 
@@ -104,12 +108,12 @@ def compare_with_fake(
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         args = [mode.from_tensor(t) if isinstance(t, Tensor) else t for t in args]
         kwargs = {k: mode.from_tensor(t) if isinstance(t, Tensor) else t for k, t in kwargs.items()}
-        fake, fake_error = attempt(getattr(torch.ops.moe_fp8, name), args, kwargs)
+        fake, fake_error = attempt(name, args, kwargs)
     assert (got is None) == (fake is None), f"{error or 'returned'}; its fake: {fake_error or 'returned'}"
     if got is None:
         # A dtype that is newer than the torch we build for has no name in C++.
         error, newer, _ = error.partition("another dtype")
-        same = fake_error.startswith(error) if newer else fake_error.split("\0")[0] == error
+        same = fake_error.startswith(error) if newer else fake_error.split("\0")[0] == error.split("\0")[0]
         assert not error.startswith(f"RuntimeError: {name}: ") or same, f"{error}; its fake: {fake_error}"
         return
     shapes = [[(t.shape, t.stride(), t.dtype, t.device) for t in results] for results in (got, fake)]
@@ -117,9 +121,9 @@ def compare_with_fake(
 
 
 def compare_with_reference(name: str, args: list[object], kwargs: dict[str, object], got: list[Tensor]) -> None:
-    want = getattr(reference, name)(*args, **kwargs)
-    want = [want] if isinstance(want, Tensor) else list(want)
-    if name == "scaled_grouped_mm":  # -0 is 0
+    want, error = attempt(name, args, kwargs, reference)
+    assert want is not None, error
+    if name.endswith("scaled_grouped_mm"):  # -0 is 0
         got, want = [got[0] + 0.0], [want[0] + 0.0]
     assert_same(got, want, name)
 
@@ -143,10 +147,12 @@ def main() -> None:
             spoilt(r, name, args, kwargs)
         text = ", ".join([*map(described, args), *(f"{k}={described(v)}" for k, v in kwargs.items())])
         print(f"call {i}: {name}({text})", file=sys.stderr)
-        got, error = attempt(getattr(torch.ops.moe_fp8, name), args, kwargs)
+        if mode == "valid":
+            before = [t.clone() if written else t for t, written in zip(args, is_written(name), strict=False)]
+        got, error = attempt(name, args, kwargs)
         if mode == "valid":
             assert got is not None, error
-            compare_with_reference(name, args, kwargs, got)
+            compare_with_reference(name, before, kwargs, got)
         compare_with_fake(name, args, kwargs, got, error)
     print("done", count)
 

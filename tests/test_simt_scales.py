@@ -233,6 +233,30 @@ def test_scaled_grouped_mm_with_corrupt_offsets(kernels, format):
             kernels.check("scaled_grouped_mm", *operands, ends, format, out_dtype=torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+@pytest.mark.parametrize("format", FORMATS)
+def test_add_scaled_grouped_mm(kernels, format, dtype):
+    for (m, k, n, e), layout, fp8 in zip(((70, 33, 65, 3), (90, 64, 16, 5)), LAYOUTS[-2:], FP8_DTYPES, strict=False):
+        operands = products(format, group_offs(layout, m, e), m, k, n, fp8)[1]
+        total = wide(e, n, k, dtype=dtype)
+        want = total.clone()
+        reference.add_scaled_grouped_mm(want, *operands, format)
+        kernels.check_as((want,), "add_scaled_grouped_mm", total, *operands, format)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+def test_add_groups(kernels, dtype):
+    """Behind a native GEMM; the totals of empty groups stay, whatever is in their product."""
+    ends = torch.tensor([0, 3, 7, 7, 9], dtype=torch.int32)
+    for shape in ((5, 8, 8), (5, 24, 40)):
+        total, product = wide(*shape, dtype=dtype), wide(*shape, seed=1)
+        product[::3], total[0] = float("nan"), -0.0
+        want = (total.float() + product.float()).to(dtype)
+        want[::3] = total[::3]
+        for each in kernels:
+            assert_same(each.add_groups(total, product, ends), want)
+
+
 def test_offsets_for_a_native_gemm(kernels):
     for offs in [*corrupt_offs(40), group_offs("tail_rows", 40, 4), torch.tensor([16, 32, 32], dtype=torch.int32)]:
         ends = torch.tensor([end for _, end in group_bounds(offs, 40)], dtype=torch.int32)

@@ -11,7 +11,13 @@ from test_scaled_grouped_mm_values import fp8_gemm_db
 from torch import Tensor
 
 from moe_fp8_ext import build_info, reference
-from moe_fp8_ext.ops import quantize_rows, quantize_tokens, quantize_weight, scaled_grouped_mm
+from moe_fp8_ext.ops import (
+    add_scaled_grouped_mm,
+    quantize_rows,
+    quantize_tokens,
+    quantize_weight,
+    scaled_grouped_mm,
+)
 
 FORMATS = ("rowwise", "blockwise")
 # Format, whether the tensor cores accumulate whole sums, and the type of the left operand.
@@ -67,6 +73,21 @@ def check(
         promoted = fmt == "blockwise" or not fast  # every 128 products
         assert sqnr_db(got, want) >= fp8_gemm_db(128 if promoted else terms, out_dtype)
         assert_same(scaled_grouped_mm(*args, **how), got, "again")
+        if got.dim() == 3:
+            check_added(args, fast)
+
+
+def check_added(args: list[object], fast: bool) -> None:
+    """The bytes of the plain product to float32, added and rounded; what an empty group has is left as it is."""
+    how = {"align": 32, "use_fast_accum": fast}
+    product = scaled_grouped_mm(*args, out_dtype=torch.float32, **how)
+    sizes = torch.diff(args[4], prepend=args[4].new_zeros(1))
+    for dtype in (torch.float32, torch.bfloat16):
+        total = wide(*product.shape, dtype=dtype, device=product.device, seed=3)
+        want = (total.float() + product).to(dtype)
+        want[sizes == 0] = total[sizes == 0] = -0.0
+        add_scaled_grouped_mm(total, *args, **how)
+        assert_same(total, want, "added")
 
 
 def ends(sizes: list[int], device: str) -> Tensor:
@@ -109,8 +130,11 @@ def test_are_hoppers_own(kind, hopper):
     fmt, fast, dtype = kind
     for args, _, how in products(fmt, 700, 272, 400, ends([300, 0, 129, 200], hopper), dtype):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            scaled_grouped_mm(*args, use_fast_accum=fast, **how)
-        assert any("sm90::grouped_gemm_kernel" in event.key for event in profile.key_averages())
+            out = scaled_grouped_mm(*args, use_fast_accum=fast, **how)
+            if how:
+                add_scaled_grouped_mm(out, *args, use_fast_accum=fast, **how)
+        found = [event.count for event in profile.key_averages() if "sm90::grouped_gemm_kernel" in event.key]
+        assert sum(found) == 1 + bool(how)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -124,7 +148,9 @@ def test_offsets_are_not_trusted(fmt, hopper):
     for args, _, how in products(fmt, 700, 272, 400, offs):
         for wrong in corrupt_offs(args[0].shape[0 if args[1].ndim == 3 else 1], hopper):
             if len(wrong) == len(offs):
-                scaled_grouped_mm(*args[:4], wrong, fmt, **how)
+                out = scaled_grouped_mm(*args[:4], wrong, fmt, **how)
+                if how:
+                    add_scaled_grouped_mm(out, *args[:4], wrong, fmt, **how)
     torch.cuda.synchronize()
 
 
@@ -140,3 +166,20 @@ def test_graph_follows_the_offsets(fmt, hopper):
         offs.copy_(ends(sizes, hopper))
         graph.replay()
         assert_same(out, scaled_grouped_mm(*args), f"groups of {sizes}")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_graph_adds_at_every_replay(fmt, hopper):
+    _, (args, _, how) = products(fmt, 700, 272, 400, ends([300, 0, 129, 200], hopper))
+    product = scaled_grouped_mm(*args, out_dtype=torch.float32, **how)
+    total = torch.zeros_like(product)
+    add_scaled_grouped_mm(total, *args, **how)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add_scaled_grouped_mm(total, *args, **how)
+        add_scaled_grouped_mm(total, *args, **how)
+    want = total.clone()
+    for _ in range(3):
+        graph.replay()
+        want = want + product + product
+        assert_same(total, want, "replayed")

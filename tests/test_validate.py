@@ -25,6 +25,11 @@ def wgrad(o):
     q_t, scale_t = q.t().contiguous(), scale[:16].repeat(len(o), 1)
     return ops.scaled_grouped_mm(q_t, q_t.t(), scale_t, scale_t, o, "rowwise")
 
+def added(o):
+    q_t, scale_t = q.t().contiguous(), scale[:16].repeat(len(o), 1)
+    total = torch.zeros(len(o), 16, 16, device=device)
+    ops.add_scaled_grouped_mm(total, q_t, q_t.t(), scale_t, scale_t, o, "rowwise")
+
 def forward(o):
     w, w_scale, _, _ = ops.quantize_weight(x[:16].repeat(len(o), 1, 1), "rowwise")
     return ops.scaled_grouped_mm(q, w.transpose(1, 2), scale, w_scale, o, "rowwise")
@@ -40,6 +45,7 @@ calls = [
     *((name, quantizer(name, fmt)) for name in quantizers for fmt in FORMATS),
     ("scaled_grouped_mm", forward),
     ("scaled_grouped_mm", wgrad),
+    ("add_scaled_grouped_mm", added),
     ("dequantize", lambda o: ops.dequantize(
         q.t().contiguous(), scale[:16].repeat(len(o), 1), "rowwise", along="tokens", offs=o)),
     ("pad_token_groups", lambda o: ops.pad_token_groups(x, o)),

@@ -36,7 +36,7 @@ void scaled_grouped_mm_cpu(const Call& call, const ScaledGroupedMmParams& p) {
   const std::vector<int> ends = safe_ends(p.offs, p.E, p.groups_of_sum ? p.K : p.M);
   const int64_t out_bytes = (p.groups_of_sum ? p.E * p.M : p.M) * p.N * (p.out_float32 ? 4 : 2);
   if (out_bytes == 0) return;
-  std::memset(p.out, 0, out_bytes);
+  if (!p.adds) std::memset(p.out, 0, out_bytes);
   const bool rowwise = p.scale_a.block_size == 0, by_position = p.scale_a.layout == ScaleLayout::kE8M0;
   const bool blocked_rows = p.scale_a.layout == ScaleLayout::kBlocked && !p.groups_of_sum;
   int64_t at = 0;  // of the group's scales, in rows or columns
@@ -60,8 +60,11 @@ void scaled_grouped_mm_cpu(const Call& call, const ScaledGroupedMmParams& p) {
         const float scale_a = rowwise ? scales_a[first + r] : 1.f;
         const int64_t row = (first + r) * N;
         auto scaled = [=](int64_t c) { return rowwise ? from[r * N + c] * scale_a * scale_b[c] : from[r * N + c]; };
-        if (p.out_float32) for (int64_t c = 0; c < N; ++c) static_cast<float*>(p.out)[row + c] = scaled(c);
-        else for (int64_t c = 0; c < N; ++c) static_cast<uint16_t*>(p.out)[row + c] = BF16::from_float(scaled(c));
+        auto* out32 = static_cast<float*>(p.out) + row;
+        auto* out16 = static_cast<uint16_t*>(p.out) + row;
+        if (p.out_float32) for (int64_t c = 0; c < N; ++c) out32[c] = p.adds ? out32[c] + scaled(c) : scaled(c);
+        else for (int64_t c = 0; c < N; ++c)
+          out16[c] = BF16::from_float(p.adds ? BF16::to_float(out16[c]) + scaled(c) : scaled(c));
       }
     });
   }

@@ -11,21 +11,30 @@
 namespace moe_fp8 {
 namespace {
 
-Handle empty_out(const Call& call, const ScaledGroupedMmParams& p) {
+Handle out_of(const Call& call, const Product& product) {
+  if (product.total) return share(product.total->handle);
+  const ScaledGroupedMmParams& p = product.p;
   const int32_t dtype = p.out_float32 ? kFloat32 : kBFloat16;
   return p.groups_of_sum ? call.empty({p.E, p.M, p.N}, dtype) : call.empty({p.M, p.N}, dtype);
 }
 
 #if defined(MOE_FP8_CUDA)
 // torch's GEMMs trust their offsets and leave tail rows unwritten: they get safe offsets, of 2D x 2D multiples of what
-// they take, and what they do not write is zeroed behind them. multiply(offs [E]) is one of them.
+// they take, and what they do not write is zeroed behind them, or left out of the total. multiply(offs [E]) is one of
+// them.
 template <class Multiply>
-AtenTensorHandle within_groups(const Call& call, const ScaledGroupedMmParams& p, int multiple, Multiply multiply) {
+AtenTensorHandle within_groups(const Call& call, const Product& product, int multiple, Multiply multiply) {
+  const ScaledGroupedMmParams& p = product.p;
   const Handle safe = call.empty({p.E + 1}, kInt32);
   int* offs = data<int>(safe);
   const int limit = int(p.groups_of_sum ? p.K : p.M);
   call.check(prepare_offs(p.offs, offs, int(p.E), limit, p.groups_of_sum ? multiple : 1, call.stream()));
   Handle out = multiply(view(safe, {p.E}, {1}));
+  if (product.total) {
+    Handle total = out_of(call, product);
+    call.check(add_groups(data(total), p.out_float32, data(out), offs, int(p.E), p.M * p.N, call.stream()));
+    return total.release();
+  }
   if (p.groups_of_sum) call.check(zero_empty_groups(data(out), offs, int(p.E), p.M * p.N * 2, call.stream()));
   else call.check(zero_rows(data(out), offs + p.E, p.M, p.N * 2, call.stream()));
   return out.release();
@@ -35,7 +44,7 @@ AtenTensorHandle torch_scaled(const Call& call, const Product& product, int mult
   const ScaledGroupedMmParams& p = product.p;
   const Handle &scale_a = product.scale_a.handle, &scale_b = product.scale_b.handle;
   const bool flat = p.groups_of_sum && p.scale_a.block_size == 0;  // scales of rows, those of all groups in one
-  return within_groups(call, p, multiple, [&](Handle offs) {
+  return within_groups(call, product, multiple, [&](Handle offs) {
     const auto none = word(std::nullopt);
     StableIValue stack[] = {word(share(product.a.handle)), word(share(product.b.handle)),
                             word(flat ? view(scale_a, {p.E * p.M}, {1}) : share(scale_a)),
@@ -55,7 +64,7 @@ AtenTensorHandle torch_bfloat16(const Call& call, const Product& product) {
   const int64_t experts = p.groups_of_sum ? 1 : p.E;
   const Groups of_b = p.groups_of_sum ? Groups::kColumns : Groups::kNone;
   const Groups of_a = p.scale_a.layout == ScaleLayout::kBlocked && !p.groups_of_sum ? Groups::kRows : of_b;
-  return within_groups(call, p, 8, [&](Handle offs) {
+  return within_groups(call, product, 8, [&](Handle offs) {
     const int* ends = data<int>(offs);
     const Handle a = call.empty({p.M, p.K}, kBFloat16), b = call.empty({experts, p.N, p.K}, kBFloat16);
     call.check(dequantize({p.a, p.scale_a, ends, data(a), 1, p.M, p.K, 0, p.a_stride, int(p.E), of_a, p.a_type,
@@ -76,7 +85,7 @@ constexpr std::nullptr_t torch_scaled_rows = nullptr, torch_scaled_blocks = null
 #if defined(MOE_FP8_GPU)
 AtenTensorHandle portable(const Call& call, const Product& product) {
   ScaledGroupedMmParams p = product.p;
-  Handle out = empty_out(call, p);
+  Handle out = out_of(call, product);
   p.out = data(out);
   call.check(scaled_grouped_mm(p, call.stream()));
   return out.release();
@@ -89,7 +98,7 @@ constexpr std::nullptr_t portable = nullptr;
 bool sm90_takes(const Product& product) { return sm90::takes_operands(product.p); }
 AtenTensorHandle sm90_gemm(const Call& call, const Product& product) {
   ScaledGroupedMmParams p = product.p;
-  Handle out = empty_out(call, p);
+  Handle out = out_of(call, product);
   p.out = data(out);
   call.check(sm90::grouped_gemm(p, product.use_fast_accum, call.stream()));
   return out.release();
@@ -100,7 +109,7 @@ constexpr std::nullptr_t sm90_takes = nullptr, sm90_gemm = nullptr;
 
 AtenTensorHandle on_cpu(const Call& call, const Product& product) {
   ScaledGroupedMmParams p = product.p;
-  Handle out = empty_out(call, p);
+  Handle out = out_of(call, product);
   p.out = data(out);
   scaled_grouped_mm_cpu(call, p);
   return out.release();
@@ -184,7 +193,7 @@ bool Backend::takes(const Product& product) const {
   if (sm < needs.least_sm || sm > needs.most_sm) return false;
 #endif
   if (p.E == 0 || p.M == 0 || p.N == 0 || p.K == 0) return false;
-  if (needs.bfloat16 && p.out_float32) return false;
+  if (needs.bfloat16 && p.out_float32 && !product.total) return false;
   if (needs.e4m3 && (p.a_type != Fp8Type::kE4M3FN || p.b_type != Fp8Type::kE4M3FN)) return false;
   if (p.K % needs.sum || p.N % needs.columns) return false;
   if (p.groups_of_sum && (p.M % needs.columns || product.align % needs.offs)) return false;
@@ -194,6 +203,7 @@ bool Backend::takes(const Product& product) const {
   if (needs.chunks && (!are_chunks(p.a, p.b) || p.a_stride % 16 || p.b_stride % 16 || p.b_group_stride % 16 ||
                   p.a_stride < p.K || p.b_stride < p.K))
     return false;
+  if (needs.chunks && product.total && !are_chunks(product.total->data, nullptr)) return false;
   if (needs.packed && (!are_chunks(p.scale_a.data, p.scale_b.data) || p.a_stride != p.K || p.b_stride != p.K ||
                        (!p.groups_of_sum && p.b_group_stride != p.N * p.K)))
     return false;

@@ -19,8 +19,8 @@ struct Needs {
   int sum = 1, columns = 1, offs = 1;
   int most_experts = kMaxExperts;
   bool e4m3 = false;      // operands of float8_e4m3fn
-  bool bfloat16 = false;  // out of bfloat16
-  bool chunks = false;    // operands whose rows begin at multiples of 16 bytes
+  bool bfloat16 = false;  // a product of bfloat16, which may be added to any total
+  bool chunks = false;    // operands whose rows begin at multiples of 16 bytes, a total that does
   bool packed = false;    // contiguous operands, scales that begin at a multiple of 16 bytes
 };
 
@@ -33,7 +33,8 @@ struct Backend {
   bool optional;  // torch may have been built without it, and the call then raises, every time
   Needs needs;
   bool (*also)(const Product&);  // whether it takes the product in all that `needs` does not say; null: yes
-  AtenTensorOpaque* (*run)(const Call&, const Product&);  // out, owned by the caller; null where it was not built
+  // out, which may be the total, owned by the caller; null where it was not built
+  AtenTensorOpaque* (*run)(const Call&, const Product&);
 
   bool takes(const Product& product) const;
 };

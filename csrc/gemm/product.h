@@ -1,4 +1,4 @@
-// A call of scaled_grouped_mm whose arguments were checked.
+// A call of scaled_grouped_mm or add_scaled_grouped_mm whose arguments were checked.
 #pragma once
 #include "gemm/scaled_grouped_mm.h"
 #include "numerics/format.h"
@@ -12,6 +12,7 @@ struct Product {
   int64_t align;            // of offs, in 2D x 2D
   bool use_fast_accum;
   const Tensor &a, &b, &scale_a, &scale_b;
+  const Tensor* total;      // to which the product is added; null: out is new
 };
 
 }  // namespace moe_fp8

@@ -101,8 +101,14 @@ MOE_DEVICE void multiply_tile(const ScaledGroupedMmParams& p, const GroupTable& 
       float v = tail || empty ? 0.f : sum[i][j];
       if (!tail && !empty && !scaled) v = v * p.scale_a.at(a_group, mm, {}) * p.scale_b.at(e, nn, {});
       const int64_t at = (out0 + mm) * p.N + nn;
-      if (p.out_float32) static_cast<float*>(p.out)[at] = v;
-      else static_cast<uint16_t*>(p.out)[at] = BF16::from_float(v);
+      if (p.adds && empty) continue;
+      if (p.out_float32) {
+        float& to = static_cast<float*>(p.out)[at];
+        to = p.adds ? to + v : v;
+      } else {
+        uint16_t& to = static_cast<uint16_t*>(p.out)[at];
+        to = BF16::from_float(p.adds ? BF16::to_float(to) + v : v);
+      }
     }
 }
 
@@ -172,6 +178,36 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) zero_empty_groups_kernel(MOE_GRID
     out[i] = 0;
 }
 
+struct AddGroups {
+  Vec16* out;
+  const Vec16* product;
+  const int* ends;
+  int64_t group_vectors;  // of product
+  bool out_float32;
+};
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) add_groups_kernel(MOE_GRID_CONSTANT const AddGroups p) {
+  wait_for_previous_kernel();
+  const int e = blockIdx.y;
+  if (p.ends[e] == (e ? p.ends[e - 1] : 0)) return;
+  const int64_t end = (e + 1) * p.group_vectors, step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = e * p.group_vectors + int64_t(blockIdx.x) * kThreads + threadIdx.x; i < end; i += step) {
+    const Vec16 added = load_stream(p.product + i);
+    if (p.out_float32) {
+      for (int half = 0; half < 2; ++half) {
+        Vec16 sum = p.out[2 * i + half];
+        for (int j = 0; j < 4; ++j)
+          sum.w[j] = as_bits(as_float(sum.w[j]) + element<BF16>(added.w[2 * half + j / 2], j % 2));
+        p.out[2 * i + half] = sum;
+      }
+    } else {
+      Vec16 sum = p.out[i];
+      auto add = [&](int j, int k) { return element<BF16>(sum.w[j], k) + element<BF16>(added.w[j], k); };
+      for (int j = 0; j < 4; ++j) sum.w[j] = BF16::from_float(add(j, 0)) | uint32_t(BF16::from_float(add(j, 1))) << 16;
+      p.out[i] = sum;
+    }
+  }
+}
+
 }  // namespace
 
 int scaled_grouped_mm(const ScaledGroupedMmParams& p, void* stream) {
@@ -194,6 +230,14 @@ int zero_rows(void* out, const int* first, int64_t rows, int64_t row_bytes, void
 int zero_empty_groups(void* out, const int* ends, int E, int64_t group_bytes, void* stream) {
   return launch(zero_empty_groups_kernel, {dim3(16, unsigned(E)), dim3(kThreads), stream},
                 ZeroEmptyGroups{static_cast<uint32_t*>(out), ends, group_bytes / 4});
+}
+
+int add_groups(void* out, bool out_float32, const void* product, const int* ends, int E, int64_t group_size,
+               void* stream) {
+  const dim3 grid(unsigned(ceil_div(8 * device().multiprocessors, E)), unsigned(E));
+  return launch(add_groups_kernel, {grid, dim3(kThreads), stream},
+                AddGroups{static_cast<Vec16*>(out), static_cast<const Vec16*>(product), ends, group_size / 8,
+                          out_float32});
 }
 
 }  // namespace moe_fp8

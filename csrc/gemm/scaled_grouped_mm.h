@@ -10,7 +10,8 @@
 // of 128 elements, float32 (the blockwise recipe), or of 32, E8M0 (MXFP8): row-major, or in the blocked layout by
 // groups of rows for a and by expert for b above, by groups of columns for both below.
 //
-// Sums are float32. Strides are in elements (bytes); out is contiguous.
+// A product of groups of the sum may be one that `adds`: out[e] = RN(RN32(float32(out[e]) + product)), and what a group
+// that is empty has in out stays. Sums are float32. Strides are in elements (bytes); out is contiguous.
 #pragma once
 #include "numerics/floats.h"
 #include "numerics/operand_scales.h"
@@ -26,6 +27,7 @@ struct ScaledGroupedMmParams {
   int64_t E, M, N, K;
   int64_t a_stride, b_stride, b_group_stride;
   bool groups_of_sum;
+  bool adds;
   bool out_float32;  // else bfloat16
   Fp8Type a_type, b_type;
 };
@@ -41,5 +43,9 @@ int prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple
 int zero_rows(void* out, const int* first, int64_t rows, int64_t row_bytes, void* stream);
 // Zeros in the groups of out [E, group_bytes / 4] that own nothing of the sum, whatever their scales were.
 int zero_empty_groups(void* out, const int* ends, int E, int64_t group_bytes, void* stream);
+// Adds product [E, group_size], bfloat16, to out, of float32 or bfloat16 at a multiple of 16 bytes, group by group but
+// for those that own nothing of the sum. Groups are of a multiple of 8 elements.
+int add_groups(void* out, bool out_float32, const void* product, const int* ends, int E, int64_t group_size,
+               void* stream);
 
 }  // namespace moe_fp8

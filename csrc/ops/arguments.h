@@ -21,6 +21,7 @@ enum class Dtypes : uint8_t {
   kInts,
   kByte,     // any of 1 byte
   kMovable,  // any of 1, 2 or 4 bytes
+  kProduct,  // what products are rounded to
 };
 
 // Which elements lie beside one another.
@@ -122,6 +123,12 @@ inline constexpr Argument kTable[] = {
     {"scaled_grouped_mm", "scale_a", "a", Dtypes::kScale, 1, 2, Strides::kAny},
     {"scaled_grouped_mm", "scale_b", "a", Dtypes::kScale, 2, 3, Strides::kAny},
     offs("scaled_grouped_mm", "a"),
+    {"add_scaled_grouped_mm", "total", "a", Dtypes::kProduct, 3, 3, Strides::kContiguous},
+    {"add_scaled_grouped_mm", "a", nullptr, Dtypes::kFp8, 2, 2, Strides::kInner, {kRows, kColumns}},
+    {"add_scaled_grouped_mm", "b", "a", Dtypes::kFp8, 2, 2, Strides::kSummed, {kRows, kColumns}},
+    {"add_scaled_grouped_mm", "scale_a", "a", Dtypes::kScale, 1, 2, Strides::kAny},
+    {"add_scaled_grouped_mm", "scale_b", "a", Dtypes::kScale, 2, 2, Strides::kAny},
+    offs("add_scaled_grouped_mm", "a"),
 };
 
 }  // namespace arguments

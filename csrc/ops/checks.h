@@ -45,6 +45,9 @@ inline void check_dtypes(const Argument& arg, const Tensor& t) {
       if (bytes != 1 && bytes != 2 && bytes != 4) fail_dtype(arg, "have a dtype of 1, 2 or 4 bytes", t);
       return;
     }
+    case Dtypes::kProduct:
+      if (t.dtype != kBFloat16 && t.dtype != kFloat32) fail_dtype(arg, "be bfloat16 or float32", t);
+      return;
     case Dtypes::kScale: case Dtypes::kScores: return;  // depends on more than the argument
   }
 }

@@ -7,25 +7,25 @@
 namespace moe_fp8 {
 namespace {
 
-constexpr const char* kOp = "scaled_grouped_mm";
+constexpr const char *kOp = "scaled_grouped_mm", *kAdd = "add_scaled_grouped_mm";
 
-Handle run(const Call& call, const Product& product) {
-  for (const Backend& backend : backends())
-    if (backend.takes(product)) return Handle(backend.run(call, product));
-  fail(kOp, ": a must be on a device that this moe_fp8_ext was built for, got ", device_name(product.a));
-}
+// The rows of the table that the two ops share.
+struct OpArguments {
+  const char* op;
+  const Argument &a, &b, &scale_a, &scale_b, &offs;
 
-}  // namespace
+  constexpr explicit OpArguments(const char* op)
+      : op(op), a(argument(op, "a")), b(argument(op, "b")), scale_a(argument(op, "scale_a")),
+        scale_b(argument(op, "scale_b")), offs(argument(op, "offs")) {}
+};
 
-Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
-                                const Tensor& offs, std::string_view format, int64_t align,
-                                std::optional<int32_t> out_dtype, bool use_fast_accum) {
-  constexpr const Argument &kA = argument(kOp, "a"), &kB = argument(kOp, "b"), &kOffs = argument(kOp, "offs"),
-                           &kScaleA = argument(kOp, "scale_a"), &kScaleB = argument(kOp, "scale_b");
-  const FormatId id = check_format(kOp, format);
+// All of a product but what it is rounded to and where it goes.
+Product checked(const OpArguments& of, const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
+                const Tensor& offs, std::string_view format, int64_t align, bool use_fast_accum) {
+  const FormatId id = check_format(of.op, format);
   const Format& f = format_of(id);
-  check(kA, a);
-  check(kB, b, a);
+  check(of.a, a);
+  check(of.b, b, a);
   const int64_t k_dim = b.dim - 2, n_dim = b.dim - 1;
   ScaledGroupedMmParams p = {};
   p.groups_of_sum = b.dim == 2;
@@ -33,31 +33,27 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
   p.K = a.sizes[1];
   p.N = b.sizes[n_dim];
   if (b.sizes[k_dim] != p.K)
-    fail(kOp, ": b must have size ", p.K, " in dimension ", k_dim, " (the last of a), got ", b.sizes[k_dim]);
+    fail(of.op, ": b must have size ", p.K, " in dimension ", k_dim, " (the last of a), got ", b.sizes[k_dim]);
   const int64_t grouped = p.groups_of_sum ? p.K : p.M;
-  check_offs(kOffs, offs, a, grouped, p.groups_of_sum ? "columns" : "rows");
+  check_offs(of.offs, offs, a, grouped, p.groups_of_sum ? "columns" : "rows");
   p.E = offs.sizes[0];
   if (!p.groups_of_sum && b.sizes[0] != p.E)
-    fail(kOp, ": b must hold one expert for each of the ", p.E, " entries of offs, got ", b.sizes[0]);
-  check_align(kOp, align);
+    fail(of.op, ": b must hold one expert for each of the ", p.E, " entries of offs, got ", b.sizes[0]);
+  check_align(of.op, align);
   if (f.block)
-    check_limit(kOp, "a", padded_extent(grouped, p.E, kGroupScales),
+    check_limit(of.op, "a", padded_extent(grouped, p.E, kGroupScales),
                 p.groups_of_sum ? "columns with padding" : "rows with padding");
-  check(kScaleA, scale_a, a);
-  check(kScaleB, scale_b, a);
+  check(of.scale_a, scale_a, a);
+  check(of.scale_b, scale_b, a);
   if (p.groups_of_sum) {
-    p.scale_a = scales_of_tokens(kScaleA, scale_a, f, p.M, p.K, offs);
-    p.scale_b = scales_of_tokens(kScaleB, scale_b, f, p.N, p.K, offs, true);
-    if (f.order == ScaleOrder::kColumnMajor) check_size(kScaleB, scale_b, 0, scale_a.sizes[1]);  // blocks of one sum
+    p.scale_a = scales_of_tokens(of.scale_a, scale_a, f, p.M, p.K, offs);
+    p.scale_b = scales_of_tokens(of.scale_b, scale_b, f, p.N, p.K, offs, true);
+    if (f.order == ScaleOrder::kColumnMajor) check_size(of.scale_b, scale_b, 0, scale_a.sizes[1]);  // of one sum
   } else {
-    p.scale_a = scales_of_rows(kScaleA, scale_a, f, a.sizes, 1, p.M, p.K, p.E);
-    p.scale_b = scales_of_experts(kScaleB, scale_b, f, p.E, p.N, p.K, true);
+    p.scale_a = scales_of_rows(of.scale_a, scale_a, f, a.sizes, 1, p.M, p.K, p.E);
+    p.scale_b = scales_of_experts(of.scale_b, scale_b, f, p.E, p.N, p.K, true);
     p.b_group_stride = b.strides[0];
   }
-  const int32_t dtype = out_dtype.value_or(kBFloat16);
-  if (dtype != kBFloat16 && dtype != kFloat32)
-    fail(kOp, ": out_dtype must be bfloat16 or float32, got ", dtype_name(dtype));
-  p.out_float32 = dtype == kFloat32;
   p.a_type = fp8_type(a);
   p.b_type = fp8_type(b);
   p.a = a.as<uint8_t>();
@@ -65,11 +61,48 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
   p.offs = offs.as<int>();
   p.a_stride = a.strides[0];
   p.b_stride = b.strides[n_dim];
-  const Call call(kOp, "a", a);
-  Handle out = run(call, {p, id, align, use_fast_accum, a, b, scale_a, scale_b});
+  return {p, id, align, use_fast_accum, a, b, scale_a, scale_b, nullptr};
+}
+
+Handle run(const char* op, const Product& product) {
+  const Call call(op, "a", product.a);
+  for (const Backend& backend : backends())
+    if (backend.takes(product)) return Handle(backend.run(call, product));
+  fail(op, ": a must be on a device that this moe_fp8_ext was built for, got ", device_name(product.a));
+}
+
+}  // namespace
+
+Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
+                                const Tensor& offs, std::string_view format, int64_t align,
+                                std::optional<int32_t> out_dtype, bool use_fast_accum) {
+  static constexpr OpArguments kArguments(kOp);
+  Product product = checked(kArguments, a, b, scale_a, scale_b, offs, format, align, use_fast_accum);
+  const int32_t dtype = out_dtype.value_or(kBFloat16);
+  if (dtype != kBFloat16 && dtype != kFloat32)
+    fail(kOp, ": out_dtype must be bfloat16 or float32, got ", dtype_name(dtype));
+  product.p.out_float32 = dtype == kFloat32;
+  Handle out = run(kOp, product);
   return results(out);
+}
+
+Results<0> add_scaled_grouped_mm_op(const Tensor& total, const Tensor& a, const Tensor& b, const Tensor& scale_a,
+                                    const Tensor& scale_b, const Tensor& offs, std::string_view format, int64_t align,
+                                    bool use_fast_accum) {
+  static constexpr OpArguments kArguments(kAdd);
+  constexpr const Argument& kTotal = argument(kAdd, "total");
+  Product product = checked(kArguments, a, b, scale_a, scale_b, offs, format, align, use_fast_accum);
+  check(kTotal, total, a);
+  const int64_t sizes[] = {product.p.E, product.p.M, product.p.N};
+  check_sizes(kTotal, total, sizes, 3);
+  product.p.out_float32 = total.dtype == kFloat32;
+  product.p.adds = true;
+  product.total = &total;
+  run(kAdd, product);
+  return {};
 }
 
 }  // namespace moe_fp8
 
 MOE_FP8_REGISTER(scaled_grouped_mm)
+MOE_FP8_REGISTER(add_scaled_grouped_mm)

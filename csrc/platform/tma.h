@@ -71,6 +71,10 @@ MOE_DEVICE void copy_bytes(uint32_t shared, const void* global, uint32_t bytes, 
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(shared), "l"(global), "r"(bytes), "r"(barrier) : "memory");
 }
+// Neighbouring bytes to the L2, likewise.
+MOE_DEVICE void prefetch_bytes(const void* global, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
 // ---- the host's description of a matrix ----------------------------------------------------------------------------
 // Bytes [rows, columns], rows row_stride bytes apart, copied in boxes of 128 columns, swizzled by 128 bytes, and
 // box_rows rows. The base is a multiple of 16 bytes, as is the stride. 0, or the runtime's error code.

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 _LIBRARY = torch.library.Library("moe_fp8", "IMPL")
 _Below = torch._C._AutoDispatchBelowAutograd
 _below_keys = torch._C._after_autograd_keyset
+_below_writes_keys = torch._C._after_ADInplaceOrView_keyset
 _is_compiling = torch.compiler.is_compiling
 _any_requires_grad = torch._C._any_requires_grad
 _in_functorch = torch._C._are_functorch_transforms_active
@@ -90,6 +91,16 @@ def refuse_derivatives(op: torch._ops.OpOverload) -> None:
             return op.redispatch(keyset & _below_keys, *args, **kwargs)
 
     _LIBRARY.impl(op._opname, kernel, "Autograd", with_keyset=True)
+
+
+def count_writes(op: torch._ops.OpOverload) -> None:
+    """Registers that op writes to its first argument: the version counter of that moves, which autograd looks at."""
+
+    def kernel(keyset, written, *args):
+        torch.autograd.graph.increment_version(written)
+        return op.redispatch(keyset & _below_writes_keys, written, *args)
+
+    _LIBRARY.impl(op._opname, kernel, "ADInplaceOrView", with_keyset=True)
 
 
 def register_gradient(op: torch._ops.OpOverload, save: Callable, backward: Callable) -> None:

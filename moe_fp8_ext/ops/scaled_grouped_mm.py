@@ -2,11 +2,19 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.formats import GROUP_SCALES, MAX_ALIGN, Format, padded_extent
-from moe_fp8_ext.ops.checks import check, check_format, check_scale, check_scale_of_tokens, check_size, require
-from moe_fp8_ext.ops.dispatch import below_autograd, refuse_derivatives
+from moe_fp8_ext.ops.checks import (
+    check,
+    check_format,
+    check_scale,
+    check_scale_of_tokens,
+    check_shape,
+    check_size,
+    require,
+)
+from moe_fp8_ext.ops.dispatch import below_autograd, count_writes, refuse_derivatives
 
-_OP = "scaled_grouped_mm"
 _op = torch.ops.moe_fp8.scaled_grouped_mm.default
+_add = torch.ops.moe_fp8.add_scaled_grouped_mm.default
 
 
 def scaled_grouped_mm(
@@ -70,49 +78,106 @@ def scaled_grouped_mm(
         return _op(a, b, scale_a, scale_b, offs, format, align, out_dtype, use_fast_accum)
 
 
+def add_scaled_grouped_mm(
+    total: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    format: str,
+    *,
+    align: int = 1,
+    use_fast_accum: bool = True,
+) -> None:
+    """Adds the 2D x 2D product of `scaled_grouped_mm` to `total`, in place: gradients that accumulate over batches.
+
+        total[e] = RN(RN32(float32(total[e]) + product32[e]))
+
+    product32 is the float32 that `scaled_grouped_mm` would round to its out_dtype; RN rounds to the dtype of `total`.
+    GEMMs of torch's have their product in bfloat16 alone, which is then what is added. What an empty group has in
+    `total` stays as it is.
+
+    Args:
+        total: [E, N, K], bfloat16 or float32, contiguous; it shares no memory with the operands. GEMMs of tensor cores
+            need it to begin at a multiple of 16 bytes; elsewhere it is slower.
+        a, b, scale_a, scale_b, offs, format, align, use_fast_accum: as in the 2D x 2D form of `scaled_grouped_mm`.
+
+    Returns:
+        Nothing; `total` is written.
+
+    Raises:
+        RuntimeError: dtype, shape, stride or device are not as above, or an argument asks for a derivative, which this
+            has none of; the text names the argument.
+
+    Source: the equation above.
+    """
+    with below_autograd(total, a, b, scale_a, scale_b):
+        _add(total, a, b, scale_a, scale_b, offs, format, align, use_fast_accum)
+
+
 refuse_derivatives(_op)
+refuse_derivatives(_add)
+count_writes(_add)
 
 
-def _check_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, format: Format, e: int) -> None:
+def _check_scales(op: str, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, format: Format, e: int) -> None:
     (m, k), n = a.shape, b.shape[-1]
     if b.dim() == 2:
-        check_scale_of_tokens(_OP, "scale_a", scale_a, format, m, k, e)
-        check_scale_of_tokens(_OP, "scale_b", scale_b, format, n, k, e, transposed=True)
+        check_scale_of_tokens(op, "scale_a", scale_a, format, m, k, e)
+        check_scale_of_tokens(op, "scale_b", scale_b, format, n, k, e, transposed=True)
         if format.order == "column_major":
             blocks, got = scale_a.shape[1], scale_b.shape[0]
-            require(got == blocks, f"{_OP}: scale_b must have size {blocks} in dimension 0, got {got}")
+            require(got == blocks, f"{op}: scale_b must have size {blocks} in dimension 0, got {got}")
         return
-    check_scale(_OP, "scale_a", scale_a, format, format.scale_of_rows((m, k), e).shape)
+    check_scale(op, "scale_a", scale_a, format, format.scale_of_rows((m, k), e).shape)
     of_b = format.scale_of_weight(e, n, k).shape
     if format.order == "column_major":
         of_b = of_b[0], of_b[2], of_b[1]
-    check_scale(_OP, "scale_b", scale_b, format, of_b)
+    check_scale(op, "scale_b", scale_b, format, of_b)
+
+
+def _checked_shape(
+    op: str, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, format: str, align: int
+) -> tuple[int, ...]:
+    """That of the product."""
+    format = check_format(op, format)
+    check(op, "a", a)
+    check(op, "b", b, a)
+    (m, k), n, grouped_rows = a.shape, b.shape[-1], b.dim() == 3
+    require(
+        b.shape[-2] == k,
+        f"{op}: b must have size {k} in dimension {b.dim() - 2} (the last of a), got {b.shape[-2]}",
+    )
+    check(op, "offs", offs, a)
+    e = offs.shape[0]
+    if grouped_rows:
+        text = f"{op}: b must hold one expert for each of the {e} entries of offs, got {b.shape[0]}"
+        require(b.shape[0] == e, text)
+    ok = 1 <= align <= MAX_ALIGN and align & (align - 1) == 0
+    require(ok, f"{op}: align must be a power of two from 1 to {MAX_ALIGN}, got {align}")
+    if format.block:
+        padded = padded_extent(m if grouped_rows else k, e, GROUP_SCALES)
+        check_size(op, "a", padded, "rows with padding" if grouped_rows else "columns with padding")
+    check(op, "scale_a", scale_a, a)
+    check(op, "scale_b", scale_b, a)
+    _check_scales(op, a, b, scale_a, scale_b, format, e)
+    return (m, n) if grouped_rows else (e, m, n)
 
 
 @torch.library.register_fake("moe_fp8::scaled_grouped_mm")
 def _(a, b, scale_a, scale_b, offs, format, align=1, out_dtype=None, use_fast_accum=True):
-    format = check_format(_OP, format)
-    check(_OP, "a", a)
-    check(_OP, "b", b, a)
-    (m, k), n, grouped_rows = a.shape, b.shape[-1], b.dim() == 3
-    require(
-        b.shape[-2] == k,
-        f"{_OP}: b must have size {k} in dimension {b.dim() - 2} (the last of a), got {b.shape[-2]}",
-    )
-    check(_OP, "offs", offs, a)
-    e = offs.shape[0]
-    if grouped_rows:
-        text = f"{_OP}: b must hold one expert for each of the {e} entries of offs, got {b.shape[0]}"
-        require(b.shape[0] == e, text)
-    ok = 1 <= align <= MAX_ALIGN and align & (align - 1) == 0
-    require(ok, f"{_OP}: align must be a power of two from 1 to {MAX_ALIGN}, got {align}")
-    if format.block:
-        padded = padded_extent(m if grouped_rows else k, e, GROUP_SCALES)
-        check_size(_OP, "a", padded, "rows with padding" if grouped_rows else "columns with padding")
-    check(_OP, "scale_a", scale_a, a)
-    check(_OP, "scale_b", scale_b, a)
-    _check_scales(a, b, scale_a, scale_b, format, e)
+    op = "scaled_grouped_mm"
+    shape = _checked_shape(op, a, b, scale_a, scale_b, offs, format, align)
     out_dtype = out_dtype or torch.bfloat16
     ok = out_dtype in (torch.bfloat16, torch.float32)
-    require(ok, f"{_OP}: out_dtype must be bfloat16 or float32, got {out_dtype}")
-    return a.new_empty((m, n) if grouped_rows else (e, m, n), dtype=out_dtype)
+    require(ok, f"{op}: out_dtype must be bfloat16 or float32, got {out_dtype}")
+    return a.new_empty(shape, dtype=out_dtype)
+
+
+@torch.library.register_fake("moe_fp8::add_scaled_grouped_mm")
+def _(total, a, b, scale_a, scale_b, offs, format, align=1, use_fast_accum=True):
+    op = "add_scaled_grouped_mm"
+    shape = _checked_shape(op, a, b, scale_a, scale_b, offs, format, align)
+    check(op, "total", total, a)
+    check_shape(op, "total", total, shape)

@@ -9,7 +9,7 @@ factor: x ~ q * scale.
 """
 
 from .dequantize import dequantize, exact_values
-from .gemm import grouped_mm, scaled_grouped_mm
+from .gemm import add_scaled_grouped_mm, grouped_mm, scaled_grouped_mm
 from .numerics import group_bounds
 from .quantize import quantize_both, quantize_rows, quantize_tokens, quantize_weight
 from .scales import swizzle_scales, unswizzle_scales
@@ -26,6 +26,7 @@ from .tokens import (
 )
 
 __all__ = [
+    "add_scaled_grouped_mm",
     "combine",
     "combine_backward",
     "dequantize",

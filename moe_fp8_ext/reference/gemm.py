@@ -49,6 +49,25 @@ def scaled_grouped_mm(
     return out.to(out_dtype or torch.bfloat16)
 
 
+def add_scaled_grouped_mm(
+    total: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    format: str,
+    *,
+    align: int = 1,
+    use_fast_accum: bool = True,
+) -> None:
+    """Adds the 2D x 2D product, rounded to float32, to total [E, N, K] in float32, which is rounded to its dtype."""
+    product = scaled_grouped_mm(a, b, scale_a, scale_b, offs, format, out_dtype=torch.float32)
+    for e, (start, end) in enumerate(group_bounds(offs, a.shape[1])):
+        if start < end:
+            total[e] = total[e].float() + product[e]
+
+
 def grouped_mm(A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
     """A [M, K], B_t [E, K, N] -> out [M, N] in the dtype of A: the unquantized product, differentiable by autograd."""
     bounds = group_bounds(offs, len(A))

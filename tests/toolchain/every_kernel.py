@@ -115,7 +115,17 @@ def products(fmt: str, sizes: tuple[int, int, int], offs: Tensor) -> Iterator[Ca
     for out in (torch.bfloat16, torch.float32):
         how = {"align": 32, "out_dtype": out}
         yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (q, b.mT, scale, scale_b, offs, fmt), how
-        yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (dy_t, q_t.t(), scale_dy, scale_t, padded, fmt), how
+        sums = (dy_t, q_t.t(), scale_dy, scale_t, padded, fmt)
+        yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, sums, how
+        for fast in (True, False):
+            total = torch.ones(len(offs), n, k, dtype=out)
+            yield f"add_scaled_grouped_mm {fmt}", added, (total, *sums), {"align": 32, "use_fast_accum": fast}
+
+
+def added(total: Tensor, *args: object, **kwargs: object) -> Tensor:
+    total = total.clone()
+    OPS.add_scaled_grouped_mm(total, *args, **kwargs)
+    return total
 
 
 def cases_of_gemm() -> Iterator[Call]:
@@ -140,7 +150,7 @@ def main() -> int:
     torch.manual_seed(0)
     # In an order and a precision of the device's own, out or operands rounded to bfloat16, at most 2^-8 of each: two
     # such roundings of the value, and of what cancelled in it, which is at most about the largest value.
-    sums = "scaled_grouped_mm"
+    sums = "scaled_grouped_mm", "add_scaled_grouped_mm"
     wrong = count = 0
     for cases in (cases_of_quantizers, cases_of_scales, cases_of_tokens, cases_of_gemm):
         for name, op, args, kwargs in cases():

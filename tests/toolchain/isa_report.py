@@ -22,6 +22,7 @@ KINDS = {"(Kind)0": {E4M3}, "(Kind)1": {E5M2}, "(Kind)2": {E4M3, E5M2}}  # enum 
 # Kernels that quantize nothing: whether any instance, or those with this type, load vectors. The others load a word or
 # an index at a time.
 OTHERS: dict[str, str | bool] = {
+    "add_groups_kernel": True,
     "combine_backward_kernel": "Vec16",
     "combine_kernel": "Vec16",
     "copy_rows_kernel": "Vec16",

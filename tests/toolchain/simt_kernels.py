@@ -218,6 +218,7 @@ class SimtKernels:
         format: str,
         *,
         out_dtype: torch.dtype | None = None,
+        adds: bool = False,
     ) -> None:
         of_sum = b.ndim == 2
         along = "tokens" if of_sum and FORMATS[format].block else "rows"  # of whole rows, those of the group
@@ -226,8 +227,18 @@ class SimtKernels:
         what_a = a, FP8_TYPES.index(a.dtype), *a.shape, a.stride(0)
         what_b = b, FP8_TYPES.index(b.dtype), b.shape[-1], b.stride(-1), 0 if of_sum else b.stride(0)
         scales = ctypes.byref(of_a), ctypes.byref(of_b)
-        how = of_sum, *scales, offs, offs.shape[0], out.dtype == torch.float32
+        how = of_sum, *scales, offs, offs.shape[0], adds, out.dtype == torch.float32
         self._call("scaled_grouped_mm", *what_a, *what_b, *how, out)
+
+    def _add_scaled_grouped_mm(self, memory: GuardedMemory, out: Tensor, total: Tensor, *product: object) -> None:
+        self._scaled_grouped_mm(memory, out.copy_(total), *product, adds=True)
+
+    def add_groups(self, total: Tensor, product: Tensor, ends: Tensor) -> Tensor:
+        memory = GuardedMemory()
+        total, product, ends = memory.copy(total), memory.copy(product), memory.copy(ends)
+        self._call("add_groups", total, total.dtype == torch.float32, product, ends, len(product), product[0].numel())
+        memory.assert_untouched_around()
+        return total
 
     def prepare_offs(self, offs: Tensor, limit: int, multiple: int) -> Tensor:
         memory = GuardedMemory()

@@ -16,10 +16,11 @@ enum class Grouped { kRows, kSum };
 // stage. Of blocks: promoted, times the scales of the stage.
 enum class Scales { kRows, kRowsPromoted, kBlocks };
 
-template <Scales kScales, Grouped kGrouped, Fp8Type kA, bool kFloat_>
+template <Scales kScales, Grouped kGrouped, Fp8Type kA, bool kFloat_, bool kAdds_>
 struct Traits {
   static constexpr bool kE5M2 = kA == Fp8Type::kE5M2;  // a; b is E4M3
   static constexpr bool kFloat = kFloat_;              // out, otherwise bfloat16
+  static constexpr bool kAdds = kAdds_;                // to out, in 2D x 2D
   static constexpr bool kSumGroups = kGrouped == Grouped::kSum;
   static constexpr bool kPromoted = kScales != Scales::kRows, kBlockScales = kScales == Scales::kBlocks;
   // Where every column has a scale of the stage, fewer of them leave registers for the products of scales.
@@ -41,7 +42,7 @@ struct Args {
 };
 
 // Each in an instance file of its own. 0, or the runtime's error code.
-template <Scales kScales, Fp8Type kA>
+template <Scales kScales, Fp8Type kA, bool kAdds>
 int launch_gemm(const ScaledGroupedMmParams& p, void* stream);
 
 }  // namespace moe_fp8::sm90

@@ -1,8 +1,8 @@
-// The consumers: multiply the tiles in turn, and scale and store the sums.
+// The consumers: multiply the tiles in turn, and scale the sums and store or add them.
 #pragma once
+#include "gemm/sm90/add.h"
 #include "gemm/sm90/promoted.h"
 #include "gemm/sm90/rows.h"
-#include "gemm/sm90/store.h"
 
 namespace moe_fp8::sm90 {
 
@@ -12,6 +12,13 @@ MOE_DEVICE void load_row_scales(const Args& p, const Tile& tile, int row, float 
   for (int h = 0; h < 2; ++h) scale[h] = row + 8 * h < tile.rows ? p.scale_a[tile.row + row + 8 * h] : 0.f;
 }
 
+template <class T, class Value>
+MOE_DEVICE void finish_tile(const Args& p, const Consumer<T>& c, const Tile& tile, Shared<T>& shared, int half,
+                            Value value) {
+  if constexpr (T::kAdds) add_tile(p, c, tile, shared, half, value);
+  else store_tile(p, c, tile, shared, half, value);
+}
+
 template <class T>
 MOE_DEVICE void consume_rows(const Args& p, Consumer<T>& c, Shared<T>& shared, const Tile& tile, int turn) {
   float sum[T::kTileColumns / 2], of_row[2];
@@ -19,7 +26,7 @@ MOE_DEVICE void consume_rows(const Args& p, Consumer<T>& c, Shared<T>& shared, c
   if (tile.columns > T::kTileColumns / 2) multiply_rows(c, shared, tile, sum);
   else multiply_rows(c, shared, tile, reinterpret_cast<float(&)[T::kTileColumns / 4]>(sum));
   const float* of_columns = shared.scale_b[turn] + 2 * (c.lane() % 4);
-  store_tile(p, c, tile, shared, 0, [&](int h, int j, int i) {
+  finish_tile(p, c, tile, shared, 0, [&](int h, int j, int i) {
     return sum[j * 4 + 2 * h + i] * of_row[h] * of_columns[8 * j + i];
   });
 }
@@ -35,7 +42,7 @@ MOE_DEVICE void consume_promoted(const Args& p, Consumer<T>& c, Shared<T>& share
     if (half == 1 && !two) break;
     float of_row[2];
     if (!T::kBlockScales) load_row_scales(p, tile, c.row() + 128 * half, of_row);
-    store_tile(p, c, tile, shared, half, [&](int h, int j, int i) {
+    finish_tile(p, c, tile, shared, half, [&](int h, int j, int i) {
       const float f = sum[half][j * 4 + 2 * h + i];
       return T::kBlockScales ? f : f * of_row[h] * of_columns[8 * j + i];
     });
@@ -49,11 +56,14 @@ MOE_DEVICE void consume(const Args& p, Shared<T>& shared) {
     const Tile& tile = shared.tiles[turn];
     c.wait_full(0);
     if (!tile.there) return;
+    if constexpr (T::kAdds)
+      if (tile.depth > 0) prefetch_tile(p, c, tile);
     const bool mine = tile.rows > c.group() * kWgmmaRows && tile.columns > 0;
     if (!mine || (T::kSumGroups && tile.depth == 0)) {
       c.step_over(rounds_of(tile));
-      for (int half = 0; mine && half < T::kTileRows / 128; ++half)
-        store_tile(p, c, tile, shared, half, [](int, int, int) { return 0.f; });
+      if constexpr (!T::kAdds)
+        for (int half = 0; mine && half < T::kTileRows / 128; ++half)
+          store_tile(p, c, tile, shared, half, [](int, int, int) { return 0.f; });
     } else if constexpr (T::kPromoted) {
       consume_promoted(p, c, shared, tile, turn);
     } else {

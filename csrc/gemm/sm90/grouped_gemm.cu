@@ -26,10 +26,14 @@ bool takes_scales(const ScaledGroupedMmParams& p) {
          p.E * of_expert % 4 == 0 && at_16_bytes(b.data);
 }
 
+template <Scales kScales, Fp8Type kA>
+int launch_with(const ScaledGroupedMmParams& p, void* stream) {
+  return p.adds ? launch_gemm<kScales, kA, true>(p, stream) : launch_gemm<kScales, kA, false>(p, stream);
+}
 template <Fp8Type kA>
 int launch_with(const ScaledGroupedMmParams& p, bool fast, void* stream) {
-  if (p.scale_a.block_size) return launch_gemm<Scales::kBlocks, kA>(p, stream);
-  return fast ? launch_gemm<Scales::kRows, kA>(p, stream) : launch_gemm<Scales::kRowsPromoted, kA>(p, stream);
+  if (p.scale_a.block_size) return launch_with<Scales::kBlocks, kA>(p, stream);
+  return fast ? launch_with<Scales::kRows, kA>(p, stream) : launch_with<Scales::kRowsPromoted, kA>(p, stream);
 }
 
 }  // namespace

@@ -5,14 +5,15 @@
 //                      sums of 128 products are promoted, added in float32 in the order of the sum, and scaled then
 //   scales of blocks   sums of 128 products are promoted, scaled and added in float32, in the order of the sum
 //
-// Rows behind the last group are zero, as is the out of a group that owns nothing of the sum. The schedule: schedule.h.
+// Rows behind the last group are zero, as is the out of a group that owns nothing of the sum; where the product adds to
+// out, that of such a group stays as it is. The schedule: schedule.h.
 #pragma once
 #include "gemm/scaled_grouped_mm.h"
 
 namespace moe_fp8::sm90 {
 
-// Whether types, the strides of b and the scales are such that these kernels take the product, of operands at 16-byte
-// boundaries, of a K and an N that are multiples of 16 and, in 2D x 2D, of offs that are multiples of 32.
+// Whether types, the strides of b and the scales are such that these kernels take the product, of operands and out at
+// 16-byte boundaries, of a K and an N that are multiples of 16 and, in 2D x 2D, of offs that are multiples of 32.
 bool takes_operands(const ScaledGroupedMmParams& p);
 // 0, or the runtime's error code.
 int grouped_gemm(const ScaledGroupedMmParams& p, bool fast, void* stream);

@@ -70,15 +70,16 @@ int launch_grouped_gemm(const ScaledGroupedMmParams& p, void* stream) {
   l.cluster = 2;
   return launch(kKernel, l, args);
 }
-template <Scales kScales, Grouped kGrouped, Fp8Type kA>
+template <Scales kScales, Grouped kGrouped, Fp8Type kA, bool kAdds>
 int launch_of(const ScaledGroupedMmParams& p, void* stream) {
-  return p.out_float32 ? launch_grouped_gemm<Traits<kScales, kGrouped, kA, true>>(p, stream)
-                       : launch_grouped_gemm<Traits<kScales, kGrouped, kA, false>>(p, stream);
+  return p.out_float32 ? launch_grouped_gemm<Traits<kScales, kGrouped, kA, true, kAdds>>(p, stream)
+                       : launch_grouped_gemm<Traits<kScales, kGrouped, kA, false, kAdds>>(p, stream);
 }
-template <Scales kScales, Fp8Type kA>
+template <Scales kScales, Fp8Type kA, bool kAdds>
 int launch_gemm(const ScaledGroupedMmParams& p, void* stream) {
-  return p.groups_of_sum ? launch_of<kScales, Grouped::kSum, kA>(p, stream)
-                         : launch_of<kScales, Grouped::kRows, kA>(p, stream);
+  if constexpr (!kAdds)
+    if (!p.groups_of_sum) return launch_of<kScales, Grouped::kRows, kA, false>(p, stream);
+  return launch_of<kScales, Grouped::kSum, kA, kAdds>(p, stream);
 }
 
 }  // namespace moe_fp8::sm90

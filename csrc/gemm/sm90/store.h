@@ -4,6 +4,29 @@
 
 namespace moe_fp8::sm90 {
 
+// A warp's staging holds 16 rows of 128 bytes, in chunks of 16 that are swizzled: columns from 8 * first on.
+template <class Value>
+MOE_DEVICE void stage_floats(uint8_t* staging, int lane, int first, int eights, Value& value) {
+  const int r = lane / 4, q = lane % 4;
+#pragma unroll
+  for (int j = 0; j < eights; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      auto* to = reinterpret_cast<float2*>(staging + (r + 8 * h) * 128 + ((2 * j + q / 2) ^ r) * 16 + q % 2 * 8);
+      *to = make_float2(value(h, first + j, 0), value(h, first + j, 1));
+    }
+}
+// One chunk of every fourth row, when all lanes have staged theirs.
+MOE_DEVICE void take_staged(const uint8_t* staging, int line, int chunk, Vec16 (&held)[4]) {
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int r = 4 * i + line;
+    held[i] = *reinterpret_cast<const Vec16*>(staging + r * 128 + (chunk ^ (r & 7)) * 16);
+  }
+  __syncwarp();
+}
+
 // A warp's 16 rows, of 128 of the tile, 128 bytes of columns at a time, by way of shared memory, so that lines of out
 // are stored whole. value(h, j, i): of the thread's row `8 h` further, column 8 j + i of its two.
 template <class T, class Value>
@@ -23,14 +46,7 @@ MOE_DEVICE void store_tile(const Args& p, const Consumer<T>& c, const Tile& tile
     constexpr int kEights = kColumns / 8;  // of columns
     const int eights = up_to(T::kTileColumns / 8 - piece * kEights, kEights);
     if constexpr (T::kFloat) {
-      const int r = lane / 4, q = lane % 4;
-#pragma unroll
-      for (int j = 0; j < eights; ++j)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          auto* to = reinterpret_cast<float2*>(staging + (r + 8 * h) * 128 + ((2 * j + q / 2) ^ r) * 16 + q % 2 * 8);
-          *to = make_float2(value(h, piece * kEights + j, 0), value(h, piece * kEights + j, 1));
-        }
+      stage_floats(staging, lane, piece * kEights, eights, value);
     } else {
       const int matrix = lane / 8, r = matrix % 2 * 8 + lane % 8;
       auto word = [&](int h, int j) {
@@ -41,14 +57,8 @@ MOE_DEVICE void store_tile(const Args& p, const Consumer<T>& c, const Tile& tile
         store_matrices(stage + r * 128 + ((j + matrix / 2) ^ (r & 7)) * 16, word(0, j), word(1, j), word(0, j + 1),
                        word(1, j + 1));
     }
-    __syncwarp();
     Vec16 held[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int r = 4 * i + line;
-      held[i] = *reinterpret_cast<const Vec16*>(staging + r * 128 + (chunk ^ (r & 7)) * 16);
-    }
-    __syncwarp();
+    take_staged(staging, line, chunk, held);
     if (piece * kColumns + chunk * (16 / kElement) < columns) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)

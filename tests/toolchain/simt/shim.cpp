@@ -52,12 +52,12 @@ struct Scales {  // as simt_kernels.py fills it
 extern "C" const char* simt_scaled_grouped_mm(const uint8_t* a, int a_type, int64_t M, int64_t K, int64_t a_stride,
                                               const uint8_t* b, int b_type, int64_t N, int64_t b_stride,
                                               int64_t b_group_stride, bool groups_of_sum, const Scales* scale_a,
-                                              const Scales* scale_b, const int* offs, int64_t E, bool out_float32,
-                                              void* out) {
+                                              const Scales* scale_b, const int* offs, int64_t E, bool adds,
+                                              bool out_float32, void* out) {
   const ScaledGroupedMmParams p = {
       .a = a, .b = b, .scale_a = scale_a->get(), .scale_b = scale_b->get(), .offs = offs, .out = out, .E = E,
       .M = M, .N = N, .K = K, .a_stride = a_stride, .b_stride = b_stride, .b_group_stride = b_group_stride,
-      .groups_of_sum = groups_of_sum, .out_float32 = out_float32, .a_type = Fp8Type(a_type),
+      .groups_of_sum = groups_of_sum, .adds = adds, .out_float32 = out_float32, .a_type = Fp8Type(a_type),
       .b_type = Fp8Type(b_type)};
   return outcome(scaled_grouped_mm(p, nullptr));
 }
@@ -81,6 +81,11 @@ extern "C" const char* simt_zero_rows(void* out, const int* first, int64_t rows,
 
 extern "C" const char* simt_zero_empty_groups(void* out, const int* ends, int E, int64_t group_bytes) {
   return outcome(zero_empty_groups(out, ends, E, group_bytes, nullptr));
+}
+
+extern "C" const char* simt_add_groups(void* out, bool out_float32, const void* product, const int* ends, int E,
+                                       int64_t group_size) {
+  return outcome(add_groups(out, out_float32, product, ends, E, group_size, nullptr));
 }
 
 extern "C" const char* simt_copy_rows(const void* from, int64_t from_rows, int64_t from_stride, void* to, int64_t rows,

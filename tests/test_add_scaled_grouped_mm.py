@@ -1,0 +1,243 @@
+"""add_scaled_grouped_mm: the 2D x 2D product, added in place to what is there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gemm_problem import E4M3, FORMATS, UNIT, exact_2d2d, exact_2d3d
+from helpers import (
+    LAYOUTS,
+    as_bytes,
+    assert_same,
+    check_compiled,
+    check_cuda_graph,
+    check_error,
+    check_opcheck,
+    check_second_gpu,
+    corrupt_offs,
+    error_of,
+    group_offs,
+    misaligned,
+    short,
+    wide,
+)
+from torch import Tensor
+
+from moe_fp8_ext import ops, reference
+from moe_fp8_ext.ops import quantize_tokens, scaled_grouped_mm
+
+DTYPES = (torch.float32, torch.bfloat16)
+OF_ALL_DTYPES = pytest.mark.parametrize("dtype", DTYPES, ids=short)
+
+
+def some_total(args: list[object], dtype: torch.dtype) -> Tensor:
+    """Values of many magnitudes, so that sums are rounded."""
+    a, b, *_, offs, _ = args
+    return wide(len(offs), a.shape[0], b.shape[1], dtype=dtype, device=a.device, seed=3)
+
+
+def added(total: Tensor, *args: object, **how: object) -> Tensor:
+    total = total.clone()
+    ops.add_scaled_grouped_mm(total, *args, **how)
+    return total
+
+
+def check(args: list[object], dtype: torch.dtype, **how: object) -> None:
+    total = some_total(args, dtype)
+    want = total.clone()
+    reference.add_scaled_grouped_mm(want, *args, **how)
+    assert_same(added(total, *args, **how), want)
+
+
+@OF_ALL_DTYPES
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_is_exact_on_integers(layout, fmt, dtype, device):
+    unit = UNIT[fmt]
+    for p, k, n, e in ((6, 64, 48, 5), (4, 33, 17, 3), (9, 272, 144, 4), (0, 16, 16, 2), (3, 0, 16, 2), (3, 1, 1, 1)):
+        args = exact_2d2d(fmt, p * unit, k, n, group_offs(layout, p, e) * unit, device)
+        for how in ({}, {"align": unit, "use_fast_accum": False}, {"align": unit}):
+            check(args, dtype, **how)
+
+
+@OF_ALL_DTYPES
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_adds_the_product_before_it_is_rounded(fmt, dtype):
+    """Of real values: RN(RN32(old + product32)), with the bytes of the plain product."""
+    offs = group_offs("zipf", 150, 3)
+    (x, scale_x, ends), (dy, scale_dy, _) = (
+        quantize_tokens(wide(150, n, seed=seed), fmt, offs=offs) for n, seed in ((48, 0), (32, 1))
+    )
+    args = [dy, x.t(), scale_dy, scale_x.t() if fmt == "blockwise" else scale_x, ends, fmt]
+    product = scaled_grouped_mm(*args, align=32, out_dtype=torch.float32)
+    total = some_total(args, dtype)
+    once = (total.float() + product).to(dtype)
+    assert_same(added(total, *args, align=32), once)
+    assert_same(added(added(total, *args, align=32), *args, align=32), (once.float() + product).to(dtype))
+
+
+@OF_ALL_DTYPES
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_empty_groups_stay_as_they_are(fmt, dtype, device):
+    """To the last bit: NaNs of any payload and zeros of either sign, whatever the scales of nothing are."""
+    args = exact_2d2d(fmt, 96, 32, 16, torch.tensor([0, 32, 32, 96, 96], dtype=torch.int32), device)
+    if fmt == "rowwise":
+        args[2][2], args[3][2] = float("nan"), float("inf")
+    total = some_total(args, dtype)
+    empty = torch.tensor([0, 2, 4], device=device)
+    total.view(torch.uint8)[empty] = torch.randint(256, (3, 16, 32 * dtype.itemsize), dtype=torch.uint8, device=device)
+    total[0, 0] = -0.0
+    for align in (1, 32):
+        got = added(total, *args, align=align)
+        assert torch.equal(as_bytes(got[empty]), as_bytes(total[empty]))
+        assert not torch.equal(got[1], total[1])
+
+
+@OF_ALL_DTYPES
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_total_at_any_address(fmt, dtype, device):
+    args = exact_2d2d(fmt, 96, 64, 32, group_offs("uniform", 3, 3) * 32, device)
+    total = some_total(args, dtype)
+    want = added(total, *args, align=32)
+    for elements in (1, 2, 4):
+        moved = misaligned(total, elements)
+        ops.add_scaled_grouped_mm(moved, *args, align=32)
+        assert_same(moved, want)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_corrupt_offsets(fmt, device):
+    unit = UNIT[fmt]
+    for offs in corrupt_offs(5):
+        in_units = (offs.long() * unit).clamp(-(2**31), 2**31 - unit).int()
+        for align in (1, unit):
+            check(exact_2d2d(fmt, 5 * unit, 64, 32, in_units, device), torch.float32, align=align)
+
+
+def problem(fmt: str, device: str) -> list[object]:
+    args = exact_2d2d(fmt, 96, 64, 32, group_offs("uniform", 3, 3) * 32, device)
+    return [some_total(args, torch.float32), *args]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_opcheck(fmt, device):
+    check_opcheck("add_scaled_grouped_mm", problem(fmt, device), align=32, use_fast_accum=False)
+
+
+@pytest.mark.parametrize("call", [ops.add_scaled_grouped_mm, torch.ops.moe_fp8.add_scaled_grouped_mm], ids=short)
+def test_a_write_counts(call, device):
+    """As torch's own: what autograd saved of total is stale from then on."""
+    total, *args = problem("rowwise", device)
+    before = total._version
+    call(total, *args)
+    assert total._version == before + 1
+    x = torch.ones_like(total, requires_grad=True)
+    product = x * total
+    call(total, *args)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_compiles(fmt, device):
+    """A graph writes to the tensor that it was given, and the order of its other reads and writes is kept."""
+
+    def step(total: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+        before = total * 2
+        ops.add_scaled_grouped_mm(total, *args, align=32)
+        total.mul_(0.5)
+        ops.add_scaled_grouped_mm(total, *args, align=32)
+        return before, total + 1
+
+    def fresh(total: Tensor, *args: object) -> tuple[Tensor, ...]:
+        total = total.clone()
+        return *step(total, *args), total
+
+    args = problem(fmt, device)
+    check_compiled(fresh, [args], device, dynamic=())
+    torch._dynamo.reset()
+    given, want = args[0].clone(), fresh(*args)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(given, *args[1:])
+    assert_same((*got, given), want)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_cuda_graph(fmt, gpu):
+    check_cuda_graph(added, problem(fmt, gpu), problem(fmt, gpu))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_second_gpu(fmt, second_gpu):
+    check_second_gpu(lambda *args: [added(*args)], problem(fmt, "cpu"), second_gpu)
+
+
+@pytest.mark.large
+def test_more_than_2_31_elements(big_gpu):
+    args = exact_2d2d("rowwise", 64, 32_768, 16_400, torch.tensor([0, 32, 32, 64], dtype=torch.int32), big_gpu)
+    total = torch.ones(4, 16_400, 32_768, dtype=torch.bfloat16, device=big_gpu)
+    assert total.numel() > 2**31
+    ops.add_scaled_grouped_mm(total, *args, align=32)
+    a, b, scale_a, scale_b, _, fmt = args
+    one = torch.tensor([32], dtype=torch.int32, device=big_gpu)
+    last = [a[-64:, 32:], b[32:], scale_a[3:, -64:], scale_b[3:], one, fmt]
+    want = torch.ones(1, 64, 32_768, dtype=torch.bfloat16, device=big_gpu)
+    reference.add_scaled_grouped_mm(want, *last)
+    assert torch.equal(total[3:, -64:], want)
+    assert (total[::2] == 1).all()
+
+
+TOTAL, A, B, SCALE_A, SCALE_B, OFFS, _ = problem("rowwise", "cpu")
+ROWS = exact_2d3d("rowwise", 6, 64, 16, torch.tensor([2, 4, 6], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("changed", "argument", "got"),
+    [
+        ({"total": TOTAL.half()}, "total", "float16"),
+        ({"total": TOTAL.double()}, "total", "float64"),
+        ({"total": TOTAL[0]}, "total", "2"),
+        ({"total": TOTAL[:2]}, "total", "2"),
+        ({"total": TOTAL[:, 1:].contiguous()}, "total", "31"),
+        ({"total": TOTAL.mT.contiguous().mT}, "total", "stride"),
+        ({"total": TOTAL[..., :1].expand(TOTAL.shape)}, "total", "stride 0"),
+        ({"total": TOTAL.to("meta")}, "total", ""),
+        ({"b": ROWS[1]}, "b", "3"),
+        ({"a": A.float()}, "a", "float32"),
+        ({"b": B.contiguous()}, "b", "stride 64"),
+        ({"scale_a": SCALE_A[:2]}, "scale_a", "2"),
+        ({"scale_b": SCALE_B.double()}, "scale_b", "float64"),
+        ({"offs": OFFS.long()}, "offs", "int64"),
+        ({"align": 24}, "align", "24"),
+        ({"format": "fp4"}, "format", "'fp4'"),
+    ],
+)
+def test_errors(changed, argument, got):
+    args = dict(
+        zip(("total", "a", "b", "scale_a", "scale_b", "offs", "format"), problem("rowwise", "cpu"), strict=True)
+    )
+    align = changed.get("align", 32)
+    args |= {name: value for name, value in changed.items() if name != "align"}
+    if changed.get("total") is not None and changed["total"].is_meta:
+        text = error_of(ops.add_scaled_grouped_mm, list(args.values()), {"align": align})
+        assert text == "add_scaled_grouped_mm: total must be on the device of a, cpu, got meta"
+    else:
+        check_error("add_scaled_grouped_mm", list(args.values()), argument, got, align=align)
+
+
+def test_total_that_asks_for_a_gradient():
+    total, *args = problem("rowwise", "cpu")
+    total.requires_grad_()
+    text = error_of(ops.add_scaled_grouped_mm, [total, *args])
+    assert text.startswith("add_scaled_grouped_mm: total must not ask for a gradient")
+    with torch.no_grad():
+        ops.add_scaled_grouped_mm(total, *args)
+
+
+def test_plain_product_traces_as_ever():
+    """One op would have made every product a write: what graphs hold of the plain one is the op itself."""
+    a, b, scale_a, scale_b, offs, fmt = exact_2d2d("rowwise", 64, 32, 16, group_offs("uniform", 2, 2) * 32)
+    traced = torch.fx.experimental.proxy_tensor.make_fx(
+        torch.func.functionalize(lambda a: scaled_grouped_mm(a, b, scale_a, scale_b, offs, fmt))
+    )(a)
+    assert [n.target for n in traced.graph.nodes if n.op == "call_function"][-1].name() == "moe_fp8::scaled_grouped_mm"
+    assert a.dtype == E4M3
