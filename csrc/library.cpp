@@ -34,6 +34,9 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       "permute_indices(Tensor tokens_per_rank_expert, int num_ranks, int num_local_experts, SymInt num_tokens,"
       " int align=16, bool align_empty=False) -> (Tensor indices, Tensor padded_offs, Tensor tokens_per_expert)");
   m.def("permute_pad(Tensor x, Tensor indices, int top_k) -> Tensor");
+  m.def(
+      "permute_quantized(Tensor q, Tensor scale, str format, Tensor indices, int top_k, Tensor? offs=None)"
+      " -> (Tensor q, Tensor scale)");
   m.def("unpermute(Tensor y, Tensor indices, SymInt num_tokens, int top_k) -> Tensor");
   m.def("combine(Tensor y, Tensor inverse, Tensor? topk_scores=None) -> Tensor");
   m.def(

@@ -5,7 +5,7 @@ import torch as _torch
 from moe_fp8_ext.ops.combine import combine, combine_backward
 from moe_fp8_ext.ops.dequantize import dequantize
 from moe_fp8_ext.ops.dispatch import refuse_sparse as _refuse_sparse
-from moe_fp8_ext.ops.permute import permute_indices, permute_pad, unpermute
+from moe_fp8_ext.ops.permute import permute_indices, permute_pad, permute_quantized, unpermute
 from moe_fp8_ext.ops.quantize import quantize_both, quantize_rows, quantize_tokens, quantize_weight
 from moe_fp8_ext.ops.scaled_grouped_mm import scaled_grouped_mm
 from moe_fp8_ext.ops.scales import swizzle_scales, unswizzle_scales
@@ -20,6 +20,7 @@ __all__ = [
     "pad_token_groups_to",
     "permute_indices",
     "permute_pad",
+    "permute_quantized",
     "quantize_both",
     "quantize_rows",
     "quantize_tokens",

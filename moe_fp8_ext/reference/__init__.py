@@ -11,7 +11,7 @@ factor: x ~ q * scale.
 from .dequantize import dequantize, exact_values
 from .gemm import grouped_mm, scaled_grouped_mm
 from .numerics import group_bounds
-from .quantize import quantize_both, quantize_rows, quantize_tokens, quantize_weight
+from .quantize import permute_quantized, quantize_both, quantize_rows, quantize_tokens, quantize_weight
 from .scales import swizzle_scales, unswizzle_scales
 from .tokens import (
     combine,
@@ -36,6 +36,7 @@ __all__ = [
     "pad_token_groups_to",
     "permute_indices",
     "permute_pad",
+    "permute_quantized",
     "quantize_both",
     "quantize_rows",
     "quantize_tokens",
