@@ -210,6 +210,14 @@ def permute_pad(r: random.Random) -> Call:
 
 
 @op
+def permute_quantized(r: random.Random) -> Call:
+    fmt, m, p, top_k = r.choice(list(FORMATS)), r.choice(ROWS), r.choice(ROWS), r.randint(1, 3)
+    how = rule(r, fmt)
+    q, scale = torch.ops.moe_fp8.quantize_rows(values(r, m, r.choice(COLUMNS)), fmt, **how)
+    return [placed(r, q), scale, fmt, slots(r, m * top_k, p), top_k], {"offs": r.choice((None, offsets(r, p)))}
+
+
+@op
 def unpermute(r: random.Random) -> Call:
     p, m, top_k = r.choice(ROWS), r.choice(ROWS), r.randint(1, 3)
     k = r.choice(COLUMNS)

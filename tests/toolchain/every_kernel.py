@@ -89,6 +89,11 @@ def cases_of_tokens() -> Iterator[Call]:
     counts = torch.randint(0, 30, (4, 6), dtype=torch.int32)
     indices, _, _ = OPS.permute_indices(counts, 4, 6, 500)
     yield "permute_indices", OPS.permute_indices, (counts, 4, 6, 500), {}
+    for fmt in FORMATS:
+        q, scale = OPS.quantize_rows(tokens(300, 272, torch.bfloat16), fmt)
+        for ends in (None, offs):
+            args = q, scale, fmt, permutation, 4
+            yield f"permute_quantized {fmt}", OPS.permute_quantized, args, {"offs": ends}
     for dtype, columns in itertools.product(INPUTS, (136, 37)):
         x, y = tokens(500, columns, dtype), tokens(1200, columns, dtype)
         yield "permute_pad", OPS.permute_pad, (x, indices, 1), {}

@@ -30,6 +30,7 @@ OTHERS: dict[str, str | bool] = {
     "grouped_gemm_kernel": False,
     "invert_indices_kernel": False,
     "permute_indices_kernel": False,
+    "permute_scales_kernel": False,
     "place_rows_kernel": False,
     "place_tokens_kernel": False,
     "prepare_offs_kernel": False,

@@ -10,6 +10,7 @@
 #include "tokens/copy_rows.h"
 #include "tokens/invert.h"
 #include "tokens/permute.h"
+#include "tokens/permute_scales.h"
 #include "tokens/sort_tokens.h"
 #include "tokens/token_groups.h"
 
@@ -86,6 +87,13 @@ extern "C" const char* simt_zero_empty_groups(void* out, const int* ends, int E,
 extern "C" const char* simt_copy_rows(const void* from, int64_t from_rows, int64_t from_stride, void* to, int64_t rows,
                                       int64_t row_bytes, const int* index, int64_t top_k) {
   return outcome(copy_rows({from, to, RowIndex(index, from_rows, top_k), rows, row_bytes, from_stride}, nullptr));
+}
+
+extern "C" const char* simt_permute_scales(const void* from, void* to, const int* index, int64_t from_rows,
+                                           int64_t top_k, const int* offs, int64_t E, int64_t P, int64_t words,
+                                           bool blocked, int64_t row_stride, int64_t column_stride) {
+  const RowIndex source(index, from_rows, top_k);
+  return outcome(permute_scales({from, to, source, offs, E, P, words, blocked, row_stride, column_stride}, nullptr));
 }
 
 extern "C" const char* simt_token_groups(bool pad, const int* offs, const int* starts, int* padded_starts,
