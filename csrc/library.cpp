@@ -28,6 +28,13 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
   m.def(
       "unswizzle_scales(Tensor blocked, SymInt rows, SymInt cols, str? groups=None, Tensor? offs=None) -> Tensor");
 
+  // Activations of experts, by name. Gates and ups are the halves of h, or interleaved. An fp8 h comes with its scales
+  // along rows and their format.
+  m.def("activate(Tensor h, str activation, bool interleaved=False) -> Tensor");
+  m.def(
+      "activate_backward(Tensor h, Tensor da, str activation, Tensor? scores=None, Tensor? h_scale=None,"
+      " str? format=None, bool interleaved=False) -> (Tensor dh, Tensor a, Tensor dscores)");
+
   // Token movement.
   m.def("sort_tokens(Tensor topk_ids, int num_experts) -> (Tensor permutation, Tensor offs, Tensor inverse)");
   m.def(

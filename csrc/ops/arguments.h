@@ -17,6 +17,8 @@ enum class Dtypes : uint8_t {
   kFp8,
   kScale,    // the format says which
   kScores,   // float32, or that of `like`
+  kFloat32,
+  kGates,    // kFp8 beside scales, else kInput
   kInt32,
   kInts,
   kByte,     // any of 1 byte
@@ -105,6 +107,12 @@ inline constexpr Argument kTable[] = {
     offs("permute_quantized", "q"),
     matrix("unpermute", "y", nullptr, Dtypes::kMovable),
     indices("unpermute", "y"),
+    matrix("activate", "h", nullptr, Dtypes::kInput),
+    matrix("activate_backward", "h", nullptr, Dtypes::kGates),
+    matrix("activate_backward", "da", "h", Dtypes::kInput),
+    {"activate_backward", "scores", "h", Dtypes::kFloat32, 1, 1, Strides::kInner},
+    {"activate_backward", "h_scale", "h", Dtypes::kScale, 1, 2, Strides::kAny},
+
     matrix("combine", "y", nullptr, Dtypes::kInput),
     inverse("combine", "y"),
     scores("combine", "y"),

@@ -2,6 +2,7 @@
 
 import torch as _torch
 
+from moe_fp8_ext.ops.activations import activate, activate_backward
 from moe_fp8_ext.ops.combine import combine, combine_backward
 from moe_fp8_ext.ops.dequantize import dequantize
 from moe_fp8_ext.ops.dispatch import refuse_sparse as _refuse_sparse
@@ -13,6 +14,8 @@ from moe_fp8_ext.ops.sort_tokens import sort_tokens
 from moe_fp8_ext.ops.token_groups import pad_token_groups, pad_token_groups_to, unpad_token_groups
 
 __all__ = [
+    "activate",
+    "activate_backward",
     "combine",
     "combine_backward",
     "dequantize",

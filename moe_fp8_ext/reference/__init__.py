@@ -8,6 +8,7 @@ Dims: M tokens, K input features, N output features, E experts, P padded tokens.
 factor: x ~ q * scale.
 """
 
+from .activations import activate, activate_backward
 from .dequantize import dequantize, exact_values
 from .gemm import grouped_mm, scaled_grouped_mm
 from .numerics import group_bounds
@@ -26,6 +27,8 @@ from .tokens import (
 )
 
 __all__ = [
+    "activate",
+    "activate_backward",
     "combine",
     "combine_backward",
     "dequantize",

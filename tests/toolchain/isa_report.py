@@ -22,8 +22,10 @@ KINDS = {"(Kind)0": {E4M3}, "(Kind)1": {E5M2}, "(Kind)2": {E4M3, E5M2}}  # enum 
 # Kernels that quantize nothing: whether any instance, or those with this type, load vectors. The others load a word or
 # an index at a time.
 OTHERS: dict[str, str | bool] = {
-    "combine_backward_kernel": "Vec16",
-    "combine_kernel": "Vec16",
+    "activate_backward_kernel": "Vectors<BF16>",
+    "activate_kernel": "Vectors<BF16>",
+    "combine_backward_kernel": "SlotVectors",
+    "combine_kernel": "SlotVectors",
     "copy_rows_kernel": "Vec16",
     "count_tokens_kernel": False,
     "dequantize_kernel": "Pieces<BF16>",

@@ -1,6 +1,7 @@
 // The launch functions of the kernels as C functions, for ctypes. Each returns null, or what went wrong.
 #include <hip/hip_runtime.h>
 
+#include "activations/activations.h"
 #include "gemm/scaled_grouped_mm.h"
 #include "platform/device.h"
 #include "quantize/quantize.h"
@@ -70,6 +71,24 @@ extern "C" const char* simt_dequantize(const uint8_t* q, int type, int64_t E, in
       {.q = q, .scale = scale->get(), .offs = offs, .out = out, .E = E, .rows = rows, .K = K,
        .group_stride = group_stride, .row_stride = row_stride, .num_groups = num_groups, .groups = Groups(groups),
        .type = Fp8Type(type), .out_type = InType(out_type)}, nullptr));
+}
+
+extern "C" const char* simt_activate(const void* h, void* a, int64_t P, int64_t F, int64_t h_stride, int in,
+                                     int activation, bool interleaved) {
+  const GateRows rows = {.h = h, .stride = h_stride, .F = F, .in = InType(in), .fp8 = {}, .scale = {},
+                         .interleaved = interleaved};
+  return outcome(activate({.h = rows, .a = a, .P = P, .activation = Activation(activation)}, nullptr));
+}
+
+extern "C" const char* simt_activate_backward(const void* h, const void* da, const float* scores, void* dh, void* a,
+                                              float* dscores, int64_t P, int64_t F, int64_t h_stride,
+                                              int64_t da_stride, int in, int fp8, const Scales* scale, int activation,
+                                              bool interleaved) {
+  const GateRows rows = {.h = h, .stride = h_stride, .F = F, .in = InType(in), .fp8 = Fp8Type(fp8),
+                         .scale = scale ? scale->get() : OperandScales{}, .interleaved = interleaved};
+  return outcome(activate_backward(
+      {.h = rows, .da = da, .scores = scores, .dh = dh, .a = a, .dscores = dscores, .P = P, .da_stride = da_stride,
+       .in = InType(in), .activation = Activation(activation)}, nullptr));
 }
 
 extern "C" const char* simt_prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple) {
