@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 from helpers import on
@@ -90,10 +91,14 @@ def swiglu_oai(g: Tensor, u: Tensor) -> Tensor:
 
 GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu": lambda g, u: silu(g) * u,
-    "geglu": lambda g, u: gelu(g) * u,
+    "geglu": lambda g, u: gelu(g, approximate="tanh") * u,
     "swiglu_oai": swiglu_oai,
 }
-PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"relu2": lambda h: relu(h).square(), "silu": silu, "gelu": gelu}
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu2": lambda h: relu(h).square(),
+    "silu": silu,
+    "gelu": partial(gelu, approximate="tanh"),
+}
 
 
 def activated(h: Tensor, activation: str, interleaved: bool) -> Tensor:

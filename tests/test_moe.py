@@ -1,4 +1,4 @@
-"""Experts, Router and MoE: against plain PyTorch, and against the modules of Transformers whose state dicts they take."""
+"""Experts, Router and MoE: against plain PyTorch, and against a module of Transformers whose state dict MoE takes."""
 
 from __future__ import annotations
 

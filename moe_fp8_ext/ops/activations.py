@@ -19,7 +19,8 @@ from moe_fp8_ext.ops.dispatch import below_autograd, refuse_derivatives, registe
 
 _activate = torch.ops.moe_fp8.activate.default
 _activate_backward = torch.ops.moe_fp8.activate_backward.default
-_GATED = {rule["name"]: rule["gated"] for rule in _C.activations()}
+# Whether gates and ups are the columns of h.
+GATED = {rule["name"]: rule["gated"] for rule in _C.activations()}
 
 
 def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor:
@@ -111,9 +112,9 @@ refuse_derivatives(_activate_backward)
 
 
 def _features(op: str, h: Tensor, activation: str) -> int:
-    check_one_of(op, "activation", activation, list(_GATED))
+    check_one_of(op, "activation", activation, list(GATED))
     columns = h.shape[1]
-    if not _GATED[activation]:
+    if not GATED[activation]:
         return columns
     text = f"{op}: h must have an even number of columns with activation '{activation}', got {columns}"
     require(columns % 2 == 0, text)
