@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
-from helpers import on
+from helpers import assert_same_tensor, on
 from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
@@ -155,3 +155,9 @@ def least_db(name: str, recipe: str) -> float:
     if recipe == "bf16" or name == "b_down":
         return BF16_DB
     return -10 * math.log10(NOISE[name] * OF_OPERAND) - SPREAD_DB
+
+
+def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert_same_tensor(got[name], want[name], name)

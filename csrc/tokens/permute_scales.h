@@ -2,7 +2,8 @@
 // row source.row(p) of `from`, zeros where that is none.
 //
 // Scales move in words of four bytes: a float of a column-major matrix, or four neighbours of a blocked one, whose rows
-// `to` has group by group where there are groups. What lies between columns, pads blocks or belongs to no group is zero.
+// `to` has group by group where there are groups. All else is zero: what lies between columns or pads blocks, and the
+// room of no group.
 #pragma once
 #include "numerics/scale_layout.h"
 
