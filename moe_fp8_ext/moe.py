@@ -7,9 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moe_fp8_ext.bf16 import cast
 from moe_fp8_ext.experts import experts
 from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import check_one_of, require
+from moe_fp8_ext.ops.dispatch import differentiable_once
 from moe_fp8_ext.recipes import Recipe, get_recipe
 
 _SCORINGS = ("softmax", "sigmoid")
@@ -68,6 +70,28 @@ class Experts(nn.Module):
         w_up, w_down = getattr(self, self.up), self.down_proj
         biases = dict(b_gate_up=getattr(self, f"{self.up}_bias"), b_down=self.down_proj_bias)
         return experts(x, topk_ids, topk_scores, w_up, w_down, **biases, **self.options)
+
+
+class _Logits(torch.autograd.Function):
+    """x @ weight^T in float32, under torch.autocast too; x is kept as it is, and not a float32 copy of it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        with torch.autocast(x.device.type, enabled=False):
+            return x.float() @ weight.float().t()
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        dx = dweight = None
+        with torch.autocast(x.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                dx = cast(grad @ weight.float(), x.dtype)
+            if ctx.needs_input_grad[1]:
+                dweight = cast(grad.t() @ x.float(), weight.dtype)
+        return dx, dweight
 
 
 class Routing(NamedTuple):
@@ -145,14 +169,13 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """x [T, D] -> ids and scores [T, top_k], losses."""
-        with torch.autocast(x.device.type, enabled=False):
-            logits = x.float() @ self.weight.float().t()
-            scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
-            ids = self._choice(scores.detach())
-            chosen = scores.gather(1, ids)
-            if self.normalize:
-                chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
-            loss = self._loss(logits, scores, ids)
+        logits = _Logits.apply(x, self.weight)
+        scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
+        ids = self._choice(scores.detach())
+        chosen = scores.gather(1, ids)
+        if self.normalize:
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+        loss = self._loss(logits, scores, ids)
         if self.training and self.tokens_per_expert is not None:
             self.tokens_per_expert += self._counts(ids)
         return Routing(ids, chosen * self.scaling_factor, loss)

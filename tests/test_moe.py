@@ -120,12 +120,27 @@ def test_no_tokens(device):
     assert ids.shape == scores.shape == (0, TOP_K) and loss.item() == 0
 
 
-def test_float32_whatever_the_tokens_are(device):
-    made, x = router(device), tokens(device).bfloat16()
-    want = made(x.float())
-    assert_same(made(x), want)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_float32_whatever_the_tokens_are(dtype, device):
+    """And under autocast, forward and backward; what is kept of the tokens is what they are."""
+    made, x, storages = router(device).to(dtype), tokens(device).to(dtype).requires_grad_(), {}
+
+    def pack(t: Tensor) -> Tensor:
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    wide, weight = x.detach().float().requires_grad_(), made.weight.detach().float().requires_grad_()
+    want = (wide @ weight.t()).softmax(-1).gather(1, made(x).topk_ids)
+    want = want / (want.sum(-1, keepdim=True) + 1e-20)
     with torch.autocast(device, torch.bfloat16):
-        assert_same(made(x.float()), want)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            scores = made(x).topk_scores
+        got = torch.autograd.grad(scores.square().sum(), (x, made.weight))
+    assert_same(scores.detach(), want.detach())
+    exact_grads = torch.autograd.grad(want.square().sum(), (wide, weight))
+    assert_same(got, [t.to(dtype) for t in exact_grads])
+    assert storages[x.untyped_storage().data_ptr()] == x.nbytes
+    assert 4 * x.numel() not in storages.values() or dtype == torch.float32
 
 
 @pytest.mark.parametrize(
