@@ -124,25 +124,28 @@ def test_every_exponent(activation, device):
     check(h, activation)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "relu2"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu2", "swiglu_oai"])
 def test_is_the_function(activation):
     """Against float64: within 1e-6 of the value, and 2^-120 where the power in the sigmoid is left out, below e^-87.
 
-    z of gelu has four roundings, 4 * 2^-24 of it, which the tail of e^z has as relative error. A slope is a sum, whose
-    terms are as near.
+    z of gelu has four roundings, 4 * 2^-24 of it, and that of GPT-OSS's two, which the tail of e^z has as relative
+    error. A slope is a sum, whose terms are as near.
     """
     x = every_exponent("cpu")
     x = x[x.abs() < 1e18]  # whose squares and cubes are finite
-    d = x.double()
-    linear = 2 * math.sqrt(2 / math.pi)
-    z = linear * (d + 0.044715 * d**3) if activation == "gelu" else d
-    slope_of_z = linear * (1 + 3 * 0.044715 * d**2) if activation == "gelu" else torch.ones_like(d)
+    d = x.double().clamp(max=7) if activation == "swiglu_oai" else x.double()
+    linear, alpha = 2 * math.sqrt(2 / math.pi), 1.702 if activation == "swiglu_oai" else 1.0
+    z = linear * (d + 0.044715 * d**3) if activation == "gelu" else alpha * d
+    slope_of_z = linear * (1 + 3 * 0.044715 * d**2) if activation == "gelu" else torch.full_like(d, alpha)
     s, c = torch.sigmoid(z), torch.sigmoid(-z)
     value, terms = d * s, (s, d * s * c * slope_of_z)
+    if activation == "swiglu_oai":
+        terms = tuple(torch.where(x > 7, 0.0, term) for term in terms)
     if activation == "relu2":
         value, terms = d.clamp(min=0) ** 2, (2 * d.clamp(min=0), 0 * d)
-    near = 1e-6 + (2.0**-22 * z.abs() if activation == "gelu" else 0)
-    dh, a, _ = activate_backward(x[:, None], torch.ones_like(x)[:, None], activation)
+    near = 1e-6 + (2.0**-22 * z.abs() if activation in ("gelu", "swiglu_oai") else 0)
+    h = torch.stack([x, torch.zeros_like(x)], 1) if activation in GATED else x[:, None]
+    dh, a, _ = activate_backward(h, torch.ones_like(x)[:, None], activation)
     assert ((a[:, 0].double() - value).abs() <= near * value.abs() + 2.0**-120).all()
     size = terms[0].abs() + terms[1].abs()
     assert ((dh[:, 0].double() - sum(terms)).abs() <= near * size + 2.0**-110).all()
