@@ -166,7 +166,7 @@ class _Experts(torch.autograd.Function):
             dout = row_major(dout)
             dy, dy_t = operands.at_slots(dout, slots, rows=needs.da, tokens=needs.w_down, gradient=True)
             if needs.h:
-                # Where nobody asks for it, da only makes room: the activations are wanted alone.
+                # Zeros where dW_down alone is wanted, and so of the next op's results a alone.
                 da = operands.product(dy, down_t, slots) if needs.da else dout.new_zeros(p, ctx.features, dtype=_BF16)
                 of_slots = _permute_pad(scores.view(-1, 1), permutation, 1).view(-1)
                 format = None if h_scale is None else call.recipe.format

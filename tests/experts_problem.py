@@ -62,9 +62,9 @@ class Layer:
 
 
 def layer(
-    t: int = 300,
-    d: int = 256,
-    f: int = 192,
+    t: int = 150,
+    d: int = 128,
+    f: int = 96,
     e: int = 8,
     top_k: int = 3,
     rows: int = 2,
