@@ -7,9 +7,11 @@ a memory-bound op moves the sizes of its tensors, padding and scales included.
 from __future__ import annotations
 
 from case import Case
+from cases_activations import ACTIVATION_CASES
 from cases_gemm import GEMM_CASES
 from cases_quantize import QUANTIZE_CASES
 from cases_scales import SCALE_CASES
 from cases_tokens import TOKEN_CASES
 
-CASES: dict[str, Case] = {case.label: case for case in (*QUANTIZE_CASES, *TOKEN_CASES, *SCALE_CASES, *GEMM_CASES)}
+_ALL = (*QUANTIZE_CASES, *ACTIVATION_CASES, *TOKEN_CASES, *SCALE_CASES, *GEMM_CASES)
+CASES: dict[str, Case] = {case.label: case for case in _ALL}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from case import (
+    FORMATS,
     HOST,
     Case,
     Rule,
@@ -101,6 +104,29 @@ def _slot_gradients(device: torch.device, groups: None, *, t: int, top_k: int, k
     return normal(device, t, k), y, inverse, scores, y.shape[0]
 
 
+def _tokens_to_slots(cpu: bool) -> list[Shape]:
+    t, top_k, k, e = (300, 4, 512, 9) if cpu else (16384, 8, 7168, 256)
+    return [Shape(f"[{t}, {top_k}] K={k} E={e}", {"t": t, "top_k": top_k, "k": k, "e": e})]
+
+
+def _quantized(format: str) -> Callable[..., tuple[object, ...]]:
+    def inputs(device: torch.device, groups: None, *, t: int, top_k: int, k: int, e: int) -> tuple[object, ...]:
+        permutation, offs, _ = ops.sort_tokens(torch.randint(e, (t, top_k), device=device), e)
+        return *ops.quantize_rows(normal(device, t, k), format), format, permutation, top_k, offs
+
+    return inputs
+
+
+def _permute_quantized(*args: object) -> tuple[Tensor, Tensor]:
+    *most, offs = args
+    return ops.permute_quantized(*most, offs=offs)
+
+
+def _slots_only(args: tuple, out: tuple[Tensor, Tensor]) -> int:
+    """A token is read once for every slot that it has."""
+    return 2 * sum(t.nbytes for t in out)
+
+
 def _many_tokens(shape: Shape) -> bool:
     return shape.dims["m"] >= 131072
 
@@ -118,6 +144,10 @@ TOKEN_CASES: tuple[Case, ...] = (
     Case("unpad_token_groups", padded_shapes, _padded, ops.unpad_token_groups, (*_PADDING, HOST), moved=_tokens_only),
     Case("permute_indices", exchanged_shapes, _sent, ops.permute_indices),
     Case("permute_pad", exchanged_shapes, _indexed, ops.permute_pad, _PERMUTING),
+    *(
+        Case("permute_quantized", _tokens_to_slots, _quantized(f), _permute_quantized, format=f, moved=_slots_only)
+        for f in FORMATS
+    ),
     Case("unpermute", exchanged_shapes, _permuted, ops.unpermute, (HOST,), moved=_tokens_only),
     Case("sort_tokens", _routings, _routed, ops.sort_tokens, _SORT, baseline=_torch_sort),
     Case("combine", _slot_rows, _slots, ops.combine, (HOST,)),

@@ -28,12 +28,22 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
   m.def(
       "unswizzle_scales(Tensor blocked, SymInt rows, SymInt cols, str? groups=None, Tensor? offs=None) -> Tensor");
 
+  // Activations of experts, by name. Gates and ups are the halves of h, or interleaved. An fp8 h comes with its scales
+  // along rows and their format.
+  m.def("activate(Tensor h, str activation, bool interleaved=False) -> Tensor");
+  m.def(
+      "activate_backward(Tensor h, Tensor da, str activation, Tensor? scores=None, Tensor? h_scale=None,"
+      " str? format=None, bool interleaved=False) -> (Tensor dh, Tensor a, Tensor dscores)");
+
   // Token movement.
   m.def("sort_tokens(Tensor topk_ids, int num_experts) -> (Tensor permutation, Tensor offs, Tensor inverse)");
   m.def(
       "permute_indices(Tensor tokens_per_rank_expert, int num_ranks, int num_local_experts, SymInt num_tokens,"
       " int align=16, bool align_empty=False) -> (Tensor indices, Tensor padded_offs, Tensor tokens_per_expert)");
   m.def("permute_pad(Tensor x, Tensor indices, int top_k) -> Tensor");
+  m.def(
+      "permute_quantized(Tensor q, Tensor scale, str format, Tensor indices, int top_k, Tensor? offs=None)"
+      " -> (Tensor q, Tensor scale)");
   m.def("unpermute(Tensor y, Tensor indices, SymInt num_tokens, int top_k) -> Tensor");
   m.def("combine(Tensor y, Tensor inverse, Tensor? topk_scores=None) -> Tensor");
   m.def(

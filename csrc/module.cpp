@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 
 #include "gemm/backends.h"
+#include "numerics/activations.h"
 #include "numerics/format.h"
 #include "ops/arguments.h"
 #include "ops/call.h"
@@ -48,7 +49,7 @@ py::list dtype_names(Dtypes dtypes) {
     case Dtypes::kInput: return names({"bfloat16", "float16", "float32"});
     case Dtypes::kFp8: return names({"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"});
     case Dtypes::kScale: return names({"float32", "float8_e8m0fnu"});
-    case Dtypes::kScores: return names({"float32"});
+    case Dtypes::kScores: case Dtypes::kFloat32: return names({"float32"});
     case Dtypes::kInt32: return names({"int32"});
     case Dtypes::kInts: return names({"int32", "int64"});
     case Dtypes::kProduct: return names({"bfloat16", "float32"});
@@ -75,9 +76,16 @@ py::list arguments_of_ops() {
     all.append(py::dict("op"_a = row.op, "name"_a = row.name, "like"_a = row.like, "dtypes"_a = dtype_names(row.dtypes),
                         "dtype_bytes"_a = dtype_bytes(row.dtypes),
                         "dtype_of_like"_a = row.dtypes == Dtypes::kScores,
-                        "dtype_of_format"_a = row.dtypes == Dtypes::kScale, "least_dims"_a = row.least_dims,
+                        "dtype_of_format"_a = row.dtypes == Dtypes::kScale || row.dtypes == Dtypes::kGates,
+                        "least_dims"_a = row.least_dims,
                         "most_dims"_a = row.most_dims, "strides"_a = kStrides[int(row.strides)], "limits"_a = limits));
   }
+  return all;
+}
+
+py::list activations() {
+  py::list all;
+  for (const ActivationRule& rule : kActivations) all.append(py::dict("name"_a = rule.name, "gated"_a = rule.gated));
   return all;
 }
 
@@ -119,6 +127,7 @@ PYBIND11_MODULE(_C, m) {
         "Version, backend, architectures and toolkit of this build; its GEMMs in the order in which they are tried.");
   m.def("gemms", [] { return described(all_backends()); }, "The GEMMs of every build: csrc/gemm/backends.h.");
   m.def("formats", &formats, "Every Format, as a dict: csrc/numerics/format.h.");
+  m.def("activations", &activations, "Every activation, as a dict: csrc/numerics/activations.h.");
   m.def("arguments", &arguments_of_ops, "Every tensor argument of every op, as a dict: csrc/ops/arguments.h.");
   m.def("limits", &limits, "Sizes that Python and C++ must agree on.");
   m.def("validates", [] { return flag_is_set("MOE_FP8_VALIDATE"); },

@@ -1,7 +1,7 @@
 """Train one small Mixture-of-Experts language model under several recipes, side by side.
 
-The model is a byte-level transformer: causal attention, top-k routing, SwiGLU experts computed by
-moe_fp8_ext.grouped_mm. The text is the source of Python's own standard library, so nothing is downloaded. Every recipe
+The model is a byte-level transformer: causal attention, and top-k routing to SwiGLU experts by
+moe_fp8_ext.MoE. The text is the source of Python's own standard library, so nothing is downloaded. Every recipe
 starts from the same weights and reads the same bytes in the same order: only the arithmetic of the experts differs.
 The run ends with a table and a picture of the loss curves; --losses keeps their numbers too.
 """
@@ -78,30 +78,20 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return tensor
 
 
-class MoE(nn.Module):
-    """Token-choice top-k routing to SwiGLU experts. No shape depends on the routing, so the host never waits for it."""
+class Experts(moe_fp8_ext.Experts):
+    """SwiGLU experts whose memory is counted. No shape depends on the routing, so the host never waits for it."""
 
     def __init__(self, args: argparse.Namespace, recipe: moe_fp8_ext.Recipe, saved: SavedBytes) -> None:
-        super().__init__()
-        self.top_k, self.recipe, self.saved = args.top_k, recipe, saved
-        self.router = nn.Linear(args.dim, args.experts, bias=False)
-        self.gate_up = nn.Parameter(torch.randn(args.experts, 2 * args.hidden, args.dim) * args.dim**-0.5)
-        self.down = nn.Parameter(torch.randn(args.experts, args.dim, args.hidden) * args.hidden**-0.5)
+        super().__init__(args.experts, args.dim, args.hidden, recipe=recipe)
+        self.saved = saved
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [tokens, dim] -> output [tokens, dim], load-balance loss (1 when all experts get the same load)."""
-        probs = self.router(x).float().softmax(-1)
-        weight, expert = probs.topk(self.top_k)
-        order, offs, inverse = moe_fp8_ext.sort_tokens(expert, probs.shape[1])
-        gate, up = self.grouped_mm(x.bfloat16(), self.gate_up, offs, indices=order, top_k=self.top_k).chunk(2, -1)
-        y = self.grouped_mm(F.silu(gate) * up, self.down, offs)
-        load = offs.diff(prepend=offs.new_zeros(1)) / len(order)
-        return moe_fp8_ext.combine(y, inverse, weight), len(load) * (load * probs.mean(0)).sum()
+    def reset_parameters(self) -> None:
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=weight.shape[2] ** -0.5)
 
-    def grouped_mm(self, x: Tensor, weight: Tensor, offs: Tensor, **by_index: object) -> Tensor:
-        weight = weight.bfloat16()
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
         with self.saved:
-            return moe_fp8_ext.grouped_mm(x, weight.mT, offs, recipe=self.recipe, **by_index)
+            return super().forward(x, topk_ids, topk_scores)
 
 
 class Block(nn.Module):
@@ -110,14 +100,15 @@ class Block(nn.Module):
         self.heads = args.heads
         self.norm1, self.norm2 = nn.RMSNorm(args.dim), nn.RMSNorm(args.dim)
         self.qkv, self.out = nn.Linear(args.dim, 3 * args.dim, bias=False), nn.Linear(args.dim, args.dim, bias=False)
-        self.moe = MoE(args, recipe, saved)
+        router = moe_fp8_ext.Router(args.experts, args.dim, args.top_k, normalize=False, balance_loss=1.0)
+        self.moe = moe_fp8_ext.MoE(router, Experts(args, recipe, saved))
 
     def forward(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = (rotate(F.rms_norm(t, t.shape[-1:]), rotation) for t in (q, k))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        y, balance = self.moe(self.norm2(x).flatten(0, 1))
-        return x + y.view_as(x), balance
+        y, balance = self.moe(self.norm2(x).bfloat16())
+        return x + y, balance
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
@@ -212,7 +203,7 @@ def print_table(runs: list[Run], differences: dict[str, float]) -> None:
         rows.append(row + [f"{run.tokens_per_second:,.0f}", f"{run.saved_bytes / 2**20:,.2f} MiB"])
     print("\n" + tabulate(rows, head, disable_numparse=True, colalign=["left"] + ["right"] * 6))
     print("\nLosses are in nats a byte, the last one a mean of 10 steps. Saved for backward is what the")
-    print("experts' grouped matmuls keep from the forward to the backward pass of one step.")
+    print("experts keep from the forward to the backward pass of one step, with the tokens as they came.")
 
 
 def plot(runs: list[Run], path: Path) -> None:
@@ -284,7 +275,7 @@ def parse_args() -> argparse.Namespace:
             parser.error(f"argument --rounding: {error}")
     comparable = BASELINE in args.recipes and len(args.recipes) > 1
     expect(comparable or not args.check, "recipes", f"{BASELINE} and another for --check", ",".join(args.recipes))
-    limit = 1023 if args.device == "cuda" else 1024  # of grouped_mm
+    limit = 1023 if args.device == "cuda" else 1024  # of experts
     expect(args.experts <= limit, "experts", f"at most {limit}", args.experts)
     expect(args.top_k <= args.experts, "top-k", f"at most --experts = {args.experts}", args.top_k)
     expect(args.dim % (2 * args.heads) == 0, "dim", f"a multiple of 2 x --heads = {2 * args.heads}", args.dim)

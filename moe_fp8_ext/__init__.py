@@ -13,7 +13,9 @@ except ImportError as error:
         "or, to import it from its source tree, with `make build`"
     ) from error
 
+from moe_fp8_ext.experts import experts
 from moe_fp8_ext.grouped_mm import grouped_mm
+from moe_fp8_ext.moe import Experts, MoE, Router
 from moe_fp8_ext.ops import (
     combine,
     permute_indices,
@@ -37,10 +39,14 @@ from moe_fp8_ext.weight_cache import reuse_weights
 __version__ = build_info()["version"]
 
 __all__ = [
+    "Experts",
+    "MoE",
     "Quantized",
     "Recipe",
+    "Router",
     "build_info",
     "combine",
+    "experts",
     "grouped_mm",
     "permute_indices",
     "permute_pad",

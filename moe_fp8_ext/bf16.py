@@ -58,6 +58,13 @@ class Bf16GroupedMm(torch.autograd.Function):
         return dA, dB_t, None, None, None, None
 
 
+def bf16_product(a: Tensor, b_t: Tensor, offs: Tensor) -> Tensor:
+    """a [M, K] @ b_t [E, K, N] in bfloat16, of any sizes."""
+    _, k, n = b_t.shape
+    b_t = _tma_operand(b_t, _tma_size(n), _tma_size(k))
+    return _rows(_tma_operand(a, _tma_size(k)), b_t, _clamped(offs, a.shape[0]), n)
+
+
 def bf16_wgrad(dY: Tensor, a: Tensor, offs: Tensor) -> Tensor:
     """The gradient of B_t [E, K, N] from dY [M, N] and a [M, K] in bfloat16."""
     n, k = dY.shape[1], a.shape[1]

@@ -41,10 +41,8 @@ class Fp8GroupedMm(torch.autograd.Function):
                 w, w_scale, w_t, w_scale_t = _tensors(w)
             else:
                 leaf_dtype = B_t.dtype
-                rule = b_dtype, recipe.format, recipe.dtype, recipe.rounding
-                both = reused(_quantize_weights, B_t, *rule) or _quantize_weights(B_t, *rule, needs_dA)
-                w, w_scale, w_t, w_scale_t = both
-            out = cast(_product(q, scale, w, w_scale, offs, recipe), a_dtype or b_dtype or torch.bfloat16)
+                w, w_scale, w_t, w_scale_t = fp8_weight(B_t, b_dtype, recipe, needs_dA)
+            out = cast(fp8_product(q, scale, w, w_scale, offs, recipe), a_dtype or b_dtype or torch.bfloat16)
         if not needs_dB:
             q_t = scale_t = None
         if not needs_dA:
@@ -72,7 +70,7 @@ class Fp8GroupedMm(torch.autograd.Function):
             elif needs_dA:
                 dy = _quantize_rows(dY, recipe.format, offs, None, None, dtype, rounding)
             if needs_dA:
-                dA = _product(*dy, w_t, w_scale_t, offs, recipe)
+                dA = fp8_product(*dy, w_t, w_scale_t, offs, recipe)
                 dA = cast(dA if indices is None else _unpermute(dA, indices, rows, top_k), a_dtype)
             if needs_dB:
                 if kept is not None:
@@ -80,7 +78,7 @@ class Fp8GroupedMm(torch.autograd.Function):
                     q_t, scale_t, _ = _quantize_tokens(row_major(kept), recipe.format, *options)
                 operands = dy_t, dy_scale_t, q_t, scale_t, ends, recipe, align
                 if ctx.main_grad is None:
-                    dB_t = cast(_product(*operands), b_dtype).transpose(-2, -1)
+                    dB_t = cast(fp8_product(*operands), b_dtype).transpose(-2, -1)
                 else:
                     _add_product(ctx.main_grad.transpose(-2, -1), *operands)
             if dB_t is not None:
@@ -92,7 +90,7 @@ def _tensors(pair: tuple[Quantized, Quantized | None]) -> Both:
     return tuple(t for x in pair for t in ((None, None) if x is None else (x.q, x.scale)))
 
 
-def _product(
+def fp8_product(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, recipe: Recipe, align: int = 1
 ) -> Tensor:
     """a @ b^T of each group; align: as in `ops.scaled_grouped_mm`."""
@@ -136,10 +134,16 @@ def _is_smaller(A: Tensor, offs: Tensor, indices: Tensor | None, recipe: Recipe)
     return statically_known_true(smaller)
 
 
+def fp8_weight(B_t: Tensor, b_dtype: torch.dtype, recipe: Recipe, needs_dA: bool) -> Both:
+    """B_t as weights [E, N, K], and transposed at least where dA is needed: those that are reused, or new ones."""
+    rule = b_dtype, recipe.format, recipe.dtype, recipe.rounding
+    return reused(_quantize_weights, B_t, *rule) or _quantize_weights(B_t, *rule, needs_dA)
+
+
 def _quantize_weights(
     B_t: Tensor, b_dtype: torch.dtype, format: str, dtype: torch.dtype | None, rounding: str, needs_dA: bool = True
 ) -> Both:
-    """B_t as weights [E, N, K], and transposed, which formats with blocks get at no cost."""
+    """Transposed ones come at no cost in formats with blocks."""
     B_t = cast(B_t, b_dtype)
     if B_t.stride(-1) == 1 and B_t.stride(-2) != 1:  # contiguous [E, K, N]: the same op, its directions swapped
         q_t, scale_t, q, scale = _quantize_weight(B_t, format, dtype, rounding)

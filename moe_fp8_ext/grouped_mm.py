@@ -14,6 +14,7 @@ from moe_fp8_ext.fp8 import Fp8GroupedMm
 from moe_fp8_ext.ops import permute_pad
 from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
+    check_dense,
     validate_indices,
     validate_offs,
 )
@@ -146,8 +147,8 @@ def _check(
         _fail(f"A must be bfloat16, float16 or float32, got {A.dtype}")
     if weight.dtype not in INPUT_DTYPES and B_t is not None:
         _fail(f"B_t must be bfloat16, float16 or float32, got {B_t.dtype}")
-    _check_dense("A", tokens, 2)
-    _check_dense("B_t", weight, 3)
+    check_dense(_OP, "A", tokens, 2)
+    check_dense(_OP, "B_t", weight, 3)
     _check_device("B_t", weight, tokens)
     k, of_a = weight.shape[2 if B_t is None else 1], tokens.shape[1]
     if k != of_a:
@@ -179,7 +180,7 @@ def _check(
 def _check_main_grad(main_grad: Tensor, B_t: Tensor | Quantized | Pair) -> None:
     if not isinstance(B_t, Tensor):
         _fail("main_grad must be None where B_t is quantized, got a tensor")
-    _check_dense("main_grad", main_grad, 3)
+    check_dense(_OP, "main_grad", main_grad, 3)
     if main_grad.dtype not in (torch.bfloat16, torch.float32):
         _fail(f"main_grad must be bfloat16 or float32, got {main_grad.dtype}")
     if main_grad.shape != B_t.shape:
@@ -192,22 +193,13 @@ def _check_main_grad(main_grad: Tensor, B_t: Tensor | Quantized | Pair) -> None:
         _fail("main_grad must not ask for a gradient, got requires_grad=True")
 
 
-def _check_dense(arg: str, x: Tensor, dims: int) -> None:
-    if not isinstance(x, Tensor):
-        _fail(f"{arg} must be a tensor, got {type(x).__name__}")
-    if x.layout != torch.strided:
-        _fail(f"{arg} must be a dense tensor, got {x.layout}")
-    if x.dim() != dims:
-        _fail(f"{arg} must have {dims} dimensions, got {x.dim()}")
-
-
 def _check_device(arg: str, x: Tensor, A: Tensor) -> None:
     if x.device != A.device:
         _fail(f"{arg} must be on the device of A, {A.device}, got {x.device}")
 
 
 def _check_vector(arg: str, x: Tensor, A: Tensor) -> None:
-    _check_dense(arg, x, 1)
+    check_dense(_OP, arg, x, 1)
     if x.dtype != torch.int32:
         _fail(f"{arg} must be int32, got {x.dtype}")
     if x.stride(0) != 1 and x.shape[0] > 1:

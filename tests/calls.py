@@ -186,6 +186,38 @@ def unswizzle_scales(r: random.Random) -> Call:
     return [torch.ops.moe_fp8.swizzle_scales(scale, **how)[0], *scale.shape[-2:]], how
 
 
+# Activations
+
+
+def activation_of(r: random.Random, h: Tensor) -> tuple[str, int]:
+    """An activation that takes h, and its features."""
+    gated = ("swiglu", "geglu", "swiglu_oai") if h.shape[1] % 2 == 0 else ()
+    name = r.choice((*gated, "silu", "gelu", "relu2"))
+    return name, h.shape[1] // 2 if name in gated else h.shape[1]
+
+
+@op
+def activate(r: random.Random) -> Call:
+    h = values(r, r.choice(ROWS), r.choice(COLUMNS))
+    return [h, activation_of(r, h)[0]], {"interleaved": r.random() < 0.3}
+
+
+@op
+def activate_backward(r: random.Random) -> Call:
+    """A row of da has one number that is not zero, so that its sum has one term."""
+    h = values(r, r.choice(ROWS), r.choice(COLUMNS))
+    name, f = activation_of(r, h)
+    da = torch.zeros(len(h), f)
+    if f:
+        da[:, r.randrange(f)] = torch.randn(len(h), generator=generator(r))
+    how = {"scores": r.choice((None, torch.randn(len(h), generator=generator(r)))), "interleaved": r.random() < 0.3}
+    if r.random() < 0.5:
+        return [h, placed(r, da.to(h.dtype)), name], how
+    fmt = r.choice(list(FORMATS))
+    q, scale = torch.ops.moe_fp8.quantize_rows(h, fmt, dtype=r.choice(FP8_DTYPES))
+    return [q, placed(r, da.to(r.choice(INPUT_DTYPES))), name], how | {"h_scale": scale, "format": fmt}
+
+
 # Tokens
 
 
@@ -212,6 +244,14 @@ def permute_indices(r: random.Random) -> Call:
 def permute_pad(r: random.Random) -> Call:
     m, top_k = r.choice(ROWS), r.randint(1, 3)
     return [raw(r, r.choice(MOVABLE), m, r.choice(COLUMNS)), slots(r, m * top_k, r.choice(ROWS)), top_k], {}
+
+
+@op
+def permute_quantized(r: random.Random) -> Call:
+    fmt, m, p, top_k = r.choice(list(FORMATS)), r.choice(ROWS), r.choice(ROWS), r.randint(1, 3)
+    how = rule(r, fmt)
+    q, scale = torch.ops.moe_fp8.quantize_rows(values(r, m, r.choice(COLUMNS)), fmt, **how)
+    return [placed(r, q), scale, fmt, slots(r, m * top_k, p), top_k], {"offs": r.choice((None, offsets(r, p)))}
 
 
 @op

@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_fp8_ext import ops
 
 DIFFERENTIABLE = {
+    "activate",
     "permute_pad",
     "unpermute",
     "combine",
@@ -102,6 +103,8 @@ def test_wrong_kinds_of_tensors(name):
         ("unswizzle_scales", [torch.zeros(HUGE, 0, dtype=torch.uint8), 0, 5], {"groups": "experts"}),
         ("sort_tokens", [torch.zeros(HUGE, 0, dtype=torch.int64), 4], {}),
         ("permute_pad", [torch.zeros(HUGE, 0), torch.zeros(0, dtype=torch.int32), 1], {}),
+        ("activate", [torch.zeros(HUGE, 0), "silu"], {}),
+        ("activate_backward", [torch.zeros(0, HUGE), torch.zeros(0, HUGE // 2), "swiglu"], {}),
         ("combine", [torch.zeros(0, HUGE), torch.zeros(0, 2, dtype=torch.int32)], {}),
         ("pad_token_groups", [torch.zeros(0, HUGE), torch.zeros(0, dtype=torch.int32)], {}),
     ],

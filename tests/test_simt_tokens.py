@@ -24,6 +24,7 @@ from simt_kernels import SimtKernels, Waves
 from torch import Tensor
 
 from moe_fp8_ext import reference
+from moe_fp8_ext.reference.numerics import FORMATS
 
 pytestmark = ON_LINUX
 
@@ -143,3 +144,15 @@ def test_combine(kernels, dtype):
     for t, top_k, p, k in ((3, 0, 5, 8), (3, 2, 0, 8), (3, 2, 4, 0)):
         inverse = torch.full((t, top_k), -1, dtype=torch.int32)
         check_combine(kernels, torch.randn(p, k).to(dtype), inverse, torch.rand(t, top_k), torch.randn(t, k).to(dtype))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_permute_quantized(kernels, format):
+    """Scales in groups and without, of more rows and columns than a block of threads has, at odd addresses."""
+    for m, k, p, top_k in ((37, 70, 50, 3), (5, 0, 9, 1), (40, 130, 0, 2), (300, 400, 600, 2), (9, 4500, 20, 2)):
+        q, scale = reference.quantize_rows(wide(m, k), format)
+        indices = slot_indices(m, top_k, p)
+        for offs in (None, group_offs("tail_rows", p, 5), *corrupt_offs(p)[:2]):
+            kernels.check("permute_quantized", q, scale, format, indices, top_k, offs=offs)
+    if scale.element_size() == 1:
+        kernels.check("permute_quantized", q, misaligned(scale), format, indices, top_k)

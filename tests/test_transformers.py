@@ -18,6 +18,7 @@ from helpers import ROOT, assert_same_tensor, short
 from torch import Tensor
 
 import moe_fp8_ext
+from moe_fp8_ext.integrations import transformers as integration
 from moe_fp8_ext.integrations.transformers import register
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -188,7 +189,31 @@ def test_training(name, implementation):
     assert ours == pytest.approx(stock, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "nemotron_h"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_one_operation(name, monkeypatch):
+    """All whose activation is known, but for those with a norm."""
+    called = []
+
+    def spy(*args: object, **kwargs: object) -> Tensor:
+        called.append(kwargs)
+        return moe_fp8_ext.experts(*args, **kwargs)
+
+    monkeypatch.setattr(integration, "experts", spy)
+    run(experts_of(name), "moe_fp8", *calls())
+    assert bool(called) == (name != "muse_spark_text")
+
+
+def test_activations_that_are_not_known():
+    """A gate with other constants, an activation that has no name here: the model's own code."""
+    own, call = experts_of("gpt_oss"), calls()
+    own.limit = 1.0
+    assert_close(run(own, "moe_fp8_bf16", *call), run(own, "grouped_mm", *call))
+    own = experts_of("mixtral")
+    own.act_fn = torch.nn.Tanh()
+    assert_close(run(own, "moe_fp8_bf16", *call), run(own, "grouped_mm", *call))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "nemotron_h", "mixtral", "muse_spark_text"])
 def test_compiles(name):
     experts = experts_of(name)
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager", dynamic=True)

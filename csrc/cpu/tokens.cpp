@@ -100,4 +100,25 @@ void copy_rows_cpu(const CopyRowsParams& p) {
   });
 }
 
+void permute_scales_cpu(const PermuteScalesParams& p) {
+  const auto* from = static_cast<const char*>(p.from);
+  auto* to = static_cast<uint32_t*>(p.to);
+  std::fill_n(to, p.extent(), 0);
+  const auto move_row = [&](int64_t row, int64_t line) {
+    const int64_t source = p.source.row(row);
+    if (source < 0) return;
+    for (int64_t w = 0; w < p.words; ++w)
+      std::memcpy(to + p.word_of_to(line, w), from + p.word_of_from(source, w) * int64_t(sizeof *to), sizeof *to);
+  };
+  if (!p.offs) {
+    for (int64_t row = 0; row < p.P; ++row) move_row(row, row);
+    return;
+  }
+  int64_t first_line = 0;
+  for_each_group(safe_ends(p.offs, p.E, p.P), [&](size_t, int64_t start, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) move_row(start + i, first_line + i);
+    first_line += padded_scale_rows(size);
+  });
+}
+
 }  // namespace moe_fp8

@@ -3,6 +3,7 @@
 #include "tokens/combine.h"
 #include "tokens/copy_rows.h"
 #include "tokens/permute.h"
+#include "tokens/permute_scales.h"
 #include "tokens/sort_tokens.h"
 #include "tokens/token_groups.h"
 
@@ -14,6 +15,7 @@ void invert_indices_cpu(const int* indices, int64_t count, int* inverse, int64_t
 void pad_sources_cpu(const TokenGroupsParams& p);
 void unpad_sources_cpu(const TokenGroupsParams& p);
 void copy_rows_cpu(const CopyRowsParams& p);
+void permute_scales_cpu(const PermuteScalesParams& p);
 void combine_cpu(const CombineParams& p);
 void combine_backward_cpu(const CombineBackwardParams& p);
 

@@ -7,6 +7,8 @@ namespace moe_fp8 {
 
 enum class InType : int { kBF16, kF16, kF32 };
 enum class Fp8Type : int { kE4M3FN, kE5M2, kE4M3FNUZ, kE5M2FNUZ };
+MOE_HD constexpr bool is_e5m2(Fp8Type type) { return type == Fp8Type::kE5M2 || type == Fp8Type::kE5M2FNUZ; }
+MOE_HD constexpr bool is_fnuz(Fp8Type type) { return type == Fp8Type::kE4M3FNUZ || type == Fp8Type::kE5M2FNUZ; }
 
 // ---- inputs: `Bits` as stored, `magnitude` orders finite < Inf < NaN and widens to the float32 bits of |x|.
 // from_float rounds to nearest even; every NaN becomes the quiet one without a sign: 0x7fc0, 0x7e00, 0x7fc00000. -----

@@ -10,6 +10,19 @@ MOE_HD float e8m0_to_float(uint8_t e) {
   return as_float(e == 0 ? 0x00400000u : e == 255 ? 0x7fc00000u : uint32_t(e) << 23);
 }
 
+// Scales along a row of a matrix, whose place needs no division: bits on their way, then values.
+struct RowScales {
+  const uint8_t* first;
+  int64_t one, four;  // bytes to the next scale, and to the next but three
+  bool is_float;
+
+  MOE_HD uint32_t bits(int block) const {
+    const uint8_t* at = first + (block >> 2) * four + (block & 3) * one;
+    return is_float ? *reinterpret_cast<const uint32_t*>(at) : *at;
+  }
+  MOE_HD float value(uint32_t bits) const { return is_float ? as_float(bits) : e8m0_to_float(uint8_t(bits)); }
+};
+
 enum class ScaleLayout : int { kFloat, kE8M0, kBlocked };  // the last: E8M0 in the blocks of scale_layout.h
 
 // Scales of a group begin anew at so many rows or columns: at a block of 128, at 4 of 32, at a block of 128 x 4 scales;
@@ -32,6 +45,13 @@ struct OperandScales {
   MOE_HD ColumnBlock block(int first, int columns, int at) const {  // of column `at` of a group of so many columns
     if (block_size == 0) return {first, 1, 0};
     return {first, ceil_div(columns, block_size), at / block_size};
+  }
+  MOE_HD RowScales of_row(int64_t row) const {  // of the only group
+    const auto* bytes = static_cast<const uint8_t*>(data);
+    if (layout == ScaleLayout::kBlocked)
+      return {bytes + blocked_offset(row, 0, padded_scale_columns(blocks)), 1, kScaleBytes, false};
+    const int64_t size = layout == ScaleLayout::kFloat ? 4 : 1;
+    return {bytes + row * row_stride * size, block_stride * size, 4 * block_stride * size, size == 4};
   }
   MOE_HD float at(int64_t group, int64_t row, ColumnBlock b) const {
     const auto* bytes = static_cast<const uint8_t*>(data) + group * group_stride;

@@ -17,6 +17,8 @@ enum class Dtypes : uint8_t {
   kFp8,
   kScale,    // the format says which
   kScores,   // float32, or that of `like`
+  kFloat32,
+  kGates,    // kFp8 beside scales, else kInput
   kInt32,
   kInts,
   kByte,     // any of 1 byte
@@ -100,8 +102,18 @@ inline constexpr Argument kTable[] = {
     {"permute_indices", "tokens_per_rank_expert", nullptr, Dtypes::kInts, 1, 2, Strides::kContiguous},
     matrix("permute_pad", "x", nullptr, Dtypes::kMovable),
     indices("permute_pad", "x"),
+    matrix("permute_quantized", "q", nullptr, Dtypes::kFp8),
+    {"permute_quantized", "scale", "q", Dtypes::kScale, 1, 2, Strides::kAny},
+    indices("permute_quantized", "q"),
+    offs("permute_quantized", "q"),
     matrix("unpermute", "y", nullptr, Dtypes::kMovable),
     indices("unpermute", "y"),
+    matrix("activate", "h", nullptr, Dtypes::kInput),
+    matrix("activate_backward", "h", nullptr, Dtypes::kGates),
+    matrix("activate_backward", "da", "h", Dtypes::kInput),
+    {"activate_backward", "scores", "h", Dtypes::kFloat32, 1, 1, Strides::kInner},
+    {"activate_backward", "h_scale", "h", Dtypes::kScale, 1, 2, Strides::kAny},
+
     matrix("combine", "y", nullptr, Dtypes::kInput),
     inverse("combine", "y"),
     scores("combine", "y"),

@@ -33,6 +33,7 @@ inline void check_dtypes(const Argument& arg, const Tensor& t) {
       if (!is_one_of(kFp8Dtypes, t.dtype))
         fail_dtype(arg, "be float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz", t);
       return;
+    case Dtypes::kFloat32: return check_dtype(arg, t, kFloat32);
     case Dtypes::kInt32: return check_dtype(arg, t, kInt32);
     case Dtypes::kInts:
       if (t.dtype != kInt32 && t.dtype != kInt64) fail_dtype(arg, "be int32 or int64", t);
@@ -48,7 +49,7 @@ inline void check_dtypes(const Argument& arg, const Tensor& t) {
     case Dtypes::kProduct:
       if (t.dtype != kBFloat16 && t.dtype != kFloat32) fail_dtype(arg, "be bfloat16 or float32", t);
       return;
-    case Dtypes::kScale: case Dtypes::kScores: return;  // depends on more than the argument
+    case Dtypes::kScale: case Dtypes::kScores: case Dtypes::kGates: return;  // depends on more than the argument
   }
 }
 inline void check_dims(const Argument& arg, const Tensor& t, int least, int most) {

@@ -1,11 +1,13 @@
 #include "tokens/permute.h"
 
+#include "ops/operands.h"
 #include "ops/rows.h"
 
 namespace moe_fp8 {
 namespace {
 
-constexpr const char *kIndices = "permute_indices", *kPad = "permute_pad", *kUnpermute = "unpermute";
+constexpr const char *kIndices = "permute_indices", *kPad = "permute_pad", *kQuantized = "permute_quantized",
+                     *kUnpermute = "unpermute";
 
 template <class Count>
 void validate_counts(const Argument& arg, const Tensor& counts, int64_t num_tokens) {
@@ -23,6 +25,13 @@ void run(const Call& call, const Tensor& counts, const PermuteIndicesParams& p) 
   if (counts.on_gpu()) return call.check(permute_indices(p, call.stream()));
 #endif
   permute_indices_cpu(p);
+}
+
+void run(const Call& call, const Tensor& scale, const PermuteScalesParams& p) {
+#if defined(MOE_FP8_GPU)
+  if (scale.on_gpu()) return call.check(permute_scales(p, call.stream()));
+#endif
+  permute_scales_cpu(p);
 }
 
 }  // namespace
@@ -69,6 +78,44 @@ Results<1> permute_pad_op(const Tensor& x, const Tensor& indices, int64_t top_k)
   return results(out);
 }
 
+Results<2> permute_quantized_op(const Tensor& q, const Tensor& scale, std::string_view format, const Tensor& indices,
+                                int64_t top_k, const std::optional<Tensor>& offs) {
+  constexpr const Argument &kQ = argument(kQuantized, "q"), &kScale = argument(kQuantized, "scale"),
+                           &kAt = argument(kQuantized, "indices"), &kOffs = argument(kQuantized, "offs");
+  check(kQ, q);
+  check(kScale, scale, q);
+  const Format& f = format_of(check_format(kQuantized, format));
+  const int64_t M = q.sizes[0], K = q.sizes[1];
+  const RowIndex index = check_indices(kAt, indices, q, M, top_k);
+  const int64_t P = indices.sizes[0];
+  const OperandScales scales = scales_of_rows(kScale, scale, f, q.sizes, 1, M, K, kNoGroups);
+  if (offs) check_offs(kOffs, *offs, q, P, "indices");
+  const bool grouped = offs && f.blocked();
+  const int64_t E = grouped ? offs->sizes[0] : kNoGroups;
+  if (grouped) check_extent(kQuantized, "indices", P, E, kGroupScales);
+  const Call call(kQuantized, "q", q);
+  Handle out = call.empty({P, K}, q.dtype), out_scale = call.empty(scales_along_rows(f, P, K, E), f.scale_type);
+  copy_rows(call, q, out, index, P);
+  if (f.order == ScaleOrder::kRowMajor) {  // rows of bytes, as those of q
+    const int64_t bytes = scales.row_stride * int64_t(aoti_torch_dtype_element_size(scale.dtype));
+    copy_rows(call, scale, {scale.data, data(out_scale), index, P, bytes, bytes});
+    return results(out, out_scale);
+  }
+  static const int kNoEnds[1] = {};  // null would say that there are no groups
+  PermuteScalesParams p = {scale.data, data(out_scale), index};
+  if (grouped) {
+    p.offs = E ? offs->as<int>() : kNoEnds;
+    p.E = E;
+  }
+  p.P = P;
+  p.blocked = f.blocked();
+  p.words = p.blocked ? padded_scale_columns(scales.blocks) / kScaleColumns : scales.blocks;
+  p.row_stride = scales.row_stride;
+  p.column_stride = scales.block_stride;
+  run(call, scale, p);
+  return results(out, out_scale);
+}
+
 Results<1> unpermute_op(const Tensor& y, const Tensor& indices, int64_t num_tokens, int64_t top_k) {
   constexpr const Argument &kY = argument(kUnpermute, "y"), &kAt = argument(kUnpermute, "indices");
   check(kY, y);
@@ -107,4 +154,5 @@ Results<1> unpermute_op(const Tensor& y, const Tensor& indices, int64_t num_toke
 
 MOE_FP8_REGISTER(permute_indices)
 MOE_FP8_REGISTER(permute_pad)
+MOE_FP8_REGISTER(permute_quantized)
 MOE_FP8_REGISTER(unpermute)

@@ -36,3 +36,12 @@
 #else
 #define MOE_DYNAMIC_SMEM(name) extern __shared__ __align__(128) unsigned char name[]
 #endif
+
+// A loop of the CPU that is there twice: for CPUs that have fmaf as an instruction, and for those that call the library
+// for it. The same bytes; which of them runs is found out when the module is loaded. What it calls becomes part of it,
+// for that is compiled once.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define MOE_FUSED __attribute__((flatten, target_clones("arch=haswell", "default")))
+#else
+#define MOE_FUSED
+#endif

@@ -17,7 +17,7 @@ constexpr bool kConvertsHalf = false;
 MOE_HD float half_to_float(uint32_t) { return 0; }
 #endif
 
-// Two floats to bfloat16, to nearest even, `lo` in the low half, where the chip converts; it has its own NaN.
+// Two floats to bfloat16, to nearest even, `lo` in the low half, where the chip converts; every NaN is 0x7fff.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 constexpr bool kConvertsToBF16 = true;
 MOE_DEVICE uint32_t to_bf16x2(float lo, float hi) {
@@ -96,6 +96,23 @@ MOE_DEVICE uint32_t convert_e5m2x4(float a, float b, float c, float d) {
   return 0;
 #endif
 }
+
+
+// Two bytes to 16-bit floats, exact, where the chip converts.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+constexpr bool kDecodesFp8 = true;
+template <bool kE5M2>
+MOE_DEVICE uint32_t fp8x2_to_f16x2(uint32_t pair) {
+  uint32_t halves;
+  if constexpr (kE5M2) asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(uint16_t(pair)));
+  else asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(uint16_t(pair)));
+  return halves;
+}
+#else
+constexpr bool kDecodesFp8 = false;
+template <bool kE5M2>
+MOE_DEVICE uint32_t fp8x2_to_f16x2(uint32_t) { return 0; }
+#endif
 
 #endif  // MOE_CUDA || MOE_HIP
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "platform/compiler.h"
+#include "platform/bits.h"
 
 namespace moe_fp8 {
 
@@ -52,6 +52,11 @@ MOE_DEVICE uint32_t warp_max(uint32_t v) {
   }
   return v;
 #endif
+}
+
+MOE_DEVICE float wave_sum(float v) {
+  for (int mask = kWarpSize / 2; mask > 0; mask >>= 1) v += as_float(shfl_xor(as_bits(v), mask));
+  return v;
 }
 
 // A bit a lane; bits of lanes that the wave does not have are zero.

@@ -1,6 +1,7 @@
 // Elements of a type that is known at run time, at any address.
 #pragma once
 #include "numerics/floats.h"
+#include "platform/arithmetic.h"
 #include "platform/memory.h"
 
 namespace moe_fp8 {
@@ -23,6 +24,13 @@ MOE_DEVICE void store_element(void* to, InType type, int64_t at, float f) {
     case InType::kF16: return store_stream(static_cast<uint16_t*>(to) + at, F16::from_float(f));
     default: return store_stream(static_cast<uint32_t*>(to) + at, F32::from_float(f));
   }
+}
+// Two as a word of a type of 16 bits.
+template <class Out>
+MOE_DEVICE uint32_t packed(float lo, float hi) {
+  if constexpr (std::is_same_v<Out, BF16> && kConvertsToBF16)
+    return min_s16x2(to_bf16x2(lo, hi), 0x7fc07fc0u);  // the greatest integers are its NaN, which becomes ours
+  return Out::from_float(lo) | uint32_t(Out::from_float(hi)) << 16;
 }
 
 }  // namespace moe_fp8

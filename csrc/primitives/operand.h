@@ -2,6 +2,7 @@
 #pragma once
 #include "numerics/floats.h"
 #include "numerics/operand_scales.h"
+#include "primitives/cast.h"
 #include "primitives/group_table.h"
 
 namespace moe_fp8 {
@@ -13,6 +14,14 @@ MOE_DEVICE float decode(Fp8Type type, uint8_t q) {
     case Fp8Type::kE4M3FNUZ: return fp8_to_float<Fp8Type::kE4M3FNUZ>(q);
     default: return fp8_to_float<Fp8Type::kE5M2FNUZ>(q);
   }
+}
+
+// Byte i of a word, of one of the two types that the hardware has.
+template <bool kE5M2>
+MOE_DEVICE float decode_native(uint32_t word, int i) {
+  if constexpr (kDecodesFp8)
+    return half_to_float(fp8x2_to_f16x2<kE5M2>(word >> (16 * (i / 2)) & 0xffffu) >> (16 * (i % 2)) & 0xffffu);
+  return fp8_to_float<kE5M2 ? kNativeE5M2 : kNativeE4M3>(uint8_t(word >> (8 * i)));
 }
 
 // Of column `at` of group g of columns, in a table whose positions were rounded up to kGroupScales.

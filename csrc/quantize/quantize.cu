@@ -42,7 +42,7 @@ int place_rows(const QuantizeParams& p, void* stream) {
 // What fast kernels ask of an operand: an fp8 format that the chip casts to, and 16-byte vectors of x's rows and of q;
 // along tokens, of q_t too.
 bool rows_are_fast(const QuantizeParams& p) {
-  const bool native = (p.out == Fp8Type::kE4M3FNUZ || p.out == Fp8Type::kE5M2FNUZ) == device().native_fnuz;
+  const bool native = is_fnuz(p.out) == device().native_fnuz;
   const int n = p.in == InType::kF32 ? 4 : 8;
   const bool strides = p.row_stride % n == 0 && (!p.weight || p.group_stride % n == 0);
   const bool one_row = !p.index.at && p.rows == 1 && (!p.weight || p.E == 1);

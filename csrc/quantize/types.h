@@ -11,8 +11,6 @@ namespace moe_fp8 {
 // rare, one kernel in place of two.
 enum class Kind { kE4M3, kE5M2, kEither };
 
-MOE_HD constexpr bool is_e5m2(Fp8Type type) { return type == Fp8Type::kE5M2 || type == Fp8Type::kE5M2FNUZ; }
-
 // Whether p takes the second of the two roundings that the formats with such scales know.
 template <class Scale>
 MOE_DEVICE bool second_rounding(const QuantizeParams& p) {

@@ -1,7 +1,6 @@
 #include "scales/dequantize.h"
 
 #include "numerics/dispatch.h"
-#include "platform/convert.h"
 #include "platform/launch.h"
 #include "platform/memory.h"
 #include "primitives/elements.h"
@@ -25,17 +24,12 @@ struct Pieces {
     if constexpr (kElements == 8) return load_stream(reinterpret_cast<const Vec8*>(q));
     else return Vec8{{load_stream(reinterpret_cast<const uint32_t*>(q)), 0}};
   }
-  static MOE_DEVICE uint32_t pack(float lo, float hi) {
-    if constexpr (std::is_same_v<Out, BF16> && kConvertsToBF16)
-      if (lo == lo && hi == hi) return to_bf16x2(lo, hi);
-    return Out::from_float(lo) | uint32_t(Out::from_float(hi)) << 16;
-  }
   static MOE_DEVICE void store(const DequantizeParams& p, int64_t at, const float (&v)[kElements]) {
     Vec16 piece;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (kElements == 4) piece.w[i] = Out::from_float(v[i]);
-      else piece.w[i] = pack(v[2 * i], v[2 * i + 1]);
+      else piece.w[i] = packed<Out>(v[2 * i], v[2 * i + 1]);
     }
     store_stream(reinterpret_cast<Vec16*>(static_cast<typename Out::Bits*>(p.out) + at), piece);
   }

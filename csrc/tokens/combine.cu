@@ -5,7 +5,7 @@
 #include "platform/launch.h"
 #include "platform/memory.h"
 #include "platform/waves.h"
-#include "primitives/elements.h"
+#include "primitives/parts.h"
 #include "tokens/invert.h"
 
 namespace moe_fp8 {
@@ -32,42 +32,16 @@ Tile tile_for(int64_t vecs) {
 
 MOE_HD int bytes_of(InType in) { return in == InType::kF32 ? 4 : 2; }
 
-// ---- what a thread takes of a row at a time: 16 bytes, or an element of a type known at run time -------------------
-// `at` counts elements.
+// ---- parts of rows, and the scores that come with them -------------------------------------------------------------
 template <class In>
-struct Vectors {
-  using Held = Vec16;
-  static constexpr int kElements = 16 / sizeof(typename In::Bits);
+struct SlotVectors : Vectors<In> {
+  using Vectors<In>::Vectors;
   static constexpr int kBlocksBackward = std::is_same_v<In, F16> ? 2 : 3;  // its conversions take more registers
-  explicit MOE_HD Vectors(InType) {}
-
-  static MOE_DEVICE Vec16* vec(const void* p, int64_t at) {
-    return reinterpret_cast<Vec16*>(static_cast<typename In::Bits*>(const_cast<void*>(p)) + at);
-  }
-  MOE_DEVICE Vec16 load(const void* from, int64_t at) const { return *vec(from, at); }
-  MOE_DEVICE Vec16 load_once(const void* from, int64_t at) const { return load_stream(vec(from, at)); }
-  MOE_DEVICE float element(const Vec16& v, int i) const {
-    return moe_fp8::element<In>(v.w[i / kPerWord<In>], i % kPerWord<In>);
-  }
-  MOE_DEVICE void store(void* to, int64_t at, const float* f) const {
-    Vec16 v = {};
-#pragma unroll
-    for (int i = 0; i < kElements; ++i)
-      v.w[i / kPerWord<In>] |= uint32_t(In::from_float(f[i])) << (16 * (i % kPerWord<In>));
-    store_stream(vec(to, at), v);
-  }
   MOE_DEVICE float score(const void* scores, bool f32, int64_t slot) const { return score_of<In>(scores, f32, slot); }
 };
-struct Elements {
-  using Held = uint32_t;
-  static constexpr int kElements = 1, kBlocksBackward = 3;
-  InType type;
-  explicit MOE_HD Elements(InType type) : type(type) {}
-
-  MOE_DEVICE uint32_t load(const void* from, int64_t at) const { return load_bits(from, type, at); }
-  MOE_DEVICE uint32_t load_once(const void* from, int64_t at) const { return load_bits(from, type, at); }
-  MOE_DEVICE float element(uint32_t bits, int) const { return to_float(type, bits); }
-  MOE_DEVICE void store(void* to, int64_t at, const float* f) const { store_element(to, type, at, *f); }
+struct SlotElements : Elements {
+  using Elements::Elements;
+  static constexpr int kBlocksBackward = 3;
   MOE_DEVICE float score(const void* scores, bool f32, int64_t slot) const {
     const InType of_scores = f32 ? InType::kF32 : type;
     return scores ? to_float(of_scores, load_bits(scores, of_scores, slot)) : 1.f;
@@ -117,11 +91,6 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks) combine_kernel(MOE_GRID_CON
 struct CombineBackward : CombineBackwardParams {
   int64_t first;
 };
-
-MOE_DEVICE float wave_sum(float v) {
-  for (int mask = kWarpSize / 2; mask > 0; mask >>= 1) v += as_float(shfl_xor(as_bits(v), mask));
-  return v;
-}
 
 // kDots: the gradient of the scores is wanted. Without it, fewer registers: on an H200 298 us instead of 352 for
 // [65536, 7168] of bfloat16.
@@ -198,11 +167,11 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) zero_unused_rows_kernel(MOE_GRID_
   }
 }
 
-// f of Vectors where `bits`, addresses and distances in bytes, are multiples of 16.
+// f of SlotVectors where `bits`, addresses and distances in bytes, are multiples of 16.
 template <class F>
 int with_parts(InType in, uint64_t bits, F f) {
-  if (bits % 16 != 0) return f(Elements(in));
-  return dispatch_in(in, [&](auto in_tag) { return f(Vectors<decltype(in_tag)>(in)); });
+  if (bits % 16 != 0) return f(SlotElements(in));
+  return dispatch_in(in, [&](auto in_tag) { return f(SlotVectors<decltype(in_tag)>(in)); });
 }
 
 }  // namespace

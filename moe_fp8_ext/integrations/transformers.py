@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from moe_fp8_ext.experts import experts, rows_of_bias
 from moe_fp8_ext.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import combine, sort_tokens
 from moe_fp8_ext.ops.checks import INPUT_DTYPES, require
@@ -19,6 +20,12 @@ _OLDEST, _NEXT_MAJOR = (5, 17), (6, 0)
 # What tells layouts of experts apart; those of 5.17, and what has come since.
 _LAYOUT = {"is_concatenated", "is_transposed", "has_bias", "has_gate"}
 _NEWER_LAYOUT = {"has_post_expert_norm"}
+# Classes of act_fn, and what `experts` calls them beside Transformers' own gate and without a gate.
+_GATED = {
+    **dict.fromkeys(("SiLU", "SiLUActivation"), {"activation": "swiglu"}),
+    **dict.fromkeys(("GELUTanh", "NewGELUActivation"), {"activation": "geglu"}),
+}
+_PLAIN = {"ReLUSquaredActivation": {"activation": "relu2"}}
 
 
 def register(recipe: str | Recipe = "rowwise") -> None:
@@ -27,7 +34,8 @@ def register(recipe: str | Recipe = "rowwise") -> None:
     A model then takes one where it takes "grouped_mm": `from_pretrained(..., experts_implementation="moe_fp8")`,
     `from_config`, `model.set_experts_implementation("moe_fp8_blockwise")`. Parameters stay what and where they are.
     Every layout that Transformers' `use_experts_implementation` declares is taken; ids of no local expert count for
-    nothing. What stands between the products is the model's own code.
+    nothing. Experts whose activation `experts` knows are that one operation; what stands between the products of the
+    others is the model's own code.
 
     Called again, it replaces what it has registered.
 
@@ -64,32 +72,58 @@ def _transformers_moe() -> ModuleType:
 
 
 def _experts_forward(
-    recipe: Recipe, experts: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    recipe: Recipe, module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The forward of a module of experts; names of arguments and attributes are those of Transformers' contract."""
     # -1 is how an id says that it is of no expert here, to MOE_FP8_VALIDATE=1 too.
-    ids = torch.where(top_k_index < experts.num_experts, top_k_index, -1).contiguous()
-    permutation, offs, inverse = sort_tokens(ids, experts.num_experts)
-    name = "gate_up_proj" if experts.has_gate else "up_proj"
-    h = _linear(recipe, experts, name, hidden_states, offs, indices=permutation, top_k=ids.shape[1])
-    h = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
-    y = _linear(recipe, experts, "down_proj", h, offs)
-    if getattr(experts, "has_post_expert_norm", False):
-        y = experts.post_expert_norm(y)
-    return combine(y, inverse, top_k_weights.float().contiguous()).to(hidden_states.dtype)
-
-
-def _linear(recipe: Recipe, experts: torch.nn.Module, name: str, x: Tensor, offs: Tensor, **gathered: object) -> Tensor:
-    weight = getattr(experts, name)
-    require(weight.dtype in INPUT_DTYPES, f"moe_fp8: {name} must be bfloat16, float16 or float32, got {weight.dtype}")
+    ids = torch.where(top_k_index < module.num_experts, top_k_index, -1).contiguous()
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    x, scores = hidden_states, top_k_weights.float().contiguous()
     if not torch.is_autocast_enabled(x.device.type):  # which casts both
+        x = x.to(getattr(module, up).dtype)
+    activation = _activation(module)
+    if activation is None or getattr(module, "has_post_expert_norm", False):
+        return _composed(recipe, module, up, x, ids, scores).to(hidden_states.dtype)
+    weights = (_weight(module, name).transpose(-2, -1) for name in (up, "down_proj"))
+    biases = (getattr(module, f"{name}_bias") if module.has_bias else None for name in (up, "down_proj"))
+    options = dict(zip(("b_gate_up", "b_down"), biases, strict=True), recipe=recipe, **activation)
+    return experts(x, ids, scores, *weights, **options).to(hidden_states.dtype)
+
+
+def _activation(module: torch.nn.Module) -> dict[str, object] | None:
+    """What `experts` calls the activation of a module, where it knows it."""
+    act = type(getattr(module, "act_fn", None)).__name__
+    if not module.has_gate:
+        return _PLAIN.get(act)
+    if type(module)._apply_gate.__name__ == "_default_apply_gate":
+        return _GATED.get(act)
+    of_gpt_oss = type(module).__name__ == "GptOssExperts" and (module.alpha, module.limit) == (1.702, 7.0)
+    return dict(activation="swiglu_oai", interleaved=True) if of_gpt_oss else None
+
+
+def _composed(recipe: Recipe, module: torch.nn.Module, up: str, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+    """With the model's own code between the products."""
+    permutation, offs, inverse = sort_tokens(ids, module.num_experts)
+    h = _linear(recipe, module, up, x, offs, indices=permutation, top_k=ids.shape[1])
+    h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
+    y = _linear(recipe, module, "down_proj", h, offs)
+    if getattr(module, "has_post_expert_norm", False):
+        y = module.post_expert_norm(y)
+    return combine(y, inverse, scores)
+
+
+def _linear(recipe: Recipe, module: torch.nn.Module, name: str, x: Tensor, offs: Tensor, **gathered: object) -> Tensor:
+    weight = _weight(module, name)
+    if not torch.is_autocast_enabled(x.device.type):
         x = x.to(weight.dtype)
-    weight = weight if experts.is_transposed else weight.transpose(-2, -1)
     out = grouped_mm(x, weight, offs, recipe=recipe, **gathered)
-    return out.add_(_bias_of_rows(getattr(experts, f"{name}_bias"), offs, out)) if experts.has_bias else out
+    if not module.has_bias:
+        return out
+    return out.add_(rows_of_bias(getattr(module, f"{name}_bias"), offs, out.shape[0], out.dtype))
 
 
-def _bias_of_rows(bias: Tensor, offs: Tensor, out: Tensor) -> Tensor:
-    rows = torch.arange(out.shape[0], device=out.device, dtype=offs.dtype)
-    experts = torch.bucketize(rows, offs, right=True)
-    return torch.nn.functional.pad(bias, (0, 0, 0, 1))[experts]  # zeros for rows of no expert
+def _weight(module: torch.nn.Module, name: str) -> Tensor:
+    """[E, K, N]"""
+    weight = getattr(module, name)
+    require(weight.dtype in INPUT_DTYPES, f"moe_fp8: {name} must be bfloat16, float16 or float32, got {weight.dtype}")
+    return weight if module.is_transposed else weight.transpose(-2, -1)

@@ -2,10 +2,11 @@
 
 import torch as _torch
 
+from moe_fp8_ext.ops.activations import activate, activate_backward
 from moe_fp8_ext.ops.combine import combine, combine_backward
 from moe_fp8_ext.ops.dequantize import dequantize
 from moe_fp8_ext.ops.dispatch import refuse_sparse as _refuse_sparse
-from moe_fp8_ext.ops.permute import permute_indices, permute_pad, unpermute
+from moe_fp8_ext.ops.permute import permute_indices, permute_pad, permute_quantized, unpermute
 from moe_fp8_ext.ops.quantize import quantize_both, quantize_rows, quantize_tokens, quantize_weight
 from moe_fp8_ext.ops.scaled_grouped_mm import add_scaled_grouped_mm, scaled_grouped_mm
 from moe_fp8_ext.ops.scales import swizzle_scales, unswizzle_scales
@@ -13,6 +14,8 @@ from moe_fp8_ext.ops.sort_tokens import sort_tokens
 from moe_fp8_ext.ops.token_groups import pad_token_groups, pad_token_groups_to, unpad_token_groups
 
 __all__ = [
+    "activate",
+    "activate_backward",
     "add_scaled_grouped_mm",
     "combine",
     "combine_backward",
@@ -21,6 +24,7 @@ __all__ = [
     "pad_token_groups_to",
     "permute_indices",
     "permute_pad",
+    "permute_quantized",
     "quantize_both",
     "quantize_rows",
     "quantize_tokens",

@@ -93,6 +93,15 @@ def check_dtype(op: str, arg: str, x: Tensor, dtype: torch.dtype) -> None:
     require(x.dtype == dtype, f"{op}: {arg} must be {dtype_name(dtype)}, got {x.dtype}")
 
 
+def check_dense(op: str, arg: str, x: object, dims: int) -> None:
+    if not isinstance(x, Tensor):
+        raise RuntimeError(f"{op}: {arg} must be a tensor, got {type(x).__name__}")
+    if x.layout != torch.strided:
+        raise RuntimeError(f"{op}: {arg} must be a dense tensor, got {x.layout}")
+    if x.dim() != dims:
+        raise RuntimeError(f"{op}: {arg} must have {dims} dimensions, got {x.dim()}")
+
+
 def check_dims(op: str, arg: str, x: Tensor, least: int, most: int) -> None:
     dims = str(least) if least == most else f"{least} {'or' if most == least + 1 else 'to'} {most}"
     require(least <= x.dim() <= most, f"{op}: {arg} must have {dims} dimensions, got {x.dim()}")

@@ -1,14 +1,25 @@
-"""Rows by index: rank-major tokens to expert-major ones and back."""
+"""Rows by index, of values or quantized: rank-major tokens to expert-major ones and back."""
 
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.formats import MAX_COUNTS, MAX_EXPERTS, padded_extent
-from moe_fp8_ext.ops.checks import INPUT_DTYPES, check, check_align, check_count, check_indices, require
-from moe_fp8_ext.ops.dispatch import below_autograd, register_gradient, unit_stride
+from moe_fp8_ext.formats import GROUP_SCALES, MAX_COUNTS, MAX_EXPERTS, padded_extent
+from moe_fp8_ext.ops.checks import (
+    INPUT_DTYPES,
+    check,
+    check_align,
+    check_count,
+    check_format,
+    check_indices,
+    check_scale,
+    check_size,
+    require,
+)
+from moe_fp8_ext.ops.dispatch import below_autograd, refuse_derivatives, register_gradient, unit_stride
 
 _permute_indices = torch.ops.moe_fp8.permute_indices.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
+_permute_quantized = torch.ops.moe_fp8.permute_quantized.default
 _unpermute = torch.ops.moe_fp8.unpermute.default
 
 
@@ -62,8 +73,7 @@ def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
         top_k: slots of a row of x: index i stands for row i // top_k.
 
     Returns:
-        out [P, K] of x's dtype, contiguous. Row-major scales of tokens that were quantized before they were exchanged
-        take the same way in a call of their own.
+        out [P, K] of x's dtype, contiguous.
 
     Raises:
         RuntimeError: dtype, dimensions, strides, device or sizes are not as above; the text names the argument.
@@ -72,6 +82,38 @@ def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
     """
     with below_autograd(x):
         return _permute_pad(x, indices, top_k)
+
+
+def permute_quantized(
+    q: Tensor, scale: Tensor, format: str, indices: Tensor, top_k: int, *, offs: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Takes rows that are quantized along rows by index, values and scales: bytes move, nothing is cast.
+
+    Where the index is a slot, rows are those of `quantize_rows(x, format, indices=indices, top_k=top_k, offs=offs)` for
+    `q, scale = quantize_rows(x, format)`; elsewhere values and scales are zero bytes. So a token that has several slots
+    is quantized once. Not differentiable. Never waits for the device.
+
+    Args:
+        q: [M, K] float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz; stride 1 along K, row stride free.
+        scale: as `quantize_rows` returns it without offs; of any strides in "blockwise", contiguous in other formats.
+        format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
+        indices: [P] int32 on q's device, as in `permute_pad`.
+        top_k: slots of a row of q: index i stands for row i // top_k.
+        offs: [E] int32 on q's device, exclusive end index of each group, non-decreasing, at most 1024. Scales of
+            "mxfp8" are then blocked group by group; other formats look the same with and without. Contents are clamped
+            into [0, P] and made monotonic; MOE_FP8_VALIDATE=1 checks them, which waits for the device.
+
+    Returns:
+        q [P, K] of q's dtype, contiguous; scale as `quantize_rows` returns it for P rows and offs.
+
+    Raises:
+        RuntimeError: dtype, dimensions, strides, device, sizes or format are not as above, or an argument asks for a
+            derivative, which this has none of; the text names the argument.
+
+    Source: `permute_pad` and the layouts of DESIGN.md section 4.
+    """
+    with below_autograd(q, scale):
+        return _permute_quantized(q, scale, format, indices, top_k, offs)
 
 
 def unpermute(y: Tensor, indices: Tensor, num_tokens: int, top_k: int) -> Tensor:
@@ -117,6 +159,7 @@ def _unpermute_backward(ctx, grad):
 
 register_gradient(_permute_pad, _save, _permute_pad_backward)
 register_gradient(_unpermute, _save, _unpermute_backward)
+refuse_derivatives(_permute_quantized)
 
 
 @torch.library.register_fake("moe_fp8::permute_indices")
@@ -144,6 +187,23 @@ def _(x, indices, top_k):
     check("permute_pad", "x", x)
     check_indices("permute_pad", indices, x, x.shape[0], top_k)
     return x.new_empty((indices.shape[0], x.shape[1]))
+
+
+@torch.library.register_fake("moe_fp8::permute_quantized")
+def _(q, scale, format, indices, top_k, offs=None):
+    op = "permute_quantized"
+    check(op, "q", q)
+    check(op, "scale", scale, q)
+    format = check_format(op, format)
+    check_indices(op, indices, q, q.shape[0], top_k)
+    check_scale(op, "scale", scale, format, format.scale_of_rows(q.shape).shape)
+    shape, e = (indices.shape[0], q.shape[1]), None
+    if offs is not None:
+        check(op, "offs", offs, q)
+        e = offs.shape[0]
+        if format.order == "blocked":
+            check_size(op, "indices", padded_extent(shape[0], e, GROUP_SCALES), "rows with padding")
+    return q.new_empty(shape), format.scale_of_rows(shape, e).empty(q, format.scale_dtype)
 
 
 @torch.library.register_fake("moe_fp8::unpermute")

@@ -8,10 +8,11 @@ Dims: M tokens, K input features, N output features, E experts, P padded tokens.
 factor: x ~ q * scale.
 """
 
+from .activations import activate, activate_backward
 from .dequantize import dequantize, exact_values
 from .gemm import add_scaled_grouped_mm, grouped_mm, scaled_grouped_mm
 from .numerics import group_bounds
-from .quantize import quantize_both, quantize_rows, quantize_tokens, quantize_weight
+from .quantize import permute_quantized, quantize_both, quantize_rows, quantize_tokens, quantize_weight
 from .scales import swizzle_scales, unswizzle_scales
 from .tokens import (
     combine,
@@ -26,6 +27,8 @@ from .tokens import (
 )
 
 __all__ = [
+    "activate",
+    "activate_backward",
     "add_scaled_grouped_mm",
     "combine",
     "combine_backward",
@@ -37,6 +40,7 @@ __all__ = [
     "pad_token_groups_to",
     "permute_indices",
     "permute_pad",
+    "permute_quantized",
     "quantize_both",
     "quantize_rows",
     "quantize_tokens",

@@ -23,7 +23,7 @@ from .numerics import (
     row_major,
     scale_of,
 )
-from .scales import column_major, swizzle_scales
+from .scales import column_major, swizzle_scales, unswizzle_scales
 from .tokens import permute_pad
 
 
@@ -77,6 +77,19 @@ def quantize_rows(
     x = x if indices is None else permute_pad(x, indices, top_k)
     q, scale = quantize_lines(x, FORMATS[format], dtype, rounding)
     return q, laid_out(scale, FORMATS[format], None if offs is None else "rows", offs)
+
+
+def permute_quantized(
+    q: Tensor, scale: Tensor, format: str, indices: Tensor, top_k: int, *, offs: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """q [M, K] and scale of quantize_rows, indices [P] -> those of the rows that permute_pad would take, zeros else."""
+    f, (m, k) = FORMATS[format], q.shape
+    if f.block is None:
+        scale = scale[:, None]
+    if f.order == "blocked":
+        scale = unswizzle_scales(scale, m, f.blocks(k))
+    moved = permute_pad(scale, indices, top_k)
+    return permute_pad(q, indices, top_k), laid_out(moved, f, None if offs is None else "rows", offs)
 
 
 def quantize_tokens(

@@ -18,6 +18,8 @@ import moe_fp8_ext  # noqa: F401  registers the ops
 
 OPS = torch.ops.moe_fp8
 FORMATS = ("rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor")
+GATED = ("swiglu", "geglu", "swiglu_oai")
+ACTIVATIONS = (*GATED, "silu", "gelu", "relu2")
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 HARDWARE = (torch.float8_e4m3fn, torch.float8_e5m2) if torch.version.hip is None else (torch.float8_e4m3fnuz,)
 FOREIGN = torch.float8_e5m2fnuz if torch.version.hip is None else torch.float8_e4m3fn
@@ -81,6 +83,23 @@ def cases_of_scales() -> Iterator[Call]:
         yield f"dequantize {fmt}", OPS.dequantize, (q_t, scale_t, fmt), along
 
 
+def cases_of_activations() -> Iterator[Call]:
+    """A row of da has one number that is not zero: the sums of the CPU and of a wave have one term."""
+    half, single = (torch.float16, 24), (torch.float32, 24)
+    for name, (dtype, f) in itertools.product(ACTIVATIONS, (*((INPUTS[0], f) for f in (37, 136, 1040)), half, single)):
+        h = tokens(70, 2 * f if name in GATED else f, dtype, misaligned=f == 37)
+        da, how = torch.zeros(70, f, dtype=dtype), {"scores": torch.rand(70)}
+        da[:, f // 2] = 1.5
+        for interleaved in (False, True):
+            yield f"activate {name}", OPS.activate, (h, name, interleaved), {}
+            yield f"activate_backward {name}", OPS.activate_backward, (h, da, name), how | {"interleaved": interleaved}
+        fp8 = {37: FOREIGN, 136: HARDWARE[0]}.get(f, HARDWARE[-1])
+        for fmt in FORMATS:
+            q, scale = OPS.quantize_rows(h, fmt, dtype=fp8)
+            of_fp8 = {"h_scale": scale, "format": fmt, "interleaved": f == 1040}
+            yield f"activate_backward {name} {fmt}", OPS.activate_backward, (q, da, name), how | of_fp8
+
+
 def cases_of_tokens() -> Iterator[Call]:
     ids = torch.randint(-1, 9, (300, 4))
     permutation, offs, inverse = OPS.sort_tokens(ids, 9)
@@ -89,6 +108,11 @@ def cases_of_tokens() -> Iterator[Call]:
     counts = torch.randint(0, 30, (4, 6), dtype=torch.int32)
     indices, _, _ = OPS.permute_indices(counts, 4, 6, 500)
     yield "permute_indices", OPS.permute_indices, (counts, 4, 6, 500), {}
+    for fmt in FORMATS:
+        q, scale = OPS.quantize_rows(tokens(300, 272, torch.bfloat16), fmt)
+        for ends in (None, offs):
+            args = q, scale, fmt, permutation, 4
+            yield f"permute_quantized {fmt}", OPS.permute_quantized, args, {"offs": ends}
     for dtype, columns in itertools.product(INPUTS, (136, 37)):
         x, y = tokens(500, columns, dtype), tokens(1200, columns, dtype)
         yield "permute_pad", OPS.permute_pad, (x, indices, 1), {}
@@ -152,7 +176,7 @@ def main() -> int:
     # such roundings of the value, and of what cancelled in it, which is at most about the largest value.
     sums = "scaled_grouped_mm", "add_scaled_grouped_mm"
     wrong = count = 0
-    for cases in (cases_of_quantizers, cases_of_scales, cases_of_tokens, cases_of_gemm):
+    for cases in (cases_of_quantizers, cases_of_scales, cases_of_activations, cases_of_tokens, cases_of_gemm):
         for name, op, args, kwargs in cases():
             if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
                 continue

@@ -22,15 +22,18 @@ KINDS = {"(Kind)0": {E4M3}, "(Kind)1": {E5M2}, "(Kind)2": {E4M3, E5M2}}  # enum 
 # Kernels that quantize nothing: whether any instance, or those with this type, load vectors. The others load a word or
 # an index at a time.
 OTHERS: dict[str, str | bool] = {
+    "activate_backward_kernel": "Vectors<BF16>",
+    "activate_kernel": "Vectors<BF16>",
     "add_groups_kernel": True,
-    "combine_backward_kernel": "Vec16",
-    "combine_kernel": "Vec16",
+    "combine_backward_kernel": "SlotVectors",
+    "combine_kernel": "SlotVectors",
     "copy_rows_kernel": "Vec16",
     "count_tokens_kernel": False,
     "dequantize_kernel": "Pieces<BF16>",
     "grouped_gemm_kernel": False,
     "invert_indices_kernel": False,
     "permute_indices_kernel": False,
+    "permute_scales_kernel": False,
     "place_rows_kernel": False,
     "place_tokens_kernel": False,
     "prepare_offs_kernel": False,

@@ -21,6 +21,7 @@ IN_TYPES = (torch.bfloat16, torch.float16, torch.float32)  # enum class InType
 FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # Fp8Type
 ROUNDINGS = ("exact", "pow2", "rceil", "floor")  # Rounding
 GROUPS = (None, "rows", "columns")  # Groups
+ACTIVATIONS = ("swiglu", "geglu", "swiglu_oai", "silu", "gelu", "relu2")  # Activation
 BOTH = ("q", "scale", "q_t", "scale_t", "padded_offs")
 QUANTIZED = {"quantize_rows": BOTH[:2], "quantize_tokens": BOTH[2:], "quantize_both": BOTH, "quantize_weight": BOTH[:4]}
 
@@ -140,6 +141,35 @@ class SimtKernels:
         how = list(FORMATS).index(format), ROUNDINGS.index(rounding or f.roundings[0]), FP8_TYPES.index(dtype)
         results = along_rows, along_tokens, *map(out.get, BOTH), positions, align or f.align, scratch
         self._call("quantize", *where, *sizes, *how, *results)
+
+    # Activations
+
+    def _activate(
+        self, memory: GuardedMemory, a: Tensor, h: Tensor, activation: str, *, interleaved: bool = False
+    ) -> None:
+        how = IN_TYPES.index(h.dtype), ACTIVATIONS.index(activation), interleaved
+        self._call("activate", h, a, *a.shape, h.stride(0), *how)
+
+    def _activate_backward(
+        self,
+        memory: GuardedMemory,
+        dh: Tensor,
+        a: Tensor,
+        dscores: Tensor,
+        h: Tensor,
+        da: Tensor,
+        activation: str,
+        *,
+        scores: Tensor | None = None,
+        h_scale: Tensor | None = None,
+        format: str | None = None,
+        interleaved: bool = False,
+    ) -> None:
+        fp8 = 0 if h_scale is None else FP8_TYPES.index(h.dtype)
+        scale = None if h_scale is None else ctypes.byref(Scales.of(h, h_scale, format))
+        sizes = *a.shape, h.stride(0), da.stride(0)
+        how = IN_TYPES.index(da.dtype), fp8, scale, ACTIVATIONS.index(activation), interleaved
+        self._call("activate_backward", h, da, scores, dh, a, dscores, *sizes, *how)
 
     # Scales
 
@@ -270,6 +300,28 @@ class SimtKernels:
 
     def _permute_pad(self, memory: GuardedMemory, out: Tensor, x: Tensor, indices: Tensor, top_k: int) -> None:
         self._copy_rows(x, out, indices, top_k)
+
+    def _permute_quantized(
+        self,
+        memory: GuardedMemory,
+        out: Tensor,
+        out_scale: Tensor,
+        q: Tensor,
+        scale: Tensor,
+        format: str,
+        indices: Tensor,
+        top_k: int,
+        offs: Tensor | None = None,
+    ) -> None:
+        self._copy_rows(q, out, indices, top_k)
+        order, blocked = FORMATS[format].order, FORMATS[format].order == "blocked"
+        if order == "row_major":
+            return self._copy_rows(*(s.unsqueeze(1) if s.ndim == 1 else s for s in (scale, out_scale)), indices, top_k)
+        offs, strides = offs if blocked else None, (0, 0) if blocked else scale.stride()
+        groups = offs, 0 if offs is None else len(offs)
+        words = scale.shape[1] // 4 if blocked else scale.shape[1]
+        where = scale, out_scale, indices, len(q), top_k
+        self._call("permute_scales", *where, *groups, len(indices), words, blocked, *strides)
 
     def _pad_token_groups(
         self,

@@ -1,6 +1,7 @@
 // The launch functions of the kernels as C functions, for ctypes. Each returns null, or what went wrong.
 #include <hip/hip_runtime.h>
 
+#include "activations/activations.h"
 #include "gemm/scaled_grouped_mm.h"
 #include "platform/device.h"
 #include "quantize/quantize.h"
@@ -10,6 +11,7 @@
 #include "tokens/copy_rows.h"
 #include "tokens/invert.h"
 #include "tokens/permute.h"
+#include "tokens/permute_scales.h"
 #include "tokens/sort_tokens.h"
 #include "tokens/token_groups.h"
 
@@ -71,6 +73,24 @@ extern "C" const char* simt_dequantize(const uint8_t* q, int type, int64_t E, in
        .type = Fp8Type(type), .out_type = InType(out_type)}, nullptr));
 }
 
+extern "C" const char* simt_activate(const void* h, void* a, int64_t P, int64_t F, int64_t h_stride, int in,
+                                     int activation, bool interleaved) {
+  const GateRows rows = {.h = h, .stride = h_stride, .F = F, .in = InType(in), .fp8 = {}, .scale = {},
+                         .interleaved = interleaved};
+  return outcome(activate({.h = rows, .a = a, .P = P, .activation = Activation(activation)}, nullptr));
+}
+
+extern "C" const char* simt_activate_backward(const void* h, const void* da, const float* scores, void* dh, void* a,
+                                              float* dscores, int64_t P, int64_t F, int64_t h_stride,
+                                              int64_t da_stride, int in, int fp8, const Scales* scale, int activation,
+                                              bool interleaved) {
+  const GateRows rows = {.h = h, .stride = h_stride, .F = F, .in = InType(in), .fp8 = Fp8Type(fp8),
+                         .scale = scale ? scale->get() : OperandScales{}, .interleaved = interleaved};
+  return outcome(activate_backward(
+      {.h = rows, .da = da, .scores = scores, .dh = dh, .a = a, .dscores = dscores, .P = P, .da_stride = da_stride,
+       .in = InType(in), .activation = Activation(activation)}, nullptr));
+}
+
 extern "C" const char* simt_prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple) {
   return outcome(prepare_offs(offs, safe_offs, E, limit, multiple, nullptr));
 }
@@ -91,6 +111,13 @@ extern "C" const char* simt_add_groups(void* out, bool out_float32, const void* 
 extern "C" const char* simt_copy_rows(const void* from, int64_t from_rows, int64_t from_stride, void* to, int64_t rows,
                                       int64_t row_bytes, const int* index, int64_t top_k) {
   return outcome(copy_rows({from, to, RowIndex(index, from_rows, top_k), rows, row_bytes, from_stride}, nullptr));
+}
+
+extern "C" const char* simt_permute_scales(const void* from, void* to, const int* index, int64_t from_rows,
+                                           int64_t top_k, const int* offs, int64_t E, int64_t P, int64_t words,
+                                           bool blocked, int64_t row_stride, int64_t column_stride) {
+  const RowIndex source(index, from_rows, top_k);
+  return outcome(permute_scales({from, to, source, offs, E, P, words, blocked, row_stride, column_stride}, nullptr));
 }
 
 extern "C" const char* simt_token_groups(bool pad, const int* offs, const int* starts, int* padded_starts,

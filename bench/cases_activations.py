@@ -1,0 +1,66 @@
+"""The benchmark cases of the activations of experts and of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from case import FORMATS, HOST, Case, Rule, Shape, always, normal, of_copy
+from torch import Tensor
+
+from moe_fp8_ext import ops
+
+GATED = ("swiglu", "geglu", "swiglu_oai")
+PLAIN = ("silu", "gelu", "relu2")
+
+
+def _slots(cpu: bool) -> list[Shape]:
+    """Slots of all tokens, and the features of an expert: small ones and large ones."""
+    sizes = [(300, 256)] if cpu else [(196608, 256), (262144, 768), (131072, 2048)]
+    return [Shape(f"[{p}, {f}]", {"p": p, "f": f}) for p, f in sizes]
+
+
+def _h(device: torch.device, activation: str, p: int, f: int) -> Tensor:
+    return normal(device, p, 2 * f if activation in GATED else f)
+
+
+def _inputs(activation: str) -> Callable[..., tuple[object, ...]]:
+    return lambda device, groups, *, p, f: (_h(device, activation, p, f), activation)
+
+
+def _gradients(activation: str, format: str | None = None) -> Callable[..., tuple[object, ...]]:
+    def inputs(device: torch.device, groups: None, *, p: int, f: int) -> tuple[object, ...]:
+        h, scale = _h(device, activation, p, f), None
+        if format:
+            h, scale = ops.quantize_rows(h, format)
+        return h, normal(device, p, f), activation, torch.rand(p, device=device), scale, format
+
+    return inputs
+
+
+def _backward(interleaved: bool) -> Callable[..., tuple[Tensor, ...]]:
+    def call(h, da, activation, scores, scale, format):
+        how = {"h_scale": scale, "format": format, "interleaved": interleaved}
+        return ops.activate_backward(h, da, activation, scores=scores, **how)
+
+    return call
+
+
+_SPEED: Rule = (always, of_copy(0.85))
+
+_INTERLEAVED = "swiglu interleaved"
+
+ACTIVATION_CASES: tuple[Case, ...] = (
+    *(Case("activate", _slots, _inputs(a), ops.activate, (_SPEED, HOST), variant=a) for a in (*GATED, *PLAIN)),
+    Case("activate", _slots, _inputs("swiglu"), partial(ops.activate, interleaved=True), variant=_INTERLEAVED),
+    *(
+        Case("activate_backward", _slots, _gradients(a), _backward(False), (_SPEED,), variant=a)
+        for a in (*GATED, *PLAIN)
+    ),
+    *(
+        Case("activate_backward", _slots, _gradients("swiglu", f), _backward(False), (_SPEED,), f, "swiglu")
+        for f in FORMATS
+    ),
+    Case("activate_backward", _slots, _gradients("swiglu"), _backward(True), variant=_INTERLEAVED),
+)

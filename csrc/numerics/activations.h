@@ -1,0 +1,93 @@
+// The activations of experts: how a gate is bent, and whether an up is multiplied with it. In float32, by operations
+// that every device rounds alike: fused ones where it says fmaf, and nowhere else.
+#pragma once
+#include "platform/arithmetic.h"
+#include "platform/bits.h"
+
+namespace moe_fp8 {
+
+enum class Curve : int { kSilu, kGelu, kClampedSilu, kRelu2 };
+
+struct ActivationRule {
+  const char* name;
+  Curve curve;
+  bool gated;  // h [P, 2F] of gates and ups, not [P, F]
+};
+enum class Activation : int { kSwiglu, kGeglu, kSwigluOai, kSilu, kGelu, kRelu2 };
+inline constexpr ActivationRule kActivations[] = {
+    {"swiglu", Curve::kSilu, true}, {"geglu", Curve::kGelu, true}, {"swiglu_oai", Curve::kClampedSilu, true},
+    {"silu", Curve::kSilu, false},  {"gelu", Curve::kGelu, false}, {"relu2", Curve::kRelu2, false}};
+inline constexpr int kNumActivations = sizeof(kActivations) / sizeof(kActivations[0]);
+MOE_HD constexpr bool is_gated(Activation activation) { return kActivations[int(activation)].gated; }
+
+// Both from one power, of -|x|, so that neither is a difference: each is right to its last bits where it is small.
+struct Sigmoid { float of_x, of_minus_x; };
+
+MOE_HD Sigmoid sigmoid(float x) {
+  constexpr float kMost = 88.f;  // from about here on the power is zero
+  constexpr float kLog2E = 0x1.715476p+0f, kLn2 = 0x1.62e430p-1f, kLn2Rest = -0x1.05c610p-29f;
+  constexpr float kShift = 0x1.8p+23f + 127;  // a sum with it is rounded to units; its low byte is a biased exponent
+  constexpr float kP2 = 0x1.fffdfcp-2f, kP3 = 0x1.5557aep-3f, kP4 = 0x1.572a08p-5f, kP5 = 0x1.10627cp-7f;
+  const float y = -least(magnitude(x), kMost);
+  const float shifted = fmaf(y, kLog2E, kShift), n = shifted - kShift;
+  const float r = fmaf(n, -kLn2Rest, fmaf(n, -kLn2, y));
+  const float tail = fmaf(fmaf(fmaf(kP5, r, kP4), r, kP3), r, kP2);
+  const float power = fmaf(fmaf(tail, r, 1.f), r, 1.f) * as_float(as_bits(shifted) << 23);
+  const float large = reciprocal(1.f + power), small = power * large;
+  return x < 0 ? Sigmoid{small, large} : Sigmoid{large, small};
+}
+
+struct Point { float value, slope; };
+
+// x * sigmoid(z) where z has this slope.
+MOE_HD Point sigmoid_times(float x, float z, float z_slope) {
+  const Sigmoid s = sigmoid(z);
+  const float value = x * s.of_x;
+  return {value, fmaf(value, s.of_minus_x * z_slope, s.of_x)};
+}
+
+constexpr float kClampAlpha = 1.702f, kClampLimit = 7.f;  // as GPT-OSS has them
+
+template <Curve kCurve>
+MOE_HD Point point_of(float x) {
+  if constexpr (kCurve == Curve::kSilu) {
+    return sigmoid_times(x, x, 1.f);
+  } else if constexpr (kCurve == Curve::kGelu) {
+    // z = 2 sqrt(2 / pi) (x + 0.044715 x^3). Where the square is cut off the sigmoid is 0 or 1; no infinity meets a 0.
+    constexpr float kLinear = 0x1.988454p+0f, kCubic = 0x1.2444f2p-4f, kCubicSlope = 3 * kCubic;
+    const float square = least(x * x, 128.f);
+    return sigmoid_times(x, x * fmaf(square, kCubic, kLinear), fmaf(square, kCubicSlope, kLinear));
+  } else if constexpr (kCurve == Curve::kClampedSilu) {
+    const float clamped = x > kClampLimit ? kClampLimit : x;
+    const Point p = sigmoid_times(clamped, clamped * kClampAlpha, kClampAlpha);
+    return {p.value, x > kClampLimit ? 0.f : p.slope};
+  } else {
+    const float positive = x < 0 ? 0.f : x;
+    return {positive * positive, positive + positive};
+  }
+}
+
+// What the gate's value is multiplied by, and how fast that grows with up.
+template <Activation kActivation>
+MOE_HD Point factor_of(float up) {
+  constexpr ActivationRule kRule = kActivations[int(kActivation)];
+  if constexpr (!kRule.gated) return {1.f, 0.f};
+  if constexpr (kRule.curve != Curve::kClampedSilu) return {up, 1.f};
+  const float clamped = up > kClampLimit ? kClampLimit : up < -kClampLimit ? -kClampLimit : up;
+  return {clamped + 1.f, magnitude(up) > kClampLimit ? 0.f : 1.f};
+}
+
+template <Activation kActivation>
+MOE_HD float activated(float gate, float up) {
+  return point_of<kActivations[int(kActivation)].curve>(gate).value * factor_of<kActivation>(up).value;
+}
+
+// a, and the gradients of gate and up where `grad` is that of a.
+struct ActivationGradient { float a, gate, up; };
+template <Activation kActivation>
+MOE_HD ActivationGradient activation_gradient(float gate, float up, float grad) {
+  const Point g = point_of<kActivations[int(kActivation)].curve>(gate), u = factor_of<kActivation>(up);
+  return {g.value * u.value, grad * u.value * g.slope, u.slope == 0 ? 0.f : grad * g.value};
+}
+
+}  // namespace moe_fp8

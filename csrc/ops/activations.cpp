@@ -1,0 +1,116 @@
+#include "activations/activations.h"
+
+#include "cpu/activations.h"
+#include "ops/operands.h"
+
+namespace moe_fp8 {
+namespace {
+
+constexpr const char *kActivate = "activate", *kBackward = "activate_backward";
+
+Activation check_activation(const char* op, std::string_view name) {
+  std::string names;
+  for (int i = 0; i < kNumActivations; ++i) {
+    if (name == kActivations[i].name) return Activation(i);
+    names += (i == 0 ? "'" : i + 1 < kNumActivations ? ", '" : " or '") + std::string(kActivations[i].name) + "'";
+  }
+  fail(op, ": activation must be ", names, ", got '", name, "'");
+}
+int64_t check_features(const char* op, const Tensor& h, Activation activation) {
+  if (!is_gated(activation)) return h.sizes[1];
+  if (h.sizes[1] % 2)
+    fail(op, ": h must have an even number of columns with activation '", kActivations[int(activation)].name,
+         "', got ", h.sizes[1]);
+  return h.sizes[1] / 2;
+}
+
+void run(const Call& call, const Tensor& h, const ActivateParams& p) {
+#if defined(MOE_FP8_GPU)
+  if (h.on_gpu()) return call.check(activate(p, call.stream()));
+#endif
+  activate_cpu(p);
+}
+void run(const Call& call, const Tensor& h, const ActivateBackwardParams& p) {
+#if defined(MOE_FP8_GPU)
+  if (h.on_gpu()) return call.check(activate_backward(p, call.stream()));
+#endif
+  activate_backward_cpu(p);
+}
+
+OperandScales check_h_scale(const Tensor& h, const std::optional<Tensor>& h_scale,
+                            const std::optional<std::string_view>& format) {
+  constexpr const Argument& kScale = argument(kBackward, "h_scale");
+  if (!h_scale) {
+    if (format) fail(kBackward, ": h_scale must be given with format, got None");
+    return {};
+  }
+  check(kScale, *h_scale, h);
+  if (!format) fail(kBackward, ": format must be given with h_scale, got None");
+  const Format& f = format_of(check_format(kBackward, *format));
+  return scales_of_rows(kScale, *h_scale, f, h.sizes, 1, h.sizes[0], h.sizes[1], kNoGroups);
+}
+
+}  // namespace
+
+Results<1> activate_op(const Tensor& h, std::string_view activation, bool interleaved) {
+  constexpr const Argument& kH = argument(kActivate, "h");
+  check(kH, h);
+  ActivateParams p = {};
+  p.activation = check_activation(kActivate, activation);
+  p.P = h.sizes[0];
+  p.h.F = check_features(kActivate, h, p.activation);
+  const Call call(kActivate, "h", h);
+  Handle a = call.empty({p.P, p.h.F}, h.dtype);
+  p.h.h = h.data;
+  p.h.stride = h.strides[0];
+  p.h.in = in_type(h);
+  p.h.interleaved = interleaved;
+  p.a = data(a);
+  run(call, h, p);
+  return results(a);
+}
+
+Results<3> activate_backward_op(const Tensor& h, const Tensor& da, std::string_view activation,
+                                const std::optional<Tensor>& scores, const std::optional<Tensor>& h_scale,
+                                const std::optional<std::string_view>& format, bool interleaved) {
+  constexpr const Argument &kH = argument(kBackward, "h"), &kDa = argument(kBackward, "da"),
+                           &kScores = argument(kBackward, "scores");
+  Argument of_h = kH;
+  of_h.dtypes = h_scale ? Dtypes::kFp8 : Dtypes::kInput;
+  check(of_h, h);
+  check(kDa, da, h);
+  if (!h_scale && da.dtype != h.dtype)
+    fail(kBackward, ": da must be, like h, ", dtype_name(h.dtype), ", got ", dtype_name(da.dtype));
+  ActivateBackwardParams p = {};
+  p.activation = check_activation(kBackward, activation);
+  p.P = h.sizes[0];
+  p.h.F = check_features(kBackward, h, p.activation);
+  const int64_t sizes[] = {p.P, p.h.F};
+  check_sizes(kDa, da, sizes, 2);
+  if (scores) {
+    check(kScores, *scores, h);
+    check_size(kScores, *scores, 0, p.P);
+  }
+  p.h.scale = check_h_scale(h, h_scale, format);
+  const Call call(kBackward, "h", h);
+  Handle dh = call.empty({p.P, h.sizes[1]}, da.dtype), a = call.empty({p.P, p.h.F}, da.dtype);
+  Handle dscores = call.empty({p.P}, kFloat32);
+  p.h.h = h.data;
+  p.h.stride = h.strides[0];
+  p.h.in = p.in = in_type(da);
+  if (h_scale) p.h.fp8 = fp8_type(h);
+  p.h.interleaved = interleaved;
+  p.da = da.data;
+  p.da_stride = da.strides[0];
+  p.scores = scores ? scores->as<float>() : nullptr;
+  p.dh = data(dh);
+  p.a = data(a);
+  p.dscores = data<float>(dscores);
+  run(call, h, p);
+  return results(dh, a, dscores);
+}
+
+}  // namespace moe_fp8
+
+MOE_FP8_REGISTER(activate)
+MOE_FP8_REGISTER(activate_backward)

@@ -1,0 +1,254 @@
+"""The experts of an MoE layer as one differentiable operation: every pass over memory is a GEMM or a quantizer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from moe_fp8_ext.bf16 import bf16_wgrad, cast, row_major
+from moe_fp8_ext.formats import MAX_EXPERTS
+from moe_fp8_ext.operands import NOTHING, Slots, operands_of
+from moe_fp8_ext.ops.activations import GATED
+from moe_fp8_ext.ops.checks import INPUT_DTYPES, check_dense, check_one_of, dtype_name, either
+from moe_fp8_ext.ops.dispatch import asks_for_gradient, below_autograd, differentiable_once
+from moe_fp8_ext.recipes import Recipe, get_recipe
+
+_OP = "experts"
+_KEEP = ("fp8", "bf16")
+_BF16 = torch.bfloat16
+
+_sort_tokens = torch.ops.moe_fp8.sort_tokens.default
+_permute_pad = torch.ops.moe_fp8.permute_pad.default
+_activate = torch.ops.moe_fp8.activate.default
+_activate_backward = torch.ops.moe_fp8.activate_backward.default
+_combine = torch.ops.moe_fp8.combine.default
+_combine_backward = torch.ops.moe_fp8.combine_backward.default
+
+
+def experts(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_scores: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    *,
+    recipe: str | Recipe = "rowwise",
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    b_gate_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    keep: str = "fp8",
+) -> Tensor:
+    """Every token through its experts, weighted by the router's scores:
+
+        h[t, j] = w_gate_up[e] @ x[t] + b_gate_up[e]                        e = topk_ids[t, j]
+        out[t]  = sum_j topk_scores[t, j] * (w_down[e] @ activation(h[t, j]) + b_down[e])
+
+    Slots are sorted by expert, groups have any sizes. A token is quantized along its row once, forward and backward,
+    and its bytes are moved to its slots. The outputs of experts are not kept: the gradient of a score is the dot
+    product of an activation and its gradient. What a frozen input would need is not computed. Nothing waits for the
+    device; two runs give the same bytes. Traces under torch.compile(fullgraph=True), can be captured in a CUDA graph,
+    honours torch.autocast and `reuse_weights`. Differentiable once.
+
+    Kept for backward are x, a reference, and for P = T * top_k slots, H = w_gate_up.shape[1]:
+
+        h                                 P * H bytes and its scales, those of `quantize_rows`; in bfloat16 2 P * H
+        order of the slots, scores        12 P + 4 E bytes
+
+    and of each weight, where backward multiplies by it, its fp8 copy transposed; with recipe "bf16" the weight itself.
+
+    Args:
+        x: [T, D] bfloat16, float16 or float32.
+        topk_ids: [T, top_k] int32 or int64: experts of each token. Ids out of [0, E) drop their slots, which count for
+            nothing; MOE_FP8_VALIDATE=1 refuses all of them but -1.
+        topk_scores: [T, top_k] floating point, taken as float32.
+        w_gate_up: [E, 2 F, D], or [E, F, D] with an activation that is not gated; E at most 1024, with "bf16" on a GPU
+            1023. Of any strides; a contiguous one or its transposed view is not copied.
+        w_down: [E, D, F], likewise.
+        recipe: as in `grouped_mm`.
+        activation: "swiglu", "geglu" or "swiglu_oai", which are gated, "relu2", "silu" or "gelu"; see `ops.activate`.
+        interleaved: gate and up alternate along 2 F, where they are halves otherwise.
+        b_gate_up: [E, 2 F] or [E, F], added in bfloat16.
+        b_down: [E, D], likewise.
+        keep: h for backward as "fp8", quantized along rows in the recipe's format, or as it is, "bf16". It always is
+            as it is with recipe "bf16" and with wgrad_high_precision.
+
+    Returns:
+        out [T, D] of x's dtype.
+
+    Raises:
+        RuntimeError: dtype, shape, device or names are not as above; the text names the argument.
+        ValueError, TypeError: no recipe of that name exists, or it is neither a name nor a `Recipe`.
+
+    Source: DESIGN.md section 6.
+    """
+    recipe = get_recipe(recipe)
+    check_one_of(_OP, "activation", activation, list(GATED))
+    check_one_of(_OP, "keep", keep, _KEEP)
+    weights = w_gate_up, w_down, b_gate_up, b_down
+    _check(x, topk_ids, topk_scores, *weights, gated=GATED[activation])
+    needs = Needs(*map(asks_for_gradient, (x, topk_scores, *weights)))
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    x, scores = cast(x, dtype or x.dtype), cast(topk_scores, torch.float32).contiguous()
+    keep_fp8 = keep == "fp8" and not recipe.wgrad_high_precision
+    call = Call(recipe, activation, interleaved, keep_fp8, dtype, needs)
+    return _Experts.apply(x, scores, *weights, topk_ids.contiguous(), call)
+
+
+class Needs(NamedTuple):
+    """Which inputs ask for a gradient."""
+
+    x: bool
+    scores: bool
+    w_gate_up: bool
+    w_down: bool
+    b_gate_up: bool
+    b_down: bool
+
+    @property
+    def dh(self) -> bool:
+        return self.x or self.w_gate_up or self.b_gate_up
+
+    @property
+    def da(self) -> bool:
+        return self.dh or self.scores
+
+    @property
+    def h(self) -> bool:
+        return self.da or self.w_down
+
+
+class Call(NamedTuple):
+    recipe: Recipe
+    activation: str
+    interleaved: bool
+    keep_fp8: bool
+    dtype: torch.dtype | None  # of autocast
+    needs: Needs
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scores, w_gate_up, w_down, b_gate_up, b_down, topk_ids, call):
+        needs, operands = call.needs, operands_of(call.recipe)
+        w_gate_up_t, w_down_t = w_gate_up.mT, w_down.mT  # not below autograd, where torch forgets whose views they are
+        with below_autograd():
+            slots = Slots(*_sort_tokens(topk_ids, w_gate_up.shape[0]))
+            up, up_t = operands.weight(w_gate_up_t, call.dtype or w_gate_up.dtype, backward=needs.x)
+            down, down_t = operands.weight(w_down_t, call.dtype or w_down.dtype, backward=needs.da)
+            rows, _ = operands.at_slots(x, slots, rows=True)
+            h = operands.product(rows, up, slots)
+            if b_gate_up is not None:
+                h += rows_of_bias(b_gate_up, slots.offs, h.shape[0], h.dtype)
+            rows, _ = operands.of_slots(_activate(h, call.activation, interleaved=call.interleaved), slots, rows=True)
+            y = operands.product(rows, down, slots)
+            if b_down is not None:
+                y += rows_of_bias(b_down, slots.offs, y.shape[0], y.dtype)
+            out = cast(_combine(y, slots.inverse, scores), x.dtype)
+            h = (operands.kept(h) if call.keep_fp8 else (h, None)) if needs.h else NOTHING
+        ctx.save_for_backward(x if needs.w_gate_up else None, scores, b_down, *slots, *up_t, *down_t, *h)
+        ctx.call, ctx.features = call, w_down.shape[2]
+        inputs = x, scores, w_gate_up, w_down, b_gate_up, b_down
+        ctx.dtypes = [None if t is None else t.dtype for t in inputs]
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dout):
+        x, scores, b_down, permutation, offs, inverse, *kept = ctx.saved_tensors
+        up_t, down_t, (h, h_scale) = kept[:2], kept[2:4], kept[4:]
+        call, needs, slots, p = ctx.call, ctx.call.needs, Slots(permutation, offs, inverse), permutation.shape[0]
+        operands = operands_of(call.recipe)
+        dx = dscores = dw_gate_up = dw_down = db_gate_up = db_down = dh = None
+        with below_autograd():
+            dout = row_major(dout)
+            dy, dy_t = operands.at_slots(dout, slots, rows=needs.da, tokens=needs.w_down, gradient=True)
+            if needs.h:
+                # Zeros where dW_down alone is wanted, and so of the next op's results a alone.
+                da = operands.product(dy, down_t, slots) if needs.da else dout.new_zeros(p, ctx.features, dtype=_BF16)
+                of_slots = _permute_pad(scores.view(-1, 1), permutation, 1).view(-1)
+                format = None if h_scale is None else call.recipe.format
+                options = dict(scores=of_slots, h_scale=h_scale, format=format, interleaved=call.interleaved)
+                dh, a, dscores = _activate_backward(h, da, call.activation, **options)
+                dscores = _permute_pad(dscores.view(-1, 1), inverse.view(-1), 1).view(inverse.shape)
+            if needs.w_down:
+                _, a_t = operands.of_slots(a, slots, tokens=True)
+                dw_down = operands.wgrad(dy_t, a_t, slots)
+            if b_down is not None and (needs.scores or needs.b_down):
+                # To `combine` a bias is what the product is, a part of y.
+                y = rows_of_bias(b_down, offs, p, dout.dtype) if needs.scores else None
+                dy, of_bias = _combine_backward(dout, y, inverse, scores, p)
+                dscores = dscores + of_bias if needs.scores else None
+                db_down = _sum_of_groups(dy, offs) if needs.b_down else None
+            if needs.b_gate_up:
+                db_gate_up = _sum_of_groups(dh, offs)
+            if needs.x or needs.w_gate_up:
+                dh, dh_t = operands.of_slots(dh, slots, rows=needs.x, tokens=needs.w_gate_up, gradient=True)
+            if needs.x:
+                dx = _combine(operands.product(dh, up_t, slots), inverse, None)
+            if needs.w_gate_up:
+                _, x_t = operands.at_slots(x, slots, tokens=True)
+                dw_gate_up = operands.wgrad(dh_t, x_t, slots)
+            grads = dx, dscores if needs.scores else None, dw_gate_up, dw_down, db_gate_up, db_down
+            grads = [None if g is None else cast(g, dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)]
+        return *grads, None, None
+
+
+def rows_of_bias(bias: Tensor, offs: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """bias [E, N] of the expert of each of so many rows [rows, N]; zeros for rows of no expert."""
+    of_rows = torch.bucketize(torch.arange(rows, device=offs.device, dtype=offs.dtype), offs, right=True)
+    return torch.nn.functional.pad(cast(bias, dtype), (0, 0, 0, 1))[of_rows]
+
+
+def _sum_of_groups(x: Tensor, offs: Tensor) -> Tensor:
+    """[P, N] -> [E, N]: the gradient of a bias, which is a weight whose input is 1."""
+    ones = x.new_ones(x.shape[0], 1, dtype=_BF16)
+    return bf16_wgrad(x, ones, offs).squeeze(1)
+
+
+def _fail(text: str) -> NoReturn:
+    raise RuntimeError(f"{_OP}: {text}")
+
+
+def _check(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_scores: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    b_gate_up: Tensor | None,
+    b_down: Tensor | None,
+    gated: bool,
+) -> None:
+    check_dense(_OP, "x", x, 2)
+    check_dense(_OP, "topk_ids", topk_ids, 2)
+    check_dense(_OP, "w_down", w_down, 3)
+    (tokens, d), top_k, (e, _, f) = x.shape, topk_ids.shape[1], w_down.shape
+    if top_k < 1:
+        _fail("topk_ids must have at least 1 column, got 0")
+    if not 1 <= e <= MAX_EXPERTS:
+        _fail(f"w_down must have from 1 to {MAX_EXPERTS} experts, got {e}")
+    rows = 2 * f if gated else f
+    _check_tensor("x", x, (tokens, d), x)
+    _check_tensor("topk_ids", topk_ids, (tokens, top_k), x, (torch.int32, torch.int64))
+    _check_tensor("topk_scores", topk_scores, (tokens, top_k), x)
+    _check_tensor("w_gate_up", w_gate_up, (e, rows, d), x)
+    _check_tensor("w_down", w_down, (e, d, f), x)
+    for name, bias, shape in (("b_gate_up", b_gate_up, (e, rows)), ("b_down", b_down, (e, d))):
+        if bias is not None:
+            _check_tensor(name, bias, shape, x)
+
+
+def _check_tensor(
+    name: str, t: Tensor, shape: tuple[int, ...], x: Tensor, dtypes: tuple[torch.dtype, ...] = INPUT_DTYPES
+) -> None:
+    check_dense(_OP, name, t, len(shape))
+    if t.dtype not in dtypes:
+        _fail(f"{name} must be {either([dtype_name(dtype) for dtype in dtypes])}, got {t.dtype}")
+    if t.device != x.device:
+        _fail(f"{name} must be on the device of x, {x.device}, got {t.device}")
+    for dim, size in enumerate(shape):
+        if t.shape[dim] != size:
+            _fail(f"{name} must have size {size} in dimension {dim}, got {t.shape[dim]}")

@@ -1,0 +1,239 @@
+"""An MoE layer as modules, with the names and layouts that models of Hugging Face Transformers have in state dicts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_fp8_ext.bf16 import cast
+from moe_fp8_ext.experts import experts
+from moe_fp8_ext.ops.activations import GATED
+from moe_fp8_ext.ops.checks import check_one_of, require
+from moe_fp8_ext.ops.dispatch import differentiable_once
+from moe_fp8_ext.recipes import Recipe, get_recipe
+
+_SCORINGS = ("softmax", "sigmoid")
+
+
+class Experts(nn.Module):
+    """The routed experts: `experts` with parameters of its own.
+
+    Attributes:
+        gate_up_proj: [E, 2 F, D], or up_proj [E, F, D] with an activation that is not gated.
+        down_proj: [E, D, F].
+        gate_up_proj_bias or up_proj_bias, down_proj_bias: [E, 2 F] or [E, F], [E, D], with bias.
+
+    Args:
+        num_experts, hidden_size, intermediate_size: E, D and F.
+        bias: whether experts have biases.
+        recipe, activation, interleaved, keep: as in `experts`.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        recipe: str | Recipe = "rowwise",
+        activation: str = "swiglu",
+        interleaved: bool = False,
+        bias: bool = False,
+        keep: str = "fp8",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.options = dict(recipe=get_recipe(recipe), activation=activation, interleaved=interleaved, keep=keep)
+        check_one_of("Experts", "activation", activation, list(GATED))
+        self.up = "gate_up_proj" if GATED[activation] else "up_proj"
+        rows = intermediate_size * (2 if GATED[activation] else 1)
+        sizes = {self.up: (rows, hidden_size), "down_proj": (hidden_size, intermediate_size)}
+        for name, (n, k) in sizes.items():
+            of_bias = torch.empty(num_experts, n, device=device, dtype=dtype) if bias else None
+            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, n, k, device=device, dtype=dtype)))
+            self.register_parameter(f"{name}_bias", None if of_bias is None else nn.Parameter(of_bias))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As nn.Linear does: uniform, up to 1 / sqrt(inputs)."""
+        for name in (self.up, "down_proj"):
+            weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
+            for parameter in (weight,) if bias is None else (weight, bias):
+                nn.init.uniform_(parameter, -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5)
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
+        """x [T, D], topk_ids and topk_scores [T, top_k] -> [T, D]."""
+        w_up, w_down = getattr(self, self.up), self.down_proj
+        biases = dict(b_gate_up=getattr(self, f"{self.up}_bias"), b_down=self.down_proj_bias)
+        return experts(x, topk_ids, topk_scores, w_up, w_down, **biases, **self.options)
+
+
+class _Logits(torch.autograd.Function):
+    """x @ weight^T in float32, under torch.autocast too; x is kept as it is, and not a float32 copy of it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        with torch.autocast(x.device.type, enabled=False):
+            return x.float() @ weight.float().t()
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        dx = dweight = None
+        with torch.autocast(x.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                dx = cast(grad @ weight.float(), x.dtype)
+            if ctx.needs_input_grad[1]:
+                dweight = cast(grad.t() @ x.float(), weight.dtype)
+        return dx, dweight
+
+
+class Routing(NamedTuple):
+    """topk_ids [T, top_k] int64, topk_scores [T, top_k] float32, and the losses of the router, a scalar."""
+
+    topk_ids: Tensor
+    topk_scores: Tensor
+    loss: Tensor
+
+
+class Router(nn.Module):
+    """Chooses experts, in float32 whatever the dtypes of tokens and weight are, and under torch.autocast too.
+
+        scores = scoring(x @ weight^T); the choice is the top_k of scores + e_score_correction_bias; the scores of the
+        chosen are those without the bias, divided by their sum if normalize, times scaling_factor
+
+    Attributes:
+        weight: [E, D].
+        e_score_correction_bias: [E] float32, a buffer that `update_bias` moves, where bias_rate is not 0.
+        tokens_per_expert: [E] int64, what was chosen in training since the last `update_bias`; not in state dicts.
+
+    Args:
+        num_experts, hidden_size, top_k: E, D and experts a token.
+        scoring: "softmax" over the experts or "sigmoid" of each.
+        normalize: whether scores of a token add up to scaling_factor.
+        scaling_factor: of the scores.
+        num_groups, top_groups: experts are num_groups groups of neighbours, of which a token chooses from those
+            top_groups whose two best experts have the largest sum.
+        bias_rate: what `update_bias` moves the bias by, for balance without a loss.
+        balance_loss: coefficient of E * sum_e (share of the slots of e) * (mean probability of e), 1 where balanced;
+            probabilities are scores divided by their sum.
+        z_loss: coefficient of the mean of logsumexp(logits)^2.
+        device, dtype: of the weight.
+
+    Source: Switch Transformer, equations 4 to 6 (balance_loss); ST-MoE, equation 5 (z_loss); DeepSeek-V3 technical
+        report, section 2.1.2 (groups, sigmoid, bias_rate).
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        top_k: int,
+        *,
+        scoring: str = "softmax",
+        normalize: bool = True,
+        scaling_factor: float = 1.0,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        bias_rate: float = 0.0,
+        balance_loss: float = 0.0,
+        z_loss: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_one_of("Router", "scoring", scoring, _SCORINGS)
+        of_group, text = num_experts // num_groups, f"divide the {num_experts} experts, got {num_groups}"
+        require(num_experts % num_groups == 0, f"Router: num_groups must {text}")
+        require(1 <= top_groups <= num_groups, f"Router: top_groups must be from 1 to {num_groups}, got {top_groups}")
+        most = of_group * top_groups
+        require(1 <= top_k <= most, f"Router: top_k must be from 1 to the {most} experts of a choice, got {top_k}")
+        self.top_k, self.scoring, self.normalize, self.scaling_factor = top_k, scoring, normalize, scaling_factor
+        self.num_groups, self.top_groups, self.bias_rate = num_groups, top_groups, bias_rate
+        self.balance_loss, self.z_loss = balance_loss, z_loss
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        balanced, counts = bias_rate != 0, torch.zeros(num_experts, device=device, dtype=torch.int64)
+        bias = torch.zeros(num_experts, device=device, dtype=torch.float32)
+        self.register_buffer("e_score_correction_bias", bias if balanced else None)
+        self.register_buffer("tokens_per_expert", counts if balanced else None, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.weight, -(self.weight.shape[1] ** -0.5), self.weight.shape[1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Routing:
+        """x [T, D] -> ids and scores [T, top_k], losses."""
+        logits = _Logits.apply(x, self.weight)
+        scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
+        ids = self._choice(scores.detach())
+        chosen = scores.gather(1, ids)
+        if self.normalize:
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+        loss = self._loss(logits, scores, ids)
+        if self.training and self.tokens_per_expert is not None:
+            self.tokens_per_expert += self._counts(ids)
+        return Routing(ids, chosen * self.scaling_factor, loss)
+
+    @torch.no_grad()
+    def update_bias(self) -> None:
+        """Moves the bias of every expert by bias_rate towards balance, and counts anew: once a step of the optimizer.
+
+        Data-parallel ranks add up their tokens_per_expert before.
+        """
+        counts = self.tokens_per_expert.double()
+        self.e_score_correction_bias += self.bias_rate * (counts.mean() - counts).sign().float()
+        self.tokens_per_expert.zero_()
+
+    def _choice(self, scores: Tensor) -> Tensor:
+        if self.e_score_correction_bias is not None:
+            scores = scores + self.e_score_correction_bias
+        if self.top_groups < self.num_groups:
+            groups = scores.unflatten(1, (self.num_groups, -1))
+            best = groups.topk(min(2, groups.shape[2]), -1).values.sum(-1).topk(self.top_groups, -1).indices
+            out = torch.ones_like(groups[:, :, 0], dtype=torch.bool).scatter(1, best, False)
+            scores = groups.masked_fill(out[:, :, None], float("-inf")).flatten(1)
+        return scores.topk(self.top_k, -1).indices
+
+    def _loss(self, logits: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
+        loss, tokens = logits.new_zeros(()), max(ids.shape[0], 1)
+        if self.balance_loss:
+            shares = self._counts(ids) / (tokens * self.top_k)
+            probabilities = (scores / scores.sum(-1, keepdim=True)).sum(0) / tokens
+            loss = loss + self.balance_loss * len(shares) * (shares * probabilities).sum()
+        if self.z_loss:
+            loss = loss + self.z_loss * logits.logsumexp(-1).square().sum() / tokens
+        return loss
+
+    def _counts(self, ids: Tensor) -> Tensor:
+        counts = ids.new_zeros(self.weight.shape[0])
+        return counts.scatter_add(0, ids.flatten(), torch.ones_like(ids).flatten())
+
+
+class MoE(nn.Module):
+    """A router, the experts that it chooses, and experts that every token has, if any.
+
+    Attributes:
+        gate, experts, shared_experts: under which their parameters are in state dicts.
+
+    Args:
+        router: its forward [T, D] -> `Routing`, such as a `Router`.
+        experts: such as `Experts`.
+        shared_experts: any module [..., D] -> [..., D], such as a dense feed-forward layer.
+    """
+
+    def __init__(self, router: nn.Module, experts: nn.Module, shared_experts: nn.Module | None = None) -> None:
+        super().__init__()
+        self.gate, self.experts, self.shared_experts = router, experts, shared_experts
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., D] -> out, shaped as x, and the losses of the router, to be added to that of the model."""
+        tokens = x.reshape(-1, x.shape[-1])
+        routing = self.gate(tokens)
+        out = self.experts(tokens, routing.topk_ids, routing.topk_scores).view(x.shape)
+        return out if self.shared_experts is None else out + self.shared_experts(x), routing.loss

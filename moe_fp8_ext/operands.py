@@ -1,0 +1,131 @@
+"""How a layer multiplies: its operands in fp8 or in bfloat16, at the slots of its tokens, and their products."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_fp8_ext.bf16 import bf16_product, bf16_wgrad, cast, row_major
+from moe_fp8_ext.fp8 import fp8_product, fp8_weight
+from moe_fp8_ext.recipes import Recipe
+
+Operand = tuple[Tensor | None, ...]  # values and what belongs to them
+NOTHING: Operand = None, None
+
+_quantize_rows = torch.ops.moe_fp8.quantize_rows.default
+_quantize_tokens = torch.ops.moe_fp8.quantize_tokens.default
+_quantize_both = torch.ops.moe_fp8.quantize_both.default
+_permute_quantized = torch.ops.moe_fp8.permute_quantized.default
+_permute_pad = torch.ops.moe_fp8.permute_pad.default
+
+
+class Slots(NamedTuple):
+    """As `sort_tokens` returns them for ids [T, top_k]."""
+
+    permutation: Tensor
+    offs: Tensor
+    inverse: Tensor
+
+    @property
+    def indices(self) -> tuple[Tensor, int]:
+        """What `permute_pad` takes beside tokens."""
+        return self.permutation, self.inverse.shape[1]
+
+
+class Bf16Operands:
+    """Tensors in bfloat16; what is said of the methods holds for Fp8Operands too."""
+
+    def weight(self, w_t: Tensor, dtype: torch.dtype, backward: bool) -> tuple[Operand, Operand]:
+        """w_t [E, K, N], multiplied as `dtype`: for a product over K and, for backward, for one over N."""
+        w_t = cast(cast(w_t, dtype), torch.bfloat16)
+        return (w_t, None), (w_t.mT, None) if backward else NOTHING
+
+    def at_slots(
+        self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
+    ) -> tuple[Operand, Operand]:
+        """x [T, K] where its tokens go: along rows, for a product with weights, and along tokens, for `wgrad`."""
+        if not rows and not tokens:
+            return NOTHING, NOTHING
+        x = _permute_pad(row_major(cast(x, torch.bfloat16)), *slots.indices)
+        return self.of_slots(x, slots, rows, tokens, gradient)
+
+    def of_slots(
+        self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
+    ) -> tuple[Operand, Operand]:
+        """The same of x [P, K] in bfloat16, which is there already."""
+        return (x, None), (x, None)
+
+    def kept(self, x: Tensor) -> Operand:
+        """x [P, K] as it is kept for backward."""
+        return x, None
+
+    def product(self, a: Operand, w: Operand, slots: Slots) -> Tensor:
+        """a @ w^T in bfloat16; rows of no group are zero."""
+        return bf16_product(a[0], w[0], slots.offs)
+
+    def wgrad(self, dy: Operand, a: Operand, slots: Slots) -> Tensor:
+        """dy^T @ a of every group, [E, N, K] in bfloat16."""
+        return bf16_wgrad(dy[0], a[0], slots.offs).mT
+
+
+class Fp8Operands:
+    """Quantized tensors. A token that has several slots is quantized along its row once: its bytes are moved."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.of_wgrad = Bf16Operands() if recipe.wgrad_high_precision else self
+
+    def weight(self, w_t: Tensor, dtype: torch.dtype, backward: bool) -> tuple[Operand, Operand]:
+        q, scale, q_t, scale_t = fp8_weight(w_t, dtype, self.recipe, backward)
+        return (q, scale), (q_t, scale_t) if backward else NOTHING
+
+    def at_slots(
+        self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
+    ) -> tuple[Operand, Operand]:
+        if tokens and self.of_wgrad is not self:
+            return self.at_slots(x, slots, rows, False, gradient)[0], self.of_wgrad.at_slots(x, slots, tokens=True)[1]
+        x, (format, dtype, rounding) = row_major(x), self._rule(gradient)
+        along_rows = along_tokens = NOTHING
+        if rows:
+            q, scale = _quantize_rows(x, format, None, None, None, dtype, rounding)
+            along_rows = _permute_quantized(q, scale, format, *slots.indices, slots.offs)
+        if tokens:
+            along_tokens = _quantize_tokens(x, format, slots.offs, *slots.indices, self.recipe.align, dtype, rounding)
+        return along_rows, along_tokens
+
+    def of_slots(
+        self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
+    ) -> tuple[Operand, Operand]:
+        if tokens and self.of_wgrad is not self:
+            return self.of_slots(x, slots, rows, False, gradient)[0], (x, None)
+        format, dtype, rounding = self._rule(gradient)
+        of_groups = x, format, slots.offs, None, None
+        if not tokens:
+            return _quantize_rows(*of_groups, dtype, rounding) if rows else NOTHING, NOTHING
+        if not rows:
+            return NOTHING, _quantize_tokens(*of_groups, self.recipe.align, dtype, rounding)
+        both = _quantize_both(*of_groups, self.recipe.align, dtype, rounding)
+        return both[:2], both[2:]
+
+    def kept(self, x: Tensor) -> Operand:
+        format, dtype, rounding = self._rule(gradient=False)
+        return _quantize_rows(x, format, None, None, None, dtype, rounding)
+
+    def product(self, a: Operand, w: Operand, slots: Slots) -> Tensor:
+        return fp8_product(*a, *w, slots.offs, self.recipe)
+
+    def wgrad(self, dy: Operand, a: Operand, slots: Slots) -> Tensor:
+        if self.of_wgrad is not self:
+            return self.of_wgrad.wgrad(dy, a, slots)
+        (q_dy, scale_dy, ends), (q, scale, _) = dy, a
+        return fp8_product(q_dy, scale_dy, q, scale, ends, self.recipe, self.recipe.align)
+
+    def _rule(self, gradient: bool) -> tuple[str, torch.dtype | None, str]:
+        recipe = self.recipe
+        return recipe.format, (recipe.grad_dtype if gradient else None) or recipe.dtype, recipe.rounding
+
+
+def operands_of(recipe: Recipe) -> Bf16Operands | Fp8Operands:
+    return Bf16Operands() if recipe.format is None else Fp8Operands(recipe)

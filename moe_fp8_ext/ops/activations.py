@@ -1,0 +1,151 @@
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_fp8_ext import _C
+from moe_fp8_ext.ops.checks import (
+    FP8_DTYPES,
+    INPUT_DTYPES,
+    check,
+    check_format,
+    check_one_of,
+    check_scale,
+    check_shape,
+    dtype_name,
+    either,
+    require,
+)
+from moe_fp8_ext.ops.dispatch import below_autograd, refuse_derivatives, register_gradient, unit_stride
+
+_activate = torch.ops.moe_fp8.activate.default
+_activate_backward = torch.ops.moe_fp8.activate_backward.default
+# Whether gates and ups are the columns of h.
+GATED = {rule["name"]: rule["gated"] for rule in _C.activations()}
+
+
+def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor:
+    """The activation of experts between their two products, in float32, rounded once.
+
+        "swiglu"      silu(gate) * up
+        "geglu"       gelu(gate) * up
+        "swiglu_oai"  gate * sigmoid(1.702 * gate) * (up + 1), gate at most 7, up clamped into [-7, 7], as in GPT-OSS
+        "silu", "gelu", "relu2"  silu(h), gelu(h), max(h, 0)^2
+
+    gelu is the one by tanh. Where a gate is NaN or -inf the result is NaN, as PyTorch's is; every NaN is the quiet one
+    without a sign. Differentiable in h, once. Never waits for the device.
+
+    Args:
+        h: [P, 2F] of gates and ups for the first three, else [P, F]; bfloat16, float16 or float32; stride 1 along its
+            rows, row stride free.
+        activation: one of the names above.
+        interleaved: gates are the even columns of h and ups the odd ones, in place of its first and its second half.
+
+    Returns:
+        a [P, F] of h's dtype, contiguous.
+
+    Raises:
+        RuntimeError: activation, dtype, dimensions, sizes or strides are not as above; the text names the argument.
+
+    Source: DESIGN.md section 3, bit by bit.
+    """
+    with below_autograd(h):
+        return _activate(h, activation, interleaved)
+
+
+def activate_backward(
+    h: Tensor,
+    da: Tensor,
+    activation: str,
+    *,
+    scores: Tensor | None = None,
+    h_scale: Tensor | None = None,
+    format: str | None = None,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of scores * activate(h), and that product itself, which the next product's wgrad takes.
+
+        dh = the gradient of h where that of scores * activate(h) is da
+        a = scores * activate(h);  dscores[p] = da[p] . activate(h)[p]
+
+    From one read of h and da. In float32; dh and a are rounded once, dscores is summed in an order that depends on the
+    device and on nothing else. Not differentiable. Never waits for the device.
+
+    Args:
+        h: as in `activate`; or, with h_scale, an fp8 operand along rows, as `quantize_rows` returns it without offs,
+            which stands for q * h_scale in float32.
+        da: [P, F] of h's dtype, with h_scale bfloat16, float16 or float32, on the same device; stride 1 along its
+            rows, row stride free.
+        activation: as in `activate`.
+        scores: [P] float32 on h's device, of stride 1; None: ones.
+        h_scale: the scales of h: float32, or float8_e8m0fnu of the MX formats; of any strides in format "blockwise",
+            contiguous in the others.
+        format: "rowwise", "blockwise", "mxfp8" (blocked as one matrix) or "mxfp8_rowmajor"; with h_scale alone.
+        interleaved: as in `activate`; dh lies as h does.
+
+    Returns:
+        dh, shaped as h, and a [P, F], both of da's dtype; dscores [P] float32. All contiguous.
+
+    Raises:
+        RuntimeError: activation, format, dtype, dimensions, sizes, strides or device are not as above, or an argument
+            asks for a derivative, which this has none of; the text names the argument.
+
+    Source: DESIGN.md section 3, bit by bit.
+    """
+    with below_autograd(h, da, scores, h_scale):
+        return _activate_backward(h, da, activation, scores, h_scale, format, interleaved)
+
+
+def _save(ctx, inputs, output):
+    h, ctx.activation, *interleaved = inputs
+    ctx.interleaved = bool(interleaved and interleaved[0])
+    ctx.save_for_backward(h)
+
+
+@once_differentiable
+def _backward(ctx, grad):
+    (h,) = ctx.saved_tensors
+    return _activate_backward(h, unit_stride(grad), ctx.activation, None, None, None, ctx.interleaved)[:1]
+
+
+register_gradient(_activate, _save, _backward)
+refuse_derivatives(_activate_backward)
+
+
+def _features(op: str, h: Tensor, activation: str) -> int:
+    check_one_of(op, "activation", activation, list(GATED))
+    columns = h.shape[1]
+    if not GATED[activation]:
+        return columns
+    text = f"{op}: h must have an even number of columns with activation '{activation}', got {columns}"
+    require(columns % 2 == 0, text)
+    return columns // 2
+
+
+@torch.library.register_fake("moe_fp8::activate")
+def _(h, activation, interleaved=False):
+    check("activate", "h", h)
+    return h.new_empty((h.shape[0], _features("activate", h, activation)))
+
+
+@torch.library.register_fake("moe_fp8::activate_backward")
+def _(h, da, activation, scores=None, h_scale=None, format=None, interleaved=False):
+    op = "activate_backward"
+    dtypes = INPUT_DTYPES if h_scale is None else FP8_DTYPES
+    require(h.dtype in dtypes, f"{op}: h must be {either(map(dtype_name, dtypes))}, got {h.dtype}")
+    check(op, "h", h)
+    check(op, "da", da, h)
+    require(h_scale is not None or da.dtype == h.dtype, f"{op}: da must be, like h, {h.dtype}, got {da.dtype}")
+    shape = h.shape[0], _features(op, h, activation)
+    check_shape(op, "da", da, shape)
+    if scores is not None:
+        check(op, "scores", scores, h)
+        check_shape(op, "scores", scores, shape[:1])
+    if h_scale is None:
+        require(format is None, f"{op}: h_scale must be given with format, got None")
+    else:
+        check(op, "h_scale", h_scale, h)
+        require(format is not None, f"{op}: format must be given with h_scale, got None")
+        format = check_format(op, format)
+        check_scale(op, "h_scale", h_scale, format, format.scale_of_rows(h.shape).shape)
+    dscores = da.new_empty(shape[:1], dtype=torch.float32)
+    return da.new_empty(h.shape), da.new_empty(shape), dscores

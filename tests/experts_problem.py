@@ -1,0 +1,163 @@
+"""What the tests of the layer compute, the same layer in plain PyTorch, and how well they must agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+import torch
+from helpers import assert_same_tensor, on
+from torch import Tensor
+from torch.nn.functional import gelu, relu, silu
+
+from moe_fp8_ext import experts
+
+# A cast to E4M3 of values whose octaves fall anywhere has the noise 0.544 / 768 of the signal, 31.5 dB: see
+# grouped_problem.py. Below, in units of that: an operand has 1, and a product the sum of its operands.
+#
+#   h       x, W_up                                                            2; as it is kept in FP8 3
+#   a       h through both factors of silu(g) u: 1 + E[silu'^2] / E[silu^2] of what h has; E = 2.07 for normal g, u
+#   out     a of h, a's own cast, W_down                                       2 * 2.07 + 2
+#   da      dy, W_down                                                         2
+#   dh      da, and h as kept through u silu'(g) and silu(g):
+#           (2 E[silu'^2] + E[silu''^2]) / (E[silu'^2] + E[silu^2]) = 1.23     2 + 3 * 1.23
+#   dx      dh, its cast, W_up                                                 2 + 3 * 1.23 + 2, and so dW_up, of x
+#   dW_down dy, a of h as kept, a's cast                                       1 + 3 * 2.07 + 1
+#   dscores da and a of h as kept                                              2 + 3 * 2.07
+#
+# E[silu^2] = 0.356, E[silu'^2] = 0.379 and E[silu''^2] = 0.144 are integrated numerically. Gates of other activations
+# are as steep or less so, but for the square of relu2, a of which has 4 E[g^2] / E[g^4] = 4/3 of what h has. The limit
+# of swiglu_oai is beyond these values. 1.2 dB are for the spread of draws and for roundings to bfloat16.
+OF_OPERAND, SPREAD_DB = 0.544 / 768, 1.2
+NOISE = {
+    "out": 2 * 2.07 + 2,
+    "x": 4 + 3 * 1.23,
+    "scores": 2 + 3 * 2.07,
+    "w_gate_up": 4 + 3 * 1.23,
+    "w_down": 2 + 3 * 2.07,
+    "b_gate_up": 2 + 3 * 1.23,
+}
+# Roundings to bfloat16 have 52.9 dB each, and a path has at most as many as it has casts above, with those of products.
+BF16_DB = 40.0
+
+
+@dataclass
+class Layer:
+    """Tensors of a call and the gradient of its output."""
+
+    x: Tensor
+    ids: Tensor
+    scores: Tensor
+    w_gate_up: Tensor
+    w_down: Tensor
+    grad: Tensor
+    b_gate_up: Tensor | None = None
+    b_down: Tensor | None = None
+
+    def at(self, device: str) -> Layer:
+        names = [f.name for f in fields(self)]
+        return Layer(**dict(zip(names, on(device, [getattr(self, name) for name in names]), strict=True)))
+
+
+def layer(
+    t: int = 150,
+    d: int = 128,
+    f: int = 96,
+    e: int = 8,
+    top_k: int = 3,
+    rows: int = 2,
+    bias: bool = False,
+    seed: int = 0,
+) -> Layer:
+    """Of values that keep their variance, bfloat16 ones; rows of h for one of a."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, terms: int = 1) -> Tensor:
+        return (torch.randn(shape, generator=g) * terms**-0.5).bfloat16()
+
+    ids = torch.rand(t, e, generator=g).topk(top_k).indices if e else torch.zeros(t, top_k, dtype=torch.int64)
+    of_bias = {"b_gate_up": normal(e, rows * f, terms=9), "b_down": normal(e, d, terms=9)} if bias else {}
+    scores = torch.rand(t, top_k, generator=g)
+    weights = normal(e, rows * f, d, terms=d), normal(e, d, f, terms=f)
+    return Layer(normal(t, d), ids, scores, *weights, normal(t, d), **of_bias)
+
+
+def swiglu_oai(g: Tensor, u: Tensor) -> Tensor:
+    g, u = g.clamp(max=7), u.clamp(-7, 7)
+    return g * torch.sigmoid(1.702 * g) * (u + 1)
+
+
+GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu": lambda g, u: silu(g) * u,
+    "geglu": lambda g, u: gelu(g, approximate="tanh") * u,
+    "swiglu_oai": swiglu_oai,
+}
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu2": lambda h: relu(h).square(),
+    "silu": silu,
+    "gelu": partial(gelu, approximate="tanh"),
+}
+
+
+def activated(h: Tensor, activation: str, interleaved: bool) -> Tensor:
+    if activation in PLAIN:
+        return PLAIN[activation](h)
+    g, u = (h[:, ::2], h[:, 1::2]) if interleaved else h.chunk(2, -1)
+    return GATED[activation](g, u)
+
+
+def exact(
+    x: Tensor,
+    ids: Tensor,
+    scores: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    *,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    b_gate_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(len(w_down)):
+        tokens, j = (ids == e).nonzero(as_tuple=True)
+        h = x[tokens] @ w_gate_up[e].t()
+        a = activated(h if b_gate_up is None else h + b_gate_up[e], activation, interleaved)
+        y = a @ w_down[e].t()
+        out = out.index_add(0, tokens, (y if b_down is None else y + b_down[e]) * scores[tokens, j, None])
+    return out
+
+
+LEAVES = ("x", "scores", "w_gate_up", "w_down", "b_gate_up", "b_down")
+
+
+def run(problem: Layer, fn: Callable = experts, frozen: tuple[str, ...] = (), **options: object) -> dict[str, Tensor]:
+    """The output and the gradients of all that is not frozen, by name."""
+    leaves = {n: getattr(problem, n).detach() for n in LEAVES if getattr(problem, n) is not None}
+    leaves = {n: t.clone().requires_grad_(n not in frozen) for n, t in leaves.items()}
+    biases = {n: t for n, t in leaves.items() if n[0] == "b"}
+    weights = leaves["w_gate_up"], leaves["w_down"]
+    out = fn(leaves["x"], problem.ids, leaves["scores"], *weights, **biases, **options)
+    if out.requires_grad:
+        out.backward(problem.grad.to(out.dtype))
+    return {"out": out.detach()} | {n: t.grad for n, t in leaves.items() if t.grad is not None}
+
+
+def run_exact(problem: Layer, **options: object) -> dict[str, Tensor]:
+    wide = {n: getattr(problem, n) for n in (*LEAVES, "grad")}
+    return run(replace(problem, **{n: t if t is None else t.double() for n, t in wide.items()}), exact, **options)
+
+
+def least_db(name: str, recipe: str) -> float:
+    # A bias of the down product sees no FP8 at all.
+    if recipe == "bf16" or name == "b_down":
+        return BF16_DB
+    return -10 * math.log10(NOISE[name] * OF_OPERAND) - SPREAD_DB
+
+
+def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert_same_tensor(got[name], want[name], name)

@@ -1,0 +1,250 @@
+"""Experts, Router and MoE: against plain PyTorch, and against a module of Transformers whose state dict MoE takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from experts_problem import exact
+from helpers import assert_same, sqnr_db
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from moe_fp8_ext import Experts, MoE, Router, experts
+
+E, D, F, TOP_K = 8, 64, 48, 3
+
+
+def router(device: str = "cpu", experts: int = E, **options: object) -> Router:
+    torch.manual_seed(0)
+    made = Router(experts, D, TOP_K, **options).to(device)
+    with torch.no_grad():
+        made.weight.normal_()
+        if made.e_score_correction_bias is not None:
+            made.e_score_correction_bias.normal_(std=0.3)
+    return made
+
+
+def tokens(device: str = "cpu", t: int = 50) -> Tensor:
+    return torch.randn(t, D, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def plain_choice(choice: Tensor, groups: int, top_groups: int, top_k: int) -> list[list[int]]:
+    """Token by token, in lists."""
+    chosen = []
+    for row in choice.tolist():
+        size = len(row) // groups
+        best = sorted(range(groups), key=lambda g: -sum(sorted(row[g * size : (g + 1) * size])[-2:]))[:top_groups]
+        allowed = [e for e in range(len(row)) if e // size in best]
+        chosen.append(sorted(allowed, key=lambda e: -row[e])[:top_k])
+    return chosen
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2), (8, 3), (2, 2)])
+@pytest.mark.parametrize("bias_rate", [0.0, 0.01])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_choice_and_scores(scoring, normalize, bias_rate, groups, device):
+    num_groups, top_groups = groups
+    options = dict(scoring=scoring, normalize=normalize, bias_rate=bias_rate, scaling_factor=2.5)
+    made, x = router(device, num_groups=num_groups, top_groups=top_groups, **options), tokens(device)
+    ids, scores, loss = made(x)
+    assert ids.dtype == torch.int64 and scores.dtype == torch.float32 and loss.item() == 0
+    logits = x.double() @ made.weight.double().t()
+    want = logits.exp() / logits.exp().sum(1, keepdim=True) if scoring == "softmax" else 1 / (1 + (-logits).exp())
+    choice = want if bias_rate == 0 else want + made.e_score_correction_bias.double()
+    assert ids.tolist() == plain_choice(choice, num_groups, top_groups, TOP_K)
+    of_chosen = torch.stack([want[t][chosen] for t, chosen in enumerate(ids)])
+    if normalize:
+        of_chosen = of_chosen / of_chosen.sum(1, keepdim=True)
+    torch.testing.assert_close(scores.double(), 2.5 * of_chosen, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_losses_and_their_gradients(scoring, device):
+    made, x = router(device, scoring=scoring, balance_loss=0.3, z_loss=0.01), tokens(device).requires_grad_()
+    ids, scores, loss = made(x)
+    grads = torch.autograd.grad(loss + scores.square().sum(), (x, made.weight))
+    wide, weight = x.detach().double().requires_grad_(), made.weight.detach().double().requires_grad_()
+    logits = wide @ weight.t()
+    of_experts = logits.softmax(1) if scoring == "softmax" else logits.sigmoid()
+    share = one_hot(ids, E).double().mean((0, 1))
+    probability = (of_experts / of_experts.sum(1, keepdim=True)).mean(0)
+    want = 0.3 * E * (share * probability).sum() + 0.01 * logits.logsumexp(1).square().mean()
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
+    chosen = of_experts.gather(1, ids)
+    of_scores = (chosen / chosen.sum(1, keepdim=True)).square().sum()
+    for got, exact_grad in zip(grads, torch.autograd.grad(want + of_scores, (wide, weight)), strict=True):
+        torch.testing.assert_close(got.double(), exact_grad, rtol=1e-4, atol=1e-6)
+
+
+def test_balanced_router_has_balance_loss_one(device):
+    made = router(device, balance_loss=1.0)
+    nn.init.zeros_(made.weight)
+    assert made(tokens(device)).loss.item() == pytest.approx(1)
+
+
+def test_bias_moves_towards_balance(device):
+    made, x = router(device, bias_rate=0.25), tokens(device)
+    before = made.e_score_correction_bias.clone()
+    counts = sum(one_hot(made(x + i).topk_ids, E).sum((0, 1)) for i in range(2))
+    made.eval()
+    made(x)
+    assert_same(made.tokens_per_expert, counts)
+    made.update_bias()
+    mean = 2 * len(x) * TOP_K / E
+    want = before + 0.25 * torch.tensor([(mean > n) - (mean < n) for n in counts.tolist()], device=device)
+    assert_same(made.e_score_correction_bias, want)
+    assert not made.tokens_per_expert.any()
+    assert "tokens_per_expert" not in made.state_dict() and "e_score_correction_bias" in made.state_dict()
+
+
+def test_bias_balances():
+    """Of tokens that all like the same experts best, until every expert has its share."""
+    made = router(bias_rate=0.005, scoring="sigmoid")
+    x = (tokens(t=400) + 0.3 * made.weight[:2].sum(0).detach()) / D**0.5
+    nn.init.zeros_(made.e_score_correction_bias)
+
+    def most() -> float:
+        return one_hot(made(x).topk_ids, E).sum((0, 1)).max().item() / (len(x) * TOP_K / E)
+
+    first = most()
+    for _ in range(200):
+        made(x)
+        made.update_bias()
+    assert first > 2 and most() < 1.2
+
+
+def test_no_tokens(device):
+    made = router(device, balance_loss=1.0, z_loss=1.0, bias_rate=0.1, num_groups=2)
+    ids, scores, loss = made(tokens(device)[:0])
+    assert ids.shape == scores.shape == (0, TOP_K) and loss.item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_float32_whatever_the_tokens_are(dtype, device):
+    """And under autocast, forward and backward; what is kept of the tokens is what they are."""
+    made, x, storages = router(device).to(dtype), tokens(device).to(dtype).requires_grad_(), {}
+
+    def pack(t: Tensor) -> Tensor:
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    wide, weight = x.detach().float().requires_grad_(), made.weight.detach().float().requires_grad_()
+    want = (wide @ weight.t()).softmax(-1).gather(1, made(x).topk_ids)
+    want = want / (want.sum(-1, keepdim=True) + 1e-20)
+    with torch.autocast(device, torch.bfloat16):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            scores = made(x).topk_scores
+        got = torch.autograd.grad(scores.square().sum(), (x, made.weight))
+    assert_same(scores.detach(), want.detach())
+    exact_grads = torch.autograd.grad(want.square().sum(), (wide, weight))
+    assert_same(got, [t.to(dtype) for t in exact_grads])
+    assert storages[x.untyped_storage().data_ptr()] == x.nbytes
+    assert 4 * x.numel() not in storages.values() or dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(scoring="tanh"), "scoring must be 'softmax' or 'sigmoid', got 'tanh'"),
+        (dict(num_groups=3), "num_groups must divide the 8 experts, got 3"),
+        (dict(num_groups=4, top_groups=5), "top_groups must be from 1 to 4, got 5"),
+        (dict(num_groups=4), "top_k must be from 1 to the 2 experts of a choice, got 3"),
+    ],
+)
+def test_errors(options, message):
+    with pytest.raises(RuntimeError, match=f"^Router: {message}$"):
+        router(**options)
+
+
+def shared(device: str) -> nn.Module:
+    return nn.Sequential(nn.Linear(D, F), nn.SiLU(), nn.Linear(F, D)).to(device)
+
+
+def layer_of(device: str, dtype: torch.dtype = torch.bfloat16, **options: object) -> MoE:
+    torch.manual_seed(0)
+    made = Experts(E, D, F, device=device, dtype=dtype, **options)
+    return MoE(router(device, balance_loss=0.1), made, shared(device).to(dtype))
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer(activation, bias, device):
+    """The sum of what its parts are; in bfloat16, whose own noise test_experts.py derives."""
+    layer, x = layer_of(device, activation=activation, bias=bias, recipe="bf16"), tokens(device).bfloat16()
+    out, loss = layer(x.view(2, 25, D))
+    ids, scores, want_loss = layer.gate(x)
+    state, up = {n: t.double() for n, t in layer.experts.state_dict().items()}, layer.experts.up
+    biases = dict(b_gate_up=state[f"{up}_bias"], b_down=state["down_proj_bias"]) if bias else {}
+    weights = state[up], state["down_proj"]
+    want = exact(x.double(), ids, scores.double(), *weights, activation=activation, **biases)
+    want = want + layer.shared_experts.double()(x.double())
+    assert out.shape == (2, 25, D) and sqnr_db(out.view(-1, D), want) > 40
+    assert_same(loss.detach(), want_loss.detach())
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+def test_layer_is_the_function(recipe, device):
+    layer, x = layer_of(device, recipe=recipe, keep="bf16"), tokens(device).bfloat16()
+    layer.shared_experts = None
+    ids, scores, _ = layer.gate(x)
+    weights = layer.experts.gate_up_proj, layer.experts.down_proj
+    assert_same(layer(x)[0].detach(), experts(x, ids, scores, *weights, recipe=recipe, keep="bf16").detach())
+
+
+def test_layer_trains(device):
+    """Every parameter has a gradient, and a step of them makes the loss smaller."""
+    layer, x = layer_of(device, torch.float32), tokens(device)
+    target = torch.randn_like(x)
+    optimizer, losses = torch.optim.SGD(layer.parameters(), 0.5), []
+    for _ in range(10):
+        out, balance = layer(x)
+        loss = (out - target).square().mean() + balance
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.97 * losses[0]
+
+
+def test_layer_compiles(device):
+    layer, x = layer_of(device), tokens(device).bfloat16()
+    layer.gate = router(device, bias_rate=0.1, num_groups=4, top_groups=2, z_loss=0.1)
+    want = layer(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    assert sqnr_db(compiled(x)[0], want[0]) > 40
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_state_dict(activation, bias):
+    up, rows = ("gate_up_proj", 2 * F) if activation == "swiglu" else ("up_proj", F)
+    shapes = {up: (E, rows, D), "down_proj": (E, D, F)}
+    if bias:
+        shapes |= {f"{up}_bias": (E, rows), "down_proj_bias": (E, D)}
+    state = Experts(E, D, F, activation=activation, bias=bias).state_dict()
+    assert {n: tuple(t.shape) for n, t in state.items()} == shapes
+    assert all(0 < t.abs().max() <= t.shape[-1] ** -0.5 or t.dim() == 2 for t in state.values())
+
+
+def test_takes_the_state_of_a_layer_of_transformers():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+
+    sizes = dict(hidden_size=D, moe_intermediate_size=F, n_routed_experts=E, num_experts_per_tok=TOP_K)
+    config = transformers.DeepseekV3Config(**sizes, n_group=4, topk_group=2, experts_implementation="eager")
+    torch.manual_seed(0)
+    theirs = deepseek.DeepseekV3MoE(config)
+    for p in theirs.parameters():
+        nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+    nn.init.normal_(theirs.gate.e_score_correction_bias, std=0.1)
+    gate = Router(
+        **dict(num_experts=E, hidden_size=D, top_k=TOP_K, scoring="sigmoid", num_groups=4, top_groups=2),
+        **dict(normalize=config.norm_topk_prob, scaling_factor=config.routed_scaling_factor, bias_rate=1e-3),
+    )
+    mine = MoE(gate, Experts(E, D, F, recipe="bf16"), deepseek.DeepseekV3MLP(config, intermediate_size=F))
+    mine.load_state_dict(theirs.state_dict())
+    x = tokens(t=50).view(2, 25, D)
+    assert sqnr_db(mine(x)[0], theirs(x)) > 40

@@ -1,0 +1,82 @@
+"""The kernels of activations without a GPU: see test_simt.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from activation_checks import ACTIVATIONS, GATED, check_dscores, da_for, h_for, scores_for
+from helpers import FP8_DTYPES, INPUT_DTYPES, assert_same, misaligned, pairs, short
+from simt_checks import ON_LINUX
+from simt_kernels import Waves
+from torch import Tensor
+
+from moe_fp8_ext import reference
+from moe_fp8_ext.reference.numerics import FORMATS
+
+pytestmark = ON_LINUX
+
+
+def check_backward(
+    kernels: Waves, h: Tensor, da: Tensor, activation: str, scores: Tensor | None = None, **how: object
+) -> None:
+    want = reference.activate_backward(h, da, activation, scores=scores, **how)
+    for each in kernels:
+        got = each.run("activate_backward", want, h, da, activation, scores=scores, **how)
+        assert_same(got[:2], want[:2], f"{activation} {short(h.shape)} {how} at wave size {each.wave}")
+        check_dscores(got[2], want[2], h, da, activation, **how)
+
+
+@pytest.mark.parametrize(
+    *pairs(
+        activation=ACTIVATIONS,
+        dtype=INPUT_DTYPES,
+        p=[0, 1, 35],
+        f=[0, 1, 8, 67, 264, 1040],
+        interleaved=[False, True],
+        offset=[0, 1, 8],
+    ),
+    ids=short,
+)
+def test_activate(kernels, activation, dtype, p, f, interleaved, offset):
+    """Rows of no, one and several vectors a lane; rows that vectors do not fit; more rows than a block has waves."""
+    h = misaligned(h_for(activation, p, f, dtype), offset)
+    da = da_for(h, activation)
+    kernels.check("activate", h, activation, interleaved=interleaved)
+    check_backward(kernels, h, da, activation, interleaved=interleaved)
+    check_backward(kernels, h, misaligned(da), activation, scores_for(h), interleaved=interleaved)
+
+
+@pytest.mark.parametrize(
+    *pairs(
+        activation=ACTIVATIONS,
+        format=list(FORMATS),
+        fp8=FP8_DTYPES,
+        dtype=INPUT_DTYPES,
+        f=[8, 19, 136, 520],
+        interleaved=[False, True],
+    ),
+    ids=short,
+)
+def test_fp8(kernels, activation, format, fp8, dtype, f, interleaved):
+    x = h_for(activation, 133, f)
+    q, scale = reference.quantize_rows(x, format, dtype=fp8)
+    how = {"h_scale": scale, "format": format, "interleaved": interleaved}
+    check_backward(kernels, q, da_for(x, activation, dtype), activation, scores_for(x), **how)
+
+
+@pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
+def test_every_byte(kernels, fp8):
+    q = torch.arange(256, dtype=torch.uint8).view(fp8).repeat(2, 2)
+    check_backward(kernels, q, torch.ones(2, 256).bfloat16(), "swiglu", h_scale=torch.ones(2), format="rowwise")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_value(kernels, activation):
+    """Of bfloat16, beside NaNs and infinities."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(64, 1024)
+    others = torch.tensor([1.0, -1.0, math.inf, -math.inf, math.nan, -math.nan, 0.0, 7.0]).bfloat16().repeat(64, 128)
+    for h in (torch.cat([values, others], 1), torch.cat([others, values], 1)) if activation in GATED else (values,):
+        kernels.check("activate", h, activation)
+        check_backward(kernels, h, others, activation, others[:, 5].float())
