@@ -1,0 +1,101 @@
+"""The benchmark cases of a whole layer: forward and backward of `experts`, beside torch's BF16 products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from case import EVEN, Case, Rule, Shape, Target, always, is_, normal, shares
+from torch import Tensor
+
+import moe_fp8_ext as moe
+
+# Tokens, model width, expert width, experts, experts a token: Granite, Qwen3-30B-A3B, and larger ones.
+_SIZES = {
+    "granite": (24576, 1536, 256, 128, 8),
+    "qwen3_30b": (32768, 2048, 768, 128, 8),
+    "qwen3_235b": (32768, 4096, 1024, 128, 8),
+    "wide": (32768, 4096, 1536, 16, 8),
+    "dsv3": (16384, 7168, 2048, 32, 8),
+}
+
+
+def _layers(cpu: bool) -> list[Shape]:
+    sizes = {"small": (300, 96, 64, 5, 2)} if cpu else _SIZES
+    return [Shape(label, dict(zip("tdfek", size, strict=True)), EVEN) for label, size in sizes.items()]
+
+
+def _layer(device: torch.device, groups: str, *, t: int, d: int, f: int, e: int, k: int) -> tuple[Tensor, ...]:
+    """Experts are as likely as `groups` says, those of a token different; scores add up to 1."""
+    ids = torch.multinomial(shares(groups, e).float().to(device).expand(t, e), k)
+    scores = torch.rand(t, k, device=device).softmax(-1).requires_grad_()
+    w_gate_up, w_down = (normal(device, *size, grad=True) for size in ((e, 2 * f, d), (e, d, f)))
+    return normal(device, t, d, grad=True), ids, scores, w_gate_up, w_down, normal(device, t, d)
+
+
+def _composed(x: Tensor, ids: Tensor, scores: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+    """In BF16, of torch's own ops."""
+    flat, permutation = ids.flatten().sort(stable=True)
+    counts = torch.zeros(len(w_down), dtype=torch.int32, device=x.device)
+    offs = counts.scatter_add(0, flat, torch.ones_like(flat, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
+    h = torch._grouped_mm(x[permutation // ids.shape[1]], w_gate_up.mT, offs=offs)
+    gate, up = h.chunk(2, -1)
+    y = torch._grouped_mm(torch.nn.functional.silu(gate) * up, w_down.mT, offs=offs)
+    inverse = torch.empty_like(permutation).scatter(0, permutation, torch.arange(len(y), device=x.device))
+    return (y[inverse].view(*ids.shape, -1) * scores.to(y.dtype)[..., None]).sum(1)
+
+
+def _forward_backward(layer: Callable[..., Tensor]) -> Callable[..., object]:
+    def call(*inputs: Tensor) -> object:
+        x, ids, scores, w_gate_up, w_down, grad = inputs
+        return torch.autograd.grad(layer(x, ids, scores, w_gate_up, w_down), (x, scores, w_gate_up, w_down), grad)
+
+    return call
+
+
+def _bytes_kept(layer: Callable[..., Tensor], *inputs: Tensor) -> float:
+    """Bytes that the forward keeps beside its arguments and what is made of weights, an element of gates and ups."""
+    *arguments, _ = inputs
+    _, ids, _, w_gate_up, w_down = arguments
+    weights = {w.numel() for w in (w_gate_up, w_down)}
+    given = {t.untyped_storage().data_ptr() for t in arguments}
+    storages: dict[int, int] = {}
+
+    def note(t: Tensor) -> Tensor:
+        if t.untyped_storage().data_ptr() not in given and t.numel() not in weights:
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        out = layer(*arguments)
+    del out
+    return sum(storages.values()) / (ids.numel() * w_gate_up.shape[1])
+
+
+def _flops(*, t: int, d: int, f: int, k: int, **_: int) -> int:
+    return 3 * 3 * 2 * t * k * d * f
+
+
+# h in BF16, as the best layers in BF16 keep it, would be 2.
+_KEPT: Rule = (always, Target("kept", "<=", 1.1))
+_SPEEDUP = {"qwen3_30b": 1.4}
+
+
+def _experts(recipe: str) -> Case:
+    layer = partial(moe.experts, recipe=recipe)
+    rules = tuple((is_(name), Target("ratio", ">=", bound)) for name, bound in _SPEEDUP.items())
+    return Case(
+        "experts",
+        _layers,
+        _layer,
+        _forward_backward(layer),
+        (*rules, _KEPT),
+        recipe,
+        flops=_flops,
+        baseline=_forward_backward(_composed),
+        kept=partial(_bytes_kept, layer),
+    )
+
+
+EXPERTS_CASES: tuple[Case, ...] = tuple(map(_experts, ("rowwise", "blockwise")))
