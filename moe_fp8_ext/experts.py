@@ -92,8 +92,7 @@ def experts(
     needs = Needs(*map(asks_for_gradient, (x, topk_scores, *weights)))
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
     x, scores = cast(x, dtype or x.dtype), cast(topk_scores, torch.float32).contiguous()
-    keep_fp8 = keep == "fp8" and not recipe.wgrad_high_precision
-    call = Call(recipe, activation, interleaved, keep_fp8, dtype, needs)
+    call = Call(recipe, activation, interleaved, keep == "fp8", dtype, needs)
     return _Experts.apply(x, scores, *weights, topk_ids.contiguous(), call)
 
 

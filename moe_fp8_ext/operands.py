@@ -75,7 +75,6 @@ class Fp8Operands:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.of_wgrad = Bf16Operands() if recipe.wgrad_high_precision else self
 
     def weight(self, w_t: Tensor, dtype: torch.dtype, backward: bool) -> tuple[Operand, Operand]:
         q, scale, q_t, scale_t = fp8_weight(w_t, dtype, self.recipe, backward)
@@ -84,8 +83,6 @@ class Fp8Operands:
     def at_slots(
         self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        if tokens and self.of_wgrad is not self:
-            return self.at_slots(x, slots, rows, False, gradient)[0], self.of_wgrad.at_slots(x, slots, tokens=True)[1]
         x, (format, dtype, rounding) = row_major(x), self._rule(gradient)
         along_rows = along_tokens = NOTHING
         if rows:
@@ -98,8 +95,6 @@ class Fp8Operands:
     def of_slots(
         self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        if tokens and self.of_wgrad is not self:
-            return self.of_slots(x, slots, rows, False, gradient)[0], (x, None)
         format, dtype, rounding = self._rule(gradient)
         of_groups = x, format, slots.offs, None, None
         if not tokens:
@@ -117,8 +112,6 @@ class Fp8Operands:
         return fp8_product(*a, *w, slots.offs, self.recipe)
 
     def wgrad(self, dy: Operand, a: Operand, slots: Slots) -> Tensor:
-        if self.of_wgrad is not self:
-            return self.of_wgrad.wgrad(dy, a, slots)
         (q_dy, scale_dy, ends), (q, scale, _) = dy, a
         return fp8_product(q_dy, scale_dy, q, scale, ends, self.recipe, self.recipe.align)
 
@@ -127,5 +120,30 @@ class Fp8Operands:
         return recipe.format, (recipe.grad_dtype if gradient else None) or recipe.dtype, recipe.rounding
 
 
+class HighPrecisionWgrad(Fp8Operands):
+    """Along tokens, and so in `wgrad`, tensors are in bfloat16."""
+
+    def at_slots(
+        self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
+    ) -> tuple[Operand, Operand]:
+        return super().at_slots(x, slots, rows, False, gradient)[0], _BF16.at_slots(x, slots, tokens=tokens)[1]
+
+    def of_slots(
+        self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
+    ) -> tuple[Operand, Operand]:
+        return super().of_slots(x, slots, rows, False, gradient)[0], (x, None)
+
+    def kept(self, x: Tensor) -> Operand:
+        return x, None
+
+    def wgrad(self, dy: Operand, a: Operand, slots: Slots) -> Tensor:
+        return _BF16.wgrad(dy, a, slots)
+
+
+_BF16 = Bf16Operands()
+
+
 def operands_of(recipe: Recipe) -> Bf16Operands | Fp8Operands:
-    return Bf16Operands() if recipe.format is None else Fp8Operands(recipe)
+    if recipe.format is None:
+        return _BF16
+    return HighPrecisionWgrad(recipe) if recipe.wgrad_high_precision else Fp8Operands(recipe)

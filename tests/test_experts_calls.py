@@ -17,6 +17,7 @@ import moe_fp8_ext
 from moe_fp8_ext import Recipe, experts
 
 RECIPES = ("bf16", "rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor")
+HIGH = Recipe("high precision", "rowwise", wgrad_high_precision=True)
 
 
 def kept(problem, **options) -> int:
@@ -141,8 +142,8 @@ def test_autocast(name, dtype, device):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", RECIPES)
-def test_compiles_with_dynamic_tokens(name, bias, device):
+@pytest.mark.parametrize("recipe", [*map(Recipe, RECIPES), HIGH], ids=lambda recipe: recipe.name)
+def test_compiles_with_dynamic_tokens(recipe, bias, device):
     torch._dynamo.reset()
     frames = torch._dynamo.testing.CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
     compiled = torch.compile(experts, fullgraph=True, backend=frames)
@@ -154,7 +155,7 @@ def test_compiles_with_dynamic_tokens(name, bias, device):
 
     for t in (37, 50, 131):
         problem = layer(t, 64, 48, bias=bias).at(device)
-        assert_equal(run(problem, call, recipe=Recipe(name)), run(problem, recipe=Recipe(name)))
+        assert_equal(run(problem, call, recipe=recipe), run(problem, recipe=recipe))
     assert frames.frame_count == 1
 
 
