@@ -4,11 +4,12 @@
 namespace moe_fp8 {
 namespace {
 
-template <class Source, class Part, Activation kActivation>
+template <class Source, class Part, class Activated>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 4) activate_kernel(MOE_GRID_CONSTANT const ActivateParams p) {
   constexpr int n = Part::kElements, kHeld = 4;
   const Source source(p.h);
   const Part part(p.h.in);
+  const Activated activated(p.activation);
   const int lane = threadIdx.x % kWarpSize, vecs = int(p.h.F / n);
   wait_for_previous_kernel();
   for (int64_t r = first_row(); r < p.P; r += rows_at_once()) {
@@ -26,7 +27,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 4) activate_kernel(MOE_GRID_CONSTANT
         const Gates<n> g = source.values(h, held[i]);
         float a[n];
 #pragma unroll
-        for (int j = 0; j < n; ++j) a[j] = activated<kActivation>(g.gate[j], g.up[j]);
+        for (int j = 0; j < n; ++j) a[j] = activated.value(g.gate[j], g.up[j]);
         part.store(out, int64_t(v) * n, a);
       }
     }
@@ -37,14 +38,14 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 4) activate_kernel(MOE_GRID_CONSTANT
 
 int activate(const ActivateParams& p, void* stream) {
   if (p.h.F == 0) return 0;
+  if (p.h.in != InType::kBF16 || !is_of_vectors(p.h.h, p.h.stride, p.h.F, p.P, 2))
+    return is_gated(p.activation)
+               ? launch_on_rows(activate_kernel<PlainGates<Elements, true>, Elements, AnyActivation>, p, stream)
+               : launch_on_rows(activate_kernel<PlainGates<Elements, false>, Elements, AnyActivation>, p, stream);
   return dispatch_activation(p.activation, [&](auto activation) {
     constexpr Activation kActivation = decltype(activation)::value;
-    constexpr bool kGated = is_gated(kActivation);
-    const bool fast = p.h.in == InType::kBF16 && is_of_vectors(p.h.h, p.h.stride, p.h.F, p.P, 2);
-    auto* const kernel =
-        fast ? activate_kernel<PlainGates<Vectors<BF16>, kGated>, Vectors<BF16>, kActivation>
-             : activate_kernel<PlainGates<Elements, kGated>, Elements, kActivation>;
-    return launch_on_rows(kernel, p, stream);
+    using Source = PlainGates<Vectors<BF16>, is_gated(kActivation)>;
+    return launch_on_rows(activate_kernel<Source, Vectors<BF16>, FixedActivation<kActivation>>, p, stream);
   });
 }
 

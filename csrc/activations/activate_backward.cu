@@ -4,12 +4,13 @@
 namespace moe_fp8 {
 namespace {
 
-template <class Source, class Part, Activation kActivation>
+template <class Source, class Part, class Activated>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 3)
     activate_backward_kernel(MOE_GRID_CONSTANT const ActivateBackwardParams p) {
   constexpr int n = Part::kElements, kHeld = 2;
   const Source source(p.h);
   const Part part(p.in);
+  const Activated activated(p.activation);
   const int lane = threadIdx.x % kWarpSize, vecs = int(p.h.F / n);
   wait_for_previous_kernel();
   for (int64_t r = first_row(); r < p.P; r += rows_at_once()) {
@@ -39,7 +40,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 3)
 #pragma unroll
         for (int j = 0; j < n; ++j) {
           const float grad = part.element(grads[i], j);
-          const ActivationGradient g = activation_gradient<kActivation>(of_h.gate[j], of_h.up[j], score * grad);
+          const ActivationGradient g = activated.gradient(of_h.gate[j], of_h.up[j], score * grad);
           dot = fmaf(grad, g.a, dot);
           of_a[j] = score * g.a;
           of_dh.gate[j] = g.gate;
@@ -54,28 +55,35 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 3)
   }
 }
 
-template <template <bool> class Source, class Part>
-int launch_with(const ActivateBackwardParams& p, void* stream) {
-  return dispatch_activation(p.activation, [&](auto activation) {
-    constexpr Activation kActivation = decltype(activation)::value;
-    return launch_on_rows(activate_backward_kernel<Source<is_gated(kActivation)>, Part, kActivation>, p, stream);
-  });
-}
 template <bool kGated> using PlainVectors = PlainGates<Vectors<BF16>, kGated>;
 template <bool kGated> using Fp8Vectors = Fp8Gates<8, kGated>;
 template <bool kGated> using PlainElements = PlainGates<Elements, kGated>;
 template <bool kGated> using Fp8Elements = Fp8Gates<1, kGated>;
+
+template <template <bool> class Source>
+int launch_fast(const ActivateBackwardParams& p, void* stream) {
+  return dispatch_activation(p.activation, [&](auto activation) {
+    constexpr Activation kActivation = decltype(activation)::value;
+    using Gates = Source<is_gated(kActivation)>;
+    return launch_on_rows(activate_backward_kernel<Gates, Vectors<BF16>, FixedActivation<kActivation>>, p, stream);
+  });
+}
+template <template <bool> class Source>
+int launch_any(const ActivateBackwardParams& p, void* stream) {
+  return is_gated(p.activation)
+             ? launch_on_rows(activate_backward_kernel<Source<true>, Elements, AnyActivation>, p, stream)
+             : launch_on_rows(activate_backward_kernel<Source<false>, Elements, AnyActivation>, p, stream);
+}
 
 }  // namespace
 
 int activate_backward(const ActivateBackwardParams& p, void* stream) {
   const bool fp8 = p.h.scale.data != nullptr;
   const bool native = !fp8 || is_fnuz(p.h.fp8) == device().native_fnuz;
-  const bool fast = native && p.in == InType::kBF16 && is_of_vectors(p.h.h, p.h.stride, p.h.F, p.P, fp8 ? 1 : 2) &&
-                    is_of_vectors(p.da, p.da_stride, p.h.F, p.P, 2);
-  if (fast) return fp8 ? launch_with<Fp8Vectors, Vectors<BF16>>(p, stream)
-                       : launch_with<PlainVectors, Vectors<BF16>>(p, stream);
-  return fp8 ? launch_with<Fp8Elements, Elements>(p, stream) : launch_with<PlainElements, Elements>(p, stream);
+  if (native && p.in == InType::kBF16 && is_of_vectors(p.h.h, p.h.stride, p.h.F, p.P, fp8 ? 1 : 2) &&
+      is_of_vectors(p.da, p.da_stride, p.h.F, p.P, 2))
+    return fp8 ? launch_fast<Fp8Vectors>(p, stream) : launch_fast<PlainVectors>(p, stream);
+  return fp8 ? launch_any<Fp8Elements>(p, stream) : launch_any<PlainElements>(p, stream);
 }
 
 }  // namespace moe_fp8

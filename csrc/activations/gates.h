@@ -132,4 +132,32 @@ struct Fp8Gates {
   }
 };
 
+// ---- which activation a kernel computes: one that it is made for, or the one that it is told ------------------------
+
+template <Activation kActivation>
+struct FixedActivation {
+  explicit MOE_DEVICE FixedActivation(Activation) {}
+  MOE_DEVICE float value(float gate, float up) const { return activated<kActivation>(gate, up); }
+  MOE_DEVICE ActivationGradient gradient(float gate, float up, float grad) const {
+    return activation_gradient<kActivation>(gate, up, grad);
+  }
+};
+struct AnyActivation {
+  Activation activation;
+
+  explicit MOE_DEVICE AnyActivation(Activation activation) : activation(activation) {}
+  template <int kTried = 0>
+  MOE_DEVICE float value(float gate, float up) const {
+    if constexpr (kTried + 1 < kNumActivations)
+      if (int(activation) != kTried) return value<kTried + 1>(gate, up);
+    return activated<Activation(kTried)>(gate, up);
+  }
+  template <int kTried = 0>
+  MOE_DEVICE ActivationGradient gradient(float gate, float up, float grad) const {
+    if constexpr (kTried + 1 < kNumActivations)
+      if (int(activation) != kTried) return gradient<kTried + 1>(gate, up, grad);
+    return activation_gradient<Activation(kTried)>(gate, up, grad);
+  }
+};
+
 }  // namespace moe_fp8

@@ -18,7 +18,7 @@ inline constexpr ActivationRule kActivations[] = {
     {"swiglu", Curve::kSilu, true}, {"geglu", Curve::kGelu, true}, {"swiglu_oai", Curve::kClampedSilu, true},
     {"silu", Curve::kSilu, false},  {"gelu", Curve::kGelu, false}, {"relu2", Curve::kRelu2, false}};
 inline constexpr int kNumActivations = sizeof(kActivations) / sizeof(kActivations[0]);
-MOE_HD constexpr bool is_gated(Activation activation) { return kActivations[int(activation)].gated; }
+constexpr bool is_gated(Activation activation) { return kActivations[int(activation)].gated; }
 
 // Both from one power, of -|x|, so that neither is a difference: each is right to its last bits where it is small.
 struct Sigmoid { float of_x, of_minus_x; };
