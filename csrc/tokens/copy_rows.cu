@@ -38,10 +38,11 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) copy_rows_kernel(MOE_GRID_CONS
 
 template <class Vec>
 int launch_with(const CopyRowsParams& p, void* stream) {
-  const int64_t wanted = ceil_div<int64_t>(p.row_bytes / int64_t(sizeof(Vec)), kVecs);
+  int64_t wanted = ceil_div<int64_t>(p.row_bytes / int64_t(sizeof(Vec)), kVecs);
+  if (wanted > kMaxThreads) wanted = kMaxThreads;
   int threads = 1;  // rows that are short, such as a token's scale or score, share waves
   while (threads < wanted && threads < kLargestWarp) threads *= 2;
-  if (wanted > kLargestWarp) threads = int(round_up<int64_t>(wanted < kMaxThreads ? wanted : kMaxThreads, kLargestWarp));
+  if (wanted > kLargestWarp) threads = int(round_up<int64_t>(wanted, kLargestWarp));
   const int rows_per_block = threads < kThreadsOfShortRows ? kThreadsOfShortRows / threads : 1;
   const int64_t blocks = ceil_div<int64_t>(p.rows, rows_per_block);
   const dim3 grid(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks));
