@@ -55,15 +55,14 @@ def _forward_backward(layer: Callable[..., Tensor]) -> Callable[..., object]:
 
 
 def _bytes_kept(layer: Callable[..., Tensor], *inputs: Tensor) -> float:
-    """Bytes that the forward keeps beside its arguments and what is made of weights, an element of gates and ups."""
+    """Bytes that the forward keeps beside its arguments and quantized weights, an element of gates and ups."""
     *arguments, _ = inputs
-    _, ids, _, w_gate_up, w_down = arguments
-    weights = {w.numel() for w in (w_gate_up, w_down)}
+    _, ids, _, w_gate_up, _ = arguments
     given = {t.untyped_storage().data_ptr() for t in arguments}
     storages: dict[int, int] = {}
 
     def note(t: Tensor) -> Tensor:
-        if t.untyped_storage().data_ptr() not in given and t.numel() not in weights:
+        if t.untyped_storage().data_ptr() not in given and t.dim() < 3:
             storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
