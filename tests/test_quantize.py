@@ -10,6 +10,8 @@ from helpers import (
     INPUT_DTYPES,
     LAYOUTS,
     assert_same,
+    check_cuda_graph,
+    check_two_streams,
     corrupt_offs,
     group_offs,
     misaligned,
@@ -111,6 +113,19 @@ def test_long_groups_beside_one_another(sizes, device):
     permutation = torch.randperm(len(x), device=device).int()
     got = ops.quantize_tokens(x, "rowwise", offs=offs, indices=permutation, top_k=1)
     assert_same(got, ops.quantize_tokens(x[permutation.long()], "rowwise", offs=offs), "by index")
+
+
+def test_long_groups_in_graphs_and_streams(gpu):
+    """Sizes of groups change between replays; two grids that start as one want the GPU at once."""
+
+    def quantize(x: Tensor, offs: Tensor) -> tuple[Tensor, ...]:
+        return ops.quantize_both(x, "rowwise", offs=offs)
+
+    x = wide(30000, 328, device=gpu)
+    one, other = (torch.tensor(ends).int().to(gpu) for ends in ((20000, 20001, 30000), (100, 29000, 29999)))
+    calls = [(x, one), (x.flip(0), other)]
+    check_cuda_graph(quantize, *calls)
+    check_two_streams(quantize, calls)
 
 
 @every_format
