@@ -25,7 +25,7 @@ struct StripTraits {
   static constexpr int kRowStep = kThreads / kChunks;   // rows that the threads touch at once, 16 bytes each
 };
 template <class T>
-using Elements = const typename T::Types::Bits*;
+using RowBits = const typename T::Types::Bits*;
 
 constexpr int kPartsAhead = 8;  // are worked out at once, a lane each: one takes half a microsecond
 
@@ -54,12 +54,12 @@ struct StripShared : StripMessages<T::kTogether> {
 template <class T, Source = T::kSource>
 struct RowWalk {
   const StripsPlan& p;
-  Elements<T> x;
+  RowBits<T> x;
   int64_t step;
 
   MOE_DEVICE RowWalk(const StripsPlan& p, const Part& w, int first, int step, int64_t column)
       : p(p), x(find_element<typename T::Types>(p, w.x + first * p.row_stride + column)), step(step * p.row_stride) {}
-  MOE_DEVICE Elements<T> next(int) {
+  MOE_DEVICE RowBits<T> next(int) {
     const auto row = x;
     x = T::Types::advance(p, x, step);
     return row;
@@ -78,7 +78,7 @@ struct RowWalk<T, Source::kByIndex> {  // null: a row of zeros
   int64_t column;
 
   MOE_DEVICE RowWalk(const StripsPlan& p, const Part& w, int, int, int64_t column) : p(p), w(w), column(column) {}
-  MOE_DEVICE Elements<T> next(int r) const {
+  MOE_DEVICE RowBits<T> next(int r) const {
     // Fast kernels know that there is an index: behind a branch, the four of for_each() would come one by one.
     const int64_t row = T::Types::kFast ? p.index.row(w.x + r) : source_row(p, w.x + r);
     return row < 0 ? nullptr : find_element<typename T::Types>(p, column + row * p.row_stride);
@@ -88,7 +88,7 @@ struct RowWalk<T, Source::kByIndex> {  // null: a row of zeros
     constexpr int kAtOnce = 4;  // an index takes as long to come as a row
 #pragma unroll 1
     for (int r = first; r < end; r += kAtOnce * T::kRowStep) {
-      Elements<T> rows[kAtOnce];
+      RowBits<T> rows[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int at = r + i * T::kRowStep;
@@ -114,7 +114,7 @@ MOE_DEVICE void copy_rows(const StripsPlan& p, const Part& w, int begin, int end
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks;
   const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::Types::kVec;
   const int first = begin + ((t / kChunks - begin) & (T::kRowStep - 1));
-  RowWalk<T>(p, w, first, T::kRowStep, column).for_each(first, end, [&](int r, Elements<T> row) {
+  RowWalk<T>(p, w, first, T::kRowStep, column).for_each(first, end, [&](int r, RowBits<T> row) {
     Vec16* to = ring + ring_row(p, base + r) * kChunks + chunk;
     if (column >= p.K || is_zero_row<T>(row)) *to = Vec16{};
     else copy_words<typename T::Types>(p, to, row, p.K - column);
@@ -135,7 +135,7 @@ MOE_DEVICE void reduce_part(const StripsPlan& p, const Part& w, const Vec16* rin
   };
   const int beyond = held > first ? first + round_up(held - first, T::kRowStep) : first;
   if (column < p.K) {  // rows that no block holds
-    RowWalk<T>(p, w, beyond, T::kRowStep, column).for_each(beyond, w.rows, [&](int, Elements<T> row) {
+    RowWalk<T>(p, w, beyond, T::kRowStep, column).for_each(beyond, w.rows, [&](int, RowBits<T> row) {
       if (!is_zero_row<T>(row)) reduce(load_words<typename T::Types, Vec16>(p, row, p.K - column));
     });
   }
