@@ -108,7 +108,7 @@ ON_GPU = ON_GPU[0], [row for row in ON_GPU[1] if row[0] in ACTIVATIONS or not ro
 @pytest.mark.parametrize(*ON_GPU)
 def test_cuda_graph(op, format, gather, gpu):
     first, later = (
-        tensors(op, 700, 512, gpu, seed, layout, gather) for seed, layout in enumerate(("zipf", "one_giant"))
+        tensors(op, 4000, 1024, gpu, seed, layout, gather) for seed, layout in enumerate(("zipf", "one_giant"))
     )
     check_cuda_graph(caller(op, format), first, later)
 

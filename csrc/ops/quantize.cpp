@@ -20,6 +20,15 @@ void run(const Call& call, const Tensor& x, const QuantizeParams& p) {
   quantize_cpu(p);
 }
 
+// What p.scratch points to, where it is needed.
+Handle scratch_of(const Call& call, const Tensor& x, QuantizeParams& p) {
+  const int64_t words = x.on_gpu() ? scratch_words(p) : 0;
+  if (words == 0) return {};
+  Handle scratch = call.empty({words}, kInt32);
+  p.scratch = data<int>(scratch);
+  return scratch;
+}
+
 // What the quantizers of tokens take.
 struct Tokens {
   const Argument& x_arg;
@@ -97,7 +106,6 @@ Outputs quantize_tokens(const Tokens& t, const Tensor* offs, bool along_rows, bo
   const Call call(op, "x", x);
   p.out = check_fp8(call, op, t.dtype);
   Outputs o;
-  Handle scratch;
   if (along_rows) {
     p.q = data<uint8_t>(o.q = call.empty({p.rows, p.K}, p.out));
     p.scale = data(o.scale = call.empty(scales_along_rows(f, p.rows, p.K, grouped ? p.E : kNoGroups), f.scale_type));
@@ -108,7 +116,7 @@ Outputs quantize_tokens(const Tokens& t, const Tensor* offs, bool along_rows, bo
     p.scale_t = data(o.scale_t = call.empty(scales_along_tokens(f, p.K, p.positions, p.E, blocks), f.scale_type));
     p.padded_offs = data<int>(o.padded_offs = call.empty({p.E}, kInt32));
   }
-  if (x.on_gpu()) p.scratch = data<int>(scratch = call.empty({scratch_words(p)}, kInt32));
+  const Handle scratch = scratch_of(call, x, p);
   run(call, x, p);
   return o;
 }
@@ -175,8 +183,7 @@ Results<4> quantize_weight_op(const Tensor& w, std::string_view format, std::opt
   p.scale = data(scale);
   p.q_t = data<uint8_t>(q_t);
   p.scale_t = data(scale_t);
-  Handle scratch;
-  if (w.on_gpu()) p.scratch = data<int>(scratch = call.empty({scratch_words(p)}, kInt32));
+  const Handle scratch = scratch_of(call, w, p);
   run(call, w, p);
   return results(q, scale, q_t, scale_t);
 }

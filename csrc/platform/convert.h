@@ -97,7 +97,6 @@ MOE_DEVICE uint32_t convert_e5m2x4(float a, float b, float c, float d) {
 #endif
 }
 
-
 // Two bytes to 16-bit floats, exact, where the chip converts.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 constexpr bool kDecodesFp8 = true;

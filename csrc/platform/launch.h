@@ -29,7 +29,6 @@ struct Device {
   int shared_per_block;  // bytes a block may ask for
   int shared_per_multiprocessor;
   bool has_clusters;
-  bool starts_together;   // Launch::together
   bool overlaps_kernels;  // programmatic dependent launch; the emulation takes that road too, one after the other
   bool native_fnuz;  // fp8 instructions are FNUZ (gfx942)
   int sm;            // CUDA compute capability, 90 for Hopper; 0 elsewhere
@@ -58,7 +57,6 @@ inline Device ask_device(int id) {
   (void)cudaDeviceGetAttribute(&d.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
   (void)cudaDeviceGetAttribute(&d.shared_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, id);
   d.has_clusters = d.overlaps_kernels = major >= 9;
-  d.starts_together = major >= 7;
 #endif
   (void)cudaDeviceGetAttribute(&d.multiprocessors, cudaDevAttrMultiProcessorCount, id);
   return d;
@@ -78,7 +76,8 @@ struct Launch {
   void* stream;
   size_t shared = 0;
   int cluster = 1;  // blocks, along x
-  bool together = false;  // all blocks at once, or an error where they have no room: they may wait for one another
+  // All blocks at once, or an error where the device has no room for them: they may wait for one another. CUDA's alone.
+  bool together = false;
 };
 
 // Every kernel takes one struct by value. Returns the runtime's error code.

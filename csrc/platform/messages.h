@@ -7,7 +7,7 @@
 
 namespace moe_fp8 {
 
-constexpr uint32_t kSent = 1u << 31;  // the word is there; what is sent has no such bit
+constexpr uint32_t kSent = 1u << 31;  // the word is there; what is sent loses this bit
 
 MOE_DEVICE void send_word(uint32_t* to, uint32_t word) {
 #if defined(MOE_CUDA)

@@ -11,6 +11,7 @@
 namespace moe_fp8 {
 
 constexpr int kStripBytes = 128, kChunks = kStripBytes / 16;
+constexpr int kSmallSlots = 8, kLargeSlots = 16;  // of a block
 
 template <class Types_, int kSlots_, Source kSource_>
 struct StripTraits {
@@ -18,26 +19,34 @@ struct StripTraits {
   using In = typename Types::In;
   static constexpr Source kSource = kSource_;
   static constexpr int kSlots = kSlots_, kThreads = kSlots * kLanes;
+  static constexpr bool kTogether = kSlots == kLargeSlots;  // in clusters and teams; small blocks work alone
   static constexpr int kLines = kSlots / kLineSlots;    // lines of q_t cast at once
   static constexpr int kColumns = kStripBytes / 4 * kPerWord<In>;
   static constexpr int kRowStep = kThreads / kChunks;   // rows that the threads touch at once, 16 bytes each
 };
 template <class T>
-using Elements = const typename T::Types::Bits*;
+using RowBits = const typename T::Types::Bits*;
 
 constexpr int kPartsAhead = 8;  // are worked out at once, a lane each: one takes half a microsecond
 
 template <class T>
 using StripStage = TransposeStage<T::kColumns, kPerWord<typename T::In>>;
 
+// What blocks that work together hear of one another.
+template <bool kTogether>
+struct StripMessages {
+  uint32_t team_amax[kLargeSlots][kLanes];  // of the shares that a slot has heard of
+  ClusterInbox inbox[2];
+};
+template <>
+struct StripMessages<false> {};
+
 // Shared memory of a block besides the strip and the group table.
 template <class T>
-struct StripShared {
+struct StripShared : StripMessages<T::kTogether> {
   StripStage<T> stage[2][T::kLines];
   alignas(16) uint32_t slot_amax[T::kSlots][kLanes];  // a word of columns a lane
-  uint32_t team_amax[T::kSlots][kLanes];              // of the shares that a slot has heard of
   float multiplier[T::kColumns];
-  ClusterInbox inbox[2];
   Part parts[2 * kPartsAhead];
 };
 
@@ -45,12 +54,12 @@ struct StripShared {
 template <class T, Source = T::kSource>
 struct RowWalk {
   const StripsPlan& p;
-  Elements<T> x;
+  RowBits<T> x;
   int64_t step;
 
   MOE_DEVICE RowWalk(const StripsPlan& p, const Part& w, int first, int step, int64_t column)
       : p(p), x(find_element<typename T::Types>(p, w.x + first * p.row_stride + column)), step(step * p.row_stride) {}
-  MOE_DEVICE Elements<T> next(int) {
+  MOE_DEVICE RowBits<T> next(int) {
     const auto row = x;
     x = T::Types::advance(p, x, step);
     return row;
@@ -69,7 +78,7 @@ struct RowWalk<T, Source::kByIndex> {  // null: a row of zeros
   int64_t column;
 
   MOE_DEVICE RowWalk(const StripsPlan& p, const Part& w, int, int, int64_t column) : p(p), w(w), column(column) {}
-  MOE_DEVICE Elements<T> next(int r) const {
+  MOE_DEVICE RowBits<T> next(int r) const {
     // Fast kernels know that there is an index: behind a branch, the four of for_each() would come one by one.
     const int64_t row = T::Types::kFast ? p.index.row(w.x + r) : source_row(p, w.x + r);
     return row < 0 ? nullptr : find_element<typename T::Types>(p, column + row * p.row_stride);
@@ -79,7 +88,7 @@ struct RowWalk<T, Source::kByIndex> {  // null: a row of zeros
     constexpr int kAtOnce = 4;  // an index takes as long to come as a row
 #pragma unroll 1
     for (int r = first; r < end; r += kAtOnce * T::kRowStep) {
-      Elements<T> rows[kAtOnce];
+      RowBits<T> rows[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int at = r + i * T::kRowStep;
@@ -105,7 +114,7 @@ MOE_DEVICE void copy_rows(const StripsPlan& p, const Part& w, int begin, int end
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks;
   const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::Types::kVec;
   const int first = begin + ((t / kChunks - begin) & (T::kRowStep - 1));
-  RowWalk<T>(p, w, first, T::kRowStep, column).for_each(first, end, [&](int r, Elements<T> row) {
+  RowWalk<T>(p, w, first, T::kRowStep, column).for_each(first, end, [&](int r, RowBits<T> row) {
     Vec16* to = ring + ring_row(p, base + r) * kChunks + chunk;
     if (column >= p.K || is_zero_row<T>(row)) *to = Vec16{};
     else copy_words<typename T::Types>(p, to, row, p.K - column);
@@ -126,7 +135,7 @@ MOE_DEVICE void reduce_part(const StripsPlan& p, const Part& w, const Vec16* rin
   };
   const int beyond = held > first ? first + round_up(held - first, T::kRowStep) : first;
   if (column < p.K) {  // rows that no block holds
-    RowWalk<T>(p, w, beyond, T::kRowStep, column).for_each(beyond, w.rows, [&](int, Elements<T> row) {
+    RowWalk<T>(p, w, beyond, T::kRowStep, column).for_each(beyond, w.rows, [&](int, RowBits<T> row) {
       if (!is_zero_row<T>(row)) reduce(load_words<typename T::Types, Vec16>(p, row, p.K - column));
     });
   }
@@ -149,23 +158,25 @@ MOE_DEVICE uint32_t amax_of_cluster(const StripsPlan& p, StripShared<T>& shared,
   uint32_t amax = 0;
 #pragma unroll
   for (int i = 0; i < T::kSlots; ++i) amax = max_magnitude<In>(amax, shared.slot_amax[i][threadIdx.x]);
-  if (p.cluster_log2 == 0) return amax;
-  ClusterInbox& inbox = shared.inbox[turn & 1];
-  cluster_send(inbox, amax, threadIdx.x);
-  cluster_wait(inbox, turn >> 1 & 1);
-  for (int rank = 0; rank < 1 << p.cluster_log2; ++rank) amax = max_magnitude<In>(amax, inbox.words[rank][threadIdx.x]);
+  if constexpr (T::kTogether) {
+    if (p.cluster_log2 == 0) return amax;
+    ClusterInbox& inbox = shared.inbox[turn & 1];
+    cluster_send(inbox, amax, threadIdx.x);
+    cluster_wait(inbox, turn >> 1 & 1);
+    for (int i = 0; i < 1 << p.cluster_log2; ++i) amax = max_magnitude<In>(amax, inbox.words[i][threadIdx.x]);
+  }
   return amax;
 }
 
-// The lane's word of what the cluster that works on a share tells its team.
+// The lane's word of what the cluster that works on a share tells its team: magnitudes, which can do without a sign.
 MOE_DEVICE uint32_t* message(const StripsPlan& p, uint32_t share) {
   return reinterpret_cast<uint32_t*>(p.scratch) + int64_t(share) * kLanes + threadIdx.x;
 }
 // By all slots: what the team tells, left in shared.team_amax, of one share in kSlots a slot.
 //
-// Every wait ends. A cluster goes through its shares in order, as many apart as there are clusters, and tells of each
-// before it waits there. Of all shares that are waited at, take the first: a team has no more shares than there are
-// clusters, so that each of its team's is the next of a cluster whose last was before the first, where nobody waits.
+// Every wait ends. Of C clusters, each takes every C-th share, in order, and tells of a share before it waits there.
+// Take the first of all shares that are waited at. A team has C shares at most, so a cluster that has not told of its
+// share of this team is still at one before the whole team, where nobody waits: it will come and tell.
 template <class T>
 MOE_DEVICE void hear_team(const StripsPlan& p, const Part& w, StripShared<T>& shared) {
   const uint32_t* first = message(p, w.share - w.rank);

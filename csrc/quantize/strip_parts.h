@@ -90,7 +90,7 @@ struct Part {
   bool there;        // otherwise none is left
   int group, strip;
   uint32_t share;    // of all shares of strips
-  int rank, team;    // which of the strip's shares it is
+  int rank, team;    // which of the strip's shares it is, and of how many whose clusters wait for one another
   int begin, end;    // positions of the whole group
   int line0, line1;  // this block's lines of q_t
   int64_t x;         // of its first row: kInPlace: the element in x; kByIndex: which row it is

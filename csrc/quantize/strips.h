@@ -13,18 +13,16 @@ namespace moe_fp8 {
 // many as still hold two strips each, one in work and one on its way (130 rows a group: four blocks 0.70 of copy, three
 // 0.66, two 0.56; 260 rows: four 0.64, three 0.77, two 0.79). Larger ones: one block of 16 slots, in clusters that hold
 // a third more rows than the average group has (0.80 to 0.86; clusters that just hold the strip 0.5 to 0.7).
-constexpr int kSmallSlots = 8, kSmallBlocks = 4, kStripsHeld = 2;
-constexpr int kLargeSlots = 16, kMaxCluster = 16;
+constexpr int kSmallBlocks = 4, kStripsHeld = 2, kMaxCluster = 16;
 
 // Groups that are longer than a cluster holds are shared by a team of clusters, which tell one another their amax
 // through memory; so are those that would leave no room for the next strip, in percent of what a cluster holds. Of what
 // even groups take, on an H200, with sizes that fall as 1 / rank^p, p = 0.3, 0.6, 1, 1.5: [131072, 4096] E = 16 0.90,
 // 0.87, 0.81, 0.75, where a cluster for every strip gave 0.90, 0.79, 0.65, 0.55; [262144, 2048] E = 128 0.96, 0.92,
 // 0.84, 0.72, and 0.87, 0.67, 0.49, 0.37. Teams of single blocks do not mind sizes at all, but take 1.2 times as long
-// where groups are even: telling through memory takes 1.5 us a strip, inside a cluster 0.5.
+// where groups are even: telling through memory takes 1.5 us a strip, inside a cluster 0.5. A grid of teams begins when
+// the device has room for all of it: it waits for what kernels of other streams hold.
 constexpr int kAlone = 80;
-template <class T>
-constexpr bool kTeams = T::kSlots == kLargeSlots;
 template <class T>  // that registers are for
 constexpr int kBlocks = T::kSlots == kSmallSlots && T::Types::kFast && kCastsInHardware ? kSmallBlocks : 1;
 
@@ -54,10 +52,11 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
   wait_for_previous_kernel();
   if (p.rows_beside) allow_next_kernel();
   const Groups groups(reinterpret_cast<int*>(&shared + 1), p);
-  if (p.cluster_log2 > 0) {
-    if (threadIdx.y == 0 && threadIdx.x < 2) cluster_inbox_init(shared.inbox[threadIdx.x]);
-    cluster_barrier();  // nobody sends to an inbox that is not there
-  }
+  if constexpr (T::kTogether)
+    if (p.cluster_log2 > 0) {
+      if (threadIdx.y == 0 && threadIdx.x < 2) cluster_inbox_init(shared.inbox[threadIdx.x]);
+      cluster_barrier();  // nobody sends to an inbox that is not there
+    }
 
   auto part = [&](uint32_t turn) -> Part& { return shared.parts[turn % (2 * kPartsAhead)]; };
   auto schedule = [&](uint32_t first) {  // by lanes of one slot
@@ -89,12 +88,13 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
     __syncthreads();
     uint32_t amax = 0;
     if (threadIdx.y == 0) amax = amax_of_cluster<T>(p, shared, turn);
-    if (kTeams<T> && w.team > 1) {
-      if (threadIdx.y == 0 && cluster_rank() == 0) send_word(message(p, w.share), amax);
-      hear_team<T>(p, w, shared);
-      __syncthreads();
-      if (threadIdx.y == 0) amax = amax_of_team<T>(shared);
-    }
+    if constexpr (T::kTogether)
+      if (w.team > 1) {
+        if (threadIdx.y == 0 && cluster_rank() == 0) send_word(message(p, w.share), amax);
+        hear_team<T>(p, w, shared);
+        __syncthreads();
+        if (threadIdx.y == 0) amax = amax_of_team<T>(shared);
+      }
     if (threadIdx.y == 0) make_scales<T>(p, w, amax, shared);
     __syncthreads();
     uint8_t* q_t = p.q_t + groups.q_t_offset(w.group);
@@ -164,7 +164,7 @@ int launch_shape(const QuantizeParams& p, const StripShape& shape, bool rows_bes
   l.cluster = cluster;
   const int64_t held = int64_t(shape.held) * cluster, alone = held * kAlone / 100;
   const int64_t most = average_rows(p) > alone ? held : alone;
-  l.together = kTeams<T> && device().starts_together && p.scratch && most >= kLeastShare && p.rows > most;
+  l.together = T::kTogether && p.scratch && most >= kLeastShare && p.rows > most;
   if (l.together) {
     plan.most = int(most);
     plan.most_shares = clusters;
