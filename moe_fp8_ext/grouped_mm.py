@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext._C import validates
-from moe_fp8_ext.bf16 import Bf16GroupedMm, cast, row_major
+from moe_fp8_ext.bf16 import Bf16GroupedMm, autocast_dtype, cast, row_major
 from moe_fp8_ext.formats import MAX_EXPERTS
 from moe_fp8_ext.fp8 import Fp8GroupedMm
 from moe_fp8_ext.ops import permute_pad
@@ -226,6 +226,5 @@ def _check_gradients(
 def _dtypes(A: Tensor | None, B_t: Tensor | None) -> tuple[torch.dtype | None, torch.dtype | None]:
     """Of A and B_t as they are multiplied; torch.autocast decides."""
     x = B_t if A is None else A
-    device = "meta" if x is None else x.device.type
-    dtype = None if device == "meta" or not torch.is_autocast_enabled(device) else torch.get_autocast_dtype(device)
+    dtype = None if x is None else autocast_dtype(x)
     return tuple(None if x is None else dtype or x.dtype for x in (A, B_t))

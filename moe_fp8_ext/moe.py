@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from moe_fp8_ext.bf16 import cast
+from moe_fp8_ext.bf16 import autocast_dtype, cast
 from moe_fp8_ext.experts import experts
 from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import check_one_of, require
@@ -72,13 +73,17 @@ class Experts(nn.Module):
         return experts(x, topk_ids, topk_scores, w_up, w_down, **biases, **self.options)
 
 
+def _without_autocast(x: Tensor) -> AbstractContextManager:
+    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
+
+
 class _Logits(torch.autograd.Function):
     """x @ weight^T in float32, under torch.autocast too; x is kept as it is, and not a float32 copy of it."""
 
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
-        with torch.autocast(x.device.type, enabled=False):
+        with _without_autocast(x):
             return x.float() @ weight.float().t()
 
     @staticmethod
@@ -86,7 +91,7 @@ class _Logits(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         dx = dweight = None
-        with torch.autocast(x.device.type, enabled=False):
+        with _without_autocast(x):
             if ctx.needs_input_grad[0]:
                 dx = cast(grad @ weight.float(), x.dtype)
             if ctx.needs_input_grad[1]:

@@ -217,6 +217,13 @@ def test_layer_compiles(device):
     assert sqnr_db(compiled(x)[0], want[0]) > 40
 
 
+def test_meta_tensors():
+    layer = layer_of("meta", bias=True)
+    out, loss = layer(torch.empty(2, 5, D, dtype=torch.bfloat16, device="meta"))
+    (out.sum() + loss).backward()
+    assert out.is_meta and out.shape == (2, 5, D) and all(p.grad.shape == p.shape for p in layer.parameters())
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_state_dict(activation, bias):
