@@ -78,7 +78,8 @@ def grouped_mm(
         main_grad: [E, K, N], float32 or bfloat16, the transposed view of a contiguous [E, N, K], as B_t usually is.
             Every backward adds the gradient of B_t to it, in float32, before that is rounded to bfloat16 (see
             `ops.add_scaled_grouped_mm`), and autograd gets none: B_t.grad stays as it is, and hooks that wait for it
-            are not called. Where B_t needs no gradient, it is not written.
+            are not called. Where B_t needs no gradient, it is not written. A backward that is asked for the gradient of
+            A alone adds to it too, as torch does not tell it: pipelines that run one for A and one for B_t add twice.
 
     Returns:
         out [M, N], with `indices` [P, N], of A's dtype, B_t's where A is quantized, bfloat16 where both are. The matmul

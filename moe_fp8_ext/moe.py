@@ -115,8 +115,10 @@ class Router(nn.Module):
 
     Attributes:
         weight: [E, D].
-        e_score_correction_bias: [E] float32, a buffer that `update_bias` moves, where bias_rate is not 0.
-        tokens_per_expert: [E] int64, what was chosen in training since the last `update_bias`; not in state dicts.
+        e_score_correction_bias: [E] float32, a buffer that `update_bias` moves, where bias_rate is not 0. A cast of the
+            whole module casts it too, and bfloat16 loses small steps: construct with `dtype` instead.
+        tokens_per_expert: [E] int64, what was chosen in training since the last `update_bias`; not in state dicts. A
+            forward that a checkpoint computes again is counted again.
 
     Args:
         num_experts, hidden_size, top_k: E, D and experts a token.
@@ -154,10 +156,10 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         check_one_of("Router", "scoring", scoring, _SCORINGS)
-        of_group, text = num_experts // num_groups, f"divide the {num_experts} experts, got {num_groups}"
-        require(num_experts % num_groups == 0, f"Router: num_groups must {text}")
+        divides = num_groups >= 1 and num_experts % num_groups == 0
+        require(divides, f"Router: num_groups must divide the {num_experts} experts, got {num_groups}")
         require(1 <= top_groups <= num_groups, f"Router: top_groups must be from 1 to {num_groups}, got {top_groups}")
-        most = of_group * top_groups
+        most = num_experts // num_groups * top_groups
         require(1 <= top_k <= most, f"Router: top_k must be from 1 to the {most} experts of a choice, got {top_k}")
         self.top_k, self.scoring, self.normalize, self.scaling_factor = top_k, scoring, normalize, scaling_factor
         self.num_groups, self.top_groups, self.bias_rate = num_groups, top_groups, bias_rate

@@ -148,6 +148,7 @@ def test_float32_whatever_the_tokens_are(dtype, device):
     [
         (dict(scoring="tanh"), "scoring must be 'softmax' or 'sigmoid', got 'tanh'"),
         (dict(num_groups=3), "num_groups must divide the 8 experts, got 3"),
+        (dict(num_groups=0), "num_groups must divide the 8 experts, got 0"),
         (dict(num_groups=4, top_groups=5), "top_groups must be from 1 to 4, got 5"),
         (dict(num_groups=4), "top_k must be from 1 to the 2 experts of a choice, got 3"),
     ],
