@@ -193,6 +193,7 @@ class Router(nn.Module):
 
         Data-parallel ranks add up their tokens_per_expert before.
         """
+        require(self.tokens_per_expert is not None, "Router: bias_rate must not be 0 for update_bias, got 0")
         counts = self.tokens_per_expert.double()
         self.e_score_correction_bias += self.bias_rate * (counts.mean() - counts).sign().float()
         self.tokens_per_expert.zero_()

@@ -160,6 +160,11 @@ def test_errors(options, message):
         router(**options)
 
 
+def test_a_router_without_a_bias_has_none_to_move():
+    with pytest.raises(RuntimeError, match="^Router: bias_rate must not be 0 for update_bias, got 0$"):
+        router().update_bias()
+
+
 def shared(device: str) -> nn.Module:
     return nn.Sequential(nn.Linear(D, F), nn.SiLU(), nn.Linear(F, D)).to(device)
 
