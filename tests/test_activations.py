@@ -296,7 +296,7 @@ def test_derivatives_that_there_are_not(spelling):
 
 
 def test_opcheck(device):
-    for activation in ACTIVATIONS:
+    for activation in ("swiglu", "relu2"):  # with ups and without, which shapes and checks depend on alone
         h = h_for(activation, 37, 33, device=device)
         check_opcheck("activate", [h.clone().requires_grad_(), activation])
         check_opcheck("activate", [h, activation], interleaved=True)
