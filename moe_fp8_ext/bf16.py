@@ -23,8 +23,19 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype of products where torch.autocast is on for x; it knows no meta tensors."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def most_experts(x: Tensor) -> int:
+    """Of a product in bfloat16, on the device of x."""
+    return 1023 if x.is_cuda else MAX_EXPERTS  # of torch's kernel
+
+
 def check_experts(A: Tensor, offs: Tensor, recipe: str) -> None:
-    e, limit = offs.shape[0], 1023 if A.is_cuda else MAX_EXPERTS  # of torch's kernel
+    e, limit = offs.shape[0], most_experts(A)
     require(e <= limit, f"grouped_mm: offs must have at most {limit} entries with {recipe}, got {e}")
 
 

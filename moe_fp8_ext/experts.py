@@ -7,11 +7,11 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.bf16 import bf16_wgrad, cast, row_major
+from moe_fp8_ext.bf16 import autocast_dtype, bf16_wgrad, cast, most_experts, row_major
 from moe_fp8_ext.formats import MAX_EXPERTS
 from moe_fp8_ext.operands import NOTHING, Slots, operands_of
 from moe_fp8_ext.ops.activations import GATED
-from moe_fp8_ext.ops.checks import INPUT_DTYPES, check_dense, check_one_of, dtype_name, either
+from moe_fp8_ext.ops.checks import INPUT_DTYPES, check_dense, check_one_of, dtype_name, either, require
 from moe_fp8_ext.ops.dispatch import asks_for_gradient, below_autograd, differentiable_once
 from moe_fp8_ext.recipes import Recipe, get_recipe
 
@@ -57,15 +57,17 @@ def experts(
         h                                 P * H bytes and its scales, those of `quantize_rows`; in bfloat16 2 P * H
         order of the slots, scores        12 P + 4 E bytes
 
-    and of each weight, where backward multiplies by it, its fp8 copy transposed; with recipe "bf16" the weight itself.
+    and of each weight, where backward multiplies by it, its fp8 copy transposed; with recipe "bf16" the weight itself,
+    of which a copy in bfloat16 where it is of another dtype.
 
     Args:
         x: [T, D] bfloat16, float16 or float32.
         topk_ids: [T, top_k] int32 or int64: experts of each token. Ids out of [0, E) drop their slots, which count for
             nothing; MOE_FP8_VALIDATE=1 refuses all of them but -1.
-        topk_scores: [T, top_k] floating point, taken as float32.
-        w_gate_up: [E, 2 F, D], or [E, F, D] with an activation that is not gated; E at most 1024, with "bf16" on a GPU
-            1023. Of any strides; a contiguous one or its transposed view is not copied.
+        topk_scores: [T, top_k] bfloat16, float16 or float32, taken as float32.
+        w_gate_up: [E, 2 F, D], or [E, F, D] with an activation that is not gated; E at most 1024, on a GPU 1023 with
+            "bf16", wgrad_high_precision or biases that need a gradient. Of any strides; a contiguous one or its
+            transposed view is not copied.
         w_down: [E, D, F], likewise.
         recipe: as in `grouped_mm`.
         activation: "swiglu", "geglu" or "swiglu_oai", which are gated, "relu2", "silu" or "gelu"; see `ops.activate`.
@@ -90,7 +92,10 @@ def experts(
     weights = w_gate_up, w_down, b_gate_up, b_down
     _check(x, topk_ids, topk_scores, *weights, gated=GATED[activation])
     needs = Needs(*map(asks_for_gradient, (x, topk_scores, *weights)))
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    if what := _in_bf16(recipe, needs):
+        e, limit = w_down.shape[0], most_experts(x)
+        require(e <= limit, f"{_OP}: w_down must have at most {limit} experts with {what}, got {e}")
+    dtype = autocast_dtype(x)
     x, scores = cast(x, dtype or x.dtype), cast(topk_scores, torch.float32).contiguous()
     call = Call(recipe, activation, interleaved, keep == "fp8", dtype, needs)
     return _Experts.apply(x, scores, *weights, topk_ids.contiguous(), call)
@@ -205,6 +210,15 @@ def _sum_of_groups(x: Tensor, offs: Tensor) -> Tensor:
     """[P, N] -> [E, N]: the gradient of a bias, which is a weight whose input is 1."""
     ones = x.new_ones(x.shape[0], 1, dtype=_BF16)
     return bf16_wgrad(x, ones, offs).squeeze(1)
+
+
+def _in_bf16(recipe: Recipe, needs: Needs) -> str | None:
+    """What has a product in bfloat16, if anything has."""
+    if recipe.format is None:
+        return 'recipe "bf16"'
+    if recipe.wgrad_high_precision and (needs.w_gate_up or needs.w_down):
+        return "wgrad_high_precision"
+    return "biases that need a gradient" if needs.b_gate_up or needs.b_down else None
 
 
 def _fail(text: str) -> NoReturn:

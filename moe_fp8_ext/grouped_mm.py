@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext._C import validates
-from moe_fp8_ext.bf16 import Bf16GroupedMm, cast, row_major
+from moe_fp8_ext.bf16 import Bf16GroupedMm, autocast_dtype, cast, row_major
 from moe_fp8_ext.formats import MAX_EXPERTS
 from moe_fp8_ext.fp8 import Fp8GroupedMm
 from moe_fp8_ext.ops import permute_pad
@@ -78,7 +78,8 @@ def grouped_mm(
         main_grad: [E, K, N], float32 or bfloat16, the transposed view of a contiguous [E, N, K], as B_t usually is.
             Every backward adds the gradient of B_t to it, in float32, before that is rounded to bfloat16 (see
             `ops.add_scaled_grouped_mm`), and autograd gets none: B_t.grad stays as it is, and hooks that wait for it
-            are not called. Where B_t needs no gradient, it is not written.
+            are not called. Where B_t needs no gradient, it is not written. A backward that is asked for the gradient of
+            A alone adds to it too, as torch does not tell it: pipelines that run one for A and one for B_t add twice.
 
     Returns:
         out [M, N], with `indices` [P, N], of A's dtype, B_t's where A is quantized, bfloat16 where both are. The matmul
@@ -226,6 +227,5 @@ def _check_gradients(
 def _dtypes(A: Tensor | None, B_t: Tensor | None) -> tuple[torch.dtype | None, torch.dtype | None]:
     """Of A and B_t as they are multiplied; torch.autocast decides."""
     x = B_t if A is None else A
-    device = "meta" if x is None else x.device.type
-    dtype = None if device == "meta" or not torch.is_autocast_enabled(device) else torch.get_autocast_dtype(device)
+    dtype = None if x is None else autocast_dtype(x)
     return tuple(None if x is None else dtype or x.dtype for x in (A, B_t))

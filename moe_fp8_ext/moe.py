@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from moe_fp8_ext.bf16 import cast
+from moe_fp8_ext.bf16 import autocast_dtype, cast
 from moe_fp8_ext.experts import experts
 from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import check_one_of, require
@@ -72,13 +73,17 @@ class Experts(nn.Module):
         return experts(x, topk_ids, topk_scores, w_up, w_down, **biases, **self.options)
 
 
+def _without_autocast(x: Tensor) -> AbstractContextManager:
+    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
+
+
 class _Logits(torch.autograd.Function):
     """x @ weight^T in float32, under torch.autocast too; x is kept as it is, and not a float32 copy of it."""
 
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
-        with torch.autocast(x.device.type, enabled=False):
+        with _without_autocast(x):
             return x.float() @ weight.float().t()
 
     @staticmethod
@@ -86,7 +91,7 @@ class _Logits(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         dx = dweight = None
-        with torch.autocast(x.device.type, enabled=False):
+        with _without_autocast(x):
             if ctx.needs_input_grad[0]:
                 dx = cast(grad @ weight.float(), x.dtype)
             if ctx.needs_input_grad[1]:
@@ -110,8 +115,10 @@ class Router(nn.Module):
 
     Attributes:
         weight: [E, D].
-        e_score_correction_bias: [E] float32, a buffer that `update_bias` moves, where bias_rate is not 0.
-        tokens_per_expert: [E] int64, what was chosen in training since the last `update_bias`; not in state dicts.
+        e_score_correction_bias: [E] float32, a buffer that `update_bias` moves, where bias_rate is not 0. A cast of the
+            whole module casts it too, and bfloat16 loses small steps: construct with `dtype` instead.
+        tokens_per_expert: [E] int64, what was chosen in training since the last `update_bias`; not in state dicts. A
+            forward that a checkpoint computes again is counted again.
 
     Args:
         num_experts, hidden_size, top_k: E, D and experts a token.
@@ -149,10 +156,10 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         check_one_of("Router", "scoring", scoring, _SCORINGS)
-        of_group, text = num_experts // num_groups, f"divide the {num_experts} experts, got {num_groups}"
-        require(num_experts % num_groups == 0, f"Router: num_groups must {text}")
+        divides = num_groups >= 1 and num_experts % num_groups == 0
+        require(divides, f"Router: num_groups must divide the {num_experts} experts, got {num_groups}")
         require(1 <= top_groups <= num_groups, f"Router: top_groups must be from 1 to {num_groups}, got {top_groups}")
-        most = of_group * top_groups
+        most = num_experts // num_groups * top_groups
         require(1 <= top_k <= most, f"Router: top_k must be from 1 to the {most} experts of a choice, got {top_k}")
         self.top_k, self.scoring, self.normalize, self.scaling_factor = top_k, scoring, normalize, scaling_factor
         self.num_groups, self.top_groups, self.bias_rate = num_groups, top_groups, bias_rate
@@ -186,6 +193,7 @@ class Router(nn.Module):
 
         Data-parallel ranks add up their tokens_per_expert before.
         """
+        require(self.tokens_per_expert is not None, "Router: bias_rate must not be 0 for update_bias, got 0")
         counts = self.tokens_per_expert.double()
         self.e_score_correction_bias += self.bias_rate * (counts.mean() - counts).sign().float()
         self.tokens_per_expert.zero_()

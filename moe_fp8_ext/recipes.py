@@ -1,4 +1,4 @@
-"""Recipes: how `grouped_mm` computes."""
+"""Recipes: how `grouped_mm` and `experts` compute."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _BF16_ALIGN = 8  # tokens in 16 bytes, as the tensor memory accelerator loads th
 
 @dataclass(frozen=True)
 class Recipe:
-    """How `grouped_mm` computes.
+    """How `grouped_mm` and `experts` compute.
 
-    `Recipe("rowwise")` is what `grouped_mm` takes "rowwise" for, and so for every name; `Recipe("mxfp8", ...)` is one
+    `Recipe("rowwise")` is what they take "rowwise" for, and so for every name; `Recipe("mxfp8", ...)` is one
     of your own, under a name that says its format or under any other. None stands for what is usual; after
     construction only `dtype`, `grad_dtype` and what "bf16" has none of are None.
 
@@ -33,9 +33,9 @@ class Recipe:
         wgrad_high_precision: compute the gradient of weights in bfloat16 from the activation as it was, which is kept
             for backward in bfloat16 instead of a quantized copy.
         align: tokens to a multiple of which groups are padded inside operands along tokens; None is the format's usual,
-            32. `grouped_mm` takes groups of any size with every recipe: whoever lays
-            tokens out for it need not pad. `permute_indices(..., align=recipe.align)` is for consumers that need padded
-            groups themselves, such as torch's grouped GEMMs called directly, for which "bf16" has 8.
+            32. `grouped_mm` takes groups of any size with every recipe: whoever lays tokens out for it need not pad.
+            `permute_indices(..., align=recipe.align)` is for consumers that need padded groups themselves, such as
+            torch's grouped GEMMs called directly, for which "bf16" has 8.
         use_fast_accum: let the GEMM of "rowwise" accumulate whole sums in the tensor cores' own precision.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Quantized weights that calls of `grouped_mm` share for as long as nobody writes to the parameter.
+"""Quantized weights that calls of `grouped_mm` and `experts` share for as long as nobody writes to the parameter.
 
 torch says that a tensor is as it was, its version counter and its storage do, but for writes that the counter does not
 see. So entries outlive neither the context that asks for them nor a step of an optimizer: fused ones do not count.
@@ -28,7 +28,7 @@ _TRACING = (_Mode.FAKE, _Mode.PROXY, _Mode.FUNCTIONAL)
 
 @contextmanager
 def reuse_weights() -> Iterator[None]:
-    """In which `grouped_mm` quantizes a weight once and not in every call, as long as it stays the same.
+    """In which `grouped_mm` and `experts` quantize a weight once and not in every call, as long as it stays the same.
 
         with moe_fp8_ext.reuse_weights():
             for batch in micro_batches:

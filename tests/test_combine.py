@@ -223,9 +223,12 @@ def test_derivatives_that_there_are_not(spelling):
     check_no_tangent(lambda scores: spelling.combine(y, inverse, scores), scores)
     check_no_tangent(lambda grad: spelling.combine_backward(grad, y, inverse, scores, 30), torch.randn(10, 8))
     out = spelling.combine(y.requires_grad_(), inverse, scores.requires_grad_())
-    with pytest.raises(RuntimeError):
-        first = torch.autograd.grad(out.square().sum(), (y, scores), create_graph=True)
-        torch.autograd.grad(first[1].sum(), y)
+    for of_sums, leaves in ((out, (y, scores)), (spelling.combine(y, inverse), (y,))):
+        want = torch.autograd.grad(of_sums.square().sum(), leaves, retain_graph=True)
+        first = torch.autograd.grad(of_sums.square().sum(), leaves, create_graph=True)
+        assert_same(tuple(t.detach() for t in first), want)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            first[-1].sum().backward()
 
 
 def test_saves_rows_for_the_gradient_of_scores_alone(device):

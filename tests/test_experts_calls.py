@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -141,8 +142,10 @@ def test_autocast(name, dtype, device):
     assert_equal({n: t.to(want[n].dtype) for n, t in got.items()}, want)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("recipe", [*map(Recipe, RECIPES), HIGH], ids=lambda recipe: recipe.name)
+COMPILED = [*((Recipe(name), True) for name in RECIPES), (HIGH, True), (Recipe("rowwise"), False)]
+
+
+@pytest.mark.parametrize(("recipe", "bias"), COMPILED, ids=lambda x: getattr(x, "name", None))
 def test_compiles_with_dynamic_tokens(recipe, bias, device):
     torch._dynamo.reset()
     frames = torch._dynamo.testing.CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
@@ -180,6 +183,35 @@ def test_gradients_of_any_strides(device):
     for grad in (problem.grad.t().contiguous().t(), problem.grad[:1].expand(60, 64)):
         want = run(replace(problem, grad=grad.contiguous()))
         assert_equal(run(replace(problem, grad=grad)), want)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_meta_tensors(name):
+    problem = layer(t=20, d=64, f=48, bias=True)
+    got = run(problem.at("meta"), recipe=Recipe(name))
+    for n, want in run(problem, recipe=Recipe(name)).items():
+        assert got[n].is_meta and (got[n].shape, got[n].dtype) == (want.shape, want.dtype), n
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wanted", "what"),
+    [
+        ("bf16", "scores", 'recipe "bf16"'),
+        (HIGH, "w_down", "wgrad_high_precision"),
+        (HIGH, "scores", None),
+        ("rowwise", "b_down", "biases that need a gradient"),
+        ("rowwise", "w_down", None),
+    ],
+)
+def test_most_experts_of_torch(recipe, wanted, what, monkeypatch):
+    """Its grouped product takes fewer on a GPU, here 7: an error before anything runs."""
+    monkeypatch.setattr(sys.modules["moe_fp8_ext.experts"], "most_experts", lambda x: 7)
+    frozen = tuple(n for n in LEAVES if n != wanted)
+    if what is None:
+        assert run(layer(bias=True), recipe=recipe, frozen=frozen).keys() == {"out", wanted}
+        return
+    with pytest.raises(RuntimeError, match=f"^experts: w_down must have at most 7 experts with {what}, got 8"):
+        run(layer(bias=True), recipe=recipe, frozen=frozen)
 
 
 P = layer(t=6, d=16, f=8, e=2, top_k=1, bias=True)

@@ -101,6 +101,19 @@ def test_frozen_tokens(recipe, device):
 
 
 @OF_ALL_RECIPES
+def test_every_backward_adds(recipe, device):
+    """One for the tokens alone too, which cannot be told apart."""
+    a, b_t, offs, g = operands(device)
+    once, got = main_grad_of(b_t), main_grad_of(b_t)
+    step(recipe, a, b_t, offs, g, once)
+    out = grouped_mm(a, b_t, offs, recipe=recipe, main_grad=got)
+    torch.autograd.grad(out, a, g, retain_graph=True)
+    assert_same(got, once)
+    out.backward(g)
+    assert_same(got, 2 * once)
+
+
+@OF_ALL_RECIPES
 def test_two_uses_before_backward(recipe, device):
     """Neither backward minds that the other wrote; doubling is exact."""
     a, b_t, offs, g = operands(device)

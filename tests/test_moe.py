@@ -56,6 +56,7 @@ def test_choice_and_scores(scoring, normalize, bias_rate, groups, device):
     of_chosen = torch.stack([want[t][chosen] for t, chosen in enumerate(ids)])
     if normalize:
         of_chosen = of_chosen / of_chosen.sum(1, keepdim=True)
+    # Logits are below 40, where float32 steps by 2^-18 = 4e-6: a relative error of an exponential and of their sums.
     torch.testing.assert_close(scores.double(), 2.5 * of_chosen, rtol=1e-5, atol=0)
 
 
@@ -73,6 +74,7 @@ def test_losses_and_their_gradients(scoring, device):
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
     chosen = of_experts.gather(1, ids)
     of_scores = (chosen / chosen.sum(1, keepdim=True)).square().sum()
+    # Of terms that are near to 1e-5 each, as above; their sums cancel, to a tenth or to less than 0.1.
     for got, exact_grad in zip(grads, torch.autograd.grad(want + of_scores, (wide, weight)), strict=True):
         torch.testing.assert_close(got.double(), exact_grad, rtol=1e-4, atol=1e-6)
 
@@ -148,6 +150,7 @@ def test_float32_whatever_the_tokens_are(dtype, device):
     [
         (dict(scoring="tanh"), "scoring must be 'softmax' or 'sigmoid', got 'tanh'"),
         (dict(num_groups=3), "num_groups must divide the 8 experts, got 3"),
+        (dict(num_groups=0), "num_groups must divide the 8 experts, got 0"),
         (dict(num_groups=4, top_groups=5), "top_groups must be from 1 to 4, got 5"),
         (dict(num_groups=4), "top_k must be from 1 to the 2 experts of a choice, got 3"),
     ],
@@ -155,6 +158,11 @@ def test_float32_whatever_the_tokens_are(dtype, device):
 def test_errors(options, message):
     with pytest.raises(RuntimeError, match=f"^Router: {message}$"):
         router(**options)
+
+
+def test_a_router_without_a_bias_has_none_to_move():
+    with pytest.raises(RuntimeError, match="^Router: bias_rate must not be 0 for update_bias, got 0$"):
+        router().update_bias()
 
 
 def shared(device: str) -> nn.Module:
@@ -211,10 +219,24 @@ def test_layer_trains(device):
 def test_layer_compiles(device):
     layer, x = layer_of(device), tokens(device).bfloat16()
     layer.gate = router(device, bias_rate=0.1, num_groups=4, top_groups=2, z_loss=0.1)
-    want = layer(x)
+
+    def results(fn: nn.Module) -> tuple[Tensor, ...]:
+        out, loss = fn(x)
+        grads = torch.autograd.grad((out, loss), tuple(layer.parameters()), (x, torch.ones_like(loss)))
+        return out.detach(), loss.detach(), *grads
+
+    want = results(layer)
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    assert sqnr_db(compiled(x)[0], want[0]) > 40
+    for got, plain in zip(results(compiled), want, strict=True):
+        assert sqnr_db(got, plain) > 40
+
+
+def test_meta_tensors():
+    layer = layer_of("meta", bias=True)
+    out, loss = layer(torch.empty(2, 5, D, dtype=torch.bfloat16, device="meta"))
+    (out.sum() + loss).backward()
+    assert out.is_meta and out.shape == (2, 5, D) and all(p.grad.shape == p.shape for p in layer.parameters())
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])

@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from moe_fp8_ext.bf16 import autocast_dtype
 from moe_fp8_ext.experts import experts, rows_of_bias
 from moe_fp8_ext.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import combine, sort_tokens
@@ -79,7 +80,7 @@ def _experts_forward(
     ids = torch.where(top_k_index < module.num_experts, top_k_index, -1).contiguous()
     up = "gate_up_proj" if module.has_gate else "up_proj"
     x, scores = hidden_states, top_k_weights.float().contiguous()
-    if not torch.is_autocast_enabled(x.device.type):  # which casts both
+    if autocast_dtype(x) is None:  # which casts both
         x = x.to(getattr(module, up).dtype)
     activation = _activation(module)
     if activation is None or getattr(module, "has_post_expert_norm", False):
@@ -114,7 +115,7 @@ def _composed(recipe: Recipe, module: torch.nn.Module, up: str, x: Tensor, ids: 
 
 def _linear(recipe: Recipe, module: torch.nn.Module, name: str, x: Tensor, offs: Tensor, **gathered: object) -> Tensor:
     weight = _weight(module, name)
-    if not torch.is_autocast_enabled(x.device.type):
+    if autocast_dtype(x) is None:
         x = x.to(weight.dtype)
     out = grouped_mm(x, weight, offs, recipe=recipe, **gathered)
     if not module.has_bias:

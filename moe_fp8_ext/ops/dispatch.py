@@ -122,6 +122,8 @@ def register_gradient(op: torch._ops.OpOverload, save: Callable, backward: Calla
 
     def gradients(ctx, *grads):
         of_inputs = backward(ctx, *grads)
+        if isinstance(of_inputs, Tensor):  # once_differentiable unpacks a tuple of one where create_graph is asked for
+            of_inputs = (of_inputs,)
         return None, *of_inputs, *[None] * (ctx.num_inputs - len(of_inputs))
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
