@@ -160,7 +160,8 @@ def plain(h: Tensor, activation: str, interleaved: bool) -> Tensor:
         ](h)
     gate, up = (h[:, ::2], h[:, 1::2]) if interleaved else h.chunk(2, 1)
     if activation == "swiglu_oai":
-        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        # Not clamp, whose gradient at the limits is 1 in torch 2.13 and 0 in 2.14.
+        gate, up = torch.where(gate > 7, 7, gate), torch.where(up > 7, 7, torch.where(up < -7, -7, up))
         return gate * torch.sigmoid(gate * 1.702) * (up + 1)
     return plain(gate, {"swiglu": "silu", "geglu": "gelu"}[activation], False) * up
 
