@@ -44,11 +44,12 @@ def added(total: Tensor, *args: object, **how: object) -> Tensor:
 
 
 def check(args: list[object], dtype: torch.dtype, **how: object) -> None:
-    """To the byte; on a GPU the product may be that of a GEMM of torch's, which rounds it to bfloat16."""
+    """To the byte. GEMMs of torch's round the product to bfloat16; Hopper's own takes those of rows, and does not."""
     total = some_total(args, dtype)
     got, want = added(total, *args, **how), total.clone()
     reference.add_scaled_grouped_mm(want, *args, **how)
-    if total.is_cuda and not torch.equal(as_bytes(got), as_bytes(want)):
+    may_round = total.is_cuda and (args[5] != "rowwise" or torch.cuda.get_device_capability() != (9, 0))
+    if may_round and not torch.equal(as_bytes(got), as_bytes(want)):
         product = reference.scaled_grouped_mm(*args, **how)
         sizes = torch.tensor([end - start for start, end in group_bounds(args[4], args[0].shape[1])])
         empty = (sizes == 0).to(total.device)[:, None, None]

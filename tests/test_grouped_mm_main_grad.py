@@ -132,8 +132,7 @@ def test_beside_indices_checkpoints_and_reused_weights(recipe, device):
     want, got = main_grad_of(b_t), main_grad_of(b_t)
     grouped_mm(a, b_t, offs, **how, main_grad=want).backward(g)
     with reuse_weights():
-        call = lambda a, b: grouped_mm(a, b, offs, **how, main_grad=got)  # noqa: E731
-        checkpoint(call, a, b_t, use_reentrant=False).backward(g)
+        checkpoint(grouped_mm, a, b_t, offs, **how, main_grad=got, use_reentrant=False).backward(g)
     assert_same(got, want)
 
 

@@ -71,6 +71,7 @@ def test_losses_and_their_gradients(scoring, device):
     share = one_hot(ids, E).double().mean((0, 1))
     probability = (of_experts / of_experts.sum(1, keepdim=True)).mean(0)
     want = 0.3 * E * (share * probability).sum() + 0.01 * logits.logsumexp(1).square().mean()
+    # As above: each term is a mean of exponentials or of squared logarithms of their sums, none of which cancel.
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
     chosen = of_experts.gather(1, ids)
     of_scores = (chosen / chosen.sum(1, keepdim=True)).square().sum()
@@ -113,6 +114,7 @@ def test_bias_balances():
     for _ in range(200):
         made(x)
         made.update_bias()
+    # 2.6 and 1.05 on a CPU. A bias that does not move leaves the first, one that moves the other way raises it.
     assert first > 2 and most() < 1.2
 
 
@@ -213,6 +215,7 @@ def test_layer_trains(device):
         assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
         optimizer.step()
         losses.append(loss.item())
+    # 0.91 on a CPU; weights that do not move, or move away, give 1 or more.
     assert losses[-1] < 0.97 * losses[0]
 
 
@@ -248,7 +251,9 @@ def test_state_dict(activation, bias):
         shapes |= {f"{up}_bias": (E, rows), "down_proj_bias": (E, D)}
     state = Experts(E, D, F, activation=activation, bias=bias).state_dict()
     assert {n: tuple(t.shape) for n, t in state.items()} == shapes
-    assert all(0 < t.abs().max() <= t.shape[-1] ** -0.5 or t.dim() == 2 for t in state.values())
+    for name, t in state.items():  # of biases, too, by the inputs of their weight
+        inputs = F if name.startswith("down_proj") else D
+        assert 0.9 * inputs**-0.5 < t.abs().max() <= inputs**-0.5, name
 
 
 def test_takes_the_state_of_a_layer_of_transformers():

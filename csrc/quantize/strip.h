@@ -27,7 +27,7 @@ struct StripTraits {
 template <class T>
 using RowBits = const typename T::Types::Bits*;
 
-constexpr int kPartsAhead = 8;  // are worked out at once, a lane each: one takes half a microsecond
+constexpr int kPartsAhead = 8;  // are worked out at once, a lane each: all threads wait for the one that does it
 
 template <class T>
 using StripStage = TransposeStage<T::kColumns, kPerWord<typename T::In>>;

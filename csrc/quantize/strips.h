@@ -19,8 +19,8 @@ constexpr int kSmallBlocks = 4, kStripsHeld = 2, kMaxCluster = 16;
 // through memory; so are those that would leave no room for the next strip, in percent of what a cluster holds. Of what
 // even groups take, on an H200, with sizes that fall as 1 / rank^p, p = 0.3, 0.6, 1, 1.5: [131072, 4096] E = 16 0.90,
 // 0.87, 0.81, 0.75, where a cluster for every strip gave 0.90, 0.79, 0.65, 0.55; [262144, 2048] E = 128 0.96, 0.92,
-// 0.84, 0.72, and 0.87, 0.67, 0.49, 0.37. Teams of single blocks do not mind sizes at all, but take 1.2 times as long
-// where groups are even: telling through memory takes 1.5 us a strip, inside a cluster 0.5. A grid of teams begins when
+// 0.84, 0.72, and 0.87, 0.67, 0.49, 0.37. Teams of single blocks hardly mind sizes, but take 1.1 to 1.2 times as long
+// where groups are even: every strip then waits for words to come through memory. A grid of teams begins when
 // the device has room for all of it: it waits for what kernels of other streams hold.
 constexpr int kAlone = 80;
 template <class T>  // that registers are for

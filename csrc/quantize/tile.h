@@ -223,7 +223,6 @@ MOE_DEVICE void store_staged(const TilesPlan& p, TileShared<T>& shared, uint32_t
   if (first >= tile.positions) return;
   int local = t / kOfColumn;
   uint8_t* out = p.q_t + tile.q_t + (int64_t(tile.strip) * kBlock + local) * p.positions + first;
-  // All at once, columns alone in blocks of 128 spill.
   // All at once, columns alone in blocks of 128 spill, and bfloat16 in MX blocks does on Blackwell.
   constexpr bool kSpills = T::kBlocks == 1 ? T::kScaling == Scaling::kColumns
                                            : kConvertsE8M0 && std::is_same_v<typename T::In, BF16>;
