@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -68,5 +69,6 @@ def cached(key: str, make: Callable[[Path], None]) -> Path:
 def _forget() -> None:
     oldest = time.time() - DAYS * 24 * 3600
     for entry in folder().iterdir():
-        if entry.stat().st_mtime < oldest:
-            shutil.rmtree(entry, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # the draft of another process, which is done with it
+            if entry.stat().st_mtime < oldest:
+                shutil.rmtree(entry, ignore_errors=True)
