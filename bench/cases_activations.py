@@ -25,8 +25,8 @@ def _h(device: torch.device, activation: str, p: int, f: int) -> Tensor:
     return normal(device, p, 2 * f if activation in GATED else f)
 
 
-def _inputs(activation: str) -> Callable[..., tuple[object, ...]]:
-    return lambda device, groups, *, p, f: (_h(device, activation, p, f), activation)
+def _inputs(activation: str, *format: str) -> Callable[..., tuple[object, ...]]:
+    return lambda device, groups, *, p, f: (_h(device, activation, p, f), activation, *format)
 
 
 def _gradients(activation: str, format: str | None = None) -> Callable[..., tuple[object, ...]]:
@@ -54,6 +54,10 @@ _INTERLEAVED = "swiglu interleaved"
 ACTIVATION_CASES: tuple[Case, ...] = (
     *(Case("activate", _slots, _inputs(a), ops.activate, (_SPEED, HOST), variant=a) for a in (*GATED, *PLAIN)),
     Case("activate", _slots, _inputs("swiglu"), partial(ops.activate, interleaved=True), variant=_INTERLEAVED),
+    *(
+        Case("quantize_activated", _slots, _inputs("swiglu", f), ops.quantize_activated, (_SPEED,), f, "swiglu")
+        for f in ("rowwise", "blockwise")  # in one kernel; others are the ops that they are made of
+    ),
     *(
         Case("activate_backward", _slots, _gradients(a), _backward(False), (_SPEED,), variant=a)
         for a in (*GATED, *PLAIN)

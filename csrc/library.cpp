@@ -32,6 +32,10 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
   // along rows and their format.
   m.def("activate(Tensor h, str activation, bool interleaved=False) -> Tensor");
   m.def(
+      "quantize_activated(Tensor h, str activation, str format, Tensor? offs=None, bool interleaved=False,"
+      " bool keep_h=True, ScalarType? dtype=None, str? rounding=None)"
+      " -> (Tensor q, Tensor scale, Tensor h_q, Tensor h_scale)");
+  m.def(
       "activate_backward(Tensor h, Tensor da, str activation, Tensor? scores=None, Tensor? h_scale=None,"
       " str? format=None, bool interleaved=False) -> (Tensor dh, Tensor a, Tensor dscores)");
 

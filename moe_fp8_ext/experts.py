@@ -21,7 +21,6 @@ _BF16 = torch.bfloat16
 
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
-_activate = torch.ops.moe_fp8.activate.default
 _activate_backward = torch.ops.moe_fp8.activate_backward.default
 _combine = torch.ops.moe_fp8.combine.default
 _combine_backward = torch.ops.moe_fp8.combine_backward.default
@@ -146,12 +145,13 @@ class _Experts(torch.autograd.Function):
             h = operands.product(rows, up, slots)
             if b_gate_up is not None:
                 h += rows_of_bias(b_gate_up, slots.offs, h.shape[0], h.dtype)
-            rows, _ = operands.of_slots(_activate(h, call.activation, interleaved=call.interleaved), slots, rows=True)
+            keep_fp8 = call.keep_fp8 and needs.h
+            rows, h = operands.activated(h, slots, call.activation, call.interleaved, keep_fp8)
             y = operands.product(rows, down, slots)
             if b_down is not None:
                 y += rows_of_bias(b_down, slots.offs, y.shape[0], y.dtype)
             out = cast(_combine(y, slots.inverse, scores), x.dtype)
-            h = (operands.kept(h) if call.keep_fp8 else (h, None)) if needs.h else NOTHING
+            h = h if needs.h else NOTHING
         ctx.save_for_backward(x if needs.w_gate_up else None, scores, b_down, *slots, *up_t, *down_t, *h)
         ctx.call, ctx.features = call, w_down.shape[2]
         inputs = x, scores, w_gate_up, w_down, b_gate_up, b_down

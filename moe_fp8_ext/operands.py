@@ -14,6 +14,8 @@ from moe_fp8_ext.recipes import Recipe
 Operand = tuple[Tensor | None, ...]  # values and what belongs to them
 NOTHING: Operand = None, None
 
+_activate = torch.ops.moe_fp8.activate.default
+_quantize_activated = torch.ops.moe_fp8.quantize_activated.default
 _quantize_rows = torch.ops.moe_fp8.quantize_rows.default
 _quantize_tokens = torch.ops.moe_fp8.quantize_tokens.default
 _quantize_both = torch.ops.moe_fp8.quantize_both.default
@@ -57,9 +59,11 @@ class Bf16Operands:
         """The same of x [P, K] in bfloat16, which is there already."""
         return (x, None), (x, None)
 
-    def kept(self, x: Tensor) -> Operand:
-        """x [P, K] as it is kept for backward."""
-        return x, None
+    def activated(
+        self, h: Tensor, slots: Slots, activation: str, interleaved: bool, keep_fp8: bool
+    ) -> tuple[Operand, Operand]:
+        """Activations of h [P, 2F] along rows, and h as it is kept for backward, quantized where `keep_fp8`."""
+        return (_activate(h, activation, interleaved), None), (h, None)
 
     def product(self, a: Operand, w: Operand, slots: Slots) -> Tensor:
         """a @ w^T in bfloat16; rows of no group are zero."""
@@ -104,9 +108,13 @@ class Fp8Operands:
         both = _quantize_both(*of_groups, self.recipe.align, dtype, rounding)
         return both[:2], both[2:]
 
-    def kept(self, x: Tensor) -> Operand:
+    def activated(
+        self, h: Tensor, slots: Slots, activation: str, interleaved: bool, keep_fp8: bool
+    ) -> tuple[Operand, Operand]:
         format, dtype, rounding = self._rule(gradient=False)
-        return _quantize_rows(x, format, None, None, None, dtype, rounding)
+        how = interleaved, keep_fp8, dtype, rounding
+        q, scale, *kept = _quantize_activated(h, activation, format, slots.offs, *how)
+        return (q, scale), tuple(kept) if keep_fp8 else (h, None)
 
     def product(self, a: Operand, w: Operand, slots: Slots) -> Tensor:
         return fp8_product(*a, *w, slots.offs, self.recipe)
@@ -133,8 +141,10 @@ class HighPrecisionWgrad(Fp8Operands):
     ) -> tuple[Operand, Operand]:
         return super().of_slots(x, slots, rows, False, gradient)[0], (x, None)
 
-    def kept(self, x: Tensor) -> Operand:
-        return x, None
+    def activated(
+        self, h: Tensor, slots: Slots, activation: str, interleaved: bool, keep_fp8: bool
+    ) -> tuple[Operand, Operand]:
+        return super().activated(h, slots, activation, interleaved, keep_fp8=False)
 
     def wgrad(self, dy: Operand, a: Operand, slots: Slots) -> Tensor:
         return _BF16.wgrad(dy, a, slots)

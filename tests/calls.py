@@ -203,6 +203,14 @@ def activate(r: random.Random) -> Call:
 
 
 @op
+def quantize_activated(r: random.Random) -> Call:
+    h = values(r, r.choice(ROWS), r.choice(COLUMNS))
+    fmt = r.choice(list(FORMATS))
+    how = {"interleaved": r.random() < 0.3, "keep_h": r.random() < 0.5, "offs": r.choice((None, offsets(r, len(h))))}
+    return [h, activation_of(r, h)[0], fmt], how | rule(r, fmt)
+
+
+@op
 def activate_backward(r: random.Random) -> Call:
     """A row of da has one number that is not zero, so that its sum has one term."""
     h = values(r, r.choice(ROWS), r.choice(COLUMNS))

@@ -66,6 +66,40 @@ def test_fp8(kernels, activation, format, fp8, dtype, f, interleaved):
     check_backward(kernels, q, da_for(x, activation, dtype), activation, scores_for(x), **how)
 
 
+@pytest.mark.parametrize(
+    *pairs(
+        activation=ACTIVATIONS,
+        format=["rowwise", "blockwise"],
+        f=[128, 256, 640, 1152],
+        interleaved=[False, True],
+        keep_h=[False, True],
+        e5m2=[False, True],
+        rounding=[0, 1],
+    ),
+    ids=short,
+)
+def test_quantized(kernels, activation, format, f, interleaved, keep_h, e5m2, rounding):
+    """Rows of less than a wave, of one, and of several vectors a thread; a last block of rows that is not full."""
+    h = h_for(activation, 37, f)
+    how = {"interleaved": interleaved, "keep_h": keep_h, "rounding": FORMATS[format].roundings[rounding]}
+    for each in kernels:
+        how["dtype"] = [t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz()][e5m2]
+        want = reference.quantize_activated(h, activation, format, **how)
+        got = each.run("quantize_activated", want, h, activation, format, **how)
+        assert_same(got, want, f"at wave size {each.wave}")
+
+
+@pytest.mark.parametrize("f", [8, 72, 200, 4104, 8192])
+def test_quantized_rows_of_any_vectors(kernels, f):
+    for each in kernels:
+        dtype = torch.float8_e4m3fnuz if each.native_fnuz() else torch.float8_e4m3fn
+        for p in (1, 3):
+            h = h_for("swiglu", p, f)
+            h[0, f // 2] = math.nan
+            want = reference.quantize_activated(h, "swiglu", "rowwise", dtype=dtype)
+            assert_same(each.run("quantize_activated", want, h, "swiglu", "rowwise", dtype=dtype), want)
+
+
 @pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
 def test_every_byte(kernels, fp8):
     q = torch.arange(256, dtype=torch.uint8).view(fp8).repeat(2, 2)

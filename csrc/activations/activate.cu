@@ -40,12 +40,12 @@ int activate(const ActivateParams& p, void* stream) {
   if (p.h.F == 0) return 0;
   if (p.h.in != InType::kBF16 || !is_of_vectors(p.h.h, p.h.stride, p.h.F, p.P, 2))
     return is_gated(p.activation)
-               ? launch_on_rows(activate_kernel<PlainGates<Elements, true>, Elements, AnyActivation>, p, stream)
-               : launch_on_rows(activate_kernel<PlainGates<Elements, false>, Elements, AnyActivation>, p, stream);
+               ? launch_on_rows(activate_kernel<PlainGates<Elements, true>, Elements, AnyActivation>, p, p.P, stream)
+               : launch_on_rows(activate_kernel<PlainGates<Elements, false>, Elements, AnyActivation>, p, p.P, stream);
   return dispatch_activation(p.activation, [&](auto activation) {
     constexpr Activation kActivation = decltype(activation)::value;
     using Source = PlainGates<Vectors<BF16>, is_gated(kActivation)>;
-    return launch_on_rows(activate_kernel<Source, Vectors<BF16>, FixedActivation<kActivation>>, p, stream);
+    return launch_on_rows(activate_kernel<Source, Vectors<BF16>, FixedActivation<kActivation>>, p, p.P, stream);
   });
 }
 

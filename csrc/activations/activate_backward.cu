@@ -65,14 +65,14 @@ int launch_fast(const ActivateBackwardParams& p, void* stream) {
   return dispatch_activation(p.activation, [&](auto activation) {
     constexpr Activation kActivation = decltype(activation)::value;
     using Gates = Source<is_gated(kActivation)>;
-    return launch_on_rows(activate_backward_kernel<Gates, Vectors<BF16>, FixedActivation<kActivation>>, p, stream);
+    return launch_on_rows(activate_backward_kernel<Gates, Vectors<BF16>, FixedActivation<kActivation>>, p, p.P, stream);
   });
 }
 template <template <bool> class Source>
 int launch_any(const ActivateBackwardParams& p, void* stream) {
   return is_gated(p.activation)
-             ? launch_on_rows(activate_backward_kernel<Source<true>, Elements, AnyActivation>, p, stream)
-             : launch_on_rows(activate_backward_kernel<Source<false>, Elements, AnyActivation>, p, stream);
+             ? launch_on_rows(activate_backward_kernel<Source<true>, Elements, AnyActivation>, p, p.P, stream)
+             : launch_on_rows(activate_backward_kernel<Source<false>, Elements, AnyActivation>, p, p.P, stream);
 }
 
 }  // namespace

@@ -15,8 +15,8 @@ MOE_DEVICE int64_t first_row() {
 MOE_DEVICE int64_t rows_at_once() { return int64_t(gridDim.x) * (kThreads / kWarpSize); }
 
 template <class Params>
-int launch_on_rows(void (*kernel)(Params), const Params& p, void* stream) {
-  const int64_t blocks = ceil_div<int64_t>(p.P, kThreads / kLargestWarp);
+int launch_on_rows(void (*kernel)(Params), const Params& p, int64_t rows, void* stream) {
+  const int64_t blocks = ceil_div<int64_t>(rows, kThreads / kLargestWarp);
   if (blocks == 0) return 0;
   return launch(kernel, {dim3(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks)), dim3(kThreads), stream}, p);
 }

@@ -1,12 +1,12 @@
-#include "activations/activations.h"
-
+#include "activations/quantize_activated.h"
 #include "cpu/activations.h"
 #include "ops/operands.h"
+#include "ops/quantize.h"
 
 namespace moe_fp8 {
 namespace {
 
-constexpr const char *kActivate = "activate", *kBackward = "activate_backward";
+constexpr const char *kActivate = "activate", *kQuantize = "quantize_activated", *kBackward = "activate_backward";
 
 Activation check_activation(const char* op, std::string_view name) {
   std::string names;
@@ -22,6 +22,16 @@ int64_t check_features(const char* op, const Tensor& h, Activation activation) {
     fail(op, ": h must have an even number of columns with activation '", kActivations[int(activation)].name,
          "', got ", h.sizes[1]);
   return h.sizes[1] / 2;
+}
+
+GateRows plain_gates(const Tensor& h, int64_t F, bool interleaved) {
+  GateRows gates = {};
+  gates.h = h.data;
+  gates.stride = h.strides[0];
+  gates.F = F;
+  gates.in = in_type(h);
+  gates.interleaved = interleaved;
+  return gates;
 }
 
 void run(const Call& call, const Tensor& h, const ActivateParams& p) {
@@ -58,16 +68,62 @@ Results<1> activate_op(const Tensor& h, std::string_view activation, bool interl
   ActivateParams p = {};
   p.activation = check_activation(kActivate, activation);
   p.P = h.sizes[0];
-  p.h.F = check_features(kActivate, h, p.activation);
+  p.h = plain_gates(h, check_features(kActivate, h, p.activation), interleaved);
   const Call call(kActivate, "h", h);
   Handle a = call.empty({p.P, p.h.F}, h.dtype);
-  p.h.h = h.data;
-  p.h.stride = h.strides[0];
-  p.h.in = in_type(h);
-  p.h.interleaved = interleaved;
   p.a = data(a);
   run(call, h, p);
   return results(a);
+}
+
+Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, std::string_view format,
+                                 const std::optional<Tensor>& offs, bool interleaved, bool keep_h,
+                                 std::optional<int32_t> dtype, std::optional<std::string_view> rounding) {
+  constexpr const Argument &kH = argument(kQuantize, "h"), &kOffs = argument(kQuantize, "offs");
+  check(kH, h);
+  QuantizeActivatedParams p = {};
+  p.activation = check_activation(kQuantize, activation);
+  p.P = h.sizes[0];
+  p.h = plain_gates(h, check_features(kQuantize, h, p.activation), interleaved);
+  QuantizeParams &a = p.of_a, &of_h = p.of_h;
+  a.format = check_format(kQuantize, format);
+  const Format& f = format_of(a.format);
+  a.rounding = check_rounding(kQuantize, f, rounding);
+  a.in = p.h.in;
+  a.rows = p.P;
+  if (offs) check_offs(kOffs, *offs, h, p.P);
+  const Call call(kQuantize, "h", h);
+  a.out = check_fp8(call, kQuantize, dtype);
+  a.along_rows = true;
+  of_h = a;
+  of_h.rows = keep_h ? p.P : 0;
+  of_h.K = h.sizes[1];
+  of_h.x = h.data;
+  of_h.row_stride = p.h.stride;
+  a.row_stride = a.K = p.h.F;
+  const bool grouped = offs && f.blocked();
+  if (grouped) set_groups(a, kQuantize, "h", *offs, std::nullopt);
+  auto outputs = [&](QuantizeParams& to, int64_t groups) {
+    Handle q = call.empty({to.rows, to.K}, to.out);
+    Handle scale = call.empty(scales_along_rows(f, to.rows, to.K, groups), f.scale_type);
+    to.q = data<uint8_t>(q);
+    to.scale = data(scale);
+    return std::pair(std::move(q), std::move(scale));
+  };
+  auto [q, scale] = outputs(a, grouped ? a.E : kNoGroups);
+  auto [h_q, h_scale] = outputs(of_h, kNoGroups);
+#if defined(MOE_FP8_GPU)
+  if (h.on_gpu() && can_quantize_activated(p)) {
+    call.check(quantize_activated(p, call.stream()));
+    return results(q, scale, h_q, h_scale);
+  }
+#endif
+  const Handle values = call.empty({p.P, p.h.F}, h.dtype), scratch = scratch_of(call, h, a);
+  run(call, h, {p.h, data(values), p.P, p.activation});
+  a.x = data(values);
+  run(call, h, a);
+  run(call, h, of_h);
+  return results(q, scale, h_q, h_scale);
 }
 
 Results<3> activate_backward_op(const Tensor& h, const Tensor& da, std::string_view activation,
@@ -113,4 +169,5 @@ Results<3> activate_backward_op(const Tensor& h, const Tensor& da, std::string_v
 }  // namespace moe_fp8
 
 MOE_FP8_REGISTER(activate)
+MOE_FP8_REGISTER(quantize_activated)
 MOE_FP8_REGISTER(activate_backward)

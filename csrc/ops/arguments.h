@@ -109,6 +109,8 @@ inline constexpr Argument kTable[] = {
     matrix("unpermute", "y", nullptr, Dtypes::kMovable),
     indices("unpermute", "y"),
     matrix("activate", "h", nullptr, Dtypes::kInput),
+    matrix("quantize_activated", "h", nullptr, Dtypes::kInput),
+    offs("quantize_activated", "h"),
     matrix("activate_backward", "h", nullptr, Dtypes::kGates),
     matrix("activate_backward", "da", "h", Dtypes::kInput),
     {"activate_backward", "scores", "h", Dtypes::kFloat32, 1, 1, Strides::kInner},

@@ -1,8 +1,5 @@
-#include "quantize/quantize.h"
+#include "ops/quantize.h"
 
-#include "cpu/quantize.h"
-#include "numerics/operand_scales.h"
-#include "ops/checks.h"
 #include "ops/leading.h"
 
 namespace moe_fp8 {
@@ -12,22 +9,6 @@ namespace {
 struct Outputs {
   Handle q, scale, q_t, scale_t, padded_offs;
 };
-
-void run(const Call& call, const Tensor& x, const QuantizeParams& p) {
-#if defined(MOE_FP8_GPU)
-  if (x.on_gpu()) return call.check(quantize(p, call.stream()));
-#endif
-  quantize_cpu(p);
-}
-
-// What p.scratch points to, where it is needed.
-Handle scratch_of(const Call& call, const Tensor& x, QuantizeParams& p) {
-  const int64_t words = x.on_gpu() ? scratch_words(p) : 0;
-  if (words == 0) return {};
-  Handle scratch = call.empty({words}, kInt32);
-  p.scratch = data<int>(scratch);
-  return scratch;
-}
 
 // What the quantizers of tokens take.
 struct Tokens {
@@ -92,17 +73,7 @@ Outputs quantize_tokens(const Tokens& t, const Tensor* offs, bool along_rows, bo
   }
   if (offs) check_offs(t.offs_arg, *offs, x, p.rows, t.indices ? "indices" : "rows");
   const bool grouped = offs && (along_tokens || f.blocked());
-  if (grouped) {
-    const char* arg = t.indices ? "indices" : "x";
-    static const int kNoEnds[1] = {};  // null would say that there are no groups
-    p.E = offs->sizes[0];
-    p.offs = p.E ? offs->as<int>() : kNoEnds;
-    const int64_t align = t.align.value_or(f.align);
-    check_align(op, align, f.least_align, f.most_align);
-    p.align = int(align);
-    p.positions = check_extent(op, arg, p.rows, p.E, align);
-    if (f.block) check_extent(op, arg, p.rows, p.E, std::max(p.align, kGroupScales));
-  }
+  if (grouped) set_groups(p, op, t.indices ? "indices" : "x", *offs, t.align);
   const Call call(op, "x", x);
   p.out = check_fp8(call, op, t.dtype);
   Outputs o;

@@ -19,15 +19,16 @@ struct Vectors {
   MOE_DEVICE float element(const Vec16& v, int i) const {
     return moe_fp8::element<In>(v.w[i / kPerWord<In>], i % kPerWord<In>);
   }
-  MOE_DEVICE void store(void* to, int64_t at, const float* f) const {
+  static MOE_DEVICE Vec16 rounded(const float* f) {
     Vec16 v;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (kElements == 4) v.w[i] = In::from_float(f[i]);
       else v.w[i] = packed<In>(f[2 * i], f[2 * i + 1]);
     }
-    store_stream(vec(to, at), v);
+    return v;
   }
+  MOE_DEVICE void store(void* to, int64_t at, const float* f) const { store_stream(vec(to, at), rounded(f)); }
 };
 
 struct Elements {

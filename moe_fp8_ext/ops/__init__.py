@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from moe_fp8_ext.ops.activations import activate, activate_backward
+from moe_fp8_ext.ops.activations import activate, activate_backward, quantize_activated
 from moe_fp8_ext.ops.combine import combine, combine_backward
 from moe_fp8_ext.ops.dequantize import dequantize
 from moe_fp8_ext.ops.dispatch import refuse_sparse as _refuse_sparse
@@ -25,6 +25,7 @@ __all__ = [
     "permute_indices",
     "permute_pad",
     "permute_quantized",
+    "quantize_activated",
     "quantize_both",
     "quantize_rows",
     "quantize_tokens",

@@ -8,16 +8,20 @@ from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
     check,
     check_format,
+    check_groups,
     check_one_of,
+    check_rounding,
     check_scale,
     check_shape,
     dtype_name,
     either,
+    fp8_dtype,
     require,
 )
 from moe_fp8_ext.ops.dispatch import below_autograd, refuse_derivatives, register_gradient, unit_stride
 
 _activate = torch.ops.moe_fp8.activate.default
+_quantize_activated = torch.ops.moe_fp8.quantize_activated.default
 _activate_backward = torch.ops.moe_fp8.activate_backward.default
 # Whether gates and ups are the columns of h.
 GATED = {rule["name"]: rule["gated"] for rule in _C.activations()}
@@ -50,6 +54,45 @@ def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor
     """
     with below_autograd(h):
         return _activate(h, activation, interleaved)
+
+
+def quantize_activated(
+    h: Tensor,
+    activation: str,
+    format: str,
+    *,
+    offs: Tensor | None = None,
+    interleaved: bool = False,
+    keep_h: bool = True,
+    dtype: torch.dtype | None = None,
+    rounding: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The operand of the product behind an activation, and h as backward keeps it.
+
+        q, scale = quantize_rows(activate(h, activation), format, offs=offs)
+        h_q, h_scale = quantize_rows(h, format)
+
+    byte for byte. Of bfloat16 on a GPU, in formats with float scales, from one read of h: activations are never
+    written. That is so for rows that begin at multiples of 16 bytes and have a multiple of 8 features, at most 8192
+    ("rowwise"), or of 128 ("blockwise"). Not differentiable. Never waits for the device.
+
+    Args:
+        h, activation, interleaved: as in `activate`.
+        format, dtype, rounding: as in `quantize_rows`.
+        offs: likewise, of the rows of h; scales of "mxfp8" are then blocked group by group, those of h as one matrix.
+        keep_h: whether h is quantized, of which no rows are otherwise.
+
+    Returns:
+        q [P, F] and its scale, h_q as h, or [0, 2F] or [0, F], and its scale: as `quantize_rows` returns them.
+
+    Raises:
+        RuntimeError: as `activate` and `quantize_rows` do, or h asks for a derivative, which this has none of; the
+            text names the argument.
+
+    Source: DESIGN.md section 3.
+    """
+    with below_autograd(h):
+        return _quantize_activated(h, activation, format, offs, interleaved, keep_h, dtype, rounding)
 
 
 def activate_backward(
@@ -108,6 +151,7 @@ def _backward(ctx, grad):
 
 
 register_gradient(_activate, _save, _backward)
+refuse_derivatives(_quantize_activated)
 refuse_derivatives(_activate_backward)
 
 
@@ -125,6 +169,30 @@ def _features(op: str, h: Tensor, activation: str) -> int:
 def _(h, activation, interleaved=False):
     check("activate", "h", h)
     return h.new_empty((h.shape[0], _features("activate", h, activation)))
+
+
+@torch.library.register_fake("moe_fp8::quantize_activated")
+def _(h, activation, format, offs=None, interleaved=False, keep_h=True, dtype=None, rounding=None):
+    op = "quantize_activated"
+    check(op, "h", h)
+    rows, columns = h.shape
+    shape = rows, _features(op, h, activation)
+    format = check_format(op, format)
+    check_rounding(op, format, rounding)
+    groups = None
+    if offs is not None:
+        check(op, "offs", offs, h)
+        if format.order == "blocked":
+            groups = offs.shape[0]
+            check_groups(op, groups, "h", rows, format, None)
+    dtype = fp8_dtype(op, dtype, h)
+    kept = rows if keep_h else 0, columns
+    return (
+        h.new_empty(shape, dtype=dtype),
+        format.scale_of_rows(shape, groups).empty(h, format.scale_dtype),
+        h.new_empty(kept, dtype=dtype),
+        format.scale_of_rows(kept).empty(h, format.scale_dtype),
+    )
 
 
 @torch.library.register_fake("moe_fp8::activate_backward")

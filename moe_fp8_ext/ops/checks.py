@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import _C
-from moe_fp8_ext.formats import FORMATS, MAX_ALIGN, MAX_ROWS, Format, padded_extent
+from moe_fp8_ext.formats import FORMATS, GROUP_SCALES, MAX_ALIGN, MAX_ROWS, Format, padded_extent
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -181,6 +181,15 @@ def check_align(op: str, align: int, arg: str, rows: int, experts: int, least: i
     ok = least <= align <= most and align & (align - 1) == 0
     require(ok, f"{op}: align must be a power of two from {least} to {most}, got {align}")
     check_size(op, arg, padded_extent(rows, experts, align), "rows with padding")
+
+
+def check_groups(op: str, e: int, arg: str, rows: int, format: Format, align: int | None) -> int:
+    """The multiple to which e groups of the rows of `arg` are padded along tokens."""
+    align = format.align if align is None else align
+    check_align(op, align, arg, rows, e, format.least_align, format.most_align)
+    if format.block:
+        check_align(op, max(align, GROUP_SCALES), arg, rows, e)
+    return align
 
 
 def check_indices(op: str, indices: Tensor, like: Tensor, rows: int, top_k: int) -> None:

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.formats import GROUP_SCALES, padded_extent
+from moe_fp8_ext.formats import padded_extent
 from moe_fp8_ext.ops.checks import (
     check,
-    check_align,
     check_dims,
     check_format,
+    check_groups,
     check_indices,
     check_rounding,
     check_size,
@@ -225,10 +225,7 @@ def _fake(op, x, format, offs, indices, top_k, align, dtype, rounding, along_row
         check(op, "offs", offs, x)
         e = offs.shape[0]
     if e is not None and (along_tokens or format.order == "blocked"):
-        align = format.align if align is None else align
-        check_align(op, align, arg, rows, e, format.least_align, format.most_align)
-        if format.block:
-            check_align(op, max(align, GROUP_SCALES), arg, rows, e)
+        align = check_groups(op, e, arg, rows, format, align)
     dtype = fp8_dtype(op, dtype, x)
     outputs = []
     if along_rows:

@@ -8,7 +8,7 @@ Dims: M tokens, K input features, N output features, E experts, P padded tokens.
 factor: x ~ q * scale.
 """
 
-from .activations import activate, activate_backward
+from .activations import activate, activate_backward, quantize_activated
 from .dequantize import dequantize, exact_values
 from .gemm import add_scaled_grouped_mm, grouped_mm, scaled_grouped_mm
 from .numerics import group_bounds
@@ -41,6 +41,7 @@ __all__ = [
     "permute_indices",
     "permute_pad",
     "permute_quantized",
+    "quantize_activated",
     "quantize_both",
     "quantize_rows",
     "quantize_tokens",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .dequantize import dequantize
 from .numerics import round_to
+from .quantize import quantize_rows
 
 GATED = {"swiglu": "silu", "geglu": "gelu", "swiglu_oai": "clamped_silu"}  # and how the gate is bent
 
@@ -98,6 +99,23 @@ def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor
     """h [P, 2F], or [P, F] of activations without ups -> a [P, F]."""
     gate, up = split(h, activation, interleaved)
     return round_to(bend(GATED.get(activation, activation), gate)[0] * factor_of(up, activation), h.dtype)
+
+
+def quantize_activated(
+    h: Tensor,
+    activation: str,
+    format: str,
+    *,
+    offs: Tensor | None = None,
+    interleaved: bool = False,
+    keep_h: bool = True,
+    dtype: torch.dtype | None = None,
+    rounding: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """h [P, 2F] or [P, F] -> quantize_rows of its activations [P, F] in groups, and of itself without groups."""
+    how = {"dtype": dtype, "rounding": rounding}
+    of_a = quantize_rows(activate(h, activation, interleaved=interleaved), format, offs=offs, **how)
+    return *of_a, *quantize_rows(h if keep_h else h[:0], format, **how)
 
 
 def activate_backward(

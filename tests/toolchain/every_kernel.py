@@ -86,13 +86,17 @@ def cases_of_scales() -> Iterator[Call]:
 def cases_of_activations() -> Iterator[Call]:
     """A row of da has one number that is not zero: the sums of the CPU and of a wave have one term."""
     half, single = (torch.float16, 24), (torch.float32, 24)
-    for name, (dtype, f) in itertools.product(ACTIVATIONS, (*((INPUTS[0], f) for f in (37, 136, 1040)), half, single)):
+    sizes = *((INPUTS[0], f) for f in (37, 136, 640, 1040)), half, single
+    for name, (dtype, f) in itertools.product(ACTIVATIONS, sizes):
         h = tokens(70, 2 * f if name in GATED else f, dtype, misaligned=f == 37)
         da, how = torch.zeros(70, f, dtype=dtype), {"scores": torch.rand(70)}
         da[:, f // 2] = 1.5
         for interleaved in (False, True):
             yield f"activate {name}", OPS.activate, (h, name, interleaved), {}
             yield f"activate_backward {name}", OPS.activate_backward, (h, da, name), how | {"interleaved": interleaved}
+            for fmt in FORMATS:
+                how_quantized = {"offs": offsets(3, 60), "interleaved": interleaved, "keep_h": not interleaved}
+                yield f"quantize_activated {name} {fmt}", OPS.quantize_activated, (h, name, fmt), how_quantized
         fp8 = {37: FOREIGN, 136: HARDWARE[0]}.get(f, HARDWARE[-1])
         for fmt in FORMATS:
             q, scale = OPS.quantize_rows(h, fmt, dtype=fp8)

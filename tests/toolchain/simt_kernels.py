@@ -150,6 +150,27 @@ class SimtKernels:
         how = IN_TYPES.index(h.dtype), ACTIVATIONS.index(activation), interleaved
         self._call("activate", h, a, *a.shape, h.stride(0), *how)
 
+    def _quantize_activated(
+        self,
+        memory: GuardedMemory,
+        q: Tensor,
+        scale: Tensor,
+        h_q: Tensor,
+        h_scale: Tensor,
+        h: Tensor,
+        activation: str,
+        format: str,
+        *,
+        interleaved: bool = False,
+        keep_h: bool = True,
+        dtype: torch.dtype,
+        rounding: str | None = None,
+    ) -> None:
+        rule = ROUNDINGS.index(rounding or FORMATS[format].roundings[0]), FP8_TYPES.index(dtype)
+        how = ACTIVATIONS.index(activation), interleaved, list(FORMATS).index(format), *rule
+        sizes = *q.shape, h.shape[1], h.stride(0)
+        self._call("quantize_activated", h, *sizes, *how, q, scale, len(h_q), h_q, h_scale)
+
     def _activate_backward(
         self,
         memory: GuardedMemory,

@@ -2,6 +2,7 @@
 #include <hip/hip_runtime.h>
 
 #include "activations/activations.h"
+#include "activations/quantize_activated.h"
 #include "gemm/scaled_grouped_mm.h"
 #include "platform/device.h"
 #include "quantize/quantize.h"
@@ -78,6 +79,29 @@ extern "C" const char* simt_activate(const void* h, void* a, int64_t P, int64_t 
   const GateRows rows = {.h = h, .stride = h_stride, .F = F, .in = InType(in), .fp8 = {}, .scale = {},
                          .interleaved = interleaved};
   return outcome(activate({.h = rows, .a = a, .P = P, .activation = Activation(activation)}, nullptr));
+}
+
+extern "C" const char* simt_quantize_activated(const void* h, int64_t P, int64_t F, int64_t columns, int64_t h_stride,
+                                               int activation, bool interleaved, int format, int rounding, int out,
+                                               uint8_t* q, void* scale, int64_t h_rows, uint8_t* h_q, void* h_scale) {
+  QuantizeParams of_a = {};
+  of_a.rows = P;
+  of_a.K = F;
+  of_a.format = FormatId(format);
+  of_a.rounding = Rounding(rounding);
+  of_a.out = Fp8Type(out);
+  QuantizeParams of_h = of_a;
+  of_a.q = q;
+  of_a.scale = scale;
+  of_h.rows = h_rows;
+  of_h.K = columns;
+  of_h.q = h_q;
+  of_h.scale = h_scale;
+  const GateRows rows = {.h = h, .stride = h_stride, .F = F, .in = InType::kBF16, .fp8 = {}, .scale = {},
+                         .interleaved = interleaved};
+  const QuantizeActivatedParams p = {rows, P, Activation(activation), of_a, of_h};
+  if (!can_quantize_activated(p)) return "no kernel takes these rows";
+  return outcome(quantize_activated(p, nullptr));
 }
 
 extern "C" const char* simt_activate_backward(const void* h, const void* da, const float* scores, void* dh, void* a,

@@ -1,0 +1,39 @@
+// What ops that quantize share: what a launch needs, and the step that each runs on the CPU or the GPU.
+#pragma once
+#include "cpu/quantize.h"
+#include "numerics/operand_scales.h"
+#include "ops/checks.h"
+
+namespace moe_fp8 {
+
+// The rows of `arg` are in groups that end at offs, padded to multiples of `align` along tokens.
+inline void set_groups(QuantizeParams& p, const char* op, const char* arg, const Tensor& offs,
+                       std::optional<int64_t> align) {
+  static const int kNoEnds[1] = {};  // null would say that there are no groups
+  const Format& f = format_of(p.format);
+  p.E = offs.sizes[0];
+  p.offs = p.E ? offs.as<int>() : kNoEnds;
+  const int64_t multiple = align.value_or(f.align);
+  check_align(op, multiple, f.least_align, f.most_align);
+  p.align = int(multiple);
+  p.positions = check_extent(op, arg, p.rows, p.E, multiple);
+  if (f.block) check_extent(op, arg, p.rows, p.E, std::max(p.align, kGroupScales));
+}
+
+// What p.scratch points to, where it is needed.
+inline Handle scratch_of(const Call& call, const Tensor& x, QuantizeParams& p) {
+  const int64_t words = x.on_gpu() ? scratch_words(p) : 0;
+  if (words == 0) return {};
+  Handle scratch = call.empty({words}, kInt32);
+  p.scratch = data<int>(scratch);
+  return scratch;
+}
+
+inline void run(const Call& call, const Tensor& x, const QuantizeParams& p) {
+#if defined(MOE_FP8_GPU)
+  if (x.on_gpu()) return call.check(quantize(p, call.stream()));
+#endif
+  quantize_cpu(p);
+}
+
+}  // namespace moe_fp8
