@@ -52,19 +52,21 @@ MOE_DEVICE void quantize_whole(const QuantizeParams& p, const RowTeam& team, int
 template <class T, Activation kActivation>
 MOE_DEVICE void quantize_activated_rows(const QuantizeActivatedParams& p, const RowTeam& of_h, const RowTeam& of_a) {
   const GatesOf<kActivation> source(p.h);
+  const int first_of_wave = of_a.rank / kWarpSize * kWarpSize;
   for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < p.P; first += int64_t(gridDim.x) * blockDim.y) {
     const int64_t row = first + threadIdx.y;
     const int vecs = row < p.P ? int(p.h.F / n) : 0;
     const void* const from = source.row(row);
     typename GatesOf<kActivation>::Held h[kVecs] = {};
-    One a[kVecs];
+    One a[kVecs] = {};
 #pragma unroll
     for (int i = 0; i < kVecs; ++i)
       if (const int v = i * of_h.count + of_h.rank; v < vecs) h[i] = source.load(from, v);
     auto at_h = [&](int v, int part) { return int(source.columns.at(v, part) / n); };
     if (p.of_h.rows > 0) quantize_whole<T>(p.of_h, of_h, row, vecs, h, at_h);
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) a[i] = activated_vec<kActivation>(source, from, h[i]);
+    for (int i = 0; i < kVecs; ++i)  // whole waves have nothing to do where rows are short
+      if (i * of_a.count + first_of_wave < vecs) a[i] = activated_vec<kActivation>(source, from, h[i]);
     quantize_whole<T>(p.of_a, of_a, row, vecs, a, [](int v, int) { return v; });
   }
 }
@@ -91,27 +93,51 @@ int launch_rows(const QuantizeActivatedParams& p, void* stream) {
 
 // ---- a scale for 128 elements: neighbouring lanes of a wave hold them -----------------------------------------------
 
-constexpr int kVecsOfBlock = kBlock / n;
+constexpr int kVecsOfBlock = kBlock / n, kQuad = 4;
 
-// Number v of the vectors of a row's parts, where `there`. Not live: a row between columns of scales, of zeros.
-template <class T, class Held, class At>
-MOE_DEVICE void quantize_blocks(const QuantizeParams& p, int64_t row, bool live, int v, bool there, const Held& held,
-                                bool adjacent, At at) {
-  constexpr int kParts = sizeof(Held) / sizeof(Vec16);
-  const int lanes = kVecsOfBlock / (adjacent ? kParts : 1);
+// The largest magnitudes of the words of so many neighbouring lanes, at most kVecsOfBlock.
+MOE_DEVICE uint32_t max_of_lanes(uint32_t word, int lanes) {
+#pragma unroll
+  for (int mask = 1; mask < kVecsOfBlock; mask *= 2)
+    if (mask < lanes) word = max_magnitude<BF16>(word, shfl_xor(word, mask));
+  return word;
+}
+
+// Number v of the vectors of h's parts and that of a. Of four lanes, which know the same, each makes the scale of one:
+// a division costs as much as the casts. Not live: a row between columns of scales, of zeros.
+template <class T, class Gates>
+MOE_DEVICE void quantize_vecs(const QuantizeActivatedParams& p, int64_t row, int v,
+                              const typename Gates::Columns& columns, const typename Gates::Held& h, const One& a) {
+  constexpr int kParts = Gates::Columns::kParts;
+  const bool live = row < p.P, there = v < p.h.F / n, pairs = kParts == 2 && columns.interleaved;
+  const int lane = threadIdx.x % kWarpSize, own = lane % kQuad, lanes = pairs ? kVecsOfBlock / 2 : kVecsOfBlock;
+  uint32_t amax[kParts];
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) amax[part] = max_vec<BF16>(0, h.part[part]);
+  if (pairs) amax[0] = amax[kParts - 1] = max_magnitude<BF16>(amax[0], amax[kParts - 1]);
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) amax[part] = max_of_lanes(amax[part], lanes);
+  const uint32_t of_a = max_of_lanes(max_vec<BF16>(0, a.part[0]), kVecsOfBlock);
+  const uint32_t mine = own == 0 ? amax[0] : own < kParts ? amax[kParts - 1] : of_a;
+  const auto s = T::template scale_of<ScaleF32>(p.of_a, amax_bits<BF16>(mine));
+  auto multiplier = [&](int of) { return as_float(shfl(as_bits(s.multiplier), lane - own + of)); };
+
+  const bool keeps = p.of_h.rows > 0;
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
-    uint32_t amax = max_vec<BF16>(0, held.part[part]);
-    if (adjacent) amax = max_vec<BF16>(amax, held.part[kParts - 1 - part]);
-    for (int mask = 1; mask < lanes; mask *= 2) amax = max_magnitude<BF16>(amax, shfl_xor(amax, mask));
-    const auto s = T::template scale_of<ScaleF32>(p, amax_bits<BF16>(amax));
-    if (!there) continue;
-    const int vec = at(v, part);
-    if (live) store_cast<T>(p, p.q + row * p.K, vec, held.part[part], s.multiplier);
-    if (vec % kVecsOfBlock == 0)
-      store_stream(static_cast<float*>(p.scale) + vec / kVecsOfBlock * scale_stride(p.rows) + row,
-                   live ? s.dequant() : 0.f);
+    const float m = multiplier(part);
+    if (keeps && live && there)
+      store_cast<T>(p.of_h, p.of_h.q + row * p.of_h.K, int(columns.at(v, part) / n), h.part[part], m);
   }
+  const float m = multiplier(kParts);
+  if (live && there) store_cast<T>(p.of_a, p.of_a.q + row * p.of_a.K, v, a.part[0], m);
+
+  const bool makes_h = own < kParts && keeps && lane % lanes < kQuad && !(pairs && own > 0);
+  const bool makes_a = own == kParts && lane % kVecsOfBlock < kQuad;
+  if (!there || !(makes_h || makes_a)) return;
+  const QuantizeParams& to = makes_a ? p.of_a : p.of_h;
+  const int64_t block = makes_a ? v / kVecsOfBlock : columns.at(v, own) / kBlock;
+  store_stream(static_cast<float*>(to.scale) + block * scale_stride(p.P) + row, live ? s.dequant() : 0.f);
 }
 
 template <class T, Activation kActivation>
@@ -119,21 +145,17 @@ MOE_DEVICE void quantize_activated_blocks(const QuantizeActivatedParams& p) {
   const GatesOf<kActivation> source(p.h);
   const int lane = threadIdx.x % kWarpSize, vecs = int(p.h.F / n);
   for (int64_t row = first_row(); row < scale_stride(p.P); row += rows_at_once()) {
-    const bool live = row < p.P;
     const void* const from = source.row(row);
-    for (int first = lane; first - lane < vecs; first += kVecs * kWarpSize) {
+    for (int first = 0; first < vecs; first += kVecs * kWarpSize) {
       typename GatesOf<kActivation>::Held h[kVecs] = {};
 #pragma unroll
       for (int i = 0; i < kVecs; ++i)
-        if (const int v = first + i * kWarpSize; live && v < vecs) h[i] = source.load(from, v);
+        if (const int v = first + i * kWarpSize + lane; row < p.P && v < vecs) h[i] = source.load(from, v);
 #pragma unroll
-      for (int i = 0; i < kVecs; ++i) {
-        const int v = first + i * kWarpSize;
-        auto at_h = [&](int v, int part) { return int(source.columns.at(v, part) / n); };
-        if (p.of_h.rows > 0) quantize_blocks<T>(p.of_h, row, live, v, v < vecs, h[i], source.columns.interleaved, at_h);
-        const One a = activated_vec<kActivation>(source, from, h[i]);
-        quantize_blocks<T>(p.of_a, row, live, v, v < vecs, a, false, [](int v, int) { return v; });
-      }
+      for (int i = 0; i < kVecs; ++i)
+        if (const int v = first + i * kWarpSize; v < vecs)
+          quantize_vecs<T, GatesOf<kActivation>>(p, row, v + lane, source.columns, h[i],
+                                                 activated_vec<kActivation>(source, from, h[i]));
     }
   }
 }

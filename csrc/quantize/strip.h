@@ -50,7 +50,13 @@ struct StripShared : StripMessages<T::kTogether> {
   Part parts[2 * kPartsAhead];
 };
 
-// Walks the rows first, first + step, ... of a part of a strip, at `column`. next(r) is row r, whose turn it is.
+// Walks rows of a part of a strip, at `column`: by next(r) first, first + step, ..., row r when its turn has come, or by
+// for_each() those of its thread, of kRowStep neighbours one.
+template <class T>
+MOE_DEVICE int first_row_from(int begin) {
+  const int t = threadIdx.y * kLanes + threadIdx.x;
+  return begin + ((t / kChunks - begin) & (T::kRowStep - 1));
+}
 template <class T, Source = T::kSource>
 struct RowWalk {
   const StripsPlan& p;
@@ -64,11 +70,13 @@ struct RowWalk {
     x = T::Types::advance(p, x, step);
     return row;
   }
-  // f(r, row r) for r = first, first + kRowStep, ... below end.
+  // f(r, row r) for all rows of the thread from begin to end.
   template <class F>
-  MOE_DEVICE void for_each(int first, int end, F f) {
+  static MOE_DEVICE void for_each(const StripsPlan& p, const Part& w, int64_t column, int begin, int end, F f) {
+    const int first = first_row_from<T>(begin);
+    RowWalk walk(p, w, first, T::kRowStep, column);
 #pragma unroll 4
-    for (int r = first; r < end; r += T::kRowStep) f(r, next(r));
+    for (int r = first; r < end; r += T::kRowStep) f(r, walk.next(r));
   }
 };
 template <class T>
@@ -78,25 +86,30 @@ struct RowWalk<T, Source::kByIndex> {  // null: a row of zeros
   int64_t column;
 
   MOE_DEVICE RowWalk(const StripsPlan& p, const Part& w, int, int, int64_t column) : p(p), w(w), column(column) {}
-  MOE_DEVICE RowBits<T> next(int r) const {
-    // Fast kernels know that there is an index: behind a branch, the four of for_each() would come one by one.
-    const int64_t row = T::Types::kFast ? p.index.row(w.x + r) : source_row(p, w.x + r);
-    return row < 0 ? nullptr : find_element<typename T::Types>(p, column + row * p.row_stride);
+  MOE_DEVICE RowBits<T> next(int r) const { return at(source(r)); }
+  MOE_DEVICE int source(int r) const {
+    // Fast kernels know that there is an index: behind a branch, loads would come one by one.
+    return int(T::Types::kFast ? p.index.row(w.x + r) : source_row(p, w.x + r));
   }
+  MOE_DEVICE RowBits<T> at(int source) const {
+    return source < 0 ? nullptr : find_element<typename T::Types>(p, column + source * p.row_stride);
+  }
+  // Called by whole waves. An index takes as long to come as a row, and the threads of a row share it: a lane looks one
+  // up for all, and for kChunks rows of each at once.
   template <class F>
-  MOE_DEVICE void for_each(int first, int end, F f) const {
-    constexpr int kAtOnce = 4;  // an index takes as long to come as a row
+  static MOE_DEVICE void for_each(const StripsPlan& p, const Part& w, int64_t column, int begin, int end, F f) {
+    constexpr int kRows = kWarpSize / kChunks;  // of a wave at once
+    const RowWalk walk(p, w, 0, 0, column);
+    const int lane = (threadIdx.y * kLanes + threadIdx.x) % kWarpSize, first = first_row_from<T>(begin);
+    const int of_lane = int(shfl(first, lane % kRows * kChunks)) + lane / kRows * T::kRowStep;
 #pragma unroll 1
-    for (int r = first; r < end; r += kAtOnce * T::kRowStep) {
-      RowBits<T> rows[kAtOnce];
+    for (int done = 0; begin + done < end; done += kChunks * T::kRowStep) {
+      const uint32_t source = of_lane + done < end ? walk.source(of_lane + done) : -1;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int at = r + i * T::kRowStep;
-        rows[i] = next(at < end ? at : first);
+      for (int i = 0; i < kChunks; ++i) {
+        const int r = first + done + i * T::kRowStep, from = int(shfl(source, i * kRows + lane / kChunks));
+        if (r < end) f(r, walk.at(from));
       }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        if (r + i * T::kRowStep < end) f(r + i * T::kRowStep, rows[i]);
     }
   }
 };
@@ -113,8 +126,7 @@ template <class T>
 MOE_DEVICE void copy_rows(const StripsPlan& p, const Part& w, int begin, int end, Vec16* ring, int base) {
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks;
   const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::Types::kVec;
-  const int first = begin + ((t / kChunks - begin) & (T::kRowStep - 1));
-  RowWalk<T>(p, w, first, T::kRowStep, column).for_each(first, end, [&](int r, RowBits<T> row) {
+  RowWalk<T>::for_each(p, w, column, begin, end, [&](int r, RowBits<T> row) {
     Vec16* to = ring + ring_row(p, base + r) * kChunks + chunk;
     if (column >= p.K || is_zero_row<T>(row)) *to = Vec16{};
     else copy_words<typename T::Types>(p, to, row, p.K - column);
@@ -133,12 +145,9 @@ MOE_DEVICE void reduce_part(const StripsPlan& p, const Part& w, const Vec16* rin
 #pragma unroll
     for (int i = 0; i < 4; ++i) amax[i] = max_magnitude<In>(amax[i], v.w[i]);
   };
-  const int beyond = held > first ? first + round_up(held - first, T::kRowStep) : first;
-  if (column < p.K) {  // rows that no block holds
-    RowWalk<T>(p, w, beyond, T::kRowStep, column).for_each(beyond, w.rows, [&](int, RowBits<T> row) {
-      if (!is_zero_row<T>(row)) reduce(load_words<typename T::Types, Vec16>(p, row, p.K - column));
-    });
-  }
+  RowWalk<T>::for_each(p, w, column, held, w.rows, [&](int, RowBits<T> row) {  // that no block holds
+    if (column < p.K && !is_zero_row<T>(row)) reduce(load_words<typename T::Types, Vec16>(p, row, p.K - column));
+  });
   wait_copies<1>();  // all but the next strip's; a thread reduces what it copied itself: no barrier yet
 #pragma unroll 4
   for (int r = first; r < held; r += T::kRowStep) reduce(ring[ring_row(p, base + r) * kChunks + chunk]);
