@@ -50,13 +50,15 @@ struct StripShared : StripMessages<T::kTogether> {
   Part parts[2 * kPartsAhead];
 };
 
-// Walks rows of a part of a strip, at `column`: by next(r) first, first + step, ..., row r when its turn has come, or by
-// for_each() those of its thread, of kRowStep neighbours one.
+// The first row from `begin` on of those that a thread touches, every kRowStep-th: t / kChunks of thread t is one.
 template <class T>
 MOE_DEVICE int first_row_from(int begin) {
   const int t = threadIdx.y * kLanes + threadIdx.x;
   return begin + ((t / kChunks - begin) & (T::kRowStep - 1));
 }
+
+// Walks rows of a part of a strip, at `column`: first, first + step, ... by next(r), of row r when its turn has come; or
+// those of the thread from begin to end by for_each(), which calls f(r, row r).
 template <class T, Source = T::kSource>
 struct RowWalk {
   const StripsPlan& p;
@@ -70,7 +72,6 @@ struct RowWalk {
     x = T::Types::advance(p, x, step);
     return row;
   }
-  // f(r, row r) for all rows of the thread from begin to end.
   template <class F>
   static MOE_DEVICE void for_each(const StripsPlan& p, const Part& w, int64_t column, int begin, int end, F f) {
     const int first = first_row_from<T>(begin);
@@ -120,8 +121,7 @@ MOE_DEVICE constexpr bool is_zero_row(const void* row) { return T::kSource == So
 // multiples of 16 rows, so a slot's rows never wrap.
 MOE_DEVICE int ring_row(const StripsPlan& p, int row) { return row < p.held ? row : row - p.held; }
 
-// Starts the copies of the strip's rows [begin, end). Chunk t % 8 of row r is copied by the thread t with
-// t / 8 = r mod kRowStep.
+// Starts the copies of the strip's rows [begin, end), of which a thread t has chunk t % kChunks.
 template <class T>
 MOE_DEVICE void copy_rows(const StripsPlan& p, const Part& w, int begin, int end, Vec16* ring, int base) {
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks;
