@@ -49,14 +49,14 @@ SIZES = {
 }
 
 
-def read_stdlib() -> tuple[Tensor, Tensor]:
+def read_stdlib() -> tuple[bytearray, bytearray]:
     """The standard library's source as bytes: every tenth file is held out, the others are for training."""
     skip = {"site-packages", "dist-packages", "test", "tests"}  # installed later, or not shipped by every distribution
     files = sorted(f for f in STDLIB.rglob("*.py") if skip.isdisjoint(f.relative_to(STDLIB).parts))
     train, held_out = bytearray(), bytearray()
     for i, file in enumerate(files):
         (held_out if i % 10 == 9 else train).extend(file.read_bytes())
-    return torch.tensor(train, dtype=torch.uint8), torch.tensor(held_out, dtype=torch.uint8)
+    return train, held_out
 
 
 def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
@@ -286,9 +286,10 @@ def parse_args() -> argparse.Namespace:
         if file := vars(args).setdefault(name, None):
             writable = os.access(file if file.exists() else file.parent, os.W_OK) and not file.is_dir()
             expect(writable, name, "a file that can be written", file)
-    args.corpus = [text.to(args.device) for text in read_stdlib()]
-    shortest = min(map(len, args.corpus))
+    texts = read_stdlib()
+    shortest = min(map(len, texts))
     expect(args.context < shortest, "context", f"less than the {shortest} bytes of text in {STDLIB}", args.context)
+    args.corpus = [torch.frombuffer(text, dtype=torch.uint8).to(args.device) for text in texts]
     return args
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ["MOE_FP8_POISON"] = "1"  # read by the extension: an unwritten byte shows as 0xFF
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else idle threads spin, on cores that the emulation would use
 
 from pathlib import Path
 
@@ -31,6 +33,10 @@ NO_SECOND_GPU = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "large: tensors of more than 2^31 elements, on a GPU with the memory for them")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests stay to the end: the garbage collector need not go through them every time
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=NO_GPU)])

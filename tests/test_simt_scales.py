@@ -15,6 +15,7 @@ from helpers import (
     corrupt_offs,
     group_offs,
     misaligned,
+    pairs,
     short,
     strided_2d,
     wide,
@@ -214,13 +215,20 @@ def products(format: str, offs: Tensor, m: int, k: int, n: int, fp8: torch.dtype
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("format", FORMATS)
-def test_scaled_grouped_mm(kernels, format, layout):
-    sizes = (1, 1, 1, 1), (70, 33, 65, 3), (300, 150, 17, 5), (17, 8, 3, 2)
-    for (m, k, n, e), fp8, out in zip(sizes, FP8_DTYPES, [torch.float32, torch.bfloat16] * 2, strict=True):
-        for operands in products(format, group_offs(layout, m, e), m, k, n, fp8):
-            kernels.check("scaled_grouped_mm", *operands, format, out_dtype=out)
+PRODUCTS = pairs(
+    layout=LAYOUTS,
+    format=list(FORMATS),
+    shape=[(1, 1, 1, 1), (70, 33, 65, 3), (300, 150, 17, 5), (17, 8, 3, 2)],
+    fp8=FP8_DTYPES,
+    out_dtype=[torch.float32, torch.bfloat16],
+)
+
+
+@pytest.mark.parametrize(*PRODUCTS, ids=short)
+def test_scaled_grouped_mm(kernels, layout, format, shape, fp8, out_dtype):
+    m, k, n, e = shape
+    for operands in products(format, group_offs(layout, m, e), m, k, n, fp8):
+        kernels.check("scaled_grouped_mm", *operands, format, out_dtype=out_dtype)
 
 
 @pytest.mark.parametrize("format", FORMATS)

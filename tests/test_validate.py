@@ -1,140 +1,183 @@
-"""MOE_FP8_VALIDATE=1 checks contents, and its errors name the function that was called; a subprocess, because the
-extension may read it once."""
+"""MOE_FP8_VALIDATE=1 checks contents, and its errors name the function that was called."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 
-PROGRAM = """
-import sys
+import pytest
 import torch
+from helpers import error_of
+from torch import Tensor
+
 import moe_fp8_ext
 from moe_fp8_ext import grouped_mm, ops
 
-device = sys.argv[1]
 FORMATS = "rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor"
-x = torch.ones(32, 16, dtype=torch.bfloat16, device=device)
-q, scale = ops.quantize_rows(x, "rowwise")
+RECIPES = "bf16", "rowwise", "blockwise", "mxfp8"
+QUANTIZERS = "quantize_rows", "quantize_tokens", "quantize_both"
 
-def offs(*ends):
-    return torch.tensor(ends, dtype=torch.int32, device=device)
 
-def wgrad(o):
-    q_t, scale_t = q.t().contiguous(), scale[:16].repeat(len(o), 1)
-    return ops.scaled_grouped_mm(q_t, q_t.t(), scale_t, scale_t, o, "rowwise")
+@pytest.fixture
+def validates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_FP8_VALIDATE", "1")
 
-def added(o):
-    q_t, scale_t = q.t().contiguous(), scale[:16].repeat(len(o), 1)
-    total = torch.zeros(len(o), 16, 16, device=device)
+
+@pytest.fixture
+def x(device: str) -> Tensor:
+    return torch.ones(32, 16, dtype=torch.bfloat16, device=device)
+
+
+def int32(x: Tensor, *numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=x.device)
+
+
+def transposed(x: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
+    """x in FP8 as the sums over tokens read it, with the scales of every group."""
+    q, scale = ops.quantize_rows(x, "rowwise")
+    return q.t().contiguous(), scale[:16].repeat(len(o), 1)
+
+
+def forward(x: Tensor, o: Tensor) -> None:
+    q, scale = ops.quantize_rows(x, "rowwise")
+    w, w_scale, _, _ = ops.quantize_weight(x[:16].repeat(len(o), 1, 1), "rowwise")
+    ops.scaled_grouped_mm(q, w.transpose(1, 2), scale, w_scale, o, "rowwise")
+
+
+def wgrad(x: Tensor, o: Tensor) -> None:
+    q_t, scale_t = transposed(x, o)
+    ops.scaled_grouped_mm(q_t, q_t.t(), scale_t, scale_t, o, "rowwise")
+
+
+def added(x: Tensor, o: Tensor) -> None:
+    q_t, scale_t = transposed(x, o)
+    total = torch.zeros(len(o), 16, 16, device=x.device)
     ops.add_scaled_grouped_mm(total, q_t, q_t.t(), scale_t, scale_t, o, "rowwise")
 
-def forward(o):
-    w, w_scale, _, _ = ops.quantize_weight(x[:16].repeat(len(o), 1, 1), "rowwise")
-    return ops.scaled_grouped_mm(q, w.transpose(1, 2), scale, w_scale, o, "rowwise")
 
-def product(recipe):
-    return lambda o: grouped_mm(x, x.repeat(len(o), 1, 1).transpose(1, 2), o, recipe=recipe)
+def dequantized(x: Tensor, o: Tensor) -> None:
+    q_t, scale_t = transposed(x, o)
+    ops.dequantize(q_t, scale_t, "rowwise", along="tokens", offs=o)
 
-def quantizer(name, fmt):
-    return lambda o: getattr(ops, name)(x, fmt, offs=o)
 
-quantizers = "quantize_rows", "quantize_tokens", "quantize_both"
-calls = [
-    *((name, quantizer(name, fmt)) for name in quantizers for fmt in FORMATS),
-    ("scaled_grouped_mm", forward),
-    ("scaled_grouped_mm", wgrad),
-    ("add_scaled_grouped_mm", added),
-    ("dequantize", lambda o: ops.dequantize(
-        q.t().contiguous(), scale[:16].repeat(len(o), 1), "rowwise", along="tokens", offs=o)),
-    ("pad_token_groups", lambda o: ops.pad_token_groups(x, o)),
-    ("pad_token_groups_to", lambda o: ops.pad_token_groups_to(x, o, o - o.diff(prepend=o[:1] * 0), 32)),
-    ("unpad_token_groups", lambda o: ops.unpad_token_groups(x, o, torch.zeros_like(o), 32)),
-    *(("grouped_mm", product(recipe)) for recipe in ("bf16", "rowwise", "blockwise", "mxfp8")),
-    *((name, lambda o, name=name: getattr(moe_fp8_ext, name)(x, "mxfp8", offs=o)) for name in quantizers),
-]
-for name, call in calls:
-    call(offs(0, 16, 32))
-    call(offs(16, 16, 16))
-    call(offs())
-    for bad, value in ((offs(-1, 16, 32), "-1"), (offs(16, 7, 32), "7"), (offs(0, 16, 33), "33")):
-        try:
-            call(bad)
-        except RuntimeError as error:
-            message = str(error).splitlines()[0]
-            assert message.startswith(f"{name}: offs ") and value in message, message
-        else:
-            raise AssertionError(f"{name} took {bad.tolist()}")
-ops.unpad_token_groups(x, offs(16, 32), offs(0, 0), 32)
-movers = ops.pad_token_groups_to, ops.unpad_token_groups
-for bad, value, writes_only in ((offs(-1, 0), "-1", False), (offs(0, 17), "17", False), (offs(0, 15), "15", True)):
-    for op in movers[: 1 if writes_only else 2]:
-        try:
-            op(x, offs(16, 32), bad, 32)
-        except RuntimeError as error:
-            assert "padded_starts must leave" in str(error) and value in str(error), error
-        else:
-            raise AssertionError(f"{op.__name__} took {bad.tolist()}")
+def product(recipe: str) -> Callable[[Tensor, Tensor], object]:
+    return lambda x, o: grouped_mm(x, x.repeat(len(o), 1, 1).transpose(1, 2), o, recipe=recipe)
 
-def refuses(call, *pieces):
-    try:
-        call()
-    except RuntimeError as error:
-        assert all(piece in str(error).splitlines()[0] for piece in pieces), error
+
+def quantizer(of: object, name: str, fmt: str) -> Callable[[Tensor, Tensor], object]:
+    return lambda x, o: getattr(of, name)(x, fmt, offs=o)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        *((name, quantizer(ops, name, fmt)) for name in QUANTIZERS for fmt in FORMATS),
+        *((name, quantizer(moe_fp8_ext, name, "mxfp8")) for name in QUANTIZERS),
+        *(("grouped_mm", product(recipe)) for recipe in RECIPES),
+        ("scaled_grouped_mm", forward),
+        ("scaled_grouped_mm", wgrad),
+        ("add_scaled_grouped_mm", added),
+        ("dequantize", dequantized),
+        ("pad_token_groups", ops.pad_token_groups),
+        ("pad_token_groups_to", lambda x, o: ops.pad_token_groups_to(x, o, o - o.diff(prepend=o[:1] * 0), 32)),
+        ("unpad_token_groups", lambda x, o: ops.unpad_token_groups(x, o, torch.zeros_like(o), 32)),
+    ],
+)
+def test_offs(name, call, x, validates):
+    for good in ((0, 16, 32), (16, 16, 16), ()):
+        call(x, int32(x, *good))
+    for bad, got in (((-1, 16, 32), "-1"), ((16, 7, 32), "7"), ((0, 16, 33), "33")):
+        message = error_of(call, [x, int32(x, *bad)])
+        assert message.startswith(f"{name}: offs ") and got in message.split("got", 1)[1], message
+
+
+@pytest.mark.parametrize("off", ["0", "", None])
+def test_off_by_default(off, x, monkeypatch):
+    if off is None:
+        monkeypatch.delenv("MOE_FP8_VALIDATE", raising=False)
     else:
-        raise AssertionError(f"{pieces} went through")
+        monkeypatch.setenv("MOE_FP8_VALIDATE", off)
+    ops.quantize_rows(x, "rowwise", offs=int32(x, -1, 16, 32))
 
-q_t, short = q.t().contiguous(), torch.ones(16, 1, device=device)
-blocks = lambda scale, o: ops.scaled_grouped_mm(q_t, q_t.t(), scale, scale.t(), o, "blockwise")
-blocks(short, offs(32)), blocks(short.repeat(1, 2), offs(16, 32))
-refuses(lambda: blocks(short, offs(16, 32)), "scaled_grouped_mm: scale_a must have 2 blocks in dimension 1, as offs")
 
-ops.permute_pad(x, offs(31, -1, 0), 1)
-for bad in (-2, 32):
-    indices = offs(31, bad)
+def check_refused(text: str, call: Callable[[], object]) -> None:
+    assert error_of(call, []).startswith(text), error_of(call, [])
+
+
+def test_padded_starts(x, validates):
+    ends = int32(x, 16, 32)
+    ops.unpad_token_groups(x, ends, int32(x, 0, 0), 32)
+    for starts, got in (((-1, 0), "-1"), ((0, 17), "17")):
+        for name in ("pad_token_groups_to", "unpad_token_groups"):
+            message = error_of(getattr(ops, name), [x, ends, int32(x, *starts), 32])
+            assert message.startswith(f"{name}: padded_starts must leave") and got in message, message
+    # Groups that overlap may be read, not written.
+    message = error_of(ops.pad_token_groups_to, [x, ends, int32(x, 0, 15), 32])
+    assert message.startswith("pad_token_groups_to: padded_starts must leave") and "15" in message, message
+    ops.unpad_token_groups(x, ends, int32(x, 0, 15), 32)
+
+
+def test_blocks_of_a_sum(x, validates):
+    q_t, scale = x.t().to(torch.float8_e4m3fn).contiguous(), torch.ones(16, 1, device=x.device)
+
+    def call(scale: Tensor, *ends: int) -> Tensor:
+        return ops.scaled_grouped_mm(q_t, q_t.t(), scale, scale.t(), int32(x, *ends), "blockwise")
+
+    call(scale, 32), call(scale.repeat(1, 2), 16, 32)
+    check_refused("scaled_grouped_mm: scale_a must have 2 blocks in dimension 1, as offs", lambda: call(scale, 16, 32))
+
+
+@pytest.mark.parametrize("bad", [-2, 32])
+def test_indices(bad, x, validates):
+    indices, ends = int32(x, 31, bad), int32(x, 2)
     text = f"indices must be -1 or one of the 32 slots, got {bad} in place 1"
     slots = {"indices": indices, "top_k": 1}
-    refuses(lambda: ops.permute_pad(x, indices, 1), f"permute_pad: {text}")
-    refuses(lambda: ops.unpermute(x[:2], indices, 32, 1), f"unpermute: {text}")
+    ops.permute_pad(x, int32(x, 31, -1, 0), 1)
+    check_refused(f"permute_pad: {text}", lambda: ops.permute_pad(x, indices, 1))
+    check_refused(f"unpermute: {text}", lambda: ops.unpermute(x[:2], indices, 32, 1))
     for fmt in FORMATS:
-        refuses(lambda: ops.quantize_rows(x, fmt, **slots), f"quantize_rows: {text}")
-        refuses(lambda: ops.quantize_tokens(x, fmt, offs=offs(2), **slots), f"quantize_tokens: {text}")
-        refuses(lambda: ops.quantize_both(x, fmt, offs=offs(2), **slots), f"quantize_both: {text}")
-    for recipe in ("bf16", "rowwise", "blockwise", "mxfp8"):
-        refuses(lambda: grouped_mm(x, x.t()[None], offs(2), recipe=recipe, **slots), f"grouped_mm: {text}")
-refuses(lambda: ops.unpermute(x[:3], offs(5, 7, 5), 32, 1), "unpermute: indices must be distinct, got 5 twice")
-ops.unpermute(x[:3], offs(-1, 7, -1), 32, 1)
-for dtype in (torch.int32, torch.int64):
-    ids = torch.tensor([[0, 1, 9], [2, 0, 9]], dtype=dtype, device=device)
+        check_refused(f"quantize_rows: {text}", lambda fmt=fmt: ops.quantize_rows(x, fmt, **slots))
+        for name in ("quantize_tokens", "quantize_both"):
+            check_refused(f"{name}: {text}", lambda fmt=fmt, name=name: getattr(ops, name)(x, fmt, offs=ends, **slots))
+    for recipe in RECIPES:
+        check_refused(
+            f"grouped_mm: {text}", lambda recipe=recipe: grouped_mm(x, x.t()[None], ends, recipe=recipe, **slots)
+        )
+
+
+def test_indices_that_are_there_twice(x, validates):
+    ops.unpermute(x[:3], int32(x, -1, 7, -1), 32, 1)
+    check_refused(
+        "unpermute: indices must be distinct, got 5 twice", lambda: ops.unpermute(x[:3], int32(x, 5, 7, 5), 32, 1)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_topk_ids(dtype, x, validates):
+    ids = torch.tensor([[0, 1, 9], [2, 0, 9]], dtype=dtype, device=x.device)
     ops.sort_tokens(ids[:, :2] - 1, 3)
     ops.sort_tokens(ids[:0], 3)
     text = "sort_tokens: topk_ids must be -1 or from 0 to 2, got"
-    refuses(lambda: ops.sort_tokens(ids, 3), f"{text} 9 in slot 2")
-    refuses(lambda: ops.sort_tokens(ids[1:, :2] - 2, 3), f"{text} -2 in slot 1")
-combine, backward = ops.combine, ops.combine_backward
-combine(x[:3], offs(2, -1, 2).view(1, 3))
-refuses(lambda: combine(x[:3], offs(2, 3).view(1, 2)), "combine: inverse must be -1 or one of the 3 rows of y, got 3")
-refuses(lambda: combine(x[:3], offs(-2).view(1, 1)), "combine: inverse must be -1 or one of the 3 rows of y, got -2")
-refuses(lambda: backward(x[:1], None, offs(2, 3).view(1, 2), None, 3), "combine_backward: inverse must be")
-refuses(lambda: backward(x[:1], None, offs(2, 2).view(1, 2), None, 3), "inverse must be distinct, got 2 twice")
-ops.permute_indices(offs(1, 2, 3, 4), 2, 2, 10)
-refuses(lambda: ops.permute_indices(offs(1, -2, 3, 4), 2, 2, 10), "permute_indices", "must not be negative, got -2")
-refuses(lambda: ops.permute_indices(offs(1, 2, 3, 5).long(), 2, 2, 10), "permute_indices", "the 10 tokens, got 11")
-print("checked")
-"""
+    check_refused(f"{text} 9 in slot 2", lambda: ops.sort_tokens(ids, 3))
+    check_refused(f"{text} -2 in slot 1", lambda: ops.sort_tokens(ids[1:, :2] - 2, 3))
 
 
-def run(device: str, validate: str) -> subprocess.CompletedProcess:
-    env = {**os.environ, "MOE_FP8_VALIDATE": validate}
-    return subprocess.run([sys.executable, "-c", PROGRAM, device], capture_output=True, text=True, env=env, check=False)
+def test_inverse(x, validates):
+    def places(*rows: int) -> Tensor:
+        return int32(x, *rows)[None]
+
+    ops.combine(x[:3], places(2, -1, 2))
+    for bad, rows in ((3, (2, 3)), (-2, (-2,))):
+        text = f"combine: inverse must be -1 or one of the 3 rows of y, got {bad}"
+        check_refused(text, lambda rows=rows: ops.combine(x[:3], places(*rows)))
+    for rows, text in (((2, 3), "-1 or one of the 3 rows"), ((2, 2), "distinct, got 2 twice")):
+        check_refused(
+            f"combine_backward: inverse must be {text}",
+            lambda rows=rows: ops.combine_backward(x[:1], None, places(*rows), None, 3),
+        )
 
 
-def test_contents_of_offs_are_checked(device):
-    result = run(device, "1")
-    assert result.stdout == "checked\n", result.stderr
-
-
-def test_off_by_default(device):
-    result = run(device, "0")
-    assert "quantize_rows took [-1, 16, 32]" in result.stderr
+def test_counts(x, validates):
+    ops.permute_indices(int32(x, 1, 2, 3, 4), 2, 2, 10)
+    for counts, text in (((1, -2, 3, 4), "must not be negative, got -2"), ((1, 2, 3, 5), "the 10 tokens, got 11")):
+        message = error_of(ops.permute_indices, [int32(x, *counts).long(), 2, 2, 10])
+        assert message.startswith("permute_indices: ") and text in message, message

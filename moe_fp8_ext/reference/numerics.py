@@ -64,6 +64,8 @@ FP8_NAN_BYTE = {
 }
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # a dtype that torch can copy, for every size of element
 E8M0_NAN = 255
+E8M0_VALUES = torch.tensor([2.0 ** (e - 127) for e in range(E8M0_NAN)] + [math.nan], dtype=torch.float64)
+E8M0_FACTORS = (1 / E8M0_VALUES).float()
 AMAX_FLOOR = 1e-12  # keeps the scale of an all-zero block finite
 FLOAT32_EXPONENT = 0x7F800000
 
@@ -122,8 +124,7 @@ def e8m0_scale(amax: Tensor, dtype: torch.dtype, rounding: str) -> tuple[Tensor,
         mantissa, exponent = torch.frexp((amax * torch.tensor(1 / FP8_MAX[dtype], dtype=torch.float32)).double())
         e = exponent - (mantissa == 0.5).int()
     e = (e.clamp(-127, 127) + 127).masked_fill(mantissa == 0, 0).masked_fill(~amax.isfinite(), E8M0_NAN)
-    factors = torch.tensor([2.0 ** (127 - i) for i in range(E8M0_NAN)] + [math.nan], dtype=torch.float32)
-    return factors.to(amax.device)[e.long()], e.to(torch.uint8).view(E8M0)
+    return E8M0_FACTORS.to(amax.device)[e.long()], e.to(torch.uint8).view(E8M0)
 
 
 def scale_of(amax: Tensor, format: Format, dtype: torch.dtype, rounding: str | None) -> tuple[Tensor, Tensor]:
@@ -136,8 +137,7 @@ def scale_values(scale: Tensor) -> Tensor:
     """The scales in float64; of a byte e of E8M0 2^(e - 127), NaN of 255."""
     if scale.dtype != E8M0:
         return scale.double()
-    powers = torch.tensor([2.0 ** (e - 127) for e in range(E8M0_NAN)] + [math.nan], dtype=torch.float64)
-    return powers.to(scale.device)[scale.view(torch.uint8).long()]
+    return E8M0_VALUES.to(scale.device)[scale.view(torch.uint8).long()]
 
 
 # Sizes and groups

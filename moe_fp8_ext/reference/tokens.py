@@ -45,7 +45,7 @@ def sort_tokens(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     ids = topk_ids.reshape(-1)
     kept = ((ids >= 0) & (ids < num_experts)).nonzero()[:, 0]
     slots = kept[ids[kept].argsort(stable=True)]
-    offs = torch.stack([(ids[kept] <= e).sum() for e in range(num_experts)]).int()
+    offs = ids[kept].bincount(minlength=num_experts).cumsum(0).int()
     permutation, inverse = (torch.full(ids.shape, -1, dtype=torch.int32, device=ids.device) for _ in range(2))
     permutation[: len(slots)] = slots.int()
     inverse[slots] = torch.arange(len(slots), dtype=torch.int32, device=ids.device)

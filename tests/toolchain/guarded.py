@@ -41,7 +41,7 @@ class GuardedMemory:
     def _bytes(self, size: int, misalignment: int) -> Tensor:
         taken = size + (-misalignment - size) % 16
         mapped = -(-taken // mmap.PAGESIZE) * mmap.PAGESIZE
-        pages = mmap.mmap(-1, mapped + mmap.PAGESIZE)
+        pages = mmap.mmap(-1, mapped + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         end = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + mapped
         if _LIBC.mprotect(ctypes.c_void_p(end), ctypes.c_size_t(mmap.PAGESIZE), _PROT_NONE):
             raise OSError(ctypes.get_errno(), "mprotect")
