@@ -179,7 +179,7 @@ class _Experts(torch.autograd.Function):
                 dscores = _permute_pad(dscores.view(-1, 1), inverse.view(-1), 1).view(inverse.shape)
             if needs.w_down:
                 _, a_t = operands.of_slots(a, slots, tokens=True)
-                dw_down = operands.wgrad(dy_t, a_t, slots)
+                dw_down = operands.wgrad(dy_t, a_t, slots, None)
             if b_down is not None and (needs.scores or needs.b_down):
                 # To `combine` a bias is what the product is, a part of y.
                 y = rows_of_bias(b_down, offs, p, dout.dtype) if needs.scores else None
@@ -194,7 +194,7 @@ class _Experts(torch.autograd.Function):
                 dx = _combine(operands.product(dh, up_t, slots), inverse, None)
             if needs.w_gate_up:
                 _, x_t = operands.at_slots(x, slots, tokens=True)
-                dw_gate_up = operands.wgrad(dh_t, x_t, slots)
+                dw_gate_up = operands.wgrad(dh_t, x_t, slots, None)
             grads = dx, dscores if needs.scores else None, dw_gate_up, dw_down, db_gate_up, db_down
             grads = [None if g is None else cast(g, dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)]
         return *grads, None, None
@@ -209,7 +209,7 @@ def rows_of_bias(bias: Tensor, offs: Tensor, rows: int, dtype: torch.dtype) -> T
 def _sum_of_groups(x: Tensor, offs: Tensor) -> Tensor:
     """[P, N] -> [E, N]: the gradient of a bias, which is a weight whose input is 1."""
     ones = x.new_ones(x.shape[0], 1, dtype=_BF16)
-    return bf16_wgrad(x, ones, offs).squeeze(1)
+    return bf16_wgrad(x, ones, offs).squeeze(2)
 
 
 def _in_bf16(recipe: Recipe, needs: Needs) -> str | None:

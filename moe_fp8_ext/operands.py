@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.bf16 import bf16_product, bf16_wgrad, cast, row_major
-from moe_fp8_ext.fp8 import fp8_product, fp8_weight
+from moe_fp8_ext.fp8 import fp8_product, fp8_weight, fp8_wgrad
 from moe_fp8_ext.recipes import Recipe
 
 Operand = tuple[Tensor | None, ...]  # values and what belongs to them
@@ -65,9 +65,9 @@ class Bf16Operands:
         """a @ w^T in bfloat16; rows of no group are zero."""
         return bf16_product(a[0], w[0], slots.offs)
 
-    def wgrad(self, dy: Operand, a: Operand, slots: Slots) -> Tensor:
-        """dy^T @ a of every group, [E, N, K] in bfloat16."""
-        return bf16_wgrad(dy[0], a[0], slots.offs).mT
+    def wgrad(self, dy: Operand, a: Operand, slots: Slots, main_grad: Tensor | None) -> Tensor | None:
+        """dy^T @ a of every group, [E, N, K] in bfloat16; none where it is added to main_grad, of that shape."""
+        return bf16_wgrad(dy[0], a[0], slots.offs, main_grad)
 
 
 class Fp8Operands:
@@ -111,9 +111,9 @@ class Fp8Operands:
     def product(self, a: Operand, w: Operand, slots: Slots) -> Tensor:
         return fp8_product(*a, *w, slots.offs, self.recipe)
 
-    def wgrad(self, dy: Operand, a: Operand, slots: Slots) -> Tensor:
+    def wgrad(self, dy: Operand, a: Operand, slots: Slots, main_grad: Tensor | None) -> Tensor | None:
         (q_dy, scale_dy, ends), (q, scale, _) = dy, a
-        return fp8_product(q_dy, scale_dy, q, scale, ends, self.recipe, self.recipe.align)
+        return fp8_wgrad(q_dy, scale_dy, q, scale, ends, self.recipe, self.recipe.align, main_grad)
 
     def _rule(self, gradient: bool) -> tuple[str, torch.dtype | None, str]:
         recipe = self.recipe
@@ -136,8 +136,8 @@ class HighPrecisionWgrad(Fp8Operands):
     def kept(self, x: Tensor) -> Operand:
         return x, None
 
-    def wgrad(self, dy: Operand, a: Operand, slots: Slots) -> Tensor:
-        return _BF16.wgrad(dy, a, slots)
+    def wgrad(self, dy: Operand, a: Operand, slots: Slots, main_grad: Tensor | None) -> Tensor | None:
+        return _BF16.wgrad(dy, a, slots, main_grad)
 
 
 _BF16 = Bf16Operands()
