@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.bf16 import bf16_wgrad, cast, check_experts, row_major
+from moe_fp8_ext.bf16 import bf16_wgrad, cast, check_experts, clamped, row_major
 from moe_fp8_ext.formats import FORMATS
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
 from moe_fp8_ext.quantized import Quantized
@@ -63,7 +63,7 @@ class Fp8GroupedMm(torch.autograd.Function):
             dY = row_major(dY)
             if needs_dB and recipe.wgrad_high_precision:
                 a = kept if indices is None else _permute_pad(kept, indices, top_k)
-                dW, needs_dB = bf16_wgrad(dY, a, offs, ctx.main_grad), False
+                dW, needs_dB = bf16_wgrad(dY, a, clamped(offs, a.shape[0]), ctx.main_grad), False
             if needs_dB:
                 quantize = _quantize_both if needs_dA else _quantize_tokens
                 *dy, dy_t, dy_scale_t, ends = quantize(dY, recipe.format, offs, None, None, align, dtype, rounding)
