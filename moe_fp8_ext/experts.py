@@ -275,6 +275,6 @@ def _check_tensor(
         _fail(f"{name} must be {either([dtype_name(dtype) for dtype in dtypes])}, got {t.dtype}")
     if t.device != x.device:
         _fail(f"{name} must be on the device of x, {x.device}, got {t.device}")
-    for dim, size in enumerate(shape):
-        if t.shape[dim] != size:
-            _fail(f"{name} must have size {size} in dimension {dim}, got {t.shape[dim]}")
+    for dim, (size, got) in enumerate(zip(shape, t.shape, strict=True)):
+        if got != size:
+            _fail(f"{name} must have size {size} in dimension {dim}, got {got}")

@@ -157,8 +157,9 @@ def check_main_grad(op: str, arg: str, main_grad: Tensor, of: str, weight: Tenso
 
 
 def check_one_of(op: str, arg: str, value: str, names: Sequence[str], where: str = "") -> None:
-    quoted = [f"'{name}'" for name in names]
-    require(value in names, f"{op}: {arg} must be {either(quoted)}{where}, got '{value}'")
+    if value not in names:
+        quoted = [f"'{name}'" for name in names]
+        raise RuntimeError(f"{op}: {arg} must be {either(quoted)}{where}, got '{value}'")
 
 
 def check_format(op: str, format: str) -> Format:
