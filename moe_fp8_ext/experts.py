@@ -148,11 +148,10 @@ class _Experts(torch.autograd.Function):
         ctx, x, scores, w_gate_up, w_down, b_gate_up, b_down, topk_ids, main_grad_gate_up, main_grad_down, call
     ):
         needs, operands = call.needs, operands_of(call.recipe)
-        w_gate_up_t, w_down_t = w_gate_up.mT, w_down.mT  # not below autograd, where torch forgets whose views they are
         with below_autograd():
             slots = Slots(*_sort_tokens(topk_ids, w_gate_up.shape[0]))
-            up, up_t = operands.weight(w_gate_up_t, call.dtype or w_gate_up.dtype, backward=needs.x)
-            down, down_t = operands.weight(w_down_t, call.dtype or w_down.dtype, backward=needs.da)
+            up, up_t = operands.weight(w_gate_up, call.dtype or w_gate_up.dtype, backward=needs.x)
+            down, down_t = operands.weight(w_down, call.dtype or w_down.dtype, backward=needs.da)
             rows, _ = operands.at_slots(x, slots, rows=True)
             h = operands.product(rows, up, slots)
             if b_gate_up is not None:

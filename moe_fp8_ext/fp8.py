@@ -30,6 +30,7 @@ class Fp8GroupedMm(torch.autograd.Function):
     def forward(ctx, A, B_t, offs, indices, main_grad, call):
         recipe, a, w, top_k, a_dtype, b_dtype, needs_dA, needs_dB = call
         align, rows, leaf_dtype, kept = recipe.align, None, None, None
+        B = None if B_t is None else B_t.mT  # not below autograd, where torch forgets whose view it is
         with below_autograd():
             if A is None:
                 q, scale, q_t, scale_t = _tensors(a)
@@ -41,7 +42,7 @@ class Fp8GroupedMm(torch.autograd.Function):
                 w, w_scale, w_t, w_scale_t = _tensors(w)
             else:
                 leaf_dtype = B_t.dtype
-                w, w_scale, w_t, w_scale_t = fp8_weight(B_t, b_dtype, recipe, needs_dA)
+                w, w_scale, w_t, w_scale_t = fp8_weight(B, b_dtype, recipe, needs_dA)
             out = cast(fp8_product(q, scale, w, w_scale, offs, recipe), a_dtype or b_dtype or torch.bfloat16)
         if not needs_dB:
             q_t = scale_t = None
@@ -143,21 +144,21 @@ def _is_smaller(A: Tensor, offs: Tensor, indices: Tensor | None, recipe: Recipe)
     return statically_known_true(smaller)
 
 
-def fp8_weight(B_t: Tensor, b_dtype: torch.dtype, recipe: Recipe, needs_dA: bool) -> Both:
-    """B_t as weights [E, N, K], and transposed at least where dA is needed: those that are reused, or new ones."""
-    rule = b_dtype, recipe.format, recipe.dtype, recipe.rounding
-    return reused(_quantize_weights, B_t, *rule) or _quantize_weights(B_t, *rule, needs_dA)
+def fp8_weight(w: Tensor, w_dtype: torch.dtype, recipe: Recipe, needs_dA: bool) -> Both:
+    """Weights [E, N, K], and transposed at least where dA is needed: those that are reused, or new ones."""
+    rule = w_dtype, recipe.format, recipe.dtype, recipe.rounding
+    return reused(_quantize_weights, w, *rule) or _quantize_weights(w, *rule, needs_dA)
 
 
 def _quantize_weights(
-    B_t: Tensor, b_dtype: torch.dtype, format: str, dtype: torch.dtype | None, rounding: str, needs_dA: bool = True
+    w: Tensor, w_dtype: torch.dtype, format: str, dtype: torch.dtype | None, rounding: str, needs_dA: bool = True
 ) -> Both:
     """Transposed ones come at no cost in formats with blocks."""
-    B_t = cast(B_t, b_dtype)
-    if B_t.stride(-1) == 1 and B_t.stride(-2) != 1:  # contiguous [E, K, N]: the same op, its directions swapped
-        q_t, scale_t, q, scale = _quantize_weight(B_t, format, dtype, rounding)
+    w = cast(w, w_dtype)
+    if w.stride(-2) == 1 and w.stride(-1) != 1:  # contiguous [E, K, N]: the same op, its directions swapped
+        q_t, scale_t, q, scale = _quantize_weight(w.mT, format, dtype, rounding)
         return q, scale, q_t, scale_t
-    w = row_major(B_t.transpose(-2, -1))
+    w = row_major(w)
     if needs_dA or FORMATS[format].block:
         return _quantize_weight(w, format, dtype, rounding)
     return *_quantize_rows(w, format, None, None, None, dtype, rounding), None, None

@@ -37,10 +37,10 @@ class Slots(NamedTuple):
 class Bf16Operands:
     """Tensors in bfloat16; what is said of the methods holds for Fp8Operands too."""
 
-    def weight(self, w_t: Tensor, dtype: torch.dtype, backward: bool) -> tuple[Operand, Operand]:
-        """w_t [E, K, N], multiplied as `dtype`: for a product over K and, for backward, for one over N."""
-        w_t = cast(cast(w_t, dtype), torch.bfloat16)
-        return (w_t, None), (w_t.mT, None) if backward else NOTHING
+    def weight(self, w: Tensor, dtype: torch.dtype, backward: bool) -> tuple[Operand, Operand]:
+        """w [E, N, K], multiplied as `dtype`: for a product over K and, for backward, for one over N."""
+        w = cast(cast(w, dtype), torch.bfloat16)
+        return (w.mT, None), (w, None) if backward else NOTHING
 
     def at_slots(
         self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
@@ -76,8 +76,8 @@ class Fp8Operands:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
 
-    def weight(self, w_t: Tensor, dtype: torch.dtype, backward: bool) -> tuple[Operand, Operand]:
-        q, scale, q_t, scale_t = fp8_weight(w_t, dtype, self.recipe, backward)
+    def weight(self, w: Tensor, dtype: torch.dtype, backward: bool) -> tuple[Operand, Operand]:
+        q, scale, q_t, scale_t = fp8_weight(w, dtype, self.recipe, backward)
         return (q, scale), (q_t, scale_t) if backward else NOTHING
 
     def at_slots(
