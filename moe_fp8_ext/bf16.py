@@ -47,7 +47,7 @@ class Bf16GroupedMm(torch.autograd.Function):
         ctx.main_grad = main_grad
         ctx.sizes, ctx.dtypes, ctx.needs = (k, n), (A.dtype, B_t.dtype), (needs_dA, needs_dB)
         with below_autograd():
-            offs = _clamped(offs, A.shape[0])
+            offs = clamped(offs, A.shape[0])
             a = _tma_operand(cast(A, torch.bfloat16), _tma_size(k))
             b_t = _tma_operand(cast(B_t, torch.bfloat16), _tma_size(n), _tma_size(k))
             out = cast(_rows(a, b_t, offs, n), A.dtype)
@@ -65,44 +65,42 @@ class Bf16GroupedMm(torch.autograd.Function):
             if needs_dA:
                 dA = cast(_rows(_gradient(dY, n), b_t.transpose(-2, -1), offs, k), a_dtype)
             if needs_dB:
-                dB_t = given_or_added(_wgrad(dY, a, offs, n, k), b_dtype, ctx.main_grad)
+                dW = _wgrad(dY, a, offs, n, k, ctx.main_grad)
+                dB_t = None if dW is None else cast(dW.mT, b_dtype)
         return dA, dB_t, None, None, None, None
+
+
+def clamped(offs: Tensor, rows: int) -> Tensor:
+    """As products take offs, which torch's kernel trusts; those of `sort_tokens` are so already."""
+    return offs.clamp(0, rows).cummax(0).values
 
 
 def bf16_product(a: Tensor, b_t: Tensor, offs: Tensor) -> Tensor:
     """a [M, K] @ b_t [E, K, N] in bfloat16, of any sizes."""
     _, k, n = b_t.shape
     b_t = _tma_operand(b_t, _tma_size(n), _tma_size(k))
-    return _rows(_tma_operand(a, _tma_size(k)), b_t, _clamped(offs, a.shape[0]), n)
+    return _rows(_tma_operand(a, _tma_size(k)), b_t, offs, n)
 
 
-def bf16_wgrad(dY: Tensor, a: Tensor, offs: Tensor) -> Tensor:
-    """The gradient of B_t [E, K, N] from dY [M, N] and a [M, K] in bfloat16."""
+def bf16_wgrad(dY: Tensor, a: Tensor, offs: Tensor, main_grad: Tensor | None = None) -> Tensor | None:
+    """dY^T @ a of each group, [E, N, K] in bfloat16; none where it is added to main_grad, of that shape."""
     n, k = dY.shape[1], a.shape[1]
-    return _wgrad(dY, _tma_operand(a, _tma_size(k)), _clamped(offs, a.shape[0]), n, k)
-
-
-def given_or_added(dB_t: Tensor, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
-    """The gradient for autograd; none where it is added to the main gradient."""
-    if main_grad is None:
-        return cast(dB_t, dtype)
-    main_grad.add_(dB_t)
-    return None
-
-
-def _clamped(offs: Tensor, rows: int) -> Tensor:
-    return offs.clamp(0, rows).cummax(0).values
+    return _wgrad(dY, _tma_operand(a, _tma_size(k)), offs, n, k, main_grad)
 
 
 def _gradient(dY: Tensor, n: int) -> Tensor:
     return _tma_operand(cast(dY, torch.bfloat16), _tma_size(n))
 
 
-def _wgrad(dY: Tensor, a: Tensor, offs: Tensor, n: int, k: int) -> Tensor:
+def _wgrad(dY: Tensor, a: Tensor, offs: Tensor, n: int, k: int, main_grad: Tensor | None) -> Tensor | None:
     """Of a that is an operand of k columns or more."""
     dy = _gradient(dY, n)
     dW = _product(dy.t(), a, offs) if offs.shape[0] else a.new_zeros(0, dy.shape[1], a.shape[1])
-    return dW[:, :n, :k].transpose(-2, -1)
+    dW = dW[:, :n, :k]
+    if main_grad is None:
+        return dW
+    main_grad.add_(dW)
+    return None
 
 
 def _rows(a: Tensor, b_t: Tensor, offs: Tensor, columns: int) -> Tensor:

@@ -11,7 +11,7 @@ from moe_fp8_ext.bf16 import autocast_dtype, bf16_wgrad, cast, most_experts, row
 from moe_fp8_ext.formats import MAX_EXPERTS
 from moe_fp8_ext.operands import NOTHING, Slots, operands_of
 from moe_fp8_ext.ops.activations import GATED
-from moe_fp8_ext.ops.checks import INPUT_DTYPES, check_dense, check_one_of, dtype_name, either, require
+from moe_fp8_ext.ops.checks import INPUT_DTYPES, check_dense, check_main_grad, check_one_of, dtype_name, either, require
 from moe_fp8_ext.ops.dispatch import asks_for_gradient, below_autograd, differentiable_once
 from moe_fp8_ext.recipes import Recipe, get_recipe
 
@@ -39,6 +39,8 @@ def experts(
     b_gate_up: Tensor | None = None,
     b_down: Tensor | None = None,
     keep: str = "fp8",
+    main_grad_gate_up: Tensor | None = None,
+    main_grad_down: Tensor | None = None,
 ) -> Tensor:
     """Every token through its experts, weighted by the router's scores:
 
@@ -75,12 +77,15 @@ def experts(
         b_down: [E, D], likewise.
         keep: h for backward as "fp8", quantized along rows in the recipe's format, or as it is, "bf16". It always is
             as it is with recipe "bf16" and with wgrad_high_precision.
+        main_grad_gate_up, main_grad_down: float32 or bfloat16, contiguous, shaped as w_gate_up and w_down, each with or
+            without the other. Every backward adds the gradient of that weight to it and gives autograd none, all as
+            with main_grad of `grouped_mm`.
 
     Returns:
         out [T, D] of x's dtype.
 
     Raises:
-        RuntimeError: dtype, shape, device or names are not as above; the text names the argument.
+        RuntimeError: dtype, shape, strides, device or names are not as above; the text names the argument.
         ValueError, TypeError: no recipe of that name exists, or it is neither a name nor a `Recipe`.
 
     Source: DESIGN.md section 6.
@@ -90,6 +95,10 @@ def experts(
     check_one_of(_OP, "keep", keep, _KEEP)
     weights = w_gate_up, w_down, b_gate_up, b_down
     _check(x, topk_ids, topk_scores, *weights, gated=GATED[activation])
+    if main_grad_gate_up is not None:
+        check_main_grad(_OP, "main_grad_gate_up", main_grad_gate_up, "w_gate_up", w_gate_up)
+    if main_grad_down is not None:
+        check_main_grad(_OP, "main_grad_down", main_grad_down, "w_down", w_down)
     needs = Needs(*map(asks_for_gradient, (x, topk_scores, *weights)))
     if what := _in_bf16(recipe, needs):
         e, limit = w_down.shape[0], most_experts(x)
@@ -97,7 +106,7 @@ def experts(
     dtype = autocast_dtype(x)
     x, scores = cast(x, dtype or x.dtype), cast(topk_scores, torch.float32).contiguous()
     call = Call(recipe, activation, interleaved, keep == "fp8", dtype, needs)
-    return _Experts.apply(x, scores, *weights, topk_ids.contiguous(), call)
+    return _Experts.apply(x, scores, *weights, topk_ids.contiguous(), main_grad_gate_up, main_grad_down, call)
 
 
 class Needs(NamedTuple):
@@ -134,13 +143,14 @@ class Call(NamedTuple):
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, scores, w_gate_up, w_down, b_gate_up, b_down, topk_ids, call):
+    def forward(
+        ctx, x, scores, w_gate_up, w_down, b_gate_up, b_down, topk_ids, main_grad_gate_up, main_grad_down, call
+    ):
         needs, operands = call.needs, operands_of(call.recipe)
-        w_gate_up_t, w_down_t = w_gate_up.mT, w_down.mT  # not below autograd, where torch forgets whose views they are
         with below_autograd():
             slots = Slots(*_sort_tokens(topk_ids, w_gate_up.shape[0]))
-            up, up_t = operands.weight(w_gate_up_t, call.dtype or w_gate_up.dtype, backward=needs.x)
-            down, down_t = operands.weight(w_down_t, call.dtype or w_down.dtype, backward=needs.da)
+            up, up_t = operands.weight(w_gate_up, call.dtype or w_gate_up.dtype, backward=needs.x)
+            down, down_t = operands.weight(w_down, call.dtype or w_down.dtype, backward=needs.da)
             rows, _ = operands.at_slots(x, slots, rows=True)
             h = operands.product(rows, up, slots)
             if b_gate_up is not None:
@@ -153,6 +163,8 @@ class _Experts(torch.autograd.Function):
             out = cast(_combine(y, slots.inverse, scores), x.dtype)
             h = h if needs.h else NOTHING
         ctx.save_for_backward(x if needs.w_gate_up else None, scores, b_down, *slots, *up_t, *down_t, *h)
+        # Not saved tensors: every backward writes to them.
+        ctx.main_grad_gate_up, ctx.main_grad_down = main_grad_gate_up, main_grad_down
         ctx.call, ctx.features = call, w_down.shape[2]
         inputs = x, scores, w_gate_up, w_down, b_gate_up, b_down
         ctx.dtypes = [None if t is None else t.dtype for t in inputs]
@@ -179,7 +191,7 @@ class _Experts(torch.autograd.Function):
                 dscores = _permute_pad(dscores.view(-1, 1), inverse.view(-1), 1).view(inverse.shape)
             if needs.w_down:
                 _, a_t = operands.of_slots(a, slots, tokens=True)
-                dw_down = operands.wgrad(dy_t, a_t, slots)
+                dw_down = operands.wgrad(dy_t, a_t, slots, ctx.main_grad_down)
             if b_down is not None and (needs.scores or needs.b_down):
                 # To `combine` a bias is what the product is, a part of y.
                 y = rows_of_bias(b_down, offs, p, dout.dtype) if needs.scores else None
@@ -194,10 +206,10 @@ class _Experts(torch.autograd.Function):
                 dx = _combine(operands.product(dh, up_t, slots), inverse, None)
             if needs.w_gate_up:
                 _, x_t = operands.at_slots(x, slots, tokens=True)
-                dw_gate_up = operands.wgrad(dh_t, x_t, slots)
+                dw_gate_up = operands.wgrad(dh_t, x_t, slots, ctx.main_grad_gate_up)
             grads = dx, dscores if needs.scores else None, dw_gate_up, dw_down, db_gate_up, db_down
             grads = [None if g is None else cast(g, dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)]
-        return *grads, None, None
+        return *grads, None, None, None, None
 
 
 def rows_of_bias(bias: Tensor, offs: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
@@ -209,7 +221,7 @@ def rows_of_bias(bias: Tensor, offs: Tensor, rows: int, dtype: torch.dtype) -> T
 def _sum_of_groups(x: Tensor, offs: Tensor) -> Tensor:
     """[P, N] -> [E, N]: the gradient of a bias, which is a weight whose input is 1."""
     ones = x.new_ones(x.shape[0], 1, dtype=_BF16)
-    return bf16_wgrad(x, ones, offs).squeeze(1)
+    return bf16_wgrad(x, ones, offs).squeeze(2)
 
 
 def _in_bf16(recipe: Recipe, needs: Needs) -> str | None:
@@ -262,6 +274,6 @@ def _check_tensor(
         _fail(f"{name} must be {either([dtype_name(dtype) for dtype in dtypes])}, got {t.dtype}")
     if t.device != x.device:
         _fail(f"{name} must be on the device of x, {x.device}, got {t.device}")
-    for dim, size in enumerate(shape):
-        if t.shape[dim] != size:
-            _fail(f"{name} must have size {size} in dimension {dim}, got {t.shape[dim]}")
+    for dim, (size, got) in enumerate(zip(shape, t.shape, strict=True)):
+        if got != size:
+            _fail(f"{name} must have size {size} in dimension {dim}, got {got}")

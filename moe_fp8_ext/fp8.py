@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.bf16 import bf16_wgrad, cast, check_experts, given_or_added, row_major
+from moe_fp8_ext.bf16 import bf16_wgrad, cast, check_experts, clamped, row_major
 from moe_fp8_ext.formats import FORMATS
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
 from moe_fp8_ext.quantized import Quantized
@@ -30,6 +30,7 @@ class Fp8GroupedMm(torch.autograd.Function):
     def forward(ctx, A, B_t, offs, indices, main_grad, call):
         recipe, a, w, top_k, a_dtype, b_dtype, needs_dA, needs_dB = call
         align, rows, leaf_dtype, kept = recipe.align, None, None, None
+        B = None if B_t is None else B_t.mT  # not below autograd, where torch forgets whose view it is
         with below_autograd():
             if A is None:
                 q, scale, q_t, scale_t = _tensors(a)
@@ -41,7 +42,7 @@ class Fp8GroupedMm(torch.autograd.Function):
                 w, w_scale, w_t, w_scale_t = _tensors(w)
             else:
                 leaf_dtype = B_t.dtype
-                w, w_scale, w_t, w_scale_t = fp8_weight(B_t, b_dtype, recipe, needs_dA)
+                w, w_scale, w_t, w_scale_t = fp8_weight(B, b_dtype, recipe, needs_dA)
             out = cast(fp8_product(q, scale, w, w_scale, offs, recipe), a_dtype or b_dtype or torch.bfloat16)
         if not needs_dB:
             q_t = scale_t = None
@@ -58,12 +59,12 @@ class Fp8GroupedMm(torch.autograd.Function):
         offs, indices, kept, q_t, scale_t, w_t, w_scale_t = ctx.saved_tensors
         recipe, top_k, align, rows, a_dtype, b_dtype, leaf_dtype, needs_dA, needs_dB = ctx.call
         dtype, rounding = recipe.grad_dtype or recipe.dtype, recipe.rounding
-        dA = dB_t = None
+        dA = dW = dB_t = None
         with below_autograd():
             dY = row_major(dY)
             if needs_dB and recipe.wgrad_high_precision:
                 a = kept if indices is None else _permute_pad(kept, indices, top_k)
-                dB_t, needs_dB = given_or_added(bf16_wgrad(dY, a, offs), b_dtype, ctx.main_grad), False
+                dW, needs_dB = bf16_wgrad(dY, a, clamped(offs, a.shape[0]), ctx.main_grad), False
             if needs_dB:
                 quantize = _quantize_both if needs_dA else _quantize_tokens
                 *dy, dy_t, dy_scale_t, ends = quantize(dY, recipe.format, offs, None, None, align, dtype, rounding)
@@ -76,13 +77,9 @@ class Fp8GroupedMm(torch.autograd.Function):
                 if kept is not None:
                     options = offs, indices, top_k, align, recipe.dtype, rounding
                     q_t, scale_t, _ = _quantize_tokens(row_major(kept), recipe.format, *options)
-                operands = dy_t, dy_scale_t, q_t, scale_t, ends, recipe, align
-                if ctx.main_grad is None:
-                    dB_t = cast(fp8_product(*operands), b_dtype).transpose(-2, -1)
-                else:
-                    _add_product(ctx.main_grad.transpose(-2, -1), *operands)
-            if dB_t is not None:
-                dB_t = cast(dB_t, leaf_dtype)
+                dW = fp8_wgrad(dy_t, dy_scale_t, q_t, scale_t, ends, recipe, align, ctx.main_grad)
+            if dW is not None:
+                dB_t = cast(cast(dW.mT, b_dtype), leaf_dtype)
         return dA, dB_t, None, None, None, None
 
 
@@ -90,19 +87,32 @@ def _tensors(pair: tuple[Quantized, Quantized | None]) -> Both:
     return tuple(t for x in pair for t in ((None, None) if x is None else (x.q, x.scale)))
 
 
-def fp8_product(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, recipe: Recipe, align: int = 1
-) -> Tensor:
-    """a @ b^T of each group; align: as in `ops.scaled_grouped_mm`."""
-    scale_b = FORMATS[recipe.format].transposed_scale(scale_b)
-    return _scaled_grouped_mm(a, b.mT, scale_a, scale_b, offs, recipe.format, align, None, recipe.use_fast_accum)
+def fp8_product(a: Tensor, scale_a: Tensor, w: Tensor, scale_w: Tensor, offs: Tensor, recipe: Recipe) -> Tensor:
+    """a @ w^T of each group."""
+    scale_w = FORMATS[recipe.format].transposed_scale(scale_w)
+    return _scaled_grouped_mm(a, w.mT, scale_a, scale_w, offs, recipe.format, 1, None, recipe.use_fast_accum)
 
 
-def _add_product(
-    total: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, recipe: Recipe, align: int
-) -> None:
-    scale_b = FORMATS[recipe.format].transposed_scale(scale_b)
-    _add_scaled_grouped_mm(total, a, b.mT, scale_a, scale_b, offs, recipe.format, align, recipe.use_fast_accum)
+def fp8_wgrad(
+    dy: Tensor,
+    scale_dy: Tensor,
+    a: Tensor,
+    scale_a: Tensor,
+    offs: Tensor,
+    recipe: Recipe,
+    align: int,
+    main_grad: Tensor | None,
+) -> Tensor | None:
+    """dy @ a^T of each group, [E, N, K] in bfloat16; none where it is added to main_grad, of that shape.
+
+    align: as in `ops.scaled_grouped_mm`.
+    """
+    scale_a = FORMATS[recipe.format].transposed_scale(scale_a)
+    operands = dy, a.mT, scale_dy, scale_a, offs, recipe.format, align
+    if main_grad is None:
+        return _scaled_grouped_mm(*operands, None, recipe.use_fast_accum)
+    _add_scaled_grouped_mm(main_grad, *operands, recipe.use_fast_accum)
+    return None
 
 
 def _quantize_tokens_of(
@@ -134,21 +144,21 @@ def _is_smaller(A: Tensor, offs: Tensor, indices: Tensor | None, recipe: Recipe)
     return statically_known_true(smaller)
 
 
-def fp8_weight(B_t: Tensor, b_dtype: torch.dtype, recipe: Recipe, needs_dA: bool) -> Both:
-    """B_t as weights [E, N, K], and transposed at least where dA is needed: those that are reused, or new ones."""
-    rule = b_dtype, recipe.format, recipe.dtype, recipe.rounding
-    return reused(_quantize_weights, B_t, *rule) or _quantize_weights(B_t, *rule, needs_dA)
+def fp8_weight(w: Tensor, w_dtype: torch.dtype, recipe: Recipe, needs_dA: bool) -> Both:
+    """Weights [E, N, K], and transposed at least where dA is needed: those that are reused, or new ones."""
+    rule = w_dtype, recipe.format, recipe.dtype, recipe.rounding
+    return reused(_quantize_weights, w, *rule) or _quantize_weights(w, *rule, needs_dA)
 
 
 def _quantize_weights(
-    B_t: Tensor, b_dtype: torch.dtype, format: str, dtype: torch.dtype | None, rounding: str, needs_dA: bool = True
+    w: Tensor, w_dtype: torch.dtype, format: str, dtype: torch.dtype | None, rounding: str, needs_dA: bool = True
 ) -> Both:
     """Transposed ones come at no cost in formats with blocks."""
-    B_t = cast(B_t, b_dtype)
-    if B_t.stride(-1) == 1 and B_t.stride(-2) != 1:  # contiguous [E, K, N]: the same op, its directions swapped
-        q_t, scale_t, q, scale = _quantize_weight(B_t, format, dtype, rounding)
+    w = cast(w, w_dtype)
+    if w.stride(-2) == 1 and w.stride(-1) != 1:  # contiguous [E, K, N]: the same op, its directions swapped
+        q_t, scale_t, q, scale = _quantize_weight(w.mT, format, dtype, rounding)
         return q, scale, q_t, scale_t
-    w = row_major(B_t.transpose(-2, -1))
+    w = row_major(w)
     if needs_dA or FORMATS[format].block:
         return _quantize_weight(w, format, dtype, rounding)
     return *_quantize_rows(w, format, None, None, None, dtype, rounding), None, None

@@ -15,6 +15,7 @@ from moe_fp8_ext.ops import permute_pad
 from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
     check_dense,
+    check_main_grad,
     validate_indices,
     validate_offs,
 )
@@ -94,7 +95,10 @@ def grouped_mm(
     recipe = get_recipe(recipe)
     a, w = _given("A", A, recipe), _given("B_t", B_t, recipe)
     if main_grad is not None:
-        _check_main_grad(main_grad, B_t)
+        if not isinstance(B_t, Tensor):
+            _fail("main_grad must be None where B_t is quantized, got a tensor")
+        check_main_grad(_OP, "main_grad", main_grad, "B_t", B_t, transposed=True)
+        main_grad = main_grad.mT
     A, B_t = A if isinstance(A, Tensor) else None, B_t if isinstance(B_t, Tensor) else None
     _check(A, B_t, a, w, offs, indices, top_k)
     a_dtype, b_dtype = _dtypes(A, B_t)
@@ -176,22 +180,6 @@ def _check(
         validate_offs(_OP, offs, "rows of A" if indices is None else "indices", rows)
         if indices is not None:
             validate_indices(_OP, indices, tokens.shape[0] * top_k)
-
-
-def _check_main_grad(main_grad: Tensor, B_t: Tensor | Quantized | Pair) -> None:
-    if not isinstance(B_t, Tensor):
-        _fail("main_grad must be None where B_t is quantized, got a tensor")
-    check_dense(_OP, "main_grad", main_grad, 3)
-    if main_grad.dtype not in (torch.bfloat16, torch.float32):
-        _fail(f"main_grad must be bfloat16 or float32, got {main_grad.dtype}")
-    if main_grad.shape != B_t.shape:
-        _fail(f"main_grad must have the shape of B_t, {tuple(B_t.shape)}, got {tuple(main_grad.shape)}")
-    if main_grad.device != B_t.device:
-        _fail(f"main_grad must be on the device of B_t, {B_t.device}, got {main_grad.device}")
-    if not main_grad.transpose(-2, -1).is_contiguous():
-        _fail(f"main_grad must be the transposed view of a contiguous tensor, got strides {main_grad.stride()}")
-    if main_grad.requires_grad:
-        _fail("main_grad must not ask for a gradient, got requires_grad=True")
 
 
 def _check_device(arg: str, x: Tensor, A: Tensor) -> None:

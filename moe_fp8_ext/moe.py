@@ -12,7 +12,7 @@ from moe_fp8_ext.bf16 import autocast_dtype, cast
 from moe_fp8_ext.experts import experts
 from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import check_one_of, require
-from moe_fp8_ext.ops.dispatch import differentiable_once
+from moe_fp8_ext.ops.dispatch import asks_for_gradient, differentiable_once
 from moe_fp8_ext.recipes import Recipe, get_recipe
 
 _SCORINGS = ("softmax", "sigmoid")
@@ -30,7 +30,12 @@ class Experts(nn.Module):
         num_experts, hidden_size, intermediate_size: E, D and F.
         bias: whether experts have biases.
         recipe, activation, interleaved, keep: as in `experts`.
+        main_grad: whether the gradient of each weight that needs one is added to its attribute `main_grad`, which the
+            trainer sets, as `experts` does it. Biases have gradients of autograd's as ever.
         device, dtype: of the parameters.
+
+    Raises:
+        RuntimeError: in forward, a weight that needs a gradient has no main_grad; else as in `experts`.
     """
 
     def __init__(
@@ -44,11 +49,13 @@ class Experts(nn.Module):
         interleaved: bool = False,
         bias: bool = False,
         keep: str = "fp8",
+        main_grad: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.options = dict(recipe=get_recipe(recipe), activation=activation, interleaved=interleaved, keep=keep)
+        self.main_grad = main_grad
         check_one_of("Experts", "activation", activation, list(GATED))
         self.up = "gate_up_proj" if GATED[activation] else "up_proj"
         rows = intermediate_size * (2 if GATED[activation] else 1)
@@ -70,7 +77,16 @@ class Experts(nn.Module):
         """x [T, D], topk_ids and topk_scores [T, top_k] -> [T, D]."""
         w_up, w_down = getattr(self, self.up), self.down_proj
         biases = dict(b_gate_up=getattr(self, f"{self.up}_bias"), b_down=self.down_proj_bias)
-        return experts(x, topk_ids, topk_scores, w_up, w_down, **biases, **self.options)
+        main_grads = dict(main_grad_gate_up=self._main_grad(self.up), main_grad_down=self._main_grad("down_proj"))
+        return experts(x, topk_ids, topk_scores, w_up, w_down, **biases, **main_grads, **self.options)
+
+    def _main_grad(self, name: str) -> Tensor | None:
+        weight = getattr(self, name)
+        if not self.main_grad or not asks_for_gradient(weight):
+            return None
+        main_grad = getattr(weight, "main_grad", None)
+        require(main_grad is not None, f"Experts: {name} must have a main_grad with main_grad=True, got none")
+        return main_grad
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager:

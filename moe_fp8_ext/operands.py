@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.bf16 import bf16_product, bf16_wgrad, cast, row_major
-from moe_fp8_ext.fp8 import fp8_product, fp8_weight
+from moe_fp8_ext.fp8 import fp8_product, fp8_weight, fp8_wgrad
 from moe_fp8_ext.recipes import Recipe
 
 Operand = tuple[Tensor | None, ...]  # values and what belongs to them
@@ -39,10 +39,10 @@ class Slots(NamedTuple):
 class Bf16Operands:
     """Tensors in bfloat16; what is said of the methods holds for Fp8Operands too."""
 
-    def weight(self, w_t: Tensor, dtype: torch.dtype, backward: bool) -> tuple[Operand, Operand]:
-        """w_t [E, K, N], multiplied as `dtype`: for a product over K and, for backward, for one over N."""
-        w_t = cast(cast(w_t, dtype), torch.bfloat16)
-        return (w_t, None), (w_t.mT, None) if backward else NOTHING
+    def weight(self, w: Tensor, dtype: torch.dtype, backward: bool) -> tuple[Operand, Operand]:
+        """w [E, N, K], multiplied as `dtype`: for a product over K and, for backward, for one over N."""
+        w = cast(cast(w, dtype), torch.bfloat16)
+        return (w.mT, None), (w, None) if backward else NOTHING
 
     def at_slots(
         self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
@@ -69,9 +69,9 @@ class Bf16Operands:
         """a @ w^T in bfloat16; rows of no group are zero."""
         return bf16_product(a[0], w[0], slots.offs)
 
-    def wgrad(self, dy: Operand, a: Operand, slots: Slots) -> Tensor:
-        """dy^T @ a of every group, [E, N, K] in bfloat16."""
-        return bf16_wgrad(dy[0], a[0], slots.offs).mT
+    def wgrad(self, dy: Operand, a: Operand, slots: Slots, main_grad: Tensor | None) -> Tensor | None:
+        """dy^T @ a of every group, [E, N, K] in bfloat16; none where it is added to main_grad, of that shape."""
+        return bf16_wgrad(dy[0], a[0], slots.offs, main_grad)
 
 
 class Fp8Operands:
@@ -80,8 +80,8 @@ class Fp8Operands:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
 
-    def weight(self, w_t: Tensor, dtype: torch.dtype, backward: bool) -> tuple[Operand, Operand]:
-        q, scale, q_t, scale_t = fp8_weight(w_t, dtype, self.recipe, backward)
+    def weight(self, w: Tensor, dtype: torch.dtype, backward: bool) -> tuple[Operand, Operand]:
+        q, scale, q_t, scale_t = fp8_weight(w, dtype, self.recipe, backward)
         return (q, scale), (q_t, scale_t) if backward else NOTHING
 
     def at_slots(
@@ -119,9 +119,9 @@ class Fp8Operands:
     def product(self, a: Operand, w: Operand, slots: Slots) -> Tensor:
         return fp8_product(*a, *w, slots.offs, self.recipe)
 
-    def wgrad(self, dy: Operand, a: Operand, slots: Slots) -> Tensor:
+    def wgrad(self, dy: Operand, a: Operand, slots: Slots, main_grad: Tensor | None) -> Tensor | None:
         (q_dy, scale_dy, ends), (q, scale, _) = dy, a
-        return fp8_product(q_dy, scale_dy, q, scale, ends, self.recipe, self.recipe.align)
+        return fp8_wgrad(q_dy, scale_dy, q, scale, ends, self.recipe, self.recipe.align, main_grad)
 
     def _rule(self, gradient: bool) -> tuple[str, torch.dtype | None, str]:
         recipe = self.recipe
@@ -146,8 +146,8 @@ class HighPrecisionWgrad(Fp8Operands):
     ) -> tuple[Operand, Operand]:
         return super().activated(h, slots, activation, interleaved, keep_fp8=False)
 
-    def wgrad(self, dy: Operand, a: Operand, slots: Slots) -> Tensor:
-        return _BF16.wgrad(dy, a, slots)
+    def wgrad(self, dy: Operand, a: Operand, slots: Slots, main_grad: Tensor | None) -> Tensor | None:
+        return _BF16.wgrad(dy, a, slots, main_grad)
 
 
 _BF16 = Bf16Operands()

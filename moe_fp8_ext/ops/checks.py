@@ -1,4 +1,4 @@
-"""The checks of fake implementations and of grouped_mm; csrc/ops/checks.h words its errors alike.
+"""The checks of fake implementations, of grouped_mm and of experts; csrc/ops/checks.h words its errors alike.
 
 What can be said of a tensor alone is in the table of csrc/ops/arguments.h, which both read.
 """
@@ -139,9 +139,27 @@ def check_count(op: str, arg: str, rows: int) -> None:
         require(0 <= rows <= MAX_ROWS, f"{op}: {arg} must be from 0 to {MAX_ROWS}, got {rows}")
 
 
+def check_main_grad(op: str, arg: str, main_grad: Tensor, of: str, weight: Tensor, transposed: bool = False) -> None:
+    """Of the gradient of the argument `of`; transposed: that is a view of [E, N, K], and so must main_grad be."""
+    check_dense(op, arg, main_grad, 3)
+    text = f"{op}: {arg} must"
+    if main_grad.dtype not in (torch.bfloat16, torch.float32):
+        raise RuntimeError(f"{text} be bfloat16 or float32, got {main_grad.dtype}")
+    if main_grad.shape != weight.shape:
+        raise RuntimeError(f"{text} have the shape of {of}, {tuple(weight.shape)}, got {tuple(main_grad.shape)}")
+    if main_grad.device != weight.device:
+        raise RuntimeError(f"{text} be on the device of {of}, {weight.device}, got {main_grad.device}")
+    if not (main_grad.mT if transposed else main_grad).is_contiguous():
+        layout = "the transposed view of a contiguous tensor" if transposed else "contiguous"
+        raise RuntimeError(f"{text} be {layout}, got strides {main_grad.stride()}")
+    if main_grad.requires_grad:
+        raise RuntimeError(f"{text} not ask for a gradient, got requires_grad=True")
+
+
 def check_one_of(op: str, arg: str, value: str, names: Sequence[str], where: str = "") -> None:
-    quoted = [f"'{name}'" for name in names]
-    require(value in names, f"{op}: {arg} must be {either(quoted)}{where}, got '{value}'")
+    if value not in names:
+        quoted = [f"'{name}'" for name in names]
+        raise RuntimeError(f"{op}: {arg} must be {either(quoted)}{where}, got '{value}'")
 
 
 def check_format(op: str, format: str) -> Format:
