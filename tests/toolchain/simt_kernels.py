@@ -135,6 +135,8 @@ class SimtKernels:
         else:
             rows, group_stride = x.shape[0] if indices is None else indices.shape[0], 0
             e = 0 if offs is None else offs.shape[0]
+            if offs is not None and e == 0:
+                offs = memory.empty((1,), torch.int32)  # null would say that there are no groups
         scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).data_ptr())
         positions = out["q_t"].shape[-1] if along_tokens else 0
         where = x, IN_TYPES.index(x.dtype), x.stride(-2), group_stride, indices, x.shape[-2], top_k or 1
