@@ -187,13 +187,13 @@ MOE_DEVICE uint32_t amax_of_cluster(const StripsPlan& p, StripShared<T>& shared,
 MOE_DEVICE uint32_t* message(const StripsPlan& p, uint32_t share) {
   return reinterpret_cast<uint32_t*>(p.scratch) + int64_t(share) * kLanes + threadIdx.x;
 }
-// Looks at a message before helping. Each takes a way to the L2 and back, 0.2 us at least, and clusters that run are
-// about a turn apart, 2 to 10 us on an H200: while all run, nobody helps. Who begins too early reads x in vain, but
-// waits no longer.
+// Looks at a message before helping. Each is a way to the L2 and back, some 0.2 us, and clusters that run are about a
+// turn apart, 2 to 10 us on an H200: while all run, nobody helps. Who helps too early reads x in vain, but hears hardly
+// later.
 constexpr int kLooks = 128;
 
-// By one slot: the amax of a share, which its cluster tells. Its blocks may begin when others have ended, ours among
-// them, so no wait may be for a block alone: after a while the slot works the share out itself, unless it hears of it.
+// By one slot: the amax of a share, which its cluster tells. That may not begin before others have ended, ours among
+// them, so no wait is for it alone: after a while the slot works the amax out itself, until it hears of it.
 template <class T, class Groups>
 MOE_DEVICE uint32_t amax_of_share(const StripsPlan& p, const Groups& groups, uint32_t share) {
   uint32_t* told = message(p, share);
