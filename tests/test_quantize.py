@@ -116,7 +116,7 @@ def test_long_groups_beside_one_another(sizes, device):
 
 
 def test_long_groups_in_graphs_and_streams(gpu):
-    """Sizes of groups change between replays; two grids that start as one want the GPU at once."""
+    """Sizes of groups change between replays; of two grids, neither has the GPU to itself."""
 
     def quantize(x: Tensor, offs: Tensor) -> tuple[Tensor, ...]:
         return ops.quantize_both(x, "rowwise", offs=offs)
@@ -126,6 +126,24 @@ def test_long_groups_in_graphs_and_streams(gpu):
     calls = [(x, one), (x.flip(0), other)]
     check_cuda_graph(quantize, *calls)
     check_two_streams(quantize, calls)
+
+
+@pytest.mark.parametrize("sizes", [(20000, 1, 9999), (15000, *[260] * 19)], ids=["clusters", "single blocks"])
+def test_long_groups_while_another_stream_holds_multiprocessors(sizes, gpu):
+    """A softmax has a block for every row, which runs for long: it keeps most blocks that share a strip from running,
+    the others work without them."""
+    x, offs = wide(sum(sizes), 1024), torch.tensor(sizes).cumsum(0).int()
+    want = ops.quantize_both(x, "rowwise", offs=offs, dtype=torch.float8_e4m3fn)
+    x, offs, side = x.to(gpu), offs.to(gpu), torch.cuda.Stream()
+    held = torch.cuda.get_device_properties(gpu).multi_processor_count * 3 // 4
+    rows = torch.zeros(held, 2**23, dtype=torch.bfloat16, device=gpu)
+    for op, results in ((ops.quantize_both, want), (ops.quantize_tokens, want[2:])):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            for _ in range(5):
+                rows.softmax(1)
+        got = op(x, "rowwise", offs=offs, dtype=torch.float8_e4m3fn)
+        assert_same([t.cpu() for t in got], list(results), "beside another kernel")
 
 
 @every_format

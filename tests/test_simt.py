@@ -137,9 +137,10 @@ def test_rows_of_more_than_registers_hold(kernels, format, k, dtype):
 @OF_WHOLE_ROWS
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
 def test_rows_that_run_beside_columns(kernels, format, dtype):
-    """Rows from 2048 to 6544 bytes, the emulated chip's limits, and their neighbours, which follow the columns."""
-    shortest, longest = 2048 // dtype.itemsize, 6544 // dtype.itemsize
-    for k in (shortest - 8, shortest, shortest + 8, shortest + 9, longest, longest + 8):
+    """Rows from 2048 to 6544 or 23232 bytes, the emulated chips' limits, and their neighbours, which follow the
+    columns."""
+    shortest, *longest = (n // dtype.itemsize for n in (2048, 6544, 23232))
+    for k in (shortest - 8, shortest, shortest + 8, shortest + 9, *longest, *(n + 8 for n in longest)):
         x = wide(21, k, dtype=dtype)
         x[4, 5], x[20, 7] = float("nan"), float("inf")
         offs = group_offs("tail_rows", 21, 3)
@@ -154,6 +155,23 @@ def test_group_longer_than_shared_memory_holds(kernels, format, dtype):
     among_others = torch.tensor([0, 1, 5, 1900, 0, 130, 17]).cumsum(0).int()
     for k, align in ((72, 32), (67, 8)):
         check(kernels, wide(2060, k, dtype=dtype), format, among_others, align)
+
+
+@OF_WHOLE_ROWS
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
+def test_blocks_that_share_a_strip_and_do_not_run_at_once(format, dtype, libraries, tmp_path, monkeypatch):
+    """Seven blocks share the strips of long groups at a wave size of 32. One after the other, the first works out what
+    it would hear of those that have not begun, and the last hears of all."""
+    monkeypatch.setenv("SIMT_MULTIPROCESSORS", "7")
+    monkeypatch.setenv("SIMT_THREADS", "1")
+    kernels = Waves(Path(shutil.copy(libraries[32], tmp_path)))
+    offs = torch.tensor([4100, 0, 3, 2300, 11000]).cumsum(0).int()
+    m, k = int(offs[-1]) + 200, 136
+    x = wide(m, k, dtype=dtype)
+    x[4099, 3], x[9000, 70] = float("nan"), float("-inf")
+    check(kernels, x, format, offs)
+    check(kernels, x, format, offs + 30, indices=slot_indices(m, 1, m + 30), top_k=1)
+    check_weight(kernels, wide(2, 2900, k, dtype=dtype), format)
 
 
 @OF_ALL_FORMATS

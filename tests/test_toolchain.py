@@ -36,8 +36,6 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("sum of a wave", r"ok 40"),
         ("sum of 32 lanes", r"ok 20"),  # half of what the author of a CUDA-only reduction wanted
-        ("blocks wait for one another", r"ok 28"),
-        ("more cooperative blocks than fit", r"error 720: cooperative grid 100,1,1.* on 2 multiprocessors"),
         ("wait without end", r"error 719: no end in sight"),
         ("divergent barrier", r"error 719: a thread returned while others wait in __syncthreads at faults.cpp:\d+ "),
         (

@@ -28,7 +28,7 @@ struct Device {
   int multiprocessors;
   int shared_per_block;  // bytes a block may ask for
   int shared_per_multiprocessor;
-  bool has_clusters;
+  bool has_clusters;  // the emulation has some of one block, at one of its wave sizes
   bool overlaps_kernels;  // programmatic dependent launch; the emulation takes that road too, one after the other
   bool native_fnuz;  // fp8 instructions are FNUZ (gfx942)
   int sm;            // CUDA compute capability, 90 for Hopper; 0 elsewhere
@@ -42,10 +42,13 @@ inline int current_device() {
 inline Device ask_device(int id) {
   Device d = {};
 #if defined(MOE_HIP)
-  d.shared_per_block = d.shared_per_multiprocessor = 64 * 1024;
+  d.shared_per_block = 64 * 1024;
 #if defined(MOE_SIMT)
+  d.shared_per_block = simt::kMaxSharedBytes;
+  d.has_clusters = SIMT_WARP == 32;
   d.overlaps_kernels = true;
 #endif
+  d.shared_per_multiprocessor = d.shared_per_block;
   cudaDeviceProp properties = {};
   if (cudaGetDeviceProperties(&properties, id) == cudaSuccess)
     d.native_fnuz = strncmp(properties.gcnArchName, "gfx94", 5) == 0;
@@ -76,8 +79,6 @@ struct Launch {
   void* stream;
   size_t shared = 0;
   int cluster = 1;  // blocks, along x
-  // All blocks at once, or an error where the device has no room for them: they may wait for one another. CUDA's alone.
-  bool together = false;
 };
 
 // Every kernel takes one struct by value. Returns the runtime's error code.
@@ -97,10 +98,7 @@ int launch(void (*kernel)(Params), const Launch& l, std::remove_const_t<Params> 
   config.stream = static_cast<cudaStream_t>(l.stream);
   cudaLaunchAttribute attributes[2];
   config.attrs = attributes;
-  if (l.together) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeCooperative;
-    attributes[config.numAttrs++].val.cooperative = 1;
-  } else if (device().overlaps_kernels) {
+  if (device().overlaps_kernels) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -162,7 +160,7 @@ int resident_clusters(int threads, int cluster) {
   }
   return answer - 1;
 #else
-  return device().multiprocessors / cluster;
+  return 0;
 #endif
 }
 

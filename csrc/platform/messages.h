@@ -1,5 +1,5 @@
-// Words that the blocks of one grid send one another through memory. The grid must run as one (Launch::together), and
-// the words be zero before it begins.
+// Words that the blocks of one grid send one another through memory, which is zero before it begins. Nothing says that
+// the sender runs while the receiver waits.
 #pragma once
 #include <cstdint>
 
@@ -16,16 +16,16 @@ MOE_DEVICE void send_word(uint32_t* to, uint32_t word) {
   __atomic_store_n(to, word | kSent, __ATOMIC_RELAXED);
 #endif
 }
-MOE_DEVICE uint32_t receive_word(const uint32_t* from) {
-  uint32_t word;
-  do {
+// One look at it; false: it is not there yet.
+MOE_DEVICE bool receive_word(const uint32_t* from, uint32_t& word) {
 #if defined(MOE_CUDA)
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
 #else
-    word = __atomic_load_n(from, __ATOMIC_RELAXED);
+  word = __atomic_load_n(from, __ATOMIC_RELAXED);
 #endif
-  } while (!(word & kSent));
-  return word ^ kSent;
+  const bool sent = word & kSent;
+  word &= ~kSent;
+  return sent;
 }
 
 }  // namespace moe_fp8

@@ -133,6 +133,20 @@ MOE_DEVICE void copy_rows(const StripsPlan& p, const Part& w, int begin, int end
   });
 }
 
+// The part's 16 rows from `first` on, a word of columns a lane; zeros where none is.
+template <class T>
+MOE_DEVICE void load_slot(const StripsPlan& p, const Part& w, int first, uint32_t (&v)[kSlotRows][1]) {
+  const int64_t column = int64_t(w.strip) * T::kColumns + threadIdx.x * kPerWord<typename T::In>;
+  RowWalk<T> walk(p, w, first, 1, column);
+#pragma unroll
+  for (int i = 0; i < kSlotRows; ++i) {
+    v[i][0] = 0;
+    if (first + i >= w.rows || column >= p.K) continue;
+    const auto row = walk.next(first + i);
+    if (!is_zero_row<T>(row)) v[i][0] = load_words<typename T::Types, uint32_t>(p, row, p.K - column);
+  }
+}
+
 // Amax over the part's rows of every word of columns, left in shared.slot_amax, one value a slot.
 template <class T>
 MOE_DEVICE void reduce_part(const StripsPlan& p, const Part& w, const Vec16* ring, int base, StripShared<T>& shared) {
@@ -177,21 +191,40 @@ MOE_DEVICE uint32_t amax_of_cluster(const StripsPlan& p, StripShared<T>& shared,
   return amax;
 }
 
-// The lane's word of what the cluster that works on a share tells its team: magnitudes, which can do without a sign.
+// The lane's word of what a team hears of a share, from its cluster or whoever helped: magnitudes, whose signs mean
+// nothing.
 MOE_DEVICE uint32_t* message(const StripsPlan& p, uint32_t share) {
   return reinterpret_cast<uint32_t*>(p.scratch) + int64_t(share) * kLanes + threadIdx.x;
 }
+// Looks at a message before helping. Each is a way to the L2 and back, some 0.2 us, and clusters that run are about a
+// turn apart, 2 to 10 us on an H200: while all run, nobody helps. Who helps too early reads x in vain, but hears hardly
+// later.
+constexpr int kLooks = 128;
+
+// By one slot: the amax of a share, which its cluster tells. That may not begin before others have ended, ours among
+// them, so no wait is for it alone: after a while the slot works the amax out itself, until it hears of it.
+template <class T, class Groups>
+MOE_DEVICE uint32_t amax_of_share(const StripsPlan& p, const Groups& groups, uint32_t share) {
+  uint32_t* told = message(p, share);
+  uint32_t amax = 0, word, v[kSlotRows][1];
+  for (int i = 0; i < kLooks; ++i)
+    if (receive_word(told, word)) return word;
+  const Part whole = part_of(p, groups, share, 0, 0);
+  for (int row = 0; row < whole.rows; row += kSlotRows) {
+    load_slot<T>(p, whole, row, v);
+    if (receive_word(told, word)) return word;
+#pragma unroll
+    for (int i = 0; i < kSlotRows; ++i) amax = max_magnitude<typename T::In>(amax, v[i][0]);
+  }
+  send_word(told, amax);
+  return amax;
+}
 // By all slots: what the team tells, left in shared.team_amax, of one share in kSlots a slot.
-//
-// Every wait ends. Of C clusters, each takes every C-th share, in order, and tells of a share before it waits there.
-// Take the first of all shares that are waited at. A team has C shares at most, so a cluster that has not told of its
-// share of this team is still at one before the whole team, where nobody waits: it will come and tell.
-template <class T>
-MOE_DEVICE void hear_team(const StripsPlan& p, const Part& w, StripShared<T>& shared) {
-  const uint32_t* first = message(p, w.share - w.rank);
+template <class T, class Groups>
+MOE_DEVICE void hear_team(const StripsPlan& p, const Groups& groups, const Part& w, StripShared<T>& shared) {
   uint32_t amax = 0;
   for (int rank = threadIdx.y; rank < w.team; rank += T::kSlots)
-    amax = max_magnitude<typename T::In>(amax, receive_word(first + rank * kLanes));
+    amax = max_magnitude<typename T::In>(amax, amax_of_share<T>(p, groups, w.share - w.rank + rank));
   shared.team_amax[threadIdx.y][threadIdx.x] = amax;
 }
 // By one slot.
@@ -238,15 +271,7 @@ MOE_DEVICE void cast_lines(const StripsPlan& p, const Part& w, int line, const V
 #pragma unroll
     for (int i = 0; i < kSlotRows; ++i) v[i][0] = i < rows ? words[i * kLanes] : 0;
   } else {
-    const int64_t column = int64_t(w.strip) * T::kColumns + threadIdx.x * kPerWord<In>;
-    RowWalk<T> walk(p, w, first, 1, column);
-#pragma unroll
-    for (int i = 0; i < kSlotRows; ++i) {
-      v[i][0] = 0;
-      if (i >= rows || column >= p.K) continue;
-      const auto row = walk.next(first + i);
-      if (!is_zero_row<T>(row)) v[i][0] = load_words<typename T::Types, uint32_t>(p, row, p.K - column);
-    }
+    load_slot<T>(p, w, first, v);
   }
   T::Types::with_cast(p, [&](auto cast) { cast_slot<In, false>(v, rows, multiplier, stage, cast); });
 }

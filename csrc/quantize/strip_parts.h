@@ -1,7 +1,6 @@
 // How the strips of all groups are dealt out. A strip is 128 bytes of columns by all rows of a group. A cluster of
 // blocks works on one, or, in a team of clusters, on a share of one that is too long; a part is a block's.
 #pragma once
-#include "platform/clusters.h"
 #include "primitives/group_table.h"
 #include "quantize/sources.h"
 
@@ -12,7 +11,7 @@ struct StripsPlan : QuantizeParams {
   uint32_t strips;   // of a group
   int cluster_log2;  // blocks of a cluster
   int most;          // rows of a strip that a cluster works on alone
-  int most_shares;   // of a longer one; 1: clusters do not wait for one another
+  int most_shares;   // of a longer one: no more than clusters, so that all of a team can run at once
   bool last_first;   // groups from the last to the first
   bool rows_beside;  // the next kernel in the stream may run beside this one
 };
@@ -27,7 +26,7 @@ struct Span {
 struct Split { int shares, lines; };  // shares of so many lines
 MOE_DEVICE Split split_of(const StripsPlan& p, const Span& g) {
   const int lines = line_tiles(g.begin, g.end), size = g.rows > 0 ? g.rows : g.end - g.begin;
-  if (size <= p.most || p.most_shares == 1) return {1, lines};
+  if (size <= p.most) return {1, lines};
   const int each = ceil_div(lines, Min{}(ceil_div(size, p.most), p.most_shares));
   return {ceil_div(lines, each), each};
 }
@@ -90,18 +89,19 @@ struct Part {
   bool there;        // otherwise none is left
   int group, strip;
   uint32_t share;    // of all shares of strips
-  int rank, team;    // which of the strip's shares it is, and of how many whose clusters wait for one another
+  int rank, team;    // which of the strip's shares it is, and of how many that need one another's amax
   int begin, end;    // positions of the whole group
-  int line0, line1;  // this block's lines of q_t
+  int line0, line1;  // the block's lines of q_t
   int64_t x;         // of its first row: kInPlace: the element in x; kByIndex: which row it is
   int skipped;       // rows of the group before it
   int rows;
 
   MOE_DEVICE int held(int most) const { return rows < most ? rows : most; }
 };
-// Shares are numbered group by group, strip by strip, so that a team's are next to one another.
+// Of one of 2^blocks_log2 blocks. Shares are numbered group by group, strip by strip, so that a team's are next to one
+// another.
 template <class Groups>
-MOE_DEVICE Part part_of(const StripsPlan& p, const Groups& groups, uint32_t share) {
+MOE_DEVICE Part part_of(const StripsPlan& p, const Groups& groups, uint32_t share, int block, int blocks_log2) {
   Part w = {};
   w.share = share;
   w.there = share < uint32_t(groups.shares_before(groups.count())) * p.strips;
@@ -118,7 +118,7 @@ MOE_DEVICE Part part_of(const StripsPlan& p, const Groups& groups, uint32_t shar
   w.end = g.end;
   const int stop = line_tiles(g.begin, g.end), first = g.begin / kLine;
   const int line0 = w.rank * split.lines, line1 = Min{}(line0 + split.lines, stop);
-  const int each = (line1 - line0 + (1 << p.cluster_log2) - 1) >> p.cluster_log2, skip = int(cluster_rank()) * each;
+  const int each = (line1 - line0 + (1 << blocks_log2) - 1) >> blocks_log2, skip = block * each;
   w.line0 = first + Min{}(line0 + skip, line1);
   w.line1 = first + Min{}(line0 + skip + each, line1);
   w.skipped = Max{}(w.line0 * kLine - g.begin, 0);

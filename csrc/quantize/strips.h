@@ -1,5 +1,5 @@
 // Columns that have a scale for every group, strip by strip. Blocks wait for one another inside a cluster, which the
-// hardware starts and runs as one, and clusters inside a team, of a grid that it starts as one.
+// hardware starts and runs as one. Clusters of a team need not run at once: after a while, one helps itself.
 #pragma once
 #include <climits>
 
@@ -20,8 +20,7 @@ constexpr int kSmallBlocks = 4, kStripsHeld = 2, kMaxCluster = 16;
 // even groups take, on an H200, with sizes that fall as 1 / rank^p, p = 0.3, 0.6, 1, 1.5: [131072, 4096] E = 16 0.90,
 // 0.87, 0.81, 0.75, where a cluster for every strip gave 0.90, 0.79, 0.65, 0.55; [262144, 2048] E = 128 0.96, 0.92,
 // 0.84, 0.72, and 0.87, 0.67, 0.49, 0.37. Teams of single blocks hardly mind sizes, but take 1.1 to 1.2 times as long
-// where groups are even: every strip then waits for words to come through memory. A grid of teams begins when
-// the device has room for all of it: it waits for what kernels of other streams hold.
+// where groups are even: every strip then waits for words to come through memory.
 constexpr int kAlone = 80;
 template <class T>  // that registers are for
 constexpr int kBlocks = T::kSlots == kSmallSlots && T::Types::kFast && kCastsInHardware ? kSmallBlocks : 1;
@@ -62,7 +61,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
   auto schedule = [&](uint32_t first) {  // by lanes of one slot
     const uint32_t turn = first + threadIdx.x;
     if (threadIdx.y != T::kSlots - 1 || threadIdx.x >= kPartsAhead) return;
-    part(turn) = part_of(p, groups, (blockIdx.x >> p.cluster_log2) + turn * (gridDim.x >> p.cluster_log2));
+    const uint32_t share = (blockIdx.x >> p.cluster_log2) + turn * (gridDim.x >> p.cluster_log2);
+    part(turn) = part_of(p, groups, share, int(cluster_rank()), p.cluster_log2);
   };
   schedule(0);
   __syncthreads();
@@ -91,7 +91,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
     if constexpr (T::kTogether)
       if (w.team > 1) {
         if (threadIdx.y == 0 && cluster_rank() == 0) send_word(message(p, w.share), amax);
-        hear_team<T>(p, w, shared);
+        hear_team<T>(p, groups, w, shared);
         __syncthreads();
         if (threadIdx.y == 0) amax = amax_of_team<T>(shared);
       }
@@ -157,17 +157,15 @@ int launch_shape(const QuantizeParams& p, const StripShape& shape, bool rows_bes
   while (cluster > 1 && (clusters = resident_clusters<kKernel>(T::kThreads, cluster)) == 0) cluster /= 2;
   if (cluster == 1) clusters = shape.blocks * device().multiprocessors;
   const auto strips = p.K ? uint32_t(ceil_div<int64_t>(p.K, T::kColumns)) : 1;
-  StripsPlan plan = {p, shape.held, strips, 0, INT_MAX, 1, p.along_rows && !rows_beside, rows_beside};
+  StripsPlan plan = {p, shape.held, strips, 0, INT_MAX, clusters, p.along_rows && !rows_beside, rows_beside};
   while (1 << plan.cluster_log2 < cluster) ++plan.cluster_log2;
   Launch l = {dim3(clusters * cluster), dim3(kLanes, T::kSlots), stream};
   l.shared = shape.shared;
   l.cluster = cluster;
   const int64_t held = int64_t(shape.held) * cluster, alone = held * kAlone / 100;
   const int64_t most = average_rows(p) > alone ? held : alone;
-  l.together = T::kTogether && p.scratch && most >= kLeastShare && p.rows > most;
-  if (l.together) {
+  if (T::kTogether && p.scratch && most >= kLeastShare && p.rows > most) {
     plan.most = int(most);
-    plan.most_shares = clusters;
     if (const int e = fill_bytes(p.scratch, 0, 4 * message_words(p, plan.most), stream)) return e;
   }
   return launch(kKernel, l, plan);

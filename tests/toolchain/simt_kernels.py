@@ -23,6 +23,7 @@ ROUNDINGS = ("exact", "pow2", "rceil", "floor")  # Rounding
 GROUPS = (None, "rows", "columns")  # Groups
 ACTIVATIONS = ("swiglu", "geglu", "swiglu_oai", "silu", "gelu", "relu2")  # Activation
 BOTH = ("q", "scale", "q_t", "scale_t", "padded_offs")
+SCRATCH = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)
 QUANTIZED = {"quantize_rows": BOTH[:2], "quantize_tokens": BOTH[2:], "quantize_both": BOTH, "quantize_weight": BOTH[:4]}
 
 
@@ -134,7 +135,9 @@ class SimtKernels:
         else:
             rows, group_stride = x.shape[0] if indices is None else indices.shape[0], 0
             e = 0 if offs is None else offs.shape[0]
-        scratch = memory.empty((rows,), torch.int32) if blocked and offs is not None and not along_tokens else None
+            if offs is not None and e == 0:
+                offs = memory.empty((1,), torch.int32)  # null would say that there are no groups
+        scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).data_ptr())
         positions = out["q_t"].shape[-1] if along_tokens else 0
         where = x, IN_TYPES.index(x.dtype), x.stride(-2), group_stride, indices, x.shape[-2], top_k or 1
         sizes = offs, e, rows, x.shape[-1], weight

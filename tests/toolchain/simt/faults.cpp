@@ -11,7 +11,6 @@ struct Case {
   const char* name;
   void (*kernel)(unsigned*);
   unsigned blocks = 1;
-  bool cooperative = false;
 };
 
 unsigned wave_sum(unsigned v, int lanes) {
@@ -26,16 +25,6 @@ void spin_until(const unsigned* counter, unsigned target) {
 const Case kCases[] = {
     {"sum of a wave", [](unsigned* out) { *out = wave_sum(1, warpSize); }},
     {"sum of 32 lanes", [](unsigned* out) { *out = wave_sum(1, 32); }},
-    {"blocks wait for one another",
-     [](unsigned* out) {
-       for (unsigned round = 1; round <= 20; ++round) {
-         __syncthreads();
-         if (threadIdx.x == 0) atomicAdd(out, 1u);
-         spin_until(out, round * gridDim.x);
-       }
-     },
-     2, true},
-    {"more cooperative blocks than fit", [](unsigned*) {}, 100, true},
     {"wait without end", [](unsigned* out) { spin_until(out, 1); }},
     {"divergent barrier",
      [](unsigned*) {
@@ -91,8 +80,7 @@ int main(int, char** argv) {
     unsigned out = 0;
     unsigned* argument = &out;
     void* args[] = {&argument};
-    const auto launch = c.cooperative ? hipLaunchCooperativeKernel<unsigned*> : hipLaunchKernel<unsigned*>;
-    const hipError_t code = launch(c.kernel, dim3(c.blocks), dim3(kThreads), args, 512, nullptr);
+    const hipError_t code = hipLaunchKernel(c.kernel, dim3(c.blocks), dim3(kThreads), args, 512, nullptr);
     if (code == hipSuccess) printf("ok %x\n", out);
     else printf("error %d: %s\n", code, hipGetErrorString(code));
     return 0;

@@ -7,7 +7,6 @@ enum hipError_t {
   hipErrorInvalidValue = 1,
   hipErrorInvalidConfiguration = 9,
   hipErrorLaunchFailure = 719,
-  hipErrorCooperativeLaunchTooLarge = 720,
 };
 enum hipDeviceAttribute_t {
   hipDeviceAttributeMultiprocessorCount,
@@ -15,7 +14,6 @@ enum hipDeviceAttribute_t {
   hipDeviceAttributeSharedMemPerBlockOptin,
   hipDeviceAttributeL2CacheSize,
   hipDeviceAttributeWarpSize,
-  hipDeviceAttributeCooperativeLaunch,
 };
 struct hipDeviceProp_t {
   char gcnArchName[256];
@@ -46,7 +44,7 @@ inline hipError_t finish(hipError_t code, const std::string& text) {
 }
 
 // The stricter of what CUDA and HIP take.
-inline hipError_t check(dim3 grid, dim3 block, size_t shared_bytes, bool cooperative) {
+inline hipError_t check(dim3 grid, dim3 block, size_t shared_bytes) {
   const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z, threads = uint64_t(block.x) * block.y * block.z;
   const std::string shape = "grid " + text(grid) + ", block " + text(block);
   if (!blocks || !threads || threads > kMaxThreads || grid.y > 65535 || grid.z > 65535 ||
@@ -55,23 +53,14 @@ inline hipError_t check(dim3 grid, dim3 block, size_t shared_bytes, bool coopera
   if (shared_bytes > size_t(kMaxSharedBytes))
     return finish(hipErrorInvalidValue, std::to_string(shared_bytes) + " bytes of shared memory, at most " +
                                             std::to_string(kMaxSharedBytes) + " exist");
-  if (cooperative && blocks > multiprocessors())
-    return finish(hipErrorCooperativeLaunchTooLarge, "cooperative " + shape + " on " +
-                                                         std::to_string(multiprocessors()) + " multiprocessors");
   return hipSuccess;
 }
 
 template <class F>
-[[nodiscard]] hipError_t launch(dim3 grid, dim3 block, size_t shared_bytes, const F& function,
-                                bool cooperative = false) {
-  if (const hipError_t code = check(grid, block, shared_bytes, cooperative)) return code;
-  const std::string error = run(grid, block, shared_bytes, cooperative, function);
+[[nodiscard]] hipError_t launch(dim3 grid, dim3 block, size_t shared_bytes, const F& function) {
+  if (const hipError_t code = check(grid, block, shared_bytes)) return code;
+  const std::string error = run(grid, block, shared_bytes, function);
   return finish(error.empty() ? hipSuccess : hipErrorLaunchFailure, error);
-}
-// All blocks at once, each on an OS thread of its own: they may wait for one another.
-template <class F>
-[[nodiscard]] hipError_t launch_cooperative(dim3 grid, dim3 block, size_t shared_bytes, const F& function) {
-  return launch(grid, block, shared_bytes, function, true);
 }
 
 template <class... P, class... A>
@@ -97,12 +86,6 @@ hipError_t hipLaunchKernel(void (*kernel)(P...), dim3 grid, dim3 block, void** a
   return simt::launch(grid, block, shared_bytes,
                       simt::with_packed_arguments(kernel, args, std::index_sequence_for<P...>()));
 }
-template <class... P>
-hipError_t hipLaunchCooperativeKernel(void (*kernel)(P...), dim3 grid, dim3 block, void** args, size_t shared_bytes,
-                                      hipStream_t) {
-  return simt::launch_cooperative(grid, block, shared_bytes,
-                                  simt::with_packed_arguments(kernel, args, std::index_sequence_for<P...>()));
-}
 
 inline hipError_t hipGetLastError() { return std::exchange(simt::last_error.code, hipSuccess); }
 inline hipError_t hipPeekAtLastError() { return simt::last_error.code; }
@@ -123,7 +106,6 @@ inline hipError_t hipDeviceGetAttribute(int* value, hipDeviceAttribute_t attribu
     case hipDeviceAttributeSharedMemPerBlockOptin: *value = simt::kMaxSharedBytes; break;
     case hipDeviceAttributeL2CacheSize: *value = simt::kL2Bytes; break;
     case hipDeviceAttributeWarpSize: *value = int(simt::kWave); break;
-    case hipDeviceAttributeCooperativeLaunch: *value = 1; break;
   }
   return hipSuccess;
 }

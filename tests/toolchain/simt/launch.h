@@ -1,4 +1,4 @@
-// Runs a grid: a pool of OS threads takes its blocks in order, or, for a cooperative launch, every block has its own.
+// Runs a grid: a pool of OS threads takes its blocks in order.
 #pragma once
 #include <dlfcn.h>
 #include <signal.h>
@@ -77,10 +77,10 @@ inline std::string run(Launch& launch, unsigned os_threads) {
 
 // `function()` runs in every thread of every block.
 template <class F>
-std::string run(dim3 grid, dim3 block, size_t shared_bytes, bool cooperative, const F& function) {
+std::string run(dim3 grid, dim3 block, size_t shared_bytes, const F& function) {
   Launch launch{grid, block, shared_bytes, [](const void* f) { (*static_cast<const F*>(f))(); }, &function};
   const uint64_t cores = setting("SIMT_THREADS", std::thread::hardware_concurrency());
-  return run(launch, unsigned(cooperative ? launch.blocks() : std::min(cores, launch.blocks())));
+  return run(launch, unsigned(std::min(cores, launch.blocks())));
 }
 
 }  // namespace simt

@@ -161,7 +161,6 @@ enum hipDeviceAttribute_t {
   hipDeviceAttributeSharedMemPerBlockOptin,
   hipDeviceAttributeL2CacheSize,
   hipDeviceAttributeWarpSize,
-  hipDeviceAttributeCooperativeLaunch,
 };
 struct hipDeviceProp_t {
   char gcnArchName[256];
@@ -176,7 +175,6 @@ hipError_t hipDeviceGetAttribute(int*, hipDeviceAttribute_t, int);
 hipError_t hipMemsetAsync(void*, int, size_t, hipStream_t = nullptr);
 extern "C" hipError_t hipFuncSetAttribute(const void*, hipFuncAttribute, int);
 extern "C" hipError_t hipLaunchKernel(const void*, dim3, dim3, void**, size_t, hipStream_t);
-extern "C" hipError_t hipLaunchCooperativeKernel(const void*, dim3, dim3, void**, unsigned, hipStream_t);
 template <class Kernel>
 hipError_t hipOccupancyMaxActiveBlocksPerMultiprocessor(int*, Kernel, int, size_t) {
   return hipSuccess;

@@ -3,10 +3,9 @@
 //   g++ -std=c++17 -DMOE_SIMT -DSIMT_WARP=64 -DUSE_ROCM -D__HIP__ -D__gfx942__ -D__GFX9__ -I simt -x c++ kernel.hip
 //
 // The architecture macros choose the fp8 formats, SIMT_WARP the wave size. Launches are synchronous:
-//   simt::launch(grid, block, shared_bytes, function), simt::launch_cooperative(...) and hipLaunchKernelGGL.
+//   simt::launch(grid, block, shared_bytes, function) and hipLaunchKernelGGL.
 // A failed one returns hipErrorLaunchFailure, whose hipGetErrorString tells what happened in which thread.
-// Environment: SIMT_THREADS (OS threads of a launch), SIMT_TIMEOUT (seconds), SIMT_MULTIPROCESSORS (default 2: how
-// many blocks a cooperative launch may have).
+// Environment: SIMT_THREADS (OS threads of a launch), SIMT_TIMEOUT (seconds), SIMT_MULTIPROCESSORS (default 2).
 #pragma once
 #include <cmath>
 #include <cstddef>
