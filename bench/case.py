@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class Case:
 
     `inputs(device, groups, **dims)` makes the arguments of `call`; the first rule per metric that matches a shape gives
     its target, which uneven groups have none of. GEMMs have `flops`. A `baseline` is called with the same arguments.
-    `moved` gives the bytes of arguments and results, where not everything is read.
+    `moved` gives the bytes of arguments and results, where not everything is read. All calls are made within `within`.
     """
 
     op: str
@@ -59,6 +60,7 @@ class Case:
     baseline: Callable[..., object] | None = None
     kept: Callable[..., float] | None = None
     moved: Callable[..., int] | None = None
+    within: Callable[[], AbstractContextManager] = nullcontext
 
     @property
     def label(self) -> str:

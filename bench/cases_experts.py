@@ -83,13 +83,13 @@ _SPEEDUP = {"qwen3_30b": 1.5}
 
 def _experts(recipe: str) -> Case:
     layer = partial(moe.experts, recipe=recipe)
-    rules = tuple((is_(name), Target("ratio", ">=", bound)) for name, bound in _SPEEDUP.items())
+    rules = *((is_(name), Target("ratio", ">=", bound)) for name, bound in _SPEEDUP.items()), _KEPT
     return Case(
         "experts",
         _layers,
         _layer,
         _forward_backward(layer),
-        (*rules, _KEPT),
+        () if recipe == "bf16" else rules,
         recipe,
         flops=_flops,
         baseline=_forward_backward(_composed),
@@ -97,4 +97,4 @@ def _experts(recipe: str) -> Case:
     )
 
 
-EXPERTS_CASES: tuple[Case, ...] = tuple(map(_experts, ("rowwise", "blockwise")))
+EXPERTS_CASES: tuple[Case, ...] = tuple(map(_experts, ("rowwise", "blockwise", "bf16")))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from case import FORMATS as RECIPES
 from case import (
-    FORMATS,
     TABLE,
     Case,
     Rule,
@@ -24,6 +24,7 @@ from torch import Tensor
 
 import moe_fp8_ext as moe
 from moe_fp8_ext import ops
+from moe_fp8_ext.formats import FORMATS
 
 
 def _gemms(cpu: bool) -> list[Shape]:
@@ -39,20 +40,22 @@ def _both_products(cpu: bool) -> list[Shape]:
     ]
 
 
-def _operands(device: torch.device, groups: str, *, m: int, k: int, n: int, e: int, wgrad: int) -> tuple[object, ...]:
-    """a, b, scale_a, scale_b, offs and what offs are multiples of."""
-    offs = group_ends(groups, m, e, device)
+def _operands(
+    device: torch.device, groups: str, *, m: int, k: int, n: int, e: int, wgrad: int, format: str = "rowwise"
+) -> tuple[object, ...]:
+    """a, b, scale_a, scale_b, offs, format and what offs are multiples of."""
+    offs, transposed = group_ends(groups, m, e, device), FORMATS[format].transposed_scale
     if wgrad:
-        a, scale_a, padded_offs = ops.quantize_tokens(normal(device, m, n), "rowwise", offs=offs)
-        b, scale_b, _ = ops.quantize_tokens(normal(device, m, k), "rowwise", offs=offs)
-        return a, b.t(), scale_a, scale_b, padded_offs, 32
-    a, scale_a = ops.quantize_rows(normal(device, m, k), "rowwise")
-    b, scale_b, _, _ = ops.quantize_weight(normal(device, e, n, k), "rowwise")
-    return a, b.mT, scale_a, scale_b, offs, 1
+        a, scale_a, padded_offs = ops.quantize_tokens(normal(device, m, n), format, offs=offs)
+        b, scale_b, _ = ops.quantize_tokens(normal(device, m, k), format, offs=offs)
+        return a, b.t(), scale_a, transposed(scale_b), padded_offs, format, 32
+    a, scale_a = ops.quantize_rows(normal(device, m, k), format)
+    b, scale_b, _, _ = ops.quantize_weight(normal(device, e, n, k), format)
+    return a, b.mT, scale_a, transposed(scale_b), offs, format, 1
 
 
-def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, align: int) -> Tensor:
-    return ops.scaled_grouped_mm(a, b, scale_a, scale_b, offs, "rowwise", align=align)
+def _scaled(*operands: object) -> Tensor:
+    return ops.scaled_grouped_mm(*operands[:-1], align=operands[-1])
 
 
 def _total_and_operands(device: torch.device, groups: str, *, m: int, k: int, n: int, e: int) -> tuple[object, ...]:
@@ -60,21 +63,21 @@ def _total_and_operands(device: torch.device, groups: str, *, m: int, k: int, n:
     return torch.zeros(e, n, k, device=device), *_operands(device, groups, m=m, k=k, n=n, e=e, wgrad=1)
 
 
-def _added(total: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, align: int) -> Tensor:
-    ops.add_scaled_grouped_mm(total, a, b, scale_a, scale_b, offs, "rowwise", align=align)
+def _added(total: Tensor, *operands: object) -> Tensor:
+    ops.add_scaled_grouped_mm(total, *operands[:-1], align=operands[-1])
     return total
 
 
-def _plain(total: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, align: int) -> Tensor:
-    return ops.scaled_grouped_mm(a, b, scale_a, scale_b, offs, "rowwise", align=align, out_dtype=torch.float32)
+def _plain(total: Tensor, *operands: object) -> Tensor:
+    return ops.scaled_grouped_mm(*operands[:-1], align=operands[-1], out_dtype=torch.float32)
 
 
-def _dense(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, align: int) -> Tensor:
-    """The GEMM of the same size with one group. In 2D x 2D the padding, at most E * 16 of the tokens, rides along."""
-    b, scale_a = (b, scale_a[0]) if b.ndim == 2 else (b[0], scale_a)
-    return torch._scaled_mm(
-        a, b, scale_a=scale_a[:, None], scale_b=scale_b[:1], out_dtype=torch.bfloat16, use_fast_accum=True
-    )
+def _dense(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *_: object) -> Tensor:
+    """The GEMM of the same size with one group, and with scales of rows whatever the format: the first ones there are.
+    In 2D x 2D the padding, at most E * 16 of the tokens, rides along."""
+    b = b if b.ndim == 2 else b[0]
+    scale_a, scale_b = scale_a.as_strided((len(a), 1), (1, 1)), scale_b.as_strided((1, b.shape[1]), (b.shape[1], 1))
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def _training(device: torch.device, groups: str, *, m: int, k: int, n: int, e: int) -> tuple[Tensor, ...]:
@@ -122,7 +125,12 @@ _RULES: dict[str, tuple[Rule, ...]] = {
 # BF16 keeps 2. Where an expert has few tokens, padding is as many bytes again.
 _KEPT: tuple[Rule, ...] = ((_many_tokens, Target("kept", "<=", 1.1)), (always, Target("kept", "<=", 2)))
 
-_SCALED = Case("scaled_grouped_mm", _both_products, _operands, _scaled, format="rowwise", flops=_flops, baseline=_dense)
+
+def _scaled_grouped_mm(format: str) -> Case:
+    """Of a format that has a GEMM on Hopper."""
+    operands = partial(_operands, format=format)
+    return Case("scaled_grouped_mm", _both_products, operands, _scaled, format=format, flops=_flops, baseline=_dense)
+
 
 # Beside the product that is written: what the reads of the total cost.
 _ADDED = Case(
@@ -144,4 +152,23 @@ def _grouped_mm(recipe: str) -> Case:
     )
 
 
-GEMM_CASES: tuple[Case, ...] = (_SCALED, _ADDED, *(_grouped_mm(recipe) for recipe in FORMATS))
+# What is left where weights are quantized once for many calls, as in gradient accumulation.
+_REUSED = Case(
+    "grouped_mm",
+    _gemms,
+    _training,
+    forward_backward(partial(moe.grouped_mm, recipe="rowwise")),
+    (),
+    "rowwise",
+    "weights reused",
+    flops=_flops_of_training,
+    baseline=forward_backward(torch._grouped_mm),
+    within=moe.reuse_weights,
+)
+
+GEMM_CASES: tuple[Case, ...] = (
+    *map(_scaled_grouped_mm, ("rowwise", "blockwise")),
+    _ADDED,
+    *map(_grouped_mm, RECIPES),
+    _REUSED,
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from statistics import fmean, median
 
@@ -45,7 +46,7 @@ def draw(results: dict[str, dict], losses: dict | None, folder: Path) -> None:
 
 def draw_speed(result: dict, path: Path) -> None:
     """A bar for each recipe and model, even groups; a dot for uneven ones."""
-    rows = [row for row in result["rows"] if row["op"].startswith("grouped_mm ") and row.get("ratio")]
+    rows = [row for row in result["rows"] if re.fullmatch(r"grouped_mm \w+", row["op"]) and row.get("ratio")]
     models, recipes = ([*dict.fromkeys(r)] for r in ((r["shape"] for r in rows), (r["op"].split()[1] for r in rows)))
     if not rows:
         return

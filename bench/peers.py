@@ -31,20 +31,22 @@ def peers_of(label: str, shape: str, even: bool, compiled: bool) -> dict[str, Pe
     found = {}
     if shape in TORCHAO_AT and label in TORCHAO and find_spec("torchao") and (even or "grouped_mm" not in label):
         found["torchao"] = TORCHAO[label]
+    if label == "scaled_grouped_mm rowwise":
+        found["torch FP8"] = _torch_fp8
     if label.startswith("scaled_grouped_mm"):
-        found |= {"torch FP8": _torch_fp8, "torch BF16": _torch_bf16}
+        found["torch BF16"] = _torch_bf16
     if compiled and label in COMPILED:
         found["compiled"] = COMPILED[label]
     return found
 
 
-def _torch_fp8(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, align: int) -> Call:
+def _torch_fp8(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, *_: object) -> Call:
     if b.ndim == 2:
         scale_a, scale_b = scale_a.flatten(), scale_b.flatten()
     return lambda: torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def _torch_bf16(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, align: int) -> Call:
+def _torch_bf16(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, *_: object) -> Call:
     a, b = a.bfloat16(), b.bfloat16()
     return lambda: torch._grouped_mm(a, b, offs=offs)
 

@@ -132,8 +132,13 @@ def recorded_losses() -> dict | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def training_rows(result: dict, recipe: str = "") -> list[dict]:
-    return [row for row in result["rows"] if row["op"].startswith(f"grouped_mm {recipe}") and row.get("ratio")]
+def training_rows(result: dict) -> list[dict]:
+    return [row for row in result["rows"] if row["op"].startswith("grouped_mm ") and row.get("ratio")]
+
+
+def usual(rows: list[dict]) -> list[dict]:
+    """Those without a variant."""
+    return [row for row in rows if len(row["op"].split()) == 2]
 
 
 def results_page(results: dict[str, dict]) -> str:
@@ -166,7 +171,7 @@ def first_screen(results: dict[str, dict]) -> str:
         text = ", ".join(f"`{recipe}` {difference:+.2%}" for recipe, difference in others)
         parts.append(f"Held-out loss against BF16's, after {losses['steps']} steps on {losses['device']}: {text}.")
     for result in results.values():
-        rows = training_rows(result)
+        rows = usual(training_rows(result))
         by_recipe = []
         for op in dict.fromkeys(row["op"] for row in rows):
             found = {name: [r["ratio"] for r in rows if (r["op"], r["groups"]) == (op, key)] for key, name in GROUPS}
@@ -178,7 +183,7 @@ def first_screen(results: dict[str, dict]) -> str:
                 f"{(result['commit'] or 'an unknown commit')[:7]}, by layer: "
                 f"{'; '.join(by_recipe)}. [Every figure](bench/results/README.md)."
             )
-        slow = [r for r in training_rows(result, "rowwise") if r["ratio"] < 1]
+        slow = [r for r in rows if r["op"] == "grouped_mm rowwise" and r["ratio"] < 1]
         listed = [f"{r['shape']} {[*r['dims'].values()]} {dict(GROUPS)[r['groups']]} {r['ratio']:.2f}" for r in slow]
         if slow:
             parts.append(f"Slower than BF16 there with `rowwise`, at [M, K, N, E]: {', '.join(listed)}.")

@@ -123,7 +123,8 @@ def measure(case: Case, shape: Shape, args: argparse.Namespace) -> dict:
     row: dict = {"op": case.label, "shape": shape.label, "groups": shape.groups, "dims": shape.dims, "targets": []}
     rivals = peers_of(case.label, shape.label, shape.groups != ZIPF, args.compiled)
     try:
-        row |= (measure_gemm if case.flops else measure_memory_bound)(case, shape, rivals, args)
+        with case.within():
+            row |= (measure_gemm if case.flops else measure_memory_bound)(case, shape, rivals, args)
     except torch.OutOfMemoryError:  # a smaller GPU: the other rows still count
         row["error"] = "out of memory"
     if args.device.type == "cuda":

@@ -100,7 +100,8 @@ def test_deterministic(device):
 
 
 def test_compiles_with_dynamic_rows(device):
-    check_compiled(every_format, [arguments(p, 128, device) for p in (50, 64, 131)], device, (0,))
+    """Of no multiples of 4: whether column-major scales happen to be contiguous is a guard of inductor's."""
+    check_compiled(every_format, [arguments(p, 128, device) for p in (50, 66, 131)], device)
 
 
 def test_cuda_graph(gpu):
