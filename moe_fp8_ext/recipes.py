@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_fp8_ext.formats import FORMATS
+from moe_fp8_ext.formats import FORMATS, MAX_EXPERTS
 from moe_fp8_ext.ops.checks import FP8_DTYPES, dtype_name, either
 
+LEAST_PRODUCTS_A_CAST = 350  # that fp8 needs, not to be slower than bfloat16
 _BF16_ALIGN = 8  # tokens in 16 bytes, as the tensor memory accelerator loads them
 
 
@@ -21,7 +22,7 @@ class Recipe:
     construction only `dtype`, `grad_dtype` and what "bf16" has none of are None.
 
     Attributes:
-        name: "bf16", that of a format, or any other if a format is given.
+        name: "bf16", "auto", that of a format, or any other if a format is given.
         format: of every operand: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor" (see `quantize_rows`). None is the
             one that the recipe is named after. Recipe "bf16" alone has none and multiplies in bfloat16.
         dtype: fp8 dtype of every operand; None is the device's own, float8_e4m3fnuz on gfx942, else float8_e4m3fn.
@@ -37,6 +38,7 @@ class Recipe:
             `permute_indices(..., align=recipe.align)` is for consumers that need padded groups themselves, such as
             torch's grouped GEMMs called directly, for which "bf16" has 8.
         use_fast_accum: let the GEMM of "rowwise" accumulate whole sums in the tensor cores' own precision.
+        bf16_where_faster: multiply as "bf16" does where fp8 would take longer, see `at`. "auto" is "rowwise" with it.
 
     Raises:
         ValueError: a field has none of these values; the text names it.
@@ -51,8 +53,12 @@ class Recipe:
     wgrad_high_precision: bool = False
     align: int | None = None
     use_fast_accum: bool = True
+    bf16_where_faster: bool = False
 
     def __post_init__(self) -> None:
+        if self.name == "auto":
+            self._set("format", self.format or "rowwise")
+            self._set("bf16_where_faster", True)
         if self.format is None and self.name in FORMATS:
             self._set("format", self.name)
         if self.name == "bf16":
@@ -64,6 +70,18 @@ class Recipe:
             _require(value is None or value in FP8_DTYPES, field, either(map(dtype_name, FP8_DTYPES)), value)
         self._check_rounding()
         self._check_align()
+
+    def at(self, rows: int, k: int, n: int, experts: int) -> Recipe:
+        """This recipe, or "bf16", if that is `bf16_where_faster`, for rows [rows, k] times `experts` weights [k, n].
+
+        FP8 saves a time in proportion to rows * k * n, and casts cost one in proportion to the elements of rows,
+        outputs and weights, so it pays where experts / rows + 1 / k + 1 / n is small enough. A rule of sizes alone,
+        from forward and backward of `grouped_mm` on an H200 (DESIGN.md section 6).
+        """
+        casts = experts * k * n + rows * (k + n)
+        pays = rows * k * n > LEAST_PRODUCTS_A_CAST * casts
+        # Products in bfloat16 take fewer experts: MAX_EXPERTS of them have no choice.
+        return self if not self.bf16_where_faster or pays or experts >= MAX_EXPERTS else RECIPES["bf16"]
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)  # the way of a frozen dataclass
@@ -96,7 +114,7 @@ def _require(ok: bool, field: str, wanted: str, got: object) -> None:
         raise ValueError(f"Recipe: {field} must be {wanted}, got {got!r}")
 
 
-RECIPES = {name: Recipe(name) for name in ("bf16", "rowwise", "blockwise", "mxfp8")}
+RECIPES = {name: Recipe(name) for name in ("bf16", "rowwise", "blockwise", "mxfp8", "auto")}
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:

@@ -10,7 +10,7 @@ from grouped_problem import MIN_SQNR_DB, exact, gradients, problem, run
 from helpers import assert_same, group_offs, sqnr_db
 from torch import Tensor
 
-from moe_fp8_ext import Recipe, grouped_mm, reference
+from moe_fp8_ext import Recipe, grouped_mm, quantize_weight, reference
 from moe_fp8_ext.recipes import RECIPES, get_recipe
 
 QUANTIZED = ("rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor")
@@ -110,13 +110,46 @@ def test_padding_changes_no_result(device):
 
 
 def test_names():
-    assert list(RECIPES) == ["bf16", "rowwise", "blockwise", "mxfp8"]
+    assert list(RECIPES) == ["bf16", "rowwise", "blockwise", "mxfp8", "auto"]
     for name, recipe in RECIPES.items():
         assert Recipe(name) == get_recipe(name) == recipe
         assert get_recipe(recipe) is recipe
     assert RECIPES["bf16"].format is None
+    assert RECIPES["auto"] == Recipe("auto", "rowwise", bf16_where_faster=True)
     assert Recipe("mxfp8_rowmajor").format == "mxfp8_rowmajor"
     assert Recipe("mine", "mxfp8", rounding="floor") == Recipe(name="mine", format="mxfp8", rounding="floor")
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "experts", "name"),
+    [
+        (131072, 7168, 4096, 8, "auto"),
+        (4096, 7168, 4096, 32, "bf16"),  # casts of weights
+        (131072, 128, 4096, 8, "bf16"),  # casts of outputs' gradients
+        (131072, 4096, 128, 8, "bf16"),  # casts of rows
+        (4096, 7168, 4096, 1024, "auto"),  # more than products in bfloat16 take
+        (0, 7168, 4096, 8, "bf16"),
+    ],
+)
+def test_sizes_at_which_bf16_is_faster(rows, k, n, experts, name):
+    assert RECIPES["auto"].at(rows, k, n, experts).name == name
+    mine = Recipe("mine", "blockwise", bf16_where_faster=True)
+    assert mine.at(rows, k, n, experts) == (mine if name == "auto" else RECIPES["bf16"])
+    for recipe in ("bf16", "rowwise"):
+        assert get_recipe(recipe).at(rows, k, n, experts) is get_recipe(recipe)
+
+
+@pytest.mark.parametrize(("m", "chosen"), [(1600, "rowwise"), (64, "bf16")])
+def test_auto_is_what_it_chooses(m, chosen, device):
+    a, b_t, offs, g = problem(m, 1024, 1056, group_offs("zipf", m, 1), device)
+    assert_same(run(a, b_t, offs, g, "auto"), run(a, b_t, offs, g, chosen))
+    of_slots = torch.arange(m, dtype=torch.int32, device=device)
+    got = grouped_mm(a, b_t, offs, indices=of_slots, top_k=1, recipe="auto")
+    assert_same(got, grouped_mm(a, b_t, offs, indices=of_slots, top_k=1, recipe=chosen))
+    # Weights that are there in fp8 leave no choice.
+    frozen = quantize_weight(b_t.detach().mT, "rowwise")
+    got = grouped_mm(a.detach(), frozen, offs, recipe=Recipe("auto", rounding="exact"))
+    assert_same(got, grouped_mm(a.detach(), frozen, offs, recipe=Recipe("rowwise", rounding="exact")))
 
 
 def test_what_a_recipe_leaves_open():

@@ -57,8 +57,8 @@ MOE_DEVICE int first_row_from(int begin) {
   return begin + ((t / kChunks - begin) & (T::kRowStep - 1));
 }
 
-// Walks rows of a part of a strip, at `column`. next(r), called for first, first + step, ..., is row r; for_each() calls
-// f(r, row r) for the thread's rows from begin to end.
+// Walks rows of a part of a strip, at `column`. next(r), called for first, first + step, ..., is row r. for_each()
+// calls f(r, row r) for the thread's rows from begin to end.
 template <class T, Source = T::kSource>
 struct RowWalk {
   const StripsPlan& p;

@@ -156,23 +156,16 @@ class SimtKernels:
     def _quantize_activated(
         self,
         memory: GuardedMemory,
-        q: Tensor,
-        scale: Tensor,
-        h_q: Tensor,
-        h_scale: Tensor,
-        h: Tensor,
-        activation: str,
-        format: str,
-        *,
+        *given: object,
+        dtype: torch.dtype,
+        rounding: str,
         interleaved: bool = False,
         keep_h: bool = True,
-        dtype: torch.dtype,
-        rounding: str | None = None,
     ) -> None:
-        rule = ROUNDINGS.index(rounding or FORMATS[format].roundings[0]), FP8_TYPES.index(dtype)
-        how = ACTIVATIONS.index(activation), interleaved, list(FORMATS).index(format), *rule
-        sizes = *q.shape, h.shape[1], h.stride(0)
-        self._call("quantize_activated", h, *sizes, *how, q, scale, len(h_q), h_q, h_scale)
+        q, scale, h_q, h_scale, h, activation, format = given
+        how = ACTIVATIONS.index(activation), interleaved, list(FORMATS).index(format), ROUNDINGS.index(rounding)
+        what = h, *q.shape, h.shape[1], h.stride(0), *how, FP8_TYPES.index(dtype)
+        self._call("quantize_activated", *what, q, scale, len(h_q), h_q, h_scale)
 
     def _activate_backward(
         self,
