@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 TABLE = json.loads((Path(__file__).parent / "shapes.json").read_text())
-FORMATS = ("rowwise", "blockwise", "mxfp8")
+RECIPES = ("rowwise", "blockwise", "mxfp8")
 EVEN, ZIPF = "even", "zipf"  # sizes of the groups of tokens: all the same, or falling as 1 / rank
 
 
@@ -133,3 +133,9 @@ def of_copy(bound: float) -> Target:
 
 # One eager call of an op with one output and one launch, over an eager torch.relu, which has one of each as well.
 HOST: Rule = (always, Target("host_relu", "<=", 1.5))
+
+
+def training_rows(result: dict) -> list[dict]:
+    """Of a results file: forward and backward of `grouped_mm` as it is usually called."""
+    ops = [f"grouped_mm {recipe}" for recipe in RECIPES]
+    return [row for row in result["rows"] if row["op"] in ops and row.get("ratio")]

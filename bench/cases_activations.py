@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from case import FORMATS, HOST, Case, Rule, Shape, always, normal, of_copy
+from case import HOST, RECIPES, Case, Rule, Shape, always, normal, of_copy
 from torch import Tensor
 
 from moe_fp8_ext import ops
@@ -64,7 +64,7 @@ ACTIVATION_CASES: tuple[Case, ...] = (
     ),
     *(
         Case("activate_backward", _slots, _gradients("swiglu", f), _backward(False), (_SPEED,), f, "swiglu")
-        for f in FORMATS
+        for f in RECIPES
     ),
     Case("activate_backward", _slots, _gradients("swiglu"), _backward(True), variant=_INTERLEAVED),
 )

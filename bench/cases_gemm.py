@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
-from case import FORMATS as RECIPES
 from case import (
+    RECIPES,
     TABLE,
     Case,
     Rule,
@@ -44,14 +44,14 @@ def _operands(
     device: torch.device, groups: str, *, m: int, k: int, n: int, e: int, wgrad: int, format: str = "rowwise"
 ) -> tuple[object, ...]:
     """a, b, scale_a, scale_b, offs, format and what offs are multiples of."""
-    offs, transposed = group_ends(groups, m, e, device), FORMATS[format].transposed_scale
+    offs, f = group_ends(groups, m, e, device), FORMATS[format]
     if wgrad:
         a, scale_a, padded_offs = ops.quantize_tokens(normal(device, m, n), format, offs=offs)
         b, scale_b, _ = ops.quantize_tokens(normal(device, m, k), format, offs=offs)
-        return a, b.t(), scale_a, transposed(scale_b), padded_offs, format, 32
+        return a, b.t(), scale_a, f.transposed_scale(scale_b), padded_offs, format, f.align
     a, scale_a = ops.quantize_rows(normal(device, m, k), format)
     b, scale_b, _, _ = ops.quantize_weight(normal(device, e, n, k), format)
-    return a, b.mT, scale_a, transposed(scale_b), offs, format, 1
+    return a, b.mT, scale_a, f.transposed_scale(scale_b), offs, format, 1
 
 
 def _scaled(*operands: object) -> Tensor:
@@ -72,11 +72,16 @@ def _plain(total: Tensor, *operands: object) -> Tensor:
     return ops.scaled_grouped_mm(*operands[:-1], align=operands[-1], out_dtype=torch.float32)
 
 
-def _dense(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *_: object) -> Tensor:
-    """The GEMM of the same size with one group, and with scales of rows whatever the format: the first ones there are.
-    In 2D x 2D the padding, at most E * 16 of the tokens, rides along."""
+@cache
+def _ones(*size: int, device: torch.device) -> Tensor:
+    return torch.ones(size, device=device)
+
+
+def _dense(a: Tensor, b: Tensor, *_: object) -> Tensor:
+    """The GEMM of the same size with one group, and with scales of rows whatever the format. In 2D x 2D the padding, at
+    most E * 32 of the tokens, rides along."""
     b = b if b.ndim == 2 else b[0]
-    scale_a, scale_b = scale_a.as_strided((len(a), 1), (1, 1)), scale_b.as_strided((1, b.shape[1]), (b.shape[1], 1))
+    scale_a, scale_b = _ones(a.shape[0], 1, device=a.device), _ones(1, b.shape[1], device=a.device)
     return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 

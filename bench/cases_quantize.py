@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from case import (
     EVEN,
-    FORMATS,
+    RECIPES,
     TABLE,
     Case,
     Rule,
@@ -186,8 +186,8 @@ def _generic(op: str, format: str) -> tuple[Case, Case]:
 
 
 QUANTIZE_CASES: tuple[Case, ...] = (
-    *(_case("quantize_rows", format) for format in (*FORMATS, "mxfp8_rowmajor")),
-    *(_case(op, format) for op in ("quantize_tokens", "quantize_both", "quantize_weight") for format in FORMATS),
-    *(_gathered(op, format) for op in ("quantize_rows", "quantize_both") for format in FORMATS),
+    *(_case("quantize_rows", format) for format in (*RECIPES, "mxfp8_rowmajor")),
+    *(_case(op, format) for op in ("quantize_tokens", "quantize_both", "quantize_weight") for format in RECIPES),
+    *(_gathered(op, format) for op in ("quantize_rows", "quantize_both") for format in RECIPES),
     *(case for op, format in _GENERIC for case in _generic(op, format)),
 )

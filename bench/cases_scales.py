@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 from case import (
-    FORMATS,
     HOST,
+    RECIPES,
     TABLE,
     Case,
     Rule,
@@ -116,6 +116,6 @@ def _dequantize_tokens(format: str) -> Case:
 
 
 SCALE_CASES: tuple[Case, ...] = (
-    *(make(format) for format in FORMATS for make in (_dequantize_rows, _dequantize_tokens)),
+    *(make(format) for format in RECIPES for make in (_dequantize_rows, _dequantize_tokens)),
     *(make(of) for make in (_swizzle, _unswizzle) for of in _SHAPES),
 )

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 from case import (
-    FORMATS,
     HOST,
+    RECIPES,
     Case,
     Rule,
     Shape,
@@ -146,7 +146,7 @@ TOKEN_CASES: tuple[Case, ...] = (
     Case("permute_pad", exchanged_shapes, _indexed, ops.permute_pad, _PERMUTING),
     *(
         Case("permute_quantized", _tokens_to_slots, _quantized(f), _permute_quantized, format=f, moved=_slots_only)
-        for f in FORMATS
+        for f in RECIPES
     ),
     Case("unpermute", exchanged_shapes, _permuted, ops.unpermute, (HOST,), moved=_tokens_only),
     Case("sort_tokens", _routings, _routed, ops.sort_tokens, _SORT, baseline=_torch_sort),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from statistics import fmean, median
 
-from case import EVEN, FORMATS, ZIPF
+from case import EVEN, RECIPES, ZIPF, training_rows
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws without a display
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -46,7 +45,7 @@ def draw(results: dict[str, dict], losses: dict | None, folder: Path) -> None:
 
 def draw_speed(result: dict, path: Path) -> None:
     """A bar for each recipe and model, even groups; a dot for uneven ones."""
-    rows = [row for row in result["rows"] if re.fullmatch(r"grouped_mm \w+", row["op"]) and row.get("ratio")]
+    rows = training_rows(result)
     models, recipes = ([*dict.fromkeys(r)] for r in ((r["shape"] for r in rows), (r["op"].split()[1] for r in rows)))
     if not rows:
         return
@@ -86,7 +85,7 @@ def draw_casts(result: dict, path: Path) -> None:
     for row in result["rows"]:
         family = family_of(row["op"])
         if family and row.get("of_copy") and row["gbps"] * row["us"] * 1e3 >= LEAST_BYTES:
-            format = next((name for name in FORMATS if name in row["op"]), "")
+            format = next((name for name in RECIPES if name in row["op"]), "")
             found.setdefault((family, format, row["groups"] == ZIPF), []).append(row["of_copy"])
     families = [name for name in FAMILIES if any(key[0] == name for key in found)]
     if not found:
@@ -95,7 +94,7 @@ def draw_casts(result: dict, path: Path) -> None:
     axes = figure.add_subplot(xlabel="fraction of the bandwidth of a copy: median and range over sizes")
     for y, family in enumerate(families):
         lines = [key for key in found if key[0] == family]
-        lines.sort(key=lambda key: ([*FORMATS, ""].index(key[1]), key[2]))
+        lines.sort(key=lambda key: ([*RECIPES, ""].index(key[1]), key[2]))
         for i, key in enumerate(lines):
             at, values, uneven = y + (i - (len(lines) - 1) / 2) * 0.13, found[key], key[2]
             axes.plot([min(values), max(values)], [at, at], color=COLORS[key[1]], linewidth=1.4, alpha=0.7)
@@ -108,7 +107,7 @@ def draw_casts(result: dict, path: Path) -> None:
     axes.grid(axis="x", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(f"{result['device']}, a copy at {result['copy_gbps']:,.0f} GB/s", fontsize=10)
-    keys = [Patch(color=COLORS[name], label=name or "no format") for name in (*FORMATS, "")]
+    keys = [Patch(color=COLORS[name], label=name or "no format") for name in (*RECIPES, "")]
     for groups, inside in ((EVEN, COLORS[""]), (ZIPF, "white")):
         if any(key[2] == (groups == ZIPF) for key in found):
             style = {"color": COLORS[""], "markerfacecolor": inside, "marker": "o", "linestyle": "", "markersize": 4.5}

@@ -15,6 +15,7 @@ import textwrap
 from pathlib import Path
 
 import matrix
+from case import training_rows
 from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,9 +40,11 @@ HEADING = {key: heading for heading, key, _ in COLUMNS}
 LEGEND = """\
 - groups: sizes of the groups of tokens, all the same (even) or falling as 1 / rank (zipf).
 - of copy: bytes read once and written once, padding included, over the bandwidth of a large `copy_` in the same run.
-- x baseline: speed relative to dense FP8 `torch._scaled_mm` of the same size (scaled_grouped_mm), to
-  `scaled_grouped_mm` to float32 (add_scaled_grouped_mm), to BF16
-  `torch._grouped_mm`, forward and backward (grouped_mm), or to torch's stable argsort, histc and cumsum (sort_tokens).
+- x baseline: speed relative to dense FP8 `torch._scaled_mm` of the same size with scales of rows (scaled_grouped_mm),
+  to `scaled_grouped_mm` to float32 (add_scaled_grouped_mm), to BF16 `torch._grouped_mm`, forward and backward
+  (grouped_mm), to a layer of torch's own ops in BF16 around that (experts), or to torch's stable argsort, histc and
+  cumsum (sort_tokens).
+- weights reused: within `reuse_weights`, a weight that is quantized already.
 - B kept: bytes kept for the gradient of the weights, scales and padding included, an element of the activation.
 - host us: CPU time to issue one eager call; x relu: the same over that of an eager `torch.relu` in the same run.
 - torchao, torch FP8, torch BF16: microseconds of the same work elsewhere, `-` where it was not installed, does not run
@@ -132,19 +135,11 @@ def recorded_losses() -> dict | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def training_rows(result: dict) -> list[dict]:
-    return [row for row in result["rows"] if row["op"].startswith("grouped_mm ") and row.get("ratio")]
-
-
-def usual(rows: list[dict]) -> list[dict]:
-    """Those without a variant."""
-    return [row for row in rows if len(row["op"].split()) == 2]
-
-
 def results_page(results: dict[str, dict]) -> str:
     parts = ["# Results", "Written by `make bench`, or `python bench/report.py`, from the JSON files beside it."]
     for result in results.values():
-        training = [row | {"shape": f"{row['shape']} {[*row['dims'].values()]}"} for row in training_rows(result)]
+        training = [row for row in result["rows"] if row["op"].startswith("grouped_mm")]
+        training = [row | {"shape": f"{row['shape']} {[*row['dims'].values()]}"} for row in training]
         others = [row for row in result["rows"] if not row["op"].startswith("grouped_mm")]
         parts += [
             f"## {result['device']}",
@@ -171,7 +166,7 @@ def first_screen(results: dict[str, dict]) -> str:
         text = ", ".join(f"`{recipe}` {difference:+.2%}" for recipe, difference in others)
         parts.append(f"Held-out loss against BF16's, after {losses['steps']} steps on {losses['device']}: {text}.")
     for result in results.values():
-        rows = usual(training_rows(result))
+        rows = training_rows(result)
         by_recipe = []
         for op in dict.fromkeys(row["op"] for row in rows):
             found = {name: [r["ratio"] for r in rows if (r["op"], r["groups"]) == (op, key)] for key, name in GROUPS}

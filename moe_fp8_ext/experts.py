@@ -53,7 +53,8 @@ def experts(
     device; two runs give the same bytes. Traces under torch.compile(fullgraph=True), can be captured in a CUDA graph,
     honours torch.autocast and `reuse_weights`. Differentiable once.
 
-    Kept for backward are x, a reference, and for P = T * top_k slots, H = w_gate_up.shape[1]:
+    Kept for backward are x, a reference, or its copy where autocast casts it, and for P = T * top_k slots, H =
+    w_gate_up.shape[1]:
 
         h                                 P * H bytes and its scales, those of `quantize_rows`; in bfloat16 2 P * H
         order of the slots, scores        12 P + 4 E bytes

@@ -55,7 +55,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.options = dict(recipe=get_recipe(recipe), activation=activation, interleaved=interleaved, keep=keep)
-        self.main_grad = main_grad
+        self.adds_to_main_grad = main_grad
         check_one_of("Experts", "activation", activation, list(GATED))
         self.up = "gate_up_proj" if GATED[activation] else "up_proj"
         rows = intermediate_size * (2 if GATED[activation] else 1)
@@ -82,7 +82,7 @@ class Experts(nn.Module):
 
     def _main_grad(self, name: str) -> Tensor | None:
         weight = getattr(self, name)
-        if not self.main_grad or not asks_for_gradient(weight):
+        if not self.adds_to_main_grad or not asks_for_gradient(weight):
             return None
         main_grad = getattr(weight, "main_grad", None)
         require(main_grad is not None, f"Experts: {name} must have a main_grad with main_grad=True, got none")

@@ -36,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.collect()
     gc.freeze()  # modules and tests stay to the end: the garbage collector need not go through them every time
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -33,6 +34,8 @@ from moe_fp8_ext import reference
 from moe_fp8_ext.ops import quantize_activated
 from moe_fp8_ext.reference.numerics import FORMATS
 
+CHIP = [t for t in FP8_DTYPES if str(t).endswith("fnuz") == (torch.version.hip is not None)]  # that GPUs cast to
+
 
 def check(h: Tensor, activation: str, format: str, **how: object) -> None:
     what = f"{activation} {format} {short(h.dtype)} {short(h.shape)} {how}"
@@ -63,13 +66,13 @@ def test_pairs(activation, format, fp8, dtype, f, interleaved, keep_h, rounding,
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_as_a_chip_casts(format, device):
-    """The device's own dtype, of every activation and length of a row for which a kernel of one read exists, and next
-    to where it ends."""
+    """What a kernel of one read exists for, in full, and next to where it ends."""
+    ways = list(itertools.product((False, True), (False, True), FORMATS[format].roundings, CHIP))
     for activation in ACTIVATIONS:
         for f in (128, 256, 640, 1024):
             h = h_for(activation, 130, f, device=device)
-            for interleaved in (False, True):
-                check(h, activation, format, interleaved=interleaved)
+            for interleaved, keep_h, rounding, dtype in ways if f == 640 else ways[::5]:
+                check(h, activation, format, interleaved=interleaved, keep_h=keep_h, rounding=rounding, dtype=dtype)
     for f in (8192, 8320):
         check(h_for("swiglu", 3, f, device=device), "swiglu", format)
     h = h_for("swiglu", 50, 128, device=device)
@@ -128,6 +131,18 @@ def test_more_than_2_31_elements(format, big_gpu):
     for rows in (slice(0, 52), slice(599_960, 600_012)):
         want = reference.quantize_activated(h[rows], "swiglu", format)
         assert_same([t[rows].contiguous() for t in got], [t.contiguous() for t in want])
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("keep_h", [False, True])
+def test_more_rows_than_a_launch_has_teams(keep_h, big_gpu):
+    """Several waves share a row, and take the next one."""
+    h = torch.randn(17_000_003, 520, dtype=torch.bfloat16, device=big_gpu)
+    got = quantize_activated(h, "silu", "rowwise", keep_h=keep_h)
+    for first in (0, 2**24 - 100, 17_000_003 - 1000):
+        rows = slice(first, first + 1000)
+        want = reference.quantize_activated(h[rows], "silu", "rowwise", keep_h=keep_h)
+        assert_same([t[rows] for t in got], want)
 
 
 def test_opcheck(device):

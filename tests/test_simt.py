@@ -113,7 +113,8 @@ def test_every_exponent(kernels, format):
 @OF_ALL_FORMATS
 @pytest.mark.parametrize("shape", CORRECTNESS_MKE, ids=short)
 def test_shapes(kernels, format, shape):
-    """More rows would be more of the same tiles, and so would more experts of weights; long groups have tests below."""
+    """More rows would be more of the same tiles, and so would more experts of weights; long groups of whole rows have
+    tests below."""
     m, k, e = min(shape[0], 300), *shape[1:]
     check(kernels, wide(m, k), format, group_offs("zipf", m, e))
     check_weight(kernels, wide(min(e, 3), min(m, 150), k), format, dtype=torch.float8_e5m2)

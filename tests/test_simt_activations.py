@@ -9,7 +9,7 @@ import torch
 from activation_checks import ACTIVATIONS, GATED, check_dscores, da_for, h_for, scores_for
 from helpers import FP8_DTYPES, INPUT_DTYPES, assert_same, misaligned, pairs, short
 from simt_checks import ON_LINUX
-from simt_kernels import Waves
+from simt_kernels import Waves, assert_zeros_between_columns
 from torch import Tensor
 
 from moe_fp8_ext import reference
@@ -87,6 +87,7 @@ def test_quantized(kernels, activation, format, f, interleaved, keep_h, e5m2, ro
         want = reference.quantize_activated(h, activation, format, **how)
         got = each.run("quantize_activated", want, h, activation, format, **how)
         assert_same(got, want, f"at wave size {each.wave}")
+        assert_zeros_between_columns(got, f"at wave size {each.wave}")
 
 
 @pytest.mark.parametrize("f", [8, 72, 200, 4104, 8192])

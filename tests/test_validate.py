@@ -176,8 +176,9 @@ def test_inverse(x, validates):
         )
 
 
-def test_counts(x, validates):
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_counts(x, validates, dtype):
     ops.permute_indices(int32(x, 1, 2, 3, 4), 2, 2, 10)
     for counts, text in (((1, -2, 3, 4), "must not be negative, got -2"), ((1, 2, 3, 5), "the 10 tokens, got 11")):
-        message = error_of(ops.permute_indices, [int32(x, *counts).long(), 2, 2, 10])
+        message = error_of(ops.permute_indices, [int32(x, *counts).to(dtype), 2, 2, 10])
         assert message.startswith("permute_indices: ") and text in message, message

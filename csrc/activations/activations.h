@@ -51,7 +51,7 @@ struct ActivateBackwardParams {
 
 // f(constant of the activation), and what that returns.
 template <class F>
-MOE_HD auto dispatch_activation(Activation activation, F f) {
+auto dispatch_activation(Activation activation, F f) {
   switch (activation) {
     case Activation::kSwiglu: return f(std::integral_constant<Activation, Activation::kSwiglu>{});
     case Activation::kGeglu: return f(std::integral_constant<Activation, Activation::kGeglu>{});

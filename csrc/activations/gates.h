@@ -134,6 +134,14 @@ struct Fp8Gates {
 
 // ---- which activation a kernel computes: one that it is made for, or the one that it is told ------------------------
 
+// f(constant of the activation).
+template <int kTried = 0, class F>
+MOE_DEVICE void with_activation(Activation activation, F f) {
+  if constexpr (kTried + 1 < kNumActivations)
+    if (int(activation) != kTried) return with_activation<kTried + 1>(activation, f);
+  f(std::integral_constant<Activation, Activation(kTried)>{});
+}
+
 template <Activation kActivation>
 struct FixedActivation {
   explicit MOE_DEVICE FixedActivation(Activation) {}

@@ -24,12 +24,12 @@ int64_t check_features(const char* op, const Tensor& h, Activation activation) {
   return h.sizes[1] / 2;
 }
 
-GateRows plain_gates(const Tensor& h, int64_t F, bool interleaved) {
+GateRows gates_of(const char* op, const Tensor& h, InType in, Activation activation, bool interleaved) {
   GateRows gates = {};
   gates.h = h.data;
   gates.stride = h.strides[0];
-  gates.F = F;
-  gates.in = in_type(h);
+  gates.F = check_features(op, h, activation);
+  gates.in = in;
   gates.interleaved = interleaved;
   return gates;
 }
@@ -68,7 +68,7 @@ Results<1> activate_op(const Tensor& h, std::string_view activation, bool interl
   ActivateParams p = {};
   p.activation = check_activation(kActivate, activation);
   p.P = h.sizes[0];
-  p.h = plain_gates(h, check_features(kActivate, h, p.activation), interleaved);
+  p.h = gates_of(kActivate, h, in_type(h), p.activation, interleaved);
   const Call call(kActivate, "h", h);
   Handle a = call.empty({p.P, p.h.F}, h.dtype);
   p.a = data(a);
@@ -84,7 +84,7 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
   QuantizeActivatedParams p = {};
   p.activation = check_activation(kQuantize, activation);
   p.P = h.sizes[0];
-  p.h = plain_gates(h, check_features(kQuantize, h, p.activation), interleaved);
+  p.h = gates_of(kQuantize, h, in_type(h), p.activation, interleaved);
   QuantizeParams &a = p.of_a, &of_h = p.of_h;
   a.format = check_format(kQuantize, format);
   const Format& f = format_of(a.format);
@@ -95,7 +95,7 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
   const Call call(kQuantize, "h", h);
   a.out = check_fp8(call, kQuantize, dtype);
   a.along_rows = true;
-  of_h = a;
+  of_h = a;  // without groups, which scales of a alone may lie by
   of_h.rows = keep_h ? p.P : 0;
   of_h.K = h.sizes[1];
   of_h.x = h.data;
@@ -140,7 +140,8 @@ Results<3> activate_backward_op(const Tensor& h, const Tensor& da, std::string_v
   ActivateBackwardParams p = {};
   p.activation = check_activation(kBackward, activation);
   p.P = h.sizes[0];
-  p.h.F = check_features(kBackward, h, p.activation);
+  p.in = in_type(da);
+  p.h = gates_of(kBackward, h, p.in, p.activation, interleaved);
   const int64_t sizes[] = {p.P, p.h.F};
   check_sizes(kDa, da, sizes, 2);
   if (scores) {
@@ -151,11 +152,7 @@ Results<3> activate_backward_op(const Tensor& h, const Tensor& da, std::string_v
   const Call call(kBackward, "h", h);
   Handle dh = call.empty({p.P, h.sizes[1]}, da.dtype), a = call.empty({p.P, p.h.F}, da.dtype);
   Handle dscores = call.empty({p.P}, kFloat32);
-  p.h.h = h.data;
-  p.h.stride = h.strides[0];
-  p.h.in = p.in = in_type(da);
   if (h_scale) p.h.fp8 = fp8_type(h);
-  p.h.interleaved = interleaved;
   p.da = da.data;
   p.da_stride = da.strides[0];
   p.scores = scores ? scores->as<float>() : nullptr;

@@ -50,7 +50,7 @@ struct StripShared : StripMessages<T::kTogether> {
   Part parts[2 * kPartsAhead];
 };
 
-// The first row from `begin` on of those that a thread touches, every kRowStep-th: t / kChunks of thread t is one.
+// Thread t touches the rows that are t / kChunks modulo kRowStep: the first of them from `begin` on.
 template <class T>
 MOE_DEVICE int first_row_from(int begin) {
   const int t = threadIdx.y * kLanes + threadIdx.x;
@@ -87,16 +87,16 @@ struct RowWalk<T, Source::kByIndex> {  // null: a row of zeros
   int64_t column;
 
   MOE_DEVICE RowWalk(const StripsPlan& p, const Part& w, int, int, int64_t column) : p(p), w(w), column(column) {}
-  MOE_DEVICE RowBits<T> next(int r) const { return at(source(r)); }
-  MOE_DEVICE int source(int r) const {
+  MOE_DEVICE RowBits<T> next(int r) const { return at(looked_up(r)); }
+  MOE_DEVICE int looked_up(int r) const {
     // Fast kernels know that there is an index: behind a branch, loads would come one by one.
     return int(T::Types::kFast ? p.index.row(w.x + r) : source_row(p, w.x + r));
   }
   MOE_DEVICE RowBits<T> at(int source) const {
     return source < 0 ? nullptr : find_element<typename T::Types>(p, column + source * p.row_stride);
   }
-  // Called by whole waves. An index takes as long to come as a row, and the threads of a row share it: a lane looks one
-  // up for all, and for kChunks rows of each at once.
+  // By whole waves, with one begin and end. An index takes as long to come as a row, and the threads of a row share it:
+  // the wave looks up as many as it has lanes, one each, and hands them round.
   template <class F>
   static MOE_DEVICE void for_each(const StripsPlan& p, const Part& w, int64_t column, int begin, int end, F f) {
     constexpr int kRows = kWarpSize / kChunks;  // of a wave at once
@@ -105,11 +105,11 @@ struct RowWalk<T, Source::kByIndex> {  // null: a row of zeros
     const int of_lane = int(shfl(first, lane % kRows * kChunks)) + lane / kRows * T::kRowStep;
 #pragma unroll 1
     for (int done = 0; begin + done < end; done += kChunks * T::kRowStep) {
-      const uint32_t source = of_lane + done < end ? walk.source(of_lane + done) : -1;
+      const uint32_t mine = of_lane + done < end ? walk.looked_up(of_lane + done) : -1;
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
-        const int r = first + done + i * T::kRowStep, from = int(shfl(source, i * kRows + lane / kChunks));
-        if (r < end) f(r, walk.at(from));
+        const int r = first + done + i * T::kRowStep, source = int(shfl(mine, i * kRows + lane / kChunks));
+        if (r < end) f(r, walk.at(source));
       }
     }
   }
@@ -191,18 +191,18 @@ MOE_DEVICE uint32_t amax_of_cluster(const StripsPlan& p, StripShared<T>& shared,
   return amax;
 }
 
-// The lane's word of what a team hears of a share, from its cluster or whoever helped: magnitudes, whose signs mean
+// The lane's word of what a team hears of a share, from its cluster or whoever helped: an amax, whose sign bits mean
 // nothing.
 MOE_DEVICE uint32_t* message(const StripsPlan& p, uint32_t share) {
   return reinterpret_cast<uint32_t*>(p.scratch) + int64_t(share) * kLanes + threadIdx.x;
 }
 // Looks at a message before helping. Each is a way to the L2 and back, some 0.2 us, and clusters that run are about a
-// turn apart, 2 to 10 us on an H200: while all run, nobody helps. Who helps too early reads x in vain, but hears hardly
-// later.
+// turn apart, 2 to 10 us on an H200: while all run, nobody helps. Who helps too early reads x in vain, and goes on
+// listening meanwhile.
 constexpr int kLooks = 128;
 
-// By one slot: the amax of a share, which its cluster tells. That may not begin before others have ended, ours among
-// them, so no wait is for it alone: after a while the slot works the amax out itself, until it hears of it.
+// By one slot: the amax of a share, which its cluster tells. That cluster may not begin before ours has ended, so after
+// a while the slot works the amax out itself, until it hears of it.
 template <class T, class Groups>
 MOE_DEVICE uint32_t amax_of_share(const StripsPlan& p, const Groups& groups, uint32_t share) {
   uint32_t* told = message(p, share);

@@ -6,7 +6,7 @@ Outputs have the shapes, dtypes and strides of the reference's; they lie in guar
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -72,10 +72,14 @@ class Waves:
         for kernels in self:
             got, what = kernels.run(op, want, *args, **kwargs), " ".join([*words, f"at wave size {kernels.wave}"])
             assert_same(got, want, what)
-            for t in got:
-                if t.ndim == 2 and t.stride(0) == 1 < t.stride(1):
-                    columns = t.as_strided((t.shape[1], t.stride(1)), (t.stride(1), 1))
-                    assert not columns[:, t.shape[0] :].any(), what
+            assert_zeros_between_columns(got, what)
+
+
+def assert_zeros_between_columns(got: Iterable[Tensor], what: str) -> None:
+    for t in got:
+        if t.ndim == 2 and t.stride(0) == 1 < t.stride(1):
+            columns = t.as_strided((t.shape[1], t.stride(1)), (t.stride(1), 1))
+            assert not columns[:, t.shape[0] :].any(), what
 
 
 class SimtKernels:
