@@ -171,7 +171,7 @@ def moved(value: object, device: str) -> object:
 
 def as_bytes(out: object) -> list[Tensor]:
     outputs = [out] if isinstance(out, Tensor) else list(out)
-    return [t.cpu().contiguous().view(torch.uint8) for t in outputs]
+    return [t.cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in outputs]
 
 
 def main() -> int:
