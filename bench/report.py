@@ -157,6 +157,16 @@ def results_page(results: dict[str, dict]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def speeds(rows: list[dict]) -> str:
+    """By recipe: over what the rows are held against."""
+    by_recipe = []
+    for op in dict.fromkeys(row["op"] for row in rows):
+        found = {name: [r["ratio"] for r in rows if (r["op"], r["groups"]) == (op, key)] for key, name in GROUPS}
+        ranges = [f"{min(ratios):.2f} to {max(ratios):.2f} {name}" for name, ratios in found.items() if ratios]
+        by_recipe.append(f"`{op.split()[1]}` {', '.join(ranges)}")
+    return "; ".join(by_recipe)
+
+
 def first_screen(results: dict[str, dict]) -> str:
     """The two pictures of README.md, and the sentences that say their numbers."""
     parts = ["\n".join(image(name, RESULTS.relative_to(ROOT)) for name in ("losses", "speed") if drawn(name))]
@@ -167,16 +177,17 @@ def first_screen(results: dict[str, dict]) -> str:
         parts.append(f"Held-out loss against BF16's, after {losses['steps']} steps on {losses['device']}: {text}.")
     for result in results.values():
         rows = training_rows(result)
-        by_recipe = []
-        for op in dict.fromkeys(row["op"] for row in rows):
-            found = {name: [r["ratio"] for r in rows if (r["op"], r["groups"]) == (op, key)] for key, name in GROUPS}
-            ranges = [f"{min(ratios):.2f} to {max(ratios):.2f} {name}" for name, ratios in found.items() if ratios]
-            by_recipe.append(f"`{op.split()[1]}` {', '.join(ranges)}")
         if rows:
             parts.append(
                 f"Speed of forward and backward over BF16 `torch._grouped_mm` on {result['device']} at "
-                f"{(result['commit'] or 'an unknown commit')[:7]}, by layer: "
-                f"{'; '.join(by_recipe)}. [Every figure](bench/results/README.md)."
+                f"{(result['commit'] or 'an unknown commit')[:7]}, by layer: {speeds(rows)}. "
+                "[Every figure](bench/results/README.md)."
+            )
+        layers = [row for row in result["rows"] if row["op"].startswith("experts ") and row.get("ratio")]
+        if layers:
+            parts.append(
+                f"Speed of a whole MoE layer there, `experts`, over torch's own ops in BF16 around "
+                f"`torch._grouped_mm`: {speeds(layers)}."
             )
         slow = [r for r in rows if r["op"] == "grouped_mm rowwise" and r["ratio"] < 1]
         listed = [f"{r['shape']} {[*r['dims'].values()]} {dict(GROUPS)[r['groups']]} {r['ratio']:.2f}" for r in slow]

@@ -71,7 +71,8 @@ def experts(
             "bf16", wgrad_high_precision or biases that need a gradient. Of any strides; a contiguous one or its
             transposed view is not copied.
         w_down: [E, D, F], likewise.
-        recipe: as in `grouped_mm`; "auto" chooses by the product with w_gate_up.
+        recipe: as in `grouped_mm`, but that "auto" is "bf16" for 350 slots an expert and fewer: casts of weights alone
+            are more than what a layer in bfloat16 does.
         activation: "swiglu", "geglu" or "swiglu_oai", which are gated, "relu2", "silu" or "gelu"; see `ops.activate`.
         interleaved: gate and up alternate along 2 F, where they are halves otherwise.
         b_gate_up: [E, 2 F] or [E, F], added in bfloat16.
@@ -101,7 +102,7 @@ def experts(
     if main_grad_down is not None:
         check_main_grad(_OP, "main_grad_down", main_grad_down, "w_down", w_down)
     experts, hidden, d = w_gate_up.shape
-    recipe = recipe.at(topk_ids.numel(), d, hidden, experts)
+    recipe = recipe.at(topk_ids.numel() * hidden * d, experts * hidden * d, experts)
     needs = Needs(*map(asks_for_gradient, (x, topk_scores, *weights)))
     if what := _in_bf16(recipe, needs):
         e, limit = w_down.shape[0], most_experts(x)

@@ -72,8 +72,8 @@ def grouped_mm(
         offs: [E] int32 on A's device, exclusive end row of each group, non-decreasing, at most 1024.
         recipe: "rowwise" (fp8, one scale a row), "blockwise" (fp8, one scale for 128 elements, 128 x 128 of a weight),
             "mxfp8" (fp8, a power of two for 32 elements), "bf16" (no quantization: `torch._grouped_mm`, which on a GPU
-            takes at most 1023 experts), "auto" ("rowwise", or "bf16" for sizes at which that is faster, see
-            `Recipe.at`; of what is quantized already "rowwise"), or a `Recipe`.
+            takes at most 1023 experts), "auto" ("rowwise", or "bf16" where E / M + 1 / K + 1 / N is 1 / 350
+            or more, and that is faster on an H200; of what is quantized already "rowwise"), or a `Recipe`.
         indices: [P] int32 on A's device, of `permute_indices` (with its padded_offs as offs), or the permutation of
             `sort_tokens` with its top_k; distinct, any other value than a slot of A stands for a row of zeros.
         top_k: slots of a row of A, given with indices and only then.
@@ -108,8 +108,8 @@ def grouped_mm(
     A = None if A is None else cast(A, a_dtype)
     needs = asks_for_gradient(A), asks_for_gradient(B_t)
     if A is not None and B_t is not None:
-        experts, k, n = B_t.shape
-        recipe = recipe.at((A if indices is None else indices).shape[0], k, n, experts)
+        (experts, k, n), rows = B_t.shape, (A if indices is None else indices).shape[0]
+        recipe = recipe.at(rows * k * n, experts * k * n + rows * (k + n), experts)
     if recipe.format is None:
         if indices is not None:
             A = permute_pad(row_major(A), indices, top_k)

@@ -71,15 +71,13 @@ class Recipe:
         self._check_rounding()
         self._check_align()
 
-    def at(self, rows: int, k: int, n: int, experts: int) -> Recipe:
-        """This recipe, or "bf16", if that is `bf16_where_faster`, for rows [rows, k] times `experts` weights [k, n].
+    def at(self, products: int, casts: int, experts: int) -> Recipe:
+        """This recipe, or "bf16", if that is `bf16_where_faster`: a rule of sizes alone, measured on an H200.
 
-        FP8 saves a time in proportion to rows * k * n, and casts cost one in proportion to the elements of rows,
-        outputs and weights, so it pays where experts / rows + 1 / k + 1 / n is small enough. A rule of sizes alone,
-        from forward and backward of `grouped_mm` on an H200 (DESIGN.md section 6).
+        FP8 saves a time in proportion to the multiplications of a product, `products`, rows * K * N, and costs one in
+        proportion to the elements that are cast for it, `casts`, so it pays where they are few (DESIGN.md section 6).
         """
-        casts = experts * k * n + rows * (k + n)
-        pays = rows * k * n > LEAST_PRODUCTS_A_CAST * casts
+        pays = products > LEAST_PRODUCTS_A_CAST * casts
         # Products in bfloat16 take fewer experts: MAX_EXPERTS of them have no choice.
         return self if not self.bf16_where_faster or pays or experts >= MAX_EXPERTS else RECIPES["bf16"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import experts_problem
 import pytest
 import torch
 from grouped_problem import MIN_SQNR_DB, exact, gradients, problem, run
@@ -132,11 +133,12 @@ def test_names():
     ],
 )
 def test_sizes_at_which_bf16_is_faster(rows, k, n, experts, name):
-    assert RECIPES["auto"].at(rows, k, n, experts).name == name
+    sizes = rows * k * n, experts * k * n + rows * (k + n), experts
+    assert RECIPES["auto"].at(*sizes).name == name
     mine = Recipe("mine", "blockwise", bf16_where_faster=True)
-    assert mine.at(rows, k, n, experts) == (mine if name == "auto" else RECIPES["bf16"])
+    assert mine.at(*sizes) == (mine if name == "auto" else RECIPES["bf16"])
     for recipe in ("bf16", "rowwise"):
-        assert get_recipe(recipe).at(rows, k, n, experts) is get_recipe(recipe)
+        assert get_recipe(recipe).at(*sizes) is get_recipe(recipe)
 
 
 @pytest.mark.parametrize(("m", "chosen"), [(1600, "rowwise"), (64, "bf16")])
@@ -150,6 +152,14 @@ def test_auto_is_what_it_chooses(m, chosen, device):
     frozen = quantize_weight(b_t.detach().mT, "rowwise")
     got = grouped_mm(a.detach(), frozen, offs, recipe=Recipe("auto", rounding="exact"))
     assert_same(got, grouped_mm(a.detach(), frozen, offs, recipe=Recipe("rowwise", rounding="exact")))
+
+
+@pytest.mark.parametrize(("tokens", "chosen"), [(352, "rowwise"), (350, "bf16")])
+def test_auto_of_the_layer(tokens, chosen, device):
+    """352 and 350 slots an expert."""
+    layer = experts_problem.layer(t=tokens, d=32, f=32, e=2, top_k=2).at(device)
+    got, want = (experts_problem.run(layer, recipe=recipe) for recipe in ("auto", chosen))
+    experts_problem.assert_equal(got, want)
 
 
 def test_what_a_recipe_leaves_open():
