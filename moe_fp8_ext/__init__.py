@@ -13,6 +13,7 @@ except ImportError as error:
         "or, to import it from its source tree, with `make build`"
     ) from error
 
+from moe_fp8_ext.checkpointing import save_ops
 from moe_fp8_ext.experts import experts
 from moe_fp8_ext.grouped_mm import grouped_mm
 from moe_fp8_ext.moe import Experts, MoE, Router
@@ -55,6 +56,7 @@ __all__ = [
     "quantize_tokens",
     "quantize_weight",
     "reuse_weights",
+    "save_ops",
     "scaled_grouped_mm",
     "sort_tokens",
     "swizzle_scales",

@@ -1,0 +1,82 @@
+"""save_ops: what is computed again where layers are checkpointed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from experts_problem import layer
+from helpers import assert_same
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from moe_fp8_ext import experts, grouped_mm, save_ops
+
+PRODUCTS = {str(op) for op in save_ops() if "grouped_mm" in str(op)}
+SAVING = {"context_fn": partial(create_selective_checkpoint_contexts, save_ops())}
+
+
+class Calls(TorchDispatchMode):
+    """Counts ops by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.of[str(op)] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def backward(fn: Callable[..., Tensor], leaves: list[Tensor]) -> tuple[Counter[str], tuple[Tensor, ...]]:
+    """The ops of backward and the gradients."""
+    leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in leaves]
+    with Calls() as calls:
+        out = fn(*leaves)
+        calls.of.clear()
+        grads = torch.autograd.grad(out.float().square().sum(), [t for t in leaves if t.requires_grad])
+    return calls.of, grads
+
+
+def problem(kind: str, recipe: str, device: str) -> tuple[Callable[..., Tensor], list[Tensor], int]:
+    """A function, its tensors, and the products of its forward."""
+    p = layer(t=64, d=32, f=32, e=4, top_k=2).at(device)
+    if kind == "experts":
+        tensors = [p.x, p.scores, p.w_gate_up, p.w_down]
+        return lambda x, s, up, down: experts(x, p.ids, s, up, down, recipe=recipe), tensors, 2
+    offs = torch.tensor([10, 10, 50, 64], dtype=torch.int32, device=device)
+    return lambda x, w: grouped_mm(x, w.mT, offs, recipe=recipe), [p.x, p.w_gate_up], 1
+
+
+@pytest.mark.parametrize("kind", ["experts", "grouped_mm"])
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8", "bf16"])
+def test_products_are_not_computed_again(kind, recipe, device):
+    fn, tensors, products = problem(kind, recipe, device)
+    plain, want = backward(fn, tensors)
+    whole, of_whole = backward(lambda *t: checkpoint(fn, *t, use_reentrant=False), tensors)
+    saving, of_saving = backward(lambda *t: checkpoint(fn, *t, use_reentrant=False, **SAVING), tensors)
+    assert_same(of_whole, want)
+    assert_same(of_saving, want)
+    of_products = [sum(calls[name] for name in PRODUCTS) for calls in (plain, whole, saving)]
+    assert of_products == [2 * products, 3 * products, 2 * products]
+    assert whole["moe_fp8.sort_tokens.default"] == (kind == "experts") and not saving["moe_fp8.sort_tokens.default"]
+
+
+def test_documents():
+    """The block of docs/adoption.md."""
+    page = (Path(__file__).parents[1] / "docs" / "adoption.md").read_text()
+    block = page.split("\n## Activation checkpointing\n")[1].split("```python\n")[1].split("```")[0]
+    fn, (x, w), _ = problem("grouped_mm", "rowwise", "cpu")
+    names = {"x": x.requires_grad_(), "block": lambda x: fn(x, w)}
+    exec(f"import functools, moe_fp8_ext, torch\n{block}", names)
+    assert_same(names["y"], fn(x, w))
+
+
+def test_is_a_new_list():
+    save_ops().clear()
+    assert save_ops()
