@@ -214,6 +214,30 @@ def generic_table(results: dict[str, dict]) -> str:
     return tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
 
 
+def layer_table(results: dict[str, dict]) -> str:
+    """Forward and backward of a layer: sizes, and microseconds by recipe."""
+    parts = []
+    for result in results.values():
+        rows = [row for row in result["rows"] if row["op"].startswith("experts ") and "us" in row]
+        recipes = [*dict.fromkeys(row["op"].split()[1] for row in rows)]
+        body = []
+        for shape in dict.fromkeys(row["shape"] for row in rows):
+            of_shape = {row["op"].split()[1]: row for row in rows if row["shape"] == shape}
+            first = next(iter(of_shape.values()))
+            times = [f"{first['baseline_us']:,.0f}", *(f"{of_shape[recipe]['us']:,.0f}" for recipe in recipes)]
+            body.append((f"{shape} {[*first['dims'].values()]}", *times))
+        if body:
+            headings = ("T, D, F, E, top_k", "torch's ops, BF16", *recipes)
+            text = (
+                f"Microseconds of forward and backward on {result['device']} at {(result['commit'] or 'unknown')[:7]}, "
+                "experts chosen at random, without the router; beside it torch's own ops around `torch._grouped_mm`:"
+            )
+            align = ["left"] + ["right"] * (len(headings) - 1)
+            lines = tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
+            parts.append(f"{textwrap.fill(text, 120)}\n\n{lines}")
+    return "\n\n".join(parts) or "Not measured yet: `make bench` on a GPU fills this table."
+
+
 def replaced(document: str, name: str, text: str) -> str:
     """The document with its part of that name made anew."""
     begin, end = f"<!-- {name}: begin (python bench/report.py) -->", f"<!-- {name}: end -->"
@@ -225,12 +249,14 @@ def replaced(document: str, name: str, text: str) -> str:
 
 def documents() -> dict[Path, str]:
     """Every text that is made of results or of the table of GEMMs."""
-    results, readme, ops = recorded(), ROOT / "README.md", ROOT / "docs" / "ops.md"
+    results, readme = recorded(), ROOT / "README.md"
+    ops, layer = ROOT / "docs" / "ops.md", ROOT / "docs" / "layer.md"
     with_figures = replaced(readme.read_text(), "figures", first_screen(results))
     return {
         RESULTS / "README.md": results_page(results),
         readme: replaced(with_figures, "matrix", matrix.markdown(results)),
         ops: replaced(ops.read_text(), "generic", generic_table(results)),
+        layer: replaced(layer.read_text(), "layer", layer_table(results)),
     }
 
 
