@@ -66,12 +66,12 @@ def test_pairs(activation, format, fp8, dtype, f, interleaved, keep_h, rounding,
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_as_a_chip_casts(format, device):
-    """What a kernel of one read exists for, in full, and next to where it ends."""
+    """What a kernel of one read exists for, on a GPU in full, and next to where it ends."""
     ways = list(itertools.product((False, True), (False, True), FORMATS[format].roundings, CHIP))
     for activation in ACTIVATIONS:
         for f in (128, 256, 640, 1024):
             h = h_for(activation, 130, f, device=device)
-            for interleaved, keep_h, rounding, dtype in ways if f == 640 else ways[::5]:
+            for interleaved, keep_h, rounding, dtype in ways if f == 640 and device != "cpu" else ways[::5]:
                 check(h, activation, format, interleaved=interleaved, keep_h=keep_h, rounding=rounding, dtype=dtype)
     for f in (8192, 8320):
         check(h_for("swiglu", 3, f, device=device), "swiglu", format)
