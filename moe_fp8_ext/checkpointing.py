@@ -11,8 +11,8 @@ def save_ops() -> list[OpOverload]:
 
     For the list of `torch.utils.checkpoint.create_selective_checkpoint_contexts`, beside those of other layers.
     Backward then computes casts, moves and activations again, and no product. What is kept is the products' outputs,
-    bfloat16: [M, N] of a `grouped_mm`, [P, 2F] and [P, D] of `experts`, and 3 integers a slot. Products of recipe
-    "bf16" are `torch._grouped_mm`'s, which is in the list too.
+    bfloat16: [M, N] of a `grouped_mm`, [P, 2F] and [P, D] of `experts`; and of the order, two integers a slot and one
+    an expert. Products of recipe "bf16" are `torch._grouped_mm`'s, which is in the list too.
 
     Returns:
         Overloads of ops, a new list.

@@ -101,11 +101,11 @@ def experts(
         check_main_grad(_OP, "main_grad_gate_up", main_grad_gate_up, "w_gate_up", w_gate_up)
     if main_grad_down is not None:
         check_main_grad(_OP, "main_grad_down", main_grad_down, "w_down", w_down)
-    experts, hidden, d = w_gate_up.shape
-    recipe = recipe.at(topk_ids.numel() * hidden * d, experts * hidden * d, experts)
+    e, hidden, d = w_gate_up.shape
+    recipe = recipe.at(topk_ids.numel() * hidden * d, e * hidden * d, e)
     needs = Needs(*map(asks_for_gradient, (x, topk_scores, *weights)))
     if what := _in_bf16(recipe, needs):
-        e, limit = w_down.shape[0], most_experts(x)
+        limit = most_experts(x)
         require(e <= limit, f"{_OP}: w_down must have at most {limit} experts with {what}, got {e}")
     dtype = autocast_dtype(x)
     x, scores = cast(x, dtype or x.dtype), cast(topk_scores, torch.float32).contiguous()

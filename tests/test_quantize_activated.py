@@ -21,6 +21,7 @@ from helpers import (
     check_second_gpu,
     check_stream_order,
     check_two_streams,
+    corrupt_offs,
     misaligned,
     on,
     pairs,
@@ -157,17 +158,29 @@ def test_derivatives_that_there_are_not(spelling):
     check_no_tangent(lambda h: spelling.quantize_activated(h, "swiglu", "rowwise"), torch.randn(10, 8))
 
 
-H = torch.zeros(6, 8)
+@pytest.mark.parametrize("format", FORMATS)
+def test_corrupt_offsets(format, device):
+    h = h_for("swiglu", 60, 128, device=device)
+    for offs in corrupt_offs(60, device):
+        check(h, "swiglu", format, offs=offs)
+
+
+H, Q = torch.zeros(6, 8), torch.zeros(6, 8, dtype=torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(
     ("args", "kwargs", "argument", "got"),
     [
         ([H.double(), "swiglu", "rowwise"], {}, "h", "float64"),
+        ([Q, "swiglu", "rowwise"], {}, "h", "float8_e4m3fn"),
+        ([H[0], "swiglu", "rowwise"], {}, "h", "1"),
+        ([H.t(), "silu", "rowwise"], {}, "h", "stride 8"),
         ([H[:, :7], "swiglu", "rowwise"], {}, "h", "7"),
         ([H, "relu", "rowwise"], {}, "activation", "relu"),
         ([H, "swiglu", "fp4"], {}, "format", "fp4"),
         ([H, "swiglu", "rowwise"], {"offs": torch.zeros(6)}, "offs", "float32"),
+        ([H, "swiglu", "rowwise"], {"offs": torch.zeros(2, 2, dtype=torch.int32)}, "offs", "2"),
+        ([H, "swiglu", "rowwise"], {"offs": torch.zeros(6, dtype=torch.int32)[::2]}, "offs", "stride 2"),
         ([H, "swiglu", "rowwise"], {"dtype": torch.int8}, "dtype", "int8"),
         ([H, "swiglu", "rowwise"], {"rounding": "floor"}, "rounding", "floor"),
         ([H, "swiglu", "mxfp8"], {"offs": torch.zeros(1025, dtype=torch.int32)}, "offs", "1025"),
@@ -175,3 +188,9 @@ H = torch.zeros(6, 8)
 )
 def test_errors(args, kwargs, argument, got, device):
     check_error("quantize_activated", on(device, args), argument, got, **on(device, kwargs))
+
+
+def test_error_on_another_device(device):
+    other = "cpu" if device == "cuda" else "meta"
+    with pytest.raises(RuntimeError, match=f"^quantize_activated: offs must be on the device of h, .*got {other}"):
+        quantize_activated(H.to(device), "swiglu", "mxfp8", offs=torch.zeros(2, dtype=torch.int32, device=other))

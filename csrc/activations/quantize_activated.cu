@@ -58,9 +58,10 @@ template <class T, Activation kActivation>
 MOE_DEVICE void quantize_activated_rows(const QuantizeActivatedParams& p, const RowTeam& of_h, const RowTeam& of_a) {
   const GatesOf<kActivation> source(p.h);
   const int first_of_wave = of_a.rank / kWarpSize * kWarpSize;
-  for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < p.P; first += int64_t(gridDim.x) * blockDim.y) {
+  const int64_t rows = p.of_a.rows;
+  for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows; first += int64_t(gridDim.x) * blockDim.y) {
     const int64_t row = first + threadIdx.y;
-    const int vecs = row < p.P ? int(p.h.F / n) : 0;
+    const int vecs = row < rows ? int(p.h.F / n) : 0;
     const void* const from = source.row(row);
     typename GatesOf<kActivation>::Held h[kVecs] = {};
     Activations a[kVecs] = {};
@@ -93,7 +94,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMostThreads, 2)
 int launch_whole(const QuantizeActivatedParams& p, void* stream) {
   const int threads = round_up(ceil_div(int(p.h.F / n), kVecs), kLargestWarp);
   const int rows_each = threads < kUsualThreads ? kUsualThreads / threads : 1;
-  const int64_t blocks = ceil_div<int64_t>(p.P, rows_each);
+  const int64_t blocks = ceil_div<int64_t>(p.of_a.rows, rows_each);
   const int64_t most = kMaxBlocks * kThreads / kMostThreads;  // as many threads as launch_on_rows() starts
   const dim3 grid(unsigned(blocks < most ? blocks : most));
   return launch(quantize_activated_rows_kernel<Types>, {grid, dim3(threads, rows_each), stream}, p);
@@ -133,7 +134,7 @@ MOE_DEVICE void quantize_vecs(const QuantizeActivatedParams& p, int64_t row, int
   const uint32_t of_own = own == 0 ? amax[0] : own < kParts ? amax[kParts - 1] : amax_of_a;
   const auto s = T::template scale_of<ScaleF32>(p.of_a, amax_bits<BF16>(of_own));
   auto multiplier = [&](int of) { return as_float(shfl(as_bits(s.multiplier), lane - own + of)); };
-  const bool live = row < p.P, there = v < p.h.F / n, keeps = p.of_h.rows > 0;
+  const bool live = row < p.of_a.rows, there = v < p.h.F / n, keeps = p.of_h.rows > 0;
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     const float m = multiplier(part);
@@ -144,7 +145,7 @@ MOE_DEVICE void quantize_vecs(const QuantizeActivatedParams& p, int64_t row, int
   if (live && there) store_cast<T>(p.of_a, p.of_a.q + row * p.of_a.K, v, a.part[0], m);
 
   auto store_scale = [&](const QuantizeParams& to, int64_t block) {
-    store_stream(static_cast<float*>(to.scale) + block * scale_stride(p.P) + row, live ? s.dequant() : 0.f);
+    store_stream(static_cast<float*>(to.scale) + block * scale_stride(p.of_a.rows) + row, live ? s.dequant() : 0.f);
   };
   if (!there) return;
   if (own == kOfA && lane % kVecsOfBlock < kQuad) store_scale(p.of_a, v / kVecsOfBlock);
@@ -156,13 +157,13 @@ template <class T, Activation kActivation>
 MOE_DEVICE void quantize_activated_blocks(const QuantizeActivatedParams& p) {
   const GatesOf<kActivation> source(p.h);
   const int lane = threadIdx.x % kWarpSize, vecs = int(p.h.F / n);
-  for (int64_t row = first_row(); row < scale_stride(p.P); row += rows_at_once()) {
+  for (int64_t row = first_row(); row < scale_stride(p.of_a.rows); row += rows_at_once()) {
     const void* const from = source.row(row);
     for (int first = 0; first < vecs; first += kVecs * kWarpSize) {
       typename GatesOf<kActivation>::Held h[kVecs] = {};
 #pragma unroll
       for (int i = 0; i < kVecs; ++i)
-        if (const int v = first + i * kWarpSize + lane; row < p.P && v < vecs) h[i] = source.load(from, v);
+        if (const int v = first + i * kWarpSize + lane; row < p.of_a.rows && v < vecs) h[i] = source.load(from, v);
 #pragma unroll
       for (int i = 0; i < kVecs; ++i)
         if (const int v = first + i * kWarpSize; v < vecs)
@@ -184,14 +185,14 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 3)
 
 bool can_quantize_activated(const QuantizeActivatedParams& p) {
   const bool whole = p.of_a.format == FormatId::kRowwise, blocks = p.of_a.format == FormatId::kBlockwise;
-  return p.P > 0 && p.h.F > 0 && p.h.in == InType::kBF16 && is_fnuz(p.of_a.out) == device().native_fnuz &&
-         is_of_vectors(p.h.h, p.h.stride, p.h.F, p.P, 2) &&
+  return p.of_a.rows > 0 && p.h.F > 0 && p.h.in == InType::kBF16 && is_fnuz(p.of_a.out) == device().native_fnuz &&
+         is_of_vectors(p.h.h, p.h.stride, p.h.F, p.of_a.rows, 2) &&
          ((whole && p.h.F <= kMostFeatures) || (blocks && p.h.F % kBlock == 0));
 }
 
 int quantize_activated(const QuantizeActivatedParams& p, void* stream) {
   if (p.of_a.format == FormatId::kRowwise) return launch_whole(p, stream);
-  return launch_on_rows(quantize_activated_blocks_kernel<Types>, p, scale_stride(p.P), stream);
+  return launch_on_rows(quantize_activated_blocks_kernel<Types>, p, scale_stride(p.of_a.rows), stream);
 }
 
 }  // namespace moe_fp8

@@ -13,9 +13,8 @@ namespace moe_fp8 {
 
 struct QuantizeActivatedParams {
   GateRows h;
-  int64_t P;
   Activation activation;
-  QuantizeParams of_a, of_h;  // as quantize() takes them, but that a lies nowhere
+  QuantizeParams of_a, of_h;  // as quantize() takes them, but that a lies nowhere; of_a has all rows
 };
 
 // Whether one kernel does it. What else there is takes activate() and quantize().

@@ -83,20 +83,19 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
   check(kH, h);
   QuantizeActivatedParams p = {};
   p.activation = check_activation(kQuantize, activation);
-  p.P = h.sizes[0];
   p.h = gates_of(kQuantize, h, in_type(h), p.activation, interleaved);
   QuantizeParams &a = p.of_a, &of_h = p.of_h;
   a.format = check_format(kQuantize, format);
   const Format& f = format_of(a.format);
   a.rounding = check_rounding(kQuantize, f, rounding);
   a.in = p.h.in;
-  a.rows = p.P;
-  if (offs) check_offs(kOffs, *offs, h, p.P);
+  a.rows = h.sizes[0];
+  if (offs) check_offs(kOffs, *offs, h, a.rows);
   const Call call(kQuantize, "h", h);
   a.out = check_fp8(call, kQuantize, dtype);
   a.along_rows = true;
   of_h = a;  // without groups, which scales of a alone may lie by
-  of_h.rows = keep_h ? p.P : 0;
+  of_h.rows = keep_h ? a.rows : 0;
   of_h.K = h.sizes[1];
   of_h.x = h.data;
   of_h.row_stride = p.h.stride;
@@ -118,8 +117,8 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
     return results(q, scale, h_q, h_scale);
   }
 #endif
-  const Handle values = call.empty({p.P, p.h.F}, h.dtype), scratch = scratch_of(call, h, a);
-  run(call, h, {p.h, data(values), p.P, p.activation});
+  const Handle values = call.empty({a.rows, a.K}, h.dtype), scratch = scratch_of(call, h, a);
+  run(call, h, {p.h, data(values), a.rows, p.activation});
   a.x = data(values);
   run(call, h, a);
   run(call, h, of_h);

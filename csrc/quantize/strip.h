@@ -196,9 +196,9 @@ MOE_DEVICE uint32_t amax_of_cluster(const StripsPlan& p, StripShared<T>& shared,
 MOE_DEVICE uint32_t* message(const StripsPlan& p, uint32_t share) {
   return reinterpret_cast<uint32_t*>(p.scratch) + int64_t(share) * kLanes + threadIdx.x;
 }
-// Looks at a message before helping. Each is a way to the L2 and back, some 0.2 us, and clusters that run are about a
-// turn apart, 2 to 10 us on an H200: while all run, nobody helps. Who helps too early reads x in vain, and goes on
-// listening meanwhile.
+// Looks at a message before helping. By its latency each takes some 0.2 us, and clusters that run are about a turn
+// apart, which is a few us on an H200: while all run, nobody should help. Who helps too early reads x in vain, and goes
+// on listening meanwhile.
 constexpr int kLooks = 128;
 
 // By one slot: the amax of a share, which its cluster tells. That cluster may not begin before ours has ended, so after

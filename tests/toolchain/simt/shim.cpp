@@ -100,7 +100,7 @@ extern "C" const char* simt_quantize_activated(const void* h, int64_t P, int64_t
   of_h.scale = h_scale;
   const GateRows rows = {.h = h, .stride = h_stride, .F = F, .in = InType::kBF16, .fp8 = {}, .scale = {},
                          .interleaved = interleaved};
-  const QuantizeActivatedParams p = {rows, P, Activation(activation), of_a, of_h};
+  const QuantizeActivatedParams p = {rows, Activation(activation), of_a, of_h};
   if (!can_quantize_activated(p)) return "no kernel takes these rows";
   return outcome(quantize_activated(p, nullptr));
 }
