@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from moe_fp8_ext.bf16 import autocast_dtype, bf16_wgrad, cast, most_experts, row_major
 from moe_fp8_ext.formats import MAX_EXPERTS
-from moe_fp8_ext.operands import NOTHING, Slots, operands_of
+from moe_fp8_ext.operands import NOTHING, Operand, Slots, operands_of
 from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import INPUT_DTYPES, check_dense, check_main_grad, check_one_of, dtype_name, either, require
 from moe_fp8_ext.ops.dispatch import asks_for_gradient, below_autograd, differentiable_once
@@ -92,11 +93,29 @@ def experts(
 
     Source: DESIGN.md section 6.
     """
+    weights = w_gate_up, w_down, b_gate_up, b_down
+    options = recipe, activation, interleaved, keep, main_grad_gate_up, main_grad_down
+    return _Experts.apply(*arguments(x, topk_ids, topk_scores, weights, *options))
+
+
+def arguments(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_scores: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    recipe: str | Recipe = "rowwise",
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    keep: str = "fp8",
+    main_grad_gate_up: Tensor | None = None,
+    main_grad_down: Tensor | None = None,
+) -> tuple[object, ...]:
+    """Of the Function, for a checked call of `experts`."""
     recipe = get_recipe(recipe)
     check_one_of(_OP, "activation", activation, list(GATED))
     check_one_of(_OP, "keep", keep, _KEEP)
-    weights = w_gate_up, w_down, b_gate_up, b_down
     _check(x, topk_ids, topk_scores, *weights, gated=GATED[activation])
+    w_gate_up, w_down, *_ = weights
     if main_grad_gate_up is not None:
         check_main_grad(_OP, "main_grad_gate_up", main_grad_gate_up, "w_gate_up", w_gate_up)
     if main_grad_down is not None:
@@ -109,8 +128,8 @@ def experts(
         require(e <= limit, f"{_OP}: w_down must have at most {limit} experts with {what}, got {e}")
     dtype = autocast_dtype(x)
     x, scores = cast(x, dtype or x.dtype), cast(topk_scores, torch.float32).contiguous()
-    call = Call(recipe, activation, interleaved, keep == "fp8", dtype, needs)
-    return _Experts.apply(x, scores, *weights, topk_ids.contiguous(), main_grad_gate_up, main_grad_down, call)
+    call = Call(recipe, activation, interleaved, keep == "fp8", dtype, w_down.shape[2], needs)
+    return x, scores, *weights, topk_ids.contiguous(), main_grad_gate_up, main_grad_down, call
 
 
 class Needs(NamedTuple):
@@ -142,6 +161,7 @@ class Call(NamedTuple):
     interleaved: bool
     keep_fp8: bool
     dtype: torch.dtype | None  # of autocast
+    features: int  # of an activation
     needs: Needs
 
 
@@ -150,70 +170,91 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx, x, scores, w_gate_up, w_down, b_gate_up, b_down, topk_ids, main_grad_gate_up, main_grad_down, call
     ):
-        needs, operands = call.needs, operands_of(call.recipe)
+        weights = w_gate_up, w_down, b_gate_up, b_down
         with below_autograd():
             slots = Slots(*_sort_tokens(topk_ids, w_gate_up.shape[0]))
-            up, up_t = operands.weight(w_gate_up, call.dtype or w_gate_up.dtype, backward=needs.x)
-            down, down_t = operands.weight(w_down, call.dtype or w_down.dtype, backward=needs.da)
-            rows, _ = operands.at_slots(x, slots, rows=True)
-            h = operands.product(rows, up, slots)
-            if b_gate_up is not None:
-                h += rows_of_bias(b_gate_up, slots.offs, h.shape[0], h.dtype)
-            keep_fp8 = call.keep_fp8 and needs.h
-            rows, h = operands.activated(h, slots, call.activation, call.interleaved, keep_fp8)
-            y = operands.product(rows, down, slots)
-            if b_down is not None:
-                y += rows_of_bias(b_down, slots.offs, y.shape[0], y.dtype)
-            out = cast(_combine(y, slots.inverse, scores), x.dtype)
-            h = h if needs.h else NOTHING
-        ctx.save_for_backward(x if needs.w_gate_up else None, scores, b_down, *slots, *up_t, *down_t, *h)
+            out, kept = forward((x, None), scores, slots, weights, call)
+        ctx.save_for_backward(*kept)
         # Not saved tensors: every backward writes to them.
-        ctx.main_grad_gate_up, ctx.main_grad_down = main_grad_gate_up, main_grad_down
-        ctx.call, ctx.features = call, w_down.shape[2]
-        inputs = x, scores, w_gate_up, w_down, b_gate_up, b_down
-        ctx.dtypes = [None if t is None else t.dtype for t in inputs]
-        return out
+        ctx.main_grads = main_grad_gate_up, main_grad_down
+        ctx.call, ctx.dtypes = call, dtypes_of(x, scores, *weights)
+        return cast(out, x.dtype)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dout):
-        x, scores, b_down, permutation, offs, inverse, *kept = ctx.saved_tensors
-        up_t, down_t, (h, h_scale) = kept[:2], kept[2:4], kept[4:]
-        call, needs, slots, p = ctx.call, ctx.call.needs, Slots(permutation, offs, inverse), permutation.shape[0]
-        operands = operands_of(call.recipe)
-        dx = dscores = dw_gate_up = dw_down = db_gate_up = db_down = dh = None
         with below_autograd():
-            dout = row_major(dout)
-            dy, dy_t = operands.at_slots(dout, slots, rows=needs.da, tokens=needs.w_down, gradient=True)
-            if needs.h:
-                # Zeros where dW_down alone is wanted, and so of the next op's results a alone.
-                da = operands.product(dy, down_t, slots) if needs.da else dout.new_zeros(p, ctx.features, dtype=_BF16)
-                of_slots = _permute_pad(scores.view(-1, 1), permutation, 1).view(-1)
-                format = None if h_scale is None else call.recipe.format
-                options = dict(scores=of_slots, h_scale=h_scale, format=format, interleaved=call.interleaved)
-                dh, a, dscores = _activate_backward(h, da, call.activation, **options)
-                dscores = _permute_pad(dscores.view(-1, 1), inverse.view(-1), 1).view(inverse.shape)
-            if needs.w_down:
-                _, a_t = operands.of_slots(a, slots, tokens=True)
-                dw_down = operands.wgrad(dy_t, a_t, slots, ctx.main_grad_down)
-            if b_down is not None and (needs.scores or needs.b_down):
-                # To `combine` a bias is what the product is, a part of y.
-                y = rows_of_bias(b_down, offs, p, dout.dtype) if needs.scores else None
-                dy, of_bias = _combine_backward(dout, y, inverse, scores, p)
-                dscores = dscores + of_bias if needs.scores else None
-                db_down = _sum_of_groups(dy, offs) if needs.b_down else None
-            if needs.b_gate_up:
-                db_gate_up = _sum_of_groups(dh, offs)
-            if needs.x or needs.w_gate_up:
-                dh, dh_t = operands.of_slots(dh, slots, rows=needs.x, tokens=needs.w_gate_up, gradient=True)
-            if needs.x:
-                dx = _combine(operands.product(dh, up_t, slots), inverse, None)
-            if needs.w_gate_up:
-                _, x_t = operands.at_slots(x, slots, tokens=True)
-                dw_gate_up = operands.wgrad(dh_t, x_t, slots, ctx.main_grad_gate_up)
-            grads = dx, dscores if needs.scores else None, dw_gate_up, dw_down, db_gate_up, db_down
-            grads = [None if g is None else cast(g, dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)]
-        return *grads, None, None, None, None
+            grads = backward((row_major(dout), None), ctx.saved_tensors, ctx.main_grads, ctx.call)
+        return *cast_all(grads, ctx.dtypes), None, None, None, None
+
+
+def forward(
+    x: Operand, scores: Tensor, slots: Slots, weights: Sequence[Tensor | None], call: Call
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """out [T, D] in bfloat16 for tokens at their slots, and what `backward` needs."""
+    w_gate_up, w_down, b_gate_up, b_down = weights
+    needs, operands = call.needs, operands_of(call.recipe)
+    up, up_t = operands.weight(w_gate_up, call.dtype or w_gate_up.dtype, backward=needs.x)
+    down, down_t = operands.weight(w_down, call.dtype or w_down.dtype, backward=needs.da)
+    rows, _ = operands.at_slots(x, slots, rows=True)
+    h = operands.product(rows, up, slots)
+    if b_gate_up is not None:
+        h += rows_of_bias(b_gate_up, slots.offs, h.shape[0], h.dtype)
+    rows, h = operands.activated(h, slots, call.activation, call.interleaved, call.keep_fp8 and needs.h)
+    y = operands.product(rows, down, slots)
+    if b_down is not None:
+        y += rows_of_bias(b_down, slots.offs, y.shape[0], y.dtype)
+    out = _combine(y, slots.inverse, scores)
+    x, h = x if needs.w_gate_up else NOTHING, h if needs.h else NOTHING
+    return out, (*x, scores, b_down, *slots, *up_t, *down_t, *h)
+
+
+def backward(
+    dout: Operand, kept: Sequence[Tensor | None], main_grads: Sequence[Tensor | None], call: Call
+) -> list[Tensor | None]:
+    """Gradients of what `Needs` lists, those of x and weights in bfloat16."""
+    x, x_scale, scores, b_down, permutation, offs, inverse, *kept = kept
+    up_t, down_t, (h, h_scale) = kept[:2], kept[2:4], kept[4:]
+    needs, slots, p = call.needs, Slots(permutation, offs, inverse), permutation.shape[0]
+    operands = operands_of(call.recipe)
+    dx = dscores = dw_gate_up = dw_down = db_gate_up = db_down = dh = None
+    dy, dy_t = operands.at_slots(dout, slots, rows=needs.da, tokens=needs.w_down, gradient=True)
+    if needs.h:
+        # Zeros where dW_down alone is wanted, and so of the next op's results a alone.
+        da = operands.product(dy, down_t, slots) if needs.da else scores.new_zeros(p, call.features, dtype=_BF16)
+        of_slots = _permute_pad(scores.view(-1, 1), permutation, 1).view(-1)
+        format = None if h_scale is None else call.recipe.format
+        options = dict(scores=of_slots, h_scale=h_scale, format=format, interleaved=call.interleaved)
+        dh, a, dscores = _activate_backward(h, da, call.activation, **options)
+        dscores = _permute_pad(dscores.view(-1, 1), inverse.view(-1), 1).view(inverse.shape)
+    if needs.w_down:
+        _, a_t = operands.of_slots(a, slots, tokens=True)
+        dw_down = operands.wgrad(dy_t, a_t, slots, main_grads[1])
+    if b_down is not None and (needs.scores or needs.b_down):
+        # To `combine` a bias is what the product is, a part of y.
+        grad = operands.values(dout)
+        y = rows_of_bias(b_down, offs, p, grad.dtype) if needs.scores else None
+        dy, of_bias = _combine_backward(grad, y, inverse, scores, p)
+        dscores = dscores + of_bias if needs.scores else None
+        db_down = _sum_of_groups(dy, offs) if needs.b_down else None
+    if needs.b_gate_up:
+        db_gate_up = _sum_of_groups(dh, offs)
+    if needs.x or needs.w_gate_up:
+        dh, dh_t = operands.of_slots(dh, slots, rows=needs.x, tokens=needs.w_gate_up, gradient=True)
+    if needs.x:
+        dx = _combine(operands.product(dh, up_t, slots), inverse, None)
+    if needs.w_gate_up:
+        _, x_t = operands.at_slots((x, x_scale), slots, tokens=True)
+        dw_gate_up = operands.wgrad(dh_t, x_t, slots, main_grads[0])
+    return [dx, dscores if needs.scores else None, dw_gate_up, dw_down, db_gate_up, db_down]
+
+
+def dtypes_of(*inputs: Tensor | None) -> list[torch.dtype | None]:
+    return [None if t is None else t.dtype for t in inputs]
+
+
+def cast_all(grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
+    return [None if g is None else cast(g, dtype) for g, dtype in zip(grads, dtypes, strict=True)]
 
 
 def rows_of_bias(bias: Tensor, offs: Tensor, rows: int, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ NOTHING: Operand = None, None
 
 _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default
+_dequantize = torch.ops.moe_fp8.dequantize.default
 _quantize_rows = torch.ops.moe_fp8.quantize_rows.default
 _quantize_tokens = torch.ops.moe_fp8.quantize_tokens.default
 _quantize_both = torch.ops.moe_fp8.quantize_both.default
@@ -37,20 +38,27 @@ class Slots(NamedTuple):
 
 
 class Bf16Operands:
-    """Tensors in bfloat16; what is said of the methods holds for Fp8Operands too."""
+    """Tensors in bfloat16; what is said of the methods holds for Fp8Operands too.
+
+    Tokens are an operand of no scale, as they came, or in Fp8Operands already quantized along rows.
+    """
 
     def weight(self, w: Tensor, dtype: torch.dtype, backward: bool) -> tuple[Operand, Operand]:
         """w [E, N, K], multiplied as `dtype`: for a product over K and, for backward, for one over N."""
         w = cast(cast(w, dtype), torch.bfloat16)
         return (w.mT, None), (w, None) if backward else NOTHING
 
+    def values(self, x: Operand) -> Tensor:
+        """Tokens x [T, K], quantized or not, as numbers."""
+        return x[0]
+
     def at_slots(
-        self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
+        self, x: Operand, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        """x [T, K] where its tokens go: along rows, for a product with weights, and along tokens, for `wgrad`."""
+        """Tokens x where they go: along rows, for a product with weights, and along tokens, for `wgrad`."""
         if not rows and not tokens:
             return NOTHING, NOTHING
-        x = _permute_pad(row_major(cast(x, torch.bfloat16)), *slots.indices)
+        x = _permute_pad(row_major(cast(x[0], torch.bfloat16)), *slots.indices)
         return self.of_slots(x, slots, rows, tokens, gradient)
 
     def of_slots(
@@ -84,16 +92,26 @@ class Fp8Operands:
         q, scale, q_t, scale_t = fp8_weight(w, dtype, self.recipe, backward)
         return (q, scale), (q_t, scale_t) if backward else NOTHING
 
+    def quantized(self, x: Tensor, gradient: bool = False) -> Operand:
+        """Tokens x [T, K] along rows."""
+        format, dtype, rounding = self._rule(gradient)
+        return _quantize_rows(row_major(x), format, None, None, None, dtype, rounding)
+
+    def values(self, x: Operand) -> Tensor:
+        q, scale = x
+        return q if scale is None else _dequantize(q, scale, self.recipe.format, "rows", None, torch.bfloat16)
+
     def at_slots(
-        self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
+        self, x: Operand, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        x, (format, dtype, rounding) = row_major(x), self._rule(gradient)
+        format, dtype, rounding = self._rule(gradient)
         along_rows = along_tokens = NOTHING
         if rows:
-            q, scale = _quantize_rows(x, format, None, None, None, dtype, rounding)
+            q, scale = self.quantized(x[0], gradient) if x[1] is None else x
             along_rows = _permute_quantized(q, scale, format, *slots.indices, slots.offs)
         if tokens:
-            along_tokens = _quantize_tokens(x, format, slots.offs, *slots.indices, self.recipe.align, dtype, rounding)
+            of_slots = row_major(self.values(x)), format, slots.offs, *slots.indices
+            along_tokens = _quantize_tokens(*of_slots, self.recipe.align, dtype, rounding)
         return along_rows, along_tokens
 
     def of_slots(
@@ -132,7 +150,7 @@ class HighPrecisionWgrad(Fp8Operands):
     """Along tokens, and so in `wgrad`, tensors are in bfloat16."""
 
     def at_slots(
-        self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
+        self, x: Operand, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
         return super().at_slots(x, slots, rows, False, gradient)[0], _BF16.at_slots(x, slots, tokens=tokens)[1]
 
