@@ -1,0 +1,254 @@
+"""Experts over the ranks of a group: tokens travel to them as the operand that their products want."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_fp8_ext.bf16 import cast, row_major
+from moe_fp8_ext.distributed.messages import Column, packed
+from moe_fp8_ext.distributed.ways import OP, Exact, Peers, Static, Way, fail
+from moe_fp8_ext.experts import Call, arguments, backward, cast_all, dtypes_of, forward
+from moe_fp8_ext.formats import FORMATS, MAX_EXPERTS
+from moe_fp8_ext.operands import Operand, Slots, operands_of
+from moe_fp8_ext.ops.checks import check_one_of
+from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
+from moe_fp8_ext.recipes import Recipe, get_recipe
+
+_sort_tokens = torch.ops.moe_fp8.sort_tokens.default
+_permute_pad = torch.ops.moe_fp8.permute_pad.default
+_combine = torch.ops.moe_fp8.combine.default
+_swizzle = torch.ops.moe_fp8.swizzle_scales.default
+_unswizzle = torch.ops.moe_fp8.unswizzle_scales.default
+
+
+class ExpertParallel:
+    """Experts [rank * L, (rank + 1) * L) of every layer live on a rank; L = num_experts / ranks.
+
+        ep = ExpertParallel(group, num_experts, top_k, recipe="rowwise")
+        out = ep.experts(x, topk_ids, topk_scores, w_gate_up, w_down)
+
+    A token travels once to each rank that has any of its experts, quantized where it comes from, with its scales, ids
+    and scores in one message. Nothing is cast where it arrives: its bytes are the operand of the product. What experts
+    of one rank make of a token is added up there and travels back in bfloat16, as does its gradient.
+
+    Args:
+        group: of ranks among which experts are spread, or a DeviceMesh of one dimension.
+        num_experts: of all ranks together, a multiple of their number.
+        top_k: columns of topk_ids.
+        recipe: as in `moe_fp8_ext.experts`, but "auto". Tokens travel in bfloat16 with "bf16" and with
+            wgrad_high_precision, else in the recipe's format. The gradient of weights then has its tokens, or its
+            gradients where those travel in fp8, from that: rounded twice, or with scales that are powers of two once,
+            but for underflow.
+        gradients: what gradients of the output travel as, "bf16", or "fp8" in the recipe's format and grad_dtype.
+        mode: "exact" sends what there is: the host waits, once a call, for the sizes, which are asked for as soon as
+            the routing is known. "static" sends buffers of a fixed size and never waits; calls may be captured in CUDA
+            graphs, of equal numbers of tokens on all ranks.
+        capacity: of the buffers of "static", over what even routing fills; None: the number of ranks, which every
+            routing fits into. What does not fit is left out as if its id were -1, and counted: see `check`.
+
+    Every rank of the group constructs it, and calls it, with the same arguments and in the same order.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized, num_experts is not a multiple of the ranks, an argument is
+            not as above or not that of the other ranks; the text names it.
+        ValueError, TypeError: no recipe of that name exists, or it is neither a name nor a `Recipe`.
+
+    Source: DeepSeek-V3 technical report, section 3.2 (a token once to a rank, in fp8); DESIGN.md section 6.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh,
+        num_experts: int,
+        top_k: int,
+        *,
+        recipe: str | Recipe = "rowwise",
+        gradients: str = "bf16",
+        mode: str = "exact",
+        capacity: float | None = None,
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            fail("group must be one of torch.distributed, which is not initialized")
+        self.mesh = group if isinstance(group, DeviceMesh) else None
+        group = group if self.mesh is None else group.get_group()
+        if not isinstance(group, dist.ProcessGroup):
+            fail(f"group must be a ProcessGroup or a DeviceMesh of one dimension, got {type(group).__name__}")
+        check_one_of(OP, "gradients", gradients, ("bf16", "fp8"))
+        check_one_of(OP, "mode", mode, ("exact", "static"))
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.num_experts, self.top_k, self.recipe = num_experts, top_k, get_recipe(recipe)
+        self.gradients, self.mode, self.capacity = gradients, mode, ranks if capacity is None else capacity
+        self._in_fp8 = self.recipe.format is not None and not self.recipe.wgrad_high_precision
+        self._check_arguments(ranks, capacity)
+        device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+        self.peers = Peers(group, rank, ranks, num_experts // ranks, device)
+        self._check_agreement()
+        self._exact = Exact(self.peers)
+        self._static = Static(self.peers, self.capacity) if mode == "static" else None
+        self._agreed: int | None = None  # of the first call of "static"
+
+    def _check_arguments(self, ranks: int, capacity: float | None) -> None:
+        if self.num_experts < 1 or self.num_experts % ranks:
+            fail(f"num_experts must be a multiple of the {ranks} ranks, got {self.num_experts}")
+        if self.num_experts > ranks * MAX_EXPERTS:
+            fail(f"num_experts must be at most {MAX_EXPERTS} a rank, got {self.num_experts} for {ranks}")
+        if self.top_k < 1:
+            fail(f"top_k must be at least 1, got {self.top_k}")
+        if self.recipe.bf16_where_faster:
+            fail(f'recipe must be the same for all sizes, got {self.recipe.name!r}, which is "bf16" for some')
+        if self.gradients == "fp8" and not self._in_fp8:
+            fail("gradients must be 'bf16' with recipe \"bf16\" and with wgrad_high_precision, got 'fp8'")
+        if capacity is not None and (self.mode == "exact" or not 0 < capacity <= ranks):
+            fail(f"capacity must be None, or with mode 'static' from 0 to the {ranks} ranks, got {capacity}")
+
+    def _check_agreement(self) -> None:
+        names = "num_experts", "top_k", "recipe", "gradients", "mode", "capacity"
+        mine = [repr(getattr(self, name)) for name in names]
+        of_ranks: list[list[str]] = [mine] * self.peers.ranks
+        dist.all_gather_object(of_ranks, mine, self.peers.group)
+        for rank, theirs in enumerate(of_ranks):
+            for name, value, other in zip(names, mine, theirs, strict=True):
+                if value != other:
+                    fail(
+                        f"{name} must be the same on all ranks, got {value} on {self.peers.rank} and {other} on {rank}"
+                    )
+
+    def experts(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_scores: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        *,
+        b_gate_up: Tensor | None = None,
+        b_down: Tensor | None = None,
+        **options: object,
+    ) -> Tensor:
+        """`moe_fp8_ext.experts` of this rank's tokens and of the experts of all ranks, differentiable once.
+
+        Args:
+            x, topk_ids, topk_scores: tokens of this rank, any number of them, and ids in [0, num_experts).
+            w_gate_up, w_down, b_gate_up, b_down: of this rank's experts.
+            options: activation, interleaved, keep, main_grad_gate_up and main_grad_down of `moe_fp8_ext.experts`.
+
+        Returns:
+            out [T, D] of x's dtype. What a rank's experts make of a token is rounded to bfloat16 before ranks add up,
+            in float32, in the order of the ranks.
+
+        Raises:
+            RuntimeError: as `moe_fp8_ext.experts`; and on every other rank, where one of them raises before it sends
+                its tokens, or differs in the width of x or in what asks for a gradient. With mode "static" that is so
+                in the first call alone: later ones wait for nobody, and an error leaves the other ranks waiting.
+        """
+        try:
+            weights = w_gate_up, w_down, b_gate_up, b_down
+            inputs = arguments(x, topk_ids, topk_scores, weights, self.recipe, **options)
+            signature = self._signature(x, topk_ids, w_down, inputs[-1])
+        except Exception:
+            if self._agreed is None:
+                self._exact.refuse()
+            raise
+        if self._static and self._agreed is None:
+            self._exact.agree(signature)
+            self._agreed = signature
+        return _OverRanks.apply(self, signature, *inputs)
+
+    def check(self) -> None:
+        """Waits for all calls so far, and raises on every rank if the capacity of "static" left anything out on any.
+
+        Call it once a step, on every rank. What was left out is counted from the last call on.
+
+        Raises:
+            RuntimeError: how many tokens and slots of all ranks were left out.
+        """
+        tokens, slots = self._static.read_left_out() if self._static else (0, 0)
+        if tokens or slots:
+            text = f"{tokens} tokens and {slots} slots were left out"
+            fail(f"capacity must be enough for every routing, got {self.capacity}: {text}")
+
+    def _signature(self, x: Tensor, topk_ids: Tensor, w_down: Tensor, call: Call) -> int:
+        """Of a call that fits this group: what must be alike on all ranks."""
+        if x.device.type != self.peers.device.type:
+            fail(f"x must be on a {self.peers.device.type} device, as messages of the group are, got {x.device}")
+        if topk_ids.shape[1] != self.top_k:
+            fail(f"topk_ids must have {self.top_k} columns, got {topk_ids.shape[1]}")
+        if w_down.shape[0] != self.peers.num_local_experts:
+            fail(f"w_down must have the {self.peers.num_local_experts} experts of a rank, got {w_down.shape[0]}")
+        tokens = x.shape[0] if self._static else 0
+        sizes, needs = tokens << 20 | x.shape[1], sum(need << i for i, need in enumerate(call.needs))
+        if self._agreed is not None and self._agreed >> len(call.needs) != sizes:
+            fail(f"x must be shaped as in the first call with mode 'static', got {list(x.shape)}")
+        return sizes << len(call.needs) | needs
+
+    def _columns(self, x: Tensor, in_fp8: bool, gradient: bool) -> list[Tensor]:
+        """x as it travels."""
+        if not in_fp8:
+            return [cast(x, torch.bfloat16)]
+        q, scale = operands_of(self.recipe).quantized(x, gradient)
+        format = FORMATS[self.recipe.format]
+        if format.order == "blocked":
+            scale = _unswizzle(scale, q.shape[0], format.blocks(q.shape[1]))
+        return [q, scale if format.block else scale[:, None]]
+
+    def _operand(self, values: Tensor, scale: Tensor | None = None) -> Operand:
+        """Of columns as they came."""
+        if scale is None:
+            return values, None
+        format = FORMATS[self.recipe.format]
+        if format.order == "blocked":
+            return values, _swizzle(scale)[0]
+        if format.order == "column_major":
+            return values, scale
+        return values, (scale if format.block else scale.squeeze(1)).contiguous()
+
+    def _slots(self, ids: Tensor, most: int) -> Slots:
+        """Of rows that came with ids of all ranks: those of experts here, sorted by them, and not more than `most`."""
+        ids = ids - self.peers.rank * self.peers.num_local_experts
+        ids = torch.where((ids >= 0) & (ids < self.peers.num_local_experts), ids, -1)
+        permutation, offs, inverse = _sort_tokens(ids, self.peers.num_local_experts)
+        if self._static and most < permutation.shape[0]:
+            self._static.left_out[1] += (offs[-1] - most).clamp(min=0)
+            offs, inverse = offs.clamp(max=most), torch.where(inverse < most, inverse, -1)
+        return Slots(permutation[:most], offs, inverse)
+
+
+class _OverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ep, signature, x, scores, *rest):
+        *weights, topk_ids, main_grad_gate_up, main_grad_down, call = rest
+        with below_autograd():
+            ids = torch.where((topk_ids >= 0) & (topk_ids < ep.num_experts), topk_ids, -1).long()
+            way = (ep._static or ep._exact).begin(ids, signature)
+            # Ids from 1, because rows of no token are zeros.
+            columns = [*ep._columns(x, ep._in_fp8, gradient=False), ids.int() + 1, scores]
+            message = packed(columns)
+            way, most = way()
+            arrived = way.there(_permute_pad(message, way.indices, ep.peers.ranks))
+            *tokens, ids, scores = (column.read(arrived) for column in Column.all_of(columns))
+            slots = ep._slots(ids - 1, most)
+            out, kept = forward(ep._operand(*tokens), scores.contiguous(), slots, weights, call)
+            out = _combine(way.back(out), way.inverse, None)
+        ctx.save_for_backward(way.indices, way.inverse, *kept)
+        ctx.ep, ctx.call, ctx.sizes = ep, call, (way.sent, way.received)
+        ctx.main_grads = main_grad_gate_up, main_grad_down
+        ctx.dtypes = dtypes_of(x, scores, *weights)
+        return cast(out, x.dtype)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dout):
+        indices, inverse, *kept = ctx.saved_tensors
+        ep, way = ctx.ep, Way(indices, inverse, *ctx.sizes, ctx.ep.peers.group)
+        with below_autograd():
+            columns = ep._columns(row_major(dout), ep.gradients == "fp8", gradient=True)
+            arrived = way.there(_permute_pad(packed(columns), indices, ep.peers.ranks))
+            dout = ep._operand(*(column.read(arrived) for column in Column.all_of(columns)))
+            grads = backward(dout, kept, ctx.main_grads, ctx.call)
+            for i, of_tokens in enumerate(grads[:2]):
+                if of_tokens is not None:
+                    grads[i] = _combine(way.back(of_tokens), inverse, None)
+        return None, None, *cast_all(grads, ctx.dtypes), None, None, None, None

@@ -1,0 +1,166 @@
+"""Where the rows of a call go: which ranks a token is sent to, and how many rows and slots that makes everywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+OP = "ExpertParallel"
+RAISED = -1  # what a rank says that cannot send
+
+_sort_tokens = torch.ops.moe_fp8.sort_tokens.default
+
+
+class Peers(NamedTuple):
+    """The ranks among which experts are spread, and this one."""
+
+    group: dist.ProcessGroup
+    rank: int
+    ranks: int
+    num_local_experts: int
+    device: torch.device
+
+    def nothing(self) -> Tensor:
+        """Rows and slots for every rank, [ranks, 2] int64."""
+        return torch.zeros(self.ranks, 2, dtype=torch.int64, device=self.device)
+
+
+class Way(NamedTuple):
+    """Of rows from the ranks whose tokens they are to those whose experts they go to, and back."""
+
+    indices: Tensor  # [S] int32: row s is that of token indices[s] // ranks; -1: of none
+    inverse: Tensor  # [T, ranks] int32: the row of a token for a rank; -1: none
+    sent: list[int] | None  # rows for every rank; None: as many for each
+    received: list[int] | None
+    group: dist.ProcessGroup
+
+    def there(self, rows: Tensor) -> Tensor:
+        """[S, ...] -> [N, ...]"""
+        return self._exchanged(rows, self.sent, self.received)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """[N, ...] -> [S, ...]"""
+        return self._exchanged(rows, self.received, self.sent)
+
+    def _exchanged(self, rows: Tensor, sent: list[int] | None, received: list[int] | None) -> Tensor:
+        count = rows.shape[0] if received is None else sum(received)
+        out = rows.new_empty(count, *rows.shape[1:])
+        dist.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), received, sent, self.group)
+        return out
+
+
+class Exact:
+    """Rows as there are. The host waits for their numbers, which no other work is in front of."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+        self.side = torch.cuda.Stream() if peers.device.type == "cuda" else None
+
+    def begin(self, ids: Tensor, signature: int) -> Callable[[], tuple[Way, int]]:
+        """Asks for sizes; the way and the number of slots at its end, once they are known.
+
+        ids: [T, top_k] int64 in [0, num_experts), or -1. signature: what must be alike on all ranks.
+        """
+        permutation, rows, _, inverse, slots = _by_rank(ids, self.peers)
+        hear = self._ask(torch.stack([rows, slots], 1), signature)
+
+        def way() -> tuple[Way, int]:
+            sent, received, most = hear()
+            return Way(permutation[: sum(sent)], inverse, sent, received, self.peers.group), most
+
+        return way
+
+    def refuse(self) -> None:
+        """Tells the other ranks, which wait for this one, that it has nothing to send but an error."""
+        self._ask(self.peers.nothing(), RAISED)()
+
+    def agree(self, signature: int) -> None:
+        """Raises everywhere where that is not the same everywhere."""
+        self._ask(self.peers.nothing(), signature)()
+
+    def _ask(self, counts: Tensor, signature: int) -> Callable[[], tuple[list[int], list[int], int]]:
+        """Rows for every rank, rows from every rank, and slots of those, for counts [ranks, 2] that go there."""
+        told = torch.nn.functional.pad(counts, (0, 1), value=signature)
+        if self.side is None:
+            answers = self._answers(told)
+            return lambda: _read(answers, signature)
+        self.side.wait_stream(torch.cuda.current_stream())
+        told.record_stream(self.side)
+        with torch.cuda.stream(self.side):
+            answers = self._answers(told).to("cpu", non_blocking=True)
+            arrived = self.side.record_event()
+
+        def hear() -> tuple[list[int], list[int], int]:
+            arrived.synchronize()
+            return _read(answers, signature)
+
+        return hear
+
+    def _answers(self, told: Tensor) -> Tensor:
+        heard = torch.empty_like(told)
+        dist.all_to_all_single(heard, told, group=self.peers.group)
+        return torch.cat([told[:, :1], heard], 1)
+
+
+class Static:
+    """As many rows for every rank: those that there is room for, and rows of no token."""
+
+    def __init__(self, peers: Peers, capacity: float) -> None:
+        self.peers, self.capacity = peers, capacity
+        self.left_out = torch.zeros(2, dtype=torch.int64, device=peers.device)  # tokens, slots
+
+    def begin(self, ids: Tensor, signature: int) -> Callable[[], tuple[Way, int]]:
+        permutation, rows, starts, inverse, _ = _by_rank(ids, self.peers)
+        (tokens, top_k), ranks = ids.shape, self.peers.ranks
+        room = min(tokens, math.ceil(self.capacity * tokens * min(1, top_k / ranks)))
+        place = torch.arange(room, dtype=torch.int32, device=ids.device)
+        found = permutation[(starts[:, None] + place).clamp(max=max(permutation.shape[0] - 1, 0))]
+        indices = torch.where(place < rows[:, None], found, -1).flatten()
+        place = inverse - starts
+        first = torch.arange(ranks, dtype=torch.int32, device=ids.device) * room
+        inverse = torch.where((inverse >= 0) & (place < room), place + first, -1)
+        self.left_out[0] += (rows - room).clamp(min=0).sum()
+        way = Way(indices, inverse, None, None, self.peers.group)
+        return lambda: (way, math.ceil(self.capacity * tokens * top_k))
+
+    def read_left_out(self) -> list[int]:
+        """Tokens and slots of all ranks since it was last read."""
+        left_out = self.left_out.clone()
+        self.left_out.zero_()
+        dist.all_reduce(left_out, group=self.peers.group)
+        return left_out.tolist()
+
+
+def _by_rank(ids: Tensor, peers: Peers) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """permutation [T * ranks] and inverse [T, ranks] as `sort_tokens` returns them for the ranks that a token has any
+    expert of; of every rank the rows, the first of them, and the slots."""
+    ranks = torch.where(ids < 0, peers.ranks, ids // peers.num_local_experts)
+    slots = torch.zeros(ids.shape[0], peers.ranks + 1, dtype=torch.int32, device=ids.device)
+    slots = slots.scatter_add_(1, ranks, torch.ones_like(ids, dtype=torch.int32))[:, :-1]
+    every = torch.arange(peers.ranks, dtype=torch.int32, device=ids.device)
+    permutation, ends, inverse = _sort_tokens(torch.where(slots > 0, every, -1), peers.ranks)
+    rows = ends.diff(prepend=ends.new_zeros(1))
+    return permutation, rows, ends - rows, inverse, slots.sum(0)
+
+
+def _read(answers: Tensor, signature: int) -> tuple[list[int], list[int], int]:
+    sent, received, slots, signatures = answers.t().tolist()
+    if signature != RAISED:
+        if raised := [rank for rank, other in enumerate(signatures) if other == RAISED]:
+            fail(f"every rank must be able to send, but an error was raised on {_named(raised)}: see there")
+        if unlike := [rank for rank, other in enumerate(signatures) if other != signature]:
+            fail(f"x, and what asks for a gradient, must be alike on all ranks, but differ on {_named(unlike)}")
+    return sent, received, sum(slots)
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def fail(text: str) -> NoReturn:
+    raise RuntimeError(f"{OP}: {text}")
