@@ -251,6 +251,24 @@ def test_saved_and_loaded(tmp_path):
     assert_same(gradients(loaded), gradients(model))
 
 
+# Casts to FP8 on the way to a gradient: both operands of three products, and what is kept of the activation. Each moves
+# a value by at most 2^-4 of it.
+FP8_TOLERANCE = (7 / 3) ** 0.5 * 2**-4  # 9.5 %, in the root mean square
+
+
+def test_bench_cases(monkeypatch):
+    """Small as on a CPU: a case and its baseline give the same gradients, as far as FP8 goes."""
+    torch.manual_seed(0)
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    cases = importlib.import_module("cases_models").MODEL_CASES
+    assert len(cases) == 6
+    for case in cases:
+        (shape,) = case.shapes(True)
+        inputs = case.inputs(torch.device("cpu"), shape.groups, **shape.dims)
+        got, want = (torch.cat([g.double().flatten() for g in call(*inputs)]) for call in (case.call, case.baseline))
+        assert 0 < (got - want).norm() <= FP8_TOLERANCE * want.norm()
+
+
 def blocks(page: Path) -> list[str]:
     """Those of a page that are about Transformers."""
     found = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
