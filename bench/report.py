@@ -14,6 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 import matrix
 from case import training_rows
@@ -21,7 +22,8 @@ from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-LOSSES = "losses.json"  # of examples/train_moe_lm.py --losses; every other file there is of bench/run.py
+LOSSES = "losses.json"  # of examples/train_moe_lm.py --losses
+TITAN = "torchtitan.json"  # of bench/titan.py; every other file there is of bench/run.py
 
 # Column: heading, key of the row, format. A column that no row fills is left out.
 COLUMNS = (
@@ -131,11 +133,11 @@ def save(result: dict, folder: Path) -> Path:
 
 def recorded() -> dict[str, dict]:
     """The results by the stem of their file."""
-    return {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name != LOSSES}
+    return {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name not in (LOSSES, TITAN)}
 
 
-def recorded_losses() -> dict | None:
-    path = RESULTS / LOSSES
+def recorded_alone(name: str) -> dict | None:
+    path = RESULTS / name
     return json.loads(path.read_text()) if path.exists() else None
 
 
@@ -174,7 +176,7 @@ def speeds(rows: list[dict]) -> str:
 def first_screen(results: dict[str, dict]) -> str:
     """The two pictures of README.md, and the sentences that say their numbers."""
     parts = ["\n".join(image(name, RESULTS.relative_to(ROOT)) for name in ("losses", "speed") if drawn(name))]
-    if losses := recorded_losses():
+    if losses := recorded_alone(LOSSES):
         base = next(run["held_out"] for run in losses["runs"] if run["recipe"] == "bf16")
         others = [(run["recipe"], run["held_out"] / base - 1) for run in losses["runs"] if run["recipe"] != "bf16"]
         text = ", ".join(f"`{recipe}` {difference:+.2%}" for recipe, difference in others)
@@ -265,6 +267,29 @@ def adoption_tables(results: dict[str, dict]) -> str:
     return "\n\n".join(filter(None, tables)) or NOT_MEASURED
 
 
+def titan_table(result: dict, style: str = "simple") -> str:
+    base = result["runs"][0]["tokens_per_second"]
+    body = []
+    for run in result["runs"]:
+        losses, speed = (run["losses"][0], fmean(run["losses"][-10:])), run["tokens_per_second"]
+        body.append((run["recipe"], *(f"{loss:.4f}" for loss in losses), f"{speed:,.0f}", f"{speed / base:.2f}"))
+    headings = ("recipe", "first loss", "mean of the last 10", "tokens/s", "x BF16")
+    return tabulate(body, headings, tablefmt=style, colalign=["left"] + ["right"] * 4, disable_numparse=True)
+
+
+def titan_text(result: dict | None) -> str:
+    if not result:
+        return f"Not measured yet: `python bench/titan.py --out bench/results/{TITAN}` on a GPU fills this table."
+    sequences, context = result["step"]
+    text = (
+        f"torchtitan {result['torchtitan']}, torch {result['torch']}, {result['device']} at "
+        f"{(result['commit'] or 'unknown')[:7]}: {len(result['runs'][0]['losses'])} steps of {sequences} x {context:,} "
+        f"bytes of Python's standard library with the model {result['model']}, cut to {result['layers']} layers and a "
+        "vocabulary of bytes, by `bench/titan.py`; bf16 is torchtitan's own."
+    )
+    return f"{textwrap.fill(text, 120)}\n\n{titan_table(result, 'github')}"
+
+
 def replaced(document: str, name: str, text: str) -> str:
     """The document with its part of that name made anew."""
     begin, end = f"<!-- {name}: begin (python bench/report.py) -->", f"<!-- {name}: end -->"
@@ -279,12 +304,13 @@ def documents() -> dict[Path, str]:
     results, readme = recorded(), ROOT / "README.md"
     ops, layer, adoption = (ROOT / "docs" / f"{page}.md" for page in ("ops", "layer", "adoption"))
     with_figures = replaced(readme.read_text(), "figures", first_screen(results))
+    with_models = replaced(adoption.read_text(), "transformers", adoption_tables(results))
     return {
         RESULTS / "README.md": results_page(results),
         readme: replaced(with_figures, "matrix", matrix.markdown(results)),
         ops: replaced(ops.read_text(), "generic", generic_table(results)),
         layer: replaced(layer.read_text(), "layer", layer_table(results)),
-        adoption: replaced(adoption.read_text(), "transformers", adoption_tables(results)),
+        adoption: replaced(with_models, "torchtitan", titan_text(recorded_alone(TITAN))),
     }
 
 
@@ -300,7 +326,7 @@ def outdated() -> list[str]:
 def write() -> None:
     import figures
 
-    figures.draw(recorded(), recorded_losses(), RESULTS)
+    figures.draw(recorded(), recorded_alone(LOSSES), RESULTS)
     for path, text in documents().items():
         path.write_text(text)
 
