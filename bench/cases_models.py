@@ -25,6 +25,8 @@ _EXPERTS = {
     "qwen3_moe": ("qwen3_30b_a3b", (32768, 2048, 768, 128, 8), 1.5),
     "mixtral": ("mixtral_8x7b", (16384, 4096, 14336, 8, 2), 1.4),
 }
+# As its own router gives them; Transformers' baseline multiplies all that experts return by these.
+_SCORES = {"qwen3_moe": torch.bfloat16, "mixtral": torch.float32}
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 4, 128  # of Qwen3-30B-A3B
 
 
@@ -49,7 +51,9 @@ def _experts_inputs(
     experts = next(module for module in whole.modules() if hasattr(module, "is_transposed")).to_empty(device=device)
     for weight in experts.parameters():
         nn.init.normal_(weight)
-    return experts, normal(device, t, d, grad=True), *routed(device, groups, t, e, k), normal(device, t, d)
+    ids, scores = routed(device, groups, t, e, k)
+    scores = scores.detach().to(_SCORES[model]).requires_grad_()
+    return experts, normal(device, t, d, grad=True), ids, scores, normal(device, t, d)
 
 
 def _experts_call(implementation: str) -> Callable[..., object]:
