@@ -26,12 +26,15 @@ def _layers(cpu: bool) -> list[Shape]:
     return [Shape(label, dict(zip("tdfek", size, strict=True)), EVEN) for label, size in sizes.items()]
 
 
-def _layer(device: torch.device, groups: str, *, t: int, d: int, f: int, e: int, k: int) -> tuple[Tensor, ...]:
+def routed(device: torch.device, groups: str, t: int, e: int, k: int) -> tuple[Tensor, Tensor]:
     """Experts are as likely as `groups` says, those of a token different; scores add up to 1."""
     ids = torch.multinomial(shares(groups, e).float().to(device).expand(t, e), k)
-    scores = torch.rand(t, k, device=device).softmax(-1).requires_grad_()
+    return ids, torch.rand(t, k, device=device).softmax(-1).requires_grad_()
+
+
+def _layer(device: torch.device, groups: str, *, t: int, d: int, f: int, e: int, k: int) -> tuple[Tensor, ...]:
     w_gate_up, w_down = (normal(device, *size, grad=True) for size in ((e, 2 * f, d), (e, d, f)))
-    return normal(device, t, d, grad=True), ids, scores, w_gate_up, w_down, normal(device, t, d)
+    return normal(device, t, d, grad=True), *routed(device, groups, t, e, k), w_gate_up, w_down, normal(device, t, d)
 
 
 def _composed(x: Tensor, ids: Tensor, scores: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
@@ -72,7 +75,7 @@ def _bytes_kept(layer: Callable[..., Tensor], *inputs: Tensor) -> float:
     return sum(storages.values()) / (ids.numel() * w_gate_up.shape[1])
 
 
-def _flops(*, t: int, d: int, f: int, k: int, **_: int) -> int:
+def expert_flops(*, t: int, d: int, f: int, k: int, **_: int) -> int:
     return 3 * 3 * 2 * t * k * d * f
 
 
@@ -91,7 +94,7 @@ def _experts(recipe: str) -> Case:
         _forward_backward(layer),
         () if recipe == "bf16" else rules,
         recipe,
-        flops=_flops,
+        flops=expert_flops,
         baseline=_forward_backward(_composed),
         kept=partial(_bytes_kept, layer),
     )

@@ -1,8 +1,8 @@
 """Bench results as tables and pictures, and the parts of the documents that are made of them.
 
 `python bench/report.py` writes bench/results/README.md, the pictures beside it and the marked parts of README.md and
-docs/ops.md from bench/results/*.json and from the table of GEMMs (matrix.py); with --check it only says whether
-the texts are current.
+of docs/ from bench/results/*.json and from the table of GEMMs (matrix.py); with --check it only says whether the texts
+are current.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import json
 import re
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 import matrix
 from case import training_rows
@@ -20,7 +22,8 @@ from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-LOSSES = "losses.json"  # of examples/train_moe_lm.py --losses; every other file there is of bench/run.py
+LOSSES = "losses.json"  # of examples/train_moe_lm.py --losses
+TITAN = "torchtitan.json"  # of bench/titan.py; every other file there is of bench/run.py
 
 # Column: heading, key of the row, format. A column that no row fills is left out.
 COLUMNS = (
@@ -42,8 +45,8 @@ LEGEND = """\
 - of copy: bytes read once and written once, padding included, over the bandwidth of a large `copy_` in the same run.
 - x baseline: speed relative to dense FP8 `torch._scaled_mm` of the same size with scales of rows (scaled_grouped_mm),
   to `scaled_grouped_mm` to float32 (add_scaled_grouped_mm), to BF16 `torch._grouped_mm`, forward and backward
-  (grouped_mm), to a layer of torch's own ops in BF16 around that (experts), or to torch's stable argsort, histc and
-  cumsum (sort_tokens).
+  (grouped_mm), to a layer of torch's own ops in BF16 around that (experts), to Transformers' own `grouped_mm`
+  (transformers_experts, transformers_step), or to torch's stable argsort, histc and cumsum (sort_tokens).
 - weights reused: within `reuse_weights`, a weight that is quantized already.
 - B kept: bytes kept for the gradient of the weights, scales and padding included, an element of the activation.
 - host us: CPU time to issue one eager call; x relu: the same over that of an eager `torch.relu` in the same run.
@@ -53,6 +56,9 @@ LEGEND = """\
 # Hardware that every change is compiled for, by the name that a results file would carry.
 HARDWARE = (("H200", "sm_90a"), ("B200", "sm_100a"), ("MI300", "gfx942"), ("MI355", "gfx950"))
 GENERIC = ("float8_e4m3fnuz", "unaligned")  # variants that the generic kernels take
+
+NOT_MEASURED = "Not measured yet: `make bench` on a GPU fills this table."
+Value = Callable[[dict, float], str]  # of a row's cell, from the row and microseconds
 
 GROUPS = (("even", "with even groups"), ("zipf", "with uneven ones"))
 PICTURES = {
@@ -127,11 +133,11 @@ def save(result: dict, folder: Path) -> Path:
 
 def recorded() -> dict[str, dict]:
     """The results by the stem of their file."""
-    return {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name != LOSSES}
+    return {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name not in (LOSSES, TITAN)}
 
 
-def recorded_losses() -> dict | None:
-    path = RESULTS / LOSSES
+def recorded_alone(name: str) -> dict | None:
+    path = RESULTS / name
     return json.loads(path.read_text()) if path.exists() else None
 
 
@@ -170,7 +176,7 @@ def speeds(rows: list[dict]) -> str:
 def first_screen(results: dict[str, dict]) -> str:
     """The two pictures of README.md, and the sentences that say their numbers."""
     parts = ["\n".join(image(name, RESULTS.relative_to(ROOT)) for name in ("losses", "speed") if drawn(name))]
-    if losses := recorded_losses():
+    if losses := recorded_alone(LOSSES):
         base = next(run["held_out"] for run in losses["runs"] if run["recipe"] == "bf16")
         others = [(run["recipe"], run["held_out"] / base - 1) for run in losses["runs"] if run["recipe"] != "bf16"]
         text = ", ".join(f"`{recipe}` {difference:+.2%}" for recipe, difference in others)
@@ -208,34 +214,80 @@ def generic_table(results: dict[str, dict]) -> str:
                 times = (f"{fast:,.1f}", f"{us:,.1f}", f"{us / fast:.1f}")
                 body.append((result["device"], usual, variant, shape, *times))
     if not body:
-        return "Not measured yet: `make bench` on a GPU fills this table."
+        return NOT_MEASURED
     headings = ("GPU", "op", "operand", "shape", "fast us", "generic us", "times as long")
     align = ["left"] * 4 + ["right"] * 3
     return tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
 
 
-def layer_table(results: dict[str, dict]) -> str:
-    """Forward and backward of a layer: sizes, and microseconds by recipe."""
+def beside_baseline(results: dict[str, dict], op: str, sizes: str, baseline: str, text: str, value: Value) -> str:
+    """Rows of an op by size: a column for what all are held against, and one for each format."""
     parts = []
     for result in results.values():
-        rows = [row for row in result["rows"] if row["op"].startswith("experts ") and "us" in row]
-        recipes = [*dict.fromkeys(row["op"].split()[1] for row in rows)]
+        rows = [row for row in result["rows"] if row["op"].split()[0] == op and row.get("ratio")]
+        formats = [*dict.fromkeys(row["op"].split()[1] for row in rows)]
         body = []
         for shape in dict.fromkeys(row["shape"] for row in rows):
-            of_shape = {row["op"].split()[1]: row for row in rows if row["shape"] == shape}
-            first = next(iter(of_shape.values()))
-            times = [f"{first['baseline_us']:,.0f}", *(f"{of_shape[recipe]['us']:,.0f}" for recipe in recipes)]
-            body.append((f"{shape} {[*first['dims'].values()]}", *times))
+            found = {row["op"].split()[1]: row for row in rows if row["shape"] == shape}
+            first = next(iter(found.values()))
+            cells = [
+                f"{value(row, row['us'])} ({row['ratio']:.2f} x)" if row else "-" for row in map(found.get, formats)
+            ]
+            body.append((f"{shape} {[*first['dims'].values()]}", value(first, first["baseline_us"]), *cells))
         if body:
-            headings = ("T, D, F, E, top_k", "torch's ops, BF16", *recipes)
-            text = (
-                f"Microseconds of forward and backward on {result['device']} at {(result['commit'] or 'unknown')[:7]}, "
-                "experts chosen at random, without the router; beside it torch's own ops around `torch._grouped_mm`:"
+            on = f" of forward and backward on {result['device']} at {(result['commit'] or 'unknown')[:7]}"
+            align = ["left"] + ["right"] * (len(formats) + 1)
+            lines = tabulate(
+                body, (sizes, baseline, *formats), tablefmt="github", colalign=align, disable_numparse=True
             )
-            align = ["left"] + ["right"] * (len(headings) - 1)
-            lines = tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
-            parts.append(f"{textwrap.fill(text, 120)}\n\n{lines}")
-    return "\n\n".join(parts) or "Not measured yet: `make bench` on a GPU fills this table."
+            parts.append(f"{textwrap.fill(text.format(on=on), 120)}\n\n{lines}")
+    return "\n\n".join(parts)
+
+
+def layer_table(results: dict[str, dict]) -> str:
+    text = (
+        "Microseconds{on}, experts chosen at random, without the router; beside it torch's own ops around "
+        "`torch._grouped_mm`:"
+    )
+    columns = "T, D, F, E, top_k", "torch's ops, BF16"
+    return beside_baseline(results, "experts", *columns, text, lambda row, us: f"{us:,.0f}") or NOT_MEASURED
+
+
+def adoption_tables(results: dict[str, dict]) -> str:
+    def tokens_a_second(row: dict, us: float) -> str:
+        return f"{row['dims']['t'] / us * 1e6:,.0f}"
+
+    texts = {
+        ("transformers_experts", "T, D, F, E, top_k"): "Tokens a second{on}, of the experts of one layer alone, chosen "
+        "at random; beside it Transformers' own `grouped_mm`:",
+        ("transformers_step", "T, context, layers, vocabulary, D, F, E, top_k"): "Tokens a second{on}, of a whole "
+        "model with its loss and no optimizer: the sizes of Qwen3-30B-A3B, untrained, layers and vocabulary cut:",
+    }
+    tables = (beside_baseline(results, *of, "`grouped_mm`", text, tokens_a_second) for of, text in texts.items())
+    return "\n\n".join(filter(None, tables)) or NOT_MEASURED
+
+
+def titan_table(result: dict, style: str = "simple") -> str:
+    base = result["runs"][0]["tokens_per_second"]
+    body = []
+    for run in result["runs"]:
+        losses, speed = (run["losses"][0], fmean(run["losses"][-10:])), run["tokens_per_second"]
+        body.append((run["recipe"], *(f"{loss:.4f}" for loss in losses), f"{speed:,.0f}", f"{speed / base:.2f}"))
+    headings = ("recipe", "first loss", "mean of the last 10", "tokens/s", "x BF16")
+    return tabulate(body, headings, tablefmt=style, colalign=["left"] + ["right"] * 4, disable_numparse=True)
+
+
+def titan_text(result: dict | None) -> str:
+    if not result:
+        return f"Not measured yet: `python bench/titan.py --out bench/results/{TITAN}` on a GPU fills this table."
+    sequences, context = result["step"]
+    text = (
+        f"torchtitan {result['torchtitan']}, torch {result['torch']}, {result['device']} at "
+        f"{(result['commit'] or 'unknown')[:7]}: {len(result['runs'][0]['losses'])} steps of {sequences} x {context:,} "
+        f"bytes of Python's standard library with the model {result['model']}, cut to {result['layers']} layers and a "
+        "vocabulary of bytes, by `bench/titan.py`; bf16 is torchtitan's own."
+    )
+    return f"{textwrap.fill(text, 120)}\n\n{titan_table(result, 'github')}"
 
 
 def replaced(document: str, name: str, text: str) -> str:
@@ -250,13 +302,15 @@ def replaced(document: str, name: str, text: str) -> str:
 def documents() -> dict[Path, str]:
     """Every text that is made of results or of the table of GEMMs."""
     results, readme = recorded(), ROOT / "README.md"
-    ops, layer = ROOT / "docs" / "ops.md", ROOT / "docs" / "layer.md"
+    ops, layer, adoption = (ROOT / "docs" / f"{page}.md" for page in ("ops", "layer", "adoption"))
     with_figures = replaced(readme.read_text(), "figures", first_screen(results))
+    with_models = replaced(adoption.read_text(), "transformers", adoption_tables(results))
     return {
         RESULTS / "README.md": results_page(results),
         readme: replaced(with_figures, "matrix", matrix.markdown(results)),
         ops: replaced(ops.read_text(), "generic", generic_table(results)),
         layer: replaced(layer.read_text(), "layer", layer_table(results)),
+        adoption: replaced(with_models, "torchtitan", titan_text(recorded_alone(TITAN))),
     }
 
 
@@ -272,7 +326,7 @@ def outdated() -> list[str]:
 def write() -> None:
     import figures
 
-    figures.draw(recorded(), recorded_losses(), RESULTS)
+    figures.draw(recorded(), recorded_alone(LOSSES), RESULTS)
     for path, text in documents().items():
         path.write_text(text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 import shlex
 import subprocess
@@ -122,6 +123,17 @@ def test_losses(name, recipe):
     torch.testing.assert_close(ours, stock, rtol=0.01, atol=0)
     if recipe == "rowwise":
         assert ours != losses(name, "bf16")
+
+
+def test_bench(monkeypatch):
+    """What it measures on a GPU, on the debug model."""
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    result = importlib.import_module("titan").measure(12, torch.device("cpu"))
+    stock, ours = (run["losses"] for run in result["runs"])
+    torch.testing.assert_close(ours, stock, rtol=0.01, atol=0)
+    assert ours != stock and stock[-1] < 0.8 * stock[0]
+    assert f"| {ours[0]:.4f} | " in re.sub(" +", " ", importlib.import_module("report").titan_text(result))
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -251,6 +251,44 @@ def test_saved_and_loaded(tmp_path):
     assert_same(gradients(loaded), gradients(model))
 
 
+# Casts to FP8 on the way to a gradient: both operands of three products, and what is kept of the activation. Each moves
+# a value by at most 2^-4 of it.
+FP8_TOLERANCE = (7 / 3) ** 0.5 * 2**-4  # 9.5 %, in the root mean square
+
+
+def test_bench_cases(monkeypatch):
+    """Small as on a CPU: a case and its baseline give the same gradients, as far as FP8 goes."""
+    torch.manual_seed(0)
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    cases = importlib.import_module("cases_models").MODEL_CASES
+    assert len(cases) == 6
+    for case in cases:
+        (shape,) = case.shapes(True)
+        inputs = case.inputs(torch.device("cpu"), shape.groups, **shape.dims)
+        got, want = (torch.cat([g.double().flatten() for g in call(*inputs)]) for call in (case.call, case.baseline))
+        assert 0 < (got - want).norm() <= FP8_TOLERANCE * want.norm()
+
+
+def test_bench_tables(monkeypatch):
+    """A line for each size, with tokens a second and what they are over the baseline's."""
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    cases, report = (importlib.import_module(name) for name in ("cases_models", "report"))
+    times = dict(us=2e6, baseline_us=3e6, ratio=1.5)
+    rows = [
+        dict(op=case.label, shape=shape.label, dims=shape.dims, **times)
+        for case in cases.MODEL_CASES
+        for shape in case.shapes(False)
+    ]
+    tables = report.adoption_tables({"": dict(device="a GPU", commit=None, rows=rows)})
+    lines = [re.sub(" +", " ", line) for line in tables.splitlines() if "_8x7b" in line or "_a3b" in line]
+    assert [line.split("| ", 2)[2] for line in lines] == [
+        "10,923 | 16,384 (1.50 x) | 16,384 (1.50 x) |",
+        "5,461 | 8,192 (1.50 x) | 8,192 (1.50 x) |",
+        "10,923 | 16,384 (1.50 x) | 16,384 (1.50 x) |",
+    ]
+
+
 def blocks(page: Path) -> list[str]:
     """Those of a page that are about Transformers."""
     found = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)

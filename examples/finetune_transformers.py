@@ -1,0 +1,112 @@
+"""Fine-tune a causal language model of Hugging Face Transformers with its experts in FP8.
+
+The model is a folder as save_pretrained writes it, tokenizer included; the text is any number of files. Nothing is
+downloaded. Weights are float32 under autocast to BF16, since steps of a fine-tuning are too small to be added in BF16.
+Transformers' Trainer trains where accelerate is installed; --loop takes the plain loop below in its place.
+"""
+
+import argparse
+import math
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+from moe_fp8_ext.integrations.transformers import register
+
+
+def windows(tokenizer: object, files: list[Path], context: int) -> list[dict[str, Tensor]]:
+    """The tokens of all files, cut into examples of one length; what is left over at the end is not read."""
+    text = "\n".join(file.read_text() for file in files)
+    tokens = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+    return [{"input_ids": part, "labels": part} for part in tokens.split(context) if len(part) == context]
+
+
+def by_trainer(model: nn.Module, examples: list[dict[str, Tensor]], args: argparse.Namespace) -> list[float]:
+    options = TrainingArguments(
+        output_dir=str(args.out),
+        max_steps=args.steps,
+        per_device_train_batch_size=args.batch,
+        learning_rate=args.lr,
+        lr_scheduler_type="constant",
+        bf16=True,
+        use_cpu=args.device == "cpu",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+    )
+    trainer = Trainer(model, options, train_dataset=examples)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def by_loop(model: nn.Module, examples: list[dict[str, Tensor]], args: argparse.Namespace) -> list[float]:
+    torch.manual_seed(0)  # of the order of examples
+    model.to(args.device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.0, fused=True)
+    losses = []
+    while True:
+        for batch in DataLoader(examples, args.batch, shuffle=True):
+            if len(losses) == args.steps:
+                return losses
+            with torch.autocast(args.device, torch.bfloat16):
+                loss = model(**{name: value.to(args.device) for name, value in batch.items()}).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            print(f"step {len(losses)}: loss {losses[-1]:.4f}")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("model", type=Path, help="folder of the model and its tokenizer")
+    add("text", type=Path, nargs="+", help="text files to train on")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder for the trained model")
+    text = "what multiplies the experts: moe_fp8, moe_fp8_<recipe>, or grouped_mm for Transformers' own BF16"
+    add("--implementation", default="moe_fp8", metavar="NAME", help=text)
+    add("--steps", type=int, default=100, metavar="N")
+    add("--batch", type=int, default=4, metavar="N", help="sequences in a step")
+    add("--context", type=int, default=1024, metavar="N", help="tokens in a sequence")
+    add("--lr", type=float, default=1e-5, help="learning rate of AdamW")
+    add("--loop", action="store_true", help="train in a plain loop, without Transformers' Trainer")
+    args = parser.parse_args()
+    for name in ("steps", "batch", "context", "lr"):
+        if not 0 < getattr(args, name) < math.inf:
+            parser.error(f"--{name} must be positive, got {getattr(args, name)}")
+    for file in (args.model / "config.json", *args.text):
+        if not file.is_file():
+            parser.error(f"{file} is no file; model must be a folder as save_pretrained writes it, text a text file")
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    register()
+    options = dict(dtype=torch.float32, experts_implementation=args.implementation, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(args.model, **options)
+        examples = windows(tokenizer, args.text, args.context)
+    except (OSError, ValueError) as error:  # an incomplete folder, an unknown implementation, bytes that are no text
+        sys.exit(str(error))
+    if len(examples) < args.batch:
+        sys.exit(f"the text must fill a batch of {args.batch} x {args.context} tokens, got {len(examples)} sequences")
+    if not any(hasattr(module, "is_transposed") for module in model.modules()):
+        sys.exit(f"{args.model} must have experts that Transformers lets others multiply, got {type(model).__name__}")
+    train = by_trainer if find_spec("accelerate") and not args.loop else by_loop
+    losses = train(model, examples, args)
+    model.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    print(f"loss {losses[0]:.4f} in the first step, {losses[-1]:.4f} in the last; saved to {args.out}")
+
+
+if __name__ == "__main__":
+    main()

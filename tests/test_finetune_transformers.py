@@ -1,0 +1,120 @@
+"""The example that fine-tunes a model of Transformers, on a tiny one with a tokenizer of bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+tokenizers = pytest.importorskip("tokenizers")
+
+STEPS = 10
+OPTIONS = f"--steps {STEPS} --batch 4 --context 32 --lr 3e-3".split()
+SIZES = dict(
+    **dict(hidden_size=64, intermediate_size=48, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2),
+    **dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=256),
+)
+TEXT = ROOT / "README.md"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
+    of_bytes = tokenizers.Tokenizer(model)
+    of_bytes.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=of_bytes).save_pretrained(path)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("qwen3_moe", **SIZES)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def finetune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs the example on a CPU; what it prints."""
+    spec = importlib.util.spec_from_file_location("finetune", ROOT / "examples" / "finetune_transformers.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def run(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["finetune_transformers.py", *map(str, arguments)])
+        example.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def ends(printed: str) -> tuple[float, float]:
+    """The losses of the first step and of the last."""
+    return tuple(map(float, re.search(r"^loss (\S+) in the first step, (\S+) in the last", printed, re.M).groups()))
+
+
+def test_loop(finetune, folder, tmp_path):
+    by_name = {}
+    for name in ("grouped_mm", "moe_fp8"):
+        printed = finetune(folder, TEXT, "--out", tmp_path, "--loop", "--implementation", name, *OPTIONS)
+        assert len(re.findall(r"^step \d+: loss ", printed, re.M)) == STEPS
+        by_name[name] = ends(printed)
+    assert by_name["moe_fp8"] == pytest.approx(by_name["grouped_mm"], rel=0.01)
+    assert by_name["moe_fp8"] != by_name["grouped_mm"]
+    assert by_name["moe_fp8"][1] < 0.9 * by_name["moe_fp8"][0]
+
+
+def test_documented_command(finetune, folder, tmp_path):
+    """By Trainer, where there is one; what is saved is a model folder again."""
+    page = (ROOT / "docs" / "adoption.md").read_text()
+    command = re.search(r"^python examples/finetune_transformers\.py (.*)$", page, re.M)[1].split()
+    places = {"path/to/model": folder, "text.txt": TEXT, "path/to/finetuned": tmp_path}
+    assert places.keys() < set(command)
+    first, last = ends(finetune(*(places.get(word, word) for word in command), *OPTIONS))
+    assert last < 0.9 * first
+    assert "moe_fp8" not in (tmp_path / "config.json").read_text()
+    again, _ = ends(finetune(tmp_path, TEXT, "--out", tmp_path / "again", *OPTIONS))
+    assert again < 0.9 * first
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--implementation", "moe_fp8_fp9"), "moe_fp8_fp9"),
+        (("--batch", 5000), r"the text must fill a batch of 5000 x 32 tokens, got \d+ sequences"),
+    ],
+)
+def test_what_cannot_be_trained(finetune, folder, tmp_path, options, text):
+    with pytest.raises(SystemExit, match=text):
+        finetune(folder, TEXT, "--out", tmp_path, *OPTIONS, *options)
+
+
+def test_model_without_experts(finetune, folder, tmp_path):
+    dense = {name: size for name, size in SIZES.items() if "expert" not in name and "moe" not in name}
+    config = transformers.AutoConfig.for_model("qwen3", **dense)
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match="must have experts that Transformers lets others multiply"):
+        finetune(tmp_path, TEXT, "--out", tmp_path, *OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [(("--steps", "0"), "--steps must be positive, got 0"), (("--lr", "nan"), "--lr must be positive, got nan")],
+)
+def test_bad_options(finetune, folder, tmp_path, capsys, options, text):
+    with pytest.raises(SystemExit):
+        finetune(folder, TEXT, "--out", tmp_path, *options)
+    assert text in capsys.readouterr().err
+
+
+def test_folder_without_a_model(finetune, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        finetune(tmp_path, TEXT, "--out", tmp_path)
+    assert "config.json is no file; model must be a folder as save_pretrained writes it" in capsys.readouterr().err
