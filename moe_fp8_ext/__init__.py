@@ -14,6 +14,7 @@ except ImportError as error:
     ) from error
 
 from moe_fp8_ext.checkpointing import save_ops
+from moe_fp8_ext.convert import convert_, revert_
 from moe_fp8_ext.experts import experts
 from moe_fp8_ext.grouped_mm import grouped_mm
 from moe_fp8_ext.moe import Experts, MoE, Router
@@ -47,6 +48,7 @@ __all__ = [
     "Router",
     "build_info",
     "combine",
+    "convert_",
     "experts",
     "grouped_mm",
     "permute_indices",
@@ -56,6 +58,7 @@ __all__ = [
     "quantize_tokens",
     "quantize_weight",
     "reuse_weights",
+    "revert_",
     "save_ops",
     "scaled_grouped_mm",
     "sort_tokens",

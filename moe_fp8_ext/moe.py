@@ -14,12 +14,17 @@ from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import check_one_of, require
 from moe_fp8_ext.ops.dispatch import asks_for_gradient, differentiable_once
 from moe_fp8_ext.recipes import Recipe, get_recipe
+from moe_fp8_ext.sharded import is_dtensor, of_rank, sum_of_ranks
 
 _SCORINGS = ("softmax", "sigmoid")
 
 
 class Experts(nn.Module):
     """The routed experts: `experts` with parameters of its own.
+
+    Parameters may be DTensors, sharded by expert (`Shard(0)`) over a mesh of one dimension. With tensors of a rank,
+    ids are those of the rank's experts. With DTensors that every rank has (`Replicate()`), ids are those of all
+    experts, and the result is a DTensor whose sum over ranks is left to be taken (`Partial()`).
 
     Attributes:
         gate_up_proj: [E, 2 F, D], or up_proj [E, F, D] with an activation that is not gated.
@@ -75,10 +80,16 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
         """x [T, D], topk_ids and topk_scores [T, top_k] -> [T, D]."""
-        w_up, w_down = getattr(self, self.up), self.down_proj
-        biases = dict(b_gate_up=getattr(self, f"{self.up}_bias"), b_down=self.down_proj_bias)
-        main_grads = dict(main_grad_gate_up=self._main_grad(self.up), main_grad_down=self._main_grad("down_proj"))
-        return experts(x, topk_ids, topk_scores, w_up, w_down, **biases, **main_grads, **self.options)
+        call = x, topk_ids, topk_scores
+        return sum_of_ranks(self._of_rank, self.down_proj, *call) if is_dtensor(x) else self._of_rank(*call)
+
+    def _of_rank(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
+        names = self.up, "down_proj"
+        weights = (of_rank(name, getattr(self, name)) for name in names)
+        b_gate_up, b_down = (of_rank(f"{name}_bias", getattr(self, f"{name}_bias")) for name in names)
+        main_grad_gate_up, main_grad_down = (of_rank(f"main_grad of {name}", self._main_grad(name)) for name in names)
+        options = dict(self.options, main_grad_gate_up=main_grad_gate_up, main_grad_down=main_grad_down)
+        return experts(x, topk_ids, topk_scores, *weights, b_gate_up=b_gate_up, b_down=b_down, **options)
 
     def _main_grad(self, name: str) -> Tensor | None:
         weight = getattr(self, name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -19,7 +20,8 @@ class Recipe:
 
     `Recipe("rowwise")` is what they take "rowwise" for, and so for every name; `Recipe("mxfp8", ...)` is one
     of your own, under a name that says its format or under any other. None stands for what is usual; after
-    construction only `dtype`, `grad_dtype` and what "bf16" has none of are None.
+    construction only `dtype`, `grad_dtype` and what "bf16" has none of are None. It prints as the call that makes it,
+    with what is not usual, and so is it in JSON.
 
     Attributes:
         name: "bf16", "auto", that of a format, or any other if a format is given.
@@ -42,7 +44,7 @@ class Recipe:
 
     Raises:
         ValueError: a field has none of these values; the text names it.
-        TypeError: `align` is no int.
+        TypeError: a field is not of its type.
     """
 
     name: str
@@ -56,20 +58,62 @@ class Recipe:
     bf16_where_faster: bool = False
 
     def __post_init__(self) -> None:
+        self._check_type("name", str)
+        for field in ("wgrad_high_precision", "use_fast_accum", "bf16_where_faster"):
+            self._check_type(field, bool)
         if self.name == "auto":
-            self._set("format", self.format or "rowwise")
             self._set("bf16_where_faster", True)
-        if self.format is None and self.name in FORMATS:
-            self._set("format", self.name)
+        if self.format is None:
+            self._set("format", _format_of(self.name))
         if self.name == "bf16":
             _require(self.format is None, "format", 'None with name "bf16"', self.format)
         else:
-            _require(self.format in FORMATS, "format", f"one of {_quoted(FORMATS)}", self.format)
+            _require(self.format in list(FORMATS), "format", f"one of {_quoted(FORMATS)}", self.format)
         for field in ("dtype", "grad_dtype"):
             value = getattr(self, field)
             _require(value is None or value in FP8_DTYPES, field, either(map(dtype_name, FP8_DTYPES)), value)
         self._check_rounding()
         self._check_align()
+
+    def __repr__(self) -> str:
+        given = "".join(f", {field}={value!r}" for field, value in self._given().items())
+        return f"Recipe({self.name!r}{given})"
+
+    def to_json(self) -> str:
+        """An object in JSON that `from_json` takes, dtypes by name."""
+        given = {field: dtype_name(v) if isinstance(v, torch.dtype) else v for field, v in self._given().items()}
+        return json.dumps({"name": self.name, **given})
+
+    @classmethod
+    def from_json(cls, text: str) -> Recipe:
+        """The recipe of which `to_json` made the text.
+
+        Raises:
+            ValueError: text is no object in JSON, has no name, or has a field that no recipe has.
+            ValueError, TypeError: a field has no value of its own, as in the constructor.
+        """
+        try:
+            given = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"Recipe: text must be JSON, got {text!r}: {error}") from error
+        known = [field.name for field in fields(cls)]
+        _require(isinstance(given, dict) and "name" in given, "text", "an object in JSON with a name", text)
+        for field in given:
+            _require(field in known, "every field", f"one of {_quoted(known)}", field)
+        for field in ("dtype", "grad_dtype"):
+            value = given.get(field)
+            given[field] = next((dtype for dtype in FP8_DTYPES if dtype_name(dtype) == value), value)
+        return cls(**given)
+
+    def _given(self) -> dict[str, object]:
+        """What a constructor needs beside the name."""
+        usual = Recipe(self.name, self.format)
+        given = {} if self.format == _format_of(self.name) else {"format": self.format}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != getattr(usual, field.name):
+                given[field.name] = value
+        return given
 
     def at(self, products: int, casts: int, experts: int) -> Recipe:
         """This recipe, or "bf16", if that is `bf16_where_faster`: a rule of sizes alone, measured on an H200.
@@ -84,6 +128,11 @@ class Recipe:
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)  # the way of a frozen dataclass
 
+    def _check_type(self, field: str, wanted: type) -> None:
+        value = getattr(self, field)
+        if type(value) is not wanted:
+            raise TypeError(f"Recipe: {field} must be of type {wanted.__name__}, got {value!r}")
+
     def _check_rounding(self) -> None:
         if self.format is None:
             return _require(self.rounding is None, "rounding", "None without a format", self.rounding)
@@ -96,11 +145,17 @@ class Recipe:
         format = FORMATS.get(self.format)
         if self.align is None:
             self._set("align", format.align if format else _BF16_ALIGN)
-        if type(self.align) is not int:
-            raise TypeError(f"Recipe: align must be an int, got {self.align!r}")
+        self._check_type("align", int)
         least, most = (format.least_align, format.most_align) if format else (1, 256)
         ok = least <= self.align <= most and self.align & (self.align - 1) == 0
         _require(ok, "align", f"a power of two from {least} to {most} with format {self.format!r}", self.align)
+
+
+def _format_of(name: str) -> str | None:
+    """The format that a name says."""
+    if name == "auto":
+        return "rowwise"
+    return name if name in FORMATS else None
 
 
 def _quoted(names) -> str:

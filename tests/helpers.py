@@ -135,6 +135,11 @@ def strided_2d(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "every other row", every_other[::2]
 
 
+def full(t: Tensor) -> Tensor:
+    """Of a DTensor what all ranks have together."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
 # Byte equality
 
 

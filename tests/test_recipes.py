@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import experts_problem
 import pytest
@@ -192,9 +193,12 @@ def test_is_frozen():
         (ValueError, ["mxfp8"], {"rounding": "pow2"}, "rounding must be 'rceil' or 'floor' .*got 'pow2'"),
         (ValueError, ["blockwise"], {"rounding": "even"}, "rounding must be 'exact' or 'pow2' .*got 'even'"),
         (ValueError, ["bf16"], {"rounding": "exact"}, "rounding must be None .*got 'exact'"),
-        (TypeError, ["rowwise"], {"align": True}, "align must be an int, got True"),
-        (TypeError, ["rowwise"], {"align": "16"}, "align must be an int, got '16'"),
-        (TypeError, ["bf16"], {"align": 8.0}, "align must be an int, got 8.0"),
+        (TypeError, [None, "rowwise"], {}, "name must be of type str, got None"),
+        (TypeError, ["rowwise"], {"wgrad_high_precision": 1}, "wgrad_high_precision must be of type bool, got 1"),
+        (TypeError, ["rowwise"], {"bf16_where_faster": None}, "bf16_where_faster must be of type bool, got None"),
+        (TypeError, ["rowwise"], {"align": True}, "align must be of type int, got True"),
+        (TypeError, ["rowwise"], {"align": "16"}, "align must be of type int, got '16'"),
+        (TypeError, ["bf16"], {"align": 8.0}, "align must be of type int, got 8.0"),
         (ValueError, ["mxfp8"], {"align": 16}, "align must be a power of two .*got 16"),
         (ValueError, ["mxfp8"], {"align": 256}, "align must be a power of two .*got 256"),
         (ValueError, ["rowwise"], {"align": 24}, "align must be a power of two .*got 24"),
@@ -204,6 +208,61 @@ def test_is_frozen():
 def test_errors(error, args, kwargs, text):
     with pytest.raises(error, match=f"^Recipe: {text}$"):
         Recipe(*args, **kwargs)
+
+
+PRINTED = {
+    "Recipe('bf16')": '{"name": "bf16"}',
+    "Recipe('bf16', align=16)": '{"name": "bf16", "align": 16}',
+    "Recipe('rowwise')": '{"name": "rowwise"}',
+    "Recipe('rowwise', format='mxfp8')": '{"name": "rowwise", "format": "mxfp8"}',
+    "Recipe('blockwise', rounding='pow2')": '{"name": "blockwise", "rounding": "pow2"}',
+    "Recipe('auto')": '{"name": "auto"}',
+    "Recipe('auto', format='mxfp8', wgrad_high_precision=True)": (
+        '{"name": "auto", "format": "mxfp8", "wgrad_high_precision": true}'
+    ),
+    "Recipe('mine', format='rowwise', dtype=torch.float8_e4m3fnuz, use_fast_accum=False, bf16_where_faster=True)": (
+        '{"name": "mine", "format": "rowwise", "dtype": "float8_e4m3fnuz", "use_fast_accum": false, '
+        '"bf16_where_faster": true}'
+    ),
+    "Recipe('mxfp8', grad_dtype=torch.float8_e5m2)": '{"name": "mxfp8", "grad_dtype": "float8_e5m2"}',
+}
+
+
+@pytest.mark.parametrize(("printed", "text"), PRINTED.items())
+def test_prints_what_is_not_usual(printed, text):
+    recipe = eval(printed)
+    assert repr(recipe) == printed and recipe.to_json() == text
+    assert Recipe.from_json(text) == recipe
+    everything = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+    everything |= {n: None if v is None else str(v)[6:] for n, v in everything.items() if n.endswith("dtype")}
+    assert Recipe.from_json(json.dumps(everything)) == recipe
+
+
+@pytest.mark.parametrize(
+    ("error", "given", "text"),
+    [
+        (ValueError, "rowwise", "text must be JSON, got 'rowwise': Expecting value: .*"),
+        (ValueError, '["rowwise"]', "text must be an object in JSON with a name, got .*"),
+        (ValueError, '"name"', "text must be an object in JSON with a name, got .*"),
+        (ValueError, '{"format": "rowwise"}', "text must be an object in JSON with a name, got .*"),
+        (ValueError, '{"name": "rowwise", "scaling": 1}', "every field must be one of 'name', .*, got 'scaling'"),
+        (ValueError, '{"name": "rowwise", "dtype": "float16"}', "dtype must be .*, got 'float16'"),
+        (ValueError, '{"name": "rowwise", "dtype": ["float8_e5m2"]}', "dtype must be .*, got .'float8_e5m2'."),
+        (ValueError, '{"name": "rowwise", "grad_dtype": 1}', "grad_dtype must be .*, got 1"),
+        (ValueError, '{"name": "mine", "format": {}}', "format must be one of .*, got {}"),
+        (ValueError, '{"name": "mxfp8", "rounding": []}', "rounding must be .*, got .*"),
+        (TypeError, '{"name": ["rowwise"]}', "name must be of type str, got .'rowwise'."),
+        (TypeError, '{"name": "rowwise", "align": 32.0}', "align must be of type int, got 32.0"),
+        (
+            TypeError,
+            '{"name": "rowwise", "use_fast_accum": "false"}',
+            "use_fast_accum must be of type bool, got 'false'",
+        ),
+    ],
+)
+def test_json_that_is_no_recipe(error, given, text):
+    with pytest.raises(error, match=f"^Recipe: {text}$"):
+        Recipe.from_json(given)
 
 
 @pytest.mark.parametrize(

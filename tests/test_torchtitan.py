@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, assert_same, full
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 
-from moe_fp8_ext import Recipe, grouped_mm
+from moe_fp8_ext import Recipe, convert_, grouped_mm, revert_
 
 
 def titan(name: str) -> ModuleType:
@@ -48,6 +51,13 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @config.override(target=attention.FlexAttention.Config)
@@ -224,20 +234,16 @@ def test_compiles_in_one_graph():
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
-def test_passes_the_check_of_shardings(recipe):
+def test_passes_the_check_of_shardings(recipe, world_of_one):
     """What torchtitan's debug.spmd_typechecking turns on."""
     experts = experts_of(apply(debug_model("qwen3"), (OVERRIDE, {"recipe": recipe})))[0].build()
     tokens, offs = torch.randn(64, 256, dtype=torch.bfloat16), torch.arange(64, dtype=torch.int32)
     weights = experts.w1_EFD.bfloat16().transpose(-2, -1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with checker.typecheck(strict_mode="strict"):
-            for x in (tokens, weights, offs):
-                spmd_types.assert_type(x, {dist.group.WORLD: spmd_types.V})
-            out = experts._grouped_mm(A=tokens, B_t=weights, offs=offs)
-            assert spmd_types.has_local_type(out)
-    finally:
-        dist.destroy_process_group()
+    with checker.typecheck(strict_mode="strict"):
+        for x in (tokens, weights, offs):
+            spmd_types.assert_type(x, {dist.group.WORLD: spmd_types.V})
+        out = experts._grouped_mm(A=tokens, B_t=weights, offs=offs)
+        assert spmd_types.has_local_type(out)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +258,10 @@ def test_a_converter_was_first(module, converter, text):
     pytest.importorskip("torchao")
     converted = getattr(titan(f"components.quantization.{module}"), converter)(moe.GroupedExperts)
     root = Root(model_spec=Layers(layers=[converted.Config(dim=32, hidden_dim=32, num_experts=2)]))
-    with pytest.raises(TypeError, match=f"{text}: leave out the converter or override that brought it"):
+    leave_out = "leave out the converter or override that brought it"
+    with pytest.raises(ValueError, match=f"convert_: .*got none\n.*\n.*{text}: {leave_out}"):
+        convert_(root.model_spec.layers[0].build())
+    with pytest.raises(TypeError, match=f"{text}: {leave_out}"):
         apply(root, OVERRIDE).model_spec.layers[0].build()
 
 
@@ -260,6 +269,86 @@ def test_beside_another_override():
     root, other = debug_model("qwen3"), "torchtitan.overrides.fused_swiglu.fused_grouped_experts"
     with pytest.raises(ValueError, match="both claim node"):
         apply(root, OVERRIDE, other)
+
+
+# Models that are built
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    loss_of(model).backward()
+    return [full(p.grad) for p in model.parameters()]
+
+
+@functools.cache
+def of_override(name: str, recipe: str | None) -> list[Tensor]:
+    root = debug_model(name)
+    return gradients(build(root if recipe is None else apply(root, (OVERRIDE, {"recipe": recipe}))))
+
+
+def check_gradients(model: nn.Module, name: str, recipe: str | None) -> None:
+    assert_same(gradients(model), of_override(name, recipe))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_convert(name):
+    """As the override does, twice, and the way back."""
+    model = build(debug_model(name))
+    before = [dict(vars(module)) for module in model.modules()]
+    for recipe in ("blockwise", "rowwise"):
+        report = convert_(model, recipe)
+        names = [module for module, _ in model.named_modules() if module.endswith("inner_experts")]
+        assert names and report == (tuple((module, "torchtitan", Recipe(recipe)) for module in names), ())
+        check_gradients(model, name, recipe)
+    revert_(model)
+    assert [dict(vars(module)) for module in model.modules()] == before
+    check_gradients(model, name, None)
+
+
+def test_convert_after_the_override():
+    model = build(apply(debug_model("qwen3"), OVERRIDE))
+    convert_(model, "blockwise")
+    check_gradients(model, "qwen3", "blockwise")
+    revert_(model)
+    check_gradients(model, "qwen3", "rowwise")
+
+
+def shard(model: nn.Module) -> None:
+    for layer in routed(model):
+        fully_shard(layer.routed_experts.inner_experts)
+    fully_shard(model)
+
+
+def distribute(model: nn.Module) -> None:
+    """As plans of expert parallelism leave parameters and forwards."""
+    mesh = dist.init_device_mesh("cpu", (1,))
+    for layer in routed(model):
+        experts = layer.routed_experts.inner_experts
+        for name, p in list(experts.named_parameters()):
+            experts.register_parameter(name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
+        experts.forward = functools.partial(experts.forward)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("parallelize", [shard, distribute])
+def test_convert_and_parallelize(parallelize, last, world_of_one):
+    model, steps = build(debug_model("qwen3")), (functools.partial(convert_, recipe="blockwise"), parallelize)
+    for step in reversed(steps) if last else steps:
+        step(model)
+    check_gradients(model, "qwen3", "blockwise")
+    revert_(model)
+    check_gradients(model, "qwen3", None)
+
+
+def test_converted_compiles():
+    experts = routed(build(debug_model("qwen3")))[0].routed_experts.inner_experts
+    x, counts = torch.randn(128, 256), torch.arange(64) % 3
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    stock = compiled(x, counts)
+    convert_(experts, "blockwise")
+    assert torch.equal(compiled(x, counts), experts(x, counts)) and not torch.equal(experts(x, counts), stock)
+    copied = copy.deepcopy(experts)
+    assert torch.equal(copied(x, counts), experts(x, counts))
 
 
 # What torchtitan's main has become
@@ -329,6 +418,10 @@ def test_newer_signatures(newer, module, name, method):
     names = list(method.__annotations__)[:3]
     out = experts._grouped_mm(**dict(zip(names, (x, experts.weight, offs), strict=True)))
     assert torch.equal(out, grouped_mm(x, experts.weight.bfloat16().transpose(-2, -1), offs))
+    built = newer(module, name, stand_in(method)).model_spec.layers[1].build()
+    built.load_state_dict(experts.state_dict())
+    assert [kind for _, kind, _ in convert_(built).converted] == ["torchtitan"]
+    assert torch.equal(built._grouped_mm(**dict(zip(names, (x, built.weight, offs), strict=True))), out)
     out.sum().backward()
     assert experts.weight.grad.dtype == torch.float32
     assert experts.weight.grad.flatten(1).any(1).tolist() == [True, False, True]
@@ -343,6 +436,9 @@ def test_unknown_signature(newer, method, got):
     known = r"\(A, B_t, offs\) or \(A, weight_EOI, offs\) or \(input_RI, weight_EOI, offsets_E\)"
     with pytest.raises(TypeError, match=f"_grouped_mm of GroupedLinear must take {known}, got {got} with torchtitan"):
         apply(root, OVERRIDE)
+    if method is not None:
+        with pytest.raises(ValueError, match=f"GroupedLinear must take {known}, got {got} with torchtitan"):
+            convert_(root.model_spec.layers[0].build())
     assert all(now is then for now, then in zip(root.model_spec.layers, before, strict=True))
 
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from moe_fp8_ext.bf16 import Bf16GroupedMm
 from moe_fp8_ext.fp8 import Fp8GroupedMm
 from moe_fp8_ext.grouped_mm import grouped_mm
 from moe_fp8_ext.recipes import Recipe, get_recipe
+from moe_fp8_ext.sharded import is_dtensor
 
 _HERE = "moe_fp8_ext.integrations.torchtitan"
 _METHOD = "_grouped_mm"
@@ -59,17 +60,38 @@ class _MoeFp8:
 
     def __init__(self, config) -> None:
         super().__init__(config)
-        for name, weight in self.named_parameters():
-            if type(weight) is not Parameter:  # one that multiplies in its own way
-                text = f"{name} must be a Parameter, got a {type(weight).__name__}: {_LEAVE_OUT}"
-                raise TypeError(f"{_HERE}: {text}")
+        _check_weights(self)
         self.recipe = get_recipe(config.recipe)
 
     def _grouped_mm(self, **operands: Tensor) -> Tensor:
-        tokens, weights, offs = (operands[name] for name in self._names)
-        if "B_t" not in operands:
-            weights = weights.to(tokens.dtype).transpose(-2, -1)
-        return grouped_mm(tokens, weights, offs, recipe=self.recipe)
+        return _product(self._names, self.recipe, **operands)
+
+
+def swapped(module: Module, recipe: Recipe) -> tuple[str, object]:
+    """What `convert_` swaps on built experts, and by what.
+
+    Raises:
+        TypeError: `_grouped_mm` or weights are not torchtitan's own.
+    """
+    if isinstance(module, _MoeFp8):
+        return "recipe", recipe
+    _check_weights(module)
+    return _METHOD, functools.partial(_product, _names_of(type(module)), recipe)
+
+
+def _product(names: tuple[str, str, str], recipe: Recipe, **operands: Tensor) -> Tensor:
+    tokens, weights, offs = (operands[name] for name in names)
+    if "B_t" not in operands:
+        weights = weights.to(tokens.dtype).transpose(-2, -1)
+    return grouped_mm(tokens, weights, offs, recipe=recipe)
+
+
+def _check_weights(module: Module) -> None:
+    for name, weight in module.named_parameters():
+        local = weight.to_local() if is_dtensor(weight) else weight
+        if type(local) not in (Parameter, Tensor):  # one that multiplies in its own way
+            text = f"{name} must be a Parameter, got a {type(local).__name__}: {_LEAVE_OUT}"
+            raise TypeError(f"{_HERE}: {text}")
 
 
 def _names_of(owner: type) -> tuple[str, str, str]:

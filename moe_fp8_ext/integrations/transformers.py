@@ -53,6 +53,20 @@ def register(recipe: str | Recipe = "rowwise") -> None:
         interface.register(f"moe_fp8{suffix}", partial(_experts_forward, of_name))
 
 
+def swapped(module: torch.nn.Module, recipe: Recipe) -> tuple[str, object]:
+    """What `convert_` swaps on experts that `use_experts_implementation` marks, and by what.
+
+    Raises:
+        ImportError: of Transformers, as in `register`.
+        RuntimeError: a weight is missing or of a dtype that is not known, as where they are quantized.
+    """
+    _transformers_moe()
+    for name in (_up(module), "down_proj"):
+        require(isinstance(getattr(module, name, None), Tensor), f"moe_fp8: {name} must be a tensor, got none")
+        _weight(module, name)
+    return "forward", partial(_experts_forward, recipe, module)
+
+
 def _transformers_moe() -> ModuleType:
     try:
         import transformers
@@ -78,7 +92,7 @@ def _experts_forward(
     """The forward of a module of experts; names of arguments and attributes are those of Transformers' contract."""
     # -1 is how an id says that it is of no expert here, to MOE_FP8_VALIDATE=1 too.
     ids = torch.where(top_k_index < module.num_experts, top_k_index, -1).contiguous()
-    up = "gate_up_proj" if module.has_gate else "up_proj"
+    up = _up(module)
     x, scores = hidden_states, top_k_weights.float().contiguous()
     if autocast_dtype(x) is None:  # which casts both
         x = x.to(getattr(module, up).dtype)
@@ -121,6 +135,10 @@ def _linear(recipe: Recipe, module: torch.nn.Module, name: str, x: Tensor, offs:
     if not module.has_bias:
         return out
     return out.add_(rows_of_bias(getattr(module, f"{name}_bias"), offs, out.shape[0], out.dtype))
+
+
+def _up(module: torch.nn.Module) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
 
 
 def _weight(module: torch.nn.Module, name: str) -> Tensor:

@@ -1,0 +1,256 @@
+"""convert_ on models of Transformers: what `experts_implementation` gives, module by module and whatever it says."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import ROOT, full
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers_models import (
+    DIM,
+    LAYOUTS,
+    assert_same,
+    calls,
+    config_of,
+    experts_of,
+    gradients,
+    results,
+    tiny_model,
+    transformers,
+)
+
+import moe_fp8_ext
+from moe_fp8_ext import Recipe, convert_, revert_
+from moe_fp8_ext.integrations.transformers import register
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    register()  # what conversions are compared with
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def converted(name: str = "qwen3_moe", recipe: str = "blockwise") -> nn.Module:
+    model = tiny_model(name, "eager")
+    convert_(model, recipe)
+    return model
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_is_the_implementation(name):
+    """Of every layout, and the way back."""
+    experts, call = experts_of(name), calls()
+    experts.config._experts_implementation = "moe_fp8_blockwise"
+    want = results(experts, *call)
+    experts.config._experts_implementation = "grouped_mm"
+    before, stock = dict(vars(experts)), results(experts, *call)
+    report = convert_(experts, "blockwise")
+    assert report == ((("", "transformers", Recipe("blockwise")),), ())
+    assert_same(results(experts, *call), want)
+    revert_(experts)
+    assert vars(experts) == before
+    assert_same(results(experts, *call), stock)
+
+
+def test_whatever_the_config_says():
+    model = tiny_model("qwen3_moe", "moe_fp8_blockwise")
+    want, config = gradients(model), copy.deepcopy(model.config)
+    report = convert_(model, "bf16")
+    assert [name for name, _, _ in report.converted] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    assert convert_(model, "blockwise", lambda name, _: "1" in name).left == (
+        ("model.layers.0.mlp.experts", "filter said no"),
+    )
+    assert model.config.to_dict() == config.to_dict()
+    model.set_experts_implementation("moe_fp8_bf16")  # of the first layer, which was converted to it too
+    mixed = gradients(model)
+    convert_(model, "blockwise")
+    assert_same(gradients(model), want)
+    assert not torch.equal(mixed["model.embed_tokens.weight"], want["model.embed_tokens.weight"])
+    revert_(model)
+    model.set_experts_implementation("moe_fp8_blockwise")
+    assert_same(gradients(model), want)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "nemotron_h", "muse_spark_text"])
+def test_compiles(name):
+    """What was compiled and ran before is compiled again."""
+    experts, call = experts_of(name), calls()
+    experts.config._experts_implementation = "moe_fp8_rowwise"
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    compiled(*call)
+    for recipe in ("blockwise", "mxfp8"):
+        convert_(experts, recipe)
+        assert_same(dict(out=compiled(*call).detach()), dict(out=experts(*call).detach()))
+        experts.config._experts_implementation = f"moe_fp8_{recipe}"
+
+
+def test_gradient_checkpointing():
+    model = converted()
+    want = gradients(model)
+    model.gradient_checkpointing_enable()
+    assert_same(gradients(model), want)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies(copied):
+    """Compute with their own parameters, and are reverted without the original."""
+    model = converted()
+    want = gradients(model)
+    other = copied(model)
+    assert_same(gradients(other), want)
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    assert_same(gradients(other), want)
+    revert_(other)
+    assert not any("forward" in vars(module) for module in other.modules())
+    assert any("forward" in vars(module) for module in model.modules())
+
+
+def test_saved_and_loaded(tmp_path):
+    model = converted()
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    convert_(loaded, "blockwise")
+    assert_same(gradients(loaded), gradients(model))
+
+
+def shard(model: nn.Module) -> None:
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts)
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def convert(model: nn.Module) -> None:
+    convert_(model, "blockwise")
+
+
+@pytest.mark.parametrize("steps", [(shard, convert), (convert, shard)], ids=["shard first", "convert first"])
+def test_fsdp(steps):
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("torch has no gloo")
+    want, model = gradients(converted()), tiny_model("qwen3_moe", "eager")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for step in steps:
+            step(model)
+        assert_same({name: full(grad) for name, grad in gradients(model).items()}, want)
+        revert_(model)
+        assert type(model.model.layers[0].mlp.experts).__name__ == "FSDPQwen3MoeExperts"
+        stock = gradients(tiny_model("qwen3_moe", "eager"))
+        assert_same({name: full(grad) for name, grad in gradients(model).items()}, stock)
+    finally:
+        dist.destroy_process_group()
+
+
+def refused(model: nn.Module) -> str:
+    """Why nothing in a model is converted; nothing has changed."""
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(ValueError, match="^convert_: model must have .*, got none\n") as info:
+        convert_(model)
+    assert [dict(vars(module)) for module in model.modules()] == before
+    return str(info.value)
+
+
+def test_quantized_experts():
+    experts = experts_of("mixtral")
+    experts.down_proj = nn.Parameter(experts.down_proj.to(torch.uint8), requires_grad=False)
+    assert "down_proj must be bfloat16, float16 or float32, got torch.uint8" in refused(experts)
+    experts.down_proj_packed = experts._parameters.pop("down_proj")
+    assert "down_proj must be a tensor, got none" in refused(experts)
+    quantized, moe = (importlib.import_module(f"transformers.integrations.{n}") for n in ("finegrained_fp8", "moe"))
+    marked = moe.use_experts_implementation(type("Marked", (quantized.FP8Experts,), {}))
+    for of_checkpoint, why in (
+        (marked, "gate_up_proj must be bfloat16, float16 or float32, got torch.float8_e4m3fn"),
+        (quantized.FP8Experts, "the forward of FP8Experts is not known"),
+    ):
+        assert why in refused(of_checkpoint(config_of("qwen3_moe"), block_size=(16, 16)))
+
+
+def test_subclasses():
+    """Taken with the forward that was marked, and only with that."""
+    experts, call = experts_of("mixtral"), calls()
+
+    class Same(type(experts)):
+        pass
+
+    class Other(type(experts)):
+        def forward(self, *call: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(*call)
+
+    convert_(experts, "blockwise")
+    want = results(experts, *call)
+    fresh = experts_of("mixtral")
+    fresh.load_state_dict(experts.state_dict())
+    fresh.__class__ = Same
+    assert "forward" not in vars(fresh)
+    convert_(fresh, "blockwise")
+    assert_same(results(fresh, *call), want)
+    revert_(fresh)
+    fresh.__class__ = Other
+    assert "the forward of Other is not known" in refused(fresh)
+
+
+def test_forward_of_the_module_itself():
+    """Such as that of a plan for expert parallelism, which has to come after; then it is not lost with revert_."""
+    experts = experts_of("mixtral")
+    own = experts.forward
+    experts.forward = lambda *call: own(*call)
+    assert "forward must be that of its class, got another that the module itself has" in refused(experts)
+    del experts.forward
+    convert_(experts)
+    converted = experts.forward
+    experts.forward = lambda *call: converted(*call)
+    assert "forward of MixtralExperts must be what convert_ put there, got another" in refused(experts)
+    with pytest.raises(RuntimeError, match="forward of MixtralExperts must be what convert_ put there"):
+        revert_(experts)
+    experts.forward = converted
+    revert_(experts)
+
+
+def test_version_that_is_not_known(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "6.1.0")
+    assert "5.17.0 and 5.23.0 are known to work, found 6.1.0" in refused(experts_of("mixtral"))
+
+
+def test_parameters_that_change_with_the_module():
+    """torch.func and to(): the forward is that of the module as it is."""
+    experts, call = experts_of("mixtral"), calls()
+    convert_(experts, "bf16")
+    zeros = {name: torch.zeros_like(p) for name, p in experts.named_parameters()}
+    assert not torch.func.functional_call(experts, zeros, call).any()
+    experts.to(torch.float32)
+    assert results(experts, *call)["down_proj"].dtype == torch.float32
+
+
+def test_documents(capsys):
+    """The blocks of docs/adoption.md, and the table that it shows."""
+    page = (ROOT / "docs" / "adoption.md").read_text().split("\n## Any module\n")[1].split("\n## ")[0]
+    model, blocks = tiny_model("qwen3_moe", "eager"), re.findall(r"^```(?:python)?\n(.*?)^```", page, re.M | re.S)
+    before = [dict(vars(module)) for module in model.modules()]
+    names = dict(moe_fp8_ext=moe_fp8_ext, torch=torch, model=model)
+    use, table, recipe = blocks
+    exec(use, names)
+    assert capsys.readouterr().out == table
+    assert [dict(vars(module)) for module in model.modules()] == before
+    exec(recipe, names)
+    mine = Recipe("mxfp8", grad_dtype=torch.float8_e5m2)
+    assert [layer.mlp.experts.forward.args[0] for layer in model.model.layers] == [mine, mine]
+
+
+def test_beside_other_experts():
+    model = nn.Sequential(experts_of("mixtral"), moe_fp8_ext.Experts(2, DIM, DIM))
+    assert [kind for _, kind, _ in convert_(model).converted] == ["transformers", "moe_fp8_ext"]

@@ -1,0 +1,183 @@
+"""Experts that are sharded by expert over two processes, against those of one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import ROOT, full
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from moe_fp8_ext import Experts, convert_
+
+PROCESSES, D, F, TOKENS, TOP_K = 2, 64, 48, 40, 2
+
+
+def experts_of(count: int, recipe: str = "rowwise", **options: object) -> Experts:
+    torch.manual_seed(0)
+    return Experts(count, D, F, recipe=recipe, dtype=torch.bfloat16, **options)
+
+
+def sharded(experts: nn.Module, mesh: DeviceMesh, placement: object = Shard(0)) -> nn.Module:
+    for name, p in list(experts.named_parameters(recurse=False)):
+        experts.register_parameter(name, nn.Parameter(distribute_tensor(p.detach(), mesh, [placement])))
+    return experts
+
+
+def calls(count: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, ids, scores and the gradient of the output, the same in every process; an id of no expert."""
+    g = torch.Generator().manual_seed(seed)
+    x, grad = (torch.randn(TOKENS, D, generator=g).bfloat16() for _ in range(2))
+    ids = torch.rand(TOKENS, count, generator=g).topk(TOP_K).indices
+    ids[3, 1] = -1
+    return x, ids, torch.rand(TOKENS, TOP_K, generator=g), grad
+
+
+def results(experts: Callable, parameters: dict[str, Tensor], x: Tensor, ids: Tensor, scores: Tensor, grad: Tensor):
+    x, scores = x.detach().requires_grad_(), scores.detach().requires_grad_()
+    out = experts(x, ids, scores)
+    out.backward(grad)
+    return dict(out=out.detach(), x=x.grad, scores=scores.grad, **{name: p.grad for name, p in parameters.items()})
+
+
+def check_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    """A weight and a score are of one rank. A token's row is a sum of what ranks have, each rounded, and so is the sum;
+    the whole is rounded once: to bfloat16, by 2^-8 of a value at most."""
+    for name, whole in want.items():
+        value = got[name].full_tensor()
+        if name in ("out", "x"):
+            assert got[name].placements == (Partial(),)
+            of_ranks = DTensor.from_local(got[name].to_local().abs().float(), got[name].device_mesh, [Partial()])
+            bound = 2**-8 * (of_ranks.full_tensor() + value.abs().float() + whole.abs().float())
+            assert ((value.float() - whole.float()).abs() <= bound).all(), name
+        else:
+            assert torch.equal(value, whole), name
+
+
+def check_tokens_of_all(mesh: DeviceMesh, count: int, compiled: bool = False, **options: object) -> None:
+    whole, call = experts_of(count, **options), calls(count)
+    want = results(whole, dict(whole.named_parameters()), *call)
+    experts = sharded(experts_of(count, **options), mesh)
+    fn = torch.compile(experts, fullgraph=True, backend="aot_eager") if compiled else experts
+    everywhere = [DTensor.from_local(t, mesh, [Replicate()]) for t in call]
+    check_same(results(fn, dict(experts.named_parameters()), *everywhere), want)
+
+
+def check_tokens_of_ranks(mesh: DeviceMesh, fsdp: bool) -> None:
+    """What a dispatcher has brought to a rank, with ids of its own."""
+    rank, parameters = mesh.get_local_rank(), []
+    experts, whole = sharded(experts_of(4), mesh), experts_of(2)
+    with torch.no_grad():
+        for p, part in zip(experts.parameters(), whole.parameters(), strict=True):
+            part.copy_(p.to_local())
+    if fsdp:
+        fully_shard(experts, mesh=init_device_mesh("cpu", (1, PROCESSES), mesh_dim_names=("dp", "ep"))["dp"])
+    call = calls(2, seed=rank)
+    parameters = dict(experts.named_parameters())
+    got, want = results(experts, parameters, *call), results(whole, dict(whole.named_parameters()), *call)
+    for name, value in want.items():
+        local = got[name].to_local() if name in parameters else got[name]
+        assert torch.equal(local, value), name
+
+
+def check_documents(mesh: DeviceMesh) -> None:
+    """The block of docs/adoption.md, with tokens of all."""
+    section = (ROOT / "docs" / "adoption.md").read_text().split("\n## Expert parallelism\n")[1]
+    experts, call = experts_of(4), calls(4)
+    x, topk_ids, topk_scores = (DTensor.from_local(t, mesh, [Replicate()]) for t in call[:3])
+    names = dict(globals(), experts=experts, mesh=mesh, x=x, topk_ids=topk_ids, topk_scores=topk_scores)
+    exec(section.split("```python\n")[1].split("```")[0], names)
+    assert names["out"].placements == (Partial(),) and experts.down_proj.placements == (Shard(0),)
+
+
+def check_main_grad(mesh: DeviceMesh) -> None:
+    whole, call = experts_of(4, main_grad=True), calls(4)
+    experts = sharded(experts_of(4, main_grad=True), mesh)
+    for p, q in zip(whole.parameters(), experts.parameters(), strict=True):
+        p.main_grad, q.main_grad = (torch.ones_like(t, dtype=torch.float32) for t in (p.detach(), q.detach()))
+    whole(*call[:3]).backward(call[3])
+    x, ids, scores, grad = (DTensor.from_local(t, mesh, [Replicate()]) for t in call)
+    experts(x, ids, scores).backward(grad)
+    for p, q in zip(whole.parameters(), experts.parameters(), strict=True):
+        assert q.grad is None and torch.equal(q.main_grad.full_tensor(), p.main_grad)
+
+
+def check_errors(mesh: DeviceMesh) -> None:
+    x, ids, scores, _ = calls(4)
+    everywhere = [DTensor.from_local(t, mesh, [Replicate()]) for t in (x, ids, scores)]
+    experts = sharded(experts_of(4), mesh)
+    for i, name in enumerate(("x", "topk_ids", "topk_scores")):
+        of_rank, call = [x, ids, scores][i], list(everywhere)
+        call[i] = DTensor.from_local(of_rank, mesh, [Shard(0)])
+        check_refused(rf"{name} must be \(Replicate\(\),\) on the mesh .*got \(Shard\(dim=0\),\) on", experts, call)
+        if i:
+            call[i] = of_rank
+            check_refused(rf"{name} must be \(Replicate\(\),\) on the mesh .*got no DTensor$", experts, call)
+    check_refused(r"x must be \(Replicate\(\),\) on the mesh of the parameters, None", experts_of(4), everywhere)
+    for placement in (Replicate(), Shard(1)):
+        experts = sharded(experts_of(4), mesh, placement)
+        for call in (everywhere, (x, ids, scores)):
+            check_refused(r"gate_up_proj must be sharded by expert, \(Shard\(dim=0\),\), got ", experts, call)
+
+
+def check_refused(text: str, experts: Experts, call: list[Tensor]) -> None:
+    with pytest.raises(RuntimeError, match=f"^Experts: {text}"):
+        experts(*call)
+
+
+def run(rank: int, folder: Path, checks: Callable[[DeviceMesh], None]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=PROCESSES)
+    checks(init_device_mesh("cpu", (PROCESSES,), mesh_dim_names=("ep",)))
+    dist.destroy_process_group()
+
+
+def check_experts(mesh: DeviceMesh) -> None:
+    for recipe, bias, count in itertools.product(("rowwise", "blockwise", "mxfp8", "bf16"), (False, True), (4, 5)):
+        check_tokens_of_all(mesh, count, recipe=recipe, bias=bias)
+    check_tokens_of_all(mesh, 4, compiled=True)
+    check_tokens_of_ranks(mesh, fsdp=False)
+    check_tokens_of_ranks(mesh, fsdp=True)
+    check_main_grad(mesh)
+    check_documents(mesh)
+    check_errors(mesh)
+
+
+def check_plan_of_transformers(mesh: DeviceMesh) -> None:
+    """After convert_. Its own all-reduce and all-to-all give local tensors to the experts."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+    from transformers_models import EXPERTS, experts_of
+    from transformers_models import calls as calls_of_model
+
+    plan = {"0.gate_up_proj": "grouped_gemm", "0.down_proj": "grouped_gemm", "0": "ep_dispatch_experts"}
+    torch.manual_seed(0)
+    whole, (x, ids, scores) = experts_of("qwen3_moe"), calls_of_model()
+    convert_(whole, "bf16")
+    want = results(whole, dict(whole.named_parameters()), x, ids, scores, torch.ones_like(x))
+    for implementation in ("all_reduce", "all_to_all"):
+        torch.manual_seed(0)
+        model = nn.Sequential(experts_of("qwen3_moe"))
+        convert_(model, "bf16")
+        apply_expert_parallelism(model, mesh, mesh, plan, implementation)
+        assert model[0].num_experts == EXPERTS // PROCESSES
+        got = results(model[0], dict(model[0].named_parameters()), x, ids, scores, torch.ones_like(x))
+        for name, value in want.items():
+            value, part = value.double(), full(got[name]).double()
+            # A path has at most 5 roundings to bfloat16 where the other has none: of scores' products and of sums, both
+            # ways. Each moves a value by 2^-8 / sqrt(3) or less in the root mean square, and 12 of them by 2^-7.
+            assert (part - value).norm() <= 2**-7 * value.norm(), (implementation, name)
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
+@pytest.mark.parametrize("checks", [check_experts, check_plan_of_transformers])
+def test_two_processes(checks, tmp_path):
+    if checks is check_plan_of_transformers:
+        pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.23.0 has such plans")
+    torch.multiprocessing.spawn(run, (tmp_path, checks), nprocs=PROCESSES)
