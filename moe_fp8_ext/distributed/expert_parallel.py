@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -205,6 +207,25 @@ class ExpertParallel:
             return values, scale
         return values, (scale if format.block else scale.squeeze(1)).contiguous()
 
+    def dispatch(self, x: Tensor, ids: Tensor, scores: Tensor, signature: int) -> Dispatched:
+        """Tokens of all ranks that have an expert here, and where they go."""
+        ids = torch.where((ids >= 0) & (ids < self.num_experts), ids, -1).long()
+        way = (self._static or self._exact).begin(ids, signature)
+        # Ids from 1, because rows of no token are zeros.
+        columns = [*self._columns(x, self._in_fp8, gradient=False), ids.int() + 1, scores]
+        message = packed(columns)
+        way, most = way()
+        *tokens, ids, scores = self._sent(message, columns, way)
+        return Dispatched(self._operand(*tokens), scores.contiguous(), self._slots(ids - 1, most), way)
+
+    def dispatch_gradient(self, dout: Tensor, way: Way) -> Operand:
+        columns = self._columns(dout, self.gradients == "fp8", gradient=True)
+        return self._operand(*self._sent(packed(columns), columns, way))
+
+    def _sent(self, message: Tensor, columns: list[Tensor], way: Way) -> list[Tensor]:
+        arrived = way.there(_permute_pad(message, way.indices, self.peers.ranks))
+        return [column.read(arrived) for column in Column.all_of(columns)]
+
     def _slots(self, ids: Tensor, most: int) -> Slots:
         """Of rows that came with ids of all ranks: those of experts here, sorted by them, and not more than `most`."""
         ids = ids - self.peers.rank * self.peers.num_local_experts
@@ -216,24 +237,23 @@ class ExpertParallel:
         return Slots(permutation[:most], offs, inverse)
 
 
+class Dispatched(NamedTuple):
+    tokens: Operand
+    scores: Tensor
+    slots: Slots
+    way: Way
+
+
 class _OverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ep, signature, x, scores, *rest):
         *weights, topk_ids, main_grad_gate_up, main_grad_down, call = rest
         with below_autograd():
-            ids = torch.where((topk_ids >= 0) & (topk_ids < ep.num_experts), topk_ids, -1).long()
-            way = (ep._static or ep._exact).begin(ids, signature)
-            # Ids from 1, because rows of no token are zeros.
-            columns = [*ep._columns(x, ep._in_fp8, gradient=False), ids.int() + 1, scores]
-            message = packed(columns)
-            way, most = way()
-            arrived = way.there(_permute_pad(message, way.indices, ep.peers.ranks))
-            *tokens, ids, scores = (column.read(arrived) for column in Column.all_of(columns))
-            slots = ep._slots(ids - 1, most)
-            out, kept = forward(ep._operand(*tokens), scores.contiguous(), slots, weights, call)
+            tokens, of_tokens, slots, way = ep.dispatch(x, topk_ids, scores, signature)
+            out, kept = forward(tokens, of_tokens, slots, weights, call)
             out = _combine(way.back(out), way.inverse, None)
         ctx.save_for_backward(way.indices, way.inverse, *kept)
-        ctx.ep, ctx.call, ctx.sizes = ep, call, (way.sent, way.received)
+        ctx.ep, ctx.call, ctx.sizes = ep, call, (way.sent, way.received, way.group)
         ctx.main_grads = main_grad_gate_up, main_grad_down
         ctx.dtypes = dtypes_of(x, scores, *weights)
         return cast(out, x.dtype)
@@ -242,11 +262,9 @@ class _OverRanks(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, dout):
         indices, inverse, *kept = ctx.saved_tensors
-        ep, way = ctx.ep, Way(indices, inverse, *ctx.sizes, ctx.ep.peers.group)
+        way = Way(indices, inverse, *ctx.sizes)
         with below_autograd():
-            columns = ep._columns(row_major(dout), ep.gradients == "fp8", gradient=True)
-            arrived = way.there(_permute_pad(packed(columns), indices, ep.peers.ranks))
-            dout = ep._operand(*(column.read(arrived) for column in Column.all_of(columns)))
+            dout = ctx.ep.dispatch_gradient(row_major(dout), way)
             grads = backward(dout, kept, ctx.main_grads, ctx.call)
             for i, of_tokens in enumerate(grads[:2]):
                 if of_tokens is not None:

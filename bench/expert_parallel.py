@@ -1,0 +1,144 @@
+"""Measures experts over ranks, one GPU each: what tokens' way there costs, and a layer beside one of torch's own ops.
+
+NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node 2 bench/expert_parallel.py --out bench/results/expert_parallel.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import run
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.profiler import ProfilerActivity, profile
+
+from moe_fp8_ext.distributed import ExpertParallel
+from moe_fp8_ext.distributed.messages import packed
+from moe_fp8_ext.operands import operands_of
+
+TOKENS, D, F, EXPERTS, TOP_K = 16384, 7168, 2048, 64, 8
+SECONDS = 0.4  # to warm up, and to measure
+
+
+def sustained_us(calls: dict[str, Callable[[], object]], turns: int = 3) -> dict[str, float]:
+    """In turns, the slowest rank's mean of the fastest turn; every rank calls as often as the others."""
+    best: dict[str, float] = {}
+    for turn in range(turns + 1):  # the first one warms up
+        for name, call in calls.items():
+            call()
+            us = torch.tensor([SECONDS * 1e6 if turn == 0 else 0.0, SECONDS / turns * 1e6 / best.get(name, 1e5)])
+            count = us[1:].round().int().clamp(min=3).cuda()
+            dist.broadcast(count, 0)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            dist.barrier()
+            begin.record()
+            for _ in range(int(count)):
+                call()
+            end.record()
+            end.synchronize()
+            mean = torch.tensor([begin.elapsed_time(end) * 1e3 / int(count)], device="cuda")
+            dist.all_reduce(mean, dist.ReduceOp.MAX)
+            best[name] = mean.item() if turn < 2 else min(best[name], mean.item())
+    return best
+
+
+def nccl_us(call: Callable[[], object], calls: int = 5) -> float:
+    """Of the kernels of collectives in one call."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    return sum(event.device_time_total for event in found.key_averages() if "nccl" in event.key.lower()) / calls
+
+
+def composed(x: Tensor, ids: Tensor, scores: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+    """In BF16, of torch's own ops: a token travels once to each of its experts."""
+    ranks, local = dist.get_world_size(), len(w_gate_up)
+    permutation = ids.flatten().sort(stable=True).indices
+    counts = torch.zeros(EXPERTS, dtype=torch.int64, device="cuda").scatter_add(
+        0, ids.flatten(), torch.ones_like(ids).flatten()
+    )
+    of_ranks = torch.empty_like(counts)
+    dist.all_to_all_single(of_ranks, counts)
+    sizes = torch.stack([counts.view(ranks, local).sum(1), of_ranks.view(ranks, local).sum(1)])
+    sent, received = sizes.tolist()
+    arrived = all_to_all_single_autograd(x[permutation // TOP_K], received, sent, dist.group.WORLD)
+    experts = torch.arange(local, device="cuda").repeat(ranks).repeat_interleave(of_ranks, output_size=sum(received))
+    order = experts.sort(stable=True).indices
+    offs = of_ranks.view(ranks, local).sum(0).cumsum(0, dtype=torch.int32)
+    gate, up = torch._grouped_mm(arrived[order], w_gate_up.mT, offs=offs).chunk(2, -1)
+    y = torch._grouped_mm(torch.nn.functional.silu(gate) * up, w_down.mT, offs=offs)
+    y = y[torch.empty_like(order).scatter(0, order, torch.arange(len(order), device="cuda"))]
+    back = all_to_all_single_autograd(y, sent, received, dist.group.WORLD)
+    inverse = torch.empty_like(permutation).scatter(0, permutation, torch.arange(len(permutation), device="cuda"))
+    return (back[inverse].view(*ids.shape, -1) * scores.to(back.dtype)[..., None]).sum(1)
+
+
+def measure() -> dict[str, object]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    x, grad = (torch.randn(TOKENS, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    ids = torch.rand(TOKENS, EXPERTS, device="cuda").topk(TOP_K).indices
+    scores = torch.rand(TOKENS, TOP_K, device="cuda").softmax(-1).requires_grad_()
+    sizes = (EXPERTS // ranks, 2 * F, D), (EXPERTS // ranks, D, F)
+    weights = [(torch.randn(size, device="cuda") * size[-1] ** -0.5).bfloat16().requires_grad_() for size in sizes]
+    x.requires_grad_()
+    leaves = x, scores, *weights
+
+    def parallel(recipe: str, **options: object) -> ExpertParallel:
+        return ExpertParallel(dist.group.WORLD, EXPERTS, TOP_K, recipe=recipe, **options)
+
+    def dispatch(ep: ExpertParallel) -> object:
+        with torch.no_grad():
+            tokens, _, slots, _ = ep.dispatch(x.detach(), ids, scores.detach(), 0)
+            return operands_of(ep.recipe).at_slots(tokens, slots, rows=True)
+
+    def step(layer: Callable[..., Tensor]) -> object:
+        return torch.autograd.grad(layer(x, ids, scores, *weights), leaves, grad)
+
+    found: dict[str, object] = {}
+    by_recipe = {name: parallel(name) for name in ("bf16", "rowwise", "blockwise")}
+    found["dispatch_us"] = sustained_us({name: partial(dispatch, ep) for name, ep in by_recipe.items()})
+    messages = {
+        name: packed([*ep._columns(x.detach(), ep._in_fp8, False), ids.int(), scores.detach()])
+        for name, ep in by_recipe.items()
+    }
+    found["bytes"] = {name: message.shape[1] for name, message in messages.items()}
+    _, _, _, way = by_recipe["rowwise"].dispatch(x.detach(), ids, scores.detach(), 0)
+    rows = messages["rowwise"].new_empty(sum(way.sent), messages["rowwise"].shape[1])
+    found["nccl_us"] = {
+        "in a dispatch": nccl_us(partial(dispatch, by_recipe["rowwise"])),
+        "alone": nccl_us(lambda: way.there(rows)),
+    }
+    layers = {
+        "torch BF16": composed,
+        **{f"{name} exact": ep.experts for name, ep in by_recipe.items()},
+        "rowwise static": parallel("rowwise", mode="static", capacity=1.1).experts,
+        "blockwise static": parallel("blockwise", mode="static", capacity=1.1).experts,
+        "rowwise exact, FP8 gradients": parallel("rowwise", gradients="fp8").experts,
+    }
+    found["layer_us"] = sustained_us({name: partial(step, layer) for name, layer in layers.items()})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file for the figures")
+    args = parser.parse_args()
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank())
+    result = run.environment(torch.device("cuda")) | {"gpus": dist.get_world_size()} | measure()
+    if dist.get_rank() == 0:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
