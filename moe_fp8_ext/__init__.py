@@ -15,6 +15,7 @@ except ImportError as error:
 
 from moe_fp8_ext.checkpointing import save_ops
 from moe_fp8_ext.experts import experts
+from moe_fp8_ext.fsdp import gather_in_fp8_
 from moe_fp8_ext.grouped_mm import grouped_mm
 from moe_fp8_ext.moe import Experts, MoE, Router
 from moe_fp8_ext.ops import (
@@ -48,6 +49,7 @@ __all__ = [
     "build_info",
     "combine",
     "experts",
+    "gather_in_fp8_",
     "grouped_mm",
     "permute_indices",
     "permute_pad",
