@@ -16,6 +16,7 @@ except ImportError as error:
 from moe_fp8_ext.checkpointing import save_ops
 from moe_fp8_ext.convert import convert_, revert_
 from moe_fp8_ext.experts import experts
+from moe_fp8_ext.fsdp import gather_in_fp8_
 from moe_fp8_ext.grouped_mm import grouped_mm
 from moe_fp8_ext.moe import Experts, MoE, Router
 from moe_fp8_ext.ops import (
@@ -50,6 +51,7 @@ __all__ = [
     "combine",
     "convert_",
     "experts",
+    "gather_in_fp8_",
     "grouped_mm",
     "permute_indices",
     "permute_pad",

@@ -60,8 +60,8 @@ def experts(
         h                                 P * H bytes and its scales, those of `quantize_rows`; in bfloat16 2 P * H
         order of the slots, scores        12 P + 4 E bytes
 
-    and of each weight, where backward multiplies by it, its fp8 copy transposed; with recipe "bf16" the weight itself,
-    of which a copy in bfloat16 where it is of another dtype.
+    and of each weight, where backward multiplies by it, its fp8 copy transposed, or none after `gather_in_fp8_`; with
+    recipe "bf16" the weight itself, of which a copy in bfloat16 where it is of another dtype.
 
     Args:
         x: [T, D] bfloat16, float16 or float32.
@@ -71,7 +71,7 @@ def experts(
         w_gate_up: [E, 2 F, D], or [E, F, D] with an activation that is not gated; E at most 1024, on a GPU 1023 with
             "bf16", wgrad_high_precision or biases that need a gradient. Of any strides; a contiguous one or its
             transposed view is not copied.
-        w_down: [E, D, F], likewise.
+        w_down: [E, D, F], likewise. Either may be a weight that `gather_in_fp8_` has gathered.
         recipe: as in `grouped_mm`, but that "auto" is "bf16" for 350 slots an expert and fewer: casts of weights alone
             are more than what a layer in bfloat16 does.
         activation: "swiglu", "geglu" or "swiglu_oai", which are gated, "relu2", "silu" or "gelu"; see `ops.activate`.

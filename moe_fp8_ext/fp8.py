@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe_fp8_ext.bf16 import bf16_wgrad, cast, check_experts, clamped, row_major
 from moe_fp8_ext.formats import FORMATS
+from moe_fp8_ext.fsdp import GatheredWeight
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
 from moe_fp8_ext.quantized import Quantized
 from moe_fp8_ext.recipes import Recipe
@@ -87,8 +88,10 @@ def _tensors(pair: tuple[Quantized, Quantized | None]) -> Both:
     return tuple(t for x in pair for t in ((None, None) if x is None else (x.q, x.scale)))
 
 
-def fp8_product(a: Tensor, scale_a: Tensor, w: Tensor, scale_w: Tensor, offs: Tensor, recipe: Recipe) -> Tensor:
-    """a @ w^T of each group."""
+def fp8_product(a: Tensor, scale_a: Tensor, w: Tensor, scale_w: Tensor | None, offs: Tensor, recipe: Recipe) -> Tensor:
+    """a @ w^T of each group, of a GatheredWeight a @ w."""
+    if isinstance(w, GatheredWeight):
+        w, scale_w = w.transposed_operand()
     scale_w = FORMATS[recipe.format].transposed_scale(scale_w)
     return _scaled_grouped_mm(a, w.mT, scale_a, scale_w, offs, recipe.format, 1, None, recipe.use_fast_accum)
 
@@ -145,8 +148,13 @@ def _is_smaller(A: Tensor, offs: Tensor, indices: Tensor | None, recipe: Recipe)
 
 
 def fp8_weight(w: Tensor, w_dtype: torch.dtype, recipe: Recipe, needs_dA: bool) -> Both:
-    """Weights [E, N, K], and transposed at least where dA is needed: those that are reused, or new ones."""
+    """Weights [E, N, K], and transposed at least where dA is needed: those that are reused, or new ones.
+
+    A GatheredWeight itself is what is kept of it for dA.
+    """
     rule = w_dtype, recipe.format, recipe.dtype, recipe.rounding
+    if isinstance(w, GatheredWeight):
+        return *w.operand(*rule), w, None
     return reused(_quantize_weights, w, *rule) or _quantize_weights(w, *rule, needs_dA)
 
 

@@ -68,7 +68,7 @@ def grouped_mm(
             `quantize_both`. No gradient flows into a Quantized: it counts as a constant.
         B_t: [E, K, N] weights, the transposed view of [E, N, K] or contiguous itself (both without a copy), of A's
             dtype. Or the pair that `quantize_weight` returns for the weights [E, N, K], a constant too; its first alone
-            will do where A needs no gradient.
+            will do where A needs no gradient. Or the view of a weight that `gather_in_fp8_` has gathered.
         offs: [E] int32 on A's device, exclusive end row of each group, non-decreasing, at most 1024.
         recipe: "rowwise" (fp8, one scale a row), "blockwise" (fp8, one scale for 128 elements, 128 x 128 of a weight),
             "mxfp8" (fp8, a power of two for 32 elements), "bf16" (no quantization: `torch._grouped_mm`, which on a GPU

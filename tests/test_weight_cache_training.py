@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from weight_problem import OFFS, A, G, call, parameter, quantizations
 
-from moe_fp8_ext import grouped_mm, reuse_weights
+from moe_fp8_ext import experts, grouped_mm, reuse_weights
 
 QUANTIZED = ("rowwise", "blockwise", "mxfp8")
 
@@ -95,6 +95,34 @@ def test_gradient_accumulation(recipe, optimizer, where, device):
     got, times = train(device, optimizer, recipe, **{where: reuse_weights})
     assert_same(got, want)
     assert (without, times) == (2 * 3 * 2, 2 * 3), "two weights, once a step"
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_a_layer_that_adds_to_main_grads(recipe, device):
+    """Losses of three steps of four micro-batches: the same with and without, each weight quantized once a step."""
+
+    def losses(micro_batches: Callable) -> tuple[list[Tensor], int]:
+        generator = torch.Generator().manual_seed(0)
+        x, *weights = (torch.randn(s, generator=generator) / 8 for s in ((4, 40, 64), (3, 64, 64), (3, 64, 32)))
+        up, down = (Parameter(w.to(device, torch.bfloat16)) for w in weights)
+        ids, scores = torch.arange(80).view(40, 2).to(device) % 3, torch.full((40, 2), 0.5, device=device)
+        optimizer, found = torch.optim.AdamW([up, down], lr=0.01), []
+        with Calls() as calls:
+            for _ in range(3):
+                main_grads = [torch.zeros_like(w, dtype=torch.float32) for w in (up, down)]
+                added = dict(zip(("main_grad_gate_up", "main_grad_down"), main_grads, strict=True))
+                with micro_batches():
+                    for tokens in x.to(device, torch.bfloat16):
+                        out = experts(tokens.clone().requires_grad_(), ids, scores, up, down, recipe=recipe, **added)
+                        found.append(out.float().square().mean())
+                        found[-1].backward()
+                up.grad, down.grad = (g.bfloat16() for g in main_grads)
+                optimizer.step()
+        return [loss.detach() for loss in found], calls.names.count("quantize_weight")
+
+    (want, without), (got, times) = losses(contextlib.nullcontext), losses(reuse_weights)
+    assert_same(got, want)
+    assert want[-1] < want[3] and (without, times) == (2 * 3 * 4, 2 * 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
