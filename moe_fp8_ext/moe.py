@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moe_fp8_ext.bf16 import autocast_dtype, cast
 from moe_fp8_ext.experts import experts
+from moe_fp8_ext.float32_mm import float32_mm
 from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import check_one_of, require
 from moe_fp8_ext.ops.dispatch import asks_for_gradient, differentiable_once
@@ -111,7 +112,7 @@ class _Logits(torch.autograd.Function):
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
         with _without_autocast(x):
-            return x.float() @ weight.float().t()
+            return float32_mm(x, weight.t())
 
     @staticmethod
     @differentiable_once
@@ -120,10 +121,15 @@ class _Logits(torch.autograd.Function):
         dx = dweight = None
         with _without_autocast(x):
             if ctx.needs_input_grad[0]:
-                dx = cast(grad @ weight.float(), x.dtype)
+                dx = cast(float32_mm(grad, weight, _of_sums(x)), x.dtype)
             if ctx.needs_input_grad[1]:
-                dweight = cast(grad.t() @ x.float(), weight.dtype)
+                dweight = cast(float32_mm(grad.t(), x), weight.dtype)
         return dx, dweight
+
+
+def _of_sums(x: Tensor) -> torch.dtype:
+    """What a gradient of x is rounded to at once, without another pass over it."""
+    return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
 
 
 class Routing(NamedTuple):

@@ -183,3 +183,13 @@ def test_graph_adds_at_every_replay(fmt, hopper):
         graph.replay()
         want = want + product + product
         assert_same(total, want, "replayed")
+
+
+def test_strides_of_dimensions_of_one(hopper):
+    """Say nothing: an operand that has them does not go to another kernel."""
+    offs = torch.tensor([7, 60, 200], dtype=torch.int32, device=hopper)
+    (a, b, scale_a, scale_b, *rest), *_ = products("blockwise", 200, 128, 128, offs)[0]
+    want = scaled_grouped_mm(a, b, scale_a, scale_b, *rest)
+    free = scale_b.as_strided(scale_b.shape, (1, 5, 7))
+    assert torch.equal(free, scale_b)
+    assert_same(scaled_grouped_mm(a, b, scale_a, free, *rest), want, "free strides")

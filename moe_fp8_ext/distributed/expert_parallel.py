@@ -209,12 +209,13 @@ class ExpertParallel:
 
     def dispatch(self, x: Tensor, ids: Tensor, scores: Tensor, signature: int) -> Dispatched:
         """Tokens of all ranks that have an expert here, and where they go."""
-        ids = torch.where((ids >= 0) & (ids < self.num_experts), ids, -1).long()
-        way = (self._static or self._exact).begin(ids, signature)
-        # Ids from 1, because rows of no token are zeros.
-        columns = [*self._columns(x, self._in_fp8, gradient=False), ids.int() + 1, scores]
+        ways = self._static or self._exact
+        since = ways.now()
+        # From 1, because rows of no token are zeros.
+        from_one = torch.where((ids >= 0) & (ids < self.num_experts), ids + 1, 0).int()
+        columns = [*self._columns(x, self._in_fp8, gradient=False), from_one, scores]
         message = packed(columns)
-        way, most = way()
+        way, most = ways.find(ids, signature, since)
         *tokens, ids, scores = self._sent(message, columns, way)
         return Dispatched(self._operand(*tokens), scores.contiguous(), self._slots(ids - 1, most), way)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -55,56 +55,56 @@ class Way(NamedTuple):
 
 
 class Exact:
-    """Rows as there are. The host waits for their numbers, which no other work is in front of."""
+    """Rows as there are. The host waits for their numbers, which are found on a stream of their own."""
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
         self.side = torch.cuda.Stream() if peers.device.type == "cuda" else None
 
-    def begin(self, ids: Tensor, signature: int) -> Callable[[], tuple[Way, int]]:
-        """Asks for sizes; the way and the number of slots at its end, once they are known.
+    def now(self) -> torch.cuda.Event | None:
+        """Where the current stream is: what is on it later is not waited for."""
+        return None if self.side is None else torch.cuda.current_stream().record_event()
 
-        ids: [T, top_k] int64 in [0, num_experts), or -1. signature: what must be alike on all ranks.
+    def find(self, ids: Tensor, signature: int, since: torch.cuda.Event | None) -> tuple[Way, int]:
+        """The way and the number of slots at its end, of ids that were known at `since`.
+
+        ids: [T, top_k] in [0, num_experts); others are none. signature: what must be alike on all ranks.
         """
-        permutation, rows, _, inverse, slots = _by_rank(ids, self.peers)
-        hear = self._ask(torch.stack([rows, slots], 1), signature)
-
-        def way() -> tuple[Way, int]:
-            sent, received, most = hear()
-            return Way(permutation[: sum(sent)], inverse, sent, received, self.peers.group), most
-
-        return way
+        with self._beside(since):
+            permutation, rows, _, inverse, slots = _by_rank(ids, self.peers)
+            sent, received, most = self._told(torch.stack([rows, slots], 1), signature)
+        if self.side is not None:  # which the host has waited for
+            for t in (permutation, inverse):
+                t.record_stream(torch.cuda.current_stream())
+        return Way(permutation[: sum(sent)], inverse, sent, received, self.peers.group), most
 
     def refuse(self) -> None:
         """Tells the other ranks, which wait for this one, that it has nothing to send but an error."""
-        self._ask(self.peers.nothing(), RAISED)()
+        self.agree(RAISED)
 
     def agree(self, signature: int) -> None:
         """Raises everywhere where that is not the same everywhere."""
-        self._ask(self.peers.nothing(), signature)()
+        with self._beside(self.now()):
+            self._told(self.peers.nothing(), signature)
 
-    def _ask(self, counts: Tensor, signature: int) -> Callable[[], tuple[list[int], list[int], int]]:
+    def _beside(self, since: torch.cuda.Event | None) -> AbstractContextManager:
+        if since is None:
+            return nullcontext()
+        self.side.wait_event(since)
+        return torch.cuda.stream(self.side)
+
+    def _told(self, counts: Tensor, signature: int) -> tuple[list[int], list[int], int]:
         """Rows for every rank, rows from every rank, and slots of those, for counts [ranks, 2] that go there."""
         told = torch.nn.functional.pad(counts, (0, 1), value=signature)
-        if self.side is None:
-            answers = self._answers(told)
-            return lambda: _read(answers, signature)
-        self.side.wait_stream(torch.cuda.current_stream())
-        told.record_stream(self.side)
-        with torch.cuda.stream(self.side):
-            answers = self._answers(told).to("cpu", non_blocking=True)
-            arrived = self.side.record_event()
-
-        def hear() -> tuple[list[int], list[int], int]:
-            arrived.synchronize()
-            return _read(answers, signature)
-
-        return hear
-
-    def _answers(self, told: Tensor) -> Tensor:
         heard = torch.empty_like(told)
         dist.all_to_all_single(heard, told, group=self.peers.group)
-        return torch.cat([told[:, :1], heard], 1)
+        sent, received, slots, signatures = torch.cat([told[:, :1], heard], 1).t().tolist()
+        if signature != RAISED:
+            if raised := [rank for rank, other in enumerate(signatures) if other == RAISED]:
+                fail(f"every rank must be able to send, but an error was raised on {_named(raised)}: see there")
+            if unlike := [rank for rank, other in enumerate(signatures) if other != signature]:
+                fail(f"x, and what asks for a gradient, must be alike on all ranks, but differ on {_named(unlike)}")
+        return sent, received, sum(slots)
 
 
 class Static:
@@ -114,7 +114,10 @@ class Static:
         self.peers, self.capacity = peers, capacity
         self.left_out = torch.zeros(2, dtype=torch.int64, device=peers.device)  # tokens, slots
 
-    def begin(self, ids: Tensor, signature: int) -> Callable[[], tuple[Way, int]]:
+    def now(self) -> None:
+        return None
+
+    def find(self, ids: Tensor, signature: int, since: None) -> tuple[Way, int]:
         permutation, rows, starts, inverse, _ = _by_rank(ids, self.peers)
         (tokens, top_k), ranks = ids.shape, self.peers.ranks
         room = min(tokens, math.ceil(self.capacity * tokens * min(1, top_k / ranks)))
@@ -126,7 +129,7 @@ class Static:
         inverse = torch.where((inverse >= 0) & (place < room), place + first, -1)
         self.left_out[0] += (rows - room).clamp(min=0).sum()
         way = Way(indices, inverse, None, None, self.peers.group)
-        return lambda: (way, math.ceil(self.capacity * tokens * top_k))
+        return way, math.ceil(self.capacity * tokens * top_k)
 
     def read_left_out(self) -> list[int]:
         """Tokens and slots of all ranks since it was last read."""
@@ -139,23 +142,14 @@ class Static:
 def _by_rank(ids: Tensor, peers: Peers) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """permutation [T * ranks] and inverse [T, ranks] as `sort_tokens` returns them for the ranks that a token has any
     expert of; of every rank the rows, the first of them, and the slots."""
-    ranks = torch.where(ids < 0, peers.ranks, ids // peers.num_local_experts)
+    rank = ids // peers.num_local_experts
+    rank = torch.where((rank >= 0) & (rank < peers.ranks), rank, peers.ranks).long()
     slots = torch.zeros(ids.shape[0], peers.ranks + 1, dtype=torch.int32, device=ids.device)
-    slots = slots.scatter_add_(1, ranks, torch.ones_like(ids, dtype=torch.int32))[:, :-1]
+    slots = slots.scatter_add_(1, rank, torch.ones_like(ids, dtype=torch.int32))[:, :-1]
     every = torch.arange(peers.ranks, dtype=torch.int32, device=ids.device)
     permutation, ends, inverse = _sort_tokens(torch.where(slots > 0, every, -1), peers.ranks)
     rows = ends.diff(prepend=ends.new_zeros(1))
     return permutation, rows, ends - rows, inverse, slots.sum(0)
-
-
-def _read(answers: Tensor, signature: int) -> tuple[list[int], list[int], int]:
-    sent, received, slots, signatures = answers.t().tolist()
-    if signature != RAISED:
-        if raised := [rank for rank, other in enumerate(signatures) if other == RAISED]:
-            fail(f"every rank must be able to send, but an error was raised on {_named(raised)}: see there")
-        if unlike := [rank for rank, other in enumerate(signatures) if other != signature]:
-            fail(f"x, and what asks for a gradient, must be alike on all ranks, but differ on {_named(unlike)}")
-    return sent, received, sum(slots)
 
 
 def _named(ranks: list[int]) -> str:

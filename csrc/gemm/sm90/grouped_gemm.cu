@@ -21,9 +21,10 @@ bool takes_scales(const ScaledGroupedMmParams& p) {
   if (a.block_size == 0) return at_16_bytes(b.data);
   if (!are_columns(a, p.M)) return false;
   if (p.groups_of_sum) return are_columns(b, p.N);
-  const int64_t of_expert = ceil_div<int64_t>(p.N, kDepth) * a.blocks;
-  return b.block_stride == 1 && b.row_stride == a.blocks && (p.E == 1 || b.group_stride == of_expert) &&
-         p.E * of_expert % 4 == 0 && at_16_bytes(b.data);
+  const int64_t rows = ceil_div<int64_t>(p.N, kDepth), of_expert = rows * a.blocks;
+  // The stride of a dimension of size 1 says nothing.
+  return (a.blocks == 1 || b.block_stride == 1) && (rows == 1 || b.row_stride == a.blocks) &&
+         (p.E == 1 || b.group_stride == of_expert) && p.E * of_expert % 4 == 0 && at_16_bytes(b.data);
 }
 
 template <Scales kScales, Fp8Type kA>

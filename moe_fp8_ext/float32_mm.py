@@ -1,0 +1,53 @@
+"""Products in float32 on tensor cores, which multiply bfloat16: a number of float32 is the sum of three of bfloat16."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_fp8_ext.bf16 import cast
+
+_PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+
+
+def float32_mm(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """a [M, K] @ b [K, N] with products and sums in float32, rounded to `dtype`, float32 or bfloat16.
+
+    On CUDA, where one of them is of 16 bits, by parts: several times as fast, and an infinity may come out as NaN.
+    """
+    if _has_out_dtype(a) and (a.dtype, b.dtype) != (torch.float32, torch.float32):
+        return mm_by_parts(a, b, dtype)
+    return cast(a.float() @ b.float(), dtype)
+
+
+def mm_by_parts(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Leaves out products of parts that are less than 2^-24 of those of the first parts."""
+    of_a, of_b = parts(a), parts(b)
+    if len(of_a) == 1:
+        return _added(_mm(a, torch.cat(of_b, 1)).unflatten(1, (len(of_b), -1)), 1, dtype)
+    if len(of_b) == 1 and a.shape[0] <= a.shape[1]:
+        return _added(_mm(torch.cat(of_a), b).unflatten(0, (len(of_a), -1)), 0, dtype)
+    pairs = [(i, j) for i in range(len(of_a)) for j in range(len(of_b)) if i + j < 3]
+    return _mm(torch.cat([of_a[i] for i, _ in pairs], 1), torch.cat([of_b[j] for _, j in pairs]), dtype)
+
+
+def parts(x: Tensor) -> list[Tensor]:
+    """Of bfloat16, the largest first; their sum is x, but for what underflows."""
+    count, found = _PARTS[x.dtype], [cast(x, torch.bfloat16)]
+    while len(found) < count:
+        x = x.float() - found[-1].float()
+        found.append(x.bfloat16())
+    return found
+
+
+def _added(products: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return cast(products.sum(dim), dtype)
+
+
+def _mm(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.mm(a, b, out_dtype=dtype) if _has_out_dtype(a) else cast(a.float() @ b.float(), dtype)
+
+
+def _has_out_dtype(x: Tensor) -> bool:
+    """Whether torch.mm has it there."""
+    return x.is_cuda and torch.version.hip is None
