@@ -12,7 +12,7 @@ from torch import Tensor
 import moe_fp8_ext as moe
 
 # Tokens, model width, expert width, experts, experts a token: Granite, Qwen3-30B-A3B, and larger ones.
-_SIZES = {
+SIZES = {
     "granite": (24576, 1536, 256, 128, 8),
     "qwen3_30b": (32768, 2048, 768, 128, 8),
     "qwen3_235b": (32768, 4096, 1024, 128, 8),
@@ -22,7 +22,7 @@ _SIZES = {
 
 
 def _layers(cpu: bool) -> list[Shape]:
-    sizes = {"small": (300, 96, 64, 5, 2)} if cpu else _SIZES
+    sizes = {"small": (300, 96, 64, 5, 2)} if cpu else SIZES
     return [Shape(label, dict(zip("tdfek", size, strict=True)), EVEN) for label, size in sizes.items()]
 
 
