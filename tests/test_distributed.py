@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from experts_problem import OF_OPERAND, SPREAD_DB, Layer, assert_equal, layer, run
-from helpers import assert_same_tensor
+from helpers import ROOT, assert_same_tensor
 from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -281,6 +281,32 @@ def check_checkpoints(world: World) -> None:
             assert torch.equal(p if alone else p.full_tensor(), whole.full_tensor()), name
 
 
+def check_documents(world: World) -> None:
+    """The blocks of docs/expert-parallel.md; over a mesh of two dimensions gradients are those of one process."""
+    page, names = (ROOT / "docs" / "expert-parallel.md").read_text(), {}
+    plain, sharded, step = (block.split("```")[0] for block in page.split("```python\n")[1:])
+    torch.manual_seed(0)
+    with torch.device(world.device):
+        exec(plain, names)
+        assert names["out"].shape == names["x"].grad.shape
+        if world.size == 1:
+            return
+        if world.device == "cpu" and world.size > 2:
+            for_gloo = "layer.experts.set_force_sum_reduction_for_comms(True)"
+            sharded = sharded.replace("\nfully_shard(layer)\n", f"\n{for_gloo}\nfully_shard(layer)\n")
+        torch.manual_seed(0)
+        exec(sharded, names)
+        torch.manual_seed(0)
+        layer = MoE(Router(EXPERTS, 256, 2), Experts(EXPERTS, 256, 128))
+    layer(names["x"])[0].mean().backward()
+    for p, q in zip(names["layer"].parameters(), layer.parameters(), strict=True):
+        # All ranks have the same tokens: sums of 2 or 4 of the same are exact.
+        assert (p.grad.full_tensor() - q.grad).norm() <= SHIFTED * q.grad.norm()
+    before = [p.detach().clone() for p in names["layer"].parameters()]
+    exec(step, names)
+    assert all((p != q).full_tensor().any() for p, q in zip(names["layer"].parameters(), before, strict=True))
+
+
 def check_errors_of_modules(world: World) -> None:
     ep, last = world.parallel(2), world.rank == world.size - 1
     world.raises("^Experts: num_experts must be that of ep, 8, got 4$", lambda: Experts(4, D, F, ep=ep))
@@ -336,7 +362,14 @@ def check_graph(world: World) -> None:
 
 CHECKS = (
     *(check_bytes, check_options, check_routings, check_capacity, check_errors, check_determinism),
-    *(check_reuse_and_recomputation, check_modules, check_checkpoints, check_errors_of_modules, check_graph),
+    *(
+        check_reuse_and_recomputation,
+        check_modules,
+        check_checkpoints,
+        check_documents,
+        check_errors_of_modules,
+        check_graph,
+    ),
 )
 
 
