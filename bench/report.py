@@ -23,7 +23,8 @@ from tabulate import tabulate
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 LOSSES = "losses.json"  # of examples/train_moe_lm.py --losses
-TITAN = "torchtitan.json"  # of bench/titan.py; every other file there is of bench/run.py
+TITAN = "torchtitan.json"  # of bench/titan.py
+PARALLEL = "expert_parallel.json"  # of bench/expert_parallel.py; every other file there is of bench/run.py
 
 # Column: heading, key of the row, format. A column that no row fills is left out.
 COLUMNS = (
@@ -133,7 +134,8 @@ def save(result: dict, folder: Path) -> Path:
 
 def recorded() -> dict[str, dict]:
     """The results by the stem of their file."""
-    return {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name not in (LOSSES, TITAN)}
+    others = LOSSES, TITAN, PARALLEL
+    return {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name not in others}
 
 
 def recorded_alone(name: str) -> dict | None:
@@ -290,6 +292,38 @@ def titan_text(result: dict | None) -> str:
     return f"{textwrap.fill(text, 120)}\n\n{titan_table(result, 'github')}"
 
 
+def parallel_text(result: dict | None) -> str:
+    if not result:
+        return "Not measured yet: `bench/expert_parallel.py` on two GPUs fills this table."
+    recipes, layer = ("rowwise", "blockwise"), result["layer_us"]
+
+    def over_bf16(what: str, asked: str, found: dict[str, float]) -> list[str]:
+        base = found["bf16"]
+        return [what, asked, f"{base:,.0f}", *(f"{found[r]:,.0f} ({found[r] / base:.2f})" for r in recipes)]
+
+    def speed(what: str, asked: str, mode: str, over: str) -> list[str]:
+        us = [(layer.get(f"{recipe} {mode}"), layer[over.format(recipe)]) for recipe in recipes]
+        return [what, asked, "", *(f"{mine:,.0f} ({theirs / mine:.2f} x)" if mine else "" for mine, theirs in us)]
+
+    alone = result["nccl_us"]["alone"] / result["nccl_us"]["in a dispatch"]
+    body = [
+        over_bf16("dispatch, us (over BF16's)", "<= 0.60", result["dispatch_us"]),
+        over_bf16("bytes of a token (over BF16's)", "<= 0.52", result["bytes"]),
+        ["time of the all-to-all alone, over that in a dispatch", ">= 0.90", "", f"{alone:.2f}", ""],
+        ["layer of torch's own ops, us", "", f"{layer['torch BF16']:,.0f}", "", ""],
+        speed("layer, us (speed over that)", ">= 1.45", "exact", "torch BF16"),
+        speed('layer, mode="static", us (speed over "exact")', ">= 0.97", "static", "{} exact"),
+        speed('layer, gradients="fp8", us (speed over "bf16")', "", "exact, FP8 gradients", "{} exact"),
+    ]
+    text = (
+        f"{result['gpus']} {result['device']} of one host at {(result['commit'] or 'unknown')[:7]}, torch "
+        f"{result['torch']}: forward and backward of the layer, microseconds of the slowest rank."
+    )
+    headings, align = ("", "asked", "BF16", *recipes), ["left"] * 2 + ["right"] * 3
+    lines = tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
+    return f"{textwrap.fill(text, 120)}\n\n{lines}"
+
+
 def replaced(document: str, name: str, text: str) -> str:
     """The document with its part of that name made anew."""
     begin, end = f"<!-- {name}: begin (python bench/report.py) -->", f"<!-- {name}: end -->"
@@ -302,7 +336,8 @@ def replaced(document: str, name: str, text: str) -> str:
 def documents() -> dict[Path, str]:
     """Every text that is made of results or of the table of GEMMs."""
     results, readme = recorded(), ROOT / "README.md"
-    ops, layer, adoption = (ROOT / "docs" / f"{page}.md" for page in ("ops", "layer", "adoption"))
+    pages = "ops", "layer", "adoption", "expert-parallel"
+    ops, layer, adoption, parallel = (ROOT / "docs" / f"{page}.md" for page in pages)
     with_figures = replaced(readme.read_text(), "figures", first_screen(results))
     with_models = replaced(adoption.read_text(), "transformers", adoption_tables(results))
     return {
@@ -311,6 +346,7 @@ def documents() -> dict[Path, str]:
         ops: replaced(ops.read_text(), "generic", generic_table(results)),
         layer: replaced(layer.read_text(), "layer", layer_table(results)),
         adoption: replaced(with_models, "torchtitan", titan_text(recorded_alone(TITAN))),
+        parallel: replaced(parallel.read_text(), "expert parallelism", parallel_text(recorded_alone(PARALLEL))),
     }
 
 

@@ -4,9 +4,14 @@ The model is a byte-level transformer: causal attention, and top-k routing to Sw
 moe_fp8_ext.MoE. The text is the source of Python's own standard library, so nothing is downloaded. Every recipe
 starts from the same weights and reads the same bytes in the same order: only the arithmetic of the experts differs.
 The run ends with a table and a picture of the loss curves; --losses keeps their numbers too.
+
+With `torchrun --nproc-per-node 2 examples/train_moe_lm.py --ep` experts are spread over two processes, each of which
+has all other weights and reads its share of every batch. Losses are those of one process, but for roundings and for the
+balance of experts: its loss is a mean of the processes', each of its own share.
 """
 
 import argparse
+import atexit
 import json
 import math
 import os
@@ -19,6 +24,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws without a display
 from matplotlib.figure import Figure
@@ -65,6 +71,22 @@ def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]
     return rows[:, :-1], rows[:, 1:]
 
 
+def ranks() -> tuple[int, int]:
+    """Which process this is, of how many that --ep has joined."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+def share(whole: Tensor) -> Tensor:
+    rank, count = ranks()
+    return whole.chunk(count)[rank]
+
+
+def sum_of_ranks(x: Tensor) -> Tensor:
+    if ranks()[1] > 1:
+        dist.all_reduce(x)
+    return x
+
+
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """While entered, notes the memory that autograd keeps for backward; a storage kept twice counts once."""
 
@@ -82,12 +104,18 @@ class Experts(moe_fp8_ext.Experts):
     """SwiGLU experts whose memory is counted. No shape depends on the routing, so the host never waits for it."""
 
     def __init__(self, args: argparse.Namespace, recipe: moe_fp8_ext.Recipe, saved: SavedBytes) -> None:
-        super().__init__(args.experts, args.dim, args.hidden, recipe=recipe)
+        ep = None
+        if args.ep:
+            from moe_fp8_ext.distributed import ExpertParallel
+
+            ep = ExpertParallel(dist.group.WORLD, args.experts, args.top_k, recipe=recipe)
+        super().__init__(args.experts, args.dim, args.hidden, recipe=recipe, ep=ep)
         self.saved = saved
 
     def reset_parameters(self) -> None:
         for weight in self.parameters():
-            nn.init.normal_(weight, std=weight.shape[2] ** -0.5)
+            of_all_ranks = torch.empty(self.num_experts, *weight.shape[1:])
+            weight.data = share(nn.init.normal_(of_all_ranks, std=weight.shape[2] ** -0.5)).clone()
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
         with self.saved:
@@ -155,6 +183,21 @@ def recipe_of(name: str, args: argparse.Namespace) -> moe_fp8_ext.Recipe:
     return moe_fp8_ext.Recipe(name, wgrad_high_precision=args.wgrad_high_precision, **rounding)
 
 
+def clip_gradients(model: LanguageModel) -> None:
+    """Makes gradients those of the whole batch, whose loss is the mean of the ranks', and their norm 1 at most."""
+    count = ranks()[1]
+    if count == 1:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return
+    experts = {p for block in model.blocks for p in block.moe.experts.parameters()}
+    others = [p for p in model.parameters() if p not in experts]
+    for p in others:  # experts have seen the tokens of all ranks
+        sum_of_ranks(p.grad)
+    torch._foreach_div_([p.grad for p in model.parameters()], count)
+    of_experts, of_others = (nn.utils.get_total_norm([p.grad for p in ps]).square() for ps in (experts, others))
+    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, (sum_of_ranks(of_experts) + of_others).sqrt())
+
+
 def train(recipe: str, args: argparse.Namespace, text: Tensor, held_out_text: Tensor) -> Run:
     torch.manual_seed(args.seed)
     starts = torch.randint(len(text) - args.context, (args.steps, args.batch)).to(args.device)
@@ -166,12 +209,13 @@ def train(recipe: str, args: argparse.Namespace, text: Tensor, held_out_text: Te
         optimizer, lambda step: min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * step / args.steps))
     )
     losses = torch.empty(args.steps, device=args.device)
-    with tqdm(range(args.steps), desc=f"{recipe:>9}", unit="step", mininterval=0.5) as bar:
+    rank, count = ranks()
+    with tqdm(range(args.steps), desc=f"{recipe:>9}", unit="step", mininterval=0.5, disable=rank > 0) as bar:
         for step in bar:
             saved.storages.clear()
-            loss, balance = model(*windows(text, starts[step], args.context))
+            loss, balance = model(*windows(text, share(starts[step]), args.context))
             (loss + BALANCE_WEIGHT * balance).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            clip_gradients(model)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
@@ -180,7 +224,7 @@ def train(recipe: str, args: argparse.Namespace, text: Tensor, held_out_text: Te
                 bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
             if step == 0:  # untimed: it also loads libraries and fills memory pools
                 began = time.perf_counter()
-        history = losses.tolist()
+        history = (sum_of_ranks(losses) / count).tolist()
         speed = (args.steps - 1) * args.batch * args.context / (time.perf_counter() - began)
     return Run(recipe, history, evaluate(model, held_out_text, args), speed, sum(saved.storages.values()))
 
@@ -190,8 +234,8 @@ def evaluate(model: LanguageModel, text: Tensor, args: argparse.Namespace) -> fl
     """Mean loss over windows spread evenly over the held-out text."""
     last = len(text) - args.context - 1
     starts = torch.linspace(0, last, EVAL_BATCHES * args.batch, dtype=torch.float64).long().to(text.device)
-    losses = [model(*windows(text, batch, args.context))[0] for batch in starts.split(args.batch)]
-    return torch.stack(losses).mean().item()
+    losses = [model(*windows(text, share(batch), args.context))[0] for batch in starts.split(args.batch)]
+    return sum_of_ranks(torch.stack(losses).mean()).item() / ranks()[1]
 
 
 def print_table(runs: list[Run], differences: dict[str, float]) -> None:
@@ -204,6 +248,8 @@ def print_table(runs: list[Run], differences: dict[str, float]) -> None:
     print("\n" + tabulate(rows, head, disable_numparse=True, colalign=["left"] + ["right"] * 6))
     print("\nLosses are in nats a byte, the last one a mean of 10 steps. Saved for backward is what the")
     print("experts keep from the forward to the backward pass of one step, with the tokens as they came.")
+    if ranks()[1] > 1:
+        print(f"Experts are spread over {ranks()[1]} ranks; what is saved is the first one's.")
 
 
 def plot(runs: list[Run], path: Path) -> None:
@@ -254,6 +300,8 @@ def parse_args() -> argparse.Namespace:
     add("--plot", type=Path, default="train_moe_lm.png", metavar="FILE", help="PNG file for the loss curves")
     add("--losses", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="JSON file for the losses")
     add("--check", action="store_true", help=f"fail if a held-out loss is over {TOLERANCE:.0%}% off {BASELINE}'s")
+    text = "spread the experts and every batch over the processes of torchrun, --nproc-per-node of them"
+    add("--ep", action="store_true", help=text)
     args = parser.parse_args()
 
     def expect(ok: bool, option: str, what: str, got: object) -> None:
@@ -266,6 +314,12 @@ def parse_args() -> argparse.Namespace:
     for name, (cpu, gpu, _) in SIZES.items():
         size = vars(args).setdefault(name.replace("-", "_"), gpu if args.device == "cuda" else cpu)
         expect(0 < size <= 2**20, name, f"a number from 1 to {2**20}", size)
+    if args.ep:
+        expect("WORLD_SIZE" in os.environ, "ep", "processes that torchrun starts", "another")
+        processes = int(os.environ["WORLD_SIZE"])
+        for name in ("experts", "batch"):
+            size = vars(args)[name]
+            expect(size % processes == 0, name, f"a multiple of the {processes} processes of --ep", size)
     vars(args).setdefault("rounding", None)
     for recipe in args.recipes:
         expect(recipe in RECIPES, "recipes", f"names from {known}", repr(recipe))
@@ -289,18 +343,29 @@ def parse_args() -> argparse.Namespace:
     texts = read_stdlib()
     shortest = min(map(len, texts))
     expect(args.context < shortest, "context", f"less than the {shortest} bytes of text in {STDLIB}", args.context)
-    args.corpus = [torch.frombuffer(text, dtype=torch.uint8).to(args.device) for text in texts]
+    args.corpus = [torch.frombuffer(text, dtype=torch.uint8) for text in texts]
     return args
 
 
 def main() -> int:
     args = parse_args()
+    if args.ep:
+        if args.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        atexit.register(dist.destroy_process_group)
     try:
-        runs = [train(recipe, args, *args.corpus) for recipe in args.recipes]
+        corpus = [text.to(args.device) for text in args.corpus]
+        runs = [train(recipe, args, *corpus) for recipe in args.recipes]
     except (MemoryError, RuntimeError) as error:  # torch has a class for a GPU's memory only
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         sys.exit("train_moe_lm.py: out of memory; try a smaller --batch, --context, --dim or --hidden")
+    return report(runs, args) if ranks()[0] == 0 else 0
+
+
+def report(runs: list[Run], args: argparse.Namespace) -> int:
+    """Prints, draws and writes; the exit status."""
     base = [run.held_out for run in runs if run.recipe == BASELINE]
     differences = {run.recipe: run.held_out / base[0] - 1 for run in runs if base and run.recipe != BASELINE}
     print_table(runs, differences)

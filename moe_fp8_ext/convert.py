@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from moe_fp8_ext.moe import Experts
+from moe_fp8_ext.moe import Experts, check_fits
 from moe_fp8_ext.ops.checks import require
 from moe_fp8_ext.recipes import Recipe, get_recipe
 
@@ -52,6 +52,7 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def _swapped(experts: Experts, recipe: Recipe) -> tuple[str, object]:
+    check_fits(experts.ep, experts.num_experts, recipe)
     return "options", {**experts.options, "recipe": recipe}
 
 
@@ -98,10 +99,11 @@ def convert_(
     """Makes the experts of a model compute by a recipe, in place.
 
     Known are the experts that Transformers marks with `use_experts_implementation`, whatever their config says,
-    torchtitan's GroupedExperts and GroupedLinear, and `Experts`. One attribute of such a module changes, its forward or
-    what that reads. Classes, parameters, their names and hooks stay as they are, so `fully_shard` may come before or
-    after, and checkpoints, copies and torch.compile are as ever. What replaces a forward itself, as plans of tensor and
-    expert parallelism do, comes after. Called again, the last recipe counts.
+    torchtitan's GroupedExperts and GroupedLinear, and `Experts`, by the recipe of their ep alone if they have one. One
+    attribute of such a module changes, its forward or what that reads. Classes, parameters, their names and hooks stay
+    as they are, so `fully_shard` may come before or after, and checkpoints, copies and torch.compile are as ever. What
+    replaces a forward itself, as plans of tensor and expert parallelism do, comes after. Called again, the last recipe
+    counts.
 
     Args:
         model: or the experts themselves.

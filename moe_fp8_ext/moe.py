@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,10 @@ from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import check_one_of, require
 from moe_fp8_ext.ops.dispatch import asks_for_gradient, differentiable_once
 from moe_fp8_ext.recipes import Recipe, get_recipe
-from moe_fp8_ext.sharded import is_dtensor, of_rank, sum_of_ranks
+from moe_fp8_ext.sharded import draw_in_turn, is_dtensor, of_all, of_rank, sum_of_ranks
+
+if TYPE_CHECKING:
+    from moe_fp8_ext.distributed import ExpertParallel
 
 _SCORINGS = ("softmax", "sigmoid")
 
@@ -27,21 +31,26 @@ class Experts(nn.Module):
     ids are those of the rank's experts. With DTensors that every rank has (`Replicate()`), ids are those of all
     experts, and the result is a DTensor whose sum over ranks is left to be taken (`Partial()`).
 
+    With ep the parameters are of this rank's experts alone: [num_experts / ranks, ...], or, where ep was made from a
+    DeviceMesh, DTensors sharded by expert over that. Tokens are those of the rank, ids those of all experts.
+
     Attributes:
         gate_up_proj: [E, 2 F, D], or up_proj [E, F, D] with an activation that is not gated.
         down_proj: [E, D, F].
         gate_up_proj_bias or up_proj_bias, down_proj_bias: [E, 2 F] or [E, F], [E, D], with bias.
 
     Args:
-        num_experts, hidden_size, intermediate_size: E, D and F.
+        num_experts, hidden_size, intermediate_size: E, of all ranks together, D and F.
         bias: whether experts have biases.
         recipe, activation, interleaved, keep: as in `experts`.
         main_grad: whether the gradient of each weight that needs one is added to its attribute `main_grad`, which the
             trainer sets, as `experts` does it. Biases have gradients of autograd's as ever.
+        ep: over whose ranks experts are spread, by `ExpertParallel.experts`. Copies of the module share it.
         device, dtype: of the parameters.
 
     Raises:
-        RuntimeError: in forward, a weight that needs a gradient has no main_grad; else as in `experts`.
+        RuntimeError: num_experts or the recipe is not that of ep; in forward, a weight that needs a gradient has no
+            main_grad; else as in `experts`, or as in `ExpertParallel.experts`.
     """
 
     def __init__(
@@ -56,41 +65,65 @@ class Experts(nn.Module):
         bias: bool = False,
         keep: str = "fp8",
         main_grad: bool = False,
+        ep: ExpertParallel | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.num_experts, self.ep, self.adds_to_main_grad = num_experts, ep, main_grad
         self.options = dict(recipe=get_recipe(recipe), activation=activation, interleaved=interleaved, keep=keep)
-        self.adds_to_main_grad = main_grad
+        check_fits(ep, num_experts, self.options["recipe"])
         check_one_of("Experts", "activation", activation, list(GATED))
         self.up = "gate_up_proj" if GATED[activation] else "up_proj"
         rows = intermediate_size * (2 if GATED[activation] else 1)
         sizes = {self.up: (rows, hidden_size), "down_proj": (hidden_size, intermediate_size)}
         for name, (n, k) in sizes.items():
-            of_bias = torch.empty(num_experts, n, device=device, dtype=dtype) if bias else None
-            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, n, k, device=device, dtype=dtype)))
-            self.register_parameter(f"{name}_bias", None if of_bias is None else nn.Parameter(of_bias))
+            self.register_parameter(name, self._parameter(n, k, device=device, dtype=dtype))
+            self.register_parameter(f"{name}_bias", self._parameter(n, device=device, dtype=dtype) if bias else None)
         self.reset_parameters()
 
+    def _parameter(self, *size: int, **options: object) -> nn.Parameter:
+        count = self.num_experts if self.ep is None else self.ep.peers.num_local_experts
+        mine, mesh = torch.empty(count, *size, **options), getattr(self.ep, "mesh", None)
+        return nn.Parameter(mine if mesh is None else of_all(mine, mesh))
+
     def reset_parameters(self) -> None:
-        """As nn.Linear does: uniform, up to 1 / sqrt(inputs)."""
+        """As nn.Linear does: uniform, up to 1 / sqrt(inputs); expert by expert, the same on any number of ranks."""
         for name in (self.up, "down_proj"):
             weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
+            bound = weight.shape[2] ** -0.5
             for parameter in (weight,) if bias is None else (weight, bias):
-                nn.init.uniform_(parameter, -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5)
+                draw_in_turn(parameter, self._first(), self.num_experts, partial(nn.init.uniform_, a=-bound, b=bound))
+
+    def _first(self) -> int:
+        """Of the experts of parameters that do not know it themselves."""
+        plain = self.ep is not None and self.ep.mesh is None
+        return self.ep.peers.rank * self.ep.peers.num_local_experts if plain else 0
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
         """x [T, D], topk_ids and topk_scores [T, top_k] -> [T, D]."""
         call = x, topk_ids, topk_scores
+        if self.ep is not None:
+            return self._over_ranks(*call)
         return sum_of_ranks(self._of_rank, self.down_proj, *call) if is_dtensor(x) else self._of_rank(*call)
 
     def _of_rank(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
-        names = self.up, "down_proj"
-        weights = (of_rank(name, getattr(self, name)) for name in names)
-        b_gate_up, b_down = (of_rank(f"{name}_bias", getattr(self, f"{name}_bias")) for name in names)
-        main_grad_gate_up, main_grad_down = (of_rank(f"main_grad of {name}", self._main_grad(name)) for name in names)
-        options = dict(self.options, main_grad_gate_up=main_grad_gate_up, main_grad_down=main_grad_down)
-        return experts(x, topk_ids, topk_scores, *weights, b_gate_up=b_gate_up, b_down=b_down, **options)
+        return experts(x, topk_ids, topk_scores, **self._rest(), **self.options)
+
+    def _over_ranks(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
+        with self.ep.errors_told():
+            rest = self._rest()
+        options = {name: value for name, value in self.options.items() if name != "recipe"}  # which ep has
+        return self.ep.experts(x, topk_ids, topk_scores, **rest, **options)
+
+    def _rest(self) -> dict[str, Tensor | None]:
+        """What else is of this rank in a call."""
+        rest: dict[str, Tensor | None] = {}
+        for argument, name in (("gate_up", self.up), ("down", "down_proj")):
+            rest[f"w_{argument}"] = of_rank(name, getattr(self, name))
+            rest[f"b_{argument}"] = of_rank(f"{name}_bias", getattr(self, f"{name}_bias"))
+            rest[f"main_grad_{argument}"] = of_rank(f"main_grad of {name}", self._main_grad(name))
+        return rest
 
     def _main_grad(self, name: str) -> Tensor | None:
         weight = getattr(self, name)
@@ -99,6 +132,12 @@ class Experts(nn.Module):
         main_grad = getattr(weight, "main_grad", None)
         require(main_grad is not None, f"Experts: {name} must have a main_grad with main_grad=True, got none")
         return main_grad
+
+
+def check_fits(ep: ExpertParallel | None, num_experts: int, recipe: Recipe) -> None:
+    for name, got in (("num_experts", num_experts), ("recipe", recipe)):
+        wanted = getattr(ep, name, got)
+        require(got == wanted, f"Experts: {name} must be that of ep, {wanted}, got {got}")
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager:

@@ -1,13 +1,17 @@
-"""Experts whose parameters are DTensors, sharded by expert: what a rank computes, and what it is to the other ranks."""
+"""Experts of which a rank has a part: its parameters, what it computes, and what that is to the other ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moe_fp8_ext.ops.checks import require
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def is_dtensor(x: object) -> bool:
@@ -23,6 +27,29 @@ def of_rank(name: str, parameter: Tensor | None) -> Tensor | None:
     got = parameter.placements
     require(got == (Shard(0),), f"Experts: {name} must be sharded by expert, (Shard(dim=0),), got {got}")
     return parameter.to_local()
+
+
+def of_all(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
+    """What every rank has a part of, this one `parameter`."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(parameter, mesh, [Shard(0)], run_check=False)
+
+
+@torch.no_grad()
+def draw_in_turn(parameter: Tensor, first: int, num_experts: int, draw: Callable[[Tensor], object]) -> None:
+    """Draws every expert of all ranks, so that a seed gives the same on any number of ranks, and keeps those from
+    `first` on that are here. DTensors know which those are."""
+    here, within = parameter, ...
+    if is_dtensor(parameter):
+        (chunk,), here = parameter.__create_chunk_list__(), parameter.to_local()
+        first += chunk.offsets[0]
+        within = tuple(slice(o, o + n) for o, n in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
+    expert = torch.empty(parameter.shape[1:], dtype=here.dtype, device=here.device)
+    for i in range(num_experts):
+        draw(expert)
+        if first <= i < first + len(here):
+            here[i - first] = expert[within]
 
 
 def sum_of_ranks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -12,11 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from experts_problem import OF_OPERAND, SPREAD_DB, Layer, assert_equal, layer, run
-from helpers import assert_same_tensor
+from helpers import ROOT, assert_same_tensor
 from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import moe_fp8_ext
-from moe_fp8_ext import Recipe
+from moe_fp8_ext import Experts, MoE, Recipe, Router, convert_, revert_
 from moe_fp8_ext.distributed import ExpertParallel
 from moe_fp8_ext.distributed.messages import packed
 
@@ -28,8 +32,8 @@ RECIPES = tuple(map(Recipe, ("bf16", "rowwise", "blockwise", "mxfp8", "mxfp8_row
 class World:
     """What the checks need to know of this process."""
 
-    def __init__(self, rank: int, size: int, device: str) -> None:
-        self.rank, self.size, self.device = rank, size, device
+    def __init__(self, rank: int, size: int, device: str, folder: Path) -> None:
+        self.rank, self.size, self.device, self.folder = rank, size, device, folder
         self.local = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
 
     def parallel(self, top_k: int, recipe: str | Recipe = "rowwise", **options: object) -> ExpertParallel:
@@ -220,6 +224,114 @@ def check_reuse_and_recomputation(world: World) -> None:
     assert_equal(run(problem, again), want)
 
 
+def module(world: World, **options: object) -> Experts:
+    """Of a seed; biases, and no multiple of the sizes of kernels."""
+    torch.manual_seed(3)
+    return Experts(EXPERTS, D, F, bias=True, device=world.device, dtype=torch.bfloat16, **options)
+
+
+def meshes(world: World, size: int) -> DeviceMesh:
+    """Data parallelism over groups of so many ranks."""
+    sizes = (world.size // size, size)
+    return init_device_mesh(torch.device(world.device).type, sizes, mesh_dim_names=("dp", "ep"))
+
+
+def check_modules(world: World) -> None:
+    """A seed gives the experts of one process, and a module the bytes of the function, whatever its parameters are."""
+    tokens = [24] * world.size
+    problem = world.part(world.whole(tokens, 2), tokens)
+    whole = dict(module(world).named_parameters())
+    by_mesh = ExpertParallel(meshes(world, world.size)["ep"], EXPERTS, 2)
+    for ep in (world.parallel(2), by_mesh):
+        experts = module(world, ep=ep)
+        mine = {n: p.to_local() if ep.mesh else p for n, p in experts.named_parameters()}
+        assert_equal(mine, {n: p[world.local] for n, p in whole.items()})
+        weights = dict(zip(("w_gate_up", "b_gate_up", "w_down", "b_down"), mine.values(), strict=True))
+        want = run(replace(problem, **{n: w.detach() for n, w in weights.items()}), ep.experts)
+        for copy in (experts, deepcopy(experts)):
+            assert copy.ep is ep
+            x, scores = problem.x.clone().requires_grad_(), problem.scores.clone().requires_grad_()
+            out = copy(x, problem.ids, scores)
+            out.backward(problem.grad)
+            grads = [p.grad for p in copy.parameters()]
+            assert all(isinstance(g, DTensor) == (ep.mesh is not None) for g in grads)
+            grads = dict(zip(weights, [g.to_local() if ep.mesh else g for g in grads], strict=True))
+            assert_equal(dict(out=out.detach(), x=x.grad, scores=scores.grad, **grads), want)
+    torch.manual_seed(0)
+    router = Router(EXPERTS, D, 2, device=world.device)
+    out, _ = MoE(router, experts)(problem.x.view(2, -1, D))
+    assert out.shape == (2, len(problem.x) // 2, D) and out.isfinite().all()
+
+
+def check_checkpoints(world: World) -> None:
+    """Saved by groups of ranks, loaded by one twice as large, and by one process."""
+    ep = ExpertParallel(meshes(world, max(world.size // 2, 1))["ep"], EXPERTS, 2)
+    torch.manual_seed(3)
+    saved = module(world, ep=ep)
+    folder = world.folder / "checkpoint"
+    checkpoint.save(saved.state_dict(), checkpoint_id=folder)
+    larger = module(world, ep=ExpertParallel(meshes(world, world.size)["ep"], EXPERTS, 2))
+    for other, alone in ((larger, False), (module(world), True)):
+        with torch.no_grad():
+            for p in other.parameters():
+                p.zero_()
+        checkpoint.load(other.state_dict(), checkpoint_id=folder, no_dist=alone)
+        for name, p in other.named_parameters():
+            whole = getattr(saved, name)
+            assert torch.equal(p if alone else p.full_tensor(), whole.full_tensor()), name
+
+
+def check_documents(world: World) -> None:
+    """The blocks of docs/expert-parallel.md; over a mesh of two dimensions gradients are those of one process."""
+    page, names = (ROOT / "docs" / "expert-parallel.md").read_text(), {}
+    plain, sharded, step = (block.split("```")[0] for block in page.split("```python\n")[1:])
+    torch.manual_seed(0)
+    with torch.device(world.device):
+        exec(plain, names)
+        assert names["out"].shape == names["x"].grad.shape
+        if world.size == 1:
+            return
+        if world.device == "cpu" and world.size > 2:
+            for_gloo = "layer.experts.set_force_sum_reduction_for_comms(True)"
+            sharded = sharded.replace("\nfully_shard(layer)\n", f"\n{for_gloo}\nfully_shard(layer)\n")
+        torch.manual_seed(0)
+        exec(sharded, names)
+        torch.manual_seed(0)
+        layer = MoE(Router(EXPERTS, 256, 2), Experts(EXPERTS, 256, 128))
+    layer(names["x"])[0].mean().backward()
+    for p, q in zip(names["layer"].parameters(), layer.parameters(), strict=True):
+        # All ranks have the same tokens: sums of 2 or 4 of the same are exact.
+        assert (p.grad.full_tensor() - q.grad).norm() <= SHIFTED * q.grad.norm()
+    before = [p.detach().clone() for p in names["layer"].parameters()]
+    exec(step, names)
+    assert all((p != q).full_tensor().any() for p, q in zip(names["layer"].parameters(), before, strict=True))
+
+
+def check_errors_of_modules(world: World) -> None:
+    ep, last = world.parallel(2), world.rank == world.size - 1
+    world.raises("^Experts: num_experts must be that of ep, 8, got 4$", lambda: Experts(4, D, F, ep=ep))
+    text = r"recipe must be that of ep, Recipe\('rowwise'\), got Recipe\('bf16'\)"
+    world.raises(f"^Experts: {text}$", lambda: Experts(EXPERTS, D, F, recipe="bf16", ep=ep))
+    experts = module(world, ep=ep, main_grad=True)
+    with pytest.raises(ValueError, match=text):
+        convert_(experts, "bf16")
+    assert convert_(experts, "rowwise").converted
+    revert_(experts)
+    for name, p in experts.named_parameters():
+        if not (last and name == "down_proj"):
+            p.main_grad = torch.zeros_like(p)
+    tokens = [8] * world.size
+    problem = world.part(world.whole(tokens, 2), tokens)
+    call = problem.x, problem.ids, problem.scores
+    text = "down_proj must have a main_grad" if last else f"error was raised on rank {world.size - 1}"
+    world.raises(text, lambda: experts(*call))
+    strange = DTensor.from_local(problem.x, meshes(world, world.size)["ep"])
+    text = "tensors must be those of the rank, got a DTensor" if last else "error was raised on rank"
+    experts = module(world, ep=ep)
+    world.raises(text, lambda: experts(strange if last else problem.x, *call[1:]))
+    experts(*call)
+
+
 def check_graph(world: World) -> None:
     """Of a call of fixed sizes, replayed with other tokens and another routing."""
     if world.device == "cpu":
@@ -250,7 +362,14 @@ def check_graph(world: World) -> None:
 
 CHECKS = (
     *(check_bytes, check_options, check_routings, check_capacity, check_errors, check_determinism),
-    *(check_reuse_and_recomputation, check_graph),
+    *(
+        check_reuse_and_recomputation,
+        check_modules,
+        check_checkpoints,
+        check_documents,
+        check_errors_of_modules,
+        check_graph,
+    ),
 )
 
 
@@ -261,7 +380,7 @@ def process(rank: int, size: int, backend: str, checks: tuple[Callable, ...], fo
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
     for check in checks:
-        check(World(rank, size, device))
+        check(World(rank, size, device, folder))
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -181,3 +182,24 @@ def test_two_processes(checks, tmp_path):
     if checks is check_plan_of_transformers:
         pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.23.0 has such plans")
     torch.multiprocessing.spawn(run, (tmp_path, checks), nprocs=PROCESSES)
+
+
+def test_bench_table(monkeypatch):
+    """What was asked for, beside microseconds and what they are over those of another."""
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    by_recipe = dict(bf16=2000.0, rowwise=1000.0, blockwise=1100.0)
+    layers = {"torch BF16": 9000.0, "rowwise exact": 5000.0, "blockwise exact": 6000.0}
+    layers |= {"rowwise static": 4000.0, "blockwise static": 6000.0, "rowwise exact, FP8 gradients": 4000.0}
+    result = dict(gpus=2, device="a GPU", commit=None, torch="2", dispatch_us=by_recipe, bytes=by_recipe)
+    result |= dict(nccl_us={"in a dispatch": 1000.0, "alone": 950.0}, layer_us=layers)
+    lines = importlib.import_module("report").parallel_text(result).splitlines()[-7:]
+    assert [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines] == [
+        ["<= 0.60", "2,000", "1,000 (0.50)", "1,100 (0.55)"],
+        ["<= 0.52", "2,000", "1,000 (0.50)", "1,100 (0.55)"],
+        [">= 0.90", "", "0.95", ""],
+        ["", "9,000", "", ""],
+        [">= 1.45", "", "5,000 (1.80 x)", "6,000 (1.50 x)"],
+        [">= 0.97", "", "4,000 (1.25 x)", "6,000 (1.00 x)"],
+        ["", "", "4,000 (1.25 x)", ""],
+    ]

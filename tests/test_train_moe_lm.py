@@ -8,12 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import moe_fp8_ext
 from moe_fp8_ext.recipes import RECIPES
@@ -26,11 +27,14 @@ TINY = "--device cpu --steps 16 --batch 4 --context 32 --layers 1 --dim 32 --hea
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+
+
+def start(folder: Path, *options: str, launcher: Sequence[str] = ()) -> subprocess.Popen[str]:
     """The demo in a process of its own, with the package that this process has imported."""
     paths = [str(Path(moe_fp8_ext.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(DEMO), *options]
+    command = [sys.executable, *launcher, str(DEMO), *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # Of a shell's background job, tests inherit that SIGINT is ignored; the demo must not.
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -40,8 +44,8 @@ def start(folder: Path, *options: str) -> subprocess.Popen[str]:
         signal.signal(signal.SIGINT, ignored)
 
 
-def run(folder: Path, *options: str) -> tuple[str, str]:
-    with start(folder, *options) as process:
+def run(folder: Path, *options: str, **start_options: Sequence[str]) -> tuple[str, str]:
+    with start(folder, *options, **start_options) as process:
         stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     return stdout, stderr
@@ -55,8 +59,8 @@ def table(stdout: str) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(rows[first], row, strict=True)) for row in body}
 
 
-def losses(stdout: str) -> list[str]:
-    return [cell for row in table(stdout).values() for name, cell in row.items() if name.endswith("loss")]
+def losses(stdout: str) -> list[float]:
+    return [float(cell) for row in table(stdout).values() for name, cell in row.items() if name.endswith("loss")]
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +115,25 @@ def test_progress_bar(output: tuple[str, str]) -> None:
     assert "bf16: 100%" in output[1] and "rowwise: 100%" in output[1] and "16/16" in output[1]
 
 
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
+def test_experts_over_two_processes(output: tuple[str, str], tmp_path: Path) -> None:
+    """The losses of one process; the first process alone prints and draws."""
+    stdout, stderr = run(tmp_path, *TINY, "--ep", "--losses", "losses.json", launcher=TORCHRUN)
+    assert losses(stdout) == [pytest.approx(loss, rel=0.01) for loss in losses(output[0])]
+    assert stdout.count("Loss curves") == 1 and "bf16: 100%" in stderr
+    assert sorted(os.listdir(tmp_path)) == ["losses.json", "train_moe_lm.png"]
+
+
+def test_what_does_not_divide_among_processes(demo, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for options, sentence in (
+        (["--batch", "3"], "--experts: expected a multiple of the 3 processes of --ep, got 4"),
+        (["--experts", "6"], "--batch: expected a multiple of the 3 processes of --ep, got 4"),
+    ):
+        assert call(demo, monkeypatch, *TINY, "--ep", *options) == 2
+        assert f"argument {sentence}" in capsys.readouterr().err
+
+
 def test_numbers_follow_from_the_seed(demo, monkeypatch, capsys) -> None:
     found = []
     for seed in "001":
@@ -162,6 +185,7 @@ def test_check(demo, monkeypatch, capsys, tolerance: float, status: int) -> None
         ("--experts 1025", "--experts: expected at most 1024, got 1025"),
         ("--dim 36 --heads 8", "--dim: expected a multiple of 2 x --heads = 16, got 36"),
         ("--lr nan", "--lr: expected a positive number, got nan"),
+        ("--ep", "--ep: expected processes that torchrun starts, got another"),
         ("--seed -1", "--seed: expected a number from 0 to 2^63 - 1, got -1"),
         ("--plot nowhere/curves.png", "--plot: expected a file that can be written, got nowhere/curves.png"),
         ("--plot .", "--plot: expected a file that can be written, got ."),
@@ -204,6 +228,7 @@ def test_help(demo, monkeypatch, capsys) -> None:
         "--seed",
         "--plot",
         "--check",
+        "--ep",
         *(f"--{name}" for name in demo.SIZES),
     ):
         assert option in text

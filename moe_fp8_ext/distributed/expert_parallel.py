@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from moe_fp8_ext.operands import Operand, Slots, operands_of
 from moe_fp8_ext.ops.checks import check_one_of
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
 from moe_fp8_ext.recipes import Recipe, get_recipe
+from moe_fp8_ext.sharded import is_dtensor
 
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
@@ -146,18 +149,31 @@ class ExpertParallel:
                 its tokens, or differs in the width of x or in what asks for a gradient. With mode "static" that is so
                 in the first call alone: later ones wait for nobody, and an error leaves the other ranks waiting.
         """
-        try:
+        with self.errors_told():
             weights = w_gate_up, w_down, b_gate_up, b_down
+            for t in (x, topk_ids, topk_scores, *weights):
+                if is_dtensor(t):
+                    fail(f"tensors must be those of the rank, got a DTensor of {list(t.shape)}")
             inputs = arguments(x, topk_ids, topk_scores, weights, self.recipe, **options)
             signature = self._signature(x, topk_ids, w_down, inputs[-1])
-        except Exception:
-            if self._agreed is None:
-                self._exact.refuse()
-            raise
         if self._static and self._agreed is None:
             self._exact.agree(signature)
             self._agreed = signature
         return _OverRanks.apply(self, signature, *inputs)
+
+    @contextmanager
+    def errors_told(self) -> Iterator[None]:
+        """Of an error in here, before a call could send anything, the other ranks hear too, which wait for it."""
+        try:
+            yield
+        except Exception:
+            if self._agreed is None:
+                self._exact.refuse()
+            raise
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ExpertParallel:
+        """Itself: the same processes call a module and its copies."""
+        return self
 
     def check(self) -> None:
         """Waits for all calls so far, and raises on every rank if the capacity of "static" left anything out on any.
