@@ -12,19 +12,16 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
 
 import matrix
+import tables
 from case import training_rows
 from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-LOSSES = "losses.json"  # of examples/train_moe_lm.py --losses
-TITAN = "torchtitan.json"  # of bench/titan.py
-PARALLEL = "expert_parallel.json"  # of bench/expert_parallel.py; every other file there is of bench/run.py
+LOSSES = "losses.json"  # of examples/train_moe_lm.py --losses; every file that has no name here is of bench/run.py
 
 # Column: heading, key of the row, format. A column that no row fills is left out.
 COLUMNS = (
@@ -56,10 +53,7 @@ LEGEND = """\
 - Sizes are those of bench/shapes.json; those of `grouped_mm` are [M, K, N, E]."""
 # Hardware that every change is compiled for, by the name that a results file would carry.
 HARDWARE = (("H200", "sm_90a"), ("B200", "sm_100a"), ("MI300", "gfx942"), ("MI355", "gfx950"))
-GENERIC = ("float8_e4m3fnuz", "unaligned")  # variants that the generic kernels take
 
-NOT_MEASURED = "Not measured yet: `make bench` on a GPU fills this table."
-Value = Callable[[dict, float], str]  # of a row's cell, from the row and microseconds
 
 GROUPS = (("even", "with even groups"), ("zipf", "with uneven ones"))
 PICTURES = {
@@ -134,7 +128,7 @@ def save(result: dict, folder: Path) -> Path:
 
 def recorded() -> dict[str, dict]:
     """The results by the stem of their file."""
-    others = LOSSES, TITAN, PARALLEL
+    others = LOSSES, tables.TITAN, tables.PARALLEL, tables.SONICMOE
     return {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name not in others}
 
 
@@ -204,126 +198,6 @@ def first_screen(results: dict[str, dict]) -> str:
     return "\n\n".join(textwrap.fill(part, 120) if "![" not in part else part for part in parts if part)
 
 
-def generic_table(results: dict[str, dict]) -> str:
-    """What operands that the fast kernels do not take lose, against the same sizes in the usual case."""
-    body = []
-    for result in results.values():
-        timed = {(r["op"], r["shape"]): r["us"] for r in result["rows"] if "us" in r and r["groups"] != "zipf"}
-        for (op, shape), us in timed.items():
-            usual, _, variant = op.rpartition(" ")
-            if variant in GENERIC and (usual, shape) in timed:
-                fast = timed[usual, shape]
-                times = (f"{fast:,.1f}", f"{us:,.1f}", f"{us / fast:.1f}")
-                body.append((result["device"], usual, variant, shape, *times))
-    if not body:
-        return NOT_MEASURED
-    headings = ("GPU", "op", "operand", "shape", "fast us", "generic us", "times as long")
-    align = ["left"] * 4 + ["right"] * 3
-    return tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
-
-
-def beside_baseline(results: dict[str, dict], op: str, sizes: str, baseline: str, text: str, value: Value) -> str:
-    """Rows of an op by size: a column for what all are held against, and one for each format."""
-    parts = []
-    for result in results.values():
-        rows = [row for row in result["rows"] if row["op"].split()[0] == op and row.get("ratio")]
-        formats = [*dict.fromkeys(row["op"].split()[1] for row in rows)]
-        body = []
-        for shape in dict.fromkeys(row["shape"] for row in rows):
-            found = {row["op"].split()[1]: row for row in rows if row["shape"] == shape}
-            first = next(iter(found.values()))
-            cells = [
-                f"{value(row, row['us'])} ({row['ratio']:.2f} x)" if row else "-" for row in map(found.get, formats)
-            ]
-            body.append((f"{shape} {[*first['dims'].values()]}", value(first, first["baseline_us"]), *cells))
-        if body:
-            on = f" of forward and backward on {result['device']} at {(result['commit'] or 'unknown')[:7]}"
-            align = ["left"] + ["right"] * (len(formats) + 1)
-            lines = tabulate(
-                body, (sizes, baseline, *formats), tablefmt="github", colalign=align, disable_numparse=True
-            )
-            parts.append(f"{textwrap.fill(text.format(on=on), 120)}\n\n{lines}")
-    return "\n\n".join(parts)
-
-
-def layer_table(results: dict[str, dict]) -> str:
-    text = (
-        "Microseconds{on}, experts chosen at random, without the router; beside it torch's own ops around "
-        "`torch._grouped_mm`:"
-    )
-    columns = "T, D, F, E, top_k", "torch's ops, BF16"
-    return beside_baseline(results, "experts", *columns, text, lambda row, us: f"{us:,.0f}") or NOT_MEASURED
-
-
-def adoption_tables(results: dict[str, dict]) -> str:
-    def tokens_a_second(row: dict, us: float) -> str:
-        return f"{row['dims']['t'] / us * 1e6:,.0f}"
-
-    texts = {
-        ("transformers_experts", "T, D, F, E, top_k"): "Tokens a second{on}, of the experts of one layer alone, chosen "
-        "at random; beside it Transformers' own `grouped_mm`:",
-        ("transformers_step", "T, context, layers, vocabulary, D, F, E, top_k"): "Tokens a second{on}, of a whole "
-        "model with its loss and no optimizer: the sizes of Qwen3-30B-A3B, untrained, layers and vocabulary cut:",
-    }
-    tables = (beside_baseline(results, *of, "`grouped_mm`", text, tokens_a_second) for of, text in texts.items())
-    return "\n\n".join(filter(None, tables)) or NOT_MEASURED
-
-
-def titan_table(result: dict, style: str = "simple") -> str:
-    base = result["runs"][0]["tokens_per_second"]
-    body = []
-    for run in result["runs"]:
-        losses, speed = (run["losses"][0], fmean(run["losses"][-10:])), run["tokens_per_second"]
-        body.append((run["recipe"], *(f"{loss:.4f}" for loss in losses), f"{speed:,.0f}", f"{speed / base:.2f}"))
-    headings = ("recipe", "first loss", "mean of the last 10", "tokens/s", "x BF16")
-    return tabulate(body, headings, tablefmt=style, colalign=["left"] + ["right"] * 4, disable_numparse=True)
-
-
-def titan_text(result: dict | None) -> str:
-    if not result:
-        return f"Not measured yet: `python bench/titan.py --out bench/results/{TITAN}` on a GPU fills this table."
-    sequences, context = result["step"]
-    text = (
-        f"torchtitan {result['torchtitan']}, torch {result['torch']}, {result['device']} at "
-        f"{(result['commit'] or 'unknown')[:7]}: {len(result['runs'][0]['losses'])} steps of {sequences} x {context:,} "
-        f"bytes of Python's standard library with the model {result['model']}, cut to {result['layers']} layers and a "
-        "vocabulary of bytes, by `bench/titan.py`; bf16 is torchtitan's own."
-    )
-    return f"{textwrap.fill(text, 120)}\n\n{titan_table(result, 'github')}"
-
-
-def parallel_text(result: dict | None) -> str:
-    if not result:
-        return "Not measured yet: `bench/expert_parallel.py` on two GPUs fills this table."
-    recipes, layer = ("rowwise", "blockwise"), result["layer_us"]
-
-    def over_bf16(what: str, asked: str, found: dict[str, float]) -> list[str]:
-        base = found["bf16"]
-        return [what, asked, f"{base:,.0f}", *(f"{found[r]:,.0f} ({found[r] / base:.2f})" for r in recipes)]
-
-    def speed(what: str, asked: str, mode: str, over: str) -> list[str]:
-        us = [(layer.get(f"{recipe} {mode}"), layer[over.format(recipe)]) for recipe in recipes]
-        return [what, asked, "", *(f"{mine:,.0f} ({theirs / mine:.2f} x)" if mine else "" for mine, theirs in us)]
-
-    alone = result["nccl_us"]["alone"] / result["nccl_us"]["in a dispatch"]
-    body = [
-        over_bf16("dispatch, us (over BF16's)", "<= 0.60", result["dispatch_us"]),
-        over_bf16("bytes of a token (over BF16's)", "<= 0.52", result["bytes"]),
-        ["time of the all-to-all alone, over that in a dispatch", ">= 0.90", "", f"{alone:.2f}", ""],
-        ["layer of torch's own ops, us", "", f"{layer['torch BF16']:,.0f}", "", ""],
-        speed("layer, us (speed over that)", ">= 1.45", "exact", "torch BF16"),
-        speed('layer, mode="static", us (speed over "exact")', ">= 0.97", "static", "{} exact"),
-        speed('layer, gradients="fp8", us (speed over "bf16")', "", "exact, FP8 gradients", "{} exact"),
-    ]
-    text = (
-        f"{result['gpus']} {result['device']} of one host at {(result['commit'] or 'unknown')[:7]}, torch "
-        f"{result['torch']}: forward and backward of the layer, microseconds of the slowest rank."
-    )
-    headings, align = ("", "asked", "BF16", *recipes), ["left"] * 2 + ["right"] * 3
-    lines = tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
-    return f"{textwrap.fill(text, 120)}\n\n{lines}"
-
-
 def replaced(document: str, name: str, text: str) -> str:
     """The document with its part of that name made anew."""
     begin, end = f"<!-- {name}: begin (python bench/report.py) -->", f"<!-- {name}: end -->"
@@ -339,14 +213,16 @@ def documents() -> dict[Path, str]:
     pages = "ops", "layer", "adoption", "expert-parallel"
     ops, layer, adoption, parallel = (ROOT / "docs" / f"{page}.md" for page in pages)
     with_figures = replaced(readme.read_text(), "figures", first_screen(results))
-    with_models = replaced(adoption.read_text(), "transformers", adoption_tables(results))
+    with_models = replaced(adoption.read_text(), "transformers", tables.adoption_tables(results))
     return {
         RESULTS / "README.md": results_page(results),
         readme: replaced(with_figures, "matrix", matrix.markdown(results)),
-        ops: replaced(ops.read_text(), "generic", generic_table(results)),
-        layer: replaced(layer.read_text(), "layer", layer_table(results)),
-        adoption: replaced(with_models, "torchtitan", titan_text(recorded_alone(TITAN))),
-        parallel: replaced(parallel.read_text(), "expert parallelism", parallel_text(recorded_alone(PARALLEL))),
+        ops: replaced(ops.read_text(), "generic", tables.generic_table(results)),
+        layer: replaced(layer.read_text(), "layer", tables.layer_table(results, recorded_alone(tables.SONICMOE))),
+        adoption: replaced(with_models, "torchtitan", tables.titan_text(recorded_alone(tables.TITAN))),
+        parallel: replaced(
+            parallel.read_text(), "expert parallelism", tables.parallel_text(recorded_alone(tables.PARALLEL))
+        ),
     }
 
 

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
-import report
+import tables
 import torch
 from run import environment
 from torch import Tensor, nn
@@ -89,12 +89,12 @@ def measure(steps: int, device: torch.device) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50, metavar="N", help=f"more than {WARM_STEPS}, untimed ones")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"JSON file, such as bench/results/{report.TITAN}")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"JSON file, such as bench/results/{tables.TITAN}")
     args = parser.parse_args()
     if args.steps <= WARM_STEPS:
         parser.error(f"--steps must be over {WARM_STEPS}, got {args.steps}")
     result = measure(args.steps, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    print(report.titan_table(result))
+    print(tables.titan_table(result))
     if args.out:
         args.out.write_text(json.dumps(result) + "\n")
 

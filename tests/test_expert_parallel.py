@@ -193,7 +193,7 @@ def test_bench_table(monkeypatch):
     layers |= {"rowwise static": 4000.0, "blockwise static": 6000.0, "rowwise exact, FP8 gradients": 4000.0}
     result = dict(gpus=2, device="a GPU", commit=None, torch="2", dispatch_us=by_recipe, bytes=by_recipe)
     result |= dict(nccl_us={"in a dispatch": 1000.0, "alone": 950.0}, layer_us=layers)
-    lines = importlib.import_module("report").parallel_text(result).splitlines()[-7:]
+    lines = importlib.import_module("tables").parallel_text(result).splitlines()[-7:]
     assert [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines] == [
         ["<= 0.60", "2,000", "1,000 (0.50)", "1,100 (0.55)"],
         ["<= 0.52", "2,000", "1,000 (0.50)", "1,100 (0.55)"],
