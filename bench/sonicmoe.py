@@ -1,5 +1,5 @@
-"""A whole MoE layer, router and all, beside SonicMoE's in BF16 (https://github.com/Dao-AILab/sonic-moe), in turns and of
-the same weights. SonicMoE tunes itself for every size, which takes a minute. In BF16 both must agree.
+"""A whole MoE layer, router and all, beside SonicMoE's in BF16 (https://github.com/Dao-AILab/sonic-moe), in turns and
+of the same weights. SonicMoE tunes itself for every size, which takes a minute. In BF16 both must agree.
 """
 
 from __future__ import annotations

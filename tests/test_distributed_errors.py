@@ -25,7 +25,7 @@ NEEDS_GLOO = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_avai
 
 def check_arguments(world: World) -> None:
     """Those of one rank alone that would be refused anywhere, before it hears of the others."""
-    strange = dict(num_experts=7), dict(top_k=0), dict(recipe="none"), dict(gradients="fp16"), dict(mode="static")
+    strange = dict(num_experts=7), dict(top_k=0), dict(recipe="none"), dict(gradients="fp16"), dict(capacity=1.0)
     for options in strange:
         usual = dict(num_experts=EXPERTS, top_k=2)
         options = usual | options if world.rank == 1 else usual
@@ -45,6 +45,13 @@ def check_names_of_ranks(world: World) -> None:
         call()
     else:
         world.raises("on rank 3: see there" if world.rank == 2 else "x must be bfloat16", call)
+
+
+def check_sizes(world: World) -> None:
+    """Buffers of a fixed size want as many tokens on all ranks."""
+    tokens = [8 + rank for rank in range(world.size)]
+    call = partial(run, world.part(world.whole(tokens, 2), tokens), world.parallel(2, mode="static").experts)
+    world.raises("x, and what asks for a gradient, must be alike", call)
 
 
 def check_casts(world: World) -> None:
@@ -107,9 +114,22 @@ def check_room(world: World) -> None:
     for ids, options in ((problem.ids, {}), (crowded.ids, {}), (crowded.ids, dict(mode="static", capacity=1.0))):
         slots = world.parallel(2, **options).dispatch(problem.x, ids, problem.scores, 0).slots
         assert len(slots.permutation) == (16 if options else slots.offs[-1])
+    nowhere = world.parallel(2).dispatch(problem.x, torch.full_like(problem.ids, -1), problem.scores, 0)
+    assert sum(nowhere.way.sent) == 0
 
 
-CHECKS = check_arguments, check_names_of_ranks, check_casts, check_gradients, check_capacity, check_ids, check_room
+def check_large_ids(world: World) -> None:
+    """Ids travel in 32 bits, in which this one would be expert 0."""
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    ids = (torch.tensor([[1, of_no_expert]]).expand(8, 2) for of_no_expert in (2**32, -1))
+    got, want = (run(replace(problem, ids=i), world.parallel(2).experts) for i in ids)
+    assert_equal(got, want)
+
+
+CHECKS = (
+    *(check_arguments, check_names_of_ranks, check_sizes, check_casts, check_gradients),
+    *(check_capacity, check_large_ids, check_ids, check_room),
+)
 
 
 @NEEDS_GLOO
