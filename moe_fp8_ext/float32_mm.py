@@ -23,6 +23,8 @@ def float32_mm(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tens
 def mm_by_parts(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Leaves out products of parts that are less than 2^-24 of those of the first parts."""
     of_a, of_b = parts(a), parts(b)
+    if len(of_a) == len(of_b) == 1:
+        return _mm(a, b, dtype)
     if len(of_a) == 1:
         return _added(_mm(a, torch.cat(of_b, 1)).unflatten(1, (len(of_b), -1)), 1, dtype)
     if len(of_b) == 1 and a.shape[0] <= a.shape[1]:

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_fp8_ext._C import validates
 from moe_fp8_ext.bf16 import cast, row_major
 from moe_fp8_ext.distributed.messages import Column, packed
-from moe_fp8_ext.distributed.ways import OP, Exact, Peers, Static, Way, fail
+from moe_fp8_ext.distributed.ways import OP, Exact, Peers, Static, Way, fail, named
 from moe_fp8_ext.experts import Call, arguments, backward, cast_all, dtypes_of, forward
 from moe_fp8_ext.formats import FORMATS, MAX_EXPERTS
 from moe_fp8_ext.operands import Operand, Slots, operands_of
@@ -47,10 +48,11 @@ class ExpertParallel:
             wgrad_high_precision, else in the recipe's format. The gradient of weights then has its tokens, or its
             gradients where those travel in fp8, from that: rounded twice, or with scales that are powers of two once,
             but for underflow.
-        gradients: what gradients of the output travel as, "bf16", or "fp8" in the recipe's format and grad_dtype.
+        gradients: what gradients of the output travel as, "bf16", or "fp8" in the recipe's format and grad_dtype, from
+            which b_down and its part of the scores then have theirs.
         mode: "exact" sends what there is: the host waits, once a call, for the sizes, which are asked for as soon as
-            the routing is known. "static" sends buffers of a fixed size and never waits; calls may be captured in CUDA
-            graphs, of equal numbers of tokens on all ranks.
+            the routing is known. "static" sends buffers of a fixed size, of equal numbers of tokens on all ranks; only
+            the first call waits, and later ones may be captured in CUDA graphs.
         capacity: of the buffers of "static", over what even routing fills; None: the number of ranks, which every
             routing fits into. What does not fit is left out as if its id were -1, and counted: see `check`.
 
@@ -81,6 +83,8 @@ class ExpertParallel:
         group = group if self.mesh is None else group.get_group()
         if not isinstance(group, dist.ProcessGroup):
             fail(f"group must be a ProcessGroup or a DeviceMesh of one dimension, got {type(group).__name__}")
+        options = dict(recipe=recipe, gradients=gradients, mode=mode, capacity=capacity)
+        _agree(group, num_experts=num_experts, top_k=top_k, **options)
         check_one_of(OP, "gradients", gradients, ("bf16", "fp8"))
         check_one_of(OP, "mode", mode, ("exact", "static"))
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -88,9 +92,8 @@ class ExpertParallel:
         self.gradients, self.mode, self.capacity = gradients, mode, ranks if capacity is None else capacity
         self._in_fp8 = self.recipe.format is not None and not self.recipe.wgrad_high_precision
         self._check_arguments(ranks, capacity)
-        device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+        device = torch.device("cuda" if "nccl" in dist.get_backend_config(group) else "cpu")
         self.peers = Peers(group, rank, ranks, num_experts // ranks, device)
-        self._check_agreement()
         self._exact = Exact(self.peers)
         self._static = Static(self.peers, self.capacity) if mode == "static" else None
         self._agreed: int | None = None  # of the first call of "static"
@@ -108,18 +111,6 @@ class ExpertParallel:
             fail("gradients must be 'bf16' with recipe \"bf16\" and with wgrad_high_precision, got 'fp8'")
         if capacity is not None and (self.mode == "exact" or not 0 < capacity <= ranks):
             fail(f"capacity must be None, or with mode 'static' from 0 to the {ranks} ranks, got {capacity}")
-
-    def _check_agreement(self) -> None:
-        names = "num_experts", "top_k", "recipe", "gradients", "mode", "capacity"
-        mine = [repr(getattr(self, name)) for name in names]
-        of_ranks: list[list[str]] = [mine] * self.peers.ranks
-        dist.all_gather_object(of_ranks, mine, self.peers.group)
-        for rank, theirs in enumerate(of_ranks):
-            for name, value, other in zip(names, mine, theirs, strict=True):
-                if value != other:
-                    fail(
-                        f"{name} must be the same on all ranks, got {value} on {self.peers.rank} and {other} on {rank}"
-                    )
 
     def experts(
         self,
@@ -178,7 +169,8 @@ class ExpertParallel:
     def check(self) -> None:
         """Waits for all calls so far, and raises on every rank if the capacity of "static" left anything out on any.
 
-        Call it once a step, on every rank. What was left out is counted from the last call on.
+        Call it once a step, on every rank. What was left out is counted from the last call on: for every rank that a
+        token was not sent to, and again in a forward that a checkpoint computes again.
 
         Raises:
             RuntimeError: how many tokens and slots of all ranks were left out.
@@ -196,6 +188,8 @@ class ExpertParallel:
             fail(f"topk_ids must have {self.top_k} columns, got {topk_ids.shape[1]}")
         if w_down.shape[0] != self.peers.num_local_experts:
             fail(f"w_down must have the {self.peers.num_local_experts} experts of a rank, got {w_down.shape[0]}")
+        if validates() and len(others := topk_ids[(topk_ids < -1) | (topk_ids >= self.num_experts)]):
+            fail(f"topk_ids must be -1 or from 0 to {self.num_experts - 1}, got {others[0]}")
         tokens = x.shape[0] if self._static else 0
         sizes, needs = tokens << 20 | x.shape[1], sum(need << i for i, need in enumerate(call.needs))
         if self._agreed is not None and self._agreed >> len(call.needs) != sizes:
@@ -227,10 +221,11 @@ class ExpertParallel:
         """Tokens of all ranks that have an expert here, and where they go."""
         ways = self._static or self._exact
         since = ways.now()
-        # From 1, because rows of no token are zeros.
-        from_one = torch.where((ids >= 0) & (ids < self.num_experts), ids + 1, 0).int()
-        columns = [*self._columns(x, self._in_fp8, gradient=False), from_one, scores]
-        message = packed(columns)
+        with self.errors_told():
+            # From 1, because rows of no token are zeros.
+            from_one = torch.where((ids >= 0) & (ids < self.num_experts), ids + 1, 0).int()
+            columns = [*self._columns(x, self._in_fp8, gradient=False), from_one, scores]
+            message = packed(columns)
         way, most = ways.find(ids, signature, since)
         *tokens, ids, scores = self._sent(message, columns, way)
         return Dispatched(self._operand(*tokens), scores.contiguous(), self._slots(ids - 1, most), way)
@@ -252,6 +247,19 @@ class ExpertParallel:
             self._static.left_out[1] += (offs[-1] - most).clamp(min=0)
             offs, inverse = offs.clamp(max=most), torch.where(inverse < most, inverse, -1)
         return Slots(permutation[:most], offs, inverse)
+
+
+def _agree(group: dist.ProcessGroup, **given: object) -> None:
+    """Before anything else looks at them: what is wrong with arguments is then so on all ranks, and none waits."""
+    mine = {name: repr(value) for name, value in given.items()}
+    of_ranks = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, mine, group)
+    here = named([dist.get_rank(group)], group)
+    for rank, theirs in enumerate(of_ranks):
+        for name, value in mine.items():
+            if theirs[name] != value:
+                there = f"{theirs[name]} on {named([rank], group)}"
+                fail(f"{name} must be the same on all ranks, got {value} on {here} and {there}")
 
 
 class Dispatched(NamedTuple):

@@ -95,15 +95,16 @@ class Exact:
 
     def _told(self, counts: Tensor, signature: int) -> tuple[list[int], list[int], int]:
         """Rows for every rank, rows from every rank, and slots of those, for counts [ranks, 2] that go there."""
-        told = torch.nn.functional.pad(counts, (0, 1), value=signature)
+        group, told = self.peers.group, torch.nn.functional.pad(counts, (0, 1), value=signature)
         heard = torch.empty_like(told)
-        dist.all_to_all_single(heard, told, group=self.peers.group)
+        dist.all_to_all_single(heard, told, group=group)
         sent, received, slots, signatures = torch.cat([told[:, :1], heard], 1).t().tolist()
         if signature != RAISED:
             if raised := [rank for rank, other in enumerate(signatures) if other == RAISED]:
-                fail(f"every rank must be able to send, but an error was raised on {_named(raised)}: see there")
+                fail(f"every rank must be able to send, but an error was raised on {named(raised, group)}: see there")
             if unlike := [rank for rank, other in enumerate(signatures) if other != signature]:
-                fail(f"x, and what asks for a gradient, must be alike on all ranks, but differ on {_named(unlike)}")
+                where = named(unlike, group)
+                fail(f"x, and what asks for a gradient, must be alike on all ranks, but differ on {where}")
         return sent, received, sum(slots)
 
 
@@ -152,8 +153,10 @@ def _by_rank(ids: Tensor, peers: Peers) -> tuple[Tensor, Tensor, Tensor, Tensor,
     return permutation, rows, ends - rows, inverse, slots.sum(0)
 
 
-def _named(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def named(ranks: list[int], group: dist.ProcessGroup) -> str:
+    """Ranks of a group, as logs of all processes count them."""
+    numbers = (str(dist.get_global_rank(group, rank)) for rank in ranks)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(numbers)}"
 
 
 def fail(text: str) -> NoReturn:

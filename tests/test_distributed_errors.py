@@ -1,0 +1,148 @@
+"""Experts over several processes: errors that all must hear of, what there is no room for, gradients in FP8."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from experts_problem import OF_OPERAND, SPREAD_DB, assert_equal, run
+from helpers import assert_same_tensor
+from test_distributed import EXPERTS, World, process
+
+from moe_fp8_ext import Recipe
+from moe_fp8_ext.distributed import ExpertParallel, expert_parallel
+
+SIZE = 4
+NEEDS_GLOO = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
+
+
+def check_arguments(world: World) -> None:
+    """Those of one rank alone that would be refused anywhere, before it hears of the others."""
+    strange = dict(num_experts=7), dict(top_k=0), dict(recipe="none"), dict(gradients="fp16"), dict(capacity=1.0)
+    for options in strange:
+        usual = dict(num_experts=EXPERTS, top_k=2)
+        options = usual | options if world.rank == 1 else usual
+        text = "must be the same on all ranks, got .* on rank . and .* on rank ."
+        world.raises(text, partial(ExpertParallel, dist.group.WORLD, **options))
+    world.raises("num_experts must be a multiple", lambda: ExpertParallel(dist.group.WORLD, 7, 2))
+
+
+def check_names_of_ranks(world: World) -> None:
+    """A group may begin at any rank."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    part = World(world.rank % 2, 2, world.device)
+    problem = part.part(part.whole([8, 8], 2), [8, 8])
+    problem = replace(problem, x=problem.x.double()) if world.rank == 3 else problem
+    call = partial(run, problem, ExpertParallel(groups[world.rank // 2], EXPERTS, 2).experts)
+    if world.rank < 2:
+        call()
+    else:
+        world.raises("on rank 3: see there" if world.rank == 2 else "x must be bfloat16", call)
+
+
+def check_sizes(world: World) -> None:
+    """Buffers of a fixed size want as many tokens on all ranks."""
+    tokens = [8 + rank for rank in range(world.size)]
+    call = partial(run, world.part(world.whole(tokens, 2), tokens), world.parallel(2, mode="static").experts)
+    world.raises("x, and what asks for a gradient, must be alike", call)
+
+
+def check_casts(world: World) -> None:
+    """An error as late as in the message, such as that there is no memory for it."""
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    call = partial(run, problem, world.parallel(2).experts)
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 2:
+            patch.setattr(expert_parallel, "packed", lambda tensors: torch.empty(2**62))
+        world.raises("error was raised on rank 2" if world.rank != 2 else "memory|allocate|overflow", call)
+    call()
+
+
+def check_ids(world: World) -> None:
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    problem = replace(problem, ids=torch.where(torch.arange(8)[:, None] == world.rank, EXPERTS, problem.ids))
+    call = partial(run, problem, world.parallel(2).experts)
+    call()
+    os.environ["MOE_FP8_VALIDATE"] = "1"
+    world.raises(re.escape(f"topk_ids must be -1 or from 0 to {EXPERTS - 1}, got {EXPERTS}"), call)
+    run(replace(problem, ids=torch.where(problem.ids == EXPERTS, -1, problem.ids)), call.args[1])
+
+
+def check_capacity(world: World) -> None:
+    """Where every rank has more than there is room for, the first tokens have it."""
+    tokens = [32] * world.size
+    problem = world.whole(tokens, 1)
+    served = problem.ids.clone()
+    for ids, first in product(served.split(32), range(0, EXPERTS, EXPERTS // world.size)):
+        there = (ids >= first) & (ids < first + EXPERTS // world.size)
+        ids[there & (there.cumsum(0) > 32 // world.size // 2)] = -1
+    parallel = world.parallel(1, "bf16", mode="static", capacity=0.5)
+    got = run(world.part(problem, tokens), parallel.experts)
+    assert_equal(got, world.wanted(replace(problem, ids=served), tokens, recipe="bf16"))
+    world.raises(f"{(served < 0).sum()} tokens and 0 slots were left out", parallel.check)
+
+
+def check_gradients(world: World) -> None:
+    """Those that travel in FP8 are what one process makes of them, of the dtype of gradients.
+
+    But b_down, a sum of them, sees a cast that one process has not: to E5M2, whose steps are twice those of E4M3.
+    """
+    tokens, recipe = [24] * world.size, Recipe("rowwise", grad_dtype=torch.float8_e5m2)
+    problem = world.whole(tokens, 2, bias=True)
+    got = run(world.part(problem, tokens), world.parallel(2, recipe, gradients="fp8").experts)
+    want = world.wanted(problem, tokens, recipe=recipe)
+    cast, exact = got["b_down"].double(), want["b_down"].double()
+    assert 0 < (cast - exact).norm() <= (4 * OF_OPERAND * 10 ** (SPREAD_DB / 10)) ** 0.5 * exact.norm()
+    for name in ("out", "x", "w_gate_up", "b_gate_up"):
+        assert_same_tensor(got[name], want[name], name)
+
+
+def check_room(world: World) -> None:
+    """What there is no room for is in no index, and slots are those that there are, or have room."""
+    os.environ["MOE_FP8_VALIDATE"] = "1"
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    crowded = replace(problem, ids=torch.tensor([0, 1]).repeat(8, 1))
+    for recipe in ("bf16", "rowwise"):
+        run(crowded, world.parallel(2, recipe, mode="static", capacity=1.0).experts)
+    for ids, options in ((problem.ids, {}), (crowded.ids, {}), (crowded.ids, dict(mode="static", capacity=1.0))):
+        slots = world.parallel(2, **options).dispatch(problem.x, ids, problem.scores, 0).slots
+        assert len(slots.permutation) == (16 if options else slots.offs[-1])
+    nowhere = world.parallel(2).dispatch(problem.x, torch.full_like(problem.ids, -1), problem.scores, 0)
+    assert sum(nowhere.way.sent) == 0
+
+
+def check_large_ids(world: World) -> None:
+    """Ids travel in 32 bits, in which this one would be expert 0."""
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    ids = (torch.tensor([[1, of_no_expert]]).expand(8, 2) for of_no_expert in (2**32, -1))
+    got, want = (run(replace(problem, ids=i), world.parallel(2).experts) for i in ids)
+    assert_equal(got, want)
+
+
+CHECKS = (
+    *(check_arguments, check_names_of_ranks, check_sizes, check_casts, check_gradients),
+    *(check_capacity, check_large_ids, check_ids, check_room),
+)
+
+
+@NEEDS_GLOO
+def test_processes(tmp_path):
+    torch.multiprocessing.spawn(process, (SIZE, "gloo", CHECKS, tmp_path), nprocs=SIZE)
+
+
+@NEEDS_GLOO
+def test_a_group_whose_backend_nobody_named(tmp_path):
+    dist.init_process_group(init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        parallel = ExpertParallel(dist.group.WORLD, 1, 1)
+        assert parallel.peers.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+        assert copy.deepcopy([parallel]) == [parallel]  # as in a model
+    finally:
+        dist.destroy_process_group()
