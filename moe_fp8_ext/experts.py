@@ -183,8 +183,9 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, dout):
+        kept = ctx.saved_tensors  # outside: `checkpoint` computes forward again here, with gradients
         with below_autograd():
-            grads = backward((row_major(dout), None), ctx.saved_tensors, ctx.main_grads, ctx.call)
+            grads = backward((row_major(dout), None), kept, ctx.main_grads, ctx.call)
         return *cast_all(grads, ctx.dtypes), None, None, None, None
 
 
