@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import ROOT, full
+from processes import NEEDS_GLOO, in_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -132,11 +131,8 @@ def check_refused(text: str, experts: Experts, call: list[Tensor]) -> None:
         experts(*call)
 
 
-def run(rank: int, folder: Path, checks: Callable[[DeviceMesh], None]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=PROCESSES)
+def run(rank: int, checks: Callable[[DeviceMesh], None]) -> None:
     checks(init_device_mesh("cpu", (PROCESSES,), mesh_dim_names=("ep",)))
-    dist.destroy_process_group()
 
 
 def check_experts(mesh: DeviceMesh) -> None:
@@ -175,9 +171,9 @@ def check_plan_of_transformers(mesh: DeviceMesh) -> None:
             assert (part - value).norm() <= 2**-7 * value.norm(), (implementation, name)
 
 
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
+@NEEDS_GLOO
 @pytest.mark.parametrize("checks", [check_experts, check_plan_of_transformers])
-def test_two_processes(checks, tmp_path):
+def test_two_processes(checks):
     if checks is check_plan_of_transformers:
         pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.23.0 has such plans")
-    torch.multiprocessing.spawn(run, (tmp_path, checks), nprocs=PROCESSES)
+    in_processes(PROCESSES, run, checks)
