@@ -124,6 +124,9 @@ def check_errors(mesh: DeviceMesh) -> None:
         experts = sharded(experts_of(4), mesh, placement)
         for call in (everywhere, (x, ids, scores)):
             check_refused(r"gate_up_proj must be sharded by expert, \(Shard\(dim=0\),\), got ", experts, call)
+    one = sharded(experts_of(1), mesh)
+    for call in (everywhere, (x, ids, scores)):
+        check_refused("gate_up_proj must have experts for each of 2 ranks, as Shard cuts, got 1", one, call)
 
 
 def check_refused(text: str, experts: Experts, call: list[Tensor]) -> None:
