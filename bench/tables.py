@@ -139,7 +139,7 @@ def parallel_text(result: dict | None) -> str:
         us = [(layer.get(f"{recipe} {mode}"), layer[over.format(recipe)]) for recipe in recipes]
         return [what, asked, "", *(f"{mine:,.0f} ({theirs / mine:.2f} x)" if mine else "" for mine, theirs in us)]
 
-    alone = result["nccl_us"]["alone"] / result["nccl_us"]["in a dispatch"]
+    alone = result["exchange_us"]["alone"] / result["exchange_us"]["in a dispatch"]
     body = [
         over_bf16("dispatch, us (over BF16's)", "<= 0.60", result["dispatch_us"]),
         over_bf16("bytes of a token (over BF16's)", "<= 0.52", result["bytes"]),

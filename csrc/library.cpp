@@ -1,18 +1,19 @@
 // The table of contents of torch.ops.moe_fp8. Implementations register themselves in ops/<family>.cpp; shapes, units
 // and errors are documented in moe_fp8_ext/ops/<family>.py. What Python's wrappers take by keyword is positional here:
-// torch takes microseconds to read the keywords of a call.
+// torch takes microseconds to read the keywords of a call. Sizes are SymInt: torch.compile takes an int for a
+// constant, and compiles again where a shape says another.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(moe_fp8, m) {
   // Quantizers. None stands for the format's usual align and rounding and for the device's own dtype.
   m.def(
-      "quantize_rows(Tensor x, str format, Tensor? offs=None, Tensor? indices=None, int? top_k=None,"
+      "quantize_rows(Tensor x, str format, Tensor? offs=None, Tensor? indices=None, SymInt? top_k=None,"
       " ScalarType? dtype=None, str? rounding=None) -> (Tensor q, Tensor scale)");
   m.def(
-      "quantize_tokens(Tensor x, str format, Tensor offs, Tensor? indices=None, int? top_k=None, int? align=None,"
+      "quantize_tokens(Tensor x, str format, Tensor offs, Tensor? indices=None, SymInt? top_k=None, int? align=None,"
       " ScalarType? dtype=None, str? rounding=None) -> (Tensor q_t, Tensor scale_t, Tensor padded_offs)");
   m.def(
-      "quantize_both(Tensor x, str format, Tensor offs, Tensor? indices=None, int? top_k=None, int? align=None,"
+      "quantize_both(Tensor x, str format, Tensor offs, Tensor? indices=None, SymInt? top_k=None, int? align=None,"
       " ScalarType? dtype=None, str? rounding=None)"
       " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor padded_offs)");
   m.def(
@@ -40,15 +41,15 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       " str? format=None, bool interleaved=False) -> (Tensor dh, Tensor a, Tensor dscores)");
 
   // Token movement.
-  m.def("sort_tokens(Tensor topk_ids, int num_experts) -> (Tensor permutation, Tensor offs, Tensor inverse)");
+  m.def("sort_tokens(Tensor topk_ids, SymInt num_experts) -> (Tensor permutation, Tensor offs, Tensor inverse)");
   m.def(
-      "permute_indices(Tensor tokens_per_rank_expert, int num_ranks, int num_local_experts, SymInt num_tokens,"
+      "permute_indices(Tensor tokens_per_rank_expert, SymInt num_ranks, SymInt num_local_experts, SymInt num_tokens,"
       " int align=16, bool align_empty=False) -> (Tensor indices, Tensor padded_offs, Tensor tokens_per_expert)");
-  m.def("permute_pad(Tensor x, Tensor indices, int top_k) -> Tensor");
+  m.def("permute_pad(Tensor x, Tensor indices, SymInt top_k) -> Tensor");
   m.def(
-      "permute_quantized(Tensor q, Tensor scale, str format, Tensor indices, int top_k, Tensor? offs=None)"
+      "permute_quantized(Tensor q, Tensor scale, str format, Tensor indices, SymInt top_k, Tensor? offs=None)"
       " -> (Tensor q, Tensor scale)");
-  m.def("unpermute(Tensor y, Tensor indices, SymInt num_tokens, int top_k) -> Tensor");
+  m.def("unpermute(Tensor y, Tensor indices, SymInt num_tokens, SymInt top_k) -> Tensor");
   m.def("combine(Tensor y, Tensor inverse, Tensor? topk_scores=None) -> Tensor");
   m.def(
       "combine_backward(Tensor grad, Tensor? y, Tensor inverse, Tensor? topk_scores, SymInt num_rows)"

@@ -183,7 +183,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, dout):
-        kept = ctx.saved_tensors  # a checkpoint computes forward again for them, which autograd has to see
+        kept = ctx.saved_tensors  # outside: `checkpoint` computes forward again here, with gradients
         with below_autograd():
             grads = backward((row_major(dout), None), kept, ctx.main_grads, ctx.call)
         return *cast_all(grads, ctx.dtypes), None, None, None, None

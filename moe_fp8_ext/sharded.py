@@ -26,6 +26,10 @@ def of_rank(name: str, parameter: Tensor | None) -> Tensor | None:
 
     got = parameter.placements
     require(got == (Shard(0),), f"Experts: {name} must be sharded by expert, (Shard(dim=0),), got {got}")
+    e, ranks = parameter.shape[0], parameter.device_mesh.size()
+    # All ranks raise: the others would wait for one that alone did.
+    ok = e > _most(parameter) * (ranks - 1)
+    require(ok, f"Experts: {name} must have experts for each of {ranks} ranks, as Shard cuts, got {e}")
     return parameter.to_local()
 
 
@@ -52,6 +56,11 @@ def draw_in_turn(parameter: Tensor, first: int, num_experts: int, draw: Callable
             here[i - first] = expert[within]
 
 
+def _most(parameter: Tensor) -> int:
+    """Experts of a rank, but for the last, which may have fewer."""
+    return -(-parameter.shape[0] // parameter.device_mesh.size())
+
+
 def sum_of_ranks(
     experts: Callable[[Tensor, Tensor, Tensor], Tensor],
     weight: Tensor,
@@ -70,7 +79,7 @@ def sum_of_ranks(
         ok = is_dtensor(t) and t.device_mesh == mesh and t.placements == (Replicate(),)
         got = f"{t.placements} on {t.device_mesh}" if is_dtensor(t) else "no DTensor"
         require(ok, f"Experts: {name} must be (Replicate(),) on the mesh of the parameters, {mesh}, got {got}")
-    most = -(-weight.shape[0] // mesh.size())  # of a rank, as Shard cuts
+    most = _most(weight)
     ids = topk_ids.to_local() - most * mesh.get_local_rank()
     ids = torch.where((ids >= 0) & (ids < most), ids, -1)
     x, scores = (t.to_local(grad_placements=[Partial()]) for t in (x, topk_scores))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from experts_problem import OF_OPERAND, SPREAD_DB, Layer, assert_equal, layer, run
 from helpers import ROOT, assert_same_tensor
+from processes import NEEDS_GLOO, in_processes
 from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -88,11 +89,14 @@ def assert_matches(got: dict[str, Tensor], want: dict[str, Tensor], recipe: Reci
 
 
 def check_bytes(world: World) -> None:
-    for recipe, mode, top_k in product(RECIPES, ("exact", "static"), (1, 3, EXPERTS)):
-        tokens = [40] * world.size
+    tokens = [40] * world.size
+    for i, recipe in enumerate(RECIPES):
+        top_k = (1, 3, EXPERTS)[(i + world.size) % 3]  # another for each recipe and for two and four processes
         problem = world.whole(tokens, top_k)
-        got = run(world.part(problem, tokens), world.parallel(top_k, recipe, mode=mode).experts)
-        assert_matches(got, world.wanted(problem, tokens, recipe=recipe), recipe)
+        want = world.wanted(problem, tokens, recipe=recipe)
+        for mode in ("exact", "static"):
+            got = run(world.part(problem, tokens), world.parallel(top_k, recipe, mode=mode).experts)
+            assert_matches(got, dict(want), recipe)
 
 
 def check_options(world: World) -> None:
@@ -373,26 +377,23 @@ CHECKS = (
 )
 
 
-def process(rank: int, size: int, backend: str, checks: tuple[Callable, ...], folder: Path) -> None:
-    torch.set_num_threads(1)
-    device = f"cuda:{rank}" if backend == "nccl" else "cpu"
-    if backend == "nccl":
+def process(rank: int, size: int, on_gpus: bool, checks: tuple[Callable, ...], folder: Path) -> None:
+    device = f"cuda:{rank}" if on_gpus else "cpu"
+    if on_gpus:
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
     for check in checks:
         check(World(rank, size, device, folder))
-    dist.destroy_process_group()
 
 
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
+@NEEDS_GLOO
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_processes(size, tmp_path):
-    torch.multiprocessing.spawn(process, (size, "gloo", CHECKS, tmp_path), nprocs=size)
+    in_processes(size, process, size, False, CHECKS, tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA GPU")
 def test_two_gpus(tmp_path):
-    torch.multiprocessing.spawn(process, (2, "nccl", CHECKS, tmp_path), nprocs=2)
+    in_processes(2, process, 2, True, CHECKS, tmp_path, backend="nccl")
 
 
 def test_without_a_process_group():

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import ROOT, full
+from processes import NEEDS_GLOO, in_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -126,6 +125,9 @@ def check_errors(mesh: DeviceMesh) -> None:
         experts = sharded(experts_of(4), mesh, placement)
         for call in (everywhere, (x, ids, scores)):
             check_refused(r"gate_up_proj must be sharded by expert, \(Shard\(dim=0\),\), got ", experts, call)
+    one = sharded(experts_of(1), mesh)
+    for call in (everywhere, (x, ids, scores)):
+        check_refused("gate_up_proj must have experts for each of 2 ranks, as Shard cuts, got 1", one, call)
 
 
 def check_refused(text: str, experts: Experts, call: list[Tensor]) -> None:
@@ -133,11 +135,8 @@ def check_refused(text: str, experts: Experts, call: list[Tensor]) -> None:
         experts(*call)
 
 
-def run(rank: int, folder: Path, checks: Callable[[DeviceMesh], None]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=PROCESSES)
+def run(rank: int, checks: Callable[[DeviceMesh], None]) -> None:
     checks(init_device_mesh("cpu", (PROCESSES,), mesh_dim_names=("ep",)))
-    dist.destroy_process_group()
 
 
 def check_experts(mesh: DeviceMesh) -> None:
@@ -176,12 +175,12 @@ def check_plan_of_transformers(mesh: DeviceMesh) -> None:
             assert (part - value).norm() <= 2**-7 * value.norm(), (implementation, name)
 
 
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
+@NEEDS_GLOO
 @pytest.mark.parametrize("checks", [check_experts, check_plan_of_transformers])
-def test_two_processes(checks, tmp_path):
+def test_two_processes(checks):
     if checks is check_plan_of_transformers:
         pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.23.0 has such plans")
-    torch.multiprocessing.spawn(run, (tmp_path, checks), nprocs=PROCESSES)
+    in_processes(PROCESSES, run, checks)
 
 
 def test_bench_table(monkeypatch):
@@ -192,7 +191,7 @@ def test_bench_table(monkeypatch):
     layers = {"torch BF16": 9000.0, "rowwise exact": 5000.0, "blockwise exact": 6000.0}
     layers |= {"rowwise static": 4000.0, "blockwise static": 6000.0, "rowwise exact, FP8 gradients": 4000.0}
     result = dict(gpus=2, device="a GPU", commit=None, torch="2", dispatch_us=by_recipe, bytes=by_recipe)
-    result |= dict(nccl_us={"in a dispatch": 1000.0, "alone": 950.0}, layer_us=layers)
+    result |= dict(exchange_us={"in a dispatch": 1000.0, "alone": 950.0}, layer_us=layers)
     lines = importlib.import_module("tables").parallel_text(result).splitlines()[-7:]
     assert [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines] == [
         ["<= 0.60", "2,000", "1,000 (0.50)", "1,100 (0.55)"],

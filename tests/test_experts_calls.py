@@ -89,9 +89,16 @@ def test_weights_are_shared_with_grouped_mm(device):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_checkpointing(name, device):
+    """Of a block: backward of the last layer computes all of it again."""
+
+    def block(x: Tensor, *call: Tensor, **options: object) -> Tensor:
+        for _ in range(2):
+            x = x + experts(x, *call, **options)
+        return x
+
     problem = layer(bias=True).at(device)
-    want = run(problem, recipe=Recipe(name))
-    got = run(problem, lambda *a, **k: checkpoint(experts, *a, use_reentrant=False, **k), recipe=Recipe(name))
+    want = run(problem, block, recipe=Recipe(name))
+    got = run(problem, lambda *a, **k: checkpoint(block, *a, use_reentrant=False, **k), recipe=Recipe(name))
     assert_equal(got, want)
 
 
@@ -159,6 +166,17 @@ def test_compiles_with_dynamic_tokens(recipe, bias, device):
     for t in (37, 50, 131):
         problem = layer(t, 64, 48, bias=bias).at(device)
         assert_equal(run(problem, call, recipe=recipe), run(problem, recipe=recipe))
+    assert frames.frame_count == 1
+
+
+def test_compiles_with_dynamic_sizes(device):
+    """Of tokens, experts and slots, with one graph for all."""
+    torch._dynamo.reset()
+    frames = torch._dynamo.testing.CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
+    compiled = torch.compile(experts, fullgraph=True, backend=frames, dynamic=True)
+    for t, e, top_k in ((37, 8, 2), (50, 9, 3)):
+        problem = layer(t, 64, 48, e, top_k).at(device)
+        assert_equal(run(problem, compiled), run(problem))
     assert frames.frame_count == 1
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from processes import NEEDS_GLOO, in_processes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -94,15 +93,12 @@ def check_resuming(recipe: str, rank: int, folder: Path) -> None:
     assert train(model, optimizer, range(STEPS, 2 * STEPS), rank) == want
 
 
-def run(rank: int, recipes: list[str], folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=PROCESSES)
+def check(rank: int, recipes: list[str], folder: Path) -> None:
     for recipe in recipes:
         check_first_step(recipe, rank)
         check_resuming(recipe, rank, folder / recipe)
-    dist.destroy_process_group()
 
 
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
+@NEEDS_GLOO
 def test_two_processes(tmp_path):
-    torch.multiprocessing.spawn(run, (["rowwise", "blockwise", "mxfp8"], tmp_path), nprocs=PROCESSES)
+    in_processes(PROCESSES, check, ["rowwise", "blockwise", "mxfp8"], tmp_path)

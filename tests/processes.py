@@ -1,0 +1,33 @@
+"""Tests over several processes: a server that has imported torch forks them, where each would take three seconds to."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+import torch.distributed as dist
+
+NEEDS_GLOO = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
+
+_PRELOADED = "pytest", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"
+multiprocessing.set_forkserver_preload([*_PRELOADED])
+
+
+def in_processes(number: int, check: Callable[..., None], *args: object, backend: str = "gloo") -> None:
+    """check(rank, *args) in each process of a group, with one thread."""
+    how = "forkserver" if backend == "gloo" else "spawn"  # nobody may fork what has used a GPU
+    with TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            _run, (number, backend, Path(folder), check, args), number, start_method=how
+        )
+
+
+def _run(rank: int, number: int, backend: str, folder: Path, check: Callable[..., None], args: tuple) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=number)
+    check(rank, *args)
+    dist.destroy_process_group()
