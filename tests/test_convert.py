@@ -165,9 +165,8 @@ def test_compiles():
     model = Model()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same(results(model, compiled), expected("rowwise"))
-    for recipe in ("blockwise", "bf16"):
-        convert_(model, recipe)
-        assert_same(results(model, compiled), expected(recipe))
+    convert_(model, "blockwise")
+    assert_same(results(model, compiled), expected("blockwise"))
     revert_(model)
     assert_same(results(model, compiled), expected("rowwise"))
 

@@ -84,9 +84,9 @@ def test_whatever_the_config_says():
     assert_same(gradients(model), want)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "nemotron_h", "muse_spark_text"])
+@pytest.mark.parametrize("name", ["mixtral", "muse_spark_text"])
 def test_compiles(name):
-    """What was compiled and ran before is compiled again."""
+    """What was compiled and ran before is compiled again: one operation, and the model's own code in between."""
     experts, call = experts_of(name), calls()
     experts.config._experts_implementation = "moe_fp8_rowwise"
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
