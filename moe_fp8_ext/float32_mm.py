@@ -13,9 +13,11 @@ _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 def float32_mm(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """a [M, K] @ b [K, N] with products and sums in float32, rounded to `dtype`, float32 or bfloat16.
 
-    On CUDA, where one of them is of 16 bits, by parts: several times as fast, and an infinity may come out as NaN.
+    On CUDA, where one of them is of 16 bits, by parts: several times as fast, and an infinity, or what bfloat16 rounds
+    to one, may come out as NaN.
     """
-    if _has_out_dtype(a) and (a.dtype, b.dtype) != (torch.float32, torch.float32):
+    dtypes = {a.dtype, b.dtype}
+    if _has_out_dtype(a) and dtypes <= _PARTS.keys() and dtypes != {torch.float32}:
         return mm_by_parts(a, b, dtype)
     return cast(a.float() @ b.float(), dtype)
 

@@ -21,7 +21,7 @@ RECIPES = ("bf16", "rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor")
 HIGH = Recipe("high precision", "rowwise", wgrad_high_precision=True)
 
 
-def kept(problem, **options) -> int:
+def kept(problem, frozen: tuple[str, ...] = (), **options) -> int:
     """Bytes that are kept for backward, but for x, scores and weights, which are there anyway."""
     storages: dict[int, int] = {}
     own = {getattr(problem, n).untyped_storage().data_ptr() for n in LEAVES if getattr(problem, n) is not None}
@@ -32,7 +32,7 @@ def kept(problem, **options) -> int:
 
     for n in LEAVES:
         if getattr(problem, n) is not None:
-            getattr(problem, n).requires_grad_()
+            getattr(problem, n).requires_grad_(n not in frozen)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         experts(problem.x, problem.ids, problem.scores, problem.w_gate_up, problem.w_down, **options)
     return sum(size for at, size in storages.items() if at not in own)
@@ -60,6 +60,9 @@ def test_what_is_kept(name, keep, device):
     problem = layer(t, d, f, e, top_k).at(device)
     # Order of the slots and its inverse, ends of groups; scores are the caller's own.
     assert kept(problem, recipe=Recipe(name), keep=keep) == h + weights + 8 * p + 4 * e
+    # Backward multiplies by no weight where W_down alone wants a gradient.
+    frozen = "x", "scores", "w_gate_up"
+    assert kept(problem, frozen, recipe=Recipe(name), keep=keep) == h + 8 * p + 4 * e
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -31,3 +31,9 @@ def test_products(a, b, m, k, n, device):
         rounded = mm(a.to(device), b.to(device).t(), torch.bfloat16).cpu()
         assert rounded.dtype == torch.bfloat16
         assert ((rounded.double() - want).abs() <= 2**-8 * want.abs() + (2 * k + 8) * 2**-23 * size).all()
+
+
+def test_float64(device):
+    """Which has no parts: a number of 64 bits is rounded first."""
+    a, b = torch.randn(9, 20, device=device).double(), torch.randn(20, 5, device=device).bfloat16()
+    assert torch.equal(float32_mm(a, b), a.float() @ b.float())
