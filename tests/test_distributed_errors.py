@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from experts_problem import OF_OPERAND, SPREAD_DB, assert_equal, run
 from helpers import assert_same_tensor
+from processes import NEEDS_GLOO, in_processes
 from test_distributed import EXPERTS, World, process
 
 from moe_fp8_ext import Recipe
 from moe_fp8_ext.distributed import ExpertParallel, expert_parallel
 
 SIZE = 4
-NEEDS_GLOO = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 
 
 def check_arguments(world: World) -> None:
@@ -37,7 +37,7 @@ def check_arguments(world: World) -> None:
 def check_names_of_ranks(world: World) -> None:
     """A group may begin at any rank."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    part = World(world.rank % 2, 2, world.device)
+    part = World(world.rank % 2, 2, world.device, world.folder)
     problem = part.part(part.whole([8, 8], 2), [8, 8])
     problem = replace(problem, x=problem.x.double()) if world.rank == 3 else problem
     call = partial(run, problem, ExpertParallel(groups[world.rank // 2], EXPERTS, 2).experts)
@@ -134,7 +134,7 @@ CHECKS = (
 
 @NEEDS_GLOO
 def test_processes(tmp_path):
-    torch.multiprocessing.spawn(process, (SIZE, "gloo", CHECKS, tmp_path), nprocs=SIZE)
+    in_processes(SIZE, process, SIZE, False, CHECKS, tmp_path)
 
 
 @NEEDS_GLOO
