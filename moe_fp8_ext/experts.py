@@ -103,12 +103,12 @@ def arguments(
     topk_ids: Tensor,
     topk_scores: Tensor,
     weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    recipe: str | Recipe = "rowwise",
-    activation: str = "swiglu",
-    interleaved: bool = False,
-    keep: str = "fp8",
-    main_grad_gate_up: Tensor | None = None,
-    main_grad_down: Tensor | None = None,
+    recipe: str | Recipe,
+    activation: str,
+    interleaved: bool,
+    keep: str,
+    main_grad_gate_up: Tensor | None,
+    main_grad_down: Tensor | None,
 ) -> tuple[object, ...]:
     """Of the Function, for a checked call of `experts`."""
     recipe = get_recipe(recipe)

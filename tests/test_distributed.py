@@ -160,8 +160,15 @@ def check_capacity(world: World) -> None:
     kept = (torch.arange(32 * world.size, device=world.device) % 32 < room)[:, None]
     served = replace(problem, ids=torch.where(kept, 0, -1))
     assert_matches(got, world.wanted(served, tokens, recipe="rowwise"), Recipe("rowwise"))
-    world.raises(f"{world.size * (32 - room)} tokens and 0 slots", parallel.check)
+    lost = f"{world.size * (32 - room)} tokens and 0 slots"
+    world.raises(lost, lambda: run(world.part(problem, tokens), parallel.experts))  # the next step
+    run(world.part(problem, tokens), parallel.experts)
+    world.raises(lost, parallel.check)
     parallel.check()
+    counting = world.parallel(1, mode="static", capacity=0.5, overflow="count")
+    for _ in range(2):
+        run(world.part(problem, tokens), counting.experts)
+    world.raises(f"{2 * world.size * (32 - room)} tokens and 0 slots", counting.check)
     if world.size == 1:
         return
     # All for two experts of rank 0, which has room for 16 rows and 16 slots: expert 0 is served first.

@@ -54,7 +54,10 @@ class ExpertParallel:
             the routing is known. "static" sends buffers of a fixed size, of equal numbers of tokens on all ranks; only
             the first call waits, and later ones may be captured in CUDA graphs.
         capacity: of the buffers of "static", over what even routing fills; None: the number of ranks, which every
-            routing fits into. What does not fit is left out as if its id were -1, and counted: see `check`.
+            routing fits into. What does not fit is left out as if its id were -1, the last tokens of a rank and the
+            slots of a rank's last experts, and counted.
+        overflow: "raise" has the first call after a backward `check`, a wait once a step, though not calls of a graph;
+            "count" leaves it to you.
 
     Every rank of the group constructs it, and calls it, with the same arguments and in the same order.
 
@@ -76,6 +79,7 @@ class ExpertParallel:
         gradients: str = "bf16",
         mode: str = "exact",
         capacity: float | None = None,
+        overflow: str = "raise",
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             fail("group must be one of torch.distributed, which is not initialized")
@@ -83,10 +87,11 @@ class ExpertParallel:
         group = group if self.mesh is None else group.get_group()
         if not isinstance(group, dist.ProcessGroup):
             fail(f"group must be a ProcessGroup or a DeviceMesh of one dimension, got {type(group).__name__}")
-        options = dict(recipe=recipe, gradients=gradients, mode=mode, capacity=capacity)
+        options = dict(recipe=recipe, gradients=gradients, mode=mode, capacity=capacity, overflow=overflow)
         _agree(group, num_experts=num_experts, top_k=top_k, **options)
         check_one_of(OP, "gradients", gradients, ("bf16", "fp8"))
         check_one_of(OP, "mode", mode, ("exact", "static"))
+        check_one_of(OP, "overflow", overflow, ("raise", "count"))
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         self.num_experts, self.top_k, self.recipe = num_experts, top_k, get_recipe(recipe)
         self.gradients, self.mode, self.capacity = gradients, mode, ranks if capacity is None else capacity
@@ -97,8 +102,11 @@ class ExpertParallel:
         self._exact = Exact(self.peers)
         self._static = Static(self.peers, self.capacity) if mode == "static" else None
         self._agreed: int | None = None  # of the first call of "static"
+        self.overflow, self.has_run_backward = overflow, False
 
     def _check_arguments(self, ranks: int, capacity: float | None) -> None:
+        if ranks > MAX_EXPERTS:
+            fail(f"group must have at most {MAX_EXPERTS} ranks, got {ranks}")
         if self.num_experts < 1 or self.num_experts % ranks:
             fail(f"num_experts must be a multiple of the {ranks} ranks, got {self.num_experts}")
         if self.num_experts > ranks * MAX_EXPERTS:
@@ -120,16 +128,20 @@ class ExpertParallel:
         w_gate_up: Tensor,
         w_down: Tensor,
         *,
+        activation: str = "swiglu",
+        interleaved: bool = False,
         b_gate_up: Tensor | None = None,
         b_down: Tensor | None = None,
-        **options: object,
+        keep: str = "fp8",
+        main_grad_gate_up: Tensor | None = None,
+        main_grad_down: Tensor | None = None,
     ) -> Tensor:
         """`moe_fp8_ext.experts` of this rank's tokens and of the experts of all ranks, differentiable once.
 
         Args:
             x, topk_ids, topk_scores: tokens of this rank, any number of them, and ids in [0, num_experts).
-            w_gate_up, w_down, b_gate_up, b_down: of this rank's experts.
-            options: activation, interleaved, keep, main_grad_gate_up and main_grad_down of `moe_fp8_ext.experts`.
+            w_gate_up, w_down, b_gate_up, b_down, main_grad_gate_up, main_grad_down: of this rank's experts.
+            activation, interleaved, keep: as in `moe_fp8_ext.experts`.
 
         Returns:
             out [T, D] of x's dtype. What a rank's experts make of a token is rounded to bfloat16 before ranks add up,
@@ -138,14 +150,17 @@ class ExpertParallel:
         Raises:
             RuntimeError: as `moe_fp8_ext.experts`; and on every other rank, where one of them raises before it sends
                 its tokens, or differs in the width of x or in what asks for a gradient. With mode "static" that is so
-                in the first call alone: later ones wait for nobody, and an error leaves the other ranks waiting.
+                in the first call alone: later ones wait for nobody, and an error leaves the other ranks waiting. With
+                overflow "raise", as `check`.
         """
+        self._check_last_step()
         with self.errors_told():
             weights = w_gate_up, w_down, b_gate_up, b_down
             for t in (x, topk_ids, topk_scores, *weights):
                 if is_dtensor(t):
                     fail(f"tensors must be those of the rank, got a DTensor of {list(t.shape)}")
-            inputs = arguments(x, topk_ids, topk_scores, weights, self.recipe, **options)
+            options = activation, interleaved, keep, main_grad_gate_up, main_grad_down
+            inputs = arguments(x, topk_ids, topk_scores, weights, self.recipe, *options)
             signature = self._signature(x, topk_ids, w_down, inputs[-1])
         if self._static and self._agreed is None:
             self._exact.agree(signature)
@@ -169,8 +184,8 @@ class ExpertParallel:
     def check(self) -> None:
         """Waits for all calls so far, and raises on every rank if the capacity of "static" left anything out on any.
 
-        Call it once a step, on every rank. What was left out is counted from the last call on: for every rank that a
-        token was not sent to, and again in a forward that a checkpoint computes again.
+        On every rank, once a step, where calls do not do it themselves. What was left out is counted from the last call
+        on: for every rank that a token was not sent to, and again in a forward that a checkpoint computes again.
 
         Raises:
             RuntimeError: how many tokens and slots of all ranks were left out.
@@ -179,6 +194,15 @@ class ExpertParallel:
         if tokens or slots:
             text = f"{tokens} tokens and {slots} slots were left out"
             fail(f"capacity must be enough for every routing, got {self.capacity}: {text}")
+
+    def _check_last_step(self) -> None:
+        """At the same call on all ranks: not in backward, where a checkpoint computes again."""
+        if not self._static or self.overflow == "count" or not self.has_run_backward:
+            return
+        captured = self._exact.side is not None and torch.cuda.is_current_stream_capturing()
+        if not captured and torch._C._current_graph_task_id() == -1:
+            self.has_run_backward = False
+            self.check()
 
     def _signature(self, x: Tensor, topk_ids: Tensor, w_down: Tensor, call: Call) -> int:
         """Of a call that fits this group: what must be alike on all ranks."""
@@ -288,6 +312,7 @@ class _OverRanks(torch.autograd.Function):
     def backward(ctx, dout):
         indices, inverse, *kept = ctx.saved_tensors
         way = Way(indices, inverse, *ctx.sizes)
+        ctx.ep.has_run_backward = True
         with below_autograd():
             dout = ctx.ep.dispatch_gradient(row_major(dout), way)
             grads = backward(dout, kept, ctx.main_grads, ctx.call)

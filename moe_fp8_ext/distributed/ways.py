@@ -83,7 +83,7 @@ class Exact:
         self.agree(RAISED)
 
     def agree(self, signature: int) -> None:
-        """Raises everywhere where that is not the same everywhere."""
+        """Raises on all ranks unless all have the same."""
         with self._beside(self.now()):
             self._told(self.peers.nothing(), signature)
 
