@@ -24,8 +24,9 @@ def of_rank(name: str, parameter: Tensor | None) -> Tensor | None:
         return parameter
     from torch.distributed.tensor import Shard
 
-    got = parameter.placements
-    require(got == (Shard(0),), f"Experts: {name} must be sharded by expert, (Shard(dim=0),), got {got}")
+    if parameter.placements != (Shard(0),):  # not `require`: torch 2.14 compiles no text of placements
+        got = parameter.placements
+        raise RuntimeError(f"Experts: {name} must be sharded by expert, (Shard(dim=0),), got {got}")
     e, ranks = parameter.shape[0], parameter.device_mesh.size()
     # All ranks raise: the others would wait for one that alone did.
     ok = e > _most(parameter) * (ranks - 1)
@@ -76,9 +77,11 @@ def sum_of_ranks(
 
     mesh = getattr(weight, "device_mesh", None)
     for name, t in (("x", x), ("topk_ids", topk_ids), ("topk_scores", topk_scores)):
-        ok = is_dtensor(t) and t.device_mesh == mesh and t.placements == (Replicate(),)
+        if is_dtensor(t) and t.device_mesh == mesh and t.placements == (Replicate(),):
+            continue
         got = f"{t.placements} on {t.device_mesh}" if is_dtensor(t) else "no DTensor"
-        require(ok, f"Experts: {name} must be (Replicate(),) on the mesh of the parameters, {mesh}, got {got}")
+        text = f"Experts: {name} must be (Replicate(),) on the mesh of the parameters, {mesh}, got {got}"
+        raise RuntimeError(text)
     most = _most(weight)
     ids = topk_ids.to_local() - most * mesh.get_local_rank()
     ids = torch.where((ids >= 0) & (ids < most), ids, -1)
