@@ -106,7 +106,8 @@ def check_main_grad(mesh: DeviceMesh) -> None:
     x, ids, scores, grad = (DTensor.from_local(t, mesh, [Replicate()]) for t in call)
     experts(x, ids, scores).backward(grad)
     for p, q in zip(whole.parameters(), experts.parameters(), strict=True):
-        assert q.grad is None and torch.equal(q.main_grad.full_tensor(), p.main_grad)
+        assert torch.equal(q.main_grad.full_tensor(), p.main_grad)
+        assert q.grad is None or not q.grad.to_local().any()  # torch 2.11 makes zeros of none
 
 
 def check_errors(mesh: DeviceMesh) -> None:
