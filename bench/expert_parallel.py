@@ -108,10 +108,7 @@ def measure() -> dict[str, object]:
     found: dict[str, object] = {}
     by_recipe = {name: parallel(name) for name in ("bf16", "rowwise", "blockwise")}
     found["dispatch_us"] = sustained_us({name: partial(dispatch, ep) for name, ep in by_recipe.items()})
-    messages = {
-        name: packed([*ep._columns(x.detach(), ep._in_fp8, False), ids.int(), scores.detach()])
-        for name, ep in by_recipe.items()
-    }
+    messages = {name: packed(ep.columns(x.detach(), ids, scores.detach())) for name, ep in by_recipe.items()}
     found["bytes"] = {name: message.shape[1] for name, message in messages.items()}
     _, _, _, way = by_recipe["rowwise"].dispatch(x.detach(), ids, scores.detach(), 0)
     rows = messages["rowwise"].new_empty(sum(way.sent), messages["rowwise"].shape[1])

@@ -22,8 +22,7 @@ multiprocessing.set_forkserver_preload([*_PRELOADED])
 def in_processes(number: int, check: Callable[..., None], *args: object, backend: str = "gloo") -> None:
     """check(rank, *args) in each process of a group, with one thread."""
     how = "forkserver" if backend == "gloo" else "spawn"  # nobody may fork what has used a GPU
-    # Which fully_shard would take by itself.
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}  # else fully_shard takes GPUs unasked
     with TemporaryDirectory() as folder, patch.dict(os.environ, hidden):
         torch.multiprocessing.start_processes(
             _run, (number, backend, Path(folder), check, args), number, start_method=how

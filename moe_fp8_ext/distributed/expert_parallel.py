@@ -220,8 +220,13 @@ class ExpertParallel:
             fail(f"x must be shaped as in the first call with mode 'static', got {list(x.shape)}")
         return sizes << len(call.needs) | needs
 
+    def columns(self, x: Tensor, ids: Tensor, scores: Tensor) -> list[Tensor]:
+        """What is sent of tokens, a row of each for a token: values, scales if they are in FP8, ids, scores."""
+        # From 1, because rows of no token are zeros.
+        from_one = torch.where((ids >= 0) & (ids < self.num_experts), ids + 1, 0).int()
+        return [*self._columns(x, self._in_fp8, gradient=False), from_one, scores]
+
     def _columns(self, x: Tensor, in_fp8: bool, gradient: bool) -> list[Tensor]:
-        """x as it travels."""
         if not in_fp8:
             return [cast(x, torch.bfloat16)]
         q, scale = operands_of(self.recipe).quantized(x, gradient)
@@ -242,19 +247,19 @@ class ExpertParallel:
         return values, (scale if format.block else scale.squeeze(1)).contiguous()
 
     def dispatch(self, x: Tensor, ids: Tensor, scores: Tensor, signature: int) -> Dispatched:
-        """Tokens of all ranks that have an expert here, and where they go."""
+        """Tokens x [T, D] with ids and scores [T, top_k] to the ranks of their experts: those of all ranks that have
+        one here, and where they go. signature: what must be alike on all ranks."""
         ways = self._static or self._exact
         since = ways.now()
         with self.errors_told():
-            # From 1, because rows of no token are zeros.
-            from_one = torch.where((ids >= 0) & (ids < self.num_experts), ids + 1, 0).int()
-            columns = [*self._columns(x, self._in_fp8, gradient=False), from_one, scores]
+            columns = self.columns(x, ids, scores)
             message = packed(columns)
         way, most = ways.find(ids, signature, since)
         *tokens, ids, scores = self._sent(message, columns, way)
         return Dispatched(self._operand(*tokens), scores.contiguous(), self._slots(ids - 1, most), way)
 
     def dispatch_gradient(self, dout: Tensor, way: Way) -> Operand:
+        """Gradients [T, D] of what came back by that way, to where it came from."""
         columns = self._columns(dout, self.gradients == "fp8", gradient=True)
         return self._operand(*self._sent(packed(columns), columns, way))
 
