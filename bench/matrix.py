@@ -13,21 +13,23 @@ from tabulate import tabulate
 from moe_fp8_ext import _C
 
 RECIPES = ("rowwise", "blockwise", "mxfp8")
-# GPU: what a results file calls it, backend of its build, compute capability.
+# GPU: what a results file calls it, backend of its build, compute capability, how its kernels were tried.
 GPUS = {
-    "H100, H200 (sm_90a)": ("H200", "cuda", 90),
-    "B200 (sm_100a)": ("B200", "cuda", 100),
-    "other NVIDIA GPUs": (None, "cuda", 0),
-    "MI300 (gfx942)": ("MI300", "rocm", 0),
-    "MI355 (gfx950)": ("MI355", "rocm", 0),
-    "CPU": (None, "cpu", 0),
+    "H100, H200 (sm_90a)": ("H200", "cuda", 90, "run on an H200"),
+    "B200 (sm_100a)": ("B200", "cuda", 100, "compiled"),
+    "A100 (sm_80)": ("A100", "cuda", 80, "compiled"),
+    "L40S, RTX 40 (sm_89)": ("L40S", "cuda", 89, "compiled"),
+    "RTX 50, RTX PRO (sm_120)": ("RTX PRO", "cuda", 120, "compiled"),
+    "MI300 (gfx942)": ("MI300", "rocm", 0, "compiled, emulated on a CPU"),
+    "MI355 (gfx950)": ("MI355", "rocm", 0, "compiled"),
+    "CPU": (None, "cpu", 0, "run"),
 }
 KINDS = {
     "sm90": "native",
     "torch_fp8": "native",
     "torch_mxfp8": "native",
     "torch_bfloat16": "emulated in BF16",
-    "portable": "emulated in float32",
+    "mma": "native",
     "cpu": "emulated in float32",
 }
 
@@ -67,9 +69,9 @@ def entries() -> list[Entry]:
 
 
 def cell(table: list[Entry], recipe: str, gpu: str, results: dict[str, dict]) -> str:
-    device, build, sm = GPUS[gpu]
+    device, build, sm, _ = GPUS[gpu]
     taken = [entry for entry in table if entry.takes(recipe, build, sm)]
-    text = KINDS[taken[0].name]
+    text = "as 16-bit floats" if sm == 80 else KINDS[taken[0].name]
     if taken[0].mx:
         text = f"native if torch was built with it, else {KINDS[taken[1].name]}"
     ratios = [
@@ -80,13 +82,13 @@ def cell(table: list[Entry], recipe: str, gpu: str, results: dict[str, dict]) ->
     ]
     if ratios:
         return f"{text}: {min(ratios):.2f} to {max(ratios):.2f} x BF16"
-    if text == "native":
-        return f"{text}, not measured yet"
+    if text == "native" or sm == 80:
+        return f"{text}, not measured"
     return text if build == "cpu" or text.startswith("native") else f"{text}, slower than BF16"
 
 
 def markdown(results: dict[str, dict]) -> str:
     """The table of README.md; `results` are those of bench/results, whose speeds it names."""
     table = entries()
-    body = [(gpu, *(cell(table, recipe, gpu, results) for recipe in RECIPES)) for gpu in GPUS]
-    return tabulate(body, ("", *(f'`"{recipe}"`' for recipe in RECIPES)), tablefmt="github")
+    body = [(gpu, *(cell(table, recipe, gpu, results) for recipe in RECIPES), GPUS[gpu][-1]) for gpu in GPUS]
+    return tabulate(body, ("", *(f'`"{recipe}"`' for recipe in RECIPES), "kernels"), tablefmt="github")

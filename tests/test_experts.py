@@ -116,7 +116,7 @@ def test_few_tokens(name, t, device):
 @pytest.mark.parametrize("sizes", [(40, 24), (70, 33), (5, 3), (1, 1)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_sizes_of_no_multiple(name, sizes, device):
-    """Blocks that are short and products that only the portable GEMM takes: bytes are those of the ops, one by one."""
+    """Blocks that are short and products that only one GEMM takes: bytes are those of the ops, one by one."""
     problem = layer(t=53, d=sizes[0], f=sizes[1], bias=True).at(device)
     got = run(problem, recipe=Recipe(name))
     assert all(t.isfinite().all() for t in got.values())

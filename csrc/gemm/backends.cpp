@@ -1,8 +1,12 @@
 #include "gemm/backends.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
 
 #include "cpu/scaled_grouped_mm.h"
+#include "gemm/mma/grouped_gemm.h"
 #include "gemm/product.h"
 #include "gemm/sm90/grouped_gemm.h"
 #include "ops/call.h"
@@ -83,25 +87,26 @@ constexpr std::nullptr_t torch_scaled_rows = nullptr, torch_scaled_blocks = null
 #endif
 
 #if defined(MOE_FP8_GPU)
-AtenTensorHandle portable(const Call& call, const Product& product) {
+AtenTensorHandle own_gemm(const Call& call, const Product& product,
+                          int (*multiply)(const ScaledGroupedMmParams&, bool fast, void* stream)) {
   ScaledGroupedMmParams p = product.p;
   Handle out = out_of(call, product);
   p.out = data(out);
-  call.check(scaled_grouped_mm(p, call.stream()));
+  call.check(multiply(p, product.use_fast_accum, call.stream()));
   return out.release();
 }
+
+AtenTensorHandle mma_gemm(const Call& call, const Product& product) {
+  return own_gemm(call, product, mma::grouped_gemm);
+}
 #else
-constexpr std::nullptr_t portable = nullptr;
+constexpr std::nullptr_t mma_gemm = nullptr;
 #endif
 
 #if defined(MOE_FP8_CUDA)
 bool sm90_takes(const Product& product) { return sm90::takes_operands(product.p); }
 AtenTensorHandle sm90_gemm(const Call& call, const Product& product) {
-  ScaledGroupedMmParams p = product.p;
-  Handle out = out_of(call, product);
-  p.out = data(out);
-  call.check(sm90::grouped_gemm(p, product.use_fast_accum, call.stream()));
-  return out.release();
+  return own_gemm(call, product, sm90::grouped_gemm);
 }
 #else
 constexpr std::nullptr_t sm90_takes = nullptr, sm90_gemm = nullptr;
@@ -163,8 +168,8 @@ const std::vector<Backend>& all_backends() {
        torch_scaled_blocks},
       {"torch_bfloat16", "dequantize + aten::_grouped_mm", true, {"cuda"},
        {F::kBlockwise, F::kMxfp8, F::kMxfp8RowMajor}, false, of_torch_bfloat16(), nullptr, torch_bfloat16},
-      {"portable", "a kernel for any GPU, in float32", true, {"cuda", "rocm"},
-       {F::kRowwise, F::kBlockwise, F::kMxfp8, F::kMxfp8RowMajor}, false, {}, nullptr, portable},
+      {"mma", "tensor cores of any GPU", true, {"cuda", "rocm"},
+       {F::kRowwise, F::kBlockwise, F::kMxfp8, F::kMxfp8RowMajor}, false, {}, nullptr, mma_gemm},
       {"cpu", "dequantize + aten::mm of each group, in float32", false, {"cuda", "rocm", "cpu"},
        {F::kRowwise, F::kBlockwise, F::kMxfp8, F::kMxfp8RowMajor}, false, {}, nullptr, on_cpu},
   };
@@ -175,9 +180,16 @@ const std::vector<Backend>& backends(std::string_view torch_config) {
   static const std::vector<Backend> usable = [&] {
     const auto has = [&](std::string_view option) { return torch_config.find(option) != torch_config.npos; };
     const bool has_optional = has("USE_MSLK") || has("USE_FBGEMM_GENAI");  // one option, under two names so far
+    const char* only = std::getenv("MOE_FP8_GEMM");  // of GPUs; for tests and benchmarks
+    bool known = only == nullptr;
     std::vector<Backend> found;
-    for (const Backend& backend : all_backends())
-      if (backend.run && (!backend.optional || has_optional)) found.push_back(backend);
+    for (const Backend& backend : all_backends()) {
+      if (!backend.run || (backend.optional && !has_optional)) continue;
+      const bool wanted = only == nullptr || std::string_view(only) == backend.name;
+      if (wanted || !backend.gpu) found.push_back(backend);
+      known |= wanted;
+    }
+    if (!known) throw std::invalid_argument(std::string("MOE_FP8_GEMM must name a GEMM of this build, got ") + only);
     return found;
   }();
   return usable;

@@ -1,4 +1,4 @@
-// scaled_grouped_mm, the portable kernel and what surrounds a native GEMM. All operands are K-major fp8.
+// scaled_grouped_mm: what it computes, and what surrounds a native GEMM. All operands are K-major fp8.
 //
 // groups of rows (2D x 3D):     a [M, K], b [E, N, K], out [M, N]; rows of group e meet expert e, tail rows are zero
 //   out[m, n]    = scale_a[m] * scale_b[e, n] * sum_k a[m, k] * b[e, n, k]
@@ -32,10 +32,7 @@ struct ScaledGroupedMmParams {
   Fp8Type a_type, b_type;
 };
 
-// The portable kernel: any sizes, any alignment. 0, or the runtime's error code.
-int scaled_grouped_mm(const ScaledGroupedMmParams& p, void* stream);
-
-// Around a native GEMM that trusts its offsets and leaves tail rows unwritten:
+// Around a native GEMM that trusts its offsets and leaves tail rows unwritten; 0, or the runtime's error code.
 // safe_offs [E + 1] receives offs clamped into [0, limit], made monotonic and rounded down to `multiple`, which a
 // caller may have promised of them wrongly; behind them, their end before it was rounded: the first tail row.
 int prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple, void* stream);

@@ -97,9 +97,9 @@ MOE_DEVICE uint32_t convert_e5m2x4(float a, float b, float c, float d) {
 #endif
 }
 
-// Two bytes to 16-bit floats, exact, where the chip converts.
+// Two bytes to 16-bit floats, exact: whether the chip converts, and whether it can be done at all, by bits then.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-constexpr bool kDecodesFp8 = true;
+constexpr bool kDecodesFp8 = true, kHalvesFp8 = true;
 template <bool kE5M2>
 MOE_DEVICE uint32_t fp8x2_to_f16x2(uint32_t pair) {
   uint32_t halves;
@@ -107,11 +107,36 @@ MOE_DEVICE uint32_t fp8x2_to_f16x2(uint32_t pair) {
   else asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(uint16_t(pair)));
   return halves;
 }
+#elif defined(MOE_CUDA)
+constexpr bool kDecodesFp8 = false, kHalvesFp8 = true;
+template <bool kE5M2>
+MOE_DEVICE uint32_t fp8x2_to_f16x2(uint32_t pair) {
+  const uint32_t spread = (pair & 0xffu) << 8 | (pair & 0xff00u) << 16;  // E5M2 is the upper half of a 16-bit float
+  if constexpr (kE5M2) return spread;
+  // 2^-8 of the value; 0x7f, which is NaN, would be 480.
+  const uint32_t magnitude = spread & 0x7f007f00u, nan = (magnitude + 0x01000100u & 0x80008000u) >> 2;
+  uint32_t halves = (spread & 0x80008000u) | magnitude >> 1;
+#if defined(__CUDA_ARCH__)
+  asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(halves) : "r"(0x5c005c00u));
+#endif
+  return halves | nan;
+}
 #else
-constexpr bool kDecodesFp8 = false;
+constexpr bool kDecodesFp8 = false, kHalvesFp8 = false;
 template <bool kE5M2>
 MOE_DEVICE uint32_t fp8x2_to_f16x2(uint32_t) { return 0; }
 #endif
+
+// A word of four. Halves of words are operands of the instruction: no shift is needed for the second.
+template <bool kE5M2>
+MOE_DEVICE void fp8x4_to_f16x4(uint32_t word, uint32_t (&halves)[2]) {
+#if defined(MOE_CUDA)
+  uint16_t lo, hi;
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(lo), "=h"(hi) : "r"(word));
+  halves[0] = fp8x2_to_f16x2<kE5M2>(lo);
+  halves[1] = fp8x2_to_f16x2<kE5M2>(hi);
+#endif
+}
 
 #endif  // MOE_CUDA || MOE_HIP
 

@@ -23,6 +23,7 @@ from isa_report import (
     E4M3,
     E5M2,
     E8M0,
+    MATRICES,
     PRODUCTS,
     VECTORS,
     Kernel,
@@ -40,6 +41,7 @@ PTX = {
     E8M0: r"\bcvt\.rp\.satfinite\.ue8m0x2\.f32",
     PRODUCTS: r"\bwgmma\.mma_async\.sync",
     BOXES: r"\bcp\.async\.bulk\.tensor",
+    MATRICES: r"\bmma\.sync\.aligned",
 }
 SASS = {
     VECTORS: r"\bLDG\S*\.(64|128|256)\b|\bLDGSTS\S*\.128\b|\bUTMALDG\b|\bUBLKCP\b",
@@ -48,6 +50,7 @@ SASS = {
     E8M0: r"\bF2FP\S*\.UE8M0",
     PRODUCTS: r"\bQGMMA\b",
     BOXES: r"\bUTMALDG\b",
+    MATRICES: r"\b[HQ]MMA\b",
 }
 
 

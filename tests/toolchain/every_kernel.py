@@ -157,7 +157,7 @@ def added(total: Tensor, *args: object, **kwargs: object) -> Tensor:
 
 
 def cases_of_gemm() -> Iterator[Call]:
-    """Sizes that the portable kernel takes, and sizes that native ones take, where there are any."""
+    """Sizes that any GEMM takes, and those that `mma` alone does."""
     for fmt in FORMATS:
         yield from products(fmt, (130, 37, 131), offsets(0, 40, 41, 120))
         yield from products(fmt, (700, 144, 272), offsets(0, 300, 301, 650))

@@ -15,6 +15,7 @@ VECTORS = "vector loads"  # 8 or 16 bytes at a time from global memory
 E4M3, E5M2 = "E4M3 casts", "E5M2 casts"
 E8M0 = "E8M0 casts"  # instructions that round up to an E8M0 scale
 PRODUCTS, BOXES = "tensor core products", "copies by tensor maps"
+MATRICES = "matrix instructions"  # of one wave: mma.sync, MFMA
 ROUNDS_TO_E8M0 = ("sm_100a",)
 OF_E8M0 = r"\(ScaleType\)1|\(FormatId\)[23]"  # kernels of formats with such scales
 KINDS = {"(Kind)0": {E4M3}, "(Kind)1": {E5M2}, "(Kind)2": {E4M3, E5M2}}  # enum class Kind of quantize/types.h
@@ -32,12 +33,12 @@ OTHERS: dict[str, str | bool] = {
     "dequantize_kernel": "Pieces<BF16>",
     "grouped_gemm_kernel": False,
     "invert_indices_kernel": False,
+    "mma_kernel": True,
     "permute_indices_kernel": False,
     "permute_scales_kernel": False,
     "place_rows_kernel": False,
     "place_tokens_kernel": False,
     "prepare_offs_kernel": False,
-    "scaled_grouped_mm_kernel": True,
     "swizzle_scales_kernel": True,
     "token_groups_kernel": False,
     "zero_empty_groups_kernel": False,
@@ -85,7 +86,8 @@ def needs(name: str, arch: str) -> set[str] | None:
         return None
     vectors = OTHERS[base]
     loads = {VECTORS} if vectors is True or (vectors and vectors in name) else set()
-    return loads | OF_HOPPER.get((base, arch), set())
+    matrices = {MATRICES} if base == "mma_kernel" else set()
+    return loads | matrices | OF_HOPPER.get((base, arch), set())
 
 
 def found(body: str, patterns: dict[str, str]) -> set[str]:

@@ -16,8 +16,24 @@ enum class Grouped { kRows, kSum };
 // stage. Of blocks: promoted, times the scales of the stage.
 enum class Scales { kRows, kRowsPromoted, kBlocks };
 
+struct Args {
+  CUtensorMap a, b;  // boxes of 64 rows of a, of kBoxColumns rows of b
+  const float* scale_a;
+  const float* scale_b;
+  const int* offs;
+  void* out;
+  int M, N, K, E;
+  // Of blocks: between those of one row of a, of b; how many there are of a row.
+  int scale_a_stride, scale_b_stride, scale_blocks;
+};
+
+template <class T>
+struct PairUnits;  // schedule.h
+
 template <Scales kScales, Grouped kGrouped, Fp8Type kA, bool kFloat_, bool kAdds_>
 struct Traits {
+  using Args = sm90::Args;
+  using Units = PairUnits<Traits>;
   static constexpr bool kE5M2 = kA == Fp8Type::kE5M2;  // a; b is E4M3
   static constexpr bool kFloat = kFloat_;              // out, otherwise bfloat16
   static constexpr bool kAdds = kAdds_;                // to out, in 2D x 2D
@@ -28,17 +44,8 @@ struct Traits {
   static constexpr int kTileColumns = !kPromoted ? 256 : kBlockScales && kSumGroups ? 96 : 128;
   static constexpr int kBoxColumns = kPromoted ? kTileColumns : kTileColumns / 2;  // rows of b in a copy
   static constexpr int kStageBytesA = kTileRows * kDepth, kStageBytesB = kTileColumns * kDepth;
-};
-
-struct Args {
-  CUtensorMap a, b;  // boxes of 64 rows of a, of kBoxColumns rows of b
-  const float* scale_a;
-  const float* scale_b;
-  const int* offs;
-  void* out;
-  int M, N, K, E;
-  // Of blocks: between those of one row of a, of b; how many there are of a row.
-  int scale_a_stride, scale_b_stride, scale_blocks;
+  static constexpr int kSumAlign = 32;  // one instruction's worth, so that none holds two groups
+  static MOE_HD constexpr bool of_sum(const Args&) { return kSumGroups; }
 };
 
 // Each in an instance file of its own. 0, or the runtime's error code.

@@ -29,7 +29,7 @@ MOE_GLOBAL void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(MOE_GRID_CONS
       barriers_ready();
     }
     wait_for_previous_kernel();
-    shared.groups.template build<T>(p.offs, p.E, T::kSumGroups ? p.K : p.M, p.N);
+    shared.groups.template build<T>(p.offs, p);
     cluster_barrier();
     if (threadIdx.x < 128) {
       leave_registers<kProducerRegisters>();

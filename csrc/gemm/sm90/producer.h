@@ -9,9 +9,10 @@ template <class T, class Fill>
 MOE_DEVICE void for_each_stage(const Args& p, Shared<T>& shared, Fill fill) {
   const uint32_t empty = shared_address(shared.empty);
   uint32_t phase = 1;  // the one before a barrier's first: stages are empty to begin with
-  Schedule<T> schedule(p, shared.groups, int(cluster_rank()));
+  gemm::Schedule<T> schedule(p, shared.groups, int(blockIdx.x) / 2, int(gridDim.x) / 2);
+  const int rank = int(cluster_rank());
   for (int turn = 0;; turn ^= 1) {
-    const Tile tile = schedule.next();
+    const Tile tile = Tile::of<T>(p, schedule.next(rank));
     const int stages = tile.there ? rounds_of(tile) * kStages : 1;
     for (int k = 0; k < stages; ++k) {
       const int s = k % kStages;

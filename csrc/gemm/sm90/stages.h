@@ -29,7 +29,7 @@ struct Shared {
   float scale_b[T::kBlockScales ? kStages : 2][T::kBlockScales && !T::kSumGroups ? 4 : T::kTileColumns];
   Tile tiles[2];  // in turn; written before the first stage of a tile is full
   uint64_t full[kStages], empty[kStages];
-  GroupBounds groups;
+  gemm::GroupBounds groups;
 };
 
 MOE_DEVICE int steps_of(const Tile& tile) { return ceil_div(tile.depth, kDepth); }

@@ -163,6 +163,15 @@ class Block {
     return value;
   }
 
+  // What all lanes of the wave passed, by lane, to be read before the next exchange.
+  const uint64_t* share(uint64_t value, const Site& site) {
+    Wave& wave = running_wave();
+    uint64_t* slots = wave.slots[wave.round & 1];
+    slots[lane()] = value;
+    meet(wave, site);
+    return slots;
+  }
+
   uint64_t ballot(bool vote, const Site& site) {
     Wave& wave = running_wave();
     uint64_t* slots = wave.slots[wave.round & 1];

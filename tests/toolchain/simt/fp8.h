@@ -1,5 +1,6 @@
-// The fp8 conversion instructions: round to nearest even, and no saturation. What overflows becomes an infinity where
-// the format has one, else NaN, and a NaN keeps its sign where the format lets it: kernels must not rely on better.
+// The fp8 conversions of instructions. From floats they to nearest even and do not saturate: what
+// overflows becomes an infinity where the format has one, else NaN, and a NaN keeps its sign where the format lets it.
+// Kernels must not rely on better.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -26,6 +27,16 @@ inline unsigned fp8_from_float(float x, int mantissa_bits, float max, bool has_i
 
 inline unsigned e4m3_from_float(float x) { return fp8_from_float(x, 3, kFnuz ? 240.f : 448.f, false); }
 inline unsigned e5m2_from_float(float x) { return fp8_from_float(x, 2, 57344.f, !kFnuz); }
+
+inline float fp8_to_float(unsigned code, int mantissa_bits) {
+  const int bias = (1 << (6 - mantissa_bits)) - (kFnuz ? 0 : 1), exponent = int(code & 0x7f) >> mantissa_bits;
+  const unsigned mantissa = code & ((1u << mantissa_bits) - 1), all = 0x7f >> mantissa_bits;
+  if (kFnuz ? code == 0x80 : (code & 0x7f) == 0x7f) return NAN;
+  const float sign = code & 0x80 ? -1.f : 1.f;
+  if (!kFnuz && mantissa_bits == 2 && unsigned(exponent) == all) return mantissa ? NAN : sign * INFINITY;
+  const unsigned significand = exponent ? mantissa | 1u << mantissa_bits : mantissa;
+  return sign * std::ldexp(float(significand), (exponent ? exponent : 1) - bias - mantissa_bits);
+}
 
 // Two bytes into the lower or upper half of `old`.
 inline int pack_half(unsigned a, unsigned b, int old, bool upper) {

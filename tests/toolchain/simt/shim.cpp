@@ -3,7 +3,7 @@
 
 #include "activations/activations.h"
 #include "activations/quantize_activated.h"
-#include "gemm/scaled_grouped_mm.h"
+#include "gemm/mma/grouped_gemm.h"
 #include "platform/device.h"
 #include "quantize/quantize.h"
 #include "scales/dequantize.h"
@@ -63,7 +63,7 @@ extern "C" const char* simt_scaled_grouped_mm(const uint8_t* a, int a_type, int6
       .M = M, .N = N, .K = K, .a_stride = a_stride, .b_stride = b_stride, .b_group_stride = b_group_stride,
       .groups_of_sum = groups_of_sum, .adds = adds, .out_float32 = out_float32, .a_type = Fp8Type(a_type),
       .b_type = Fp8Type(b_type)};
-  return outcome(scaled_grouped_mm(p, nullptr));
+  return outcome(mma::grouped_gemm(p, true, nullptr));
 }
 
 extern "C" const char* simt_dequantize(const uint8_t* q, int type, int64_t E, int64_t rows, int64_t K,

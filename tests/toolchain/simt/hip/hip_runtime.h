@@ -17,6 +17,7 @@
 
 #include "../fp8.h"
 #include "../launch.h"
+#include "../matrix.h"
 
 #define __host__
 #define __device__
@@ -164,6 +165,21 @@ inline int __builtin_amdgcn_cvt_pk_fp8_f32(float a, float b, int old, bool upper
 inline int __builtin_amdgcn_cvt_pk_bf8_f32(float a, float b, int old, bool upper) {
   return simt::pack_half(simt::e5m2_from_float(a), simt::e5m2_from_float(b), old, upper);
 }
+#define SIMT_MFMA(name, held_a, held_b)                                                                           \
+  template <class Operand, class Sums>                                                                            \
+  Sums name(Operand a, Operand b, Sums sums, int, int, int, simt::Site at = simt::Site::here("mfma")) {             \
+    static_assert(sizeof(Operand) == 8 && sizeof(Sums) == 16, "a lane has 8 bytes and 4 sums");                     \
+    float d[4];                                                                                                   \
+    memcpy(d, &sums, sizeof d);                                                                                   \
+    simt::mfma_16x16(d, simt::Held::held_a, __builtin_bit_cast(uint64_t, a), simt::Held::held_b,                    \
+                     __builtin_bit_cast(uint64_t, b), at);                                                        \
+    memcpy(&sums, d, sizeof d);                                                                                   \
+    return sums;                                                                                                  \
+  }
+SIMT_MFMA(__builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8, kE4M3, kE4M3)
+SIMT_MFMA(__builtin_amdgcn_mfma_f32_16x16x32_fp8_bf8, kE4M3, kE5M2)
+SIMT_MFMA(__builtin_amdgcn_mfma_f32_16x16x16f16, kHalf, kHalf)
+#undef SIMT_MFMA
 #if !defined(__clang__)
 template <class T>
 std::remove_cv_t<T> __builtin_nontemporal_load(T* p) {

@@ -1,0 +1,7 @@
+#include "gemm/mma/kernel.h"
+
+namespace moe_fp8::mma {
+
+template int launch_gemm<kBlock>(Types types, const ScaledGroupedMmParams& p, void* stream);
+
+}  // namespace moe_fp8::mma

@@ -1,0 +1,79 @@
+// The kernel: while a tile is stored, the first stages of the next one are on their way.
+#pragma once
+#include "gemm/mma/load.h"
+#include "gemm/mma/store.h"
+#include "platform/launch.h"
+#include "primitives/operand.h"
+
+namespace moe_fp8::mma {
+
+template <class T>
+MOE_DEVICE void multiply_tile(Loader<T>& loader, Shared<T>& shared, int steps, const Lane<T>& lane,
+                              typename Lane<T>::Sums& sums) {
+  constexpr int kAhead = Loader<T>::kAhead;
+  typename Lane<T>::Sums of_block;
+  for_each_sum<T>([&](int m, int n, int i, int j) { sums[m][n][i][j] = of_block[m][n][i][j] = 0.f; });
+  int stage = 0, ahead = kAhead % T::kStages;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    wait_copies<kAhead - 1>();
+    __syncthreads();
+    loader.fetch(step + kAhead, ahead);
+    multiply_stage(shared, stage, (step + 1) * kDepth % gemm::kBlockDepth == 0 || step + 1 == steps, lane, of_block,
+                   sums);
+    if constexpr (T::kStages == 1) __syncthreads();
+    loader.land(step + kAhead, ahead);
+    stage = stage + 1 < T::kStages ? stage + 1 : 0;
+    ahead = ahead + 1 < T::kStages ? ahead + 1 : 0;
+  }
+  __syncthreads();
+}
+
+template <class T>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks) mma_kernel(MOE_GRID_CONSTANT const ScaledGroupedMmParams p) {
+  MOE_DYNAMIC_SMEM(smem);
+  Shared<T>& shared = *reinterpret_cast<Shared<T>*>(smem);
+  wait_for_previous_kernel();
+  if constexpr (T::kLooksUp) {
+    for (int byte = threadIdx.x; byte < 256; byte += kThreads) {
+      shared.half[0][byte] = F16::from_float(decode(p.a_type, uint8_t(byte)));
+      shared.half[1][byte] = F16::from_float(decode(p.b_type, uint8_t(byte)));
+    }
+  }
+  shared.groups.template build<T>(p.offs, p);
+  gemm::Schedule<T> schedule(p, shared.groups, int(blockIdx.x), int(gridDim.x));
+  const Lane<T> lane;
+  Loader<T> loader(p, shared);
+  if (threadIdx.x == 0) shared.tiles[0] = schedule.next(0);
+  __syncthreads();
+  if (shared.tiles[0].there) loader.begin(shared.tiles[0]);
+  for (int turn = 0, then; shared.tiles[turn].there; turn = then) {
+    then = turn < 2 ? turn + 1 : 0;
+    const gemm::Tile &tile = shared.tiles[turn], &next = shared.tiles[then];
+    if (threadIdx.x == 0) shared.tiles[then] = schedule.next(0);
+    typename Lane<T>::Sums sums;
+    multiply_tile(loader, shared, steps_of(tile), lane, sums);
+    if (next.there) loader.begin(next);
+    store_tile<T>(p, tile, lane, sums);
+  }
+  if (!p.groups_of_sum) clear_tail(p, shared);
+}
+
+template <class T>
+int launch_kernel(const ScaledGroupedMmParams& p, void* stream) {
+  constexpr auto kKernel = mma_kernel<T>;
+  if (const int e = allow_large<kKernel>()) return e;
+  return launch(kKernel, {dim3(unsigned(kBlocks * device().multiprocessors)), dim3(kThreads), stream,
+                          sizeof(Shared<T>)}, p);
+}
+
+template <int kBlock>
+int launch_gemm(Types types, const ScaledGroupedMmParams& p, void* stream) {
+  switch (types) {
+    case Types::kE4M3: return launch_kernel<Traits<Types::kE4M3, kBlock>>(p, stream);
+    case Types::kE5M2: return launch_kernel<Traits<Types::kE5M2, kBlock>>(p, stream);
+    default: return launch_kernel<Traits<Types::kAny, kBlock>>(p, stream);
+  }
+}
+
+}  // namespace moe_fp8::mma

@@ -1,0 +1,142 @@
+// From operands to the stages in shared memory.
+#pragma once
+#include "gemm/mma/tiles.h"
+
+namespace moe_fp8::mma {
+
+// Up to 16 bytes from any address, zeros behind them.
+MOE_DEVICE Vec16 gather_bytes(const uint8_t* from, int count) {
+  Vec16 v = {};
+  const int n = count < 16 ? count : 16;
+#pragma unroll 1
+  for (int i = 0; i < n; ++i) {
+    const uint32_t byte = uint32_t(from[i]) << (8 * (i % 4));
+    v.w[0] |= i / 4 == 0 ? byte : 0;
+    v.w[1] |= i / 4 == 1 ? byte : 0;
+    v.w[2] |= i / 4 == 2 ? byte : 0;
+    v.w[3] |= i / 4 == 3 ? byte : 0;
+  }
+  return v;
+}
+
+// A thread's share of every stage: a chunk of some rows of both operands, and the scales of a row and of a column.
+// fetch() starts what takes long, land() puts what came by way of registers into the stage.
+template <class T>
+class Loader {
+ public:
+  static constexpr int kAhead = T::kStages > 1 ? T::kStages - 1 : 1;  // stages that are loaded before they are wanted
+
+  MOE_DEVICE Loader(const ScaledGroupedMmParams& p, Shared<T>& shared) : p_(p), shared_(shared) {}
+
+  MOE_DEVICE void begin(const gemm::Tile& tile) {
+    const int t = threadIdx.x, row = t / kChunks, chunk = t % kChunks * 16;
+    const int column = row / kPatchColumns * kPatchColumns + column_of_slot(row % kPatchColumns);
+    const uint8_t* b = p_.b + (p_.groups_of_sum ? 0 : tile.expert * p_.b_group_stride);
+    a_ = p_.a + (tile.row_of_a + row) * p_.a_stride + tile.first + chunk;
+    b_ = b + (tile.column + column) * p_.b_stride + tile.first + chunk;
+    rows_ = tile.rows - row;
+    columns_ = tile.columns - column;
+    depth_ = tile.depth;
+    whole_ = (reinterpret_cast<uintptr_t>(a_) | reinterpret_cast<uintptr_t>(b_) | uintptr_t(p_.a_stride) |
+              uintptr_t(p_.b_stride)) % 16 == 0;
+    if constexpr (T::kBlock > 0) begin_scales(tile);
+#pragma unroll
+    for (int step = 0; step < kAhead; ++step) {
+      fetch(step, step);
+      land(step, step);
+    }
+  }
+
+  MOE_DEVICE void fetch(int step, int stage) {
+    const int at = step * kDepth;
+    if (at < depth_) {
+      const int left = depth_ - at - int(threadIdx.x) % kChunks * 16;
+      if (whole_ && (left >= 16 || left <= 0)) {
+        for_each_chunk(at, stage, [&](int i, Vec16& shared, const uint8_t* from, bool there) {
+          const auto* chunk = reinterpret_cast<const Vec16*>(from);
+          if constexpr (kCopiesInBackground) copy_or_clear(&shared, chunk, there && left > 0);
+          else held_[i] = there && left > 0 ? load_stream<Reuse::kSoon>(chunk) : Vec16{};
+        });
+      } else {
+        for_each_chunk(at, stage, [&](int i, Vec16& shared, const uint8_t* from, bool there) {
+          (kCopiesInBackground ? shared : held_[kCopiesInBackground ? 0 : i]) = gather_bytes(from, there ? left : 0);
+        });
+      }
+      if constexpr (T::kBlock > 0) fetch_scales(at);
+    }
+    commit_copies();
+  }
+
+  MOE_DEVICE void land(int step, int stage) {
+    if (step * kDepth >= depth_) return;
+    const int t = threadIdx.x;
+    if constexpr (!kCopiesInBackground) {
+      const int place = place_of(t / kChunks, t % kChunks);
+#pragma unroll
+      for (int i = 0; i < kOfA; ++i) shared_.a[stage][place + i * kRows * kChunks] = held_[i];
+#pragma unroll
+      for (int i = 0; i < kOfB; ++i) shared_.b[stage][place + i * kRows * kChunks] = held_[kOfA + i];
+    }
+    if constexpr (T::kBlock > 0)
+#pragma unroll
+      for (int i = 0; i < T::kScales; ++i) {
+        if (t < T::kTileRows) shared_.scale_a[stage][i][t] = of_row_[i];
+        if (t < T::kTileColumns) shared_.scale_b[stage][i][t] = of_column_[i];
+      }
+  }
+
+ private:
+  static constexpr int kRows = kThreads / kChunks, kOfA = T::kTileRows / kRows, kOfB = T::kTileColumns / kRows;
+  static_assert(T::kTileRows <= kThreads && T::kTileColumns <= kThreads);
+
+  // Calls act(i, its place in shared memory, where it comes from, whether there is such a row) for the thread's chunks.
+  template <class Act>
+  MOE_DEVICE void for_each_chunk(int at, int stage, Act act) {
+    const int t = threadIdx.x, place = place_of(t / kChunks, t % kChunks);
+#pragma unroll
+    for (int i = 0; i < kOfA; ++i)
+      act(i, shared_.a[stage][place + i * kRows * kChunks], a_ + i * kRows * p_.a_stride + at, i * kRows < rows_);
+#pragma unroll
+    for (int i = 0; i < kOfB; ++i)
+      act(kOfA + i, shared_.b[stage][place + i * kRows * kChunks], b_ + i * kRows * p_.b_stride + at,
+          i * kRows < columns_);
+  }
+  MOE_DEVICE void begin_scales(const gemm::Tile& tile) {
+    const int t = threadIdx.x;
+    const bool sum = p_.groups_of_sum, padded = !sum && p_.scale_a.layout == ScaleLayout::kBlocked;
+    expert_ = tile.expert;
+    row_ = t < tile.rows ? tile.row_of_a + t : -1;
+    column_ = t < tile.columns ? tile.column + t : -1;
+    skipped_ = padded ? rows_padded_before(tile.expert) - shared_.groups.end[tile.expert] : 0;
+    // E8M0 of a sum, but for blocked ones, lie by position.
+    const bool by_position = sum && p_.scale_a.layout == ScaleLayout::kE8M0;
+    first_block_ = by_position ? tile.first / T::kBlock : tile.first_block * (gemm::kBlockDepth / T::kBlock);
+    blocks_ = ceil_div(tile.depth, T::kBlock);
+  }
+  MOE_DEVICE void fetch_scales(int at) {
+#pragma unroll
+    for (int i = 0; i < T::kScales; ++i) {
+      const ColumnBlock block = {first_block_, blocks_, at / T::kBlock + i};
+      const bool there = block.at < blocks_;
+      of_row_[i] = there && row_ >= 0 ? p_.scale_a.at(p_.groups_of_sum ? expert_ : 0, row_ + skipped_, block) : 0.f;
+      of_column_[i] = there && column_ >= 0 ? p_.scale_b.at(expert_, column_, block) : 0.f;
+    }
+  }
+  MOE_DEVICE int rows_padded_before(int expert) const {
+    return gemm::kBlockDepth * (shared_.groups.before[expert] / typename T::Units(p_, 0).across);
+  }
+
+  const ScaledGroupedMmParams& p_;
+  Shared<T>& shared_;
+  const uint8_t *a_, *b_;
+  int rows_, columns_;  // what is left from the thread's first on
+  int depth_;
+  bool whole_;          // chunks begin at multiples of 16 bytes
+  Vec16 held_[kCopiesInBackground ? 1 : kOfA + kOfB];
+
+  // Scales of blocks: whose, of which blocks, and what was fetched.
+  int expert_, row_, column_, skipped_, first_block_, blocks_;
+  float of_row_[T::kScales], of_column_[T::kScales];
+};
+
+}  // namespace moe_fp8::mma

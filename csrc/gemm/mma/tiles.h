@@ -1,0 +1,71 @@
+// Grouped products on any GPU with matrix instructions: what a kernel is, and what its blocks share.
+//
+// A block of four waves, two below and two beside one another, takes tile after tile. Stages of 64 elements of the sum
+// go round in shared memory. Two blocks share a multiprocessor: while one waits, the other multiplies.
+#pragma once
+#include "gemm/scaled_grouped_mm.h"
+#include "gemm/schedule.h"
+#include "platform/mma.h"
+
+namespace moe_fp8::mma {
+
+constexpr int kThreads = 4 * kPatchWave, kBlocks = 2;  // of a multiprocessor
+constexpr int kDepth = 64, kChunks = kDepth / 16;      // elements of the sum in a stage; 16 bytes of a row
+constexpr int kWaveRows = 64;
+constexpr int kBand = 16;                              // tiles
+
+// What operands are made of. a of E4M3 or E5M2 and b of E4M3, in the flavour that the chip has instructions for; or any
+// two of the four types, whose values are looked up in a table, one by one.
+enum class Types { kE4M3, kE5M2, kAny };
+
+template <class T>
+struct TileUnits {
+  int height, across;
+
+  template <class Args>
+  MOE_HD TileUnits(const Args& p, int rows)
+      : height(ceil_div(rows, T::kTileRows)), across(ceil_div(int(p.N), T::kTileColumns)) {}
+  MOE_HD int count() const { return height * across; }
+  MOE_HD gemm::Place place(int unit, int) const { return gemm::in_bands(unit, height, across, kBand); }
+};
+
+// kBlock_: elements of the sum under a scale; 0: scales are of rows.
+template <Types kTypes_, int kBlock_>
+struct Traits {
+  using Args = ScaledGroupedMmParams;
+  using Units = TileUnits<Traits>;
+  static constexpr Types kTypes = kTypes_;
+  static constexpr int kBlock = kBlock_;
+  static constexpr int kScales = kBlock == 32 ? kDepth / 32 : 1;  // of a row in a stage
+  // Sums of blocks take twice the registers, of which AMD's chips have twice as many.
+  static constexpr int kWaveColumns = kBlock > 0 && kPatchWave == 32 ? 32 : 64;
+  static constexpr int kTileRows = 2 * kWaveRows, kTileColumns = 2 * kWaveColumns;
+  static constexpr int kStages = kCopiesInBackground ? 2 : 1;
+  static constexpr int kSumAlign = 1;
+  static MOE_HD bool of_sum(const Args& p) { return p.groups_of_sum; }
+
+  // Whether the values of operands are looked up.
+  static constexpr bool kMultipliesBytes = kTypes != Types::kAny && kMultipliesFp8;
+  static constexpr bool kLooksUp = !kMultipliesBytes && (kTypes == Types::kAny || !kHalvesFp8);
+  // Both steps of a stage at once, but where conversions, or chunks that wait in registers, leave none for that.
+  static constexpr bool kConvertsCheaply = kMultipliesBytes || (kTypes != Types::kAny && kDecodesFp8);
+  static constexpr int kUnrolledSteps = kConvertsCheaply && (kCopiesInBackground || kBlock == 0) ? 2 : 1;
+  static_assert(kDepth == 2 * kPatchDepth);
+};
+
+template <class T>
+struct Shared {
+  Vec16 a[T::kStages][T::kTileRows * kChunks], b[T::kStages][T::kTileColumns * kChunks];
+  float scale_a[T::kStages][T::kScales][T::kBlock ? T::kTileRows : 1];
+  float scale_b[T::kStages][T::kScales][T::kBlock ? T::kTileColumns : 1];
+  gemm::GroupBounds groups;
+  gemm::Tile tiles[3];  // in turn; when one is written, slow waves may still read the one before the last
+  uint16_t half[2][256];  // what the bytes of a and of b stand for, where they are looked up
+};
+
+// Where a chunk of a row lies: rows that lanes read together are in different banks.
+MOE_DEVICE int place_of(int row, int chunk) { return row * kChunks + (chunk ^ ((row >> 1 & 1) << 1 | (row >> 2 & 1))); }
+
+MOE_DEVICE int steps_of(const gemm::Tile& tile) { return ceil_div(tile.depth, kDepth); }
+
+}  // namespace moe_fp8::mma

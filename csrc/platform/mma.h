@@ -1,0 +1,154 @@
+// Matrix instructions that every chip with tensor cores has, of one wave: mma.sync on NVIDIA's, MFMA on AMD's.
+//
+// Both are dealt with by patches: 16 rows of a, 32 columns (rows of b), 32 elements of the sum. A lane holds eight
+// neighbouring elements of each of its rows of a and of b, and the sums of eight neighbouring columns:
+//
+//              rows of a           rows of b, by slot             sums
+//   mma.sync   lane / 4 + {0, 8}   lane / 4 + {0, 8, 16, 24}      of the same rows, of columns 8 * part + {0 .. 7}
+//   MFMA       lane % 16           lane % 16 + {0, 16}            likewise
+//
+// Which eight elements and columns is the lane's part, lane % 4 or lane / 16. The instructions deal elements and
+// columns out otherwise, but the order of a sum is free as long as a and b agree, and any row of b may lie in any slot.
+#pragma once
+#include "platform/convert.h"
+#include "platform/memory.h"
+#include "platform/waves.h"
+
+namespace moe_fp8 {
+
+// Whether fp8 is multiplied as it is. Elsewhere values become 16-bit floats first, which hold them exactly: Hopper and
+// its data center successor multiply fp8 by instructions of their own alone.
+#if (defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)) || \
+    (defined(MOE_HIP) && (defined(__gfx942__) || defined(__gfx950__) || defined(MOE_SIMT)))
+constexpr bool kMultipliesFp8 = true;
+#else
+constexpr bool kMultipliesFp8 = false;
+#endif
+
+// The emulation has one vendor's instructions at one of its wave sizes, the other's at the other.
+#if defined(MOE_CUDA) || (defined(MOE_SIMT) && SIMT_WARP == 32)
+#define MOE_MMA_SYNC 1
+constexpr int kPatchWave = 32;
+constexpr int kPatchLaneRows = 2, kPatchFragments = 4;  // rows of a of a lane, rows of b
+#else
+constexpr int kPatchWave = 64;
+constexpr int kPatchLaneRows = 1, kPatchFragments = 2;
+#endif
+constexpr int kPatchRows = 16, kPatchColumns = 32, kPatchDepth = 32;
+constexpr int kFragmentRows = kPatchColumns / kPatchFragments;
+
+struct Halves8 { uint32_t w[4]; };  // eight 16-bit floats
+using PatchSums = float[kPatchLaneRows][8];
+
+// The lane's first row of a and of b; the others are 8 further, kFragmentRows.
+MOE_DEVICE int patch_row(int lane) {
+#if defined(MOE_MMA_SYNC)
+  return lane / 4;
+#else
+  return lane % 16;
+#endif
+}
+MOE_DEVICE int patch_part(int lane) {
+#if defined(MOE_MMA_SYNC)
+  return lane % 4;
+#else
+  return lane / 16;
+#endif
+}
+// The column whose row of b belongs into a slot.
+MOE_DEVICE int column_of_slot(int slot) {
+  constexpr int kColumns = 8 / kPatchFragments;  // of a fragment, whose sums one lane has
+  const int fragment = slot / kFragmentRows, row = slot % kFragmentRows;
+  return row / kColumns * 8 + fragment * kColumns + row % kColumns;
+}
+
+#if defined(MOE_MMA_SYNC)
+
+// d += a * b: a 16 x 32 of E4M3 or E5M2, b 32 x 8 of E4M3.
+template <bool kE5M2>
+MOE_DEVICE void mma_fp8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if defined(MOE_SIMT)
+  simt::mma_m16n8k32(d, a, b, kE5M2);
+#elif __CUDA_ARCH__ >= 890
+  if constexpr (kE5M2)
+    asm("mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                 "{%0,%1,%2,%3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  else
+    asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                 "{%0,%1,%2,%3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+// Likewise, 16 of 16-bit floats.
+MOE_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if defined(MOE_SIMT)
+  simt::mma_m16n8k16(d, a, b);
+#elif __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+               "{%0,%1,%2,%3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+template <bool kE5M2>
+MOE_DEVICE void multiply_part(float (&d)[4], const Vec8 (&a)[2], const Vec8& b, int) {
+  mma_fp8<kE5M2>(d, {a[0].w[0], a[1].w[0], a[0].w[1], a[1].w[1]}, {b.w[0], b.w[1]});
+}
+template <bool kE5M2>
+MOE_DEVICE void multiply_part(float (&d)[4], const Halves8 (&a)[2], const Halves8& b, int part) {
+  const int i = 2 * part;
+  mma_half(d, {a[0].w[i], a[1].w[i], a[0].w[i + 1], a[1].w[i + 1]}, {b.w[i], b.w[i + 1]});
+}
+
+#else
+
+typedef float Float4 __attribute__((vector_size(16)));
+#if defined(MOE_SIMT)
+using Half4 = Vec8;
+#else
+typedef _Float16 Half4 __attribute__((vector_size(8)));
+#endif
+
+template <bool kE5M2>
+MOE_DEVICE void multiply_part(float (&d)[4], const Vec8 (&a)[1], const Vec8& b, int) {
+  Float4 sums = {d[0], d[1], d[2], d[3]};
+#if defined(__gfx942__) || defined(__gfx950__)
+  const long of_a = __builtin_bit_cast(long, a[0]), of_b = __builtin_bit_cast(long, b);
+  sums = kE5M2 ? __builtin_amdgcn_mfma_f32_16x16x32_fp8_bf8(of_b, of_a, sums, 0, 0, 0)
+               : __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(of_b, of_a, sums, 0, 0, 0);
+#endif
+  for (int i = 0; i < 4; ++i) d[i] = sums[i];
+}
+template <bool kE5M2>
+MOE_DEVICE void multiply_part(float (&d)[4], const Halves8 (&a)[1], const Halves8& b, int part) {
+  Float4 sums = {d[0], d[1], d[2], d[3]};
+#if defined(__GFX9__)
+  const Vec8 of_a = {{a[0].w[2 * part], a[0].w[2 * part + 1]}}, of_b = {{b.w[2 * part], b.w[2 * part + 1]}};
+  sums = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(Half4, of_b), __builtin_bit_cast(Half4, of_a), sums,
+                                               0, 0, 0);
+#endif
+  for (int i = 0; i < 4; ++i) d[i] = sums[i];
+}
+
+#endif
+
+// An instruction multiplies a part of what lanes hold: all 8 elements of fp8, or 4 of 16-bit floats.
+template <class Eight>
+constexpr int kPatchParts = std::is_same_v<Eight, Vec8> ? 1 : 2;
+
+// Adds the products of a part of a fragment of b; of fp8, a may be E5M2. What an instruction adds up, it does in an
+// order of its own, which is always the same.
+template <bool kE5M2, class Eight>
+MOE_DEVICE void multiply_fragment(PatchSums& sums, int fragment, const Eight (&a)[kPatchLaneRows], const Eight& b,
+                                  int part) {
+  constexpr int kColumns = 8 / kPatchFragments;
+  float d[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) d[i] = sums[i / kColumns][fragment * kColumns + i % kColumns];
+  multiply_part<kE5M2>(d, a, b, part);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[i / kColumns][fragment * kColumns + i % kColumns] = d[i];
+}
+
+}  // namespace moe_fp8
