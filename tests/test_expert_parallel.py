@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import ROOT, full
+from helpers import ROOT, blocks, full
 from processes import NEEDS_GLOO, in_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -89,11 +89,11 @@ def check_tokens_of_ranks(mesh: DeviceMesh, fsdp: bool) -> None:
 
 def check_documents(mesh: DeviceMesh) -> None:
     """The block of docs/adoption.md, with tokens of all."""
-    section = (ROOT / "docs" / "adoption.md").read_text().split("\n## Expert parallelism\n")[1]
+    (block,) = blocks("docs/adoption.md", "Expert parallelism")
     experts, call = experts_of(4), calls(4)
     x, topk_ids, topk_scores = (DTensor.from_local(t, mesh, [Replicate()]) for t in call[:3])
     names = dict(globals(), experts=experts, mesh=mesh, x=x, topk_ids=topk_ids, topk_scores=topk_scores)
-    exec(section.split("```python\n")[1].split("```")[0], names)
+    exec(block, names)
     assert names["out"].placements == (Partial(),) and experts.down_proj.placements == (Shard(0),)
 
 

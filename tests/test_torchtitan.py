@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, assert_same, full
+from helpers import ROOT, assert_same, blocks, full
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -177,14 +177,10 @@ def recipes(root: Root) -> set[str | Recipe]:
     return {experts.recipe for experts in experts_of(root)}
 
 
-def blocks(language: str) -> list[str]:
-    section = (ROOT / "docs" / "adoption.md").read_text().split("\n## torchtitan\n")[1].split("\n## ")[0]
-    return re.findall(rf"^```{language}\n(.*?)^```", section, re.M | re.S)
-
-
 def test_documented_commands():
     found = []
-    for command in blocks("bash")[0].replace("\\\n", " ").splitlines():
+    (commands,) = blocks("docs/adoption.md", "torchtitan", "bash")
+    for command in commands.replace("\\\n", " ").splitlines():
         given = shlex.split(command.split("--override.imports")[1])
         root = apply(debug_model("qwen3"), *overrides.parse_cli_imports(given))
         found.append(routed(build(root))[0].routed_experts.inner_experts.recipe)
@@ -193,7 +189,8 @@ def test_documented_commands():
 
 def test_documented_python():
     given = SimpleNamespace(override=overrides.OverrideConfig())
-    exec(blocks("python")[0], {"config": given})
+    (block,) = blocks("docs/adoption.md", "torchtitan")
+    exec(block, {"config": given})
     root = apply(debug_model("qwen3"), *given.override.imports)
     assert recipes(root) == {Recipe("rowwise", wgrad_high_precision=True)}
 
