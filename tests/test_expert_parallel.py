@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from moe_fp8_ext import Experts, convert_
+from moe_fp8_ext import Experts, convert_, grouped_mm
 
 PROCESSES, D, F, TOKENS, TOP_K = 2, 64, 48, 40, 2
 
@@ -126,6 +126,9 @@ def check_errors(mesh: DeviceMesh) -> None:
         experts = sharded(experts_of(4), mesh, placement)
         for call in (everywhere, (x, ids, scores)):
             check_refused(r"gate_up_proj must be sharded by expert, \(Shard\(dim=0\),\), got ", experts, call)
+    weight, offs = sharded(experts_of(4), mesh).down_proj, torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="does not have a sharding strategy"):  # torch's own
+        grouped_mm(x[:, :F].contiguous(), weight.mT, offs)
     one = sharded(experts_of(1), mesh)
     for call in (everywhere, (x, ids, scores)):
         check_refused("gate_up_proj must have experts for each of 2 ranks, as Shard cuts, got 1", one, call)
