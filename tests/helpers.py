@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,14 @@ def pairs(**axes: Sequence[object]) -> tuple[list[str], list[list[object]]]:
             missing.pop(pair, None)
         rows.append([axes[name][row[i]] for i, name in enumerate(names)])
     return names, rows
+
+
+def blocks(page: str, section: str | None = None, language: str = "python") -> list[str]:
+    """The code of a document, or of one of its sections."""
+    text = (ROOT / page).read_text()
+    if section is not None:
+        text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    return [code for name, code in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if name == language]
 
 
 # Inputs

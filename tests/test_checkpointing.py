@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from experts_problem import layer
-from helpers import assert_same
+from helpers import assert_same, blocks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -69,8 +68,7 @@ def test_products_are_not_computed_again(kind, recipe, device):
 
 def test_documents():
     """The block of docs/adoption.md."""
-    page = (Path(__file__).parents[1] / "docs" / "adoption.md").read_text()
-    block = page.split("\n## Activation checkpointing\n")[1].split("```python\n")[1].split("```")[0]
+    (block,) = blocks("docs/adoption.md", "Activation checkpointing")
     fn, (x, w), _ = problem("grouped_mm", "rowwise", "cpu")
     names = {"x": x.requires_grad_(), "block": lambda x: fn(x, w)}
     exec(f"import functools, moe_fp8_ext, torch\n{block}", names)

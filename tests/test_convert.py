@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import pickle
 import re
@@ -259,6 +260,17 @@ def test_errors(model, arguments, error, text):
 def test_revert_takes_modules_alone():
     with pytest.raises(TypeError, match=re.escape("revert_: model must be a torch.nn.Module, got NoneType")):
         revert_(None)
+
+
+def test_torchtitan_is_missing(monkeypatch):
+    """What its override says; the message of Transformers' is tested beside that."""
+    of_override = "moe_fp8_ext.integrations.torchtitan"
+    for name in ("torchtitan", *(name for name in sys.modules if name.startswith("torchtitan."))):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, of_override, raising=False)
+    known = "torchtitan must have overrides and GroupedExperts, as 0.3.0 has, or GroupedLinear"
+    with pytest.raises(ImportError, match=f"^{of_override}: {known}, got no torchtitan: .*torchtitan"):
+        importlib.import_module(of_override)
 
 
 IMPORTED = """

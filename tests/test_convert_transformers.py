@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
-import re
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, full
+from helpers import blocks, full
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -88,6 +87,7 @@ def test_whatever_the_config_says():
 @pytest.mark.parametrize("name", ["mixtral", "muse_spark_text"])
 def test_compiles(name):
     """What was compiled and ran before is compiled again: one operation, and the model's own code in between."""
+    torch._dynamo.reset()
     experts, call = experts_of(name), calls()
     experts.config._experts_implementation = "moe_fp8_rowwise"
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
@@ -228,6 +228,24 @@ def test_version_that_is_not_known(monkeypatch):
     assert "5.17.0 and 5.23.0 are known to work, found 6.1.0" in refused(experts_of("mixtral"))
 
 
+def replica(module: nn.Module, device: str) -> nn.Module:
+    """As torch.nn.DataParallel makes them, with weights of zeros."""
+    made = module._replicate_for_data_parallel()
+    for name, p in module.named_parameters():
+        setattr(made, name, torch.zeros_like(p, device=device))
+    return made
+
+
+def test_replicas_of_data_parallel():
+    """Compute with their own weights by the implementation; a converted forward stays with its module, and raises."""
+    experts, call = experts_of("mixtral"), calls()
+    experts.config._experts_implementation = "moe_fp8"
+    assert not replica(experts, "cpu")(*call).any()
+    convert_(experts)
+    with pytest.raises(RuntimeError, match="w_gate_up must be on the device of x, meta, got cpu"):
+        replica(experts, "meta")(*(t.to("meta") for t in call))
+
+
 def test_parameters_that_change_with_the_module():
     """torch.func and to(): the forward is that of the module as it is."""
     experts, call = experts_of("mixtral"), calls()
@@ -240,11 +258,10 @@ def test_parameters_that_change_with_the_module():
 
 def test_documents(capsys):
     """The blocks of docs/adoption.md, and the table that it shows."""
-    page = (ROOT / "docs" / "adoption.md").read_text().split("\n## Any module\n")[1].split("\n## ")[0]
-    model, blocks = tiny_model("qwen3_moe", "eager"), re.findall(r"^```(?:python)?\n(.*?)^```", page, re.M | re.S)
+    model = tiny_model("qwen3_moe", "eager")
+    (use, recipe), (table,) = blocks("docs/adoption.md", "Any module"), blocks("docs/adoption.md", "Any module", "")
     before = [dict(vars(module)) for module in model.modules()]
     names = dict(moe_fp8_ext=moe_fp8_ext, torch=torch, model=model)
-    use, table, recipe = blocks
     exec(use, names)
     assert capsys.readouterr().out == table
     assert [dict(vars(module)) for module in model.modules()] == before

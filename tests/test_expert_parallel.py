@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import ROOT, full
+from helpers import ROOT, blocks, full
 from processes import NEEDS_GLOO, in_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from moe_fp8_ext import Experts, convert_
+from moe_fp8_ext import Experts, convert_, grouped_mm
 
 PROCESSES, D, F, TOKENS, TOP_K = 2, 64, 48, 40, 2
 
@@ -89,11 +89,11 @@ def check_tokens_of_ranks(mesh: DeviceMesh, fsdp: bool) -> None:
 
 def check_documents(mesh: DeviceMesh) -> None:
     """The block of docs/adoption.md, with tokens of all."""
-    section = (ROOT / "docs" / "adoption.md").read_text().split("\n## Expert parallelism\n")[1]
+    (block,) = blocks("docs/adoption.md", "Expert parallelism")
     experts, call = experts_of(4), calls(4)
     x, topk_ids, topk_scores = (DTensor.from_local(t, mesh, [Replicate()]) for t in call[:3])
     names = dict(globals(), experts=experts, mesh=mesh, x=x, topk_ids=topk_ids, topk_scores=topk_scores)
-    exec(section.split("```python\n")[1].split("```")[0], names)
+    exec(block, names)
     assert names["out"].placements == (Partial(),) and experts.down_proj.placements == (Shard(0),)
 
 
@@ -126,6 +126,9 @@ def check_errors(mesh: DeviceMesh) -> None:
         experts = sharded(experts_of(4), mesh, placement)
         for call in (everywhere, (x, ids, scores)):
             check_refused(r"gate_up_proj must be sharded by expert, \(Shard\(dim=0\),\), got ", experts, call)
+    weight, offs = sharded(experts_of(4), mesh).down_proj, torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="does not have a sharding strategy"):  # torch's own
+        grouped_mm(x[:, :F].contiguous(), weight.mT, offs)
     one = sharded(experts_of(1), mesh)
     for call in (everywhere, (x, ids, scores)):
         check_refused("gate_up_proj must have experts for each of 2 ranks, as Shard cuts, got 1", one, call)

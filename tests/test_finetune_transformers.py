@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, blocks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 tokenizers = pytest.importorskip("tokenizers")
@@ -72,8 +72,8 @@ def test_loop(finetune, folder, tmp_path):
 
 def test_documented_command(finetune, folder, tmp_path):
     """By Trainer, where there is one; what is saved is a model folder again."""
-    page = (ROOT / "docs" / "adoption.md").read_text()
-    command = re.search(r"^python examples/finetune_transformers\.py (.*)$", page, re.M)[1].split()
+    (block,) = blocks("docs/adoption.md", "Hugging Face Transformers", "bash")
+    command = block.removeprefix("python examples/finetune_transformers.py ").split()
     places = {"path/to/model": folder, "text.txt": TEXT, "path/to/finetuned": tmp_path}
     assert places.keys() < set(command)
     first, last = ends(finetune(*(places.get(word, word) for word in command), *OPTIONS))

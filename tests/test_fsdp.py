@@ -1,11 +1,13 @@
-"""grouped_mm in a module that FSDP2 shards over two processes: the bytes of one that is whole, checkpoints, resumed."""
+"""Modules that FSDP2 shards over two processes: the bytes of one that is whole, checkpoints, resumed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers import short
 from processes import NEEDS_GLOO, in_processes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -16,31 +18,37 @@ import moe_fp8_ext
 PROCESSES, EXPERTS, DIM, HIDDEN, TOKENS, STEPS = 2, 4, 64, 96, 160, 3
 
 
-class Experts(nn.Module):
+class Layers(nn.Module):
+    """Both ways in which weights of experts are multiplied."""
+
     def __init__(self, recipe: str) -> None:
         super().__init__()
         self.recipe = recipe
         self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, DIM) * DIM**-0.5)
         self.down = nn.Parameter(torch.randn(EXPERTS, DIM, HIDDEN) * HIDDEN**-0.5)
+        self.experts = moe_fp8_ext.Experts(EXPERTS, DIM, HIDDEN, bias=True, recipe=recipe)
 
-    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+    def forward(self, x: Tensor, offs: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
         h = moe_fp8_ext.grouped_mm(x, self.up.mT, offs, recipe=self.recipe)
-        return moe_fp8_ext.grouped_mm(nn.functional.silu(h), self.down.mT, offs, recipe=self.recipe)
+        x = x + moe_fp8_ext.grouped_mm(nn.functional.silu(h), self.down.mT, offs, recipe=self.recipe)
+        return x + self.experts(x, ids, scores)
 
 
-def experts(recipe: str) -> Experts:
+def layers(recipe: str, dtype: torch.dtype) -> Layers:
     torch.manual_seed(0)
-    return Experts(recipe)
+    return Layers(recipe).to(dtype)
 
 
-def sharded(recipe: str) -> Experts:
-    return fully_shard(experts(recipe), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+def sharded(recipe: str, dtype: torch.dtype) -> Layers:
+    return fully_shard(layers(recipe, dtype), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
 
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(2 * step + rank)
     cuts = torch.randint(0, TOKENS - 8, (EXPERTS,), generator=g).sort().values
-    return torch.randn(TOKENS, DIM, generator=g, dtype=torch.bfloat16), cuts.int()
+    scores, ids = torch.rand(TOKENS, EXPERTS, generator=g).topk(2)
+    # FSDP2 would cast scores to bfloat16 too.
+    return torch.randn(TOKENS, DIM, generator=g, dtype=torch.bfloat16), cuts.int(), ids, scores.bfloat16()
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -59,13 +67,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank
     return losses
 
 
-def check_first_step(recipe: str, rank: int) -> None:
-    model, whole = sharded(recipe), experts(recipe)
+def check_first_step(recipe: str, dtype: torch.dtype, rank: int) -> None:
+    model, whole = sharded(recipe, dtype), layers(recipe, dtype)
     out, loss = loss_of(model, 0, rank)
     loss.backward()
     of_ranks = []
     for r in range(PROCESSES):
-        of_rank = experts(recipe).bfloat16()
+        of_rank = layers(recipe, torch.bfloat16)
         want, loss = loss_of(of_rank, 0, r)
         loss.backward()
         of_ranks.append([p.grad.float() for p in of_rank.parameters()])
@@ -73,19 +81,21 @@ def check_first_step(recipe: str, rank: int) -> None:
             assert torch.equal(out, want)
     for p, q, *grads in zip(model.parameters(), whole.parameters(), *of_ranks, strict=True):
         assert torch.equal(p.full_tensor(), q)
-        # Gradients are bfloat16 until they are reduced in float32: the mean of two, one rounding at most.
-        torch.testing.assert_close(p.grad.full_tensor(), sum(grads) / PROCESSES, rtol=2**-23, atol=0)
+        # Gradients are bfloat16 until they are reduced in float32: the mean of two, one rounding at most, and one to
+        # the dtype of the parameter.
+        want, rtol = (sum(grads) / PROCESSES).to(dtype), torch.finfo(dtype).eps
+        torch.testing.assert_close(p.grad.full_tensor(), want, rtol=rtol, atol=0)
 
 
-def check_resuming(recipe: str, rank: int, folder: Path) -> None:
-    model = sharded(recipe)
+def check_resuming(recipe: str, dtype: torch.dtype, rank: int, folder: Path) -> None:
+    model = sharded(recipe, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, range(STEPS), rank)
     of_model, of_optimizer = get_state_dict(model, optimizer)
     dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
     want = train(model, optimizer, range(STEPS, 2 * STEPS), rank)
 
-    model = sharded(recipe)
+    model = sharded(recipe, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     of_model, of_optimizer = get_state_dict(model, optimizer)
     dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
@@ -93,12 +103,14 @@ def check_resuming(recipe: str, rank: int, folder: Path) -> None:
     assert train(model, optimizer, range(STEPS, 2 * STEPS), rank) == want
 
 
-def check(rank: int, recipes: list[str], folder: Path) -> None:
-    for recipe in recipes:
-        check_first_step(recipe, rank)
-        check_resuming(recipe, rank, folder / recipe)
+def check(rank: int, dtype: torch.dtype, folder: Path) -> None:
+    for recipe in ("rowwise", "blockwise", "mxfp8"):
+        check_first_step(recipe, dtype, rank)
+        check_resuming(recipe, dtype, rank, folder / recipe)
 
 
 @NEEDS_GLOO
-def test_two_processes(tmp_path):
-    in_processes(PROCESSES, check, ["rowwise", "blockwise", "mxfp8"], tmp_path)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+def test_two_processes(dtype, tmp_path):
+    """Of parameters in either dtype."""
+    in_processes(PROCESSES, check, dtype, tmp_path)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers import blocks
 from processes import NEEDS_GLOO, in_processes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -280,8 +281,7 @@ def check_products(recipe: str, rank: int, folder: Path) -> None:
 
 def check_documents(recipe: str, rank: int, folder: Path) -> None:
     """The block of docs/adoption.md."""
-    page = (Path(__file__).parents[1] / "docs" / "adoption.md").read_text()
-    block = page.split("\n## FSDP2\n")[1].split("```python\n")[1].split("```")[0]
+    (block,) = blocks("docs/adoption.md", "FSDP2")
     model = Model("rowwise")
     exec(block, {"model": model, "fully_shard": fully_shard, "moe_fp8_ext": moe_fp8_ext, "policy": MIXED})
     _, bytes = train(model, rank)

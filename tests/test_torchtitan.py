@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, assert_same, full
+from helpers import ROOT, assert_same, blocks, full
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -25,7 +25,7 @@ from moe_fp8_ext import Recipe, convert_, grouped_mm, revert_
 
 
 def titan(name: str) -> ModuleType:
-    reason = "pip install torchtitan==0.3.0, and triton, which it imports, where torch came without"
+    reason = "pip install -e .[torchtitan], beside a torch newer than 2.11"
     return pytest.importorskip(f"torchtitan.{name}", reason=reason, exc_type=ImportError)
 
 
@@ -38,6 +38,7 @@ MODELS = {
     "gpt_oss": (titan("models.gpt_oss"), "debugmodel"),
 }
 TRAINED = ("deepseek_v3", "qwen3")
+WHOLE = "deepseek_v3"  # for losses; those of the other take a CPU two minutes
 MODULE = "moe_fp8_ext.integrations.torchtitan"
 OVERRIDE = f"{MODULE}.moe_fp8"
 STEPS, SEQUENCES, LENGTH = 6, 2, 32
@@ -70,12 +71,14 @@ def apply(root: Root, *imports: object) -> Root:
     return root
 
 
-def debug_model(name: str) -> Root:
-    """Two layers and smaller experts: the CPU's own bfloat16 is slow."""
+def debug_model(name: str, whole: bool = False) -> Root:
+    """Of two layers and smaller experts, for the CPU's own bfloat16 is slow, unless it is asked for whole."""
     module, flavor = MODELS[name]
     if name == "gpt_oss" and torch.cuda.is_available():
         pytest.importorskip("flash_attn_interface", reason="torchtitan imports it for gpt_oss on a Hopper GPU")
     root = Root(model_spec=module.model_registry(flavor))
+    if whole:
+        return root
     root.model_spec.model.layers = root.model_spec.model.layers[:2]
     for experts in experts_of(root):
         experts.hidden_dim = 64
@@ -106,7 +109,7 @@ def loss_of(model: nn.Module) -> Tensor:
 @functools.cache
 def losses(name: str, recipe: str | None) -> list[float]:
     """Of torchtitan's own experts where recipe is None."""
-    root = debug_model(name)
+    root = debug_model(name, whole=name == WHOLE)
     model = build(root if recipe is None else apply(root, (OVERRIDE, {"recipe": recipe})))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     seen = []
@@ -177,14 +180,10 @@ def recipes(root: Root) -> set[str | Recipe]:
     return {experts.recipe for experts in experts_of(root)}
 
 
-def blocks(language: str) -> list[str]:
-    section = (ROOT / "docs" / "adoption.md").read_text().split("\n## torchtitan\n")[1].split("\n## ")[0]
-    return re.findall(rf"^```{language}\n(.*?)^```", section, re.M | re.S)
-
-
 def test_documented_commands():
     found = []
-    for command in blocks("bash")[0].replace("\\\n", " ").splitlines():
+    (commands,) = blocks("docs/adoption.md", "torchtitan", "bash")
+    for command in commands.replace("\\\n", " ").splitlines():
         given = shlex.split(command.split("--override.imports")[1])
         root = apply(debug_model("qwen3"), *overrides.parse_cli_imports(given))
         found.append(routed(build(root))[0].routed_experts.inner_experts.recipe)
@@ -193,7 +192,8 @@ def test_documented_commands():
 
 def test_documented_python():
     given = SimpleNamespace(override=overrides.OverrideConfig())
-    exec(blocks("python")[0], {"config": given})
+    (block,) = blocks("docs/adoption.md", "torchtitan")
+    exec(block, {"config": given})
     root = apply(debug_model("qwen3"), *given.override.imports)
     assert recipes(root) == {Recipe("rowwise", wgrad_high_precision=True)}
 

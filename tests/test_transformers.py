@@ -9,11 +9,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, assert_same_tensor, short
+from helpers import ROOT, assert_same_tensor, blocks, short
 from torch import Tensor
 from transformers_models import (
     DIM,
@@ -21,10 +20,13 @@ from transformers_models import (
     LAYOUTS,
     MODELS,
     SIZES,
+    Sizes,
     assert_same,
     calls,
+    drawn,
     experts_of,
     gradients,
+    marked_classes,
     results,
     tiny_model,
     transformers,
@@ -76,6 +78,16 @@ def test_bf16_is_what_transformers_computes(name, scores):
     assert_close(run(experts, "moe_fp8_bf16", *call), run(experts, "grouped_mm", *call))
 
 
+def test_every_class_that_is_marked():
+    """Of all models that Transformers has."""
+    found = 0
+    for marked in marked_classes():
+        experts, call = drawn(marked(Sizes())).bfloat16(), calls()
+        assert_close(run(experts, "moe_fp8_bf16", *call), run(experts, "grouped_mm", *call))
+        found += 1
+    assert found >= 54
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_float32_experts_under_autocast(name):
     """Transformers' own do not follow autocast; eager ones do."""
@@ -88,8 +100,11 @@ def test_float32_experts_under_autocast(name):
 def test_recipes():
     """Each under its own name; `moe_fp8` stands for what it was registered with."""
     experts, call = experts_of("mixtral"), calls()
-    named = {name: run(experts, f"moe_fp8_{name}", *call) for name in ("rowwise", "blockwise", "mxfp8", "bf16")}
+    names = "rowwise", "blockwise", "mxfp8", "bf16", "auto"
+    assert {name for name in interface() if "moe_fp8" in name} == {"moe_fp8", *(f"moe_fp8_{name}" for name in names)}
+    named = {name: run(experts, f"moe_fp8_{name}", *call) for name in names}
     assert_same(run(experts, "moe_fp8", *call), named["rowwise"])
+    assert_same(named["auto"], named["bf16"])  # for as few slots
     for other in ("blockwise", "bf16"):
         assert not torch.equal(named[other]["out"], named["rowwise"]["out"])
         register(other)
@@ -124,21 +139,45 @@ def test_training(name, implementation):
     assert ours == pytest.approx(stock, rel=0.01)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_what_is_one_operation(name, monkeypatch):
-    """All whose activation is known, but for those with a norm."""
+@pytest.fixture
+def activations(monkeypatch) -> list[str]:
+    """Of all calls of `experts`."""
     called = []
 
-    def spy(*args: object, **kwargs: object) -> Tensor:
-        called.append(kwargs)
-        return moe_fp8_ext.experts(*args, **kwargs)
+    def spy(*args: object, activation: str, **kwargs: object) -> Tensor:
+        called.append(activation)
+        return moe_fp8_ext.experts(*args, activation=activation, **kwargs)
 
     monkeypatch.setattr(integration, "experts", spy)
+    return called
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_one_operation(name, activations):
+    """All whose activation is known, but for those with a norm."""
+    known = {"gpt_oss": ["swiglu_oai"], "nemotron_h": ["relu2"], "muse_spark_text": []}
     run(experts_of(name), "moe_fp8", *calls())
-    assert bool(called) == (name != "muse_spark_text")
+    assert activations == known.get(name, ["swiglu"])
 
 
-def test_activations_that_are_not_known():
+@pytest.mark.parametrize(
+    ("name", "act", "activation"),
+    [
+        *(("mixtral", act, "swiglu") for act in ("silu", "swish", torch.nn.functional.silu)),
+        *(("mixtral", act, "geglu") for act in ("gelu_pytorch_tanh", "gelu_new")),
+        *(("nemotron_h", act, "silu") for act in ("silu", torch.nn.functional.silu)),
+        ("nemotron_h", "gelu_new", "gelu"),
+    ],
+)
+def test_activations_that_are_known(name, act, activation, activations):
+    own, call = experts_of(name), calls()
+    del own.act_fn  # a module, in whose place no function can be put
+    own.act_fn = transformers.activations.ACT2FN[act] if isinstance(act, str) else act
+    assert_close(run(own, "moe_fp8_bf16", *call), run(own, "grouped_mm", *call))
+    assert activations == [activation]
+
+
+def test_activations_that_are_not_known(activations):
     """A gate with other constants, an activation that has no name here: the model's own code."""
     own, call = experts_of("gpt_oss"), calls()
     own.limit = 1.0
@@ -146,29 +185,44 @@ def test_activations_that_are_not_known():
     own = experts_of("mixtral")
     own.act_fn = torch.nn.Tanh()
     assert_close(run(own, "moe_fp8_bf16", *call), run(own, "grouped_mm", *call))
+    assert not activations
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "nemotron_h", "mixtral", "muse_spark_text"])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_compiles(name):
+    torch._dynamo.reset()
     experts = experts_of(name)
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (37, 50):
         call = calls(tokens)
         want = run(experts, "moe_fp8", *call)
-        x, ids, scores = call[0].requires_grad_(), call[1], call[2].requires_grad_()
-        assert_same_tensor(compiled(x, ids, scores), want["out"], "out")
+        got = results(compiled, *call)
+        assert_same({key.removeprefix("_orig_mod."): value for key, value in got.items()}, want)
 
 
-def test_gradient_checkpointing():
-    model = tiny_model("qwen3_moe", "moe_fp8")
+def test_a_whole_model_compiles():
+    torch._dynamo.reset()
+    model = tiny_model("mixtral", "moe_fp8")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    tokens = torch.randint(3, SIZES["vocab_size"], (2, 16))
+    want, got = (m(input_ids=tokens, labels=tokens, use_cache=False).loss for m in (model, compiled))
+    got.backward()
+    assert got.item() == pytest.approx(want.item(), rel=0.01)  # attention is other kernels there
+    assert all(p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradient_checkpointing(name):
+    model = tiny_model(name, "moe_fp8")
     want = gradients(model)
     model.gradient_checkpointing_enable()
     assert_same(gradients(model), want)
 
 
-def test_saved_and_loaded(tmp_path):
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_and_loaded(name, tmp_path):
     """Weights as they were, and a config.json that names nothing of ours."""
-    model = tiny_model("gpt_oss", "moe_fp8")
+    model = tiny_model(name, "moe_fp8")
     model.save_pretrained(tmp_path)
     assert "moe_fp8" not in (tmp_path / "config.json").read_text()
     options = dict(dtype=torch.bfloat16, experts_implementation="moe_fp8")
@@ -217,24 +271,21 @@ def test_bench_tables(monkeypatch):
     ]
 
 
-def blocks(page: Path) -> list[str]:
-    """Those of a page that are about Transformers."""
-    found = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
-    return [block for block in found if "transformers" in block or "named_modules" in block]
+IN_README = [block for block in blocks("README.md") if "transformers" in block]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/adoption.md"])
-def test_documents(page, tmp_path):
+@pytest.mark.parametrize("given", [IN_README, blocks("docs/adoption.md", "Hugging Face Transformers")])
+def test_documents(given, tmp_path):
     tiny_model("mixtral", "eager").save_pretrained(tmp_path)
     names = dict(path=tmp_path)
-    for block in blocks(ROOT / page):
+    for block in given:
         exec(block, names)
     model = names["model"]
     assert model.config._experts_implementation == "moe_fp8"
     want = gradients(model)
     model.set_experts_implementation("moe_fp8_rowwise")
     assert_same(gradients(model), want)
-    assert page == "README.md" or names["experts"] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    assert given is IN_README or names["experts"] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
 
 
 def shard(experts: torch.nn.Module, first: int, count: int) -> torch.nn.Module:
@@ -326,7 +377,7 @@ def test_transformers_is_missing(monkeypatch):
     check_refused(ImportError, f"{KNOWN} none")
 
 
-@pytest.mark.parametrize("version", ["4.57.1", "5.16.2", "6.0.0", "6.1.0.dev0"])
+@pytest.mark.parametrize("version", ["4.57.1", "5.16.2", "6.0.0", "6.0rc1", "6.1.0.dev0", "main"])
 def test_transformers_is_too_old_or_too_new(monkeypatch, version):
     monkeypatch.setattr("transformers.__version__", version)
     check_refused(ImportError, f"{KNOWN} {re.escape(version)}")

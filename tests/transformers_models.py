@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -67,11 +70,33 @@ def experts_of(name: str, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Modul
     experts = next(c for n, c in classes.items() if n.endswith("Experts") and isinstance(c, type))(config)
     if not hasattr(experts, "is_transposed"):
         pytest.skip(f"{name} of transformers {transformers.__version__} does not use the experts interface")
+    return drawn(experts).to(dtype)
+
+
+class Sizes(SimpleNamespace):
+    """A config of experts alone, under whatever names a model has for them."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        of_word = dict(intermediate=HIDDEN, limit=7.0, alpha=1.702, softcap=20.0, act="silu", size=DIM, eps=1e-6)
+        return next((value for word, value in of_word.items() if word in name), EXPERTS)
+
+
+def marked_classes() -> Iterator[type[torch.nn.Module]]:
+    """Of all models, by the text of their files."""
+    marked = re.compile(r"^@use_experts_implementation\b.*\nclass (\w+)", re.M)
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        for name in marked.findall(path.read_text()):
+            yield getattr(importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}"), name)
+
+
+def drawn(experts: torch.nn.Module) -> torch.nn.Module:
     with torch.no_grad():
         for p in experts.parameters():
             terms = p.shape[1 if experts.is_transposed else 2] if p.dim() == 3 else 1
             p.copy_(torch.randn(p.shape) * terms**-0.5)
-    return experts.to(dtype)
+    return experts
 
 
 def calls(tokens: int = 37, scores: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

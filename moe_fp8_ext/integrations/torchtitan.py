@@ -11,6 +11,7 @@ import functools
 import inspect
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -30,6 +31,8 @@ _SIGNATURES = (("A", "B_t", "offs"), ("A", "weight_EOI", "offs"), ("input_RI", "
 
 
 def _found() -> str:
+    if find_spec("torchtitan") is None:
+        return "no torchtitan"
     try:
         return f"torchtitan {version('torchtitan')}"
     except PackageNotFoundError:
@@ -37,13 +40,13 @@ def _found() -> str:
 
 
 try:
-    from spmd_types import register_local_autograd_function
     from torchtitan.config import derive, override
 
     try:
         from torchtitan.models.common.linear import GroupedLinear as _Target
     except ImportError:  # 0.3.0 has none: there the experts multiply themselves
         from torchtitan.models.common.moe import GroupedExperts as _Target
+    from spmd_types import register_local_autograd_function  # which torchtitan depends on
 except ImportError as error:
     text = f"torchtitan must have overrides and GroupedExperts, as 0.3.0 has, or GroupedLinear, got {_found()}: {error}"
     raise ImportError(f"{_HERE}: {text}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from functools import partial
 from types import ModuleType
 
@@ -21,12 +22,13 @@ _OLDEST, _NEXT_MAJOR = (5, 17), (6, 0)
 # What tells layouts of experts apart; those of 5.17, and what has come since.
 _LAYOUT = {"is_concatenated", "is_transposed", "has_bias", "has_gate"}
 _NEWER_LAYOUT = {"has_post_expert_norm"}
-# Classes of act_fn, and what `experts` calls them beside Transformers' own gate and without a gate.
-_GATED = {
-    **dict.fromkeys(("SiLU", "SiLUActivation"), {"activation": "swiglu"}),
-    **dict.fromkeys(("GELUTanh", "NewGELUActivation"), {"activation": "geglu"}),
+# What `experts` calls a class of act_fn without a gate, and what behind Transformers' own.
+_ACTIVATIONS = {
+    **dict.fromkeys(("SiLU", "SiLUActivation"), "silu"),
+    **dict.fromkeys(("GELUTanh", "NewGELUActivation"), "gelu"),
+    "ReLUSquaredActivation": "relu2",
 }
-_PLAIN = {"ReLUSquaredActivation": {"activation": "relu2"}}
+_GATED = {"silu": "swiglu", "gelu": "geglu"}
 
 
 def register(recipe: str | Recipe = "rowwise") -> None:
@@ -75,7 +77,8 @@ def _transformers_moe() -> ModuleType:
             raise
         raise ImportError(f"{_KNOWN} none") from error
     found = transformers.__version__
-    if not _OLDEST <= tuple(map(int, found.split(".")[:2])) < _NEXT_MAJOR:
+    version = re.match(r"(\d+)\.(\d+)", found)
+    if version is None or not _OLDEST <= tuple(map(int, version.groups())) < _NEXT_MAJOR:
         raise ImportError(f"{_KNOWN} {found}")
     from transformers.integrations import moe
 
@@ -107,11 +110,12 @@ def _experts_forward(
 
 def _activation(module: torch.nn.Module) -> dict[str, object] | None:
     """What `experts` calls the activation of a module, where it knows it."""
-    act = type(getattr(module, "act_fn", None)).__name__
+    act = getattr(module, "act_fn", None)
+    known = "silu" if act is torch.nn.functional.silu else _ACTIVATIONS.get(type(act).__name__)
     if not module.has_gate:
-        return _PLAIN.get(act)
+        return dict(activation=known) if known else None
     if type(module)._apply_gate.__name__ == "_default_apply_gate":
-        return _GATED.get(act)
+        return dict(activation=_GATED[known]) if known in _GATED else None
     of_gpt_oss = type(module).__name__ == "GptOssExperts" and (module.alpha, module.limit) == (1.702, 7.0)
     return dict(activation="swiglu_oai", interleaved=True) if of_gpt_oss else None
 
