@@ -99,10 +99,18 @@ class ExpertParallel:
         self._check_arguments(ranks, capacity)
         device = torch.device("cuda" if "nccl" in dist.get_backend_config(group) else "cpu")
         self.peers = Peers(group, rank, ranks, num_experts // ranks, device)
+        self._local_of = self._table_of_ids()
         self._exact = Exact(self.peers)
-        self._static = Static(self.peers, self.capacity) if mode == "static" else None
+        self._static = Static(self.peers, self.capacity, top_k) if mode == "static" else None
         self._agreed: int | None = None  # of the first call of "static"
         self.overflow, self.has_run_backward = overflow, False
+
+    def _table_of_ids(self) -> Tensor:
+        """[num_experts + 2] int32: experts of this rank by ids as they are sent; -1: of none, or of another rank."""
+        count = self.peers.num_local_experts
+        table = torch.full((self.num_experts + 2,), -1, dtype=torch.int32)
+        table[1:-1].view(-1, count)[self.peers.rank] = torch.arange(count)
+        return table.to(self.peers.device)
 
     def _check_arguments(self, ranks: int, capacity: float | None) -> None:
         if ranks > MAX_EXPERTS:
@@ -223,7 +231,7 @@ class ExpertParallel:
     def columns(self, x: Tensor, ids: Tensor, scores: Tensor) -> list[Tensor]:
         """What is sent of tokens, a row of each for a token: values, scales if they are in FP8, ids, scores."""
         # From 1, because rows of no token are zeros.
-        from_one = torch.where((ids >= 0) & (ids < self.num_experts), ids + 1, 0).int()
+        from_one = (ids.clamp(-1, self.num_experts) + 1).int()
         return [*self._columns(x, self._in_fp8, gradient=False), from_one, scores]
 
     def _columns(self, x: Tensor, in_fp8: bool, gradient: bool) -> list[Tensor]:
@@ -254,24 +262,25 @@ class ExpertParallel:
         with self.errors_told():
             columns = self.columns(x, ids, scores)
             message = packed(columns)
-        way, most = ways.find(ids, signature, since)
-        *tokens, ids, scores = self._sent(message, columns, way)
-        return Dispatched(self._operand(*tokens), scores.contiguous(), self._slots(ids - 1, most), way)
+            places = ways.places(ids, since)
+            rows = _permute_pad(message, places.indices, self.peers.ranks)
+        way, most = ways.way(places, signature)
+        *tokens, ids, scores = self._sent(rows, columns, way)
+        return Dispatched(self._operand(*tokens), scores.contiguous(), self._slots(ids, most), way)
 
     def dispatch_gradient(self, dout: Tensor, way: Way) -> Operand:
         """Gradients [T, D] of what came back by that way, to where it came from."""
         columns = self._columns(dout, self.gradients == "fp8", gradient=True)
-        return self._operand(*self._sent(packed(columns), columns, way))
+        rows = _permute_pad(packed(columns), way.indices, self.peers.ranks)
+        return self._operand(*self._sent(rows, columns, way))
 
-    def _sent(self, message: Tensor, columns: list[Tensor], way: Way) -> list[Tensor]:
-        arrived = way.there(_permute_pad(message, way.indices, self.peers.ranks))
+    def _sent(self, rows: Tensor, columns: list[Tensor], way: Way) -> list[Tensor]:
+        arrived = way.there(rows)
         return [column.read(arrived) for column in Column.all_of(columns)]
 
     def _slots(self, ids: Tensor, most: int) -> Slots:
         """Of rows that came with ids of all ranks: those of experts here, sorted by them, and not more than `most`."""
-        ids = ids - self.peers.rank * self.peers.num_local_experts
-        ids = torch.where((ids >= 0) & (ids < self.peers.num_local_experts), ids, -1)
-        permutation, offs, inverse = _sort_tokens(ids, self.peers.num_local_experts)
+        permutation, offs, inverse = _sort_tokens(self._local_of[ids], self.peers.num_local_experts)
         if self._static and most < permutation.shape[0]:
             self._static.left_out[1] += (offs[-1] - most).clamp(min=0)
             offs, inverse = offs.clamp(max=most), torch.where(inverse < most, inverse, -1)

@@ -40,8 +40,8 @@ class Way(NamedTuple):
     group: dist.ProcessGroup
 
     def there(self, rows: Tensor) -> Tensor:
-        """[S, ...] -> [N, ...]"""
-        return self._exchanged(rows, self.sent, self.received)
+        """[S, ...], of which those behind the last token stay, -> [N, ...]"""
+        return self._exchanged(rows[: self.indices.shape[0]], self.sent, self.received)
 
     def back(self, rows: Tensor) -> Tensor:
         """[N, ...] -> [S, ...]"""
@@ -54,29 +54,48 @@ class Way(NamedTuple):
         return out
 
 
+class Places(NamedTuple):
+    """What the device knows of a way."""
+
+    indices: Tensor
+    inverse: Tensor
+    counts: Tensor | None  # [ranks, 2] int64: rows and slots for every rank, where the host has to know
+
+
 class Exact:
     """Rows as there are. The host waits for their numbers, which are found on a stream of their own."""
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
-        self.side = torch.cuda.Stream() if peers.device.type == "cuda" else None
+        # Of high priority: its kernels are small, and each would wait until a cast has no blocks left to start.
+        self.side = torch.cuda.Stream(priority=-1) if peers.device.type == "cuda" else None
 
     def now(self) -> torch.cuda.Event | None:
         """Where the current stream is: what is on it later is not waited for."""
         return None if self.side is None else torch.cuda.current_stream().record_event()
 
-    def find(self, ids: Tensor, signature: int, since: torch.cuda.Event | None) -> tuple[Way, int]:
-        """The way and the number of slots at its end, of ids that were known at `since`.
+    def places(self, ids: Tensor, since: torch.cuda.Event | None) -> Places:
+        """Of ids [T, top_k] that were known at `since`, in [0, num_experts); others are none.
 
-        ids: [T, top_k] in [0, num_experts); others are none. signature: what must be alike on all ranks.
+        There are as many rows as any routing has, those of no token last: they can be filled before the host knows
+        how many are sent.
         """
         with self._beside(since):
             permutation, rows, _, inverse, slots = _by_rank(ids, self.peers)
-            sent, received, most = self._told(torch.stack([rows, slots], 1), signature)
-        if self.side is not None:  # which the host has waited for
+            most = ids.shape[0] * min(ids.shape[1], self.peers.ranks)
+            places = Places(permutation[:most], inverse, torch.stack([rows, slots], 1))
+        if self.side is not None:
+            current = torch.cuda.current_stream()
+            current.wait_stream(self.side)
             for t in (permutation, inverse):
-                t.record_stream(torch.cuda.current_stream())
-        return Way(permutation[: sum(sent)], inverse, sent, received, self.peers.group), most
+                t.record_stream(current)
+        return places
+
+    def way(self, places: Places, signature: int) -> tuple[Way, int]:
+        """The way and the number of slots at its end. signature: what must be alike on all ranks."""
+        with self._beside():
+            sent, received, most = self._told(places.counts, signature)
+        return Way(places.indices[: sum(sent)], places.inverse, sent, received, self.peers.group), most
 
     def refuse(self) -> None:
         """Tells the other ranks, which wait for this one, that it has nothing to send but an error."""
@@ -87,10 +106,11 @@ class Exact:
         with self._beside(self.now()):
             self._told(self.peers.nothing(), signature)
 
-    def _beside(self, since: torch.cuda.Event | None) -> AbstractContextManager:
-        if since is None:
+    def _beside(self, since: torch.cuda.Event | None = None) -> AbstractContextManager:
+        if self.side is None:
             return nullcontext()
-        self.side.wait_event(since)
+        if since is not None:
+            self.side.wait_event(since)
         return torch.cuda.stream(self.side)
 
     def _told(self, counts: Tensor, signature: int) -> tuple[list[int], list[int], int]:
@@ -111,14 +131,14 @@ class Exact:
 class Static:
     """As many rows for every rank: those that there is room for, and rows of no token."""
 
-    def __init__(self, peers: Peers, capacity: float) -> None:
-        self.peers, self.capacity = peers, capacity
+    def __init__(self, peers: Peers, capacity: float, top_k: int) -> None:
+        self.peers, self.capacity, self.top_k = peers, capacity, top_k
         self.left_out = torch.zeros(2, dtype=torch.int64, device=peers.device)  # tokens, slots
 
     def now(self) -> None:
         return None
 
-    def find(self, ids: Tensor, signature: int, since: None) -> tuple[Way, int]:
+    def places(self, ids: Tensor, since: None) -> Places:
         permutation, rows, starts, inverse, _ = _by_rank(ids, self.peers)
         (tokens, top_k), ranks = ids.shape, self.peers.ranks
         room = min(tokens, math.ceil(self.capacity * tokens * min(1, top_k / ranks)))
@@ -129,8 +149,11 @@ class Static:
         first = torch.arange(ranks, dtype=torch.int32, device=ids.device) * room
         inverse = torch.where((inverse >= 0) & (place < room), place + first, -1)
         self.left_out[0] += (rows - room).clamp(min=0).sum()
-        way = Way(indices, inverse, None, None, self.peers.group)
-        return way, math.ceil(self.capacity * tokens * top_k)
+        return Places(indices, inverse, None)
+
+    def way(self, places: Places, signature: int) -> tuple[Way, int]:
+        most = math.ceil(self.capacity * places.inverse.shape[0] * self.top_k)
+        return Way(places.indices, places.inverse, None, None, self.peers.group), most
 
     def read_left_out(self) -> list[int]:
         """Tokens and slots of all ranks since it was last read."""
@@ -143,13 +166,13 @@ class Static:
 def _by_rank(ids: Tensor, peers: Peers) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """permutation [T * ranks] and inverse [T, ranks] as `sort_tokens` returns them for the ranks that a token has any
     expert of; of every rank the rows, the first of them, and the slots."""
-    rank = ids // peers.num_local_experts
-    rank = torch.where((rank >= 0) & (rank < peers.ranks), rank, peers.ranks).long()
-    slots = torch.zeros(ids.shape[0], peers.ranks + 1, dtype=torch.int32, device=ids.device)
-    slots = slots.scatter_add_(1, rank, torch.ones_like(ids, dtype=torch.int32))[:, :-1]
-    every = torch.arange(peers.ranks, dtype=torch.int32, device=ids.device)
-    permutation, ends, inverse = _sort_tokens(torch.where(slots > 0, every, -1), peers.ranks)
-    rows = ends.diff(prepend=ends.new_zeros(1))
+    # Column 0 and the last one are of ids below and above those of experts.
+    column = ids.clamp(-1, peers.ranks * peers.num_local_experts).long() // peers.num_local_experts + 1
+    slots = torch.zeros(ids.shape[0], peers.ranks + 2, dtype=torch.int32, device=ids.device)
+    slots = slots.scatter_add_(1, column, torch.ones_like(ids, dtype=torch.int32))[:, 1:-1]
+    chosen, every = slots > 0, torch.arange(peers.ranks, dtype=torch.int32, device=ids.device)
+    permutation, ends, inverse = _sort_tokens(torch.where(chosen, every, -1), peers.ranks)
+    rows = chosen.sum(0, dtype=torch.int32)
     return permutation, rows, ends - rows, inverse, slots.sum(0)
 
 
