@@ -346,14 +346,14 @@ def check_errors_of_modules(world: World) -> None:
     experts(*call)
 
 
-def check_graph(world: World) -> None:
+def check_graph(world: World, chunks: int = 1) -> None:
     """Of a call of fixed sizes, replayed with other tokens and another routing."""
     if world.device == "cpu":
         return
     tokens = [48] * world.size
     first, second = (world.part(world.whole(tokens, 3, seed=seed), tokens) for seed in (1, 2))
     second = replace(second, w_gate_up=first.w_gate_up, w_down=first.w_down)
-    parallel = world.parallel(3, mode="static")
+    parallel = world.parallel(3, mode="static", chunks=chunks)
     names = "x", "ids", "scores", "w_gate_up", "w_down", "grad"
     inputs = {n: getattr(first, n).clone() for n in names}
     leaves = [inputs[n].requires_grad_() for n in ("x", "scores", "w_gate_up", "w_down")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, NoReturn
 
@@ -25,9 +26,16 @@ class Peers(NamedTuple):
     num_local_experts: int
     device: torch.device
 
-    def nothing(self) -> Tensor:
-        """Rows and slots for every rank, [ranks, 2] int64."""
-        return torch.zeros(self.ranks, 2, dtype=torch.int64, device=self.device)
+
+class Travelling(NamedTuple):
+    """Rows on their way; what the current stream does meanwhile does not wait for them."""
+
+    rows: Tensor
+    work: dist.Work
+
+    def arrived(self) -> Tensor:
+        self.work.wait()
+        return self.rows
 
 
 class Way(NamedTuple):
@@ -37,21 +45,22 @@ class Way(NamedTuple):
     inverse: Tensor  # [T, ranks] int32: the row of a token for a rank; -1: none
     sent: list[int] | None  # rows for every rank; None: as many for each
     received: list[int] | None
+    slots: int  # at its end, or the room for them
     group: dist.ProcessGroup
 
-    def there(self, rows: Tensor) -> Tensor:
+    def there(self, rows: Tensor) -> Travelling:
         """[S, ...], of which those behind the last token stay, -> [N, ...]"""
         return self._exchanged(rows[: self.indices.shape[0]], self.sent, self.received)
 
-    def back(self, rows: Tensor) -> Tensor:
+    def back(self, rows: Tensor) -> Travelling:
         """[N, ...] -> [S, ...]"""
         return self._exchanged(rows, self.received, self.sent)
 
-    def _exchanged(self, rows: Tensor, sent: list[int] | None, received: list[int] | None) -> Tensor:
+    def _exchanged(self, rows: Tensor, sent: list[int] | None, received: list[int] | None) -> Travelling:
         count = rows.shape[0] if received is None else sum(received)
         out = rows.new_empty(count, *rows.shape[1:])
-        dist.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), received, sent, self.group)
-        return out
+        to, of = out.view(torch.uint8), rows.view(torch.uint8)
+        return Travelling(out, dist.all_to_all_single(to, of, received, sent, self.group, async_op=True))
 
 
 class Places(NamedTuple):
@@ -65,8 +74,8 @@ class Places(NamedTuple):
 class Exact:
     """Rows as there are. The host waits for their numbers, which are found on a stream of their own."""
 
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
+    def __init__(self, peers: Peers, chunks: int) -> None:
+        self.peers, self.chunks = peers, chunks
         # Of high priority: its kernels are small, and each would wait until a cast has no blocks left to start.
         self.side = torch.cuda.Stream(priority=-1) if peers.device.type == "cuda" else None
 
@@ -91,11 +100,14 @@ class Exact:
                 t.record_stream(current)
         return places
 
-    def way(self, places: Places, signature: int) -> tuple[Way, int]:
-        """The way and the number of slots at its end. signature: what must be alike on all ranks."""
+    def ways(self, places: Sequence[Places], signature: int) -> list[Way]:
+        """signature: what must be alike on all ranks."""
         with self._beside():
-            sent, received, most = self._told(places.counts, signature)
-        return Way(places.indices[: sum(sent)], places.inverse, sent, received, self.peers.group), most
+            sizes = self._told(torch.cat([to.counts for to in places], 1), signature)
+        return [
+            Way(to.indices[: sum(sent)], to.inverse, sent, received, sum(slots), self.peers.group)
+            for to, (sent, received, slots) in zip(places, sizes, strict=True)
+        ]
 
     def refuse(self) -> None:
         """Tells the other ranks, which wait for this one, that it has nothing to send but an error."""
@@ -104,7 +116,8 @@ class Exact:
     def agree(self, signature: int) -> None:
         """Raises on all ranks unless all have the same."""
         with self._beside(self.now()):
-            self._told(self.peers.nothing(), signature)
+            nothing = torch.zeros(self.peers.ranks, 2 * self.chunks, dtype=torch.int64, device=self.peers.device)
+            self._told(nothing, signature)
 
     def _beside(self, since: torch.cuda.Event | None = None) -> AbstractContextManager:
         if self.side is None:
@@ -113,19 +126,20 @@ class Exact:
             self.side.wait_event(since)
         return torch.cuda.stream(self.side)
 
-    def _told(self, counts: Tensor, signature: int) -> tuple[list[int], list[int], int]:
-        """Rows for every rank, rows from every rank, and slots of those, for counts [ranks, 2] that go there."""
+    def _told(self, counts: Tensor, signature: int) -> list[tuple[list[int], list[int], list[int]]]:
+        """Of counts [ranks, 2 * chunks] that go there, by chunks: rows for ranks, rows from them, slots of those."""
         group, told = self.peers.group, torch.nn.functional.pad(counts, (0, 1), value=signature)
         heard = torch.empty_like(told)
         dist.all_to_all_single(heard, told, group=group)
-        sent, received, slots, signatures = torch.cat([told[:, :1], heard], 1).t().tolist()
+        told, heard = torch.stack([told, heard]).mT.tolist()
+        *heard, signatures = heard
         if signature != RAISED:
             if raised := [rank for rank, other in enumerate(signatures) if other == RAISED]:
                 fail(f"every rank must be able to send, but an error was raised on {named(raised, group)}: see there")
             if unlike := [rank for rank, other in enumerate(signatures) if other != signature]:
                 where = named(unlike, group)
                 fail(f"x, and what asks for a gradient, must be alike on all ranks, but differ on {where}")
-        return sent, received, sum(slots)
+        return list(zip(told[:-1:2], heard[::2], heard[1::2], strict=True))
 
 
 class Static:
@@ -151,9 +165,10 @@ class Static:
         self.left_out[0] += (rows - room).clamp(min=0).sum()
         return Places(indices, inverse, None)
 
-    def way(self, places: Places, signature: int) -> tuple[Way, int]:
-        most = math.ceil(self.capacity * places.inverse.shape[0] * self.top_k)
-        return Way(places.indices, places.inverse, None, None, self.peers.group), most
+    def ways(self, places: Sequence[Places], signature: int) -> list[Way]:
+        room = [math.ceil(self.capacity * to.inverse.shape[0] * self.top_k) for to in places]
+        parts = zip(places, room, strict=True)
+        return [Way(to.indices, to.inverse, None, None, slots, self.peers.group) for to, slots in parts]
 
     def read_left_out(self) -> list[int]:
         """Tokens and slots of all ranks since it was last read."""
