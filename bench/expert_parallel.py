@@ -99,7 +99,8 @@ def measure() -> dict[str, object]:
 
     def dispatch(ep: ExpertParallel) -> object:
         with torch.no_grad():
-            tokens, _, slots, _ = ep.dispatch(x.detach(), ids, scores.detach(), 0)
+            [sent] = ep.dispatch(x.detach(), ids, scores.detach(), 0)
+            tokens, _, slots = ep.received(sent)
             return operands_of(ep.recipe).at_slots(tokens, slots, rows=True)
 
     def step(layer: Callable[..., Tensor]) -> object:
@@ -110,11 +111,13 @@ def measure() -> dict[str, object]:
     found["dispatch_us"] = sustained_us({name: partial(dispatch, ep) for name, ep in by_recipe.items()})
     messages = {name: packed(ep.columns(x.detach(), ids, scores.detach())) for name, ep in by_recipe.items()}
     found["bytes"] = {name: message.shape[1] for name, message in messages.items()}
-    _, _, _, way = by_recipe["rowwise"].dispatch(x.detach(), ids, scores.detach(), 0)
+    [sent] = by_recipe["rowwise"].dispatch(x.detach(), ids, scores.detach(), 0)
+    sent.arrived()
+    way = sent.way
     rows = messages["rowwise"].new_empty(sum(way.sent), messages["rowwise"].shape[1])
     found["exchange_us"] = {
         "in a dispatch": exchange_us(partial(dispatch, by_recipe["rowwise"])),
-        "alone": exchange_us(lambda: way.there(rows)),
+        "alone": exchange_us(lambda: way.there(rows).arrived()),
     }
     layers = {
         "torch BF16": composed,
@@ -122,6 +125,8 @@ def measure() -> dict[str, object]:
         "rowwise static": parallel("rowwise", mode="static", capacity=1.05, overflow="count").experts,
         "blockwise static": parallel("blockwise", mode="static", capacity=1.05, overflow="count").experts,
         "rowwise exact, FP8 gradients": parallel("rowwise", gradients="fp8").experts,
+        "rowwise exact, 2 chunks": parallel("rowwise", chunks=2).experts,
+        "blockwise exact, 2 chunks": parallel("blockwise", chunks=2).experts,
     }
     found["layer_us"] = sustained_us({name: partial(step, layer) for name, layer in layers.items()})
     return found
@@ -131,7 +136,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file for the figures")
     args = parser.parse_args()
-    dist.init_process_group("nccl")
+    # Else what computes meanwhile keeps the all-to-all waiting for room on the GPU: docs/expert-parallel.md.
+    dist.init_process_group("nccl", pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
     torch.cuda.set_device(dist.get_rank())
     result = run.environment(torch.device("cuda")) | {"gpus": dist.get_world_size()} | measure()
     if dist.get_rank() == 0:

@@ -148,6 +148,7 @@ def parallel_text(result: dict | None) -> str:
         speed("layer, us (speed over that)", ">= 1.45", "exact", "torch BF16"),
         speed('layer, mode="static", us (speed over "exact")', ">= 0.97", "static", "{} exact"),
         speed('layer, gradients="fp8", us (speed over "bf16")', "", "exact, FP8 gradients", "{} exact"),
+        speed("layer, chunks=2, us (speed over 1)", "", "exact, 2 chunks", "{} exact"),
     ]
     text = (
         f"{result['gpus']} {result['device']} of one host at {(result['commit'] or 'unknown')[:7]}, torch "

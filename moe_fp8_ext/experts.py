@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -165,6 +165,24 @@ class Call(NamedTuple):
     needs: Needs
 
 
+class Weights(NamedTuple):
+    """As products take them, in forward and, transposed, in backward."""
+
+    up: Operand
+    up_t: Operand
+    down: Operand
+    down_t: Operand
+    b_gate_up: Tensor | None
+    b_down: Tensor | None
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor | None], call: Call) -> Weights:
+        w_gate_up, w_down, *biases = weights
+        needs, operands = call.needs, operands_of(call.recipe)
+        up = operands.weight(w_gate_up, call.dtype or w_gate_up.dtype, backward=needs.x)
+        return cls(*up, *operands.weight(w_down, call.dtype or w_down.dtype, backward=needs.da), *biases)
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -173,7 +191,7 @@ class _Experts(torch.autograd.Function):
         weights = w_gate_up, w_down, b_gate_up, b_down
         with below_autograd():
             slots = Slots(*_sort_tokens(topk_ids, w_gate_up.shape[0]))
-            out, kept = forward((x, None), scores, slots, weights, call)
+            out, kept = forward((x, None), scores, slots, Weights.of(weights, call), call)
         ctx.save_for_backward(*kept)
         # Not saved tensors: every backward writes to them.
         ctx.main_grads = main_grad_gate_up, main_grad_down
@@ -190,13 +208,11 @@ class _Experts(torch.autograd.Function):
 
 
 def forward(
-    x: Operand, scores: Tensor, slots: Slots, weights: Sequence[Tensor | None], call: Call
+    x: Operand, scores: Tensor, slots: Slots, weights: Weights, call: Call
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """out [T, D] in bfloat16 for tokens at their slots, and what `backward` needs."""
-    w_gate_up, w_down, b_gate_up, b_down = weights
+    up, up_t, down, down_t, b_gate_up, b_down = weights
     needs, operands = call.needs, operands_of(call.recipe)
-    up, up_t = operands.weight(w_gate_up, call.dtype or w_gate_up.dtype, backward=needs.x)
-    down, down_t = operands.weight(w_down, call.dtype or w_down.dtype, backward=needs.da)
     rows, _ = operands.at_slots(x, slots, rows=True)
     h = operands.product(rows, up, slots)
     if b_gate_up is not None:
@@ -211,9 +227,16 @@ def forward(
 
 
 def backward(
-    dout: Operand, kept: Sequence[Tensor | None], main_grads: Sequence[Tensor | None], call: Call
-) -> list[Tensor | None]:
-    """Gradients of what `Needs` lists, those of x and weights in bfloat16."""
+    dout: Operand,
+    kept: Sequence[Tensor | None],
+    main_grads: Sequence[Tensor | None],
+    call: Call,
+    home: Callable[[Tensor], object] = lambda gradient: gradient,
+) -> list[object]:
+    """Gradients of what `Needs` lists, those of x and weights in bfloat16; of x and scores what home makes of them.
+
+    home: called as soon as they are known.
+    """
     x, x_scale, scores, b_down, permutation, offs, inverse, *kept = kept
     up_t, down_t, (h, h_scale) = kept[:2], kept[2:4], kept[4:]
     needs, slots, p = call.needs, Slots(permutation, offs, inverse), permutation.shape[0]
@@ -238,12 +261,14 @@ def backward(
         dy, of_bias = _combine_backward(grad, y, inverse, scores, p)
         dscores = dscores + of_bias if needs.scores else None
         db_down = _sum_of_groups(dy, offs) if needs.b_down else None
+    if needs.scores:
+        dscores = home(dscores)
     if needs.b_gate_up:
         db_gate_up = _sum_of_groups(dh, offs)
     if needs.x or needs.w_gate_up:
         dh, dh_t = operands.of_slots(dh, slots, rows=needs.x, tokens=needs.w_gate_up, gradient=True)
     if needs.x:
-        dx = _combine(operands.product(dh, up_t, slots), inverse, None)
+        dx = home(_combine(operands.product(dh, up_t, slots), inverse, None))
     if needs.w_gate_up:
         _, x_t = operands.at_slots((x, x_scale), slots, tokens=True)
         dw_gate_up = operands.wgrad(dh_t, x_t, slots, main_grads[0])

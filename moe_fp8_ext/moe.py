@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -100,21 +101,30 @@ class Experts(nn.Module):
         plain = self.ep is not None and self.ep.mesh is None
         return self.ep.peers.rank * self.ep.peers.num_local_experts if plain else 0
 
-    def forward(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
-        """x [T, D], topk_ids and topk_scores [T, top_k] -> [T, D]."""
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_scores: Tensor,
+        shared_experts: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """x [T, D], topk_ids and topk_scores [T, top_k] -> [T, D]. shared_experts: as in `ExpertParallel.experts`."""
         call = x, topk_ids, topk_scores
         if self.ep is not None:
-            return self._over_ranks(*call)
+            return self._over_ranks(*call, shared_experts)
+        require(shared_experts is None, "Experts: shared_experts must be None without ep, got one")
         return sum_of_ranks(self._of_rank, self.down_proj, *call) if is_dtensor(x) else self._of_rank(*call)
 
     def _of_rank(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
         return experts(x, topk_ids, topk_scores, **self._rest(), **self.options)
 
-    def _over_ranks(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
+    def _over_ranks(
+        self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, shared_experts: Callable[[Tensor], Tensor] | None
+    ) -> Tensor:
         with self.ep.errors_told():
             rest = self._rest()
         options = {name: value for name, value in self.options.items() if name != "recipe"}  # which ep has
-        return self.ep.experts(x, topk_ids, topk_scores, **rest, **options)
+        return self.ep.experts(x, topk_ids, topk_scores, shared_experts=shared_experts, **rest, **options)
 
     def _rest(self) -> dict[str, Tensor | None]:
         """What else is of this rank in a call."""
@@ -299,7 +309,8 @@ class MoE(nn.Module):
     Args:
         router: its forward [T, D] -> `Routing`, such as a `Router`.
         experts: such as `Experts`.
-        shared_experts: any module [..., D] -> [..., D], such as a dense feed-forward layer.
+        shared_experts: any module [..., D] -> [..., D], such as a dense feed-forward layer; where experts have an
+            ep, called while tokens travel to them.
     """
 
     def __init__(self, router: nn.Module, experts: nn.Module, shared_experts: nn.Module | None = None) -> None:
@@ -310,5 +321,10 @@ class MoE(nn.Module):
         """x [..., D] -> out, shaped as x, and the losses of the router, to be added to that of the model."""
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.gate(tokens)
-        out = self.experts(tokens, routing.topk_ids, routing.topk_scores).view(x.shape)
-        return out if self.shared_experts is None else out + self.shared_experts(x), routing.loss
+        call = tokens, routing.topk_ids, routing.topk_scores
+        if self.shared_experts is None:
+            return self.experts(*call).view(x.shape), routing.loss
+        if getattr(self.experts, "ep", None) is None:
+            return self.experts(*call).view(x.shape) + self.shared_experts(x), routing.loss
+        out = self.experts(*call, shared_experts=lambda t: self.shared_experts(t.view(x.shape)).view(t.shape))
+        return out.view(x.shape), routing.loss

@@ -112,9 +112,11 @@ def check_room(world: World) -> None:
     for recipe in ("bf16", "rowwise"):
         run(crowded, world.parallel(2, recipe, mode="static", capacity=1.0).experts)
     for ids, options in ((problem.ids, {}), (crowded.ids, {}), (crowded.ids, dict(mode="static", capacity=1.0))):
-        slots = world.parallel(2, **options).dispatch(problem.x, ids, problem.scores, 0).slots
+        parallel = world.parallel(2, **options)
+        [sent] = parallel.dispatch(problem.x, ids, problem.scores, 0)
+        slots = parallel.received(sent).slots
         assert len(slots.permutation) == (16 if options else slots.offs[-1])
-    nowhere = world.parallel(2).dispatch(problem.x, torch.full_like(problem.ids, -1), problem.scores, 0)
+    [nowhere] = world.parallel(2).dispatch(problem.x, torch.full_like(problem.ids, -1), problem.scores, 0)
     assert sum(nowhere.way.sent) == 0
 
 

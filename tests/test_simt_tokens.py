@@ -156,3 +156,7 @@ def test_permute_quantized(kernels, format):
             kernels.check("permute_quantized", q, scale, format, indices, top_k, offs=offs)
     if scale.element_size() == 1:
         kernels.check("permute_quantized", q, misaligned(scale), format, indices, top_k)
+    elif FORMATS[format].order == "column_major":  # rows of words together, as messages have them, and at odd addresses
+        for room in (0, 1, 4):
+            view = torch.nn.functional.pad(scale, (room, 0))[:, room:]
+            kernels.check("permute_quantized", q, view, format, indices, top_k)

@@ -8,14 +8,31 @@ namespace moe_fp8 {
 namespace {
 
 // Neighbouring threads have neighbouring rows, whose words lie together in column-major scales and a line of a block
-// apart in blocked ones. Blocks stay, for each makes a table of the groups.
-constexpr int kThreads = 256, kWordsEach = 8, kBlocksEach = 8;
+// apart in blocked ones. A thread holds some words of a row, which in messages from other ranks lie together: one load.
+// Blocks stay, for each makes a table of the groups.
+constexpr int kThreads = 256, kHeld = 4, kWordsEach = 2 * kHeld, kBlocksEach = 8;
 
 MOE_DEVICE uint32_t load_word(const PermuteScalesParams& p, int64_t at) {
   const auto* word = static_cast<const uint32_t*>(p.from) + at;
   if (reinterpret_cast<uintptr_t>(word) % sizeof *word == 0) return load_stream<Reuse::kSoon>(word);
   const auto* bytes = reinterpret_cast<const uint8_t*>(word);
   return bytes[0] | bytes[1] << 8 | bytes[2] << 16 | uint32_t(bytes[3]) << 24;
+}
+
+// Words of a row of `from` from the first one on; zeros behind the last, and where there is no row.
+MOE_DEVICE void load_words(const PermuteScalesParams& p, int64_t row, int64_t first, uint32_t (&held)[kHeld]) {
+  if (row >= 0 && !p.blocked && p.column_stride == 1 && first + kHeld <= p.words) {
+    const auto* words = static_cast<const uint32_t*>(p.from) + p.word_of_from(row, first);
+    if (reinterpret_cast<uintptr_t>(words) % sizeof(Vec16) == 0) {
+      const Vec16 loaded = load_stream<Reuse::kSoon>(reinterpret_cast<const Vec16*>(words));
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) held[i] = loaded.w[i];
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i)
+    held[i] = row >= 0 && first + i < p.words ? load_word(p, p.word_of_from(row, first + i)) : 0u;
 }
 
 // The row of P that a line of `to` has; P: none.
@@ -35,10 +52,14 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) permute_scales_kernel(MOE_GRID_CO
   for (int64_t line = int64_t(blockIdx.x) * kThreads + threadIdx.x; line < lines; line += gridDim.x * kThreads) {
     const int64_t row = row_of_line(p, table, line), source = row < p.P ? p.source.row(row) : -1;
 #pragma unroll 1
-    for (int64_t word = blockIdx.y; word < p.words; word += gridDim.y) {
-      const int64_t to = p.word_of_to(line, word);
-      if (to < extent)
-        store_stream(static_cast<uint32_t*>(p.to) + to, source < 0 ? 0u : load_word(p, p.word_of_from(source, word)));
+    for (int64_t first = blockIdx.y * kHeld; first < p.words; first += gridDim.y * kHeld) {
+      uint32_t held[kHeld];
+      load_words(p, source, first, held);
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        const int64_t to = p.word_of_to(line, first + i);
+        if (first + i < p.words && to < extent) store_stream(static_cast<uint32_t*>(p.to) + to, held[i]);
+      }
     }
   }
 }

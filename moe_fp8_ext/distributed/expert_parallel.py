@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_fp8_ext._C import validates
 from moe_fp8_ext.bf16 import cast, row_major
 from moe_fp8_ext.distributed.messages import Column, packed
-from moe_fp8_ext.distributed.ways import OP, Exact, Peers, Static, Way, fail, named
-from moe_fp8_ext.experts import Call, arguments, backward, cast_all, dtypes_of, forward
+from moe_fp8_ext.distributed.ways import OP, Exact, Peers, Static, Travelling, Way, fail, named
+from moe_fp8_ext.experts import Call, Weights, arguments, backward, cast_all, dtypes_of, forward
 from moe_fp8_ext.formats import FORMATS, MAX_EXPERTS
 from moe_fp8_ext.operands import Operand, Slots, operands_of
 from moe_fp8_ext.ops.checks import check_one_of
@@ -56,6 +57,9 @@ class ExpertParallel:
         capacity: of the buffers of "static", over what even routing fills; None: the number of ranks, which every
             routing fits into. What does not fit is left out as if its id were -1, the last tokens of a rank and the
             slots of a rank's last experts, and counted.
+        chunks: parts of a rank's tokens that travel one after another, each while experts compute the one before. Of
+            tokens, output and gradients are the same. Gradients of weights are sums of what parts have, rounded to
+            bfloat16 after each. Buffers of "static" are those of a part.
         overflow: "raise" has the first call after a backward `check`, a wait once a step, though not calls of a graph;
             "count" leaves it to you.
 
@@ -80,6 +84,7 @@ class ExpertParallel:
         mode: str = "exact",
         capacity: float | None = None,
         overflow: str = "raise",
+        chunks: int = 1,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             fail("group must be one of torch.distributed, which is not initialized")
@@ -87,22 +92,31 @@ class ExpertParallel:
         group = group if self.mesh is None else group.get_group()
         if not isinstance(group, dist.ProcessGroup):
             fail(f"group must be a ProcessGroup or a DeviceMesh of one dimension, got {type(group).__name__}")
-        options = dict(recipe=recipe, gradients=gradients, mode=mode, capacity=capacity, overflow=overflow)
-        _agree(group, num_experts=num_experts, top_k=top_k, **options)
+        options = dict(gradients=gradients, mode=mode, capacity=capacity, overflow=overflow, chunks=chunks)
+        _agree(group, num_experts=num_experts, top_k=top_k, recipe=recipe, **options)
         check_one_of(OP, "gradients", gradients, ("bf16", "fp8"))
         check_one_of(OP, "mode", mode, ("exact", "static"))
         check_one_of(OP, "overflow", overflow, ("raise", "count"))
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         self.num_experts, self.top_k, self.recipe = num_experts, top_k, get_recipe(recipe)
         self.gradients, self.mode, self.capacity = gradients, mode, ranks if capacity is None else capacity
+        self.chunks = chunks
         self._in_fp8 = self.recipe.format is not None and not self.recipe.wgrad_high_precision
         self._check_arguments(ranks, capacity)
         device = torch.device("cuda" if "nccl" in dist.get_backend_config(group) else "cpu")
         self.peers = Peers(group, rank, ranks, num_experts // ranks, device)
-        self._exact = Exact(self.peers)
-        self._static = Static(self.peers, self.capacity) if mode == "static" else None
+        self._local_of = self._table_of_ids()
+        self._exact = Exact(self.peers, chunks)
+        self._static = Static(self.peers, self.capacity, top_k) if mode == "static" else None
         self._agreed: int | None = None  # of the first call of "static"
         self.overflow, self.has_run_backward = overflow, False
+
+    def _table_of_ids(self) -> Tensor:
+        """[num_experts + 2] int32: experts of this rank by ids as they are sent; -1: of none, or of another rank."""
+        count = self.peers.num_local_experts
+        table = torch.full((self.num_experts + 2,), -1, dtype=torch.int32)
+        table[1:-1].view(-1, count)[self.peers.rank] = torch.arange(count)
+        return table.to(self.peers.device)
 
     def _check_arguments(self, ranks: int, capacity: float | None) -> None:
         if ranks > MAX_EXPERTS:
@@ -113,6 +127,8 @@ class ExpertParallel:
             fail(f"num_experts must be at most {MAX_EXPERTS} a rank, got {self.num_experts} for {ranks}")
         if self.top_k < 1:
             fail(f"top_k must be at least 1, got {self.top_k}")
+        if self.chunks < 1:
+            fail(f"chunks must be at least 1, got {self.chunks}")
         if self.recipe.bf16_where_faster:
             fail(f'recipe must be the same for all sizes, got {self.recipe.name!r}, which is "bf16" for some')
         if self.gradients == "fp8" and not self._in_fp8:
@@ -135,6 +151,7 @@ class ExpertParallel:
         keep: str = "fp8",
         main_grad_gate_up: Tensor | None = None,
         main_grad_down: Tensor | None = None,
+        shared_experts: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """`moe_fp8_ext.experts` of this rank's tokens and of the experts of all ranks, differentiable once.
 
@@ -142,6 +159,7 @@ class ExpertParallel:
             x, topk_ids, topk_scores: tokens of this rank, any number of them, and ids in [0, num_experts).
             w_gate_up, w_down, b_gate_up, b_down, main_grad_gate_up, main_grad_down: of this rank's experts.
             activation, interleaved, keep: as in `moe_fp8_ext.experts`.
+            shared_experts: of x to what is added to out, such as a module; called while tokens travel.
 
         Returns:
             out [T, D] of x's dtype. What a rank's experts make of a token is rounded to bfloat16 before ranks add up,
@@ -165,7 +183,11 @@ class ExpertParallel:
         if self._static and self._agreed is None:
             self._exact.agree(signature)
             self._agreed = signature
-        return _OverRanks.apply(self, signature, *inputs)
+        with torch.no_grad(), below_autograd():
+            sent = self.dispatch(inputs[0], topk_ids, inputs[1], signature)
+        shared = None if shared_experts is None else shared_experts(x)
+        out = _OverRanks.apply(self, sent, *inputs)
+        return out if shared is None else out + shared
 
     @contextmanager
     def errors_told(self) -> Iterator[None]:
@@ -223,7 +245,7 @@ class ExpertParallel:
     def columns(self, x: Tensor, ids: Tensor, scores: Tensor) -> list[Tensor]:
         """What is sent of tokens, a row of each for a token: values, scales if they are in FP8, ids, scores."""
         # From 1, because rows of no token are zeros.
-        from_one = torch.where((ids >= 0) & (ids < self.num_experts), ids + 1, 0).int()
+        from_one = (ids.clamp(-1, self.num_experts) + 1).int()
         return [*self._columns(x, self._in_fp8, gradient=False), from_one, scores]
 
     def _columns(self, x: Tensor, in_fp8: bool, gradient: bool) -> list[Tensor]:
@@ -246,32 +268,37 @@ class ExpertParallel:
             return values, scale
         return values, (scale if format.block else scale.squeeze(1)).contiguous()
 
-    def dispatch(self, x: Tensor, ids: Tensor, scores: Tensor, signature: int) -> Dispatched:
-        """Tokens x [T, D] with ids and scores [T, top_k] to the ranks of their experts: those of all ranks that have
-        one here, and where they go. signature: what must be alike on all ranks."""
-        ways = self._static or self._exact
-        since = ways.now()
+    def dispatch(self, x: Tensor, ids: Tensor, scores: Tensor, signature: int) -> list[Sent]:
+        """Tokens x [T, D] with ids and scores [T, top_k] to the ranks of their experts, chunk by chunk. signature: what
+        must be alike on all ranks."""
+        finder = self._static or self._exact
+        since = finder.now()
         with self.errors_told():
             columns = self.columns(x, ids, scores)
             message = packed(columns)
-        way, most = ways.find(ids, signature, since)
-        *tokens, ids, scores = self._sent(message, columns, way)
-        return Dispatched(self._operand(*tokens), scores.contiguous(), self._slots(ids - 1, most), way)
+            places = [finder.places(part, since) for part in ids.tensor_split(self.chunks)]
+            parts = zip(message.tensor_split(self.chunks), places, strict=True)
+            rows = [_permute_pad(part, to.indices, self.peers.ranks) for part, to in parts]
+        ways, layout = finder.ways(places, signature), Column.all_of(columns)
+        return [Sent(way.there(part), layout, way) for part, way in zip(rows, ways, strict=True)]
 
-    def dispatch_gradient(self, dout: Tensor, way: Way) -> Operand:
+    def received(self, sent: Sent) -> Dispatched:
+        """What all ranks sent of those that have an expert here, and where they go."""
+        *tokens, ids, scores = sent.arrived()
+        return Dispatched(self._operand(*tokens), scores.contiguous(), self._slots(ids, sent.way.slots))
+
+    def dispatch_gradient(self, dout: Tensor, way: Way) -> Sent:
         """Gradients [T, D] of what came back by that way, to where it came from."""
         columns = self._columns(dout, self.gradients == "fp8", gradient=True)
-        return self._operand(*self._sent(packed(columns), columns, way))
+        rows = _permute_pad(packed(columns), way.indices, self.peers.ranks)
+        return Sent(way.there(rows), Column.all_of(columns), way)
 
-    def _sent(self, message: Tensor, columns: list[Tensor], way: Way) -> list[Tensor]:
-        arrived = way.there(_permute_pad(message, way.indices, self.peers.ranks))
-        return [column.read(arrived) for column in Column.all_of(columns)]
+    def received_gradient(self, sent: Sent) -> Operand:
+        return self._operand(*sent.arrived())
 
     def _slots(self, ids: Tensor, most: int) -> Slots:
         """Of rows that came with ids of all ranks: those of experts here, sorted by them, and not more than `most`."""
-        ids = ids - self.peers.rank * self.peers.num_local_experts
-        ids = torch.where((ids >= 0) & (ids < self.peers.num_local_experts), ids, -1)
-        permutation, offs, inverse = _sort_tokens(ids, self.peers.num_local_experts)
+        permutation, offs, inverse = _sort_tokens(self._local_of[ids], self.peers.num_local_experts)
         if self._static and most < permutation.shape[0]:
             self._static.left_out[1] += (offs[-1] - most).clamp(min=0)
             offs, inverse = offs.clamp(max=most), torch.where(inverse < most, inverse, -1)
@@ -291,23 +318,38 @@ def _agree(group: dist.ProcessGroup, **given: object) -> None:
                 fail(f"{name} must be the same on all ranks, got {value} on {here} and {there}")
 
 
+class Sent(NamedTuple):
+    """Tokens, or gradients of them, on their way."""
+
+    rows: Travelling
+    columns: list[Column]
+    way: Way
+
+    def arrived(self) -> list[Tensor]:
+        rows = self.rows.arrived()
+        return [column.read(rows) for column in self.columns]
+
+
 class Dispatched(NamedTuple):
     tokens: Operand
     scores: Tensor
     slots: Slots
-    way: Way
 
 
 class _OverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, ep, signature, x, scores, *rest):
-        *weights, topk_ids, main_grad_gate_up, main_grad_down, call = rest
+    def forward(ctx, ep, sent, x, scores, *rest):
+        *weights, _, main_grad_gate_up, main_grad_down, call = rest
+        ways, home, kept = [part.way for part in sent], [], []
         with below_autograd():
-            tokens, of_tokens, slots, way = ep.dispatch(x, topk_ids, scores, signature)
-            out, kept = forward(tokens, of_tokens, slots, weights, call)
-            out = _combine(way.back(out), way.inverse, None)
-        ctx.save_for_backward(way.indices, way.inverse, *kept)
-        ctx.ep, ctx.call, ctx.sizes = ep, call, (way.sent, way.received, way.group)
+            operands = Weights.of(weights, call)  # while tokens travel
+            for part in sent:
+                out, of_part = forward(*ep.received(part), operands, call)
+                home.append(part.way.back(out))
+                kept += part.way.indices, part.way.inverse, *of_part
+            out = _of_tokens(home, ways)
+        ctx.save_for_backward(*kept)
+        ctx.ep, ctx.call, ctx.sizes = ep, call, [way[2:] for way in ways]
         ctx.main_grads = main_grad_gate_up, main_grad_down
         ctx.dtypes = dtypes_of(x, scores, *weights)
         return cast(out, x.dtype)
@@ -315,13 +357,31 @@ class _OverRanks(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, dout):
-        indices, inverse, *kept = ctx.saved_tensors
-        way = Way(indices, inverse, *ctx.sizes)
+        kept, chunks, found = ctx.saved_tensors, len(ctx.sizes), []
+        kept = [kept[i * len(kept) // chunks : (i + 1) * len(kept) // chunks] for i in range(chunks)]
+        ways = [Way(*of_part[:2], *sizes) for of_part, sizes in zip(kept, ctx.sizes, strict=True)]
         ctx.ep.has_run_backward = True
         with below_autograd():
-            dout = ctx.ep.dispatch_gradient(row_major(dout), way)
-            grads = backward(dout, kept, ctx.main_grads, ctx.call)
-            for i, of_tokens in enumerate(grads[:2]):
-                if of_tokens is not None:
-                    grads[i] = _combine(way.back(of_tokens), inverse, None)
+            parts = zip(row_major(dout).tensor_split(chunks), ways, strict=True)
+            sent = [ctx.ep.dispatch_gradient(part, way) for part, way in parts]
+            totals = ctx.main_grads
+            for part, of_part in zip(sent, kept, strict=True):
+                gradient = ctx.ep.received_gradient(part)
+                found.append(backward(gradient, of_part[2:], totals, ctx.call, part.way.back))
+                # What there is of a weight's gradient is where the next part's is added.
+                totals = [old if new is None else new for old, new in zip(totals, found[-1][2:4], strict=True)]
+            dx, dscores, *of_weights = zip(*found, strict=True)
+            grads = [_of_tokens(dx, ways), _of_tokens(dscores, ways), *map(_sum, of_weights)]
         return None, None, *cast_all(grads, ctx.dtypes), None, None, None, None
+
+
+def _of_tokens(home: Sequence[Travelling | None], ways: Sequence[Way]) -> Tensor | None:
+    """What came home, added up over ranks."""
+    if home[0] is None:
+        return None
+    parts = [_combine(rows.arrived(), way.inverse, None) for rows, way in zip(home, ways, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    return reduce(torch.add, [part for part in parts if part is not None] or [None])

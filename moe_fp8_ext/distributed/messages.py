@@ -37,5 +37,6 @@ def packed(tensors: Sequence[Tensor]) -> Tensor:
     """[T, width] of each, side by side: bytes [T, B]."""
     # Flat first: a matrix of one column may count as contiguous whatever the strides.
     parts = [t.reshape(-1).view(torch.uint8).view(t.shape[0], t.shape[1] * t.dtype.itemsize) for t in tensors]
-    parts = [torch.nn.functional.pad(part, (0, -part.shape[1] % _ALIGN)) for part in parts]
+    # torch copies what it pads by nothing.
+    parts = [torch.nn.functional.pad(part, (0, more)) if (more := -part.shape[1] % _ALIGN) else part for part in parts]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, NoReturn
 
@@ -25,9 +26,16 @@ class Peers(NamedTuple):
     num_local_experts: int
     device: torch.device
 
-    def nothing(self) -> Tensor:
-        """Rows and slots for every rank, [ranks, 2] int64."""
-        return torch.zeros(self.ranks, 2, dtype=torch.int64, device=self.device)
+
+class Travelling(NamedTuple):
+    """Rows on their way; what the current stream does meanwhile does not wait for them."""
+
+    rows: Tensor
+    work: dist.Work
+
+    def arrived(self) -> Tensor:
+        self.work.wait()
+        return self.rows
 
 
 class Way(NamedTuple):
@@ -37,46 +45,69 @@ class Way(NamedTuple):
     inverse: Tensor  # [T, ranks] int32: the row of a token for a rank; -1: none
     sent: list[int] | None  # rows for every rank; None: as many for each
     received: list[int] | None
+    slots: int  # at its end, or the room for them
     group: dist.ProcessGroup
 
-    def there(self, rows: Tensor) -> Tensor:
-        """[S, ...] -> [N, ...]"""
-        return self._exchanged(rows, self.sent, self.received)
+    def there(self, rows: Tensor) -> Travelling:
+        """[S, ...], of which those behind the last token stay, -> [N, ...]"""
+        return self._exchanged(rows[: self.indices.shape[0]], self.sent, self.received)
 
-    def back(self, rows: Tensor) -> Tensor:
+    def back(self, rows: Tensor) -> Travelling:
         """[N, ...] -> [S, ...]"""
         return self._exchanged(rows, self.received, self.sent)
 
-    def _exchanged(self, rows: Tensor, sent: list[int] | None, received: list[int] | None) -> Tensor:
+    def _exchanged(self, rows: Tensor, sent: list[int] | None, received: list[int] | None) -> Travelling:
         count = rows.shape[0] if received is None else sum(received)
         out = rows.new_empty(count, *rows.shape[1:])
-        dist.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), received, sent, self.group)
-        return out
+        to, of = out.view(torch.uint8), rows.view(torch.uint8)
+        return Travelling(out, dist.all_to_all_single(to, of, received, sent, self.group, async_op=True))
+
+
+class Places(NamedTuple):
+    """What the device knows of a way."""
+
+    indices: Tensor
+    inverse: Tensor
+    counts: Tensor | None  # [ranks, 2] int64: rows and slots for every rank, where the host has to know
 
 
 class Exact:
     """Rows as there are. The host waits for their numbers, which are found on a stream of their own."""
 
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
-        self.side = torch.cuda.Stream() if peers.device.type == "cuda" else None
+    def __init__(self, peers: Peers, chunks: int) -> None:
+        self.peers, self.chunks = peers, chunks
+        # Of high priority: its kernels are small, and each would wait until a cast has no blocks left to start.
+        self.side = torch.cuda.Stream(priority=-1) if peers.device.type == "cuda" else None
 
     def now(self) -> torch.cuda.Event | None:
         """Where the current stream is: what is on it later is not waited for."""
         return None if self.side is None else torch.cuda.current_stream().record_event()
 
-    def find(self, ids: Tensor, signature: int, since: torch.cuda.Event | None) -> tuple[Way, int]:
-        """The way and the number of slots at its end, of ids that were known at `since`.
+    def places(self, ids: Tensor, since: torch.cuda.Event | None) -> Places:
+        """Of ids [T, top_k] that were known at `since`, in [0, num_experts); others are none.
 
-        ids: [T, top_k] in [0, num_experts); others are none. signature: what must be alike on all ranks.
+        There are as many rows as any routing has, those of no token last: they can be filled before the host knows
+        how many are sent.
         """
         with self._beside(since):
             permutation, rows, _, inverse, slots = _by_rank(ids, self.peers)
-            sent, received, most = self._told(torch.stack([rows, slots], 1), signature)
-        if self.side is not None:  # which the host has waited for
+            most = ids.shape[0] * min(ids.shape[1], self.peers.ranks)
+            places = Places(permutation[:most], inverse, torch.stack([rows, slots], 1))
+        if self.side is not None:
+            current = torch.cuda.current_stream()
+            current.wait_stream(self.side)
             for t in (permutation, inverse):
-                t.record_stream(torch.cuda.current_stream())
-        return Way(permutation[: sum(sent)], inverse, sent, received, self.peers.group), most
+                t.record_stream(current)
+        return places
+
+    def ways(self, places: Sequence[Places], signature: int) -> list[Way]:
+        """signature: what must be alike on all ranks."""
+        with self._beside():
+            sizes = self._told(torch.cat([to.counts for to in places], 1), signature)
+        return [
+            Way(to.indices[: sum(sent)], to.inverse, sent, received, sum(slots), self.peers.group)
+            for to, (sent, received, slots) in zip(places, sizes, strict=True)
+        ]
 
     def refuse(self) -> None:
         """Tells the other ranks, which wait for this one, that it has nothing to send but an error."""
@@ -85,40 +116,43 @@ class Exact:
     def agree(self, signature: int) -> None:
         """Raises on all ranks unless all have the same."""
         with self._beside(self.now()):
-            self._told(self.peers.nothing(), signature)
+            nothing = torch.zeros(self.peers.ranks, 2 * self.chunks, dtype=torch.int64, device=self.peers.device)
+            self._told(nothing, signature)
 
-    def _beside(self, since: torch.cuda.Event | None) -> AbstractContextManager:
-        if since is None:
+    def _beside(self, since: torch.cuda.Event | None = None) -> AbstractContextManager:
+        if self.side is None:
             return nullcontext()
-        self.side.wait_event(since)
+        if since is not None:
+            self.side.wait_event(since)
         return torch.cuda.stream(self.side)
 
-    def _told(self, counts: Tensor, signature: int) -> tuple[list[int], list[int], int]:
-        """Rows for every rank, rows from every rank, and slots of those, for counts [ranks, 2] that go there."""
+    def _told(self, counts: Tensor, signature: int) -> list[tuple[list[int], list[int], list[int]]]:
+        """Of counts [ranks, 2 * chunks] that go there, by chunks: rows for ranks, rows from them, slots of those."""
         group, told = self.peers.group, torch.nn.functional.pad(counts, (0, 1), value=signature)
         heard = torch.empty_like(told)
         dist.all_to_all_single(heard, told, group=group)
-        sent, received, slots, signatures = torch.cat([told[:, :1], heard], 1).t().tolist()
+        told, heard = torch.stack([told, heard]).mT.tolist()
+        *heard, signatures = heard
         if signature != RAISED:
             if raised := [rank for rank, other in enumerate(signatures) if other == RAISED]:
                 fail(f"every rank must be able to send, but an error was raised on {named(raised, group)}: see there")
             if unlike := [rank for rank, other in enumerate(signatures) if other != signature]:
                 where = named(unlike, group)
                 fail(f"x, and what asks for a gradient, must be alike on all ranks, but differ on {where}")
-        return sent, received, sum(slots)
+        return list(zip(told[:-1:2], heard[::2], heard[1::2], strict=True))
 
 
 class Static:
     """As many rows for every rank: those that there is room for, and rows of no token."""
 
-    def __init__(self, peers: Peers, capacity: float) -> None:
-        self.peers, self.capacity = peers, capacity
+    def __init__(self, peers: Peers, capacity: float, top_k: int) -> None:
+        self.peers, self.capacity, self.top_k = peers, capacity, top_k
         self.left_out = torch.zeros(2, dtype=torch.int64, device=peers.device)  # tokens, slots
 
     def now(self) -> None:
         return None
 
-    def find(self, ids: Tensor, signature: int, since: None) -> tuple[Way, int]:
+    def places(self, ids: Tensor, since: None) -> Places:
         permutation, rows, starts, inverse, _ = _by_rank(ids, self.peers)
         (tokens, top_k), ranks = ids.shape, self.peers.ranks
         room = min(tokens, math.ceil(self.capacity * tokens * min(1, top_k / ranks)))
@@ -129,8 +163,12 @@ class Static:
         first = torch.arange(ranks, dtype=torch.int32, device=ids.device) * room
         inverse = torch.where((inverse >= 0) & (place < room), place + first, -1)
         self.left_out[0] += (rows - room).clamp(min=0).sum()
-        way = Way(indices, inverse, None, None, self.peers.group)
-        return way, math.ceil(self.capacity * tokens * top_k)
+        return Places(indices, inverse, None)
+
+    def ways(self, places: Sequence[Places], signature: int) -> list[Way]:
+        room = [math.ceil(self.capacity * to.inverse.shape[0] * self.top_k) for to in places]
+        parts = zip(places, room, strict=True)
+        return [Way(to.indices, to.inverse, None, None, slots, self.peers.group) for to, slots in parts]
 
     def read_left_out(self) -> list[int]:
         """Tokens and slots of all ranks since it was last read."""
@@ -143,13 +181,13 @@ class Static:
 def _by_rank(ids: Tensor, peers: Peers) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """permutation [T * ranks] and inverse [T, ranks] as `sort_tokens` returns them for the ranks that a token has any
     expert of; of every rank the rows, the first of them, and the slots."""
-    rank = ids // peers.num_local_experts
-    rank = torch.where((rank >= 0) & (rank < peers.ranks), rank, peers.ranks).long()
-    slots = torch.zeros(ids.shape[0], peers.ranks + 1, dtype=torch.int32, device=ids.device)
-    slots = slots.scatter_add_(1, rank, torch.ones_like(ids, dtype=torch.int32))[:, :-1]
-    every = torch.arange(peers.ranks, dtype=torch.int32, device=ids.device)
-    permutation, ends, inverse = _sort_tokens(torch.where(slots > 0, every, -1), peers.ranks)
-    rows = ends.diff(prepend=ends.new_zeros(1))
+    # Column 0 and the last one are of ids below and above those of experts.
+    column = ids.clamp(-1, peers.ranks * peers.num_local_experts).long() // peers.num_local_experts + 1
+    slots = torch.zeros(ids.shape[0], peers.ranks + 2, dtype=torch.int32, device=ids.device)
+    slots = slots.scatter_add_(1, column, torch.ones_like(ids, dtype=torch.int32))[:, 1:-1]
+    chosen, every = slots > 0, torch.arange(peers.ranks, dtype=torch.int32, device=ids.device)
+    permutation, ends, inverse = _sort_tokens(torch.where(chosen, every, -1), peers.ranks)
+    rows = chosen.sum(0, dtype=torch.int32)
     return permutation, rows, ends - rows, inverse, slots.sum(0)
 
 
