@@ -202,13 +202,21 @@ def scales_like(scale: Tensor) -> Tensor:
     return torch.empty_strided(scale.shape, scale.stride(), dtype=scale.dtype).copy_(values)
 
 
-def products(format: str, offs: Tensor, m: int, k: int, n: int, fp8: torch.dtype) -> list[tuple[Tensor, ...]]:
+def beside(fp8: torch.dtype, native: bool) -> torch.dtype:
+    """A type of b: what instructions multiply a of `fp8` by, where a chip has any for that; otherwise what none does."""
+    return (FP8_DTYPES[2] if "fnuz" in str(fp8) else E4M3) if native else E5M2
+
+
+def products(
+    format: str, offs: Tensor, m: int, k: int, n: int, fp8: torch.dtype, native: bool = True
+) -> list[tuple[Tensor, ...]]:
     """Operands of the forward pass and of the gradient of weights, laid out as quantizers do it."""
     x, dy, w = torch.zeros(m, k), torch.zeros(m, n), torch.zeros(len(offs), n, k)
     q, scale, q_t, scale_t, ends = reference.quantize_both(x, format, offs=offs)
     of_w, (dy_t, of_dy, _) = reference.quantize_weight(w, format)[1], reference.quantize_tokens(dy, format, offs=offs)
     of_w, second = (of_w.mT, scale_t.mT) if format == "blockwise" else (of_w, scale_t)
-    b, a, b_t = exact_fp8(*w.shape, dtype=E5M2), exact_fp8(*dy_t.shape, dtype=fp8), exact_fp8(*q_t.shape, dtype=E4M3)
+    other = beside(fp8, native)
+    b, a, b_t = (exact_fp8(*t.shape, dtype=dtype) for t, dtype in ((w, other), (dy_t, fp8), (q_t, other)))
     return [
         (exact_fp8(m, k, dtype=fp8), b.mT, scales_like(scale), scales_like(of_w), offs),
         (a, b_t.t(), scales_like(of_dy), scales_like(second), ends),
@@ -218,16 +226,17 @@ def products(format: str, offs: Tensor, m: int, k: int, n: int, fp8: torch.dtype
 PRODUCTS = pairs(
     layout=LAYOUTS,
     format=list(FORMATS),
-    shape=[(1, 1, 1, 1), (70, 33, 65, 3), (300, 150, 17, 5), (17, 8, 3, 2)],
+    shape=[(1, 1, 1, 1), (70, 33, 65, 3), (300, 150, 17, 5), (150, 208, 144, 2), (17, 8, 3, 2)],
     fp8=FP8_DTYPES,
+    native=[True, False],
     out_dtype=[torch.float32, torch.bfloat16],
 )
 
 
 @pytest.mark.parametrize(*PRODUCTS, ids=short)
-def test_scaled_grouped_mm(kernels, layout, format, shape, fp8, out_dtype):
+def test_scaled_grouped_mm(kernels, layout, format, shape, fp8, native, out_dtype):
     m, k, n, e = shape
-    for operands in products(format, group_offs(layout, m, e), m, k, n, fp8):
+    for operands in products(format, group_offs(layout, m, e), m, k, n, fp8, native):
         kernels.check("scaled_grouped_mm", *operands, format, out_dtype=out_dtype)
 
 
