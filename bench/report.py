@@ -120,7 +120,8 @@ def origin(result: dict) -> str:
 
 
 def save(result: dict, folder: Path) -> Path:
-    name = re.sub(r"[^A-Za-z0-9.-]+", "_", f"{result['device']}-{result['torch']}")
+    forced = f"-{result['gemm']}" if "gemm" in result else ""
+    name = re.sub(r"[^A-Za-z0-9.-]+", "_", f"{result['device']}-{result['torch']}{forced}")
     path = folder / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
@@ -144,7 +145,7 @@ def results_page(results: dict[str, dict]) -> str:
         training = [row | {"shape": f"{row['shape']} {[*row['dims'].values()]}"} for row in training]
         others = [row for row in result["rows"] if not row["op"].startswith("grouped_mm")]
         parts += [
-            f"## {result['device']}",
+            f"## {result['device']}" + (f", every product by `{result['gemm']}`" if "gemm" in result else ""),
             textwrap.fill(f"{origin(result)} {summary(result)}.", 120),
             "Forward and backward of `grouped_mm`, by recipe:",
             table(training, "github"),

@@ -45,7 +45,8 @@ def environment(device: torch.device) -> dict:
     stated = os.environ.get("MOE_FP8_COMMIT")
     commit = stated or shell("git", "rev-parse", "HEAD") or ""
     driver = shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None
-    return {
+    forced = os.environ.get("MOE_FP8_GEMM")  # the only one that multiplies
+    return ({"gemm": forced} if forced else {}) | {
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
         "torch": torch.__version__,
         "toolkit": toolkit if gpu else None,

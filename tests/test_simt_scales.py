@@ -203,7 +203,7 @@ def scales_like(scale: Tensor) -> Tensor:
 
 
 def beside(fp8: torch.dtype, native: bool) -> torch.dtype:
-    """A type of b: what instructions multiply a of `fp8` by, where a chip has any for that; otherwise what none does."""
+    """A type of b: what instructions multiply a of `fp8` by, where a chip has any for that, or what none does."""
     return (FP8_DTYPES[2] if "fnuz" in str(fp8) else E4M3) if native else E5M2
 
 
