@@ -4,7 +4,7 @@
 #   PYTHON=python3.12   another interpreter (or MOE_FP8_PYTHON in the environment)
 #   SYSTEM_SITE=1       that interpreter as it is, with its own torch: no virtual environment, nothing is installed
 #   ARGS="..."          further arguments for the program that the target runs
-#   MAX_JOBS=2          compilers at a time; MOE_FP8_BACKEND and the like: see CONTRIBUTING.md
+#   MAX_JOBS=2          compilers, and processes of tests, at a time; MOE_FP8_BACKEND and the like: see CONTRIBUTING.md
 
 PYTHON ?= $(or $(MOE_FP8_PYTHON),python3)
 VENV := .venv
@@ -19,6 +19,8 @@ PY := $(VENV)/bin/python
 packages = $(VENV)/.$(1)
 endif
 BUILD := $(PY) setup.py -q build_ext --inplace
+# A system's Python may not have what spreads tests over processes.
+WORKERS = $(shell $(PY) -c 'import xdist' 2>&- && printf '%s' '-n $(or $(MAX_JOBS),auto) --dist worksteal')
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test bench lint build clean
@@ -35,7 +37,7 @@ demo: $(call packages,demo) ## train a small MoE language model in BF16 and in F
 
 test: $(call packages,test) ## run the tests; those that need a GPU are skipped where there is none
 	$(BUILD)
-	$(PY) -m pytest -q $(ARGS)
+	$(PY) -m pytest -q $(WORKERS) $(ARGS)
 
 bench: $(call packages,bench) ## time every op against the memory limit and the alternatives
 	$(BUILD)

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +64,17 @@ def cached(key: str, make: Callable[[Path], None]) -> Path:
         shutil.rmtree(draft, ignore_errors=True)
     _forget()
     return entry
+
+
+@contextlib.contextmanager
+def alone(name: str) -> Iterator[None]:
+    """One process at a time is within."""
+    import fcntl  # which Windows lacks, and what needs it is not run there
+
+    folder().mkdir(parents=True, exist_ok=True)
+    with open(folder().with_suffix(f".{name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _forget() -> None:
