@@ -1,4 +1,4 @@
-// The kernel: while a tile is stored, the first stages of the next one are on their way.
+// The kernel: while a stage is multiplied, or a tile stored, the next one is on its way.
 #pragma once
 #include "gemm/mma/load.h"
 #include "gemm/mma/store.h"
@@ -10,21 +10,18 @@ namespace moe_fp8::mma {
 template <class T>
 MOE_DEVICE void multiply_tile(Loader<T>& loader, Shared<T>& shared, int steps, const Lane<T>& lane,
                               typename Lane<T>::Sums& sums) {
-  constexpr int kAhead = Loader<T>::kAhead;
   typename Lane<T>::Sums of_block;
   for_each_sum<T>([&](int m, int n, int i, int j) { sums[m][n][i][j] = of_block[m][n][i][j] = 0.f; });
-  int stage = 0, ahead = kAhead % T::kStages;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    wait_copies<kAhead - 1>();
+    const int stage = step % T::kStages, next = (step + 1) % T::kStages;
+    wait_copies();
     __syncthreads();
-    loader.fetch(step + kAhead, ahead);
+    loader.fetch(step + 1, next);
     multiply_stage(shared, stage, (step + 1) * kDepth % gemm::kBlockDepth == 0 || step + 1 == steps, lane, of_block,
                    sums);
     if constexpr (T::kStages == 1) __syncthreads();
-    loader.land(step + kAhead, ahead);
-    stage = stage + 1 < T::kStages ? stage + 1 : 0;
-    ahead = ahead + 1 < T::kStages ? ahead + 1 : 0;
+    loader.land(step + 1, next);
   }
   __syncthreads();
 }
@@ -61,6 +58,9 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks) mma_kernel(MOE_GRID_CONSTAN
 
 template <class T>
 int launch_kernel(const ScaledGroupedMmParams& p, void* stream) {
+  // What sm_86, sm_89 and sm_120 have of shared memory, and gfx942: the least of all.
+  constexpr size_t kLeast = (kCopiesInBackground ? 100 : 64) * 1024;
+  static_assert(kBlocks * (sizeof(Shared<T>) + kStaticShared + kReservedShared) <= kLeast);
   constexpr auto kKernel = mma_kernel<T>;
   if (const int e = allow_large<kKernel>()) return e;
   return launch(kKernel, {dim3(unsigned(kBlocks * device().multiprocessors)), dim3(kThreads), stream,

@@ -24,8 +24,6 @@ MOE_DEVICE Vec16 gather_bytes(const uint8_t* from, int count) {
 template <class T>
 class Loader {
  public:
-  static constexpr int kAhead = T::kStages > 1 ? T::kStages - 1 : 1;  // stages that are loaded before they are wanted
-
   MOE_DEVICE Loader(const ScaledGroupedMmParams& p, Shared<T>& shared) : p_(p), shared_(shared) {}
 
   MOE_DEVICE void begin(const gemm::Tile& tile) {
@@ -40,11 +38,8 @@ class Loader {
     whole_ = (reinterpret_cast<uintptr_t>(a_) | reinterpret_cast<uintptr_t>(b_) | uintptr_t(p_.a_stride) |
               uintptr_t(p_.b_stride)) % 16 == 0;
     if constexpr (T::kBlock > 0) begin_scales(tile);
-#pragma unroll
-    for (int step = 0; step < kAhead; ++step) {
-      fetch(step, step);
-      land(step, step);
-    }
+    fetch(0, 0);
+    land(0, 0);
   }
 
   MOE_DEVICE void fetch(int step, int stage) {
@@ -55,11 +50,11 @@ class Loader {
         for_each_chunk(at, stage, [&](int i, Vec16& shared, const uint8_t* from, bool there) {
           const auto* chunk = reinterpret_cast<const Vec16*>(from);
           if constexpr (kCopiesInBackground) copy_or_clear(&shared, chunk, there && left > 0);
-          else held_[i] = there && left > 0 ? load_stream<Reuse::kSoon>(chunk) : Vec16{};
+          else keep(i, shared, there && left > 0 ? load_stream<Reuse::kSoon>(chunk) : Vec16{});
         });
       } else {
         for_each_chunk(at, stage, [&](int i, Vec16& shared, const uint8_t* from, bool there) {
-          (kCopiesInBackground ? shared : held_[kCopiesInBackground ? 0 : i]) = gather_bytes(from, there ? left : 0);
+          keep(i, shared, gather_bytes(from, there ? left : 0));
         });
       }
       if constexpr (T::kBlock > 0) fetch_scales(at);
@@ -89,6 +84,10 @@ class Loader {
   static constexpr int kRows = kThreads / kChunks, kOfA = T::kTileRows / kRows, kOfB = T::kTileColumns / kRows;
   static_assert(T::kTileRows <= kThreads && T::kTileColumns <= kThreads);
 
+  MOE_DEVICE void keep(int i, Vec16& shared, const Vec16& chunk) {
+    if constexpr (kCopiesInBackground) shared = chunk;
+    else held_[i] = chunk;
+  }
   // Calls act(i, its place in shared memory, where it comes from, whether there is such a row) for the thread's chunks.
   template <class Act>
   MOE_DEVICE void for_each_chunk(int at, int stage, Act act) {

@@ -80,7 +80,7 @@ MOE_DEVICE void multiply_step(const Shared<T>& shared, int stage, int step, cons
     }
 }
 
-// Calls act(sum, other, below, i, beside, j) for every sum of a lane.
+// Calls act(below, beside, i, j) for every sum of a lane.
 template <class T, class Act>
 MOE_DEVICE void for_each_sum(Act act) {
 #pragma unroll
