@@ -87,6 +87,15 @@ def _routed(device: torch.device, groups: str, *, t: int, top_k: int, e: int) ->
     return ids.view(t, top_k), e
 
 
+def _routings_of_ranks(cpu: bool) -> list[Shape]:
+    t, top_k, e, r = (512, 8, 64, 8) if cpu else (16384, 8, 64, 8)
+    return even_and_uneven([Shape(f"[{t}, {top_k}] E={e} R={r}", {"t": t, "top_k": top_k, "e": e, "r": r})])
+
+
+def _routed_to_ranks(device: torch.device, groups: str, *, r: int, **dims: int) -> tuple[object, ...]:
+    return *_routed(device, groups, **dims), r
+
+
 def _torch_sort(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """What MoE layers build from topk today: order and offsets, and no inverse."""
     ids = topk_ids.flatten()
@@ -150,6 +159,7 @@ TOKEN_CASES: tuple[Case, ...] = (
     ),
     Case("unpermute", exchanged_shapes, _permuted, ops.unpermute, (HOST,), moved=_tokens_only),
     Case("sort_tokens", _routings, _routed, ops.sort_tokens, _SORT, baseline=_torch_sort),
+    Case("tokens_by_rank", _routings_of_ranks, _routed_to_ranks, ops.tokens_by_rank),
     Case("combine", _slot_rows, _slots, ops.combine, (HOST,)),
     Case("combine_backward", _slot_rows, _slot_gradients, ops.combine_backward),
 )

@@ -42,6 +42,7 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
 
   // Token movement.
   m.def("sort_tokens(Tensor topk_ids, SymInt num_experts) -> (Tensor permutation, Tensor offs, Tensor inverse)");
+  m.def("tokens_by_rank(Tensor topk_ids, SymInt num_experts, SymInt num_ranks) -> (Tensor by_rank, Tensor counts)");
   m.def(
       "permute_indices(Tensor tokens_per_rank_expert, SymInt num_ranks, SymInt num_local_experts, SymInt num_tokens,"
       " int align=16, bool align_empty=False) -> (Tensor indices, Tensor padded_offs, Tensor tokens_per_expert)");

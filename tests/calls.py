@@ -238,6 +238,15 @@ def sort_tokens(r: random.Random) -> Call:
 
 
 @op
+def tokens_by_rank(r: random.Random) -> Call:
+    ranks = r.choice((1, 2, 3, 8, 300))
+    e = ranks * r.choice((1, 2, 60))
+    shape = r.choice(ROWS), r.choice((0, 1, 2, 5, 8))
+    ids = torch.randint(-1, e + 1, shape, dtype=r.choice((torch.int32, torch.int64)), generator=generator(r))
+    return [placed(r, ids), e, ranks], {}
+
+
+@op
 def permute_indices(r: random.Random) -> Call:
     ranks, e, m = r.choice((1, 2, 8)), r.choice((1, 3, 9)), r.choice(ROWS)
     counts = torch.randint(0, 2 * m // (ranks * e) + 2, (ranks, e), generator=generator(r))

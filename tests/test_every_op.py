@@ -24,7 +24,7 @@ DIFFERENTIABLE = {
     "pad_token_groups_to",
     "unpad_token_groups",
 }
-OF_INTEGERS = {"sort_tokens", "permute_indices"}
+OF_INTEGERS = {"sort_tokens", "tokens_by_rank", "permute_indices"}
 HUGE = 2**40
 
 
@@ -105,6 +105,7 @@ def test_wrong_kinds_of_tensors(name):
         ("quantize_tokens", [torch.zeros(0, HUGE), "rowwise"], {"offs": torch.zeros(0, dtype=torch.int32)}),
         ("unswizzle_scales", [torch.zeros(HUGE, 0, dtype=torch.uint8), 0, 5], {"groups": "experts"}),
         ("sort_tokens", [torch.zeros(HUGE, 0, dtype=torch.int64), 4], {}),
+        ("tokens_by_rank", [torch.zeros(HUGE, 0, dtype=torch.int64), 4, 2], {}),
         ("permute_pad", [torch.zeros(HUGE, 0), torch.zeros(0, dtype=torch.int32), 1], {}),
         ("activate", [torch.zeros(HUGE, 0), "silu"], {}),
         ("activate_backward", [torch.zeros(0, HUGE), torch.zeros(0, HUGE // 2), "swiglu"], {}),

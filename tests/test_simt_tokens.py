@@ -111,6 +111,25 @@ def test_sort_tokens_on_more_multiprocessors(wave, libraries, tmp_path, monkeypa
     kernels.check("sort_tokens", torch.randint(-1, 40, (9000,)), 39)
 
 
+def test_tokens_by_rank(kernels):
+    """No tokens and no choices, ranks that divide a block and that do not, more than it has threads, many blocks."""
+    sizes = (
+        (0, 3, 4, 2),
+        (5, 0, 4, 2),
+        (1, 1, 1, 1),
+        (700, 8, 64, 2),
+        (5000, 3, 60, 3),
+        (90, 6, 2048, 64),
+        (9, 4, 900, 300),
+    )
+    for t, top_k, e, ranks in sizes:
+        for dtype in (torch.int32, torch.int64):
+            kernels.check("tokens_by_rank", torch.randint(-2, e + 2, (t, top_k), dtype=dtype), e, ranks)
+    for extreme in (torch.iinfo(torch.int64).min, 2**32, 2**63 - 1):
+        kernels.check("tokens_by_rank", torch.tensor([[extreme, 1], [extreme, extreme]]), 4, 4)
+    kernels.check("tokens_by_rank", torch.randint(0, 9, (800, 8))[::2, 3:6], 9, 3)
+
+
 def check_combine(kernels: Waves, y: Tensor, inverse: Tensor, scores: Tensor | None, grad: Tensor) -> None:
     kernels.check("combine", y, inverse, scores)
     args = inverse, scores, y.shape[0]

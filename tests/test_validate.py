@@ -161,9 +161,11 @@ def test_topk_ids(dtype, x, validates):
     ids = torch.tensor([[0, 1, 9], [2, 0, 9]], dtype=dtype, device=x.device)
     ops.sort_tokens(ids[:, :2] - 1, 3)
     ops.sort_tokens(ids[:0], 3)
-    text = "sort_tokens: topk_ids must be -1 or from 0 to 2, got"
-    check_refused(f"{text} 9 in slot 2", lambda: ops.sort_tokens(ids, 3))
-    check_refused(f"{text} -2 in slot 1", lambda: ops.sort_tokens(ids[1:, :2] - 2, 3))
+    ops.tokens_by_rank(ids[:, :2] - 1, 3, 3)
+    for name, sizes in (("sort_tokens", (3,)), ("tokens_by_rank", (3, 3))):
+        text, op = f"{name}: topk_ids must be -1 or from 0 to 2, got", getattr(ops, name)
+        check_refused(f"{text} 9 in slot 2", lambda op=op, sizes=sizes: op(ids, *sizes))
+        check_refused(f"{text} -2 in slot 1", lambda op=op, sizes=sizes: op(ids[1:, :2] - 2, *sizes))
 
 
 def test_inverse(x, validates):

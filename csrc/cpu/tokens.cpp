@@ -28,6 +28,24 @@ void sort(const SortTokensParams& p) {
   }
 }
 
+template <class Id>
+void by_rank(const TokensByRankParams& p) {
+  std::fill_n(p.counts, 2 * p.R, 0);
+  std::vector<int> slots(p.R);
+  for (int64_t t = 0; t < p.T; ++t) {
+    std::fill(slots.begin(), slots.end(), 0);
+    for (int64_t j = 0; j < p.top_k; ++j) {
+      const int e = expert_of(static_cast<const Id*>(p.ids)[t * p.row_stride + j], int64_t(p.R) * p.L);
+      if (e >= 0) ++slots[e / p.L];
+    }
+    for (int r = 0; r < p.R; ++r) {
+      p.by_rank[t * p.R + r] = slots[r] ? r : -1;
+      p.counts[2 * r] += slots[r] > 0;
+      p.counts[2 * r + 1] += slots[r];
+    }
+  }
+}
+
 // f(e, first row, size) for groups with these ends.
 template <class F>
 void for_each_group(const std::vector<int>& ends, F f) {
@@ -38,6 +56,8 @@ void for_each_group(const std::vector<int>& ends, F f) {
 }  // namespace
 
 void sort_tokens_cpu(const SortTokensParams& p) { p.is_int64 ? sort<int64_t>(p) : sort<int>(p); }
+
+void tokens_by_rank_cpu(const TokensByRankParams& p) { p.is_int64 ? by_rank<int64_t>(p) : by_rank<int>(p); }
 
 void permute_indices_cpu(const PermuteIndicesParams& p) {
   const int64_t n = p.R * p.E;

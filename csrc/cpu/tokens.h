@@ -6,10 +6,12 @@
 #include "tokens/permute_scales.h"
 #include "tokens/sort_tokens.h"
 #include "tokens/token_groups.h"
+#include "tokens/tokens_by_rank.h"
 
 namespace moe_fp8 {
 
 void sort_tokens_cpu(const SortTokensParams& p);
+void tokens_by_rank_cpu(const TokensByRankParams& p);
 void permute_indices_cpu(const PermuteIndicesParams& p);
 void invert_indices_cpu(const int* indices, int64_t count, int* inverse, int64_t size);
 void pad_sources_cpu(const TokenGroupsParams& p);

@@ -99,6 +99,8 @@ inline constexpr Argument kTable[] = {
 
     {"sort_tokens", "topk_ids", nullptr, Dtypes::kInts, 1, 2, Strides::kInner,
      {{"slots", SizeLimit::kSlots, kMaxRows}}},
+    {"tokens_by_rank", "topk_ids", nullptr, Dtypes::kInts, 2, 2, Strides::kInner,
+     {{"slots", SizeLimit::kSlots, kMaxRows}}},
     {"permute_indices", "tokens_per_rank_expert", nullptr, Dtypes::kInts, 1, 2, Strides::kContiguous},
     matrix("permute_pad", "x", nullptr, Dtypes::kMovable),
     indices("permute_pad", "x"),

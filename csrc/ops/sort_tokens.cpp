@@ -6,14 +6,18 @@
 namespace moe_fp8 {
 namespace {
 
-constexpr const char* kOp = "sort_tokens";
+constexpr const char *kSort = "sort_tokens", *kByRank = "tokens_by_rank";
 
 template <class Id>
-void validate_ids(const Tensor& ids, int64_t E) {
+void validate_ids(const Argument& arg, const Tensor& ids, int64_t E) {
   const std::vector<Id> all = contents<Id>(ids);
   for (size_t slot = 0; slot < all.size(); ++slot)
     if (expert_of(all[slot], E) < 0 && all[slot] != -1)
-      fail(kOp, ": topk_ids must be -1 or from 0 to ", E - 1, ", got ", all[slot], " in slot ", slot);
+      fail(arg.op, ": ", arg.name, " must be -1 or from 0 to ", E - 1, ", got ", all[slot], " in slot ", slot);
+}
+void check_ids(const Argument& arg, const Tensor& ids, int64_t E) {
+  if (!flag_is_set("MOE_FP8_VALIDATE")) return;
+  (ids.dtype == kInt64 ? validate_ids<int64_t> : validate_ids<int>)(arg, ids, E);
 }
 
 void run(const Call& call, const Tensor& ids, SortTokensParams& p) {
@@ -27,22 +31,28 @@ void run(const Call& call, const Tensor& ids, SortTokensParams& p) {
   sort_tokens_cpu(p);
 }
 
+void run(const Call& call, const Tensor& ids, const TokensByRankParams& p) {
+#if defined(MOE_FP8_GPU)
+  if (ids.on_gpu()) return call.check(tokens_by_rank(p, call.stream()));
+#endif
+  tokens_by_rank_cpu(p);
+}
+
 }  // namespace
 
 Results<3> sort_tokens_op(const Tensor& topk_ids, int64_t num_experts) {
-  constexpr const Argument& kIds = argument(kOp, "topk_ids");
+  constexpr const Argument& kIds = argument(kSort, "topk_ids");
   check(kIds, topk_ids);
   if (num_experts < 1 || num_experts > kMaxExperts)
-    fail(kOp, ": num_experts must be from 1 to ", kMaxExperts, ", got ", num_experts);
+    fail(kSort, ": num_experts must be from 1 to ", kMaxExperts, ", got ", num_experts);
+  check_ids(kIds, topk_ids, num_experts);
   SortTokensParams p = {};
   p.is_int64 = topk_ids.dtype == kInt64;
-  if (flag_is_set("MOE_FP8_VALIDATE"))
-    (p.is_int64 ? validate_ids<int64_t> : validate_ids<int>)(topk_ids, num_experts);
   const bool matrix = topk_ids.dim == 2;
   p.top_k = topk_ids.sizes[topk_ids.dim - 1];
   p.N = matrix ? topk_ids.sizes[0] * p.top_k : p.top_k;
   p.row_stride = matrix ? topk_ids.strides[0] : p.top_k;
-  const Call call(kOp, "topk_ids", topk_ids);
+  const Call call(kSort, "topk_ids", topk_ids);
   Handle permutation = call.empty({p.N}, kInt32), offs = call.empty({num_experts}, kInt32);
   Handle inverse = call.empty(topk_ids.sizes, topk_ids.dim, kInt32);
   p.ids = topk_ids.data;
@@ -54,6 +64,26 @@ Results<3> sort_tokens_op(const Tensor& topk_ids, int64_t num_experts) {
   return results(permutation, offs, inverse);
 }
 
+Results<2> tokens_by_rank_op(const Tensor& topk_ids, int64_t num_experts, int64_t num_ranks) {
+  constexpr const Argument& kIds = argument(kByRank, "topk_ids");
+  check(kIds, topk_ids);
+  const int64_t T = topk_ids.sizes[0], R = num_ranks;
+  if (R < 1 || R > kMaxExperts) fail(kByRank, ": num_ranks must be from 1 to ", kMaxExperts, ", got ", R);
+  if (T > kMaxRows / R)
+    fail(kByRank, ": topk_ids must have at most ", kMaxRows / R, " tokens for ", R, " ranks, got ", T);
+  if (num_experts < R || num_experts > R * kMaxExperts || num_experts % R)
+    fail(kByRank, ": num_experts must be a multiple of the ", R, " ranks, at most ", R * kMaxExperts, ", got ",
+         num_experts);
+  check_ids(kIds, topk_ids, num_experts);
+  const Call call(kByRank, "topk_ids", topk_ids);
+  Handle by_rank = call.empty({T, R}, kInt32), counts = call.empty({R, 2}, kInt64);
+  run(call, topk_ids,
+      {topk_ids.data, data<int>(by_rank), data<int64_t>(counts), T, topk_ids.sizes[1], topk_ids.strides[0], int(R),
+       int(num_experts / R), topk_ids.dtype == kInt64});
+  return results(by_rank, counts);
+}
+
 }  // namespace moe_fp8
 
 MOE_FP8_REGISTER(sort_tokens)
+MOE_FP8_REGISTER(tokens_by_rank)

@@ -245,7 +245,7 @@ class ExpertParallel:
     def columns(self, x: Tensor, ids: Tensor, scores: Tensor) -> list[Tensor]:
         """What is sent of tokens, a row of each for a token: values, scales if they are in FP8, ids, scores."""
         # From 1, because rows of no token are zeros.
-        from_one = (ids.clamp(-1, self.num_experts) + 1).int()
+        from_one = torch.add(ids.clamp(-1, self.num_experts), 1, out=torch.empty_like(ids, dtype=torch.int32))
         return [*self._columns(x, self._in_fp8, gradient=False), from_one, scores]
 
     def _columns(self, x: Tensor, in_fp8: bool, gradient: bool) -> list[Tensor]:
@@ -275,11 +275,11 @@ class ExpertParallel:
         since = finder.now()
         with self.errors_told():
             columns = self.columns(x, ids, scores)
-            message = packed(columns)
-            places = [finder.places(part, since) for part in ids.tensor_split(self.chunks)]
+            message, layout = packed(columns), Column.all_of(columns)
+            places = finder.places(ids.tensor_split(self.chunks), since)
             parts = zip(message.tensor_split(self.chunks), places, strict=True)
             rows = [_permute_pad(part, to.indices, self.peers.ranks) for part, to in parts]
-        ways, layout = finder.ways(places, signature), Column.all_of(columns)
+        ways = finder.ways(places, signature)
         return [Sent(way.there(part), layout, way) for part, way in zip(rows, ways, strict=True)]
 
     def received(self, sent: Sent) -> Dispatched:
@@ -300,8 +300,8 @@ class ExpertParallel:
         """Of rows that came with ids of all ranks: those of experts here, sorted by them, and not more than `most`."""
         permutation, offs, inverse = _sort_tokens(self._local_of[ids], self.peers.num_local_experts)
         if self._static and most < permutation.shape[0]:
-            self._static.left_out[1] += (offs[-1] - most).clamp(min=0)
-            offs, inverse = offs.clamp(max=most), torch.where(inverse < most, inverse, -1)
+            self._static.left_out[1].add_((offs[-1] - most).clamp(min=0))
+            offs, inverse = offs.clamp(max=most), inverse.masked_fill_(inverse >= most, -1)
         return Slots(permutation[:most], offs, inverse)
 
 

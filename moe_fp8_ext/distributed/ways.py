@@ -15,6 +15,7 @@ OP = "ExpertParallel"
 RAISED = -1  # what a rank says that cannot send
 
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
+_tokens_by_rank = torch.ops.moe_fp8.tokens_by_rank.default
 
 
 class Peers(NamedTuple):
@@ -78,32 +79,36 @@ class Exact:
         self.peers, self.chunks = peers, chunks
         # Of high priority: its kernels are small, and each would wait until a cast has no blocks left to start.
         self.side = torch.cuda.Stream(priority=-1) if peers.device.type == "cuda" else None
+        self._columns: dict[int, Tensor] = {}  # of signatures, [ranks, 1]
 
     def now(self) -> torch.cuda.Event | None:
         """Where the current stream is: what is on it later is not waited for."""
         return None if self.side is None else torch.cuda.current_stream().record_event()
 
-    def places(self, ids: Tensor, since: torch.cuda.Event | None) -> Places:
-        """Of ids [T, top_k] that were known at `since`, in [0, num_experts); others are none.
+    def places(self, parts: Sequence[Tensor], since: torch.cuda.Event | None) -> list[Places]:
+        """Of ids [T, top_k] of each part that were known at `since`, in [0, num_experts); others are none.
 
         There are as many rows as any routing has, those of no token last: they can be filled before the host knows
         how many are sent.
         """
         with self._beside(since):
-            permutation, rows, _, inverse, slots = _by_rank(ids, self.peers)
-            most = ids.shape[0] * min(ids.shape[1], self.peers.ranks)
-            places = Places(permutation[:most], inverse, torch.stack([rows, slots], 1))
+            places = [self._places(ids) for ids in parts]
         if self.side is not None:
             current = torch.cuda.current_stream()
             current.wait_stream(self.side)
-            for t in (permutation, inverse):
-                t.record_stream(current)
+            for to in places:
+                to.indices.record_stream(current)
+                to.inverse.record_stream(current)
         return places
+
+    def _places(self, ids: Tensor) -> Places:
+        permutation, _, inverse, counts = _by_rank(ids, self.peers)
+        return Places(permutation[: ids.shape[0] * min(ids.shape[1], self.peers.ranks)], inverse, counts)
 
     def ways(self, places: Sequence[Places], signature: int) -> list[Way]:
         """signature: what must be alike on all ranks."""
         with self._beside():
-            sizes = self._told(torch.cat([to.counts for to in places], 1), signature)
+            sizes = self._told([to.counts for to in places], signature)
         return [
             Way(to.indices[: sum(sent)], to.inverse, sent, received, sum(slots), self.peers.group)
             for to, (sent, received, slots) in zip(places, sizes, strict=True)
@@ -116,8 +121,8 @@ class Exact:
     def agree(self, signature: int) -> None:
         """Raises on all ranks unless all have the same."""
         with self._beside(self.now()):
-            nothing = torch.zeros(self.peers.ranks, 2 * self.chunks, dtype=torch.int64, device=self.peers.device)
-            self._told(nothing, signature)
+            nothing = torch.zeros(self.peers.ranks, 2, dtype=torch.int64, device=self.peers.device)
+            self._told([nothing] * self.chunks, signature)
 
     def _beside(self, since: torch.cuda.Event | None = None) -> AbstractContextManager:
         if self.side is None:
@@ -126,12 +131,15 @@ class Exact:
             self.side.wait_event(since)
         return torch.cuda.stream(self.side)
 
-    def _told(self, counts: Tensor, signature: int) -> list[tuple[list[int], list[int], list[int]]]:
-        """Of counts [ranks, 2 * chunks] that go there, by chunks: rows for ranks, rows from them, slots of those."""
-        group, told = self.peers.group, torch.nn.functional.pad(counts, (0, 1), value=signature)
-        heard = torch.empty_like(told)
-        dist.all_to_all_single(heard, told, group=group)
-        told, heard = torch.stack([told, heard]).mT.tolist()
+    def _told(self, counts: list[Tensor], signature: int) -> list[tuple[list[int], list[int], list[int]]]:
+        """Of counts [ranks, 2] that go there, by chunks: rows for ranks, rows from them, slots of those."""
+        group, ranks = self.peers.group, self.peers.ranks
+        if signature not in self._columns:
+            self._columns[signature] = counts[0].new_full((ranks, 1), signature)
+        both = counts[0].new_empty(2, ranks, 2 * self.chunks + 1)  # what is told and heard: one copy to the host
+        torch.cat([*counts, self._columns[signature]], 1, out=both[0])
+        dist.all_to_all_single(both[1], both[0], group=group)
+        told, heard = both.mT.tolist()
         *heard, signatures = heard
         if signature != RAISED:
             if raised := [rank for rank, other in enumerate(signatures) if other == RAISED]:
@@ -152,17 +160,22 @@ class Static:
     def now(self) -> None:
         return None
 
-    def places(self, ids: Tensor, since: None) -> Places:
-        permutation, rows, starts, inverse, _ = _by_rank(ids, self.peers)
+    def places(self, parts: Sequence[Tensor], since: None) -> list[Places]:
+        return [self._places(ids) for ids in parts]
+
+    def _places(self, ids: Tensor) -> Places:
+        permutation, offs, inverse, counts = _by_rank(ids, self.peers)
         (tokens, top_k), ranks = ids.shape, self.peers.ranks
         room = min(tokens, math.ceil(self.capacity * tokens * min(1, top_k / ranks)))
+        rows = counts[:, 0].int()
+        starts = offs - rows
         place = torch.arange(room, dtype=torch.int32, device=ids.device)
         found = permutation[(starts[:, None] + place).clamp(max=max(permutation.shape[0] - 1, 0))]
-        indices = torch.where(place < rows[:, None], found, -1).flatten()
+        indices = found.masked_fill_(place >= rows[:, None], -1).flatten()
         place = inverse - starts
         first = torch.arange(ranks, dtype=torch.int32, device=ids.device) * room
-        inverse = torch.where((inverse >= 0) & (place < room), place + first, -1)
-        self.left_out[0] += (rows - room).clamp(min=0).sum()
+        inverse = (place + first).masked_fill_((inverse < 0) | (place >= room), -1)
+        self.left_out[0].add_((rows - room).clamp(min=0).sum())
         return Places(indices, inverse, None)
 
     def ways(self, places: Sequence[Places], signature: int) -> list[Way]:
@@ -178,17 +191,10 @@ class Static:
         return left_out.tolist()
 
 
-def _by_rank(ids: Tensor, peers: Peers) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """permutation [T * ranks] and inverse [T, ranks] as `sort_tokens` returns them for the ranks that a token has any
-    expert of; of every rank the rows, the first of them, and the slots."""
-    # Column 0 and the last one are of ids below and above those of experts.
-    column = ids.clamp(-1, peers.ranks * peers.num_local_experts).long() // peers.num_local_experts + 1
-    slots = torch.zeros(ids.shape[0], peers.ranks + 2, dtype=torch.int32, device=ids.device)
-    slots = slots.scatter_add_(1, column, torch.ones_like(ids, dtype=torch.int32))[:, 1:-1]
-    chosen, every = slots > 0, torch.arange(peers.ranks, dtype=torch.int32, device=ids.device)
-    permutation, ends, inverse = _sort_tokens(torch.where(chosen, every, -1), peers.ranks)
-    rows = chosen.sum(0, dtype=torch.int32)
-    return permutation, rows, ends - rows, inverse, slots.sum(0)
+def _by_rank(ids: Tensor, peers: Peers) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `sort_tokens` returns for the ranks that a token has any expert of, and counts of `tokens_by_rank`."""
+    by_rank, counts = _tokens_by_rank(ids, peers.ranks * peers.num_local_experts, peers.ranks)
+    return *_sort_tokens(by_rank, peers.ranks), counts
 
 
 def named(ranks: list[int], group: dist.ProcessGroup) -> str:

@@ -10,7 +10,7 @@ from moe_fp8_ext.ops.permute import permute_indices, permute_pad, permute_quanti
 from moe_fp8_ext.ops.quantize import quantize_both, quantize_rows, quantize_tokens, quantize_weight
 from moe_fp8_ext.ops.scaled_grouped_mm import add_scaled_grouped_mm, scaled_grouped_mm
 from moe_fp8_ext.ops.scales import swizzle_scales, unswizzle_scales
-from moe_fp8_ext.ops.sort_tokens import sort_tokens
+from moe_fp8_ext.ops.sort_tokens import sort_tokens, tokens_by_rank
 from moe_fp8_ext.ops.token_groups import pad_token_groups, pad_token_groups_to, unpad_token_groups
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "scaled_grouped_mm",
     "sort_tokens",
     "swizzle_scales",
+    "tokens_by_rank",
     "unpad_token_groups",
     "unpermute",
     "unswizzle_scales",

@@ -22,6 +22,7 @@ from .tokens import (
     permute_indices,
     permute_pad,
     sort_tokens,
+    tokens_by_rank,
     unpad_token_groups,
     unpermute,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "scaled_grouped_mm",
     "sort_tokens",
     "swizzle_scales",
+    "tokens_by_rank",
     "unpad_token_groups",
     "unpermute",
     "unswizzle_scales",

@@ -52,6 +52,15 @@ def sort_tokens(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     return permutation, offs, inverse.view(topk_ids.shape)
 
 
+def tokens_by_rank(topk_ids: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """topk_ids [T, top_k] -> by_rank [T, R]: r where a token has any expert of rank r, else -1; counts [R, 2]."""
+    of_rank = num_experts // num_ranks
+    starts = range(0, num_experts, of_rank)
+    slots = torch.stack([((topk_ids >= start) & (topk_ids < start + of_rank)).sum(1) for start in starts], 1)
+    by_rank = torch.where(slots > 0, torch.arange(num_ranks, device=slots.device), -1).int()
+    return by_rank, torch.stack([(slots > 0).sum(0), slots.sum(0)], 1)
+
+
 def permute_indices(
     tokens_per_rank_expert: Tensor,
     num_ranks: int,

@@ -109,6 +109,8 @@ def cases_of_tokens() -> Iterator[Call]:
     permutation, offs, inverse = OPS.sort_tokens(ids, 9)
     yield "sort_tokens", OPS.sort_tokens, (ids, 9), {}
     yield "sort_tokens", OPS.sort_tokens, (torch.randint(0, 700, (3000, 2)), 700), {}
+    for experts, ranks in ((8, 2), (600, 300)):
+        yield "tokens_by_rank", OPS.tokens_by_rank, (torch.randint(-1, experts + 1, (3000, 4)), experts, ranks), {}
     counts = torch.randint(0, 30, (4, 6), dtype=torch.int32)
     indices, _, _ = OPS.permute_indices(counts, 4, 6, 500)
     yield "permute_indices", OPS.permute_indices, (counts, 4, 6, 500), {}

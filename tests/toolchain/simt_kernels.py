@@ -399,21 +399,20 @@ class SimtKernels:
         memory.assert_untouched_around()
         return inverse
 
-    def _sort_tokens(
-        self,
-        memory: GuardedMemory,
-        permutation: Tensor,
-        offs: Tensor,
-        inverse: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-    ) -> None:
+    def _sort_tokens(self, memory: GuardedMemory, *given: object) -> None:
+        *outputs, topk_ids, num_experts = given
         n, top_k = topk_ids.numel(), topk_ids.shape[-1]
         row_stride = top_k if topk_ids.ndim == 1 else topk_ids.stride(0)
         blocks = self._library.simt_sort_tokens_blocks(ctypes.c_int64(n))
         counts = memory.empty((blocks, num_experts), torch.int32)
         what = topk_ids, topk_ids.dtype == torch.int64, n, top_k, row_stride, num_experts
-        self._call("sort_tokens", *what, permutation, offs, inverse, counts)
+        self._call("sort_tokens", *what, *outputs, counts)
+
+    def _tokens_by_rank(
+        self, memory: GuardedMemory, by_rank: Tensor, counts: Tensor, topk_ids: Tensor, num_experts: int, num_ranks: int
+    ) -> None:
+        what = *topk_ids.shape, topk_ids.stride(0), num_ranks, num_experts // num_ranks
+        self._call("tokens_by_rank", topk_ids, topk_ids.dtype == torch.int64, *what, by_rank, counts)
 
     def _combine(
         self, memory: GuardedMemory, out: Tensor, y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None

@@ -15,6 +15,7 @@
 #include "tokens/permute_scales.h"
 #include "tokens/sort_tokens.h"
 #include "tokens/token_groups.h"
+#include "tokens/tokens_by_rank.h"
 
 using namespace moe_fp8;
 
@@ -175,6 +176,12 @@ extern "C" const char* simt_sort_tokens(const void* ids, bool is_int64, int64_t 
                                         int E, int* permutation, int* offs, int* inverse, int* counts) {
   const SortTokensParams p = {ids, permutation, offs, inverse, counts, N, top_k, row_stride, E, is_int64};
   return outcome(sort_tokens(p, nullptr));
+}
+
+extern "C" const char* simt_tokens_by_rank(const void* ids, bool is_int64, int64_t T, int64_t top_k, int64_t row_stride,
+                                           int R, int L, int* by_rank, int64_t* counts) {
+  const TokensByRankParams p = {ids, by_rank, counts, T, top_k, row_stride, R, L, is_int64};
+  return outcome(tokens_by_rank(p, nullptr));
 }
 
 extern "C" const char* simt_combine(const void* y, const int* inverse, const void* scores, void* out, int64_t T,
