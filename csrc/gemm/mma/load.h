@@ -121,8 +121,10 @@ class Loader {
       of_column_[i] = there && column_ >= 0 ? p_.scale_b.at(expert_, column_, block) : 0.f;
     }
   }
+  // Blocked scales of a group of rows fill blocks of their own, as many as there are tiles below one another.
   MOE_DEVICE int rows_padded_before(int expert) const {
-    return gemm::kBlockDepth * (shared_.groups.before[expert] / typename T::Units(p_, 0).across);
+    static_assert(T::kTileRows == kGroupScales);
+    return T::kTileRows * (shared_.groups.before[expert] / typename T::Units(p_, 0).across);
   }
 
   const ScaledGroupedMmParams& p_;
