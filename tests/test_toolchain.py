@@ -16,7 +16,7 @@ import compile_cached  # noqa: E402
 import cuda_check  # noqa: E402
 import hip_check  # noqa: E402
 import isa_report  # noqa: E402
-from simt_library import SIMT, compile_cxx  # noqa: E402
+from simt_library import CXX, SIMT, compile_cxx  # noqa: E402
 
 from build_backend.environment import choose_archs  # noqa: E402
 
@@ -60,6 +60,27 @@ def test_emulation(faults, case, outcome):
     environment = {**os.environ, "SIMT_TIMEOUT": "1" if case == "wait without end" else "60"}
     done = subprocess.run([faults, case], capture_output=True, text=True, timeout=120, env=environment)
     assert re.match(outcome, done.stdout), done
+
+
+# ---- Chips ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("macros", "multiplies"),
+    [
+        ("__CUDA_ARCH__=750", False),
+        ("__CUDA_ARCH__=800", True),
+        ("__HIP_DEVICE_COMPILE__ __gfx90a__ __GFX9__", False),
+        ("__HIP_DEVICE_COMPILE__ __gfx1201__ __GFX12__", False),
+        ("__HIP_DEVICE_COMPILE__ __gfx950__ __GFX9__", True),
+        ("__HIP_DEVICE_COMPILE__ __gfx942__ __GFX9__", True),
+    ],
+)
+def test_a_chip_that_would_multiply_to_zeros_is_no_target(macros, multiplies):
+    defined = [f"-D{macro}" for macro in macros.split()]
+    command = [*CXX, "-E", *defined, f"-I{cache.CSRC}", str(cache.CSRC / "platform" / "mma.h")]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert (run.returncode == 0) == multiplies and ("sm_80 and newer" in run.stderr) != multiplies
 
 
 # ---- Compile checks --------------------------------------------------------------------------------------------------

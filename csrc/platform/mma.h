@@ -1,4 +1,4 @@
-// Matrix instructions that every chip with tensor cores has, of one wave: mma.sync on NVIDIA's, MFMA on AMD's.
+// Matrix instructions of one wave: mma.sync of NVIDIA's chips since sm_80, MFMA of AMD's gfx942 and gfx950.
 //
 // Both are dealt with by patches: 16 rows of a, 32 columns (rows of b), 32 elements of the sum. A lane holds eight
 // neighbouring elements of each of its rows of a and of b, and the sums of eight neighbouring columns:
@@ -13,6 +13,13 @@
 #include "platform/convert.h"
 #include "platform/memory.h"
 #include "platform/waves.h"
+
+// Without them every product would be zero. gfx90a has MFMA too, but takes subnormal 16-bit floats for zeros, and those
+// of E5M2 are such.
+#if (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800) || \
+    (defined(__HIP_DEVICE_COMPILE__) && !defined(__gfx942__) && !defined(__gfx950__))
+#error "moe_fp8_ext multiplies on sm_80 and newer, gfx942 and gfx950 only"
+#endif
 
 namespace moe_fp8 {
 

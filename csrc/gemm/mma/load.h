@@ -35,8 +35,7 @@ class Loader {
     rows_ = tile.rows - row;
     columns_ = tile.columns - column;
     depth_ = tile.depth;
-    whole_ = (reinterpret_cast<uintptr_t>(a_) | reinterpret_cast<uintptr_t>(b_) | uintptr_t(p_.a_stride) |
-              uintptr_t(p_.b_stride)) % 16 == 0;
+    whole_ = (reinterpret_cast<uintptr_t>(a_) | reinterpret_cast<uintptr_t>(b_)) % 16 == 0;
     if constexpr (T::kBlock > 0) begin_scales(tile);
     fetch(0, 0);
     land(0, 0);
@@ -83,6 +82,7 @@ class Loader {
  private:
   static constexpr int kRows = kThreads / kChunks, kOfA = T::kTileRows / kRows, kOfB = T::kTileColumns / kRows;
   static_assert(T::kTileRows <= kThreads && T::kTileColumns <= kThreads);
+  static_assert(kRows % 16 == 0, "a thread's chunks are all aligned, or none");
 
   MOE_DEVICE void keep(int i, Vec16& shared, const Vec16& chunk) {
     if constexpr (kCopiesInBackground) shared = chunk;
@@ -117,12 +117,14 @@ class Loader {
     for (int i = 0; i < T::kScales; ++i) {
       const ColumnBlock block = {first_block_, blocks_, at / T::kBlock + i};
       const bool there = block.at < blocks_;
-      of_row_[i] = there && row_ >= 0 ? p_.scale_a.at(p_.groups_of_sum ? expert_ : 0, row_ + skipped_, block) : 0.f;
+      of_row_[i] = there && row_ >= 0 ? p_.scale_a.at(0, row_ + skipped_, block) : 0.f;
       of_column_[i] = there && column_ >= 0 ? p_.scale_b.at(expert_, column_, block) : 0.f;
     }
   }
+  // Blocked scales of a group of rows fill blocks of their own, as many as there are tiles below one another.
   MOE_DEVICE int rows_padded_before(int expert) const {
-    return gemm::kBlockDepth * (shared_.groups.before[expert] / typename T::Units(p_, 0).across);
+    static_assert(T::kTileRows == kGroupScales);
+    return T::kTileRows * (shared_.groups.before[expert] / typename T::Units(p_, 0).across);
   }
 
   const ScaledGroupedMmParams& p_;
@@ -130,7 +132,7 @@ class Loader {
   const uint8_t *a_, *b_;
   int rows_, columns_;  // what is left from the thread's first on
   int depth_;
-  bool whole_;          // chunks begin at multiples of 16 bytes
+  bool whole_;          // the thread's chunks begin at multiples of 16 bytes
   Vec16 held_[kCopiesInBackground ? 1 : kOfA + kOfB];
 
   // Scales of blocks: whose, of which blocks, and what was fetched.
