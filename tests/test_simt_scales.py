@@ -240,6 +240,17 @@ def test_scaled_grouped_mm(kernels, layout, format, shape, fp8, native, out_dtyp
         kernels.check("scaled_grouped_mm", *operands, format, out_dtype=out_dtype)
 
 
+def test_scaled_grouped_mm_of_many_tiles(kernels):
+    """More than a band below one another, more groups than blocks, most of them empty; rows that are one and the same."""
+    for sizes, k, n in (([2200, 0, 40], 8, 130), ([int(e % 40 == 7) for e in range(MOST_EXPERTS)], 40, 9)):
+        offs = torch.tensor(sizes).cumsum(0).int()
+        for operands in products("mxfp8", offs, int(offs[-1]), k, n, E4M3):
+            kernels.check("scaled_grouped_mm", *operands, "mxfp8", out_dtype=torch.float32)
+    a, b, *rest = products("rowwise", torch.tensor([100, 150], dtype=torch.int32), 150, 64, 40, E4M3)[0]
+    a, b = a[:1].expand(150, 64), b[:, :, :1].expand(2, 64, 40)
+    kernels.check("scaled_grouped_mm", a, b, *rest, "rowwise", out_dtype=torch.float32)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_scaled_grouped_mm_with_corrupt_offsets(kernels, format):
     for offs in corrupt_offs(40):
@@ -256,9 +267,11 @@ def test_add_scaled_grouped_mm(kernels, format, dtype):
     for (m, k, n, e), layout, fp8 in zip(((70, 33, 65, 3), (90, 64, 16, 5)), LAYOUTS[-2:], FP8_DTYPES, strict=False):
         operands = products(format, group_offs(layout, m, e), m, k, n, fp8)[1]
         total = wide(e, n, k, dtype=dtype)
+        total[:, 0] = -0.0  # stays, in groups that are empty
         want = total.clone()
         reference.add_scaled_grouped_mm(want, *operands, format)
-        kernels.check_as((want,), "add_scaled_grouped_mm", total, *operands, format)
+        for at in (total, misaligned(total)):
+            kernels.check_as((want,), "add_scaled_grouped_mm", at, *operands, format)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)

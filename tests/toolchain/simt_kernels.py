@@ -282,7 +282,8 @@ class SimtKernels:
         self._call("scaled_grouped_mm", *what_a, *what_b, *how, out)
 
     def _add_scaled_grouped_mm(self, memory: GuardedMemory, out: Tensor, total: Tensor, *product: object) -> None:
-        self._scaled_grouped_mm(memory, out.copy_(total), *product, adds=True)
+        self._scaled_grouped_mm(memory, total, *product, adds=True)
+        out.copy_(total)
 
     def add_groups(self, total: Tensor, product: Tensor, ends: Tensor) -> Tensor:
         memory = GuardedMemory()
