@@ -23,7 +23,7 @@ BUILD := $(PY) setup.py -q build_ext --inplace
 WORKERS = $(shell $(PY) -c 'import xdist' 2>&- && printf '%s' '-n $(or $(MAX_JOBS),auto) --dist worksteal')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint build clean
+.PHONY: help demo test bench report lint build clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,10 @@ test: $(call packages,test) ## run the tests; those that need a GPU are skipped 
 bench: $(call packages,bench) ## time every op against the memory limit and the alternatives
 	$(BUILD)
 	$(PY) bench/run.py $(ARGS)
+
+report: $(call packages,bench) ## try every kernel on the GPU that is here: what to attach where nobody had one before
+	$(BUILD)
+	$(PY) tests/toolchain/first_run.py $(ARGS)
 
 lint: $(call packages,lint) ## check the Python code
 	$(PY) -m ruff check

@@ -52,7 +52,10 @@ LEGEND = """\
   on this GPU or was not timed. torchao pads nothing and, but for rowwise, knows no groups.
 - Sizes are those of bench/shapes.json; those of `grouped_mm` are [M, K, N, E]."""
 # Hardware that every change is compiled for, by the name that a results file would carry.
-HARDWARE = (("H200", "sm_90a"), ("B200", "sm_100a"), ("MI300", "gfx942"), ("MI355", "gfx950"))
+HARDWARE = (
+    *(("A100", "sm_80"), ("L40S", "sm_89"), ("H200", "sm_90a"), ("B200", "sm_100a"), ("RTX PRO", "sm_120")),
+    *(("MI300", "gfx942"), ("MI355", "gfx950")),
+)
 
 
 GROUPS = (("even", "with even groups"), ("zipf", "with uneven ones"))

@@ -20,8 +20,10 @@ TORCH_MINIMUM = "2.11"  # CMakeLists.txt's TORCH_TARGET_VERSION is the same numb
 TORCH = f"torch>={TORCH_MINIMUM}"
 CMAKE_MINIMUM = "3.21"
 SETUPTOOLS_MINIMUM = "77"  # pyproject.toml says so too, but nobody reads that in a build without isolation
-DEFAULT_ARCHS = {"cuda": "90a;100a", "rocm": "gfx942;gfx950", "cpu": ""}  # where there is no GPU to ask
-OLDEST_GPU = 8.0  # compute capability
+DEFAULT_ARCHS = {"cuda": "80;89;90a;100a;120", "rocm": "gfx942;gfx950", "cpu": ""}  # where there is no GPU to ask
+# What the GEMMs have matrix instructions of: NVIDIA's from this compute capability on, and these of AMD's.
+OLDEST_GPU = 8.0
+AMD_GPUS = ("gfx942", "gfx950")
 
 
 def fail(sentence: str) -> NoReturn:
@@ -118,7 +120,7 @@ class Toolchain:
 
 
 def gpu_archs(backend: str) -> str:
-    """The architectures of this machine's GPUs, nothing where there is none."""
+    """The architectures of this machine's GPUs that the kernels are for, nothing where there is none."""
 
     def answer(*command: str) -> str:
         tool = shutil.which(command[0]) or _first_file(f"{os.environ.get('ROCM_PATH', '/opt/rocm')}/bin/{command[0]}")
@@ -130,7 +132,7 @@ def gpu_archs(backend: str) -> str:
         return ";".join(f"{10 * c:.0f}{'a' if c >= 9 else ''}" for c in found if c >= OLDEST_GPU)
     if backend == "rocm":
         text = answer("rocm_agent_enumerator") or answer("rocminfo")
-        return ";".join(sorted(set(re.findall(r"\bgfx\d\w{2,}", text)) - {"gfx000"}))  # gfx000: a CPU
+        return ";".join(sorted(set(re.findall(r"\bgfx\w+", text)) & set(AMD_GPUS)))
     return ""
 
 
@@ -161,12 +163,19 @@ def choose_archs(backend: str, device_compiler: str) -> tuple[str, str]:
     asked, here = os.environ.get(variable), gpu_archs(backend)
     archs = asked or here or DEFAULT_ARCHS[backend]
     if backend == "cuda":
+        old = [arch for arch in archs.split(";") if int(re.sub(r"\D", "", arch) or 0) < 10 * OLDEST_GPU]
+        if old:
+            fail(f"{variable} must name architectures from {10 * OLDEST_GPU:.0f} on, got {', '.join(old)} of {archs}.")
         known = subprocess.run([device_compiler, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
         unknown = [arch for arch in archs.split(";") if f"sm_{arch.rstrip('af')}" not in known]
         if unknown:
             fail(f"{device_compiler} does not know {', '.join(unknown)} of {archs}: update CUDA or set {variable}.")
         if "90" in archs.split(";"):  # would compile, without the tensor cores' instructions
             fail(f"{variable} must name Hopper 90a, whose GEMMs need it, got 90 in {archs}.")
+    else:
+        foreign = [arch for arch in archs.split(";") if arch.partition(":")[0] not in AMD_GPUS]  # behind it: features
+        if foreign:
+            fail(f"{variable} must name some of {', '.join(AMD_GPUS)}, got {', '.join(foreign)} of {archs}.")
     if asked:
         return archs, f"{variable} says so"
     if here:

@@ -241,7 +241,7 @@ def test_scaled_grouped_mm(kernels, layout, format, shape, fp8, native, out_dtyp
 
 
 def test_scaled_grouped_mm_of_many_tiles(kernels):
-    """More than a band below one another, more groups than blocks, most of them empty; rows that are one and the same."""
+    """More than a band below one another, more groups than blocks, most of them empty; rows that are the same."""
     for sizes, k, n in (([2200, 0, 40], 8, 130), ([int(e % 40 == 7) for e in range(MOST_EXPERTS)], 40, 9)):
         offs = torch.tensor(sizes).cumsum(0).int()
         for operands in products("mxfp8", offs, int(offs[-1]), k, n, E4M3):

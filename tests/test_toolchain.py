@@ -9,16 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path[:0] = [str(Path(__file__).parent / "toolchain"), str(Path(__file__).parents[1])]
 import cache  # noqa: E402
 import compile_cached  # noqa: E402
 import cuda_check  # noqa: E402
+import first_run  # noqa: E402
 import hip_check  # noqa: E402
 import isa_report  # noqa: E402
 from simt_library import CXX, SIMT, compile_cxx  # noqa: E402
 
-from build_backend.environment import choose_archs  # noqa: E402
+from build_backend.environment import DEFAULT_ARCHS, choose_archs, gpu_archs  # noqa: E402
 
 # ---- SIMT emulation --------------------------------------------------------------------------------------------------
 
@@ -94,6 +96,7 @@ GEMM = (
     "_ZN7moe_fp84sm9019grouped_gemm_kernelINS0_6TraitsILNS0_6ScalesE0ELNS0_7GroupedE0ELNS_7Fp8TypeE0ELb0ELb1EEEEEv"
     "NS0_4ArgsE"
 )
+MMA = "_ZN7moe_fp83mma10mma_kernelINS0_6TraitsILNS0_5TypesE0ELi0EEEEEvNS_21ScaledGroupedMmParamsE"
 AMD_LOAD, AMD_CAST = "global_load_dwordx4 v[0:3], v4, s[0:1]", "v_cvt_pk_fp8_f32 v0, v1, v2"
 
 
@@ -156,8 +159,10 @@ ptxas info    : Used 62 registers, used 1 barriers, 128 bytes smem
     )
 
 
+ARCHS = [f"sm_{arch}" for arch in DEFAULT_ARCHS["cuda"].split(";")]
 PTX_LOAD = "ld.global.nc.L1::no_allocate.v4.u32 {%r1, %r2, %r3, %r4}, [%rd1];"
 PTX_CAST = "cvt.rn.satfinite.e4m3x2.f32 %rs1, %f1, %f2;"
+PTX_MMA = "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%f1, %f2, %f3, %f4}, {%r1, %r2, %r3, %r4}, {%r5, %r6};"
 PTX_SCALE = "cvt.rp.satfinite.ue8m0x2.f32 %rs1, %f1, %f2;"
 SASS_LOAD = "LDG.E.NA.128.CONSTANT R4, desc[UR4][R2.64]"
 SASS_CAST = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R0, R1, R2, RZ"
@@ -180,6 +185,13 @@ SASS_GEMM = ["QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR28], R24", "UTMALDG.2D.
         (ptxas_log(BLOCKS), [PTX_LOAD, PTX_CAST], []),
         (ptxas_log(BLOCKS, "sm_100a"), [PTX_LOAD, PTX_CAST], ["no E8M0 casts"]),
         (ptxas_log(BLOCKS, "sm_100a"), [PTX_LOAD, PTX_CAST, PTX_SCALE], []),
+        (ptxas_log(BLOCKS, "sm_120"), [PTX_LOAD, PTX_CAST], []),
+        (ptxas_log(BLOCKS, "sm_120a"), [PTX_LOAD, PTX_CAST], ["no E8M0 casts"]),
+        (ptxas_log(FAST, "sm_80"), [PTX_LOAD], []),
+        (ptxas_log(FAST, "sm_80"), [PTX_CAST], ["no vector loads"]),
+        (ptxas_log(FAST, "sm_89"), [PTX_LOAD], ["no E4M3 casts"]),
+        *((ptxas_log(MMA, arch), [PTX_LOAD, PTX_MMA], []) for arch in ARCHS),
+        *((ptxas_log(MMA, arch), [PTX_LOAD], ["no matrix instructions"]) for arch in ARCHS),
         (ptxas_log(GEMM), SASS_GEMM, []),
         (ptxas_log(GEMM, waits=2), SASS_GEMM, ["2 waits between products"]),
         (ptxas_log(GEMM), SASS_GEMM[1:], ["no tensor core products"]),
@@ -198,16 +210,60 @@ def test_cuda_check(log, body, problems):
     assert (kernel.registers, kernel.shared, kernel.problems) == (62, 128, problems)
 
 
-def test_hopper_is_built_with_its_own_instructions(monkeypatch, tmp_path, capsys):
-    nvcc = tmp_path / "nvcc"
-    nvcc.write_text("#!/bin/sh\necho sm_90 sm_100\n")
-    nvcc.chmod(0o755)
-    for archs in ("90a", "90a;100a"):
-        monkeypatch.setenv("MOE_FP8_CUDA_ARCHS", archs)
-        assert choose_archs("cuda", str(nvcc))[0] == archs
-    monkeypatch.setenv("MOE_FP8_CUDA_ARCHS", "90;100a")
-    with pytest.raises(SystemExit, match="must name Hopper 90a, .* got 90 in 90;100a"):
-        choose_archs("cuda", str(nvcc))
+# ---- Architectures of a build ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of commands that say what a machine has: a compiler, and no GPUs until a test adds them."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for variable in ("MOE_FP8_CUDA_ARCHS", "MOE_FP8_ROCM_ARCHS"):
+        monkeypatch.delenv(variable, raising=False)
+    says(tmp_path / "nvcc", *(f"sm_{n}" for n in (75, 80, 86, 89, 90, 100, 103, 120)))
+    says(tmp_path / "nvidia-smi")
+    says(tmp_path / "rocm_agent_enumerator", "gfx000")
+    return tmp_path
+
+
+def says(tool: Path, *words: str) -> None:
+    tool.write_text("#!/bin/sh\n" + "".join(f"echo {word}\n" for word in words))
+    tool.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked"), [("cuda", "90a"), ("cuda", "90a;100a"), ("cuda", "86;103a;120f"), ("rocm", "gfx950;gfx942")]
+)
+def test_architectures_that_are_asked_for(tools, monkeypatch, backend, asked):
+    monkeypatch.setenv(f"MOE_FP8_{backend.upper()}_ARCHS", asked)
+    assert choose_archs(backend, str(tools / "nvcc"))[0] == asked
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "message"),
+    [
+        ("cuda", "90;100a", "MOE_FP8_CUDA_ARCHS must name Hopper 90a, .* got 90 in 90;100a"),
+        ("cuda", "75;80", "MOE_FP8_CUDA_ARCHS must name architectures from 80 on, got 75 of 75;80"),
+        ("cuda", "hopper", "must name architectures from 80 on, got hopper of hopper"),
+        ("cuda", "90a;130", "nvcc does not know 130 of 90a;130"),
+        (
+            "rocm",
+            "gfx942;gfx1100",
+            "MOE_FP8_ROCM_ARCHS must name some of gfx942, gfx950, got gfx1100 of gfx942;",
+        ),
+    ],
+)
+def test_architectures_that_nothing_is_built_for(tools, monkeypatch, backend, asked, message):
+    monkeypatch.setenv(f"MOE_FP8_{backend.upper()}_ARCHS", asked)
+    with pytest.raises(SystemExit, match=message):
+        choose_archs(backend, str(tools / "nvcc"))
+
+
+def test_architectures_of_the_machine(tools):
+    assert choose_archs("cuda", str(tools / "nvcc"))[0] == DEFAULT_ARCHS["cuda"]
+    assert choose_archs("rocm", "hipcc")[0] == DEFAULT_ARCHS["rocm"]
+    says(tools / "nvidia-smi", "9.0", "7.5", "8.9", "9.0")
+    says(tools / "rocm_agent_enumerator", "gfx000", "gfx942", "gfx1036", "gfx942")  # a CPU, and graphics beside it
+    assert (gpu_archs("cuda"), gpu_archs("rocm")) == ("89;90a", "gfx942")
 
 
 def test_names_of_kernels():
@@ -237,6 +293,50 @@ def test_every_kernel_is_known():
 
 def test_a_check_that_saw_no_kernel_fails():
     assert isa_report.print_report([], "vgpr") == 1
+
+
+# ---- The report of a GPU ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_report_without_a_gpu():
+    done = subprocess.run([sys.executable, first_run.__file__], capture_output=True, text=True)
+    assert re.search(
+        r"== machine\ntorch \S+ of (.|\n)*version .*\nGEMM cpu: .*\n\nNothing was run: torch", done.stdout
+    ), done
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("recipe", [*first_run.RECIPES, "bf16"])
+def test_report_says_whether_bytes_are_the_same(recipe, capsys):
+    assert first_run.same_bytes(recipe, "cpu", (64, 32, 64, 4))
+    assert capsys.readouterr().out == "product: the same bytes\nlayer: the same bytes\n"
+
+
+def test_report_sees_other_bytes(monkeypatch, capsys):
+    monkeypatch.setattr(first_run.moe, "grouped_mm", lambda x, b_t, offs, recipe: x.sum() * b_t.sum() * torch.rand(1))
+    assert not first_run.same_bytes("rowwise", "cpu", (64, 32, 64, 4))
+    assert capsys.readouterr().out == "product: OTHER BYTES\nlayer: the same bytes\n"
+
+
+@pytest.mark.parametrize("format", first_run.RECIPES)
+def test_report_of_speed(format, capsys):
+    assert first_run.speed(format, "cpu", (64, 32, 64, 2))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:2]] == [
+        "quantize_both [64, 32]",
+        "scaled_grouped_mm [64, 32, 64, 2]",
+    ]
+    assert re.match(r"\d+\.\d\d x torch._grouped_mm in BF16", lines[2])
+
+
+def test_report_goes_on_after_what_fails(capfd):
+    kill, wait = ["sh", "-c", "kill -9 $$"], ["sleep", "60"]
+    commands = {"good": ["true"], "bad": ["false"], "dead": kill, "stuck": wait, "last": ["echo", "there"]}
+    assert first_run.run(commands, seconds=1) == ["bad", "dead", "stuck"]
+    out = capfd.readouterr().out
+    assert "== bad\nFAILED: status 1\n" in out and "== dead\nFAILED: status -9\n" in out
+    assert "== stuck\nFAILED: no end in 1 seconds\n" in out and out.endswith("== last\nthere\n")
 
 
 # ---- The cache -------------------------------------------------------------------------------------------------------

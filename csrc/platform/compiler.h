@@ -18,9 +18,20 @@
 #define MOE_HD inline
 #endif
 
-// The second argument of launch bounds means blocks per multiprocessor on CUDA, waves per SIMD on HIP.
+// Threads that a multiprocessor holds, more on data centers' chips.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100))
+constexpr int kMultiprocessorThreads = 2048;
+#else
+constexpr int kMultiprocessorThreads = 1536;
+#endif
+
+// The second argument of launch bounds means blocks per multiprocessor on CUDA, no more than fit, and waves per SIMD on
+// HIP.
 #if defined(MOE_CUDA)
-#define MOE_LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
+constexpr int fitting_blocks(int threads, int blocks) {
+  return threads * blocks > kMultiprocessorThreads ? kMultiprocessorThreads / threads : blocks;
+}
+#define MOE_LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, fitting_blocks(threads, blocks))
 #elif defined(MOE_HIP)
 #define MOE_LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads)
 #endif

@@ -24,6 +24,23 @@ MOE_DEVICE void allow_next_kernel() {
 #endif
 }
 
+// Bytes of shared memory that a block may ask for on every chip that runs the code for a compute capability: an A100's
+// also runs on the smaller chips of its generation.
+constexpr int least_shared([[maybe_unused]] int sm) {
+#if defined(MOE_SIMT)
+  return simt::kMaxSharedBytes;
+#elif defined(MOE_HIP)
+  return 64 << 10;
+#else
+  return sm >= 90 && sm < 120 ? 227 << 10 : 99 << 10;
+#endif
+}
+#if defined(__CUDA_ARCH__)
+constexpr int kLeastShared = least_shared(__CUDA_ARCH__ / 10);
+#else
+constexpr int kLeastShared = least_shared(0);
+#endif
+
 struct Device {
   int multiprocessors;
   int shared_per_block;  // bytes a block may ask for
@@ -42,9 +59,8 @@ inline int current_device() {
 inline Device ask_device(int id) {
   Device d = {};
 #if defined(MOE_HIP)
-  d.shared_per_block = 64 * 1024;
+  d.shared_per_block = kLeastShared;
 #if defined(MOE_SIMT)
-  d.shared_per_block = simt::kMaxSharedBytes;
   d.has_clusters = SIMT_WARP == 32;
   d.overlaps_kernels = true;
 #endif

@@ -1,7 +1,8 @@
 // A tile of 128 rows by 128 columns: whole scaling blocks along rows, columns or both, so that one read serves every
-// direction. Where the chip copies in the background, a tile comes into shared memory while the one before it, in
-// registers by then, is cast and stored. Eight slots of 16 rows, a lane has four neighbouring columns.
+// direction. Where the chip copies in the background and has the room, a tile comes into shared memory while the one
+// before it, in registers by then, is cast and stored. Eight slots of 16 rows, a lane has four neighbouring columns.
 #pragma once
+#include "platform/launch.h"
 #include "platform/memory.h"
 #include "platform/waves.h"
 #include "primitives/transpose.h"
@@ -38,9 +39,9 @@ MOE_DEVICE int in_wave(int rows) {
   return rows - int(threadIdx.y) / kSlots * kSlots * kSlotRows;
 }
 
-template <class T>
-struct TileShared {
-  Vec16 rows[kCopiesInBackground ? kBlock : 1][T::kChunks];
+template <class T, bool kAhead>
+struct TileBuffers {
+  Vec16 rows[kAhead ? kBlock : 1][T::kChunks];  // of the next tile
   TransposeStage<kBlock, T::kColumns> stage[kStack];
   alignas(16) uint32_t slot_amax[kTileSlots][kLanes * T::kWords];
   alignas(16) float multiplier[T::kBlocks][kBlock];  // of the blocks of a column
@@ -50,6 +51,16 @@ struct TileShared {
 
   MOE_DEVICE Tile& tile(uint32_t turn) { return tiles[turn & 7]; }
 };
+template <class T>
+MOE_HD constexpr size_t tile_shared_bytes(bool ahead, int64_t E) {
+  return (ahead ? sizeof(TileBuffers<T, true>) : sizeof(TileBuffers<T, false>)) + 4 * T::Tiles::words(E);
+}
+template <class T>
+MOE_HD constexpr bool copies_ahead(int shared) {
+  return kCopiesInBackground && tile_shared_bytes<T>(true, kMaxExperts) + kStaticShared <= size_t(shared);
+}
+template <class T>
+using TileShared = TileBuffers<T, copies_ahead<T>(kLeastShared)>;
 
 template <class T>
 MOE_DEVICE int64_t first_column(const Tile& tile) {
@@ -64,7 +75,7 @@ MOE_DEVICE void find_sources(const TilesPlan& p, const Tile& tile, int (&source)
 // Starts the copies of a tile, zeros where there is nothing to copy.
 template <class T>
 MOE_DEVICE void copy_tile(const TilesPlan& p, const Tile& tile, const int (&source)[kBlock], TileShared<T>& shared) {
-  if constexpr (!kCopiesInBackground) return;
+  if constexpr (!copies_ahead<T>(kLeastShared)) return;
   using Types = typename T::Types;
   constexpr int kStep = kTileThreads / T::kChunks;  // rows at once
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % T::kChunks;
@@ -92,7 +103,7 @@ MOE_DEVICE void read_tile(const TilesPlan& p, const Tile& tile, const int (&sour
   for (int i = 0; i < kSlotRows; ++i) {
     const int r = threadIdx.y * kSlotRows + i;
     Words words = {};
-    if constexpr (kCopiesInBackground) {
+    if constexpr (copies_ahead<T>(kLeastShared)) {
       words = reinterpret_cast<const Words*>(shared.rows[r])[threadIdx.x];
     } else if (source[r] >= 0 && column < p.K) {
       const auto* row = Types::advance(p, x, source[r] * p.row_stride);

@@ -22,8 +22,15 @@ constexpr int most_blocks() {  // that registers are for
 }
 
 template <class T>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, (kCastsInHardware ? most_blocks<T>() : 1))
+constexpr int resident_blocks() {
+  constexpr int held = kLeastShared / int(sizeof(TileShared<T>)), most = kCastsInHardware ? most_blocks<T>() : 1;
+  return held < most ? held : most;
+}
+
+template <class T>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, resident_blocks<T>())
     quantize_tiles_kernel(MOE_GRID_CONSTANT const TilesPlan p) {
+  static_assert(tile_shared_bytes<T>(copies_ahead<T>(kLeastShared), kMaxExperts) + kStaticShared <= kLeastShared);
   MOE_DYNAMIC_SMEM(smem);
   auto& shared = *reinterpret_cast<TileShared<T>*>(smem);
   wait_for_previous_kernel();
@@ -91,7 +98,7 @@ int launch_tiles_of(const QuantizeParams& p, void* stream) {
   if (const int e = allow_large<kKernel>()) return e;
   const int64_t most = device().multiprocessors * (wanted < most_blocks<T>() ? wanted : most_blocks<T>());
   Launch l = {dim3(unsigned(tiles < 1 ? 1 : tiles < most ? tiles : most)), dim3(kLanes, kTileSlots), stream};
-  l.shared = sizeof(TileShared<T>) + 4 * T::Tiles::words(p.E);
+  l.shared = tile_shared_bytes<T>(copies_ahead<T>(least_shared(device().sm)), p.E);
   return launch(kKernel, l, plan);
 }
 template <ScaleType kScale, class In>

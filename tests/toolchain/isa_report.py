@@ -16,7 +16,9 @@ E4M3, E5M2 = "E4M3 casts", "E5M2 casts"
 E8M0 = "E8M0 casts"  # instructions that round up to an E8M0 scale
 PRODUCTS, BOXES = "tensor core products", "copies by tensor maps"
 MATRICES = "matrix instructions"  # of one wave: mma.sync, MFMA
-ROUNDS_TO_E8M0 = ("sm_100a",)
+# Of chips without the instructions, or code that may not use them, the casts are arithmetic.
+CASTS_IN_SOFTWARE = ("sm_80", "sm_86", "sm_87")
+ROUNDS_TO_E8M0 = ("sm_100a", "sm_103a", "sm_120a", "sm_121a")
 OF_E8M0 = r"\(ScaleType\)1|\(FormatId\)[23]"  # kernels of formats with such scales
 KINDS = {"(Kind)0": {E4M3}, "(Kind)1": {E5M2}, "(Kind)2": {E4M3, E5M2}}  # enum class Kind of quantize/types.h
 
@@ -82,7 +84,8 @@ def needs(name: str, arch: str) -> set[str] | None:
         if not fast:
             return set() if re.search(r"\bAny\b", name) else None
         of_scales = {E8M0} if arch in ROUNDS_TO_E8M0 and re.search(OF_E8M0, name) else set()
-        return {VECTORS, *KINDS[fast[1]], *of_scales}
+        of_values = set() if arch in CASTS_IN_SOFTWARE else KINDS[fast[1]]
+        return {VECTORS, *of_values, *of_scales}
     if base not in OTHERS:
         return None
     vectors = OTHERS[base]
