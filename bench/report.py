@@ -150,8 +150,7 @@ def results_page(results: dict[str, dict]) -> str:
         parts += [
             f"## {result['device']}" + (f", every product by `{result['gemm']}`" if "gemm" in result else ""),
             textwrap.fill(f"{origin(result)} {summary(result)}.", 120),
-            "Forward and backward of `grouped_mm`, by recipe:",
-            table(training, "github"),
+            *(("Forward and backward of `grouped_mm`, by recipe:", table(training, "github")) if training else ()),
             "Every op:",
             table(others, "github"),
         ]
