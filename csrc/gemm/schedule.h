@@ -12,11 +12,10 @@
 //   Units(args, rows)          of a group of so many rows: count() of them, and the place(unit, rank) of their tiles
 #pragma once
 #include "numerics/groups.h"
+#include "numerics/operand_scales.h"
 #include "primitives/group_table.h"
 
 namespace moe_fp8::gemm {
-
-constexpr int kBlockDepth = 128;  // blocks of scales along the sum begin anew with every group, counted by this many
 
 // Of a tile, in tiles.
 struct Place {
@@ -30,13 +29,13 @@ struct Tile {
   int row_of_a = 0, rows = 0;   // the first, and how many are the group's, up to a tile's
   int column = 0, columns = 0;  // likewise, but all that is left of N; none of it: not positive
   int first = 0, depth = 0;     // elements of the sum
-  int first_block = 0;          // of scales along the sum
+  int first_block = 0;          // of kGroupScales along the sum, in which those of a group begin
 };
 
 // In shared memory.
 struct GroupBounds {
   int end[kMaxExperts + 1];     // group e has [end[e], end[e + 1]) of what is grouped
-  int before[kMaxExperts + 1];  // group e: units, of groups of rows; blocks of scales, of those of the sum
+  int before[kMaxExperts + 1];  // group e: units, of groups of rows; blocks of kGroupScales, of those of the sum
   uint16_t by_size[kMaxExperts];  // of the sum: the groups, largest first
 
   // By the whole block; ends with a barrier. offs may hold anything.
@@ -52,7 +51,7 @@ struct GroupBounds {
     block_scan(end + 1, E, Max{});
     for (int e = t; e < E; e += threads) {
       const int size = end[e + 1] - end[e];
-      before[e + 1] = T::of_sum(p) ? ceil_div(size, kBlockDepth) : typename T::Units(p, size).count();
+      before[e + 1] = T::of_sum(p) ? ceil_div(size, kGroupScales) : typename T::Units(p, size).count();
       if (!T::of_sum(p)) continue;
       int larger = 0;
       for (int other = 0; other < E; ++other) {

@@ -18,7 +18,7 @@ MOE_DEVICE void multiply_tile(Loader<T>& loader, Shared<T>& shared, int steps, c
     wait_copies();
     __syncthreads();
     loader.fetch(step + 1, next);
-    multiply_stage(shared, stage, (step + 1) * kDepth % gemm::kBlockDepth == 0 || step + 1 == steps, lane, of_block,
+    multiply_stage(shared, stage, (step + 1) * kDepth % kGroupScales == 0 || step + 1 == steps, lane, of_block,
                    sums);
     if constexpr (T::kStages == 1) __syncthreads();
     loader.land(step + 1, next);

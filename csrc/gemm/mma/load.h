@@ -109,7 +109,7 @@ class Loader {
     skipped_ = padded ? rows_padded_before(tile.expert) - shared_.groups.end[tile.expert] : 0;
     // E8M0 of a sum, but for blocked ones, lie by position.
     const bool by_position = sum && p_.scale_a.layout == ScaleLayout::kE8M0;
-    first_block_ = by_position ? tile.first / T::kBlock : tile.first_block * (gemm::kBlockDepth / T::kBlock);
+    first_block_ = by_position ? tile.first / T::kBlock : tile.first_block * (kGroupScales / T::kBlock);
     blocks_ = ceil_div(tile.depth, T::kBlock);
   }
   MOE_DEVICE void fetch_scales(int at) {

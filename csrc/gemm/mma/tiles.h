@@ -36,7 +36,7 @@ struct Traits {
   using Units = TileUnits<Traits>;
   static constexpr Types kTypes = kTypes_;
   static constexpr int kBlock = kBlock_;
-  static constexpr int kScales = kBlock == 32 ? kDepth / 32 : 1;  // of a row in a stage
+  static constexpr int kScales = kBlock == kMxBlock ? kDepth / kMxBlock : 1;  // of a row in a stage
   // Sums of blocks take twice the registers, of which AMD's chips have twice as many.
   static constexpr int kWaveColumns = kBlock > 0 && kPatchWave == 32 ? 32 : 64;
   static constexpr int kTileRows = 2 * kWaveRows, kTileColumns = 2 * kWaveColumns;

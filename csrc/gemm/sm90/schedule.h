@@ -17,7 +17,7 @@
 
 namespace moe_fp8::sm90 {
 
-static_assert(kDepth == gemm::kBlockDepth);
+static_assert(kDepth == kGroupScales);
 constexpr int kPairRows = 256;
 constexpr int kBand = 8;  // pairs; 8 to 16 of them are equal within the noise on an H200
 
