@@ -41,6 +41,7 @@ struct RowIndex {
     while (int64_t(1) << (shift - 31) < top_k) ++shift;
     multiplier = uint32_t(ceil_div(uint64_t(1) << shift, uint64_t(top_k)));
   }
+  bool repeats() const { return shift > 31; }  // whether several may stand for one row
   MOE_HD int64_t row(int64_t p) const {  // -1: zeros
     const uint32_t i = uint32_t(at[p]);
     return i < limit ? int64_t(uint64_t(i) * multiplier >> shift) : -1;

@@ -106,15 +106,20 @@ struct ExpertTiles {
   }
 };
 
-// The tile of a block's turn: stacks of tiles are dealt out to the blocks, strip by strip. The last stack may reach
-// beyond the last tile.
+// The tile of a block's turn: stacks of tiles are dealt out to the blocks, strip by strip. Rows that are taken by index
+// may be read again and again: there, all stacks of a strip come before the next strip, so that the L2 holds what is
+// read at about the same time. On an H200, columns of [32768, 4096] by index, 8 slots a row, took 840 us, not 996. The
+// last stack may reach beyond the last tile.
 template <class Tiles>
 MOE_DEVICE Tile tile_of_turn(const TilesPlan& p, const Tiles& tiles, uint32_t turn) {
-  const uint32_t stack = blockIdx.x + turn / kStack * gridDim.x;
-  const int first = int(stack / p.strips) * kStack, along = first + int(turn % kStack);
+  const uint32_t unit = blockIdx.x + turn / kStack * gridDim.x, stacks = uint32_t(ceil_div(tiles.count(), kStack));
   Tile tile;
-  if (along < tiles.count()) tile = tiles.at(along, int(stack % p.strips));
-  tile.there = first < tiles.count();
+  if (unit >= stacks * p.strips) return tile;
+  const uint32_t stack = p.index.at ? unit % stacks : unit / p.strips;
+  const uint32_t strip = p.index.at ? unit / stacks : unit % p.strips;
+  const int along = int(stack) * kStack + int(turn % kStack);
+  if (along < tiles.count()) tile = tiles.at(along, int(strip));
+  tile.there = true;
   return tile;
 }
 

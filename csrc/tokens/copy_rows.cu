@@ -13,16 +13,25 @@ namespace {
 constexpr int kVecs = 2, kThreadsOfShortRows = 256, kMaxThreads = 1024;
 constexpr int64_t kMaxBlocks = 1 << 21;  // HIP has fewer than 2^32 threads a launch
 
+// Where a row goes to several places, all rows of one piece, blockIdx.y, are copied before the next, so that the L2
+// holds what is read at about the same time: [32768, 4096] bytes to 8 places each in 381 us, in pieces of 512 bytes
+// 450, whole 517.
+constexpr int64_t kPiece = 256, kMaxPieces = 65535;
+struct PiecesPlan : CopyRowsParams {
+  int64_t piece;  // bytes
+};
+
 template <class Vec>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) copy_rows_kernel(MOE_GRID_CONSTANT const CopyRowsParams p) {
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) copy_rows_kernel(MOE_GRID_CONSTANT const PiecesPlan p) {
   wait_for_previous_kernel();
-  const int64_t vecs = p.row_bytes / int64_t(sizeof(Vec));
+  const int64_t skipped = blockIdx.y * p.piece, left = p.row_bytes - skipped;
+  const int64_t vecs = (left < p.piece ? left : p.piece) / int64_t(sizeof(Vec));
   const int step = blockDim.x;
 #pragma unroll 1
   for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows; row += gridDim.x * blockDim.y) {
     const int64_t source = p.source.row(row);
-    const Vec* from = reinterpret_cast<const Vec*>(static_cast<const char*>(p.from) + source * p.from_stride);
-    Vec* to = reinterpret_cast<Vec*>(static_cast<char*>(p.to) + row * p.row_bytes);
+    const Vec* from = reinterpret_cast<const Vec*>(static_cast<const char*>(p.from) + source * p.from_stride + skipped);
+    Vec* to = reinterpret_cast<Vec*>(static_cast<char*>(p.to) + row * p.row_bytes + skipped);
 #pragma unroll 1
     for (int64_t first = threadIdx.x; first < vecs; first += kVecs * step) {
       Vec held[kVecs];
@@ -38,15 +47,19 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) copy_rows_kernel(MOE_GRID_CONS
 
 template <class Vec>
 int launch_with(const CopyRowsParams& p, void* stream) {
-  const int64_t wanted = ceil_div<int64_t>(p.row_bytes / int64_t(sizeof(Vec)), kVecs);
+  const int64_t of_row = ceil_div(p.row_bytes, kPiece);
+  const bool whole = !p.source.repeats() || of_row > kMaxPieces;
+  const PiecesPlan plan = {p, whole ? p.row_bytes : kPiece};
+  const int64_t held = plan.piece < p.row_bytes ? plan.piece : p.row_bytes;
+  const int64_t wanted = ceil_div<int64_t>(held / int64_t(sizeof(Vec)), kVecs);
   int threads = 1;  // rows that are short, such as a token's scale or score, share waves
   while (threads < wanted && threads < kLargestWarp) threads *= 2;
   if (wanted > kLargestWarp)
     threads = int(round_up<int64_t>(wanted < kMaxThreads ? wanted : kMaxThreads, kLargestWarp));
   const int rows_per_block = threads < kThreadsOfShortRows ? kThreadsOfShortRows / threads : 1;
   const int64_t blocks = ceil_div<int64_t>(p.rows, rows_per_block);
-  const dim3 grid(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks));
-  return launch(copy_rows_kernel<Vec>, {grid, dim3(threads, rows_per_block), stream}, p);
+  const dim3 grid(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks), whole ? 1 : unsigned(of_row));
+  return launch(copy_rows_kernel<Vec>, {grid, dim3(threads, rows_per_block), stream}, plan);
 }
 
 }  // namespace
