@@ -20,6 +20,7 @@ from case import (
     normal,
     small_sizes,
 )
+from cases_experts import SIZES
 from torch import Tensor
 
 import moe_fp8_ext as moe
@@ -143,6 +144,38 @@ _ADDED = Case(
 )
 
 
+def _of_tokens(cpu: bool) -> list[Shape]:
+    """The up-projections of layers."""
+    sizes = {"small": (300, 96, 64, 5, 2)} if cpu else SIZES
+    return [Shape(f"layer {name}", dict(zip("tdfek", dims, strict=True))) for name, dims in sizes.items()]
+
+
+def _tokens(device: torch.device, groups: None, *, t: int, d: int, f: int, e: int, k: int) -> tuple[object, ...]:
+    indices, offs, _ = ops.sort_tokens(torch.randn(t, e, device=device).topk(k, -1).indices, e)
+    a, scale_a = ops.quantize_rows(normal(device, t, d), "rowwise")
+    b, scale_b, _, _ = ops.quantize_weight(normal(device, e, 2 * f, d), "rowwise")
+    return a, b.mT, scale_a, scale_b, offs, indices, k
+
+
+def _by_index(*operands: object) -> Tensor:
+    *most, indices, k = operands
+    return ops.scaled_grouped_mm(*most, "rowwise", indices=indices, top_k=k)
+
+
+def _moved(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, indices: Tensor, k: int) -> Tensor:
+    a, scale_a = ops.permute_quantized(a, scale_a, "rowwise", indices, k)
+    return ops.scaled_grouped_mm(a, b, scale_a, scale_b, offs, "rowwise")
+
+
+def _flops_of_tokens(*, t: int, d: int, f: int, k: int, **_: int) -> int:
+    return _flops(m=t * k, k=d, n=2 * f)
+
+
+_OF_TOKENS = Case(
+    "scaled_grouped_mm", _of_tokens, _tokens, _by_index, (), "rowwise", "by index", _flops_of_tokens, _moved
+)
+
+
 def _grouped_mm(recipe: str) -> Case:
     return Case(
         "grouped_mm",
@@ -173,6 +206,7 @@ _REUSED = Case(
 
 GEMM_CASES: tuple[Case, ...] = (
     *map(_scaled_grouped_mm, ("rowwise", "blockwise")),
+    _OF_TOKENS,
     _ADDED,
     *map(_grouped_mm, RECIPES),
     _REUSED,

@@ -49,10 +49,10 @@ def experts(
         out[t]  = sum_j topk_scores[t, j] * (w_down[e] @ activation(h[t, j]) + b_down[e])
 
     Slots are sorted by expert, groups have any sizes. A token is quantized along its row once, forward and backward,
-    and its bytes are moved to its slots. The outputs of experts are not kept: the gradient of a score is the dot
-    product of an activation and its gradient. What a frozen input would need is not computed. Nothing waits for the
-    device; two runs give the same bytes. Traces under torch.compile(fullgraph=True), can be captured in a CUDA graph,
-    honours torch.autocast and `reuse_weights`. Differentiable once.
+    and products take it by index. The outputs of experts are not kept: the gradient of a score is the dot product of an
+    activation and its gradient. What a frozen input would need is not computed. Nothing waits for the device; two runs
+    give the same bytes. Traces under torch.compile(fullgraph=True), can be captured in a CUDA graph, honours
+    torch.autocast and `reuse_weights`. Differentiable once.
 
     Kept for backward are x, a reference, or its copy where autocast casts it, and for P = T * top_k slots, H =
     w_gate_up.shape[1]:
@@ -214,7 +214,7 @@ def forward(
     up, up_t, down, down_t, b_gate_up, b_down = weights
     needs, operands = call.needs, operands_of(call.recipe)
     rows, _ = operands.at_slots(x, slots, rows=True)
-    h = operands.product(rows, up, slots)
+    h = operands.product(rows, up, slots, by_slot=True)
     if b_gate_up is not None:
         h += rows_of_bias(b_gate_up, slots.offs, h.shape[0], h.dtype)
     rows, h = operands.activated(h, slots, call.activation, call.interleaved, call.keep_fp8 and needs.h)
@@ -245,7 +245,10 @@ def backward(
     dy, dy_t = operands.at_slots(dout, slots, rows=needs.da, tokens=needs.w_down, gradient=True)
     if needs.h:
         # Zeros where dW_down alone is wanted, and so of the next op's results a alone.
-        da = operands.product(dy, down_t, slots) if needs.da else scores.new_zeros(p, call.features, dtype=_BF16)
+        if needs.da:
+            da = operands.product(dy, down_t, slots, by_slot=True)
+        else:
+            da = scores.new_zeros(p, call.features, dtype=_BF16)
         of_slots = _permute_pad(scores.view(-1, 1), permutation, 1).view(-1)
         format = None if h_scale is None else call.recipe.format
         options = dict(scores=of_slots, h_scale=h_scale, format=format, interleaved=call.interleaved)

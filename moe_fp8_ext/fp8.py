@@ -88,12 +88,22 @@ def _tensors(pair: tuple[Quantized, Quantized | None]) -> Both:
     return tuple(t for x in pair for t in ((None, None) if x is None else (x.q, x.scale)))
 
 
-def fp8_product(a: Tensor, scale_a: Tensor, w: Tensor, scale_w: Tensor | None, offs: Tensor, recipe: Recipe) -> Tensor:
-    """a @ w^T of each group, of a GatheredWeight a @ w."""
+def fp8_product(
+    a: Tensor,
+    scale_a: Tensor,
+    w: Tensor,
+    scale_w: Tensor | None,
+    offs: Tensor,
+    recipe: Recipe,
+    indices: Tensor | None = None,
+    top_k: int | None = None,
+) -> Tensor:
+    """a @ w^T of each group, of a GatheredWeight a @ w; of rows of a by index, if one is given."""
     if isinstance(w, GatheredWeight):
         w, scale_w = w.transposed_operand()
     scale_w = FORMATS[recipe.format].transposed_scale(scale_w)
-    return _scaled_grouped_mm(a, w.mT, scale_a, scale_w, offs, recipe.format, 1, None, recipe.use_fast_accum)
+    how = indices, top_k, 1, None, recipe.use_fast_accum
+    return _scaled_grouped_mm(a, w.mT, scale_a, scale_w, offs, recipe.format, *how)
 
 
 def fp8_wgrad(
@@ -111,10 +121,10 @@ def fp8_wgrad(
     align: as in `ops.scaled_grouped_mm`.
     """
     scale_a = FORMATS[recipe.format].transposed_scale(scale_a)
-    operands = dy, a.mT, scale_dy, scale_a, offs, recipe.format, align
+    operands = dy, a.mT, scale_dy, scale_a, offs, recipe.format
     if main_grad is None:
-        return _scaled_grouped_mm(*operands, None, recipe.use_fast_accum)
-    _add_scaled_grouped_mm(main_grad, *operands, recipe.use_fast_accum)
+        return _scaled_grouped_mm(*operands, None, None, align, None, recipe.use_fast_accum)
+    _add_scaled_grouped_mm(main_grad, *operands, align, recipe.use_fast_accum)
     return None
 
 

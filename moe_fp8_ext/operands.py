@@ -20,7 +20,6 @@ _dequantize = torch.ops.moe_fp8.dequantize.default
 _quantize_rows = torch.ops.moe_fp8.quantize_rows.default
 _quantize_tokens = torch.ops.moe_fp8.quantize_tokens.default
 _quantize_both = torch.ops.moe_fp8.quantize_both.default
-_permute_quantized = torch.ops.moe_fp8.permute_quantized.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
 
 
@@ -55,7 +54,8 @@ class Bf16Operands:
     def at_slots(
         self, x: Operand, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        """Tokens x where they go: along rows, for a product with weights, and along tokens, for `wgrad`."""
+        """Tokens x along rows, for a product with weights that is `by_slot`, and along tokens where they go, for
+        `wgrad`."""
         if not rows and not tokens:
             return NOTHING, NOTHING
         x = _permute_pad(row_major(cast(x[0], torch.bfloat16)), *slots.indices)
@@ -73,8 +73,8 @@ class Bf16Operands:
         """Activations of h [P, 2F] along rows, and h as it is kept for backward, quantized where `keep_fp8`."""
         return (_activate(h, activation, interleaved), None), (h, None)
 
-    def product(self, a: Operand, w: Operand, slots: Slots) -> Tensor:
-        """a @ w^T in bfloat16; rows of no group are zero."""
+    def product(self, a: Operand, w: Operand, slots: Slots, by_slot: bool = False) -> Tensor:
+        """a @ w^T in bfloat16; rows of no group are zero. by_slot: a is of tokens, as `at_slots` returns them."""
         return bf16_product(a[0], w[0], slots.offs)
 
     def wgrad(self, dy: Operand, a: Operand, slots: Slots, main_grad: Tensor | None) -> Tensor | None:
@@ -83,7 +83,7 @@ class Bf16Operands:
 
 
 class Fp8Operands:
-    """Quantized tensors. A token that has several slots is quantized along its row once: its bytes are moved."""
+    """Quantized tensors. A token that has several slots is quantized along its row once: products take it by index."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -107,8 +107,7 @@ class Fp8Operands:
         format, dtype, rounding = self._rule(gradient)
         along_rows = along_tokens = NOTHING
         if rows:
-            q, scale = self.quantized(x[0], gradient) if x[1] is None else x
-            along_rows = _permute_quantized(q, scale, format, *slots.indices, slots.offs)
+            along_rows = self.quantized(x[0], gradient) if x[1] is None else x
         if tokens:
             of_slots = row_major(self.values(x)), format, slots.offs, *slots.indices
             along_tokens = _quantize_tokens(*of_slots, self.recipe.align, dtype, rounding)
@@ -134,8 +133,8 @@ class Fp8Operands:
         q, scale, *kept = _quantize_activated(h, activation, format, slots.offs, *how)
         return (q, scale), tuple(kept) if keep_fp8 else (h, None)
 
-    def product(self, a: Operand, w: Operand, slots: Slots) -> Tensor:
-        return fp8_product(*a, *w, slots.offs, self.recipe)
+    def product(self, a: Operand, w: Operand, slots: Slots, by_slot: bool = False) -> Tensor:
+        return fp8_product(*a, *w, slots.offs, self.recipe, *(slots.indices if by_slot else ()))
 
     def wgrad(self, dy: Operand, a: Operand, slots: Slots, main_grad: Tensor | None) -> Tensor | None:
         (q_dy, scale_dy, ends), (q, scale, _) = dy, a

@@ -327,12 +327,19 @@ def unpad_token_groups(r: random.Random) -> Call:
 
 @op
 def scaled_grouped_mm(r: random.Random) -> Call:
-    from gemm_problem import UNIT, exact_2d2d, exact_2d3d
+    from gemm_problem import UNIT, exact_2d2d, exact_2d3d, scales
 
     fmt, k, n = r.choice(list(FORMATS)), r.choice(COLUMNS), r.choice((0, 1, 16, 33, 130))
     dtypes = r.choice(FP8_DTYPES), r.choice(FP8_DTYPES)
     torch.manual_seed(r.getrandbits(32))
     how = {"out_dtype": r.choice((None, torch.float32)), "use_fast_accum": r.random() < 0.5}
+    if r.random() < 0.3:
+        m, p, top_k = r.choice(ROWS), r.choice(ROWS), r.choice((1, 3))
+        offs = offsets(r, p)
+        a, b, _, scale_b, _, _ = exact_2d3d(fmt, m, k, n, offs, dtypes=dtypes)
+        scale_a = scales(fmt, *torch.ops.moe_fp8.quantize_rows(torch.zeros(m, k), fmt)[1].shape)
+        how |= {"indices": slots(r, m * top_k, p), "top_k": top_k}
+        return [a, b, scale_a, scale_b, offs, fmt], how
     if r.random() < 0.5:
         m = r.choice(ROWS)
         return exact_2d3d(fmt, m, k, n, offsets(r, m), dtypes=dtypes), how

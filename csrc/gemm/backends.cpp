@@ -105,11 +105,12 @@ constexpr std::nullptr_t mma_gemm = nullptr;
 
 #if defined(MOE_FP8_CUDA)
 bool sm90_takes(const Product& product) { return sm90::takes_operands(product.p); }
+bool sm90_by_index(const Product& product) { return sm90::takes_index(product.p, product.use_fast_accum); }
 AtenTensorHandle sm90_gemm(const Call& call, const Product& product) {
   return own_gemm(call, product, sm90::grouped_gemm);
 }
 #else
-constexpr std::nullptr_t sm90_takes = nullptr, sm90_gemm = nullptr;
+constexpr std::nullptr_t sm90_takes = nullptr, sm90_by_index = nullptr, sm90_gemm = nullptr;
 #endif
 
 AtenTensorHandle on_cpu(const Call& call, const Product& product) {
@@ -161,7 +162,7 @@ const std::vector<Backend>& all_backends() {
   using F = FormatId;
   static const std::vector<Backend> all = {
       {"sm90", "Hopper's tensor cores", true, {"cuda"}, {F::kRowwise, F::kBlockwise}, false,
-       of_sm90(), sm90_takes, sm90_gemm},
+       of_sm90(), sm90_takes, sm90_gemm, sm90_by_index},
       {"torch_fp8", "aten::_scaled_grouped_mm", true, {"cuda"}, {F::kRowwise}, false, of_torch_rows(), nullptr,
        torch_scaled_rows},
       {"torch_mxfp8", "aten::_scaled_grouped_mm", true, {"cuda"}, {F::kMxfp8}, true, of_torch_blocks(), nullptr,

@@ -35,6 +35,8 @@ struct Backend {
   bool (*also)(const Product&);  // whether it takes the product in all that `needs` does not say; null: yes
   // out, which may be the total, owned by the caller; null where it was not built
   AtenTensorOpaque* (*run)(const Call&, const Product&);
+  // Whether it takes the rows of a where they lie; null: by index, they are moved before.
+  bool (*by_index)(const Product&) = nullptr;
 
   bool takes(const Product& product) const;
 };

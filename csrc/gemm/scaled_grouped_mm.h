@@ -10,10 +10,14 @@
 // of 128 elements, float32 (the blockwise recipe), or of 32, E8M0 (MXFP8): row-major, or in the blocked layout by
 // groups of rows for a and by expert for b above, by groups of columns for both below.
 //
+// Rows of a may be taken by index in 2D x 3D: row m above is then row index.row(m) of a, with its scales, and a row of
+// zeros where that is none. M is how many there are.
+//
 // A product of groups of the sum may be one that `adds`: out[e] = RN(RN32(float32(out[e]) + product)), and what a group
 // that is empty has in out stays. Sums are float32. Strides are in elements (bytes); out is contiguous.
 #pragma once
 #include "numerics/floats.h"
+#include "numerics/groups.h"
 #include "numerics/operand_scales.h"
 
 namespace moe_fp8 {
@@ -30,6 +34,7 @@ struct ScaledGroupedMmParams {
   bool adds;
   bool out_float32;  // else bfloat16
   Fp8Type a_type, b_type;
+  RowIndex index;  // of a; at null: rows as they lie
 };
 
 // Around a native GEMM that trusts its offsets and leaves tail rows unwritten; 0, or the runtime's error code.

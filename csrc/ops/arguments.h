@@ -139,6 +139,7 @@ inline constexpr Argument kTable[] = {
     {"scaled_grouped_mm", "scale_a", "a", Dtypes::kScale, 1, 2, Strides::kAny},
     {"scaled_grouped_mm", "scale_b", "a", Dtypes::kScale, 2, 3, Strides::kAny},
     offs("scaled_grouped_mm", "a"),
+    indices("scaled_grouped_mm", "a"),
     {"add_scaled_grouped_mm", "total", "a", Dtypes::kProduct, 3, 3, Strides::kContiguous},
     {"add_scaled_grouped_mm", "a", nullptr, Dtypes::kFp8, 2, 2, Strides::kInner, {kRows, kColumns}},
     {"add_scaled_grouped_mm", "b", "a", Dtypes::kFp8, 2, 2, Strides::kSummed, {kRows, kColumns}},

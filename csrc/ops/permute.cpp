@@ -1,7 +1,8 @@
-#include "tokens/permute.h"
+#include "ops/permute.h"
 
 #include "ops/operands.h"
 #include "ops/rows.h"
+#include "tokens/permute.h"
 
 namespace moe_fp8 {
 namespace {

@@ -75,6 +75,18 @@ MOE_DEVICE void copy_bytes(uint32_t shared, const void* global, uint32_t bytes, 
 MOE_DEVICE void prefetch_bytes(const void* global, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
+// ---- copies of single chunks, global -> shared, as in memory.h -----------------------------------------------------
+// Zeros where it is not there.
+MOE_DEVICE void copy_chunk(uint32_t shared, const void* global, bool there) {
+  asm volatile("{.reg .pred clear; setp.eq.u32 clear, %2, 0;\n"
+               "cp.async.cg.shared.global.L2::256B [%0], [%1], 16, clear;}"
+               ::"r"(shared), "l"(global), "r"(uint32_t(there)) : "memory");
+}
+// An arrival when all of these that the thread has begun are there. Whoever waits for it and lets tensor cores read
+// them calls stores_before_copies() between.
+MOE_DEVICE void barrier_arrive_behind_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
 // ---- the host's description of a matrix ----------------------------------------------------------------------------
 // Bytes [rows, columns], rows row_stride bytes apart, copied in boxes of 128 columns, swizzled by 128 bytes, and
 // box_rows rows. The base is a multiple of 16 bytes, as is the stride. 0, or the runtime's error code.

@@ -80,6 +80,8 @@ MOE_DEVICE void pin_registers(float (&d)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+MOE_DEVICE void pin_register(const uint8_t*& address) { asm volatile("" : "+l"(address)); }
+
 // A warpgroup's share of the registers; by all its threads.
 template <int kRegisters>
 MOE_DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters)); }

@@ -5,6 +5,7 @@ from moe_fp8_ext.formats import GROUP_SCALES, MAX_ALIGN, Format, padded_extent
 from moe_fp8_ext.ops.checks import (
     check,
     check_format,
+    check_indices,
     check_scale,
     check_scale_of_tokens,
     check_shape,
@@ -25,6 +26,8 @@ def scaled_grouped_mm(
     offs: Tensor,
     format: str,
     *,
+    indices: Tensor | None = None,
+    top_k: int | None = None,
     align: int = 1,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = True,
@@ -58,6 +61,11 @@ def scaled_grouped_mm(
             the 2D x 2D form the `padded_offs` of the quantizer. Contents are clamped and made monotonic;
             MOE_FP8_VALIDATE=1 checks them, which waits for the device.
         format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
+        indices: [P] int32 on a's device, of the 2D x 3D form: multiplies `permute_quantized(a, scale_a, format,
+            indices, top_k, offs=offs)` instead, byte for byte; offs are those of the indices, and scale_a is that of
+            rows without groups. Hopper's fast sums of rows are of the rows where they lie, up to as many columns as
+            that is the faster way; otherwise rows are moved first.
+        top_k: slots of a row of a, given with indices and only then: index i stands for row i // top_k.
         align: of the 2D x 2D form, a power of two from 1 to 256 of which all of offs are multiples, as the caller
             knows: what the quantizer padded groups to. GEMMs of tensor cores need 32, torch's of "rowwise"
             16, of dequantized operands 8. A promise that offs break gives wrong numbers and no access out of bounds.
@@ -66,7 +74,7 @@ def scaled_grouped_mm(
             bits on Hopper; otherwise sums of 128 products there are added in float32.
 
     Returns:
-        out [M, N] or [E, N, K], contiguous.
+        out [M, N], or [P, N] with indices, or [E, N, K], contiguous.
 
     Raises:
         RuntimeError: dtype, shape, stride or device are not as above, or an argument asks for a derivative, which this
@@ -75,7 +83,8 @@ def scaled_grouped_mm(
     Source: the equations above; `torch._scaled_grouped_mm` for the GEMMs that are torch's.
     """
     with below_autograd(a, b, scale_a, scale_b):
-        return _op(a, b, scale_a, scale_b, offs, format, align, out_dtype, use_fast_accum)
+        options = indices, top_k, align, out_dtype, use_fast_accum
+        return _op(a, b, scale_a, scale_b, offs, format, *options)
 
 
 def add_scaled_grouped_mm(
@@ -121,7 +130,9 @@ refuse_derivatives(_add)
 count_writes(_add)
 
 
-def _check_scales(op: str, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, format: Format, e: int) -> None:
+def _check_scales(
+    op: str, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, format: Format, e: int, indices: Tensor | None
+) -> None:
     (m, k), n = a.shape, b.shape[-1]
     if b.dim() == 2:
         check_scale_of_tokens(op, "scale_a", scale_a, format, m, k, e)
@@ -130,7 +141,7 @@ def _check_scales(op: str, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tenso
             blocks, got = scale_a.shape[1], scale_b.shape[0]
             require(got == blocks, f"{op}: scale_b must have size {blocks} in dimension 0, got {got}")
         return
-    check_scale(op, "scale_a", scale_a, format, format.scale_of_rows((m, k), e).shape)
+    check_scale(op, "scale_a", scale_a, format, format.scale_of_rows((m, k), e if indices is None else None).shape)
     of_b = format.scale_of_weight(e, n, k).shape
     if format.order == "column_major":
         of_b = of_b[0], of_b[2], of_b[1]
@@ -138,7 +149,16 @@ def _check_scales(op: str, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tenso
 
 
 def _checked_shape(
-    op: str, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, format: str, align: int
+    op: str,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    format: str,
+    align: int,
+    indices: Tensor | None = None,
+    top_k: int | None = None,
 ) -> tuple[int, ...]:
     """That of the product."""
     format = check_format(op, format)
@@ -149,6 +169,13 @@ def _checked_shape(
         b.shape[-2] == k,
         f"{op}: b must have size {k} in dimension {b.dim() - 2} (the last of a), got {b.shape[-2]}",
     )
+    require(indices is None or top_k is not None, f"{op}: top_k must be given with indices, got None")
+    require(top_k is None or indices is not None, f"{op}: indices must be given with top_k, got None")
+    arg = "a"
+    if indices is not None:
+        require(grouped_rows, f"{op}: indices must be None with b of 2 dimensions, got a tensor")
+        check_indices(op, indices, a, m, top_k)
+        arg, m = "indices", indices.shape[0]
     check(op, "offs", offs, a)
     e = offs.shape[0]
     if grouped_rows:
@@ -158,17 +185,29 @@ def _checked_shape(
     require(ok, f"{op}: align must be a power of two from 1 to {MAX_ALIGN}, got {align}")
     if format.block:
         padded = padded_extent(m if grouped_rows else k, e, GROUP_SCALES)
-        check_size(op, "a", padded, "rows with padding" if grouped_rows else "columns with padding")
+        check_size(op, arg, padded, "rows with padding" if grouped_rows else "columns with padding")
     check(op, "scale_a", scale_a, a)
     check(op, "scale_b", scale_b, a)
-    _check_scales(op, a, b, scale_a, scale_b, format, e)
+    _check_scales(op, a, b, scale_a, scale_b, format, e, indices)
     return (m, n) if grouped_rows else (e, m, n)
 
 
 @torch.library.register_fake("moe_fp8::scaled_grouped_mm")
-def _(a, b, scale_a, scale_b, offs, format, align=1, out_dtype=None, use_fast_accum=True):
+def _(
+    a,
+    b,
+    scale_a,
+    scale_b,
+    offs,
+    format,
+    indices=None,
+    top_k=None,
+    align=1,
+    out_dtype=None,
+    use_fast_accum=True,
+):
     op = "scaled_grouped_mm"
-    shape = _checked_shape(op, a, b, scale_a, scale_b, offs, format, align)
+    shape = _checked_shape(op, a, b, scale_a, scale_b, offs, format, align, indices, top_k)
     out_dtype = out_dtype or torch.bfloat16
     ok = out_dtype in (torch.bfloat16, torch.float32)
     require(ok, f"{op}: out_dtype must be bfloat16 or float32, got {out_dtype}")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .dequantize import exact_values
 from .numerics import FORMATS, group_bounds
+from .quantize import permute_quantized
 
 
 def scaled_grouped_mm(
@@ -17,19 +18,24 @@ def scaled_grouped_mm(
     offs: Tensor,
     format: str,
     *,
+    indices: Tensor | None = None,
+    top_k: int | None = None,
     align: int = 1,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = True,
 ) -> Tensor:
     """Matmul per group of dequantized operands, in float64 and rounded once: the op is within float32 error of this.
 
-    2D x 3D: a [M, K], b [E, K, N], groups are rows of a; out [M, N], zero in tail rows.
+    2D x 3D: a [M, K], b [E, K, N], groups are rows of a; out [M, N], zero in tail rows. With indices, groups are of
+    those, and row i is row i // top_k of a.
     2D x 2D: a [N, P], b [P, K], groups are slices of P; out [E, N, K]. offs are multiples of `align`.
 
     scale_a is that of a. Float scales of blocks lie as their operand does, so that scale_b is that of b.mT transposed;
     those of whole rows, and E8M0 ones, are the scales of b.mT as they are.
     """
     f, of_rows = FORMATS[format], b.ndim == 3
+    if indices is not None:
+        a, scale_a = permute_quantized(a, scale_a, format, indices, top_k, offs=offs)
     if f.block:
         scale_b = scale_b.mT if f.order == "column_major" else scale_b
         along = "rows" if of_rows else "tokens"

@@ -17,9 +17,12 @@ enum class Grouped { kRows, kSum };
 enum class Scales { kRows, kRowsPromoted, kBlocks };
 
 struct Args {
-  CUtensorMap a, b;  // boxes of 64 rows of a, of kBoxColumns rows of b
+  CUtensorMap a, b;  // boxes of 64 rows of a, unless they are taken by index, of kBoxColumns rows of b
   const float* scale_a;
   const float* scale_b;
+  const uint8_t* rows;  // of a, that are taken by index
+  int64_t row_stride;
+  RowIndex index;
   const int* offs;
   void* out;
   int M, N, K, E;

@@ -7,9 +7,14 @@
 namespace moe_fp8::sm90 {
 
 // Of 128 rows of the tile, the scales of the thread's two.
+template <class T>
 MOE_DEVICE void load_row_scales(const Args& p, const Tile& tile, int row, float (&scale)[2]) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) scale[h] = row + 8 * h < tile.rows ? p.scale_a[tile.row + row + 8 * h] : 0.f;
+  for (int h = 0; h < 2; ++h) {
+    const bool there = row + 8 * h < tile.rows;
+    const int64_t at = tile.row + row + 8 * h, source = there && by_index<T>(p) ? p.index.row(at) : at;
+    scale[h] = there && source >= 0 ? p.scale_a[source] : 0.f;
+  }
 }
 
 template <class T, class Value>
@@ -22,7 +27,7 @@ MOE_DEVICE void finish_tile(const Args& p, const Consumer<T>& c, const Tile& til
 template <class T>
 MOE_DEVICE void consume_rows(const Args& p, Consumer<T>& c, Shared<T>& shared, const Tile& tile, int turn) {
   float sum[T::kTileColumns / 2], of_row[2];
-  load_row_scales(p, tile, c.row(), of_row);
+  load_row_scales<T>(p, tile, c.row(), of_row);
   if (tile.columns > T::kTileColumns / 2) multiply_rows(c, shared, tile, sum);
   else multiply_rows(c, shared, tile, reinterpret_cast<float(&)[T::kTileColumns / 4]>(sum));
   const float* of_columns = shared.scale_b[turn] + 2 * (c.lane() % 4);
@@ -41,7 +46,7 @@ MOE_DEVICE void consume_promoted(const Args& p, Consumer<T>& c, Shared<T>& share
   for (int half = 0; half < 2; ++half) {
     if (half == 1 && !two) break;
     float of_row[2];
-    if (!T::kBlockScales) load_row_scales(p, tile, c.row() + 128 * half, of_row);
+    if (!T::kBlockScales) load_row_scales<T>(p, tile, c.row() + 128 * half, of_row);
     finish_tile(p, c, tile, shared, half, [&](int h, int j, int i) {
       const float f = sum[half][j * 4 + 2 * h + i];
       return T::kBlockScales ? f : f * of_row[h] * of_columns[8 * j + i];
@@ -51,7 +56,7 @@ MOE_DEVICE void consume_promoted(const Args& p, Consumer<T>& c, Shared<T>& share
 
 template <class T>
 MOE_DEVICE void consume(const Args& p, Shared<T>& shared) {
-  Consumer<T> c(shared);
+  Consumer<T> c(p, shared);
   for (int turn = 0;; turn ^= 1) {
     const Tile& tile = shared.tiles[turn];
     c.wait_full(0);

@@ -6,6 +6,7 @@ namespace moe_fp8::sm90 {
 
 template <class T>
 struct Consumer {
+  const Args& p;
   uint32_t full, phase;  // barriers of the stages, and of the round under way
   uint32_t a, b;         // operands of the first stage
   uint32_t release;      // the barriers of empty stages, in the block of the cluster that this lane tells
@@ -23,13 +24,16 @@ struct Consumer {
   // Of 128 rows of the tile, the first of the thread's two, which are 8 apart.
   static MOE_DEVICE int row() { return group() * kWgmmaRows + wgmma_row(thread() % 128); }
 
-  MOE_DEVICE explicit Consumer(Shared<T>& shared) : full(shared_address(shared.full)), phase(0) {
+  MOE_DEVICE Consumer(const Args& p, Shared<T>& shared) : p(p), full(shared_address(shared.full)), phase(0) {
     a = wgmma_operand(shared_address(shared.a) + int(shfl(uint32_t(group()), 0)) * kWgmmaRows * kDepth);
     b = wgmma_operand(shared_address(shared.b));
     release = in_block(shared_address(shared.empty), lane() & 1);
     tells = lane() < 2;
   }
-  MOE_DEVICE void wait_full(int s) const { barrier_wait(full + 8 * s, phase); }
+  MOE_DEVICE void wait_full(int s) const {
+    barrier_wait(full + 8 * s, phase);
+    if (by_index<T>(p)) stores_before_copies();
+  }
   MOE_DEVICE void wait_behind(int s) const {  // for the stage behind s
     barrier_wait(full + 8 * ((s + 1) % kStages), s == kStages - 1 ? phase ^ 1 : phase);
   }

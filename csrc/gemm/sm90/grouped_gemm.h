@@ -15,6 +15,8 @@ namespace moe_fp8::sm90 {
 // Whether types, the strides of b and the scales are such that these kernels take the product, of operands and out at
 // 16-byte boundaries, of a K and an N that are multiples of 16 and, in 2D x 2D, of offs that are multiples of 32.
 bool takes_operands(const ScaledGroupedMmParams& p);
+// Whether rows of a may be taken by index.
+bool takes_index(const ScaledGroupedMmParams& p, bool fast);
 // 0, or the runtime's error code.
 int grouped_gemm(const ScaledGroupedMmParams& p, bool fast, void* stream);
 

@@ -23,7 +23,7 @@ MOE_GLOBAL void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(MOE_GRID_CONS
     Shared<T>& shared = *reinterpret_cast<Shared<T>*>(smem + (-shared_address(smem) & (kStageAlignment - 1)));
     if (threadIdx.x == 0) {
       for (int s = 0; s < kStages; ++s) {
-        barrier_init(shared_address(&shared.full[s]), 2);  // producers
+        barrier_init(shared_address(&shared.full[s]), producers_of<T>(p));
         barrier_init(shared_address(&shared.empty[s]), 2 * 4 * kConsumers);  // warps of both blocks
       }
       barriers_ready();
@@ -35,6 +35,7 @@ MOE_GLOBAL void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(MOE_GRID_CONS
       leave_registers<kProducerRegisters>();
       if (threadIdx.x == 0) produce_operands(p, shared);
       if (threadIdx.x == 32) produce_scales(p, shared);
+      if (by_index<T>(p) && threadIdx.x >= 64) produce_rows(p, shared);
     } else {
       take_registers<kConsumerRegisters>();
       consume(p, shared);
@@ -50,6 +51,9 @@ int launch_grouped_gemm(const ScaledGroupedMmParams& p, void* stream) {
   Args args = {};
   args.scale_a = static_cast<const float*>(p.scale_a.data);
   args.scale_b = static_cast<const float*>(p.scale_b.data);
+  args.rows = p.a;
+  args.row_stride = p.a_stride;
+  args.index = p.index;
   args.offs = p.offs;
   args.out = p.out;
   args.M = int(p.M);
@@ -60,7 +64,8 @@ int launch_grouped_gemm(const ScaledGroupedMmParams& p, void* stream) {
   args.scale_b_stride = int(p.scale_b.block_stride);
   args.scale_blocks = p.scale_a.blocks;
   const int64_t rows_of_b = T::kSumGroups ? p.N : p.E * p.N;
-  if (const int e = describe_matrix(&args.a, p.a, p.M, p.K, p.a_stride, kWgmmaRows)) return e;
+  if (!by_index<T>(args))
+    if (const int e = describe_matrix(&args.a, p.a, p.M, p.K, p.a_stride, kWgmmaRows)) return e;
   if (const int e = describe_matrix(&args.b, p.b, rows_of_b, p.K, p.b_stride, T::kBoxColumns)) return e;
 
   constexpr auto kKernel = grouped_gemm_kernel<T>;

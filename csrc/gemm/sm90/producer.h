@@ -1,4 +1,5 @@
-// The producers: one thread starts the copies of operands, another those of the scales that come with them.
+// The producers: one thread starts the copies of operands, another those of the scales that come with them. Rows of a
+// that are taken by index are copied by warps: the copy engine has boxes alone.
 #pragma once
 #include "gemm/sm90/stages.h"
 
@@ -41,7 +42,7 @@ MOE_DEVICE void produce_operands(const Args& p, Shared<T>& shared) {
       copy(b_of + s * T::kStageBytesB + box * T::kBoxColumns * kDepth, p.b, at, tile.row_of_b + box * T::kBoxColumns,
            full);
     };
-    const int boxes_of_a = tile.rows > 128 ? 4 : 2;
+    const int boxes_of_a = by_index<T>(p) ? 0 : tile.rows > 128 ? 4 : 2;
     barrier_arrive_expecting(full, boxes_of_a * kWgmmaRows * kDepth + T::kStageBytesB);
     if (tile.beside) {
       for (int i = 0; i < boxes_of_a / 2; ++i) copy_a(boxes_of_a / 2 * rank + i, copy_box_to_both);
@@ -83,6 +84,45 @@ MOE_DEVICE void produce_scales(const Args& p, Shared<T>& shared) {
       copy_bytes(shared_address(shared.scale_a[s]), of_rows, 4 * rows, full);
       copy_bytes(shared_address(shared.scale_b[s]), of_columns, 4 * count, full);
     }
+  });
+}
+
+// By kRowWarps warps, each of some of every eight rows of a tile, a chunk of 16 bytes a lane. Few instructions a copy
+// are what lets two warps keep pace with the tensor cores: where rows begin is looked up once a tile.
+template <class T>
+MOE_DEVICE void produce_rows(const Args& p, Shared<T>& shared) {
+  constexpr int kChunks = kDepth / 16, kOfWarp = kSwizzledRows / kRowWarps, kOfLane = T::kTileRows / kSwizzledRows;
+  static_assert(kChunks * kOfWarp == 32);
+  const int lane = int(threadIdx.x) % 32, first_of_warp = int(threadIdx.x) / 32 % kRowWarps * kOfWarp;
+  const int first = first_of_warp + lane / kChunks, of_lane = lane % kChunks * 16;  // row, byte of it
+  const uint32_t to = shared_address(shared.a) + first * kDepth + (of_lane ^ first * 16);
+  const uint32_t full_of = shared_address(shared.full);
+  for_each_stage(p, shared, [&](const Tile& tile, int, int k, int s) {
+    if (k == 0) {
+      __syncwarp();  // the tile before is copied
+#pragma unroll 1
+      for (int n = lane; n < kOfWarp * kOfLane; n += 32) {
+        const int i = first_of_warp + n / kOfLane, j = n % kOfLane, r = j * kSwizzledRows + i;
+        const int64_t row = r < tile.rows ? p.index.row(tile.row + r) : -1;
+        shared.source[i][j] = row < 0 ? kNoRow : uint32_t(row * (p.row_stride / 16));
+      }
+      __syncwarp();
+    }
+    if (k < steps_of(tile)) {
+      const int at = k * kDepth + of_lane;
+      const uint8_t* from = p.rows + at;
+      pin_register(from);
+#pragma unroll 1
+      for (int j = 0; j < kOfLane; j += 4) {
+        const Vec16 source = *reinterpret_cast<const Vec16*>(&shared.source[first][j]);
+        const uint32_t to_row = to + s * T::kStageBytesA + j * kSwizzledRows * kDepth;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          copy_chunk(to_row + i * kSwizzledRows * kDepth, from + uint64_t(source.w[i]) * 16,
+                     source.w[i] != kNoRow && at < p.K);
+      }
+    }
+    barrier_arrive_behind_copies(full_of + 8 * s);
   });
 }
 

@@ -16,7 +16,7 @@ namespace moe_fp8::sm90 {
 constexpr int kStages = 4;
 constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
-constexpr int kStageAlignment = 1024;  // 8 rows: the pattern in which 128-byte rows are swizzled
+constexpr int kSwizzledRows = 8, kStageAlignment = kSwizzledRows * kDepth;  // the pattern in which rows are swizzled
 
 template <class T>
 struct Shared {
@@ -27,6 +27,8 @@ struct Shared {
   // row before the tile's first that is a multiple of 4, those of b, one for all columns of kRows, likewise.
   float scale_a[T::kBlockScales ? kStages : 1][T::kTileRows + 4];
   float scale_b[T::kBlockScales ? kStages : 2][T::kBlockScales && !T::kSumGroups ? 4 : T::kTileColumns];
+  // Of rows that are taken by index: where row kSwizzledRows * j + i begins, in chunks of 16 bytes, at [i][j].
+  alignas(16) uint32_t source[kSwizzledRows][T::kTileRows / kSwizzledRows];
   Tile tiles[2];  // in turn; written before the first stage of a tile is full
   uint64_t full[kStages], empty[kStages];
   gemm::GroupBounds groups;
@@ -36,6 +38,14 @@ MOE_DEVICE int steps_of(const Tile& tile) { return ceil_div(tile.depth, kDepth);
 MOE_DEVICE int rounds_of(const Tile& tile) {  // one at least, for a tile comes with its first stage
   return tile.depth > 0 ? ceil_div(steps_of(tile), kStages) : 1;
 }
+
+// Whether rows of a are taken by index: then two more warps copy them, every thread of which arrives.
+template <class T>
+MOE_HD bool by_index(const Args& p) { return !T::kSumGroups && !T::kPromoted && p.index.at != nullptr; }
+constexpr int kRowWarps = 2;
+constexpr uint32_t kNoRow = UINT32_MAX;  // zeros instead
+template <class T>
+MOE_DEVICE int producers_of(const Args& p) { return by_index<T>(p) ? 2 + 32 * kRowWarps : 2; }
 
 MOE_DEVICE int up_to(int count, int most) { return count < most ? count : most; }
 
