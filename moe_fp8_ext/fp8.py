@@ -30,7 +30,7 @@ class Fp8GroupedMm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, A, B_t, offs, indices, main_grad, call):
         recipe, a, w, top_k, a_dtype, b_dtype, needs_dA, needs_dB = call
-        align, rows, leaf_dtype, kept = recipe.align, None, None, None
+        align, rows, leaf_dtype, kept, by_index = recipe.align, None, None, None, ()
         B = None if B_t is None else B_t.mT  # not below autograd, where torch forgets whose view it is
         with below_autograd():
             if A is None:
@@ -39,12 +39,14 @@ class Fp8GroupedMm(torch.autograd.Function):
             else:
                 rows = A.shape[0]
                 (q, scale, q_t, scale_t), kept = _quantize_tokens_of(A, offs, indices, top_k, recipe, needs_dB)
+                by_index = (indices, top_k) if q_t is None else ()
             if B_t is None:
                 w, w_scale, w_t, w_scale_t = _tensors(w)
             else:
                 leaf_dtype = B_t.dtype
                 w, w_scale, w_t, w_scale_t = fp8_weight(B, b_dtype, recipe, needs_dA)
-            out = cast(fp8_product(q, scale, w, w_scale, offs, recipe), a_dtype or b_dtype or torch.bfloat16)
+            out = fp8_product(q, scale, w, w_scale, offs, recipe, *by_index)
+            out = cast(out, a_dtype or b_dtype or torch.bfloat16)
         if not needs_dB:
             q_t = scale_t = None
         if not needs_dA:
@@ -131,18 +133,20 @@ def fp8_wgrad(
 def _quantize_tokens_of(
     A: Tensor, offs: Tensor, indices: Tensor | None, top_k: int | None, recipe: Recipe, needs_dB: bool
 ) -> tuple[Both, Tensor | None]:
-    """A along rows and, where its gradient of B_t is computed from that, along tokens; or what to keep instead."""
+    """A along rows and, where its gradient of B_t is computed from that, along tokens; or what to keep instead. With an
+    index, rows alone are those of A, once each."""
     kept = None
     if needs_dB and recipe.wgrad_high_precision:
         check_experts(A, offs, recipe="wgrad_high_precision")
         kept = cast(row_major(A), torch.bfloat16)
     elif needs_dB and _is_smaller(A, offs, indices, recipe):
         kept = A
-    source, dtype, rounding = (row_major(A), recipe.format, offs, indices, top_k), recipe.dtype, recipe.rounding
+    A, format, dtype, rounding = row_major(A), recipe.format, recipe.dtype, recipe.rounding
     if needs_dB and kept is None:
-        *both, _ = _quantize_both(*source, recipe.align, dtype, rounding)
+        *both, _ = _quantize_both(A, format, offs, indices, top_k, recipe.align, dtype, rounding)
         return both, None
-    return (*_quantize_rows(*source, dtype, rounding), None, None), kept
+    of_rows = None if indices is not None else offs  # whose groups are not those of rows by index
+    return (*_quantize_rows(A, format, of_rows, None, None, dtype, rounding), None, None), kept
 
 
 def _is_smaller(A: Tensor, offs: Tensor, indices: Tensor | None, recipe: Recipe) -> bool:

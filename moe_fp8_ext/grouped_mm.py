@@ -39,7 +39,7 @@ def grouped_mm(
 ) -> Tensor:
     """out[r] = A[r] @ B_t[e] for every row r of group e; rows from offs[-1] on are zero.
 
-    With `indices`, row r is A[indices[r] // top_k] instead, as `permute_pad` takes it: the quantizer gathers the rows,
+    With `indices`, row r is A[indices[r] // top_k] instead, as `permute_pad` takes it: quantizer or product gathers it,
     so that the permuted and padded tokens never exist in 16 bits, but for what a product dequantizes (see
     `ops.scaled_grouped_mm`).
 
