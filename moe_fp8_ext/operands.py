@@ -83,7 +83,8 @@ class Bf16Operands:
 
 
 class Fp8Operands:
-    """Quantized tensors. A token that has several slots is quantized along its row once: its bytes are moved."""
+    """Quantized tensors. A token that has several slots is quantized along its row once: its bytes are moved. Along
+    tokens too, unless groups have scales of their own or it came in fp8."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -111,7 +112,8 @@ class Fp8Operands:
             along_rows = _permute_quantized(q, scale, format, *slots.indices, slots.offs)
         if tokens:
             of_slots = row_major(self.values(x)), format, slots.offs, *slots.indices
-            along_tokens = _quantize_tokens(*of_slots, self.recipe.align, dtype, rounding)
+            amax = self.recipe.amax if x[1] is None and slots.indices[1] > 1 else "group"
+            along_tokens = _quantize_tokens(*of_slots, self.recipe.align, dtype, rounding, amax)
         return along_rows, along_tokens
 
     def of_slots(
