@@ -16,6 +16,7 @@ from case import (
     Target,
     activations,
     always,
+    even_and_uneven,
     exchanged_shapes,
     group_ends,
     grouped_shapes,
@@ -25,6 +26,7 @@ from case import (
     over_100_mb,
     small_sizes,
 )
+from cases_experts import SIZES, routed
 from cases_tokens import exchanged_counts
 from torch import Tensor
 
@@ -70,6 +72,16 @@ def _by_index(device: torch.device, groups: str, *, m: int, k: int, r: int, e: i
     return normal(device, m, k), offs, indices
 
 
+def _tokens_of_layers(cpu: bool) -> list[Shape]:
+    sizes = [(300, 96, 0, 5, 2)] if cpu else SIZES.values()
+    return even_and_uneven(Shape(f"[{t}, {d}] E={e} top_k={k}", dict(t=t, d=d, e=e, k=k)) for t, d, _, e, k in sizes)
+
+
+def _at_slots(device: torch.device, groups: str, *, t: int, d: int, e: int, k: int) -> tuple[object, ...]:
+    permutation, offs, _ = ops.sort_tokens(routed(device, groups, t, e, k)[0], e)
+    return normal(device, t, d), offs, permutation, k
+
+
 def _unaligned(x: Tensor) -> Tensor:
     """Equal values whose base and rows begin at odd elements."""
     *outer, k = x.shape
@@ -83,8 +95,8 @@ def quantizer(op: str, format: str, **options: object) -> Callable[..., object]:
     if op == "quantize_weight":
         return lambda w: quantize(w, format, **options)
 
-    def call(x: Tensor, offs: Tensor | None, indices: Tensor | None = None) -> object:
-        return quantize(x, format, offs=offs, indices=indices, top_k=None if indices is None else 1, **options)
+    def call(x: Tensor, offs: Tensor | None, indices: Tensor | None = None, top_k: int = 1) -> object:
+        return quantize(x, format, offs=offs, indices=indices, top_k=None if indices is None else top_k, **options)
 
     return call
 
@@ -166,6 +178,12 @@ def _gathered(op: str, format: str) -> Case:
     return Case(op, exchanged_shapes, _by_index, quantizer(op, format), rules, format, "by index")
 
 
+def _of_slots(amax: str) -> Case:
+    """What a layer of experts casts along tokens, a token for each of its slots or once."""
+    call = quantizer("quantize_tokens", "rowwise", rounding="pow2", amax=amax)
+    return Case("quantize_tokens", _tokens_of_layers, _at_slots, call, format="rowwise", variant=f"by index, {amax}")
+
+
 def _foreign(case: Case, shapes: Callable[[bool], list[Shape]]) -> Case:
     call = quantizer(case.op, case.format, dtype=FOREIGN)
     return Case(case.op, shapes, case.inputs, call, format=case.format, variant=str(FOREIGN).removeprefix("torch."))
@@ -189,5 +207,6 @@ QUANTIZE_CASES: tuple[Case, ...] = (
     *(_case("quantize_rows", format) for format in (*RECIPES, "mxfp8_rowmajor")),
     *(_case(op, format) for op in ("quantize_tokens", "quantize_both", "quantize_weight") for format in RECIPES),
     *(_gathered(op, format) for op in ("quantize_rows", "quantize_both") for format in RECIPES),
+    *(_of_slots(amax) for amax in ("group", "batch")),
     *(case for op, format in _GENERIC for case in _generic(op, format)),
 )

@@ -11,7 +11,8 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       " ScalarType? dtype=None, str? rounding=None) -> (Tensor q, Tensor scale)");
   m.def(
       "quantize_tokens(Tensor x, str format, Tensor offs, Tensor? indices=None, SymInt? top_k=None, int? align=None,"
-      " ScalarType? dtype=None, str? rounding=None) -> (Tensor q_t, Tensor scale_t, Tensor padded_offs)");
+      " ScalarType? dtype=None, str? rounding=None, str amax='group')"
+      " -> (Tensor q_t, Tensor scale_t, Tensor padded_offs)");
   m.def(
       "quantize_both(Tensor x, str format, Tensor offs, Tensor? indices=None, SymInt? top_k=None, int? align=None,"
       " ScalarType? dtype=None, str? rounding=None)"

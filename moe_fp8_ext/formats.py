@@ -84,6 +84,11 @@ class Format:
     align: int
     roundings: tuple[str, ...]
 
+    @property
+    def amaxes(self) -> tuple[str, ...]:
+        """Along tokens: of what a column has its amax, see `quantize_tokens`."""
+        return ("group",) if self.block else ("group", "batch")
+
     def blocks(self, elements: int) -> int:
         """Scaling blocks of so many elements in a row."""
         return ceil_div(elements, self.block) if self.block else 1

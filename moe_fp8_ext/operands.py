@@ -83,7 +83,8 @@ class Bf16Operands:
 
 
 class Fp8Operands:
-    """Quantized tensors. A token that has several slots is quantized along its row once: products take it by index."""
+    """Quantized tensors. A token that has several slots is quantized along its row once: products take it by index.
+    Along tokens too, unless groups have scales of their own or it came in fp8: its bytes are moved."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -110,7 +111,8 @@ class Fp8Operands:
             along_rows = self.quantized(x[0], gradient) if x[1] is None else x
         if tokens:
             of_slots = row_major(self.values(x)), format, slots.offs, *slots.indices
-            along_tokens = _quantize_tokens(*of_slots, self.recipe.align, dtype, rounding)
+            amax = self.recipe.amax if x[1] is None and slots.indices[1] > 1 else "group"
+            along_tokens = _quantize_tokens(*of_slots, self.recipe.align, dtype, rounding, amax)
         return along_rows, along_tokens
 
     def of_slots(

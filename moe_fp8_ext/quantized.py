@@ -64,10 +64,11 @@ def quantize_tokens(
     align: int | None = None,
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
+    amax: str = "group",
 ) -> Quantized:
     """Quantizes along the tokens of groups, an operand of wgrad: `ops.quantize_tokens`, which has all the details."""
     q_t, scale_t, padded_offs = ops.quantize_tokens(
-        x, format, offs=offs, indices=indices, top_k=top_k, align=align, dtype=dtype, rounding=rounding
+        x, format, offs=offs, indices=indices, top_k=top_k, align=align, dtype=dtype, rounding=rounding, amax=amax
     )
     return Quantized(q_t, scale_t, format, "tokens", padded_offs, _align(format, align))
 

@@ -40,6 +40,10 @@ class Recipe:
             `permute_indices(..., align=recipe.align)` is for consumers that need padded groups themselves, such as
             torch's grouped GEMMs called directly, for which "bf16" has 8.
         use_fast_accum: let the GEMM of "rowwise" accumulate whole sums in the tensor cores' own precision.
+        amax: of `experts` alone, of what the tokens of experts have their scales along tokens where a token goes to
+            several: "batch" (see `quantize_tokens`), which casts a token once for all of them, or "group". None is
+            "batch" for "rowwise"; other formats have "group" alone. Over ranks it always is the group: see DESIGN.md
+            section 6.
         bf16_where_faster: multiply as "bf16" does where fp8 would take longer, see `at`. "auto" is "rowwise" with it.
 
     Raises:
@@ -55,6 +59,7 @@ class Recipe:
     wgrad_high_precision: bool = False
     align: int | None = None
     use_fast_accum: bool = True
+    amax: str | None = None
     bf16_where_faster: bool = False
 
     def __post_init__(self) -> None:
@@ -74,6 +79,7 @@ class Recipe:
             _require(value is None or value in FP8_DTYPES, field, either(map(dtype_name, FP8_DTYPES)), value)
         self._check_rounding()
         self._check_align()
+        self._check_amax()
 
     def __repr__(self) -> str:
         given = "".join(f", {field}={value!r}" for field, value in self._given().items())
@@ -149,6 +155,14 @@ class Recipe:
         least, most = (format.least_align, format.most_align) if format else (1, 256)
         ok = least <= self.align <= most and self.align & (self.align - 1) == 0
         _require(ok, "align", f"a power of two from {least} to {most} with format {self.format!r}", self.align)
+
+    def _check_amax(self) -> None:
+        if self.format is None:
+            return _require(self.amax is None, "amax", "None without a format", self.amax)
+        known = FORMATS[self.format].amaxes
+        if self.amax is None:
+            self._set("amax", known[-1])
+        _require(self.amax in known, "amax", f"{_quoted(known)} with format {self.format!r}", self.amax)
 
 
 def _format_of(name: str) -> str | None:

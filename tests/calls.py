@@ -129,7 +129,8 @@ def quantize_rows(r: random.Random) -> Call:
 
 @op
 def quantize_tokens(r: random.Random) -> Call:
-    return quantizer(r, r.choice(list(FORMATS)), of_tokens=True)
+    args, how = quantizer(r, r.choice(list(FORMATS)), of_tokens=True)
+    return args, how | {"amax": r.choice(("group", "batch") if args[1] == "rowwise" else ("group",))}
 
 
 @op

@@ -25,6 +25,7 @@ import moe_fp8_ext
 from moe_fp8_ext import Experts, MoE, Recipe, Router, convert_, revert_
 from moe_fp8_ext.distributed import ExpertParallel
 from moe_fp8_ext.distributed.messages import packed
+from moe_fp8_ext.recipes import get_recipe
 
 EXPERTS, D, F = 8, 128, 96
 PER_TOKEN = ("out", "x", "scores", "ids", "grad")
@@ -56,7 +57,10 @@ class World:
         return slice(sum(tokens[: self.rank]), sum(tokens[: self.rank + 1]))
 
     def wanted(self, problem: Layer, tokens: list[int], **options: object) -> dict[str, Tensor]:
-        """What this rank must have, to the bit: ranks' parts of a token are bfloat16 and added in their order."""
+        """What this rank must have, to the bit: ranks' parts of a token are bfloat16 and added in their order, and
+        scales are those of groups."""
+        recipe = get_recipe(options.pop("recipe", "rowwise"))
+        options["recipe"] = replace(recipe, amax="group") if recipe.format else recipe
         found = run(problem, **options)
         of_rank = EXPERTS // self.size
         parts = []

@@ -173,6 +173,8 @@ def test_what_a_recipe_leaves_open():
         "mxfp8_rowmajor": ("rceil", 32),
     }
     assert Recipe("mine", "blockwise", align=128).align == 128
+    of_groups = {name: Recipe(name).amax for name in ("bf16", "auto", *QUANTIZED)}
+    assert of_groups == dict(zip(of_groups, (None, "batch", "batch", *["group"] * 3), strict=True))
 
 
 def test_is_frozen():
@@ -193,6 +195,9 @@ def test_is_frozen():
         (ValueError, ["mxfp8"], {"rounding": "pow2"}, "rounding must be 'rceil' or 'floor' .*got 'pow2'"),
         (ValueError, ["blockwise"], {"rounding": "even"}, "rounding must be 'exact' or 'pow2' .*got 'even'"),
         (ValueError, ["bf16"], {"rounding": "exact"}, "rounding must be None .*got 'exact'"),
+        (ValueError, ["bf16"], {"amax": "group"}, "amax must be None .*got 'group'"),
+        (ValueError, ["rowwise"], {"amax": "row"}, "amax must be 'group' or 'batch' .*got 'row'"),
+        (ValueError, ["mxfp8"], {"amax": "batch"}, "amax must be 'group' with format 'mxfp8', got 'batch'"),
         (TypeError, [None, "rowwise"], {}, "name must be of type str, got None"),
         (TypeError, ["rowwise"], {"wgrad_high_precision": 1}, "wgrad_high_precision must be of type bool, got 1"),
         (TypeError, ["rowwise"], {"bf16_where_faster": None}, "bf16_where_faster must be of type bool, got None"),
@@ -214,6 +219,7 @@ PRINTED = {
     "Recipe('bf16')": '{"name": "bf16"}',
     "Recipe('bf16', align=16)": '{"name": "bf16", "align": 16}',
     "Recipe('rowwise')": '{"name": "rowwise"}',
+    "Recipe('rowwise', amax='group')": '{"name": "rowwise", "amax": "group"}',
     "Recipe('rowwise', format='mxfp8')": '{"name": "rowwise", "format": "mxfp8"}',
     "Recipe('blockwise', rounding='pow2')": '{"name": "blockwise", "rounding": "pow2"}',
     "Recipe('auto')": '{"name": "auto"}',

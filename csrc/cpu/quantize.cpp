@@ -19,16 +19,26 @@ template <class In>
 using Magnitude = std::make_signed_t<typename In::Bits>;
 template <class In>
 Magnitude<In> magnitude(typename In::Bits bits) { return bits & typename In::Bits(In::kMagnitudeMask); }
+template <class In>
+bool is_finite(Magnitude<In> magnitude) { return magnitude < Magnitude<In>(In::kInfinity); }
 // second: the second of the format's roundings.
 template <class In, Fp8Type kOut, class Scale>
-Scale scale_of(Magnitude<In> amax, bool second) {
+auto scale_of(Magnitude<In> amax, bool second) {
   return Scale::template from_amax<kOut>(as_bits(In::to_float(amax)), second);
 }
+
+// Of the batch, which are those of finite values alone: what is not finite has no block to poison.
+struct BatchScale : ScaleF32 {};
 
 // An element times the multiplier of its block, which is no NaN, cast.
 template <class In, Fp8Type kOut, class Scale>
 uint8_t cast(typename In::Bits x, float m) {
   const float scaled = In::to_float(x) * m;
+  if constexpr (std::is_same_v<Scale, BatchScale>) {
+    // By a mask: a branch would not be vectorised.
+    const int32_t finite = (int32_t(as_bits(In::to_float(x)) & 0x7fffffffu) - 0x7f800000) >> 31;
+    return uint8_t((fp8_from_scaled<kOut>(scaled) & finite) | (Fp8<kOut>::kNan & ~finite));
+  }
   if constexpr (std::is_same_v<Scale, ScaleF32>) return fp8_from_scaled<kOut>(scaled);
   constexpr float kMax = Fp8<kOut>::kMax;  // rounded down, a scale leaves up to twice as much
   return fp8_from_scaled<kOut>(scaled > kMax ? kMax : scaled < -kMax ? -kMax : scaled);
@@ -181,13 +191,33 @@ void scale_strip(RowOf row_of, int64_t rows, int columns, bool second, float* __
   Magnitude<In> amax[kStrip] = {};
   for (int64_t r = 0; r < rows; ++r) {
     const typename In::Bits* __restrict row = row_of(r);
-    for (int c = 0; c < columns; ++c) amax[c] = std::max(amax[c], magnitude<In>(row[c]));
+    for (int c = 0; c < columns; ++c) {
+      const Magnitude<In> size = magnitude<In>(row[c]);
+      const bool counts = !std::is_same_v<Scale, BatchScale> || is_finite<In>(size);
+      amax[c] = std::max(amax[c], counts ? size : Magnitude<In>(0));
+    }
   }
   for (int c = 0; c < columns; ++c) {
-    const Scale s = scale_of<In, kOut, Scale>(amax[c], second);
+    const auto s = scale_of<In, kOut, Scale>(amax[c], second);
     m[c] = s.multiplier;
     store(c, s.stored());
   }
+}
+
+// Of the columns of the batch; every group has their scales.
+template <class In, Fp8Type kOut>
+std::vector<float> scale_batch(const QuantizeParams& p, bool second) {
+  const auto* x = static_cast<const typename In::Bits*>(p.x);
+  std::vector<float> m(p.K);
+  parallel(ceil_div<int64_t>(p.K, kStrip), p.x_rows * p.K, [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin * kStrip; k < std::min(end * kStrip, p.K); k += kStrip)
+      scale_strip<In, kOut, BatchScale>([&](int64_t r) { return x + r * p.row_stride + k; }, p.x_rows,
+                                        int(std::min<int64_t>(kStrip, p.K - k)), second, m.data() + k,
+                                        [&](int c, float scale) {
+        for (int64_t e = 0; e < p.E; ++e) static_cast<float*>(p.scale_t)[e * p.K + k + c] = scale;
+      });
+  });
+  return m;
 }
 
 // A group of tokens, or an expert: scaling blocks of its own.
@@ -248,6 +278,8 @@ void along_tokens(const QuantizeParams& p, const Rows<typename In::Bits>& row_of
   const Format& f = format_of(p.format);
   auto* scale_t = static_cast<typename Scale::Stored*>(p.scale_t);
   const int64_t stride = p.positions, elements = (p.weight ? p.E * p.rows : p.rows) * p.K;
+  std::vector<float> of_batch;
+  if (p.of_batch && p.E) of_batch = scale_batch<In, kOut>(p, second);
   const int64_t blocks = groups.empty() ? 0 : groups.back().blocks_before + f.blocks(groups.back().rows);
   parallel(ceil_div<int64_t>(p.K, kStrip) * blocks, elements, [&](int64_t begin, int64_t end) {
     size_t number = 0;
@@ -260,13 +292,18 @@ void along_tokens(const QuantizeParams& p, const Rows<typename In::Bits>& row_of
       const int64_t rows = f.block ? std::min<int64_t>(f.block, g.rows - first) : g.rows;
       const int columns = int(std::min<int64_t>(kStrip, p.K - k));
       auto row_of_strip = [&](int64_t r) { return row_of(g.expert, g.first + first + r) + k; };
+      uint8_t* q_t = p.q_t + g.q_t + first + k * stride;
+      if (p.of_batch) {
+        cast_strip<In, kOut, BatchScale>(row_of_strip, rows, columns, of_batch.data() + k, q_t, stride);
+        continue;
+      }
       float m[kStrip] = {};
       scale_strip<In, kOut, Scale>(row_of_strip, rows, columns, second, m, [&](int c, auto scale) {
         const int64_t at = f.blocked() ? blocked_offset(k + c, b, g.row_stride)
                                        : (k + c) * g.row_stride + b * g.block_stride;
         scale_t[g.scale_t + at] = scale;
       });
-      cast_strip<In, kOut, Scale>(row_of_strip, rows, columns, m, p.q_t + g.q_t + first + k * stride, stride);
+      cast_strip<In, kOut, Scale>(row_of_strip, rows, columns, m, q_t, stride);
     }
   });
 }

@@ -10,10 +10,11 @@ enum class Fp8Type : int { kE4M3FN, kE5M2, kE4M3FNUZ, kE5M2FNUZ };
 MOE_HD constexpr bool is_e5m2(Fp8Type type) { return type == Fp8Type::kE5M2 || type == Fp8Type::kE5M2FNUZ; }
 MOE_HD constexpr bool is_fnuz(Fp8Type type) { return type == Fp8Type::kE4M3FNUZ || type == Fp8Type::kE5M2FNUZ; }
 
-// ---- inputs: `Bits` as stored, `magnitude` orders finite < Inf < NaN and widens to the float32 bits of |x|.
+// ---- inputs: `Bits` as stored; without the sign, as integers, finite < kInfinity < NaN.
 // from_float rounds to nearest even; every NaN becomes the quiet one without a sign: 0x7fc0, 0x7e00, 0x7fc00000. -----
 struct BF16 {
   using Bits = uint16_t;
+  static constexpr Bits kInfinity = 0x7f80;
   static constexpr uint32_t kMagnitudeMask = 0x7fff7fffu;  // both halves of a word
   static MOE_HD float to_float(uint32_t bits) { return as_float(bits << 16); }
   static MOE_HD Bits from_float(float f) {
@@ -24,6 +25,7 @@ struct BF16 {
 };
 struct F16 {
   using Bits = uint16_t;
+  static constexpr Bits kInfinity = 0x7c00;
   static constexpr uint32_t kMagnitudeMask = 0x7fff7fffu;
   static MOE_HD float to_float(uint32_t bits) {
     if constexpr (kConvertsHalf) return half_to_float(bits);
@@ -45,6 +47,7 @@ struct F16 {
 };
 struct F32 {
   using Bits = uint32_t;
+  static constexpr Bits kInfinity = 0x7f800000;
   static constexpr uint32_t kMagnitudeMask = 0x7fffffffu;
   static MOE_HD float to_float(uint32_t bits) { return as_float(bits); }
   static MOE_HD Bits from_float(float f) { return f != f ? 0x7fc00000u : as_bits(f); }

@@ -21,7 +21,17 @@ struct Tokens {
   std::optional<int64_t> top_k, align;
   std::optional<int32_t> dtype;
   std::optional<std::string_view> rounding;
+  std::string_view amax = "group";
 };
+
+// Whether the amax of a column is that of all rows of x.
+bool check_amax(const char* op, const Format& f, std::string_view amax) {
+  const bool of_batch = amax == "batch" && f.block == 0;
+  if (!of_batch && amax != "group")
+    fail(op, ": amax must be 'group'", f.block == 0 ? " or 'batch'" : "", " with format '", f.name, "', got '", amax,
+         "'");
+  return of_batch;
+}
 
 // rowwise takes rows of any leading dimensions, as experts of which nothing is wanted along tokens.
 Outputs quantize_leading(const Tokens& t, const Tensor* offs, QuantizeParams& p) {
@@ -53,6 +63,7 @@ Outputs quantize_tokens(const Tokens& t, const Tensor* offs, bool along_rows, bo
   p.format = check_format(op, t.format);
   const Format& f = format_of(p.format);
   p.rounding = check_rounding(op, f, t.rounding);
+  p.of_batch = check_amax(op, f, t.amax);
   p.in = in_type(x);
   p.K = x.sizes[x.dim - 1];
   p.along_rows = along_rows;
@@ -66,7 +77,7 @@ Outputs quantize_tokens(const Tokens& t, const Tensor* offs, bool along_rows, bo
   check_limit(op, "x", x.sizes[0], "rows");
   p.x = x.data;
   p.row_stride = x.strides[0];
-  p.rows = x.sizes[0];
+  p.rows = p.x_rows = x.sizes[0];
   if (t.indices) {
     p.index = check_indices(t.indices_arg, *t.indices, x, x.sizes[0], *t.top_k);
     p.rows = t.indices->sizes[0];
@@ -109,11 +120,11 @@ Results<2> quantize_rows_op(const Tensor& x, std::string_view format, const std:
 Results<3> quantize_tokens_op(const Tensor& x, std::string_view format, const Tensor& offs,
                               const std::optional<Tensor>& indices, std::optional<int64_t> top_k,
                               std::optional<int64_t> align, std::optional<int32_t> dtype,
-                              std::optional<std::string_view> rounding) {
+                              std::optional<std::string_view> rounding, std::string_view amax) {
   constexpr const Argument &kX = argument(kTokens, "x"), &kOffs = argument(kTokens, "offs"),
                            &kIndices = argument(kTokens, "indices");
-  Outputs o = quantize_tokens({kX, kOffs, kIndices, x, format, indices, top_k, align, dtype, rounding}, &offs, false,
-                              true);
+  Outputs o = quantize_tokens({kX, kOffs, kIndices, x, format, indices, top_k, align, dtype, rounding, amax}, &offs,
+                              false, true);
   return results(o.q_t, o.scale_t, o.padded_offs);
 }
 

@@ -26,4 +26,19 @@ MOE_HD uint32_t as_bits(float f) {
 #endif
 }
 
+#if defined(MOE_CUDA) || defined(MOE_HIP)
+// Bytes of a, 0 to 3, and of b, 4 to 7: byte i is that of digit i of `which`, the last digit being 0.
+MOE_DEVICE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t which) {
+#if defined(MOE_CUDA)
+  return __byte_perm(a, b, which);
+#else
+  const uint64_t both = uint64_t(b) << 32 | a;
+  uint32_t picked = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) picked |= uint32_t(both >> (8 * (which >> (4 * i) & 7)) & 0xff) << (8 * i);
+  return picked;
+#endif
+}
+#endif  // MOE_CUDA || MOE_HIP
+
 }  // namespace moe_fp8

@@ -46,6 +46,25 @@ MOE_DEVICE void cast_slot(const uint32_t (&v)[kSlotRows][kWords], int rows, cons
   }
 }
 
+// Four bytes of each of four rows, to four bytes of each of four columns.
+MOE_DEVICE void transpose_bytes(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
+  const uint32_t ab = pick_bytes(a, b, 0x5140), cd = pick_bytes(c, d, 0x5140);  // of columns 0 and 1
+  const uint32_t ab2 = pick_bytes(a, b, 0x7362), cd2 = pick_bytes(c, d, 0x7362);
+  a = pick_bytes(ab, cd, 0x5410);
+  b = pick_bytes(ab, cd, 0x7632);
+  c = pick_bytes(ab2, cd2, 0x5410);
+  d = pick_bytes(ab2, cd2, 0x7632);
+}
+// The 16 rows of a slot, four bytes of columns a lane, as they are.
+template <class Stage>
+MOE_DEVICE void stage_slot(uint32_t (&v)[kSlotRows], Stage& stage) {
+#pragma unroll
+  for (int g = 0; g < kSlotRows; g += 4) transpose_bytes(v[g], v[g + 1], v[g + 2], v[g + 3]);
+#pragma unroll
+  for (int c = 0; c < 4; ++c)
+    stage.at(threadIdx.x * 4 + c, threadIdx.y % kLineSlots) = Vec16{{v[c], v[4 + c], v[8 + c], v[12 + c]}};
+}
+
 // Zeros of a slot that holds only padding.
 template <int kColumns, class Stage>
 MOE_DEVICE void clear_slot(Stage& stage) {

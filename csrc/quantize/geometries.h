@@ -17,6 +17,10 @@ bool can_run_beside(const QuantizeParams& p);  // of rows that are fast
 template <class In>
 int launch_strips(const QuantizeParams& p, bool rows_beside, void* stream);
 
+// Scales of whole columns of the batch.
+template <class In>
+int launch_columns(const QuantizeParams& p, void* stream);
+
 // Scales of blocks along rows alone.
 template <class In>
 int launch_row_blocks(const QuantizeParams& p, void* stream);

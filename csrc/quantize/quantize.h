@@ -6,6 +6,8 @@
 //   along tokens:  q_t [K, P]    q_t[k, pos(r)]   = cast(x[r, k] * m_t[k, block of r]),
 //                  pos(r) = padded start of r's group + r - start of the group; every other byte of q_t is zero
 //   weight:        x [E, rows, K], experts in place of groups: q [E, rows, K], q_t [E, K, rows], nothing padded
+//   of the batch:  along tokens, with f.block == 0: amax = max |x[:, k]| over the finite values of all rows of x, taken
+//                  or not, and the same m_t[k] for every group; what is not finite becomes NaN
 //
 // Scaling blocks and where scales lie: numerics/format.h. Blocks at an edge are short; blocks along tokens begin anew
 // with every group. Scales (R: rows or K, C: blocks along the other), f the format:
@@ -32,11 +34,13 @@ struct QuantizeParams {
   const int* offs;                   // [E], ends of groups; null without groups
   int64_t E, rows, K;                // rows: of all tokens, padding by index included, or of one expert
   bool weight;                       // E experts in place of groups
+  int64_t x_rows;                    // of x, of the batch
 
   // What they become.
   FormatId format;
   Rounding rounding;
   Fp8Type out;
+  bool of_batch;                     // amax
 
   // Outputs; all are contiguous but for column-major scales.
   bool along_rows, along_tokens;     // which are wanted
@@ -51,15 +55,21 @@ struct QuantizeParams {
 };
 
 // What quantize() needs on a GPU beside its outputs. Of whole columns, what blocks tell one another: 32 words for each
-// share of a strip, which is 128 bytes of columns, by so many rows. Of rows in groups, the places of blocked scales.
+// share of a strip, which is 128 bytes of columns, by so many rows; of the batch, x in fp8, the row that every position
+// has, and every column's amax. Of rows in groups, the places of blocked scales.
 constexpr int kLeastShare = 512;
 inline int64_t message_words(const QuantizeParams& p, int rows_of_share) {
   const int64_t strips = ceil_div<int64_t>(p.K * (p.in == InType::kF32 ? 4 : 2), 128);
   const int64_t groups = p.weight ? p.E : p.E + 1, rows = p.weight ? p.E * p.rows : p.positions;
   return 32 * strips * (ceil_div<int64_t>(rows, rows_of_share) + groups);
 }
+inline int64_t batch_stride(const QuantizeParams& p) { return round_up<int64_t>(p.K, 16); }  // bytes: of x's rows
+inline int64_t batch_words(const QuantizeParams& p) {
+  return p.K ? p.x_rows * (batch_stride(p) / 4) + p.positions + p.K : 0;
+}
 inline int64_t scratch_words(const QuantizeParams& p) {
   const Format& f = format_of(p.format);
+  if (p.of_batch) return batch_words(p);
   if (p.along_tokens) return f.block == 0 && p.rows > kLeastShare ? message_words(p, kLeastShare) : 0;
   return f.blocked() && p.offs ? p.rows : 0;
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import reduce
 from typing import NamedTuple
 
@@ -101,6 +102,8 @@ class ExpertParallel:
         self.num_experts, self.top_k, self.recipe = num_experts, top_k, get_recipe(recipe)
         self.gradients, self.mode, self.capacity = gradients, mode, ranks if capacity is None else capacity
         self.chunks = chunks
+        # Buffers hold rows of no token, and a rank has other tokens than one process has: no scale is of all of them.
+        self._of_groups = replace(self.recipe, amax="group" if self.recipe.format else None)
         self._in_fp8 = self.recipe.format is not None and not self.recipe.wgrad_high_precision
         self._check_arguments(ranks, capacity)
         device = torch.device("cuda" if "nccl" in dist.get_backend_config(group) else "cpu")
@@ -178,7 +181,7 @@ class ExpertParallel:
                 if is_dtensor(t):
                     fail(f"tensors must be those of the rank, got a DTensor of {list(t.shape)}")
             options = activation, interleaved, keep, main_grad_gate_up, main_grad_down
-            inputs = arguments(x, topk_ids, topk_scores, weights, self.recipe, *options)
+            inputs = arguments(x, topk_ids, topk_scores, weights, self._of_groups, *options)
             signature = self._signature(x, topk_ids, w_down, inputs[-1])
         if self._static and self._agreed is None:
             self._exact.agree(signature)

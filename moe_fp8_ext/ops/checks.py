@@ -172,6 +172,10 @@ def check_rounding(op: str, format: Format, rounding: str | None) -> None:
         check_one_of(op, "rounding", rounding, format.roundings, f" with format '{format.name}'")
 
 
+def check_amax(op: str, format: Format, amax: str) -> None:
+    check_one_of(op, "amax", amax, format.amaxes, f" with format '{format.name}'")
+
+
 def check_scale(op: str, arg: str, scale: Tensor, format: Format, shape: Sequence[int]) -> None:
     check_dtype(op, arg, scale, format.scale_dtype)
     check_shape(op, arg, scale, shape)

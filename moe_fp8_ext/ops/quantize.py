@@ -6,6 +6,7 @@ from torch import Tensor
 from moe_fp8_ext.formats import padded_extent
 from moe_fp8_ext.ops.checks import (
     check,
+    check_amax,
     check_dims,
     check_format,
     check_groups,
@@ -91,6 +92,7 @@ def quantize_tokens(
     align: int | None = None,
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
+    amax: str = "group",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes along the tokens of each group, transposed and group-padded: the operand of wgrad.
 
@@ -102,6 +104,11 @@ def quantize_tokens(
     row are zero, and so are scales of blocks without rows; "rowwise" gives an empty group the scale of amax 0. Rows
     from `offs[-1]` on belong to no group. Never waits for the device.
 
+    With amax "batch" a column has one scale for all groups, which is that of x and not of the rows that are taken: a
+    row of x is then cast once, however many indices stand for it, and its bytes are moved. The amax is over finite
+    values; one that is not finite becomes the NaN of the dtype and touches no other. A GPU needs M * K bytes and 4 for
+    every position while it runs.
+
     Args:
         x: [M, K], bfloat16, float16 or float32; stride 1 along K, row stride free.
         format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
@@ -111,6 +118,8 @@ def quantize_tokens(
         align: each group is padded to a multiple of it inside `q_t`; a power of two from 1 to 256, of the MX formats
             from 32 to 128. None is the format's usual one, 32: what the GEMMs of tensor cores sum at once.
         dtype, rounding: as in `quantize_rows`.
+        amax: of what a column's largest value is, the "group" or, with "rowwise", the "batch": all rows of x, whether
+            they are taken or not.
 
     Returns:
         q_t [K, P] of `dtype`, P = round_up(M, align) + E * align, contiguous; scale_t; padded_offs [E] int32, the
@@ -122,12 +131,12 @@ def quantize_tokens(
         [K, P / 32] float8_e8m0fnu ("mxfp8_rowmajor").
 
     Raises:
-        RuntimeError: as of `quantize_rows`, and for `align`.
+        RuntimeError: as of `quantize_rows`, and for `align` and `amax`.
 
     Source: `quantize_rows`; padded layout of DESIGN.md section 4.
     """
     with below_autograd(x):
-        return _tokens(x, format, offs, indices, top_k, align, dtype, rounding)
+        return _tokens(x, format, offs, indices, top_k, align, dtype, rounding, amax)
 
 
 def quantize_both(
@@ -209,10 +218,11 @@ def _rows_of(op: str, x: Tensor, indices: Tensor | None, top_k: int | None) -> t
     return "indices", indices.shape[0]
 
 
-def _fake(op, x, format, offs, indices, top_k, align, dtype, rounding, along_rows, along_tokens):
+def _fake(op, x, format, offs, indices, top_k, align, dtype, rounding, along_rows, along_tokens, amax="group"):
     check(op, "x", x)
     format = check_format(op, format)
     check_rounding(op, format, rounding)
+    check_amax(op, format, amax)
     require(indices is None or top_k is not None, f"{op}: top_k must be given with indices, got None")
     require(top_k is None or indices is not None, f"{op}: indices must be given with top_k, got None")
     if format.block or along_tokens or indices is not None:
@@ -244,8 +254,8 @@ def _(x, format, offs=None, indices=None, top_k=None, dtype=None, rounding=None)
 
 
 @torch.library.register_fake("moe_fp8::quantize_tokens")
-def _(x, format, offs, indices=None, top_k=None, align=None, dtype=None, rounding=None):
-    return _fake("quantize_tokens", x, format, offs, indices, top_k, align, dtype, rounding, False, True)
+def _(x, format, offs, indices=None, top_k=None, align=None, dtype=None, rounding=None, amax="group"):
+    return _fake("quantize_tokens", x, format, offs, indices, top_k, align, dtype, rounding, False, True, amax)
 
 
 @torch.library.register_fake("moe_fp8::quantize_both")

@@ -37,6 +37,17 @@ def quantize_lines(x: Tensor, format: Format, dtype: torch.dtype | None, roundin
     return row_major(q.view(torch.uint8)).view(dtype), scale
 
 
+def batch_scale(x: Tensor, format: Format, dtype: torch.dtype | None, rounding: str | None) -> tuple[Tensor, Tensor]:
+    """x [M, K] -> factor [K], scale [K] of the finite values of every column."""
+    finite = torch.where(x.isfinite(), x, 0).float()
+    return scale_of(block_amax(finite.t()), format, dtype or default_dtype(x.device), rounding)
+
+
+def cast_lines(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [lines, n] -> q [lines, n], by the factor of each line, which says nothing of what is not finite."""
+    return cast_fp8((x.float() * factor[:, None]).masked_fill(~x.isfinite(), torch.nan), dtype)
+
+
 def quantize_squares(
     w: Tensor, format: Format, dtype: torch.dtype | None, rounding: str | None
 ) -> tuple[Tensor, Tensor]:
@@ -102,21 +113,28 @@ def quantize_tokens(
     align: int | None = None,
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
+    amax: str = "group",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [M, K] -> q_t [K, P], scale_t [E, K], or [K, blocks], padded_offs [E]: each group's transpose, side by side.
 
     A group takes round_up(size, align) columns of q_t; what it does not fill is 0, and so are the scales of blocks
-    without rows.
+    without rows. amax "batch": the scale of a column is that of all of x, whatever rows are taken.
     """
+    f, dtype = FORMATS[format], dtype or default_dtype(x.device)
+    factor, of_batch = batch_scale(x, f, dtype, rounding) if amax == "batch" else (None, None)
     x = x if indices is None else permute_pad(x, indices, top_k)
-    f, dtype, (m, k) = FORMATS[format], dtype or default_dtype(x.device), x.shape
+    m, k = x.shape
     align = align or f.align
     q_t = torch.zeros(k, padded_extent(m, len(offs), align), dtype=torch.uint8, device=x.device)
     blocks = padded_extent(m, len(offs), max(align, f.block)) // f.block if f.block else len(offs)
     scale_t = torch.zeros(k, blocks, dtype=BITS[f.scale_dtype.itemsize], device=x.device)
     padded_offs, at, block = [], 0, 0
     for start, end in group_bounds(offs, m):
-        q, scale = quantize_lines(x[start:end].t(), f, dtype, rounding)
+        lines = x[start:end].t()
+        if factor is None:
+            q, scale = quantize_lines(lines, f, dtype, rounding)
+        else:
+            q, scale = cast_lines(lines, factor, dtype), of_batch[:, None]
         q_t[:, at : at + end - start] = q.view(torch.uint8)
         scale_t[:, block : block + scale.shape[1]] = scale.view(scale_t.dtype)
         at += round_up(end - start, align)

@@ -60,6 +60,12 @@ def cases_of_quantizers() -> Iterator[Call]:
             yield from quantizers(fmt, x, offsets(3, 3, 200), dtype=HARDWARE[0])
             yield from quantizers(fmt, x, offsets(100, 333, 520), indices=indices, top_k=2, dtype=FOREIGN)
             yield f"quantize_weight {fmt}", OPS.quantize_weight, (torch.randn(2, 33, 67).to(dtype), fmt), {}
+    for dtype, fp8 in itertools.product(INPUTS, (*HARDWARE, FOREIGN)):
+        for columns, align in ((288, 32), (131, 8)):
+            x, how = tokens(260, columns, dtype, misaligned=columns == 131), {"amax": "batch", "dtype": fp8}
+            for offs, index in ((offsets(100, 333, 500), {"indices": indices, "top_k": 2}), (offsets(3, 3, 200), {})):
+                name = "quantize_tokens rowwise batch"
+                yield name, OPS.quantize_tokens, (x, "rowwise"), {"offs": offs, "align": align, **index, **how}
     # Launch choices of whole rows and strips: short and long rows, clusters, rows beside columns.
     for rows, columns in ((64, 64), (40, 4096), (24, 16384), (16, 40000), (2100, 1024), (5000, 128), (20000, 64)):
         x = tokens(rows, columns, torch.bfloat16)

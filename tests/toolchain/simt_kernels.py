@@ -127,6 +127,7 @@ class SimtKernels:
         top_k: int | None = None,
         align: int | None = None,
         rounding: str | None = None,
+        amax: str = "group",
     ) -> None:
         f, along_rows, along_tokens = FORMATS[format], "q" in out, "q_t" in out
         blocked = f.order == "blocked"
@@ -144,10 +145,9 @@ class SimtKernels:
         scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).data_ptr())
         positions = out["q_t"].shape[-1] if along_tokens else 0
         where = x, IN_TYPES.index(x.dtype), x.stride(-2), group_stride, indices, x.shape[-2], top_k or 1
-        sizes = offs, e, rows, x.shape[-1], weight
         how = list(FORMATS).index(format), ROUNDINGS.index(rounding or f.roundings[0]), FP8_TYPES.index(dtype)
-        results = along_rows, along_tokens, *map(out.get, BOTH), positions, align or f.align, scratch
-        self._call("quantize", *where, *sizes, *how, *results)
+        results = along_rows, along_tokens, *map(out.get, BOTH), positions, align or f.align, scratch, amax == "batch"
+        self._call("quantize", *where, offs, e, rows, x.shape[-1], weight, *how, *results)
 
     # Activations
 

@@ -33,12 +33,14 @@ extern "C" const char* simt_quantize(const void* x, int in, int64_t row_stride, 
                                      int64_t M, int64_t top_k, const int* offs, int64_t E, int64_t rows, int64_t K,
                                      bool weight, int format, int rounding, int out, bool along_rows,
                                      bool along_tokens, uint8_t* q, void* scale, uint8_t* q_t, void* scale_t,
-                                     int* padded_offs, int64_t positions, int align, int* (*scratch)(int64_t words)) {
+                                     int* padded_offs, int64_t positions, int align, int* (*scratch)(int64_t words),
+                                     bool of_batch) {
   QuantizeParams p = {
       .x = x, .in = InType(in), .row_stride = row_stride, .group_stride = group_stride, .index = {}, .offs = offs,
-      .E = E, .rows = rows, .K = K, .weight = weight, .format = FormatId(format), .rounding = Rounding(rounding),
-      .out = Fp8Type(out), .along_rows = along_rows, .along_tokens = along_tokens, .q = q, .scale = scale, .q_t = q_t,
-      .scale_t = scale_t, .padded_offs = padded_offs, .positions = positions, .align = align, .scratch = nullptr};
+      .E = E, .rows = rows, .K = K, .weight = weight, .x_rows = M, .format = FormatId(format),
+      .rounding = Rounding(rounding), .out = Fp8Type(out), .of_batch = of_batch, .along_rows = along_rows,
+      .along_tokens = along_tokens, .q = q, .scale = scale, .q_t = q_t, .scale_t = scale_t,
+      .padded_offs = padded_offs, .positions = positions, .align = align, .scratch = nullptr};
   if (const int64_t words = scratch_words(p)) p.scratch = scratch(words);
   if (index) p.index = RowIndex(index, M, top_k);
   return outcome(quantize(p, nullptr));

@@ -1,0 +1,93 @@
+#include "quantize/columns.h"
+
+namespace moe_fp8 {
+namespace {
+
+// Step 4. Bytes by index, transposed: two tiles of 128 positions, one below the other, by 128 columns a block, so that
+// a column is stored 256 bytes at a time. All positions of a strip of columns come before the next strip: a strip of x
+// is x_rows * 128 bytes, which the L2 still has when the next slot of a token reads them.
+constexpr int kMoved = 2 * kLine, kMoveSlots = kMoved / kSlotRows, kMoveThreads = kMoveSlots * kLanes;
+constexpr int kMoveBlocks = 3;           // of a multiprocessor
+constexpr int64_t kMostMoves = 1 << 22;  // blocks of a launch; HIP has fewer than 2^32 threads
+using MoveStage = TransposeStage<kBlock, 4>;
+
+// The rows of the slot's 16 positions, four bytes of columns a lane.
+MOE_DEVICE void load_moved(const ColumnsPlan& p, int first, int column, uint32_t (&v)[kSlotRows]) {
+  const int at = first + threadIdx.y * kSlotRows + threadIdx.x % kSlotRows;
+  const int mine = at < p.positions ? p.source[at] : -1;
+  const int lane = threadIdx.y * kLanes % kWarpSize;  // of the wave: the slot's first
+  const uint32_t stride = uint32_t(p.stride);         // which 31 bits hold, as they do a row: a short multiplication
+  const uint8_t* from = p.cast + column;
+  const bool there = column < p.stride;
+#pragma unroll
+  for (int i = 0; i < kSlotRows; ++i) {
+    const int source = int(shfl(uint32_t(mine), lane + i));
+    v[i] = 0;
+    if (there && source >= 0)
+      v[i] = load_stream<Reuse::kSoon>(reinterpret_cast<const uint32_t*>(from + uint64_t(uint32_t(source)) * stride));
+  }
+}
+template <bool kWhole>
+MOE_DEVICE void store_moved(const ColumnsPlan& p, int first, int column, MoveStage (&stage)[2]) {
+  const int t = threadIdx.y * kLanes + threadIdx.x, slot = t % kMoveSlots;
+  const int at = first + slot * kSlotRows, there = int(p.positions) - at;
+  if (there <= 0) return;
+#pragma unroll
+  for (int c = t / kMoveSlots; c < kBlock; c += kMoveThreads / kMoveSlots) {
+    if (column + c >= p.K) return;
+    const Vec16 chunk = stage[slot / kLineSlots].at(c, slot % kLineSlots);
+    store_chunk<kWhole>(p.q_t + int64_t(column + c) * p.positions + at, chunk, there);
+  }
+}
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMoveThreads, kMoveBlocks)
+    move_columns_kernel(MOE_GRID_CONSTANT const ColumnsPlan p) {
+  __shared__ MoveStage stage[2];
+  wait_for_previous_kernel();
+  const int64_t tiles = ceil_div(p.positions, int64_t(kMoved)), tile = p.moved + blockIdx.x;
+  const int first = int(tile % tiles) * kMoved, column = int(tile / tiles) * kBlock;
+  uint32_t v[kSlotRows];
+  load_moved(p, first, column + int(threadIdx.x) * 4, v);
+  stage_slot(v, stage[threadIdx.y / kLineSlots]);
+  __syncthreads();
+  if (p.positions % kSlotRows == 0) store_moved<true>(p, first, column, stage);
+  else store_moved<false>(p, first, column, stage);
+}
+
+}  // namespace
+
+template <class In>
+int launch_columns(const QuantizeParams& p, void* stream) {
+  using T = typename ColumnTypes<In>::Type;
+  ColumnsPlan plan = {p};
+  plan.stride = batch_stride(p);
+  plan.cast = reinterpret_cast<uint8_t*>(p.scratch);
+  plan.source = p.scratch + p.x_rows * (plan.stride / 4);
+  plan.amax = reinterpret_cast<uint32_t*>(plan.source + p.positions);
+  const int64_t multiprocessors = device().multiprocessors;
+  const Launch of_sources = {dim3(unsigned(multiprocessors)), dim3(kSourceThreads), stream};
+  if (const int e = launch(find_sources_kernel, of_sources, plan)) return e;
+  if (p.K == 0) return 0;
+  plan.strips = uint32_t(ceil_div<int64_t>(plan.stride, kLanes * T::kVec));
+  const int64_t most = ceil_div<int64_t>(p.x_rows, kColumnSlots);
+  int64_t shares = multiprocessors * kColumnBlocks / plan.strips;  // that run at once
+  if (shares > most) shares = most;
+  plan.shares = int(shares < 1 ? 1 : shares);
+  plan.share = int(ceil_div<int64_t>(p.x_rows, plan.shares));
+  const Launch of_x = {dim3(plan.strips * plan.shares), dim3(kLanes, kColumnSlots), stream};
+  if (const int e = launch(find_amax_kernel<T>, of_x, plan)) return e;
+  if (const int e = launch(quantize_columns_kernel<T>, of_x, plan)) return e;
+  const int64_t moves = ceil_div(p.positions, int64_t(kMoved)) * ceil_div(p.K, int64_t(kBlock));
+  for (; plan.moved < moves; plan.moved += kMostMoves) {
+    const int64_t rest = moves - plan.moved;
+    const Launch l = {dim3(unsigned(rest < kMostMoves ? rest : kMostMoves)), dim3(kLanes, kMoveSlots), stream};
+    if (const int e = launch(move_columns_kernel, l, plan)) return e;
+  }
+  return 0;
+}
+
+template int launch_columns<BF16>(const QuantizeParams&, void*);
+template int launch_columns<F16>(const QuantizeParams&, void*);
+template int launch_columns<F32>(const QuantizeParams&, void*);
+template int launch_columns<Any>(const QuantizeParams&, void*);
+
+}  // namespace moe_fp8
