@@ -10,12 +10,17 @@ from moe_fp8_ext.float32_mm import float32_mm, mm_by_parts, parts
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_parts_add_up(dtype):
-    x = (torch.randn(4096) * torch.exp2(torch.randint(-14, 15, (4096,)))).to(dtype)
-    of_x = parts(torch.cat([x, -x, x[:1] * 0]))
-    assert len(of_x) == DTYPES.index(dtype) + 1
-    assert torch.equal(sum(part.double() for part in of_x), torch.cat([x, -x, x[:1] * 0]).double())
+def test_parts_add_up(dtype, dim, device):
+    """And the first n of them to within 2^(-8 n), twice half a unit of the last of 8 bits."""
+    x = (torch.randn(64, 65) * torch.exp2(torch.randint(-14, 15, (64, 65)))).to(dtype)
+    x = torch.cat([x, -x, x[:1] * 0]).to(device)
+    for given in (x, x.t(), x[::2, 3:]):
+        for count in range(1, DTYPES.index(dtype) + 2):
+            of_x = parts(given, count, dim).double().chunk(count, dim)
+            assert ((sum(of_x) - given.double()).abs() <= 2.0 ** (-8 * count) * given.double().abs()).all()
+        assert torch.equal(sum(of_x), given.double())
 
 
 @pytest.mark.parametrize(("a", "b"), itertools.product(DTYPES, DTYPES))
@@ -28,6 +33,21 @@ def test_products(a, b, m, k, n, device):
         got = mm(a.to(device), b.to(device).t()).cpu()
         assert got.dtype == torch.float32
         assert ((got.double() - want).abs() <= (2 * k + 8) * 2**-23 * size).all()
+
+
+@pytest.mark.parametrize(("a", "b"), itertools.product(DTYPES, DTYPES))
+@pytest.mark.parametrize(("m", "k", "n"), [(9, 200, 5), (200, 9, 33)])
+@pytest.mark.parametrize("out", DTYPES)
+def test_rounded_products(out, a, b, m, k, n, device):
+    """Half a unit of out, float32 sums as above, and what parts leave out: for bfloat16 below 2^-16 of each factor, and
+    of the second parts' product; a little more than 3 times that."""
+    a, b = torch.randn(m, k).to(a), torch.randn(n, k).to(b)
+    want, size = a.double() @ b.double().t(), a.double().abs() @ b.double().abs().t()
+    got = float32_mm(a.to(device), b.to(device).t(), out).cpu()
+    left_out = 2**-14 if out == torch.bfloat16 else 0
+    bound = ((2 * k + 8) * 2**-23 + left_out) * size
+    assert got.dtype == out
+    assert ((got.double() - want).abs() <= torch.finfo(out).eps / 2 * (want.abs() + bound) + bound).all()
 
 
 def test_compiles(device):
