@@ -24,6 +24,17 @@ def float32_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.float32) -> 
     return cast(mm_by_parts(a, b, 2 if out_dtype == torch.bfloat16 else 3), out_dtype)
 
 
+def float32_mm_backward(
+    grad: Tensor, a: Tensor, b: Tensor, needs_a: bool, needs_b: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of a [M, K] and b [N, K], in their dtypes, where grad [M, N] is that of float32_mm(a, b^T)."""
+    if needs_a and needs_b and a.dtype == b.dtype == torch.bfloat16 and _has_out_dtype(a):
+        of_a, of_b = gradients_by_parts(grad, a, b)
+        return cast(of_a, a.dtype), cast(of_b, b.dtype)
+    of_a = float32_mm(grad, b, a.dtype) if needs_a else None
+    return of_a, float32_mm(grad.t(), a, b.dtype) if needs_b else None
+
+
 # An op of its own, because not every torch compiles mm to another dtype.
 @torch.library.custom_op("moe_fp8_ext::mm_by_parts", mutates_args=())
 def mm_by_parts(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
@@ -43,6 +54,18 @@ def mm_by_parts(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
 @mm_by_parts.register_fake
 def _(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
+
+
+@torch.library.custom_op("moe_fp8_ext::gradients_by_parts", mutates_args=())
+def gradients_by_parts(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """mm_by_parts(grad, b, 2) and mm_by_parts(grad^T, a, 2) of a and b in bfloat16, from parts that are made once."""
+    of_grad = parts(grad, 2, 1)
+    return _mm(of_grad, b.repeat(2, 1)), _mm(of_grad.t(), a).unflatten(0, (2, -1)).sum(0)
+
+
+@gradients_by_parts.register_fake
+def _(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape, dtype=torch.float32)
 
 
 def parts(x: Tensor, count: int, dim: int) -> Tensor:

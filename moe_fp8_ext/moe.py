@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_fp8_ext.bf16 import autocast_dtype, cast
 from moe_fp8_ext.experts import experts
-from moe_fp8_ext.float32_mm import float32_mm
+from moe_fp8_ext.float32_mm import float32_mm, float32_mm_backward
 from moe_fp8_ext.formats import MAX_EXPERTS
 from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import check_one_of, require
@@ -167,13 +167,8 @@ class _Logits(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        dx = dweight = None
         with _without_autocast(x):
-            if ctx.needs_input_grad[0]:
-                dx = float32_mm(grad, weight, x.dtype)
-            if ctx.needs_input_grad[1]:
-                dweight = float32_mm(grad.t(), x, weight.dtype)
-        return dx, dweight
+            return float32_mm_backward(grad, x, weight, *ctx.needs_input_grad)
 
 
 class Routing(NamedTuple):
