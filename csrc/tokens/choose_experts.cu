@@ -80,10 +80,10 @@ struct Lane {
       }
       return;
     }
-    uint32_t key = 0;
+    float most = x[0];  // a NaN that it passes by is one of the terms, and so in their sum
 #pragma unroll
-    for (int i = 0; i < n; ++i) key = ordered(x[i]) > key ? ordered(x[i]) : key;
-    const float most = unordered(warp_max(key));
+    for (int i = 1; i < n; ++i) most = x[i] > most ? x[i] : most;
+    most = unordered(warp_max(ordered(most)));
 #pragma unroll
     for (int i = 0; i < n; ++i) x[i] = softmax_term(x[i], most);
     const float scale = 1.f / sum(x);
