@@ -12,8 +12,10 @@ from cases_experts import EXPERTS_CASES
 from cases_gemm import GEMM_CASES
 from cases_models import MODEL_CASES
 from cases_quantize import QUANTIZE_CASES
+from cases_router import ROUTER_CASES
 from cases_scales import SCALE_CASES
 from cases_tokens import TOKEN_CASES
 
-_ALL = (*QUANTIZE_CASES, *ACTIVATION_CASES, *TOKEN_CASES, *SCALE_CASES, *GEMM_CASES, *EXPERTS_CASES, *MODEL_CASES)
+_OF_OPS = (*QUANTIZE_CASES, *ACTIVATION_CASES, *ROUTER_CASES, *TOKEN_CASES, *SCALE_CASES, *GEMM_CASES)
+_ALL = (*_OF_OPS, *EXPERTS_CASES, *MODEL_CASES)
 CASES: dict[str, Case] = {case.label: case for case in _ALL}

@@ -44,7 +44,8 @@ LEGEND = """\
 - x baseline: speed relative to dense FP8 `torch._scaled_mm` of the same size with scales of rows (scaled_grouped_mm),
   to `scaled_grouped_mm` to float32 (add_scaled_grouped_mm), to BF16 `torch._grouped_mm`, forward and backward
   (grouped_mm), to a layer of torch's own ops in BF16 around that (experts), to Transformers' own `grouped_mm`
-  (transformers_experts, transformers_step), or to torch's stable argsort, histc and cumsum (sort_tokens).
+  (transformers_experts, transformers_step), to torch's stable argsort, histc and cumsum (sort_tokens), or to torch's
+  own ops in float32 (choose_experts; router, forward and backward).
 - weights reused: within `reuse_weights`, a weight that is quantized already.
 - B kept: bytes kept for the gradient of the weights, scales and padding included, an element of the activation.
 - host us: CPU time to issue one eager call; x relu: the same over that of an eager `torch.relu` in the same run.

@@ -41,6 +41,14 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       "activate_backward(Tensor h, Tensor da, str activation, Tensor? scores=None, Tensor? h_scale=None,"
       " str? format=None, bool interleaved=False) -> (Tensor dh, Tensor a, Tensor dscores)");
 
+  // A router's choice. Logits are float32; bias moves the choice alone.
+  m.def(
+      "choose_experts(Tensor logits, SymInt top_k, Tensor? bias=None, str scoring='softmax', bool normalize=True,"
+      " float scaling_factor=1.0, SymInt num_groups=1, SymInt top_groups=1) -> (Tensor topk_ids, Tensor topk_scores)");
+  m.def(
+      "choose_experts_backward(Tensor grad, Tensor logits, Tensor topk_ids, str scoring='softmax',"
+      " bool normalize=True, float scaling_factor=1.0) -> Tensor");
+
   // Token movement.
   m.def("sort_tokens(Tensor topk_ids, SymInt num_experts) -> (Tensor permutation, Tensor offs, Tensor inverse)");
   m.def("tokens_by_rank(Tensor topk_ids, SymInt num_experts, SymInt num_ranks) -> (Tensor by_rank, Tensor counts)");

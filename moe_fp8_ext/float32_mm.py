@@ -8,45 +8,81 @@ from torch import Tensor
 from moe_fp8_ext.bf16 import cast
 
 _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+_HALVES = torch.bfloat16, torch.float16
 
 
-def float32_mm(a: Tensor, b: Tensor) -> Tensor:
-    """a [M, K] @ b [K, N] with products and sums in float32.
+def float32_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
+    """a [M, K] @ b [K, N] with products and sums in float32, then rounded to out_dtype.
 
-    On CUDA, where one of them is of 16 bits, by parts: several times as fast, and an infinity, or what bfloat16 rounds
-    to one, may come out as NaN.
+    On CUDA, where one of the three is of 16 bits, by parts: several times as fast, and an infinity, or what bfloat16
+    rounds to one, may come out as NaN. For bfloat16, which rounds by up to 2^-8, what is below 2^-16 of every product
+    is left out.
     """
-    known = a.dtype in _PARTS and b.dtype in _PARTS and not a.dtype == b.dtype == torch.float32
-    return mm_by_parts(a, b) if known and _has_out_dtype(a) else a.float() @ b.float()
+    known = a.dtype in _PARTS and b.dtype in _PARTS and any(t in _HALVES for t in (a.dtype, b.dtype, out_dtype))
+    if not known or not _has_out_dtype(a):
+        return cast(a.float() @ b.float(), out_dtype)
+    return cast(mm_by_parts(a, b, 2 if out_dtype == torch.bfloat16 else 3), out_dtype)
+
+
+def float32_mm_backward(
+    grad: Tensor, a: Tensor, b: Tensor, needs_a: bool, needs_b: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of a [M, K] and b [N, K], in their dtypes, where grad [M, N] is that of float32_mm(a, b^T)."""
+    if needs_a and needs_b and a.dtype == b.dtype == torch.bfloat16 and _has_out_dtype(a):
+        of_a, of_b = gradients_by_parts(grad, a, b)
+        return cast(of_a, a.dtype), cast(of_b, b.dtype)
+    of_a = float32_mm(grad, b, a.dtype) if needs_a else None
+    return of_a, float32_mm(grad.t(), a, b.dtype) if needs_b else None
 
 
 # An op of its own, because not every torch compiles mm to another dtype.
 @torch.library.custom_op("moe_fp8_ext::mm_by_parts", mutates_args=())
-def mm_by_parts(a: Tensor, b: Tensor) -> Tensor:
-    """Leaves out products of parts that are less than 2^-24 of those of the first parts."""
-    of_a, of_b = parts(a), parts(b)
-    if len(of_a) == len(of_b) == 1:
-        return _mm(a, b)
-    if len(of_a) == 1:
-        return _mm(a, torch.cat(of_b, 1)).unflatten(1, (len(of_b), -1)).sum(1)
-    if len(of_b) == 1 and a.shape[0] <= a.shape[1]:
-        return _mm(torch.cat(of_a), b).unflatten(0, (len(of_a), -1)).sum(0)
-    pairs = [(i, j) for i in range(len(of_a)) for j in range(len(of_b)) if i + j < 3]
+def mm_by_parts(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
+    """In float32. Leaves out products of parts that are less than 2^(-8 order) of those of the first parts."""
+    of_a, of_b = (min(_PARTS[t.dtype], order) for t in (a, b))
+    if of_a == 1:
+        return _mm(a, parts(b, of_b, 1)).unflatten(1, (of_b, -1)).sum(1) if of_b > 1 else _mm(a, b)
+    if of_b == 1 and a.shape[0] <= a.shape[1]:
+        return _mm(parts(a, of_a, 0), b).unflatten(0, (of_a, -1)).sum(0)
+    if of_b == 1:
+        return _mm(parts(a, of_a, 1), b.repeat(of_a, 1))
+    pairs = [(i, j) for i in range(of_a) for j in range(of_b) if i + j < order]
+    of_a, of_b = parts(a, of_a, 1).chunk(of_a, 1), parts(b, of_b, 0).chunk(of_b)
     return _mm(torch.cat([of_a[i] for i, _ in pairs], 1), torch.cat([of_b[j] for _, j in pairs]))
 
 
 @mm_by_parts.register_fake
-def _(a: Tensor, b: Tensor) -> Tensor:
+def _(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
 
 
-def parts(x: Tensor) -> list[Tensor]:
-    """Of bfloat16, the largest first; their sum is x, but for what underflows."""
-    count, found = _PARTS[x.dtype], [cast(x, torch.bfloat16)]
-    while len(found) < count:
-        x = x.float() - found[-1].float()
-        found.append(x.bfloat16())
-    return found
+@torch.library.custom_op("moe_fp8_ext::gradients_by_parts", mutates_args=())
+def gradients_by_parts(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """mm_by_parts(grad, b, 2) and mm_by_parts(grad^T, a, 2) of a and b in bfloat16, from parts that are made once."""
+    of_grad = parts(grad, 2, 1)
+    return _mm(of_grad, b.repeat(2, 1)), _mm(of_grad.t(), a).unflatten(0, (2, -1)).sum(0)
+
+
+@gradients_by_parts.register_fake
+def _(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape, dtype=torch.float32)
+
+
+def parts(x: Tensor, count: int, dim: int) -> Tensor:
+    """So many parts of x [M, K] in bfloat16, the largest first, beside one another along dim.
+
+    As many as its dtype has add up to x, but for what underflows; the rest behind n of them is at most 2^(-8 n) of x.
+    """
+    if count == 1:
+        return cast(x, torch.bfloat16)
+    if x.stride(0) < x.stride(1):  # a result that lies as x does is written from one end to the other
+        return parts(x.t(), count, 1 - dim).t()
+    out = x.new_empty((*x.shape[:dim], count, *x.shape[dim:]), dtype=torch.bfloat16)
+    *first, last = out.unbind(dim)
+    for part in first:
+        part.copy_(x)
+        x = x - part if part is not first[-1] else torch.sub(x, part, out=last)
+    return out.flatten(dim, dim + 1)
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:

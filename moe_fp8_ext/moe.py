@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from moe_fp8_ext.bf16 import autocast_dtype, cast
 from moe_fp8_ext.experts import experts
-from moe_fp8_ext.float32_mm import float32_mm
+from moe_fp8_ext.float32_mm import float32_mm, float32_mm_backward
+from moe_fp8_ext.formats import MAX_EXPERTS
 from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import check_one_of, require
+from moe_fp8_ext.ops.choose_experts import SCORINGS, check_choice, choose_experts
 from moe_fp8_ext.ops.dispatch import asks_for_gradient, differentiable_once
 from moe_fp8_ext.recipes import Recipe, get_recipe
 from moe_fp8_ext.sharded import draw_in_turn, is_dtensor, of_all, of_rank, sum_of_ranks
 
 if TYPE_CHECKING:
     from moe_fp8_ext.distributed import ExpertParallel
-
-_SCORINGS = ("softmax", "sigmoid")
 
 
 class Experts(nn.Module):
@@ -167,13 +167,8 @@ class _Logits(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        dx = dweight = None
         with _without_autocast(x):
-            if ctx.needs_input_grad[0]:
-                dx = cast(float32_mm(grad, weight), x.dtype)
-            if ctx.needs_input_grad[1]:
-                dweight = cast(float32_mm(grad.t(), x), weight.dtype)
-        return dx, dweight
+            return float32_mm_backward(grad, x, weight, *ctx.needs_input_grad)
 
 
 class Routing(NamedTuple):
@@ -188,7 +183,7 @@ class Router(nn.Module):
     """Chooses experts, in float32 whatever the dtypes of tokens and weight are, and under torch.autocast too.
 
         scores = scoring(x @ weight^T); the choice is the top_k of scores + e_score_correction_bias; the scores of the
-        chosen are those without the bias, divided by their sum if normalize, times scaling_factor
+        chosen are those without the bias, divided by their sum if normalize, times scaling_factor (`choose_experts`)
 
     Attributes:
         weight: [E, D].
@@ -198,7 +193,7 @@ class Router(nn.Module):
             forward that a checkpoint computes again is counted again.
 
     Args:
-        num_experts, hidden_size, top_k: E, D and experts a token.
+        num_experts, hidden_size, top_k: E, at most 1024, D and experts a token.
         scoring: "softmax" over the experts or "sigmoid" of each.
         normalize: whether scores of a token add up to scaling_factor.
         scaling_factor: of the scores.
@@ -232,12 +227,9 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_one_of("Router", "scoring", scoring, _SCORINGS)
-        divides = num_groups >= 1 and num_experts % num_groups == 0
-        require(divides, f"Router: num_groups must divide the {num_experts} experts, got {num_groups}")
-        require(1 <= top_groups <= num_groups, f"Router: top_groups must be from 1 to {num_groups}, got {top_groups}")
-        most = num_experts // num_groups * top_groups
-        require(1 <= top_k <= most, f"Router: top_k must be from 1 to the {most} experts of a choice, got {top_k}")
+        check_one_of("Router", "scoring", scoring, SCORINGS)
+        require(num_experts <= MAX_EXPERTS, f"Router: num_experts must be at most {MAX_EXPERTS}, got {num_experts}")
+        check_choice("Router", num_experts, top_k, num_groups, top_groups)
         self.top_k, self.scoring, self.normalize, self.scaling_factor = top_k, scoring, normalize, scaling_factor
         self.num_groups, self.top_groups, self.bias_rate = num_groups, top_groups, bias_rate
         self.balance_loss, self.z_loss = balance_loss, z_loss
@@ -253,16 +245,14 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """x [T, D] -> ids and scores [T, top_k], losses."""
-        logits = _Logits.apply(x, self.weight)
-        scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
-        ids = self._choice(scores.detach())
-        chosen = scores.gather(1, ids)
-        if self.normalize:
-            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
-        loss = self._loss(logits, scores, ids)
+        logits, bias = _Logits.apply(x, self.weight), self.e_score_correction_bias
+        bias = None if bias is None else cast(bias, torch.float32)
+        how = self.scoring, self.normalize, self.scaling_factor, self.num_groups, self.top_groups
+        ids, scores = choose_experts(logits, self.top_k, bias, *how)
+        loss = self._loss(logits, ids)
         if self.training and self.tokens_per_expert is not None:
             self.tokens_per_expert += self._counts(ids)
-        return Routing(ids, chosen * self.scaling_factor, loss)
+        return Routing(ids, scores, loss)
 
     @torch.no_grad()
     def update_bias(self) -> None:
@@ -275,19 +265,10 @@ class Router(nn.Module):
         self.e_score_correction_bias += self.bias_rate * (counts.mean() - counts).sign().float()
         self.tokens_per_expert.zero_()
 
-    def _choice(self, scores: Tensor) -> Tensor:
-        if self.e_score_correction_bias is not None:
-            scores = scores + self.e_score_correction_bias
-        if self.top_groups < self.num_groups:
-            groups = scores.unflatten(1, (self.num_groups, -1))
-            best = groups.topk(min(2, groups.shape[2]), -1).values.sum(-1).topk(self.top_groups, -1).indices
-            out = torch.ones_like(groups[:, :, 0], dtype=torch.bool).scatter(1, best, False)
-            scores = groups.masked_fill(out[:, :, None], float("-inf")).flatten(1)
-        return scores.topk(self.top_k, -1).indices
-
-    def _loss(self, logits: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
+    def _loss(self, logits: Tensor, ids: Tensor) -> Tensor:
         loss, tokens = logits.new_zeros(()), max(ids.shape[0], 1)
         if self.balance_loss:
+            scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
             shares = self._counts(ids) / (tokens * self.top_k)
             probabilities = (scores / scores.sum(-1, keepdim=True)).sum(0) / tokens
             loss = loss + self.balance_loss * len(shares) * (shares * probabilities).sum()

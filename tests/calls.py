@@ -230,6 +230,37 @@ def activate_backward(r: random.Random) -> Call:
 # Tokens
 
 
+def scored(r: random.Random, t: int, e: int) -> tuple[Tensor, dict[str, object]]:
+    """Logits, now and then of equal or of infinite numbers, and how they become scores."""
+    logits = torch.randn(t, e, generator=generator(r)) * 2.0 ** r.randint(-3, 5)
+    if r.random() < 0.3:
+        logits = logits.round()
+    if r.random() < 0.2 and t * e:
+        logits[r.randrange(t), r.randrange(e)] = r.choice((math.inf, -math.inf, math.nan))
+    how = {"scoring": r.choice(("softmax", "sigmoid")), "normalize": r.random() < 0.7}
+    return placed(r, logits), how | {"scaling_factor": r.choice((1.0, 2.5, -0.1))}
+
+
+@op
+def choose_experts(r: random.Random) -> Call:
+    e = r.choice((1, 2, 5, 64, 130, 256, 1024))
+    groups = r.choice([g for g in (1, 1, 1, 2, 5, 8, 1024) if e % g == 0])
+    top_groups = r.randint(1, groups)
+    logits, how = scored(r, r.choice(ROWS), e)
+    how |= {"num_groups": groups, "top_groups": top_groups}
+    bias = r.choice((None, torch.randn(e, generator=generator(r))))
+    return [logits, min(r.choice((1, 2, 8, 40)), e // groups * top_groups), bias], how
+
+
+@op
+def choose_experts_backward(r: random.Random) -> Call:
+    t, e, top_k = r.choice(ROWS), r.choice((0, 1, 2, 5, 64, 130, 256, 1024)), r.choice((0, 1, 2, 8, 40))
+    logits, how = scored(r, t, e)
+    dtype = r.choice((torch.int32, torch.int64))
+    ids = torch.randint(-1, e + 1, (t, top_k), dtype=dtype, generator=generator(r))
+    return [placed(r, torch.randn(t, top_k, generator=generator(r))), logits, placed(r, ids)], how
+
+
 @op
 def sort_tokens(r: random.Random) -> Call:
     e = r.choice((1, 2, 5, 64, 1024))

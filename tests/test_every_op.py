@@ -17,6 +17,7 @@ from moe_fp8_ext import ops
 
 DIFFERENTIABLE = {
     "activate",
+    "choose_experts",
     "permute_pad",
     "unpermute",
     "combine",
@@ -104,6 +105,9 @@ def test_wrong_kinds_of_tensors(name):
         ("quantize_rows", [torch.zeros(HUGE, 0, 3), "rowwise"], {}),
         ("quantize_tokens", [torch.zeros(0, HUGE), "rowwise"], {"offs": torch.zeros(0, dtype=torch.int32)}),
         ("unswizzle_scales", [torch.zeros(HUGE, 0, dtype=torch.uint8), 0, 5], {"groups": "experts"}),
+        ("choose_experts", [torch.zeros(HUGE, 0), 1], {}),
+        ("choose_experts", [torch.zeros(0, HUGE), 1], {}),
+        ("choose_experts_backward", [torch.zeros(HUGE, 0), torch.zeros(HUGE, 0), torch.zeros(HUGE, 0).int()], {}),
         ("sort_tokens", [torch.zeros(HUGE, 0, dtype=torch.int64), 4], {}),
         ("tokens_by_rank", [torch.zeros(HUGE, 0, dtype=torch.int64), 4, 2], {}),
         ("permute_pad", [torch.zeros(HUGE, 0), torch.zeros(0, dtype=torch.int32), 1], {}),

@@ -166,6 +166,10 @@ def test_topk_ids(dtype, x, validates):
         text, op = f"{name}: topk_ids must be -1 or from 0 to 2, got", getattr(ops, name)
         check_refused(f"{text} 9 in slot 2", lambda op=op, sizes=sizes: op(ids, *sizes))
         check_refused(f"{text} -2 in slot 1", lambda op=op, sizes=sizes: op(ids[1:, :2] - 2, *sizes))
+    grad, logits = torch.ones(2, 3, device=x.device), torch.zeros(2, 3, device=x.device)
+    ops.choose_experts_backward(grad[:, :2], logits, ids[:, :2] - 1)
+    text = "choose_experts_backward: topk_ids must be -1 or from 0 to 2, got 9 in slot 2"
+    check_refused(text, lambda: ops.choose_experts_backward(grad, logits, ids))
 
 
 def test_inverse(x, validates):

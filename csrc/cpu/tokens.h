@@ -1,5 +1,6 @@
 // Token movement on the CPU: as tokens/*.h have it.
 #pragma once
+#include "tokens/choose_experts.h"
 #include "tokens/combine.h"
 #include "tokens/copy_rows.h"
 #include "tokens/permute.h"
@@ -10,6 +11,8 @@
 
 namespace moe_fp8 {
 
+void choose_experts_cpu(const ChooseExpertsParams& p);
+void choose_experts_backward_cpu(const ChooseExpertsBackwardParams& p);
 void sort_tokens_cpu(const SortTokensParams& p);
 void tokens_by_rank_cpu(const TokensByRankParams& p);
 void permute_indices_cpu(const PermuteIndicesParams& p);

@@ -20,19 +20,24 @@ inline constexpr ActivationRule kActivations[] = {
 inline constexpr int kNumActivations = sizeof(kActivations) / sizeof(kActivations[0]);
 constexpr bool is_gated(Activation activation) { return kActivations[int(activation)].gated; }
 
+constexpr float kMostBelow = 88.f;  // from about here on exponentials are zero
+
+// e^y of a y from -kMostBelow to 0.
+MOE_HD float exponential(float y) {
+  constexpr float kLog2E = 0x1.715476p+0f, kLn2 = 0x1.62e430p-1f, kLn2Rest = -0x1.05c610p-29f;
+  constexpr float kShift = 0x1.8p+23f + 127;  // a sum with it is rounded to units; its low byte is a biased exponent
+  constexpr float kP2 = 0x1.fffdfcp-2f, kP3 = 0x1.5557aep-3f, kP4 = 0x1.572a08p-5f, kP5 = 0x1.10627cp-7f;
+  const float shifted = fmaf(y, kLog2E, kShift), n = shifted - kShift;
+  const float r = fmaf(n, -kLn2Rest, fmaf(n, -kLn2, y));
+  const float tail = fmaf(fmaf(fmaf(kP5, r, kP4), r, kP3), r, kP2);
+  return fmaf(fmaf(tail, r, 1.f), r, 1.f) * as_float(as_bits(shifted) << 23);
+}
+
 // Both from one power, of -|x|, so that neither is a difference: each is right to its last bits where it is small.
 struct Sigmoid { float of_x, of_minus_x; };
 
 MOE_HD Sigmoid sigmoid(float x) {
-  constexpr float kMost = 88.f;  // from about here on the power is zero
-  constexpr float kLog2E = 0x1.715476p+0f, kLn2 = 0x1.62e430p-1f, kLn2Rest = -0x1.05c610p-29f;
-  constexpr float kShift = 0x1.8p+23f + 127;  // a sum with it is rounded to units; its low byte is a biased exponent
-  constexpr float kP2 = 0x1.fffdfcp-2f, kP3 = 0x1.5557aep-3f, kP4 = 0x1.572a08p-5f, kP5 = 0x1.10627cp-7f;
-  const float y = -least(magnitude(x), kMost);
-  const float shifted = fmaf(y, kLog2E, kShift), n = shifted - kShift;
-  const float r = fmaf(n, -kLn2Rest, fmaf(n, -kLn2, y));
-  const float tail = fmaf(fmaf(fmaf(kP5, r, kP4), r, kP3), r, kP2);
-  const float power = fmaf(fmaf(tail, r, 1.f), r, 1.f) * as_float(as_bits(shifted) << 23);
+  const float power = exponential(-least(magnitude(x), kMostBelow));
   const float large = reciprocal(1.f + power), small = power * large;
   return x < 0 ? Sigmoid{small, large} : Sigmoid{large, small};
 }

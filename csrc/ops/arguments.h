@@ -67,6 +67,9 @@ constexpr Argument indices(const char* op, const char* like) {
 constexpr Argument matrix(const char* op, const char* name, const char* like, Dtypes dtypes) {
   return {op, name, like, dtypes, 2, 2, Strides::kInner, {kRows, kColumns}};
 }
+constexpr Argument logits(const char* op, const char* like) {
+  return {op, "logits", like, Dtypes::kFloat32, 2, 2, Strides::kInner, {kRows, {"experts", -1, kMaxExperts}}};
+}
 constexpr Argument inverse(const char* op, const char* like) {
   return {op, "inverse", like, Dtypes::kInt32, 2, 2, Strides::kContiguous,
           {kRows, {"slots", SizeLimit::kSlots, kMaxRows}}};
@@ -97,6 +100,11 @@ inline constexpr Argument kTable[] = {
     {"unswizzle_scales", "blocked", nullptr, Dtypes::kByte, 2, 2, Strides::kContiguous},
     offs("unswizzle_scales", "blocked"),
 
+    logits("choose_experts", nullptr),
+    {"choose_experts", "bias", "logits", Dtypes::kFloat32, 1, 1, Strides::kInner},
+    matrix("choose_experts_backward", "grad", nullptr, Dtypes::kFloat32),
+    logits("choose_experts_backward", "grad"),
+    matrix("choose_experts_backward", "topk_ids", "grad", Dtypes::kInts),
     {"sort_tokens", "topk_ids", nullptr, Dtypes::kInts, 1, 2, Strides::kInner,
      {{"slots", SizeLimit::kSlots, kMaxRows}}},
     {"tokens_by_rank", "topk_ids", nullptr, Dtypes::kInts, 2, 2, Strides::kInner,

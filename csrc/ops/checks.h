@@ -192,6 +192,18 @@ inline void validate_range(const Argument& arg, const Tensor& indices, int64_t l
     if (at[p] < -1 || at[p] >= limit)
       fail(arg.op, ": ", arg.name, " must be -1 or one of the ", limit, " ", of, ", got ", at[p], " in place ", p);
 }
+// Every id is -1 or one of E experts.
+template <class Id>
+void validate_ids_as(const Argument& arg, const Tensor& ids, int64_t E) {
+  const std::vector<Id> all = contents<Id>(ids);
+  for (size_t slot = 0; slot < all.size(); ++slot)
+    if (all[slot] < -1 || all[slot] >= E)
+      fail(arg.op, ": ", arg.name, " must be -1 or from 0 to ", E - 1, ", got ", all[slot], " in slot ", slot);
+}
+inline void validate_ids(const Argument& arg, const Tensor& ids, int64_t E) {
+  if (!flag_is_set("MOE_FP8_VALIDATE")) return;
+  (ids.dtype == kInt64 ? validate_ids_as<int64_t> : validate_ids_as<int>)(arg, ids, E);
+}
 // No index stands twice where that would lose one of its places.
 inline void validate_distinct(const Argument& arg, const Tensor& indices) {
   if (!flag_is_set("MOE_FP8_VALIDATE")) return;

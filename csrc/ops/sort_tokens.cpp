@@ -8,18 +8,6 @@ namespace {
 
 constexpr const char *kSort = "sort_tokens", *kByRank = "tokens_by_rank";
 
-template <class Id>
-void validate_ids(const Argument& arg, const Tensor& ids, int64_t E) {
-  const std::vector<Id> all = contents<Id>(ids);
-  for (size_t slot = 0; slot < all.size(); ++slot)
-    if (expert_of(all[slot], E) < 0 && all[slot] != -1)
-      fail(arg.op, ": ", arg.name, " must be -1 or from 0 to ", E - 1, ", got ", all[slot], " in slot ", slot);
-}
-void check_ids(const Argument& arg, const Tensor& ids, int64_t E) {
-  if (!flag_is_set("MOE_FP8_VALIDATE")) return;
-  (ids.dtype == kInt64 ? validate_ids<int64_t> : validate_ids<int>)(arg, ids, E);
-}
-
 void run(const Call& call, const Tensor& ids, SortTokensParams& p) {
 #if defined(MOE_FP8_GPU)
   if (ids.on_gpu()) {
@@ -45,7 +33,7 @@ Results<3> sort_tokens_op(const Tensor& topk_ids, int64_t num_experts) {
   check(kIds, topk_ids);
   if (num_experts < 1 || num_experts > kMaxExperts)
     fail(kSort, ": num_experts must be from 1 to ", kMaxExperts, ", got ", num_experts);
-  check_ids(kIds, topk_ids, num_experts);
+  validate_ids(kIds, topk_ids, num_experts);
   SortTokensParams p = {};
   p.is_int64 = topk_ids.dtype == kInt64;
   const bool matrix = topk_ids.dim == 2;
@@ -74,7 +62,7 @@ Results<2> tokens_by_rank_op(const Tensor& topk_ids, int64_t num_experts, int64_
   if (num_experts < R || num_experts > R * kMaxExperts || num_experts % R)
     fail(kByRank, ": num_experts must be a multiple of the ", R, " ranks, at most ", R * kMaxExperts, ", got ",
          num_experts);
-  check_ids(kIds, topk_ids, num_experts);
+  validate_ids(kIds, topk_ids, num_experts);
   const Call call(kByRank, "topk_ids", topk_ids);
   Handle by_rank = call.empty({T, R}, kInt32), counts = call.empty({R, 2}, kInt64);
   run(call, topk_ids,

@@ -3,6 +3,7 @@
 import torch as _torch
 
 from moe_fp8_ext.ops.activations import activate, activate_backward, quantize_activated
+from moe_fp8_ext.ops.choose_experts import choose_experts, choose_experts_backward
 from moe_fp8_ext.ops.combine import combine, combine_backward
 from moe_fp8_ext.ops.dequantize import dequantize
 from moe_fp8_ext.ops.dispatch import refuse_sparse as _refuse_sparse
@@ -17,6 +18,8 @@ __all__ = [
     "activate",
     "activate_backward",
     "add_scaled_grouped_mm",
+    "choose_experts",
+    "choose_experts_backward",
     "combine",
     "combine_backward",
     "dequantize",

@@ -8,7 +8,7 @@ A kernel in Python costs a call microseconds. Wrappers go past it where nothing 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -70,9 +70,9 @@ def _refuse_tangents(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> No
             raise RuntimeError(text)
 
 
-def _refuse_gradients(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
+def _refuse_gradients(op: torch._ops.OpOverload, args: tuple, kwargs: dict, among: Sequence[str] | None = None) -> None:
     for arg, x in _tensors(op, args, kwargs):
-        if asks_for_gradient(x):
+        if asks_for_gradient(x) and (among is None or arg in among):
             raise RuntimeError(
                 f"{op._opname}: {arg} must not ask for a gradient, which this op has none of (detach it, or call "
                 "grouped_mm), got requires_grad=True"
@@ -103,11 +103,14 @@ def count_writes(op: torch._ops.OpOverload) -> None:
     _LIBRARY.impl(op._opname, kernel, "ADInplaceOrView", with_keyset=True)
 
 
-def register_gradient(op: torch._ops.OpOverload, save: Callable, backward: Callable) -> None:
+def register_gradient(
+    op: torch._ops.OpOverload, save: Callable, backward: Callable, *, without: Sequence[str] = ()
+) -> None:
     """Registers the gradient of op, all of whose arguments are positional.
 
     save(ctx, inputs, output) keeps what backward(ctx, *grads) needs, which returns the gradients of the first inputs.
     inputs: the arguments as they were given, without those at the end that have their defaults.
+    without: arguments of floats that have none; one that asks for it is an error.
     """
 
     def redispatch(keyset, *args):
@@ -133,6 +136,8 @@ def register_gradient(op: torch._ops.OpOverload, save: Callable, backward: Calla
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args, {})
         wanted = torch.is_grad_enabled() and _any_requires_grad(*args)
+        if wanted and without:
+            _refuse_gradients(op, args, {}, without)
         return (function.apply if wanted else redispatch)(keyset, *args)
 
     _LIBRARY.impl(op._opname, kernel, "Autograd", with_keyset=True)

@@ -9,6 +9,7 @@ factor: x ~ q * scale.
 """
 
 from .activations import activate, activate_backward, quantize_activated
+from .choose_experts import choose_experts, choose_experts_backward
 from .dequantize import dequantize, exact_values
 from .gemm import add_scaled_grouped_mm, grouped_mm, scaled_grouped_mm
 from .numerics import group_bounds
@@ -31,6 +32,8 @@ __all__ = [
     "activate",
     "activate_backward",
     "add_scaled_grouped_mm",
+    "choose_experts",
+    "choose_experts_backward",
     "combine",
     "combine_backward",
     "dequantize",

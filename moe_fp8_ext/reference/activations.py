@@ -47,15 +47,19 @@ def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
     return bits.view(torch.float64).float()
 
 
-def sigmoids(x: Tensor) -> tuple[Tensor, Tensor]:
-    """sigmoid(x) and sigmoid(-x)."""
-    y = -torch.where(x.abs() < 88, x.abs(), 88.0)
+def exponential(y: Tensor) -> Tensor:
+    """e^y of a y from -88 to 0."""
     n = fma(y, LOG2_E, SHIFT) - SHIFT
     r = fma(n, -LN2_REST, fma(n, -LN2, y))
     power = torch.full_like(r, POWER[-1])
     for coefficient in POWER[-2::-1]:
         power = fma(power, r, coefficient)
-    power = power * ((n.int() + 127) << 23).view(torch.float32)
+    return power * ((n.int() + 127) << 23).view(torch.float32)
+
+
+def sigmoids(x: Tensor) -> tuple[Tensor, Tensor]:
+    """sigmoid(x) and sigmoid(-x)."""
+    power = exponential(-torch.where(x.abs() < 88, x.abs(), 88.0))
     large = torch.ones_like(power) / (1 + power)
     small = power * large
     return torch.where(x < 0, small, large), torch.where(x < 0, large, small)

@@ -21,6 +21,7 @@ OPS = torch.ops.moe_fp8
 FORMATS = ("rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor")
 GATED = ("swiglu", "geglu", "swiglu_oai")
 ACTIVATIONS = (*GATED, "silu", "gelu", "relu2")
+SCORINGS = ("softmax", "sigmoid")
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 FN, FNUZ = (torch.float8_e4m3fn, torch.float8_e5m2), (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,6 +113,20 @@ def cases_of_activations() -> Iterator[Call]:
             yield f"activate_backward {name} {fmt}", OPS.activate_backward, (q, da, name), how | of_fp8
 
 
+def cases_of_choices() -> Iterator[Call]:
+    """Of every room that a wave has for experts, at vectors and not, and groups."""
+    for (e, groups), scoring in itertools.product(((8, 1), (130, 13), (256, 8), (500, 1), (1024, 4)), SCORINGS):
+        logits, bias = 3 * tokens(300, e, torch.float32, misaligned=groups == 4), torch.randn(e)
+        for normalize in (True, False):
+            how = {"scoring": scoring, "normalize": normalize, "scaling_factor": 2.5}
+            of_groups = {"num_groups": groups, "top_groups": (groups + 1) // 2}
+            given = None if groups == 8 else bias
+            yield f"choose_experts {scoring}", OPS.choose_experts, (logits, 6, given), how | of_groups
+            ids, scores = OPS.choose_experts(logits, 6, **how)
+            args = torch.randn_like(scores), logits, ids
+            yield f"choose_experts_backward {scoring}", OPS.choose_experts_backward, args, how
+
+
 def cases_of_tokens() -> Iterator[Call]:
     ids = torch.randint(-1, 9, (300, 4))
     permutation, offs, inverse = OPS.sort_tokens(ids, 9)
@@ -191,7 +206,8 @@ def main() -> int:
     # such roundings of the value, and of what cancelled in it, which is at most about the largest value.
     sums = "scaled_grouped_mm", "add_scaled_grouped_mm"
     wrong = count = 0
-    for cases in (cases_of_quantizers, cases_of_scales, cases_of_activations, cases_of_tokens, cases_of_gemm):
+    of_rows = cases_of_quantizers, cases_of_scales, cases_of_activations, cases_of_choices, cases_of_tokens
+    for cases in (*of_rows, cases_of_gemm):
         for name, op, args, kwargs in cases():
             if sys.argv[1:] and not set(sys.argv[1:]).intersection(name.split()):
                 continue

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from guarded import GuardedMemory
 from helpers import assert_same
+from simt_token_kernels import IN_TYPES, TokenKernels
 from torch import Tensor
 
 from moe_fp8_ext import reference
 from moe_fp8_ext.reference.numerics import FORMATS, round_up
 
-IN_TYPES = (torch.bfloat16, torch.float16, torch.float32)  # enum class InType
 FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # Fp8Type
 ROUNDINGS = ("exact", "pow2", "rceil", "floor")  # Rounding
 GROUPS = (None, "rows", "columns")  # Groups
@@ -82,7 +82,7 @@ def assert_zeros_between_columns(got: Iterable[Tensor], what: str) -> None:
             assert not columns[:, t.shape[0] :].any(), what
 
 
-class SimtKernels:
+class SimtKernels(TokenKernels):
     """The kernels at one wave size."""
 
     def __init__(self, library: Path) -> None:
@@ -313,132 +313,6 @@ class SimtKernels:
         memory.assert_untouched_around()
         return out
 
-    # Tokens
-
-    def _copy_rows(self, x: Tensor, out: Tensor, index: Tensor, top_k: int) -> None:
-        size = x.element_size()
-        what = x, x.shape[0], x.stride(0) * size, out, out.shape[0], out.shape[1] * size
-        self._call("copy_rows", *what, index, top_k)
-
-    def _permute_pad(self, memory: GuardedMemory, out: Tensor, x: Tensor, indices: Tensor, top_k: int) -> None:
-        self._copy_rows(x, out, indices, top_k)
-
-    def _permute_quantized(
-        self,
-        memory: GuardedMemory,
-        out: Tensor,
-        out_scale: Tensor,
-        q: Tensor,
-        scale: Tensor,
-        format: str,
-        indices: Tensor,
-        top_k: int,
-        offs: Tensor | None = None,
-    ) -> None:
-        self._copy_rows(q, out, indices, top_k)
-        order, blocked = FORMATS[format].order, FORMATS[format].order == "blocked"
-        if order == "row_major":
-            return self._copy_rows(*(s.unsqueeze(1) if s.ndim == 1 else s for s in (scale, out_scale)), indices, top_k)
-        offs, strides = offs if blocked else None, (0, 0) if blocked else scale.stride()
-        groups = offs, 0 if offs is None else len(offs)
-        words = scale.shape[1] // 4 if blocked else scale.shape[1]
-        where = scale, out_scale, indices, len(q), top_k
-        self._call("permute_scales", *where, *groups, len(indices), words, blocked, *strides)
-
-    def _pad_token_groups(
-        self,
-        memory: GuardedMemory,
-        out: Tensor,
-        padded_starts: Tensor,
-        padded_offs: Tensor,
-        x: Tensor,
-        offs: Tensor,
-        align: int = 16,
-    ) -> None:
-        source = memory.empty((out.shape[0],), torch.int32)
-        sizes = offs.shape[0], x.shape[0], out.shape[0], align
-        self._call("token_groups", True, offs, None, padded_starts, padded_offs, source, *sizes)
-        self._copy_rows(x, out, source, 1)
-
-    def _pad_token_groups_to(
-        self, memory: GuardedMemory, out: Tensor, x: Tensor, offs: Tensor, padded_starts: Tensor, num_padded: int
-    ) -> None:
-        source = memory.empty((num_padded,), torch.int32)
-        sizes = offs.shape[0], x.shape[0], num_padded, 1
-        self._call("token_groups", True, offs, padded_starts, None, None, source, *sizes)
-        self._copy_rows(x, out, source, 1)
-
-    def _unpad_token_groups(
-        self, memory: GuardedMemory, out: Tensor, y: Tensor, offs: Tensor, padded_starts: Tensor, num_tokens: int
-    ) -> None:
-        source = memory.empty((num_tokens,), torch.int32)
-        sizes = offs.shape[0], num_tokens, y.shape[0], 1
-        self._call("token_groups", False, offs, padded_starts, None, None, source, *sizes)
-        self._copy_rows(y, out, source, 1)
-
-    def _permute_indices(
-        self,
-        memory: GuardedMemory,
-        indices: Tensor,
-        padded_offs: Tensor,
-        tokens_per_expert: Tensor,
-        counts: Tensor,
-        num_ranks: int,
-        num_local_experts: int,
-        num_tokens: int,
-        align: int = 16,
-        align_empty: bool = False,
-    ) -> None:
-        sizes = num_ranks, num_local_experts, num_tokens, indices.shape[0], align, align if align_empty else 0
-        outputs = indices, padded_offs, tokens_per_expert
-        self._call("permute_indices", counts, counts.dtype == torch.int64, *outputs, *sizes)
-
-    def invert_indices(self, indices: Tensor, size: int) -> Tensor:
-        memory = GuardedMemory()
-        inverse = memory.empty((size,), torch.int32)
-        self._call("invert_indices", memory.copy(indices), indices.numel(), inverse, size)
-        memory.assert_untouched_around()
-        return inverse
-
-    def _sort_tokens(self, memory: GuardedMemory, *given: object) -> None:
-        *outputs, topk_ids, num_experts = given
-        n, top_k = topk_ids.numel(), topk_ids.shape[-1]
-        row_stride = top_k if topk_ids.ndim == 1 else topk_ids.stride(0)
-        blocks = self._library.simt_sort_tokens_blocks(ctypes.c_int64(n))
-        counts = memory.empty((blocks, num_experts), torch.int32)
-        what = topk_ids, topk_ids.dtype == torch.int64, n, top_k, row_stride, num_experts
-        self._call("sort_tokens", *what, *outputs, counts)
-
-    def _tokens_by_rank(
-        self, memory: GuardedMemory, by_rank: Tensor, counts: Tensor, topk_ids: Tensor, num_experts: int, num_ranks: int
-    ) -> None:
-        what = *topk_ids.shape, topk_ids.stride(0), num_ranks, num_experts // num_ranks
-        self._call("tokens_by_rank", topk_ids, topk_ids.dtype == torch.int64, *what, by_rank, counts)
-
-    def _combine(
-        self, memory: GuardedMemory, out: Tensor, y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None
-    ) -> None:
-        is_float32 = topk_scores is not None and topk_scores.dtype == torch.float32
-        what = *inverse.shape, *y.shape, y.stride(0), IN_TYPES.index(y.dtype), is_float32
-        self._call("combine", y, inverse, topk_scores, out, *what)
-
-    def _combine_backward(
-        self,
-        memory: GuardedMemory,
-        grad_y: Tensor,
-        grad_scores: Tensor,
-        grad: Tensor,
-        y: Tensor | None,
-        inverse: Tensor,
-        topk_scores: Tensor | None,
-        num_rows: int,
-    ) -> None:
-        slot_of = memory.empty((num_rows,), torch.int32)
-        tensors = grad, y, inverse, topk_scores, slot_of, grad_y, None if y is None else grad_scores
-        strides = grad.stride(0), 0 if y is None else y.stride(0)
-        what = *inverse.shape, num_rows, grad.shape[1], *strides, IN_TYPES.index(grad.dtype)
-        self._call("combine_backward", *tensors, *what, grad_scores.dtype == torch.float32)
-
 
 def _as_c(value: object) -> object:
     if isinstance(value, Tensor):
@@ -447,4 +321,6 @@ def _as_c(value: object) -> object:
         return ctypes.c_void_p(None)
     if not isinstance(value, (bool, int, float)):  # a structure by reference
         return value
+    if isinstance(value, float):
+        return ctypes.c_double(value)
     return ctypes.c_bool(value) if isinstance(value, bool) else ctypes.c_int64(value)

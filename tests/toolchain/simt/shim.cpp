@@ -8,6 +8,7 @@
 #include "quantize/quantize.h"
 #include "scales/dequantize.h"
 #include "scales/swizzle_scales.h"
+#include "tokens/choose_experts.h"
 #include "tokens/combine.h"
 #include "tokens/copy_rows.h"
 #include "tokens/invert.h"
@@ -184,6 +185,21 @@ extern "C" const char* simt_tokens_by_rank(const void* ids, bool is_int64, int64
                                            int R, int L, int* by_rank, int64_t* counts) {
   const TokensByRankParams p = {ids, by_rank, counts, T, top_k, row_stride, R, L, is_int64};
   return outcome(tokens_by_rank(p, nullptr));
+}
+
+extern "C" const char* simt_choose_experts(const float* logits, const float* bias, int64_t* ids, float* scores,
+                                           int64_t T, int64_t stride, int E, int top_k, int num_groups, int top_groups,
+                                           int scoring, bool normalize, double factor) {
+  return outcome(choose_experts({logits, bias, ids, scores, T, stride, E, top_k, num_groups, top_groups,
+                                 Scoring(scoring), normalize, float(factor)}, nullptr));
+}
+
+extern "C" const char* simt_choose_experts_backward(const float* grad, const float* logits, const void* ids,
+                                                    bool is_int64, float* dlogits, int64_t T, int64_t top_k, int E,
+                                                    int64_t grad_stride, int64_t stride, int64_t ids_stride,
+                                                    int scoring, bool normalize, double factor) {
+  return outcome(choose_experts_backward({grad, logits, ids, dlogits, T, grad_stride, stride, ids_stride, E, top_k,
+                                          Scoring(scoring), normalize, is_int64, float(factor)}, nullptr));
 }
 
 extern "C" const char* simt_combine(const void* y, const int* inverse, const void* scores, void* out, int64_t T,

@@ -1,0 +1,85 @@
+#include "tokens/choose_experts.h"
+
+#include "cpu/tokens.h"
+#include "ops/checks.h"
+
+namespace moe_fp8 {
+namespace {
+
+constexpr const char *kChoose = "choose_experts", *kBackward = "choose_experts_backward";
+
+Scoring check_scoring(const char* op, std::string_view name) {
+  for (const Scoring scoring : {Scoring::kSoftmax, Scoring::kSigmoid})
+    if (name == kScorings[int(scoring)]) return scoring;
+  fail(op, ": scoring must be '", kScorings[0], "' or '", kScorings[1], "', got '", name, "'");
+}
+
+void run(const Call& call, const Tensor& logits, const ChooseExpertsParams& p) {
+#if defined(MOE_FP8_GPU)
+  if (logits.on_gpu()) return call.check(choose_experts(p, call.stream()));
+#endif
+  choose_experts_cpu(p);
+}
+void run(const Call& call, const Tensor& logits, const ChooseExpertsBackwardParams& p) {
+#if defined(MOE_FP8_GPU)
+  if (logits.on_gpu()) return call.check(choose_experts_backward(p, call.stream()));
+#endif
+  choose_experts_backward_cpu(p);
+}
+
+}  // namespace
+
+Results<2> choose_experts_op(const Tensor& logits, int64_t top_k, const std::optional<Tensor>& bias,
+                             std::string_view scoring, bool normalize, double scaling_factor, int64_t num_groups,
+                             int64_t top_groups) {
+  constexpr const Argument &kLogits = argument(kChoose, "logits"), &kBias = argument(kChoose, "bias");
+  check(kLogits, logits);
+  const int64_t T = logits.sizes[0], E = logits.sizes[1];
+  if (bias) {
+    check(kBias, *bias, logits);
+    check_size(kBias, *bias, 0, E);
+  }
+  const Scoring checked = check_scoring(kChoose, scoring);
+  if (num_groups < 1 || E % num_groups)
+    fail(kChoose, ": num_groups must divide the ", E, " experts, got ", num_groups);
+  if (top_groups < 1 || top_groups > num_groups)
+    fail(kChoose, ": top_groups must be from 1 to ", num_groups, ", got ", top_groups);
+  const int64_t most = E / num_groups * top_groups;
+  if (top_k < 1 || top_k > most)
+    fail(kChoose, ": top_k must be from 1 to the ", most, " experts of a choice, got ", top_k);
+  const Call call(kChoose, "logits", logits);
+  Handle ids = call.empty({T, top_k}, kInt64), scores = call.empty({T, top_k}, kFloat32);
+  const float* const biases = bias ? bias->as<float>() : nullptr;
+  run(call, logits,
+      ChooseExpertsParams{logits.as<float>(), biases, data<int64_t>(ids), data<float>(scores), T, logits.strides[0],
+                          int(E), int(top_k), int(num_groups), int(top_groups), checked, normalize,
+                          float(scaling_factor)});
+  return results(ids, scores);
+}
+
+Results<1> choose_experts_backward_op(const Tensor& grad, const Tensor& logits, const Tensor& topk_ids,
+                                      std::string_view scoring, bool normalize, double scaling_factor) {
+  constexpr const Argument &kGrad = argument(kBackward, "grad"), &kLogits = argument(kBackward, "logits"),
+                           &kIds = argument(kBackward, "topk_ids");
+  check(kGrad, grad);
+  check(kLogits, logits, grad);
+  check(kIds, topk_ids, grad);
+  const int64_t T = logits.sizes[0], E = logits.sizes[1];
+  check_size(kGrad, grad, 0, T);
+  check_sizes(kIds, topk_ids, grad.sizes, 2);
+  const Scoring checked = check_scoring(kBackward, scoring);
+  validate_ids(kIds, topk_ids, E);
+  const Call call(kBackward, "grad", grad);
+  Handle dlogits = call.empty({T, E}, kFloat32);
+  if (E > 0)
+    run(call, grad,
+        ChooseExpertsBackwardParams{grad.as<float>(), logits.as<float>(), topk_ids.data, data<float>(dlogits), T,
+                                    grad.strides[0], logits.strides[0], topk_ids.strides[0], int(E), grad.sizes[1],
+                                    checked, normalize, topk_ids.dtype == kInt64, float(scaling_factor)});
+  return results(dlogits);
+}
+
+}  // namespace moe_fp8
+
+MOE_FP8_REGISTER(choose_experts)
+MOE_FP8_REGISTER(choose_experts_backward)

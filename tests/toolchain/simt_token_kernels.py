@@ -1,0 +1,178 @@
+"""How the emulated kernels that choose experts and move tokens are called: a part of SimtKernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from guarded import GuardedMemory
+from torch import Tensor
+
+from moe_fp8_ext.reference.numerics import FORMATS
+
+IN_TYPES = (torch.bfloat16, torch.float16, torch.float32)  # enum class InType
+SCORINGS = ("softmax", "sigmoid")  # Scoring
+
+
+class TokenKernels:
+    _library: ctypes.CDLL
+    _call: Callable[..., None]
+
+    def _choose_experts(
+        self,
+        memory: GuardedMemory,
+        ids: Tensor,
+        scores: Tensor,
+        logits: Tensor,
+        top_k: int,
+        bias: Tensor | None = None,
+        scoring: str = "softmax",
+        normalize: bool = True,
+        scaling_factor: float = 1.0,
+        num_groups: int = 1,
+        top_groups: int = 1,
+    ) -> None:
+        sizes = len(logits), logits.stride(0), logits.shape[1], top_k, num_groups, top_groups
+        how = SCORINGS.index(scoring), normalize, float(scaling_factor)
+        self._call("choose_experts", logits, bias, ids, scores, *sizes, *how)
+
+    def _choose_experts_backward(
+        self,
+        memory: GuardedMemory,
+        dlogits: Tensor,
+        grad: Tensor,
+        logits: Tensor,
+        topk_ids: Tensor,
+        scoring: str = "softmax",
+        normalize: bool = True,
+        scaling_factor: float = 1.0,
+    ) -> None:
+        what = grad, logits, topk_ids, topk_ids.dtype == torch.int64, dlogits
+        sizes = *grad.shape, logits.shape[1], grad.stride(0), logits.stride(0), topk_ids.stride(0)
+        how = SCORINGS.index(scoring), normalize, float(scaling_factor)
+        self._call("choose_experts_backward", *what, *sizes, *how)
+
+    def _copy_rows(self, x: Tensor, out: Tensor, index: Tensor, top_k: int) -> None:
+        size = x.element_size()
+        what = x, x.shape[0], x.stride(0) * size, out, out.shape[0], out.shape[1] * size
+        self._call("copy_rows", *what, index, top_k)
+
+    def _permute_pad(self, memory: GuardedMemory, out: Tensor, x: Tensor, indices: Tensor, top_k: int) -> None:
+        self._copy_rows(x, out, indices, top_k)
+
+    def _permute_quantized(
+        self,
+        memory: GuardedMemory,
+        out: Tensor,
+        out_scale: Tensor,
+        q: Tensor,
+        scale: Tensor,
+        format: str,
+        indices: Tensor,
+        top_k: int,
+        offs: Tensor | None = None,
+    ) -> None:
+        self._copy_rows(q, out, indices, top_k)
+        order, blocked = FORMATS[format].order, FORMATS[format].order == "blocked"
+        if order == "row_major":
+            return self._copy_rows(*(s.unsqueeze(1) if s.ndim == 1 else s for s in (scale, out_scale)), indices, top_k)
+        offs, strides = offs if blocked else None, (0, 0) if blocked else scale.stride()
+        groups = offs, 0 if offs is None else len(offs)
+        words = scale.shape[1] // 4 if blocked else scale.shape[1]
+        where = scale, out_scale, indices, len(q), top_k
+        self._call("permute_scales", *where, *groups, len(indices), words, blocked, *strides)
+
+    def _pad_token_groups(
+        self,
+        memory: GuardedMemory,
+        out: Tensor,
+        padded_starts: Tensor,
+        padded_offs: Tensor,
+        x: Tensor,
+        offs: Tensor,
+        align: int = 16,
+    ) -> None:
+        source = memory.empty((out.shape[0],), torch.int32)
+        sizes = offs.shape[0], x.shape[0], out.shape[0], align
+        self._call("token_groups", True, offs, None, padded_starts, padded_offs, source, *sizes)
+        self._copy_rows(x, out, source, 1)
+
+    def _pad_token_groups_to(
+        self, memory: GuardedMemory, out: Tensor, x: Tensor, offs: Tensor, padded_starts: Tensor, num_padded: int
+    ) -> None:
+        source = memory.empty((num_padded,), torch.int32)
+        sizes = offs.shape[0], x.shape[0], num_padded, 1
+        self._call("token_groups", True, offs, padded_starts, None, None, source, *sizes)
+        self._copy_rows(x, out, source, 1)
+
+    def _unpad_token_groups(
+        self, memory: GuardedMemory, out: Tensor, y: Tensor, offs: Tensor, padded_starts: Tensor, num_tokens: int
+    ) -> None:
+        source = memory.empty((num_tokens,), torch.int32)
+        sizes = offs.shape[0], num_tokens, y.shape[0], 1
+        self._call("token_groups", False, offs, padded_starts, None, None, source, *sizes)
+        self._copy_rows(y, out, source, 1)
+
+    def _permute_indices(
+        self,
+        memory: GuardedMemory,
+        indices: Tensor,
+        padded_offs: Tensor,
+        tokens_per_expert: Tensor,
+        counts: Tensor,
+        num_ranks: int,
+        num_local_experts: int,
+        num_tokens: int,
+        align: int = 16,
+        align_empty: bool = False,
+    ) -> None:
+        sizes = num_ranks, num_local_experts, num_tokens, indices.shape[0], align, align if align_empty else 0
+        outputs = indices, padded_offs, tokens_per_expert
+        self._call("permute_indices", counts, counts.dtype == torch.int64, *outputs, *sizes)
+
+    def invert_indices(self, indices: Tensor, size: int) -> Tensor:
+        memory = GuardedMemory()
+        inverse = memory.empty((size,), torch.int32)
+        self._call("invert_indices", memory.copy(indices), indices.numel(), inverse, size)
+        memory.assert_untouched_around()
+        return inverse
+
+    def _sort_tokens(self, memory: GuardedMemory, *given: object) -> None:
+        *outputs, topk_ids, num_experts = given
+        n, top_k = topk_ids.numel(), topk_ids.shape[-1]
+        row_stride = top_k if topk_ids.ndim == 1 else topk_ids.stride(0)
+        blocks = self._library.simt_sort_tokens_blocks(ctypes.c_int64(n))
+        counts = memory.empty((blocks, num_experts), torch.int32)
+        what = topk_ids, topk_ids.dtype == torch.int64, n, top_k, row_stride, num_experts
+        self._call("sort_tokens", *what, *outputs, counts)
+
+    def _tokens_by_rank(
+        self, memory: GuardedMemory, by_rank: Tensor, counts: Tensor, topk_ids: Tensor, num_experts: int, num_ranks: int
+    ) -> None:
+        what = *topk_ids.shape, topk_ids.stride(0), num_ranks, num_experts // num_ranks
+        self._call("tokens_by_rank", topk_ids, topk_ids.dtype == torch.int64, *what, by_rank, counts)
+
+    def _combine(
+        self, memory: GuardedMemory, out: Tensor, y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None
+    ) -> None:
+        is_float32 = topk_scores is not None and topk_scores.dtype == torch.float32
+        what = *inverse.shape, *y.shape, y.stride(0), IN_TYPES.index(y.dtype), is_float32
+        self._call("combine", y, inverse, topk_scores, out, *what)
+
+    def _combine_backward(
+        self,
+        memory: GuardedMemory,
+        grad_y: Tensor,
+        grad_scores: Tensor,
+        grad: Tensor,
+        y: Tensor | None,
+        inverse: Tensor,
+        topk_scores: Tensor | None,
+        num_rows: int,
+    ) -> None:
+        slot_of = memory.empty((num_rows,), torch.int32)
+        tensors = grad, y, inverse, topk_scores, slot_of, grad_y, None if y is None else grad_scores
+        strides = grad.stride(0), 0 if y is None else y.stride(0)
+        what = *inverse.shape, num_rows, grad.shape[1], *strides, IN_TYPES.index(grad.dtype)
+        self._call("combine_backward", *tensors, *what, grad_scores.dtype == torch.float32)
