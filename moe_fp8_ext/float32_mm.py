@@ -21,7 +21,8 @@ def float32_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.float32) -> 
     known = a.dtype in _PARTS and b.dtype in _PARTS and any(t in _HALVES for t in (a.dtype, b.dtype, out_dtype))
     if not known or not _has_out_dtype(a):
         return cast(a.float() @ b.float(), out_dtype)
-    return cast(mm_by_parts(a, b, 2 if out_dtype == torch.bfloat16 else 3), out_dtype)
+    by_parts = mm_by_parts if torch.compiler.is_compiling() else _mm_by_parts
+    return cast(by_parts(a, b, 2 if out_dtype == torch.bfloat16 else 3), out_dtype)
 
 
 def float32_mm_backward(
@@ -29,15 +30,14 @@ def float32_mm_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of a [M, K] and b [N, K], in their dtypes, where grad [M, N] is that of float32_mm(a, b^T)."""
     if needs_a and needs_b and a.dtype == b.dtype == torch.bfloat16 and _has_out_dtype(a):
-        of_a, of_b = gradients_by_parts(grad, a, b)
+        by_parts = gradients_by_parts if torch.compiler.is_compiling() else _gradients_by_parts
+        of_a, of_b = by_parts(grad, a, b)
         return cast(of_a, a.dtype), cast(of_b, b.dtype)
     of_a = float32_mm(grad, b, a.dtype) if needs_a else None
     return of_a, float32_mm(grad.t(), a, b.dtype) if needs_b else None
 
 
-# An op of its own, because not every torch compiles mm to another dtype.
-@torch.library.custom_op("moe_fp8_ext::mm_by_parts", mutates_args=())
-def mm_by_parts(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
+def _mm_by_parts(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
     """In float32. Leaves out products of parts that are less than 2^(-8 order) of those of the first parts."""
     of_a, of_b = (min(_PARTS[t.dtype], order) for t in (a, b))
     if of_a == 1:
@@ -51,16 +51,22 @@ def mm_by_parts(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
     return _mm(torch.cat([of_a[i] for i, _ in pairs], 1), torch.cat([of_b[j] for _, j in pairs]))
 
 
+# Ops of their own for torch.compile, because not every torch compiles mm to another dtype.
+mm_by_parts = torch.library.custom_op("moe_fp8_ext::mm_by_parts", _mm_by_parts, mutates_args=())
+
+
 @mm_by_parts.register_fake
 def _(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
 
 
-@torch.library.custom_op("moe_fp8_ext::gradients_by_parts", mutates_args=())
-def gradients_by_parts(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _gradients_by_parts(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """mm_by_parts(grad, b, 2) and mm_by_parts(grad^T, a, 2) of a and b in bfloat16, from parts that are made once."""
     of_grad = parts(grad, 2, 1)
     return _mm(of_grad, b.repeat(2, 1)), _mm(of_grad.t(), a).unflatten(0, (2, -1)).sum(0)
+
+
+gradients_by_parts = torch.library.custom_op("moe_fp8_ext::gradients_by_parts", _gradients_by_parts, mutates_args=())
 
 
 @gradients_by_parts.register_fake

@@ -16,8 +16,8 @@ from moe_fp8_ext.float32_mm import float32_mm, float32_mm_backward
 from moe_fp8_ext.formats import MAX_EXPERTS
 from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import check_one_of, require
-from moe_fp8_ext.ops.choose_experts import SCORINGS, check_choice, choose_experts
-from moe_fp8_ext.ops.dispatch import asks_for_gradient, differentiable_once
+from moe_fp8_ext.ops.choose_experts import SCORINGS, check_choice, choose_experts, choose_experts_backward
+from moe_fp8_ext.ops.dispatch import asks_for_gradient, differentiable_once, unit_stride
 from moe_fp8_ext.recipes import Recipe, get_recipe
 from moe_fp8_ext.sharded import draw_in_turn, is_dtensor, of_all, of_rank, sum_of_ranks
 
@@ -154,21 +154,33 @@ def _without_autocast(x: Tensor) -> AbstractContextManager:
     return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
-class _Logits(torch.autograd.Function):
-    """x @ weight^T in float32, under torch.autocast too; x is kept as it is, and not a float32 copy of it."""
+class _Choice(torch.autograd.Function):
+    """logits = x @ weight^T in float32, under torch.autocast too, and what `choose_experts` makes of them, ids and
+    scores; x is kept as it is, and not a float32 copy of it."""
 
     @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x, weight, top_k, bias, scoring, normalize, scaling_factor, *groups):
+        ctx.how = scoring, normalize, scaling_factor
         with _without_autocast(x):
-            return float32_mm(x, weight.t())
+            logits = float32_mm(x, weight.t())
+        ids, scores = choose_experts(logits, top_k, bias, *ctx.how, *groups)
+        ctx.save_for_backward(x, weight, logits, ids)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(ids)
+        return logits, ids, scores
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        with _without_autocast(x):
-            return float32_mm_backward(grad, x, weight, *ctx.needs_input_grad)
+    def backward(ctx, grad, _, of_scores):
+        x, weight, logits, ids = ctx.saved_tensors
+        if of_scores is not None:
+            of_logits = choose_experts_backward(unit_stride(of_scores), logits, ids, *ctx.how)
+            grad = of_logits if grad is None else grad + of_logits
+        gradients = (None, None)
+        if grad is not None:
+            with _without_autocast(x):
+                gradients = float32_mm_backward(grad, x, weight, *ctx.needs_input_grad[:2])
+        return *gradients, *[None] * 7
 
 
 class Routing(NamedTuple):
@@ -245,10 +257,10 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """x [T, D] -> ids and scores [T, top_k], losses."""
-        logits, bias = _Logits.apply(x, self.weight), self.e_score_correction_bias
+        bias = self.e_score_correction_bias
         bias = None if bias is None else cast(bias, torch.float32)
         how = self.scoring, self.normalize, self.scaling_factor, self.num_groups, self.top_groups
-        ids, scores = choose_experts(logits, self.top_k, bias, *how)
+        logits, ids, scores = _Choice.apply(x, self.weight, self.top_k, bias, *how)
         loss = self._loss(logits, ids)
         if self.training and self.tokens_per_expert is not None:
             self.tokens_per_expert += self._counts(ids)

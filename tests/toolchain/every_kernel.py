@@ -158,17 +158,21 @@ def cases_of_tokens() -> Iterator[Call]:
 
 
 def products(fmt: str, sizes: tuple[int, int, int], offs: Tensor) -> Iterator[Call]:
-    """2D x 3D and 2D x 2D, from M, N and K."""
+    """2D x 3D, also of rows by index, and 2D x 2D, from M, N and K."""
     m, n, k = sizes
     own = {"dtype": HARDWARE[0]}
     q, scale, q_t, scale_t, padded = OPS.quantize_both(tokens(m, k, torch.bfloat16), fmt, offs, **own)
     b, scale_b, _, _ = OPS.quantize_weight(torch.randn(len(offs), n, k).bfloat16(), fmt, **own)
+    of_tokens, scale_x = OPS.quantize_rows(tokens(m // 2, k, torch.bfloat16), fmt, **own)
+    indices = torch.randint(-1, m // 2 * 2, (m,), dtype=torch.int32)
     dy_t, scale_dy, _ = OPS.quantize_tokens(tokens(m, n, torch.bfloat16), fmt, offs, **own)
     if fmt == "blockwise":
         scale_b, scale_t = scale_b.mT, scale_t.t()
     for out in (torch.bfloat16, torch.float32):
         how = {"align": 32, "out_dtype": out}
         yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (q, b.mT, scale, scale_b, offs, fmt), how
+        by_slot = {"indices": indices, "top_k": 2, "out_dtype": out}
+        yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (of_tokens, b.mT, scale_x, scale_b, offs, fmt), by_slot
         sums = (dy_t, q_t.t(), scale_dy, scale_t, padded, fmt)
         yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, sums, how
         for fast in (True, False):
