@@ -42,6 +42,7 @@ LEGEND = """\
 - groups: sizes of the groups of tokens, all the same (even) or falling as 1 / rank (zipf).
 - of copy: bytes read once and written once, padding included, over the bandwidth of a large `copy_` in the same run.
 - x baseline: speed relative to dense FP8 `torch._scaled_mm` of the same size with scales of rows (scaled_grouped_mm),
+  to `permute_quantized` and the product of what that moves (scaled_grouped_mm by index),
   to `scaled_grouped_mm` to float32 (add_scaled_grouped_mm), to BF16 `torch._grouped_mm`, forward and backward
   (grouped_mm), to a layer of torch's own ops in BF16 around that (experts), to Transformers' own `grouped_mm`
   (transformers_experts, transformers_step), to torch's stable argsort, histc and cumsum (sort_tokens), or to torch's

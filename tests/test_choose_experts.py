@@ -252,10 +252,10 @@ def test_opcheck(device):
     check_opcheck("choose_experts_backward", on(device, [GRAD, LOGITS, IDS]))
 
 
-def test_deterministic():
-    logits = logits_of(5000, 128)
+def test_deterministic(device):
+    logits, grad = logits_of(5000, 128, device), torch.randn(5000, 8, device=device)
     check_deterministic(choose_experts, [logits, 8])
-    check_deterministic(choose_experts_backward, [torch.randn(5000, 8), logits, choose_experts(logits, 8)[0]])
+    check_deterministic(choose_experts_backward, [grad, logits, choose_experts(logits, 8)[0]])
 
 
 def both(logits: Tensor, grad: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
-// What the roles of a block share. A block is two producers, threads that start all copies, and two warpgroups of
-// consumers. Stages of 128 elements of the sum go round in shared memory; every tile begins at the first stage, so that
-// the addresses of all are constants in the unrolled rounds. What is missing of a tile's last round are empty stages,
-// armed and released but not loaded.
+// What the roles of a block share. A block is two producers, threads that start copies, two warps that copy rows of a
+// where they are taken by index, and two warpgroups of consumers. Stages of 128 elements of the sum go round in shared
+// memory; every tile begins at the first stage, so that the addresses of all are constants in the unrolled rounds. What
+// is missing of a tile's last round are empty stages, armed and released but not loaded.
 #pragma once
 #include "gemm/sm90/schedule.h"
 #include "platform/clusters.h"
