@@ -181,6 +181,8 @@ def main() -> None:
     for case, shape in (bar := tqdm(todo, unit="row")):
         bar.set_description(name_of(case, shape))
         result["rows"].append(measure(case, shape, args))
+        if args.out:  # row by row: a run that is cut short keeps what it has
+            report.save(result, args.out)
     print(json.dumps(result, indent=1) if args.json else f"\n{report.table(result['rows'])}\n\n{report.origin(result)}")
     if not args.json:
         if device.type == "cpu":

@@ -67,9 +67,7 @@ def experts(
     Args:
         x: [T, D] bfloat16, float16 or float32.
         topk_ids: [T, top_k] int32 or int64: experts of each token. Ids out of [0, E) drop their slots, which count for
-            nothing; MOE_FP8_VALIDATE=1 refuses all of them but -1. A token without any still is one of the
-            batch: with `Recipe.amax` "batch" its rows of x and of the gradient of out have a part in scales, so they
-            are best zeros.
+            nothing; MOE_FP8_VALIDATE=1 refuses all of them but -1.
         topk_scores: [T, top_k] bfloat16, float16 or float32, taken as float32.
         w_gate_up: [E, 2 F, D], or [E, F, D] with an activation that is not gated; E at most 1024, on a GPU 1023 with
             "bf16", wgrad_high_precision or biases that need a gradient. Of any strides; a contiguous one or its

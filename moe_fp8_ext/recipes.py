@@ -41,9 +41,9 @@ class Recipe:
             torch's grouped GEMMs called directly, for which "bf16" has 8.
         use_fast_accum: let the GEMM of "rowwise" accumulate whole sums in the tensor cores' own precision.
         amax: of `experts` alone, of what the tokens of experts have their scales along tokens where a token goes to
-            several: "batch" (see `quantize_tokens`), which casts a token once for all of them, or "group". Of the
-            batch is every token, also one that has no expert: fill rows of padding with zeros. None is "batch" for
-            "rowwise"; other formats have "group" alone. Over ranks it always is the group: see DESIGN.md section 6.
+            several: "batch" (see `quantize_tokens`), which casts a token once for all of them, or "group". None
+            is "batch" for "rowwise"; other formats have "group" alone. Over ranks it always is the group: see DESIGN.md
+            section 6.
         bf16_where_faster: multiply as "bf16" does where fp8 would take longer, see `at`. "auto" is "rowwise" with it.
 
     Raises:

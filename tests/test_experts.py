@@ -149,18 +149,12 @@ def test_nan_in_one_token(recipe, bias, value, device):
 @pytest.mark.parametrize("recipe", [Recipe("rowwise"), EXACT, replace(EXACT, amax="group")], ids=repr)
 @pytest.mark.parametrize("which", ["x", "grad"])
 def test_what_no_expert_has_leaves_no_trace(which, recipe, device):
-    """But that it is one of the batch, whose scales are of all that is finite."""
     problem = layer(bias=True).at(device)
-    problem.ids[17], getattr(problem, which)[17] = -1, 0
+    problem.ids[17] = -1
     want = run(problem, recipe=recipe)
-    getattr(problem, which)[17] = math.nan
-    assert_equal(run(problem, recipe=recipe), want)
-    getattr(problem, which)[17] = 1e30
-    if recipe.amax == "group":
-        return assert_equal(run(problem, recipe=recipe), want)
-    got, of_weight = run(problem, recipe=recipe), "w_gate_up" if which == "x" else "w_down"
-    assert not got.pop(of_weight).any() and want.pop(of_weight).any()
-    assert_equal(got, want)
+    for value in (math.nan, 1e30, 0):
+        getattr(problem, which)[17] = value
+        assert_equal(run(problem, recipe=recipe), want)
 
 
 FROZEN = [(), ("x",), ("scores",), ("w_gate_up", "b_gate_up"), ("w_down",), *((n,) for n in ("b_gate_up", "b_down"))]

@@ -130,16 +130,27 @@ def test_flushed_subnormals_change_nothing(dtype):
 
 
 def test_scales_are_those_of_one_group_of_all_rows(device):
-    """Whatever rows are taken; and of a batch that is one group, so are the bytes."""
-    x, offs = wide(200, 72, device=device), group_offs("empty_middle", 500, 5, device)
+    """Of those that groups take, and no others; and of a batch that is one group, so are the bytes."""
+    x, offs = wide(200, 72, device=device), group_offs("tail_rows", 500, 5, device)
     one = torch.tensor([len(x)], dtype=torch.int32, device=device)
-    q_t, scale, ends = want = ops.quantize_tokens(x, "rowwise", offs=one)
+    want = ops.quantize_tokens(x, "rowwise", offs=one)
     assert_same(ops.quantize_tokens(x, "rowwise", offs=one, amax="batch"), want)
-    none = {"indices": torch.full((500,), -1, dtype=torch.int32, device=device), "top_k": 3}
-    for how in (taken(200, 500, device, 3), none):
+    how = taken(200, 500, device, 3)
+    grouped = {**how, "indices": how["indices"][: int(offs[-1])]}
+    one = torch.tensor([int(offs[-1])], dtype=torch.int32, device=device)
+    scale = ops.quantize_tokens(x, "rowwise", offs=one, **grouped)[1].expand(5, -1).contiguous()
+    used = torch.zeros(200, dtype=torch.bool)
+    used[[i // 3 for i in grouped["indices"].tolist() if 0 <= i < 600]] = True
+    assert not used.all()
+    for loud in (None, 1e30):
+        if loud:
+            x[~used.to(device)] = loud
         got = ops.quantize_tokens(x, "rowwise", offs=offs, amax="batch", **how)
-        assert_same_tensor(got[1], scale.expand(5, -1).contiguous(), "scale")
-    assert not got[0].view(torch.uint8).any()
+        assert_same_tensor(got[1], scale, "scale")
+    none = {"indices": torch.full((500,), -1, dtype=torch.int32, device=device), "top_k": 3}
+    q_t, scale, _ = ops.quantize_tokens(x, "rowwise", offs=offs, amax="batch", **none)
+    assert not q_t.view(torch.uint8).any()
+    assert_same_tensor(scale, ops.quantize_tokens(x[:0], "rowwise", offs=offs * 0)[1], "of nothing")
 
 
 @pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)

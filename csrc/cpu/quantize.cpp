@@ -206,12 +206,12 @@ void scale_strip(RowOf row_of, int64_t rows, int columns, bool second, float* __
 
 // Of the columns of the batch; every group has their scales.
 template <class In, Fp8Type kOut>
-std::vector<float> scale_batch(const QuantizeParams& p, bool second) {
-  const auto* x = static_cast<const typename In::Bits*>(p.x);
+std::vector<float> scale_batch(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, bool second) {
+  const int64_t rows = safe_ends(p.offs, p.E, p.rows).back();
   std::vector<float> m(p.K);
-  parallel(ceil_div<int64_t>(p.K, kStrip), p.x_rows * p.K, [&](int64_t begin, int64_t end) {
+  parallel(ceil_div<int64_t>(p.K, kStrip), rows * p.K, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin * kStrip; k < std::min(end * kStrip, p.K); k += kStrip)
-      scale_strip<In, kOut, BatchScale>([&](int64_t r) { return x + r * p.row_stride + k; }, p.x_rows,
+      scale_strip<In, kOut, BatchScale>([&](int64_t r) { return row_of(0, r) + k; }, rows,
                                         int(std::min<int64_t>(kStrip, p.K - k)), second, m.data() + k,
                                         [&](int c, float scale) {
         for (int64_t e = 0; e < p.E; ++e) static_cast<float*>(p.scale_t)[e * p.K + k + c] = scale;
@@ -279,7 +279,7 @@ void along_tokens(const QuantizeParams& p, const Rows<typename In::Bits>& row_of
   auto* scale_t = static_cast<typename Scale::Stored*>(p.scale_t);
   const int64_t stride = p.positions, elements = (p.weight ? p.E * p.rows : p.rows) * p.K;
   std::vector<float> of_batch;
-  if (p.of_batch && p.E) of_batch = scale_batch<In, kOut>(p, second);
+  if (p.of_batch && p.E) of_batch = scale_batch<In, kOut>(p, row_of, second);
   const int64_t blocks = groups.empty() ? 0 : groups.back().blocks_before + f.blocks(groups.back().rows);
   parallel(ceil_div<int64_t>(p.K, kStrip) * blocks, elements, [&](int64_t begin, int64_t end) {
     size_t number = 0;

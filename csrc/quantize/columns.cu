@@ -63,6 +63,9 @@ int launch_columns(const QuantizeParams& p, void* stream) {
   plan.cast = reinterpret_cast<uint8_t*>(p.scratch);
   plan.source = p.scratch + p.x_rows * (plan.stride / 4);
   plan.amax = reinterpret_cast<uint32_t*>(plan.source + p.positions);
+  plan.taken = reinterpret_cast<int*>(plan.amax + p.K);
+  if (p.K)
+    if (const int e = fill_bytes(plan.amax, 0, 4 * (p.K + p.x_rows), stream)) return e;
   const int64_t multiprocessors = device().multiprocessors;
   const Launch of_sources = {dim3(unsigned(multiprocessors)), dim3(kSourceThreads), stream};
   if (const int e = launch(find_sources_kernel, of_sources, plan)) return e;

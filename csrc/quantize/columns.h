@@ -19,6 +19,7 @@ struct ColumnsPlan : QuantizeParams {
   uint8_t* cast;         // [x_rows, stride]: x in fp8, zeros beyond K
   int* source;           // [positions]: the row of x at a position of q_t; -1: zeros
   uint32_t* amax;        // [K], float32 bits
+  int* taken;            // [x_rows]: whether any position has the row
   int64_t moved;         // tiles of q_t before the launch
 };
 
@@ -53,7 +54,7 @@ struct ColumnWalk {
   }
 };
 
-// Step 1. Where positions come from, and zeros for the next step's maxima.
+// Step 1. Where positions come from, and which rows are taken; what was zeros before.
 constexpr int kSourceThreads = 256;
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kSourceThreads, 1) find_sources_kernel(MOE_GRID_CONSTANT const ColumnsPlan p) {
   __shared__ int words[GroupTable::words(kMaxExperts)];
@@ -66,15 +67,16 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kSourceThreads, 1) find_sources_kernel(MOE_GRI
   if (p.K == 0) return;
   const int64_t threads = int64_t(gridDim.x) * kSourceThreads;
   const int64_t thread = int64_t(blockIdx.x) * kSourceThreads + threadIdx.x;
-  for (int64_t k = thread; k < p.K; k += threads) p.amax[k] = 0;
   for (int64_t at = thread; at < p.positions; at += threads) {
     const int e = GroupTable::find(groups.pos, E, int(at)), i = int(at) - groups.pos[e];
     const bool there = e < E && i < groups.rows(e);
-    p.source[at] = there ? int(source_row(p, groups.row[e] + i)) : -1;
+    const int source = there ? int(source_row(p, groups.row[e] + i)) : -1;
+    p.source[at] = source;
+    if (source >= 0) p.taken[source] = 1;
   }
 }
 
-// Step 2. Maxima come together in memory, in any order.
+// Step 2. Maxima of the rows that are taken come together in memory, in any order.
 template <class T>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, kColumnBlocks)
     find_amax_kernel(MOE_GRID_CONSTANT const ColumnsPlan p) {
@@ -85,8 +87,9 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, kColumnBlocks)
 #pragma unroll 4
   for (int r = walk.first; r < walk.end; r += kColumnSlots) {
     const Vec16 v = walk.template load<Reuse::kSoon>(r);
+    const bool taken = p.taken[r];  // not waited for before the load
 #pragma unroll
-    for (int i = 0; i < T::kVec; ++i) amax[i] = max_finite(amax[i], walk.element_of(v, i));
+    for (int i = 0; i < T::kVec; ++i) amax[i] = taken ? max_finite(amax[i], walk.element_of(v, i)) : amax[i];
   }
 #pragma unroll
   for (int i = 0; i < T::kVec; ++i) of_slot[threadIdx.y][threadIdx.x * T::kVec + i] = amax[i];

@@ -6,8 +6,8 @@
 //   along tokens:  q_t [K, P]    q_t[k, pos(r)]   = cast(x[r, k] * m_t[k, block of r]),
 //                  pos(r) = padded start of r's group + r - start of the group; every other byte of q_t is zero
 //   weight:        x [E, rows, K], experts in place of groups: q [E, rows, K], q_t [E, K, rows], nothing padded
-//   of the batch:  along tokens, with f.block == 0: amax = max |x[:, k]| over the finite values of all rows of x, taken
-//                  or not, and the same m_t[k] for every group; what is not finite becomes NaN
+//   of the batch:  along tokens, with f.block == 0: amax = max |x[r, k]| over the finite values of the rows of all
+//                  groups, and the same m_t[k] for every group; what is not finite becomes NaN
 //
 // Scaling blocks and where scales lie: numerics/format.h. Blocks at an edge are short; blocks along tokens begin anew
 // with every group. Scales (R: rows or K, C: blocks along the other), f the format:
@@ -56,7 +56,7 @@ struct QuantizeParams {
 
 // What quantize() needs on a GPU beside its outputs. Of whole columns, what blocks tell one another: 32 words for each
 // share of a strip, which is 128 bytes of columns, by so many rows; of the batch, x in fp8, the row that every position
-// has, and every column's amax. Of rows in groups, the places of blocked scales.
+// has, every column's amax, and which rows any position has. Of rows in groups, the places of blocked scales.
 constexpr int kLeastShare = 512;
 inline int64_t message_words(const QuantizeParams& p, int rows_of_share) {
   const int64_t strips = ceil_div<int64_t>(p.K * (p.in == InType::kF32 ? 4 : 2), 128);
@@ -65,7 +65,7 @@ inline int64_t message_words(const QuantizeParams& p, int rows_of_share) {
 }
 inline int64_t batch_stride(const QuantizeParams& p) { return round_up<int64_t>(p.K, 16); }  // bytes: of x's rows
 inline int64_t batch_words(const QuantizeParams& p) {
-  return p.K ? p.x_rows * (batch_stride(p) / 4) + p.positions + p.K : 0;
+  return p.K ? p.x_rows * (batch_stride(p) / 4 + 1) + p.positions + p.K : 0;
 }
 inline int64_t scratch_words(const QuantizeParams& p) {
   const Format& f = format_of(p.format);

@@ -104,10 +104,10 @@ def quantize_tokens(
     row are zero, and so are scales of blocks without rows; "rowwise" gives an empty group the scale of amax 0. Rows
     from `offs[-1]` on belong to no group. Never waits for the device.
 
-    With amax "batch" a column has one scale for all groups, which is that of x and not of the rows that are taken: a
-    row of x is then cast once, however many indices stand for it, and its bytes are moved. The amax is over finite
-    values; one that is not finite becomes the NaN of the dtype and touches no other. A GPU needs M * K bytes and 4 for
-    every position while it runs.
+    With amax "batch" a column has one scale for all groups, which is that of the rows of all of them: a row of x is
+    then cast once, however many indices stand for it, and its bytes are moved. The amax is over finite values; one that
+    is not finite becomes the NaN of the dtype and touches no other. A GPU needs M * K bytes and 4 for every position
+    while it runs.
 
     Args:
         x: [M, K], bfloat16, float16 or float32; stride 1 along K, row stride free.
@@ -118,8 +118,7 @@ def quantize_tokens(
         align: each group is padded to a multiple of it inside `q_t`; a power of two from 1 to 256, of the MX formats
             from 32 to 128. None is the format's usual one, 32: what the GEMMs of tensor cores sum at once.
         dtype, rounding: as in `quantize_rows`.
-        amax: of what a column's largest value is, the "group" or, with "rowwise", the "batch": all rows of x, whether
-            they are taken or not.
+        amax: of what a column's largest value is, the "group" or, with "rowwise", the "batch": the rows of all groups.
 
     Returns:
         q_t [K, P] of `dtype`, P = round_up(M, align) + E * align, contiguous; scale_t; padded_offs [E] int32, the

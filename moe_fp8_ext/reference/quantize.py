@@ -118,18 +118,20 @@ def quantize_tokens(
     """x [M, K] -> q_t [K, P], scale_t [E, K], or [K, blocks], padded_offs [E]: each group's transpose, side by side.
 
     A group takes round_up(size, align) columns of q_t; what it does not fill is 0, and so are the scales of blocks
-    without rows. amax "batch": the scale of a column is that of all of x, whatever rows are taken.
+    without rows. amax "batch": the scale of a column is that of the rows of all groups.
     """
     f, dtype = FORMATS[format], dtype or default_dtype(x.device)
-    factor, of_batch = batch_scale(x, f, dtype, rounding) if amax == "batch" else (None, None)
     x = x if indices is None else permute_pad(x, indices, top_k)
     m, k = x.shape
+    bounds = group_bounds(offs, m)
+    grouped = x[: bounds[-1][1] if bounds else 0]
+    factor, of_batch = batch_scale(grouped, f, dtype, rounding) if amax == "batch" else (None, None)
     align = align or f.align
     q_t = torch.zeros(k, padded_extent(m, len(offs), align), dtype=torch.uint8, device=x.device)
     blocks = padded_extent(m, len(offs), max(align, f.block)) // f.block if f.block else len(offs)
     scale_t = torch.zeros(k, blocks, dtype=BITS[f.scale_dtype.itemsize], device=x.device)
     padded_offs, at, block = [], 0, 0
-    for start, end in group_bounds(offs, m):
+    for start, end in bounds:
         lines = x[start:end].t()
         if factor is None:
             q, scale = quantize_lines(lines, f, dtype, rounding)
