@@ -19,7 +19,7 @@ from moe_fp8_ext.ops.checks import check_one_of, require
 from moe_fp8_ext.ops.choose_experts import SCORINGS, check_choice, choose_experts, choose_experts_backward
 from moe_fp8_ext.ops.dispatch import asks_for_gradient, differentiable_once, unit_stride
 from moe_fp8_ext.recipes import Recipe, get_recipe
-from moe_fp8_ext.sharded import draw_in_turn, is_dtensor, of_all, of_rank, sum_of_ranks
+from moe_fp8_ext.sharded import draw_in_turn, is_dtensor, of_all, of_rank, on_every_rank, sum_of_ranks
 
 if TYPE_CHECKING:
     from moe_fp8_ext.distributed import ExpertParallel
@@ -256,11 +256,12 @@ class Router(nn.Module):
         nn.init.uniform_(self.weight, -(self.weight.shape[1] ** -0.5), self.weight.shape[1] ** -0.5)
 
     def forward(self, x: Tensor) -> Routing:
-        """x [T, D] -> ids and scores [T, top_k], losses."""
+        """x [T, D] -> ids and scores [T, top_k], losses; of DTensors that are Replicate(), the same."""
         bias = self.e_score_correction_bias
         bias = None if bias is None else cast(bias, torch.float32)
         how = self.scoring, self.normalize, self.scaling_factor, self.num_groups, self.top_groups
-        logits, ids, scores = _Choice.apply(x, self.weight, self.top_k, bias, *how)
+        choose = partial(on_every_rank, "Router", _Choice.apply) if is_dtensor(x) else _Choice.apply
+        logits, ids, scores = choose(x, self.weight, self.top_k, bias, *how)
         loss = self._loss(logits, ids)
         if self.training and self.tokens_per_expert is not None:
             self.tokens_per_expert += self._counts(ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,3 +87,17 @@ def sum_of_ranks(
     ids = torch.where((ids >= 0) & (ids < most), ids, -1)
     x, scores = (t.to_local(grad_placements=[Partial()]) for t in (x, topk_scores))
     return DTensor.from_local(experts(x, ids, scores), mesh, [Partial()], run_check=False)
+
+
+def on_every_rank(op: str, fn: Callable[..., Sequence[Tensor]], *args: object) -> list[Tensor]:
+    """fn of what every rank has, DTensors among it; so are its results, and the gradients that it gives."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    dtensors = [t for t in args if is_dtensor(t)]
+    mesh = dtensors[0].device_mesh
+    everywhere = (Replicate(),) * mesh.ndim
+    for t in dtensors:
+        if t.device_mesh != mesh or t.placements != everywhere:
+            raise RuntimeError(f"{op}: tensors must be {everywhere} on {mesh}, got {t.placements} on {t.device_mesh}")
+    results = fn(*(t.to_local() if is_dtensor(t) else t for t in args))
+    return [DTensor.from_local(t, mesh, everywhere, run_check=False) for t in results]

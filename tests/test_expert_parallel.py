@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from moe_fp8_ext import Experts, convert_, grouped_mm
+from moe_fp8_ext import Experts, Router, convert_, grouped_mm
 
 PROCESSES, D, F, TOKENS, TOP_K = 2, 64, 48, 40, 2
 
@@ -110,6 +110,26 @@ def check_main_grad(mesh: DeviceMesh) -> None:
         assert q.grad is None or not q.grad.to_local().any()  # torch 2.11 makes zeros of none
 
 
+def check_router(mesh: DeviceMesh) -> None:
+    """Of tokens that every rank has: the bytes of one process."""
+    torch.manual_seed(0)
+    alone, router = (Router(8, D, TOP_K, z_loss=0.1) for _ in range(2))
+    router.load_state_dict(alone.state_dict())
+    router.weight = nn.Parameter(distribute_tensor(router.weight.detach(), mesh, [Replicate()]))
+    x, grad = torch.randn(TOKENS, D), torch.randn(TOKENS, TOP_K)
+    found = []
+    for of, place in ((alone, lambda t: t), (router, lambda t: DTensor.from_local(t, mesh, [Replicate()]))):
+        tokens = place(x.clone()).requires_grad_()
+        ids, scores, loss = of(tokens)
+        torch.autograd.backward([scores, loss], [place(grad), None])
+        found.append([full(t) for t in (ids, scores.detach(), loss.detach(), tokens.grad, of.weight.grad)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    tokens = DTensor.from_local(x, mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match=r"^Router: tensors must be \(Replicate\(\),\) on .*got \(Shard\(dim=0\),\)"):
+        router(tokens)
+
+
 def check_errors(mesh: DeviceMesh) -> None:
     x, ids, scores, _ = calls(4)
     everywhere = [DTensor.from_local(t, mesh, [Replicate()]) for t in (x, ids, scores)]
@@ -151,6 +171,7 @@ def check_experts(mesh: DeviceMesh) -> None:
     check_tokens_of_ranks(mesh, fsdp=True)
     check_main_grad(mesh)
     check_documents(mesh)
+    check_router(mesh)
     check_errors(mesh)
 
 
