@@ -33,7 +33,7 @@ def peers_of(label: str, shape: str, even: bool, compiled: bool) -> dict[str, Pe
         found["torchao"] = TORCHAO[label]
     if label == "scaled_grouped_mm rowwise":
         found["torch FP8"] = _torch_fp8
-    if label.startswith("scaled_grouped_mm"):
+    if label.startswith("scaled_grouped_mm") and "by index" not in label:  # whose rows torch would have to move
         found["torch BF16"] = _torch_bf16
     if compiled and label in COMPILED:
         found["compiled"] = COMPILED[label]

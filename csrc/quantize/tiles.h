@@ -77,6 +77,7 @@ int launch_tiles_of(const QuantizeParams& p, void* stream) {
   constexpr bool kTokens = std::is_same_v<typename T::Tiles, TokenTiles>;
   TilesPlan plan = {p};
   plan.strips = p.K ? uint32_t(ceil_div<int64_t>(p.K, kBlock)) : 1;
+  plan.by_strip = p.index.at && p.index.repeats();
   const int64_t of_tokens = block_extent(p.rows, p.E, p.align) + ceil_div(p.positions, int64_t(kBlock));
   const int64_t tiles = plan.strips * (kTokens ? of_tokens : p.E * ceil_div(p.rows, int64_t(kBlock)));
   const int64_t average = kTokens && p.E ? p.rows / p.E : p.rows;
