@@ -70,6 +70,11 @@ def test_is_the_product_of_moved_rows(top_k, fmt, device):
             assert not out[(rows["indices"] < 0) | (rows["indices"] >= t * top_k)].any()
 
 
+def test_more_columns_than_hopper_takes_by_index(device):
+    args, rows = problem("rowwise", 60, 128, 2576, group_offs("zipf", 150, 3), 3, device)
+    assert_same(check_exact(args, **rows), scaled_grouped_mm(*moved(args, **rows)))
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_problems(seed, device):
     r = random.Random(seed)
