@@ -1,4 +1,5 @@
-"""Experts of which a rank has a part: its parameters, what it computes, and what that is to the other ranks."""
+"""DTensors: experts of which a rank has a part, its parameters, what it computes and what that is to the other ranks;
+and a router that every rank has."""
 
 from __future__ import annotations
 

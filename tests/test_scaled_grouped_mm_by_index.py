@@ -164,6 +164,7 @@ def test_second_gpu(fmt, second_gpu):
         ({"top_k": 0}, "top_k", "0"),
         ({"indices": torch.zeros(4, dtype=torch.int64)}, "indices", "int64"),
         ({"indices": torch.zeros(4, 1, dtype=torch.int32)}, "indices", "2"),
+        ({"indices": torch.zeros(8, dtype=torch.int32)[::2]}, "indices", "stride 2"),
         ({"scale_a": torch.ones(9)}, "scale_a", "9"),
     ],
 )
@@ -174,6 +175,12 @@ def test_errors(changed, argument, got, device):
     else:
         rows |= on(device, changed)
     check_error("scaled_grouped_mm", args, argument, got, **rows)
+
+
+def test_error_other_device(device):
+    args, rows = problem("rowwise", 10, 32, 16, group_offs("uniform", 12, 3), 2, device)
+    other = "cpu" if device == "cuda" else "meta"
+    check_error("scaled_grouped_mm", args, "indices", other, **{**rows, "indices": rows["indices"].to(other)})
 
 
 def test_error_for_sums(device):

@@ -139,6 +139,10 @@ def test_indices(bad, x, validates):
     ops.permute_pad(x, int32(x, 31, -1, 0), 1)
     check_refused(f"permute_pad: {text}", lambda: ops.permute_pad(x, indices, 1))
     check_refused(f"unpermute: {text}", lambda: ops.unpermute(x[:2], indices, 32, 1))
+    q, scale = ops.quantize_rows(x, "rowwise")
+    product = q, q[:16].t()[None], scale, scale[None, :16], ends[:1], "rowwise"
+    check_refused(f"scaled_grouped_mm: {text}", lambda: ops.scaled_grouped_mm(*product, **slots))
+    check_refused(f"permute_quantized: {text}", lambda: ops.permute_quantized(q, scale, "rowwise", indices, 1))
     for fmt in FORMATS:
         check_refused(f"quantize_rows: {text}", lambda fmt=fmt: ops.quantize_rows(x, fmt, **slots))
         for name in ("quantize_tokens", "quantize_both"):

@@ -24,7 +24,7 @@ struct Tokens {
   std::string_view amax = "group";
 };
 
-// Whether the amax of a column is that of all rows of x.
+// Whether the amax of a column is that of the rows of all groups.
 bool check_amax(const char* op, const Format& f, std::string_view amax) {
   const bool of_batch = amax == "batch" && f.block == 0;
   if (!of_batch && amax != "group")

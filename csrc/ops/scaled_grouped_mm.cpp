@@ -97,7 +97,8 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
   if (indices && !(backend.by_index && backend.by_index(product))) {
     const std::optional<Tensor> groups(std::in_place, share(offs.handle));
     const auto [q, scale] = permute_quantized_op(a, scale_a, format, *indices, *top_k, groups);
-    const Tensor moved{Handle(q)}, scale_moved{Handle(scale)};
+    Handle rows(q), scales(scale);
+    const Tensor moved(std::move(rows)), scale_moved(std::move(scales));
     return scaled_grouped_mm_op(moved, b, scale_moved, scale_b, offs, format, {}, {}, align, out_dtype, use_fast_accum);
   }
   Handle out(backend.run(call, product));

@@ -111,7 +111,7 @@ MOE_DEVICE void produce_rows(const Args& p, Shared<T>& shared) {
     if (k < steps_of(tile)) {
       const int at = k * kDepth + of_lane;
       const uint8_t* from = p.rows + at;
-      pin_register(from);
+      pin_register(from);  // else it is added up for every copy
 #pragma unroll 1
       for (int j = 0; j < kOfLane; j += 4) {
         const Vec16 source = *reinterpret_cast<const Vec16*>(&shared.source[first][j]);
