@@ -9,7 +9,7 @@ from statistics import fmean
 from tabulate import tabulate
 
 TITAN = "torchtitan.json"  # of bench/titan.py
-SONICMOE = "sonicmoe.json"  # of bench/sonicmoe.py
+SONICMOE = "sonicmoe.json"  # of bench/beside_sonicmoe.py
 PARALLEL = "expert_parallel.json"  # of bench/expert_parallel.py
 GENERIC = ("float8_e4m3fnuz", "unaligned")  # variants that the generic kernels take
 NOT_MEASURED = "Not measured yet: `make bench` on a GPU fills this table."
@@ -59,7 +59,7 @@ def beside_baseline(results: dict[str, dict], op: str, sizes: str, baseline: str
 
 
 def sonicmoe_table(result: dict) -> str:
-    """Of bench/sonicmoe.py: microseconds over SonicMoE's, and what is kept."""
+    """Of bench/beside_sonicmoe.py: microseconds over SonicMoE's, and what is kept."""
     body, ours = [], [name for name in result["rows"][0]["us"] if name != "SonicMoE"]
     for row in result["rows"]:
         us, kept = row["us"], row["kept_mib"]

@@ -9,6 +9,9 @@ from moe_fp8_ext.bf16 import cast
 
 _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _HALVES = torch.bfloat16, torch.float16
+# Elements of a product from which every multiprocessor has a tile of it, so that cuBLAS has no reason to split its sums
+# and to add parts of them that it has rounded to bfloat16.
+_MANY = 2**23
 
 
 def float32_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
@@ -61,9 +64,18 @@ def _(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
 
 
 def _gradients_by_parts(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """mm_by_parts(grad, b, 2) and mm_by_parts(grad^T, a, 2) of a and b in bfloat16, from parts that are made once."""
-    of_grad = parts(grad, 2, 1)
-    return _mm(of_grad, b.repeat(2, 1)), _mm(of_grad.t(), a).unflatten(0, (2, -1)).sum(0)
+    """mm_by_parts(grad, b, 2) and mm_by_parts(grad^T, a, 2) of a and b in bfloat16, from parts that are made once.
+
+    The first is in bfloat16 already where it is large: a pass over it in float32 would take longer than the product.
+    """
+    of_grad, wide = parts(grad, 2, 1), b.repeat(2, 1)
+    of_a = torch.mm(of_grad, wide) if _dtype_of_large(a) == a.dtype else _mm(of_grad, wide)
+    return of_a, _mm(of_grad.t(), a).unflatten(0, (2, -1)).sum(0)
+
+
+def _dtype_of_large(a: Tensor) -> torch.dtype:
+    """Of the gradient of an a in bfloat16, as the product leaves it."""
+    return a.dtype if a.numel() >= _MANY else torch.float32
 
 
 gradients_by_parts = torch.library.custom_op("moe_fp8_ext::gradients_by_parts", _gradients_by_parts, mutates_args=())
@@ -71,7 +83,7 @@ gradients_by_parts = torch.library.custom_op("moe_fp8_ext::gradients_by_parts", 
 
 @gradients_by_parts.register_fake
 def _(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape, dtype=torch.float32)
+    return a.new_empty(a.shape, dtype=_dtype_of_large(a)), b.new_empty(b.shape, dtype=torch.float32)
 
 
 def parts(x: Tensor, count: int, dim: int) -> Tensor:

@@ -62,6 +62,20 @@ def test_gradients_from_parts_that_are_made_once(device):
             assert ((product.cpu().double() - want).abs() <= (2**-16 + 2 * 100 * 2**-24) * size).all()
 
 
+def test_a_large_gradient_is_rounded_once(device):
+    """Its product leaves it in bfloat16: within half a unit of the sum in float32, which leaves out 2^-16 of every
+    product, and 2 * k roundings."""
+    t, d, e = 2**12, 2**11, 40
+    grad, a, b = (torch.randn(*size, device=device) for size in ((t, e), (t, d), (e, d)))
+    a, b = a.bfloat16(), b.bfloat16()
+    (got, _), (of_a, _) = gradients_by_parts(grad, a, b), float32_mm_backward(grad, a, b, True, True)
+    assert got.dtype == of_a.dtype == torch.bfloat16
+    want, size = grad.double() @ b.double(), grad.double().abs() @ b.double().abs()
+    bound = (2**-16 + 2 * 2 * e * 2**-24) * size
+    for gradient in (got, of_a):
+        assert ((gradient.double() - want).abs() <= 2**-8 * (want.abs() + bound) + bound).all()
+
+
 @pytest.mark.parametrize(("a", "b"), [(a, b) for a in DTYPES for b in DTYPES])
 def test_backward(a, b, device):
     """Each gradient alone and both, in the dtypes of a and b; bounds as in test_rounded_products."""
