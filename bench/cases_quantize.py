@@ -54,6 +54,19 @@ def _weights(cpu: bool) -> list[Shape]:
     return [Shape(f"[{e}, {n}, {k}]", {"e": e, "n": n, "k": k}) for e, n, k in sizes]
 
 
+def _weights_of_layers(cpu: bool) -> list[Shape]:
+    """Small experts: weights whose rows are short."""
+    layers = [(0, 96, 64, 5, 0)] if cpu else [SIZES["granite"], SIZES["qwen3_30b"]]
+    sizes = [size for _, d, f, e, _ in layers for size in ((e, 2 * f, d), (e, d, f))]
+    return [Shape(f"[{e}, {n}, {k}]", {"e": e, "n": n, "k": k}) for e, n, k in sizes]
+
+
+def _short_rows(cpu: bool) -> list[Shape]:
+    """The slots of a layer, after its first product and before its second."""
+    t, _, f, _, k = (300, 96, 64, 5, 2) if cpu else SIZES["granite"]
+    return [Shape(f"[{t * k}, {width}]", {"m": t * k, "k": width}) for width in (f, 2 * f)]
+
+
 def _one_of_each(shapes: Callable[[bool], list[Shape]], label: str) -> Callable[[bool], list[Shape]]:
     """The shape of that label, even groups; on a CPU the first one."""
     return lambda cpu: [s for s in shapes(cpu) if cpu or s.label == label][:1]
@@ -184,6 +197,11 @@ def _of_slots(amax: str) -> Case:
     return Case("quantize_tokens", _tokens_of_layers, _at_slots, call, format="rowwise", variant=f"by index, {amax}")
 
 
+def _of_layer(format: str) -> Case:
+    call = quantizer("quantize_weight", format)
+    return Case("quantize_weight", _weights_of_layers, _weight, call, format=format, variant="of a layer")
+
+
 def _foreign(case: Case, shapes: Callable[[bool], list[Shape]]) -> Case:
     call = quantizer(case.op, case.format, dtype=FOREIGN)
     return Case(case.op, shapes, case.inputs, call, format=case.format, variant=str(FOREIGN).removeprefix("torch."))
@@ -208,5 +226,7 @@ QUANTIZE_CASES: tuple[Case, ...] = (
     *(_case(op, format) for op in ("quantize_tokens", "quantize_both", "quantize_weight") for format in RECIPES),
     *(_gathered(op, format) for op in ("quantize_rows", "quantize_both") for format in RECIPES),
     *(_of_slots(amax) for amax in ("group", "batch")),
+    Case("quantize_rows", _short_rows, _rows, quantizer("quantize_rows", "rowwise"), (), "rowwise", "of a layer"),
+    *(_of_layer(format) for format in ("rowwise", "blockwise")),
     *(case for op, format in _GENERIC for case in _generic(op, format)),
 )

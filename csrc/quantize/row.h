@@ -55,6 +55,7 @@ struct RowTeam {
 
   MOE_DEVICE uint32_t max(uint32_t v) const {
     v = warp_max(v);
+    if (count <= kWarpSize) return v;
     if (rank % kWarpSize == 0) of_wave[rank / kWarpSize] = v;
     __syncthreads();
     v = of_wave[0];
