@@ -134,16 +134,18 @@ def test_more_than_2_31_elements(format, big_gpu):
         assert_same([t[rows].contiguous() for t in got], [t.contiguous() for t in want])
 
 
-@pytest.mark.large
 @pytest.mark.parametrize("keep_h", [False, True])
-def test_more_rows_than_a_launch_has_teams(keep_h, big_gpu):
-    """Several waves share a row, and take the next one."""
-    h = torch.randn(17_000_003, 520, dtype=torch.bfloat16, device=big_gpu)
-    got = quantize_activated(h, "silu", "rowwise", keep_h=keep_h)
-    for first in (0, 2**24 - 100, 17_000_003 - 1000):
+@pytest.mark.parametrize(
+    ("format", "p", "f"), [("rowwise", 1_050_003, 8), ("rowwise", 132_003, 1032), ("blockwise", 1_050_003, 128)]
+)
+def test_more_rows_than_a_launch_has_blocks(format, p, f, keep_h, gpu):
+    """A wave has several rows and takes the next ones, or several waves share a row and take the next one."""
+    h = torch.randn(p, f, dtype=torch.bfloat16, device=gpu)
+    got = quantize_activated(h, "silu", format, keep_h=keep_h)
+    for first in (0, 65_535, 131_000, p - 1000):
         rows = slice(first, first + 1000)
-        want = reference.quantize_activated(h[rows], "silu", "rowwise", keep_h=keep_h)
-        assert_same([t[rows] for t in got], want)
+        want = reference.quantize_activated(h[rows], "silu", format, keep_h=keep_h)
+        assert_same([t[rows].contiguous() for t in got], [t.contiguous() for t in want])
 
 
 def test_opcheck(device):

@@ -7,178 +7,229 @@
 namespace moe_fp8 {
 namespace {
 
-// Both kernels are bound by arithmetic, some 50 operations an activation with its casts and those of h.
-using Types = Fast<BF16, Kind::kEither>;
+// Bound by arithmetic: with its casts and those of h, an activation takes some 33 instructions. So a lane has four
+// vectors of a part of h at once, which are bytes enough under way, and what is no arithmetic of theirs is done for all
+// four together: a lane makes one of the scales, and tells it to the others.
 using Part = Vectors<BF16>;
-template <Activation kActivation>
-using GatesOf = PlainGates<Part, is_gated(kActivation)>;
+template <bool kGated>
+using GatesOf = PlainGates<Part, kGated>;
 using Activations = PlainGates<Part, false>::Held;  // a vector
-constexpr int n = Part::kElements;
-constexpr int kVecs = 2;  // of each part of a row, a thread
+constexpr int n = Part::kElements, kVecsOfLane = 4;
+
+// ---- teams: so many neighbouring lanes of a wave have kVecs vectors each of kRows neighbouring rows ----------------
+
+// A row of a team has kScales scales: of h, and number kOfA. A lane knows the amax of own_scale() of own_row(), as do
+// all kAlike that it is one of.
+template <int kLanes_, int kRows_, int kScales_, int kOfA_>
+struct Team {
+  static constexpr int kLanes = kLanes_, kRows = kRows_, kScales = kScales_, kOfA = kOfA_, kVecs = kVecsOfLane / kRows;
+  static constexpr int kKnown = kScales * kRows, kAlike = kLanes / kKnown;
+
+  static MOE_DEVICE int lane() { return threadIdx.x % kLanes; }
+  static MOE_DEVICE int own_scale() { return lane() / (kRows * kAlike); }
+  static MOE_DEVICE int own_row() { return lane() / kAlike % kRows; }
+  static MOE_DEVICE float told(float own, int scale, int row) {
+    const int first_lane = threadIdx.x % kWarpSize / kLanes * kLanes;
+    return as_float(shfl(as_bits(own), first_lane + (scale * kRows + row) * kAlike));
+  }
+};
+
+constexpr int kThreadsOfRow = 256, kThreadsOfBlock = 128;  // at most; of a block of several teams
+constexpr int64_t kMostFeatures = int64_t(kThreadsOfRow) * kVecsOfLane * n;
+
+// A scale for a row of h and one for that of a. Where rows are long, waves of a block share one.
+template <int kRows_>
+struct WholeTeam : Team<kWarpSize, kRows_, 2, 1> {
+  using Base = Team<kWarpSize, kRows_, 2, 1>;
+  using Base::kKnown, Base::kOfA, Base::kRows;
+  using Shared = uint32_t[2][kThreadsOfRow / 32][kKnown];  // by turns, for a wave may be ahead of others that read
+  Shared& of_wave;
+  int turn = 0;
+
+  explicit MOE_DEVICE WholeTeam(Shared& shared) : of_wave(shared) {}
+
+  MOE_DEVICE uint32_t amax(const uint32_t (&of_h)[kRows][2], const uint32_t (&of_a)[kRows], bool) {
+    uint32_t of[kKnown];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      of[r] = max_magnitude<BF16>(of_h[r][0], of_h[r][1]);
+      of[kOfA * kRows + r] = of_a[r];
+    }
+    uint32_t own = amax_of_rows<BF16, kWarpSize>(of, Base::lane());
+    const int waves = blockDim.x / kWarpSize;
+    if (waves == 1) return own;
+    auto* const of_team = of_wave[turn] + threadIdx.y * waves;
+    const int known = Base::lane() / Base::kAlike;
+    if (Base::lane() % Base::kAlike == 0) of_team[threadIdx.x / kWarpSize][known] = own;
+    __syncthreads();
+    for (int w = 0; w < waves; ++w) own = own > of_team[w][known] ? own : of_team[w][known];
+    turn ^= 1;
+    return own;
+  }
+  static MOE_DEVICE int scale_of_h(int, bool) { return 0; }
+  template <class Columns>
+  static MOE_DEVICE void store(const QuantizeActivatedParams& p, const Columns&, int, int64_t row0, int live, float s) {
+    const QuantizeParams& to = Base::own_scale() == kOfA ? p.of_a : p.of_h;
+    if (threadIdx.x < kWarpSize && Base::lane() % Base::kAlike == 0 && Base::own_row() < live && to.rows > 0)
+      static_cast<float*>(to.scale)[row0 + Base::own_row()] = s;
+  }
+};
+
+// A scale for 128 elements: of gates, of ups and of activations, or of the two halves of what is interleaved, which are
+// those of the lanes. The last lanes of a team have none. Rows between columns of scales have scales of zero.
+struct BlockTeam : Team<kBlock / n, 4, 4, 2> {
+  struct Shared {};
+  explicit MOE_DEVICE BlockTeam(Shared&) {}
+
+  static MOE_DEVICE int half() { return lane() / (kLanes / 2); }
+  static MOE_DEVICE uint32_t amax(const uint32_t (&of_h)[kRows][2], const uint32_t (&of_a)[kRows], bool interleaved) {
+    uint32_t of[kKnown] = {};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const uint32_t both = max_magnitude<BF16>(of_h[r][0], of_h[r][1]);
+#pragma unroll
+      for (int part = 0; part < 2; ++part)
+        of[part * kRows + r] = !interleaved ? of_h[r][part] : part == half() ? both : 0;
+      of[kOfA * kRows + r] = of_a[r];
+    }
+    return amax_of_rows<BF16, kLanes>(of, lane());
+  }
+  static MOE_DEVICE int scale_of_h(int part, bool interleaved) { return interleaved ? half() : part; }
+  template <class Columns>
+  static MOE_DEVICE void store(const QuantizeActivatedParams& p, const Columns& columns, int v, int64_t row0, int live,
+                               float s) {
+    const int scale = own_scale(), first = v - lane(), at_half = columns.interleaved ? kLanes / 2 * scale : 0;
+    const bool of_a = scale == kOfA;
+    const QuantizeParams& to = of_a ? p.of_a : p.of_h;
+    if (v >= p.h.F / n || scale > kOfA || (!of_a && scale >= Columns::kParts) || to.rows == 0) return;
+    const int64_t block = (of_a ? int64_t(first) * n : columns.at(first + at_half, at_half ? 0 : scale)) / kBlock;
+    store_stream(static_cast<float*>(to.scale) + block * scale_stride(p.of_a.rows) + row0 + own_row(),
+                 own_row() < live ? s : 0.f);
+  }
+};
+
+// ---- the rows of a team ---------------------------------------------------------------------------------------------
 
 template <Activation kActivation>
-MOE_DEVICE Activations activated_vec(const GatesOf<kActivation>& source, const void* row,
-                                     const typename GatesOf<kActivation>::Held& h) {
-  const Gates<n> gates = source.values(row, h);
-  float a[n];
-#pragma unroll
-  for (int j = 0; j < n; ++j) a[j] = activated<kActivation>(gates.gate[j], gates.up[j]);
-  return {{Part::rounded(a)}};
-}
+constexpr bool kIsGated = is_gated(kActivation);
 
-// ---- a scale a row, which a team of threads holds in registers ------------------------------------------------------
-
-constexpr int kMostThreads = 512, kUsualThreads = 256;  // of a row; of a block of several
-constexpr int64_t kMostFeatures = int64_t(kMostThreads) * kVecs * n;
-
-// at(v, part): where among the row's vectors one lies.
-template <class T, class Held, class At>
-MOE_DEVICE void quantize_whole(const QuantizeParams& p, const RowTeam& team, int64_t row, int vecs,
-                               const Held (&held)[kVecs], At at) {
-  constexpr int kParts = sizeof(Held) / sizeof(Vec16);
-  uint32_t amax = 0;
-#pragma unroll
-  for (int i = 0; i < kVecs; ++i)
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) amax = max_vec<BF16>(amax, held[i].part[part]);
-  const auto s = T::template scale_of<ScaleF32>(p, team.max(amax_bits<BF16>(amax)));
-#pragma unroll
-  for (int i = 0; i < kVecs; ++i) {
-    const int v = i * team.count + team.rank;
-    if (v >= vecs) break;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part)
-      store_cast<T>(p, p.q + row * p.K, at(v, part), held[i].part[part], s.multiplier);
-  }
-  if (vecs > 0 && team.rank == 0) static_cast<float*>(p.scale)[row] = s.dequant();
-}
-
-// of_h, of_a: the same threads, with words of their own for the waves' maxima.
-template <class T, Activation kActivation>
-MOE_DEVICE void quantize_activated_rows(const QuantizeActivatedParams& p, const RowTeam& of_h, const RowTeam& of_a) {
-  const GatesOf<kActivation> source(p.h);
-  const int first_of_wave = of_a.rank / kWarpSize * kWarpSize;
-  const int64_t rows = p.of_a.rows;
-  for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows; first += int64_t(gridDim.x) * blockDim.y) {
-    const int64_t row = first + threadIdx.y;
-    const int vecs = row < rows ? int(p.h.F / n) : 0;
-    const void* const from = source.row(row);
-    typename GatesOf<kActivation>::Held h[kVecs] = {};
-    Activations a[kVecs] = {};
-#pragma unroll
-    for (int i = 0; i < kVecs; ++i)
-      if (const int v = i * of_h.count + of_h.rank; v < vecs) h[i] = source.load(from, v);
-    auto at_h = [&](int v, int part) { return int(source.columns.at(v, part) / n); };
-    if (p.of_h.rows > 0) quantize_whole<T>(p.of_h, of_h, row, vecs, h, at_h);
-    else __syncthreads();  // another wave may still read what this one said of its last row
-#pragma unroll
-    for (int i = 0; i < kVecs; ++i)  // whole waves have nothing to do where rows are short
-      if (i * of_a.count + first_of_wave < vecs) a[i] = activated_vec<kActivation>(source, from, h[i]);
-    quantize_whole<T>(p.of_a, of_a, row, vecs, a, [](int v, int) { return v; });
-  }
-}
-
-// Two blocks of the most threads, 64 registers: their loads are 64 KB under way.
-template <class T>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMostThreads, 2)
-    quantize_activated_rows_kernel(MOE_GRID_CONSTANT const QuantizeActivatedParams p) {
-  __shared__ uint32_t of_wave[2][kMostThreads / 32];
-  const int rank = int(threadIdx.x), count = int(blockDim.x), wave = int(threadIdx.y) * count / kWarpSize;
-  const RowTeam of_h = {rank, count, of_wave[0] + wave}, of_a = {rank, count, of_wave[1] + wave};
-  wait_for_previous_kernel();
+// f(constant of the activation, constant of whether gates and ups are interleaved), outside of loops.
+template <bool kGated, class F>
+MOE_DEVICE void with_gates(const QuantizeActivatedParams& p, F f) {
   with_activation(p.activation, [&](auto activation) {
-    quantize_activated_rows<T, decltype(activation)::value>(p, of_h, of_a);
+    if constexpr (kIsGated<decltype(activation)::value> == kGated) {
+      if (kGated && p.h.interleaved) f(activation, std::true_type{});
+      else f(activation, std::false_type{});
+    }
   });
 }
 
-int launch_whole(const QuantizeActivatedParams& p, void* stream) {
-  const int threads = round_up(ceil_div(int(p.h.F / n), kVecs), kLargestWarp);
-  const int rows_each = threads < kUsualThreads ? kUsualThreads / threads : 1;
-  const int64_t blocks = ceil_div<int64_t>(p.of_a.rows, rows_each);
-  const int64_t most = kMaxBlocks * kThreads / kMostThreads;  // as many threads as launch_on_rows() starts
-  const dim3 grid(unsigned(blocks < most ? blocks : most));
-  return launch(quantize_activated_rows_kernel<Types>, {grid, dim3(threads, rows_each), stream}, p);
-}
+template <bool kGated, class Team>
+MOE_DEVICE void quantize_rows(const QuantizeActivatedParams& p, Team& team, int64_t row0) {
+  using Source = GatesOf<kGated>;
+  constexpr int kRows = Team::kRows, kVecs = Team::kVecs, kParts = Source::Columns::kParts;
+  const Source source(p.h);
+  const auto& columns = source.columns;
+  const int vecs = int(p.h.F / n), lane = threadIdx.x % kWarpSize;
+  const int64_t rest = p.of_a.rows - row0;
+  const int live = rest < kRows ? int(rest) : kRows;
+  auto ahead = [&](int i) { return i * int(blockDim.x); };
+  auto vec = [&](int i) { return int(blockIdx.x * blockDim.x + threadIdx.x) + ahead(i); };
+  auto wave_has = [&](int i) { return i == 0 || kRows > 1 || vec(i) - lane < vecs; };
 
-// ---- a scale for 128 elements, which neighbouring lanes of a wave hold ----------------------------------------------
-
-constexpr int kVecsOfBlock = kBlock / n, kQuad = 4;
-
-// Of so many neighbouring lanes, at most those of a block.
-MOE_DEVICE uint32_t amax_of_block(uint32_t word, int lanes) {
+  typename Source::Held h[kRows][kVecs];
+  // Behind the last vector is that once more: it adds nothing to the amax of its row, nor to that of another block.
+  auto place = [&](int i) { return vec(i) < vecs ? vec(i) : vecs - 1; };
+  const void* from = source.part.advanced(source.row(live > 0 ? row0 : 0), columns.at(place(0), 0));
 #pragma unroll
-  for (int mask = 1; mask < kVecsOfBlock; mask *= 2)
-    if (mask < lanes) word = max_magnitude<BF16>(word, shfl_xor(word, mask));
-  return word;
-}
-
-// Number v of the vectors of h's parts and that of a, by whole waves. All lanes of a block know its amax; each of four
-// makes one scale, of a part of h or of a, for a division costs as much as the casts. Rows between columns of scales
-// have scales of zero and nothing else.
-template <class T, class Gates>
-MOE_DEVICE void quantize_vecs(const QuantizeActivatedParams& p, int64_t row, int v,
-                              const typename Gates::Columns& columns, const typename Gates::Held& h,
-                              const Activations& a) {
-  constexpr int kParts = Gates::Columns::kParts, kOfA = kParts;
-  const bool one_block = kParts == 2 && columns.interleaved;  // has both parts
-  const int lanes = one_block ? kVecsOfBlock / 2 : kVecsOfBlock;
-  uint32_t amax[kParts];
+  for (int r = 0; r < kRows; ++r) {
+    if (r > 0 && r < live) from = source.part.advanced(from, p.h.stride);
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) amax[part] = max_vec<BF16>(0, h.part[part]);
-  if (one_block) amax[0] = amax[kParts - 1] = max_magnitude<BF16>(amax[0], amax[kParts - 1]);
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) amax[part] = amax_of_block(amax[part], lanes);
-  const uint32_t amax_of_a = amax_of_block(max_vec<BF16>(0, a.part[0]), kVecsOfBlock);
-
-  const int lane = threadIdx.x % kWarpSize, own = lane % kQuad;
-  const uint32_t of_own = own == 0 ? amax[0] : own < kParts ? amax[kParts - 1] : amax_of_a;
-  const auto s = T::template scale_of<ScaleF32>(p.of_a, amax_bits<BF16>(of_own));
-  auto multiplier = [&](int of) { return as_float(shfl(as_bits(s.multiplier), lane - own + of)); };
-  const bool live = row < p.of_a.rows, there = v < p.h.F / n, keeps = p.of_h.rows > 0;
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const float m = multiplier(part);
-    if (keeps && live && there)
-      store_cast<T>(p.of_h, p.of_h.q + row * p.of_h.K, int(columns.at(v, part) / n), h.part[part], m);
+    for (int i = 0; i < kVecs; ++i)
+      if (wave_has(i)) h[r][i] = source.load(from, place(i) - place(0));
   }
-  const float m = multiplier(kOfA);
-  if (live && there) store_cast<T>(p.of_a, p.of_a.q + row * p.of_a.K, v, a.part[0], m);
-
-  auto store_scale = [&](const QuantizeParams& to, int64_t block) {
-    store_stream(static_cast<float*>(to.scale) + block * scale_stride(p.of_a.rows) + row, live ? s.dequant() : 0.f);
-  };
-  if (!there) return;
-  if (own == kOfA && lane % kVecsOfBlock < kQuad) store_scale(p.of_a, v / kVecsOfBlock);
-  const int scales_of_h = one_block ? 1 : kParts;
-  if (keeps && own < scales_of_h && lane % lanes < kQuad) store_scale(p.of_h, columns.at(v, own) / kBlock);
-}
-
-template <class T, Activation kActivation>
-MOE_DEVICE void quantize_activated_blocks(const QuantizeActivatedParams& p) {
-  const GatesOf<kActivation> source(p.h);
-  const int lane = threadIdx.x % kWarpSize, vecs = int(p.h.F / n);
-  for (int64_t row = first_row(); row < scale_stride(p.of_a.rows); row += rows_at_once()) {
-    const void* const from = source.row(row);
-    for (int first = 0; first < vecs; first += kVecs * kWarpSize) {
-      typename GatesOf<kActivation>::Held h[kVecs] = {};
+  Activations a[kRows][kVecs];
+  with_gates<kGated>(p, [&](auto activation, auto interleaved) {
+    auto known = columns;
+    known.interleaved = decltype(interleaved)::value;
 #pragma unroll
-      for (int i = 0; i < kVecs; ++i)
-        if (const int v = first + i * kWarpSize + lane; row < p.of_a.rows && v < vecs) h[i] = source.load(from, v);
+    for (int r = 0; r < kRows; ++r)
 #pragma unroll
-      for (int i = 0; i < kVecs; ++i)
-        if (const int v = first + i * kWarpSize; v < vecs)
-          quantize_vecs<T, GatesOf<kActivation>>(p, row, v + lane, source.columns, h[i],
-                                                 activated_vec<kActivation>(source, from, h[i]));
+      for (int i = 0; i < kVecs; ++i) {
+        if (!wave_has(i)) break;
+        const Gates<n> g = known.gates([&](int part, int j) { return source.part.element(h[r][i].part[part], j); });
+        float values[n];
+#pragma unroll
+        for (int j = 0; j < n; ++j) values[j] = activated<decltype(activation)::value>(g.gate[j], g.up[j]);
+        a[r][i] = {{Part::rounded(values)}};
+      }
+  });
+  uint32_t of_h[kRows][2] = {}, of_a[kRows] = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+      if (!wave_has(i)) break;
+      of_a[r] = max_vec<BF16>(of_a[r], a[r][i].part[0]);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) of_h[r][part] = max_vec<BF16>(of_h[r][part], h[r][i].part[part]);
     }
-  }
+  const uint32_t amax = team.amax(of_h, of_a, columns.interleaved);
+
+  auto store = [&](auto types) {
+    using T = decltype(types);
+    const auto s = T::template scale_of<ScaleF32>(p.of_a, amax);
+    if (live > 0) team.store(p, columns, vec(0), row0, live, s.dequant());
+    uint8_t* a_q = p.of_a.q + row0 * p.of_a.K + int64_t(vec(0)) * n;
+    uint8_t* h_q[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) h_q[part] = p.of_h.q + row0 * p.of_h.K + columns.at(vec(0), part);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float of_a = team.told(s.multiplier, Team::kOfA, r);
+      float of_h[kParts];
+#pragma unroll
+      for (int part = 0; part < kParts; ++part)
+        of_h[part] = team.told(s.multiplier, team.scale_of_h(part, columns.interleaved), r);
+#pragma unroll
+      for (int i = 0; i < kVecs; ++i) {
+        if (r >= live || vec(i) >= vecs) break;
+        store_cast<T>(p.of_a, a_q, ahead(i), a[r][i].part[0], of_a);
+        if (p.of_h.rows == 0) continue;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part)
+          store_cast<T>(p.of_h, h_q[part], int(columns.at(ahead(i), 0) / n), h[r][i].part[part], of_h[part]);
+      }
+      a_q += p.of_a.K;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) h_q[part] += p.of_h.K;
+    }
+  };
+  if (is_e5m2(p.of_a.out)) store(Fast<BF16, Kind::kE5M2>{});
+  else store(Fast<BF16, Kind::kE4M3>{});
 }
 
-template <class T>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 3)
-    quantize_activated_blocks_kernel(MOE_GRID_CONSTANT const QuantizeActivatedParams p) {
+// T: what is cast to, which is decided where it is.
+template <class T, bool kGated, class Team>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsOfRow, 3)
+    quantize_activated_kernel(MOE_GRID_CONSTANT const QuantizeActivatedParams p) {
+  __shared__ typename Team::Shared shared;
+  Team team(shared);
   wait_for_previous_kernel();
-  with_activation(p.activation,
-                  [&](auto activation) { quantize_activated_blocks<T, decltype(activation)::value>(p); });
+  const int64_t of_block = int64_t(blockDim.y) * Team::kRows;
+  for (int64_t first = blockIdx.y * of_block; first < p.of_a.rows; first += gridDim.y * of_block)
+    quantize_rows<kGated>(p, team, first + threadIdx.y * Team::kRows);
+}
+
+template <class Team>
+int launch_teams(const QuantizeActivatedParams& p, int threads, int64_t across, void* stream) {
+  const int teams = threads < kThreadsOfBlock ? kThreadsOfBlock / threads : 1;
+  const int64_t blocks = ceil_div<int64_t>(p.of_a.rows, teams * Team::kRows);
+  const int64_t most = kMaxBlocks / across < 65535 ? kMaxBlocks / across + 1 : 65535;
+  const Launch l = {dim3(unsigned(across), unsigned(blocks < most ? blocks : most)), dim3(threads, teams), stream};
+  using Types = Fast<BF16, Kind::kEither>;
+  return is_gated(p.activation) ? launch(quantize_activated_kernel<Types, true, Team>, l, p)
+                                : launch(quantize_activated_kernel<Types, false, Team>, l, p);
 }
 
 }  // namespace
@@ -191,8 +242,11 @@ bool can_quantize_activated(const QuantizeActivatedParams& p) {
 }
 
 int quantize_activated(const QuantizeActivatedParams& p, void* stream) {
-  if (p.of_a.format == FormatId::kRowwise) return launch_whole(p, stream);
-  return launch_on_rows(quantize_activated_blocks_kernel<Types>, p, scale_stride(p.of_a.rows), stream);
+  const int64_t waves = ceil_div<int64_t>(p.h.F / n, kLargestWarp);
+  if (p.of_a.format != FormatId::kRowwise) return launch_teams<BlockTeam>(p, kLargestWarp, waves, stream);
+  if (waves == 1) return launch_teams<WholeTeam<4>>(p, kLargestWarp, 1, stream);
+  if (waves == 2) return launch_teams<WholeTeam<2>>(p, kLargestWarp, 1, stream);
+  return launch_teams<WholeTeam<1>>(p, kLargestWarp * int(ceil_div<int64_t>(waves, kVecsOfLane)), 1, stream);
 }
 
 }  // namespace moe_fp8

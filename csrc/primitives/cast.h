@@ -41,7 +41,7 @@ MOE_DEVICE uint32_t max_over_lanes(const uint32_t (&word)[kWords], int lane) {
   return half[0];
 }
 // Of a word of such results for each of kRows rows: the float32 bits of the largest magnitude over kLanes neighbouring
-// lanes, of row (lane * kRows / kLanes). kRows: a power of two, less than kLanes.
+// lanes, of row (lane * kRows / kLanes). kRows: a power of two, at most kLanes.
 template <class In, int kLanes, int kRows>
 MOE_DEVICE uint32_t amax_of_rows(const uint32_t (&of_row)[kRows], int lane) {
   if constexpr (kPerWord<In> == 1) {
