@@ -4,55 +4,81 @@
 namespace moe_fp8 {
 namespace {
 
-template <class Source, class Part, class Activated>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 3)
-    activate_backward_kernel(MOE_GRID_CONSTANT const ActivateBackwardParams p) {
-  constexpr int n = Part::kElements, kHeld = 2;
-  const Source source(p.h);
+// Vectors that a lane has under way: of a row, or of two rows where a wave has lanes enough for one.
+constexpr int kHeld = 2;
+
+template <int kRows, class Source, class Part, class Activated>
+MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Source& source, int64_t row0) {
+  constexpr int n = Part::kElements, kParts = Source::Columns::kParts, kVecs = kHeld / kRows;
   const Part part(p.in);
   const Activated activated(p.activation);
   const int lane = threadIdx.x % kWarpSize, vecs = int(p.h.F / n);
-  wait_for_previous_kernel();
-  for (int64_t r = first_row(); r < p.P; r += rows_at_once()) {
-    const auto h = source.row(r);
-    const void* const da = part.advanced(p.da, r * p.da_stride);
-    void* const a = part.advanced(p.a, r * p.h.F);
-    void* const dh = part.advanced(p.dh, r * p.h.F * Source::Columns::kParts);
-    const float score = p.scores ? p.scores[r] : 1.f;
-    float dot = 0;
-    for (int first = lane; first < vecs; first += kHeld * kWarpSize) {
-      typename Source::Held held[kHeld];
-      typename Part::Held grads[kHeld];
+  const int live = p.P - row0 < kRows ? 1 : kRows;
+  typename Source::Row h[kRows];
+  const void* da[kRows];
+  float score[kRows], dot[kRows] = {};
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
+  for (int r = 0; r < kRows; ++r) {  // one that there is not has its neighbour's place
+    h[r] = r == 0 ? source.row(row0) : r < live ? source.next(h[r - 1]) : h[r - 1];
+    da[r] = r == 0 ? part.advanced(p.da, row0 * p.da_stride) : part.advanced(da[r - 1], r < live ? p.da_stride : 0);
+    score[r] = p.scores ? p.scores[r < live ? row0 + r : row0] : 1.f;
+  }
+  const int64_t out = row0 * p.h.F;
+  for (int first = lane; first < vecs; first += kVecs * kWarpSize) {
+    typename Source::Held held[kRows][kVecs];
+    typename Part::Held grads[kRows][kVecs];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int i = 0; i < kVecs; ++i) {
         const int v = first + i * kWarpSize;
         if (v >= vecs) break;
-        held[i] = source.load(h, v);
-        grads[i] = part.load_once(da, int64_t(v) * n);
+        held[r][i] = source.load(h[r], v);
+        grads[r][i] = part.load_once(da[r], int64_t(v) * n);
       }
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int i = 0; i < kVecs; ++i) {
         const int v = first + i * kWarpSize;
-        if (v >= vecs) break;
-        const Gates<n> of_h = source.values(h, held[i]);
+        if (v >= vecs || r >= live) break;
+        const Gates<n> of_h = source.values(h[r], held[r][i]);
         Gates<n> of_dh;
         float of_a[n];
 #pragma unroll
         for (int j = 0; j < n; ++j) {
-          const float grad = part.element(grads[i], j);
-          const ActivationGradient g = activated.gradient(of_h.gate[j], of_h.up[j], score * grad);
-          dot = fmaf(grad, g.a, dot);
-          of_a[j] = score * g.a;
+          const float grad = part.element(grads[r][i], j);
+          const ActivationGradient g = activated.gradient(of_h.gate[j], of_h.up[j], score[r] * grad);
+          dot[r] = fmaf(grad, g.a, dot[r]);
+          of_a[j] = score[r] * g.a;
           of_dh.gate[j] = g.gate;
           of_dh.up[j] = g.up;
         }
-        part.store(a, int64_t(v) * n, of_a);
-        source.columns.store(part, dh, v, of_dh);
+        source.columns.store(part, part.advanced(p.dh, (out + r * p.h.F) * kParts), v, of_dh);
+        part.store(p.a, out + r * p.h.F + int64_t(v) * n, of_a);
       }
-    }
-    dot = wave_sum(dot);
-    if (lane == 0) store_element(p.dscores, InType::kF32, r, dot);
   }
+  const float sum = wave_sums(dot);
+  constexpr int kLanes = kWarpSize / kRows;
+  if (lane % kLanes == 0 && lane / kLanes < live) store_element(p.dscores, InType::kF32, row0 + lane / kLanes, sum);
+}
+
+template <int kRows, class Source, class Part, class Activated>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 3)
+    activate_backward_kernel(MOE_GRID_CONSTANT const ActivateBackwardParams p) {
+  wait_for_previous_kernel();
+  const Source source(p.h);
+  for (int64_t row = first_row() * kRows; row < p.P; row += rows_at_once() * kRows) {
+    auto run = [&](const Source& source) { backward_of_rows<kRows, Source, Part, Activated>(p, source, row); };
+    if constexpr (kRows == 1) run(source);  // its loop twice would not fit into the registers
+    else source.known(run);
+  }
+}
+
+template <int kRows, class Source, class Part, class Activated>
+int launch_rows(const ActivateBackwardParams& p, void* stream) {
+  return launch_on_rows(activate_backward_kernel<kRows, Source, Part, Activated>, p, ceil_div<int64_t>(p.P, kRows),
+                        stream);
 }
 
 template <bool kGated> using PlainVectors = PlainGates<Vectors<BF16>, kGated>;
@@ -65,14 +91,16 @@ int launch_fast(const ActivateBackwardParams& p, void* stream) {
   return dispatch_activation(p.activation, [&](auto activation) {
     constexpr Activation kActivation = decltype(activation)::value;
     using Gates = Source<is_gated(kActivation)>;
-    return launch_on_rows(activate_backward_kernel<Gates, Vectors<BF16>, FixedActivation<kActivation>>, p, p.P, stream);
+    using Part = Vectors<BF16>;
+    if (p.h.F <= Part::kElements * kLargestWarp)
+      return launch_rows<kHeld, Gates, Part, FixedActivation<kActivation>>(p, stream);
+    return launch_rows<1, Gates, Part, FixedActivation<kActivation>>(p, stream);
   });
 }
 template <template <bool> class Source>
 int launch_any(const ActivateBackwardParams& p, void* stream) {
-  return is_gated(p.activation)
-             ? launch_on_rows(activate_backward_kernel<Source<true>, Elements, AnyActivation>, p, p.P, stream)
-             : launch_on_rows(activate_backward_kernel<Source<false>, Elements, AnyActivation>, p, p.P, stream);
+  return is_gated(p.activation) ? launch_rows<1, Source<true>, Elements, AnyActivation>(p, stream)
+                                : launch_rows<1, Source<false>, Elements, AnyActivation>(p, stream);
 }
 
 }  // namespace

@@ -18,8 +18,16 @@ struct GateColumns {
   int step;       // from the first part of n gates to that of the next n
   int64_t apart;  // from a part to the other
 
-  explicit MOE_DEVICE GateColumns(const GateRows& h)
-      : interleaved(kGated && h.interleaved), step(interleaved ? 2 * n : n), apart(interleaved ? n : h.F) {}
+  explicit MOE_DEVICE GateColumns(const GateRows& h) : GateColumns(kGated && h.interleaved, h.F) {}
+  MOE_DEVICE GateColumns(bool interleaved, int64_t F)
+      : interleaved(interleaved), step(interleaved ? 2 * n : n), apart(interleaved ? n : F) {}
+  // f(the same, of which the compiler knows whether it is interleaved): of loops over vectors, which need not ask then.
+  template <class F>
+  MOE_DEVICE void known(F f) const {
+    if constexpr (n == 1) f(*this);
+    else if (kGated && interleaved) f(GateColumns(true, 0));
+    else f(GateColumns(false, apart));
+  }
   MOE_DEVICE int64_t at(int v, int part) const { return int64_t(v) * step + part * apart; }
 
   // value_of(part, i): number i of a part.
@@ -60,6 +68,7 @@ struct GateColumns {
 };
 
 // ---- sources: load(row(r), v) has number v of the n gates and ups of a row under way, values() waits for them -------
+// known(f): f(the same source, of which the compiler knows whether h is interleaved).
 
 // Of an h of the type that a Part is of.
 template <class Part, bool kGated>
@@ -71,9 +80,15 @@ struct PlainGates {
   const Part part;
   const Columns columns;
 
-  explicit MOE_DEVICE PlainGates(const GateRows& h) : h(h), part(h.in), columns(h) {}
+  explicit MOE_DEVICE PlainGates(const GateRows& h) : PlainGates(h, Columns(h)) {}
+  MOE_DEVICE PlainGates(const GateRows& h, const Columns& columns) : h(h), part(h.in), columns(columns) {}
+  template <class F>
+  MOE_DEVICE void known(F f) const {
+    columns.known([&](const Columns& c) { f(PlainGates(h, c)); });
+  }
   using Row = const void*;
   MOE_DEVICE Row row(int64_t r) const { return part.advanced(h.h, r * h.stride); }
+  MOE_DEVICE Row next(Row row) const { return part.advanced(row, h.stride); }
   MOE_DEVICE Held load(Row row, int v) const {
     Held held;
 #pragma unroll
@@ -105,8 +120,19 @@ struct Fp8Gates {
   explicit MOE_DEVICE Fp8Gates(const GateRows& h) : h(h), columns(h), block_log2(h.scale.block_size ? 0 : 31) {
     while (block_log2 < 31 && 1 << block_log2 < h.scale.block_size) ++block_log2;
   }
+  MOE_DEVICE Fp8Gates(const Fp8Gates& other, const Columns& columns)
+      : h(other.h), columns(columns), block_log2(other.block_log2) {}
+  template <class F>
+  MOE_DEVICE void known(F f) const {
+    columns.known([&](const Columns& c) { f(Fp8Gates(*this, c)); });
+  }
   MOE_DEVICE Row row(int64_t r) const {
     return {static_cast<const uint8_t*>(h.h) + r * h.stride, h.scale.of_row(r)};
+  }
+  MOE_DEVICE Row next(Row row) const {  // of an even one
+    row.q += h.stride;
+    row.scales.first += h.scale.row_step();
+    return row;
   }
   MOE_DEVICE Held load(const Row& row, int v) const {
     Held held;
@@ -115,7 +141,7 @@ struct Fp8Gates {
       const int64_t column = columns.at(v, i);
       if constexpr (n == 8) held.part[i] = load_stream(reinterpret_cast<const Vec8*>(row.q + column));
       else held.part[i] = Vec8{{load_stream(row.q + column), 0}};
-      held.scale[i] = row.scales.bits(int(column) >> block_log2);
+      held.scale[i] = row.scales.bits(uint32_t(column) >> block_log2);
     }
     return held;
   }

@@ -13,11 +13,12 @@ MOE_HD float e8m0_to_float(uint8_t e) {
 // Scales along a row of a matrix, whose place needs no division: bits on their way, then values.
 struct RowScales {
   const uint8_t* first;
-  int64_t one, four;  // bytes to the next scale, and to the next but three
+  int64_t step;       // bytes to the next scale,
+  int more_at_fourth;  // and so many more to the next but three
   bool is_float;
 
-  MOE_HD uint32_t bits(int block) const {
-    const uint8_t* at = first + (block >> 2) * four + (block & 3) * one;
+  MOE_HD uint32_t bits(uint32_t block) const {
+    const uint8_t* at = first + block * step + int64_t(block >> 2) * more_at_fourth;
     return is_float ? *reinterpret_cast<const uint32_t*>(at) : *at;
   }
   MOE_HD float value(uint32_t bits) const { return is_float ? as_float(bits) : e8m0_to_float(uint8_t(bits)); }
@@ -49,9 +50,12 @@ struct OperandScales {
   MOE_HD RowScales of_row(int64_t row) const {  // of the only group
     const auto* bytes = static_cast<const uint8_t*>(data);
     if (layout == ScaleLayout::kBlocked)
-      return {bytes + blocked_offset(row, 0, padded_scale_columns(blocks)), 1, kScaleBytes, false};
+      return {bytes + blocked_offset(row, 0, padded_scale_columns(blocks)), 1, kScaleBytes - kScaleColumns, false};
     const int64_t size = layout == ScaleLayout::kFloat ? 4 : 1;
-    return {bytes + row * row_stride * size, block_stride * size, 4 * block_stride * size, size == 4};
+    return {bytes + row * row_stride * size, block_stride * size, 0, size == 4};
+  }
+  MOE_HD int64_t row_step() const {  // bytes, from the scales of an even row to those of the next one
+    return layout == ScaleLayout::kBlocked ? 4 * kScaleColumns : row_stride * (layout == ScaleLayout::kFloat ? 4 : 1);
   }
   MOE_HD float at(int64_t group, int64_t row, ColumnBlock b) const {
     const auto* bytes = static_cast<const uint8_t*>(data) + group * group_stride;
