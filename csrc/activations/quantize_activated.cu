@@ -86,11 +86,17 @@ struct BlockTeam : Team<kBlock / n, 4, 4, 2> {
     uint32_t of[kKnown] = {};
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const uint32_t both = max_magnitude<BF16>(of_h[r][0], of_h[r][1]);
-#pragma unroll
-      for (int part = 0; part < 2; ++part)
-        of[part * kRows + r] = !interleaved ? of_h[r][part] : part == half() ? both : 0;
+      of[r] = of_h[r][0];
+      of[kRows + r] = of_h[r][1];
       of[kOfA * kRows + r] = of_a[r];
+    }
+    if (interleaved) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const uint32_t both = max_magnitude<BF16>(of_h[r][0], of_h[r][1]);
+        of[r] = half() ? 0 : both;
+        of[kRows + r] = half() ? both : 0;
+      }
     }
     return amax_of_rows<BF16, kLanes>(of, lane());
   }
@@ -98,11 +104,11 @@ struct BlockTeam : Team<kBlock / n, 4, 4, 2> {
   template <class Columns>
   static MOE_DEVICE void store(const QuantizeActivatedParams& p, const Columns& columns, int v, int64_t row0, int live,
                                float s) {
-    const int scale = own_scale(), first = v - lane(), at_half = columns.interleaved ? kLanes / 2 * scale : 0;
+    const int scale = own_scale(), parts = Columns::kParts, of_team = v / kLanes, of_part = int(p.h.F / kBlock);
     const bool of_a = scale == kOfA;
     const QuantizeParams& to = of_a ? p.of_a : p.of_h;
-    if (v >= p.h.F / n || scale > kOfA || (!of_a && scale >= Columns::kParts) || to.rows == 0) return;
-    const int64_t block = (of_a ? int64_t(first) * n : columns.at(first + at_half, at_half ? 0 : scale)) / kBlock;
+    if (of_team >= of_part || (!of_a && scale >= parts) || to.rows == 0) return;
+    const int64_t block = of_a ? of_team : columns.interleaved ? of_team * 2 + scale : of_team + scale * of_part;
     store_stream(static_cast<float*>(to.scale) + block * scale_stride(p.of_a.rows) + row0 + own_row(),
                  own_row() < live ? s : 0.f);
   }
@@ -113,15 +119,42 @@ struct BlockTeam : Team<kBlock / n, 4, 4, 2> {
 template <Activation kActivation>
 constexpr bool kIsGated = is_gated(kActivation);
 
-// f(constant of the activation, constant of whether gates and ups are interleaved), outside of loops.
-template <bool kGated, class F>
-MOE_DEVICE void with_gates(const QuantizeActivatedParams& p, F f) {
-  with_activation(p.activation, [&](auto activation) {
-    if constexpr (kIsGated<decltype(activation)::value> == kGated) {
-      if (kGated && p.h.interleaved) f(activation, std::true_type{});
-      else f(activation, std::false_type{});
+// From a lane's first vector of a row to number i of those that it has, and number i itself.
+MOE_DEVICE int ahead(int i) { return i * int(blockDim.x); }
+MOE_DEVICE int vec(int i) { return int(blockIdx.x * blockDim.x + threadIdx.x) + ahead(i); }
+
+// h and a of `live` rows, by scales that lanes make of the amax that each of them knows.
+template <class T, class Team, class Columns, class Held>
+MOE_DEVICE void store_rows(const QuantizeActivatedParams& p, const Team& team, const Columns& columns, int64_t row0,
+                           int live, uint32_t amax, const Held (&h)[Team::kRows][Team::kVecs],
+                           const Activations (&a)[Team::kRows][Team::kVecs]) {
+  constexpr int kParts = Columns::kParts;
+  const auto s = T::template scale_of<ScaleF32>(p.of_a, amax);
+  if (live > 0) team.store(p, columns, vec(0), row0, live, s.dequant());
+  uint8_t* a_q = p.of_a.q + row0 * p.of_a.K + int64_t(vec(0)) * n;
+  uint8_t* h_q[kParts];
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) h_q[part] = p.of_h.q + row0 * p.of_h.K + columns.at(vec(0), part);
+#pragma unroll
+  for (int r = 0; r < Team::kRows; ++r) {
+    const float of_a = team.told(s.multiplier, Team::kOfA, r);
+    float of_h[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+      of_h[part] = team.told(s.multiplier, team.scale_of_h(part, columns.interleaved), r);
+#pragma unroll
+    for (int i = 0; i < Team::kVecs; ++i) {
+      if (r >= live || vec(i) >= p.h.F / n) break;
+      store_cast<T>(p.of_a, a_q, ahead(i), a[r][i].part[0], of_a);
+      if (p.of_h.rows == 0) continue;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part)
+        store_cast<T>(p.of_h, h_q[part], columns.step / n * ahead(i), h[r][i].part[part], of_h[part]);
     }
-  });
+    a_q += p.of_a.K;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) h_q[part] += p.of_h.K;
+  }
 }
 
 template <bool kGated, class Team>
@@ -129,84 +162,50 @@ MOE_DEVICE void quantize_rows(const QuantizeActivatedParams& p, Team& team, int6
   using Source = GatesOf<kGated>;
   constexpr int kRows = Team::kRows, kVecs = Team::kVecs, kParts = Source::Columns::kParts;
   const Source source(p.h);
-  const auto& columns = source.columns;
   const int vecs = int(p.h.F / n), lane = threadIdx.x % kWarpSize;
   const int64_t rest = p.of_a.rows - row0;
   const int live = rest < kRows ? int(rest) : kRows;
-  auto ahead = [&](int i) { return i * int(blockDim.x); };
-  auto vec = [&](int i) { return int(blockIdx.x * blockDim.x + threadIdx.x) + ahead(i); };
   auto wave_has = [&](int i) { return i == 0 || kRows > 1 || vec(i) - lane < vecs; };
 
   typename Source::Held h[kRows][kVecs];
   // Behind the last vector is that once more: it adds nothing to the amax of its row, nor to that of another block.
   auto place = [&](int i) { return vec(i) < vecs ? vec(i) : vecs - 1; };
-  const void* from = source.part.advanced(source.row(live > 0 ? row0 : 0), columns.at(place(0), 0));
+  const void* row = source.part.advanced(source.row(live > 0 ? row0 : 0), source.columns.at(place(0), 0));
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    if (r > 0 && r < live) from = source.part.advanced(from, p.h.stride);
+    if (r > 0 && r < live) row = source.next(row);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i)
-      if (wave_has(i)) h[r][i] = source.load(from, place(i) - place(0));
+      if (wave_has(i)) h[r][i] = source.load(row, place(i) - place(0));
   }
   Activations a[kRows][kVecs];
-  with_gates<kGated>(p, [&](auto activation, auto interleaved) {
-    auto known = columns;
-    known.interleaved = decltype(interleaved)::value;
+  uint32_t of_h[kRows][2] = {}, of_a[kRows] = {};
+  auto add = [&](uint32_t& most, const Vec16& vec, int i) {
+    most = i == 0 ? max_vec<BF16>(vec) : max_vec<BF16>(most, vec);
+  };
+  auto activate = [&](auto activation, const Source& known) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
       for (int i = 0; i < kVecs; ++i) {
         if (!wave_has(i)) break;
-        const Gates<n> g = known.gates([&](int part, int j) { return source.part.element(h[r][i].part[part], j); });
+        const Gates<n> g = known.values(row, h[r][i]);
         float values[n];
 #pragma unroll
         for (int j = 0; j < n; ++j) values[j] = activated<decltype(activation)::value>(g.gate[j], g.up[j]);
         a[r][i] = {{Part::rounded(values)}};
+        add(of_a[r], a[r][i].part[0], i);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) add(of_h[r][part], h[r][i].part[part], i);
       }
-  });
-  uint32_t of_h[kRows][2] = {}, of_a[kRows] = {};
-#pragma unroll
-  for (int r = 0; r < kRows; ++r)
-#pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-      if (!wave_has(i)) break;
-      of_a[r] = max_vec<BF16>(of_a[r], a[r][i].part[0]);
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) of_h[r][part] = max_vec<BF16>(of_h[r][part], h[r][i].part[part]);
-    }
-  const uint32_t amax = team.amax(of_h, of_a, columns.interleaved);
-
-  auto store = [&](auto types) {
-    using T = decltype(types);
-    const auto s = T::template scale_of<ScaleF32>(p.of_a, amax);
-    if (live > 0) team.store(p, columns, vec(0), row0, live, s.dequant());
-    uint8_t* a_q = p.of_a.q + row0 * p.of_a.K + int64_t(vec(0)) * n;
-    uint8_t* h_q[kParts];
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) h_q[part] = p.of_h.q + row0 * p.of_h.K + columns.at(vec(0), part);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const float of_a = team.told(s.multiplier, Team::kOfA, r);
-      float of_h[kParts];
-#pragma unroll
-      for (int part = 0; part < kParts; ++part)
-        of_h[part] = team.told(s.multiplier, team.scale_of_h(part, columns.interleaved), r);
-#pragma unroll
-      for (int i = 0; i < kVecs; ++i) {
-        if (r >= live || vec(i) >= vecs) break;
-        store_cast<T>(p.of_a, a_q, ahead(i), a[r][i].part[0], of_a);
-        if (p.of_h.rows == 0) continue;
-#pragma unroll
-        for (int part = 0; part < kParts; ++part)
-          store_cast<T>(p.of_h, h_q[part], int(columns.at(ahead(i), 0) / n), h[r][i].part[part], of_h[part]);
-      }
-      a_q += p.of_a.K;
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) h_q[part] += p.of_h.K;
-    }
   };
-  if (is_e5m2(p.of_a.out)) store(Fast<BF16, Kind::kE5M2>{});
-  else store(Fast<BF16, Kind::kE4M3>{});
+  with_activation(p.activation, [&](auto activation) {  // asked once, outside of the loops
+    if constexpr (kIsGated<decltype(activation)::value> == kGated)
+      source.known([&](const Source& known) { activate(activation, known); });
+  });
+  const uint32_t amax = team.amax(of_h, of_a, source.columns.interleaved);
+  if (is_e5m2(p.of_a.out)) store_rows<Fast<BF16, Kind::kE5M2>>(p, team, source.columns, row0, live, amax, h, a);
+  else store_rows<Fast<BF16, Kind::kE4M3>>(p, team, source.columns, row0, live, amax, h, a);
 }
 
 // T: what is cast to, which is decided where it is.
