@@ -79,7 +79,7 @@ def test_fp8(kernels, activation, format, fp8, dtype, f, interleaved):
     ids=short,
 )
 def test_quantized(kernels, activation, format, f, interleaved, keep_h, e5m2, rounding):
-    """Rows of less than a wave, of one, and of several vectors a thread; a last block of rows that is not full."""
+    """Waves of four rows, of two and of one; last ones that are not full; rows that two waves share."""
     h = h_for(activation, 37, f)
     how = {"interleaved": interleaved, "keep_h": keep_h, "rounding": FORMATS[format].roundings[rounding]}
     for each in kernels:
