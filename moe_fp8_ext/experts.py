@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_fp8_ext.bf16 import autocast_dtype, bf16_wgrad, cast, most_experts, row_major
 from moe_fp8_ext.formats import MAX_EXPERTS
-from moe_fp8_ext.operands import NOTHING, Operand, Slots, operands_of
+from moe_fp8_ext.operands import NOTHING, Activated, Operand, Slots, Wanted, operands_of
 from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import INPUT_DTYPES, check_dense, check_main_grad, check_one_of, dtype_name, either, require
 from moe_fp8_ext.ops.dispatch import asks_for_gradient, below_autograd, differentiable_once
@@ -22,7 +22,6 @@ _BF16 = torch.bfloat16
 
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
-_activate_backward = torch.ops.moe_fp8.activate_backward.default
 _combine = torch.ops.moe_fp8.combine.default
 _combine_backward = torch.ops.moe_fp8.combine_backward.default
 
@@ -242,7 +241,7 @@ def backward(
     up_t, down_t, (h, h_scale) = kept[:2], kept[2:4], kept[4:]
     needs, slots, p = call.needs, Slots(permutation, offs, inverse), permutation.shape[0]
     operands = operands_of(call.recipe)
-    dx = dscores = dw_gate_up = dw_down = db_gate_up = db_down = dh = None
+    dx = dscores = dw_gate_up = dw_down = db_gate_up = db_down = None
     dy, dy_t = operands.at_slots(dout, slots, rows=needs.da, tokens=needs.w_down, gradient=True)
     if needs.h:
         # Zeros where dW_down alone is wanted, and so of the next op's results a alone.
@@ -251,12 +250,11 @@ def backward(
         else:
             da = scores.new_zeros(p, call.features, dtype=_BF16)
         of_slots = _permute_pad(scores.view(-1, 1), permutation, 1).view(-1)
-        format = None if h_scale is None else call.recipe.format
-        options = dict(scores=of_slots, h_scale=h_scale, format=format, interleaved=call.interleaved)
-        dh, a, dscores = _activate_backward(h, da, call.activation, **options)
+        of = Activated((h, h_scale), of_slots, call.activation, call.interleaved)
+        wanted = Wanted(rows=needs.x, tokens=needs.w_gate_up, a=needs.w_down, dh=needs.b_gate_up)
+        dh, dh_t, a_t, values, dscores = operands.gradients(da, of, slots, wanted)
         dscores = _permute_pad(dscores.view(-1, 1), inverse.view(-1), 1).view(inverse.shape)
     if needs.w_down:
-        _, a_t = operands.of_slots(a, slots, tokens=True)
         dw_down = operands.wgrad(dy_t, a_t, slots, main_grads[1])
     if b_down is not None and (needs.scores or needs.b_down):
         # To `combine` a bias is what the product is, a part of y.
@@ -268,9 +266,7 @@ def backward(
     if needs.scores:
         dscores = home(dscores)
     if needs.b_gate_up:
-        db_gate_up = _sum_of_groups(dh, offs)
-    if needs.x or needs.w_gate_up:
-        dh, dh_t = operands.of_slots(dh, slots, rows=needs.x, tokens=needs.w_gate_up, gradient=True)
+        db_gate_up = _sum_of_groups(values, offs)
     if needs.x:
         dx = home(_combine(operands.product(dh, up_t, slots), inverse, None))
     if needs.w_gate_up:

@@ -16,6 +16,8 @@ NOTHING: Operand = None, None
 
 _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default
+_activate_backward = torch.ops.moe_fp8.activate_backward.default
+_quantize_activated_backward = torch.ops.moe_fp8.quantize_activated_backward.default
 _dequantize = torch.ops.moe_fp8.dequantize.default
 _quantize_rows = torch.ops.moe_fp8.quantize_rows.default
 _quantize_tokens = torch.ops.moe_fp8.quantize_tokens.default
@@ -34,6 +36,32 @@ class Slots(NamedTuple):
     def indices(self) -> tuple[Tensor, int]:
         """What `permute_pad` takes beside tokens."""
         return self.permutation, self.inverse.shape[1]
+
+
+class Activated(NamedTuple):
+    """What forward had between its products, for `gradients`."""
+
+    h: Operand  # as `activated` kept it
+    scores: Tensor  # of the slots
+    activation: str
+    interleaved: bool
+
+
+class Wanted(NamedTuple):
+    """Which results of `gradients`, beside dscores."""
+
+    rows: bool
+    tokens: bool
+    a: bool
+    dh: bool
+
+
+class Gradients(NamedTuple):
+    rows: Operand  # dh
+    tokens: Operand  # likewise
+    a: Operand  # scores * a along tokens
+    dh: Tensor | None  # in bfloat16
+    dscores: Tensor  # [P]
 
 
 class Bf16Operands:
@@ -72,6 +100,10 @@ class Bf16Operands:
     ) -> tuple[Operand, Operand]:
         """Activations of h [P, 2F] along rows, and h as it is kept for backward, quantized where `keep_fp8`."""
         return (_activate(h, activation, interleaved), None), (h, None)
+
+    def gradients(self, da: Tensor, of: Activated, slots: Slots, wanted: Wanted) -> Gradients:
+        """Of what is between the products, from the gradient da [P, F] of activations without scores."""
+        return _gradients(self, da, of, slots, wanted)
 
     def product(self, a: Operand, w: Operand, slots: Slots, by_slot: bool = False) -> Tensor:
         """a @ w^T in bfloat16; rows of no group are zero. by_slot: a is of tokens, as `at_slots` returns them."""
@@ -135,6 +167,18 @@ class Fp8Operands:
         q, scale, *kept = _quantize_activated(h, activation, format, slots.offs, *how)
         return (q, scale), tuple(kept) if keep_fp8 else (h, None)
 
+    def gradients(self, da: Tensor, of: Activated, slots: Slots, wanted: Wanted) -> Gradients:
+        if wanted != Wanted(rows=True, tokens=True, a=True, dh=False):
+            return _gradients(self, da, of, slots, wanted, self.recipe.format)
+        (h, h_scale), scores, activation, interleaved = of
+        format, dtype, rounding = self._rule(gradient=False)
+        dtypes = dtype, self._rule(gradient=True)[1]
+        how = scores, h_scale, interleaved, self.recipe.align, *dtypes, rounding
+        q, scale, q_t, scale_t, a_q_t, a_scale_t, ends, dscores = _quantize_activated_backward(
+            h, da, activation, format, slots.offs, *how
+        )
+        return Gradients((q, scale), (q_t, scale_t, ends), (a_q_t, a_scale_t, ends), None, dscores)
+
     def product(self, a: Operand, w: Operand, slots: Slots, by_slot: bool = False) -> Tensor:
         return fp8_product(*a, *w, slots.offs, self.recipe, *(slots.indices if by_slot else ()))
 
@@ -165,8 +209,28 @@ class HighPrecisionWgrad(Fp8Operands):
     ) -> tuple[Operand, Operand]:
         return super().activated(h, slots, activation, interleaved, keep_fp8=False)
 
+    def gradients(self, da: Tensor, of: Activated, slots: Slots, wanted: Wanted) -> Gradients:
+        return _gradients(self, da, of, slots, wanted)
+
     def wgrad(self, dy: Operand, a: Operand, slots: Slots, main_grad: Tensor | None) -> Tensor | None:
         return _BF16.wgrad(dy, a, slots, main_grad)
+
+
+def _gradients(
+    operands: Bf16Operands | Fp8Operands,
+    da: Tensor,
+    of: Activated,
+    slots: Slots,
+    wanted: Wanted,
+    format: str | None = None,
+) -> Gradients:
+    """Of an h in this format, if it is quantized."""
+    (h, h_scale), scores, activation, interleaved = of
+    format = None if h_scale is None else format
+    dh, a, dscores = _activate_backward(h, da, activation, scores, h_scale, format, interleaved)
+    _, of_a = operands.of_slots(a, slots, tokens=wanted.a)
+    rows, tokens = operands.of_slots(dh, slots, wanted.rows, wanted.tokens, gradient=True)
+    return Gradients(rows, tokens, of_a, dh if wanted.dh else None, dscores)
 
 
 _BF16 = Bf16Operands()

@@ -227,6 +227,15 @@ def activate_backward(r: random.Random) -> Call:
     return [q, placed(r, da.to(r.choice(INPUT_DTYPES))), name], how | {"h_scale": scale, "format": fmt}
 
 
+@op
+def quantize_activated_backward(r: random.Random) -> Call:
+    args, how = activate_backward(r)
+    fmt = how.pop("format", r.choice(list(FORMATS)))
+    align = r.choice((None, FORMATS[fmt].aligns[0], FORMATS[fmt].aligns[1]))
+    how |= {"offs": offsets(r, len(args[0])), "align": align, "grad_dtype": r.choice((None, *FP8_DTYPES))}
+    return [*args, fmt], how | rule(r, fmt)
+
+
 # Tokens
 
 

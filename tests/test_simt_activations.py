@@ -102,6 +102,56 @@ def test_quantized_rows_of_any_vectors(kernels, f):
             assert_same(each.run("quantize_activated", want, h, "swiglu", "rowwise", **how), want)
 
 
+def check_quantized_backward(
+    kernels: Waves, x: Tensor, da: Tensor, activation: str, offs: Tensor, e5m2: bool, **how: object
+) -> None:
+    """Of x as it is kept for backward, of the type of the emulated chip."""
+    for each in kernels:
+        e4m3, other = [t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz()]
+        h, scale = reference.quantize_rows(x, "rowwise", dtype=e4m3)
+        given = {"dtype": e4m3, "grad_dtype": other if e5m2 else e4m3, "h_scale": scale, "offs": offs, **how}
+        want = reference.quantize_activated_backward(h, da, activation, "rowwise", **given)
+        got = each.run("quantize_activated_backward", want, h, da, activation, "rowwise", **given)
+        assert_same(got[:-1], want[:-1], f"{activation} {short(h.shape)} {how} at wave size {each.wave}")
+        of_h = {"h_scale": scale, "format": "rowwise", "interleaved": how.get("interleaved", False)}
+        check_dscores(got[-1], want[-1], h, da, activation, **of_h)
+        parts = reference.activate_backward(h, da, activation, scores=how["scores"], **of_h)
+        parts = each.run("activate_backward", parts, h, da, activation, scores=how["scores"], **of_h)
+        assert_same(got[-1], parts[-1], "dscores")
+
+
+@pytest.mark.parametrize(
+    *pairs(
+        activation=ACTIVATIONS,
+        f=[8, 72, 256, 264, 520],
+        ends=[[131], [0, 16, 37, 37, 120], [], [0, 0], [1, 2, 3, 131]],
+        align=[16, 32, 256],
+        e5m2=[False, True],
+        scored=[False, True],
+        interleaved=[False, True],
+        rounding=["exact", "pow2"],
+    ),
+    ids=short,
+)
+def test_quantized_backward(kernels, activation, f, ends, align, e5m2, scored, interleaved, rounding):
+    """Teams of one wave and of several, tiles that are not full, groups that end anywhere, rows behind the last."""
+    x, offs = h_for(activation, 131, f), torch.tensor(ends, dtype=torch.int32)
+    how = {"align": align, "interleaved": interleaved, "rounding": rounding}
+    how["scores"] = scores_for(x) if scored else None
+    check_quantized_backward(kernels, x, da_for(x, activation), activation, offs, e5m2, **how)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_quantized_backward_of_what_is_not_finite(kernels, activation):
+    """A NaN or an infinity poisons its row and its columns of its group; rows as long as a team can have."""
+    x = h_for(activation, 9, 2048)
+    da, scores = da_for(x, activation), scores_for(x)
+    x[1, 5], da[2, 700], da[4, 9], scores[5], x[8, 2000] = math.nan, math.inf, math.nan, math.nan, -math.inf
+    offs = torch.tensor([4, 5, 5, 8], dtype=torch.int32)
+    how = {"scores": scores, "rounding": "exact"}
+    check_quantized_backward(kernels, x, da, activation, offs, e5m2=False, **how)
+
+
 @pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
 def test_every_byte(kernels, fp8):
     q = torch.arange(256, dtype=torch.uint8).view(fp8).repeat(2, 2)

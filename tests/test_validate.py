@@ -71,12 +71,17 @@ def activated(fmt: str) -> Callable[[Tensor, Tensor], object]:
     return lambda x, o: ops.quantize_activated(x, "silu", fmt, offs=o)
 
 
+def activated_backward(fmt: str) -> Callable[[Tensor, Tensor], object]:
+    return lambda x, o: ops.quantize_activated_backward(x, x, "silu", fmt, offs=o)
+
+
 @pytest.mark.parametrize(
     ("name", "call"),
     [
         *((name, quantizer(ops, name, fmt)) for name in QUANTIZERS for fmt in FORMATS),
         *((name, quantizer(moe_fp8_ext, name, "mxfp8")) for name in QUANTIZERS),
         *(("quantize_activated", activated(fmt)) for fmt in FORMATS),
+        *(("quantize_activated_backward", activated_backward(fmt)) for fmt in FORMATS),
         *(("grouped_mm", product(recipe)) for recipe in RECIPES),
         ("scaled_grouped_mm", forward),
         ("scaled_grouped_mm", wgrad),

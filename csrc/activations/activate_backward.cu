@@ -10,13 +10,14 @@ constexpr int kHeld = 2;
 template <int kRows, class Source, class Part, class Activated>
 MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Source& source, int64_t row0) {
   constexpr int n = Part::kElements, kParts = Source::Columns::kParts, kVecs = kHeld / kRows;
+  constexpr bool kSumEach = kRows == 1 && n > 1;  // vector of the wave, in the order of gradient_rows.cu: the same bits
   const Part part(p.in);
   const Activated activated(p.activation);
   const int lane = threadIdx.x % kWarpSize, vecs = int(p.h.F / n);
   const int live = p.P - row0 < kRows ? 1 : kRows;
   typename Source::Row h[kRows];
   const void* da[kRows];
-  float score[kRows], dot[kRows] = {};
+  float score[kRows], dot[kRows] = {}, sum = 0;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {  // one that there is not has its neighbour's place
     h[r] = r == 0 ? source.row(row0) : r < live ? source.next(h[r - 1]) : h[r - 1];
@@ -24,7 +25,8 @@ MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Source& 
     score[r] = p.scores ? p.scores[r < live ? row0 + r : row0] : 1.f;
   }
   const int64_t out = row0 * p.h.F;
-  for (int first = lane; first < vecs; first += kVecs * kWarpSize) {
+  const int end = kSumEach ? vecs + lane : vecs;  // whole waves sum
+  for (int first = lane; first < end; first += kVecs * kWarpSize) {
     typename Source::Held held[kRows][kVecs];
     typename Part::Held grads[kRows][kVecs];
 #pragma unroll
@@ -41,6 +43,11 @@ MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Source& 
 #pragma unroll
       for (int i = 0; i < kVecs; ++i) {
         const int v = first + i * kWarpSize;
+        if constexpr (kSumEach) {
+          if (v - lane >= vecs) break;
+          if (v > lane) sum += wave_sum(dot[0]);
+          dot[0] = 0;
+        }
         if (v >= vecs || r >= live) break;
         const Gates<n> of_h = source.values(h[r], held[r][i]);
         Gates<n> of_dh;
@@ -58,9 +65,11 @@ MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Source& 
         part.store(p.a, out + r * p.h.F + int64_t(v) * n, of_a);
       }
   }
-  const float sum = wave_sums(dot);
   constexpr int kLanes = kWarpSize / kRows;
-  if (lane % kLanes == 0 && lane / kLanes < live) store_element(p.dscores, InType::kF32, row0 + lane / kLanes, sum);
+  const int of_row = lane / kLanes;
+  const float last = wave_sums(dot);
+  if (lane % kLanes == 0 && of_row < live)
+    store_element(p.dscores, InType::kF32, row0 + of_row, kSumEach ? sum + last : last);
 }
 
 template <int kRows, class Source, class Part, class Activated>

@@ -222,7 +222,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsOfRow, 3)
 
 template <class Team>
 int launch_teams(const QuantizeActivatedParams& p, int threads, int64_t across, void* stream) {
-  const int teams = threads < kThreadsOfBlock ? kThreadsOfBlock / threads : 1;
+  const int teams = threads == kLargestWarp ? kThreadsOfBlock / threads : 1;  // that wait for one another have a block
   const int64_t blocks = ceil_div<int64_t>(p.of_a.rows, teams * Team::kRows);
   const int64_t most = kMaxBlocks / across < 65535 ? kMaxBlocks / across + 1 : 65535;
   const Launch l = {dim3(unsigned(across), unsigned(blocks < most ? blocks : most)), dim3(threads, teams), stream};

@@ -1,4 +1,5 @@
 #include "activations/quantize_activated.h"
+#include "activations/quantize_activated_backward.h"
 #include "cpu/activations.h"
 #include "ops/operands.h"
 #include "ops/quantize.h"
@@ -6,7 +7,8 @@
 namespace moe_fp8 {
 namespace {
 
-constexpr const char *kActivate = "activate", *kQuantize = "quantize_activated", *kBackward = "activate_backward";
+constexpr const char *kActivate = "activate", *kQuantize = "quantize_activated", *kBackward = "activate_backward",
+                     *kQuantizeBackward = "quantize_activated_backward";
 
 Activation check_activation(const char* op, std::string_view name) {
   std::string names;
@@ -47,17 +49,53 @@ void run(const Call& call, const Tensor& h, const ActivateBackwardParams& p) {
   activate_backward_cpu(p);
 }
 
-OperandScales check_h_scale(const Tensor& h, const std::optional<Tensor>& h_scale,
-                            const std::optional<std::string_view>& format) {
-  constexpr const Argument& kScale = argument(kBackward, "h_scale");
-  if (!h_scale) {
-    if (format) fail(kBackward, ": h_scale must be given with format, got None");
-    return {};
+// What the ops of gradients take, checked; h's scales are checked with their format.
+struct GradientArguments {
+  const Argument &h_arg, &da_arg, &scores_arg, &h_scale_arg;
+  const Tensor &h, &da;
+  const std::optional<Tensor>&scores, &h_scale;
+};
+ActivateBackwardParams check_gradients(const GradientArguments& given, std::string_view activation, bool interleaved) {
+  const auto& [h_arg, da_arg, scores_arg, h_scale_arg, h, da, scores, h_scale] = given;
+  const char* op = h_arg.op;
+  Argument of_h = h_arg;
+  of_h.dtypes = h_scale ? Dtypes::kFp8 : Dtypes::kInput;
+  check(of_h, h);
+  check(da_arg, da, h);
+  if (!h_scale && da.dtype != h.dtype)
+    fail(op, ": da must be, like h, ", dtype_name(h.dtype), ", got ", dtype_name(da.dtype));
+  ActivateBackwardParams p = {};
+  p.activation = check_activation(op, activation);
+  p.P = h.sizes[0];
+  p.in = in_type(da);
+  p.h = gates_of(op, h, p.in, p.activation, interleaved);
+  const int64_t sizes[] = {p.P, p.h.F};
+  check_sizes(da_arg, da, sizes, 2);
+  if (scores) {
+    check(scores_arg, *scores, h);
+    check_size(scores_arg, *scores, 0, p.P);
   }
-  check(kScale, *h_scale, h);
-  if (!format) fail(kBackward, ": format must be given with h_scale, got None");
-  const Format& f = format_of(check_format(kBackward, *format));
-  return scales_of_rows(kScale, *h_scale, f, h.sizes, 1, h.sizes[0], h.sizes[1], kNoGroups);
+  if (h_scale) {
+    check(h_scale_arg, *h_scale, h);
+    p.h.fp8 = fp8_type(h);
+  }
+  p.da = da.data;
+  p.da_stride = da.strides[0];
+  p.scores = scores ? scores->as<float>() : nullptr;
+  return p;
+}
+OperandScales check_h_scale(const Argument& arg, const Tensor& h, const Tensor& h_scale, std::string_view format) {
+  const Format& f = format_of(check_format(arg.op, format));
+  return scales_of_rows(arg, h_scale, f, h.sizes, 1, h.sizes[0], h.sizes[1], kNoGroups);
+}
+// Gradients as they are, and p with where these lie.
+struct GradientOutputs { Handle dh, a; };
+GradientOutputs compute_gradients(const Call& call, const Tensor& h, const Tensor& da, ActivateBackwardParams& p) {
+  GradientOutputs o = {call.empty({p.P, h.sizes[1]}, da.dtype), call.empty({p.P, p.h.F}, da.dtype)};
+  p.dh = data(o.dh);
+  p.a = data(o.a);
+  run(call, h, p);
+  return o;
 }
 
 }  // namespace
@@ -129,37 +167,66 @@ Results<3> activate_backward_op(const Tensor& h, const Tensor& da, std::string_v
                                 const std::optional<Tensor>& scores, const std::optional<Tensor>& h_scale,
                                 const std::optional<std::string_view>& format, bool interleaved) {
   constexpr const Argument &kH = argument(kBackward, "h"), &kDa = argument(kBackward, "da"),
-                           &kScores = argument(kBackward, "scores");
-  Argument of_h = kH;
-  of_h.dtypes = h_scale ? Dtypes::kFp8 : Dtypes::kInput;
-  check(of_h, h);
-  check(kDa, da, h);
-  if (!h_scale && da.dtype != h.dtype)
-    fail(kBackward, ": da must be, like h, ", dtype_name(h.dtype), ", got ", dtype_name(da.dtype));
-  ActivateBackwardParams p = {};
-  p.activation = check_activation(kBackward, activation);
-  p.P = h.sizes[0];
-  p.in = in_type(da);
-  p.h = gates_of(kBackward, h, p.in, p.activation, interleaved);
-  const int64_t sizes[] = {p.P, p.h.F};
-  check_sizes(kDa, da, sizes, 2);
-  if (scores) {
-    check(kScores, *scores, h);
-    check_size(kScores, *scores, 0, p.P);
-  }
-  p.h.scale = check_h_scale(h, h_scale, format);
+                           &kScores = argument(kBackward, "scores"), &kScale = argument(kBackward, "h_scale");
+  const GradientArguments given = {kH, kDa, kScores, kScale, h, da, scores, h_scale};
+  ActivateBackwardParams p = check_gradients(given, activation, interleaved);
+  if (format && !h_scale) fail(kBackward, ": h_scale must be given with format, got None");
+  if (h_scale && !format) fail(kBackward, ": format must be given with h_scale, got None");
+  if (h_scale) p.h.scale = check_h_scale(kScale, h, *h_scale, *format);
   const Call call(kBackward, "h", h);
-  Handle dh = call.empty({p.P, h.sizes[1]}, da.dtype), a = call.empty({p.P, p.h.F}, da.dtype);
   Handle dscores = call.empty({p.P}, kFloat32);
-  if (h_scale) p.h.fp8 = fp8_type(h);
-  p.da = da.data;
-  p.da_stride = da.strides[0];
-  p.scores = scores ? scores->as<float>() : nullptr;
-  p.dh = data(dh);
-  p.a = data(a);
   p.dscores = data<float>(dscores);
-  run(call, h, p);
-  return results(dh, a, dscores);
+  GradientOutputs o = compute_gradients(call, h, da, p);
+  return results(o.dh, o.a, dscores);
+}
+
+Results<8> quantize_activated_backward_op(const Tensor& h, const Tensor& da, std::string_view activation,
+                                          std::string_view format, const Tensor& offs,
+                                          const std::optional<Tensor>& scores, const std::optional<Tensor>& h_scale,
+                                          bool interleaved, std::optional<int64_t> align, std::optional<int32_t> dtype,
+                                          std::optional<int32_t> grad_dtype, std::optional<std::string_view> rounding) {
+  constexpr const char* kOp = kQuantizeBackward;
+  constexpr const Argument &kH = argument(kOp, "h"), &kDa = argument(kOp, "da"), &kScores = argument(kOp, "scores"),
+                           &kScale = argument(kOp, "h_scale"), &kOffs = argument(kOp, "offs");
+  QuantizeActivatedBackwardParams p = {};
+  ActivateBackwardParams& gradients = p.gradients;
+  const GradientArguments given = {kH, kDa, kScores, kScale, h, da, scores, h_scale};
+  gradients = check_gradients(given, activation, interleaved);
+  QuantizeParams &of_dh = p.of_dh, &of_a = p.of_a;
+  of_dh.format = check_format(kOp, format);
+  if (h_scale) gradients.h.scale = check_h_scale(kScale, h, *h_scale, format);
+  of_dh.rounding = check_rounding(kOp, format_of(of_dh.format), rounding);
+  of_dh.in = gradients.in;
+  of_dh.rows = gradients.P;
+  of_dh.along_tokens = true;
+  check_offs(kOffs, offs, h, gradients.P);
+  set_groups(of_dh, kOp, "h", offs, align);
+  const Call call(kOp, "h", h);
+  of_dh.out = of_a.out = check_fp8(call, kOp, dtype);
+  of_a = of_dh;
+  of_a.row_stride = of_a.K = gradients.h.F;
+  if (grad_dtype) of_dh.out = check_fp8(call, kOp, grad_dtype, "grad_dtype");
+  of_dh.row_stride = of_dh.K = h.sizes[1];
+  of_dh.along_rows = true;
+  Outputs dh = outputs_of(call, of_dh), a = outputs_of(call, of_a);
+  Handle dscores = call.empty({gradients.P}, kFloat32);
+  gradients.dscores = data<float>(dscores);
+#if defined(MOE_FP8_GPU)
+  if (h.on_gpu() && can_quantize_activated_backward(p)) {
+    const Handle scratch = call.empty({scratch_words(p)}, kInt32);
+    p.scratch = data<int>(scratch);
+    call.check(quantize_activated_backward(p, call.stream()));
+    return results(dh.q, dh.scale, dh.q_t, dh.scale_t, a.q_t, a.scale_t, dh.padded_offs, dscores);
+  }
+#endif
+  const GradientOutputs values = compute_gradients(call, h, da, gradients);
+  of_dh.x = gradients.dh;
+  of_a.x = gradients.a;
+  for (QuantizeParams* quantized : {&of_dh, &of_a}) {
+    const Handle scratch = scratch_of(call, h, *quantized);
+    run(call, h, *quantized);
+  }
+  return results(dh.q, dh.scale, dh.q_t, dh.scale_t, a.q_t, a.scale_t, dh.padded_offs, dscores);
 }
 
 }  // namespace moe_fp8
@@ -167,3 +234,4 @@ Results<3> activate_backward_op(const Tensor& h, const Tensor& da, std::string_v
 MOE_FP8_REGISTER(activate)
 MOE_FP8_REGISTER(quantize_activated)
 MOE_FP8_REGISTER(activate_backward)
+MOE_FP8_REGISTER(quantize_activated_backward)

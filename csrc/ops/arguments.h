@@ -125,6 +125,11 @@ inline constexpr Argument kTable[] = {
     matrix("activate_backward", "da", "h", Dtypes::kInput),
     {"activate_backward", "scores", "h", Dtypes::kFloat32, 1, 1, Strides::kInner},
     {"activate_backward", "h_scale", "h", Dtypes::kScale, 1, 2, Strides::kAny},
+    matrix("quantize_activated_backward", "h", nullptr, Dtypes::kGates),
+    matrix("quantize_activated_backward", "da", "h", Dtypes::kInput),
+    offs("quantize_activated_backward", "h"),
+    {"quantize_activated_backward", "scores", "h", Dtypes::kFloat32, 1, 1, Strides::kInner},
+    {"quantize_activated_backward", "h_scale", "h", Dtypes::kScale, 1, 2, Strides::kAny},
 
     matrix("combine", "y", nullptr, Dtypes::kInput),
     inverse("combine", "y"),

@@ -142,10 +142,10 @@ inline Rounding check_rounding(const char* op, const Format& f, std::optional<st
   fail(op, ": rounding must be '", kRoundingNames[int(f.roundings[0])], "' or '", kRoundingNames[int(f.roundings[1])],
        "' with format '", f.name, "', got '", *name, "'");
 }
-inline Fp8Type check_fp8(const Call& call, const char* op, std::optional<int32_t> dtype) {
+inline Fp8Type check_fp8(const Call& call, const char* op, std::optional<int32_t> dtype, const char* arg = "dtype") {
   if (!dtype) return call.default_fp8();
   if (!is_one_of(kFp8Dtypes, *dtype))
-    fail(op, ": dtype must be float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz, got ",
+    fail(op, ": ", arg, " must be float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz, got ",
          dtype_name(*dtype));
   return Fp8Type(std::find(kFp8Dtypes, kFp8Dtypes + 4, *dtype) - kFp8Dtypes);
 }

@@ -5,11 +5,6 @@
 namespace moe_fp8 {
 namespace {
 
-// In the order in which ops return them.
-struct Outputs {
-  Handle q, scale, q_t, scale_t, padded_offs;
-};
-
 // What the quantizers of tokens take.
 struct Tokens {
   const Argument& x_arg;
@@ -87,17 +82,7 @@ Outputs quantize_tokens(const Tokens& t, const Tensor* offs, bool along_rows, bo
   if (grouped) set_groups(p, op, t.indices ? "indices" : "x", *offs, t.align);
   const Call call(op, "x", x);
   p.out = check_fp8(call, op, t.dtype);
-  Outputs o;
-  if (along_rows) {
-    p.q = data<uint8_t>(o.q = call.empty({p.rows, p.K}, p.out));
-    p.scale = data(o.scale = call.empty(scales_along_rows(f, p.rows, p.K, grouped ? p.E : kNoGroups), f.scale_type));
-  }
-  if (along_tokens) {
-    const int64_t blocks = block_extent(p.rows, p.E, p.align);
-    p.q_t = data<uint8_t>(o.q_t = call.empty({p.K, p.positions}, p.out));
-    p.scale_t = data(o.scale_t = call.empty(scales_along_tokens(f, p.K, p.positions, p.E, blocks), f.scale_type));
-    p.padded_offs = data<int>(o.padded_offs = call.empty({p.E}, kInt32));
-  }
+  Outputs o = outputs_of(call, p);
   const Handle scratch = scratch_of(call, x, p);
   run(call, x, p);
   return o;

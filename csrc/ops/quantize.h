@@ -20,6 +20,26 @@ inline void set_groups(QuantizeParams& p, const char* op, const char* arg, const
   if (f.block) check_extent(op, arg, p.rows, p.E, std::max(p.align, kGroupScales));
 }
 
+// What quantize() writes, in the order in which ops return it, and p with where that is.
+struct Outputs {
+  Handle q, scale, q_t, scale_t, padded_offs;
+};
+inline Outputs outputs_of(const Call& call, QuantizeParams& p) {
+  const Format& f = format_of(p.format);
+  Outputs o;
+  if (p.along_rows) {
+    p.q = data<uint8_t>(o.q = call.empty({p.rows, p.K}, p.out));
+    p.scale = data(o.scale = call.empty(scales_along_rows(f, p.rows, p.K, p.offs ? p.E : kNoGroups), f.scale_type));
+  }
+  if (p.along_tokens) {
+    const int64_t blocks = block_extent(p.rows, p.E, p.align);
+    p.q_t = data<uint8_t>(o.q_t = call.empty({p.K, p.positions}, p.out));
+    p.scale_t = data(o.scale_t = call.empty(scales_along_tokens(f, p.K, p.positions, p.E, blocks), f.scale_type));
+    p.padded_offs = data<int>(o.padded_offs = call.empty({p.E}, kInt32));
+  }
+  return o;
+}
+
 // What p.scratch points to, where it is needed.
 inline Handle scratch_of(const Call& call, const Tensor& x, QuantizeParams& p) {
   const int64_t words = x.on_gpu() ? scratch_words(p) : 0;

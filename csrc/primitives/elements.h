@@ -25,6 +25,11 @@ MOE_DEVICE void store_element(void* to, InType type, int64_t at, float f) {
     default: return store_stream(static_cast<uint32_t*>(to) + at, F32::from_float(f));
   }
 }
+// Two as a word of bfloat16, whose NaNs are any: of values that are not stored.
+MOE_DEVICE uint32_t packed_bf16(float lo, float hi) {
+  if constexpr (kConvertsToBF16) return to_bf16x2(lo, hi);
+  return BF16::from_float(lo) | uint32_t(BF16::from_float(hi)) << 16;
+}
 // Two as a word of a type of 16 bits.
 template <class Out>
 MOE_DEVICE uint32_t packed(float lo, float hi) {

@@ -19,8 +19,11 @@ MOE_DEVICE float decode(Fp8Type type, uint8_t q) {
 // Byte i of a word, of one of the two types that the hardware has.
 template <bool kE5M2>
 MOE_DEVICE float decode_native(uint32_t word, int i) {
-  if constexpr (kDecodesFp8)
-    return half_to_float(fp8x2_to_f16x2<kE5M2>(word >> (16 * (i / 2)) & 0xffffu) >> (16 * (i % 2)) & 0xffffu);
+  if constexpr (kDecodesFp8) {
+    uint32_t halves[2];
+    fp8x4_to_f16x4<kE5M2>(word, halves);
+    return half_to_float(halves[i / 2] >> (16 * (i % 2)) & 0xffffu);
+  }
   return fp8_to_float<kE5M2 ? kNativeE5M2 : kNativeE4M3>(uint8_t(word >> (8 * i)));
 }
 

@@ -17,8 +17,9 @@ MOE_DEVICE bool second_rounding(const QuantizeParams& p) {
   return p.rounding == (std::is_same_v<Scale, ScaleF32> ? Rounding::kPow2 : Rounding::kFloor);
 }
 
-template <class In_, Kind kKind>
+template <class In_, Kind kKind_>
 struct Fast {
+  static constexpr Kind kKind = kKind_;
   using In = In_;                                // of words in registers
   using Bits = typename In::Bits;                // of x in memory
   static constexpr bool kFast = true, kOneKind = kKind != Kind::kEither;

@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from moe_fp8_ext.ops.activations import activate, activate_backward, quantize_activated
+from moe_fp8_ext.ops.activations import activate, activate_backward, quantize_activated, quantize_activated_backward
 from moe_fp8_ext.ops.choose_experts import choose_experts, choose_experts_backward
 from moe_fp8_ext.ops.combine import combine, combine_backward
 from moe_fp8_ext.ops.dequantize import dequantize
@@ -29,6 +29,7 @@ __all__ = [
     "permute_pad",
     "permute_quantized",
     "quantize_activated",
+    "quantize_activated_backward",
     "quantize_both",
     "quantize_rows",
     "quantize_tokens",

@@ -3,6 +3,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_fp8_ext import _C
+from moe_fp8_ext.formats import Format, padded_extent
 from moe_fp8_ext.ops.checks import (
     FP8_DTYPES,
     INPUT_DTYPES,
@@ -23,6 +24,7 @@ from moe_fp8_ext.ops.dispatch import below_autograd, refuse_derivatives, registe
 _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default
 _activate_backward = torch.ops.moe_fp8.activate_backward.default
+_quantize_activated_backward = torch.ops.moe_fp8.quantize_activated_backward.default
 # Whether gates and ups are the columns of h.
 GATED = {rule["name"]: rule["gated"] for rule in _C.activations()}
 
@@ -138,6 +140,54 @@ def activate_backward(
         return _activate_backward(h, da, activation, scores, h_scale, format, interleaved)
 
 
+def quantize_activated_backward(
+    h: Tensor,
+    da: Tensor,
+    activation: str,
+    format: str,
+    *,
+    offs: Tensor,
+    scores: Tensor | None = None,
+    h_scale: Tensor | None = None,
+    interleaved: bool = False,
+    align: int | None = None,
+    dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    rounding: str | None = None,
+) -> tuple[Tensor, ...]:
+    """All that backward takes between the two products of experts, as operands of the next ones.
+
+        dh, a, dscores = activate_backward(h, da, activation, scores=scores, ...)
+        q, scale, q_t, scale_t, padded_offs = quantize_both(dh, format, offs=offs, dtype=grad_dtype, ...)
+        a_q_t, a_scale_t, _ = quantize_tokens(a, format, offs=offs, ...)
+
+    byte for byte. On a GPU, in format "rowwise", from two reads of h and da: gradients are never written. That is so
+    for an h in E4M3 and a da in bfloat16, whose rows begin at multiples of 8 and of 16 bytes and have a multiple of 8
+    features, at most 2048; dtypes that the GPU casts to, of a E4M3; groups that `align` pads to multiples of 16. Not
+    differentiable. Never waits for the device.
+
+    Args:
+        h, da, activation, scores, interleaved: as in `activate_backward`.
+        h_scale: likewise, of the same format as the results.
+        format, align, rounding: as in `quantize_both`.
+        offs: likewise, of the rows of h.
+        dtype: of a, as in `quantize_tokens`.
+        grad_dtype: of dh; None is `dtype`.
+
+    Returns:
+        q as h, its scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs: as `quantize_both` of dh and `quantize_tokens`
+        of a return them, which have the same padded_offs; dscores [P] float32.
+
+    Raises:
+        RuntimeError: as of `activate_backward` and `quantize_both`; the text names the argument.
+
+    Source: `activate_backward`, `quantize_both` and `quantize_tokens`.
+    """
+    with below_autograd(h, da, scores, h_scale):
+        how = scores, h_scale, interleaved, align, dtype, grad_dtype, rounding
+        return _quantize_activated_backward(h, da, activation, format, offs, *how)
+
+
 def _save(ctx, inputs, output):
     h, ctx.activation, *interleaved = inputs
     ctx.interleaved = bool(interleaved and interleaved[0])
@@ -153,6 +203,7 @@ def _backward(ctx, grad):
 register_gradient(_activate, _save, _backward)
 refuse_derivatives(_quantize_activated)
 refuse_derivatives(_activate_backward)
+refuse_derivatives(_quantize_activated_backward)
 
 
 def _features(op: str, h: Tensor, activation: str) -> int:
@@ -195,9 +246,10 @@ def _(h, activation, format, offs=None, interleaved=False, keep_h=True, dtype=No
     )
 
 
-@torch.library.register_fake("moe_fp8::activate_backward")
-def _(h, da, activation, scores=None, h_scale=None, format=None, interleaved=False):
-    op = "activate_backward"
+def _check_gradients(
+    op: str, h: Tensor, da: Tensor, activation: str, scores: Tensor | None, h_scale: Tensor | None
+) -> tuple[int, int]:
+    """The shape of a."""
     dtypes = INPUT_DTYPES if h_scale is None else FP8_DTYPES
     require(h.dtype in dtypes, f"{op}: h must be {either(map(dtype_name, dtypes))}, got {h.dtype}")
     check(op, "h", h)
@@ -208,12 +260,61 @@ def _(h, da, activation, scores=None, h_scale=None, format=None, interleaved=Fal
     if scores is not None:
         check(op, "scores", scores, h)
         check_shape(op, "scores", scores, shape[:1])
+    if h_scale is not None:
+        check(op, "h_scale", h_scale, h)
+    return shape
+
+
+def _check_h_scale(op: str, h: Tensor, h_scale: Tensor, format: Format) -> None:
+    check_scale(op, "h_scale", h_scale, format, format.scale_of_rows(h.shape).shape)
+
+
+@torch.library.register_fake("moe_fp8::activate_backward")
+def _(h, da, activation, scores=None, h_scale=None, format=None, interleaved=False):
+    op = "activate_backward"
+    shape = _check_gradients(op, h, da, activation, scores, h_scale)
     if h_scale is None:
         require(format is None, f"{op}: h_scale must be given with format, got None")
     else:
-        check(op, "h_scale", h_scale, h)
         require(format is not None, f"{op}: format must be given with h_scale, got None")
-        format = check_format(op, format)
-        check_scale(op, "h_scale", h_scale, format, format.scale_of_rows(h.shape).shape)
+        _check_h_scale(op, h, h_scale, check_format(op, format))
     dscores = da.new_empty(shape[:1], dtype=torch.float32)
     return da.new_empty(h.shape), da.new_empty(shape), dscores
+
+
+@torch.library.register_fake("moe_fp8::quantize_activated_backward")
+def _(
+    h,
+    da,
+    activation,
+    format,
+    offs,
+    scores=None,
+    h_scale=None,
+    interleaved=False,
+    align=None,
+    dtype=None,
+    grad_dtype=None,
+    rounding=None,
+):
+    op = "quantize_activated_backward"
+    rows, features = _check_gradients(op, h, da, activation, scores, h_scale)
+    format = check_format(op, format)
+    if h_scale is not None:
+        _check_h_scale(op, h, h_scale, format)
+    check_rounding(op, format, rounding)
+    check(op, "offs", offs, h)
+    e = offs.shape[0]
+    align = check_groups(op, e, "h", rows, format, align)
+    dtype = fp8_dtype(op, dtype, h)
+    grad_dtype = dtype if grad_dtype is None else fp8_dtype(op, grad_dtype, h, "grad_dtype")
+    positions, blocks = padded_extent(rows, e, align), format.token_blocks(rows, e, align)
+
+    def along_tokens(columns, dtype):
+        scale_t = format.scale_of_tokens(columns, blocks, e).empty(h, format.scale_dtype)
+        return h.new_empty((columns, positions), dtype=dtype), scale_t
+
+    scale = format.scale_of_rows(h.shape, e).empty(h, format.scale_dtype)
+    of_dh = h.new_empty(h.shape, dtype=grad_dtype), scale, *along_tokens(h.shape[1], grad_dtype)
+    others = h.new_empty((e,), dtype=torch.int32), h.new_empty((rows,), dtype=torch.float32)
+    return *of_dh, *along_tokens(features, dtype), *others

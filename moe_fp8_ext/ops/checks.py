@@ -233,11 +233,11 @@ def default_fp8_dtype(device: torch.device | str) -> torch.dtype:
     return torch.float8_e4m3fn
 
 
-def fp8_dtype(op: str, dtype: torch.dtype | None, x: Tensor) -> torch.dtype:
+def fp8_dtype(op: str, dtype: torch.dtype | None, x: Tensor, arg: str = "dtype") -> torch.dtype:
     """The one asked for, or the device's own."""
     if dtype is None:
         return default_fp8_dtype(x.device)
-    require(dtype in FP8_DTYPES, f"{op}: dtype must be {either(map(dtype_name, FP8_DTYPES))}, got {dtype}")
+    require(dtype in FP8_DTYPES, f"{op}: {arg} must be {either(map(dtype_name, FP8_DTYPES))}, got {dtype}")
     return dtype
 
 

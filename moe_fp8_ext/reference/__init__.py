@@ -8,7 +8,7 @@ Dims: M tokens, K input features, N output features, E experts, P padded tokens.
 factor: x ~ q * scale.
 """
 
-from .activations import activate, activate_backward, quantize_activated
+from .activations import activate, activate_backward, quantize_activated, quantize_activated_backward
 from .choose_experts import choose_experts, choose_experts_backward
 from .dequantize import dequantize, exact_values
 from .gemm import add_scaled_grouped_mm, grouped_mm, scaled_grouped_mm
@@ -46,6 +46,7 @@ __all__ = [
     "permute_pad",
     "permute_quantized",
     "quantize_activated",
+    "quantize_activated_backward",
     "quantize_both",
     "quantize_rows",
     "quantize_tokens",

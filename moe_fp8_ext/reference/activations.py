@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .dequantize import dequantize
 from .numerics import round_to
-from .quantize import quantize_rows
+from .quantize import quantize_both, quantize_rows, quantize_tokens
 
 GATED = {"swiglu": "silu", "geglu": "gelu", "swiglu_oai": "clamped_silu"}  # and how the gate is bent
 
@@ -147,3 +147,27 @@ def activate_backward(
     dh = torch.stack(parts, 2).flatten(1) if interleaved else torch.cat(parts, 1)
     dscores = (da.double() * a.double()).sum(1)
     return round_to(dh, da.dtype), round_to(a * scores[:, None], da.dtype), round_to(dscores, torch.float32)
+
+
+def quantize_activated_backward(
+    h: Tensor,
+    da: Tensor,
+    activation: str,
+    format: str,
+    *,
+    offs: Tensor,
+    scores: Tensor | None = None,
+    h_scale: Tensor | None = None,
+    interleaved: bool = False,
+    align: int | None = None,
+    dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    rounding: str | None = None,
+) -> tuple[Tensor, ...]:
+    """quantize_both of dh, quantize_tokens of scores * a but for padded_offs, which are the same, and dscores."""
+    of_h = {"h_scale": h_scale, "format": None if h_scale is None else format, "interleaved": interleaved}
+    dh, a, dscores = activate_backward(h, da, activation, scores=scores, **of_h)
+    how = {"offs": offs, "align": align, "rounding": rounding}
+    *of_dh, padded_offs = quantize_both(dh, format, dtype=grad_dtype or dtype, **how)
+    of_a = quantize_tokens(a, format, dtype=dtype, **how)[:2]
+    return *of_dh, *of_a, padded_offs, dscores

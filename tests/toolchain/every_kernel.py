@@ -111,6 +111,11 @@ def cases_of_activations() -> Iterator[Call]:
             q, scale = OPS.quantize_rows(h, fmt, dtype=fp8)
             of_fp8 = {"h_scale": scale, "format": fmt, "interleaved": f == 1040}
             yield f"activate_backward {name} {fmt}", OPS.activate_backward, (q, da, name), how | of_fp8
+            grads = {"grad_dtype": HARDWARE[f == 136], "dtype": HARDWARE[0], "offs": offsets(3, 3, 40, 60)}
+            call = f"quantize_activated_backward {name} {fmt}", OPS.quantize_activated_backward
+            yield *call, (h, da, name, fmt), how | grads | {"interleaved": f == 640}
+            q, scale = OPS.quantize_rows(h, fmt, dtype=HARDWARE[0])
+            yield *call, (q, da, name, fmt), how | grads | {"interleaved": f == 640, "h_scale": scale}
 
 
 def cases_of_choices() -> Iterator[Call]:

@@ -192,6 +192,29 @@ class SimtKernels(TokenKernels):
         how = IN_TYPES.index(da.dtype), fp8, scale, ACTIVATIONS.index(activation), interleaved
         self._call("activate_backward", h, da, scores, dh, a, dscores, *sizes, *how)
 
+    def _quantize_activated_backward(
+        self,
+        memory: GuardedMemory,
+        *given: object,
+        offs: Tensor,
+        dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        rounding: str,
+        align: int = 32,
+        scores: Tensor | None = None,
+        h_scale: Tensor | None = None,
+        interleaved: bool = False,
+    ) -> None:
+        *out, h, da, activation, format = given
+        fp8 = 0 if h_scale is None else FP8_TYPES.index(h.dtype)
+        scale = None if h_scale is None else ctypes.byref(Scales.of(h, h_scale, format))
+        sizes = *da.shape, h.shape[1], h.stride(0), da.stride(0)
+        of_h = fp8, scale, ACTIVATIONS.index(activation), interleaved
+        of_groups = offs, offs.shape[0], out[2].shape[1], align
+        how = ROUNDINGS.index(rounding), FP8_TYPES.index(dtype), FP8_TYPES.index(grad_dtype)
+        scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).data_ptr())
+        self._call("quantize_activated_backward", h, da, scores, *sizes, *of_h, *of_groups, *how, *out, scratch)
+
     # Scales
 
     def _dequantize(

@@ -3,6 +3,7 @@
 
 #include "activations/activations.h"
 #include "activations/quantize_activated.h"
+#include "activations/quantize_activated_backward.h"
 #include "gemm/mma/grouped_gemm.h"
 #include "platform/device.h"
 #include "quantize/quantize.h"
@@ -118,6 +119,43 @@ extern "C" const char* simt_activate_backward(const void* h, const void* da, con
   return outcome(activate_backward(
       {.h = rows, .da = da, .scores = scores, .dh = dh, .a = a, .dscores = dscores, .P = P, .da_stride = da_stride,
        .in = InType(in), .activation = Activation(activation)}, nullptr));
+}
+
+extern "C" const char* simt_quantize_activated_backward(
+    const void* h, const void* da, const float* scores, int64_t P, int64_t F, int64_t columns, int64_t h_stride,
+    int64_t da_stride, int fp8, const Scales* scale, int activation, bool interleaved, const int* offs, int64_t E,
+    int64_t positions, int align, int rounding, int out, int out_of_dh, uint8_t* q, float* q_scale, uint8_t* q_t,
+    float* scale_t, uint8_t* a_q_t, float* a_scale_t, int* padded_offs, float* dscores,
+    int* (*scratch)(int64_t words)) {
+  const GateRows rows = {.h = h, .stride = h_stride, .F = F, .in = InType::kBF16, .fp8 = Fp8Type(fp8),
+                         .scale = scale ? scale->get() : OperandScales{}, .interleaved = interleaved};
+  QuantizeParams of_a = {};
+  of_a.in = InType::kBF16;
+  of_a.rows = P;
+  of_a.offs = offs;
+  of_a.E = E;
+  of_a.positions = positions;
+  of_a.align = align;
+  of_a.format = FormatId::kRowwise;
+  of_a.rounding = Rounding(rounding);
+  of_a.padded_offs = padded_offs;
+  QuantizeParams of_dh = of_a;
+  of_a.out = Fp8Type(out);
+  of_a.K = F;
+  of_a.q_t = a_q_t;
+  of_a.scale_t = a_scale_t;
+  of_dh.out = Fp8Type(out_of_dh);
+  of_dh.K = columns;
+  of_dh.q = q;
+  of_dh.scale = q_scale;
+  of_dh.q_t = q_t;
+  of_dh.scale_t = scale_t;
+  QuantizeActivatedBackwardParams p = {
+      {.h = rows, .da = da, .scores = scores, .dh = nullptr, .a = nullptr, .dscores = dscores, .P = P,
+       .da_stride = da_stride, .in = InType::kBF16, .activation = Activation(activation)}, of_dh, of_a, nullptr};
+  if (!can_quantize_activated_backward(p)) return "no kernels take these rows";
+  p.scratch = scratch(scratch_words(p));
+  return outcome(quantize_activated_backward(p, nullptr));
 }
 
 extern "C" const char* simt_prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple) {

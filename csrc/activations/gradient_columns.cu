@@ -1,0 +1,139 @@
+// The second pass: dh and a along tokens. A block has 64 features of 256 positions, so that a column is stored 256
+// bytes at a time; a slot 16 positions of each line, a lane eight features of four rows.
+#include "activations/gradients.h"
+#include "platform/launch.h"
+#include "primitives/transpose.h"
+
+namespace moe_fp8 {
+namespace {
+
+// Two blocks a multiprocessor, 128 registers: inputs of 32 activations a thread are under way at once.
+constexpr int kLines = 2, kTile = kLines * kLine, kVecs = 8, kColumns = kVecs * kFeatures;
+constexpr int kSlots = kLineSlots, kColumnThreads = kSlots * kLanes;
+constexpr int kRowsOfLane = 4;
+constexpr int kMostTiles = 65535;  // of positions, a launch
+
+struct TilesPlan : GradientsPlan {
+  int last;  // tile of positions that the launch begins with: the L2 still has the last rows that the first pass read
+};
+
+template <int kParts>
+using Stage = TransposeStage<(kParts + 1) * kColumns, kFeatures>;
+
+// Of the lane: the word of its four rows in a column, number j of its eight.
+template <int kParts>
+MOE_DEVICE uint32_t& word_of(Stage<kParts>& stage, int part, int j) {
+  return stage.at(part * kColumns + threadIdx.x % kVecs * kFeatures + j, threadIdx.y).w[threadIdx.x / kVecs];
+}
+
+// The slot's rows; behind the last one it comes once more, and so does a row's last vector.
+template <class T, class G>
+MOE_DEVICE void cast_rows(const GradientsPlan& p, const Slot& slot, Stage<G::kParts>& stage) {
+  constexpr int kParts = G::kParts, kAtOnce = G::kClamped ? 2 : 4;  // features, as registers are for
+  constexpr Fp8Type kOfDh = T::kKind == Kind::kE5M2 ? kNativeE5M2 : kNativeE4M3;
+  using Multipliers = std::conditional_t<kAtOnce == 4, Vec16, Vec8>;
+  const int F = int(p.gradients.h.F), v = Min{}(blockIdx.x * kVecs + threadIdx.x % kVecs, F / kFeatures - 1);
+  G g[kRowsOfLane];
+#pragma unroll
+  for (int i = 0; i < kRowsOfLane; ++i)
+    g[i] = G::template load<Reuse::kNone>(
+        p, slot.row + Min{}(threadIdx.x / kVecs * kRowsOfLane + i, slot.count - 1), v);
+#pragma unroll
+  for (int i = 0; i < kRowsOfLane; ++i) g[i].separate(p.gradients.h.interleaved);
+  const float* multipliers = p.multipliers + slot.group * (kParts + 1) * F + v * kFeatures;
+#pragma unroll 1
+  for (int first = 0; first < kFeatures; first += kAtOnce, multipliers += kAtOnce) {
+    Multipliers m[kParts + 1];
+#pragma unroll
+    for (int part = 0; part <= kParts; ++part) m[part] = *reinterpret_cast<const Multipliers*>(multipliers + part * F);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      float values[3][kRowsOfLane];
+#pragma unroll
+      for (int i = 0; i < kRowsOfLane; ++i) {
+        const ActivationGradient of = g[i].of(j);
+        values[0][i] = of.gate;
+        if constexpr (kParts > 1) values[1][i] = of.up;
+        values[kParts][i] = g[i].score * of.a;
+      }
+#pragma unroll
+      for (int part = 0; part <= kParts; ++part) {
+        const float by = as_float(m[part].w[j]);
+        const uint32_t words[2] = {packed_bf16(values[part][0], values[part][1]),
+                                   packed_bf16(values[part][2], values[part][3])};
+        word_of<kParts>(stage, part, first + j) =
+            cast_words<BF16>(words, by, by, by, by, [&](float a, float b, float c, float d) {
+              return part < kParts ? cast4<kOfDh>(a, b, c, d) : cast4<kNativeE4M3>(a, b, c, d);
+            });
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsOfLane; ++i) g[i].template advance<kAtOnce>();
+  }
+}
+// Zeros where the slot has no rows.
+template <int kParts>
+MOE_DEVICE void clear_padding(const Slot& slot, Stage<kParts>& stage) {
+  const int there = slot.count - int(threadIdx.x / kVecs) * kRowsOfLane;
+  if (there >= kRowsOfLane) return;
+#pragma unroll 1
+  for (int c = 0; c < (kParts + 1) * kFeatures; ++c) {
+    uint32_t& word = word_of<kParts>(stage, c / kFeatures, c % kFeatures);
+    word = there > 0 ? word & row_mask(0, there) : 0;
+  }
+}
+template <int kParts>
+MOE_DEVICE void store_columns(const TilesPlan& p, int first, Stage<kParts> (&stage)[kLines]) {
+  constexpr int kChunks = kTile / kSlotRows, kStep = kColumnThreads / kChunks;
+  const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks;
+  const int64_t F = p.gradients.h.F, positions = p.of_dh.positions, position = first + chunk * kSlotRows;
+  const int64_t feature = int64_t(blockIdx.x) * kColumns + t / kChunks;
+  if (position >= positions) return;
+#pragma unroll
+  for (int part = 0; part <= kParts; ++part) {
+    const bool of_a = part == kParts, in_turns = p.gradients.h.interleaved && !of_a;
+    const int64_t column = in_turns ? 2 * feature + part : feature + (of_a ? 0 : part * F);
+    uint8_t* out = (of_a ? p.of_a.q_t : p.of_dh.q_t) + column * positions + position;
+#pragma unroll
+    for (int c = 0; c < kColumns; c += kStep, out += (in_turns ? 2 : 1) * kStep * positions)
+      if (feature + c < F)
+        store_stream(reinterpret_cast<Vec16*>(out),
+                     stage[chunk / kLineSlots].at(part * kColumns + t / kChunks + c, chunk % kLineSlots));
+  }
+}
+
+template <class T, class G>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, 2)
+    quantize_gradient_columns_kernel(MOE_GRID_CONSTANT const TilesPlan p) {
+  __shared__ Stage<G::kParts> stage[kLines];
+  const int first = (p.last - int(blockIdx.y)) * kTile;
+  wait_for_previous_kernel();
+#pragma unroll 1
+  for (int line = 0; line < kLines; ++line) {
+    const int at = first + line * kLine + threadIdx.y * kSlotRows;
+    if (at >= int(p.of_dh.positions)) break;
+    const Slot& slot = p.slots[at / kSlotRows];
+    if (slot.count > 0) cast_rows<T, G>(p, slot, stage[line]);
+    if (slot.count < kSlotRows) clear_padding<G::kParts>(slot, stage[line]);
+  }
+  __syncthreads();
+  store_columns<G::kParts>(p, first, stage);
+}
+
+}  // namespace
+
+int launch_gradient_columns(const GradientsPlan& p, void* stream) {
+  const unsigned strips = unsigned(ceil_div<int64_t>(p.gradients.h.F, kColumns));
+  const int tiles = int(ceil_div<int64_t>(p.of_dh.positions, kTile));
+  for (TilesPlan plan = {p, tiles - 1}; plan.last >= 0; plan.last -= kMostTiles) {
+    const int left = plan.last + 1;
+    const Launch of_tiles = {dim3(strips, left < kMostTiles ? left : kMostTiles), dim3(kLanes, kSlots), stream};
+    const int e = dispatch_gradients(p, [&](auto types, auto of) {
+      return launch(quantize_gradient_columns_kernel<decltype(types), typename decltype(of)::Type>, of_tiles, plan);
+    });
+    if (e) return e;
+  }
+  return 0;
+}
+
+}  // namespace moe_fp8

@@ -1,0 +1,175 @@
+// The first pass: dh along rows, dscores, and the amax of every column of a group.
+#include "activations/gradients.h"
+#include "platform/launch.h"
+#include "quantize/row.h"
+
+namespace moe_fp8 {
+namespace {
+
+constexpr int kUsualThreads = 128;  // of a block of several teams
+constexpr int kMostRows = 4;        // of a team at once
+// Blocks: of threads that a multiprocessor has registers for, so many in turn, that all end about together; but each
+// walks so many times a team's rows, for in the end it brings its maxima to memory.
+constexpr int kHeldThreads = 512, kTurns = 12, kLeastWalks = 4;
+
+// What a wave tells its team of a row, in turns: who is late may still read what was said before.
+struct alignas(8) OfRow { uint32_t amax; float dot; };
+struct TeamWords { OfRow of[2][kMostRows][kMostTeam / 32]; };
+
+// Lanes whose numbers differ in kMask share values out, each adds up a half of them; then those of the next mask.
+template <int kMask, int n>
+MOE_DEVICE float sum_over_lanes(const float (&values)[n], int lane) {
+  float half[n / 2];
+#pragma unroll
+  for (int i = 0; i < n / 2; ++i) {
+    const float lower = values[i], upper = values[n / 2 + i], sent = lane & kMask ? lower : upper;
+    half[i] = (lane & kMask ? upper : lower) + as_float(shfl_xor(as_bits(sent), kMask));
+  }
+  if constexpr (n > 2) return sum_over_lanes<kMask / 2>(half, lane);
+  return half[0];
+}
+// Of so many neighbouring lanes.
+template <int kLanes>
+MOE_DEVICE float sum_of(float v) {
+#pragma unroll
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) v += as_float(shfl_xor(as_bits(v), mask));
+  return v;
+}
+
+// A team of threads walks rows, a vector each and some rows at once. As many shares of every wave's lanes end up with
+// what is of one row each.
+template <class T, class G>
+struct RowWalk {
+  static constexpr int kParts = G::kParts, kRows = G::kClamped ? 2 : kMostRows, kShare = kWarpSize / kRows;
+  static_assert(kMostTeam / kWarpSize <= kShare);
+  using Rounded = Vec16[kParts + 1];  // gates, ups if there are any, a
+
+  const GradientsPlan& p;
+  TeamWords& words;
+  int v, wave, waves;  // the thread's vector; of the team
+  bool there;          // whether the row has so many vectors; otherwise v is its last one
+  uint32_t turn = 0;
+
+  // Gradients of a row, and the thread's part of dscores.
+  MOE_DEVICE float round_row(const G& g, Rounded& rounded) const {
+    float dot = 0;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const ActivationGradient lo = g.of(2 * w), hi = g.of(2 * w + 1);
+      dot = fmaf(g.da_of(2 * w + 1), hi.a, fmaf(g.da_of(2 * w), lo.a, dot));
+      rounded[0].w[w] = packed_bf16(lo.gate, hi.gate);
+      if constexpr (kParts > 1) rounded[1].w[w] = packed_bf16(lo.up, hi.up);
+      rounded[kParts].w[w] = packed_bf16(g.score * lo.a, g.score * hi.a);
+    }
+    return there ? dot : 0;
+  }
+  // The scale of the row that the lane's share has; that and dscores in memory.
+  MOE_DEVICE ScaleF32 finish(uint32_t amax, const float (&dot)[kRows], int64_t row) {
+    const int lane = threadIdx.x % kWarpSize, own = lane / kShare, of_share = lane % kShare;
+    OfRow told = {amax, sum_of<kShare>(sum_over_lanes<kWarpSize / 2>(dot, lane))};
+    OfRow* of_row = words.of[turn++ & 1][own];
+    if (of_share == 0) of_row[wave] = told;
+    if (waves > 1) __syncthreads();
+    else wave_barrier();
+    told = of_share < waves ? of_row[of_share] : OfRow{};
+#pragma unroll
+    for (int mask = kShare / 2; mask > 0; mask /= 2) told.amax = Max{}(told.amax, shfl_xor(told.amax, mask));
+    const ScaleF32 s = T::template scale_of<ScaleF32>(p.of_dh, told.amax);
+    if (wave > 0) return s;
+    float sum = 0;  // in the order of activate_backward.cu
+    for (int w = 0; w < waves; ++w) sum += as_float(shfl(as_bits(told.dot), own * kShare + w));
+    if (of_share == 0) {
+      store_element(p.gradients.dscores, InType::kF32, row, sum);
+      store_stream(static_cast<float*>(p.of_dh.scale) + row, s.dequant());
+    }
+    return s;
+  }
+  MOE_DEVICE void store(const Vec16 (&of_dh)[kParts], int row, float multiplier) const {
+    const GateColumns<kFeatures, G::kGated> columns(p.gradients.h);
+    Vec16 vecs[kParts];
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) vecs[i] = of_dh[i];
+    if (columns.interleaved) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        vecs[w / 2 % kParts].w[2 * w % 4] = pick_bytes(of_dh[0].w[w], of_dh[kParts - 1].w[w], 0x5410);
+        vecs[w / 2 % kParts].w[2 * w % 4 + 1] = pick_bytes(of_dh[0].w[w], of_dh[kParts - 1].w[w], 0x7632);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kParts; ++i)
+      store_cast<T>(p.of_dh, p.of_dh.q + columns.at(v, i) + offset(row, uint32_t(p.of_dh.K)), 0, vecs[i], multiplier);
+  }
+  // The block's rows from first to stop, which are of group e. Behind the last row it comes once more: the same maxima
+  // and the same bytes.
+  MOE_DEVICE void walk(int first, int stop, int e) {
+    const int teams = blockDim.y, own = threadIdx.x % kWarpSize / kShare;
+    uint32_t most[kParts + 1][4] = {};
+    for (int begin = first; begin < stop; begin += kRows * teams) {
+      const auto row = [&](int i) { return Min{}(begin + int(threadIdx.y) + i * teams, stop - 1); };
+      G g[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) g[i] = G::template load<Reuse::kSoon>(p, row(i), v);
+      Vec16 of_dh[kRows][kParts];
+      uint32_t amax = 0;
+      float dot[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        Rounded rounded;
+        g[i].separate(p.gradients.h.interleaved);
+        dot[i] = round_row(g[i], rounded);
+#pragma unroll
+        for (int part = 0; part <= kParts; ++part)
+#pragma unroll
+          for (int w = 0; w < 4; ++w) most[part][w] = max_magnitude<BF16>(most[part][w], rounded[part].w[w]);
+        uint32_t of_row = 0;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) of_row = max_vec<BF16>(of_row, of_dh[i][part] = rounded[part]);
+        if (const uint32_t of_wave = warp_max(amax_bits<BF16>(of_row)); i == own) amax = of_wave;
+      }
+      const ScaleF32 s = finish(amax, dot, row(own));
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) store(of_dh[i], row(i), as_float(shfl(as_bits(s.multiplier), i * kShare)));
+    }
+    if (!there || e >= p.of_dh.E) return;
+    const int64_t F = p.gradients.h.F;
+    uint32_t* told = p.amax + e * (kParts + 1) * F + v;
+#pragma unroll
+    for (int part = 0; part <= kParts; ++part)
+#pragma unroll
+      for (int j = 0; j < kFeatures; ++j)
+        atomicMax(told + part * F + j * (F / kFeatures), magnitude_bits<BF16>(most[part][j / 2], j % 2));
+  }
+};
+
+template <class T, class G>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMostTeam, 2)
+    quantize_gradient_rows_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
+  __shared__ TeamWords words[kUsualThreads / 32];
+  const int vecs = int(p.gradients.h.F / kFeatures), v = threadIdx.x;
+  const int begin = int(blockIdx.x) * p.share, end = Min{}(begin + p.share, int(p.of_dh.rows));
+  RowWalk<T, G> walk = {p,       words[threadIdx.y], Min{}(v, vecs - 1), v / kWarpSize, int(blockDim.x) / kWarpSize,
+                        v < vecs};
+  wait_for_previous_kernel();
+  for (int first = begin; first < end;) {
+    const int e = GroupTable::find(p.starts, int(p.of_dh.E), first), stop = Min{}(p.starts[e + 1], end);
+    walk.walk(first, stop, e);
+    first = stop;
+  }
+}
+
+}  // namespace
+
+int launch_gradient_rows(GradientsPlan p, void* stream) {
+  const int threads = round_up(int(p.gradients.h.F / kFeatures), kLargestWarp);
+  const int teams = threads < kUsualThreads ? kUsualThreads / threads : 1;
+  const int64_t rows = p.of_dh.rows;
+  const int64_t shares = int64_t(device().multiprocessors) * kTurns * kHeldThreads / (threads * teams);
+  p.share = int(round_up<int64_t>(ceil_div(rows, shares), kLeastWalks * kMostRows * teams));
+  const Launch of_rows = {dim3(unsigned(ceil_div<int64_t>(rows, p.share))), dim3(threads, teams), stream};
+  return dispatch_gradients(p, [&](auto types, auto of) {
+    return launch(quantize_gradient_rows_kernel<decltype(types), typename decltype(of)::Type>, of_rows, p);
+  });
+}
+
+}  // namespace moe_fp8

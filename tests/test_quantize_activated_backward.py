@@ -1,0 +1,273 @@
+"""quantize_activated_backward: the gradients of experts' activations, as operands of the next products."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from activation_checks import ACTIVATIONS, check_dscores, da_for, h_for, scores_for
+from derivatives import SPELLINGS, check_no_tangent
+from helpers import (
+    FP8_DTYPES,
+    INPUT_DTYPES,
+    assert_same,
+    check_compiled,
+    check_cuda_graph,
+    check_deterministic,
+    check_error,
+    check_opcheck,
+    check_second_gpu,
+    check_stream_order,
+    check_two_streams,
+    corrupt_offs,
+    misaligned,
+    on,
+    pairs,
+    short,
+    strided_2d,
+    wide,
+)
+from torch import Tensor
+
+from moe_fp8_ext import reference
+from moe_fp8_ext.ops import (
+    activate_backward,
+    quantize_activated_backward,
+    quantize_both,
+    quantize_rows,
+    quantize_tokens,
+)
+from moe_fp8_ext.reference.numerics import FORMATS
+
+CHIP = [t for t in FP8_DTYPES if str(t).endswith("fnuz") == (torch.version.hip is not None)]  # that GPUs cast to
+ENDS = ([131], [0, 16, 37, 37, 120], [], [0, 0], [1, 2, 3, 131])
+
+
+def int32(numbers: list[int], device: str) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def check(h: Tensor, da: Tensor, activation: str, format: str, **how: object) -> None:
+    """Every byte is the reference's, and dscores as near as sums in another order must be."""
+    what = f"{activation} {format} {short(h.dtype)} {short(h.shape)} {how}"
+    *got, dscores = quantize_activated_backward(h, da, activation, format, **how)
+    *want, wanted = reference.quantize_activated_backward(h, da, activation, format, **how)
+    assert_same(got, want, what)
+    of_h = {"h_scale": how.get("h_scale"), "format": format, "interleaved": how.get("interleaved", False)}
+    check_dscores(dscores, wanted, h, da, activation, **of_h)
+
+
+def kept(x: Tensor, format: str, fp8: torch.dtype | None) -> dict[str, Tensor | None]:
+    """h as it is, or in fp8, and its scales."""
+    q, scale = (x, None) if fp8 is None else reference.quantize_rows(x, format, dtype=fp8)
+    return {"h": q, "h_scale": scale}
+
+
+@pytest.mark.parametrize(
+    *pairs(
+        activation=ACTIVATIONS,
+        format=list(FORMATS),
+        fp8=[None, *FP8_DTYPES],
+        out=FP8_DTYPES,
+        grad=[None, *FP8_DTYPES],
+        dtype=INPUT_DTYPES,
+        f=[1, 8, 72, 128, 264, 520],
+        ends=ENDS,
+        align=[None, 0, 1],
+        interleaved=[False, True],
+        rounding=[0, 1],
+        scored=[False, True],
+    ),
+    ids=short,
+)
+def test_pairs(activation, format, fp8, out, grad, dtype, f, ends, align, interleaved, rounding, scored, device):
+    x = h_for(activation, 131, f, dtype, device)
+    how = {"dtype": out, "grad_dtype": grad, "rounding": FORMATS[format].roundings[rounding]}
+    how |= {"align": None if align is None else FORMATS[format].aligns[align], "interleaved": interleaved}
+    how |= {"offs": int32(ends, device), "scores": scores_for(x) if scored else None}
+    check(**kept(x, format, fp8), da=da_for(x, activation), activation=activation, format=format, **how)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_as_a_chip_casts(activation, device):
+    """What kernels of two reads exist for, on a GPU in full, and next to where it ends."""
+    ways = itertools.product((None, CHIP[0]), (False, True), CHIP, FORMATS["rowwise"].roundings, (16, 32, 256))
+    ways = list(ways) if device != "cpu" else list(ways)[::5]
+    for i, (fp8, interleaved, grad, rounding, align) in enumerate(ways):
+        x = h_for(activation, 300, (640, 8, 256, 136)[i % 4], device=device)
+        how = {"dtype": CHIP[0], "grad_dtype": grad, "rounding": rounding, "align": align, "interleaved": interleaved}
+        how |= {"offs": int32([7, 7, 200, 290], device), "scores": None if i % 3 == 0 else scores_for(x)}
+        check(**kept(x, "rowwise", fp8), da=da_for(x, activation), activation=activation, format="rowwise", **how)
+
+
+@pytest.mark.parametrize("fp8", [None, CHIP[0]], ids=["bfloat16", "fp8"])
+def test_edges(fp8, device):
+    """Sizes and places that kernels take, and those next to them that they do not."""
+
+    def both(x: Tensor, da: Tensor, *ends: int, **how: object) -> None:
+        given = {"offs": int32(list(ends), device), "dtype": CHIP[0], **how}
+        check(**kept(x, "rowwise", fp8), da=da, activation="swiglu", format="rowwise", **given)
+
+    for p, f in ((0, 64), (0, 0), (5, 0), (1, 64), (3, 2048), (3, 2056), (600, 64), (130, 1408)):
+        x = h_for("swiglu", p, f, device=device)
+        both(x, da_for(x, "swiglu"), p // 2, p, p)
+    x = h_for("swiglu", 50, 128, device=device)
+    da, h = da_for(x, "swiglu"), kept(x, "rowwise", fp8)
+    how = {"offs": int32([9, 9, 40], device), "dtype": CHIP[0], "h_scale": h["h_scale"]}
+    for _, view in strided_2d(h["h"]):
+        check(view, da, "swiglu", "rowwise", **how)
+    for _, view in strided_2d(da):
+        check(h["h"], view, "swiglu", "rowwise", **how)
+    for elements in (1, 4, 8):
+        check(misaligned(h["h"], elements), misaligned(da, elements), "swiglu", "rowwise", **how)
+    for align in (1, 8):
+        check(h["h"], da, "swiglu", "rowwise", **how, align=align)
+    for offs in corrupt_offs(50, device):
+        check(h["h"], da, "swiglu", "rowwise", **how | {"offs": offs})
+    for dtype, grad in ((CHIP[1], None), (CHIP[0], FP8_DTYPES[2 if CHIP[0] == FP8_DTYPES[0] else 0])):
+        check(h["h"], da, "swiglu", "rowwise", **how | {"dtype": dtype, "grad_dtype": grad})
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("fp8", [None, CHIP[0]], ids=["bfloat16", "fp8"])
+def test_what_is_not_finite(activation, fp8, device):
+    """A NaN or an infinity poisons its row and its columns of its group."""
+    x = h_for(activation, 200, 768, device=device)
+    da, scores = da_for(x, activation), scores_for(x)
+    x[1, 5], da[20, 700], da[40, 9], scores[50], x[190, 300] = math.nan, math.inf, math.nan, math.nan, -math.inf
+    how = {"offs": int32([4, 30, 30, 180], device), "scores": scores, "dtype": CHIP[0]}
+    check(**kept(x, "rowwise", fp8), da=da, activation=activation, format="rowwise", **how)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("f", [72, 384, 1544, 2056])
+def test_is_made_of_the_others(format, f, device):
+    """dscores included, whose sums have one order on a device."""
+    x = h_for("swiglu", 500, f, device=device)
+    da, scores, offs = da_for(x, "swiglu"), scores_for(x), int32([100, 130, 130, 480], device)
+    h, h_scale = quantize_rows(x, format)
+    got = quantize_activated_backward(h, da, "swiglu", format, offs=offs, scores=scores, h_scale=h_scale)
+    dh, a, dscores = activate_backward(h, da, "swiglu", scores=scores, h_scale=h_scale, format=format)
+    *of_dh, padded_offs = quantize_both(dh, format, offs=offs)
+    assert_same(got, [*of_dh, *quantize_tokens(a, format, offs=offs)[:2], padded_offs, dscores])
+
+
+def every_format(h: Tensor, da: Tensor, offs: Tensor) -> list[Tensor]:
+    results = []
+    for format in FORMATS:
+        q, scale = quantize_rows(h, format)
+        results += quantize_activated_backward(q, da, "swiglu", format, offs=offs, h_scale=scale)
+        results += quantize_activated_backward(h, da, "swiglu", format, offs=offs, interleaved=True)
+    return results
+
+
+def arguments(p: int, f: int, device: str = "cpu", seed: int = 0) -> list[Tensor]:
+    h = wide(p, 2 * f, device=device, seed=seed)
+    return [h, da_for(h, "swiglu"), int32([p // 3, p // 2, p - 5], device)]
+
+
+def test_deterministic(device):
+    check_deterministic(every_format, arguments(500, 384, device))
+
+
+def test_compiles_with_dynamic_rows(device):
+    """Of no multiples of 4: whether column-major scales happen to be contiguous is a guard of inductor's."""
+    check_compiled(every_format, [arguments(p, 128, device) for p in (50, 66, 131)], device, dynamic=(0, 1))
+
+
+def test_cuda_graph(gpu):
+    check_cuda_graph(every_format, *(arguments(700, 512, gpu, seed) for seed in (0, 1)))
+
+
+def test_two_streams(gpu):
+    check_two_streams(every_format, [arguments(4000, 1024, gpu, seed) for seed in (0, 1)])
+
+
+def test_stream_order(gpu):
+    *_, offs = arguments(4000, 1024, gpu)
+    calls = [arguments(4000, 1024, gpu, seed)[:2] for seed in range(4)]
+    check_stream_order(lambda h, da: every_format(h, da, offs), calls)
+
+
+def test_second_gpu(second_gpu):
+    check_second_gpu(every_format, arguments(700, 512), second_gpu)
+
+
+@pytest.mark.large
+def test_more_than_2_31_elements(big_gpu):
+    """Rows far apart too, and many groups."""
+    p, f, e = 600_012, 2_048, 256
+    h = torch.randn(p, 2 * f, dtype=torch.bfloat16, device=big_gpu)
+    da = torch.randn(p, f, dtype=torch.bfloat16, device=big_gpu)
+    offs = (torch.arange(1, e + 1, device=big_gpu) * (p // e)).to(torch.int32)
+    got = quantize_activated_backward(h, da, "swiglu", "rowwise", offs=offs)
+    for group in (0, 100, e - 1):
+        first, last = group * (p // e), (group + 1) * (p // e)
+        rows, of_group = slice(first, last), int32([last - first], big_gpu)
+        want = reference.quantize_activated_backward(h[rows], da[rows], "swiglu", "rowwise", offs=of_group)
+        start = group * (-(-(p // e) // 32) * 32)
+        positions = slice(start, start + want[6].item())
+        assert_same([got[0][rows], got[1][rows]], want[:2])
+        for q_t, scale_t in ((2, 3), (4, 5)):
+            columns = got[q_t][:, positions].contiguous()
+            assert_same([columns, got[scale_t][group]], [want[q_t][:, : want[6]].contiguous(), want[scale_t][0]])
+
+
+def test_opcheck(device):
+    offs, op = int32([9, 30], device), "quantize_activated_backward"
+    for format, activation in itertools.product(FORMATS, ("swiglu", "relu2")):
+        h = h_for(activation, 37, 40, device=device)
+        da, how = da_for(h, activation), {"offs": offs, "grad_dtype": CHIP[1]}
+        check_opcheck(op, [h, da, activation, format], scores=scores_for(h), interleaved=True, **how)
+        q, scale = quantize_rows(h, format)
+        check_opcheck(op, [q, da, activation, format], h_scale=scale, **how)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
+def test_derivatives_that_there_are_not(spelling):
+    offs, da = torch.tensor([4], dtype=torch.int32), torch.randn(10, 4)
+    op = spelling.quantize_activated_backward
+    check_no_tangent(lambda h: op(h, da, "swiglu", "rowwise", offs=offs), torch.randn(10, 8))
+
+
+H, DA, OFFS, SCORES = torch.zeros(6, 8), torch.zeros(6, 4), torch.zeros(2, dtype=torch.int32), torch.zeros(6)
+Q, SCALE = H.to(torch.float8_e4m3fn), torch.zeros(6)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "argument", "got"),
+    [
+        ([H.double(), DA, "swiglu", "rowwise", OFFS], {}, "h", "float64"),
+        ([Q, DA, "swiglu", "rowwise", OFFS], {}, "h", "float8_e4m3fn"),
+        ([H, DA, "swiglu", "rowwise", OFFS], {"h_scale": SCALE}, "h", "float32"),
+        ([H, DA.half(), "swiglu", "rowwise", OFFS], {}, "da", "float16"),
+        ([H, DA[:5], "swiglu", "rowwise", OFFS], {}, "da", "5"),
+        ([H, DA, "relu", "rowwise", OFFS], {}, "activation", "relu"),
+        ([H, DA, "swiglu", "fp4", OFFS], {}, "format", "fp4"),
+        ([H, DA, "swiglu", "rowwise", torch.zeros(2)], {}, "offs", "float32"),
+        ([H, DA, "swiglu", "rowwise", torch.zeros(1025, dtype=torch.int32)], {}, "offs", "1025"),
+        ([H, DA, "swiglu", "rowwise", OFFS], {"scores": SCORES[:5]}, "scores", "5"),
+        ([H, DA, "swiglu", "rowwise", OFFS], {"scores": SCORES.half()}, "scores", "float16"),
+        ([Q, DA, "swiglu", "rowwise", OFFS], {"h_scale": SCALE[:5]}, "h_scale", "5"),
+        ([Q, DA, "swiglu", "mxfp8", OFFS], {"h_scale": SCALE}, "h_scale", "float32"),
+        ([H, DA, "swiglu", "rowwise", OFFS], {"align": 48}, "align", "48"),
+        ([H, DA, "swiglu", "mxfp8", OFFS], {"align": 16}, "align", "16"),
+        ([H, DA, "swiglu", "rowwise", OFFS], {"dtype": torch.int8}, "dtype", "int8"),
+        ([H, DA, "swiglu", "rowwise", OFFS], {"grad_dtype": torch.int8}, "grad_dtype", "int8"),
+        ([H, DA, "swiglu", "rowwise", OFFS], {"rounding": "floor"}, "rounding", "floor"),
+    ],
+)
+def test_errors(args, kwargs, argument, got, device):
+    *args, offs = on(device, args)
+    check_error("quantize_activated_backward", args, argument, got, offs=offs, **on(device, kwargs))
+
+
+@pytest.mark.parametrize("name", ["da", "offs", "scores"])
+def test_error_on_another_device(name, device):
+    given = {"h": H, "da": DA, "offs": OFFS, "scores": SCORES}
+    other = "cpu" if device == "cuda" else "meta"
+    there = {n: t.to(other if n == name else device) for n, t in given.items()}
+    with pytest.raises(RuntimeError, match=f"^quantize_activated_backward: {name} must be on the device of h, "):
+        quantize_activated_backward(**there, activation="swiglu", format="rowwise")
