@@ -9,9 +9,10 @@ from moe_fp8_ext.bf16 import cast
 
 _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _HALVES = torch.bfloat16, torch.float16
-# Elements of a product from which every multiprocessor has a tile of it, so that cuBLAS has no reason to split its sums
-# and to add parts of them that it has rounded to bfloat16.
-_MANY = 2**23
+# Elements of a product, and experts, from and to which it leaves cuBLAS in bfloat16. With a tile of it for every
+# multiprocessor and sums of two parts an expert, cuBLAS 13.0 on an H200 split no sums of layers of 128 experts, whose
+# parts it might round before it adds them; a test holds products to one rounding.
+_MANY, _FEW_EXPERTS = 2**23, 256
 
 
 def float32_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
@@ -35,7 +36,7 @@ def float32_mm_backward(
     if needs_a and needs_b and a.dtype == b.dtype == torch.bfloat16 and _has_out_dtype(a):
         by_parts = gradients_by_parts if torch.compiler.is_compiling() else _gradients_by_parts
         of_a, of_b = by_parts(grad, a, b)
-        return cast(of_a, a.dtype), cast(of_b, b.dtype)
+        return of_a, cast(of_b, b.dtype)
     of_a = float32_mm(grad, b, a.dtype) if needs_a else None
     return of_a, float32_mm(grad.t(), a, b.dtype) if needs_b else None
 
@@ -64,18 +65,12 @@ def _(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
 
 
 def _gradients_by_parts(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """mm_by_parts(grad, b, 2) and mm_by_parts(grad^T, a, 2) of a and b in bfloat16, from parts that are made once.
-
-    The first is in bfloat16 already where it is large: a pass over it in float32 would take longer than the product.
-    """
+    """mm_by_parts(grad, b, 2) in bfloat16 and mm_by_parts(grad^T, a, 2) in float32, of a and b in bfloat16, from parts
+    that are made once. A pass over a large product in float32 would take longer than the product itself."""
     of_grad, wide = parts(grad, 2, 1), b.repeat(2, 1)
-    of_a = torch.mm(of_grad, wide) if _dtype_of_large(a) == a.dtype else _mm(of_grad, wide)
+    at_once = a.numel() >= _MANY and b.shape[0] <= _FEW_EXPERTS
+    of_a = torch.mm(of_grad, wide) if at_once else cast(_mm(of_grad, wide), a.dtype)
     return of_a, _mm(of_grad.t(), a).unflatten(0, (2, -1)).sum(0)
-
-
-def _dtype_of_large(a: Tensor) -> torch.dtype:
-    """Of the gradient of an a in bfloat16, as the product leaves it."""
-    return a.dtype if a.numel() >= _MANY else torch.float32
 
 
 gradients_by_parts = torch.library.custom_op("moe_fp8_ext::gradients_by_parts", _gradients_by_parts, mutates_args=())
@@ -83,7 +78,7 @@ gradients_by_parts = torch.library.custom_op("moe_fp8_ext::gradients_by_parts", 
 
 @gradients_by_parts.register_fake
 def _(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return a.new_empty(a.shape, dtype=_dtype_of_large(a)), b.new_empty(b.shape, dtype=torch.float32)
+    return a.new_empty(a.shape), b.new_empty(b.shape, dtype=torch.float32)
 
 
 def parts(x: Tensor, count: int, dim: int) -> Tensor:
@@ -108,5 +103,5 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _has_out_dtype(x: Tensor) -> bool:
-    """Whether torch.mm has it there. A result of bfloat16 could be a sum of sums that were rounded to it."""
+    """Whether torch.mm has it there. A small result of bfloat16 could be a sum of sums that were rounded to it."""
     return x.is_cuda and torch.version.hip is None

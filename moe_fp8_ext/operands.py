@@ -229,6 +229,7 @@ def _gradients(
     format = None if h_scale is None else format
     dh, a, dscores = _activate_backward(h, da, activation, scores, h_scale, format, interleaved)
     _, of_a = operands.of_slots(a, slots, tokens=wanted.a)
+    del a  # in the way of what dh takes
     rows, tokens = operands.of_slots(dh, slots, wanted.rows, wanted.tokens, gradient=True)
     return Gradients(rows, tokens, of_a, dh if wanted.dh else None, dscores)
 

@@ -141,6 +141,13 @@ def test_quantized_backward(kernels, activation, f, ends, align, e5m2, scored, i
     check_quantized_backward(kernels, x, da_for(x, activation), activation, offs, e5m2, **how)
 
 
+def test_quantized_backward_of_many_groups(kernels):
+    """As many as there may be, some of them empty."""
+    x, offs = h_for("swiglu", 700, 16), torch.randint(0, 701, (1024,), dtype=torch.int32).sort().values
+    how = {"align": 16, "rounding": "exact", "scores": scores_for(x)}
+    check_quantized_backward(kernels, x, da_for(x, "swiglu"), "swiglu", offs, e5m2=False, **how)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_quantized_backward_of_what_is_not_finite(kernels, activation):
     """A NaN or an infinity poisons its row and its columns of its group; rows as long as a team can have."""

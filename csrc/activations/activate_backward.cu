@@ -69,7 +69,7 @@ MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Source& 
   const int of_row = lane / kLanes;
   const float last = wave_sums(dot);
   if (lane % kLanes == 0 && of_row < live)
-    store_element(p.dscores, InType::kF32, row0 + of_row, kSumEach ? sum + last : last);
+    store_element(p.dscores, InType::kF32, row0 + of_row, kSumEach ? sum + last : 0.f + last);
 }
 
 template <int kRows, class Source, class Part, class Activated>
@@ -101,7 +101,7 @@ int launch_fast(const ActivateBackwardParams& p, void* stream) {
     constexpr Activation kActivation = decltype(activation)::value;
     using Gates = Source<is_gated(kActivation)>;
     using Part = Vectors<BF16>;
-    if (p.h.F <= Part::kElements * kLargestWarp)
+    if (p.h.F <= Part::kElements * kSmallestWarp)
       return launch_rows<kHeld, Gates, Part, FixedActivation<kActivation>>(p, stream);
     return launch_rows<1, Gates, Part, FixedActivation<kActivation>>(p, stream);
   });

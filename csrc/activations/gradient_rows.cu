@@ -147,7 +147,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMostTeam, 2)
     quantize_gradient_rows_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
   __shared__ TeamWords words[kUsualThreads / 32];
   const int vecs = int(p.gradients.h.F / kFeatures), v = threadIdx.x;
-  const int begin = int(blockIdx.x) * p.share, end = Min{}(begin + p.share, int(p.of_dh.rows));
+  const int begin = int(blockIdx.x) * p.share, end = begin + Min{}(p.share, int(p.of_dh.rows) - begin);
   RowWalk<T, G> walk = {p,       words[threadIdx.y], Min{}(v, vecs - 1), v / kWarpSize, int(blockDim.x) / kWarpSize,
                         v < vecs};
   wait_for_previous_kernel();

@@ -6,7 +6,7 @@
 
 namespace moe_fp8 {
 
-// kWarpSize is known to the device only: on the host one binary may serve both sizes, hence kLargestWarp.
+// kWarpSize is known to the device only: on the host one binary may serve both sizes, hence the two others.
 #if defined(MOE_SIMT)
 constexpr int kWarpSize = SIMT_WARP;
 #elif defined(MOE_HIP) && defined(__GFX9__)
@@ -15,6 +15,7 @@ constexpr int kWarpSize = 64;
 constexpr int kWarpSize = 32;
 #endif
 
+constexpr int kSmallestWarp = 32;
 #if defined(MOE_HIP)
 constexpr int kLargestWarp = 64;
 #else

@@ -1,4 +1,5 @@
-// How rows are shared out: a wave takes a row at a time, so that sums along it need no shared memory.
+// How rows are shared out: a wave takes a row, or a few short ones, at a time, so that sums along it need no shared
+// memory.
 #pragma once
 #include "numerics/groups.h"
 #include "platform/launch.h"

@@ -7,8 +7,6 @@
 namespace moe_fp8 {
 namespace {
 
-constexpr int kSmallestWave = 32;
-
 // What a lane has of a token's kExperts: fours of neighbours, which are a wave's fours apart.
 //
 //   experts   0..3    4..7   ...  4W-4..4W-1 | 4W..4W+3  ...
@@ -273,7 +271,7 @@ int choose_experts(const ChooseExpertsParams& params, void* stream) {
   p.multiplier = uint32_t(ceil_div(1 << kShift, p.group_size));
   return with_room(p.E, [&](auto room) {
     constexpr int kExperts = decltype(room)::value;
-    const size_t shared = p.top_groups < p.num_groups ? kThreads / kSmallestWave * kBytesOfWave<kExperts> : 0;
+    const size_t shared = p.top_groups < p.num_groups ? kThreads / kSmallestWarp * kBytesOfWave<kExperts> : 0;
     return launch_on_rows(choose_experts_kernel<kExperts>, p, p.T, stream, shared);
   });
 }

@@ -12,7 +12,6 @@ namespace {
 constexpr int kThreads = 1024;
 constexpr int kHeld = 8;                   // slots that a lane takes at a time
 constexpr int64_t kLeastChunk = kThreads;  // slots, where there are few
-constexpr int kSmallestWave = 32;          // shared memory has room for the counters of as many waves as that makes
 constexpr int kPlainShared = 47 * 1024;    // bytes that a block has without asking, besides what block_scan takes
 
 struct Sort : SortTokensParams {
@@ -169,8 +168,8 @@ int sort_tokens(const SortTokensParams& params, void* stream) {
 
   const int room = device().shared_per_block - kStaticShared, row = p.E * int(sizeof(int));
   int waves = room / row - 2;
-  if (waves > kThreads / kSmallestWave) waves = kThreads / kSmallestWave;
-  const int threads = waves * kSmallestWave / kLargestWarp * kLargestWarp;
+  if (waves > kThreads / kSmallestWarp) waves = kThreads / kSmallestWarp;
+  const int threads = waves * kSmallestWarp / kLargestWarp * kLargestWarp;
   Launch place = {dim3(unsigned(blocks)), dim3(threads), stream};
   place.shared = size_t(waves + 2) * row;
   if (place.shared > kPlainShared)
