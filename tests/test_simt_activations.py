@@ -142,10 +142,11 @@ def test_quantized_backward(kernels, activation, f, ends, align, e5m2, scored, i
 
 
 def test_quantized_backward_of_many_groups(kernels):
-    """As many as there may be, some of them empty."""
-    x, offs = h_for("swiglu", 700, 16), torch.randint(0, 701, (1024,), dtype=torch.int32).sort().values
-    how = {"align": 16, "rounding": "exact", "scores": scores_for(x)}
-    check_quantized_backward(kernels, x, da_for(x, "swiglu"), "swiglu", offs, e5m2=False, **how)
+    """As many as there may be, some of them empty; and a score whose gradient underflows to -0."""
+    x, offs = h_for("swiglu", 300, 256), torch.randint(0, 301, (1024,), dtype=torch.int32).sort().values
+    da, how = da_for(x, "swiglu"), {"align": 16, "rounding": "exact", "scores": scores_for(x)}
+    x[7, :256], x[7, 256:], da[7] = 1e-12, -1e-12, 1e-38
+    check_quantized_backward(kernels, x, da, "swiglu", offs, e5m2=False, **how)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
