@@ -246,6 +246,8 @@ Q, SCALE = H.to(torch.float8_e4m3fn), torch.zeros(6)
         ([H, DA, "swiglu", "rowwise", OFFS], {"h_scale": SCALE}, "h", "float32"),
         ([H, DA.half(), "swiglu", "rowwise", OFFS], {}, "da", "float16"),
         ([H, DA[:5], "swiglu", "rowwise", OFFS], {}, "da", "5"),
+        ([H.mT.contiguous().mT, DA, "swiglu", "rowwise", OFFS], {}, "h", "stride 6"),
+        ([H, DA[0], "swiglu", "rowwise", OFFS], {}, "da", "1"),
         ([H, DA, "relu", "rowwise", OFFS], {}, "activation", "relu"),
         ([H, DA, "swiglu", "fp4", OFFS], {}, "format", "fp4"),
         ([H, DA, "swiglu", "rowwise", torch.zeros(2)], {}, "offs", "float32"),
@@ -266,9 +268,9 @@ def test_errors(args, kwargs, argument, got, device):
     check_error("quantize_activated_backward", args, argument, got, offs=offs, **on(device, kwargs))
 
 
-@pytest.mark.parametrize("name", ["da", "offs", "scores"])
+@pytest.mark.parametrize("name", ["da", "offs", "scores", "h_scale"])
 def test_error_on_another_device(name, device):
-    given = {"h": H, "da": DA, "offs": OFFS, "scores": SCORES}
+    given = {"h": Q, "da": DA, "offs": OFFS, "scores": SCORES, "h_scale": SCALE}
     other = "cpu" if device == "cuda" else "meta"
     there = {n: t.to(other if n == name else device) for n, t in given.items()}
     with pytest.raises(RuntimeError, match=f"^quantize_activated_backward: {name} must be on the device of h, "):

@@ -16,26 +16,6 @@ constexpr int kHeldThreads = 512, kTurns = 12, kLeastWalks = 4;
 struct alignas(8) OfRow { uint32_t amax; float dot; };
 struct TeamWords { OfRow of[2][kMostRows][kMostTeam / 32]; };
 
-// Lanes whose numbers differ in kMask share values out, each adds up a half of them; then those of the next mask.
-template <int kMask, int n>
-MOE_DEVICE float sum_over_lanes(const float (&values)[n], int lane) {
-  float half[n / 2];
-#pragma unroll
-  for (int i = 0; i < n / 2; ++i) {
-    const float lower = values[i], upper = values[n / 2 + i], sent = lane & kMask ? lower : upper;
-    half[i] = (lane & kMask ? upper : lower) + as_float(shfl_xor(as_bits(sent), kMask));
-  }
-  if constexpr (n > 2) return sum_over_lanes<kMask / 2>(half, lane);
-  return half[0];
-}
-// Of so many neighbouring lanes.
-template <int kLanes>
-MOE_DEVICE float sum_of(float v) {
-#pragma unroll
-  for (int mask = kLanes / 2; mask > 0; mask /= 2) v += as_float(shfl_xor(as_bits(v), mask));
-  return v;
-}
-
 // A team of threads walks rows, a vector each and some rows at once. As many shares of every wave's lanes end up with
 // what is of one row each.
 template <class T, class G>
@@ -66,7 +46,7 @@ struct RowWalk {
   // The scale of the row that the lane's share has; that and dscores in memory.
   MOE_DEVICE ScaleF32 finish(uint32_t amax, const float (&dot)[kRows], int64_t row) {
     const int lane = threadIdx.x % kWarpSize, own = lane / kShare, of_share = lane % kShare;
-    OfRow told = {amax, sum_of<kShare>(sum_over_lanes<kWarpSize / 2>(dot, lane))};
+    OfRow told = {amax, wave_sums(dot)};
     OfRow* of_row = words.of[turn++ & 1][own];
     if (of_share == 0) of_row[wave] = told;
     if (waves > 1) __syncthreads();

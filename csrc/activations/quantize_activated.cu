@@ -208,7 +208,7 @@ MOE_DEVICE void quantize_rows(const QuantizeActivatedParams& p, Team& team, int6
   else store_rows<Fast<BF16, Kind::kE4M3>>(p, team, source.columns, row0, live, amax, h, a);
 }
 
-// T: what is cast to, which is decided where it is.
+// T is for the name alone, which tells the report of instructions what the kernel casts to.
 template <class T, bool kGated, class Team>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsOfRow, 3)
     quantize_activated_kernel(MOE_GRID_CONSTANT const QuantizeActivatedParams p) {

@@ -208,7 +208,9 @@ Results<8> quantize_activated_backward_op(const Tensor& h, const Tensor& da, std
   if (grad_dtype) of_dh.out = check_fp8(call, kOp, grad_dtype, "grad_dtype");
   of_dh.row_stride = of_dh.K = h.sizes[1];
   of_dh.along_rows = true;
-  Outputs dh = outputs_of(call, of_dh), a = outputs_of(call, of_a);
+  Outputs dh = outputs_of(call, of_dh);
+  of_a.padded_offs = of_dh.padded_offs;
+  Outputs a = outputs_of(call, of_a);
   Handle dscores = call.empty({gradients.P}, kFloat32);
   gradients.dscores = data<float>(dscores);
 #if defined(MOE_FP8_GPU)

@@ -20,7 +20,8 @@ inline void set_groups(QuantizeParams& p, const char* op, const char* arg, const
   if (f.block) check_extent(op, arg, p.rows, p.E, std::max(p.align, kGroupScales));
 }
 
-// What quantize() writes, in the order in which ops return it, and p with where that is.
+// What quantize() writes, in the order in which ops return it, and p with where that is. Where p has padded_offs
+// already, those of another operand of the same groups, none are made.
 struct Outputs {
   Handle q, scale, q_t, scale_t, padded_offs;
 };
@@ -35,7 +36,7 @@ inline Outputs outputs_of(const Call& call, QuantizeParams& p) {
     const int64_t blocks = block_extent(p.rows, p.E, p.align);
     p.q_t = data<uint8_t>(o.q_t = call.empty({p.K, p.positions}, p.out));
     p.scale_t = data(o.scale_t = call.empty(scales_along_tokens(f, p.K, p.positions, p.E, blocks), f.scale_type));
-    p.padded_offs = data<int>(o.padded_offs = call.empty({p.E}, kInt32));
+    if (!p.padded_offs) p.padded_offs = data<int>(o.padded_offs = call.empty({p.E}, kInt32));
   }
   return o;
 }

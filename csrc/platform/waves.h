@@ -55,9 +55,30 @@ MOE_DEVICE uint32_t warp_max(uint32_t v) {
 #endif
 }
 
+// Of so many neighbouring lanes.
+template <int kLanes = kWarpSize>
 MOE_DEVICE float wave_sum(float v) {
-  for (int mask = kWarpSize / 2; mask > 0; mask >>= 1) v += as_float(shfl_xor(as_bits(v), mask));
+#pragma unroll
+  for (int mask = kLanes / 2; mask > 0; mask >>= 1) v += as_float(shfl_xor(as_bits(v), mask));
   return v;
+}
+// Of n values of every lane, a power of two of them, that of number lane * n / kLanes: lanes share the values out, each
+// adds up a half of them, then a quarter, in the order in which wave_sum() adds up each.
+template <int kLanes = kWarpSize, int n>
+MOE_DEVICE float wave_sums(const float (&values)[n]) {
+  if constexpr (n == 1) {
+    return wave_sum<kLanes>(values[0]);
+  } else {
+    constexpr int kMask = kLanes / 2;
+    const bool upper = threadIdx.x & kMask;
+    float half[n / 2];
+#pragma unroll
+    for (int i = 0; i < n / 2; ++i) {
+      const float own = upper ? values[n / 2 + i] : values[i], sent = upper ? values[i] : values[n / 2 + i];
+      half[i] = own + as_float(shfl_xor(as_bits(sent), kMask));
+    }
+    return wave_sums<kMask>(half);
+  }
 }
 
 // A bit a lane; bits of lanes that the wave does not have are zero.

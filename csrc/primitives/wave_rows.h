@@ -15,18 +15,6 @@ MOE_DEVICE int64_t first_row() {
 }
 MOE_DEVICE int64_t rows_at_once() { return int64_t(gridDim.x) * (kThreads / kWarpSize); }
 
-// Of one row, or of two: a sum over the wave of what lanes have of each, that of row lane * kRows / kWarpSize.
-template <int kRows>
-MOE_DEVICE float wave_sums(const float (&of)[kRows]) {
-  static_assert(kRows == 1 || kRows == 2);
-  if constexpr (kRows == 1) return wave_sum(of[0]);
-  constexpr int kHalf = kWarpSize / 2;
-  const bool upper = threadIdx.x % kWarpSize >= kHalf;
-  float v = (upper ? of[kRows - 1] : of[0]) + as_float(shfl_xor(as_bits(upper ? of[0] : of[kRows - 1]), kHalf));
-  for (int mask = kHalf / 2; mask > 0; mask >>= 1) v += as_float(shfl_xor(as_bits(v), mask));
-  return v;
-}
-
 // shared: bytes a block.
 template <class Params>
 int launch_on_rows(void (*kernel)(Params), const Params& p, int64_t rows, void* stream, size_t shared = 0) {
