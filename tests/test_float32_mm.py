@@ -23,7 +23,7 @@ def test_parts_add_up(dtype, dim, device):
         assert torch.equal(sum(of_x), given.double())
 
 
-@pytest.mark.parametrize(("a", "b"), itertools.product(DTYPES, DTYPES))
+@pytest.mark.parametrize(("a", "b"), [*itertools.product(DTYPES, DTYPES)])
 @pytest.mark.parametrize(("m", "k", "n"), [(9, 200, 5), (200, 9, 33), (40, 1, 33), (1, 1, 99), (0, 4, 4), (4, 0, 4)])
 def test_products(a, b, m, k, n, device):
     """Within what is left out, 2^-23 of every product, and k roundings of float32 sums, of both ways."""
@@ -35,7 +35,7 @@ def test_products(a, b, m, k, n, device):
         assert ((got.double() - want).abs() <= (2 * k + 8) * 2**-23 * size).all()
 
 
-@pytest.mark.parametrize(("a", "b"), itertools.product(DTYPES, DTYPES))
+@pytest.mark.parametrize(("a", "b"), [*itertools.product(DTYPES, DTYPES)])
 @pytest.mark.parametrize(("m", "k", "n"), [(9, 200, 5), (200, 9, 33)])
 @pytest.mark.parametrize("out", DTYPES)
 def test_rounded_products(out, a, b, m, k, n, device):

@@ -311,7 +311,7 @@ def test_errors(args, argument, recipe, device):
 
 
 @pytest.mark.parametrize("recipe", NAMES)
-@pytest.mark.parametrize(("place", "argument"), enumerate(("A", "B_t", "offs")))
+@pytest.mark.parametrize(("place", "argument"), [*enumerate(("A", "B_t", "offs"))])
 def test_what_is_no_dense_tensor(place, argument, recipe):
     """Lists, None and sparse tensors get the sentence that every other error gets."""
     args = [A.detach(), B_T.detach(), OFFS]

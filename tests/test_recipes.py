@@ -21,7 +21,7 @@ QUANTIZED = ("rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor")
 # What is left between a recipe and its ops is one rounding of the product to bfloat16, 2^-14 / 12 of the signal at
 # most, and the accumulator, which of rowwise operands is Hopper's own. Blocks of 128 have two more such roundings, of
 # dequantized operands.
-@pytest.mark.parametrize(("name", "min_db"), zip(QUANTIZED, (45, 48.1, 48.1, 48.1), strict=True))
+@pytest.mark.parametrize(("name", "min_db"), [*zip(QUANTIZED, (45, 48.1, 48.1, 48.1), strict=True)])
 def test_is_the_composition_of_its_ops(name, min_db, device):
     """The recipe adds nothing to the three products of quantized operands."""
     recipe = Recipe(name)
