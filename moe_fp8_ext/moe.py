@@ -156,7 +156,7 @@ def _without_autocast(x: Tensor) -> AbstractContextManager:
 
 class _Choice(torch.autograd.Function):
     """logits = x @ weight^T in float32, under torch.autocast too, and what `choose_experts` makes of them, ids and
-    scores; x is kept as it is, and not a float32 copy of it."""
+    scores. x is kept as it is, and not a float32 copy of it; of logits, if normalize, those of the chosen alone."""
 
     @staticmethod
     def forward(ctx, x, weight, top_k, bias, scoring, normalize, scaling_factor, *groups):
@@ -164,7 +164,9 @@ class _Choice(torch.autograd.Function):
         with _without_autocast(x):
             logits = float32_mm(x, weight.t())
         ids, scores = choose_experts(logits, top_k, bias, *ctx.how, *groups)
-        ctx.save_for_backward(x, weight, logits, ids)
+        # NaN scores can come of a logit that was not chosen: who chose shows it.
+        kept = torch.where(scores.isnan(), scores, logits.gather(1, ids)) if normalize else logits
+        ctx.save_for_backward(x, weight, kept, ids)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(ids)
         return logits, ids, scores
@@ -172,15 +174,26 @@ class _Choice(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, grad, _, of_scores):
-        x, weight, logits, ids = ctx.saved_tensors
+        x, weight, kept, ids = ctx.saved_tensors
         if of_scores is not None:
-            of_logits = choose_experts_backward(unit_stride(of_scores), logits, ids, *ctx.how)
+            of_logits = _gradient_of_logits(unit_stride(of_scores), kept, ids, weight.shape[0], *ctx.how)
             grad = of_logits if grad is None else grad + of_logits
         gradients = (None, None)
         if grad is not None:
             with _without_autocast(x):
                 gradients = float32_mm_backward(grad, x, weight, *ctx.needs_input_grad[:2])
         return *gradients, *[None] * 7
+
+
+def _gradient_of_logits(
+    of_scores: Tensor, kept: Tensor, ids: Tensor, num_experts: int, scoring: str, normalize: bool, factor: float
+) -> Tensor:
+    """kept: logits, or, if normalize, [T, top_k] of the chosen, which share all of the score among themselves."""
+    if not normalize:
+        return choose_experts_backward(of_scores, kept, ids, scoring, normalize, factor)
+    all_of_them = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    of_chosen = choose_experts_backward(of_scores, kept, all_of_them, scoring, normalize, factor)
+    return of_chosen.new_zeros(ids.shape[0], num_experts).scatter_(1, ids, of_chosen)
 
 
 class Routing(NamedTuple):
