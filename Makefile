@@ -35,7 +35,7 @@ demo: $(call packages,demo) ## train a small MoE language model in BF16 and in F
 	$(BUILD)
 	$(PY) examples/train_moe_lm.py $(ARGS)
 
-test: $(call packages,test) ## run the tests; those that need a GPU are skipped where there is none
+test: $(call packages,test) ## run the tests; those that need a GPU are left out where there is none
 	$(BUILD)
 	$(PY) -m pytest -q $(WORKERS) $(ARGS)
 

@@ -29,12 +29,28 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("moe_fp8")
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
-NO_SECOND_GPU = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA GPUs")
+GPUS = torch.cuda.device_count()
+NO_GPU = pytest.mark.skipif(GPUS < 1, reason="no CUDA GPU")
+NO_SECOND_GPU = pytest.mark.skipif(GPUS < 2, reason="fewer than two CUDA GPUs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "large: tensors of more than 2^31 elements, on a GPU with the memory for them")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU half of all tests would be skipped one by one, which takes longer than many that are run."""
+    missing = [mark.mark for mark in (NO_GPU, NO_SECOND_GPU) if mark.args[0]]
+    kept: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        kept[all(mark not in missing for mark in item.iter_markers("skipif"))].append(item)
+    config.hook.pytest_deselected(items=kept[False])
+    items[:] = kept[True]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if GPUS < 2:
+        terminalreporter.write_line(f"Left out: tests that need {'two GPUs' if GPUS else 'a GPU'}, which are not here.")
 
 
 def pytest_collection_finish() -> None:

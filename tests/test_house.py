@@ -347,6 +347,7 @@ def unfinished_cpp(path: str, text: str) -> list[str]:
     return [c for c in cpp_text.comments(text) if UNFINISHED.search(c) or OF_WORK.search(c)]
 
 
+@functools.cache
 def python_comments(text: str) -> list[str]:
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return [t.string.lstrip("#").strip() for t in tokens if t.type == tokenize.COMMENT]
