@@ -164,8 +164,8 @@ class _Choice(torch.autograd.Function):
         with _without_autocast(x):
             logits = float32_mm(x, weight.t())
         ids, scores = choose_experts(logits, top_k, bias, *ctx.how, *groups)
-        # NaN scores can come of a logit that was not chosen: who chose shows it.
-        kept = torch.where(scores.isnan(), scores, logits.gather(1, ids)) if normalize else logits
+        # NaN scores can come of a logit that was not chosen: the sum has them.
+        kept = logits.gather(1, ids).add_(scores, alpha=0) if normalize else logits
         ctx.save_for_backward(x, weight, kept, ids)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(ids)
