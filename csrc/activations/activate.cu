@@ -4,48 +4,47 @@
 namespace moe_fp8 {
 namespace {
 
-template <class Source, class Part, class Activated>
+template <class Part, class Activations>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 4) activate_kernel(MOE_GRID_CONSTANT const ActivateParams p) {
   constexpr int n = Part::kElements, kHeld = 4;
-  const Source source(p.h);
   const Part part(p.h.in);
-  const Activated activated(p.activation);
   const int lane = threadIdx.x % kWarpSize, vecs = int(p.h.F / n);
   wait_for_previous_kernel();
-  for (int64_t r = first_row(); r < p.P; r += rows_at_once()) {
-    const auto h = source.row(r);
-    void* const out = part.advanced(p.a, r * p.h.F);
-    for (int first = lane; first < vecs; first += kHeld * kWarpSize) {
-      typename Source::Held held[kHeld];
+  Activations::with(p.activation, [&](auto activation) {
+    constexpr Activation kActivation = decltype(activation)::value;
+    using Source = PlainGates<Part, kIsGated<kActivation>>;
+    const Source source(p.h);
+    for (int64_t r = first_row(); r < p.P; r += rows_at_once()) {
+      const auto h = source.row(r);
+      void* const out = part.advanced(p.a, r * p.h.F);
+      for (int first = lane; first < vecs; first += kHeld * kWarpSize) {
+        typename Source::Held held[kHeld];
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i)
-        if (const int v = first + i * kWarpSize; v < vecs) held[i] = source.load(h, v);
+        for (int i = 0; i < kHeld; ++i)
+          if (const int v = first + i * kWarpSize; v < vecs) held[i] = source.load(h, v);
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        const int v = first + i * kWarpSize;
-        if (v >= vecs) break;
-        const Gates<n> g = source.values(h, held[i]);
-        float a[n];
+        for (int i = 0; i < kHeld; ++i) {
+          const int v = first + i * kWarpSize;
+          if (v >= vecs) break;
+          const Gates<n> g = source.values(h, held[i]);
+          float a[n];
 #pragma unroll
-        for (int j = 0; j < n; ++j) a[j] = activated.value(g.gate[j], g.up[j]);
-        part.store(out, int64_t(v) * n, a);
+          for (int j = 0; j < n; ++j) a[j] = activated<kActivation>(g.gate[j], g.up[j]);
+          part.store(out, int64_t(v) * n, a);
+        }
       }
     }
-  }
+  });
 }
 
 }  // namespace
 
 int activate(const ActivateParams& p, void* stream) {
   if (p.h.F == 0) return 0;
-  if (p.h.in != InType::kBF16 || !is_of_vectors(p.h.h, p.h.stride, p.h.F, p.P, 2))
-    return is_gated(p.activation)
-               ? launch_on_rows(activate_kernel<PlainGates<Elements, true>, Elements, AnyActivation>, p, p.P, stream)
-               : launch_on_rows(activate_kernel<PlainGates<Elements, false>, Elements, AnyActivation>, p, p.P, stream);
-  return dispatch_activation(p.activation, [&](auto activation) {
-    constexpr Activation kActivation = decltype(activation)::value;
-    using Source = PlainGates<Vectors<BF16>, is_gated(kActivation)>;
-    return launch_on_rows(activate_kernel<Source, Vectors<BF16>, FixedActivation<kActivation>>, p, p.P, stream);
+  const bool fast = p.h.in == InType::kBF16 && is_of_vectors(p.h.h, p.h.stride, p.h.F, p.P, 2);
+  if (!fast) return launch_on_rows(activate_kernel<Elements, All>, p, p.P, stream);
+  return dispatch_activations(p.activation, [&](auto activations) {
+    return launch_on_rows(activate_kernel<Vectors<BF16>, decltype(activations)>, p, p.P, stream);
   });
 }
 

@@ -7,12 +7,11 @@ namespace {
 // Vectors that a lane has under way: of a row, or of two rows where a wave has lanes enough for one.
 constexpr int kHeld = 2;
 
-template <int kRows, class Source, class Part, class Activated>
+template <int kRows, Activation kActivation, class Part, class Source>
 MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Source& source, int64_t row0) {
   constexpr int n = Part::kElements, kParts = Source::Columns::kParts, kVecs = kHeld / kRows;
   constexpr bool kSumEach = kRows == 1 && n > 1;  // vector of the wave, in the order of gradient_rows.cu: the same bits
   const Part part(p.in);
-  const Activated activated(p.activation);
   const int lane = threadIdx.x % kWarpSize, vecs = int(p.h.F / n);
   const int live = p.P - row0 < kRows ? 1 : kRows;
   typename Source::Row h[kRows];
@@ -55,7 +54,7 @@ MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Source& 
 #pragma unroll
         for (int j = 0; j < n; ++j) {
           const float grad = part.element(grads[r][i], j);
-          const ActivationGradient g = activated.gradient(of_h.gate[j], of_h.up[j], score[r] * grad);
+          const ActivationGradient g = activation_gradient<kActivation>(of_h.gate[j], of_h.up[j], score[r] * grad);
           dot[r] = fmaf(grad, g.a, dot[r]);
           of_a[j] = score[r] * g.a;
           of_dh.gate[j] = g.gate;
@@ -72,44 +71,39 @@ MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Source& 
     store_element(p.dscores, InType::kF32, row0 + of_row, kSumEach ? sum + last : 0.f + last);
 }
 
-template <int kRows, class Source, class Part, class Activated>
+// Of a wave at once: two where a row has no vector for some of the lanes that any chip's wave has.
+template <class Part>
+MOE_HD int rows_of_wave(const ActivateBackwardParams& p) {
+  return Part::kElements > 1 && p.h.F <= Part::kElements * kSmallestWarp ? kHeld : 1;
+}
+
+template <class Part, bool kFp8, bool kGated>
+using GatesOf = std::conditional_t<kFp8, Fp8Gates<Part::kElements, kGated>, PlainGates<Part, kGated>>;
+
+template <class Part, bool kFp8, class Activations>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 3)
     activate_backward_kernel(MOE_GRID_CONSTANT const ActivateBackwardParams p) {
   wait_for_previous_kernel();
-  const Source source(p.h);
-  for (int64_t row = first_row() * kRows; row < p.P; row += rows_at_once() * kRows) {
-    auto run = [&](const Source& source) { backward_of_rows<kRows, Source, Part, Activated>(p, source, row); };
-    if constexpr (kRows == 1) run(source);  // its loop twice would not fit into the registers
-    else source.known(run);
-  }
-}
-
-template <int kRows, class Source, class Part, class Activated>
-int launch_rows(const ActivateBackwardParams& p, void* stream) {
-  return launch_on_rows(activate_backward_kernel<kRows, Source, Part, Activated>, p, ceil_div<int64_t>(p.P, kRows),
-                        stream);
-}
-
-template <bool kGated> using PlainVectors = PlainGates<Vectors<BF16>, kGated>;
-template <bool kGated> using Fp8Vectors = Fp8Gates<8, kGated>;
-template <bool kGated> using PlainElements = PlainGates<Elements, kGated>;
-template <bool kGated> using Fp8Elements = Fp8Gates<1, kGated>;
-
-template <template <bool> class Source>
-int launch_fast(const ActivateBackwardParams& p, void* stream) {
-  return dispatch_activation(p.activation, [&](auto activation) {
+  Activations::with(p.activation, [&](auto activation) {
     constexpr Activation kActivation = decltype(activation)::value;
-    using Gates = Source<is_gated(kActivation)>;
-    using Part = Vectors<BF16>;
-    if (p.h.F <= Part::kElements * kSmallestWarp)
-      return launch_rows<kHeld, Gates, Part, FixedActivation<kActivation>>(p, stream);
-    return launch_rows<1, Gates, Part, FixedActivation<kActivation>>(p, stream);
+    using Source = GatesOf<Part, kFp8, kIsGated<kActivation>>;
+    const Source source(p.h);
+    if constexpr (Part::kElements > 1)
+      if (rows_of_wave<Part>(p) == kHeld) {
+        for (int64_t row = first_row() * kHeld; row < p.P; row += rows_at_once() * kHeld)
+          backward_of_rows<kHeld, kActivation, Part>(p, source, row);
+        return;
+      }
+    for (int64_t row = first_row(); row < p.P; row += rows_at_once())
+      backward_of_rows<1, kActivation, Part>(p, source, row);
   });
 }
-template <template <bool> class Source>
-int launch_any(const ActivateBackwardParams& p, void* stream) {
-  return is_gated(p.activation) ? launch_rows<1, Source<true>, Elements, AnyActivation>(p, stream)
-                                : launch_rows<1, Source<false>, Elements, AnyActivation>(p, stream);
+
+template <class Part, class Activations>
+int launch_with(const ActivateBackwardParams& p, bool fp8, void* stream) {
+  auto* const kernel = fp8 ? activate_backward_kernel<Part, true, Activations>
+                           : activate_backward_kernel<Part, false, Activations>;
+  return launch_on_rows(kernel, p, ceil_div<int64_t>(p.P, rows_of_wave<Part>(p)), stream);
 }
 
 }  // namespace
@@ -117,10 +111,13 @@ int launch_any(const ActivateBackwardParams& p, void* stream) {
 int activate_backward(const ActivateBackwardParams& p, void* stream) {
   const bool fp8 = p.h.scale.data != nullptr;
   const bool native = !fp8 || is_fnuz(p.h.fp8) == device().native_fnuz;
-  if (native && p.in == InType::kBF16 && is_of_vectors(p.h.h, p.h.stride, p.h.F, p.P, fp8 ? 1 : 2) &&
-      is_of_vectors(p.da, p.da_stride, p.h.F, p.P, 2))
-    return fp8 ? launch_fast<Fp8Vectors>(p, stream) : launch_fast<PlainVectors>(p, stream);
-  return fp8 ? launch_any<Fp8Elements>(p, stream) : launch_any<PlainElements>(p, stream);
+  const bool fast = native && p.in == InType::kBF16 &&
+                    is_of_vectors(p.h.h, p.h.stride, p.h.F, p.P, fp8 ? 1 : 2) &&
+                    is_of_vectors(p.da, p.da_stride, p.h.F, p.P, 2);
+  if (!fast) return launch_with<Elements, All>(p, fp8, stream);
+  return dispatch_activations(p.activation, [&](auto activations) {
+    return launch_with<Vectors<BF16>, decltype(activations)>(p, fp8, stream);
+  });
 }
 
 }  // namespace moe_fp8

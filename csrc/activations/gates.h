@@ -24,8 +24,7 @@ struct GateColumns {
   // f(the same, of which the compiler knows whether it is interleaved): of loops over vectors, which need not ask then.
   template <class F>
   MOE_DEVICE void known(F f) const {
-    if constexpr (n == 1) f(*this);
-    else if (kGated && interleaved) f(GateColumns(true, 0));
+    if (kGated && interleaved) f(GateColumns(true, 0));
     else f(GateColumns(false, apart));
   }
   MOE_DEVICE int64_t at(int v, int part) const { return int64_t(v) * step + part * apart; }
@@ -68,7 +67,6 @@ struct GateColumns {
 };
 
 // ---- sources: load(row(r), v) has number v of the n gates and ups of a row under way, values() waits for them -------
-// known(f): f(the same source, of which the compiler knows whether h is interleaved).
 
 // Of an h of the type that a Part is of.
 template <class Part, bool kGated>
@@ -120,12 +118,6 @@ struct Fp8Gates {
   explicit MOE_DEVICE Fp8Gates(const GateRows& h) : h(h), columns(h), block_log2(h.scale.block_size ? 0 : 31) {
     while (block_log2 < 31 && 1 << block_log2 < h.scale.block_size) ++block_log2;
   }
-  MOE_DEVICE Fp8Gates(const Fp8Gates& other, const Columns& columns)
-      : h(other.h), columns(columns), block_log2(other.block_log2) {}
-  template <class F>
-  MOE_DEVICE void known(F f) const {
-    columns.known([&](const Columns& c) { f(Fp8Gates(*this, c)); });
-  }
   MOE_DEVICE Row row(int64_t r) const {
     return {static_cast<const uint8_t*>(h.h) + r * h.stride, h.scale.of_row(r)};
   }
@@ -158,40 +150,34 @@ struct Fp8Gates {
   }
 };
 
-// ---- which activation a kernel computes: one that it is made for, or the one that it is told ------------------------
+// ---- which activations a kernel computes ----------------------------------------------------------------------------
 
-// f(constant of the activation).
-template <int kTried = 0, class F>
-MOE_DEVICE void with_activation(Activation activation, F f) {
-  if constexpr (kTried + 1 < kNumActivations)
-    if (int(activation) != kTried) return with_activation<kTried + 1>(activation, f);
-  f(std::integral_constant<Activation, Activation(kTried)>{});
-}
-
+// with(activation, f): f(constant of it). A kernel asks once, outside of its loops.
+template <Activation kFirst, Activation... kRest>
+struct AnyOf {
+  template <class F>
+  static MOE_DEVICE void with(Activation activation, F f) {
+    if constexpr (sizeof...(kRest) > 0)
+      if (activation != kFirst) return AnyOf<kRest...>::with(activation, f);
+    f(std::integral_constant<Activation, kFirst>{});
+  }
+};
+using Gated = AnyOf<Activation::kSwiglu, Activation::kGeglu, Activation::kSwigluOai>;
+using Ungated = AnyOf<Activation::kSilu, Activation::kGelu, Activation::kRelu2>;
+using All = AnyOf<Activation::kSwiglu, Activation::kGeglu, Activation::kSwigluOai, Activation::kSilu, Activation::kGelu,
+                  Activation::kRelu2>;
 template <Activation kActivation>
-struct FixedActivation {
-  explicit MOE_DEVICE FixedActivation(Activation) {}
-  MOE_DEVICE float value(float gate, float up) const { return activated<kActivation>(gate, up); }
-  MOE_DEVICE ActivationGradient gradient(float gate, float up, float grad) const {
-    return activation_gradient<kActivation>(gate, up, grad);
-  }
-};
-struct AnyActivation {
-  Activation activation;
+constexpr bool kIsGated = is_gated(kActivation);  // in device code too
 
-  explicit MOE_DEVICE AnyActivation(Activation activation) : activation(activation) {}
-  template <int kTried = 0>
-  MOE_DEVICE float value(float gate, float up) const {
-    if constexpr (kTried + 1 < kNumActivations)
-      if (int(activation) != kTried) return value<kTried + 1>(gate, up);
-    return activated<Activation(kTried)>(gate, up);
+// f(those that a kernel of vectors computes): one that is gated leaves no register for what others keep.
+template <class F>
+int dispatch_activations(Activation activation, F f) {
+  switch (activation) {
+    case Activation::kSwiglu: return f(AnyOf<Activation::kSwiglu>{});
+    case Activation::kGeglu: return f(AnyOf<Activation::kGeglu>{});
+    case Activation::kSwigluOai: return f(AnyOf<Activation::kSwigluOai>{});
+    default: return f(Ungated{});
   }
-  template <int kTried = 0>
-  MOE_DEVICE ActivationGradient gradient(float gate, float up, float grad) const {
-    if constexpr (kTried + 1 < kNumActivations)
-      if (int(activation) != kTried) return gradient<kTried + 1>(gate, up, grad);
-    return activation_gradient<Activation(kTried)>(gate, up, grad);
-  }
-};
+}
 
 }  // namespace moe_fp8

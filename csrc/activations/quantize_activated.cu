@@ -116,9 +116,6 @@ struct BlockTeam : Team<kBlock / n, 4, 4, 2> {
 
 // ---- the rows of a team ---------------------------------------------------------------------------------------------
 
-template <Activation kActivation>
-constexpr bool kIsGated = is_gated(kActivation);
-
 // From a lane's first vector of a row to number i of those that it has, and number i itself.
 MOE_DEVICE int ahead(int i) { return i * int(blockDim.x); }
 MOE_DEVICE int vec(int i) { return int(blockIdx.x * blockDim.x + threadIdx.x) + ahead(i); }
@@ -199,9 +196,8 @@ MOE_DEVICE void quantize_rows(const QuantizeActivatedParams& p, Team& team, int6
         for (int part = 0; part < kParts; ++part) add(of_h[r][part], h[r][i].part[part], i);
       }
   };
-  with_activation(p.activation, [&](auto activation) {  // asked once, outside of the loops
-    if constexpr (kIsGated<decltype(activation)::value> == kGated)
-      source.known([&](const Source& known) { activate(activation, known); });
+  std::conditional_t<kGated, Gated, Ungated>::with(p.activation, [&](auto activation) {
+    source.known([&](const Source& known) { activate(activation, known); });
   });
   const uint32_t amax = team.amax(of_h, of_a, source.columns.interleaved);
   if (is_e5m2(p.of_a.out)) store_rows<Fast<BF16, Kind::kE5M2>>(p, team, source.columns, row0, live, amax, h, a);
