@@ -64,7 +64,8 @@ struct RowWalk {
     }
     return s;
   }
-  MOE_DEVICE void store(const Vec16 (&of_dh)[kParts], int row, float multiplier) const {
+  template <class Cast>
+  MOE_DEVICE void store(const Vec16 (&of_dh)[kParts], int row, float multiplier, Cast cast) const {
     const GateColumns<kFeatures, G::kGated> columns(p.gradients.h);
     Vec16 vecs[kParts];
 #pragma unroll
@@ -78,7 +79,8 @@ struct RowWalk {
     }
 #pragma unroll
     for (int i = 0; i < kParts; ++i)
-      store_cast<T>(p.of_dh, p.of_dh.q + columns.at(v, i) + offset(row, uint32_t(p.of_dh.K)), 0, vecs[i], multiplier);
+      store_cast<T>(p.of_dh, p.of_dh.q + columns.at(v, i) + offset(row, uint32_t(p.of_dh.K)), 0, vecs[i], multiplier,
+                    cast);
   }
   // The block's rows from first to stop, which are of group e. Behind the last row it comes once more: the same maxima
   // and the same bytes.
@@ -108,8 +110,11 @@ struct RowWalk {
         if (const uint32_t of_wave = warp_max(amax_bits<BF16>(of_row)); i == own) amax = of_wave;
       }
       const ScaleF32 s = finish(amax, dot, row(own));
+      T::with_cast(p.of_dh, [&](auto cast) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) store(of_dh[i], row(i), as_float(shfl(as_bits(s.multiplier), i * kShare)));
+        for (int i = 0; i < kRows; ++i)
+          store(of_dh[i], row(i), as_float(shfl(as_bits(s.multiplier), i * kShare)), cast);
+      });
     }
     if (!there || e >= p.of_dh.E) return;
     const int64_t F = p.gradients.h.F;

@@ -132,26 +132,28 @@ MOE_DEVICE void store_rows(const QuantizeActivatedParams& p, const Team& team, c
   uint8_t* h_q[kParts];
 #pragma unroll
   for (int part = 0; part < kParts; ++part) h_q[part] = p.of_h.q + row0 * p.of_h.K + columns.at(vec(0), part);
+  T::with_cast(p.of_a, [&](auto cast) {
 #pragma unroll
-  for (int r = 0; r < Team::kRows; ++r) {
-    const float of_a = team.told(s.multiplier, Team::kOfA, r);
-    float of_h[kParts];
-#pragma unroll
-    for (int part = 0; part < kParts; ++part)
-      of_h[part] = team.told(s.multiplier, team.scale_of_h(part, columns.interleaved), r);
-#pragma unroll
-    for (int i = 0; i < Team::kVecs; ++i) {
-      if (r >= live || vec(i) >= p.h.F / n) break;
-      store_cast<T>(p.of_a, a_q, ahead(i), a[r][i].part[0], of_a);
-      if (p.of_h.rows == 0) continue;
+    for (int r = 0; r < Team::kRows; ++r) {
+      const float of_a = team.told(s.multiplier, Team::kOfA, r);
+      float of_h[kParts];
 #pragma unroll
       for (int part = 0; part < kParts; ++part)
-        store_cast<T>(p.of_h, h_q[part], columns.step / n * ahead(i), h[r][i].part[part], of_h[part]);
-    }
-    a_q += p.of_a.K;
+        of_h[part] = team.told(s.multiplier, team.scale_of_h(part, columns.interleaved), r);
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) h_q[part] += p.of_h.K;
-  }
+      for (int i = 0; i < Team::kVecs; ++i) {
+        if (r >= live || vec(i) >= p.h.F / n) break;
+        store_cast<T>(p.of_a, a_q, ahead(i), a[r][i].part[0], of_a, cast);
+        if (p.of_h.rows == 0) continue;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part)
+          store_cast<T>(p.of_h, h_q[part], columns.step / n * ahead(i), h[r][i].part[part], of_h[part], cast);
+      }
+      a_q += p.of_a.K;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) h_q[part] += p.of_h.K;
+    }
+  });
 }
 
 template <bool kGated, class Team>

@@ -57,7 +57,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMoveThreads, kMoveBlocks)
 
 template <class In>
 int launch_columns(const QuantizeParams& p, void* stream) {
-  using T = typename ColumnTypes<In>::Type;
+  using T = TypesOf<In>;
   ColumnsPlan plan = {p};
   plan.stride = batch_stride(p);
   plan.cast = reinterpret_cast<uint8_t*>(p.scratch);

@@ -23,12 +23,6 @@ struct ColumnsPlan : QuantizeParams {
   int64_t moved;         // tiles of q_t before the launch
 };
 
-// Fast or Any; the first two steps hardly differ by the format that they cast to.
-template <class In>
-struct ColumnTypes { using Type = Fast<In, Kind::kEither>; };
-template <>
-struct ColumnTypes<Any> { using Type = Any; };
-
 // The lane's columns of a share's rows.
 template <class T>
 struct ColumnWalk {

@@ -11,16 +11,15 @@ MOE_DEVICE Vec16 load_vec(const QuantizeParams& p, const typename T::Bits* row, 
   const int64_t k = int64_t(v) * T::kVec;
   return load_words<T, Vec16, kReuse>(p, T::advance(p, row, k), p.K - k);
 }
-template <class T>
-MOE_DEVICE void store_cast(const QuantizeParams& p, uint8_t* row, int v, const Vec16& vec, float multiplier) {
+template <class T, class Cast>
+MOE_DEVICE void store_cast(const QuantizeParams& p, uint8_t* row, int v, const Vec16& vec, float multiplier,
+                           Cast cast) {
   using In = typename T::In;
   constexpr int kWords = T::kVec / 4;
   const float m = multiplier;
   uint32_t q[kWords];
-  T::with_cast(p, [&](auto cast) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) q[i] = cast_words<In>(vec.w + i * 4 / kPerWord<In>, m, m, m, m, cast);
-  });
+  for (int i = 0; i < kWords; ++i) q[i] = cast_words<In>(vec.w + i * 4 / kPerWord<In>, m, m, m, m, cast);
   if constexpr (!T::kFast) {
 #pragma unroll
     for (int i = 0; i < T::kVec; ++i) {
@@ -89,13 +88,15 @@ MOE_DEVICE void quantize_row(const QuantizeParams& p, const RowTeam& team, const
 
   const auto s = T::template scale_of<ScaleF32>(p, team.max(amax_bits<In>(amax)));
 
+  T::with_cast(p, [&](auto cast) {
 #pragma unroll
-  for (int i = 0; i < kVecs; ++i) {
-    const int v = i * team.count + team.rank;
-    if (v < vecs) store_cast<T>(p, q, v, held[i], s.multiplier);
-  }
-  for (int v = rest; kRow == Row::kLong && v < vecs; v += team.count)
-    store_cast<T>(p, q, v, v < loaded ? load_vec<T>(p, x, v) : Vec16{}, s.multiplier);
+    for (int i = 0; i < kVecs; ++i) {
+      const int v = i * team.count + team.rank;
+      if (v < vecs) store_cast<T>(p, q, v, held[i], s.multiplier, cast);
+    }
+    for (int v = rest; kRow == Row::kLong && v < vecs; v += team.count)
+      store_cast<T>(p, q, v, v < loaded ? load_vec<T>(p, x, v) : Vec16{}, s.multiplier, cast);
+  });
   if (live && team.rank == 0) *scale = s.dequant();
 }
 
@@ -117,8 +118,10 @@ MOE_DEVICE void quantize_staged_row(const QuantizeParams& p, const RowTeam& team
 #pragma unroll 4
   for (int v = team.rank; v < vecs; v += team.count) amax = max_vec<In>(amax, held[v]);
   const auto s = T::template scale_of<ScaleF32>(p, team.max(amax_bits<In>(amax)));
+  T::with_cast(p, [&](auto cast) {
 #pragma unroll 4
-  for (int v = team.rank; v < vecs; v += team.count) store_cast<T>(p, q, v, held[v], s.multiplier);
+    for (int v = team.rank; v < vecs; v += team.count) store_cast<T>(p, q, v, held[v], s.multiplier, cast);
+  });
   if (team.rank == 0) *scale = s.dequant();
 }
 

@@ -44,16 +44,18 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRowBlockThreads, row_blocks_each<T>())
   constexpr int kLanesOfRow = kTeam / kTeamRows;
   const auto s = T::template scale_of<typename Map::Scale>(p, amax_of_rows<In, kTeam>(amax, lane));
   if (lane % kLanesOfRow == 0) map.at(shared, lane / kLanesOfRow) = s.stored();
+  T::with_cast(p, [&](auto cast) {
 #pragma unroll
-  for (int r = 0; r < kTeamRows; ++r) {
-    const int64_t row = map.row(r);
-    const int team_lane0 = int(threadIdx.x) % kWarpSize / kTeam * kTeam;
-    const float m = as_float(shfl(as_bits(s.multiplier), team_lane0 + r * kLanesOfRow));
+    for (int r = 0; r < kTeamRows; ++r) {
+      const int64_t row = map.row(r);
+      const int team_lane0 = int(threadIdx.x) % kWarpSize / kTeam * kTeam;
+      const float m = as_float(shfl(as_bits(s.multiplier), team_lane0 + r * kLanesOfRow));
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i)
-      if (row < p.rows && vec + i * kTeam < vecs)
-        store_cast<T>(p, p.q + row * p.K, vec + i * kTeam, held[r][i], m);
-  }
+      for (int i = 0; i < kVecs; ++i)
+        if (row < p.rows && vec + i * kTeam < vecs)
+          store_cast<T>(p, p.q + row * p.K, vec + i * kTeam, held[r][i], m, cast);
+    }
+  });
   __syncthreads();
   map.store(p, shared);
 }
@@ -81,14 +83,12 @@ int launch_row_blocks_of(const QuantizeParams& p, void* stream) {
 
 template <class In>
 int launch_row_blocks(const QuantizeParams& p, void* stream) {
-  return dispatch_types<In>(p, [&](auto types) {
-    using T = decltype(types);
-    switch (p.format) {
-      case FormatId::kBlockwise: return launch_row_blocks_of<FormatId::kBlockwise, T>(p, stream);
-      case FormatId::kMxfp8: return launch_row_blocks_of<FormatId::kMxfp8, T>(p, stream);
-      default: return launch_row_blocks_of<FormatId::kMxfp8RowMajor, T>(p, stream);
-    }
-  });
+  using T = TypesOf<In>;
+  switch (p.format) {
+    case FormatId::kBlockwise: return launch_row_blocks_of<FormatId::kBlockwise, T>(p, stream);
+    case FormatId::kMxfp8: return launch_row_blocks_of<FormatId::kMxfp8, T>(p, stream);
+    default: return launch_row_blocks_of<FormatId::kMxfp8RowMajor, T>(p, stream);
+  }
 }
 
 }  // namespace moe_fp8

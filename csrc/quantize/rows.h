@@ -88,29 +88,27 @@ template <class In>
 int launch_rows(const QuantizeParams& p, bool beside, void* stream) {
   const int64_t rows = rows_of(p);
   if (rows == 0) return 0;
-  return dispatch_types<In>(p, [&](auto types) {
-    using T = decltype(types);
-    const int64_t vecs = ceil_div<int64_t>(p.K, T::kVec);
-    const RowShape shape = shape_of_row(vecs);
-    auto run = [&](auto kernel) {
-      const int rows_each = shape.threads < kThreadsOfShortRows ? kThreadsOfShortRows / shape.threads : 1;
-      for (RowsPlan plan = {p, 0}; plan.first < rows; plan.first += kMaxRowsLaunch * rows_each) {
-        const int64_t blocks = ceil_div<int64_t>(rows - plan.first, rows_each);
-        const dim3 grid(unsigned(blocks < kMaxRowsLaunch ? blocks : kMaxRowsLaunch));
-        if (const int e = launch(kernel, {grid, dim3(shape.threads, rows_each), stream}, plan)) return e;
-      }
-      return 0;
-    };
-    if constexpr (!T::kFast) {
-      return run(quantize_rows_kernel<T, 1, Row::kLong>);
-    } else {
-      if (beside) return launch_beside<T>(p, stream);
-      if (vecs > shape.vecs * shape.threads) return run(quantize_rows_kernel<T, 4, Row::kLong>);
-      if (shape.vecs == 1) return run(quantize_rows_kernel<T, 1, Row::kFits>);
-      if (shape.vecs == 2) return run(quantize_rows_kernel<T, 2, Row::kFits>);
-      return run(quantize_rows_kernel<T, 4, Row::kFits>);
+  using T = TypesOf<In>;
+  const int64_t vecs = ceil_div<int64_t>(p.K, T::kVec);
+  const RowShape shape = shape_of_row(vecs);
+  auto run = [&](auto kernel) {
+    const int rows_each = shape.threads < kThreadsOfShortRows ? kThreadsOfShortRows / shape.threads : 1;
+    for (RowsPlan plan = {p, 0}; plan.first < rows; plan.first += kMaxRowsLaunch * rows_each) {
+      const int64_t blocks = ceil_div<int64_t>(rows - plan.first, rows_each);
+      const dim3 grid(unsigned(blocks < kMaxRowsLaunch ? blocks : kMaxRowsLaunch));
+      if (const int e = launch(kernel, {grid, dim3(shape.threads, rows_each), stream}, plan)) return e;
     }
-  });
+    return 0;
+  };
+  if constexpr (!T::kFast) {
+    return run(quantize_rows_kernel<T, 1, Row::kLong>);
+  } else {
+    if (beside) return launch_beside<T>(p, stream);
+    if (vecs > shape.vecs * shape.threads) return run(quantize_rows_kernel<T, 4, Row::kLong>);
+    if (shape.vecs == 1) return run(quantize_rows_kernel<T, 1, Row::kFits>);
+    if (shape.vecs == 2) return run(quantize_rows_kernel<T, 2, Row::kFits>);
+    return run(quantize_rows_kernel<T, 4, Row::kFits>);
+  }
 }
 
 }  // namespace moe_fp8

@@ -7,8 +7,7 @@
 
 namespace moe_fp8 {
 
-// Of the two formats that the chip casts to. kEither, decided while it runs: of inputs other than bfloat16, which are
-// rare, one kernel in place of two.
+// Of the two formats that the chip casts to. kEither: decided while it runs, outside of loops, where registers allow.
 enum class Kind { kE4M3, kE5M2, kEither };
 
 // Whether p takes the second of the two roundings that the formats with such scales know.
@@ -75,11 +74,14 @@ struct Any {
 template <class T>
 struct TypeOf { using Type = T; };
 
-// f(Fast<In, kind>{}), or f(Any{}) where In is Any.
+// Of either kind, or Any where In is that.
+template <class In>
+using TypesOf = std::conditional_t<std::is_same_v<In, Any>, Any, Fast<In, Kind::kEither>>;
+
+// f(TypesOf<In>{}), but of bfloat16 f(Fast<BF16, kind>{}): what has no registers for both. Other inputs are rare.
 template <class In, class F>
 int dispatch_types(const QuantizeParams& p, F f) {
-  if constexpr (std::is_same_v<In, Any>) return f(Any{});
-  else if constexpr (!std::is_same_v<In, BF16>) return f(Fast<In, Kind::kEither>{});
+  if constexpr (!std::is_same_v<In, BF16>) return f(TypesOf<In>{});
   else return is_e5m2(p.out) ? f(Fast<In, Kind::kE5M2>{}) : f(Fast<In, Kind::kE4M3>{});
 }
 
