@@ -155,6 +155,7 @@ struct Fp8Gates {
 // with(activation, f): f(constant of it). A kernel asks once, outside of its loops.
 template <Activation kFirst, Activation... kRest>
 struct AnyOf {
+  static constexpr int kParts = is_gated(kFirst) ? 2 : 1;  // of h
   template <class F>
   static MOE_DEVICE void with(Activation activation, F f) {
     if constexpr (sizeof...(kRest) > 0)
@@ -169,7 +170,13 @@ using All = AnyOf<Activation::kSwiglu, Activation::kGeglu, Activation::kSwigluOa
 template <Activation kActivation>
 constexpr bool kIsGated = is_gated(kActivation);  // in device code too
 
-// f(those that a kernel of vectors computes): one that is gated leaves no register for what others keep.
+// f(Gated{} or Ungated{}).
+template <class F>
+int dispatch_gated(Activation activation, F f) {
+  return is_gated(activation) ? f(Gated{}) : f(Ungated{});
+}
+
+// f(those that one kernel of vectors computes): gated ones have a kernel each, for together they spill.
 template <class F>
 int dispatch_activations(Activation activation, F f) {
   switch (activation) {

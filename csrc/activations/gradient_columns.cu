@@ -30,7 +30,6 @@ MOE_DEVICE uint32_t& word_of(Stage<kParts>& stage, int part, int j) {
 template <class T, class G>
 MOE_DEVICE void cast_rows(const GradientsPlan& p, const Slot& slot, Stage<G::kParts>& stage) {
   constexpr int kParts = G::kParts, kAtOnce = G::kClamped ? 2 : 4;  // features, as registers are for
-  constexpr Fp8Type kOfDh = T::kKind == Kind::kE5M2 ? kNativeE5M2 : kNativeE4M3;
   using Multipliers = std::conditional_t<kAtOnce == 4, Vec16, Vec8>;
   const int F = int(p.gradients.h.F), v = Min{}(blockIdx.x * kVecs + threadIdx.x % kVecs, F / kFeatures - 1);
   G g[kRowsOfLane];
@@ -41,35 +40,38 @@ MOE_DEVICE void cast_rows(const GradientsPlan& p, const Slot& slot, Stage<G::kPa
 #pragma unroll
   for (int i = 0; i < kRowsOfLane; ++i) g[i].separate(p.gradients.h.interleaved);
   const float* multipliers = p.multipliers + slot.group * (kParts + 1) * F + v * kFeatures;
+  T::with_cast(p.of_dh, [&](auto cast_dh) {
 #pragma unroll 1
-  for (int first = 0; first < kFeatures; first += kAtOnce, multipliers += kAtOnce) {
-    Multipliers m[kParts + 1];
+    for (int first = 0; first < kFeatures; first += kAtOnce, multipliers += kAtOnce) {
+      Multipliers m[kParts + 1];
 #pragma unroll
-    for (int part = 0; part <= kParts; ++part) m[part] = *reinterpret_cast<const Multipliers*>(multipliers + part * F);
+      for (int part = 0; part <= kParts; ++part)
+        m[part] = *reinterpret_cast<const Multipliers*>(multipliers + part * F);
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      float values[3][kRowsOfLane];
+      for (int j = 0; j < kAtOnce; ++j) {
+        float values[3][kRowsOfLane];
 #pragma unroll
-      for (int i = 0; i < kRowsOfLane; ++i) {
-        const ActivationGradient of = g[i].of(j);
-        values[0][i] = of.gate;
-        if constexpr (kParts > 1) values[1][i] = of.up;
-        values[kParts][i] = g[i].score * of.a;
+        for (int i = 0; i < kRowsOfLane; ++i) {
+          const ActivationGradient of = g[i].of(j);
+          values[0][i] = of.gate;
+          if constexpr (kParts > 1) values[1][i] = of.up;
+          values[kParts][i] = g[i].score * of.a;
+        }
+#pragma unroll
+        for (int part = 0; part <= kParts; ++part) {
+          const float by = as_float(m[part].w[j]);
+          const uint32_t words[2] = {packed_bf16(values[part][0], values[part][1]),
+                                     packed_bf16(values[part][2], values[part][3])};
+          word_of<kParts>(stage, part, first + j) =
+              cast_words<BF16>(words, by, by, by, by, [&](float a, float b, float c, float d) {
+                return part < kParts ? cast_dh(a, b, c, d) : cast4<kNativeE4M3>(a, b, c, d);
+              });
+        }
       }
 #pragma unroll
-      for (int part = 0; part <= kParts; ++part) {
-        const float by = as_float(m[part].w[j]);
-        const uint32_t words[2] = {packed_bf16(values[part][0], values[part][1]),
-                                   packed_bf16(values[part][2], values[part][3])};
-        word_of<kParts>(stage, part, first + j) =
-            cast_words<BF16>(words, by, by, by, by, [&](float a, float b, float c, float d) {
-              return part < kParts ? cast4<kOfDh>(a, b, c, d) : cast4<kNativeE4M3>(a, b, c, d);
-            });
-      }
+      for (int i = 0; i < kRowsOfLane; ++i) g[i].template advance<kAtOnce>();
     }
-#pragma unroll
-    for (int i = 0; i < kRowsOfLane; ++i) g[i].template advance<kAtOnce>();
-  }
+  });
 }
 // Zeros where the slot has no rows.
 template <int kParts>
@@ -102,10 +104,11 @@ MOE_DEVICE void store_columns(const TilesPlan& p, int first, Stage<kParts> (&sta
   }
 }
 
-template <class T, class G>
+template <class T, class Activations>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, 2)
     quantize_gradient_columns_kernel(MOE_GRID_CONSTANT const TilesPlan p) {
-  __shared__ Stage<G::kParts> stage[kLines];
+  constexpr int kParts = Activations::kParts;
+  __shared__ Stage<kParts> stage[kLines];
   const int first = (p.last - int(blockIdx.y)) * kTile;
   wait_for_previous_kernel();
 #pragma unroll 1
@@ -113,11 +116,14 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, 2)
     const int at = first + line * kLine + threadIdx.y * kSlotRows;
     if (at >= int(p.of_dh.positions)) break;
     const Slot& slot = p.slots[at / kSlotRows];
-    if (slot.count > 0) cast_rows<T, G>(p, slot, stage[line]);
-    if (slot.count < kSlotRows) clear_padding<G::kParts>(slot, stage[line]);
+    if (slot.count > 0)
+      Activations::with(p.gradients.activation, [&](auto activation) {
+        cast_rows<T, Gradients<decltype(activation)::value>>(p, slot, stage[line]);
+      });
+    if (slot.count < kSlotRows) clear_padding<kParts>(slot, stage[line]);
   }
   __syncthreads();
-  store_columns<G::kParts>(p, first, stage);
+  store_columns<kParts>(p, first, stage);
 }
 
 }  // namespace
@@ -128,8 +134,8 @@ int launch_gradient_columns(const GradientsPlan& p, void* stream) {
   for (TilesPlan plan = {p, tiles - 1}; plan.last >= 0; plan.last -= kMostTiles) {
     const int left = plan.last + 1;
     const Launch of_tiles = {dim3(strips, left < kMostTiles ? left : kMostTiles), dim3(kLanes, kSlots), stream};
-    const int e = dispatch_gradients(p, [&](auto types, auto of) {
-      return launch(quantize_gradient_columns_kernel<decltype(types), typename decltype(of)::Type>, of_tiles, plan);
+    const int e = dispatch_gated(p.gradients.activation, [&](auto activations) {
+      return launch(quantize_gradient_columns_kernel<GradientTypes, decltype(activations)>, of_tiles, plan);
     });
     if (e) return e;
   }

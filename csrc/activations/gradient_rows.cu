@@ -127,20 +127,22 @@ struct RowWalk {
   }
 };
 
-template <class T, class G>
+template <class T, class Activations>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMostTeam, 2)
     quantize_gradient_rows_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
   __shared__ TeamWords words[kUsualThreads / 32];
   const int vecs = int(p.gradients.h.F / kFeatures), v = threadIdx.x;
   const int begin = int(blockIdx.x) * p.share, end = begin + Min{}(p.share, int(p.of_dh.rows) - begin);
-  RowWalk<T, G> walk = {p,       words[threadIdx.y], Min{}(v, vecs - 1), v / kWarpSize, int(blockDim.x) / kWarpSize,
-                        v < vecs};
   wait_for_previous_kernel();
-  for (int first = begin; first < end;) {
-    const int e = GroupTable::find(p.starts, int(p.of_dh.E), first), stop = Min{}(p.starts[e + 1], end);
-    walk.walk(first, stop, e);
-    first = stop;
-  }
+  Activations::with(p.gradients.activation, [&](auto activation) {
+    RowWalk<T, Gradients<decltype(activation)::value>> walk = {
+        p, words[threadIdx.y], Min{}(v, vecs - 1), v / kWarpSize, int(blockDim.x) / kWarpSize, v < vecs};
+    for (int first = begin; first < end;) {
+      const int e = GroupTable::find(p.starts, int(p.of_dh.E), first), stop = Min{}(p.starts[e + 1], end);
+      walk.walk(first, stop, e);
+      first = stop;
+    }
+  });
 }
 
 }  // namespace
@@ -152,8 +154,8 @@ int launch_gradient_rows(GradientsPlan p, void* stream) {
   const int64_t shares = int64_t(device().multiprocessors) * kTurns * kHeldThreads / (threads * teams);
   p.share = int(round_up<int64_t>(ceil_div(rows, shares), kLeastWalks * kMostRows * teams));
   const Launch of_rows = {dim3(unsigned(ceil_div<int64_t>(rows, p.share))), dim3(threads, teams), stream};
-  return dispatch_gradients(p, [&](auto types, auto of) {
-    return launch(quantize_gradient_rows_kernel<decltype(types), typename decltype(of)::Type>, of_rows, p);
+  return dispatch_gated(p.gradients.activation, [&](auto activations) {
+    return launch(quantize_gradient_rows_kernel<GradientTypes, decltype(activations)>, of_rows, p);
   });
 }
 

@@ -103,16 +103,6 @@ struct Gradients {
   }
 };
 
-// f(Fast<BF16, kind of dh>{}, TypeOf<Gradients<...>>{}).
-template <class F>
-int dispatch_gradients(const GradientsPlan& p, F f) {
-  return dispatch_types<BF16>(p.of_dh, [&](auto types) {
-    return dispatch_activation(p.gradients.activation, [&](auto activation) {
-      return f(types, TypeOf<Gradients<decltype(activation)::value>>{});
-    });
-  });
-}
-
 int launch_gradient_rows(GradientsPlan plan, void* stream);
 int launch_gradient_columns(const GradientsPlan& plan, void* stream);
 
