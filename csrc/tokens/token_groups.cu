@@ -9,24 +9,19 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// The directions: how many rows there are to write, and which row each comes from, -1 for zeros.
-struct Pad {
-  static MOE_HD int64_t rows(const TokenGroupsParams& p) { return p.P; }
-  static MOE_DEVICE int source(const TokenGroupsParams& p, const GroupTable& table, int row) {
-    const int e = table.find(table.pos, int(p.E), row);
-    const int i = row - table.pos[e];
-    return e >= 0 && e < p.E && i < table.rows(e) ? table.row[e] + i : -1;
-  }
+struct Sources : TokenGroupsParams {
+  int64_t rows;  // to write
+  bool pads;
 };
-struct Unpad {
-  static MOE_HD int64_t rows(const TokenGroupsParams& p) { return p.M; }
-  static MOE_DEVICE int source(const TokenGroupsParams& p, const GroupTable& table, int row) {
-    const int e = table.find(table.row, int(p.E), row);
-    if (e >= p.E) return -1;
-    const int64_t at = int64_t(p.starts[e]) + row - table.row[e];
-    return at >= 0 && at < p.P ? int(at) : -1;
-  }
-};
+
+// Which row a row to write comes from; -1: none.
+MOE_DEVICE int source_of(const Sources& p, const GroupTable& table, int row) {
+  const int e = table.find(p.pads ? table.pos : table.row, int(p.E), row);
+  if (e < 0 || e >= p.E) return -1;
+  if (p.pads) return row - table.pos[e] < table.rows(e) ? table.row[e] + row - table.pos[e] : -1;
+  const int64_t at = int64_t(p.starts[e]) + row - table.row[e];
+  return at >= 0 && at < p.P ? int(at) : -1;
+}
 
 MOE_DEVICE void place_groups(const GroupTable& table, const TokenGroupsParams& p) {
   build_group_table(table, p.offs, int(p.E), int(p.M), int(p.P), p.align);
@@ -44,27 +39,24 @@ MOE_DEVICE void place_groups(const GroupTable& table, const TokenGroupsParams& p
   block_scan(table.pos, int(p.E), Max{});
 }
 
-template <class Direction>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) token_groups_kernel(MOE_GRID_CONSTANT const TokenGroupsParams p) {
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) token_groups_kernel(MOE_GRID_CONSTANT const Sources p) {
   MOE_DYNAMIC_SMEM(smem);
   wait_for_previous_kernel();
   const GroupTable table(reinterpret_cast<int*>(smem), int(p.E));
   place_groups(table, p);
-  const int64_t rows = Direction::rows(p);
-  for (int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x; row < rows; row += gridDim.x * kThreads)
-    p.source[row] = Direction::source(p, table, int(row));
+  for (int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x; row < p.rows; row += gridDim.x * kThreads)
+    p.source[row] = source_of(p, table, int(row));
 }
 
-template <class Direction>
-int launch_with(const TokenGroupsParams& p, void* stream) {
-  Launch l = {table_blocks(Direction::rows(p), kThreads), dim3(kThreads), stream};
+int launch_for(const Sources& p, void* stream) {
+  Launch l = {table_blocks(p.rows, kThreads), dim3(kThreads), stream};
   l.shared = 4 * GroupTable::words(int(p.E));
-  return launch(token_groups_kernel<Direction>, l, p);
+  return launch(token_groups_kernel, l, p);
 }
 
 }  // namespace
 
-int pad_sources(const TokenGroupsParams& p, void* stream) { return launch_with<Pad>(p, stream); }
-int unpad_sources(const TokenGroupsParams& p, void* stream) { return launch_with<Unpad>(p, stream); }
+int pad_sources(const TokenGroupsParams& p, void* stream) { return launch_for({p, p.P, true}, stream); }
+int unpad_sources(const TokenGroupsParams& p, void* stream) { return launch_for({p, p.M, false}, stream); }
 
 }  // namespace moe_fp8
