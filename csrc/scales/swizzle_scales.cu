@@ -19,6 +19,7 @@ static_assert(sizeof(Vec16) == kChunk && kLineRows == 4 && kChunkBlocks == 4, "w
 struct Task {
   SwizzleScalesParams p;
   BlockedExtent extent;
+  bool back;  // from blocked scales to plain ones
   uint32_t row_blocks_each, row_blocks, row_chunks, tiles;  // row_chunks: of a row of blocks
 };
 
@@ -130,13 +131,10 @@ MOE_DEVICE Vec16 transposed(const Vec16 (&chunks)[4], int i) {
   return {{chunks[0].w[i], chunks[1].w[i], chunks[2].w[i], chunks[3].w[i]}};
 }
 
-// Both move a line, whose place in its block and first row `blocked` and `plain` point to: chunk(), of four blocks that
-// are whole to the right, at aligned addresses; block(), of one that ends where its matrix does. `rows` and `columns`
-// are those from there on; of a piece that nobody owns nothing is read. `room`: bytes of the blocked side.
+// Both move a line, from its place in its block to its first row or back: chunk(), of four blocks that are whole to the
+// right, at aligned addresses; block(), of one that ends where its matrix does. `rows` and `columns` are those from
+// there on; of a piece that nobody owns nothing is read. `room`: bytes of the blocked side.
 struct Swizzle {
-  static MOE_DEVICE uint8_t* blocked_side(const SwizzleScalesParams& p) { return p.to; }
-  static MOE_DEVICE const uint8_t* plain_side(const SwizzleScalesParams& p) { return p.from; }
-
   static MOE_DEVICE void chunk(uint8_t* blocked, const uint8_t* plain, int64_t stride, int rows, bool unowned) {
     Vec16 of_row[kLineRows];
 #pragma unroll
@@ -158,10 +156,7 @@ struct Swizzle {
   }
 };
 struct Unswizzle {
-  static MOE_DEVICE const uint8_t* blocked_side(const SwizzleScalesParams& p) { return p.from; }
-  static MOE_DEVICE uint8_t* plain_side(const SwizzleScalesParams& p) { return p.to; }
-
-  static MOE_DEVICE void chunk(const uint8_t* blocked, uint8_t* plain, int64_t stride, int rows, bool unowned) {
+  static MOE_DEVICE void chunk(uint8_t* plain, const uint8_t* blocked, int64_t stride, int rows, bool unowned) {
     Vec16 of_block[kChunkBlocks];
 #pragma unroll
     for (int i = 0; i < kChunkBlocks; ++i) {
@@ -173,8 +168,8 @@ struct Unswizzle {
       if (kLines * j < rows)
         store_stream(reinterpret_cast<Vec16*>(plain + kLines * j * stride), transposed(of_block, j));
   }
-  static MOE_DEVICE void block(const uint8_t* blocked, uint8_t* plain, int64_t stride, int rows, int columns,
-                               bool unowned, int64_t) {
+  static MOE_DEVICE void block(uint8_t* plain, const uint8_t* blocked, int64_t stride, int rows, int columns,
+                               bool unowned) {
     const Vec16 line = unowned ? Vec16{} : load_line(blocked);
 #pragma unroll
     for (int j = 0; j < kLineRows; ++j)
@@ -182,7 +177,7 @@ struct Unswizzle {
   }
 };
 
-template <class Geometry, class Direction>
+template <class Geometry>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kMostBlocksEach) swizzle_scales_kernel(MOE_GRID_CONSTANT const Task t) {
   MOE_DYNAMIC_SMEM(smem);
   const Geometry groups(t, reinterpret_cast<int*>(smem));
@@ -194,29 +189,29 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kMostBlocksEach) swizzle_scales_kern
     if (row_block >= t.row_blocks) continue;
     int64_t column = int64_t(chunk % t.row_chunks) * kChunk;
     Piece q = groups.piece(t, row_block, int(column));
-    auto* blocked = Direction::blocked_side(t.p) + q.blocked + line * kChunk;
-    auto* plain = Direction::plain_side(t.p) + q.plain + line * stride;
+    const auto from = [&] { return t.p.from + (t.back ? q.blocked + line * kChunk : q.plain + line * stride); };
+    const auto to = [&] { return t.p.to + (t.back ? q.plain + line * stride : q.blocked + line * kChunk); };
     if (q.blocks >= kChunkBlocks && q.columns >= kChunk && q.blocked + kChunkBlocks * kScaleBytes <= bytes &&
-        is_aligned(blocked, kChunk) && is_aligned(plain, kChunk)) {
+        is_aligned(from(), kChunk) && is_aligned(to(), kChunk)) {
       groups.before_access();
-      Direction::chunk(blocked, plain, stride, q.rows - line, q.unowned);
+      if (t.back) Unswizzle::chunk(to(), from(), stride, q.rows - line, q.unowned);
+      else Swizzle::chunk(to(), from(), stride, q.rows - line, q.unowned);
       continue;
     }
     groups.before_access();
 #pragma unroll 1
     for (int i = 0; i < kChunkBlocks && column < t.extent.columns; ++i, column += kScaleColumns) {
       if (q.blocks == 0) q = groups.piece(t, row_block, int(column));  // a group of columns ended
-      Direction::block(Direction::blocked_side(t.p) + q.blocked + line * kChunk,
-                       Direction::plain_side(t.p) + q.plain + line * stride, stride, q.rows - line, q.columns,
-                       q.unowned, bytes - q.blocked - line * kChunk);
+      if (t.back) Unswizzle::block(to(), from(), stride, q.rows - line, q.columns, q.unowned);
+      else Swizzle::block(to(), from(), stride, q.rows - line, q.columns, q.unowned, bytes - q.blocked - line * kChunk);
       q.next();
     }
   }
 }
 
-template <class Geometry, class Direction>
-int launch_with(const SwizzleScalesParams& p, void* stream) {
-  Task t = {p, blocked_extent(p.groups, p.E, p.R, p.C)};
+template <class Geometry>
+int launch_with(const SwizzleScalesParams& p, bool back, void* stream) {
+  Task t = {p, blocked_extent(p.groups, p.E, p.R, p.C), back};
   t.row_blocks_each = uint32_t(padded_scale_rows(p.R) / kScaleRows);
   t.row_blocks = uint32_t(ceil_div<int64_t>(t.extent.rows, kScaleRows));
   t.row_chunks = uint32_t(ceil_div<int64_t>(t.extent.columns, kChunk));
@@ -226,20 +221,19 @@ int launch_with(const SwizzleScalesParams& p, void* stream) {
   const unsigned blocks = unsigned(t.tiles < most ? t.tiles : most);
   Launch l = {dim3(blocks ? blocks : 1), dim3(kThreads), stream};
   if (p.groups != Groups::kNone) l.shared = 4 * GroupTable::words(int(p.E));
-  return launch(swizzle_scales_kernel<Geometry, Direction>, l, t);
+  return launch(swizzle_scales_kernel<Geometry>, l, t);
 }
-template <class Direction>
-int launch_for(const SwizzleScalesParams& p, void* stream) {
+int launch_for(const SwizzleScalesParams& p, bool back, void* stream) {
   switch (p.groups) {
-    case Groups::kNone: return launch_with<EqualMatrices, Direction>(p, stream);
-    case Groups::kRows: return launch_with<RowGroups, Direction>(p, stream);
-    default: return launch_with<ColumnGroups, Direction>(p, stream);
+    case Groups::kNone: return launch_with<EqualMatrices>(p, back, stream);
+    case Groups::kRows: return launch_with<RowGroups>(p, back, stream);
+    default: return launch_with<ColumnGroups>(p, back, stream);
   }
 }
 
 }  // namespace
 
-int swizzle_scales(const SwizzleScalesParams& p, void* stream) { return launch_for<Swizzle>(p, stream); }
-int unswizzle_scales(const SwizzleScalesParams& p, void* stream) { return launch_for<Unswizzle>(p, stream); }
+int swizzle_scales(const SwizzleScalesParams& p, void* stream) { return launch_for(p, false, stream); }
+int unswizzle_scales(const SwizzleScalesParams& p, void* stream) { return launch_for(p, true, stream); }
 
 }  // namespace moe_fp8
