@@ -206,16 +206,22 @@ MOE_DEVICE void quantize_rows(const QuantizeActivatedParams& p, Team& team, int6
   else store_rows<Fast<BF16, Kind::kE4M3>>(p, team, source.columns, row0, live, amax, h, a);
 }
 
+struct TeamsPlan : QuantizeActivatedParams { bool gated; };
+
 // T is for the name alone, which tells the report of instructions what the kernel casts to.
-template <class T, bool kGated, class Team>
+template <class T, class Team>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsOfRow, 3)
-    quantize_activated_kernel(MOE_GRID_CONSTANT const QuantizeActivatedParams p) {
+    quantize_activated_kernel(MOE_GRID_CONSTANT const TeamsPlan p) {
   __shared__ typename Team::Shared shared;
   Team team(shared);
   wait_for_previous_kernel();
   const int64_t of_block = int64_t(blockDim.y) * Team::kRows;
-  for (int64_t first = blockIdx.y * of_block; first < p.of_a.rows; first += gridDim.y * of_block)
-    quantize_rows<kGated>(p, team, first + threadIdx.y * Team::kRows);
+  const auto quantize_all = [&](auto gated) {
+    for (int64_t first = blockIdx.y * of_block; first < p.of_a.rows; first += gridDim.y * of_block)
+      quantize_rows<decltype(gated)::value>(p, team, first + threadIdx.y * Team::kRows);
+  };
+  if (p.gated) quantize_all(std::true_type{});
+  else quantize_all(std::false_type{});
 }
 
 template <class Team>
@@ -224,9 +230,7 @@ int launch_teams(const QuantizeActivatedParams& p, int threads, int64_t across, 
   const int64_t blocks = ceil_div<int64_t>(p.of_a.rows, teams * Team::kRows);
   const int64_t most = kMaxBlocks / across < 65535 ? kMaxBlocks / across + 1 : 65535;
   const Launch l = {dim3(unsigned(across), unsigned(blocks < most ? blocks : most)), dim3(threads, teams), stream};
-  using Types = Fast<BF16, Kind::kEither>;
-  return is_gated(p.activation) ? launch(quantize_activated_kernel<Types, true, Team>, l, p)
-                                : launch(quantize_activated_kernel<Types, false, Team>, l, p);
+  return launch(quantize_activated_kernel<Fast<BF16, Kind::kEither>, Team>, l, TeamsPlan{p, is_gated(p.activation)});
 }
 
 }  // namespace
