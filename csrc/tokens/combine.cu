@@ -89,6 +89,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks) combine_kernel(MOE_GRID_CON
 
 // ---- backward: by tokens, so that a row of grad is read once -------------------------------------------------------
 struct CombineBackward : CombineBackwardParams {
+  bool vectors;  // whether rows are of whole vectors
   int64_t first;
 };
 
@@ -152,19 +153,21 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, Part::kBlocksBackward)
   }
 }
 
-// Vec: 16 bytes, or of every element a part.
-template <class Vec>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) zero_unused_rows_kernel(MOE_GRID_CONSTANT const CombineBackward p) {
   wait_for_previous_kernel();
   const int lane = threadIdx.x % kWarpSize;
   const int64_t first = int64_t(blockIdx.x) * kThreads + threadIdx.x - lane, row = first + lane;
   const LaneMask unused = ballot(row < p.P && p.slot_of[row] < 0);
-  const int64_t vecs = p.K * bytes_of(p.in) / int64_t(sizeof(Vec));
-  for (int i = 0; i < kWarpSize; ++i) {
-    if (!(unused >> i & 1)) continue;
-    Vec* to = static_cast<Vec*>(p.grad_y) + (first + i) * vecs;
-    for (int64_t v = lane; v < vecs; v += kWarpSize) store_stream(to + v, Vec{});
-  }
+  const auto clear = [&](auto zero) {
+    const int64_t vecs = p.K * bytes_of(p.in) / int64_t(sizeof(zero));
+    for (int i = 0; i < kWarpSize; ++i) {
+      if (!(unused >> i & 1)) continue;
+      auto* to = static_cast<decltype(zero)*>(p.grad_y) + (first + i) * vecs;
+      for (int64_t v = lane; v < vecs; v += kWarpSize) store_stream(to + v, zero);
+    }
+  };
+  if (p.vectors) clear(Vec16{});
+  else clear(uint16_t{});
 }
 
 // f of SlotVectors where `bits`, addresses and distances in bytes, are multiples of 16.
@@ -205,8 +208,8 @@ int combine_backward(const CombineBackwardParams& params, void* stream) {
                         (p.T > 1 ? p.grad_stride * bytes : 0) | (p.y && p.P > 1 ? p.y_stride * bytes : 0);
   if (p.P > 0 && p.K > 0) {
     const Launch l = {dim3(unsigned(ceil_div<int64_t>(p.P, kThreads))), dim3(kThreads), stream};
-    auto* const kernel = bits % 16 == 0 ? zero_unused_rows_kernel<Vec16> : zero_unused_rows_kernel<uint16_t>;
-    if (const int e = launch(kernel, l, p)) return e;
+    p.vectors = bits % 16 == 0;
+    if (const int e = launch(zero_unused_rows_kernel, l, p)) return e;
   }
   return with_parts(p.in, bits, [&](auto part) {
     using Part = decltype(part);
