@@ -78,7 +78,8 @@ struct TypeOf { using Type = T; };
 template <class In>
 using TypesOf = std::conditional_t<std::is_same_v<In, Any>, Any, Fast<In, Kind::kEither>>;
 
-// f(TypesOf<In>{}), but of bfloat16 f(Fast<BF16, kind>{}): what has no registers for both. Other inputs are rare.
+// f(TypesOf<In>{}), but of bfloat16 f(Fast<BF16, kind>{}), for loops that would be longer for both. Other inputs are
+// rare.
 template <class In, class F>
 int dispatch_types(const QuantizeParams& p, F f) {
   if constexpr (!std::is_same_v<In, BF16>) return f(TypesOf<In>{});
