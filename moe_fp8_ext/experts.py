@@ -17,7 +17,7 @@ from moe_fp8_ext.ops.dispatch import asks_for_gradient, below_autograd, differen
 from moe_fp8_ext.recipes import Recipe, get_recipe
 
 _OP = "experts"
-_KEEP = ("fp8", "bf16")
+KEEP = ("fp8", "bf16")
 _BF16 = torch.bfloat16
 
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
@@ -113,7 +113,8 @@ def arguments(
     """Of the Function, for a checked call of `experts`."""
     recipe = get_recipe(recipe)
     check_one_of(_OP, "activation", activation, list(GATED))
-    check_one_of(_OP, "keep", keep, _KEEP)
+    check_one_of(_OP, "keep", keep, KEEP)
+    require(isinstance(interleaved, bool), f"{_OP}: interleaved must be a bool, got {type(interleaved).__name__}")
     _check(x, topk_ids, topk_scores, *weights, gated=GATED[activation])
     w_gate_up, w_down, *_ = weights
     if main_grad_gate_up is not None:
@@ -216,11 +217,11 @@ def forward(
     rows, _ = operands.at_slots(x, slots, rows=True)
     h = operands.product(rows, up, slots, by_slot=True)
     if b_gate_up is not None:
-        h += rows_of_bias(b_gate_up, slots.offs, h.shape[0], h.dtype)
+        h = plus_bias(h, b_gate_up, slots.offs)
     rows, h = operands.activated(h, slots, call.activation, call.interleaved, call.keep_fp8 and needs.h)
     y = operands.product(rows, down, slots)
     if b_down is not None:
-        y += rows_of_bias(b_down, slots.offs, y.shape[0], y.dtype)
+        y = plus_bias(y, b_down, slots.offs)
     out = _combine(y, slots.inverse, scores)
     x, h = x if needs.w_gate_up else NOTHING, h if needs.h else NOTHING
     return out, (*x, scores, b_down, *slots, *up_t, *down_t, *h)
@@ -287,6 +288,11 @@ def rows_of_bias(bias: Tensor, offs: Tensor, rows: int, dtype: torch.dtype) -> T
     """bias [E, N] of the expert of each of so many rows [rows, N]; zeros for rows of no expert."""
     of_rows = torch.bucketize(torch.arange(rows, device=offs.device, dtype=offs.dtype), offs, right=True)
     return torch.nn.functional.pad(cast(bias, dtype), (0, 0, 0, 1))[of_rows]
+
+
+def plus_bias(x: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
+    """x [P, N] and the bias of each row's expert. Not in x, which a policy with `save_ops` may have for backward."""
+    return rows_of_bias(bias, offs, x.shape[0], x.dtype).add_(x)
 
 
 def _sum_of_groups(x: Tensor, offs: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_fp8_ext._C import validates
 from moe_fp8_ext.bf16 import Bf16GroupedMm, autocast_dtype, cast, row_major
-from moe_fp8_ext.formats import MAX_EXPERTS
+from moe_fp8_ext.formats import MAX_EXPERTS, MAX_ROWS
 from moe_fp8_ext.fp8 import Fp8GroupedMm
 from moe_fp8_ext.ops import permute_pad
 from moe_fp8_ext.ops.checks import (
@@ -179,6 +179,8 @@ def _check(
             _fail(f"top_k must be an int, got {type(top_k).__name__}")
         if top_k < 1:
             _fail(f"top_k must be at least 1, got {top_k}")
+        if isinstance(rows := tokens.shape[0], int) and rows * top_k > MAX_ROWS:
+            _fail(f"top_k must give at most {MAX_ROWS} slots to {rows} rows, got {top_k}")
     if not torch.compiler.is_compiling() and validates() and tokens.device.type != "meta":
         rows = tokens.shape[0] if indices is None else indices.shape[0]
         validate_offs(_OP, offs, "rows of A" if indices is None else "indices", rows)

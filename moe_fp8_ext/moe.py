@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_fp8_ext.bf16 import autocast_dtype, cast
-from moe_fp8_ext.experts import experts
+from moe_fp8_ext.experts import KEEP, experts
 from moe_fp8_ext.float32_mm import float32_mm, float32_mm_backward
 from moe_fp8_ext.formats import MAX_EXPERTS
 from moe_fp8_ext.ops.activations import GATED
-from moe_fp8_ext.ops.checks import check_one_of, require
+from moe_fp8_ext.ops.checks import INPUT_DTYPES, check_dense, check_one_of, dtype_name, either, require
 from moe_fp8_ext.ops.choose_experts import SCORINGS, check_choice, choose_experts, choose_experts_backward
 from moe_fp8_ext.ops.dispatch import asks_for_gradient, differentiable_once, unit_stride
 from moe_fp8_ext.recipes import Recipe, get_recipe
@@ -75,6 +75,8 @@ class Experts(nn.Module):
         self.options = dict(recipe=get_recipe(recipe), activation=activation, interleaved=interleaved, keep=keep)
         check_fits(ep, num_experts, self.options["recipe"])
         check_one_of("Experts", "activation", activation, list(GATED))
+        check_one_of("Experts", "keep", keep, KEEP)
+        check_sizes("Experts", num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
         self.up = "gate_up_proj" if GATED[activation] else "up_proj"
         rows = intermediate_size * (2 if GATED[activation] else 1)
         sizes = {self.up: (rows, hidden_size), "down_proj": (hidden_size, intermediate_size)}
@@ -144,6 +146,13 @@ class Experts(nn.Module):
         return main_grad
 
 
+def check_sizes(op: str, num_experts: int, **sizes: int) -> None:
+    within = 1 <= num_experts <= MAX_EXPERTS
+    require(within, f"{op}: num_experts must be from 1 to {MAX_EXPERTS}, got {num_experts}")
+    for name, size in sizes.items():
+        require(size >= 1, f"{op}: {name} must be at least 1, got {size}")
+
+
 def check_fits(ep: ExpertParallel | None, num_experts: int, recipe: Recipe) -> None:
     for name, got in (("num_experts", num_experts), ("recipe", recipe)):
         wanted = getattr(ep, name, got)
@@ -159,11 +168,11 @@ class _Choice(torch.autograd.Function):
     scores. x is kept as it is, and not a float32 copy of it; of logits, if normalize, those of the chosen alone."""
 
     @staticmethod
-    def forward(ctx, x, weight, top_k, bias, scoring, normalize, scaling_factor, *groups):
+    def forward(ctx, x, weight, top_k, bias, scoring, normalize, scaling_factor, num_groups, top_groups):
         ctx.how = scoring, normalize, scaling_factor
         with _without_autocast(x):
             logits = float32_mm(x, weight.t())
-        ids, scores = choose_experts(logits, top_k, bias, *ctx.how, *groups)
+        ids, scores = choose_experts(logits, top_k, bias, *ctx.how, num_groups, top_groups)
         # NaN scores can come of a logit that was not chosen: the sum has them.
         kept = logits.gather(1, ids).add_(scores, alpha=0) if normalize else logits
         ctx.save_for_backward(x, weight, kept, ids)
@@ -253,7 +262,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         check_one_of("Router", "scoring", scoring, SCORINGS)
-        require(num_experts <= MAX_EXPERTS, f"Router: num_experts must be at most {MAX_EXPERTS}, got {num_experts}")
+        check_sizes("Router", num_experts, hidden_size=hidden_size)
         check_choice("Router", num_experts, top_k, num_groups, top_groups)
         self.top_k, self.scoring, self.normalize, self.scaling_factor = top_k, scoring, normalize, scaling_factor
         self.num_groups, self.top_groups, self.bias_rate = num_groups, top_groups, bias_rate
@@ -266,10 +275,21 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """The weight as nn.Linear has it; the bias and the counts, if there are any, of zero."""
         nn.init.uniform_(self.weight, -(self.weight.shape[1] ** -0.5), self.weight.shape[1] ** -0.5)
+        for buffer in self.buffers():
+            buffer.zero_()
 
     def forward(self, x: Tensor) -> Routing:
-        """x [T, D] -> ids and scores [T, top_k], losses; of DTensors that are Replicate(), the same."""
+        """x [T, D] -> ids and scores [T, top_k], losses; of DTensors that are Replicate(), the same.
+
+        x: bfloat16, float16 or float32, on the weight's device.
+        """
+        check_dense("Router", "x", x, 2)
+        require(x.dtype in INPUT_DTYPES, f"Router: x must be {either(map(dtype_name, INPUT_DTYPES))}, got {x.dtype}")
+        (_, size), device = self.weight.shape, self.weight.device
+        require(x.shape[1] == size, f"Router: x must have size {size} in dimension 1, got {x.shape[1]}")
+        require(x.device == device, f"Router: x must be on the device of weight, {device}, got {x.device}")
         bias = self.e_score_correction_bias
         bias = None if bias is None else cast(bias, torch.float32)
         how = self.scoring, self.normalize, self.scaling_factor, self.num_groups, self.top_groups
@@ -277,7 +297,7 @@ class Router(nn.Module):
         logits, ids, scores = choose(x, self.weight, self.top_k, bias, *how)
         loss = self._loss(logits, ids)
         if self.training and self.tokens_per_expert is not None:
-            self.tokens_per_expert += self._counts(ids)
+            self.tokens_per_expert.add_(self._counts(ids))  # no assignment, which no graph has under a checkpoint
         return Routing(ids, scores, loss)
 
     @torch.no_grad()
@@ -288,7 +308,7 @@ class Router(nn.Module):
         """
         require(self.tokens_per_expert is not None, "Router: bias_rate must not be 0 for update_bias, got 0")
         counts = self.tokens_per_expert.double()
-        self.e_score_correction_bias += self.bias_rate * (counts.mean() - counts).sign().float()
+        self.e_score_correction_bias.add_(self.bias_rate * (counts.mean() - counts).sign().float())
         self.tokens_per_expert.zero_()
 
     def _loss(self, logits: Tensor, ids: Tensor) -> Tensor:

@@ -13,6 +13,17 @@ import moe_fp8_ext
 SPELLINGS = {moe_fp8_ext.ops: "ops", torch.ops.moe_fp8: "torch.ops"}
 
 
+def check_no_second_derivative(out: Tensor, *leaves: Tensor) -> None:
+    """An error too, whether or not the gradient of out depends on out; and the first derivatives are as ever."""
+    for of_sum in (out.float().sum(), out.float().square().sum()):
+        want = torch.autograd.grad(of_sum, leaves, retain_graph=True)
+        first = torch.autograd.grad(of_sum, leaves, create_graph=True)
+        for got, plain in zip(first, want, strict=True):
+            assert torch.equal(got.detach(), plain)
+            with pytest.raises(RuntimeError, match="moe_fp8_ext has no second derivatives"):
+                got.float().sum().backward(retain_graph=True)
+
+
 def check_no_tangent(fn: Callable[[Tensor], object], x: Tensor) -> None:
     """fn of a dual tensor is an error: no derivative is a silent zero."""
     with torch.autograd.forward_ad.dual_level():

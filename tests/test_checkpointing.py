@@ -44,15 +44,20 @@ def backward(fn: Callable[..., Tensor], leaves: list[Tensor]) -> tuple[Counter[s
 
 def problem(kind: str, recipe: str, device: str) -> tuple[Callable[..., Tensor], list[Tensor], int]:
     """A function, its tensors, and the products of its forward."""
-    p = layer(t=64, d=32, f=32, e=4, top_k=2).at(device)
-    if kind == "experts":
-        tensors = [p.x, p.scores, p.w_gate_up, p.w_down]
-        return lambda x, s, up, down: experts(x, p.ids, s, up, down, recipe=recipe), tensors, 2
+    p = layer(t=64, d=32, f=32, e=4, top_k=2, bias=kind == "biases").at(device)
+    if kind != "grouped_mm":
+        tensors = [p.x, p.scores, p.w_gate_up, p.w_down, *((p.b_gate_up, p.b_down) if kind == "biases" else ())]
+
+        def fn(x: Tensor, s: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
+            of = dict(zip(("b_gate_up", "b_down"), biases, strict=False))
+            return experts(x, p.ids, s, up, down, recipe=recipe, **of)
+
+        return fn, tensors, 2
     offs = torch.tensor([10, 10, 50, 64], dtype=torch.int32, device=device)
     return lambda x, w: grouped_mm(x, w.mT, offs, recipe=recipe), [p.x, p.w_gate_up], 1
 
 
-@pytest.mark.parametrize("kind", ["experts", "grouped_mm"])
+@pytest.mark.parametrize("kind", ["experts", "biases", "grouped_mm"])
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8", "bf16"])
 def test_products_are_not_computed_again(kind, recipe, device):
     fn, tensors, products = problem(kind, recipe, device)
@@ -62,8 +67,9 @@ def test_products_are_not_computed_again(kind, recipe, device):
     assert_same(of_whole, want)
     assert_same(of_saving, want)
     of_products = [sum(calls[name] for name in PRODUCTS) for calls in (plain, whole, saving)]
-    assert of_products == [2 * products, 3 * products, 2 * products]
-    assert whole["moe_fp8.sort_tokens.default"] == (kind == "experts") and not saving["moe_fp8.sort_tokens.default"]
+    of_biases = 2 if kind == "biases" else 0  # whose gradients are products too
+    assert of_products == [n * products + of_biases for n in (2, 3, 2)]
+    assert whole["moe_fp8.sort_tokens.default"] == (kind != "grouped_mm") and not saving["moe_fp8.sort_tokens.default"]
 
 
 def test_documents():

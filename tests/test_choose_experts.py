@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from derivatives import SPELLINGS
+from derivatives import SPELLINGS, check_no_second_derivative
 from helpers import (
     assert_same,
     check_compiled,
@@ -232,7 +232,9 @@ def test_gradient(spelling, device):
     (of_sum,) = torch.autograd.grad(scores.sum(), logits)  # an expanded gradient
     assert_same(of_sum, choose_experts_backward(torch.ones_like(grad), logits.detach(), ids, *how))
     ids, scores = spelling.choose_experts(logits, 4)
-    assert_same(torch.autograd.grad(scores, logits, grad), (choose_experts_backward(grad, logits.detach(), ids),))
+    want = choose_experts_backward(grad, logits.detach(), ids)
+    assert_same(torch.autograd.grad(scores, logits, grad, retain_graph=True), (want,))
+    check_no_second_derivative(scores, logits)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from derivatives import check_no_second_derivative
 from experts_problem import exact
 from helpers import assert_same, sqnr_db
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
+from torch.utils.checkpoint import checkpoint
 
 from moe_fp8_ext import Experts, MoE, Router, experts, reference
 from moe_fp8_ext.float32_mm import float32_mm
@@ -17,9 +19,9 @@ from moe_fp8_ext.float32_mm import float32_mm
 E, D, F, TOP_K = 8, 64, 48, 3
 
 
-def router(device: str = "cpu", experts: int = E, **options: object) -> Router:
+def router(device: str = "cpu", experts: int = E, top_k: int = TOP_K, **options: object) -> Router:
     torch.manual_seed(0)
-    made = Router(experts, D, TOP_K, **options).to(device)
+    made = Router(experts, D, top_k, **options).to(device)
     with torch.no_grad():
         made.weight.normal_()
         if made.e_score_correction_bias is not None:
@@ -167,7 +169,9 @@ def test_float32_whatever_the_tokens_are(dtype, device):
     ("options", "message"),
     [
         (dict(scoring="tanh"), "scoring must be 'softmax' or 'sigmoid', got 'tanh'"),
-        (dict(experts=1025), "num_experts must be at most 1024, got 1025"),
+        (dict(experts=1025), "num_experts must be from 1 to 1024, got 1025"),
+        (dict(experts=0), "num_experts must be from 1 to 1024, got 0"),
+        (dict(top_k=2.0), "top_k must be an int, got float"),
         (dict(num_groups=3), "num_groups must divide the 8 experts, got 3"),
         (dict(num_groups=0), "num_groups must divide the 8 experts, got 0"),
         (dict(num_groups=4, top_groups=5), "top_groups must be from 1 to 4, got 5"),
@@ -177,6 +181,45 @@ def test_float32_whatever_the_tokens_are(dtype, device):
 def test_errors(options, message):
     with pytest.raises(RuntimeError, match=f"^Router: {message}$"):
         router(**options)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (None, "x must be a tensor, got NoneType"),
+        (torch.zeros(2, 3, D), "x must have 2 dimensions, got 3"),
+        (torch.zeros(3, D + 1), f"x must have size {D} in dimension 1, got {D + 1}"),
+        (torch.zeros(3, D, dtype=torch.float64), "x must be bfloat16, float16 or float32, got torch.float64"),
+        (torch.zeros(3, D, device="meta"), "x must be on the device of weight, cpu, got meta"),
+    ],
+)
+def test_errors_of_tokens(x, message):
+    with pytest.raises(RuntimeError, match=f"^Router: {message}$"):
+        router()(x)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        ((0, D, F), {}, "num_experts must be from 1 to 1024, got 0"),
+        ((1025, D, F), {}, "num_experts must be from 1 to 1024, got 1025"),
+        ((E, 0, F), {}, "hidden_size must be at least 1, got 0"),
+        ((E, D, 0), {}, "intermediate_size must be at least 1, got 0"),
+        ((E, D, F), dict(keep="no"), "keep must be 'fp8' or 'bf16', got 'no'"),
+    ],
+)
+def test_errors_of_experts(args, options, message):
+    with pytest.raises(RuntimeError, match=f"^Experts: {message}$"):
+        Experts(*args, **options)
+
+
+def test_buffers_after_to_empty():
+    """What memory held before has no part in a choice."""
+    made = Router(E, D, TOP_K, device="meta", bias_rate=0.1).to_empty(device="cpu")
+    for buffer in made.buffers():
+        buffer.fill_(7)
+    made.reset_parameters()
+    assert len(list(made.buffers())) == 2 and not any(buffer.any() for buffer in made.buffers())
 
 
 def test_a_router_without_a_bias_has_none_to_move():
@@ -250,6 +293,28 @@ def test_layer_compiles(device):
     compiled = torch.compile(layer, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
     for got, plain in zip(results(compiled), want, strict=True):
         assert sqnr_db(got, plain) > 40
+
+
+def test_compiles_where_nothing_has_a_gradient():
+    made, x = router(num_groups=4, top_groups=2), tokens("cpu")
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert_same(compiled(x)[:2], made(x)[:2])
+
+
+def test_a_checkpoint_compiles():
+    """Where a router counts what it has chosen: once, as the forward that is computed again is of the graph."""
+    layer, x = layer_of("cpu"), tokens("cpu").bfloat16()
+    layer.gate = router(bias_rate=0.1)
+    compiled = torch.compile(lambda x: checkpoint(layer, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
+    out, _ = compiled(x)
+    out.float().sum().backward()
+    assert layer.gate.tokens_per_expert.sum() == len(x) * TOP_K
+
+
+def test_has_no_second_derivative():
+    made, x = router(), tokens("cpu").requires_grad_()
+    check_no_second_derivative(made(x).topk_scores, x, made.weight)
 
 
 def test_meta_tensors():

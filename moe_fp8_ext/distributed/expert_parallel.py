@@ -304,7 +304,7 @@ class ExpertParallel:
         permutation, offs, inverse = _sort_tokens(self._local_of[ids], self.peers.num_local_experts)
         if self._static and most < permutation.shape[0]:
             self._static.left_out[1].add_((offs[-1] - most).clamp(min=0))
-            offs, inverse = offs.clamp(max=most), inverse.masked_fill_(inverse >= most, -1)
+            offs, inverse = offs.clamp(max=most), inverse.masked_fill(inverse >= most, -1)
         return Slots(permutation[:most], offs, inverse)
 
 

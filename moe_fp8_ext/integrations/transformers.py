@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.bf16 import autocast_dtype
-from moe_fp8_ext.experts import experts, rows_of_bias
+from moe_fp8_ext.experts import experts, plus_bias
 from moe_fp8_ext.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import combine, sort_tokens
 from moe_fp8_ext.ops.checks import INPUT_DTYPES, require
@@ -136,9 +136,7 @@ def _linear(recipe: Recipe, module: torch.nn.Module, name: str, x: Tensor, offs:
     if autocast_dtype(x) is None:
         x = x.to(weight.dtype)
     out = grouped_mm(x, weight, offs, recipe=recipe, **gathered)
-    if not module.has_bias:
-        return out
-    return out.add_(rows_of_bias(getattr(module, f"{name}_bias"), offs, out.shape[0], out.dtype))
+    return plus_bias(out, getattr(module, f"{name}_bias"), offs) if module.has_bias else out
 
 
 def _up(module: torch.nn.Module) -> str:

@@ -1,6 +1,5 @@
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_fp8_ext import _C
 from moe_fp8_ext.formats import Format, padded_extent
@@ -19,7 +18,13 @@ from moe_fp8_ext.ops.checks import (
     fp8_dtype,
     require,
 )
-from moe_fp8_ext.ops.dispatch import below_autograd, refuse_derivatives, register_gradient, unit_stride
+from moe_fp8_ext.ops.dispatch import (
+    below_autograd,
+    differentiable_once,
+    refuse_derivatives,
+    register_gradient,
+    unit_stride,
+)
 
 _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default
@@ -194,7 +199,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(h)
 
 
-@once_differentiable
+@differentiable_once
 def _backward(ctx, grad):
     (h,) = ctx.saved_tensors
     return _activate_backward(h, unit_stride(grad), ctx.activation, None, None, None, ctx.interleaved)[:1]

@@ -2,10 +2,15 @@
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_fp8_ext.ops.checks import check, check_one_of, check_shape, require
-from moe_fp8_ext.ops.dispatch import below_autograd, refuse_derivatives, register_gradient, unit_stride
+from moe_fp8_ext.ops.dispatch import (
+    below_autograd,
+    differentiable_once,
+    refuse_derivatives,
+    register_gradient,
+    unit_stride,
+)
 
 SCORINGS = ("softmax", "sigmoid")
 
@@ -89,6 +94,8 @@ def choose_experts_backward(
 
 
 def check_choice(op: str, num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
+    for name, count in (("top_k", top_k), ("num_groups", num_groups), ("top_groups", top_groups)):
+        require(isinstance(count, (int, torch.SymInt)), f"{op}: {name} must be an int, got {type(count).__name__}")
     divides = num_groups >= 1 and num_experts % num_groups == 0
     require(divides, f"{op}: num_groups must divide the {num_experts} experts, got {num_groups}")
     require(1 <= top_groups <= num_groups, f"{op}: top_groups must be from 1 to {num_groups}, got {top_groups}")
@@ -104,7 +111,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(logits, output[0])
 
 
-@once_differentiable
+@differentiable_once
 def _backward(ctx, _, grad):
     logits, ids = ctx.saved_tensors
     return (None if grad is None else _choose_backward(unit_stride(grad), logits, ids, *ctx.how),)

@@ -1,9 +1,14 @@
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_fp8_ext.ops.checks import check, check_count, check_shape, require
-from moe_fp8_ext.ops.dispatch import below_autograd, refuse_derivatives, register_gradient, unit_stride
+from moe_fp8_ext.ops.dispatch import (
+    below_autograd,
+    differentiable_once,
+    refuse_derivatives,
+    register_gradient,
+    unit_stride,
+)
 
 _combine = torch.ops.moe_fp8.combine.default
 _combine_backward = torch.ops.moe_fp8.combine_backward.default
@@ -78,7 +83,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(y if ctx.needs_scores else None, inverse, topk_scores)
 
 
-@once_differentiable
+@differentiable_once
 def _backward(ctx, grad):
     grad_y, grad_scores = _combine_backward(unit_stride(grad), *ctx.saved_tensors, ctx.rows)
     return (grad_y, None, grad_scores) if ctx.needs_scores else (grad_y,)

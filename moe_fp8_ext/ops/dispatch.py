@@ -23,6 +23,7 @@ _is_compiling = torch.compiler.is_compiling
 _any_requires_grad = torch._C._any_requires_grad
 _in_functorch = torch._C._are_functorch_transforms_active
 _NOTHING = nullcontext()
+_NO_SECOND = b"moe_fp8_ext has no second derivatives, and one was asked for"
 
 
 def below_autograd(*tensors: Tensor | None) -> AbstractContextManager:
@@ -42,12 +43,22 @@ def asks_for_gradient(x: object) -> bool:
 
 
 def differentiable_once(backward: Callable) -> Callable:
-    """torch's once_differentiable, which takes as long as an op, only where a second derivative could be asked for."""
-    once = torch.autograd.function.once_differentiable(backward)
+    """A backward whose results refuse to be differentiated again.
+
+    torch's once_differentiable asks whether the gradients that come in can be, and that of a sum cannot: then what
+    depends on other tensors of forward would be zero without a word.
+    """
 
     @functools.wraps(backward)
     def wrapper(ctx, *grads):
-        return (once if torch.is_grad_enabled() else backward)(ctx, *grads)
+        if not torch.is_grad_enabled() or _is_compiling():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        results = results if isinstance(results, tuple) else (results,)
+        asking = (None if x is None else x.detach().requires_grad_() for x in results)
+        refused = torch._C._functions.DelayedError(_NO_SECOND, len(results))(*asking)
+        return refused if isinstance(refused, tuple) else (refused,)
 
     return wrapper
 
@@ -125,8 +136,6 @@ def register_gradient(
 
     def gradients(ctx, *grads):
         of_inputs = backward(ctx, *grads)
-        if isinstance(of_inputs, Tensor):  # once_differentiable unpacks a tuple of one where create_graph is asked for
-            of_inputs = (of_inputs,)
         return None, *of_inputs, *[None] * (ctx.num_inputs - len(of_inputs))
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
