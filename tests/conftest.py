@@ -103,9 +103,20 @@ def seed() -> None:
 @pytest.fixture(scope="session")
 def libraries() -> dict[int, Path]:
     """The kernels, built for the emulation at every wave size."""
-    return {wave: build(wave) for wave in WAVES}
+    return {wave: build(chip) for wave, chip in zip(WAVES, ("gfx1201", "gfx942"), strict=True)}
 
 
 @pytest.fixture
 def kernels(libraries: dict[int, Path]) -> Waves:
     return Waves(*libraries.values())
+
+
+@pytest.fixture(scope="session")
+def gemm_with_scales() -> Path:
+    """The GEMM, built for the emulation of gfx950, whose MFMA takes scales."""
+    return build("gfx950", gemm_alone=True)
+
+
+@pytest.fixture
+def gemms(libraries: dict[int, Path], gemm_with_scales: Path) -> Waves:
+    return Waves(*libraries.values(), gemm_with_scales)

@@ -234,36 +234,36 @@ PRODUCTS = pairs(
 
 
 @pytest.mark.parametrize(*PRODUCTS, ids=short)
-def test_scaled_grouped_mm(kernels, layout, format, shape, fp8, native, out_dtype):
+def test_scaled_grouped_mm(gemms, layout, format, shape, fp8, native, out_dtype):
     m, k, n, e = shape
     for operands in products(format, group_offs(layout, m, e), m, k, n, fp8, native):
-        kernels.check("scaled_grouped_mm", *operands, format, out_dtype=out_dtype)
+        gemms.check("scaled_grouped_mm", *operands, format, out_dtype=out_dtype)
 
 
-def test_scaled_grouped_mm_of_many_tiles(kernels):
+def test_scaled_grouped_mm_of_many_tiles(gemms):
     """More than a band below one another, more groups than blocks, most of them empty; rows that are the same."""
     for sizes, k, n in (([2200, 0, 40], 8, 130), ([int(e % 40 == 7) for e in range(MOST_EXPERTS)], 40, 9)):
         offs = torch.tensor(sizes).cumsum(0).int()
         for operands in products("mxfp8", offs, int(offs[-1]), k, n, E4M3):
-            kernels.check("scaled_grouped_mm", *operands, "mxfp8", out_dtype=torch.float32)
+            gemms.check("scaled_grouped_mm", *operands, "mxfp8", out_dtype=torch.float32)
     a, b, *rest = products("rowwise", torch.tensor([100, 150], dtype=torch.int32), 150, 64, 40, E4M3)[0]
     a, b = a[:1].expand(150, 64), b[:, :, :1].expand(2, 64, 40)
-    kernels.check("scaled_grouped_mm", a, b, *rest, "rowwise", out_dtype=torch.float32)
+    gemms.check("scaled_grouped_mm", a, b, *rest, "rowwise", out_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_scaled_grouped_mm_with_corrupt_offsets(kernels, format):
+def test_scaled_grouped_mm_with_corrupt_offsets(gemms, format):
     for offs in corrupt_offs(40):
         forward, backward = products(format, torch.tensor([10, 20, 40], dtype=torch.int32), 40, 40, 9, E4M3)
         # Row-major scales of a sum lie by position: its groups begin at multiples of a block.
         whole = offs.div(32, rounding_mode="floor").int() * 32 if format == "mxfp8_rowmajor" else offs
         for (*operands, _), ends in ((forward, offs[:3]), (backward, whole[:3])):
-            kernels.check("scaled_grouped_mm", *operands, ends, format, out_dtype=torch.float32)
+            gemms.check("scaled_grouped_mm", *operands, ends, format, out_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 @pytest.mark.parametrize("format", FORMATS)
-def test_add_scaled_grouped_mm(kernels, format, dtype):
+def test_add_scaled_grouped_mm(gemms, format, dtype):
     for (m, k, n, e), layout, fp8 in zip(((70, 33, 65, 3), (90, 64, 16, 5)), LAYOUTS[-2:], FP8_DTYPES, strict=False):
         operands = products(format, group_offs(layout, m, e), m, k, n, fp8)[1]
         total = wide(e, n, k, dtype=dtype)
@@ -271,7 +271,7 @@ def test_add_scaled_grouped_mm(kernels, format, dtype):
         want = total.clone()
         reference.add_scaled_grouped_mm(want, *operands, format)
         for at in (total, misaligned(total)):
-            kernels.check_as((want,), "add_scaled_grouped_mm", at, *operands, format)
+            gemms.check_as((want,), "add_scaled_grouped_mm", at, *operands, format)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)

@@ -68,6 +68,17 @@ struct OperandScales {
     if (layout == ScaleLayout::kE8M0) return e8m0_to_float(bytes[in_group]);
     return static_cast<const float*>(data)[group * group_stride + in_group];
   }
+  // The bytes of four scales, not kFloat's; the first is a multiple of four in its group. Behind its last is anything.
+  MOE_HD uint32_t four_at(int64_t group, int64_t row, ColumnBlock b) const {
+    uint32_t four = 0;
+    if (layout == ScaleLayout::kBlocked) {
+      const auto* bytes = static_cast<const uint8_t*>(data) + group * group_stride + b.first * block_stride;
+      memcpy(&four, bytes + blocked_offset(row, b.at, padded_scale_columns(b.count)), 4);
+    } else {
+      for (int i = 0; i < 4; ++i) four |= as_bits(at(group, row, {b.first, b.count, b.at + i})) >> 23 << (8 * i);
+    }
+    return four;
+  }
 };
 
 }  // namespace moe_fp8

@@ -48,6 +48,7 @@ struct Device {
   bool has_clusters;  // the emulation has some of one block, at one of its wave sizes
   bool overlaps_kernels;  // programmatic dependent launch; the emulation takes that road too, one after the other
   bool native_fnuz;  // fp8 instructions are FNUZ (gfx942)
+  bool scales_blocks;  // MFMA takes the E8M0 scales of blocks of 32 (gfx950)
   int sm;            // CUDA compute capability, 90 for Hopper; 0 elsewhere
 };
 constexpr int kMaxDevices = 64;
@@ -66,8 +67,10 @@ inline Device ask_device(int id) {
 #endif
   d.shared_per_multiprocessor = d.shared_per_block;
   cudaDeviceProp properties = {};
-  if (cudaGetDeviceProperties(&properties, id) == cudaSuccess)
+  if (cudaGetDeviceProperties(&properties, id) == cudaSuccess) {
     d.native_fnuz = strncmp(properties.gcnArchName, "gfx94", 5) == 0;
+    d.scales_blocks = strncmp(properties.gcnArchName, "gfx950", 6) == 0;
+  }
 #else
   int major = 0, minor = 0;
   (void)cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);

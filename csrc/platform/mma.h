@@ -9,6 +9,11 @@
 //
 // Which eight elements and columns is the lane's part, lane % 4 or lane / 16. The instructions deal elements and
 // columns out otherwise, but the order of a sum is free as long as a and b agree, and any row of b may lie in any slot.
+//
+// gfx950 has one more MFMA, of 128 elements, that takes the E8M0 scales of blocks of 32. Rows, slots and sums are those
+// above; whose the elements are is not free there. A lane holds elements 16 * part + {0 .. 15} of both halves, and of
+// its rows the scale of block number `part`, most of whose elements lie in other lanes. Source: AMD's own test of that
+// chip, test/mx_mfma_op of ROCm/composable_kernel.
 #pragma once
 #include "platform/convert.h"
 #include "platform/memory.h"
@@ -44,7 +49,30 @@ constexpr int kPatchLaneRows = 1, kPatchFragments = 2;
 constexpr int kPatchRows = 16, kPatchColumns = 32, kPatchDepth = 32;
 constexpr int kFragmentRows = kPatchColumns / kPatchFragments;
 
+// What multiplies: how many elements of the sum at once, and whether it takes the scales of blocks of 32.
+struct Unscaled {
+  static constexpr bool kTakesScales = false, kThere = true;
+  static constexpr int kDepth = kPatchDepth;
+};
+struct Scaled {
+  static constexpr bool kTakesScales = true;
+  static constexpr int kDepth = 128;
+  // On the chip that this is compiled for; device().scales_blocks is on the chip that runs it.
+#if defined(__gfx950__)
+  static constexpr bool kThere = true;
+#else
+  static constexpr bool kThere = false;
+#endif
+};
+// Whether a build may be run by a chip that has Scaled.
+#if defined(MOE_MMA_SYNC)
+constexpr bool kMayTakeScales = false;
+#else
+constexpr bool kMayTakeScales = true;
+#endif
+
 struct Halves8 { uint32_t w[4]; };  // eight 16-bit floats
+struct Bytes32 { Vec16 half[2]; };  // what a lane has of 128 elements
 using PatchSums = float[kPatchLaneRows][8];
 
 // The lane's first row of a and of b; the others are 8 further, kFragmentRows.
@@ -144,18 +172,50 @@ MOE_DEVICE void multiply_part(float (&d)[4], const Halves8 (&a)[1], const Halves
 template <class Eight>
 constexpr int kPatchParts = std::is_same_v<Eight, Vec8> ? 1 : 2;
 
+// Calls act(d) with a lane's sums of a fragment of b.
+template <class Act>
+MOE_DEVICE void with_fragment(PatchSums& sums, int fragment, Act act) {
+  constexpr int kColumns = 8 / kPatchFragments;
+  float d[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) d[i] = sums[i / kColumns][fragment * kColumns + i % kColumns];
+  act(d);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[i / kColumns][fragment * kColumns + i % kColumns] = d[i];
+}
+
 // Adds the products of a part of a fragment of b; of fp8, a may be E5M2. What an instruction adds up, it does in an
 // order of its own, which is always the same.
 template <bool kE5M2, class Eight>
 MOE_DEVICE void multiply_fragment(PatchSums& sums, int fragment, const Eight (&a)[kPatchLaneRows], const Eight& b,
                                   int part) {
-  constexpr int kColumns = 8 / kPatchFragments;
-  float d[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) d[i] = sums[i / kColumns][fragment * kColumns + i % kColumns];
-  multiply_part<kE5M2>(d, a, b, part);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) sums[i / kColumns][fragment * kColumns + i % kColumns] = d[i];
+  with_fragment(sums, fragment, [&](float (&d)[4]) { multiply_part<kE5M2>(d, a, b, part); });
+}
+
+// Likewise of 128 elements, every product times the scales of its blocks: byte kByteA of scales_a, kByteB of scales_b.
+template <bool kE5M2, int kByteA, int kByteB>
+MOE_DEVICE void multiply_scaled_fragment([[maybe_unused]] PatchSums& sums, [[maybe_unused]] int fragment,
+                                         [[maybe_unused]] const Bytes32& a, [[maybe_unused]] uint32_t scales_a,
+                                         [[maybe_unused]] const Bytes32& b, [[maybe_unused]] uint32_t scales_b) {
+#if defined(__gfx950__)
+#if defined(MOE_SIMT)
+  using Operand = Bytes32;
+#else
+  typedef int Operand __attribute__((vector_size(32)));
+#endif
+  constexpr int kE4M3Code = 0, kE5M2Code = 1;
+  with_fragment(sums, fragment, [&](float (&d)[4]) {
+    const Float4 before = {d[0], d[1], d[2], d[3]};
+    Float4 after = __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(
+        __builtin_bit_cast(Operand, b), __builtin_bit_cast(Operand, a), before, kE4M3Code,
+        kE5M2 ? kE5M2Code : kE4M3Code, kByteB, scales_b, kByteA, scales_a);
+#if !defined(MOE_SIMT)
+    // Here, and not behind the next barrier: operands would stay in registers up to there.
+    asm volatile("" : "+v"(after));
+#endif
+    for (int i = 0; i < 4; ++i) d[i] = after[i];
+  });
+#endif
 }
 
 }  // namespace moe_fp8

@@ -14,7 +14,19 @@ from pathlib import Path
 
 from cache import CSRC, cached, closure, key
 from hipified import hipify, kernel_sources
-from isa_report import E4M3, E5M2, MATRICES, VECTORS, Kernel, arguments, found, print_report, short_names, side_by_side
+from isa_report import (
+    E4M3,
+    E5M2,
+    MATRICES,
+    SCALED,
+    VECTORS,
+    Kernel,
+    arguments,
+    found,
+    print_report,
+    short_names,
+    side_by_side,
+)
 
 ARCHS = ("gfx942", "gfx950")
 STUB = Path(__file__).parent / "hip_stub"
@@ -24,6 +36,7 @@ ISA = {
     E4M3: r"\bv_cvt_pk_fp8_f32\b",
     E5M2: r"\bv_cvt_pk_bf8_f32\b",
     MATRICES: r"\bv_mfma_f32_",
+    SCALED: r"\bv_mfma_scale_f32_16x16x128_f8f6f4\b",
 }
 
 

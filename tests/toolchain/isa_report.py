@@ -16,6 +16,8 @@ E4M3, E5M2 = "E4M3 casts", "E5M2 casts"
 E8M0 = "E8M0 casts"  # instructions that round up to an E8M0 scale
 PRODUCTS, BOXES = "tensor core products", "copies by tensor maps"
 MATRICES = "matrix instructions"  # of one wave: mma.sync, MFMA
+SCALED = "matrix instructions that take scales"
+SCALED_REGISTERS = 256  # of gfx950's: two blocks of four waves share four SIMDs, of 512 registers
 # Of chips without the instructions, or code that may not use them, the casts are arithmetic.
 CASTS_IN_SOFTWARE = ("sm_80", "sm_86", "sm_87")
 ROUNDS_TO_E8M0 = ("sm_100a", "sm_103a", "sm_120a", "sm_121a")
@@ -76,6 +78,8 @@ class Kernel:
         if needed is None:
             return ["isa_report.py does not know it"]
         present = [f"{count} {what}" for what, count in self.forbidden.items() if count]
+        if SCALED in needed and self.registers > SCALED_REGISTERS:
+            present += [f"{self.registers} registers, more than {SCALED_REGISTERS}"]
         return present + [f"no {what}" for what in sorted(needed - self.found)]
 
 
@@ -95,9 +99,12 @@ def needs(name: str, arch: str) -> set[str] | None:
         return {VECTORS, *of_values, *of_scales}
     if base not in OTHERS:
         return None
+    scaled = re.search(r"\bScaled\b", name)
+    if scaled and arch != "gfx950":  # never run there
+        return set()
     vectors = OTHERS[base]
     loads = {VECTORS} if vectors is True or (vectors and vectors in name) else set()
-    matrices = {MATRICES} if base == "mma_kernel" else set()
+    matrices = {SCALED if scaled else MATRICES} if base == "mma_kernel" else set()
     return loads | matrices | OF_HOPPER.get((base, arch), set())
 
 

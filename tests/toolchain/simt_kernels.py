@@ -28,7 +28,7 @@ QUANTIZED = {"quantize_rows": BOTH[:2], "quantize_tokens": BOTH[2:], "quantize_b
 
 
 class Scales(ctypes.Structure):
-    """struct Scales of shim.cpp."""
+    """struct Scales of shim.h."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -53,7 +53,7 @@ class Scales(ctypes.Structure):
 
 
 class Waves:
-    """The kernels at all wave sizes, beside the reference, which takes longer than they do and is asked once."""
+    """The kernels on all emulated chips, beside the reference, which takes longer than they do and is asked once."""
 
     def __init__(self, *libraries: Path) -> None:
         self._each = [SimtKernels(library) for library in libraries]
@@ -70,7 +70,7 @@ class Waves:
         """Every byte of the outputs is that of `want`, and zero between columns."""
         words = [op, *(str(a) for a in (*args, *kwargs.values()) if isinstance(a, (str, int)))]
         for kernels in self:
-            got, what = kernels.run(op, want, *args, **kwargs), " ".join([*words, f"at wave size {kernels.wave}"])
+            got, what = kernels.run(op, want, *args, **kwargs), " ".join([*words, f"on {kernels.chip}"])
             assert_same(got, want, what)
             assert_zeros_between_columns(got, what)
 
@@ -83,11 +83,13 @@ def assert_zeros_between_columns(got: Iterable[Tensor], what: str) -> None:
 
 
 class SimtKernels(TokenKernels):
-    """The kernels at one wave size."""
+    """The kernels on one emulated chip."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         self.wave: int = self._library.simt_wave()
+        self._library.simt_chip.restype = ctypes.c_char_p
+        self.chip: str = self._library.simt_chip().decode().partition(":")[0]
 
     def native_fnuz(self) -> bool:
         return bool(self._library.simt_native_fnuz())
@@ -110,7 +112,7 @@ class SimtKernels(TokenKernels):
         entry.restype = ctypes.c_char_p
         error = entry(*map(_as_c, arguments))
         if error is not None:
-            raise RuntimeError(f"{function} at wave size {self.wave}: {error.decode()}")
+            raise RuntimeError(f"{function} on {self.chip}: {error.decode()}")
 
     # Quantizers
 

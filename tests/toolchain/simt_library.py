@@ -13,8 +13,10 @@ from cache import CSRC, alone, cached, closure, key
 from hipified import hipify, kernel_sources
 
 SIMT = Path(__file__).parent / "simt"
-SHIM = SIMT / "shim.cpp"
-ARCH_MACROS = {64: ("__gfx942__", "__GFX9__"), 32: ("__gfx1201__", "__GFX12__")}  # fnuz and fn fp8 instructions
+SHIMS = (SIMT / "shim.cpp", SIMT / "shim_gemm.cpp")
+# Wave size and generation. fp8 instructions are fnuz on gfx942, fn on the others; those of matrices are NVIDIA's on a
+# wave of 32, MFMA on one of 64, and on gfx950 with scales.
+CHIPS = {"gfx1201": (32, "__GFX12__"), "gfx942": (64, "__GFX9__"), "gfx950": (64, "__GFX9__")}
 CXX = os.environ.get("CXX", "g++").split()
 CXX_FLAGS = (
     "-std=c++17 -O1 -g1 -fPIC -pthread -Wall -Wno-unknown-pragmas -ffp-contract=off -fno-strict-aliasing "
@@ -39,30 +41,35 @@ def compiler() -> str:
     return subprocess.run([*CXX, "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def key_of(source: Path, wave: int) -> str:
+def key_of(source: Path, chip: str) -> str:
     emulation = sorted(SIMT.rglob("*.h"))
-    return key("simt", compiler(), *CXX_FLAGS, wave, *ARCH_MACROS[wave], files=[*closure(source, CSRC), *emulation])
+    return key("simt", compiler(), *CXX_FLAGS, chip, *CHIPS[chip], files=[*closure(source, CSRC), *emulation])
 
 
-def build(wave: int) -> Path:
-    """The shared object of the kernels and of shim.cpp for a wave size."""
-    keys = {source: key_of(source, wave) for source in [*kernel_sources(CSRC), SHIM]}
+def build(chip: str, gemm_alone: bool = False) -> Path:
+    """The shared object of a chip's kernels, or of its GEMM alone, and of the shims."""
+    wave, generation = CHIPS[chip]
+    kernels, shims = kernel_sources(CSRC), SHIMS
+    if gemm_alone:
+        kernels = [s for s in kernels if s.parent == CSRC / "gemm" / "mma" or s == CSRC / "platform" / "device.cu"]
+        shims = SHIMS[1:]
+    keys = {source: key_of(source, chip) for source in [*kernels, *shims]}
 
     def link(folder: Path) -> None:
         with tempfile.TemporaryDirectory() as tmp:
             tree = Path(tmp) / "csrc"
             hipify(CSRC, tree)
-            of_device = [*(f"-D{macro}" for macro in ARCH_MACROS[wave]), f"-I{tree}", "-DUSE_ROCM", "-D__HIP__"]
+            macros = (f"-D__{chip}__", f"-D{generation}")
 
             def compile_one(source: Path) -> Path:
-                hip = tree / source.relative_to(CSRC).with_suffix(".hip") if source != SHIM else None
-                what = [*of_device, "-x", "c++", hip] if hip else [f"-I{CSRC}", source]
-                make = lambda place: compile_cxx(*what, "-c", "-o", place / "object.o", wave=wave)  # noqa: E731
+                hip = tree / source.relative_to(CSRC).with_suffix(".hip") if source not in SHIMS else None
+                how = [f"-I{tree}", "-DUSE_ROCM", "-D__HIP__", "-x", "c++", hip] if hip else [f"-I{CSRC}", source]
+                make = lambda place: compile_cxx(*macros, *how, "-c", "-o", place / "object.o", wave=wave)  # noqa: E731
                 return cached(keys[source], make) / "object.o"
 
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 objects = list(pool.map(compile_one, keys))
         compile_cxx("-shared", "-Wl,-Bsymbolic", *objects, "-ldl", "-o", folder / "kernels.so", wave=wave)
 
-    with alone(f"simt-{wave}"):  # of the processes of the tests, one builds and the others find what it has built
+    with alone(f"simt-{chip}"):  # of the processes of the tests, one builds and the others find what it has built
         return cached(key("simt library", *keys.values()), link) / "kernels.so"

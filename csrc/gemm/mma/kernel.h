@@ -18,7 +18,7 @@ MOE_DEVICE void multiply_tile(Loader<T>& loader, Shared<T>& shared, int steps, c
     wait_copies();
     __syncthreads();
     loader.fetch(step + 1, next);
-    multiply_stage(shared, stage, (step + 1) * kDepth % kGroupScales == 0 || step + 1 == steps, lane, of_block,
+    multiply_stage(shared, stage, (step + 1) * T::kDepth % kGroupScales == 0 || step + 1 == steps, lane, of_block,
                    sums);
     if constexpr (T::kStages == 1) __syncthreads();
     loader.land(step + 1, next);
@@ -28,6 +28,7 @@ MOE_DEVICE void multiply_tile(Loader<T>& loader, Shared<T>& shared, int steps, c
 
 template <class T>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks) mma_kernel(MOE_GRID_CONSTANT const ScaledGroupedMmParams p) {
+  if (!T::Instruction::kThere) return;  // code for a chip that is never asked to run it
   MOE_DYNAMIC_SMEM(smem);
   Shared<T>& shared = *reinterpret_cast<Shared<T>*>(smem);
   wait_for_previous_kernel();
@@ -49,7 +50,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks) mma_kernel(MOE_GRID_CONSTAN
     const gemm::Tile &tile = shared.tiles[turn], &next = shared.tiles[then];
     if (threadIdx.x == 0) shared.tiles[then] = schedule.next(0);
     typename Lane<T>::Sums sums;
-    multiply_tile(loader, shared, steps_of(tile), lane, sums);
+    multiply_tile(loader, shared, steps_of<T>(tile), lane, sums);
     if (next.there) loader.begin(next);
     store_tile<T>(p, tile, lane, sums);
   }
@@ -58,8 +59,9 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks) mma_kernel(MOE_GRID_CONSTAN
 
 template <class T>
 int launch_kernel(const ScaledGroupedMmParams& p, void* stream) {
-  // What sm_86, sm_89 and sm_120 have of shared memory, and gfx942: the least of all.
-  constexpr size_t kLeast = (kCopiesInBackground ? 100 : 64) * 1024;
+  // What sm_86, sm_89 and sm_120 have of shared memory, and gfx942: the least of all. Scaled is gfx950's, with 160 KB.
+  constexpr size_t kLeast = (T::kTakesScales ? 160 : kCopiesInBackground ? 100 : 64) * 1024;
+  static_assert(sizeof(Shared<T>) + kStaticShared <= kLeastShared);
   static_assert(kBlocks * (sizeof(Shared<T>) + kStaticShared + kReservedShared) <= kLeast);
   constexpr auto kKernel = mma_kernel<T>;
   if (const int e = allow_large<kKernel>()) return e;
@@ -67,12 +69,19 @@ int launch_kernel(const ScaledGroupedMmParams& p, void* stream) {
                           sizeof(Shared<T>)}, p);
 }
 
+template <Types kTypes, int kBlock>
+int launch_types(const ScaledGroupedMmParams& p, void* stream) {
+  if constexpr (kMayTakeScales && kBlock == kMxBlock && kTypes != Types::kAny)
+    if (device().scales_blocks) return launch_kernel<Traits<kTypes, kBlock, Scaled>>(p, stream);
+  return launch_kernel<Traits<kTypes, kBlock, Unscaled>>(p, stream);
+}
+
 template <int kBlock>
 int launch_gemm(Types types, const ScaledGroupedMmParams& p, void* stream) {
   switch (types) {
-    case Types::kE4M3: return launch_kernel<Traits<Types::kE4M3, kBlock>>(p, stream);
-    case Types::kE5M2: return launch_kernel<Traits<Types::kE5M2, kBlock>>(p, stream);
-    default: return launch_kernel<Traits<Types::kAny, kBlock>>(p, stream);
+    case Types::kE4M3: return launch_types<Types::kE4M3, kBlock>(p, stream);
+    case Types::kE5M2: return launch_types<Types::kE5M2, kBlock>(p, stream);
+    default: return launch_types<Types::kAny, kBlock>(p, stream);
   }
 }
 

@@ -28,7 +28,7 @@ class Loader {
 
   MOE_DEVICE void begin(const gemm::Tile& tile) {
     const int t = threadIdx.x, row = t / kChunks, chunk = t % kChunks * 16;
-    const int column = row / kPatchColumns * kPatchColumns + column_of_slot(row % kPatchColumns);
+    const int column = column_of_b(row);
     const uint8_t* b = p_.b + (p_.groups_of_sum ? 0 : tile.expert * p_.b_group_stride);
     a_ = p_.a + (tile.row_of_a + row) * p_.a_stride + tile.first + chunk;
     b_ = b + (tile.column + column) * p_.b_stride + tile.first + chunk;
@@ -65,7 +65,7 @@ class Loader {
     if (step * kDepth >= depth_) return;
     const int t = threadIdx.x;
     if constexpr (!kCopiesInBackground) {
-      const int place = place_of(t / kChunks, t % kChunks);
+      const int place = place_of<T>(t / kChunks, t % kChunks);
 #pragma unroll
       for (int i = 0; i < kOfA; ++i) shared_.a[stage][place + i * kRows * kChunks] = held_[i];
 #pragma unroll
@@ -74,12 +74,15 @@ class Loader {
     if constexpr (T::kBlock > 0)
 #pragma unroll
       for (int i = 0; i < T::kScales; ++i) {
-        if (t < T::kTileRows) shared_.scale_a[stage][i][t] = of_row_[i];
-        if (t < T::kTileColumns) shared_.scale_b[stage][i][t] = of_column_[i];
+        if (t < T::kTileRows) shared_.scale_a[stage][i][place_of_scale<T>(t)] = scale(of_row_, step, i);
+        if (t < T::kTileColumns) shared_.scale_b[stage][i][place_of_scale<T>(t)] = scale(of_column_, step, i);
       }
   }
 
  private:
+  static constexpr int kDepth = T::kDepth, kChunks = T::kChunks;
+  using Fetched = std::conditional_t<T::kTakesScales, uint32_t, float>;  // four scales, or one
+  static constexpr int kFetched = T::kTakesScales ? T::kScales / 4 : T::kScales;
   static constexpr int kRows = kThreads / kChunks, kOfA = T::kTileRows / kRows, kOfB = T::kTileColumns / kRows;
   static_assert(T::kTileRows <= kThreads && T::kTileColumns <= kThreads);
   static_assert(kRows % 16 == 0, "a thread's chunks are all aligned, or none");
@@ -91,7 +94,7 @@ class Loader {
   // Calls act(i, its place in shared memory, where it comes from, whether there is such a row) for the thread's chunks.
   template <class Act>
   MOE_DEVICE void for_each_chunk(int at, int stage, Act act) {
-    const int t = threadIdx.x, place = place_of(t / kChunks, t % kChunks);
+    const int t = threadIdx.x, place = place_of<T>(t / kChunks, t % kChunks);
 #pragma unroll
     for (int i = 0; i < kOfA; ++i)
       act(i, shared_.a[stage][place + i * kRows * kChunks], a_ + i * kRows * p_.a_stride + at, i * kRows < rows_);
@@ -104,8 +107,9 @@ class Loader {
     const int t = threadIdx.x;
     const bool sum = p_.groups_of_sum, padded = !sum && p_.scale_a.layout == ScaleLayout::kBlocked;
     expert_ = tile.expert;
+    const int column = T::kTakesScales ? column_of_b(t) : t;  // of a slot's, or itself
     row_ = t < tile.rows ? tile.row_of_a + t : -1;
-    column_ = t < tile.columns ? tile.column + t : -1;
+    column_ = column < tile.columns ? tile.column + column : -1;
     skipped_ = padded ? rows_padded_before(tile.expert) - shared_.groups.end[tile.expert] : 0;
     // E8M0 of a sum, but for blocked ones, lie by position.
     const bool by_position = sum && p_.scale_a.layout == ScaleLayout::kE8M0;
@@ -113,13 +117,24 @@ class Loader {
     blocks_ = ceil_div(tile.depth, T::kBlock);
   }
   MOE_DEVICE void fetch_scales(int at) {
+    if constexpr (T::kTakesScales) {
+      const ColumnBlock block = {first_block_, blocks_, at / T::kBlock};
+      of_row_[0] = row_ >= 0 ? p_.scale_a.four_at(0, row_ + skipped_, block) : 0;
+      of_column_[0] = column_ >= 0 ? p_.scale_b.four_at(expert_, column_, block) : 0;
+    } else {
 #pragma unroll
-    for (int i = 0; i < T::kScales; ++i) {
-      const ColumnBlock block = {first_block_, blocks_, at / T::kBlock + i};
-      const bool there = block.at < blocks_;
-      of_row_[i] = there && row_ >= 0 ? p_.scale_a.at(0, row_ + skipped_, block) : 0.f;
-      of_column_[i] = there && column_ >= 0 ? p_.scale_b.at(expert_, column_, block) : 0.f;
+      for (int i = 0; i < T::kScales; ++i) {
+        const ColumnBlock block = {first_block_, blocks_, at / T::kBlock + i};
+        const bool there = block.at < blocks_;
+        of_row_[i] = there && row_ >= 0 ? p_.scale_a.at(0, row_ + skipped_, block) : 0.f;
+        of_column_[i] = there && column_ >= 0 ? p_.scale_b.at(expert_, column_, block) : 0.f;
+      }
     }
+  }
+  // Number i of a stage. Zeros behind the sum are multiplied by no NaN that lies there.
+  MOE_DEVICE typename T::Scale scale(const Fetched (&fetched)[kFetched], int step, int i) const {
+    if constexpr (!T::kTakesScales) return fetched[i];
+    else return step * T::kScales + i < blocks_ ? uint8_t(fetched[0] >> (8 * i)) : uint8_t(0);
   }
   // Blocked scales of a group of rows fill blocks of their own, as many as there are tiles below one another.
   MOE_DEVICE int rows_padded_before(int expert) const {
@@ -137,7 +152,7 @@ class Loader {
 
   // Scales of blocks: whose, of which blocks, and what was fetched.
   int expert_, row_, column_, skipped_, first_block_, blocks_;
-  float of_row_[T::kScales], of_column_[T::kScales];
+  Fetched of_row_[kFetched], of_column_[kFetched];
 };
 
 }  // namespace moe_fp8::mma

@@ -32,7 +32,7 @@ using Eight = std::conditional_t<T::kMultipliesBytes, Vec8, Halves8>;
 // Eight elements of a row of a stage, as the instructions take them. half: what bytes stand for.
 template <class T, bool kE5M2>
 MOE_DEVICE Eight<T> load_eight(const Vec16* stage, const uint16_t* half, int row, int step, int part) {
-  const int place = place_of(row, step * (kPatchDepth / 16) + part / 2);
+  const int place = place_of<T>(row, step * (kPatchDepth / 16) + part / 2);
   const Vec8 bytes = reinterpret_cast<const Vec8*>(stage)[2 * place + part % 2];
   if constexpr (T::kMultipliesBytes) {
     return bytes;
@@ -113,17 +113,64 @@ MOE_DEVICE void promote(const Shared<T>& shared, int stage, int block, const Lan
   });
 }
 
+// Calls act with the constants 0 to kCount - 1: which byte of scales an instruction takes is a part of its code.
+template <int kCount, int kFirst = 0, class Act>
+MOE_DEVICE void for_each_constant(Act act) {
+  if constexpr (kFirst < kCount) {
+    act(std::integral_constant<int, kFirst>{});
+    for_each_constant<kCount, kFirst + 1>(act);
+  }
+}
+
+// What a lane has of a row of a stage of 128 elements; the scales of a block of its rows, or of its slots of columns.
+template <class T>
+MOE_DEVICE Bytes32 load_32(const Vec16* stage, int row, int part) {
+  return {{stage[place_of<T>(row, part)], stage[place_of<T>(row, part + 4)]}};
+}
+template <class T>
+MOE_DEVICE uint32_t load_scales(const uint8_t* of_block, int row) {
+  return *reinterpret_cast<const uint32_t*>(of_block + place_of_scale<T>(row));
+}
+
+// Adds the products of a stage of 128 elements, scaled by the instruction.
+template <class T>
+MOE_DEVICE void multiply_scaled(const Shared<T>& shared, int stage, const Lane<T>& lane,
+                                typename Lane<T>::Sums& sums) {
+  constexpr int kBelow = Lane<T>::kBelow, kColumns = Lane<T>::kBeside * kPatchFragments;
+  const uint32_t scales_a = load_scales<T>(shared.scale_a[stage][lane.part], lane.row);
+  const uint32_t scales_b = load_scales<T>(shared.scale_b[stage][lane.part], lane.column);
+  Bytes32 a[kBelow];
+#pragma unroll
+  for (int m = 0; m < kBelow; ++m) a[m] = load_32<T>(shared.a[stage], lane.row_of(m, 0), lane.part);
+  const auto load_b = [&](int f) {
+    return load_32<T>(shared.b[stage], lane.column + f * kFragmentRows, lane.part);
+  };
+  Bytes32 b = load_b(0), next = b;
+  for_each_constant<kColumns>([&](auto f) {
+    if constexpr (f + 1 < kColumns) next = load_b(f + 1);
+    for_each_constant<kBelow>([&](auto m) {
+      multiply_scaled_fragment<T::kTypes == Types::kE5M2, m, f>(sums[m][f / kPatchFragments], f % kPatchFragments,
+                                                                 a[m], scales_a, b, scales_b);
+    });
+    b = next;
+  });
+}
+
 // A stage that is loaded. ends_block: of scales, or of the sum.
 template <class T>
 MOE_DEVICE void multiply_stage(const Shared<T>& shared, int stage, bool ends_block, const Lane<T>& lane,
                                typename Lane<T>::Sums& of_block, typename Lane<T>::Sums& sums) {
+  if constexpr (T::kTakesScales) {
+    multiply_scaled(shared, stage, lane, sums);
+  } else {
 #pragma unroll(T::kUnrolledSteps)
-  for (int step = 0; step < kDepth / kPatchDepth; ++step) {
-    multiply_step(shared, stage, step, lane, T::kBlock ? of_block : sums);
-    if constexpr (T::kBlock == kPatchDepth) promote(shared, stage, step, lane, of_block, sums);
+    for (int step = 0; step < T::kSteps; ++step) {
+      multiply_step(shared, stage, step, lane, T::kBlock ? of_block : sums);
+      if constexpr (T::kBlock == kPatchDepth) promote(shared, stage, step, lane, of_block, sums);
+    }
+    if constexpr (T::kBlock > kPatchDepth)
+      if (ends_block) promote(shared, stage, 0, lane, of_block, sums);
   }
-  if constexpr (T::kBlock > kPatchDepth)
-    if (ends_block) promote(shared, stage, 0, lane, of_block, sums);
 }
 
 }  // namespace moe_fp8::mma

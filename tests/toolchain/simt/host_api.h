@@ -24,6 +24,8 @@ namespace simt {
 
 #if defined(__gfx942__)
 constexpr const char* kArchName = "gfx942:sramecc+:xnack-";
+#elif defined(__gfx950__)
+constexpr const char* kArchName = "gfx950:sramecc+:xnack-";
 #else
 constexpr const char* kArchName = "gfx1201";
 #endif

@@ -1,11 +1,10 @@
-// The launch functions of the kernels as C functions, for ctypes. Each returns null, or what went wrong.
-#include <hip/hip_runtime.h>
+// The launch functions of the kernels as C functions, for ctypes; those of the GEMM are in shim_gemm.cpp.
+#include "shim.h"
 
 #include "activations/activations.h"
 #include "activations/quantize_activated.h"
 #include "activations/quantize_activated_backward.h"
-#include "gemm/mma/grouped_gemm.h"
-#include "platform/device.h"
+#include "gemm/scaled_grouped_mm.h"
 #include "quantize/quantize.h"
 #include "scales/dequantize.h"
 #include "scales/swizzle_scales.h"
@@ -18,17 +17,6 @@
 #include "tokens/sort_tokens.h"
 #include "tokens/token_groups.h"
 #include "tokens/tokens_by_rank.h"
-
-using namespace moe_fp8;
-
-static const char* outcome(int code) {
-  const bool failed = code || hipPeekAtLastError();
-  (void)hipGetLastError();
-  return failed ? hipGetErrorString(hipError_t(code)) : nullptr;
-}
-
-extern "C" int simt_wave() { return SIMT_WARP; }
-extern "C" int simt_native_fnuz() { return native_fnuz(); }
 
 // Rows by index if there is one.
 extern "C" const char* simt_quantize(const void* x, int in, int64_t row_stride, int64_t group_stride, const int* index,
@@ -46,29 +34,6 @@ extern "C" const char* simt_quantize(const void* x, int in, int64_t row_stride, 
   if (const int64_t words = scratch_words(p)) p.scratch = scratch(words);
   if (index) p.index = RowIndex(index, M, top_k);
   return outcome(quantize(p, nullptr));
-}
-
-struct Scales {  // as simt_kernels.py fills it
-  const void* data;
-  int64_t group_stride, row_stride, block_stride, blocks, block_size, rows_log2, layout;
-
-  OperandScales get() const {
-    return {data, group_stride, row_stride, block_stride, int(blocks), int(block_size), int(rows_log2),
-            ScaleLayout(layout)};
-  }
-};
-
-extern "C" const char* simt_scaled_grouped_mm(const uint8_t* a, int a_type, int64_t M, int64_t K, int64_t a_stride,
-                                              const uint8_t* b, int b_type, int64_t N, int64_t b_stride,
-                                              int64_t b_group_stride, bool groups_of_sum, const Scales* scale_a,
-                                              const Scales* scale_b, const int* offs, int64_t E, bool adds,
-                                              bool out_float32, void* out) {
-  const ScaledGroupedMmParams p = {
-      .a = a, .b = b, .scale_a = scale_a->get(), .scale_b = scale_b->get(), .offs = offs, .out = out, .E = E,
-      .M = M, .N = N, .K = K, .a_stride = a_stride, .b_stride = b_stride, .b_group_stride = b_group_stride,
-      .groups_of_sum = groups_of_sum, .adds = adds, .out_float32 = out_float32, .a_type = Fp8Type(a_type),
-      .b_type = Fp8Type(b_type)};
-  return outcome(mma::grouped_gemm(p, true, nullptr));
 }
 
 extern "C" const char* simt_dequantize(const uint8_t* q, int type, int64_t E, int64_t rows, int64_t K,

@@ -180,6 +180,21 @@ SIMT_MFMA(__builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8, kE4M3, kE4M3)
 SIMT_MFMA(__builtin_amdgcn_mfma_f32_16x16x32_fp8_bf8, kE4M3, kE5M2)
 SIMT_MFMA(__builtin_amdgcn_mfma_f32_16x16x16f16, kHalf, kHalf)
 #undef SIMT_MFMA
+template <class Operand, class Sums>
+Sums __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(Operand a, Operand b, Sums sums, int type_a, int type_b,
+                                                      int byte_a, unsigned scales_a, int byte_b, unsigned scales_b,
+                                                      simt::Site at = simt::Site::here("mfma")) {
+  static_assert(sizeof(Operand) == 32 && sizeof(Sums) == 16, "a lane has 32 bytes and 4 sums");
+  float d[4];
+  uint64_t of_a[4], of_b[4];
+  memcpy(d, &sums, sizeof d);
+  memcpy(of_a, &a, sizeof of_a);
+  memcpy(of_b, &b, sizeof of_b);
+  simt::mfma_scale_16x16x128(d, simt::Held(type_a), of_a, scales_a >> (8 * byte_a) & 0xff, simt::Held(type_b), of_b,
+                             scales_b >> (8 * byte_b) & 0xff, at);
+  memcpy(&sums, d, sizeof d);
+  return sums;
+}
 #if !defined(__clang__)
 template <class T>
 std::remove_cv_t<T> __builtin_nontemporal_load(T* p) {
