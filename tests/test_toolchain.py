@@ -96,11 +96,16 @@ GEMM = (
     "_ZN7moe_fp84sm9019grouped_gemm_kernelINS0_6TraitsILNS0_6ScalesE0ELNS0_7GroupedE0ELNS_7Fp8TypeE0ELb0ELb1EEEEEv"
     "NS0_4ArgsE"
 )
-MMA = "_ZN7moe_fp83mma10mma_kernelINS0_6TraitsILNS0_5TypesE0ELi0EEEEEvNS_21ScaledGroupedMmParamsE"
+MMA = "_ZN7moe_fp83mma10mma_kernelINS0_6TraitsILNS0_5TypesE0ELi32ENS_8UnscaledEEEEEvNS_21ScaledGroupedMmParamsE"
+MMA_SCALED = MMA.replace("8Unscaled", "6Scaled")
 AMD_LOAD, AMD_CAST = "global_load_dwordx4 v[0:3], v4, s[0:1]", "v_cvt_pk_fp8_f32 v0, v1, v2"
+AMD_MMA = "v_mfma_f32_16x16x32_fp8_fp8 v[0:3], v[4:5], v[6:7], v[0:3]"
+AMD_MMA_SCALED = "v_mfma_scale_f32_16x16x128_f8f6f4 v[0:3], v[4:11], v[12:19], v[0:3], v20, v21 op_sel_hi:[0,0,0]"
 
 
-def amd_assembly(symbol: str, *instructions: str, vgpr_spills: int = 0, sgpr_spills: int = 0, scratch: int = 0) -> str:
+def amd_assembly(
+    symbol: str, *instructions: str, vgpr_spills: int = 0, sgpr_spills: int = 0, scratch: int = 0, registers: int = 84
+) -> str:
     body = "\n".join(f"\t{i}" for i in instructions)
     return f"""
 {symbol}:
@@ -116,7 +121,7 @@ amdhsa.kernels:
     .private_segment_fixed_size: {scratch}
     .sgpr_spill_count: {sgpr_spills}
     .symbol:         {symbol}.kd
-    .vgpr_count:     84
+    .vgpr_count:     {registers}
     .vgpr_spill_count: {vgpr_spills}
 amdhsa.version:
   - 1
@@ -144,6 +149,22 @@ def test_hip_check(assembly, problems):
     (kernel,) = hip_check.parse(assembly, "gfx942")
     assert (kernel.registers, kernel.shared, kernel.problems) == (84, 384, problems)
     assert isa_report.print_report([kernel], "vgpr") == bool(problems)
+
+
+@pytest.mark.parametrize(
+    ("arch", "symbol", "instructions", "registers", "problems"),
+    [
+        ("gfx950", MMA_SCALED, [AMD_LOAD, AMD_MMA_SCALED], 256, []),
+        ("gfx950", MMA_SCALED, [AMD_LOAD, AMD_MMA_SCALED], 257, ["257 registers, more than 256"]),
+        ("gfx950", MMA_SCALED, [AMD_LOAD, AMD_MMA], 256, ["no matrix instructions that take scales"]),
+        ("gfx942", MMA_SCALED, [], 0, []),
+        *((arch, MMA, [AMD_LOAD, AMD_MMA], 300, []) for arch in hip_check.ARCHS),
+        *((arch, MMA, [AMD_LOAD, AMD_MMA_SCALED], 256, ["no matrix instructions"]) for arch in hip_check.ARCHS),
+    ],
+)
+def test_hip_check_of_matrices(arch, symbol, instructions, registers, problems):
+    (kernel,) = hip_check.parse(amd_assembly(symbol, *instructions, registers=registers), arch)
+    assert kernel.problems == problems
 
 
 def ptxas_log(symbol: str, arch: str = "sm_90a", stack: int = 0, spills: int = 0, waits: int = 0) -> str:
