@@ -15,7 +15,7 @@ from moe_fp8_ext.experts import KEEP, experts
 from moe_fp8_ext.float32_mm import float32_mm, float32_mm_backward
 from moe_fp8_ext.formats import MAX_EXPERTS
 from moe_fp8_ext.ops.activations import GATED
-from moe_fp8_ext.ops.checks import INPUT_DTYPES, check_dense, check_one_of, dtype_name, either, require
+from moe_fp8_ext.ops.checks import INPUT_DTYPES, check_dense, check_int, check_one_of, dtype_name, either, require
 from moe_fp8_ext.ops.choose_experts import SCORINGS, check_choice, choose_experts, choose_experts_backward
 from moe_fp8_ext.ops.dispatch import asks_for_gradient, differentiable_once, unit_stride
 from moe_fp8_ext.recipes import Recipe, get_recipe
@@ -147,6 +147,8 @@ class Experts(nn.Module):
 
 
 def check_sizes(op: str, num_experts: int, **sizes: int) -> None:
+    for name, size in dict(num_experts=num_experts, **sizes).items():
+        check_int(op, name, size)
     within = 1 <= num_experts <= MAX_EXPERTS
     require(within, f"{op}: num_experts must be from 1 to {MAX_EXPERTS}, got {num_experts}")
     for name, size in sizes.items():
@@ -224,7 +226,7 @@ class Router(nn.Module):
         e_score_correction_bias: [E] float32, a buffer that `update_bias` moves, where bias_rate is not 0. A cast of the
             whole module casts it too, and bfloat16 loses small steps: construct with `dtype` instead.
         tokens_per_expert: [E] int64, what was chosen in training since the last `update_bias`; not in state dicts. A
-            forward that a checkpoint computes again is counted again.
+            forward that a checkpoint computes again may be counted again.
 
     Args:
         num_experts, hidden_size, top_k: E, at most 1024, D and experts a token.
@@ -297,7 +299,10 @@ class Router(nn.Module):
         logits, ids, scores = choose(x, self.weight, self.top_k, bias, *how)
         loss = self._loss(logits, ids)
         if self.training and self.tokens_per_expert is not None:
-            self.tokens_per_expert.add_(self._counts(ids))  # no assignment, which no graph has under a checkpoint
+            counts = self._counts(ids)
+            if is_dtensor(counts) and not is_dtensor(self.tokens_per_expert):
+                counts = counts.to_local()  # of all tokens, as every rank has them
+            self.tokens_per_expert.add_(counts)  # no assignment, which no graph has under a checkpoint
         return Routing(ids, scores, loss)
 
     @torch.no_grad()

@@ -31,6 +31,7 @@ hypothesis.settings.load_profile("moe_fp8")
 
 GPUS = torch.cuda.device_count()
 NO_GPU = pytest.mark.skipif(GPUS < 1, reason="no CUDA GPU")
+LEFT_OUT = pytest.StashKey[int]()  # how many tests need what is not here
 NO_SECOND_GPU = pytest.mark.skipif(GPUS < 2, reason="fewer than two CUDA GPUs")
 
 
@@ -45,12 +46,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         kept[all(mark not in missing for mark in item.iter_markers("skipif"))].append(item)
     config.hook.pytest_deselected(items=kept[False])
+    config.stash[LEFT_OUT] = len(kept[False])
     items[:] = kept[True]
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if GPUS < 2:
-        terminalreporter.write_line(f"Left out: tests that need {'two GPUs' if GPUS else 'a GPU'}, which are not here.")
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # one of several processes, which all leave out the same
+        session.config.workeroutput["left out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if count := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"{count} tests left out, which need {'two GPUs' if GPUS else 'a GPU'}")
 
 
 def pytest_collection_finish() -> None:

@@ -205,6 +205,8 @@ def test_errors_of_tokens(x, message):
         ((1025, D, F), {}, "num_experts must be from 1 to 1024, got 1025"),
         ((E, 0, F), {}, "hidden_size must be at least 1, got 0"),
         ((E, D, 0), {}, "intermediate_size must be at least 1, got 0"),
+        ((E, 2.0, F), {}, "hidden_size must be an int, got float"),
+        (("8", D, F), {}, "num_experts must be an int, got str"),
         ((E, D, F), dict(keep="no"), "keep must be 'fp8' or 'bf16', got 'no'"),
     ],
 )

@@ -49,19 +49,6 @@ struct ActivateBackwardParams {
   Activation activation;
 };
 
-// f(constant of the activation), and what that returns.
-template <class F>
-auto dispatch_activation(Activation activation, F f) {
-  switch (activation) {
-    case Activation::kSwiglu: return f(std::integral_constant<Activation, Activation::kSwiglu>{});
-    case Activation::kGeglu: return f(std::integral_constant<Activation, Activation::kGeglu>{});
-    case Activation::kSwigluOai: return f(std::integral_constant<Activation, Activation::kSwigluOai>{});
-    case Activation::kSilu: return f(std::integral_constant<Activation, Activation::kSilu>{});
-    case Activation::kGelu: return f(std::integral_constant<Activation, Activation::kGelu>{});
-    default: return f(std::integral_constant<Activation, Activation::kRelu2>{});
-  }
-}
-
 // 0, or the runtime's error code.
 int activate(const ActivateParams& p, void* stream);
 int activate_backward(const ActivateBackwardParams& p, void* stream);

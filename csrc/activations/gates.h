@@ -155,7 +155,8 @@ struct Fp8Gates {
 // with(activation, f): f(constant of it). A kernel asks once, outside of its loops.
 template <Activation kFirst, Activation... kRest>
 struct AnyOf {
-  static constexpr int kParts = is_gated(kFirst) ? 2 : 1;  // of h
+  static constexpr bool kAlike = ((is_gated(kRest) == is_gated(kFirst)) && ...);
+  static constexpr int kParts = is_gated(kFirst) ? 2 : 1;  // of h, where they are alike
   template <class F>
   static MOE_DEVICE void with(Activation activation, F f) {
     if constexpr (sizeof...(kRest) > 0)

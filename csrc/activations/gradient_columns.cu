@@ -107,6 +107,7 @@ MOE_DEVICE void store_columns(const TilesPlan& p, int first, Stage<kParts> (&sta
 template <class T, class Activations>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, 2)
     quantize_gradient_columns_kernel(MOE_GRID_CONSTANT const TilesPlan p) {
+  static_assert(Activations::kAlike);
   constexpr int kParts = Activations::kParts;
   __shared__ Stage<kParts> stage[kLines];
   const int first = (p.last - int(blockIdx.y)) * kTile;

@@ -11,9 +11,7 @@ namespace {
 // four vectors of a part of h at once, which are bytes enough under way, and what is no arithmetic of theirs is done
 // for all four together: a lane makes one of the scales, and tells it to the others.
 using Part = Vectors<BF16>;
-template <bool kGated>
-using GatesOf = PlainGates<Part, kGated>;
-using Activations = PlainGates<Part, false>::Held;  // a vector
+using Activated = PlainGates<Part, false>::Held;  // a vector
 constexpr int n = Part::kElements, kVecsOfLane = 4;
 
 // ---- teams: so many neighbouring lanes of a wave have kVecs vectors each of kRows neighbouring rows ----------------
@@ -124,7 +122,7 @@ MOE_DEVICE int vec(int i) { return int(blockIdx.x * blockDim.x + threadIdx.x) + 
 template <class T, class Team, class Columns, class Held>
 MOE_DEVICE void store_rows(const QuantizeActivatedParams& p, const Team& team, const Columns& columns, int64_t row0,
                            int live, uint32_t amax, const Held (&h)[Team::kRows][Team::kVecs],
-                           const Activations (&a)[Team::kRows][Team::kVecs]) {
+                           const Activated (&a)[Team::kRows][Team::kVecs]) {
   constexpr int kParts = Columns::kParts;
   const auto s = T::template scale_of<ScaleF32>(p.of_a, amax);
   if (live > 0) team.store(p, columns, vec(0), row0, live, s.dequant());
@@ -158,7 +156,7 @@ MOE_DEVICE void store_rows(const QuantizeActivatedParams& p, const Team& team, c
 
 template <bool kGated, class Team>
 MOE_DEVICE void quantize_rows(const QuantizeActivatedParams& p, Team& team, int64_t row0) {
-  using Source = GatesOf<kGated>;
+  using Source = PlainGates<Part, kGated>;
   constexpr int kRows = Team::kRows, kVecs = Team::kVecs, kParts = Source::Columns::kParts;
   const Source source(p.h);
   const int vecs = int(p.h.F / n), lane = threadIdx.x % kWarpSize;
@@ -177,7 +175,7 @@ MOE_DEVICE void quantize_rows(const QuantizeActivatedParams& p, Team& team, int6
     for (int i = 0; i < kVecs; ++i)
       if (wave_has(i)) h[r][i] = source.load(row, place(i) - place(0));
   }
-  Activations a[kRows][kVecs];
+  Activated a[kRows][kVecs];
   uint32_t of_h[kRows][2] = {}, of_a[kRows] = {};
   auto add = [&](uint32_t& most, const Vec16& vec, int i) {
     most = i == 0 ? max_vec<BF16>(vec) : max_vec<BF16>(most, vec);

@@ -116,7 +116,17 @@ void activate_backward(const ActivateBackwardParams& p) {
 // f(type, constant of the activation).
 template <class F>
 void dispatch(InType in, Activation activation, F f) {
-  dispatch_in(in, [&](auto type) { return dispatch_activation(activation, [&](auto a) { return f(type, a), 0; }); });
+  dispatch_in(in, [&](auto type) {
+    switch (activation) {
+      case Activation::kSwiglu: f(type, std::integral_constant<Activation, Activation::kSwiglu>{}); break;
+      case Activation::kGeglu: f(type, std::integral_constant<Activation, Activation::kGeglu>{}); break;
+      case Activation::kSwigluOai: f(type, std::integral_constant<Activation, Activation::kSwigluOai>{}); break;
+      case Activation::kSilu: f(type, std::integral_constant<Activation, Activation::kSilu>{}); break;
+      case Activation::kGelu: f(type, std::integral_constant<Activation, Activation::kGelu>{}); break;
+      default: f(type, std::integral_constant<Activation, Activation::kRelu2>{});
+    }
+    return 0;
+  });
 }
 
 }  // namespace

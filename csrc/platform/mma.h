@@ -12,8 +12,8 @@
 //
 // gfx950 has one more MFMA, of 128 elements, that takes the E8M0 scales of blocks of 32. Rows, slots and sums are those
 // above; whose the elements are is not free there. A lane holds elements 16 * part + {0 .. 15} of both halves, and of
-// its rows the scale of block number `part`, most of whose elements lie in other lanes. Source: AMD's own test of that
-// chip, test/mx_mfma_op of ROCm/composable_kernel.
+// its rows the scale of block number `part`, most of whose elements lie in other lanes. Source: what AMD's
+// probe of that chip printed, test/mx_mfma_op/scale_mapping_16x16x128.txt of ROCm/composable_kernel.
 #pragma once
 #include "platform/convert.h"
 #include "platform/memory.h"

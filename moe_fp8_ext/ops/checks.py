@@ -89,6 +89,12 @@ def check(op: str, name: str, x: Tensor, like: Tensor | None = None) -> None:
     _ARGUMENTS[op, name].check(x, like)
 
 
+def check_int(op: str, arg: str, value: object) -> None:
+    """Numpy's too, and sizes that are symbols."""
+    if not hasattr(type(value), "__index__"):
+        raise RuntimeError(f"{op}: {arg} must be an int, got {type(value).__name__}")
+
+
 def check_dtype(op: str, arg: str, x: Tensor, dtype: torch.dtype) -> None:
     require(x.dtype == dtype, f"{op}: {arg} must be {dtype_name(dtype)}, got {x.dtype}")
 

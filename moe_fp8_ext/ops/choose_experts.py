@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.ops.checks import check, check_one_of, check_shape, require
+from moe_fp8_ext.ops.checks import check, check_int, check_one_of, check_shape, require
 from moe_fp8_ext.ops.dispatch import (
     below_autograd,
     differentiable_once,
@@ -95,7 +95,7 @@ def choose_experts_backward(
 
 def check_choice(op: str, num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
     for name, count in (("top_k", top_k), ("num_groups", num_groups), ("top_groups", top_groups)):
-        require(isinstance(count, (int, torch.SymInt)), f"{op}: {name} must be an int, got {type(count).__name__}")
+        check_int(op, name, count)
     divides = num_groups >= 1 and num_experts % num_groups == 0
     require(divides, f"{op}: num_groups must divide the {num_experts} experts, got {num_groups}")
     require(1 <= top_groups <= num_groups, f"{op}: top_groups must be from 1 to {num_groups}, got {top_groups}")
