@@ -113,7 +113,7 @@ def check_main_grad(mesh: DeviceMesh) -> None:
 def check_router(mesh: DeviceMesh) -> None:
     """Of tokens that every rank has: the bytes of one process."""
     torch.manual_seed(0)
-    alone, router = (Router(8, D, TOP_K, z_loss=0.1) for _ in range(2))
+    alone, router = (Router(8, D, TOP_K, z_loss=0.1, bias_rate=0.1) for _ in range(2))
     router.load_state_dict(alone.state_dict())
     router.weight = nn.Parameter(distribute_tensor(router.weight.detach(), mesh, [Replicate()]))
     x, grad = torch.randn(TOKENS, D), torch.randn(TOKENS, TOP_K)
@@ -122,7 +122,8 @@ def check_router(mesh: DeviceMesh) -> None:
         tokens = place(x.clone()).requires_grad_()
         ids, scores, loss = of(tokens)
         torch.autograd.backward([scores, loss], [place(grad), None])
-        found.append([full(t) for t in (ids, scores.detach(), loss.detach(), tokens.grad, of.weight.grad)])
+        results = ids, scores.detach(), loss.detach(), tokens.grad, of.weight.grad, of.tokens_per_expert
+        found.append([full(t) for t in results])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
     tokens = DTensor.from_local(x, mesh, [Shard(0)])
