@@ -18,7 +18,7 @@ from moe_fp8_ext.convert import convert_, revert_
 from moe_fp8_ext.experts import experts
 from moe_fp8_ext.fsdp import gather_in_fp8_
 from moe_fp8_ext.grouped_mm import grouped_mm
-from moe_fp8_ext.moe import Experts, MoE, Router
+from moe_fp8_ext.moe import Experts, MoE
 from moe_fp8_ext.ops import (
     combine,
     permute_indices,
@@ -37,6 +37,7 @@ from moe_fp8_ext.quantized import (
     scaled_grouped_mm,
 )
 from moe_fp8_ext.recipes import Recipe
+from moe_fp8_ext.router import Router
 from moe_fp8_ext.weight_cache import reuse_weights
 
 __version__ = build_info()["version"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import _C
-from moe_fp8_ext.formats import FORMATS, GROUP_SCALES, MAX_ALIGN, MAX_ROWS, Format, padded_extent
+from moe_fp8_ext.formats import FORMATS, GROUP_SCALES, MAX_ALIGN, MAX_EXPERTS, MAX_ROWS, Format, padded_extent
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -93,6 +93,16 @@ def check_int(op: str, arg: str, value: object) -> None:
     """Numpy's too, and sizes that are symbols."""
     if not hasattr(type(value), "__index__"):
         raise RuntimeError(f"{op}: {arg} must be an int, got {type(value).__name__}")
+
+
+def check_sizes(op: str, num_experts: int, **sizes: int) -> None:
+    """Of a module that has so many experts."""
+    for name, size in dict(num_experts=num_experts, **sizes).items():
+        check_int(op, name, size)
+    within = 1 <= num_experts <= MAX_EXPERTS
+    require(within, f"{op}: num_experts must be from 1 to {MAX_EXPERTS}, got {num_experts}")
+    for name, size in sizes.items():
+        require(size >= 1, f"{op}: {name} must be at least 1, got {size}")
 
 
 def check_dtype(op: str, arg: str, x: Tensor, dtype: torch.dtype) -> None:

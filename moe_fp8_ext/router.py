@@ -1,0 +1,196 @@
+"""Which experts a token is sent to, as a module."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_fp8_ext.bf16 import autocast_dtype, cast
+from moe_fp8_ext.float32_mm import float32_mm, float32_mm_backward
+from moe_fp8_ext.ops.checks import (
+    INPUT_DTYPES,
+    check_dense,
+    check_one_of,
+    check_sizes,
+    dtype_name,
+    either,
+    require,
+)
+from moe_fp8_ext.ops.choose_experts import SCORINGS, check_choice, choose_experts, choose_experts_backward
+from moe_fp8_ext.ops.dispatch import differentiable_once, unit_stride
+from moe_fp8_ext.sharded import is_dtensor, on_every_rank
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager:
+    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
+
+
+class _Choice(torch.autograd.Function):
+    """logits = x @ weight^T in float32, under torch.autocast too, and what `choose_experts` makes of them, ids and
+    scores. x is kept as it is, and not a float32 copy of it; of logits, if normalize, those of the chosen alone."""
+
+    @staticmethod
+    def forward(ctx, x, weight, top_k, bias, scoring, normalize, scaling_factor, num_groups, top_groups):
+        ctx.how = scoring, normalize, scaling_factor
+        with _without_autocast(x):
+            logits = float32_mm(x, weight.t())
+        ids, scores = choose_experts(logits, top_k, bias, *ctx.how, num_groups, top_groups)
+        # NaN scores can come of a logit that was not chosen: the sum has them.
+        kept = logits.gather(1, ids).add_(scores, alpha=0) if normalize else logits
+        ctx.save_for_backward(x, weight, kept, ids)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(ids)
+        return logits, ids, scores
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, grad, _, of_scores):
+        x, weight, kept, ids = ctx.saved_tensors
+        if of_scores is not None:
+            of_logits = _gradient_of_logits(unit_stride(of_scores), kept, ids, weight.shape[0], *ctx.how)
+            grad = of_logits if grad is None else grad + of_logits
+        gradients = (None, None)
+        if grad is not None:
+            with _without_autocast(x):
+                gradients = float32_mm_backward(grad, x, weight, *ctx.needs_input_grad[:2])
+        return *gradients, *[None] * 7
+
+
+def _gradient_of_logits(
+    of_scores: Tensor, kept: Tensor, ids: Tensor, num_experts: int, scoring: str, normalize: bool, factor: float
+) -> Tensor:
+    """kept: logits, or, if normalize, [T, top_k] of the chosen, which share all of the score among themselves."""
+    if not normalize:
+        return choose_experts_backward(of_scores, kept, ids, scoring, normalize, factor)
+    all_of_them = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    of_chosen = choose_experts_backward(of_scores, kept, all_of_them, scoring, normalize, factor)
+    return of_chosen.new_zeros(ids.shape[0], num_experts).scatter_(1, ids, of_chosen)
+
+
+class Routing(NamedTuple):
+    """topk_ids [T, top_k] int64, topk_scores [T, top_k] float32, and the losses of the router, a scalar."""
+
+    topk_ids: Tensor
+    topk_scores: Tensor
+    loss: Tensor
+
+
+class Router(nn.Module):
+    """Chooses experts, in float32 whatever the dtypes of tokens and weight are, and under torch.autocast too.
+
+        scores = scoring(x @ weight^T); the choice is the top_k of scores + e_score_correction_bias; the scores of the
+        chosen are those without the bias, divided by their sum if normalize, times scaling_factor (`choose_experts`)
+
+    Attributes:
+        weight: [E, D].
+        e_score_correction_bias: [E] float32, a buffer that `update_bias` moves, where bias_rate is not 0. A cast of the
+            whole module casts it too, and bfloat16 loses small steps: construct with `dtype` instead.
+        tokens_per_expert: [E] int64, what was chosen in training since the last `update_bias`; not in state dicts. A
+            forward that a checkpoint computes again may be counted again.
+
+    Args:
+        num_experts, hidden_size, top_k: E, at most 1024, D and experts a token.
+        scoring: "softmax" over the experts or "sigmoid" of each.
+        normalize: whether scores of a token add up to scaling_factor.
+        scaling_factor: of the scores.
+        num_groups, top_groups: experts are num_groups groups of neighbours, of which a token chooses from those
+            top_groups whose two best experts have the largest sum.
+        bias_rate: what `update_bias` moves the bias by, for balance without a loss.
+        balance_loss: coefficient of E * sum_e (share of the slots of e) * (mean probability of e), 1 where balanced;
+            probabilities are scores divided by their sum.
+        z_loss: coefficient of the mean of logsumexp(logits)^2.
+        device, dtype: of the weight.
+
+    Source: Switch Transformer, equations 4 to 6 (balance_loss); ST-MoE, equation 5 (z_loss); DeepSeek-V3 technical
+        report, section 2.1.2 (groups, sigmoid, bias_rate).
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        top_k: int,
+        *,
+        scoring: str = "softmax",
+        normalize: bool = True,
+        scaling_factor: float = 1.0,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        bias_rate: float = 0.0,
+        balance_loss: float = 0.0,
+        z_loss: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_one_of("Router", "scoring", scoring, SCORINGS)
+        check_sizes("Router", num_experts, hidden_size=hidden_size)
+        check_choice("Router", num_experts, top_k, num_groups, top_groups)
+        self.top_k, self.scoring, self.normalize, self.scaling_factor = top_k, scoring, normalize, scaling_factor
+        self.num_groups, self.top_groups, self.bias_rate = num_groups, top_groups, bias_rate
+        self.balance_loss, self.z_loss = balance_loss, z_loss
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        balanced, counts = bias_rate != 0, torch.zeros(num_experts, device=device, dtype=torch.int64)
+        bias = torch.zeros(num_experts, device=device, dtype=torch.float32)
+        self.register_buffer("e_score_correction_bias", bias if balanced else None)
+        self.register_buffer("tokens_per_expert", counts if balanced else None, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The weight as nn.Linear has it; the bias and the counts, if there are any, of zero."""
+        nn.init.uniform_(self.weight, -(self.weight.shape[1] ** -0.5), self.weight.shape[1] ** -0.5)
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    def forward(self, x: Tensor) -> Routing:
+        """x [T, D] -> ids and scores [T, top_k], losses; of DTensors that are Replicate(), the same.
+
+        x: bfloat16, float16 or float32, on the weight's device.
+        """
+        check_dense("Router", "x", x, 2)
+        require(x.dtype in INPUT_DTYPES, f"Router: x must be {either(map(dtype_name, INPUT_DTYPES))}, got {x.dtype}")
+        (_, size), device = self.weight.shape, self.weight.device
+        require(x.shape[1] == size, f"Router: x must have size {size} in dimension 1, got {x.shape[1]}")
+        require(x.device == device, f"Router: x must be on the device of weight, {device}, got {x.device}")
+        bias = self.e_score_correction_bias
+        bias = None if bias is None else cast(bias, torch.float32)
+        how = self.scoring, self.normalize, self.scaling_factor, self.num_groups, self.top_groups
+        choose = partial(on_every_rank, "Router", _Choice.apply) if is_dtensor(x) else _Choice.apply
+        logits, ids, scores = choose(x, self.weight, self.top_k, bias, *how)
+        loss = self._loss(logits, ids)
+        if self.training and self.tokens_per_expert is not None:
+            counts = self._counts(ids)
+            if is_dtensor(counts) and not is_dtensor(self.tokens_per_expert):
+                counts = counts.to_local()  # of all tokens, as every rank has them
+            self.tokens_per_expert.add_(counts)  # no assignment, which no graph has under a checkpoint
+        return Routing(ids, scores, loss)
+
+    @torch.no_grad()
+    def update_bias(self) -> None:
+        """Moves the bias of every expert by bias_rate towards balance, and counts anew: once a step of the optimizer.
+
+        Data-parallel ranks add up their tokens_per_expert before.
+        """
+        require(self.tokens_per_expert is not None, "Router: bias_rate must not be 0 for update_bias, got 0")
+        counts = self.tokens_per_expert.double()
+        self.e_score_correction_bias.add_(self.bias_rate * (counts.mean() - counts).sign().float())
+        self.tokens_per_expert.zero_()
+
+    def _loss(self, logits: Tensor, ids: Tensor) -> Tensor:
+        loss, tokens = logits.new_zeros(()), max(ids.shape[0], 1)
+        if self.balance_loss:
+            scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
+            shares = self._counts(ids) / (tokens * self.top_k)
+            probabilities = (scores / scores.sum(-1, keepdim=True)).sum(0) / tokens
+            loss = loss + self.balance_loss * len(shares) * (shares * probabilities).sum()
+        if self.z_loss:
+            loss = loss + self.z_loss * logits.logsumexp(-1).square().sum() / tokens
+        return loss
+
+    def _counts(self, ids: Tensor) -> Tensor:
+        counts = ids.new_zeros(self.weight.shape[0])
+        return counts.scatter_add(0, ids.flatten(), torch.ones_like(ids).flatten())
