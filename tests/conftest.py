@@ -31,8 +31,8 @@ hypothesis.settings.load_profile("moe_fp8")
 
 GPUS = torch.cuda.device_count()
 NO_GPU = pytest.mark.skipif(GPUS < 1, reason="no CUDA GPU")
-LEFT_OUT = pytest.StashKey[int]()  # how many tests need what is not here
 NO_SECOND_GPU = pytest.mark.skipif(GPUS < 2, reason="fewer than two CUDA GPUs")
+LEFT_OUT = pytest.StashKey[int]()  # how many tests need what is not here
 
 
 def pytest_configure(config: pytest.Config) -> None:

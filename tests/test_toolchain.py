@@ -157,7 +157,7 @@ def test_hip_check(assembly, problems):
         ("gfx950", MMA_SCALED, [AMD_LOAD, AMD_MMA_SCALED], 256, []),
         ("gfx950", MMA_SCALED, [AMD_LOAD, AMD_MMA_SCALED], 257, ["257 registers, more than 256"]),
         ("gfx950", MMA_SCALED, [AMD_LOAD, AMD_MMA], 256, ["no matrix instructions that take scales"]),
-        ("gfx942", MMA_SCALED, [], 0, []),
+        *(("gfx942", MMA_SCALED, [AMD_LOAD] * n, 9, ["vector loads in what never runs"] * n) for n in (0, 1)),
         *((arch, MMA, [AMD_LOAD, AMD_MMA], 300, []) for arch in hip_check.ARCHS),
         *((arch, MMA, [AMD_LOAD, AMD_MMA_SCALED], 256, ["no matrix instructions"]) for arch in hip_check.ARCHS),
     ],
