@@ -3,6 +3,8 @@
 // Products are exact; they are added to d one at a time, in float32, by rising k. Hardware adds in orders, and with
 // intermediate formats, that are not published: kernels must not rely on any.
 #pragma once
+#include <vector>
+
 #include "block.h"
 #include "fp8.h"
 
@@ -17,22 +19,53 @@ inline float half_to_float(unsigned bits) {
 
 // Elements as lanes hold them: 8 bytes of fp8, numbered as instructions number those, or 4 16-bit floats.
 enum class Held { kE4M3, kE5M2, kHalf };
-inline float held_value(Held held, uint64_t lane, int i) {
-  if (held == Held::kHalf) return half_to_float(unsigned(lane >> (16 * i) & 0xffff));
-  return fp8_to_float(unsigned(lane >> (8 * i) & 0xff), held == Held::kE4M3 ? 3 : 2);
+
+// Their values by their bits: most of the time of a product would go into powers of two.
+class Elements {
+ public:
+  explicit Elements(Held held) : in_lane(held == Held::kHalf ? 4 : 8), bits_(64 / in_lane), values_(table(held)) {}
+
+  // The first n of a lane.
+  void read(uint64_t lane, int n, float* to) const {
+    for (int i = 0; i < n; ++i) to[i] = values_[lane >> (bits_ * i) & ((1u << bits_) - 1)];
+  }
+
+  const int in_lane;
+
+ private:
+  template <class Value>
+  static std::vector<float> values(unsigned bits, Value value) {
+    std::vector<float> of(size_t(1) << bits);
+    for (unsigned i = 0; i < of.size(); ++i) of[i] = value(i);
+    return of;
+  }
+  static const float* table(Held held) {
+    static const auto e4m3 = values(8, [](unsigned code) { return fp8_to_float(code, 3); });
+    static const auto e5m2 = values(8, [](unsigned code) { return fp8_to_float(code, 2); });
+    static const auto half = values(16, half_to_float);
+    return (held == Held::kHalf ? half : held == Held::kE4M3 ? e4m3 : e5m2).data();
+  }
+
+  const int bits_;
+  const float* const values_;
+};
+
+inline float add_products(float sum, const float* a, const float* b, int n) {
+  for (int k = 0; k < n; ++k) sum += a[k] * b[k];
+  return sum;
 }
 
 // 16 rows and columns. Lane r + 16 * q holds elements q * n .. q * n + n - 1 of row r of a, of column r of b, n = 8 or 4;
 // d[i] of the same lane is of row 4 * q + i, column r.
-inline void mfma_16x16(float* d, Held held_a, uint64_t a, Held held_b, uint64_t b, const Site& site) {
-  const int n = held_a == Held::kHalf ? 4 : 8, lane = int(current->lane()), r = lane % 16, q = lane / 16;
-  float of_a[4][32];
+inline void mfma_16x16(float* d, Elements a_is, uint64_t a, Elements b_is, uint64_t b, const Site& site) {
+  const int n = a_is.in_lane, lane = int(current->lane()), r = lane % 16, q = lane / 16;
+  float of_a[4][32], of_b[32];
   const uint64_t* lanes = current->share(a, site);
   for (int i = 0; i < 4; ++i)
-    for (int k = 0; k < 4 * n; ++k) of_a[i][k] = held_value(held_a, lanes[4 * q + i + 16 * (k / n)], k % n);
+    for (int part = 0; part < 4; ++part) a_is.read(lanes[4 * q + i + 16 * part], n, &of_a[i][n * part]);
   lanes = current->share(b, site);
-  for (int i = 0; i < 4; ++i)
-    for (int k = 0; k < 4 * n; ++k) d[i] += of_a[i][k] * held_value(held_b, lanes[r + 16 * (k / n)], k % n);
+  for (int part = 0; part < 4; ++part) b_is.read(lanes[r + 16 * part], n, &of_b[n * part]);
+  for (int i = 0; i < 4; ++i) d[i] = add_products(d[i], of_a[i], of_b, 4 * n);
 }
 
 // Likewise 128 elements of fp8, with E8M0 scales of blocks of 32. Lane r + 16 * q holds elements 16 * q .. 16 * q + 15
@@ -41,7 +74,7 @@ inline void mfma_16x16(float* d, Held held_a, uint64_t a, Held held_b, uint64_t 
 //
 // The products of a block are added from zero on by rising k, that sum is multiplied by the block's scales, rounded to
 // float32 and added to d, block by block; each step in float32. A scale of 255 makes d NaN.
-inline void mfma_scale_16x16x128(float* d, Held held_a, const uint64_t (&a)[4], unsigned scale_a, Held held_b,
+inline void mfma_scale_16x16x128(float* d, Elements a_is, const uint64_t (&a)[4], unsigned scale_a, Elements b_is,
                                  const uint64_t (&b)[4], unsigned scale_b, const Site& site) {
   const int lane = int(current->lane()), r = lane % 16, q = lane / 16;
   float of_a[4][128], of_b[128];
@@ -49,17 +82,14 @@ inline void mfma_scale_16x16x128(float* d, Held held_a, const uint64_t (&a)[4], 
     const int at = 64 * (eight / 2) + 8 * (eight % 2);
     const uint64_t* lanes = current->share(a[eight], site);
     for (int i = 0; i < 4; ++i)
-      for (int k = 0; k < 32; ++k)
-        of_a[i][at + 16 * (k / 8) + k % 8] = held_value(held_a, lanes[4 * q + i + 16 * (k / 8)], k % 8);
+      for (int part = 0; part < 4; ++part) a_is.read(lanes[4 * q + i + 16 * part], 8, &of_a[i][at + 16 * part]);
     lanes = current->share(b[eight], site);
-    for (int k = 0; k < 32; ++k)
-      of_b[at + 16 * (k / 8) + k % 8] = held_value(held_b, lanes[r + 16 * (k / 8)], k % 8);
+    for (int part = 0; part < 4; ++part) b_is.read(lanes[r + 16 * part], 8, &of_b[at + 16 * part]);
   }
   const uint64_t* lanes = current->share(scale_a | uint64_t(scale_b) << 32, site);
   for (int i = 0; i < 4; ++i)
     for (int block = 0; block < 4; ++block) {
-      float sum = 0;
-      for (int k = 32 * block; k < 32 * block + 32; ++k) sum += of_a[i][k] * of_b[k];
+      const float sum = add_products(0, &of_a[i][32 * block], &of_b[32 * block], 32);
       const int e = int(lanes[4 * q + i + 16 * block] & 0xff), f = int(lanes[r + 16 * block] >> 32 & 0xff);
       d[i] += e == 255 || f == 255 ? NAN : float(std::ldexp(double(sum), e + f - 254));
     }
@@ -68,28 +98,27 @@ inline void mfma_scale_16x16x128(float* d, Held held_a, const uint64_t (&a)[4], 
 // 16 rows and 8 columns. Lane 4 * g + t holds of a rows g and g + 8, in registers 0, 2 and 1, 3, of b column g; of each,
 // registers are elements t * n .. t * n + n - 1 of the first and of the second half of the sum, n = 4 or 2. d is of the
 // same rows, two each, columns 2 * t and 2 * t + 1.
-inline void mma_16x8(float (&d)[4], Held held_a, const uint32_t (&a)[4], Held held_b, const uint32_t (&b)[2],
+inline void mma_16x8(float (&d)[4], Elements a_is, const uint32_t (&a)[4], Elements b_is, const uint32_t (&b)[2],
                      const Site& site) {
-  const int n = held_a == Held::kHalf ? 2 : 4, lane = int(current->lane()), g = lane / 4, t = lane % 4;
-  const auto value = [n](Held held, const uint64_t* lanes, int of, int k) {
-    const int half = k / (4 * n), in_half = k % (4 * n);
-    return held_value(held, lanes[4 * of + in_half / n], half * n + in_half % n);
+  const int n = a_is.in_lane / 2, lane = int(current->lane()), g = lane / 4, t = lane % 4;
+  const auto read = [n](const Elements& is, const uint64_t* lanes, int of, float* to) {
+    for (int part = 0; part < 4; ++part) {
+      is.read(lanes[4 * of + part], n, &to[n * part]);
+      is.read(lanes[4 * of + part] >> 32, n, &to[n * (4 + part)]);
+    }
   };
-  float of_a[2][32];
-  for (int row = 0; row < 2; ++row) {
-    const uint64_t* lanes = current->share(a[row] | uint64_t(a[row + 2]) << 32, site);
-    for (int k = 0; k < 8 * n; ++k) of_a[row][k] = value(held_a, lanes, g, k);
-  }
+  float of_a[2][32], of_b[2][32];
+  for (int row = 0; row < 2; ++row) read(a_is, current->share(a[row] | uint64_t(a[row + 2]) << 32, site), g, of_a[row]);
   const uint64_t* lanes = current->share(b[0] | uint64_t(b[1]) << 32, site);
-  for (int i = 0; i < 4; ++i)
-    for (int k = 0; k < 8 * n; ++k) d[i] += of_a[i / 2][k] * value(held_b, lanes, 2 * t + i % 2, k);
+  for (int column = 0; column < 2; ++column) read(b_is, lanes, 2 * t + column, of_b[column]);
+  for (int i = 0; i < 4; ++i) d[i] = add_products(d[i], of_a[i / 2], of_b[i % 2], 8 * n);
 }
 inline void mma_m16n8k32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool e5m2,
                          Site at = Site::here("mma")) {
-  mma_16x8(d, e5m2 ? Held::kE5M2 : Held::kE4M3, a, Held::kE4M3, b, at);
+  mma_16x8(d, Elements(e5m2 ? Held::kE5M2 : Held::kE4M3), a, Elements(Held::kE4M3), b, at);
 }
 inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site at = Site::here("mma")) {
-  mma_16x8(d, Held::kHalf, a, Held::kHalf, b, at);
+  mma_16x8(d, Elements(Held::kHalf), a, Elements(Held::kHalf), b, at);
 }
 
 }  // namespace simt
