@@ -92,10 +92,8 @@ FAST = f"_ZN7moe_fp820quantize_rows_kernelI{TYPES}Li2ELNS_3RowE0EEEvNS_8RowsPlan
 EITHER = FAST.replace("4BF16", "3F32").replace("KindE0", "KindE2")
 GENERIC = "_ZN7moe_fp820quantize_rows_kernelINS_3AnyELi1ELNS_3RowE1EEEvNS_8RowsPlanE"
 BLOCKS = f"_ZN7moe_fp826quantize_row_blocks_kernelILNS_8FormatIdE2E{TYPES}EEvNS_13RowBlocksPlanE"
-GEMM = (
-    "_ZN7moe_fp84sm9019grouped_gemm_kernelINS0_6TraitsILNS0_6ScalesE0ELNS0_7GroupedE0ELNS_7Fp8TypeE0ELb0ELb1EEEEEv"
-    "NS0_4ArgsE"
-)
+GEMM_TRAITS = "NS0_6TraitsILNS0_6ScalesE0ELNS0_7GroupedE0ELNS_7Fp8TypeE0ELb0EEE"
+GEMM = f"_ZN7moe_fp84sm9019grouped_gemm_kernelI{GEMM_TRAITS}EEvNS0_4ArgsE"
 MMA = "_ZN7moe_fp83mma10mma_kernelINS0_6TraitsILNS0_5TypesE0ELi32ENS_8UnscaledEEEEEvNS_21ScaledGroupedMmParamsE"
 MMA_SCALED = MMA.replace("8Unscaled", "6Scaled")
 AMD_LOAD, AMD_CAST = "global_load_dwordx4 v[0:3], v4, s[0:1]", "v_cvt_pk_fp8_f32 v0, v1, v2"

@@ -8,11 +8,10 @@ namespace moe_fp8::sm90 {
 template <class T>
 MOE_DEVICE void prefetch_tile(const Args& p, const Consumer<T>& c, const Tile& tile) {
   static_assert(T::kTileRows <= 128 * kConsumers);
-  constexpr int kElement = T::kFloat ? 4 : 2;
   const int columns = up_to(tile.columns, T::kTileColumns);
   if (c.thread() >= tile.rows || columns <= 0) return;
-  const auto* row = static_cast<const uint8_t*>(p.out) + (tile.row + c.thread()) * (int64_t(p.N) * kElement);
-  prefetch_bytes(row + int64_t(tile.column) * kElement, columns * kElement);
+  const auto* row = static_cast<const uint8_t*>(p.out) + (tile.row + c.thread()) * (int64_t(p.N) * p.element);
+  prefetch_bytes(row + int64_t(tile.column) * p.element, columns * p.element);
 }
 
 // Four neighbouring columns of out, and the sums that are added to them.
@@ -31,11 +30,11 @@ MOE_DEVICE Vec8 added(Vec8 old, Vec16 sums) {
 
 // As store_tile, but sums are float32 until they are added, 32 columns at a time. What the next of them are added to is
 // loaded when these are done: registers for both at once are not left.
-template <class T, class Value>
+template <int kElement, class T, class Value>
 MOE_DEVICE void add_tile(const Args& p, const Consumer<T>& c, const Tile& tile, Shared<T>& shared, int half,
                          Value value) {
-  using Four = std::conditional_t<T::kFloat, Vec16, Vec8>;
-  constexpr int kElement = sizeof(Four) / 4, kColumns = 32, kEights = kColumns / 8;
+  using Four = std::conditional_t<kElement == 4, Vec16, Vec8>;
+  constexpr int kColumns = 32, kEights = kColumns / 8;
   constexpr int kPieces = T::kTileColumns / kColumns;
   const int warp = c.warp(), lane = c.lane(), first = 16 * warp + 128 * half, rows = tile.rows - first;
   const int columns = up_to(tile.columns, T::kTileColumns);

@@ -26,6 +26,7 @@ struct Args {
   const int* offs;
   void* out;
   int M, N, K, E;
+  int element;  // bytes of one of out: 4, float32, or 2, bfloat16
   // Of blocks: between those of one row of a, of b; how many there are of a row.
   int scale_a_stride, scale_b_stride, scale_blocks;
 };
@@ -33,13 +34,12 @@ struct Args {
 template <class T>
 struct PairUnits;  // schedule.h
 
-template <Scales kScales, Grouped kGrouped, Fp8Type kA, bool kFloat_, bool kAdds_>
+template <Scales kScales, Grouped kGrouped, Fp8Type kA, bool kAdds_>
 struct Traits {
   using Args = sm90::Args;
   using Units = PairUnits<Traits>;
   static constexpr bool kE5M2 = kA == Fp8Type::kE5M2;  // a; b is E4M3
-  static constexpr bool kFloat = kFloat_;              // out, otherwise bfloat16
-  static constexpr bool kAdds = kAdds_;                // to out, in 2D x 2D
+  static constexpr bool kAdds = kAdds_;  // to out, in 2D x 2D
   static constexpr bool kSumGroups = kGrouped == Grouped::kSum;
   static constexpr bool kPromoted = kScales != Scales::kRows, kBlockScales = kScales == Scales::kBlocks;
   // Where every column has a scale of the stage, fewer of them leave registers for the products of scales.

@@ -17,11 +17,17 @@ MOE_DEVICE void load_row_scales(const Args& p, const Tile& tile, int row, float 
   }
 }
 
+template <int kElement, class T, class Value>
+MOE_DEVICE void finish_tile_of(const Args& p, const Consumer<T>& c, const Tile& tile, Shared<T>& shared, int half,
+                               Value value) {
+  if constexpr (T::kAdds) add_tile<kElement>(p, c, tile, shared, half, value);
+  else store_tile<kElement>(p, c, tile, shared, half, value);
+}
 template <class T, class Value>
 MOE_DEVICE void finish_tile(const Args& p, const Consumer<T>& c, const Tile& tile, Shared<T>& shared, int half,
                             Value value) {
-  if constexpr (T::kAdds) add_tile(p, c, tile, shared, half, value);
-  else store_tile(p, c, tile, shared, half, value);
+  if (p.element == 4) finish_tile_of<4>(p, c, tile, shared, half, value);
+  else finish_tile_of<2>(p, c, tile, shared, half, value);
 }
 
 template <class T>
@@ -68,7 +74,7 @@ MOE_DEVICE void consume(const Args& p, Shared<T>& shared) {
       c.step_over(rounds_of(tile));
       if constexpr (!T::kAdds)
         for (int half = 0; mine && half < T::kTileRows / 128; ++half)
-          store_tile(p, c, tile, shared, half, [](int, int, int) { return 0.f; });
+          finish_tile(p, c, tile, shared, half, [](int, int, int) { return 0.f; });
     } else if constexpr (T::kPromoted) {
       consume_promoted(p, c, shared, tile, turn);
     } else {

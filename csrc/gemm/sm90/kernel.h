@@ -8,8 +8,7 @@ namespace moe_fp8::sm90 {
 // Rows behind the last group, by the consumers of all blocks.
 template <class T>
 MOE_DEVICE void clear_tail(const Args& p, const Shared<T>& shared) {
-  constexpr int kElement = T::kFloat ? 4 : 2;
-  const int64_t row_bytes = int64_t(p.N) * kElement, from = shared.groups.end[p.E] * row_bytes, to = p.M * row_bytes;
+  const int64_t row_bytes = int64_t(p.N) * p.element, from = shared.groups.end[p.E] * row_bytes, to = p.M * row_bytes;
   const int64_t step = int64_t(gridDim.x) * 128 * kConsumers * 16;
   auto* out = static_cast<uint8_t*>(p.out);
   for (int64_t at = from + (int64_t(blockIdx.x) * 128 * kConsumers + threadIdx.x - 128) * 16; at < to; at += step)
@@ -60,6 +59,7 @@ int launch_grouped_gemm(const ScaledGroupedMmParams& p, void* stream) {
   args.N = int(p.N);
   args.K = int(p.K);
   args.E = int(p.E);
+  args.element = p.out_float32 ? 4 : 2;
   args.scale_a_stride = int(p.scale_a.block_stride);
   args.scale_b_stride = int(p.scale_b.block_stride);
   args.scale_blocks = p.scale_a.blocks;
@@ -75,16 +75,11 @@ int launch_grouped_gemm(const ScaledGroupedMmParams& p, void* stream) {
   l.cluster = 2;
   return launch(kKernel, l, args);
 }
-template <Scales kScales, Grouped kGrouped, Fp8Type kA, bool kAdds>
-int launch_of(const ScaledGroupedMmParams& p, void* stream) {
-  return p.out_float32 ? launch_grouped_gemm<Traits<kScales, kGrouped, kA, true, kAdds>>(p, stream)
-                       : launch_grouped_gemm<Traits<kScales, kGrouped, kA, false, kAdds>>(p, stream);
-}
 template <Scales kScales, Fp8Type kA, bool kAdds>
 int launch_gemm(const ScaledGroupedMmParams& p, void* stream) {
   if constexpr (!kAdds)
-    if (!p.groups_of_sum) return launch_of<kScales, Grouped::kRows, kA, false>(p, stream);
-  return launch_of<kScales, Grouped::kSum, kA, kAdds>(p, stream);
+    if (!p.groups_of_sum) return launch_grouped_gemm<Traits<kScales, Grouped::kRows, kA, false>>(p, stream);
+  return launch_grouped_gemm<Traits<kScales, Grouped::kSum, kA, kAdds>>(p, stream);
 }
 
 }  // namespace moe_fp8::sm90

@@ -28,11 +28,11 @@ MOE_DEVICE void take_staged(const uint8_t* staging, int line, int chunk, Vec16 (
 }
 
 // A warp's 16 rows, of 128 of the tile, 128 bytes of columns at a time, by way of shared memory, so that lines of out
-// are stored whole. value(h, j, i): of the thread's row `8 h` further, column 8 j + i of its two.
-template <class T, class Value>
+// are stored whole. value(h, j, i): of the thread's row `8 h` further, column 8 j + i of its two. kElement: p.element.
+template <int kElement, class T, class Value>
 MOE_DEVICE void store_tile(const Args& p, const Consumer<T>& c, const Tile& tile, Shared<T>& shared, int half,
                            Value value) {
-  constexpr int kElement = T::kFloat ? 4 : 2, kColumns = 128 / kElement;
+  constexpr int kColumns = 128 / kElement;
   const int warp = c.warp(), lane = c.lane(), first = 16 * warp + 128 * half, rows = tile.rows - first;
   const int columns = up_to(tile.columns, T::kTileColumns);
   const int line = lane / 8, chunk = lane % 8;  // of 16 bytes
@@ -45,7 +45,7 @@ MOE_DEVICE void store_tile(const Args& p, const Consumer<T>& c, const Tile& tile
     if (piece * kColumns >= columns) break;
     constexpr int kEights = kColumns / 8;  // of columns
     const int eights = up_to(T::kTileColumns / 8 - piece * kEights, kEights);
-    if constexpr (T::kFloat) {
+    if constexpr (kElement == 4) {
       stage_floats(staging, lane, piece * kEights, eights, value);
     } else {
       const int matrix = lane / 8, r = matrix % 2 * 8 + lane % 8;
