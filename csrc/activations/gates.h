@@ -177,14 +177,16 @@ int dispatch_gated(Activation activation, F f) {
   return is_gated(activation) ? f(Gated{}) : f(Ungated{});
 }
 
-// f(those that one kernel of vectors computes): gated ones have a kernel each, for together they spill.
+// f(AnyOf<the activation>), for kernels of vectors: several in one kernel take the registers of the largest, or spill.
 template <class F>
 int dispatch_activations(Activation activation, F f) {
   switch (activation) {
     case Activation::kSwiglu: return f(AnyOf<Activation::kSwiglu>{});
     case Activation::kGeglu: return f(AnyOf<Activation::kGeglu>{});
     case Activation::kSwigluOai: return f(AnyOf<Activation::kSwigluOai>{});
-    default: return f(Ungated{});
+    case Activation::kSilu: return f(AnyOf<Activation::kSilu>{});
+    case Activation::kGelu: return f(AnyOf<Activation::kGelu>{});
+    default: return f(AnyOf<Activation::kRelu2>{});
   }
 }
 
