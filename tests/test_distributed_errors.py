@@ -15,7 +15,7 @@ import torch.distributed as dist
 from experts_problem import OF_OPERAND, SPREAD_DB, assert_equal, run
 from helpers import assert_same_tensor
 from processes import NEEDS_GLOO, in_processes
-from test_distributed import EXPERTS, World, process
+from test_distributed import EXPERTS, World, meshes, process
 
 from moe_fp8_ext import Recipe
 from moe_fp8_ext.distributed import ExpertParallel, expert_parallel
@@ -31,7 +31,18 @@ def check_arguments(world: World) -> None:
         options = usual | options if world.rank == 1 else usual
         text = "must be the same on all ranks, got .* on rank . and .* on rank ."
         world.raises(text, partial(ExpertParallel, dist.group.WORLD, **options))
-    world.raises("num_experts must be a multiple", lambda: ExpertParallel(dist.group.WORLD, 7, 2))
+    refused = (
+        (dict(num_experts=7), "num_experts must be a multiple"),
+        (dict(num_experts=8.0), "num_experts must be an int, got float"),
+        (dict(top_k="2"), "top_k must be an int, got str"),
+        (dict(chunks=1.5), "chunks must be an int, got float"),
+        (dict(mode="static", capacity="1"), "capacity must be None, or with mode 'static' .*, got '1'"),
+    )
+    for options, text in refused:
+        options = dict(num_experts=EXPERTS, top_k=2) | options
+        world.raises(f"^ExpertParallel: {text}", partial(ExpertParallel, dist.group.WORLD, **options))
+    text = "^ExpertParallel: group must be a ProcessGroup or a DeviceMesh of one dimension, got one of 2$"
+    world.raises(text, partial(ExpertParallel, meshes(world, 2), EXPERTS, 2))
 
 
 def check_names_of_ranks(world: World) -> None:
@@ -57,12 +68,13 @@ def check_sizes(world: World) -> None:
 def check_casts(world: World) -> None:
     """An error as late as in the message, such as that there is no memory for it."""
     problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
-    call = partial(run, problem, world.parallel(2).experts)
-    with pytest.MonkeyPatch.context() as patch:
-        if world.rank == 2:
-            patch.setattr(expert_parallel, "packed", lambda tensors: torch.empty(2**62))
-        world.raises("error was raised on rank 2" if world.rank != 2 else "memory|allocate|overflow", call)
-    call()
+    for mode in ("exact", "static"):
+        call = partial(run, problem, world.parallel(2, mode=mode).experts)
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank == 2:
+                patch.setattr(expert_parallel, "packed", lambda tensors: torch.empty(2**62))
+            world.raises("error was raised on rank 2" if world.rank != 2 else "memory|allocate|overflow", call)
+        call()
 
 
 def check_ids(world: World) -> None:
@@ -120,6 +132,12 @@ def check_room(world: World) -> None:
     assert sum(nowhere.way.sent) == 0
 
 
+def check_strides(world: World) -> None:
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    columns = replace(problem, ids=problem.ids.t().contiguous().t())
+    assert_equal(*(run(of, world.parallel(2).experts) for of in (columns, problem)))
+
+
 def check_large_ids(world: World) -> None:
     """Ids travel in 32 bits, in which this one would be expert 0."""
     problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
@@ -130,7 +148,7 @@ def check_large_ids(world: World) -> None:
 
 CHECKS = (
     *(check_arguments, check_names_of_ranks, check_sizes, check_casts, check_gradients),
-    *(check_capacity, check_large_ids, check_ids, check_room),
+    *(check_capacity, check_large_ids, check_ids, check_room, check_strides),
 )
 
 

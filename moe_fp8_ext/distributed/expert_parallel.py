@@ -20,7 +20,7 @@ from moe_fp8_ext.distributed.ways import OP, Exact, Peers, Static, Travelling, W
 from moe_fp8_ext.experts import Call, Weights, arguments, backward, cast_all, dtypes_of, forward
 from moe_fp8_ext.formats import FORMATS, MAX_EXPERTS
 from moe_fp8_ext.operands import Operand, Slots, operands_of
-from moe_fp8_ext.ops.checks import check_one_of
+from moe_fp8_ext.ops.checks import check_int, check_one_of
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
 from moe_fp8_ext.recipes import Recipe, get_recipe
 from moe_fp8_ext.sharded import is_dtensor
@@ -90,11 +90,17 @@ class ExpertParallel:
         if not dist.is_available() or not dist.is_initialized():
             fail("group must be one of torch.distributed, which is not initialized")
         self.mesh = group if isinstance(group, DeviceMesh) else None
-        group = group if self.mesh is None else group.get_group()
+        wanted = "group must be a ProcessGroup or a DeviceMesh of one dimension, got"
+        if self.mesh is not None:
+            if group.ndim != 1:
+                fail(f"{wanted} one of {group.ndim}")
+            group = group.get_group()
         if not isinstance(group, dist.ProcessGroup):
-            fail(f"group must be a ProcessGroup or a DeviceMesh of one dimension, got {type(group).__name__}")
+            fail(f"{wanted} {type(group).__name__}")
         options = dict(gradients=gradients, mode=mode, capacity=capacity, overflow=overflow, chunks=chunks)
         _agree(group, num_experts=num_experts, top_k=top_k, recipe=recipe, **options)
+        for name, count in dict(num_experts=num_experts, top_k=top_k, chunks=chunks).items():
+            check_int(OP, name, count)
         check_one_of(OP, "gradients", gradients, ("bf16", "fp8"))
         check_one_of(OP, "mode", mode, ("exact", "static"))
         check_one_of(OP, "overflow", overflow, ("raise", "count"))
@@ -136,8 +142,9 @@ class ExpertParallel:
             fail(f'recipe must be the same for all sizes, got {self.recipe.name!r}, which is "bf16" for some')
         if self.gradients == "fp8" and not self._in_fp8:
             fail("gradients must be 'bf16' with recipe \"bf16\" and with wgrad_high_precision, got 'fp8'")
-        if capacity is not None and (self.mode == "exact" or not 0 < capacity <= ranks):
-            fail(f"capacity must be None, or with mode 'static' from 0 to the {ranks} ranks, got {capacity}")
+        fits = isinstance(capacity, (int, float)) and self.mode == "static" and 0 < capacity <= ranks
+        if capacity is not None and not fits:
+            fail(f"capacity must be None, or with mode 'static' from 0 to the {ranks} ranks, got {capacity!r}")
 
     def experts(
         self,
@@ -183,11 +190,8 @@ class ExpertParallel:
             options = activation, interleaved, keep, main_grad_gate_up, main_grad_down
             inputs = arguments(x, topk_ids, topk_scores, weights, self._of_groups, *options)
             signature = self._signature(x, topk_ids, w_down, inputs[-1])
-        if self._static and self._agreed is None:
-            self._exact.agree(signature)
-            self._agreed = signature
         with torch.no_grad(), below_autograd():
-            sent = self.dispatch(inputs[0], topk_ids, inputs[1], signature)
+            sent = self.dispatch(inputs[0], topk_ids.contiguous(), inputs[1], signature)
         shared = None if shared_experts is None else shared_experts(x)
         out = _OverRanks.apply(self, sent, *inputs)
         return out if shared is None else out + shared
@@ -282,6 +286,9 @@ class ExpertParallel:
             places = finder.places(ids.tensor_split(self.chunks), since)
             parts = zip(message.tensor_split(self.chunks), places, strict=True)
             rows = [_permute_pad(part, to.indices, self.peers.ranks) for part, to in parts]
+        if self._static and self._agreed is None:
+            self._exact.agree(signature)
+            self._agreed = signature
         ways = finder.ways(places, signature)
         return [Sent(way.there(part), layout, way) for part, way in zip(rows, ways, strict=True)]
 

@@ -35,8 +35,13 @@ class Column(NamedTuple):
 
 def packed(tensors: Sequence[Tensor]) -> Tensor:
     """[T, width] of each, side by side: bytes [T, B]."""
-    # Flat first: a matrix of one column may count as contiguous whatever the strides.
-    parts = [t.reshape(-1).view(torch.uint8).view(t.shape[0], t.shape[1] * t.dtype.itemsize) for t in tensors]
+    parts = [_flat(t).view(torch.uint8).view(t.shape[0], t.shape[1] * t.dtype.itemsize) for t in tensors]
     # torch copies what it pads by nothing.
     parts = [torch.nn.functional.pad(part, (0, more)) if (more := -part.shape[1] % _ALIGN) else part for part in parts]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _flat(t: Tensor) -> Tensor:
+    """Of one dimension, in one piece. What has one row or column may count as contiguous whatever its strides."""
+    flat = t.reshape(-1)
+    return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
