@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Callable
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,8 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from moe_fp8_ext import Experts, Router, convert_, grouped_mm
+from moe_fp8_ext.distributed import ExpertParallel
+from moe_fp8_ext.distributed.ways import Way
+from moe_fp8_ext.integrations.transformers import register
 
 PROCESSES, D, F, TOKENS, TOP_K = 2, 64, 48, 40, 2
+MODEL = "qwen3_moe"
 
 
 def experts_of(count: int, recipe: str = "rowwise", **options: object) -> Experts:
@@ -176,35 +182,78 @@ def check_experts(mesh: DeviceMesh) -> None:
     check_errors(mesh)
 
 
-def check_plan_of_transformers(mesh: DeviceMesh) -> None:
-    """After convert_. Its own all-reduce and all-to-all give local tensors to the experts."""
+PLAN = {
+    **{f"0.{name}": "grouped_gemm" for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")},
+    "0": "ep_dispatch_experts",
+}
+
+
+def by_plan(name: str, mesh: DeviceMesh, of_one_batch: DeviceMesh, implementation: str) -> nn.Module:
+    """Experts of a model of Transformers behind its plan, their weights drawn from a seed."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers_models import EXPERTS, experts_of
-    from transformers_models import calls as calls_of_model
 
-    plan = {"0.gate_up_proj": "grouped_gemm", "0.down_proj": "grouped_gemm", "0": "ep_dispatch_experts"}
     torch.manual_seed(0)
-    whole, (x, ids, scores) = experts_of("qwen3_moe"), calls_of_model()
-    convert_(whole, "bf16")
-    want = results(whole, dict(whole.named_parameters()), x, ids, scores, torch.ones_like(x))
-    for implementation in ("all_reduce", "all_to_all"):
+    model = nn.Sequential(experts_of(name))
+    convert_(model, "bf16")
+    there = {name for name, _ in [*model.named_parameters(), *model.named_modules()]}
+    plan = {name: style for name, style in PLAN.items() if name in there}
+    apply_expert_parallelism(model, mesh, of_one_batch, plan, implementation)
+    assert model[0].num_experts == EXPERTS // PROCESSES
+    return model[0]
+
+
+def check_plan_of_transformers(mesh: DeviceMesh) -> None:
+    """After convert_. Its own all-reduce and all-to-all give local tensors to the experts."""
+    from transformers_models import calls as calls_of_model
+    from transformers_models import experts_of
+
+    register()
+    ours = "moe_fp8_bf16"
+    for name, implementation in (*((MODEL, i) for i in ("all_reduce", "all_to_all", ours)), ("gpt_oss", ours)):
         torch.manual_seed(0)
-        model = nn.Sequential(experts_of("qwen3_moe"))
-        convert_(model, "bf16")
-        apply_expert_parallelism(model, mesh, mesh, plan, implementation)
-        assert model[0].num_experts == EXPERTS // PROCESSES
-        got = results(model[0], dict(model[0].named_parameters()), x, ids, scores, torch.ones_like(x))
-        for name, value in want.items():
-            value, part = value.double(), full(got[name]).double()
+        whole, (x, ids, scores) = experts_of(name), calls_of_model()
+        convert_(whole, "bf16")
+        want = results(whole, dict(whole.named_parameters()), x, ids, scores, torch.ones_like(x))
+        experts = by_plan(name, mesh, mesh, implementation)
+        got = results(experts, dict(experts.named_parameters()), x, ids, scores, torch.ones_like(x))
+        for of, value in want.items():
+            value, part = value.double(), full(got[of]).double()
             # A path has at most 5 roundings to bfloat16 where the other has none: of scores' products and of sums, both
             # ways. Each moves a value by 2^-8 / sqrt(3) or less in the root mean square, and 12 of them by 2^-7.
-            assert (part - value).norm() <= 2**-7 * value.norm(), (implementation, name)
+            assert (part - value).norm() <= 2**-7 * value.norm(), (name, implementation, of)
+
+
+def check_tokens_of_transformers(mesh: DeviceMesh) -> None:
+    """Each rank has a batch of its own: what ExpertParallel makes of it, whose messages are in FP8."""
+    from transformers_models import EXPERTS
+    from transformers_models import calls as calls_of_model
+
+    register("blockwise")
+    alone = init_device_mesh("cpu", (PROCESSES, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    torch.manual_seed(mesh.get_local_rank())
+    x, ids, scores = calls_of_model(tokens=20 + mesh.get_local_rank())
+    for implementation, recipe in (("moe_fp8", "blockwise"), ("moe_fp8_rowwise", "rowwise")):
+        experts = by_plan(MODEL, mesh, alone, implementation)
+        ep = ExpertParallel(mesh, EXPERTS, ids.shape[1], recipe=recipe)
+        weights = {f"w_{n}": getattr(experts, f"{n}_proj").to_local().detach() for n in ("gate_up", "down")}
+        weights = {n: w.clone().requires_grad_() for n, w in weights.items()}
+        want = results(partial(ep.experts, **weights), weights, x, ids, scores, torch.ones_like(x))
+        with patch.object(Way, "there", autospec=True, side_effect=Way.there) as sent:
+            got = results(experts, dict(experts.named_parameters()), x, ids, scores, torch.ones_like(x))
+        assert sent.call_args_list[0].args[1].dtype == torch.uint8  # of a message, and not of tokens in bfloat16
+        for part, value in zip(got.values(), want.values(), strict=True):
+            assert torch.equal(part.to_local() if isinstance(part, DTensor) else part, value)
+    with pytest.raises(RuntimeError, match="^ExpertParallel: recipe must be the same for all sizes"):
+        by_plan(MODEL, mesh, alone, "moe_fp8_auto")(x, ids, scores)
+    with pytest.raises(RuntimeError, match="^moe_fp8: MuseSparkExperts must be one operation of moe_fp8_ext"):
+        by_plan("muse_spark_text", mesh, alone, "moe_fp8")
 
 
 @NEEDS_GLOO
-@pytest.mark.parametrize("checks", [check_experts, check_plan_of_transformers])
+@pytest.mark.parametrize("checks", [check_experts, check_plan_of_transformers, check_tokens_of_transformers])
 def test_two_processes(checks):
-    if checks is check_plan_of_transformers:
+    if checks is not check_experts:
         pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.23.0 has such plans")
     in_processes(PROCESSES, run, checks)
 

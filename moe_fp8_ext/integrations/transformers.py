@@ -1,4 +1,5 @@
-"""Hugging Face Transformers: the experts of a model in FP8, chosen by `experts_implementation="moe_fp8"`."""
+"""Hugging Face Transformers: the experts of a model in FP8, chosen by `experts_implementation="moe_fp8"`, and their
+tokens sent to other ranks in FP8, by `ep_implementation="moe_fp8"`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import inspect
 import re
 from functools import partial
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +18,9 @@ from moe_fp8_ext.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import combine, sort_tokens
 from moe_fp8_ext.ops.checks import INPUT_DTYPES, require
 from moe_fp8_ext.recipes import RECIPES, Recipe, get_recipe
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _KNOWN = "moe_fp8_ext.integrations.transformers: transformers 5.17.0 and 5.23.0 are known to work, found"
 _OLDEST, _NEXT_MAJOR = (5, 17), (6, 0)
@@ -40,6 +45,10 @@ def register(recipe: str | Recipe = "rowwise") -> None:
     nothing. Experts whose activation `experts` knows are that one operation; what stands between the products of the
     others is the model's own code.
 
+    Where Transformers knows expert parallelism by a plan, since 5.23.0, the same names are implementations of it:
+    `DistributedConfig(..., ep_implementation="moe_fp8")` has tokens travel in the format of the recipe, by
+    `ExpertParallel`. It takes experts that are that one operation, and every recipe but "auto".
+
     Called again, it replaces what it has registered.
 
     Args:
@@ -51,8 +60,11 @@ def register(recipe: str | Recipe = "rowwise") -> None:
     """
     named = {"": get_recipe(recipe), **{f"_{name}": known for name, known in RECIPES.items()}}
     interface = _transformers_moe().ALL_EXPERTS_FUNCTIONS
+    over_ranks = _implementations_over_ranks()
     for suffix, of_name in named.items():
         interface.register(f"moe_fp8{suffix}", partial(_experts_forward, of_name))
+        if over_ranks is not None:
+            over_ranks.register(f"moe_fp8{suffix}", partial(_OverRanks, of_name))
 
 
 def swapped(module: torch.nn.Module, recipe: Recipe) -> tuple[str, object]:
@@ -89,23 +101,86 @@ def _transformers_moe() -> ModuleType:
     return moe
 
 
+def _implementations_over_ranks() -> type | None:
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+    except ImportError:  # 5.17.0 has none
+        return None
+    return EPImplementationInterface
+
+
 def _experts_forward(
     recipe: Recipe, module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The forward of a module of experts; names of arguments and attributes are those of Transformers' contract."""
     # -1 is how an id says that it is of no expert here, to MOE_FP8_VALIDATE=1 too.
     ids = torch.where(top_k_index < module.num_experts, top_k_index, -1).contiguous()
-    up = _up(module)
+    x, scores = _inputs(module, hidden_states, top_k_weights)
+    rest = _one_operation(module)
+    out = experts(x, ids, scores, recipe=recipe, **rest) if rest else _composed(recipe, module, x, ids, scores)
+    return out.to(hidden_states.dtype)
+
+
+class _OverRanks:
+    """As an `EPImplementation` of Transformers: what calls the experts of a module with the batch of this rank.
+
+    ep_mesh: over which experts are spread. tp_mesh: of ranks that have the same batch; each brings a part of it.
+    """
+
+    def __init__(self, recipe: Recipe, module: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        name = type(module).__name__
+        text = f"moe_fp8: {name} must be one operation of moe_fp8_ext for ep_implementation, got other code of its own"
+        require(_one_operation(module) is not None, text)
+        self.recipe, self.module, self.ep_mesh, self.tp_mesh = recipe, module, ep_mesh, tp_mesh
+        self.ep = None  # until a call says how many experts a token has
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        from moe_fp8_ext.distributed import ExpertParallel  # not above: it takes long to load
+
+        if self.ep is None:
+            num_experts = self.module.num_experts * self.ep_mesh.size()
+            self.ep = ExpertParallel(self.ep_mesh.get_group(), num_experts, top_k_index.shape[-1], recipe=self.recipe)
+        with self.ep.errors_told():
+            x, ids, scores = map(self._part, (hidden_states, top_k_index, top_k_weights))
+            x, scores = _inputs(self.module, x, scores)
+            rest = _one_operation(self.module)
+        return self._whole(self.ep.experts(x, ids, scores, **rest), hidden_states.shape)
+
+    def _part(self, t: Tensor) -> Tensor:
+        """Of rows that every rank of tp_mesh has."""
+        if self.tp_mesh.size() == 1:
+            return t
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        everywhere = DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
+        return everywhere.redistribute(placements=[Shard(0)]).to_local()
+
+    def _whole(self, part: Tensor, shape: torch.Size) -> Tensor:
+        if self.tp_mesh.size() == 1:
+            return part
+        from torch.distributed.tensor import DTensor, Shard
+
+        sizes = dict(shape=shape, stride=(shape[1], 1))
+        return DTensor.from_local(part, self.tp_mesh, [Shard(0)], run_check=False, **sizes).full_tensor()
+
+
+def _inputs(module: torch.nn.Module, hidden_states: Tensor, top_k_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """x and scores as `experts` takes them."""
     x, scores = hidden_states, top_k_weights.float().contiguous()
     if autocast_dtype(x) is None:  # which casts both
-        x = x.to(getattr(module, up).dtype)
+        x = x.to(getattr(module, _up(module)).dtype)
+    return x, scores
+
+
+def _one_operation(module: torch.nn.Module) -> dict[str, object] | None:
+    """What else `experts` needs, where it is all that a module computes."""
     activation = _activation(module)
     if activation is None or getattr(module, "has_post_expert_norm", False):
-        return _composed(recipe, module, up, x, ids, scores).to(hidden_states.dtype)
-    weights = (_weight(module, name).transpose(-2, -1) for name in (up, "down_proj"))
-    biases = (getattr(module, f"{name}_bias") if module.has_bias else None for name in (up, "down_proj"))
-    options = dict(zip(("b_gate_up", "b_down"), biases, strict=True), recipe=recipe, **activation)
-    return experts(x, ids, scores, *weights, **options).to(hidden_states.dtype)
+        return None
+    names = dict(gate_up=_up(module), down="down_proj")
+    weights = {f"w_{argument}": _weight(module, name).transpose(-2, -1) for argument, name in names.items()}
+    biases = {f"b_{argument}": getattr(module, f"{name}_bias") for argument, name in names.items() if module.has_bias}
+    return {**weights, **biases, **activation}
 
 
 def _activation(module: torch.nn.Module) -> dict[str, object] | None:
@@ -120,8 +195,9 @@ def _activation(module: torch.nn.Module) -> dict[str, object] | None:
     return dict(activation="swiglu_oai", interleaved=True) if of_gpt_oss else None
 
 
-def _composed(recipe: Recipe, module: torch.nn.Module, up: str, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+def _composed(recipe: Recipe, module: torch.nn.Module, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
     """With the model's own code between the products."""
+    up = _up(module)
     permutation, offs, inverse = sort_tokens(ids, module.num_experts)
     h = _linear(recipe, module, up, x, offs, indices=permutation, top_k=ids.shape[1])
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
