@@ -1,5 +1,5 @@
-"""What the same work costs elsewhere: torchao where it is installed, torch's own GEMMs, and the plain formula through
-torch.compile. A peer takes the arguments of a case and gives a call of the same work."""
+"""What the same work costs elsewhere: torchao and DeepGEMM where they are installed, torch's own GEMMs, and the plain
+formula through torch.compile. A peer takes the arguments of a case and gives a call of the same work."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ def peers_of(label: str, shape: str, even: bool, compiled: bool) -> dict[str, Pe
         found["torchao"] = TORCHAO[label]
     if label == "scaled_grouped_mm rowwise":
         found["torch FP8"] = _torch_fp8
+    if label == "scaled_grouped_mm blockwise" and shape.endswith("2Dx3D") and even and find_spec("deep_gemm"):
+        found["DeepGEMM"] = _deepgemm
     if label.startswith("scaled_grouped_mm") and "by index" not in label:  # whose rows torch would have to move
         found["torch BF16"] = _torch_bf16
     if compiled and label in COMPILED:
@@ -44,6 +46,22 @@ def _torch_fp8(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Ten
     if b.ndim == 2:
         scale_a, scale_b = scale_a.flatten(), scale_b.flatten()
     return lambda: torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def _deepgemm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, *_: object) -> Call:
+    """It wants to know the group of every row, which is found before it is timed, and groups of whole tiles."""
+    sizes = torch.diff(offs, prepend=offs.new_zeros(1))
+    if bool((sizes % 128).any()):
+        raise ValueError("groups must be multiples of 128 rows")
+    groups = torch.arange(len(offs), dtype=torch.int32, device=a.device).repeat_interleave(sizes)
+    out = torch.empty(a.shape[0], b.shape[2], dtype=torch.bfloat16, device=a.device)
+    multiply = import_module("deep_gemm").m_grouped_fp8_gemm_nt_contiguous
+
+    def call() -> Tensor:
+        multiply((a, scale_a), (b.mT, scale_b.mT), out, groups)
+        return out
+
+    return call
 
 
 def _torch_bf16(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, *_: object) -> Call:

@@ -50,8 +50,9 @@ LEGEND = """\
 - weights reused: within `reuse_weights`, a weight that is quantized already.
 - B kept: bytes kept for the gradient of the weights, scales and padding included, an element of the activation.
 - host us: CPU time to issue one eager call; x relu: the same over that of an eager `torch.relu` in the same run.
-- torchao, torch FP8, torch BF16: microseconds of the same work elsewhere, `-` where it was not installed, does not run
-  on this GPU or was not timed. torchao pads nothing and, but for rowwise, knows no groups.
+- torchao, DeepGEMM, torch FP8, torch BF16: microseconds of the same work elsewhere, `-` where it was not installed,
+  does not run on this GPU or was not timed. torchao pads nothing and, but for rowwise, knows no groups; DeepGEMM takes
+  groups of whole tiles, and is told the group of every row.
 - Sizes are those of bench/shapes.json; those of `grouped_mm` are [M, K, N, E]."""
 # Hardware that every change is compiled for, by the name that a results file would carry.
 HARDWARE = (

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 from helpers import ROOT
+from torch import Tensor
 
 
 def result(commit: str, **microseconds: float) -> dict:
@@ -37,3 +42,32 @@ def test_compare(tmp_path: Path) -> None:
     assert counts == "5 rows in both, 1 before alone, 1 after alone; by more than 2%: 2 slower, 1 faster"
     assert [row.split()[0] for row in rows] == ["slowest", "slower", "faster"]
     assert rows[0].split()[-3:] == ["10", "12", "1.2"]
+
+
+def test_operands_of_deepgemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its documents describe them, by a stand-in: our product of the same operands."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    peers, cases = importlib.import_module("peers"), importlib.import_module("cases_gemm")
+    label, shape = "scaled_grouped_mm blockwise", "dsv3_up 2Dx3D"
+    assert "DeepGEMM" not in peers.peers_of(label, shape, True, False)
+
+    def multiply(of_rows: tuple[Tensor, Tensor], of_groups: tuple[Tensor, Tensor], out: Tensor, groups: Tensor) -> None:
+        (a, scale), (b, scale_b) = of_rows, of_groups
+        assert a.is_contiguous() and b.is_contiguous() and scale_b.is_contiguous() and groups.dtype == torch.int32
+        assert scale.shape == (384, 2) and scale_b.shape == (3, 3, 2)
+        a = a.double() * scale.repeat_interleave(128, 1)
+        b = b.double() * scale_b.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        out.copy_(torch.einsum("mk,mnk->mn", a, b[groups.long()]))
+
+    module = ModuleType("deep_gemm")
+    module.__spec__, module.m_grouped_fp8_gemm_nt_contiguous = ModuleSpec("deep_gemm", None), multiply
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    peer = peers.peers_of(label, shape, True, False)["DeepGEMM"]
+    sizes = dict(k=256, n=384, e=3, wgrad=0, format="blockwise")
+    operands = cases._operands(torch.device("cpu"), "even", m=384, **sizes)
+    got, want = peer(*operands)().double(), cases._scaled(*operands).double()
+    assert (got - want).norm() <= 2**-8 * want.norm()
+    with pytest.raises(ValueError, match="multiples of 128 rows"):
+        peer(*cases._operands(torch.device("cpu"), "even", m=390, **sizes))
+    assert "DeepGEMM" not in peers.peers_of(label, shape.replace("3D", "2D"), True, False)
+    assert "DeepGEMM" not in peers.peers_of(label, shape, False, False)
