@@ -427,21 +427,22 @@ def test_a_message_is_half_of_one_in_bfloat16(recipe):
     assert ours.shape[1] <= 0.52 * theirs.shape[1]
 
 
-def test_powers_of_two_only_shift_exponents():
+@pytest.mark.parametrize(("fmt", "rounding"), [("rowwise", "pow2"), ("mxfp8_rowmajor", "rceil")])
+def test_powers_of_two_only_shift_exponents(fmt, rounding):
     """Rows in FP8, seen along tokens: the same numbers down to half of what the column's scale can still tell."""
-    powers = torch.arange(-30, 101, dtype=torch.float32)  # below, 1e-12 counts as the largest of a row
-    x = torch.exp2(powers)[:, None] * (1 + torch.rand(131, 64)) * torch.randn(131, 64).sign()
-    x = (x * torch.exp2(torch.randint(-9, 1, (131, 64)))).bfloat16()
-    q, scale = moe_fp8_ext.ops.quantize_rows(x, "rowwise", rounding="pow2")
-    rows = moe_fp8_ext.ops.dequantize(q, scale, "rowwise", out_dtype=torch.float32)
-    assert_same_tensor(rows, moe_fp8_ext.ops.dequantize(q, scale, "rowwise").float(), "bfloat16 holds them")
+    powers = torch.arange(-126, 127, dtype=torch.float64)  # all of bfloat16's; below 2^-40 1e-12 is a row's largest
+    x = torch.exp2(powers)[:, None] * (1 + torch.rand(253, 64)) * torch.randn(253, 64).sign()
+    x = (x * torch.exp2(torch.randint(-9, 1, (253, 64)))).bfloat16()
+    q, scale = moe_fp8_ext.ops.quantize_rows(x, fmt, rounding=rounding)
+    rows = moe_fp8_ext.ops.dequantize(q, scale, fmt, out_dtype=torch.float32)
+    assert_same_tensor(rows, moe_fp8_ext.ops.dequantize(q, scale, fmt).float(), "bfloat16 holds them")
     ops = moe_fp8_ext.ops
-    for first in range(0, 131, 3):
+    for first in range(0, 253, 3):
         group = rows[first : first + 12]
         offs = torch.tensor([len(group)], dtype=torch.int32)
-        q_t, scale_t, ends = ops.quantize_tokens(group.bfloat16(), "rowwise", offs=offs, rounding="pow2")
-        columns = ops.dequantize(q_t, scale_t, "rowwise", along="tokens", offs=ends, out_dtype=torch.float32)
-        got, step = columns[:, : len(group)].t(), scale_t.view(1, -1) * 2**-9  # of the smallest numbers of E4M3
-        exact = group.abs() >= step * 2**3  # normal numbers
-        assert torch.equal(got[exact], group[exact]) and exact.any()
+        q_t, scale_t, ends = ops.quantize_tokens(group.bfloat16(), fmt, offs=offs, rounding=rounding)
+        columns = ops.dequantize(q_t, scale_t, fmt, along="tokens", offs=ends, out_dtype=torch.float32)
+        step = scale_t.float().view(64, -1)[:, 0] * 2**-9  # of the smallest numbers of E4M3
+        got, exact = columns[:, : len(group)].t(), group.abs() >= step * 2**3  # normal numbers
+        assert torch.equal(got[exact], group[exact]) and (exact.any() or powers[first] < -46)
         assert ((got - group).abs() <= step / 2).all()
