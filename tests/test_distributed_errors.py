@@ -15,9 +15,9 @@ import torch.distributed as dist
 from experts_problem import OF_OPERAND, SPREAD_DB, assert_equal, run
 from helpers import assert_same_tensor
 from processes import NEEDS_GLOO, in_processes
-from test_distributed import EXPERTS, World, meshes, process
+from test_distributed import EXPERTS, D, F, World, meshes, process
 
-from moe_fp8_ext import Recipe
+from moe_fp8_ext import Experts, Recipe
 from moe_fp8_ext.distributed import ExpertParallel, expert_parallel
 
 SIZE = 4
@@ -132,6 +132,20 @@ def check_room(world: World) -> None:
     assert sum(nowhere.way.sent) == 0
 
 
+def check_meta(world: World) -> None:
+    """A model may be built where no tensor has memory, its ExpertParallel with it."""
+    with torch.device("meta"):
+        experts = Experts(EXPERTS, D, F, ep=world.parallel(2), dtype=torch.bfloat16)
+    experts.to_empty(device=world.device)
+    torch.manual_seed(0)
+    experts.reset_parameters()
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    torch.manual_seed(0)
+    alike = Experts(EXPERTS, D, F, ep=world.parallel(2), dtype=torch.bfloat16)
+    call = problem.x, problem.ids, problem.scores
+    assert_same_tensor(experts(*call).detach(), alike(*call).detach(), "out")
+
+
 def check_strides(world: World) -> None:
     problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
     columns = replace(problem, ids=problem.ids.t().contiguous().t())
@@ -148,7 +162,7 @@ def check_large_ids(world: World) -> None:
 
 CHECKS = (
     *(check_arguments, check_names_of_ranks, check_sizes, check_casts, check_gradients),
-    *(check_capacity, check_large_ids, check_ids, check_room, check_strides),
+    *(check_capacity, check_large_ids, check_ids, check_room, check_strides, check_meta),
 )
 
 

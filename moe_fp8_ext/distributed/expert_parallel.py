@@ -122,10 +122,10 @@ class ExpertParallel:
 
     def _table_of_ids(self) -> Tensor:
         """[num_experts + 2] int32: experts of this rank by ids as they are sent; -1: of none, or of another rank."""
-        count = self.peers.num_local_experts
-        table = torch.full((self.num_experts + 2,), -1, dtype=torch.int32)
-        table[1:-1].view(-1, count)[self.peers.rank] = torch.arange(count)
-        return table.to(self.peers.device)
+        count, device = self.peers.num_local_experts, self.peers.device  # not torch.device("meta"), say
+        table = torch.full((self.num_experts + 2,), -1, dtype=torch.int32, device=device)
+        table[1:-1].view(-1, count)[self.peers.rank] = torch.arange(count, device=device)
+        return table
 
     def _check_arguments(self, ranks: int, capacity: float | None) -> None:
         if ranks > MAX_EXPERTS:
