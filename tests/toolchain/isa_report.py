@@ -17,7 +17,8 @@ E8M0 = "E8M0 casts"  # instructions that round up to an E8M0 scale
 PRODUCTS, BOXES = "tensor core products", "copies by tensor maps"
 MATRICES = "matrix instructions"  # of one wave: mma.sync, MFMA
 SCALED = "matrix instructions that take scales"
-SCALED_REGISTERS = 256  # of gfx950's: two blocks of four waves share four SIMDs, of 512 registers
+AMD_REGISTERS = 256  # of products by instructions: two blocks of four waves share four SIMDs, of 512 registers
+BY_INSTRUCTIONS = r"mma_kernel<Traits<\(Types\)[01]"  # not what is looked up in tables
 # Of chips without the instructions, or code that may not use them, the casts are arithmetic.
 CASTS_IN_SOFTWARE = ("sm_80", "sm_86", "sm_87")
 ROUNDS_TO_E8M0 = ("sm_100a", "sm_103a", "sm_120a", "sm_121a")
@@ -80,8 +81,9 @@ class Kernel:
         present = [f"{count} {what}" for what, count in self.forbidden.items() if count]
         if never_runs(self.name, self.arch):
             return present + [f"{what} in what never runs" for what in sorted(self.found)]
-        if SCALED in needed and self.registers > SCALED_REGISTERS:
-            present += [f"{self.registers} registers, more than {SCALED_REGISTERS}"]
+        shares = self.arch.startswith("gfx") and re.match(BY_INSTRUCTIONS, self.name)
+        if shares and self.registers > AMD_REGISTERS:
+            present += [f"{self.registers} registers, more than {AMD_REGISTERS}"]
         return present + [f"no {what}" for what in sorted(needed - self.found)]
 
 
