@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import moe_fp8_ext
+from moe_fp8_ext.distributed import ExpertParallel
 from moe_fp8_ext.fsdp import GatheredWeight
 
 pytestmark = NEEDS_GLOO
@@ -356,6 +357,38 @@ def check_alone(rank: int) -> None:
         for again in (None, "inside"):
             (want, _), (got, _) = (train(sharded(recipe, gathers, again), rank) for gathers in (False, True))
             assert_equal(got, want)
+
+
+def check_over_ranks(rank: int) -> None:
+    """Experts of pairs of processes, which each share them with another pair's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
+    for recipe in SCALES:
+        ep, results = ExpertParallel(mesh["experts"], EXPERTS, 2, recipe=recipe), []
+        for gathers in (False, True):
+            torch.manual_seed(0)
+            router, experts = (
+                moe_fp8_ext.Router(EXPERTS, SIZE, 2),
+                moe_fp8_ext.Experts(EXPERTS, SIZE, SIZE, ep=ep, recipe=recipe),
+            )
+            layer = moe_fp8_ext.MoE(router, experts)
+            fully_shard(experts, mesh=mesh["data"])
+            experts.set_force_sum_reduction_for_comms(True)  # which gloo needs
+            fully_shard(layer)
+            if gathers:
+                moe_fp8_ext.gather_in_fp8_(layer, recipe)
+            x = batch(0, rank).detach().requires_grad_()
+            with Gathered() as gathered:
+                out, loss = layer(x)
+                (out.float().square().mean() + loss).backward()
+            grads = [p.grad.full_tensor() for p in layer.parameters()]
+            results.append([out.detach(), x.grad, *grads, gathered.bytes])
+        (*want, of_plain), (*got, of_fp8) = results
+        assert_equal(got, want)
+        assert of_fp8 < of_plain
+
+
+def test_over_ranks():
+    in_processes(4, check_over_ranks)
 
 
 def test_one_process_alone():
