@@ -97,6 +97,7 @@ GEMM = f"_ZN7moe_fp84sm9019grouped_gemm_kernelI{GEMM_TRAITS}EEvNS0_4ArgsE"
 MMA = "_ZN7moe_fp83mma10mma_kernelINS0_6TraitsILNS0_5TypesE0ELi32ENS_8UnscaledEEEEEvNS_21ScaledGroupedMmParamsE"
 MMA_SCALED, MMA_TABLES = MMA.replace("8Unscaled", "6Scaled"), MMA.replace("TypesE0", "TypesE2")
 AMD_LOAD, AMD_CAST = "global_load_dwordx4 v[0:3], v4, s[0:1]", "v_cvt_pk_fp8_f32 v0, v1, v2"
+AMD_HALF, NEITHER = AMD_LOAD.replace("x4", "x2"), ["no 16-byte loads", "no matrix instructions"]
 AMD_MMA, TOO_MANY = "v_mfma_f32_16x16x32_fp8_fp8 v[0:3], v[4:5], v[6:7], v[0:3]", "257 registers, more than 256"
 AMD_MMA_SCALED = "v_mfma_scale_f32_16x16x128_f8f6f4 v[0:3], v[4:11], v[12:19], v[0:3], v20, v21 op_sel_hi:[0,0,0]"
 
@@ -154,10 +155,9 @@ def test_hip_check(assembly, problems):
     [
         *(("gfx950", MMA_SCALED, [AMD_LOAD, AMD_MMA_SCALED], 256 + n, [TOO_MANY] * n) for n in (0, 1)),
         ("gfx950", MMA_SCALED, [AMD_LOAD, AMD_MMA], 256, ["no matrix instructions that take scales"]),
-        *(("gfx942", MMA_SCALED, [AMD_LOAD] * n, 9, ["vector loads in what never runs"] * n) for n in (0, 1)),
-        *((arch, MMA_TABLES, [AMD_LOAD, AMD_MMA], 300, []) for arch in hip_check.ARCHS),
-        ("gfx942", MMA, [AMD_LOAD, AMD_MMA], 257, [TOO_MANY]),
-        *((arch, MMA, [AMD_LOAD, AMD_MMA_SCALED], 256, ["no matrix instructions"]) for arch in hip_check.ARCHS),
+        *(("gfx942", MMA_SCALED, [AMD_HALF] * n, 9, ["vector loads in what never runs"] * n) for n in (0, 1)),
+        *(("gfx942", name, [AMD_LOAD, AMD_MMA], 257, bad) for name, bad in ((MMA, [TOO_MANY]), (MMA_TABLES, []))),
+        *((arch, MMA, [AMD_HALF, AMD_MMA_SCALED], 256, NEITHER) for arch in hip_check.ARCHS),
     ],
 )
 def test_hip_check_of_matrices(arch, symbol, instructions, registers, problems):

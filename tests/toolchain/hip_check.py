@@ -20,6 +20,7 @@ from isa_report import (
     MATRICES,
     SCALED,
     VECTORS,
+    WIDE,
     Kernel,
     arguments,
     found,
@@ -33,6 +34,7 @@ STUB = Path(__file__).parent / "hip_stub"
 FLAGS = "--cuda-device-only -nogpulib -nogpuinc -std=c++17 -O3 -ffp-contract=off -DUSE_ROCM".split()
 ISA = {
     VECTORS: r"\b(global|buffer)_load_(lds_)?dwordx[24]\b",
+    WIDE: r"\b(global|buffer)_load_(lds_)?dwordx4\b",
     E4M3: r"\bv_cvt_pk_fp8_f32\b",
     E5M2: r"\bv_cvt_pk_bf8_f32\b",
     MATRICES: r"\bv_mfma_f32_",

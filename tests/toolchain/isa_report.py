@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 VECTORS = "vector loads"  # 8 or 16 bytes at a time from global memory
+WIDE = "16-byte loads"
 E4M3, E5M2 = "E4M3 casts", "E5M2 casts"
 E8M0 = "E8M0 casts"  # instructions that round up to an E8M0 scale
 PRODUCTS, BOXES = "tensor core products", "copies by tensor maps"
@@ -114,6 +115,8 @@ def needs(name: str, arch: str) -> set[str] | None:
     vectors = OTHERS[base]
     loads = {VECTORS} if vectors is True or (vectors and vectors in name) else set()
     matrices = {SCALED if scaled else MATRICES} if base == "mma_kernel" else set()
+    if base == "mma_kernel" and arch.startswith("gfx"):  # elsewhere it copies in the background, 16 bytes at a time
+        loads = {WIDE}
     return loads | matrices | OF_HOPPER.get((base, arch), set())
 
 
