@@ -68,6 +68,7 @@ def _gradient_of_logits(
         return choose_experts_backward(of_scores, kept, ids, scoring, normalize, factor)
     all_of_them = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     of_chosen = choose_experts_backward(of_scores, kept, all_of_them, scoring, normalize, factor)
+    of_chosen.masked_fill_(kept.isneginf(), 0)  # alone they are no softmax; their scores are 0 whatever they are
     return of_chosen.new_zeros(ids.shape[0], num_experts).scatter_(1, ids, of_chosen)
 
 

@@ -75,6 +75,22 @@ def test_has_no_part_of_the_least_sum(scoring, device):
     torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=0)
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_of_logits_that_are_minus_infinity(scoring, normalize, device):
+    """Their scores are zero and stay it: so are their gradients, also where a bias has chosen no other."""
+    made = Router(5, 1, 2, scoring=scoring, normalize=normalize, bias_rate=0.1).to(device)
+    with torch.no_grad():
+        made.weight[:, 0] = torch.tensor([1, 2, -3e38, -3e38, 3])
+    x = torch.tensor([[3.0], [1.0]], device=device, requires_grad=True)  # -Inf for the first token alone
+    for best in ((2, 3), (2, 4)):
+        made.e_score_correction_bias.fill_(-9)[list(best)] = 9
+        ids, scores, _ = made(x)
+        assert sorted(ids[0].tolist()) == [*best] and not scores[0, ids[0] != 4].any()
+        (got,) = torch.autograd.grad(scores[0].square().sum(), made.weight)
+        assert got.isfinite().all() and not got[2:4].any()
+
+
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("expert", [0, 5])
 @pytest.mark.parametrize("of", [math.nan, math.inf])
