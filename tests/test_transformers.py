@@ -177,6 +177,17 @@ def test_activations_that_are_known(name, act, activation, activations):
     assert activations == [activation]
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "nemotron_h"])
+def test_class_that_was_replaced(name, activations):
+    """By `fully_shard` or a parametrization, as adapters for low-rank training are: one operation all the same."""
+    own, call = experts_of(name), calls()
+    want = run(own, "moe_fp8", *call)
+    torch.nn.utils.parametrize.register_parametrization(own, "down_proj", torch.nn.Identity())
+    assert type(own).__name__.startswith("Parametrized")
+    assert_same_tensor(run(own, "moe_fp8", *call)["x"], want["x"], "x")
+    assert len(activations) == 2 and len(set(activations)) == 1
+
+
 def test_activations_that_are_not_known(activations):
     """A gate with other constants, an activation that has no name here: the model's own code."""
     own, call = experts_of("gpt_oss"), calls()

@@ -189,9 +189,11 @@ def _activation(module: torch.nn.Module) -> dict[str, object] | None:
     known = "silu" if act is torch.nn.functional.silu else _ACTIVATIONS.get(type(act).__name__)
     if not module.has_gate:
         return dict(activation=known) if known else None
-    if type(module)._apply_gate.__name__ == "_default_apply_gate":
+    gate = type(module)._apply_gate
+    if gate.__name__ == "_default_apply_gate":
         return dict(activation=_GATED[known]) if known in _GATED else None
-    of_gpt_oss = type(module).__name__ == "GptOssExperts" and (module.alpha, module.limit) == (1.702, 7.0)
+    # Not the name of the class, in whose place FSDP2 and parametrizations put their own.
+    of_gpt_oss = gate.__module__.endswith(".modeling_gpt_oss") and (module.alpha, module.limit) == (1.702, 7.0)
     return dict(activation="swiglu_oai", interleaved=True) if of_gpt_oss else None
 
 
