@@ -185,7 +185,7 @@ class Router(nn.Module):
         loss, tokens = logits.new_zeros(()), max(ids.shape[0], 1)
         if self.balance_loss:
             scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
-            shares = self._counts(ids) / (tokens * self.top_k)
+            shares = self._counts(ids).to(scores.dtype) / (tokens * self.top_k)
             probabilities = (scores / scores.sum(-1, keepdim=True)).sum(0) / tokens
             loss = loss + self.balance_loss * len(shares) * (shares * probabilities).sum()
         if self.z_loss:

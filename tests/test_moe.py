@@ -85,6 +85,17 @@ def test_losses_and_their_gradients(scoring, device):
         torch.testing.assert_close(got.double(), exact_grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_losses_whatever_the_default_dtype_is(default, device):
+    made, x = router(device, balance_loss=0.3, z_loss=0.01), tokens(device)
+    want = made(x).loss.detach()
+    torch.set_default_dtype(default)
+    try:
+        assert_same(made(x).loss.detach(), want)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_balanced_router_has_balance_loss_one(device):
     made = router(device, balance_loss=1.0)
     nn.init.zeros_(made.weight)
