@@ -12,7 +12,16 @@ from moe_fp8_ext.bf16 import autocast_dtype, bf16_wgrad, cast, most_experts, row
 from moe_fp8_ext.formats import MAX_EXPERTS
 from moe_fp8_ext.operands import NOTHING, Activated, Operand, Slots, Wanted, operands_of
 from moe_fp8_ext.ops.activations import GATED
-from moe_fp8_ext.ops.checks import INPUT_DTYPES, check_dense, check_main_grad, check_one_of, dtype_name, either, require
+from moe_fp8_ext.ops.checks import (
+    INPUT_DTYPES,
+    check_bool,
+    check_dense,
+    check_main_grad,
+    check_one_of,
+    dtype_name,
+    either,
+    require,
+)
 from moe_fp8_ext.ops.dispatch import asks_for_gradient, below_autograd, differentiable_once
 from moe_fp8_ext.recipes import Recipe, get_recipe
 
@@ -114,7 +123,7 @@ def arguments(
     recipe = get_recipe(recipe)
     check_one_of(_OP, "activation", activation, list(GATED))
     check_one_of(_OP, "keep", keep, KEEP)
-    require(isinstance(interleaved, bool), f"{_OP}: interleaved must be a bool, got {type(interleaved).__name__}")
+    check_bool(_OP, "interleaved", interleaved)
     _check(x, topk_ids, topk_scores, *weights, gated=GATED[activation])
     w_gate_up, w_down, *_ = weights
     if main_grad_gate_up is not None:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from moe_fp8_ext.experts import KEEP, experts
 from moe_fp8_ext.ops.activations import GATED
-from moe_fp8_ext.ops.checks import check_one_of, check_sizes, require
+from moe_fp8_ext.ops.checks import check_bool, check_one_of, check_sizes, require
 from moe_fp8_ext.ops.dispatch import asks_for_gradient
 from moe_fp8_ext.recipes import Recipe, get_recipe
+from moe_fp8_ext.router import Router
 from moe_fp8_ext.sharded import draw_in_turn, is_dtensor, of_all, of_rank, sum_of_ranks
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        for name, value in (("interleaved", interleaved), ("bias", bias), ("main_grad", main_grad)):
+            check_bool("Experts", name, value)
         self.num_experts, self.ep, self.adds_to_main_grad = num_experts, ep, main_grad
         self.options = dict(recipe=get_recipe(recipe), activation=activation, interleaved=interleaved, keep=keep)
         check_fits(ep, num_experts, self.options["recipe"])
@@ -142,6 +145,8 @@ class Experts(nn.Module):
 
 
 def check_fits(ep: ExpertParallel | None, num_experts: int, recipe: Recipe) -> None:
+    is_one = ep is None or hasattr(ep, "peers")  # to ask for its class is to import torch.distributed
+    require(is_one, f"Experts: ep must be an ExpertParallel, got {type(ep).__name__}")
     for name, got in (("num_experts", num_experts), ("recipe", recipe)):
         wanted = getattr(ep, name, got)
         require(got == wanted, f"Experts: {name} must be that of ep, {wanted}, got {got}")
@@ -158,10 +163,16 @@ class MoE(nn.Module):
         experts: such as `Experts`.
         shared_experts: any module [..., D] -> [..., D], such as a dense feed-forward layer; where experts have an
             ep, called while tokens travel to them.
+
+    Raises:
+        RuntimeError: a `Router` chooses among more or fewer experts than `Experts` has.
     """
 
     def __init__(self, router: nn.Module, experts: nn.Module, shared_experts: nn.Module | None = None) -> None:
         super().__init__()
+        if isinstance(router, Router) and isinstance(experts, Experts):  # ids that are of no expert would be dropped
+            chosen, has = router.weight.shape[0], experts.num_experts
+            require(chosen == has, f"MoE: experts must be as many as router chooses among, {chosen}, got {has}")
         self.gate, self.experts, self.shared_experts = router, experts, shared_experts
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

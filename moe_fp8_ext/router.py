@@ -13,7 +13,9 @@ from moe_fp8_ext.bf16 import autocast_dtype, cast
 from moe_fp8_ext.float32_mm import float32_mm, float32_mm_backward
 from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
+    check_bool,
     check_dense,
+    check_number,
     check_one_of,
     check_sizes,
     dtype_name,
@@ -131,6 +133,10 @@ class Router(nn.Module):
         check_one_of("Router", "scoring", scoring, SCORINGS)
         check_sizes("Router", num_experts, hidden_size=hidden_size)
         check_choice("Router", num_experts, top_k, num_groups, top_groups)
+        check_bool("Router", "normalize", normalize)
+        numbers = dict(scaling_factor=scaling_factor, bias_rate=bias_rate, balance_loss=balance_loss, z_loss=z_loss)
+        for name, value in numbers.items():
+            check_number("Router", name, value)
         self.top_k, self.scoring, self.normalize, self.scaling_factor = top_k, scoring, normalize, scaling_factor
         self.num_groups, self.top_groups, self.bias_rate = num_groups, top_groups, bias_rate
         self.balance_loss, self.z_loss = balance_loss, z_loss

@@ -187,6 +187,11 @@ def test_float32_whatever_the_tokens_are(dtype, device):
         (dict(num_groups=0), "num_groups must divide the 8 experts, got 0"),
         (dict(num_groups=4, top_groups=5), "top_groups must be from 1 to 4, got 5"),
         (dict(num_groups=4), "top_k must be from 1 to the 2 experts of a choice, got 3"),
+        (dict(normalize="no"), "normalize must be a bool, got str"),
+        (dict(scaling_factor="2"), "scaling_factor must be a finite number, got '2'"),
+        (dict(bias_rate=float("nan")), "bias_rate must be a finite number, got nan"),
+        (dict(balance_loss=None), "balance_loss must be a finite number, got None"),
+        (dict(z_loss=float("inf")), "z_loss must be a finite number, got inf"),
     ],
 )
 def test_errors(options, message):
@@ -219,11 +224,28 @@ def test_errors_of_tokens(x, message):
         ((E, 2.0, F), {}, "hidden_size must be an int, got float"),
         (("8", D, F), {}, "num_experts must be an int, got str"),
         ((E, D, F), dict(keep="no"), "keep must be 'fp8' or 'bf16', got 'no'"),
+        ((E, D, F), dict(interleaved=1), "interleaved must be a bool, got int"),
+        ((E, D, F), dict(bias=None), "bias must be a bool, got NoneType"),
+        ((E, D, F), dict(main_grad="yes"), "main_grad must be a bool, got str"),
+        ((E, D, F), dict(ep=2), "ep must be an ExpertParallel, got int"),
     ],
 )
 def test_errors_of_experts(args, options, message):
     with pytest.raises(RuntimeError, match=f"^Experts: {message}$"):
         Experts(*args, **options)
+
+
+@pytest.mark.parametrize("chosen", [E - 1, E + 1])
+def test_a_router_and_experts_that_do_not_fit(chosen):
+    text = f"^MoE: experts must be as many as router chooses among, {chosen}, got {E}$"
+    with pytest.raises(RuntimeError, match=text):
+        MoE(router(experts=chosen), Experts(E, D, F))
+
+
+def test_numbers_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    made = router(scaling_factor=numpy.float32(2.5), balance_loss=numpy.float64(0.1), z_loss=1)
+    assert made(tokens()).topk_scores.sum(1).allclose(torch.tensor(2.5))
 
 
 def test_buffers_after_to_empty():

@@ -5,8 +5,10 @@ What can be said of a tensor alone is in the table of csrc/ops/arguments.h, whic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -93,6 +95,15 @@ def check_int(op: str, arg: str, value: object) -> None:
     """Numpy's too, and sizes that are symbols."""
     if not hasattr(type(value), "__index__"):
         raise RuntimeError(f"{op}: {arg} must be an int, got {type(value).__name__}")
+
+
+def check_bool(op: str, arg: str, value: object) -> None:
+    require(isinstance(value, bool), f"{op}: {arg} must be a bool, got {type(value).__name__}")
+
+
+def check_number(op: str, arg: str, value: object) -> None:
+    ok = isinstance(value, Real) and math.isfinite(value)
+    require(ok, f"{op}: {arg} must be a finite number, got {value!r}")
 
 
 def check_sizes(op: str, num_experts: int, **sizes: int) -> None:
