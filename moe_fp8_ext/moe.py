@@ -41,7 +41,8 @@ class Experts(nn.Module):
         bias: whether experts have biases.
         recipe, activation, interleaved, keep: as in `experts`.
         main_grad: whether the gradient of each weight that needs one is added to its attribute `main_grad`, which the
-            trainer sets, as `experts` does it. Biases have gradients of autograd's as ever.
+            trainer sets, as `experts` does it: to the tensor that it was in forward. Biases have gradients of
+            autograd's as ever.
         ep: over whose ranks experts are spread, by `ExpertParallel.experts`. Copies of the module share it.
         device, dtype: of the parameters.
 

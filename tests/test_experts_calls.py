@@ -129,6 +129,26 @@ def test_other_derivatives_raise(device):
     check_no_second_derivative(experts(leaves[0], problem.ids, leaves[1], *weights), *leaves)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacfwd, torch.func.jacrev, torch.vmap])
+def test_transforms_of_torch_func_raise(transform, device):
+    problem = layer(t=9, d=32, f=16).at(device)
+    weights = problem.w_gate_up, problem.w_down
+    x = problem.x if transform is not torch.vmap else problem.x.expand(2, -1, -1)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        transform(lambda x: experts(x, problem.ids, problem.scores, *weights).float().sum())(x)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_has_forward_alone(strict, device):
+    made = moe_fp8_ext.MoE(moe_fp8_ext.Router(4, 32, 2), moe_fp8_ext.Experts(4, 32, 16)).to(device)
+    x = torch.randn(9, 32, device=device)
+    exported = torch.export.export(made, (x,), strict=strict).module()
+    with torch.no_grad():
+        assert_same(exported(x), made(x))
+    with pytest.raises(RuntimeError, match="must not ask for a gradient|does not require grad"):
+        exported(x)[0].sum().backward()
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_deterministic(name, device):
     problem = layer(bias=True).at(device)
