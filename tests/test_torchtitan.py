@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import pickle
 import re
 import shlex
 import sys
@@ -207,10 +208,12 @@ def test_unknown_recipe():
 
 
 def test_applied_again():
-    """The class stays, the last recipe counts: as torchtitan's own overrides, it may meet what it has made."""
+    """The class stays, in pickles too, the last recipe counts: as torchtitan's own overrides, it may meet what it has
+    made."""
     root = apply(debug_model("qwen3"), (OVERRIDE, {"recipe": "blockwise"}))
     first = {type(experts) for experts in experts_of(root)}
     assert len(first) == 1
+    assert repr(pickle.loads(pickle.dumps(experts_of(root)))) == repr(experts_of(root))
     apply(root, OVERRIDE)
     assert {type(experts) for experts in experts_of(root)} == first and recipes(root) == {"rowwise"}
 

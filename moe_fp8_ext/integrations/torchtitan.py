@@ -9,7 +9,7 @@ those of torchtitan's own class: only its method `_grouped_mm` is another.
 
 import functools
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -125,9 +125,17 @@ def _converted(owner: type) -> type:
         class Config(owner.Config):
             recipe: str | Recipe = "rowwise"
 
+            def __reduce__(self) -> tuple:
+                # Pickles of configs find classes by name, and this one has none where they are read.
+                return _config, (owner, {field.name: getattr(self, field.name) for field in fields(self)})
+
     Converted.__name__ = Converted.__qualname__ = f"MoeFp8{owner.__name__}"
     Converted.Config.__qualname__ = f"{Converted.__name__}.Config"  # which torchtitan logs
     return Converted
+
+
+def _config(owner: type, values: dict[str, object]) -> object:
+    return _converted(owner).Config(**values)
 
 
 @override(target=_Target.Config, description="Grouped matmuls of routed experts by moe_fp8_ext.")
