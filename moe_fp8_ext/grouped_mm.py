@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_fp8_ext._C import validates
 from moe_fp8_ext.bf16 import Bf16GroupedMm, autocast_dtype, cast, row_major
-from moe_fp8_ext.formats import MAX_EXPERTS, MAX_ROWS
+from moe_fp8_ext.formats import MAX_EXPERTS, MAX_ROWS, round_up
 from moe_fp8_ext.fp8 import Fp8GroupedMm
 from moe_fp8_ext.ops import permute_pad
 from moe_fp8_ext.ops.checks import (
@@ -65,7 +65,8 @@ def grouped_mm(
     Args:
         A: [M, K] tokens sorted by group, or, with `indices`, in any order; bfloat16, float16 or float32. Or already
             quantized: what `quantize_rows` returns for offs, or, where B_t needs a gradient, the pair of
-            `quantize_both`. No gradient flows into a Quantized: it counts as a constant.
+            `quantize_both`. No gradient flows into a Quantized: it counts as a constant. One of other groups gives
+            wrong numbers; MOE_FP8_VALIDATE=1 refuses it.
         B_t: [E, K, N] weights, the transposed view of [E, N, K] or contiguous itself (both without a copy), of A's
             dtype. Or the pair that `quantize_weight` returns for the weights [E, N, K], a constant too; its first alone
             will do where A needs no gradient. Or the view of a weight that `gather_in_fp8_` has gathered.
@@ -184,8 +185,20 @@ def _check(
     if not torch.compiler.is_compiling() and validates() and tokens.device.type != "meta":
         rows = tokens.shape[0] if indices is None else indices.shape[0]
         validate_offs(_OP, offs, "rows of A" if indices is None else "indices", rows)
+        _validate_groups(a, offs)
         if indices is not None:
             validate_indices(_OP, indices, tokens.shape[0] * top_k)
+
+
+def _validate_groups(a: tuple[Quantized | None, Quantized | None], offs: Tensor) -> None:
+    for quantized in a:
+        if quantized is None or quantized.offs is None:
+            continue
+        sizes = offs.diff(prepend=offs.new_zeros(1))
+        wanted = (round_up(sizes, quantized.align).cumsum(0)).tolist()
+        got = quantized.offs.tolist()
+        if got != wanted:
+            _fail(f"A must be quantized along {quantized.along} for offs, with groups that end at {wanted}, got {got}")
 
 
 def _check_device(arg: str, x: Tensor, A: Tensor) -> None:

@@ -113,6 +113,19 @@ def check_refused(text: str, call: Callable[[], object]) -> None:
     assert error_of(call, []).startswith(text), error_of(call, [])
 
 
+@pytest.mark.parametrize("format", FORMATS[:3])
+def test_tokens_quantized_for_other_groups(format, x, validates):
+    w, offs = torch.ones(2, 8, 16, dtype=x.dtype, device=x.device), int32(x, 5, 32)
+    rows, tokens = moe_fp8_ext.quantize_both(x, format, offs=offs)
+    grouped_mm((rows, tokens), w.mT, offs.clone(), recipe=format)
+    other = int32(x, 7, 32)
+    text = "grouped_mm: A must be quantized along rows for offs, with groups that end at [7, 32], got [5, 32]"
+    assert error_of(grouped_mm, (rows, w.mT, other), dict(recipe=format)) == text
+    of_others = moe_fp8_ext.quantize_rows(x, format, offs=int32(x, 0, 32)), tokens
+    text = "grouped_mm: A must be quantized along tokens for offs, with groups that end at [0, 32], got [32, 64]"
+    assert error_of(grouped_mm, (of_others, w.mT, int32(x, 0, 32)), dict(recipe=format)) == text
+
+
 def test_padded_starts(x, validates):
     ends = int32(x, 16, 32)
     ops.unpad_token_groups(x, ends, int32(x, 0, 0), 32)
