@@ -129,6 +129,12 @@ def gemm_with_scales() -> Path:
     return build("gfx950", gemm_alone=True)
 
 
+@pytest.fixture(scope="session")
+def gemm_of_hopper() -> Path:
+    """Hopper's own, built for its emulation."""
+    return build("sm_90a", gemm_alone=True)
+
+
 @pytest.fixture
 def gemms(libraries: dict[int, Path], gemm_with_scales: Path) -> Waves:
     return Waves(*libraries.values(), gemm_with_scales)

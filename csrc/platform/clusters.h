@@ -11,6 +11,8 @@ MOE_DEVICE uint32_t cluster_size() {
   uint32_t n;
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
   return n;
+#elif defined(MOE_SIMT)
+  return simt::current->cluster_size();
 #else
   return 1;
 #endif
@@ -20,6 +22,8 @@ MOE_DEVICE uint32_t cluster_rank() {
   uint32_t r;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
   return r;
+#elif defined(MOE_SIMT)
+  return simt::current->cluster_rank();
 #else
   return 0;
 #endif
@@ -27,6 +31,8 @@ MOE_DEVICE uint32_t cluster_rank() {
 MOE_DEVICE void cluster_barrier() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#elif defined(MOE_SIMT)
+  simt::current->cluster_barrier(simt::Site::here("cluster_barrier"));
 #else
   __syncthreads();
 #endif

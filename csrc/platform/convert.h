@@ -25,6 +25,8 @@ MOE_DEVICE uint32_t to_bf16x2(float lo, float hi) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
   return d;
 }
+#elif defined(SIMT_HOPPER)
+constexpr bool kConvertsToBF16 = true;
 #else
 constexpr bool kConvertsToBF16 = false;
 MOE_HD uint32_t to_bf16x2(float, float) { return 0; }

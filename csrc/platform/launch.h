@@ -104,7 +104,7 @@ struct Launch {
 template <class Params>
 int launch(void (*kernel)(Params), const Launch& l, std::remove_const_t<Params> params) {
 #if defined(MOE_SIMT)
-  return simt::launch(l.grid, l.block, l.shared, [=] { kernel(params); });
+  return simt::launch(l.grid, l.block, l.shared, [=] { kernel(params); }, unsigned(l.cluster));
 #elif defined(MOE_HIP)
   void* args[] = {&params};
   const auto stream = static_cast<cudaStream_t>(l.stream);

@@ -7,7 +7,7 @@
 
 namespace moe_fp8 {
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(SIMT_HOPPER)
 constexpr bool kHasWgmma = true;
 #else
 constexpr bool kHasWgmma = false;  // what follows is never run
@@ -78,6 +78,13 @@ template <int n>
 MOE_DEVICE void pin_registers(float (&d)[n]) {
 #pragma unroll
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// The thread's index in a block of one dimension, read anew: what follows from it need not stay in registers.
+MOE_DEVICE int read_thread_index() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
 }
 
 MOE_DEVICE void pin_register(const uint8_t*& address) { asm volatile("" : "+l"(address)); }

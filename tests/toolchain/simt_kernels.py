@@ -293,21 +293,27 @@ class SimtKernels(TokenKernels):
         offs: Tensor,
         format: str,
         *,
+        indices: Tensor | None = None,
+        top_k: int | None = None,
         out_dtype: torch.dtype | None = None,
+        use_fast_accum: bool = True,
         adds: bool = False,
     ) -> None:
         of_sum = b.ndim == 2
         along = "tokens" if of_sum and FORMATS[format].block else "rows"  # of whole rows, those of the group
         of_a = Scales.of(a, scale_a, format, along)
         of_b = Scales.of(b.mT, scale_b.mT if FORMATS[format].order == "column_major" else scale_b, format, along)
-        what_a = a, FP8_TYPES.index(a.dtype), *a.shape, a.stride(0)
+        rows = a.shape[0] if indices is None else indices.shape[0]
+        what_a = a, FP8_TYPES.index(a.dtype), rows, a.shape[1], a.stride(0)
         what_b = b, FP8_TYPES.index(b.dtype), b.shape[-1], b.stride(-1), 0 if of_sum else b.stride(0)
         scales = ctypes.byref(of_a), ctypes.byref(of_b)
         how = of_sum, *scales, offs, offs.shape[0], adds, out.dtype == torch.float32
-        self._call("scaled_grouped_mm", *what_a, *what_b, *how, out)
+        self._call("scaled_grouped_mm", *what_a, *what_b, *how, out, use_fast_accum, indices, a.shape[0], top_k or 1)
 
-    def _add_scaled_grouped_mm(self, memory: GuardedMemory, out: Tensor, total: Tensor, *product: object) -> None:
-        self._scaled_grouped_mm(memory, total, *product, adds=True)
+    def _add_scaled_grouped_mm(
+        self, memory: GuardedMemory, out: Tensor, total: Tensor, *product: object, **how: object
+    ) -> None:
+        self._scaled_grouped_mm(memory, total, *product, **how, adds=True)
         out.copy_(total)
 
     def add_groups(self, total: Tensor, product: Tensor, ends: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Builds the hipified kernels for the CPU, with the SIMT emulation, as libraries for ctypes."""
+"""Builds the hipified kernels for the CPU, with the SIMT emulation, as libraries for ctypes: all that a ROCm build has,
+or the GEMM alone, of gfx950 or of Hopper."""
 
 from __future__ import annotations
 
@@ -15,8 +16,13 @@ from hipified import hipify, kernel_sources
 SIMT = Path(__file__).parent / "simt"
 SHIMS = (SIMT / "shim.cpp", SIMT / "shim_gemm.cpp")
 # Wave size and generation. fp8 instructions are fnuz on gfx942, fn on the others; those of matrices are NVIDIA's on a
-# wave of 32, MFMA on one of 64, and on gfx950 with scales.
-CHIPS = {"gfx1201": (32, "__GFX12__"), "gfx942": (64, "__GFX9__"), "gfx950": (64, "__GFX9__")}
+# wave of 32, MFMA on one of 64, and on gfx950 with scales. Hopper has its own kernels of products alone.
+CHIPS = {
+    "gfx1201": (32, "__GFX12__"),
+    "gfx942": (64, "__GFX9__"),
+    "gfx950": (64, "__GFX9__"),
+    "sm_90a": (32, "SIMT_HOPPER"),
+}
 CXX = os.environ.get("CXX", "g++").split()
 CXX_FLAGS = (
     "-std=c++17 -O1 -g1 -fPIC -pthread -Wall -Wno-unknown-pragmas -ffp-contract=off -fno-strict-aliasing "
@@ -51,8 +57,8 @@ def build(chip: str, gemm_alone: bool = False) -> Path:
     wave, generation = CHIPS[chip]
     kernels, shims = kernel_sources(CSRC), SHIMS
     if gemm_alone:
-        kernels = [s for s in kernels if s.parent == CSRC / "gemm" / "mma" or s == CSRC / "platform" / "device.cu"]
-        shims = SHIMS[1:]
+        folder = CSRC / "gemm" / ("sm90" if chip == "sm_90a" else "mma")
+        kernels, shims = [*sorted(folder.glob("*.cu")), CSRC / "platform" / "device.cu"], SHIMS[1:]
     keys = {source: key_of(source, chip) for source in [*kernels, *shims]}
 
     def link(folder: Path) -> None:

@@ -12,12 +12,8 @@ struct Consumer {
   uint32_t release;      // the barriers of empty stages, in the block of the cluster that this lane tells
   bool tells;            // a lane for each block
 
-  // Read anew wherever it is wanted: kept from tile to tile, what follows from it takes the products' registers.
-  static MOE_DEVICE int thread() {
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x - 128;
-  }
+  // Kept from tile to tile, what follows from it would take the products' registers.
+  static MOE_DEVICE int thread() { return read_thread_index() - 128; }
   static MOE_DEVICE int group() { return thread() / 128; }
   static MOE_DEVICE int warp() { return thread() / 32; }
   static MOE_DEVICE int lane() { return thread() % 32; }

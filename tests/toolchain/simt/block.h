@@ -9,10 +9,12 @@
 
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "fiber.h"
 #include "launch_state.h"
@@ -47,6 +49,7 @@ struct Fiber {
   unsigned linear;
   Fiber* next;
   const Site* waits_at;  // null while it runs, is ready, or has returned
+  std::vector<std::vector<std::function<void()>>> begun;  // and not waited for: groups, all but the last complete
 };
 
 class FiberQueue {
@@ -93,7 +96,6 @@ struct Wave : Rendezvous {
   uint64_t slots[2][kWave];
 };
 
-class Block;
 inline thread_local Block* current = nullptr;
 
 // Belongs to one OS thread, which runs blocks with it one after the other.
@@ -112,6 +114,13 @@ class Block {
     poison_shared_memory();
     block_ = {};
     block_.members = live_;
+    for (Rendezvous& r : some_) r = {};
+    const uint64_t linear = index.x + launch_.grid.x * (index.y + uint64_t(launch_.grid.y) * index.z);
+    if (launch_.cluster > 1) {
+      cluster_ = &launch_.clusters[linear / launch_.cluster];
+      cluster_->blocks[cluster_rank()] = this;
+    }
+    cluster_barriers_ = 0;
     for (unsigned w = 0; w * kWave < live_; ++w) {
       static_cast<Rendezvous&>(waves_[w]) = {};
       waves_[w].members = live_ - w * kWave < kWave ? live_ - w * kWave : kWave;
@@ -123,6 +132,7 @@ class Block {
       fiber.linear = i;
       fiber.index = dim3(i % size.x, i / size.x % size.y, i / (size.x * size.y));
       fiber.waits_at = nullptr;
+      fiber.begun.clear();
       fiber.context.prepare(stacks_.end() - kStackBytes * i, [] { current->thread_main(); });
       ready_.push(&fiber, (index.x + index.y + index.z) % 2);
     }
@@ -139,6 +149,14 @@ class Block {
   unsigned char* dynamic_shared() { return shared_.end() - shared_.bytes(); }
 
   void barrier(const Site& site) { meet(block_, site); }
+  // Of so many threads of the block.
+  void barrier_of(unsigned which, unsigned threads, const Site& site) {
+    Rendezvous& r = some_[which];
+    if (which >= kSome || threads % kWave) fail(site.text() + " is of no such threads");
+    if (r.arrived == 0) r.members = threads;
+    if (r.members != threads) fail(site.text() + " is of other threads than " + r.site.text());
+    meet(r, site);
+  }
   void wave_barrier(const Site& site) { meet(running_wave(), site); }
 
   // The number of threads that voted true.
@@ -180,6 +198,46 @@ class Block {
     uint64_t votes = 0;
     for (unsigned i = 0; i < wave.members; ++i) votes |= slots[i] << i;
     return votes;
+  }
+
+  // ---- clusters ----
+  unsigned cluster_size() const { return launch_.cluster; }
+  unsigned cluster_rank() const { return index_.x % launch_.cluster; }
+  void cluster_barrier(const Site& site) {
+    barrier(site);
+    if (running_->linear == 0 && launch_.cluster > 1) {
+      ++cluster_->arrived;
+      const unsigned all = launch_.cluster * ++cluster_barriers_;
+      while (cluster_->arrived < all) relax();
+    }
+    barrier(site);
+  }
+  // A place in the shared memory of the cluster's blocks as a number: the block, 1 more than its rank or 0 for the own
+  // one, above 24 bits of what is counted from the begin of its dynamic memory, which is at kWindow.
+  static constexpr uint32_t kWindow = 16;
+  uint32_t shared_address(const void* p) {
+    const auto* at = static_cast<const unsigned char*>(p);
+    if (at < dynamic_shared() || at > shared_.end()) fail("an address that is not in dynamic shared memory");
+    return uint32_t(at - dynamic_shared()) + kWindow;
+  }
+  unsigned char* at(uint32_t address, size_t bytes, size_t alignment) {
+    const uint32_t rank = address >> 24, place = (address & 0xffffff) - kWindow;
+    if (rank > launch_.cluster) fail("no such block in the cluster");
+    if (address % alignment) fail("misaligned address in shared memory");
+    Block& block = rank == 0 ? *this : *cluster_->blocks[rank - 1].load();
+    if (place > shared_.bytes() || bytes > shared_.bytes() - place) fail(fault_text(shared_.end()));
+    return block.dynamic_shared() + place;
+  }
+
+  // ---- what happens at some time until it is waited for: as late as it may ----
+  void begin(std::function<void()> work) {
+    if (running_->begun.empty()) running_->begun.emplace_back();
+    running_->begun.back().push_back(std::move(work));
+  }
+  void complete_group() { running_->begun.emplace_back(); }
+  void wait_but_for(size_t groups) {
+    for (auto& begun = running_->begun; begun.size() > groups + 1; begun.erase(begun.begin()))
+      for (const auto& work : begun.front()) work();
   }
 
   // A turn of a loop that waits for another thread's store: lets the other fibers and OS threads run.
@@ -269,10 +327,14 @@ class Block {
   ByteRange statics_;
   Wave waves_[kMaxWaves];
   Rendezvous block_;
+  static constexpr unsigned kSome = 15;
+  Rendezvous some_[kSome];
   unsigned votes_[2];
   FiberQueue ready_;
   Fiber* running_ = nullptr;
   Context home_;
+  Cluster* cluster_ = nullptr;
+  unsigned cluster_barriers_ = 0;
 };
 
 }  // namespace simt

@@ -26,6 +26,8 @@ namespace simt {
 constexpr const char* kArchName = "gfx942:sramecc+:xnack-";
 #elif defined(__gfx950__)
 constexpr const char* kArchName = "gfx950:sramecc+:xnack-";
+#elif defined(SIMT_HOPPER)
+constexpr const char* kArchName = "sm_90a";
 #else
 constexpr const char* kArchName = "gfx1201";
 #endif
@@ -46,11 +48,11 @@ inline hipError_t finish(hipError_t code, const std::string& text) {
 }
 
 // The stricter of what CUDA and HIP take.
-inline hipError_t check(dim3 grid, dim3 block, size_t shared_bytes) {
+inline hipError_t check(dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster) {
   const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z, threads = uint64_t(block.x) * block.y * block.z;
   const std::string shape = "grid " + text(grid) + ", block " + text(block);
   if (!blocks || !threads || threads > kMaxThreads || grid.y > 65535 || grid.z > 65535 ||
-      uint64_t(grid.x) * block.x > UINT32_MAX)
+      uint64_t(grid.x) * block.x > UINT32_MAX || grid.x % cluster || cluster > kMaxCluster)
     return finish(hipErrorInvalidConfiguration, "invalid configuration: " + shape);
   if (shared_bytes > size_t(kMaxSharedBytes))
     return finish(hipErrorInvalidValue, std::to_string(shared_bytes) + " bytes of shared memory, at most " +
@@ -59,9 +61,9 @@ inline hipError_t check(dim3 grid, dim3 block, size_t shared_bytes) {
 }
 
 template <class F>
-[[nodiscard]] hipError_t launch(dim3 grid, dim3 block, size_t shared_bytes, const F& function) {
-  if (const hipError_t code = check(grid, block, shared_bytes)) return code;
-  const std::string error = run(grid, block, shared_bytes, function);
+[[nodiscard]] hipError_t launch(dim3 grid, dim3 block, size_t shared_bytes, const F& function, unsigned cluster = 1) {
+  if (const hipError_t code = check(grid, block, shared_bytes, cluster)) return code;
+  const std::string error = run(grid, block, shared_bytes, function, cluster);
   return finish(error.empty() ? hipSuccess : hipErrorLaunchFailure, error);
 }
 

@@ -77,9 +77,9 @@ inline std::string run(Launch& launch, unsigned os_threads) {
 
 // `function()` runs in every thread of every block.
 template <class F>
-std::string run(dim3 grid, dim3 block, size_t shared_bytes, const F& function) {
-  Launch launch{grid, block, shared_bytes, [](const void* f) { (*static_cast<const F*>(f))(); }, &function};
-  const uint64_t cores = setting("SIMT_THREADS", std::thread::hardware_concurrency());
+std::string run(dim3 grid, dim3 block, size_t shared_bytes, const F& function, unsigned cluster) {
+  Launch launch{grid, block, shared_bytes, [](const void* f) { (*static_cast<const F*>(f))(); }, &function, cluster};
+  const uint64_t cores = std::max(setting("SIMT_THREADS", std::thread::hardware_concurrency()), cluster);
   return run(launch, unsigned(std::min(cores, launch.blocks())));
 }
 

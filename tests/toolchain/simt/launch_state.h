@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -14,7 +15,7 @@ struct dim3 {
 
 namespace simt {
 
-constexpr unsigned kMaxThreads = 1024;
+constexpr unsigned kMaxThreads = 1024, kMaxCluster = 16;
 
 inline std::string text(const dim3& d) {
   return std::to_string(d.x) + "," + std::to_string(d.y) + "," + std::to_string(d.z);
@@ -25,6 +26,14 @@ inline unsigned setting(const char* variable, unsigned otherwise) {
   return value ? unsigned(atoi(value)) : otherwise;
 }
 
+class Block;
+
+// Blocks that run at the same time, each on an OS thread of its own, and see one another's shared memory.
+struct Cluster {
+  std::atomic<Block*> blocks[kMaxCluster];
+  std::atomic<unsigned> arrived;  // at the barriers of all, one after the other
+};
+
 struct Launch {
   using Clock = std::chrono::steady_clock;
 
@@ -32,6 +41,8 @@ struct Launch {
   size_t shared_bytes;
   void (*body)(const void* argument);  // runs once in every thread
   const void* argument;
+  unsigned cluster = 1;  // blocks of one
+  std::unique_ptr<Cluster[]> clusters{cluster > 1 ? new Cluster[blocks() / cluster]() : nullptr};
   Clock::time_point deadline = Clock::now() + std::chrono::seconds(setting("SIMT_TIMEOUT", 60));
   std::atomic<uint64_t> next_block{0};
   std::atomic<bool> failed{false};

@@ -235,3 +235,6 @@ constexpr T max(T a, T b) {
 }
 
 #include "../host_api.h"
+#if defined(SIMT_HOPPER)
+#include "../hopper.h"
+#endif

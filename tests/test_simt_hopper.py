@@ -1,0 +1,160 @@
+"""Hopper's own GEMMs without a GPU: copies are made when they are begun, products when they are waited for, so that a
+stage that is given back or filled at the wrong time shows. See test_simt.py; on a GPU test_sm90_gemm.py has more."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from cache import CSRC
+from helpers import FP8_DTYPES, LAYOUTS, corrupt_offs, group_offs, pairs, short, slot_indices, wide
+from simt_checks import ON_LINUX, exact_fp8, exact_scales
+from simt_kernels import SimtKernels, Waves
+from simt_library import SIMT, compile_cxx
+from test_simt_scales import products
+from torch import Tensor
+
+from moe_fp8_ext import reference
+
+pytestmark = ON_LINUX
+OUT_DTYPES = [torch.float32, torch.bfloat16]
+# Format, and whether the tensor cores accumulate whole sums.
+KINDS = [("rowwise", True), ("rowwise", False), ("blockwise", True)]
+OF_KIND = pytest.mark.parametrize(("format", "fast"), KINDS, ids=short)
+
+
+@pytest.fixture
+def hopper(gemm_of_hopper: Path) -> Waves:
+    with patch.dict(os.environ, SIMT_MULTIPROCESSORS="6"):  # three clusters; asked once
+        kernels = Waves(gemm_of_hopper)
+        assert [(k.chip, k.wave, k.native_fnuz()) for k in kernels] == [("sm_90a", 32, False)]
+    return kernels
+
+
+def check(hopper: Waves, args: tuple[object, ...], fast: bool, out_dtype: torch.dtype, **index: object) -> None:
+    """Exact sums: the reference's bytes."""
+    want = reference.scaled_grouped_mm(*args, **index, out_dtype=out_dtype)
+    hopper.check_as((want,), "scaled_grouped_mm", *args, **index, use_fast_accum=fast, out_dtype=out_dtype)
+
+
+def check_added(hopper: Waves, args: tuple[object, ...], fast: bool, dtype: torch.dtype) -> None:
+    """Empty groups stay as they are."""
+    total = wide(args[4].shape[0], args[0].shape[0], args[1].shape[1], dtype=dtype)
+    total[:, 0] = -0.0
+    want = total.clone()
+    reference.add_scaled_grouped_mm(want, *args)
+    hopper.check_as((want,), "add_scaled_grouped_mm", total, *args, use_fast_accum=fast)
+
+
+def ends(sizes: list[int]) -> Tensor:
+    return torch.tensor(sizes).cumsum(0).int()
+
+
+PROBLEMS = pairs(  # the scales of blocks of all weights are a multiple of 4
+    layout=LAYOUTS,
+    kind=KINDS,
+    shape=[(1, 16, 16, 4), (70, 144, 272, 2), (600, 128, 96, 4), (300, 656, 144, 2), (513, 32, 400, 5)],
+    fp8=FP8_DTYPES[:2],
+    out_dtype=OUT_DTYPES,
+)
+
+
+@pytest.mark.parametrize(*PROBLEMS, ids=short)
+def test_products(hopper, layout, kind, shape, fp8, out_dtype):
+    (format, fast), (m, k, n, e) = kind, shape
+    for operands in products(format, group_offs(layout, m, e), m, k, n, fp8):
+        check(hopper, (*operands, format), fast, out_dtype)
+    check_added(hopper, (*operands, format), fast, out_dtype)
+
+
+@OF_KIND
+def test_every_round_and_rest(hopper, format, fast):
+    """Sums of 1 to 6 stages that end with 1 to 4 steps of an instruction: stages that are held, empty or cut short."""
+    sizes = [32 * i for i in (*range(1, 8), 9, 12, 13, 16, 17, 20, 21)]
+    operands = products(format, ends(sizes), sum(sizes), 144, 272, FP8_DTYPES[0])[1]
+    check(hopper, (*operands, format), fast, torch.bfloat16)
+    check_added(hopper, (*operands, format), fast, torch.float32)
+
+
+@OF_KIND
+def test_sizes_of_tiles(hopper, format, fast):
+    """Groups around a half, one and two tiles, columns around one half of a tile and one tile."""
+    sizes = [0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 385]
+    for n in (16, 128, 144, 272):
+        operands = products(format, ends(sizes), sum(sizes) + 100, 144, n, FP8_DTYPES[0])[0]
+        check(hopper, (*operands, format), fast, torch.float32)
+
+
+@OF_KIND
+def test_many_groups(hopper, format, fast):
+    for sizes, m, k, n in ((([0] * 29 + [3, 1, 2]) * 32, 200, 48, 32), ([0] * 500 + [300] + [0] * 499, 310, 128, 256)):
+        operands = products(format, ends(sizes), m, k, n, FP8_DTYPES[0])[0]
+        check(hopper, (*operands, format), fast, torch.bfloat16)
+
+
+@OF_KIND
+def test_corrupt_offsets(hopper, format, fast):
+    """Those of a sum are rounded down to what an instruction sums at once."""
+    for offs in corrupt_offs(64):
+        forward, backward = products(format, torch.tensor([10, 20, 64], dtype=torch.int32), 64, 48, 400, FP8_DTYPES[0])
+        whole = offs.div(32, rounding_mode="floor").int() * 32
+        for (*operands, _), of_groups in ((forward, offs[:3]), (backward, whole[:3])):
+            check(hopper, (*operands, of_groups, format), fast, torch.float32)
+
+
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=short)
+def test_rows_by_index(hopper, out_dtype):
+    """Each at most once a slot, and of no row."""
+    for t, top_k, p, k, n in ((40, 3, 150, 144, 272), (300, 1, 280, 640, 48), (7, 2, 20, 16, 16)):
+        a, b = exact_fp8(t, k), exact_fp8(3, n, k)
+        scales = exact_scales(t), exact_scales(3, n)
+        args = a, b.mT, *scales, group_offs("tail_rows", p, 3), "rowwise"
+        check(hopper, args, True, out_dtype, indices=slot_indices(t, top_k, p), top_k=top_k)
+
+
+def test_what_others_take(hopper):
+    """Sums of an odd stride of scales, say, do not reach the kernels."""
+    *operands, offs = products("mxfp8", torch.tensor([40], dtype=torch.int32), 40, 64, 32, FP8_DTYPES[0])[0]
+    want = (torch.zeros(40, 32),)
+    for kernels in hopper:
+        assert isinstance(kernels, SimtKernels)
+        with pytest.raises(RuntimeError, match="not for these kernels"):
+            kernels.run("scaled_grouped_mm", want, *operands, offs, "mxfp8")
+
+
+# ---- the emulation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    program = tmp_path_factory.mktemp("faults") / "faults"
+    how = "-DSIMT_HOPPER", "-DUSE_ROCM", "-D__HIP__", f"-I{CSRC}"
+    compile_cxx(*how, SIMT / "faults_hopper.cpp", "-ldl", "-o", program, wave=32)
+    return program
+
+
+@pytest.mark.parametrize(
+    ("case", "outcome"),
+    [
+        ("product", "ok 20"),
+        ("operand that is filled again too early", "ok 80"),
+        ("sum that is read too early", "ok 0"),
+        ("copy to the other block", "ok 40404040"),
+        ("fewer bytes than announced", "error 719: no end in sight"),
+        ("too many arrivals", "error 719: more arrivals at a barrier than it is made for"),
+        ("block that is not there", "error 719: no such block in the cluster"),
+        ("copy beyond shared memory", "error 719: access beyond the 25600 bytes of dynamic shared memory"),
+        ("copy to no chunk", "error 719: misaligned address in shared memory"),
+        ("copy of no chunk", "error 719: a copy of no chunks of 16 bytes"),
+        ("barrier of other threads", r"error 719: barrier_of at faults_hopper.cpp:\d+ is of other threads than"),
+    ],
+)
+def test_emulation(faults, case, outcome):
+    environment = {**os.environ, "SIMT_TIMEOUT": "1" if "fewer" in case else "60"}
+    done = subprocess.run([faults, case], capture_output=True, text=True, timeout=120, env=environment)
+    assert re.match(outcome, done.stdout), done

@@ -1,0 +1,188 @@
+// Hopper's copy engine, its barriers and its warpgroup products: what platform/tma.h and platform/wgmma.h call.
+//
+// A copy happens when it is begun, a product when it is waited for: a stage that is filled before all have read it, or
+// given back before it is read, shows in the results. What is misaligned or out of bounds ends the launch. Which writes
+// the copy engine and the tensor cores see without a fence is not modelled.
+#pragma once
+#include "matrix.h"
+
+struct CUtensorMap {
+  const uint8_t* base;
+  int64_t rows, columns, row_stride;
+  int box_rows;
+};
+
+namespace moe_fp8 {
+
+using simt::current;
+using simt::Site;
+
+// ---- barriers ------------------------------------------------------------------------------------------------------
+
+// In 8 bytes: how many bytes are yet to come, how many arrivals, of how many, and the parity of the phase under way.
+struct PhaseBarrier {
+  int32_t bytes;
+  uint16_t arrivals, of : 15, phase : 1;
+};
+static_assert(sizeof(PhaseBarrier) == 8);
+
+inline uint32_t shared_address(const void* p) { return current->shared_address(p); }
+inline uint32_t in_block(uint32_t shared, uint32_t rank) { return (shared & 0xffffff) | (rank + 1) << 24; }
+
+inline PhaseBarrier* barrier_at(uint32_t address) {
+  return reinterpret_cast<PhaseBarrier*>(current->at(address, sizeof(PhaseBarrier), alignof(uint64_t)));
+}
+inline void barrier_update(uint32_t address, int arrivals, int32_t bytes) {
+  bool too_many = false;
+  simt::atomic_update(reinterpret_cast<uint64_t*>(barrier_at(address)), [&](uint64_t old) {
+    auto b = __builtin_bit_cast(PhaseBarrier, old);
+    too_many = arrivals > b.arrivals;
+    b.arrivals = uint16_t(b.arrivals - arrivals);
+    b.bytes += bytes;
+    if (b.arrivals == 0 && b.bytes == 0) {
+      b.arrivals = b.of;
+      b.phase ^= 1;
+    }
+    return __builtin_bit_cast(uint64_t, b);
+  });
+  if (too_many) current->fail("more arrivals at a barrier than it is made for");
+}
+
+inline void barrier_init(uint32_t barrier, int arrivals) {
+  *barrier_at(barrier) = {0, uint16_t(arrivals), uint16_t(arrivals), 0};
+}
+inline void barriers_ready() { __threadfence(); }
+inline void barrier_arrive(uint32_t barrier) { barrier_update(barrier, 1, 0); }
+inline void barrier_arrive_in_cluster(uint32_t barrier) { barrier_update(barrier, 1, 0); }
+inline void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) { barrier_update(barrier, 1, int32_t(bytes)); }
+inline void barrier_wait(uint32_t barrier, uint32_t phase) {
+  const auto* at = reinterpret_cast<const uint64_t*>(barrier_at(barrier));
+  while (__builtin_bit_cast(PhaseBarrier, __atomic_load_n(at, __ATOMIC_SEQ_CST)).phase == phase) current->relax();
+}
+inline void barrier_of(int which, int threads, Site site = Site::here("barrier_of")) {
+  current->barrier_of(unsigned(which), unsigned(threads), site);
+}
+inline void stores_before_copies() {}
+
+inline float load_shared(uint32_t address) { return *reinterpret_cast<float*>(current->at(address, 4, 4)); }
+inline void load_shared(uint32_t address, float& f0, float& f1) {
+  const auto* at = reinterpret_cast<float*>(current->at(address, 8, 8));
+  f0 = at[0];
+  f1 = at[1];
+}
+
+// ---- copies --------------------------------------------------------------------------------------------------------
+
+// Where a byte lies of rows of 128 bytes whose chunks of 16 are swizzled.
+inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+
+inline void copy_box(uint32_t shared, const CUtensorMap& matrix, int c, int r, uint32_t barrier) {
+  current->at(shared, size_t(matrix.box_rows) * 128, 128);
+  for (int row = 0; row < matrix.box_rows; ++row)
+    for (int chunk = 0; chunk < 128; chunk += 16) {
+      unsigned char* to = current->at(swizzled(shared + row * 128 + chunk), 16, 16);
+      const int64_t from_row = int64_t(r) + row, from = int64_t(c) + chunk;
+      const bool there = from_row >= 0 && from_row < matrix.rows;
+      for (int i = 0; i < 16; ++i)
+        to[i] = there && from + i >= 0 && from + i < matrix.columns
+                    ? matrix.base[from_row * matrix.row_stride + from + i] : uint8_t(0);
+    }
+  barrier_update(barrier, 0, -matrix.box_rows * 128);
+}
+inline void copy_box_to_both(uint32_t shared, const CUtensorMap& matrix, int c, int r, uint32_t barrier) {
+  for (uint32_t rank = 0; rank < 2; ++rank) copy_box(in_block(shared, rank), matrix, c, r, in_block(barrier, rank));
+}
+inline void check_bytes(const void* global, uint32_t bytes) {
+  if (reinterpret_cast<uintptr_t>(global) % 16 || bytes % 16) current->fail("a copy of no chunks of 16 bytes");
+}
+inline void copy_bytes(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
+  check_bytes(global, bytes);
+  memcpy(current->at(shared, bytes, 16), global, bytes);
+  barrier_update(barrier, 0, -int32_t(bytes));
+}
+inline void prefetch_bytes(const void* global, uint32_t bytes) {
+  check_bytes(global, bytes);
+  const auto* at = static_cast<const volatile uint8_t*>(global);
+  for (uint32_t i = 0; i < bytes; i += 16) (void)at[i];  // a fault, where there is nothing
+}
+inline void copy_chunk(uint32_t shared, const void* global, bool there) {
+  if (there) check_bytes(global, 16);
+  unsigned char* to = current->at(shared, 16, 16);
+  if (there) memcpy(to, global, 16);
+  else memset(to, 0, 16);
+}
+inline void barrier_arrive_behind_copies(uint32_t barrier) { barrier_update(barrier, 1, 0); }
+
+inline int describe_matrix(CUtensorMap* map, const void* base, int64_t rows, int64_t columns, int64_t row_stride,
+                           int box_rows) {
+  if (reinterpret_cast<uintptr_t>(base) % 16 || row_stride % 16 || rows < 1 || columns < 1 || box_rows > 256)
+    return simt::finish(hipErrorInvalidValue, "a matrix that the copy engine does not take");
+  *map = {static_cast<const uint8_t*>(base), rows, columns, row_stride, box_rows};
+  return hipSuccess;
+}
+
+// ---- products ------------------------------------------------------------------------------------------------------
+
+// 32 elements of a row of an operand, as its descriptor says where the first row begins.
+inline void read_operand(uint32_t operand, int row, const simt::Elements& is, float* to) {
+  const uint32_t address = ((operand & 0x3fff) << 4) + uint32_t(row) * 128;
+  for (uint32_t chunk = 0; chunk < 32; chunk += 16) {
+    uint64_t words[2];
+    memcpy(words, current->at(swizzled(address + chunk), 16, 16), sizeof words);
+    for (int i = 0; i < 2; ++i) is.read(words[i], 8, to + chunk + 8 * i);
+  }
+}
+// Thread t of a warpgroup has rows t / 32 * 16 + t % 32 / 4 and 8 more, and of every 8 columns 2 (t % 4) and the next.
+template <bool kE5M2, int n>
+void wgmma(float (&d)[n], uint32_t a, uint32_t b, bool accumulate, Site site = Site::here("wgmma")) {
+  const int t = int(current->thread_index().x) % 128;
+  current->begin([&d, a, b, accumulate, t] {
+    const simt::Elements a_is(kE5M2 ? simt::Held::kE5M2 : simt::Held::kE4M3), b_is(simt::Held::kE4M3);
+    float of_a[2][32], of_b[32];
+    for (int h = 0; h < 2; ++h) read_operand(a, t / 32 * 16 + t % 32 / 4 + 8 * h, a_is, of_a[h]);
+    for (int j = 0; j < n / 4; ++j)
+      for (int i = 0; i < 2; ++i) {
+        read_operand(b, 8 * j + 2 * (t % 4) + i, b_is, of_b);
+        for (int h = 0; h < 2; ++h) {
+          float& sum = d[4 * j + 2 * h + i];
+          sum = simt::add_products(accumulate ? sum : 0.f, of_a[h], of_b, 32);
+        }
+      }
+  });
+  current->wave_barrier(site);
+}
+inline void wgmma_fence(Site site = Site::here("wgmma_fence")) { current->wave_barrier(site); }
+inline void wgmma_commit() { current->complete_group(); }
+template <int kPending>
+void wgmma_wait(Site site = Site::here("wgmma_wait")) {
+  current->wait_but_for(kPending);
+  current->wave_barrier(site);  // no lane goes on before the products of all are there
+}
+
+// Two numbers rounded to bfloat16, to nearest even; a NaN is the one of all bits.
+inline uint32_t to_bf16(float f) {
+  const uint32_t bits = __builtin_bit_cast(uint32_t, f);
+  return f != f ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t to_bf16x2(float lo, float hi) { return to_bf16(lo) | to_bf16(hi) << 16; }
+
+template <int n>
+void pin_registers(float (&)[n]) {}
+inline void pin_register(const uint8_t*&) {}
+inline int read_thread_index() { return int(current->thread_index().x); }
+template <int kRegisters>
+void take_registers() {}
+template <int kRegisters>
+void leave_registers() {}
+
+// Lane 8 m + r says where row r of matrix m lies; word m of lane t is columns 2 (t % 4) and the next of row t / 4.
+inline void store_matrices(uint32_t shared, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3,
+                           Site site = Site::here("store_matrices")) {
+  const unsigned t = current->lane();
+  const uint32_t words[] = {w0, w1, w2, w3};
+  const uint64_t* rows = current->share(shared, site);
+  for (unsigned m = 0; m < 4; ++m)
+    memcpy(current->at(uint32_t(rows[8 * m + t / 4]), 16, 16) + t % 4 * 4, &words[m], 4);
+}
+
+}  // namespace moe_fp8
