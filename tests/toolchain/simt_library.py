@@ -48,7 +48,7 @@ def compiler() -> str:
 
 
 def key_of(source: Path, chip: str) -> str:
-    emulation = sorted(SIMT.rglob("*.h"))
+    emulation = [h for h in sorted(SIMT.rglob("*.h")) if h.name != "hopper.h" or chip == "sm_90a"]
     return key("simt", compiler(), *CXX_FLAGS, chip, *CHIPS[chip], files=[*closure(source, CSRC), *emulation])
 
 
