@@ -14,6 +14,7 @@ from derivatives import SPELLINGS, check_no_tangent
 from torch import Tensor
 
 from moe_fp8_ext import ops
+from moe_fp8_ext.formats import MAX_ROWS
 
 DIFFERENTIABLE = {
     "activate",
@@ -27,6 +28,7 @@ DIFFERENTIABLE = {
 }
 OF_INTEGERS = {"sort_tokens", "tokens_by_rank", "permute_indices"}
 HUGE = 2**40
+NO_GROUPS = torch.zeros(0, dtype=torch.int32)
 
 
 def is_float(t: object) -> bool:
@@ -112,13 +114,21 @@ def test_wrong_kinds_of_tensors(name):
         ("tokens_by_rank", [torch.zeros(HUGE, 0, dtype=torch.int64), 4, 2], {}),
         ("permute_pad", [torch.zeros(HUGE, 0), torch.zeros(0, dtype=torch.int32), 1], {}),
         ("activate", [torch.zeros(HUGE, 0), "silu"], {}),
+        ("activate", [torch.zeros(2**31 - 256, 0), "swiglu"], {}),
+        ("quantize_activated", [torch.zeros(2**31 - 256, 0), "relu2", "blockwise"], {}),
         ("activate_backward", [torch.zeros(0, HUGE), torch.zeros(0, HUGE // 2), "swiglu"], {}),
         ("combine", [torch.zeros(0, HUGE), torch.zeros(0, 2, dtype=torch.int32)], {}),
         ("pad_token_groups", [torch.zeros(0, HUGE), torch.zeros(0, dtype=torch.int32)], {}),
+        ("activate", [torch.zeros(MAX_ROWS, 0), "silu"], {}),
+        ("quantize_activated", [torch.zeros(MAX_ROWS, 0), "swiglu", "mxfp8_rowmajor"], {}),
+        ("pad_token_groups_to", [torch.zeros(0, 0), NO_GROUPS, NO_GROUPS, MAX_ROWS], {}),
+        ("unpad_token_groups", [torch.zeros(0, 0), NO_GROUPS, NO_GROUPS, MAX_ROWS], {}),
+        ("unpermute", [torch.zeros(0, 0), NO_GROUPS, MAX_ROWS, 1], {}),
     ],
 )
 def test_extents_beyond_all_memory(name, args, kwargs):
-    """Of tensors with no elements: an error or an empty result, at once and without memory."""
+    """Of tensors with no elements, beyond what an op takes and as far as it goes: an error or an empty result, at once
+    and without memory."""
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     try:
         getattr(ops, name)(*args, **kwargs)

@@ -75,6 +75,7 @@ template <class In, Activation kActivation>
 void activate(const ActivateParams& p) {
   const Reader reader(p.h, is_gated(kActivation));
   const int64_t F = p.h.F;
+  if (F == 0) return;
   parallel(p.P, 8 * p.P * F, [&](int64_t begin, int64_t end) {
     Row row(F);
     std::vector<uint32_t> bits;
@@ -93,6 +94,7 @@ void activate_backward(const ActivateBackwardParams& p) {
   constexpr bool kGated = is_gated(kActivation);
   const Reader reader(p.h, kGated);
   const int64_t F = p.h.F;
+  if (F == 0) return void(std::fill_n(p.dscores, p.P, 0.f));
   parallel(p.P, 16 * p.P * F, [&](int64_t begin, int64_t end) {
     Row row(F);
     std::vector<uint32_t> bits;

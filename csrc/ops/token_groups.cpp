@@ -39,7 +39,7 @@ void find_sources(const Call& call, Way way, const Tensor& x, const TokenGroupsP
 Handle move_groups(const Call& call, Way way, const Tensor& x, const Tensor& offs, TokenGroupsParams p) {
   const int64_t rows = way == Way::kPad ? p.P : p.M;
   Handle out = call.empty({rows, x.sizes[1]}, x.dtype);
-  if (x.sizes[1] == 0 && p.starts) return out;  // nothing to copy, nor to find
+  if (x.sizes[1] == 0 && !p.padded_offs) return out;  // nothing to copy, nor to find
   Handle source = call.empty({rows}, kInt32);
   p.offs = offs.as<int>();
   p.E = offs.sizes[0];
