@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from case import EVEN, HOST, RECIPES, Case, Rule, Shape, always, group_ends, normal, of_copy
+from case import HOST, RECIPES, Case, Rule, Shape, always, even_and_uneven, group_ends, normal, of_copy
 from torch import Tensor
 
 from moe_fp8_ext import ops
@@ -19,6 +19,10 @@ def _slots(cpu: bool) -> list[Shape]:
     """Slots of all tokens, and the features of an expert: small ones and large ones."""
     sizes = [(300, 256)] if cpu else [(196608, 256), (262144, 768), (131072, 2048)]
     return [Shape(f"[{p}, {f}]", {"p": p, "f": f}) for p, f in sizes]
+
+
+def _slots_of_experts(cpu: bool) -> list[Shape]:
+    return even_and_uneven(_slots(cpu))
 
 
 def _h(device: torch.device, activation: str, p: int, f: int) -> Tensor:
@@ -50,9 +54,9 @@ def _backward(interleaved: bool) -> Callable[..., tuple[Tensor, ...]]:
 def _operands(format: str) -> Callable[..., tuple[object, ...]]:
     """Slots of 128 experts."""
 
-    def inputs(device: torch.device, groups: None, *, p: int, f: int) -> tuple[object, ...]:
-        h, da, activation, scores, scale, _ = _gradients("swiglu", format)(device, groups, p=p, f=f)
-        return h, da, activation, format, group_ends(EVEN, p, 128, device), scores, scale
+    def inputs(device: torch.device, groups: str, *, p: int, f: int) -> tuple[object, ...]:
+        h, da, activation, scores, scale, _ = _gradients("swiglu", format)(device, None, p=p, f=f)
+        return h, da, activation, format, group_ends(groups, p, 128, device), scores, scale
 
     return inputs
 
@@ -86,7 +90,7 @@ ACTIVATION_CASES: tuple[Case, ...] = (
     ),
     Case("activate_backward", _slots, _gradients("swiglu"), _backward(True), variant=_INTERLEAVED),
     Case(
-        *("quantize_activated_backward", _slots, _operands("rowwise"), _backward_operands, (_TWO_READS,)),
-        *("rowwise", "swiglu"),
+        *("quantize_activated_backward", _slots_of_experts, _operands("rowwise"), _backward_operands),
+        *((_TWO_READS,), "rowwise", "swiglu"),
     ),
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from case import EVEN, Case, Rule, Shape, Target, always, is_, normal, shares
+from case import Case, Rule, Shape, Target, always, even_and_uneven, is_, normal, shares
 from torch import Tensor
 
 import moe_fp8_ext as moe
@@ -23,7 +23,7 @@ SIZES = {
 
 def _layers(cpu: bool) -> list[Shape]:
     sizes = {"small": (300, 96, 64, 5, 2)} if cpu else SIZES
-    return [Shape(label, dict(zip("tdfek", size, strict=True)), EVEN) for label, size in sizes.items()]
+    return even_and_uneven(Shape(label, dict(zip("tdfek", size, strict=True))) for label, size in sizes.items())
 
 
 def routed(device: torch.device, groups: str, t: int, e: int, k: int) -> tuple[Tensor, Tensor]:

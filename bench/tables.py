@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable
 from statistics import fmean
 
+from case import ZIPF
 from tabulate import tabulate
 
 TITAN = "torchtitan.json"  # of bench/titan.py
@@ -20,7 +21,7 @@ def generic_table(results: dict[str, dict]) -> str:
     """What operands that the fast kernels do not take lose, against the same sizes in the usual case."""
     body = []
     for result in results.values():
-        timed = {(r["op"], r["shape"]): r["us"] for r in result["rows"] if "us" in r and r["groups"] != "zipf"}
+        timed = {(r["op"], r["shape"]): r["us"] for r in result["rows"] if "us" in r and r["groups"] != ZIPF}
         for (op, shape), us in timed.items():
             usual, _, variant = op.rpartition(" ")
             if variant in GENERIC and (usual, shape) in timed:
@@ -41,13 +42,14 @@ def beside_baseline(results: dict[str, dict], op: str, sizes: str, baseline: str
         rows = [row for row in result["rows"] if row["op"].split()[0] == op and row.get("ratio")]
         formats = [*dict.fromkeys(row["op"].split()[1] for row in rows)]
         body = []
-        for shape in dict.fromkeys(row["shape"] for row in rows):
-            found = {row["op"].split()[1]: row for row in rows if row["shape"] == shape}
+        for shape, groups in dict.fromkeys((row["shape"], row["groups"]) for row in rows):
+            found = {row["op"].split()[1]: row for row in rows if (row["shape"], row["groups"]) == (shape, groups)}
             first = next(iter(found.values()))
             cells = [
                 f"{value(row, row['us'])} ({row['ratio']:.2f} x)" if row else "-" for row in map(found.get, formats)
             ]
-            body.append((f"{shape} {[*first['dims'].values()]}", value(first, first["baseline_us"]), *cells))
+            size = f"{shape} {[*first['dims'].values()]}{', uneven' if groups == ZIPF else ''}"
+            body.append((size, value(first, first["baseline_us"]), *cells))
         if body:
             on = f" of forward and backward on {result['device']} at {(result['commit'] or 'unknown')[:7]}"
             align = ["left"] + ["right"] * (len(formats) + 1)

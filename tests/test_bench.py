@@ -15,6 +15,8 @@ import torch
 from helpers import ROOT
 from torch import Tensor
 
+from moe_fp8_ext import ops
+
 
 def result(commit: str, **microseconds: float) -> dict:
     rows = [{"op": op, "shape": "[8, 8]", "groups": None, "us": us} for op, us in microseconds.items()]
@@ -24,6 +26,33 @@ def result(commit: str, **microseconds: float) -> dict:
         "dirty": False,
         "rows": [*rows, {"op": "skipped", "shape": "", "groups": None}],
     }
+
+
+def test_every_grouped_op_has_even_and_uneven_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes the ends of groups, or finds them: routers send no even ones."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    cases = importlib.import_module("cases").CASES.values()
+    schemas = {name: getattr(torch.ops.moe_fp8, name).default._schema for name in ops.__all__}
+    grouped = {op for op, schema in schemas.items() if any(str(a) == "Tensor offs" for a in schema.arguments)}
+    grouped |= {"grouped_mm", "experts", "sort_tokens", "tokens_by_rank", "permute_indices"}
+    assert grouped <= {case.op for case in cases}
+    for case in cases:
+        for cpu in (True, False) if case.op in grouped else ():
+            shapes = [shape for shape in case.shapes(cpu) if shape.dims.get("e") != 1]  # one group is even
+            even = {shape.label for shape in shapes if shape.groups != "zipf"}
+            assert even == {shape.label for shape in shapes if shape.groups == "zipf"}, case.label
+
+
+def test_tables_hold_even_and_uneven_rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    row = {"op": "experts rowwise", "shape": "wide", "dims": {"t": 8}, "us": 2.0, "ratio": 2.0, "baseline_us": 4.0}
+    rows = [row | {"groups": "even"}, row | {"groups": "zipf", "us": 3.0}]
+    results = {"": {"device": "a GPU", "commit": "c", "rows": rows}}
+    lines = importlib.import_module("tables").layer_table(results, None).splitlines()
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[-2:]] == [
+        ["wide [8]", "4", "2 (2.00 x)"],
+        ["wide [8], uneven", "4", "3 (2.00 x)"],
+    ]
 
 
 def test_compare(tmp_path: Path) -> None:
