@@ -84,11 +84,14 @@ def test_forward_mode_raises(spelling, name):
 
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_wrong_kinds_of_tensors(name):
-    """A sparse tensor gets the sentence that every other error gets; a list or None is no tensor to torch itself."""
+    """None and a sparse tensor get the sentence that every other error gets; a list is no tensor to torch itself."""
     args, kwargs = valid(name)
     for i, argument in enumerate(schema(name).arguments[: len(args)]):
         if not isinstance(args[i], Tensor):
             continue
+        if str(argument.type) == "Tensor":
+            with pytest.raises(RuntimeError, match=f"^{name}: {argument.name} must be a tensor, got None$"):
+                getattr(ops, name)(*args[:i], None, *args[i + 1 :], **kwargs)
         for wrong in (args[i].to_sparse() if args[i].dtype.itemsize > 1 else None, args[i].tolist(), "x", 3):
             if wrong is None:
                 continue

@@ -77,6 +77,7 @@ inline void check_limit(const char* op, const char* arg, int64_t size, const cha
   if (size > most) fail(op, ": ", arg, " must have at most ", most, " ", what, ", got ", size);
 }
 inline void check(const Argument& arg, const Tensor& t) {
+  if (!t.defined) fail(arg.op, ": ", arg.name, " must be a tensor, got None");
   check_dtypes(arg, t);
   check_dims(arg, t, arg.least_dims, arg.most_dims);
   check_strides(arg, t);

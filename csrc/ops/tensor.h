@@ -100,6 +100,8 @@ struct Tensor {
   explicit Tensor(Handle tensor) : handle(std::move(tensor)) {
     int64_t *sizes_of = nullptr, *strides_of = nullptr;
     check_torch(aoti_torch_get_dim(handle.get(), &dim));
+    if (dim <= 1) check_torch(aoti_torch_is_defined(handle.get(), &defined));  // what is none has one
+    if (!defined) return;
     check_torch(aoti_torch_get_sizes(handle.get(), &sizes_of));
     check_torch(aoti_torch_get_strides(handle.get(), &strides_of));
     check_torch(aoti_torch_get_dtype(handle.get(), &dtype));
@@ -119,11 +121,12 @@ struct Tensor {
   const T* as() const { return static_cast<const T*>(data); }
 
   Handle handle;
+  bool defined = true;  // Python's None is a tensor to torch where one must be
   int64_t dim;
-  const int64_t* sizes;
-  const int64_t* strides;
-  const void* data;
-  int32_t dtype, device_type, device_index;
+  const int64_t* sizes = nullptr;
+  const int64_t* strides = nullptr;
+  const void* data = nullptr;
+  int32_t dtype = 0, device_type = 0, device_index = 0;
 };
 inline std::string device_name(const Tensor& t) {
   return t.on_gpu() ? "cuda:" + std::to_string(t.device_index) : t.device_type == kCpu ? "cpu" : "another device";

@@ -55,6 +55,7 @@ class Argument:
     def check(self, x: Tensor, like: Tensor | None = None) -> None:
         """All that the table has of x, and that it is where `like` is, the tensor of that argument."""
         text = f"{self.op}: {self.name} must be"
+        require(x is not None, f"{text} a tensor, got None")
         self._check_dtype(x)
         check_dims(self.op, self.name, x, self.least_dims, self.most_dims)
         if self.strides == "contiguous":

@@ -108,7 +108,8 @@ def count_writes(op: torch._ops.OpOverload) -> None:
     """Registers that op writes to its first argument: the version counter of that moves, which autograd looks at."""
 
     def kernel(keyset, written, *args):
-        torch.autograd.graph.increment_version(written)
+        if written is not None:  # the op has the sentence for that
+            torch.autograd.graph.increment_version(written)
         return op.redispatch(keyset & _below_writes_keys, written, *args)
 
     _LIBRARY.impl(op._opname, kernel, "ADInplaceOrView", with_keyset=True)
@@ -163,3 +164,17 @@ def refuse_sparse(op: torch._ops.OpOverload) -> None:
     for layout in ("Sparse", "SparseCsr"):
         for backend in ("CPU", "CUDA"):
             _LIBRARY.impl(op._opname, kernel, f"{layout}{backend}")
+
+
+def refuse_none(op: torch._ops.OpOverload) -> None:
+    """Registers what op says where it gets no tensor at all: then no device has a word in it."""
+
+    def kernel(*args, **kwargs):
+        given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+        for argument in op._schema.arguments:
+            if str(argument.type) == "Tensor" and given.get(argument.name) is None:
+                raise RuntimeError(f"{op._opname}: {argument.name} must be a tensor, got None")
+        devices = ", ".join(sorted({str(x.device) for _, x in _tensors(op, args, kwargs)}))
+        raise RuntimeError(f"{op._opname}: tensors must be dense ones of a CPU or a GPU, got {devices}")
+
+    _LIBRARY.impl(op._opname, kernel, "CompositeExplicitAutograd")
