@@ -219,7 +219,8 @@ def documents() -> dict[Path, str]:
     pages = "ops", "layer", "adoption", "expert-parallel"
     ops, layer, adoption, parallel = (ROOT / "docs" / f"{page}.md" for page in pages)
     with_figures = replaced(readme.read_text(), "figures", first_screen(results))
-    with_models = replaced(adoption.read_text(), "transformers", tables.adoption_tables(results))
+    with_recipes = replaced(adoption.read_text(), "recipes", tables.recipe_table(results))
+    with_models = replaced(with_recipes, "transformers", tables.adoption_tables(results))
     return {
         RESULTS / "README.md": results_page(results),
         readme: replaced(with_figures, "matrix", matrix.markdown(results)),

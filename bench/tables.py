@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable
 from statistics import fmean
 
-from case import ZIPF
+from case import EVEN, RECIPES, ZIPF, training_rows
 from tabulate import tabulate
 
 TITAN = "torchtitan.json"  # of bench/titan.py
@@ -58,6 +58,34 @@ def beside_baseline(results: dict[str, dict], op: str, sizes: str, baseline: str
             )
             parts.append(f"{textwrap.fill(text.format(on=on), 120)}\n\n{lines}")
     return "\n\n".join(parts)
+
+
+def recipe_table(results: dict[str, dict]) -> str:
+    """Which recipe is fastest at which sizes, ordered by what `Recipe.at` decides by."""
+    parts = []
+    for result in results.values():
+        ratios: dict[tuple[int, ...], dict[str, dict[str, float]]] = {}
+        for row in training_rows(result):
+            m, k, n, e = (row["dims"][name] for name in "mkne")
+            ratios.setdefault((m, k, n, e), {}).setdefault(row["op"].split()[1], {})[row["groups"]] = row["ratio"]
+        body = []
+        for m, k, n, e in sorted(ratios, key=lambda s: s[3] / s[0] + 1 / s[1] + 1 / s[2]):
+            found = {recipe: by_groups for recipe, by_groups in ratios[m, k, n, e].items() if len(by_groups) == 2}
+            cells = [f"{found[r][EVEN]:.2f} / {found[r][ZIPF]:.2f}" if r in found else "-" for r in RECIPES]
+            least = {"bf16": 1.0} | {recipe: min(by_groups.values()) for recipe, by_groups in found.items()}
+            body.append(
+                (f"{m}, {k}, {n}, {e}", f"1 / {1 / (e / m + 1 / k + 1 / n):.0f}", *cells, max(least, key=least.get))
+            )
+        if body:
+            text = (
+                f"Speed of forward and backward of `grouped_mm` over BF16 on {result['device']} at "
+                f"{(result['commit'] or 'unknown')[:7]}, with even / uneven groups. Fastest is what is so in the worse "
+                "of the two:"
+            )
+            headings, align = ("M, K, N, E", "E / M + 1 / K + 1 / N", *RECIPES, "fastest"), ["left"] + ["right"] * 4
+            lines = tabulate(body, headings, tablefmt="github", colalign=[*align, "left"], disable_numparse=True)
+            parts.append(f"{textwrap.fill(text, 120)}\n\n{lines}")
+    return "\n\n".join(parts) or NOT_MEASURED
 
 
 def sonicmoe_table(result: dict) -> str:

@@ -100,3 +100,30 @@ def test_operands_of_deepgemm(monkeypatch: pytest.MonkeyPatch) -> None:
         peer(*cases._operands(torch.device("cpu"), "even", m=390, **sizes))
     assert "DeepGEMM" not in peers.peers_of(label, shape.replace("3D", "2D"), True, False)
     assert "DeepGEMM" not in peers.peers_of(label, shape, False, False)
+
+
+def test_which_recipe_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the worse of even and uneven groups; what has one of them alone is not compared, BF16 is 1."""
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    tables = importlib.import_module("tables")
+
+    def rows(dims: tuple[int, ...], **ratios: tuple[float, ...]) -> list[dict]:
+        return [
+            {
+                "op": f"grouped_mm {recipe}",
+                "dims": dict(zip("mkne", dims, strict=True)),
+                "groups": groups,
+                "ratio": ratio,
+            }
+            for recipe, of_groups in ratios.items()
+            for groups, ratio in zip(("even", "zipf"), of_groups, strict=False)
+        ]
+
+    large = rows((4096, 1024, 1024, 1), rowwise=(1.5, 1.1), blockwise=(1.2, 1.3), mxfp8=(2.0,))
+    small = rows((64, 64, 128, 1), rowwise=(0.9, 1.2), blockwise=(0.8, 0.8))
+    text = tables.recipe_table({"a": {"device": "a GPU", "commit": None, "rows": small + large}})
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[-2:]]
+    assert cells[0] == ["4096, 1024, 1024, 1", "1 / 455", "1.50 / 1.10", "1.20 / 1.30", "-", "blockwise"]
+    assert cells[1] == ["64, 64, 128, 1", "1 / 26", "0.90 / 1.20", "0.80 / 0.80", "-", "bf16"]
+    assert tables.recipe_table({}) == tables.NOT_MEASURED
