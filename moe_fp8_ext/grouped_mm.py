@@ -83,6 +83,8 @@ def grouped_mm(
             `ops.add_scaled_grouped_mm`), and autograd gets none: B_t.grad stays as it is, and hooks that wait for it
             are not called. Where B_t needs no gradient, it is not written. A backward that is asked for the gradient of
             A alone adds to it too, as torch does not tell it: pipelines that run one for A and one for B_t add twice.
+            With a quantized B_t, and an A that needs a gradient, it takes that of the weights that B_t was made of: for
+            weights that are trained, and quantized once for many calls of a graph.
 
     Returns:
         out [M, N], with `indices` [P, N], of A's dtype, B_t's where A is quantized, bfloat16 where both are. The matmul
@@ -96,18 +98,21 @@ def grouped_mm(
     """
     recipe = get_recipe(recipe)
     a, w = _given("A", A, recipe), _given("B_t", B_t, recipe)
-    if main_grad is not None:
-        if not isinstance(B_t, Tensor):
-            _fail("main_grad must be None where B_t is quantized, got a tensor")
-        check_main_grad(_OP, "main_grad", main_grad, "B_t", B_t, transposed=True)
-        main_grad = main_grad.mT
     A, B_t = A if isinstance(A, Tensor) else None, B_t if isinstance(B_t, Tensor) else None
     _check(A, B_t, a, w, offs, indices, top_k)
+    if main_grad is not None:
+        check_main_grad(_OP, "main_grad", main_grad, "B_t", w[0].q.mT if B_t is None else B_t, transposed=True)
+        main_grad = main_grad.mT
     a_dtype, b_dtype = _dtypes(A, B_t)
     if A is not None and B_t is not None and a_dtype != b_dtype:
         _fail(f"B_t must have the dtype of A, {a_dtype}, got {b_dtype}")
     A = None if A is None else cast(A, a_dtype)
     needs = asks_for_gradient(A), asks_for_gradient(B_t)
+    if B_t is None and main_grad is not None:
+        if torch.is_grad_enabled() and not needs[0]:
+            got = "a Quantized" if A is None else "requires_grad=False"
+            _fail(f"A must ask for a gradient where main_grad is that of a quantized B_t, got {got}")
+        needs = needs[0], needs[0]
     if A is not None and B_t is not None:
         (experts, k, n), rows = B_t.shape, (A if indices is None else indices).shape[0]
         recipe = recipe.at(rows * k * n, experts * k * n + rows * (k + n), experts)

@@ -9,7 +9,7 @@ from helpers import as_bytes, assert_same, error_of, group_offs, slot_indices, w
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_fp8_ext import Recipe, grouped_mm, quantize_weight, reuse_weights
+from moe_fp8_ext import Quantized, Recipe, grouped_mm, quantize_both, quantize_weight, reuse_weights
 
 RECIPES = [
     *(Recipe(name) for name in ("bf16", "rowwise", "blockwise", "mxfp8")),
@@ -191,7 +191,56 @@ def test_errors(recipe, main_grad, text):
         grouped_mm(A, B_T, OFFS, recipe=recipe, main_grad=main_grad)
 
 
-def test_quantized_weights_have_no_gradient():
-    w = quantize_weight(B_T.detach().transpose(-2, -1), "rowwise")
-    text = error_of(grouped_mm, [A, w, OFFS], {"main_grad": GOOD})
-    assert text == "grouped_mm: main_grad must be None where B_t is quantized, got a tensor"
+def quantized(b_t: Tensor, recipe: Recipe) -> tuple[Quantized, Quantized]:
+    return quantize_weight(b_t.detach().mT, recipe.format, dtype=recipe.dtype, rounding=recipe.rounding)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=str)
+def test_weights_that_are_quantized_once(recipe, compiled, device):
+    """For several calls of a graph: all is as with the weights themselves."""
+    a, b_t, offs, g = operands(device)
+    want, got = main_grad_of(b_t), main_grad_of(b_t)
+    torch._dynamo.reset()
+    call = torch.compile(grouped_mm, fullgraph=True, backend="aot_eager") if compiled else grouped_mm
+    w = quantized(b_t, recipe)
+    for scale in (1, 2):
+        expected = step(recipe, a * scale, b_t, offs, g, want)
+        leaf = (a * scale).detach().requires_grad_()
+        out = call(leaf, w, offs, recipe=recipe, main_grad=got)
+        out.backward(g)
+        assert_same((out.detach(), leaf.grad), expected)
+    assert_same(got, want)
+    assert got.any()
+
+
+def test_weights_that_are_quantized_once_in_a_cuda_graph(gpu):
+    a, b_t, offs, g = operands(gpu)
+    w, once, main_grad = quantized(b_t, RECIPES[1]), main_grad_of(b_t), main_grad_of(b_t)
+    a = a.detach().requires_grad_()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        grouped_mm(a, w, offs, main_grad=once).backward(g)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped_mm(a, w, offs, main_grad=main_grad).backward(g)
+    graph.replay()
+    graph.replay()
+    assert_same(main_grad, once + once)
+
+
+def test_quantized_weights_without_a_backward():
+    """Nothing else than A could call it; without gradients nothing is asked."""
+    w = quantized(B_T, RECIPES[1])
+    of_rows = quantize_both(A.detach(), "rowwise", offs=OFFS)
+    main_grad = main_grad_of(B_T, fill=7)
+    for a, got in ((A.detach(), "requires_grad=False"), (of_rows, "a Quantized")):
+        text = error_of(grouped_mm, [a, w, OFFS], {"main_grad": main_grad})
+        assert text == f"grouped_mm: A must ask for a gradient where main_grad is that of a quantized B_t, got {got}"
+        with torch.no_grad():
+            grouped_mm(a, w, OFFS, main_grad=main_grad)
+    text = error_of(grouped_mm, [A, w, OFFS], {"main_grad": main_grad[:2]})
+    assert text == "grouped_mm: main_grad must have the shape of B_t, (3, 64, 48), got (2, 64, 48)"
+    text = error_of(grouped_mm, [A, w[0], OFFS], {"main_grad": main_grad})
+    assert text.startswith("grouped_mm: B_t must be the pair of quantize_weight where A needs a gradient")
+    assert (main_grad == 7).all()
