@@ -42,8 +42,8 @@ def beside_baseline(results: dict[str, dict], op: str, sizes: str, baseline: str
         rows = [row for row in result["rows"] if row["op"].split()[0] == op and row.get("ratio")]
         formats = [*dict.fromkeys(row["op"].split()[1] for row in rows)]
         body = []
-        for shape, groups in dict.fromkeys((row["shape"], row["groups"]) for row in rows):
-            found = {row["op"].split()[1]: row for row in rows if (row["shape"], row["groups"]) == (shape, groups)}
+        for shape, groups in dict.fromkeys((row["shape"], row.get("groups")) for row in rows):
+            found = {row["op"].split()[1]: row for row in rows if (row["shape"], row.get("groups")) == (shape, groups)}
             first = next(iter(found.values()))
             cells = [
                 f"{value(row, row['us'])} ({row['ratio']:.2f} x)" if row else "-" for row in map(found.get, formats)
