@@ -13,21 +13,25 @@ from torch import Tensor
 
 TABLE = json.loads((Path(__file__).parent / "shapes.json").read_text())
 RECIPES = ("rowwise", "blockwise", "mxfp8")
-EVEN, ZIPF = "even", "zipf"  # sizes of the groups of tokens: all the same, or falling as 1 / rank
+EVEN, ZIPF, ONE = "even", "zipf", "one"  # what `Shape.groups` may be: `shares` says the sizes
 
 
 @dataclass(frozen=True)
 class Shape:
-    """`label` names the row, `dims` are the sizes that `Case.inputs` takes as keywords, `groups` is EVEN or ZIPF."""
+    """`label` names the row, `dims` are the sizes that `Case.inputs` takes as keywords, `groups` is for `shares`."""
 
     label: str
     dims: dict[str, int]
     groups: str | None = None
 
+    @property
+    def uneven(self) -> bool:
+        return is_uneven(self.groups)
+
 
 @dataclass(frozen=True)
 class Target:
-    """A bound on one column of the row, such as of_copy >= 0.97."""
+    """A bound on one column of the row, such as of_copy >= 0.97. Only of_even is for uneven groups."""
 
     metric: str
     sense: str
@@ -45,7 +49,7 @@ class Case:
     """One op, in one format if it knows several, in one variant if it has any.
 
     `inputs(device, groups, **dims)` makes the arguments of `call`; the first rule per metric that matches a shape gives
-    its target, which uneven groups have none of. GEMMs have `flops`. A `baseline` is called with the same arguments.
+    its target. GEMMs have `flops`. A `baseline` is called with the same arguments.
     `moved` gives the bytes of arguments and results, where not everything is read. All calls are made within `within`.
     """
 
@@ -68,20 +72,38 @@ class Case:
 
     def targets(self, shape: Shape) -> list[Target]:
         first: dict[str, Target] = {}
-        for applies, target in self.rules if shape.groups != ZIPF else ():
-            if applies(shape):
+        for applies, target in self.rules:
+            if applies(shape) and shape.uneven == (target.metric == "of_even"):
                 first.setdefault(target.metric, target)
         return list(first.values())
+
+
+Spread = Callable[[Iterable[Shape]], list[Shape]]  # gives shapes their groups
 
 
 def even_and_uneven(shapes: Iterable[Shape]) -> list[Shape]:
     return [Shape(shape.label, shape.dims, groups) for shape in shapes for groups in (EVEN, ZIPF)]
 
 
+def skewed(shapes: Iterable[Shape]) -> list[Shape]:
+    """From even groups to what a router without a balance loss may come to."""
+    kinds = EVEN, "zipf 0.3", "zipf 0.6", ZIPF, "zipf 1.5", ONE
+    return [Shape(shape.label, shape.dims, groups) for shape in shapes for groups in kinds]
+
+
+def is_uneven(groups: str | None) -> bool:
+    return groups not in (None, EVEN)
+
+
 def shares(groups: str, e: int) -> Tensor:
-    """What every group has of the tokens; they add up to 1."""
-    weights = torch.ones(e, dtype=torch.float64) if groups == EVEN else 1 / torch.arange(1.0, e + 1).double()
-    return weights / weights.sum()
+    """What every group has of all tokens: the same, 0.9 of them in one, or as 1 / rank ** p ("zipf p", or p = 1)."""
+    ranks = torch.arange(1.0, e + 1, dtype=torch.float64)
+    if groups == ONE:
+        weights = torch.where(ranks == e // 2 + 1, 9.0 * (e - 1), 1.0)
+    else:
+        kind, *exponent = groups.split()
+        weights = ranks ** -(0.0 if kind == EVEN else float(*exponent or [1]))
+    return (weights / weights.sum()).double()
 
 
 def group_ends(groups: str, m: int, e: int, device: torch.device) -> Tensor:
@@ -105,8 +127,8 @@ def activations(cpu: bool) -> list[Shape]:
     return [Shape(f"[{m}, {k}]", {"m": m, "k": k}) for m, k in sizes]
 
 
-def grouped_shapes(sizes: Iterable[tuple[int, int, int]]) -> list[Shape]:
-    return even_and_uneven(Shape(f"[{m}, {k}] E={e}", {"m": m, "k": k, "e": e}) for m, k, e in sizes)
+def grouped_shapes(sizes: Iterable[tuple[int, int, int]], spread: Spread = even_and_uneven) -> list[Shape]:
+    return spread(Shape(f"[{m}, {k}] E={e}", {"m": m, "k": k, "e": e}) for m, k, e in sizes)
 
 
 def exchanged_shapes(cpu: bool) -> list[Shape]:

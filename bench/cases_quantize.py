@@ -24,6 +24,7 @@ from case import (
     normal,
     of_copy,
     over_100_mb,
+    skewed,
     small_sizes,
 )
 from cases_experts import SIZES, routed
@@ -37,6 +38,11 @@ FOREIGN = torch.float8_e4m3fnuz  # only gfx942 casts to it
 
 def _groups(cpu: bool) -> list[Shape]:
     return grouped_shapes(small_sizes() if cpu else TABLE["grouped_MKE"])
+
+
+def _skewed(cpu: bool) -> list[Shape]:
+    sizes = [(131072, 4096, 16), (262144, 2048, 128), (1_000_000, 2048, 64)]
+    return grouped_shapes(small_sizes() if cpu else sizes, skewed)
 
 
 def _with_one_group(cpu: bool) -> list[Shape]:
@@ -161,6 +167,7 @@ _BY_INDEX = {
     ("quantize_both", "rowwise"): 0.52,
     ("quantize_both", "blockwise"): 0.78,
 }
+_OF_EVEN: tuple[Rule, ...] = ((always, Target("of_even", ">=", 0.85)),)
 # One or two of every kernel that has a generic twin.
 _GENERIC = (
     ("quantize_rows", "rowwise"),
@@ -224,6 +231,10 @@ def _generic(op: str, format: str) -> tuple[Case, Case]:
 QUANTIZE_CASES: tuple[Case, ...] = (
     *(_case("quantize_rows", format) for format in (*RECIPES, "mxfp8_rowmajor")),
     *(_case(op, format) for op in ("quantize_tokens", "quantize_both", "quantize_weight") for format in RECIPES),
+    *(
+        Case(op, _skewed, _rows, quantizer(op, "rowwise"), _OF_EVEN, "rowwise", "skewed")
+        for op in ("quantize_tokens", "quantize_both")
+    ),
     *(_gathered(op, format) for op in ("quantize_rows", "quantize_both") for format in RECIPES),
     *(_of_slots(amax) for amax in ("group", "batch")),
     Case("quantize_rows", _short_rows, _rows, quantizer("quantize_rows", "rowwise"), (), "rowwise", "of a layer"),

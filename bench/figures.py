@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean, median
 
-from case import EVEN, RECIPES, ZIPF, training_rows
+from case import RECIPES, is_uneven, training_rows
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws without a display
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -55,7 +55,7 @@ def draw_speed(result: dict, path: Path) -> None:
     for row in rows:
         recipe = row["op"].split()[1]
         x = models.index(row["shape"]) + (recipes.index(recipe) - (len(recipes) - 1) / 2) * width
-        if row["groups"] == ZIPF:
+        if is_uneven(row["groups"]):
             axes.plot(x, row["ratio"], "o", color="black", markersize=3.5)
         else:
             axes.bar(x, row["ratio"], width * 0.92, color=COLORS[recipe])
@@ -63,7 +63,7 @@ def draw_speed(result: dict, path: Path) -> None:
     axes.set_xticks(range(len(models)), models, fontsize=8, rotation=20)
     axes.spines[["top", "right"]].set_visible(False)
     keys = [Patch(color=COLORS[recipe], label=recipe) for recipe in recipes]
-    if any(row["groups"] == ZIPF for row in rows):
+    if any(is_uneven(row["groups"]) for row in rows):
         keys.append(Line2D([], [], color="black", marker="o", linestyle="", markersize=3.5, label="uneven groups"))
     figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), fontsize=8, frameon=False)
     save(figure, path)
@@ -86,7 +86,7 @@ def draw_casts(result: dict, path: Path) -> None:
         family = family_of(row["op"])
         if family and row.get("of_copy") and row["gbps"] * row["us"] * 1e3 >= LEAST_BYTES:
             format = next((name for name in RECIPES if name in row["op"]), "")
-            found.setdefault((family, format, row["groups"] == ZIPF), []).append(row["of_copy"])
+            found.setdefault((family, format, is_uneven(row["groups"])), []).append(row["of_copy"])
     families = [name for name in FAMILIES if any(key[0] == name for key in found)]
     if not found:
         return
@@ -108,10 +108,10 @@ def draw_casts(result: dict, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(f"{result['device']}, a copy at {result['copy_gbps']:,.0f} GB/s", fontsize=10)
     keys = [Patch(color=COLORS[name], label=name or "no format") for name in (*RECIPES, "")]
-    for groups, inside in ((EVEN, COLORS[""]), (ZIPF, "white")):
-        if any(key[2] == (groups == ZIPF) for key in found):
+    for uneven, inside in ((False, COLORS[""]), (True, "white")):
+        if any(key[2] == uneven for key in found):
             style = {"color": COLORS[""], "markerfacecolor": inside, "marker": "o", "linestyle": "", "markersize": 4.5}
-            keys.append(Line2D([], [], label="uneven groups" if groups == ZIPF else "even or no groups", **style))
+            keys.append(Line2D([], [], label="uneven groups" if uneven else "even or no groups", **style))
     figure.legend(handles=keys, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     save(figure, path)
 

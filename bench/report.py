@@ -31,6 +31,7 @@ COLUMNS = (
     ("us", "us", ",.1f"),
     ("GB/s", "gbps", ",.4g"),
     ("of copy", "of_copy", ".3f"),
+    ("of even", "of_even", ".2f"),
     ("TFLOPS", "tflops", ",.4g"),
     ("x baseline", "ratio", ".2f"),
     ("B kept", "kept", ".2f"),
@@ -39,8 +40,10 @@ COLUMNS = (
 )
 HEADING = {key: heading for heading, key, _ in COLUMNS}
 LEGEND = """\
-- groups: sizes of the groups of tokens, all the same (even) or falling as 1 / rank (zipf).
+- groups: sizes of the groups of tokens, all the same (even), falling as 1 / rank (zipf) or as 1 / rank ** p (zipf p),
+  or 0.9 of all tokens in one (one).
 - of copy: bytes read once and written once, padding included, over the bandwidth of a large `copy_` in the same run.
+- of even: speed relative to even groups, in the same run.
 - x baseline: speed relative to dense FP8 `torch._scaled_mm` of the same size with scales of rows (scaled_grouped_mm),
   to `permute_quantized` and the product of what that moves (scaled_grouped_mm by index),
   to `scaled_grouped_mm` to float32 (add_scaled_grouped_mm), to BF16 `torch._grouped_mm`, forward and backward

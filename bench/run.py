@@ -16,7 +16,7 @@ from pathlib import Path
 import report
 import timing
 import torch
-from case import ZIPF, Case, Shape
+from case import EVEN, Case, Shape
 from peers import Peer, peers_of
 from tqdm import tqdm
 
@@ -88,7 +88,7 @@ def measure_memory_bound(case: Case, shape: Shape, rivals: dict[str, Peer], args
     else:
         sets += [case.inputs(args.device, shape.groups, **shape.dims) for _ in range(timing.input_sets(moved) - 1)]
         row["us"] = timing.graph_us(calls_of(case.call, sets), args.repeats)
-        if shape.groups != ZIPF:  # the host does not see the groups
+        if not shape.uneven:  # the host does not see the groups
             row["host_us"] = timing.host_us(lambda: case.call(*sets[0]), row["us"])
         if case.baseline:
             row["baseline_us"] = timing.graph_us(calls_of(case.baseline, sets), args.repeats)
@@ -113,7 +113,7 @@ def measure_gemm(case: Case, shape: Shape, rivals: dict[str, Peer], args: argpar
     row["tflops"] = case.flops(**shape.dims) / row["us"] / 1e6
     if row["baseline_us"]:
         row["ratio"] = row["baseline_us"] / row["us"]
-    if args.device.type == "cuda" and shape.groups != ZIPF:
+    if args.device.type == "cuda" and not shape.uneven:
         row["host_us"] = timing.host_us(calls["op"], row["us"])
     if case.kept:
         row["kept"] = case.kept(*inputs)
@@ -122,12 +122,17 @@ def measure_gemm(case: Case, shape: Shape, rivals: dict[str, Peer], args: argpar
 
 def measure(case: Case, shape: Shape, args: argparse.Namespace) -> dict:
     row: dict = {"op": case.label, "shape": shape.label, "groups": shape.groups, "dims": shape.dims, "targets": []}
-    rivals = peers_of(case.label, shape.label, shape.groups != ZIPF, args.compiled)
+    rivals = peers_of(case.label, shape.label, not shape.uneven, args.compiled)
     try:
         with case.within():
             row |= (measure_gemm if case.flops else measure_memory_bound)(case, shape, rivals, args)
     except torch.OutOfMemoryError:  # a smaller GPU: the other rows still count
         row["error"] = "out of memory"
+    else:
+        if shape.groups == EVEN:
+            args.even_us[case.label, shape.label] = row["us"]
+        elif even_us := args.even_us.get((case.label, shape.label)):
+            row["of_even"] = even_us / row["us"]
     if args.device.type == "cuda":
         torch.cuda.empty_cache()
     if "host_us" in row:
@@ -175,6 +180,7 @@ def main() -> None:
     args.targets = TARGETS_FOR in result["device"]
     torch.manual_seed(0)
     args.device, args.copy_gbps = device, timing.copy_gbps(device, args.repeats)
+    args.even_us = {}
     result |= {"copy_gbps": args.copy_gbps, "rows": []}
     if device.type == "cuda":
         result["relu_host_us"] = args.relu_host_us = timing.relu_host_us(device)

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable
 from statistics import fmean
 
-from case import EVEN, RECIPES, ZIPF, training_rows
+from case import EVEN, RECIPES, ZIPF, is_uneven, training_rows
 from tabulate import tabulate
 
 TITAN = "torchtitan.json"  # of bench/titan.py
@@ -21,7 +21,7 @@ def generic_table(results: dict[str, dict]) -> str:
     """What operands that the fast kernels do not take lose, against the same sizes in the usual case."""
     body = []
     for result in results.values():
-        timed = {(r["op"], r["shape"]): r["us"] for r in result["rows"] if "us" in r and r["groups"] != ZIPF}
+        timed = {(r["op"], r["shape"]): r["us"] for r in result["rows"] if "us" in r and not is_uneven(r["groups"])}
         for (op, shape), us in timed.items():
             usual, _, variant = op.rpartition(" ")
             if variant in GENERIC and (usual, shape) in timed:
@@ -48,7 +48,7 @@ def beside_baseline(results: dict[str, dict], op: str, sizes: str, baseline: str
             cells = [
                 f"{value(row, row['us'])} ({row['ratio']:.2f} x)" if row else "-" for row in map(found.get, formats)
             ]
-            size = f"{shape} {[*first['dims'].values()]}{', uneven' if groups == ZIPF else ''}"
+            size = f"{shape} {[*first['dims'].values()]}{', uneven' if is_uneven(groups) else ''}"
             body.append((size, value(first, first["baseline_us"]), *cells))
         if body:
             on = f" of forward and backward on {result['device']} at {(result['commit'] or 'unknown')[:7]}"

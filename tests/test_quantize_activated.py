@@ -124,6 +124,11 @@ def test_second_gpu(second_gpu):
     check_second_gpu(every_format, arguments(700, 512), second_gpu)
 
 
+def compact(t: Tensor) -> Tensor:
+    """Also of a single column, which is contiguous whatever its stride."""
+    return t.clone(memory_format=torch.contiguous_format)
+
+
 @pytest.mark.large
 @pytest.mark.parametrize("format", ["rowwise", "blockwise"])
 def test_more_than_2_31_elements(format, big_gpu):
@@ -131,7 +136,7 @@ def test_more_than_2_31_elements(format, big_gpu):
     got = quantize_activated(h, "swiglu", format)
     for rows in (slice(0, 52), slice(599_960, 600_012)):
         want = reference.quantize_activated(h[rows], "swiglu", format)
-        assert_same([t[rows].contiguous() for t in got], [t.contiguous() for t in want])
+        assert_same([compact(t[rows]) for t in got], [compact(t) for t in want])
 
 
 @pytest.mark.parametrize("keep_h", [False, True])
@@ -145,7 +150,7 @@ def test_more_rows_than_a_launch_has_blocks(format, p, f, keep_h, gpu):
     for first in (0, 65_535, 131_000, p - 1000):
         rows = slice(first, first + 1000)
         want = reference.quantize_activated(h[rows], "silu", format, keep_h=keep_h)
-        assert_same([t[rows].contiguous() for t in got], [t.contiguous() for t in want])
+        assert_same([compact(t[rows]) for t in got], [compact(t) for t in want])
 
 
 def test_opcheck(device):
