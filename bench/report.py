@@ -12,7 +12,9 @@ import json
 import re
 import sys
 import textwrap
+from collections import Counter
 from pathlib import Path
+from statistics import median
 
 import matrix
 import tables
@@ -114,6 +116,10 @@ def summary(result: dict) -> str:
     return f"{sum(verdict(row) == 'pass' for row in bounded)} of {len(bounded)} rows meet their targets"
 
 
+def commit_of(result: dict) -> str:
+    return (result["commit"] or "unknown")[:12] + (" with local changes" if result["dirty"] else "")
+
+
 def origin(result: dict) -> str:
     """One sentence on where and when the figures come from."""
     known = [
@@ -121,11 +127,19 @@ def origin(result: dict) -> str:
         for label, key in (("", "device"), ("torch", "torch"), ("", "toolkit"), ("driver", "driver"), ("", "date"))
         if result.get(key)
     ]
-    commit = (result["commit"] or "unknown")[:12] + (" with local changes" if result["dirty"] else "")
-    text = f"{', '.join(known)}, commit {commit}. A large copy_ moved {result['copy_gbps']:,.0f} GB/s."
-    if "relu_host_us" in result:
-        text += f" An eager torch.relu, one output and one launch, took {result['relu_host_us']:.1f} us of the host."
-    return text
+    text = f"{', '.join(known)}, commit {commit_of(result)}. A large copy_ moved {result['copy_gbps']:,.0f} GB/s."
+    if relu := [row["relu_host_us"] for row in result["rows"] if "relu_host_us" in row]:
+        text += f" An eager torch.relu, one output and one launch, took {median(relu):.1f} us of the host."
+    again = Counter(row["commit"][:12] for row in result["rows"] if row.get("commit"))
+    return text + "".join(f" {count} rows were measured again at {commit}." for commit, count in again.items())
+
+
+def renewed(result: dict, later: dict) -> dict:
+    """A result with the rows of a later run in place of its own, each with the commit that it is of."""
+    key = lambda row: (row["op"], row["shape"], row["groups"])  # noqa: E731
+    rows = {key(row): row for row in result["rows"]}
+    rows |= {key(row): row | {"commit": later["commit"]} for row in later["rows"]}
+    return result | {"rows": [*rows.values()]}
 
 
 def save(result: dict, folder: Path) -> Path:

@@ -77,6 +77,11 @@ def calls_of(call: Callable[..., object], sets: list[tuple]) -> list[timing.Call
     return [lambda args=args: call(*args) for args in sets]
 
 
+def host_times(call: timing.Call, device_us: float, device: torch.device) -> dict:
+    of_call, of_relu = timing.host_us(call, device_us, device)
+    return {"host_us": of_call, "relu_host_us": of_relu, "host_relu": of_call / of_relu}
+
+
 def measure_memory_bound(case: Case, shape: Shape, rivals: dict[str, Peer], args: argparse.Namespace) -> dict:
     sets = [case.inputs(args.device, shape.groups, **shape.dims)]
     out = case.call(*sets[0])
@@ -89,7 +94,7 @@ def measure_memory_bound(case: Case, shape: Shape, rivals: dict[str, Peer], args
         sets += [case.inputs(args.device, shape.groups, **shape.dims) for _ in range(timing.input_sets(moved) - 1)]
         row["us"] = timing.graph_us(calls_of(case.call, sets), args.repeats)
         if not shape.uneven:  # the host does not see the groups
-            row["host_us"] = timing.host_us(lambda: case.call(*sets[0]), row["us"])
+            row |= host_times(lambda: case.call(*sets[0]), row["us"], args.device)
         if case.baseline:
             row["baseline_us"] = timing.graph_us(calls_of(case.baseline, sets), args.repeats)
             row["ratio"] = row["baseline_us"] / row["us"]
@@ -114,7 +119,7 @@ def measure_gemm(case: Case, shape: Shape, rivals: dict[str, Peer], args: argpar
     if row["baseline_us"]:
         row["ratio"] = row["baseline_us"] / row["us"]
     if args.device.type == "cuda" and not shape.uneven:
-        row["host_us"] = timing.host_us(calls["op"], row["us"])
+        row |= host_times(calls["op"], row["us"], args.device)
     if case.kept:
         row["kept"] = case.kept(*inputs)
     return row
@@ -135,8 +140,6 @@ def measure(case: Case, shape: Shape, args: argparse.Namespace) -> dict:
             row["of_even"] = even_us / row["us"]
     if args.device.type == "cuda":
         torch.cuda.empty_cache()
-    if "host_us" in row:
-        row["host_relu"] = row["host_us"] / args.relu_host_us
     for target in case.targets(shape) if args.targets else ():
         met = target.metric in row and target.met(row[target.metric])
         row["targets"].append({**dataclasses.asdict(target), "met": met})
@@ -149,14 +152,16 @@ def name_of(case: Case, shape: Shape) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    text = "only rows that have every WORD in their name, such as quantize_both zipf, or dsv3"
-    parser.add_argument("-k", nargs="+", metavar="WORD", default=[], help=text)
+    text = "only rows that have every WORD in their name, such as quantize_both zipf; several -k: all that any selects"
+    parser.add_argument("-k", nargs="+", action="append", metavar="WORD", default=[], help=text)
     parser.add_argument("--list", action="store_true", help="print the names of the rows and measure nothing")
     parser.add_argument("--quick", action="store_true", help="few repeats: a look, not a result")
     parser.add_argument("--compiled", action="store_true", help="also time torch.compile of the plain formula")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     text = "write JSON to DIR; a complete run on a GPU writes to bench/results without being asked"
     parser.add_argument("--out", type=Path, metavar="DIR", help=text)
+    text = "write the rows of this run into that file of results, in place of what it has of them"
+    parser.add_argument("--again", type=Path, metavar="FILE", help=text)
     return parser.parse_args()
 
 
@@ -169,21 +174,27 @@ def main() -> None:
             sys.exit(f"bench: --out {args.out}: {error.strerror}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     todo = [(case, shape) for case in CASES.values() for shape in case.shapes(device.type == "cpu")]
-    todo = [(case, shape) for case, shape in todo if all(word in name_of(case, shape) for word in args.k)]
+    if args.k:
+        todo = [row for row in todo if any(all(word in name_of(*row) for word in words) for words in args.k)]
     if not todo:
-        sys.exit(f"bench: -k {' '.join(args.k)}: no row has all of that in its name")
+        sys.exit(f"bench: -k {' -k '.join(map(' '.join, args.k))}: no row has all of that in its name")
     if args.list:
         print("\n".join(name_of(case, shape) for case, shape in todo))
         return
     result = environment(device)
+    if args.again:
+        whole = json.loads(args.again.read_text())
+        if whole["device"] != result["device"] or result["dirty"]:
+            sys.exit(
+                f"bench: --again takes rows of a commit on {whole['device']}, got {report.commit_of(result)} on "
+                f"{result['device']}"
+            )
     args.repeats = 5 if args.quick or device.type == "cpu" else 30
     args.targets = TARGETS_FOR in result["device"]
     torch.manual_seed(0)
     args.device, args.copy_gbps = device, timing.copy_gbps(device, args.repeats)
     args.even_us = {}
     result |= {"copy_gbps": args.copy_gbps, "rows": []}
-    if device.type == "cuda":
-        result["relu_host_us"] = args.relu_host_us = timing.relu_host_us(device)
     for case, shape in (bar := tqdm(todo, unit="row")):
         bar.set_description(name_of(case, shape))
         result["rows"].append(measure(case, shape, args))
@@ -197,6 +208,8 @@ def main() -> None:
             print(f"Targets are for one {TARGETS_FOR}; none is checked here.")
         else:
             print(f"{report.summary(result)}.")
+    if args.again:
+        args.again.write_text(json.dumps(report.renewed(whole, result), indent=1) + "\n")
     complete = not args.k and not args.quick and device.type == "cuda"
     if folder := args.out or (report.RESULTS if complete else None):
         print(f"wrote {report.save(result, folder)}", file=sys.stderr)

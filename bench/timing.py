@@ -78,19 +78,17 @@ def _wall(call: Call) -> Callable[[], float]:
     return lambda: elapsed
 
 
-def host_us(call: Call, device_us: float) -> float:
-    """Microseconds that the CPU spends to issue one eager call. The batches are short enough that the launch queue
-    never fills, since a full queue would make the CPU wait for the GPU."""
-    calls = int(min(200, max(10, HOST_BATCH_US / device_us)))  # fewer would be as slow as first ones are
-    batches = timeit.Timer(call, setup=torch.cuda.synchronize).repeat(repeat=HOST_BATCHES, number=calls)
-    torch.cuda.synchronize()
-    return median(batches) / calls * 1e6
-
-
-def relu_host_us(device: torch.device) -> float:
-    """What the host spends on one eager torch.relu: one output, one launch, the least that any op of torch does."""
+def host_us(call: Call, device_us: float, device: torch.device) -> tuple[float, float]:
+    """Microseconds that the CPU spends to issue one eager call, and one torch.relu: one output, one launch, the least
+    that any op of torch does. Batches of both take turns, for a CPU's speed changes; they are short enough that the
+    launch queue never fills, since a full queue would make the CPU wait for the GPU."""
     x = torch.empty(1 << 20, device=device)
-    return host_us(lambda: torch.relu(x), 10)
+    calls = int(min(200, max(10, HOST_BATCH_US / device_us)))  # fewer would be as slow as first ones are
+    timers = [timeit.Timer(c, setup=torch.cuda.synchronize) for c in (call, lambda: torch.relu(x))]
+    batches = [[timer.timeit(calls) for timer in timers] for _ in range(HOST_BATCHES)]
+    torch.cuda.synchronize()
+    of_call, of_relu = (median(times) / calls * 1e6 for times in zip(*batches, strict=True))
+    return of_call, of_relu
 
 
 def copy_gbps(device: torch.device, repeats: int) -> float:

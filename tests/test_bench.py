@@ -55,6 +55,39 @@ def test_tables_hold_even_and_uneven_rows_apart(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
+@pytest.mark.parametrize(
+    ("groups", "sizes"),
+    [
+        ("even", [250, 250, 250, 250]),
+        ("zipf", [480, 240, 160, 120]),
+        ("zipf 2", [702, 176, 78, 44]),
+        ("one", [33, 33, 900, 34]),
+    ],
+)
+def test_sizes_of_groups(groups: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    ends = importlib.import_module("case").group_ends(groups, 1000, 4, torch.device("cpu"))
+    got = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    assert got == pytest.approx(sizes, abs=1) and sum(got) == 1000
+
+
+def test_rows_measured_again_say_their_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    report = importlib.import_module("report")
+    row = {"op": "a", "shape": "[8]", "groups": None, "us": 2.0}
+    whole = {"device": "a GPU", "commit": "1" * 40, "dirty": False, "copy_gbps": 1.0}
+    later = whole | {"commit": "2" * 40, "rows": [row | {"us": 1.0}, row | {"groups": "even"}]}
+    found = report.renewed(whole | {"rows": [row, row | {"op": "b"}]}, later)
+    assert [(r["op"], r["groups"], r["us"], r.get("commit", "")[:1]) for r in found["rows"]] == [
+        ("a", None, 1.0, "2"),
+        ("b", None, 2.0, ""),
+        ("a", "even", 2.0, "2"),
+    ]
+    assert "commit 111111111111." in report.origin(found)
+    assert "2 rows were measured again at 222222222222." in report.origin(found)
+
+
 def test_compare(tmp_path: Path) -> None:
     pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
     files = []
