@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo.testing
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -245,10 +244,17 @@ def check_deterministic(fn: Callable, args: Sequence[object]) -> None:
         torch.set_num_threads(threads)
 
 
+def counted_backend(device: str) -> Callable:
+    """What torch.compile takes as its backend, which counts graphs."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # which takes longer than torch itself to import
+
+    torch._dynamo.reset()
+    return CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
+
+
 def check_compiled(fn: Callable, calls: Sequence[Sequence[object]], device: str, dynamic: Sequence[int] = (0,)) -> None:
     """One graph and no recompilation while dimension 0 of the arguments in `dynamic` varies."""
-    torch._dynamo.reset()
-    frames = torch._dynamo.testing.CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
+    frames = counted_backend(device)
     compiled = torch.compile(fn, fullgraph=True, backend=frames)
     for args in calls:
         for i in dynamic:

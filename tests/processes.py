@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 NEEDS_GLOO = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 
-_PRELOADED = "pytest", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"
+_PRELOADED = "pytest", "torch._dynamo.testing", "torch.distributed.fsdp", "torch.distributed.tensor", "moe_fp8_ext"
 multiprocessing.set_forkserver_preload([*_PRELOADED])
 
 

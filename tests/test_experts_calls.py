@@ -10,7 +10,7 @@ import torch
 from derivatives import check_no_second_derivative, check_no_tangent
 from experts_problem import LEAVES, assert_equal, layer, run
 from grouped_problem import Calls
-from helpers import assert_same, assert_same_tensor, check_cuda_graph
+from helpers import assert_same, assert_same_tensor, check_cuda_graph, counted_backend
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -174,8 +174,7 @@ COMPILED = [*((Recipe(name), name != "blockwise") for name in RECIPES), (HIGH, T
 
 @pytest.mark.parametrize(("recipe", "bias"), COMPILED, ids=lambda x: getattr(x, "name", None))
 def test_compiles_with_dynamic_tokens(recipe, bias, device):
-    torch._dynamo.reset()
-    frames = torch._dynamo.testing.CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
+    frames = counted_backend(device)
     compiled = torch.compile(experts, fullgraph=True, backend=frames)
 
     def call(x, ids, scores, *weights, **options):
@@ -191,8 +190,7 @@ def test_compiles_with_dynamic_tokens(recipe, bias, device):
 
 def test_compiles_with_dynamic_sizes(device):
     """Of tokens, experts and slots, with one graph for all."""
-    torch._dynamo.reset()
-    frames = torch._dynamo.testing.CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
+    frames = counted_backend(device)
     compiled = torch.compile(experts, fullgraph=True, backend=frames, dynamic=True)
     for t, e, top_k in ((37, 8, 2), (50, 9, 3)):
         problem = layer(t, 64, 48, e, top_k).at(device)

@@ -12,6 +12,7 @@ from helpers import (
     check_compiled_error,
     check_cuda_graph,
     corrupt_offs,
+    counted_backend,
     group_offs,
     on,
     sqnr_db,
@@ -246,8 +247,7 @@ def test_deterministic(recipe, device):
 def test_compiles_with_dynamic_rows(recipe, device):
     if recipe == "bf16" and device == "cuda" and torch.__version__ < "2.12":
         pytest.skip("inductor of torch 2.11 copies torch._grouped_mm's transposed operand to rows of M elements")
-    torch._dynamo.reset()
-    backend = torch._dynamo.testing.CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
+    backend = counted_backend(device)
     compiled = torch.compile(grouped_mm, fullgraph=True, backend=backend)
     for m in (50, 64, 131):
         a, b_t, offs, g = problem(m, 64, 48, group_offs("zipf", m, 3), device)
