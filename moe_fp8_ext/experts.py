@@ -8,6 +8,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from moe_fp8_ext._C import validates
 from moe_fp8_ext.bf16 import autocast_dtype, bf16_wgrad, cast, most_experts, row_major
 from moe_fp8_ext.formats import MAX_EXPERTS
 from moe_fp8_ext.operands import NOTHING, Activated, Operand, Slots, Wanted, operands_of
@@ -21,6 +22,7 @@ from moe_fp8_ext.ops.checks import (
     dtype_name,
     either,
     require,
+    validate_ids,
 )
 from moe_fp8_ext.ops.dispatch import asks_for_gradient, below_autograd, differentiable_once
 from moe_fp8_ext.recipes import Recipe, get_recipe
@@ -104,7 +106,10 @@ def experts(
     """
     weights = w_gate_up, w_down, b_gate_up, b_down
     options = recipe, activation, interleaved, keep, main_grad_gate_up, main_grad_down
-    return _Experts.apply(*arguments(x, topk_ids, topk_scores, weights, *options))
+    given = arguments(x, topk_ids, topk_scores, weights, *options)
+    if not torch.compiler.is_compiling() and validates() and not topk_ids.is_meta:
+        validate_ids(_OP, topk_ids, w_down.shape[0])
+    return _Experts.apply(*given)
 
 
 def arguments(

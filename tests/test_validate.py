@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from helpers import error_of
 from torch import Tensor
 
 import moe_fp8_ext
-from moe_fp8_ext import grouped_mm, ops
+from moe_fp8_ext import experts, grouped_mm, ops
 
 FORMATS = "rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor"
 RECIPES = "bf16", "rowwise", "blockwise", "mxfp8"
@@ -188,6 +189,12 @@ def test_topk_ids(dtype, x, validates):
         text, op = f"{name}: topk_ids must be -1 or from 0 to 2, got", getattr(ops, name)
         check_refused(f"{text} 9 in slot 2", lambda op=op, sizes=sizes: op(ids, *sizes))
         check_refused(f"{text} -2 in slot 1", lambda op=op, sizes=sizes: op(ids[1:, :2] - 2, *sizes))
+    tokens, w_up, w_down = x[:2], x[:4, :16].expand(3, 4, 16), x[:16, :4].expand(3, 16, 4)
+    for recipe in RECIPES:
+        call = partial(experts, recipe=recipe, activation="silu")
+        call(tokens, ids[:, :2] - 1, tokens[:, :2], w_up, w_down)
+        text = "experts: topk_ids must be -1 or from 0 to 2, got 9 in slot 2"
+        check_refused(text, lambda call=call: call(tokens, ids, tokens[:, :3], w_up, w_down))
     grad, logits = torch.ones(2, 3, device=x.device), torch.zeros(2, 3, device=x.device)
     ops.choose_experts_backward(grad[:, :2], logits, ids[:, :2] - 1)
     text = "choose_experts_backward: topk_ids must be -1 or from 0 to 2, got 9 in slot 2"

@@ -281,3 +281,8 @@ def validate_indices(op: str, indices: Tensor, slots: int) -> None:
     for p, index in enumerate(indices.tolist()):
         text = f"{op}: indices must be -1 or one of the {slots} slots, got {index} in place {p}"
         require(-1 <= index < slots, text)
+
+
+def validate_ids(op: str, topk_ids: Tensor, experts: int) -> None:
+    for slot, id in enumerate(topk_ids.flatten().tolist()):
+        require(-1 <= id < experts, f"{op}: topk_ids must be -1 or from 0 to {experts - 1}, got {id} in slot {slot}")
