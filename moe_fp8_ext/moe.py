@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_fp8_ext.experts import KEEP, experts
 from moe_fp8_ext.ops.activations import GATED
-from moe_fp8_ext.ops.checks import check_bool, check_one_of, check_sizes, require
+from moe_fp8_ext.ops.checks import check_bool, check_dense, check_one_of, check_sizes, require
 from moe_fp8_ext.ops.dispatch import asks_for_gradient
 from moe_fp8_ext.recipes import Recipe, get_recipe
 from moe_fp8_ext.router import Router
@@ -178,6 +178,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [..., D] -> out, shaped as x, and the losses of the router, to be added to that of the model."""
+        check_dense("MoE", "x", x, max(x.dim(), 1) if isinstance(x, Tensor) else 2)
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.gate(tokens)
         call = tokens, routing.topk_ids, routing.topk_scores

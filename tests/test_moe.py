@@ -235,6 +235,19 @@ def test_errors_of_experts(args, options, message):
         Experts(*args, **options)
 
 
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (None, "a tensor, got NoneType"),
+        ([1.0], "a tensor, got list"),
+        (torch.ones(3, D).to_sparse(), "a dense tensor, got torch.sparse_coo"),
+    ],
+)
+def test_errors_of_tokens_of_a_layer(x, message):
+    with pytest.raises(RuntimeError, match=f"^MoE: x must be {message}$"):
+        MoE(Router(E, D, TOP_K), Experts(E, D, 8))(x)
+
+
 @pytest.mark.parametrize("chosen", [E - 1, E + 1])
 def test_a_router_and_experts_that_do_not_fit(chosen):
     text = f"^MoE: experts must be as many as router chooses among, {chosen}, got {E}$"
