@@ -124,6 +124,7 @@ def test_wrong_kinds_of_tensors(name):
         ("pad_token_groups", [torch.zeros(0, HUGE), torch.zeros(0, dtype=torch.int32)], {}),
         ("activate", [torch.zeros(MAX_ROWS, 0), "silu"], {}),
         ("quantize_activated", [torch.zeros(MAX_ROWS, 0), "swiglu", "mxfp8_rowmajor"], {}),
+        ("pad_token_groups", [torch.zeros(MAX_ROWS - 256, 0), torch.tensor([MAX_ROWS - 256], dtype=torch.int32)], {}),
         ("pad_token_groups_to", [torch.zeros(0, 0), NO_GROUPS, NO_GROUPS, MAX_ROWS], {}),
         ("unpad_token_groups", [torch.zeros(0, 0), NO_GROUPS, NO_GROUPS, MAX_ROWS], {}),
         ("unpermute", [torch.zeros(0, 0), NO_GROUPS, MAX_ROWS, 1], {}),

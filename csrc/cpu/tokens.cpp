@@ -82,7 +82,6 @@ void invert_indices_cpu(const int* indices, int64_t count, int* inverse, int64_t
 }
 
 void pad_sources_cpu(const TokenGroupsParams& p) {
-  std::fill_n(p.source, p.P, -1);
   const std::vector<int> ends = safe_ends(p.offs, p.E, p.M);
   int64_t place = 0;
   std::vector<int64_t> places(p.E + 1, p.P);
@@ -94,6 +93,8 @@ void pad_sources_cpu(const TokenGroupsParams& p) {
     place += round_up<int64_t>(size, p.align);
     p.padded_offs[e] = int(place);
   });
+  if (!p.source) return;
+  std::fill_n(p.source, p.P, -1);
   for_each_group(ends, [&](int64_t e, int64_t start, int64_t size) {  // a group ends where the next one begins
     for (int64_t i = 0; i < size && places[e] + i < places[e + 1]; ++i) p.source[places[e] + i] = int(start + i);
   });

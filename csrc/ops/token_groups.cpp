@@ -39,13 +39,14 @@ void find_sources(const Call& call, Way way, const Tensor& x, const TokenGroupsP
 Handle move_groups(const Call& call, Way way, const Tensor& x, const Tensor& offs, TokenGroupsParams p) {
   const int64_t rows = way == Way::kPad ? p.P : p.M;
   Handle out = call.empty({rows, x.sizes[1]}, x.dtype);
-  if (x.sizes[1] == 0 && !p.padded_offs) return out;  // nothing to copy, nor to find
-  Handle source = call.empty({rows}, kInt32);
+  const bool copies = x.sizes[1] > 0;
+  if (!copies && !p.padded_offs) return out;
+  Handle source = call.empty({copies ? rows : 0}, kInt32);
   p.offs = offs.as<int>();
   p.E = offs.sizes[0];
-  p.source = data<int>(source);
+  p.source = copies ? data<int>(source) : nullptr;
   find_sources(call, way, x, p);
-  copy_rows(call, x, out, RowIndex(p.source, x.sizes[0], 1), rows);
+  if (copies) copy_rows(call, x, out, RowIndex(p.source, x.sizes[0], 1), rows);
   return out;
 }
 

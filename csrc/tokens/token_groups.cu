@@ -56,7 +56,7 @@ int launch_for(const Sources& p, void* stream) {
 
 }  // namespace
 
-int pad_sources(const TokenGroupsParams& p, void* stream) { return launch_for({p, p.P, true}, stream); }
+int pad_sources(const TokenGroupsParams& p, void* stream) { return launch_for({p, p.source ? p.P : 0, true}, stream); }
 int unpad_sources(const TokenGroupsParams& p, void* stream) { return launch_for({p, p.M, false}, stream); }
 
 }  // namespace moe_fp8

@@ -17,7 +17,7 @@ struct TokenGroupsParams {
   const int* starts;   // [E]; null: pad by align
   int* padded_starts;  // [E] each, written when starts is null
   int* padded_offs;
-  int* source;         // [P], or [M] when unpadding
+  int* source;         // [P], or [M] when unpadding; null: rows without elements, which need places alone
   int64_t E, M, P;
   int align;
 };

@@ -93,10 +93,11 @@ class TokenKernels:
         offs: Tensor,
         align: int = 16,
     ) -> None:
-        source = memory.empty((out.shape[0],), torch.int32)
+        source = memory.empty((out.shape[0],), torch.int32) if x.shape[1] else None
         sizes = offs.shape[0], x.shape[0], out.shape[0], align
         self._call("token_groups", True, offs, None, padded_starts, padded_offs, source, *sizes)
-        self._copy_rows(x, out, source, 1)
+        if source is not None:
+            self._copy_rows(x, out, source, 1)
 
     def _pad_token_groups_to(
         self, memory: GuardedMemory, out: Tensor, x: Tensor, offs: Tensor, padded_starts: Tensor, num_padded: int
