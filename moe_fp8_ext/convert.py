@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from moe_fp8_ext.moe import Experts, check_fits
-from moe_fp8_ext.ops.checks import require
+from moe_fp8_ext.ops.checks import check_module, require
 from moe_fp8_ext.recipes import Recipe, get_recipe
 
 _SWAP = "_moe_fp8_ext_swap"
@@ -120,7 +120,7 @@ def convert_(
     Source: DESIGN.md section 6.
     """
     recipe = get_recipe(recipe)
-    _check_model("convert_", model)
+    check_module("convert_", "model", model)
     if filter is not None and not callable(filter):
         raise TypeError(f"convert_: filter must be callable, got {type(filter).__name__}")
     swaps, converted, left = [], [], []
@@ -156,18 +156,13 @@ def revert_(model: nn.Module) -> None:
 
     Source: DESIGN.md section 6.
     """
-    _check_model("revert_", model)
+    check_module("revert_", "model", model)
     swaps = [(module, swap) for module in model.modules() if (swap := _swap_of(module))]
     for module, (attribute, _, before) in swaps:
         delattr(module, attribute)
         for value in before:
             setattr(module, attribute, value)
         delattr(module, _SWAP)
-
-
-def _check_model(function: str, model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def _may_be_experts(module: nn.Module) -> bool:

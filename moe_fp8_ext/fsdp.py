@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moe_fp8_ext.bf16 import cast
 from moe_fp8_ext.formats import FORMATS
-from moe_fp8_ext.ops.checks import default_fp8_dtype, require
+from moe_fp8_ext.ops.checks import check_module, default_fp8_dtype, require
 from moe_fp8_ext.recipes import Recipe, get_recipe
 
 _OP = "gather_in_fp8_"
@@ -46,10 +46,11 @@ def gather_in_fp8_(module: nn.Module, recipe: str | Recipe = "rowwise") -> None:
     Raises:
         RuntimeError: recipe or parameters are not as above; in forward, shards are not, or a call has another recipe
             or another dtype, as under torch.autocast. The text names the parameter.
-        ValueError, TypeError: no recipe of that name exists, or it is neither a name nor a `Recipe`.
+        ValueError, TypeError: no recipe of that name exists, it is neither a name nor a `Recipe`, or module is none.
 
     Source: DESIGN.md section 6; `fsdp_pre_all_gather` and `fsdp_post_all_gather` of torch's `fully_shard`.
     """
+    check_module(_OP, "module", module)
     recipe = get_recipe(recipe)
     is_fp8 = recipe.format is not None and not recipe.bf16_where_faster
     require(is_fp8, f"{_OP}: recipe must be one that always multiplies in fp8, got {recipe.name!r}")

@@ -351,6 +351,13 @@ def test_documents_and_refusals(tmp_path):
     in_processes(PROCESSES, run, "rowwise", (check_documents, check_refused), tmp_path)
 
 
+@pytest.mark.parametrize("module", [None, [], Product])
+def test_what_is_no_module(module):
+    text = f"^gather_in_fp8_: module must be a torch.nn.Module, got {type(module).__name__}$"
+    with pytest.raises(TypeError, match=text):
+        moe_fp8_ext.gather_in_fp8_(module)
+
+
 def check_alone(rank: int) -> None:
     """FSDP2 then copies where it would gather."""
     for recipe in SCALES:

@@ -107,6 +107,11 @@ def check_number(op: str, arg: str, value: object) -> None:
     require(ok, f"{op}: {arg} must be a finite number, got {value!r}")
 
 
+def check_module(op: str, arg: str, value: object) -> None:
+    if not isinstance(value, torch.nn.Module):
+        raise TypeError(f"{op}: {arg} must be a torch.nn.Module, got {type(value).__name__}")
+
+
 def check_sizes(op: str, num_experts: int, **sizes: int) -> None:
     """Of a module that has so many experts."""
     for name, size in dict(num_experts=num_experts, **sizes).items():
