@@ -4,6 +4,7 @@ memory get a sentence, and no call leaks."""
 from __future__ import annotations
 
 import random
+import re
 import resource
 import time
 
@@ -35,20 +36,26 @@ def is_float(t: object) -> bool:
     return isinstance(t, Tensor) and t.is_floating_point()
 
 
-def valid(name: str) -> tuple[list[object], dict[str, object]]:
-    """A call of the op with some rows in every tensor, one of which is of floats where the op takes them."""
-    r = random.Random(name)
+def valid(name: str) -> dict[str, object]:
+    """A call of the op, by names: all tensors and strings that it takes, some rows in every tensor, and one of them of
+    floats where the op takes them."""
+    r, arguments = random.Random(name), [a for a in schema(name).arguments if re.search("Tensor|str", str(a.type))]
     while True:
         args, kwargs = OPS[name](r)
-        some_rows = all(t.numel() for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        if some_rows and (name in OF_INTEGERS or any(map(is_float, args))):
-            return args, kwargs
+        call = dict(zip((a.name for a in schema(name).arguments), args, strict=False)) | kwargs
+        given = [call.get(a.name) for a in arguments]
+        if all(t.numel() if isinstance(t, Tensor) else t is not None for t in given):
+            if name in OF_INTEGERS or any(map(is_float, given)):
+                return call
 
 
-def floats(name: str) -> list[tuple[int, str]]:
-    """Places and names of the arguments of the op's valid call that could have a gradient."""
-    args, _ = valid(name)
-    return [(i, schema(name).arguments[i].name) for i, t in enumerate(args) if is_float(t)]
+def floats(name: str) -> list[str]:
+    """Arguments of the op's valid call that could have a gradient."""
+    return [argument for argument, t in valid(name).items() if is_float(t)]
+
+
+def strings(name: str) -> list[str]:
+    return [argument for argument, value in valid(name).items() if isinstance(value, str)]
 
 
 def test_calls_are_there_for_every_op():
@@ -58,45 +65,57 @@ def test_calls_are_there_for_every_op():
 @pytest.mark.parametrize("name", sorted(set(OPS) - DIFFERENTIABLE - OF_INTEGERS))
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
 def test_gradients_that_there_are_not(spelling, name):
-    for i, argument in floats(name):
-        args, kwargs = valid(name)
-        args[i] = args[i].detach().requires_grad_()
+    for argument in floats(name):
+        call = valid(name)
+        call[argument] = call[argument].detach().requires_grad_()
         with pytest.raises(
             RuntimeError, match=f"^{name}: {argument} must not ask for a gradient.*got requires_grad=True"
         ):
-            getattr(spelling, name)(*args, **kwargs)
+            getattr(spelling, name)(**call)
         with torch.no_grad():
-            getattr(spelling, name)(*args, **kwargs)
+            getattr(spelling, name)(**call)
 
 
 @pytest.mark.parametrize("name", sorted(set(OPS) - OF_INTEGERS))
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
 def test_forward_mode_raises(spelling, name):
     """No derivative is a silent zero."""
-    for i, _ in floats(name):
-        args, kwargs = valid(name)
-
-        def call(x, i=i, args=args, kwargs=kwargs):
-            return getattr(spelling, name)(*args[:i], x, *args[i + 1 :], **kwargs)
-
-        check_no_tangent(call, args[i])
+    for argument in floats(name):
+        call = valid(name)
+        check_no_tangent(lambda x, a=argument, c=call: getattr(spelling, name)(**c | {a: x}), call[argument])
 
 
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_wrong_kinds_of_tensors(name):
     """None and a sparse tensor get the sentence that every other error gets; a list is no tensor to torch itself."""
-    args, kwargs = valid(name)
-    for i, argument in enumerate(schema(name).arguments[: len(args)]):
-        if not isinstance(args[i], Tensor):
+    call = valid(name)
+    for argument in schema(name).arguments:
+        x = call.get(argument.name)
+        if not isinstance(x, Tensor):
             continue
+        text = f"^{name}: {argument.name} must be a"
         if str(argument.type) == "Tensor":
-            with pytest.raises(RuntimeError, match=f"^{name}: {argument.name} must be a tensor, got None$"):
-                getattr(ops, name)(*args[:i], None, *args[i + 1 :], **kwargs)
-        for wrong in (args[i].to_sparse() if args[i].dtype.itemsize > 1 else None, args[i].tolist(), "x", 3):
-            if wrong is None:
-                continue
-            with pytest.raises((RuntimeError, TypeError), match=argument.name if isinstance(wrong, Tensor) else None):
-                getattr(ops, name)(*args[:i], wrong, *args[i + 1 :], **kwargs)
+            with pytest.raises(RuntimeError, match=f"{text} tensor, got None$"):
+                getattr(ops, name)(**call | {argument.name: None})
+        if x.dtype.itemsize > 1:
+            with pytest.raises(RuntimeError, match=f"{text} dense tensor, got torch.sparse_coo$"):
+                getattr(ops, name)(**call | {argument.name: x.to_sparse()})
+        for wrong in (x.tolist(), "x", 3):
+            with pytest.raises((RuntimeError, TypeError), match=argument.name):
+                getattr(ops, name)(**call | {argument.name: wrong})
+
+
+@pytest.mark.parametrize("name", sorted(filter(strings, OPS)))
+def test_wrong_strings(name):
+    """What is no string is none to torch itself."""
+    for argument in strings(name):
+        call = valid(name)
+        for wrong in ("", "ROWS", "rowwise\0"):
+            with pytest.raises(RuntimeError, match=f"^{name}: {argument} must be "):
+                getattr(ops, name)(**call | {argument: wrong})
+        for wrong in (3, ["rows"], torch.float32):
+            with pytest.raises((RuntimeError, TypeError), match=argument):
+                getattr(ops, name)(**call | {argument: wrong})
 
 
 @pytest.mark.parametrize(
@@ -157,25 +176,36 @@ def resident_bytes() -> int:
         return int(statm.read().split()[1]) * resource.getpagesize()
 
 
-def test_strings_do_not_leak():
-    """torch's own conversion of a string argument never deletes it: 200 calls of a megabyte would show."""
-    x, scale = torch.zeros(2, 32, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.uint8)
-    long = "m" * (1 << 20)
+@pytest.mark.parametrize("name", sorted(filter(strings, OPS)))
+def test_strings_do_not_leak(name):
+    """torch's own conversion of a string argument never deletes it: 70 calls of a quarter of a megabyte would show."""
+    call, long = valid(name), "m" * (1 << 18)
 
     def call_all() -> None:
-        for call in (
-            lambda: torch.ops.moe_fp8.quantize_rows(x, long),
-            lambda: torch.ops.moe_fp8.quantize_rows(x, "mxfp8", rounding=long),
-            lambda: torch.ops.moe_fp8.swizzle_scales(scale, groups=long),
-        ):
+        for argument in strings(name):
             with pytest.raises(RuntimeError, match="must be"):
-                call()
+                getattr(torch.ops.moe_fp8, name)(**call | {argument: long})
 
     call_all()
     before = resident_bytes()
     for _ in range(70):
         call_all()
-    assert resident_bytes() - before < 50 << 20
+    assert resident_bytes() - before < 8 << 20
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_tensors_do_not_leak(name):
+    """Neither arguments nor results, whether a call returns or raises."""
+    call = valid(name)
+    tensors = [t for t in call.values() if isinstance(t, Tensor)]
+    before = [t._use_count() for t in tensors]
+    out = getattr(ops, name)(**call)
+    for t in [out] if isinstance(out, Tensor) else out or []:
+        assert t._use_count() == 1
+    for argument in strings(name):
+        with pytest.raises(RuntimeError):
+            getattr(ops, name)(**call | {argument: "ROWS"})
+    assert [t._use_count() for t in tensors] == before
 
 
 def test_calls_do_not_leak():
