@@ -101,6 +101,21 @@ def check_capacity(world: World) -> None:
     world.raises(f"{(served < 0).sum()} tokens and 0 slots were left out", parallel.check)
 
 
+def check_unsent(world: World) -> None:
+    """A first call that raises, for there is an error on another rank, leaves nothing out of the next."""
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    crowded = replace(problem, ids=torch.tensor([0, 1]).repeat(8, 1))
+    even = replace(problem, ids=torch.arange(EXPERTS).view(4, 2).repeat(2, 1))
+    parallel = world.parallel(2, mode="static", capacity=1.0)
+    strange = replace(crowded, x=crowded.x.double()) if world.rank == 1 else crowded
+    text = "x must be bfloat16" if world.rank == 1 else "an error was raised on rank 1"
+    world.raises(text, partial(run, strange, parallel.experts))
+    run(even, parallel.experts)
+    parallel.check()
+    run(crowded, parallel.experts)
+    world.raises("were left out", parallel.check)
+
+
 def check_gradients(world: World) -> None:
     """Those that travel in FP8 are what one process makes of them, of the dtype of gradients.
 
@@ -162,7 +177,7 @@ def check_large_ids(world: World) -> None:
 
 CHECKS = (
     *(check_arguments, check_names_of_ranks, check_sizes, check_casts, check_gradients),
-    *(check_capacity, check_large_ids, check_ids, check_room, check_strides, check_meta),
+    *(check_capacity, check_unsent, check_large_ids, check_ids, check_room, check_strides, check_meta),
 )
 
 

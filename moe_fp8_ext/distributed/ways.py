@@ -69,7 +69,7 @@ class Places(NamedTuple):
 
     indices: Tensor
     inverse: Tensor
-    counts: Tensor | None  # [ranks, 2] int64: rows and slots for every rank, where the host has to know
+    counts: Tensor  # [ranks, 2] int64: rows and slots for every rank
 
 
 class Exact:
@@ -175,10 +175,12 @@ class Static:
         place = inverse - starts
         first = torch.arange(ranks, dtype=torch.int32, device=ids.device) * room
         inverse = (place + first).masked_fill_((inverse < 0) | (place >= room), -1)
-        self.left_out[0].add_((rows - room).clamp(min=0).sum())
-        return Places(indices, inverse, None)
+        return Places(indices, inverse, counts)
 
     def ways(self, places: Sequence[Places], signature: int) -> list[Way]:
+        for to in places:  # not as they are made: a call that raises before it sends leaves nothing out
+            rows = to.indices.shape[0] // self.peers.ranks
+            self.left_out[0].add_((to.counts[:, 0] - rows).clamp(min=0).sum())
         room = [math.ceil(self.capacity * to.inverse.shape[0] * self.top_k) for to in places]
         parts = zip(places, room, strict=True)
         return [Way(to.indices, to.inverse, None, None, slots, self.peers.group) for to, slots in parts]
