@@ -284,8 +284,8 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     known = ", ".join(RECIPES)
-    text = f"what to train with, in this order, out of {known}"
-    add("--recipes", type=lambda names: names.split(","), default="bf16,rowwise", metavar="A,B", help=text)
+    text = f"what to train with, in this order, out of {known} (default: bf16,rowwise, with --check all of them)"
+    add("--recipes", type=lambda names: names.split(","), default=argparse.SUPPRESS, metavar="A,B", help=text)
     text = "how scales are rounded (default: as the recipe does)"
     add("--rounding", choices=("exact", "pow2", "rceil", "floor"), default=argparse.SUPPRESS, help=text)
     text = "compute weight gradients in BF16 from BF16 activations, which are kept for it"
@@ -321,6 +321,7 @@ def parse_args() -> argparse.Namespace:
             size = vars(args)[name]
             expect(size % processes == 0, name, f"a multiple of the {processes} processes of --ep", size)
     vars(args).setdefault("rounding", None)
+    vars(args).setdefault("recipes", RECIPES if args.check else (BASELINE, "rowwise"))
     for recipe in args.recipes:
         expect(recipe in RECIPES, "recipes", f"names from {known}", repr(recipe))
         try:

@@ -168,8 +168,13 @@ def test_options_of_recipes(demo, monkeypatch, capsys) -> None:
 @pytest.mark.parametrize(("tolerance", "status"), [(-1.0, 1), (1.0, 0)])
 def test_check(demo, monkeypatch, capsys, tolerance: float, status: int) -> None:
     monkeypatch.setattr(demo, "TOLERANCE", tolerance)
+    """Of all recipes, unless some are named."""
     assert call(demo, monkeypatch, *TINY, "--steps", "1", "--check") == status
-    assert ("The held-out loss of rowwise is not within" in capsys.readouterr().err) == bool(status)
+    printed = capsys.readouterr()
+    assert list(table(printed.out)) == [*demo.RECIPES]
+    assert ("The held-out loss of rowwise, blockwise, mxfp8 is not within" in printed.err) == bool(status)
+    assert call(demo, monkeypatch, *TINY, "--steps", "1", "--check", "--recipes", "mxfp8,bf16") == status
+    assert list(table(capsys.readouterr().out)) == ["mxfp8", "bf16"]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +237,8 @@ def test_help(demo, monkeypatch, capsys) -> None:
         *(f"--{name}" for name in demo.SIZES),
     ):
         assert option in text
-    assert "(default: bf16,rowwise)" in text and "on a CPU" in text and "1% off bf16's" in text
+    assert "(default: bf16,rowwise, with --check all of them)" in text
+    assert "on a CPU" in text and "1% off bf16's" in text
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
