@@ -167,8 +167,8 @@ def test_options_of_recipes(demo, monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize(("tolerance", "status"), [(-1.0, 1), (1.0, 0)])
 def test_check(demo, monkeypatch, capsys, tolerance: float, status: int) -> None:
-    monkeypatch.setattr(demo, "TOLERANCE", tolerance)
     """Of all recipes, unless some are named."""
+    monkeypatch.setattr(demo, "TOLERANCE", tolerance)
     assert call(demo, monkeypatch, *TINY, "--steps", "1", "--check") == status
     printed = capsys.readouterr()
     assert list(table(printed.out)) == [*demo.RECIPES]
