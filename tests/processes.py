@@ -21,12 +21,15 @@ multiprocessing.set_forkserver_preload([*_PRELOADED])
 
 def in_processes(number: int, check: Callable[..., None], *args: object, backend: str = "gloo") -> None:
     """check(rank, *args) in each process of a group, with one thread."""
-    how = "forkserver" if backend == "gloo" else "spawn"  # nobody may fork what has used a GPU
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}  # else fully_shard takes GPUs unasked
-    with TemporaryDirectory() as folder, patch.dict(os.environ, hidden):
-        torch.multiprocessing.start_processes(
-            _run, (number, backend, Path(folder), check, args), number, start_method=how
-        )
+    with TemporaryDirectory() as folder:
+        start(number, _run, number, backend, Path(folder), check, args, on_gpus=backend != "gloo")
+
+
+def start(number: int, target: Callable[..., None], *args: object, on_gpus: bool = False) -> None:
+    """target(rank, *args) in processes of no group, to their end."""
+    how = "spawn" if on_gpus else "forkserver"  # nobody may fork what has used a GPU
+    with patch.dict(os.environ, {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}):  # else fully_shard takes GPUs unasked
+        torch.multiprocessing.start_processes(target, args, number, start_method=how)
 
 
 def _run(rank: int, number: int, backend: str, folder: Path, check: Callable[..., None], args: tuple) -> None:

@@ -1,20 +1,25 @@
-"""The demo with a tiny model and a few steps; where processes matter, in a process of its own."""
+"""The demo with a tiny model and a few steps."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
+import runpy
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-import torch.distributed as dist
+from processes import NEEDS_GLOO, start
 
 import moe_fp8_ext
 from moe_fp8_ext.recipes import RECIPES
@@ -27,14 +32,11 @@ TINY = "--device cpu --steps 16 --batch 4 --context 32 --layers 1 --dim 32 --hea
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
-
-
-def start(folder: Path, *options: str, launcher: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """The demo in a process of its own, with the package that this process has imported."""
+def started(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """The demo as a program, with the package that this process has imported."""
     paths = [str(Path(moe_fp8_ext.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(DEMO), *options]
+    command = [sys.executable, str(DEMO), *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # Of a shell's background job, tests inherit that SIGINT is ignored; the demo must not.
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,11 +46,31 @@ def start(folder: Path, *options: str, launcher: Sequence[str] = ()) -> subproce
         signal.signal(signal.SIGINT, ignored)
 
 
-def run(folder: Path, *options: str, **start_options: Sequence[str]) -> tuple[str, str]:
-    with start(folder, *options, **start_options) as process:
-        stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
-    return stdout, stderr
+def run(folder: Path, *options: str) -> tuple[str, str]:
+    """What the demo prints, from this process: importing all that it needs takes longer than its few steps."""
+    out, err, threads = StringIO(), StringIO(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", [DEMO.name, *options])
+        status = runpy.run_path(str(DEMO))["main"]()
+    torch.set_num_threads(threads)
+    assert status == 0, err.getvalue()
+    return out.getvalue(), err.getvalue()
+
+
+def run_as_rank(rank: int, port: int, folder: Path, *options: str) -> None:
+    """With the environment that torchrun gives a process; what it prints is in a file of its rank."""
+    of_group = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ.update({name: str(value) for name, value in of_group.items()})
+    printed = run(folder, *options)
+    (folder / f"{rank}.json").write_text(json.dumps(printed))
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def table(stdout: str) -> dict[str, dict[str, str]]:
@@ -115,13 +137,14 @@ def test_progress_bar(output: tuple[str, str]) -> None:
     assert "bf16: 100%" in output[1] and "rowwise: 100%" in output[1] and "16/16" in output[1]
 
 
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
+@NEEDS_GLOO
 def test_experts_over_two_processes(output: tuple[str, str], tmp_path: Path) -> None:
     """The losses of one process; the first process alone prints and draws."""
-    stdout, stderr = run(tmp_path, *TINY, "--ep", "--losses", "losses.json", launcher=TORCHRUN)
+    start(2, run_as_rank, free_port(), tmp_path, *TINY, "--ep", "--losses", "losses.json")
+    (stdout, stderr), silent = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert losses(stdout) == [pytest.approx(loss, rel=0.01) for loss in losses(output[0])]
-    assert stdout.count("Loss curves") == 1 and "bf16: 100%" in stderr
-    assert sorted(os.listdir(tmp_path)) == ["losses.json", "train_moe_lm.png"]
+    assert "Loss curves" in stdout and "bf16: 100%" in stderr and silent == ["", ""]
+    assert sorted(os.listdir(tmp_path)) == ["0.json", "1.json", "losses.json", "train_moe_lm.png"]
 
 
 def test_what_does_not_divide_among_processes(demo, monkeypatch, capsys) -> None:
@@ -243,7 +266,7 @@ def test_help(demo, monkeypatch, capsys) -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_interrupt(tmp_path: Path) -> None:
-    with start(tmp_path, *TINY, "--steps", "100000") as process:
+    with started(tmp_path, *TINY, "--steps", "100000") as process:
         seen = ""
         while "step/s" not in seen:
             character = process.stderr.read(1)
