@@ -18,6 +18,8 @@ else
 PY := $(VENV)/bin/python
 packages = $(VENV)/.$(1)
 endif
+# Tests start dozens of processes, each of which would compile torch's modules again.
+unexport PYTHONDONTWRITEBYTECODE
 BUILD := $(PY) setup.py -q build_ext --inplace
 # A system's Python may not have what spreads tests over processes.
 WORKERS = $(shell $(PY) -c 'import xdist' 2>&- && printf '%s' '-n $(or $(MAX_JOBS),auto) --dist worksteal')
