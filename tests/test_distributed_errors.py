@@ -6,6 +6,7 @@ import copy
 import os
 import re
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from itertools import product
 
@@ -43,6 +44,8 @@ def check_arguments(world: World) -> None:
         world.raises(f"^ExpertParallel: {text}", partial(ExpertParallel, dist.group.WORLD, **options))
     text = "^ExpertParallel: group must be a ProcessGroup or a DeviceMesh of one dimension, got one of 2$"
     world.raises(text, partial(ExpertParallel, meshes(world, 2), EXPERTS, 2))
+    # Numbers of numpy are of no class of Python's either.
+    assert ExpertParallel(dist.group.WORLD, EXPERTS, 2, mode="static", capacity=Fraction(1, 2)).capacity == 0.5
 
 
 def check_names_of_ranks(world: World) -> None:

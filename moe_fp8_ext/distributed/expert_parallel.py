@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -142,7 +143,7 @@ class ExpertParallel:
             fail(f'recipe must be the same for all sizes, got {self.recipe.name!r}, which is "bf16" for some')
         if self.gradients == "fp8" and not self._in_fp8:
             fail("gradients must be 'bf16' with recipe \"bf16\" and with wgrad_high_precision, got 'fp8'")
-        fits = isinstance(capacity, (int, float)) and self.mode == "static" and 0 < capacity <= ranks
+        fits = isinstance(capacity, Real) and self.mode == "static" and 0 < capacity <= ranks
         if capacity is not None and not fits:
             fail(f"capacity must be None, or with mode 'static' from 0 to the {ranks} ranks, got {capacity!r}")
 
