@@ -44,6 +44,7 @@ def test_every_grouped_op_has_even_and_uneven_rows(monkeypatch: pytest.MonkeyPat
 
 
 def test_tables_hold_even_and_uneven_rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
     monkeypatch.syspath_prepend(ROOT / "bench")
     row = {"op": "experts rowwise", "shape": "wide", "dims": {"t": 8}, "us": 2.0, "ratio": 2.0, "baseline_us": 4.0}
     rows = [row | {"groups": "even"}, row | {"groups": "zipf", "us": 3.0}]
