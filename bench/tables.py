@@ -95,7 +95,8 @@ def sonicmoe_table(result: dict) -> str:
         us, kept = row["us"], row["kept_mib"]
         times = (f"{us[name]:,.0f} ({us['SonicMoE'] / us[name]:.2f} x)" for name in ours)
         share = f"{kept['rowwise'] / kept['SonicMoE']:.2f}"
-        body.append((f"{row['sizes']} {row['dims']}", f"{us['SonicMoE']:,.0f}", *times, share))
+        of_another = f", at {row['commit'][:7]}" if "commit" in row else ""
+        body.append((f"{row['sizes']} {row['dims']}{of_another}", f"{us['SonicMoE']:,.0f}", *times, share))
     headings = ("T, D, F, E, top_k", "SonicMoE, BF16", *ours, "kept, of SonicMoE's")
     align = ["left"] + ["right"] * (len(headings) - 1)
     lines = tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
