@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext._C import validates
-from moe_fp8_ext.bf16 import autocast_dtype, bf16_wgrad, cast, most_experts, row_major
+from moe_fp8_ext.bf16 import autocast_dtype, cast, most_experts, row_major
+from moe_fp8_ext.biases import plus_bias, rows_of_bias, sum_of_groups
 from moe_fp8_ext.formats import MAX_EXPERTS
 from moe_fp8_ext.operands import NOTHING, Activated, Operand, Slots, Wanted, operands_of
 from moe_fp8_ext.ops.activations import GATED
@@ -25,9 +26,11 @@ from moe_fp8_ext.ops.checks import (
     validate_ids,
 )
 from moe_fp8_ext.ops.dispatch import asks_for_gradient, below_autograd, differentiable_once
+from moe_fp8_ext.quantized import Pair, Quantized, given
 from moe_fp8_ext.recipes import Recipe, get_recipe
 
 _OP = "experts"
+_WEIGHTS = "w_gate_up", "w_down"
 KEEP = ("fp8", "bf16")
 _BF16 = torch.bfloat16
 
@@ -41,8 +44,8 @@ def experts(
     x: Tensor,
     topk_ids: Tensor,
     topk_scores: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
+    w_gate_up: Tensor | Quantized | Pair,
+    w_down: Tensor | Quantized | Pair,
     *,
     recipe: str | Recipe = "rowwise",
     activation: str = "swiglu",
@@ -82,7 +85,10 @@ def experts(
         w_gate_up: [E, 2 F, D], or [E, F, D] with an activation that is not gated; E at most 1024, on a GPU 1023 with
             "bf16", wgrad_high_precision or biases that need a gradient. Of any strides; a contiguous one or its
             transposed view is not copied.
-        w_down: [E, D, F], likewise. Either may be a weight that `gather_in_fp8_` has gathered.
+        w_down: [E, D, F], likewise. Either may be a weight that `gather_in_fp8_` has gathered. Or the pair that
+            `quantize_weight` returns for the weights, in the recipe's format: a constant, or, with its main_grad, a
+            weight that is trained and was quantized once for many calls of a graph. Its first alone where x, and for
+            w_down scores and w_gate_up, need no gradient.
         recipe: as in `grouped_mm`, but that "auto" is "bf16" for 350 slots an expert and fewer: casts of weights alone
             are more than what a layer in bfloat16 does.
         activation: "swiglu", "geglu" or "swiglu_oai", which are gated, "relu2", "silu" or "gelu"; see `ops.activate`.
@@ -93,7 +99,7 @@ def experts(
             as it is with recipe "bf16" and with wgrad_high_precision.
         main_grad_gate_up, main_grad_down: float32 or bfloat16, contiguous, shaped as w_gate_up and w_down, each with or
             without the other. Every backward adds the gradient of that weight to it and gives autograd none, all as
-            with main_grad of `grouped_mm`.
+            with main_grad of `grouped_mm`. Of quantized weights, where anything else asks for a gradient.
 
     Returns:
         out [T, D] of x's dtype.
@@ -106,17 +112,17 @@ def experts(
     """
     weights = w_gate_up, w_down, b_gate_up, b_down
     options = recipe, activation, interleaved, keep, main_grad_gate_up, main_grad_down
-    given = arguments(x, topk_ids, topk_scores, weights, *options)
+    inputs = arguments(x, topk_ids, topk_scores, weights, *options)
     if not torch.compiler.is_compiling() and validates() and not topk_ids.is_meta:
-        validate_ids(_OP, topk_ids, w_down.shape[0])
-    return _Experts.apply(*given)
+        validate_ids(_OP, topk_ids, inputs[-1].experts)
+    return _Experts.apply(*inputs)
 
 
 def arguments(
     x: Tensor,
     topk_ids: Tensor,
     topk_scores: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    weights: tuple[Tensor | Quantized | Pair, Tensor | Quantized | Pair, Tensor | None, Tensor | None],
     recipe: str | Recipe,
     activation: str,
     interleaved: bool,
@@ -129,21 +135,25 @@ def arguments(
     check_one_of(_OP, "activation", activation, list(GATED))
     check_one_of(_OP, "keep", keep, KEEP)
     check_bool(_OP, "interleaved", interleaved)
-    _check(x, topk_ids, topk_scores, *weights, gated=GATED[activation])
-    w_gate_up, w_down, *_ = weights
+    up, down = (given(_OP, name, w, recipe.format) for name, w in zip(_WEIGHTS, weights[:2], strict=True))
+    quantized = up[0] is not None, down[0] is not None
+    w_gate_up, w_down = (of[0].q if of[0] else w for w, of in zip(weights[:2], (up, down), strict=True))
+    _check(x, topk_ids, topk_scores, w_gate_up, w_down, *weights[2:], GATED[activation], quantized)
     if main_grad_gate_up is not None:
         check_main_grad(_OP, "main_grad_gate_up", main_grad_gate_up, "w_gate_up", w_gate_up)
     if main_grad_down is not None:
         check_main_grad(_OP, "main_grad_down", main_grad_down, "w_down", w_down)
     e, hidden, d = w_gate_up.shape
-    recipe = recipe.at(topk_ids.numel() * hidden * d, e * hidden * d, e)
-    needs = Needs(*map(asks_for_gradient, (x, topk_scores, *weights)))
+    if not any(quantized):
+        recipe = recipe.at(topk_ids.numel() * hidden * d, e * hidden * d, e)
+    needs = _needs((x, topk_scores, *weights), (up, down), (main_grad_gate_up, main_grad_down))
+    weights = *(None if fp8 else w for w, fp8 in zip(weights[:2], quantized, strict=True)), *weights[2:]
     if what := _in_bf16(recipe, needs):
         limit = most_experts(x)
         require(e <= limit, f"{_OP}: w_down must have at most {limit} experts with {what}, got {e}")
     dtype = autocast_dtype(x)
     x, scores = cast(x, dtype or x.dtype), cast(topk_scores, torch.float32).contiguous()
-    call = Call(recipe, activation, interleaved, keep == "fp8", dtype, w_down.shape[2], needs)
+    call = Call(recipe, activation, interleaved, keep == "fp8", dtype, e, w_down.shape[2], needs, up, down)
     return x, scores, *weights, topk_ids.contiguous(), main_grad_gate_up, main_grad_down, call
 
 
@@ -170,14 +180,38 @@ class Needs(NamedTuple):
         return self.da or self.w_down
 
 
+def _needs(
+    inputs: Sequence[object],
+    quantized: Sequence[tuple[Quantized | None, Quantized | None]],
+    main_grads: Sequence[Tensor | None],
+) -> Needs:
+    """A quantized weight whose gradient goes to main_grad needs one wherever there is a backward."""
+    asks = [asks_for_gradient(t) for t in inputs]
+    backward = any(asks)
+    for i, (name, (rows, _), main_grad) in enumerate(zip(_WEIGHTS, quantized, main_grads, strict=True)):
+        if rows is None or main_grad is None:
+            continue
+        if torch.is_grad_enabled() and not backward:
+            _fail(f"x, or another, must ask for a gradient where main_grad is that of a quantized {name}, got none")
+        asks[2 + i] = backward
+    needs = Needs(*asks)
+    for name, (rows, other_way), multiplied in zip(_WEIGHTS, quantized, (needs.x, needs.da), strict=True):
+        if rows is not None and other_way is None and multiplied:
+            _fail(f"{name} must be the pair of quantize_weight where backward multiplies by it, got its first alone")
+    return needs
+
+
 class Call(NamedTuple):
     recipe: Recipe
     activation: str
     interleaved: bool
     keep_fp8: bool
     dtype: torch.dtype | None  # of autocast
+    experts: int
     features: int  # of an activation
     needs: Needs
+    up: tuple[Quantized | None, Quantized | None]  # of weights that are quantized already
+    down: tuple[Quantized | None, Quantized | None]
 
 
 class Weights(NamedTuple):
@@ -193,9 +227,17 @@ class Weights(NamedTuple):
     @classmethod
     def of(cls, weights: Sequence[Tensor | None], call: Call) -> Weights:
         w_gate_up, w_down, *biases = weights
-        needs, operands = call.needs, operands_of(call.recipe)
-        up = operands.weight(w_gate_up, call.dtype or w_gate_up.dtype, backward=needs.x)
-        return cls(*up, *operands.weight(w_down, call.dtype or w_down.dtype, backward=needs.da), *biases)
+        up = _operands(w_gate_up, call.up, call, backward=call.needs.x)
+        return cls(*up, *_operands(w_down, call.down, call, backward=call.needs.da), *biases)
+
+
+def _operands(
+    w: Tensor | None, quantized: tuple[Quantized | None, Quantized | None], call: Call, backward: bool
+) -> tuple[Operand, Operand]:
+    rows, other_way = quantized
+    if rows is None:
+        return operands_of(call.recipe).weight(w, call.dtype or w.dtype, backward)
+    return (rows.q, rows.scale), (other_way.q, other_way.scale) if backward else NOTHING
 
 
 class _Experts(torch.autograd.Function):
@@ -205,7 +247,7 @@ class _Experts(torch.autograd.Function):
     ):
         weights = w_gate_up, w_down, b_gate_up, b_down
         with below_autograd():
-            slots = Slots(*_sort_tokens(topk_ids, w_gate_up.shape[0]))
+            slots = Slots(*_sort_tokens(topk_ids, call.experts))
             out, kept = forward((x, None), scores, slots, Weights.of(weights, call), call)
         ctx.save_for_backward(*kept)
         # Not saved tensors: every backward writes to them.
@@ -277,11 +319,11 @@ def backward(
         y = rows_of_bias(b_down, offs, p, grad.dtype) if needs.scores else None
         dy, of_bias = _combine_backward(grad, y, inverse, scores, p)
         dscores = dscores + of_bias if needs.scores else None
-        db_down = _sum_of_groups(dy, offs) if needs.b_down else None
+        db_down = sum_of_groups(dy, offs) if needs.b_down else None
     if needs.scores:
         dscores = home(dscores)
     if needs.b_gate_up:
-        db_gate_up = _sum_of_groups(values, offs)
+        db_gate_up = sum_of_groups(values, offs)
     if needs.x:
         dx = home(_combine(operands.product(dh, up_t, slots), inverse, None))
     if needs.w_gate_up:
@@ -296,23 +338,6 @@ def dtypes_of(*inputs: Tensor | None) -> list[torch.dtype | None]:
 
 def cast_all(grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
     return [None if g is None else cast(g, dtype) for g, dtype in zip(grads, dtypes, strict=True)]
-
-
-def rows_of_bias(bias: Tensor, offs: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """bias [E, N] of the expert of each of so many rows [rows, N]; zeros for rows of no expert."""
-    of_rows = torch.bucketize(torch.arange(rows, device=offs.device, dtype=offs.dtype), offs, right=True)
-    return torch.nn.functional.pad(cast(bias, dtype), (0, 0, 0, 1))[of_rows]
-
-
-def plus_bias(x: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
-    """x [P, N] and the bias of each row's expert. Not in x, which a policy with `save_ops` may have for backward."""
-    return rows_of_bias(bias, offs, x.shape[0], x.dtype).add_(x)
-
-
-def _sum_of_groups(x: Tensor, offs: Tensor) -> Tensor:
-    """[P, N] -> [E, N]: the gradient of a bias, which is a weight whose input is 1."""
-    ones = x.new_ones(x.shape[0], 1, dtype=_BF16)
-    return bf16_wgrad(x, ones, offs).squeeze(2)
 
 
 def _in_bf16(recipe: Recipe, needs: Needs) -> str | None:
@@ -337,6 +362,7 @@ def _check(
     b_gate_up: Tensor | None,
     b_down: Tensor | None,
     gated: bool,
+    quantized: tuple[bool, bool],
 ) -> None:
     check_dense(_OP, "x", x, 2)
     check_dense(_OP, "topk_ids", topk_ids, 2)
@@ -350,8 +376,8 @@ def _check(
     _check_tensor("x", x, (tokens, d), x)
     _check_tensor("topk_ids", topk_ids, (tokens, top_k), x, (torch.int32, torch.int64))
     _check_tensor("topk_scores", topk_scores, (tokens, top_k), x)
-    _check_tensor("w_gate_up", w_gate_up, (e, rows, d), x)
-    _check_tensor("w_down", w_down, (e, d, f), x)
+    for name, w, shape, is_fp8 in zip(_WEIGHTS, (w_gate_up, w_down), ((e, rows, d), (e, d, f)), quantized, strict=True):
+        _check_tensor(name, w, shape, x, (w.dtype,) if is_fp8 else INPUT_DTYPES)
     for name, bias, shape in (("b_gate_up", b_gate_up, (e, rows)), ("b_down", b_down, (e, d))):
         if bias is not None:
             _check_tensor(name, bias, shape, x)

@@ -20,11 +20,10 @@ from moe_fp8_ext.ops.checks import (
     validate_offs,
 )
 from moe_fp8_ext.ops.dispatch import asks_for_gradient
-from moe_fp8_ext.quantized import Quantized
+from moe_fp8_ext.quantized import Pair, Quantized, given
 from moe_fp8_ext.recipes import Recipe, get_recipe
 
 _OP = "grouped_mm"
-Pair = tuple[Quantized, Quantized]
 
 
 def grouped_mm(
@@ -97,7 +96,7 @@ def grouped_mm(
     Source: DESIGN.md section 6; the signature of `torch._grouped_mm`.
     """
     recipe = get_recipe(recipe)
-    a, w = _given("A", A, recipe), _given("B_t", B_t, recipe)
+    a, w = given(_OP, "A", A, recipe.format, "tokens"), given(_OP, "B_t", B_t, recipe.format)
     A, B_t = A if isinstance(A, Tensor) else None, B_t if isinstance(B_t, Tensor) else None
     _check(A, B_t, a, w, offs, indices, top_k)
     if main_grad is not None:
@@ -127,25 +126,6 @@ def grouped_mm(
 
 def _fail(text: str) -> NoReturn:
     raise RuntimeError(f"{_OP}: {text}")
-
-
-def _given(arg: str, x: Tensor | Quantized | Pair, recipe: Recipe) -> tuple[Quantized | None, Quantized | None]:
-    """What there is already of an operand: along rows, and the other way."""
-    if isinstance(x, Tensor):
-        return None, None
-    pair = x if isinstance(x, (tuple, list)) else (x, None)
-    if len(pair) != 2 or not isinstance(pair[0], Quantized) or not isinstance(pair[1], (Quantized, type(None))):
-        _fail(f"{arg} must be a tensor, a Quantized or a pair of them, got {type(x).__name__}")
-    for quantized, along in zip(pair, ("rows", "tokens" if arg == "A" else "rows"), strict=True):
-        if quantized is None:
-            continue
-        if recipe.format is None:
-            _fail(f"{arg} must be a tensor with recipe 'bf16', got '{quantized.format}'")
-        if quantized.format != recipe.format:
-            _fail(f"{arg} must be of the recipe's format '{recipe.format}', got '{quantized.format}'")
-        if quantized.along != along:
-            _fail(f"{arg} must be quantized along {along}, got {quantized.along}")
-    return pair
 
 
 def _check(

@@ -39,6 +39,9 @@ class Quantized:
         return ops.dequantize(self.q, self.scale, self.format, along=self.along, offs=self.offs, out_dtype=out_dtype)
 
 
+Pair = tuple[Quantized, Quantized]  # along rows, and the other way
+
+
 def quantize_rows(
     x: Tensor,
     format: str,
@@ -158,6 +161,27 @@ def scaled_grouped_mm(
         out_dtype=out_dtype,
         use_fast_accum=use_fast_accum,
     )
+
+
+def given(
+    op: str, arg: str, x: object, format: str | None, other_way: str = "rows"
+) -> tuple[Quantized | None, Quantized | None]:
+    """What there is already of an operand x of a recipe: along rows, and the other way. Nothing of a tensor."""
+    if isinstance(x, Tensor):
+        return None, None
+    pair = x if isinstance(x, (tuple, list)) else (x, None)
+    if len(pair) != 2 or not isinstance(pair[0], Quantized) or not isinstance(pair[1], (Quantized, type(None))):
+        raise RuntimeError(f"{op}: {arg} must be a tensor, a Quantized or a pair of them, got {type(x).__name__}")
+    for quantized, along in zip(pair, ("rows", other_way), strict=True):
+        if quantized is None:
+            continue
+        if format is None:
+            raise RuntimeError(f"{op}: {arg} must be a tensor with recipe 'bf16', got '{quantized.format}'")
+        if quantized.format != format:
+            raise RuntimeError(f"{op}: {arg} must be of the recipe's format '{format}', got '{quantized.format}'")
+        if quantized.along != along:
+            raise RuntimeError(f"{op}: {arg} must be quantized along {along}, got {quantized.along}")
+    return tuple(pair)
 
 
 def _check_quantized(arg: str, x: object) -> None:

@@ -59,9 +59,10 @@ def reuse_weights() -> Iterator[None]:
     changes a weight.
 
     Nothing is reused or kept while torch.compile or another tracer is at work, while a CUDA graph is captured, in
-    inference mode, and of tensor subclasses. For a graph, quantize outside of it and pass as B_t what `quantize_weight`
-    returns: a constant, whose gradient `grouped_mm` adds to main_grad. A CUDA graph reads it where it was at the
-    capture: copy new values and scales there. Weights with a gradient of autograd's are quantized in the graph.
+    inference mode, and of tensor subclasses. For a graph, quantize outside of it and pass what `quantize_weight`
+    returns to `grouped_mm` or `experts`: a constant, whose gradient they add to main_grad. A CUDA graph reads it where
+    it was at the capture: copy new values and scales there. Weights with a gradient of autograd's are quantized in the
+    graph.
     `torch.utils.swap_tensors` refuses a parameter while it has an entry.
 
     Source: DESIGN.md section 6.

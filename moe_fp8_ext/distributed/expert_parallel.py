@@ -23,6 +23,7 @@ from moe_fp8_ext.formats import FORMATS, MAX_EXPERTS
 from moe_fp8_ext.operands import Operand, Slots, operands_of
 from moe_fp8_ext.ops.checks import check_int, check_one_of
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
+from moe_fp8_ext.quantized import Pair, Quantized
 from moe_fp8_ext.recipes import Recipe, get_recipe
 from moe_fp8_ext.sharded import is_dtensor
 
@@ -152,8 +153,8 @@ class ExpertParallel:
         x: Tensor,
         topk_ids: Tensor,
         topk_scores: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
+        w_gate_up: Tensor | Quantized | Pair,
+        w_down: Tensor | Quantized | Pair,
         *,
         activation: str = "swiglu",
         interleaved: bool = False,
@@ -190,7 +191,7 @@ class ExpertParallel:
                     fail(f"tensors must be those of the rank, got a DTensor of {list(t.shape)}")
             options = activation, interleaved, keep, main_grad_gate_up, main_grad_down
             inputs = arguments(x, topk_ids, topk_scores, weights, self._of_groups, *options)
-            signature = self._signature(x, topk_ids, w_down, inputs[-1])
+            signature = self._signature(x, topk_ids, inputs[-1])
         with torch.no_grad(), below_autograd():
             sent = self.dispatch(inputs[0], topk_ids.contiguous(), inputs[1], signature)
         shared = None if shared_experts is None else shared_experts(x)
@@ -234,14 +235,14 @@ class ExpertParallel:
             self.has_run_backward = False
             self.check()
 
-    def _signature(self, x: Tensor, topk_ids: Tensor, w_down: Tensor, call: Call) -> int:
+    def _signature(self, x: Tensor, topk_ids: Tensor, call: Call) -> int:
         """Of a call that fits this group: what must be alike on all ranks."""
         if x.device.type != self.peers.device.type:
             fail(f"x must be on a {self.peers.device.type} device, as messages of the group are, got {x.device}")
         if topk_ids.shape[1] != self.top_k:
             fail(f"topk_ids must have {self.top_k} columns, got {topk_ids.shape[1]}")
-        if w_down.shape[0] != self.peers.num_local_experts:
-            fail(f"w_down must have the {self.peers.num_local_experts} experts of a rank, got {w_down.shape[0]}")
+        if call.experts != self.peers.num_local_experts:
+            fail(f"w_down must have the {self.peers.num_local_experts} experts of a rank, got {call.experts}")
         if validates() and len(others := topk_ids[(topk_ids < -1) | (topk_ids >= self.num_experts)]):
             fail(f"topk_ids must be -1 or from 0 to {self.num_experts - 1}, got {others[0]}")
         tokens = x.shape[0] if self._static else 0

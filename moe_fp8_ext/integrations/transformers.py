@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.bf16 import autocast_dtype
-from moe_fp8_ext.experts import experts, plus_bias
+from moe_fp8_ext.biases import plus_bias
+from moe_fp8_ext.experts import experts
 from moe_fp8_ext.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import combine, sort_tokens
 from moe_fp8_ext.ops.checks import INPUT_DTYPES, require
