@@ -158,6 +158,7 @@ def test_cuda_graph(recipe, gpu):
     problem = small(gpu)
     once, added = main_grads(problem), main_grads(problem)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run(problem, recipe=recipe, **once)
     torch.cuda.synchronize()

@@ -155,6 +155,7 @@ def test_cuda_graph(recipe, gpu):
     a, b_t, offs, g = operands(gpu)
     once, main_grad = main_grad_of(b_t), main_grad_of(b_t)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         step(recipe, a, b_t, offs, g, once)
     torch.cuda.synchronize()
@@ -218,7 +219,9 @@ def test_weights_that_are_quantized_once_in_a_cuda_graph(gpu):
     a, b_t, offs, g = operands(gpu)
     w, once, main_grad = quantized(b_t, RECIPES[1]), main_grad_of(b_t), main_grad_of(b_t)
     a = a.detach().requires_grad_()
-    with torch.cuda.stream(torch.cuda.Stream()):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
         grouped_mm(a, w, offs, main_grad=once).backward(g)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
