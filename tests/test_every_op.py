@@ -85,9 +85,13 @@ def test_forward_mode_raises(spelling, name):
         check_no_tangent(lambda x, a=argument, c=call: getattr(spelling, name)(**c | {a: x}), call[argument])
 
 
+def per_tensor(x: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(x.float(), 1.0, 0, torch.qint8)
+
+
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_wrong_kinds_of_tensors(name):
-    """None and a sparse tensor get the sentence that every other error gets; a list is no tensor to torch itself."""
+    """None and what is not dense get the sentence that every other error gets; a list is no tensor to torch itself."""
     call = valid(name)
     for argument in schema(name).arguments:
         x = call.get(argument.name)
@@ -100,6 +104,10 @@ def test_wrong_kinds_of_tensors(name):
         if x.dtype.itemsize > 1:
             with pytest.raises(RuntimeError, match=f"{text} dense tensor, got torch.sparse_coo$"):
                 getattr(ops, name)(**call | {argument.name: x.to_sparse()})
+        if x.dtype in (torch.float32, torch.bfloat16) and x.dim() > 0:
+            for wrong, got in ((x.to_mkldnn(), "torch._mkldnn"), (per_tensor(x), "one of torch's quantization")):
+                with pytest.raises(RuntimeError, match=f"{text} dense tensor, got {got}$"):
+                    getattr(ops, name)(**call | {argument.name: wrong})
         for wrong in (x.tolist(), "x", 3):
             with pytest.raises((RuntimeError, TypeError), match=argument.name):
                 getattr(ops, name)(**call | {argument.name: wrong})

@@ -174,7 +174,11 @@ def refuse_none(op: torch._ops.OpOverload) -> None:
         for argument in op._schema.arguments:
             if str(argument.type) == "Tensor" and given.get(argument.name) is None:
                 raise RuntimeError(f"{op._opname}: {argument.name} must be a tensor, got None")
+        for arg, x in _tensors(op, args, kwargs):
+            if x.layout != torch.strided or x.is_quantized:
+                kind = "one of torch's quantization" if x.is_quantized else x.layout
+                raise RuntimeError(f"{op._opname}: {arg} must be a dense tensor, got {kind}")
         devices = ", ".join(sorted({str(x.device) for _, x in _tensors(op, args, kwargs)}))
-        raise RuntimeError(f"{op._opname}: tensors must be dense ones of a CPU or a GPU, got {devices}")
+        raise RuntimeError(f"{op._opname}: tensors must be of a CPU or a GPU, got {devices}")
 
     _LIBRARY.impl(op._opname, kernel, "CompositeExplicitAutograd")
