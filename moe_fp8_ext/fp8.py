@@ -126,8 +126,30 @@ def fp8_wgrad(
     operands = dy, a.mT, scale_dy, scale_a, offs, recipe.format
     if main_grad is None:
         return _scaled_grouped_mm(*operands, None, None, align, None, recipe.use_fast_accum)
-    _add_scaled_grouped_mm(main_grad, *operands, align, recipe.use_fast_accum)
+    if scale_dy.dtype == torch.float8_e8m0fnu and torch.compiler.is_compiling():
+        operands = dy, a.mT, scale_dy.view(torch.uint8), scale_a.view(torch.uint8), offs, recipe.format
+        _add_by_bytes(main_grad, *operands, align, recipe.use_fast_accum)
+    else:
+        _add_scaled_grouped_mm(main_grad, *operands, align, recipe.use_fast_accum)
     return None
+
+
+@torch.library.custom_op("moe_fp8_ext::add_by_bytes", mutates_args=("total",))
+def _add_by_bytes(
+    total: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    format: str,
+    align: int,
+    use_fast_accum: bool,
+) -> None:
+    """`ops.add_scaled_grouped_mm` of scales as bytes: inductor stops at writes beside float8_e8m0fnu (pytorch issue
+    189522)."""
+    scales = scale_a.view(torch.float8_e8m0fnu), scale_b.view(torch.float8_e8m0fnu)
+    _add_scaled_grouped_mm(total, a, b, *scales, offs, format, align, use_fast_accum)
 
 
 def _quantize_tokens_of(
