@@ -181,7 +181,8 @@ class Router(nn.Module):
         """Moves the bias of every expert by bias_rate towards balance, and counts anew: once a step of the optimizer.
 
         Data-parallel ranks add up their tokens_per_expert before; DistributedDataParallel with broadcast_buffers=True,
-        its default, replaces them by those of rank 0 in every forward that it synchronizes.
+        its default, replaces them by those of rank 0 in its first forward, and in the next after each that it
+        synchronizes.
         """
         require(self.tokens_per_expert is not None, "Router: bias_rate must not be 0 for update_bias, got 0")
         counts = self.tokens_per_expert.double()
