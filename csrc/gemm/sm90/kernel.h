@@ -72,6 +72,7 @@ int launch_grouped_gemm(const ScaledGroupedMmParams& p, void* stream) {
   if (const int e = allow_large<kKernel>()) return e;
   Launch l = {dim3(unsigned(device().multiprocessors / 2 * 2)), dim3(kThreads), stream,
               sizeof(Shared<T>) + kStageAlignment};
+  static_assert(sizeof(Shared<T>) + kStageAlignment + kStaticShared <= least_shared(90));
   l.cluster = 2;
   return launch(kKernel, l, args);
 }

@@ -16,6 +16,8 @@ namespace moe_fp8::sm90 {
 constexpr int kStages = 4;
 constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+constexpr int kRegisters = 65536 / kThreads / 8 * 8;  // of a thread at the launch; more never come
+static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= kThreads * kRegisters);
 constexpr int kSwizzledRows = 8, kStageAlignment = kSwizzledRows * kDepth;  // the pattern in which rows are swizzled
 
 template <class T>
