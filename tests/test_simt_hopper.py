@@ -1,4 +1,4 @@
-"""Hopper's own GEMMs without a GPU: copies are made when they are begun, products when they are waited for, so that a
+"""Hopper's own GEMMs without a GPU: boxes arrive when their copy is begun, products are made when waited for, so that a
 stage that is given back or filled at the wrong time shows. See test_simt.py; on a GPU test_sm90_gemm.py has more."""
 
 from __future__ import annotations
@@ -142,16 +142,27 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("case", "outcome"),
     [
         ("product", "ok 20"),
-        ("operand that is filled again too early", "ok 80"),
+        ("operand that is filled again too early", "error 719: an operand that changed while it was multiplied"),
+        ("operand that is filled too late", "error 719: an operand that changed while it was multiplied"),
+        ("operand between two patterns", "error 719: an operand that does not begin with 8 swizzled rows"),
+        ("product without a fence", r"error 719: wgmma at faults_hopper.cpp:\d+ without a fence since the wait before"),
+        ("product of one warp", "error 719: warps of a warpgroup did not act as one"),
+        ("products of other operands", "error 719: warps of a warpgroup did not act as one"),
         ("sum that is read too early", "ok 0"),
         ("copy to the other block", "ok 40404040"),
+        ("chunk that is waited for", "ok 38383838"),
+        ("chunk that is not", "ok cdcdcdcd"),
         ("fewer bytes than announced", "error 719: no end in sight"),
         ("too many arrivals", "error 719: more arrivals at a barrier than it is made for"),
         ("block that is not there", "error 719: no such block in the cluster"),
+        ("wait in another block", "error 719: an address of the cluster where one of the block belongs"),
+        ("block that has ended", "error 719: a block of the cluster that has not begun or has ended"),
         ("copy beyond shared memory", "error 719: access beyond the 25600 bytes of dynamic shared memory"),
         ("copy to no chunk", "error 719: misaligned address in shared memory"),
         ("copy of no chunk", "error 719: a copy of no chunks of 16 bytes"),
         ("barrier of other threads", r"error 719: barrier_of at faults_hopper.cpp:\d+ is of other threads than"),
+        ("barrier of too many threads", r"error 719: barrier_of at faults_hopper.cpp:\d+ is of no such threads"),
+        ("barrier that is not there", r"error 719: barrier_of at faults_hopper.cpp:\d+ is of no such threads"),
     ],
 )
 def test_emulation(faults, case, outcome):

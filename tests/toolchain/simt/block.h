@@ -50,7 +50,14 @@ struct Fiber {
   Fiber* next;
   const Site* waits_at;  // null while it runs, is ready, or has returned
   std::vector<std::vector<std::function<void()>>> begun;  // and not waited for: groups, all but the last complete
+  uint64_t in_team;  // a digest of what its team does as one
+  bool fenced;       // whether its registers may be given to what it begins
 };
+
+inline uint64_t mix(uint64_t digest, uint64_t word) {
+  digest = (digest ^ word) * 0x9e3779b97f4a7c15;
+  return digest ^ digest >> 32;
+}
 
 class FiberQueue {
  public:
@@ -133,11 +140,14 @@ class Block {
       fiber.index = dim3(i % size.x, i / size.x % size.y, i / (size.x * size.y));
       fiber.waits_at = nullptr;
       fiber.begun.clear();
+      fiber.in_team = 0;
+      fiber.fenced = false;
       fiber.context.prepare(stacks_.end() - kStackBytes * i, [] { current->thread_main(); });
       ready_.push(&fiber, (index.x + index.y + index.z) % 2);
     }
     running_ = ready_.pop();
     home_.switch_to(running_->context);
+    if (cluster_) cluster_->blocks[cluster_rank()] = nullptr;
   }
 
   // ---- what a device thread sees ----
@@ -151,8 +161,9 @@ class Block {
   void barrier(const Site& site) { meet(block_, site); }
   // Of so many threads of the block.
   void barrier_of(unsigned which, unsigned threads, const Site& site) {
+    if (which >= kSome || !threads || threads % kWave || threads > launch_.threads())
+      fail(site.text() + " is of no such threads");
     Rendezvous& r = some_[which];
-    if (which >= kSome || threads % kWave) fail(site.text() + " is of no such threads");
     if (r.arrived == 0) r.members = threads;
     if (r.members != threads) fail(site.text() + " is of other threads than " + r.site.text());
     meet(r, site);
@@ -224,9 +235,10 @@ class Block {
     const uint32_t rank = address >> 24, place = (address & 0xffffff) - kWindow;
     if (rank > launch_.cluster) fail("no such block in the cluster");
     if (address % alignment) fail("misaligned address in shared memory");
-    Block& block = rank == 0 ? *this : *cluster_->blocks[rank - 1].load();
+    Block* block = rank == 0 ? this : cluster_->blocks[rank - 1].load();
+    if (!block) fail("a block of the cluster that has not begun or has ended");
     if (place > shared_.bytes() || bytes > shared_.bytes() - place) fail(fault_text(shared_.end()));
-    return block.dynamic_shared() + place;
+    return block->dynamic_shared() + place;
   }
 
   // ---- what happens at some time until it is waited for: as late as it may ----
@@ -235,10 +247,17 @@ class Block {
     running_->begun.back().push_back(std::move(work));
   }
   void complete_group() { running_->begun.emplace_back(); }
+  bool fenced() const { return running_->fenced; }
+  void fence(bool now) { running_->fenced = now; }
   void wait_but_for(size_t groups) {
     for (auto& begun = running_->begun; begun.size() > groups + 1; begun.erase(begun.begin()))
       for (const auto& work : begun.front()) work();
   }
+
+  // What all threads of a team of kTeam neighbours do, in the same order, though none waits for the others: compared
+  // when the block ends.
+  static constexpr unsigned kTeam = 128;
+  void do_in_team(uint64_t what) { running_->in_team = mix(running_->in_team, what); }
 
   // A turn of a loop that waits for another thread's store: lets the other fibers and OS threads run.
   void relax() {
@@ -292,7 +311,11 @@ class Block {
       ++r->returned;
       if (r->arrived) fail("a thread returned while others wait in " + r->site.text());
     }
-    if (--live_ == 0) leave_for_home();
+    if (--live_ == 0) {
+      for (unsigned i = 0; i < launch_.threads(); ++i)
+        if (fibers_[i].in_team != fibers_[i / kTeam * kTeam].in_team) fail("warps of a warpgroup did not act as one");
+      leave_for_home();
+    }
     run_next();
   }
 

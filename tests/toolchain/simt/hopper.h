@@ -1,8 +1,9 @@
 // Hopper's copy engine, its barriers and its warpgroup products: what platform/tma.h and platform/wgmma.h call.
 //
-// A copy happens when it is begun, a product when it is waited for: a stage that is filled before all have read it, or
-// given back before it is read, shows in the results. What is misaligned or out of bounds ends the launch. Which writes
-// the copy engine and the tensor cores see without a fence is not modelled.
+// A copy of a box happens when it is begun, products and copies of chunks when they are waited for. What ends the
+// launch: an operand that is not the same when its product begins and when it is waited for, warps of a warpgroup that
+// multiply differently, a product with no fence behind the wait before it, what is misaligned, out of bounds or of a
+// block that has ended. Which writes the copy engine and the tensor cores see without a fence is not modelled.
 #pragma once
 #include "matrix.h"
 
@@ -29,6 +30,12 @@ static_assert(sizeof(PhaseBarrier) == 8);
 inline uint32_t shared_address(const void* p) { return current->shared_address(p); }
 inline uint32_t in_block(uint32_t shared, uint32_t rank) { return (shared & 0xffffff) | (rank + 1) << 24; }
 
+// Other blocks' memory is for arrivals and copies alone.
+inline uint32_t own(uint32_t shared) {
+  if (shared >> 24) current->fail("an address of the cluster where one of the block belongs");
+  return shared;
+}
+
 inline PhaseBarrier* barrier_at(uint32_t address) {
   return reinterpret_cast<PhaseBarrier*>(current->at(address, sizeof(PhaseBarrier), alignof(uint64_t)));
 }
@@ -49,14 +56,16 @@ inline void barrier_update(uint32_t address, int arrivals, int32_t bytes) {
 }
 
 inline void barrier_init(uint32_t barrier, int arrivals) {
-  *barrier_at(barrier) = {0, uint16_t(arrivals), uint16_t(arrivals), 0};
+  *barrier_at(own(barrier)) = {0, uint16_t(arrivals), uint16_t(arrivals), 0};
 }
 inline void barriers_ready() { __threadfence(); }
-inline void barrier_arrive(uint32_t barrier) { barrier_update(barrier, 1, 0); }
+inline void barrier_arrive(uint32_t barrier) { barrier_update(own(barrier), 1, 0); }
 inline void barrier_arrive_in_cluster(uint32_t barrier) { barrier_update(barrier, 1, 0); }
-inline void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) { barrier_update(barrier, 1, int32_t(bytes)); }
+inline void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
+  barrier_update(own(barrier), 1, int32_t(bytes));
+}
 inline void barrier_wait(uint32_t barrier, uint32_t phase) {
-  const auto* at = reinterpret_cast<const uint64_t*>(barrier_at(barrier));
+  const auto* at = reinterpret_cast<const uint64_t*>(barrier_at(own(barrier)));
   while (__builtin_bit_cast(PhaseBarrier, __atomic_load_n(at, __ATOMIC_SEQ_CST)).phase == phase) current->relax();
 }
 inline void barrier_of(int which, int threads, Site site = Site::here("barrier_of")) {
@@ -64,9 +73,9 @@ inline void barrier_of(int which, int threads, Site site = Site::here("barrier_o
 }
 inline void stores_before_copies() {}
 
-inline float load_shared(uint32_t address) { return *reinterpret_cast<float*>(current->at(address, 4, 4)); }
+inline float load_shared(uint32_t address) { return *reinterpret_cast<float*>(current->at(own(address), 4, 4)); }
 inline void load_shared(uint32_t address, float& f0, float& f1) {
-  const auto* at = reinterpret_cast<float*>(current->at(address, 8, 8));
+  const auto* at = reinterpret_cast<float*>(current->at(own(address), 8, 8));
   f0 = at[0];
   f1 = at[1];
 }
@@ -107,11 +116,18 @@ inline void prefetch_bytes(const void* global, uint32_t bytes) {
 }
 inline void copy_chunk(uint32_t shared, const void* global, bool there) {
   if (there) check_bytes(global, 16);
-  unsigned char* to = current->at(shared, 16, 16);
-  if (there) memcpy(to, global, 16);
-  else memset(to, 0, 16);
+  unsigned char* to = current->at(own(shared), 16, 16);
+  memset(to, simt::kPoison, 16);
+  current->begin([to, global, there] {
+    if (there) memcpy(to, global, 16);
+    else memset(to, 0, 16);
+  });
 }
-inline void barrier_arrive_behind_copies(uint32_t barrier) { barrier_update(barrier, 1, 0); }
+inline void barrier_arrive_behind_copies(uint32_t barrier) {
+  current->complete_group();
+  current->wait_but_for(0);
+  barrier_arrive(barrier);
+}
 
 inline int describe_matrix(CUtensorMap* map, const void* base, int64_t rows, int64_t columns, int64_t row_stride,
                            int box_rows) {
@@ -123,26 +139,52 @@ inline int describe_matrix(CUtensorMap* map, const void* base, int64_t rows, int
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-// 32 elements of a row of an operand, as its descriptor says where the first row begins.
+// Where an operand begins, as its descriptor says: in the first row of the pattern in which rows are swizzled, for the
+// descriptors of platform/wgmma.h have no base offset.
+inline uint32_t operand_begin(uint32_t operand) {
+  const uint32_t address = (operand & 0x3fff) << 4;
+  if (address >> 7 & 7) current->fail("an operand that does not begin with 8 swizzled rows");
+  return address;
+}
+// 32 elements of a row, as words of 8.
+inline void read_operand(uint32_t operand, int row, uint64_t (&words)[4]) {
+  const uint32_t address = operand_begin(operand) + uint32_t(row) * 128;
+  for (uint32_t i = 0; i < 2; ++i) memcpy(words + 2 * i, current->at(swizzled(address + 16 * i), 16, 16), 16);
+}
 inline void read_operand(uint32_t operand, int row, const simt::Elements& is, float* to) {
-  const uint32_t address = ((operand & 0x3fff) << 4) + uint32_t(row) * 128;
-  for (uint32_t chunk = 0; chunk < 32; chunk += 16) {
-    uint64_t words[2];
-    memcpy(words, current->at(swizzled(address + chunk), 16, 16), sizeof words);
-    for (int i = 0; i < 2; ++i) is.read(words[i], 8, to + chunk + 8 * i);
-  }
+  uint64_t words[4];
+  read_operand(operand, row, words);
+  for (int i = 0; i < 4; ++i) is.read(words[i], 8, to + 8 * i);
+}
+// The rows that a thread of a warpgroup reads: of a, by h; of b, by its registers.
+inline int row_of_a(int t, int h) { return t / 32 * 16 + t % 32 / 4 + 8 * h; }
+inline int row_of_b(int t, int j, int i) { return 8 * j + 2 * (t % 4) + i; }
+inline uint64_t digest_operands(uint32_t a, uint32_t b, int t, int eights) {
+  uint64_t digest = 0, words[4];
+  const auto add = [&](uint32_t operand, int row) {
+    read_operand(operand, row, words);
+    for (const uint64_t word : words) digest = simt::mix(digest, word);
+  };
+  for (int h = 0; h < 2; ++h) add(a, row_of_a(t, h));
+  for (int j = 0; j < eights; ++j)
+    for (int i = 0; i < 2; ++i) add(b, row_of_b(t, j, i));
+  return digest;
 }
 // Thread t of a warpgroup has rows t / 32 * 16 + t % 32 / 4 and 8 more, and of every 8 columns 2 (t % 4) and the next.
 template <bool kE5M2, int n>
 void wgmma(float (&d)[n], uint32_t a, uint32_t b, bool accumulate, Site site = Site::here("wgmma")) {
   const int t = int(current->thread_index().x) % 128;
-  current->begin([&d, a, b, accumulate, t] {
+  if (!current->fenced()) current->fail(site.text() + " without a fence since the wait before");
+  current->do_in_team(simt::mix(uint64_t(a) << 32 | b, uint64_t(n) << 1 | accumulate));
+  const uint64_t operands = digest_operands(a, b, t, n / 4);
+  current->begin([&d, a, b, accumulate, t, operands] {
+    if (digest_operands(a, b, t, n / 4) != operands) current->fail("an operand that changed while it was multiplied");
     const simt::Elements a_is(kE5M2 ? simt::Held::kE5M2 : simt::Held::kE4M3), b_is(simt::Held::kE4M3);
     float of_a[2][32], of_b[32];
-    for (int h = 0; h < 2; ++h) read_operand(a, t / 32 * 16 + t % 32 / 4 + 8 * h, a_is, of_a[h]);
+    for (int h = 0; h < 2; ++h) read_operand(a, row_of_a(t, h), a_is, of_a[h]);
     for (int j = 0; j < n / 4; ++j)
       for (int i = 0; i < 2; ++i) {
-        read_operand(b, 8 * j + 2 * (t % 4) + i, b_is, of_b);
+        read_operand(b, row_of_b(t, j, i), b_is, of_b);
         for (int h = 0; h < 2; ++h) {
           float& sum = d[4 * j + 2 * h + i];
           sum = simt::add_products(accumulate ? sum : 0.f, of_a[h], of_b, 32);
@@ -151,11 +193,15 @@ void wgmma(float (&d)[n], uint32_t a, uint32_t b, bool accumulate, Site site = S
   });
   current->wave_barrier(site);
 }
-inline void wgmma_fence(Site site = Site::here("wgmma_fence")) { current->wave_barrier(site); }
+inline void wgmma_fence(Site site = Site::here("wgmma_fence")) {
+  current->fence(true);
+  current->wave_barrier(site);
+}
 inline void wgmma_commit() { current->complete_group(); }
 template <int kPending>
 void wgmma_wait(Site site = Site::here("wgmma_wait")) {
   current->wait_but_for(kPending);
+  current->fence(false);  // registers may be read and written from here on
   current->wave_barrier(site);  // no lane goes on before the products of all are there
 }
 
@@ -180,7 +226,7 @@ inline void store_matrices(uint32_t shared, uint32_t w0, uint32_t w1, uint32_t w
                            Site site = Site::here("store_matrices")) {
   const unsigned t = current->lane();
   const uint32_t words[] = {w0, w1, w2, w3};
-  const uint64_t* rows = current->share(shared, site);
+  const uint64_t* rows = current->share(own(shared), site);
   for (unsigned m = 0; m < 4; ++m)
     memcpy(current->at(uint32_t(rows[8 * m + t / 4]), 16, 16) + t % 4 * 4, &words[m], 4);
 }
