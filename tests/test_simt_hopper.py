@@ -74,8 +74,9 @@ def test_products(hopper, layout, kind, shape, fp8, out_dtype):
 
 @OF_KIND
 def test_every_round_and_rest(hopper, format, fast):
-    """Sums of 1 to 6 stages that end with 1 to 4 steps of an instruction: stages that are held, empty or cut short."""
-    sizes = [32 * i for i in (*range(1, 8), 9, 12, 13, 16, 17, 20, 21)]
+    """Sums of 1 to 6 stages and of 8, two whole rounds, that end with 1 to 4 steps of an instruction: stages that are
+    held, empty or cut short."""
+    sizes = [32 * i for i in (*range(1, 8), 9, 12, 13, 16, 17, 20, 21, 29)]
     operands = products(format, ends(sizes), sum(sizes), 144, 272, FP8_DTYPES[0])[1]
     check(hopper, (*operands, format), fast, torch.bfloat16)
     check_added(hopper, (*operands, format), fast, torch.float32)
