@@ -115,6 +115,22 @@ def test_long_groups_beside_one_another(sizes, device):
     assert_same(got, ops.quantize_tokens(x[permutation.long()], "rowwise", offs=offs), "by index")
 
 
+@pytest.mark.parametrize("layout", ["uniform", "zipf"])
+def test_rows_in_step_with_columns(layout, gpu):
+    """Both directions of an x that is several times as large as the L2 have the bytes that each has alone."""
+    e, n, k = 128, 2048, 1024
+    x = torch.randn(e * n, k, device=gpu, dtype=torch.bfloat16)
+    offs = group_offs(layout, e * n, e, gpu)
+    both = ops.quantize_both(x, "rowwise", offs=offs)
+    assert_same(both[:2], ops.quantize_rows(x, "rowwise"), "rows")
+    assert_same(both[2:], ops.quantize_tokens(x, "rowwise", offs=offs), "tokens")
+    if layout == "uniform":
+        q, scale, q_t, scale_t, _ = (t.view(torch.uint8) for t in both)
+        want = q, scale, q_t[:, : len(x)].reshape(k, e, n).transpose(0, 1), scale_t
+        got = ops.quantize_weight(x.view(e, n, k), "rowwise")
+        assert all(torch.equal(g.view(torch.uint8).view_as(w), w) for g, w in zip(got, want, strict=True))
+
+
 def test_long_groups_in_graphs_and_streams(gpu):
     """Sizes of groups change between replays; of two grids, neither has the GPU to itself."""
 

@@ -150,6 +150,16 @@ def test_rows_that_run_beside_columns(kernels, format, dtype):
         check_weight(kernels, x.view(3, 7, k)[::2, 1:], format)
 
 
+def test_rows_in_step_with_columns(kernels):
+    """Of groups whose average is a third of the emulated L2, in an x six times as large as that. Kernels run one after
+    the other: the columns hear nothing of the rows, which then hear that the columns have ended."""
+    groups, rows, k = 19, 1024, 512
+    x = wide(groups * rows, k)
+    offs = group_offs("zipf", len(x), groups)
+    kernels.check("quantize_both", x, "rowwise", offs=offs, dtype=torch.float8_e4m3fn)
+    check_weight(kernels, x.view(groups, rows, k), "rowwise")
+
+
 @OF_WHOLE_ROWS
 @pytest.mark.parametrize("dtype", BY_SIZE, ids=short)
 def test_group_longer_than_shared_memory_holds(kernels, format, dtype):

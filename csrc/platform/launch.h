@@ -43,6 +43,7 @@ constexpr int kLeastShared = least_shared(0);
 
 struct Device {
   int multiprocessors;
+  int l2_bytes;
   int shared_per_block;  // bytes a block may ask for
   int shared_per_multiprocessor;
   bool has_clusters;  // the emulation has some of one block, at one of its wave sizes
@@ -62,6 +63,7 @@ inline Device ask_device(int id) {
 #if defined(MOE_HIP)
   d.shared_per_block = kLeastShared;
 #if defined(MOE_SIMT)
+  d.l2_bytes = 3 << 20;
   d.has_clusters = SIMT_WARP == 32;
   d.overlaps_kernels = true;
 #endif
@@ -79,6 +81,9 @@ inline Device ask_device(int id) {
   (void)cudaDeviceGetAttribute(&d.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
   (void)cudaDeviceGetAttribute(&d.shared_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, id);
   d.has_clusters = d.overlaps_kernels = major >= 9;
+#endif
+#if !defined(MOE_SIMT)
+  (void)cudaDeviceGetAttribute(&d.l2_bytes, cudaDevAttrL2CacheSize, id);
 #endif
   (void)cudaDeviceGetAttribute(&d.multiprocessors, cudaDevAttrMultiProcessorCount, id);
   return d;

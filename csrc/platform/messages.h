@@ -16,16 +16,20 @@ MOE_DEVICE void send_word(uint32_t* to, uint32_t word) {
   __atomic_store_n(to, word | kSent, __ATOMIC_RELAXED);
 #endif
 }
+MOE_DEVICE uint32_t look_at_word(const uint32_t* from) {
+#if defined(MOE_CUDA)
+  uint32_t word;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+  return word;
+#else
+  return __atomic_load_n(from, __ATOMIC_RELAXED);
+#endif
+}
 // One look at it; false: it is not there yet.
 MOE_DEVICE bool receive_word(const uint32_t* from, uint32_t& word) {
-#if defined(MOE_CUDA)
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
-#else
-  word = __atomic_load_n(from, __ATOMIC_RELAXED);
-#endif
-  const bool sent = word & kSent;
-  word &= ~kSent;
-  return sent;
+  const uint32_t seen = look_at_word(from);
+  word = seen & ~kSent;
+  return seen & kSent;
 }
 
 }  // namespace moe_fp8

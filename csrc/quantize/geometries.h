@@ -4,18 +4,25 @@
 
 namespace moe_fp8 {
 
+inline int64_t row_bytes(const QuantizeParams& p) { return p.K * (p.in == InType::kF32 ? 4 : 2); }
+inline int64_t rows_of(const QuantizeParams& p) { return p.weight ? p.E * p.rows : p.rows; }
+inline int64_t average_rows(const QuantizeParams& p) { return p.weight ? p.rows : p.E ? p.rows / p.E : 0; }
+
 // In: BF16, F16 or F32, of aligned operands and an fp8 format of the chip's own; or Any: see types.h. Each returns 0 or
 // the runtime's error code.
 
-// Scales of whole rows. beside: x was there before the kernel ahead in the stream began, so run beside that one and end
-// after it.
-template <class In>
-int launch_rows(const QuantizeParams& p, bool beside, void* stream);
-bool can_run_beside(const QuantizeParams& p);  // of rows that are fast
+// How the rows of x run that follow its columns in the stream: after them, or beside them, for x was there before; or
+// beside them and in step (pace.h).
+enum class Beside { kNo, kYes, kInStep };
+Beside rows_beside(const QuantizeParams& p, bool columns_are_fast);  // of rows that are fast
 
-// Scales of whole columns of groups. rows_beside: launch_rows() comes next, and may run beside it.
+// Scales of whole rows. Beside the kernel ahead in the stream, they end after it.
 template <class In>
-int launch_strips(const QuantizeParams& p, bool rows_beside, void* stream);
+int launch_rows(const QuantizeParams& p, Beside beside, void* stream);
+
+// Scales of whole columns of groups. Unless beside is kNo, launch_rows() comes next.
+template <class In>
+int launch_strips(const QuantizeParams& p, Beside beside, void* stream);
 
 // Scales of whole columns of the batch.
 template <class In>

@@ -58,7 +58,8 @@ int dispatch(const QuantizeParams& p, bool fast, F f) { return fast ? dispatch_i
 // Both directions side by side, in the same order: what one of the two kernels has read, the other finds in the L2.
 // Where they cannot overlap, the rows start where the columns end.
 int quantize_rows_and_groups(const QuantizeParams& p, void* stream) {
-  const bool beside = p.along_rows && p.along_tokens && rows_are_fast(p) && can_run_beside(p);
+  const bool both = p.along_rows && p.along_tokens && rows_are_fast(p);
+  const Beside beside = both ? rows_beside(p, tokens_are_fast(p)) : Beside::kNo;
   if (p.along_tokens) {
     const int e = dispatch(p, tokens_are_fast(p), [&](auto in) {
       return launch_strips<decltype(in)>(p, beside, stream);

@@ -54,15 +54,17 @@ struct QuantizeParams {
   int* scratch;                      // scratch_words() of it, of a GPU
 };
 
-// What quantize() needs on a GPU beside its outputs. Of whole columns, what blocks tell one another: 32 words for each
-// share of a strip, which is 128 bytes of columns, by so many rows; of the batch, x in fp8, the row that every position
-// has, every column's amax, and which rows any position has. Of rows in groups, the places of blocked scales.
+// What quantize() needs on a GPU beside its outputs. Of whole columns, what blocks tell one another: how far columns and
+// rows are, of both; 32 words for each share of a strip, which is 128 bytes of columns, by so many rows. Of the batch, x
+// in fp8, the row that every position has, every column's amax, and which rows any position has. Of rows in groups, the
+// places of blocked scales.
 constexpr int kLeastShare = 512;
 inline int64_t message_words(const QuantizeParams& p, int rows_of_share) {
   const int64_t strips = ceil_div<int64_t>(p.K * (p.in == InType::kF32 ? 4 : 2), 128);
   const int64_t groups = p.weight ? p.E : p.E + 1, rows = p.weight ? p.E * p.rows : p.positions;
   return 32 * strips * (ceil_div<int64_t>(rows, rows_of_share) + groups);
 }
+inline int64_t pace_words(const QuantizeParams& p) { return p.along_rows ? 2 : 0; }
 inline int64_t batch_stride(const QuantizeParams& p) { return round_up<int64_t>(p.K, 16); }  // bytes: of x's rows
 inline int64_t batch_words(const QuantizeParams& p) {
   return p.K ? p.x_rows * (batch_stride(p) / 4 + 1) + p.positions + p.K : 0;
@@ -70,7 +72,9 @@ inline int64_t batch_words(const QuantizeParams& p) {
 inline int64_t scratch_words(const QuantizeParams& p) {
   const Format& f = format_of(p.format);
   if (p.of_batch) return batch_words(p);
-  if (p.along_tokens) return f.block == 0 && p.rows > kLeastShare ? message_words(p, kLeastShare) : 0;
+  if (p.along_tokens && f.block == 0)
+    return pace_words(p) + (p.rows > kLeastShare ? message_words(p, kLeastShare) : 0);
+  if (p.along_tokens) return 0;
   return f.blocked() && p.offs ? p.rows : 0;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "platform/launch.h"
 #include "quantize/geometries.h"
+#include "quantize/pace.h"
 #include "quantize/row.h"
 
 namespace moe_fp8 {
@@ -27,8 +28,6 @@ struct RowsPlan {
   QuantizeParams p;
   int64_t first;  // row that the launch begins with
 };
-
-inline int64_t rows_of(const QuantizeParams& p) { return p.weight ? p.E * p.rows : p.rows; }
 
 // First element of a row; null: the row is zeros.
 template <class T>
@@ -62,30 +61,50 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(threads_bound(kVecs, kRow), blocks_bound(kVecs
 constexpr int kThreadsBeside = 64, kBlocksBeside = 16;
 constexpr int64_t kShortestBeside = 2048, kShortBeside = 4096;  // bytes of a row; the longest leave room for others
 
+// In step with the columns, where those work in clusters, each on a strip of a group that the L2 holds beside what is
+// written, and x is so large that the two would drift apart. Both directions on an H200, in step and not: [128, 2048,
+// 4096] 1265 and 1581 us, [128, 1536, 2048] 542 and 579, [128, 4096, 1024] 739 and 775, [262144, 2048] E = 128 697 and
+// 790, of sizes as 1 / rank 899 and 970; [128, 2048, 768] 295, after the columns 325. But of larger groups [131072,
+// 4096] E = 16 746 and 732, of small x [64, 1408, 2048] 254 and 251, [40, 1024, 1536] 90 and 84. The columns wait too:
+// where rows alone did, [128, 2048, 4096] took 1347 us. One may be ahead by 1 MB: 2 MB 1272 us, 4 MB 1378, 8 MB 1424.
+constexpr int64_t kShortestInStep = 1024, kLeastInStep = 1024;  // bytes of a row; rows of a group
+constexpr int kGroupsOfL2 = 3, kDrift = 6;  // groups that the L2 holds; L2s of x
+constexpr int kRowsTold = 32;               // at once
+
+struct RowsBesidePlan : QuantizeParams {
+  Pace pace;
+};
+
 template <class T>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsBeside, kBlocksBeside)
-    quantize_rows_beside_kernel(MOE_GRID_CONSTANT const QuantizeParams p) {
+    quantize_rows_beside_kernel(MOE_GRID_CONSTANT const RowsBesidePlan p) {
   MOE_DYNAMIC_SMEM(held);
   __shared__ uint32_t of_wave[kThreadsBeside / 32];
   const RowTeam team = {int(threadIdx.x), int(blockDim.x), of_wave};
   const int64_t row = blockIdx.x;
+  uint32_t columns_seen = 0;
+  if (threadIdx.x == 0) {
+    if (row % kRowsTold == 0) tell_pace(p.pace, Walker::kRows, uint32_t(row));
+    columns_seen = other_pace(p.pace, Walker::kRows);
+  }
   const auto* x = find_row<T>(p, row);
   quantize_staged_row<T>(p, team, x, x == nullptr, reinterpret_cast<Vec16*>(held), p.q + row * p.K,
                          static_cast<float*>(p.scale) + row);
+  // In the place of the rows that would come next.
+  if (threadIdx.x == 0) keep_pace(p.pace, Walker::kRows, uint32_t(row), columns_seen);
   if (blockIdx.x == gridDim.x - 1) wait_for_previous_kernel();
 }
 
-inline int64_t row_bytes(const QuantizeParams& p) { return p.K * (p.in == InType::kF32 ? 4 : 2); }
-
 template <class T>
-int launch_beside(const QuantizeParams& p, void* stream) {
+int launch_beside(const QuantizeParams& p, Beside beside, void* stream) {
   const int64_t bytes = row_bytes(p);
   const int threads = bytes < kShortBeside ? kLargestWarp : kThreadsBeside;
-  return launch(quantize_rows_beside_kernel<T>, {dim3(unsigned(rows_of(p))), dim3(threads), stream, size_t(bytes)}, p);
+  const Launch l = {dim3(unsigned(rows_of(p))), dim3(threads), stream, size_t(bytes)};
+  return launch(quantize_rows_beside_kernel<T>, l, RowsBesidePlan{p, pace_of(p, beside)});
 }
 
 template <class In>
-int launch_rows(const QuantizeParams& p, bool beside, void* stream) {
+int launch_rows(const QuantizeParams& p, Beside beside, void* stream) {
   const int64_t rows = rows_of(p);
   if (rows == 0) return 0;
   using T = TypesOf<In>;
@@ -103,7 +122,7 @@ int launch_rows(const QuantizeParams& p, bool beside, void* stream) {
   if constexpr (!T::kFast) {
     return run(quantize_rows_kernel<T, 1, Row::kLong>);
   } else {
-    if (beside) return launch_beside<T>(p, stream);
+    if (beside != Beside::kNo) return launch_beside<T>(p, beside, stream);
     if (vecs > shape.vecs * shape.threads) return run(quantize_rows_kernel<T, 4, Row::kLong>);
     if (shape.vecs == 1) return run(quantize_rows_kernel<T, 1, Row::kFits>);
     if (shape.vecs == 2) return run(quantize_rows_kernel<T, 2, Row::kFits>);

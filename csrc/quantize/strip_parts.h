@@ -2,6 +2,7 @@
 // blocks works on one, or, in a team of clusters, on a share of one that is too long; a part is a block's.
 #pragma once
 #include "primitives/group_table.h"
+#include "quantize/pace.h"
 #include "quantize/sources.h"
 
 namespace moe_fp8 {
@@ -14,6 +15,8 @@ struct StripsPlan : QuantizeParams {
   int most_shares;   // of a longer one: no more than clusters, so that all of a team can run at once
   bool last_first;   // groups from the last to the first
   bool rows_beside;  // the next kernel in the stream may run beside this one
+  Pace pace;         // of that one and this
+  uint32_t* messages;
 };
 
 // A group's positions are [begin, end), counted from its q_t_offset. The last of the tokens' spans is the tail: rows
@@ -61,6 +64,7 @@ struct TokenGroups {
     const int first = int(q_t_offset(e));
     return {e == p.E ? 0 : table.rows(e), table.pos[e] - first, table.pos[e + 1] - first};
   }
+  MOE_DEVICE int64_t rows_before(int e) const { return table.row[e]; }
   MOE_DEVICE int64_t first_row(int e, int row) const {
     return (table.row[e] + int64_t(row)) * (kSource == Source::kInPlace ? p.row_stride : 1);
   }
@@ -80,6 +84,7 @@ struct ExpertGroups {
   MOE_DEVICE int shares_before(int i) const { return i * shares; }
   MOE_DEVICE int find(int share) const { return share / shares; }
   MOE_DEVICE Span span(int) const { return {int(p.rows), 0, int(p.rows)}; }
+  MOE_DEVICE int64_t rows_before(int e) const { return e * p.rows; }
   MOE_DEVICE int64_t first_row(int e, int row) const { return e * p.group_stride + row * p.row_stride; }
   MOE_DEVICE int64_t q_t_offset(int e) const { return e * p.rows * p.K; }
 };

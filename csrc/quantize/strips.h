@@ -36,10 +36,33 @@ constexpr int kBlocksBesideRows = 2;
 struct Spare { int64_t rows; int percent, percent_by_index; };
 constexpr Spare kSpare[] = {{192, 21, 18}, {384, 32, 28}, {2048, 35, 18},
                             {6144, 32, 17}, {14336, 25, 17}, {INT64_MAX, 21, 14}};
-inline int spare_beside(const QuantizeParams& p, int64_t average_rows) {
+// In step the rows need less, for they wait rather than fall behind: [128, 2048, 4096] at 18, 22, 26, 30 and 35 percent
+// 1369, 1306, 1292, 1265 and 1534 us; [128, 1536, 2048] 547, 542, 585, 595 and 598.
+constexpr int64_t kShortInStep = 4096;  // bytes of a row
+constexpr int kSpareInStep = 28, kSpareOfShortInStep = 20;
+inline int spare_beside(const QuantizeParams& p, Beside beside) {
+  if (beside == Beside::kNo) return 0;
+  if (beside == Beside::kInStep) return row_bytes(p) > kShortInStep ? kSpareInStep : kSpareOfShortInStep;
   int i = 0;
-  while (average_rows > kSpare[i].rows) ++i;
+  while (average_rows(p) > kSpare[i].rows) ++i;
   return p.index.at ? kSpare[i].percent_by_index : kSpare[i].percent;
+}
+
+// How many rows' worth of x comes before a part.
+template <class Groups>
+MOE_DEVICE uint32_t rows_past(const StripsPlan& p, const Groups& groups, const Part& w) {
+  const int64_t of_group = int64_t(groups.span(w.group).rows) * w.strip / p.strips;
+  return uint32_t(groups.rows_before(w.group) + of_group);
+}
+
+// By a thread of each cluster, for which the others of it then wait. seen: where the rows were a turn ago.
+template <class Groups>
+MOE_DEVICE void keep_in_step(const StripsPlan& p, const Groups& groups, const Part& w, uint32_t& seen) {
+  if (threadIdx.x != 0 || threadIdx.y != 0 || cluster_rank() != 0) return;
+  const uint32_t past = rows_past(p, groups, w);
+  tell_pace(p.pace, Walker::kColumns, past);
+  keep_pace(p.pace, Walker::kColumns, past, seen);
+  seen = other_pace(p.pace, Walker::kColumns);
 }
 
 template <class Groups, class T>
@@ -69,9 +92,12 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
   copy_rows<T>(p, part(0), 0, part(0).held(p.held), ring, 0);
   commit_copies();
   int base = 0, buffer = 0;
+  uint32_t rows_seen = 0;
   for (uint32_t turn = 0; part(turn).there; ++turn) {
     const Part w = part(turn);
     const Part& next = part(turn + 1);
+    if constexpr (T::kTogether)
+      if (p.pace.past) keep_in_step(p, groups, w, rows_seen);
     if (turn % kPartsAhead == 0) schedule(turn + kPartsAhead);
     const int occupied = round_up(w.held(p.held), kSlotRows), next_base = ring_row(p, base + occupied);
     int copied = 0;
@@ -127,14 +153,12 @@ StripShape shape_with(int blocks, int64_t E, int spare) {
   s.held = rest < 0 ? -1 : int(rest / kStripBytes / kSlotRows * kSlotRows);
   return s;
 }
-inline int64_t average_rows(const QuantizeParams& p) { return p.weight ? p.rows : p.E ? p.rows / p.E : 0; }
-
 template <class Groups, class Types>
-StripShape shape_for(const QuantizeParams& p, bool rows_beside) {
+StripShape shape_for(const QuantizeParams& p, Beside beside) {
   using Small = StripTraits<Types, kSmallSlots, Groups::kSource>;
   const int64_t average = average_rows(p);
-  const int spare = rows_beside ? spare_beside(p, average) : 0;
-  if (rows_beside) {
+  const int spare = spare_beside(p, beside);
+  if (beside != Beside::kNo) {
     const StripShape s = shape_with<Groups, Small>(kBlocksBesideRows, p.E, spare);
     if (average <= s.held) return s;
   } else {
@@ -150,38 +174,43 @@ StripShape shape_for(const QuantizeParams& p, bool rows_beside) {
 }
 
 template <class Groups, class T>
-int launch_shape(const QuantizeParams& p, const StripShape& shape, bool rows_beside, void* stream) {
+int launch_shape(const QuantizeParams& p, const StripShape& shape, Beside beside, void* stream) {
   constexpr auto kKernel = quantize_strips_kernel<Groups, T>;
   if (const int e = allow_large<kKernel>()) return e;
   int clusters = 0, cluster = shape.cluster;  // smaller ones where the chip, or our slice of it, has no such
   while (cluster > 1 && (clusters = resident_clusters<kKernel>(T::kThreads, cluster)) == 0) cluster /= 2;
   if (cluster == 1) clusters = shape.blocks * device().multiprocessors;
   const auto strips = p.K ? uint32_t(ceil_div<int64_t>(p.K, T::kColumns)) : 1;
-  StripsPlan plan = {p, shape.held, strips, 0, INT_MAX, clusters, p.along_rows && !rows_beside, rows_beside};
+  const bool rows_follow = p.along_rows && beside == Beside::kNo;
+  StripsPlan plan = {p, shape.held, strips, 0, INT_MAX, clusters, rows_follow, beside != Beside::kNo};
   while (1 << plan.cluster_log2 < cluster) ++plan.cluster_log2;
   Launch l = {dim3(clusters * cluster), dim3(kLanes, T::kSlots), stream};
   l.shared = shape.shared;
   l.cluster = cluster;
   const int64_t held = int64_t(shape.held) * cluster, alone = held * kAlone / 100;
   const int64_t most = average_rows(p) > alone ? held : alone;
+  if (T::kTogether) plan.pace = pace_of(p, beside);
+  plan.messages = reinterpret_cast<uint32_t*>(p.scratch) + pace_words(p);
+  int64_t zeros = plan.pace.past ? pace_words(p) : 0;
   if (T::kTogether && p.scratch && most >= kLeastShare && p.rows > most) {
     plan.most = int(most);
-    if (const int e = fill_bytes(p.scratch, 0, 4 * message_words(p, plan.most), stream)) return e;
+    zeros = pace_words(p) + message_words(p, plan.most);
   }
+  if (const int e = fill_bytes(p.scratch, 0, 4 * zeros, stream)) return e;
   return launch(kKernel, l, plan);
 }
 
 template <class In>
-int launch_strips(const QuantizeParams& p, bool rows_beside, void* stream) {
+int launch_strips(const QuantizeParams& p, Beside beside, void* stream) {
   return dispatch_types<In>(p, [&](auto types) {
     using Types = decltype(types);
     auto run = [&](auto of_groups) {
       using Groups = typename decltype(of_groups)::Type;
-      const StripShape shape = shape_for<Groups, Types>(p, rows_beside);
+      const StripShape shape = shape_for<Groups, Types>(p, beside);
       if constexpr (Types::kFast)
         if (shape.slots == kLargeSlots)
-          return launch_shape<Groups, StripTraits<Types, kLargeSlots, Groups::kSource>>(p, shape, rows_beside, stream);
-      return launch_shape<Groups, StripTraits<Types, kSmallSlots, Groups::kSource>>(p, shape, rows_beside, stream);
+          return launch_shape<Groups, StripTraits<Types, kLargeSlots, Groups::kSource>>(p, shape, beside, stream);
+      return launch_shape<Groups, StripTraits<Types, kSmallSlots, Groups::kSource>>(p, shape, beside, stream);
     };
     if (p.weight) return run(TypeOf<ExpertGroups>{});
     if constexpr (Types::kFast)

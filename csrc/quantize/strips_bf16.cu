@@ -2,6 +2,6 @@
 
 namespace moe_fp8 {
 
-template int launch_strips<BF16>(const QuantizeParams&, bool, void*);
+template int launch_strips<BF16>(const QuantizeParams&, Beside, void*);
 
 }  // namespace moe_fp8
