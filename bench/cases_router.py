@@ -41,6 +41,11 @@ def _gradients(device: torch.device, groups: None, *, t: int, e: int, k: int) ->
     return torch.randn(t, k, device=device), logits, ops.choose_experts(logits, k)[0]
 
 
+def _gradients_of_chosen(device: torch.device, groups: None, *, t: int, e: int, k: int) -> tuple[object, ...]:
+    grad, logits, ids = _gradients(device, groups, t=t, e=e, k=k)
+    return grad, logits.gather(1, ids), ids, "softmax", True, 1.0, e
+
+
 def _choose(logits: Tensor, k: int, bias: Tensor, **how: object) -> tuple[Tensor, Tensor]:
     return ops.choose_experts(logits, k, bias if how else None, **how)
 
@@ -95,6 +100,7 @@ ROUTER_CASES: tuple[Case, ...] = (
         baseline=_torch_choice_in_groups,
     ),
     Case("choose_experts_backward", _choices, _gradients, ops.choose_experts_backward),
+    Case("choose_experts_backward", _choices, _gradients_of_chosen, ops.choose_experts_backward, variant="of chosen"),
     Case(
         "router",
         _routers,

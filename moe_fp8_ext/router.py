@@ -53,25 +53,15 @@ class _Choice(torch.autograd.Function):
     def backward(ctx, grad, _, of_scores):
         x, weight, kept, ids = ctx.saved_tensors
         if of_scores is not None:
-            of_logits = _gradient_of_logits(unit_stride(of_scores), kept, ids, weight.shape[0], *ctx.how)
+            _, normalize, _ = ctx.how
+            of_chosen = weight.shape[0] if normalize else None
+            of_logits = choose_experts_backward(unit_stride(of_scores), kept, ids, *ctx.how, of_chosen)
             grad = of_logits if grad is None else grad + of_logits
         gradients = (None, None)
         if grad is not None:
             with _without_autocast(x):
                 gradients = float32_mm_backward(grad, x, weight, *ctx.needs_input_grad[:2])
         return *gradients, *[None] * 7
-
-
-def _gradient_of_logits(
-    of_scores: Tensor, kept: Tensor, ids: Tensor, num_experts: int, scoring: str, normalize: bool, factor: float
-) -> Tensor:
-    """kept: logits, or, if normalize, [T, top_k] of the chosen, which share all of the score among themselves."""
-    if not normalize:
-        return choose_experts_backward(of_scores, kept, ids, scoring, normalize, factor)
-    all_of_them = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    of_chosen = choose_experts_backward(of_scores, kept, all_of_them, scoring, normalize, factor)
-    of_chosen.masked_fill_(kept.isneginf(), 0)  # alone they are no softmax; their scores are 0 whatever they are
-    return of_chosen.new_zeros(ids.shape[0], num_experts).scatter_(1, ids, of_chosen)
 
 
 class Routing(NamedTuple):

@@ -267,6 +267,10 @@ def choose_experts_backward(r: random.Random) -> Call:
     logits, how = scored(r, t, e)
     dtype = r.choice((torch.int32, torch.int64))
     ids = torch.randint(-1, e + 1, (t, top_k), dtype=dtype, generator=generator(r))
+    if how["normalize"] and top_k <= e and r.random() < 0.5:  # logits of the chosen alone, an expert once a token
+        logits = logits.gather(1, torch.randint(0, e, (t, top_k), generator=generator(r))) if top_k else logits[:, :0]
+        ids = torch.rand(t, e + 2, generator=generator(r)).argsort(1)[:, :top_k].to(dtype) - 1
+        how["num_experts"] = max(e, 1)
     return [placed(r, torch.randn(t, top_k, generator=generator(r))), logits, placed(r, ids)], how
 
 

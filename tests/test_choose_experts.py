@@ -33,6 +33,9 @@ LOGITS, IDS = torch.randn(5, 8), torch.randint(8, (5, 2))
 GRAD = torch.randn(5, 2)
 
 
+DEFAULTS = ("softmax", True, 1.0)
+
+
 def logits_of(t: int, e: int, device: str = "cpu") -> Tensor:
     """Rows of any size, some of them with many that are equal, and one with equal ones alone."""
     logits = torch.randn(t, e) * torch.exp2(torch.randint(-3, 6, (t, 1)).float())
@@ -50,6 +53,10 @@ def check(logits: Tensor, top_k: int, bias: Tensor | None = None, *how: object) 
     for ids in (want[0], want[0].int()):
         args = grad, logits, ids, *how[:3]
         assert_same(choose_experts_backward(*args), reference.choose_experts_backward(*args), f"gradient {what}")
+        if len(how) < 2 or how[1]:
+            args = grad, logits.gather(1, ids.long()), ids, *(*how[:3], *DEFAULTS[len(how[:3]) :]), logits.shape[1]
+            want_of_chosen = reference.choose_experts_backward(*args)
+            assert_same(choose_experts_backward(*args), want_of_chosen, f"gradient of the chosen {what}")
 
 
 @pytest.mark.parametrize(
@@ -189,6 +196,22 @@ def test_ids_of_any_numbers(device):
                 assert_same(choose_experts_backward(*args), reference.choose_experts_backward(*args))
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("experts", [7, 300])
+def test_gradient_from_logits_of_the_chosen(scoring, experts, device):
+    """Of slots that have no expert, of -Inf, Inf and NaN, of all of them -Inf; in any order of experts."""
+    logits = logits_of(64, 5, device)
+    logits[8, 1], logits[9, 2], logits[10, 3], logits[11] = -torch.inf, torch.inf, torch.nan, -torch.inf
+    ids = torch.rand(64, experts, device=device).argsort(1)[:, :5]
+    ids[:7:2, 3], ids[12], ids[1, 0] = -1, 2**40, experts
+    grad = torch.randn(64, 5, device=device)
+    for factor in (1.0, -2.5):
+        args = grad, logits, ids, scoring, True, factor, experts
+        got = choose_experts_backward(*args)
+        assert_same(got, reference.choose_experts_backward(*args))
+        assert not got[12].any() and got[8, ids[8, 1]] == 0 and got[10, ids[10]].isnan().any()
+
+
 @pytest.mark.parametrize(("t", "e"), [(0, 8), (0, 1)])
 def test_no_tokens(t, e, device):
     check(torch.empty(t, e, device=device), 1)
@@ -252,6 +275,7 @@ def test_opcheck(device):
         args[0] = args[0].clone().requires_grad_()
         torch.library.opcheck(torch.ops.moe_fp8.choose_experts.default, tuple(args), test_utils=kinds)
     check_opcheck("choose_experts_backward", on(device, [GRAD, LOGITS, IDS]))
+    check_opcheck("choose_experts_backward", on(device, [GRAD, LOGITS[:, :2], IDS, "sigmoid", True, 2.0, 8]))
 
 
 def test_deterministic(device):
@@ -358,6 +382,10 @@ def test_errors(args, argument, got, device):
         ([GRAD, LOGITS, IDS[:4]], "topk_ids", "4"),
         ([GRAD, LOGITS, IDS.short()], "topk_ids", "int16"),
         ([GRAD, LOGITS, IDS, "tanh"], "scoring", "'tanh'"),
+        ([GRAD, LOGITS, IDS, "softmax", True, 1.0, 8], "logits", "8"),
+        ([GRAD, LOGITS[:, :2], IDS, "softmax", False, 1.0, 8], "normalize", "False"),
+        ([GRAD, LOGITS[:, :2], IDS, "softmax", True, 1.0, 1025], "num_experts", "1025"),
+        ([GRAD, LOGITS[:, :2], IDS, "softmax", True, 1.0, 0], "num_experts", "0"),
     ],
 )
 def test_errors_of_the_gradient(args, argument, got, device):

@@ -25,6 +25,10 @@ def check(kernels: Waves, logits: Tensor, top_k: int, bias: Tensor | None = None
     kernels.check("choose_experts_backward", grad, logits, ids, *how[:3])
     wider = torch.cat([grad, grad], 1)[:, :top_k]
     kernels.check("choose_experts_backward", wider, logits, ids.int(), *how[:3])
+    scoring, normalize, factor, *_ = (*how, *("softmax", True, 1.0)[len(how) :])
+    if normalize:
+        args = grad, logits.gather(1, ids), ids, scoring, normalize, factor, logits.shape[1]
+        kernels.check("choose_experts_backward", *args)
 
 
 @pytest.mark.parametrize(
@@ -90,3 +94,4 @@ def test_ids_of_any_numbers(kernels):
     for logits in (logits_of(4, 9), logits_of(4, 300)):
         for scoring in ("softmax", "sigmoid"):
             kernels.check("choose_experts_backward", torch.randn(4, 3), logits, ids, scoring)
+            kernels.check("choose_experts_backward", torch.randn(4, 3), logits[:, :3], ids, scoring, True, 1.0, 9)

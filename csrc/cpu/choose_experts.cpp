@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <vector>
 
 #include "cpu/parallel.h"
@@ -123,17 +124,22 @@ void choose_experts_cpu(const ChooseExpertsParams& p) {
 }
 
 void choose_experts_backward_cpu(const ChooseExpertsBackwardParams& p) {
+  const int width = int(p.width());
   parallel(p.T, 16 * p.T * p.E, [&](int64_t begin, int64_t end) {
-    Row score(room_for(p.E)), slope(score), terms(score), w(score);
-    std::vector<int> chosen, slot_of(p.E);
+    Row score(room_for(width)), slope(score), terms(score), w(score), logits(width);
+    std::vector<int> chosen, slot_of(width);
     for (int64_t t = begin; t < end; ++t) {
-      score_row(p.scoring, p.logits + t * p.stride, p.E, score, slope);
+      std::copy_n(p.logits + t * p.stride, width, logits.begin());
       std::fill(slot_of.begin(), slot_of.end(), -1);
-      for (int64_t slot = 0; slot < p.top_k; ++slot)
-        if (const int64_t id = p.id(t, slot); id >= 0 && id < p.E) slot_of[id] = int(slot);
+      for (int64_t slot = 0; slot < p.top_k; ++slot) {
+        const int64_t id = p.id(t, slot);
+        if (id >= 0 && id < p.E) slot_of[p.of_chosen ? slot : id] = int(slot);
+        else if (p.of_chosen) logits[slot] = -std::numeric_limits<float>::infinity();
+      }
+      score_row(p.scoring, logits.data(), width, score, slope);
       chosen.clear();
       std::fill(w.begin(), w.end(), 0.f);
-      for (int e = 0; e < p.E; ++e) {
+      for (int e = 0; e < width; ++e) {
         if (slot_of[e] < 0) continue;
         chosen.push_back(e);
         w[e] = p.grad[t * p.grad_stride + slot_of[e]] * p.factor;
@@ -145,11 +151,19 @@ void choose_experts_backward_cpu(const ChooseExpertsBackwardParams& p) {
       }
       if (p.scoring == Scoring::kSoftmax) {
         const float mean = sum_of(chosen, terms, [&](int e) { return w[e] * score[e]; });
-        for (int e = 0; e < p.E; ++e) w[e] = score[e] * (w[e] - mean);
+        for (int e = 0; e < width; ++e) w[e] = score[e] * (w[e] - mean);
       } else {
         for (const int e : chosen) w[e] *= slope[e];
       }
-      for (int e = 0; e < p.E; ++e) p.dlogits[t * p.E + e] = as_float(F32::from_float(w[e]));
+      float* const dlogits = p.dlogits + t * p.E;
+      if (p.of_chosen) {
+        std::fill_n(dlogits, p.E, 0.f);
+        for (const int slot : chosen)
+          if (logits[slot] != -std::numeric_limits<float>::infinity())
+            dlogits[p.id(t, slot)] = as_float(F32::from_float(w[slot]));
+      } else {
+        for (int e = 0; e < p.E; ++e) dlogits[e] = as_float(F32::from_float(w[e]));
+      }
     }
   });
 }

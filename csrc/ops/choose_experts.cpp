@@ -58,15 +58,22 @@ Results<2> choose_experts_op(const Tensor& logits, int64_t top_k, const std::opt
 }
 
 Results<1> choose_experts_backward_op(const Tensor& grad, const Tensor& logits, const Tensor& topk_ids,
-                                      std::string_view scoring, bool normalize, double scaling_factor) {
+                                      std::string_view scoring, bool normalize, double scaling_factor,
+                                      std::optional<int64_t> num_experts) {
   constexpr const Argument &kGrad = argument(kBackward, "grad"), &kLogits = argument(kBackward, "logits"),
                            &kIds = argument(kBackward, "topk_ids");
   check(kGrad, grad);
   check(kLogits, logits, grad);
   check(kIds, topk_ids, grad);
-  const int64_t T = logits.sizes[0], E = logits.sizes[1];
+  const int64_t T = logits.sizes[0], E = num_experts.value_or(logits.sizes[1]);
   check_size(kGrad, grad, 0, T);
   check_sizes(kIds, topk_ids, grad.sizes, 2);
+  if (num_experts) {
+    if (E < 1 || E > kMaxExperts)
+      fail(kBackward, ": num_experts must be None or from 1 to ", kMaxExperts, ", got ", E);
+    if (!normalize) fail(kBackward, ": normalize must be True with num_experts, got False");
+    check_size(kLogits, logits, 1, grad.sizes[1]);
+  }
   const Scoring checked = check_scoring(kBackward, scoring);
   validate_ids(kIds, topk_ids, E);
   const Call call(kBackward, "grad", grad);
@@ -75,7 +82,8 @@ Results<1> choose_experts_backward_op(const Tensor& grad, const Tensor& logits, 
     run(call, grad,
         ChooseExpertsBackwardParams{grad.as<float>(), logits.as<float>(), topk_ids.data, data<float>(dlogits), T,
                                     grad.strides[0], logits.strides[0], topk_ids.strides[0], int(E), grad.sizes[1],
-                                    checked, normalize, topk_ids.dtype == kInt64, float(scaling_factor)});
+                                    checked, normalize, topk_ids.dtype == kInt64, num_experts.has_value(),
+                                    float(scaling_factor)});
   return results(dlogits);
 }
 

@@ -7,6 +7,8 @@
 namespace moe_fp8 {
 namespace {
 
+constexpr uint32_t kMinusInfinity = 0xff800000u;
+
 // What a lane has of a token's kExperts: fours of neighbours, which are a wave's fours apart.
 //
 //   experts   0..3    4..7   ...  4W-4..4W-1 | 4W..4W+3  ...
@@ -151,7 +153,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks<kExperts>) choose_experts_ke
   wait_for_previous_kernel();
   for (int64_t t = first_row(); t < p.T; t += rows_at_once()) {
     float score[n], unused[n], bias[n] = {};
-    lane.load(p.logits + t * p.stride, p.E, p.vectors, as_float(0xff800000u), score);
+    lane.load(p.logits + t * p.stride, p.E, p.vectors, as_float(kMinusInfinity), score);
     L::score(p.scoring, score, unused);
     if (p.bias) lane.load(p.bias, p.E, p.vectors, 0.f, bias);
     uint32_t key[n];
@@ -196,17 +198,14 @@ struct ChooseBackward : ChooseExpertsBackwardParams {
   bool vectors;
 };
 
-template <int kExperts>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks<kExperts>)
-    choose_experts_backward_kernel(MOE_GRID_CONSTANT const ChooseBackward p) {
-  using L = Lane<kExperts>;
-  constexpr int n = L::n;
-  const L lane;
-  wait_for_previous_kernel();
-  for (int64_t t = first_row(); t < p.T; t += rows_at_once()) {
-    float score[n], slope[n], w[n] = {}, terms[n];
-    lane.load(p.logits + t * p.stride, p.E, p.vectors, as_float(0xff800000u), score);
-    uint32_t chosen = 0;  // a bit an element
+// What a wave has of a token's choice: of all experts, or of the slots alone.
+template <class L>
+struct Chosen {
+  float w[L::n] = {};  // the gradient of the score, times the factor
+  uint32_t bits = 0;   // a bit an element
+
+  MOE_DEVICE bool operator()(int i) const { return bits >> i & 1; }
+  MOE_DEVICE void find_among_experts(const ChooseBackward& p, const L& lane, int64_t t) {
     for (int64_t first = 0; first < p.top_k; first += kWarpSize) {
       const int64_t slot = first + lane.lane;
       const int64_t id = slot < p.top_k ? p.id(t, slot) : -1;
@@ -217,24 +216,77 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks<kExperts>)
         const uint32_t of_slot = shfl(expert, j);
         const float h = as_float(shfl(grad, j));
 #pragma unroll
-        for (int i = 0; i < n; ++i) {
+        for (int i = 0; i < L::n; ++i) {
           const bool found = uint32_t(lane.expert(i)) == of_slot;
           w[i] = found ? h : w[i];
-          chosen |= uint32_t(found) << i;
+          bits |= uint32_t(found) << i;
         }
       }
     }
+  }
+  // Logits of slots without an expert become -Inf.
+  MOE_DEVICE void find_among_slots(const ChooseBackward& p, const L& lane, int64_t t, float (&logits)[L::n]) {
+#pragma unroll
+    for (int i = 0; i < L::n; ++i) {
+      const int slot = lane.expert(i);
+      const int64_t id = slot < p.top_k ? p.id(t, slot) : -1;
+      const bool found = id >= 0 && id < p.E;
+      w[i] = found ? p.grad[t * p.grad_stride + slot] * p.factor : 0.f;
+      logits[i] = found ? logits[i] : as_float(kMinusInfinity);
+      bits |= uint32_t(found) << i;
+    }
+  }
+};
+
+// A row of results from those of slots; row: E floats of the wave's shared memory.
+template <class L>
+MOE_DEVICE void store_slots(const ChooseBackward& p, const L& lane, int64_t t, const Chosen<L>& chosen, float* row) {
+  for (int e = lane.lane; e < p.E; e += kWarpSize) row[e] = 0.f;
+  wave_barrier();
+#pragma unroll
+  for (int i = 0; i < L::n; ++i)
+    if (chosen(i)) row[p.id(t, lane.expert(i))] = as_float(F32::from_float(chosen.w[i]));
+  wave_barrier();
+  float* const out = p.dlogits + t * p.E;
+  if (p.vectors) {
+    for (int e = 4 * lane.lane; e < p.E; e += 4 * kWarpSize)
+      *reinterpret_cast<Vec16*>(out + e) = *reinterpret_cast<const Vec16*>(row + e);
+  } else {
+    for (int e = lane.lane; e < p.E; e += kWarpSize) out[e] = row[e];
+  }
+  wave_barrier();
+}
+
+template <int kExperts>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks<kExperts>)
+    choose_experts_backward_kernel(MOE_GRID_CONSTANT const ChooseBackward p) {
+  using L = Lane<kExperts>;
+  constexpr int n = L::n;
+  MOE_DYNAMIC_SMEM(shared);
+  float* const row = reinterpret_cast<float*>(shared) + threadIdx.x / kWarpSize * round_up(p.E, 4);
+  const L lane;
+  wait_for_previous_kernel();
+  for (int64_t t = first_row(); t < p.T; t += rows_at_once()) {
+    float score[n], slope[n], terms[n];
+    lane.load(p.logits + t * p.stride, int(p.width()), p.vectors, as_float(kMinusInfinity), score);
+    Chosen<L> chosen;
+    if (p.of_chosen) chosen.find_among_slots(p, lane, t, score);
+    else chosen.find_among_experts(p, lane, t);
+    uint32_t none = 0;  // a bit an element: its logit is -Inf
+#pragma unroll
+    for (int i = 0; i < n; ++i) none |= uint32_t(as_bits(score[i]) == kMinusInfinity) << i;
     L::score(p.scoring, score, slope);
+    auto& w = chosen.w;
     const auto sum_of_chosen = [&](auto term) {
 #pragma unroll
-      for (int i = 0; i < n; ++i) terms[i] = chosen >> i & 1 ? term(i) : 0.f;
+      for (int i = 0; i < n; ++i) terms[i] = chosen(i) ? term(i) : 0.f;
       return L::sum(terms);
     };
     if (p.normalize) {
       const float sum = sum_of_chosen([&](int i) { return score[i]; }) + kLeastSum;
       const float mean = sum_of_chosen([&](int i) { return w[i] * (score[i] / sum); });
 #pragma unroll
-      for (int i = 0; i < n; ++i) w[i] = chosen >> i & 1 ? (w[i] - mean) / sum : 0.f;
+      for (int i = 0; i < n; ++i) w[i] = chosen(i) ? (w[i] - mean) / sum : 0.f;
     }
     if (p.scoring == Scoring::kSoftmax) {
       const float mean = sum_of_chosen([&](int i) { return w[i] * score[i]; });
@@ -242,9 +294,14 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks<kExperts>)
       for (int i = 0; i < n; ++i) w[i] = score[i] * (w[i] - mean);
     } else {
 #pragma unroll
-      for (int i = 0; i < n; ++i) w[i] = chosen >> i & 1 ? w[i] * slope[i] : 0.f;
+      for (int i = 0; i < n; ++i) w[i] = chosen(i) ? w[i] * slope[i] : 0.f;
     }
-    lane.store(p.dlogits + t * p.E, p.E, p.vectors, w);
+    if (p.of_chosen) {
+      chosen.bits &= ~none;
+      store_slots(p, lane, t, chosen, row);
+    } else {
+      lane.store(p.dlogits + t * p.E, p.E, p.vectors, w);
+    }
   }
 }
 
@@ -277,9 +334,11 @@ int choose_experts(const ChooseExpertsParams& params, void* stream) {
 }
 
 int choose_experts_backward(const ChooseExpertsBackwardParams& params, void* stream) {
-  const ChooseBackward p = {params, is_of_fours(params.E, params.T, params.stride, params.logits, params.dlogits)};
-  return with_room(p.E, [&](auto room) {
-    return launch_on_rows(choose_experts_backward_kernel<decltype(room)::value>, p, p.T, stream);
+  ChooseBackward p = {params, is_of_fours(params.E, params.T, params.stride, params.logits, params.dlogits)};
+  p.vectors = p.vectors && p.width() % 4 == 0;
+  const size_t shared = p.of_chosen ? kThreads / kSmallestWarp * round_up(p.E, 4) * sizeof(float) : 0;
+  return with_room(int(p.width()), [&](auto room) {
+    return launch_on_rows(choose_experts_backward_kernel<decltype(room)::value>, p, p.T, stream, shared);
   });
 }
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from moe_fp8_ext.formats import MAX_EXPERTS
 from moe_fp8_ext.ops.checks import check, check_int, check_one_of, check_shape, require
 from moe_fp8_ext.ops.dispatch import (
     below_autograd,
@@ -67,6 +68,7 @@ def choose_experts_backward(
     scoring: str = "softmax",
     normalize: bool = True,
     scaling_factor: float = 1.0,
+    num_experts: int | None = None,
 ) -> Tensor:
     """The gradient of `choose_experts`, for those who write their own backward.
 
@@ -75,22 +77,25 @@ def choose_experts_backward(
 
     Args:
         grad: [T, top_k] float32, the gradient of topk_scores; stride 1 along top_k, row stride free.
-        logits: [T, E] float32, as in `choose_experts`, on the same device.
+        logits: [T, E] float32, as in `choose_experts`, on the same device. With num_experts [T, top_k], those of
+            topk_ids alone: with normalize, shares of the chosen depend on no other. -Inf has the gradient 0 then.
         topk_ids: [T, top_k] int32 or int64 on the same device, as `choose_experts` returns them; stride 1 along top_k,
             row stride free. MOE_FP8_VALIDATE=1 raises for ids that are neither experts nor -1.
-        scoring, normalize, scaling_factor: as in `choose_experts`.
+        scoring, normalize, scaling_factor: as in `choose_experts`; normalize must be True with num_experts.
+        num_experts: E, where logits are those of the chosen; an expert stands at one slot of a token at most, or the
+            gradient of any of them is taken. None: logits are of all experts.
 
     Returns:
         dlogits [T, E] float32, contiguous.
 
     Raises:
-        RuntimeError: scoring, dtype, dimensions, sizes, strides or device are not as above, or an argument asks for a
-            derivative, which this has none of; the text names the argument.
+        RuntimeError: scoring, normalize, num_experts (from 1 to 1024), dtype, dimensions, sizes, strides or device are
+            not as above, or an argument asks for a derivative, which this has none of; the text names the argument.
 
     Source: DESIGN.md section 3, bit by bit.
     """
     with below_autograd(grad, logits):
-        return _choose_backward(grad, logits, topk_ids, scoring, normalize, scaling_factor)
+        return _choose_backward(grad, logits, topk_ids, scoring, normalize, scaling_factor, num_experts)
 
 
 def check_choice(op: str, num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
@@ -135,7 +140,7 @@ def _(logits, top_k, bias=None, scoring="softmax", normalize=True, scaling_facto
 
 
 @torch.library.register_fake("moe_fp8::choose_experts_backward")
-def _(grad, logits, topk_ids, scoring="softmax", normalize=True, scaling_factor=1.0):
+def _(grad, logits, topk_ids, scoring="softmax", normalize=True, scaling_factor=1.0, num_experts=None):
     op = "choose_experts_backward"
     check(op, "grad", grad)
     check(op, "logits", logits, grad)
@@ -143,5 +148,10 @@ def _(grad, logits, topk_ids, scoring="softmax", normalize=True, scaling_factor=
     t, got = logits.shape[0], grad.shape[0]
     require(got == t, f"{op}: grad must have size {t} in dimension 0, got {got}")
     check_shape(op, "topk_ids", topk_ids, grad.shape)
+    e = logits.shape[1] if num_experts is None else num_experts
+    if num_experts is not None:
+        require(1 <= e <= MAX_EXPERTS, f"{op}: num_experts must be None or from 1 to {MAX_EXPERTS}, got {e}")
+        require(normalize, f"{op}: normalize must be True with num_experts, got False")
+        check_shape(op, "logits", logits, grad.shape)
     check_one_of(op, "scoring", scoring, SCORINGS)
-    return logits.new_empty(logits.shape)
+    return logits.new_empty(t, e)

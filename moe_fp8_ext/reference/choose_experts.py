@@ -80,8 +80,18 @@ def choose_experts_backward(
     scoring: str = "softmax",
     normalize: bool = True,
     scaling_factor: float = 1.0,
+    num_experts: int | None = None,
 ) -> Tensor:
-    """grad [T, top_k], logits [T, E], topk_ids [T, top_k] -> dlogits [T, E]."""
+    """grad [T, top_k], logits [T, E], topk_ids [T, top_k] -> dlogits [T, E]; of num_experts, from logits [T, top_k]."""
+    if num_experts is not None:
+        there = (topk_ids >= 0) & (topk_ids < num_experts)
+        logits = torch.where(there, logits, -torch.inf)
+        slots = torch.where(there, torch.arange(topk_ids.shape[1], device=logits.device), -1)
+        of_slots = choose_experts_backward(grad, logits, slots, scoring, normalize, scaling_factor)
+        dlogits = torch.zeros(len(logits), num_experts, device=logits.device)
+        tokens, slot = (there & ~logits.isneginf()).nonzero(as_tuple=True)
+        dlogits[tokens, topk_ids[tokens, slot].long()] = of_slots[tokens, slot]
+        return dlogits
     if not logits.numel():
         return torch.empty(logits.shape, device=logits.device)
     scores, slopes = scores_of(logits, scoring)

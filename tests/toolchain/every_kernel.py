@@ -130,6 +130,10 @@ def cases_of_choices() -> Iterator[Call]:
             ids, scores = OPS.choose_experts(logits, 6, **how)
             args = torch.randn_like(scores), logits, ids
             yield f"choose_experts_backward {scoring}", OPS.choose_experts_backward, args, how
+            if normalize:
+                args = args[0], logits.gather(1, ids), ids
+                of_chosen = how | {"num_experts": e}
+                yield f"choose_experts_backward {scoring}", OPS.choose_experts_backward, args, of_chosen
 
 
 def cases_of_tokens() -> Iterator[Call]:
