@@ -54,10 +54,10 @@ struct QuantizeParams {
   int* scratch;                      // scratch_words() of it, of a GPU
 };
 
-// What quantize() needs on a GPU beside its outputs. Of whole columns, what blocks tell one another: how far columns and
-// rows are, of both; 32 words for each share of a strip, which is 128 bytes of columns, by so many rows. Of the batch, x
-// in fp8, the row that every position has, every column's amax, and which rows any position has. Of rows in groups, the
-// places of blocked scales.
+// What quantize() needs on a GPU beside its outputs. Of whole columns, what blocks tell one another: how far columns
+// and rows are, of both; 32 words for each share of a strip, which is 128 bytes of columns, by so many rows. Of the
+// batch, x in fp8, the row that every position has, every column's amax, and which rows any position has. Of rows in
+// groups, the places of blocked scales.
 constexpr int kLeastShare = 512;
 inline int64_t message_words(const QuantizeParams& p, int rows_of_share) {
   const int64_t strips = ceil_div<int64_t>(p.K * (p.in == InType::kF32 ? 4 : 2), 128);

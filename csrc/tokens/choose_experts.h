@@ -10,8 +10,8 @@
 // w                 = (h - A) / N if normalize, else h; 0 of others
 // dlogits [T, E]    = s * (w - sum_c w * s) of softmax; w * (s * sigmoid(-logits)) of sigmoid, 0 of others
 //
-// Of logits of the chosen alone, [T, top_k] in the order of slots, which share all of the score: s is that of them alone,
-// and dlogits are 0 where a logit is -Inf. Each expert stands at one slot of a token at most.
+// Of logits of the chosen alone, [T, top_k] in the order of slots, which share all of the score: s is that of them
+// alone, and dlogits are 0 where a logit is -Inf. Each expert stands at one slot of a token at most.
 //
 // An id out of [0, E) is no choice; of equal ones the last counts. A sum over experts is taken in an order that
 // DESIGN.md defines. Null bias is zero. Rows are so many elements apart as the strides say; those of results are
