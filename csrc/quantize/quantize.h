@@ -64,7 +64,8 @@ inline int64_t message_words(const QuantizeParams& p, int rows_of_share) {
   const int64_t groups = p.weight ? p.E : p.E + 1, rows = p.weight ? p.E * p.rows : p.positions;
   return 32 * strips * (ceil_div<int64_t>(rows, rows_of_share) + groups);
 }
-inline int64_t pace_words(const QuantizeParams& p) { return p.along_rows ? 2 : 0; }
+// Two are told; a line of memory, for a share's messages behind them are one each.
+inline int64_t pace_words(const QuantizeParams& p) { return p.along_rows ? 32 : 0; }
 inline int64_t batch_stride(const QuantizeParams& p) { return round_up<int64_t>(p.K, 16); }  // bytes: of x's rows
 inline int64_t batch_words(const QuantizeParams& p) {
   return p.K ? p.x_rows * (batch_stride(p) / 4 + 1) + p.positions + p.K : 0;

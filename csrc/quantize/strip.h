@@ -20,6 +20,7 @@ struct StripTraits {
   static constexpr Source kSource = kSource_;
   static constexpr int kSlots = kSlots_, kThreads = kSlots * kLanes;
   static constexpr bool kTogether = kSlots == kLargeSlots;  // in clusters and teams; small blocks work alone
+  static constexpr bool kInStep = kTogether && kSource == Source::kInPlace;  // where rows run beside: see rows.h
   static constexpr int kLines = kSlots / kLineSlots;    // lines of q_t cast at once
   static constexpr int kColumns = kStripBytes / 4 * kPerWord<In>;
   static constexpr int kRowStep = kThreads / kChunks;   // rows that the threads touch at once, 16 bytes each
@@ -194,7 +195,7 @@ MOE_DEVICE uint32_t amax_of_cluster(const StripsPlan& p, StripShared<T>& shared,
 // The lane's word of what a team hears of a share, from its cluster or whoever helped: an amax, whose sign bits mean
 // nothing.
 MOE_DEVICE uint32_t* message(const StripsPlan& p, uint32_t share) {
-  return p.messages + int64_t(share) * kLanes + threadIdx.x;
+  return reinterpret_cast<uint32_t*>(p.scratch) + int64_t(share) * kLanes + threadIdx.x;
 }
 // Looks at a message before helping. By its latency each takes some 0.2 us, and clusters that run are about a turn
 // apart, which is a few us on an H200: while all run, nobody should help. Who helps too early reads x in vain, and goes

@@ -16,7 +16,6 @@ struct StripsPlan : QuantizeParams {
   bool last_first;   // groups from the last to the first
   bool rows_beside;  // the next kernel in the stream may run beside this one
   Pace pace;         // of that one and this
-  uint32_t* messages;
 };
 
 // A group's positions are [begin, end), counted from its q_t_offset. The last of the tokens' spans is the tail: rows

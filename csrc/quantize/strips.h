@@ -96,7 +96,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
   for (uint32_t turn = 0; part(turn).there; ++turn) {
     const Part w = part(turn);
     const Part& next = part(turn + 1);
-    if constexpr (T::kTogether)
+    if constexpr (T::kInStep)
       if (p.pace.past) keep_in_step(p, groups, w, rows_seen);
     if (turn % kPartsAhead == 0) schedule(turn + kPartsAhead);
     const int occupied = round_up(w.held(p.held), kSlotRows), next_base = ring_row(p, base + occupied);
@@ -189,8 +189,8 @@ int launch_shape(const QuantizeParams& p, const StripShape& shape, Beside beside
   l.cluster = cluster;
   const int64_t held = int64_t(shape.held) * cluster, alone = held * kAlone / 100;
   const int64_t most = average_rows(p) > alone ? held : alone;
-  if (T::kTogether) plan.pace = pace_of(p, beside);
-  plan.messages = reinterpret_cast<uint32_t*>(p.scratch) + pace_words(p);
+  if (T::kInStep) plan.pace = pace_of(p, beside);
+  if (p.scratch) plan.scratch = p.scratch + pace_words(p);  // messages come behind it
   int64_t zeros = plan.pace.past ? pace_words(p) : 0;
   if (T::kTogether && p.scratch && most >= kLeastShare && p.rows > most) {
     plan.most = int(most);

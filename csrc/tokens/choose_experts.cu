@@ -201,8 +201,9 @@ struct ChooseBackward : ChooseExpertsBackwardParams {
 // What a wave has of a token's choice: of all experts, or of the slots alone.
 template <class L>
 struct Chosen {
-  float w[L::n] = {};  // the gradient of the score, times the factor
-  uint32_t bits = 0;   // a bit an element
+  float w[L::n] = {};   // the gradient of the score, times the factor
+  uint32_t bits = 0;    // a bit an element
+  uint32_t stored = 0;  // likewise, of slots: whose gradient may be another than 0
 
   MOE_DEVICE bool operator()(int i) const { return bits >> i & 1; }
   MOE_DEVICE void find_among_experts(const ChooseBackward& p, const L& lane, int64_t t) {
@@ -234,6 +235,7 @@ struct Chosen {
       w[i] = found ? p.grad[t * p.grad_stride + slot] * p.factor : 0.f;
       logits[i] = found ? logits[i] : as_float(kMinusInfinity);
       bits |= uint32_t(found) << i;
+      stored |= uint32_t(found && as_bits(logits[i]) != kMinusInfinity) << i;
     }
   }
 };
@@ -245,7 +247,7 @@ MOE_DEVICE void store_slots(const ChooseBackward& p, const L& lane, int64_t t, c
   wave_barrier();
 #pragma unroll
   for (int i = 0; i < L::n; ++i)
-    if (chosen(i)) row[p.id(t, lane.expert(i))] = as_float(F32::from_float(chosen.w[i]));
+    if (chosen.stored >> i & 1) row[p.id(t, lane.expert(i))] = as_float(F32::from_float(chosen.w[i]));
   wave_barrier();
   float* const out = p.dlogits + t * p.E;
   if (p.vectors) {
@@ -257,7 +259,8 @@ MOE_DEVICE void store_slots(const ChooseBackward& p, const L& lane, int64_t t, c
   wave_barrier();
 }
 
-template <int kExperts>
+// kExperts: those that share the score. kOfChosen: the slots alone do.
+template <int kExperts, bool kOfChosen>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks<kExperts>)
     choose_experts_backward_kernel(MOE_GRID_CONSTANT const ChooseBackward p) {
   using L = Lane<kExperts>;
@@ -268,13 +271,10 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks<kExperts>)
   wait_for_previous_kernel();
   for (int64_t t = first_row(); t < p.T; t += rows_at_once()) {
     float score[n], slope[n], terms[n];
-    lane.load(p.logits + t * p.stride, int(p.width()), p.vectors, as_float(kMinusInfinity), score);
+    lane.load(p.logits + t * p.stride, kOfChosen ? int(p.top_k) : p.E, p.vectors, as_float(kMinusInfinity), score);
     Chosen<L> chosen;
-    if (p.of_chosen) chosen.find_among_slots(p, lane, t, score);
+    if constexpr (kOfChosen) chosen.find_among_slots(p, lane, t, score);
     else chosen.find_among_experts(p, lane, t);
-    uint32_t none = 0;  // a bit an element: its logit is -Inf
-#pragma unroll
-    for (int i = 0; i < n; ++i) none |= uint32_t(as_bits(score[i]) == kMinusInfinity) << i;
     L::score(p.scoring, score, slope);
     auto& w = chosen.w;
     const auto sum_of_chosen = [&](auto term) {
@@ -296,12 +296,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks<kExperts>)
 #pragma unroll
       for (int i = 0; i < n; ++i) w[i] = chosen(i) ? w[i] * slope[i] : 0.f;
     }
-    if (p.of_chosen) {
-      chosen.bits &= ~none;
-      store_slots(p, lane, t, chosen, row);
-    } else {
-      lane.store(p.dlogits + t * p.E, p.E, p.vectors, w);
-    }
+    if constexpr (kOfChosen) store_slots(p, lane, t, chosen, row);
+    else lane.store(p.dlogits + t * p.E, p.E, p.vectors, w);
   }
 }
 
@@ -335,11 +331,15 @@ int choose_experts(const ChooseExpertsParams& params, void* stream) {
 
 int choose_experts_backward(const ChooseExpertsBackwardParams& params, void* stream) {
   ChooseBackward p = {params, is_of_fours(params.E, params.T, params.stride, params.logits, params.dlogits)};
-  p.vectors = p.vectors && p.width() % 4 == 0;
-  const size_t shared = p.of_chosen ? kThreads / kSmallestWarp * round_up(p.E, 4) * sizeof(float) : 0;
-  return with_room(int(p.width()), [&](auto room) {
-    return launch_on_rows(choose_experts_backward_kernel<decltype(room)::value>, p, p.T, stream, shared);
-  });
+  if (!p.of_chosen)
+    return with_room(p.E, [&](auto room) {
+      return launch_on_rows(choose_experts_backward_kernel<decltype(room)::value, false>, p, p.T, stream);
+    });
+  p.vectors = p.vectors && p.top_k % 4 == 0;
+  const size_t shared = kThreads / kSmallestWarp * round_up(p.E, 4) * sizeof(float);
+  constexpr auto kOfFew = choose_experts_backward_kernel<128, true>;
+  constexpr auto kOfMany = choose_experts_backward_kernel<kMaxExperts, true>;
+  return launch_on_rows(p.top_k <= 128 ? kOfFew : kOfMany, p, p.T, stream, shared);
 }
 
 }  // namespace moe_fp8
