@@ -28,9 +28,13 @@ MOE_DEVICE void tell_pace(const Pace& p, Walker mine, uint32_t row) {
 MOE_DEVICE uint32_t other_pace(const Pace& p, Walker mine) {
   return p.past ? look_at_word(p.past + 1 - int(mine)) : 0;
 }
-// Who has told nothing is not waited for.
-MOE_DEVICE void keep_pace(const Pace& p, Walker mine, uint32_t row, uint32_t seen) {
-  for (int i = 0; i < kPaceLooks && seen > 0 && row > seen && row - seen > p.ahead; ++i) seen = other_pace(p, mine);
+// Who has told nothing is not waited for. False: the other did not come.
+MOE_DEVICE bool keep_pace(const Pace& p, Walker mine, uint32_t row, uint32_t seen) {
+  for (int i = 0; seen > 0 && row > seen && row - seen > p.ahead; ++i) {
+    if (i == kPaceLooks) return false;
+    seen = other_pace(p, mine);
+  }
+  return true;
 }
 
 }  // namespace moe_fp8

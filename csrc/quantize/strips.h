@@ -51,18 +51,21 @@ inline int spare_beside(const QuantizeParams& p, Beside beside) {
 // How many rows' worth of x comes before a part.
 template <class Groups>
 MOE_DEVICE uint32_t rows_past(const StripsPlan& p, const Groups& groups, const Part& w) {
-  const int64_t of_group = int64_t(groups.span(w.group).rows) * w.strip / p.strips;
-  return uint32_t(groups.rows_before(w.group) + of_group);
+  const int64_t shares = int64_t(w.strip) * w.team + w.rank, all = int64_t(p.strips) * w.team;
+  return uint32_t(groups.rows_before(w.group) + groups.span(w.group).rows * shares / all);
 }
 
-// By a thread of each cluster, for which the others of it then wait. seen: where the rows were a turn ago.
+// By a thread of each cluster, for which the others of it then wait. seen: where the rows were a turn ago; kGone: they
+// did not come, for they may not be running, and are waited for no more.
+constexpr uint32_t kGone = ~0u;
+MOE_DEVICE bool leads() { return threadIdx.x == 0 && threadIdx.y == 0 && cluster_rank() == 0; }
 template <class Groups>
 MOE_DEVICE void keep_in_step(const StripsPlan& p, const Groups& groups, const Part& w, uint32_t& seen) {
-  if (threadIdx.x != 0 || threadIdx.y != 0 || cluster_rank() != 0) return;
+  if (!leads()) return;
   const uint32_t past = rows_past(p, groups, w);
   tell_pace(p.pace, Walker::kColumns, past);
-  keep_pace(p.pace, Walker::kColumns, past, seen);
-  seen = other_pace(p.pace, Walker::kColumns);
+  if (seen == kGone) return;
+  seen = keep_pace(p.pace, Walker::kColumns, past, seen) ? other_pace(p.pace, Walker::kColumns) : kGone;
 }
 
 template <class Groups, class T>
@@ -133,6 +136,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
     }
     base = next_base;
   }
+  if constexpr (T::kInStep)
+    if (leads()) tell_pace(p.pace, Walker::kColumns, uint32_t(INT_MAX));  // the others are about to end, too
   if (p.cluster_log2 > 0) cluster_barrier();  // nobody leaves while messages to it are under way
 }
 
