@@ -28,10 +28,11 @@ MOE_DEVICE void tell_pace(const Pace& p, Walker mine, uint32_t row) {
 MOE_DEVICE uint32_t other_pace(const Pace& p, Walker mine) {
   return p.past ? look_at_word(p.past + 1 - int(mine)) : 0;
 }
-// Who has told nothing is not waited for. False: the other did not come.
+// Who has told nothing is not waited for. False: the other stands where it stood when `seen` was.
 MOE_DEVICE bool keep_pace(const Pace& p, Walker mine, uint32_t row, uint32_t seen) {
+  const uint32_t first = seen;
   for (int i = 0; seen > 0 && row > seen && row - seen > p.ahead; ++i) {
-    if (i == kPaceLooks) return false;
+    if (i == kPaceLooks) return seen > first;
     seen = other_pace(p, mine);
   }
   return true;

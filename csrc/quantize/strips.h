@@ -56,7 +56,7 @@ MOE_DEVICE uint32_t rows_past(const StripsPlan& p, const Groups& groups, const P
 }
 
 // By a thread of each cluster, for which the others of it then wait. seen: where the rows were a turn ago; kGone: they
-// did not come, for they may not be running, and are waited for no more.
+// stood still for as long as a wait takes, for they may not be running, and are waited for no more.
 constexpr uint32_t kGone = ~0u;
 MOE_DEVICE bool leads() { return threadIdx.x == 0 && threadIdx.y == 0 && cluster_rank() == 0; }
 template <class Groups>
