@@ -120,8 +120,11 @@ def test_edges(fp8, device):
         check(view, da, "swiglu", "rowwise", **how)
     for _, view in strided_2d(da):
         check(h["h"], view, "swiglu", "rowwise", **how)
-    for elements in (1, 4, 8):
-        check(misaligned(h["h"], elements), misaligned(da, elements), "swiglu", "rowwise", **how)
+    for elements, interleaved in itertools.product((1, 4, 8), (False, True)):  # gates and ups in turns: of 16 bytes
+        places = misaligned(h["h"], elements), misaligned(da, elements)
+        check(*places, "swiglu", "rowwise", **how, interleaved=interleaved)
+    wide_rows = torch.empty(50, 264, dtype=h["h"].dtype, device=device)[:, :256]
+    check(wide_rows.copy_(h["h"]), da, "swiglu", "rowwise", **how, interleaved=True)
     for align in (1, 8):
         check(h["h"], da, "swiglu", "rowwise", **how, align=align)
     for offs in corrupt_offs(50, device):

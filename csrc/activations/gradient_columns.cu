@@ -29,16 +29,14 @@ MOE_DEVICE uint32_t& word_of(Stage<kParts>& stage, int part, int j) {
 // The slot's rows; behind the last one it comes once more, and so does a row's last vector.
 template <class T, class G>
 MOE_DEVICE void cast_rows(const GradientsPlan& p, const Slot& slot, Stage<G::kParts>& stage) {
-  constexpr int kParts = G::kParts, kAtOnce = G::kClamped ? 2 : 4;  // features, as registers are for
+  constexpr int kParts = G::kParts, kAtOnce = G::kLight ? 4 : 2;  // features, as registers are for
   using Multipliers = std::conditional_t<kAtOnce == 4, Vec16, Vec8>;
-  const int F = int(p.gradients.h.F), v = Min{}(blockIdx.x * kVecs + threadIdx.x % kVecs, F / kFeatures - 1);
+  const int F = int(p.gradients.h.F), v = Min{}(int(blockIdx.x * kVecs + threadIdx.x % kVecs), p.vecs - 1);
   G g[kRowsOfLane];
 #pragma unroll
   for (int i = 0; i < kRowsOfLane; ++i)
     g[i] = G::template load<Reuse::kNone>(
         p, slot.row + Min{}(threadIdx.x / kVecs * kRowsOfLane + i, slot.count - 1), v);
-#pragma unroll
-  for (int i = 0; i < kRowsOfLane; ++i) g[i].separate(p.gradients.h.interleaved);
   const float* multipliers = p.multipliers + slot.group * (kParts + 1) * F + v * kFeatures;
   T::with_cast(p.of_dh, [&](auto cast_dh) {
 #pragma unroll 1
@@ -60,12 +58,10 @@ MOE_DEVICE void cast_rows(const GradientsPlan& p, const Slot& slot, Stage<G::kPa
 #pragma unroll
         for (int part = 0; part <= kParts; ++part) {
           const float by = as_float(m[part].w[j]);
-          const uint32_t words[2] = {packed_bf16(values[part][0], values[part][1]),
-                                     packed_bf16(values[part][2], values[part][3])};
+          const auto scaled = [&](int i) { return as_float(packed_bf16(0, values[part][i])) * by; };
           word_of<kParts>(stage, part, first + j) =
-              cast_words<BF16>(words, by, by, by, by, [&](float a, float b, float c, float d) {
-                return part < kParts ? cast_dh(a, b, c, d) : cast4<kNativeE4M3>(a, b, c, d);
-              });
+              part < kParts ? cast_dh(scaled(0), scaled(1), scaled(2), scaled(3))
+                            : cast4<kNativeE4M3>(scaled(0), scaled(1), scaled(2), scaled(3));
         }
       }
 #pragma unroll
@@ -112,17 +108,16 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, 2)
   __shared__ Stage<kParts> stage[kLines];
   const int first = (p.last - int(blockIdx.y)) * kTile;
   wait_for_previous_kernel();
+  with_gradients<Activations>(p, [&](auto of) {
 #pragma unroll 1
-  for (int line = 0; line < kLines; ++line) {
-    const int at = first + line * kLine + threadIdx.y * kSlotRows;
-    if (at >= int(p.of_dh.positions)) break;
-    const Slot& slot = p.slots[at / kSlotRows];
-    if (slot.count > 0)
-      Activations::with(p.gradients.activation, [&](auto activation) {
-        cast_rows<T, Gradients<decltype(activation)::value>>(p, slot, stage[line]);
-      });
-    if (slot.count < kSlotRows) clear_padding<kParts>(slot, stage[line]);
-  }
+    for (int line = 0; line < kLines; ++line) {
+      const int at = first + line * kLine + threadIdx.y * kSlotRows;
+      if (at >= int(p.of_dh.positions)) break;
+      const Slot slot = p.slots[at / kSlotRows];
+      if (slot.count > 0) cast_rows<T, typename decltype(of)::Type>(p, slot, stage[line]);
+      if (slot.count < kSlotRows) clear_padding<kParts>(slot, stage[line]);
+    }
+  });
   __syncthreads();
   store_columns<kParts>(p, first, stage);
 }

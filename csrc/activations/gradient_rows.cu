@@ -20,9 +20,9 @@ struct TeamWords { OfRow of[2][kMostRows][kMostTeam / 32]; };
 // what is of one row each.
 template <class T, class G>
 struct RowWalk {
-  static constexpr int kParts = G::kParts, kRows = G::kClamped ? 2 : kMostRows, kShare = kWarpSize / kRows;
+  static constexpr int kParts = G::kParts, kRows = G::kLight ? kMostRows : 2, kShare = kWarpSize / kRows;
   static_assert(kMostTeam / kWarpSize <= kShare);
-  using Rounded = Vec16[kParts + 1];  // gates, ups if there are any, a
+  using Pairs = uint32_t[G::kColumns / 2];  // of columns, in bfloat16
 
   const GradientsPlan& p;
   TeamWords& words;
@@ -31,15 +31,20 @@ struct RowWalk {
   uint32_t turn = 0;
 
   // Gradients of a row, and the thread's part of dscores.
-  MOE_DEVICE float round_row(const G& g, Rounded& rounded) const {
+  MOE_DEVICE float round_row(const G& g, Pairs& dh, uint32_t (&a)[kFeatures / 2]) const {
     float dot = 0;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
+    for (int w = 0; w < kFeatures / 2; ++w) {
       const ActivationGradient lo = g.of(2 * w), hi = g.of(2 * w + 1);
       dot = fmaf(g.da_of(2 * w + 1), hi.a, fmaf(g.da_of(2 * w), lo.a, dot));
-      rounded[0].w[w] = packed_bf16(lo.gate, hi.gate);
-      if constexpr (kParts > 1) rounded[1].w[w] = packed_bf16(lo.up, hi.up);
-      rounded[kParts].w[w] = packed_bf16(g.score * lo.a, g.score * hi.a);
+      a[w] = packed_bf16(g.score * lo.a, g.score * hi.a);
+      if constexpr (G::kInterleaved) {
+        dh[2 * w] = packed_bf16(lo.gate, lo.up);
+        dh[2 * w + 1] = packed_bf16(hi.gate, hi.up);
+      } else {
+        dh[w] = packed_bf16(lo.gate, hi.gate);
+        if constexpr (kParts > 1) dh[kFeatures / 2 + w] = packed_bf16(lo.up, hi.up);
+      }
     }
     return there ? dot : 0;
   }
@@ -65,65 +70,66 @@ struct RowWalk {
     return s;
   }
   template <class Cast>
-  MOE_DEVICE void store(const Vec16 (&of_dh)[kParts], int row, float multiplier, Cast cast) const {
-    const GateColumns<kFeatures, G::kGated> columns(p.gradients.h);
-    Vec16 vecs[kParts];
+  MOE_DEVICE void store(const Pairs& dh, int row, float m, Cast cast) const {
+    uint8_t* q = p.of_dh.q + offset(row, uint32_t(p.of_dh.K));
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) vecs[i] = of_dh[i];
-    if (columns.interleaved) {
+    for (int i = 0, pair = 0; i < G::kPieces; ++i) {
+      typename G::Neighbours bytes;
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        vecs[w / 2 % kParts].w[2 * w % 4] = pick_bytes(of_dh[0].w[w], of_dh[kParts - 1].w[w], 0x5410);
-        vecs[w / 2 % kParts].w[2 * w % 4 + 1] = pick_bytes(of_dh[0].w[w], of_dh[kParts - 1].w[w], 0x7632);
+      for (uint32_t& word : bytes.w) {
+        word = cast_words<BF16>(dh + pair, m, m, m, m, cast);
+        pair += 2;
       }
+      store_stream(G::piece(p, q, v, i), bytes);
     }
-#pragma unroll
-    for (int i = 0; i < kParts; ++i)
-      store_cast<T>(p.of_dh, p.of_dh.q + columns.at(v, i) + offset(row, uint32_t(p.of_dh.K)), 0, vecs[i], multiplier,
-                    cast);
   }
   // The block's rows from first to stop, which are of group e. Behind the last row it comes once more: the same maxima
   // and the same bytes.
   MOE_DEVICE void walk(int first, int stop, int e) {
     const int teams = blockDim.y, own = threadIdx.x % kWarpSize / kShare;
-    uint32_t most[kParts + 1][4] = {};
-    for (int begin = first; begin < stop; begin += kRows * teams) {
-      const auto row = [&](int i) { return Min{}(begin + int(threadIdx.y) + i * teams, stop - 1); };
-      G g[kRows];
+    Pairs most_of_dh = {};
+    uint32_t most_of_a[kFeatures / 2] = {};
+    const auto row = [&](int begin, int i) { return Min{}(begin + int(threadIdx.y) + i * teams, stop - 1); };
+    G g[kRows];
+    const auto load = [&](int begin) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) g[i] = G::template load<Reuse::kSoon>(p, row(i), v);
-      Vec16 of_dh[kRows][kParts];
+      for (int i = 0; i < kRows; ++i) g[i] = G::template load<Reuse::kSoon>(p, row(begin, i), v);
+    };
+    load(first);
+    for (int begin = first; begin < stop; begin += kRows * teams) {
+      Pairs dh[kRows];
       uint32_t amax = 0;
       float dot[kRows];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        Rounded rounded;
-        g[i].separate(p.gradients.h.interleaved);
-        dot[i] = round_row(g[i], rounded);
+        uint32_t a[kFeatures / 2], of_row = 0;
+        dot[i] = round_row(g[i], dh[i], a);
 #pragma unroll
-        for (int part = 0; part <= kParts; ++part)
+        for (int w = 0; w < G::kColumns / 2; ++w) {
+          most_of_dh[w] = max_magnitude<BF16>(most_of_dh[w], dh[i][w]);
+          of_row = max_magnitude<BF16>(of_row, dh[i][w]);
+        }
 #pragma unroll
-          for (int w = 0; w < 4; ++w) most[part][w] = max_magnitude<BF16>(most[part][w], rounded[part].w[w]);
-        uint32_t of_row = 0;
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) of_row = max_vec<BF16>(of_row, of_dh[i][part] = rounded[part]);
+        for (int w = 0; w < kFeatures / 2; ++w) most_of_a[w] = max_magnitude<BF16>(most_of_a[w], a[w]);
         if (const uint32_t of_wave = warp_max(amax_bits<BF16>(of_row)); i == own) amax = of_wave;
       }
-      const ScaleF32 s = finish(amax, dot, row(own));
+      const ScaleF32 s = finish(amax, dot, row(begin, own));
+      load(begin + kRows * teams);  // under way while rows are cast
       T::with_cast(p.of_dh, [&](auto cast) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
-          store(of_dh[i], row(i), as_float(shfl(as_bits(s.multiplier), i * kShare)), cast);
+          store(dh[i], row(begin, i), as_float(shfl(as_bits(s.multiplier), i * kShare)), cast);
       });
     }
     if (!there || e >= p.of_dh.E) return;
     const int64_t F = p.gradients.h.F;
     uint32_t* told = p.amax + e * (kParts + 1) * F + v;
+    const auto tell = [&](int part, int j, uint32_t most) { atomicMax(told + part * F + j * p.vecs, most); };
 #pragma unroll
-    for (int part = 0; part <= kParts; ++part)
+    for (int c = 0; c < G::kColumns; ++c)
+      tell(G::part_of(c), G::feature_of(c), magnitude_bits<BF16>(most_of_dh[c / 2], c % 2));
 #pragma unroll
-      for (int j = 0; j < kFeatures; ++j)
-        atomicMax(told + part * F + j * (F / kFeatures), magnitude_bits<BF16>(most[part][j / 2], j % 2));
+    for (int j = 0; j < kFeatures; ++j) tell(kParts, j, magnitude_bits<BF16>(most_of_a[j / 2], j % 2));
   }
 };
 
@@ -131,12 +137,12 @@ template <class T, class Activations>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMostTeam, 2)
     quantize_gradient_rows_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
   __shared__ TeamWords words[kUsualThreads / 32];
-  const int vecs = int(p.gradients.h.F / kFeatures), v = threadIdx.x;
+  const int v = threadIdx.x;
   const int begin = int(blockIdx.x) * p.share, end = begin + Min{}(p.share, int(p.of_dh.rows) - begin);
   wait_for_previous_kernel();
-  Activations::with(p.gradients.activation, [&](auto activation) {
-    RowWalk<T, Gradients<decltype(activation)::value>> walk = {
-        p, words[threadIdx.y], Min{}(v, vecs - 1), v / kWarpSize, int(blockDim.x) / kWarpSize, v < vecs};
+  with_gradients<Activations>(p, [&](auto of) {
+    RowWalk<T, typename decltype(of)::Type> walk = {
+        p, words[threadIdx.y], Min{}(v, p.vecs - 1), v / kWarpSize, int(blockDim.x) / kWarpSize, v < p.vecs};
     for (int first = begin; first < end;) {
       const int e = GroupTable::find(p.starts, int(p.of_dh.E), first), stop = Min{}(p.starts[e + 1], end);
       walk.walk(first, stop, e);
@@ -148,7 +154,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMostTeam, 2)
 }  // namespace
 
 int launch_gradient_rows(GradientsPlan p, void* stream) {
-  const int threads = round_up(int(p.gradients.h.F / kFeatures), kLargestWarp);
+  const int threads = round_up(p.vecs, kLargestWarp);
   const int teams = threads < kUsualThreads ? kUsualThreads / threads : 1;
   const int64_t rows = p.of_dh.rows;
   const int64_t shares = int64_t(device().multiprocessors) * kTurns * kHeldThreads / (threads * teams);

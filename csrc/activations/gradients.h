@@ -16,7 +16,8 @@ struct GradientsPlan : QuantizeActivatedBackwardParams {
   float* multipliers;  // [E, parts + 1, F]
   uint32_t* amax;      // likewise, float32 bits; of a part [8, F / 8], so that neighbours' maxima are neighbours
   int* starts;         // [E + 2], of groups' rows; the last two are the tail's start and end
-  uint32_t h_stride;   // vectors of eight features
+  int vecs;            // of eight features, in a part of a row
+  uint32_t h_stride;   // likewise
   uint32_t da_stride;  // likewise
   int share;           // rows of a block of the first pass
 };
@@ -33,60 +34,58 @@ constexpr int kFeatures = 8;    // of a vector
 constexpr int kMostTeam = 256;  // threads that share a row in the first pass, a vector each
 constexpr int64_t kMostFeatures = kMostTeam * kFeatures;
 
-// h, of the chip's E4M3 with a scale a row, and da of eight features of a row.
-template <Activation kActivation>
+// h, of the chip's E4M3 with a scale a row, and da of eight features of a row. Columns of h are numbered as they lie in
+// registers and, eight or sixteen neighbours at a time, in memory; kInTurns: gates and ups are neighbours.
+template <Activation kActivation, bool kInTurns>
 struct Gradients {
-  static constexpr bool kGated = is_gated(kActivation);
-  static constexpr int kParts = kGated ? 2 : 1;
-  // Whether fewer are at work at once, for want of registers.
-  static constexpr bool kClamped = kActivations[int(kActivation)].curve == Curve::kClampedSilu;
-  Vec8 part[kParts];
+  static constexpr bool kGated = is_gated(kActivation), kInterleaved = kInTurns;
+  static constexpr int kParts = kGated ? 2 : 1, kColumns = kParts * kFeatures;
+  // Others have fewer at work at once, for want of registers.
+  static constexpr Curve kCurve = kActivations[int(kActivation)].curve;
+  static constexpr bool kLight = kCurve != Curve::kClampedSilu && kCurve != Curve::kGelu;
+  using Neighbours = std::conditional_t<kInTurns, Vec16, Vec8>;
+  static constexpr int kPieces = kColumns / sizeof(Neighbours);
+  Neighbours h[kPieces];
   Vec16 da;
   float scale, score;
 
-  // Number v of those of a row.
+  static constexpr MOE_DEVICE int column(int part, int j) { return kInTurns ? 2 * j + part : part * kFeatures + j; }
+  static constexpr MOE_DEVICE int part_of(int c) { return kInTurns ? c % 2 : c / kFeatures; }
+  static constexpr MOE_DEVICE int feature_of(int c) { return kInTurns ? c / 2 : c % kFeatures; }
+  // Of number v of those of a row: their piece i, in rows that begin at h.
+  template <class Bytes>
+  static MOE_DEVICE auto piece(const GradientsPlan& p, Bytes* h, int v, int i) {
+    using Piece = std::conditional_t<std::is_const_v<Bytes>, const Neighbours, Neighbours>;
+    return reinterpret_cast<Piece*>(h) + v + i * p.vecs;
+  }
+
   template <Reuse kReuse>
   static MOE_DEVICE Gradients load(const GradientsPlan& p, int row, int v) {
     const ActivateBackwardParams& of = p.gradients;
-    const GateColumns<kFeatures, kGated> columns(of.h);
     Gradients g;
+    const auto* h = static_cast<const uint8_t*>(of.h.h) + offset(row, p.h_stride) * kFeatures;
 #pragma unroll
-    for (int i = 0; i < kParts; ++i)
-      g.part[i] = load_stream<kReuse>(static_cast<const Vec8*>(of.h.h) + columns.at(v, i) / kFeatures +
-                                      offset(row, p.h_stride));
+    for (int i = 0; i < kPieces; ++i) g.h[i] = load_stream<kReuse>(piece(p, h, v, i));
     g.da = load_stream<kReuse>(static_cast<const Vec16*>(of.da) + v + offset(row, p.da_stride));
     g.scale = static_cast<const float*>(of.h.scale.data)[row];
     g.score = of.scores ? of.scores[row] : 1.f;
     return g;
   }
-  // Gates and ups that lie in turns, apart.
-  MOE_DEVICE void separate(bool interleaved) {
-    if constexpr (kGated) {
-      if (!interleaved) return;
-      constexpr int n = sizeof(Vec8) / 4;
-      uint32_t gates[n], ups[n];
-#pragma unroll
-      for (int i = 0; i < n; ++i) {
-        const uint32_t first = part[2 * i / n].w[2 * i % n], other = part[2 * i / n].w[2 * i % n + 1];
-        gates[i] = pick_bytes(first, other, 0x6420);
-        ups[i] = pick_bytes(first, other, 0x7531);
-      }
-#pragma unroll
-      for (int i = 0; i < n; ++i) {
-        part[0].w[i] = gates[i];
-        part[1].w[i] = ups[i];
-      }
-    }
-  }
-  MOE_DEVICE float value(int i, int j) const {
-    return decode_native<false>(part[i].w[j / 4], j % 4) * scale;
+  MOE_DEVICE float value(int part, int j) const {
+    constexpr int n = sizeof(Neighbours);
+    const int c = column(part, j);
+    return decode_native<false>(h[c / n].w[c % n / 4], c % 4) * scale;
   }
   MOE_DEVICE float da_of(int j) const { return element<BF16>(da.w[j / 2], j % 2); }
+  // Of feature j.
+  MOE_DEVICE ActivationGradient of(int j) const {
+    return activation_gradient<kActivation>(value(0, j), kGated ? value(kParts - 1, j) : 0.f, score * da_of(j));
+  }
   // Features n, n + 1, ... in the place of the first.
   template <int n>
   MOE_DEVICE void advance() {
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) shift<n>(part[i].w);
+    for (int i = 0; i < kPieces; ++i) shift<kInTurns ? 2 * n : n>(h[i].w);
     shift<2 * n>(da.w);
   }
   template <int kBytes, int kWords>
@@ -97,11 +96,18 @@ struct Gradients {
       else w[i] = i + 1 < kWords ? pick_bytes(w[i], w[i + 1], 0x5432) : w[i] >> 16;
     }
   }
-  // Of feature j.
-  MOE_DEVICE ActivationGradient of(int j) const {
-    return activation_gradient<kActivation>(value(0, j), kGated ? value(kParts - 1, j) : 0.f, score * da_of(j));
-  }
 };
+
+// f(a type of Gradients), once, outside of loops.
+template <class Activations, class F>
+MOE_DEVICE void with_gradients(const GradientsPlan& p, F f) {
+  Activations::with(p.gradients.activation, [&](auto activation) {
+    constexpr Activation kActivation = decltype(activation)::value;
+    if constexpr (kIsGated<kActivation>)
+      if (p.gradients.h.interleaved) return f(TypeOf<Gradients<kActivation, true>>{});
+    f(TypeOf<Gradients<kActivation, false>>{});
+  });
+}
 
 int launch_gradient_rows(GradientsPlan plan, void* stream);
 int launch_gradient_columns(const GradientsPlan& plan, void* stream);

@@ -32,13 +32,13 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) place_slots_kernel(MOE_GRID_
 
 // Between the passes: from the amax of every column of a group to its multiplier and its scale.
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) scale_columns_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
-  const int64_t F = p.gradients.h.F, columns = (p.parts + 1) * F, vecs = F / kFeatures;
+  const int64_t F = p.gradients.h.F, columns = (p.parts + 1) * F;
   const int64_t threads = int64_t(gridDim.x) * kPlaceThreads;
   wait_for_previous_kernel();
   for (int64_t i = int64_t(blockIdx.x) * kPlaceThreads + threadIdx.x; i < columns_of_groups(p); i += threads) {
     const int64_t e = i / columns;
     const int column = int(i % columns), part = int(column / F), f = int(column % F);
-    const uint32_t amax = p.amax[e * columns + part * F + f % kFeatures * vecs + f / kFeatures];
+    const uint32_t amax = p.amax[e * columns + part * F + f % kFeatures * p.vecs + f / kFeatures];
     const bool of_a = part == p.parts;
     const QuantizeParams& to = of_a ? p.of_a : p.of_dh;
     const ScaleF32 s = GradientTypes::scale_of<ScaleF32>(to, amax);
@@ -52,6 +52,7 @@ GradientsPlan plan_of(const QuantizeActivatedBackwardParams& p) {
   GradientsPlan plan = {p};
   plan.parts = is_gated(p.gradients.activation) ? 2 : 1;
   plan.gradients.h.interleaved &= plan.parts > 1;
+  plan.vecs = int(p.gradients.h.F / kFeatures);
   plan.h_stride = uint32_t(p.gradients.h.stride / kFeatures);
   plan.da_stride = uint32_t(p.gradients.da_stride / kFeatures);
   const int64_t columns = columns_of_groups(plan);
@@ -74,9 +75,10 @@ bool can_quantize_activated_backward(const QuantizeActivatedBackwardParams& p) {
   const Fp8Type native = fnuz ? Fp8Type::kE4M3FNUZ : Fp8Type::kE4M3FN;
   const bool types = g.h.scale.data && g.h.fp8 == native && p.of_a.out == native && is_fnuz(p.of_dh.out) == fnuz;
   const bool sizes = g.P > 0 && g.h.F > 0 && g.h.F <= kMostFeatures && p.of_dh.align % kSlotRows == 0;
+  const int together = g.h.interleaved && is_gated(g.activation) ? 2 : 1;  // eights of columns of h
   const bool near = g.P == 1 || (g.h.stride < kLongestStride && g.da_stride < kLongestStride);
   return p.of_dh.format == FormatId::kRowwise && g.in == InType::kBF16 && types && sizes && near &&
-         is_of_vectors(g.h.h, g.h.stride, g.h.F, g.P, 1) && is_of_vectors(g.da, g.da_stride, g.h.F, g.P, 2);
+         is_of_vectors(g.h.h, g.h.stride, g.h.F, g.P, together) && is_of_vectors(g.da, g.da_stride, g.h.F, g.P, 2);
 }
 
 int quantize_activated_backward(const QuantizeActivatedBackwardParams& p, void* stream) {
