@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -139,6 +140,26 @@ def test_quantized_backward(kernels, activation, f, ends, align, e5m2, scored, i
     how = {"align": align, "interleaved": interleaved, "rounding": rounding}
     how["scores"] = scores_for(x) if scored else None
     check_quantized_backward(kernels, x, da_for(x, activation), activation, offs, e5m2, **how)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_quantized_backward_of_rows_that_are_apart(kernels, interleaved):
+    """Eight columns of h are loaded at once; of gates and ups in turns 16, and rows that lie otherwise are refused."""
+    x, offs = h_for("swiglu", 50, 128), torch.tensor([9, 9, 40], dtype=torch.int32)
+    da, how = da_for(x, "swiglu"), {"offs": offs, "interleaved": interleaved, "rounding": "exact"}
+    for each in kernels:
+        e4m3 = next(t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz())
+        h, scale = reference.quantize_rows(x, "rowwise", dtype=e4m3)
+        given = ("swiglu", "rowwise"), {**how, "h_scale": scale, "dtype": e4m3, "grad_dtype": e4m3}
+        want = reference.quantize_activated_backward(h, da, *given[0], **given[1])
+        for extra in (4, 8, 16):
+            apart = torch.empty(50, 256 + extra, dtype=e4m3)[:, :256].copy_(h)
+            run = partial(each.run, "quantize_activated_backward", want, apart, da, *given[0], **given[1])
+            if extra % (16 if interleaved else 8):
+                with pytest.raises(RuntimeError, match="no kernels take these rows"):
+                    run()
+            else:
+                assert_same(run()[:-1], want[:-1], f"rows {256 + extra} apart at wave size {each.wave}")
 
 
 def test_quantized_backward_of_many_groups(kernels):
