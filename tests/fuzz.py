@@ -1,4 +1,4 @@
-"""Calls every op at random, as a program of its own: python fuzz.py valid|junk SEED CALLS.
+"""Calls every op at random, as a program of its own: python fuzz.py SEED valid=CALLS junk=CALLS.
 
 valid: results must be those of the reference, and as the fake has it. junk: anything may be an argument; a call must
 return or raise a Python exception, as its fake does. Prints what it called before it does something wrong, so that a
@@ -140,8 +140,7 @@ def described(value: object) -> str:
     return f"{value.dtype}{list(value.shape)} stride {value.stride()} {value.tolist() if listed else ''}"
 
 
-def main() -> None:
-    mode, seed, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def call_at_random(mode: str, seed: int, count: int) -> None:
     r = random.Random(f"{mode} {seed}")
     for i in range(count):
         name = r.choice(list(OPS))
@@ -149,7 +148,7 @@ def main() -> None:
         if mode == "junk":
             spoilt(r, name, args, kwargs)
         text = ", ".join([*map(described, args), *(f"{k}={described(v)}" for k, v in kwargs.items())])
-        print(f"call {i}: {name}({text})", file=sys.stderr)
+        print(f"{mode} call {i}: {name}({text})", file=sys.stderr)
         if mode == "valid":
             before = [t.clone() if written else t for t, written in zip(args, is_written(name), strict=False)]
         got, error = attempt(name, args, kwargs)
@@ -157,7 +156,13 @@ def main() -> None:
             assert got is not None, error
             compare_with_reference(name, before, kwargs, got)
         compare_with_fake(name, args, kwargs, got, error)
-    print("done", count)
+    print("done", count, mode)
+
+
+def main() -> None:
+    for word in sys.argv[2:]:
+        mode, count = word.split("=")
+        call_at_random(mode, int(sys.argv[1]), int(count))
 
 
 if __name__ == "__main__":
