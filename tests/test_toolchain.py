@@ -318,12 +318,13 @@ def test_a_check_that_saw_no_kernel_fails():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
-def test_report_without_a_gpu():
-    done = subprocess.run([sys.executable, first_run.__file__], capture_output=True, text=True)
+def test_report_without_a_gpu(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", [first_run.__file__])
+    assert first_run.main() == 1
+    out = capfd.readouterr().out
     assert re.search(
-        r"== machine\ntorch \S+ of (.|\n)*version .*\n(GEMM .*\n)*GEMM cpu: .*\n\nNothing was run: torch", done.stdout
-    ), done
-    assert done.returncode == 1
+        r"== machine\ntorch \S+ of (.|\n)*version .*\n(GEMM .*\n)*GEMM cpu: .*\n\nNothing was run: torch", out
+    ), out
 
 
 @pytest.mark.parametrize("recipe", [*first_run.RECIPES, "bf16"])
