@@ -156,13 +156,13 @@ def call_at_random(mode: str, seed: int, count: int) -> None:
             assert got is not None, error
             compare_with_reference(name, before, kwargs, got)
         compare_with_fake(name, args, kwargs, got, error)
-    print("done", count, mode)
 
 
 def main() -> None:
     for word in sys.argv[2:]:
         mode, count = word.split("=")
         call_at_random(mode, int(sys.argv[1]), int(count))
+        print("done", word)
 
 
 if __name__ == "__main__":

@@ -75,11 +75,11 @@ bool can_quantize_activated_backward(const QuantizeActivatedBackwardParams& p) {
   const Fp8Type native = fnuz ? Fp8Type::kE4M3FNUZ : Fp8Type::kE4M3FN;
   const bool types = g.h.scale.data && g.h.fp8 == native && p.of_a.out == native && is_fnuz(p.of_dh.out) == fnuz;
   const bool sizes = g.P > 0 && g.h.F > 0 && g.h.F <= kMostFeatures && p.of_dh.align % kSlotRows == 0;
-  const int together = g.h.interleaved && is_gated(g.activation) ? 2 * kFeatures : kFeatures;  // bytes of h
-  const uint64_t places = reinterpret_cast<uintptr_t>(g.h.h) | uint64_t(g.P > 1 ? g.h.stride : 0);
+  const int together = g.h.interleaved && is_gated(g.activation) ? 2 * kFeatures : kFeatures;  // columns of h
   const bool near = g.P == 1 || (g.h.stride < kLongestStride && g.da_stride < kLongestStride);
   return p.of_dh.format == FormatId::kRowwise && g.in == InType::kBF16 && types && sizes && near &&
-         places % together == 0 && is_of_vectors(g.da, g.da_stride, g.h.F, g.P, 2);
+         is_of_vectors(g.h.h, g.h.stride, g.h.F, g.P, 1, together) &&
+         is_of_vectors(g.da, g.da_stride, g.h.F, g.P, 2);
 }
 
 int quantize_activated_backward(const QuantizeActivatedBackwardParams& p, void* stream) {

@@ -127,7 +127,7 @@ void choose_experts_backward_cpu(const ChooseExpertsBackwardParams& p) {
   const int width = int(p.width());
   parallel(p.T, 16 * p.T * p.E, [&](int64_t begin, int64_t end) {
     Row score(room_for(width)), slope(score), terms(score), w(score), logits(width);
-    std::vector<int> chosen, slot_of(width);
+    std::vector<int> chosen, slot_of(width), expert(width);  // an id is read once: another thread may write it
     for (int64_t t = begin; t < end; ++t) {
       std::copy_n(p.logits + t * p.stride, width, logits.begin());
       std::fill(slot_of.begin(), slot_of.end(), -1);
@@ -135,6 +135,7 @@ void choose_experts_backward_cpu(const ChooseExpertsBackwardParams& p) {
         const int64_t id = p.id(t, slot);
         if (id >= 0 && id < p.E) slot_of[p.of_chosen ? slot : id] = int(slot);
         else if (p.of_chosen) logits[slot] = -std::numeric_limits<float>::infinity();
+        if (p.of_chosen) expert[slot] = int(id);
       }
       score_row(p.scoring, logits.data(), width, score, slope);
       chosen.clear();
@@ -160,7 +161,7 @@ void choose_experts_backward_cpu(const ChooseExpertsBackwardParams& p) {
         std::fill_n(dlogits, p.E, 0.f);
         for (const int slot : chosen)
           if (logits[slot] != -std::numeric_limits<float>::infinity())
-            dlogits[p.id(t, slot)] = as_float(F32::from_float(w[slot]));
+            dlogits[expert[slot]] = as_float(F32::from_float(w[slot]));
       } else {
         for (int e = 0; e < p.E; ++e) dlogits[e] = as_float(F32::from_float(w[e]));
       }

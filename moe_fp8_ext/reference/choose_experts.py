@@ -88,7 +88,7 @@ def choose_experts_backward(
         logits = torch.where(there, logits, -torch.inf)
         slots = torch.where(there, torch.arange(topk_ids.shape[1], device=logits.device), -1)
         of_slots = choose_experts_backward(grad, logits, slots, scoring, normalize, scaling_factor)
-        dlogits = torch.zeros(len(logits), num_experts, device=logits.device)
+        dlogits = logits.new_zeros(len(logits), num_experts)
         tokens, slot = (there & ~logits.isneginf()).nonzero(as_tuple=True)
         dlogits[tokens, topk_ids[tokens, slot].long()] = of_slots[tokens, slot]
         return dlogits
