@@ -48,15 +48,21 @@ struct RowWalk {
     }
     return there ? dot : 0;
   }
-  // The scale of the row that the lane's share has; that and dscores in memory.
-  MOE_DEVICE ScaleF32 finish(uint32_t amax, const float (&dot)[kRows], int64_t row) {
+  // To the team, what the wave knows of the row that the lane's share has.
+  MOE_DEVICE const OfRow* tell(uint32_t amax, const float (&dot)[kRows]) {
+    const int lane = threadIdx.x % kWarpSize;
+    OfRow* of_row = words.of[turn++ & 1][lane / kShare];
+    const OfRow told = {amax, wave_sums(dot)};
+    if (lane % kShare == 0) of_row[wave] = told;
+    return of_row;
+  }
+  // Its scale; that and dscores in memory.
+  MOE_DEVICE ScaleF32 finish(const OfRow* of_row, int64_t row) {
     const int lane = threadIdx.x % kWarpSize, own = lane / kShare, of_share = lane % kShare;
-    OfRow told = {amax, wave_sums(dot)};
-    OfRow* of_row = words.of[turn++ & 1][own];
-    if (of_share == 0) of_row[wave] = told;
     if (waves > 1) __syncthreads();
     else wave_barrier();
-    told = of_share < waves ? of_row[of_share] : OfRow{};
+    OfRow told = {};
+    if (of_share < waves) told = of_row[of_share];
 #pragma unroll
     for (int mask = kShare / 2; mask > 0; mask /= 2) told.amax = Max{}(told.amax, shfl_xor(told.amax, mask));
     const ScaleF32 s = T::template scale_of<ScaleF32>(p.of_dh, told.amax);
@@ -113,8 +119,9 @@ struct RowWalk {
         for (int w = 0; w < kFeatures / 2; ++w) most_of_a[w] = max_magnitude<BF16>(most_of_a[w], a[w]);
         if (const uint32_t of_wave = warp_max(amax_bits<BF16>(of_row)); i == own) amax = of_wave;
       }
-      const ScaleF32 s = finish(amax, dot, row(begin, own));
-      load(begin + kRows * teams);  // under way while rows are cast
+      const OfRow* of_row = tell(amax, dot);
+      load(begin + kRows * teams);  // under way while the team agrees on scales, and casts
+      const ScaleF32 s = finish(of_row, row(begin, own));
       T::with_cast(p.of_dh, [&](auto cast) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
@@ -124,12 +131,12 @@ struct RowWalk {
     if (!there || e >= p.of_dh.E) return;
     const int64_t F = p.gradients.h.F;
     uint32_t* told = p.amax + e * (kParts + 1) * F + v;
-    const auto tell = [&](int part, int j, uint32_t most) { atomicMax(told + part * F + j * p.vecs, most); };
+    const auto raise = [&](int part, int j, uint32_t most) { atomicMax(told + part * F + j * p.vecs, most); };
 #pragma unroll
     for (int c = 0; c < G::kColumns; ++c)
-      tell(G::part_of(c), G::feature_of(c), magnitude_bits<BF16>(most_of_dh[c / 2], c % 2));
+      raise(G::part_of(c), G::feature_of(c), magnitude_bits<BF16>(most_of_dh[c / 2], c % 2));
 #pragma unroll
-    for (int j = 0; j < kFeatures; ++j) tell(kParts, j, magnitude_bits<BF16>(most_of_a[j / 2], j % 2));
+    for (int j = 0; j < kFeatures; ++j) raise(kParts, j, magnitude_bits<BF16>(most_of_a[j / 2], j % 2));
   }
 };
 
