@@ -15,7 +15,7 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       " -> (Tensor q_t, Tensor scale_t, Tensor padded_offs)");
   m.def(
       "quantize_both(Tensor x, str format, Tensor offs, Tensor? indices=None, SymInt? top_k=None, int? align=None,"
-      " ScalarType? dtype=None, str? rounding=None)"
+      " ScalarType? dtype=None, str? rounding=None, str amax='group')"
       " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor padded_offs)");
   m.def(
       "quantize_weight(Tensor w, str format, ScalarType? dtype=None, str? rounding=None)"

@@ -139,12 +139,15 @@ class Fp8Operands:
     ) -> tuple[Operand, Operand]:
         format, dtype, rounding = self._rule(gradient)
         along_rows = along_tokens = NOTHING
+        amax = self.recipe.amax if x[1] is None and slots.indices[1] > 1 else "group"
+        how = self.recipe.align, dtype, rounding, amax
+        if rows and tokens and amax == "batch":
+            both = _quantize_both(row_major(x[0]), format, slots.offs, *slots.indices, *how)
+            return both[:2], both[2:]
         if rows:
             along_rows = self.quantized(x[0], gradient) if x[1] is None else x
         if tokens:
-            of_slots = row_major(self.values(x)), format, slots.offs, *slots.indices
-            amax = self.recipe.amax if x[1] is None and slots.indices[1] > 1 else "group"
-            along_tokens = _quantize_tokens(*of_slots, self.recipe.align, dtype, rounding, amax)
+            along_tokens = _quantize_tokens(row_major(self.values(x)), format, slots.offs, *slots.indices, *how)
         return along_rows, along_tokens
 
     def of_slots(

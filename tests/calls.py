@@ -135,7 +135,7 @@ def quantize_tokens(r: random.Random) -> Call:
 
 @op
 def quantize_both(r: random.Random) -> Call:
-    return quantizer(r, r.choice(list(FORMATS)), of_tokens=True)
+    return quantize_tokens(r)
 
 
 @op

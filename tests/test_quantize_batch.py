@@ -1,5 +1,5 @@
-"""quantize_tokens with one scale for a column of the whole batch: the reference's bytes, and what no group has to do
-with another."""
+"""quantize_tokens and quantize_both with one scale for a column of the whole batch: the reference's bytes, and what no
+group has to do with another."""
 
 from __future__ import annotations
 
@@ -40,13 +40,15 @@ from torch import Tensor
 from moe_fp8_ext import ops, quantize_tokens, reference, scaled_grouped_mm
 from moe_fp8_ext.reference.numerics import FORMATS, FP8_NAN_BYTE
 
-call = caller("quantize_tokens", "rowwise", amax="batch")
+call, both = (caller(op, "rowwise", amax="batch") for op in ("quantize_tokens", "quantize_both"))
 by_index = pytest.mark.parametrize("gather", [False, True])
 
 
 def check(x: Tensor, offs: Tensor, **how: object) -> None:
-    got, want = (of.quantize_tokens(x, "rowwise", offs=offs, amax="batch", **how) for of in (ops, reference))
-    assert_same(got, want, f"{short(x.dtype)} {short(x.shape)} {short(how)}")
+    what = f"{short(x.dtype)} {short(x.shape)} {short(how)}"
+    want = reference.quantize_both(x, "rowwise", offs=offs, amax="batch", **how)
+    assert_same(ops.quantize_both(x, "rowwise", offs=offs, amax="batch", **how), want, f"both of {what}")
+    assert_same(ops.quantize_tokens(x, "rowwise", offs=offs, amax="batch", **how), want[2:], f"tokens of {what}")
 
 
 def taken(m: int, p: int, device: str, top_k: int = 2) -> dict[str, object]:
@@ -121,12 +123,18 @@ def test_flushed_subnormals_change_nothing(dtype):
     x = wide(40, 30, dtype=torch.float32) * 1e-38
     x[:, 3] = 1e-40
     x, offs = x.to(dtype), group_offs("zipf", 40, 3)
-    want = reference.quantize_tokens(x, "rowwise", offs=offs, amax="batch")
+    want = reference.quantize_both(x, "rowwise", offs=offs, amax="batch")
     with flushed_subnormals():
-        assert_same(ops.quantize_tokens(x, "rowwise", offs=offs, amax="batch"), want)
+        assert_same(ops.quantize_both(x, "rowwise", offs=offs, amax="batch"), want)
 
 
 # What it means
+
+
+def test_rows_are_those_of_x(device):
+    x, offs = wide(60, 72, device=device), group_offs("tail_rows", 100, 5, device)
+    q, scale, *_ = ops.quantize_both(x, "rowwise", offs=offs, amax="batch", **taken(60, 100, device))
+    assert_same((q, scale), ops.quantize_rows(x, "rowwise"))
 
 
 def test_scales_are_those_of_one_group_of_all_rows(device):
@@ -217,22 +225,25 @@ def test_accuracy_of_wgrad(octaves, by_loudness, rounding, device):
 def test_opcheck(gather, device):
     gathered = taken(37, 50, device) if gather else {}
     how = {"offs": group_offs("zipf", 50 if gather else 37, 3, device), "align": 64, **gathered}
-    check_opcheck("quantize_tokens", [wide(37, 33, device=device), "rowwise"], amax="batch", **how)
+    for op in ("quantize_tokens", "quantize_both"):
+        check_opcheck(op, [wide(37, 33, device=device), "rowwise"], amax="batch", **how)
 
 
 def test_compiles_with_dynamic_sizes(device):
     for gather in (False, True):
         calls = [tensors("quantize_tokens", m, 48, device, gather=gather) for m in (50, 64, 131)]
-        check_compiled(call, calls, device, dynamic=(0, 2) if gather else (0,))
+        check_compiled(both, calls, device, dynamic=(0, 2) if gather else (0,))
 
 
 @by_index
 def test_deterministic(gather, device):
-    check_deterministic(call, tensors("quantize_tokens", 601, 303, device, gather=gather))
+    for k in (303, 304):
+        check_deterministic(both, tensors("quantize_both", 601, k, device, gather=gather))
 
 
 @by_index
-def test_on_a_gpu(gather, gpu):
+@pytest.mark.parametrize("call", [call, both], ids=["tokens", "both"])
+def test_on_a_gpu(call, gather, gpu):
     """In graphs, on streams, and between kernels that start early."""
     first, later = (
         tensors("quantize_tokens", 4000, 1024, gpu, seed, layout, gather)
@@ -266,7 +277,8 @@ def test_more_than_2_31_elements(big_gpu):
 
 def test_errors(device):
     x, offs = on(device, [torch.zeros(6, 4), torch.tensor([2, 6], dtype=torch.int32)])
-    check_error("quantize_tokens", [x, "rowwise"], "amax", "'row'", offs=offs, amax="row")
-    for format in FORMATS:
-        for amax in ("batch", "") if FORMATS[format].block else ("",):
-            check_error("quantize_tokens", [x, format], "amax", f"'{amax}'", offs=offs, amax=amax)
+    for op in ("quantize_tokens", "quantize_both"):
+        check_error(op, [x, "rowwise"], "amax", "'row'", offs=offs, amax="row")
+        for format in FORMATS:
+            for amax in ("batch", "") if FORMATS[format].block else ("",):
+                check_error(op, [x, format], "amax", f"'{amax}'", offs=offs, amax=amax)

@@ -28,7 +28,9 @@ pytestmark = ON_LINUX
 
 
 def check(kernels: Waves, x: Tensor, offs: Tensor, **how: object) -> None:
-    kernels.check("quantize_tokens", x, "rowwise", offs=offs, amax="batch", **{"dtype": torch.float8_e4m3fn, **how})
+    """Tokens alone, and beside rows; of other dtypes than bfloat16 both are the same kernels."""
+    for op in ("quantize_tokens", "quantize_both") if x.dtype == torch.bfloat16 else ("quantize_both",):
+        kernels.check(op, x, "rowwise", offs=offs, amax="batch", **{"dtype": torch.float8_e4m3fn, **how})
 
 
 def by_index(m: int, p: int, top_k: int = 2) -> dict[str, object]:
@@ -43,7 +45,7 @@ def test_dtypes(kernels, dtype, fp8, rounding, k):
 
 
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
-@pytest.mark.parametrize("shape", [(3, 4096), (1, 9001), (3000, 40), (700, 264), (9, 1)], ids=short)
+@pytest.mark.parametrize("shape", [(3, 4096), (5, 8192), (1, 9001), (3000, 40), (700, 264), (9, 1)], ids=short)
 def test_shapes(kernels, shape, dtype):
     m, k = shape
     check(kernels, wide(m, k, dtype=dtype), group_offs("zipf", 2 * m, 4), **by_index(m, 2 * m))

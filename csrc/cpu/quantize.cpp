@@ -351,7 +351,7 @@ void quantize(const QuantizeParams& p, const std::vector<Group>& groups, bool se
   const Rows<typename In::Bits> row_of(p);
   if constexpr (std::is_same_v<Scale, ScaleF32>)
     if (p.weight && format_of(p.format).weight_rows > 1) return squares<In, kOut>(p, row_of, second);
-  if (p.along_rows) along_rows<In, kOut, Scale>(p, row_of, second);
+  if (p.along_rows && !p.of_batch) along_rows<In, kOut, Scale>(p, row_of, second);
   if (p.along_tokens) along_tokens<In, kOut, Scale>(p, row_of, groups, second);
 }
 
@@ -379,6 +379,7 @@ void clear(const QuantizeParams& p) {
 }  // namespace
 
 void quantize_cpu(const QuantizeParams& p) {
+  if (p.of_batch && p.along_rows) quantize_cpu(rows_of_batch(p));
   const Format& f = format_of(p.format);
   const bool second = p.rounding == f.roundings[1];
   std::vector<Group> groups;

@@ -116,11 +116,11 @@ Results<3> quantize_tokens_op(const Tensor& x, std::string_view format, const Te
 Results<5> quantize_both_op(const Tensor& x, std::string_view format, const Tensor& offs,
                             const std::optional<Tensor>& indices, std::optional<int64_t> top_k,
                             std::optional<int64_t> align, std::optional<int32_t> dtype,
-                            std::optional<std::string_view> rounding) {
+                            std::optional<std::string_view> rounding, std::string_view amax) {
   constexpr const Argument &kX = argument(kBoth, "x"), &kOffs = argument(kBoth, "offs"),
                            &kIndices = argument(kBoth, "indices");
-  Outputs o = quantize_tokens({kX, kOffs, kIndices, x, format, indices, top_k, align, dtype, rounding}, &offs, true,
-                              true);
+  Outputs o = quantize_tokens({kX, kOffs, kIndices, x, format, indices, top_k, align, dtype, rounding, amax}, &offs,
+                              true, true);
   return results(o.q, o.scale, o.q_t, o.scale_t, o.padded_offs);
 }
 

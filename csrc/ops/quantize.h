@@ -29,8 +29,9 @@ inline Outputs outputs_of(const Call& call, QuantizeParams& p) {
   const Format& f = format_of(p.format);
   Outputs o;
   if (p.along_rows) {
-    p.q = data<uint8_t>(o.q = call.empty({p.rows, p.K}, p.out));
-    p.scale = data(o.scale = call.empty(scales_along_rows(f, p.rows, p.K, p.offs ? p.E : kNoGroups), f.scale_type));
+    const int64_t rows = p.of_batch ? p.x_rows : p.rows;
+    p.q = data<uint8_t>(o.q = call.empty({rows, p.K}, p.out));
+    p.scale = data(o.scale = call.empty(scales_along_rows(f, rows, p.K, p.offs ? p.E : kNoGroups), f.scale_type));
   }
   if (p.along_tokens) {
     const int64_t blocks = block_extent(p.rows, p.E, p.align);

@@ -3,7 +3,7 @@
 #pragma once
 #include "platform/launch.h"
 #include "primitives/transpose.h"
-#include "quantize/geometries.h"
+#include "quantize/columns_plan.h"
 #include "quantize/sources.h"
 
 namespace moe_fp8 {
@@ -11,17 +11,6 @@ namespace moe_fp8 {
 // Of the first two: a lane has 16 bytes of a row, a slot every eighth row of a block's share of a strip of columns.
 constexpr int kColumnSlots = 8, kColumnThreads = kColumnSlots * kLanes;
 constexpr int kColumnBlocks = 4;  // of a multiprocessor
-
-struct ColumnsPlan : QuantizeParams {
-  uint32_t strips;       // of kLanes lanes' columns
-  int shares, share;     // of a strip; rows of a share
-  int64_t stride;        // bytes between rows of x in fp8
-  uint8_t* cast;         // [x_rows, stride]: x in fp8, zeros beyond K
-  int* source;           // [positions]: the row of x at a position of q_t; -1: zeros
-  uint32_t* amax;        // [K], float32 bits
-  int* taken;            // [x_rows]: whether any position has the row
-  int64_t moved;         // tiles of q_t before the launch
-};
 
 // The lane's columns of a share's rows.
 template <class T>
@@ -49,7 +38,7 @@ struct ColumnWalk {
 };
 
 // Step 1. Where positions come from, and which rows are taken; what was zeros before.
-constexpr int kSourceThreads = 256;
+constexpr int kSourceThreads = 256, kSourceBlocks = 4;  // of a multiprocessor
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kSourceThreads, 1) find_sources_kernel(MOE_GRID_CONSTANT const ColumnsPlan p) {
   __shared__ int words[GroupTable::words(kMaxExperts)];
   const int E = int(p.E);

@@ -7,7 +7,8 @@
 //                  pos(r) = padded start of r's group + r - start of the group; every other byte of q_t is zero
 //   weight:        x [E, rows, K], experts in place of groups: q [E, rows, K], q_t [E, K, rows], nothing padded
 //   of the batch:  along tokens, with f.block == 0: amax = max |x[r, k]| over the finite values of the rows of all
-//                  groups, and the same m_t[k] for every group; what is not finite becomes NaN
+//                  groups, and the same m_t[k] for every group; what is not finite becomes NaN. Along rows then those
+//                  of x itself, q [x_rows, K]: each once, however many positions have it
 //
 // Scaling blocks and where scales lie: numerics/format.h. Blocks at an edge are short; blocks along tokens begin anew
 // with every group. Scales (R: rows or K, C: blocks along the other), f the format:
@@ -66,6 +67,14 @@ inline int64_t message_words(const QuantizeParams& p, int rows_of_share) {
 }
 // Two are told; a line of memory, for a share's messages behind them are one each.
 inline int64_t pace_words(const QuantizeParams& p) { return p.along_rows ? 32 : 0; }
+// Of the batch, x itself along rows.
+inline QuantizeParams rows_of_batch(QuantizeParams p) {
+  p.index = {};
+  p.offs = nullptr;
+  p.rows = p.x_rows;
+  p.of_batch = p.along_tokens = false;
+  return p;
+}
 inline int64_t batch_stride(const QuantizeParams& p) { return round_up<int64_t>(p.K, 16); }  // bytes: of x's rows
 inline int64_t batch_words(const QuantizeParams& p) {
   return p.K ? p.x_rows * (batch_stride(p) / 4 + 1) + p.positions + p.K : 0;

@@ -148,17 +148,19 @@ def quantize_both(
     align: int | None = None,
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
+    amax: str = "group",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`quantize_rows` and `quantize_tokens` of one tensor, byte for byte, from one read of it.
 
     Never waits for the device.
 
     Args:
-        x, format, offs, indices, top_k, align, dtype, rounding: as in `quantize_tokens`.
+        x, format, offs, indices, top_k, align, dtype, rounding, amax: as in `quantize_tokens`. With amax "batch" rows
+            are those of x, once each, whatever indices there are; x is then read twice, and cast twice.
 
     Returns:
-        q, scale, as `quantize_rows` returns them for offs, and q_t, scale_t, padded_offs. Tail rows, from `offs[-1]`
-        on, are in q like any other and not in q_t.
+        q, scale, as `quantize_rows` returns them for offs, with amax "batch" those of x alone, [M, K] and [M]; and q_t,
+        scale_t, padded_offs. Tail rows, from `offs[-1]` on, are in q like any other and not in q_t.
 
     Raises:
         RuntimeError: as of `quantize_tokens`.
@@ -166,7 +168,7 @@ def quantize_both(
     Source: `quantize_rows` and `quantize_tokens`.
     """
     with below_autograd(x):
-        return _both(x, format, offs, indices, top_k, align, dtype, rounding)
+        return _both(x, format, offs, indices, top_k, align, dtype, rounding, amax)
 
 
 def quantize_weight(
@@ -238,8 +240,9 @@ def _fake(op, x, format, offs, indices, top_k, align, dtype, rounding, along_row
     dtype = fp8_dtype(op, dtype, x)
     outputs = []
     if along_rows:
-        scale = format.scale_of_rows(shape, e).empty(x, format.scale_dtype)
-        outputs += [x.new_empty(shape, dtype=dtype), scale]
+        of_rows = shape if amax == "group" else tuple(x.shape)
+        scale = format.scale_of_rows(of_rows, e).empty(x, format.scale_dtype)
+        outputs += [x.new_empty(of_rows, dtype=dtype), scale]
     if along_tokens:
         scale_t = format.scale_of_tokens(k, format.token_blocks(rows, e, align), e).empty(x, format.scale_dtype)
         q_t = x.new_empty((k, padded_extent(rows, e, align)), dtype=dtype)
@@ -258,8 +261,8 @@ def _(x, format, offs, indices=None, top_k=None, align=None, dtype=None, roundin
 
 
 @torch.library.register_fake("moe_fp8::quantize_both")
-def _(x, format, offs, indices=None, top_k=None, align=None, dtype=None, rounding=None):
-    return _fake("quantize_both", x, format, offs, indices, top_k, align, dtype, rounding, True, True)
+def _(x, format, offs, indices=None, top_k=None, align=None, dtype=None, rounding=None, amax="group"):
+    return _fake("quantize_both", x, format, offs, indices, top_k, align, dtype, rounding, True, True, amax)
 
 
 @torch.library.register_fake("moe_fp8::quantize_weight")

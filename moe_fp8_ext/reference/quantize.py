@@ -160,11 +160,13 @@ def quantize_both(
     align: int | None = None,
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
+    amax: str = "group",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x [M, K] -> q, scale, q_t, scale_t, padded_offs: both directions."""
-    x = x if indices is None else permute_pad(x, indices, top_k)
-    rows = quantize_rows(x, format, offs=offs, dtype=dtype, rounding=rounding)
-    return *rows, *quantize_tokens(x, format, offs=offs, align=align, dtype=dtype, rounding=rounding)
+    """x [M, K] -> q, scale, q_t, scale_t, padded_offs: both directions. amax "batch": q and scale are of x's rows."""
+    taken = x if indices is None else permute_pad(x, indices, top_k)
+    rows = quantize_rows(taken if amax == "group" else x, format, offs=offs, dtype=dtype, rounding=rounding)
+    how = dict(offs=offs, align=align, dtype=dtype, rounding=rounding, amax=amax)
+    return *rows, *quantize_tokens(taken, format, **how)
 
 
 def quantize_weight(

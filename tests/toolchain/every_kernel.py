@@ -65,8 +65,11 @@ def cases_of_quantizers() -> Iterator[Call]:
         for columns, align in ((288, 32), (131, 8)):
             x, how = tokens(260, columns, dtype, misaligned=columns == 131), {"amax": "batch", "dtype": fp8}
             for offs, index in ((offsets(100, 333, 500), {"indices": indices, "top_k": 2}), (offsets(3, 3, 200), {})):
-                name = "quantize_tokens rowwise batch"
-                yield name, OPS.quantize_tokens, (x, "rowwise"), {"offs": offs, "align": align, **index, **how}
+                for op in (OPS.quantize_tokens, OPS.quantize_both):
+                    yield f"{op.__name__} rowwise batch", op, (x, "rowwise"), {"offs": offs, "align": align, **index, **how}
+    for rows, columns in ((64, 64), (40, 4096), (24, 8192), (16, 16384), (2100, 1024), (5000, 128)):
+        x, offs = tokens(rows, columns, torch.bfloat16), offsets(rows // 3, rows)
+        yield "quantize_both rowwise batch", OPS.quantize_both, (x, "rowwise"), {"offs": offs, "amax": "batch"}
     # Launch choices of whole rows and strips: short and long rows, clusters, rows beside columns.
     for rows, columns in ((64, 64), (40, 4096), (24, 16384), (16, 40000), (2100, 1024), (5000, 128), (20000, 64)):
         x = tokens(rows, columns, torch.bfloat16)
