@@ -102,6 +102,13 @@ ROUTER_CASES: tuple[Case, ...] = (
     Case("choose_experts_backward", _choices, _gradients, ops.choose_experts_backward),
     Case("choose_experts_backward", _choices, _gradients_of_chosen, ops.choose_experts_backward, variant="of chosen"),
     Case(
+        "choose_experts_backward",
+        _choices,
+        _gradients_of_chosen,
+        partial(ops.choose_experts_backward, parts=2),
+        variant="of chosen in parts",
+    ),
+    Case(
         "router",
         _routers,
         _router,

@@ -52,7 +52,7 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       " float scaling_factor=1.0, SymInt num_groups=1, SymInt top_groups=1) -> (Tensor topk_ids, Tensor topk_scores)");
   m.def(
       "choose_experts_backward(Tensor grad, Tensor logits, Tensor topk_ids, str scoring='softmax',"
-      " bool normalize=True, float scaling_factor=1.0, SymInt? num_experts=None) -> Tensor");
+      " bool normalize=True, float scaling_factor=1.0, SymInt? num_experts=None, int parts=1) -> Tensor");
 
   // Token movement.
   m.def("sort_tokens(Tensor topk_ids, SymInt num_experts) -> (Tensor permutation, Tensor offs, Tensor inverse)");

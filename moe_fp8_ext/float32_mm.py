@@ -32,13 +32,20 @@ def float32_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.float32) -> 
 def float32_mm_backward(
     grad: Tensor, a: Tensor, b: Tensor, needs_a: bool, needs_b: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of a [M, K] and b [N, K], in their dtypes, where grad [M, N] is that of float32_mm(a, b^T)."""
-    if needs_a and needs_b and a.dtype == b.dtype == torch.bfloat16 and _has_out_dtype(a):
+    """The gradients of a [M, K] and b [N, K], in their dtypes, where grad [M, N] is that of float32_mm(a, b^T).
+
+    Where it `takes_parts`, of grad or of its two, [M, 2, N] as `parts` makes them.
+    """
+    if takes_parts(a, b, needs_a, needs_b):
         by_parts = gradients_by_parts if torch.compiler.is_compiling() else _gradients_by_parts
         of_a, of_b = by_parts(grad, a, b)
         return of_a, cast(of_b, b.dtype)
     of_a = float32_mm(grad, b, a.dtype) if needs_a else None
     return of_a, float32_mm(grad.t(), a, b.dtype) if needs_b else None
+
+
+def takes_parts(a: Tensor, b: Tensor, needs_a: bool, needs_b: bool) -> bool:
+    return needs_a and needs_b and a.dtype == b.dtype == torch.bfloat16 and _has_out_dtype(a)
 
 
 def _mm_by_parts(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
@@ -66,8 +73,9 @@ def _(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
 
 def _gradients_by_parts(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """mm_by_parts(grad, b, 2) in bfloat16 and mm_by_parts(grad^T, a, 2) in float32, of a and b in bfloat16, from parts
-    that are made once. A pass over a large product in float32 would take longer than the product itself."""
-    of_grad, wide = parts(grad, 2, 1), b.repeat(2, 1)
+    that are made once, or are there: grad is [M, 2, N] then. A pass over a large product in float32 would take longer
+    than the product itself."""
+    of_grad, wide = parts(grad, 2, 1) if grad.ndim == 2 else grad.flatten(1), b.repeat(2, 1)
     at_once = a.numel() >= _MANY and b.shape[0] <= _FEW_EXPERTS
     of_a = torch.mm(of_grad, wide) if at_once else cast(_mm(of_grad, wide), a.dtype)
     return of_a, _mm(of_grad.t(), a).unflatten(0, (2, -1)).sum(0)

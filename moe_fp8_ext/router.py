@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_fp8_ext.bf16 import autocast_dtype, cast
-from moe_fp8_ext.float32_mm import float32_mm, float32_mm_backward
+from moe_fp8_ext.float32_mm import float32_mm, float32_mm_backward, takes_parts
 from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
     check_bool,
@@ -52,15 +52,17 @@ class _Choice(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, grad, _, of_scores):
         x, weight, kept, ids = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:2]
         if of_scores is not None:
             _, normalize, _ = ctx.how
             of_chosen = weight.shape[0] if normalize else None
-            of_logits = choose_experts_backward(unit_stride(of_scores), kept, ids, *ctx.how, of_chosen)
+            count = 2 if grad is None and takes_parts(x, weight, *needs) else 1
+            of_logits = choose_experts_backward(unit_stride(of_scores), kept, ids, *ctx.how, of_chosen, count)
             grad = of_logits if grad is None else grad + of_logits
         gradients = (None, None)
         if grad is not None:
             with _without_autocast(x):
-                gradients = float32_mm_backward(grad, x, weight, *ctx.needs_input_grad[:2])
+                gradients = float32_mm_backward(grad, x, weight, *needs)
         return *gradients, *[None] * 7
 
 

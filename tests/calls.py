@@ -271,6 +271,7 @@ def choose_experts_backward(r: random.Random) -> Call:
         logits = logits.gather(1, torch.randint(0, e, (t, top_k), generator=generator(r))) if top_k else logits[:, :0]
         ids = torch.rand(t, e + 2, generator=generator(r)).argsort(1)[:, :top_k].to(dtype) - 1
         how["num_experts"] = max(e, 1)
+    how["parts"] = r.choice((1, 2))
     return [placed(r, torch.randn(t, top_k, generator=generator(r))), logits, placed(r, ids)], how
 
 

@@ -27,13 +27,11 @@ from helpers import (
 from torch import Tensor
 
 from moe_fp8_ext import reference
+from moe_fp8_ext.float32_mm import parts
 from moe_fp8_ext.ops import choose_experts, choose_experts_backward
 
 LOGITS, IDS = torch.randn(5, 8), torch.randint(8, (5, 2))
 GRAD = torch.randn(5, 2)
-
-
-DEFAULTS = ("softmax", True, 1.0)
 
 
 def logits_of(t: int, e: int, device: str = "cpu") -> Tensor:
@@ -44,6 +42,12 @@ def logits_of(t: int, e: int, device: str = "cpu") -> Tensor:
     return logits.to(device)
 
 
+def check_gradient(args: tuple[object, ...], how: dict[str, object], what: str = "output") -> None:
+    for count in (1, 2):
+        want = reference.choose_experts_backward(*args, **how, parts=count)
+        assert_same(choose_experts_backward(*args, **how, parts=count), want, f"{what}, parts: {count}")
+
+
 def check(logits: Tensor, top_k: int, bias: Tensor | None = None, *how: object) -> None:
     """how: scoring, normalize, scaling_factor, num_groups, top_groups."""
     what = f"{short(logits.shape)} {top_k} {how}"
@@ -52,11 +56,10 @@ def check(logits: Tensor, top_k: int, bias: Tensor | None = None, *how: object) 
     grad = torch.randn(want[1].shape).to(logits.device)
     for ids in (want[0], want[0].int()):
         args = grad, logits, ids, *how[:3]
-        assert_same(choose_experts_backward(*args), reference.choose_experts_backward(*args), f"gradient {what}")
+        check_gradient(args, {}, f"gradient {what}")
         if len(how) < 2 or how[1]:
-            args = grad, logits.gather(1, ids.long()), ids, *(*how[:3], *DEFAULTS[len(how[:3]) :]), logits.shape[1]
-            want_of_chosen = reference.choose_experts_backward(*args)
-            assert_same(choose_experts_backward(*args), want_of_chosen, f"gradient of the chosen {what}")
+            args = grad, logits.gather(1, ids.long()), ids, *how[:3]
+            check_gradient(args, {"num_experts": logits.shape[1]}, f"gradient of the chosen {what}")
 
 
 @pytest.mark.parametrize(
@@ -192,8 +195,7 @@ def test_ids_of_any_numbers(device):
     for logits in (logits_of(4, 9, device), logits_of(4, 300, device)):
         for scoring in ("softmax", "sigmoid"):
             for normalize in (True, False):
-                args = torch.randn(4, 3, device=device), logits, ids, scoring, normalize
-                assert_same(choose_experts_backward(*args), reference.choose_experts_backward(*args))
+                check_gradient((torch.randn(4, 3, device=device), logits, ids, scoring, normalize), {})
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
@@ -207,9 +209,24 @@ def test_gradient_from_logits_of_the_chosen(scoring, experts, device):
     grad = torch.randn(64, 5, device=device)
     for factor in (1.0, -2.5):
         args = grad, logits, ids, scoring, True, factor, experts
+        check_gradient(args, {})
         got = choose_experts_backward(*args)
-        assert_same(got, reference.choose_experts_backward(*args))
         assert not got[12].any() and got[8, ids[8, 1]] == 0 and got[10, ids[10]].isnan().any()
+
+
+@pytest.mark.parametrize("of_chosen", [False, True])
+def test_parts_are_those_of_a_product(of_chosen, device):
+    """Bit by bit, but for NaN's; also of large numbers, of subnormals and of zeros."""
+    logits, grad = logits_of(300, 60, device), torch.randn(300, 7, device=device)
+    logits[0], logits[1, 5] = -math.inf, math.nan
+    sizes = (math.inf, math.nan, 3e38, 1e-38, 1e-40, 0.0)
+    grad[10:16] *= torch.tensor(sizes, device=device)[:, None]
+    ids = choose_experts(logits, 7, None, "sigmoid")[0]
+    args = grad, logits.gather(1, ids) if of_chosen else logits, ids, "sigmoid", True, 8.0, 60 if of_chosen else None
+    want = parts(choose_experts_backward(*args), 2, 1)
+    got = choose_experts_backward(*args, parts=2).flatten(1)
+    assert want.isnan().any() and torch.equal(got.isnan(), want.isnan())
+    assert_same(got.masked_fill(got.isnan(), 0), want.masked_fill(want.isnan(), 0))
 
 
 @pytest.mark.parametrize(("t", "e"), [(0, 8), (0, 1)])
@@ -220,8 +237,9 @@ def test_no_tokens(t, e, device):
 def test_nothing_to_differentiate(device):
     for t, e, top_k in ((4, 0, 0), (4, 9, 0), (4, 0, 2)):
         logits, ids = torch.randn(t, e, device=device), torch.zeros(t, top_k, dtype=torch.int64, device=device)
-        got = choose_experts_backward(torch.randn(t, top_k, device=device), logits, ids)
-        assert_same(got, torch.zeros(t, e, device=device))
+        grad = torch.randn(t, top_k, device=device)
+        assert_same(choose_experts_backward(grad, logits, ids), torch.zeros(t, e, device=device))
+        check_gradient((grad, logits, ids), {})
 
 
 def test_strides_and_alignment(device):
@@ -233,7 +251,7 @@ def test_strides_and_alignment(device):
     wide_ids, wide_grad = ids.new_zeros(5, 7), scores.new_zeros(5, 9)
     wide_ids[:, 3:5], wide_grad[:, 1:3] = ids, scores
     args = wide_grad[:, 1:3], LOGITS.to(device), wide_ids[:, 3:5]
-    assert_same(choose_experts_backward(*args), reference.choose_experts_backward(*args))
+    check_gradient(args, {})
 
 
 def test_flushed_subnormals():
@@ -275,7 +293,7 @@ def test_opcheck(device):
         args[0] = args[0].clone().requires_grad_()
         torch.library.opcheck(torch.ops.moe_fp8.choose_experts.default, tuple(args), test_utils=kinds)
     check_opcheck("choose_experts_backward", on(device, [GRAD, LOGITS, IDS]))
-    check_opcheck("choose_experts_backward", on(device, [GRAD, LOGITS[:, :2], IDS, "sigmoid", True, 2.0, 8]))
+    check_opcheck("choose_experts_backward", on(device, [GRAD, LOGITS[:, :2], IDS, "sigmoid", True, 2.0, 8, 2]))
 
 
 def test_deterministic(device):
@@ -386,6 +404,7 @@ def test_errors(args, argument, got, device):
         ([GRAD, LOGITS[:, :2], IDS, "softmax", False, 1.0, 8], "normalize", "False"),
         ([GRAD, LOGITS[:, :2], IDS, "softmax", True, 1.0, 1025], "num_experts", "1025"),
         ([GRAD, LOGITS[:, :2], IDS, "softmax", True, 1.0, 0], "num_experts", "0"),
+        ([GRAD, LOGITS, IDS, "softmax", True, 1.0, None, 3], "parts", "3"),
     ],
 )
 def test_errors_of_the_gradient(args, argument, got, device):

@@ -57,6 +57,8 @@ def test_gradients_from_parts_that_are_made_once(device):
     factors = ((grad, b), (grad.t(), a))
     for given in (grad.to(device), grad.t().contiguous().to(device).t(), grad[:1].expand(50, 20).to(device)):
         got = gradients_by_parts(given, a.to(device), b.to(device))
+        of_parts = gradients_by_parts(parts(given, 2, 1).unflatten(1, (2, -1)), a.to(device), b.to(device))
+        assert all(map(torch.equal, of_parts, got))
         dtypes, rows = (torch.bfloat16, torch.float32), (given.cpu(), given.cpu().t())
         for product, dtype, (_, other), wide in zip(got, dtypes, factors, rows, strict=True):
             want, size = wide.double() @ other.double(), wide.double().abs() @ other.double().abs()

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from helpers import assert_same
 from torch import Tensor, nn
 
-from moe_fp8_ext import Router
+from moe_fp8_ext import Router, float32_mm, router
 
 
 def of_logits(experts: int, top_k: int, device: str, **options: object) -> Router:
@@ -127,3 +128,37 @@ def test_keeps_logits_of_the_chosen(scoring, normalize, device):
     assert sum(kept.values()) == x.nbytes + made.weight.nbytes + ids.nbytes + 4 * logits
     scores.sum().backward()
     assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_products_take_parts_from_the_kernel(normalize, z_loss, compiled, device, monkeypatch):
+    """Where nothing is added to the gradient of the scores; the bytes are those of parts that are made later."""
+    asked, choose = [], router.choose_experts_backward
+
+    def choose_experts_backward(*args: object) -> Tensor:
+        asked.append(args[-1])
+        return choose(*args)
+
+    if device == "cpu":  # as if it had what products by parts want
+        monkeypatch.setattr(float32_mm, "_has_out_dtype", lambda x: True)
+        monkeypatch.setattr(float32_mm, "_mm", lambda a, b: a.float() @ b.float())
+    made = Router(24, 40, 4, normalize=normalize, z_loss=z_loss).to(device, torch.bfloat16)
+    x = torch.randn(70, 40, device=device).bfloat16().requires_grad_()
+
+    def step(x: Tensor) -> Tensor:
+        _, scores, loss = made(x)
+        return scores.square().sum() + loss
+
+    if compiled:
+        call = torch.compile(step, fullgraph=True, backend="aot_eager")
+    else:
+        call = step
+        monkeypatch.setattr(router, "choose_experts_backward", choose_experts_backward)
+    got = torch.autograd.grad(call(x), (x, made.weight))
+    monkeypatch.setattr(router, "takes_parts", lambda *_: False)
+    want = torch.autograd.grad(step(x), (x, made.weight))
+    assert compiled or asked == [1 if z_loss else 2, 1]
+    assert_same(got, want)
+    assert got[0].any() and got[1].any()

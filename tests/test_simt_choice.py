@@ -24,11 +24,12 @@ def check(kernels: Waves, logits: Tensor, top_k: int, bias: Tensor | None = None
     grad = torch.randn(scores.shape)
     kernels.check("choose_experts_backward", grad, logits, ids, *how[:3])
     wider = torch.cat([grad, grad], 1)[:, :top_k]
-    kernels.check("choose_experts_backward", wider, logits, ids.int(), *how[:3])
-    scoring, normalize, factor, *_ = (*how, *("softmax", True, 1.0)[len(how) :])
-    if normalize:
-        args = grad, logits.gather(1, ids), ids, scoring, normalize, factor, logits.shape[1]
-        kernels.check("choose_experts_backward", *args)
+    kernels.check("choose_experts_backward", wider, logits, ids.int(), *how[:3], parts=2)
+    if len(how) < 2 or how[1]:
+        of_chosen = logits.gather(1, ids)
+        for parts in (1, 2):
+            args = grad, of_chosen, ids, *how[:3]
+            kernels.check("choose_experts_backward", *args, num_experts=logits.shape[1], parts=parts)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +90,10 @@ def test_what_is_not_finite(kernels):
 
 
 def test_ids_of_any_numbers(kernels):
-    """Those of no expert, and one that stands at several slots."""
+    """Those of no expert, and one that stands at several slots; of the chosen alone any of these would count."""
     ids = torch.tensor([[5, 5, 2], [-1, 9, 3], [2**40, -(2**63), 2**32], [0, 0, 0]])
+    once = torch.tensor([[5, 4, 2], [-1, 9, 3], [2**40, -(2**63), 2**32], [0, 1, 8]])
     for logits in (logits_of(4, 9), logits_of(4, 300)):
         for scoring in ("softmax", "sigmoid"):
             kernels.check("choose_experts_backward", torch.randn(4, 3), logits, ids, scoring)
-            kernels.check("choose_experts_backward", torch.randn(4, 3), logits[:, :3], ids, scoring, True, 1.0, 9)
+            kernels.check("choose_experts_backward", torch.randn(4, 3), logits[:, :3], once, scoring, True, 1.0, 9)

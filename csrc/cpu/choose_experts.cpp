@@ -103,6 +103,19 @@ class Chooser {
   std::vector<int> kept_;
 };
 
+void store_row(const ChooseExpertsBackwardParams& p, int64_t t, const float* dlogits) {
+  if (p.parts == 1) {
+    uint32_t* const out = static_cast<uint32_t*>(p.dlogits) + t * p.E;
+    for (int e = 0; e < p.E; ++e) out[e] = F32::from_float(dlogits[e]);
+    return;
+  }
+  uint16_t *const first = static_cast<uint16_t*>(p.dlogits) + 2 * t * p.E, *const second = first + p.E;
+  for (int e = 0; e < p.E; ++e) {
+    first[e] = BF16::from_float(dlogits[e]);
+    second[e] = BF16::from_float(dlogits[e] - BF16::to_float(first[e]));
+  }
+}
+
 }  // namespace
 
 void choose_experts_cpu(const ChooseExpertsParams& p) {
@@ -126,7 +139,7 @@ void choose_experts_cpu(const ChooseExpertsParams& p) {
 void choose_experts_backward_cpu(const ChooseExpertsBackwardParams& p) {
   const int width = int(p.width());
   parallel(p.T, 16 * p.T * p.E, [&](int64_t begin, int64_t end) {
-    Row score(room_for(width)), slope(score), terms(score), w(score), logits(width);
+    Row score(room_for(width)), slope(score), terms(score), w(score), logits(width), dlogits(p.E);
     std::vector<int> chosen, slot_of(width), expert(width);  // an id is read once: another thread may write it
     for (int64_t t = begin; t < end; ++t) {
       std::copy_n(p.logits + t * p.stride, width, logits.begin());
@@ -156,15 +169,12 @@ void choose_experts_backward_cpu(const ChooseExpertsBackwardParams& p) {
       } else {
         for (const int e : chosen) w[e] *= slope[e];
       }
-      float* const dlogits = p.dlogits + t * p.E;
       if (p.of_chosen) {
-        std::fill_n(dlogits, p.E, 0.f);
+        std::fill(dlogits.begin(), dlogits.end(), 0.f);
         for (const int slot : chosen)
-          if (logits[slot] != -std::numeric_limits<float>::infinity())
-            dlogits[expert[slot]] = as_float(F32::from_float(w[slot]));
-      } else {
-        for (int e = 0; e < p.E; ++e) dlogits[e] = as_float(F32::from_float(w[e]));
+          if (logits[slot] != -std::numeric_limits<float>::infinity()) dlogits[expert[slot]] = w[slot];
       }
+      store_row(p, t, (p.of_chosen ? dlogits : w).data());
     }
   });
 }

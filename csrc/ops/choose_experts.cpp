@@ -59,7 +59,7 @@ Results<2> choose_experts_op(const Tensor& logits, int64_t top_k, const std::opt
 
 Results<1> choose_experts_backward_op(const Tensor& grad, const Tensor& logits, const Tensor& topk_ids,
                                       std::string_view scoring, bool normalize, double scaling_factor,
-                                      std::optional<int64_t> num_experts) {
+                                      std::optional<int64_t> num_experts, int64_t parts) {
   constexpr const Argument &kGrad = argument(kBackward, "grad"), &kLogits = argument(kBackward, "logits"),
                            &kIds = argument(kBackward, "topk_ids");
   check(kGrad, grad);
@@ -75,15 +75,16 @@ Results<1> choose_experts_backward_op(const Tensor& grad, const Tensor& logits, 
     check_size(kLogits, logits, 1, grad.sizes[1]);
   }
   const Scoring checked = check_scoring(kBackward, scoring);
+  if (parts != 1 && parts != 2) fail(kBackward, ": parts must be 1 or 2, got ", parts);
   validate_ids(kIds, topk_ids, E);
   const Call call(kBackward, "grad", grad);
-  Handle dlogits = call.empty({T, E}, kFloat32);
+  Handle dlogits = parts == 1 ? call.empty({T, E}, kFloat32) : call.empty({T, parts, E}, kBFloat16);
   if (E > 0)
     run(call, grad,
-        ChooseExpertsBackwardParams{grad.as<float>(), logits.as<float>(), topk_ids.data, data<float>(dlogits), T,
+        ChooseExpertsBackwardParams{grad.as<float>(), logits.as<float>(), topk_ids.data, data(dlogits), T,
                                     grad.strides[0], logits.strides[0], topk_ids.strides[0], int(E), grad.sizes[1],
                                     checked, normalize, topk_ids.dtype == kInt64, num_experts.has_value(),
-                                    float(scaling_factor)});
+                                    float(scaling_factor), int(parts)});
   return results(dlogits);
 }
 

@@ -10,6 +10,9 @@ struct Choose : ChooseExpertsParams {
 };
 constexpr int kShift = 20;
 
+template <int kExperts>
+constexpr int kBlocks = kExperts <= 128 ? 4 : kExperts <= 256 ? 3 : kExperts <= 512 ? 2 : 1;  // as registers allow
+
 // A wave's part of shared memory, where there are groups.
 template <int kExperts>
 constexpr int kBytesOfWave = kExperts * (sizeof(uint32_t) + sizeof(uint8_t));
@@ -61,7 +64,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks<kExperts>) choose_experts_ke
   for (int64_t t = first_row(); t < p.T; t += rows_at_once()) {
     float score[n], unused[n], bias[n] = {};
     lane.load(p.logits + t * p.stride, p.E, p.vectors, as_float(kMinusInfinity), score);
-    L::score(p.scoring, score, unused);
+    score_logits<L>(p.scoring, score, unused);
     if (p.bias) lane.load(p.bias, p.E, p.vectors, 0.f, bias);
     uint32_t key[n];
 #pragma unroll

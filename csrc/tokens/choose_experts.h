@@ -13,6 +13,8 @@
 // Of logits of the chosen alone, [T, top_k] in the order of slots, which share all of the score: s is that of them
 // alone, and dlogits are 0 where a logit is -Inf. Each expert stands at one slot of a token at most.
 //
+// parts 1: dlogits are float32. 2: [T, 2, E] bfloat16, a = RN(dlogits) and RN(dlogits - a).
+//
 // An id out of [0, E) is no choice; of equal ones the last counts. A sum over experts is taken in an order that
 // DESIGN.md defines. Null bias is zero. Rows are so many elements apart as the strides say; those of results are
 // contiguous.
@@ -39,13 +41,14 @@ struct ChooseExpertsBackwardParams {
   const float* grad;
   const float* logits;
   const void* ids;  // int32, or int64
-  float* dlogits;
+  void* dlogits;
   int64_t T, grad_stride, stride, ids_stride;
   int E;
   int64_t top_k;
   Scoring scoring;
   bool normalize, is_int64, of_chosen;
   float factor;
+  int parts;
 
   MOE_HD int64_t width() const { return of_chosen ? top_k : E; }  // of logits
 

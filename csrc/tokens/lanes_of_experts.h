@@ -15,6 +15,7 @@ constexpr uint32_t kMinusInfinity = 0xff800000u;
 //   lane       0       1             W - 1   |    0      ...
 template <int kExperts>
 struct Lane {
+  static constexpr int kLanes = kWarpSize, kMostTokens = 1;  // of a wave
   static constexpr int kFours = kExperts / 4 > kWarpSize ? kExperts / 4 / kWarpSize : 1, n = 4 * kFours;
   const int lane = threadIdx.x % kWarpSize;
 
@@ -42,20 +43,6 @@ struct Lane {
       }
     });
   }
-  MOE_DEVICE void store(float* row, int E, bool vectors, float (&x)[n]) const {
-    each_four(x, E, [&](const float* four, int at) {
-      if (vectors) {
-        Vec16 v;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v.w[i] = F32::from_float(four[i]);
-        *reinterpret_cast<Vec16*>(row + at) = v;
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (at + i < E) row[at + i] = as_float(F32::from_float(four[i]));
-      }
-    });
-  }
 
   // Over all experts; all lanes have it.
   static MOE_DEVICE float sum(const float (&x)[n]) {
@@ -68,35 +55,34 @@ struct Lane {
       for (int v = 0; v < half; ++v) fours[v] += fours[v + half];
     return wave_sum(fours[0]) + 0.f;  // no -0
   }
-
-  // Logits become scores; slope: their derivatives, of sigmoid alone.
-  static MOE_DEVICE void score(Scoring scoring, float (&x)[n], float (&slope)[n]) {
-    if (scoring == Scoring::kSigmoid) {
-#pragma unroll
-      for (int i = 0; i < n; ++i) {
-        const Sigmoid s = sigmoid_scores(x[i]);
-        x[i] = s.of_x;
-        slope[i] = s.of_x * s.of_minus_x;
-      }
-      return;
-    }
-    float most = x[0];  // a NaN that it passes by is one of the terms, and so in their sum
-#pragma unroll
-    for (int i = 1; i < n; ++i) most = x[i] > most ? x[i] : most;
-    most = unordered(warp_max(ordered(most)));
-#pragma unroll
-    for (int i = 0; i < n; ++i) x[i] = softmax_term(x[i], most);
-    const float scale = 1.f / sum(x);
-#pragma unroll
-    for (int i = 0; i < n; ++i) x[i] *= scale;
-  }
+  static MOE_DEVICE uint32_t max(uint32_t v) { return warp_max(v); }
 };
 
-template <int kExperts>
-constexpr int kBlocks = kExperts <= 128 ? 4 : kExperts <= 256 ? 3 : kExperts <= 512 ? 2 : 1;  // as registers allow
+// Logits become scores; slope: their derivatives, of sigmoid alone.
+template <class L>
+MOE_DEVICE void score_logits(Scoring scoring, float (&x)[L::n], float (&slope)[L::n]) {
+  if (scoring == Scoring::kSigmoid) {
+#pragma unroll
+    for (int i = 0; i < L::n; ++i) {
+      const Sigmoid s = sigmoid_scores(x[i]);
+      x[i] = s.of_x;
+      slope[i] = s.of_x * s.of_minus_x;
+    }
+    return;
+  }
+  float most = x[0];  // a NaN that it passes by is one of the terms, and so in their sum
+#pragma unroll
+  for (int i = 1; i < L::n; ++i) most = x[i] > most ? x[i] : most;
+  most = unordered(L::max(ordered(most)));
+#pragma unroll
+  for (int i = 0; i < L::n; ++i) x[i] = softmax_term(x[i], most);
+  const float scale = 1.f / L::sum(x);
+#pragma unroll
+  for (int i = 0; i < L::n; ++i) x[i] *= scale;
+}
 
 // Whether fours of experts lie at multiples of 16 bytes in all of these, and between rows.
-inline bool is_of_fours(int E, int64_t T, int64_t stride, const void* a, const void* b) {
+inline bool is_of_fours(int E, int64_t T, int64_t stride, const void* a, const void* b = nullptr) {
   const uint64_t between = T > 1 ? stride * sizeof(float) : 0;
   return E % 4 == 0 && (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | between) % 16 == 0;
 }

@@ -69,6 +69,7 @@ def choose_experts_backward(
     normalize: bool = True,
     scaling_factor: float = 1.0,
     num_experts: int | None = None,
+    parts: int = 1,
 ) -> Tensor:
     """The gradient of `choose_experts`, for those who write their own backward.
 
@@ -84,18 +85,21 @@ def choose_experts_backward(
         scoring, normalize, scaling_factor: as in `choose_experts`; normalize must be True with num_experts.
         num_experts: E, where logits are those of the chosen; an expert stands at one slot of a token at most, or the
             gradient of any of them is taken. None: logits are of all experts.
+        parts: 1, or 2: the gradient as the sum of two numbers of bfloat16, which tensor cores multiply.
 
     Returns:
-        dlogits [T, E] float32, contiguous.
+        dlogits [T, E] float32; of 2 parts [T, 2, E] bfloat16, dlogits rounded and, behind that, what this leaves of it,
+        rounded. Contiguous.
 
     Raises:
-        RuntimeError: scoring, normalize, num_experts (from 1 to 1024), dtype, dimensions, sizes, strides or device are
-            not as above, or an argument asks for a derivative, which this has none of; the text names the argument.
+        RuntimeError: scoring, normalize, num_experts (from 1 to 1024), parts, dtype, dimensions, sizes, strides or
+            device are not as above, or an argument asks for a derivative, which this has none of; the text names the
+            argument.
 
     Source: DESIGN.md section 3, bit by bit.
     """
     with below_autograd(grad, logits):
-        return _choose_backward(grad, logits, topk_ids, scoring, normalize, scaling_factor, num_experts)
+        return _choose_backward(grad, logits, topk_ids, scoring, normalize, scaling_factor, num_experts, parts)
 
 
 def check_choice(op: str, num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
@@ -140,7 +144,7 @@ def _(logits, top_k, bias=None, scoring="softmax", normalize=True, scaling_facto
 
 
 @torch.library.register_fake("moe_fp8::choose_experts_backward")
-def _(grad, logits, topk_ids, scoring="softmax", normalize=True, scaling_factor=1.0, num_experts=None):
+def _(grad, logits, topk_ids, scoring="softmax", normalize=True, scaling_factor=1.0, num_experts=None, parts=1):
     op = "choose_experts_backward"
     check(op, "grad", grad)
     check(op, "logits", logits, grad)
@@ -154,4 +158,5 @@ def _(grad, logits, topk_ids, scoring="softmax", normalize=True, scaling_factor=
         require(normalize, f"{op}: normalize must be True with num_experts, got False")
         check_shape(op, "logits", logits, grad.shape)
     check_one_of(op, "scoring", scoring, SCORINGS)
-    return logits.new_empty(t, e)
+    require(parts in (1, 2), f"{op}: parts must be 1 or 2, got {parts}")
+    return logits.new_empty(t, e) if parts == 1 else logits.new_empty(t, parts, e, dtype=torch.bfloat16)

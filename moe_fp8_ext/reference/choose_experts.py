@@ -81,8 +81,14 @@ def choose_experts_backward(
     normalize: bool = True,
     scaling_factor: float = 1.0,
     num_experts: int | None = None,
+    parts: int = 1,
 ) -> Tensor:
-    """grad [T, top_k], logits [T, E], topk_ids [T, top_k] -> dlogits [T, E]; of num_experts, from logits [T, top_k]."""
+    """grad [T, top_k], logits [T, E], topk_ids [T, top_k] -> dlogits [T, E]; of num_experts, from logits [T, top_k];
+    of 2 parts -> [T, 2, E]."""
+    if parts == 2:
+        dlogits = choose_experts_backward(grad, logits, topk_ids, scoring, normalize, scaling_factor, num_experts)
+        rounded = round_to(dlogits, torch.bfloat16)
+        return torch.stack([rounded, round_to(dlogits - rounded.float(), torch.bfloat16)], 1)
     if num_experts is not None:
         there = (topk_ids >= 0) & (topk_ids < num_experts)
         logits = torch.where(there, logits, -torch.inf)

@@ -122,21 +122,23 @@ def cases_of_activations() -> Iterator[Call]:
 
 
 def cases_of_choices() -> Iterator[Call]:
-    """Of every room that a wave has for experts, at vectors and not, and groups."""
+    """Of every room that a wave has for experts and for slots, at vectors and not, and groups."""
     for (e, groups), scoring in itertools.product(((8, 1), (130, 13), (256, 8), (500, 1), (1024, 4)), SCORINGS):
         logits, bias = 3 * tokens(300, e, torch.float32, misaligned=groups == 4), torch.randn(e)
+        top_k = 40 if groups == 13 else 6
         for normalize in (True, False):
             how = {"scoring": scoring, "normalize": normalize, "scaling_factor": 2.5}
             of_groups = {"num_groups": groups, "top_groups": (groups + 1) // 2}
             given = None if groups == 8 else bias
-            yield f"choose_experts {scoring}", OPS.choose_experts, (logits, 6, given), how | of_groups
-            ids, scores = OPS.choose_experts(logits, 6, **how)
+            yield f"choose_experts {scoring}", OPS.choose_experts, (logits, top_k, given), how | of_groups
+            ids, scores = OPS.choose_experts(logits, top_k, **how)
             args = torch.randn_like(scores), logits, ids
-            yield f"choose_experts_backward {scoring}", OPS.choose_experts_backward, args, how
-            if normalize:
-                args = args[0], logits.gather(1, ids), ids
-                of_chosen = how | {"num_experts": e}
-                yield f"choose_experts_backward {scoring}", OPS.choose_experts_backward, args, of_chosen
+            for parts in (1, 2):
+                backward = f"choose_experts_backward {scoring}", OPS.choose_experts_backward
+                yield *backward, args, how | {"parts": parts}
+                if normalize:
+                    of_chosen = args[0], logits.gather(1, ids), ids
+                    yield *backward, of_chosen, how | {"num_experts": e, "parts": parts}
 
 
 def cases_of_tokens() -> Iterator[Call]:

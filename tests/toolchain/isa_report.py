@@ -32,7 +32,7 @@ OTHERS: dict[str, str | bool] = {
     "activate_backward_kernel": "Vectors<BF16>",
     "activate_kernel": "Vectors<BF16>",
     "add_groups_kernel": True,
-    "choose_experts_backward_kernel": True,
+    "choose_experts_backward_kernel": "Lane<",
     "choose_experts_kernel": True,
     "combine_backward_kernel": "SlotVectors",
     "combine_kernel": "SlotVectors",

@@ -48,10 +48,11 @@ class TokenKernels:
         normalize: bool = True,
         scaling_factor: float = 1.0,
         num_experts: int | None = None,
+        parts: int = 1,
     ) -> None:
         what = grad, logits, topk_ids, topk_ids.dtype == torch.int64, dlogits
-        sizes = *grad.shape, dlogits.shape[1], grad.stride(0), logits.stride(0), topk_ids.stride(0)
-        how = SCORINGS.index(scoring), normalize, float(scaling_factor), num_experts is not None
+        sizes = *grad.shape, dlogits.shape[-1], grad.stride(0), logits.stride(0), topk_ids.stride(0)
+        how = SCORINGS.index(scoring), normalize, float(scaling_factor), num_experts is not None, parts
         self._call("choose_experts_backward", *what, *sizes, *how)
 
     def _copy_rows(self, x: Tensor, out: Tensor, index: Tensor, top_k: int) -> None:

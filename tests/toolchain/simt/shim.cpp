@@ -198,11 +198,13 @@ extern "C" const char* simt_choose_experts(const float* logits, const float* bia
 }
 
 extern "C" const char* simt_choose_experts_backward(const float* grad, const float* logits, const void* ids,
-                                                    bool is_int64, float* dlogits, int64_t T, int64_t top_k, int E,
+                                                    bool is_int64, void* dlogits, int64_t T, int64_t top_k, int E,
                                                     int64_t grad_stride, int64_t stride, int64_t ids_stride,
-                                                    int scoring, bool normalize, double factor, bool of_chosen) {
+                                                    int scoring, bool normalize, double factor, bool of_chosen,
+                                                    int parts) {
   return outcome(choose_experts_backward({grad, logits, ids, dlogits, T, grad_stride, stride, ids_stride, E, top_k,
-                                          Scoring(scoring), normalize, is_int64, of_chosen, float(factor)}, nullptr));
+                                          Scoring(scoring), normalize, is_int64, of_chosen, float(factor), parts},
+                                         nullptr));
 }
 
 extern "C" const char* simt_combine(const void* y, const int* inverse, const void* scores, void* out, int64_t T,
