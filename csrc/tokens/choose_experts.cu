@@ -5,17 +5,21 @@ namespace {
 
 struct Choose : ChooseExpertsParams {
   bool vectors;
+  int bytes_of_wave;  // of shared memory
   int group_size;
   uint32_t multiplier;  // expert / group_size = expert * multiplier >> kShift, exact up to kMaxExperts
 };
 constexpr int kShift = 20;
 
 template <int kExperts>
-constexpr int kBlocks = kExperts <= 128 ? 4 : kExperts <= 256 ? 3 : kExperts <= 512 ? 2 : 1;  // as registers allow
+constexpr int kBlocks = kExperts <= 128 ? 6 : kExperts <= 256 ? 4 : kExperts <= 512 ? 3 : 2;  // as registers allow
 
-// A wave's part of shared memory, where there are groups.
-template <int kExperts>
-constexpr int kBytesOfWave = kExperts * (sizeof(uint32_t) + sizeof(uint8_t));
+// A wave's part of shared memory: a number of 4 bytes an expert, keys before the choice and then scores; behind them
+// whether a group has a part in the choice, and then the expert of each slot.
+int bytes_of_wave(const ChooseExpertsParams& p) {
+  const int groups = p.top_groups < p.num_groups ? p.num_groups : 0, slots = p.top_k * int(sizeof(uint16_t));
+  return round_up(p.E, 4) * int(sizeof(float)) + round_up(groups > slots ? groups : slots, 16);
+}
 
 // Keys of experts whose group has no part in the choice become kNever.
 template <class L>
@@ -50,6 +54,7 @@ MOE_DEVICE void leave_out_groups(const Choose& p, const L& lane, uint32_t (&key)
 #pragma unroll
   for (int i = 0; i < L::n; ++i)
     if (lane.expert(i) < p.E && !kept[uint32_t(lane.expert(i)) * p.multiplier >> kShift]) key[i] = kNever;
+  wave_barrier();  // slots come where kept is
 }
 
 template <int kExperts>
@@ -57,8 +62,11 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks<kExperts>) choose_experts_ke
   using L = Lane<kExperts>;
   constexpr int n = L::n;
   MOE_DYNAMIC_SMEM(shared);
-  auto* const keys = reinterpret_cast<uint32_t*>(shared + threadIdx.x / kWarpSize * kBytesOfWave<kExperts>);
-  auto* const kept = reinterpret_cast<uint8_t*>(keys + kExperts);
+  unsigned char* const of_wave = shared + threadIdx.x / kWarpSize * p.bytes_of_wave;
+  auto* const keys = reinterpret_cast<uint32_t*>(of_wave);
+  auto* const scores = reinterpret_cast<float*>(of_wave);
+  uint8_t* const kept = of_wave + round_up(p.E, 4) * sizeof(float);
+  auto* const slots = reinterpret_cast<uint16_t*>(kept);
   const L lane;
   wait_for_previous_kernel();
   for (int64_t t = first_row(); t < p.T; t += rows_at_once()) {
@@ -71,35 +79,42 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks<kExperts>) choose_experts_ke
     for (int i = 0; i < n; ++i) key[i] = lane.expert(i) < p.E ? ordered(score[i] + bias[i]) : kNever;
     if (p.top_groups < p.num_groups) leave_out_groups(p, lane, key, keys, kept);
 
-    // The key of an expert that is chosen becomes the number of its slot.
+    // The key of an expert that is chosen becomes kChosen.
     for (int slot = 0; slot < p.top_k; ++slot) {
       uint32_t most = key[0];
 #pragma unroll
       for (int i = 1; i < n; ++i) most = key[i] > most ? key[i] : most;
       most = warp_max(most);
-      uint32_t first = ~0u;
+      uint32_t left = 0;  // ~expert: the largest is that of the smallest
 #pragma unroll
-      for (int i = n - 1; i >= 0; --i) first = key[i] == most ? uint32_t(lane.expert(i)) : first;
-      first = ~warp_max(~first);
+      for (int i = n - 1; i >= 0; --i) left = key[i] == most ? ~uint32_t(lane.expert(i)) : left;
+      const uint32_t first = ~warp_max(left);
 #pragma unroll
-      for (int i = 0; i < n; ++i) key[i] = uint32_t(lane.expert(i)) == first ? uint32_t(slot) : key[i];
+      for (int i = 0; i < n; ++i) key[i] = uint32_t(lane.expert(i)) == first ? kChosen : key[i];
+      if (lane.lane == 0) slots[slot] = uint16_t(first);
     }
 
-    const auto chosen = [&](int i) { return key[i] < uint32_t(p.top_k); };
     float sum = 1.f;
     if (p.normalize) {
       float of_chosen[n];
 #pragma unroll
-      for (int i = 0; i < n; ++i) of_chosen[i] = chosen(i) ? score[i] : 0.f;
+      for (int i = 0; i < n; ++i) of_chosen[i] = key[i] == kChosen ? score[i] : 0.f;
       sum = L::sum(of_chosen) + kLeastSum;
     }
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      if (!chosen(i)) continue;
-      p.ids[t * p.top_k + key[i]] = lane.expert(i);
-      const float share = p.normalize ? score[i] / sum : score[i];
-      p.scores[t * p.top_k + key[i]] = as_float(F32::from_float(share * p.factor));
+    // A slot a lane: one division and two stores for all slots, not for each of a lane's experts.
+    lane.each_four(score, p.E, [&](const float* four, int at) {
+      *reinterpret_cast<Vec16*>(scores + at) =
+          Vec16{{as_bits(four[0]), as_bits(four[1]), as_bits(four[2]), as_bits(four[3])}};
+    });
+    wave_barrier();
+#pragma unroll 1
+    for (int slot = lane.lane; slot < p.top_k; slot += kWarpSize) {
+      const int expert = slots[slot];
+      const float share = p.normalize ? scores[expert] / sum : scores[expert];
+      p.ids[t * p.top_k + slot] = expert;
+      p.scores[t * p.top_k + slot] = as_float(F32::from_float(share * p.factor));
     }
+    wave_barrier();
   }
 }
 
@@ -107,12 +122,11 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks<kExperts>) choose_experts_ke
 
 int choose_experts(const ChooseExpertsParams& params, void* stream) {
   Choose p = {params, is_of_fours(params.E, params.T, params.stride, params.logits, params.bias),
-              params.E / params.num_groups, 0};
+              bytes_of_wave(params), params.E / params.num_groups, 0};
   p.multiplier = uint32_t(ceil_div(1 << kShift, p.group_size));
   return with_room(p.E, [&](auto room) {
-    constexpr int kExperts = decltype(room)::value;
-    const size_t shared = p.top_groups < p.num_groups ? kThreads / kSmallestWarp * kBytesOfWave<kExperts> : 0;
-    return launch_on_rows(choose_experts_kernel<kExperts>, p, p.T, stream, shared);
+    const size_t shared = kThreads / kSmallestWarp * p.bytes_of_wave;
+    return launch_on_rows(choose_experts_kernel<decltype(room)::value>, p, p.T, stream, shared);
   });
 }
 
