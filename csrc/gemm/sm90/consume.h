@@ -34,8 +34,8 @@ template <class T>
 MOE_DEVICE void consume_rows(const Args& p, Consumer<T>& c, Shared<T>& shared, const Tile& tile, int turn) {
   float sum[T::kTileColumns / 2], of_row[2];
   load_row_scales<T>(p, tile, c.row(), of_row);
-  if (tile.columns > T::kTileColumns / 2) multiply_rows(c, shared, tile, sum);
-  else multiply_rows(c, shared, tile, reinterpret_cast<float(&)[T::kTileColumns / 4]>(sum));
+  if (tile.columns > T::kTileColumns / 2) multiply_rows(c, shared, tile, turn, sum);
+  else multiply_rows(c, shared, tile, turn, reinterpret_cast<float(&)[T::kTileColumns / 4]>(sum));
   const float* of_columns = shared.scale_b[turn] + 2 * (c.lane() % 4);
   finish_tile(p, c, tile, shared, 0, [&](int h, int j, int i) {
     return sum[j * 4 + 2 * h + i] * of_row[h] * of_columns[8 * j + i];
@@ -63,15 +63,16 @@ MOE_DEVICE void consume_promoted(const Args& p, Consumer<T>& c, Shared<T>& share
 template <class T>
 MOE_DEVICE void consume(const Args& p, Shared<T>& shared) {
   Consumer<T> c(p, shared);
-  for (int turn = 0;; turn ^= 1) {
+  for (int turn = 0;; turn = (turn + 1) % kTurns) {
     const Tile& tile = shared.tiles[turn];
-    c.wait_full(0);
+    const int first = first_stage<T>(p, turn);
+    c.wait_full(first);
     if (!tile.there) return;
     if constexpr (T::kAdds)
       if (tile.depth > 0) prefetch_tile(p, c, tile);
     const bool mine = tile.rows > c.group() * kWgmmaRows && tile.columns > 0;
     if (!mine || (T::kSumGroups && tile.depth == 0)) {
-      c.step_over(rounds_of(tile));
+      c.step_over(first, stages_of<T>(p, tile));
       if constexpr (!T::kAdds)
         for (int half = 0; mine && half < T::kTileRows / 128; ++half)
           finish_tile(p, c, tile, shared, half, [](int, int, int) { return 0.f; });

@@ -48,13 +48,13 @@ struct Consumer {
     wgmma_commit();
   }
   // A tile in which the warpgroup has nothing to multiply.
-  MOE_DEVICE void step_over(int rounds) {
-    for (int r = 0; r < rounds; ++r, phase ^= 1)
-      for (int s = 0; s < kStages; ++s) {
-        wait_full(s);
-        __syncwarp();
-        release_stage(s);
-      }
+  MOE_DEVICE void step_over(int s, int stages) {
+    for (; stages > 0; --stages, s = (s + 1) % kStages) {
+      wait_full(s);
+      __syncwarp();
+      release_stage(s);
+      if (s == kStages - 1) phase ^= 1;
+    }
   }
 };
 

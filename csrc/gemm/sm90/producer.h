@@ -12,11 +12,11 @@ MOE_DEVICE void for_each_stage(const Args& p, Shared<T>& shared, Fill fill) {
   uint32_t phase = 1;  // the one before a barrier's first: stages are empty to begin with
   gemm::Schedule<T> schedule(p, shared.groups, int(blockIdx.x) / 2, int(gridDim.x) / 2);
   const int rank = int(cluster_rank());
-  for (int turn = 0;; turn ^= 1) {
+  for (int turn = 0;; turn = (turn + 1) % kTurns) {
     const Tile tile = Tile::of<T>(p, schedule.next(rank));
-    const int stages = tile.there ? rounds_of(tile) * kStages : 1;
+    const int first = first_stage<T>(p, turn), stages = tile.there ? stages_of<T>(p, tile) : 1;
     for (int k = 0; k < stages; ++k) {
-      const int s = k % kStages;
+      const int s = (first + k) % kStages;
       barrier_wait(empty + 8 * s, phase);
       if (s == kStages - 1) phase ^= 1;
       fill(tile, turn, k, s);

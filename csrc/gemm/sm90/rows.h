@@ -4,31 +4,45 @@
 
 namespace moe_fp8::sm90 {
 
-// A round, of whose stages kLive are loaded. One stage's products are under way while the next one is waited for;
-// `begun`: there was a round before, whose last stage is `held`.
-template <int kLive, class T, int n>
+// A round, or half of one, of whose stages kLive are loaded. One stage's products are under way while the next one is
+// waited for; `begun`: there was a round before, whose last stage is `held`.
+template <int kLive, int kFirst = 0, int kEnd = kStages, class T, int n>
 MOE_DEVICE void multiply_round(Consumer<T>& c, float (&sum)[n], bool begun, bool held) {
 #pragma unroll
-  for (int s = 0; s < kStages; ++s) {
+  for (int s = kFirst; s < kEnd; ++s) {
     c.wait_full(s);
-    if (s < kLive) {
-      c.multiply(sum, s, 0, begun || s > 0);
+    if (s < kFirst + kLive) {
+      c.multiply(sum, s, 0, begun || s > kFirst);
       wgmma_wait<1>();
-      if (s > 0) c.release_stage(s - 1);
+      if (s > kFirst) c.release_stage(s - 1);
       else if (held) c.release_stage(kStages - 1);
     } else {
-      if (s == kLive) {
+      if (s == kFirst + kLive) {
         wgmma_wait<0>();
         c.release_stage(s - 1);
       }
       c.release_stage(s);
     }
   }
-  c.phase ^= 1;
+  if (kEnd == kStages) c.phase ^= 1;
+}
+template <int kFirst, class T, int n>
+MOE_DEVICE void multiply_half(Consumer<T>& c, int steps, float (&sum)[n]) {
+  static_assert(kHalf == 2);
+  constexpr int kEnd = kFirst + kHalf;
+  if (steps == kHalf) {
+    multiply_round<kHalf, kFirst, kEnd>(c, sum, false, false);
+    wgmma_wait<0>();
+    c.release_stage(kEnd - 1);
+  } else {
+    multiply_round<1, kFirst, kEnd>(c, sum, false, false);
+  }
+  pin_registers(sum);
 }
 template <class T, int n>
-MOE_DEVICE void multiply_rows(Consumer<T>& c, Shared<T>& shared, const Tile& tile, float (&sum)[n]) {
+MOE_DEVICE void multiply_rows(Consumer<T>& c, Shared<T>& shared, const Tile& tile, int turn, float (&sum)[n]) {
   const int steps = steps_of(tile);
+  if (by_halves<T>(c.p)) return turn % 2 ? multiply_half<kHalf>(c, steps, sum) : multiply_half<0>(c, steps, sum);
   int left = steps;
 #pragma unroll 1
   for (; left > kStages; left -= kStages) multiply_round<kStages>(c, sum, left < steps, left < steps);
