@@ -198,10 +198,11 @@ def _gathered(op: str, format: str) -> Case:
     return Case(op, exchanged_shapes, _by_index, quantizer(op, format), rules, format, "by index")
 
 
-def _of_slots(amax: str) -> Case:
-    """What a layer of experts casts along tokens, a token for each of its slots or once."""
-    call = quantizer("quantize_tokens", "rowwise", rounding="pow2", amax=amax)
-    return Case("quantize_tokens", _tokens_of_layers, _at_slots, call, format="rowwise", variant=f"by index, {amax}")
+def _of_slots(op: str, amax: str) -> Case:
+    """What a layer of experts casts along tokens, a token for each of its slots or once; with amax "batch" along rows
+    too."""
+    call = quantizer(op, "rowwise", rounding="pow2", amax=amax)
+    return Case(op, _tokens_of_layers, _at_slots, call, format="rowwise", variant=f"by index, {amax}")
 
 
 def _of_layer(format: str) -> Case:
@@ -236,7 +237,8 @@ QUANTIZE_CASES: tuple[Case, ...] = (
         for op in ("quantize_tokens", "quantize_both")
     ),
     *(_gathered(op, format) for op in ("quantize_rows", "quantize_both") for format in RECIPES),
-    *(_of_slots(amax) for amax in ("group", "batch")),
+    *(_of_slots("quantize_tokens", amax) for amax in ("group", "batch")),
+    _of_slots("quantize_both", "batch"),
     Case("quantize_rows", _short_rows, _rows, quantizer("quantize_rows", "rowwise"), (), "rowwise", "of a layer"),
     *(_of_layer(format) for format in ("rowwise", "blockwise")),
     *(case for op, format in _GENERIC for case in _generic(op, format)),

@@ -7,10 +7,11 @@
 namespace moe_fp8 {
 namespace {
 
-using T = TypesOf<BF16>;
-constexpr int kRows = 4, kShare = kWarpSize / kRows;     // at once; lanes of a wave that end up with what is of one
-constexpr int kMostThreads = kLongestBatchRow / T::kVec;  // that share a row; a multiprocessor holds so many
-constexpr int kUsualThreads = 256;                        // of a block of several teams
+using Types = TypesOf<BF16>;
+constexpr int kRows = kWarpSize == 32 ? 4 : 2;  // at once, as registers are for
+constexpr int kShare = kWarpSize / kRows;  // lanes of a wave that end up with what is of one
+constexpr int kMostThreads = kLongestBatchRow / Types::kVec;  // that share a row; a multiprocessor holds so many
+constexpr int kUsualThreads = 256;  // of a block of several teams
 
 struct BatchRowsPlan : ColumnsPlan {
   int blocks;  // of a share of the rows
@@ -18,17 +19,21 @@ struct BatchRowsPlan : ColumnsPlan {
 };
 
 // The word of a pair, zero where it is not finite.
+template <class In>
 MOE_DEVICE uint32_t finite_word(uint32_t word) {
-  const auto kept = [&](int i, uint32_t half) { return magnitude_bits<BF16>(word, i) < F32::kInfinity ? half : 0; };
+  static_assert(kPerWord<In> == 2);
+  const auto kept = [&](int i, uint32_t half) { return magnitude_bits<In>(word, i) < F32::kInfinity ? half : 0; };
   return word & (kept(0, 0xffffu) | kept(1, 0xffff0000u));
 }
 
 // What waves tell their team of rows, in turns: who is late may still read what was said before.
 using OfWaves = uint32_t[2][kRows][kMostThreads / 32];
 
-// Rows of a share that are a block's: so many for each of its teams at once, and then those that its other blocks leave.
+// Rows of a share that are a block's: some for each of its teams at once, and then those behind the other blocks'.
 // Behind the share's last row it comes once more, and so does a row's last vector: the same maxima and the same bytes.
+template <class T>
 struct BatchWalk {
+  using In = typename T::In;
   const BatchRowsPlan& p;
   int begin, end, step, v;
   uint32_t most[4] = {};  // of the thread's columns, magnitudes of a pair
@@ -58,7 +63,7 @@ struct BatchWalk {
   }
   MOE_DEVICE void raise(const Vec16& x, bool finite) {
 #pragma unroll
-    for (int w = 0; w < 4; ++w) most[w] = max_magnitude<BF16>(most[w], finite ? x.w[w] : finite_word(x.w[w]));
+    for (int w = 0; w < 4; ++w) most[w] = max_magnitude<In>(most[w], finite ? x.w[w] : finite_word<In>(x.w[w]));
   }
   MOE_DEVICE void walk(OfWaves& of_waves) {
     const int lane = threadIdx.x % kWarpSize, own = lane / kShare, of_share = lane % kShare;
@@ -69,7 +74,7 @@ struct BatchWalk {
       uint32_t amax = 0;
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
-        if (const uint32_t of_wave = warp_max(amax_bits<BF16>(max_vec<BF16>(held.x[i]))); i == own) amax = of_wave;
+        if (const uint32_t of_wave = warp_max(amax_bits<In>(max_vec<In>(held.x[i]))); i == own) amax = of_wave;
       if (of_share == 0) told[threadIdx.x / kWarpSize] = amax;
       const Held next = load(at + step);  // under way while the team agrees on scales, and casts
       if (waves > 1) __syncthreads();
@@ -77,7 +82,7 @@ struct BatchWalk {
       for (int w = of_share; w < waves; w += kShare) amax = Max{}(amax, told[w]);
 #pragma unroll
       for (int mask = kShare / 2; mask > 0; mask /= 2) amax = Max{}(amax, shfl_xor(amax, mask));
-      const auto s = T::scale_of<ScaleF32>(p, amax);
+      const auto s = T::template scale_of<ScaleF32>(p, amax);
       if (threadIdx.x < kWarpSize && of_share == 0)
         store_stream(static_cast<float*>(p.scale) + row(at, own), s.dequant());
       T::with_cast(p, [&](auto cast) {
@@ -93,6 +98,7 @@ struct BatchWalk {
   }
 };
 
+template <class T>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMostThreads, 1) quantize_batch_rows_kernel(MOE_GRID_CONSTANT const BatchRowsPlan p) {
   MOE_DYNAMIC_SMEM(smem);
   auto* const most = reinterpret_cast<uint32_t*>(smem);  // [K]
@@ -101,11 +107,11 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMostThreads, 1) quantize_batch_rows_kernel(MO
   for (int c = thread; c < p.K; c += threads) most[c] = 0;
   __syncthreads();
   wait_for_previous_kernel();
-  BatchWalk block(p);
+  BatchWalk<T> block(p);
   block.walk(of_waves);
 #pragma unroll
   for (int i = 0; i < T::kVec; ++i)
-    atomicMax(most + block.v * T::kVec + i, magnitude_bits<BF16>(block.most[i / 2], i % 2));
+    atomicMax(most + block.v * T::kVec + i, magnitude_bits<typename T::In>(block.most[i / 2], i % 2));
   __syncthreads();
   for (int c = thread; c < p.K; c += threads)
     if (most[c] > 0) atomicMax(p.amax + c, most[c]);
@@ -115,12 +121,13 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMostThreads, 1) quantize_batch_rows_kernel(MO
 
 int launch_batch_rows(const ColumnsPlan& columns, void* stream) {
   BatchRowsPlan p = {columns};
-  p.vecs = int(p.K / T::kVec);
-  const int threads = int(round_up(p.vecs, kLargestWarp)), teams = threads < kUsualThreads ? kUsualThreads / threads : 1;
+  p.vecs = int(p.K / Types::kVec);
+  const int threads = round_up(p.vecs, kLargestWarp);
+  const int teams = threads < kUsualThreads ? kUsualThreads / threads : 1;
   p.blocks = device().multiprocessors * (kMostThreads / (threads * teams)) / p.shares;
   if (p.blocks < 1) p.blocks = 1;
   const Launch l = {dim3(unsigned(p.shares * p.blocks)), dim3(threads, teams), stream, size_t(p.K) * sizeof(uint32_t)};
-  return launch(quantize_batch_rows_kernel, l, p);
+  return launch(quantize_batch_rows_kernel<Types>, l, p);
 }
 
 }  // namespace moe_fp8

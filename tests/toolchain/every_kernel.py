@@ -65,8 +65,9 @@ def cases_of_quantizers() -> Iterator[Call]:
         for columns, align in ((288, 32), (131, 8)):
             x, how = tokens(260, columns, dtype, misaligned=columns == 131), {"amax": "batch", "dtype": fp8}
             for offs, index in ((offsets(100, 333, 500), {"indices": indices, "top_k": 2}), (offsets(3, 3, 200), {})):
-                for op in (OPS.quantize_tokens, OPS.quantize_both):
-                    yield f"{op.__name__} rowwise batch", op, (x, "rowwise"), {"offs": offs, "align": align, **index, **how}
+                for op in ("quantize_tokens", "quantize_both"):
+                    options = {"offs": offs, "align": align, **index, **how}
+                    yield f"{op} rowwise batch", getattr(OPS, op), (x, "rowwise"), options
     for rows, columns in ((64, 64), (40, 4096), (24, 8192), (16, 16384), (2100, 1024), (5000, 128)):
         x, offs = tokens(rows, columns, torch.bfloat16), offsets(rows // 3, rows)
         yield "quantize_both rowwise batch", OPS.quantize_both, (x, "rowwise"), {"offs": offs, "amax": "batch"}
