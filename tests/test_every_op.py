@@ -12,6 +12,7 @@ import pytest
 import torch
 from calls import OPS, schema
 from derivatives import SPELLINGS, check_no_tangent
+from fuzz import attempt, compare_with_fake
 from torch import Tensor
 
 from moe_fp8_ext import ops
@@ -91,7 +92,8 @@ def per_tensor(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_wrong_kinds_of_tensors(name):
-    """None and what is not dense get the sentence that every other error gets; a list is no tensor to torch itself."""
+    """None, in fakes too, and what is not dense get the sentence that every other error gets; a list is no tensor to
+    torch itself."""
     call = valid(name)
     for argument in schema(name).arguments:
         x = call.get(argument.name)
@@ -101,6 +103,7 @@ def test_wrong_kinds_of_tensors(name):
         if str(argument.type) == "Tensor":
             with pytest.raises(RuntimeError, match=f"{text} tensor, got None$"):
                 getattr(ops, name)(**call | {argument.name: None})
+            compare_with_fake(name, [], none := call | {argument.name: None}, *attempt(name, [], none))
         if x.dtype.itemsize > 1:
             with pytest.raises(RuntimeError, match=f"{text} dense tensor, got torch.sparse_coo$"):
                 getattr(ops, name)(**call | {argument.name: x.to_sparse()})

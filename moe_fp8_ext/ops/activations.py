@@ -256,7 +256,8 @@ def _check_gradients(
 ) -> tuple[int, int]:
     """The shape of a."""
     dtypes = INPUT_DTYPES if h_scale is None else FP8_DTYPES
-    require(h.dtype in dtypes, f"{op}: h must be {either(map(dtype_name, dtypes))}, got {h.dtype}")
+    got = getattr(h, "dtype", None)  # of None, which check() refuses
+    require(got is None or got in dtypes, f"{op}: h must be {either(map(dtype_name, dtypes))}, got {got}")
     check(op, "h", h)
     check(op, "da", da, h)
     require(h_scale is not None or da.dtype == h.dtype, f"{op}: da must be, like h, {h.dtype}, got {da.dtype}")

@@ -132,8 +132,9 @@ refuse_derivatives(_choose_backward)
 
 @torch.library.register_fake("moe_fp8::choose_experts")
 def _(logits, top_k, bias=None, scoring="softmax", normalize=True, scaling_factor=1.0, num_groups=1, top_groups=1):
-    op, e = "choose_experts", logits.shape[-1] if logits.dim() else 0
+    op = "choose_experts"
     check(op, "logits", logits)
+    e = logits.shape[1]
     if bias is not None:
         check(op, "bias", bias, logits)
         check_shape(op, "bias", bias, (e,))

@@ -232,7 +232,7 @@ def _fake(op, x, format, offs, indices, top_k, align, dtype, rounding, along_row
     else:
         arg, shape = "x", tuple(x.shape)
     e, k = None, x.shape[-1]
-    if offs is not None:
+    if along_tokens or offs is not None:
         check(op, "offs", offs, x)
         e = offs.shape[0]
     if e is not None and (along_tokens or format.order == "blocked"):
