@@ -82,6 +82,13 @@ def test_every_round_and_rest(hopper, format, fast):
     check_added(hopper, (*operands, format), fast, torch.float32)
 
 
+@pytest.mark.parametrize("k", [16, 144, 256, 272])
+def test_sums_of_half_a_round(hopper, k):
+    """Of which tiles are known, with their scales, two ahead of the one that is stored; and one that is longer."""
+    operands = products("rowwise", ends([300, 70, 513]), 890, k, 560, FP8_DTYPES[0])[0]
+    check(hopper, (*operands, "rowwise"), True, torch.bfloat16)
+
+
 @OF_KIND
 def test_sizes_of_tiles(hopper, format, fast):
     """Groups around a half, one and two tiles, columns around one half of a tile and one tile."""

@@ -225,6 +225,7 @@ void leave_registers() {}
 inline void store_matrices(uint32_t shared, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3,
                            Site site = Site::here("store_matrices")) {
   const unsigned t = current->lane();
+  if (t == 0) current->relax();  // producers go on while a tile is stored
   const uint32_t words[] = {w0, w1, w2, w3};
   const uint64_t* rows = current->share(own(shared), site);
   for (unsigned m = 0; m < 4; ++m)
