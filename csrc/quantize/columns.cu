@@ -64,11 +64,9 @@ int launch_columns(const QuantizeParams& p, void* stream) {
   plan.source = p.scratch + p.x_rows * (plan.stride / 4);
   plan.amax = reinterpret_cast<uint32_t*>(plan.source + p.positions);
   plan.taken = reinterpret_cast<int*>(plan.amax + p.K);
-  bool along_rows = p.along_rows;
-  if (along_rows && !(std::is_same_v<In, BF16> && p.x_rows && p.K && p.K <= kLongestBatchRow)) {
+  const bool at_once = p.along_rows && std::is_same_v<In, BF16> && p.x_rows && p.K && p.K <= kLongestBatchRow;
+  if (p.along_rows && !at_once)
     if (const int e = launch_rows<In>(rows_of_batch(p), Beside::kNo, stream)) return e;
-    along_rows = false;
-  }
   if (p.K)
     if (const int e = fill_bytes(plan.amax, 0, 4 * (p.K + p.x_rows), stream)) return e;
   const int64_t multiprocessors = device().multiprocessors;
@@ -82,7 +80,7 @@ int launch_columns(const QuantizeParams& p, void* stream) {
   plan.shares = int(shares < 1 ? 1 : shares);
   plan.share = int(ceil_div<int64_t>(p.x_rows, plan.shares));
   const Launch of_x = {dim3(plan.strips * plan.shares), dim3(kLanes, kColumnSlots), stream};
-  if (const int e = along_rows ? launch_batch_rows(plan, stream) : launch(find_amax_kernel<T>, of_x, plan)) return e;
+  if (const int e = at_once ? launch_batch_rows(plan, stream) : launch(find_amax_kernel<T>, of_x, plan)) return e;
   if (const int e = launch(quantize_columns_kernel<T>, of_x, plan)) return e;
   const int64_t moves = ceil_div(p.positions, int64_t(kMoved)) * ceil_div(p.K, int64_t(kBlock));
   for (; plan.moved < moves; plan.moved += kMostMoves) {

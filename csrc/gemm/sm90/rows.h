@@ -26,17 +26,20 @@ MOE_DEVICE void multiply_round(Consumer<T>& c, float (&sum)[n], bool begun, bool
   }
   if (kEnd == kStages) c.phase ^= 1;
 }
+// The last of a tile: it ends when all products are there, and holds no stage.
+template <int kLive, int kFirst = 0, int kEnd = kStages, class T, int n>
+MOE_DEVICE void multiply_last(Consumer<T>& c, float (&sum)[n], bool begun, bool held) {
+  multiply_round<kLive, kFirst, kEnd>(c, sum, begun, held);
+  if constexpr (kLive == kEnd - kFirst) {
+    wgmma_wait<0>();
+    c.release_stage(kEnd - 1);
+  }
+}
 template <int kFirst, class T, int n>
 MOE_DEVICE void multiply_half(Consumer<T>& c, int steps, float (&sum)[n]) {
   static_assert(kHalf == 2);
-  constexpr int kEnd = kFirst + kHalf;
-  if (steps == kHalf) {
-    multiply_round<kHalf, kFirst, kEnd>(c, sum, false, false);
-    wgmma_wait<0>();
-    c.release_stage(kEnd - 1);
-  } else {
-    multiply_round<1, kFirst, kEnd>(c, sum, false, false);
-  }
+  if (steps == 2) multiply_last<2, kFirst, kFirst + kHalf>(c, sum, false, false);
+  else multiply_last<1, kFirst, kFirst + kHalf>(c, sum, false, false);
   pin_registers(sum);
 }
 template <class T, int n>
@@ -52,17 +55,11 @@ MOE_DEVICE void multiply_rows(Consumer<T>& c, Shared<T>& shared, const Tile& til
     if (begun) c.release_stage(kStages - 1);
     clear_rest(c, shared, tile.depth);
   }
-  if (left == 4) {
-    multiply_round<4>(c, sum, begun, held);
-    wgmma_wait<0>();
-    c.release_stage(kStages - 1);
-  } else if (left == 3) {
-    multiply_round<3>(c, sum, begun, held);
-  } else if (left == 2) {
-    multiply_round<2>(c, sum, begun, held);
-  } else {
-    multiply_round<1>(c, sum, begun, held);
-  }
+  static_assert(kStages == 4);
+  if (left == 4) multiply_last<4>(c, sum, begun, held);
+  else if (left == 3) multiply_last<3>(c, sum, begun, held);
+  else if (left == 2) multiply_last<2>(c, sum, begun, held);
+  else multiply_last<1>(c, sum, begun, held);
   pin_registers(sum);
 }
 
