@@ -13,13 +13,13 @@ namespace moe_fp8 {
 constexpr int kStripBytes = 128, kChunks = kStripBytes / 16;
 constexpr int kSmallSlots = 8, kLargeSlots = 16;  // of a block
 
-template <class Types_, int kSlots_, Source kSource_>
+template <class Types_, int kSlots_, Source kSource_, bool kTogether_>
 struct StripTraits {
   using Types = Types_;  // Fast or Any
   using In = typename Types::In;
   static constexpr Source kSource = kSource_;
   static constexpr int kSlots = kSlots_, kThreads = kSlots * kLanes;
-  static constexpr bool kTogether = kSlots == kLargeSlots;  // in clusters and teams; small blocks work alone
+  static constexpr bool kTogether = kTogether_;  // in clusters and teams; others work alone
   static constexpr bool kInStep = kTogether && kSource == Source::kInPlace;  // where rows run beside: see rows.h
   static constexpr int kLines = kSlots / kLineSlots;    // lines of q_t cast at once
   static constexpr int kColumns = kStripBytes / 4 * kPerWord<In>;

@@ -22,6 +22,11 @@ constexpr int kSmallBlocks = 4, kStripsHeld = 2, kMaxCluster = 16;
 // 0.84, 0.72, and 0.87, 0.67, 0.49, 0.37. Teams of single blocks hardly mind sizes, but take 1.1 to 1.2 times as long
 // where groups are even: every strip then waits for words to come through memory.
 constexpr int kAlone = 80;
+
+// Small blocks of tokens work alone: room for messages is room for 16 to 32 rows. Those of experts have it.
+template <class Groups, class Types, int kSlots>
+using TraitsOf = StripTraits<Types, kSlots, Groups::kSource,
+                             kSlots == kLargeSlots || (Types::kFast && std::is_same_v<Groups, ExpertGroups>)>;
 template <class T>  // that registers are for
 constexpr int kBlocks = T::kSlots == kSmallSlots && T::Types::kFast && kCastsInHardware ? kSmallBlocks : 1;
 
@@ -32,12 +37,19 @@ constexpr int kBlocks = T::kSlots == kSmallSlots && T::Types::kFast && kCastsInH
 // 0.65; 16384: 40 0.65, 48 0.66, 56 0.65. Rows first and then columns: 0.52 to 0.64. Columns of rows that are taken by
 // index take longer, so that the rows beside them need less: 260: 64 0.69, 72 0.62; 2048: 40 0.68, 48 0.61, 80 0.54;
 // 8192: 40 0.55, 56 0.54; 16384: 32 0.56, 48 0.54, 64 0.44.
-constexpr int kBlocksBesideRows = 2;
+//
+// Of experts, two small blocks a multiprocessor, of clusters that wait at different times. Both directions on an H200,
+// so and by one large block: [64, 1408, 2048] 252 and 315 us, [16, 3072, 4096] 265 and 319, [128, 512, 1536] 132 and
+// 144; in step [128, 4096, 1024] 748 and 867, [128, 1536, 2048] 567 and 654, [128, 2048, 768] 310 and 342, where
+// clusters that hold a tenth more rows than an expert has took a fifth longer. But [128, 2048, 4096] 1364 and 1245.
+// Clusters of more than 8 were not tried.
+constexpr int kBlocksBesideRows = 2, kMostOfSmall = 8;
 struct Spare { int64_t rows; int percent, percent_by_index; };
 constexpr Spare kSpare[] = {{192, 21, 18}, {384, 32, 28}, {2048, 35, 18},
                             {6144, 32, 17}, {14336, 25, 17}, {INT64_MAX, 21, 14}};
 // In step the rows need less, for they wait rather than fall behind: [128, 2048, 4096] at 18, 22, 26, 30 and 35 percent
-// 1369, 1306, 1292, 1265 and 1534 us; [128, 1536, 2048] 547, 542, 585, 595 and 598.
+// 1369, 1306, 1292, 1265 and 1534 us; in small blocks [128, 4096, 1024] at 17, 20 and 23 percent 783, 750 and 918,
+// [128, 1536, 2048] 589, 570 and 549.
 constexpr int64_t kShortInStep = 4096;  // bytes of a row
 constexpr int kSpareInStep = 28, kSpareOfShortInStep = 20;
 inline int spare_beside(const QuantizeParams& p, Beside beside) {
@@ -111,7 +123,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
       commit_copies();
     };
     // Before the amax, room permitting: from 0.64 to 0.82 of copy at large groups, from 0.78 to 0.72 at small ones.
-    if (T::kSlots == kLargeSlots || w.line0 == w.line1) copy_next(0);
+    if (T::kSlots == kLargeSlots || (T::kTogether && p.cluster_log2 > 0) || w.line0 == w.line1) copy_next(0);
     else commit_copies();
     reduce_part<T>(p, w, ring, base, shared);
     __syncthreads();
@@ -160,12 +172,17 @@ StripShape shape_with(int blocks, int64_t E, int spare) {
 }
 template <class Groups, class Types>
 StripShape shape_for(const QuantizeParams& p, Beside beside) {
-  using Small = StripTraits<Types, kSmallSlots, Groups::kSource>;
+  using Small = TraitsOf<Groups, Types, kSmallSlots>;
   const int64_t average = average_rows(p);
   const int spare = spare_beside(p, beside);
+  const auto grow = [](StripShape& s, int64_t rows, int most) {
+    while (s.cluster < most && int64_t(s.cluster) * s.held < rows) s.cluster *= 2;
+  };
   if (beside != Beside::kNo) {
-    const StripShape s = shape_with<Groups, Small>(kBlocksBesideRows, p.E, spare);
-    if (average <= s.held) return s;
+    StripShape s = shape_with<Groups, Small>(kBlocksBesideRows, p.E, spare);
+    const bool long_in_step = beside == Beside::kInStep && row_bytes(p) > kShortInStep;
+    if (Small::kTogether && device().has_clusters && !long_in_step) grow(s, average, kMostOfSmall);
+    if (average <= int64_t(s.cluster) * s.held) return s;
   } else {
     for (int blocks = kSmallBlocks; blocks > 1; --blocks) {
       const StripShape s = shape_with<Groups, Small>(blocks, p.E, 0);
@@ -173,8 +190,8 @@ StripShape shape_for(const QuantizeParams& p, Beside beside) {
     }
   }
   if (!Types::kFast || !device().has_clusters) return shape_with<Groups, Small>(1, p.E, spare);
-  StripShape s = shape_with<Groups, StripTraits<Types, kLargeSlots, Groups::kSource>>(1, p.E, spare);
-  while (s.cluster < kMaxCluster && s.cluster * s.held < average + average / 3) s.cluster *= 2;
+  StripShape s = shape_with<Groups, TraitsOf<Groups, Types, kLargeSlots>>(1, p.E, spare);
+  grow(s, average + average / 3, kMaxCluster);
   return s;
 }
 
@@ -184,7 +201,8 @@ int launch_shape(const QuantizeParams& p, const StripShape& shape, Beside beside
   if (const int e = allow_large<kKernel>()) return e;
   int clusters = 0, cluster = shape.cluster;  // smaller ones where the chip, or our slice of it, has no such
   while (cluster > 1 && (clusters = resident_clusters<kKernel>(T::kThreads, cluster)) == 0) cluster /= 2;
-  if (cluster == 1) clusters = shape.blocks * device().multiprocessors;
+  if (cluster == 1) clusters = device().multiprocessors;
+  clusters *= shape.blocks;
   const auto strips = p.K ? uint32_t(ceil_div<int64_t>(p.K, T::kColumns)) : 1;
   const bool rows_follow = p.along_rows && beside == Beside::kNo;
   StripsPlan plan = {p, shape.held, strips, 0, INT_MAX, clusters, rows_follow, beside != Beside::kNo};
@@ -214,8 +232,8 @@ int launch_strips(const QuantizeParams& p, Beside beside, void* stream) {
       const StripShape shape = shape_for<Groups, Types>(p, beside);
       if constexpr (Types::kFast)
         if (shape.slots == kLargeSlots)
-          return launch_shape<Groups, StripTraits<Types, kLargeSlots, Groups::kSource>>(p, shape, beside, stream);
-      return launch_shape<Groups, StripTraits<Types, kSmallSlots, Groups::kSource>>(p, shape, beside, stream);
+          return launch_shape<Groups, TraitsOf<Groups, Types, kLargeSlots>>(p, shape, beside, stream);
+      return launch_shape<Groups, TraitsOf<Groups, Types, kSmallSlots>>(p, shape, beside, stream);
     };
     if (p.weight) return run(TypeOf<ExpertGroups>{});
     if constexpr (Types::kFast)
