@@ -57,17 +57,20 @@ def measure(t: int, d: int, f: int, e: int, k: int) -> dict[str, object]:
     sizes = dict(num_experts=e, num_experts_per_tok=k, hidden_size=d, intermediate_size=f)
     options = dict(activation_function=ActivationType.SWIGLU, add_bias=False, std=0.02)
     peer = MoE(**sizes, **options).to("cuda", torch.bfloat16)
-    weights = [w.detach().clone().requires_grad_() for w in (peer.c_fc.weight, peer.c_proj.weight)]
+    weights = [torch.nn.Parameter(w.detach().clone()) for w in (peer.c_fc.weight, peer.c_proj.weight)]
     router = moe_fp8_ext.Router(e, d, k, device="cuda", dtype=torch.bfloat16)
     router.weight.data.copy_(peer.router.weight)
 
-    def layer(recipe: str, routing: tuple[Tensor, ...] | None = None) -> Tensor:
-        ids, scores, *_ = routing or router(x)
-        return moe_fp8_ext.experts(x, ids, scores, *weights, recipe=recipe, interleaved=True)
+    def layer(recipe: str) -> Callable[[], Tensor]:
+        experts = moe_fp8_ext.Experts(e, d, f, recipe=recipe, interleaved=True, device="meta")
+        experts.gate_up_proj, experts.down_proj = weights
+        moe = moe_fp8_ext.MoE(router, experts)
+        return lambda: moe(x)[0]
 
-    layers = {"SonicMoE": lambda: peer(x)[0], **{name: partial(layer, name) for name in ("rowwise", "blockwise")}}
-    alike = moe_fp8_ext.ops.choose_experts((x @ router.weight.t()).float(), k)  # logits in BF16, as theirs are
-    theirs, ours = layers["SonicMoE"]().float(), layer("bf16", alike).float()
+    layers = {"SonicMoE": lambda: peer(x)[0], **{name: layer(name) for name in ("rowwise", "blockwise")}}
+    ids, scores = moe_fp8_ext.ops.choose_experts((x @ router.weight.t()).float(), k)  # logits in BF16, as theirs are
+    theirs = layers["SonicMoE"]().float()
+    ours = moe_fp8_ext.experts(x, ids, scores, *weights, recipe="bf16", interleaved=True).float()
     difference = ((theirs - ours).norm() / theirs.norm()).item()
     if difference > AGREE:
         raise AssertionError(f"the layers must agree within {AGREE}, got {difference:.4f} at T={t}, D={d}")
@@ -98,7 +101,7 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(SIZES), help=f"out of {', '.join(SIZES)}")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file for the figures")
     args = parser.parse_args()
-    result = environment(torch.device("cuda")) | {"router": "its router a `Router`", "rows": []}
+    result = environment(torch.device("cuda")) | {"router": "ours a `MoE`", "rows": []}
     for name in args.sizes.split(","):
         row = {"sizes": name, "dims": SIZES[name]} | measure(*SIZES[name])
         torch.cuda.empty_cache()

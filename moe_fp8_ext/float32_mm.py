@@ -30,17 +30,19 @@ def float32_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.float32) -> 
 
 
 def float32_mm_backward(
-    grad: Tensor, a: Tensor, b: Tensor, needs_a: bool, needs_b: bool
+    grad: Tensor, a: Tensor, b: Tensor, needs_a: bool, needs_b: bool, onto: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of a [M, K] and b [N, K], in their dtypes, where grad [M, N] is that of float32_mm(a, b^T).
 
-    Where it `takes_parts`, of grad or of its two, [M, 2, N] as `parts` makes them.
+    Where it `takes_parts`, of grad or of its two, [M, 2, N] as `parts` makes them. onto: a gradient of a from
+    elsewhere, in its dtype, that nobody else holds: what there is of a's is added to it in place. Not in a graph.
     """
     if takes_parts(a, b, needs_a, needs_b):
-        by_parts = gradients_by_parts if torch.compiler.is_compiling() else _gradients_by_parts
-        of_a, of_b = by_parts(grad, a, b)
+        compiling = torch.compiler.is_compiling()
+        of_a, of_b = gradients_by_parts(grad, a, b) if compiling else _gradients_onto(onto, grad, a, b)
         return of_a, cast(of_b, b.dtype)
     of_a = float32_mm(grad, b, a.dtype) if needs_a else None
+    of_a = of_a if onto is None else onto.add_(of_a)
     return of_a, float32_mm(grad.t(), a, b.dtype) if needs_b else None
 
 
@@ -75,9 +77,17 @@ def _gradients_by_parts(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Ten
     """mm_by_parts(grad, b, 2) in bfloat16 and mm_by_parts(grad^T, a, 2) in float32, of a and b in bfloat16, from parts
     that are made once, or are there: grad is [M, 2, N] then. A pass over a large product in float32 would take longer
     than the product itself."""
+    return _gradients_onto(None, grad, a, b)
+
+
+def _gradients_onto(onto: Tensor | None, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The same; the first is added to `onto`, if that is there, and rounded once where it is large."""
     of_grad, wide = parts(grad, 2, 1) if grad.ndim == 2 else grad.flatten(1), b.repeat(2, 1)
-    at_once = a.numel() >= _MANY and b.shape[0] <= _FEW_EXPERTS
-    of_a = torch.mm(of_grad, wide) if at_once else cast(_mm(of_grad, wide), a.dtype)
+    if a.numel() >= _MANY and b.shape[0] <= _FEW_EXPERTS:
+        of_a = torch.mm(of_grad, wide) if onto is None else onto.addmm_(of_grad, wide)
+    else:
+        of_a = cast(_mm(of_grad, wide), a.dtype)
+        of_a = of_a if onto is None else onto.add_(of_a)
     return of_a, _mm(of_grad.t(), a).unflatten(0, (2, -1)).sum(0)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from moe_fp8_ext import layer
 from moe_fp8_ext.experts import KEEP, experts
 from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import check_bool, check_dense, check_one_of, check_sizes, require
@@ -117,18 +118,18 @@ class Experts(nn.Module):
         return sum_of_ranks(self._of_rank, self.down_proj, *call) if is_dtensor(x) else self._of_rank(*call)
 
     def _of_rank(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
-        return experts(x, topk_ids, topk_scores, **self._rest(), **self.options)
+        return experts(x, topk_ids, topk_scores, **self.arguments(), **self.options)
 
     def _over_ranks(
         self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, shared_experts: Callable[[Tensor], Tensor] | None
     ) -> Tensor:
         with self.ep.errors_told():
-            rest = self._rest()
+            rest = self.arguments()
         options = {name: value for name, value in self.options.items() if name != "recipe"}  # which ep has
         return self.ep.experts(x, topk_ids, topk_scores, shared_experts=shared_experts, **rest, **options)
 
-    def _rest(self) -> dict[str, Tensor | None]:
-        """What else is of this rank in a call."""
+    def arguments(self) -> dict[str, Tensor | None]:
+        """What a call of `experts` takes of the module, those of this rank."""
         rest: dict[str, Tensor | None] = {}
         for argument, name in (("gate_up", self.up), ("down", "down_proj")):
             rest[f"w_{argument}"] = of_rank(name, getattr(self, name))
@@ -180,11 +181,23 @@ class MoE(nn.Module):
         """x [..., D] -> out, shaped as x, and the losses of the router, to be added to that of the model."""
         check_dense("MoE", "x", x, max(x.dim(), 1) if isinstance(x, Tensor) else 2)
         tokens = x.reshape(-1, x.shape[-1])
+        if getattr(self.experts, "ep", None) is None:
+            out, loss = self._routed(tokens)
+            out = out.view(x.shape)
+            return out if self.shared_experts is None else out + self.shared_experts(x), loss
         routing = self.gate(tokens)
         call = tokens, routing.topk_ids, routing.topk_scores
         if self.shared_experts is None:
             return self.experts(*call).view(x.shape), routing.loss
-        if getattr(self.experts, "ep", None) is None:
-            return self.experts(*call).view(x.shape) + self.shared_experts(x), routing.loss
         out = self.experts(*call, shared_experts=lambda t: self.shared_experts(t.view(x.shape)).view(t.shape))
         return out.view(x.shape), routing.loss
+
+    def _routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """By experts of this rank, and the losses."""
+        gate, experts = self.gate, self.experts
+        if layer.is_plain(gate, Router) and layer.is_plain(experts, Experts):
+            if layer.takes(x, gate.weight, *experts.parameters()):
+                out, *choice = layer.run(x, gate.weight, gate.rule(x), experts.arguments(), experts.options)
+                return out, gate.losses(*choice)
+        routing = gate(x)
+        return experts(x, routing.topk_ids, routing.topk_scores), routing.loss

@@ -31,18 +31,66 @@ def _without_autocast(x: Tensor) -> AbstractContextManager:
     return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
+class Rule(NamedTuple):
+    """What `choose_experts` takes behind logits."""
+
+    top_k: int
+    bias: Tensor | None
+    scoring: str
+    normalize: bool
+    scaling_factor: float
+    num_groups: int
+    top_groups: int
+
+    @property
+    def scores(self) -> tuple[str, bool, float]:
+        """How scores are made of logits."""
+        return self.scoring, self.normalize, self.scaling_factor
+
+
+def choice(x: Tensor, weight: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logits = x @ weight^T in float32, under torch.autocast too; what `choose_experts` makes of them, ids and scores;
+    and what `choice_backward` needs of logits: if they are normalized, those of the chosen alone."""
+    with _without_autocast(x):
+        logits = float32_mm(x, weight.t())
+    ids, scores = choose_experts(logits, *rule)
+    # NaN scores can come of a logit that was not chosen: the sum has them.
+    kept = logits.gather(1, ids).add_(scores, alpha=0) if rule.normalize else logits
+    return logits, ids, scores, kept
+
+
+def choice_backward(
+    of_logits: Tensor | None,
+    of_scores: Tensor | None,
+    kept: tuple[Tensor, Tensor, Tensor, Tensor],
+    rule: Rule,
+    needs: tuple[bool, bool],
+    onto: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x and weight, of those that are needed, from those of logits and scores, if there are any.
+
+    kept: x, weight, what `choice` says, and ids. onto: as in `float32_mm_backward`.
+    """
+    x, weight, logits, ids = kept
+    grad = of_logits
+    if of_scores is not None:
+        of_chosen = weight.shape[0] if rule.normalize else None
+        count = 2 if grad is None and takes_parts(x, weight, *needs) else 1
+        of_all = choose_experts_backward(unit_stride(of_scores), logits, ids, *rule.scores, of_chosen, count)
+        grad = of_all if grad is None else grad + of_all
+    if grad is None:
+        return onto, None
+    with _without_autocast(x):
+        return float32_mm_backward(grad, x, weight, *needs, onto)
+
+
 class _Choice(torch.autograd.Function):
-    """logits = x @ weight^T in float32, under torch.autocast too, and what `choose_experts` makes of them, ids and
-    scores. x is kept as it is, and not a float32 copy of it; of logits, if normalize, those of the chosen alone."""
+    """x is kept as it is, and not a float32 copy of it."""
 
     @staticmethod
-    def forward(ctx, x, weight, top_k, bias, scoring, normalize, scaling_factor, num_groups, top_groups):
-        ctx.how = scoring, normalize, scaling_factor
-        with _without_autocast(x):
-            logits = float32_mm(x, weight.t())
-        ids, scores = choose_experts(logits, top_k, bias, *ctx.how, num_groups, top_groups)
-        # NaN scores can come of a logit that was not chosen: the sum has them.
-        kept = logits.gather(1, ids).add_(scores, alpha=0) if normalize else logits
+    def forward(ctx, x, weight, *rule):
+        ctx.rule = Rule(*rule)
+        logits, ids, scores, kept = choice(x, weight, ctx.rule)
         ctx.save_for_backward(x, weight, kept, ids)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(ids)
@@ -50,20 +98,9 @@ class _Choice(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad, _, of_scores):
-        x, weight, kept, ids = ctx.saved_tensors
+    def backward(ctx, of_logits, _, of_scores):
         needs = ctx.needs_input_grad[:2]
-        if of_scores is not None:
-            _, normalize, _ = ctx.how
-            of_chosen = weight.shape[0] if normalize else None
-            count = 2 if grad is None and takes_parts(x, weight, *needs) else 1
-            of_logits = choose_experts_backward(unit_stride(of_scores), kept, ids, *ctx.how, of_chosen, count)
-            grad = of_logits if grad is None else grad + of_logits
-        gradients = (None, None)
-        if grad is not None:
-            with _without_autocast(x):
-                gradients = float32_mm_backward(grad, x, weight, *needs)
-        return *gradients, *[None] * 7
+        return *choice_backward(of_logits, of_scores, ctx.saved_tensors, ctx.rule, needs), *[None] * len(ctx.rule)
 
 
 class Routing(NamedTuple):
@@ -150,6 +187,13 @@ class Router(nn.Module):
 
         x: bfloat16, float16 or float32, on the weight's device.
         """
+        rule = self.rule(x)
+        choose = partial(on_every_rank, "Router", _Choice.apply) if is_dtensor(x) else _Choice.apply
+        logits, ids, scores = choose(x, self.weight, *rule)
+        return Routing(ids, scores, self.losses(logits, ids))
+
+    def rule(self, x: Tensor) -> Rule:
+        """Of a forward with x, which it checks."""
         check_dense("Router", "x", x, 2)
         require(x.dtype in INPUT_DTYPES, f"Router: x must be {either(map(dtype_name, INPUT_DTYPES))}, got {x.dtype}")
         (_, size), device = self.weight.shape, self.weight.device
@@ -157,16 +201,18 @@ class Router(nn.Module):
         require(x.device == device, f"Router: x must be on the device of weight, {device}, got {x.device}")
         bias = self.e_score_correction_bias
         bias = None if bias is None else cast(bias, torch.float32)
-        how = self.scoring, self.normalize, self.scaling_factor, self.num_groups, self.top_groups
-        choose = partial(on_every_rank, "Router", _Choice.apply) if is_dtensor(x) else _Choice.apply
-        logits, ids, scores = choose(x, self.weight, self.top_k, bias, *how)
+        scores = self.scoring, self.normalize, self.scaling_factor
+        return Rule(self.top_k, bias, *scores, self.num_groups, self.top_groups)
+
+    def losses(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """The losses of a choice, which is counted where experts are balanced by a bias."""
         loss = self._loss(logits, ids)
         if self.training and self.tokens_per_expert is not None:
             counts = self._counts(ids)
             if is_dtensor(counts) and not is_dtensor(self.tokens_per_expert):
                 counts = counts.to_local()  # of all tokens, as every rank has them
             self.tokens_per_expert.add_(counts)  # no assignment, which no graph has under a checkpoint
-        return Routing(ids, scores, loss)
+        return loss
 
     @torch.no_grad()
     def update_bias(self) -> None:

@@ -1,0 +1,76 @@
+"""A router and its experts as one node of autograd, so that the gradient that the router has of its tokens is added to
+that of the experts by the product that computes it: three passes over a gradient of tokens less."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from moe_fp8_ext._C import validates
+from moe_fp8_ext.bf16 import autocast_dtype, cast, row_major
+from moe_fp8_ext.experts import Weights, arguments, backward, cast_all, dtypes_of, forward
+from moe_fp8_ext.operands import Slots
+from moe_fp8_ext.ops.dispatch import asks_for_gradient, below_autograd, differentiable_once
+from moe_fp8_ext.router import Rule, choice, choice_backward
+from moe_fp8_ext.sharded import is_dtensor
+
+_sort_tokens = torch.ops.moe_fp8.sort_tokens.default
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+
+def is_plain(module: nn.Module, kind: type) -> bool:
+    """Whether a call of the module is one of its class's forward, and nothing sees what goes in and out."""
+    return type(module) is kind and "forward" not in vars(module) and not any(getattr(module, h) for h in _HOOKS)
+
+
+def takes(x: Tensor, w_router: Tensor, *parameters: Tensor) -> bool:
+    """Whether `run` is, but for time, a call of the two modules: training, of plain tensors, without a graph."""
+    if torch.compiler.is_compiling() or _has_any_global_hook() or validates() or autocast_dtype(x) is not None:
+        return False
+    tensors = x, w_router
+    return all(map(asks_for_gradient, tensors)) and not any(map(is_dtensor, (*tensors, *parameters)))
+
+
+def run(
+    x: Tensor, w_router: Tensor, rule: Rule, rest: dict[str, Tensor | None], options: dict[str, object]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out of the experts that are chosen for x [T, D], and the choice's logits and ids.
+
+    rest, options: what `experts` takes beside x, ids and scores.
+    """
+    with torch.no_grad():
+        logits, ids, scores, kept = choice(x, w_router, rule)
+    scores.requires_grad_()  # as they do that come from a router
+    weights = tuple(rest[name] for name in ("w_gate_up", "w_down", "b_gate_up", "b_down"))
+    how = (options[name] for name in ("recipe", "activation", "interleaved", "keep"))
+    inputs = arguments(x, ids, scores, weights, *how, rest["main_grad_gate_up"], rest["main_grad_down"])
+    out, logits = _Layer.apply(w_router, rule, logits, kept, *inputs)
+    return out, logits, ids
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w_router, rule, logits, of_chosen, x, scores, *rest):
+        *weights, ids, main_grad_gate_up, main_grad_down, call = rest
+        with below_autograd():
+            slots = Slots(*_sort_tokens(ids, call.experts))
+            out, kept = forward((x, None), scores, slots, Weights.of(weights, call), call)
+        ctx.save_for_backward(x, w_router, of_chosen, ids, *kept)
+        ctx.main_grads = main_grad_gate_up, main_grad_down  # every backward writes to them
+        ctx.rule, ctx.call, ctx.dtypes = rule, call, dtypes_of(x, scores, *weights)
+        ctx.set_materialize_grads(False)
+        return cast(out, x.dtype), logits
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dout, of_logits):
+        kept = ctx.saved_tensors  # outside: `checkpoint` computes forward again here, with gradients
+        dx = dscores = None
+        of_weights = [None] * 4
+        with below_autograd():
+            if dout is not None:
+                grads = backward((row_major(dout), None), kept[4:], ctx.main_grads, ctx.call)
+                dx, dscores, *of_weights = cast_all(grads, ctx.dtypes)
+            dx, dw_router = choice_backward(of_logits, dscores, kept[:4], ctx.rule, (True, True), dx)
+        return dw_router, None, None, None, dx, None, *of_weights, None, None, None, None
