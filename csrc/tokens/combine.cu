@@ -16,15 +16,14 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kSlots = 8, kBlocks = 3;
 constexpr int kSlotsBackward = 4;
-constexpr int64_t kMaxParts = 1 << 16, kMaxBlocks = 1 << 22;  // of a launch; HIP has 2^32 threads
+constexpr int64_t kMaxBlocks = 1 << 22;  // of a launch; HIP has 2^32 threads
 
 struct Tile {
   int64_t parts;
   int threads, rows;
 };
 Tile tile_for(int64_t vecs) {
-  int64_t parts = ceil_div<int64_t>(vecs, kThreads);
-  parts = parts < 1 ? 1 : parts < kMaxParts ? parts : kMaxParts;
+  const int64_t parts = vecs > kThreads ? ceil_div<int64_t>(vecs, kThreads) : 1;
   const int64_t even = round_up<int64_t>(ceil_div<int64_t>(vecs, parts), kLargestWarp);
   const int threads = even < kLargestWarp ? kLargestWarp : even < kThreads ? int(even) : kThreads;
   return {parts, threads, parts == 1 ? kThreads / threads : 1};
@@ -50,40 +49,58 @@ struct SlotElements : Elements {
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 struct Combine : CombineParams {
-  int64_t first;  // token of the launch
   unsigned parts;
 };
 
+// A slot of a token: its row of y, -1 where there is none, and its score. Of kSlots slots a lane has one.
+struct Slot {
+  int row;
+  float score;
+};
+template <class Part>
+MOE_DEVICE Slot find_slot(const Combine& p, const Part& part, uint32_t token, uint32_t first) {
+  const uint32_t j = first + threadIdx.x % kSlots, at = token * uint32_t(p.top_k) + j;
+  if (token >= uint32_t(p.T) || j >= uint32_t(p.top_k)) return {-1, 0.f};
+  const int row = p.inverse[at];
+  const float score = part.score(p.scores, p.scores_f32, at);
+  return row >= 0 && row < p.P ? Slot{row, score} : Slot{-1, 0.f};
+}
+
+// A multiprocessor's blocks stay on it and walk tokens. A wave has a part of one token's rows, and looks up the next
+// one's slots while those are under way: on an H200, after GEMMs, [32768, 8] of 4096 columns took 636 us, not 747, and
+// [24576, 8] of 1536 181, not 210.
 template <class Part>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks) combine_kernel(MOE_GRID_CONSTANT const Combine p) {
   constexpr int n = Part::kElements;
   const Part part(p.in);
   wait_for_previous_kernel();
-  const int64_t token = p.first + int64_t(blockIdx.x / p.parts) * blockDim.y + threadIdx.y;
-  if (token >= p.T) return;
-  const int64_t vecs = p.K / n, step = int64_t(p.parts) * blockDim.x, slot = token * p.top_k;
-  for (int64_t v = int64_t(blockIdx.x % p.parts) * blockDim.x + threadIdx.x; v < vecs; v += step) {
+  const auto T = uint32_t(p.T), top_k = uint32_t(p.top_k), tokens = gridDim.x / p.parts * blockDim.y;
+  const int64_t column = (int64_t(blockIdx.x % p.parts) * blockDim.x + threadIdx.x) * n;
+  const bool there = column < p.K;
+  uint32_t token = blockIdx.x / p.parts * blockDim.y + threadIdx.y;
+  Slot slot = find_slot(p, part, token, 0);
+#pragma unroll 1
+  for (; token < T; token += tokens) {
     float sum[n] = {};
-    for (int64_t j = 0; j < p.top_k; j += kSlots) {
-      int row[kSlots];
-      float score[kSlots];
+#pragma unroll 1
+    for (uint32_t j = 0; j < top_k; j += kSlots) {
       typename Part::Held held[kSlots];
 #pragma unroll
       for (int s = 0; s < kSlots; ++s) {
-        row[s] = j + s < p.top_k ? p.inverse[slot + j + s] : -1;
-        if (row[s] >= p.P) row[s] = -1;
+        const int row = int(shfl(uint32_t(slot.row), s));
+        held[s] = row >= 0 && there ? part.load_once(p.y, row * p.y_stride + column) : typename Part::Held{};
       }
+      const uint32_t scores = as_bits(slot.score);
+      const bool last = j + kSlots >= top_k;
+      slot = find_slot(p, part, last ? token + tokens : token, last ? 0 : j + kSlots);
 #pragma unroll
       for (int s = 0; s < kSlots; ++s) {
-        held[s] = row[s] >= 0 ? part.load_once(p.y, row[s] * p.y_stride + v * n) : typename Part::Held{};
-        score[s] = row[s] >= 0 ? part.score(p.scores, p.scores_f32, slot + j + s) : 0.f;
+        const float score = as_float(shfl(scores, s));
+#pragma unroll
+        for (int i = 0; i < n; ++i) sum[i] += score * part.element(held[s], i);
       }
-#pragma unroll
-      for (int s = 0; s < kSlots; ++s)
-#pragma unroll
-        for (int i = 0; i < n; ++i) sum[i] += score[s] * part.element(held[s], i);
     }
-    part.store(p.out, token * p.K + v * n, sum);
+    if (there) part.store(p.out, token * p.K + column, sum);
   }
 }
 
@@ -186,16 +203,13 @@ int combine(const CombineParams& params, void* stream) {
                         (p.P > 1 ? p.y_stride * bytes : 0);
   return with_parts(p.in, bits, [&](auto part) {
     using Part = decltype(part);
+    if (p.T == 0 || p.K == 0) return 0;
     const Tile tile = tile_for(p.K / Part::kElements);
     p.parts = unsigned(tile.parts);
-    const int64_t most = kMaxBlocks / tile.parts;
-    for (; p.first < p.T && p.K > 0; p.first += most * tile.rows) {
-      int64_t blocks = ceil_div<int64_t>(p.T - p.first, tile.rows);
-      if (blocks > most) blocks = most;
-      const Launch l = {dim3(unsigned(blocks * tile.parts)), dim3(tile.threads, tile.rows), stream};
-      if (const int e = launch(combine_kernel<Part>, l, p)) return e;
-    }
-    return 0;
+    const int64_t held = device().multiprocessors * (kBlocks * kThreads / (tile.threads * tile.rows));
+    const int64_t most = held < tile.parts ? 1 : held / tile.parts, blocks = ceil_div<int64_t>(p.T, tile.rows);
+    const dim3 grid(unsigned((blocks < most ? blocks : most) * tile.parts));
+    return launch(combine_kernel<Part>, {grid, dim3(tile.threads, tile.rows), stream}, p);
   });
 }
 
