@@ -39,11 +39,12 @@ constexpr int kBlocks = T::kSlots == kSmallSlots && T::Types::kFast && kCastsInH
 // 8192: 40 0.55, 56 0.54; 16384: 32 0.56, 48 0.54, 64 0.44.
 //
 // Of experts, two small blocks a multiprocessor, of clusters that wait at different times. Both directions on an H200,
-// so and by one large block: [64, 1408, 2048] 252 and 315 us, [16, 3072, 4096] 265 and 319, [128, 512, 1536] 132 and
-// 144; in step [128, 4096, 1024] 748 and 867, [128, 1536, 2048] 567 and 654, [128, 2048, 768] 310 and 342, where
-// clusters that hold a tenth more rows than an expert has took a fifth longer. But [128, 2048, 4096] 1364 and 1245.
-// Clusters of more than 8 were not tried.
+// so and by one large block: [128, 512, 1536] 127 and 140 us, [64, 1408, 2048] 231 and 236; in step [128, 1536, 2048]
+// 473 and 518; call by call [16, 3072, 4096] 265 and 319, in step [128, 4096, 1024] 748 and 867, where clusters that
+// hold a tenth more rows than an expert has took a fifth longer. But in step [128, 2048, 768] 305 and 290, [128, 2048,
+// 4096] 1364 and 1245. Clusters of more than 8 were not tried.
 constexpr int kBlocksBesideRows = 2, kMostOfSmall = 8;
+constexpr int64_t kLeastOfSmall = 2048;  // bytes of a row
 struct Spare { int64_t rows; int percent, percent_by_index; };
 constexpr Spare kSpare[] = {{192, 21, 18}, {384, 32, 28}, {2048, 35, 18},
                             {6144, 32, 17}, {14336, 25, 17}, {INT64_MAX, 21, 14}};
@@ -180,8 +181,8 @@ StripShape shape_for(const QuantizeParams& p, Beside beside) {
   };
   if (beside != Beside::kNo) {
     StripShape s = shape_with<Groups, Small>(kBlocksBesideRows, p.E, spare);
-    const bool long_in_step = beside == Beside::kInStep && row_bytes(p) > kShortInStep;
-    if (Small::kTogether && device().has_clusters && !long_in_step) grow(s, average, kMostOfSmall);
+    const bool fits = row_bytes(p) >= kLeastOfSmall && (beside == Beside::kYes || row_bytes(p) <= kShortInStep);
+    if (Small::kTogether && device().has_clusters && fits) grow(s, average, kMostOfSmall);
     if (average <= int64_t(s.cluster) * s.held) return s;
   } else {
     for (int blocks = kSmallBlocks; blocks > 1; --blocks) {
