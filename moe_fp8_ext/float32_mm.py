@@ -35,12 +35,14 @@ def float32_mm_backward(
     """The gradients of a [M, K] and b [N, K], in their dtypes, where grad [M, N] is that of float32_mm(a, b^T).
 
     Where it `takes_parts`, of grad or of its two, [M, 2, N] as `parts` makes them. onto: a gradient of a from
-    elsewhere, in its dtype, that nobody else holds: what there is of a's is added to it in place. Not in a graph.
+    elsewhere, in its dtype, that nobody else holds: what there is of a's is added to it, in place.
     """
     if takes_parts(a, b, needs_a, needs_b):
-        compiling = torch.compiler.is_compiling()
-        of_a, of_b = gradients_by_parts(grad, a, b) if compiling else _gradients_onto(onto, grad, a, b)
-        return of_a, cast(of_b, b.dtype)
+        if not torch.compiler.is_compiling():
+            of_a, of_b = _gradients_onto(onto, grad, a, b)
+            return of_a, cast(of_b, b.dtype)
+        of_a, of_b = gradients_by_parts(grad, a, b)  # a graph of backward too, by compiled autograd
+        return of_a if onto is None else onto.add_(of_a), cast(of_b, b.dtype)
     of_a = float32_mm(grad, b, a.dtype) if needs_a else None
     of_a = of_a if onto is None else onto.add_(of_a)
     return of_a, float32_mm(grad.t(), a, b.dtype) if needs_b else None
@@ -73,15 +75,10 @@ def _(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
 
 
-def _gradients_by_parts(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _gradients_onto(onto: Tensor | None, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """mm_by_parts(grad, b, 2) in bfloat16 and mm_by_parts(grad^T, a, 2) in float32, of a and b in bfloat16, from parts
     that are made once, or are there: grad is [M, 2, N] then. A pass over a large product in float32 would take longer
-    than the product itself."""
-    return _gradients_onto(None, grad, a, b)
-
-
-def _gradients_onto(onto: Tensor | None, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The same; the first is added to `onto`, if that is there, and rounded once where it is large."""
+    than the product itself. The first is added to `onto`, if that is there, and rounded with it where it is large."""
     of_grad, wide = parts(grad, 2, 1) if grad.ndim == 2 else grad.flatten(1), b.repeat(2, 1)
     if a.numel() >= _MANY and b.shape[0] <= _FEW_EXPERTS:
         of_a = torch.mm(of_grad, wide) if onto is None else onto.addmm_(of_grad, wide)
@@ -89,6 +86,10 @@ def _gradients_onto(onto: Tensor | None, grad: Tensor, a: Tensor, b: Tensor) -> 
         of_a = cast(_mm(of_grad, wide), a.dtype)
         of_a = of_a if onto is None else onto.add_(of_a)
     return of_a, _mm(of_grad.t(), a).unflatten(0, (2, -1)).sum(0)
+
+
+def _gradients_by_parts(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return _gradients_onto(None, grad, a, b)
 
 
 gradients_by_parts = torch.library.custom_op("moe_fp8_ext::gradients_by_parts", _gradients_by_parts, mutates_args=())

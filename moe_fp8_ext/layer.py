@@ -3,6 +3,8 @@ that of the experts by the product that computes it: three passes over a gradien
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -11,7 +13,7 @@ from moe_fp8_ext._C import validates
 from moe_fp8_ext.bf16 import autocast_dtype, cast, row_major
 from moe_fp8_ext.experts import Weights, arguments, backward, cast_all, dtypes_of, forward
 from moe_fp8_ext.operands import Slots
-from moe_fp8_ext.ops.dispatch import asks_for_gradient, below_autograd, differentiable_once
+from moe_fp8_ext.ops.dispatch import asks_for_gradient, below_autograd, differentiable_once, is_transformed
 from moe_fp8_ext.router import Rule, choice, choice_backward
 from moe_fp8_ext.sharded import is_dtensor
 
@@ -19,17 +21,19 @@ _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
-def is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether a call of the module is one of its class's forward, and nothing sees what goes in and out."""
-    return type(module) is kind and "forward" not in vars(module) and not any(getattr(module, h) for h in _HOOKS)
+def is_plain(module: nn.Module, forward: Callable[..., object]) -> bool:
+    """Whether a call of the module is one of this function, and nothing sees what goes in and out."""
+    own = type(module).forward is forward and "forward" not in vars(module) and module._compiled_call_impl is None
+    return own and not any(getattr(module, hooks) for hooks in _HOOKS)
 
 
 def takes(x: Tensor, w_router: Tensor, *parameters: Tensor) -> bool:
     """Whether `run` is, but for time, a call of the two modules: training, of plain tensors, without a graph."""
-    if torch.compiler.is_compiling() or _has_any_global_hook() or validates() or autocast_dtype(x) is not None:
+    if torch.compiler.is_compiling() or is_transformed() or _has_any_global_hook() or validates():
         return False
     tensors = x, w_router
-    return all(map(asks_for_gradient, tensors)) and not any(map(is_dtensor, (*tensors, *parameters)))
+    plain = autocast_dtype(x) is None and not any(map(is_dtensor, (*tensors, *parameters)))
+    return plain and all(map(asks_for_gradient, tensors))
 
 
 def run(
@@ -40,12 +44,12 @@ def run(
     rest, options: what `experts` takes beside x, ids and scores.
     """
     with torch.no_grad():
-        logits, ids, scores, kept = choice(x, w_router, rule)
+        logits, ids, scores, of_chosen = choice(x, w_router, rule)
     scores.requires_grad_()  # as they do that come from a router
     weights = tuple(rest[name] for name in ("w_gate_up", "w_down", "b_gate_up", "b_down"))
     how = (options[name] for name in ("recipe", "activation", "interleaved", "keep"))
     inputs = arguments(x, ids, scores, weights, *how, rest["main_grad_gate_up"], rest["main_grad_down"])
-    out, logits = _Layer.apply(w_router, rule, logits, kept, *inputs)
+    out, logits = _Layer.apply(w_router, rule, logits, of_chosen, *inputs)
     return out, logits, ids
 
 
@@ -65,12 +69,14 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, dout, of_logits):
-        kept = ctx.saved_tensors  # outside: `checkpoint` computes forward again here, with gradients
+        # Outside: `checkpoint` computes forward again here, with gradients.
+        kept = ctx.saved_tensors
+        of_router, of_experts = kept[:4], kept[4:]
         dx = dscores = None
         of_weights = [None] * 4
         with below_autograd():
             if dout is not None:
-                grads = backward((row_major(dout), None), kept[4:], ctx.main_grads, ctx.call)
+                grads = backward((row_major(dout), None), of_experts, ctx.main_grads, ctx.call)
                 dx, dscores, *of_weights = cast_all(grads, ctx.dtypes)
-            dx, dw_router = choice_backward(of_logits, dscores, kept[:4], ctx.rule, (True, True), dx)
+            dx, dw_router = choice_backward(of_logits, dscores, of_router, ctx.rule, (True, True), dx)
         return dw_router, None, None, None, dx, None, *of_weights, None, None, None, None

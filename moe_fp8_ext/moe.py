@@ -118,17 +118,17 @@ class Experts(nn.Module):
         return sum_of_ranks(self._of_rank, self.down_proj, *call) if is_dtensor(x) else self._of_rank(*call)
 
     def _of_rank(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
-        return experts(x, topk_ids, topk_scores, **self.arguments(), **self.options)
+        return experts(x, topk_ids, topk_scores, **self._arguments(), **self.options)
 
     def _over_ranks(
         self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, shared_experts: Callable[[Tensor], Tensor] | None
     ) -> Tensor:
         with self.ep.errors_told():
-            rest = self.arguments()
+            rest = self._arguments()
         options = {name: value for name, value in self.options.items() if name != "recipe"}  # which ep has
         return self.ep.experts(x, topk_ids, topk_scores, shared_experts=shared_experts, **rest, **options)
 
-    def arguments(self) -> dict[str, Tensor | None]:
+    def _arguments(self) -> dict[str, Tensor | None]:
         """What a call of `experts` takes of the module, those of this rank."""
         rest: dict[str, Tensor | None] = {}
         for argument, name in (("gate_up", self.up), ("down", "down_proj")):
@@ -144,6 +144,9 @@ class Experts(nn.Module):
         main_grad = getattr(weight, "main_grad", None)
         require(main_grad is not None, f"Experts: {name} must have a main_grad with main_grad=True, got none")
         return main_grad
+
+
+_FORWARDS = {Router: Router.forward, Experts: Experts.forward}  # before anybody replaces them
 
 
 def check_fits(ep: ExpertParallel | None, num_experts: int, recipe: Recipe) -> None:
@@ -195,9 +198,10 @@ class MoE(nn.Module):
     def _routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """By experts of this rank, and the losses."""
         gate, experts = self.gate, self.experts
-        if layer.is_plain(gate, Router) and layer.is_plain(experts, Experts):
+        known = type(gate) is Router and type(experts) is Experts
+        if known and all(layer.is_plain(module, _FORWARDS[type(module)]) for module in (gate, experts)):
             if layer.takes(x, gate.weight, *experts.parameters()):
-                out, *choice = layer.run(x, gate.weight, gate.rule(x), experts.arguments(), experts.options)
-                return out, gate.losses(*choice)
+                out, *choice = layer.run(x, gate.weight, gate._rule(x), experts._arguments(), experts.options)
+                return out, gate._losses_and_counts(*choice)
         routing = gate(x)
         return experts(x, routing.topk_ids, routing.topk_scores), routing.loss

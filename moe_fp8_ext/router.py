@@ -187,12 +187,12 @@ class Router(nn.Module):
 
         x: bfloat16, float16 or float32, on the weight's device.
         """
-        rule = self.rule(x)
+        rule = self._rule(x)
         choose = partial(on_every_rank, "Router", _Choice.apply) if is_dtensor(x) else _Choice.apply
         logits, ids, scores = choose(x, self.weight, *rule)
-        return Routing(ids, scores, self.losses(logits, ids))
+        return Routing(ids, scores, self._losses_and_counts(logits, ids))
 
-    def rule(self, x: Tensor) -> Rule:
+    def _rule(self, x: Tensor) -> Rule:
         """Of a forward with x, which it checks."""
         check_dense("Router", "x", x, 2)
         require(x.dtype in INPUT_DTYPES, f"Router: x must be {either(map(dtype_name, INPUT_DTYPES))}, got {x.dtype}")
@@ -204,8 +204,8 @@ class Router(nn.Module):
         scores = self.scoring, self.normalize, self.scaling_factor
         return Rule(self.top_k, bias, *scores, self.num_groups, self.top_groups)
 
-    def losses(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """The losses of a choice, which is counted where experts are balanced by a bias."""
+    def _losses_and_counts(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """The losses of a choice, which is counted where a bias balances experts."""
         loss = self._loss(logits, ids)
         if self.training and self.tokens_per_expert is not None:
             counts = self._counts(ids)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from helpers import assert_same
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from moe_fp8_ext import Experts, MoE, Router
+from moe_fp8_ext import Experts, MoE, Router, float32_mm
 
 E, D, F, TOP_K = 8, 64, 48, 3
 
@@ -63,7 +64,7 @@ def test_is_the_two_modules(options, dtype, device):
         assert_same(mine, want)
 
 
-def test_large_gradients_are_rounded_once(device):
+def test_adds_both_gradients(device):
     """Of so many numbers that the router's product is added to the experts' gradient where it is computed, on a GPU.
 
     a, the experts' part, is the same bits; b, the router's, is rounded to 8 bits here and maybe there, and the sum is
@@ -106,6 +107,37 @@ def test_under_a_checkpoint(device):
         assert_same(mine, one)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_tokens_of_other_types(dtype, device):
+    x = tokens(device).detach().to(dtype).requires_grad_()
+    layer = layer_of(device, z_loss=0.1)
+    got = gradients(layer, x)
+    for mine, want in zip(got, gradients(by_modules(layer), x), strict=True):
+        assert_same(mine, want)
+
+
+def test_twice_through_a_graph_that_is_kept(device):
+    x, layer = tokens(device), layer_of(device)
+    out = layer(x)[0].sum()
+    (first,) = torch.autograd.grad(out, x, retain_graph=True)
+    kept = first.clone()
+    assert_same(torch.autograd.grad(out, x)[0], kept)
+    assert_same(first, kept)
+
+
+def test_compiled_autograd_adds_both(monkeypatch):
+    """Forward is eager, a graph is traced of backward alone; by parts, as on CUDA."""
+    monkeypatch.setattr(float32_mm, "_has_out_dtype", lambda _: True)
+    monkeypatch.setattr(float32_mm, "_mm", lambda a, b: a.float() @ b.float())
+    x, layer = tokens("cpu"), layer_of("cpu")
+    out = layer(x)[0].sum()
+    (want,) = torch.autograd.grad(out, x, retain_graph=True)
+    torch._dynamo.reset()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        out.backward()
+    assert_same(x.grad, want)
+
+
 class Louder(Experts):
     def forward(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
         return 2 * super().forward(x, topk_ids, topk_scores)
@@ -128,11 +160,15 @@ def of_a_subclass(layer: MoE) -> None:
     layer.experts = Louder(E, D, F, device=layer.gate.weight.device, dtype=torch.bfloat16)
 
 
+def compiled(layer: MoE) -> None:
+    layer.experts.compile(backend="eager")
+
+
 def of_a_frozen_router(layer: MoE) -> None:
     layer.gate.weight.requires_grad_(False)
 
 
-@pytest.mark.parametrize("change", [watched, seen_backward, replaced, of_a_subclass, of_a_frozen_router])
+@pytest.mark.parametrize("change", [watched, seen_backward, replaced, of_a_subclass, compiled, of_a_frozen_router])
 def test_is_not_one_where_that_could_be_seen(change, device):
     x, layer = tokens(device), layer_of(device)
     change(layer)
@@ -149,3 +185,20 @@ def test_is_not_one_under_autocast_and_global_hooks(device):
     finally:
         handle.remove()
     assert is_one(layer, x)
+
+
+def test_is_not_one_where_its_class_is_patched(device, monkeypatch):
+    x, layer, calls = tokens(device), layer_of(device), []
+    own = Experts.forward
+    monkeypatch.setattr(Experts, "forward", lambda self, *call: (calls.append(self), own(self, *call))[1])
+    assert not is_one(layer, x) and calls == [layer.experts]
+
+
+def test_other_derivatives_are_refused_as_those_of_the_modules_are(device):
+    x, layer = tokens(device).detach(), layer_of(device)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x)).requires_grad_()
+        with pytest.raises(RuntimeError, match="jvp"):
+            layer(dual)
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda t: layer(t)[0].sum())(x)

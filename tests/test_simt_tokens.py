@@ -147,8 +147,10 @@ def check_combine(kernels: Waves, y: Tensor, inverse: Tensor, scores: Tensor | N
 
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
 def test_combine(kernels, dtype):
-    """Rows of one vector, of several a block, of several blocks; misaligned ones; slots beyond one batch."""
+    """Rows of one vector, of several a block, of several blocks, of more turns than one; misaligned ones; slots beyond
+    one batch."""
     sizes = (19, 3, 40, 8), (7, 1, 300, 1), (5, 9, 45, 2056), (3, 2, 6, 520), (4, 5, 20, 67), (0, 2, 3, 8)
+    sizes += ((131, 9, 1300, 8),)
     for t, top_k, p, k in sizes:
         inverse = torch.full((t * top_k,), -1, dtype=torch.int32)
         inverse[: min(p, t * top_k)] = torch.randperm(p)[: t * top_k].int()

@@ -23,7 +23,7 @@ constexpr int kSmallBlocks = 4, kStripsHeld = 2, kMaxCluster = 16;
 // where groups are even: every strip then waits for words to come through memory.
 constexpr int kAlone = 80;
 
-// Small blocks of tokens work alone: room for messages is room for 16 to 32 rows. Those of experts have it.
+// Small blocks of tokens work alone: room for messages is room for 48 rows. Those of experts have it, for clusters.
 template <class Groups, class Types, int kSlots>
 using TraitsOf = StripTraits<Types, kSlots, Groups::kSource,
                              kSlots == kLargeSlots || (Types::kFast && std::is_same_v<Groups, ExpertGroups>)>;
@@ -49,8 +49,8 @@ struct Spare { int64_t rows; int percent, percent_by_index; };
 constexpr Spare kSpare[] = {{192, 21, 18}, {384, 32, 28}, {2048, 35, 18},
                             {6144, 32, 17}, {14336, 25, 17}, {INT64_MAX, 21, 14}};
 // In step the rows need less, for they wait rather than fall behind: [128, 2048, 4096] at 18, 22, 26, 30 and 35 percent
-// 1369, 1306, 1292, 1265 and 1534 us; in small blocks [128, 4096, 1024] at 17, 20 and 23 percent 783, 750 and 918,
-// [128, 1536, 2048] 589, 570 and 549.
+// 1369, 1306, 1292, 1265 and 1534 us; in small blocks, call by call, [128, 4096, 1024] at 17, 20 and 23 percent 783,
+// 750 and 918, [128, 1536, 2048] 589, 570 and 549.
 constexpr int64_t kShortInStep = 4096;  // bytes of a row
 constexpr int kSpareInStep = 28, kSpareOfShortInStep = 20;
 inline int spare_beside(const QuantizeParams& p, Beside beside) {
@@ -216,7 +216,7 @@ int launch_shape(const QuantizeParams& p, const StripShape& shape, Beside beside
   if (T::kInStep) plan.pace = pace_of(p, beside);
   if (p.scratch) plan.scratch = p.scratch + pace_words(p);  // messages come behind it
   int64_t zeros = plan.pace.past ? pace_words(p) : 0;
-  if (T::kTogether && p.scratch && most >= kLeastShare && p.rows > most) {
+  if (T::kSlots == kLargeSlots && p.scratch && most >= kLeastShare && p.rows > most) {
     plan.most = int(most);
     zeros = pace_words(p) + message_words(p, plan.most);
   }

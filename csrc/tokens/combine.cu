@@ -12,11 +12,11 @@ namespace moe_fp8 {
 namespace {
 
 // blockDim.x threads share a row, or one of the parts of a long one; blockDim.y rows share a block. Each thread has a
-// vector of the rows of so many slots on its way at a time, and a multiprocessor as many blocks as registers allow.
+// vector of the rows of so many slots on its way at a time. kBlocks: of a multiprocessor, of kThreads threads.
 constexpr int kThreads = 256;
 constexpr int kSlots = 8, kBlocks = 3;
 constexpr int kSlotsBackward = 4;
-constexpr int64_t kMaxBlocks = 1 << 22;  // of a launch; HIP has 2^32 threads
+constexpr int64_t kMaxBlocks = 1 << 22;  // of a launch of backward; HIP has 2^32 threads
 
 struct Tile {
   int64_t parts;

@@ -31,11 +31,16 @@ def below_autograd(*tensors: Tensor | None) -> AbstractContextManager:
 
     tensors: all that could ask for a gradient; none where gradients are off, as in a Function.
     """
-    if _is_compiling() or forward_ad._current_level >= 0 or _in_functorch():
+    if _is_compiling() or is_transformed():
         return _NOTHING
     if tensors and torch.is_grad_enabled() and _any_requires_grad(*tensors):
         return _NOTHING
     return _Below()
+
+
+def is_transformed() -> bool:
+    """Whether another derivative than that of backward may be asked for: of forward mode, or of torch.func."""
+    return forward_ad._current_level >= 0 or _in_functorch()
 
 
 def asks_for_gradient(x: object) -> bool:
