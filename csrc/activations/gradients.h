@@ -30,8 +30,9 @@ MOE_DEVICE uint64_t offset(int row, uint32_t stride) { return uint64_t(uint32_t(
 MOE_HD int64_t columns_of_groups(const GradientsPlan& p) { return p.of_dh.E * (p.parts + 1) * p.gradients.h.F; }
 
 using GradientTypes = Fast<BF16, Kind::kEither>;
-constexpr int kFeatures = 8;    // of a vector
-constexpr int kMostTeam = 256;  // threads that share a row in the first pass, a vector each
+constexpr int kFeatures = 8;      // of a vector
+constexpr int kMagnitudes = 128;  // that an fp8 element may have
+constexpr int kMostTeam = 256;    // threads that share a row in the first pass, a vector each
 constexpr int64_t kMostFeatures = kMostTeam * kFeatures;
 
 // h, of the chip's E4M3 with a scale a row, and da of eight features of a row. Columns of h are numbered as they lie in
@@ -77,9 +78,24 @@ struct Gradients {
     return decode_native<false>(h[c / n].w[c % n / 4], c % 4) * scale;
   }
   MOE_DEVICE float da_of(int j) const { return element<BF16>(da.w[j / 2], j % 2); }
+  MOE_DEVICE float up(int j) const { return kGated ? value(kParts - 1, j) : 0.f; }
   // Of feature j.
   MOE_DEVICE ActivationGradient of(int j) const {
-    return activation_gradient<kActivation>(value(0, j), kGated ? value(kParts - 1, j) : 0.f, score * da_of(j));
+    return activation_gradient<kActivation>(value(0, j), up(j), score * da_of(j));
+  }
+  // The same, from the points of a row, by the byte of its gate.
+  MOE_DEVICE ActivationGradient of(int j, const Point* points) const {
+    constexpr int n = sizeof(Neighbours);
+    const int c = column(0, j);
+    return activation_gradient<kActivation>(points[h[c / n].w[c % n / 4] >> c % 4 * 8 & 0xff], up(j), score * da_of(j));
+  }
+  // Of a gate of these bits in a row of this scale, and of its negative. A FNUZ zero's negative is NaN.
+  static MOE_DEVICE void find_points(Point* points, int bits, float scale) {
+    const int negated = bits | kMagnitudes;
+    const float gate = decode_native<false>(uint32_t(bits), 0) * scale;
+    points[bits] = point_of<kCurve>(gate);
+    const bool alike = kHardwareFp8 != HardwareFp8::kFNUZ;
+    points[negated] = point_of<kCurve>(alike ? -gate : decode_native<false>(uint32_t(negated), 0) * scale);
   }
   // Features n, n + 1, ... in the place of the first.
   template <int n>

@@ -89,10 +89,15 @@ MOE_HD float activated(float gate, float up) {
 
 // a, and the gradients of gate and up where `grad` is that of a.
 struct ActivationGradient { float a, gate, up; };
+// `gate` as the curve bends it.
+template <Activation kActivation>
+MOE_HD ActivationGradient activation_gradient(const Point& gate, float up, float grad) {
+  const Point u = factor_of<kActivation>(up);
+  return {gate.value * u.value, grad * u.value * gate.slope, u.slope == 0 ? 0.f : grad * gate.value};
+}
 template <Activation kActivation>
 MOE_HD ActivationGradient activation_gradient(float gate, float up, float grad) {
-  const Point g = point_of<kActivations[int(kActivation)].curve>(gate), u = factor_of<kActivation>(up);
-  return {g.value * u.value, grad * u.value * g.slope, u.slope == 0 ? 0.f : grad * g.value};
+  return activation_gradient<kActivation>(point_of<kActivations[int(kActivation)].curve>(gate), up, grad);
 }
 
 }  // namespace moe_fp8
