@@ -35,10 +35,13 @@ py::list formats() {
   for (const Format& f : kFormats) {
     py::list roundings;
     for (const Rounding r : f.roundings) roundings.append(kRoundingNames[int(r)]);
+    py::list amaxes = names({kAmaxNames[int(Amax::kGroup)]});
+    if (f.wider != Amax::kGroup) amaxes.append(kAmaxNames[int(f.wider)]);
     all.append(py::dict("name"_a = f.name, "block"_a = f.block, "weight_rows"_a = f.weight_rows,
                         "scale_dtype"_a = f.scale_type == ScaleType::kF32 ? "float32" : "float8_e8m0fnu",
                         "order"_a = kOrders[int(f.order)], "least_align"_a = f.least_align,
-                        "most_align"_a = f.most_align, "align"_a = f.align, "roundings"_a = roundings));
+                        "most_align"_a = f.most_align, "align"_a = f.align, "roundings"_a = roundings,
+                        "amaxes"_a = amaxes));
   }
   return all;
 }

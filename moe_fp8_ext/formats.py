@@ -83,11 +83,7 @@ class Format:
     most_align: int
     align: int
     roundings: tuple[str, ...]
-
-    @property
-    def amaxes(self) -> tuple[str, ...]:
-        """Along tokens: of what a column has its amax, see `quantize_tokens`."""
-        return ("group",) if self.block else ("group", "batch")
+    amaxes: tuple[str, ...]
 
     def blocks(self, elements: int) -> int:
         """Scaling blocks of so many elements in a row."""
@@ -110,9 +106,14 @@ class Format:
         (rows,) = leading
         return self._of_matrix(rows, self.blocks(k), None if e is None else "rows", e)
 
-    def scale_of_tokens(self, k: int, blocks: int, e: int) -> Layout:
+    def squares(self, k: int) -> int:
+        """Those that k features are in, with amax "square"."""
+        return ceil_div(k, self.weight_rows)
+
+    def scale_of_tokens(self, k: int, blocks: int, e: int, amax: str = "group") -> Layout:
         """Of an operand [K, P] along tokens, of so many scaling blocks."""
-        return self._of_matrix(k, blocks, "columns", e) if self.block else Layout((e, k))
+        rows = self.squares(k) if amax == "square" else k
+        return self._of_matrix(rows, blocks, "columns", e) if self.block else Layout((e, k))
 
     def scale_of_weight(self, e: int, rows: int, k: int) -> Layout:
         """Of an operand [E, rows, K]."""
@@ -122,9 +123,9 @@ class Format:
             return Layout(blocked_shape(rows, self.blocks(k), "experts", e))
         return Layout((e, ceil_div(rows, self.weight_rows), self.blocks(k)))
 
-    def bytes_of_tokens(self, m: int, k: int, e: int, align: int) -> int:
+    def bytes_of_tokens(self, m: int, k: int, e: int, align: int, amax: str = "group") -> int:
         """What [M, K] takes along tokens: fp8 values and their scales."""
-        scale = self.scale_of_tokens(k, self.token_blocks(m, e, align), e)
+        scale = self.scale_of_tokens(k, self.token_blocks(m, e, align), e, amax)
         if scale.strides is None:
             rows, columns = scale.shape
         else:
@@ -137,9 +138,8 @@ class Format:
 
 
 def _read(entry: dict[str, object]) -> Format:
-    return Format(
-        **{**entry, "scale_dtype": getattr(torch, entry["scale_dtype"]), "roundings": tuple(entry["roundings"])}
-    )
+    choices = {field: tuple(entry[field]) for field in ("roundings", "amaxes")}
+    return Format(**{**entry, "scale_dtype": getattr(torch, entry["scale_dtype"]), **choices})
 
 
 FORMATS: dict[str, Format] = {entry["name"]: _read(entry) for entry in _C.formats()}

@@ -79,7 +79,7 @@ class Fp8GroupedMm(torch.autograd.Function):
             if needs_dB:
                 if kept is not None:
                     options = offs, indices, top_k, align, recipe.dtype, rounding
-                    q_t, scale_t, _ = _quantize_tokens(row_major(kept), recipe.format, *options)
+                    q_t, scale_t, _ = _quantize_tokens(row_major(kept), recipe.format, *options, recipe.amax_of_groups)
                 dW = fp8_wgrad(dy_t, dy_scale_t, q_t, scale_t, ends, recipe, align, ctx.main_grad)
             if dW is not None:
                 dB_t = cast(cast(dW.mT, b_dtype), leaf_dtype)
@@ -165,7 +165,8 @@ def _quantize_tokens_of(
         kept = A
     A, format, dtype, rounding = row_major(A), recipe.format, recipe.dtype, recipe.rounding
     if needs_dB and kept is None:
-        *both, _ = _quantize_both(A, format, offs, indices, top_k, recipe.align, dtype, rounding)
+        how = recipe.align, dtype, rounding, recipe.amax_of_groups
+        *both, _ = _quantize_both(A, format, offs, indices, top_k, *how)
         return both, None
     of_rows = None if indices is not None else offs  # whose groups are not those of rows by index
     return (*_quantize_rows(A, format, of_rows, None, None, dtype, rounding), None, None), kept
@@ -174,7 +175,7 @@ def _quantize_tokens_of(
 def _is_smaller(A: Tensor, offs: Tensor, indices: Tensor | None, recipe: Recipe) -> bool:
     """Whether A takes less memory than its copy along tokens; where sizes are symbols, whether it does for all."""
     m = A.shape[0] if indices is None else indices.shape[0]
-    copy = FORMATS[recipe.format].bytes_of_tokens(m, A.shape[1], offs.shape[0], recipe.align)
+    copy = FORMATS[recipe.format].bytes_of_tokens(m, A.shape[1], offs.shape[0], recipe.align, recipe.amax_of_groups)
     smaller = A.numel() * A.dtype.itemsize < copy
     if not torch.compiler.is_compiling():
         return smaller

@@ -139,7 +139,8 @@ class Fp8Operands:
     ) -> tuple[Operand, Operand]:
         format, dtype, rounding = self._rule(gradient)
         along_rows = along_tokens = NOTHING
-        amax = self.recipe.amax if x[1] is None and slots.indices[1] > 1 else "group"
+        amax = self.recipe.amax if x[1] is None and slots.indices[1] > 1 else self.recipe.amax_of_groups
+        amax = "group" if amax == "square" and gradient else amax
         how = self.recipe.align, dtype, rounding, amax
         if rows and tokens and amax == "batch":
             both = _quantize_both(row_major(x[0]), format, slots.offs, *slots.indices, *how)
@@ -157,9 +158,10 @@ class Fp8Operands:
         of_groups = x, format, slots.offs, None, None
         if not tokens:
             return _quantize_rows(*of_groups, dtype, rounding) if rows else NOTHING, NOTHING
+        how = self.recipe.align, dtype, rounding, "group" if gradient else self.recipe.amax_of_groups
         if not rows:
-            return NOTHING, _quantize_tokens(*of_groups, self.recipe.align, dtype, rounding)
-        both = _quantize_both(*of_groups, self.recipe.align, dtype, rounding)
+            return NOTHING, _quantize_tokens(*of_groups, *how)
+        both = _quantize_both(*of_groups, *how)
         return both[:2], both[2:]
 
     def activated(
@@ -171,7 +173,7 @@ class Fp8Operands:
         return (q, scale), tuple(kept) if keep_fp8 else (h, None)
 
     def gradients(self, da: Tensor, of: Activated, slots: Slots, wanted: Wanted) -> Gradients:
-        if wanted != Wanted(rows=True, tokens=True, a=True, dh=False):
+        if wanted != Wanted(rows=True, tokens=True, a=True, dh=False) or self.recipe.amax == "square":
             return _gradients(self, da, of, slots, wanted, self.recipe.format)
         (h, h_scale), scores, activation, interleaved = of
         format, dtype, rounding = self._rule(gradient=False)

@@ -40,10 +40,11 @@ class Recipe:
             `permute_indices(..., align=recipe.align)` is for consumers that need padded groups themselves, such as
             torch's grouped GEMMs called directly, for which "bf16" has 8.
         use_fast_accum: let the GEMM of "rowwise" accumulate whole sums in the tensor cores' own precision.
-        amax: of `experts` alone, of what the tokens of experts have their scales along tokens where a token goes to
-            several: "batch" (see `quantize_tokens`), which casts a token once for all of them, or "group". None
-            is "batch" for "rowwise"; other formats have "group" alone. Over ranks it always is the group: see DESIGN.md
-            section 6.
+        amax: of what activations have their scales along tokens, see `quantize_tokens`. "batch", of "rowwise", is of
+            `experts` alone, where a token goes to several: it casts a token once for all of them. Elsewhere and over
+            ranks that is "group", see DESIGN.md section 6. "square", of "blockwise", gives the wgrad of Hopper one
+            scale for all columns of a tile; gradients have "group". None is "batch" for "rowwise" and "square" for
+            "blockwise"; with amax "group" that is what DeepSeek-V3 trained with, slower.
         bf16_where_faster: multiply as "bf16" does where fp8 would take longer, see `at`. "auto" is "rowwise" with it.
 
     Raises:
@@ -130,6 +131,11 @@ class Recipe:
         pays = products > LEAST_PRODUCTS_A_CAST * casts
         # Products in bfloat16 take fewer experts: MAX_EXPERTS of them have no choice.
         return self if not self.bf16_where_faster or pays or experts >= MAX_EXPERTS else RECIPES["bf16"]
+
+    @property
+    def amax_of_groups(self) -> str | None:
+        """`amax` where no scale is of the batch: a token has one group, or ranks have other tokens each."""
+        return "group" if self.amax == "batch" else self.amax
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)  # the way of a frozen dataclass

@@ -23,9 +23,12 @@ from moe_fp8_ext import reference
 
 pytestmark = ON_LINUX
 OUT_DTYPES = [torch.float32, torch.bfloat16]
-# Format, and whether the tensor cores accumulate whole sums.
-KINDS = [("rowwise", True), ("rowwise", False), ("blockwise", True)]
-OF_KIND = pytest.mark.parametrize(("format", "fast"), KINDS, ids=short)
+# Format, whether the tensor cores accumulate whole sums, and the amax of b along tokens.
+KINDS = [("rowwise", True, "group"), ("rowwise", False, "group"), ("blockwise", True, "group")]
+SQUARES = "blockwise", True, "square"
+KINDS.append(SQUARES)
+ADDING = KINDS[0], SQUARES  # those that have kernels which add
+OF_KIND = pytest.mark.parametrize("kind", KINDS, ids=short)
 
 
 @pytest.fixture
@@ -66,20 +69,23 @@ PROBLEMS = pairs(  # the scales of blocks of all weights are a multiple of 4
 
 @pytest.mark.parametrize(*PROBLEMS, ids=short)
 def test_products(hopper, layout, kind, shape, fp8, out_dtype):
-    (format, fast), (m, k, n, e) = kind, shape
-    for operands in products(format, group_offs(layout, m, e), m, k, n, fp8):
+    (format, fast, amax), (m, k, n, e) = kind, shape
+    for operands in products(format, group_offs(layout, m, e), m, k, n, fp8, amax=amax):
         check(hopper, (*operands, format), fast, out_dtype)
-    check_added(hopper, (*operands, format), fast, out_dtype)
+    if kind in ADDING:
+        check_added(hopper, (*operands, format), fast, out_dtype)
 
 
 @OF_KIND
-def test_every_round_and_rest(hopper, format, fast):
+def test_every_round_and_rest(hopper, kind):
     """Sums of 1 to 6 stages and of 8, two whole rounds, that end with 1 to 4 steps of an instruction: stages that are
     held, empty or cut short."""
+    format, fast, amax = kind
     sizes = [32 * i for i in (*range(1, 8), 9, 12, 13, 16, 17, 20, 21, 29)]
-    operands = products(format, ends(sizes), sum(sizes), 144, 144, FP8_DTYPES[0])[1]
+    operands = products(format, ends(sizes), sum(sizes), 144, 144, FP8_DTYPES[0], amax=amax)[1]
     check(hopper, (*operands, format), fast, torch.bfloat16)
-    check_added(hopper, (*operands, format), fast, torch.float32)
+    if kind in ADDING:
+        check_added(hopper, (*operands, format), fast, torch.float32)
 
 
 @pytest.mark.parametrize("k", [16, 144, 256, 272])
@@ -90,26 +96,29 @@ def test_sums_of_half_a_round(hopper, k):
 
 
 @OF_KIND
-def test_sizes_of_tiles(hopper, format, fast):
+def test_sizes_of_tiles(hopper, kind):
     """Groups around a half, one and two tiles, columns around one half of a tile and one tile."""
+    format, fast, amax = kind
     sizes = [0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 385]
     for n in (16, 128, 144, 272):
-        operands = products(format, ends(sizes), sum(sizes) + 100, 144, n, FP8_DTYPES[0])[0]
+        operands = products(format, ends(sizes), sum(sizes) + 100, 144, n, FP8_DTYPES[0], amax=amax)[amax == "square"]
         check(hopper, (*operands, format), fast, torch.float32)
 
 
 @OF_KIND
-def test_many_groups(hopper, format, fast):
+def test_many_groups(hopper, kind):
+    format, fast, amax = kind
     for sizes, m, k, n in ((([0] * 29 + [3, 1, 2]) * 32, 200, 48, 32), ([0] * 500 + [300] + [0] * 499, 310, 128, 144)):
-        operands = products(format, ends(sizes), m, k, n, FP8_DTYPES[0])[0]
+        operands = products(format, ends(sizes), m, k, n, FP8_DTYPES[0], amax=amax)[amax == "square"]
         check(hopper, (*operands, format), fast, torch.bfloat16)
 
 
 @OF_KIND
-def test_corrupt_offsets(hopper, format, fast):
+def test_corrupt_offsets(hopper, kind):
     """Those of a sum are rounded down to what an instruction sums at once."""
+    (format, fast, amax), of_problem = kind, torch.tensor([10, 20, 64], dtype=torch.int32)
     for offs in corrupt_offs(64):
-        forward, backward = products(format, torch.tensor([10, 20, 64], dtype=torch.int32), 64, 48, 400, FP8_DTYPES[0])
+        forward, backward = products(format, of_problem, 64, 48, 400, FP8_DTYPES[0], amax=amax)
         whole = offs.div(32, rounding_mode="floor").int() * 32
         for (*operands, _), of_groups in ((forward, offs[:3]), (backward, whole[:3])):
             check(hopper, (*operands, of_groups, format), fast, torch.float32)
@@ -126,13 +135,22 @@ def test_rows_by_index(hopper, out_dtype):
 
 
 def test_what_others_take(hopper):
-    """Sums of an odd stride of scales, say, do not reach the kernels."""
-    *operands, offs = products("mxfp8", torch.tensor([40], dtype=torch.int32), 40, 64, 32, FP8_DTYPES[0])[0]
-    want = (torch.zeros(40, 32),)
+    """Sums of an odd stride of scales, say, do not reach the kernels, nor an a of squares, nor totals of some kinds."""
+    offs = torch.tensor([40], dtype=torch.int32)
+    of_kinds = [(kind, products(kind[0], offs, 40, 64, 32, FP8_DTYPES[0], amax=kind[2])[1]) for kind in KINDS]
+    a, b, scale_a, scale_b, ends = of_kinds[-1][1]
+    refused = [
+        ("scaled_grouped_mm", *products("mxfp8", offs, 40, 64, 32, FP8_DTYPES[0])[0], "mxfp8"),
+        ("scaled_grouped_mm", b.mT, a.mT, scale_b.mT, scale_a.mT, ends, "blockwise"),
+    ]
+    for (format, fast, _), args in (of for of in of_kinds if of[0] not in ADDING):
+        refused.append(("add_scaled_grouped_mm", torch.zeros(1, 32, 64), *args, format, fast))
     for kernels in hopper:
         assert isinstance(kernels, SimtKernels)
-        with pytest.raises(RuntimeError, match="not for these kernels"):
-            kernels.run("scaled_grouped_mm", want, *operands, offs, "mxfp8")
+        for op, *args in refused:
+            how = {"use_fast_accum": args.pop()} if isinstance(args[-1], bool) else {}
+            with pytest.raises(RuntimeError, match="not for these kernels"):
+                kernels.run(op, (torch.zeros(1, 64, 64),), *args, **how)
 
 
 # ---- the emulation ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -208,11 +209,11 @@ def beside(fp8: torch.dtype, native: bool) -> torch.dtype:
 
 
 def products(
-    format: str, offs: Tensor, m: int, k: int, n: int, fp8: torch.dtype, native: bool = True
+    format: str, offs: Tensor, m: int, k: int, n: int, fp8: torch.dtype, native: bool = True, amax: str = "group"
 ) -> list[tuple[Tensor, ...]]:
-    """Operands of the forward pass and of the gradient of weights, laid out as quantizers do it."""
+    """Operands of the forward pass and of the gradient of weights, laid out as quantizers do it; amax: of x."""
     x, dy, w = torch.zeros(m, k), torch.zeros(m, n), torch.zeros(len(offs), n, k)
-    q, scale, q_t, scale_t, ends = reference.quantize_both(x, format, offs=offs)
+    q, scale, q_t, scale_t, ends = reference.quantize_both(x, format, offs=offs, amax=amax)
     of_w, (dy_t, of_dy, _) = reference.quantize_weight(w, format)[1], reference.quantize_tokens(dy, format, offs=offs)
     of_w, second = (of_w.mT, scale_t.mT) if format == "blockwise" else (of_w, scale_t)
     other = beside(fp8, native)
@@ -236,8 +237,12 @@ PRODUCTS = pairs(
 @pytest.mark.parametrize(*PRODUCTS, ids=short)
 def test_scaled_grouped_mm(gemms, layout, format, shape, fp8, native, out_dtype):
     m, k, n, e = shape
-    for operands in products(format, group_offs(layout, m, e), m, k, n, fp8, native):
+    offs = group_offs(layout, m, e)
+    for operands in products(format, offs, m, k, n, fp8, native):
         gemms.check("scaled_grouped_mm", *operands, format, out_dtype=out_dtype)
+    if format == "blockwise":
+        *operands, ends = products(format, offs, m, k, n, fp8, native, "square")[1]
+        gemms.check("scaled_grouped_mm", *operands, ends, format, out_dtype=out_dtype)
 
 
 def test_scaled_grouped_mm_of_many_tiles(gemms):
@@ -278,8 +283,9 @@ def test_add_scaled_grouped_mm(gemms, format, dtype):
 def test_add_groups(kernels, dtype):
     """Behind a native GEMM; the totals of empty groups stay, whatever is in their product."""
     ends = torch.tensor([0, 3, 7, 7, 9], dtype=torch.int32)
-    for shape in ((5, 8, 8), (5, 24, 40)):
-        total, product = wide(*shape, dtype=dtype), wide(*shape, seed=1)
+    shapes = ((5, 8, 8), (5, 24, 40))
+    for shape, of_product in itertools.product(shapes, (torch.bfloat16, torch.float32)):
+        total, product = wide(*shape, dtype=dtype), wide(*shape, dtype=of_product, seed=1)
         product[::3], total[0] = float("nan"), -0.0
         want = (total.float() + product.float()).to(dtype)
         want[::3] = total[::3]

@@ -1,79 +1,14 @@
 // The same steps and the same numerics as the kernels, written so that compilers vectorise them for any x86-64 or Arm.
 #include "cpu/quantize.h"
 
-#include <cstring>
-#include <type_traits>
-
 #include "cpu/dispatch.h"
 #include "cpu/groups.h"
 #include "cpu/parallel.h"
-#include "numerics/scale.h"
+#include "cpu/quantize_parts.h"
 #include "quantize/scale_shapes.h"
 
 namespace moe_fp8 {
 namespace {
-
-// ---- elements ------------------------------------------------------------------------------------------------------
-// |x| as an integer: finite < Inf < NaN. Signed, because SSE2 has no unsigned maximum of 16 bits and no such compare.
-template <class In>
-using Magnitude = std::make_signed_t<typename In::Bits>;
-template <class In>
-Magnitude<In> magnitude(typename In::Bits bits) { return bits & typename In::Bits(In::kMagnitudeMask); }
-template <class In>
-bool is_finite(Magnitude<In> magnitude) { return magnitude < Magnitude<In>(In::kInfinity); }
-// second: the second of the format's roundings.
-template <class In, Fp8Type kOut, class Scale>
-auto scale_of(Magnitude<In> amax, bool second) {
-  return Scale::template from_amax<kOut>(as_bits(In::to_float(amax)), second);
-}
-
-// Of the batch, which are those of finite values alone: what is not finite has no block to poison.
-struct BatchScale : ScaleF32 {};
-
-// An element times the multiplier of its block, which is no NaN, cast.
-template <class In, Fp8Type kOut, class Scale>
-uint8_t cast(typename In::Bits x, float m) {
-  const float scaled = In::to_float(x) * m;
-  if constexpr (std::is_same_v<Scale, BatchScale>) {
-    // By a mask: a branch would not be vectorised.
-    const int32_t finite = (int32_t(as_bits(In::to_float(x)) & 0x7fffffffu) - 0x7f800000) >> 31;
-    return uint8_t((fp8_from_scaled<kOut>(scaled) & finite) | (Fp8<kOut>::kNan & ~finite));
-  }
-  if constexpr (std::is_same_v<Scale, ScaleF32>) return fp8_from_scaled<kOut>(scaled);
-  constexpr float kMax = Fp8<kOut>::kMax;  // rounded down, a scale leaves up to twice as much
-  return fp8_from_scaled<kOut>(scaled > kMax ? kMax : scaled < -kMax ? -kMax : scaled);
-}
-
-template <class In, Fp8Type kOut, class Scale>
-Scale quantize_row(const typename In::Bits* __restrict x, int64_t n, bool second, uint8_t* __restrict q) {
-  Magnitude<In> amax = 0;
-  for (int64_t k = 0; k < n; ++k) amax = std::max(amax, magnitude<In>(x[k]));
-  const Scale s = scale_of<In, kOut, Scale>(amax, second);
-  if (s.multiplier != s.multiplier) std::memset(q, Fp8<kOut>::kNan, n);
-  else for (int64_t k = 0; k < n; ++k) q[k] = cast<In, kOut, Scale>(x[k], s.multiplier);
-  return s;
-}
-
-// ---- rows of x -----------------------------------------------------------------------------------------------------
-// Row r of expert e, which is 0 where there are none.
-template <class Bits>
-class Rows {
- public:
-  explicit Rows(const QuantizeParams& p)
-      : base_(static_cast<const Bits*>(p.x)), row_stride_(p.row_stride), group_stride_(p.group_stride),
-        index_(p.index), zeros_(p.index.at && p.rows ? p.K : 0) {}
-  const Bits* operator()(int64_t e, int64_t r) const {
-    if (index_.at == nullptr) return base_ + e * group_stride_ + r * row_stride_;
-    const int64_t row = index_.row(r);
-    return row < 0 ? zeros_.data() : base_ + row * row_stride_;
-  }
-
- private:
-  const Bits* base_;
-  int64_t row_stride_, group_stride_;
-  RowIndex index_;
-  std::vector<Bits> zeros_;
-};
 
 // ---- along rows ----------------------------------------------------------------------------------------------------
 // The rows of a blocked matrix of scales, where groups of rows have one each: row_of(r, g), g being the caller's place
@@ -136,74 +71,7 @@ void along_rows(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, 
   });
 }
 
-// ---- along tokens: strips of 64 columns, whose tiles are cast row by row and then transposed 8 by 8 -------------
-constexpr int kStrip = 64, kTileRows = 64;
-
-// Rows of 8 bytes to columns: t[i] becomes the bytes i of all. Three exchanges of ever smaller blocks.
-void transpose8(uint64_t (&t)[8]) {
-  auto exchange = [&t](int rows, uint64_t mask) {
-    for (int i = 0; i < 8; ++i) {
-      if (i & rows) continue;
-      const uint64_t moved = ((t[i] >> (8 * rows)) ^ t[i + rows]) & mask;
-      t[i] ^= moved << (8 * rows);
-      t[i + rows] ^= moved;
-    }
-  };
-  exchange(4, 0x00000000ffffffffu);
-  exchange(2, 0x0000ffff0000ffffu);
-  exchange(1, 0x00ff00ff00ff00ffu);
-}
-
-// row_of(r): the first element of row r in the strip.
-template <class In, Fp8Type kOut, class Scale, class RowOf>
-void cast_tile(RowOf row_of, int64_t first, int rows, int columns, const float* __restrict m,
-               uint8_t* __restrict q_t, int64_t q_t_stride) {
-  alignas(64) uint8_t q[kTileRows][kStrip];
-  for (int r = 0; r < rows; ++r) {
-    const typename In::Bits* __restrict row = row_of(first + r);
-    for (int c = 0; c < columns; ++c) q[r][c] = cast<In, kOut, Scale>(row[c], m[c]);
-  }
-  for (int c0 = 0; c0 < columns; c0 += 8)
-    for (int r0 = 0; r0 < rows; r0 += 8) {  // what lies beyond rows and columns is transposed along, but not stored
-      uint64_t t[8];
-      for (int i = 0; i < 8; ++i) std::memcpy(&t[i], &q[r0 + i][c0], 8);
-      transpose8(t);
-      uint8_t* out = q_t + c0 * q_t_stride + r0;
-      if (c0 + 8 <= columns && r0 + 8 <= rows) {
-        for (int i = 0; i < 8; ++i) std::memcpy(out + i * q_t_stride, &t[i], 8);
-      } else {
-        for (int i = 0; i < std::min(8, columns - c0); ++i)
-          std::memcpy(out + i * q_t_stride, &t[i], std::min(8, rows - r0));
-      }
-    }
-}
-template <class In, Fp8Type kOut, class Scale, class RowOf>
-void cast_strip(RowOf row_of, int64_t rows, int columns, const float* __restrict m, uint8_t* __restrict q_t,
-                int64_t q_t_stride) {
-  for (int64_t r = 0; r < rows; r += kTileRows)
-    cast_tile<In, kOut, Scale>(row_of, r, int(std::min<int64_t>(kTileRows, rows - r)), columns, m, q_t + r, q_t_stride);
-  for (int c = 0; c < columns; ++c)
-    if (m[c] != m[c]) std::memset(q_t + c * q_t_stride, Fp8<kOut>::kNan, rows);
-}
-// Multipliers of the columns of a strip, and their scales: store(c, scale).
-template <class In, Fp8Type kOut, class Scale, class RowOf, class StoreScale>
-void scale_strip(RowOf row_of, int64_t rows, int columns, bool second, float* __restrict m, StoreScale store) {
-  Magnitude<In> amax[kStrip] = {};
-  for (int64_t r = 0; r < rows; ++r) {
-    const typename In::Bits* __restrict row = row_of(r);
-    for (int c = 0; c < columns; ++c) {
-      const Magnitude<In> size = magnitude<In>(row[c]);
-      const bool counts = !std::is_same_v<Scale, BatchScale> || is_finite<In>(size);
-      amax[c] = std::max(amax[c], counts ? size : Magnitude<In>(0));
-    }
-  }
-  for (int c = 0; c < columns; ++c) {
-    const auto s = scale_of<In, kOut, Scale>(amax[c], second);
-    m[c] = s.multiplier;
-    store(c, s.stored());
-  }
-}
-
+// ---- along tokens: strips of 64 columns -----------------------------------------------------------------------------
 // Of the columns of the batch; every group has their scales.
 template <class In, Fp8Type kOut>
 std::vector<float> scale_batch(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, bool second) {
@@ -249,9 +117,9 @@ std::vector<Group> groups_of(const QuantizeParams& p) {
       g.scale_t = e * p.K;
       g.row_stride = 1;
     } else if (f.order == ScaleOrder::kColumnMajor) {
-      g.scale_t = block * scale_stride(p.K);
       g.row_stride = 1;
-      g.block_stride = scale_stride(p.K);
+      g.block_stride = scale_stride(scales_of_columns(f, p.K, p.amax));
+      g.scale_t = block * g.block_stride;
     } else if (f.blocked()) {
       g.scale_t = p.weight ? e * padded_scale_rows(p.K) * columns : column * padded_scale_rows(p.K);
       g.row_stride = columns;
@@ -279,7 +147,7 @@ void along_tokens(const QuantizeParams& p, const Rows<typename In::Bits>& row_of
   auto* scale_t = static_cast<typename Scale::Stored*>(p.scale_t);
   const int64_t stride = p.positions, elements = (p.weight ? p.E * p.rows : p.rows) * p.K;
   std::vector<float> of_batch;
-  if (p.of_batch && p.E) of_batch = scale_batch<In, kOut>(p, row_of, second);
+  if (p.of_batch() && p.E) of_batch = scale_batch<In, kOut>(p, row_of, second);
   const int64_t blocks = groups.empty() ? 0 : groups.back().blocks_before + f.blocks(groups.back().rows);
   parallel(ceil_div<int64_t>(p.K, kStrip) * blocks, elements, [&](int64_t begin, int64_t end) {
     size_t number = 0;
@@ -293,16 +161,27 @@ void along_tokens(const QuantizeParams& p, const Rows<typename In::Bits>& row_of
       const int columns = int(std::min<int64_t>(kStrip, p.K - k));
       auto row_of_strip = [&](int64_t r) { return row_of(g.expert, g.first + first + r) + k; };
       uint8_t* q_t = p.q_t + g.q_t + first + k * stride;
-      if (p.of_batch) {
+      if (p.of_batch()) {
         cast_strip<In, kOut, BatchScale>(row_of_strip, rows, columns, of_batch.data() + k, q_t, stride);
         continue;
       }
       float m[kStrip] = {};
-      scale_strip<In, kOut, Scale>(row_of_strip, rows, columns, second, m, [&](int c, auto scale) {
-        const int64_t at = f.blocked() ? blocked_offset(k + c, b, g.row_stride)
-                                       : (k + c) * g.row_stride + b * g.block_stride;
+      const auto store = [&](int64_t row, auto scale) {
+        const int64_t at = f.blocked() ? blocked_offset(row, b, g.row_stride)
+                                       : row * g.row_stride + b * g.block_stride;
         scale_t[g.scale_t + at] = scale;
-      });
+      };
+      if (p.of_squares()) {  // of two strips, each of which works out the amax
+        const int64_t square = k / kBlock, skipped = k - square * kBlock;
+        const auto amax = amax_of_square<In>([&](int64_t r) { return row_of_strip(r) - skipped; }, rows,
+                                             std::min<int64_t>(kBlock, p.K - square * kBlock));
+        const auto s = scale_of<In, kOut, Scale>(amax, second);
+        std::fill_n(m, kStrip, s.multiplier);
+        if (skipped == 0) store(square, s.stored());
+      } else {
+        scale_strip<In, kOut, Scale>(row_of_strip, rows, columns, second, m,
+                                     [&](int c, auto scale) { store(k + c, scale); });
+      }
       cast_strip<In, kOut, Scale>(row_of_strip, rows, columns, m, q_t, stride);
     }
   });
@@ -319,11 +198,7 @@ void squares(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, boo
       const int64_t rows = std::min<int64_t>(kBlock, N - first);
       for (int64_t k = 0; k < K; k += kBlock) {
         const int64_t columns = std::min<int64_t>(kBlock, K - k);
-        Magnitude<In> amax = 0;
-        for (int64_t r = 0; r < rows; ++r) {
-          const auto* x = row_of(e, first + r) + k;
-          for (int64_t c = 0; c < columns; ++c) amax = std::max(amax, magnitude<In>(x[c]));
-        }
+        const auto amax = amax_of_square<In>([&](int64_t r) { return row_of(e, first + r) + k; }, rows, columns);
         const ScaleF32 s = scale_of<In, kOut, ScaleF32>(amax, second);
         const int64_t square = k / kBlock;
         if (p.along_rows) static_cast<float*>(p.scale)[unit * of_columns + square] = s.stored();
@@ -351,7 +226,7 @@ void quantize(const QuantizeParams& p, const std::vector<Group>& groups, bool se
   const Rows<typename In::Bits> row_of(p);
   if constexpr (std::is_same_v<Scale, ScaleF32>)
     if (p.weight && format_of(p.format).weight_rows > 1) return squares<In, kOut>(p, row_of, second);
-  if (p.along_rows && !p.of_batch) along_rows<In, kOut, Scale>(p, row_of, second);
+  if (p.along_rows && !p.of_batch()) along_rows<In, kOut, Scale>(p, row_of, second);
   if (p.along_tokens) along_tokens<In, kOut, Scale>(p, row_of, groups, second);
 }
 
@@ -373,13 +248,13 @@ void clear(const QuantizeParams& p) {
   if (p.along_rows) zero_scales(p.scale, scales_along_rows(f, p.rows, p.K, p.offs ? p.E : kNoGroups));
   if (!p.along_tokens) return;
   zero(p.q_t, p.K * p.positions);
-  zero_scales(p.scale_t, scales_along_tokens(f, p.K, p.positions, p.E, block_extent(p.rows, p.E, p.align)));
+  zero_scales(p.scale_t, scales_along_tokens(f, p.K, p.positions, p.E, block_extent(p.rows, p.E, p.align), p.amax));
 }
 
 }  // namespace
 
 void quantize_cpu(const QuantizeParams& p) {
-  if (p.of_batch && p.along_rows) quantize_cpu(rows_of_batch(p));
+  if (p.of_batch() && p.along_rows) quantize_cpu(rows_of_batch(p));
   const Format& f = format_of(p.format);
   const bool second = p.rounding == f.roundings[1];
   std::vector<Group> groups;

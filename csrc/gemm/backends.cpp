@@ -27,7 +27,8 @@ Handle out_of(const Call& call, const Product& product) {
 // they take, and what they do not write is zeroed behind them, or left out of the total. multiply(offs [E]) is one of
 // them.
 template <class Multiply>
-AtenTensorHandle within_groups(const Call& call, const Product& product, int multiple, Multiply multiply) {
+AtenTensorHandle within_groups(const Call& call, const Product& product, int multiple, Multiply multiply,
+                               bool product_float32 = false) {
   const ScaledGroupedMmParams& p = product.p;
   const Handle safe = call.empty({p.E + 1}, kInt32);
   int* offs = data<int>(safe);
@@ -36,7 +37,8 @@ AtenTensorHandle within_groups(const Call& call, const Product& product, int mul
   Handle out = multiply(view(safe, {p.E}, {1}));
   if (product.total) {
     Handle total = out_of(call, product);
-    call.check(add_groups(data(total), p.out_float32, data(out), offs, int(p.E), p.M * p.N, call.stream()));
+    call.check(add_groups(data(total), p.out_float32, data(out), product_float32, offs, int(p.E), p.M * p.N,
+                          call.stream()));
     return total.release();
   }
   if (p.groups_of_sum) call.check(zero_empty_groups(data(out), offs, int(p.E), p.M * p.N * 2, call.stream()));
@@ -103,11 +105,20 @@ AtenTensorHandle mma_gemm(const Call& call, const Product& product) {
 constexpr std::nullptr_t mma_gemm = nullptr;
 #endif
 
+constexpr int kSm90Offs = 32;
 #if defined(MOE_FP8_CUDA)
 bool sm90_takes(const Product& product) { return sm90::takes_operands(product.p); }
 bool sm90_by_index(const Product& product) { return sm90::takes_index(product.p, product.use_fast_accum); }
 AtenTensorHandle sm90_gemm(const Call& call, const Product& product) {
-  return own_gemm(call, product, sm90::grouped_gemm);
+  if (!product.total || sm90::takes_total(product.p, product.use_fast_accum))
+    return own_gemm(call, product, sm90::grouped_gemm);
+  Product plain = product;
+  plain.total = nullptr;
+  plain.p.adds = false;
+  plain.p.out_float32 = true;
+  return within_groups(call, product, kSm90Offs, [&](const Handle&) {
+    return Handle(own_gemm(call, plain, sm90::grouped_gemm));
+  }, true);
 }
 #else
 constexpr std::nullptr_t sm90_takes = nullptr, sm90_by_index = nullptr, sm90_gemm = nullptr;
@@ -125,7 +136,7 @@ Needs of_sm90() {
   Needs needs;
   needs.least_sm = needs.most_sm = 90;
   needs.sum = needs.columns = 16;
-  needs.offs = 32;
+  needs.offs = kSm90Offs;
   needs.chunks = true;
   return needs;
 }

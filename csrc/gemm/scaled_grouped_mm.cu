@@ -55,28 +55,37 @@ struct AddGroups {
   Vec16* out;
   const Vec16* product;
   const int* ends;
-  int64_t group_vectors;  // of product
-  bool out_float32;
+  int64_t group_eights;  // of elements
+  bool out_float32, product_float32;
 };
+// Eight neighbours as float32, from two vectors or from one of bfloat16.
+MOE_DEVICE void load_eight(const Vec16* from, int64_t i, bool is_float32, float (&v)[8]) {
+  const Vec16 first = load_stream(from + (is_float32 ? 2 * i : i));
+  const Vec16 second = is_float32 ? load_stream(from + 2 * i + 1) : Vec16{};
+  for (int j = 0; j < 8; ++j)
+    v[j] = !is_float32 ? element<BF16>(first.w[j / 2], j % 2) : as_float(j < 4 ? first.w[j] : second.w[j - 4]);
+}
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) add_groups_kernel(MOE_GRID_CONSTANT const AddGroups p) {
   wait_for_previous_kernel();
   const int e = blockIdx.y;
   if (p.ends[e] == (e ? p.ends[e - 1] : 0)) return;
-  const int64_t end = (e + 1) * p.group_vectors, step = int64_t(gridDim.x) * kThreads;
-  for (int64_t i = e * p.group_vectors + int64_t(blockIdx.x) * kThreads + threadIdx.x; i < end; i += step) {
-    const Vec16 added = load_stream(p.product + i);
+  const int64_t end = (e + 1) * p.group_eights, step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = e * p.group_eights + int64_t(blockIdx.x) * kThreads + threadIdx.x; i < end; i += step) {
+    float sum[8], added[8];
+    load_eight(p.product, i, p.product_float32, added);
+    load_eight(p.out, i, p.out_float32, sum);
+    for (int j = 0; j < 8; ++j) sum[j] += added[j];
     if (p.out_float32) {
       for (int half = 0; half < 2; ++half) {
-        Vec16 sum = p.out[2 * i + half];
-        for (int j = 0; j < 4; ++j)
-          sum.w[j] = as_bits(as_float(sum.w[j]) + element<BF16>(added.w[2 * half + j / 2], j % 2));
-        p.out[2 * i + half] = sum;
+        Vec16 four;
+        for (int j = 0; j < 4; ++j) four.w[j] = as_bits(sum[4 * half + j]);
+        p.out[2 * i + half] = four;
       }
     } else {
-      Vec16 sum = p.out[i];
-      auto add = [&](int j, int k) { return element<BF16>(sum.w[j], k) + element<BF16>(added.w[j], k); };
-      for (int j = 0; j < 4; ++j) sum.w[j] = BF16::from_float(add(j, 0)) | uint32_t(BF16::from_float(add(j, 1))) << 16;
-      p.out[i] = sum;
+      Vec16 eight;
+      for (int j = 0; j < 4; ++j)
+        eight.w[j] = BF16::from_float(sum[2 * j]) | uint32_t(BF16::from_float(sum[2 * j + 1])) << 16;
+      p.out[i] = eight;
     }
   }
 }
@@ -98,12 +107,12 @@ int zero_empty_groups(void* out, const int* ends, int E, int64_t group_bytes, vo
                 ZeroEmptyGroups{static_cast<uint32_t*>(out), ends, group_bytes / 4});
 }
 
-int add_groups(void* out, bool out_float32, const void* product, const int* ends, int E, int64_t group_size,
-               void* stream) {
+int add_groups(void* out, bool out_float32, const void* product, bool product_float32, const int* ends, int E,
+               int64_t group_size, void* stream) {
   const dim3 grid(unsigned(ceil_div(8 * device().multiprocessors, E)), unsigned(E));
   return launch(add_groups_kernel, {grid, dim3(kThreads), stream},
                 AddGroups{static_cast<Vec16*>(out), static_cast<const Vec16*>(product), ends, group_size / 8,
-                          out_float32});
+                          out_float32, product_float32});
 }
 
 }  // namespace moe_fp8

@@ -46,9 +46,9 @@ int prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple
 int zero_rows(void* out, const int* first, int64_t rows, int64_t row_bytes, void* stream);
 // Zeros in the groups of out [E, group_bytes / 4] that own nothing of the sum, whatever their scales were.
 int zero_empty_groups(void* out, const int* ends, int E, int64_t group_bytes, void* stream);
-// Adds product [E, group_size], bfloat16, to out, of float32 or bfloat16 at a multiple of 16 bytes, group by group but
-// for those that own nothing of the sum. Groups are of a multiple of 8 elements.
-int add_groups(void* out, bool out_float32, const void* product, const int* ends, int E, int64_t group_size,
-               void* stream);
+// Adds product [E, group_size] to out, either of float32 or bfloat16 at a multiple of 16 bytes, group by group but for
+// those that own nothing of the sum. Groups are of a multiple of 8 elements.
+int add_groups(void* out, bool out_float32, const void* product, bool product_float32, const int* ends, int E,
+               int64_t group_size, void* stream);
 
 }  // namespace moe_fp8

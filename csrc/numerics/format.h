@@ -13,6 +13,11 @@ enum class ScaleType : int { kF32, kE8M0 };
 enum class Rounding : int { kExact, kPow2, kRceil, kFloor };
 inline constexpr const char* kRoundingNames[] = {"exact", "pow2", "rceil", "floor"};
 
+// Of what a column has its amax along tokens: of its own scaling blocks, of the rows of all groups, or, as all columns
+// of a square, of `block` tokens of a group by `weight_rows` columns.
+enum class Amax : int { kGroup, kBatch, kSquare };
+inline constexpr const char* kAmaxNames[] = {"group", "batch", "square"};
+
 // How a matrix of scales lies. kColumnMajor: columns are scale_stride() elements apart. kBlocked: scale_layout.h.
 enum class ScaleOrder : int { kRowMajor, kColumnMajor, kBlocked };
 
@@ -25,6 +30,7 @@ struct Format {
   ScaleOrder order;
   int least_align, most_align, align;  // multiples to which groups can be padded along tokens, and the usual one
   Rounding roundings[2];               // that it knows; the first is the usual one
+  Amax wider;                          // the amax along tokens that it knows beside that of groups; kGroup: none
 
   constexpr bool knows(Rounding r) const { return roundings[0] == r || roundings[1] == r; }
   constexpr bool blocked() const { return order == ScaleOrder::kBlocked; }
@@ -34,12 +40,14 @@ struct Format {
 
 enum class FormatId : int { kRowwise, kBlockwise, kMxfp8, kMxfp8RowMajor };
 inline constexpr Format kFormats[] = {
-    {"rowwise", 0, 1, ScaleType::kF32, ScaleOrder::kRowMajor, 1, 256, 32, {Rounding::kExact, Rounding::kPow2}},
+    {"rowwise", 0, 1, ScaleType::kF32, ScaleOrder::kRowMajor, 1, 256, 32, {Rounding::kExact, Rounding::kPow2},
+     Amax::kBatch},
     {"blockwise", kBlock, kBlock, ScaleType::kF32, ScaleOrder::kColumnMajor, 1, 256, 32,
-     {Rounding::kExact, Rounding::kPow2}},
-    {"mxfp8", kMxBlock, 1, ScaleType::kE8M0, ScaleOrder::kBlocked, 32, 128, 32, {Rounding::kRceil, Rounding::kFloor}},
+     {Rounding::kExact, Rounding::kPow2}, Amax::kSquare},
+    {"mxfp8", kMxBlock, 1, ScaleType::kE8M0, ScaleOrder::kBlocked, 32, 128, 32, {Rounding::kRceil, Rounding::kFloor},
+     Amax::kGroup},
     {"mxfp8_rowmajor", kMxBlock, 1, ScaleType::kE8M0, ScaleOrder::kRowMajor, 32, 128, 32,
-     {Rounding::kRceil, Rounding::kFloor}},
+     {Rounding::kRceil, Rounding::kFloor}, Amax::kGroup},
 };
 inline constexpr int kNumFormats = sizeof(kFormats) / sizeof(kFormats[0]);
 constexpr const Format& format_of(FormatId id) { return kFormats[int(id)]; }

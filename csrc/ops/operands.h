@@ -12,6 +12,12 @@ inline OperandScales described(const Format& f, const Tensor& scale, int64_t blo
   return s;
 }
 
+inline int squares_log2(const Format& f) {  // of the rows of one
+  int log2 = 0;
+  while (1 << log2 < f.weight_rows) ++log2;
+  return log2;
+}
+
 // Of rows of K elements along rows, `leading` sizes of them, E groups or none; `rows` are those of one of `leading`'s
 // matrices.
 inline OperandScales scales_of_rows(const Argument& arg, const Tensor& scale, const Format& f, const int64_t* leading,
@@ -33,7 +39,8 @@ inline OperandScales scales_of_rows(const Argument& arg, const Tensor& scale, co
 }
 
 // Of K rows of so many positions along tokens, in groups that end at offs. Column-major ones may have more blocks than
-// positions fill, as the quantizer makes room for any groups. transposed: as b of a product has those.
+// positions fill, as the quantizer makes room for any groups, and one row for each of K or for each square of them.
+// transposed: as b of a product has those.
 inline OperandScales scales_of_tokens(const Argument& arg, const Tensor& scale, const Format& f, int64_t K,
                                       int64_t positions, const Tensor& offs, bool transposed = false) {
   const int64_t E = offs.sizes[0];
@@ -54,7 +61,11 @@ inline OperandScales scales_of_tokens(const Argument& arg, const Tensor& scale, 
   check_dtype(arg, scale, scale_dtype(f.scale_type));
   check_dims(arg, scale, 2, 2);
   const int row_dim = transposed ? 1 : 0, block_dim = 1 - row_dim;
-  check_size(arg, scale, row_dim, K);
+  const int64_t squares = scales_of_columns(f, K, Amax::kSquare), rows = scale.sizes[row_dim];
+  if (rows != K && rows != squares)
+    fail(arg.op, ": ", arg.name, " must have size ", K, ", or ", squares, " of squares, in dimension ", row_dim,
+         ", got ", rows);
+  if (rows != K) s.rows_log2 = squares_log2(f);
   const int64_t blocks = scale.sizes[block_dim];
   if (blocks < s.blocks)
     fail(arg.op, ": ", arg.name, " must have at least ", s.blocks, " blocks in dimension ", block_dim, ", got ",
@@ -88,7 +99,7 @@ inline OperandScales scales_of_experts(const Argument& arg, const Tensor& scale,
     s.group_stride = scale.strides[0];
     s.row_stride = scale.strides[transposed ? 2 : 1];
     s.block_stride = scale.strides[transposed ? 1 : 2];
-    while (1 << s.rows_log2 < f.weight_rows) ++s.rows_log2;
+    s.rows_log2 = squares_log2(f);
   } else if (f.blocked()) {
     s.group_stride = shape.sizes[1];
     s.block_stride = 0;

@@ -19,13 +19,12 @@ struct Tokens {
   std::string_view amax = "group";
 };
 
-// Whether the amax of a column is that of the rows of all groups.
-bool check_amax(const char* op, const Format& f, std::string_view amax) {
-  const bool of_batch = amax == "batch" && f.block == 0;
-  if (!of_batch && amax != "group")
-    fail(op, ": amax must be 'group'", f.block == 0 ? " or 'batch'" : "", " with format '", f.name, "', got '", amax,
-         "'");
-  return of_batch;
+Amax check_amax(const char* op, const Format& f, std::string_view amax) {
+  const std::string_view wider = kAmaxNames[int(f.wider)];
+  if (amax == "group") return Amax::kGroup;
+  if (f.wider != Amax::kGroup && amax == wider) return f.wider;
+  const std::string other = f.wider == Amax::kGroup ? "" : " or '" + std::string(wider) + "'";
+  fail(op, ": amax must be 'group'", other, " with format '", f.name, "', got '", amax, "'");
 }
 
 // rowwise takes rows of any leading dimensions, as experts of which nothing is wanted along tokens.
@@ -58,7 +57,7 @@ Outputs quantize_tokens(const Tokens& t, const Tensor* offs, bool along_rows, bo
   p.format = check_format(op, t.format);
   const Format& f = format_of(p.format);
   p.rounding = check_rounding(op, f, t.rounding);
-  p.of_batch = check_amax(op, f, t.amax);
+  p.amax = check_amax(op, f, t.amax);
   p.in = in_type(x);
   p.K = x.sizes[x.dim - 1];
   p.along_rows = along_rows;

@@ -29,14 +29,15 @@ inline Outputs outputs_of(const Call& call, QuantizeParams& p) {
   const Format& f = format_of(p.format);
   Outputs o;
   if (p.along_rows) {
-    const int64_t rows = p.of_batch ? p.x_rows : p.rows;
+    const int64_t rows = p.of_batch() ? p.x_rows : p.rows;
     p.q = data<uint8_t>(o.q = call.empty({rows, p.K}, p.out));
     p.scale = data(o.scale = call.empty(scales_along_rows(f, rows, p.K, p.offs ? p.E : kNoGroups), f.scale_type));
   }
   if (p.along_tokens) {
     const int64_t blocks = block_extent(p.rows, p.E, p.align);
     p.q_t = data<uint8_t>(o.q_t = call.empty({p.K, p.positions}, p.out));
-    p.scale_t = data(o.scale_t = call.empty(scales_along_tokens(f, p.K, p.positions, p.E, blocks), f.scale_type));
+    p.scale_t = data(o.scale_t = call.empty(scales_along_tokens(f, p.K, p.positions, p.E, blocks, p.amax),
+                                           f.scale_type));
     if (!p.padded_offs) p.padded_offs = data<int>(o.padded_offs = call.empty({p.E}, kInt32));
   }
   return o;

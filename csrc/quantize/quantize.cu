@@ -74,7 +74,7 @@ int quantize_rows_and_groups(const QuantizeParams& p, void* stream) {
 
 int quantize(const QuantizeParams& p, void* stream) {
   const Format& format = format_of(p.format);
-  if (p.of_batch)
+  if (p.of_batch())
     return dispatch(p, rows_are_fast(p), [&](auto in) { return launch_columns<decltype(in)>(p, stream); });
   if (format.block == 0) return quantize_rows_and_groups(p, stream);
   if (p.along_tokens)

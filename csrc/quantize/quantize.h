@@ -6,15 +6,17 @@
 //   along tokens:  q_t [K, P]    q_t[k, pos(r)]   = cast(x[r, k] * m_t[k, block of r]),
 //                  pos(r) = padded start of r's group + r - start of the group; every other byte of q_t is zero
 //   weight:        x [E, rows, K], experts in place of groups: q [E, rows, K], q_t [E, K, rows], nothing padded
-//   of the batch:  along tokens, with f.block == 0: amax = max |x[r, k]| over the finite values of the rows of all
+//   amax kBatch:   along tokens, with f.block == 0: amax = max |x[r, k]| over the finite values of the rows of all
 //                  groups, and the same m_t[k] for every group; what is not finite becomes NaN. Along rows then those
 //                  of x itself, q [x_rows, K]: each once, however many positions have it
+//   amax kSquare:  along tokens, with f.block == 128: a block is of 128 columns, from a multiple of 128 on, too
 //
 // Scaling blocks and where scales lie: numerics/format.h. Blocks at an edge are short; blocks along tokens begin anew
 // with every group. Scales (R: rows or K, C: blocks along the other), f the format:
 //   f.block == 0    rows [rows], tokens [E, K], weight [E, rows] and [E, K]
-//   kColumnMajor    rows [rows, C], tokens [K, B], columns scale_stride(R) apart, what lies between them zero, as are
-//                   the scales of blocks without rows; B = block_extent(rows, E, align)
+//   kColumnMajor    rows [rows, C], tokens [K, B], of squares [ceil(K / 128), B]; columns scale_stride() of the first
+//                   size apart, what lies between them zero, as are the scales of blocks without rows; B =
+//                   block_extent(rows, E, align)
 //   kRowMajor       rows [rows, C], tokens [K, P / f.block]
 //   kBlocked        as one matrix [R, C], or by groups where offs are given: rows (M-groups) [grouped_scale_rows(rows,
 //                   E), padded C], tokens (K-groups) [padded_scale_rows(K), grouped_scale_columns(P / f.block, E)]
@@ -41,7 +43,7 @@ struct QuantizeParams {
   FormatId format;
   Rounding rounding;
   Fp8Type out;
-  bool of_batch;                     // amax
+  Amax amax;                         // along tokens
 
   // Outputs; all are contiguous but for column-major scales.
   bool along_rows, along_tokens;     // which are wanted
@@ -53,6 +55,9 @@ struct QuantizeParams {
   int64_t positions;                 // P; of a weight: rows
   int align;                         // of groups in q_t
   int* scratch;                      // scratch_words() of it, of a GPU
+
+  MOE_HD bool of_batch() const { return amax == Amax::kBatch; }
+  MOE_HD bool of_squares() const { return amax == Amax::kSquare; }
 };
 
 // What quantize() needs on a GPU beside its outputs. Of whole columns, what blocks tell one another: how far columns
@@ -72,7 +77,8 @@ inline QuantizeParams rows_of_batch(QuantizeParams p) {
   p.index = {};
   p.offs = nullptr;
   p.rows = p.x_rows;
-  p.of_batch = p.along_tokens = false;
+  p.amax = Amax::kGroup;
+  p.along_tokens = false;
   return p;
 }
 inline int64_t batch_stride(const QuantizeParams& p) { return round_up<int64_t>(p.K, 16); }  // bytes: of x's rows
@@ -81,7 +87,7 @@ inline int64_t batch_words(const QuantizeParams& p) {
 }
 inline int64_t scratch_words(const QuantizeParams& p) {
   const Format& f = format_of(p.format);
-  if (p.of_batch) return batch_words(p);
+  if (p.of_batch()) return batch_words(p);
   if (p.along_tokens && f.block == 0)
     return pace_words(p) + (p.rows > kLeastShare ? message_words(p, kLeastShare) : 0);
   if (p.along_tokens) return 0;

@@ -32,12 +32,20 @@ constexpr ScaleShape scales_along_rows(const Format& f, int64_t rows, int64_t K,
     }
   }
 }
+// Those of K columns along tokens: one for each, or for all of a square.
+constexpr int64_t scales_of_columns(const Format& f, int64_t K, Amax amax) {
+  return amax == Amax::kSquare ? ceil_div<int64_t>(K, f.weight_rows) : K;
+}
 // Of K rows of so many positions, in E groups that begin blocks anew; column-major scales have room for `blocks`.
-constexpr ScaleShape scales_along_tokens(const Format& f, int64_t K, int64_t positions, int64_t E, int64_t blocks) {
+constexpr ScaleShape scales_along_tokens(const Format& f, int64_t K, int64_t positions, int64_t E, int64_t blocks,
+                                         Amax amax = Amax::kGroup) {
   if (f.block == 0) return {2, {E, K}};
   switch (f.order) {
     case ScaleOrder::kRowMajor: return {2, {K, f.blocks(positions)}};
-    case ScaleOrder::kColumnMajor: return {2, {K, blocks}, scale_stride(K)};
+    case ScaleOrder::kColumnMajor: {
+      const int64_t rows = scales_of_columns(f, K, amax);
+      return {2, {rows, blocks}, scale_stride(rows)};
+    }
     default: return {2, {padded_scale_rows(K), grouped_scale_columns(f.blocks(positions), E)}};
   }
 }

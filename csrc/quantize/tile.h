@@ -188,7 +188,7 @@ MOE_DEVICE void make_column_multipliers(const TilesPlan& p, TileShared<T>& share
     shared.multiplier[block][column] = T::Types::template scale_of<typename T::Scale>(p, bits).multiplier;
   }
 }
-// Squares: the multiplier of the whole tile, as that of all rows and columns.
+// Squares: the multiplier of the whole tile, as that of all columns and, of weights, of all rows.
 template <class T>
 MOE_DEVICE void make_square_multiplier(const TilesPlan& p, TileShared<T>& shared) {
   using In = typename T::In;
@@ -204,7 +204,8 @@ MOE_DEVICE void make_square_multiplier(const TilesPlan& p, TileShared<T>& shared
   const float m = T::Types::template scale_of<typename T::Scale>(p, lo > hi ? lo : hi).multiplier;
   if (threadIdx.x >= kSlotRows) return;
   const int at = threadIdx.y * kSlotRows + threadIdx.x;
-  shared.row_multiplier[at][0] = shared.multiplier[0][at] = m;
+  shared.multiplier[0][at] = m;
+  if (T::kScaling == Scaling::kSquares) shared.row_multiplier[at][0] = m;
 }
 // The multipliers of the slot's columns.
 template <class T>

@@ -8,6 +8,7 @@ namespace moe_fp8 {
 struct TilesPlan : QuantizeParams {
   uint32_t strips;                     // tiles along K
   int64_t stride, stride_t;            // of scales that are not blocked: between rows, or column-major columns
+  int64_t scales_t;                    // of tokens, column-major: in a column
   int64_t scale_bytes, scale_t_bytes;  // of blocked scales, of tokens
   int blocks;                          // along the padded layout, of tokens: those that have scales of their own
   bool by_strip;                       // all tiles of a strip before those of the next

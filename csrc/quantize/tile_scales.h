@@ -40,11 +40,12 @@ struct TileScales<ScaleType::kF32> {
       float* scale = scales + tile.strip * p.stride + tile.first_row + local;
       store_stream(scale, ScaleF32{shared.row_multiplier[local][0]}.stored());
     }
-    const int64_t column = int64_t(tile.strip) * kBlock + local;
-    if (tile.block < 0 || column >= p.stride_t) return;
-    const bool there = column < p.K && tile.rows_of_group > 0;
-    store_stream(scales_t + tile.block * p.stride_t + column,
-                 there ? ScaleF32{shared.multiplier[0][local]}.stored() : 0.f);
+    // Of a column each, or of the tile; behind the last one what pads it.
+    const int64_t first = int64_t(tile.strip) * (p.of_squares() ? 1 : kBlock), at = first + local;
+    const bool last = tile.strip + 1 == int(p.strips);
+    if (tile.block < 0 || at >= (last || !p.of_squares() ? p.stride_t : first + 1)) return;
+    const bool there = at < p.scales_t && tile.rows_of_group > 0;
+    store_stream(scales_t + tile.block * p.stride_t + at, there ? ScaleF32{shared.multiplier[0][local]}.stored() : 0.f);
   }
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "platform/launch.h"
 #include "quantize/geometries.h"
+#include "quantize/scale_shapes.h"
 #include "quantize/tile_scales.h"
 
 namespace moe_fp8 {
@@ -60,7 +61,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, resident_blocks<T>())
     __syncthreads();
     copy_tile<T>(p, shared.tile(turn + 1), shared.source[(turn + 1) & 1], shared);
     find_sources(p, shared.tile(turn + 2), shared.source[turn & 1]);
-    if constexpr (T::kScaling == Scaling::kSquares) make_square_multiplier<T>(p, shared);
+    if (T::kScaling == Scaling::kSquares || (T::kBlocks == 1 && p.of_squares())) make_square_multiplier<T>(p, shared);
     else make_column_multipliers<T>(p, shared);
     if (in_wave(tile.rows) > 0) {
       if constexpr (T::kScaling == Scaling::kRowsAndColumns) make_row_multipliers<T>(p, v, shared);
@@ -85,7 +86,8 @@ int launch_tiles_of(const QuantizeParams& p, void* stream) {
   if (!kTokens && tiles * p.K == 0) return 0;
   if (std::is_same_v<typename T::Scale, ScaleF32>) {
     plan.stride = scale_stride(p.rows);
-    plan.stride_t = scale_stride(p.K);
+    plan.scales_t = scales_of_columns(format_of(p.format), p.K, p.amax);
+    plan.stride_t = scale_stride(plan.scales_t);
     plan.blocks = kTokens ? int(block_extent(p.rows, p.E, p.align)) : 0;
   } else {
     plan.stride = ceil_div(p.K, int64_t(kMxBlock));

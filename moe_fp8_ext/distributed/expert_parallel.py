@@ -111,7 +111,7 @@ class ExpertParallel:
         self.gradients, self.mode, self.capacity = gradients, mode, ranks if capacity is None else capacity
         self.chunks = chunks
         # Buffers hold rows of no token, and a rank has other tokens than one process has: no scale is of all of them.
-        self._of_groups = replace(self.recipe, amax="group" if self.recipe.format else None)
+        self._of_groups = replace(self.recipe, amax=self.recipe.amax_of_groups)
         self._in_fp8 = self.recipe.format is not None and not self.recipe.wgrad_high_precision
         self._check_arguments(ranks, capacity)
         device = torch.device("cuda" if "nccl" in dist.get_backend_config(group) else "cpu")

@@ -219,7 +219,8 @@ def check_scale(op: str, arg: str, scale: Tensor, format: Format, shape: Sequenc
 def check_scale_of_tokens(
     op: str, arg: str, scale: Tensor, format: Format, k: int, positions: int, e: int, transposed: bool = False
 ) -> None:
-    """Of an operand [K, positions]; column-major ones have room for more blocks, as the quantizer knows."""
+    """Of an operand [K, positions]; column-major ones have room for more blocks, as the quantizer knows, and a row for
+    each of K or for each square."""
     blocks = format.blocks(positions)
     if format.order != "column_major":
         return check_scale(op, arg, scale, format, format.scale_of_tokens(k, blocks, e).shape)
@@ -227,7 +228,9 @@ def check_scale_of_tokens(
     check_dims(op, arg, scale, 2, 2)
     row_dim, block_dim = (1, 0) if transposed else (0, 1)
     got, made = scale.shape[row_dim], scale.shape[block_dim]
-    require(got == k, f"{op}: {arg} must have size {k} in dimension {row_dim}, got {got}")
+    squares = format.squares(k)
+    text = f"{op}: {arg} must have size {k}, or {squares} of squares, in dimension {row_dim}, got {got}"
+    require(got in (k, squares), text)
     require(made >= blocks, f"{op}: {arg} must have at least {blocks} blocks in dimension {block_dim}, got {made}")
     check_size(op, arg, made, "blocks")
 

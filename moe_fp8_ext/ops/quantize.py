@@ -109,6 +109,10 @@ def quantize_tokens(
     is not finite becomes the NaN of the dtype and touches no other. A GPU needs M * K bytes and 4 for every position
     while it runs.
 
+    With amax "square" a block is of 128 tokens and 128 neighbouring columns, from a multiple of 128 on, which have one
+    scale: `scaled_grouped_mm` then scales whole tiles. A value loses nothing by it that is above 1 / 28,672 of its
+    square's largest (E4M3; twice that with "pow2").
+
     Args:
         x: [M, K], bfloat16, float16 or float32; stride 1 along K, row stride free.
         format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
@@ -118,14 +122,15 @@ def quantize_tokens(
         align: each group is padded to a multiple of it inside `q_t`; a power of two from 1 to 256, of the MX formats
             from 32 to 128. None is the format's usual one, 32: what the GEMMs of tensor cores sum at once.
         dtype, rounding: as in `quantize_rows`.
-        amax: of what a column's largest value is, the "group" or, with "rowwise", the "batch": the rows of all groups.
+        amax: of what a column's largest value is: its "group", in blocks if the format has such; with "rowwise" the
+            "batch", too, the rows of all groups; with "blockwise" the "square".
 
     Returns:
         q_t [K, P] of `dtype`, P = round_up(M, align) + E * align, contiguous; scale_t; padded_offs [E] int32, the
         exclusive end of each group among the P positions. scale_t is
         [E, K] float32 ("rowwise");
         [K, B] float32, stride (1, round_up(K, 4)), B = (round_up(M, a) + E * a) / 128, a = max(align, 128)
-        ("blockwise");
+        ("blockwise"); with amax "square" ceil(K / 128) in place of K;
         [round_up(K, 128), P / 32 + 4 E] float8_e8m0fnu, every group a blocked matrix of its own ("mxfp8");
         [K, P / 32] float8_e8m0fnu ("mxfp8_rowmajor").
 
@@ -240,11 +245,12 @@ def _fake(op, x, format, offs, indices, top_k, align, dtype, rounding, along_row
     dtype = fp8_dtype(op, dtype, x)
     outputs = []
     if along_rows:
-        of_rows = shape if amax == "group" else tuple(x.shape)
+        of_rows = tuple(x.shape) if amax == "batch" else shape
         scale = format.scale_of_rows(of_rows, e).empty(x, format.scale_dtype)
         outputs += [x.new_empty(of_rows, dtype=dtype), scale]
     if along_tokens:
-        scale_t = format.scale_of_tokens(k, format.token_blocks(rows, e, align), e).empty(x, format.scale_dtype)
+        of_tokens = format.scale_of_tokens(k, format.token_blocks(rows, e, align), e, amax)
+        scale_t = of_tokens.empty(x, format.scale_dtype)
         q_t = x.new_empty((k, padded_extent(rows, e, align)), dtype=dtype)
         outputs += [q_t, scale_t, x.new_empty((e,), dtype=torch.int32)]
     return tuple(outputs)

@@ -35,6 +35,8 @@ def along_tokens(q: Tensor, scale: Tensor, f: Format, offs: Tensor) -> Tensor:
     if f.order == "blocked":
         ends = int32([f.blocks(end - start) for start, end in bounds], q.device).cumsum(0).int()
         scale = unswizzle_scales(scale, len(q), int(ends[-1]) if bounds else 0, groups="columns", offs=ends)
+    if f.weight_rows > 1 and len(scale) < len(q):  # of squares
+        scale = scale.repeat_interleave(f.weight_rows, 0)[: len(q)]
     values, parts, block = scale_values(scale.t() if f.block is None else scale), [], 0
     for start, end in bounds:
         parts.append(spread(values[:, block:], f, end - start))

@@ -118,7 +118,8 @@ def quantize_tokens(
     """x [M, K] -> q_t [K, P], scale_t [E, K], or [K, blocks], padded_offs [E]: each group's transpose, side by side.
 
     A group takes round_up(size, align) columns of q_t; what it does not fill is 0, and so are the scales of blocks
-    without rows. amax "batch": the scale of a column is that of the rows of all groups.
+    without rows. amax "batch": the scale of a column is that of the rows of all groups. amax "square": 128 columns have
+    one scale, [ceil(K / 128), blocks].
     """
     f, dtype = FORMATS[format], dtype or default_dtype(x.device)
     x = x if indices is None else permute_pad(x, indices, top_k)
@@ -129,11 +130,14 @@ def quantize_tokens(
     align = align or f.align
     q_t = torch.zeros(k, padded_extent(m, len(offs), align), dtype=torch.uint8, device=x.device)
     blocks = padded_extent(m, len(offs), max(align, f.block)) // f.block if f.block else len(offs)
-    scale_t = torch.zeros(k, blocks, dtype=BITS[f.scale_dtype.itemsize], device=x.device)
+    of_columns = ceil_div(k, f.weight_rows) if amax == "square" else k
+    scale_t = torch.zeros(of_columns, blocks, dtype=BITS[f.scale_dtype.itemsize], device=x.device)
     padded_offs, at, block = [], 0, 0
     for start, end in bounds:
         lines = x[start:end].t()
-        if factor is None:
+        if amax == "square":
+            q, scale = (t[0] for t in quantize_squares(lines[None], f, dtype, rounding))
+        elif factor is None:
             q, scale = quantize_lines(lines, f, dtype, rounding)
         else:
             q, scale = cast_lines(lines, factor, dtype), of_batch[:, None]
@@ -164,7 +168,7 @@ def quantize_both(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x [M, K] -> q, scale, q_t, scale_t, padded_offs: both directions. amax "batch": q and scale are of x's rows."""
     taken = x if indices is None else permute_pad(x, indices, top_k)
-    rows = quantize_rows(taken if amax == "group" else x, format, offs=offs, dtype=dtype, rounding=rounding)
+    rows = quantize_rows(x if amax == "batch" else taken, format, offs=offs, dtype=dtype, rounding=rounding)
     how = dict(offs=offs, align=align, dtype=dtype, rounding=rounding, amax=amax)
     return *rows, *quantize_tokens(taken, format, **how)
 

@@ -20,6 +20,7 @@ from moe_fp8_ext.reference.numerics import FORMATS, round_up
 
 FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # Fp8Type
 ROUNDINGS = ("exact", "pow2", "rceil", "floor")  # Rounding
+AMAXES = ("group", "batch", "square")  # Amax
 GROUPS = (None, "rows", "columns")  # Groups
 ACTIVATIONS = ("swiglu", "geglu", "swiglu_oai", "silu", "gelu", "relu2")  # Activation
 BOTH = ("q", "scale", "q_t", "scale_t", "padded_offs")
@@ -48,7 +49,8 @@ class Scales(ctypes.Structure):
             of_column = round_up(rows, 128) if along == "tokens" else 0
             return cls(scale.data_ptr(), strides[0] if weight else 0, 0, of_column, blocks, f.block, 0, 2)
         blocks = scale.shape[-1] if along == "tokens" else blocks
-        squares, layout = f.weight_rows.bit_length() - 1 if weight else 0, int(f.scale_dtype != torch.float32)
+        of_squares = weight or scale.shape[-2] < rows
+        squares, layout = f.weight_rows.bit_length() - 1 if of_squares else 0, int(f.scale_dtype != torch.float32)
         return cls(scale.data_ptr(), *(strides if weight else (0, *strides)), blocks, f.block, squares, layout)
 
 
@@ -148,8 +150,8 @@ class SimtKernels(TokenKernels):
         positions = out["q_t"].shape[-1] if along_tokens else 0
         where = x, IN_TYPES.index(x.dtype), x.stride(-2), group_stride, indices, x.shape[-2], top_k or 1
         how = list(FORMATS).index(format), ROUNDINGS.index(rounding or f.roundings[0]), FP8_TYPES.index(dtype)
-        results = along_rows, along_tokens, *map(out.get, BOTH), positions, align or f.align, scratch, amax == "batch"
-        self._call("quantize", *where, offs, e, rows, x.shape[-1], weight, *how, *results)
+        results = along_rows, along_tokens, *map(out.get, BOTH), positions, align or f.align, scratch
+        self._call("quantize", *where, offs, e, rows, x.shape[-1], weight, *how, *results, AMAXES.index(amax))
 
     # Activations
 
@@ -319,7 +321,9 @@ class SimtKernels(TokenKernels):
     def add_groups(self, total: Tensor, product: Tensor, ends: Tensor) -> Tensor:
         memory = GuardedMemory()
         total, product, ends = memory.copy(total), memory.copy(product), memory.copy(ends)
-        self._call("add_groups", total, total.dtype == torch.float32, product, ends, len(product), product[0].numel())
+        total_float32, product_float32 = (t.dtype == torch.float32 for t in (total, product))
+        sizes = len(product), product[0].numel()
+        self._call("add_groups", total, total_float32, product, product_float32, ends, *sizes)
         memory.assert_untouched_around()
         return total
 

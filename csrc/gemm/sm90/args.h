@@ -13,8 +13,9 @@ enum class Grouped { kRows, kSum };
 
 // Of rows: the tensor cores add up a tile's whole sum, 64 rows by 256 columns a warpgroup. Promoted: what they add up
 // of a stage is added, in float32, to sums in other registers, so a warpgroup multiplies 64 rows at a time, twice a
-// stage. Of blocks: promoted, times the scales of the stage.
-enum class Scales { kRows, kRowsPromoted, kBlocks };
+// stage. Of blocks: promoted, times the scales of the stage. Those of b are of squares; where groups divide the sum they
+// may be of its rows, so that every column of a tile has one of its own.
+enum class Scales { kRows, kRowsPromoted, kBlocks, kSquares };
 
 struct Args {
   CUtensorMap a, b;  // boxes of 64 rows of a, unless they are taken by index, of kBoxColumns rows of b
@@ -27,7 +28,7 @@ struct Args {
   void* out;
   int M, N, K, E;
   int element;  // bytes of one of out: 4, float32, or 2, bfloat16
-  // Of blocks: between those of one row of a, of b; how many there are of a row.
+  // Of blocks: between those of one row of a, of b or of its squares; how many there are of a row.
   int scale_a_stride, scale_b_stride, scale_blocks;
 };
 
@@ -41,10 +42,12 @@ struct Traits {
   static constexpr bool kE5M2 = kA == Fp8Type::kE5M2;  // a; b is E4M3
   static constexpr bool kAdds = kAdds_;  // to out, in 2D x 2D
   static constexpr bool kSumGroups = kGrouped == Grouped::kSum;
-  static constexpr bool kPromoted = kScales != Scales::kRows, kBlockScales = kScales == Scales::kBlocks;
+  static constexpr bool kPromoted = kScales != Scales::kRows;
+  static constexpr bool kBlockScales = kPromoted && kScales != Scales::kRowsPromoted;
   // Where every column has a scale of the stage, fewer of them leave registers for the products of scales.
+  static constexpr bool kColumnScales = kScales == Scales::kBlocks && kSumGroups;
   static constexpr int kTileRows = kPromoted ? 256 : 128;
-  static constexpr int kTileColumns = !kPromoted ? 256 : kBlockScales && kSumGroups ? 96 : 128;
+  static constexpr int kTileColumns = !kPromoted ? 256 : kColumnScales ? 96 : kDepth;
   static constexpr int kBoxColumns = kPromoted ? kTileColumns : kTileColumns / 2;  // rows of b in a copy
   static constexpr int kStageBytesA = kTileRows * kDepth, kStageBytesB = kTileColumns * kDepth;
   static constexpr int kSumAlign = 32;  // one instruction's worth, so that none holds two groups

@@ -9,17 +9,18 @@ constexpr int64_t kMost = int64_t(1) << 31;  // rows and strides of scales are c
 
 bool at_16_bytes(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-// Scales of blocks lie beside one another by the rows of the operand.
+// Scales of blocks lie beside one another by the rows of the operand, or by its squares.
 bool are_columns(const OperandScales& s, int64_t rows) {
-  return s.block_size == kDepth && s.row_stride == 1 && s.block_stride % 4 == 0 && s.block_stride >= rows &&
-         s.block_stride < kMost && at_16_bytes(s.data);
+  return s.block_size == kDepth && s.row_stride == 1 && s.block_stride % 4 == 0 &&
+         s.block_stride >= ceil_div(rows, int64_t(1) << s.rows_log2) && s.block_stride < kMost && at_16_bytes(s.data);
 }
+bool are_squares(const OperandScales& s) { return 1 << s.rows_log2 == kDepth; }
 
 bool takes_scales(const ScaledGroupedMmParams& p) {
   const OperandScales &a = p.scale_a, &b = p.scale_b;
   if (a.layout != ScaleLayout::kFloat) return false;
   if (a.block_size == 0) return at_16_bytes(b.data);
-  if (!are_columns(a, p.M)) return false;
+  if (!are_columns(a, p.M) || are_squares(a)) return false;
   if (p.groups_of_sum) return are_columns(b, p.N);
   const int64_t rows = ceil_div<int64_t>(p.N, kDepth), of_expert = rows * a.blocks;
   // The stride of a dimension of size 1 says nothing.
@@ -27,14 +28,27 @@ bool takes_scales(const ScaledGroupedMmParams& p) {
          (p.E == 1 || b.group_stride == of_expert) && p.E * of_expert % 4 == 0 && at_16_bytes(b.data);
 }
 
+Scales scales_of(const ScaledGroupedMmParams& p, bool fast) {
+  if (p.scale_a.block_size == 0) return fast ? Scales::kRows : Scales::kRowsPromoted;
+  return p.groups_of_sum && are_squares(p.scale_b) ? Scales::kSquares : Scales::kBlocks;
+}
+// Of a step of training, with recipes as they usually are. The others are rare enough not to have kernels of their own.
+constexpr bool add(Scales scales) { return scales == Scales::kRows || scales == Scales::kSquares; }
+
 template <Scales kScales, Fp8Type kA>
 int launch_with(const ScaledGroupedMmParams& p, void* stream) {
-  return p.adds ? launch_gemm<kScales, kA, true>(p, stream) : launch_gemm<kScales, kA, false>(p, stream);
+  if constexpr (add(kScales))
+    if (p.adds) return launch_gemm<kScales, kA, true>(p, stream);
+  return launch_gemm<kScales, kA, false>(p, stream);
 }
 template <Fp8Type kA>
 int launch_with(const ScaledGroupedMmParams& p, bool fast, void* stream) {
-  if (p.scale_a.block_size) return launch_with<Scales::kBlocks, kA>(p, stream);
-  return fast ? launch_with<Scales::kRows, kA>(p, stream) : launch_with<Scales::kRowsPromoted, kA>(p, stream);
+  switch (scales_of(p, fast)) {
+    case Scales::kRows: return launch_with<Scales::kRows, kA>(p, stream);
+    case Scales::kRowsPromoted: return launch_with<Scales::kRowsPromoted, kA>(p, stream);
+    case Scales::kBlocks: return launch_with<Scales::kBlocks, kA>(p, stream);
+    default: return launch_with<Scales::kSquares, kA>(p, stream);
+  }
 }
 
 }  // namespace
@@ -55,6 +69,8 @@ bool takes_index(const ScaledGroupedMmParams& p, bool fast) {
   const bool counted = p.a_stride / 16 * p.index.limit < UINT32_MAX;  // chunks of rows
   return fast && p.scale_a.block_size == 0 && p.N <= kMostColumnsByIndex && counted;
 }
+
+bool takes_total(const ScaledGroupedMmParams& p, bool fast) { return add(scales_of(p, fast)); }
 
 int grouped_gemm(const ScaledGroupedMmParams& p, bool fast, void* stream) {
   return p.a_type == Fp8Type::kE5M2 ? launch_with<Fp8Type::kE5M2>(p, fast, stream)

@@ -78,7 +78,7 @@ int launch_grouped_gemm(const ScaledGroupedMmParams& p, void* stream) {
 }
 template <Scales kScales, Fp8Type kA, bool kAdds>
 int launch_gemm(const ScaledGroupedMmParams& p, void* stream) {
-  if constexpr (!kAdds)
+  if constexpr (!kAdds && kScales != Scales::kSquares)  // in which groups of rows have squares anyway
     if (!p.groups_of_sum) return launch_grouped_gemm<Traits<kScales, Grouped::kRows, kA, false>>(p, stream);
   return launch_grouped_gemm<Traits<kScales, Grouped::kSum, kA, kAdds>>(p, stream);
 }

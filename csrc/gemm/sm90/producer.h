@@ -54,6 +54,13 @@ MOE_DEVICE void produce_operands(const Args& p, Shared<T>& shared) {
   });
 }
 
+// Of b: where the scale of a tile's columns in a stage lies.
+template <class T>
+MOE_DEVICE int64_t square_of(const Args& p, const Tile& tile, int block, int k) {
+  if (T::kSumGroups) return int64_t(block) * p.scale_b_stride + tile.column / kDepth;
+  return (int64_t(tile.expert) * ceil_div(p.N, kDepth) + tile.column / kDepth) * p.scale_blocks + k;
+}
+
 template <class T>
 MOE_DEVICE void produce_scales(const Args& p, Shared<T>& shared) {
   const uint32_t full_of = shared_address(shared.full);
@@ -70,15 +77,13 @@ MOE_DEVICE void produce_scales(const Args& p, Shared<T>& shared) {
       const int block = up_to(tile.first_block + k, p.scale_blocks - 1);  // what offsets say is not trusted
       const int row = tile.row_of_a & ~3, rows = up_to(round_up(p.M, 4) - row, T::kTileRows + 4);
       const float* of_rows = p.scale_a + int64_t(block) * p.scale_a_stride + row;
-      const float* of_columns;
+      const float* of_columns = p.scale_b;
       int count = 4;
-      if constexpr (T::kSumGroups) {
-        of_columns = p.scale_b + int64_t(block) * p.scale_b_stride + tile.column;
+      if constexpr (T::kColumnScales) {
+        of_columns += int64_t(block) * p.scale_b_stride + tile.column;
         count = columns;
       } else {
-        const int64_t row_of_blocks = tile.expert * ceil_div(p.N, kDepth) + tile.column / kDepth;
-        const int64_t at = row_of_blocks * p.scale_blocks + k;
-        of_columns = p.scale_b + (at & ~int64_t(3));
+        of_columns += square_of<T>(p, tile, block, k) & ~int64_t(3);
       }
       barrier_arrive_expecting(full, 4 * (rows + count));
       copy_bytes(shared_address(shared.scale_a[s]), of_rows, 4 * rows, full);

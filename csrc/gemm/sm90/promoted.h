@@ -4,8 +4,9 @@
 
 namespace moe_fp8::sm90 {
 
-// Where the scales of blocks are in the first stage: of the thread's first row and of its first column. Where groups
-// are of rows, all columns have the same, one of four: `first` is its place in the first stage, each stage moves on.
+// Where the scales of blocks are in the first stage: of the thread's first row and of its first column. All columns of
+// a square have the same, one of four: `first` is its place in the first stage; where groups are of rows each stage
+// moves on.
 template <class T>
 struct BlockScales {
   uint32_t of_rows, of_columns;
@@ -13,8 +14,9 @@ struct BlockScales {
 
   MOE_DEVICE BlockScales(const Args& p, Shared<T>& shared, const Tile& tile, int row, int lane)
       : of_rows(shared_address(shared.scale_a) + 4 * ((tile.row_of_a & 3) + row)),
-        of_columns(shared_address(shared.scale_b) + (T::kSumGroups ? 8 * (lane % 4) : 0)),
-        first((tile.expert * ceil_div(p.N, kDepth) + tile.column / kDepth) * steps_of(tile) & 3) {}
+        of_columns(shared_address(shared.scale_b) + (T::kColumnScales ? 8 * (lane % 4) : 0)),
+        first((T::kSumGroups ? tile.column / kDepth
+                             : (tile.expert * ceil_div(p.N, kDepth) + tile.column / kDepth) * steps_of(tile)) & 3) {}
   MOE_DEVICE void load_rows(int s, int half, float (&row)[2]) const {
     const uint32_t at = of_rows + (s * (T::kTileRows + 4) + 128 * half) * 4;
     row[0] = load_shared(at);
@@ -22,11 +24,11 @@ struct BlockScales {
   }
   MOE_DEVICE void load_columns(int s, float (&column)[T::kTileColumns / 4]) const {
     const uint32_t at = of_columns + s * int(sizeof(Shared<T>::scale_b[0]));
-    if constexpr (T::kSumGroups) {
+    if constexpr (T::kColumnScales) {
 #pragma unroll
       for (int i = 0; i < T::kTileColumns / 4; i += 2) load_shared(at + 16 * i, column[i], column[i + 1]);
     } else {
-      const float of_all = load_shared(at + (first + s & 3) * 4);
+      const float of_all = load_shared(at + (T::kSumGroups ? first : first + s & 3) * 4);
 #pragma unroll
       for (float& f : column) f = of_all;
     }
@@ -49,7 +51,7 @@ MOE_DEVICE void promote_stage(const Consumer<T>& c, float (&sum)[2][T::kTileColu
       if (half == 0) scales.load_columns(s, column);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) scale[i] = row[i / 2 % 2] * column[i / 4 * 2 + i % 2];
-      if (T::kSumGroups) pin_registers(scale);  // multiplied while the tensor cores are busy
+      if (T::kColumnScales) pin_registers(scale);  // multiplied while the tensor cores are busy
     }
     if (half == kHalves - 1 && behind) c.wait_behind(s);
     wgmma_wait<0>();

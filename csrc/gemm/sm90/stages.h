@@ -29,9 +29,9 @@ struct Shared {
   uint8_t b[kStages][T::kStageBytesB];
   uint8_t staging[4 * kConsumers][2048];  // of a warp: 16 rows of 128 bytes on their way out
   // Scales: of rows, for tiles in turn the columns'; of blocks, for every stage both operands'. Those of a begin at the
-  // row before the tile's first that is a multiple of 4, those of b, one for all columns of kRows, likewise.
+  // row before the tile's first that is a multiple of 4, those of b, one of a square for all columns, likewise.
   float scale_a[T::kBlockScales ? kStages : 1][T::kTileRows + 4];
-  float scale_b[T::kBlockScales ? kStages : kTurns][T::kBlockScales && !T::kSumGroups ? 4 : T::kTileColumns];
+  float scale_b[T::kBlockScales ? kStages : kTurns][T::kBlockScales && !T::kColumnScales ? 4 : T::kTileColumns];
   // Of rows that are taken by index: where row kSwizzledRows * j + i begins, in chunks of 16 bytes, at [i][j].
   alignas(16) uint32_t source[kSwizzledRows][T::kTileRows / kSwizzledRows];
   Tile tiles[kTurns];  // in turn; written before the first stage of a tile is full

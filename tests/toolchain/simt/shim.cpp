@@ -24,11 +24,11 @@ extern "C" const char* simt_quantize(const void* x, int in, int64_t row_stride, 
                                      bool weight, int format, int rounding, int out, bool along_rows,
                                      bool along_tokens, uint8_t* q, void* scale, uint8_t* q_t, void* scale_t,
                                      int* padded_offs, int64_t positions, int align, int* (*scratch)(int64_t words),
-                                     bool of_batch) {
+                                     int amax) {
   QuantizeParams p = {
       .x = x, .in = InType(in), .row_stride = row_stride, .group_stride = group_stride, .index = {}, .offs = offs,
       .E = E, .rows = rows, .K = K, .weight = weight, .x_rows = M, .format = FormatId(format),
-      .rounding = Rounding(rounding), .out = Fp8Type(out), .of_batch = of_batch, .along_rows = along_rows,
+      .rounding = Rounding(rounding), .out = Fp8Type(out), .amax = Amax(amax), .along_rows = along_rows,
       .along_tokens = along_tokens, .q = q, .scale = scale, .q_t = q_t, .scale_t = scale_t,
       .padded_offs = padded_offs, .positions = positions, .align = align, .scratch = nullptr};
   if (const int64_t words = scratch_words(p)) p.scratch = scratch(words);
@@ -135,9 +135,9 @@ extern "C" const char* simt_zero_empty_groups(void* out, const int* ends, int E,
   return outcome(zero_empty_groups(out, ends, E, group_bytes, nullptr));
 }
 
-extern "C" const char* simt_add_groups(void* out, bool out_float32, const void* product, const int* ends, int E,
-                                       int64_t group_size) {
-  return outcome(add_groups(out, out_float32, product, ends, E, group_size, nullptr));
+extern "C" const char* simt_add_groups(void* out, bool out_float32, const void* product, bool product_float32,
+                                       const int* ends, int E, int64_t group_size) {
+  return outcome(add_groups(out, out_float32, product, product_float32, ends, E, group_size, nullptr));
 }
 
 extern "C" const char* simt_copy_rows(const void* from, int64_t from_rows, int64_t from_stride, void* to, int64_t rows,

@@ -21,7 +21,8 @@ extern "C" const char* simt_scaled_grouped_mm(const uint8_t* a, int a_type, int6
       .groups_of_sum = groups_of_sum, .adds = adds, .out_float32 = out_float32, .a_type = Fp8Type(a_type),
       .b_type = Fp8Type(b_type), .index = indices ? RowIndex(indices, rows_of_a, top_k) : RowIndex()};
 #if defined(SIMT_HOPPER)
-  if (!sm90::takes_operands(p) || (indices && !sm90::takes_index(p, fast))) return "not for these kernels";
+  const bool takes_out = !adds || sm90::takes_total(p, fast), takes_rows = !indices || sm90::takes_index(p, fast);
+  if (!sm90::takes_operands(p) || !takes_out || !takes_rows) return "not for these kernels";
   return outcome(sm90::grouped_gemm(p, fast, nullptr));
 #else
   return outcome(mma::grouped_gemm(p, fast, nullptr));
