@@ -118,6 +118,11 @@ def _tokens_to_slots(cpu: bool) -> list[Shape]:
     return [Shape(f"[{t}, {top_k}] K={k} E={e}", {"t": t, "top_k": top_k, "k": k, "e": e})]
 
 
+def _tokens_to_ranks(cpu: bool) -> list[Shape]:
+    t, top_k, k, e = (300, 4, 512, 8) if cpu else (16384, 8, 7168, 64)
+    return [Shape(f"[{t}, {top_k}] K={k} E={e}", {"t": t, "top_k": top_k, "k": k, "e": e})]
+
+
 def _quantized(format: str) -> Callable[..., tuple[object, ...]]:
     def inputs(device: torch.device, groups: None, *, t: int, top_k: int, k: int, e: int) -> tuple[object, ...]:
         permutation, offs, _ = ops.sort_tokens(torch.randint(e, (t, top_k), device=device), e)
@@ -129,6 +134,17 @@ def _quantized(format: str) -> Callable[..., tuple[object, ...]]:
 def _permute_quantized(*args: object) -> tuple[Tensor, Tensor]:
     *most, offs = args
     return ops.permute_quantized(*most, offs=offs)
+
+
+def _known_of_tokens(format: str) -> Callable[..., tuple[object, ...]]:
+    """Of tokens for the ranks of their experts, two, as `ExpertParallel` sends them."""
+
+    def inputs(device: torch.device, groups: None, *, t: int, top_k: int, k: int, e: int) -> tuple[object, ...]:
+        ids, scores = torch.randint(e, (t, top_k), device=device), torch.rand(t, top_k, device=device)
+        permutation, _, _ = ops.sort_tokens(ops.tokens_by_rank(ids, e, 2)[0], 2)
+        return *ops.quantize_rows(normal(device, t, k), format), ids, scores, e, permutation, 2
+
+    return inputs
 
 
 def _slots_only(args: tuple, out: tuple[Tensor, Tensor]) -> int:
@@ -156,6 +172,10 @@ TOKEN_CASES: tuple[Case, ...] = (
     *(
         Case("permute_quantized", _tokens_to_slots, _quantized(f), _permute_quantized, format=f, moved=_slots_only)
         for f in RECIPES
+    ),
+    *(
+        Case("pack_tokens", _tokens_to_ranks, _known_of_tokens(f), ops.pack_tokens, (HOST,), format=f)
+        for f in ("rowwise", "blockwise")
     ),
     Case("unpermute", exchanged_shapes, _permuted, ops.unpermute, (HOST,), moved=_tokens_only),
     Case("sort_tokens", _routings, _routed, ops.sort_tokens, _SORT, baseline=_torch_sort),

@@ -19,7 +19,6 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.profiler import ProfilerActivity, profile
 
 from moe_fp8_ext.distributed import ExpertParallel
-from moe_fp8_ext.distributed.messages import packed
 from moe_fp8_ext.operands import operands_of
 
 TOKENS, D, F, EXPERTS, TOP_K = 16384, 7168, 2048, 64, 8
@@ -109,12 +108,11 @@ def measure() -> dict[str, object]:
     found: dict[str, object] = {}
     by_recipe = {name: parallel(name) for name in ("bf16", "rowwise", "blockwise")}
     found["dispatch_us"] = sustained_us({name: partial(dispatch, ep) for name, ep in by_recipe.items()})
-    messages = {name: packed(ep.columns(x.detach(), ids, scores.detach())) for name, ep in by_recipe.items()}
-    found["bytes"] = {name: message.shape[1] for name, message in messages.items()}
-    [sent] = by_recipe["rowwise"].dispatch(x.detach(), ids, scores.detach(), 0)
-    sent.arrived()
-    way = sent.way
-    rows = messages["rowwise"].new_empty(sum(way.sent), messages["rowwise"].shape[1])
+    sent = {name: ep.dispatch(x.detach(), ids, scores.detach(), 0)[0] for name, ep in by_recipe.items()}
+    arrived = {name: part.rows.arrived() for name, part in sent.items()}
+    found["bytes"] = {name: rows.shape[1] for name, rows in arrived.items()}
+    way = sent["rowwise"].way
+    rows = arrived["rowwise"].new_empty(sum(way.sent), arrived["rowwise"].shape[1])
     found["exchange_us"] = {
         "in a dispatch": exchange_us(partial(dispatch, by_recipe["rowwise"])),
         "alone": exchange_us(lambda: way.there(rows).arrived()),

@@ -64,6 +64,9 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
   m.def(
       "permute_quantized(Tensor q, Tensor scale, str format, Tensor indices, SymInt top_k, Tensor? offs=None)"
       " -> (Tensor q, Tensor scale)");
+  m.def(
+      "pack_tokens(Tensor x, Tensor? scale, Tensor? topk_ids, Tensor? topk_scores, SymInt num_experts, Tensor indices,"
+      " SymInt top_k) -> Tensor");
   m.def("unpermute(Tensor y, Tensor indices, SymInt num_tokens, SymInt top_k) -> Tensor");
   m.def("combine(Tensor y, Tensor inverse, Tensor? topk_scores=None) -> Tensor");
   m.def(

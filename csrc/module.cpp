@@ -7,6 +7,7 @@
 #include "numerics/format.h"
 #include "ops/arguments.h"
 #include "ops/call.h"
+#include "tokens/copy_rows.h"
 #include "tokens/permute.h"
 
 namespace py = pybind11;
@@ -95,7 +96,7 @@ py::list activations() {
 py::dict limits() {
   return py::dict("MAX_ROWS"_a = kMaxRows, "MAX_DIMS"_a = kMaxDims, "MAX_EXPERTS"_a = kMaxExperts,
                   "MAX_COUNTS"_a = kMaxCounts, "MAX_ALIGN"_a = kMaxAlign, "BLOCK"_a = kBlock, "MX_BLOCK"_a = kMxBlock,
-                  "SCALE_ROWS"_a = kScaleRows, "SCALE_COLUMNS"_a = kScaleColumns);
+                  "SCALE_ROWS"_a = kScaleRows, "SCALE_COLUMNS"_a = kScaleColumns, "COLUMN_ALIGN"_a = kColumnAlign);
 }
 
 py::list described(const std::vector<Backend>& backends) {

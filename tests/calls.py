@@ -318,6 +318,17 @@ def permute_quantized(r: random.Random) -> Call:
 
 
 @op
+def pack_tokens(r: random.Random) -> Call:
+    m, top_k, n, e = r.choice(ROWS), r.randint(1, 3), r.choice((0, 1, 2, 5, 8)), r.choice((0, 1, 9, 300))
+    scale = raw(r, r.choice(MOVABLE), m, r.choice((1, 2, 7, 56)))
+    scale = r.choice((None, scale[:, 0], scale, scale.t().contiguous().t()))
+    ids = torch.randint(-1, e + 1, (m, n), dtype=r.choice((torch.int32, torch.int64)), generator=generator(r))
+    columns = scale, r.choice((None, placed(r, ids))), r.choice((None, raw(r, r.choice(MOVABLE), m, n)))
+    x = raw(r, r.choice(MOVABLE), m, r.choice(COLUMNS))
+    return [x, *columns, e, slots(r, m * top_k, r.choice(ROWS)), top_k], {}
+
+
+@op
 def unpermute(r: random.Random) -> Call:
     p, m, top_k = r.choice(ROWS), r.choice(ROWS), r.randint(1, 3)
     k = r.choice(COLUMNS)

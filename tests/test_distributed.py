@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 import moe_fp8_ext
 from moe_fp8_ext import Experts, MoE, Recipe, Router, convert_, revert_
 from moe_fp8_ext.distributed import ExpertParallel
-from moe_fp8_ext.distributed.messages import packed
 from moe_fp8_ext.recipes import get_recipe
 
 EXPERTS, D, F = 8, 128, 96
@@ -423,7 +422,10 @@ def test_without_a_process_group():
 def test_a_message_is_half_of_one_in_bfloat16(recipe):
     x, ids, scores = torch.randn(4, 7168).bfloat16(), torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 8)
     q, scale = moe_fp8_ext.ops.quantize_rows(x, recipe)
-    ours, theirs = packed([q, scale.view(4, -1), ids, scores]), packed([x, ids, scores])
+    indices = torch.arange(4, dtype=torch.int32)
+    ours, theirs = (
+        moe_fp8_ext.ops.pack_tokens(*of_tokens, ids, scores, 8, indices, 1) for of_tokens in ((q, scale), (x, None))
+    )
     assert ours.shape[1] <= 0.52 * theirs.shape[1]
 
 

@@ -75,7 +75,7 @@ def check_casts(world: World) -> None:
         call = partial(run, problem, world.parallel(2, mode=mode).experts)
         with pytest.MonkeyPatch.context() as patch:
             if world.rank == 2:
-                patch.setattr(expert_parallel, "packed", lambda tensors: torch.empty(2**62))
+                patch.setattr(expert_parallel, "_pack_tokens", lambda *of_message: torch.empty(2**62))
             world.raises("error was raised on rank 2" if world.rank != 2 else "memory|allocate|overflow", call)
         call()
 

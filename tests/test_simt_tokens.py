@@ -69,6 +69,21 @@ def test_permute_pad(kernels, top_k):
         kernels.check("permute_pad", x, slot_indices(37, top_k, 50), top_k)
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_pack_tokens(kernels, top_k):
+    """Columns of every unit: aligned and not, transposed, ids of both kinds; pieces of long ones; rows of nothing."""
+    indices = slot_indices(37, top_k, 300)
+    for k, n, dtype in ((700, 8, torch.int64), (5, 3, torch.int32), (0, 1, torch.int64), (272, 4, torch.int32)):
+        x = torch.randint(0, 256, (37, k), dtype=torch.uint8)
+        scale, ids, scores = torch.randn(37, 6), torch.randint(-2, 12, (37, n), dtype=dtype), torch.randn(37, n)
+        for of_x in (x, wide(37, k), torch.randn(37, k)):
+            for of_scale in (None, scale, scale[:, 0], scale.t().contiguous().t(), scale.byte().t().contiguous().t()):
+                kernels.check("pack_tokens", of_x, of_scale, ids, scores, 9, indices, top_k)
+        kernels.check("pack_tokens", x, scale.bfloat16().t().contiguous().t(), None, scores.half(), 0, indices, top_k)
+        kernels.check("pack_tokens", x, None, None, None, 0, indices, top_k)
+        kernels.check("pack_tokens", x[:, k // 3 :], None, ids[:, :1], None, 9, indices[:0], top_k)
+
+
 def test_permute_indices(kernels):
     for r, e in ((1, 1), (3, 5), (8, 8), (70, 3), (2, 700)):
         counts = torch.randint(-2, 9, (r, e), generator=torch.Generator().manual_seed(r))

@@ -161,6 +161,7 @@ def test_indices(bad, x, validates):
     q, scale = ops.quantize_rows(x, "rowwise")
     product = q, q[:16].t()[None], scale, scale[None, :16], ends[:1], "rowwise"
     check_refused(f"scaled_grouped_mm: {text}", lambda: ops.scaled_grouped_mm(*product, **slots))
+    check_refused(f"pack_tokens: {text}", lambda: ops.pack_tokens(x, None, None, None, 0, indices, 1))
     check_refused(f"permute_quantized: {text}", lambda: ops.permute_quantized(q, scale, "rowwise", indices, 1))
     for fmt in FORMATS:
         check_refused(f"quantize_rows: {text}", lambda fmt=fmt: ops.quantize_rows(x, fmt, **slots))
@@ -185,6 +186,10 @@ def test_topk_ids(dtype, x, validates):
     ops.sort_tokens(ids[:, :2] - 1, 3)
     ops.sort_tokens(ids[:0], 3)
     ops.tokens_by_rank(ids[:, :2] - 1, 3, 3)
+    at = int32(x, 0, 1), 1
+    ops.pack_tokens(x[:2], None, ids[:, :2] - 1, None, 3, *at)
+    text = "pack_tokens: topk_ids must be -1 or from 0 to 2, got 9 in slot 2"
+    check_refused(text, lambda: ops.pack_tokens(x[:2], None, ids, None, 3, *at))
     for name, sizes in (("sort_tokens", (3,)), ("tokens_by_rank", (3, 3))):
         text, op = f"{name}: topk_ids must be -1 or from 0 to 2, got", getattr(ops, name)
         check_refused(f"{text} 9 in slot 2", lambda op=op, sizes=sizes: op(ids, *sizes))

@@ -46,6 +46,19 @@ void by_rank(const TokensByRankParams& p) {
   }
 }
 
+void copy_column(const PackTokensParams& p, const Column& c, int64_t source, char* row) {
+  const char* from = static_cast<const char*>(c.from) + source * c.row_stride;
+  const int bytes = bytes_of(c.unit);
+  for (int64_t u = 0; u < c.units; ++u) {
+    const char* unit = from + u * c.unit_stride;
+    uint32_t id = 0;
+    if (c.unit == Unit::kInt32Id) id = id_from_one(*reinterpret_cast<const int*>(unit), p.num_experts);
+    if (c.unit == Unit::kInt64Id) id = id_from_one(*reinterpret_cast<const int64_t*>(unit), p.num_experts);
+    const bool is_id = c.unit == Unit::kInt32Id || c.unit == Unit::kInt64Id;
+    std::memcpy(row + c.offset + u * bytes, is_id ? reinterpret_cast<const char*>(&id) : unit, bytes);
+  }
+}
+
 // f(e, first row, size) for groups with these ends.
 template <class F>
 void for_each_group(const std::vector<int>& ends, F f) {
@@ -117,6 +130,18 @@ void copy_rows_cpu(const CopyRowsParams& p) {
       char* to = static_cast<char*>(p.to) + r * p.row_bytes;
       if (from < 0) std::memset(to, 0, p.row_bytes);
       else std::memcpy(to, static_cast<const char*>(p.from) + from * p.from_stride, p.row_bytes);
+    }
+  });
+}
+
+void pack_tokens_cpu(const PackTokensParams& p) {
+  if (p.row_bytes == 0) return;
+  parallel(p.rows, p.rows * p.row_bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t source = p.source.row(r);
+      char* row = static_cast<char*>(p.to) + r * p.row_bytes;
+      std::memset(row, 0, p.row_bytes);
+      for (int i = 0; source >= 0 && i < p.num_columns; ++i) copy_column(p, p.columns[i], source, row);
     }
   });
 }

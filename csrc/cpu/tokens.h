@@ -20,6 +20,7 @@ void invert_indices_cpu(const int* indices, int64_t count, int* inverse, int64_t
 void pad_sources_cpu(const TokenGroupsParams& p);
 void unpad_sources_cpu(const TokenGroupsParams& p);
 void copy_rows_cpu(const CopyRowsParams& p);
+void pack_tokens_cpu(const PackTokensParams& p);
 void permute_scales_cpu(const PermuteScalesParams& p);
 void combine_cpu(const CombineParams& p);
 void combine_backward_cpu(const CombineBackwardParams& p);

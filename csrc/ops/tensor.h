@@ -43,6 +43,7 @@ inline void check_torch(AOTITorchError code) {
 inline const int32_t kBFloat16 = aoti_torch_dtype_bfloat16(), kFloat32 = aoti_torch_dtype_float32();
 inline const int32_t kE8M0 = torch_dtype_float8_e8m0fnu();
 inline const int32_t kInt32 = aoti_torch_dtype_int32(), kInt64 = aoti_torch_dtype_int64();
+inline const int32_t kUInt8 = aoti_torch_dtype_uint8();
 inline const int32_t kInputDtypes[] = {kBFloat16, aoti_torch_dtype_float16(), kFloat32};  // in the order of InType
 inline const int32_t kFp8Dtypes[] = {                                                     // in the order of Fp8Type
     aoti_torch_dtype_float8_e4m3fn(), aoti_torch_dtype_float8_e5m2(), aoti_torch_dtype_float8_e4m3fnuz(),

@@ -16,28 +16,28 @@ constexpr int64_t kMaxBlocks = 1 << 21;  // HIP has fewer than 2^32 threads a la
 // Where a row goes to several places, all rows of one piece, blockIdx.y, are copied before the next, so that the L2
 // holds what is read at about the same time. On an H200, [32768, 4096] bytes to 8 places each in 381 us, in pieces of
 // 512 bytes 450, whole 517.
-constexpr int64_t kPiece = 256, kMaxPieces = 65535;
+constexpr int64_t kPiece = 256, kMaxPieces = 65535 - kMaxColumns;
 struct PiecesPlan : CopyRowsParams {
   int64_t piece;  // bytes
 };
 
-template <class Vec>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) copy_rows_kernel(MOE_GRID_CONSTANT const PiecesPlan p) {
   wait_for_previous_kernel();
   const int64_t skipped = blockIdx.y * p.piece, left = p.row_bytes - skipped;
-  const int64_t vecs = (left < p.piece ? left : p.piece) / int64_t(sizeof(Vec));
+  const int64_t vecs = (left < p.piece ? left : p.piece) / int64_t(sizeof(Vec16));
   const int step = blockDim.x;
 #pragma unroll 1
   for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows; row += gridDim.x * blockDim.y) {
     const int64_t source = p.source.row(row);
-    const Vec* from = reinterpret_cast<const Vec*>(static_cast<const char*>(p.from) + source * p.from_stride + skipped);
-    Vec* to = reinterpret_cast<Vec*>(static_cast<char*>(p.to) + row * p.row_bytes + skipped);
+    const char* from_row = static_cast<const char*>(p.from) + source * p.from_stride + skipped;
+    const Vec16* from = reinterpret_cast<const Vec16*>(from_row);
+    Vec16* to = reinterpret_cast<Vec16*>(static_cast<char*>(p.to) + row * p.row_bytes + skipped);
 #pragma unroll 1
     for (int64_t first = threadIdx.x; first < vecs; first += kVecs * step) {
-      Vec held[kVecs];
+      Vec16 held[kVecs];
 #pragma unroll
       for (int i = 0; i < kVecs; ++i)
-        held[i] = source >= 0 && first + i * step < vecs ? load_stream<Reuse::kSoon>(from + first + i * step) : Vec{};
+        held[i] = source >= 0 && first + i * step < vecs ? load_stream<Reuse::kSoon>(from + first + i * step) : Vec16{};
 #pragma unroll
       for (int i = 0; i < kVecs; ++i)
         if (first + i * step < vecs) store_stream(to + first + i * step, held[i]);
@@ -45,33 +45,112 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) copy_rows_kernel(MOE_GRID_CONS
   }
 }
 
-template <class Vec>
-int launch_with(const CopyRowsParams& p, void* stream) {
-  const int64_t of_row = ceil_div(p.row_bytes, kPiece);
-  const bool whole = !p.source.repeats() || of_row > kMaxPieces;
-  const PiecesPlan plan = {p, whole ? p.row_bytes : kPiece};
-  const int64_t held = plan.piece < p.row_bytes ? plan.piece : p.row_bytes;
-  const int64_t wanted = ceil_div<int64_t>(held / int64_t(sizeof(Vec)), kVecs);
+// The same of several columns, and of units of any size: a block has a piece of one column.
+struct ColumnsPlan : PackTokensParams {
+  int64_t piece;  // bytes
+  int pieces[kMaxColumns];
+};
+
+template <class T, class Load>
+MOE_DEVICE void copy_units(const ColumnsPlan& p, const Column& c, int64_t piece, Load load) {
+  const int64_t of_piece = p.piece / int64_t(sizeof(T)), begin = piece * of_piece;
+  const int64_t end = begin + of_piece < c.padded_units ? begin + of_piece : c.padded_units;
+  const int step = blockDim.x;
+#pragma unroll 1
+  for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows; row += gridDim.x * blockDim.y) {
+    const int64_t source = p.source.row(row), units = source < 0 ? 0 : c.units;
+    const char* from = static_cast<const char*>(c.from) + source * c.row_stride;
+    T* to = reinterpret_cast<T*>(static_cast<char*>(p.to) + row * p.row_bytes + c.offset);
+#pragma unroll 1
+    for (int64_t first = begin + threadIdx.x; first < end; first += kVecs * step) {
+      T held[kVecs];
+#pragma unroll
+      for (int i = 0; i < kVecs; ++i) {
+        const int64_t unit = first + i * step;
+        held[i] = unit < end && unit < units ? load(from + unit * c.unit_stride) : T{};
+      }
+#pragma unroll
+      for (int i = 0; i < kVecs; ++i)
+        if (first + i * step < end) store_stream(to + first + i * step, held[i]);
+    }
+  }
+}
+
+template <class T>
+struct LoadUnit {
+  MOE_DEVICE T operator()(const char* p) const { return load_stream<Reuse::kSoon>(reinterpret_cast<const T*>(p)); }
+};
+template <class Id>
+struct LoadId {
+  int num_experts;
+  MOE_DEVICE uint32_t operator()(const char* p) const {
+    return id_from_one(*reinterpret_cast<const Id*>(p), num_experts);
+  }
+};
+
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) pack_tokens_kernel(MOE_GRID_CONSTANT const ColumnsPlan p) {
+  int column = 0, piece = blockIdx.y;
+  while (piece >= p.pieces[column]) piece -= p.pieces[column++];
+  const Column& c = p.columns[column];
+  wait_for_previous_kernel();
+  switch (c.unit) {
+    case Unit::k16: return copy_units<Vec16>(p, c, piece, LoadUnit<Vec16>{});
+    case Unit::k4: return copy_units<uint32_t>(p, c, piece, LoadUnit<uint32_t>{});
+    case Unit::k2: return copy_units<uint16_t>(p, c, piece, LoadUnit<uint16_t>{});
+    case Unit::k1: return copy_units<uint8_t>(p, c, piece, LoadUnit<uint8_t>{});
+    case Unit::kInt32Id: return copy_units<uint32_t>(p, c, piece, LoadId<int>{p.num_experts});
+    case Unit::kInt64Id: return copy_units<uint32_t>(p, c, piece, LoadId<int64_t>{p.num_experts});
+  }
+}
+
+int64_t piece_of(const RowIndex& source, int64_t row_bytes) {
+  return source.repeats() && ceil_div(row_bytes, kPiece) <= kMaxPieces ? kPiece : row_bytes;
+}
+
+// Blocks of rows by `pieces`, of threads that move units of this size.
+Launch launch_of(int64_t rows, int64_t row_bytes, int64_t piece, int64_t pieces, int unit, void* stream) {
+  const int64_t held = piece < row_bytes ? piece : row_bytes;
+  const int64_t wanted = ceil_div<int64_t>(held / unit, kVecs);
   int threads = 1;  // rows that are short, such as a token's scale or score, share waves
   while (threads < wanted && threads < kLargestWarp) threads *= 2;
   if (wanted > kLargestWarp)
     threads = int(round_up<int64_t>(wanted < kMaxThreads ? wanted : kMaxThreads, kLargestWarp));
   const int rows_per_block = threads < kThreadsOfShortRows ? kThreadsOfShortRows / threads : 1;
-  const int64_t blocks = ceil_div<int64_t>(p.rows, rows_per_block);
-  const dim3 grid(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks), whole ? 1 : unsigned(of_row));
-  return launch(copy_rows_kernel<Vec>, {grid, dim3(threads, rows_per_block), stream}, plan);
+  const int64_t blocks = ceil_div<int64_t>(rows, rows_per_block);
+  const dim3 grid(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks), unsigned(pieces));
+  return {grid, dim3(threads, rows_per_block), stream};
 }
 
 }  // namespace
 
-// By the widest vector that rows, their distances and both pointers are multiples of.
+// By the widest unit that rows, their distances and both pointers are multiples of.
 int copy_rows(const CopyRowsParams& p, void* stream) {
   if (p.rows == 0 || p.row_bytes == 0) return 0;
   const uint64_t all = reinterpret_cast<uintptr_t>(p.from) | reinterpret_cast<uintptr_t>(p.to) |
                        uint64_t(p.row_bytes) | uint64_t(p.from_stride);
-  if (all % 16 == 0) return launch_with<Vec16>(p, stream);
-  if (all % 4 == 0) return launch_with<uint32_t>(p, stream);
-  return launch_with<uint8_t>(p, stream);
+  if (all % sizeof(Vec16) == 0) {
+    const PiecesPlan plan = {p, piece_of(p.source, p.row_bytes)};
+    const int64_t pieces = ceil_div(p.row_bytes, plan.piece);
+    return launch(copy_rows_kernel, launch_of(p.rows, p.row_bytes, plan.piece, pieces, sizeof(Vec16), stream), plan);
+  }
+  const Unit unit = widest_unit(int64_t(all));
+  const int64_t units = p.row_bytes / bytes_of(unit);
+  PackTokensParams packed = {p.to, p.source, p.rows, p.row_bytes};
+  packed.columns[packed.num_columns++] = {p.from, p.from_stride, bytes_of(unit), 0, units, units, unit};
+  return pack_tokens(packed, stream);
+}
+
+int pack_tokens(const PackTokensParams& p, void* stream) {
+  if (p.rows == 0 || p.row_bytes == 0) return 0;
+  ColumnsPlan plan = {p, piece_of(p.source, p.row_bytes)};
+  int64_t pieces = 0;
+  for (int i = 0; i < p.num_columns; ++i) {
+    const Column& c = p.columns[i];
+    plan.pieces[i] = int(ceil_div<int64_t>(c.padded_units * bytes_of(c.unit), plan.piece));
+    pieces += plan.pieces[i];
+  }
+  const int unit = bytes_of(p.columns[0].unit);
+  return launch(pack_tokens_kernel, launch_of(p.rows, p.row_bytes, plan.piece, pieces, unit, stream), plan);
 }
 
 }  // namespace moe_fp8

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_fp8_ext._C import validates
 from moe_fp8_ext.bf16 import cast, row_major
-from moe_fp8_ext.distributed.messages import Column, packed
+from moe_fp8_ext.distributed.messages import Column, Message
 from moe_fp8_ext.distributed.ways import OP, Exact, Peers, Static, Travelling, Way, fail, named
 from moe_fp8_ext.experts import Call, Weights, arguments, backward, cast_all, dtypes_of, forward
 from moe_fp8_ext.formats import FORMATS, MAX_EXPERTS
@@ -28,7 +28,7 @@ from moe_fp8_ext.recipes import Recipe, get_recipe
 from moe_fp8_ext.sharded import is_dtensor
 
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
-_permute_pad = torch.ops.moe_fp8.permute_pad.default
+_pack_tokens = torch.ops.moe_fp8.pack_tokens.default
 _combine = torch.ops.moe_fp8.combine.default
 _swizzle = torch.ops.moe_fp8.swizzle_scales.default
 _unswizzle = torch.ops.moe_fp8.unswizzle_scales.default
@@ -123,10 +123,10 @@ class ExpertParallel:
         self.overflow, self.has_run_backward = overflow, False
 
     def _table_of_ids(self) -> Tensor:
-        """[num_experts + 2] int32: experts of this rank by ids as they are sent; -1: of none, or of another rank."""
+        """[num_experts + 1] int32: experts of this rank by ids as they are sent; -1: of none, or of another rank."""
         count, device = self.peers.num_local_experts, self.peers.device  # not torch.device("meta"), say
-        table = torch.full((self.num_experts + 2,), -1, dtype=torch.int32, device=device)
-        table[1:-1].view(-1, count)[self.peers.rank] = torch.arange(count, device=device)
+        table = torch.full((self.num_experts + 1,), -1, dtype=torch.int32, device=device)
+        table[1:].view(-1, count)[self.peers.rank] = torch.arange(count, device=device)
         return table
 
     def _check_arguments(self, ranks: int, capacity: float | None) -> None:
@@ -251,20 +251,19 @@ class ExpertParallel:
             fail(f"x must be shaped as in the first call with mode 'static', got {list(x.shape)}")
         return sizes << len(call.needs) | needs
 
-    def columns(self, x: Tensor, ids: Tensor, scores: Tensor) -> list[Tensor]:
-        """What is sent of tokens, a row of each for a token: values, scales if they are in FP8, ids, scores."""
-        # From 1, because rows of no token are zeros.
-        from_one = torch.add(ids.clamp(-1, self.num_experts), 1, out=torch.empty_like(ids, dtype=torch.int32))
-        return [*self._columns(x, self._in_fp8, gradient=False), from_one, scores]
-
-    def _columns(self, x: Tensor, in_fp8: bool, gradient: bool) -> list[Tensor]:
+    def _values(self, x: Tensor, in_fp8: bool, gradient: bool) -> Operand:
+        """Of tokens as they are sent."""
         if not in_fp8:
-            return [cast(x, torch.bfloat16)]
+            return row_major(cast(x, torch.bfloat16)), None
         q, scale = operands_of(self.recipe).quantized(x, gradient)
         format = FORMATS[self.recipe.format]
         if format.order == "blocked":
             scale = _unswizzle(scale, q.shape[0], format.blocks(q.shape[1]))
-        return [q, scale if format.block else scale[:, None]]
+        return q, scale
+
+    def _rows(self, message: Message, indices: Tensor) -> Tensor:
+        """Of tokens for ranks, by what `sort_tokens` has of `tokens_by_rank`."""
+        return _pack_tokens(*message, self.num_experts, indices, self.peers.ranks)
 
     def _operand(self, values: Tensor, scale: Tensor | None = None) -> Operand:
         """Of columns as they came."""
@@ -283,16 +282,15 @@ class ExpertParallel:
         finder = self._static or self._exact
         since = finder.now()
         with self.errors_told():
-            columns = self.columns(x, ids, scores)
-            message, layout = packed(columns), Column.all_of(columns)
-            places = finder.places(ids.tensor_split(self.chunks), since)
-            parts = zip(message.tensor_split(self.chunks), places, strict=True)
-            rows = [_permute_pad(part, to.indices, self.peers.ranks) for part, to in parts]
+            message = Message(*self._values(x, self._in_fp8, gradient=False), ids, scores)
+            parts, columns = message.split(self.chunks), message.columns()
+            places = finder.places([part.ids for part in parts], since)
+            rows = [self._rows(part, to.indices) for part, to in zip(parts, places, strict=True)]
         if self._static and self._agreed is None:
             self._exact.agree(signature)
             self._agreed = signature
         ways = finder.ways(places, signature)
-        return [Sent(way.there(part), layout, way) for part, way in zip(rows, ways, strict=True)]
+        return [Sent(way.there(part), columns, way) for part, way in zip(rows, ways, strict=True)]
 
     def received(self, sent: Sent) -> Dispatched:
         """What all ranks sent of those that have an expert here, and where they go."""
@@ -301,9 +299,8 @@ class ExpertParallel:
 
     def dispatch_gradient(self, dout: Tensor, way: Way) -> Sent:
         """Gradients [T, D] of what came back by that way, to where it came from."""
-        columns = self._columns(dout, self.gradients == "fp8", gradient=True)
-        rows = _permute_pad(packed(columns), way.indices, self.peers.ranks)
-        return Sent(way.there(rows), Column.all_of(columns), way)
+        message = Message(*self._values(dout, self.gradients == "fp8", gradient=True))
+        return Sent(way.there(self._rows(message, way.indices)), message.columns(), way)
 
     def received_gradient(self, sent: Sent) -> Operand:
         return self._operand(*sent.arrived())

@@ -8,7 +8,7 @@ from moe_fp8_ext.ops.combine import combine, combine_backward
 from moe_fp8_ext.ops.dequantize import dequantize
 from moe_fp8_ext.ops.dispatch import refuse_none as _refuse_none
 from moe_fp8_ext.ops.dispatch import refuse_sparse as _refuse_sparse
-from moe_fp8_ext.ops.permute import permute_indices, permute_pad, permute_quantized, unpermute
+from moe_fp8_ext.ops.permute import pack_tokens, permute_indices, permute_pad, permute_quantized, unpermute
 from moe_fp8_ext.ops.quantize import quantize_both, quantize_rows, quantize_tokens, quantize_weight
 from moe_fp8_ext.ops.scaled_grouped_mm import add_scaled_grouped_mm, scaled_grouped_mm
 from moe_fp8_ext.ops.scales import swizzle_scales, unswizzle_scales
@@ -24,6 +24,7 @@ __all__ = [
     "combine",
     "combine_backward",
     "dequantize",
+    "pack_tokens",
     "pad_token_groups",
     "pad_token_groups_to",
     "permute_indices",

@@ -18,6 +18,7 @@ from .scales import swizzle_scales, unswizzle_scales
 from .tokens import (
     combine,
     combine_backward,
+    pack_tokens,
     pad_token_groups,
     pad_token_groups_to,
     permute_indices,
@@ -40,6 +41,7 @@ __all__ = [
     "exact_values",
     "group_bounds",
     "grouped_mm",
+    "pack_tokens",
     "pad_token_groups",
     "pad_token_groups_to",
     "permute_indices",

@@ -157,6 +157,11 @@ def cases_of_tokens() -> Iterator[Call]:
         for ends in (None, offs):
             args = q, scale, fmt, permutation, 4
             yield f"permute_quantized {fmt}", OPS.permute_quantized, args, {"offs": ends}
+    x, scores = tokens(300, 136, torch.bfloat16), torch.rand(300, 4)
+    columns = scores.t().contiguous().t()
+    for scale in (scores[:, 0], columns, columns.half(), columns.byte()):
+        yield "pack_tokens", OPS.pack_tokens, (x, scale, ids, scores, 9, permutation, 4), {}
+    yield "pack_tokens", OPS.pack_tokens, (x[:, 1:], None, ids.int(), scores[:, :3].half(), 9, permutation, 4), {}
     for dtype, columns in itertools.product(INPUTS, (136, 37)):
         x, y = tokens(500, columns, dtype), tokens(1200, columns, dtype)
         yield "permute_pad", OPS.permute_pad, (x, indices, 1), {}

@@ -63,6 +63,27 @@ class TokenKernels:
     def _permute_pad(self, memory: GuardedMemory, out: Tensor, x: Tensor, indices: Tensor, top_k: int) -> None:
         self._copy_rows(x, out, indices, top_k)
 
+    def _pack_tokens(
+        self,
+        memory: GuardedMemory,
+        rows: Tensor,
+        x: Tensor,
+        scale: Tensor | None,
+        topk_ids: Tensor | None,
+        topk_scores: Tensor | None,
+        num_experts: int,
+        indices: Tensor,
+        top_k: int,
+    ) -> None:
+        matrices = [t if t is None or t.ndim == 2 else t[:, None] for t in (x, scale, topk_ids, topk_scores)]
+        columns = [
+            (t.data_ptr(), t.element_size(), *t.stride(), t.shape[1], i == 2)
+            for i, t in enumerate(matrices)
+            if t is not None
+        ]
+        what = rows, len(indices), len(x), indices, top_k, num_experts
+        self._call("pack_tokens", *what, torch.tensor(columns), len(columns))
+
     def _permute_quantized(
         self,
         memory: GuardedMemory,

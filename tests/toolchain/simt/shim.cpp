@@ -145,6 +145,15 @@ extern "C" const char* simt_copy_rows(const void* from, int64_t from_rows, int64
   return outcome(copy_rows({from, to, RowIndex(index, from_rows, top_k), rows, row_bytes, from_stride}, nullptr));
 }
 
+extern "C" const char* simt_pack_tokens(void* to, int64_t rows, int64_t from_rows, const int* index, int64_t top_k,
+                                        int num_experts, const int64_t* columns, int num_columns) {
+  PackTokensParams p = {to, RowIndex(index, from_rows, top_k), rows};
+  p.num_experts = num_experts;
+  for (const int64_t* c = columns; c < columns + 6 * num_columns; c += 6)
+    p.add({reinterpret_cast<const void*>(c[0]), c[1], c[2], c[3], c[4], c[5] != 0});
+  return outcome(pack_tokens(p, nullptr));
+}
+
 extern "C" const char* simt_permute_scales(const void* from, void* to, const int* index, int64_t from_rows,
                                            int64_t top_k, const int* offs, int64_t E, int64_t P, int64_t words,
                                            bool blocked, int64_t row_stride, int64_t column_stride) {

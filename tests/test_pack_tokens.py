@@ -1,0 +1,207 @@
+"""pack_tokens: all that is known of tokens, side by side, by index, bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import (
+    assert_same,
+    check_compiled,
+    check_cuda_graph,
+    check_deterministic,
+    check_error,
+    check_opcheck,
+    check_second_gpu,
+    check_stream_order,
+    check_two_streams,
+    misaligned,
+    on,
+    short,
+    slot_indices,
+    strided_2d,
+    wide,
+)
+from torch import Tensor
+
+from moe_fp8_ext import reference
+from moe_fp8_ext.ops import pack_tokens, quantize_rows, sort_tokens, tokens_by_rank
+from moe_fp8_ext.reference.numerics import FORMATS
+
+ID_DTYPES = torch.int32, torch.int64
+
+
+def check(*args: object) -> Tensor:
+    got = pack_tokens(*args)
+    what = " ".join(f"{short(t.dtype)} {short(t.shape)}" for t in args[:4] if t is not None)
+    assert_same(got, reference.pack_tokens(*args), what)
+    return got
+
+
+def known(t: int, k: int, n: int, device: str, dtype: torch.dtype = torch.int64, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, 10, (t, n), dtype=dtype, generator=generator)
+    scale, scores = torch.rand(t, generator=generator), torch.rand(t, n, generator=generator)
+    return [wide(t, k, device=device, seed=seed), *on(device, [scale, ids, scores])]
+
+
+def arguments(t: int, k: int, device: str, seed: int = 0) -> list[object]:
+    return [*known(t, k, 8, device, seed=seed), 9, slot_indices(t, 2, 2 * t, device), 2]
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", ID_DTYPES, ids=short)
+def test_rows(dtype, top_k, device):
+    indices = slot_indices(53, top_k, 130, device)
+    for k in (1, 3, 8, 70, 128, 200, 5000):
+        for n in (1, 3, 4, 8):
+            check(*known(53, k, n, device, dtype), 9, indices, top_k)
+
+
+@pytest.mark.parametrize("which", range(8))
+def test_columns_that_there_are(which, device):
+    x, *others = known(41, 24, 5, device)
+    given = [t if which >> i & 1 else None for i, t in enumerate(others)]
+    rows = check(x, *given, 9, slot_indices(41, 2, 60, device), 2)
+    assert rows.shape[1] == 48 + sum(size for t, size in zip(given, (16, 32, 32), strict=True) if t is not None)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_formats(fmt, device):
+    """Scales as quantize_rows lays them out, column-major ones too."""
+    q, scale = quantize_rows(wide(77, 7168, device=device), fmt)
+    check(q, scale[:77], None, None, 0, slot_indices(77, 2, 100, device), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=short)
+def test_scales_of_any_strides(dtype, device):
+    scale = torch.arange(60 * 14, device=device).view(60, 14).to(dtype)
+    x, indices = wide(60, 16, device=device), slot_indices(60, 2, 70, device)
+    for view in (scale[:, :1], scale[:, 3], scale[:, ::2], scale.t().contiguous().t(), scale[:1].expand(60, 14)):
+        check(x, view, None, None, 0, indices, 2)
+    check(x, scale[:, 1:2].expand(60, 5), None, None, 0, indices, 2)
+    check(x, scale[:, :0], None, None, 0, indices, 2)
+
+
+def test_ids(device):
+    """From 1; 0 for what is no expert, whatever its bits are."""
+    limits = [[2**32, 2**32 + 1, -(2**63)], [2**63 - 1, -1, 0], [8, 9, -(2**31)], [2**31, -2, 1]]
+    ids, x = torch.tensor(limits, device=device), torch.zeros(4, 0, device=device)
+    indices = torch.arange(4, dtype=torch.int32, device=device)
+    rows = check(x, None, ids, None, 9, indices, 1)
+    assert rows.view(torch.int32).tolist() == [[0, 0, 0, 0], [0, 0, 1, 0], [9, 0, 0, 0], [0, 0, 2, 0]]
+    assert not check(x, None, ids, None, 0, indices, 1).any()
+    int32 = ids.clamp(-(2**31), 2**31 - 1).int()
+    check(x, None, int32, None, 9, indices, 1)
+    check(x, None, int32, None, 2**31 - 256, indices, 1)
+
+
+def test_a_message(device):
+    """Of tokens for ranks: a row for each rank, which has the token's bits where its columns are."""
+    x, scale, ids, scores = known(200, 96, 4, device)
+    permutation, offs, _ = sort_tokens(tokens_by_rank(ids, 9, 3)[0], 3)
+    rows = check(x, scale, ids, scores, 9, permutation, 3)
+    there = permutation[: int(offs[-1])].long() // 3
+    assert_same(rows[: len(there), :192].contiguous().view(x.dtype), x[there])
+    assert_same(rows[: len(there), 192:196].contiguous().view(torch.float32), scale[there, None])
+    assert not rows[: len(there), 196:208].any() and not rows[len(there) :].any()
+    assert_same(rows[: len(there), 224:].contiguous().view(torch.float32), scores[there])
+
+
+@pytest.mark.parametrize("shape", [(0, 0, 0, 0), (0, 5, 3, 4), (5, 0, 3, 4), (5, 3, 0, 4), (5, 3, 3, 0)], ids=short)
+def test_zero_sizes(shape, device):
+    t, k, n, p = shape
+    for top_k in (1, 2):
+        check(*known(t, k, n, device), 9, torch.zeros(p, dtype=torch.int32, device=device), top_k)
+
+
+def test_strides_and_alignment(device):
+    x, scale, ids, scores = known(70, 128, 8, device)
+    indices = slot_indices(70, 2, 90, device)
+    for _, view in strided_2d(x):
+        of_tokens = (t[: len(view)] for t in (scale, ids, scores))
+        check(view, *of_tokens, 9, indices, 2)
+    check(x, scale, ids[:, 1:4], scores[:, 3:], 9, indices, 2)
+    check(x, scale, ids[:, :1].expand(70, 1), scores[:1].expand(70, 8), 9, indices, 2)
+    for elements in range(1, 9):
+        check(*(misaligned(t, elements) for t in (x, scale, ids, scores)), 9, misaligned(indices), 2)
+
+
+def test_indices_out_of_range_and_doubled(device):
+    limits = [-1, 2**31 - 1, -(2**31), 40, 39, 0, 39, -40, 80, 7, 7, 7]
+    indices = torch.tensor(limits * 3, dtype=torch.int32, device=device)
+    for top_k in (1, 2):
+        check(*known(40, 24, 3, device), 9, indices, top_k)
+
+
+def test_opcheck(device):
+    check_opcheck("pack_tokens", arguments(37, 33, device))
+    x, indices = wide(37, 33, device=device), slot_indices(37, 2, 60, device)
+    check_opcheck("pack_tokens", [x, None, None, None, 0, indices, 2])
+
+
+def test_deterministic(device):
+    check_deterministic(pack_tokens, arguments(1000, 303, device))
+
+
+def test_compiles_with_dynamic_rows(device):
+    calls = [arguments(t, 48, device, t) for t in (50, 64, 131)]
+    check_compiled(pack_tokens, calls, device, dynamic=(0, 1, 2, 3, 5))
+
+
+def test_cuda_graph(gpu):
+    check_cuda_graph(pack_tokens, *(arguments(700, 512, gpu, seed) for seed in (0, 1)))
+
+
+def test_two_streams(gpu):
+    check_two_streams(pack_tokens, [arguments(4000, 1024, gpu, seed) for seed in (0, 1)])
+
+
+def test_stream_order(gpu):
+    check_stream_order(pack_tokens, [arguments(4000, 1024, gpu, seed) for seed in range(4)])
+
+
+def test_second_gpu(second_gpu):
+    check_second_gpu(pack_tokens, arguments(700, 512, "cpu"), second_gpu)
+
+
+@pytest.mark.large
+def test_more_than_2_31_elements(big_gpu):
+    x = torch.randint(0, 256, (600_011, 4_096), dtype=torch.uint8, device=big_gpu)
+    ids = torch.randint(0, 9, (len(x), 4), device=big_gpu)
+    indices = torch.randperm(len(x), device=big_gpu).int()
+    rows = pack_tokens(x, None, ids, None, 9, indices, 1)
+    for part in (slice(0, 1000), slice(-1000, None)):
+        assert torch.equal(rows[part, :4096], x[indices[part].long()])
+        assert torch.equal(rows[part, 4096:].contiguous().view(torch.int32), ids[indices[part].long()].int() + 1)
+
+
+X, SCALE, INDICES = torch.zeros(6, 4), torch.zeros(6), torch.zeros(9, dtype=torch.int32)
+IDS, SCORES = torch.zeros(6, 3, dtype=torch.int64), torch.zeros(6, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "argument", "got"),
+    [
+        ([X.double(), SCALE, IDS, SCORES, 9, INDICES, 1], "x", "float64"),
+        ([X[0], SCALE, IDS, SCORES, 9, INDICES, 1], "x", "1"),
+        ([X.t(), None, None, None, 9, INDICES, 1], "x", "stride 4"),
+        ([X, SCALE.double(), IDS, SCORES, 9, INDICES, 1], "scale", "float64"),
+        ([X, SCALE[1:], IDS, SCORES, 9, INDICES, 1], "scale", "5"),
+        ([X, SCALE[None, None], IDS, SCORES, 9, INDICES, 1], "scale", "3"),
+        ([X, SCALE, IDS.short(), SCORES, 9, INDICES, 1], "topk_ids", "int16"),
+        ([X, SCALE, IDS[1:], SCORES, 9, INDICES, 1], "topk_ids", "5"),
+        ([X, SCALE, IDS[:, 0], SCORES, 9, INDICES, 1], "topk_ids", "1"),
+        ([X, SCALE, IDS.t().contiguous().t(), SCORES, 9, INDICES, 1], "topk_ids", "stride 6"),
+        ([X, SCALE, IDS, SCORES.double(), 9, INDICES, 1], "topk_scores", "float64"),
+        ([X, SCALE, IDS, SCORES[:4], 9, INDICES, 1], "topk_scores", "4"),
+        ([X, SCALE, IDS, SCORES.t().contiguous().t(), 9, INDICES, 1], "topk_scores", "stride 6"),
+        ([X, SCALE, IDS, SCORES, -1, INDICES, 1], "num_experts", "-1"),
+        ([X, SCALE, IDS, SCORES, 2**31, INDICES, 1], "num_experts", "2147483648"),
+        ([X, SCALE, IDS, SCORES, 9, INDICES.long(), 1], "indices", "int64"),
+        ([X, SCALE, IDS, SCORES, 9, INDICES[None], 1], "indices", "2"),
+        ([X, SCALE, IDS, SCORES, 9, INDICES, 0], "top_k", "0"),
+        ([X, SCALE, IDS, SCORES, 9, INDICES, 2**30], "top_k", "1073741824"),
+    ],
+)
+def test_errors(args, argument, got, device):
+    check_error("pack_tokens", on(device, args), argument, got)
