@@ -123,13 +123,17 @@ MOE_DEVICE void copy_to_shared(Vec16* shared, const Vec16* global) {
   *shared = load_stream(global);
 #endif
 }
-// Likewise; where it is not there, nothing is read and zeros are written.
-MOE_DEVICE void copy_or_clear(Vec16* shared, const Vec16* global, bool there) {
+// Likewise, where it is wanted; where it is not there, nothing is read and zeros are written. No branch: the compiler
+// may put what goes before and behind between the copies.
+MOE_DEVICE void copy_or_clear(Vec16* shared, const Vec16* global, bool wanted, bool there) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(there ? 16 : 0) : "memory");
+  asm volatile("{.reg .pred wanted;\n"
+               "setp.ne.s32 wanted, %3, 0;\n"
+               "@wanted cp.async.cg.shared.global [%0], [%1], 16, %2;}"
+               ::"r"(to), "l"(global), "r"(there ? 16 : 0), "r"(int(wanted)) : "memory");
 #else
-  *shared = there ? load_stream<Reuse::kSoon>(global) : Vec16{};
+  if (wanted) *shared = there ? load_stream<Reuse::kSoon>(global) : Vec16{};
 #endif
 }
 MOE_DEVICE void commit_copies() {

@@ -71,7 +71,7 @@ constexpr bool kMayTakeScales = false;
 constexpr bool kMayTakeScales = true;
 #endif
 
-struct Halves8 { uint32_t w[4]; };  // eight 16-bit floats
+struct Halves4 { uint32_t w[2]; };  // four 16-bit floats
 struct Bytes32 { Vec16 half[2]; };  // what a lane has of 128 elements
 using PatchSums = float[kPatchLaneRows][8];
 
@@ -127,13 +127,12 @@ MOE_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
 }
 
 template <bool kE5M2>
-MOE_DEVICE void multiply_part(float (&d)[4], const Vec8 (&a)[2], const Vec8& b, int) {
+MOE_DEVICE void multiply_part(float (&d)[4], const Vec8 (&a)[2], const Vec8& b) {
   mma_fp8<kE5M2>(d, {a[0].w[0], a[1].w[0], a[0].w[1], a[1].w[1]}, {b.w[0], b.w[1]});
 }
 template <bool kE5M2>
-MOE_DEVICE void multiply_part(float (&d)[4], const Halves8 (&a)[2], const Halves8& b, int part) {
-  const int i = 2 * part;
-  mma_half(d, {a[0].w[i], a[1].w[i], a[0].w[i + 1], a[1].w[i + 1]}, {b.w[i], b.w[i + 1]});
+MOE_DEVICE void multiply_part(float (&d)[4], const Halves4 (&a)[2], const Halves4& b) {
+  mma_half(d, {a[0].w[0], a[1].w[0], a[0].w[1], a[1].w[1]}, {b.w[0], b.w[1]});
 }
 
 #else
@@ -146,7 +145,7 @@ typedef _Float16 Half4 __attribute__((vector_size(8)));
 #endif
 
 template <bool kE5M2>
-MOE_DEVICE void multiply_part(float (&d)[4], const Vec8 (&a)[1], const Vec8& b, int) {
+MOE_DEVICE void multiply_part(float (&d)[4], const Vec8 (&a)[1], const Vec8& b) {
   Float4 sums = {d[0], d[1], d[2], d[3]};
 #if defined(__gfx942__) || defined(__gfx950__)
   const long of_a = __builtin_bit_cast(long, a[0]), of_b = __builtin_bit_cast(long, b);
@@ -156,11 +155,10 @@ MOE_DEVICE void multiply_part(float (&d)[4], const Vec8 (&a)[1], const Vec8& b, 
   for (int i = 0; i < 4; ++i) d[i] = sums[i];
 }
 template <bool kE5M2>
-MOE_DEVICE void multiply_part(float (&d)[4], const Halves8 (&a)[1], const Halves8& b, int part) {
+MOE_DEVICE void multiply_part(float (&d)[4], const Halves4 (&a)[1], const Halves4& b) {
   Float4 sums = {d[0], d[1], d[2], d[3]};
 #if defined(__GFX9__)
-  const Vec8 of_a = {{a[0].w[2 * part], a[0].w[2 * part + 1]}}, of_b = {{b.w[2 * part], b.w[2 * part + 1]}};
-  sums = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(Half4, of_b), __builtin_bit_cast(Half4, of_a), sums,
+  sums = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(Half4, b), __builtin_bit_cast(Half4, a[0]), sums,
                                                0, 0, 0);
 #endif
   for (int i = 0; i < 4; ++i) d[i] = sums[i];
@@ -168,9 +166,9 @@ MOE_DEVICE void multiply_part(float (&d)[4], const Halves8 (&a)[1], const Halves
 
 #endif
 
-// An instruction multiplies a part of what lanes hold: all 8 elements of fp8, or 4 of 16-bit floats.
-template <class Eight>
-constexpr int kPatchParts = std::is_same_v<Eight, Vec8> ? 1 : 2;
+// An instruction multiplies a part of the eight elements: all of fp8, Vec8, or Halves4.
+template <class Part>
+constexpr int kPatchParts = std::is_same_v<Part, Vec8> ? 1 : 2;
 
 // Calls act(d) with a lane's sums of a fragment of b.
 template <class Act>
@@ -186,10 +184,9 @@ MOE_DEVICE void with_fragment(PatchSums& sums, int fragment, Act act) {
 
 // Adds the products of a part of a fragment of b; of fp8, a may be E5M2. What an instruction adds up, it does in an
 // order of its own, which is always the same.
-template <bool kE5M2, class Eight>
-MOE_DEVICE void multiply_fragment(PatchSums& sums, int fragment, const Eight (&a)[kPatchLaneRows], const Eight& b,
-                                  int part) {
-  with_fragment(sums, fragment, [&](float (&d)[4]) { multiply_part<kE5M2>(d, a, b, part); });
+template <bool kE5M2, class Part>
+MOE_DEVICE void multiply_fragment(PatchSums& sums, int fragment, const Part (&a)[kPatchLaneRows], const Part& b) {
+  with_fragment(sums, fragment, [&](float (&d)[4]) { multiply_part<kE5M2>(d, a, b); });
 }
 
 // Likewise of 128 elements, every product times the scales of its blocks: byte kByteA of scales_a, kByteB of scales_b.

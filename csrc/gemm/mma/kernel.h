@@ -7,21 +7,50 @@
 
 namespace moe_fp8::mma {
 
+// When the waves have read a stage: the next one is there, and one more is on its way.
+template <class T>
+MOE_DEVICE void advance(Loader<T>& loader, int step) {
+  if constexpr (T::kStages == 1) __syncthreads();
+  loader.land(step + 1);
+  wait_copies();
+  __syncthreads();
+  loader.fetch(step + 2);
+}
+
+// Operands come into registers while those before them are multiplied, so that nothing waits for shared memory, and of
+// two stages one has been read when half of it is still to be multiplied. What lies behind the last is not multiplied.
 template <class T>
 MOE_DEVICE void multiply_tile(Loader<T>& loader, Shared<T>& shared, int steps, const Lane<T>& lane,
                               typename Lane<T>::Sums& sums) {
   typename Lane<T>::Sums of_block;
   for_each_sum<T>([&](int m, int n, int i, int j) { sums[m][n][i][j] = of_block[m][n][i][j] = 0.f; });
+  wait_copies();
+  __syncthreads();
+  Operands<T> now, next;
+  if constexpr (!T::kTakesScales) now.load(shared, 0, 0, lane);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    const int stage = step % T::kStages, next = (step + 1) % T::kStages;
-    wait_copies();
-    __syncthreads();
-    loader.fetch(step + 1, next);
-    multiply_stage(shared, stage, (step + 1) * T::kDepth % kGroupScales == 0 || step + 1 == steps, lane, of_block,
-                   sums);
-    if constexpr (T::kStages == 1) __syncthreads();
-    loader.land(step + 1, next);
+    if constexpr (T::kTakesScales) {
+      multiply_scaled(shared, step, lane, sums);
+      advance(loader, step);
+    } else {
+#pragma unroll(T::kUnrolledSteps)
+      for (int i = 0; i < T::kSteps; ++i) {
+        const bool last = i + 1 == T::kSteps;
+        if (last && T::kStages > 1) advance(loader, step);
+        if (!last || T::kStages > 1) next.load(shared, last ? step + 1 : step, last ? 0 : i + 1, lane);
+        multiply_step(now, shared, T::kBlock ? of_block : sums);
+        if constexpr (T::kBlock == kPatchDepth) promote(shared, step, i, lane, of_block, sums);
+        now = next;
+      }
+      if constexpr (T::kBlock > kPatchDepth)
+        if ((step + 1) * T::kDepth % kGroupScales == 0 || step + 1 == steps)
+          promote(shared, step, 0, lane, of_block, sums);
+      if constexpr (T::kStages == 1) {
+        advance(loader, step);
+        now.load(shared, step + 1, 0, lane);
+      }
+    }
   }
   __syncthreads();
 }

@@ -35,47 +35,46 @@ class Loader {
     rows_ = tile.rows - row;
     columns_ = tile.columns - column;
     depth_ = tile.depth;
-    whole_ = (reinterpret_cast<uintptr_t>(a_) | reinterpret_cast<uintptr_t>(b_)) % 16 == 0;
+    place_ = place_of<T>(row, t % kChunks);
+    const bool aligned = (reinterpret_cast<uintptr_t>(a_) | reinterpret_cast<uintptr_t>(b_)) % 16 == 0;
+    const int last = depth_ - depth_ % kDepth, of_last = depth_ - last - chunk;  // of its chunk in the last stage
+    copied_ = !aligned ? 0 : of_last > 0 && of_last < 16 ? last : depth_;
     if constexpr (T::kBlock > 0) begin_scales(tile);
-    fetch(0, 0);
-    land(0, 0);
+    fetch(0);
+    land(0);
+    fetch(1);
   }
 
-  MOE_DEVICE void fetch(int step, int stage) {
-    const int at = step * kDepth;
-    if (at < depth_) {
-      const int left = depth_ - at - int(threadIdx.x) % kChunks * 16;
-      if (whole_ && (left >= 16 || left <= 0)) {
-        for_each_chunk(at, stage, [&](int i, Vec16& shared, const uint8_t* from, bool there) {
-          const auto* chunk = reinterpret_cast<const Vec16*>(from);
-          if constexpr (kCopiesInBackground) copy_or_clear(&shared, chunk, there && left > 0);
-          else keep(i, shared, there && left > 0 ? load_stream<Reuse::kSoon>(chunk) : Vec16{});
-        });
-      } else {
-        for_each_chunk(at, stage, [&](int i, Vec16& shared, const uint8_t* from, bool there) {
-          keep(i, shared, gather_bytes(from, there ? left : 0));
-        });
-      }
-      if constexpr (T::kBlock > 0) fetch_scales(at);
-    }
+  MOE_DEVICE void fetch(int step) {
+    const int at = step * kDepth, stage = step % T::kStages, left = depth_ - at - int(threadIdx.x) % kChunks * 16;
+    if (at >= copied_ && at < depth_)
+      for_each_chunk(at, stage, [&](int i, Vec16& shared, const uint8_t* from, bool there) {
+        keep(i, shared, gather_bytes(from, there ? left : 0));
+      });
+    for_each_chunk(at, stage, [&](int i, Vec16& shared, const uint8_t* from, bool there) {
+      const auto* chunk = reinterpret_cast<const Vec16*>(from);
+      if constexpr (kCopiesInBackground) copy_or_clear(&shared, chunk, at < copied_, there && left > 0);
+      else if (at < copied_) keep(i, shared, there && left > 0 ? load_stream<Reuse::kSoon>(chunk) : Vec16{});
+    });
+    if constexpr (T::kBlock > 0)
+      if (at < depth_ && step % T::kStagesOfScale == 0) fetch_scales(at);
     commit_copies();
   }
 
-  MOE_DEVICE void land(int step, int stage) {
+  MOE_DEVICE void land(int step) {
     if (step * kDepth >= depth_) return;
-    const int t = threadIdx.x;
+    const int t = threadIdx.x, stage = step % T::kStages, of_scales = place_of_scales<T>(step);
     if constexpr (!kCopiesInBackground) {
-      const int place = place_of<T>(t / kChunks, t % kChunks);
 #pragma unroll
-      for (int i = 0; i < kOfA; ++i) shared_.a[stage][place + i * kRows * kChunks] = held_[i];
+      for (int i = 0; i < kOfA; ++i) shared_.a[stage][place_ + i * kRows * kChunks] = held_[i];
 #pragma unroll
-      for (int i = 0; i < kOfB; ++i) shared_.b[stage][place + i * kRows * kChunks] = held_[kOfA + i];
+      for (int i = 0; i < kOfB; ++i) shared_.b[stage][place_ + i * kRows * kChunks] = held_[kOfA + i];
     }
-    if constexpr (T::kBlock > 0)
+    if (T::kBlock > 0 && step % T::kStagesOfScale == 0)
 #pragma unroll
       for (int i = 0; i < T::kScales; ++i) {
-        if (t < T::kTileRows) shared_.scale_a[stage][i][place_of_scale<T>(t)] = scale(of_row_, step, i);
-        if (t < T::kTileColumns) shared_.scale_b[stage][i][place_of_scale<T>(t)] = scale(of_column_, step, i);
+        if (t < T::kTileRows) shared_.scale_a[of_scales][i][place_of_scale<T>(t)] = scale(of_row_, step, i);
+        if (t < T::kTileColumns) shared_.scale_b[of_scales][i][place_of_scale<T>(t)] = scale(of_column_, step, i);
       }
   }
 
@@ -94,13 +93,12 @@ class Loader {
   // Calls act(i, its place in shared memory, where it comes from, whether there is such a row) for the thread's chunks.
   template <class Act>
   MOE_DEVICE void for_each_chunk(int at, int stage, Act act) {
-    const int t = threadIdx.x, place = place_of<T>(t / kChunks, t % kChunks);
 #pragma unroll
     for (int i = 0; i < kOfA; ++i)
-      act(i, shared_.a[stage][place + i * kRows * kChunks], a_ + i * kRows * p_.a_stride + at, i * kRows < rows_);
+      act(i, shared_.a[stage][place_ + i * kRows * kChunks], a_ + i * kRows * p_.a_stride + at, i * kRows < rows_);
 #pragma unroll
     for (int i = 0; i < kOfB; ++i)
-      act(kOfA + i, shared_.b[stage][place + i * kRows * kChunks], b_ + i * kRows * p_.b_stride + at,
+      act(kOfA + i, shared_.b[stage][place_ + i * kRows * kChunks], b_ + i * kRows * p_.b_stride + at,
           i * kRows < columns_);
   }
   MOE_DEVICE void begin_scales(const gemm::Tile& tile) {
@@ -146,8 +144,8 @@ class Loader {
   Shared<T>& shared_;
   const uint8_t *a_, *b_;
   int rows_, columns_;  // what is left from the thread's first on
-  int depth_;
-  bool whole_;          // the thread's chunks begin at multiples of 16 bytes
+  int depth_, copied_;  // of the sum; up to where chunks of the thread are copied, whole and aligned
+  int place_;           // of its first chunk in a stage
   Vec16 held_[kCopiesInBackground ? 1 : kOfA + kOfB];
 
   // Scales of blocks: whose, of which blocks, and what was fetched.

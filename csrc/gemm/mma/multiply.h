@@ -26,58 +26,78 @@ struct Lane {
   }
 };
 
+// What an instruction takes of eight elements of a row.
 template <class T>
-using Eight = std::conditional_t<T::kMultipliesBytes, Vec8, Halves8>;
+using Part = std::conditional_t<T::kMultipliesBytes, Vec8, Halves4>;
 
-// Eight elements of a row of a stage, as the instructions take them. half: what bytes stand for.
+// What a lane has of 32 elements of the sum. Which of a stage: of_stage.
+template <class T>
+struct Operands {
+  Vec8 a[Lane<T>::kBelow][kPatchLaneRows], b[Lane<T>::kBeside][kPatchFragments];
+
+  MOE_DEVICE void load(const Shared<T>& shared, int step, int of_stage, const Lane<T>& lane) {
+    const int stage = step % T::kStages;
+#pragma unroll
+    for (int m = 0; m < Lane<T>::kBelow; ++m)
+#pragma unroll
+      for (int i = 0; i < kPatchLaneRows; ++i)
+        a[m][i] = eight(shared.a[stage], lane.row, m * kPatchRows + 8 * i, of_stage, lane.part);
+#pragma unroll
+    for (int n = 0; n < Lane<T>::kBeside; ++n)
+#pragma unroll
+      for (int f = 0; f < kPatchFragments; ++f)
+        b[n][f] = eight(shared.b[stage], lane.column, n * kPatchColumns + f * kFragmentRows, of_stage, lane.part);
+  }
+
+ private:
+  // Of the row that is so many further than `row`, a multiple of 8: its chunks lie in like places, so that the distance
+  // is a constant of the code.
+  static MOE_DEVICE Vec8 eight(const Vec16* stage, int row, int further, int of_stage, int part) {
+    const int place = place_of<T>(row, part / 2) ^ of_stage * (kPatchDepth / 16);
+    return reinterpret_cast<const Vec8*>(stage)[2 * place + part % 2 + 2 * T::kChunks * further];
+  }
+};
+
+// A part of eight elements as the instructions take it. half: what bytes stand for.
 template <class T, bool kE5M2>
-MOE_DEVICE Eight<T> load_eight(const Vec16* stage, const uint16_t* half, int row, int step, int part) {
-  const int place = place_of<T>(row, step * (kPatchDepth / 16) + part / 2);
-  const Vec8 bytes = reinterpret_cast<const Vec8*>(stage)[2 * place + part % 2];
+MOE_DEVICE Part<T> part_of(const Vec8& bytes, int part, const uint16_t* half) {
   if constexpr (T::kMultipliesBytes) {
     return bytes;
   } else {
-    Halves8 halves;
+    Halves4 four;
+    if constexpr (T::kLooksUp) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32_t four[2];
-      if constexpr (T::kLooksUp) {
-        for (int pair = 0; pair < 2; ++pair) {
-          const uint32_t bytes_of = bytes.w[i] >> (16 * pair);
-          four[pair] = half[bytes_of & 0xffu] | uint32_t(half[bytes_of >> 8 & 0xffu]) << 16;
-        }
-      } else {
-        fp8x4_to_f16x4<kE5M2>(bytes.w[i], four);
+      for (int pair = 0; pair < 2; ++pair) {
+        const uint32_t bytes_of = bytes.w[part] >> (16 * pair);
+        four.w[pair] = half[bytes_of & 0xffu] | uint32_t(half[bytes_of >> 8 & 0xffu]) << 16;
       }
-      halves.w[2 * i] = four[0];
-      halves.w[2 * i + 1] = four[1];
+    } else {
+      fp8x4_to_f16x4<kE5M2>(bytes.w[part], four.w);
     }
-    return halves;
+    return four;
   }
 }
 
-// Adds the products of 32 elements of a stage.
+// Adds the products of 32 elements. All sums take one part before the next: none waits for the one before.
 template <class T>
-MOE_DEVICE void multiply_step(const Shared<T>& shared, int stage, int step, const Lane<T>& lane,
-                              typename Lane<T>::Sums& sums) {
+MOE_DEVICE void multiply_step(const Operands<T>& operands, const Shared<T>& shared, typename Lane<T>::Sums& sums) {
   constexpr bool kE5M2 = T::kTypes == Types::kE5M2;
-  Eight<T> a[Lane<T>::kBelow][kPatchLaneRows];
 #pragma unroll
-  for (int m = 0; m < Lane<T>::kBelow; ++m)
+  for (int part = 0; part < kPatchParts<Part<T>>; ++part) {
+    Part<T> a[Lane<T>::kBelow][kPatchLaneRows];
 #pragma unroll
-    for (int i = 0; i < kPatchLaneRows; ++i)
-      a[m][i] = load_eight<T, kE5M2>(shared.a[stage], shared.half[0], lane.row_of(m, i), step, lane.part);
+    for (int m = 0; m < Lane<T>::kBelow; ++m)
 #pragma unroll
-  for (int n = 0; n < Lane<T>::kBeside; ++n)
+      for (int i = 0; i < kPatchLaneRows; ++i) a[m][i] = part_of<T, kE5M2>(operands.a[m][i], part, shared.half[0]);
 #pragma unroll
-    for (int f = 0; f < kPatchFragments; ++f) {
-      const int column = lane.column + n * kPatchColumns + f * kFragmentRows;
-      const auto b = load_eight<T, false>(shared.b[stage], shared.half[1], column, step, lane.part);
+    for (int n = 0; n < Lane<T>::kBeside; ++n)
 #pragma unroll
-      for (int part = 0; part < kPatchParts<Eight<T>>; ++part)  // neighbours do not wait for one another's sums
+      for (int f = 0; f < kPatchFragments; ++f) {
+        const Part<T> b = part_of<T, false>(operands.b[n][f], part, shared.half[1]);
 #pragma unroll
-        for (int m = 0; m < Lane<T>::kBelow; ++m) multiply_fragment<kE5M2>(sums[m][n], f, a[m], b, part);
-    }
+        for (int m = 0; m < Lane<T>::kBelow; ++m) multiply_fragment<kE5M2>(sums[m][n], f, a[m], b);
+      }
+  }
 }
 
 // Calls act(below, beside, i, j) for every sum of a lane.
@@ -95,8 +115,9 @@ MOE_DEVICE void for_each_sum(Act act) {
 
 // Sums of a block, times its scales, are added in float32 and begin anew.
 template <class T>
-MOE_DEVICE void promote(const Shared<T>& shared, int stage, int block, const Lane<T>& lane,
+MOE_DEVICE void promote(const Shared<T>& shared, int step, int block, const Lane<T>& lane,
                         typename Lane<T>::Sums& of_block, typename Lane<T>::Sums& sums) {
+  const int stage = place_of_scales<T>(step);
   float of_row[Lane<T>::kBelow][kPatchLaneRows];
 #pragma unroll
   for (int m = 0; m < Lane<T>::kBelow; ++m)
@@ -134,11 +155,12 @@ MOE_DEVICE uint32_t load_scales(const uint8_t* of_block, int row) {
 
 // Adds the products of a stage of 128 elements, scaled by the instruction.
 template <class T>
-MOE_DEVICE void multiply_scaled(const Shared<T>& shared, int stage, const Lane<T>& lane,
+MOE_DEVICE void multiply_scaled(const Shared<T>& shared, int step, const Lane<T>& lane,
                                 typename Lane<T>::Sums& sums) {
+  const int stage = step % T::kStages, of_scales = place_of_scales<T>(step);
   constexpr int kBelow = Lane<T>::kBelow, kColumns = Lane<T>::kBeside * kPatchFragments;
-  const uint32_t scales_a = load_scales<T>(shared.scale_a[stage][lane.part], lane.row);
-  const uint32_t scales_b = load_scales<T>(shared.scale_b[stage][lane.part], lane.column);
+  const uint32_t scales_a = load_scales<T>(shared.scale_a[of_scales][lane.part], lane.row);
+  const uint32_t scales_b = load_scales<T>(shared.scale_b[of_scales][lane.part], lane.column);
   Bytes32 a[kBelow];
 #pragma unroll
   for (int m = 0; m < kBelow; ++m) a[m] = load_32<T>(shared.a[stage], lane.row_of(m, 0), lane.part);
@@ -154,23 +176,6 @@ MOE_DEVICE void multiply_scaled(const Shared<T>& shared, int stage, const Lane<T
     });
     b = next;
   });
-}
-
-// A stage that is loaded. ends_block: of scales, or of the sum.
-template <class T>
-MOE_DEVICE void multiply_stage(const Shared<T>& shared, int stage, bool ends_block, const Lane<T>& lane,
-                               typename Lane<T>::Sums& of_block, typename Lane<T>::Sums& sums) {
-  if constexpr (T::kTakesScales) {
-    multiply_scaled(shared, stage, lane, sums);
-  } else {
-#pragma unroll(T::kUnrolledSteps)
-    for (int step = 0; step < T::kSteps; ++step) {
-      multiply_step(shared, stage, step, lane, T::kBlock ? of_block : sums);
-      if constexpr (T::kBlock == kPatchDepth) promote(shared, stage, step, lane, of_block, sums);
-    }
-    if constexpr (T::kBlock > kPatchDepth)
-      if (ends_block) promote(shared, stage, 0, lane, of_block, sums);
-  }
 }
 
 }  // namespace moe_fp8::mma

@@ -42,20 +42,21 @@ struct Traits {
   static constexpr int kSteps = kTakesScales ? 1 : 2, kDepth = kSteps * Instruction::kDepth;  // of the sum in a stage
   static constexpr int kChunks = kDepth / 16;                                                 // 16 bytes of a row
   static constexpr int kScales = kBlock == kMxBlock ? kDepth / kMxBlock : 1;  // of a row in a stage
+  static constexpr int kStagesOfScale = kBlock > kDepth ? kBlock / kDepth : 1;
   using Scale = std::conditional_t<kTakesScales, uint8_t, float>;
   // Sums of blocks take twice the registers, of which AMD's chips have twice as many.
   static constexpr int kWaveColumns = kBlock > 0 && kPatchWave == 32 ? 32 : 64;
   static constexpr int kTileRows = 2 * kWaveRows, kTileColumns = 2 * kWaveColumns;
-  static constexpr int kStages = kCopiesInBackground ? 2 : 1;
+  // Of two stages, one is filled while sums of its operands still wait for their scales.
+  static constexpr int kStages = kCopiesInBackground ? 2 : 1, kScaleStages = kStages == 1 ? 1 : 3;
   static constexpr int kSumAlign = 1;
   static MOE_HD bool of_sum(const Args& p) { return p.groups_of_sum; }
 
   // Whether the values of operands are looked up.
   static constexpr bool kMultipliesBytes = kTypes != Types::kAny && kMultipliesFp8;
   static constexpr bool kLooksUp = !kMultipliesBytes && (kTypes == Types::kAny || !kHalvesFp8);
-  // Both steps of a stage at once, but where conversions, or chunks that wait in registers, leave none for that.
-  static constexpr bool kConvertsCheaply = kMultipliesBytes || (kTypes != Types::kAny && kDecodesFp8);
-  static constexpr int kUnrolledSteps = kConvertsCheaply && (kCopiesInBackground || kBlock == 0) ? 2 : 1;
+  // Both steps of a stage at once, but where scales of every step, and chunks that wait, leave no registers for that.
+  static constexpr int kUnrolledSteps = kBlock == kMxBlock && kStages == 1 ? 1 : kSteps;
   static_assert(!kTakesScales || (kBlock == kMxBlock && kTypes != Types::kAny));
   static_assert(!kTakesScales || (kWaveRows == 64 && kWaveColumns == 64), "a lane's scales are the bytes of a word");
 };
@@ -63,8 +64,8 @@ struct Traits {
 template <class T>
 struct Shared {
   Vec16 a[T::kStages][T::kTileRows * T::kChunks], b[T::kStages][T::kTileColumns * T::kChunks];
-  typename T::Scale scale_a[T::kStages][T::kScales][T::kBlock ? T::kTileRows : 1];
-  typename T::Scale scale_b[T::kStages][T::kScales][T::kBlock ? T::kTileColumns : 1];
+  typename T::Scale scale_a[T::kScaleStages][T::kScales][T::kBlock ? T::kTileRows : 1];
+  typename T::Scale scale_b[T::kScaleStages][T::kScales][T::kBlock ? T::kTileColumns : 1];
   gemm::GroupBounds groups;
   gemm::Tile tiles[3];  // in turn; when one is written, slow waves may still read the one before the last
   uint16_t half[2][256];  // what the bytes of a and of b stand for, where they are looked up
@@ -86,6 +87,9 @@ MOE_DEVICE int column_of_b(int slot) {
   return slot / kPatchColumns * kPatchColumns + column_of_slot(slot % kPatchColumns);
 }
 
+// Where the scales of a stage lie.
+template <class T>
+MOE_DEVICE int place_of_scales(int step) { return step / T::kStagesOfScale % T::kScaleStages; }
 template <class T>
 MOE_DEVICE int steps_of(const gemm::Tile& tile) { return ceil_div(tile.depth, T::kDepth); }
 
