@@ -41,14 +41,27 @@ def _both_products(cpu: bool) -> list[Shape]:
     ]
 
 
+def _gradients_of_weights(cpu: bool) -> list[Shape]:
+    return [shape for shape in _both_products(cpu) if shape.dims["wgrad"]]
+
+
 def _operands(
-    device: torch.device, groups: str, *, m: int, k: int, n: int, e: int, wgrad: int, format: str = "rowwise"
+    device: torch.device,
+    groups: str,
+    *,
+    m: int,
+    k: int,
+    n: int,
+    e: int,
+    wgrad: int,
+    format: str = "rowwise",
+    amax: str = "group",
 ) -> tuple[object, ...]:
-    """a, b, scale_a, scale_b, offs, format and what offs are multiples of."""
+    """a, b, scale_a, scale_b, offs, format and what offs are multiples of; amax: of b along tokens."""
     offs, f = group_ends(groups, m, e, device), FORMATS[format]
     if wgrad:
         a, scale_a, padded_offs = ops.quantize_tokens(normal(device, m, n), format, offs=offs)
-        b, scale_b, _ = ops.quantize_tokens(normal(device, m, k), format, offs=offs)
+        b, scale_b, _ = ops.quantize_tokens(normal(device, m, k), format, offs=offs, amax=amax)
         return a, b.t(), scale_a, f.transposed_scale(scale_b), padded_offs, format, f.align
     a, scale_a = ops.quantize_rows(normal(device, m, k), format)
     b, scale_b, _, _ = ops.quantize_weight(normal(device, e, n, k), format)
@@ -138,6 +151,19 @@ def _scaled_grouped_mm(format: str) -> Case:
     return Case("scaled_grouped_mm", _both_products, operands, _scaled, format=format, flops=_flops, baseline=_dense)
 
 
+# Of blocks of squares, as recipe "blockwise" has its activations.
+_OF_SQUARES = Case(
+    "scaled_grouped_mm",
+    _gradients_of_weights,
+    partial(_operands, format="blockwise", amax="square"),
+    _scaled,
+    format="blockwise",
+    variant="squares",
+    flops=_flops,
+    baseline=_dense,
+)
+
+
 # Beside the product that is written: what the reads of the total cost.
 _ADDED = Case(
     "add_scaled_grouped_mm", _gemms, _total_and_operands, _added, format="rowwise", flops=_flops, baseline=_plain
@@ -206,6 +232,7 @@ _REUSED = Case(
 
 GEMM_CASES: tuple[Case, ...] = (
     *map(_scaled_grouped_mm, ("rowwise", "blockwise")),
+    _OF_SQUARES,
     _OF_TOKENS,
     _ADDED,
     *map(_grouped_mm, RECIPES),

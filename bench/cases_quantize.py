@@ -205,6 +205,11 @@ def _of_slots(op: str, amax: str) -> Case:
     return Case(op, _tokens_of_layers, _at_slots, call, format="rowwise", variant=f"by index, {amax}")
 
 
+def _of_squares(op: str) -> Case:
+    call = quantizer(op, "blockwise", amax="square")
+    return Case(op, _groups, _rows, call, format="blockwise", variant="squares")
+
+
 def _of_layer(format: str) -> Case:
     call = quantizer("quantize_weight", format)
     return Case("quantize_weight", _weights_of_layers, _weight, call, format=format, variant="of a layer")
@@ -239,6 +244,7 @@ QUANTIZE_CASES: tuple[Case, ...] = (
     *(_gathered(op, format) for op in ("quantize_rows", "quantize_both") for format in RECIPES),
     *(_of_slots("quantize_tokens", amax) for amax in ("group", "batch")),
     _of_slots("quantize_both", "batch"),
+    *map(_of_squares, ("quantize_tokens", "quantize_both")),
     Case("quantize_rows", _short_rows, _rows, quantizer("quantize_rows", "rowwise"), (), "rowwise", "of a layer"),
     *(_of_layer(format) for format in ("rowwise", "blockwise")),
     *(case for op, format in _GENERIC for case in _generic(op, format)),

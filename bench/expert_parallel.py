@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.profiler import ProfilerActivity, profile
 
+from moe_fp8_ext import ops
 from moe_fp8_ext.distributed import ExpertParallel
 from moe_fp8_ext.operands import operands_of
 
@@ -100,7 +101,10 @@ def measure() -> dict[str, object]:
         with torch.no_grad():
             [sent] = ep.dispatch(x.detach(), ids, scores.detach(), 0)
             tokens, _, slots = ep.received(sent)
-            return operands_of(ep.recipe).at_slots(tokens, slots, rows=True)
+            if ep.recipe.format is None:
+                return operands_of(ep.recipe).at_slots(tokens, slots, rows=True)
+            # Products take some of these by index; here all are moved, as BF16's are.
+            return ops.permute_quantized(*tokens, ep.recipe.format, *slots.indices)
 
     def step(layer: Callable[..., Tensor]) -> object:
         return torch.autograd.grad(layer(x, ids, scores, *weights), leaves, grad)

@@ -130,7 +130,7 @@ def quantize_rows(r: random.Random) -> Call:
 @op
 def quantize_tokens(r: random.Random) -> Call:
     args, how = quantizer(r, r.choice(list(FORMATS)), of_tokens=True)
-    return args, how | {"amax": r.choice(("group", "batch") if args[1] == "rowwise" else ("group",))}
+    return args, how | {"amax": r.choice(FORMATS[args[1]].amaxes)}
 
 
 @op
@@ -157,7 +157,7 @@ def dequantize(r: random.Random) -> Call:
         how["offs"] = given["offs"]
     else:
         (x, _), given = quantizer(r, fmt, of_tokens=True)
-        q, scale, ends = ops.quantize_tokens(x, fmt, **given)
+        q, scale, ends = ops.quantize_tokens(x, fmt, **given, amax=r.choice(FORMATS[fmt].amaxes))
         how |= {"offs": ends, "along": "tokens"}
     return [q, scale, fmt], how
 

@@ -29,11 +29,14 @@ GENERIC = [misaligned, odd_rows, narrow_rows]  # what takes an operand from the 
 
 
 def check_activation(x: Tensor, format: str, offs: Tensor, align: int | None = None, **kwargs: object) -> None:
-    """Rows, tokens and both, as the reference has them; kwargs are dtype, rounding, indices and top_k."""
+    """Rows, tokens of every amax but the batch's, and both, as the reference has them; kwargs are dtype, rounding,
+    indices and top_k."""
     what = f"{format} of {short(x.dtype)} {short(x.shape)} offs {offs.tolist()[:20]} align {align} {short(kwargs)}"
-    want = reference.quantize_both(x, format, offs=offs, align=align, **kwargs)
-    assert_same(ops.quantize_both(x, format, offs=offs, align=align, **kwargs), want, f"both of {what}")
-    assert_same(ops.quantize_tokens(x, format, offs=offs, align=align, **kwargs), want[2:], f"tokens of {what}")
+    for amax in (amax for amax in FORMATS[format].amaxes if amax != "batch"):
+        of_tokens = dict(offs=offs, align=align, amax=amax, **kwargs)
+        want = reference.quantize_both(x, format, **of_tokens)
+        assert_same(ops.quantize_both(x, format, **of_tokens), want, f"both of {what} {amax}")
+        assert_same(ops.quantize_tokens(x, format, **of_tokens), want[2:], f"tokens of {what} {amax}")
     assert_same(ops.quantize_rows(x, format, offs=offs, **kwargs), want[:2], f"rows in groups of {what}")
     if format == "mxfp8":  # whose scales know of groups
         want = reference.quantize_rows(x, format, **kwargs)

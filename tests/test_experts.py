@@ -200,7 +200,9 @@ def by_hand(x, ids, scores, w_gate_up, w_down, *, recipe, grad=None, b_gate_up=N
     f, how = recipe.format, dict(rounding=recipe.rounding) if recipe.format else {}
     permutation, offs, inverse = ops.sort_tokens(ids, len(w_down))
     gathered, groups = dict(indices=permutation, top_k=ids.shape[1]), dict(offs=offs)
-    of_tokens = dict(amax=recipe.amax if ids.shape[1] > 1 else "group")
+    # Of x; of what is of slots; and of gradients, which are never of squares.
+    of_x = dict(amax=recipe.amax if ids.shape[1] > 1 else recipe.amax_of_groups)
+    of_slots_too, of_grad = dict(amax=recipe.amax_of_groups), of_x if recipe.amax == "batch" else {}
 
     def with_bias(h, bias):
         expert = torch.bucketize(torch.arange(len(h), device=x.device, dtype=torch.int32), offs, right=True)
@@ -233,8 +235,8 @@ def by_hand(x, ids, scores, w_gate_up, w_down, *, recipe, grad=None, b_gate_up=N
         "out": out,
         "x": ops.combine(mm(rows(dh), up_t), inverse),
         "scores": moved(dscores, inverse),
-        "w_gate_up": mm(tokens(dh), tokens(x, **gathered, **of_tokens)),
-        "w_down": mm(tokens(grad, **gathered, **of_tokens), tokens(a)),
+        "w_gate_up": mm(tokens(dh), tokens(x, **gathered, **of_x)),
+        "w_down": mm(tokens(grad, **gathered, **of_grad), tokens(a, **of_slots_too)),
     }
 
 

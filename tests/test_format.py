@@ -32,18 +32,17 @@ def test_compiled_table_is_the_reference(name):
     assert (entry["least_align"], entry["most_align"]) == f.aligns
     assert entry["align"] == f.align
     assert tuple(entry["roundings"]) == f.roundings
+    assert tuple(entry["amaxes"]) == f.amaxes
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_design_says_the_same(name):
-    block, of_weight, scale, order, align, rounding = DESIGN[name]
+    block, of_weight, scale, order, align, rounding, amax = DESIGN[name]
     if block.startswith("as "):
         other = DESIGN[re.search(r"`(\w+)`", block)[1]]
-        block, of_weight, align, rounding = (
+        block, of_weight, align, rounding, amax = (
             o if mine.startswith("as ") else mine
-            for mine, o in zip(
-                (block, of_weight, align, rounding), (other[0], other[1], other[4], other[5]), strict=True
-            )
+            for mine, o in zip((block, of_weight, align, rounding, amax), (*other[:2], *other[4:]), strict=True)
         )
     f = FORMATS[name]
     assert (int(re.match(r"\d+", block)[0]) if block[0].isdigit() else None) == f.block
@@ -53,6 +52,7 @@ def test_design_says_the_same(name):
     least, most, usual = map(int, re.findall(r"\d+", align))
     assert (least, most) == f.aligns and usual == f.align
     assert tuple(re.findall(r"`(\w+)`", rounding)) == f.roundings
+    assert tuple(re.findall(r"`(\w+)`", amax)) == f.amaxes
 
 
 @pytest.mark.parametrize("name", FORMATS)

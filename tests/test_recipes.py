@@ -28,7 +28,8 @@ def test_is_the_composition_of_its_ops(name, min_db, device):
     a, b_t, offs, g = problem(300, 160, 144, group_offs("tail_rows", 300, 3), device)
     rounding, how = {"rounding": recipe.rounding}, {"align": recipe.align, "out_dtype": torch.float64}
     of_tokens = {"offs": offs, "align": recipe.align, **rounding}
-    q_a, s_a, qt_a, st_a, ends = reference.quantize_both(a.detach(), name, **of_tokens)
+    amax = recipe.amax_of_groups
+    q_a, s_a, qt_a, st_a, ends = reference.quantize_both(a.detach(), name, **of_tokens, amax=amax)
     q_g, s_g, qt_g, st_g, _ = reference.quantize_both(g, name, **of_tokens)
     q_w, s_w, qt_w, st_w = reference.quantize_weight(b_t.detach().mT, name, **rounding)
     if name == "blockwise":
@@ -174,7 +175,7 @@ def test_what_a_recipe_leaves_open():
     }
     assert Recipe("mine", "blockwise", align=128).align == 128
     of_groups = {name: Recipe(name).amax for name in ("bf16", "auto", *QUANTIZED)}
-    assert of_groups == dict(zip(of_groups, (None, "batch", "batch", *["group"] * 3), strict=True))
+    assert of_groups == dict(zip(of_groups, (None, "batch", "batch", "square", "group", "group"), strict=True))
 
 
 def test_is_frozen():

@@ -45,9 +45,11 @@ ALIGNS = (1, 8, 16, 32, 64, 128, 256)
 def check(kernels: Waves, x: Tensor, format: str, offs: Tensor, align: int | None = None, **how: object) -> None:
     """Every quantizer of tokens; quantize_both has the results of the other two."""
     how = {"dtype": torch.float8_e4m3fn, **how}
-    want = reference.quantize_both(x, format, offs=offs, align=align, **how)
-    kernels.check_as(want, "quantize_both", x, format, offs=offs, align=align, **how)
-    kernels.check_as(want[2:], "quantize_tokens", x, format, offs=offs, align=align, **how)
+    for amax in (amax for amax in FORMATS[format].amaxes if amax != "batch"):
+        of_tokens = dict(offs=offs, align=align, amax=amax, **how)
+        want = reference.quantize_both(x, format, **of_tokens)
+        kernels.check_as(want, "quantize_both", x, format, **of_tokens)
+        kernels.check_as(want[2:], "quantize_tokens", x, format, **of_tokens)
     kernels.check_as(want[:2], "quantize_rows", x, format, offs=offs, **how)
     if FORMATS[format].order == "blocked":
         kernels.check("quantize_rows", x, format, **how)

@@ -20,16 +20,12 @@ from moe_fp8_ext.ops import (
 )
 
 FORMATS = ("rowwise", "blockwise")
-# Format, whether the tensor cores accumulate whole sums, and the type of the left operand.
-KINDS = [
-    ("rowwise", True, torch.float8_e4m3fn),
-    ("rowwise", False, torch.float8_e4m3fn),
-    ("blockwise", True, torch.float8_e4m3fn),
-    ("rowwise", True, torch.float8_e5m2),
-    ("rowwise", False, torch.float8_e5m2),
-    ("blockwise", True, torch.float8_e5m2),
-]
-E4M3_KINDS = KINDS[:3]
+# Format, the amax of the right operand along tokens, whether the tensor cores accumulate whole sums, and the type of
+# the left operand.
+OF_SUMS = [("rowwise", "group", True), ("rowwise", "group", False), ("blockwise", "group", True)]
+OF_SUMS.append(("blockwise", "square", True))
+KINDS = [(*kind, dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2) for kind in OF_SUMS]
+E4M3_KINDS = KINDS[: len(OF_SUMS)]
 
 
 @pytest.fixture
@@ -41,12 +37,12 @@ def hopper(gpu: str) -> str:
 
 
 def products(
-    fmt: str, m: int, n: int, k: int, offs: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+    fmt: str, m: int, n: int, k: int, offs: Tensor, amax: str = "group", dtype: torch.dtype = torch.float8_e4m3fn
 ) -> list[tuple[list[object], int, dict[str, int]]]:
     """2D x 3D and 2D x 2D: arguments, products in a sum, keywords."""
     x, dy, w = wide(m, k, device=offs.device), wide(m, n, device=offs.device, seed=1), wide(len(offs), n, k, seed=2)
     q, scale = quantize_rows(x, fmt, offs=offs, dtype=dtype)
-    x_t, scale_t, padded = quantize_tokens(x, fmt, offs=offs)
+    x_t, scale_t, padded = quantize_tokens(x, fmt, offs=offs, amax=amax)
     b, scale_b, *_ = quantize_weight(w.to(offs.device), fmt)
     dy_t, scale_dy, _ = quantize_tokens(dy, fmt, offs=offs, dtype=dtype)
     if fmt == "blockwise":
@@ -58,10 +54,15 @@ def products(
 
 
 def check(
-    kind: tuple[str, bool, torch.dtype], m: int, n: int, k: int, offs: Tensor, out_dtype: torch.dtype = torch.float32
+    kind: tuple[str, str, bool, torch.dtype],
+    m: int,
+    n: int,
+    k: int,
+    offs: Tensor,
+    out_dtype: torch.dtype = torch.float32,
 ) -> None:
-    fmt, fast, dtype = kind
-    for args, terms, how in products(fmt, m, n, k, offs, dtype):
+    fmt, amax, fast, dtype = kind
+    for args, terms, how in products(fmt, m, n, k, offs, amax, dtype):
         how = {"out_dtype": out_dtype, "use_fast_accum": fast, **how}
         got = scaled_grouped_mm(*args, **how)
         want = reference.scaled_grouped_mm(*args, out_dtype=torch.float64)
@@ -127,8 +128,8 @@ def test_random_problems(seed, hopper):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_are_hoppers_own(kind, hopper):
     """What the other tests here see is this kernel's, not what stands behind it in the table."""
-    fmt, fast, dtype = kind
-    for args, _, how in products(fmt, 700, 272, 400, ends([300, 0, 129, 200], hopper), dtype):
+    fmt, amax, fast, dtype = kind
+    for args, _, how in products(fmt, 700, 272, 400, ends([300, 0, 129, 200], hopper), amax, dtype):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             out = scaled_grouped_mm(*args, use_fast_accum=fast, **how)
             if how:
@@ -142,10 +143,10 @@ def test_bfloat16(kind, hopper):
     check(kind, 700, 272, 400, ends([300, 0, 129, 200], hopper), torch.bfloat16)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_offsets_are_not_trusted(fmt, hopper):
+@pytest.mark.parametrize(("fmt", "amax"), [("rowwise", "group"), ("blockwise", "group"), ("blockwise", "square")])
+def test_offsets_are_not_trusted(fmt, amax, hopper):
     offs = ends([300, 0, 129, 200], hopper)
-    for args, _, how in products(fmt, 700, 272, 400, offs):
+    for args, _, how in products(fmt, 700, 272, 400, offs, amax):
         for wrong in corrupt_offs(args[0].shape[0 if args[1].ndim == 3 else 1], hopper):
             if len(wrong) == len(offs):
                 out = scaled_grouped_mm(*args[:4], wrong, fmt, **how)
@@ -168,9 +169,9 @@ def test_graph_follows_the_offsets(fmt, hopper):
         assert_same(out, scaled_grouped_mm(*args), f"groups of {sizes}")
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_graph_adds_at_every_replay(fmt, hopper):
-    _, (args, _, how) = products(fmt, 700, 272, 400, ends([300, 0, 129, 200], hopper))
+@pytest.mark.parametrize(("fmt", "amax"), [("rowwise", "group"), ("blockwise", "group"), ("blockwise", "square")])
+def test_graph_adds_at_every_replay(fmt, amax, hopper):
+    _, (args, _, how) = products(fmt, 700, 272, 400, ends([300, 0, 129, 200], hopper), amax)
     product = scaled_grouped_mm(*args, out_dtype=torch.float32, **how)
     total = torch.zeros_like(product)
     add_scaled_grouped_mm(total, *args, **how)

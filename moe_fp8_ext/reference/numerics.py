@@ -22,6 +22,7 @@ class Format:
         aligns: the least and the most to a multiple of which groups can be padded along tokens.
         align: the usual one.
         roundings: of scales; the first is the usual one.
+        amaxes: along tokens, of what a column has its largest value, see `quantize_tokens`; the first is the usual one.
     """
 
     block: int | None
@@ -31,6 +32,7 @@ class Format:
     aligns: tuple[int, int]
     align: int
     roundings: tuple[str, str]
+    amaxes: tuple[str, ...]
 
     def blocks(self, size: int) -> int:
         """Scaling blocks of a line; the last may be short."""
@@ -43,10 +45,10 @@ class Format:
 
 E8M0 = torch.float8_e8m0fnu
 FORMATS = {
-    "rowwise": Format(None, 1, torch.float32, "row_major", (1, 256), 32, ("exact", "pow2")),
-    "blockwise": Format(128, 128, torch.float32, "column_major", (1, 256), 32, ("exact", "pow2")),
-    "mxfp8": Format(32, 1, E8M0, "blocked", (32, 128), 32, ("rceil", "floor")),
-    "mxfp8_rowmajor": Format(32, 1, E8M0, "row_major", (32, 128), 32, ("rceil", "floor")),
+    "rowwise": Format(None, 1, torch.float32, "row_major", (1, 256), 32, ("exact", "pow2"), ("group", "batch")),
+    "blockwise": Format(128, 128, torch.float32, "column_major", (1, 256), 32, ("exact", "pow2"), ("group", "square")),
+    "mxfp8": Format(32, 1, E8M0, "blocked", (32, 128), 32, ("rceil", "floor"), ("group",)),
+    "mxfp8_rowmajor": Format(32, 1, E8M0, "row_major", (32, 128), 32, ("rceil", "floor"), ("group",)),
 }
 
 FP8_MAX = {

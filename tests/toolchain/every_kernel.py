@@ -42,8 +42,10 @@ def tokens(rows: int, columns: int, dtype: torch.dtype, misaligned: bool = False
 def quantizers(fmt: str, x: Tensor, offs: Tensor, **how: object) -> Iterator[Call]:
     index = {k: how.pop(k) for k in ("indices", "top_k") if k in how}
     yield f"quantize_rows {fmt}", OPS.quantize_rows, (x, fmt), {"offs": offs, **index, **how}
-    yield f"quantize_tokens {fmt}", OPS.quantize_tokens, (x, fmt), {"offs": offs, **index, **how}
-    yield f"quantize_both {fmt}", OPS.quantize_both, (x, fmt), {"offs": offs, **index, **how}
+    for amax in ("group", "square") if fmt == "blockwise" else ("group",):
+        of_tokens = {"offs": offs, **index, **how, "amax": amax}
+        yield f"quantize_tokens {fmt} {amax}", OPS.quantize_tokens, (x, fmt), of_tokens
+        yield f"quantize_both {fmt} {amax}", OPS.quantize_both, (x, fmt), of_tokens
 
 
 def cases_of_quantizers() -> Iterator[Call]:
@@ -186,16 +188,26 @@ def products(fmt: str, sizes: tuple[int, int, int], offs: Tensor) -> Iterator[Ca
     of_tokens, scale_x = OPS.quantize_rows(tokens(m // 2, k, torch.bfloat16), fmt, **own)
     indices = torch.randint(-1, m // 2 * 2, (m,), dtype=torch.int32)
     dy_t, scale_dy, _ = OPS.quantize_tokens(tokens(m, n, torch.bfloat16), fmt, offs, **own)
+    of_sums = [(dy_t, q_t.t(), scale_dy, scale_t, padded, fmt)]
     if fmt == "blockwise":
-        scale_b, scale_t = scale_b.mT, scale_t.t()
+        of_squares, scale_squares, _ = OPS.quantize_tokens(
+            tokens(m, k, torch.bfloat16), fmt, offs, amax="square", **own
+        )
+        scale_b, of_sums = (
+            scale_b.mT,
+            [
+                (dy_t, of_t.t(), scale_dy, scale_of_t.t(), padded, fmt)
+                for of_t, scale_of_t in ((q_t, scale_t), (of_squares, scale_squares))
+            ],
+        )
     for out in (torch.bfloat16, torch.float32):
         how = {"align": 32, "out_dtype": out}
         yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (q, b.mT, scale, scale_b, offs, fmt), how
         by_slot = {"indices": indices, "top_k": 2, "out_dtype": out}
         yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (of_tokens, b.mT, scale_x, scale_b, offs, fmt), by_slot
-        sums = (dy_t, q_t.t(), scale_dy, scale_t, padded, fmt)
-        yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, sums, how
-        for fast in (True, False):
+        for sums in of_sums:
+            yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, sums, how
+        for sums, fast in itertools.product(of_sums, (True, False)):
             total = torch.ones(len(offs), n, k, dtype=out)
             yield f"add_scaled_grouped_mm {fmt}", added, (total, *sums), {"align": 32, "use_fast_accum": fast}
 

@@ -13,8 +13,8 @@ enum class Grouped { kRows, kSum };
 
 // Of rows: the tensor cores add up a tile's whole sum, 64 rows by 256 columns a warpgroup. Promoted: what they add up
 // of a stage is added, in float32, to sums in other registers, so a warpgroup multiplies 64 rows at a time, twice a
-// stage. Of blocks: promoted, times the scales of the stage. Those of b are of squares; where groups divide the sum they
-// may be of its rows, so that every column of a tile has one of its own.
+// stage. Of blocks: promoted, times the scales of the stage. Those of b are of squares; where groups divide the sum
+// they may be of its rows, so that every column of a tile has one of its own.
 enum class Scales { kRows, kRowsPromoted, kBlocks, kSquares };
 
 struct Args {
