@@ -51,12 +51,12 @@ def grouped_mm(
 
         A itself                                 rows of A * K * bytes of an element
         its fp8 copy along tokens, with scales   K * P + scales,  P = round_up(M, align) + E * align
-                                                 scales: 4 E K ("rowwise"), 4 round_up(K, 4) * B ("blockwise"), or
+                                                 scales: 4 E K ("rowwise"), 4 round_up(S, 4) * B ("blockwise"), or
                                                  round_up(K, 128) * (P / 32 + 4 E) ("mxfp8")
 
-    with M rows of out, B = (round_up(M, 128) + 128 E) / 128. A itself is a reference to what the caller has, no copy,
-    and is quantized along tokens in backward, to the same bytes. In a graph for any number of tokens it is always the
-    fp8 copy. With the recipe's wgrad_high_precision it is A in bfloat16.
+    with M rows of out, B = (round_up(M, 128) + 128 E) / 128, S = ceil(K / 128), with amax "group" K. A itself is a
+    reference to what the caller has, no copy, and is quantized along tokens in backward, to the same bytes. In a graph
+    for any number of tokens it is always the fp8 copy. With the recipe's wgrad_high_precision it is A in bfloat16.
 
     What differs from `torch._grouped_mm`: offs are required, there is no bias and no out_dtype, A is always [M, K] and
     B_t [E, K, N].
@@ -64,8 +64,9 @@ def grouped_mm(
     Args:
         A: [M, K] tokens sorted by group, or, with `indices`, in any order; bfloat16, float16 or float32. Or already
             quantized: what `quantize_rows` returns for offs, or, where B_t needs a gradient, the pair of
-            `quantize_both`. No gradient flows into a Quantized: it counts as a constant. One of other groups gives
-            wrong numbers; MOE_FP8_VALIDATE=1 refuses it.
+            `quantize_both`, whose amax the gradient then has; with that of the recipe's `amax_of_groups` it is the
+            gradient of the tensor, byte for byte, and as fast. No gradient flows into a Quantized: it counts as a
+            constant. One of other groups gives wrong numbers; MOE_FP8_VALIDATE=1 refuses it.
         B_t: [E, K, N] weights, the transposed view of [E, N, K] or contiguous itself (both without a copy), of A's
             dtype. Or the pair that `quantize_weight` returns for the weights [E, N, K], a constant too; its first alone
             will do where A needs no gradient. Or the view of a weight that `gather_in_fp8_` has gathered.
@@ -79,11 +80,12 @@ def grouped_mm(
         top_k: slots of a row of A, given with indices and only then.
         main_grad: [E, K, N], float32 or bfloat16, the transposed view of a contiguous [E, N, K], as B_t usually is.
             Every backward adds the gradient of B_t to it, in float32, before that is rounded to bfloat16 (see
-            `ops.add_scaled_grouped_mm`), and autograd gets none: B_t.grad stays as it is, and hooks that wait for it
-            are not called. Where B_t needs no gradient, it is not written. A backward that is asked for the gradient of
-            A alone adds to it too, as torch does not tell it: pipelines that run one for A and one for B_t add twice.
-            With a quantized B_t, and an A that needs a gradient, it takes that of the weights that B_t was made of: for
-            weights that are trained, and quantized once for many calls of a graph.
+            `ops.add_scaled_grouped_mm`, which says where that takes a float32 product in memory), and autograd gets
+            none: B_t.grad stays as it is, and hooks that wait for it are not called. Where B_t needs no gradient, it is
+            not written. A backward that is asked for the gradient of A alone adds to it too, as torch does not tell it:
+            pipelines that run one for A and one for B_t add twice. With a quantized B_t, and an A that needs a
+            gradient, it takes that of the weights that B_t was made of: for weights that are trained, and quantized
+            once for many calls of a graph.
 
     Returns:
         out [M, N], with `indices` [P, N], of A's dtype, B_t's where A is quantized, bfloat16 where both are. The matmul

@@ -86,10 +86,16 @@ def quantize_both(
     align: int | None = None,
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
+    amax: str = "group",
 ) -> tuple[Quantized, Quantized]:
-    """`quantize_rows` and `quantize_tokens` from one read of x: `ops.quantize_both`, which has all the details."""
+    """`quantize_rows` and `quantize_tokens` from one read of x: `ops.quantize_both`, which has all the details.
+
+    With indices, amax "batch" is an error: rows are then those of x and not of the groups.
+    """
+    if amax == "batch" and indices is not None:
+        raise RuntimeError("quantize_both: amax must not be 'batch' with indices, got 'batch'")
     q, scale, q_t, scale_t, padded_offs = ops.quantize_both(
-        x, format, offs=offs, indices=indices, top_k=top_k, align=align, dtype=dtype, rounding=rounding
+        x, format, offs=offs, indices=indices, top_k=top_k, align=align, dtype=dtype, rounding=rounding, amax=amax
     )
     tokens = Quantized(q_t, scale_t, format, "tokens", padded_offs, _align(format, align))
     return Quantized(q, scale, format, "rows", offs), tokens

@@ -40,11 +40,12 @@ class Recipe:
             `permute_indices(..., align=recipe.align)` is for consumers that need padded groups themselves, such as
             torch's grouped GEMMs called directly, for which "bf16" has 8.
         use_fast_accum: let the GEMM of "rowwise" accumulate whole sums in the tensor cores' own precision.
-        amax: of what activations have their scales along tokens, see `quantize_tokens`. "batch", of "rowwise", is of
-            `experts` alone, where a token goes to several: it casts a token once for all of them. Elsewhere and over
-            ranks that is "group", see DESIGN.md section 6. "square", of "blockwise", gives the wgrad of Hopper one
-            scale for all columns of a tile; gradients have "group". None is "batch" for "rowwise" and "square" for
-            "blockwise"; with amax "group" that is what DeepSeek-V3 trained with, slower.
+        amax: of what operands along tokens have their scales, see `quantize_tokens`. "batch", of "rowwise", is of
+            `experts` alone, of tokens and of gradients of its output, where a token goes to several experts: it casts
+            them once for all of them. Elsewhere and over ranks that is "group", see DESIGN.md section 6. "square", of
+            "blockwise", is of activations; gradients have "group". Hopper's wgrad is faster by it, for it has one scale
+            for all columns of a tile. None is "batch" for "rowwise" and "square" for "blockwise", which with "group" is
+            what DeepSeek-V3 trained with.
         bf16_where_faster: multiply as "bf16" does where fp8 would take longer, see `at`. "auto" is "rowwise" with it.
 
     Raises:

@@ -402,7 +402,20 @@ def scaled_grouped_mm(r: random.Random) -> Call:
         return exact_2d3d(fmt, m, k, n, offsets(r, m), dtypes=dtypes), how
     unit = UNIT[fmt]
     p = r.choice((0, 1, 3, 8)) * unit
-    return exact_2d2d(fmt, p, k, n, offsets(r, p, unit=unit), dtypes=dtypes), how | {"align": r.choice((1, unit))}
+    args = exact_2d2d(fmt, p, k, n, offsets(r, p, unit=unit), dtypes=dtypes)
+    return some_of_squares(r, args), how | {"align": r.choice((1, unit))}
+
+
+def some_of_squares(r: random.Random, args: list[object]) -> list[object]:
+    """A product of two operands along tokens, whose scales may be of squares."""
+    from gemm_problem import scales
+
+    a, b, scale_a, scale_b, offs, fmt = args
+    if fmt == "blockwise" and r.random() < 0.4:
+        scale_a = scales(fmt, scale_a.shape[1], -(-a.shape[0] // 128)).t()
+    if fmt == "blockwise" and r.random() < 0.4:
+        scale_b = scales(fmt, scale_b.shape[0], -(-b.shape[1] // 128))
+    return [a, b, scale_a, scale_b, offs, fmt]
 
 
 @op
@@ -415,5 +428,6 @@ def add_scaled_grouped_mm(r: random.Random) -> Call:
     p = r.choice((0, 1, 3, 8)) * unit
     offs = offsets(r, p, unit=unit)
     args = exact_2d2d(fmt, p, k, n, offs, dtypes=(r.choice(FP8_DTYPES), r.choice(FP8_DTYPES)))
+    args = some_of_squares(r, args)
     total = torch.randn(len(offs), n, k, dtype=r.choice((torch.float32, torch.bfloat16)))
     return [total, *args], {"align": r.choice((1, unit)), "use_fast_accum": r.random() < 0.5}

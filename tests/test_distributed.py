@@ -57,9 +57,9 @@ class World:
 
     def wanted(self, problem: Layer, tokens: list[int], **options: object) -> dict[str, Tensor]:
         """What this rank must have, to the bit: ranks' parts of a token are bfloat16 and added in their order, and
-        scales are those of groups."""
+        no scales are those of the batch."""
         recipe = get_recipe(options.pop("recipe", "rowwise"))
-        options["recipe"] = replace(recipe, amax="group") if recipe.format else recipe
+        options["recipe"] = replace(recipe, amax=recipe.amax_of_groups)
         found = run(problem, **options)
         of_rank = EXPERTS // self.size
         parts = []

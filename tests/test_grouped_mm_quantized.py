@@ -18,7 +18,7 @@ FORMATS = ("rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor")
 def both_ways(a: Tensor, b_t: Tensor, offs: Tensor, recipe: Recipe) -> tuple[tuple, tuple]:
     """A along rows and tokens, and the weights with their transpose, as the recipe quantizes them."""
     rule = {"dtype": recipe.dtype, "rounding": recipe.rounding}
-    of_a = quantize_both(a.detach(), recipe.format, offs=offs, align=recipe.align, **rule)
+    of_a = quantize_both(a.detach(), recipe.format, offs=offs, align=recipe.align, amax=recipe.amax_of_groups, **rule)
     return of_a, quantize_weight(b_t.detach().mT, recipe.format, **rule)
 
 

@@ -27,7 +27,7 @@ from helpers import (
 from quantizers import caller, tensors
 
 import moe_fp8_ext
-from moe_fp8_ext import Recipe, grouped_mm, ops, quantize_rows, quantize_tokens, scaled_grouped_mm
+from moe_fp8_ext import Recipe, grouped_mm, ops, quantize_both, quantize_tokens, scaled_grouped_mm
 from moe_fp8_ext.reference.numerics import FP8_MAX
 
 SQUARE = 128
@@ -87,11 +87,14 @@ def test_objects(device):
     recipe = Recipe("blockwise")
     assert recipe.amax == "square"
     how = {"offs": offs, "rounding": recipe.rounding}
-    pair = quantize_rows(a.detach(), "blockwise", **how), quantize_tokens(a.detach(), "blockwise", amax="square", **how)
+    pair = quantize_both(a.detach(), "blockwise", amax="square", **how)
     _, _, want = gradients(lambda a, b: grouped_mm(a, b, offs, recipe=recipe), a, b_t, g)
     got = b_t.detach().requires_grad_()
     grouped_mm(pair, got, offs, recipe=recipe).backward(g)
     assert_same(got.grad, want)
+    of_slots = {"indices": torch.arange(300, dtype=torch.int32, device=device), "top_k": 1}
+    with pytest.raises(RuntimeError, match="quantize_both: amax must not be 'batch' with indices, got 'batch'"):
+        quantize_both(a.detach(), "rowwise", offs=offs, amax="batch", **of_slots)
     dy = quantize_tokens(g, "blockwise", **how)
     assert_same(scaled_grouped_mm(dy, pair[1]), want.mT)
 

@@ -23,9 +23,9 @@ Handle out_of(const Call& call, const Product& product) {
 }
 
 #if defined(MOE_FP8_CUDA)
-// torch's GEMMs trust their offsets and leave tail rows unwritten: they get safe offsets, of 2D x 2D multiples of what
-// they take, and what they do not write is zeroed behind them, or left out of the total. multiply(offs [E]) is one of
-// them.
+// A product that is not added to a total, made within groups and then added to one. torch's GEMMs trust their offsets
+// and leave tail rows unwritten: they get safe offsets, of 2D x 2D multiples of what they take, and what they do not
+// write is zeroed behind them, or left out of the total. multiply(offs [E]) makes the product.
 template <class Multiply>
 AtenTensorHandle within_groups(const Call& call, const Product& product, int multiple, Multiply multiply,
                                bool product_float32 = false) {
@@ -105,7 +105,6 @@ AtenTensorHandle mma_gemm(const Call& call, const Product& product) {
 constexpr std::nullptr_t mma_gemm = nullptr;
 #endif
 
-constexpr int kSm90Offs = 32;
 #if defined(MOE_FP8_CUDA)
 bool sm90_takes(const Product& product) { return sm90::takes_operands(product.p); }
 bool sm90_by_index(const Product& product) { return sm90::takes_index(product.p, product.use_fast_accum); }
@@ -116,7 +115,7 @@ AtenTensorHandle sm90_gemm(const Call& call, const Product& product) {
   plain.total = nullptr;
   plain.p.adds = false;
   plain.p.out_float32 = true;
-  return within_groups(call, product, kSm90Offs, [&](const Handle&) {
+  return within_groups(call, product, sm90::kSumAlign, [&](const Handle&) {
     return Handle(own_gemm(call, plain, sm90::grouped_gemm));
   }, true);
 }
@@ -136,7 +135,7 @@ Needs of_sm90() {
   Needs needs;
   needs.least_sm = needs.most_sm = 90;
   needs.sum = needs.columns = 16;
-  needs.offs = kSm90Offs;
+  needs.offs = sm90::kSumAlign;
   needs.chunks = true;
   return needs;
 }

@@ -60,8 +60,7 @@ struct AddGroups {
 };
 // Eight neighbours as float32, from two vectors or from one of bfloat16.
 MOE_DEVICE void load_eight(const Vec16* from, int64_t i, bool is_float32, float (&v)[8]) {
-  const Vec16 first = load_stream(from + (is_float32 ? 2 * i : i));
-  const Vec16 second = is_float32 ? load_stream(from + 2 * i + 1) : Vec16{};
+  const Vec16 first = from[is_float32 ? 2 * i : i], second = is_float32 ? from[2 * i + 1] : Vec16{};
   for (int j = 0; j < 8; ++j)
     v[j] = !is_float32 ? element<BF16>(first.w[j / 2], j % 2) : as_float(j < 4 ? first.w[j] : second.w[j - 4]);
 }

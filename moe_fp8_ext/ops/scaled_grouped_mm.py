@@ -105,7 +105,8 @@ def add_scaled_grouped_mm(
 
     product32 is the float32 that `scaled_grouped_mm` would round to its out_dtype; RN rounds to the dtype of `total`.
     GEMMs of torch's have their product in bfloat16 alone, which is then what is added. What an empty group has in
-    `total` stays as it is.
+    `total` stays as it is. Hopper's kernels add fast sums of "rowwise", and "blockwise" with b of squares; other
+    products of theirs are made in float32, 4 E N K bytes while it runs, and torch's in bfloat16, before they are added.
 
     Args:
         total: [E, N, K], bfloat16 or float32, contiguous; it shares no memory with the operands. GEMMs of tensor cores

@@ -17,8 +17,9 @@ MOE_DEVICE void advance(Loader<T>& loader, int step) {
   loader.fetch(step + 2);
 }
 
-// Operands come into registers while those before them are multiplied, so that nothing waits for shared memory, and of
-// two stages one has been read when half of it is still to be multiplied. What lies behind the last is not multiplied.
+// Of two stages operands come into registers while those before them are multiplied, so that nothing waits for shared
+// memory, and a stage has been read when half of it is still to be multiplied. What lies behind the last is not
+// multiplied.
 template <class T>
 MOE_DEVICE void multiply_tile(Loader<T>& loader, Shared<T>& shared, int steps, const Lane<T>& lane,
                               typename Lane<T>::Sums& sums) {

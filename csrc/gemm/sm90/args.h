@@ -1,6 +1,6 @@
 // What a launch gives the kernel, and which kernel it is.
 #pragma once
-#include "gemm/scaled_grouped_mm.h"
+#include "gemm/sm90/grouped_gemm.h"
 #include "numerics/groups.h"
 #include "platform/tma.h"
 
@@ -50,7 +50,7 @@ struct Traits {
   static constexpr int kTileColumns = !kPromoted ? 256 : kColumnScales ? 96 : kDepth;
   static constexpr int kBoxColumns = kPromoted ? kTileColumns : kTileColumns / 2;  // rows of b in a copy
   static constexpr int kStageBytesA = kTileRows * kDepth, kStageBytesB = kTileColumns * kDepth;
-  static constexpr int kSumAlign = 32;  // one instruction's worth, so that none holds two groups
+  static constexpr int kSumAlign = sm90::kSumAlign;
   static MOE_HD constexpr bool of_sum(const Args&) { return kSumGroups; }
 };
 

@@ -33,11 +33,11 @@ Scales scales_of(const ScaledGroupedMmParams& p, bool fast) {
   return p.groups_of_sum && are_squares(p.scale_b) ? Scales::kSquares : Scales::kBlocks;
 }
 // Of a step of training, with recipes as they usually are. The others are rare enough not to have kernels of their own.
-constexpr bool add(Scales scales) { return scales == Scales::kRows || scales == Scales::kSquares; }
+constexpr bool add_to_total(Scales scales) { return scales == Scales::kRows || scales == Scales::kSquares; }
 
 template <Scales kScales, Fp8Type kA>
 int launch_with(const ScaledGroupedMmParams& p, void* stream) {
-  if constexpr (add(kScales))
+  if constexpr (add_to_total(kScales))
     if (p.adds) return launch_gemm<kScales, kA, true>(p, stream);
   return launch_gemm<kScales, kA, false>(p, stream);
 }
@@ -70,7 +70,7 @@ bool takes_index(const ScaledGroupedMmParams& p, bool fast) {
   return fast && p.scale_a.block_size == 0 && p.N <= kMostColumnsByIndex && counted;
 }
 
-bool takes_total(const ScaledGroupedMmParams& p, bool fast) { return add(scales_of(p, fast)); }
+bool takes_total(const ScaledGroupedMmParams& p, bool fast) { return add_to_total(scales_of(p, fast)); }
 
 int grouped_gemm(const ScaledGroupedMmParams& p, bool fast, void* stream) {
   return p.a_type == Fp8Type::kE5M2 ? launch_with<Fp8Type::kE5M2>(p, fast, stream)

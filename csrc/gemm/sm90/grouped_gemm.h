@@ -4,7 +4,7 @@
 //   scales of rows     fast: applied to the sum, which the tensor cores accumulate in their own precision; otherwise
 //                      sums of 128 products are promoted, added in float32 in the order of the sum, and scaled then
 //   scales of blocks   sums of 128 products are promoted, scaled and added in float32, in the order of the sum; of b,
-//                      where groups divide the sum, also of squares of 128 x 128, which is a fifth faster
+//                      where groups divide the sum, also of squares of 128 x 128, whose tiles are wider
 //
 // Rows behind the last group are zero, as is the out of a group that owns nothing of the sum; where the product adds to
 // out, that of such a group stays as it is. The schedule: schedule.h.
@@ -12,6 +12,8 @@
 #include "gemm/scaled_grouped_mm.h"
 
 namespace moe_fp8::sm90 {
+
+constexpr int kSumAlign = 32;  // groups of the sum begin at multiples of one instruction's worth: none holds two groups
 
 // Whether types, the strides of b and the scales are such that these kernels take the product, of operands and out at
 // 16-byte boundaries, of a K and an N that are multiples of 16 and, in 2D x 2D, of offs that are multiples of 32.
