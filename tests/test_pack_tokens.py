@@ -62,7 +62,7 @@ def test_columns_that_there_are(which, device):
     x, *others = known(41, 24, 5, device)
     given = [t if which >> i & 1 else None for i, t in enumerate(others)]
     rows = check(x, *given, 9, slot_indices(41, 2, 60, device), 2)
-    assert rows.shape[1] == 48 + sum(size for t, size in zip(given, (16, 32, 32), strict=True) if t is not None)
+    assert rows.shape[1] == 64 + sum(size for t, size in zip(given, (32, 32, 32), strict=True) if t is not None)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -88,7 +88,8 @@ def test_ids(device):
     ids, x = torch.tensor(limits, device=device), torch.zeros(4, 0, device=device)
     indices = torch.arange(4, dtype=torch.int32, device=device)
     rows = check(x, None, ids, None, 9, indices, 1)
-    assert rows.view(torch.int32).tolist() == [[0, 0, 0, 0], [0, 0, 1, 0], [9, 0, 0, 0], [0, 0, 2, 0]]
+    assert rows.view(torch.int32)[:, :3].tolist() == [[0, 0, 0], [0, 0, 1], [9, 0, 0], [0, 0, 2]]
+    assert not rows[:, 12:].any()
     assert not check(x, None, ids, None, 0, indices, 1).any()
     int32 = ids.clamp(-(2**31), 2**31 - 1).int()
     check(x, None, int32, None, 9, indices, 1)
@@ -103,8 +104,8 @@ def test_a_message(device):
     there = permutation[: int(offs[-1])].long() // 3
     assert_same(rows[: len(there), :192].contiguous().view(x.dtype), x[there])
     assert_same(rows[: len(there), 192:196].contiguous().view(torch.float32), scale[there, None])
-    assert not rows[: len(there), 196:208].any() and not rows[len(there) :].any()
-    assert_same(rows[: len(there), 224:].contiguous().view(torch.float32), scores[there])
+    assert not rows[: len(there), 196:224].any() and not rows[len(there) :].any()
+    assert_same(rows[: len(there), 256:272].contiguous().view(torch.float32), scores[there])
 
 
 @pytest.mark.parametrize("shape", [(0, 0, 0, 0), (0, 5, 3, 4), (5, 0, 3, 4), (5, 3, 0, 4), (5, 3, 3, 0)], ids=short)

@@ -42,7 +42,8 @@ struct ColumnSource {
   bool ids;  // int32, or int64
 };
 
-constexpr int kMaxColumns = 4, kColumnAlign = 16;
+constexpr int kMaxColumns = 4;
+constexpr int kColumnAlign = 32;  // bytes of a sector of memory: where rows lie otherwise, they cost one more
 struct PackTokensParams {
   void* to;
   RowIndex source;

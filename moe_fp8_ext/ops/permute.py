@@ -129,7 +129,7 @@ def pack_tokens(
     """Takes tokens by index, all that is known of each side by side in a row of bytes: messages to other ranks.
 
     Row p is of token `indices[p] // top_k`: its values, scales, ids and scores, those of them that there are. Each
-    column begins at a multiple of 16 bytes. Zeros fill what is between them, and rows whose index is no slot. Ids come
+    column begins at a multiple of 32 bytes. Zeros fill what is between them, and rows whose index is no slot. Ids come
     as int32 from 1 on, `id + 1`, and 0 for one that is not in [0, num_experts). Not differentiable. Never waits for the
     device.
 
