@@ -16,7 +16,7 @@ constexpr int64_t kMaxBlocks = 1 << 21;  // HIP has fewer than 2^32 threads a la
 // Where a row goes to several places, all rows of one piece, blockIdx.y, are copied before the next, so that the L2
 // holds what is read at about the same time. On an H200, [32768, 4096] bytes to 8 places each in 381 us, in pieces of
 // 512 bytes 450, whole 517.
-constexpr int64_t kPiece = 256, kMaxPieces = 65535;
+constexpr int64_t kPiece = 256, kMaxPieces = 65535 - kMaxColumns;
 struct PiecesPlan : CopyRowsParams {
   int64_t piece;  // bytes
 };
@@ -45,14 +45,15 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) copy_rows_kernel(MOE_GRID_CONS
   }
 }
 
-// The same of several columns, and of units of any size: a block has a piece of every column that is so long.
+// The same of several columns, and of units of any size: a block has a piece of one column.
 struct ColumnsPlan : PackTokensParams {
   int64_t piece;  // bytes
+  int pieces[kMaxColumns];
 };
 
 template <class T, class Load>
-MOE_DEVICE void copy_units(const ColumnsPlan& p, const Column& c, Load load) {
-  const int64_t of_piece = p.piece / int64_t(sizeof(T)), begin = blockIdx.y * of_piece;
+MOE_DEVICE void copy_units(const ColumnsPlan& p, const Column& c, int64_t piece, Load load) {
+  const int64_t of_piece = p.piece / int64_t(sizeof(T)), begin = piece * of_piece;
   const int64_t end = begin + of_piece < c.padded_units ? begin + of_piece : c.padded_units;
   const int step = blockDim.x;
 #pragma unroll 1
@@ -88,18 +89,17 @@ struct LoadId {
 };
 
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) pack_tokens_kernel(MOE_GRID_CONSTANT const ColumnsPlan p) {
+  int column = 0, piece = blockIdx.y;
+  while (piece >= p.pieces[column]) piece -= p.pieces[column++];
+  const Column& c = p.columns[column];
   wait_for_previous_kernel();
-#pragma unroll 1
-  for (int column = 0; column < p.num_columns; ++column) {
-    const Column& c = p.columns[column];
-    switch (c.unit) {
-      case Unit::k16: copy_units<Vec16>(p, c, LoadUnit<Vec16>{}); break;
-      case Unit::k4: copy_units<uint32_t>(p, c, LoadUnit<uint32_t>{}); break;
-      case Unit::k2: copy_units<uint16_t>(p, c, LoadUnit<uint16_t>{}); break;
-      case Unit::k1: copy_units<uint8_t>(p, c, LoadUnit<uint8_t>{}); break;
-      case Unit::kInt32Id: copy_units<uint32_t>(p, c, LoadId<int>{p.num_experts}); break;
-      case Unit::kInt64Id: copy_units<uint32_t>(p, c, LoadId<int64_t>{p.num_experts}); break;
-    }
+  switch (c.unit) {
+    case Unit::k16: return copy_units<Vec16>(p, c, piece, LoadUnit<Vec16>{});
+    case Unit::k4: return copy_units<uint32_t>(p, c, piece, LoadUnit<uint32_t>{});
+    case Unit::k2: return copy_units<uint16_t>(p, c, piece, LoadUnit<uint16_t>{});
+    case Unit::k1: return copy_units<uint8_t>(p, c, piece, LoadUnit<uint8_t>{});
+    case Unit::kInt32Id: return copy_units<uint32_t>(p, c, piece, LoadId<int>{p.num_experts});
+    case Unit::kInt64Id: return copy_units<uint32_t>(p, c, piece, LoadId<int64_t>{p.num_experts});
   }
 }
 
@@ -142,13 +142,13 @@ int copy_rows(const CopyRowsParams& p, void* stream) {
 
 int pack_tokens(const PackTokensParams& p, void* stream) {
   if (p.rows == 0 || p.row_bytes == 0) return 0;
-  const ColumnsPlan plan = {p, piece_of(p.source, p.row_bytes)};
-  int64_t longest = 0;
+  ColumnsPlan plan = {p, piece_of(p.source, p.row_bytes)};
+  int64_t pieces = 0;
   for (int i = 0; i < p.num_columns; ++i) {
-    const int64_t bytes = p.columns[i].padded_units * bytes_of(p.columns[i].unit);
-    if (bytes > longest) longest = bytes;
+    const Column& c = p.columns[i];
+    plan.pieces[i] = int(ceil_div<int64_t>(c.padded_units * bytes_of(c.unit), plan.piece));
+    pieces += plan.pieces[i];
   }
-  const int64_t pieces = ceil_div(longest, plan.piece);
   const int unit = bytes_of(p.columns[0].unit);
   return launch(pack_tokens_kernel, launch_of(p.rows, p.row_bytes, plan.piece, pieces, unit, stream), plan);
 }
