@@ -119,6 +119,8 @@ MOE_DEVICE void copy_to_shared(Vec16* shared, const Vec16* global) {
                  ::"r"(to), "l"(global), "l"(kEvictLast) : "memory");
   else
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+#elif defined(MOE_SIMT) && SIMT_WARP == 32
+  simt::current->copy_chunk(shared, global);
 #else
   *shared = load_stream(global);
 #endif
@@ -132,6 +134,8 @@ MOE_DEVICE void copy_or_clear(Vec16* shared, const Vec16* global, bool wanted, b
                "setp.ne.s32 wanted, %3, 0;\n"
                "@wanted cp.async.cg.shared.global [%0], [%1], 16, %2;}"
                ::"r"(to), "l"(global), "r"(there ? 16 : 0), "r"(int(wanted)) : "memory");
+#elif defined(MOE_SIMT) && SIMT_WARP == 32
+  if (wanted) simt::current->copy_chunk(shared, there ? global : nullptr);
 #else
   if (wanted) *shared = there ? load_stream<Reuse::kSoon>(global) : Vec16{};
 #endif
@@ -139,12 +143,16 @@ MOE_DEVICE void copy_or_clear(Vec16* shared, const Vec16* global, bool wanted, b
 MOE_DEVICE void commit_copies() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
+#elif defined(MOE_SIMT) && SIMT_WARP == 32
+  simt::current->complete_group();
 #endif
 }
 template <int kPending = 0>
 MOE_DEVICE void wait_copies() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#elif defined(MOE_SIMT) && SIMT_WARP == 32
+  simt::current->wait_but_for(kPending);
 #endif
 }
 

@@ -246,6 +246,14 @@ class Block {
     if (running_->begun.empty()) running_->begun.emplace_back();
     running_->begun.back().push_back(std::move(work));
   }
+  // Of 16 bytes; null: zeros. Until then nobody knows what is there.
+  void copy_chunk(void* to, const void* from) {
+    memset(to, kPoison, 16);
+    begin([to, from] {
+      if (from) memcpy(to, from, 16);
+      else memset(to, 0, 16);
+    });
+  }
   void complete_group() { running_->begun.emplace_back(); }
   bool fenced() const { return running_->fenced; }
   void fence(bool now) { running_->fenced = now; }

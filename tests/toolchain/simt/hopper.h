@@ -116,12 +116,7 @@ inline void prefetch_bytes(const void* global, uint32_t bytes) {
 }
 inline void copy_chunk(uint32_t shared, const void* global, bool there) {
   if (there) check_bytes(global, 16);
-  unsigned char* to = current->at(own(shared), 16, 16);
-  memset(to, simt::kPoison, 16);
-  current->begin([to, global, there] {
-    if (there) memcpy(to, global, 16);
-    else memset(to, 0, 16);
-  });
+  current->copy_chunk(current->at(own(shared), 16, 16), there ? global : nullptr);
 }
 inline void barrier_arrive_behind_copies(uint32_t barrier) {
   current->complete_group();
