@@ -199,7 +199,8 @@ def first_screen(results: dict[str, dict]) -> str:
         base = next(run["held_out"] for run in losses["runs"] if run["recipe"] == "bf16")
         others = [(run["recipe"], run["held_out"] / base - 1) for run in losses["runs"] if run["recipe"] != "bf16"]
         text = ", ".join(f"`{recipe}` {difference:+.2%}" for recipe, difference in others)
-        parts.append(f"Held-out loss against BF16's, after {losses['steps']} steps on {losses['device']}: {text}.")
+        where = f"{losses['device']}, {losses['date']}"
+        parts.append(f"Held-out loss against BF16's, after {losses['steps']} steps on {where}: {text}.")
     for result in results.values():
         rows = training_rows(result)
         if rows:

@@ -12,6 +12,7 @@ balance of experts: its loss is a mean of the processes', each of its own share.
 
 import argparse
 import atexit
+import datetime
 import json
 import math
 import os
@@ -272,7 +273,8 @@ def write_losses(runs: list[Run], args: argparse.Namespace) -> None:
         {"recipe": run.recipe, "losses": [round(loss, 4) for loss in run.losses], "held_out": round(run.held_out, 5)}
         for run in runs
     ]
-    args.losses.write_text(json.dumps({"device": device, "steps": args.steps, "runs": curves}) + "\n")
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    args.losses.write_text(json.dumps({"device": device, "date": date, "steps": args.steps, "runs": curves}) + "\n")
 
 
 class Parser(argparse.ArgumentParser):
