@@ -131,7 +131,7 @@ def origin(result: dict) -> str:
     if relu := [row["relu_host_us"] for row in result["rows"] if "relu_host_us" in row]:
         text += f" An eager torch.relu, one output and one launch, took {median(relu):.1f} us of the host."
     again = Counter(row["commit"][:12] for row in result["rows"] if row.get("commit"))
-    return text + "".join(f" {count} rows were measured again at {commit}." for commit, count in again.items())
+    return text + "".join(f" {count} rows are of {commit}." for commit, count in again.items())
 
 
 def renewed(result: dict, later: dict) -> dict:

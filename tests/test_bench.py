@@ -86,7 +86,7 @@ def test_rows_measured_again_say_their_commit(monkeypatch: pytest.MonkeyPatch) -
         ("a", "even", 2.0, "2"),
     ]
     assert "commit 111111111111." in report.origin(found)
-    assert "2 rows were measured again at 222222222222." in report.origin(found)
+    assert "2 rows are of 222222222222." in report.origin(found)
 
 
 def test_compare(tmp_path: Path) -> None:
