@@ -147,6 +147,17 @@ def _known_of_tokens(format: str) -> Callable[..., tuple[object, ...]]:
     return inputs
 
 
+def _tokens_of_ranks(format: str) -> Callable[..., tuple[object, ...]]:
+    """Such tokens before they are quantized."""
+
+    def inputs(device: torch.device, groups: None, *, t: int, top_k: int, k: int, e: int) -> tuple[object, ...]:
+        ids, scores = torch.randint(e, (t, top_k), device=device), torch.rand(t, top_k, device=device)
+        _, _, inverse = ops.sort_tokens(ops.tokens_by_rank(ids, e, 2)[0], 2)
+        return normal(device, t, k), format, ids, scores, e, inverse, 2 * t
+
+    return inputs
+
+
 def _slots_only(args: tuple, out: tuple[Tensor, Tensor]) -> int:
     """A token is read once for every slot that it has."""
     return 2 * sum(t.nbytes for t in out)
@@ -175,6 +186,10 @@ TOKEN_CASES: tuple[Case, ...] = (
     ),
     *(
         Case("pack_tokens", _tokens_to_ranks, _known_of_tokens(f), ops.pack_tokens, (HOST,), format=f)
+        for f in ("rowwise", "blockwise")
+    ),
+    *(
+        Case("quantize_and_pack", _tokens_to_ranks, _tokens_of_ranks(f), ops.quantize_and_pack, (HOST,), format=f)
         for f in ("rowwise", "blockwise")
     ),
     Case("unpermute", exchanged_shapes, _permuted, ops.unpermute, (HOST,), moved=_tokens_only),

@@ -125,11 +125,6 @@ class Fp8Operands:
         q, scale, q_t, scale_t = fp8_weight(w, dtype, self.recipe, backward)
         return (q, scale), (q_t, scale_t) if backward else NOTHING
 
-    def quantized(self, x: Tensor, gradient: bool = False) -> Operand:
-        """Tokens x [T, K] along rows."""
-        format, dtype, rounding = self._rule(gradient)
-        return _quantize_rows(row_major(x), format, None, None, None, dtype, rounding)
-
     def values(self, x: Operand) -> Tensor:
         q, scale = x
         return q if scale is None else _dequantize(q, scale, self.recipe.format, "rows", None, torch.bfloat16)
@@ -137,7 +132,7 @@ class Fp8Operands:
     def at_slots(
         self, x: Operand, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        format, dtype, rounding = self._rule(gradient)
+        format, dtype, rounding = self.rule(gradient)
         along_rows = along_tokens = NOTHING
         amax = self.recipe.amax if x[1] is None and slots.indices[1] > 1 else self.recipe.amax_of_groups
         amax = "group" if amax == "square" and gradient else amax
@@ -146,7 +141,9 @@ class Fp8Operands:
             both = _quantize_both(row_major(x[0]), format, slots.offs, *slots.indices, *how)
             return both[:2], both[2:]
         if rows:
-            along_rows = self.quantized(x[0], gradient) if x[1] is None else x
+            along_rows = x
+        if rows and x[1] is None:
+            along_rows = _quantize_rows(row_major(x[0]), format, None, None, None, dtype, rounding)
         if tokens:
             along_tokens = _quantize_tokens(row_major(self.values(x)), format, slots.offs, *slots.indices, *how)
         return along_rows, along_tokens
@@ -154,7 +151,7 @@ class Fp8Operands:
     def of_slots(
         self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        format, dtype, rounding = self._rule(gradient)
+        format, dtype, rounding = self.rule(gradient)
         of_groups = x, format, slots.offs, None, None
         if not tokens:
             return _quantize_rows(*of_groups, dtype, rounding) if rows else NOTHING, NOTHING
@@ -167,7 +164,7 @@ class Fp8Operands:
     def activated(
         self, h: Tensor, slots: Slots, activation: str, interleaved: bool, keep_fp8: bool
     ) -> tuple[Operand, Operand]:
-        format, dtype, rounding = self._rule(gradient=False)
+        format, dtype, rounding = self.rule(gradient=False)
         how = interleaved, keep_fp8, dtype, rounding
         q, scale, *kept = _quantize_activated(h, activation, format, slots.offs, *how)
         return (q, scale), tuple(kept) if keep_fp8 else (h, None)
@@ -176,8 +173,8 @@ class Fp8Operands:
         if wanted != Wanted(rows=True, tokens=True, a=True, dh=False) or self.recipe.amax == "square":
             return _gradients(self, da, of, slots, wanted, self.recipe.format)
         (h, h_scale), scores, activation, interleaved = of
-        format, dtype, rounding = self._rule(gradient=False)
-        dtypes = dtype, self._rule(gradient=True)[1]
+        format, dtype, rounding = self.rule(gradient=False)
+        dtypes = dtype, self.rule(gradient=True)[1]
         how = scores, h_scale, interleaved, self.recipe.align, *dtypes, rounding
         q, scale, q_t, scale_t, a_q_t, a_scale_t, ends, dscores = _quantize_activated_backward(
             h, da, activation, format, slots.offs, *how
@@ -191,7 +188,8 @@ class Fp8Operands:
         (q_dy, scale_dy, ends), (q, scale, _) = dy, a
         return fp8_wgrad(q_dy, scale_dy, q, scale, ends, self.recipe, self.recipe.align, main_grad)
 
-    def _rule(self, gradient: bool) -> tuple[str, torch.dtype | None, str]:
+    def rule(self, gradient: bool) -> tuple[str, torch.dtype | None, str]:
+        """Format, dtype and rounding of tokens, or of their gradients."""
         recipe = self.recipe
         return recipe.format, (recipe.grad_dtype if gradient else None) or recipe.dtype, recipe.rounding
 

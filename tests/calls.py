@@ -329,6 +329,22 @@ def pack_tokens(r: random.Random) -> Call:
 
 
 @op
+def quantize_and_pack(r: random.Random) -> Call:
+    fmt, m, rows, n, e = (
+        r.choice(list(FORMATS)),
+        r.choice(ROWS),
+        r.choice(ROWS),
+        r.choice((0, 1, 2, 5)),
+        r.choice((0, 9)),
+    )
+    ids = torch.randint(-1, e + 1, (m, n), dtype=r.choice((torch.int32, torch.int64)), generator=generator(r))
+    others = r.choice((None, placed(r, ids))), r.choice((None, raw(r, r.choice(MOVABLE), m, n)))
+    top_k = r.randint(0, 3)
+    inverse = slots(r, rows, m * top_k).view(m, top_k)
+    return [values(r, m, r.choice(COLUMNS)), fmt, *others, e, inverse, rows], rule(r, fmt)
+
+
+@op
 def unpermute(r: random.Random) -> Call:
     p, m, top_k = r.choice(ROWS), r.choice(ROWS), r.randint(1, 3)
     k = r.choice(COLUMNS)

@@ -19,7 +19,7 @@ from processes import NEEDS_GLOO, in_processes
 from test_distributed import EXPERTS, D, F, World, meshes, process
 
 from moe_fp8_ext import Experts, Recipe
-from moe_fp8_ext.distributed import ExpertParallel, expert_parallel
+from moe_fp8_ext.distributed import ExpertParallel, messages
 
 SIZE = 4
 
@@ -75,7 +75,7 @@ def check_casts(world: World) -> None:
         call = partial(run, problem, world.parallel(2, mode=mode).experts)
         with pytest.MonkeyPatch.context() as patch:
             if world.rank == 2:
-                patch.setattr(expert_parallel, "_pack_tokens", lambda *of_message: torch.empty(2**62))
+                patch.setattr(messages, "_quantize_and_pack", lambda *of_message: torch.empty(2**62))
             world.raises("error was raised on rank 2" if world.rank != 2 else "memory|allocate|overflow", call)
         call()
 

@@ -15,6 +15,7 @@ from helpers import (
     corrupt_offs,
     group_offs,
     misaligned,
+    pairs,
     short,
     slot_indices,
     wide,
@@ -82,6 +83,30 @@ def test_pack_tokens(kernels, top_k):
         kernels.check("pack_tokens", x, scale.bfloat16().t().contiguous().t(), None, scores.half(), 0, indices, top_k)
         kernels.check("pack_tokens", x, None, None, None, 0, indices, top_k)
         kernels.check("pack_tokens", x[:, k // 3 :], None, ids[:, :1], None, 9, indices[:0], top_k)
+
+
+@pytest.mark.parametrize(
+    *pairs(
+        format=list(FORMATS),
+        k=[8, 16, 72, 264, 1032, 4104],
+        top_k=[0, 1, 3, 70],
+        e5m2=[False, True],
+        rounding=[0, 1],
+        n=[0, 3, 8],
+    ),
+    ids=short,
+)
+def test_quantize_and_pack(kernels, format, k, top_k, e5m2, rounding, n):
+    """Rows of one wave and of several; more slots of a token than lanes; rows that none and that two slots name."""
+    x, ids, scores = wide(37, k), torch.randint(-2, 12, (37, n)), torch.randn(37, n)
+    inverse = torch.randint(-3, 115, (37, top_k), dtype=torch.int32)
+    for each in kernels:
+        dtype = [t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz()][e5m2]
+        how = {"dtype": dtype, "rounding": FORMATS[format].roundings[rounding]}
+        for of_token in ((ids, scores), (ids.int(), None), (None, None)):
+            args = x, format, *of_token, 9, inverse, 110
+            want = reference.quantize_and_pack(*args, **how)
+            assert_same(each.run("quantize_and_pack", (want,), *args, **how)[0], want, f"at wave size {each.wave}")
 
 
 def test_permute_indices(kernels):

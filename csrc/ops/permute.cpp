@@ -8,7 +8,7 @@ namespace moe_fp8 {
 namespace {
 
 constexpr const char *kIndices = "permute_indices", *kPad = "permute_pad", *kQuantized = "permute_quantized",
-                     *kPack = "pack_tokens", *kUnpermute = "unpermute";
+                     *kUnpermute = "unpermute";
 
 template <class Count>
 void validate_counts(const Argument& arg, const Tensor& counts, int64_t num_tokens) {
@@ -33,19 +33,6 @@ void run(const Call& call, const Tensor& scale, const PermuteScalesParams& p) {
   if (scale.on_gpu()) return call.check(permute_scales(p, call.stream()));
 #endif
   permute_scales_cpu(p);
-}
-
-void run(const Call& call, const Tensor& x, const PackTokensParams& p) {
-#if defined(MOE_FP8_GPU)
-  if (x.on_gpu()) return call.check(pack_tokens(p, call.stream()));
-#endif
-  pack_tokens_cpu(p);
-}
-
-void add_column(PackTokensParams& p, const Tensor& t, bool ids = false) {
-  const int64_t size = int64_t(aoti_torch_dtype_element_size(t.dtype));
-  const bool matrix = t.dim == 2;
-  p.add({t.data, size, t.strides[0], matrix ? t.strides[1] : 1, matrix ? t.sizes[1] : 1, ids});
 }
 
 }  // namespace
@@ -130,36 +117,6 @@ Results<2> permute_quantized_op(const Tensor& q, const Tensor& scale, std::strin
   return results(out, out_scale);
 }
 
-Results<1> pack_tokens_op(const Tensor& x, const std::optional<Tensor>& scale, const std::optional<Tensor>& topk_ids,
-                          const std::optional<Tensor>& topk_scores, int64_t num_experts, const Tensor& indices,
-                          int64_t top_k) {
-  constexpr const Argument &kX = argument(kPack, "x"), &kScale = argument(kPack, "scale"),
-                           &kIds = argument(kPack, "topk_ids"), &kScores = argument(kPack, "topk_scores"),
-                           &kAt = argument(kPack, "indices");
-  check(kX, x);
-  PackTokensParams p = {};
-  add_column(p, x);
-  const auto add = [&](const Argument& arg, const std::optional<Tensor>& t, bool ids = false) {
-    if (!t) return;
-    check(arg, *t, x);
-    check_size(arg, *t, 0, x.sizes[0]);
-    add_column(p, *t, ids);
-  };
-  add(kScale, scale);
-  add(kIds, topk_ids, true);
-  add(kScores, topk_scores);
-  check_count(kPack, "num_experts", num_experts);
-  if (topk_ids) validate_ids(kIds, *topk_ids, num_experts);
-  p.num_experts = int(num_experts);
-  p.source = check_indices(kAt, indices, x, x.sizes[0], top_k);
-  p.rows = indices.sizes[0];
-  const Call call(kPack, "x", x);
-  Handle out = call.empty({p.rows, p.row_bytes}, kUInt8);
-  p.to = data(out);
-  run(call, x, p);
-  return results(out);
-}
-
 Results<1> unpermute_op(const Tensor& y, const Tensor& indices, int64_t num_tokens, int64_t top_k) {
   constexpr const Argument &kY = argument(kUnpermute, "y"), &kAt = argument(kUnpermute, "indices");
   check(kY, y);
@@ -199,5 +156,4 @@ Results<1> unpermute_op(const Tensor& y, const Tensor& indices, int64_t num_toke
 MOE_FP8_REGISTER(permute_indices)
 MOE_FP8_REGISTER(permute_pad)
 MOE_FP8_REGISTER(permute_quantized)
-MOE_FP8_REGISTER(pack_tokens)
 MOE_FP8_REGISTER(unpermute)

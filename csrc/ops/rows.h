@@ -21,7 +21,7 @@ inline void copy_rows(const Call& call, const Tensor& x, const Handle& out, cons
 // inverse [size]: where each index stands, the last place of those that stand at several, -1 for those that do not.
 inline void invert(const Call& call, const Tensor& indices, int* inverse, int64_t size) {
   const int* at = indices.as<int>();
-  const int64_t count = indices.sizes[0];
+  const int64_t count = product(indices.sizes, indices.dim);
 #if defined(MOE_FP8_GPU)
   if (indices.on_gpu()) return call.check(invert_indices(at, count, inverse, size, call.stream()));
 #endif

@@ -8,6 +8,9 @@ inline int64_t row_bytes(const QuantizeParams& p) { return p.K * (p.in == InType
 inline int64_t rows_of(const QuantizeParams& p) { return p.weight ? p.E * p.rows : p.rows; }
 inline int64_t average_rows(const QuantizeParams& p) { return p.weight ? p.rows : p.E ? p.rows / p.E : 0; }
 
+// What fast kernels ask of an operand: an fp8 format that the chip casts to, 16-byte vectors of x's rows and of q.
+bool rows_are_fast(const QuantizeParams& p);
+
 // In: BF16, F16 or F32, of aligned operands and an fp8 format of the chip's own; or Any: see types.h. Each returns 0 or
 // the runtime's error code.
 

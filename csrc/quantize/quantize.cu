@@ -39,15 +39,7 @@ int place_rows(const QuantizeParams& p, void* stream) {
   return launch(place_rows_kernel, {dim3(unsigned(device().multiprocessors)), dim3(kPlaceThreads), stream}, p);
 }
 
-// What fast kernels ask of an operand: an fp8 format that the chip casts to, and 16-byte vectors of x's rows and of q;
-// along tokens, of q_t too.
-bool rows_are_fast(const QuantizeParams& p) {
-  const bool native = is_fnuz(p.out) == device().native_fnuz;
-  const int n = p.in == InType::kF32 ? 4 : 8;
-  const bool strides = p.row_stride % n == 0 && (!p.weight || p.group_stride % n == 0);
-  const bool one_row = !p.index.at && p.rows == 1 && (!p.weight || p.E == 1);
-  return native && reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.K % n == 0 && (strides || one_row);
-}
+// Of q_t too.
 bool tokens_are_fast(const QuantizeParams& p) {
   return rows_are_fast(p) && p.positions % 16 == 0 && (p.weight || p.align % 16 == 0);
 }
@@ -71,6 +63,14 @@ int quantize_rows_and_groups(const QuantizeParams& p, void* stream) {
 }
 
 }  // namespace
+
+bool rows_are_fast(const QuantizeParams& p) {
+  const bool native = is_fnuz(p.out) == device().native_fnuz;
+  const int n = p.in == InType::kF32 ? 4 : 8;
+  const bool strides = p.row_stride % n == 0 && (!p.weight || p.group_stride % n == 0);
+  const bool one_row = !p.index.at && p.rows == 1 && (!p.weight || p.E == 1);
+  return native && reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.K % n == 0 && (strides || one_row);
+}
 
 int quantize(const QuantizeParams& p, void* stream) {
   const Format& format = format_of(p.format);

@@ -3,6 +3,7 @@
 #include "platform/launch.h"
 #include "platform/memory.h"
 #include "platform/waves.h"
+#include "tokens/columns.h"
 
 namespace moe_fp8 {
 namespace {
@@ -51,56 +52,18 @@ struct ColumnsPlan : PackTokensParams {
   int pieces[kMaxColumns];
 };
 
-template <class T, class Load>
-MOE_DEVICE void copy_units(const ColumnsPlan& p, const Column& c, int64_t piece, Load load) {
-  const int64_t of_piece = p.piece / int64_t(sizeof(T)), begin = piece * of_piece;
-  const int64_t end = begin + of_piece < c.padded_units ? begin + of_piece : c.padded_units;
-  const int step = blockDim.x;
-#pragma unroll 1
-  for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows; row += gridDim.x * blockDim.y) {
-    const int64_t source = p.source.row(row), units = source < 0 ? 0 : c.units;
-    const char* from = static_cast<const char*>(c.from) + source * c.row_stride;
-    T* to = reinterpret_cast<T*>(static_cast<char*>(p.to) + row * p.row_bytes + c.offset);
-#pragma unroll 1
-    for (int64_t first = begin + threadIdx.x; first < end; first += kVecs * step) {
-      T held[kVecs];
-#pragma unroll
-      for (int i = 0; i < kVecs; ++i) {
-        const int64_t unit = first + i * step;
-        held[i] = unit < end && unit < units ? load(from + unit * c.unit_stride) : T{};
-      }
-#pragma unroll
-      for (int i = 0; i < kVecs; ++i)
-        if (first + i * step < end) store_stream(to + first + i * step, held[i]);
-    }
-  }
-}
-
-template <class T>
-struct LoadUnit {
-  MOE_DEVICE T operator()(const char* p) const { return load_stream<Reuse::kSoon>(reinterpret_cast<const T*>(p)); }
-};
-template <class Id>
-struct LoadId {
-  int num_experts;
-  MOE_DEVICE uint32_t operator()(const char* p) const {
-    return id_from_one(*reinterpret_cast<const Id*>(p), num_experts);
-  }
-};
-
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) pack_tokens_kernel(MOE_GRID_CONSTANT const ColumnsPlan p) {
   int column = 0, piece = blockIdx.y;
   while (piece >= p.pieces[column]) piece -= p.pieces[column++];
   const Column& c = p.columns[column];
   wait_for_previous_kernel();
-  switch (c.unit) {
-    case Unit::k16: return copy_units<Vec16>(p, c, piece, LoadUnit<Vec16>{});
-    case Unit::k4: return copy_units<uint32_t>(p, c, piece, LoadUnit<uint32_t>{});
-    case Unit::k2: return copy_units<uint16_t>(p, c, piece, LoadUnit<uint16_t>{});
-    case Unit::k1: return copy_units<uint8_t>(p, c, piece, LoadUnit<uint8_t>{});
-    case Unit::kInt32Id: return copy_units<uint32_t>(p, c, piece, LoadId<int>{p.num_experts});
-    case Unit::kInt64Id: return copy_units<uint32_t>(p, c, piece, LoadId<int64_t>{p.num_experts});
-  }
+  with_units(p, c, [&](auto load) {
+    const int64_t of_piece = p.piece / int64_t(sizeof(typename decltype(load)::Type)), begin = piece * of_piece;
+    const int64_t end = begin + of_piece < c.padded_units ? begin + of_piece : c.padded_units;
+#pragma unroll 1
+    for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows; row += gridDim.x * blockDim.y)
+      copy_units(p, c, row, p.source.row(row), begin + threadIdx.x, end, blockDim.x, load);
+  });
 }
 
 int64_t piece_of(const RowIndex& source, int64_t row_bytes) {

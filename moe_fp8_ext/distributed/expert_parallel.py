@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_fp8_ext._C import validates
 from moe_fp8_ext.bf16 import cast, row_major
-from moe_fp8_ext.distributed.messages import Column, Message
+from moe_fp8_ext.distributed.messages import Casts, Column, Message
 from moe_fp8_ext.distributed.ways import OP, Exact, Peers, Static, Travelling, Way, fail, named
 from moe_fp8_ext.experts import Call, Weights, arguments, backward, cast_all, dtypes_of, forward
 from moe_fp8_ext.formats import FORMATS, MAX_EXPERTS
@@ -28,10 +28,8 @@ from moe_fp8_ext.recipes import Recipe, get_recipe
 from moe_fp8_ext.sharded import is_dtensor
 
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
-_pack_tokens = torch.ops.moe_fp8.pack_tokens.default
 _combine = torch.ops.moe_fp8.combine.default
 _swizzle = torch.ops.moe_fp8.swizzle_scales.default
-_unswizzle = torch.ops.moe_fp8.unswizzle_scales.default
 
 
 class ExpertParallel:
@@ -251,19 +249,11 @@ class ExpertParallel:
             fail(f"x must be shaped as in the first call with mode 'static', got {list(x.shape)}")
         return sizes << len(call.needs) | needs
 
-    def _values(self, x: Tensor, in_fp8: bool, gradient: bool) -> Operand:
-        """Of tokens as they are sent."""
-        if not in_fp8:
-            return row_major(cast(x, torch.bfloat16)), None
-        q, scale = operands_of(self.recipe).quantized(x, gradient)
-        format = FORMATS[self.recipe.format]
-        if format.order == "blocked":
-            scale = _unswizzle(scale, q.shape[0], format.blocks(q.shape[1]))
-        return q, scale
-
-    def _rows(self, message: Message, indices: Tensor) -> Tensor:
-        """Of tokens for ranks, by what `sort_tokens` has of `tokens_by_rank`."""
-        return _pack_tokens(*message, self.num_experts, indices, self.peers.ranks)
+    def _casts(self, gradient: bool) -> Casts | None:
+        """Of tokens, or of their gradients, as they are sent."""
+        if not (self.gradients == "fp8" if gradient else self._in_fp8):
+            return None
+        return Casts(*operands_of(self.recipe).rule(gradient))
 
     def _operand(self, values: Tensor, scale: Tensor | None = None) -> Operand:
         """Of columns as they came."""
@@ -282,10 +272,10 @@ class ExpertParallel:
         finder = self._static or self._exact
         since = finder.now()
         with self.errors_told():
-            message = Message(*self._values(x, self._in_fp8, gradient=False), ids, scores)
+            message = Message(x, ids, scores, self._casts(gradient=False))
             parts, columns = message.split(self.chunks), message.columns()
             places = finder.places([part.ids for part in parts], since)
-            rows = [self._rows(part, to.indices) for part, to in zip(parts, places, strict=True)]
+            rows = [part.rows(self.num_experts, to.indices, to.inverse) for part, to in zip(parts, places, strict=True)]
         if self._static and self._agreed is None:
             self._exact.agree(signature)
             self._agreed = signature
@@ -299,8 +289,8 @@ class ExpertParallel:
 
     def dispatch_gradient(self, dout: Tensor, way: Way) -> Sent:
         """Gradients [T, D] of what came back by that way, to where it came from."""
-        message = Message(*self._values(dout, self.gradients == "fp8", gradient=True))
-        return Sent(way.there(self._rows(message, way.indices)), message.columns(), way)
+        message = Message(dout, None, None, self._casts(gradient=True))
+        return Sent(way.there(message.rows(0, way.indices, way.inverse)), message.columns(), way)
 
     def received_gradient(self, sent: Sent) -> Operand:
         return self._operand(*sent.arrived())

@@ -7,7 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.formats import COLUMN_ALIGN, round_up
+from moe_fp8_ext.bf16 import cast, row_major
+from moe_fp8_ext.formats import COLUMN_ALIGN, FORMATS, round_up
+from moe_fp8_ext.ops.checks import fp8_dtype
+
+_pack_tokens = torch.ops.moe_fp8.pack_tokens.default
+_quantize_and_pack = torch.ops.moe_fp8.quantize_and_pack.default
 
 
 class Column(NamedTuple):
@@ -22,24 +27,48 @@ class Column(NamedTuple):
         return rows[:, self.offset : self.offset + self.width * self.dtype.itemsize].view(self.dtype)
 
 
-class Message(NamedTuple):
-    """What is sent of tokens, as `pack_tokens` takes it."""
+class Casts(NamedTuple):
+    """How values are quantized as they are sent."""
 
-    values: Tensor
-    scale: Tensor | None = None
-    ids: Tensor | None = None
-    scores: Tensor | None = None
+    format: str
+    dtype: torch.dtype | None
+    rounding: str
+
+
+class Message(NamedTuple):
+    """What is sent of tokens, in bfloat16 where there are no casts."""
+
+    x: Tensor
+    ids: Tensor | None
+    scores: Tensor | None
+    casts: Casts | None
 
     def split(self, chunks: int) -> list[Message]:
-        parts = [[None] * chunks if t is None else t.tensor_split(chunks) for t in self]
-        return [Message(*part) for part in zip(*parts, strict=True)]
+        parts = [[None] * chunks if t is None else t.tensor_split(chunks) for t in self[:3]]
+        return [Message(*part, self.casts) for part in zip(*parts, strict=True)]
 
     def columns(self) -> list[Column]:
-        """Of what there is, in this order."""
+        """Of values, scales, ids and scores, those that there are, in this order."""
+        width, casts = self.x.shape[1], self.casts
+        found = [(width, torch.bfloat16 if casts is None else fp8_dtype("", casts.dtype, self.x))]
+        if casts is not None:
+            format = FORMATS[casts.format]
+            found.append((format.blocks(width), format.scale_dtype))
+        if self.ids is not None:
+            found.append((self.ids.shape[1], torch.int32))
+        if self.scores is not None:
+            found.append((self.scores.shape[1], self.scores.dtype))
         columns, offset = [], 0
-        for t in self:
-            if t is not None:
-                column = Column(offset, t.shape[1] if t.ndim == 2 else 1, torch.int32 if t is self.ids else t.dtype)
-                columns.append(column)
-                offset += round_up(column.width * column.dtype.itemsize, COLUMN_ALIGN)
+        for width, dtype in found:
+            columns.append(Column(offset, width, dtype))
+            offset += round_up(width * dtype.itemsize, COLUMN_ALIGN)
         return columns
+
+    def rows(self, num_experts: int, indices: Tensor, inverse: Tensor) -> Tensor:
+        """Bytes [S, ...], by what `sort_tokens` has of `tokens_by_rank`."""
+        if self.casts is None:
+            x = row_major(cast(self.x, torch.bfloat16))
+            return _pack_tokens(x, None, self.ids, self.scores, num_experts, indices, inverse.shape[1])
+        format, *how = self.casts
+        where = num_experts, inverse, indices.shape[0]
+        return _quantize_and_pack(row_major(self.x), format, self.ids, self.scores, *where, *how)

@@ -8,7 +8,8 @@ from moe_fp8_ext.ops.combine import combine, combine_backward
 from moe_fp8_ext.ops.dequantize import dequantize
 from moe_fp8_ext.ops.dispatch import refuse_none as _refuse_none
 from moe_fp8_ext.ops.dispatch import refuse_sparse as _refuse_sparse
-from moe_fp8_ext.ops.permute import pack_tokens, permute_indices, permute_pad, permute_quantized, unpermute
+from moe_fp8_ext.ops.messages import pack_tokens, quantize_and_pack
+from moe_fp8_ext.ops.permute import permute_indices, permute_pad, permute_quantized, unpermute
 from moe_fp8_ext.ops.quantize import quantize_both, quantize_rows, quantize_tokens, quantize_weight
 from moe_fp8_ext.ops.scaled_grouped_mm import add_scaled_grouped_mm, scaled_grouped_mm
 from moe_fp8_ext.ops.scales import swizzle_scales, unswizzle_scales
@@ -32,6 +33,7 @@ __all__ = [
     "permute_quantized",
     "quantize_activated",
     "quantize_activated_backward",
+    "quantize_and_pack",
     "quantize_both",
     "quantize_rows",
     "quantize_tokens",

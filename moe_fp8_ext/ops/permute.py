@@ -1,9 +1,9 @@
-"""Rows by index, plain, quantized or packed: rank-major tokens to expert-major ones, to other ranks, and back."""
+"""Rows by index, plain or quantized: rank-major tokens to expert-major ones, and back."""
 
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.formats import COLUMN_ALIGN, GROUP_SCALES, MAX_COUNTS, MAX_EXPERTS, padded_extent, round_up
+from moe_fp8_ext.formats import GROUP_SCALES, MAX_COUNTS, MAX_EXPERTS, padded_extent
 from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
     check,
@@ -20,7 +20,6 @@ from moe_fp8_ext.ops.dispatch import below_autograd, refuse_derivatives, registe
 _permute_indices = torch.ops.moe_fp8.permute_indices.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
 _permute_quantized = torch.ops.moe_fp8.permute_quantized.default
-_pack_tokens = torch.ops.moe_fp8.pack_tokens.default
 _unpermute = torch.ops.moe_fp8.unpermute.default
 
 
@@ -117,45 +116,6 @@ def permute_quantized(
         return _permute_quantized(q, scale, format, indices, top_k, offs)
 
 
-def pack_tokens(
-    x: Tensor,
-    scale: Tensor | None,
-    topk_ids: Tensor | None,
-    topk_scores: Tensor | None,
-    num_experts: int,
-    indices: Tensor,
-    top_k: int,
-) -> Tensor:
-    """Takes tokens by index, all that is known of each side by side in a row of bytes: messages to other ranks.
-
-    Row p is of token `indices[p] // top_k`: its values, scales, ids and scores, those of them that there are. Each
-    column begins at a multiple of 32 bytes. Zeros fill what is between them, and rows whose index is no slot. Ids come
-    as int32 from 1 on, `id + 1`, and 0 for one that is not in [0, num_experts). Not differentiable. Never waits for the
-    device.
-
-    Args:
-        x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, row stride free.
-        scale: [M] or [M, B] on x's device, any dtype of 1, 2 or 4 bytes, any strides; None: no such column.
-        topk_ids: [M, N] int32 or int64 on x's device, stride 1 along N, row stride free; None: no such column.
-            MOE_FP8_VALIDATE=1 raises for an id that is neither of an expert nor -1, which waits for the device.
-        topk_scores: [M, N] on x's device, any dtype of 1, 2 or 4 bytes, strides as of topk_ids; None: no such column.
-        num_experts: of which ids are; 0 is enough where there are none.
-        indices: [P] int32 on x's device, as in `permute_pad`.
-        top_k: slots of a token: index i stands for token i // top_k. Of `sort_tokens(by_rank)`, the number of ranks.
-
-    Returns:
-        rows [P, bytes] uint8, contiguous.
-
-    Raises:
-        RuntimeError: dtype, dimensions, strides, device or sizes are not as above, or an argument asks for a
-            derivative, which this has none of; the text names the argument.
-
-    Source: DeepSeek-V3 technical report, section 3.2 (a token once to a rank, in fp8); DESIGN.md section 6.
-    """
-    with below_autograd(x, scale, topk_scores):
-        return _pack_tokens(x, scale, topk_ids, topk_scores, num_experts, indices, top_k)
-
-
 def unpermute(y: Tensor, indices: Tensor, num_tokens: int, top_k: int) -> Tensor:
     """Puts rows back where `permute_pad` took them from: `out[indices[p] // top_k] += y[p]`, from zeros.
 
@@ -200,7 +160,6 @@ def _unpermute_backward(ctx, grad):
 register_gradient(_permute_pad, _save, _permute_pad_backward)
 register_gradient(_unpermute, _save, _unpermute_backward)
 refuse_derivatives(_permute_quantized)
-refuse_derivatives(_pack_tokens)
 
 
 @torch.library.register_fake("moe_fp8::permute_indices")
@@ -245,24 +204,6 @@ def _(q, scale, format, indices, top_k, offs=None):
         if format.order == "blocked":
             check_size(op, "indices", padded_extent(shape[0], e, GROUP_SCALES), "rows with padding")
     return q.new_empty(shape), format.scale_of_rows(shape, e).empty(q, format.scale_dtype)
-
-
-@torch.library.register_fake("moe_fp8::pack_tokens")
-def _(x, scale, topk_ids, topk_scores, num_experts, indices, top_k):
-    op = "pack_tokens"
-    check(op, "x", x)
-    width = round_up(x.shape[1] * x.dtype.itemsize, COLUMN_ALIGN)
-    for name, t in (("scale", scale), ("topk_ids", topk_ids), ("topk_scores", topk_scores)):
-        if t is None:
-            continue
-        check(op, name, t, x)
-        rows, got = x.shape[0], t.shape[0]
-        require(got == rows, f"{op}: {name} must have size {rows} in dimension 0, got {got}")
-        size = torch.int32.itemsize if name == "topk_ids" else t.dtype.itemsize
-        width += round_up((t.shape[1] if t.dim() == 2 else 1) * size, COLUMN_ALIGN)
-    check_count(op, "num_experts", num_experts)
-    check_indices(op, indices, x, x.shape[0], top_k)
-    return x.new_empty((indices.shape[0], width), dtype=torch.uint8)
 
 
 @torch.library.register_fake("moe_fp8::unpermute")

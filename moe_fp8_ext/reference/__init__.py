@@ -12,13 +12,13 @@ from .activations import activate, activate_backward, quantize_activated, quanti
 from .choose_experts import choose_experts, choose_experts_backward
 from .dequantize import dequantize, exact_values
 from .gemm import add_scaled_grouped_mm, grouped_mm, scaled_grouped_mm
+from .messages import pack_tokens, quantize_and_pack
 from .numerics import group_bounds
 from .quantize import permute_quantized, quantize_both, quantize_rows, quantize_tokens, quantize_weight
 from .scales import swizzle_scales, unswizzle_scales
 from .tokens import (
     combine,
     combine_backward,
-    pack_tokens,
     pad_token_groups,
     pad_token_groups_to,
     permute_indices,
@@ -49,6 +49,7 @@ __all__ = [
     "permute_quantized",
     "quantize_activated",
     "quantize_activated_backward",
+    "quantize_and_pack",
     "quantize_both",
     "quantize_rows",
     "quantize_tokens",

@@ -102,30 +102,6 @@ def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
     return out.view(x.dtype)
 
 
-def pack_tokens(
-    x: Tensor,
-    scale: Tensor | None,
-    topk_ids: Tensor | None,
-    topk_scores: Tensor | None,
-    num_experts: int,
-    indices: Tensor,
-    top_k: int,
-) -> Tensor:
-    """x [M, K] and what else there is of tokens -> bytes [P, B]: columns padded to 32 bytes, rows by index."""
-    if topk_ids is not None:
-        topk_ids = torch.where((topk_ids >= 0) & (topk_ids < num_experts), topk_ids, -1).int() + 1
-    columns = []
-    for t in (x, scale, topk_ids, topk_scores):
-        if t is not None:
-            width = (t.shape[1] if t.ndim == 2 else 1) * t.element_size()
-            column = torch.zeros(len(x), round_up(width, 32), dtype=torch.uint8, device=x.device)
-            if t.numel():
-                values = t.clone(memory_format=torch.contiguous_format).view(-1)
-                column[:, :width] = values.view(torch.uint8).view(-1, width)
-            columns.append(column)
-    return permute_pad(torch.cat(columns, 1), indices, top_k)
-
-
 def unpermute(y: Tensor, indices: Tensor, num_tokens: int, top_k: int) -> Tensor:
     """y [P, K], indices [P] -> [num_tokens, K]: y[p] where indices[p] is the token; with top_k > 1 their float32 sum.
 

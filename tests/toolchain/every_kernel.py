@@ -164,6 +164,10 @@ def cases_of_tokens() -> Iterator[Call]:
     for scale in (scores[:, 0], columns, columns.half(), columns.byte()):
         yield "pack_tokens", OPS.pack_tokens, (x, scale, ids, scores, 9, permutation, 4), {}
     yield "pack_tokens", OPS.pack_tokens, (x[:, 1:], None, ids.int(), scores[:, :3].half(), 9, permutation, 4), {}
+    of_ranks = OPS.sort_tokens(OPS.tokens_by_rank(ids, 9, 3)[0], 3)[2]
+    for fmt, dtype in itertools.product(FORMATS, INPUTS):
+        args = tokens(300, 136, dtype), fmt, ids, scores, 9, of_ranks, 700
+        yield f"quantize_and_pack {fmt}", OPS.quantize_and_pack, args, {"dtype": HARDWARE[0]}
     for dtype, columns in itertools.product(INPUTS, (136, 37)):
         x, y = tokens(500, columns, dtype), tokens(1200, columns, dtype)
         yield "permute_pad", OPS.permute_pad, (x, indices, 1), {}

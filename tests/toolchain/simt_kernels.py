@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from guarded import GuardedMemory
 from helpers import assert_same
-from simt_token_kernels import IN_TYPES, TokenKernels
+from simt_token_kernels import IN_TYPES, TokenKernels, columns_of
 from torch import Tensor
 
 from moe_fp8_ext import reference
@@ -152,6 +152,34 @@ class SimtKernels(TokenKernels):
         how = list(FORMATS).index(format), ROUNDINGS.index(rounding or f.roundings[0]), FP8_TYPES.index(dtype)
         results = along_rows, along_tokens, *map(out.get, BOTH), positions, align or f.align, scratch
         self._call("quantize", *where, offs, e, rows, x.shape[-1], weight, *how, *results, AMAXES.index(amax))
+
+    def _quantize_and_pack(
+        self,
+        memory: GuardedMemory,
+        rows: Tensor,
+        x: Tensor,
+        format: str,
+        topk_ids: Tensor | None,
+        topk_scores: Tensor | None,
+        num_experts: int,
+        inverse: Tensor,
+        num_rows: int,
+        *,
+        dtype: torch.dtype,
+        rounding: str,
+    ) -> None:
+        f, (m, k), top_k = FORMATS[format], x.shape, inverse.shape[1]
+        blocks, size = f.blocks(k), f.scale_dtype.itemsize
+        # Values and scales lie nowhere.
+        columns = [(0, 1, k, 1, k, 0), (0, size, blocks, 1, blocks, 0), *columns_of(None, None, topk_ids, topk_scores)]
+        slot_of = memory.empty((num_rows,), torch.int32).fill_(-1)
+        for slot, row in enumerate(inverse.flatten().tolist()):
+            if 0 <= row < num_rows:
+                slot_of[row] = slot
+        how = list(FORMATS).index(format), ROUNDINGS.index(rounding), FP8_TYPES.index(dtype)
+        what = x, IN_TYPES.index(x.dtype), m, k, x.stride(0), *how, inverse, top_k
+        of_rows = slot_of, rows, num_rows, num_experts, torch.tensor(columns), len(columns)
+        self._call("quantize_and_pack", *what, *of_rows)
 
     # Activations
 

@@ -15,6 +15,16 @@ IN_TYPES = (torch.bfloat16, torch.float16, torch.float32)  # enum class InType
 SCORINGS = ("softmax", "sigmoid")  # Scoring
 
 
+def columns_of(*tensors: Tensor | None) -> list[tuple[int, ...]]:
+    """Of x, scale, topk_ids and topk_scores, as struct ColumnSource has them."""
+    matrices = [t if t is None or t.ndim == 2 else t[:, None] for t in tensors]
+    return [
+        (t.data_ptr(), t.element_size(), *t.stride(), t.shape[1], i == 2)
+        for i, t in enumerate(matrices)
+        if t is not None
+    ]
+
+
 class TokenKernels:
     _library: ctypes.CDLL
     _call: Callable[..., None]
@@ -75,12 +85,7 @@ class TokenKernels:
         indices: Tensor,
         top_k: int,
     ) -> None:
-        matrices = [t if t is None or t.ndim == 2 else t[:, None] for t in (x, scale, topk_ids, topk_scores)]
-        columns = [
-            (t.data_ptr(), t.element_size(), *t.stride(), t.shape[1], i == 2)
-            for i, t in enumerate(matrices)
-            if t is not None
-        ]
+        columns = columns_of(x, scale, topk_ids, topk_scores)
         what = rows, len(indices), len(x), indices, top_k, num_experts
         self._call("pack_tokens", *what, torch.tensor(columns), len(columns))
 

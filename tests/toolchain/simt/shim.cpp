@@ -14,6 +14,7 @@
 #include "tokens/invert.h"
 #include "tokens/permute.h"
 #include "tokens/permute_scales.h"
+#include "tokens/quantize_and_pack.h"
 #include "tokens/sort_tokens.h"
 #include "tokens/token_groups.h"
 #include "tokens/tokens_by_rank.h"
@@ -145,13 +146,33 @@ extern "C" const char* simt_copy_rows(const void* from, int64_t from_rows, int64
   return outcome(copy_rows({from, to, RowIndex(index, from_rows, top_k), rows, row_bytes, from_stride}, nullptr));
 }
 
-extern "C" const char* simt_pack_tokens(void* to, int64_t rows, int64_t from_rows, const int* index, int64_t top_k,
-                                        int num_experts, const int64_t* columns, int num_columns) {
-  PackTokensParams p = {to, RowIndex(index, from_rows, top_k), rows};
+static PackTokensParams packed(void* to, int64_t rows, RowIndex source, int num_experts, const int64_t* columns,
+                               int num_columns) {
+  PackTokensParams p = {to, source, rows};
   p.num_experts = num_experts;
   for (const int64_t* c = columns; c < columns + 6 * num_columns; c += 6)
     p.add({reinterpret_cast<const void*>(c[0]), c[1], c[2], c[3], c[4], c[5] != 0});
-  return outcome(pack_tokens(p, nullptr));
+  return p;
+}
+
+extern "C" const char* simt_pack_tokens(void* to, int64_t rows, int64_t from_rows, const int* index, int64_t top_k,
+                                        int num_experts, const int64_t* columns, int num_columns) {
+  return outcome(pack_tokens(packed(to, rows, RowIndex(index, from_rows, top_k), num_experts, columns, num_columns),
+                             nullptr));
+}
+
+extern "C" const char* simt_quantize_and_pack(const void* x, int in, int64_t M, int64_t K, int64_t row_stride, int format,
+                                              int rounding, int out, const int* inverse, int64_t top_k,
+                                              const int* slot_of, void* to, int64_t rows, int num_experts,
+                                              const int64_t* columns, int num_columns) {
+  QuantizeAndPackParams p = {};
+  p.of_x = {.x = x, .in = InType(in), .row_stride = row_stride, .rows = M, .K = K, .format = FormatId(format),
+            .rounding = Rounding(rounding), .out = Fp8Type(out), .along_rows = true};
+  p.rows = packed(to, rows, RowIndex(slot_of, M, top_k ? top_k : 1), num_experts, columns, num_columns);
+  p.inverse = inverse;
+  p.top_k = top_k;
+  if (!can_quantize_and_pack(p)) return "not of this kernel";
+  return outcome(quantize_and_pack(p, nullptr));
 }
 
 extern "C" const char* simt_permute_scales(const void* from, void* to, const int* index, int64_t from_rows,

@@ -1,0 +1,124 @@
+#include "tokens/quantize_and_pack.h"
+
+#include "ops/quantize.h"
+#include "ops/rows.h"
+
+namespace moe_fp8 {
+namespace {
+
+constexpr const char *kPack = "pack_tokens", *kQuantize = "quantize_and_pack";
+
+void run(const Call& call, const Tensor& x, const PackTokensParams& p) {
+#if defined(MOE_FP8_GPU)
+  if (x.on_gpu()) return call.check(pack_tokens(p, call.stream()));
+#endif
+  pack_tokens_cpu(p);
+}
+
+void add_column(PackTokensParams& p, const Tensor& t, bool ids = false) {
+  const int64_t size = int64_t(aoti_torch_dtype_element_size(t.dtype));
+  const bool matrix = t.dim == 2;
+  p.add({t.data, size, t.strides[0], matrix ? t.strides[1] : 1, matrix ? t.sizes[1] : 1, ids});
+}
+// Where there is one, of what else is known of the rows of x.
+void add_column(PackTokensParams& p, const Argument& arg, const std::optional<Tensor>& t, const Tensor& x,
+                bool ids = false) {
+  if (!t) return;
+  check(arg, *t, x);
+  check_size(arg, *t, 0, x.sizes[0]);
+  add_column(p, *t, ids);
+}
+void add_routing(PackTokensParams& p, const Argument& ids_arg, const std::optional<Tensor>& ids,
+                 const Argument& scores_arg, const std::optional<Tensor>& scores, int64_t num_experts,
+                 const Tensor& x) {
+  add_column(p, ids_arg, ids, x, true);
+  add_column(p, scores_arg, scores, x);
+  check_count(ids_arg.op, "num_experts", num_experts);
+  if (ids) validate_ids(ids_arg, *ids, num_experts);
+  p.num_experts = int(num_experts);
+}
+
+}  // namespace
+
+Results<1> pack_tokens_op(const Tensor& x, const std::optional<Tensor>& scale, const std::optional<Tensor>& topk_ids,
+                          const std::optional<Tensor>& topk_scores, int64_t num_experts, const Tensor& indices,
+                          int64_t top_k) {
+  constexpr const Argument &kX = argument(kPack, "x"), &kScale = argument(kPack, "scale"),
+                           &kIds = argument(kPack, "topk_ids"), &kScores = argument(kPack, "topk_scores"),
+                           &kAt = argument(kPack, "indices");
+  check(kX, x);
+  PackTokensParams p = {};
+  add_column(p, x);
+  add_column(p, kScale, scale, x);
+  add_routing(p, kIds, topk_ids, kScores, topk_scores, num_experts, x);
+  p.source = check_indices(kAt, indices, x, x.sizes[0], top_k);
+  p.rows = indices.sizes[0];
+  const Call call(kPack, "x", x);
+  Handle out = call.empty({p.rows, p.row_bytes}, kUInt8);
+  p.to = data(out);
+  run(call, x, p);
+  return results(out);
+}
+
+Results<1> quantize_and_pack_op(const Tensor& x, std::string_view format, const std::optional<Tensor>& topk_ids,
+                                const std::optional<Tensor>& topk_scores, int64_t num_experts, const Tensor& inverse,
+                                int64_t num_rows, std::optional<int32_t> dtype,
+                                std::optional<std::string_view> rounding) {
+  constexpr const Argument &kX = argument(kQuantize, "x"), &kIds = argument(kQuantize, "topk_ids"),
+                           &kScores = argument(kQuantize, "topk_scores"), &kInverse = argument(kQuantize, "inverse");
+  check(kX, x);
+  QuantizeAndPackParams p = {};
+  QuantizeParams& of_x = p.of_x;
+  of_x.format = check_format(kQuantize, format);
+  of_x.rounding = check_rounding(kQuantize, format_of(of_x.format), rounding);
+  // A token's scales lie side by side.
+  if (of_x.format == FormatId::kMxfp8) of_x.format = FormatId::kMxfp8RowMajor;
+  const Format& f = format_of(of_x.format);
+  of_x.in = in_type(x);
+  of_x.x = x.data;
+  of_x.row_stride = x.strides[0];
+  of_x.rows = of_x.x_rows = x.sizes[0];
+  of_x.K = x.sizes[1];
+  of_x.along_rows = true;
+  check(kInverse, inverse, x);
+  check_size(kInverse, inverse, 0, of_x.rows);
+  check_count(kQuantize, "num_rows", num_rows);
+  validate_range(kInverse, inverse, num_rows, "rows");
+  validate_distinct(kInverse, inverse);
+  const Call call(kQuantize, "x", x);
+  of_x.out = check_fp8(call, kQuantize, dtype);
+  bool packs = false;  // on the way
+#if defined(MOE_FP8_GPU)
+  packs = x.on_gpu() && can_quantize_and_pack(p);
+#endif
+  const Outputs o = packs ? Outputs{} : outputs_of(call, of_x);
+
+  PackTokensParams& rows = p.rows;
+  const ScaleShape scale = scales_along_rows(f, of_x.rows, of_x.K, kNoGroups);
+  rows.add({of_x.q, 1, of_x.K, 1, of_x.K});
+  const bool by_column = scale.column_stride >= 0;
+  const int64_t blocks = f.blocks(of_x.K), size = int64_t(aoti_torch_dtype_element_size(scale_dtype(f.scale_type)));
+  rows.add({of_x.scale, size, by_column ? 1 : blocks, by_column ? scale.column_stride : 1, blocks});
+  add_routing(rows, kIds, topk_ids, kScores, topk_scores, num_experts, x);
+  p.inverse = inverse.as<int>();
+  p.top_k = inverse.sizes[1];
+  Handle slot_of = call.empty({num_rows}, kInt32), out = call.empty({num_rows, rows.row_bytes}, kUInt8);
+  invert(call, inverse, data<int>(slot_of), num_rows);
+  rows.source = RowIndex(data<int>(slot_of), of_x.rows, std::max<int64_t>(p.top_k, 1));
+  rows.rows = num_rows;
+  rows.to = data(out);
+#if defined(MOE_FP8_GPU)
+  if (packs) {
+    call.check(quantize_and_pack(p, call.stream()));
+    return results(out);
+  }
+#endif
+  run(call, x, of_x);
+  run(call, x, rows);
+  return results(out);
+}
+
+}  // namespace moe_fp8
+
+MOE_FP8_REGISTER(pack_tokens)
+MOE_FP8_REGISTER(quantize_and_pack)

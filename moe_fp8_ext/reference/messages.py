@@ -1,0 +1,56 @@
+"""Messages: tokens by index, all that is known of each in a row of bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .numerics import FORMATS, round_up
+from .quantize import quantize_lines
+from .tokens import permute_pad
+
+
+def pack_tokens(
+    x: Tensor,
+    scale: Tensor | None,
+    topk_ids: Tensor | None,
+    topk_scores: Tensor | None,
+    num_experts: int,
+    indices: Tensor,
+    top_k: int,
+) -> Tensor:
+    """x [M, K] and what else there is of tokens -> bytes [P, B]: columns padded to 32 bytes, rows by index."""
+    if topk_ids is not None:
+        topk_ids = torch.where((topk_ids >= 0) & (topk_ids < num_experts), topk_ids, -1).int() + 1
+    columns = []
+    for t in (x, scale, topk_ids, topk_scores):
+        if t is not None:
+            width = (t.shape[1] if t.ndim == 2 else 1) * t.element_size()
+            column = torch.zeros(len(x), round_up(width, 32), dtype=torch.uint8, device=x.device)
+            if t.numel():
+                values = t.clone(memory_format=torch.contiguous_format).view(-1)
+                column[:, :width] = values.view(torch.uint8).view(-1, width)
+            columns.append(column)
+    return permute_pad(torch.cat(columns, 1), indices, top_k)
+
+
+def quantize_and_pack(
+    x: Tensor,
+    format: str,
+    topk_ids: Tensor | None,
+    topk_scores: Tensor | None,
+    num_experts: int,
+    inverse: Tensor,
+    num_rows: int,
+    *,
+    dtype: torch.dtype | None = None,
+    rounding: str | None = None,
+) -> Tensor:
+    """x [M, K], inverse [M, N] -> bytes [num_rows, B]: row inverse[t, j] is of token t, of the last that names it."""
+    q, scale = quantize_lines(x, FORMATS[format], dtype, rounding)
+    slot_of = [-1] * num_rows
+    for slot, row in enumerate(inverse.flatten().tolist()):
+        if 0 <= row < num_rows:
+            slot_of[row] = slot
+    indices = torch.tensor(slot_of, dtype=torch.int32, device=x.device)
+    return pack_tokens(q, scale, topk_ids, topk_scores, num_experts, indices, max(inverse.shape[1], 1))
