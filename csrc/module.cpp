@@ -96,7 +96,8 @@ py::list activations() {
 py::dict limits() {
   return py::dict("MAX_ROWS"_a = kMaxRows, "MAX_DIMS"_a = kMaxDims, "MAX_EXPERTS"_a = kMaxExperts,
                   "MAX_COUNTS"_a = kMaxCounts, "MAX_ALIGN"_a = kMaxAlign, "BLOCK"_a = kBlock, "MX_BLOCK"_a = kMxBlock,
-                  "SCALE_ROWS"_a = kScaleRows, "SCALE_COLUMNS"_a = kScaleColumns, "COLUMN_ALIGN"_a = kColumnAlign);
+                  "SCALE_ROWS"_a = kScaleRows, "SCALE_COLUMNS"_a = kScaleColumns, "COLUMN_ALIGN"_a = kColumnAlign,
+                  "ROW_ALIGN"_a = kRowAlign);
 }
 
 py::list described(const std::vector<Backend>& backends) {

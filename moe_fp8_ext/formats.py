@@ -26,6 +26,7 @@ MAX_ALIGN: int = _LIMITS["MAX_ALIGN"]
 SCALE_ROWS: int = _LIMITS["SCALE_ROWS"]  # of a block of scales as Blackwell's tensor cores read them
 SCALE_COLUMNS: int = _LIMITS["SCALE_COLUMNS"]
 COLUMN_ALIGN: int = _LIMITS["COLUMN_ALIGN"]  # bytes, of the columns of a message
+ROW_ALIGN: int = _LIMITS["ROW_ALIGN"]  # and of its rows
 GROUP_SCALES: int = _LIMITS["BLOCK"]  # rows or tokens for which the scales of a group may have room at once
 
 Shape = tuple[int, ...]

@@ -88,8 +88,8 @@ def test_pack_tokens(kernels, top_k):
 @pytest.mark.parametrize(
     *pairs(
         format=list(FORMATS),
-        k=[8, 16, 72, 264, 1032, 4104],
-        top_k=[0, 1, 3, 70],
+        k=[16, 32, 80, 272, 1040, 4112],
+        top_k=[0, 1, 3, 70, 256],
         e5m2=[False, True],
         rounding=[0, 1],
         n=[0, 3, 8],
@@ -97,7 +97,7 @@ def test_pack_tokens(kernels, top_k):
     ids=short,
 )
 def test_quantize_and_pack(kernels, format, k, top_k, e5m2, rounding, n):
-    """Rows of one wave and of several; more slots of a token than lanes; rows that none and that two slots name."""
+    """Rows of a wave and of several turns; more slots of a token than lanes; rows that none and that two slots name."""
     x, ids, scores = wide(37, k), torch.randint(-2, 12, (37, n)), torch.randn(37, n)
     inverse = torch.randint(-3, 115, (37, top_k), dtype=torch.int32)
     for each in kernels:

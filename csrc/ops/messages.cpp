@@ -36,6 +36,7 @@ void add_routing(PackTokensParams& p, const Argument& ids_arg, const std::option
   check_count(ids_arg.op, "num_experts", num_experts);
   if (ids) validate_ids(ids_arg, *ids, num_experts);
   p.num_experts = int(num_experts);
+  p.end_row();
 }
 
 }  // namespace

@@ -3,8 +3,9 @@
 // Rows are row_bytes of any dtype; `to` is contiguous, from_stride in bytes. No alignment is asked of either.
 //
 // pack_tokens: to [rows, row_bytes] of bytes: row p has the columns of token source.row(p) side by side, zeros where
-// that is none. Columns begin at multiples of kColumnAlign in the order of the table, as does `to`; behind the end of
-// one are zeros. Ids come as int32 from 1 on: id + 1 of one in [0, num_experts), else 0.
+// that is none. Columns begin at multiples of kColumnAlign in the order of the table, rows and `to` at multiples of
+// kRowAlign; behind the end of a column are zeros. Ids come as int32 from 1 on: id + 1 of one in [0, num_experts), else
+// 0.
 #pragma once
 #include "numerics/groups.h"
 
@@ -43,7 +44,9 @@ struct ColumnSource {
 };
 
 constexpr int kMaxColumns = 4;
-constexpr int kColumnAlign = 32;  // bytes of a sector of memory: where rows lie otherwise, they cost one more
+// Bytes: of a sector, and of what memory reads at once. On an H200 rows of 7,168 that are 7,264 apart came to 4 slots
+// each in 442 us, 7,296 apart in 399.
+constexpr int kColumnAlign = 32, kRowAlign = 64;
 struct PackTokensParams {
   void* to;
   RowIndex source;
@@ -65,6 +68,12 @@ struct PackTokensParams {
     c.padded_units = bytes / unit;
     columns[num_columns++] = c;
     row_bytes += bytes;
+  }
+  // Behind the last column.
+  void end_row() {
+    Column& last = columns[num_columns - 1];
+    last.padded_units += (round_up<int64_t>(row_bytes, kRowAlign) - row_bytes) / bytes_of(last.unit);
+    row_bytes = round_up<int64_t>(row_bytes, kRowAlign);
   }
 };
 

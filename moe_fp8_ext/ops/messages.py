@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.formats import COLUMN_ALIGN, round_up
+from moe_fp8_ext.formats import COLUMN_ALIGN, ROW_ALIGN, round_up
 from moe_fp8_ext.ops.checks import (
     check,
     check_count,
@@ -31,9 +31,9 @@ def pack_tokens(
     """Takes tokens by index, all that is known of each side by side in a row of bytes: messages to other ranks.
 
     Row p is of token `indices[p] // top_k`: its values, scales, ids and scores, those of them that there are. Each
-    column begins at a multiple of 32 bytes. Zeros fill what is between them, and rows whose index is no slot. Ids come
-    as int32 from 1 on, `id + 1`, and 0 for one that is not in [0, num_experts). Not differentiable. Never waits for the
-    device.
+    column begins at a multiple of 32 bytes, each row at one of 64. Zeros fill what is between them, and rows whose
+    index is no slot. Ids come as int32 from 1 on, `id + 1`, and 0 for one that is not in [0, num_experts). Not
+    differentiable. Never waits for the device.
 
     Args:
         x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, row stride free.
@@ -75,8 +75,8 @@ def quantize_and_pack(
     Row `inverse[t, j]` is of token t, and has the bytes that `pack_tokens` makes of `quantize_rows(x, format)`; a
     token's scales lie side by side, whatever the format's order is. Of several slots that name a row the last has it,
     and rows that none names are zeros. A GPU reads x of bfloat16 once, and has q nowhere but in messages, where it
-    casts to dtype itself, K is a multiple of 8 up to 32,768 and rows of x begin at multiples of 16 bytes. Not
-    differentiable. Never waits for the device.
+    casts to dtype itself, K is a multiple of 16 up to 16,384, N at most 256 and rows of x begin at multiples of 16
+    bytes. Not differentiable. Never waits for the device.
 
     Args:
         x: [M, K], bfloat16, float16 or float32; stride 1 along K, row stride free.
@@ -127,7 +127,7 @@ def _(x, scale, topk_ids, topk_scores, num_experts, indices, top_k):
     width += _width(op, x, scale=scale, topk_ids=topk_ids, topk_scores=topk_scores)
     check_count(op, "num_experts", num_experts)
     check_indices(op, indices, x, x.shape[0], top_k)
-    return x.new_empty((indices.shape[0], width), dtype=torch.uint8)
+    return x.new_empty((indices.shape[0], round_up(width, ROW_ALIGN)), dtype=torch.uint8)
 
 
 @torch.library.register_fake("moe_fp8::quantize_and_pack")
@@ -145,4 +145,4 @@ def _(x, format, topk_ids, topk_scores, num_experts, inverse, num_rows, dtype=No
     width += round_up(format.blocks(x.shape[1]) * format.scale_dtype.itemsize, COLUMN_ALIGN)
     width += _width(op, x, topk_ids=topk_ids, topk_scores=topk_scores)
     check_count(op, "num_experts", num_experts)
-    return x.new_empty((num_rows, width), dtype=torch.uint8)
+    return x.new_empty((num_rows, round_up(width, ROW_ALIGN)), dtype=torch.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .numerics import FORMATS, round_up
 from .quantize import quantize_lines
@@ -19,7 +20,7 @@ def pack_tokens(
     indices: Tensor,
     top_k: int,
 ) -> Tensor:
-    """x [M, K] and what else there is of tokens -> bytes [P, B]: columns padded to 32 bytes, rows by index."""
+    """x [M, K] and what else there is of tokens -> bytes [P, B]: columns padded to 32 bytes, rows to 64, by index."""
     if topk_ids is not None:
         topk_ids = torch.where((topk_ids >= 0) & (topk_ids < num_experts), topk_ids, -1).int() + 1
     columns = []
@@ -31,7 +32,8 @@ def pack_tokens(
                 values = t.clone(memory_format=torch.contiguous_format).view(-1)
                 column[:, :width] = values.view(torch.uint8).view(-1, width)
             columns.append(column)
-    return permute_pad(torch.cat(columns, 1), indices, top_k)
+    row = torch.cat(columns, 1)
+    return permute_pad(pad(row, (0, round_up(row.shape[1], 64) - row.shape[1])), indices, top_k)
 
 
 def quantize_and_pack(

@@ -46,7 +46,6 @@ OTHERS: dict[str, str | bool] = {
     "mma_kernel": True,
     "move_columns_kernel": False,
     "pack_tokens_kernel": True,
-    "quantize_and_pack_kernel": True,
     "permute_indices_kernel": False,
     "permute_scales_kernel": False,
     "place_rows_kernel": False,

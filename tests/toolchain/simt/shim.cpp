@@ -152,6 +152,7 @@ static PackTokensParams packed(void* to, int64_t rows, RowIndex source, int num_
   p.num_experts = num_experts;
   for (const int64_t* c = columns; c < columns + 6 * num_columns; c += 6)
     p.add({reinterpret_cast<const void*>(c[0]), c[1], c[2], c[3], c[4], c[5] != 0});
+  p.end_row();
   return p;
 }
 
