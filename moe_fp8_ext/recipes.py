@@ -10,7 +10,9 @@ import torch
 from moe_fp8_ext.formats import FORMATS, MAX_EXPERTS
 from moe_fp8_ext.ops.checks import FP8_DTYPES, dtype_name, either
 
-LEAST_PRODUCTS_A_CAST = 350  # that fp8 needs, not to be slower than bfloat16
+# That fp8 needs, not to be slower than bfloat16. An H200 has no products of "mxfp8": with those of another GPU it is
+# taken to need as many as "rowwise", of which each element is cast as often.
+LEAST_PRODUCTS_A_CAST = {"rowwise": 350, "blockwise": 240, "mxfp8": 350, "mxfp8_rowmajor": 350}
 _BF16_ALIGN = 8  # tokens in 16 bytes, as the tensor memory accelerator loads them
 
 
@@ -46,7 +48,8 @@ class Recipe:
             "blockwise", is of activations; gradients have "group". Hopper's wgrad is faster by it, for it has one scale
             for all columns of a tile. None is "batch" for "rowwise" and "square" for "blockwise", which with "group" is
             what DeepSeek-V3 trained with.
-        bf16_where_faster: multiply as "bf16" does where fp8 would take longer, see `at`. "auto" is "rowwise" with it.
+        bf16_where_faster: multiply as "bf16" does where fp8 would take longer, see `at`. "auto" is "rowwise" with it;
+            of small experts "blockwise" with it is the faster one.
 
     Raises:
         ValueError: a field has none of these values; the text names it.
@@ -129,7 +132,7 @@ class Recipe:
         FP8 saves a time in proportion to the multiplications of a product, `products`, rows * K * N, and costs one in
         proportion to the elements that are cast for it, `casts`, so it pays where they are few (DESIGN.md section 6).
         """
-        pays = products > LEAST_PRODUCTS_A_CAST * casts
+        pays = products > LEAST_PRODUCTS_A_CAST.get(self.format, 0) * casts
         # Products in bfloat16 take fewer experts: MAX_EXPERTS of them have no choice.
         return self if not self.bf16_where_faster or pays or experts >= MAX_EXPERTS else RECIPES["bf16"]
 

@@ -124,21 +124,22 @@ def test_names():
 
 
 @pytest.mark.parametrize(
-    ("rows", "k", "n", "experts", "name"),
+    ("rows", "k", "n", "experts", "in_fp8"),
     [
-        (131072, 7168, 4096, 8, "auto"),
-        (4096, 7168, 4096, 32, "bf16"),  # casts of weights
-        (131072, 128, 4096, 8, "bf16"),  # casts of outputs' gradients
-        (131072, 4096, 128, 8, "bf16"),  # casts of rows
-        (4096, 7168, 4096, 1024, "auto"),  # more than products in bfloat16 take
-        (0, 7168, 4096, 8, "bf16"),
+        (131072, 7168, 4096, 8, ("auto", "blockwise")),
+        (65536, 512, 1536, 40, ("blockwise",)),  # 1 / 311
+        (65536, 512, 400, 40, ()),  # 1 / 197
+        (4096, 7168, 4096, 32, ()),  # casts of weights
+        (131072, 128, 4096, 8, ()),  # casts of outputs' gradients
+        (131072, 4096, 128, 8, ()),  # casts of rows
+        (4096, 7168, 4096, 1024, ("auto", "blockwise")),  # more than products in bfloat16 take
+        (0, 7168, 4096, 8, ()),
     ],
 )
-def test_sizes_at_which_bf16_is_faster(rows, k, n, experts, name):
+def test_sizes_at_which_bf16_is_faster(rows, k, n, experts, in_fp8):
     sizes = rows * k * n, experts * k * n + rows * (k + n), experts
-    assert RECIPES["auto"].at(*sizes).name == name
-    mine = Recipe("mine", "blockwise", bf16_where_faster=True)
-    assert mine.at(*sizes) == (mine if name == "auto" else RECIPES["bf16"])
+    for recipe in (RECIPES["auto"], Recipe("blockwise", bf16_where_faster=True)):
+        assert recipe.at(*sizes) is (recipe if recipe.name in in_fp8 else RECIPES["bf16"])
     for recipe in ("bf16", "rowwise"):
         assert get_recipe(recipe).at(*sizes) is get_recipe(recipe)
 
