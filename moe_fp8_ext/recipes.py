@@ -10,9 +10,8 @@ import torch
 from moe_fp8_ext.formats import FORMATS, MAX_EXPERTS
 from moe_fp8_ext.ops.checks import FP8_DTYPES, dtype_name, either
 
-# That fp8 needs, not to be slower than bfloat16. An H200 has no products of "mxfp8": with those of another GPU it is
-# taken to need as many as "rowwise", of which each element is cast as often.
-LEAST_PRODUCTS_A_CAST = {"rowwise": 350, "blockwise": 240, "mxfp8": 350, "mxfp8_rowmajor": 350}
+# Below so many fp8 is slower than bfloat16, of formats whose products an H200 has. Others are taken for "rowwise".
+LEAST_PRODUCTS_A_CAST = {"rowwise": 350, "blockwise": 240}
 _BF16_ALIGN = 8  # tokens in 16 bytes, as the tensor memory accelerator loads them
 
 
@@ -132,7 +131,7 @@ class Recipe:
         FP8 saves a time in proportion to the multiplications of a product, `products`, rows * K * N, and costs one in
         proportion to the elements that are cast for it, `casts`, so it pays where they are few (DESIGN.md section 6).
         """
-        pays = products > LEAST_PRODUCTS_A_CAST.get(self.format, 0) * casts
+        pays = products > LEAST_PRODUCTS_A_CAST.get(self.format, LEAST_PRODUCTS_A_CAST["rowwise"]) * casts
         # Products in bfloat16 take fewer experts: MAX_EXPERTS of them have no choice.
         return self if not self.bf16_where_faster or pays or experts >= MAX_EXPERTS else RECIPES["bf16"]
 

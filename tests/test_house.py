@@ -247,8 +247,8 @@ def test_old_names_are_gone():
 
 # What C++ includes: calls go one way
 
-RANKS = {"platform": 0, "numerics": 1, "primitives": 2, "quantize": 3, "tokens": 3, "scales": 3, "gemm": 3}
-RANKS |= {"activations": 4}
+RANKS = {"platform": 0, "numerics": 1, "primitives": 2, "quantize": 3, "scales": 3, "gemm": 3}
+RANKS |= {"tokens": 4, "activations": 4}
 RANKS |= {"cpu": 5, "ops": 6, "library.cpp": 7, "module.cpp": 7}
 # The GEMMs that are torch's, and the table in which they stand, are called like an op and call torch like one.
 OF_OPS = (

@@ -27,6 +27,7 @@ from helpers import (
 from torch import Tensor
 
 from moe_fp8_ext import reference
+from moe_fp8_ext.distributed.messages import Casts, Message
 from moe_fp8_ext.ops import pack_tokens, quantize_and_pack, quantize_rows, sort_tokens, tokens_by_rank
 from moe_fp8_ext.reference.numerics import FORMATS
 
@@ -55,7 +56,7 @@ def arguments(t: int, k: int, device: str, seed: int = 0, fmt: str = "rowwise") 
         fmt=list(FORMATS),
         dtype=INPUT_DTYPES,
         fp8=[None, *FP8_DTYPES],
-        k=[1, 7, 8, 31, 40, 128, 264, 1000, 7168],
+        k=[1, 7, 8, 16, 31, 40, 128, 272, 1000, 7168],
         ranks=[1, 3, 9],
         rounding=[0, 1],
     ),
@@ -77,6 +78,22 @@ def test_is_pack_tokens_of_quantize_rows(fmt, device):
     q, scale = quantize_rows(x, "mxfp8_rowmajor" if fmt == "mxfp8" else fmt)
     assert_same(got, pack_tokens(q, scale, ids, scores, experts, permutation, 3))
     assert int(offs[-1]) < rows and not got[int(offs[-1]) :].any()
+
+
+@pytest.mark.parametrize("fmt", [None, *FORMATS])
+def test_columns_of_a_message(fmt, device):
+    """Where `ExpertParallel` reads them is where they are."""
+    x, (ids, scores, experts, inverse, rows) = wide(60, 200, device=device), routed(60, 5, 3, device)
+    indices = torch.full((rows,), -1, dtype=torch.int32, device=device)
+    named = inverse.flatten() >= 0
+    indices[inverse.flatten()[named].long()] = torch.arange(180, dtype=torch.int32, device=device)[named]
+    message = Message(x, ids, scores, None if fmt is None else Casts(fmt, None, FORMATS[fmt].roundings[0]))
+    got = message.rows(experts, indices, inverse)
+    token, there = indices.long() // 3, indices >= 0
+    q, scale = (x, None) if fmt is None else quantize_rows(x, "mxfp8_rowmajor" if fmt == "mxfp8" else fmt)
+    want = [q, *([] if scale is None else [scale.view(60, -1)]), (ids + 1).int(), scores]
+    for column, known in zip(message.columns(), want, strict=True):
+        assert_same(column.read(got)[there].contiguous(), known[token[there]].contiguous())
 
 
 def test_long_rows(device):
@@ -107,6 +124,9 @@ def test_rows_that_none_or_several_name(device):
         inverse = slot_indices(50, 1, 40 * top_k, device).view(40, top_k)
         check(x, "rowwise", None, None, 0, inverse, 50)
         check(x, "mxfp8", None, None, 0, inverse, 30)
+    for slots in (256, 257, 300):  # as many rows as a kernel holds, and more
+        inverse = torch.randperm(3 * slots, generator=torch.Generator().manual_seed(0)).int().view(3, slots)
+        check(x[:3], "blockwise", None, None, 0, inverse.to(device), 3 * slots)
     limits = torch.tensor([[-1, 2**31 - 1], [-(2**31), 4], [4, 3], [7, 8]], dtype=torch.int32, device=device)
     check(x[:4], "rowwise", None, None, 0, limits, 8)
 

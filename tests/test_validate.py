@@ -180,6 +180,17 @@ def test_indices_that_are_there_twice(x, validates):
     )
 
 
+@pytest.mark.parametrize("bad", [6, 99, -2])
+def test_rows_of_messages(bad, x, validates):
+    def packed(*rows: int) -> torch.Tensor:
+        return ops.quantize_and_pack(x[:2], "rowwise", None, None, 0, int32(x, *rows).view(2, 2), 6)
+
+    packed(5, -1, 0, 3)
+    text = "quantize_and_pack: inverse must be"
+    check_refused(f"{text} -1 or one of the 6 rows, got {bad} in place 1", lambda: packed(0, bad, 1, 2))
+    check_refused(f"{text} distinct, got 3 twice", lambda: packed(3, -1, 0, 3))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_topk_ids(dtype, x, validates):
     ids = torch.tensor([[0, 1, 9], [2, 0, 9]], dtype=dtype, device=x.device)

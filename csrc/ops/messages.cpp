@@ -21,20 +21,23 @@ void add_column(PackTokensParams& p, const Tensor& t, bool ids = false) {
   p.add({t.data, size, t.strides[0], matrix ? t.strides[1] : 1, matrix ? t.sizes[1] : 1, ids});
 }
 // Where there is one, of what else is known of the rows of x.
-void add_column(PackTokensParams& p, const Argument& arg, const std::optional<Tensor>& t, const Tensor& x,
-                bool ids = false) {
+void check_known(const Argument& arg, const std::optional<Tensor>& t, const Tensor& x) {
   if (!t) return;
   check(arg, *t, x);
   check_size(arg, *t, 0, x.sizes[0]);
-  add_column(p, *t, ids);
 }
-void add_routing(PackTokensParams& p, const Argument& ids_arg, const std::optional<Tensor>& ids,
-                 const Argument& scores_arg, const std::optional<Tensor>& scores, int64_t num_experts,
-                 const Tensor& x) {
-  add_column(p, ids_arg, ids, x, true);
-  add_column(p, scores_arg, scores, x);
+void check_routing(const Argument& ids_arg, const std::optional<Tensor>& ids, const Argument& scores_arg,
+                   const std::optional<Tensor>& scores, int64_t num_experts, const Tensor& x) {
+  check_known(ids_arg, ids, x);
+  check_known(scores_arg, scores, x);
   check_count(ids_arg.op, "num_experts", num_experts);
   if (ids) validate_ids(ids_arg, *ids, num_experts);
+}
+// The last columns of a row.
+void add_routing(PackTokensParams& p, const std::optional<Tensor>& ids, const std::optional<Tensor>& scores,
+                 int64_t num_experts) {
+  if (ids) add_column(p, *ids, true);
+  if (scores) add_column(p, *scores);
   p.num_experts = int(num_experts);
   p.end_row();
 }
@@ -49,9 +52,11 @@ Results<1> pack_tokens_op(const Tensor& x, const std::optional<Tensor>& scale, c
                            &kAt = argument(kPack, "indices");
   check(kX, x);
   PackTokensParams p = {};
+  check_known(kScale, scale, x);
+  check_routing(kIds, topk_ids, kScores, topk_scores, num_experts, x);
   add_column(p, x);
-  add_column(p, kScale, scale, x);
-  add_routing(p, kIds, topk_ids, kScores, topk_scores, num_experts, x);
+  if (scale) add_column(p, *scale);
+  add_routing(p, topk_ids, topk_scores, num_experts);
   p.source = check_indices(kAt, indices, x, x.sizes[0], top_k);
   p.rows = indices.sizes[0];
   const Call call(kPack, "x", x);
@@ -83,33 +88,35 @@ Results<1> quantize_and_pack_op(const Tensor& x, std::string_view format, const 
   of_x.along_rows = true;
   check(kInverse, inverse, x);
   check_size(kInverse, inverse, 0, of_x.rows);
+  p.inverse = inverse.as<int>();
+  p.top_k = inverse.sizes[1];
   check_count(kQuantize, "num_rows", num_rows);
   validate_range(kInverse, inverse, num_rows, "rows");
   validate_distinct(kInverse, inverse);
   const Call call(kQuantize, "x", x);
   of_x.out = check_fp8(call, kQuantize, dtype);
-  bool packs = false;  // on the way
-#if defined(MOE_FP8_GPU)
-  packs = x.on_gpu() && can_quantize_and_pack(p);
-#endif
-  const Outputs o = packs ? Outputs{} : outputs_of(call, of_x);
 
+  check_routing(kIds, topk_ids, kScores, topk_scores, num_experts, x);
+
+  bool in_one = false;  // kernel, which has q and scale in messages alone
+#if defined(MOE_FP8_GPU)
+  in_one = x.on_gpu() && can_quantize_and_pack(p);
+#endif
+  const Outputs o = in_one ? Outputs{} : outputs_of(call, of_x);
   PackTokensParams& rows = p.rows;
-  const ScaleShape scale = scales_along_rows(f, of_x.rows, of_x.K, kNoGroups);
   rows.add({of_x.q, 1, of_x.K, 1, of_x.K});
+  const ScaleShape scale = scales_along_rows(f, of_x.rows, of_x.K, kNoGroups);
   const bool by_column = scale.column_stride >= 0;
   const int64_t blocks = f.blocks(of_x.K), size = int64_t(aoti_torch_dtype_element_size(scale_dtype(f.scale_type)));
   rows.add({of_x.scale, size, by_column ? 1 : blocks, by_column ? scale.column_stride : 1, blocks});
-  add_routing(rows, kIds, topk_ids, kScores, topk_scores, num_experts, x);
-  p.inverse = inverse.as<int>();
-  p.top_k = inverse.sizes[1];
+  add_routing(rows, topk_ids, topk_scores, num_experts);
   Handle slot_of = call.empty({num_rows}, kInt32), out = call.empty({num_rows, rows.row_bytes}, kUInt8);
   invert(call, inverse, data<int>(slot_of), num_rows);
   rows.source = RowIndex(data<int>(slot_of), of_x.rows, std::max<int64_t>(p.top_k, 1));
   rows.rows = num_rows;
   rows.to = data(out);
 #if defined(MOE_FP8_GPU)
-  if (packs) {
+  if (in_one) {
     call.check(quantize_and_pack(p, call.stream()));
     return results(out);
   }

@@ -32,26 +32,27 @@ MOE_DEVICE void with_units(const PackTokensParams& p, const Column& c, F f) {
   }
 }
 
+constexpr int kUnitsHeld = 2;  // of a thread at once: copy_rows.cu says what that gives
+
 // Units first, first + step, ... below end of the column in a row: those of token `source`, zeros behind them, and
 // where that is none.
 template <class Load>
 MOE_DEVICE void copy_units(const PackTokensParams& p, const Column& c, int64_t row, int64_t source, int64_t first,
                            int64_t end, int step, Load load) {
-  constexpr int kHeld = 2;  // copy_rows.cu says what that gives
   using T = typename Load::Type;
   const int64_t units = source < 0 ? 0 : c.units;
   const char* from = static_cast<const char*>(c.from) + source * c.row_stride;
   T* to = reinterpret_cast<T*>(static_cast<char*>(p.to) + row * p.row_bytes + c.offset);
 #pragma unroll 1
-  for (; first < end; first += kHeld * step) {
-    T held[kHeld];
+  for (; first < end; first += kUnitsHeld * step) {
+    T held[kUnitsHeld];
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
+    for (int i = 0; i < kUnitsHeld; ++i) {
       const int64_t unit = first + i * step;
       held[i] = unit < end && unit < units ? load(from + unit * c.unit_stride) : T{};
     }
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i)
+    for (int i = 0; i < kUnitsHeld; ++i)
       if (first + i * step < end) store_stream(to + first + i * step, held[i]);
   }
 }

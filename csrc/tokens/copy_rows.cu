@@ -11,7 +11,7 @@ namespace {
 // blockDim.x threads share a row, blockDim.y rows share a block. On an H200, of copy at [131072, 7168] and [16640,
 // 5120]: two vectors a thread 0.99 and 0.97, four 0.98 and 0.95, one 0.88 and 0.92; blocks that stay and take row after
 // row 0.91 and 0.88; rows through shared memory by bulk copies 0.94 and 0.93.
-constexpr int kVecs = 2, kThreadsOfShortRows = 256, kMaxThreads = 1024;
+constexpr int kThreadsOfShortRows = 256, kMaxThreads = 1024;
 constexpr int64_t kMaxBlocks = 1 << 21;  // HIP has fewer than 2^32 threads a launch
 
 // Where a row goes to several places, all rows of one piece, blockIdx.y, are copied before the next, so that the L2
@@ -34,13 +34,13 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) copy_rows_kernel(MOE_GRID_CONS
     const Vec16* from = reinterpret_cast<const Vec16*>(from_row);
     Vec16* to = reinterpret_cast<Vec16*>(static_cast<char*>(p.to) + row * p.row_bytes + skipped);
 #pragma unroll 1
-    for (int64_t first = threadIdx.x; first < vecs; first += kVecs * step) {
-      Vec16 held[kVecs];
+    for (int64_t first = threadIdx.x; first < vecs; first += kUnitsHeld * step) {
+      Vec16 held[kUnitsHeld];
 #pragma unroll
-      for (int i = 0; i < kVecs; ++i)
+      for (int i = 0; i < kUnitsHeld; ++i)
         held[i] = source >= 0 && first + i * step < vecs ? load_stream<Reuse::kSoon>(from + first + i * step) : Vec16{};
 #pragma unroll
-      for (int i = 0; i < kVecs; ++i)
+      for (int i = 0; i < kUnitsHeld; ++i)
         if (first + i * step < vecs) store_stream(to + first + i * step, held[i]);
     }
   }
@@ -73,7 +73,7 @@ int64_t piece_of(const RowIndex& source, int64_t row_bytes) {
 // Blocks of rows by `pieces`, of threads that move units of this size.
 Launch launch_of(int64_t rows, int64_t row_bytes, int64_t piece, int64_t pieces, int unit, void* stream) {
   const int64_t held = piece < row_bytes ? piece : row_bytes;
-  const int64_t wanted = ceil_div<int64_t>(held / unit, kVecs);
+  const int64_t wanted = ceil_div<int64_t>(held / unit, kUnitsHeld);
   int threads = 1;  // rows that are short, such as a token's scale or score, share waves
   while (threads < wanted && threads < kLargestWarp) threads *= 2;
   if (wanted > kLargestWarp)

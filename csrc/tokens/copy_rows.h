@@ -3,9 +3,9 @@
 // Rows are row_bytes of any dtype; `to` is contiguous, from_stride in bytes. No alignment is asked of either.
 //
 // pack_tokens: to [rows, row_bytes] of bytes: row p has the columns of token source.row(p) side by side, zeros where
-// that is none. Columns begin at multiples of kColumnAlign in the order of the table, rows and `to` at multiples of
-// kRowAlign; behind the end of a column are zeros. Ids come as int32 from 1 on: id + 1 of one in [0, num_experts), else
-// 0.
+// that is none. Columns begin at multiples of kColumnAlign in the order of the table, and behind the end of one are
+// zeros; of a table that end_row() closes, rows and `to` begin at multiples of kRowAlign. Ids come as int32 from 1 on:
+// id + 1 of one in [0, num_experts), else 0.
 #pragma once
 #include "numerics/groups.h"
 

@@ -17,7 +17,7 @@ struct QuantizeAndPackParams {
   int64_t top_k;
 };
 
-// Whether a kernel does it. What else there is takes quantize() and pack_tokens().
+// Whether a kernel does it. Otherwise quantize() and pack_tokens() do.
 bool can_quantize_and_pack(const QuantizeAndPackParams& p);
 
 // 0, or the runtime's error code.

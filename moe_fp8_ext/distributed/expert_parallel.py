@@ -270,11 +270,10 @@ class ExpertParallel:
         """Tokens x [T, D] with ids and scores [T, top_k] to the ranks of their experts, chunk by chunk. signature: what
         must be alike on all ranks."""
         finder = self._static or self._exact
-        since = finder.now()
         with self.errors_told():
             message = Message(x, ids, scores, self._casts(gradient=False))
             parts, columns = message.split(self.chunks), message.columns()
-            places = finder.places([part.ids for part in parts], since)
+            places = finder.places([part.ids for part in parts])
             rows = [part.rows(self.num_experts, to.indices, to.inverse) for part, to in zip(parts, places, strict=True)]
         if self._static and self._agreed is None:
             self._exact.agree(signature)

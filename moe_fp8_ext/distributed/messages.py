@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_fp8_ext.bf16 import cast, row_major
 from moe_fp8_ext.formats import COLUMN_ALIGN, FORMATS, round_up
-from moe_fp8_ext.ops.checks import fp8_dtype
+from moe_fp8_ext.ops.checks import default_fp8_dtype
 
 _pack_tokens = torch.ops.moe_fp8.pack_tokens.default
 _quantize_and_pack = torch.ops.moe_fp8.quantize_and_pack.default
@@ -50,9 +50,11 @@ class Message(NamedTuple):
     def columns(self) -> list[Column]:
         """Of values, scales, ids and scores, those that there are, in this order."""
         width, casts = self.x.shape[1], self.casts
-        found = [(width, torch.bfloat16 if casts is None else fp8_dtype("", casts.dtype, self.x))]
-        if casts is not None:
+        if casts is None:
+            found = [(width, torch.bfloat16)]
+        else:
             format = FORMATS[casts.format]
+            found = [(width, casts.dtype or default_fp8_dtype(self.x.device))]
             found.append((format.blocks(width), format.scale_dtype))
         if self.ids is not None:
             found.append((self.ids.shape[1], torch.int32))

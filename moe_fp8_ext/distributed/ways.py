@@ -77,21 +77,17 @@ class Exact:
 
     def __init__(self, peers: Peers, chunks: int) -> None:
         self.peers, self.chunks = peers, chunks
-        # Of high priority: its kernels are small, and each would wait until a cast has no blocks left to start.
+        # Of high priority: sizes are told by small kernels, which would wait until a cast has no blocks left to start.
         self.side = torch.cuda.Stream(priority=-1) if peers.device.type == "cuda" else None
         self._columns: dict[int, Tensor] = {}  # of signatures, [ranks, 1]
 
-    def now(self) -> torch.cuda.Event | None:
-        """Where the current stream is: what is on it later is not waited for."""
-        return None if self.side is None else torch.cuda.current_stream().record_event()
-
-    def places(self, parts: Sequence[Tensor], since: torch.cuda.Event | None) -> list[Places]:
-        """Of ids [T, top_k] of each part that were known at `since`, in [0, num_experts); others are none.
+    def places(self, parts: Sequence[Tensor]) -> list[Places]:
+        """Of ids [T, top_k] of each part, in [0, num_experts); others are none.
 
         There are as many rows as any routing has, those of no token last: they can be filled before the host knows
         how many are sent.
         """
-        with self._beside(since):
+        with self._behind():
             places = [self._places(ids) for ids in parts]
         if self.side is not None:
             current = torch.cuda.current_stream()
@@ -120,16 +116,18 @@ class Exact:
 
     def agree(self, signature: int) -> None:
         """Raises on all ranks unless all have the same."""
-        with self._beside(self.now()):
+        with self._behind():
             nothing = torch.zeros(self.peers.ranks, 2, dtype=torch.int64, device=self.peers.device)
             self._told([nothing] * self.chunks, signature)
 
-    def _beside(self, since: torch.cuda.Event | None = None) -> AbstractContextManager:
-        if self.side is None:
-            return nullcontext()
-        if since is not None:
-            self.side.wait_event(since)
-        return torch.cuda.stream(self.side)
+    def _beside(self) -> AbstractContextManager:
+        return nullcontext() if self.side is None else torch.cuda.stream(self.side)
+
+    def _behind(self) -> AbstractContextManager:
+        """Likewise, of what the current stream has."""
+        if self.side is not None:
+            self.side.wait_stream(torch.cuda.current_stream())
+        return self._beside()
 
     def _told(self, counts: list[Tensor], signature: int) -> list[tuple[list[int], list[int], list[int]]]:
         """Of counts [ranks, 2] that go there, by chunks: rows for ranks, rows from them, slots of those."""
@@ -157,10 +155,7 @@ class Static:
         self.peers, self.capacity, self.top_k = peers, capacity, top_k
         self.left_out = torch.zeros(2, dtype=torch.int64, device=peers.device)  # tokens, slots
 
-    def now(self) -> None:
-        return None
-
-    def places(self, parts: Sequence[Tensor], since: None) -> list[Places]:
+    def places(self, parts: Sequence[Tensor]) -> list[Places]:
         return [self._places(ids) for ids in parts]
 
     def _places(self, ids: Tensor) -> Places:
