@@ -34,8 +34,8 @@ template <class T>
 MOE_DEVICE void consume_rows(const Args& p, Consumer<T>& c, Shared<T>& shared, const Tile& tile, int turn) {
   float sum[T::kTileColumns / 2], of_row[2];
   load_row_scales<T>(p, tile, c.row(), of_row);
-  if (tile.columns > T::kTileColumns / 2) multiply_rows(c, shared, tile, turn, sum);
-  else multiply_rows(c, shared, tile, turn, reinterpret_cast<float(&)[T::kTileColumns / 4]>(sum));
+  if (tile.columns > T::kTileColumns / 2) multiply_rows(c, tile, turn, sum);
+  else multiply_rows(c, tile, turn, reinterpret_cast<float(&)[T::kTileColumns / 4]>(sum));
   const float* of_columns = shared.scale_b[turn] + 2 * (c.lane() % 4);
   finish_tile(p, c, tile, shared, 0, [&](int h, int j, int i) {
     return sum[j * 4 + 2 * h + i] * of_row[h] * of_columns[8 * j + i];

@@ -35,15 +35,18 @@ struct BlockScales {
   }
 };
 // Promoted: products of a stage that is full, of 128 rows of the tile at a time. kHalves: of the tile's rows, those in
-// which the warpgroup has any. `behind`: whether to wait for the next stage meanwhile.
-template <int kHalves, class T>
+// which the warpgroup has any. `behind`: whether to wait for the next stage meanwhile. kRest: it is the last of a tile,
+// and `rest` elements of it are its group's.
+template <int kHalves, bool kRest, class T>
 MOE_DEVICE void promote_stage(const Consumer<T>& c, float (&sum)[2][T::kTileColumns / 2],
-                              float (&product)[T::kTileColumns / 2], int s, const BlockScales<T>& scales, bool behind) {
+                              float (&product)[T::kTileColumns / 2], int s, const BlockScales<T>& scales, bool behind,
+                              int rest) {
   constexpr int kSums = T::kTileColumns / 2;
   float column[T::kTileColumns / 4];
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
-    c.multiply(product, s, half, false);
+    if constexpr (kRest) c.multiply_rest(product, s, half, false, rest);
+    else c.multiply(product, s, half, false);
     float scale[kSums];
     if constexpr (T::kBlockScales) {
       float row[2];
@@ -63,6 +66,7 @@ MOE_DEVICE void promote_stage(const Consumer<T>& c, float (&sum)[2][T::kTileColu
 #pragma unroll
     for (int i = 0; i < kSums; ++i)
       sum[half][i] = T::kBlockScales ? fmaf(product[i], scale[i], sum[half][i]) : sum[half][i] + product[i];
+    if (kRest || !T::kBlockScales) pin_registers(sum[half]);  // added now: products that wait for that are spilled
   }
 }
 template <int kHalves, class T>
@@ -76,19 +80,20 @@ MOE_DEVICE void multiply_promoted(const Args& p, Consumer<T>& c, Shared<T>& shar
 #pragma unroll 1
   for (; left > kStages; left -= kStages) {
 #pragma unroll
-    for (int s = 0; s < kStages; ++s) promote_stage<kHalves>(c, sum, product, s, scales, true);
+    for (int s = 0; s < kStages; ++s) promote_stage<kHalves, false>(c, sum, product, s, scales, true, 0);
     c.phase ^= 1;
   }
-  if (T::kSumGroups) clear_rest(c, shared, tile.depth);
+  const int rest = T::kSumGroups ? tile.depth % kDepth : 0, whole = rest > 0 ? left - 1 : left;
+#pragma unroll
+  for (int s = 0; s < kStages; ++s)
+    if (s < whole) promote_stage<kHalves, false>(c, sum, product, s, scales, s < kStages - 1, 0);
+  if constexpr (T::kSumGroups)
+    if (whole < left) promote_stage<kHalves, true>(c, sum, product, whole, scales, whole < kStages - 1, rest);
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
-    const bool behind = s < kStages - 1;
-    if (s < left) {
-      promote_stage<kHalves>(c, sum, product, s, scales, behind);
-    } else {
-      c.release_stage(s);
-      if (behind) c.wait_behind(s);
-    }
+    if (s < left) continue;
+    c.release_stage(s);
+    if (s < kStages - 1) c.wait_behind(s);
   }
   c.phase ^= 1;
 }
