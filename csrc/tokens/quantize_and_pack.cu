@@ -11,9 +11,10 @@ namespace {
 
 using Types = Fast<BF16, Kind::kEither>;
 // The threads of a block share a token, which they hold in shared memory while it goes to several rows; a thread casts
-// 16 elements at once, for rows are stored 16 bytes at a time. [16384, 7168] for 2 ranks on an H200: 145 us, of blocks
-// of 128 elements 146. Stored 8 bytes at a time they took 160 and 180, and where tokens were held in registers 160 and
-// 168.
+// 16 elements at once, for rows are stored 16 bytes at a time. [16384, 7168] for 2 ranks on an H200: 148 us, of blocks
+// of 128 elements 150. Stored 8 bytes at a time they took 160 and 180, and where tokens were held in registers 160 and
+// 168. To leave the L2 after what is stored (Reuse::kNotBeforeStores) gives 145, but it is what follows that reads the
+// L2: a dispatch over ranks took 1,191 us, not 1,131.
 constexpr int kThreads = 128, kBlocks = 10, kElements = 16, kVecs = kElements / Types::kVec;
 constexpr int64_t kLongest = 16384;     // elements of a token
 constexpr int64_t kMostRows = 256;      // of a token
@@ -81,7 +82,7 @@ MOE_DEVICE void send_token(const MessagesPlan& p, int64_t token, Piece* pieces, 
   const int count = int(p.of_x.K / kElements), sharing = p.lanes ? p.lanes : count;  // pieces; of a scale
   const auto* of_token = find_element<T>(p.of_x, token * p.of_x.row_stride);
   for (int v = team.rank; v < kVecs * count; v += team.count)
-    copy_words<T, Reuse::kNotBeforeStores>(p.of_x, pieces->of_x + v, of_token + v * T::kVec, T::kVec);
+    copy_words<T>(p.of_x, pieces->of_x + v, of_token + v * T::kVec, T::kVec);
   commit_copies();
   if (team.rank < kWarpSize) find_rows(p, token, rows);
   wait_copies();
