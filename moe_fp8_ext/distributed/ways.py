@@ -73,13 +73,14 @@ class Places(NamedTuple):
 
 
 class Exact:
-    """Rows as there are. The host waits for their numbers, which are found on a stream of their own."""
+    """Rows as there are. The host waits for their numbers, which are told on a stream of their own."""
 
     def __init__(self, peers: Peers, chunks: int) -> None:
         self.peers, self.chunks = peers, chunks
         # Of high priority: sizes are told by small kernels, which would wait until a cast has no blocks left to start.
         self.side = torch.cuda.Stream(priority=-1) if peers.device.type == "cuda" else None
         self._columns: dict[int, Tensor] = {}  # of signatures, [ranks, 1]
+        self._placed: torch.cuda.Event | None = None  # the places of a call are found
 
     def places(self, parts: Sequence[Tensor]) -> list[Places]:
         """Of ids [T, top_k] of each part, in [0, num_experts); others are none.
@@ -87,14 +88,8 @@ class Exact:
         There are as many rows as any routing has, those of no token last: they can be filled before the host knows
         how many are sent.
         """
-        with self._behind():
-            places = [self._places(ids) for ids in parts]
-        if self.side is not None:
-            current = torch.cuda.current_stream()
-            current.wait_stream(self.side)
-            for to in places:
-                to.indices.record_stream(current)
-                to.inverse.record_stream(current)
+        places = [self._places(ids) for ids in parts]
+        self._placed = self._now()
         return places
 
     def _places(self, ids: Tensor) -> Places:
@@ -103,7 +98,7 @@ class Exact:
 
     def ways(self, places: Sequence[Places], signature: int) -> list[Way]:
         """signature: what must be alike on all ranks."""
-        with self._beside():
+        with self._behind(self._placed):
             sizes = self._told([to.counts for to in places], signature)
         return [
             Way(to.indices[: sum(sent)], to.inverse, sent, received, sum(slots), self.peers.group)
@@ -116,18 +111,20 @@ class Exact:
 
     def agree(self, signature: int) -> None:
         """Raises on all ranks unless all have the same."""
-        with self._behind():
+        with self._behind(self._now()):
             nothing = torch.zeros(self.peers.ranks, 2, dtype=torch.int64, device=self.peers.device)
             self._told([nothing] * self.chunks, signature)
 
-    def _beside(self) -> AbstractContextManager:
-        return nullcontext() if self.side is None else torch.cuda.stream(self.side)
+    def _now(self) -> torch.cuda.Event | None:
+        """Where the current stream is."""
+        return None if self.side is None else torch.cuda.current_stream().record_event()
 
-    def _behind(self) -> AbstractContextManager:
-        """Likewise, of what the current stream has."""
-        if self.side is not None:
-            self.side.wait_stream(torch.cuda.current_stream())
-        return self._beside()
+    def _behind(self, event: torch.cuda.Event | None) -> AbstractContextManager:
+        """On the other stream, which waits for no more than the event."""
+        if self.side is None:
+            return nullcontext()
+        self.side.wait_event(event)
+        return torch.cuda.stream(self.side)
 
     def _told(self, counts: list[Tensor], signature: int) -> list[tuple[list[int], list[int], list[int]]]:
         """Of counts [ranks, 2] that go there, by chunks: rows for ranks, rows from them, slots of those."""
