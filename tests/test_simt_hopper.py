@@ -186,9 +186,6 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("copy beyond shared memory", "error 719: access beyond the 25600 bytes of dynamic shared memory"),
         ("copy to no chunk", "error 719: misaligned address in shared memory"),
         ("copy of no chunk", "error 719: a copy of no chunks of 16 bytes"),
-        ("barrier of other threads", r"error 719: barrier_of at faults_hopper.cpp:\d+ is of other threads than"),
-        ("barrier of too many threads", r"error 719: barrier_of at faults_hopper.cpp:\d+ is of no such threads"),
-        ("barrier that is not there", r"error 719: barrier_of at faults_hopper.cpp:\d+ is of no such threads"),
     ],
 )
 def test_emulation(faults, case, outcome):

@@ -49,10 +49,6 @@ MOE_DEVICE void barrier_arrive_in_cluster(uint32_t barrier) {
 }
 // What this thread stored to shared memory comes before what the copy engine and the tensor cores do behind a barrier.
 MOE_DEVICE void stores_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Of some threads of the block, whole warps; number 0 is __syncthreads()'s.
-MOE_DEVICE void barrier_of(int which, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(which + 1), "r"(threads) : "memory");
-}
 
 // ---- copies, global -> shared; `barrier` counts their bytes --------------------------------------------------------
 // A box of a matrix, from column c and row r on; zeros beyond the matrix.

@@ -121,7 +121,6 @@ class Block {
     poison_shared_memory();
     block_ = {};
     block_.members = live_;
-    for (Rendezvous& r : some_) r = {};
     const uint64_t linear = index.x + launch_.grid.x * (index.y + uint64_t(launch_.grid.y) * index.z);
     if (launch_.cluster > 1) {
       cluster_ = &launch_.clusters[linear / launch_.cluster];
@@ -159,15 +158,6 @@ class Block {
   unsigned char* dynamic_shared() { return shared_.end() - shared_.bytes(); }
 
   void barrier(const Site& site) { meet(block_, site); }
-  // Of so many threads of the block.
-  void barrier_of(unsigned which, unsigned threads, const Site& site) {
-    if (which >= kSome || !threads || threads % kWave || threads > launch_.threads())
-      fail(site.text() + " is of no such threads");
-    Rendezvous& r = some_[which];
-    if (r.arrived == 0) r.members = threads;
-    if (r.members != threads) fail(site.text() + " is of other threads than " + r.site.text());
-    meet(r, site);
-  }
   void wave_barrier(const Site& site) { meet(running_wave(), site); }
 
   // The number of threads that voted true.
@@ -358,8 +348,6 @@ class Block {
   ByteRange statics_;
   Wave waves_[kMaxWaves];
   Rendezvous block_;
-  static constexpr unsigned kSome = 15;
-  Rendezvous some_[kSome];
   unsigned votes_[2];
   FiberQueue ready_;
   Fiber* running_ = nullptr;

@@ -150,9 +150,6 @@ const Case kCases[] = {
      [](Shared s, unsigned*) { copy_bytes(s.base + 2 * kOperand, ones, 32, s.barrier()); }},
     {"copy to no chunk", [](Shared s, unsigned*) { copy_bytes(s.base + 8, ones, 16, s.barrier()); }},
     {"copy of no chunk", [](Shared s, unsigned*) { copy_bytes(s.base, ones + 8, 16, s.barrier()); }},
-    {"barrier of other threads", [](Shared, unsigned*) { barrier_of(0, threadIdx.x < 32 ? 128 : 96); }},
-    {"barrier of too many threads", [](Shared, unsigned*) { barrier_of(0, kThreads + 32); }},
-    {"barrier that is not there", [](Shared, unsigned*) { barrier_of(15, kThreads); }},
 };
 
 }  // namespace

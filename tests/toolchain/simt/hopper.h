@@ -60,16 +60,17 @@ inline void barrier_init(uint32_t barrier, int arrivals) {
 }
 inline void barriers_ready() { __threadfence(); }
 inline void barrier_arrive(uint32_t barrier) { barrier_update(own(barrier), 1, 0); }
-inline void barrier_arrive_in_cluster(uint32_t barrier) { barrier_update(barrier, 1, 0); }
+// Others go on for a while, so that what is released too early is filled before its reader is done.
+inline void barrier_arrive_in_cluster(uint32_t barrier) {
+  barrier_update(barrier, 1, 0);
+  for (int i = 0; i < 3; ++i) current->relax();
+}
 inline void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
   barrier_update(own(barrier), 1, int32_t(bytes));
 }
 inline void barrier_wait(uint32_t barrier, uint32_t phase) {
   const auto* at = reinterpret_cast<const uint64_t*>(barrier_at(own(barrier)));
   while (__builtin_bit_cast(PhaseBarrier, __atomic_load_n(at, __ATOMIC_SEQ_CST)).phase == phase) current->relax();
-}
-inline void barrier_of(int which, int threads, Site site = Site::here("barrier_of")) {
-  current->barrier_of(unsigned(which), unsigned(threads), site);
 }
 inline void stores_before_copies() {}
 
