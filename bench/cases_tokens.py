@@ -152,8 +152,8 @@ def _tokens_of_ranks(format: str) -> Callable[..., tuple[object, ...]]:
 
     def inputs(device: torch.device, groups: None, *, t: int, top_k: int, k: int, e: int) -> tuple[object, ...]:
         ids, scores = torch.randint(e, (t, top_k), device=device), torch.rand(t, top_k, device=device)
-        _, _, inverse = ops.sort_tokens(ops.tokens_by_rank(ids, e, 2)[0], 2)
-        return normal(device, t, k), format, ids, scores, e, inverse, 2 * t
+        indices, _, inverse = ops.sort_tokens(ops.tokens_by_rank(ids, e, 2)[0], 2)
+        return normal(device, t, k), format, ids, scores, e, indices, inverse
 
     return inputs
 

@@ -69,7 +69,7 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       " SymInt top_k) -> Tensor");
   m.def(
       "quantize_and_pack(Tensor x, str format, Tensor? topk_ids, Tensor? topk_scores, SymInt num_experts,"
-      " Tensor inverse, SymInt num_rows, ScalarType? dtype=None, str? rounding=None) -> Tensor");
+      " Tensor indices, Tensor inverse, ScalarType? dtype=None, str? rounding=None) -> Tensor");
   m.def("unpermute(Tensor y, Tensor indices, SymInt num_tokens, SymInt top_k) -> Tensor");
   m.def("combine(Tensor y, Tensor inverse, Tensor? topk_scores=None) -> Tensor");
   m.def(

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 import torch
-from helpers import FP8_DTYPES, INPUT_DTYPES, INT32_MAX, INT32_MIN
+from helpers import FP8_DTYPES, INPUT_DTYPES, INT32_MAX, INT32_MIN, inverse_of
 from torch import Tensor
 
 from moe_fp8_ext.reference.numerics import FORMATS
@@ -340,8 +340,9 @@ def quantize_and_pack(r: random.Random) -> Call:
     ids = torch.randint(-1, e + 1, (m, n), dtype=r.choice((torch.int32, torch.int64)), generator=generator(r))
     others = r.choice((None, placed(r, ids))), r.choice((None, raw(r, r.choice(MOVABLE), m, n)))
     top_k = r.randint(0, 3)
-    inverse = slots(r, rows, m * top_k).view(m, top_k)
-    return [values(r, m, r.choice(COLUMNS)), fmt, *others, e, inverse, rows], rule(r, fmt)
+    indices = slots(r, m * top_k, rows)
+    inverse = r.choice((inverse_of(indices, m, top_k), slots(r, rows, m * top_k).view(m, top_k)))
+    return [values(r, m, r.choice(COLUMNS)), fmt, *others, e, indices, inverse], rule(r, fmt)
 
 
 @op

@@ -106,6 +106,15 @@ def slot_indices(m: int, top_k: int, p: int, device: str = "cpu", seed: int = 0)
     return indices[torch.randperm(p, generator=generator)].to(device)
 
 
+def inverse_of(indices: Tensor, m: int, top_k: int) -> Tensor:
+    """[m, top_k]: where in indices each slot stands last, -1 where nowhere."""
+    inverse = torch.full((m * top_k,), -1, dtype=torch.int32)
+    for p, slot in enumerate(indices.tolist()):
+        if 0 <= slot < m * top_k:
+            inverse[slot] = p
+    return inverse.view(m, top_k).to(indices.device)
+
+
 def corrupt_offs(m: int, device: str = "cpu") -> list[Tensor]:
     """Offsets that break every rule of the contract."""
     cases = [

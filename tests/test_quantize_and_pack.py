@@ -16,6 +16,7 @@ from helpers import (
     check_second_gpu,
     check_stream_order,
     check_two_streams,
+    inverse_of,
     misaligned,
     on,
     pairs,
@@ -43,8 +44,8 @@ def routed(t: int, n: int, ranks: int, device: str, seed: int = 0) -> list[objec
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, 9, (t, n), generator=generator)
     scores = torch.rand(t, n, generator=generator)
-    _, _, inverse = sort_tokens(tokens_by_rank(ids, 9, ranks)[0], ranks)
-    return [*on(device, [ids, scores]), 9, inverse.to(device), t * ranks]
+    indices, _, inverse = sort_tokens(tokens_by_rank(ids, 9, ranks)[0], ranks)
+    return [*on(device, [ids, scores]), 9, *on(device, [indices, inverse])]
 
 
 def arguments(t: int, k: int, device: str, seed: int = 0, fmt: str = "rowwise") -> list[object]:
@@ -70,23 +71,20 @@ def test_values(fmt, dtype, fp8, k, ranks, rounding, device):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_is_pack_tokens_of_quantize_rows(fmt, device):
-    """By the other index of the same rows; of "mxfp8" scales as "mxfp8_rowmajor" has them."""
+    """Of "mxfp8" scales as "mxfp8_rowmajor" has them."""
     x = wide(200, 384, device=device)
-    ids, scores, experts, inverse, rows = routed(200, 5, 3, device)
-    permutation, offs, _ = sort_tokens(tokens_by_rank(ids, 9, 3)[0], 3)
-    got = check(x, fmt, ids, scores, experts, inverse, rows)
+    ids, scores, experts, indices, inverse = routed(200, 5, 3, device)
+    got = check(x, fmt, ids, scores, experts, indices, inverse)
     q, scale = quantize_rows(x, "mxfp8_rowmajor" if fmt == "mxfp8" else fmt)
-    assert_same(got, pack_tokens(q, scale, ids, scores, experts, permutation, 3))
-    assert int(offs[-1]) < rows and not got[int(offs[-1]) :].any()
+    assert_same(got, pack_tokens(q, scale, ids, scores, experts, indices, 3))
+    rows = int((indices >= 0).sum())
+    assert rows < len(indices) and not got[rows:].any()
 
 
 @pytest.mark.parametrize("fmt", [None, *FORMATS])
 def test_columns_of_a_message(fmt, device):
     """Where `ExpertParallel` reads them is where they are."""
-    x, (ids, scores, experts, inverse, rows) = wide(60, 200, device=device), routed(60, 5, 3, device)
-    indices = torch.full((rows,), -1, dtype=torch.int32, device=device)
-    named = inverse.flatten() >= 0
-    indices[inverse.flatten()[named].long()] = torch.arange(180, dtype=torch.int32, device=device)[named]
+    x, (ids, scores, experts, indices, inverse) = wide(60, 200, device=device), routed(60, 5, 3, device)
     message = Message(x, ids, scores, None if fmt is None else Casts(fmt, None, FORMATS[fmt].roundings[0]))
     got = message.rows(experts, indices, inverse)
     token, there = indices.long() // 3, indices >= 0
@@ -111,24 +109,40 @@ def test_not_finite(device):
 
 
 def test_columns_that_there_are(device):
-    ids, scores, experts, inverse, rows = routed(41, 5, 3, device)
+    ids, scores, *others = routed(41, 5, 3, device)
     for k in (24, 64):
         x = wide(41, k, device=device)
         for of_token in ((None, None), (ids, None), (None, scores.half()), (ids.int(), scores)):
-            check(x, "blockwise", *of_token, experts, inverse, rows)
+            check(x, "blockwise", *of_token, *others)
 
 
-def test_rows_that_none_or_several_name(device):
-    x = wide(40, 64, device=device)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_indices(dtype, device):
+    """In any order, of as many rows as a kernel holds of a token, and more."""
+    x = wide(40, 64, dtype=dtype, device=device)
     for top_k in (1, 2, 40, 256, 257):
-        inverse = slot_indices(50, 1, 40 * top_k, device).view(40, top_k)
-        check(x, "rowwise", None, None, 0, inverse, 50)
-        check(x, "mxfp8", None, None, 0, inverse, 30)
-    for slots in (256, 257, 300):  # as many rows as a kernel holds, and more
-        inverse = torch.randperm(3 * slots, generator=torch.Generator().manual_seed(0)).int().view(3, slots)
-        check(x[:3], "blockwise", None, None, 0, inverse.to(device), 3 * slots)
-    limits = torch.tensor([[-1, 2**31 - 1], [-(2**31), 4], [4, 3], [7, 8]], dtype=torch.int32, device=device)
-    check(x[:4], "rowwise", None, None, 0, limits, 8)
+        for rows in (0, 30, 40 * top_k):
+            indices = slot_indices(40, top_k, rows, device)
+            check(x, "rowwise", None, None, 0, indices, inverse_of(indices, 40, top_k))
+    for slots in (256, 257, 300):
+        indices = torch.randperm(3 * slots, generator=torch.Generator().manual_seed(0)).int().to(device)
+        check(x[:3], "blockwise", None, None, 0, indices, inverse_of(indices, 3, slots))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_indices_and_inverse_that_differ(dtype, device):
+    """Rows are zeros where they do; what is out of range is not followed."""
+    x = wide(40, 64, dtype=dtype, device=device)
+    for top_k in (1, 3, 70):
+        indices = torch.cat([slot_indices(40, top_k, 60, device), slot_indices(40, top_k, 60, device, seed=1)])
+        inverse = inverse_of(indices, 40, top_k)
+        assert not check(x, "rowwise", None, None, 0, indices, torch.full_like(inverse, -1)).any()
+        others = slot_indices(120, 1, 40 * top_k, device).view(40, top_k)
+        for of_slots in (inverse, others, torch.where(inverse % 2 == 0, inverse, others)):
+            check(x, "mxfp8", None, None, 0, indices, of_slots)
+    indices = torch.tensor([-1, 7, -(2**31), 8, 2**31 - 1, 2, 4, 2], dtype=torch.int32, device=device)
+    inverse = torch.tensor([[-1, 2**31 - 1], [-(2**31), 5], [8, -2], [6, 1]], dtype=torch.int32, device=device)
+    check(x[:4], "rowwise", None, None, 0, indices, inverse)
 
 
 @pytest.mark.parametrize("shape", [(0, 0, 0, 0, 0), (0, 8, 3, 2, 4), (5, 0, 3, 2, 4), (5, 8, 0, 2, 4)], ids=short)
@@ -138,17 +152,17 @@ def test_zero_sizes(fmt, shape, device):
     ids, scores = torch.zeros(t, n, dtype=torch.int64, device=device), torch.rand(t, n, device=device)
     inverse = torch.zeros(t, top_k, dtype=torch.int32, device=device)
     for rows in (p, 0):
+        indices = torch.zeros(rows, dtype=torch.int32, device=device)
         for rows_of_tokens in (inverse, inverse[:, :0].contiguous()):
-            check(wide(t, k, device=device), fmt, ids, scores, 9, rows_of_tokens, rows)
+            check(wide(t, k, device=device), fmt, ids, scores, 9, indices, rows_of_tokens)
 
 
 def test_strides_and_alignment(device):
     x, (ids, scores, *others) = wide(70, 128, device=device), routed(70, 8, 3, device)
     for _, view in strided_2d(x):
-        t = len(view)
-        inverse = others[1][:t]
-        check(view, "rowwise", ids[:t], scores[:t], 9, inverse, 210)
-        check(view, "blockwise", ids[:t], scores[:t], 9, inverse, 210)
+        t, (indices, inverse) = len(view), others[1:]
+        for fmt in ("rowwise", "blockwise"):
+            check(view, fmt, ids[:t], scores[:t], 9, indices, inverse[:t])
     check(x, "rowwise", ids[:, 1:4], scores[:, 3:], *others)
     for elements in range(1, 9):
         check(misaligned(x, elements), "mxfp8", misaligned(ids, elements), misaligned(scores, elements), *others)
@@ -164,8 +178,8 @@ def test_deterministic(device):
 
 
 def test_compiles_with_dynamic_rows(device):
-    calls = [arguments(t, 48, device, t)[:-1] for t in (50, 64, 131)]
-    check_compiled(lambda *args: quantize_and_pack(*args, 3 * args[0].shape[0]), calls, device, dynamic=(0, 2, 3, 5))
+    calls = [arguments(t, 48, device, t) for t in (50, 64, 131)]
+    check_compiled(quantize_and_pack, calls, device, dynamic=(0, 2, 3, 5, 6))
 
 
 def test_cuda_graph(gpu):
@@ -187,8 +201,9 @@ def test_second_gpu(second_gpu):
 @pytest.mark.large
 def test_more_than_2_31_elements(big_gpu):
     x = torch.randn(600_011, 4_096, dtype=torch.bfloat16, device=big_gpu)
-    inverse = torch.randperm(len(x), device=big_gpu).int()[:, None]
-    rows = quantize_and_pack(x, "rowwise", None, None, 0, inverse, len(x))
+    indices = torch.randperm(len(x), device=big_gpu).int()
+    inverse = indices.argsort().int()[:, None]
+    rows = quantize_and_pack(x, "rowwise", None, None, 0, indices, inverse)
     for part in (slice(0, 1000), slice(-1000, None)):
         q, scale = quantize_rows(x[part], "rowwise")
         at = inverse[part, 0].long()
@@ -196,30 +211,31 @@ def test_more_than_2_31_elements(big_gpu):
         assert_same(rows[at, 4096:4100].contiguous().view(torch.float32), scale[:, None])
 
 
-X, INVERSE = torch.zeros(6, 4), torch.zeros(6, 2, dtype=torch.int32)
+X, INDICES, INVERSE = torch.zeros(6, 4), torch.zeros(9, dtype=torch.int32), torch.zeros(6, 2, dtype=torch.int32)
 IDS, SCORES = torch.zeros(6, 3, dtype=torch.int64), torch.zeros(6, 3)
 
 
 @pytest.mark.parametrize(
     ("args", "argument", "got"),
     [
-        ([X.double(), "rowwise", IDS, SCORES, 9, INVERSE, 9], "x", "float64"),
-        ([X[0], "rowwise", IDS, SCORES, 9, INVERSE, 9], "x", "1"),
-        ([X.t(), "rowwise", None, None, 9, INVERSE, 9], "x", "stride 4"),
-        ([X, "fp8", IDS, SCORES, 9, INVERSE, 9], "format", "fp8"),
-        ([X, "rowwise", IDS.short(), SCORES, 9, INVERSE, 9], "topk_ids", "int16"),
-        ([X, "rowwise", IDS[1:], SCORES, 9, INVERSE, 9], "topk_ids", "5"),
-        ([X, "rowwise", IDS.t().contiguous().t(), SCORES, 9, INVERSE, 9], "topk_ids", "stride 6"),
-        ([X, "rowwise", IDS, SCORES.double(), 9, INVERSE, 9], "topk_scores", "float64"),
-        ([X, "rowwise", IDS, SCORES[:4], 9, INVERSE, 9], "topk_scores", "4"),
-        ([X, "rowwise", IDS, SCORES, -1, INVERSE, 9], "num_experts", "-1"),
-        ([X, "rowwise", IDS, SCORES, 2**31, INVERSE, 9], "num_experts", "2147483648"),
-        ([X, "rowwise", IDS, SCORES, 9, INVERSE.long(), 9], "inverse", "int64"),
-        ([X, "rowwise", IDS, SCORES, 9, INVERSE[:5], 9], "inverse", "5"),
-        ([X, "rowwise", IDS, SCORES, 9, INVERSE[:, 0], 9], "inverse", "1"),
-        ([X, "rowwise", IDS, SCORES, 9, INVERSE[:, :1], 9], "inverse", "stride 2"),
-        ([X, "rowwise", IDS, SCORES, 9, INVERSE, -1], "num_rows", "-1"),
-        ([X, "rowwise", IDS, SCORES, 9, INVERSE, 2**31], "num_rows", "2147483648"),
+        ([X.double(), "rowwise", IDS, SCORES, 9, INDICES, INVERSE], "x", "float64"),
+        ([X[0], "rowwise", IDS, SCORES, 9, INDICES, INVERSE], "x", "1"),
+        ([X.t(), "rowwise", None, None, 9, INDICES, INVERSE], "x", "stride 4"),
+        ([X, "fp8", IDS, SCORES, 9, INDICES, INVERSE], "format", "fp8"),
+        ([X, "rowwise", IDS.short(), SCORES, 9, INDICES, INVERSE], "topk_ids", "int16"),
+        ([X, "rowwise", IDS[1:], SCORES, 9, INDICES, INVERSE], "topk_ids", "5"),
+        ([X, "rowwise", IDS.t().contiguous().t(), SCORES, 9, INDICES, INVERSE], "topk_ids", "stride 6"),
+        ([X, "rowwise", IDS, SCORES.double(), 9, INDICES, INVERSE], "topk_scores", "float64"),
+        ([X, "rowwise", IDS, SCORES[:4], 9, INDICES, INVERSE], "topk_scores", "4"),
+        ([X, "rowwise", IDS, SCORES, -1, INDICES, INVERSE], "num_experts", "-1"),
+        ([X, "rowwise", IDS, SCORES, 2**31, INDICES, INVERSE], "num_experts", "2147483648"),
+        ([X, "rowwise", IDS, SCORES, 9, INDICES, INVERSE.long()], "inverse", "int64"),
+        ([X, "rowwise", IDS, SCORES, 9, INDICES, INVERSE[:5]], "inverse", "5"),
+        ([X, "rowwise", IDS, SCORES, 9, INDICES, INVERSE[:, 0]], "inverse", "1"),
+        ([X, "rowwise", IDS, SCORES, 9, INDICES, INVERSE[:, :1]], "inverse", "stride 2"),
+        ([X, "rowwise", IDS, SCORES, 9, INDICES.long(), INVERSE], "indices", "int64"),
+        ([X, "rowwise", IDS, SCORES, 9, INDICES[:, None], INVERSE], "indices", "2"),
+        ([X, "rowwise", IDS, SCORES, 9, INDICES[::2], INVERSE], "indices", "stride 2"),
     ],
 )
 def test_errors(args, argument, got, device):
@@ -227,6 +243,6 @@ def test_errors(args, argument, got, device):
 
 
 def test_errors_of_casts(device):
-    args = on(device, [X, "rowwise", IDS, SCORES, 9, INVERSE, 9])
+    args = on(device, [X, "rowwise", IDS, SCORES, 9, INDICES, INVERSE])
     check_error("quantize_and_pack", args, "dtype", "float32", dtype=torch.float32)
     check_error("quantize_and_pack", args, "rounding", "rceil", rounding="rceil")

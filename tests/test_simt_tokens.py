@@ -14,6 +14,7 @@ from helpers import (
     assert_same,
     corrupt_offs,
     group_offs,
+    inverse_of,
     misaligned,
     pairs,
     short,
@@ -97,14 +98,16 @@ def test_pack_tokens(kernels, top_k):
     ids=short,
 )
 def test_quantize_and_pack(kernels, format, k, top_k, e5m2, rounding, n):
-    """Rows of a wave and of several turns; more slots of a token than lanes; rows that none and that two slots name."""
+    """Rows of a wave and of several turns; more slots of a token than lanes; an inverse that is none of some slots."""
     x, ids, scores = wide(37, k), torch.randint(-2, 12, (37, n)), torch.randn(37, n)
-    inverse = torch.randint(-3, 115, (37, top_k), dtype=torch.int32)
+    indices = slot_indices(37, top_k, 110)
+    others = torch.randint(-3, 115, (37, top_k), dtype=torch.int32)
+    inverse = torch.where(others % 4 == 0, others, inverse_of(indices, 37, top_k))
     for each in kernels:
         dtype = [t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz()][e5m2]
         how = {"dtype": dtype, "rounding": FORMATS[format].roundings[rounding]}
         for of_token in ((ids, scores), (ids.int(), None), (None, None)):
-            args = x, format, *of_token, 9, inverse, 110
+            args = x, format, *of_token, 9, indices, inverse
             want = reference.quantize_and_pack(*args, **how)
             assert_same(each.run("quantize_and_pack", (want,), *args, **how)[0], want, f"at wave size {each.wave}")
 

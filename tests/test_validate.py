@@ -182,13 +182,21 @@ def test_indices_that_are_there_twice(x, validates):
 
 @pytest.mark.parametrize("bad", [6, 99, -2])
 def test_rows_of_messages(bad, x, validates):
-    def packed(*rows: int) -> torch.Tensor:
-        return ops.quantize_and_pack(x[:2], "rowwise", None, None, 0, int32(x, *rows).view(2, 2), 6)
+    def packed(*rows: int, slots: tuple[int, ...] = (2, -1, -1, 3, -1, 0)) -> torch.Tensor:
+        inverse = int32(x, *rows).view(2, 2)
+        return ops.quantize_and_pack(x[:2], "rowwise", None, None, 0, int32(x, *slots), inverse)
 
     packed(5, -1, 0, 3)
     text = "quantize_and_pack: inverse must be"
-    check_refused(f"{text} -1 or one of the 6 rows, got {bad} in place 1", lambda: packed(0, bad, 1, 2))
-    check_refused(f"{text} distinct, got 3 twice", lambda: packed(3, -1, 0, 3))
+    check_refused(f"{text} -1 or one of the 6 rows, got {bad} in place 1", lambda: packed(5, bad, 0, 3))
+    got = "got 3 in place 0 where indices has 3 in place 3"
+    check_refused(f"quantize_and_pack: inverse must agree with indices, {got}", lambda: packed(3, -1, 0, 3))
+    text = "quantize_and_pack: indices must be"
+    check_refused(f"{text} -1 or one of the 4 slots, got 4 in place 1", lambda: packed(5, -1, 0, 3, slots=(2, 4)))
+    got = "got 1 in place 1 where inverse has -1 in place 1"
+    slots = 2, 1, -1, 3, -1, 0
+    text = "quantize_and_pack: indices must agree with inverse"
+    check_refused(f"{text}, {got}", lambda: packed(5, -1, 0, 3, slots=slots))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -142,7 +142,7 @@ void pack_tokens_cpu(const PackTokensParams& p) {
   if (p.row_bytes == 0) return;
   parallel(p.rows, p.rows * p.row_bytes, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
-      const int64_t source = p.source.row(r);
+      const int64_t source = p.token(r);
       char* row = static_cast<char*>(p.to) + r * p.row_bytes;
       std::memset(row, 0, p.row_bytes);
       for (int i = 0; source >= 0 && i < p.num_columns; ++i) copy_column(p, p.columns[i], source, row);

@@ -44,8 +44,9 @@ struct RowIndex {
   bool repeats() const { return shift > 31; }  // whether several may stand for one row
   MOE_HD int64_t row(int64_t p) const {  // -1: zeros
     const uint32_t i = uint32_t(at[p]);
-    return i < limit ? int64_t(uint64_t(i) * multiplier >> shift) : -1;
+    return i < limit ? row_of(i) : -1;
   }
+  MOE_HD int64_t row_of(uint32_t i) const { return int64_t(uint64_t(i) * multiplier >> shift); }  // below limit
 };
 
 }  // namespace moe_fp8

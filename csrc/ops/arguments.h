@@ -124,6 +124,7 @@ inline constexpr Argument kTable[] = {
     matrix("quantize_and_pack", "x", nullptr, Dtypes::kInput),
     matrix("quantize_and_pack", "topk_ids", "x", Dtypes::kInts),
     matrix("quantize_and_pack", "topk_scores", "x", Dtypes::kMovable),
+    indices("quantize_and_pack", "x"),
     inverse("quantize_and_pack", "x"),
     matrix("unpermute", "y", nullptr, Dtypes::kMovable),
     indices("unpermute", "y"),

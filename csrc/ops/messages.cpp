@@ -33,6 +33,20 @@ void check_routing(const Argument& ids_arg, const std::optional<Tensor>& ids, co
   check_count(ids_arg.op, "num_experts", num_experts);
   if (ids) validate_ids(ids_arg, *ids, num_experts);
 }
+// Where either has a place, the other has it too.
+void validate_inverse(const Argument& inverse_arg, const Tensor& inverse, const Argument& at_arg, const Tensor& at) {
+  if (!flag_is_set("MOE_FP8_VALIDATE")) return;
+  const std::vector<int> rows = contents(inverse), slots = contents(at);
+  const auto validate = [&](const Argument& arg, const std::vector<int>& places, const Argument& other,
+                            const std::vector<int>& back) {
+    for (size_t p = 0; p < places.size(); ++p)
+      if (places[p] >= 0 && back[size_t(places[p])] != int(p))
+        fail(arg.op, ": ", arg.name, " must agree with ", other.name, ", got ", places[p], " in place ", p,
+             " where ", other.name, " has ", back[size_t(places[p])], " in place ", places[p]);
+  };
+  validate(inverse_arg, rows, at_arg, slots);
+  validate(at_arg, slots, inverse_arg, rows);
+}
 // The last columns of a row.
 void add_routing(PackTokensParams& p, const std::optional<Tensor>& ids, const std::optional<Tensor>& scores,
                  int64_t num_experts) {
@@ -67,11 +81,12 @@ Results<1> pack_tokens_op(const Tensor& x, const std::optional<Tensor>& scale, c
 }
 
 Results<1> quantize_and_pack_op(const Tensor& x, std::string_view format, const std::optional<Tensor>& topk_ids,
-                                const std::optional<Tensor>& topk_scores, int64_t num_experts, const Tensor& inverse,
-                                int64_t num_rows, std::optional<int32_t> dtype,
+                                const std::optional<Tensor>& topk_scores, int64_t num_experts, const Tensor& indices,
+                                const Tensor& inverse, std::optional<int32_t> dtype,
                                 std::optional<std::string_view> rounding) {
   constexpr const Argument &kX = argument(kQuantize, "x"), &kIds = argument(kQuantize, "topk_ids"),
-                           &kScores = argument(kQuantize, "topk_scores"), &kInverse = argument(kQuantize, "inverse");
+                           &kScores = argument(kQuantize, "topk_scores"), &kAt = argument(kQuantize, "indices"),
+                           &kInverse = argument(kQuantize, "inverse");
   check(kX, x);
   QuantizeAndPackParams p = {};
   QuantizeParams& of_x = p.of_x;
@@ -88,11 +103,13 @@ Results<1> quantize_and_pack_op(const Tensor& x, std::string_view format, const 
   of_x.along_rows = true;
   check(kInverse, inverse, x);
   check_size(kInverse, inverse, 0, of_x.rows);
-  p.inverse = inverse.as<int>();
   p.top_k = inverse.sizes[1];
-  check_count(kQuantize, "num_rows", num_rows);
-  validate_range(kInverse, inverse, num_rows, "rows");
-  validate_distinct(kInverse, inverse);
+  PackTokensParams& rows = p.rows;
+  rows.source = p.top_k ? check_indices(kAt, indices, x, of_x.rows, p.top_k) : check_indices(kAt, indices, x, 0, 1);
+  rows.inverse = inverse.as<int>();
+  rows.rows = indices.sizes[0];
+  validate_range(kInverse, inverse, rows.rows, "rows");
+  validate_inverse(kInverse, inverse, kAt, indices);
   const Call call(kQuantize, "x", x);
   of_x.out = check_fp8(call, kQuantize, dtype);
 
@@ -103,17 +120,13 @@ Results<1> quantize_and_pack_op(const Tensor& x, std::string_view format, const 
   in_one = x.on_gpu() && can_quantize_and_pack(p);
 #endif
   const Outputs o = in_one ? Outputs{} : outputs_of(call, of_x);
-  PackTokensParams& rows = p.rows;
   rows.add({of_x.q, 1, of_x.K, 1, of_x.K});
   const ScaleShape scale = scales_along_rows(f, of_x.rows, of_x.K, kNoGroups);
   const bool by_column = scale.column_stride >= 0;
   const int64_t blocks = f.blocks(of_x.K), size = int64_t(aoti_torch_dtype_element_size(scale_dtype(f.scale_type)));
   rows.add({of_x.scale, size, by_column ? 1 : blocks, by_column ? scale.column_stride : 1, blocks});
   add_routing(rows, topk_ids, topk_scores, num_experts);
-  Handle slot_of = call.empty({num_rows}, kInt32), out = call.empty({num_rows, rows.row_bytes}, kUInt8);
-  invert(call, inverse, data<int>(slot_of), num_rows);
-  rows.source = RowIndex(data<int>(slot_of), of_x.rows, std::max<int64_t>(p.top_k, 1));
-  rows.rows = num_rows;
+  Handle out = call.empty({rows.rows, rows.row_bytes}, kUInt8);
   rows.to = data(out);
 #if defined(MOE_FP8_GPU)
   if (in_one) {

@@ -62,7 +62,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) pack_tokens_kernel(MOE_GRID_CO
     const int64_t end = begin + of_piece < c.padded_units ? begin + of_piece : c.padded_units;
 #pragma unroll 1
     for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows; row += gridDim.x * blockDim.y)
-      copy_units(p, c, row, p.source.row(row), begin + threadIdx.x, end, blockDim.x, load);
+      copy_units(p, c, row, p.token(row), begin + threadIdx.x, end, blockDim.x, load);
   });
 }
 
@@ -98,7 +98,7 @@ int copy_rows(const CopyRowsParams& p, void* stream) {
   }
   const Unit unit = widest_unit(int64_t(all));
   const int64_t units = p.row_bytes / bytes_of(unit);
-  PackTokensParams packed = {p.to, p.source, p.rows, p.row_bytes};
+  PackTokensParams packed = {p.to, p.source, nullptr, p.rows, p.row_bytes};
   packed.columns[packed.num_columns++] = {p.from, p.from_stride, bytes_of(unit), 0, units, units, unit};
   return pack_tokens(packed, stream);
 }

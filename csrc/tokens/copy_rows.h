@@ -2,10 +2,10 @@
 //
 // Rows are row_bytes of any dtype; `to` is contiguous, from_stride in bytes. No alignment is asked of either.
 //
-// pack_tokens: to [rows, row_bytes] of bytes: row p has the columns of token source.row(p) side by side, zeros where
-// that is none. Columns begin at multiples of kColumnAlign in the order of the table, and behind the end of one are
-// zeros; of a table that end_row() closes, rows and `to` begin at multiples of kRowAlign. Ids come as int32 from 1 on:
-// id + 1 of one in [0, num_experts), else 0.
+// pack_tokens: to [rows, row_bytes] of bytes: row p has the columns of token(p) side by side, zeros where that is none:
+// source.row(p), unless an inverse has its slot in another row. Columns begin at multiples of kColumnAlign in the order
+// of the table, and behind the end of one are zeros; of a table that end_row() closes, rows and `to` begin at multiples
+// of kRowAlign. Ids come as int32 from 1 on: id + 1 of one in [0, num_experts), else 0.
 #pragma once
 #include "numerics/groups.h"
 
@@ -50,10 +50,15 @@ constexpr int kColumnAlign = 32, kRowAlign = 64;
 struct PackTokensParams {
   void* to;
   RowIndex source;
+  const int* inverse;  // of a slot its row, or null
   int64_t rows, row_bytes;
   Column columns[kMaxColumns];
   int num_columns, num_experts;
 
+  MOE_HD int64_t token(int64_t row) const {
+    const uint32_t slot = uint32_t(source.at[row]);
+    return slot < source.limit && (!inverse || inverse[slot] == row) ? source.row_of(slot) : -1;
+  }
   // Of the widest units that its elements allow.
   void add(const ColumnSource& of) {
     Column c = {of.from, of.row_stride * of.size, of.stride * of.size, row_bytes, of.width, 0, widest_unit(of.size)};

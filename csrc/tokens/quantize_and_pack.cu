@@ -40,16 +40,16 @@ MOE_DEVICE void copy_columns(const PackTokensParams& p, int column, int64_t row,
 MOE_DEVICE void clear_rows(const PackTokensParams& p, int64_t first) {
   const int64_t own = first + threadIdx.x;
   const int lane = threadIdx.x % kWarpSize;
-  for (LaneMask left = ballot(own < p.rows && p.source.at[own] < 0); left; left &= left - 1)
+  for (LaneMask left = ballot(own < p.rows && p.token(own) < 0); left; left &= left - 1)
     copy_columns(p, kValues, own - lane + popcount((left & -left) - 1), -1, lane, kWarpSize);
 }
 
-// By one wave. A row that a later slot names is not the token's.
+// By one wave.
 MOE_DEVICE void find_rows(const MessagesPlan& p, int64_t token, Rows& rows) {
   const int lane = threadIdx.x, slots = int(token * p.top_k);
   int count = 0;
   for (int first = 0; first < p.top_k; first += kWarpSize) {
-    const int row = first + lane < p.top_k ? p.inverse[slots + first + lane] : -1;
+    const int row = first + lane < p.top_k ? p.rows.inverse[slots + first + lane] : -1;
     const bool own = row >= 0 && row < p.rows.rows && p.rows.source.at[row] == slots + first + lane;
     const LaneMask owned = ballot(own);
     if (own) rows.at[count + popcount(owned & ((LaneMask(1) << lane) - 1))] = row;

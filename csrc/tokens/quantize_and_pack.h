@@ -1,9 +1,8 @@
 // Tokens quantized on their way into messages: from one read of x, without q and its scales in memory beside them.
 //
-// q, scale = quantize(x), along rows            rows = pack_tokens(q, scale, ids, scores, by slot_of)
+// q, scale = quantize(x), along rows            rows = pack_tokens(q, scale, ids, scores)
 //
-// byte for byte; slot_of[r] = the largest slot with inverse[slot] == r, else -1. A slot is that of token slot / top_k.
-// Scales of a token lie side by side, whatever the format's order is.
+// byte for byte; scales of a token lie side by side, whatever the format's order is.
 #pragma once
 #include "quantize/quantize.h"
 #include "tokens/copy_rows.h"
@@ -13,8 +12,7 @@ namespace moe_fp8 {
 struct QuantizeAndPackParams {
   QuantizeParams of_x;    // as quantize() takes it, but q and scale lie nowhere
   PackTokensParams rows;  // as pack_tokens() takes them: columns of values, of scales, and of what else there is
-  const int* inverse;     // [of_x.rows, top_k], whose slot_of rows.source has
-  int64_t top_k;
+  int64_t top_k;          // slots of a token, of which rows.inverse has the rows
 };
 
 // Whether a kernel does it. Otherwise quantize() and pack_tokens() do.

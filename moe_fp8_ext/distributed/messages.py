@@ -72,5 +72,5 @@ class Message(NamedTuple):
             x = row_major(cast(self.x, torch.bfloat16))
             return _pack_tokens(x, None, self.ids, self.scores, num_experts, indices, inverse.shape[1])
         format, *how = self.casts
-        where = num_experts, inverse, indices.shape[0]
-        return _quantize_and_pack(row_major(self.x), format, self.ids, self.scores, *where, *how)
+        known = self.ids, self.scores, num_experts
+        return _quantize_and_pack(row_major(self.x), format, *known, indices, inverse, *how)

@@ -64,28 +64,26 @@ def quantize_and_pack(
     topk_ids: Tensor | None,
     topk_scores: Tensor | None,
     num_experts: int,
+    indices: Tensor,
     inverse: Tensor,
-    num_rows: int,
     *,
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
 ) -> Tensor:
     """Quantizes tokens along rows and puts each, with all else that is known of it, into its rows of messages.
 
-    Row `inverse[t, j]` is of token t, and has the bytes that `pack_tokens` makes of `quantize_rows(x, format)`; a
-    token's scales lie side by side, whatever the format's order is. Of several slots that name a row the last has it,
-    and rows that none names are zeros. A GPU reads x of bfloat16 once, and has q nowhere but in messages, where it
-    casts to dtype itself, K is a multiple of 16 up to 16,384, N at most 256 and rows of x begin at multiples of 16
-    bytes. Not differentiable. Never waits for the device.
+    Row p has the bytes that `pack_tokens` makes of `quantize_rows(x, format)`, of N slots a token; a token's scales lie
+    side by side, whatever the format's order is. A row whose slot has another row in inverse is zeros. A GPU reads x of
+    bfloat16 once, and has q nowhere but in messages, where it casts to dtype itself, K is a multiple of 16 up to
+    16,384, N at most 256 and rows of x begin at multiples of 16 bytes. Not differentiable. Never waits for the device.
 
     Args:
         x: [M, K], bfloat16, float16 or float32; stride 1 along K, row stride free.
         format: as in `quantize_rows`; of "mxfp8" and "mxfp8_rowmajor" messages are the same.
         topk_ids, topk_scores, num_experts: as in `pack_tokens`.
-        inverse: [M, N] int32 on x's device, contiguous: rows of a token, as `sort_tokens` returns them of
-            `tokens_by_rank`. One that is not in [0, num_rows) is skipped. MOE_FP8_VALIDATE=1 raises for one that is
-            neither in range nor -1 and for equal ones, which waits for the device.
-        num_rows: P, of the result.
+        indices, inverse: [P] and [M, N] int32 on x's device, contiguous: the slot of a row and the row of a slot, as
+            `sort_tokens` returns both of `tokens_by_rank`; what is out of range is none. MOE_FP8_VALIDATE=1 raises for
+            what is neither in range nor -1, and where one is not the inverse of the other; it waits for the device.
         dtype, rounding: as in `quantize_rows`.
 
     Returns:
@@ -98,7 +96,7 @@ def quantize_and_pack(
     Source: DeepSeek-V3 technical report, section 3.2 (a token once to a rank, in fp8); DESIGN.md section 6.
     """
     with below_autograd(x, topk_scores):
-        return _quantize_and_pack(x, format, topk_ids, topk_scores, num_experts, inverse, num_rows, dtype, rounding)
+        return _quantize_and_pack(x, format, topk_ids, topk_scores, num_experts, indices, inverse, dtype, rounding)
 
 
 refuse_derivatives(_pack_tokens)
@@ -131,7 +129,7 @@ def _(x, scale, topk_ids, topk_scores, num_experts, indices, top_k):
 
 
 @torch.library.register_fake("moe_fp8::quantize_and_pack")
-def _(x, format, topk_ids, topk_scores, num_experts, inverse, num_rows, dtype=None, rounding=None):
+def _(x, format, topk_ids, topk_scores, num_experts, indices, inverse, dtype=None, rounding=None):
     op = "quantize_and_pack"
     check(op, "x", x)
     format = check_format(op, format)
@@ -139,10 +137,10 @@ def _(x, format, topk_ids, topk_scores, num_experts, inverse, num_rows, dtype=No
     check(op, "inverse", inverse, x)
     m, got = x.shape[0], inverse.shape[0]
     require(got == m, f"{op}: inverse must have size {m} in dimension 0, got {got}")
-    check_count(op, "num_rows", num_rows)
+    check_indices(op, indices, x, m, max(inverse.shape[1], 1))
     fp8_dtype(op, dtype, x)
     width = round_up(x.shape[1], COLUMN_ALIGN)
     width += round_up(format.blocks(x.shape[1]) * format.scale_dtype.itemsize, COLUMN_ALIGN)
     width += _width(op, x, topk_ids=topk_ids, topk_scores=topk_scores)
     check_count(op, "num_experts", num_experts)
-    return x.new_empty((num_rows, round_up(width, ROW_ALIGN)), dtype=torch.uint8)
+    return x.new_empty((indices.shape[0], round_up(width, ROW_ALIGN)), dtype=torch.uint8)

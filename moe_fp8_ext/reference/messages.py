@@ -42,17 +42,15 @@ def quantize_and_pack(
     topk_ids: Tensor | None,
     topk_scores: Tensor | None,
     num_experts: int,
+    indices: Tensor,
     inverse: Tensor,
-    num_rows: int,
     *,
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
 ) -> Tensor:
-    """x [M, K], inverse [M, N] -> bytes [num_rows, B]: row inverse[t, j] is of token t, of the last that names it."""
+    """x [M, K], indices [P], inverse [M, N] -> bytes [P, B]: row p is of token indices[p] // N, if that slot has it."""
     q, scale = quantize_lines(x, FORMATS[format], dtype, rounding)
-    slot_of = [-1] * num_rows
-    for slot, row in enumerate(inverse.flatten().tolist()):
-        if 0 <= row < num_rows:
-            slot_of[row] = slot
-    indices = torch.tensor(slot_of, dtype=torch.int32, device=x.device)
+    rows = inverse.flatten().tolist()
+    indices = [slot if 0 <= slot < len(rows) and rows[slot] == p else -1 for p, slot in enumerate(indices.tolist())]
+    indices = torch.tensor(indices, dtype=torch.int32, device=x.device)
     return pack_tokens(q, scale, topk_ids, topk_scores, num_experts, indices, max(inverse.shape[1], 1))

@@ -162,8 +162,8 @@ class SimtKernels(TokenKernels):
         topk_ids: Tensor | None,
         topk_scores: Tensor | None,
         num_experts: int,
+        indices: Tensor,
         inverse: Tensor,
-        num_rows: int,
         *,
         dtype: torch.dtype,
         rounding: str,
@@ -172,13 +172,9 @@ class SimtKernels(TokenKernels):
         blocks, size = f.blocks(k), f.scale_dtype.itemsize
         # Values and scales lie nowhere.
         columns = [(0, 1, k, 1, k, 0), (0, size, blocks, 1, blocks, 0), *columns_of(None, None, topk_ids, topk_scores)]
-        slot_of = memory.empty((num_rows,), torch.int32).fill_(-1)
-        for slot, row in enumerate(inverse.flatten().tolist()):
-            if 0 <= row < num_rows:
-                slot_of[row] = slot
         how = list(FORMATS).index(format), ROUNDINGS.index(rounding), FP8_TYPES.index(dtype)
         what = x, IN_TYPES.index(x.dtype), m, k, x.stride(0), *how, inverse, top_k
-        of_rows = slot_of, rows, num_rows, num_experts, torch.tensor(columns), len(columns)
+        of_rows = indices, rows, len(rows), num_experts, torch.tensor(columns), len(columns)
         self._call("quantize_and_pack", *what, *of_rows)
 
     # Activations

@@ -148,7 +148,7 @@ extern "C" const char* simt_copy_rows(const void* from, int64_t from_rows, int64
 
 static PackTokensParams packed(void* to, int64_t rows, RowIndex source, int num_experts, const int64_t* columns,
                                int num_columns) {
-  PackTokensParams p = {to, source, rows};
+  PackTokensParams p = {to, source, nullptr, rows};
   p.num_experts = num_experts;
   for (const int64_t* c = columns; c < columns + 6 * num_columns; c += 6)
     p.add({reinterpret_cast<const void*>(c[0]), c[1], c[2], c[3], c[4], c[5] != 0});
@@ -164,13 +164,13 @@ extern "C" const char* simt_pack_tokens(void* to, int64_t rows, int64_t from_row
 
 extern "C" const char* simt_quantize_and_pack(const void* x, int in, int64_t M, int64_t K, int64_t row_stride, int format,
                                               int rounding, int out, const int* inverse, int64_t top_k,
-                                              const int* slot_of, void* to, int64_t rows, int num_experts,
+                                              const int* index, void* to, int64_t rows, int num_experts,
                                               const int64_t* columns, int num_columns) {
   QuantizeAndPackParams p = {};
   p.of_x = {.x = x, .in = InType(in), .row_stride = row_stride, .rows = M, .K = K, .format = FormatId(format),
             .rounding = Rounding(rounding), .out = Fp8Type(out), .along_rows = true};
-  p.rows = packed(to, rows, RowIndex(slot_of, M, top_k ? top_k : 1), num_experts, columns, num_columns);
-  p.inverse = inverse;
+  p.rows = packed(to, rows, RowIndex(index, top_k ? M : 0, top_k ? top_k : 1), num_experts, columns, num_columns);
+  p.rows.inverse = inverse;
   p.top_k = top_k;
   if (!can_quantize_and_pack(p)) return "not of this kernel";
   return outcome(quantize_and_pack(p, nullptr));
