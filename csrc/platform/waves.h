@@ -55,6 +55,15 @@ MOE_DEVICE uint32_t warp_max(uint32_t v) {
 #endif
 }
 
+MOE_DEVICE int wave_sum(int v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(0xffffffffu, v);
+#else
+  for (int mask = kWarpSize / 2; mask > 0; mask >>= 1) v += int(shfl_xor(uint32_t(v), mask));
+  return v;
+#endif
+}
+
 // Of so many neighbouring lanes.
 template <int kLanes = kWarpSize>
 MOE_DEVICE float wave_sum(float v) {

@@ -35,6 +35,7 @@ template <Types kTypes_, int kBlock_, class Instruction_>
 struct Traits {
   using Args = ScaledGroupedMmParams;
   using Units = TileUnits<Traits>;
+  using Deal = gemm::InRounds<Traits>;
   using Instruction = Instruction_;
   static constexpr Types kTypes = kTypes_;
   static constexpr int kBlock = kBlock_;

@@ -1,5 +1,6 @@
 // What a launch gives the kernel, and which kernel it is.
 #pragma once
+#include "gemm/deal.h"
 #include "gemm/sm90/grouped_gemm.h"
 #include "numerics/groups.h"
 #include "platform/tma.h"
@@ -39,6 +40,7 @@ template <Scales kScales, Grouped kGrouped, Fp8Type kA, bool kAdds_>
 struct Traits {
   using Args = sm90::Args;
   using Units = PairUnits<Traits>;
+  using Deal = std::conditional_t<kGrouped == Grouped::kSum, gemm::ByCost<Traits>, gemm::InRounds<Traits>>;
   static constexpr bool kE5M2 = kA == Fp8Type::kE5M2;  // a; b is E4M3
   static constexpr bool kAdds = kAdds_;  // to out, in 2D x 2D
   static constexpr bool kSumGroups = kGrouped == Grouped::kSum;
@@ -50,7 +52,7 @@ struct Traits {
   static constexpr int kTileColumns = !kPromoted ? 256 : kColumnScales ? 96 : kDepth;
   static constexpr int kBoxColumns = kPromoted ? kTileColumns : kTileColumns / 2;  // rows of b in a copy
   static constexpr int kStageBytesA = kTileRows * kDepth, kStageBytesB = kTileColumns * kDepth;
-  static constexpr int kSumAlign = sm90::kSumAlign;
+  static constexpr int kSumAlign = sm90::kSumAlign, kStoreCost = 14;
   static MOE_HD constexpr bool of_sum(const Args&) { return kSumGroups; }
 };
 

@@ -81,6 +81,10 @@ MOE_DEVICE void consume(const Args& p, Shared<T>& shared) {
     } else {
       consume_rows(p, c, shared, tile, turn);
     }
+    if constexpr (T::kSumGroups) {
+      __syncwarp();
+      if (c.lane() == 0) barrier_arrive(shared_address(&shared.done[turn]));
+    }
   }
 }
 

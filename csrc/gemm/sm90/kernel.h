@@ -1,5 +1,7 @@
 // The kernel of all grouped products: its two roles between two barriers of the cluster.
 #pragma once
+#include <algorithm>
+
 #include "gemm/sm90/consume.h"
 #include "gemm/sm90/producer.h"
 
@@ -25,6 +27,10 @@ MOE_GLOBAL void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(MOE_GRID_CONS
         barrier_init(shared_address(&shared.full[s]), producers_of<T>(p));
         barrier_init(shared_address(&shared.empty[s]), 2 * 4 * kConsumers);  // warps of both blocks
       }
+      for (int turn = 0; T::kSumGroups && turn < kTurns; ++turn) {
+        barrier_init(shared_address(&shared.known[turn]), 1);
+        barrier_init(shared_address(&shared.done[turn]), 4 * kConsumers);  // warps
+      }
       barriers_ready();
     }
     wait_for_previous_kernel();
@@ -34,6 +40,7 @@ MOE_GLOBAL void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(MOE_GRID_CONS
       leave_registers<kProducerRegisters>();
       if (threadIdx.x == 0) produce_operands(p, shared);
       if (threadIdx.x == 32) produce_scales(p, shared);
+      if (T::kSumGroups && threadIdx.x >= 96) plan_tiles(p, shared);
       if (by_index<T>(p) && threadIdx.x >= 64) produce_rows(p, shared);
     } else {
       take_registers<kConsumerRegisters>();
@@ -70,7 +77,8 @@ int launch_grouped_gemm(const ScaledGroupedMmParams& p, void* stream) {
 
   constexpr auto kKernel = grouped_gemm_kernel<T>;
   if (const int e = allow_large<kKernel>()) return e;
-  Launch l = {dim3(unsigned(device().multiprocessors / 2 * 2)), dim3(kThreads), stream,
+  const int clusters = std::min(device().multiprocessors / 2, gemm::ByCost<T>::kMostWorkers);
+  Launch l = {dim3(unsigned(2 * clusters)), dim3(kThreads), stream,
               sizeof(Shared<T>) + kStageAlignment};
   static_assert(sizeof(Shared<T>) + kStageAlignment + kStaticShared <= least_shared(90));
   l.cluster = 2;
