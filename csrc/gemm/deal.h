@@ -75,8 +75,9 @@ class InRounds {
 };
 
 // Of groups of the sum: they come by size, and each of their units goes to the worker that is done first, by what units
-// cost. Every wave works that out for all workers, in the same integers, and at once for groups of about the same cost.
-// Gradients of [65536, 512, 1536] on an H200, for 40 experts of sizes as 1 / rank: 107 us, in rounds 153.
+// cost. A wave works that out for all workers, at most kMostWorkers, and at once for groups of about the same cost; in
+// integers, so that every block finds the same. Gradients of [65536, 512, 1536] on an H200, for 40 experts of sizes as
+// 1 / rank: 107 us, in rounds 153.
 //
 //   T::kStoreCost   of a tile, what storing it takes, in steps of kSumAlign elements of the sum
 template <class T>
@@ -87,11 +88,11 @@ class ByCost {
 
   MOE_DEVICE ByCost(const Args& p, const GroupBounds& groups, int worker, int workers)
       : groups_(groups), E_(p.E), of_group_(typename T::Units(p, p.M).count()), worker_(worker), workers_(workers) {
-    const int all = E_ * of_group_;
+    const int all = E_ * of_group_;  // units
     dealt_ = Min{}(workers, all);  // the first, one for each worker
     own_ = worker < dealt_;
     if (all == 0) return;
-    // So coarse that what begun() multiplies stays below 2^32, when costs are rounded.
+    // So coarse that what begun() divides, times what it divides by, stays below 2^32: until then it is exact.
     for (uint64_t most = cost_of(0); most * most * (ceil_div(all, workers) + 2) >> 31; most /= 2) ++shift_;
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i)
@@ -111,14 +112,15 @@ class ByCost {
 
  private:
   static constexpr int kOfLane = kMostWorkers / kWarpSize, kNever = INT32_MAX;
+  static_assert(kMostWorkers % kWarpSize == 0);
 
   static MOE_DEVICE int lane() { return threadIdx.x % kWarpSize; }
   static MOE_DEVICE int worker_of(int i) { return lane() + i * kWarpSize; }
-  // Of a unit of the group, to four bits.
+  // Of a unit of the group, to five bits: groups of about the same cost are dealt at once. 1 would have no reciprocal.
   MOE_DEVICE int cost_of(int group) const {
     const int e = groups_.by_size[group], steps = (groups_.end[e + 1] - groups_.end[e]) / T::kSumAlign;
     int cost = Max{}((steps + T::kStoreCost) >> shift_, 2), step = 1;
-    while (cost >> 4 >= step) step *= 2;
+    while (cost >> 5 >= step) step *= 2;
     return (cost + step / 2) & -step;
   }
   // How many units of cost_ a worker who is done at `load` begins before `time`.
@@ -131,8 +133,8 @@ class ByCost {
     for (int i = 0; i < kOfLane; ++i) count += begun(time, load_[i]);
     return wave_sum(count);
   }
-  // The units of the next groups that cost the same to those who begin them first; of those who begin at once, to the
-  // first.
+  // Deals the next groups that cost the same. Each unit goes to the worker that can begin it first, of equals to the
+  // lowest.
   MOE_DEVICE void deal() {
     int first = kNever, last = 0;  // who is done
 #pragma unroll
@@ -165,9 +167,9 @@ class ByCost {
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
       count_[i] = begun(before, load_[i]);
-      const LaneMask all = ballot(begun(behind, load_[i]) > count_[i]), own_bit = LaneMask(1) << lane();
-      if (all & own_bit && popcount(all & (own_bit - 1)) < left) ++count_[i];
-      left -= popcount(all);
+      const LaneMask begin = ballot(begun(behind, load_[i]) > count_[i]), own_bit = LaneMask(1) << lane();
+      if (begin & own_bit && popcount(begin & (own_bit - 1)) < left) ++count_[i];
+      left -= popcount(begin);
       own_load += worker_of(i) == worker_ ? load_[i] : 0;
       own += worker_of(i) == worker_ ? count_[i] : 0;
     }
@@ -180,15 +182,16 @@ class ByCost {
     const int time = own_load_ + i * cost_;
     int count = 0;
 #pragma unroll
-    for (int j = 0; j < kOfLane; ++j) count += Min{}(count_[j], begun(time + (worker_of(j) < worker_), load_[j]));
+    for (int j = 0; j < kOfLane; ++j) count += begun(time + (worker_of(j) < worker_), load_[j]);
     return wave_sum(count);
   }
 
   const GroupBounds& groups_;
-  int E_, of_group_, worker_, workers_, shift_ = 0;  // units of a group
-  int dealt_, first_ = 0;                            // of all units; before these
+  int E_, of_group_;  // groups, and units of each
+  int worker_, workers_, shift_ = 0;
+  int dealt_, first_ = 0;  // units so far, and before those that are dealt at once
   int own_, given_ = 0, own_load_ = 0, cost_ = 0;
-  uint32_t inverse_ = 0;
+  uint32_t inverse_ = 0;  // of cost_
   int load_[kOfLane] = {}, count_[kOfLane] = {};  // of workers: when they are done before, and how many they take
 };
 

@@ -16,7 +16,8 @@
 namespace moe_fp8::sm90 {
 
 constexpr int kStages = 4, kHalf = kStages / 2;
-constexpr int kTurns = 4;  // a power of two above the tiles that are known at once: one is stored, two take halves
+// A power of two above the tiles that are known at once: one is stored, two take halves. As many are planned ahead.
+constexpr int kTurns = 4;
 constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 constexpr int kRegisters = 65536 / kThreads / 8 * 8;  // of a thread at the launch; more never come
@@ -36,7 +37,7 @@ struct Shared {
   alignas(16) uint32_t source[kSwizzledRows][T::kTileRows / kSwizzledRows];
   Tile tiles[kTurns];  // in turn; written before the first stage of a tile is full
   uint64_t full[kStages], empty[kStages];
-  uint64_t known[kTurns], done[kTurns];  // of tiles that are planned
+  uint64_t known[kTurns], done[kTurns];  // of tiles that are planned: it is in its place; all consumers leave it
   gemm::GroupBounds groups;
 };
 

@@ -35,7 +35,7 @@ extern "C" const char* simt_deal(const int* offs, int E, int M, int N, int K, bo
   sm90::Args p = {};
   p.offs = offs;
   p.M = M, p.N = N, p.K = K, p.E = E;
-  if (groups_of_sum)
-    return (blocks ? deal<Scales::kSquares, Grouped::kSum> : deal<Scales::kRows, Grouped::kSum>)(p, workers, taken, most);
-  return (blocks ? deal<Scales::kBlocks, Grouped::kRows> : deal<Scales::kRows, Grouped::kRows>)(p, workers, taken, most);
+  const auto by = groups_of_sum ? blocks ? deal<Scales::kSquares, Grouped::kSum> : deal<Scales::kRows, Grouped::kSum>
+                                : blocks ? deal<Scales::kBlocks, Grouped::kRows> : deal<Scales::kRows, Grouped::kRows>;
+  return by(p, workers, taken, most);
 }
