@@ -146,6 +146,11 @@ class Experts(nn.Module):
         return main_grad
 
 
+def _tokens_of(x: Tensor) -> Tensor:
+    check_dense("MoE", "x", x, max(x.dim(), 1) if isinstance(x, Tensor) else 2)
+    return x.reshape(-1, x.shape[-1])
+
+
 _FORWARDS = {Router: Router.forward, Experts: Experts.forward}  # before anybody replaces them
 
 
@@ -182,13 +187,14 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [..., D] -> out, shaped as x, and the losses of the router, to be added to that of the model."""
-        check_dense("MoE", "x", x, max(x.dim(), 1) if isinstance(x, Tensor) else 2)
-        tokens = x.reshape(-1, x.shape[-1])
-        if getattr(self.experts, "ep", None) is None:
-            out, loss = self._routed(tokens)
+        ep = getattr(self.experts, "ep", None)
+        if ep is None:
+            out, loss = self._routed(_tokens_of(x))
             out = out.view(x.shape)
             return out if self.shared_experts is None else out + self.shared_experts(x), loss
-        routing = self.gate(tokens)
+        with ep.errors_told():
+            tokens = _tokens_of(x)
+            routing = self.gate(tokens)
         call = tokens, routing.topk_ids, routing.topk_scores
         if self.shared_experts is None:
             return self.experts(*call).view(x.shape), routing.loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -34,6 +35,7 @@ def start(number: int, target: Callable[..., None], *args: object, on_gpus: bool
 
 def _run(rank: int, number: int, backend: str, folder: Path, check: Callable[..., None], args: tuple) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=number)
+    how = dict(init_method=f"file://{folder}/rendezvous", timeout=timedelta(seconds=120))  # else who waits waits long
+    dist.init_process_group(backend, rank=rank, world_size=number, **how)
     check(rank, *args)
     dist.destroy_process_group()

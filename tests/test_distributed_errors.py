@@ -18,7 +18,7 @@ from helpers import assert_same_tensor
 from processes import NEEDS_GLOO, in_processes
 from test_distributed import EXPERTS, D, F, World, meshes, process
 
-from moe_fp8_ext import Experts, Recipe
+from moe_fp8_ext import Experts, MoE, Recipe, Router
 from moe_fp8_ext.distributed import ExpertParallel, messages
 
 SIZE = 4
@@ -50,6 +50,8 @@ def check_arguments(world: World) -> None:
 
 def check_names_of_ranks(world: World) -> None:
     """A group may begin at any rank."""
+    if world.size < 4:
+        return
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     part = World(world.rank % 2, 2, world.device, world.folder)
     problem = part.part(part.whole([8, 8], 2), [8, 8])
@@ -74,15 +76,30 @@ def check_casts(world: World) -> None:
     for mode in ("exact", "static"):
         call = partial(run, problem, world.parallel(2, mode=mode).experts)
         with pytest.MonkeyPatch.context() as patch:
-            if world.rank == 2:
+            last = world.size - 1
+            if world.rank == last:
                 patch.setattr(messages, "_quantize_and_pack", lambda *of_message: torch.empty(2**62))
-            world.raises("error was raised on rank 2" if world.rank != 2 else "memory|allocate|overflow", call)
+            text = f"error was raised on rank {last}" if world.rank != last else "memory|allocate|overflow"
+            world.raises(text, call)
         call()
+
+
+def check_routers(world: World) -> None:
+    """Theirs come before tokens do."""
+    last = world.size - 1
+    how = dict(device=world.device, dtype=torch.bfloat16)
+    moe = MoE(Router(EXPERTS, D, 2, **how), Experts(EXPERTS, D, F, ep=world.parallel(2), **how))
+    usual = world.part(world.whole([8] * world.size, 2), [8] * world.size).x
+    for x, text in ((usual.double(), "Router: x must be"), (usual[:, 1:], "Router: x must"), (None, "MoE: x must be")):
+        text = text if world.rank == last else f"error was raised on rank {last}"
+        world.raises(text, partial(moe, x if world.rank == last else usual))
+    moe(usual)
 
 
 def check_ids(world: World) -> None:
     problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
-    problem = replace(problem, ids=torch.where(torch.arange(8)[:, None] == world.rank, EXPERTS, problem.ids))
+    own = torch.arange(8, device=world.device)[:, None] == world.rank
+    problem = replace(problem, ids=torch.where(own, EXPERTS, problem.ids))
     call = partial(run, problem, world.parallel(2).experts)
     call()
     os.environ["MOE_FP8_VALIDATE"] = "1"
@@ -107,8 +124,8 @@ def check_capacity(world: World) -> None:
 def check_unsent(world: World) -> None:
     """A first call that raises, for there is an error on another rank, leaves nothing out of the next."""
     problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
-    crowded = replace(problem, ids=torch.tensor([0, 1]).repeat(8, 1))
-    even = replace(problem, ids=torch.arange(EXPERTS).view(4, 2).repeat(2, 1))
+    crowded = replace(problem, ids=torch.tensor([0, 1], device=world.device).repeat(8, 1))
+    even = replace(problem, ids=torch.arange(EXPERTS, device=world.device).view(4, 2).repeat(2, 1))
     parallel = world.parallel(2, mode="static", capacity=1.0)
     strange = replace(crowded, x=crowded.x.double()) if world.rank == 1 else crowded
     text = "x must be bfloat16" if world.rank == 1 else "an error was raised on rank 1"
@@ -117,6 +134,17 @@ def check_unsent(world: World) -> None:
     parallel.check()
     run(crowded, parallel.experts)
     world.raises("were left out", parallel.check)
+
+
+def check_without_gradients(world: World) -> None:
+    """What is left out shows in the next call, where no backward comes in between."""
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    crowded = replace(problem, ids=torch.tensor([0, 1], device=world.device).repeat(8, 1))
+    parallel = world.parallel(2, mode="static", capacity=1.0)
+    call = partial(parallel.experts, crowded.x, crowded.ids, crowded.scores, crowded.w_gate_up, crowded.w_down)
+    with torch.no_grad():
+        call()
+        world.raises("were left out", call)
 
 
 def check_gradients(world: World) -> None:
@@ -138,7 +166,7 @@ def check_room(world: World) -> None:
     """What there is no room for is in no index, and slots are those that there are, or have room."""
     os.environ["MOE_FP8_VALIDATE"] = "1"
     problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
-    crowded = replace(problem, ids=torch.tensor([0, 1]).repeat(8, 1))
+    crowded = replace(problem, ids=torch.tensor([0, 1], device=world.device).repeat(8, 1))
     for recipe in ("bf16", "rowwise"):
         run(crowded, world.parallel(2, recipe, mode="static", capacity=1.0).experts)
     for ids, options in ((problem.ids, {}), (crowded.ids, {}), (crowded.ids, dict(mode="static", capacity=1.0))):
@@ -159,7 +187,7 @@ def check_meta(world: World) -> None:
     experts.reset_parameters()
     problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
     torch.manual_seed(0)
-    alike = Experts(EXPERTS, D, F, ep=world.parallel(2), dtype=torch.bfloat16)
+    alike = Experts(EXPERTS, D, F, ep=world.parallel(2), dtype=torch.bfloat16, device=world.device)
     call = problem.x, problem.ids, problem.scores
     assert_same_tensor(experts(*call).detach(), alike(*call).detach(), "out")
 
@@ -173,20 +201,26 @@ def check_strides(world: World) -> None:
 def check_large_ids(world: World) -> None:
     """Ids travel in 32 bits, in which this one would be expert 0."""
     problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
-    ids = (torch.tensor([[1, of_no_expert]]).expand(8, 2) for of_no_expert in (2**32, -1))
+    ids = (torch.tensor([[1, of_no_expert]], device=world.device).expand(8, 2) for of_no_expert in (2**32, -1))
     got, want = (run(replace(problem, ids=i), world.parallel(2).experts) for i in ids)
     assert_equal(got, want)
 
 
 CHECKS = (
-    *(check_arguments, check_names_of_ranks, check_sizes, check_casts, check_gradients),
-    *(check_capacity, check_unsent, check_large_ids, check_ids, check_room, check_strides, check_meta),
+    *(check_arguments, check_names_of_ranks, check_sizes, check_casts, check_routers, check_gradients),
+    *(check_capacity, check_unsent, check_without_gradients, check_large_ids, check_ids, check_room),
+    *(check_strides, check_meta),
 )
 
 
 @NEEDS_GLOO
 def test_processes(tmp_path):
     in_processes(SIZE, process, SIZE, False, CHECKS, tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA GPU")
+def test_two_gpus(tmp_path):
+    in_processes(2, process, 2, True, CHECKS, tmp_path, backend="nccl")
 
 
 @NEEDS_GLOO

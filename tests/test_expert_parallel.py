@@ -265,15 +265,16 @@ def test_bench_table(monkeypatch):
     by_recipe = dict(bf16=2000.0, rowwise=1000.0, blockwise=1100.0)
     layers = {"torch BF16": 9000.0, "rowwise exact": 5000.0, "blockwise exact": 6000.0}
     layers |= {"rowwise static": 4000.0, "blockwise static": 6000.0, "rowwise exact, FP8 gradients": 4000.0}
-    layers |= {"blockwise exact, 2 chunks": 5000.0}
+    layers |= {"blockwise exact, 2 chunks": 5000.0, "bf16 exact": 7500.0}
     result = dict(gpus=2, device="a GPU", commit=None, torch="2", dispatch_us=by_recipe, bytes=by_recipe)
     result |= dict(exchange_us={"in a dispatch": 1000.0, "alone": 950.0}, layer_us=layers)
-    lines = importlib.import_module("tables").parallel_text(result).splitlines()[-8:]
+    lines = importlib.import_module("tables").parallel_text(result).splitlines()[-9:]
     assert [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines] == [
         ["<= 0.60", "2,000", "1,000 (0.50)", "1,100 (0.55)"],
         ["<= 0.52", "2,000", "1,000 (0.50)", "1,100 (0.55)"],
         [">= 0.90", "", "0.95", ""],
         ["", "9,000", "", ""],
+        ["", "", "5,000 (1.50 x)", "6,000 (1.25 x)"],
         [">= 1.45", "", "5,000 (1.80 x)", "6,000 (1.50 x)"],
         [">= 0.97", "", "4,000 (1.25 x)", "6,000 (1.00 x)"],
         ["", "", "4,000 (1.25 x)", ""],

@@ -186,12 +186,13 @@ inline void check_offs(const Argument& arg, const Tensor& offs, const Tensor& li
   if (flag_is_set("MOE_FP8_VALIDATE")) validate_offs(arg, offs, limit, unit);
 }
 // Every index is -1 or one of [0, limit).
-inline void validate_range(const Argument& arg, const Tensor& indices, int64_t limit, const char* of) {
-  if (!flag_is_set("MOE_FP8_VALIDATE")) return;
-  const std::vector<int> at = contents(indices);
+inline void validate_range(const Argument& arg, const std::vector<int>& at, int64_t limit, const char* of) {
   for (size_t p = 0; p < at.size(); ++p)
     if (at[p] < -1 || at[p] >= limit)
       fail(arg.op, ": ", arg.name, " must be -1 or one of the ", limit, " ", of, ", got ", at[p], " in place ", p);
+}
+inline void validate_range(const Argument& arg, const Tensor& indices, int64_t limit, const char* of) {
+  if (flag_is_set("MOE_FP8_VALIDATE")) validate_range(arg, contents(indices), limit, of);
 }
 // Every id is -1 or one of E experts.
 template <class Id>

@@ -33,10 +33,12 @@ void check_routing(const Argument& ids_arg, const std::optional<Tensor>& ids, co
   check_count(ids_arg.op, "num_experts", num_experts);
   if (ids) validate_ids(ids_arg, *ids, num_experts);
 }
-// Where either has a place, the other has it too.
+// Where either has a place, the other has it too. Both are read once: others may write to them.
 void validate_inverse(const Argument& inverse_arg, const Tensor& inverse, const Argument& at_arg, const Tensor& at) {
   if (!flag_is_set("MOE_FP8_VALIDATE")) return;
   const std::vector<int> rows = contents(inverse), slots = contents(at);
+  validate_range(inverse_arg, rows, int64_t(slots.size()), "rows");
+  validate_range(at_arg, slots, int64_t(rows.size()), "slots");
   const auto validate = [&](const Argument& arg, const std::vector<int>& places, const Argument& other,
                             const std::vector<int>& back) {
     for (size_t p = 0; p < places.size(); ++p)
@@ -108,7 +110,6 @@ Results<1> quantize_and_pack_op(const Tensor& x, std::string_view format, const 
   rows.source = p.top_k ? check_indices(kAt, indices, x, of_x.rows, p.top_k) : check_indices(kAt, indices, x, 0, 1);
   rows.inverse = inverse.as<int>();
   rows.rows = indices.sizes[0];
-  validate_range(kInverse, inverse, rows.rows, "rows");
   validate_inverse(kInverse, inverse, kAt, indices);
   const Call call(kQuantize, "x", x);
   of_x.out = check_fp8(call, kQuantize, dtype);

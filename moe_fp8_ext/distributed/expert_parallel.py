@@ -61,8 +61,8 @@ class ExpertParallel:
         chunks: parts of a rank's tokens that travel one after another, each while experts compute the one before. Of
             tokens, output and gradients are the same. Gradients of weights are sums of what parts have, rounded to
             bfloat16 after each. Buffers of "static" are those of a part.
-        overflow: "raise" has the first call after a backward `check`, a wait once a step, though not calls of a graph;
-            "count" leaves it to you.
+        overflow: "raise" has the first call after a backward, or after one that asks for no gradient, `check`: a wait
+            once a step, though not in graphs. After the last one, and with "count", it is for you to call.
 
     Every rank of the group constructs it, and calls it, with the same arguments and in the same order.
 
@@ -112,13 +112,15 @@ class ExpertParallel:
         self._of_groups = replace(self.recipe, amax=self.recipe.amax_of_groups)
         self._in_fp8 = self.recipe.format is not None and not self.recipe.wgrad_high_precision
         self._check_arguments(ranks, capacity)
-        device = torch.device("cuda" if "nccl" in dist.get_backend_config(group) else "cpu")
+        device = torch.device("cpu")
+        if "nccl" in dist.get_backend_config(group):
+            device = torch.device("cuda", torch.cuda.current_device())
         self.peers = Peers(group, rank, ranks, num_experts // ranks, device)
         self._local_of = self._table_of_ids()
         self._exact = Exact(self.peers, chunks)
         self._static = Static(self.peers, self.capacity, top_k) if mode == "static" else None
         self._agreed: int | None = None  # of the first call of "static"
-        self.overflow, self.has_run_backward = overflow, False
+        self.overflow, self.has_ended_step = overflow, False
 
     def _table_of_ids(self) -> Tensor:
         """[num_experts + 1] int32: experts of this rank by ids as they are sent; -1: of none, or of another rank."""
@@ -178,8 +180,9 @@ class ExpertParallel:
         Raises:
             RuntimeError: as `moe_fp8_ext.experts`; and on every other rank, where one of them raises before it sends
                 its tokens, or differs in the width of x or in what asks for a gradient. With mode "static" that is so
-                in the first call alone: later ones wait for nobody, and an error leaves the other ranks waiting. With
-                overflow "raise", as `check`.
+                in the first call alone: later ones wait for nobody. An error that nobody is told of leaves the other
+                ranks waiting: there, and where memory for what arrives, shared_experts or backward fails. With overflow
+                "raise", as `check`.
         """
         self._check_last_step()
         with self.errors_told():
@@ -189,9 +192,11 @@ class ExpertParallel:
                     fail(f"tensors must be those of the rank, got a DTensor of {list(t.shape)}")
             options = activation, interleaved, keep, main_grad_gate_up, main_grad_down
             inputs = arguments(x, topk_ids, topk_scores, weights, self._of_groups, *options)
-            signature = self._signature(x, topk_ids, inputs[-1])
+            signature, ids = self._signature(x, topk_ids, inputs[-1]), topk_ids.contiguous()
         with torch.no_grad(), below_autograd():
-            sent = self.dispatch(inputs[0], topk_ids.contiguous(), inputs[1], signature)
+            sent = self.dispatch(inputs[0], ids, inputs[1], signature)
+        if not any(inputs[-1].needs):
+            self.has_ended_step = True
         shared = None if shared_experts is None else shared_experts(x)
         out = _OverRanks.apply(self, sent, *inputs)
         return out if shared is None else out + shared
@@ -226,17 +231,17 @@ class ExpertParallel:
 
     def _check_last_step(self) -> None:
         """At the same call on all ranks: not in backward, where a checkpoint computes again."""
-        if not self._static or self.overflow == "count" or not self.has_run_backward:
+        if not self._static or self.overflow == "count" or not self.has_ended_step:
             return
         captured = self._exact.side is not None and torch.cuda.is_current_stream_capturing()
         if not captured and torch._C._current_graph_task_id() == -1:
-            self.has_run_backward = False
+            self.has_ended_step = False
             self.check()
 
     def _signature(self, x: Tensor, topk_ids: Tensor, call: Call) -> int:
         """Of a call that fits this group: what must be alike on all ranks."""
-        if x.device.type != self.peers.device.type:
-            fail(f"x must be on a {self.peers.device.type} device, as messages of the group are, got {x.device}")
+        if x.device != self.peers.device:
+            fail(f"x must be on the device of the group's messages, {self.peers.device}, got {x.device}")
         if topk_ids.shape[1] != self.top_k:
             fail(f"topk_ids must have {self.top_k} columns, got {topk_ids.shape[1]}")
         if call.experts != self.peers.num_local_experts:
@@ -358,7 +363,7 @@ class _OverRanks(torch.autograd.Function):
         kept, chunks, found = ctx.saved_tensors, len(ctx.sizes), []
         kept = [kept[i * len(kept) // chunks : (i + 1) * len(kept) // chunks] for i in range(chunks)]
         ways = [Way(*of_part[:2], *sizes) for of_part, sizes in zip(kept, ctx.sizes, strict=True)]
-        ctx.ep.has_run_backward = True
+        ctx.ep.has_ended_step = True
         with below_autograd():
             parts = zip(row_major(dout).tensor_split(chunks), ways, strict=True)
             sent = [ctx.ep.dispatch_gradient(part, way) for part, way in parts]

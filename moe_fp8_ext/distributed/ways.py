@@ -70,6 +70,7 @@ class Places(NamedTuple):
     indices: Tensor
     inverse: Tensor
     counts: Tensor  # [ranks, 2] int64: rows and slots for every rank
+    found: torch.cuda.Event | None = None  # by when that is so
 
 
 class Exact:
@@ -78,9 +79,8 @@ class Exact:
     def __init__(self, peers: Peers, chunks: int) -> None:
         self.peers, self.chunks = peers, chunks
         # Of high priority: sizes are told by small kernels, which would wait until a cast has no blocks left to start.
-        self.side = torch.cuda.Stream(priority=-1) if peers.device.type == "cuda" else None
+        self.side = torch.cuda.Stream(peers.device, priority=-1) if peers.device.type == "cuda" else None
         self._columns: dict[int, Tensor] = {}  # of signatures, [ranks, 1]
-        self._placed: torch.cuda.Event | None = None  # the places of a call are found
 
     def places(self, parts: Sequence[Tensor]) -> list[Places]:
         """Of ids [T, top_k] of each part, in [0, num_experts); others are none.
@@ -89,8 +89,8 @@ class Exact:
         how many are sent.
         """
         places = [self._places(ids) for ids in parts]
-        self._placed = self._now()
-        return places
+        found = self._now()
+        return [to._replace(found=found) for to in places]
 
     def _places(self, ids: Tensor) -> Places:
         permutation, _, inverse, counts = _by_rank(ids, self.peers)
@@ -98,7 +98,7 @@ class Exact:
 
     def ways(self, places: Sequence[Places], signature: int) -> list[Way]:
         """signature: what must be alike on all ranks."""
-        with self._behind(self._placed):
+        with self._behind(places[-1].found):
             sizes = self._told([to.counts for to in places], signature)
         return [
             Way(to.indices[: sum(sent)], to.inverse, sent, received, sum(slots), self.peers.group)
@@ -117,7 +117,7 @@ class Exact:
 
     def _now(self) -> torch.cuda.Event | None:
         """Where the current stream is."""
-        return None if self.side is None else torch.cuda.current_stream().record_event()
+        return None if self.side is None else torch.cuda.current_stream(self.peers.device).record_event()
 
     def _behind(self, event: torch.cuda.Event | None) -> AbstractContextManager:
         """On the other stream, which waits for no more than the event."""
