@@ -157,6 +157,11 @@ def of_copy(bound: float) -> Target:
 HOST: Rule = (always, Target("host_relu", "<=", 1.5))
 
 
+def commits_of(rows: list[dict], result: dict) -> str:
+    """Of rows of a results file, some of which are of later runs than the others."""
+    return " and ".join(sorted({(row.get("commit") or result["commit"] or "unknown")[:7] for row in rows}))
+
+
 def training_rows(result: dict) -> list[dict]:
     """Of a results file: forward and backward of `grouped_mm` as it is usually called."""
     ops = [f"grouped_mm {recipe}" for recipe in RECIPES]

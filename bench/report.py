@@ -18,7 +18,7 @@ from statistics import median
 
 import matrix
 import tables
-from case import training_rows
+from case import commits_of, training_rows
 from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -152,7 +152,7 @@ def save(result: dict, folder: Path) -> Path:
 
 def recorded() -> dict[str, dict]:
     """The results by the stem of their file."""
-    others = LOSSES, tables.TITAN, tables.PARALLEL, tables.SONICMOE
+    others = LOSSES, tables.TITAN, tables.PARALLEL, tables.PARALLEL_LOSSES, tables.SONICMOE
     return {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name not in others}
 
 
@@ -206,7 +206,7 @@ def first_screen(results: dict[str, dict]) -> str:
         if rows:
             parts.append(
                 f"Speed of forward and backward over BF16 `torch._grouped_mm` on {result['device']} at "
-                f"{(result['commit'] or 'an unknown commit')[:7]}, by layer: {speeds(rows)}. "
+                f"{commits_of(rows, result)}, by layer: {speeds(rows)}. "
                 "[Every figure](bench/results/README.md)."
             )
         layers = [row for row in result["rows"] if row["op"].startswith("experts ") and row.get("ratio")]
@@ -246,7 +246,9 @@ def documents() -> dict[Path, str]:
         layer: replaced(layer.read_text(), "layer", tables.layer_table(results, recorded_alone(tables.SONICMOE))),
         adoption: replaced(with_models, "torchtitan", tables.titan_text(recorded_alone(tables.TITAN))),
         parallel: replaced(
-            parallel.read_text(), "expert parallelism", tables.parallel_text(recorded_alone(tables.PARALLEL))
+            parallel.read_text(),
+            "expert parallelism",
+            tables.parallel_text(recorded_alone(tables.PARALLEL), recorded_alone(tables.PARALLEL_LOSSES)),
         ),
     }
 

@@ -6,12 +6,14 @@ import textwrap
 from collections.abc import Callable
 from statistics import fmean
 
-from case import EVEN, RECIPES, ZIPF, is_uneven, training_rows
+from case import EVEN, RECIPES, ZIPF, commits_of, is_uneven, training_rows
 from tabulate import tabulate
 
 TITAN = "torchtitan.json"  # of bench/titan.py
 SONICMOE = "sonicmoe.json"  # of bench/beside_sonicmoe.py
 PARALLEL = "expert_parallel.json"  # of bench/expert_parallel.py
+# What the demo's --losses has with --ep on several GPUs, and on one.
+PARALLEL_LOSSES = "expert_parallel_losses.json"
 GENERIC = ("float8_e4m3fnuz", "unaligned")  # variants that the generic kernels take
 NOT_MEASURED = "Not measured yet: `make bench` on a GPU fills this table."
 Value = Callable[[dict, float], str]  # of a row's cell, from the row and microseconds
@@ -51,7 +53,7 @@ def beside_baseline(results: dict[str, dict], op: str, sizes: str, baseline: str
             size = f"{shape} {[*first['dims'].values()]}{', uneven' if is_uneven(groups) else ''}"
             body.append((size, value(first, first["baseline_us"]), *cells))
         if body:
-            on = f" of forward and backward on {result['device']} at {(result['commit'] or 'unknown')[:7]}"
+            on = f" of forward and backward on {result['device']} at {commits_of(rows, result)}"
             align = ["left"] + ["right"] * (len(formats) + 1)
             lines = tabulate(
                 body, (sizes, baseline, *formats), tablefmt="github", colalign=align, disable_numparse=True
@@ -79,8 +81,8 @@ def recipe_table(results: dict[str, dict]) -> str:
         if body:
             text = (
                 f"Speed of forward and backward of `grouped_mm` over BF16 on {result['device']} at "
-                f"{(result['commit'] or 'unknown')[:7]}, with even / uneven groups. Fastest is what is so in the worse "
-                "of the two:"
+                f"{commits_of(training_rows(result), result)}, with even / uneven groups. Fastest is what is so in the "
+                "worse of the two:"
             )
             headings, align = ("M, K, N, E", "E / M + 1 / K + 1 / N", *RECIPES, "fastest"), ["left"] + ["right"] * 4
             lines = tabulate(body, headings, tablefmt="github", colalign=[*align, "left"], disable_numparse=True)
@@ -157,7 +159,7 @@ def titan_text(result: dict | None) -> str:
     return f"{textwrap.fill(text, 120)}\n\n{titan_table(result, 'github')}"
 
 
-def parallel_text(result: dict | None) -> str:
+def parallel_text(result: dict | None, losses: dict | None = None) -> str:
     if not result:
         return "Not measured yet: `bench/expert_parallel.py` on two GPUs fills this table."
     recipes, layer = ("rowwise", "blockwise"), result["layer_us"]
@@ -176,8 +178,8 @@ def parallel_text(result: dict | None) -> str:
         over_bf16("bytes of a token (over BF16's)", "<= 0.52", result["bytes"]),
         ["time of the all-to-all alone, over that in a dispatch", ">= 0.90", "", f"{alone:.2f}", ""],
         ["layer of torch's own ops, us", "", f"{layer['torch BF16']:,.0f}", "", ""],
-        speed('layer, us (speed over recipe "bf16")', "", "exact", "bf16 exact"),
         speed("layer, us (speed over that)", ">= 1.45", "exact", "torch BF16"),
+        speed('layer, us (speed over recipe "bf16")', "", "exact", "bf16 exact"),
         speed('layer, mode="static", us (speed over "exact")', ">= 0.97", "static", "{} exact"),
         speed('layer, gradients="fp8", us (speed over "bf16")', "", "exact, FP8 gradients", "{} exact"),
         speed("layer, chunks=2, us (speed over 1)", "", "exact, 2 chunks", "{} exact"),
@@ -187,5 +189,21 @@ def parallel_text(result: dict | None) -> str:
         f"{result['torch']}: forward and backward of the layer, microseconds of the slowest rank."
     )
     headings, align = ("", "asked", "BF16", *recipes), ["left"] * 2 + ["right"] * 3
+    lines = tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
+    parts = [textwrap.fill(text, 120), lines, *([parallel_losses_text(losses)] if losses else [])]
+    return "\n\n".join(parts)
+
+
+def parallel_losses_text(result: dict) -> str:
+    text = (
+        f"The demo, {result['steps']} steps at its sizes for GPUs, over {result['ranks']} {result['device']} and on "
+        f"one, at {result['commit'][:7]}; what differs is the order of sums, which training carries on."
+    )
+    body = []
+    for over, one in zip(result["over ranks"], result["one"], strict=True):
+        held_out = over["held_out"], one["held_out"]
+        body.append([over["recipe"], *(f"{loss:.4f}" for loss in held_out), f"{held_out[0] / held_out[1] - 1:+.2%}"])
+    headings = "held-out loss, nats a byte", f"over {result['ranks']} ranks", "on one GPU", "difference"
+    align = ["left", *["right"] * 3]
     lines = tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
     return f"{textwrap.fill(text, 120)}\n\n{lines}"
