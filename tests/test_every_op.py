@@ -1,11 +1,14 @@
 """What holds for every op alike: derivatives that are not there raise, wrong kinds of arguments and extents beyond all
-memory get a sentence, and no call leaks."""
+memory get a sentence, no call leaks, and none ends the process."""
 
 from __future__ import annotations
 
 import random
 import re
 import resource
+import shutil
+import subprocess
+import sys
 import time
 
 import pytest
@@ -15,7 +18,7 @@ from derivatives import SPELLINGS, check_no_tangent
 from fuzz import attempt, compare_with_fake
 from torch import Tensor
 
-from moe_fp8_ext import ops
+from moe_fp8_ext import _C, ops
 from moe_fp8_ext.formats import MAX_ROWS
 
 DIFFERENTIABLE = {
@@ -231,3 +234,11 @@ def test_calls_do_not_leak():
     before = resident_bytes()
     steps(20_000)
     assert resident_bytes() - before < 1 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("nm"), reason="no nm of ELF files")
+def test_no_op_ends_the_process():
+    """Of a device function that a host template calls nvcc makes exit(), without a word."""
+    listed = subprocess.run(["nm", "-D", "--undefined-only", _C.__file__], capture_output=True, text=True, check=True)
+    needed = {line.split()[-1].partition("@")[0] for line in listed.stdout.splitlines()}
+    assert "memcpy" in needed and not needed & {"exit", "_exit", "_Exit", "quick_exit", "abort"}

@@ -111,8 +111,7 @@ class ByCost {
   }
 
  private:
-  static constexpr int kOfLane = kMostWorkers / kWarpSize, kNever = INT32_MAX;
-  static_assert(kMostWorkers % kWarpSize == 0);
+  static constexpr int kOfLane = ceil_div(kMostWorkers, kWarpSize), kNever = INT32_MAX;
 
   static MOE_DEVICE int lane() { return threadIdx.x % kWarpSize; }
   static MOE_DEVICE int worker_of(int i) { return lane() + i * kWarpSize; }
