@@ -84,6 +84,18 @@ def check_casts(world: World) -> None:
         call()
 
 
+def check_capture(world: World) -> None:
+    """Of a graph that would have to wait."""
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    for mode, text in (("exact", "mode must be 'static'"), ("static", "the first call must come before")):
+        parallel = world.parallel(2, mode=mode)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            patch.setattr(parallel._exact, "side", object())  # as on a GPU
+            world.raises(f"^ExpertParallel: {text}", partial(run, problem, parallel.experts))
+        run(problem, parallel.experts)
+
+
 def check_routers(world: World) -> None:
     """Theirs come before tokens do."""
     last = world.size - 1
@@ -207,9 +219,9 @@ def check_large_ids(world: World) -> None:
 
 
 CHECKS = (
-    *(check_arguments, check_names_of_ranks, check_sizes, check_casts, check_routers, check_gradients),
-    *(check_capacity, check_unsent, check_without_gradients, check_large_ids, check_ids, check_room),
-    *(check_strides, check_meta),
+    *(check_arguments, check_names_of_ranks, check_sizes, check_casts, check_capture, check_routers),
+    *(check_gradients, check_capacity, check_unsent, check_without_gradients, check_large_ids, check_ids),
+    *(check_room, check_strides, check_meta),
 )
 
 

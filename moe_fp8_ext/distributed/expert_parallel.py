@@ -182,9 +182,13 @@ class ExpertParallel:
                 its tokens, or differs in the width of x or in what asks for a gradient. With mode "static" that is so
                 in the first call alone: later ones wait for nobody. An error that nobody is told of leaves the other
                 ranks waiting: there, and where memory for what arrives, shared_experts or backward fails. With overflow
-                "raise", as `check`.
+                "raise", as `check`. While a CUDA graph is captured, with mode "exact" and in a first call.
         """
-        self._check_last_step()
+        captured = self._exact.side is not None and torch.cuda.is_current_stream_capturing()
+        if captured:
+            self._check_waits_for_nobody()
+        else:
+            self._check_last_step()
         with self.errors_told():
             weights = w_gate_up, w_down, b_gate_up, b_down
             for t in (x, topk_ids, topk_scores, *weights):
@@ -233,10 +237,16 @@ class ExpertParallel:
         """At the same call on all ranks: not in backward, where a checkpoint computes again."""
         if not self._static or self.overflow == "count" or not self.has_ended_step:
             return
-        captured = self._exact.side is not None and torch.cuda.is_current_stream_capturing()
-        if not captured and torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() == -1:
             self.has_ended_step = False
             self.check()
+
+    def _check_waits_for_nobody(self) -> None:
+        """As calls must that are captured."""
+        if self._static is None:
+            fail("mode must be 'static' where a CUDA graph is captured, got 'exact'")
+        if self._agreed is None:
+            fail("the first call must come before a CUDA graph is captured, for it waits for the other ranks")
 
     def _signature(self, x: Tensor, topk_ids: Tensor, call: Call) -> int:
         """Of a call that fits this group: what must be alike on all ranks."""
