@@ -48,7 +48,7 @@ def sustained_us(calls: dict[str, Callable[[], object]], turns: int = 3) -> dict
 
 
 def exchange_us(call: Callable[[], object], calls: int = 10) -> float:
-    """Of the longest kernel of a collective in a call, where ranks waited least for each other."""
+    """Of the longest kernel of a collective in a call, where ranks waited least for each other; of the slowest rank."""
     longest = []
     for _ in range(calls):
         dist.barrier()

@@ -87,6 +87,7 @@ def test_rows_measured_again_say_their_commit(monkeypatch: pytest.MonkeyPatch) -
     ]
     assert "commit 111111111111." in report.origin(found)
     assert "2 rows are of 222222222222." in report.origin(found)
+    assert report.commits_of(found["rows"], found) == "1111111 and 2222222"
 
 
 def test_compare(tmp_path: Path) -> None:

@@ -268,7 +268,8 @@ def test_bench_table(monkeypatch):
     layers |= {"blockwise exact, 2 chunks": 5000.0, "bf16 exact": 7500.0}
     result = dict(gpus=2, device="a GPU", commit=None, torch="2", dispatch_us=by_recipe, bytes=by_recipe)
     result |= dict(exchange_us={"in a dispatch": 1000.0, "alone": 950.0}, layer_us=layers)
-    lines = importlib.import_module("tables").parallel_text(result).splitlines()[-9:]
+    tables = importlib.import_module("tables")
+    lines = tables.parallel_text(result).splitlines()[-9:]
     assert [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines] == [
         ["<= 0.60", "2,000", "1,000 (0.50)", "1,100 (0.55)"],
         ["<= 0.52", "2,000", "1,000 (0.50)", "1,100 (0.55)"],
@@ -280,3 +281,7 @@ def test_bench_table(monkeypatch):
         ["", "", "4,000 (1.25 x)", ""],
         ["", "", "", "5,000 (1.20 x)"],
     ]
+    run = dict(recipe="bf16", losses=[], held_out=1.5)
+    losses = dict(device="a GPU", commit="1" * 40, steps=9, ranks=2, one=[run])
+    text = tables.parallel_text(result, losses | {"over ranks": [run | dict(held_out=1.53)]})
+    assert [cell.strip() for cell in text.splitlines()[-1].split("|")[1:-1]] == ["bf16", "1.5300", "1.5000", "+2.00%"]

@@ -50,6 +50,7 @@ template <class T>
 class InRounds {
  public:
   using Args = typename T::Args;
+  static constexpr int kMostWorkers = INT32_MAX;
 
   MOE_DEVICE InRounds(const Args& p, const GroupBounds& groups, int worker, int workers)
       : p_(p), groups_(groups), worker_(worker), workers_(workers) {}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import reduce
 from numbers import Real
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,20 +13,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_fp8_ext._C import validates
-from moe_fp8_ext.bf16 import cast, row_major
-from moe_fp8_ext.distributed.messages import Casts, Column, Message
-from moe_fp8_ext.distributed.ways import OP, Exact, Peers, Static, Travelling, Way, fail, named
-from moe_fp8_ext.experts import Call, Weights, arguments, backward, cast_all, dtypes_of, forward
+from moe_fp8_ext.distributed.messages import Casts, Message
+from moe_fp8_ext.distributed.node import Dispatched, OverRanks, Sent
+from moe_fp8_ext.distributed.ways import OP, Exact, Peers, Static, Way, fail, named
+from moe_fp8_ext.experts import Call, arguments
 from moe_fp8_ext.formats import FORMATS, MAX_EXPERTS
 from moe_fp8_ext.operands import Operand, Slots, operands_of
 from moe_fp8_ext.ops.checks import check_int, check_one_of
-from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
+from moe_fp8_ext.ops.dispatch import below_autograd
 from moe_fp8_ext.quantized import Pair, Quantized
 from moe_fp8_ext.recipes import Recipe, get_recipe
 from moe_fp8_ext.sharded import is_dtensor
 
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
-_combine = torch.ops.moe_fp8.combine.default
 _swizzle = torch.ops.moe_fp8.swizzle_scales.default
 
 
@@ -202,7 +199,7 @@ class ExpertParallel:
         if not any(inputs[-1].needs):
             self.has_ended_step = True
         shared = None if shared_experts is None else shared_experts(x)
-        out = _OverRanks.apply(self, sent, *inputs)
+        out = OverRanks.apply(self, sent, *inputs)
         return out if shared is None else out + shared
 
     @contextmanager
@@ -329,72 +326,3 @@ def _agree(group: dist.ProcessGroup, **given: object) -> None:
             if theirs[name] != value:
                 there = f"{theirs[name]} on {named([rank], group)}"
                 fail(f"{name} must be the same on all ranks, got {value} on {here} and {there}")
-
-
-class Sent(NamedTuple):
-    """Tokens, or gradients of them, on their way."""
-
-    rows: Travelling
-    columns: list[Column]
-    way: Way
-
-    def arrived(self) -> list[Tensor]:
-        rows = self.rows.arrived()
-        return [column.read(rows) for column in self.columns]
-
-
-class Dispatched(NamedTuple):
-    tokens: Operand
-    scores: Tensor
-    slots: Slots
-
-
-class _OverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, ep, sent, x, scores, *rest):
-        *weights, _, main_grad_gate_up, main_grad_down, call = rest
-        ways, home, kept = [part.way for part in sent], [], []
-        with below_autograd():
-            operands = Weights.of(weights, call)  # while tokens travel
-            for part in sent:
-                out, of_part = forward(*ep.received(part), operands, call)
-                home.append(part.way.back(out))
-                kept += part.way.indices, part.way.inverse, *of_part
-            out = _of_tokens(home, ways)
-        ctx.save_for_backward(*kept)
-        ctx.ep, ctx.call, ctx.sizes = ep, call, [way[2:] for way in ways]
-        ctx.main_grads = main_grad_gate_up, main_grad_down
-        ctx.dtypes = dtypes_of(x, scores, *weights)
-        return cast(out, x.dtype)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, dout):
-        kept, chunks, found = ctx.saved_tensors, len(ctx.sizes), []
-        kept = [kept[i * len(kept) // chunks : (i + 1) * len(kept) // chunks] for i in range(chunks)]
-        ways = [Way(*of_part[:2], *sizes) for of_part, sizes in zip(kept, ctx.sizes, strict=True)]
-        ctx.ep.has_ended_step = True
-        with below_autograd():
-            parts = zip(row_major(dout).tensor_split(chunks), ways, strict=True)
-            sent = [ctx.ep.dispatch_gradient(part, way) for part, way in parts]
-            totals = ctx.main_grads
-            for part, of_part in zip(sent, kept, strict=True):
-                gradient = ctx.ep.received_gradient(part)
-                found.append(backward(gradient, of_part[2:], totals, ctx.call, part.way.back))
-                # What there is of a weight's gradient is where the next part's is added.
-                totals = [old if new is None else new for old, new in zip(totals, found[-1][2:4], strict=True)]
-            dx, dscores, *of_weights = zip(*found, strict=True)
-            grads = [_of_tokens(dx, ways), _of_tokens(dscores, ways), *map(_sum, of_weights)]
-        return None, None, *cast_all(grads, ctx.dtypes), None, None, None, None
-
-
-def _of_tokens(home: Sequence[Travelling | None], ways: Sequence[Way]) -> Tensor | None:
-    """What came home, added up over ranks."""
-    if home[0] is None:
-        return None
-    parts = [_combine(rows.arrived(), way.inverse, None) for rows, way in zip(home, ways, strict=True)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
-    return reduce(torch.add, [part for part in parts if part is not None] or [None])

@@ -1,5 +1,7 @@
 // What a launch gives the kernel, and which kernel it is.
 #pragma once
+#include <type_traits>
+
 #include "gemm/deal.h"
 #include "gemm/sm90/grouped_gemm.h"
 #include "numerics/groups.h"

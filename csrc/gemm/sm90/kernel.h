@@ -77,9 +77,8 @@ int launch_grouped_gemm(const ScaledGroupedMmParams& p, void* stream) {
 
   constexpr auto kKernel = grouped_gemm_kernel<T>;
   if (const int e = allow_large<kKernel>()) return e;
-  const int clusters = std::min(device().multiprocessors / 2, gemm::ByCost<T>::kMostWorkers);
-  Launch l = {dim3(unsigned(2 * clusters)), dim3(kThreads), stream,
-              sizeof(Shared<T>) + kStageAlignment};
+  const int clusters = std::min(device().multiprocessors / 2, T::Deal::kMostWorkers);
+  Launch l = {dim3(unsigned(2 * clusters)), dim3(kThreads), stream, sizeof(Shared<T>) + kStageAlignment};
   static_assert(sizeof(Shared<T>) + kStageAlignment + kStaticShared <= least_shared(90));
   l.cluster = 2;
   return launch(kKernel, l, args);

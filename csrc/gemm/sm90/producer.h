@@ -6,16 +6,28 @@
 
 namespace moe_fp8::sm90 {
 
+// The tiles of a block in turn, worked out.
+template <class T>
+class FoundTiles {
+ public:
+  MOE_DEVICE FoundTiles(const Args& p, const Shared<T>& shared)
+      : p_(p), schedule_(p, shared.groups, int(blockIdx.x) / 2, int(gridDim.x) / 2), rank_(int(cluster_rank())) {}
+  MOE_DEVICE Tile next(int) { return Tile::of<T>(p_, schedule_.next(rank_)); }
+
+ private:
+  const Args& p_;
+  gemm::Schedule<T> schedule_;
+  int rank_;
+};
 // Of groups of the sum: by a warp, as far ahead as there is room. By a producer, between its tiles, it cost more than
 // it gave: even groups of [65536, 512, 1536] for 40 experts took 154 us on an H200, in rounds or planned 107 to 116.
 template <class T>
 MOE_DEVICE void plan_tiles(const Args& p, Shared<T>& shared) {
   const uint32_t known = shared_address(shared.known), done = shared_address(shared.done);
-  gemm::Schedule<T> schedule(p, shared.groups, int(blockIdx.x) / 2, int(gridDim.x) / 2);
-  const int rank = int(cluster_rank());
+  FoundTiles<T> tiles(p, shared);
   uint32_t phase = 1;  // as of empty stages
   for (int turn = 0;; turn = (turn + 1) % kTurns) {
-    const Tile tile = Tile::of<T>(p, schedule.next(rank));
+    const Tile tile = tiles.next(turn);
     if (threadIdx.x % 32 == 0) {
       barrier_wait(done + 8 * turn, phase);
       shared.tiles[turn] = tile;
@@ -25,23 +37,10 @@ MOE_DEVICE void plan_tiles(const Args& p, Shared<T>& shared) {
     if (!tile.there) return;
   }
 }
-// The tiles of a block in turn, as a producer finds them.
-template <class T, bool kPlanned = T::kSumGroups>
-class TilesInTurn {
- public:
-  MOE_DEVICE TilesInTurn(const Args& p, const Shared<T>& shared)
-      : p_(p), schedule_(p, shared.groups, int(blockIdx.x) / 2, int(gridDim.x) / 2), rank_(int(cluster_rank())) {}
-  MOE_DEVICE Tile next(int) { return Tile::of<T>(p_, schedule_.next(rank_)); }
-
- private:
-  const Args& p_;
-  gemm::Schedule<T> schedule_;
-  int rank_;
-};
 template <class T>
-class TilesInTurn<T, true> {
+class PlannedTiles {
  public:
-  MOE_DEVICE TilesInTurn(const Args&, const Shared<T>& shared) : shared_(shared) {}
+  MOE_DEVICE PlannedTiles(const Args&, const Shared<T>& shared) : shared_(shared) {}
   MOE_DEVICE Tile next(int turn) {
     barrier_wait(shared_address(&shared_.known[turn]), phase_);
     if (turn == kTurns - 1) phase_ ^= 1;
@@ -52,6 +51,8 @@ class TilesInTurn<T, true> {
   const Shared<T>& shared_;
   uint32_t phase_ = 0;
 };
+template <class T>
+using TilesInTurn = std::conditional_t<T::kSumGroups, PlannedTiles<T>, FoundTiles<T>>;
 
 // Waits for the stages of all tiles in turn, and for one behind the last: fill(tile, turn, k, stage) arms each.
 template <class T, class Fill>
