@@ -14,14 +14,12 @@ SPELLINGS = {moe_fp8_ext.ops: "ops", torch.ops.moe_fp8: "torch.ops"}
 
 
 def check_no_second_derivative(out: Tensor, *leaves: Tensor) -> None:
-    """An error too, whether or not the gradient of out depends on out; and the first derivatives are as ever."""
+    """An error where one might be asked for, whether or not the gradient of out depends on out."""
     for of_sum in (out.float().sum(), out.float().square().sum()):
-        want = torch.autograd.grad(of_sum, leaves, retain_graph=True)
-        first = torch.autograd.grad(of_sum, leaves, create_graph=True)
-        for got, plain in zip(first, want, strict=True):
-            assert torch.equal(got.detach(), plain)
+        torch.autograd.grad(of_sum, leaves, retain_graph=True)
+        for leaf in leaves:
             with pytest.raises(RuntimeError, match="moe_fp8_ext has no second derivatives"):
-                got.float().sum().backward(retain_graph=True)
+                torch.autograd.grad(of_sum, leaf, create_graph=True)
 
 
 def check_no_tangent(fn: Callable[[Tensor], object], x: Tensor) -> None:

@@ -23,7 +23,7 @@ _is_compiling = torch.compiler.is_compiling
 _any_requires_grad = torch._C._any_requires_grad
 _in_functorch = torch._C._are_functorch_transforms_active
 _NOTHING = nullcontext()
-_NO_SECOND = b"moe_fp8_ext has no second derivatives, and one was asked for"
+_NO_SECOND = "moe_fp8_ext has no second derivatives, and create_graph=True asked for one"
 
 
 def below_autograd(*tensors: Tensor | None) -> AbstractContextManager:
@@ -48,22 +48,18 @@ def asks_for_gradient(x: object) -> bool:
 
 
 def differentiable_once(backward: Callable) -> Callable:
-    """A backward whose results refuse to be differentiated again.
+    """A backward that refuses to be recorded.
 
-    torch's once_differentiable asks whether the gradients that come in can be, and that of a sum cannot: then what
-    depends on other tensors of forward would be zero without a word.
+    Results that refuse when they are differentiated, as those of torch's once_differentiable, are not enough: they do
+    not depend on the tensors of forward as autograd sees it, so that torch.autograd.grad of those goes past them, and
+    what they would add is zero without a word.
     """
 
     @functools.wraps(backward)
     def wrapper(ctx, *grads):
-        if not torch.is_grad_enabled() or _is_compiling():
-            return backward(ctx, *grads)
-        with torch.no_grad():
-            results = backward(ctx, *grads)
-        results = results if isinstance(results, tuple) else (results,)
-        asking = (None if x is None else x.detach().requires_grad_() for x in results)
-        refused = torch._C._functions.DelayedError(_NO_SECOND, len(results))(*asking)
-        return refused if isinstance(refused, tuple) else (refused,)
+        if torch.is_grad_enabled() and not _is_compiling():
+            raise RuntimeError(_NO_SECOND)
+        return backward(ctx, *grads)
 
     return wrapper
 
