@@ -135,7 +135,7 @@ def arguments(
     check_one_of(_OP, "activation", activation, list(GATED))
     check_one_of(_OP, "keep", keep, KEEP)
     check_bool(_OP, "interleaved", interleaved)
-    up, down = (given(_OP, name, w, recipe.format) for name, w in zip(_WEIGHTS, weights[:2], strict=True))
+    up, down = (given(_OP, name, w, recipe.format, weight=True) for name, w in zip(_WEIGHTS, weights[:2], strict=True))
     quantized = up[0] is not None, down[0] is not None
     w_gate_up, w_down = (of[0].q if of[0] else w for w, of in zip(weights[:2], (up, down), strict=True))
     _check(x, topk_ids, topk_scores, w_gate_up, w_down, *weights[2:], GATED[activation], quantized)

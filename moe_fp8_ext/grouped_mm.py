@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_fp8_ext._C import validates
 from moe_fp8_ext.bf16 import Bf16GroupedMm, autocast_dtype, cast, row_major
-from moe_fp8_ext.formats import MAX_EXPERTS, MAX_ROWS, round_up
+from moe_fp8_ext.formats import FORMATS, MAX_EXPERTS, MAX_ROWS, round_up
 from moe_fp8_ext.fp8 import Fp8GroupedMm
 from moe_fp8_ext.ops import permute_pad
 from moe_fp8_ext.ops.checks import (
@@ -98,7 +98,7 @@ def grouped_mm(
     Source: DESIGN.md section 6; the signature of `torch._grouped_mm`.
     """
     recipe = get_recipe(recipe)
-    a, w = given(_OP, "A", A, recipe.format, "tokens"), given(_OP, "B_t", B_t, recipe.format)
+    a, w = given(_OP, "A", A, recipe.format), given(_OP, "B_t", B_t, recipe.format, weight=True)
     A, B_t = A if isinstance(A, Tensor) else None, B_t if isinstance(B_t, Tensor) else None
     _check(A, B_t, a, w, offs, indices, top_k)
     if main_grad is not None:
@@ -159,6 +159,8 @@ def _check(
     if (indices is None) != (top_k is None):
         given, missing = ("top_k", "indices") if indices is None else ("indices", "top_k")
         _fail(f"{missing} must be given with {given}, got None")
+    if a[0] is not None and a[0].offs is None and FORMATS[a[0].format].order == "blocked":
+        _fail("A must be quantized for offs, by whose groups its scales are blocked, got one without")
     if indices is not None:
         if A is None:
             _fail("indices must be None where A is quantized, got a tensor")

@@ -25,6 +25,7 @@ class Quantized:
         offs: [E] int32, ends of groups: along tokens of padded groups among the P positions, along rows of groups of
             rows, if there are any.
         align: what groups were padded to along tokens; 1 along rows.
+        transposed: whether q is [E, K, N] of weights [E, N, K], the operand of dgrad.
     """
 
     q: Tensor
@@ -33,6 +34,7 @@ class Quantized:
     along: str = "rows"
     offs: Tensor | None = None
     align: int = 1
+    transposed: bool = False
 
     def dequantize(self, out_dtype: torch.dtype | None = None) -> Tensor:
         """q * scale in float32, rounded to `out_dtype`, bfloat16 by default; shaped as q. See `ops.dequantize`."""
@@ -109,7 +111,7 @@ def quantize_weight(
     The first is the operand of the forward pass, the second that of dgrad.
     """
     q, scale, q_t, scale_t = ops.quantize_weight(w, format, dtype=dtype, rounding=rounding)
-    return Quantized(q, scale, format), Quantized(q_t, scale_t, format)
+    return Quantized(q, scale, format), Quantized(q_t, scale_t, format, transposed=True)
 
 
 def scaled_grouped_mm(
@@ -170,15 +172,17 @@ def scaled_grouped_mm(
 
 
 def given(
-    op: str, arg: str, x: object, format: str | None, other_way: str = "rows"
+    op: str, arg: str, x: object, format: str | None, weight: bool = False
 ) -> tuple[Quantized | None, Quantized | None]:
-    """What there is already of an operand x of a recipe: along rows, and the other way. Nothing of a tensor."""
+    """What there is already of an operand x of a recipe: along rows, and along tokens or, of a weight, of its
+    transpose. Nothing of a tensor."""
     if isinstance(x, Tensor):
         return None, None
     pair = x if isinstance(x, (tuple, list)) else (x, None)
     if len(pair) != 2 or not isinstance(pair[0], Quantized) or not isinstance(pair[1], (Quantized, type(None))):
         raise RuntimeError(f"{op}: {arg} must be a tensor, a Quantized or a pair of them, got {type(x).__name__}")
-    for quantized, along in zip(pair, ("rows", other_way), strict=True):
+    ways = ("rows", False), ("rows", True) if weight else ("tokens", False)
+    for quantized, (along, transposed) in zip(pair, ways, strict=True):
         if quantized is None:
             continue
         if format is None:
@@ -187,6 +191,9 @@ def given(
             raise RuntimeError(f"{op}: {arg} must be of the recipe's format '{format}', got '{quantized.format}'")
         if quantized.along != along:
             raise RuntimeError(f"{op}: {arg} must be quantized along {along}, got {quantized.along}")
+        if quantized.transposed != transposed:
+            which = "second" if transposed else "first"
+            raise RuntimeError(f"{op}: {arg} must have what quantize_weight returns {which} there, got the other one")
     return tuple(pair)
 
 

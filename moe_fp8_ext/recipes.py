@@ -20,7 +20,7 @@ class Recipe:
     """How `grouped_mm` and `experts` compute.
 
     `Recipe("rowwise")` is what they take "rowwise" for, and so for every name; `Recipe("mxfp8", ...)` is one
-    of your own, under a name that says its format or under any other. None stands for what is usual; after
+    of your own, under a name that says its format or under any other, with one. None stands for what is usual; after
     construction only `dtype`, `grad_dtype` and what "bf16" has none of are None. It prints as the call that makes it,
     with what is not usual, and so is it in JSON.
 
@@ -47,8 +47,8 @@ class Recipe:
             "blockwise", is of activations; gradients have "group". Hopper's wgrad is faster by it, for it has one scale
             for all columns of a tile. None is "batch" for "rowwise" and "square" for "blockwise", which with "group" is
             what DeepSeek-V3 trained with.
-        bf16_where_faster: multiply as "bf16" does where fp8 would take longer, see `at`. "auto" is "rowwise" with it;
-            of small experts "blockwise" with it is the faster one.
+        bf16_where_faster: multiply as "bf16" does where fp8 would take longer, see `at`. None is True for "auto", which
+            is "rowwise" with it; of small experts "blockwise" with it is the faster one.
 
     Raises:
         ValueError: a field has none of these values; the text names it.
@@ -64,22 +64,28 @@ class Recipe:
     align: int | None = None
     use_fast_accum: bool = True
     amax: str | None = None
-    bf16_where_faster: bool = False
+    bf16_where_faster: bool | None = None
 
     def __post_init__(self) -> None:
         self._check_type("name", str)
-        for field in ("wgrad_high_precision", "use_fast_accum", "bf16_where_faster"):
+        for field in ("wgrad_high_precision", "use_fast_accum"):
             self._check_type(field, bool)
+        if self.bf16_where_faster is None:
+            self._set("bf16_where_faster", self.name == "auto")
+        self._check_type("bf16_where_faster", bool)
         if self.name == "auto":
-            self._set("bf16_where_faster", True)
+            _require(self.bf16_where_faster, "bf16_where_faster", 'True with name "auto"', self.bf16_where_faster)
         if self.format is None:
             self._set("format", _format_of(self.name))
         if self.name == "bf16":
             _require(self.format is None, "format", 'None with name "bf16"', self.format)
         else:
-            _require(self.format in list(FORMATS), "format", f"one of {_quoted(FORMATS)}", self.format)
+            known = [self.name] if self.name in FORMATS else list(FORMATS)
+            _require(self.format in known, "format", f"{_quoted(known)} with name {self.name!r}", self.format)
         for field in ("dtype", "grad_dtype"):
             value = getattr(self, field)
+            if self.format is None:
+                _require(value is None, field, "None without a format", value)
             _require(value is None or value in FP8_DTYPES, field, either(map(dtype_name, FP8_DTYPES)), value)
         self._check_rounding()
         self._check_align()
@@ -100,8 +106,10 @@ class Recipe:
 
         Raises:
             ValueError: text is no object in JSON, has no name, or has a field that no recipe has.
-            ValueError, TypeError: a field has no value of its own, as in the constructor.
+            ValueError, TypeError: text is no str, or a field has no value of its own, as in the constructor.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"Recipe: text must be a str, got {type(text).__name__}")
         try:
             given = json.loads(text)
         except json.JSONDecodeError as error:

@@ -74,7 +74,8 @@ def test_compiles(name, device):
 
     def call(a: Tensor, offs: Tensor) -> Tensor:
         q, scale, q_t, scale_t = parts
-        return grouped_mm(a, (Quantized(q, scale, name), Quantized(q_t, scale_t, name)), offs, recipe=recipe)
+        pair = Quantized(q, scale, name), Quantized(q_t, scale_t, name, transposed=True)
+        return grouped_mm(a, pair, offs, recipe=recipe)
 
     check_compiled(call, [[a.detach()[:m], group_offs("zipf", m, 3, device)] for m in (40, 50, 70)], device)
 
@@ -86,7 +87,8 @@ A, B_T, OFFS, _ = problem(64, 32, 16, group_offs("uniform", 64, 2))
 def test_unfit_operands(name, device):
     recipe, other = Recipe(name), Recipe("blockwise" if name == "rowwise" else "rowwise")
     a, b_t, offs = (t.detach().to(device) for t in (A, B_T, OFFS))
-    (rows, tokens), (w, w_t) = both_ways(a, b_t, offs, recipe)
+    (rows, tokens), w_pair = both_ways(a, b_t, offs, recipe)
+    w, _ = w_pair
     of_other, w_of_other = both_ways(a, b_t, offs, other)
     indices = torch.arange(64, dtype=torch.int32, device=device)
     b_grad, a_grad = (t.clone().requires_grad_() for t in (b_t, a))
@@ -101,6 +103,8 @@ def test_unfit_operands(name, device):
         (rows, b_grad, {}, "A must be the pair of quantize_both .*got a Quantized along rows"),
         (a_grad, w, {}, "B_t must be the pair of quantize_weight .*got its first alone"),
         (rows, b_t, {"indices": indices, "top_k": 1}, "indices must be None where A is quantized, got a tensor"),
+        (a, w_pair[::-1], {}, "B_t must have what quantize_weight returns first there, got the other one"),
+        (a, (w, w), {}, "B_t must have what quantize_weight returns second there, got the other one"),
         ((rows, a), b_t, {}, "A must be .*got tuple"),
         ((rows, tokens, rows), b_t, {}, "A must be .*got tuple"),
         (a, rows, {}, "B_t must have 3 dimensions, got 2"),
@@ -110,6 +114,13 @@ def test_unfit_operands(name, device):
     ):
         with pytest.raises(RuntimeError, match=f"^grouped_mm: {text}"):
             grouped_mm(first, second, offs, **{"recipe": recipe, **how})
+
+
+def test_blocked_scales_need_groups(device):
+    x, b_t, offs, _ = problem(64, 32, 16, group_offs("uniform", 64, 2), device)
+    rows = quantize_rows(x.detach(), "mxfp8")
+    with pytest.raises(RuntimeError, match="^grouped_mm: A must be quantized for offs, .* got one without"):
+        grouped_mm(rows, b_t.detach(), offs, recipe="mxfp8")
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -188,7 +188,7 @@ def test_is_frozen():
 @pytest.mark.parametrize(
     ("error", "args", "kwargs", "text"),
     [
-        (ValueError, ["mine"], {}, "format must be one of .*got None"),
+        (ValueError, ["mine"], {}, "format must be .*got None"),
         (ValueError, ["mine", "tensorwise"], {}, "format must be .*got 'tensorwise'"),
         (ValueError, ["mine", "rowwise"], {"dtype": torch.bfloat16}, "dtype must be .*got torch.bfloat16"),
         (ValueError, ["rowwise"], {"dtype": "float8_e4m3fn"}, "dtype must be .*got 'float8_e4m3fn'"),
@@ -202,7 +202,11 @@ def test_is_frozen():
         (ValueError, ["mxfp8"], {"amax": "batch"}, "amax must be 'group' with format 'mxfp8', got 'batch'"),
         (TypeError, [None, "rowwise"], {}, "name must be of type str, got None"),
         (TypeError, ["rowwise"], {"wgrad_high_precision": 1}, "wgrad_high_precision must be of type bool, got 1"),
-        (TypeError, ["rowwise"], {"bf16_where_faster": None}, "bf16_where_faster must be of type bool, got None"),
+        (TypeError, ["rowwise"], {"bf16_where_faster": 0}, "bf16_where_faster must be of type bool, got 0"),
+        (ValueError, ["auto"], {"bf16_where_faster": False}, "bf16_where_faster must be True .*got False"),
+        (ValueError, ["rowwise", "mxfp8"], {}, "format must be 'rowwise' with name 'rowwise', got 'mxfp8'"),
+        (ValueError, ["bf16"], {"dtype": torch.float8_e5m2}, "dtype must be None without a format, got .*"),
+        (ValueError, ["bf16"], {"grad_dtype": torch.float8_e5m2}, "grad_dtype must be None without .*"),
         (TypeError, ["rowwise"], {"align": True}, "align must be of type int, got True"),
         (TypeError, ["rowwise"], {"align": "16"}, "align must be of type int, got '16'"),
         (TypeError, ["bf16"], {"align": 8.0}, "align must be of type int, got 8.0"),
@@ -222,7 +226,7 @@ PRINTED = {
     "Recipe('bf16', align=16)": '{"name": "bf16", "align": 16}',
     "Recipe('rowwise')": '{"name": "rowwise"}',
     "Recipe('rowwise', amax='group')": '{"name": "rowwise", "amax": "group"}',
-    "Recipe('rowwise', format='mxfp8')": '{"name": "rowwise", "format": "mxfp8"}',
+    "Recipe('mine', format='mxfp8')": '{"name": "mine", "format": "mxfp8"}',
     "Recipe('blockwise', rounding='pow2')": '{"name": "blockwise", "rounding": "pow2"}',
     "Recipe('auto')": '{"name": "auto"}',
     "Recipe('auto', format='mxfp8', wgrad_high_precision=True)": (
@@ -257,8 +261,9 @@ def test_prints_what_is_not_usual(printed, text):
         (ValueError, '{"name": "rowwise", "dtype": "float16"}', "dtype must be .*, got 'float16'"),
         (ValueError, '{"name": "rowwise", "dtype": ["float8_e5m2"]}', "dtype must be .*, got .'float8_e5m2'."),
         (ValueError, '{"name": "rowwise", "grad_dtype": 1}', "grad_dtype must be .*, got 1"),
-        (ValueError, '{"name": "mine", "format": {}}', "format must be one of .*, got {}"),
+        (ValueError, '{"name": "mine", "format": {}}', "format must be .*, got {}"),
         (ValueError, '{"name": "mxfp8", "rounding": []}', "rounding must be .*, got .*"),
+        (TypeError, None, "text must be a str, got NoneType"),
         (TypeError, '{"name": ["rowwise"]}', "name must be of type str, got .'rowwise'."),
         (TypeError, '{"name": "rowwise", "align": 32.0}', "align must be of type int, got 32.0"),
         (
