@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import os
 import re
@@ -195,6 +196,39 @@ def test_activations_that_are_not_known(activations):
     assert_close(run(own, "moe_fp8_bf16", *call), run(own, "grouped_mm", *call))
     own = experts_of("mixtral")
     own.act_fn = torch.nn.Tanh()
+    assert_close(run(own, "moe_fp8_bf16", *call), run(own, "grouped_mm", *call))
+    assert not activations
+
+
+class SiLU(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * torch.nn.functional.silu(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *((name, of) for name in ("gpt_oss", "qwen3_moe") for of in ("one", "class")),
+        ("mixtral", "hook"),
+        ("mixtral", ""),
+    ],
+)
+def test_activations_that_were_changed(name, change, activations, monkeypatch):
+    own, call = experts_of(name), calls()
+    of_class = type(own)._apply_gate
+
+    @functools.wraps(of_class)
+    def gate(self: torch.nn.Module, h: Tensor) -> Tensor:
+        return 3 * of_class(self, h)
+
+    if change == "one":
+        own._apply_gate = gate.__get__(own)
+    elif change == "class":
+        monkeypatch.setattr(type(own), "_apply_gate", gate)
+    elif change == "hook":
+        own.act_fn.register_forward_hook(lambda act, args, out: 3 * out)
+    else:
+        own.act_fn = SiLU()
     assert_close(run(own, "moe_fp8_bf16", *call), run(own, "grouped_mm", *call))
     assert not activations
 

@@ -16,6 +16,7 @@ from moe_fp8_ext.bf16 import autocast_dtype
 from moe_fp8_ext.biases import plus_bias
 from moe_fp8_ext.experts import experts
 from moe_fp8_ext.grouped_mm import grouped_mm
+from moe_fp8_ext.layer import is_plain
 from moe_fp8_ext.ops import combine, sort_tokens
 from moe_fp8_ext.ops.checks import INPUT_DTYPES, require
 from moe_fp8_ext.recipes import RECIPES, Recipe, get_recipe
@@ -28,7 +29,8 @@ _OLDEST, _NEXT_MAJOR = (5, 17), (6, 0)
 # What tells layouts of experts apart; those of 5.17, and what has come since.
 _LAYOUT = {"is_concatenated", "is_transposed", "has_bias", "has_gate"}
 _NEWER_LAYOUT = {"has_post_expert_norm"}
-# What `experts` calls a class of act_fn without a gate, and what behind Transformers' own.
+# What `experts` calls a class of act_fn of these modules, without a gate, and what behind Transformers' own.
+_OF_ACTIVATIONS = "torch.nn.modules.activation", "transformers.activations"
 _ACTIVATIONS = {
     **dict.fromkeys(("SiLU", "SiLUActivation"), "silu"),
     **dict.fromkeys(("GELUTanh", "NewGELUActivation"), "gelu"),
@@ -185,17 +187,27 @@ def _one_operation(module: torch.nn.Module) -> dict[str, object] | None:
 
 
 def _activation(module: torch.nn.Module) -> dict[str, object] | None:
-    """What `experts` calls the activation of a module, where it knows it."""
-    act = getattr(module, "act_fn", None)
-    known = "silu" if act is torch.nn.functional.silu else _ACTIVATIONS.get(type(act).__name__)
+    """What `experts` calls the activation of a module, where it knows it and nobody has changed it."""
+    known = _act_fn(getattr(module, "act_fn", None))
     if not module.has_gate:
         return dict(activation=known) if known else None
     gate = type(module)._apply_gate
-    if gate.__name__ == "_default_apply_gate":
+    if "_apply_gate" in vars(module) or hasattr(gate, "__wrapped__"):
+        return None
+    if gate.__name__ == "_default_apply_gate" and gate.__module__.startswith("transformers."):
         return dict(activation=_GATED[known]) if known in _GATED else None
     # Not the name of the class, in whose place FSDP2 and parametrizations put their own.
     of_gpt_oss = gate.__module__.endswith(".modeling_gpt_oss") and (module.alpha, module.limit) == (1.702, 7.0)
     return dict(activation="swiglu_oai", interleaved=True) if of_gpt_oss else None
+
+
+def _act_fn(act: object) -> str | None:
+    if act is torch.nn.functional.silu:
+        return "silu"
+    kind = type(act)
+    if kind.__module__ not in _OF_ACTIVATIONS or not is_plain(act, kind.forward):
+        return None
+    return _ACTIVATIONS.get(kind.__name__)
 
 
 def _composed(recipe: Recipe, module: torch.nn.Module, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
