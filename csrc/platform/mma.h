@@ -1,14 +1,14 @@
 // Matrix instructions of one wave: mma.sync of NVIDIA's chips since sm_80, MFMA of AMD's gfx942 and gfx950.
 //
 // Both are dealt with by patches: 16 rows of a, 32 columns (rows of b), 32 elements of the sum. A lane holds eight
-// neighbouring elements of each of its rows of a and of b, and the sums of eight neighbouring columns:
+// elements of each of its rows of a and of b, and the sums of eight neighbouring columns:
 //
-//              rows of a           rows of b, by slot             sums
-//   mma.sync   lane / 4 + {0, 8}   lane / 4 + {0, 8, 16, 24}      of the same rows, of columns 8 * part + {0 .. 7}
-//   MFMA       lane % 16           lane % 16 + {0, 16}            likewise
+//              rows of a           rows of b, by slot          elements                        columns of sums
+//   mma.sync   lane / 4 + {0, 8}   lane / 4 + {0, 8, 16, 24}   4 * part + {0 .. 3, 16 .. 19}   8 * part + {0 .. 7}
+//   MFMA       lane % 16           lane % 16 + {0, 16}         8 * part + {0 .. 7}             likewise
 //
-// Which eight elements and columns is the lane's part, lane % 4 or lane / 16. The instructions deal elements and
-// columns out otherwise, but the order of a sum is free as long as a and b agree, and any row of b may lie in any slot.
+// The lane's part is lane % 4 or lane / 16. The instructions deal elements and columns out otherwise, but the order of
+// a sum is free as long as a and b agree, and any row of b may lie in any slot.
 //
 // gfx950 has one more MFMA, of 128 elements, that takes the E8M0 scales of blocks of 32. Rows, slots and sums are those
 // above; whose the elements are is not free there. A lane holds elements 16 * part + {0 .. 15} of both halves, and of
@@ -99,6 +99,33 @@ MOE_DEVICE int column_of_slot(int slot) {
 
 #if defined(MOE_MMA_SYNC)
 
+// Of four matrices of 8 rows of 16 bytes, of which a lane names a row each: word i of a lane is of matrix i, row
+// lane / 4, bytes lane % 4 * 4 and on.
+MOE_DEVICE void load_matrices(uint32_t (&word)[4], const Vec16* row) {
+#if defined(MOE_SIMT)
+  simt::load_matrices(word, row);
+#else
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row))) : "memory");
+#endif
+}
+
+// What a lane has of rows of a patch or more, kFragmentRows apart, from shared memory. A row lies there in chunks of 16
+// bytes: at(row, chunk, further, first) is chunk first + chunk of row further + row, where further and first are
+// constants of the code. patch: which 32 elements.
+template <bool kOfA, int kRows, class At>
+MOE_DEVICE void load_rows(Vec8 (&rows)[kRows], int patch, At at) {
+  const int lane = threadIdx.x % kPatchWave, chunk = kOfA ? lane / 16 : lane / 8 % 2;
+#pragma unroll
+  for (int i = 0; i < kRows; i += 2) {  // what an instruction takes comes into neighbouring registers
+    uint32_t w[4];
+    load_matrices(w, at(kOfA ? lane % 16 : lane / 16 * 8 + lane % 8, chunk, i * kFragmentRows, 2 * patch));
+    rows[i] = {{w[0], w[kOfA ? 2 : 1]}};
+    rows[i + 1] = {{w[kOfA ? 1 : 2], w[3]}};
+  }
+}
+
 // d += a * b: a 16 x 32 of E4M3 or E5M2, b 32 x 8 of E4M3.
 template <bool kE5M2>
 MOE_DEVICE void mma_fp8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
@@ -137,6 +164,15 @@ MOE_DEVICE void multiply_part(float (&d)[4], const Halves4 (&a)[2], const Halves
 
 #else
 
+// As above.
+template <bool kOfA, int kRows, class At>
+MOE_DEVICE void load_rows(Vec8 (&rows)[kRows], int patch, At at) {
+  const int lane = threadIdx.x % kPatchWave, part = patch_part(lane);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+    rows[i] = reinterpret_cast<const Vec8*>(at(patch_row(lane), part / 2, i * kFragmentRows, 2 * patch))[part % 2];
+}
+
 typedef float Float4 __attribute__((vector_size(16)));
 #if defined(MOE_SIMT)
 using Half4 = Vec8;
@@ -166,7 +202,7 @@ MOE_DEVICE void multiply_part(float (&d)[4], const Halves4 (&a)[1], const Halves
 
 #endif
 
-// An instruction multiplies a part of the eight elements: all of fp8, Vec8, or Halves4.
+// An instruction multiplies a part of a patch: all of fp8, of which a lane has Vec8, or half, Halves4.
 template <class Part>
 constexpr int kPatchParts = std::is_same_v<Part, Vec8> ? 1 : 2;
 

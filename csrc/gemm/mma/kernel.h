@@ -18,8 +18,27 @@ MOE_DEVICE void advance(Loader<T>& loader, int step) {
 }
 
 // Of two stages operands come into registers while those before them are multiplied, so that nothing waits for shared
-// memory, and a stage has been read when half of it is still to be multiplied. What lies behind the last is not
-// multiplied.
+// memory, and a stage has been read when its last patches are still to be multiplied. What lies behind the last stage
+// is not multiplied.
+template <class T>
+MOE_DEVICE void multiply_stage(Loader<T>& loader, Shared<T>& shared, int step, const Lane<T>& lane, Operands<T>& now,
+                               typename Lane<T>::Sums& of_block, typename Lane<T>::Sums& sums) {
+  Operands<T> next;
+#pragma unroll(T::kUnrolled)
+  for (int patch = 0; patch < T::kSteps; ++patch) {
+    const bool last = patch + 1 == T::kSteps;
+    if (last && T::kStages > 1) advance(loader, step);
+    if (!last || T::kStages > 1) next.load(shared, last ? step + 1 : step, last ? 0 : patch + 1, lane);
+    multiply_patches(now, shared, T::kBlock ? of_block : sums);
+    if constexpr (T::kBlock == kPatchDepth) promote(shared, step, patch, lane, of_block, sums);
+    now = next;
+  }
+  if constexpr (T::kStages == 1) {
+    advance(loader, step);
+    now.load(shared, step + 1, 0, lane);
+  }
+}
+
 template <class T>
 MOE_DEVICE void multiply_tile(Loader<T>& loader, Shared<T>& shared, int steps, const Lane<T>& lane,
                               typename Lane<T>::Sums& sums) {
@@ -27,30 +46,21 @@ MOE_DEVICE void multiply_tile(Loader<T>& loader, Shared<T>& shared, int steps, c
   for_each_sum<T>([&](int m, int n, int i, int j) { sums[m][n][i][j] = of_block[m][n][i][j] = 0.f; });
   wait_copies();
   __syncthreads();
-  Operands<T> now, next;
-  if constexpr (!T::kTakesScales) now.load(shared, 0, 0, lane);
+  if constexpr (T::kTakesScales) {
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    if constexpr (T::kTakesScales) {
+    for (int step = 0; step < steps; ++step) {
       multiply_scaled(shared, step, lane, sums);
       advance(loader, step);
-    } else {
-#pragma unroll(T::kUnrolledSteps)
-      for (int i = 0; i < T::kSteps; ++i) {
-        const bool last = i + 1 == T::kSteps;
-        if (last && T::kStages > 1) advance(loader, step);
-        if (!last || T::kStages > 1) next.load(shared, last ? step + 1 : step, last ? 0 : i + 1, lane);
-        multiply_step(now, shared, T::kBlock ? of_block : sums);
-        if constexpr (T::kBlock == kPatchDepth) promote(shared, step, i, lane, of_block, sums);
-        now = next;
-      }
-      if constexpr (T::kBlock > kPatchDepth)
-        if ((step + 1) * T::kDepth % kGroupScales == 0 || step + 1 == steps)
-          promote(shared, step, 0, lane, of_block, sums);
-      if constexpr (T::kStages == 1) {
-        advance(loader, step);
-        now.load(shared, step + 1, 0, lane);
-      }
+    }
+  } else {
+    Operands<T> now;
+    now.load(shared, 0, 0, lane);
+#pragma unroll 1
+    for (int block = 0; block < steps; block += T::kStagesOfScale) {
+#pragma unroll
+      for (int i = 0; i < T::kStagesOfScale; ++i)
+        if (i == 0 || block + i < steps) multiply_stage(loader, shared, block + i, lane, now, of_block, sums);
+      if constexpr (T::kBlock > kPatchDepth) promote(shared, block, 0, lane, of_block, sums);
     }
   }
   __syncthreads();

@@ -10,19 +10,22 @@ struct Lane {
   static constexpr int kBelow = kWaveRows / kPatchRows, kBeside = T::kWaveColumns / kPatchColumns;
   using Sums = PatchSums[kBelow][kBeside];
 
-  int row, column;  // of the tile: the first of those that the lane has rows of operands of
+  int first_row, first_column;  // of the wave, in the tile
+  int row, column;              // the first of those that the lane has rows of operands of
   int part;
 
   MOE_DEVICE Lane() {
     const int lane = int(threadIdx.x) % kPatchWave, wave = int(threadIdx.x) / kPatchWave;
-    row = wave % 2 * kWaveRows + patch_row(lane);
-    column = wave / 2 * T::kWaveColumns + patch_row(lane);
+    first_row = wave % 2 * kWaveRows;
+    first_column = wave / 2 * T::kWaveColumns;
+    row = first_row + patch_row(lane);
+    column = first_column + patch_row(lane);
     part = patch_part(lane);
   }
   // Of sums: rows and first columns.
   MOE_DEVICE int row_of(int below, int i) const { return row + below * kPatchRows + 8 * i; }
   MOE_DEVICE int column_of(int beside) const {
-    return column - patch_row(int(threadIdx.x) % kPatchWave) + beside * kPatchColumns + 8 * part;
+    return first_column + beside * kPatchColumns + 8 * part;
   }
 };
 
@@ -30,31 +33,23 @@ struct Lane {
 template <class T>
 using Part = std::conditional_t<T::kMultipliesBytes, Vec8, Halves4>;
 
-// What a lane has of 32 elements of the sum. Which of a stage: of_stage.
+// What a lane has of a patch's depth: of each of its rows, eight elements. Which of a stage: patch.
 template <class T>
 struct Operands {
-  Vec8 a[Lane<T>::kBelow][kPatchLaneRows], b[Lane<T>::kBeside][kPatchFragments];
+  Vec8 a[Lane<T>::kBelow * kPatchLaneRows], b[Lane<T>::kBeside * kPatchFragments];
 
-  MOE_DEVICE void load(const Shared<T>& shared, int step, int of_stage, const Lane<T>& lane) {
+  MOE_DEVICE void load(const Shared<T>& shared, int step, int patch, const Lane<T>& lane) {
     const int stage = step % T::kStages;
-#pragma unroll
-    for (int m = 0; m < Lane<T>::kBelow; ++m)
-#pragma unroll
-      for (int i = 0; i < kPatchLaneRows; ++i)
-        a[m][i] = eight(shared.a[stage], lane.row, m * kPatchRows + 8 * i, of_stage, lane.part);
-#pragma unroll
-    for (int n = 0; n < Lane<T>::kBeside; ++n)
-#pragma unroll
-      for (int f = 0; f < kPatchFragments; ++f)
-        b[n][f] = eight(shared.b[stage], lane.column, n * kPatchColumns + f * kFragmentRows, of_stage, lane.part);
+    load_rows<true>(a, patch, chunks_of(shared.a[stage], lane.first_row));
+    load_rows<false>(b, patch, chunks_of(shared.b[stage], lane.first_column));
   }
 
  private:
-  // Of the row that is so many further than `row`, a multiple of 8: its chunks lie in like places, so that the distance
-  // is a constant of the code.
-  static MOE_DEVICE Vec8 eight(const Vec16* stage, int row, int further, int of_stage, int part) {
-    const int place = place_of<T>(row, part / 2) ^ of_stage * (kPatchDepth / 16);
-    return reinterpret_cast<const Vec8*>(stage)[2 * place + part % 2 + 2 * T::kChunks * further];
+  // Chunks of rows that are a multiple of 8 apart lie in like places, so that the distance is a constant.
+  static MOE_DEVICE auto chunks_of(const Vec16* stage, int first_row) {
+    return [=](int row, int chunk, int further, int first_chunk) {
+      return stage + (place_of<T>(first_row + row, chunk) ^ first_chunk) + T::kChunks * further;
+    };
   }
 };
 
@@ -80,23 +75,21 @@ MOE_DEVICE Part<T> part_of(const Vec8& bytes, int part, const uint16_t* half) {
 
 // Adds the products of 32 elements. All sums take one part before the next: none waits for the one before.
 template <class T>
-MOE_DEVICE void multiply_step(const Operands<T>& operands, const Shared<T>& shared, typename Lane<T>::Sums& sums) {
+MOE_DEVICE void multiply_patches(const Operands<T>& operands, const Shared<T>& shared, typename Lane<T>::Sums& sums) {
   constexpr bool kE5M2 = T::kTypes == Types::kE5M2;
 #pragma unroll
   for (int part = 0; part < kPatchParts<Part<T>>; ++part) {
     Part<T> a[Lane<T>::kBelow][kPatchLaneRows];
 #pragma unroll
-    for (int m = 0; m < Lane<T>::kBelow; ++m)
+    for (int i = 0; i < Lane<T>::kBelow * kPatchLaneRows; ++i)
+      a[i / kPatchLaneRows][i % kPatchLaneRows] = part_of<T, kE5M2>(operands.a[i], part, shared.half[0]);
 #pragma unroll
-      for (int i = 0; i < kPatchLaneRows; ++i) a[m][i] = part_of<T, kE5M2>(operands.a[m][i], part, shared.half[0]);
+    for (int i = 0; i < Lane<T>::kBeside * kPatchFragments; ++i) {
+      const Part<T> b = part_of<T, false>(operands.b[i], part, shared.half[1]);
 #pragma unroll
-    for (int n = 0; n < Lane<T>::kBeside; ++n)
-#pragma unroll
-      for (int f = 0; f < kPatchFragments; ++f) {
-        const Part<T> b = part_of<T, false>(operands.b[n][f], part, shared.half[1]);
-#pragma unroll
-        for (int m = 0; m < Lane<T>::kBelow; ++m) multiply_fragment<kE5M2>(sums[m][n], f, a[m], b);
-      }
+      for (int m = 0; m < Lane<T>::kBelow; ++m)
+        multiply_fragment<kE5M2>(sums[m][i / kPatchFragments], i % kPatchFragments, a[m], b);
+    }
   }
 }
 

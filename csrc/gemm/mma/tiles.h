@@ -48,16 +48,17 @@ struct Traits {
   // Sums of blocks take twice the registers, of which AMD's chips have twice as many.
   static constexpr int kWaveColumns = kBlock > 0 && kPatchWave == 32 ? 32 : 64;
   static constexpr int kTileRows = 2 * kWaveRows, kTileColumns = 2 * kWaveColumns;
-  // Of two stages, one is filled while sums of its operands still wait for their scales.
-  static constexpr int kStages = kCopiesInBackground ? 2 : 1, kScaleStages = kStages == 1 ? 1 : 3;
+  static constexpr int kStages = kCopiesInBackground ? 2 : 1;
+  // Sums wait for their scales when those of the next stage, or of the next block of some, have come.
+  static constexpr int kScaleStages = kStages == 2 ? 3 : kStagesOfScale > 1 ? 2 : 1;
   static constexpr int kSumAlign = 1;
   static MOE_HD bool of_sum(const Args& p) { return p.groups_of_sum; }
 
   // Whether the values of operands are looked up.
   static constexpr bool kMultipliesBytes = kTypes != Types::kAny && kMultipliesFp8;
   static constexpr bool kLooksUp = !kMultipliesBytes && (kTypes == Types::kAny || !kHalvesFp8);
-  // Both steps of a stage at once, but where scales of every step, and chunks that wait, leave no registers for that.
-  static constexpr int kUnrolledSteps = kBlock == kMxBlock && kStages == 1 ? 1 : kSteps;
+  // All patches of a stage at once, but where scales of each, and chunks that wait, leave no registers for that.
+  static constexpr int kUnrolled = kBlock == kMxBlock && kStages == 1 ? 1 : kSteps;
   static_assert(!kTakesScales || (kBlock == kMxBlock && kTypes != Types::kAny));
   static_assert(!kTakesScales || (kWaveRows == 64 && kWaveColumns == 64), "a lane's scales are the bytes of a word");
 };

@@ -121,4 +121,14 @@ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
   mma_16x8(d, Elements(Held::kHalf), a, Elements(Held::kHalf), b, at);
 }
 
+
+// Word i of a lane is of matrix i, 8 rows of 16 bytes, which lanes 8 * i .. 8 * i + 7 name: row lane / 4, bytes lane % 4
+// * 4 and on.
+inline void load_matrices(uint32_t (&word)[4], const void* row, Site at = Site::here("ldmatrix")) {
+  const unsigned lane = current->lane();
+  const uint64_t* rows = current->share(reinterpret_cast<uint64_t>(row), at);
+  for (unsigned i = 0; i < 4; ++i)
+    word[i] = reinterpret_cast<const uint32_t*>(rows[8 * i + lane / 4])[lane % 4];
+}
+
 }  // namespace simt
