@@ -58,10 +58,13 @@ def ends(sizes: list[int]) -> Tensor:
     return torch.tensor(sizes).cumsum(0).int()
 
 
-PROBLEMS = pairs(  # the scales of blocks of all weights are a multiple of 4
+PROBLEMS = pairs(  # scales of blocks of all weights are a multiple of 4, whole chunks, or 1, 2 or 3 more
     layout=LAYOUTS,
     kind=KINDS,
-    shape=[(1, 16, 16, 4), (70, 144, 272, 2), (600, 128, 96, 4), (300, 656, 144, 2), (513, 32, 400, 5)],
+    shape=[
+        *((1, 16, 16, 4), (70, 144, 272, 2), (600, 128, 96, 4), (300, 656, 144, 2), (513, 32, 400, 5)),
+        *((70, 144, 272, 3), (90, 48, 16, 1), (130, 272, 128, 5)),
+    ],
     fp8=FP8_DTYPES[:2],
     out_dtype=OUT_DTYPES,
 )
@@ -134,12 +137,25 @@ def test_rows_by_index(hopper, out_dtype):
         check(hopper, args, True, out_dtype, indices=slot_indices(t, top_k, p), top_k=top_k)
 
 
+@pytest.mark.parametrize("format", ["rowwise", "blockwise"])
+def test_experts_apart(hopper, format):
+    """Of b, by whole rows: a part of each."""
+    offs = group_offs("tail_rows", 150, 3)
+    a, b, *rest = products(format, offs, 150, 144, 272, FP8_DTYPES[0])[0]
+    wider = exact_fp8(3, 400, 144)
+    wider[:, 100:372] = b.mT
+    check(hopper, (a, wider[:, 100:372].mT, *rest, format), True, torch.bfloat16)
+
+
 def test_what_others_take(hopper):
     """Sums of an odd stride of scales, say, do not reach the kernels, nor an a of squares, nor totals of some kinds."""
     offs = torch.tensor([40], dtype=torch.int32)
     of_kinds = [(kind, products(kind[0], offs, 40, 64, 32, FP8_DTYPES[0], amax=kind[2])[1]) for kind in KINDS]
     a, b, scale_a, scale_b, ends = of_kinds[-1][1]
+    forward, wide_rows = products("rowwise", offs, 40, 64, 32, FP8_DTYPES[0])[0], exact_fp8(2, 32, 80)
+    apart = wide_rows.as_strided((2, 32, 64), (33 * 64 + 16, 64, 1))  # experts, by no whole rows
     refused = [
+        ("scaled_grouped_mm", forward[0], apart.mT, forward[2], exact_scales(2, 32), offs.repeat(2), "rowwise"),
         ("scaled_grouped_mm", *products("mxfp8", offs, 40, 64, 32, FP8_DTYPES[0])[0], "mxfp8"),
         ("scaled_grouped_mm", b.mT, a.mT, scale_b.mT, scale_a.mT, ends, "blockwise"),
     ]

@@ -117,7 +117,8 @@ Results<0> add_scaled_grouped_mm_op(const Tensor& total, const Tensor& a, const 
   product.p.out_float32 = total.dtype == kFloat32;
   product.p.adds = true;
   product.total = &total;
-  Handle(backend_of(kAdd, product).run(Call(kAdd, "a", a), product));
+  const Call call(kAdd, "a", a);  // backends look at the device that it sets
+  Handle(backend_of(kAdd, product).run(call, product));
   return {};
 }
 

@@ -30,6 +30,7 @@ struct Args {
   const int* offs;
   void* out;
   int M, N, K, E;
+  int expert_rows;  // of b, from one expert to the next
   int element;  // bytes of one of out: 4, float32, or 2, bfloat16
   // Of blocks: between those of one row of a, of b or of its squares; how many there are of a row.
   int scale_a_stride, scale_b_stride, scale_blocks;

@@ -25,7 +25,7 @@ bool takes_scales(const ScaledGroupedMmParams& p) {
   const int64_t rows = ceil_div<int64_t>(p.N, kDepth), of_expert = rows * a.blocks;
   // The stride of a dimension of size 1 says nothing.
   return (a.blocks == 1 || b.block_stride == 1) && (rows == 1 || b.row_stride == a.blocks) &&
-         (p.E == 1 || b.group_stride == of_expert) && p.E * of_expert % 4 == 0 && at_16_bytes(b.data);
+         (p.E == 1 || b.group_stride == of_expert) && at_16_bytes(b.data);
 }
 
 Scales scales_of(const ScaledGroupedMmParams& p, bool fast) {
@@ -51,12 +51,18 @@ int launch_with(const ScaledGroupedMmParams& p, bool fast, void* stream) {
   }
 }
 
+// Experts are whole rows apart, so that all of b is one matrix.
+bool takes_experts(const ScaledGroupedMmParams& p) {
+  if (p.E == 1) return true;
+  return p.b_group_stride % p.b_stride == 0 && p.b_group_stride >= p.N * p.b_stride &&
+         p.E * (p.b_group_stride / p.b_stride) < kMost;
+}
+
 }  // namespace
 
 bool takes_operands(const ScaledGroupedMmParams& p) {
   if ((p.a_type != Fp8Type::kE4M3FN && p.a_type != Fp8Type::kE5M2) || p.b_type != Fp8Type::kE4M3FN) return false;
-  const bool groups = p.groups_of_sum ? p.E * p.M < kMost
-                                      : (p.E == 1 || p.b_group_stride == p.N * p.b_stride) && p.E * p.N < kMost;
+  const bool groups = p.groups_of_sum ? p.E * p.M < kMost : p.E * p.N < kMost && takes_experts(p);
   return groups && takes_scales(p);
 }
 

@@ -66,11 +66,12 @@ int launch_grouped_gemm(const ScaledGroupedMmParams& p, void* stream) {
   args.N = int(p.N);
   args.K = int(p.K);
   args.E = int(p.E);
+  args.expert_rows = p.E > 1 && !T::kSumGroups ? int(p.b_group_stride / p.b_stride) : 0;
   args.element = p.out_float32 ? 4 : 2;
   args.scale_a_stride = int(p.scale_a.block_stride);
   args.scale_b_stride = int(p.scale_b.block_stride);
   args.scale_blocks = p.scale_a.blocks;
-  const int64_t rows_of_b = T::kSumGroups ? p.N : p.E * p.N;
+  const int64_t rows_of_b = (T::kSumGroups ? 0 : (p.E - 1) * args.expert_rows) + p.N;
   if (!by_index<T>(args))
     if (const int e = describe_matrix(&args.a, p.a, p.M, p.K, p.a_stride, kWgmmaRows)) return e;
   if (const int e = describe_matrix(&args.b, p.b, rows_of_b, p.K, p.b_stride, T::kBoxColumns)) return e;

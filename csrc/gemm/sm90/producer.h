@@ -127,11 +127,20 @@ MOE_DEVICE void produce_scales(const Args& p, Shared<T>& shared) {
       const float* of_rows = p.scale_a + int64_t(block) * p.scale_a_stride + row;
       const float* of_columns = p.scale_b;
       int count = 4;
+      int64_t left = 4;
       if constexpr (T::kColumnScales) {
         of_columns += int64_t(block) * p.scale_b_stride + tile.column;
         count = columns;
       } else {
-        of_columns += square_of<T>(p, tile, block, k) & ~int64_t(3);
+        const int64_t at = square_of<T>(p, tile, block, k) & ~int64_t(3);
+        of_columns += at;
+        if constexpr (!T::kSumGroups) left = int64_t(p.E) * ceil_div(p.N, kDepth) * p.scale_blocks - at;
+      }
+      if (left < 4) {  // the last chunk of all squares is none
+        barrier_expect(full, 4 * rows);
+        copy_bytes(shared_address(shared.scale_a[s]), of_rows, 4 * rows, full);
+        copy_start_of_chunk(shared_address(shared.scale_b[s]), of_columns, 4 * uint32_t(left));
+        return barrier_arrive_behind_copies(full);
       }
       barrier_arrive_expecting(full, 4 * (rows + count));
       copy_bytes(shared_address(shared.scale_a[s]), of_rows, 4 * rows, full);

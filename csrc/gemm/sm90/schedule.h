@@ -58,7 +58,7 @@ struct Tile : gemm::Tile {
   template <class T>
   static MOE_DEVICE Tile of(const typename T::Args& p, const gemm::Tile& tile) {
     return {tile, tile.row_of_a + (T::kSumGroups ? tile.expert * p.M : 0),
-            tile.column + (T::kSumGroups ? 0 : tile.expert * p.N)};
+            tile.column + (T::kSumGroups ? 0 : tile.expert * p.expert_rows)};
   }
 };
 
