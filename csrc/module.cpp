@@ -105,7 +105,8 @@ py::list described(const std::vector<Backend>& backends) {
   for (const Backend& backend : backends) {
     const Needs& n = backend.needs;
     py::list formats, builds;
-    for (const FormatId id : backend.formats) formats.append(format_of(id).name);
+    for (const Format& format : kFormats)
+      if (backend.multiplies(format)) formats.append(format.name);
     for (const char* build : backend.builds) builds.append(build);
     const py::object sm = n.least_sm ? py::object(py::make_tuple(n.least_sm, n.most_sm)) : py::none();
     all.append(py::dict("name"_a = backend.name, "what"_a = backend.what, "device"_a = backend.gpu ? "gpu" : "cpu",

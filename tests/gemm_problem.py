@@ -6,12 +6,12 @@ import torch
 from helpers import assert_same, on
 from torch import Tensor
 
-from moe_fp8_ext import reference
+from moe_fp8_ext import formats, reference
 from moe_fp8_ext.ops import scaled_grouped_mm
 
-FORMATS = ("rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor")
-BLOCK = {"blockwise": 128, "mxfp8": 32, "mxfp8_rowmajor": 32}
-UNIT = {"rowwise": 16, "blockwise": 16, "mxfp8": 32, "mxfp8_rowmajor": 32}  # offs that torch's GEMMs take
+FORMATS = tuple(formats.FORMATS)
+BLOCK = {name: f.block for name, f in formats.FORMATS.items() if f.block}
+UNIT = {name: max(16, f.least_align) for name, f in formats.FORMATS.items()}  # offs that torch's GEMMs take
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 

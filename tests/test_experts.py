@@ -14,8 +14,9 @@ from torch import Tensor
 
 import moe_fp8_ext
 from moe_fp8_ext import Recipe, ops
+from moe_fp8_ext.formats import FORMATS
 
-FP8 = ("rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor")
+FP8 = tuple(FORMATS)
 RECIPES = ("bf16", *FP8)
 
 

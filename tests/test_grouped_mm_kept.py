@@ -13,8 +13,9 @@ from helpers import assert_same, group_offs, slot_indices
 from torch import Tensor
 
 from moe_fp8_ext import Recipe, grouped_mm
+from moe_fp8_ext.formats import FORMATS
 
-QUANTIZED = ("rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor")
+QUANTIZED = tuple(FORMATS)
 NAMES = ("bf16", *QUANTIZED)
 SMALL = 16 * 1024  # what offs and padded_offs may take
 

@@ -11,8 +11,7 @@ from helpers import assert_same, check_compiled, group_offs
 from torch import Tensor
 
 from moe_fp8_ext import Quantized, Recipe, grouped_mm, quantize_both, quantize_rows, quantize_weight, scaled_grouped_mm
-
-FORMATS = ("rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor")
+from moe_fp8_ext.formats import FORMATS
 
 
 def both_ways(a: Tensor, b_t: Tensor, offs: Tensor, recipe: Recipe) -> tuple[tuple, tuple]:

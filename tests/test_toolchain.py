@@ -91,7 +91,7 @@ TYPES = "NS_4FastINS_4BF16ELNS_4KindE0EEE"
 FAST = f"_ZN7moe_fp820quantize_rows_kernelI{TYPES}Li2ELNS_3RowE0EEEvNS_8RowsPlanE"
 EITHER = FAST.replace("4BF16", "3F32").replace("KindE0", "KindE2")
 GENERIC = "_ZN7moe_fp820quantize_rows_kernelINS_3AnyELi1ELNS_3RowE1EEEvNS_8RowsPlanE"
-BLOCKS = f"_ZN7moe_fp826quantize_row_blocks_kernelILNS_8FormatIdE2E{TYPES}EEvNS_13RowBlocksPlanE"
+BLOCKS = f"_ZN7moe_fp826quantize_row_blocks_kernelILNS_10ScaleOrderE2E{TYPES}EEvNS_13RowBlocksPlanE"
 GEMM_TRAITS = "NS0_6TraitsILNS0_6ScalesE0ELNS0_7GroupedE0ELNS_7Fp8TypeE0ELb0EEE"
 GEMM = f"_ZN7moe_fp84sm9019grouped_gemm_kernelI{GEMM_TRAITS}EEvNS0_4ArgsE"
 MMA = "_ZN7moe_fp83mma10mma_kernelINS0_6TraitsILNS0_5TypesE0ELi32ENS_8UnscaledEEEEEvNS_21ScaledGroupedMmParamsE"
@@ -290,7 +290,7 @@ def test_names_of_kernels():
     assert list(names.values()) == [
         "quantize_rows_kernel<Fast<BF16, (Kind)0>, 2, (Row)0>",
         "quantize_rows_kernel<Any, 1, (Row)1>",
-        "quantize_row_blocks_kernel<(FormatId)2, Fast<BF16, (Kind)0> >",
+        "quantize_row_blocks_kernel<(ScaleOrder)2, Fast<BF16, (Kind)0> >",
     ]
 
 
@@ -300,7 +300,7 @@ def test_enums_are_in_the_order_that_names_of_kernels_have():
     assert [k.strip() for k in kinds] == ["kE4M3", "kE5M2", "kEither"]
     formats = (cache.CSRC / "numerics" / "format.h").read_text()
     assert "enum class ScaleType : int { kF32, kE8M0 }" in formats
-    assert "enum class FormatId : int { kRowwise, kBlockwise, kMxfp8, kMxfp8RowMajor }" in formats
+    assert "enum class ScaleOrder : int { kRowMajor, kColumnMajor, kBlocked }" in formats
 
 
 def test_every_kernel_is_known():

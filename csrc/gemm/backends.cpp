@@ -1,6 +1,5 @@
 #include "gemm/backends.h"
 
-#include <algorithm>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -131,6 +130,12 @@ AtenTensorHandle on_cpu(const Call& call, const Product& product) {
   return out.release();
 }
 
+bool any(const Format&) { return true; }
+bool has_float_scales(const Format& f) { return f.scale_type == ScaleType::kF32; }
+bool has_scales_of_rows(const Format& f) { return f.block == 0; }
+bool has_scales_of_blocks(const Format& f) { return f.block != 0; }
+bool has_blocked_scales(const Format& f) { return f.blocked(); }
+
 Needs of_sm90() {
   Needs needs;
   needs.least_sm = needs.most_sm = 90;
@@ -169,20 +174,18 @@ Needs of_torch_bfloat16() {
 }  // namespace
 
 const std::vector<Backend>& all_backends() {
-  using F = FormatId;
   static const std::vector<Backend> all = {
-      {"sm90", "Hopper's tensor cores", true, {"cuda"}, {F::kRowwise, F::kBlockwise}, false,
-       of_sm90(), sm90_takes, sm90_gemm, sm90_by_index},
-      {"torch_fp8", "aten::_scaled_grouped_mm", true, {"cuda"}, {F::kRowwise}, false, of_torch_rows(), nullptr,
+      {"sm90", "Hopper's tensor cores", true, {"cuda"}, has_float_scales, false, of_sm90(), sm90_takes,
+       sm90_gemm, sm90_by_index},
+      {"torch_fp8", "aten::_scaled_grouped_mm", true, {"cuda"}, has_scales_of_rows, false, of_torch_rows(), nullptr,
        torch_scaled_rows},
-      {"torch_mxfp8", "aten::_scaled_grouped_mm", true, {"cuda"}, {F::kMxfp8}, true, of_torch_blocks(), nullptr,
+      {"torch_mxfp8", "aten::_scaled_grouped_mm", true, {"cuda"}, has_blocked_scales, true, of_torch_blocks(), nullptr,
        torch_scaled_blocks},
-      {"torch_bfloat16", "dequantize + aten::_grouped_mm", true, {"cuda"},
-       {F::kBlockwise, F::kMxfp8, F::kMxfp8RowMajor}, false, of_torch_bfloat16(), nullptr, torch_bfloat16},
-      {"mma", "tensor cores of any GPU", true, {"cuda", "rocm"},
-       {F::kRowwise, F::kBlockwise, F::kMxfp8, F::kMxfp8RowMajor}, false, {}, nullptr, mma_gemm},
-      {"cpu", "dequantize + aten::mm of each group, in float32", false, {"cuda", "rocm", "cpu"},
-       {F::kRowwise, F::kBlockwise, F::kMxfp8, F::kMxfp8RowMajor}, false, {}, nullptr, on_cpu},
+      {"torch_bfloat16", "dequantize + aten::_grouped_mm", true, {"cuda"}, has_scales_of_blocks, false,
+       of_torch_bfloat16(), nullptr, torch_bfloat16},
+      {"mma", "tensor cores of any GPU", true, {"cuda", "rocm"}, any, false, {}, nullptr, mma_gemm},
+      {"cpu", "dequantize + aten::mm of each group, in float32", false, {"cuda", "rocm", "cpu"}, any, false, {}, nullptr,
+       on_cpu},
   };
   return all;
 }
@@ -209,7 +212,7 @@ const std::vector<Backend>& backends(std::string_view torch_config) {
 bool Backend::takes(const Product& product) const {
   const ScaledGroupedMmParams& p = product.p;
   if (gpu != product.a.on_gpu() || p.E > needs.most_experts) return false;
-  if (std::find(formats.begin(), formats.end(), product.format) == formats.end()) return false;
+  if (!multiplies(format_of(product.format))) return false;
   if (needs.least_sm == 0) return true;
 #if defined(MOE_FP8_GPU)
   const int sm = compute_capability();

@@ -29,7 +29,7 @@ struct Backend {
   const char* what;
   bool gpu;
   std::vector<const char*> builds;  // that have it: "cuda", "rocm", "cpu"
-  std::vector<FormatId> formats;
+  bool (*multiplies)(const Format&);
   bool optional;  // torch may have been built without it, and the call then raises, every time
   Needs needs;
   bool (*also)(const Product&);  // whether it takes the product in all that `needs` does not say; null: yes

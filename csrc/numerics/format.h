@@ -52,4 +52,20 @@ inline constexpr Format kFormats[] = {
 inline constexpr int kNumFormats = sizeof(kFormats) / sizeof(kFormats[0]);
 constexpr const Format& format_of(FormatId id) { return kFormats[int(id)]; }
 
+// The kinds of scales that quantizers, dequantize and GEMMs know: another one is not an entry above alone. It is a map
+// of quantize/row_block_maps.h, the scales of a tile in quantize/tile_scales.h, and in cpu/ and gemm/ what reads them.
+constexpr bool is_known_kind(const Format& f) {
+  const bool floats = f.scale_type == ScaleType::kF32;
+  const bool of_rows = f.block == 0 && f.weight_rows == 1 && floats && f.order == ScaleOrder::kRowMajor;
+  const bool of_squares = f.block == kBlock && f.weight_rows == kBlock && floats && f.order == ScaleOrder::kColumnMajor;
+  const bool of_32 = f.block == kMxBlock && f.weight_rows == 1 && !floats && f.order != ScaleOrder::kColumnMajor;
+  return of_rows || of_squares || (of_32 && f.least_align >= kMxBlock);
+}
+constexpr bool are_known_kinds() {
+  for (const Format& f : kFormats)
+    if (!is_known_kind(f)) return false;
+  return true;
+}
+static_assert(are_known_kinds(), "an entry of kFormats is of a kind that no code is there for: see is_known_kind()");
+
 }  // namespace moe_fp8

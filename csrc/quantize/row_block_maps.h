@@ -1,4 +1,4 @@
-// Which rows and blocks the threads of quantize_row_blocks_kernel have, and where scales go, format by format.
+// Which rows and blocks the threads of quantize_row_blocks_kernel have, and where scales go, by their order.
 #pragma once
 #include "quantize/sources.h"
 
@@ -11,13 +11,13 @@ struct RowBlocksPlan : QuantizeParams {
 };
 constexpr int kTeamRows = 4, kRowBlockThreads = 256;
 
-template <FormatId>
+template <ScaleOrder>
 struct RowBlockMap;
 
 // Column-major: 16 lanes share a block of four neighbouring rows. A block of threads has two strips of 32 rows, whose
 // scales are a line of 128 bytes each. Of copy on an H200: 1.03 with scales stored as streams, 0.93 otherwise.
 template <>
-struct RowBlockMap<FormatId::kBlockwise> {
+struct RowBlockMap<ScaleOrder::kColumnMajor> {
   using Scale = ScaleF32;
   static constexpr int kSize = kBlock, kTeam = 16, kRows = 32, kStripThreads = kRows / kTeamRows * kTeam;
   static constexpr int kStrips = kRowBlockThreads / kStripThreads, kUnitColumns = kStrips * kSize;
@@ -89,8 +89,8 @@ struct SectorMap {
   }
 };
 template <>
-struct RowBlockMap<FormatId::kMxfp8> : SectorMap<true> { using SectorMap::SectorMap; };
+struct RowBlockMap<ScaleOrder::kBlocked> : SectorMap<true> { using SectorMap::SectorMap; };
 template <>
-struct RowBlockMap<FormatId::kMxfp8RowMajor> : SectorMap<false> { using SectorMap::SectorMap; };
+struct RowBlockMap<ScaleOrder::kRowMajor> : SectorMap<false> { using SectorMap::SectorMap; };
 
 }  // namespace moe_fp8

@@ -13,11 +13,11 @@ namespace moe_fp8 {
 template <class T>
 constexpr int row_blocks_each() { return T::kFast && kCastsInHardware && kPerWord<typename T::In> == 2 ? 5 : 1; }
 
-template <FormatId kFormat, class T>
+template <ScaleOrder kOrder, class T>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRowBlockThreads, row_blocks_each<T>())
     quantize_row_blocks_kernel(MOE_GRID_CONSTANT const RowBlocksPlan p) {
   using In = typename T::In;
-  using Map = RowBlockMap<kFormat>;
+  using Map = RowBlockMap<kOrder>;
   __shared__ typename Map::Shared shared;
   constexpr int kTeam = Map::kTeam, kVecs = Map::kSize / T::kVec / kTeam;  // of a lane in a row
   wait_for_previous_kernel();
@@ -62,21 +62,21 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRowBlockThreads, row_blocks_each<T>())
 
 constexpr int64_t kMaxRowBlocks = 1 << 23;  // of a launch; HIP has fewer than 2^32 threads
 
-template <FormatId kFormat, class T>
+template <ScaleOrder kOrder, class T>
 int launch_row_blocks_of(const QuantizeParams& p, void* stream) {
-  using Map = RowBlockMap<kFormat>;
+  using Map = RowBlockMap<kOrder>;
   const int64_t blocks = ceil_div<int64_t>(p.K, Map::kSize);
   RowBlocksPlan plan = {p};
-  plan.stride = kFormat == FormatId::kBlockwise ? scale_stride(p.rows)
-              : kFormat == FormatId::kMxfp8     ? padded_scale_columns(blocks)
-                                                : blocks;
+  plan.stride = kOrder == ScaleOrder::kColumnMajor ? scale_stride(p.rows)
+              : kOrder == ScaleOrder::kBlocked     ? padded_scale_columns(blocks)
+                                                   : blocks;
   plan.units = uint32_t(ceil_div<int64_t>(p.K, Map::kUnitColumns));
   const int64_t units = Map::row_units(plan) * plan.units;
   for (int64_t first = 0; first < units; first += kMaxRowBlocks) {
     plan.first = uint32_t(first);
     const int64_t grid = units - first < kMaxRowBlocks ? units - first : kMaxRowBlocks;
     const Launch l = {dim3(unsigned(grid)), dim3(kRowBlockThreads), stream};
-    if (const int e = launch(quantize_row_blocks_kernel<kFormat, T>, l, plan)) return e;
+    if (const int e = launch(quantize_row_blocks_kernel<kOrder, T>, l, plan)) return e;
   }
   return 0;
 }
@@ -84,10 +84,10 @@ int launch_row_blocks_of(const QuantizeParams& p, void* stream) {
 template <class In>
 int launch_row_blocks(const QuantizeParams& p, void* stream) {
   using T = TypesOf<In>;
-  switch (p.format) {
-    case FormatId::kBlockwise: return launch_row_blocks_of<FormatId::kBlockwise, T>(p, stream);
-    case FormatId::kMxfp8: return launch_row_blocks_of<FormatId::kMxfp8, T>(p, stream);
-    default: return launch_row_blocks_of<FormatId::kMxfp8RowMajor, T>(p, stream);
+  switch (format_of(p.format).order) {
+    case ScaleOrder::kColumnMajor: return launch_row_blocks_of<ScaleOrder::kColumnMajor, T>(p, stream);
+    case ScaleOrder::kBlocked: return launch_row_blocks_of<ScaleOrder::kBlocked, T>(p, stream);
+    default: return launch_row_blocks_of<ScaleOrder::kRowMajor, T>(p, stream);
   }
 }
 

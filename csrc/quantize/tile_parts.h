@@ -11,6 +11,7 @@ struct TilesPlan : QuantizeParams {
   int64_t scales_t;                    // of tokens, column-major: in a column
   int64_t scale_bytes, scale_t_bytes;  // of blocked scales, of tokens
   int blocks;                          // along the padded layout, of tokens: those that have scales of their own
+  bool blocked;                        // scales of 32, of either direction; else row-major
   bool by_strip;                       // all tiles of a strip before those of the next
 };
 

@@ -59,7 +59,7 @@ struct TileScales<ScaleType::kE8M0> {
   // Blocked: what lies behind the last group.
   template <class T>
   static MOE_DEVICE void clear_gaps(const TilesPlan& p, const typename T::Tiles& tiles) {
-    if (!is_blocked(p)) return;
+    if (!p.blocked) return;
     const int64_t used = int64_t(tiles.of_groups()) * p.strips * kScaleBytes;
     const int64_t t = int64_t(blockIdx.x) * kTileThreads + threadIdx.y * kLanes + threadIdx.x;
     const int64_t threads = int64_t(gridDim.x) * kTileThreads;
@@ -90,8 +90,6 @@ struct TileScales<ScaleType::kE8M0> {
   }
 
  private:
-  static MOE_DEVICE bool is_blocked(const TilesPlan& p) { return p.format == FormatId::kMxfp8; }
-
   // Where a tile's scales of one direction go: a block of the blocked layout, or from a row and a column on.
   struct Matrix {
     uint8_t* scale;
@@ -103,12 +101,12 @@ struct TileScales<ScaleType::kE8M0> {
   // Four scales of one of 128 threads: word t of the block, or those of row t.
   template <class Multiplier>
   static MOE_DEVICE void store_scales(const TilesPlan& p, const Matrix& to, int t, Multiplier multiplier) {
-    const int row = is_blocked(p) ? t % 4 * 32 + t / 4 : t;
+    const int row = p.blocked ? t % 4 * 32 + t / 4 : t;
     uint32_t bytes = 0;
 #pragma unroll
     for (int b = 0; b < kScaleColumns; ++b)
       if (row < to.rows && b < to.there) bytes |= uint32_t(ScaleE8M0{multiplier(row, b)}.stored()) << (8 * b);
-    if (is_blocked(p)) {
+    if (p.blocked) {
       if (to.block >= 0) store_stream(reinterpret_cast<uint32_t*>(to.scale + to.block * kScaleBytes) + t, bytes);
       return;
     }

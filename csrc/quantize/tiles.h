@@ -90,6 +90,7 @@ int launch_tiles_of(const QuantizeParams& p, void* stream) {
     plan.stride_t = scale_stride(plan.scales_t);
     plan.blocks = kTokens ? int(block_extent(p.rows, p.E, p.align)) : 0;
   } else {
+    plan.blocked = format_of(p.format).blocked();
     plan.stride = ceil_div(p.K, int64_t(kMxBlock));
     plan.stride_t = ceil_div(p.positions, int64_t(kMxBlock));
     if (kTokens) {  // experts fill theirs

@@ -23,7 +23,7 @@ BY_INSTRUCTIONS = r"mma_kernel<Traits<\(Types\)[01]"  # not what is looked up in
 # Of chips without the instructions, or code that may not use them, the casts are arithmetic.
 CASTS_IN_SOFTWARE = ("sm_80", "sm_86", "sm_87")
 ROUNDS_TO_E8M0 = ("sm_100a", "sm_103a", "sm_120a", "sm_121a")
-OF_E8M0 = r"\(ScaleType\)1|\(FormatId\)[23]"  # kernels of formats with such scales
+OF_E8M0 = r"\(ScaleType\)1|\(ScaleOrder\)[02]"  # kernels of formats with such scales
 KINDS = {"(Kind)0": {E4M3}, "(Kind)1": {E5M2}, "(Kind)2": {E4M3, E5M2}}  # enum class Kind of quantize/types.h
 
 # Kernels that quantize nothing: whether any instance, or those with this type, load vectors. The others load a word or
