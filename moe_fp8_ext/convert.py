@@ -119,7 +119,7 @@ def convert_(
 
     Source: DESIGN.md section 6.
     """
-    recipe = get_recipe(recipe)
+    recipe = get_recipe(recipe, "convert_")
     check_module("convert_", "model", model)
     if filter is not None and not callable(filter):
         raise TypeError(f"convert_: filter must be callable, got {type(filter).__name__}")

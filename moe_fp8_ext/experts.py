@@ -22,6 +22,7 @@ from moe_fp8_ext.ops.checks import (
     check_one_of,
     dtype_name,
     either,
+    has_values,
     require,
     validate_ids,
 )
@@ -113,7 +114,7 @@ def experts(
     weights = w_gate_up, w_down, b_gate_up, b_down
     options = recipe, activation, interleaved, keep, main_grad_gate_up, main_grad_down
     inputs = arguments(x, topk_ids, topk_scores, weights, *options)
-    if not torch.compiler.is_compiling() and validates() and not topk_ids.is_meta:
+    if not torch.compiler.is_compiling() and validates() and has_values(topk_ids):
         validate_ids(_OP, topk_ids, inputs[-1].experts)
     return _Experts.apply(*inputs)
 
@@ -131,7 +132,7 @@ def arguments(
     main_grad_down: Tensor | None,
 ) -> tuple[object, ...]:
     """Of the Function, for a checked call of `experts`."""
-    recipe = get_recipe(recipe)
+    recipe = get_recipe(recipe, _OP)
     check_one_of(_OP, "activation", activation, list(GATED))
     check_one_of(_OP, "keep", keep, KEEP)
     check_bool(_OP, "interleaved", interleaved)

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from moe_fp8_ext import layer
 from moe_fp8_ext.experts import KEEP, experts
 from moe_fp8_ext.ops.activations import GATED
-from moe_fp8_ext.ops.checks import check_bool, check_dense, check_one_of, check_sizes, require
+from moe_fp8_ext.ops.checks import (
+    check_bool,
+    check_dense,
+    check_module,
+    check_one_of,
+    check_parameter_dtype,
+    check_sizes,
+    require,
+)
 from moe_fp8_ext.ops.dispatch import asks_for_gradient
 from moe_fp8_ext.recipes import Recipe, get_recipe
 from moe_fp8_ext.router import Router
@@ -72,11 +80,13 @@ class Experts(nn.Module):
         for name, value in (("interleaved", interleaved), ("bias", bias), ("main_grad", main_grad)):
             check_bool("Experts", name, value)
         self.num_experts, self.ep, self.adds_to_main_grad = num_experts, ep, main_grad
-        self.options = dict(recipe=get_recipe(recipe), activation=activation, interleaved=interleaved, keep=keep)
-        check_fits(ep, num_experts, self.options["recipe"])
+        recipe = get_recipe(recipe, "Experts")
+        self.options = dict(recipe=recipe, activation=activation, interleaved=interleaved, keep=keep)
+        check_fits(ep, num_experts, recipe)
         check_one_of("Experts", "activation", activation, list(GATED))
         check_one_of("Experts", "keep", keep, KEEP)
         check_sizes("Experts", num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
+        check_parameter_dtype("Experts", dtype)
         self.up = "gate_up_proj" if GATED[activation] else "up_proj"
         rows = intermediate_size * (2 if GATED[activation] else 1)
         sizes = {self.up: (rows, hidden_size), "down_proj": (hidden_size, intermediate_size)}
@@ -176,10 +186,15 @@ class MoE(nn.Module):
 
     Raises:
         RuntimeError: a `Router` chooses among more or fewer experts than `Experts` has.
+        TypeError: an argument is no module.
     """
 
     def __init__(self, router: nn.Module, experts: nn.Module, shared_experts: nn.Module | None = None) -> None:
         super().__init__()
+        check_module("MoE", "router", router)
+        check_module("MoE", "experts", experts)
+        if shared_experts is not None:
+            check_module("MoE", "shared_experts", shared_experts)
         if isinstance(router, Router) and isinstance(experts, Experts):  # ids that are of no expert would be dropped
             chosen, has = router.weight.shape[0], experts.num_experts
             require(chosen == has, f"MoE: experts must be as many as router chooses among, {chosen}, got {has}")

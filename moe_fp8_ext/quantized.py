@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import ops
-from moe_fp8_ext.formats import FORMATS
+from moe_fp8_ext.formats import FORMATS, padded_extent
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +194,23 @@ def given(
         if quantized.transposed != transposed:
             which = "second" if transposed else "first"
             raise RuntimeError(f"{op}: {arg} must have what quantize_weight returns {which} there, got the other one")
-    return tuple(pair)
+    first, second = pair
+    if second is not None:
+        _check_halves(op, arg, first, second, weight)
+    return first, second
+
+
+def _check_halves(op: str, arg: str, first: Quantized, second: Quantized, weight: bool) -> None:
+    """That they are of one tensor, as far as shapes tell."""
+    got = tuple(second.q.shape)
+    if weight:
+        wanted = (*first.q.shape[:-2], first.q.shape[-1], first.q.shape[-2])
+    elif second.offs is not None and isinstance(first.q.shape[0], int):
+        wanted = first.q.shape[-1], padded_extent(first.q.shape[0], second.offs.shape[0], second.align)
+    else:
+        wanted = first.q.shape[-1], got[-1]
+    if got != wanted:
+        raise RuntimeError(f"{op}: {arg} must be two of one tensor, the second of shape {wanted}, got {got}")
 
 
 def _check_quantized(arg: str, x: object) -> None:

@@ -201,8 +201,8 @@ def _require(ok: bool, field: str, wanted: str, got: object) -> None:
 RECIPES = {name: Recipe(name) for name in ("bf16", "rowwise", "blockwise", "mxfp8", "auto")}
 
 
-def get_recipe(recipe: str | Recipe) -> Recipe:
-    """The recipe of that name; a `Recipe` is returned as it is.
+def get_recipe(recipe: str | Recipe, op: str = "") -> Recipe:
+    """The recipe of that name; a `Recipe` is returned as it is. op: whose argument it is, for the error.
 
     Raises:
         ValueError: no recipe of that name exists.
@@ -210,8 +210,9 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
     """
     if isinstance(recipe, Recipe):
         return recipe
+    where = f"{op}: " if op else ""
     if not isinstance(recipe, str):
-        raise TypeError(f"recipe must be a str or a Recipe, got {type(recipe).__name__}")
+        raise TypeError(f"{where}recipe must be a str or a Recipe, got {type(recipe).__name__}")
     if recipe not in RECIPES:
-        raise ValueError(f"recipe must be one of {sorted(RECIPES)}, got {recipe!r}")
+        raise ValueError(f"{where}recipe must be one of {sorted(RECIPES)}, got {recipe!r}")
     return RECIPES[recipe]

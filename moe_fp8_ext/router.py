@@ -17,6 +17,7 @@ from moe_fp8_ext.ops.checks import (
     check_dense,
     check_number,
     check_one_of,
+    check_parameter_dtype,
     check_sizes,
     dtype_name,
     either,
@@ -163,6 +164,7 @@ class Router(nn.Module):
         check_sizes("Router", num_experts, hidden_size=hidden_size)
         check_choice("Router", num_experts, top_k, num_groups, top_groups)
         check_bool("Router", "normalize", normalize)
+        check_parameter_dtype("Router", dtype)
         numbers = dict(scaling_factor=scaling_factor, bias_rate=bias_rate, balance_loss=balance_loss, z_loss=z_loss)
         for name, value in numbers.items():
             check_number("Router", name, value)

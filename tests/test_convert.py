@@ -238,8 +238,8 @@ RECIPES = r"\['auto', 'bf16', 'blockwise', 'mxfp8', 'rowwise'\]"
 @pytest.mark.parametrize(
     ("model", "arguments", "error", "text"),
     [
-        (Model, ("fp7",), ValueError, f"recipe must be one of {RECIPES}, got 'fp7'"),
-        (Model, (8,), TypeError, "recipe must be a str or a Recipe, got int"),
+        (Model, ("fp7",), ValueError, f"convert_: recipe must be one of {RECIPES}, got 'fp7'"),
+        (Model, (8,), TypeError, "convert_: recipe must be a str or a Recipe, got int"),
         (Model, ("rowwise", "first"), TypeError, "convert_: filter must be callable, got str"),
         (Model, ("rowwise", lambda *_: False), ValueError, rf"{NOTHING}\nmodule .*\nfirst .*filter said no\nsecond.*"),
         (Model, ("rowwise", lambda name, _: [True][name != "first"]), IndexError, ".*"),

@@ -32,6 +32,8 @@ def check_arguments(world: World) -> None:
         options = usual | options if world.rank == 1 else usual
         text = "must be the same on all ranks, got .* on rank . and .* on rank ."
         world.raises(text, partial(ExpertParallel, dist.group.WORLD, **options))
+    equal = dict(recipe=Recipe("rowwise"), capacity=1, mode="static") | dict(top_k=2, num_experts=EXPERTS)
+    ExpertParallel(dist.group.WORLD, **(equal | dict(recipe="rowwise", capacity=1.0) if world.rank == 1 else equal))
     refused = (
         (dict(num_experts=7), "num_experts must be a multiple"),
         (dict(num_experts=8.0), "num_experts must be an int, got float"),

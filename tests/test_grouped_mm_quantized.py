@@ -87,7 +87,8 @@ def test_unfit_operands(name, device):
     recipe, other = Recipe(name), Recipe("blockwise" if name == "rowwise" else "rowwise")
     a, b_t, offs = (t.detach().to(device) for t in (A, B_T, OFFS))
     (rows, tokens), w_pair = both_ways(a, b_t, offs, recipe)
-    w, _ = w_pair
+    (w, _), narrow = w_pair, quantize_weight(b_t[:, :, :8].mT, name, rounding=recipe.rounding)
+    half = quantize_both(a[:32], name, offs=offs // 2, align=recipe.align, rounding=recipe.rounding)[1]
     of_other, w_of_other = both_ways(a, b_t, offs, other)
     indices = torch.arange(64, dtype=torch.int32, device=device)
     b_grad, a_grad = (t.clone().requires_grad_() for t in (b_t, a))
@@ -104,6 +105,8 @@ def test_unfit_operands(name, device):
         (rows, b_t, {"indices": indices, "top_k": 1}, "indices must be None where A is quantized, got a tensor"),
         (a, w_pair[::-1], {}, "B_t must have what quantize_weight returns first there, got the other one"),
         (a, (w, w), {}, "B_t must have what quantize_weight returns second there, got the other one"),
+        (a, (w, narrow[1]), {}, r"B_t must be two of one tensor, the second of shape \(2, 32, 16\), got \(2, 32, 8\)"),
+        ((rows, half), b_t, {}, "A must be two of one tensor, the second of shape .*, got .*"),
         ((rows, a), b_t, {}, "A must be .*got tuple"),
         ((rows, tokens, rows), b_t, {}, "A must be .*got tuple"),
         (a, rows, {}, "B_t must have 3 dimensions, got 2"),

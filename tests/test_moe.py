@@ -192,6 +192,7 @@ def test_float32_whatever_the_tokens_are(dtype, device):
         (dict(bias_rate=float("nan")), "bias_rate must be a finite number, got nan"),
         (dict(balance_loss=None), "balance_loss must be a finite number, got None"),
         (dict(z_loss=float("inf")), "z_loss must be a finite number, got inf"),
+        (dict(dtype=torch.int8), "dtype must be bfloat16, float16 or float32, got torch.int8"),
     ],
 )
 def test_errors(options, message):
@@ -228,6 +229,8 @@ def test_errors_of_tokens(x, message):
         ((E, D, F), dict(bias=None), "bias must be a bool, got NoneType"),
         ((E, D, F), dict(main_grad="yes"), "main_grad must be a bool, got str"),
         ((E, D, F), dict(ep=2), "ep must be an ExpertParallel, got int"),
+        ((True, D, F), {}, "num_experts must be an int, got bool"),
+        ((E, D, F), dict(dtype=torch.float8_e4m3fn), "dtype must be bfloat16, .* got torch.float8_e4m3fn"),
     ],
 )
 def test_errors_of_experts(args, options, message):
@@ -253,6 +256,13 @@ def test_a_router_and_experts_that_do_not_fit(chosen):
     text = f"^MoE: experts must be as many as router chooses among, {chosen}, got {E}$"
     with pytest.raises(RuntimeError, match=text):
         MoE(router(experts=chosen), Experts(E, D, F))
+
+
+@pytest.mark.parametrize("arg", ["router", "experts", "shared_experts"])
+def test_what_is_no_module(arg):
+    modules = dict(router=router(), experts=Experts(E, D, F)) | {arg: len}
+    with pytest.raises(TypeError, match=f"^MoE: {arg} must be a torch.nn.Module, got builtin_function_or_method$"):
+        MoE(**modules)
 
 
 def test_numbers_of_numpy():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import error_of
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_fp8_ext
 from moe_fp8_ext import experts, grouped_mm, ops
@@ -246,3 +247,12 @@ def test_counts(x, validates, dtype):
     for counts, text in (((1, -2, 3, 4), "must not be negative, got -2"), ((1, 2, 3, 5), "the 10 tokens, got 11")):
         message = error_of(ops.permute_indices, [int32(x, *counts).to(dtype), 2, 2, 10])
         assert message.startswith("permute_indices: ") and text in message, message
+
+
+def test_fake_tensors_have_no_values(validates):
+    """Of which a model is traced: nothing to look at."""
+    with FakeTensorMode():
+        x, w, offs = torch.ones(32, 16).bfloat16(), torch.ones(2, 8, 16).bfloat16(), torch.ones(2, dtype=torch.int32)
+        assert grouped_mm(x, w.mT, offs).shape == (32, 8)
+        ids, scores = torch.zeros(32, 1, dtype=torch.int64), torch.ones(32, 1)
+        assert experts(x, ids, scores, w, torch.ones(2, 16, 4).bfloat16()).shape == (32, 16)

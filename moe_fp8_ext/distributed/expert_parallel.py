@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import isfinite
 from numbers import Real
 
 import torch
@@ -22,7 +23,7 @@ from moe_fp8_ext.operands import Operand, Slots, operands_of
 from moe_fp8_ext.ops.checks import check_int, check_one_of
 from moe_fp8_ext.ops.dispatch import below_autograd
 from moe_fp8_ext.quantized import Pair, Quantized
-from moe_fp8_ext.recipes import Recipe, get_recipe
+from moe_fp8_ext.recipes import RECIPES, Recipe, get_recipe
 from moe_fp8_ext.sharded import is_dtensor
 
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
@@ -102,7 +103,7 @@ class ExpertParallel:
         check_one_of(OP, "mode", mode, ("exact", "static"))
         check_one_of(OP, "overflow", overflow, ("raise", "count"))
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.num_experts, self.top_k, self.recipe = num_experts, top_k, get_recipe(recipe)
+        self.num_experts, self.top_k, self.recipe = num_experts, top_k, get_recipe(recipe, OP)
         self.gradients, self.mode, self.capacity = gradients, mode, ranks if capacity is None else capacity
         self.chunks = chunks
         # Buffers hold rows of no token, and a rank has other tokens than one process has: no scale is of all of them.
@@ -315,9 +316,18 @@ class ExpertParallel:
         return Slots(permutation[:most], offs, inverse)
 
 
+def _said(value: object) -> str:
+    """The same of what is equal: of a recipe and its name, of numbers."""
+    if isinstance(value, str) and value in RECIPES:
+        value = RECIPES[value]
+    if isinstance(value, Real) and not isinstance(value, bool) and isfinite(value):
+        value = int(value) if value == int(value) else float(value)
+    return repr(value)
+
+
 def _agree(group: dist.ProcessGroup, **given: object) -> None:
     """Before anything else looks at them: what is wrong with arguments is then so on all ranks, and none waits."""
-    mine = {name: repr(value) for name, value in given.items()}
+    mine = {name: _said(value) for name, value in given.items()}
     of_ranks = [mine] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, mine, group)
     here = named([dist.get_rank(group)], group)

@@ -94,7 +94,7 @@ def check(op: str, name: str, x: Tensor, like: Tensor | None = None) -> None:
 
 def check_int(op: str, arg: str, value: object) -> None:
     """Numpy's too, and sizes that are symbols."""
-    if not hasattr(type(value), "__index__"):
+    if not hasattr(type(value), "__index__") or isinstance(value, bool):
         raise RuntimeError(f"{op}: {arg} must be an int, got {type(value).__name__}")
 
 
@@ -105,6 +105,11 @@ def check_bool(op: str, arg: str, value: object) -> None:
 def check_number(op: str, arg: str, value: object) -> None:
     ok = isinstance(value, Real) and math.isfinite(value)
     require(ok, f"{op}: {arg} must be a finite number, got {value!r}")
+
+
+def check_parameter_dtype(op: str, dtype: torch.dtype | None) -> None:
+    ok = dtype is None or dtype in INPUT_DTYPES
+    require(ok, f"{op}: dtype must be {either(map(dtype_name, INPUT_DTYPES))}, got {dtype}")
 
 
 def check_module(op: str, arg: str, value: object) -> None:
@@ -129,8 +134,8 @@ def check_dtype(op: str, arg: str, x: Tensor, dtype: torch.dtype) -> None:
 def check_dense(op: str, arg: str, x: object, dims: int) -> None:
     if not isinstance(x, Tensor):
         raise RuntimeError(f"{op}: {arg} must be a tensor, got {type(x).__name__}")
-    if x.layout != torch.strided:
-        raise RuntimeError(f"{op}: {arg} must be a dense tensor, got {x.layout}")
+    if x.layout != torch.strided or x.is_nested:
+        raise RuntimeError(f"{op}: {arg} must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
     if x.dim() != dims:
         raise RuntimeError(f"{op}: {arg} must have {dims} dimensions, got {x.dim()}")
 
@@ -275,6 +280,15 @@ def fp8_dtype(op: str, dtype: torch.dtype | None, x: Tensor, arg: str = "dtype")
         return default_fp8_dtype(x.device)
     require(dtype in FP8_DTYPES, f"{op}: {arg} must be {either(map(dtype_name, FP8_DTYPES))}, got {dtype}")
     return dtype
+
+
+def has_values(x: Tensor) -> bool:
+    """Which MOE_FP8_VALIDATE=1 may look at."""
+    if x.is_meta:
+        return False
+    from torch._subclasses.fake_tensor import FakeTensor  # here alone: it takes long to load
+
+    return not isinstance(x, FakeTensor)
 
 
 def validate_offs(op: str, offs: Tensor, of: str, rows: int) -> None:
