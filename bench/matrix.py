@@ -21,7 +21,7 @@ GPUS = {
     "L40S, RTX 40 (sm_89)": ("L40S", "cuda", 89, "compiled"),
     "RTX 50, RTX PRO (sm_120)": ("RTX PRO", "cuda", 120, "compiled"),
     "MI300 (gfx942)": ("MI300", "rocm", 0, "compiled, emulated on a CPU"),
-    "MI355 (gfx950)": ("MI355", "rocm", 0, "compiled"),
+    "MI355 (gfx950)": ("MI355", "rocm", 0, "compiled, emulated on a CPU"),
     "CPU": (None, "cpu", 0, "run"),
 }
 KINDS = {

@@ -241,4 +241,4 @@ def test_no_op_ends_the_process():
     """Of a device function that a host template calls nvcc makes exit(), without a word."""
     listed = subprocess.run(["nm", "-D", "--undefined-only", _C.__file__], capture_output=True, text=True, check=True)
     needed = {line.split()[-1].partition("@")[0] for line in listed.stdout.splitlines()}
-    assert "memcpy" in needed and not needed & {"exit", "_exit", "_Exit", "quick_exit", "abort"}
+    assert len(needed) > 50 and not needed & {"exit", "_exit", "_Exit", "quick_exit", "abort"}

@@ -184,8 +184,8 @@ const std::vector<Backend>& all_backends() {
       {"torch_bfloat16", "dequantize + aten::_grouped_mm", true, {"cuda"}, has_scales_of_blocks, false,
        of_torch_bfloat16(), nullptr, torch_bfloat16},
       {"mma", "tensor cores of any GPU", true, {"cuda", "rocm"}, any, false, {}, nullptr, mma_gemm},
-      {"cpu", "dequantize + aten::mm of each group, in float32", false, {"cuda", "rocm", "cpu"}, any, false, {}, nullptr,
-       on_cpu},
+      {"cpu", "dequantize + aten::mm of each group, in float32", false, {"cuda", "rocm", "cpu"}, any, false, {},
+       nullptr, on_cpu},
   };
   return all;
 }

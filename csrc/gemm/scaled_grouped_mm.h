@@ -14,8 +14,9 @@
 // zeros where that is none. M is how many there are.
 //
 // A product of groups of the sum may be one that `adds`: out[e] = RN(RN32(float32(out[e]) + product)), and what a group
-// that is empty has in out stays. Sums are float32, but as gfx950 adds up 128
-// scaled products at once. Strides are in elements (bytes); out is contiguous.
+// that is empty has in out stays. Sums are float32, but for what instructions of fp8 add up by themselves, in fewer
+// bits: all of a fast sum of rows, 128 products of others, of scaled ones on gfx950. Strides are in elements (bytes);
+// out is contiguous.
 #pragma once
 #include "numerics/floats.h"
 #include "numerics/groups.h"
