@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -62,3 +64,39 @@ def test_formats_hang_together(name):
     assert f.scale_dtype in (torch.float32, numerics.E8M0)
     if f.scale_dtype == numerics.E8M0:  # a group's scales begin with a block of its own
         assert f.aligns[0] % f.block == 0
+
+
+KINDS = """
+#include "numerics/format.h"
+using namespace moe_fp8;
+constexpr Format changed(FormatId id, int block, int weight_rows, ScaleType type, ScaleOrder order) {
+  Format f = format_of(id);
+  f.block = block;
+  f.weight_rows = weight_rows;
+  f.scale_type = type;
+  f.order = order;
+  return f;
+}
+static_assert(is_known_kind(changed(FormatId::%s, %s)) == %s);
+"""
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
+@pytest.mark.parametrize(
+    ("name", "change", "known"),
+    [
+        ("kRowwise", "0, 1, ScaleType::kF32, ScaleOrder::kRowMajor", True),
+        ("kBlockwise", "128, 128, ScaleType::kF32, ScaleOrder::kColumnMajor", True),
+        ("kMxfp8", "32, 1, ScaleType::kE8M0, ScaleOrder::kRowMajor", True),
+        ("kBlockwise", "64, 64, ScaleType::kF32, ScaleOrder::kColumnMajor", False),
+        ("kBlockwise", "128, 1, ScaleType::kF32, ScaleOrder::kColumnMajor", False),
+        ("kMxfp8", "16, 1, ScaleType::kE8M0, ScaleOrder::kBlocked", False),
+        ("kMxfp8", "32, 1, ScaleType::kF32, ScaleOrder::kRowMajor", False),
+        ("kRowwise", "32, 1, ScaleType::kE8M0, ScaleOrder::kRowMajor", False),  # groups that are padded to less than 32
+    ],
+)
+def test_kinds_that_code_is_there_for(name, change, known, tmp_path):
+    """Entries of others do not compile."""
+    source = tmp_path / "kinds.cpp"
+    source.write_text(KINDS % (name, change, str(known).lower()))
+    subprocess.run(["g++", "-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}", source], check=True)

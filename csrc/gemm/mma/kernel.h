@@ -33,10 +33,6 @@ MOE_DEVICE void multiply_stage(Loader<T>& loader, Shared<T>& shared, int step, c
     if constexpr (T::kBlock == kPatchDepth) promote(shared, step, patch, lane, of_block, sums);
     now = next;
   }
-  if constexpr (T::kStages == 1) {
-    advance(loader, step);
-    now.load(shared, step + 1, 0, lane);
-  }
 }
 
 template <class T>
@@ -51,6 +47,18 @@ MOE_DEVICE void multiply_tile(Loader<T>& loader, Shared<T>& shared, int steps, c
     for (int step = 0; step < steps; ++step) {
       multiply_scaled(shared, step, lane, sums);
       advance(loader, step);
+    }
+  } else if constexpr (T::kStages == 1) {
+    Operands<T> now;
+    now.load(shared, 0, 0, lane);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      multiply_stage(loader, shared, step, lane, now, of_block, sums);
+      // Before registers hold the chunks of one more stage.
+      if constexpr (T::kBlock > kPatchDepth)
+        if ((step + 1) % T::kStagesOfScale == 0 || step + 1 == steps) promote(shared, step, 0, lane, of_block, sums);
+      advance(loader, step);
+      now.load(shared, step + 1, 0, lane);
     }
   } else {
     Operands<T> now;

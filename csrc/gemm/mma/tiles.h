@@ -49,8 +49,8 @@ struct Traits {
   static constexpr int kWaveColumns = kBlock > 0 && kPatchWave == 32 ? 32 : 64;
   static constexpr int kTileRows = 2 * kWaveRows, kTileColumns = 2 * kWaveColumns;
   static constexpr int kStages = kCopiesInBackground ? 2 : 1;
-  // Sums wait for their scales when those of the next stage, or of the next block of some, have come.
-  static constexpr int kScaleStages = kStages == 2 ? 3 : kStagesOfScale > 1 ? 2 : 1;
+  // Of two stages, one is filled while sums of its operands still wait for their scales.
+  static constexpr int kScaleStages = kStages == 1 ? 1 : 3;
   static constexpr int kSumAlign = 1;
   static MOE_HD bool of_sum(const Args& p) { return p.groups_of_sum; }
 
