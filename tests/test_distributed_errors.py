@@ -27,6 +27,7 @@ SIZE = 4
 def check_arguments(world: World) -> None:
     """Those of one rank alone that would be refused anywhere, before it hears of the others."""
     strange = dict(num_experts=7), dict(top_k=0), dict(recipe="none"), dict(gradients="fp16"), dict(capacity=1.0)
+    strange += dict(num_experts=float(EXPERTS)), dict(top_k=2.0), dict(gradients=Recipe("bf16"))
     for options in strange:
         usual = dict(num_experts=EXPERTS, top_k=2)
         options = usual | options if world.rank == 1 else usual

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from math import isfinite
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 import torch.distributed as dist
@@ -316,18 +315,20 @@ class ExpertParallel:
         return Slots(permutation[:most], offs, inverse)
 
 
-def _said(value: object) -> str:
-    """The same of what is equal: of a recipe and its name, of numbers."""
-    if isinstance(value, str) and value in RECIPES:
-        value = RECIPES[value]
-    if isinstance(value, Real) and not isinstance(value, bool) and isfinite(value):
-        value = int(value) if value == int(value) else float(value)
+def _said(name: str, value: object) -> str:
+    """The same of what every rank takes for the same: a recipe and its name, integers of numpy, capacities."""
+    if name == "recipe" and isinstance(value, str):
+        value = RECIPES.get(value, value)
+    elif isinstance(value, Integral) and not isinstance(value, bool):
+        value = int(value)
+    if name == "capacity" and type(value) is int and abs(value) < 1 << 53:
+        value = float(value)
     return repr(value)
 
 
 def _agree(group: dist.ProcessGroup, **given: object) -> None:
     """Before anything else looks at them: what is wrong with arguments is then so on all ranks, and none waits."""
-    mine = {name: _said(value) for name, value in given.items()}
+    mine = {name: _said(name, value) for name, value in given.items()}
     of_ranks = [mine] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, mine, group)
     here = named([dist.get_rank(group)], group)
