@@ -205,7 +205,7 @@ class SiLU(torch.nn.Module):
         return 3 * torch.nn.functional.silu(x)
 
 
-CHANGES = ["gpt_oss one", "gpt_oss class", "qwen3_moe one", "qwen3_moe class", "mixtral hook", "mixtral act_fn"]
+CHANGES = [*("gpt_oss one", "gpt_oss class", "qwen3_moe one"), *(f"mixtral {of}" for of in ("hook", "act_fn", "act"))]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -224,6 +224,8 @@ def test_activations_that_were_changed(change, activations, monkeypatch):
         monkeypatch.setattr(type(own), "_apply_gate", gate)
     elif change == "hook":
         own.act_fn.register_forward_hook(lambda act, args, out: 3 * out)
+    elif change == "act":
+        monkeypatch.setattr(type(own.act_fn), "forward", SiLU.forward)
     else:
         own.act_fn = SiLU()
     assert_close(run(own, "moe_fp8_bf16", *call), run(own, "grouped_mm", *call))

@@ -95,7 +95,7 @@ Results<1> quantize_and_pack_op(const Tensor& x, std::string_view format, const 
   of_x.format = check_format(kQuantize, format);
   of_x.rounding = check_rounding(kQuantize, format_of(of_x.format), rounding);
   // A token's scales lie side by side.
-  if (of_x.format == FormatId::kMxfp8) of_x.format = FormatId::kMxfp8RowMajor;
+  if (format_of(of_x.format).blocked()) of_x.format = FormatId::kMxfp8RowMajor;
   const Format& f = format_of(of_x.format);
   of_x.in = in_type(x);
   of_x.x = x.data;

@@ -205,7 +205,8 @@ def _act_fn(act: object) -> str | None:
     if act is torch.nn.functional.silu:
         return "silu"
     kind = type(act)
-    if kind.__module__ not in _OF_ACTIVATIONS or not is_plain(act, kind.forward):
+    own = kind.__module__ in _OF_ACTIVATIONS and kind.forward.__module__ == kind.__module__
+    if not own or hasattr(kind.forward, "__wrapped__") or not is_plain(act, kind.forward):
         return None
     return _ACTIVATIONS.get(kind.__name__)
 

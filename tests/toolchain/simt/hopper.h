@@ -122,6 +122,7 @@ inline void copy_chunk(uint32_t shared, const void* global, bool there) {
 }
 inline void copy_start_of_chunk(uint32_t shared, const void* global, uint32_t bytes) {
   check_bytes(global, 16);
+  if (bytes == 0 || bytes >= 16) current->fail("a start of a chunk that is none");
   current->copy_chunk(current->at(own(shared), 16, 16), global, bytes);
 }
 inline void barrier_arrive_behind_copies(uint32_t barrier) {
