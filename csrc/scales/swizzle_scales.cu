@@ -117,9 +117,38 @@ MOE_DEVICE void store_word(uint8_t* p, uint32_t word, int bytes) {
   for (int b = 0; b < 4; ++b)
     if (b < bytes) store_stream(p + b, uint8_t(word >> (8 * b)));
 }
-MOE_DEVICE Vec16 load_line(const uint8_t* p) {
-  if (is_aligned(p, sizeof(Vec16))) return load_stream(reinterpret_cast<const Vec16*>(p));
-  return {{load_word(p, 4), load_word(p + 4, 4), load_word(p + 8, 4), load_word(p + 12, 4)}};
+
+// 16 bytes at any address: three words of memory are theirs alone, and four bytes of the words before and behind those,
+// which one register holds, each byte in its place.
+struct Span16 {
+  int before;  // bytes of the first word that are not theirs
+
+  MOE_DEVICE explicit Span16(const void* p) : before(int(reinterpret_cast<uintptr_t>(p) % 4)) {}
+  MOE_DEVICE int word(int i) const { return 4 * (i + 1) - before; }
+  MOE_DEVICE int edge(int b) const { return b - before + (b < before ? 16 : 0); }
+};
+MOE_DEVICE uint32_t from_byte(uint32_t low, uint32_t high, int byte) {
+  return uint32_t((uint64_t(high) << 32 | low) >> (8 * byte));
+}
+MOE_DEVICE Vec16 load_16(const uint8_t* p) {
+  const Span16 at(p);
+  uint32_t edge = 0, w[3];
+#pragma unroll
+  for (int i = 0; i < 3; ++i) w[i] = load_stream(reinterpret_cast<const uint32_t*>(p + at.word(i)));
+#pragma unroll
+  for (int b = 0; b < 4; ++b) edge |= uint32_t(load_stream(p + at.edge(b))) << (8 * b);
+  const int n = at.before;
+  return {{from_byte(edge, w[0], n), from_byte(w[0], w[1], n), from_byte(w[1], w[2], n), from_byte(w[2], edge, n)}};
+}
+MOE_DEVICE void store_16(uint8_t* p, const Vec16& v) {
+  const Span16 at(p);
+  const int n = 4 - at.before;
+  const uint32_t edge = from_byte(v.w[3], v.w[0], n);
+#pragma unroll
+  for (int i = 0; i < 3; ++i)
+    store_stream(reinterpret_cast<uint32_t*>(p + at.word(i)), from_byte(v.w[i], v.w[i + 1], n));
+#pragma unroll
+  for (int b = 0; b < 4; ++b) store_stream(p + at.edge(b), uint8_t(edge >> (8 * b)));
 }
 MOE_DEVICE void store_line(uint8_t* p, const Vec16& line, int64_t room) {
   if (room >= int64_t(sizeof(Vec16))) return store_stream(reinterpret_cast<Vec16*>(p), line);
@@ -127,20 +156,26 @@ MOE_DEVICE void store_line(uint8_t* p, const Vec16& line, int64_t room) {
   for (int i = 0; i < 4; ++i)
     if (4 * i < room) store_stream(reinterpret_cast<uint32_t*>(p) + i, line.w[i]);
 }
+MOE_DEVICE bool rows_are_aligned(const uint8_t* row, int64_t stride) {
+  return is_aligned(row, kChunk) && stride % kChunk == 0;
+}
 MOE_DEVICE Vec16 transposed(const Vec16 (&chunks)[4], int i) {
   return {{chunks[0].w[i], chunks[1].w[i], chunks[2].w[i], chunks[3].w[i]}};
 }
 
 // Both move a line, from its place in its block to its first row or back: chunk(), of four blocks that are whole to the
-// right, at aligned addresses; block(), of one that ends where its matrix does. `rows` and `columns` are those from
-// there on; of a piece that nobody owns nothing is read. `room`: bytes of the blocked side.
+// right, aligned as blocked; block(), of one that ends where its matrix does. `rows` and `columns` are those from there
+// on; of a piece that nobody owns nothing is read. `room`: bytes of the blocked side.
 struct Swizzle {
   static MOE_DEVICE void chunk(uint8_t* blocked, const uint8_t* plain, int64_t stride, int rows, bool unowned) {
     Vec16 of_row[kLineRows];
+    const bool aligned = rows_are_aligned(plain, stride);
 #pragma unroll
     for (int j = 0; j < kLineRows; ++j) {
-      const Vec16* row = reinterpret_cast<const Vec16*>(plain + kLines * j * stride);
-      of_row[j] = kLines * j < rows && !unowned ? load_stream(row) : Vec16{};
+      const uint8_t* row = plain + kLines * j * stride;
+      const bool there = kLines * j < rows && !unowned;
+      if (aligned) of_row[j] = there ? load_stream(reinterpret_cast<const Vec16*>(row)) : Vec16{};
+      else of_row[j] = there ? load_16(row) : Vec16{};
     }
 #pragma unroll
     for (int i = 0; i < kChunkBlocks; ++i)
@@ -163,14 +198,18 @@ struct Unswizzle {
       const Vec16* line = reinterpret_cast<const Vec16*>(blocked + i * kScaleBytes);
       of_block[i] = unowned ? Vec16{} : load_stream(line);
     }
+    const bool aligned = rows_are_aligned(plain, stride);
 #pragma unroll
-    for (int j = 0; j < kLineRows; ++j)
-      if (kLines * j < rows)
-        store_stream(reinterpret_cast<Vec16*>(plain + kLines * j * stride), transposed(of_block, j));
+    for (int j = 0; j < kLineRows; ++j) {
+      uint8_t* row = plain + kLines * j * stride;
+      if (kLines * j >= rows) break;
+      if (aligned) store_stream(reinterpret_cast<Vec16*>(row), transposed(of_block, j));
+      else store_16(row, transposed(of_block, j));
+    }
   }
   static MOE_DEVICE void block(uint8_t* plain, const uint8_t* blocked, int64_t stride, int rows, int columns,
                                bool unowned) {
-    const Vec16 line = unowned ? Vec16{} : load_line(blocked);
+    const Vec16 line = unowned ? Vec16{} : load_16(blocked);
 #pragma unroll
     for (int j = 0; j < kLineRows; ++j)
       if (kLines * j < rows) store_word(plain + kLines * j * stride, line.w[j], columns);
@@ -183,27 +222,28 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kMostBlocksEach) swizzle_scales_kern
   const Geometry groups(t, reinterpret_cast<int*>(smem));
   const int line = threadIdx.x / kTileChunks;
   const int64_t stride = t.p.row_stride, bytes = t.extent.rows * t.extent.columns;
+  const bool aligned = is_aligned(t.back ? t.p.from : t.p.to, kChunk);
 #pragma unroll 1
   for (uint32_t tile = blockIdx.x; tile < t.tiles; tile += gridDim.x) {
     const uint32_t chunk = tile * kTileChunks + threadIdx.x % kTileChunks, row_block = chunk / t.row_chunks;
     if (row_block >= t.row_blocks) continue;
     int64_t column = int64_t(chunk % t.row_chunks) * kChunk;
     Piece q = groups.piece(t, row_block, int(column));
-    const auto from = [&] { return t.p.from + (t.back ? q.blocked + line * kChunk : q.plain + line * stride); };
-    const auto to = [&] { return t.p.to + (t.back ? q.plain + line * stride : q.blocked + line * kChunk); };
-    if (q.blocks >= kChunkBlocks && q.columns >= kChunk && q.blocked + kChunkBlocks * kScaleBytes <= bytes &&
-        is_aligned(from(), kChunk) && is_aligned(to(), kChunk)) {
-      groups.before_access();
-      if (t.back) Unswizzle::chunk(to(), from(), stride, q.rows - line, q.unowned);
-      else Swizzle::chunk(to(), from(), stride, q.rows - line, q.unowned);
+    const auto blocked = [&] { return q.blocked + line * kChunk; };
+    const auto plain = [&] { return q.plain + line * stride; };
+    groups.before_access();
+    if (aligned && q.blocks >= kChunkBlocks && q.columns >= kChunk &&
+        q.blocked + kChunkBlocks * kScaleBytes <= bytes) {
+      if (t.back) Unswizzle::chunk(t.p.to + plain(), t.p.from + blocked(), stride, q.rows - line, q.unowned);
+      else Swizzle::chunk(t.p.to + blocked(), t.p.from + plain(), stride, q.rows - line, q.unowned);
       continue;
     }
-    groups.before_access();
 #pragma unroll 1
     for (int i = 0; i < kChunkBlocks && column < t.extent.columns; ++i, column += kScaleColumns) {
       if (q.blocks == 0) q = groups.piece(t, row_block, int(column));  // a group of columns ended
-      if (t.back) Unswizzle::block(to(), from(), stride, q.rows - line, q.columns, q.unowned);
-      else Swizzle::block(to(), from(), stride, q.rows - line, q.columns, q.unowned, bytes - q.blocked - line * kChunk);
+      if (t.back) Unswizzle::block(t.p.to + plain(), t.p.from + blocked(), stride, q.rows - line, q.columns, q.unowned);
+      else Swizzle::block(t.p.to + blocked(), t.p.from + plain(), stride, q.rows - line, q.columns, q.unowned,
+                          bytes - blocked());
       q.next();
     }
   }
