@@ -21,10 +21,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_fp8_ext import reference
+from moe_fp8_ext.formats import FORMATS
 
 NUMBERS = (*(0, 1, 2, 3, 7, 16, 24, 32, 128, 256, 512, 1023, 1025), *(2**31 + d for d in (-257, -256, -255, -1, 0)))
 NUMBERS = (*NUMBERS, 2**32, 2**40, 2**62, 2**63 - 1, -1, -2, -16, -(2**31), -(2**63))
-WORDS = ("rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor", "rows", "tokens", "columns", "experts", "pow2", "floor")
+WORDS = (*FORMATS, "rows", "tokens", "columns", "experts", "pow2", "floor")
 WORDS = (*WORDS, "", "ROWWISE", "mxfp8 ", "m" * 5000, "rowwise\0", "\u00e9", "%s%n")
 SIZES = (0, 0, 1, 1, 2, 3, 5, 16, 33, 128, 130)
 DTYPES = [v for v in vars(torch).values() if isinstance(v, torch.dtype)]

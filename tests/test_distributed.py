@@ -24,11 +24,12 @@ from torch.distributed.tensor import DTensor
 import moe_fp8_ext
 from moe_fp8_ext import Experts, MoE, Recipe, Router, convert_, revert_
 from moe_fp8_ext.distributed import ExpertParallel
+from moe_fp8_ext.formats import FORMATS
 from moe_fp8_ext.recipes import get_recipe
 
 EXPERTS, D, F = 8, 128, 96
 PER_TOKEN = ("out", "x", "scores", "ids", "grad")
-RECIPES = tuple(map(Recipe, ("bf16", "rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor")))
+RECIPES = tuple(map(Recipe, ("bf16", *FORMATS)))
 
 
 class World:
@@ -61,8 +62,7 @@ class World:
         recipe = get_recipe(options.pop("recipe", "rowwise"))
         options["recipe"] = replace(recipe, amax=recipe.amax_of_groups)
         found = run(problem, **options)
-        of_rank = EXPERTS // self.size
-        parts = []
+        of_rank, parts = EXPERTS // self.size, []
         for rank in range(self.size):
             ids = torch.where(problem.ids // of_rank == rank, problem.ids, -1)
             parts.append(run(replace(problem, ids=ids), **options))

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_fp8_ext
 from moe_fp8_ext import Recipe, experts
+from moe_fp8_ext.formats import FORMATS
 
-RECIPES = ("bf16", "rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor")
+RECIPES = ("bf16", *FORMATS)
 HIGH = Recipe("high precision", "rowwise", wgrad_high_precision=True)
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from moe_fp8_ext import Quantized, Recipe, experts, quantize_rows, quantize_weight
 from moe_fp8_ext.distributed import ExpertParallel
+from moe_fp8_ext.formats import FORMATS
 
 RECIPES = [
-    *(Recipe(name) for name in ("rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor")),
+    *(Recipe(name) for name in FORMATS),
     Recipe("rowwise", wgrad_high_precision=True),
     Recipe("rowwise", grad_dtype=torch.float8_e5m2, rounding="exact"),
 ]

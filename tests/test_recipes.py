@@ -13,9 +13,10 @@ from helpers import assert_same, group_offs, sqnr_db
 from torch import Tensor
 
 from moe_fp8_ext import Recipe, grouped_mm, quantize_weight, reference
+from moe_fp8_ext.formats import FORMATS
 from moe_fp8_ext.recipes import RECIPES, get_recipe
 
-QUANTIZED = ("rowwise", "blockwise", "mxfp8", "mxfp8_rowmajor")
+QUANTIZED = tuple(FORMATS)
 
 
 # What is left between a recipe and its ops is one rounding of the product to bfloat16, 2^-14 / 12 of the signal at
