@@ -156,20 +156,17 @@ MOE_DEVICE void store_line(uint8_t* p, const Vec16& line, int64_t room) {
   for (int i = 0; i < 4; ++i)
     if (4 * i < room) store_stream(reinterpret_cast<uint32_t*>(p) + i, line.w[i]);
 }
-MOE_DEVICE bool rows_are_aligned(const uint8_t* row, int64_t stride) {
-  return is_aligned(row, kChunk) && stride % kChunk == 0;
-}
 MOE_DEVICE Vec16 transposed(const Vec16 (&chunks)[4], int i) {
   return {{chunks[0].w[i], chunks[1].w[i], chunks[2].w[i], chunks[3].w[i]}};
 }
 
 // Both move a line, from its place in its block to its first row or back: chunk(), of four blocks that are whole to the
-// right, aligned as blocked; block(), of one that ends where its matrix does. `rows` and `columns` are those from there
-// on; of a piece that nobody owns nothing is read. `room`: bytes of the blocked side.
+// right, aligned as blocked and, if `aligned`, as rows; block(), of one that ends where its matrix does. `rows` and
+// `columns` are those from there on; of a piece that nobody owns nothing is read. `room`: bytes of the blocked side.
 struct Swizzle {
-  static MOE_DEVICE void chunk(uint8_t* blocked, const uint8_t* plain, int64_t stride, int rows, bool unowned) {
+  static MOE_DEVICE void chunk(uint8_t* blocked, const uint8_t* plain, int64_t stride, int rows, bool unowned,
+                               bool aligned) {
     Vec16 of_row[kLineRows];
-    const bool aligned = rows_are_aligned(plain, stride);
 #pragma unroll
     for (int j = 0; j < kLineRows; ++j) {
       const uint8_t* row = plain + kLines * j * stride;
@@ -191,14 +188,14 @@ struct Swizzle {
   }
 };
 struct Unswizzle {
-  static MOE_DEVICE void chunk(uint8_t* plain, const uint8_t* blocked, int64_t stride, int rows, bool unowned) {
+  static MOE_DEVICE void chunk(uint8_t* plain, const uint8_t* blocked, int64_t stride, int rows, bool unowned,
+                               bool aligned) {
     Vec16 of_block[kChunkBlocks];
 #pragma unroll
     for (int i = 0; i < kChunkBlocks; ++i) {
       const Vec16* line = reinterpret_cast<const Vec16*>(blocked + i * kScaleBytes);
       of_block[i] = unowned ? Vec16{} : load_stream(line);
     }
-    const bool aligned = rows_are_aligned(plain, stride);
 #pragma unroll
     for (int j = 0; j < kLineRows; ++j) {
       uint8_t* row = plain + kLines * j * stride;
@@ -209,7 +206,9 @@ struct Unswizzle {
   }
   static MOE_DEVICE void block(uint8_t* plain, const uint8_t* blocked, int64_t stride, int rows, int columns,
                                bool unowned) {
-    const Vec16 line = unowned ? Vec16{} : load_16(blocked);
+    Vec16 line = {};
+    if (!unowned) line = is_aligned(blocked, kChunk) ? load_stream(reinterpret_cast<const Vec16*>(blocked))
+                                                     : load_16(blocked);
 #pragma unroll
     for (int j = 0; j < kLineRows; ++j)
       if (kLines * j < rows) store_word(plain + kLines * j * stride, line.w[j], columns);
@@ -222,7 +221,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kMostBlocksEach) swizzle_scales_kern
   const Geometry groups(t, reinterpret_cast<int*>(smem));
   const int line = threadIdx.x / kTileChunks;
   const int64_t stride = t.p.row_stride, bytes = t.extent.rows * t.extent.columns;
-  const bool aligned = is_aligned(t.back ? t.p.from : t.p.to, kChunk);
+  const bool blocked_aligned = is_aligned(t.back ? t.p.from : t.p.to, kChunk);
+  const bool rows_aligned = is_aligned(t.back ? t.p.to : t.p.from, kChunk) && stride % kChunk == 0;
 #pragma unroll 1
   for (uint32_t tile = blockIdx.x; tile < t.tiles; tile += gridDim.x) {
     const uint32_t chunk = tile * kTileChunks + threadIdx.x % kTileChunks, row_block = chunk / t.row_chunks;
@@ -231,13 +231,17 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kMostBlocksEach) swizzle_scales_kern
     Piece q = groups.piece(t, row_block, int(column));
     const auto blocked = [&] { return q.blocked + line * kChunk; };
     const auto plain = [&] { return q.plain + line * stride; };
-    groups.before_access();
-    if (aligned && q.blocks >= kChunkBlocks && q.columns >= kChunk &&
+    if (blocked_aligned && q.blocks >= kChunkBlocks && q.columns >= kChunk &&
         q.blocked + kChunkBlocks * kScaleBytes <= bytes) {
-      if (t.back) Unswizzle::chunk(t.p.to + plain(), t.p.from + blocked(), stride, q.rows - line, q.unowned);
-      else Swizzle::chunk(t.p.to + blocked(), t.p.from + plain(), stride, q.rows - line, q.unowned);
+      uint8_t* to = t.p.to + (t.back ? plain() : blocked());
+      const uint8_t* from = t.p.from + (t.back ? blocked() : plain());
+      const bool plain_aligned = rows_aligned && q.plain % kChunk == 0;
+      groups.before_access();
+      if (t.back) Unswizzle::chunk(to, from, stride, q.rows - line, q.unowned, plain_aligned);
+      else Swizzle::chunk(to, from, stride, q.rows - line, q.unowned, plain_aligned);
       continue;
     }
+    groups.before_access();
 #pragma unroll 1
     for (int i = 0; i < kChunkBlocks && column < t.extent.columns; ++i, column += kScaleColumns) {
       if (q.blocks == 0) q = groups.piece(t, row_block, int(column));  // a group of columns ended
