@@ -238,7 +238,9 @@ def test_calls_do_not_leak():
 
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which("nm"), reason="no nm of ELF files")
 def test_no_op_ends_the_process():
-    """Of a device function that a host template calls nvcc makes exit(), without a word."""
+    """Of a device function that a host template calls nvcc makes exit(), without a word. abort() is not asked for: the
+    runtimes that some compilers link in have it."""
     listed = subprocess.run(["nm", "-D", "--undefined-only", _C.__file__], capture_output=True, text=True, check=True)
     needed = {line.split()[-1].partition("@")[0] for line in listed.stdout.splitlines()}
-    assert len(needed) > 50 and not needed & {"exit", "_exit", "_Exit", "quick_exit", "abort"}
+    assert len(needed) > 50
+    assert not needed & {"exit", "_exit", "_Exit", "quick_exit"}
