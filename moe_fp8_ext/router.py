@@ -122,8 +122,8 @@ class Router(nn.Module):
         weight: [E, D].
         e_score_correction_bias: [E] float32, a buffer that `update_bias` moves, where bias_rate is not 0. A cast of the
             whole module casts it too, and bfloat16 loses small steps: construct with `dtype` instead.
-        tokens_per_expert: [E] int64, what was chosen in training since the last `update_bias`; not in state dicts. A
-            forward that a checkpoint computes again may be counted again.
+        tokens_per_expert: [E] int64, what was chosen in training since the last `update_bias`; not in state dicts, of
+            which loading one counts anew. A forward that a checkpoint computes again may be counted again.
 
     Args:
         num_experts, hidden_size, top_k: E, at most 1024, D and experts a token.
@@ -184,6 +184,16 @@ class Router(nn.Module):
         for buffer in self.buffers():
             buffer.zero_()
 
+    def _load_from_state_dict(self, *args: object) -> None:
+        super()._load_from_state_dict(*args)
+        counts, bias = self.tokens_per_expert, self.e_score_correction_bias
+        if counts is None:
+            return
+        if counts.device == bias.device:
+            counts.zero_()  # may be what memory held before `to_empty`
+        else:  # of a module on the meta device, which has been assigned what was loaded
+            self.tokens_per_expert = torch.zeros_like(bias, dtype=torch.int64)
+
     def forward(self, x: Tensor) -> Routing:
         """x [T, D] -> ids and scores [T, top_k], losses; of DTensors that are Replicate(), the same.
 
@@ -210,6 +220,8 @@ class Router(nn.Module):
         """The losses of a choice, which is counted where a bias balances experts."""
         loss = self._loss(logits, ids)
         if self.training and self.tokens_per_expert is not None:
+            wanted, got = ids.device, self.tokens_per_expert.device  # on the meta device nothing would be counted
+            require(got == wanted, f"Router: tokens_per_expert must be on the device of x, {wanted}, got {got}")
             counts = self._counts(ids)
             if is_dtensor(counts) and not is_dtensor(self.tokens_per_expert):
                 counts = counts.to_local()  # of all tokens, as every rank has them

@@ -280,6 +280,28 @@ def test_buffers_after_to_empty():
     assert len(list(made.buffers())) == 2 and not any(buffer.any() for buffer in made.buffers())
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_counts_after_loading(assign, device):
+    """Not in state dicts: they begin anew, where the module was on no device, or in memory that held others."""
+    saved, made = (Router(E, D, TOP_K, bias_rate=0.1, device=place) for place in (device, "meta"))
+    if not assign:
+        made = made.to_empty(device=device)
+        made.tokens_per_expert.fill_(-7)
+    made.load_state_dict({name: x.clone() for name, x in saved.state_dict().items()}, assign=assign)
+    for one in (saved, made):
+        one(tokens(device))
+        assert one.tokens_per_expert.sum() == TOP_K * len(tokens(device))
+        one.update_bias()
+    assert made.e_score_correction_bias.any() and made.e_score_correction_bias.equal(saved.e_score_correction_bias)
+
+
+def test_counts_on_the_meta_device():
+    made = Router(E, D, TOP_K, bias_rate=0.1)
+    made.tokens_per_expert = made.tokens_per_expert.to("meta")
+    with pytest.raises(RuntimeError, match="^Router: tokens_per_expert must be on the device of x, cpu, got meta$"):
+        made(tokens())
+
+
 def test_a_router_without_a_bias_has_none_to_move():
     with pytest.raises(RuntimeError, match="^Router: bias_rate must not be 0 for update_bias, got 0$"):
         router().update_bias()
