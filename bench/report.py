@@ -200,7 +200,8 @@ def first_screen(results: dict[str, dict]) -> str:
         others = [(run["recipe"], run["held_out"] / base - 1) for run in losses["runs"] if run["recipe"] != "bf16"]
         text = ", ".join(f"`{recipe}` {difference:+.2%}" for recipe, difference in others)
         where = f"{losses['device']}, {losses['date']}"
-        parts.append(f"Held-out loss against BF16's, after {losses['steps']} steps on {where}: {text}.")
+        before = f", before {losses['before']}" if "before" in losses else ""
+        parts.append(f"Held-out loss against BF16's, after {losses['steps']} steps on {where}{before}: {text}.")
     for result in results.values():
         rows = training_rows(result)
         if rows:

@@ -1,4 +1,7 @@
-"""The experts of an MoE layer as one differentiable operation: every pass over memory is a GEMM or a quantizer."""
+"""The experts of an MoE layer as one differentiable operation.
+
+With recipe "rowwise" every pass over memory is a product, a quantizer or a sum over a token's slots.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import ops
+from moe_fp8_ext._C import validates
 from moe_fp8_ext.formats import FORMATS, padded_extent
+from moe_fp8_ext.ops.checks import check_format, has_values
+from moe_fp8_ext.ops.dispatch import refuse_derivatives_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +45,7 @@ class Quantized:
 
 
 Pair = tuple[Quantized, Quantized]  # along rows, and the other way
+_OP = "scaled_grouped_mm"
 
 
 def quantize_rows(
@@ -143,6 +147,7 @@ def scaled_grouped_mm(
     """
     _check_quantized("a", a)
     _check_quantized("b", b)
+    check_format(_OP, a.format)
     if b.format != a.format:
         _fail(f"b must have the format of a, '{a.format}', got '{b.format}'")
     if b.along != a.along:
@@ -151,6 +156,8 @@ def scaled_grouped_mm(
         _fail(f"b must be padded to {a.align} as a is, got {b.align}")
     if a.along == "rows" and b.q.dim() != 3:
         _fail(f"b must be a weight of 3 dimensions, got {b.q.dim()}")
+    if a.along == "tokens":
+        _check_groups(a, b)
     if offs is None:
         offs = a.offs
     elif a.offs is not None and a.offs is not offs:
@@ -185,6 +192,8 @@ def given(
     for quantized, (along, transposed) in zip(pair, ways, strict=True):
         if quantized is None:
             continue
+        _check_tensors(op, arg, quantized)
+        refuse_derivatives_of(op, arg, quantized.q, quantized.scale)
         if format is None:
             raise RuntimeError(f"{op}: {arg} must be a tensor with recipe 'bf16', got '{quantized.format}'")
         if quantized.format != format:
@@ -218,10 +227,25 @@ def _check_halves(op: str, arg: str, first: Quantized, second: Quantized, weight
 def _check_quantized(arg: str, x: object) -> None:
     if not isinstance(x, Quantized):
         _fail(f"{arg} must be a Quantized, got {type(x).__name__}")
+    _check_tensors(_OP, arg, x)
+
+
+def _check_tensors(op: str, arg: str, x: Quantized) -> None:
+    for name, got in (("q", x.q), ("scale", x.scale)):
+        if not isinstance(got, Tensor):
+            raise RuntimeError(f"{op}: {name} of {arg} must be a tensor, got {type(got).__name__}")
+
+
+def _check_groups(a: Quantized, b: Quantized) -> None:
+    """With MOE_FP8_VALIDATE=1: that both are of the same groups."""
+    if torch.compiler.is_compiling() or not validates() or a.offs is None or b.offs is None:
+        return
+    if has_values(a.offs) and has_values(b.offs) and a.offs.tolist() != b.offs.tolist():
+        _fail(f"b must be of the groups of a, which end at {a.offs.tolist()}, got {b.offs.tolist()}")
 
 
 def _fail(text: str) -> NoReturn:
-    raise RuntimeError(f"scaled_grouped_mm: {text}")
+    raise RuntimeError(f"{_OP}: {text}")
 
 
 def _align(format: str, align: int | None) -> int:

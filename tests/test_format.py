@@ -69,12 +69,15 @@ def test_formats_hang_together(name):
 KINDS = """
 #include "numerics/format.h"
 using namespace moe_fp8;
-constexpr Format changed(FormatId id, int block, int weight_rows, ScaleType type, ScaleOrder order) {
+constexpr Format changed(FormatId id, int block, int weight_rows, ScaleType type, ScaleOrder order, Rounding usual,
+                         Rounding other) {
   Format f = format_of(id);
   f.block = block;
   f.weight_rows = weight_rows;
   f.scale_type = type;
   f.order = order;
+  f.roundings[0] = usual;
+  f.roundings[1] = other;
   return f;
 }
 static_assert(is_known_kind(changed(FormatId::%s, %s)) == %s);
@@ -83,20 +86,25 @@ static_assert(is_known_kind(changed(FormatId::%s, %s)) == %s);
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
 @pytest.mark.parametrize(
-    ("name", "change", "known"),
+    ("name", "change", "usual", "other", "known"),
     [
-        ("kRowwise", "0, 1, ScaleType::kF32, ScaleOrder::kRowMajor", True),
-        ("kBlockwise", "128, 128, ScaleType::kF32, ScaleOrder::kColumnMajor", True),
-        ("kMxfp8", "32, 1, ScaleType::kE8M0, ScaleOrder::kRowMajor", True),
-        ("kBlockwise", "64, 64, ScaleType::kF32, ScaleOrder::kColumnMajor", False),
-        ("kBlockwise", "128, 1, ScaleType::kF32, ScaleOrder::kColumnMajor", False),
-        ("kMxfp8", "16, 1, ScaleType::kE8M0, ScaleOrder::kBlocked", False),
-        ("kMxfp8", "32, 1, ScaleType::kF32, ScaleOrder::kRowMajor", False),
-        ("kRowwise", "32, 1, ScaleType::kE8M0, ScaleOrder::kRowMajor", False),  # groups that are padded to less than 32
+        ("kRowwise", "0, 1, ScaleType::kF32, ScaleOrder::kRowMajor", "kExact", "kPow2", True),
+        ("kRowwise", "0, 1, ScaleType::kF32, ScaleOrder::kRowMajor", "kPow2", "kExact", True),
+        ("kRowwise", "0, 1, ScaleType::kF32, ScaleOrder::kRowMajor", "kExact", "kFloor", False),
+        ("kBlockwise", "128, 128, ScaleType::kF32, ScaleOrder::kColumnMajor", "kExact", "kPow2", True),
+        ("kMxfp8", "32, 1, ScaleType::kE8M0, ScaleOrder::kRowMajor", "kFloor", "kRceil", True),
+        ("kMxfp8", "32, 1, ScaleType::kE8M0, ScaleOrder::kRowMajor", "kExact", "kPow2", False),
+        ("kBlockwise", "64, 64, ScaleType::kF32, ScaleOrder::kColumnMajor", "kExact", "kPow2", False),
+        ("kBlockwise", "128, 1, ScaleType::kF32, ScaleOrder::kColumnMajor", "kExact", "kPow2", False),
+        ("kMxfp8", "16, 1, ScaleType::kE8M0, ScaleOrder::kBlocked", "kRceil", "kFloor", False),
+        ("kMxfp8", "32, 1, ScaleType::kF32, ScaleOrder::kRowMajor", "kExact", "kPow2", False),
+        # Groups that are padded to less than 32.
+        ("kRowwise", "32, 1, ScaleType::kE8M0, ScaleOrder::kRowMajor", "kRceil", "kFloor", False),
     ],
 )
-def test_kinds_that_code_is_there_for(name, change, known, tmp_path):
+def test_kinds_that_code_is_there_for(name, change, usual, other, known, tmp_path):
     """Entries of others do not compile."""
     source = tmp_path / "kinds.cpp"
+    change = f"{change}, Rounding::{usual}, Rounding::{other}"
     source.write_text(KINDS % (name, change, str(known).lower()))
     subprocess.run(["g++", "-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}", source], check=True)

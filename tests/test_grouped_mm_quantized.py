@@ -9,6 +9,7 @@ import torch
 from grouped_problem import gradients, problem, run
 from helpers import assert_same, check_compiled, group_offs
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moe_fp8_ext import Quantized, Recipe, grouped_mm, quantize_both, quantize_rows, quantize_weight, scaled_grouped_mm
 from moe_fp8_ext.formats import FORMATS
@@ -108,6 +109,7 @@ def test_unfit_operands(name, device):
         (a, (w, narrow[1]), {}, r"B_t must be two of one tensor, the second of shape \(2, 32, 16\), got \(2, 32, 8\)"),
         ((rows, half), b_t, {}, "A must be two of one tensor, the second of shape .*, got .*"),
         ((rows, a), b_t, {}, "A must be .*got tuple"),
+        (dataclasses.replace(rows, q=None), b_t, {}, "q of A must be a tensor, got NoneType"),
         ((rows, tokens, rows), b_t, {}, "A must be .*got tuple"),
         (a, rows, {}, "B_t must have 3 dimensions, got 2"),
         (w, b_t, {}, "A must have 2 dimensions, got 3"),
@@ -116,6 +118,21 @@ def test_unfit_operands(name, device):
     ):
         with pytest.raises(RuntimeError, match=f"^grouped_mm: {text}"):
             grouped_mm(first, second, offs, **{"recipe": recipe, **how})
+
+
+def test_constants_that_ask_for_a_derivative(device):
+    """A Quantized is a constant: what would be lost without a word is an error."""
+    a, b_t, offs = (t.detach().to(device) for t in (A, B_T, OFFS))
+    (rows, _), (w, w_t) = both_ways(a, b_t, offs, Recipe("rowwise"))
+    asking = dataclasses.replace(w, scale=w.scale.clone().requires_grad_())
+    with pytest.raises(RuntimeError, match="^grouped_mm: B_t must not ask for a gradient where it is quantized, got"):
+        grouped_mm(a, (asking, w_t), offs)
+    with torch.no_grad():
+        grouped_mm(a, (asking, w_t), offs)
+    with forward_ad.dual_level():
+        dual = dataclasses.replace(rows, scale=forward_ad.make_dual(rows.scale, torch.ones_like(rows.scale)))
+        with pytest.raises(RuntimeError, match="^grouped_mm: A must have no tangent where it is quantized, got one$"):
+            grouped_mm(dual, b_t, offs)
 
 
 def test_blocked_scales_need_groups(device):
@@ -153,6 +170,9 @@ def test_products_of_objects_that_do_not_fit():
         ((rows, w, OFFS.clone()), "offs must be None where a has its own, got another tensor"),
         ((without, w), "offs must be given where a has none, got None"),
         ((rows.q, w), "a must be a Quantized, got Tensor"),
+        ((dataclasses.replace(rows, q=None), w), "q of a must be a tensor, got NoneType"),
+        ((rows, dataclasses.replace(w, scale=1.0)), "scale of b must be a tensor, got float"),
+        ((dataclasses.replace(rows, format="foo"), w), "format must be 'rowwise', .* got 'foo'"),
         ((rows, None), "b must be a Quantized, got NoneType"),
     ):
         with pytest.raises(RuntimeError, match=f"^scaled_grouped_mm: {text}"):

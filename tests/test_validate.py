@@ -128,6 +128,13 @@ def test_tokens_quantized_for_other_groups(format, x, validates):
     assert error_of(grouped_mm, (of_others, w.mT, int32(x, 0, 32)), dict(recipe=format)) == text
 
 
+def test_tokens_of_two_groupings(x, validates):
+    of, other = (moe_fp8_ext.quantize_tokens(x, "rowwise", offs=int32(x, *ends)) for ends in ((8, 32), (0, 32)))
+    moe_fp8_ext.scaled_grouped_mm(of, of)
+    text = "scaled_grouped_mm: b must be of the groups of a, which end at [32, 64], got [0, 32]"
+    check_refused(text, lambda: moe_fp8_ext.scaled_grouped_mm(of, other))
+
+
 def test_padded_starts(x, validates):
     ends = int32(x, 16, 32)
     ops.unpad_token_groups(x, ends, int32(x, 0, 0), 32)
@@ -179,6 +186,9 @@ def test_indices_that_are_there_twice(x, validates):
     check_refused(
         "unpermute: indices must be distinct, got 5 twice", lambda: ops.unpermute(x[:3], int32(x, 5, 7, 5), 32, 1)
     )
+    multiply = partial(grouped_mm, x, x.t()[None], int32(x, 3), top_k=1)
+    multiply(indices=int32(x, -1, 7, -1))
+    check_refused("grouped_mm: indices must be distinct, got 5 twice", lambda: multiply(indices=int32(x, 5, 7, 5)))
 
 
 @pytest.mark.parametrize("bad", [6, 99, -2])

@@ -256,7 +256,7 @@ void clear(const QuantizeParams& p) {
 void quantize_cpu(const QuantizeParams& p) {
   if (p.of_batch() && p.along_rows) quantize_cpu(rows_of_batch(p));
   const Format& f = format_of(p.format);
-  const bool second = p.rounding == f.roundings[1];
+  const bool second = p.rounding == second_rounding(f.scale_type);
   std::vector<Group> groups;
   if (p.along_tokens) groups = groups_of(p);
   clear(p);

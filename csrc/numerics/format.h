@@ -52,9 +52,16 @@ inline constexpr Format kFormats[] = {
 inline constexpr int kNumFormats = sizeof(kFormats) / sizeof(kFormats[0]);
 constexpr const Format& format_of(FormatId id) { return kFormats[int(id)]; }
 
+// The two roundings that scales of a type know: numerics/scale.h is told whether it is the second.
+constexpr Rounding first_rounding(ScaleType t) { return t == ScaleType::kF32 ? Rounding::kExact : Rounding::kRceil; }
+MOE_HD constexpr Rounding second_rounding(ScaleType t) {
+  return t == ScaleType::kF32 ? Rounding::kPow2 : Rounding::kFloor;
+}
+
 // The kinds of scales that quantizers, dequantize and GEMMs know: another one is not an entry above alone. It is a map
 // of quantize/row_block_maps.h, the scales of a tile in quantize/tile_scales.h, and in cpu/ and gemm/ what reads them.
 constexpr bool is_known_kind(const Format& f) {
+  if (!f.knows(first_rounding(f.scale_type)) || !f.knows(second_rounding(f.scale_type))) return false;
   const bool floats = f.scale_type == ScaleType::kF32;
   const bool of_rows = f.block == 0 && f.weight_rows == 1 && floats && f.order == ScaleOrder::kRowMajor;
   const bool of_squares = f.block == kBlock && f.weight_rows == kBlock && floats && f.order == ScaleOrder::kColumnMajor;

@@ -10,10 +10,10 @@ namespace moe_fp8 {
 // Of the two formats that the chip casts to. kEither: decided while it runs, outside of loops, where registers allow.
 enum class Kind { kE4M3, kE5M2, kEither };
 
-// Whether p takes the second of the two roundings that the formats with such scales know.
+// Whether p takes the second of the two roundings that such scales know.
 template <class Scale>
-MOE_DEVICE bool second_rounding(const QuantizeParams& p) {
-  return p.rounding == (std::is_same_v<Scale, ScaleF32> ? Rounding::kPow2 : Rounding::kFloor);
+MOE_DEVICE bool rounds_second(const QuantizeParams& p) {
+  return p.rounding == second_rounding(std::is_same_v<Scale, ScaleF32> ? ScaleType::kF32 : ScaleType::kE8M0);
 }
 
 template <class In_, Kind kKind_>
@@ -36,7 +36,7 @@ struct Fast {
   }
   template <class Scale>
   static MOE_DEVICE Scale scale_of(const QuantizeParams& p, uint32_t amax_bits) {
-    const bool second = second_rounding<Scale>(p);
+    const bool second = rounds_second<Scale>(p);
     return to_e5m2(p) ? Scale::template from_amax<kNativeE5M2>(amax_bits, second)
                       : Scale::template from_amax<kNativeE4M3>(amax_bits, second);
   }
@@ -61,7 +61,7 @@ struct Any {
   }
   template <class Scale>
   static MOE_DEVICE Scale scale_of(const QuantizeParams& p, uint32_t amax_bits) {
-    const bool second = second_rounding<Scale>(p);
+    const bool second = rounds_second<Scale>(p);
     switch (p.out) {
       case Fp8Type::kE4M3FN: return Scale::template from_amax<Fp8Type::kE4M3FN>(amax_bits, second);
       case Fp8Type::kE5M2: return Scale::template from_amax<Fp8Type::kE5M2>(amax_bits, second);

@@ -300,9 +300,12 @@ def validate_offs(op: str, offs: Tensor, of: str, rows: int) -> None:
 
 
 def validate_indices(op: str, indices: Tensor, slots: int) -> None:
+    seen = set()
     for p, index in enumerate(indices.tolist()):
         text = f"{op}: indices must be -1 or one of the {slots} slots, got {index} in place {p}"
         require(-1 <= index < slots, text)
+        require(index == -1 or index not in seen, f"{op}: indices must be distinct, got {index} twice")
+        seen.add(index)
 
 
 def validate_ids(op: str, topk_ids: Tensor, experts: int) -> None:
