@@ -10,7 +10,6 @@ from moe_fp8_ext import formats, reference
 from moe_fp8_ext.ops import scaled_grouped_mm
 
 FORMATS = tuple(formats.FORMATS)
-BLOCK = {name: f.block for name, f in formats.FORMATS.items() if f.block}
 UNIT = {name: max(16, f.least_align) for name, f in formats.FORMATS.items()}  # offs that torch's GEMMs take
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
@@ -27,24 +26,30 @@ def ternary(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
 
 def scales(fmt: str, *shape: int) -> Tensor:
     exponents = torch.randint(-2, 3, shape)
-    return (exponents + 127).byte().view(E8M0) if fmt.startswith("mxfp8") else torch.exp2(exponents.float())
+    powers = formats.FORMATS[fmt].scale_dtype == E8M0
+    return (exponents + 127).byte().view(E8M0) if powers else torch.exp2(exponents.float())
+
+
+def kind(fmt: str) -> str:
+    """How scales lie: in the order of blocks, or "whole", one a row."""
+    return formats.FORMATS[fmt].order if formats.FORMATS[fmt].block else "whole"
 
 
 def exact_2d3d(
     fmt: str, m: int, k: int, n: int, offs: Tensor, device: str = "cpu", dtypes: tuple = (E4M3, E4M3)
 ) -> list[object]:
     """a [M, K], b [E, K, N], scale_a, scale_b, offs, format."""
-    e, blocks = len(offs), -(-k // BLOCK.get(fmt, 1))
+    e, blocks = len(offs), -(-k // max(formats.FORMATS[fmt].block, 1))
     a, b = ternary(m, k, dtype=dtypes[0]), ternary(e, n, k, dtype=dtypes[1]).mT
     of_a, of_b = {
-        "rowwise": lambda: (scales(fmt, m), scales(fmt, e, n)),
-        "blockwise": lambda: (scales(fmt, blocks, m).t(), scales(fmt, e, -(-n // 128), blocks).mT),
-        "mxfp8": lambda: (
+        "whole": lambda: (scales(fmt, m), scales(fmt, e, n)),
+        "column_major": lambda: (scales(fmt, blocks, m).t(), scales(fmt, e, -(-n // 128), blocks).mT),
+        "blocked": lambda: (
             scales(fmt, m + 128 * e, round_up(blocks, 4)),
             scales(fmt, e, round_up(n, 128) * round_up(blocks, 4)),
         ),
-        "mxfp8_rowmajor": lambda: (scales(fmt, m, blocks), scales(fmt, e, n, blocks)),
-    }[fmt]()
+        "row_major": lambda: (scales(fmt, m, blocks), scales(fmt, e, n, blocks)),
+    }[kind(fmt)]()
     return [*on(device, [a, b, of_a, of_b, offs]), fmt]
 
 
@@ -52,14 +57,14 @@ def exact_2d2d(
     fmt: str, p: int, k: int, n: int, offs: Tensor, device: str = "cpu", dtypes: tuple = (E4M3, E4M3)
 ) -> list[object]:
     """a [N, P], b [P, K], scale_a, scale_b, offs, format."""
-    e, blocks = len(offs), -(-p // BLOCK.get(fmt, 1))
+    e, blocks = len(offs), -(-p // max(formats.FORMATS[fmt].block, 1))
     a_t, x_t = ternary(n, p, dtype=dtypes[0]), ternary(k, p, dtype=dtypes[1])
     of_a, of_b = {
-        "rowwise": lambda: (scales(fmt, e, n), scales(fmt, e, k)),
-        "blockwise": lambda: (scales(fmt, blocks + e, n).t(), scales(fmt, blocks + e, k)),
-        "mxfp8": lambda: tuple(scales(fmt, round_up(rows, 128), blocks + 4 * e) for rows in (n, k)),
-        "mxfp8_rowmajor": lambda: (scales(fmt, n, blocks), scales(fmt, k, blocks)),
-    }[fmt]()
+        "whole": lambda: (scales(fmt, e, n), scales(fmt, e, k)),
+        "column_major": lambda: (scales(fmt, blocks + e, n).t(), scales(fmt, blocks + e, k)),
+        "blocked": lambda: tuple(scales(fmt, round_up(rows, 128), blocks + 4 * e) for rows in (n, k)),
+        "row_major": lambda: (scales(fmt, n, blocks), scales(fmt, k, blocks)),
+    }[kind(fmt)]()
     return [*on(device, [a_t, x_t.t(), of_a, of_b, offs]), fmt]
 
 
