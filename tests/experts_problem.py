@@ -17,7 +17,7 @@ from moe_fp8_ext import experts
 # A cast to E4M3 of values whose octaves fall anywhere has the noise 0.544 / 768 of the signal, 31.5 dB: see
 # grouped_problem.py. Below, in units of that: an operand has 1, and a product the sum of its operands.
 #
-#   h       x, W_up                                                            2; as it is kept in FP8 3
+#   h       x, W_up                                                            2; as it is kept in FP8 3, in BF16 2
 #   a       h through both factors of silu(g) u: 1 + E[silu'^2] / E[silu^2] of what h has; E = 2.07 for normal g, u
 #   out     a of h, a's own cast, W_down                                       2 * 2.07 + 2
 #   da      dy, W_down                                                         2
@@ -32,12 +32,15 @@ from moe_fp8_ext import experts
 # of swiglu_oai is beyond these values. 1.2 dB are for the spread of draws and for roundings to bfloat16.
 OF_OPERAND, SPREAD_DB = 0.544 / 768, 1.2
 NOISE = {
-    "out": 2 * 2.07 + 2,
-    "x": 4 + 3 * 1.23,
-    "scores": 2 + 3 * 2.07,
-    "w_gate_up": 4 + 3 * 1.23,
-    "w_down": 2 + 3 * 2.07,
-    "b_gate_up": 2 + 3 * 1.23,
+    kept: {
+        "out": 2 * 2.07 + 2,
+        "x": 4 + h * 1.23,
+        "scores": 2 + h * 2.07,
+        "w_gate_up": 4 + h * 1.23,
+        "w_down": 2 + h * 2.07,
+        "b_gate_up": 2 + h * 1.23,
+    }
+    for kept, h in (("fp8", 3), ("bf16", 2))
 }
 # Roundings to bfloat16 have 52.9 dB each, and a path has at most as many as it has casts above, with those of products.
 BF16_DB = 40.0
@@ -150,11 +153,11 @@ def run_exact(problem: Layer, **options: object) -> dict[str, Tensor]:
     return run(replace(problem, **{n: t if t is None else t.double() for n, t in wide.items()}), exact, **options)
 
 
-def least_db(name: str, recipe: str) -> float:
+def least_db(name: str, recipe: str, keep: str = "fp8") -> float:
     # A bias of the down product sees no FP8 at all.
     if recipe == "bf16" or name == "b_down":
         return BF16_DB
-    return -10 * math.log10(NOISE[name] * OF_OPERAND) - SPREAD_DB
+    return -10 * math.log10(NOISE[keep][name] * OF_OPERAND) - SPREAD_DB
 
 
 def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
