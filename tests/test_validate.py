@@ -128,6 +128,14 @@ def test_tokens_quantized_for_other_groups(format, x, validates):
     assert error_of(grouped_mm, (of_others, w.mT, int32(x, 0, 32)), dict(recipe=format)) == text
 
 
+def test_groups_of_a_sum_that_are_not_aligned(x, validates):
+    q_t, scale_t = transposed(x, int32(x, 16, 24))
+    multiply = partial(ops.scaled_grouped_mm, q_t, q_t.t(), scale_t, scale_t, int32(x, 16, 24), "rowwise")
+    multiply(align=8)
+    text = "scaled_grouped_mm: offs must be multiples of align, 16, got offs[1] = 24"
+    check_refused(text, lambda: multiply(align=16))
+
+
 def test_tokens_of_two_groupings(x, validates):
     of, other = (moe_fp8_ext.quantize_tokens(x, "rowwise", offs=int32(x, *ends)) for ends in ((8, 32), (0, 32)))
     moe_fp8_ext.scaled_grouped_mm(of, of)

@@ -18,7 +18,7 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 
 namespace moe_fp8 {
 
-// Debugging switches are looked up on every call, so that os.environ sets them at run time: at most two a call.
+// Debugging switches are looked up on every call, so that os.environ sets them at run time: a few a call.
 inline bool flag_is_set(const char* name) {
   const char* value = std::getenv(name);
   return value && *value && std::strcmp(value, "0") != 0;

@@ -185,6 +185,14 @@ inline void check_offs(const Argument& arg, const Tensor& offs, const Tensor& li
   check(arg, offs, like);
   if (flag_is_set("MOE_FP8_VALIDATE")) validate_offs(arg, offs, limit, unit);
 }
+// That all are multiples of align, which the caller says.
+inline void validate_aligned(const Argument& arg, const Tensor& offs, int64_t align) {
+  if (align == 1 || !flag_is_set("MOE_FP8_VALIDATE")) return;
+  const std::vector<int> ends = contents(offs);
+  for (size_t e = 0; e < ends.size(); ++e)
+    if (ends[e] % align != 0)
+      fail(arg.op, ": offs must be multiples of align, ", align, ", got offs[", e, "] = ", ends[e]);
+}
 // Every index is -1 or one of [0, limit).
 inline void validate_range(const Argument& arg, const std::vector<int>& at, int64_t limit, const char* of) {
   for (size_t p = 0; p < at.size(); ++p)

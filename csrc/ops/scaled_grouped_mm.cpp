@@ -50,6 +50,7 @@ Product checked(const OpArguments& of, const Tensor& a, const Tensor& b, const T
   if (!p.groups_of_sum && b.sizes[0] != p.E)
     fail(of.op, ": b must hold one expert for each of the ", p.E, " entries of offs, got ", b.sizes[0]);
   check_align(of.op, align);
+  if (p.groups_of_sum) validate_aligned(of.offs, offs, align);
   if (f.block)
     check_limit(of.op, indices ? "indices" : "a", padded_extent(grouped, p.E, kGroupScales),
                 p.groups_of_sum ? "columns with padding" : "rows with padding");
