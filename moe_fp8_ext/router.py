@@ -122,8 +122,9 @@ class Router(nn.Module):
         weight: [E, D].
         e_score_correction_bias: [E] float32, a buffer that `update_bias` moves, where bias_rate is not 0. A cast of the
             whole module casts it too, and bfloat16 loses small steps: construct with `dtype` instead.
-        tokens_per_expert: [E] int64, what was chosen in training since the last `update_bias`; not in state dicts, of
-            which loading one counts anew. A forward that a checkpoint computes again may be counted again.
+        tokens_per_expert: [E] int64, what was chosen in training since the last `update_bias`. State dicts do not have
+            it: where one is loaded that has the bias, counts begin at zero. A forward that a checkpoint computes again
+            may be counted again.
 
     Args:
         num_experts, hidden_size, top_k: E, at most 1024, D and experts a token.
@@ -184,10 +185,10 @@ class Router(nn.Module):
         for buffer in self.buffers():
             buffer.zero_()
 
-    def _load_from_state_dict(self, *args: object) -> None:
-        super()._load_from_state_dict(*args)
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
         counts, bias = self.tokens_per_expert, self.e_score_correction_bias
-        if counts is None:
+        if counts is None or bias is None or f"{prefix}e_score_correction_bias" not in state_dict:
             return
         if counts.device == bias.device:
             counts.zero_()  # may be what memory held before `to_empty`

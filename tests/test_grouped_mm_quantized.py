@@ -125,7 +125,7 @@ def test_constants_that_ask_for_a_derivative(device):
     a, b_t, offs = (t.detach().to(device) for t in (A, B_T, OFFS))
     (rows, _), (w, w_t) = both_ways(a, b_t, offs, Recipe("rowwise"))
     asking = dataclasses.replace(w, scale=w.scale.clone().requires_grad_())
-    with pytest.raises(RuntimeError, match="^grouped_mm: B_t must not ask for a gradient where it is quantized, got"):
+    with pytest.raises(RuntimeError, match="^grouped_mm: B_t must not ask for a gradient where it is quantized .*got"):
         grouped_mm(a, (asking, w_t), offs)
     with torch.no_grad():
         grouped_mm(a, (asking, w_t), offs)

@@ -48,10 +48,11 @@ def asks_for_gradient(x: object) -> bool:
 
 
 def refuse_derivatives_of(op: str, arg: str, *tensors: Tensor) -> None:
-    """Of what counts as a constant: one that asks for a derivative is an error, which would be lost without a word."""
+    """For tensors that count as constants: a derivative that one asks for would be lost without a word."""
     for x in tensors:
         if asks_for_gradient(x):
-            raise RuntimeError(f"{op}: {arg} must not ask for a gradient where it is quantized, got requires_grad=True")
+            text = f"{op}: {arg} must not ask for a gradient where it is quantized (detach q and scale)"
+            raise RuntimeError(f"{text}, got requires_grad=True")
         dual = not _is_compiling() and forward_ad._current_level >= 0
         if dual and forward_ad.unpack_dual(x).tangent is not None:
             raise RuntimeError(f"{op}: {arg} must have no tangent where it is quantized, got one")
