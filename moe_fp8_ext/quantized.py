@@ -157,7 +157,7 @@ def scaled_grouped_mm(
     if a.along == "rows" and b.q.dim() != 3:
         _fail(f"b must be a weight of 3 dimensions, got {b.q.dim()}")
     if a.along == "tokens":
-        _check_groups(a, b)
+        _validate_groups(a, b)
     if offs is None:
         offs = a.offs
     elif a.offs is not None and a.offs is not offs:
@@ -236,7 +236,7 @@ def _check_tensors(op: str, arg: str, x: Quantized) -> None:
             raise RuntimeError(f"{op}: {name} of {arg} must be a tensor, got {type(got).__name__}")
 
 
-def _check_groups(a: Quantized, b: Quantized) -> None:
+def _validate_groups(a: Quantized, b: Quantized) -> None:
     """With MOE_FP8_VALIDATE=1: that both are of the same groups."""
     if torch.compiler.is_compiling() or not validates() or a.offs is None or b.offs is None:
         return

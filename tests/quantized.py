@@ -10,8 +10,9 @@ from moe_fp8_ext.reference.numerics import FORMATS
 
 E4M3 = torch.float8_e4m3fn
 # A format, and what of: rows; groups of rows, where scales know of groups; tokens of groups; the weights of experts.
-OPERANDS = (*(f"{f} {what}" for f in FORMATS for what in ("rows", "tokens", "weight")), "mxfp8 groups")
-GROUPED = (*(f"{f} tokens" for f in FORMATS), "mxfp8 groups")
+GROUPS = tuple(f"{name} groups" for name, f in FORMATS.items() if f.order == "blocked")
+OPERANDS = (*(f"{f} {what}" for f in FORMATS for what in ("rows", "tokens", "weight")), *GROUPS)
+GROUPED = (*(f"{f} tokens" for f in FORMATS), *GROUPS)
 
 
 def operand(kind: str, x: Tensor, offs: Tensor, fp8: torch.dtype = E4M3, align: int | None = None) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -48,6 +49,17 @@ def test_constants(recipe, names, device):
     problem = layer(**SIZES, bias=True).at(device)
     want = run(problem, recipe=recipe, frozen=names)
     assert_equal(run(problem, with_quantized(problem, recipe, names)), want)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_constants_that_ask_for_a_gradient(which, device):
+    problem, pairs = layer(**SIZES).at(device), []
+    for n in WEIGHTS:
+        pairs.append([*quantized(getattr(problem, n), Recipe("rowwise"))])
+    half = pairs[1][which]
+    pairs[1][which] = dataclasses.replace(half, scale=half.scale.clone().requires_grad_())
+    with pytest.raises(RuntimeError, match="^experts: w_down must not ask for a gradient where it is quantized .*got"):
+        experts(problem.x, problem.ids, problem.scores, *pairs)
 
 
 @OF_ALL_RECIPES

@@ -134,6 +134,8 @@ def test_groups_of_a_sum_that_are_not_aligned(x, validates):
     multiply(align=8)
     text = "scaled_grouped_mm: offs must be multiples of align, 16, got offs[1] = 24"
     check_refused(text, lambda: multiply(align=16))
+    total = torch.zeros(2, 16, 16, device=x.device)
+    check_refused(f"add_{text}", lambda: ops.add_scaled_grouped_mm(total, *multiply.args, align=16))
 
 
 def test_tokens_of_two_groupings(x, validates):
