@@ -10,6 +10,7 @@ from case import HOST, RECIPES, Case, Rule, Shape, always, even_and_uneven, grou
 from torch import Tensor
 
 from moe_fp8_ext import ops
+from moe_fp8_ext.recipes import get_recipe
 
 GATED = ("swiglu", "geglu", "swiglu_oai")
 PLAIN = ("silu", "gelu", "relu2")
@@ -62,14 +63,16 @@ def _operands(format: str) -> Callable[..., tuple[object, ...]]:
 
 
 def _backward_operands(h, da, activation, format, offs, scores, scale):
-    how = {"offs": offs, "scores": scores, "h_scale": scale}
+    """As the layer calls it."""
+    how = {"offs": offs, "scores": scores, "h_scale": scale, "amax": get_recipe(format).amax_of_groups}
     return ops.quantize_activated_backward(h, da, activation, format, **how)
 
 
 _SPEED: Rule = (always, of_copy(0.85))
-# What was asked of an op that reads h and da once. Kernels that read them twice, for columns have no scales before all
-# rows were seen, come to 9 / 13 of that at most, but for what the L2 still has; on an H200 to 0.39 to 0.42.
-_TWO_READS: Rule = (always, of_copy(0.75))
+# What was asked. "rowwise" reads h and da twice, for columns have no scales before all rows were seen: 9 / 13 of that
+# at most, but for what the L2 still has. With blocks it is arithmetic that takes the time: 87 instructions for a
+# feature's three results and five casts.
+_BACKWARD: Rule = (always, of_copy(0.75))
 
 _INTERLEAVED = "swiglu interleaved"
 
@@ -89,8 +92,11 @@ ACTIVATION_CASES: tuple[Case, ...] = (
         for f in RECIPES
     ),
     Case("activate_backward", _slots, _gradients("swiglu"), _backward(True), variant=_INTERLEAVED),
-    Case(
-        *("quantize_activated_backward", _slots_of_experts, _operands("rowwise"), _backward_operands),
-        *((_TWO_READS,), "rowwise", "swiglu"),
+    *(
+        Case(
+            *("quantize_activated_backward", _slots_of_experts, _operands(f), _backward_operands),
+            *((_BACKWARD,), f, "swiglu"),
+        )
+        for f in RECIPES
     ),
 )

@@ -43,8 +43,9 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
   m.def(
       "quantize_activated_backward(Tensor h, Tensor da, str activation, str format, Tensor offs, Tensor? scores=None,"
       " Tensor? h_scale=None, bool interleaved=False, int? align=None, ScalarType? dtype=None,"
-      " ScalarType? grad_dtype=None, str? rounding=None) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t,"
-      " Tensor a_q_t, Tensor a_scale_t, Tensor padded_offs, Tensor dscores)");
+      " ScalarType? grad_dtype=None, str? rounding=None, str amax='group')"
+      " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor a_q_t, Tensor a_scale_t, Tensor padded_offs,"
+      " Tensor dscores)");
 
   // A router's choice. Logits are float32; bias moves the choice alone.
   m.def(

@@ -170,12 +170,12 @@ class Fp8Operands:
         return (q, scale), tuple(kept) if keep_fp8 else (h, None)
 
     def gradients(self, da: Tensor, of: Activated, slots: Slots, wanted: Wanted) -> Gradients:
-        if wanted != Wanted(rows=True, tokens=True, a=True, dh=False) or self.recipe.amax == "square":
+        if wanted != Wanted(rows=True, tokens=True, a=True, dh=False):
             return _gradients(self, da, of, slots, wanted, self.recipe.format)
         (h, h_scale), scores, activation, interleaved = of
         format, dtype, rounding = self.rule(gradient=False)
         dtypes = dtype, self.rule(gradient=True)[1]
-        how = scores, h_scale, interleaved, self.recipe.align, *dtypes, rounding
+        how = scores, h_scale, interleaved, self.recipe.align, *dtypes, rounding, self.recipe.amax_of_groups
         q, scale, q_t, scale_t, a_q_t, a_scale_t, ends, dscores = _quantize_activated_backward(
             h, da, activation, format, slots.offs, *how
         )

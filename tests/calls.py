@@ -233,7 +233,7 @@ def quantize_activated_backward(r: random.Random) -> Call:
     fmt = how.pop("format", r.choice(list(FORMATS)))
     align = r.choice((None, FORMATS[fmt].aligns[0], FORMATS[fmt].aligns[1]))
     how |= {"offs": offsets(r, len(args[0])), "align": align, "grad_dtype": r.choice((None, *FP8_DTYPES))}
-    return [*args, fmt], how | rule(r, fmt)
+    return [*args, fmt], how | {"amax": r.choice(FORMATS[fmt].amaxes)} | rule(r, fmt)
 
 
 # Tokens

@@ -79,27 +79,33 @@ def kept(x: Tensor, format: str, fp8: torch.dtype | None) -> dict[str, Tensor | 
         interleaved=[False, True],
         rounding=[0, 1],
         scored=[False, True],
+        amax=[0, 1],
     ),
     ids=short,
 )
-def test_pairs(activation, format, fp8, out, grad, dtype, f, ends, align, interleaved, rounding, scored, device):
+def test_pairs(activation, format, fp8, out, grad, dtype, f, ends, align, interleaved, rounding, scored, amax, device):
     x = h_for(activation, 131, f, dtype, device)
     how = {"dtype": out, "grad_dtype": grad, "rounding": FORMATS[format].roundings[rounding]}
     how |= {"align": None if align is None else FORMATS[format].aligns[align], "interleaved": interleaved}
     how |= {"offs": int32(ends, device), "scores": scores_for(x) if scored else None}
+    how |= {"amax": FORMATS[format].amaxes[-amax]}
     check(**kept(x, format, fp8), da=da_for(x, activation), activation=activation, format=format, **how)
 
 
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_as_a_chip_casts(activation, device):
-    """What kernels of two reads exist for, on a GPU in full, and next to where it ends."""
-    ways = itertools.product((None, CHIP[0]), (False, True), CHIP, FORMATS["rowwise"].roundings, (16, 32, 256))
+def test_as_a_chip_casts(activation, format, device):
+    """What kernels of one and of two reads exist for, on a GPU in full, and next to where it ends."""
+    rule = FORMATS[format]
+    aligns = sorted({max(16, rule.aligns[0]), 32, rule.aligns[1]})
+    ways = itertools.product((None, CHIP[0]), (False, True), CHIP, rule.roundings, aligns)
     ways = list(ways) if device != "cpu" else list(ways)[::5]
     for i, (fp8, interleaved, grad, rounding, align) in enumerate(ways):
         x = h_for(activation, 300, (640, 8, 256, 136)[i % 4], device=device)
         how = {"dtype": CHIP[0], "grad_dtype": grad, "rounding": rounding, "align": align, "interleaved": interleaved}
         how |= {"offs": int32([7, 7, 200, 290], device), "scores": None if i % 3 == 0 else scores_for(x)}
-        check(**kept(x, "rowwise", fp8), da=da_for(x, activation), activation=activation, format="rowwise", **how)
+        how |= {"amax": rule.amaxes[i % len(rule.amaxes)]}
+        check(**kept(x, format, fp8), da=da_for(x, activation), activation=activation, format=format, **how)
 
 
 @pytest.mark.parametrize("fp8", [None, CHIP[0]], ids=["bfloat16", "fp8"])
@@ -133,15 +139,16 @@ def test_edges(fp8, device):
         check(h["h"], da, "swiglu", "rowwise", **how | {"dtype": dtype, "grad_dtype": grad})
 
 
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("fp8", [None, CHIP[0]], ids=["bfloat16", "fp8"])
-def test_what_is_not_finite(activation, fp8, device):
-    """A NaN or an infinity poisons its row and its columns of its group."""
+def test_what_is_not_finite(activation, fp8, format, device):
+    """A NaN or an infinity poisons its row and its columns of its group, or its blocks of them."""
     x = h_for(activation, 200, 768, device=device)
     da, scores = da_for(x, activation), scores_for(x)
     x[1, 5], da[20, 700], da[40, 9], scores[50], x[190, 300] = math.nan, math.inf, math.nan, math.nan, -math.inf
     how = {"offs": int32([4, 30, 30, 180], device), "scores": scores, "dtype": CHIP[0]}
-    check(**kept(x, "rowwise", fp8), da=da, activation=activation, format="rowwise", **how)
+    check(**kept(x, format, fp8), da=da, activation=activation, format=format, **how)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -220,6 +227,19 @@ def test_more_than_2_31_elements(big_gpu):
             assert_same([columns, got[scale_t][group]], [want[q_t][:, : want[6]].contiguous(), want[scale_t][0]])
 
 
+@pytest.mark.large
+@pytest.mark.parametrize("format", [name for name, f in FORMATS.items() if f.block])
+def test_blocks_of_more_than_2_31_elements(format, big_gpu):
+    p, f, e = 600_012, 2_048, 256
+    h, h_scale = quantize_rows(torch.randn(p, 2 * f, dtype=torch.bfloat16, device=big_gpu), format)
+    da = torch.randn(p, f, dtype=torch.bfloat16, device=big_gpu)
+    offs = (torch.arange(1, e + 1, device=big_gpu) * (p // e)).to(torch.int32)
+    got = quantize_activated_backward(h, da, "swiglu", format, offs=offs, h_scale=h_scale)
+    dh, a, dscores = activate_backward(h, da, "swiglu", h_scale=h_scale, format=format)
+    assert_same(got[:4], quantize_both(dh, format, offs=offs)[:4])
+    assert_same([*got[4:6], got[7]], [*quantize_tokens(a, format, offs=offs)[:2], dscores])
+
+
 def test_opcheck(device):
     offs, op = int32([9, 30], device), "quantize_activated_backward"
     for format, activation in itertools.product(FORMATS, ("swiglu", "relu2")):
@@ -264,6 +284,7 @@ Q, SCALE = H.to(torch.float8_e4m3fn), torch.zeros(6)
         ([H, DA, "swiglu", "rowwise", OFFS], {"dtype": torch.int8}, "dtype", "int8"),
         ([H, DA, "swiglu", "rowwise", OFFS], {"grad_dtype": torch.int8}, "grad_dtype", "int8"),
         ([H, DA, "swiglu", "rowwise", OFFS], {"rounding": "floor"}, "rounding", "floor"),
+        ([H, DA, "swiglu", "mxfp8", OFFS], {"amax": "square"}, "amax", "square"),
     ],
 )
 def test_errors(args, kwargs, argument, got, device):

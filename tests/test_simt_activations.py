@@ -104,17 +104,29 @@ def test_quantized_rows_of_any_vectors(kernels, f):
 
 
 def check_quantized_backward(
-    kernels: Waves, x: Tensor, da: Tensor, activation: str, offs: Tensor, e5m2: bool, **how: object
+    kernels: Waves,
+    x: Tensor,
+    da: Tensor,
+    activation: str,
+    offs: Tensor,
+    e5m2: bool,
+    format: str = "rowwise",
+    **how: object,
 ) -> None:
     """Of x as it is kept for backward, of the type of the emulated chip."""
     for each in kernels:
         e4m3, other = [t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz()]
-        h, scale = reference.quantize_rows(x, "rowwise", dtype=e4m3)
+        h, scale = reference.quantize_rows(x, format, dtype=e4m3)
         given = {"dtype": e4m3, "grad_dtype": other if e5m2 else e4m3, "h_scale": scale, "offs": offs, **how}
-        want = reference.quantize_activated_backward(h, da, activation, "rowwise", **given)
-        got = each.run("quantize_activated_backward", want, h, da, activation, "rowwise", **given)
-        assert_same(got[:-1], want[:-1], f"{activation} {short(h.shape)} {how} at wave size {each.wave}")
-        of_h = {"h_scale": scale, "format": "rowwise", "interleaved": how.get("interleaved", False)}
+        want = reference.quantize_activated_backward(h, da, activation, format, **given)
+        run = partial(each.run, "quantize_activated_backward", want, h, da, activation, format, **given)
+        if FORMATS[format].block and each.wave == 64:  # no chip of such waves has the room
+            with pytest.raises(RuntimeError, match="no kernels take these rows"):
+                run()
+            continue
+        got = run()
+        assert_same(got[:-1], want[:-1], f"{activation} {format} {short(h.shape)} {how} at wave size {each.wave}")
+        of_h = {"h_scale": scale, "format": format, "interleaved": how.get("interleaved", False)}
         check_dscores(got[-1], want[-1], h, da, activation, **of_h)
         parts = reference.activate_backward(h, da, activation, scores=how["scores"], **of_h)
         parts = each.run("activate_backward", parts, h, da, activation, scores=how["scores"], **of_h)
@@ -142,6 +154,32 @@ def test_quantized_backward(kernels, activation, f, ends, align, e5m2, scored, i
     check_quantized_backward(kernels, x, da_for(x, activation), activation, offs, e5m2, **how)
 
 
+@pytest.mark.parametrize(
+    *pairs(
+        activation=ACTIVATIONS,
+        format=[name for name, f in FORMATS.items() if f.block],
+        f=[128, 384],
+        ends=[[331], [0, 16, 37, 37, 320], [], [0, 0], [1, 2, 130, 331]],
+        align=[32, 128, 256],
+        e5m2=[False, True],
+        scored=[False, True],
+        interleaved=[False, True],
+        rounding=[0, 1],
+        amax=[0, 1],
+    ),
+    ids=short,
+)
+def test_quantized_backward_of_blocks(
+    kernels, activation, format, f, ends, align, e5m2, scored, interleaved, rounding, amax
+):
+    """Tiles that are not full, that are padding alone, and of rows behind the last group."""
+    x, offs = h_for(activation, 331, f), torch.tensor(ends, dtype=torch.int32)
+    rule = FORMATS[format]
+    how = {"align": min(align, rule.aligns[1]), "interleaved": interleaved, "rounding": rule.roundings[rounding]}
+    how |= {"scores": scores_for(x) if scored else None, "amax": rule.amaxes[-amax]}
+    check_quantized_backward(kernels, x, da_for(x, activation), activation, offs, e5m2, format, **how)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_quantized_backward_of_rows_that_are_apart(kernels, interleaved):
     """Eight columns of h are loaded at once; of gates and ups in turns 16, and rows that lie otherwise are refused."""
@@ -162,23 +200,26 @@ def test_quantized_backward_of_rows_that_are_apart(kernels, interleaved):
                 assert_same(run()[:-1], want[:-1], f"rows {256 + extra} apart at wave size {each.wave}")
 
 
-def test_quantized_backward_of_many_groups(kernels):
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantized_backward_of_many_groups(kernels, format):
     """As many as there may be, some of them empty; and a score whose gradient underflows to -0."""
     x, offs = h_for("swiglu", 300, 256), torch.randint(0, 301, (1024,), dtype=torch.int32).sort().values
-    da, how = da_for(x, "swiglu"), {"align": 16, "rounding": "exact", "scores": scores_for(x)}
+    align, rounding = max(16, FORMATS[format].aligns[0]), FORMATS[format].roundings[0]
+    da, how = da_for(x, "swiglu"), {"align": align, "rounding": rounding, "scores": scores_for(x)}
     x[7, :256], x[7, 256:], da[7] = 1e-12, -1e-12, 1e-38
-    check_quantized_backward(kernels, x, da, "swiglu", offs, e5m2=False, **how)
+    check_quantized_backward(kernels, x, da, "swiglu", offs, e5m2=False, format=format, **how)
 
 
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_quantized_backward_of_what_is_not_finite(kernels, activation):
+def test_quantized_backward_of_what_is_not_finite(kernels, activation, format):
     """A NaN or an infinity poisons its row and its columns of its group; rows as long as a team can have."""
     x = h_for(activation, 9, 2048)
     da, scores = da_for(x, activation), scores_for(x)
     x[1, 5], da[2, 700], da[4, 9], scores[5], x[8, 2000] = math.nan, math.inf, math.nan, math.nan, -math.inf
     offs = torch.tensor([4, 5, 5, 8], dtype=torch.int32)
-    how = {"scores": scores, "rounding": "exact"}
-    check_quantized_backward(kernels, x, da, activation, offs, e5m2=False, **how)
+    how = {"scores": scores, "rounding": FORMATS[format].roundings[0]}
+    check_quantized_backward(kernels, x, da, activation, offs, e5m2=False, format=format, **how)
 
 
 @pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)

@@ -44,7 +44,7 @@ MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Source& 
         const int v = first + i * kWarpSize;
         if constexpr (kSumEach) {
           if (v - lane >= vecs) break;
-          if (v > lane) sum += wave_sum(dot[0]);
+          if (v > lane) sum += neighbour_sums(dot);
           dot[0] = 0;
         }
         if (v >= vecs || r >= live) break;
@@ -64,11 +64,9 @@ MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Source& 
         part.store(p.a, out + r * p.h.F + int64_t(v) * n, of_a);
       }
   }
-  constexpr int kLanes = kWarpSize / kRows;
-  const int of_row = lane / kLanes;
-  const float last = wave_sums(dot);
-  if (lane % kLanes == 0 && of_row < live)
-    store_element(p.dscores, InType::kF32, row0 + of_row, kSumEach ? sum + last : 0.f + last);
+  const float last = neighbour_sums(dot);
+  if (const int r = number_of_lane<kRows>(lane); lane < kRows && r < live)
+    store_element(p.dscores, InType::kF32, row0 + r, kSumEach ? sum + last : 0.f + last);
 }
 
 // Of a wave at once: two where a row has no vector for some of the lanes that any chip's wave has.
@@ -80,30 +78,39 @@ MOE_HD int rows_of_wave(const ActivateBackwardParams& p) {
 template <class Part, bool kFp8, bool kGated>
 using GatesOf = std::conditional_t<kFp8, Fp8Gates<Part::kElements, kGated>, PlainGates<Part, kGated>>;
 
-template <class Part, bool kFp8, class Activations>
+// kAny: decided while it runs.
+enum class OfH { kPlain, kFp8, kAny };
+template <class Part, OfH kOfH, class Activations>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 3)
     activate_backward_kernel(MOE_GRID_CONSTANT const ActivateBackwardParams p) {
   wait_for_previous_kernel();
-  Activations::with(p.activation, [&](auto activation) {
-    constexpr Activation kActivation = decltype(activation)::value;
-    using Source = GatesOf<Part, kFp8, kIsGated<kActivation>>;
-    const Source source(p.h);
-    if constexpr (Part::kElements > 1)
-      if (rows_of_wave<Part>(p) == kHeld) {
-        for (int64_t row = first_row() * kHeld; row < p.P; row += rows_at_once() * kHeld)
-          backward_of_rows<kHeld, kActivation, Part>(p, source, row);
-        return;
-      }
-    for (int64_t row = first_row(); row < p.P; row += rows_at_once())
-      backward_of_rows<1, kActivation, Part>(p, source, row);
-  });
+  const auto walk = [&](auto fp8) {
+    Activations::with(p.activation, [&](auto activation) {
+      constexpr Activation kActivation = decltype(activation)::value;
+      using Source = GatesOf<Part, decltype(fp8)::value, kIsGated<kActivation>>;
+      const Source source(p.h);
+      if constexpr (Part::kElements > 1)
+        if (rows_of_wave<Part>(p) == kHeld) {
+          for (int64_t row = first_row() * kHeld; row < p.P; row += rows_at_once() * kHeld)
+            backward_of_rows<kHeld, kActivation, Part>(p, source, row);
+          return;
+        }
+      for (int64_t row = first_row(); row < p.P; row += rows_at_once())
+        backward_of_rows<1, kActivation, Part>(p, source, row);
+    });
+  };
+  if constexpr (kOfH == OfH::kAny) {
+    if (p.h.scale.data) walk(std::true_type{});
+    else walk(std::false_type{});
+  } else {
+    walk(std::bool_constant<kOfH == OfH::kFp8>{});
+  }
 }
 
-template <class Part, class Activations>
-int launch_with(const ActivateBackwardParams& p, bool fp8, void* stream) {
-  auto* const kernel = fp8 ? activate_backward_kernel<Part, true, Activations>
-                           : activate_backward_kernel<Part, false, Activations>;
-  return launch_on_rows(kernel, p, ceil_div<int64_t>(p.P, rows_of_wave<Part>(p)), stream);
+template <OfH kOfH, class Part, class Activations>
+int launch_with(const ActivateBackwardParams& p, void* stream) {
+  constexpr auto kKernel = activate_backward_kernel<Part, kOfH, Activations>;
+  return launch_on_rows(kKernel, p, ceil_div<int64_t>(p.P, rows_of_wave<Part>(p)), stream);
 }
 
 }  // namespace
@@ -114,9 +121,11 @@ int activate_backward(const ActivateBackwardParams& p, void* stream) {
   const bool fast = native && p.in == InType::kBF16 &&
                     is_of_vectors(p.h.h, p.h.stride, p.h.F, p.P, fp8 ? 1 : 2) &&
                     is_of_vectors(p.da, p.da_stride, p.h.F, p.P, 2);
-  if (!fast) return launch_with<Elements, All>(p, fp8, stream);
+  if (!fast) return launch_with<OfH::kAny, Elements, All>(p, stream);
   return dispatch_activations(p.activation, [&](auto activations) {
-    return launch_with<Vectors<BF16>, decltype(activations)>(p, fp8, stream);
+    using Activations = decltype(activations);
+    return fp8 ? launch_with<OfH::kFp8, Vectors<BF16>, Activations>(p, stream)
+               : launch_with<OfH::kPlain, Vectors<BF16>, Activations>(p, stream);
   });
 }
 

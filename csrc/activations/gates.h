@@ -177,16 +177,14 @@ int dispatch_gated(Activation activation, F f) {
   return is_gated(activation) ? f(Gated{}) : f(Ungated{});
 }
 
-// f(AnyOf<the activation>), for kernels of vectors: several in one kernel take the registers of the largest, or spill.
+// f(those that share a kernel of vectors): of gated ones each has its own, for together they spill.
 template <class F>
 int dispatch_activations(Activation activation, F f) {
   switch (activation) {
     case Activation::kSwiglu: return f(AnyOf<Activation::kSwiglu>{});
     case Activation::kGeglu: return f(AnyOf<Activation::kGeglu>{});
     case Activation::kSwigluOai: return f(AnyOf<Activation::kSwigluOai>{});
-    case Activation::kSilu: return f(AnyOf<Activation::kSilu>{});
-    case Activation::kGelu: return f(AnyOf<Activation::kGelu>{});
-    default: return f(AnyOf<Activation::kRelu2>{});
+    default: return f(Ungated{});
   }
 }
 

@@ -20,13 +20,13 @@ struct TeamWords { OfRow of[2][kMostRows][kMostTeam / 32]; };
 struct alignas(8) TeamPoints { Point of[kMostRows][2 * kMagnitudes]; };
 constexpr int kMostTeams = kUsualThreads / 32;
 
-// A team of threads walks rows, a vector each and some rows at once. As many shares of every wave's lanes end up with
-// what is of one row each.
+// A team of threads walks rows, a vector each and some rows at once. Every kRows-th lane of a wave has a share in one
+// of them, and ends up with what is of that row.
 template <class T, class G, bool kTabled>
 struct RowWalk {
-  static constexpr int kParts = G::kParts, kRows = G::kLight ? kMostRows : 2, kShare = kWarpSize / kRows;
-  static_assert(kMostTeam / kWarpSize <= kShare);
-  using Pairs = uint32_t[G::kColumns / 2];  // of columns, in bfloat16
+  static constexpr int kParts = G::kParts, kRows = G::kLight ? kMostRows : 2;
+  static_assert(kMostTeam / kWarpSize <= kWarpSize / kRows);
+  using Pairs = typename G::Pairs;
 
   const GradientsPlan& p;
   TeamWords& words;
@@ -37,14 +37,16 @@ struct RowWalk {
 
   MOE_DEVICE void find_points(const G (&g)[kRows]) const {
     for (int t = threadIdx.x; t < kRows * kMagnitudes; t += blockDim.x) {
-      float scale = g[0].scale;
+      float scale = g[0].scale[0];
 #pragma unroll
       for (int i = 1; i < kRows; ++i)
-        if (t >= i * kMagnitudes) scale = g[i].scale;
+        if (t >= i * kMagnitudes) scale = g[i].scale[0];
       G::find_points(points.of[t / kMagnitudes], t % kMagnitudes, scale);
     }
     barrier();
   }
+  static MOE_DEVICE int own_row() { return number_of_lane<kRows>(threadIdx.x); }
+  static MOE_DEVICE int lane_of_share() { return threadIdx.x % kWarpSize / kRows; }
   static MOE_DEVICE int wave() { return threadIdx.x / kWarpSize; }
   static MOE_DEVICE int waves() { return blockDim.x / kWarpSize; }
   static MOE_DEVICE void barrier() {
@@ -57,43 +59,29 @@ struct RowWalk {
       if constexpr (kTabled) return g.of(j, points);
       else return g.of(j);
     };
-    float dot = 0;
-#pragma unroll
-    for (int w = 0; w < kFeatures / 2; ++w) {
-      const ActivationGradient lo = gradient(2 * w), hi = gradient(2 * w + 1);
-      dot = fmaf(g.da_of(2 * w + 1), hi.a, fmaf(g.da_of(2 * w), lo.a, dot));
-      a[w] = packed_bf16(g.score * lo.a, g.score * hi.a);
-      if constexpr (G::kInterleaved) {
-        dh[2 * w] = packed_bf16(lo.gate, lo.up);
-        dh[2 * w + 1] = packed_bf16(hi.gate, hi.up);
-      } else {
-        dh[w] = packed_bf16(lo.gate, hi.gate);
-        if constexpr (kParts > 1) dh[kFeatures / 2 + w] = packed_bf16(lo.up, hi.up);
-      }
-    }
+    const float dot = g.round(gradient, dh, a);
     return there ? dot : 0;
   }
-  // To the team, what the wave knows of the row that the lane's share has.
+  // To the team, what the wave knows of the lane's row.
   MOE_DEVICE const OfRow* tell(uint32_t amax, const float (&dot)[kRows]) {
-    const int lane = threadIdx.x % kWarpSize;
-    OfRow* of_row = words.of[turn++ & 1][lane / kShare];
-    const OfRow told = {amax, wave_sums(dot)};
-    if (lane % kShare == 0) of_row[wave()] = told;
+    OfRow* of_row = words.of[turn++ & 1][own_row()];
+    const OfRow told = {amax, neighbour_sums(dot)};
+    if (lane_of_share() == 0) of_row[wave()] = told;
     return of_row;
   }
   // Its scale; that and dscores in memory.
   MOE_DEVICE ScaleF32 finish(const OfRow* of_row, int64_t row) {
-    const int lane = threadIdx.x % kWarpSize, own = lane / kShare, of_share = lane % kShare;
+    const int first_lane = threadIdx.x % kRows;
     barrier();
     OfRow told = {};
-    if (of_share < waves()) told = of_row[of_share];
+    if (lane_of_share() < waves()) told = of_row[lane_of_share()];
 #pragma unroll
-    for (int mask = kShare / 2; mask > 0; mask /= 2) told.amax = Max{}(told.amax, shfl_xor(told.amax, mask));
+    for (int mask = kWarpSize / 2; mask >= kRows; mask /= 2) told.amax = Max{}(told.amax, shfl_xor(told.amax, mask));
     const ScaleF32 s = T::template scale_of<ScaleF32>(p.of_dh, told.amax);
     if (wave() > 0) return s;
     float sum = 0;  // in the order of activate_backward.cu
-    for (int w = 0; w < waves(); ++w) sum += as_float(shfl(as_bits(told.dot), own * kShare + w));
-    if (of_share == 0) {
+    for (int w = 0; w < waves(); ++w) sum += as_float(shfl(as_bits(told.dot), first_lane + w * kRows));
+    if (lane_of_share() == 0) {
       store_element(p.gradients.dscores, InType::kF32, row, sum);
       store_stream(static_cast<float*>(p.of_dh.scale) + row, s.dequant());
     }
@@ -116,7 +104,7 @@ struct RowWalk {
   // The block's rows from first to stop, which are of group e. Behind the last row it comes once more: the same maxima
   // and the same bytes.
   MOE_DEVICE void walk(int first, int stop, int e) {
-    const int teams = blockDim.y, own = threadIdx.x % kWarpSize / kShare;
+    const int teams = blockDim.y, own = own_row();
     Pairs most_of_dh = {};
     uint32_t most_of_a[kFeatures / 2] = {};
     const auto row = [&](int begin, int i) { return Min{}(begin + int(threadIdx.y) + i * teams, stop - 1); };
@@ -150,7 +138,7 @@ struct RowWalk {
       T::with_cast(p.of_dh, [&](auto cast) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
-          store(dh[i], row(begin, i), as_float(shfl(as_bits(s.multiplier), i * kShare)), cast);
+          store(dh[i], row(begin, i), as_float(shfl(as_bits(s.multiplier), number_of_lane<kRows>(i))), cast);
       });
     }
     if (!there || e >= p.of_dh.E) return;

@@ -1,4 +1,4 @@
-// What both passes over h and da share: where rows and groups are, and the gradients of eight features of a row.
+// What all passes over h and da share: where rows and groups are, and the gradients of eight features of a row.
 #pragma once
 #include "activations/gates.h"
 #include "activations/quantize_activated_backward.h"
@@ -46,9 +46,10 @@ struct Gradients {
   static constexpr bool kLight = kCurve != Curve::kClampedSilu && kCurve != Curve::kGelu;
   using Neighbours = std::conditional_t<kInTurns, Vec16, Vec8>;
   static constexpr int kPieces = kColumns / sizeof(Neighbours);
+  using Pairs = uint32_t[kColumns / 2];  // of columns of dh, in bfloat16
   Neighbours h[kPieces];
   Vec16 da;
-  float scale, score;
+  float scale[kPieces], score;
 
   static constexpr MOE_DEVICE int column(int part, int j) { return kInTurns ? 2 * j + part : part * kFeatures + j; }
   static constexpr MOE_DEVICE int part_of(int c) { return kInTurns ? c % 2 : c / kFeatures; }
@@ -60,22 +61,30 @@ struct Gradients {
     return reinterpret_cast<Piece*>(h) + v + i * p.vecs;
   }
 
-  template <Reuse kReuse>
-  static MOE_DEVICE Gradients load(const GradientsPlan& p, int row, int v) {
+  // scale_of(i): that of piece i.
+  template <Reuse kReuse, class ScaleOf>
+  static MOE_DEVICE Gradients load(const GradientsPlan& p, int row, int v, ScaleOf scale_of) {
     const ActivateBackwardParams& of = p.gradients;
     Gradients g;
     const auto* h = static_cast<const uint8_t*>(of.h.h) + offset(row, p.h_stride) * kFeatures;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) g.h[i] = load_stream<kReuse>(piece(p, h, v, i));
     g.da = load_stream<kReuse>(static_cast<const Vec16*>(of.da) + v + offset(row, p.da_stride));
-    g.scale = static_cast<const float*>(of.h.scale.data)[row];
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) g.scale[i] = scale_of(i);
     g.score = of.scores ? of.scores[row] : 1.f;
     return g;
+  }
+  // Of an h with a scale a row.
+  template <Reuse kReuse>
+  static MOE_DEVICE Gradients load(const GradientsPlan& p, int row, int v) {
+    const float scale = static_cast<const float*>(p.gradients.h.scale.data)[row];
+    return load<kReuse>(p, row, v, [&](int) { return scale; });
   }
   MOE_DEVICE float value(int part, int j) const {
     constexpr int n = sizeof(Neighbours);
     const int c = column(part, j);
-    return decode_native<false>(h[c / n].w[c % n / 4], c % 4) * scale;
+    return decode_native<false>(h[c / n].w[c % n / 4], c % 4) * scale[c / n];
   }
   MOE_DEVICE float da_of(int j) const { return element<BF16>(da.w[j / 2], j % 2); }
   MOE_DEVICE float up(int j) const { return kGated ? value(kParts - 1, j) : 0.f; }
@@ -88,6 +97,25 @@ struct Gradients {
     constexpr int n = sizeof(Neighbours);
     const int c = column(0, j);
     return activation_gradient<kActivation>(points[h[c / n].w[c % n / 4] >> c % 4 * 8 & 0xff], up(j), score * da_of(j));
+  }
+  // Of all eight, where gradient(j) is that of feature j, rounded: dh and scores * a. Returns their part of dscores.
+  template <class GradientOf>
+  MOE_DEVICE float round(GradientOf gradient, Pairs& dh, uint32_t (&a)[kFeatures / 2]) const {
+    float dot = 0;
+#pragma unroll
+    for (int w = 0; w < kFeatures / 2; ++w) {
+      const ActivationGradient lo = gradient(2 * w), hi = gradient(2 * w + 1);
+      dot = fmaf(da_of(2 * w + 1), hi.a, fmaf(da_of(2 * w), lo.a, dot));
+      a[w] = packed_bf16(score * lo.a, score * hi.a);
+      if constexpr (kInterleaved) {
+        dh[2 * w] = packed_bf16(lo.gate, lo.up);
+        dh[2 * w + 1] = packed_bf16(hi.gate, hi.up);
+      } else {
+        dh[w] = packed_bf16(lo.gate, hi.gate);
+        if constexpr (kParts > 1) dh[kFeatures / 2 + w] = packed_bf16(lo.up, hi.up);
+      }
+    }
+    return dot;
   }
   // Of a gate of these bits in a row of this scale, and of its negative. A FNUZ zero's negative is NaN.
   static MOE_DEVICE void find_points(Point* points, int bits, float scale) {

@@ -1,6 +1,6 @@
 #include "activations/quantize_activated_backward.h"
 
-#include "activations/gradients.h"
+#include "activations/gradient_tiles.h"
 #include "activations/launch.h"
 #include "primitives/group_table.h"
 
@@ -48,13 +48,17 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) scale_columns_kernel(MOE_GRI
   }
 }
 
-GradientsPlan plan_of(const QuantizeActivatedBackwardParams& p) {
+GradientsPlan gradients_plan(const QuantizeActivatedBackwardParams& p) {
   GradientsPlan plan = {p};
   plan.parts = is_gated(p.gradients.activation) ? 2 : 1;
   plan.gradients.h.interleaved &= plan.parts > 1;
   plan.vecs = int(p.gradients.h.F / kFeatures);
   plan.h_stride = uint32_t(p.gradients.h.stride / kFeatures);
   plan.da_stride = uint32_t(p.gradients.da_stride / kFeatures);
+  return plan;
+}
+GradientsPlan plan_of(const QuantizeActivatedBackwardParams& p) {
+  GradientsPlan plan = gradients_plan(p);
   const int64_t columns = columns_of_groups(plan);
   plan.slots = reinterpret_cast<Slot*>(p.scratch);
   plan.multipliers = reinterpret_cast<float*>(plan.slots + p.of_dh.positions / kSlotRows);
@@ -63,9 +67,12 @@ GradientsPlan plan_of(const QuantizeActivatedBackwardParams& p) {
   return plan;
 }
 
+bool has_blocks(const QuantizeActivatedBackwardParams& p) { return format_of(p.of_dh.format).block != 0; }
+
 }  // namespace
 
 int64_t scratch_words(const QuantizeActivatedBackwardParams& p) {
+  if (has_blocks(p)) return gradient_tiles_words(p);
   return p.of_dh.positions / kSlotRows * (sizeof(Slot) / 4) + 2 * columns_of_groups(plan_of(p)) + p.of_dh.E + 2;
 }
 
@@ -74,15 +81,17 @@ bool can_quantize_activated_backward(const QuantizeActivatedBackwardParams& p) {
   const bool fnuz = device().native_fnuz;
   const Fp8Type native = fnuz ? Fp8Type::kE4M3FNUZ : Fp8Type::kE4M3FN;
   const bool types = g.h.scale.data && g.h.fp8 == native && p.of_a.out == native && is_fnuz(p.of_dh.out) == fnuz;
-  const bool sizes = g.P > 0 && g.h.F > 0 && g.h.F <= kMostFeatures && p.of_dh.align % kSlotRows == 0;
+  const bool sizes = has_blocks(p) ? can_take_gradient_tiles(p) : g.h.F <= kMostFeatures;
   const int together = g.h.interleaved && is_gated(g.activation) ? 2 * kFeatures : kFeatures;  // columns of h
   const bool near = g.P == 1 || (g.h.stride < kLongestStride && g.da_stride < kLongestStride);
-  return p.of_dh.format == FormatId::kRowwise && g.in == InType::kBF16 && types && sizes && near &&
+  return g.P > 0 && g.h.F > 0 && g.in == InType::kBF16 && types && sizes && near && !p.of_a.of_batch() &&
+         p.of_dh.align % kSlotRows == 0 &&
          is_of_vectors(g.h.h, g.h.stride, g.h.F, g.P, 1, together) &&
          is_of_vectors(g.da, g.da_stride, g.h.F, g.P, 2);
 }
 
 int quantize_activated_backward(const QuantizeActivatedBackwardParams& p, void* stream) {
+  if (has_blocks(p)) return launch_gradient_tiles(gradients_plan(p), stream);
   const GradientsPlan plan = plan_of(p);
   const Launch few = {dim3(unsigned(device().multiprocessors)), dim3(kPlaceThreads), stream};
   if (const int e = launch(place_slots_kernel, few, plan)) return e;

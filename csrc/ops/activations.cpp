@@ -184,7 +184,8 @@ Results<8> quantize_activated_backward_op(const Tensor& h, const Tensor& da, std
                                           std::string_view format, const Tensor& offs,
                                           const std::optional<Tensor>& scores, const std::optional<Tensor>& h_scale,
                                           bool interleaved, std::optional<int64_t> align, std::optional<int32_t> dtype,
-                                          std::optional<int32_t> grad_dtype, std::optional<std::string_view> rounding) {
+                                          std::optional<int32_t> grad_dtype, std::optional<std::string_view> rounding,
+                                          std::string_view amax) {
   constexpr const char* kOp = kQuantizeBackward;
   constexpr const Argument &kH = argument(kOp, "h"), &kDa = argument(kOp, "da"), &kScores = argument(kOp, "scores"),
                            &kScale = argument(kOp, "h_scale"), &kOffs = argument(kOp, "offs");
@@ -196,6 +197,7 @@ Results<8> quantize_activated_backward_op(const Tensor& h, const Tensor& da, std
   of_dh.format = check_format(kOp, format);
   if (h_scale) gradients.h.scale = check_h_scale(kScale, h, *h_scale, format);
   of_dh.rounding = check_rounding(kOp, format_of(of_dh.format), rounding);
+  const Amax amax_of_a = check_amax(kOp, format_of(of_dh.format), amax);
   of_dh.in = gradients.in;
   of_dh.rows = gradients.P;
   of_dh.along_tokens = true;
@@ -205,6 +207,8 @@ Results<8> quantize_activated_backward_op(const Tensor& h, const Tensor& da, std
   of_dh.out = of_a.out = check_fp8(call, kOp, dtype);
   of_a = of_dh;
   of_a.row_stride = of_a.K = gradients.h.F;
+  of_a.x_rows = of_a.rows;
+  of_a.amax = amax_of_a;
   if (grad_dtype) of_dh.out = check_fp8(call, kOp, grad_dtype, "grad_dtype");
   of_dh.row_stride = of_dh.K = h.sizes[1];
   of_dh.along_rows = true;
@@ -221,13 +225,15 @@ Results<8> quantize_activated_backward_op(const Tensor& h, const Tensor& da, std
     return results(dh.q, dh.scale, dh.q_t, dh.scale_t, a.q_t, a.scale_t, dh.padded_offs, dscores);
   }
 #endif
-  const GradientOutputs values = compute_gradients(call, h, da, gradients);
-  of_dh.x = gradients.dh;
-  of_a.x = gradients.a;
-  for (QuantizeParams* quantized : {&of_dh, &of_a}) {
-    const Handle scratch = scratch_of(call, h, *quantized);
-    run(call, h, *quantized);
-  }
+  GradientOutputs values = compute_gradients(call, h, da, gradients);
+  const auto quantize_values = [&](QuantizeParams& to, const void* x) {
+    to.x = x;
+    const Handle scratch = scratch_of(call, h, to);
+    run(call, h, to);
+  };
+  quantize_values(of_a, gradients.a);
+  values.a = {};
+  quantize_values(of_dh, gradients.dh);
   return results(dh.q, dh.scale, dh.q_t, dh.scale_t, a.q_t, a.scale_t, dh.padded_offs, dscores);
 }
 

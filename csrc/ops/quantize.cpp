@@ -19,14 +19,6 @@ struct Tokens {
   std::string_view amax = "group";
 };
 
-Amax check_amax(const char* op, const Format& f, std::string_view amax) {
-  const std::string_view wider = kAmaxNames[int(f.wider)];
-  if (amax == "group") return Amax::kGroup;
-  if (f.wider != Amax::kGroup && amax == wider) return f.wider;
-  const std::string other = f.wider == Amax::kGroup ? "" : " or '" + std::string(wider) + "'";
-  fail(op, ": amax must be 'group'", other, " with format '", f.name, "', got '", amax, "'");
-}
-
 // rowwise takes rows of any leading dimensions, as experts of which nothing is wanted along tokens.
 Outputs quantize_leading(const Tokens& t, const Tensor* offs, QuantizeParams& p) {
   const char* op = t.x_arg.op;

@@ -20,6 +20,14 @@ inline void set_groups(QuantizeParams& p, const char* op, const char* arg, const
   if (f.block) check_extent(op, arg, p.rows, p.E, std::max(p.align, kGroupScales));
 }
 
+inline Amax check_amax(const char* op, const Format& f, std::string_view amax) {
+  const std::string_view wider = kAmaxNames[int(f.wider)];
+  if (amax == "group") return Amax::kGroup;
+  if (f.wider != Amax::kGroup && amax == wider) return f.wider;
+  const std::string other = f.wider == Amax::kGroup ? "" : " or '" + std::string(wider) + "'";
+  fail(op, ": amax must be 'group'", other, " with format '", f.name, "', got '", amax, "'");
+}
+
 // What quantize() writes, in the order in which ops return it, and p with where that is. Where p has padded_offs
 // already, those of another operand of the same groups, none are made.
 struct Outputs {

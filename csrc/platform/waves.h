@@ -71,6 +71,16 @@ MOE_DEVICE float wave_sum(float v) {
   for (int mask = kLanes / 2; mask > 0; mask >>= 1) v += as_float(shfl_xor(as_bits(v), mask));
   return v;
 }
+// Lanes whose numbers differ in kMask share n values out: each takes the sums of a half.
+template <int kMask, int n>
+MOE_DEVICE void halve_sums(const float (&values)[n], float (&half)[n / 2]) {
+  const bool upper = threadIdx.x & kMask;
+#pragma unroll
+  for (int i = 0; i < n / 2; ++i) {
+    const float own = upper ? values[n / 2 + i] : values[i], sent = upper ? values[i] : values[n / 2 + i];
+    half[i] = own + as_float(shfl_xor(as_bits(sent), kMask));
+  }
+}
 // Of n values of every lane, a power of two of them, that of number lane * n / kLanes: lanes share the values out, each
 // adds up a half of them, then a quarter, in the order in which wave_sum() adds up each.
 template <int kLanes = kWarpSize, int n>
@@ -78,18 +88,33 @@ MOE_DEVICE float wave_sums(const float (&values)[n]) {
   if constexpr (n == 1) {
     return wave_sum<kLanes>(values[0]);
   } else {
-    constexpr int kMask = kLanes / 2;
-    const bool upper = threadIdx.x & kMask;
     float half[n / 2];
-#pragma unroll
-    for (int i = 0; i < n / 2; ++i) {
-      const float own = upper ? values[n / 2 + i] : values[i], sent = upper ? values[i] : values[n / 2 + i];
-      half[i] = own + as_float(shfl_xor(as_bits(sent), kMask));
-    }
-    return wave_sums<kMask>(half);
+    halve_sums<kLanes / 2>(values, half);
+    return wave_sums<kLanes / 2>(half);
   }
 }
-
+// The same with neighbours added first, and so in one order for waves of any size. The lane has that of number
+// number_of_lane<n>().
+template <int kLanes = kWarpSize, int kMask = 1, int n>
+MOE_DEVICE float neighbour_sums(const float (&values)[n]) {
+  if constexpr (n == 1) {
+    float v = values[0];
+#pragma unroll
+    for (int mask = kMask; mask < kLanes; mask *= 2) v += as_float(shfl_xor(as_bits(v), mask));
+    return v;
+  } else {
+    float half[n / 2];
+    halve_sums<kMask>(values, half);
+    return neighbour_sums<kLanes, 2 * kMask>(half);
+  }
+}
+template <int n>
+MOE_DEVICE int number_of_lane(int lane) {
+  int number = 0;
+#pragma unroll
+  for (int bit = 1; bit < n; bit *= 2) number = 2 * number + lane / bit % 2;
+  return number;
+}
 // A bit a lane; bits of lanes that the wave does not have are zero.
 #if defined(MOE_HIP)
 using LaneMask = uint64_t;

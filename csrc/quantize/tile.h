@@ -30,6 +30,8 @@ constexpr int kTileSlots = kBlock / kSlotRows, kTileThreads = kTileSlots * kLane
 
 template <class T>
 using TileWords = uint32_t[kSlotRows][T::kWords];
+template <class T>
+using TileStage = TransposeStage<kBlock, T::kColumns>;
 
 // Where some rows of a tile end, as the slot counts its own: none of them are the slot's where that is not positive.
 MOE_DEVICE int in_slot(int rows) { return rows - int(threadIdx.y) * kSlotRows; }
@@ -42,7 +44,7 @@ MOE_DEVICE int in_wave(int rows) {
 template <class T, bool kAhead>
 struct TileBuffers {
   Vec16 rows[kAhead ? kBlock : 1][T::kChunks];  // of the next tile
-  TransposeStage<kBlock, T::kColumns> stage[kStack];
+  TileStage<T> stage[kStack];
   alignas(16) uint32_t slot_amax[kTileSlots][kLanes * T::kWords];
   alignas(16) float multiplier[T::kBlocks][kBlock];  // of the blocks of a column
   alignas(16) float row_multiplier[kBlock][T::kBlocks];
@@ -126,8 +128,8 @@ MOE_DEVICE void store_columns(uint8_t* q, int64_t there, uint32_t bytes) {
   }
 }
 // Rows of q. The slot's own multipliers are those that its wave has just made.
-template <class T>
-MOE_DEVICE void cast_rows(const TilesPlan& p, const Tile& tile, const TileWords<T>& v, const TileShared<T>& shared) {
+template <class T, class Shared>
+MOE_DEVICE void cast_rows(const TilesPlan& p, const Tile& tile, const TileWords<T>& v, const Shared& shared) {
   wave_barrier();
   const auto* multiplier = shared.row_multiplier + threadIdx.y * kSlotRows;
   const int64_t column = first_column<T>(tile), there = p.K - column;
@@ -143,8 +145,8 @@ MOE_DEVICE void cast_rows(const TilesPlan& p, const Tile& tile, const TileWords<
   });
 }
 // Amax over the slot's rows of every word of columns, left in shared.slot_amax.
-template <class T>
-MOE_DEVICE void reduce_slot(const TileWords<T>& v, TileShared<T>& shared) {
+template <class T, class Shared>
+MOE_DEVICE void reduce_slot(const TileWords<T>& v, Shared& shared) {
 #pragma unroll
   for (int w = 0; w < T::kWords; ++w) {
     uint32_t amax = v[0][w];
@@ -154,8 +156,8 @@ MOE_DEVICE void reduce_slot(const TileWords<T>& v, TileShared<T>& shared) {
   }
 }
 // Blocks along rows: amax and multipliers of the slot's rows.
-template <class T>
-MOE_DEVICE void make_row_multipliers(const TilesPlan& p, const TileWords<T>& v, TileShared<T>& shared) {
+template <class T, class Shared>
+MOE_DEVICE void make_row_multipliers(const TilesPlan& p, const TileWords<T>& v, Shared& shared) {
   using In = typename T::In;
   constexpr int kRows = T::kTeam < kSlotRows ? T::kTeam : kSlotRows, kLanesOfRow = T::kTeam / kRows;  // at once
   const int lane = threadIdx.x, first = threadIdx.y * kSlotRows + lane % T::kTeam / kLanesOfRow;
@@ -173,8 +175,8 @@ MOE_DEVICE void make_row_multipliers(const TilesPlan& p, const TileWords<T>& v, 
   }
 }
 // Blocks along columns: their multipliers, one a thread at a time.
-template <class T>
-MOE_DEVICE void make_column_multipliers(const TilesPlan& p, TileShared<T>& shared) {
+template <class T, class Shared>
+MOE_DEVICE void make_column_multipliers(const TilesPlan& p, Shared& shared) {
   using In = typename T::In;
   constexpr int kSlots = kTileSlots / T::kBlocks;  // of a block
 #pragma unroll
@@ -189,8 +191,8 @@ MOE_DEVICE void make_column_multipliers(const TilesPlan& p, TileShared<T>& share
   }
 }
 // Squares: the multiplier of the whole tile, as that of all columns and, of weights, of all rows.
-template <class T>
-MOE_DEVICE void make_square_multiplier(const TilesPlan& p, TileShared<T>& shared) {
+template <class T, class Shared>
+MOE_DEVICE void make_square_multiplier(const TilesPlan& p, Shared& shared) {
   using In = typename T::In;
   uint32_t amax = 0;
 #pragma unroll
@@ -208,29 +210,29 @@ MOE_DEVICE void make_square_multiplier(const TilesPlan& p, TileShared<T>& shared
   if (T::kScaling == Scaling::kSquares) shared.row_multiplier[at][0] = m;
 }
 // The multipliers of the slot's columns.
-template <class T>
-MOE_DEVICE const float* slot_multipliers(const TileShared<T>& shared) {
+template <class T, class Shared>
+MOE_DEVICE const float* slot_multipliers(const Shared& shared) {
   return shared.multiplier[threadIdx.y * T::kBlocks / kTileSlots];
 }
 
-// The columns, transposed by way of a stage for each tile of the stack.
-template <class T>
-MOE_DEVICE void stage_columns(const TilesPlan& p, const Tile& tile, const TileWords<T>& v, TileShared<T>& shared,
-                              int in_stack) {
+// The columns, transposed by way of a stage.
+template <class T, class Shared>
+MOE_DEVICE void stage_columns(const TilesPlan& p, const Tile& tile, const TileWords<T>& v, const Shared& shared,
+                              TileStage<T>& stage) {
   if (in_slot(tile.positions) <= 0) return;
   const int rows = in_slot(tile.rows_of_group);
-  if (rows <= 0) return clear_slot<T::kColumns>(shared.stage[in_stack]);
+  if (rows <= 0) return clear_slot<T::kColumns>(stage);
   // One form for all rows and for some: with both, 64 floats spill.
   T::Types::with_cast(p, [&](auto cast) {
-    cast_slot<typename T::In, false>(v, rows, slot_multipliers<T>(shared), shared.stage[in_stack], cast);
+    cast_slot<typename T::In, false>(v, rows, slot_multipliers<T>(shared), stage, cast);
   });
 }
-// Stores the columns of the stack that this turn's tile ends.
-template <class T>
-MOE_DEVICE void store_staged(const TilesPlan& p, TileShared<T>& shared, uint32_t turn) {
-  constexpr int kOfColumn = kLineSlots * kStack, kStep = kTileThreads / kOfColumn;  // threads; columns at once
-  const int t = threadIdx.y * kLanes + threadIdx.x, in_stack = t % kOfColumn / kLineSlots, slot = t % kLineSlots;
-  const Tile& tile = shared.tile(turn + 1 - kStack + in_stack);
+// Stores the columns of kTiles tiles, one below the other: number i is tile_of(i), and stages[i] has its columns.
+template <class T, int kTiles, class TileOf>
+MOE_DEVICE void store_staged(const TilesPlan& p, TileStage<T>* stages, TileOf tile_of) {
+  constexpr int kOfColumn = kLineSlots * kTiles, kStep = kTileThreads / kOfColumn;  // threads; columns at once
+  const int t = threadIdx.y * kLanes + threadIdx.x, number = t % kOfColumn / kLineSlots, slot = t % kLineSlots;
+  const Tile& tile = tile_of(number);
   const int first = slot * kSlotRows;
   if (first >= tile.positions) return;
   int local = t / kOfColumn;
@@ -242,7 +244,7 @@ MOE_DEVICE void store_staged(const TilesPlan& p, TileShared<T>& shared, uint32_t
 #pragma unroll kUnroll
   for (int i = 0; i < kBlock / kStep; ++i, local += kStep, out += kStep * p.positions) {
     if (int64_t(tile.strip) * kBlock + local >= p.K) return;
-    store_chunk<T::Types::kFast>(out, shared.stage[in_stack].at(local, slot), tile.positions - first);
+    store_chunk<T::Types::kFast>(out, stages[number].at(local, slot), tile.positions - first);
   }
 }
 
@@ -250,10 +252,10 @@ MOE_DEVICE void store_staged(const TilesPlan& p, TileShared<T>& shared, uint32_t
 template <class T>
 MOE_DEVICE void cast_columns(const TilesPlan& p, const Tile& tile, const TileWords<T>& v, TileShared<T>& shared,
                              uint32_t turn) {
-  stage_columns<T>(p, tile, v, shared, turn % kStack);
+  stage_columns<T>(p, tile, v, shared, shared.stage[turn % kStack]);
   if (turn % kStack != kStack - 1) return;
   __syncthreads();
-  store_staged<T>(p, shared, turn);
+  store_staged<T, kStack>(p, shared.stage, [&](int i) -> const Tile& { return shared.tile(turn + 1 - kStack + i); });
 }
 
 }  // namespace moe_fp8

@@ -25,8 +25,8 @@ struct TileScales<ScaleType::kF32> {
   }
 
   // One of rows and one of columns a thread, so that they are written in whole lines.
-  template <class T>
-  static MOE_DEVICE void store(const TilesPlan& p, const Tile& tile, const TileShared<T>& shared) {
+  template <class T, class Shared>
+  static MOE_DEVICE void store(const TilesPlan& p, const Tile& tile, const Shared& shared) {
     const int local = threadIdx.y * kLanes + threadIdx.x;
     if (local >= kBlock || p.K == 0) return;
     auto *scales = static_cast<float*>(p.scale), *scales_t = static_cast<float*>(p.scale_t);
@@ -68,8 +68,8 @@ struct TileScales<ScaleType::kE8M0> {
     clear_scales(static_cast<uint8_t*>(p.scale_t), used, p.scale_t_bytes, t, threads);
   }
 
-  template <class T>
-  static MOE_DEVICE void store(const TilesPlan& p, const Tile& tile, const TileShared<T>& shared) {
+  template <class T, class Shared>
+  static MOE_DEVICE void store(const TilesPlan& p, const Tile& tile, const Shared& shared) {
     const int t = threadIdx.y * kLanes + threadIdx.x;
     const int64_t column = int64_t(tile.strip) * kBlock;
     if (p.K == 0) return;

@@ -7,6 +7,7 @@ from moe_fp8_ext.ops.checks import (
     FP8_DTYPES,
     INPUT_DTYPES,
     check,
+    check_amax,
     check_format,
     check_groups,
     check_one_of,
@@ -159,17 +160,19 @@ def quantize_activated_backward(
     dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     rounding: str | None = None,
+    amax: str = "group",
 ) -> tuple[Tensor, ...]:
     """All that backward takes between the two products of experts, as operands of the next ones.
 
         dh, a, dscores = activate_backward(h, da, activation, scores=scores, ...)
         q, scale, q_t, scale_t, padded_offs = quantize_both(dh, format, offs=offs, dtype=grad_dtype, ...)
-        a_q_t, a_scale_t, _ = quantize_tokens(a, format, offs=offs, ...)
+        a_q_t, a_scale_t, _ = quantize_tokens(a, format, offs=offs, amax=amax, ...)
 
-    byte for byte. On a GPU, in format "rowwise", from two reads of h and da: gradients are never written. That is so
-    for an h in E4M3 and a da in bfloat16, whose rows begin at multiples of 8 and of 16 bytes and have a multiple of 8
-    features, at most 2048; dtypes that the GPU casts to, of a E4M3; groups that `align` pads to multiples of 16. Not
-    differentiable. Never waits for the device.
+    byte for byte. On a GPU gradients are never written: in formats with blocks they come from one read of h and da, in
+    "rowwise" from two. That is so for an h in E4M3 and a da in bfloat16, whose rows begin at multiples of 8 and of 16
+    bytes, and dtypes that the GPU casts to, of a E4M3. With blocks features are a multiple of 128, and the GPU has
+    227 KB of shared memory a multiprocessor, as H200 and B200 do; else they are a multiple of 8, at most 2048, and
+    `align` pads groups to multiples of 16. Not differentiable. Never waits for the device.
 
     Args:
         h, da, activation, scores, interleaved: as in `activate_backward`.
@@ -178,6 +181,7 @@ def quantize_activated_backward(
         offs: likewise, of the rows of h.
         dtype: of a, as in `quantize_tokens`.
         grad_dtype: of dh; None is `dtype`.
+        amax: of a, as in `quantize_tokens`.
 
     Returns:
         q as h, its scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs: as `quantize_both` of dh and `quantize_tokens`
@@ -189,7 +193,7 @@ def quantize_activated_backward(
     Source: `activate_backward`, `quantize_both` and `quantize_tokens`.
     """
     with below_autograd(h, da, scores, h_scale):
-        how = scores, h_scale, interleaved, align, dtype, grad_dtype, rounding
+        how = scores, h_scale, interleaved, align, dtype, grad_dtype, rounding, amax
         return _quantize_activated_backward(h, da, activation, format, offs, *how)
 
 
@@ -302,6 +306,7 @@ def _(
     dtype=None,
     grad_dtype=None,
     rounding=None,
+    amax="group",
 ):
     op = "quantize_activated_backward"
     rows, features = _check_gradients(op, h, da, activation, scores, h_scale)
@@ -309,6 +314,7 @@ def _(
     if h_scale is not None:
         _check_h_scale(op, h, h_scale, format)
     check_rounding(op, format, rounding)
+    check_amax(op, format, amax)
     check(op, "offs", offs, h)
     e = offs.shape[0]
     align = check_groups(op, e, "h", rows, format, align)
@@ -316,11 +322,11 @@ def _(
     grad_dtype = dtype if grad_dtype is None else fp8_dtype(op, grad_dtype, h, "grad_dtype")
     positions, blocks = padded_extent(rows, e, align), format.token_blocks(rows, e, align)
 
-    def along_tokens(columns, dtype):
-        scale_t = format.scale_of_tokens(columns, blocks, e).empty(h, format.scale_dtype)
+    def along_tokens(columns, dtype, amax="group"):
+        scale_t = format.scale_of_tokens(columns, blocks, e, amax).empty(h, format.scale_dtype)
         return h.new_empty((columns, positions), dtype=dtype), scale_t
 
     scale = format.scale_of_rows(h.shape, e).empty(h, format.scale_dtype)
     of_dh = h.new_empty(h.shape, dtype=grad_dtype), scale, *along_tokens(h.shape[1], grad_dtype)
     others = h.new_empty((e,), dtype=torch.int32), h.new_empty((rows,), dtype=torch.float32)
-    return *of_dh, *along_tokens(features, dtype), *others
+    return *of_dh, *along_tokens(features, dtype, amax), *others

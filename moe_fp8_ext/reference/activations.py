@@ -163,11 +163,12 @@ def quantize_activated_backward(
     dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     rounding: str | None = None,
+    amax: str = "group",
 ) -> tuple[Tensor, ...]:
     """quantize_both of dh, quantize_tokens of scores * a but for padded_offs, which are the same, and dscores."""
     of_h = {"h_scale": h_scale, "format": None if h_scale is None else format, "interleaved": interleaved}
     dh, a, dscores = activate_backward(h, da, activation, scores=scores, **of_h)
     how = {"offs": offs, "align": align, "rounding": rounding}
     *of_dh, padded_offs = quantize_both(dh, format, dtype=grad_dtype or dtype, **how)
-    of_a = quantize_tokens(a, format, dtype=dtype, **how)[:2]
+    of_a = quantize_tokens(a, format, dtype=dtype, amax=amax, **how)[:2]
     return *of_dh, *of_a, padded_offs, dscores

@@ -22,6 +22,7 @@ AMD_REGISTERS = 256  # of products by instructions: two blocks of four waves sha
 BY_INSTRUCTIONS = r"mma_kernel<Traits<\(Types\)[01]"  # not what is looked up in tables
 # Of chips without the instructions, or code that may not use them, the casts are arithmetic.
 CASTS_IN_SOFTWARE = ("sm_80", "sm_86", "sm_87")
+HAS_LARGE_MEMORY = ("sm_90a", "sm_100a", "sm_103a")  # 227 KB of it are shared
 ROUNDS_TO_E8M0 = ("sm_100a", "sm_103a", "sm_120a", "sm_121a")
 OF_E8M0 = r"\(ScaleType\)1|\(ScaleOrder\)[02]"  # kernels of formats with such scales
 KINDS = {"(Kind)0": {E4M3}, "(Kind)1": {E5M2}, "(Kind)2": {E4M3, E5M2}}  # enum class Kind of quantize/types.h
@@ -48,11 +49,13 @@ OTHERS: dict[str, str | bool] = {
     "pack_tokens_kernel": True,
     "permute_indices_kernel": False,
     "permute_scales_kernel": False,
+    "place_gradient_tiles_kernel": False,
     "place_rows_kernel": False,
     "place_slots_kernel": False,
     "place_tokens_kernel": False,
     "prepare_offs_kernel": False,
     "scale_columns_kernel": False,
+    "sum_gradient_tiles_kernel": False,
     "swizzle_scales_kernel": True,
     "token_groups_kernel": False,
     "tokens_by_rank_kernel": False,
@@ -94,13 +97,17 @@ def base_of(name: str) -> str:
 
 
 def never_runs(name: str, arch: str) -> bool:
-    """Kernels with an instruction that this chip of a build lacks are there for another."""
+    """Kernels with an instruction, or in need of memory, that this chip of a build lacks are there for another."""
+    if base_of(name) == "quantize_gradient_tiles_kernel":
+        return arch not in HAS_LARGE_MEMORY
     return arch != "gfx950" and re.search(r"\bScaled\b", name) is not None
 
 
 def needs(name: str, arch: str) -> set[str] | None:
     """What the code of a kernel must hold; None of an unknown one."""
     base = base_of(name)
+    if never_runs(name, arch):
+        return set()
     if base.startswith("quantize_"):
         fast = re.search(r"\bFast<\w+, (\(Kind\)\d)>", name)
         if not fast:
@@ -110,8 +117,6 @@ def needs(name: str, arch: str) -> set[str] | None:
         return {VECTORS, *of_values, *of_scales}
     if base not in OTHERS:
         return None
-    if never_runs(name, arch):
-        return set()
     scaled = re.search(r"\bScaled\b", name)
     vectors = OTHERS[base]
     loads = {VECTORS} if vectors is True or (vectors and vectors in name) else set()

@@ -232,6 +232,7 @@ class SimtKernels(TokenKernels):
         scores: Tensor | None = None,
         h_scale: Tensor | None = None,
         interleaved: bool = False,
+        amax: str = "group",
     ) -> None:
         *out, h, da, activation, format = given
         fp8 = 0 if h_scale is None else FP8_TYPES.index(h.dtype)
@@ -239,7 +240,8 @@ class SimtKernels(TokenKernels):
         sizes = *da.shape, h.shape[1], h.stride(0), da.stride(0)
         of_h = fp8, scale, ACTIVATIONS.index(activation), interleaved
         of_groups = offs, offs.shape[0], out[2].shape[1], align
-        how = ROUNDINGS.index(rounding), FP8_TYPES.index(dtype), FP8_TYPES.index(grad_dtype)
+        how = list(FORMATS).index(format), ROUNDINGS.index(rounding), FP8_TYPES.index(dtype)
+        how += FP8_TYPES.index(grad_dtype), AMAXES.index(amax)
         scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).data_ptr())
         self._call("quantize_activated_backward", h, da, scores, *sizes, *of_h, *of_groups, *how, *out, scratch)
 

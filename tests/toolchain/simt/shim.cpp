@@ -90,8 +90,8 @@ extern "C" const char* simt_activate_backward(const void* h, const void* da, con
 extern "C" const char* simt_quantize_activated_backward(
     const void* h, const void* da, const float* scores, int64_t P, int64_t F, int64_t columns, int64_t h_stride,
     int64_t da_stride, int fp8, const Scales* scale, int activation, bool interleaved, const int* offs, int64_t E,
-    int64_t positions, int align, int rounding, int out, int out_of_dh, uint8_t* q, float* q_scale, uint8_t* q_t,
-    float* scale_t, uint8_t* a_q_t, float* a_scale_t, int* padded_offs, float* dscores,
+    int64_t positions, int align, int format, int rounding, int out, int out_of_dh, int amax, uint8_t* q, void* q_scale,
+    uint8_t* q_t, void* scale_t, uint8_t* a_q_t, void* a_scale_t, int* padded_offs, float* dscores,
     int* (*scratch)(int64_t words)) {
   const GateRows rows = {.h = h, .stride = h_stride, .F = F, .in = InType::kBF16, .fp8 = Fp8Type(fp8),
                          .scale = scale ? scale->get() : OperandScales{}, .interleaved = interleaved};
@@ -102,10 +102,13 @@ extern "C" const char* simt_quantize_activated_backward(
   of_a.E = E;
   of_a.positions = positions;
   of_a.align = align;
-  of_a.format = FormatId::kRowwise;
+  of_a.format = FormatId(format);
   of_a.rounding = Rounding(rounding);
   of_a.padded_offs = padded_offs;
+  of_a.along_tokens = true;
   QuantizeParams of_dh = of_a;
+  of_dh.along_rows = true;
+  of_a.amax = Amax(amax);
   of_a.out = Fp8Type(out);
   of_a.K = F;
   of_a.q_t = a_q_t;

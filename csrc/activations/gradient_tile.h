@@ -1,0 +1,172 @@
+// Formats with blocks, from one read: a tile of 128 rows by 128 features. It has two parts of dh, or one, and one of a,
+// each of 128 columns. They wait in shared memory, in bfloat16, until the amax of every column is known; from there on
+// each is a tile of quantize/tile.h.
+#pragma once
+#include "activations/gradients.h"
+#include "quantize/tiles.h"
+
+namespace moe_fp8 {
+
+constexpr int kVecs = kBlock / kFeatures;        // of a row of a tile
+constexpr int kRowsAtOnce = kLanes / kVecs;      // of a slot
+constexpr int kTilesOfWave = kWarpSize / kVecs;  // of the features that a wave of gradient_rows.cu has
+
+// A tile of all parts, as that of dh's first strip, and which blocks its group has along the rows.
+struct PlacedTile {
+  Tile tile;
+  int first, count, along;  // first: -1 in the tail
+};
+
+struct GradientTilesPlan : GradientsPlan {
+  TilesPlan dh, a;
+  PlacedTile* placed;
+  float* dots;  // [F / 128, rows], of dscores
+  int tiles;    // that there may be along the rows
+  bool has_float_scales;
+
+  // Of a part of h's features, in units of tiles; part `parts` is a.
+  MOE_DEVICE int strip_of(int part, int strip) const {
+    if (part == parts) return strip;
+    return gradients.h.interleaved ? 2 * strip + part : strip + part * int(a.strips);
+  }
+};
+
+using FloatScales = TileScales<ScaleType::kF32>;
+using MxScales = TileScales<ScaleType::kE8M0>;
+template <class Scales>
+using OfDh = TileTraits<GradientTypes, Scales, Scaling::kRowsAndColumns, TokenTiles>;
+template <class Scales>
+using OfA = TileTraits<Fast<BF16, Kind::kE4M3>, Scales, Scaling::kColumns, TokenTiles>;
+
+template <class T, int kParts>
+struct GradientTile {
+  struct Part {
+    union {
+      alignas(16) uint32_t slot_amax[kTileSlots][kBlock / 2];
+      float row_multiplier[kBlock][T::kBlocks];  // when multipliers of columns are made
+    };
+    alignas(16) float multiplier[T::kBlocks][kBlock];
+  };
+  Vec16 waiting[kParts + 1][kBlock][kVecs];
+  Part of[kParts + 1];
+  Tile tiles[kParts + 1];
+
+  // Words of chunk `at` of the slot's columns.
+  MOE_DEVICE Vec16* slot_amax(int part, int at) {
+    return reinterpret_cast<Vec16*>(of[part].slot_amax[threadIdx.y]) + at;
+  }
+  // In the place of what waited, two parts by turns.
+  MOE_DEVICE TileStage<T>& stage(int part) { return reinterpret_cast<TileStage<T>&>(waiting[part % 2]); }
+};
+// Two blocks a multiprocessor: one reads while the other one stores. Chips without the room go the long way.
+template <class T, int kParts>
+MOE_HD constexpr bool has_room(int shared) {
+  return 2 * int(sizeof(GradientTile<T, kParts>) + kReservedShared) <= shared;
+}
+
+// Where chunk i of a thread's vector of dh is in a part: of eight columns, two of which are sixteen neighbours or a
+// gates' and an ups'.
+struct Chunk { int part, at; };
+template <class G>
+MOE_DEVICE Chunk chunk_of(int vec, int i) {
+  if constexpr (!G::kInterleaved) return {i, vec};
+  const int at = 2 * vec + i;
+  return {at / kVecs, at % kVecs};
+}
+
+// The slot's rows of a tile, a vector a lane. Behind the last row it comes once more.
+template <class G, class T, class B>
+MOE_DEVICE void differentiate_slot(const GradientTilesPlan& p, const Tile& tile, B& shared) {
+  constexpr int kParts = G::kParts, kHeld = G::kLight ? 4 : 2, kSteps = kSlotRows / kRowsAtOnce;
+  constexpr int kBlockLog2 = T::kBlocks > 1 ? 5 : 7;
+  static_assert(1 << kBlockLog2 == T::Format::kSize);
+  const int vec = threadIdx.x % kVecs, v = tile.strip * kVecs + vec, last = tile.rows - 1;
+  const auto local = [&](int step) {
+    return int(threadIdx.y) * kSlotRows + step * kRowsAtOnce + int(threadIdx.x) / kVecs;
+  };
+  const auto load = [&](int step) {
+    const int row = int(tile.first_row) + Min{}(local(step), last);
+    const RowScales scales = p.gradients.h.scale.of_row(row);
+    return G::template load<Reuse::kNone>(p, row, v, [&](int i) {
+      const int column = G::kInterleaved ? 2 * v * kFeatures : (v + i * p.vecs) * kFeatures;
+      return scales.value(scales.bits(uint32_t(column) >> kBlockLog2));
+    });
+  };
+  Vec16 most[kParts + 1] = {};
+  const auto add = [](Vec16& most, const Vec16& values) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) most.w[w] = max_magnitude<BF16>(most.w[w], values.w[w]);
+  };
+  G g[kHeld];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) g[i] = load(i);
+#pragma unroll 1
+  for (int step = 0; step < kSteps; step += kHeld) {
+    float dots[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      typename G::Pairs dh;
+      Vec16 a;
+      dots[i] = g[i].round([&](int j) { return g[i].of(j); }, dh, a.w);
+      if (step + kHeld < kSteps) g[i] = load(step + kHeld + i);
+      auto* const rows = &shared.waiting[0][local(step + i)];
+#pragma unroll
+      for (int c = 0; c < kParts; ++c) {
+        const Vec16 values = {{dh[4 * c], dh[4 * c + 1], dh[4 * c + 2], dh[4 * c + 3]}};
+        const Chunk chunk = chunk_of<G>(vec, c);
+        rows[chunk.part * kBlock][chunk.at] = values;
+        add(most[c], values);
+      }
+      rows[kParts * kBlock][vec] = a;
+      add(most[kParts], a);
+    }
+    const float dot = neighbour_sums<kVecs>(dots);
+    const int row = local(step + number_of_lane<kHeld>(vec));
+    if (vec < kHeld && row <= last) store_stream(p.dots + tile.strip * p.of_dh.rows + tile.first_row + row, dot);
+  }
+#pragma unroll
+  for (int c = 0; c <= kParts; ++c) {
+    Vec16 other;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) other.w[w] = shfl_xor(most[c].w[w], kVecs);
+    add(most[c], other);
+    const Chunk chunk = c < kParts ? chunk_of<G>(vec, c) : Chunk{kParts, vec};
+    if (int(threadIdx.x) < kVecs) *shared.slot_amax(chunk.part, chunk.at) = most[c];
+  }
+}
+template <class Activations, class T, class B>
+MOE_DEVICE void differentiate(const GradientTilesPlan& p, const Tile& tile, B& shared) {
+  if (in_slot(tile.rows) > 0) {
+    with_gradients<Activations>(p, [&](auto of) {
+      differentiate_slot<typename decltype(of)::Type, T>(p, tile, shared);
+    });
+  } else if (int(threadIdx.x) < kVecs) {
+#pragma unroll
+    for (int part = 0; part <= Activations::kParts; ++part) *shared.slot_amax(part, threadIdx.x) = Vec16{};
+  }
+}
+
+// The lane's columns of the slot's rows.
+template <class T, class B>
+MOE_DEVICE void read_part(const B& shared, int part, TileWords<T>& v) {
+#pragma unroll
+  for (int i = 0; i < kSlotRows; ++i) {
+    const auto* row = reinterpret_cast<const Vec8*>(shared.waiting[part][threadIdx.y * kSlotRows + i]);
+    const Vec8 words = row[threadIdx.x];
+    v[i][0] = words.w[0];
+    v[i][1] = words.w[1];
+  }
+}
+template <class T, class B>
+MOE_DEVICE void make_multipliers(const TilesPlan& p, B& shared) {
+  if (T::kBlocks == 1 && p.of_squares()) make_square_multiplier<T>(p, shared);
+  else make_column_multipliers<T>(p, shared);
+}
+template <class T, class B>
+MOE_DEVICE void cast_part_along_rows(const TilesPlan& p, const Tile& tile, const TileWords<T>& v, B& shared) {
+  if (in_wave(tile.rows) <= 0) return;
+  make_row_multipliers<T>(p, v, shared);
+  cast_rows<T>(p, tile, v, shared);
+}
+
+}  // namespace moe_fp8
