@@ -57,15 +57,15 @@ def _operands(
     format: str = "rowwise",
     amax: str = "group",
 ) -> tuple[object, ...]:
-    """a, b, scale_a, scale_b, offs, format and what offs are multiples of; amax: of b along tokens."""
+    """a, b, scale_a, scale_b, format, offs and what offs are multiples of; amax: of b along tokens."""
     offs, f = group_ends(groups, m, e, device), FORMATS[format]
     if wgrad:
         a, scale_a, padded_offs = ops.quantize_tokens(normal(device, m, n), format, offs=offs)
         b, scale_b, _ = ops.quantize_tokens(normal(device, m, k), format, offs=offs, amax=amax)
-        return a, b.t(), scale_a, f.transposed_scale(scale_b), padded_offs, format, f.align
+        return a, b.t(), scale_a, f.transposed_scale(scale_b), format, padded_offs, f.align
     a, scale_a = ops.quantize_rows(normal(device, m, k), format)
     b, scale_b, _, _ = ops.quantize_weight(normal(device, e, n, k), format)
-    return a, b.mT, scale_a, f.transposed_scale(scale_b), offs, format, 1
+    return a, b.mT, scale_a, f.transposed_scale(scale_b), format, offs, 1
 
 
 def _scaled(*operands: object) -> Tensor:
@@ -180,17 +180,18 @@ def _tokens(device: torch.device, groups: None, *, t: int, d: int, f: int, e: in
     indices, offs, _ = ops.sort_tokens(torch.randn(t, e, device=device).topk(k, -1).indices, e)
     a, scale_a = ops.quantize_rows(normal(device, t, d), "rowwise")
     b, scale_b, _, _ = ops.quantize_weight(normal(device, e, 2 * f, d), "rowwise")
-    return a, b.mT, scale_a, scale_b, offs, indices, k
+    return a, b.mT, scale_a, scale_b, "rowwise", offs, indices, k
 
 
 def _by_index(*operands: object) -> Tensor:
     *most, indices, k = operands
-    return ops.scaled_grouped_mm(*most, "rowwise", indices=indices, top_k=k)
+    return ops.scaled_grouped_mm(*most, indices=indices, top_k=k)
 
 
-def _moved(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, indices: Tensor, k: int) -> Tensor:
-    a, scale_a = ops.permute_quantized(a, scale_a, "rowwise", indices, k)
-    return ops.scaled_grouped_mm(a, b, scale_a, scale_b, offs, "rowwise")
+def _moved(a: Tensor, b: Tensor, scale_a: Tensor, *rest: object) -> Tensor:
+    scale_b, format, offs, indices, k = rest
+    a, scale_a = ops.permute_quantized(a, scale_a, format, indices, k)
+    return ops.scaled_grouped_mm(a, b, scale_a, scale_b, format, offs)
 
 
 def _flops_of_tokens(*, t: int, d: int, f: int, k: int, **_: int) -> int:

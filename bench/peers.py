@@ -42,13 +42,13 @@ def peers_of(label: str, shape: str, even: bool, compiled: bool) -> dict[str, Pe
     return found
 
 
-def _torch_fp8(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, *_: object) -> Call:
+def _torch_fp8(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, format: str, offs: Tensor, *_: object) -> Call:
     if b.ndim == 2:
         scale_a, scale_b = scale_a.flatten(), scale_b.flatten()
     return lambda: torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def _deepgemm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, *_: object) -> Call:
+def _deepgemm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, format: str, offs: Tensor, *_: object) -> Call:
     """It wants to know the group of every row, which is found before it is timed, and groups of whole tiles."""
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
     if bool((sizes % 128).any()):
@@ -64,7 +64,7 @@ def _deepgemm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tens
     return call
 
 
-def _torch_bf16(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, *_: object) -> Call:
+def _torch_bf16(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, format: str, offs: Tensor, *_: object) -> Call:
     a, b = a.bfloat16(), b.bfloat16()
     return lambda: torch._grouped_mm(a, b, offs=offs)
 

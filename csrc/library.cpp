@@ -85,12 +85,12 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
   // The product of two quantized operands; of 2D x 3D, rows of a may be taken by index. align: a multiple of all of
   // offs, as the caller knows; 2D x 2D alone.
   m.def(
-      "scaled_grouped_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, str format,"
+      "scaled_grouped_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str format, Tensor offs,"
       " Tensor? indices=None, SymInt? top_k=None, int align=1, ScalarType? out_dtype=None, bool use_fast_accum=True)"
       " -> Tensor");
   // The same of 2D x 2D, added to what total holds. An op of its own: what it returns, what it writes and how a graph
   // treats it would otherwise hang on an argument.
   m.def(
-      "add_scaled_grouped_mm(Tensor(a!) total, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs,"
-      " str format, int align=1, bool use_fast_accum=True) -> ()");
+      "add_scaled_grouped_mm(Tensor(a!) total, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str format,"
+      " Tensor offs, int align=1, bool use_fast_accum=True) -> ()");
 }

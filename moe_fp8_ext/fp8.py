@@ -105,7 +105,7 @@ def fp8_product(
         w, scale_w = w.transposed_operand()
     scale_w = FORMATS[recipe.format].transposed_scale(scale_w)
     how = indices, top_k, 1, None, recipe.use_fast_accum
-    return _scaled_grouped_mm(a, w.mT, scale_a, scale_w, offs, recipe.format, *how)
+    return _scaled_grouped_mm(a, w.mT, scale_a, scale_w, recipe.format, offs, *how)
 
 
 def fp8_wgrad(
@@ -123,11 +123,11 @@ def fp8_wgrad(
     align: as in `ops.scaled_grouped_mm`.
     """
     scale_a = FORMATS[recipe.format].transposed_scale(scale_a)
-    operands = dy, a.mT, scale_dy, scale_a, offs, recipe.format
+    operands = dy, a.mT, scale_dy, scale_a, recipe.format, offs
     if main_grad is None:
         return _scaled_grouped_mm(*operands, None, None, align, None, recipe.use_fast_accum)
     if scale_dy.dtype == torch.float8_e8m0fnu and torch.compiler.is_compiling():
-        operands = dy, a.mT, scale_dy.view(torch.uint8), scale_a.view(torch.uint8), offs, recipe.format
+        operands = dy, a.mT, scale_dy.view(torch.uint8), scale_a.view(torch.uint8), recipe.format, offs
         _add_by_bytes(main_grad, *operands, align, recipe.use_fast_accum)
     else:
         _add_scaled_grouped_mm(main_grad, *operands, align, recipe.use_fast_accum)
@@ -141,15 +141,15 @@ def _add_by_bytes(
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    offs: Tensor,
     format: str,
+    offs: Tensor,
     align: int,
     use_fast_accum: bool,
 ) -> None:
     """`ops.add_scaled_grouped_mm` of scales as bytes: inductor stops at writes beside float8_e8m0fnu (pytorch issue
     189522)."""
     scales = scale_a.view(torch.float8_e8m0fnu), scale_b.view(torch.float8_e8m0fnu)
-    _add_scaled_grouped_mm(total, a, b, *scales, offs, format, align, use_fast_accum)
+    _add_scaled_grouped_mm(total, a, b, *scales, format, offs, align, use_fast_accum)
 
 
 def _quantize_tokens_of(

@@ -413,7 +413,7 @@ def scaled_grouped_mm(r: random.Random) -> Call:
         a, b, _, scale_b, _, _ = exact_2d3d(fmt, m, k, n, offs, dtypes=dtypes)
         scale_a = scales(fmt, *torch.ops.moe_fp8.quantize_rows(torch.zeros(m, k), fmt)[1].shape)
         how |= {"indices": slots(r, m * top_k, p), "top_k": top_k}
-        return [a, b, scale_a, scale_b, offs, fmt], how
+        return [a, b, scale_a, scale_b, fmt, offs], how
     if r.random() < 0.5:
         m = r.choice(ROWS)
         return exact_2d3d(fmt, m, k, n, offsets(r, m), dtypes=dtypes), how
@@ -427,12 +427,12 @@ def some_of_squares(r: random.Random, args: list[object]) -> list[object]:
     """A product of two operands along tokens, whose scales may be of squares."""
     from gemm_problem import scales
 
-    a, b, scale_a, scale_b, offs, fmt = args
+    a, b, scale_a, scale_b, fmt, offs = args
     if fmt == "blockwise" and r.random() < 0.4:
         scale_a = scales(fmt, scale_a.shape[1], -(-a.shape[0] // 128)).t()
     if fmt == "blockwise" and r.random() < 0.4:
         scale_b = scales(fmt, scale_b.shape[0], -(-b.shape[1] // 128))
-    return [a, b, scale_a, scale_b, offs, fmt]
+    return [a, b, scale_a, scale_b, fmt, offs]
 
 
 @op

@@ -38,7 +38,7 @@ def kind(fmt: str) -> str:
 def exact_2d3d(
     fmt: str, m: int, k: int, n: int, offs: Tensor, device: str = "cpu", dtypes: tuple = (E4M3, E4M3)
 ) -> list[object]:
-    """a [M, K], b [E, K, N], scale_a, scale_b, offs, format."""
+    """a [M, K], b [E, K, N], scale_a, scale_b, format, offs."""
     e, blocks = len(offs), -(-k // max(formats.FORMATS[fmt].block, 1))
     a, b = ternary(m, k, dtype=dtypes[0]), ternary(e, n, k, dtype=dtypes[1]).mT
     of_a, of_b = {
@@ -50,13 +50,13 @@ def exact_2d3d(
         ),
         "row_major": lambda: (scales(fmt, m, blocks), scales(fmt, e, n, blocks)),
     }[kind(fmt)]()
-    return [*on(device, [a, b, of_a, of_b, offs]), fmt]
+    return on(device, [a, b, of_a, of_b, fmt, offs])
 
 
 def exact_2d2d(
     fmt: str, p: int, k: int, n: int, offs: Tensor, device: str = "cpu", dtypes: tuple = (E4M3, E4M3)
 ) -> list[object]:
-    """a [N, P], b [P, K], scale_a, scale_b, offs, format."""
+    """a [N, P], b [P, K], scale_a, scale_b, format, offs."""
     e, blocks = len(offs), -(-p // max(formats.FORMATS[fmt].block, 1))
     a_t, x_t = ternary(n, p, dtype=dtypes[0]), ternary(k, p, dtype=dtypes[1])
     of_a, of_b = {
@@ -65,7 +65,7 @@ def exact_2d2d(
         "blocked": lambda: tuple(scales(fmt, round_up(rows, 128), blocks + 4 * e) for rows in (n, k)),
         "row_major": lambda: (scales(fmt, n, blocks), scales(fmt, k, blocks)),
     }[kind(fmt)]()
-    return [*on(device, [a_t, x_t.t(), of_a, of_b, offs]), fmt]
+    return on(device, [a_t, x_t.t(), of_a, of_b, fmt, offs])
 
 
 def check_exact(args: list[object], **kwargs: object) -> Tensor:

@@ -33,7 +33,7 @@ OF_ALL_DTYPES = pytest.mark.parametrize("dtype", DTYPES, ids=short)
 
 def some_total(args: list[object], dtype: torch.dtype) -> Tensor:
     """Values of many magnitudes, so that sums are rounded."""
-    a, b, *_, offs, _ = args
+    a, b, *_, offs = args
     return wide(len(offs), a.shape[0], b.shape[1], dtype=dtype, device=a.device, seed=3)
 
 
@@ -48,10 +48,10 @@ def check(args: list[object], dtype: torch.dtype, **how: object) -> None:
     total = some_total(args, dtype)
     got, want = added(total, *args, **how), total.clone()
     reference.add_scaled_grouped_mm(want, *args, **how)
-    may_round = total.is_cuda and (args[5] != "rowwise" or torch.cuda.get_device_capability() != (9, 0))
+    may_round = total.is_cuda and (args[4] != "rowwise" or torch.cuda.get_device_capability() != (9, 0))
     if may_round and not torch.equal(as_bytes(got), as_bytes(want)):
         product = reference.scaled_grouped_mm(*args, **how)
-        sizes = torch.tensor([end - start for start, end in group_bounds(args[4], args[0].shape[1])])
+        sizes = torch.tensor([end - start for start, end in group_bounds(args[5], args[0].shape[1])])
         empty = (sizes == 0).to(total.device)[:, None, None]
         want = torch.where(empty, total, (total.float() + product.float()).to(dtype))
     assert_same(got, want)
@@ -76,7 +76,7 @@ def test_adds_the_product_before_it_is_rounded(fmt, dtype):
     (x, scale_x, ends), (dy, scale_dy, _) = (
         quantize_tokens(wide(150, n, seed=seed), fmt, offs=offs) for n, seed in ((48, 0), (32, 1))
     )
-    args = [dy, x.t(), scale_dy, scale_x.t() if fmt == "blockwise" else scale_x, ends, fmt]
+    args = [dy, x.t(), scale_dy, scale_x.t() if fmt == "blockwise" else scale_x, fmt, ends]
     product = scaled_grouped_mm(*args, align=32, out_dtype=torch.float32)
     total = some_total(args, dtype)
     once = (total.float() + product).to(dtype)
@@ -187,16 +187,16 @@ def test_more_than_2_31_elements(big_gpu):
     total = torch.ones(4, 16_400, 32_768, dtype=torch.bfloat16, device=big_gpu)
     assert total.numel() > 2**31
     ops.add_scaled_grouped_mm(total, *args, align=32)
-    a, b, scale_a, scale_b, _, fmt = args
+    a, b, scale_a, scale_b, fmt, _ = args
     one = torch.tensor([32], dtype=torch.int32, device=big_gpu)
-    last = [a[-64:, 32:], b[32:], scale_a[3:, -64:], scale_b[3:], one, fmt]
+    last = [a[-64:, 32:], b[32:], scale_a[3:, -64:], scale_b[3:], fmt, one]
     want = torch.ones(1, 64, 32_768, dtype=torch.bfloat16, device=big_gpu)
     reference.add_scaled_grouped_mm(want, *last)
     assert torch.equal(total[3:, -64:], want)
     assert (total[::2] == 1).all()
 
 
-TOTAL, A, B, SCALE_A, SCALE_B, OFFS, _ = problem("rowwise", "cpu")
+TOTAL, A, B, SCALE_A, SCALE_B, _, OFFS = problem("rowwise", "cpu")
 ROWS = exact_2d3d("rowwise", 6, 64, 16, torch.tensor([2, 4, 6], dtype=torch.int32))
 
 
@@ -223,7 +223,7 @@ ROWS = exact_2d3d("rowwise", 6, 64, 16, torch.tensor([2, 4, 6], dtype=torch.int3
 )
 def test_errors(changed, argument, got):
     args = dict(
-        zip(("total", "a", "b", "scale_a", "scale_b", "offs", "format"), problem("rowwise", "cpu"), strict=True)
+        zip(("total", "a", "b", "scale_a", "scale_b", "format", "offs"), problem("rowwise", "cpu"), strict=True)
     )
     align = changed.get("align", 32)
     args |= {name: value for name, value in changed.items() if name != "align"}
@@ -245,9 +245,9 @@ def test_total_that_asks_for_a_gradient():
 
 def test_plain_product_traces_as_ever():
     """One op would have made every product a write: what graphs hold of the plain one is the op itself."""
-    a, b, scale_a, scale_b, offs, fmt = exact_2d2d("rowwise", 64, 32, 16, group_offs("uniform", 2, 2) * 32)
+    a, b, scale_a, scale_b, fmt, offs = exact_2d2d("rowwise", 64, 32, 16, group_offs("uniform", 2, 2) * 32)
     traced = torch.fx.experimental.proxy_tensor.make_fx(
-        torch.func.functionalize(lambda a: scaled_grouped_mm(a, b, scale_a, scale_b, offs, fmt))
+        torch.func.functionalize(lambda a: scaled_grouped_mm(a, b, scale_a, scale_b, fmt, offs))
     )(a)
     assert [n.target for n in traced.graph.nodes if n.op == "call_function"][-1].name() == "moe_fp8::scaled_grouped_mm"
     assert a.dtype == E4M3

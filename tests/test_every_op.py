@@ -66,6 +66,38 @@ def test_calls_are_there_for_every_op():
     assert set(OPS) == set(ops.__all__)
 
 
+def is_in_order(of: torch.FunctionSchema) -> bool:
+    """As CONTRIBUTING.md says: of what must be given, and of what may be left out."""
+    order = "scale", "format", "offs", "indices", "top_k"
+    for may_be_left_out in (False, True):
+        names = [a.name for a in of.arguments if a.has_default_value() == may_be_left_out]
+        places = [order.index(n) for n in (re.sub("^h_scale$|^scale_[ab]$", "scale", n) for n in names) if n in order]
+        if places != sorted(places):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_order_of_arguments(name):
+    assert is_in_order(schema(name))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "in_order"),
+    [
+        ("Tensor a, Tensor scale_a, Tensor scale_b, str format, Tensor offs", True),
+        ("Tensor a, Tensor scale_a, Tensor scale_b, Tensor offs, str format", False),
+        ("Tensor a, str format, Tensor scale_a", False),
+        ("Tensor x, str format, Tensor indices, SymInt top_k, Tensor? offs=None", True),
+        ("Tensor x, str format, Tensor? indices=None, SymInt? top_k=None, Tensor? offs=None", False),
+        ("Tensor h, Tensor? h_scale=None, str? format=None", True),
+        ("Tensor h, str? format=None, Tensor? h_scale=None", False),
+    ],
+)
+def test_rule_of_order_catches_what_breaks_it(arguments, in_order):
+    assert is_in_order(torch._C.parse_schema(f"moe_fp8::op({arguments}) -> ()")) == in_order
+
+
 @pytest.mark.parametrize("name", sorted(set(OPS) - DIFFERENTIABLE - OF_INTEGERS))
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
 def test_gradients_that_there_are_not(spelling, name):
@@ -182,7 +214,7 @@ def test_sizes_that_overflow():
         wide = b.as_strided((1, 0, n), (1, 1, 1))
         with pytest.raises(RuntimeError, match="^scaled_grouped_mm: "):
             offs = torch.tensor([5], dtype=torch.int32)
-            ops.scaled_grouped_mm(a, wide, torch.ones(5), torch.ones(1, 1), offs, "rowwise")
+            ops.scaled_grouped_mm(a, wide, torch.ones(5), torch.ones(1, 1), "rowwise", offs)
 
 
 def resident_bytes() -> int:

@@ -114,21 +114,21 @@ def test_most_experts(fmt, mma):
 def test_offsets_are_not_trusted(fmt, mma):
     offs = torch.tensor([96, 160, 320], dtype=torch.int32)
     for make in (exact_2d3d, exact_2d2d):
-        a, b, scale_a, scale_b, good, _ = make(fmt, 320, 200, 136, offs, mma)
+        a, b, scale_a, scale_b, _, good = make(fmt, 320, 200, 136, offs, mma)
         for wrong in corrupt_offs(320, mma):
             if len(wrong) == len(good):
-                scaled_grouped_mm(a, b, scale_a, scale_b, wrong, fmt)
+                scaled_grouped_mm(a, b, scale_a, scale_b, fmt, wrong)
     torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_graph_follows_the_offsets(fmt, mma):
-    *args, offs, _ = exact_2d3d(fmt, 500, 96, 130, torch.tensor([100, 200, 400], dtype=torch.int32), mma)
-    scaled_grouped_mm(*args, offs, fmt)
+    *args, offs = exact_2d3d(fmt, 500, 96, 130, torch.tensor([100, 200, 400], dtype=torch.int32), mma)
+    scaled_grouped_mm(*args, offs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = scaled_grouped_mm(*args, offs, fmt)
+        out = scaled_grouped_mm(*args, offs)
     for cuts in ([0, 500, 500], [1, 2, 3], [100, 200, 400]):
         offs.copy_(torch.tensor(cuts))
         graph.replay()
-        assert_same(out, scaled_grouped_mm(*args, offs, fmt), f"groups that end at {cuts}")
+        assert_same(out, scaled_grouped_mm(*args, offs), f"groups that end at {cuts}")

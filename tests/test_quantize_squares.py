@@ -187,5 +187,5 @@ def test_errors(device):
         got = str(len(scale))
         check_error("dequantize", [q_t, scale, "blockwise"], "scale", got, along="tokens", offs=ends)
         check_error(
-            "scaled_grouped_mm", [q_t, q_t.t(), scale_t, scale.t(), ends, "blockwise"], "scale_b", got, align=32
+            "scaled_grouped_mm", [q_t, q_t.t(), scale_t, scale.t(), "blockwise", ends], "scale_b", got, align=32
         )

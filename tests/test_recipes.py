@@ -36,9 +36,9 @@ def test_is_the_composition_of_its_ops(name, device):
     if FORMATS[name].order == "column_major":
         s_w, st_w, st_a = s_w.mT, st_w.mT, st_a.mT
     want = (
-        reference.scaled_grouped_mm(q_a, q_w.mT, s_a, s_w, offs, name, out_dtype=torch.float64),
-        reference.scaled_grouped_mm(q_g, qt_w.mT, s_g, st_w, offs, name, out_dtype=torch.float64),
-        reference.scaled_grouped_mm(qt_g, qt_a.t(), st_g, st_a, ends, name, **how).mT,
+        reference.scaled_grouped_mm(q_a, q_w.mT, s_a, s_w, name, offs, out_dtype=torch.float64),
+        reference.scaled_grouped_mm(q_g, qt_w.mT, s_g, st_w, name, offs, out_dtype=torch.float64),
+        reference.scaled_grouped_mm(qt_g, qt_a.t(), st_g, st_a, name, ends, **how).mT,
     )
     for what, ours, ideal in zip(("out", "dA", "dB_t"), run(a, b_t, offs, g, recipe), want, strict=True):
         assert sqnr_db(ours, ideal) > min_db, what

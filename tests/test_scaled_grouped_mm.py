@@ -86,23 +86,23 @@ def test_most_experts(fmt, device):
 
 
 def test_nothing_beyond_the_last_group_is_read(device):
-    a, b, scale_a, scale_b, offs, fmt = exact_2d3d("rowwise", 64, 32, 16, group_offs("tail_rows", 64, 3), device)
+    a, b, scale_a, scale_b, fmt, offs = exact_2d3d("rowwise", 64, 32, 16, group_offs("tail_rows", 64, 3), device)
     scale_a[48:] = float("nan")
-    check_exact([a, b, scale_a, scale_b, offs, fmt])
-    a, b, scale_a, scale_b, offs, fmt = exact_2d2d("rowwise", 128, 32, 16, group_offs("tail_rows", 8, 3) * 16, device)
+    check_exact([a, b, scale_a, scale_b, fmt, offs])
+    a, b, scale_a, scale_b, fmt, offs = exact_2d2d("rowwise", 128, 32, 16, group_offs("tail_rows", 8, 3) * 16, device)
     a.view(torch.uint8)[:, 96:] = 0x7F
-    check_exact([a, b, scale_a, scale_b, offs, fmt])
+    check_exact([a, b, scale_a, scale_b, fmt, offs])
 
 
 def test_scales_of_nothing_are_not_read(device):
     """A NaN in the padding between groups and experts stays there."""
-    a, b, scale_a, scale_b, offs, fmt = exact_2d3d("mxfp8", 64, 64, 32, group_offs("tail_rows", 64, 3), device)
+    a, b, scale_a, scale_b, fmt, offs = exact_2d3d("mxfp8", 64, 64, 32, group_offs("tail_rows", 64, 3), device)
     ones = torch.ones(3, 64, 2, dtype=torch.uint8, device=device)
     used, _ = reference.swizzle_scales(ones[0], groups="rows", offs=offs)
     scale_a = scale_a.view(torch.uint8).masked_fill(used == 0, 255).view(E8M0)
     used, _ = reference.swizzle_scales(ones[:, :32], groups="experts")
     scale_b = scale_b.view(torch.uint8).masked_fill(used == 0, 255).view(E8M0)
-    assert check_exact([a, b, scale_a, scale_b, offs, fmt]).isfinite().all()
+    assert check_exact([a, b, scale_a, scale_b, fmt, offs]).isfinite().all()
 
 
 def test_empty_group_is_zero_whatever_its_scales(device):
@@ -178,11 +178,11 @@ def test_strides_and_alignment(fmt, device):
     for k in (64, 63):
         a, b, *rest = exact_2d3d(fmt, 60, k, 16, offs, device)
         check_exact([wider(a), wider(b.mT).mT, *rest])
-    a, b, scale_a, scale_b, offs, _ = exact_2d3d(fmt, 60, 64, 16, offs, device)
+    a, b, scale_a, scale_b, _, offs = exact_2d3d(fmt, 60, 64, 16, offs, device)
     a2, b2, *rest2 = exact_2d2d(fmt, 64, 32, 16, group_offs("zipf", 2, 3) * 32, device)
     for elements in (1, 4, 8):
         moved = [s if fmt == "blockwise" else misaligned(s, elements) for s in (scale_a, scale_b)]
-        check_exact([misaligned(a, elements), misaligned(b.mT, elements).mT, *moved, misaligned(offs), fmt])
+        check_exact([misaligned(a, elements), misaligned(b.mT, elements).mT, *moved, fmt, misaligned(offs)])
         check_exact([misaligned(a2, elements), misaligned(b2.t(), elements).t(), *rest2], align=32)
 
 
@@ -204,7 +204,7 @@ def test_torch_takes_these_shapes():
     for m, k, n, e in ((500, 320, 192, 4), (16, 32, 16, 1), (1000, 512, 640, 8), (96, 160, 144, 3)):
         offs = torch.empty(e, dtype=torch.int32)
         for args in (exact_2d3d("mxfp8", m, k, n, offs, "meta"), exact_2d2d("mxfp8", k, 48, n, offs, "meta")):
-            out = torch._scaled_grouped_mm(*args[:4], offs=args[4], out_dtype=torch.bfloat16, use_fast_accum=True)
+            out = torch._scaled_grouped_mm(*args[:4], offs=args[5], out_dtype=torch.bfloat16, use_fast_accum=True)
             assert out.shape == scaled_grouped_mm(*args).shape
 
 
@@ -217,7 +217,7 @@ def test_more_than_2_31_elements_out(big_gpu):
     a, b, scale_a, scale_b, *_ = args
     rows = slice(m - 1000, m)
     one = torch.tensor([1000], dtype=torch.int32, device=big_gpu)
-    want = reference.scaled_grouped_mm(a[rows], b[-1:], scale_a[rows], scale_b[-1:], one, "rowwise")
+    want = reference.scaled_grouped_mm(a[rows], b[-1:], scale_a[rows], scale_b[-1:], "rowwise", one)
     assert torch.equal(out[rows], want)
 
 
@@ -226,8 +226,8 @@ def test_more_than_2_31_elements_in(big_gpu):
     m, k, n, e = 9_000_016, 240, 16, 3
     a = torch.ones(m, k, dtype=torch.bfloat16, device=big_gpu).to(E4M3)
     assert a.numel() > 2**31
-    _, b, _, scale_b, offs, fmt = exact_2d3d("rowwise", 8, k, n, group_offs("uniform", m, e), big_gpu)
-    out = scaled_grouped_mm(a, b, torch.ones(m, device=big_gpu), scale_b, offs, fmt)
+    _, b, _, scale_b, fmt, offs = exact_2d3d("rowwise", 8, k, n, group_offs("uniform", m, e), big_gpu)
+    out = scaled_grouped_mm(a, b, torch.ones(m, device=big_gpu), scale_b, fmt, offs)
     want = b[-1].float().sum(0) * scale_b[-1]
     assert (out[m - 1000 :].float() == want).all()
 
@@ -287,10 +287,10 @@ def test_second_gpu(fmt, second_gpu):
         check_second_gpu(lambda *args: [scaled_grouped_mm(*args)], args, second_gpu)
 
 
-OPERANDS = ("a", "b", "scale_a", "scale_b", "offs")
+OPERANDS = ("a", "b", "scale_a", "scale_b", "format", "offs")
 OF_ROWS = {f: exact_2d3d(f, 6, 160, 16, torch.tensor([2, 6], dtype=torch.int32)) for f in FORMATS}
 OF_SUMS = {f: exact_2d2d(f, 64, 48, 16, torch.tensor([32, 64], dtype=torch.int32)) for f in FORMATS}
-A, B, SCALE_A, SCALE_B, OFFS, _ = OF_ROWS["rowwise"]
+A, B, SCALE_A, SCALE_B, _, OFFS = OF_ROWS["rowwise"]
 A2, B2, SCALE_A2, SCALE_B2, *_ = OF_SUMS["rowwise"]
 
 
@@ -375,7 +375,7 @@ A2, B2, SCALE_A2, SCALE_B2, *_ = OF_SUMS["rowwise"]
 )
 def test_errors(fmt, problem, changed, argument, got, device):
     changed = dict(zip(changed, on(device, list(changed.values())), strict=True))
-    args = dict(zip((*OPERANDS, "format"), [*on(device, problem[fmt][:5]), fmt], strict=True))
+    args = dict(zip(OPERANDS, on(device, problem[fmt]), strict=True))
     kwargs = {name: value for name, value in changed.items() if name not in args}
     check_error(
         "scaled_grouped_mm",
@@ -386,7 +386,7 @@ def test_errors(fmt, problem, changed, argument, got, device):
     )
 
 
-@pytest.mark.parametrize("argument", OPERANDS[1:])
+@pytest.mark.parametrize("argument", ["b", "scale_a", "scale_b", "offs"])
 def test_error_other_device(argument, device):
     other = "cpu" if device == "cuda" else "meta"
     args = on(device, OF_ROWS["rowwise"])

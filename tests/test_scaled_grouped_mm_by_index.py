@@ -42,14 +42,14 @@ def problem(
     if fmt == "blockwise":
         scale_b = scale_b.mT
     indices = slot_indices(t, top_k, int(offs[-1]) + 7 if len(offs) else 7)
-    args = on(device, [q, b.mT, scale, scale_b, offs, fmt])
+    args = on(device, [q, b.mT, scale, scale_b, fmt, offs])
     return args, {"indices": indices.to(device), "top_k": top_k}
 
 
 def moved(args: list[object], indices: Tensor, top_k: int) -> list[object]:
-    a, b, scale_a, scale_b, offs, fmt = args
+    a, b, scale_a, scale_b, fmt, offs = args
     a, scale_a = permute_quantized(a, scale_a, fmt, indices, top_k, offs=offs)
-    return [a, b, scale_a, scale_b, offs, fmt]
+    return [a, b, scale_a, scale_b, fmt, offs]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -112,7 +112,7 @@ def test_nan_stays_in_the_rows_of_its_token(device):
     args[0].view(torch.uint8)[7] = 0x7F
     out = scaled_grouped_mm(*args, **rows)
     of_token = (rows["indices"] >= 21) & (rows["indices"] < 24)
-    of_token[int(args[4][-1]) :] = False
+    of_token[int(args[5][-1]) :] = False
     assert of_token.any()
     assert torch.equal(out.isnan().all(1), of_token)
     assert torch.equal(out.isnan().any(1), of_token)
@@ -125,12 +125,12 @@ def test_corrupt_offsets_stay_in_bounds(fmt, device):
         b = args[1][:1].expand(len(offs), -1, -1)
         scale_b = args[3][:1].expand(len(offs), *args[3].shape[1:])
         scale_b = scale_b if fmt == "blockwise" else scale_b.contiguous()
-        check_exact([args[0], b, args[2], scale_b, offs, fmt], **rows)
+        check_exact([args[0], b, args[2], scale_b, fmt, offs], **rows)
 
 
 def by_index(a: Tensor, b: Tensor, scale_a: Tensor, *rest: object) -> Tensor:
-    scale_b, offs, fmt, indices, top_k = rest
-    return scaled_grouped_mm(a, b, scale_a, scale_b, offs, fmt, indices=indices, top_k=top_k)
+    scale_b, fmt, offs, indices, top_k = rest
+    return scaled_grouped_mm(a, b, scale_a, scale_b, fmt, offs, indices=indices, top_k=top_k)
 
 
 def flat(fmt: str, t: int, device: str) -> list[object]:

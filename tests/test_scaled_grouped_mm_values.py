@@ -60,9 +60,9 @@ def real_operands(fmt: str, m: int, k: int, n: int, e: int, device: str) -> list
     scale_b, scale_b_t, scale_x = (s.mT if column_major else s for s in (scale, scale_t, scale_x))
     rows, of_rows = (quantize_rows(t, fmt, offs=offs) for t in (x, dy))
     return [
-        ([rows[0], q.mT, rows[1], scale_b, offs, fmt], k, {}),
-        ([of_rows[0], q_t.mT, of_rows[1], scale_b_t, offs, fmt], n, {}),
-        ([dy_t, x_t.t(), scale_dy, scale_x, ends, fmt], m, {"align": 32}),
+        ([rows[0], q.mT, rows[1], scale_b, fmt, offs], k, {}),
+        ([of_rows[0], q_t.mT, of_rows[1], scale_b_t, fmt, offs], n, {}),
+        ([dy_t, x_t.t(), scale_dy, scale_x, fmt, ends], m, {"align": 32}),
     ]
 
 
@@ -85,12 +85,12 @@ def test_real_values_of_blocks(shape, fmt, device):
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_dequantized_operands_give_the_same(fmt, device):
     """What the op does by hand: the layouts of `dequantize` are those of the operands."""
-    (a, b, scale_a, scale_b, offs, _), *_ = real_operands(fmt, 500, 320, 192, 4, device)[0]
+    (a, b, scale_a, scale_b, _, offs), *_ = real_operands(fmt, 500, 320, 192, 4, device)[0]
     values = dequantize(a, scale_a, fmt, offs=offs, out_dtype=torch.float32)
     of_weight = scale_b.mT.contiguous() if fmt == "blockwise" else scale_b
     weights = dequantize(b.mT, of_weight, fmt, out_dtype=torch.float32)
     start = 0
-    got = scaled_grouped_mm(a, b, scale_a, scale_b, offs, fmt, out_dtype=torch.float32)
+    got = scaled_grouped_mm(a, b, scale_a, scale_b, fmt, offs, out_dtype=torch.float32)
     for e, end in enumerate(offs.tolist()):
         want = values[start:end].double() @ weights[e].t().double()
         least = 100 if got.device.type == "cpu" or fmt.startswith("mxfp8") else fp8_gemm_db(320, torch.float32)
@@ -113,7 +113,7 @@ def test_matches_torch_dense_blockwise_gemm(gpu):
         output_dtype=torch.bfloat16,
     )
     offs = torch.tensor([512], dtype=torch.int32, device=gpu)
-    got = scaled_grouped_mm(a, q.mT, scale_a, scale.mT, offs, "blockwise")
+    got = scaled_grouped_mm(a, q.mT, scale_a, scale.mT, "blockwise", offs)
     # Ours has three roundings to bfloat16, torch's has one and sums blocks of 128 in the tensor cores' own 14 bits:
     # 4 * 2^-14 / 12 and sqrt(128) * 2^-13, squared, of the signal are 46.5 dB; 1.5 dB for the spread of draws.
     assert sqnr_db(got, want) > 45

@@ -47,7 +47,7 @@ def check(hopper: Waves, args: tuple[object, ...], fast: bool, out_dtype: torch.
 
 def check_added(hopper: Waves, args: tuple[object, ...], fast: bool, dtype: torch.dtype) -> None:
     """Empty groups stay as they are."""
-    total = wide(args[4].shape[0], args[0].shape[0], args[1].shape[1], dtype=dtype)
+    total = wide(args[5].shape[0], args[0].shape[0], args[1].shape[1], dtype=dtype)
     total[:, 0] = -0.0
     want = total.clone()
     reference.add_scaled_grouped_mm(want, *args)
@@ -74,9 +74,9 @@ PROBLEMS = pairs(  # scales of blocks of all weights are a multiple of 4, whole 
 def test_products(hopper, layout, kind, shape, fp8, out_dtype):
     (format, fast, amax), (m, k, n, e) = kind, shape
     for operands in products(format, group_offs(layout, m, e), m, k, n, fp8, amax=amax):
-        check(hopper, (*operands, format), fast, out_dtype)
+        check(hopper, operands, fast, out_dtype)
     if kind in ADDING:
-        check_added(hopper, (*operands, format), fast, out_dtype)
+        check_added(hopper, operands, fast, out_dtype)
 
 
 @OF_KIND
@@ -86,16 +86,16 @@ def test_every_round_and_rest(hopper, kind):
     format, fast, amax = kind
     sizes = [32 * i for i in (*range(1, 8), 9, 12, 13, 16, 17, 20, 21, 29)]
     operands = products(format, ends(sizes), sum(sizes), 144, 144, FP8_DTYPES[0], amax=amax)[1]
-    check(hopper, (*operands, format), fast, torch.bfloat16)
+    check(hopper, operands, fast, torch.bfloat16)
     if kind in ADDING:
-        check_added(hopper, (*operands, format), fast, torch.float32)
+        check_added(hopper, operands, fast, torch.float32)
 
 
 @pytest.mark.parametrize("k", [16, 144, 256, 272])
 def test_sums_of_half_a_round(hopper, k):
     """Of which tiles are known, with their scales, two ahead of the one that is stored; and one that is longer."""
     operands = products("rowwise", ends([300, 70, 513]), 890, k, 560, FP8_DTYPES[0])[0]
-    check(hopper, (*operands, "rowwise"), True, torch.bfloat16)
+    check(hopper, operands, True, torch.bfloat16)
 
 
 @OF_KIND
@@ -105,7 +105,7 @@ def test_sizes_of_tiles(hopper, kind):
     sizes = [0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 385]
     for n in (16, 128, 144, 272):
         operands = products(format, ends(sizes), sum(sizes) + 100, 144, n, FP8_DTYPES[0], amax=amax)[amax == "square"]
-        check(hopper, (*operands, format), fast, torch.float32)
+        check(hopper, operands, fast, torch.float32)
 
 
 @OF_KIND
@@ -113,7 +113,7 @@ def test_many_groups(hopper, kind):
     format, fast, amax = kind
     for sizes, m, k, n in ((([0] * 29 + [3, 1, 2]) * 32, 200, 48, 32), ([0] * 500 + [300] + [0] * 499, 310, 128, 144)):
         operands = products(format, ends(sizes), m, k, n, FP8_DTYPES[0], amax=amax)[amax == "square"]
-        check(hopper, (*operands, format), fast, torch.bfloat16)
+        check(hopper, operands, fast, torch.bfloat16)
 
 
 @OF_KIND
@@ -124,7 +124,7 @@ def test_corrupt_offsets(hopper, kind):
         forward, backward = products(format, of_problem, 64, 48, 400, FP8_DTYPES[0], amax=amax)
         whole = offs.div(32, rounding_mode="floor").int() * 32
         for (*operands, _), of_groups in ((forward, offs[:3]), (backward, whole[:3])):
-            check(hopper, (*operands, of_groups, format), fast, torch.float32)
+            check(hopper, (*operands, of_groups), fast, torch.float32)
 
 
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=short)
@@ -133,7 +133,7 @@ def test_rows_by_index(hopper, out_dtype):
     for t, top_k, p, k, n in ((40, 3, 150, 144, 272), (300, 1, 280, 640, 48), (7, 2, 20, 16, 16)):
         a, b = exact_fp8(t, k), exact_fp8(3, n, k)
         scales = exact_scales(t), exact_scales(3, n)
-        args = a, b.mT, *scales, group_offs("tail_rows", p, 3), "rowwise"
+        args = a, b.mT, *scales, "rowwise", group_offs("tail_rows", p, 3)
         check(hopper, args, True, out_dtype, indices=slot_indices(t, top_k, p), top_k=top_k)
 
 
@@ -144,23 +144,23 @@ def test_experts_apart(hopper, format):
     a, b, *rest = products(format, offs, 150, 144, 272, FP8_DTYPES[0])[0]
     wider = exact_fp8(3, 400, 144)
     wider[:, 100:372] = b.mT
-    check(hopper, (a, wider[:, 100:372].mT, *rest, format), True, torch.bfloat16)
+    check(hopper, (a, wider[:, 100:372].mT, *rest), True, torch.bfloat16)
 
 
 def test_what_others_take(hopper):
     """Sums of an odd stride of scales, say, do not reach the kernels, nor an a of squares, nor totals of some kinds."""
     offs = torch.tensor([40], dtype=torch.int32)
     of_kinds = [(kind, products(kind[0], offs, 40, 64, 32, FP8_DTYPES[0], amax=kind[2])[1]) for kind in KINDS]
-    a, b, scale_a, scale_b, ends = of_kinds[-1][1]
+    a, b, scale_a, scale_b, _, ends = of_kinds[-1][1]
     forward, wide_rows = products("rowwise", offs, 40, 64, 32, FP8_DTYPES[0])[0], exact_fp8(2, 32, 80)
     apart = wide_rows.as_strided((2, 32, 64), (33 * 64 + 16, 64, 1))  # experts, by no whole rows
     refused = [
-        ("scaled_grouped_mm", forward[0], apart.mT, forward[2], exact_scales(2, 32), offs.repeat(2), "rowwise"),
-        ("scaled_grouped_mm", *products("mxfp8", offs, 40, 64, 32, FP8_DTYPES[0])[0], "mxfp8"),
-        ("scaled_grouped_mm", b.mT, a.mT, scale_b.mT, scale_a.mT, ends, "blockwise"),
+        ("scaled_grouped_mm", forward[0], apart.mT, forward[2], exact_scales(2, 32), "rowwise", offs.repeat(2)),
+        ("scaled_grouped_mm", *products("mxfp8", offs, 40, 64, 32, FP8_DTYPES[0])[0]),
+        ("scaled_grouped_mm", b.mT, a.mT, scale_b.mT, scale_a.mT, "blockwise", ends),
     ]
-    for (format, fast, _), args in (of for of in of_kinds if of[0] not in ADDING):
-        refused.append(("add_scaled_grouped_mm", torch.zeros(1, 32, 64), *args, format, fast))
+    for (_, fast, _), args in (of for of in of_kinds if of[0] not in ADDING):
+        refused.append(("add_scaled_grouped_mm", torch.zeros(1, 32, 64), *args, fast))
     for kernels in hopper:
         assert isinstance(kernels, SimtKernels)
         for op, *args in refused:

@@ -44,9 +44,9 @@ def test_instruction_that_runs(dtype, gfx950):
     """Zeros are multiplied by 2^127 twice: other kernels multiply scales in float32 first, which makes them NaN."""
     assert (gfx950.chip, gfx950.wave, gfx950.native_fnuz()) == ("gfx950", 64, False)
     offs = torch.tensor([40], dtype=torch.int32)
-    a, b, scale_a, scale_b, _ = products("mxfp8", offs, 40, 200, 24, dtype)[0]
+    a, b, scale_a, scale_b, *_ = products("mxfp8", offs, 40, 200, 24, dtype)[0]
     zeros, huge = torch.zeros(a.shape).to(dtype), (other_scales(s, 254, 255) for s in (scale_a, scale_b))
-    got, want = product(gfx950, [zeros, b, *huge, offs, "mxfp8"])
+    got, want = product(gfx950, [zeros, b, *huge, "mxfp8", offs])
     assert torch.equal(got.double(), want) and not want.any()
 
 
@@ -76,17 +76,17 @@ def test_every_element_meets_the_scales_of_its_block(fmt, dtype, gfx950):
         ones = torch.ones(k, like.shape[1]).to(E4M3)
         b = ones[None].mT if each is offs else ones.t()
         scales = (other_scales(s, 67, 188) for s in (scale_a, scale_b))
-        got, want = product(gfx950, [torch.eye(*like.shape).to(dtype), b, *scales, each, fmt])
+        got, want = product(gfx950, [torch.eye(*like.shape).to(dtype), b, *scales, fmt, each])
         assert torch.equal(got.double(), want) and want.count_nonzero() == k * k
 
 
 @OF_BLOCKS_OF_32
 def test_smallest_scale(fmt, gfx950):
     """Byte 0 stands for 2^-127, here beside 2^127."""
-    for a, b, scale_a, scale_b, ends in products(fmt, group_offs("tail_rows", 90, 2), 90, 70, 40, E4M3):
+    for a, b, scale_a, scale_b, _, ends in products(fmt, group_offs("tail_rows", 90, 2), 90, 70, 40, E4M3):
         for of_a, of_b in ((0, 254), (254, 0)):
             scales = other_scales(scale_a, of_a, of_a + 1), other_scales(scale_b, of_b, of_b + 1)
-            got, want = product(gfx950, [a, b, *scales, ends, fmt])
+            got, want = product(gfx950, [a, b, *scales, fmt, ends])
             assert torch.equal(got.double(), want) and want.any()
 
 
@@ -96,7 +96,7 @@ def test_nan_is_of_its_own_block(fmt, gfx950):
     poisoned = 0
     for operands in products(fmt, torch.tensor([10, 50, 70], dtype=torch.int32), 75, 40, 33, E4M3):
         for which in (2, 3) * 12:
-            args = [*operands, fmt]
+            args = list(operands)
             args[which] = scale = operands[which].clone()
             flat = scale.view(torch.uint8).view(-1)
             flat[torch.randint(flat.numel(), ())] = 255

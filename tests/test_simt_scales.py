@@ -210,8 +210,8 @@ def beside(fp8: torch.dtype, native: bool) -> torch.dtype:
 
 def products(
     format: str, offs: Tensor, m: int, k: int, n: int, fp8: torch.dtype, native: bool = True, amax: str = "group"
-) -> list[tuple[Tensor, ...]]:
-    """Operands of the forward pass and of the gradient of weights, laid out as quantizers do it; amax: of x."""
+) -> list[tuple[object, ...]]:
+    """Arguments of the forward pass and of the gradient of weights, laid out as quantizers do it; amax: of x."""
     x, dy, w = torch.zeros(m, k), torch.zeros(m, n), torch.zeros(len(offs), n, k)
     q, scale, q_t, scale_t, ends = reference.quantize_both(x, format, offs=offs, amax=amax)
     of_w, (dy_t, of_dy, _) = reference.quantize_weight(w, format)[1], reference.quantize_tokens(dy, format, offs=offs)
@@ -219,8 +219,8 @@ def products(
     other = beside(fp8, native)
     b, a, b_t = (exact_fp8(*t.shape, dtype=dtype) for t, dtype in ((w, other), (dy_t, fp8), (q_t, other)))
     return [
-        (exact_fp8(m, k, dtype=fp8), b.mT, scales_like(scale), scales_like(of_w), offs),
-        (a, b_t.t(), scales_like(of_dy), scales_like(second), ends),
+        (exact_fp8(m, k, dtype=fp8), b.mT, scales_like(scale), scales_like(of_w), format, offs),
+        (a, b_t.t(), scales_like(of_dy), scales_like(second), format, ends),
     ]
 
 
@@ -239,10 +239,10 @@ def test_scaled_grouped_mm(gemms, layout, format, shape, fp8, native, out_dtype)
     m, k, n, e = shape
     offs = group_offs(layout, m, e)
     for operands in products(format, offs, m, k, n, fp8, native):
-        gemms.check("scaled_grouped_mm", *operands, format, out_dtype=out_dtype)
+        gemms.check("scaled_grouped_mm", *operands, out_dtype=out_dtype)
     if format == "blockwise":
-        *operands, ends = products(format, offs, m, k, n, fp8, native, "square")[1]
-        gemms.check("scaled_grouped_mm", *operands, ends, format, out_dtype=out_dtype)
+        operands = products(format, offs, m, k, n, fp8, native, "square")[1]
+        gemms.check("scaled_grouped_mm", *operands, out_dtype=out_dtype)
 
 
 def test_scaled_grouped_mm_of_many_tiles(gemms):
@@ -250,10 +250,10 @@ def test_scaled_grouped_mm_of_many_tiles(gemms):
     for sizes, k, n in (([2200, 0, 40], 8, 130), ([int(e % 40 == 7) for e in range(MOST_EXPERTS)], 40, 9)):
         offs = torch.tensor(sizes).cumsum(0).int()
         for operands in products("mxfp8", offs, int(offs[-1]), k, n, E4M3):
-            gemms.check("scaled_grouped_mm", *operands, "mxfp8", out_dtype=torch.float32)
+            gemms.check("scaled_grouped_mm", *operands, out_dtype=torch.float32)
     a, b, *rest = products("rowwise", torch.tensor([100, 150], dtype=torch.int32), 150, 64, 40, E4M3)[0]
     a, b = a[:1].expand(150, 64), b[:, :, :1].expand(2, 64, 40)
-    gemms.check("scaled_grouped_mm", a, b, *rest, "rowwise", out_dtype=torch.float32)
+    gemms.check("scaled_grouped_mm", a, b, *rest, out_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -263,7 +263,7 @@ def test_scaled_grouped_mm_with_corrupt_offsets(gemms, format):
         # Row-major scales of a sum lie by position: its groups begin at multiples of a block.
         whole = offs.div(32, rounding_mode="floor").int() * 32 if format == "mxfp8_rowmajor" else offs
         for (*operands, _), ends in ((forward, offs[:3]), (backward, whole[:3])):
-            gemms.check("scaled_grouped_mm", *operands, ends, format, out_dtype=torch.float32)
+            gemms.check("scaled_grouped_mm", *operands, ends, out_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
@@ -274,9 +274,9 @@ def test_add_scaled_grouped_mm(gemms, format, dtype):
         total = wide(e, n, k, dtype=dtype)
         total[:, 0] = -0.0  # stays, in groups that are empty
         want = total.clone()
-        reference.add_scaled_grouped_mm(want, *operands, format)
+        reference.add_scaled_grouped_mm(want, *operands)
         for at in (total, misaligned(total)):
-            gemms.check_as((want,), "add_scaled_grouped_mm", at, *operands, format)
+            gemms.check_as((want,), "add_scaled_grouped_mm", at, *operands)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)

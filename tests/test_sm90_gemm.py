@@ -48,8 +48,8 @@ def products(
     if fmt == "blockwise":
         scale_b, scale_t = scale_b.mT, scale_t.t()
     return [
-        ([q, b.mT, scale, scale_b, offs, fmt], k, {}),
-        ([dy_t, x_t.t(), scale_dy, scale_t, padded, fmt], m, {"align": 32}),
+        ([q, b.mT, scale, scale_b, fmt, offs], k, {}),
+        ([dy_t, x_t.t(), scale_dy, scale_t, fmt, padded], m, {"align": 32}),
     ]
 
 
@@ -66,7 +66,7 @@ def check(
         how = {"out_dtype": out_dtype, "use_fast_accum": fast, **how}
         got = scaled_grouped_mm(*args, **how)
         want = reference.scaled_grouped_mm(*args, out_dtype=torch.float64)
-        ends = args[4].tolist()
+        ends = args[5].tolist()
         if got.dim() == 2:
             assert (got[ends[-1] :] == 0).all()
         else:
@@ -82,7 +82,7 @@ def check_added(args: list[object], fast: bool) -> None:
     """The bytes of the plain product to float32, added and rounded; what an empty group has is left as it is."""
     how = {"align": 32, "use_fast_accum": fast}
     product = scaled_grouped_mm(*args, out_dtype=torch.float32, **how)
-    sizes = torch.diff(args[4], prepend=args[4].new_zeros(1))
+    sizes = torch.diff(args[5], prepend=args[5].new_zeros(1))
     for dtype in (torch.float32, torch.bfloat16):
         total = wide(*product.shape, dtype=dtype, device=product.device, seed=3)
         want = (total.float() + product).to(dtype)
@@ -149,9 +149,9 @@ def test_offsets_are_not_trusted(fmt, amax, hopper):
     for args, _, how in products(fmt, 700, 272, 400, offs, amax):
         for wrong in corrupt_offs(args[0].shape[0 if args[1].ndim == 3 else 1], hopper):
             if len(wrong) == len(offs):
-                out = scaled_grouped_mm(*args[:4], wrong, fmt, **how)
+                out = scaled_grouped_mm(*args[:4], fmt, wrong, **how)
                 if how:
-                    add_scaled_grouped_mm(out, *args[:4], wrong, fmt, **how)
+                    add_scaled_grouped_mm(out, *args[:4], fmt, wrong, **how)
     torch.cuda.synchronize()
 
 

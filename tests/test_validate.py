@@ -42,18 +42,18 @@ def transposed(x: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
 def forward(x: Tensor, o: Tensor) -> None:
     q, scale = ops.quantize_rows(x, "rowwise")
     w, w_scale, _, _ = ops.quantize_weight(x[:16].repeat(len(o), 1, 1), "rowwise")
-    ops.scaled_grouped_mm(q, w.transpose(1, 2), scale, w_scale, o, "rowwise")
+    ops.scaled_grouped_mm(q, w.transpose(1, 2), scale, w_scale, "rowwise", o)
 
 
 def wgrad(x: Tensor, o: Tensor) -> None:
     q_t, scale_t = transposed(x, o)
-    ops.scaled_grouped_mm(q_t, q_t.t(), scale_t, scale_t, o, "rowwise")
+    ops.scaled_grouped_mm(q_t, q_t.t(), scale_t, scale_t, "rowwise", o)
 
 
 def added(x: Tensor, o: Tensor) -> None:
     q_t, scale_t = transposed(x, o)
     total = torch.zeros(len(o), 16, 16, device=x.device)
-    ops.add_scaled_grouped_mm(total, q_t, q_t.t(), scale_t, scale_t, o, "rowwise")
+    ops.add_scaled_grouped_mm(total, q_t, q_t.t(), scale_t, scale_t, "rowwise", o)
 
 
 def dequantized(x: Tensor, o: Tensor) -> None:
@@ -130,7 +130,7 @@ def test_tokens_quantized_for_other_groups(format, x, validates):
 
 def test_groups_of_a_sum_that_are_not_aligned(x, validates):
     q_t, scale_t = transposed(x, int32(x, 16, 24))
-    multiply = partial(ops.scaled_grouped_mm, q_t, q_t.t(), scale_t, scale_t, int32(x, 16, 24), "rowwise")
+    multiply = partial(ops.scaled_grouped_mm, q_t, q_t.t(), scale_t, scale_t, "rowwise", int32(x, 16, 24))
     multiply(align=8)
     text = "scaled_grouped_mm: offs must be multiples of align, 16, got offs[1] = 24"
     check_refused(text, lambda: multiply(align=16))
@@ -162,7 +162,7 @@ def test_blocks_of_a_sum(x, validates):
     q_t, scale = x.t().to(torch.float8_e4m3fn).contiguous(), torch.ones(16, 1, device=x.device)
 
     def call(scale: Tensor, *ends: int) -> Tensor:
-        return ops.scaled_grouped_mm(q_t, q_t.t(), scale, scale.t(), int32(x, *ends), "blockwise")
+        return ops.scaled_grouped_mm(q_t, q_t.t(), scale, scale.t(), "blockwise", int32(x, *ends))
 
     call(scale, 32), call(scale.repeat(1, 2), 16, 32)
     check_refused("scaled_grouped_mm: scale_a must have 2 blocks in dimension 1, as offs", lambda: call(scale, 16, 32))
@@ -177,7 +177,7 @@ def test_indices(bad, x, validates):
     check_refused(f"permute_pad: {text}", lambda: ops.permute_pad(x, indices, 1))
     check_refused(f"unpermute: {text}", lambda: ops.unpermute(x[:2], indices, 32, 1))
     q, scale = ops.quantize_rows(x, "rowwise")
-    product = q, q[:16].t()[None], scale, scale[None, :16], ends[:1], "rowwise"
+    product = q, q[:16].t()[None], scale, scale[None, :16], "rowwise", ends[:1]
     check_refused(f"scaled_grouped_mm: {text}", lambda: ops.scaled_grouped_mm(*product, **slots))
     check_refused(f"pack_tokens: {text}", lambda: ops.pack_tokens(x, None, None, None, 0, indices, 1))
     check_refused(f"permute_quantized: {text}", lambda: ops.permute_quantized(q, scale, "rowwise", indices, 1))

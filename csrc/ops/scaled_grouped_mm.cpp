@@ -22,7 +22,7 @@ struct OpArguments {
 
 // All of a product but what it is rounded to and where it goes.
 Product checked(const OpArguments& of, const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
-                const Tensor& offs, std::string_view format, int64_t align, bool use_fast_accum,
+                std::string_view format, const Tensor& offs, int64_t align, bool use_fast_accum,
                 const std::optional<Tensor>& indices = {}, std::optional<int64_t> top_k = {}) {
   constexpr const Argument& kIndices = argument(kOp, "indices");
   const FormatId id = check_format(of.op, format);
@@ -84,11 +84,11 @@ const Backend& backend_of(const char* op, const Product& product) {
 }  // namespace
 
 Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
-                                const Tensor& offs, std::string_view format, const std::optional<Tensor>& indices,
+                                std::string_view format, const Tensor& offs, const std::optional<Tensor>& indices,
                                 std::optional<int64_t> top_k, int64_t align, std::optional<int32_t> out_dtype,
                                 bool use_fast_accum) {
   static constexpr OpArguments kArguments(kOp);
-  Product product = checked(kArguments, a, b, scale_a, scale_b, offs, format, align, use_fast_accum, indices, top_k);
+  Product product = checked(kArguments, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, indices, top_k);
   const int32_t dtype = out_dtype.value_or(kBFloat16);
   if (dtype != kBFloat16 && dtype != kFloat32)
     fail(kOp, ": out_dtype must be bfloat16 or float32, got ", dtype_name(dtype));
@@ -100,18 +100,18 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
     const auto [q, scale] = permute_quantized_op(a, scale_a, format, *indices, *top_k, groups);
     Handle rows(q), scales(scale);
     const Tensor moved(std::move(rows)), scale_moved(std::move(scales));
-    return scaled_grouped_mm_op(moved, b, scale_moved, scale_b, offs, format, {}, {}, align, out_dtype, use_fast_accum);
+    return scaled_grouped_mm_op(moved, b, scale_moved, scale_b, format, offs, {}, {}, align, out_dtype, use_fast_accum);
   }
   Handle out(backend.run(call, product));
   return results(out);
 }
 
 Results<0> add_scaled_grouped_mm_op(const Tensor& total, const Tensor& a, const Tensor& b, const Tensor& scale_a,
-                                    const Tensor& scale_b, const Tensor& offs, std::string_view format, int64_t align,
+                                    const Tensor& scale_b, std::string_view format, const Tensor& offs, int64_t align,
                                     bool use_fast_accum) {
   static constexpr OpArguments kArguments(kAdd);
   constexpr const Argument& kTotal = argument(kAdd, "total");
-  Product product = checked(kArguments, a, b, scale_a, scale_b, offs, format, align, use_fast_accum);
+  Product product = checked(kArguments, a, b, scale_a, scale_b, format, offs, align, use_fast_accum);
   check(kTotal, total, a);
   const int64_t sizes[] = {product.p.E, product.p.M, product.p.N};
   check_sizes(kTotal, total, sizes, 3);

@@ -23,8 +23,8 @@ def scaled_grouped_mm(
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    offs: Tensor,
     format: str,
+    offs: Tensor,
     *,
     indices: Tensor | None = None,
     top_k: int | None = None,
@@ -57,10 +57,10 @@ def scaled_grouped_mm(
             orientation of b, [E, ceil(K / 128), ceil(N / 128)] or [B, K], the transposed view of what the quantizer
             returns. Of any strides in "blockwise", contiguous in the others. Scales of "mxfp8" are blocked, those of a
             [M, K] by groups of rows.
+        format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
         offs: [E] int32, exclusive ends of the groups, non-decreasing, at most 1024: rows of `a` in the 2D x 3D form, in
             the 2D x 2D form the `padded_offs` of the quantizer. Contents are clamped and made monotonic;
             MOE_FP8_VALIDATE=1 checks them, which waits for the device.
-        format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
         indices: [P] int32 on a's device, of the 2D x 3D form: multiplies `permute_quantized(a, scale_a, format,
             indices, top_k, offs=offs)` instead, byte for byte; offs are those of the indices, and scale_a is that of
             rows without groups. Hopper's fast sums of rows are of the rows where they lie, up to as many columns as
@@ -84,7 +84,7 @@ def scaled_grouped_mm(
     """
     with below_autograd(a, b, scale_a, scale_b):
         options = indices, top_k, align, out_dtype, use_fast_accum
-        return _op(a, b, scale_a, scale_b, offs, format, *options)
+        return _op(a, b, scale_a, scale_b, format, offs, *options)
 
 
 def add_scaled_grouped_mm(
@@ -93,8 +93,8 @@ def add_scaled_grouped_mm(
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    offs: Tensor,
     format: str,
+    offs: Tensor,
     *,
     align: int = 1,
     use_fast_accum: bool = True,
@@ -111,7 +111,7 @@ def add_scaled_grouped_mm(
     Args:
         total: [E, N, K], bfloat16 or float32, contiguous; it shares no memory with the operands. GEMMs of tensor cores
             need it to begin at a multiple of 16 bytes; elsewhere it is slower.
-        a, b, scale_a, scale_b, offs, format, align, use_fast_accum: as in the 2D x 2D form of `scaled_grouped_mm`.
+        a, b, scale_a, scale_b, format, offs, align, use_fast_accum: as in the 2D x 2D form of `scaled_grouped_mm`.
 
     Returns:
         Nothing; `total` is written.
@@ -123,7 +123,7 @@ def add_scaled_grouped_mm(
     Source: the equation above.
     """
     with below_autograd(total, a, b, scale_a, scale_b):
-        _add(total, a, b, scale_a, scale_b, offs, format, align, use_fast_accum)
+        _add(total, a, b, scale_a, scale_b, format, offs, align, use_fast_accum)
 
 
 refuse_derivatives(_op)
@@ -155,8 +155,8 @@ def _checked_shape(
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    offs: Tensor,
     format: str,
+    offs: Tensor,
     align: int,
     indices: Tensor | None = None,
     top_k: int | None = None,
@@ -199,8 +199,8 @@ def _(
     b,
     scale_a,
     scale_b,
-    offs,
     format,
+    offs,
     indices=None,
     top_k=None,
     align=1,
@@ -208,7 +208,7 @@ def _(
     use_fast_accum=True,
 ):
     op = "scaled_grouped_mm"
-    shape = _checked_shape(op, a, b, scale_a, scale_b, offs, format, align, indices, top_k)
+    shape = _checked_shape(op, a, b, scale_a, scale_b, format, offs, align, indices, top_k)
     out_dtype = out_dtype or torch.bfloat16
     ok = out_dtype in (torch.bfloat16, torch.float32)
     require(ok, f"{op}: out_dtype must be bfloat16 or float32, got {out_dtype}")
@@ -216,8 +216,8 @@ def _(
 
 
 @torch.library.register_fake("moe_fp8::add_scaled_grouped_mm")
-def _(total, a, b, scale_a, scale_b, offs, format, align=1, use_fast_accum=True):
+def _(total, a, b, scale_a, scale_b, format, offs, align=1, use_fast_accum=True):
     op = "add_scaled_grouped_mm"
-    shape = _checked_shape(op, a, b, scale_a, scale_b, offs, format, align)
+    shape = _checked_shape(op, a, b, scale_a, scale_b, format, offs, align)
     check(op, "total", total, a)
     check_shape(op, "total", total, shape)

@@ -15,8 +15,8 @@ def scaled_grouped_mm(
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    offs: Tensor,
     format: str,
+    offs: Tensor,
     *,
     indices: Tensor | None = None,
     top_k: int | None = None,
@@ -61,14 +61,14 @@ def add_scaled_grouped_mm(
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    offs: Tensor,
     format: str,
+    offs: Tensor,
     *,
     align: int = 1,
     use_fast_accum: bool = True,
 ) -> None:
     """Adds the 2D x 2D product, rounded to float32, to total [E, N, K] in float32, which is rounded to its dtype."""
-    product = scaled_grouped_mm(a, b, scale_a, scale_b, offs, format, out_dtype=torch.float32)
+    product = scaled_grouped_mm(a, b, scale_a, scale_b, format, offs, out_dtype=torch.float32)
     for e, (start, end) in enumerate(group_bounds(offs, a.shape[1])):
         if start < end:
             total[e] = total[e].float() + product[e]

@@ -200,7 +200,7 @@ def products(fmt: str, sizes: tuple[int, int, int], offs: Tensor) -> Iterator[Ca
     of_tokens, scale_x = OPS.quantize_rows(tokens(m // 2, k, torch.bfloat16), fmt, **own)
     indices = torch.randint(-1, m // 2 * 2, (m,), dtype=torch.int32)
     dy_t, scale_dy, _ = OPS.quantize_tokens(tokens(m, n, torch.bfloat16), fmt, offs, **own)
-    of_sums = [(dy_t, q_t.t(), scale_dy, scale_t, padded, fmt)]
+    of_sums = [(dy_t, q_t.t(), scale_dy, scale_t, fmt, padded)]
     if fmt == "blockwise":
         of_squares, scale_squares, _ = OPS.quantize_tokens(
             tokens(m, k, torch.bfloat16), fmt, offs, amax="square", **own
@@ -208,15 +208,15 @@ def products(fmt: str, sizes: tuple[int, int, int], offs: Tensor) -> Iterator[Ca
         scale_b, of_sums = (
             scale_b.mT,
             [
-                (dy_t, of_t.t(), scale_dy, scale_of_t.t(), padded, fmt)
+                (dy_t, of_t.t(), scale_dy, scale_of_t.t(), fmt, padded)
                 for of_t, scale_of_t in ((q_t, scale_t), (of_squares, scale_squares))
             ],
         )
     for out in (torch.bfloat16, torch.float32):
         how = {"align": 32, "out_dtype": out}
-        yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (q, b.mT, scale, scale_b, offs, fmt), how
+        yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (q, b.mT, scale, scale_b, fmt, offs), how
         by_slot = {"indices": indices, "top_k": 2, "out_dtype": out}
-        yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (of_tokens, b.mT, scale_x, scale_b, offs, fmt), by_slot
+        yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (of_tokens, b.mT, scale_x, scale_b, fmt, offs), by_slot
         for sums in of_sums:
             yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, sums, how
         for sums, fast in itertools.product(of_sums, (True, False)):

@@ -93,7 +93,7 @@ def speed(format: str, device: str = "cuda", sizes: Sizes = LARGE) -> bool:
     b, scale_b, _, _ = ops.quantize_weight(w, format)
     scale_b = FORMATS[format].transposed_scale(scale_b)
     cast = partial(ops.quantize_both, x, format, offs=offs)
-    products = {"fp8": partial(ops.scaled_grouped_mm, a, b.mT, scale_a, scale_b, offs, format)}
+    products = {"fp8": partial(ops.scaled_grouped_mm, a, b.mT, scale_a, scale_b, format, offs)}
     plain = partial(torch._grouped_mm, x, w.mT, offs=offs)
     try:
         plain()
