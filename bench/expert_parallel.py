@@ -106,7 +106,7 @@ def measure() -> dict[str, object]:
             if ep.recipe.format is None:
                 return operands_of(ep.recipe).at_slots(tokens, slots, rows=True)
             # Products take some of these by index; here all are moved, as BF16's are.
-            return ops.permute_quantized(*tokens, ep.recipe.format, *slots.indices)
+            return ops.permute_quantized(tokens.values, tokens.scale, ep.recipe.format, *slots.indices)
 
     def step(layer: Callable[..., Tensor]) -> object:
         return torch.autograd.grad(layer(x, ids, scores, *weights), leaves, grad)

@@ -241,7 +241,7 @@ def _operands(
     rows, other_way = quantized
     if rows is None:
         return operands_of(call.recipe).weight(w, call.dtype or w.dtype, backward)
-    return (rows.q, rows.scale), (other_way.q, other_way.scale) if backward else NOTHING
+    return Operand(rows.q, rows.scale), Operand(other_way.q, other_way.scale) if backward else NOTHING
 
 
 class _Experts(torch.autograd.Function):
@@ -252,7 +252,7 @@ class _Experts(torch.autograd.Function):
         weights = w_gate_up, w_down, b_gate_up, b_down
         with below_autograd():
             slots = Slots(*_sort_tokens(topk_ids, call.experts))
-            out, kept = forward((x, None), scores, slots, Weights.of(weights, call), call)
+            out, kept = forward(Operand(x), scores, slots, Weights.of(weights, call), call)
         ctx.save_for_backward(*kept)
         # Not saved tensors: every backward writes to them.
         ctx.main_grads = main_grad_gate_up, main_grad_down
@@ -264,7 +264,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx, dout):
         kept = ctx.saved_tensors  # outside: `checkpoint` computes forward again here, with gradients
         with below_autograd():
-            grads = backward((row_major(dout), None), kept, ctx.main_grads, ctx.call)
+            grads = backward(Operand(row_major(dout)), kept, ctx.main_grads, ctx.call)
         return *cast_all(grads, ctx.dtypes), None, None, None, None
 
 
@@ -284,7 +284,7 @@ def forward(
         y = plus_bias(y, b_down, slots.offs)
     out = _combine(y, slots.inverse, scores)
     x, h = x if needs.w_gate_up else NOTHING, h if needs.h else NOTHING
-    return out, (*x, scores, b_down, *slots, *up_t, *down_t, *h)
+    return out, (scores, b_down, *slots, *x, *up_t, *down_t, *h)
 
 
 def backward(
@@ -298,8 +298,8 @@ def backward(
 
     home: called as soon as they are known.
     """
-    x, x_scale, scores, b_down, permutation, offs, inverse, *kept = kept
-    up_t, down_t, (h, h_scale) = kept[:2], kept[2:4], kept[4:]
+    scores, b_down, permutation, offs, inverse, *kept = kept
+    x, up_t, down_t, h = map(Operand, kept[::3], kept[1::3], kept[2::3])  # values, scales, ends
     needs, slots, p = call.needs, Slots(permutation, offs, inverse), permutation.shape[0]
     operands = operands_of(call.recipe)
     dx = dscores = dw_gate_up = dw_down = db_gate_up = db_down = None
@@ -311,7 +311,7 @@ def backward(
         else:
             da = scores.new_zeros(p, call.features, dtype=_BF16)
         of_slots = _permute_pad(scores.view(-1, 1), permutation, 1).view(-1)
-        of = Activated((h, h_scale), of_slots, call.activation, call.interleaved)
+        of = Activated(h, of_slots, call.activation, call.interleaved)
         wanted = Wanted(rows=needs.x, tokens=needs.w_gate_up, a=needs.w_down, dh=needs.b_gate_up)
         dh, dh_t, a_t, values, dscores = operands.gradients(da, of, slots, wanted)
         dscores = _permute_pad(dscores.view(-1, 1), inverse.view(-1), 1).view(inverse.shape)
@@ -331,7 +331,7 @@ def backward(
     if needs.x:
         dx = home(_combine(operands.product(dh, up_t, slots), inverse, None))
     if needs.w_gate_up:
-        _, x_t = operands.at_slots((x, x_scale), slots, tokens=True)
+        _, x_t = operands.at_slots(x, slots, tokens=True)
         dw_gate_up = operands.wgrad(dh_t, x_t, slots, main_grads[0])
     return [dx, dscores if needs.scores else None, dw_gate_up, dw_down, db_gate_up, db_down]
 

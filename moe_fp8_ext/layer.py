@@ -12,7 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from moe_fp8_ext._C import validates
 from moe_fp8_ext.bf16 import autocast_dtype, cast, row_major
 from moe_fp8_ext.experts import Weights, arguments, backward, cast_all, dtypes_of, forward
-from moe_fp8_ext.operands import Slots
+from moe_fp8_ext.operands import Operand, Slots
 from moe_fp8_ext.ops.dispatch import asks_for_gradient, below_autograd, differentiable_once, is_transformed
 from moe_fp8_ext.router import Rule, choice, choice_backward
 from moe_fp8_ext.sharded import is_dtensor
@@ -59,7 +59,7 @@ class _Layer(torch.autograd.Function):
         *weights, ids, main_grad_gate_up, main_grad_down, call = rest
         with below_autograd():
             slots = Slots(*_sort_tokens(ids, call.experts))
-            out, kept = forward((x, None), scores, slots, Weights.of(weights, call), call)
+            out, kept = forward(Operand(x), scores, slots, Weights.of(weights, call), call)
         ctx.save_for_backward(x, w_router, of_chosen, ids, *kept)
         ctx.main_grads = main_grad_gate_up, main_grad_down  # every backward writes to them
         ctx.rule, ctx.call, ctx.dtypes = rule, call, dtypes_of(x, scores, *weights)
@@ -76,7 +76,7 @@ class _Layer(torch.autograd.Function):
         of_weights = [None] * 4
         with below_autograd():
             if dout is not None:
-                grads = backward((row_major(dout), None), of_experts, ctx.main_grads, ctx.call)
+                grads = backward(Operand(row_major(dout)), of_experts, ctx.main_grads, ctx.call)
                 dx, dscores, *of_weights = cast_all(grads, ctx.dtypes)
             dx, dw_router = choice_backward(of_logits, dscores, of_router, ctx.rule, (True, True), dx)
         return dw_router, None, None, None, dx, None, *of_weights, None, None, None, None

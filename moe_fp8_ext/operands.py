@@ -11,9 +11,6 @@ from moe_fp8_ext.bf16 import bf16_product, bf16_wgrad, cast, row_major
 from moe_fp8_ext.fp8 import fp8_product, fp8_weight, fp8_wgrad
 from moe_fp8_ext.recipes import Recipe
 
-Operand = tuple[Tensor | None, ...]  # values and what belongs to them
-NOTHING: Operand = None, None
-
 _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default
 _activate_backward = torch.ops.moe_fp8.activate_backward.default
@@ -23,6 +20,15 @@ _quantize_rows = torch.ops.moe_fp8.quantize_rows.default
 _quantize_tokens = torch.ops.moe_fp8.quantize_tokens.default
 _quantize_both = torch.ops.moe_fp8.quantize_both.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
+
+
+class Operand(NamedTuple):
+    values: Tensor | None
+    scale: Tensor | None = None  # of fp8
+    ends: Tensor | None = None  # of the groups, along tokens in fp8
+
+
+NOTHING = Operand(None)
 
 
 class Slots(NamedTuple):
@@ -73,11 +79,11 @@ class Bf16Operands:
     def weight(self, w: Tensor, dtype: torch.dtype, backward: bool) -> tuple[Operand, Operand]:
         """w [E, N, K], multiplied as `dtype`: for a product over K and, for backward, for one over N."""
         w = cast(cast(w, dtype), torch.bfloat16)
-        return (w.mT, None), (w, None) if backward else NOTHING
+        return Operand(w.mT), Operand(w) if backward else NOTHING
 
     def values(self, x: Operand) -> Tensor:
         """Tokens x [T, K], quantized or not, as numbers."""
-        return x[0]
+        return x.values
 
     def at_slots(
         self, x: Operand, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
@@ -86,20 +92,20 @@ class Bf16Operands:
         `wgrad`."""
         if not rows and not tokens:
             return NOTHING, NOTHING
-        x = _permute_pad(row_major(cast(x[0], torch.bfloat16)), *slots.indices)
+        x = _permute_pad(row_major(cast(x.values, torch.bfloat16)), *slots.indices)
         return self.of_slots(x, slots, rows, tokens, gradient)
 
     def of_slots(
         self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
         """The same of x [P, K] in bfloat16, which is there already."""
-        return (x, None), (x, None)
+        return Operand(x), Operand(x)
 
     def activated(
         self, h: Tensor, slots: Slots, activation: str, interleaved: bool, keep_fp8: bool
     ) -> tuple[Operand, Operand]:
         """Activations of h [P, 2F] along rows, and h as it is kept for backward, quantized where `keep_fp8`."""
-        return (_activate(h, activation, interleaved), None), (h, None)
+        return Operand(_activate(h, activation, interleaved)), Operand(h)
 
     def gradients(self, da: Tensor, of: Activated, slots: Slots, wanted: Wanted) -> Gradients:
         """Of what is between the products, from the gradient da [P, F] of activations without scores."""
@@ -107,11 +113,11 @@ class Bf16Operands:
 
     def product(self, a: Operand, w: Operand, slots: Slots, by_slot: bool = False) -> Tensor:
         """a @ w^T in bfloat16; rows of no group are zero. by_slot: a is of tokens, as `at_slots` returns them."""
-        return bf16_product(a[0], w[0], slots.offs)
+        return bf16_product(a.values, w.values, slots.offs)
 
     def wgrad(self, dy: Operand, a: Operand, slots: Slots, main_grad: Tensor | None) -> Tensor | None:
         """dy^T @ a of every group, [E, N, K] in bfloat16; none where it is added to main_grad, of that shape."""
-        return bf16_wgrad(dy[0], a[0], slots.offs, main_grad)
+        return bf16_wgrad(dy.values, a.values, slots.offs, main_grad)
 
 
 class Fp8Operands:
@@ -123,29 +129,30 @@ class Fp8Operands:
 
     def weight(self, w: Tensor, dtype: torch.dtype, backward: bool) -> tuple[Operand, Operand]:
         q, scale, q_t, scale_t = fp8_weight(w, dtype, self.recipe, backward)
-        return (q, scale), (q_t, scale_t) if backward else NOTHING
+        return Operand(q, scale), Operand(q_t, scale_t) if backward else NOTHING
 
     def values(self, x: Operand) -> Tensor:
-        q, scale = x
-        return q if scale is None else _dequantize(q, scale, self.recipe.format, "rows", None, torch.bfloat16)
+        if x.scale is None:
+            return x.values
+        return _dequantize(x.values, x.scale, self.recipe.format, "rows", None, torch.bfloat16)
 
     def at_slots(
         self, x: Operand, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
         format, dtype, rounding = self.rule(gradient)
         along_rows = along_tokens = NOTHING
-        amax = self.recipe.amax if x[1] is None and slots.indices[1] > 1 else self.recipe.amax_of_groups
+        amax = self.recipe.amax if x.scale is None and slots.indices[1] > 1 else self.recipe.amax_of_groups
         amax = "group" if amax == "square" and gradient else amax
         how = self.recipe.align, dtype, rounding, amax
         if rows and tokens and amax == "batch":
-            both = _quantize_both(row_major(x[0]), format, slots.offs, *slots.indices, *how)
-            return both[:2], both[2:]
+            return _both_ways(*_quantize_both(row_major(x.values), format, slots.offs, *slots.indices, *how))
         if rows:
             along_rows = x
-        if rows and x[1] is None:
-            along_rows = _quantize_rows(row_major(x[0]), format, None, None, None, dtype, rounding)
+        if rows and x.scale is None:
+            along_rows = Operand(*_quantize_rows(row_major(x.values), format, None, None, None, dtype, rounding))
         if tokens:
-            along_tokens = _quantize_tokens(row_major(self.values(x)), format, slots.offs, *slots.indices, *how)
+            values = row_major(self.values(x))
+            along_tokens = Operand(*_quantize_tokens(values, format, slots.offs, *slots.indices, *how))
         return along_rows, along_tokens
 
     def of_slots(
@@ -154,39 +161,40 @@ class Fp8Operands:
         format, dtype, rounding = self.rule(gradient)
         of_groups = x, format, slots.offs, None, None
         if not tokens:
-            return _quantize_rows(*of_groups, dtype, rounding) if rows else NOTHING, NOTHING
+            return Operand(*_quantize_rows(*of_groups, dtype, rounding)) if rows else NOTHING, NOTHING
         how = self.recipe.align, dtype, rounding, "group" if gradient else self.recipe.amax_of_groups
         if not rows:
-            return NOTHING, _quantize_tokens(*of_groups, *how)
-        both = _quantize_both(*of_groups, *how)
-        return both[:2], both[2:]
+            return NOTHING, Operand(*_quantize_tokens(*of_groups, *how))
+        return _both_ways(*_quantize_both(*of_groups, *how))
 
     def activated(
         self, h: Tensor, slots: Slots, activation: str, interleaved: bool, keep_fp8: bool
     ) -> tuple[Operand, Operand]:
         format, dtype, rounding = self.rule(gradient=False)
         how = interleaved, keep_fp8, dtype, rounding
-        q, scale, *kept = _quantize_activated(h, activation, format, slots.offs, *how)
-        return (q, scale), tuple(kept) if keep_fp8 else (h, None)
+        q, scale, h_q, h_scale = _quantize_activated(h, activation, format, slots.offs, *how)
+        return Operand(q, scale), Operand(h_q, h_scale) if keep_fp8 else Operand(h)
 
     def gradients(self, da: Tensor, of: Activated, slots: Slots, wanted: Wanted) -> Gradients:
         if wanted != Wanted(rows=True, tokens=True, a=True, dh=False):
             return _gradients(self, da, of, slots, wanted, self.recipe.format)
-        (h, h_scale), scores, activation, interleaved = of
+        h, scores, activation, interleaved = of
         format, dtype, rounding = self.rule(gradient=False)
         dtypes = dtype, self.rule(gradient=True)[1]
-        how = scores, h_scale, interleaved, self.recipe.align, *dtypes, rounding, self.recipe.amax_of_groups
+        how = scores, h.scale, interleaved, self.recipe.align, *dtypes, rounding, self.recipe.amax_of_groups
         q, scale, q_t, scale_t, a_q_t, a_scale_t, ends, dscores = _quantize_activated_backward(
-            h, da, activation, format, slots.offs, *how
+            h.values, da, activation, format, slots.offs, *how
         )
-        return Gradients((q, scale), (q_t, scale_t, ends), (a_q_t, a_scale_t, ends), None, dscores)
+        rows, tokens, of_a = Operand(q, scale), Operand(q_t, scale_t, ends), Operand(a_q_t, a_scale_t, ends)
+        return Gradients(rows, tokens, of_a, None, dscores)
 
     def product(self, a: Operand, w: Operand, slots: Slots, by_slot: bool = False) -> Tensor:
-        return fp8_product(*a, *w, slots.offs, self.recipe, *(slots.indices if by_slot else ()))
+        by_index = slots.indices if by_slot else ()
+        return fp8_product(a.values, a.scale, w.values, w.scale, slots.offs, self.recipe, *by_index)
 
     def wgrad(self, dy: Operand, a: Operand, slots: Slots, main_grad: Tensor | None) -> Tensor | None:
-        (q_dy, scale_dy, ends), (q, scale, _) = dy, a
-        return fp8_wgrad(q_dy, scale_dy, q, scale, ends, self.recipe, self.recipe.align, main_grad)
+        how = self.recipe, self.recipe.align, main_grad
+        return fp8_wgrad(dy.values, dy.scale, a.values, a.scale, dy.ends, *how)
 
     def rule(self, gradient: bool) -> tuple[str, torch.dtype | None, str]:
         """Format, dtype and rounding of tokens, or of their gradients."""
@@ -205,7 +213,7 @@ class HighPrecisionWgrad(Fp8Operands):
     def of_slots(
         self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        return super().of_slots(x, slots, rows, False, gradient)[0], (x, None)
+        return super().of_slots(x, slots, rows, False, gradient)[0], Operand(x)
 
     def activated(
         self, h: Tensor, slots: Slots, activation: str, interleaved: bool, keep_fp8: bool
@@ -219,6 +227,11 @@ class HighPrecisionWgrad(Fp8Operands):
         return _BF16.wgrad(dy, a, slots, main_grad)
 
 
+def _both_ways(q: Tensor, scale: Tensor, q_t: Tensor, scale_t: Tensor, ends: Tensor) -> tuple[Operand, Operand]:
+    """What `quantize_both` returns, along rows and along tokens."""
+    return Operand(q, scale), Operand(q_t, scale_t, ends)
+
+
 def _gradients(
     operands: Bf16Operands | Fp8Operands,
     da: Tensor,
@@ -228,9 +241,9 @@ def _gradients(
     format: str | None = None,
 ) -> Gradients:
     """Of an h in this format, if it is quantized."""
-    (h, h_scale), scores, activation, interleaved = of
-    format = None if h_scale is None else format
-    dh, a, dscores = _activate_backward(h, da, activation, scores, h_scale, format, interleaved)
+    h, scores, activation, interleaved = of
+    format = None if h.scale is None else format
+    dh, a, dscores = _activate_backward(h.values, da, activation, scores, h.scale, format, interleaved)
     _, of_a = operands.of_slots(a, slots, tokens=wanted.a)
     del a  # in the way of what dh takes
     rows, tokens = operands.of_slots(dh, slots, wanted.rows, wanted.tokens, gradient=True)

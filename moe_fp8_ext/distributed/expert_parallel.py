@@ -270,13 +270,13 @@ class ExpertParallel:
     def _operand(self, values: Tensor, scale: Tensor | None = None) -> Operand:
         """Of columns as they came."""
         if scale is None:
-            return values, None
+            return Operand(values)
         format = FORMATS[self.recipe.format]
         if format.order == "blocked":
-            return values, _swizzle(scale)[0]
+            return Operand(values, _swizzle(scale)[0])
         if format.order == "column_major":
-            return values, scale
-        return values, (scale if format.block else scale.squeeze(1)).contiguous()
+            return Operand(values, scale)
+        return Operand(values, (scale if format.block else scale.squeeze(1)).contiguous())
 
     def dispatch(self, x: Tensor, ids: Tensor, scores: Tensor, signature: int) -> list[Sent]:
         """Tokens x [T, D] with ids and scores [T, top_k] to the ranks of their experts, chunk by chunk. signature: what
