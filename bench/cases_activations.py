@@ -81,7 +81,7 @@ ACTIVATION_CASES: tuple[Case, ...] = (
     Case("activate", _slots, _inputs("swiglu"), partial(ops.activate, interleaved=True), variant=_INTERLEAVED),
     *(
         Case("quantize_activated", _slots, _inputs("swiglu", f), ops.quantize_activated, (_SPEED,), f, "swiglu")
-        for f in ("rowwise", "blockwise")  # in one kernel; others are the ops that they are made of
+        for f in RECIPES
     ),
     *(
         Case("activate_backward", _slots, _gradients(a), _backward(False), (_SPEED,), variant=a)

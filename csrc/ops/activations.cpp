@@ -149,13 +149,14 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
   };
   auto [q, scale] = outputs(a, grouped ? a.E : kNoGroups);
   auto [h_q, h_scale] = outputs(of_h, kNoGroups);
+  const Handle scratch = scratch_of(call, h, a);
 #if defined(MOE_FP8_GPU)
   if (h.on_gpu() && can_quantize_activated(p)) {
     call.check(quantize_activated(p, call.stream()));
     return results(q, scale, h_q, h_scale);
   }
 #endif
-  const Handle values = call.empty({a.rows, a.K}, h.dtype), scratch = scratch_of(call, h, a);
+  const Handle values = call.empty({a.rows, a.K}, h.dtype);
   run(call, h, {p.h, data(values), a.rows, p.activation});
   a.x = data(values);
   run(call, h, a);

@@ -33,12 +33,6 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) place_rows_kernel(MOE_GRID_C
                    kPlaceThreads);
   clear_scales(scale, groups.pos[E] * stride, grouped_scale_rows(p.rows, p.E) * stride, thread, threads);
 }
-int place_rows(const QuantizeParams& p, void* stream) {
-  const bool by_groups = p.offs || p.scratch;  // no groups: no offs; no rows: no scratch
-  if (!by_groups || !format_of(p.format).blocked() || p.K == 0) return 0;
-  return launch(place_rows_kernel, {dim3(unsigned(device().multiprocessors)), dim3(kPlaceThreads), stream}, p);
-}
-
 // Of q_t too.
 bool tokens_are_fast(const QuantizeParams& p) {
   return rows_are_fast(p) && p.positions % 16 == 0 && (p.weight || p.align % 16 == 0);
@@ -63,6 +57,12 @@ int quantize_rows_and_groups(const QuantizeParams& p, void* stream) {
 }
 
 }  // namespace
+
+int place_rows(const QuantizeParams& p, void* stream) {
+  const bool by_groups = p.offs || p.scratch;  // no groups: no offs; no rows: no scratch
+  if (!by_groups || !format_of(p.format).blocked() || p.K == 0) return 0;
+  return launch(place_rows_kernel, {dim3(unsigned(device().multiprocessors)), dim3(kPlaceThreads), stream}, p);
+}
 
 bool rows_are_fast(const QuantizeParams& p) {
   const bool native = is_fnuz(p.out) == device().native_fnuz;

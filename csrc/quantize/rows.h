@@ -124,8 +124,10 @@ int launch_rows(const QuantizeParams& p, Beside beside, void* stream) {
   } else {
     if (beside != Beside::kNo) return launch_beside<T>(p, beside, stream);
     if (vecs > shape.vecs * shape.threads) return run(quantize_rows_kernel<T, 4, Row::kLong>);
-    if (shape.vecs == 1) return run(quantize_rows_kernel<T, 1, Row::kFits>);
-    if (shape.vecs == 2) return run(quantize_rows_kernel<T, 2, Row::kFits>);
+    if constexpr (!std::is_same_v<In, F16>) {  // which is rare: one kernel serves it
+      if (shape.vecs == 1) return run(quantize_rows_kernel<T, 1, Row::kFits>);
+      if (shape.vecs == 2) return run(quantize_rows_kernel<T, 2, Row::kFits>);
+    }
     return run(quantize_rows_kernel<T, 4, Row::kFits>);
   }
 }

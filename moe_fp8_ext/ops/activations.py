@@ -80,9 +80,9 @@ def quantize_activated(
         q, scale = quantize_rows(activate(h, activation), format, offs=offs)
         h_q, h_scale = quantize_rows(h, format)
 
-    byte for byte. Of bfloat16 on a GPU, in formats with float scales and a dtype that the GPU casts to, from one read
-    of h: activations are never written. That is so for rows that begin at multiples of 16 bytes and have a multiple of
-    8 features, at most 8192 ("rowwise"), or of 128 ("blockwise"). Not differentiable. Never waits for the device.
+    byte for byte. Of bfloat16 on a GPU, in a dtype that the GPU casts to, from one read of h: activations are never
+    written. That is so for rows that begin at multiples of 16 bytes and have a multiple of 8 features, at most 8192
+    ("rowwise"), or of 128 (formats with blocks). Not differentiable. Never waits for the device.
 
     Args:
         h, activation, interleaved: as in `activate`.

@@ -191,13 +191,16 @@ class SimtKernels(TokenKernels):
         *given: object,
         dtype: torch.dtype,
         rounding: str,
+        offs: Tensor | None = None,
         interleaved: bool = False,
         keep_h: bool = True,
     ) -> None:
         q, scale, h_q, h_scale, h, activation, format = given
         how = ACTIVATIONS.index(activation), interleaved, list(FORMATS).index(format), ROUNDINGS.index(rounding)
         what = h, *q.shape, h.shape[1], h.stride(0), *how, FP8_TYPES.index(dtype)
-        self._call("quantize_activated", *what, q, scale, len(h_q), h_q, h_scale)
+        scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).data_ptr())
+        groups = offs, 0 if offs is None else len(offs)
+        self._call("quantize_activated", *what, q, scale, len(h_q), h_q, h_scale, *groups, scratch)
 
     def _activate_backward(
         self,

@@ -55,7 +55,8 @@ extern "C" const char* simt_activate(const void* h, void* a, int64_t P, int64_t 
 
 extern "C" const char* simt_quantize_activated(const void* h, int64_t P, int64_t F, int64_t columns, int64_t h_stride,
                                                int activation, bool interleaved, int format, int rounding, int out,
-                                               uint8_t* q, void* scale, int64_t h_rows, uint8_t* h_q, void* h_scale) {
+                                               uint8_t* q, void* scale, int64_t h_rows, uint8_t* h_q, void* h_scale,
+                                               const int* offs, int64_t E, int* (*scratch)(int64_t words)) {
   QuantizeParams of_a = {};
   of_a.rows = P;
   of_a.K = F;
@@ -71,6 +72,9 @@ extern "C" const char* simt_quantize_activated(const void* h, int64_t P, int64_t
   of_h.scale = h_scale;
   const GateRows rows = {.h = h, .stride = h_stride, .F = F, .in = InType::kBF16, .fp8 = {}, .scale = {},
                          .interleaved = interleaved};
+  of_a.offs = offs;
+  of_a.E = E;
+  if (const int64_t words = scratch_words(of_a)) of_a.scratch = scratch(words);
   const QuantizeActivatedParams p = {rows, Activation(activation), of_a, of_h};
   if (!can_quantize_activated(p)) return "no kernel takes these rows";
   return outcome(quantize_activated(p, nullptr));
