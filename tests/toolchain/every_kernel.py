@@ -122,7 +122,9 @@ def cases_of_activations() -> Iterator[Call]:
             call = f"quantize_activated_backward {name} {fmt}", OPS.quantize_activated_backward
             yield *call, (h, da, name, fmt), how | grads | {"interleaved": f == 640}
             q, scale = OPS.quantize_rows(h, fmt, dtype=HARDWARE[0])
-            yield *call, (q, da, name, fmt), how | grads | {"interleaved": f == 640, "h_scale": scale}
+            for amax in FORMATS[fmt].amaxes:
+                of_fp8 = {"interleaved": f == 640, "h_scale": scale, "amax": amax}
+                yield *call, (q, da, name, fmt), how | grads | of_fp8
 
 
 def cases_of_choices() -> Iterator[Call]:
