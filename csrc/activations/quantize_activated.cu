@@ -17,8 +17,8 @@ constexpr int kThreadsOfRow = 256, kThreadsOfBlock = 128;  // at most; of a bloc
 
 // ---- teams: so many neighbouring lanes of a wave have kVecs vectors each of kRows neighbouring rows ----------------
 
-// A row of a team has kScales scales: of h, and number kOfA. A lane knows the amax of kOwn of them, from own_scale() on,
-// of own_row(), as do all kAlike that it is one of.
+// A row of a team has kScales scales: of h, and number kOfA. A lane knows the amax of kOwn of them, from own_scale()
+// on, of own_row(), as do all kAlike that it is one of.
 template <int kLanes_, int kRows_, int kScales_, int kOfA_, int kOwn_ = 1>
 struct Team {
   static constexpr int kLanes = kLanes_, kRows = kRows_, kScales = kScales_, kOfA = kOfA_, kVecs = kVecsOfLane / kRows;
