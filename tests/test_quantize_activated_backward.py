@@ -247,7 +247,7 @@ def test_opcheck(device):
         da, how = da_for(h, activation), {"offs": offs, "grad_dtype": CHIP[1]}
         check_opcheck(op, [h, da, activation, format], scores=scores_for(h), interleaved=True, **how)
         q, scale = quantize_rows(h, format)
-        check_opcheck(op, [q, da, activation, format], h_scale=scale, **how)
+        check_opcheck(op, [q, da, activation, format], h_scale=scale, amax=FORMATS[format].amaxes[-1], **how)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)

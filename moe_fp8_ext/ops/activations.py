@@ -169,10 +169,10 @@ def quantize_activated_backward(
         a_q_t, a_scale_t, _ = quantize_tokens(a, format, offs=offs, amax=amax, ...)
 
     byte for byte. On a GPU gradients are never written: in formats with blocks they come from one read of h and da, in
-    "rowwise" from two. That is so for an h in E4M3 and a da in bfloat16, whose rows begin at multiples of 8 and of 16
-    bytes, and dtypes that the GPU casts to, of a E4M3. With blocks features are a multiple of 128, and the GPU has
-    227 KB of shared memory a multiprocessor, as H200 and B200 do; else they are a multiple of 8, at most 2048, and
-    `align` pads groups to multiples of 16. Not differentiable. Never waits for the device.
+    "rowwise" from two. That is so for an h in E4M3 and a da in bfloat16, whose rows begin at multiples of 8 bytes, 16
+    where interleaved, and of 16; dtypes that the GPU casts to, of a E4M3; groups that `align` pads to multiples of 16.
+    With blocks features are a multiple of 128, and the GPU has 227 KB of shared memory a multiprocessor, as H200 and
+    B200 do; else they are a multiple of 8, at most 2048. Not differentiable. Never waits for the device.
 
     Args:
         h, da, activation, scores, interleaved: as in `activate_backward`.
