@@ -213,13 +213,13 @@ def first_screen(results: dict[str, dict]) -> str:
         layers = [row for row in result["rows"] if row["op"].startswith("experts ") and row.get("ratio")]
         if layers:
             parts.append(
-                f"Speed of a whole MoE layer there, `experts`, over torch's own ops in BF16 around "
-                f"`torch._grouped_mm`: {speeds(layers)}."
+                f"Speed of a whole MoE layer on {result['device']} at {commits_of(layers, result)}, `experts`, over "
+                f"torch's own ops in BF16 around `torch._grouped_mm`: {speeds(layers)}."
             )
         slow = [r for r in rows if r["op"] == "grouped_mm rowwise" and r["ratio"] < 1]
         listed = [f"{r['shape']} {[*r['dims'].values()]} {dict(GROUPS)[r['groups']]} {r['ratio']:.2f}" for r in slow]
         if slow:
-            parts.append(f"Slower than BF16 there with `rowwise`, at [M, K, N, E]: {', '.join(listed)}.")
+            parts.append(f"Slower than BF16 with `rowwise`, at [M, K, N, E]: {', '.join(listed)}.")
     return "\n\n".join(textwrap.fill(part, 120) if "![" not in part else part for part in parts if part)
 
 

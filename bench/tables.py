@@ -53,12 +53,15 @@ def beside_baseline(results: dict[str, dict], op: str, sizes: str, baseline: str
             size = f"{shape} {[*first['dims'].values()]}{', uneven' if is_uneven(groups) else ''}"
             body.append((size, value(first, first["baseline_us"]), *cells))
         if body:
-            on = f" of forward and backward on {result['device']} at {commits_of(rows, result)}"
+            on = f" of forward and backward on {result['device']} at {(commits := commits_of(rows, result))}"
+            said = text.format(on=on)
+            if " and " in commits:
+                said = f"{said.removesuffix(':')}, in the run of `{formats[0]}`; every speed is within a run:"
             align = ["left"] + ["right"] * (len(formats) + 1)
             lines = tabulate(
                 body, (sizes, baseline, *formats), tablefmt="github", colalign=align, disable_numparse=True
             )
-            parts.append(f"{textwrap.fill(text.format(on=on), 120)}\n\n{lines}")
+            parts.append(f"{textwrap.fill(said, 120)}\n\n{lines}")
     return "\n\n".join(parts)
 
 

@@ -67,11 +67,16 @@ def test_calls_are_there_for_every_op():
 
 
 def is_in_order(of: torch.FunctionSchema) -> bool:
-    """As CONTRIBUTING.md says: of what must be given, and of what may be left out."""
-    order = "scale", "format", "offs", "indices", "top_k"
+    """As CONTRIBUTING.md says: of what must be given, and of what may be left out. Of the options those that more than
+    one op has."""
+    order = "scale", "format", "offs", "indices", "top_k", "option"
+    words = {"h_scale": "scale", "scale_a": "scale", "scale_b": "scale"}
+    words |= dict.fromkeys(
+        ("interleaved", "align", "dtype", "out_dtype", "rounding", "amax", "use_fast_accum"), "option"
+    )
     for may_be_left_out in (False, True):
-        names = [a.name for a in of.arguments if a.has_default_value() == may_be_left_out]
-        places = [order.index(n) for n in (re.sub("^h_scale$|^scale_[ab]$", "scale", n) for n in names) if n in order]
+        names = [words.get(a.name, a.name) for a in of.arguments if a.has_default_value() == may_be_left_out]
+        places = [order.index(n) for n in names if n in order]
         if places != sorted(places):
             return False
     return True
@@ -92,6 +97,7 @@ def test_order_of_arguments(name):
         ("Tensor x, str format, Tensor? indices=None, SymInt? top_k=None, Tensor? offs=None", False),
         ("Tensor h, Tensor? h_scale=None, str? format=None", True),
         ("Tensor h, str? format=None, Tensor? h_scale=None", False),
+        ("Tensor x, str format, int align=16, Tensor? offs=None", False),
     ],
 )
 def test_rule_of_order_catches_what_breaks_it(arguments, in_order):

@@ -77,16 +77,16 @@ def test_fp8(kernels, activation, format, fp8, dtype, f, interleaved):
         keep_h=[False, True],
         e5m2=[False, True],
         rounding=[0, 1],
-        grouped=[False, True],
+        groups=[None, 0, 5],
     ),
     ids=short,
 )
-def test_quantized(kernels, activation, format, p, f, interleaved, keep_h, e5m2, rounding, grouped):
+def test_quantized(kernels, activation, format, p, f, interleaved, keep_h, e5m2, rounding, groups):
     """Waves of four rows, of two and of one; last ones that are not full; rows that two waves share."""
     h = h_for(activation, p, f)
     how = {"interleaved": interleaved, "keep_h": keep_h, "rounding": FORMATS[format].roundings[rounding]}
-    if grouped and FORMATS[format].order == "blocked":
-        how["offs"] = torch.tensor([0, 7, 7, p // 2, p - 3], dtype=torch.int32)
+    if groups is not None and FORMATS[format].order == "blocked":
+        how["offs"] = torch.tensor([0, 7, 7, p // 2, p - 3][:groups], dtype=torch.int32)
     for each in kernels:
         how["dtype"] = [t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz()][e5m2]
         want = reference.quantize_activated(h, activation, format, **how)

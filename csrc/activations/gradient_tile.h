@@ -14,7 +14,7 @@ constexpr int kTilesOfWave = kWarpSize / kVecs;  // of the features that a wave 
 // A tile of all parts, as that of dh's first strip, and which blocks its group has along the rows.
 struct PlacedTile {
   Tile tile;
-  int first, count, along;  // first: -1 in the tail
+  int first, count;  // first: -1 in the tail
 };
 
 struct GradientTilesPlan : GradientsPlan {
@@ -64,8 +64,8 @@ MOE_HD constexpr bool has_room(int shared) {
   return 2 * int(sizeof(GradientTile<T, kParts>) + kReservedShared) <= shared;
 }
 
-// Where chunk i of a thread's vector of dh is in a part: of eight columns, two of which are sixteen neighbours or a
-// gates' and an ups'.
+// Where a thread's chunk i of dh is: of eight columns. Its two chunks lie in both parts, or, of gates and ups in turns,
+// side by side in one.
 struct Chunk { int part, at; };
 template <class G>
 MOE_DEVICE Chunk chunk_of(int vec, int i) {
@@ -78,8 +78,6 @@ MOE_DEVICE Chunk chunk_of(int vec, int i) {
 template <class G, class T, class B>
 MOE_DEVICE void differentiate_slot(const GradientTilesPlan& p, const Tile& tile, B& shared) {
   constexpr int kParts = G::kParts, kHeld = G::kLight ? 4 : 2, kSteps = kSlotRows / kRowsAtOnce;
-  constexpr int kBlockLog2 = T::kBlocks > 1 ? 5 : 7;
-  static_assert(1 << kBlockLog2 == T::Format::kSize);
   const int vec = threadIdx.x % kVecs, v = tile.strip * kVecs + vec, last = tile.rows - 1;
   const auto local = [&](int step) {
     return int(threadIdx.y) * kSlotRows + step * kRowsAtOnce + int(threadIdx.x) / kVecs;
@@ -89,7 +87,7 @@ MOE_DEVICE void differentiate_slot(const GradientTilesPlan& p, const Tile& tile,
     const RowScales scales = p.gradients.h.scale.of_row(row);
     return G::template load<Reuse::kNone>(p, row, v, [&](int i) {
       const int column = G::kInterleaved ? 2 * v * kFeatures : (v + i * p.vecs) * kFeatures;
-      return scales.value(scales.bits(uint32_t(column) >> kBlockLog2));
+      return scales.value(scales.bits(uint32_t(column) / T::Format::kSize));
     });
   };
   Vec16 most[kParts + 1] = {};
@@ -109,15 +107,15 @@ MOE_DEVICE void differentiate_slot(const GradientTilesPlan& p, const Tile& tile,
       Vec16 a;
       dots[i] = g[i].round([&](int j) { return g[i].of(j); }, dh, a.w);
       if (step + kHeld < kSteps) g[i] = load(step + kHeld + i);
-      auto* const rows = &shared.waiting[0][local(step + i)];
+      const int row = local(step + i);
 #pragma unroll
       for (int c = 0; c < kParts; ++c) {
         const Vec16 values = {{dh[4 * c], dh[4 * c + 1], dh[4 * c + 2], dh[4 * c + 3]}};
         const Chunk chunk = chunk_of<G>(vec, c);
-        rows[chunk.part * kBlock][chunk.at] = values;
+        shared.waiting[chunk.part][row][chunk.at] = values;
         add(most[c], values);
       }
-      rows[kParts * kBlock][vec] = a;
+      shared.waiting[kParts][row][vec] = a;
       add(most[kParts], a);
     }
     const float dot = neighbour_sums<kVecs>(dots);

@@ -25,7 +25,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, 1)
   __syncthreads();
   const int thread = blockIdx.x * kTileThreads + threadIdx.y * kLanes + threadIdx.x;
   for (int along = thread; along < p.tiles; along += gridDim.x * kTileThreads) {
-    PlacedTile placed = {{}, -1, 0, along};
+    PlacedTile placed = {{}, -1, 0};
     if (along < tiles.count()) {
       placed.tile = tiles.at(along, 0);
       placed.tile.there = true;
@@ -59,7 +59,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, 2)
       Tile& tile = shared.tiles[part];
       tile = placed.tile;
       tile.strip = p.strip_of(part, int(stack % p.a.strips));
-      if (placed.first >= 0) place_scales(tile, part < kParts ? p.dh : p.a, placed.first, placed.count, placed.along);
+      if (placed.first >= 0) place_scales(tile, part < kParts ? p.dh : p.a, placed.first, placed.count, int(along));
     }
     __syncthreads();
     const Tile* const tile = shared.tiles;
@@ -111,9 +111,9 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kSumThreads, 1)
 bool has_float_scales(const QuantizeActivatedBackwardParams& p) {
   return format_of(p.of_dh.format).scale_type == ScaleType::kF32;
 }
-// Along the rows: groups, which each begin one, fill no more than blocks, and the tail begins one more.
+// Along the rows: block_extent() has room for groups of any sizes, and so for the tail as one more.
 int64_t most_tiles(const QuantizeActivatedBackwardParams& p) {
-  return block_extent(p.of_dh.rows, p.of_dh.E, p.of_dh.align) + 1;
+  return block_extent(p.of_dh.rows, p.of_dh.E, p.of_dh.align);
 }
 
 template <class Scales, class Activations>

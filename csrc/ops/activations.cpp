@@ -213,29 +213,34 @@ Results<8> quantize_activated_backward_op(const Tensor& h, const Tensor& da, std
   if (grad_dtype) of_dh.out = check_fp8(call, kOp, grad_dtype, "grad_dtype");
   of_dh.row_stride = of_dh.K = h.sizes[1];
   of_dh.along_rows = true;
-  Outputs dh = outputs_of(call, of_dh);
-  of_a.padded_offs = of_dh.padded_offs;
-  Outputs a = outputs_of(call, of_a);
   Handle dscores = call.empty({gradients.P}, kFloat32);
   gradients.dscores = data<float>(dscores);
+  bool has_kernels = false;
 #if defined(MOE_FP8_GPU)
-  if (h.on_gpu() && can_quantize_activated_backward(p)) {
-    const Handle scratch = call.empty({scratch_words(p)}, kInt32);
-    p.scratch = data<int>(scratch);
-    call.check(quantize_activated_backward(p, call.stream()));
-    return results(dh.q, dh.scale, dh.q_t, dh.scale_t, a.q_t, a.scale_t, dh.padded_offs, dscores);
-  }
+  has_kernels = h.on_gpu() && can_quantize_activated_backward(p);
 #endif
-  GradientOutputs values = compute_gradients(call, h, da, gradients);
+  GradientOutputs values;
+  if (!has_kernels) values = compute_gradients(call, h, da, gradients);
   const auto quantize_values = [&](QuantizeParams& to, const void* x) {
+    if (has_kernels) return;
     to.x = x;
     const Handle scratch = scratch_of(call, h, to);
     run(call, h, to);
   };
+  Outputs a = outputs_of(call, of_a);
   quantize_values(of_a, gradients.a);
-  values.a = {};
+  values.a = {};  // before there is what dh becomes
+  of_dh.padded_offs = of_a.padded_offs;
+  Outputs dh = outputs_of(call, of_dh);
   quantize_values(of_dh, gradients.dh);
-  return results(dh.q, dh.scale, dh.q_t, dh.scale_t, a.q_t, a.scale_t, dh.padded_offs, dscores);
+#if defined(MOE_FP8_GPU)
+  if (has_kernels) {
+    const Handle scratch = call.empty({scratch_words(p)}, kInt32);
+    p.scratch = data<int>(scratch);
+    call.check(quantize_activated_backward(p, call.stream()));
+  }
+#endif
+  return results(dh.q, dh.scale, dh.q_t, dh.scale_t, a.q_t, a.scale_t, a.padded_offs, dscores);
 }
 
 }  // namespace moe_fp8

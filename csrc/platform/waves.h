@@ -64,37 +64,13 @@ MOE_DEVICE int wave_sum(int v) {
 #endif
 }
 
-// Of so many neighbouring lanes.
-template <int kLanes = kWarpSize>
 MOE_DEVICE float wave_sum(float v) {
 #pragma unroll
-  for (int mask = kLanes / 2; mask > 0; mask >>= 1) v += as_float(shfl_xor(as_bits(v), mask));
+  for (int mask = kWarpSize / 2; mask > 0; mask >>= 1) v += as_float(shfl_xor(as_bits(v), mask));
   return v;
 }
-// Lanes whose numbers differ in kMask share n values out: each takes the sums of a half.
-template <int kMask, int n>
-MOE_DEVICE void halve_sums(const float (&values)[n], float (&half)[n / 2]) {
-  const bool upper = threadIdx.x & kMask;
-#pragma unroll
-  for (int i = 0; i < n / 2; ++i) {
-    const float own = upper ? values[n / 2 + i] : values[i], sent = upper ? values[i] : values[n / 2 + i];
-    half[i] = own + as_float(shfl_xor(as_bits(sent), kMask));
-  }
-}
-// Of n values of every lane, a power of two of them, that of number lane * n / kLanes: lanes share the values out, each
-// adds up a half of them, then a quarter, in the order in which wave_sum() adds up each.
-template <int kLanes = kWarpSize, int n>
-MOE_DEVICE float wave_sums(const float (&values)[n]) {
-  if constexpr (n == 1) {
-    return wave_sum<kLanes>(values[0]);
-  } else {
-    float half[n / 2];
-    halve_sums<kLanes / 2>(values, half);
-    return wave_sums<kLanes / 2>(half);
-  }
-}
-// The same with neighbours added first, and so in one order for waves of any size. The lane has that of number
-// number_of_lane<n>().
+// Of n values of every lane, a power of two of them, the sum over kLanes lanes of number number_of_lane<n>(lane): lanes
+// share the values out, each adds up a half of them, then a quarter. Neighbours are added first, then lanes 2 apart.
 template <int kLanes = kWarpSize, int kMask = 1, int n>
 MOE_DEVICE float neighbour_sums(const float (&values)[n]) {
   if constexpr (n == 1) {
@@ -103,8 +79,13 @@ MOE_DEVICE float neighbour_sums(const float (&values)[n]) {
     for (int mask = kMask; mask < kLanes; mask *= 2) v += as_float(shfl_xor(as_bits(v), mask));
     return v;
   } else {
+    const bool upper = threadIdx.x & kMask;
     float half[n / 2];
-    halve_sums<kMask>(values, half);
+#pragma unroll
+    for (int i = 0; i < n / 2; ++i) {
+      const float own = upper ? values[n / 2 + i] : values[i], sent = upper ? values[i] : values[n / 2 + i];
+      half[i] = own + as_float(shfl_xor(as_bits(sent), kMask));
+    }
     return neighbour_sums<kLanes, 2 * kMask>(half);
   }
 }

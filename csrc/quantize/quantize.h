@@ -97,7 +97,7 @@ inline int64_t scratch_words(const QuantizeParams& p) {
 // On the current device. 0, or the runtime's error code.
 int quantize(const QuantizeParams& p, void* stream);
 // A part of it, for others that store scales: where rows in groups have theirs, if they are blocked, in scratch, and
-// zeros between the groups.
+// zeros between the groups. Null offs: there are no groups, as opposed to none of 0.
 int place_rows(const QuantizeParams& p, void* stream);
 
 }  // namespace moe_fp8

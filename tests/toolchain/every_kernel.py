@@ -127,6 +127,20 @@ def cases_of_activations() -> Iterator[Call]:
                 yield *call, (q, da, name, fmt), how | grads | of_fp8
 
 
+def cases_of_gradient_tiles() -> Iterator[Call]:
+    """More rows than a tile has, halves of h, gradients in E5M2, no two terms of a row's sum."""
+    for name, fmt in itertools.product(ACTIVATIONS, FORMATS):
+        h = tokens(300, 512 if name in GATED else 256, torch.bfloat16)
+        q, scale = OPS.quantize_rows(h, fmt, dtype=HARDWARE[0])
+        da = torch.zeros(300, 256, dtype=torch.bfloat16)
+        da[torch.arange(300), torch.randint(256, (300,))] = torch.randn(300).bfloat16()
+        for amax in FORMATS[fmt].amaxes:
+            how = {"offs": offsets(0, 100, 101, 290), "scores": torch.rand(300), "h_scale": scale, "amax": amax}
+            how |= {"dtype": HARDWARE[0], "grad_dtype": HARDWARE[1]}
+            call = f"quantize_activated_backward {name} {fmt}", OPS.quantize_activated_backward
+            yield *call, (q, da, name, fmt), how
+
+
 def cases_of_choices() -> Iterator[Call]:
     """Of every room that a wave has for experts and for slots, at vectors and not, and groups."""
     for (e, groups), scoring in itertools.product(((8, 1), (130, 13), (256, 8), (500, 1), (1024, 4)), SCORINGS):
@@ -258,7 +272,8 @@ def main() -> int:
     sums = "scaled_grouped_mm", "add_scaled_grouped_mm"
     wanted, _, without = (set(words.split()) for words in " ".join(sys.argv[1:]).partition("--without"))
     wrong = count = 0
-    of_rows = cases_of_quantizers, cases_of_scales, cases_of_activations, cases_of_choices, cases_of_tokens
+    of_values = cases_of_activations, cases_of_gradient_tiles, cases_of_choices
+    of_rows = cases_of_quantizers, cases_of_scales, *of_values, cases_of_tokens
     for cases in (*of_rows, cases_of_gemm):
         for name, op, args, kwargs in cases():
             words = set(name.split())

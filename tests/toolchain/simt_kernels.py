@@ -143,15 +143,19 @@ class SimtKernels(TokenKernels):
             (e, rows, _), group_stride = x.shape, x.stride(0)
         else:
             rows, group_stride = x.shape[0] if indices is None else indices.shape[0], 0
-            e = 0 if offs is None else offs.shape[0]
-            if offs is not None and e == 0:
-                offs = memory.empty((1,), torch.int32)  # null would say that there are no groups
+            offs, e = self._groups(memory, offs)
         scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).data_ptr())
         positions = out["q_t"].shape[-1] if along_tokens else 0
         where = x, IN_TYPES.index(x.dtype), x.stride(-2), group_stride, indices, x.shape[-2], top_k or 1
         how = list(FORMATS).index(format), ROUNDINGS.index(rounding or f.roundings[0]), FP8_TYPES.index(dtype)
         results = along_rows, along_tokens, *map(out.get, BOTH), positions, align or f.align, scratch
         self._call("quantize", *where, offs, e, rows, x.shape[-1], weight, *how, *results, AMAXES.index(amax))
+
+    @staticmethod
+    def _groups(memory: GuardedMemory, offs: Tensor | None) -> tuple[Tensor | None, int]:
+        """Ends and how many: of no group not null, which would say that there are no groups."""
+        e = 0 if offs is None else len(offs)
+        return offs if offs is None or e else memory.empty((1,), torch.int32), e
 
     def _quantize_and_pack(
         self,
@@ -199,7 +203,7 @@ class SimtKernels(TokenKernels):
         how = ACTIVATIONS.index(activation), interleaved, list(FORMATS).index(format), ROUNDINGS.index(rounding)
         what = h, *q.shape, h.shape[1], h.stride(0), *how, FP8_TYPES.index(dtype)
         scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).data_ptr())
-        groups = offs, 0 if offs is None else len(offs)
+        groups = self._groups(memory, offs)
         self._call("quantize_activated", *what, q, scale, len(h_q), h_q, h_scale, *groups, scratch)
 
     def _activate_backward(
