@@ -70,8 +70,8 @@ def _backward_operands(h, da, activation, format, offs, scores, scale):
 
 _SPEED: Rule = (always, of_copy(0.85))
 # What was asked. "rowwise" reads h and da twice, for columns have no scales before all rows were seen: 9 / 13 of that
-# at most, but for what the L2 still has. With blocks it is arithmetic that takes the time: 87 instructions for a
-# feature's three results and five casts.
+# at most, but for what the L2 still has. With blocks it is arithmetic that takes the time: three results
+# and five casts for a feature.
 _BACKWARD: Rule = (always, of_copy(0.75))
 
 _INTERLEAVED = "swiglu interleaved"

@@ -7,17 +7,13 @@
 
 namespace moe_fp8 {
 
-constexpr int kVecs = kBlock / kFeatures;        // of a row of a tile
-constexpr int kRowsAtOnce = kLanes / kVecs;      // of a slot
-constexpr int kTilesOfWave = kWarpSize / kVecs;  // of the features that a wave of gradient_rows.cu has
-
 // A tile of all parts, as that of dh's first strip, and which blocks its group has along the rows.
 struct PlacedTile {
   Tile tile;
-  int first, count;  // first: -1 in the tail
+  int first, count;
 };
 
-struct GradientTilesPlan : GradientsPlan {
+struct GradientTilesPlan : GradientInputs {
   TilesPlan dh, a;
   PlacedTile* placed;
   float* dots;  // [F / 128, rows], of dscores
@@ -40,6 +36,7 @@ using OfA = TileTraits<Fast<BF16, Kind::kE4M3>, Scales, Scaling::kColumns, Token
 
 template <class T, int kParts>
 struct GradientTile {
+  static constexpr int kVecs = kBlock / kFeatures;  // of a row of a part
   struct Part {
     union {
       alignas(16) uint32_t slot_amax[kTileSlots][kBlock / 2];
@@ -64,21 +61,18 @@ MOE_HD constexpr bool has_room(int shared) {
   return 2 * int(sizeof(GradientTile<T, kParts>) + kReservedShared) <= shared;
 }
 
-// Where a thread's chunk i of dh is: of eight columns. Its two chunks lie in both parts, or, of gates and ups in turns,
-// side by side in one.
-struct Chunk { int part, at; };
-template <class G>
-MOE_DEVICE Chunk chunk_of(int vec, int i) {
-  if constexpr (!G::kInterleaved) return {i, vec};
-  const int at = 2 * vec + i;
-  return {at / kVecs, at % kVecs};
-}
-
 // The slot's rows of a tile, a vector a lane. Behind the last row it comes once more.
 template <class G, class T, class B>
 MOE_DEVICE void differentiate_slot(const GradientTilesPlan& p, const Tile& tile, B& shared) {
-  constexpr int kParts = G::kParts, kHeld = G::kLight ? 4 : 2, kSteps = kSlotRows / kRowsAtOnce;
+  constexpr int kParts = G::kParts, kVecs = B::kVecs, kRowsAtOnce = kLanes / kVecs;
+  constexpr int kHeld = G::kLight ? 4 : 2, kSteps = kSlotRows / kRowsAtOnce;
   const int vec = threadIdx.x % kVecs, v = tile.strip * kVecs + vec, last = tile.rows - 1;
+  struct Chunk { int part, at; };  // of eight columns
+  // The thread's: those of dh lie in both parts, or, of gates and ups in turns, side by side in one; a's is the last.
+  const auto chunk_of = [&](int i) {
+    const int at = 2 * vec + i;
+    return G::kInterleaved && i < kParts ? Chunk{at / kVecs, at % kVecs} : Chunk{i, vec};
+  };
   const auto local = [&](int step) {
     return int(threadIdx.y) * kSlotRows + step * kRowsAtOnce + int(threadIdx.x) / kVecs;
   };
@@ -111,7 +105,7 @@ MOE_DEVICE void differentiate_slot(const GradientTilesPlan& p, const Tile& tile,
 #pragma unroll
       for (int c = 0; c < kParts; ++c) {
         const Vec16 values = {{dh[4 * c], dh[4 * c + 1], dh[4 * c + 2], dh[4 * c + 3]}};
-        const Chunk chunk = chunk_of<G>(vec, c);
+        const Chunk chunk = chunk_of(c);
         shared.waiting[chunk.part][row][chunk.at] = values;
         add(most[c], values);
       }
@@ -120,7 +114,7 @@ MOE_DEVICE void differentiate_slot(const GradientTilesPlan& p, const Tile& tile,
     }
     const float dot = neighbour_sums<kVecs>(dots);
     const int row = local(step + number_of_lane<kHeld>(vec));
-    if (vec < kHeld && row <= last) store_stream(p.dots + tile.strip * p.of_dh.rows + tile.first_row + row, dot);
+    if (vec < kHeld && row <= last) store_stream(p.dots + tile.strip * p.dh.rows + tile.first_row + row, dot);
   }
 #pragma unroll
   for (int c = 0; c <= kParts; ++c) {
@@ -128,7 +122,7 @@ MOE_DEVICE void differentiate_slot(const GradientTilesPlan& p, const Tile& tile,
 #pragma unroll
     for (int w = 0; w < 4; ++w) other.w[w] = shfl_xor(most[c].w[w], kVecs);
     add(most[c], other);
-    const Chunk chunk = c < kParts ? chunk_of<G>(vec, c) : Chunk{kParts, vec};
+    const Chunk chunk = chunk_of(c);
     if (int(threadIdx.x) < kVecs) *shared.slot_amax(chunk.part, chunk.at) = most[c];
   }
 }
@@ -138,7 +132,7 @@ MOE_DEVICE void differentiate(const GradientTilesPlan& p, const Tile& tile, B& s
     with_gradients<Activations>(p, [&](auto of) {
       differentiate_slot<typename decltype(of)::Type, T>(p, tile, shared);
     });
-  } else if (int(threadIdx.x) < kVecs) {
+  } else if (int(threadIdx.x) < B::kVecs) {
 #pragma unroll
     for (int part = 0; part <= Activations::kParts; ++part) *shared.slot_amax(part, threadIdx.x) = Vec16{};
   }

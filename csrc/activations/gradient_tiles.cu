@@ -25,15 +25,9 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, 1)
   __syncthreads();
   const int thread = blockIdx.x * kTileThreads + threadIdx.y * kLanes + threadIdx.x;
   for (int along = thread; along < p.tiles; along += gridDim.x * kTileThreads) {
-    PlacedTile placed = {{}, -1, 0};
-    if (along < tiles.count()) {
-      placed.tile = tiles.at(along, 0);
-      placed.tile.there = true;
-      const int* blocks = tiles.blocks.pos;
-      const int e = GroupTable::find(blocks, tiles.E, along * kBlock);
-      if (e < tiles.E) placed.first = blocks[e] / kBlock;
-      if (e < tiles.E) placed.count = blocks[e + 1] / kBlock - placed.first;
-    }
+    const int e = tiles.group_of(along), first = tiles.first_of(e);
+    PlacedTile placed = {tiles.at(along, 0, e), first, tiles.first_of(e + 1) - first};
+    placed.tile.there = along < tiles.count();
     p.placed[along] = placed;
   }
 }
@@ -59,7 +53,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, 2)
       Tile& tile = shared.tiles[part];
       tile = placed.tile;
       tile.strip = p.strip_of(part, int(stack % p.a.strips));
-      if (placed.first >= 0) place_scales(tile, part < kParts ? p.dh : p.a, placed.first, placed.count, int(along));
+      if (tile.scale >= 0) place_scales(tile, part < kParts ? p.dh : p.a, placed.first, placed.count, int(along));
     }
     __syncthreads();
     const Tile* const tile = shared.tiles;
@@ -89,18 +83,19 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, 2)
 // dscores, in the order of gradient_rows.cu: tiles that share a wave there are neighbours, and waves come in a row.
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kSumThreads, 1)
     sum_gradient_tiles_kernel(MOE_GRID_CONSTANT const GradientTilesPlan p) {
+  constexpr int kTiles = kWarpSize * kFeatures / kBlock;  // that share a wave
   wait_for_previous_kernel();
-  const int64_t rows = p.of_dh.rows, row = int64_t(blockIdx.x) * kSumThreads + threadIdx.x;
+  const int64_t rows = p.dh.rows, row = int64_t(blockIdx.x) * kSumThreads + threadIdx.x;
   if (row >= rows) return;
   float sum = 0;
 #pragma unroll 4
-  for (int first = 0; first < int(p.a.strips); first += kTilesOfWave) {
-    float of_wave[kTilesOfWave];
+  for (int first = 0; first < int(p.a.strips); first += kTiles) {
+    float of_wave[kTiles];
 #pragma unroll
-    for (int i = 0; i < kTilesOfWave; ++i)
+    for (int i = 0; i < kTiles; ++i)
       of_wave[i] = first + i < int(p.a.strips) ? p.dots[(first + i) * rows + row] : 0.f;
 #pragma unroll
-    for (int n = kTilesOfWave / 2; n > 0; n /= 2)
+    for (int n = kTiles / 2; n > 0; n /= 2)
 #pragma unroll
       for (int i = 0; i < n; ++i) of_wave[i] = of_wave[2 * i] + of_wave[2 * i + 1];
     sum += of_wave[0];
@@ -117,9 +112,9 @@ int64_t most_tiles(const QuantizeActivatedBackwardParams& p) {
 }
 
 template <class Scales, class Activations>
-int launch_tiles(const GradientsPlan& of, void* stream) {
+int launch_tiles(const QuantizeActivatedBackwardParams& of, void* stream) {
   using Dh = OfDh<Scales>;
-  GradientTilesPlan p = {of, plan_tiles<Dh>(of.of_dh), plan_tiles<OfA<Scales>>(of.of_a)};
+  GradientTilesPlan p = {gradient_inputs(of.gradients), plan_tiles<Dh>(of.of_dh), plan_tiles<OfA<Scales>>(of.of_a)};
   p.tiles = int(most_tiles(of));
   p.has_float_scales = has_float_scales(of);
   p.placed = reinterpret_cast<PlacedTile*>(of.scratch);
@@ -146,7 +141,7 @@ bool can_take_gradient_tiles(const QuantizeActivatedBackwardParams& p) {
   return has_tiles && has_room<OfDh<MxScales>, 2>(least_shared(device().sm));
 }
 
-int launch_gradient_tiles(const GradientsPlan& p, void* stream) {
+int launch_gradient_tiles(const QuantizeActivatedBackwardParams& p, void* stream) {
   return dispatch_gated(p.gradients.activation, [&](auto activations) {
     using Activations = decltype(activations);
     return has_float_scales(p) ? launch_tiles<FloatScales, Activations>(p, stream)

@@ -1,6 +1,6 @@
 // The way of quantize_activated_backward() in formats with blocks.
 #pragma once
-#include "activations/gradients.h"
+#include "activations/quantize_activated_backward.h"
 
 namespace moe_fp8 {
 
@@ -9,6 +9,6 @@ bool can_take_gradient_tiles(const QuantizeActivatedBackwardParams& p);
 
 int64_t gradient_tiles_words(const QuantizeActivatedBackwardParams& p);
 
-int launch_gradient_tiles(const GradientsPlan& plan, void* stream);
+int launch_gradient_tiles(const QuantizeActivatedBackwardParams& p, void* stream);
 
 }  // namespace moe_fp8

@@ -10,15 +10,21 @@ namespace moe_fp8 {
 // The rows of 16 positions along tokens, which are of one group: `count` of them from `row` on.
 struct alignas(16) Slot { int group, row, count, unused; };
 
-struct GradientsPlan : QuantizeActivatedBackwardParams {
+// What gradients are computed from.
+struct GradientInputs {
+  ActivateBackwardParams gradients;
   int parts;           // of h: gates, and ups if there are any; a is one more
+  int vecs;            // of eight features, in a part of a row
+  uint32_t h_stride;   // likewise
+  uint32_t da_stride;  // likewise
+};
+
+struct GradientsPlan : GradientInputs {
+  QuantizeParams of_dh, of_a;
   Slot* slots;         // [positions / 16]
   float* multipliers;  // [E, parts + 1, F]
   uint32_t* amax;      // likewise, float32 bits; of a part [8, F / 8], so that neighbours' maxima are neighbours
   int* starts;         // [E + 2], of groups' rows; the last two are the tail's start and end
-  int vecs;            // of eight features, in a part of a row
-  uint32_t h_stride;   // likewise
-  uint32_t da_stride;  // likewise
   int share;           // rows of a block of the first pass
 };
 
@@ -34,6 +40,15 @@ constexpr int kFeatures = 8;      // of a vector
 constexpr int kMagnitudes = 128;  // that an fp8 element may have
 constexpr int kMostTeam = 256;    // threads that share a row in the first pass, a vector each
 constexpr int64_t kMostFeatures = kMostTeam * kFeatures;
+
+inline GradientInputs gradient_inputs(const ActivateBackwardParams& p) {
+  GradientInputs inputs = {p, is_gated(p.activation) ? 2 : 1};
+  inputs.gradients.h.interleaved &= inputs.parts > 1;
+  inputs.vecs = int(p.h.F / kFeatures);
+  inputs.h_stride = uint32_t(p.h.stride / kFeatures);
+  inputs.da_stride = uint32_t(p.da_stride / kFeatures);
+  return inputs;
+}
 
 // h, of the chip's E4M3 with a scale a row, and da of eight features of a row. Columns of h are numbered as they lie in
 // registers and, eight or sixteen neighbours at a time, in memory; kInTurns: gates and ups are neighbours.
@@ -56,14 +71,14 @@ struct Gradients {
   static constexpr MOE_DEVICE int feature_of(int c) { return kInTurns ? c / 2 : c % kFeatures; }
   // Of number v of those of a row: their piece i, in rows that begin at h.
   template <class Bytes>
-  static MOE_DEVICE auto piece(const GradientsPlan& p, Bytes* h, int v, int i) {
+  static MOE_DEVICE auto piece(const GradientInputs& p, Bytes* h, int v, int i) {
     using Piece = std::conditional_t<std::is_const_v<Bytes>, const Neighbours, Neighbours>;
     return reinterpret_cast<Piece*>(h) + v + i * p.vecs;
   }
 
   // scale_of(i): that of piece i.
   template <Reuse kReuse, class ScaleOf>
-  static MOE_DEVICE Gradients load(const GradientsPlan& p, int row, int v, ScaleOf scale_of) {
+  static MOE_DEVICE Gradients load(const GradientInputs& p, int row, int v, ScaleOf scale_of) {
     const ActivateBackwardParams& of = p.gradients;
     Gradients g;
     const auto* h = static_cast<const uint8_t*>(of.h.h) + offset(row, p.h_stride) * kFeatures;
@@ -77,7 +92,7 @@ struct Gradients {
   }
   // Of an h with a scale a row.
   template <Reuse kReuse>
-  static MOE_DEVICE Gradients load(const GradientsPlan& p, int row, int v) {
+  static MOE_DEVICE Gradients load(const GradientInputs& p, int row, int v) {
     const float scale = static_cast<const float*>(p.gradients.h.scale.data)[row];
     return load<kReuse>(p, row, v, [&](int) { return scale; });
   }
@@ -144,7 +159,7 @@ struct Gradients {
 
 // f(a type of Gradients), once, outside of loops.
 template <class Activations, class F>
-MOE_DEVICE void with_gradients(const GradientsPlan& p, F f) {
+MOE_DEVICE void with_gradients(const GradientInputs& p, F f) {
   Activations::with(p.gradients.activation, [&](auto activation) {
     constexpr Activation kActivation = decltype(activation)::value;
     if constexpr (kIsGated<kActivation>)

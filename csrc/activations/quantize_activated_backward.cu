@@ -1,6 +1,7 @@
 #include "activations/quantize_activated_backward.h"
 
 #include "activations/gradient_tiles.h"
+#include "activations/gradients.h"
 #include "activations/launch.h"
 #include "primitives/group_table.h"
 
@@ -48,17 +49,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) scale_columns_kernel(MOE_GRI
   }
 }
 
-GradientsPlan gradients_plan(const QuantizeActivatedBackwardParams& p) {
-  GradientsPlan plan = {p};
-  plan.parts = is_gated(p.gradients.activation) ? 2 : 1;
-  plan.gradients.h.interleaved &= plan.parts > 1;
-  plan.vecs = int(p.gradients.h.F / kFeatures);
-  plan.h_stride = uint32_t(p.gradients.h.stride / kFeatures);
-  plan.da_stride = uint32_t(p.gradients.da_stride / kFeatures);
-  return plan;
-}
 GradientsPlan plan_of(const QuantizeActivatedBackwardParams& p) {
-  GradientsPlan plan = gradients_plan(p);
+  GradientsPlan plan = {gradient_inputs(p.gradients), p.of_dh, p.of_a};
   const int64_t columns = columns_of_groups(plan);
   plan.slots = reinterpret_cast<Slot*>(p.scratch);
   plan.multipliers = reinterpret_cast<float*>(plan.slots + p.of_dh.positions / kSlotRows);
@@ -91,7 +83,7 @@ bool can_quantize_activated_backward(const QuantizeActivatedBackwardParams& p) {
 }
 
 int quantize_activated_backward(const QuantizeActivatedBackwardParams& p, void* stream) {
-  if (has_blocks(p)) return launch_gradient_tiles(gradients_plan(p), stream);
+  if (has_blocks(p)) return launch_gradient_tiles(p, stream);
   const GradientsPlan plan = plan_of(p);
   const Launch few = {dim3(unsigned(device().multiprocessors)), dim3(kPlaceThreads), stream};
   if (const int e = launch(place_slots_kernel, few, plan)) return e;

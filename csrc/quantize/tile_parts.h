@@ -67,11 +67,14 @@ struct TokenTiles {
     *tiles = Max{}(p.blocks, Max{}(of_rows, of_positions));
   }
   MOE_DEVICE int count() const { return *tiles; }
-  MOE_DEVICE int of_groups() const { return blocks.pos[E] / kBlock; }
-  MOE_DEVICE Tile at(int along, int strip) const {
+  MOE_DEVICE int first_of(int e) const { return blocks.pos[e] / kBlock; }  // of the tiles of a group
+  MOE_DEVICE int of_groups() const { return first_of(E); }
+  MOE_DEVICE int group_of(int along) const { return GroupTable::find(blocks.pos, E, along * kBlock); }
+  MOE_DEVICE Tile at(int along, int strip) const { return at(along, strip, group_of(along)); }
+  MOE_DEVICE Tile at(int along, int strip, int e) const {  // e: its group
     Tile tile;
     tile.strip = strip;
-    const int at = along * kBlock, e = GroupTable::find(blocks.pos, E, at), skipped = at - blocks.pos[e];
+    const int skipped = along * kBlock - blocks.pos[e];
     tile.first_row = int64_t(groups.row[e]) + skipped;
     tile.x = p.index.at ? 0 : tile.first_row * p.row_stride;
     tile.rows = e < E || p.along_rows ? part_of_tile(groups.rows(e) - skipped) : 0;
@@ -79,8 +82,7 @@ struct TokenTiles {
     tile.q_t = tile.position = groups.pos[e] + skipped;
     tile.positions = part_of_tile(groups.pos[e + 1] - groups.pos[e] - skipped);
     tile.block = along < p.blocks ? along : -1;
-    const int first = blocks.pos[e] / kBlock;
-    if (e < E) place_scales(tile, p, first, blocks.pos[e + 1] / kBlock - first, along);
+    if (e < E) place_scales(tile, p, first_of(e), first_of(e + 1) - first_of(e), along);
     return tile;
   }
 };
