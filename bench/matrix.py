@@ -26,6 +26,7 @@ GPUS = {
 }
 KINDS = {
     "sm90": "native",
+    "sm90_mxfp8": "emulated in BF16",
     "torch_fp8": "native",
     "torch_mxfp8": "native",
     "torch_bfloat16": "emulated in BF16",

@@ -40,6 +40,14 @@ def fp8_gemm_db(k: int, out_dtype: torch.dtype) -> float:
     return -10 * math.log10(4 * max(k, 1) * 2.0**-26 / 3 + rounding**2 / 3) - 6
 
 
+def bf16_gemm_db(k: int, out_dtype: torch.dtype) -> float:
+    """Hopper's BF16 tensor core, of operands that are exact in BF16: an instruction adds 16 products to a sum and cuts
+    it to float32, off by less than 2^-23 of it and towards zero every time, so that errors add up. The rest is as
+    above."""
+    rounding = 2.0**-24 if out_dtype == torch.float32 else 2.0**-8
+    return -10 * math.log10((math.ceil(k / 16) * 2.0**-23) ** 2 + rounding**2 / 3) - 6
+
+
 # What a GPU's bfloat16 costs. Blocks of 128: where operands are dequantized, they and the product are rounded, each at
 # most 2^-14 / 12 of the signal, 48.1 dB; Hopper's tensor cores sum 128 products, which are then promoted. Blocks of 32:
 # fp8 times a power of two is exact, the product alone is rounded, 52.9 dB; Blackwell's tensor cores may sum in 14 bits,

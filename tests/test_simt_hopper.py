@@ -25,6 +25,7 @@ pytestmark = ON_LINUX
 OUT_DTYPES = [torch.float32, torch.bfloat16]
 # Format, whether the tensor cores accumulate whole sums, and the amax of b along tokens.
 KINDS = [("rowwise", True, "group"), ("rowwise", False, "group"), ("blockwise", True, "group")]
+KINDS.append(("mxfp8", True, "group"))
 SQUARES = "blockwise", True, "square"
 KINDS.append(SQUARES)
 ADDING = KINDS[0], SQUARES  # those that have kernels which add
@@ -54,6 +55,11 @@ def check_added(hopper: Waves, args: tuple[object, ...], fast: bool, dtype: torc
     hopper.check_as((want,), "add_scaled_grouped_mm", total, *args, use_fast_accum=fast)
 
 
+def types(format: str, fp8: torch.dtype) -> tuple[torch.dtype, bool]:
+    """Of a, and whether b is E4M3: fp8 is the type of the operand that may be E5M2, of MXFP8 b, else a."""
+    return (FP8_DTYPES[0], fp8 == FP8_DTYPES[0]) if format == "mxfp8" else (fp8, True)
+
+
 def ends(sizes: list[int]) -> Tensor:
     return torch.tensor(sizes).cumsum(0).int()
 
@@ -73,7 +79,7 @@ PROBLEMS = pairs(  # scales of blocks of all weights are a multiple of 4, whole 
 @pytest.mark.parametrize(*PROBLEMS, ids=short)
 def test_products(hopper, layout, kind, shape, fp8, out_dtype):
     (format, fast, amax), (m, k, n, e) = kind, shape
-    for operands in products(format, group_offs(layout, m, e), m, k, n, fp8, amax=amax):
+    for operands in products(format, group_offs(layout, m, e), m, k, n, *types(format, fp8), amax=amax):
         check(hopper, operands, fast, out_dtype)
     if kind in ADDING:
         check_added(hopper, operands, fast, out_dtype)
@@ -82,9 +88,9 @@ def test_products(hopper, layout, kind, shape, fp8, out_dtype):
 @OF_KIND
 def test_every_round_and_rest(hopper, kind):
     """Sums of 1 to 6 stages and of 8, two whole rounds, that end with 1 to 4 steps of an instruction: stages that are
-    held, empty or cut short."""
+    held, empty or cut short. Stages of MXFP8 are half as long: sums of up to two rounds, and more."""
     format, fast, amax = kind
-    sizes = [32 * i for i in (*range(1, 8), 9, 12, 13, 16, 17, 20, 21, 29)]
+    sizes = [32 * i for i in (*range(1, 18), 20, 21, 29)]
     operands = products(format, ends(sizes), sum(sizes), 144, 144, FP8_DTYPES[0], amax=amax)[1]
     check(hopper, operands, fast, torch.bfloat16)
     if kind in ADDING:
@@ -137,7 +143,7 @@ def test_rows_by_index(hopper, out_dtype):
         check(hopper, args, True, out_dtype, indices=slot_indices(t, top_k, p), top_k=top_k)
 
 
-@pytest.mark.parametrize("format", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("format", ["rowwise", "blockwise", "mxfp8"])
 def test_experts_apart(hopper, format):
     """Of b, by whole rows: a part of each."""
     offs = group_offs("tail_rows", 150, 3)
@@ -148,7 +154,8 @@ def test_experts_apart(hopper, format):
 
 
 def test_what_others_take(hopper):
-    """Sums of an odd stride of scales, say, do not reach the kernels, nor an a of squares, nor totals of some kinds."""
+    """Sums of an odd stride of scales, say, do not reach the kernels, nor an a of squares or, of MXFP8, of E5M2, nor
+    totals of some kinds."""
     offs = torch.tensor([40], dtype=torch.int32)
     of_kinds = [(kind, products(kind[0], offs, 40, 64, 32, FP8_DTYPES[0], amax=kind[2])[1]) for kind in KINDS]
     a, b, scale_a, scale_b, _, ends = of_kinds[-1][1]
@@ -156,7 +163,10 @@ def test_what_others_take(hopper):
     apart = wide_rows.as_strided((2, 32, 64), (33 * 64 + 16, 64, 1))  # experts, by no whole rows
     refused = [
         ("scaled_grouped_mm", forward[0], apart.mT, forward[2], exact_scales(2, 32), "rowwise", offs.repeat(2)),
-        ("scaled_grouped_mm", *products("mxfp8", offs, 40, 64, 32, FP8_DTYPES[0])[0]),
+        *(
+            ("scaled_grouped_mm", *products(format, offs, 40, 64, 32, fp8)[0])
+            for format, fp8 in zip(("mxfp8_rowmajor", "mxfp8"), FP8_DTYPES, strict=False)
+        ),
         ("scaled_grouped_mm", b.mT, a.mT, scale_b.mT, scale_a.mT, "blockwise", ends),
     ]
     for (_, fast, _), args in (of for of in of_kinds if of[0] not in ADDING):
@@ -188,6 +198,20 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("operand that is filled too late", "error 719: an operand that changed while it was multiplied"),
         ("operand between two patterns", "error 719: an operand that does not begin with 8 swizzled rows"),
         ("product without a fence", r"error 719: wgmma at faults_hopper.cpp:\d+ without a fence since the wait before"),
+        ("product of registers", "ok 80"),
+        ("registers that change too early", "error 719: registers of an operand that changed while they were"),
+        ("registers that change in time", "ok 2"),
+        (
+            "operand beside registers that is filled again too early",
+            "error 719: an operand that changed while it was multiplied",
+        ),
+        (
+            "product of registers without a fence",
+            r"error 719: wgmma_bf16 at faults_hopper.cpp:\d+ without a fence since the wait before",
+        ),
+        ("product of registers of one warp", "error 719: warps of a warpgroup did not act as one"),
+        ("matrices of rows of 64 bytes", "ok 80"),
+        ("matrix beside shared memory", "error 719: access beyond the 25600 bytes of dynamic shared memory"),
         ("product of one warp", "error 719: warps of a warpgroup did not act as one"),
         ("products of other operands", "error 719: warps of a warpgroup did not act as one"),
         ("sum that is read too early", "ok 0"),

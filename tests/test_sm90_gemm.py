@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from helpers import assert_same, corrupt_offs, sqnr_db, wide
-from test_scaled_grouped_mm_values import fp8_gemm_db
+from test_scaled_grouped_mm_values import bf16_gemm_db, fp8_gemm_db
 from torch import Tensor
 
 from moe_fp8_ext import build_info, reference
@@ -19,20 +19,21 @@ from moe_fp8_ext.ops import (
     scaled_grouped_mm,
 )
 
-FORMATS = ("rowwise", "blockwise")
+FORMATS = ("rowwise", "blockwise", "mxfp8")
 # Format, the amax of the right operand along tokens, whether the tensor cores accumulate whole sums, and the type of
 # the left operand.
 OF_SUMS = [("rowwise", "group", True), ("rowwise", "group", False), ("blockwise", "group", True)]
 OF_SUMS.append(("blockwise", "square", True))
-KINDS = [(*kind, dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2) for kind in OF_SUMS]
-E4M3_KINDS = KINDS[: len(OF_SUMS)]
+SCALES = [("rowwise", "group"), ("blockwise", "group"), ("blockwise", "square"), ("mxfp8", "group")]
+E4M3_KINDS = [(*kind, torch.float8_e4m3fn) for kind in (*OF_SUMS, ("mxfp8", "group", True))]
+KINDS = E4M3_KINDS + [(*kind, torch.float8_e5m2) for kind in OF_SUMS]
 
 
 @pytest.fixture
 def hopper(gpu: str) -> str:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper GPU")
-    assert [b["name"] for b in build_info()["scaled_grouped_mm"]][0] == "sm90"
+    assert [b["name"] for b in build_info()["scaled_grouped_mm"]][:2] == ["sm90", "sm90_mxfp8"]
     return gpu
 
 
@@ -72,7 +73,8 @@ def check(
         else:
             assert all((got[i] == 0).all() for i, end in enumerate(ends) if end == (ends[i - 1] if i else 0))
         promoted = fmt == "blockwise" or not fast  # every 128 products
-        assert sqnr_db(got, want) >= fp8_gemm_db(128 if promoted else terms, out_dtype)
+        least_db = bf16_gemm_db if fmt == "mxfp8" else fp8_gemm_db
+        assert sqnr_db(got, want) >= least_db(128 if promoted else terms, out_dtype)
         assert_same(scaled_grouped_mm(*args, **how), got, "again")
         if got.dim() == 3:
             check_added(args, fast)
@@ -143,7 +145,7 @@ def test_bfloat16(kind, hopper):
     check(kind, 700, 272, 400, ends([300, 0, 129, 200], hopper), torch.bfloat16)
 
 
-@pytest.mark.parametrize(("fmt", "amax"), [("rowwise", "group"), ("blockwise", "group"), ("blockwise", "square")])
+@pytest.mark.parametrize(("fmt", "amax"), SCALES)
 def test_offsets_are_not_trusted(fmt, amax, hopper):
     offs = ends([300, 0, 129, 200], hopper)
     for args, _, how in products(fmt, 700, 272, 400, offs, amax):
@@ -169,7 +171,7 @@ def test_graph_follows_the_offsets(fmt, hopper):
         assert_same(out, scaled_grouped_mm(*args), f"groups of {sizes}")
 
 
-@pytest.mark.parametrize(("fmt", "amax"), [("rowwise", "group"), ("blockwise", "group"), ("blockwise", "square")])
+@pytest.mark.parametrize(("fmt", "amax"), SCALES)
 def test_graph_adds_at_every_replay(fmt, amax, hopper):
     _, (args, _, how) = products(fmt, 700, 272, 400, ends([300, 0, 129, 200], hopper), amax)
     product = scaled_grouped_mm(*args, out_dtype=torch.float32, **how)

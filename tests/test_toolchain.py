@@ -212,6 +212,7 @@ SASS_GEMM = ["QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR28], R24", "UTMALDG.2D.
         *((ptxas_log(MMA, arch), [PTX_LOAD, PTX_MMA], []) for arch in ARCHS),
         *((ptxas_log(MMA, arch), [PTX_LOAD], ["no matrix instructions"]) for arch in ARCHS),
         (ptxas_log(GEMM), SASS_GEMM, []),
+        (ptxas_log(GEMM), ["HGMMA.64x256x16.F32.BF16 R24, R20, gdesc[UR4], R24", SASS_GEMM[1]], []),
         (ptxas_log(GEMM, waits=2), SASS_GEMM, ["2 waits between products"]),
         (ptxas_log(GEMM), SASS_GEMM[1:], ["no tensor core products"]),
         (ptxas_log(GEMM), SASS_GEMM[:1], ["no copies by tensor maps"]),

@@ -88,17 +88,20 @@ constexpr std::nullptr_t torch_scaled_rows = nullptr, torch_scaled_blocks = null
 #endif
 
 #if defined(MOE_FP8_GPU)
-AtenTensorHandle own_gemm(const Call& call, const Product& product,
-                          int (*multiply)(const ScaledGroupedMmParams&, bool fast, void* stream)) {
+// multiply(p): 0, or the runtime's error code.
+template <class Multiply>
+AtenTensorHandle own_gemm(const Call& call, const Product& product, Multiply multiply) {
   ScaledGroupedMmParams p = product.p;
   Handle out = out_of(call, product);
   p.out = data(out);
-  call.check(multiply(p, product.use_fast_accum, call.stream()));
+  call.check(multiply(p));
   return out.release();
 }
 
 AtenTensorHandle mma_gemm(const Call& call, const Product& product) {
-  return own_gemm(call, product, mma::grouped_gemm);
+  return own_gemm(call, product, [&](const ScaledGroupedMmParams& p) {
+    return mma::grouped_gemm(p, product.use_fast_accum, call.stream());
+  });
 }
 #else
 constexpr std::nullptr_t mma_gemm = nullptr;
@@ -107,15 +110,21 @@ constexpr std::nullptr_t mma_gemm = nullptr;
 #if defined(MOE_FP8_CUDA)
 bool sm90_takes(const Product& product) { return sm90::takes_operands(product.p); }
 bool sm90_by_index(const Product& product) { return sm90::takes_index(product.p, product.use_fast_accum); }
+AtenTensorHandle sm90_new(const Call& call, const Product& product) {
+  return own_gemm(call, product, [&](const ScaledGroupedMmParams& p) {
+    const int64_t bytes = sm90::scratch_bytes(p);
+    const Handle scratch = bytes ? call.empty({bytes}, kUInt8) : Handle();
+    return sm90::grouped_gemm(p, product.use_fast_accum, bytes ? data(scratch) : nullptr, call.stream());
+  });
+}
 AtenTensorHandle sm90_gemm(const Call& call, const Product& product) {
-  if (!product.total || sm90::takes_total(product.p, product.use_fast_accum))
-    return own_gemm(call, product, sm90::grouped_gemm);
+  if (!product.total || sm90::takes_total(product.p, product.use_fast_accum)) return sm90_new(call, product);
   Product plain = product;
   plain.total = nullptr;
   plain.p.adds = false;
   plain.p.out_float32 = true;
   return within_groups(call, product, sm90::kSumAlign, [&](const Handle&) {
-    return Handle(own_gemm(call, plain, sm90::grouped_gemm));
+    return Handle(sm90_new(call, plain));
   }, true);
 }
 #else
@@ -177,6 +186,8 @@ const std::vector<Backend>& all_backends() {
   static const std::vector<Backend> all = {
       {"sm90", "Hopper's tensor cores", true, {"cuda"}, has_float_scales, false, of_sm90(), sm90_takes,
        sm90_gemm, sm90_by_index},
+      {"sm90_mxfp8", "dequantize of b + Hopper's tensor cores, in BF16", true, {"cuda"}, has_blocked_scales, false,
+       of_sm90(), sm90_takes, sm90_gemm},
       {"torch_fp8", "aten::_scaled_grouped_mm", true, {"cuda"}, has_scales_of_rows, false, of_torch_rows(), nullptr,
        torch_scaled_rows},
       {"torch_mxfp8", "aten::_scaled_grouped_mm", true, {"cuda"}, has_blocked_scales, true, of_torch_blocks(), nullptr,

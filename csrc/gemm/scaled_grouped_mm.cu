@@ -25,30 +25,19 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) prepare_offs_kernel(MOE_GRID_CONS
   if (t == 0) p.safe_offs[p.E] = end[p.E - 1];
 }
 
+// From a first row on; or, where each is a group, by blockIdx.y, those that own nothing of the sum.
 struct ZeroRows {
   uint32_t* out;
-  const int* first;
+  const int *first, *ends;  // one of them, the other is null
   int64_t rows, row_words;
 };
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) zero_rows_kernel(MOE_GRID_CONSTANT const ZeroRows p) {
   wait_for_previous_kernel();
-  const int64_t end = p.rows * p.row_words, step = int64_t(gridDim.x) * kThreads;
-  for (int64_t i = *p.first * p.row_words + int64_t(blockIdx.x) * kThreads + threadIdx.x; i < end; i += step)
-    p.out[i] = 0;
-}
-
-struct ZeroEmptyGroups {
-  uint32_t* out;
-  const int* ends;
-  int64_t group_words;
-};
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) zero_empty_groups_kernel(MOE_GRID_CONSTANT const ZeroEmptyGroups p) {
-  wait_for_previous_kernel();
   const int e = blockIdx.y;
-  if (p.ends[e] != (e ? p.ends[e - 1] : 0)) return;
-  uint32_t* out = p.out + e * p.group_words;
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < p.group_words; i += int64_t(gridDim.x) * kThreads)
-    out[i] = 0;
+  if (p.ends && p.ends[e] != (e ? p.ends[e - 1] : 0)) return;
+  const int64_t first = p.ends ? e : *p.first, end = (p.ends ? e + 1 : p.rows) * p.row_words;
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = first * p.row_words + int64_t(blockIdx.x) * kThreads + threadIdx.x; i < end; i += step) p.out[i] = 0;
 }
 
 struct AddGroups {
@@ -98,12 +87,12 @@ int prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple
 
 int zero_rows(void* out, const int* first, int64_t rows, int64_t row_bytes, void* stream) {
   return launch(zero_rows_kernel, {dim3(2 * device().multiprocessors), dim3(kThreads), stream},
-                ZeroRows{static_cast<uint32_t*>(out), first, rows, row_bytes / 4});
+                ZeroRows{static_cast<uint32_t*>(out), first, nullptr, rows, row_bytes / 4});
 }
 
 int zero_empty_groups(void* out, const int* ends, int E, int64_t group_bytes, void* stream) {
-  return launch(zero_empty_groups_kernel, {dim3(16, unsigned(E)), dim3(kThreads), stream},
-                ZeroEmptyGroups{static_cast<uint32_t*>(out), ends, group_bytes / 4});
+  return launch(zero_rows_kernel, {dim3(16, unsigned(E)), dim3(kThreads), stream},
+                ZeroRows{static_cast<uint32_t*>(out), nullptr, ends, E, group_bytes / 4});
 }
 
 int add_groups(void* out, bool out_float32, const void* product, bool product_float32, const int* ends, int E,

@@ -92,10 +92,10 @@ MOE_DEVICE void barrier_arrive_behind_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 // ---- the host's description of a matrix ----------------------------------------------------------------------------
-// Bytes [rows, columns], rows row_stride bytes apart, copied in boxes of 128 columns, swizzled by 128 bytes, and
-// box_rows rows. The base is a multiple of 16 bytes, as is the stride. 0, or the runtime's error code.
+// Bytes [rows, columns], rows row_stride bytes apart, copied in boxes of box_rows rows and of 128 columns or 64, by
+// which they are swizzled. The base is a multiple of 16 bytes, as is the stride. 0, or the runtime's error code.
 inline int describe_matrix(CUtensorMap* map, const void* base, int64_t rows, int64_t columns, int64_t row_stride,
-                           int box_rows) {
+                           int box_rows, int box_columns = 128) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {  // asked of the runtime, so that the module needs no libcuda where there is none
     void* found = nullptr;
@@ -105,10 +105,11 @@ inline int describe_matrix(CUtensorMap* map, const void* base, int64_t rows, int
   }();
   if (encode == nullptr) return cudaErrorNotSupported;
   const cuuint64_t sizes[] = {cuuint64_t(columns), cuuint64_t(rows)}, strides[] = {cuuint64_t(row_stride)};
-  const cuuint32_t box[] = {128, cuuint32_t(box_rows)}, steps[] = {1, 1};
+  const cuuint32_t box[] = {cuuint32_t(box_columns), cuuint32_t(box_rows)}, steps[] = {1, 1};
+  const CUtensorMapSwizzle swizzle = box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
   const CUresult result =
       encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(base), sizes, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

@@ -64,6 +64,21 @@ MOE_WGMMA(48, "m64n96k32", MOE_R48, "48", "49", "50", "51", MOE_F16(0), MOE_F16(
 MOE_WGMMA(64, "m64n128k32", MOE_R64, "64", "65", "66", "67", MOE_F64(0))
 MOE_WGMMA(128, "m64n256k32", MOE_R128, "128", "129", "130", "131", MOE_F64(0), MOE_F64(64))
 
+// The same of bfloat16, 16 elements of the sum: a comes from registers, word 2 g + h of row + 8 h. Of the thread's quad
+// it has 2 (t % 4) + 8 g and the next of the elements as the row of b has them. b is as above, in rows of 64.
+#define MOE_WGMMA_BF16(count, shape, registers, a0, a1, a2, a3, b_at, p_at, layout_at, ...)                  \
+  MOE_DEVICE void wgmma_bf16(float (&d)[count], const uint32_t (&a)[4], uint32_t b, bool accumulate) {       \
+    asm volatile("{.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %" p_at ", 0;\n"                             \
+                 "mov.b64 b, {%" b_at ", %" layout_at "};\n"                                                 \
+                 "wgmma.mma_async.sync.aligned." shape ".f32.bf16.bf16 {" registers "}, "                    \
+                 "{%" a0 ", %" a1 ", %" a2 ", %" a3 "}, b, p, 1, 1, 0;}"                                     \
+                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int(accumulate)),   \
+                   "n"(kWgmmaLayout));                                                                       \
+  }
+MOE_WGMMA_BF16(64, "m64n128k16", MOE_R64, "64", "65", "66", "67", "68", "69", "70", MOE_F64(0))
+MOE_WGMMA_BF16(128, "m64n256k16", MOE_R128, "128", "129", "130", "131", "132", "133", "134", MOE_F64(0), MOE_F64(64))
+
+#undef MOE_WGMMA_BF16
 #undef MOE_R128
 #undef MOE_R64
 #undef MOE_R48
@@ -95,6 +110,12 @@ MOE_DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32
 template <int kRegisters>
 MOE_DEVICE void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
 
+// Of four matrices of 8 rows of 16 bytes, of which a lane names a row each: word i of a lane is of matrix i, row
+// lane / 4, bytes lane % 4 * 4 and on.
+MOE_DEVICE void load_matrices(uint32_t shared, uint32_t (&w)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(shared) : "memory");
+}
 // Four 8 x 8 matrices of 16-bit values of a warp to shared memory, 16 bytes a lane.
 MOE_DEVICE void store_matrices(uint32_t shared, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"

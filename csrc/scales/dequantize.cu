@@ -31,6 +31,15 @@ struct Pieces {
       if constexpr (kElements == 4) piece.w[i] = Out::from_float(v[i]);
       else piece.w[i] = packed<Out>(v[2 * i], v[2 * i + 1]);
     }
+    if constexpr (std::is_same_v<Out, BF16>) {
+      if (p.for_quads) {
+        auto* words = reinterpret_cast<uint32_t*>(static_cast<typename Out::Bits*>(p.out) + at - at % 16);
+        words += in_quads(int(at % 16)) / 2;
+        store_stream(reinterpret_cast<Vec8*>(words), Vec8{{piece.w[0], piece.w[2]}});
+        store_stream(reinterpret_cast<Vec8*>(words + in_quads(2) / 2), Vec8{{piece.w[1], piece.w[3]}});
+        return;
+      }
+    }
     store_stream(reinterpret_cast<Vec16*>(static_cast<typename Out::Bits*>(p.out) + at), piece);
   }
 };
@@ -77,7 +86,7 @@ MOE_DEVICE void one_by_one(const DequantizeParams& p, const GroupTable& table, c
       if (line.live && c.live)
         v[0] = values[p.q[line.e * p.group_stride + line.row * p.row_stride + k]] *
                p.scale.at(line.e, line.scale_row, c.block);
-      Elements::store(p, i * p.K + k, v);
+      Elements::store(p, i * p.K + (p.for_quads ? k - k % 16 + in_quads(k % 16) : k), v);
     }
   }
 }

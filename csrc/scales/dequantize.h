@@ -11,6 +11,9 @@
 //                    are zero
 //
 // q has group_stride and row_stride in elements. No size or alignment is asked for; offs may hold anything.
+//
+// for_quads: of a K that is a multiple of 16, out in bfloat16 alone: element k of every 16 lies at in_quads(k), so that
+// the four elements from 4 q on are those that thread q of a quad multiplies by the like of a (gemm/sm90/mx.h).
 #pragma once
 #include "numerics/floats.h"
 #include "numerics/operand_scales.h"
@@ -28,7 +31,10 @@ struct DequantizeParams {
   Groups groups;
   Fp8Type type;
   InType out_type;
+  bool for_quads = false;
 };
+
+MOE_HD constexpr int in_quads(int k) { return k / 4 * 2 + k % 2 + k / 2 % 2 * 8; }
 
 // 0, or the runtime's error code.
 int dequantize(const DequantizeParams& p, void* stream);

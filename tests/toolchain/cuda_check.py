@@ -48,7 +48,7 @@ SASS = {
     E4M3: r"\bF2FP\.SATFINITE\.E4M3",
     E5M2: r"\bF2FP\.SATFINITE\.E5M2",
     E8M0: r"\bF2FP\S*\.UE8M0",
-    PRODUCTS: r"\bQGMMA\b",
+    PRODUCTS: r"\b[HQ]GMMA\b",
     BOXES: r"\bUTMALDG\b",
     MATRICES: r"\b[HQ]MMA\b",
 }

@@ -58,7 +58,6 @@ OTHERS: dict[str, str | bool] = {
     "swizzle_scales_kernel": True,
     "token_groups_kernel": False,
     "tokens_by_rank_kernel": False,
-    "zero_empty_groups_kernel": False,
     "zero_rows_kernel": False,
     "zero_unused_rows_kernel": False,
 }

@@ -57,8 +57,10 @@ def build(chip: str, gemm_alone: bool = False) -> Path:
     wave, generation = CHIPS[chip]
     kernels, shims = kernel_sources(CSRC), SHIMS
     if gemm_alone:
-        folder = CSRC / "gemm" / ("sm90" if chip == "sm_90a" else "mma")
-        kernels, shims = [*sorted(folder.glob("*.cu")), CSRC / "platform" / "device.cu"], SHIMS[1:]
+        of_hopper = chip == "sm_90a"
+        others = ["platform/device.cu", *["scales/dequantize.cu"] * of_hopper]
+        folder = CSRC / "gemm" / ("sm90" if of_hopper else "mma")
+        kernels, shims = [*sorted(folder.glob("*.cu")), *(CSRC / other for other in others)], SHIMS[1:]
     keys = {source: key_of(source, chip) for source in [*kernels, *shims]}
 
     def link(folder: Path) -> None:

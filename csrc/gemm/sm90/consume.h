@@ -1,6 +1,7 @@
 // The consumers: multiply the tiles in turn, and scale the sums and store or add them.
 #pragma once
 #include "gemm/sm90/add.h"
+#include "gemm/sm90/mx.h"
 #include "gemm/sm90/promoted.h"
 #include "gemm/sm90/rows.h"
 
@@ -42,6 +43,13 @@ MOE_DEVICE void consume_rows(const Args& p, Consumer<T>& c, Shared<T>& shared, c
   });
 }
 template <class T>
+MOE_DEVICE void consume_mx(const Args& p, Consumer<T>& c, Shared<T>& shared, const Tile& tile) {
+  float sum[T::kTileColumns / 2];
+  if (tile.columns > T::kTileColumns / 2) multiply_mx(c, shared, tile, sum);
+  else multiply_mx(c, shared, tile, reinterpret_cast<float(&)[T::kTileColumns / 4]>(sum));
+  finish_tile(p, c, tile, shared, 0, [&](int h, int j, int i) { return sum[j * 4 + 2 * h + i]; });
+}
+template <class T>
 MOE_DEVICE void consume_promoted(const Args& p, Consumer<T>& c, Shared<T>& shared, const Tile& tile, int turn) {
   float sum[2][T::kTileColumns / 2];
   const bool two = tile.rows > 128 + c.group() * kWgmmaRows;
@@ -76,6 +84,8 @@ MOE_DEVICE void consume(const Args& p, Shared<T>& shared) {
       if constexpr (!T::kAdds)
         for (int half = 0; mine && half < T::kTileRows / 128; ++half)
           finish_tile(p, c, tile, shared, half, [](int, int, int) { return 0.f; });
+    } else if constexpr (T::kMx) {
+      consume_mx(p, c, shared, tile);
     } else if constexpr (T::kPromoted) {
       consume_promoted(p, c, shared, tile, turn);
     } else {

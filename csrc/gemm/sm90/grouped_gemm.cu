@@ -1,6 +1,7 @@
 #include "gemm/sm90/grouped_gemm.h"
 
 #include "gemm/sm90/args.h"
+#include "scales/dequantize.h"
 
 namespace moe_fp8::sm90 {
 namespace {
@@ -16,8 +17,11 @@ bool are_columns(const OperandScales& s, int64_t rows) {
 }
 bool are_squares(const OperandScales& s) { return 1 << s.rows_log2 == kDepth; }
 
+bool is_mx(const ScaledGroupedMmParams& p) { return p.scale_a.layout == ScaleLayout::kBlocked; }
+
 bool takes_scales(const ScaledGroupedMmParams& p) {
   const OperandScales &a = p.scale_a, &b = p.scale_b;
+  if (is_mx(p)) return at_16_bytes(a.data);
   if (a.layout != ScaleLayout::kFloat) return false;
   if (a.block_size == 0) return at_16_bytes(b.data);
   if (!are_columns(a, p.M) || are_squares(a)) return false;
@@ -29,6 +33,7 @@ bool takes_scales(const ScaledGroupedMmParams& p) {
 }
 
 Scales scales_of(const ScaledGroupedMmParams& p, bool fast) {
+  if (is_mx(p)) return Scales::kMx;
   if (p.scale_a.block_size == 0) return fast ? Scales::kRows : Scales::kRowsPromoted;
   return p.groups_of_sum && are_squares(p.scale_b) ? Scales::kSquares : Scales::kBlocks;
 }
@@ -51,6 +56,14 @@ int launch_with(const ScaledGroupedMmParams& p, bool fast, void* stream) {
   }
 }
 
+// b in bfloat16, in the order in which the tensor cores take a.
+int64_t experts_of_b(const ScaledGroupedMmParams& p) { return p.groups_of_sum ? 1 : p.E; }
+int dequantize_b(const ScaledGroupedMmParams& p, void* to, void* stream) {
+  const Groups groups = p.groups_of_sum ? Groups::kColumns : Groups::kNone;
+  return dequantize({p.b, p.scale_b, p.offs, to, experts_of_b(p), p.N, p.K, p.b_group_stride, p.b_stride, int(p.E),
+                     groups, p.b_type, InType::kBF16, true}, stream);
+}
+
 // Experts are whole rows apart, so that all of b is one matrix.
 bool takes_experts(const ScaledGroupedMmParams& p) {
   if (p.E == 1) return true;
@@ -61,8 +74,10 @@ bool takes_experts(const ScaledGroupedMmParams& p) {
 }  // namespace
 
 bool takes_operands(const ScaledGroupedMmParams& p) {
-  if ((p.a_type != Fp8Type::kE4M3FN && p.a_type != Fp8Type::kE5M2) || p.b_type != Fp8Type::kE4M3FN) return false;
-  const bool groups = p.groups_of_sum ? p.E * p.M < kMost : p.E * p.N < kMost && takes_experts(p);
+  const bool e4m3 = p.a_type == Fp8Type::kE4M3FN, mx = is_mx(p);
+  if (!e4m3 && (mx || p.a_type != Fp8Type::kE5M2)) return false;
+  if (!mx && p.b_type != Fp8Type::kE4M3FN) return false;
+  const bool groups = p.groups_of_sum ? p.E * p.M < kMost : p.E * p.N < kMost && (mx || takes_experts(p));
   return groups && takes_scales(p);
 }
 
@@ -73,12 +88,22 @@ bool takes_operands(const ScaledGroupedMmParams& p) {
 constexpr int64_t kMostColumnsByIndex = 2560;
 bool takes_index(const ScaledGroupedMmParams& p, bool fast) {
   const bool counted = p.a_stride / 16 * p.index.limit < UINT32_MAX;  // chunks of rows
-  return fast && p.scale_a.block_size == 0 && p.N <= kMostColumnsByIndex && counted;
+  return fast && !is_mx(p) && p.scale_a.block_size == 0 && p.N <= kMostColumnsByIndex && counted;
 }
 
 bool takes_total(const ScaledGroupedMmParams& p, bool fast) { return add_to_total(scales_of(p, fast)); }
 
-int grouped_gemm(const ScaledGroupedMmParams& p, bool fast, void* stream) {
+int64_t scratch_bytes(const ScaledGroupedMmParams& p) { return is_mx(p) ? experts_of_b(p) * p.N * p.K * 2 : 0; }
+
+int grouped_gemm(const ScaledGroupedMmParams& of, bool fast, void* scratch, void* stream) {
+  ScaledGroupedMmParams p = of;
+  if (is_mx(p)) {
+    if (const int e = dequantize_b(p, scratch, stream)) return e;
+    p.b = static_cast<const uint8_t*>(scratch);
+    p.b_stride = p.K;
+    p.b_group_stride = p.N * p.K;
+    return launch_gemm<Scales::kMx, Fp8Type::kE4M3FN, false>(p, stream);
+  }
   return p.a_type == Fp8Type::kE5M2 ? launch_with<Fp8Type::kE5M2>(p, fast, stream)
                                     : launch_with<Fp8Type::kE4M3FN>(p, fast, stream);
 }

@@ -1,10 +1,12 @@
 // Grouped products on Hopper's tensor cores; a, b, out and the groups are those of gemm/scaled_grouped_mm.h. a is
-// float8_e4m3fn or float8_e5m2, b float8_e4m3fn, out bfloat16 or float32.
+// float8_e4m3fn or float8_e5m2, of MXFP8 the former, b float8_e4m3fn, of MXFP8 any, out bfloat16 or float32.
 //
 //   scales of rows     fast: applied to the sum, which the tensor cores accumulate in their own precision; otherwise
 //                      sums of 128 products are promoted, added in float32 in the order of the sum, and scaled then
 //   scales of blocks   sums of 128 products are promoted, scaled and added in float32, in the order of the sum; of b,
 //                      where groups divide the sum, also of squares of 128 x 128, whose tiles are wider
+//   MXFP8, blocked     values times scales, as bfloat16, are what is multiplied; the tensor cores accumulate the sum. b
+//                      is dequantized to scratch before, a on its way to them
 //
 // Rows behind the last group are zero, as is the out of a group that owns nothing of the sum; where the product adds to
 // out, that of such a group stays as it is. The schedule: schedule.h.
@@ -22,7 +24,9 @@ bool takes_operands(const ScaledGroupedMmParams& p);
 bool takes_index(const ScaledGroupedMmParams& p, bool fast);
 // Whether the product adds to out itself, where it is one that `adds`.
 bool takes_total(const ScaledGroupedMmParams& p, bool fast);
+// What the product needs beside, at a multiple of 16 bytes.
+int64_t scratch_bytes(const ScaledGroupedMmParams& p);
 // 0, or the runtime's error code.
-int grouped_gemm(const ScaledGroupedMmParams& p, bool fast, void* stream);
+int grouped_gemm(const ScaledGroupedMmParams& p, bool fast, void* scratch, void* stream);
 
 }  // namespace moe_fp8::sm90

@@ -39,7 +39,10 @@ MOE_GLOBAL void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(MOE_GRID_CONS
     if (threadIdx.x < 128) {
       leave_registers<kProducerRegisters>();
       if (threadIdx.x == 0) produce_operands(p, shared);
-      if (threadIdx.x == 32) produce_scales(p, shared);
+      if (threadIdx.x == 32) {
+        if constexpr (T::kMx) produce_mx_scales(p, shared);
+        else produce_scales(p, shared);
+      }
       if (T::kSumGroups && threadIdx.x >= 96) plan_tiles(p, shared);
       if (by_index<T>(p) && threadIdx.x >= 64) produce_rows(p, shared);
     } else {
@@ -73,8 +76,9 @@ int launch_grouped_gemm(const ScaledGroupedMmParams& p, void* stream) {
   args.scale_blocks = p.scale_a.blocks;
   const int64_t rows_of_b = (T::kSumGroups ? 0 : (p.E - 1) * args.expert_rows) + p.N;
   if (!by_index<T>(args))
-    if (const int e = describe_matrix(&args.a, p.a, p.M, p.K, p.a_stride, kWgmmaRows)) return e;
-  if (const int e = describe_matrix(&args.b, p.b, rows_of_b, p.K, p.b_stride, T::kBoxColumns)) return e;
+    if (const int e = describe_matrix(&args.a, p.a, p.M, p.K, p.a_stride, kWgmmaRows, T::kStageDepth)) return e;
+  const int64_t bytes = T::kBytesB;
+  if (const int e = describe_matrix(&args.b, p.b, rows_of_b, p.K * bytes, p.b_stride * bytes, T::kBoxColumns)) return e;
 
   constexpr auto kKernel = grouped_gemm_kernel<T>;
   if (const int e = allow_large<kKernel>()) return e;

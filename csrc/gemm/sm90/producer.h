@@ -81,17 +81,18 @@ MOE_DEVICE void produce_operands(const Args& p, Shared<T>& shared) {
   for_each_stage(p, shared, [&](const Tile& tile, int turn, int k, int s) {
     const uint32_t full = full_of + 8 * s;
     if (!T::kSumGroups && k == 0) shared.tiles[turn] = tile;
-    if (k >= steps_of(tile)) return barrier_arrive(full);
-    const int at = tile.first + k * kDepth;
+    if (k >= steps_of<T>(tile)) return barrier_arrive(full);
+    const int at = tile.first + k * T::kStageDepth;
     const auto copy_a = [&](int box, auto copy) {
-      copy(a_of + s * T::kStageBytesA + box * kWgmmaRows * kDepth, p.a, at, tile.row_of_a + box * kWgmmaRows, full);
-    };
-    const auto copy_b = [&](int box, auto copy) {
-      copy(b_of + s * T::kStageBytesB + box * T::kBoxColumns * kDepth, p.b, at, tile.row_of_b + box * T::kBoxColumns,
+      copy(a_of + s * T::kStageBytesA + box * kWgmmaRows * T::kStageDepth, p.a, at, tile.row_of_a + box * kWgmmaRows,
            full);
     };
+    const auto copy_b = [&](int box, auto copy) {
+      copy(b_of + s * T::kStageBytesB + box * T::kBoxColumns * kDepth, p.b, at * T::kBytesB,
+           tile.row_of_b + box * T::kBoxColumns, full);
+    };
     const int boxes_of_a = by_index<T>(p) ? 0 : tile.rows > 128 ? 4 : 2;
-    barrier_arrive_expecting(full, boxes_of_a * kWgmmaRows * kDepth + T::kStageBytesB);
+    barrier_arrive_expecting(full, boxes_of_a * kWgmmaRows * T::kStageDepth + T::kStageBytesB);
     if (tile.beside) {
       for (int i = 0; i < boxes_of_a / 2; ++i) copy_a(boxes_of_a / 2 * rank + i, copy_box_to_both);
       for (int i = 0; i < T::kTileColumns / T::kBoxColumns; ++i) copy_b(i, copy_box);
@@ -109,12 +110,52 @@ MOE_DEVICE int64_t square_of(const Args& p, const Tile& tile, int block, int k) 
   return (int64_t(tile.expert) * ceil_div(p.N, kDepth) + tile.column / kDepth) * p.scale_blocks + k;
 }
 
+// Of a: where the blocked scales of a tile's rows begin. Those of a group of rows lie behind all groups before it, each
+// padded to whole blocks of 128 rows; a block's groups come in their order.
+template <class T>
+class MxScales {
+ public:
+  MOE_DEVICE MxScales(const Args& p, const gemm::GroupBounds& groups) : p_(p), groups_(groups) {}
+  MOE_DEVICE const uint8_t* of(const Tile& tile) {
+    const auto* all = reinterpret_cast<const uint8_t*>(p_.scale_a);
+    if constexpr (T::kSumGroups) {
+      const int64_t column = int64_t(tile.first_block) * kScaleColumns, line = ceil_div(tile.depth, kGroupScales);
+      return all + column * p_.scale_a_stride + tile.row_of_a / kScaleRows * line * kScaleBytes;
+    } else {
+      for (; expert_ < tile.expert; ++expert_)
+        before_ += ceil_div(groups_.end[expert_ + 1] - groups_.end[expert_], kScaleRows);
+      const int64_t row = before_ + (tile.row_of_a - groups_.end[expert_]) / kScaleRows;
+      return all + row * ceil_div(p_.scale_blocks, kScaleColumns) * kScaleBytes;
+    }
+  }
+
+ private:
+  const Args& p_;
+  const gemm::GroupBounds& groups_;
+  int expert_ = 0, before_ = 0;  // blocks of the groups before it
+};
+// A block of them for two stages.
+template <class T>
+MOE_DEVICE void produce_mx_scales(const Args& p, Shared<T>& shared) {
+  static_assert(2 * T::kStageDepth == kGroupScales && T::kTileRows == kScaleRows && kStages % 2 == 0);
+  const uint32_t full_of = shared_address(shared.full);
+  MxScales<T> scales(p, shared.groups);
+  const uint8_t* from = nullptr;
+  for_each_stage(p, shared, [&](const Tile& tile, int, int k, int s) {
+    const uint32_t full = full_of + 8 * s;
+    if (k % 2 != 0 || k >= steps_of<T>(tile)) return barrier_arrive(full);
+    if (k == 0) from = scales.of(tile);
+    barrier_arrive_expecting(full, kScaleBytes);
+    copy_bytes(shared_address(shared.scale_a[s]), from + k / 2 * kScaleBytes, kScaleBytes, full);
+  });
+}
+
 template <class T>
 MOE_DEVICE void produce_scales(const Args& p, Shared<T>& shared) {
   const uint32_t full_of = shared_address(shared.full);
   for_each_stage(p, shared, [&](const Tile& tile, int turn, int k, int s) {
     const uint32_t full = full_of + 8 * s;
-    if (tile.columns <= 0 || k >= (T::kBlockScales ? steps_of(tile) : up_to(steps_of(tile), 1)))
+    if (tile.columns <= 0 || k >= (T::kBlockScales ? steps_of<T>(tile) : up_to(steps_of<T>(tile), 1)))
       return barrier_arrive(full);
     const int columns = up_to(tile.columns, T::kTileColumns);
     if constexpr (!T::kBlockScales) {
@@ -170,7 +211,7 @@ MOE_DEVICE void produce_rows(const Args& p, Shared<T>& shared) {
       }
       __syncwarp();
     }
-    if (k < steps_of(tile)) {
+    if (k < steps_of<T>(tile)) {
       const int at = k * kDepth + of_lane;
       const uint8_t* from = p.rows + at;
       pin_register(from);  // else it is added up for every copy

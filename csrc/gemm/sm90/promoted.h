@@ -16,7 +16,7 @@ struct BlockScales {
       : of_rows(shared_address(shared.scale_a) + 4 * ((tile.row_of_a & 3) + row)),
         of_columns(shared_address(shared.scale_b) + (T::kColumnScales ? 8 * (lane % 4) : 0)),
         first((T::kSumGroups ? tile.column / kDepth
-                             : (tile.expert * ceil_div(p.N, kDepth) + tile.column / kDepth) * steps_of(tile)) & 3) {}
+                             : (tile.expert * ceil_div(p.N, kDepth) + tile.column / kDepth) * steps_of<T>(tile)) & 3) {}
   MOE_DEVICE void load_rows(int s, int half, float (&row)[2]) const {
     const uint32_t at = of_rows + (s * (T::kTileRows + 4) + 128 * half) * 4;
     row[0] = load_shared(at);
@@ -76,7 +76,7 @@ MOE_DEVICE void multiply_promoted(const Args& p, Consumer<T>& c, Shared<T>& shar
   for (int i = 0; i < T::kTileColumns / 2; ++i) sum[0][i] = sum[1][i] = 0.f;
   const BlockScales<T> scales(p, shared, tile, c.row(), c.lane());
   float product[T::kTileColumns / 2];
-  int left = steps_of(tile);
+  int left = steps_of<T>(tile);
 #pragma unroll 1
   for (; left > kStages; left -= kStages) {
 #pragma unroll

@@ -40,14 +40,14 @@ MOE_DEVICE void multiply_last(Consumer<T>& c, float (&sum)[n], bool begun, int d
 template <int kFirst, class T, int n>
 MOE_DEVICE void multiply_half(Consumer<T>& c, const Tile& tile, float (&sum)[n]) {
   static_assert(kHalf == 2);
-  if (steps_of(tile) == 2) multiply_last<2, kFirst, kFirst + kHalf>(c, sum, false, tile.depth);
+  if (steps_of<T>(tile) == 2) multiply_last<2, kFirst, kFirst + kHalf>(c, sum, false, tile.depth);
   else multiply_last<1, kFirst, kFirst + kHalf>(c, sum, false, tile.depth);
   pin_registers(sum);
 }
 template <class T, int n>
 MOE_DEVICE void multiply_rows(Consumer<T>& c, const Tile& tile, int turn, float (&sum)[n]) {
   if (by_halves<T>(c.p)) return turn % 2 ? multiply_half<kHalf>(c, tile, sum) : multiply_half<0>(c, tile, sum);
-  const int steps = steps_of(tile);
+  const int steps = steps_of<T>(tile);
   int left = steps;
 #pragma unroll 1
   for (; left > kStages; left -= kStages) multiply_round<kStages, false>(c, sum, left < steps, tile.depth);

@@ -30,8 +30,9 @@ struct Shared {
   uint8_t b[kStages][T::kStageBytesB];
   uint8_t staging[4 * kConsumers][2048];  // of a warp: 16 rows of 128 bytes on their way out
   // Scales: of rows, for tiles in turn the columns'; of blocks, for every stage both operands'. Those of a begin at the
-  // row before the tile's first that is a multiple of 4, those of b, one of a square for all columns, likewise.
-  float scale_a[T::kBlockScales ? kStages : 1][T::kTileRows + 4];
+  // row before the tile's first that is a multiple of 4, those of b, one of a square for all columns, likewise. Of kMx,
+  // for every other stage a's of four blocks, as bytes.
+  float scale_a[T::kBlockScales || T::kMx ? kStages : 1][T::kTileRows + 4];
   float scale_b[T::kBlockScales ? kStages : kTurns][T::kBlockScales && !T::kColumnScales ? 4 : T::kTileColumns];
   // Of rows that are taken by index: where row kSwizzledRows * j + i begins, in chunks of 16 bytes, at [i][j].
   alignas(16) uint32_t source[kSwizzledRows][T::kTileRows / kSwizzledRows];
@@ -41,20 +42,25 @@ struct Shared {
   gemm::GroupBounds groups;
 };
 
-MOE_DEVICE int steps_of(const Tile& tile) { return ceil_div(tile.depth, kDepth); }
+template <class T>
+MOE_DEVICE int steps_of(const Tile& tile) { return ceil_div(tile.depth, T::kStageDepth); }
 // Whether tiles take half a round: all sums are short.
 template <class T>
-MOE_DEVICE bool by_halves(const Args& p) { return !T::kSumGroups && !T::kPromoted && p.K <= kHalf * kDepth; }
+MOE_DEVICE bool by_halves(const Args& p) {
+  return !T::kSumGroups && !T::kPromoted && !T::kMx && p.K <= kHalf * kDepth;
+}
 template <class T>
 MOE_DEVICE int first_stage(const Args& p, int turn) { return by_halves<T>(p) ? turn % 2 * kHalf : 0; }
 template <class T>
 MOE_DEVICE int stages_of(const Args& p, const Tile& tile) {  // some, for a tile comes with its first stage
-  return by_halves<T>(p) ? kHalf : tile.depth > 0 ? round_up(steps_of(tile), kStages) : kStages;
+  return by_halves<T>(p) ? kHalf : tile.depth > 0 ? round_up(steps_of<T>(tile), kStages) : kStages;
 }
 
 // Whether rows of a are taken by index: then two more warps copy them, every thread of which arrives.
 template <class T>
-MOE_HD bool by_index(const Args& p) { return !T::kSumGroups && !T::kPromoted && p.index.at != nullptr; }
+MOE_HD bool by_index(const Args& p) {
+  return !T::kSumGroups && !T::kPromoted && !T::kMx && p.index.at != nullptr;
+}
 constexpr int kRowWarps = 2;
 constexpr uint32_t kNoRow = UINT32_MAX;  // zeros instead
 template <class T>

@@ -16,6 +16,10 @@ constexpr unsigned kThreads = 128;
 constexpr int kColumns = 96, kOperand = kColumns * 128;  // bytes of rows of 128
 constexpr size_t kShared = 1024 + 2 * kOperand;
 alignas(16) uint8_t ones[kOperand], twos[kOperand];  // in E4M3
+constexpr int kColumnsBF16 = 128, kOperandBF16 = kColumnsBF16 * 128;  // bytes, of rows of 64 elements
+alignas(16) uint16_t units[kColumnsBF16][64];  // in bfloat16: row r is 1 at r % 16
+alignas(16) uint8_t words[16][64];             // all bytes of every word are its number
+CUtensorMap map_of_units, map_of_words;
 
 struct Shared {
   uint32_t base;  // 1024 bytes from the window on: a barrier before it, an operand behind
@@ -33,6 +37,29 @@ using Sum = float[kColumns / 2];
 void multiply(Sum& sum, uint32_t a, uint32_t b) {
   wgmma_fence();
   wgmma<false>(sum, wgmma_operand(a), wgmma_operand(b), false);
+  wgmma_commit();
+}
+
+// Of a, with elements that a number made of row and place in the sum says; all of them are small whole numbers.
+template <class Number>
+void fill_registers(uint32_t (&a)[4], Number number) {
+  const int t = int(threadIdx.x), row = wgmma_row(t);
+  for (int i = 0; i < 4; ++i) {
+    const int r = row + i % 2 * 8, k = 2 * (t % 4) + i / 2 * 8;
+    a[i] = to_bf16x2(float(number(r, k)), float(number(r, k + 1)));
+  }
+}
+void fill_units(Shared s) {
+  if (threadIdx.x == 0) {
+    barrier_arrive_expecting(s.barrier(), kOperandBF16);
+    copy_box(s.base, map_of_units, 0, 0, s.barrier());
+  }
+  barrier_wait(s.barrier(), 0);
+}
+using SumBF16 = float[kColumnsBF16 / 2];
+void multiply(SumBF16& sum, const uint32_t (&a)[4], uint32_t b, bool accumulate) {
+  wgmma_fence();
+  wgmma_bf16(sum, a, wgmma_operand(b), accumulate);
   wgmma_commit();
 }
 
@@ -102,6 +129,96 @@ const Case kCases[] = {
        Sum sum;
        multiply(sum, s.base + threadIdx.x / 64 * 1024, s.base);
      }},
+    {"product of registers",  // 64 k + r of row r, by two products: one has more digits than bfloat16
+     [](Shared s, unsigned* out) {
+       fill_units(s);
+       uint32_t rows[4], places[4];
+       SumBF16 sum;
+       fill_registers(rows, [](int r, int) { return r; });
+       multiply(sum, rows, s.base, false);
+       fill_registers(places, [](int, int k) { return 64 * k; });
+       multiply(sum, places, s.base + 32, true);
+       wgmma_wait<0>();
+       bool right = true;
+       for (int i = 0; i < kColumnsBF16 / 2; ++i) {
+         const int r = wgmma_row(int(threadIdx.x)) + i / 2 % 2 * 8;
+         const int column = i / 4 * 8 + 2 * (int(threadIdx.x) % 4) + i % 2;
+         right = right && sum[i] == float(64 * (column % 16) + r);
+       }
+       const int all = __syncthreads_count(right);
+       *out = unsigned(all);
+     }},
+    {"registers that change too early",
+     [](Shared s, unsigned*) {
+       fill_units(s);
+       uint32_t a[4] = {};
+       SumBF16 sum;
+       multiply(sum, a, s.base, false);
+       a[3] = 1;
+       wgmma_wait<0>();
+     }},
+    {"registers that change in time",
+     [](Shared s, unsigned* out) {
+       fill_units(s);
+       uint32_t a[4] = {}, b[4];
+       SumBF16 sum;
+       multiply(sum, a, s.base, false);
+       fill_registers(b, [](int, int) { return 2; });
+       multiply(sum, b, s.base, true);
+       wgmma_wait<1>();
+       a[3] = 1;
+       wgmma_wait<0>();
+       *out = unsigned(sum[0]);
+     }},
+    {"operand beside registers that is filled again too early",
+     [](Shared s, unsigned*) {
+       fill_units(s);
+       const uint32_t a[4] = {};
+       SumBF16 sum;
+       multiply(sum, a, s.base, false);
+       __syncthreads();
+       fill(s.base, ones, s.barrier());
+       barrier_wait(s.barrier(), 1);
+       wgmma_wait<0>();
+     }},
+    {"product of registers without a fence",
+     [](Shared s, unsigned*) {
+       const uint32_t a[4] = {};
+       SumBF16 sum;
+       multiply(sum, a, s.base, false);
+       wgmma_wait<0>();
+       wgmma_bf16(sum, a, wgmma_operand(s.base), true);
+     }},
+    {"product of registers of one warp",
+     [](Shared s, unsigned*) {
+       const uint32_t a[4] = {};
+       SumBF16 sum;
+       if (threadIdx.x < 32) multiply(sum, a, s.base, false);
+     }},
+    {"matrices of rows of 64 bytes",
+     [](Shared s, unsigned* out) {
+       if (threadIdx.x == 0) {
+         barrier_arrive_expecting(s.barrier(), sizeof words);
+         copy_box(s.base, map_of_words, 0, 0, s.barrier());
+       }
+       barrier_wait(s.barrier(), 0);
+       const int lane = int(threadIdx.x) % 32, row = lane % 16;
+       bool right = true;
+       for (int half = 0; half < 2; ++half) {
+         uint32_t w[4];
+         load_matrices(s.base + row * 64 + ((2 * half + lane / 16) ^ row / 2 % 4) * 16, w);
+         for (int i = 0; i < 4; ++i) {
+           const int r = lane / 4 + i % 2 * 8, chunk = 2 * half + i / 2;
+           right = right && w[i] == 0x01010101u * uint32_t(16 * r + 4 * chunk + lane % 4);
+         }
+       }
+       const int all = __syncthreads_count(right);
+       *out = unsigned(all);
+     }},
+    {"matrix beside shared memory", [](Shared s, unsigned*) {
+       uint32_t w[4];
+       load_matrices(s.base + 2 * kOperand + 16, w);
+     }},
     {"sum that is read too early",
      [](Shared s, unsigned* out) {
        fill(s.base, ones, s.barrier());
@@ -157,6 +274,11 @@ const Case kCases[] = {
 int main(int, char** argv) {
   memset(ones, 0x38, sizeof ones);
   memset(twos, 0x40, sizeof twos);
+  for (int r = 0; r < kColumnsBF16; ++r)
+    for (int k = 0; k < 64; ++k) units[r][k] = k % 16 == r % 16 ? 0x3f80 : 0;
+  for (int i = 0; i < int(sizeof words); ++i) words[i / 64][i % 64] = uint8_t(i / 4);
+  describe_matrix(&map_of_units, units, kColumnsBF16, 128, 128, kColumnsBF16);
+  describe_matrix(&map_of_words, words, 16, 64, 64, 16, 64);
   for (const Case& c : kCases) {
     if (strcmp(c.name, argv[1])) continue;
     unsigned out = 0;

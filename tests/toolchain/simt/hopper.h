@@ -1,16 +1,17 @@
 // Hopper's copy engine, its barriers and its warpgroup products: what platform/tma.h and platform/wgmma.h call.
 //
 // A copy of a box happens when it is begun, products and copies of chunks when they are waited for. What ends the
-// launch: an operand that is not the same when its product begins and when it is waited for, warps of a warpgroup that
-// multiply differently, a product with no fence behind the wait before it, what is misaligned, out of bounds or of a
-// block that has ended. Which writes the copy engine and the tensor cores see without a fence is not modelled.
+// launch: an operand, in shared memory or registers, that is not the same when its product begins and when it is waited
+// for, warps of a warpgroup that multiply differently, a product with no fence behind the wait before it, what is
+// misaligned, out of bounds or of a block that has ended. Which writes the copy engine and the tensor cores see without
+// a fence is not modelled.
 #pragma once
 #include "matrix.h"
 
 struct CUtensorMap {
   const uint8_t* base;
   int64_t rows, columns, row_stride;
-  int box_rows;
+  int box_rows, box_columns;
 };
 
 namespace moe_fp8 {
@@ -84,21 +85,24 @@ inline void load_shared(uint32_t address, float& f0, float& f1) {
 
 // ---- copies --------------------------------------------------------------------------------------------------------
 
-// Where a byte lies of rows of 128 bytes whose chunks of 16 are swizzled.
-inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+// Where a byte lies of rows of 128 bytes, or of 64, whose chunks of 16 are swizzled.
+inline uint32_t swizzled(uint32_t address, int row_bytes = 128) {
+  return address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4;
+}
 
 inline void copy_box(uint32_t shared, const CUtensorMap& matrix, int c, int r, uint32_t barrier) {
-  current->at(shared, size_t(matrix.box_rows) * 128, 128);
+  const int bytes = matrix.box_columns;
+  current->at(shared, size_t(matrix.box_rows) * bytes, 128);
   for (int row = 0; row < matrix.box_rows; ++row)
-    for (int chunk = 0; chunk < 128; chunk += 16) {
-      unsigned char* to = current->at(swizzled(shared + row * 128 + chunk), 16, 16);
+    for (int chunk = 0; chunk < bytes; chunk += 16) {
+      unsigned char* to = current->at(swizzled(shared + row * bytes + chunk, bytes), 16, 16);
       const int64_t from_row = int64_t(r) + row, from = int64_t(c) + chunk;
       const bool there = from_row >= 0 && from_row < matrix.rows;
       for (int i = 0; i < 16; ++i)
         to[i] = there && from + i >= 0 && from + i < matrix.columns
                     ? matrix.base[from_row * matrix.row_stride + from + i] : uint8_t(0);
     }
-  barrier_update(barrier, 0, -matrix.box_rows * 128);
+  barrier_update(barrier, 0, -matrix.box_rows * bytes);
 }
 inline void copy_box_to_both(uint32_t shared, const CUtensorMap& matrix, int c, int r, uint32_t barrier) {
   for (uint32_t rank = 0; rank < 2; ++rank) copy_box(in_block(shared, rank), matrix, c, r, in_block(barrier, rank));
@@ -132,10 +136,11 @@ inline void barrier_arrive_behind_copies(uint32_t barrier) {
 }
 
 inline int describe_matrix(CUtensorMap* map, const void* base, int64_t rows, int64_t columns, int64_t row_stride,
-                           int box_rows) {
-  if (reinterpret_cast<uintptr_t>(base) % 16 || row_stride % 16 || rows < 1 || columns < 1 || box_rows > 256)
+                           int box_rows, int box_columns = 128) {
+  const bool takes_box = box_rows <= 256 && (box_columns == 64 || box_columns == 128);
+  if (reinterpret_cast<uintptr_t>(base) % 16 || row_stride % 16 || rows < 1 || columns < 1 || !takes_box)
     return simt::finish(hipErrorInvalidValue, "a matrix that the copy engine does not take");
-  *map = {static_cast<const uint8_t*>(base), rows, columns, row_stride, box_rows};
+  *map = {static_cast<const uint8_t*>(base), rows, columns, row_stride, box_rows, box_columns};
   return hipSuccess;
 }
 
@@ -158,42 +163,97 @@ inline void read_operand(uint32_t operand, int row, const simt::Elements& is, fl
   read_operand(operand, row, words);
   for (int i = 0; i < 4; ++i) is.read(words[i], 8, to + 8 * i);
 }
+// 16 elements of bfloat16, which are the upper halves of floats.
+inline void read_bf16(uint32_t operand, int row, float (&to)[16]) {
+  uint64_t words[4];
+  read_operand(operand, row, words);
+  for (int k = 0; k < 16; ++k) to[k] = __builtin_bit_cast(float, uint32_t(words[k / 4] >> (16 * (k % 4))) << 16);
+}
 // The rows that a thread of a warpgroup reads: of a, by h; of b, by its registers.
 inline int row_of_a(int t, int h) { return t / 32 * 16 + t % 32 / 4 + 8 * h; }
 inline int row_of_b(int t, int j, int i) { return 8 * j + 2 * (t % 4) + i; }
-inline uint64_t digest_operands(uint32_t a, uint32_t b, int t, int eights) {
-  uint64_t digest = 0, words[4];
-  const auto add = [&](uint32_t operand, int row) {
-    read_operand(operand, row, words);
-    for (const uint64_t word : words) digest = simt::mix(digest, word);
-  };
-  for (int h = 0; h < 2; ++h) add(a, row_of_a(t, h));
-  for (int j = 0; j < eights; ++j)
-    for (int i = 0; i < 2; ++i) add(b, row_of_b(t, j, i));
+inline uint64_t mix_operand(uint64_t digest, uint32_t operand, int row) {
+  uint64_t words[4];
+  read_operand(operand, row, words);
+  for (const uint64_t word : words) digest = simt::mix(digest, word);
   return digest;
 }
+inline uint64_t digest_b(uint32_t b, int t, int eights) {
+  uint64_t digest = 0;
+  for (int j = 0; j < eights; ++j)
+    for (int i = 0; i < 2; ++i) digest = mix_operand(digest, b, row_of_b(t, j, i));
+  return digest;
+}
+inline uint64_t digest_operands(uint32_t a, uint32_t b, int t, int eights) {
+  uint64_t digest = digest_b(b, t, eights);
+  for (int h = 0; h < 2; ++h) digest = mix_operand(digest, a, row_of_a(t, h));
+  return digest;
+}
+// A thread's d (+)= a b^T, of its two rows of a and of those of b, which read(row, to) reads.
+template <int n, int depth, class Read>
+void add_rows(float (&d)[n], const float (&of_a)[2][depth], bool accumulate, Read read) {
+  for (int j = 0; j < n / 4; ++j)
+    for (int i = 0; i < 2; ++i) {
+      float of_b[depth];
+      read(row_of_b(int(current->thread_index().x) % 128, j, i), of_b);
+      for (int h = 0; h < 2; ++h) {
+        float& sum = d[4 * j + 2 * h + i];
+        sum = simt::add_products(accumulate ? sum : 0.f, of_a[h], of_b, depth);
+      }
+    }
+}
+inline void check_fence(const Site& site) {
+  if (!current->fenced()) current->fail(site.text() + " without a fence since the wait before");
+}
+constexpr const char* kChanged = "an operand that changed while it was multiplied";
+
 // Thread t of a warpgroup has rows t / 32 * 16 + t % 32 / 4 and 8 more, and of every 8 columns 2 (t % 4) and the next.
 template <bool kE5M2, int n>
 void wgmma(float (&d)[n], uint32_t a, uint32_t b, bool accumulate, Site site = Site::here("wgmma")) {
   const int t = int(current->thread_index().x) % 128;
-  if (!current->fenced()) current->fail(site.text() + " without a fence since the wait before");
+  check_fence(site);
   current->do_in_team(simt::mix(uint64_t(a) << 32 | b, uint64_t(n) << 1 | accumulate));
   const uint64_t operands = digest_operands(a, b, t, n / 4);
   current->begin([&d, a, b, accumulate, t, operands] {
-    if (digest_operands(a, b, t, n / 4) != operands) current->fail("an operand that changed while it was multiplied");
+    if (digest_operands(a, b, t, n / 4) != operands) current->fail(kChanged);
     const simt::Elements a_is(kE5M2 ? simt::Held::kE5M2 : simt::Held::kE4M3), b_is(simt::Held::kE4M3);
-    float of_a[2][32], of_b[32];
+    float of_a[2][32];
     for (int h = 0; h < 2; ++h) read_operand(a, row_of_a(t, h), a_is, of_a[h]);
-    for (int j = 0; j < n / 4; ++j)
-      for (int i = 0; i < 2; ++i) {
-        read_operand(b, row_of_b(t, j, i), b_is, of_b);
-        for (int h = 0; h < 2; ++h) {
-          float& sum = d[4 * j + 2 * h + i];
-          sum = simt::add_products(accumulate ? sum : 0.f, of_a[h], of_b, 32);
-        }
-      }
+    add_rows(d, of_a, accumulate, [&](int row, float* to) { read_operand(b, row, b_is, to); });
   });
   current->wave_barrier(site);
+}
+// Lane q of a quad holds of its two rows of a elements 2 q and the next, and those 8 further; the registers outlive
+// the wait. A thread's sums need whole rows, which lanes pass to one another when the product begins.
+struct RowsOfQuad {
+  float of[2][16];
+
+  RowsOfQuad(const uint32_t (&a)[4], const Site& site) {
+    for (int h = 0; h < 2; ++h) {
+      const uint64_t* quad = current->share(a[h] | uint64_t(a[2 + h]) << 32, site) + (current->lane() & ~3u);
+      for (int k = 0; k < 16; ++k) {
+        const unsigned bits = quad[k % 8 / 2] >> (32 * (k / 8) + 16 * (k % 2)) & 0xffff;
+        of[h][k] = __builtin_bit_cast(float, bits << 16);
+      }
+    }
+  }
+};
+template <int n>
+void wgmma_bf16(float (&d)[n], const uint32_t (&a)[4], uint32_t b, bool accumulate,
+                Site site = Site::here("wgmma_bf16")) {
+  static_assert(n == 64 || n == 128);
+  const int t = int(current->thread_index().x) % 128;
+  check_fence(site);
+  current->do_in_team(simt::mix(b, uint64_t(n) << 1 | accumulate));
+  const uint64_t of_b = digest_b(b, t, n / 4);
+  const RowsOfQuad rows(a, site);
+  const std::vector<uint32_t> was(a, a + 4);
+  current->begin([&d, &a, b, accumulate, t, of_b, rows, was] {
+    if (!std::equal(a, a + 4, was.begin()))
+      current->fail("registers of an operand that changed while they were multiplied");
+    if (digest_b(b, t, n / 4) != of_b) current->fail(kChanged);
+    add_rows(d, rows.of, accumulate, [&](int row, float (&to)[16]) { read_bf16(b, row, to); });
+  });
 }
 inline void wgmma_fence(Site site = Site::here("wgmma_fence")) {
   current->fence(true);
@@ -223,6 +283,10 @@ void take_registers() {}
 template <int kRegisters>
 void leave_registers() {}
 
+// Of the block's own memory, as simt::load_matrices says.
+inline void load_matrices(uint32_t shared, uint32_t (&w)[4], Site site = Site::here("load_matrices")) {
+  simt::load_matrices(w, current->at(own(shared), 16, 16), site);
+}
 // Lane 8 m + r says where row r of matrix m lies; word m of lane t is columns 2 (t % 4) and the next of row t / 4.
 inline void store_matrices(uint32_t shared, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3,
                            Site site = Site::here("store_matrices")) {
