@@ -171,8 +171,7 @@ def results_page(results: dict[str, dict]) -> str:
             f"## {result['device']}" + (f", every product by `{result['gemm']}`" if "gemm" in result else ""),
             textwrap.fill(f"{origin(result)} {summary(result)}.", 120),
             *(("Forward and backward of `grouped_mm`, by recipe:", table(training, "github")) if training else ()),
-            "Every op:",
-            table(others, "github"),
+            *(("Every op:", table(others, "github")) if others else ()),
         ]
     pictures = [image(name) for name in PICTURES if drawn(name)]
     devices = " ".join(result["device"] for result in results.values())
