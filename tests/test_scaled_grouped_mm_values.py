@@ -51,8 +51,8 @@ def bf16_gemm_db(k: int, out_dtype: torch.dtype) -> float:
 # What a GPU's bfloat16 costs. Blocks of 128: where operands are dequantized, they and the product are rounded, each at
 # most 2^-14 / 12 of the signal, 48.1 dB; Hopper's tensor cores sum 128 products, which are then promoted. Blocks of 32:
 # fp8 times a power of two is exact, the product alone is rounded, 52.9 dB; Blackwell's tensor cores may sum in 14 bits,
-# sqrt(320) * 2^-13, squared, 53.2 dB: both together are 50.0 dB. Of float32, 100: 24 bits, a few roundings;
-# how many bits the MFMA that takes scales has is not known.
+# sqrt(320) * 2^-13, squared, 53.2 dB: both together are 50.0 dB. Of float32, 100: 24 bits, a few roundings, or what
+# bf16_gemm_db() has of up to 660 terms; how many bits the MFMA that takes scales has is not known.
 BF16_DB = {"blockwise": fp8_gemm_db(128, torch.bfloat16), "mxfp8": 49.9, "mxfp8_rowmajor": 49.9}
 FLOAT32_DB = BF16_DB | {"blockwise": fp8_gemm_db(128, torch.float32), "mxfp8": 100, "mxfp8_rowmajor": 100}
 

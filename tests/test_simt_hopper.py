@@ -130,7 +130,9 @@ def test_corrupt_offsets(hopper, kind):
         forward, backward = products(format, of_problem, 64, 48, 400, FP8_DTYPES[0], amax=amax)
         whole = offs.div(32, rounding_mode="floor").int() * 32
         for (*operands, _), of_groups in ((forward, offs[:3]), (backward, whole[:3])):
-            check(hopper, (*operands, of_groups), fast, torch.float32)
+            want = reference.scaled_grouped_mm(*operands, of_groups, out_dtype=torch.float32)
+            how = {"use_fast_accum": fast, "out_dtype": torch.float32}
+            hopper.check_as((want,), "scaled_grouped_mm", *operands, offs[:3], **how)
 
 
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=short)
@@ -151,6 +153,10 @@ def test_experts_apart(hopper, format):
     wider = exact_fp8(3, 400, 144)
     wider[:, 100:372] = b.mT
     check(hopper, (a, wider[:, 100:372].mT, *rest), True, torch.bfloat16)
+    if format == "mxfp8":  # b is copied, so that experts may lie anywhere
+        apart = exact_fp8(3, 272 * 144 + 16)[:, 16:].unflatten(1, (272, 144))
+        apart.copy_(b.mT)
+        check(hopper, (a, apart.mT, *rest), True, torch.bfloat16)
 
 
 def test_what_others_take(hopper):

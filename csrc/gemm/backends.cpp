@@ -110,7 +110,7 @@ constexpr std::nullptr_t mma_gemm = nullptr;
 #if defined(MOE_FP8_CUDA)
 bool sm90_takes(const Product& product) { return sm90::takes_operands(product.p); }
 bool sm90_by_index(const Product& product) { return sm90::takes_index(product.p, product.use_fast_accum); }
-AtenTensorHandle sm90_new(const Call& call, const Product& product) {
+AtenTensorHandle sm90_multiply(const Call& call, const Product& product) {
   return own_gemm(call, product, [&](const ScaledGroupedMmParams& p) {
     const int64_t bytes = sm90::scratch_bytes(p);
     const Handle scratch = bytes ? call.empty({bytes}, kUInt8) : Handle();
@@ -118,13 +118,13 @@ AtenTensorHandle sm90_new(const Call& call, const Product& product) {
   });
 }
 AtenTensorHandle sm90_gemm(const Call& call, const Product& product) {
-  if (!product.total || sm90::takes_total(product.p, product.use_fast_accum)) return sm90_new(call, product);
+  if (!product.total || sm90::takes_total(product.p, product.use_fast_accum)) return sm90_multiply(call, product);
   Product plain = product;
   plain.total = nullptr;
   plain.p.adds = false;
   plain.p.out_float32 = true;
   return within_groups(call, product, sm90::kSumAlign, [&](const Handle&) {
-    return Handle(sm90_new(call, plain));
+    return Handle(sm90_multiply(call, plain));
   }, true);
 }
 #else

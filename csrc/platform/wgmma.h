@@ -19,7 +19,8 @@ constexpr int kWgmmaRows = 64, kWgmmaDepth = 32;
 // element 4 j + 2 h + i of its registers is row + 8 h, column 8 j + 2 (t % 4) + i.
 MOE_HD constexpr int wgmma_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
 
-// The low word of an operand's descriptor: where it starts. 32 elements further along the sum are 2 more.
+// The low word of an operand's descriptor: where it starts. 32 elements further along the sum are 2 more, as are 16 of
+// bfloat16.
 MOE_DEVICE uint32_t wgmma_operand(uint32_t shared) { return ((shared & 0x3ffffu) >> 4) | 1u << 16; }
 constexpr uint32_t kWgmmaStep = kWgmmaDepth / 16;
 

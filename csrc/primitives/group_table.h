@@ -64,12 +64,13 @@ MOE_DEVICE void block_scan(int* data, int n, Combine combine) {
   }
 }
 
-// offs [E] may hold anything: it is clamped into [0, rows] and made monotonic. `positions` is the extent of the padded
-// layout.
-MOE_DEVICE void build_group_table(const GroupTable& table, const int* offs, int E, int rows, int positions, int align) {
+// offs [E] may hold anything: it is clamped into [0, rows], rounded down to `multiple` and made monotonic. `positions`
+// is the extent of the padded layout.
+MOE_DEVICE void build_group_table(const GroupTable& table, const int* offs, int E, int rows, int positions, int align,
+                                  int multiple = 1) {
   const int threads = blockDim.x * blockDim.y, t = threadIdx.y * blockDim.x + threadIdx.x;
   if (t == 0) table.row[0] = table.pos[0] = 0;
-  for (int e = t; e < E; e += threads) table.row[e + 1] = clamp_offset(offs[e], rows);
+  for (int e = t; e < E; e += threads) table.row[e + 1] = clamp_offset(offs[e], rows) / multiple * multiple;
   __syncthreads();
   block_scan(table.row + 1, E, Max{});
   for (int e = t; e < E; e += threads) table.pos[e + 1] = round_up(table.row[e + 1] - table.row[e], align);

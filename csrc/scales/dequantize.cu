@@ -48,7 +48,7 @@ struct Elements {
 
   static MOE_DEVICE Vec8 load(const uint8_t* q) { return Vec8{{load_stream(q), 0}}; }
   static MOE_DEVICE void store(const DequantizeParams& p, int64_t at, const float (&v)[1]) {
-    store_element(p.out, p.out_type, at, v[0]);
+    store_element(p.out, p.out_type, p.for_quads ? at - at % 16 + in_quads(int(at % 16)) : at, v[0]);
   }
 };
 
@@ -86,7 +86,7 @@ MOE_DEVICE void one_by_one(const DequantizeParams& p, const GroupTable& table, c
       if (line.live && c.live)
         v[0] = values[p.q[line.e * p.group_stride + line.row * p.row_stride + k]] *
                p.scale.at(line.e, line.scale_row, c.block);
-      Elements::store(p, i * p.K + (p.for_quads ? k - k % 16 + in_quads(k % 16) : k), v);
+      Elements::store(p, i * p.K + k, v);
     }
   }
 }
@@ -102,7 +102,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) dequantize_kernel(MOE_GRID_CONSTA
   wait_for_previous_kernel();
   const GroupTable table(table_words, p.num_groups);
   const int extent = int(p.groups == Groups::kRows ? p.rows : p.K);
-  if (p.groups != Groups::kNone) build_group_table(table, p.offs, p.num_groups, extent, extent, kGroupScales);
+  if (p.groups != Groups::kNone)
+    build_group_table(table, p.offs, p.num_groups, extent, extent, kGroupScales, p.multiple);
   __syncthreads();
 
   const int64_t k = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kElements;

@@ -10,7 +10,8 @@
 //                    block k / block_size is that of column k when the layout is kE8M0; columns past the last group
 //                    are zero
 //
-// q has group_stride and row_stride in elements. No size or alignment is asked for; offs may hold anything.
+// q has group_stride and row_stride in elements. No size or alignment is asked for; offs may hold anything, and are
+// rounded down to `multiple`.
 //
 // for_quads: of a K that is a multiple of 16, out in bfloat16 alone: element k of every 16 lies at in_quads(k), so that
 // the four elements from 4 q on are those that thread q of a quad multiplies by the like of a (gemm/sm90/mx.h).
@@ -32,6 +33,7 @@ struct DequantizeParams {
   Fp8Type type;
   InType out_type;
   bool for_quads = false;
+  int multiple = 1;
 };
 
 MOE_HD constexpr int in_quads(int k) { return k / 4 * 2 + k % 2 + k / 2 % 2 * 8; }

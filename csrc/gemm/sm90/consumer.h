@@ -21,7 +21,7 @@ struct Consumer {
   static MOE_DEVICE int row() { return group() * kWgmmaRows + wgmma_row(thread() % 128); }
 
   MOE_DEVICE Consumer(const Args& p, Shared<T>& shared) : p(p), full(shared_address(shared.full)), phase(0) {
-    a = wgmma_operand(shared_address(shared.a) + int(shfl(uint32_t(group()), 0)) * kWgmmaRows * kDepth);
+    a = wgmma_operand(shared_address(shared.a) + int(shfl(uint32_t(group()), 0)) * kWgmmaRows * T::kStageDepth);
     b = wgmma_operand(shared_address(shared.b));
     release = in_block(shared_address(shared.empty), lane() & 1);
     tells = lane() < 2;

@@ -61,7 +61,7 @@ int64_t experts_of_b(const ScaledGroupedMmParams& p) { return p.groups_of_sum ? 
 int dequantize_b(const ScaledGroupedMmParams& p, void* to, void* stream) {
   const Groups groups = p.groups_of_sum ? Groups::kColumns : Groups::kNone;
   return dequantize({p.b, p.scale_b, p.offs, to, experts_of_b(p), p.N, p.K, p.b_group_stride, p.b_stride, int(p.E),
-                     groups, p.b_type, InType::kBF16, true}, stream);
+                     groups, p.b_type, InType::kBF16, true, kSumAlign}, stream);
 }
 
 // Experts are whole rows apart, so that all of b is one matrix.
@@ -77,6 +77,7 @@ bool takes_operands(const ScaledGroupedMmParams& p) {
   const bool e4m3 = p.a_type == Fp8Type::kE4M3FN, mx = is_mx(p);
   if (!e4m3 && (mx || p.a_type != Fp8Type::kE5M2)) return false;
   if (!mx && p.b_type != Fp8Type::kE4M3FN) return false;
+  if (mx && 2 * p.K >= kMost) return false;  // bytes of a row of b
   const bool groups = p.groups_of_sum ? p.E * p.M < kMost : p.E * p.N < kMost && (mx || takes_experts(p));
   return groups && takes_scales(p);
 }

@@ -54,7 +54,7 @@ MOE_DEVICE void multiply_block(const Consumer<T>& c, float (&sum)[n], const MxBl
   const uint32_t b = c.b + (s * T::kStageBytesB + block * kMxBlock * T::kBytesB) / 16;
   wgmma_fence();
   wgmma_bf16(sum, a[0], b, accumulate);
-  wgmma_bf16(sum, a[1], b + 2, true);
+  wgmma_bf16(sum, a[1], b + kWgmmaStep, true);
   wgmma_commit();
 }
 // Rounds of which every block is the tile's. One block becomes bfloat16 while another one is multiplied; `a` holds the
@@ -70,6 +70,7 @@ MOE_DEVICE void multiply_mx_rounds(Consumer<T>& c, MxRows<T>& rows, float (&sum)
     for (int s = 0; s < kStages; ++s) {
       multiply_block(c, sum, a, s, 0, round > 0 || s > 0);
       wgmma_wait<1>();
+      __syncwarp();  // other lanes' reads of the stage come before its release
       if (s > 0) c.release_stage(s - 1);
       else if (round > 0) c.release_stage(kStages - 1);
       rows.load(other, s, 1);
@@ -85,6 +86,7 @@ MOE_DEVICE void multiply_mx_rounds(Consumer<T>& c, MxRows<T>& rows, float (&sum)
     c.phase ^= 1;
   }
   wgmma_wait<0>();
+  __syncwarp();
   c.release_stage(kStages - 1);
 }
 // The last round, which ends within the tile's.

@@ -1,9 +1,10 @@
 // What the roles of a block share. A block is two producers, threads that start copies, two warps that copy rows of a
 // where they are taken by index, one that plans tiles where groups divide the sum, and two warpgroups of consumers.
-// Stages of 128 elements of the sum go round in shared memory; every tile begins at the first stage, so that the
-// addresses of all are constants in the unrolled rounds. What is missing of a tile's last round are empty stages, armed
-// and released but not loaded. Where half a round holds the whole sum, tiles take its halves in turns, so that the next
-// one is loaded while this one is multiplied: of K = 256 to N = 1536 in a layer on an H200 231 us, otherwise 252.
+// Stages of 128 elements of the sum, of kMx 64, go round in shared memory; every tile begins at the first stage, so
+// that the addresses of all are constants in the unrolled rounds. What is missing of a tile's last round are empty
+// stages, armed and released but not loaded. Where half a round holds the whole sum, tiles take its halves in turns, so
+// that the next one is loaded while this one is multiplied: of K = 256 to N = 1536 in a layer on an H200 231 us,
+// otherwise 252.
 #pragma once
 #include "gemm/sm90/schedule.h"
 #include "platform/clusters.h"
