@@ -6,6 +6,7 @@ Of every build: build_info() prints the entries of its own.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from tabulate import tabulate
@@ -13,9 +14,9 @@ from tabulate import tabulate
 from moe_fp8_ext import _C
 
 RECIPES = ("rowwise", "blockwise", "mxfp8")
-# GPU: what a results file calls it, backend of its build, compute capability, how its kernels were tried.
+# GPU: a pattern of what a results file calls it, backend of its build, compute capability, how its kernels were tried.
 GPUS = {
-    "H100, H200 (sm_90a)": ("H200", "cuda", 90, "run on an H200"),
+    "H100, H200 (sm_90a)": ("H[12]00", "cuda", 90, "run"),
     "B200 (sm_100a)": ("B200", "cuda", 100, "compiled"),
     "A100 (sm_80)": ("A100", "cuda", 80, "compiled"),
     "L40S, RTX 40 (sm_89)": ("L40S", "cuda", 89, "compiled"),
@@ -79,7 +80,7 @@ def cell(table: list[Entry], recipe: str, gpu: str, results: dict[str, dict]) ->
         row["ratio"]
         for result in results.values()
         for row in result["rows"]
-        if device and device in result["device"] and row["op"] == f"grouped_mm {recipe}" and row.get("ratio")
+        if device and re.search(device, result["device"]) and row["op"] == f"grouped_mm {recipe}" and row.get("ratio")
     ]
     if ratios:
         return f"{text}: {min(ratios):.2f} to {max(ratios):.2f} x BF16"

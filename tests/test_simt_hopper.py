@@ -135,6 +135,21 @@ def test_corrupt_offsets(hopper, kind):
             hopper.check_as((want,), "scaled_grouped_mm", *operands, offs[:3], **how)
 
 
+def test_mxfp8_of_no_number(hopper):
+    """Elements and scales of either operand that are NaN, and scales of 2^-127, a subnormal."""
+    offs = ends([40, 0, 64])
+    for a, b, scale_a, scale_b, *rest in products("mxfp8", offs, 120, 144, 48, FP8_DTYPES[0]):
+        a.view(torch.uint8)[3, 70] = b.mT.view(torch.uint8)[..., 7, 33] = 0x7F
+        for scale in (scale_a, scale_b):
+            scale.view(torch.uint8).view(-1)[[16 * 9, 16 * 20]] = torch.tensor([255, 0], dtype=torch.uint8)
+        args = a, b, scale_a, scale_b, *rest
+        want = reference.scaled_grouped_mm(*args, out_dtype=torch.float32)
+        assert 0 < want.isnan().sum() < want.numel() / 2
+        for kernels in hopper:
+            (got,) = kernels.run("scaled_grouped_mm", (want,), *args, use_fast_accum=True, out_dtype=torch.float32)
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=short)
 def test_rows_by_index(hopper, out_dtype):
     """Each at most once a slot, and of no row."""

@@ -101,15 +101,17 @@ MOE_DEVICE int column_of_slot(int slot) {
 
 // Of four matrices of 8 rows of 16 bytes, of which a lane names a row each: word i of a lane is of matrix i, row
 // lane / 4, bytes lane % 4 * 4 and on.
-MOE_DEVICE void load_matrices(uint32_t (&word)[4], const Vec16* row) {
 #if defined(MOE_SIMT)
-  simt::load_matrices(word, row);
+MOE_DEVICE void load_matrices(uint32_t (&word)[4], const Vec16* row) { simt::load_matrices(word, row); }
 #else
+MOE_DEVICE void load_matrices(uint32_t (&word)[4], uint32_t row) {  // in shared memory
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row))) : "memory");
-#endif
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "r"(row) : "memory");
 }
+MOE_DEVICE void load_matrices(uint32_t (&word)[4], const Vec16* row) {
+  load_matrices(word, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
+}
+#endif
 
 // What a lane has of rows of a patch or more, kFragmentRows apart, from shared memory. A row lies there in chunks of 16
 // bytes: at(row, chunk, further, first) is chunk first + chunk of row further + row, where further and first are

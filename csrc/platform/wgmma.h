@@ -111,12 +111,6 @@ MOE_DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32
 template <int kRegisters>
 MOE_DEVICE void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
 
-// Of four matrices of 8 rows of 16 bytes, of which a lane names a row each: word i of a lane is of matrix i, row
-// lane / 4, bytes lane % 4 * 4 and on.
-MOE_DEVICE void load_matrices(uint32_t shared, uint32_t (&w)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(shared) : "memory");
-}
 // Four 8 x 8 matrices of 16-bit values of a warp to shared memory, 16 bytes a lane.
 MOE_DEVICE void store_matrices(uint32_t shared, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"

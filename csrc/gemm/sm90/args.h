@@ -51,6 +51,7 @@ struct Traits {
   static constexpr bool kSumGroups = kGrouped == Grouped::kSum;
   static constexpr bool kMx = kScales == Scales::kMx;
   static constexpr bool kPromoted = kScales != Scales::kRows && !kMx;
+  static constexpr bool kFastRows = kScales == Scales::kRows && !kSumGroups;
   static constexpr bool kBlockScales = kPromoted && kScales != Scales::kRowsPromoted;
   // Where every column has a scale of the stage, fewer of them leave registers for the products of scales.
   static constexpr bool kColumnScales = kScales == Scales::kBlocks && kSumGroups;

@@ -3,6 +3,7 @@
 // bfloat16: both operands so take more of shared memory than it gives. DESIGN section 5 has what else was tried.
 #pragma once
 #include "gemm/sm90/consumer.h"
+#include "platform/mma.h"
 #include "primitives/operand.h"
 
 namespace moe_fp8::sm90 {
@@ -30,7 +31,7 @@ class MxRows {
   // Block `block` of stage s.
   MOE_DEVICE void load(MxBlock& to, int s, int block) const {
     uint32_t w[4];
-    load_matrices((chunk_ + s * T::kStageBytesA) ^ block * kMxBlock, w);
+    load_matrices(w, (chunk_ + s * T::kStageBytesA) ^ block * kMxBlock);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float scale = e8m0_to_float(uint8_t(scale_[h] >> 8 * (s % 2 * kMxBlocks + block)));

@@ -47,9 +47,7 @@ template <class T>
 MOE_DEVICE int steps_of(const Tile& tile) { return ceil_div(tile.depth, T::kStageDepth); }
 // Whether tiles take half a round: all sums are short.
 template <class T>
-MOE_DEVICE bool by_halves(const Args& p) {
-  return !T::kSumGroups && !T::kPromoted && !T::kMx && p.K <= kHalf * kDepth;
-}
+MOE_DEVICE bool by_halves(const Args& p) { return T::kFastRows && p.K <= kHalf * kDepth; }
 template <class T>
 MOE_DEVICE int first_stage(const Args& p, int turn) { return by_halves<T>(p) ? turn % 2 * kHalf : 0; }
 template <class T>
@@ -59,9 +57,7 @@ MOE_DEVICE int stages_of(const Args& p, const Tile& tile) {  // some, for a tile
 
 // Whether rows of a are taken by index: then two more warps copy them, every thread of which arrives.
 template <class T>
-MOE_HD bool by_index(const Args& p) {
-  return !T::kSumGroups && !T::kPromoted && !T::kMx && p.index.at != nullptr;
-}
+MOE_HD bool by_index(const Args& p) { return T::kFastRows && p.index.at != nullptr; }
 constexpr int kRowWarps = 2;
 constexpr uint32_t kNoRow = UINT32_MAX;  // zeros instead
 template <class T>

@@ -206,7 +206,7 @@ const Case kCases[] = {
        bool right = true;
        for (int half = 0; half < 2; ++half) {
          uint32_t w[4];
-         load_matrices(s.base + row * 64 + ((2 * half + lane / 16) ^ row / 2 % 4) * 16, w);
+         load_matrices(w, s.base + row * 64 + ((2 * half + lane / 16) ^ row / 2 % 4) * 16);
          for (int i = 0; i < 4; ++i) {
            const int r = lane / 4 + i % 2 * 8, chunk = 2 * half + i / 2;
            right = right && w[i] == 0x01010101u * uint32_t(16 * r + 4 * chunk + lane % 4);
@@ -217,7 +217,7 @@ const Case kCases[] = {
      }},
     {"matrix beside shared memory", [](Shared s, unsigned*) {
        uint32_t w[4];
-       load_matrices(s.base + 2 * kOperand + 16, w);
+       load_matrices(w, s.base + 2 * kOperand + 16);
      }},
     {"sum that is read too early",
      [](Shared s, unsigned* out) {

@@ -284,7 +284,7 @@ template <int kRegisters>
 void leave_registers() {}
 
 // Of the block's own memory, as simt::load_matrices says.
-inline void load_matrices(uint32_t shared, uint32_t (&w)[4], Site site = Site::here("load_matrices")) {
+inline void load_matrices(uint32_t (&w)[4], uint32_t shared, Site site = Site::here("load_matrices")) {
   simt::load_matrices(w, current->at(own(shared), 16, 16), site);
 }
 // Lane 8 m + r says where row r of matrix m lies; word m of lane t is columns 2 (t % 4) and the next of row t / 4.
