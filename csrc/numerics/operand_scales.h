@@ -10,7 +10,12 @@ MOE_HD float e8m0_to_float(uint8_t e) {
   return as_float(e == 0 ? 0x00400000u : e == 255 ? 0x7fc00000u : uint32_t(e) << 23);
 }
 
-// Scales along a row of a matrix, whose place needs no division: bits on their way, then values.
+// Of a float, or of the byte of E8M0: so loads of bits can be on their way before anything waits for a value.
+MOE_HD float scale_of_bits(uint32_t bits, bool is_float) {
+  return is_float ? as_float(bits) : e8m0_to_float(uint8_t(bits));
+}
+
+// Scales along a row of a matrix, whose place needs no division.
 struct RowScales {
   const uint8_t* first;
   int64_t step;       // bytes to the next scale,
@@ -21,7 +26,7 @@ struct RowScales {
     const uint8_t* at = first + block * step + int64_t(block >> 2) * more_at_fourth;
     return is_float ? *reinterpret_cast<const uint32_t*>(at) : *at;
   }
-  MOE_HD float value(uint32_t bits) const { return is_float ? as_float(bits) : e8m0_to_float(uint8_t(bits)); }
+  MOE_HD float value(uint32_t bits) const { return scale_of_bits(bits, is_float); }
 };
 
 enum class ScaleLayout : int { kFloat, kE8M0, kBlocked };  // the last: E8M0 in the blocks of scale_layout.h
@@ -33,6 +38,23 @@ static_assert(kGroupScales == kBlock && kGroupScales == kScaleRows && kGroupScal
 
 // A scaling block along the columns: number `at` of the `count` of its group, whose first is number `first` of all.
 struct ColumnBlock { int first, count, at; };
+
+// Scales down the rows of a matrix, of one scaling block along the columns.
+struct ColumnScales {
+  const void* data;
+  int64_t first, group_step, row_step;  // bytes: to row 0, then to the next group and to the next rows with a scale
+  int rows_log2;                 // so many rows share scales
+  int padded_columns;            // of kBlocked, which has no row_step
+  ScaleLayout layout;
+
+  MOE_HD uint32_t bits(int64_t group, int64_t row) const {
+    const auto* of_group = static_cast<const uint8_t*>(data) + (first + group * group_step);
+    if (layout == ScaleLayout::kBlocked) return of_group[blocked_offset(uint32_t(row), 0, padded_columns)];
+    const uint8_t* at = of_group + (row >> rows_log2) * row_step;
+    return layout == ScaleLayout::kFloat ? *reinterpret_cast<const uint32_t*>(at) : *at;
+  }
+  MOE_HD float value(uint32_t bits) const { return scale_of_bits(bits, layout == ScaleLayout::kFloat); }
+};
 
 struct OperandScales {
   const void* data;
@@ -57,16 +79,19 @@ struct OperandScales {
   MOE_HD int64_t row_step() const {  // bytes, from the scales of an even row to those of the next one
     return layout == ScaleLayout::kBlocked ? 4 * kScaleColumns : row_stride * (layout == ScaleLayout::kFloat ? 4 : 1);
   }
-  MOE_HD float at(int64_t group, int64_t row, ColumnBlock b) const {
-    const auto* bytes = static_cast<const uint8_t*>(data) + group * group_stride;
+  MOE_HD ColumnScales of_column(ColumnBlock b) const {
     if (layout == ScaleLayout::kBlocked) {
-      const int64_t in_group = blocked_offset(row, b.at, padded_scale_columns(b.count));
-      return e8m0_to_float(bytes[b.first * block_stride + in_group]);
+      const int padded = int(padded_scale_columns(b.count));
+      return {data, b.first * block_stride + blocked_offset(0, b.at, padded), group_stride, 0, 0, padded, layout};
     }
     const int block = b.first + b.at, last = blocks > 0 ? blocks - 1 : 0;  // what offsets of groups say is not trusted
-    const int64_t in_group = (row >> rows_log2) * row_stride + (block < last ? block : last) * block_stride;
-    if (layout == ScaleLayout::kE8M0) return e8m0_to_float(bytes[in_group]);
-    return static_cast<const float*>(data)[group * group_stride + in_group];
+    const int64_t size = layout == ScaleLayout::kFloat ? 4 : 1;
+    return {data, (block < last ? block : last) * block_stride * size, group_stride * size, row_stride * size,
+            rows_log2, 0, layout};
+  }
+  MOE_HD float at(int64_t group, int64_t row, ColumnBlock b) const {
+    const ColumnScales scales = of_column(b);
+    return scales.value(scales.bits(group, row));
   }
   // The bytes of four scales, not kFloat's; the first is a multiple of four in its group. Behind its last is anything.
   MOE_HD uint32_t four_at(int64_t group, int64_t row, ColumnBlock b) const {

@@ -33,10 +33,9 @@ struct Pieces {
     }
     if constexpr (std::is_same_v<Out, BF16>) {
       if (p.for_quads) {
-        auto* words = reinterpret_cast<uint32_t*>(static_cast<typename Out::Bits*>(p.out) + at - at % 16);
-        words += in_quads(int(at % 16)) / 2;
-        store_stream(reinterpret_cast<Vec8*>(words), Vec8{{piece.w[0], piece.w[2]}});
-        store_stream(reinterpret_cast<Vec8*>(words + in_quads(2) / 2), Vec8{{piece.w[1], piece.w[3]}});
+        auto* out = static_cast<typename Out::Bits*>(p.out) + at;
+        store_stream(reinterpret_cast<Vec8*>(out), Vec8{{piece.w[0], piece.w[2]}});
+        store_stream(reinterpret_cast<Vec8*>(out + in_quads(2)), Vec8{{piece.w[1], piece.w[3]}});
         return;
       }
     }
@@ -48,9 +47,13 @@ struct Elements {
 
   static MOE_DEVICE Vec8 load(const uint8_t* q) { return Vec8{{load_stream(q), 0}}; }
   static MOE_DEVICE void store(const DequantizeParams& p, int64_t at, const float (&v)[1]) {
-    store_element(p.out, p.out_type, p.for_quads ? at - at % 16 + in_quads(int(at % 16)) : at, v[0]);
+    store_element(p.out, p.out_type, at, v[0]);
   }
 };
+// Where column k lies in a row of out.
+MOE_DEVICE int64_t place_of(const DequantizeParams& p, int64_t k) {
+  return p.for_quads ? k - k % 16 + in_quads(int(k % 16)) : k;
+}
 
 struct Column {
   ColumnBlock block;
@@ -64,15 +67,23 @@ MOE_DEVICE Column column_at(const DequantizeParams& p, const GroupTable& table, 
 }
 
 struct Line {
-  int64_t e, row, scale_row;
-  bool live;  // exists and belongs to a group, where rows are grouped
+  int64_t e, row;
 };
-MOE_DEVICE Line line_at(const DequantizeParams& p, const GroupTable& table, int64_t line) {
-  if (line >= p.E * p.rows) return {0, 0, 0, false};
-  const int64_t e = p.E == 1 ? 0 : line / p.rows, row = line - e * p.rows;
-  if (p.groups != Groups::kRows) return {e, row, row, true};
+// Row `ahead` of matrix e, counted on into the matrices behind it: mostly there is nothing to divide.
+MOE_DEVICE Line line_at(const DequantizeParams& p, int64_t e, int64_t ahead) {
+  if (ahead < p.rows) return {e, ahead};
+  const int64_t whole = ahead / p.rows;
+  return {e + whole, ahead - whole * p.rows};
+}
+
+struct ScaleRow {
+  int64_t row;
+  bool live;  // belongs to a group, where rows are grouped
+};
+MOE_DEVICE ScaleRow scale_row_of(const DequantizeParams& p, const GroupTable& table, int64_t row) {
+  if (p.groups != Groups::kRows) return {row, true};
   const int g = GroupTable::find(table.row, p.num_groups, int(row));
-  return {0, row, row + table.pos[g] - table.row[g], g < p.num_groups};
+  return {row + table.pos[g] - table.row[g], g < p.num_groups};
 }
 
 // Columns that are not all of one block.
@@ -81,12 +92,13 @@ MOE_DEVICE void one_by_one(const DequantizeParams& p, const GroupTable& table, c
   for (; k < k_end; ++k) {
     const Column c = column_at(p, table, k);
     for (int64_t i = blockIdx.y * blockDim.y + threadIdx.y; i < lines; i += step) {
-      const Line line = line_at(p, table, i);
+      const Line line = line_at(p, 0, i);
+      const ScaleRow scale = scale_row_of(p, table, line.row);
       float v[1] = {};
-      if (line.live && c.live)
+      if (scale.live && c.live)
         v[0] = values[p.q[line.e * p.group_stride + line.row * p.row_stride + k]] *
-               p.scale.at(line.e, line.scale_row, c.block);
-      Elements::store(p, i * p.K + k, v);
+               p.scale.at(line.e, scale.row, c.block);
+      Elements::store(p, i * p.K + place_of(p, k), v);
     }
   }
 }
@@ -112,27 +124,31 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) dequantize_kernel(MOE_GRID_CONSTA
   const bool one_block = first.live == last.live && first.block.first == last.block.first &&
                          first.block.at == last.block.at;
   if (!one_block) return one_by_one(p, table, values, int(k), int(k) + kElements);
-  const int64_t lines = p.E * p.rows, strip = kRows * blockDim.y;
+  const ColumnScales scales = p.scale.of_column(first.block);
+  const int64_t lines = p.E * p.rows, strip = kRows * blockDim.y, place = place_of(p, k);
   for (int64_t begin = blockIdx.y * strip + threadIdx.y; begin < lines; begin += gridDim.y * strip) {
     Vec8 q[kRows];
-    float scale[kRows];
+    uint32_t scale_bits[kRows];
+    Line line = line_at(p, 0, begin);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const Line line = line_at(p, table, begin + r * blockDim.y);
+    for (int r = 0; r < kRows; ++r, line = line_at(p, line.e, line.row + blockDim.y)) {
       q[r] = {};
-      scale[r] = 0;
-      if (!line.live || !first.live) continue;
+      scale_bits[r] = 0;
+      if (begin + r * blockDim.y >= lines || !first.live) continue;
+      const ScaleRow scale = scale_row_of(p, table, line.row);
+      if (!scale.live) continue;
       q[r] = Part::load(p.q + line.e * p.group_stride + line.row * p.row_stride + k);
-      scale[r] = p.scale.at(line.e, line.scale_row, first.block);
+      scale_bits[r] = scales.bits(line.e, scale.row);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t line = begin + r * blockDim.y;
       if (line >= lines) break;
+      const float scale = scales.value(scale_bits[r]);
       float v[kElements];
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) v[i] = values[q[r].w[i / 4] >> (8 * (i % 4)) & 0xffu] * scale[r];
-      Part::store(p, line * p.K + k, v);
+      for (int i = 0; i < kElements; ++i) v[i] = values[q[r].w[i / 4] >> (8 * (i % 4)) & 0xffu] * scale;
+      Part::store(p, line * p.K + place, v);
     }
   }
 }
