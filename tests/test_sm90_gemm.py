@@ -196,3 +196,17 @@ def test_strides_of_dimensions_of_one(hopper):
     free = scale_b.as_strided(scale_b.shape, (1, 5, 7))
     assert torch.equal(free, scale_b)
     assert_same(scaled_grouped_mm(a, b, scale_a, free, *rest), want, "free strides")
+
+
+def test_mxfp8_of_no_number(hopper):
+    """Values and scales that are none stay so where they are multiplied, and change nothing else."""
+    sizes, none = [70, 0, 130], torch.tensor([0x7F, 0xFF], dtype=torch.uint8, device=hopper)
+    for args, terms, how in products("mxfp8", sum(sizes), 144, 160, ends(sizes, hopper)):
+        a, b, scale_a = args[:3]
+        a.view(torch.uint8)[3, 5], b.view(torch.uint8)[..., 7, 9] = none
+        scale_a.view(torch.uint8).view(-1)[16 * 40] = 255
+        got = scaled_grouped_mm(*args, out_dtype=torch.float32, **how)
+        want = reference.scaled_grouped_mm(*args, out_dtype=torch.float64)
+        assert_same(got.isnan(), want.isnan(), "what is no number")
+        assert 0 < got.isnan().sum() < got.numel() / 2
+        assert sqnr_db(got.nan_to_num(), want.nan_to_num()) >= bf16_gemm_db(terms, torch.float32)

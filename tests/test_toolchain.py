@@ -92,8 +92,8 @@ FAST = f"_ZN7moe_fp820quantize_rows_kernelI{TYPES}Li2ELNS_3RowE0EEEvNS_8RowsPlan
 EITHER = FAST.replace("4BF16", "3F32").replace("KindE0", "KindE2")
 GENERIC = "_ZN7moe_fp820quantize_rows_kernelINS_3AnyELi1ELNS_3RowE1EEEvNS_8RowsPlanE"
 BLOCKS = f"_ZN7moe_fp826quantize_row_blocks_kernelILNS_10ScaleOrderE2E{TYPES}EEvNS_13RowBlocksPlanE"
-GEMM_TRAITS = "NS0_6TraitsILNS0_6ScalesE0ELNS0_7GroupedE0ELNS_7Fp8TypeE0ELb0EEE"
-GEMM = f"_ZN7moe_fp84sm9019grouped_gemm_kernelI{GEMM_TRAITS}EEvNS0_4ArgsE"
+OF_GEMM = "NS0_6TraitsILNS0_6ScalesE0ELNS0_7GroupedE0ELNS_7Fp8TypeE0ELb0EEEEEvNS0_4ArgsE"
+GEMM, GEMM_MX = (f"_ZN7moe_fp84sm9019grouped_gemm_kernelI{OF_GEMM.replace('E0', n, 1)}" for n in ("E0", "E4"))
 MMA = "_ZN7moe_fp83mma10mma_kernelINS0_6TraitsILNS0_5TypesE0ELi32ENS_8UnscaledEEEEEvNS_21ScaledGroupedMmParamsE"
 MMA_SCALED, MMA_TABLES = MMA.replace("8Unscaled", "6Scaled"), MMA.replace("TypesE0", "TypesE2")
 AMD_LOAD, AMD_CAST = "global_load_dwordx4 v[0:3], v4, s[0:1]", "v_cvt_pk_fp8_f32 v0, v1, v2"
@@ -180,12 +180,12 @@ ptxas info    : Used 62 registers, used 1 barriers, 128 bytes smem
 
 ARCHS = [f"sm_{arch}" for arch in DEFAULT_ARCHS["cuda"].split(";")]
 PTX_LOAD = "ld.global.nc.L1::no_allocate.v4.u32 {%r1, %r2, %r3, %r4}, [%rd1];"
-PTX_CAST = "cvt.rn.satfinite.e4m3x2.f32 %rs1, %f1, %f2;"
+PTX_CAST, PTX_SCALE = (f"cvt.{to}.f32 %rs1, %f1, %f2;" for to in ("rn.satfinite.e4m3x2", "rp.satfinite.ue8m0x2"))
 PTX_MMA = "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%f1, %f2, %f3, %f4}, {%r1, %r2, %r3, %r4}, {%r5, %r6};"
-PTX_SCALE = "cvt.rp.satfinite.ue8m0x2.f32 %rs1, %f1, %f2;"
 SASS_LOAD = "LDG.E.NA.128.CONSTANT R4, desc[UR4][R2.64]"
-SASS_CAST = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R0, R1, R2, RZ"
+SASS_CAST, NO_FP8 = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R0, R1, R2, RZ", "no tensor core products of fp8"
 SASS_GEMM = ["QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR28], R24", "UTMALDG.2D.MULTICAST [UR8], [UR16], UR6"]
+HGMMA = "HGMMA.64x256x16.F32.BF16 R24, R20, gdesc[UR4], R24"
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ SASS_GEMM = ["QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR28], R24", "UTMALDG.2D.
         *((ptxas_log(MMA, arch), [PTX_LOAD, PTX_MMA], []) for arch in ARCHS),
         *((ptxas_log(MMA, arch), [PTX_LOAD], ["no matrix instructions"]) for arch in ARCHS),
         (ptxas_log(GEMM), SASS_GEMM, []),
-        (ptxas_log(GEMM), ["HGMMA.64x256x16.F32.BF16 R24, R20, gdesc[UR4], R24", SASS_GEMM[1]], []),
+        *((ptxas_log(name), [HGMMA, SASS_GEMM[1]], bad) for name, bad in ((GEMM_MX, []), (GEMM, [NO_FP8]))),
         (ptxas_log(GEMM, waits=2), SASS_GEMM, ["2 waits between products"]),
-        (ptxas_log(GEMM), SASS_GEMM[1:], ["no tensor core products"]),
+        (ptxas_log(GEMM), SASS_GEMM[1:], [NO_FP8]),
         (ptxas_log(GEMM), SASS_GEMM[:1], ["no copies by tensor maps"]),
         (ptxas_log(GEMM, "sm_100a"), ["EXIT"], []),
     ],

@@ -15,7 +15,8 @@ VECTORS = "vector loads"  # 8 or 16 bytes at a time from global memory
 WIDE = "16-byte loads"
 E4M3, E5M2 = "E4M3 casts", "E5M2 casts"
 E8M0 = "E8M0 casts"  # instructions that round up to an E8M0 scale
-PRODUCTS, BOXES = "tensor core products", "copies by tensor maps"
+OF_FP8, OF_BF16 = "tensor core products of fp8", "tensor core products of bfloat16"  # of a warpgroup
+BOXES = "copies by tensor maps"
 MATRICES = "matrix instructions"  # of one wave: mma.sync, MFMA
 SCALED = "matrix instructions that take scales"
 AMD_REGISTERS = 256  # of products by instructions: two blocks of four waves share four SIMDs, of 512 registers
@@ -61,8 +62,7 @@ OTHERS: dict[str, str | bool] = {
     "zero_rows_kernel": False,
     "zero_unused_rows_kernel": False,
 }
-# What Hopper's kernels hold there; elsewhere they are never run.
-OF_HOPPER = {("grouped_gemm_kernel", "sm_90a"): {PRODUCTS, BOXES}}
+MX_IN_BF16 = "(Scales)4"  # Scales::kMx of gemm/sm90/args.h
 
 
 @dataclasses.dataclass
@@ -122,7 +122,10 @@ def needs(name: str, arch: str) -> set[str] | None:
     matrices = {SCALED if scaled else MATRICES} if base == "mma_kernel" else set()
     if base == "mma_kernel" and arch.startswith("gfx"):  # elsewhere it copies in the background, 16 bytes at a time
         loads = {WIDE}
-    return loads | matrices | OF_HOPPER.get((base, arch), set())
+    of_hopper = set()
+    if (base, arch) == ("grouped_gemm_kernel", "sm_90a"):  # elsewhere it is never run
+        of_hopper = {OF_BF16 if MX_IN_BF16 in name else OF_FP8, BOXES}
+    return loads | matrices | of_hopper
 
 
 def found(body: str, patterns: dict[str, str]) -> set[str]:
