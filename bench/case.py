@@ -163,6 +163,6 @@ def commits_of(rows: list[dict], result: dict) -> str:
 
 
 def training_rows(result: dict) -> list[dict]:
-    """Of a results file: forward and backward of `grouped_mm` as it is usually called."""
-    ops = [f"grouped_mm {recipe}" for recipe in RECIPES]
-    return [row for row in result["rows"] if row["op"] in ops and row.get("ratio")]
+    """Of a results file: forward and backward of `grouped_mm` as usually called, of the groups that all sizes have."""
+    ops, groups = [f"grouped_mm {recipe}" for recipe in RECIPES], (EVEN, ZIPF)
+    return [row for row in result["rows"] if row["op"] in ops and row["groups"] in groups and row.get("ratio")]

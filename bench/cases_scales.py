@@ -115,7 +115,24 @@ def _dequantize_tokens(format: str) -> Case:
     return Case("dequantize", lambda cpu: padded_shapes(cpu)[:2], inputs, call, (HOST,), format, "tokens")
 
 
+def _dequantize_weight(format: str) -> Case:
+    """As MXFP8's products on Hopper have the right operand."""
+
+    def shapes(cpu: bool) -> list[Shape]:
+        sizes = [(3, 96, 64)] if cpu else [(8, 4096, 7168), (32, 4096, 7168), (128, 1536, 2048)]
+        return [Shape(f"[{e}, {n}, {k}]", {"e": e, "n": n, "k": k}) for e, n, k in sizes]
+
+    def inputs(device: torch.device, groups: None, *, e: int, n: int, k: int) -> tuple[Tensor, ...]:
+        return ops.quantize_weight(normal(device, e, n, k), format)[:2]
+
+    def call(q: Tensor, scale: Tensor) -> Tensor:
+        return ops.dequantize(q, scale, format)
+
+    return Case("dequantize", shapes, inputs, call, (HOST,), format, "weights")
+
+
 SCALE_CASES: tuple[Case, ...] = (
     *(make(format) for format in RECIPES for make in (_dequantize_rows, _dequantize_tokens)),
+    _dequantize_weight("mxfp8"),
     *(make(of) for make in (_swizzle, _unswizzle) for of in _SHAPES),
 )
