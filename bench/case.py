@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_fp8_ext import recipes
+
 TABLE = json.loads((Path(__file__).parent / "shapes.json").read_text())
-RECIPES = ("rowwise", "blockwise", "mxfp8")
+RECIPES = tuple(name for name, recipe in recipes.RECIPES.items() if recipe.format == name)  # those in fp8
 EVEN, ZIPF, ONE = "even", "zipf", "one"  # what `Shape.groups` may be: `shares` says the sizes
 
 

@@ -152,21 +152,25 @@ def _rules(metric: str, bounds: dict[str, float]) -> tuple[Rule, ...]:
 _KEPT: tuple[Rule, ...] = ((_many_tokens, Target("kept", "<=", 1.1)), (always, Target("kept", "<=", 2)))
 
 
+def _is_sum(shape: Shape) -> bool:
+    return bool(shape.dims["wgrad"])
+
+
 def _sums_much(shape: Shape) -> bool:
-    return shape.dims["k"] >= 5120 and not shape.dims["wgrad"]
+    return shape.dims["k"] >= 5120 and not _is_sum(shape)
 
 
 _OF_EVEN: Rule = (always, Target("of_even", ">=", 0.93))
-_BLOCKWISE_TFLOPS = {
-    "2Dx3D": {"dsv3_up": 1200, "dsv3_down": 1120},
-    "2Dx2D": {"dsv3_up": 1000, "dsv3_down": 1000},
-}
+_OVER_TORCH = {"qwen3_up 2Dx3D": 1.18, "qwen3_down 2Dx3D": 1.18}
 _OF_PRODUCTS: dict[str, tuple[Rule, ...]] = {
-    "rowwise": ((_sums_much, Target("ratio", ">=", 0.95)), _OF_EVEN),
-    "blockwise": (
-        *_rules("tflops", {f"{n} {way}": t for way, of in _BLOCKWISE_TFLOPS.items() for n, t in of.items()}),
+    "rowwise": (
+        (_sums_much, Target("ratio", ">=", 0.95)),
+        *_rules("over_torch_fp8", _OVER_TORCH),
+        (_is_sum, Target("over_torch_fp8", ">=", 1.08)),
+        (always, Target("over_torch_fp8", ">=", 1.12)),
         _OF_EVEN,
     ),
+    "blockwise": (*_rules("tflops", {"dsv3_up 2Dx3D": 1200, "dsv3_down 2Dx3D": 1120}), _OF_EVEN),
 }
 
 
@@ -175,14 +179,15 @@ def _scaled_grouped_mm(format: str) -> Case:
     return Case("scaled_grouped_mm", _both_products, operands, _scaled, rules, format, flops=_flops, baseline=_dense)
 
 
-# Of blocks of squares, as recipe "blockwise" has its activations.
+# Of blocks of squares, as recipe "blockwise" has its activations: what it multiplies for the gradients of weights.
 _OF_SQUARES = Case(
     "scaled_grouped_mm",
     _gradients_of_weights,
     partial(_operands, format="blockwise", amax="square"),
     _scaled,
-    format="blockwise",
-    variant="squares",
+    (*_rules("tflops", {"dsv3_up 2Dx2D": 1000, "dsv3_down 2Dx2D": 1000}), _OF_EVEN),
+    "blockwise",
+    "squares",
     flops=_flops,
     baseline=_dense,
 )
@@ -239,7 +244,7 @@ def _grouped_mm(recipe: str) -> Case:
         _trained,
         _training,
         forward_backward(partial(moe.grouped_mm, recipe=recipe)),
-        (*_rules("ratio", _OVER_BF16[recipe]), *_KEPT),
+        (*_rules("ratio", _OVER_BF16.get(recipe, {})), *_KEPT),
         recipe,
         flops=_flops_of_training,
         baseline=forward_backward(torch._grouped_mm),

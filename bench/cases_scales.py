@@ -116,7 +116,7 @@ def _dequantize_tokens(format: str) -> Case:
 
 
 def _dequantize_weight(format: str) -> Case:
-    """As MXFP8's products on Hopper have the right operand."""
+    """MXFP8's products on Hopper dequantize the right operand, in another order of elements."""
 
     def shapes(cpu: bool) -> list[Shape]:
         sizes = [(3, 96, 64)] if cpu else [(8, 4096, 7168), (32, 4096, 7168), (128, 1536, 2048)]

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from case import RECIPES, training_rows
 from tabulate import tabulate
 
 from moe_fp8_ext import _C
 
-RECIPES = ("rowwise", "blockwise", "mxfp8")
 # GPU: a pattern of what a results file calls it, backend of its build, compute capability, how its kernels were tried.
 GPUS = {
     "H100, H200 (sm_90a)": ("H[12]00", "cuda", 90, "run"),
@@ -79,8 +79,8 @@ def cell(table: list[Entry], recipe: str, gpu: str, results: dict[str, dict]) ->
     ratios = [
         row["ratio"]
         for result in results.values()
-        for row in result["rows"]
-        if device and re.search(device, result["device"]) and row["op"] == f"grouped_mm {recipe}" and row.get("ratio")
+        for row in training_rows(result)
+        if device and re.search(device, result["device"]) and row["op"] == f"grouped_mm {recipe}"
     ]
     if ratios:
         return f"{text}: {min(ratios):.2f} to {max(ratios):.2f} x BF16"

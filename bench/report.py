@@ -36,6 +36,7 @@ COLUMNS = (
     ("of even", "of_even", ".2f"),
     ("TFLOPS", "tflops", ",.4g"),
     ("x baseline", "ratio", ".2f"),
+    ("x torch FP8", "over_torch_fp8", ".2f"),
     ("B kept", "kept", ".2f"),
     ("host us", "host_us", ".1f"),
     ("x relu", "host_relu", ".2f"),
@@ -52,6 +53,7 @@ LEGEND = """\
   (grouped_mm), to a layer of torch's own ops in BF16 around that (experts), to Transformers' own `grouped_mm`
   (transformers_experts, transformers_step), to torch's stable argsort, histc and cumsum (sort_tokens), or to torch's
   own ops in float32 (choose_experts; router, forward and backward).
+- x torch FP8: speed relative to `torch._scaled_grouped_mm`, in turns.
 - weights reused: within `reuse_weights`, a weight that is quantized already.
 - B kept: bytes kept for the gradient of the weights, scales and padding included, an element of the activation.
 - host us: CPU time to issue one eager call; x relu: the same over that of an eager `torch.relu` in the same run.

@@ -116,6 +116,8 @@ def measure_gemm(case: Case, shape: Shape, rivals: dict[str, Peer], args: argpar
     us = timing.eager_us(calls, args.repeats, args.device)
     row = {"us": us.pop("op"), "baseline_us": us.pop("baseline", None), "peers": us}
     row["tflops"] = case.flops(**shape.dims) / row["us"] / 1e6
+    if "torch FP8" in us:
+        row["over_torch_fp8"] = us["torch FP8"] / row["us"]
     if row["baseline_us"]:
         row["ratio"] = row["baseline_us"] / row["us"]
     if args.device.type == "cuda" and not shape.uneven:

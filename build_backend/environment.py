@@ -119,8 +119,8 @@ class Toolchain:
     reason: str  # for this backend and these architectures
 
 
-def gpu_archs(backend: str) -> str:
-    """The architectures of this machine's GPUs that the kernels are for, nothing where there is none."""
+def machine_archs(backend: str) -> list[str]:
+    """The architectures of this machine's GPUs."""
 
     def answer(*command: str) -> str:
         tool = shutil.which(command[0]) or _first_file(f"{os.environ.get('ROCM_PATH', '/opt/rocm')}/bin/{command[0]}")
@@ -129,11 +129,21 @@ def gpu_archs(backend: str) -> str:
     if backend == "cuda":
         text = answer("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
         found = sorted({float(capability) for capability in re.findall(r"^\d+\.\d+$", text, re.M)})
-        return ";".join(f"{10 * c:.0f}{'a' if c >= 9 else ''}" for c in found if c >= OLDEST_GPU)
+        return [f"{10 * c:.0f}{'a' if c >= 9 else ''}" for c in found]
     if backend == "rocm":
         text = answer("rocm_agent_enumerator") or answer("rocminfo")
-        return ";".join(sorted(set(re.findall(r"\bgfx\w+", text)) & set(AMD_GPUS)))
-    return ""
+        return sorted(set(re.findall(r"\bgfx\w+", text)) - {"gfx000"})  # which is a CPU
+    return []
+
+
+def is_too_old(arch: str) -> bool:
+    return int(re.sub(r"\D", "", arch) or 0) < 10 * OLDEST_GPU
+
+
+def gpu_archs(backend: str) -> str:
+    """Those that the kernels are for, nothing where there is none."""
+    fit = (lambda arch: arch in AMD_GPUS) if backend == "rocm" else (lambda arch: not is_too_old(arch))
+    return ";".join(filter(fit, machine_archs(backend)))
 
 
 def choose_backend(torch: Torch) -> tuple[str, str | None, str]:
@@ -146,7 +156,7 @@ def choose_backend(torch: Torch) -> tuple[str, str | None, str]:
     else:
         backend, reason = "rocm" if torch.hip else "cuda" if find_nvcc() else "cpu", "no nvcc and no ROCm here"
         if asked == "native" and backend != "cpu" and not gpu_archs(backend):
-            backend, reason = "cpu", "no GPU here"
+            backend, reason = "cpu", "no GPU here that the kernels are for"
     if backend == "cpu":
         return backend, None, reason
     compiler = find_nvcc() if backend == "cuda" else find_hipcc()
@@ -161,9 +171,16 @@ def choose_archs(backend: str, device_compiler: str) -> tuple[str, str]:
     """(architectures, reason)"""
     variable = f"MOE_FP8_{backend.upper()}_ARCHS"
     asked, here = os.environ.get(variable), gpu_archs(backend)
+    others = ", ".join(machine_archs(backend))
+    if others and not here and not asked:
+        least = f"NVIDIA's from {OLDEST_GPU} on" if backend == "cuda" else f"AMD's {' and '.join(AMD_GPUS)}"
+        fail(
+            f"the GPUs here are {others}, the kernels for {least}: set MOE_FP8_BACKEND=cpu, or {variable} to build "
+            "for another machine."
+        )
     archs = asked or here or DEFAULT_ARCHS[backend]
     if backend == "cuda":
-        old = [arch for arch in archs.split(";") if int(re.sub(r"\D", "", arch) or 0) < 10 * OLDEST_GPU]
+        old = [arch for arch in archs.split(";") if is_too_old(arch)]
         if old:
             fail(f"{variable} must name architectures from {10 * OLDEST_GPU:.0f} on, got {', '.join(old)} of {archs}.")
         known = subprocess.run([device_compiler, "--list-gpu-code"], capture_output=True, text=True).stdout.split()

@@ -67,10 +67,10 @@ def experts(
 
     Slots are sorted by expert, groups have any sizes. A token is quantized along its row once, forward and backward,
     and products take it by index; with `Recipe.amax` "batch" it is quantized once along tokens too, and its bytes are
-    moved to its slots. The outputs of experts are not kept: the gradient of a score is the dot product of an activation
-    and its gradient. What a frozen input would need is not computed. Nothing waits for the device; two runs give the
-    same bytes. Traces under torch.compile(fullgraph=True), can be captured in a CUDA graph, honours torch.autocast and
-    `reuse_weights`. Differentiable once.
+    moved to its slots. Outputs of experts are not kept: a score's gradient is the dot product of an activation and its
+    gradient. What a frozen input would need is not computed, but for the second direction of weights with blocks.
+    Nothing waits for the device; two runs give the same bytes. Traces under torch.compile(fullgraph=True), can be
+    captured in a CUDA graph, honours torch.autocast and `reuse_weights`. Differentiable once.
 
     Kept for backward are x, a reference, or its copy where autocast casts it, and for P = T * top_k slots, H =
     w_gate_up.shape[1]:

@@ -198,7 +198,7 @@ def fp8_weight(w: Tensor, w_dtype: torch.dtype, recipe: Recipe, needs_dA: bool) 
 def _quantize_weights(
     w: Tensor, w_dtype: torch.dtype, format: str, dtype: torch.dtype | None, rounding: str, needs_dA: bool = True
 ) -> Both:
-    """Transposed ones come at no cost in formats with blocks."""
+    """In formats with blocks one op writes both, a byte an element more than a frozen input has use for."""
     w = cast(w, w_dtype)
     if w.stride(-2) == 1 and w.stride(-1) != 1:  # contiguous [E, K, N]: the same op, its directions swapped
         q_t, scale_t, q, scale = _quantize_weight(w.mT, format, dtype, rounding)

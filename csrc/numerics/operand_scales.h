@@ -24,7 +24,7 @@ struct RowScales {
 
   MOE_HD uint32_t bits(uint32_t block) const {
     const uint8_t* at = first + block * step + int64_t(block >> 2) * more_at_fourth;
-    return is_float ? *reinterpret_cast<const uint32_t*>(at) : *at;
+    return is_float ? as_bits(*reinterpret_cast<const float*>(at)) : *at;
   }
   MOE_HD float value(uint32_t bits) const { return scale_of_bits(bits, is_float); }
 };
@@ -51,7 +51,7 @@ struct ColumnScales {
     const auto* of_group = static_cast<const uint8_t*>(data) + (first + group * group_step);
     if (layout == ScaleLayout::kBlocked) return of_group[blocked_offset(uint32_t(row), 0, padded_columns)];
     const uint8_t* at = of_group + (row >> rows_log2) * row_step;
-    return layout == ScaleLayout::kFloat ? *reinterpret_cast<const uint32_t*>(at) : *at;
+    return layout == ScaleLayout::kFloat ? as_bits(*reinterpret_cast<const float*>(at)) : *at;
   }
   MOE_HD float value(uint32_t bits) const { return scale_of_bits(bits, layout == ScaleLayout::kFloat); }
 };

@@ -46,9 +46,8 @@ def scaled_grouped_mm(
     every group, as `quantize_tokens` numbers them: of B blocks of 128, at least the sum of ceil(size / 128).
 
     Which GEMM multiplies depends on device, build, format and sizes; `build_info()` lists them in the order in which
-    they are tried. Where none takes the operands, they are dequantized and multiplied in float32, slower but for any
-    sizes. "blockwise" and the MX formats may be dequantized to bfloat16, each value rounded once. Never waits for the
-    device.
+    they are tried; the last takes all operands, on a CPU in float32. "blockwise" and the MX formats may be dequantized
+    to bfloat16, each value rounded once. Never waits for the device.
 
     Args:
         a: [M, K] or [N, P], fp8, stride 1 in its last dimension.
