@@ -9,7 +9,7 @@ namespace moe_fp8 {
 
 // A tile of all parts, as that of dh's first strip, and which blocks its group has along the rows.
 struct PlacedTile {
-  Tile tile;
+  QuantizedTile tile;
   int first, count;
 };
 
@@ -46,7 +46,7 @@ struct GradientTile {
   };
   Vec16 waiting[kParts + 1][kBlock][kVecs];
   Part of[kParts + 1];
-  Tile tiles[kParts + 1];
+  QuantizedTile tiles[kParts + 1];
 
   // Words of chunk `at` of the slot's columns.
   MOE_DEVICE Vec16* slot_amax(int part, int at) {
@@ -63,7 +63,7 @@ MOE_HD constexpr bool has_room(int shared) {
 
 // The slot's rows of a tile, a vector a lane. Behind the last row it comes once more.
 template <class G, class T, class B>
-MOE_DEVICE void differentiate_slot(const GradientTilesPlan& p, const Tile& tile, B& shared) {
+MOE_DEVICE void differentiate_slot(const GradientTilesPlan& p, const QuantizedTile& tile, B& shared) {
   constexpr int kParts = G::kParts, kVecs = B::kVecs, kRowsAtOnce = kLanes / kVecs;
   constexpr int kHeld = G::kLight ? 4 : 2, kSteps = kSlotRows / kRowsAtOnce;
   const int vec = threadIdx.x % kVecs, v = tile.strip * kVecs + vec, last = tile.rows - 1;
@@ -127,7 +127,7 @@ MOE_DEVICE void differentiate_slot(const GradientTilesPlan& p, const Tile& tile,
   }
 }
 template <class Activations, class T, class B>
-MOE_DEVICE void differentiate(const GradientTilesPlan& p, const Tile& tile, B& shared) {
+MOE_DEVICE void differentiate(const GradientTilesPlan& p, const QuantizedTile& tile, B& shared) {
   if (in_slot(tile.rows) > 0) {
     with_gradients<Activations>(p, [&](auto of) {
       differentiate_slot<typename decltype(of)::Type, T>(p, tile, shared);
@@ -155,7 +155,7 @@ MOE_DEVICE void make_multipliers(const TilesPlan& p, B& shared) {
   else make_column_multipliers<T>(p, shared);
 }
 template <class T, class B>
-MOE_DEVICE void cast_part_along_rows(const TilesPlan& p, const Tile& tile, const TileWords<T>& v, B& shared) {
+MOE_DEVICE void cast_part_along_rows(const TilesPlan& p, const QuantizedTile& tile, const TileWords<T>& v, B& shared) {
   if (in_wave(tile.rows) <= 0) return;
   make_row_multipliers<T>(p, v, shared);
   cast_rows<T>(p, tile, v, shared);

@@ -50,13 +50,13 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, 2)
     if (int(along) >= p.tiles || !p.placed[along].tile.there) return;
     if (const int part = threadIdx.x; threadIdx.y == 0 && part <= kParts) {
       const PlacedTile& placed = p.placed[along];
-      Tile& tile = shared.tiles[part];
+      QuantizedTile& tile = shared.tiles[part];
       tile = placed.tile;
       tile.strip = p.strip_of(part, int(stack % p.a.strips));
       if (tile.scale >= 0) place_scales(tile, part < kParts ? p.dh : p.a, placed.first, placed.count, int(along));
     }
     __syncthreads();
-    const Tile* const tile = shared.tiles;
+    const QuantizedTile* const tile = shared.tiles;
     differentiate<Activations, Dh>(p, tile[kParts], shared);
     __syncthreads();
 #pragma unroll
@@ -71,12 +71,12 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, 2)
       read_part<Dh>(shared, part + 1, v);
       __syncthreads();
       Scales::template store<Dh>(p.dh, tile[part], shared.of[part]);
-      store_staged<Dh, 1>(p.dh, &shared.stage(part), [&](int) -> const Tile& { return tile[part]; });
+      store_staged<Dh, 1>(p.dh, &shared.stage(part), [&](int) -> const QuantizedTile& { return tile[part]; });
     }
     stage_columns<A>(p.a, tile[kParts], v, shared.of[kParts], shared.stage(kParts));
     __syncthreads();
     Scales::template store<A>(p.a, tile[kParts], shared.of[kParts]);
-    store_staged<A, 1>(p.a, &shared.stage(kParts), [&](int) -> const Tile& { return tile[kParts]; });
+    store_staged<A, 1>(p.a, &shared.stage(kParts), [&](int) -> const QuantizedTile& { return tile[kParts]; });
   }
 }
 

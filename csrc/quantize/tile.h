@@ -49,9 +49,9 @@ struct TileBuffers {
   alignas(16) float multiplier[T::kBlocks][kBlock];  // of the blocks of a column
   alignas(16) float row_multiplier[kBlock][T::kBlocks];
   int source[2][kBlock];                     // of a row: that of x, counted from the tile's own; -1: zeros
-  Tile tiles[8];                             // the one in work, two to come, and some that slow threads still store
+  QuantizedTile tiles[8];                    // the one in work, two to come, and some that slow threads still store
 
-  MOE_DEVICE Tile& tile(uint32_t turn) { return tiles[turn & 7]; }
+  MOE_DEVICE QuantizedTile& tile(uint32_t turn) { return tiles[turn & 7]; }
 };
 template <class T>
 MOE_HD constexpr size_t tile_shared_bytes(bool ahead, int64_t E) {
@@ -65,18 +65,19 @@ template <class T>
 using TileShared = TileBuffers<T, copies_ahead<T>(kLeastShared)>;
 
 template <class T>
-MOE_DEVICE int64_t first_column(const Tile& tile) {
+MOE_DEVICE int64_t first_column(const QuantizedTile& tile) {
   return int64_t(tile.strip) * kBlock + threadIdx.x * T::kColumns;
 }
 
 // Where the rows of a tile are, one a thread.
-MOE_DEVICE void find_sources(const TilesPlan& p, const Tile& tile, int (&source)[kBlock]) {
+MOE_DEVICE void find_sources(const TilesPlan& p, const QuantizedTile& tile, int (&source)[kBlock]) {
   const int r = threadIdx.y * kLanes + threadIdx.x;
   if (r < kBlock) source[r] = r >= tile.rows ? -1 : p.index.at ? int(source_row(p, tile.first_row + r)) : r;
 }
 // Starts the copies of a tile, zeros where there is nothing to copy.
 template <class T>
-MOE_DEVICE void copy_tile(const TilesPlan& p, const Tile& tile, const int (&source)[kBlock], TileShared<T>& shared) {
+MOE_DEVICE void copy_tile(const TilesPlan& p, const QuantizedTile& tile, const int (&source)[kBlock],
+                          TileShared<T>& shared) {
   if constexpr (!copies_ahead<T>(kLeastShared)) return;
   using Types = typename T::Types;
   constexpr int kStep = kTileThreads / T::kChunks;  // rows at once
@@ -95,7 +96,7 @@ MOE_DEVICE void copy_tile(const TilesPlan& p, const Tile& tile, const int (&sour
 }
 // The lane's columns of the slot's rows, once the copies are there.
 template <class T>
-MOE_DEVICE void read_tile(const TilesPlan& p, const Tile& tile, const int (&source)[kBlock],
+MOE_DEVICE void read_tile(const TilesPlan& p, const QuantizedTile& tile, const int (&source)[kBlock],
                           const TileShared<T>& shared, TileWords<T>& v) {
   using Types = typename T::Types;
   using Words = std::conditional_t<T::kWords == 4, Vec16, Vec8>;
@@ -129,7 +130,7 @@ MOE_DEVICE void store_columns(uint8_t* q, int64_t there, uint32_t bytes) {
 }
 // Rows of q. The slot's own multipliers are those that its wave has just made.
 template <class T, class Shared>
-MOE_DEVICE void cast_rows(const TilesPlan& p, const Tile& tile, const TileWords<T>& v, const Shared& shared) {
+MOE_DEVICE void cast_rows(const TilesPlan& p, const QuantizedTile& tile, const TileWords<T>& v, const Shared& shared) {
   wave_barrier();
   const auto* multiplier = shared.row_multiplier + threadIdx.y * kSlotRows;
   const int64_t column = first_column<T>(tile), there = p.K - column;
@@ -217,8 +218,8 @@ MOE_DEVICE const float* slot_multipliers(const Shared& shared) {
 
 // The columns, transposed by way of a stage.
 template <class T, class Shared>
-MOE_DEVICE void stage_columns(const TilesPlan& p, const Tile& tile, const TileWords<T>& v, const Shared& shared,
-                              TileStage<T>& stage) {
+MOE_DEVICE void stage_columns(const TilesPlan& p, const QuantizedTile& tile, const TileWords<T>& v,
+                              const Shared& shared, TileStage<T>& stage) {
   if (in_slot(tile.positions) <= 0) return;
   const int rows = in_slot(tile.rows_of_group);
   if (rows <= 0) return clear_slot<T::kColumns>(stage);
@@ -232,7 +233,7 @@ template <class T, int kTiles, class TileOf>
 MOE_DEVICE void store_staged(const TilesPlan& p, TileStage<T>* stages, TileOf tile_of) {
   constexpr int kOfColumn = kLineSlots * kTiles, kStep = kTileThreads / kOfColumn;  // threads; columns at once
   const int t = threadIdx.y * kLanes + threadIdx.x, number = t % kOfColumn / kLineSlots, slot = t % kLineSlots;
-  const Tile& tile = tile_of(number);
+  const QuantizedTile& tile = tile_of(number);
   const int first = slot * kSlotRows;
   if (first >= tile.positions) return;
   int local = t / kOfColumn;
@@ -250,12 +251,13 @@ MOE_DEVICE void store_staged(const TilesPlan& p, TileStage<T>* stages, TileOf ti
 
 // The columns of this turn's tile, stored once the stack is there.
 template <class T>
-MOE_DEVICE void cast_columns(const TilesPlan& p, const Tile& tile, const TileWords<T>& v, TileShared<T>& shared,
-                             uint32_t turn) {
+MOE_DEVICE void cast_columns(const TilesPlan& p, const QuantizedTile& tile, const TileWords<T>& v,
+                             TileShared<T>& shared, uint32_t turn) {
   stage_columns<T>(p, tile, v, shared, shared.stage[turn % kStack]);
   if (turn % kStack != kStack - 1) return;
   __syncthreads();
-  store_staged<T, kStack>(p, shared.stage, [&](int i) -> const Tile& { return shared.tile(turn + 1 - kStack + i); });
+  store_staged<T, kStack>(p, shared.stage,
+                          [&](int i) -> const QuantizedTile& { return shared.tile(turn + 1 - kStack + i); });
 }
 
 }  // namespace moe_fp8

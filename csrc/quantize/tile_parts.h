@@ -17,7 +17,7 @@ struct TilesPlan : QuantizeParams {
 
 constexpr int kStack = 2;  // tiles, one below the other, whose columns are stored together
 
-struct Tile {
+struct QuantizedTile {
   bool there = false;     // otherwise none is left
   int strip = 0;
   int64_t x = 0;          // element of x that its rows are counted from
@@ -34,7 +34,7 @@ struct Tile {
 
 // The scales of a tile in either direction are a block of the blocked layout, or the one scale of a square: of tile
 // `along` of the `count` that a group or an expert has from `first` on.
-MOE_DEVICE void place_scales(Tile& tile, const TilesPlan& p, int64_t first, int64_t count, int along) {
+MOE_DEVICE void place_scales(QuantizedTile& tile, const TilesPlan& p, int64_t first, int64_t count, int along) {
   tile.scale = int64_t(along) * p.strips + tile.strip;
   tile.scale_t = first * p.strips + tile.strip * count + along - first;
 }
@@ -70,9 +70,9 @@ struct TokenTiles {
   MOE_DEVICE int first_of(int e) const { return blocks.pos[e] / kBlock; }  // of the tiles of a group
   MOE_DEVICE int of_groups() const { return first_of(E); }
   MOE_DEVICE int group_of(int along) const { return GroupTable::find(blocks.pos, E, along * kBlock); }
-  MOE_DEVICE Tile at(int along, int strip) const { return at(along, strip, group_of(along)); }
-  MOE_DEVICE Tile at(int along, int strip, int e) const {  // e: its group
-    Tile tile;
+  MOE_DEVICE QuantizedTile at(int along, int strip) const { return at(along, strip, group_of(along)); }
+  MOE_DEVICE QuantizedTile at(int along, int strip, int e) const {  // e: its group
+    QuantizedTile tile;
     tile.strip = strip;
     const int skipped = along * kBlock - blocks.pos[e];
     tile.first_row = int64_t(groups.row[e]) + skipped;
@@ -96,8 +96,8 @@ struct ExpertTiles {
   MOE_DEVICE int of_expert() const { return int(ceil_div<int64_t>(p.rows, kBlock)); }
   MOE_DEVICE int count() const { return int(p.E) * of_expert(); }
   MOE_DEVICE int of_groups() const { return count(); }
-  MOE_DEVICE Tile at(int along, int strip) const {
-    Tile tile;
+  MOE_DEVICE QuantizedTile at(int along, int strip) const {
+    QuantizedTile tile;
     tile.strip = strip;
     tile.expert = along / of_expert();
     tile.position = along % of_expert() * kBlock;
@@ -116,7 +116,7 @@ struct ExpertTiles {
 // time: on an H200, columns of [32768, 4096], 8 slots a row, took 840 us, not 996; but rows that are taken once, along
 // both dimensions, 2 to 12% longer. The last stack may reach beyond the last tile.
 template <class Tiles>
-MOE_DEVICE Tile tile_of_turn(const TilesPlan& p, const Tiles& tiles, uint32_t turn) {
+MOE_DEVICE QuantizedTile tile_of_turn(const TilesPlan& p, const Tiles& tiles, uint32_t turn) {
   const uint32_t unit = blockIdx.x + turn / kStack * gridDim.x;
   uint32_t stack = unit / p.strips, strip = unit % p.strips;
   if (p.by_strip) {
@@ -125,7 +125,7 @@ MOE_DEVICE Tile tile_of_turn(const TilesPlan& p, const Tiles& tiles, uint32_t tu
     strip = unit / stacks;
   }
   const int first = int(stack) * kStack, along = first + int(turn % kStack);
-  Tile tile;
+  QuantizedTile tile;
   if (along < tiles.count()) tile = tiles.at(along, int(strip));
   tile.there = first < tiles.count() && strip < p.strips;
   return tile;

@@ -26,7 +26,7 @@ struct TileScales<ScaleType::kF32> {
 
   // One of rows and one of columns a thread, so that they are written in whole lines.
   template <class T, class Shared>
-  static MOE_DEVICE void store(const TilesPlan& p, const Tile& tile, const Shared& shared) {
+  static MOE_DEVICE void store(const TilesPlan& p, const QuantizedTile& tile, const Shared& shared) {
     const int local = threadIdx.y * kLanes + threadIdx.x;
     if (local >= kBlock || p.K == 0) return;
     auto *scales = static_cast<float*>(p.scale), *scales_t = static_cast<float*>(p.scale_t);
@@ -69,7 +69,7 @@ struct TileScales<ScaleType::kE8M0> {
   }
 
   template <class T, class Shared>
-  static MOE_DEVICE void store(const TilesPlan& p, const Tile& tile, const Shared& shared) {
+  static MOE_DEVICE void store(const TilesPlan& p, const QuantizedTile& tile, const Shared& shared) {
     const int t = threadIdx.y * kLanes + threadIdx.x;
     const int64_t column = int64_t(tile.strip) * kBlock;
     if (p.K == 0) return;

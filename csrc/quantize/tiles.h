@@ -51,7 +51,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, resident_blocks<T>())
   __syncthreads();
   copy_tile<T>(p, shared.tile(0), shared.source[0], shared);
   for (uint32_t turn = 0; shared.tile(turn).there; ++turn) {
-    const Tile& tile = shared.tile(turn);
+    const QuantizedTile& tile = shared.tile(turn);
     schedule(turn + 2);
     wait_copies<0>();
     __syncthreads();

@@ -18,11 +18,11 @@ constexpr int kSlots = 8, kBlocks = 3;
 constexpr int kSlotsBackward = 4;
 constexpr int64_t kMaxBlocks = 1 << 22;  // of a launch of backward; HIP has 2^32 threads
 
-struct Tile {
-  int64_t parts;
+struct BlockShape {
+  int64_t parts;  // of a row
   int threads, rows;
 };
-Tile tile_for(int64_t vecs) {
+BlockShape shape_for(int64_t vecs) {
   const int64_t parts = vecs > kThreads ? ceil_div<int64_t>(vecs, kThreads) : 1;
   const int64_t even = round_up<int64_t>(ceil_div<int64_t>(vecs, parts), kLargestWarp);
   const int threads = even < kLargestWarp ? kLargestWarp : even < kThreads ? int(even) : kThreads;
@@ -204,12 +204,12 @@ int combine(const CombineParams& params, void* stream) {
   return with_parts(p.in, bits, [&](auto part) {
     using Part = decltype(part);
     if (p.T == 0 || p.K == 0) return 0;
-    const Tile tile = tile_for(p.K / Part::kElements);
-    p.parts = unsigned(tile.parts);
-    const int64_t held = device().multiprocessors * (kBlocks * kThreads / (tile.threads * tile.rows));
-    const int64_t most = held < tile.parts ? 1 : held / tile.parts, blocks = ceil_div<int64_t>(p.T, tile.rows);
-    const dim3 grid(unsigned((blocks < most ? blocks : most) * tile.parts));
-    return launch(combine_kernel<Part>, {grid, dim3(tile.threads, tile.rows), stream}, p);
+    const BlockShape shape = shape_for(p.K / Part::kElements);
+    p.parts = unsigned(shape.parts);
+    const int64_t held = device().multiprocessors * (kBlocks * kThreads / (shape.threads * shape.rows));
+    const int64_t most = held < shape.parts ? 1 : held / shape.parts, blocks = ceil_div<int64_t>(p.T, shape.rows);
+    const dim3 grid(unsigned((blocks < most ? blocks : most) * shape.parts));
+    return launch(combine_kernel<Part>, {grid, dim3(shape.threads, shape.rows), stream}, p);
   });
 }
 
@@ -227,12 +227,12 @@ int combine_backward(const CombineBackwardParams& params, void* stream) {
   }
   return with_parts(p.in, bits, [&](auto part) {
     using Part = decltype(part);
-    const Tile tile = tile_for(p.K / Part::kElements);
+    const BlockShape shape = shape_for(p.K / Part::kElements);
     auto* const kernel = p.grad_scores ? combine_backward_kernel<Part, true> : combine_backward_kernel<Part, false>;
-    for (; p.first < p.T && p.top_k > 0; p.first += kMaxBlocks * tile.rows) {
-      const int64_t blocks = ceil_div<int64_t>(p.T - p.first, tile.rows);
+    for (; p.first < p.T && p.top_k > 0; p.first += kMaxBlocks * shape.rows) {
+      const int64_t blocks = ceil_div<int64_t>(p.T - p.first, shape.rows);
       const dim3 grid(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks));
-      if (const int e = launch(kernel, {grid, dim3(tile.threads, tile.rows), stream}, p)) return e;
+      if (const int e = launch(kernel, {grid, dim3(shape.threads, shape.rows), stream}, p)) return e;
     }
     return 0;
   });
