@@ -13,7 +13,7 @@ constexpr int kSlots = kLineSlots, kColumnThreads = kSlots * kLanes;
 constexpr int kRowsOfLane = 4;
 constexpr int kMostTiles = 65535;  // of positions, a launch
 
-struct TilesPlan : GradientsPlan {
+struct GradientColumnsPlan : GradientsPlan {
   int last;  // tile of positions that the launch begins with: the L2 still has the last rows that the first pass read
 };
 
@@ -81,7 +81,7 @@ MOE_DEVICE void clear_padding(const Slot& slot, Stage<kParts>& stage) {
   }
 }
 template <int kParts>
-MOE_DEVICE void store_columns(const TilesPlan& p, int first, Stage<kParts> (&stage)[kLines]) {
+MOE_DEVICE void store_columns(const GradientColumnsPlan& p, int first, Stage<kParts> (&stage)[kLines]) {
   constexpr int kChunks = kTile / kSlotRows, kStep = kColumnThreads / kChunks;
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks;
   const int64_t F = p.gradients.h.F, positions = p.of_dh.positions, position = first + chunk * kSlotRows;
@@ -102,7 +102,7 @@ MOE_DEVICE void store_columns(const TilesPlan& p, int first, Stage<kParts> (&sta
 
 template <class T, class Activations>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, 2)
-    quantize_gradient_columns_kernel(MOE_GRID_CONSTANT const TilesPlan p) {
+    quantize_gradient_columns_kernel(MOE_GRID_CONSTANT const GradientColumnsPlan p) {
   static_assert(Activations::kAlike);
   constexpr int kParts = Activations::kParts;
   __shared__ Stage<kParts> stage[kLines];
@@ -127,7 +127,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, 2)
 int launch_gradient_columns(const GradientsPlan& p, void* stream) {
   const unsigned strips = unsigned(ceil_div<int64_t>(p.gradients.h.F, kColumns));
   const int tiles = int(ceil_div<int64_t>(p.of_dh.positions, kTile));
-  for (TilesPlan plan = {p, tiles - 1}; plan.last >= 0; plan.last -= kMostTiles) {
+  for (GradientColumnsPlan plan = {p, tiles - 1}; plan.last >= 0; plan.last -= kMostTiles) {
     const int left = plan.last + 1;
     const Launch of_tiles = {dim3(strips, left < kMostTiles ? left : kMostTiles), dim3(kLanes, kSlots), stream};
     const int e = dispatch_gated(p.gradients.activation, [&](auto activations) {

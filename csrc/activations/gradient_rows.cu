@@ -23,7 +23,7 @@ constexpr int kMostTeams = kUsualThreads / 32;
 // A team of threads walks rows, a vector each and some rows at once. Every kRows-th lane of a wave has a share in one
 // of them, and ends up with what is of that row.
 template <class T, class G, bool kTabled>
-struct RowWalk {
+struct TeamWalk {
   static constexpr int kParts = G::kParts, kRows = G::kLight ? kMostRows : 2;
   static_assert(kMostTeam / kWarpSize <= kWarpSize / kRows);
   using Pairs = typename G::Pairs;
@@ -163,7 +163,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMostTeam, 2)
   wait_for_previous_kernel();
   with_gradients<Activations>(p, [&](auto of) {
     using G = typename decltype(of)::Type;
-    RowWalk<T, G, kTabled> walk = {
+    TeamWalk<T, G, kTabled> walk = {
         p, words[threadIdx.y], points[kTabled ? threadIdx.y : 0], Min{}(v, p.vecs - 1), v < p.vecs};
     for (int first = begin; first < end;) {
       const int e = GroupTable::find(p.starts, int(p.of_dh.E), first), stop = Min{}(p.starts[e + 1], end);

@@ -47,12 +47,12 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) copy_rows_kernel(MOE_GRID_CONS
 }
 
 // The same of several columns, and of units of any size: a block has a piece of one column.
-struct ColumnsPlan : PackTokensParams {
+struct PackTokensPlan : PackTokensParams {
   int64_t piece;  // bytes
   int pieces[kMaxColumns];
 };
 
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) pack_tokens_kernel(MOE_GRID_CONSTANT const ColumnsPlan p) {
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) pack_tokens_kernel(MOE_GRID_CONSTANT const PackTokensPlan p) {
   int column = 0, piece = blockIdx.y;
   while (piece >= p.pieces[column]) piece -= p.pieces[column++];
   const Column& c = p.columns[column];
@@ -105,7 +105,7 @@ int copy_rows(const CopyRowsParams& p, void* stream) {
 
 int pack_tokens(const PackTokensParams& p, void* stream) {
   if (p.rows == 0 || p.row_bytes == 0) return 0;
-  ColumnsPlan plan = {p, piece_of(p.source, p.row_bytes)};
+  PackTokensPlan plan = {p, piece_of(p.source, p.row_bytes)};
   int64_t pieces = 0;
   for (int i = 0; i < p.num_columns; ++i) {
     const Column& c = p.columns[i];
