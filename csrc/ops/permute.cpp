@@ -75,7 +75,7 @@ Results<1> permute_pad_op(const Tensor& x, const Tensor& indices, int64_t top_k)
   const RowIndex index = check_indices(kAt, indices, x, x.sizes[0], top_k);
   const Call call(kPad, "x", x);
   Handle out = call.empty({indices.sizes[0], x.sizes[1]}, x.dtype);
-  copy_rows(call, x, out, index, indices.sizes[0]);
+  gather_rows(call, x, out, index, indices.sizes[0]);
   return results(out);
 }
 
@@ -96,10 +96,10 @@ Results<2> permute_quantized_op(const Tensor& q, const Tensor& scale, std::strin
   if (grouped) check_extent(kQuantized, "indices", P, E, kGroupScales);
   const Call call(kQuantized, "q", q);
   Handle out = call.empty({P, K}, q.dtype), out_scale = call.empty(scales_along_rows(f, P, K, E), f.scale_type);
-  copy_rows(call, q, out, index, P);
+  gather_rows(call, q, out, index, P);
   if (f.order == ScaleOrder::kRowMajor) {  // rows of bytes, as those of q
     const int64_t bytes = scales.row_stride * int64_t(aoti_torch_dtype_element_size(scale.dtype));
-    copy_rows(call, scale, {scale.data, data(out_scale), index, P, bytes, bytes});
+    run_copy_rows(call, scale, {scale.data, data(out_scale), index, P, bytes, bytes});
     return results(out, out_scale);
   }
   static const int kNoEnds[1] = {};  // null would say that there are no groups
@@ -134,7 +134,7 @@ Results<1> unpermute_op(const Tensor& y, const Tensor& indices, int64_t num_toke
   Handle inverse = call.empty({slots}, kInt32);
   invert(call, indices, data<int>(inverse), slots);
   if (top_k == 1) {
-    copy_rows(call, y, out, RowIndex(data<int>(inverse), rows, 1), num_tokens);
+    gather_rows(call, y, out, RowIndex(data<int>(inverse), rows, 1), num_tokens);
     return results(out);
   }
   CombineParams p = {};  // without scores

@@ -6,16 +6,17 @@
 
 namespace moe_fp8 {
 
-inline void copy_rows(const Call& call, const Tensor& x, const CopyRowsParams& p) {
+// copy_rows where x lies.
+inline void run_copy_rows(const Call& call, const Tensor& x, const CopyRowsParams& p) {
 #if defined(MOE_FP8_GPU)
   if (x.on_gpu()) return call.check(copy_rows(p, call.stream()));
 #endif
   copy_rows_cpu(p);
 }
 // out[p] = row source.row(p) of x, rows of zeros where that is none.
-inline void copy_rows(const Call& call, const Tensor& x, const Handle& out, const RowIndex& source, int64_t rows) {
+inline void gather_rows(const Call& call, const Tensor& x, const Handle& out, const RowIndex& source, int64_t rows) {
   const int64_t bytes = int64_t(aoti_torch_dtype_element_size(x.dtype));
-  copy_rows(call, x, {x.data, data(out), source, rows, x.sizes[1] * bytes, x.strides[0] * bytes});
+  run_copy_rows(call, x, {x.data, data(out), source, rows, x.sizes[1] * bytes, x.strides[0] * bytes});
 }
 
 // inverse [size]: where each index stands, the last place of those that stand at several, -1 for those that do not.

@@ -46,7 +46,7 @@ Handle move_groups(const Call& call, Way way, const Tensor& x, const Tensor& off
   p.E = offs.sizes[0];
   p.source = copies ? data<int>(source) : nullptr;
   find_sources(call, way, x, p);
-  if (copies) copy_rows(call, x, out, RowIndex(p.source, x.sizes[0], 1), rows);
+  if (copies) gather_rows(call, x, out, RowIndex(p.source, x.sizes[0], 1), rows);
   return out;
 }
 

@@ -124,7 +124,7 @@ MOE_DEVICE int ring_row(const StripsPlan& p, int row) { return row < p.held ? ro
 
 // Starts the copies of the strip's rows [begin, end), of which a thread t has chunk t % kChunks.
 template <class T>
-MOE_DEVICE void copy_rows(const StripsPlan& p, const Part& w, int begin, int end, Vec16* ring, int base) {
+MOE_DEVICE void copy_to_ring(const StripsPlan& p, const Part& w, int begin, int end, Vec16* ring, int base) {
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks;
   const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::Types::kVec;
   RowWalk<T>::for_each(p, w, column, begin, end, [&](int r, RowBits<T> row) {

@@ -105,7 +105,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
   };
   schedule(0);
   __syncthreads();
-  copy_rows<T>(p, part(0), 0, part(0).held(p.held), ring, 0);
+  copy_to_ring<T>(p, part(0), 0, part(0).held(p.held), ring, 0);
   commit_copies();
   int base = 0, buffer = 0;
   uint32_t rows_seen = 0;
@@ -119,7 +119,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
     int copied = 0;
     auto copy_next = [&](int freed) {  // into what the strip leaves of the ring
       const int end = next.held(p.held - occupied + freed);
-      if (end > copied) copy_rows<T>(p, next, copied, end, ring, next_base);
+      if (end > copied) copy_to_ring<T>(p, next, copied, end, ring, next_base);
       copied = end;
       commit_copies();
     };
