@@ -38,9 +38,9 @@ MOE_DEVICE void cluster_barrier() {
 #endif
 }
 
-// One message from every block of the cluster to every block: kLanes words each, sent and received by 32 lanes. The
-// words arrive in inbox.words[sender]; an arrival counts on the inbox's barrier, so nothing else is waited for. Two
-// inboxes used in turn suffice: a sender is at most one message ahead of a receiver.
+// One note from every block of the cluster to every block: kLanes words each, sent and received by 32 lanes. The words
+// arrive in inbox.words[sender]; an arrival counts on the inbox's barrier, so nothing else is waited for. Two
+// inboxes used in turn suffice: a sender is at most one note ahead of a receiver.
 struct ClusterInbox {
   uint64_t barrier;
   uint64_t unused;  // 16-byte alignment of what follows
@@ -69,7 +69,7 @@ MOE_DEVICE void cluster_send(ClusterInbox& inbox, uint32_t word, int lane) {
   inbox.words[0][lane] = word;
 #endif
 }
-MOE_DEVICE void cluster_wait(ClusterInbox& inbox, uint32_t phase) {  // phase: parity of the messages this inbox has had
+MOE_DEVICE void cluster_wait(ClusterInbox& inbox, uint32_t phase) {  // phase: parity of the notes this inbox has had
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("{.reg .pred done;\n"
                "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"

@@ -74,12 +74,12 @@ int launch_columns(const QuantizeParams& p, void* stream) {
   if (const int e = launch(find_sources_kernel, of_sources, plan)) return e;
   if (p.K == 0) return 0;
   plan.strips = uint32_t(ceil_div<int64_t>(plan.stride, kLanes * T::kVec));
-  const int64_t most = ceil_div<int64_t>(p.x_rows, kColumnSlots);
+  const int64_t most = ceil_div<int64_t>(p.x_rows, kThreadRows);
   int64_t shares = multiprocessors * kColumnBlocks / plan.strips;  // that run at once
   if (shares > most) shares = most;
   plan.shares = int(shares < 1 ? 1 : shares);
   plan.share = int(ceil_div<int64_t>(p.x_rows, plan.shares));
-  const Launch of_x = {dim3(plan.strips * plan.shares), dim3(kLanes, kColumnSlots), stream};
+  const Launch of_x = {dim3(plan.strips * plan.shares), dim3(kLanes, kThreadRows), stream};
   if (const int e = at_once ? launch_batch_rows(plan, stream) : launch(find_amax_kernel<T>, of_x, plan)) return e;
   if (const int e = launch(quantize_columns_kernel<T>, of_x, plan)) return e;
   const int64_t moves = ceil_div(p.positions, int64_t(kMoved)) * ceil_div(p.K, int64_t(kBlock));

@@ -8,8 +8,9 @@
 
 namespace moe_fp8 {
 
-// Of the first two: a lane has 16 bytes of a row, a slot every eighth row of a block's share of a strip of columns.
-constexpr int kColumnSlots = 8, kColumnThreads = kColumnSlots * kLanes;
+// Of the first two: a lane has 16 bytes of a row, a row of threads every eighth row of a block's share of a strip of
+// columns.
+constexpr int kThreadRows = 8, kColumnThreads = kThreadRows * kLanes;
 constexpr int kColumnBlocks = 4;  // of a multiprocessor
 
 // The lane's columns of a share's rows.
@@ -18,7 +19,7 @@ struct ColumnWalk {
   const ColumnsPlan& p;
   int share;
   int64_t column;
-  int first, end;  // rows of the slot
+  int first, end;  // of x, of the row of threads
 
   MOE_DEVICE explicit ColumnWalk(const ColumnsPlan& p) : p(p), share(int(blockIdx.x / p.strips)) {
     column = (int64_t(blockIdx.x % p.strips) * kLanes + threadIdx.x) * T::kVec;
@@ -63,25 +64,25 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kSourceThreads, 1) find_sources_kernel(MOE_GRI
 template <class T>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, kColumnBlocks)
     find_amax_kernel(MOE_GRID_CONSTANT const ColumnsPlan p) {
-  __shared__ float of_slot[kColumnSlots][kLanes * T::kVec];
+  __shared__ float of_thread_row[kThreadRows][kLanes * T::kVec];
   wait_for_previous_kernel();
   const ColumnWalk<T> walk(p);
   float amax[T::kVec] = {};
 #pragma unroll 4
-  for (int r = walk.first; r < walk.end; r += kColumnSlots) {
+  for (int r = walk.first; r < walk.end; r += kThreadRows) {
     const Vec16 v = walk.template load<Reuse::kSoon>(r);
     const bool taken = p.taken[r];  // not waited for before the load
 #pragma unroll
     for (int i = 0; i < T::kVec; ++i) amax[i] = taken ? max_finite(amax[i], walk.element_of(v, i)) : amax[i];
   }
 #pragma unroll
-  for (int i = 0; i < T::kVec; ++i) of_slot[threadIdx.y][threadIdx.x * T::kVec + i] = amax[i];
+  for (int i = 0; i < T::kVec; ++i) of_thread_row[threadIdx.y][threadIdx.x * T::kVec + i] = amax[i];
   __syncthreads();
   const int64_t first = int64_t(blockIdx.x % p.strips) * kLanes * T::kVec;
   for (int c = threadIdx.y * kLanes + threadIdx.x; c < kLanes * T::kVec; c += kColumnThreads) {
     float most = 0;
 #pragma unroll
-    for (int i = 0; i < kColumnSlots; ++i) most = fmaxf(most, of_slot[i][c]);
+    for (int i = 0; i < kThreadRows; ++i) most = fmaxf(most, of_thread_row[i][c]);
     if (first + c < p.K && most > 0) atomicMax(p.amax + first + c, as_bits(most));  // bits are as floats are ordered
   }
 }
@@ -97,13 +98,13 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, kColumnBlocks)
 #pragma unroll
   for (int i = 0; i < T::kVec; ++i)
     if (walk.column + i < p.K) scale[i] = T::template scale_of<ScaleF32>(p, p.amax[walk.column + i]);
-  for (int64_t e = walk.share * kColumnSlots + int(threadIdx.y); e < p.E; e += int64_t(p.shares) * kColumnSlots) {
+  for (int64_t e = walk.share * kThreadRows + int(threadIdx.y); e < p.E; e += int64_t(p.shares) * kThreadRows) {
     float* stored = static_cast<float*>(p.scale_t) + e * p.K + walk.column;
 #pragma unroll
     for (int i = 0; i < T::kVec; ++i)
       if (walk.column + i < p.K) store_stream(stored + i, scale[i].stored());
   }
-  const int count = ceil_div(walk.end - walk.first, kColumnSlots);
+  const int count = ceil_div(walk.end - walk.first, kThreadRows);
   T::with_cast(p, [&](auto cast) {
     const auto cast4 = [&](const Vec16& v, int i) {
       const auto scaled = [&](int c) {
@@ -114,7 +115,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, kColumnBlocks)
     };
 #pragma unroll 4
     for (int i = count - 1; i >= 0; --i) {
-      const int r = walk.first + i * kColumnSlots;
+      const int r = walk.first + i * kThreadRows;
       const Vec16 v = walk.template load<Reuse::kNone>(r);
       uint8_t* out = p.cast + r * p.stride + walk.column;
       if constexpr (T::kVec == 8) {

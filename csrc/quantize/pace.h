@@ -2,7 +2,7 @@
 // either has read, the other finds in the L2. Each tells through memory how many rows it has come past, and waits for
 // the other where it is too far ahead. No result depends on it, and every wait ends: nothing says that the other runs.
 #pragma once
-#include "platform/messages.h"
+#include "platform/notes.h"
 #include "quantize/geometries.h"
 
 namespace moe_fp8 {

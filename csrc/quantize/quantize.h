@@ -65,12 +65,12 @@ struct QuantizeParams {
 // batch, x in fp8, the row that every position has, every column's amax, and which rows any position has. Of rows in
 // groups, the places of blocked scales.
 constexpr int kLeastShare = 512;
-inline int64_t message_words(const QuantizeParams& p, int rows_of_share) {
+inline int64_t note_words(const QuantizeParams& p, int rows_of_share) {
   const int64_t strips = ceil_div<int64_t>(p.K * (p.in == InType::kF32 ? 4 : 2), 128);
   const int64_t groups = p.weight ? p.E : p.E + 1, rows = p.weight ? p.E * p.rows : p.positions;
   return 32 * strips * (ceil_div<int64_t>(rows, rows_of_share) + groups);
 }
-// Two are told; a line of memory, for a share's messages behind them are one each.
+// Two are told; a line of memory, for a share's notes behind them are one each.
 inline int64_t pace_words(const QuantizeParams& p) { return p.along_rows ? 32 : 0; }
 // Of the batch, x itself along rows.
 inline QuantizeParams rows_of_batch(QuantizeParams p) {
@@ -89,7 +89,7 @@ inline int64_t scratch_words(const QuantizeParams& p) {
   const Format& f = format_of(p.format);
   if (p.of_batch()) return batch_words(p);
   if (p.along_tokens && f.block == 0)
-    return pace_words(p) + (p.rows > kLeastShare ? message_words(p, kLeastShare) : 0);
+    return pace_words(p) + (p.rows > kLeastShare ? note_words(p, kLeastShare) : 0);
   if (p.along_tokens) return 0;
   return f.blocked() && p.offs ? p.rows : 0;
 }

@@ -3,7 +3,7 @@
 #pragma once
 #include "platform/clusters.h"
 #include "platform/memory.h"
-#include "platform/messages.h"
+#include "platform/notes.h"
 #include "platform/waves.h"
 #include "primitives/transpose.h"
 #include "quantize/strip_parts.h"
@@ -35,16 +35,16 @@ using StripStage = TransposeStage<T::kColumns, kPerWord<typename T::In>>;
 
 // What blocks that work together hear of one another.
 template <bool kTogether>
-struct StripMessages {
+struct StripNotes {
   uint32_t team_amax[kLargeSlots][kLanes];  // of the shares that a slot has heard of
   ClusterInbox inbox[2];
 };
 template <>
-struct StripMessages<false> {};
+struct StripNotes<false> {};
 
 // Shared memory of a block besides the strip and the group table.
 template <class T>
-struct StripShared : StripMessages<T::kTogether> {
+struct StripShared : StripNotes<T::kTogether> {
   StripStage<T> stage[2][T::kLines];
   alignas(16) uint32_t slot_amax[T::kSlots][kLanes];  // a word of columns a lane
   float multiplier[T::kColumns];
@@ -194,10 +194,10 @@ MOE_DEVICE uint32_t amax_of_cluster(const StripsPlan& p, StripShared<T>& shared,
 
 // The lane's word of what a team hears of a share, from its cluster or whoever helped: an amax, whose sign bits mean
 // nothing.
-MOE_DEVICE uint32_t* message(const StripsPlan& p, uint32_t share) {
+MOE_DEVICE uint32_t* note(const StripsPlan& p, uint32_t share) {
   return reinterpret_cast<uint32_t*>(p.scratch) + int64_t(share) * kLanes + threadIdx.x;
 }
-// Looks at a message before helping. By its latency each takes some 0.2 us, and clusters that run are about a turn
+// Looks at a note before helping. By its latency each takes some 0.2 us, and clusters that run are about a turn
 // apart, which is a few us on an H200: while all run, nobody should help. Who helps too early reads x in vain, and goes
 // on listening meanwhile.
 constexpr int kLooks = 128;
@@ -206,7 +206,7 @@ constexpr int kLooks = 128;
 // a while the slot works the amax out itself, until it hears of it.
 template <class T, class Groups>
 MOE_DEVICE uint32_t amax_of_share(const StripsPlan& p, const Groups& groups, uint32_t share) {
-  uint32_t* told = message(p, share);
+  uint32_t* told = note(p, share);
   uint32_t amax = 0, word, v[kSlotRows][1];
   for (int i = 0; i < kLooks; ++i)
     if (receive_word(told, word)) return word;

@@ -23,7 +23,7 @@ constexpr int kSmallBlocks = 4, kStripsHeld = 2, kMaxCluster = 16;
 // where groups are even: every strip then waits for words to come through memory.
 constexpr int kAlone = 80;
 
-// Small blocks of tokens work alone: room for messages is room for 48 rows. Those of experts have it, for clusters.
+// Small blocks of tokens work alone: room for notes is room for 48 rows. Those of experts have it, for clusters.
 template <class Groups, class Types, int kSlots>
 using TraitsOf = StripTraits<Types, kSlots, Groups::kSource,
                              kSlots == kLargeSlots || (Types::kFast && std::is_same_v<Groups, ExpertGroups>)>;
@@ -132,7 +132,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
     if (threadIdx.y == 0) amax = amax_of_cluster<T>(p, shared, turn);
     if constexpr (T::kTogether)
       if (w.team > 1) {
-        if (threadIdx.y == 0 && cluster_rank() == 0) send_word(message(p, w.share), amax);
+        if (threadIdx.y == 0 && cluster_rank() == 0) send_word(note(p, w.share), amax);
         hear_team<T>(p, groups, w, shared);
         __syncthreads();
         if (threadIdx.y == 0) amax = amax_of_team<T>(shared);
@@ -151,7 +151,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
   }
   if constexpr (T::kInStep)
     if (leads()) tell_pace(p.pace, Walker::kColumns, uint32_t(INT_MAX));  // the others are about to end, too
-  if (p.cluster_log2 > 0) cluster_barrier();  // nobody leaves while messages to it are under way
+  if (p.cluster_log2 > 0) cluster_barrier();  // nobody leaves while notes to it are under way
 }
 
 // How many blocks hold a strip, from the average group; any choice is right for any groups.
@@ -214,11 +214,11 @@ int launch_shape(const QuantizeParams& p, const StripShape& shape, Beside beside
   const int64_t held = int64_t(shape.held) * cluster, alone = held * kAlone / 100;
   const int64_t most = average_rows(p) > alone ? held : alone;
   if (T::kInStep) plan.pace = pace_of(p, beside);
-  if (p.scratch) plan.scratch = p.scratch + pace_words(p);  // messages come behind it
+  if (p.scratch) plan.scratch = p.scratch + pace_words(p);  // notes come behind it
   int64_t zeros = plan.pace.past ? pace_words(p) : 0;
   if (T::kSlots == kLargeSlots && p.scratch && most >= kLeastShare && p.rows > most) {
     plan.most = int(most);
-    zeros = pace_words(p) + message_words(p, plan.most);
+    zeros = pace_words(p) + note_words(p, plan.most);
   }
   if (const int e = fill_bytes(p.scratch, 0, 4 * zeros, stream)) return e;
   return launch(kKernel, l, plan);

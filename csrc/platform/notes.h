@@ -1,5 +1,5 @@
-// Words that the blocks of one grid send one another through memory, which is zero before it begins. Nothing says that
-// the sender runs while the receiver waits.
+// Notes: words that the blocks of one grid send one another through memory, which is zero before it begins. Nothing
+// says that the sender runs while the receiver waits.
 #pragma once
 #include <cstdint>
 
