@@ -125,11 +125,11 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, 2)
 }  // namespace
 
 int launch_gradient_columns(const GradientsPlan& p, void* stream) {
-  const unsigned strips = unsigned(ceil_div<int64_t>(p.gradients.h.F, kColumns));
+  const unsigned blocks_across = unsigned(ceil_div<int64_t>(p.gradients.h.F, kColumns));
   const int tiles = int(ceil_div<int64_t>(p.of_dh.positions, kTile));
   for (GradientColumnsPlan plan = {p, tiles - 1}; plan.last >= 0; plan.last -= kMostTiles) {
     const int left = plan.last + 1;
-    const Launch of_tiles = {dim3(strips, left < kMostTiles ? left : kMostTiles), dim3(kLanes, kSlots), stream};
+    const Launch of_tiles = {dim3(blocks_across, left < kMostTiles ? left : kMostTiles), dim3(kLanes, kSlots), stream};
     const int e = dispatch_gated(p.gradients.activation, [&](auto activations) {
       return launch(quantize_gradient_columns_kernel<GradientTypes, decltype(activations)>, of_tiles, plan);
     });

@@ -7,7 +7,7 @@
 
 namespace moe_fp8 {
 
-// A tile of all parts, as that of dh's first strip, and which blocks its group has along the rows.
+// A tile of all parts, as dh's first one along K, and which blocks its group has along the rows.
 struct PlacedTile {
   QuantizedTile tile;
   int first, count;
@@ -21,9 +21,9 @@ struct GradientTilesPlan : GradientInputs {
   bool has_float_scales;
 
   // Of a part of h's features, in units of tiles; part `parts` is a.
-  MOE_DEVICE int strip_of(int part, int strip) const {
-    if (part == parts) return strip;
-    return gradients.h.interleaved ? 2 * strip + part : strip + part * int(a.strips);
+  MOE_DEVICE int across_of(int part, int across) const {
+    if (part == parts) return across;
+    return gradients.h.interleaved ? 2 * across + part : across + part * int(a.tiles_across);
   }
 };
 
@@ -66,7 +66,7 @@ template <class G, class T, class B>
 MOE_DEVICE void differentiate_slot(const GradientTilesPlan& p, const QuantizedTile& tile, B& shared) {
   constexpr int kParts = G::kParts, kVecs = B::kVecs, kRowsAtOnce = kLanes / kVecs;
   constexpr int kHeld = G::kLight ? 4 : 2, kSteps = kSlotRows / kRowsAtOnce;
-  const int vec = threadIdx.x % kVecs, v = tile.strip * kVecs + vec, last = tile.rows - 1;
+  const int vec = threadIdx.x % kVecs, v = tile.across * kVecs + vec, last = tile.rows - 1;
   struct Chunk { int part, at; };  // of eight columns
   // The thread's: those of dh lie in both parts, or, of gates and ups in turns, side by side in one; a's is the last.
   const auto chunk_of = [&](int i) {
@@ -114,7 +114,7 @@ MOE_DEVICE void differentiate_slot(const GradientTilesPlan& p, const QuantizedTi
     }
     const float dot = neighbour_sums<kVecs>(dots);
     const int row = local(step + number_of_lane<kHeld>(vec));
-    if (vec < kHeld && row <= last) store_stream(p.dots + tile.strip * p.dh.rows + tile.first_row + row, dot);
+    if (vec < kHeld && row <= last) store_stream(p.dots + tile.across * p.dh.rows + tile.first_row + row, dot);
   }
 #pragma unroll
   for (int c = 0; c <= kParts; ++c) {

@@ -45,14 +45,14 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, 2)
     MOE_DYNAMIC_SMEM(smem);
     B& shared = *reinterpret_cast<B*>(smem);
     // Tiles one below the other come one after the other: their columns are neighbours in memory.
-    const uint32_t stack = blockIdx.x / kStack, along = stack / p.a.strips * kStack + blockIdx.x % kStack;
+    const uint32_t stack = blockIdx.x / kStack, along = stack / p.a.tiles_across * kStack + blockIdx.x % kStack;
     wait_for_previous_kernel();
     if (int(along) >= p.tiles || !p.placed[along].tile.there) return;
     if (const int part = threadIdx.x; threadIdx.y == 0 && part <= kParts) {
       const PlacedTile& placed = p.placed[along];
       QuantizedTile& tile = shared.tiles[part];
       tile = placed.tile;
-      tile.strip = p.strip_of(part, int(stack % p.a.strips));
+      tile.across = p.across_of(part, int(stack % p.a.tiles_across));
       if (tile.scale >= 0) place_scales(tile, part < kParts ? p.dh : p.a, placed.first, placed.count, int(along));
     }
     __syncthreads();
@@ -89,11 +89,11 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kSumThreads, 1)
   if (row >= rows) return;
   float sum = 0;
 #pragma unroll 4
-  for (int first = 0; first < int(p.a.strips); first += kTiles) {
+  for (int first = 0; first < int(p.a.tiles_across); first += kTiles) {
     float of_wave[kTiles];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i)
-      of_wave[i] = first + i < int(p.a.strips) ? p.dots[(first + i) * rows + row] : 0.f;
+      of_wave[i] = first + i < int(p.a.tiles_across) ? p.dots[(first + i) * rows + row] : 0.f;
 #pragma unroll
     for (int n = kTiles / 2; n > 0; n /= 2)
 #pragma unroll
@@ -123,7 +123,7 @@ int launch_tiles(const QuantizeActivatedBackwardParams& of, void* stream) {
   if (const int e = allow_large<kKernel>()) return e;
   const dim3 few(unsigned(device().multiprocessors)), threads(kLanes, kTileSlots);
   if (const int e = launch(place_gradient_tiles_kernel, {few, threads, stream}, p)) return e;
-  Launch l = {dim3(unsigned(round_up<int64_t>(p.tiles, kStack) * p.a.strips)), threads, stream};
+  Launch l = {dim3(unsigned(round_up<int64_t>(p.tiles, kStack) * p.a.tiles_across)), threads, stream};
   l.shared = sizeof(GradientTile<Dh, Activations::kParts>);
   if (const int e = launch(kKernel, l, p)) return e;
   const auto blocks = unsigned(ceil_div<int64_t>(of.of_dh.rows, kSumThreads));

@@ -71,16 +71,16 @@ void along_rows(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, 
   });
 }
 
-// ---- along tokens: strips of 64 columns -----------------------------------------------------------------------------
+// ---- along tokens: panels of 64 columns -----------------------------------------------------------------------------
 // Of the columns of the batch; every group has their scales.
 template <class In, Fp8Type kOut>
 std::vector<float> scale_batch(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, bool second) {
   const int64_t rows = safe_ends(p.offs, p.E, p.rows).back();
   std::vector<float> m(p.K);
-  parallel(ceil_div<int64_t>(p.K, kStrip), rows * p.K, [&](int64_t begin, int64_t end) {
-    for (int64_t k = begin * kStrip; k < std::min(end * kStrip, p.K); k += kStrip)
-      scale_strip<In, kOut, BatchScale>([&](int64_t r) { return row_of(0, r) + k; }, rows,
-                                        int(std::min<int64_t>(kStrip, p.K - k)), second, m.data() + k,
+  parallel(ceil_div<int64_t>(p.K, kPanel), rows * p.K, [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin * kPanel; k < std::min(end * kPanel, p.K); k += kPanel)
+      scale_panel<In, kOut, BatchScale>([&](int64_t r) { return row_of(0, r) + k; }, rows,
+                                        int(std::min<int64_t>(kPanel, p.K - k)), second, m.data() + k,
                                         [&](int c, float scale) {
         for (int64_t e = 0; e < p.E; ++e) static_cast<float*>(p.scale_t)[e * p.K + k + c] = scale;
       });
@@ -138,7 +138,7 @@ std::vector<Group> groups_of(const QuantizeParams& p) {
   return groups;
 }
 
-// Strips are the outer index of the work, so that threads share even a single group. Bytes of q_t that belong to no row
+// Panels are the outer index of the work, so that threads share even a single group. Bytes of q_t that belong to no row
 // are left alone.
 template <class In, Fp8Type kOut, class Scale>
 void along_tokens(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, const std::vector<Group>& groups,
@@ -149,40 +149,40 @@ void along_tokens(const QuantizeParams& p, const Rows<typename In::Bits>& row_of
   std::vector<float> of_batch;
   if (p.of_batch() && p.E) of_batch = scale_batch<In, kOut>(p, row_of, second);
   const int64_t blocks = groups.empty() ? 0 : groups.back().blocks_before + f.blocks(groups.back().rows);
-  parallel(ceil_div<int64_t>(p.K, kStrip) * blocks, elements, [&](int64_t begin, int64_t end) {
+  parallel(ceil_div<int64_t>(p.K, kPanel) * blocks, elements, [&](int64_t begin, int64_t end) {
     size_t number = 0;
     for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t k = unit / blocks * kStrip, i = unit % blocks;
+      const int64_t k = unit / blocks * kPanel, i = unit % blocks;
       if (i == 0) number = 0;
       while (number + 1 < groups.size() && i >= groups[number + 1].blocks_before) ++number;
       const Group& g = groups[number];
       const int64_t b = i - g.blocks_before, first = b * f.block;
       const int64_t rows = f.block ? std::min<int64_t>(f.block, g.rows - first) : g.rows;
-      const int columns = int(std::min<int64_t>(kStrip, p.K - k));
-      auto row_of_strip = [&](int64_t r) { return row_of(g.expert, g.first + first + r) + k; };
+      const int columns = int(std::min<int64_t>(kPanel, p.K - k));
+      auto row_of_panel = [&](int64_t r) { return row_of(g.expert, g.first + first + r) + k; };
       uint8_t* q_t = p.q_t + g.q_t + first + k * stride;
       if (p.of_batch()) {
-        cast_strip<In, kOut, BatchScale>(row_of_strip, rows, columns, of_batch.data() + k, q_t, stride);
+        cast_panel<In, kOut, BatchScale>(row_of_panel, rows, columns, of_batch.data() + k, q_t, stride);
         continue;
       }
-      float m[kStrip] = {};
+      float m[kPanel] = {};
       const auto store = [&](int64_t row, auto scale) {
         const int64_t at = f.blocked() ? blocked_offset(row, b, g.row_stride)
                                        : row * g.row_stride + b * g.block_stride;
         scale_t[g.scale_t + at] = scale;
       };
-      if (p.of_squares()) {  // of two strips, each of which works out the amax
+      if (p.of_squares()) {  // of two panels, each of which works out the amax
         const int64_t square = k / kBlock, skipped = k - square * kBlock;
-        const auto amax = amax_of_square<In>([&](int64_t r) { return row_of_strip(r) - skipped; }, rows,
+        const auto amax = amax_of_square<In>([&](int64_t r) { return row_of_panel(r) - skipped; }, rows,
                                              std::min<int64_t>(kBlock, p.K - square * kBlock));
         const auto s = scale_of<In, kOut, Scale>(amax, second);
-        std::fill_n(m, kStrip, s.multiplier);
+        std::fill_n(m, kPanel, s.multiplier);
         if (skipped == 0) store(square, s.stored());
       } else {
-        scale_strip<In, kOut, Scale>(row_of_strip, rows, columns, second, m,
+        scale_panel<In, kOut, Scale>(row_of_panel, rows, columns, second, m,
                                      [&](int c, auto scale) { store(k + c, scale); });
       }
-      cast_strip<In, kOut, Scale>(row_of_strip, rows, columns, m, q_t, stride);
+      cast_panel<In, kOut, Scale>(row_of_panel, rows, columns, m, q_t, stride);
     }
   });
 }
@@ -210,11 +210,11 @@ void squares(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, boo
           if (s.multiplier != s.multiplier) std::memset(q, Fp8<kOut>::kNan, columns);
           else for (int64_t c = 0; c < columns; ++c) q[c] = cast<In, kOut, ScaleF32>(x[c], s.multiplier);
         }
-        float m[kStrip];
-        std::fill_n(m, kStrip, s.multiplier);
-        for (int64_t c = 0; c < columns && p.along_tokens; c += kStrip)
-          cast_strip<In, kOut, ScaleF32>([&](int64_t r) { return row_of(e, first + r) + k + c; }, rows,
-                                         int(std::min<int64_t>(kStrip, columns - c)), m,
+        float m[kPanel];
+        std::fill_n(m, kPanel, s.multiplier);
+        for (int64_t c = 0; c < columns && p.along_tokens; c += kPanel)
+          cast_panel<In, kOut, ScaleF32>([&](int64_t r) { return row_of(e, first + r) + k + c; }, rows,
+                                         int(std::min<int64_t>(kPanel, columns - c)), m,
                                          p.q_t + (e * K + k + c) * N + first, N);
       }
     }

@@ -1,4 +1,4 @@
-// What the loops of the quantizers do with elements, rows and strips of columns, so that compilers vectorise it.
+// What the loops of the quantizers do with elements, rows and panels of columns, so that compilers vectorise it.
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -71,8 +71,8 @@ class Rows {
   std::vector<Bits> zeros_;
 };
 
-// ---- strips of 64 columns, whose tiles are cast row by row and then transposed 8 by 8 ------------------------------
-constexpr int kStrip = 64, kTileRows = 64;
+// ---- panels of 64 columns, whose tiles are cast row by row and then transposed 8 by 8 ------------------------------
+constexpr int kPanel = 64, kTileRows = 64;
 
 // Rows of 8 bytes to columns: t[i] becomes the bytes i of all. Three exchanges of ever smaller blocks.
 inline void transpose8(uint64_t (&t)[8]) {
@@ -89,11 +89,11 @@ inline void transpose8(uint64_t (&t)[8]) {
   exchange(1, 0x00ff00ff00ff00ffu);
 }
 
-// row_of(r): the first element of row r in the strip.
+// row_of(r): the first element of row r in the panel.
 template <class In, Fp8Type kOut, class Scale, class RowOf>
 void cast_tile(RowOf row_of, int64_t first, int rows, int columns, const float* __restrict m,
                uint8_t* __restrict q_t, int64_t q_t_stride) {
-  alignas(64) uint8_t q[kTileRows][kStrip];
+  alignas(64) uint8_t q[kTileRows][kPanel];
   for (int r = 0; r < rows; ++r) {
     const typename In::Bits* __restrict row = row_of(first + r);
     for (int c = 0; c < columns; ++c) q[r][c] = cast<In, kOut, Scale>(row[c], m[c]);
@@ -113,7 +113,7 @@ void cast_tile(RowOf row_of, int64_t first, int rows, int columns, const float* 
     }
 }
 template <class In, Fp8Type kOut, class Scale, class RowOf>
-void cast_strip(RowOf row_of, int64_t rows, int columns, const float* __restrict m, uint8_t* __restrict q_t,
+void cast_panel(RowOf row_of, int64_t rows, int columns, const float* __restrict m, uint8_t* __restrict q_t,
                 int64_t q_t_stride) {
   for (int64_t r = 0; r < rows; r += kTileRows)
     cast_tile<In, kOut, Scale>(row_of, r, int(std::min<int64_t>(kTileRows, rows - r)), columns, m, q_t + r, q_t_stride);
@@ -129,10 +129,10 @@ Magnitude<In> amax_of_square(RowOf row_of, int64_t rows, int64_t columns) {
   }
   return amax;
 }
-// Multipliers of the columns of a strip, and their scales: store(c, scale).
+// Multipliers of the columns of a panel, and their scales: store(c, scale).
 template <class In, Fp8Type kOut, class Scale, class RowOf, class StoreScale>
-void scale_strip(RowOf row_of, int64_t rows, int columns, bool second, float* __restrict m, StoreScale store) {
-  Magnitude<In> amax[kStrip] = {};
+void scale_panel(RowOf row_of, int64_t rows, int columns, bool second, float* __restrict m, StoreScale store) {
+  Magnitude<In> amax[kPanel] = {};
   for (int64_t r = 0; r < rows; ++r) {
     const typename In::Bits* __restrict row = row_of(r);
     for (int c = 0; c < columns; ++c) {

@@ -14,32 +14,32 @@ constexpr int kTeamRows = 4, kRowBlockThreads = 256;
 template <ScaleOrder>
 struct RowBlockMap;
 
-// Column-major: 16 lanes share a block of four neighbouring rows. A block of threads has two strips of 32 rows, whose
-// scales are a line of 128 bytes each. Of copy on an H200: 1.03 with scales stored as streams, 0.93 otherwise.
+// Column-major: 16 lanes share a block of four neighbouring rows. A block of threads is two crews of 32 rows each,
+// whose scales are a line of 128 bytes. Of copy on an H200: 1.03 with scales stored as streams, 0.93 otherwise.
 template <>
 struct RowBlockMap<ScaleOrder::kColumnMajor> {
   using Scale = ScaleF32;
-  static constexpr int kSize = kBlock, kTeam = 16, kRows = 32, kStripThreads = kRows / kTeamRows * kTeam;
-  static constexpr int kStrips = kRowBlockThreads / kStripThreads, kUnitColumns = kStrips * kSize;
-  using Shared = float[kStrips][kRows];
+  static constexpr int kSize = kBlock, kTeam = 16, kRows = 32, kCrewThreads = kRows / kTeamRows * kTeam;
+  static constexpr int kCrews = kRowBlockThreads / kCrewThreads, kUnitColumns = kCrews * kSize;
+  using Shared = float[kCrews][kRows];
 
   int64_t unit_row, block;
-  int strip, thread;  // of the block's strips; in it
+  int crew, thread;  // of the block's; in it
 
   MOE_DEVICE RowBlockMap(const RowBlocksPlan& p, uint32_t unit)
-      : unit_row(int64_t(unit / p.units) * kRows), strip(threadIdx.x / kStripThreads),
-        thread(threadIdx.x % kStripThreads) {
-    block = int64_t(unit % p.units) * kStrips + strip;
+      : unit_row(int64_t(unit / p.units) * kRows), crew(threadIdx.x / kCrewThreads),
+        thread(threadIdx.x % kCrewThreads) {
+    block = int64_t(unit % p.units) * kCrews + crew;
   }
   static int64_t row_units(const RowBlocksPlan& p) { return ceil_div(p.rows, int64_t(kRows)); }
   MOE_DEVICE int team_row(int r) const { return thread / kTeam * kTeamRows + r; }
   MOE_DEVICE int64_t row(int r) const { return unit_row + team_row(r); }
-  MOE_DEVICE float& at(Shared& scales, int r) const { return scales[strip][team_row(r)]; }
+  MOE_DEVICE float& at(Shared& scales, int r) const { return scales[crew][team_row(r)]; }
   MOE_DEVICE void store(const RowBlocksPlan& p, const Shared& scales) const {
     const int64_t mine = unit_row + thread;
     if (thread < kRows && mine < p.stride && block * kSize < p.K)
       store_stream(static_cast<float*>(p.scale) + block * p.stride + mine,
-                   mine < p.rows ? scales[strip][thread] : 0.f);
+                   mine < p.rows ? scales[crew][thread] : 0.f);
   }
 };
 

@@ -66,7 +66,7 @@ using TileShared = TileBuffers<T, copies_ahead<T>(kLeastShared)>;
 
 template <class T>
 MOE_DEVICE int64_t first_column(const QuantizedTile& tile) {
-  return int64_t(tile.strip) * kBlock + threadIdx.x * T::kColumns;
+  return int64_t(tile.across) * kBlock + threadIdx.x * T::kColumns;
 }
 
 // Where the rows of a tile are, one a thread.
@@ -82,7 +82,7 @@ MOE_DEVICE void copy_tile(const TilesPlan& p, const QuantizedTile& tile, const i
   using Types = typename T::Types;
   constexpr int kStep = kTileThreads / T::kChunks;  // rows at once
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % T::kChunks;
-  const int64_t column = int64_t(tile.strip) * kBlock + chunk * Types::kVec;
+  const int64_t column = int64_t(tile.across) * kBlock + chunk * Types::kVec;
   const auto* x = find_element<Types>(p, tile.x + column);
 #pragma unroll
   for (int i = 0; i < kBlock / kStep; ++i) {
@@ -237,14 +237,14 @@ MOE_DEVICE void store_staged(const TilesPlan& p, TileStage<T>* stages, TileOf ti
   const int first = slot * kSlotRows;
   if (first >= tile.positions) return;
   int local = t / kOfColumn;
-  uint8_t* out = p.q_t + tile.q_t + (int64_t(tile.strip) * kBlock + local) * p.positions + first;
+  uint8_t* out = p.q_t + tile.q_t + (int64_t(tile.across) * kBlock + local) * p.positions + first;
   // All at once, columns alone in blocks of 128 spill, and bfloat16 in MX blocks does on Blackwell.
   constexpr bool kSpills = T::kBlocks == 1 ? T::kScaling == Scaling::kColumns
                                            : kConvertsE8M0 && std::is_same_v<typename T::In, BF16>;
   constexpr int kUnroll = kSpills ? 4 : kBlock / kStep;
 #pragma unroll kUnroll
   for (int i = 0; i < kBlock / kStep; ++i, local += kStep, out += kStep * p.positions) {
-    if (int64_t(tile.strip) * kBlock + local >= p.K) return;
+    if (int64_t(tile.across) * kBlock + local >= p.K) return;
     store_chunk<T::Types::kFast>(out, stages[number].at(local, slot), tile.positions - first);
   }
 }

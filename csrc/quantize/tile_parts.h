@@ -6,20 +6,20 @@
 namespace moe_fp8 {
 
 struct TilesPlan : QuantizeParams {
-  uint32_t strips;                     // tiles along K
+  uint32_t tiles_across;               // along K
   int64_t stride, stride_t;            // of scales that are not blocked: between rows, or column-major columns
   int64_t scales_t;                    // of tokens, column-major: in a column
   int64_t scale_bytes, scale_t_bytes;  // of blocked scales, of tokens
   int blocks;                          // along the padded layout, of tokens: those that have scales of their own
   bool blocked;                        // scales of 32, of either direction; else row-major
-  bool by_strip;                       // all tiles of a strip before those of the next
+  bool down_first;                     // all tiles that lie below one another before those beside them
 };
 
 constexpr int kStack = 2;  // tiles, one below the other, whose columns are stored together
 
 struct QuantizedTile {
   bool there = false;     // otherwise none is left
-  int strip = 0;
+  int across = 0;         // which along K
   int64_t x = 0;          // element of x that its rows are counted from
   int64_t first_row = 0;  // of the tokens, or of all experts' rows
   int rows = 0;           // that there are; those beyond them are zeros
@@ -35,8 +35,8 @@ struct QuantizedTile {
 // The scales of a tile in either direction are a block of the blocked layout, or the one scale of a square: of tile
 // `along` of the `count` that a group or an expert has from `first` on.
 MOE_DEVICE void place_scales(QuantizedTile& tile, const TilesPlan& p, int64_t first, int64_t count, int along) {
-  tile.scale = int64_t(along) * p.strips + tile.strip;
-  tile.scale_t = first * p.strips + tile.strip * count + along - first;
+  tile.scale = int64_t(along) * p.tiles_across + tile.across;
+  tile.scale_t = first * p.tiles_across + tile.across * count + along - first;
 }
 
 MOE_DEVICE int part_of_tile(int size) { return size < 0 ? 0 : size < kBlock ? size : kBlock; }
@@ -70,10 +70,10 @@ struct TokenTiles {
   MOE_DEVICE int first_of(int e) const { return blocks.pos[e] / kBlock; }  // of the tiles of a group
   MOE_DEVICE int of_groups() const { return first_of(E); }
   MOE_DEVICE int group_of(int along) const { return GroupTable::find(blocks.pos, E, along * kBlock); }
-  MOE_DEVICE QuantizedTile at(int along, int strip) const { return at(along, strip, group_of(along)); }
-  MOE_DEVICE QuantizedTile at(int along, int strip, int e) const {  // e: its group
+  MOE_DEVICE QuantizedTile at(int along, int across) const { return at(along, across, group_of(along)); }
+  MOE_DEVICE QuantizedTile at(int along, int across, int e) const {  // e: its group
     QuantizedTile tile;
-    tile.strip = strip;
+    tile.across = across;
     const int skipped = along * kBlock - blocks.pos[e];
     tile.first_row = int64_t(groups.row[e]) + skipped;
     tile.x = p.index.at ? 0 : tile.first_row * p.row_stride;
@@ -96,9 +96,9 @@ struct ExpertTiles {
   MOE_DEVICE int of_expert() const { return int(ceil_div<int64_t>(p.rows, kBlock)); }
   MOE_DEVICE int count() const { return int(p.E) * of_expert(); }
   MOE_DEVICE int of_groups() const { return count(); }
-  MOE_DEVICE QuantizedTile at(int along, int strip) const {
+  MOE_DEVICE QuantizedTile at(int along, int across) const {
     QuantizedTile tile;
-    tile.strip = strip;
+    tile.across = across;
     tile.expert = along / of_expert();
     tile.position = along % of_expert() * kBlock;
     tile.first_row = tile.expert * p.rows + tile.position;
@@ -111,23 +111,23 @@ struct ExpertTiles {
   }
 };
 
-// The tile of a block's turn: stacks of tiles are dealt out to the blocks, strip by strip. Where an index takes rows
-// several times, all stacks of a strip come before the next strip, so that the L2 holds what is read at about the same
-// time: on an H200, columns of [32768, 4096], 8 slots a row, took 840 us, not 996; but rows that are taken once, along
-// both dimensions, 2 to 12% longer. The last stack may reach beyond the last tile.
+// The tile of a block's turn: stacks of tiles are dealt out to the blocks, those beside one another first. Where an
+// index takes rows several times, those below one another come first, so that the L2 holds what is read at about the
+// same time: on an H200, columns of [32768, 4096], 8 slots a row, took 840 us, not 996; but rows that are taken once,
+// along both dimensions, 2 to 12% longer. The last stack may reach beyond the last tile.
 template <class Tiles>
 MOE_DEVICE QuantizedTile tile_of_turn(const TilesPlan& p, const Tiles& tiles, uint32_t turn) {
   const uint32_t unit = blockIdx.x + turn / kStack * gridDim.x;
-  uint32_t stack = unit / p.strips, strip = unit % p.strips;
-  if (p.by_strip) {
+  uint32_t stack = unit / p.tiles_across, across = unit % p.tiles_across;
+  if (p.down_first) {
     const auto stacks = uint32_t(Max{}(ceil_div(tiles.count(), kStack), 1));
     stack = unit % stacks;
-    strip = unit / stacks;
+    across = unit / stacks;
   }
   const int first = int(stack) * kStack, along = first + int(turn % kStack);
   QuantizedTile tile;
-  if (along < tiles.count()) tile = tiles.at(along, int(strip));
-  tile.there = first < tiles.count() && strip < p.strips;
+  if (along < tiles.count()) tile = tiles.at(along, int(across));
+  tile.there = first < tiles.count() && across < p.tiles_across;
   return tile;
 }
 

@@ -20,7 +20,7 @@ struct TileScales<ScaleType::kF32> {
   static MOE_DEVICE void clear_gaps(const TilesPlan& p, const typename T::Tiles&) {
     if (T::kScaling != Scaling::kRowsAndColumns || blockIdx.x != 0 || p.K == 0) return;
     const uint32_t t = threadIdx.y * kLanes + threadIdx.x, gap = uint32_t(p.stride - p.rows);
-    for (uint32_t i = t; i < p.strips * gap; i += kTileThreads)
+    for (uint32_t i = t; i < p.tiles_across * gap; i += kTileThreads)
       static_cast<float*>(p.scale)[i / gap * p.stride + p.rows + i % gap] = 0.f;
   }
 
@@ -37,12 +37,12 @@ struct TileScales<ScaleType::kF32> {
       return;
     }
     if (T::kScaling == Scaling::kRowsAndColumns && local < tile.rows) {
-      float* scale = scales + tile.strip * p.stride + tile.first_row + local;
+      float* scale = scales + tile.across * p.stride + tile.first_row + local;
       store_stream(scale, ScaleF32{shared.row_multiplier[local][0]}.stored());
     }
     // Of a column each, or of the tile; behind the last one what pads it.
-    const int64_t first = int64_t(tile.strip) * (p.of_squares() ? 1 : kBlock), at = first + local;
-    const bool last = tile.strip + 1 == int(p.strips);
+    const int64_t first = int64_t(tile.across) * (p.of_squares() ? 1 : kBlock), at = first + local;
+    const bool last = tile.across + 1 == int(p.tiles_across);
     if (tile.block < 0 || at >= (last || !p.of_squares() ? p.stride_t : first + 1)) return;
     const bool there = at < p.scales_t && tile.rows_of_group > 0;
     store_stream(scales_t + tile.block * p.stride_t + at, there ? ScaleF32{shared.multiplier[0][local]}.stored() : 0.f);
@@ -60,7 +60,7 @@ struct TileScales<ScaleType::kE8M0> {
   template <class T>
   static MOE_DEVICE void clear_gaps(const TilesPlan& p, const typename T::Tiles& tiles) {
     if (!p.blocked) return;
-    const int64_t used = int64_t(tiles.of_groups()) * p.strips * kScaleBytes;
+    const int64_t used = int64_t(tiles.of_groups()) * p.tiles_across * kScaleBytes;
     const int64_t t = int64_t(blockIdx.x) * kTileThreads + threadIdx.y * kLanes + threadIdx.x;
     const int64_t threads = int64_t(gridDim.x) * kTileThreads;
     if constexpr (T::kScaling != Scaling::kColumns)
@@ -71,13 +71,13 @@ struct TileScales<ScaleType::kE8M0> {
   template <class T, class Shared>
   static MOE_DEVICE void store(const TilesPlan& p, const QuantizedTile& tile, const Shared& shared) {
     const int t = threadIdx.y * kLanes + threadIdx.x;
-    const int64_t column = int64_t(tile.strip) * kBlock;
+    const int64_t column = int64_t(tile.across) * kBlock;
     if (p.K == 0) return;
     const int columns = int(p.K - column < kBlock ? p.K - column : kBlock);
     if (t < kBlock) {
       if constexpr (T::kScaling != Scaling::kColumns) {
         const int blocks = ceil_div(columns, kMxBlock);
-        const Matrix to = {static_cast<uint8_t*>(p.scale), tile.scale, tile.first_row, tile.strip * kScaleColumns,
+        const Matrix to = {static_cast<uint8_t*>(p.scale), tile.scale, tile.first_row, tile.across * kScaleColumns,
                            p.stride, tile.rows, blocks, blocks};
         store_scales(p, to, t, [&](int row, int b) { return shared.row_multiplier[row][b]; });
       }

@@ -77,8 +77,8 @@ template <class T>
 TilesPlan plan_tiles(const QuantizeParams& p) {
   constexpr bool kTokens = std::is_same_v<typename T::Tiles, TokenTiles>;
   TilesPlan plan = {p};
-  plan.strips = p.K ? uint32_t(ceil_div<int64_t>(p.K, kBlock)) : 1;
-  plan.by_strip = p.index.at && p.index.repeats();
+  plan.tiles_across = p.K ? uint32_t(ceil_div<int64_t>(p.K, kBlock)) : 1;
+  plan.down_first = p.index.at && p.index.repeats();
   if (std::is_same_v<typename T::Scale, ScaleF32>) {
     plan.stride = scale_stride(p.rows);
     plan.scales_t = scales_of_columns(format_of(p.format), p.K, p.amax);
@@ -101,7 +101,7 @@ int launch_tiles_of(const QuantizeParams& p, void* stream) {
   constexpr bool kTokens = std::is_same_v<typename T::Tiles, TokenTiles>;
   const TilesPlan plan = plan_tiles<T>(p);
   const int64_t of_tokens = block_extent(p.rows, p.E, p.align) + ceil_div(p.positions, int64_t(kBlock));
-  const int64_t tiles = plan.strips * (kTokens ? of_tokens : p.E * ceil_div(p.rows, int64_t(kBlock)));
+  const int64_t tiles = plan.tiles_across * (kTokens ? of_tokens : p.E * ceil_div(p.rows, int64_t(kBlock)));
   const int64_t average = kTokens && p.E ? p.rows / p.E : p.rows;
   const int64_t wanted = average < kShortGroup ? kTileBlocksOfShortGroups : kTileBlocks;
   if (!kTokens && tiles * p.K == 0) return 0;

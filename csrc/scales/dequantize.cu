@@ -125,8 +125,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) dequantize_kernel(MOE_GRID_CONSTA
                          first.block.at == last.block.at;
   if (!one_block) return one_by_one(p, table, values, int(k), int(k) + kElements);
   const ColumnScales scales = p.scale.of_column(first.block);
-  const int64_t lines = p.E * p.rows, strip = kRows * blockDim.y, place = place_of(p, k);
-  for (int64_t begin = blockIdx.y * strip + threadIdx.y; begin < lines; begin += gridDim.y * strip) {
+  const int64_t lines = p.E * p.rows, at_once = kRows * blockDim.y, place = place_of(p, k);
+  for (int64_t begin = blockIdx.y * at_once + threadIdx.y; begin < lines; begin += gridDim.y * at_once) {
     Vec8 q[kRows];
     uint32_t scale_bits[kRows];
     Line line = line_at(p, 0, begin);
@@ -159,11 +159,11 @@ int launch_with(const DequantizeParams& p, void* stream) {
   int x = 1;
   while (x < most && x < pieces) x *= 2;
   const int y = kThreads / x;
-  // Blocks that fill the device, and more of them while each still has some strips for the tables that it makes.
-  const int64_t chunks = ceil_div<int64_t>(pieces, x), strips = ceil_div<int64_t>(p.E * p.rows, kRows * y);
+  // Blocks that fill the device, and more of them while each still has some turns for the tables that it makes.
+  const int64_t chunks = ceil_div<int64_t>(pieces, x), turns = ceil_div<int64_t>(p.E * p.rows, kRows * y);
   const int64_t filling = ceil_div<int64_t>(16 * device().multiprocessors, chunks);
-  int64_t along_y = ceil_div<int64_t>(strips, p.groups == Groups::kNone ? 4 : 16);
-  if (along_y < filling) along_y = strips < filling ? strips : filling;
+  int64_t along_y = ceil_div<int64_t>(turns, p.groups == Groups::kNone ? 4 : 16);
+  if (along_y < filling) along_y = turns < filling ? turns : filling;
   if (along_y > kMaxGridY) along_y = kMaxGridY;
   if (along_y > kMaxBlocks / chunks) along_y = kMaxBlocks / chunks;
   return launch(dequantize_kernel<Part>, {dim3(unsigned(chunks), unsigned(along_y)), dim3(x, y), stream}, p);
