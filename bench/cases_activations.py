@@ -39,15 +39,15 @@ def _gradients(activation: str, format: str | None = None) -> Callable[..., tupl
         h, scale = _h(device, activation, p, f), None
         if format:
             h, scale = ops.quantize_rows(h, format)
-        return h, normal(device, p, f), activation, torch.rand(p, device=device), scale, format
+        return normal(device, p, f), h, activation, torch.rand(p, device=device), scale, format
 
     return inputs
 
 
 def _backward(interleaved: bool) -> Callable[..., tuple[Tensor, ...]]:
-    def call(h, da, activation, scores, scale, format):
+    def call(grad, h, activation, scores, scale, format):
         how = {"h_scale": scale, "format": format, "interleaved": interleaved}
-        return ops.activate_backward(h, da, activation, scores=scores, **how)
+        return ops.activate_backward(grad, h, activation, scores=scores, **how)
 
     return call
 
@@ -56,20 +56,20 @@ def _operands(format: str) -> Callable[..., tuple[object, ...]]:
     """Slots of 128 experts."""
 
     def inputs(device: torch.device, groups: str, *, p: int, f: int) -> tuple[object, ...]:
-        h, da, activation, scores, scale, _ = _gradients("swiglu", format)(device, None, p=p, f=f)
-        return h, da, activation, format, group_ends(groups, p, 128, device), scores, scale
+        grad, h, activation, scores, scale, _ = _gradients("swiglu", format)(device, None, p=p, f=f)
+        return grad, h, activation, format, group_ends(groups, p, 128, device), scores, scale
 
     return inputs
 
 
-def _backward_operands(h, da, activation, format, offs, scores, scale):
+def _backward_operands(grad, h, activation, format, offs, scores, scale):
     """As the layer calls it."""
     how = {"offs": offs, "scores": scores, "h_scale": scale, "amax": get_recipe(format).amax_of_groups}
-    return ops.quantize_activated_backward(h, da, activation, format, **how)
+    return ops.quantize_activated_backward(grad, h, activation, format, **how)
 
 
 _SPEED: Rule = (always, of_copy(0.85))
-# What was asked. "rowwise" reads h and da twice, for columns have no scales before all rows were seen: 9 / 13 of that
+# What was asked. "rowwise" reads grad and h twice, for columns have no scales before all rows were seen: 9 / 13 of that
 # at most, but for what the L2 still has. With blocks it is arithmetic that takes the time: three results
 # and five casts for a feature.
 _BACKWARD: Rule = (always, of_copy(0.75))

@@ -87,7 +87,7 @@ def _rows(device: torch.device, groups: str | None, *, m: int, k: int, e: int = 
 
 
 def _by_index(device: torch.device, groups: str, *, m: int, k: int, r: int, e: int) -> tuple[Tensor, ...]:
-    indices, offs, _ = ops.permute_indices(exchanged_counts(device, groups, m, r, e), r, e, m)
+    indices, offs, _ = ops.permute_indices(exchanged_counts(device, groups, m, r, e), e, r, m)
     return normal(device, m, k), offs, indices
 
 

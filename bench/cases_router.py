@@ -43,7 +43,7 @@ def _gradients(device: torch.device, groups: None, *, t: int, e: int, k: int) ->
 
 def _gradients_of_chosen(device: torch.device, groups: None, *, t: int, e: int, k: int) -> tuple[object, ...]:
     grad, logits, ids = _gradients(device, groups, t=t, e=e, k=k)
-    return grad, logits.gather(1, ids), ids, "softmax", True, 1.0, e
+    return grad, logits.gather(1, ids), ids, e
 
 
 def _choose(logits: Tensor, k: int, bias: Tensor, **how: object) -> tuple[Tensor, Tensor]:

@@ -65,7 +65,7 @@ def exchanged_counts(device: torch.device, groups: str, m: int, r: int, e: int) 
 
 
 def _sent(device: torch.device, groups: str, *, m: int, k: int, r: int, e: int) -> tuple[object, ...]:
-    return exchanged_counts(device, groups, m, r, e), r, e, m
+    return exchanged_counts(device, groups, m, r, e), e, r, m
 
 
 def _indexed(device: torch.device, groups: str, *, m: int, k: int, r: int, e: int) -> tuple[object, ...]:
@@ -74,7 +74,7 @@ def _indexed(device: torch.device, groups: str, *, m: int, k: int, r: int, e: in
 
 def _permuted(device: torch.device, groups: str, **dims: int) -> tuple[object, ...]:
     x, indices, top_k = _indexed(device, groups, **dims)
-    return ops.permute_pad(x, indices, top_k), indices, x.shape[0], top_k
+    return ops.permute_pad(x, indices, top_k), indices, top_k, x.shape[0]
 
 
 def _tokens_only(args: tuple, out: Tensor) -> int:
@@ -110,7 +110,7 @@ def _slots(device: torch.device, groups: None, *, t: int, top_k: int, k: int) ->
 
 def _slot_gradients(device: torch.device, groups: None, *, t: int, top_k: int, k: int) -> tuple[object, ...]:
     y, inverse, scores = _slots(device, groups, t=t, top_k=top_k, k=k)
-    return normal(device, t, k), y, inverse, scores, y.shape[0]
+    return normal(device, t, k), y, scores, inverse, y.shape[0]
 
 
 def _tokens_to_slots(cpu: bool) -> list[Shape]:
@@ -142,7 +142,8 @@ def _known_of_tokens(format: str) -> Callable[..., tuple[object, ...]]:
     def inputs(device: torch.device, groups: None, *, t: int, top_k: int, k: int, e: int) -> tuple[object, ...]:
         ids, scores = torch.randint(e, (t, top_k), device=device), torch.rand(t, top_k, device=device)
         permutation, _, _ = ops.sort_tokens(ops.tokens_by_rank(ids, e, 2)[0], 2)
-        return *ops.quantize_rows(normal(device, t, k), format), ids, scores, e, permutation, 2
+        q, scale = ops.quantize_rows(normal(device, t, k), format)
+        return q, ids, scores, scale, permutation, 2, e
 
     return inputs
 
@@ -153,7 +154,7 @@ def _tokens_of_ranks(format: str) -> Callable[..., tuple[object, ...]]:
     def inputs(device: torch.device, groups: None, *, t: int, top_k: int, k: int, e: int) -> tuple[object, ...]:
         ids, scores = torch.randint(e, (t, top_k), device=device), torch.rand(t, top_k, device=device)
         indices, _, inverse = ops.sort_tokens(ops.tokens_by_rank(ids, e, 2)[0], 2)
-        return normal(device, t, k), format, ids, scores, e, indices, inverse
+        return normal(device, t, k), ids, scores, format, indices, inverse, e
 
     return inputs
 

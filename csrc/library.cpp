@@ -38,43 +38,43 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       " bool keep_h=True, ScalarType? dtype=None, str? rounding=None)"
       " -> (Tensor q, Tensor scale, Tensor h_q, Tensor h_scale)");
   m.def(
-      "activate_backward(Tensor h, Tensor da, str activation, Tensor? scores=None, Tensor? h_scale=None,"
-      " str? format=None, bool interleaved=False) -> (Tensor dh, Tensor a, Tensor dscores)");
+      "activate_backward(Tensor grad, Tensor h, str activation, Tensor? scores=None, Tensor? h_scale=None,"
+      " str? format=None, bool interleaved=False) -> (Tensor grad_h, Tensor a, Tensor grad_scores)");
   m.def(
-      "quantize_activated_backward(Tensor h, Tensor da, str activation, str format, Tensor offs, Tensor? scores=None,"
+      "quantize_activated_backward(Tensor grad, Tensor h, str activation, str format, Tensor offs, Tensor? scores=None,"
       " Tensor? h_scale=None, bool interleaved=False, int? align=None, ScalarType? dtype=None,"
       " ScalarType? grad_dtype=None, str? rounding=None, str amax='group')"
       " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor a_q_t, Tensor a_scale_t, Tensor padded_offs,"
-      " Tensor dscores)");
+      " Tensor grad_scores)");
 
   // A router's choice. Logits are float32; bias moves the choice alone.
   m.def(
       "choose_experts(Tensor logits, SymInt top_k, Tensor? bias=None, str scoring='softmax', bool normalize=True,"
       " float scaling_factor=1.0, SymInt num_groups=1, SymInt top_groups=1) -> (Tensor topk_ids, Tensor topk_scores)");
   m.def(
-      "choose_experts_backward(Tensor grad, Tensor logits, Tensor topk_ids, str scoring='softmax',"
-      " bool normalize=True, float scaling_factor=1.0, SymInt? num_experts=None, int parts=1) -> Tensor");
+      "choose_experts_backward(Tensor grad, Tensor logits, Tensor topk_ids, SymInt? num_experts=None,"
+      " str scoring='softmax', bool normalize=True, float scaling_factor=1.0, int parts=1) -> Tensor");
 
   // Token movement.
   m.def("sort_tokens(Tensor topk_ids, SymInt num_experts) -> (Tensor permutation, Tensor offs, Tensor inverse)");
   m.def("tokens_by_rank(Tensor topk_ids, SymInt num_experts, SymInt num_ranks) -> (Tensor by_rank, Tensor counts)");
   m.def(
-      "permute_indices(Tensor tokens_per_rank_expert, SymInt num_ranks, SymInt num_local_experts, SymInt num_tokens,"
+      "permute_indices(Tensor tokens_per_rank_expert, SymInt num_local_experts, SymInt num_ranks, SymInt num_tokens,"
       " int align=16, bool align_empty=False) -> (Tensor indices, Tensor padded_offs, Tensor tokens_per_expert)");
   m.def("permute_pad(Tensor x, Tensor indices, SymInt top_k) -> Tensor");
   m.def(
       "permute_quantized(Tensor q, Tensor scale, str format, Tensor indices, SymInt top_k, Tensor? offs=None)"
       " -> (Tensor q, Tensor scale)");
   m.def(
-      "pack_tokens(Tensor x, Tensor? scale, Tensor? topk_ids, Tensor? topk_scores, SymInt num_experts, Tensor indices,"
-      " SymInt top_k) -> Tensor");
+      "pack_tokens(Tensor x, Tensor? topk_ids, Tensor? topk_scores, Tensor? scale, Tensor indices, SymInt top_k,"
+      " SymInt num_experts) -> Tensor");
   m.def(
-      "quantize_and_pack(Tensor x, str format, Tensor? topk_ids, Tensor? topk_scores, SymInt num_experts,"
-      " Tensor indices, Tensor inverse, ScalarType? dtype=None, str? rounding=None) -> Tensor");
-  m.def("unpermute(Tensor y, Tensor indices, SymInt num_tokens, SymInt top_k) -> Tensor");
+      "quantize_and_pack(Tensor x, Tensor? topk_ids, Tensor? topk_scores, str format, Tensor indices, Tensor inverse,"
+      " SymInt num_experts, ScalarType? dtype=None, str? rounding=None) -> Tensor");
+  m.def("unpermute(Tensor y, Tensor indices, SymInt top_k, SymInt num_tokens) -> Tensor");
   m.def("combine(Tensor y, Tensor inverse, Tensor? topk_scores=None) -> Tensor");
   m.def(
-      "combine_backward(Tensor grad, Tensor? y, Tensor inverse, Tensor? topk_scores, SymInt num_rows)"
+      "combine_backward(Tensor grad, Tensor? y, Tensor? topk_scores, Tensor inverse, SymInt num_rows)"
       " -> (Tensor grad_y, Tensor grad_scores)");
   m.def(
       "pad_token_groups(Tensor x, Tensor offs, int align=16)"

@@ -321,7 +321,7 @@ def backward(
         # To `combine` a bias is what the product is, a part of y.
         grad = operands.values(dout)
         y = rows_of_bias(b_down, offs, p, grad.dtype) if needs.scores else None
-        dy, of_bias = _combine_backward(grad, y, inverse, scores, p)
+        dy, of_bias = _combine_backward(grad, y, scores, inverse, p)
         dscores = dscores + of_bias if needs.scores else None
         db_down = sum_of_groups(dy, offs) if needs.b_down else None
     if needs.scores:

@@ -75,7 +75,7 @@ class Fp8GroupedMm(torch.autograd.Function):
                 dy = _quantize_rows(dY, recipe.format, offs, None, None, dtype, rounding)
             if needs_dA:
                 dA = fp8_product(*dy, w_t, w_scale_t, offs, recipe)
-                dA = cast(dA if indices is None else _unpermute(dA, indices, rows, top_k), a_dtype)
+                dA = cast(dA if indices is None else _unpermute(dA, indices, top_k, rows), a_dtype)
             if needs_dB:
                 if kept is not None:
                     options = offs, indices, top_k, align, recipe.dtype, rounding

@@ -183,7 +183,7 @@ class Fp8Operands:
         dtypes = dtype, self.rule(gradient=True)[1]
         how = scores, h.scale, interleaved, self.recipe.align, *dtypes, rounding, self.recipe.amax_of_groups
         q, scale, q_t, scale_t, a_q_t, a_scale_t, ends, dscores = _quantize_activated_backward(
-            h.values, da, activation, format, slots.offs, *how
+            da, h.values, activation, format, slots.offs, *how
         )
         rows, tokens, of_a = Operand(q, scale), Operand(q_t, scale_t, ends), Operand(a_q_t, a_scale_t, ends)
         return Gradients(rows, tokens, of_a, None, dscores)
@@ -243,7 +243,7 @@ def _gradients(
     """Of an h in this format, if it is quantized."""
     h, scores, activation, interleaved = of
     format = None if h.scale is None else format
-    dh, a, dscores = _activate_backward(h.values, da, activation, scores, h.scale, format, interleaved)
+    dh, a, dscores = _activate_backward(da, h.values, activation, scores, h.scale, format, interleaved)
     _, of_a = operands.of_slots(a, slots, tokens=wanted.a)
     del a  # in the way of what dh takes
     rows, tokens = operands.of_slots(dh, slots, wanted.rows, wanted.tokens, gradient=True)

@@ -77,7 +77,7 @@ def choice_backward(
     if of_scores is not None:
         of_chosen = weight.shape[0] if rule.normalize else None
         count = 2 if grad is None and takes_parts(x, weight, *needs) else 1
-        of_all = choose_experts_backward(unit_stride(of_scores), logits, ids, *rule.scores, of_chosen, count)
+        of_all = choose_experts_backward(unit_stride(of_scores), logits, ids, of_chosen, *rule.scores, count)
         grad = of_all if grad is None else grad + of_all
     if grad is None:
         return onto, None

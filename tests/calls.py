@@ -213,18 +213,18 @@ def quantize_activated(r: random.Random) -> Call:
 
 @op
 def activate_backward(r: random.Random) -> Call:
-    """A row of da has one number that is not zero, so that its sum has one term."""
+    """A row of grad has one number that is not zero, so that its sum has one term."""
     h = values(r, r.choice(ROWS), r.choice(COLUMNS))
     name, f = activation_of(r, h)
-    da = torch.zeros(len(h), f)
+    grad = torch.zeros(len(h), f)
     if f:
-        da[:, r.randrange(f)] = torch.randn(len(h), generator=generator(r))
+        grad[:, r.randrange(f)] = torch.randn(len(h), generator=generator(r))
     how = {"scores": r.choice((None, torch.randn(len(h), generator=generator(r)))), "interleaved": r.random() < 0.3}
     if r.random() < 0.5:
-        return [h, placed(r, da.to(h.dtype)), name], how
+        return [placed(r, grad.to(h.dtype)), h, name], how
     fmt = r.choice(list(FORMATS))
     q, scale = torch.ops.moe_fp8.quantize_rows(h, fmt, dtype=r.choice(FP8_DTYPES))
-    return [q, placed(r, da.to(r.choice(INPUT_DTYPES))), name], how | {"h_scale": scale, "format": fmt}
+    return [placed(r, grad.to(r.choice(INPUT_DTYPES))), q, name], how | {"h_scale": scale, "format": fmt}
 
 
 @op
@@ -299,7 +299,7 @@ def permute_indices(r: random.Random) -> Call:
     if r.random() < 0.2:
         counts[r.randrange(ranks), r.randrange(e)] = r.choice((-1, INT32_MIN, INT32_MAX))
     counts = counts.to(r.choice((torch.int32, torch.int64)))
-    args = [counts if r.random() < 0.5 else counts.view(-1), ranks, e, m, r.choice((1, 2, 16, 256)), r.random() < 0.5]
+    args = [counts if r.random() < 0.5 else counts.view(-1), e, ranks, m, r.choice((1, 2, 16, 256)), r.random() < 0.5]
     return args[: r.randint(4, 6)], {}
 
 
@@ -323,9 +323,9 @@ def pack_tokens(r: random.Random) -> Call:
     scale = raw(r, r.choice(MOVABLE), m, r.choice((1, 2, 7, 56)))
     scale = r.choice((None, scale[:, 0], scale, scale.t().contiguous().t()))
     ids = torch.randint(-1, e + 1, (m, n), dtype=r.choice((torch.int32, torch.int64)), generator=generator(r))
-    columns = scale, r.choice((None, placed(r, ids))), r.choice((None, raw(r, r.choice(MOVABLE), m, n)))
+    columns = r.choice((None, placed(r, ids))), r.choice((None, raw(r, r.choice(MOVABLE), m, n))), scale
     x = raw(r, r.choice(MOVABLE), m, r.choice(COLUMNS))
-    return [x, *columns, e, slots(r, m * top_k, r.choice(ROWS)), top_k], {}
+    return [x, *columns, slots(r, m * top_k, r.choice(ROWS)), top_k, e], {}
 
 
 @op
@@ -342,7 +342,7 @@ def quantize_and_pack(r: random.Random) -> Call:
     top_k = r.randint(0, 3)
     indices = slots(r, m * top_k, rows)
     inverse = r.choice((inverse_of(indices, m, top_k), slots(r, rows, m * top_k).view(m, top_k)))
-    return [values(r, m, r.choice(COLUMNS)), fmt, *others, e, indices, inverse], rule(r, fmt)
+    return [values(r, m, r.choice(COLUMNS)), *others, fmt, indices, inverse, e], rule(r, fmt)
 
 
 @op
@@ -350,7 +350,7 @@ def unpermute(r: random.Random) -> Call:
     p, m, top_k = r.choice(ROWS), r.choice(ROWS), r.randint(1, 3)
     k = r.choice(COLUMNS)
     y = raw(r, r.choice(MOVABLE), p, k) if top_k == 1 else integers(r, r.choice(INPUT_DTYPES), p, k)
-    return [y, slots(r, m * top_k, p), m, top_k], {}
+    return [y, slots(r, m * top_k, p), top_k, m], {}
 
 
 def routed(r: random.Random) -> tuple[torch.dtype, int, Tensor, Tensor | None]:
@@ -371,7 +371,7 @@ def combine_backward(r: random.Random) -> Call:
     dtype, p, inverse, scores = routed(r)
     k = r.choice(COLUMNS)
     y = r.choice((None, integers(r, dtype, p, k)))
-    return [integers(r, dtype, len(inverse), k), y, inverse, scores, p], {}
+    return [integers(r, dtype, len(inverse), k), y, scores, inverse, p], {}
 
 
 @op

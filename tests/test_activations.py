@@ -40,8 +40,8 @@ every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
 def check_backward(h: Tensor, da: Tensor, activation: str, scores: Tensor | None = None, **how: object) -> None:
-    got = activate_backward(h, da, activation, scores=scores, **how)
-    want = reference.activate_backward(h, da, activation, scores=scores, **how)
+    got = activate_backward(da, h, activation, scores=scores, **how)
+    want = reference.activate_backward(da, h, activation, scores=scores, **how)
     what = f"{activation} {short(h.dtype)} {short(h.shape)} {how.get('format', '')}"
     assert_same(got[:2], want[:2], what)
     check_dscores(got[2], want[2], h, da, activation, **how)
@@ -145,7 +145,7 @@ def test_is_the_function(activation):
         value, terms = d.clamp(min=0) ** 2, (2 * d.clamp(min=0), 0 * d)
     near = 1e-6 + (2.0**-22 * z.abs() if activation in ("gelu", "swiglu_oai") else 0)
     h = torch.stack([x, torch.zeros_like(x)], 1) if activation in GATED else x[:, None]
-    dh, a, _ = activate_backward(h, torch.ones_like(x)[:, None], activation)
+    dh, a, _ = activate_backward(torch.ones_like(x)[:, None], h, activation)
     assert ((a[:, 0].double() - value).abs() <= near * value.abs() + 2.0**-120).all()
     size = terms[0].abs() + terms[1].abs()
     assert ((dh[:, 0].double() - sum(terms)).abs() <= near * size + 2.0**-110).all()
@@ -190,7 +190,7 @@ def test_gradients(activation, interleaved, dtype, spelling, device):
     (expanded,) = torch.autograd.grad(
         spelling.activate(h, activation, interleaved=interleaved), h, da[:1].expand_as(da)
     )
-    assert_same(expanded, activate_backward(h.detach(), da[:1].expand_as(da), activation, interleaved=interleaved)[0])
+    assert_same(expanded, activate_backward(da[:1].expand_as(da), h.detach(), activation, interleaved=interleaved)[0])
 
 
 def test_scores(device):
@@ -200,7 +200,7 @@ def test_scores(device):
     double = [t.double().requires_grad_() for t in (h, scores)]
     want_a = double[1][:, None] * plain(double[0], "swiglu", False)
     want_h, want_scores = torch.autograd.grad(want_a, double, da.double())
-    dh, a, dscores = activate_backward(h, da, "swiglu", scores=scores)
+    dh, a, dscores = activate_backward(da, h, "swiglu", scores=scores)
     for got, want in ((dh, want_h), (a, want_a), (dscores, want_scores)):
         # Of values below 10, each within 1e-6 of itself; a sum of 48 such products.
         assert ((got.double() - want).abs() <= 48 * 10 * 1e-6).all()
@@ -246,7 +246,7 @@ def test_limits(device):
     h = torch.tensor([[-1e30], [-3e38], [1e30], [3e38]], device=device)
     ones = torch.ones_like(h)
     for activation in ("silu", "gelu"):
-        dh, a, _ = activate_backward(h, ones, activation)
+        dh, a, _ = activate_backward(ones, h, activation)
         assert a.flatten().tolist() == [0, 0, *h[2:].flatten().tolist()]
         assert dh.flatten().tolist() == [0, 0, 1, 1]
     assert activate(torch.tensor([[-math.inf, math.inf]], device=device), "silu").isnan().tolist() == [[True, False]]
@@ -287,7 +287,7 @@ def test_derivatives_that_there_are_not(spelling):
     """Second ones and forward-mode ones: an error, never a silent zero."""
     h = torch.randn(10, 8)
     check_no_tangent(lambda h: spelling.activate(h, "swiglu"), h)
-    check_no_tangent(lambda h: spelling.activate_backward(h, torch.randn(10, 4), "swiglu"), h)
+    check_no_tangent(lambda h: spelling.activate_backward(torch.randn(10, 4), h, "swiglu"), h)
     check_no_second_derivative(spelling.activate(h.requires_grad_(), "swiglu"), h)
 
 
@@ -296,18 +296,18 @@ def test_opcheck(device):
         h = h_for(activation, 37, 33, device=device)
         check_opcheck("activate", [h.clone().requires_grad_(), activation])
         check_opcheck("activate", [h, activation], interleaved=True)
-        check_opcheck("activate_backward", [h, da_for(h, activation), activation])
-        check_opcheck("activate_backward", [h, da_for(h, activation), activation, scores_for(h)], interleaved=True)
+        check_opcheck("activate_backward", [da_for(h, activation), h, activation])
+        check_opcheck("activate_backward", [da_for(h, activation), h, activation, scores_for(h)], interleaved=True)
         for format in FORMATS:
             args = quantized(h, format) | {"scores": scores_for(h)}
-            check_opcheck("activate_backward", [args.pop("h"), da_for(h, activation), activation], **args)
+            check_opcheck("activate_backward", [da_for(h, activation), args.pop("h"), activation], **args)
 
 
 def both(h: Tensor, scores: Tensor) -> tuple[Tensor, ...]:
     a = activate(h, "swiglu")
     q, scale = quantize_rows(h, "blockwise")
-    of_fp8 = activate_backward(q, a, "swiglu", scores=scores, h_scale=scale, format="blockwise")
-    return a, *activate_backward(h, a, "swiglu", scores=scores), *of_fp8
+    of_fp8 = activate_backward(a, q, "swiglu", scores=scores, h_scale=scale, format="blockwise")
+    return a, *activate_backward(a, h, "swiglu", scores=scores), *of_fp8
 
 
 def arguments(p: int, f: int, device: str = "cpu", seed: int = 0) -> list[Tensor]:
@@ -355,10 +355,10 @@ def test_more_than_2_31_elements(big_gpu):
     h = torch.randn(600_012, 8_192, dtype=torch.bfloat16, device=big_gpu)
     scores = torch.rand(600_012, device=big_gpu)
     a = activate(h, "swiglu")
-    dh, scaled, dscores = activate_backward(h, a, "swiglu", scores=scores)
+    dh, scaled, dscores = activate_backward(a, h, "swiglu", scores=scores)
     for rows in (slice(0, 50), slice(599_962, 600_012)):
         assert_same(a[rows], reference.activate(h[rows], "swiglu"))
-        want = reference.activate_backward(h[rows], a[rows], "swiglu", scores=scores[rows])
+        want = reference.activate_backward(a[rows], h[rows], "swiglu", scores=scores[rows])
         assert_same((dh[rows], scaled[rows]), want[:2])
         check_dscores(dscores[rows], want[2], h[rows], a[rows], "swiglu")
 
@@ -377,37 +377,37 @@ OF_Q = {"h_scale": SCALE, "format": "rowwise"}
         ("activate", [H.t(), "silu"], {}, "h", "stride 8"),
         ("activate", [H[:, :7], "swiglu"], {}, "h", "7"),
         ("activate", [H, "relu"], {}, "activation", "relu"),
-        ("activate_backward", [H.double(), DA, "swiglu"], {}, "h", "float64"),
-        ("activate_backward", [H, DA, "swiglu"], OF_Q, "h", "float32"),
-        ("activate_backward", [Q, DA, "swiglu"], {}, "h", "float8_e4m3fn"),
-        ("activate_backward", [H[:, :5], DA, "geglu"], {}, "h", "5"),
-        ("activate_backward", [H, DA.half(), "swiglu"], {}, "da", "float16"),
-        ("activate_backward", [H, DA.double(), "swiglu"], {}, "da", "float64"),
-        ("activate_backward", [Q, DA.to(Q.dtype), "swiglu"], OF_Q, "da", "float8_e4m3fn"),
-        ("activate_backward", [H, DA, "silu"], {}, "da", "4"),
-        ("activate_backward", [H, DA[:5], "swiglu"], {}, "da", "5"),
-        ("activate_backward", [H, DA.t().contiguous().t(), "swiglu"], {}, "da", "stride 6"),
-        ("activate_backward", [H, DA, ""], {}, "activation", ""),
-        ("activate_backward", [H, DA, "swiglu", SCORES.half()], {}, "scores", "float16"),
-        ("activate_backward", [H, DA, "swiglu", SCORES[:5]], {}, "scores", "5"),
-        ("activate_backward", [H, DA, "swiglu", SCORES[:, None]], {}, "scores", "2"),
-        ("activate_backward", [H, DA, "swiglu", torch.zeros(12)[::2]], {}, "scores", "stride 2"),
-        ("activate_backward", [H, DA, "swiglu"], {"format": "rowwise"}, "h_scale", "None"),
-        ("activate_backward", [Q, DA, "swiglu"], {"h_scale": SCALE}, "format", "None"),
-        ("activate_backward", [Q, DA, "swiglu"], OF_Q | {"format": "fp4"}, "format", "fp4"),
-        ("activate_backward", [Q, DA, "swiglu"], OF_Q | {"format": "mxfp8"}, "h_scale", "float32"),
-        ("activate_backward", [Q, DA, "swiglu"], OF_Q | {"h_scale": SCALE[:5]}, "h_scale", "5"),
-        ("activate_backward", [Q, DA, "swiglu"], OF_Q | {"h_scale": SCALE[:, None]}, "h_scale", "2"),
+        ("activate_backward", [DA, H.double(), "swiglu"], {}, "h", "float64"),
+        ("activate_backward", [DA, H, "swiglu"], OF_Q, "h", "float32"),
+        ("activate_backward", [DA, Q, "swiglu"], {}, "h", "float8_e4m3fn"),
+        ("activate_backward", [DA, H[:, :5], "geglu"], {}, "h", "5"),
+        ("activate_backward", [DA.half(), H, "swiglu"], {}, "grad", "float16"),
+        ("activate_backward", [DA.double(), H, "swiglu"], {}, "grad", "float64"),
+        ("activate_backward", [DA.to(Q.dtype), Q, "swiglu"], OF_Q, "grad", "float8_e4m3fn"),
+        ("activate_backward", [DA, H, "silu"], {}, "grad", "4"),
+        ("activate_backward", [DA[:5], H, "swiglu"], {}, "grad", "5"),
+        ("activate_backward", [DA.t().contiguous().t(), H, "swiglu"], {}, "grad", "stride 6"),
+        ("activate_backward", [DA, H, ""], {}, "activation", ""),
+        ("activate_backward", [DA, H, "swiglu", SCORES.half()], {}, "scores", "float16"),
+        ("activate_backward", [DA, H, "swiglu", SCORES[:5]], {}, "scores", "5"),
+        ("activate_backward", [DA, H, "swiglu", SCORES[:, None]], {}, "scores", "2"),
+        ("activate_backward", [DA, H, "swiglu", torch.zeros(12)[::2]], {}, "scores", "stride 2"),
+        ("activate_backward", [DA, H, "swiglu"], {"format": "rowwise"}, "h_scale", "None"),
+        ("activate_backward", [DA, Q, "swiglu"], {"h_scale": SCALE}, "format", "None"),
+        ("activate_backward", [DA, Q, "swiglu"], OF_Q | {"format": "fp4"}, "format", "fp4"),
+        ("activate_backward", [DA, Q, "swiglu"], OF_Q | {"format": "mxfp8"}, "h_scale", "float32"),
+        ("activate_backward", [DA, Q, "swiglu"], OF_Q | {"h_scale": SCALE[:5]}, "h_scale", "5"),
+        ("activate_backward", [DA, Q, "swiglu"], OF_Q | {"h_scale": SCALE[:, None]}, "h_scale", "2"),
     ],
 )
 def test_errors(op, args, kwargs, argument, got, device):
     check_error(op, on(device, args), argument, got, **on(device, kwargs))
 
 
-@pytest.mark.parametrize("argument", ["da", "scores", "h_scale"])
+@pytest.mark.parametrize("argument", ["grad", "scores", "h_scale"])
 def test_error_on_another_device(argument, device):
     other = "cpu" if device == "cuda" else "meta"
-    there = {"h": Q, "da": DA, "scores": SCORES, "h_scale": SCALE}
+    there = {"grad": DA, "h": Q, "scores": SCORES, "h_scale": SCALE}
     there = {name: t.to(other if name == argument else device) for name, t in there.items()}
     with pytest.raises(RuntimeError, match=f": {argument} must be on the device of h, .*got {other}"):
         activate_backward(**there, activation="swiglu", format="rowwise")

@@ -42,10 +42,10 @@ def logits_of(t: int, e: int, device: str = "cpu") -> Tensor:
     return logits.to(device)
 
 
-def check_gradient(args: tuple[object, ...], how: dict[str, object], what: str = "output") -> None:
+def check_gradient(args: tuple[object, ...], what: str = "output") -> None:
     for count in (1, 2):
-        want = reference.choose_experts_backward(*args, **how, parts=count)
-        assert_same(choose_experts_backward(*args, **how, parts=count), want, f"{what}, parts: {count}")
+        want = reference.choose_experts_backward(*args, parts=count)
+        assert_same(choose_experts_backward(*args, parts=count), want, f"{what}, parts: {count}")
 
 
 def check(logits: Tensor, top_k: int, bias: Tensor | None = None, *how: object) -> None:
@@ -55,11 +55,10 @@ def check(logits: Tensor, top_k: int, bias: Tensor | None = None, *how: object) 
     assert_same(choose_experts(logits, top_k, bias, *how), want, what)
     grad = torch.randn(want[1].shape).to(logits.device)
     for ids in (want[0], want[0].int()):
-        args = grad, logits, ids, *how[:3]
-        check_gradient(args, {}, f"gradient {what}")
+        check_gradient((grad, logits, ids, None, *how[:3]), f"gradient {what}")
         if len(how) < 2 or how[1]:
-            args = grad, logits.gather(1, ids.long()), ids, *how[:3]
-            check_gradient(args, {"num_experts": logits.shape[1]}, f"gradient of the chosen {what}")
+            args = grad, logits.gather(1, ids.long()), ids, logits.shape[1], *how[:3]
+            check_gradient(args, f"gradient of the chosen {what}")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +194,7 @@ def test_ids_of_any_numbers(device):
     for logits in (logits_of(4, 9, device), logits_of(4, 300, device)):
         for scoring in ("softmax", "sigmoid"):
             for normalize in (True, False):
-                check_gradient((torch.randn(4, 3, device=device), logits, ids, scoring, normalize), {})
+                check_gradient((torch.randn(4, 3, device=device), logits, ids, None, scoring, normalize))
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
@@ -208,8 +207,8 @@ def test_gradient_from_logits_of_the_chosen(scoring, experts, device):
     ids[:7:2, 3], ids[12], ids[1, 0] = -1, 2**40, experts
     grad = torch.randn(64, 5, device=device)
     for factor in (1.0, -2.5):
-        args = grad, logits, ids, scoring, True, factor, experts
-        check_gradient(args, {})
+        args = grad, logits, ids, experts, scoring, True, factor
+        check_gradient(args)
         got = choose_experts_backward(*args)
         assert not got[12].any() and got[8, ids[8, 1]] == 0 and got[10, ids[10]].isnan().any()
 
@@ -222,7 +221,7 @@ def test_parts_are_those_of_a_product(of_chosen, device):
     sizes = (math.inf, math.nan, 3e38, 1e-38, 1e-40, 0.0)
     grad[10:16] *= torch.tensor(sizes, device=device)[:, None]
     ids = choose_experts(logits, 7, None, "sigmoid")[0]
-    args = grad, logits.gather(1, ids) if of_chosen else logits, ids, "sigmoid", True, 8.0, 60 if of_chosen else None
+    args = grad, logits.gather(1, ids) if of_chosen else logits, ids, 60 if of_chosen else None, "sigmoid", True, 8.0
     want = parts(choose_experts_backward(*args), 2, 1)
     got = choose_experts_backward(*args, parts=2).flatten(1)
     assert want.isnan().any() and torch.equal(got.isnan(), want.isnan())
@@ -239,7 +238,7 @@ def test_nothing_to_differentiate(device):
         logits, ids = torch.randn(t, e, device=device), torch.zeros(t, top_k, dtype=torch.int64, device=device)
         grad = torch.randn(t, top_k, device=device)
         assert_same(choose_experts_backward(grad, logits, ids), torch.zeros(t, e, device=device))
-        check_gradient((grad, logits, ids), {})
+        check_gradient((grad, logits, ids))
 
 
 def test_strides_and_alignment(device):
@@ -251,7 +250,7 @@ def test_strides_and_alignment(device):
     wide_ids, wide_grad = ids.new_zeros(5, 7), scores.new_zeros(5, 9)
     wide_ids[:, 3:5], wide_grad[:, 1:3] = ids, scores
     args = wide_grad[:, 1:3], LOGITS.to(device), wide_ids[:, 3:5]
-    check_gradient(args, {})
+    check_gradient(args)
 
 
 def test_flushed_subnormals():
@@ -268,10 +267,10 @@ def test_gradient(spelling, device):
     ids, scores = spelling.choose_experts(logits, 4, None, *how)
     assert scores.requires_grad and not ids.requires_grad
     grad = torch.randn_like(scores)
-    want = choose_experts_backward(grad, logits.detach(), ids, *how)
+    want = choose_experts_backward(grad, logits.detach(), ids, None, *how)
     assert_same(torch.autograd.grad(scores, logits, grad, retain_graph=True), (want,))
     (of_sum,) = torch.autograd.grad(scores.sum(), logits)  # an expanded gradient
-    assert_same(of_sum, choose_experts_backward(torch.ones_like(grad), logits.detach(), ids, *how))
+    assert_same(of_sum, choose_experts_backward(torch.ones_like(grad), logits.detach(), ids, None, *how))
     ids, scores = spelling.choose_experts(logits, 4)
     want = choose_experts_backward(grad, logits.detach(), ids)
     assert_same(torch.autograd.grad(scores, logits, grad, retain_graph=True), (want,))
@@ -293,7 +292,7 @@ def test_opcheck(device):
         args[0] = args[0].clone().requires_grad_()
         torch.library.opcheck(torch.ops.moe_fp8.choose_experts.default, tuple(args), test_utils=kinds)
     check_opcheck("choose_experts_backward", on(device, [GRAD, LOGITS, IDS]))
-    check_opcheck("choose_experts_backward", on(device, [GRAD, LOGITS[:, :2], IDS, "sigmoid", True, 2.0, 8, 2]))
+    check_opcheck("choose_experts_backward", on(device, [GRAD, LOGITS[:, :2], IDS, 8, "sigmoid", True, 2.0, 2]))
 
 
 def test_deterministic(device):
@@ -345,9 +344,9 @@ def test_bytes_of_the_cpu(gpu):
     grad = torch.randn(len(logits), 8)
     for scoring in ("softmax", "sigmoid"):
         ids, scores = choose_experts(logits, 8, None, scoring)
-        want = ids, scores, choose_experts_backward(grad, logits, ids, scoring)
+        want = ids, scores, choose_experts_backward(grad, logits, ids, scoring=scoring)
         got_ids, got_scores = choose_experts(logits.to(gpu), 8, None, scoring)
-        got = got_ids, got_scores, choose_experts_backward(grad.to(gpu), logits.to(gpu), got_ids, scoring)
+        got = got_ids, got_scores, choose_experts_backward(grad.to(gpu), logits.to(gpu), got_ids, scoring=scoring)
         assert_same([t.cpu() for t in got], want)
 
 
@@ -399,12 +398,12 @@ def test_errors(args, argument, got, device):
         ([GRAD, LOGITS, IDS[:, :1]], "topk_ids", "1"),
         ([GRAD, LOGITS, IDS[:4]], "topk_ids", "4"),
         ([GRAD, LOGITS, IDS.short()], "topk_ids", "int16"),
-        ([GRAD, LOGITS, IDS, "tanh"], "scoring", "'tanh'"),
-        ([GRAD, LOGITS, IDS, "softmax", True, 1.0, 8], "logits", "8"),
-        ([GRAD, LOGITS[:, :2], IDS, "softmax", False, 1.0, 8], "normalize", "False"),
-        ([GRAD, LOGITS[:, :2], IDS, "softmax", True, 1.0, 1025], "num_experts", "1025"),
-        ([GRAD, LOGITS[:, :2], IDS, "softmax", True, 1.0, 0], "num_experts", "0"),
-        ([GRAD, LOGITS, IDS, "softmax", True, 1.0, None, 3], "parts", "3"),
+        ([GRAD, LOGITS, IDS, None, "tanh"], "scoring", "'tanh'"),
+        ([GRAD, LOGITS, IDS, 8], "logits", "8"),
+        ([GRAD, LOGITS[:, :2], IDS, 8, "softmax", False], "normalize", "False"),
+        ([GRAD, LOGITS[:, :2], IDS, 1025], "num_experts", "1025"),
+        ([GRAD, LOGITS[:, :2], IDS, 0], "num_experts", "0"),
+        ([GRAD, LOGITS, IDS, None, "softmax", True, 1.0, 3], "parts", "3"),
     ],
 )
 def test_errors_of_the_gradient(args, argument, got, device):

@@ -49,9 +49,9 @@ def scores_for(inverse: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 def check_dots(got: Tensor, grad: Tensor, y: Tensor, inverse: Tensor, scores: Tensor | None) -> None:
     """A float32 sum of K products, in any order, is off by less than K * 2^-24 * sum |products|. Rounding it and the
     reference to the dtype of the scores adds half a unit of the last place each; 1.01 is for terms of higher order."""
-    args = inverse, scores, y.shape[0]
+    args = scores, inverse, y.shape[0]
     want = reference.combine_backward(grad, y, *args)[1]
-    size = reference.combine_backward(grad.abs(), y.abs(), inverse, None, y.shape[0])[1].double()
+    size = reference.combine_backward(grad.abs(), y.abs(), None, inverse, y.shape[0])[1].double()
     assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
     unit = torch.finfo(want.dtype).eps * want.double().abs().clamp(min=torch.finfo(want.dtype).tiny)
     tolerance = 1.01 * (y.shape[1] * 2.0**-24 * size + unit)
@@ -64,7 +64,7 @@ def check(y: Tensor, inverse: Tensor, scores: Tensor | None = None, grad: Tensor
     assert_same(combine(y, inverse, scores), reference.combine(y, inverse, scores), what)
     if grad is None:
         grad = wide(inverse.shape[0], y.shape[1], dtype=y.dtype, device=y.device, seed=7)
-    args = inverse, scores, y.shape[0]
+    args = scores, inverse, y.shape[0]
     got_y, got_scores = combine_backward(grad, y, *args)
     assert_same(got_y, reference.combine_backward(grad, y, *args)[0], what)
     check_dots(got_scores, grad, y, inverse, scores)
@@ -136,7 +136,7 @@ def test_non_finite_values(dtype, device):
         assert_same(combine(y, inverse, s), reference.combine(y, inverse, s))
         grad = y[:5].contiguous()
         (got_y, got), (want_y, want) = (
-            f.combine_backward(grad, y, inverse, s, 24) for f in (torch.ops.moe_fp8, reference)
+            f.combine_backward(grad, y, s, inverse, 24) for f in (torch.ops.moe_fp8, reference)
         )
         assert_same(got_y, want_y)
         assert_same(*(torch.where(got.isnan() | want.isnan(), t, 0) for t in (got, want)), "NaNs of grad_scores")
@@ -203,13 +203,13 @@ def test_gradients(spelling, dtype, device):
     assert ((got_y.double() - want_y).abs() <= unit).all()
     check_dots(got_scores, grad, y.detach(), inverse, scores.detach())
     # K = 24 terms: below 2^-19 of the sum of their magnitudes.
-    size = reference.combine_backward(grad.abs(), y.detach().abs(), inverse, None, 150)[1]
+    size = reference.combine_backward(grad.abs(), y.detach().abs(), None, inverse, 150)[1]
     assert ((got_scores.double() - want_scores).abs() <= 2.0**-19 * size).all()
     for wrt in (y, scores):
         (got,) = torch.autograd.grad(combine(y, inverse, scores), wrt, grad.t().contiguous().t())
         assert_same(got, got_y if wrt is y else got_scores)
     (got,) = torch.autograd.grad(combine(y, inverse), y, grad[:1].expand(40, 24))
-    assert_same(got, combine_backward(grad[:1].expand(40, 24), None, inverse, None, 150)[0])
+    assert_same(got, combine_backward(grad[:1].expand(40, 24), None, None, inverse, 150)[0])
     (got,) = torch.autograd.grad(combine(y.float(), inverse, scores.detach()).sum(), y)
     assert got.shape == y.shape
 
@@ -221,7 +221,7 @@ def test_derivatives_that_there_are_not(spelling):
     y, scores = torch.randn(30, 8), scores_for(inverse)
     check_no_tangent(lambda y: spelling.combine(y, inverse, scores), y)
     check_no_tangent(lambda scores: spelling.combine(y, inverse, scores), scores)
-    check_no_tangent(lambda grad: spelling.combine_backward(grad, y, inverse, scores, 30), torch.randn(10, 8))
+    check_no_tangent(lambda grad: spelling.combine_backward(grad, y, scores, inverse, 30), torch.randn(10, 8))
     out = spelling.combine(y.requires_grad_(), inverse, scores.requires_grad_())
     check_no_second_derivative(out, y, scores)
     check_no_second_derivative(spelling.combine(y, inverse), y)
@@ -244,13 +244,13 @@ def test_opcheck(device):
     y, grad = wide(130, 33, device=device), wide(37, 33, device=device, seed=1)
     for scores in (None, scores_for(inverse), scores_for(inverse, torch.bfloat16)):
         check_opcheck("combine", [y, inverse, scores])
-        check_opcheck("combine_backward", [grad, y, inverse, scores, 130])
-        check_opcheck("combine_backward", [grad, None, inverse, scores, 130])
+        check_opcheck("combine_backward", [grad, y, scores, inverse, 130])
+        check_opcheck("combine_backward", [grad, None, scores, inverse, 130])
 
 
 def both(y: Tensor, inverse: Tensor, scores: Tensor) -> tuple[Tensor, ...]:
     out = combine(y, inverse, scores)
-    return out, *combine_backward(out, y, inverse, scores, y.shape[0])
+    return out, *combine_backward(out, y, scores, inverse, y.shape[0])
 
 
 def arguments(t: int, top_k: int, k: int, device: str = "cpu", seed: int = 0) -> list[Tensor]:
@@ -303,7 +303,7 @@ def test_more_than_2_31_elements(big_gpu):
         rows = inverse[tokens].reshape(-1).long()
         local = torch.arange(200, device=big_gpu).int().view(50, 4)
         assert_same(out[tokens], reference.combine(y[rows], local, scores[tokens]))
-        want, _ = reference.combine_backward(out[tokens], None, local, scores[tokens], 200)
+        want, _ = reference.combine_backward(out[tokens], None, scores[tokens], local, 200)
         assert_same(grad_y[rows], want)
         check_dots(grad_scores[tokens], out[tokens], y[rows], local, scores[tokens])
 
@@ -327,19 +327,19 @@ GRAD = torch.zeros(3, 4)
         ("combine", [Y, INVERSE, SCORES[:2]], "topk_scores", "2"),
         ("combine", [Y, INVERSE, SCORES[:, :1].contiguous()], "topk_scores", "1"),
         ("combine", [Y, INVERSE, SCORES.t().contiguous().t()], "topk_scores", "stride 3"),
-        ("combine_backward", [GRAD.double(), None, INVERSE, None, 6], "grad", "float64"),
-        ("combine_backward", [GRAD[:2], None, INVERSE, None, 6], "grad", "2"),
-        ("combine_backward", [GRAD.t().contiguous().t(), None, INVERSE, None, 6], "grad", "stride 3"),
-        ("combine_backward", [GRAD, None, INVERSE.short(), None, 6], "inverse", "int16"),
-        ("combine_backward", [GRAD, None, INVERSE, SCORES.half(), 6], "topk_scores", "float16"),
-        ("combine_backward", [GRAD, None, INVERSE, SCORES[:1], 6], "topk_scores", "1"),
-        ("combine_backward", [GRAD, None, INVERSE, SCORES, -1], "num_rows", "-1"),
-        ("combine_backward", [GRAD, None, INVERSE, SCORES, 2**31], "num_rows", "2147483648"),
-        ("combine_backward", [GRAD, Y.half(), INVERSE, SCORES, 6], "y", "float16"),
-        ("combine_backward", [GRAD, Y[0], INVERSE, SCORES, 6], "y", "1"),
-        ("combine_backward", [GRAD, Y[:5], INVERSE, SCORES, 6], "y", "5"),
-        ("combine_backward", [GRAD, Y[:, :3], INVERSE, SCORES, 6], "y", "3"),
-        ("combine_backward", [GRAD, Y.t().contiguous().t(), INVERSE, SCORES, 6], "y", "stride 6"),
+        ("combine_backward", [GRAD.double(), None, None, INVERSE, 6], "grad", "float64"),
+        ("combine_backward", [GRAD[:2], None, None, INVERSE, 6], "grad", "2"),
+        ("combine_backward", [GRAD.t().contiguous().t(), None, None, INVERSE, 6], "grad", "stride 3"),
+        ("combine_backward", [GRAD, None, None, INVERSE.short(), 6], "inverse", "int16"),
+        ("combine_backward", [GRAD, None, SCORES.half(), INVERSE, 6], "topk_scores", "float16"),
+        ("combine_backward", [GRAD, None, SCORES[:1], INVERSE, 6], "topk_scores", "1"),
+        ("combine_backward", [GRAD, None, SCORES, INVERSE, -1], "num_rows", "-1"),
+        ("combine_backward", [GRAD, None, SCORES, INVERSE, 2**31], "num_rows", "2147483648"),
+        ("combine_backward", [GRAD, Y.half(), SCORES, INVERSE, 6], "y", "float16"),
+        ("combine_backward", [GRAD, Y[0], SCORES, INVERSE, 6], "y", "1"),
+        ("combine_backward", [GRAD, Y[:5], SCORES, INVERSE, 6], "y", "5"),
+        ("combine_backward", [GRAD, Y[:, :3], SCORES, INVERSE, 6], "y", "3"),
+        ("combine_backward", [GRAD, Y.t().contiguous().t(), SCORES, INVERSE, 6], "y", "stride 6"),
     ],
 )
 def test_errors(op, args, argument, got, device):
@@ -351,9 +351,9 @@ def test_error_on_another_device(argument, device):
     other = "cpu" if device == "cuda" else "meta"
     there = {"y": Y.to(device), "inverse": INVERSE.to(device), "topk_scores": SCORES.to(device)}
     there[argument] = there[argument].to(other)
-    calls = [lambda: combine_backward(GRAD.to(device), *there.values(), 6)]
+    calls = [lambda: combine_backward(GRAD.to(device), **there, num_rows=6)]
     if argument != "y":
-        calls.append(lambda: combine(*there.values()))
+        calls.append(lambda: combine(**there))
     for call in calls:
         with pytest.raises(RuntimeError, match=f": {argument} must be on the device of .*got {other}"):
             call()

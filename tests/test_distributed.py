@@ -424,7 +424,7 @@ def test_a_message_is_half_of_one_in_bfloat16(recipe):
     q, scale = moe_fp8_ext.ops.quantize_rows(x, recipe)
     indices = torch.arange(4, dtype=torch.int32)
     ours, theirs = (
-        moe_fp8_ext.ops.pack_tokens(*of_tokens, ids, scores, 8, indices, 1) for of_tokens in ((q, scale), (x, None))
+        moe_fp8_ext.ops.pack_tokens(t, ids, scores, of_t, indices, 1, 8) for t, of_t in ((q, scale), (x, None))
     )
     assert ours.shape[1] <= 0.52 * theirs.shape[1]
 

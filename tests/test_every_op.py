@@ -66,17 +66,25 @@ def test_calls_are_there_for_every_op():
     assert set(OPS) == set(ops.__all__)
 
 
+# Every name that an argument of an op may have, in the one order of CONTRIBUTING.md: operands, a gradient first, their
+# scales, what they are, groups, rows by index, sizes, options. A name that is not here has no place yet.
+ORDER = """
+    total grad x w q a b y h logits tokens_per_rank_expert topk_ids scores topk_scores bias
+    scale scale_a scale_b h_scale blocked
+    activation format along groups
+    offs padded_starts
+    indices inverse top_k
+    rows cols num_experts num_local_experts num_ranks num_tokens num_rows num_padded
+    scoring normalize scaling_factor num_groups top_groups parts interleaved keep_h
+    align align_empty dtype out_dtype grad_dtype rounding amax use_fast_accum
+""".split()
+PLACES = {name: place for place, name in enumerate(ORDER)}
+
+
 def is_in_order(of: torch.FunctionSchema) -> bool:
-    """As CONTRIBUTING.md says: of what must be given, and of what may be left out. Of the options those that more than
-    one op has."""
-    order = "scale", "format", "offs", "indices", "top_k", "option"
-    words = {"h_scale": "scale", "scale_a": "scale", "scale_b": "scale"}
-    words |= dict.fromkeys(
-        ("interleaved", "align", "dtype", "out_dtype", "rounding", "amax", "use_fast_accum"), "option"
-    )
+    """Of what must be given, and of what may be left out."""
     for may_be_left_out in (False, True):
-        names = [words.get(a.name, a.name) for a in of.arguments if a.has_default_value() == may_be_left_out]
-        places = [order.index(n) for n in names if n in order]
+        places = [PLACES[a.name] for a in of.arguments if a.has_default_value() == may_be_left_out]
         if places != sorted(places):
             return False
     return True
@@ -85,6 +93,10 @@ def is_in_order(of: torch.FunctionSchema) -> bool:
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_order_of_arguments(name):
     assert is_in_order(schema(name))
+
+
+def test_order_has_no_other_words():
+    assert sorted(ORDER) == sorted({a.name for name in OPS for a in schema(name).arguments})
 
 
 @pytest.mark.parametrize(
@@ -98,10 +110,20 @@ def test_order_of_arguments(name):
         ("Tensor h, Tensor? h_scale=None, str? format=None", True),
         ("Tensor h, str? format=None, Tensor? h_scale=None", False),
         ("Tensor x, str format, int align=16, Tensor? offs=None", False),
+        ("Tensor h, Tensor grad, str activation", False),
+        ("Tensor x, str format, Tensor? topk_ids, Tensor indices", False),
+        ("Tensor x, SymInt num_experts, Tensor indices, SymInt top_k", False),
+        ("Tensor y, Tensor indices, SymInt num_tokens, SymInt top_k", False),
+        ("Tensor x, SymInt num_ranks, SymInt num_local_experts", False),
     ],
 )
 def test_rule_of_order_catches_what_breaks_it(arguments, in_order):
     assert is_in_order(torch._C.parse_schema(f"moe_fp8::op({arguments}) -> ()")) == in_order
+
+
+def test_rule_of_order_asks_for_a_place():
+    with pytest.raises(KeyError, match="'mask'"):
+        is_in_order(torch._C.parse_schema("moe_fp8::op(Tensor x, Tensor mask) -> ()"))
 
 
 @pytest.mark.parametrize("name", sorted(set(OPS) - DIFFERENTIABLE - OF_INTEGERS))
@@ -190,7 +212,7 @@ def test_wrong_strings(name):
         ("activate", [torch.zeros(HUGE, 0), "silu"], {}),
         ("activate", [torch.zeros(2**31 - 256, 0), "swiglu"], {}),
         ("quantize_activated", [torch.zeros(2**31 - 256, 0), "relu2", "blockwise"], {}),
-        ("activate_backward", [torch.zeros(0, HUGE), torch.zeros(0, HUGE // 2), "swiglu"], {}),
+        ("activate_backward", [torch.zeros(0, HUGE // 2), torch.zeros(0, HUGE), "swiglu"], {}),
         ("combine", [torch.zeros(0, HUGE), torch.zeros(0, 2, dtype=torch.int32)], {}),
         ("pad_token_groups", [torch.zeros(0, HUGE), torch.zeros(0, dtype=torch.int32)], {}),
         ("activate", [torch.zeros(MAX_ROWS, 0), "silu"], {}),
@@ -198,7 +220,7 @@ def test_wrong_strings(name):
         ("pad_token_groups", [torch.zeros(MAX_ROWS - 256, 0), torch.tensor([MAX_ROWS - 256], dtype=torch.int32)], {}),
         ("pad_token_groups_to", [torch.zeros(0, 0), NO_GROUPS, NO_GROUPS, MAX_ROWS], {}),
         ("unpad_token_groups", [torch.zeros(0, 0), NO_GROUPS, NO_GROUPS, MAX_ROWS], {}),
-        ("unpermute", [torch.zeros(0, 0), NO_GROUPS, MAX_ROWS, 1], {}),
+        ("unpermute", [torch.zeros(0, 0), NO_GROUPS, 1, MAX_ROWS], {}),
     ],
 )
 def test_extents_beyond_all_memory(name, args, kwargs):

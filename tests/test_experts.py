@@ -231,7 +231,7 @@ def by_hand(x, ids, scores, w_gate_up, w_down, *, recipe, grad=None, b_gate_up=N
     da = mm(rows(grad, **gathered), down_t)
     q, scale = ops.quantize_rows(h, f, **how)
     of_slots = moved(scores.flatten(), permutation)
-    dh, a, dscores = ops.activate_backward(q, da, "swiglu", scores=of_slots, h_scale=scale, format=f)
+    dh, a, dscores = ops.activate_backward(da, q, "swiglu", scores=of_slots, h_scale=scale, format=f)
     return {
         "out": out,
         "x": ops.combine(mm(rows(dh), up_t), inverse),

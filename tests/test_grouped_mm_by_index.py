@@ -27,7 +27,7 @@ def test_rows_taken_by_index(top_k, dtype, recipe, device):
     assert_same((got[0], got[2]), (out, d_b))
     # The fused path rounds the sum of a token's slots from bfloat16 to bfloat16 once, then casts.
     slots = d_rows if recipe == "bf16" else d_rows.bfloat16()
-    assert_same(got[1], unpermute(slots, indices, 70, top_k).to(dtype))
+    assert_same(got[1], unpermute(slots, indices, top_k, 70).to(dtype))
 
 
 def test_rows_taken_by_index_keep_one_byte_an_element(device):

@@ -35,7 +35,7 @@ DTYPES = (*INPUT_DTYPES, *FP8_DTYPES, torch.int8, torch.int32, torch.bool, torch
 
 
 def check_indices(counts: Tensor, num_tokens: int, align: int = 16, align_empty: bool = False) -> tuple[Tensor, ...]:
-    args = counts, *counts.shape, num_tokens, align, align_empty
+    args = counts, *counts.shape[::-1], num_tokens, align, align_empty
     got = permute_indices(*args)
     assert_same(got, reference.permute_indices(*args), f"{counts.tolist()} {num_tokens} {align} {align_empty}")
     return got
@@ -46,8 +46,8 @@ def check_rows(x: Tensor, indices: Tensor, top_k: int = 1) -> None:
     y = permute_pad(x, indices, top_k)
     assert_same(y, reference.permute_pad(x, indices, top_k), what)
     if top_k == 1 or x.dtype in INPUT_DTYPES:
-        want = reference.unpermute(y, indices, x.shape[0], top_k)
-        assert_same(unpermute(y, indices, x.shape[0], top_k), want, what)
+        want = reference.unpermute(y, indices, top_k, x.shape[0])
+        assert_same(unpermute(y, indices, top_k, x.shape[0]), want, what)
 
 
 def random_counts(ranks: int, experts: int, device: str, seed: int = 0) -> Tensor:
@@ -94,7 +94,7 @@ def test_counts_that_cannot_be(device):
 
 def test_flat_counts(device):
     counts = random_counts(3, 4, device)
-    assert_same(permute_indices(counts.flatten(), 3, 4, 40), permute_indices(counts, 3, 4, 40))
+    assert_same(permute_indices(counts.flatten(), 4, 3, 40), permute_indices(counts, 4, 3, 40))
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 8])
@@ -125,8 +125,8 @@ def test_strides_and_alignment(device):
         y = view[: len(indices)]
         short_indices = indices[: len(y)]
         for top_k in (1, 2):
-            want = reference.unpermute(y, short_indices, 40, top_k)
-            assert_same(unpermute(y, short_indices, 40, top_k), want)
+            want = reference.unpermute(y, short_indices, top_k, 40)
+            assert_same(unpermute(y, short_indices, top_k, 40), want)
     for elements in range(1, 9):
         check_rows(misaligned(x, elements), misaligned(indices))
 
@@ -151,7 +151,7 @@ def test_round_trip(counts, spare, align, dtype, device):
     indices, ends, sizes = check_indices(counts, tokens + spare, align)
     x = torch.randint(0, 2, (tokens + spare, 6 * dtype.itemsize), dtype=torch.uint8, device=device).view(dtype)
     y = permute_pad(x, indices, 1)
-    back = unpermute(y, indices, len(x), 1)
+    back = unpermute(y, indices, 1, len(x))
     assert_same(back[:tokens], x[:tokens])
     assert not back[tokens:].view(torch.uint8).any()
     of_token = torch.arange(3, device=device).repeat(len(counts)).repeat_interleave(counts.flatten())
@@ -181,7 +181,7 @@ def test_gradients(spelling, dtype, top_k, device):
     want = torch.zeros_like(x).index_add(0, rows, grad[there]).detach()
     assert_same(got, want)
     y = grad.detach().requires_grad_()
-    (got,) = torch.autograd.grad(spelling.unpermute(y, indices, 50, top_k), y, x.detach())
+    (got,) = torch.autograd.grad(spelling.unpermute(y, indices, top_k, 50), y, x.detach())
     want = torch.zeros_like(y).detach()
     want[there] = x.detach()[rows]
     assert_same(got, want)
@@ -193,7 +193,7 @@ def test_second_derivative(spelling, device):
 
     def square(x: Tensor) -> Tensor:
         y = spelling.permute_pad(x, indices, 1)
-        return spelling.unpermute(y * y, indices, 20, 1)
+        return spelling.unpermute(y * y, indices, 1, 20)
 
     (first,) = torch.autograd.grad(square(x).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
@@ -206,7 +206,7 @@ def test_second_derivative(spelling, device):
 def test_forward_mode_raises(spelling):
     indices = slot_indices(8, 1, 9)
     check_no_tangent(lambda x: spelling.permute_pad(x, indices, 1), torch.ones(8, 4))
-    check_no_tangent(lambda y: spelling.unpermute(y, indices, 8, 1), torch.ones(9, 4))
+    check_no_tangent(lambda y: spelling.unpermute(y, indices, 1, 8), torch.ones(9, 4))
 
 
 def test_from_sort_tokens(device):
@@ -220,18 +220,18 @@ def test_from_sort_tokens(device):
 
 def test_opcheck(device):
     counts = random_counts(3, 4, device)
-    check_opcheck("permute_indices", [counts, 3, 4, 50, 16, True])
+    check_opcheck("permute_indices", [counts, 4, 3, 50, 16, True])
     x, indices = wide(37, 33, device=device), slot_indices(37, 2, 60, device)
     check_opcheck("permute_pad", [x, indices, 2])
     y = permute_pad(x, indices, 2)
-    check_opcheck("unpermute", [y, indices, 37, 1])
-    check_opcheck("unpermute", [y, indices, 37, 2])
+    check_opcheck("unpermute", [y, indices, 1, 37])
+    check_opcheck("unpermute", [y, indices, 2, 37])
 
 
 def there_and_back(x: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
-    indices, ends, tokens = permute_indices(counts, *counts.shape, x.shape[0])
+    indices, ends, tokens = permute_indices(counts, *counts.shape[::-1], x.shape[0])
     y = permute_pad(x, indices, 1)
-    return indices, ends, tokens, y, *(unpermute(y, indices, x.shape[0], top_k) for top_k in (1, 2))
+    return indices, ends, tokens, y, *(unpermute(y, indices, top_k, x.shape[0]) for top_k in (1, 2))
 
 
 def arguments(m: int, k: int, device: str, seed: int = 0) -> list[Tensor]:
@@ -271,7 +271,7 @@ def test_more_than_2_31_elements(big_gpu):
     y = permute_pad(x, indices, 1)
     for part in (slice(0, 1000), slice(-1000, None)):
         assert torch.equal(y[part], x[indices[part].long()])
-    assert torch.equal(unpermute(y, indices, len(x), 1), x)
+    assert torch.equal(unpermute(y, indices, 1, len(x)), x)
 
 
 COUNTS, X, INDICES = torch.ones(2, 3, dtype=torch.int64), torch.zeros(6, 4), torch.zeros(9, dtype=torch.int32)
@@ -281,18 +281,18 @@ Y = torch.zeros(9, 4)
 @pytest.mark.parametrize(
     ("op", "args", "argument", "got"),
     [
-        ("permute_indices", [COUNTS.float(), 2, 3, 6], "tokens_per_rank_expert", "float32"),
-        ("permute_indices", [COUNTS[None], 2, 3, 6], "tokens_per_rank_expert", "3"),
-        ("permute_indices", [COUNTS.t(), 3, 2, 6], "tokens_per_rank_expert", "stride"),
-        ("permute_indices", [COUNTS, 2, 4, 6], "tokens_per_rank_expert", "[2, 3]"),
-        ("permute_indices", [COUNTS, 3, 2, 6], "tokens_per_rank_expert", "[2, 3]"),
-        ("permute_indices", [COUNTS.flatten(), 2, 4, 6], "tokens_per_rank_expert", "6"),
-        ("permute_indices", [COUNTS, 2, 3, 2**31 - 300, 256], "num_tokens", "2147484160"),
-        ("permute_indices", [COUNTS, 0, 3, 6], "num_ranks", "0"),
-        ("permute_indices", [COUNTS, 4096, 2, 6], "num_ranks", "4096"),
-        ("permute_indices", [COUNTS, 2, 1025, 6], "num_local_experts", "1025"),
-        ("permute_indices", [COUNTS, 2, 3, -1], "num_tokens", "-1"),
-        ("permute_indices", [COUNTS, 2, 3, 6, 12], "align", "12"),
+        ("permute_indices", [COUNTS.float(), 3, 2, 6], "tokens_per_rank_expert", "float32"),
+        ("permute_indices", [COUNTS[None], 3, 2, 6], "tokens_per_rank_expert", "3"),
+        ("permute_indices", [COUNTS.t(), 2, 3, 6], "tokens_per_rank_expert", "stride"),
+        ("permute_indices", [COUNTS, 4, 2, 6], "tokens_per_rank_expert", "[2, 3]"),
+        ("permute_indices", [COUNTS, 2, 3, 6], "tokens_per_rank_expert", "[2, 3]"),
+        ("permute_indices", [COUNTS.flatten(), 4, 2, 6], "tokens_per_rank_expert", "6"),
+        ("permute_indices", [COUNTS, 3, 2, 2**31 - 300, 256], "num_tokens", "2147484160"),
+        ("permute_indices", [COUNTS, 3, 0, 6], "num_ranks", "0"),
+        ("permute_indices", [COUNTS, 2, 4096, 6], "num_ranks", "4096"),
+        ("permute_indices", [COUNTS, 1025, 2, 6], "num_local_experts", "1025"),
+        ("permute_indices", [COUNTS, 3, 2, -1], "num_tokens", "-1"),
+        ("permute_indices", [COUNTS, 3, 2, 6, 12], "align", "12"),
         ("permute_pad", [X.double(), INDICES, 1], "x", "float64"),
         ("permute_pad", [X[0], INDICES, 1], "x", "1"),
         ("permute_pad", [X.t(), INDICES, 1], "x", "stride 4"),
@@ -301,11 +301,11 @@ Y = torch.zeros(9, 4)
         ("permute_pad", [X, INDICES.repeat(2)[::2], 1], "indices", "stride 2"),
         ("permute_pad", [X, INDICES, 0], "top_k", "0"),
         ("permute_pad", [X, INDICES, 2**30], "top_k", "1073741824"),
-        ("unpermute", [Y.double(), INDICES, 6, 1], "y", "float64"),
-        ("unpermute", [Y.int(), INDICES, 6, 2], "y", "int32"),
-        ("unpermute", [Y, INDICES, -3, 1], "num_tokens", "-3"),
-        ("unpermute", [Y, INDICES[1:], 6, 1], "indices", "8"),
-        ("unpermute", [Y, INDICES, 6, -2], "top_k", "-2"),
+        ("unpermute", [Y.double(), INDICES, 1, 6], "y", "float64"),
+        ("unpermute", [Y.int(), INDICES, 2, 6], "y", "int32"),
+        ("unpermute", [Y, INDICES, 1, -3], "num_tokens", "-3"),
+        ("unpermute", [Y, INDICES[1:], 1, 6], "indices", "8"),
+        ("unpermute", [Y, INDICES, -2, 6], "top_k", "-2"),
     ],
 )
 def test_errors(op, args, argument, got, device):
@@ -314,6 +314,6 @@ def test_errors(op, args, argument, got, device):
 
 def test_error_on_another_device(device):
     other = "cpu" if device == "cuda" else "meta"
-    for call in (lambda i: permute_pad(X.to(device), i, 1), lambda i: unpermute(Y.to(device), i, 6, 1)):
+    for call in (lambda i: permute_pad(X.to(device), i, 1), lambda i: unpermute(Y.to(device), i, 1, 6)):
         with pytest.raises(RuntimeError, match=f": indices must be on the device of .*got {other}"):
             call(INDICES.to(other))

@@ -52,8 +52,8 @@ def int32(numbers: list[int], device: str) -> Tensor:
 def check(h: Tensor, da: Tensor, activation: str, format: str, **how: object) -> None:
     """Every byte is the reference's, and dscores as near as sums in another order must be."""
     what = f"{activation} {format} {short(h.dtype)} {short(h.shape)} {how}"
-    *got, dscores = quantize_activated_backward(h, da, activation, format, **how)
-    *want, wanted = reference.quantize_activated_backward(h, da, activation, format, **how)
+    *got, dscores = quantize_activated_backward(da, h, activation, format, **how)
+    *want, wanted = reference.quantize_activated_backward(da, h, activation, format, **how)
     assert_same(got, want, what)
     of_h = {"h_scale": how.get("h_scale"), "format": format, "interleaved": how.get("interleaved", False)}
     check_dscores(dscores, wanted, h, da, activation, **of_h)
@@ -160,8 +160,8 @@ def test_is_made_of_the_others(format, f, device):
     da, scores, offs = da_for(x, "swiglu"), scores_for(x), int32([100, 130, 130, 480], device)
     x[7, :f], x[7, f:], da[7] = 1e-12, -1e-12, 1e-38
     h, h_scale = quantize_rows(x, format)
-    got = quantize_activated_backward(h, da, "swiglu", format, offs=offs, scores=scores, h_scale=h_scale)
-    dh, a, dscores = activate_backward(h, da, "swiglu", scores=scores, h_scale=h_scale, format=format)
+    got = quantize_activated_backward(da, h, "swiglu", format, offs=offs, scores=scores, h_scale=h_scale)
+    dh, a, dscores = activate_backward(da, h, "swiglu", scores=scores, h_scale=h_scale, format=format)
     *of_dh, padded_offs = quantize_both(dh, format, offs=offs)
     assert_same(got, [*of_dh, *quantize_tokens(a, format, offs=offs)[:2], padded_offs, dscores])
 
@@ -173,7 +173,7 @@ def test_peak_of_memory_without_kernels(format):
     x = h_for("swiglu", p, f)
     da, offs = da_for(x, "swiglu"), int32([p // 2, p], "cpu")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        quantize_activated_backward(x, da, "swiglu", format, offs=offs)
+        quantize_activated_backward(da, x, "swiglu", format, offs=offs)
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
     assert 9 < max(held) / (p * f) < 10
@@ -183,8 +183,8 @@ def every_format(h: Tensor, da: Tensor, offs: Tensor) -> list[Tensor]:
     results = []
     for format in FORMATS:
         q, scale = quantize_rows(h, format)
-        results += quantize_activated_backward(q, da, "swiglu", format, offs=offs, h_scale=scale)
-        results += quantize_activated_backward(h, da, "swiglu", format, offs=offs, interleaved=True)
+        results += quantize_activated_backward(da, q, "swiglu", format, offs=offs, h_scale=scale)
+        results += quantize_activated_backward(da, h, "swiglu", format, offs=offs, interleaved=True)
     return results
 
 
@@ -227,12 +227,12 @@ def test_more_than_2_31_elements(big_gpu):
     h, h_scale = quantize_rows(torch.randn(p, 2 * f, dtype=torch.bfloat16, device=big_gpu), "rowwise")
     da = torch.randn(p, f, dtype=torch.bfloat16, device=big_gpu)
     offs = (torch.arange(1, e + 1, device=big_gpu) * (p // e)).to(torch.int32)
-    got = quantize_activated_backward(h, da, "swiglu", "rowwise", offs=offs, h_scale=h_scale)
+    got = quantize_activated_backward(da, h, "swiglu", "rowwise", offs=offs, h_scale=h_scale)
     for group in (0, 100, e - 1):
         first, last = group * (p // e), (group + 1) * (p // e)
         rows, of_group = slice(first, last), int32([last - first], big_gpu)
         given = {"offs": of_group, "h_scale": h_scale[rows]}
-        want = reference.quantize_activated_backward(h[rows], da[rows], "swiglu", "rowwise", **given)
+        want = reference.quantize_activated_backward(da[rows], h[rows], "swiglu", "rowwise", **given)
         start = group * (-(-(p // e) // 32) * 32)
         positions = slice(start, start + want[6].item())
         assert_same([got[0][rows], got[1][rows]], want[:2])
@@ -248,8 +248,8 @@ def test_blocks_of_more_than_2_31_elements(format, big_gpu):
     h, h_scale = quantize_rows(torch.randn(p, 2 * f, dtype=torch.bfloat16, device=big_gpu), format)
     da = torch.randn(p, f, dtype=torch.bfloat16, device=big_gpu)
     offs = (torch.arange(1, e + 1, device=big_gpu) * (p // e)).to(torch.int32)
-    got = quantize_activated_backward(h, da, "swiglu", format, offs=offs, h_scale=h_scale)
-    dh, a, dscores = activate_backward(h, da, "swiglu", h_scale=h_scale, format=format)
+    got = quantize_activated_backward(da, h, "swiglu", format, offs=offs, h_scale=h_scale)
+    dh, a, dscores = activate_backward(da, h, "swiglu", h_scale=h_scale, format=format)
     assert_same(got[:4], quantize_both(dh, format, offs=offs)[:4])
     assert_same([*got[4:6], got[7]], [*quantize_tokens(a, format, offs=offs)[:2], dscores])
 
@@ -259,16 +259,16 @@ def test_opcheck(device):
     for format, activation in itertools.product(FORMATS, ("swiglu", "relu2")):
         h = h_for(activation, 37, 40, device=device)
         da, how = da_for(h, activation), {"offs": offs, "grad_dtype": CHIP[1]}
-        check_opcheck(op, [h, da, activation, format], scores=scores_for(h), interleaved=True, **how)
+        check_opcheck(op, [da, h, activation, format], scores=scores_for(h), interleaved=True, **how)
         q, scale = quantize_rows(h, format)
-        check_opcheck(op, [q, da, activation, format], h_scale=scale, amax=FORMATS[format].amaxes[-1], **how)
+        check_opcheck(op, [da, q, activation, format], h_scale=scale, amax=FORMATS[format].amaxes[-1], **how)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
 def test_derivatives_that_there_are_not(spelling):
     offs, da = torch.tensor([4], dtype=torch.int32), torch.randn(10, 4)
     op = spelling.quantize_activated_backward
-    check_no_tangent(lambda h: op(h, da, "swiglu", "rowwise", offs=offs), torch.randn(10, 8))
+    check_no_tangent(lambda h: op(da, h, "swiglu", "rowwise", offs=offs), torch.randn(10, 8))
 
 
 H, DA, OFFS, SCORES = torch.zeros(6, 8), torch.zeros(6, 4), torch.zeros(2, dtype=torch.int32), torch.zeros(6)
@@ -278,27 +278,27 @@ Q, SCALE = H.to(torch.float8_e4m3fn), torch.zeros(6)
 @pytest.mark.parametrize(
     ("args", "kwargs", "argument", "got"),
     [
-        ([H.double(), DA, "swiglu", "rowwise", OFFS], {}, "h", "float64"),
-        ([Q, DA, "swiglu", "rowwise", OFFS], {}, "h", "float8_e4m3fn"),
-        ([H, DA, "swiglu", "rowwise", OFFS], {"h_scale": SCALE}, "h", "float32"),
-        ([H, DA.half(), "swiglu", "rowwise", OFFS], {}, "da", "float16"),
-        ([H, DA[:5], "swiglu", "rowwise", OFFS], {}, "da", "5"),
-        ([H.mT.contiguous().mT, DA, "swiglu", "rowwise", OFFS], {}, "h", "stride 6"),
-        ([H, DA[0], "swiglu", "rowwise", OFFS], {}, "da", "1"),
-        ([H, DA, "relu", "rowwise", OFFS], {}, "activation", "relu"),
-        ([H, DA, "swiglu", "fp4", OFFS], {}, "format", "fp4"),
-        ([H, DA, "swiglu", "rowwise", torch.zeros(2)], {}, "offs", "float32"),
-        ([H, DA, "swiglu", "rowwise", torch.zeros(1025, dtype=torch.int32)], {}, "offs", "1025"),
-        ([H, DA, "swiglu", "rowwise", OFFS], {"scores": SCORES[:5]}, "scores", "5"),
-        ([H, DA, "swiglu", "rowwise", OFFS], {"scores": SCORES.half()}, "scores", "float16"),
-        ([Q, DA, "swiglu", "rowwise", OFFS], {"h_scale": SCALE[:5]}, "h_scale", "5"),
-        ([Q, DA, "swiglu", "mxfp8", OFFS], {"h_scale": SCALE}, "h_scale", "float32"),
-        ([H, DA, "swiglu", "rowwise", OFFS], {"align": 48}, "align", "48"),
-        ([H, DA, "swiglu", "mxfp8", OFFS], {"align": 16}, "align", "16"),
-        ([H, DA, "swiglu", "rowwise", OFFS], {"dtype": torch.int8}, "dtype", "int8"),
-        ([H, DA, "swiglu", "rowwise", OFFS], {"grad_dtype": torch.int8}, "grad_dtype", "int8"),
-        ([H, DA, "swiglu", "rowwise", OFFS], {"rounding": "floor"}, "rounding", "floor"),
-        ([H, DA, "swiglu", "mxfp8", OFFS], {"amax": "square"}, "amax", "square"),
+        ([DA, H.double(), "swiglu", "rowwise", OFFS], {}, "h", "float64"),
+        ([DA, Q, "swiglu", "rowwise", OFFS], {}, "h", "float8_e4m3fn"),
+        ([DA, H, "swiglu", "rowwise", OFFS], {"h_scale": SCALE}, "h", "float32"),
+        ([DA.half(), H, "swiglu", "rowwise", OFFS], {}, "grad", "float16"),
+        ([DA[:5], H, "swiglu", "rowwise", OFFS], {}, "grad", "5"),
+        ([DA, H.mT.contiguous().mT, "swiglu", "rowwise", OFFS], {}, "h", "stride 6"),
+        ([DA[0], H, "swiglu", "rowwise", OFFS], {}, "grad", "1"),
+        ([DA, H, "relu", "rowwise", OFFS], {}, "activation", "relu"),
+        ([DA, H, "swiglu", "fp4", OFFS], {}, "format", "fp4"),
+        ([DA, H, "swiglu", "rowwise", torch.zeros(2)], {}, "offs", "float32"),
+        ([DA, H, "swiglu", "rowwise", torch.zeros(1025, dtype=torch.int32)], {}, "offs", "1025"),
+        ([DA, H, "swiglu", "rowwise", OFFS], {"scores": SCORES[:5]}, "scores", "5"),
+        ([DA, H, "swiglu", "rowwise", OFFS], {"scores": SCORES.half()}, "scores", "float16"),
+        ([DA, Q, "swiglu", "rowwise", OFFS], {"h_scale": SCALE[:5]}, "h_scale", "5"),
+        ([DA, Q, "swiglu", "mxfp8", OFFS], {"h_scale": SCALE}, "h_scale", "float32"),
+        ([DA, H, "swiglu", "rowwise", OFFS], {"align": 48}, "align", "48"),
+        ([DA, H, "swiglu", "mxfp8", OFFS], {"align": 16}, "align", "16"),
+        ([DA, H, "swiglu", "rowwise", OFFS], {"dtype": torch.int8}, "dtype", "int8"),
+        ([DA, H, "swiglu", "rowwise", OFFS], {"grad_dtype": torch.int8}, "grad_dtype", "int8"),
+        ([DA, H, "swiglu", "rowwise", OFFS], {"rounding": "floor"}, "rounding", "floor"),
+        ([DA, H, "swiglu", "mxfp8", OFFS], {"amax": "square"}, "amax", "square"),
     ],
 )
 def test_errors(args, kwargs, argument, got, device):
@@ -306,9 +306,9 @@ def test_errors(args, kwargs, argument, got, device):
     check_error("quantize_activated_backward", args, argument, got, offs=offs, **on(device, kwargs))
 
 
-@pytest.mark.parametrize("name", ["da", "offs", "scores", "h_scale"])
+@pytest.mark.parametrize("name", ["grad", "offs", "scores", "h_scale"])
 def test_error_on_another_device(name, device):
-    given = {"h": Q, "da": DA, "offs": OFFS, "scores": SCORES, "h_scale": SCALE}
+    given = {"grad": DA, "h": Q, "offs": OFFS, "scores": SCORES, "h_scale": SCALE}
     other = "cpu" if device == "cuda" else "meta"
     there = {n: t.to(other if n == name else device) for n, t in given.items()}
     with pytest.raises(RuntimeError, match=f"^quantize_activated_backward: {name} must be on the device of h, "):

@@ -35,21 +35,22 @@ from moe_fp8_ext.reference.numerics import FORMATS
 
 def check(*args: object, **how: object) -> Tensor:
     got = quantize_and_pack(*args, **how)
-    assert_same(got, reference.quantize_and_pack(*args, **how), f"{short(args[0].shape)} {args[1]} {how}")
+    assert_same(got, reference.quantize_and_pack(*args, **how), f"{short(args[0].shape)} {args[3]} {how}")
     return got
 
 
-def routed(t: int, n: int, ranks: int, device: str, seed: int = 0) -> list[object]:
-    """ids, scores, their number of experts, and the rows for ranks as a sender has them."""
+def routed(t: int, n: int, ranks: int, device: str, seed: int = 0) -> tuple[list[Tensor], list[object]]:
+    """ids and scores; the rows for ranks as a sender has them, and the number of experts."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, 9, (t, n), generator=generator)
     scores = torch.rand(t, n, generator=generator)
     indices, _, inverse = sort_tokens(tokens_by_rank(ids, 9, ranks)[0], ranks)
-    return [*on(device, [ids, scores]), 9, *on(device, [indices, inverse])]
+    return on(device, [ids, scores]), [*on(device, [indices, inverse]), 9]
 
 
 def arguments(t: int, k: int, device: str, seed: int = 0, fmt: str = "rowwise") -> list[object]:
-    return [wide(t, k, device=device, seed=seed), fmt, *routed(t, 4, 3, device, seed)]
+    of_token, rows = routed(t, 4, 3, device, seed)
+    return [wide(t, k, device=device, seed=seed), *of_token, fmt, *rows]
 
 
 @pytest.mark.parametrize(
@@ -66,17 +67,18 @@ def arguments(t: int, k: int, device: str, seed: int = 0, fmt: str = "rowwise") 
 def test_values(fmt, dtype, fp8, k, ranks, rounding, device):
     x = wide(53, k, dtype=dtype, device=device)
     how = {"dtype": fp8, "rounding": FORMATS[fmt].roundings[rounding]}
-    check(x, fmt, *routed(53, 4, ranks, device), **how)
+    of_token, rows = routed(53, 4, ranks, device)
+    check(x, *of_token, fmt, *rows, **how)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_is_pack_tokens_of_quantize_rows(fmt, device):
     """Of "mxfp8" scales as "mxfp8_rowmajor" has them."""
     x = wide(200, 384, device=device)
-    ids, scores, experts, indices, inverse = routed(200, 5, 3, device)
-    got = check(x, fmt, ids, scores, experts, indices, inverse)
+    (ids, scores), (indices, inverse, experts) = routed(200, 5, 3, device)
+    got = check(x, ids, scores, fmt, indices, inverse, experts)
     q, scale = quantize_rows(x, "mxfp8_rowmajor" if fmt == "mxfp8" else fmt)
-    assert_same(got, pack_tokens(q, scale, ids, scores, experts, indices, 3))
+    assert_same(got, pack_tokens(q, ids, scores, scale, indices, 3, experts))
     rows = int((indices >= 0).sum())
     assert rows < len(indices) and not got[rows:].any()
 
@@ -84,7 +86,8 @@ def test_is_pack_tokens_of_quantize_rows(fmt, device):
 @pytest.mark.parametrize("fmt", [None, *FORMATS])
 def test_columns_of_a_message(fmt, device):
     """Where `ExpertParallel` reads them is where they are."""
-    x, (ids, scores, experts, indices, inverse) = wide(60, 200, device=device), routed(60, 5, 3, device)
+    x = wide(60, 200, device=device)
+    (ids, scores), (indices, inverse, experts) = routed(60, 5, 3, device)
     message = Message(x, ids, scores, None if fmt is None else Casts(fmt, None, FORMATS[fmt].roundings[0]))
     got = message.rows(experts, indices, inverse)
     token, there = indices.long() // 3, indices >= 0
@@ -96,24 +99,26 @@ def test_columns_of_a_message(fmt, device):
 
 def test_long_rows(device):
     """As long as a kernel takes, and longer."""
+    of_token, rows = routed(3, 2, 3, device)
     for k in (16376, 16384, 16392):
         for fmt in ("rowwise", "blockwise", "mxfp8"):
-            check(wide(3, k, device=device), fmt, *routed(3, 2, 3, device))
+            check(wide(3, k, device=device), *of_token, fmt, *rows)
 
 
 def test_not_finite(device):
     x = wide(20, 512, device=device)
     x[3, 100], x[5, 200], x[7] = torch.nan, -torch.inf, 0
+    of_token, rows = routed(20, 4, 3, device)
     for fmt in FORMATS:
-        check(x, fmt, *routed(20, 4, 3, device))
+        check(x, *of_token, fmt, *rows)
 
 
 def test_columns_that_there_are(device):
-    ids, scores, *others = routed(41, 5, 3, device)
+    (ids, scores), others = routed(41, 5, 3, device)
     for k in (24, 64):
         x = wide(41, k, device=device)
         for of_token in ((None, None), (ids, None), (None, scores.half()), (ids.int(), scores)):
-            check(x, "blockwise", *of_token, *others)
+            check(x, *of_token, "blockwise", *others)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -123,10 +128,10 @@ def test_indices(dtype, device):
     for top_k in (1, 2, 40, 256, 257):
         for rows in (0, 30, 40 * top_k):
             indices = slot_indices(40, top_k, rows, device)
-            check(x, "rowwise", None, None, 0, indices, inverse_of(indices, 40, top_k))
+            check(x, None, None, "rowwise", indices, inverse_of(indices, 40, top_k), 0)
     for slots in (256, 257, 300):
         indices = torch.randperm(3 * slots, generator=torch.Generator().manual_seed(0)).int().to(device)
-        check(x[:3], "blockwise", None, None, 0, indices, inverse_of(indices, 3, slots))
+        check(x[:3], None, None, "blockwise", indices, inverse_of(indices, 3, slots), 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -136,13 +141,13 @@ def test_indices_and_inverse_that_differ(dtype, device):
     for top_k in (1, 3, 70):
         indices = torch.cat([slot_indices(40, top_k, 60, device), slot_indices(40, top_k, 60, device, seed=1)])
         inverse = inverse_of(indices, 40, top_k)
-        assert not check(x, "rowwise", None, None, 0, indices, torch.full_like(inverse, -1)).any()
+        assert not check(x, None, None, "rowwise", indices, torch.full_like(inverse, -1), 0).any()
         others = slot_indices(120, 1, 40 * top_k, device).view(40, top_k)
         for of_slots in (inverse, others, torch.where(inverse % 2 == 0, inverse, others)):
-            check(x, "mxfp8", None, None, 0, indices, of_slots)
+            check(x, None, None, "mxfp8", indices, of_slots, 0)
     indices = torch.tensor([-1, 7, -(2**31), 8, 2**31 - 1, 2, 4, 2], dtype=torch.int32, device=device)
     inverse = torch.tensor([[-1, 2**31 - 1], [-(2**31), 5], [8, -2], [6, 1]], dtype=torch.int32, device=device)
-    check(x[:4], "rowwise", None, None, 0, indices, inverse)
+    check(x[:4], None, None, "rowwise", indices, inverse, 0)
 
 
 @pytest.mark.parametrize("shape", [(0, 0, 0, 0, 0), (0, 8, 3, 2, 4), (5, 0, 3, 2, 4), (5, 8, 0, 2, 4)], ids=short)
@@ -154,18 +159,18 @@ def test_zero_sizes(fmt, shape, device):
     for rows in (p, 0):
         indices = torch.zeros(rows, dtype=torch.int32, device=device)
         for rows_of_tokens in (inverse, inverse[:, :0].contiguous()):
-            check(wide(t, k, device=device), fmt, ids, scores, 9, indices, rows_of_tokens)
+            check(wide(t, k, device=device), ids, scores, fmt, indices, rows_of_tokens, 9)
 
 
 def test_strides_and_alignment(device):
-    x, (ids, scores, *others) = wide(70, 128, device=device), routed(70, 8, 3, device)
+    x, ((ids, scores), others) = wide(70, 128, device=device), routed(70, 8, 3, device)
     for _, view in strided_2d(x):
-        t, (indices, inverse) = len(view), others[1:]
+        t, (indices, inverse) = len(view), others[:2]
         for fmt in ("rowwise", "blockwise"):
-            check(view, fmt, ids[:t], scores[:t], 9, indices, inverse[:t])
-    check(x, "rowwise", ids[:, 1:4], scores[:, 3:], *others)
+            check(view, ids[:t], scores[:t], fmt, indices, inverse[:t], 9)
+    check(x, ids[:, 1:4], scores[:, 3:], "rowwise", *others)
     for elements in range(1, 9):
-        check(misaligned(x, elements), "mxfp8", misaligned(ids, elements), misaligned(scores, elements), *others)
+        check(misaligned(x, elements), misaligned(ids, elements), misaligned(scores, elements), "mxfp8", *others)
 
 
 def test_opcheck(device):
@@ -179,7 +184,7 @@ def test_deterministic(device):
 
 def test_compiles_with_dynamic_rows(device):
     calls = [arguments(t, 48, device, t) for t in (50, 64, 131)]
-    check_compiled(quantize_and_pack, calls, device, dynamic=(0, 2, 3, 5, 6))
+    check_compiled(quantize_and_pack, calls, device, dynamic=(0, 1, 2, 4, 5))
 
 
 def test_cuda_graph(gpu):
@@ -203,7 +208,7 @@ def test_more_than_2_31_elements(big_gpu):
     x = torch.randn(600_011, 4_096, dtype=torch.bfloat16, device=big_gpu)
     indices = torch.randperm(len(x), device=big_gpu).int()
     inverse = indices.argsort().int()[:, None]
-    rows = quantize_and_pack(x, "rowwise", None, None, 0, indices, inverse)
+    rows = quantize_and_pack(x, None, None, "rowwise", indices, inverse, 0)
     for part in (slice(0, 1000), slice(-1000, None)):
         q, scale = quantize_rows(x[part], "rowwise")
         at = inverse[part, 0].long()
@@ -218,24 +223,24 @@ IDS, SCORES = torch.zeros(6, 3, dtype=torch.int64), torch.zeros(6, 3)
 @pytest.mark.parametrize(
     ("args", "argument", "got"),
     [
-        ([X.double(), "rowwise", IDS, SCORES, 9, INDICES, INVERSE], "x", "float64"),
-        ([X[0], "rowwise", IDS, SCORES, 9, INDICES, INVERSE], "x", "1"),
-        ([X.t(), "rowwise", None, None, 9, INDICES, INVERSE], "x", "stride 4"),
-        ([X, "fp8", IDS, SCORES, 9, INDICES, INVERSE], "format", "fp8"),
-        ([X, "rowwise", IDS.short(), SCORES, 9, INDICES, INVERSE], "topk_ids", "int16"),
-        ([X, "rowwise", IDS[1:], SCORES, 9, INDICES, INVERSE], "topk_ids", "5"),
-        ([X, "rowwise", IDS.t().contiguous().t(), SCORES, 9, INDICES, INVERSE], "topk_ids", "stride 6"),
-        ([X, "rowwise", IDS, SCORES.double(), 9, INDICES, INVERSE], "topk_scores", "float64"),
-        ([X, "rowwise", IDS, SCORES[:4], 9, INDICES, INVERSE], "topk_scores", "4"),
-        ([X, "rowwise", IDS, SCORES, -1, INDICES, INVERSE], "num_experts", "-1"),
-        ([X, "rowwise", IDS, SCORES, 2**31, INDICES, INVERSE], "num_experts", "2147483648"),
-        ([X, "rowwise", IDS, SCORES, 9, INDICES, INVERSE.long()], "inverse", "int64"),
-        ([X, "rowwise", IDS, SCORES, 9, INDICES, INVERSE[:5]], "inverse", "5"),
-        ([X, "rowwise", IDS, SCORES, 9, INDICES, INVERSE[:, 0]], "inverse", "1"),
-        ([X, "rowwise", IDS, SCORES, 9, INDICES, INVERSE[:, :1]], "inverse", "stride 2"),
-        ([X, "rowwise", IDS, SCORES, 9, INDICES.long(), INVERSE], "indices", "int64"),
-        ([X, "rowwise", IDS, SCORES, 9, INDICES[:, None], INVERSE], "indices", "2"),
-        ([X, "rowwise", IDS, SCORES, 9, INDICES[::2], INVERSE], "indices", "stride 2"),
+        ([X.double(), IDS, SCORES, "rowwise", INDICES, INVERSE, 9], "x", "float64"),
+        ([X[0], IDS, SCORES, "rowwise", INDICES, INVERSE, 9], "x", "1"),
+        ([X.t(), None, None, "rowwise", INDICES, INVERSE, 9], "x", "stride 4"),
+        ([X, IDS, SCORES, "fp8", INDICES, INVERSE, 9], "format", "fp8"),
+        ([X, IDS.short(), SCORES, "rowwise", INDICES, INVERSE, 9], "topk_ids", "int16"),
+        ([X, IDS[1:], SCORES, "rowwise", INDICES, INVERSE, 9], "topk_ids", "5"),
+        ([X, IDS.t().contiguous().t(), SCORES, "rowwise", INDICES, INVERSE, 9], "topk_ids", "stride 6"),
+        ([X, IDS, SCORES.double(), "rowwise", INDICES, INVERSE, 9], "topk_scores", "float64"),
+        ([X, IDS, SCORES[:4], "rowwise", INDICES, INVERSE, 9], "topk_scores", "4"),
+        ([X, IDS, SCORES, "rowwise", INDICES, INVERSE, -1], "num_experts", "-1"),
+        ([X, IDS, SCORES, "rowwise", INDICES, INVERSE, 2**31], "num_experts", "2147483648"),
+        ([X, IDS, SCORES, "rowwise", INDICES, INVERSE.long(), 9], "inverse", "int64"),
+        ([X, IDS, SCORES, "rowwise", INDICES, INVERSE[:5], 9], "inverse", "5"),
+        ([X, IDS, SCORES, "rowwise", INDICES, INVERSE[:, 0], 9], "inverse", "1"),
+        ([X, IDS, SCORES, "rowwise", INDICES, INVERSE[:, :1], 9], "inverse", "stride 2"),
+        ([X, IDS, SCORES, "rowwise", INDICES.long(), INVERSE, 9], "indices", "int64"),
+        ([X, IDS, SCORES, "rowwise", INDICES[:, None], INVERSE, 9], "indices", "2"),
+        ([X, IDS, SCORES, "rowwise", INDICES[::2], INVERSE, 9], "indices", "stride 2"),
     ],
 )
 def test_errors(args, argument, got, device):
@@ -243,6 +248,6 @@ def test_errors(args, argument, got, device):
 
 
 def test_errors_of_casts(device):
-    args = on(device, [X, "rowwise", IDS, SCORES, 9, INDICES, INVERSE])
+    args = on(device, [X, IDS, SCORES, "rowwise", INDICES, INVERSE, 9])
     check_error("quantize_and_pack", args, "dtype", "float32", dtype=torch.float32)
     check_error("quantize_and_pack", args, "rounding", "rceil", rounding="rceil")

@@ -125,7 +125,7 @@ def test_after_an_exchange(format, device):
     """With the indices of permute_indices: the operands of an expert-major, padded tensor that is never made."""
     counts = torch.randint(0, 30, (4, 6), generator=torch.Generator().manual_seed(0)).to(device)
     x = wide(int(counts.sum()) + 3, 1024, device=device)
-    indices, offs, _ = ops.permute_indices(counts, 4, 6, len(x))
+    indices, offs, _ = ops.permute_indices(counts, 6, 4, len(x))
     y, source = ops.permute_pad(x, indices, 1), {"offs": offs, "indices": indices, "top_k": 1}
     for op in ACTIVATIONS:
         assert_same(getattr(ops, op)(x, format, **source), getattr(ops, op)(y, format, offs=offs), op)

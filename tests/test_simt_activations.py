@@ -22,9 +22,9 @@ pytestmark = ON_LINUX
 def check_backward(
     kernels: Waves, h: Tensor, da: Tensor, activation: str, scores: Tensor | None = None, **how: object
 ) -> None:
-    want = reference.activate_backward(h, da, activation, scores=scores, **how)
+    want = reference.activate_backward(da, h, activation, scores=scores, **how)
     for each in kernels:
-        got = each.run("activate_backward", want, h, da, activation, scores=scores, **how)
+        got = each.run("activate_backward", want, da, h, activation, scores=scores, **how)
         assert_same(got[:2], want[:2], f"{activation} {short(h.shape)} {how} at wave size {each.wave}")
         check_dscores(got[2], want[2], h, da, activation, **how)
 
@@ -122,8 +122,8 @@ def check_quantized_backward(
         e4m3, other = [t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz()]
         h, scale = reference.quantize_rows(x, format, dtype=e4m3)
         given = {"dtype": e4m3, "grad_dtype": other if e5m2 else e4m3, "h_scale": scale, "offs": offs, **how}
-        want = reference.quantize_activated_backward(h, da, activation, format, **given)
-        run = partial(each.run, "quantize_activated_backward", want, h, da, activation, format, **given)
+        want = reference.quantize_activated_backward(da, h, activation, format, **given)
+        run = partial(each.run, "quantize_activated_backward", want, da, h, activation, format, **given)
         if FORMATS[format].block and each.wave == 64:  # no chip of such waves has the room
             with pytest.raises(RuntimeError, match="no kernels take these rows"):
                 run()
@@ -132,8 +132,8 @@ def check_quantized_backward(
         assert_same(got[:-1], want[:-1], f"{activation} {format} {short(h.shape)} {how} at wave size {each.wave}")
         of_h = {"h_scale": scale, "format": format, "interleaved": how.get("interleaved", False)}
         check_dscores(got[-1], want[-1], h, da, activation, **of_h)
-        parts = reference.activate_backward(h, da, activation, scores=how["scores"], **of_h)
-        parts = each.run("activate_backward", parts, h, da, activation, scores=how["scores"], **of_h)
+        parts = reference.activate_backward(da, h, activation, scores=how["scores"], **of_h)
+        parts = each.run("activate_backward", parts, da, h, activation, scores=how["scores"], **of_h)
         assert_same(got[-1], parts[-1], "dscores")
 
 
@@ -193,10 +193,10 @@ def test_quantized_backward_of_rows_that_are_apart(kernels, interleaved):
         e4m3 = next(t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz())
         h, scale = reference.quantize_rows(x, "rowwise", dtype=e4m3)
         given = ("swiglu", "rowwise"), {**how, "h_scale": scale, "dtype": e4m3, "grad_dtype": e4m3}
-        want = reference.quantize_activated_backward(h, da, *given[0], **given[1])
+        want = reference.quantize_activated_backward(da, h, *given[0], **given[1])
         for extra in (4, 8, 16):
             apart = torch.empty(50, 256 + extra, dtype=e4m3)[:, :256].copy_(h)
-            run = partial(each.run, "quantize_activated_backward", want, apart, da, *given[0], **given[1])
+            run = partial(each.run, "quantize_activated_backward", want, da, apart, *given[0], **given[1])
             if extra % (16 if interleaved else 8):
                 with pytest.raises(RuntimeError, match="no kernels take these rows"):
                     run()

@@ -22,14 +22,14 @@ def check(kernels: Waves, logits: Tensor, top_k: int, bias: Tensor | None = None
     kernels.check("choose_experts", logits, top_k, bias, *how)
     ids, scores = reference.choose_experts(logits, top_k, bias, *how)
     grad = torch.randn(scores.shape)
-    kernels.check("choose_experts_backward", grad, logits, ids, *how[:3])
+    kernels.check("choose_experts_backward", grad, logits, ids, None, *how[:3])
     wider = torch.cat([grad, grad], 1)[:, :top_k]
-    kernels.check("choose_experts_backward", wider, logits, ids.int(), *how[:3], parts=2)
+    kernels.check("choose_experts_backward", wider, logits, ids.int(), None, *how[:3], parts=2)
     if len(how) < 2 or how[1]:
         of_chosen = logits.gather(1, ids)
         for parts in (1, 2):
-            args = grad, of_chosen, ids, *how[:3]
-            kernels.check("choose_experts_backward", *args, num_experts=logits.shape[1], parts=parts)
+            args = grad, of_chosen, ids, logits.shape[1], *how[:3]
+            kernels.check("choose_experts_backward", *args, parts=parts)
 
 
 @pytest.mark.parametrize(
@@ -95,5 +95,5 @@ def test_ids_of_any_numbers(kernels):
     once = torch.tensor([[5, 4, 2], [-1, 9, 3], [2**40, -(2**63), 2**32], [0, 1, 8]])
     for logits in (logits_of(4, 9), logits_of(4, 300)):
         for scoring in ("softmax", "sigmoid"):
-            kernels.check("choose_experts_backward", torch.randn(4, 3), logits, ids, scoring)
-            kernels.check("choose_experts_backward", torch.randn(4, 3), logits[:, :3], once, scoring, True, 1.0, 9)
+            kernels.check("choose_experts_backward", torch.randn(4, 3), logits, ids, None, scoring)
+            kernels.check("choose_experts_backward", torch.randn(4, 3), logits[:, :3], once, 9, scoring)

@@ -80,10 +80,10 @@ def test_pack_tokens(kernels, top_k):
         scale, ids, scores = torch.randn(37, 6), torch.randint(-2, 12, (37, n), dtype=dtype), torch.randn(37, n)
         for of_x in (x, wide(37, k), torch.randn(37, k)):
             for of_scale in (None, scale, scale[:, 0], scale.t().contiguous().t(), scale.byte().t().contiguous().t()):
-                kernels.check("pack_tokens", of_x, of_scale, ids, scores, 9, indices, top_k)
-        kernels.check("pack_tokens", x, scale.bfloat16().t().contiguous().t(), None, scores.half(), 0, indices, top_k)
-        kernels.check("pack_tokens", x, None, None, None, 0, indices, top_k)
-        kernels.check("pack_tokens", x[:, k // 3 :], None, ids[:, :1], None, 9, indices[:0], top_k)
+                kernels.check("pack_tokens", of_x, ids, scores, of_scale, indices, top_k, 9)
+        kernels.check("pack_tokens", x, None, scores.half(), scale.bfloat16().t().contiguous().t(), indices, top_k, 0)
+        kernels.check("pack_tokens", x, None, None, None, indices, top_k, 0)
+        kernels.check("pack_tokens", x[:, k // 3 :], ids[:, :1], None, None, indices[:0], top_k, 9)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_quantize_and_pack(kernels, format, k, top_k, e5m2, rounding, n):
         dtype = [t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz()][e5m2]
         how = {"dtype": dtype, "rounding": FORMATS[format].roundings[rounding]}
         for of_token in ((ids, scores), (ids.int(), None), (None, None)):
-            args = x, format, *of_token, 9, indices, inverse
+            args = x, *of_token, format, indices, inverse, 9
             want = reference.quantize_and_pack(*args, **how)
             assert_same(each.run("quantize_and_pack", (want,), *args, **how)[0], want, f"at wave size {each.wave}")
 
@@ -117,8 +117,8 @@ def test_permute_indices(kernels):
         counts = torch.randint(-2, 9, (r, e), generator=torch.Generator().manual_seed(r))
         tokens = int(counts.clamp(min=0).sum())
         for m, empty in ((tokens, False), (tokens + 7, True), (tokens // 2, True), (0, False)):
-            kernels.check("permute_indices", counts, r, e, m, 16, empty)
-            kernels.check("permute_indices", counts.int(), r, e, m, 1, empty)
+            kernels.check("permute_indices", counts, e, r, m, 16, empty)
+            kernels.check("permute_indices", counts.int(), e, r, m, 1, empty)
     counts = torch.tensor([2**62, -(2**62), 2**31, 5])
     kernels.check("permute_indices", counts, 2, 2, 90, 4, False)
     kernels.check("permute_indices", torch.tensor([2**31 - 1] * 4, dtype=torch.int32), 2, 2, 90, 4, False)
@@ -175,11 +175,11 @@ def test_tokens_by_rank(kernels):
 
 def check_combine(kernels: Waves, y: Tensor, inverse: Tensor, scores: Tensor | None, grad: Tensor) -> None:
     kernels.check("combine", y, inverse, scores)
-    args = inverse, scores, y.shape[0]
+    args = scores, inverse, y.shape[0]
     kernels.check("combine_backward", grad, None, *args)
     want = reference.combine_backward(grad, y, *args)
     # Sums of K products, in any order: see check_dots in test_combine.py.
-    size = reference.combine_backward(grad.abs(), y.abs(), inverse, None, y.shape[0])[1]
+    size = reference.combine_backward(grad.abs(), y.abs(), None, inverse, y.shape[0])[1]
     unit = torch.finfo(want[1].dtype).eps
     tolerance = 1.01 * (y.shape[1] * 2.0**-24 * size + unit * want[1].float().abs())
     for each in kernels:

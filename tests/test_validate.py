@@ -175,11 +175,11 @@ def test_indices(bad, x, validates):
     slots = {"indices": indices, "top_k": 1}
     ops.permute_pad(x, int32(x, 31, -1, 0), 1)
     check_refused(f"permute_pad: {text}", lambda: ops.permute_pad(x, indices, 1))
-    check_refused(f"unpermute: {text}", lambda: ops.unpermute(x[:2], indices, 32, 1))
+    check_refused(f"unpermute: {text}", lambda: ops.unpermute(x[:2], indices, 1, 32))
     q, scale = ops.quantize_rows(x, "rowwise")
     product = q, q[:16].t()[None], scale, scale[None, :16], "rowwise", ends[:1]
     check_refused(f"scaled_grouped_mm: {text}", lambda: ops.scaled_grouped_mm(*product, **slots))
-    check_refused(f"pack_tokens: {text}", lambda: ops.pack_tokens(x, None, None, None, 0, indices, 1))
+    check_refused(f"pack_tokens: {text}", lambda: ops.pack_tokens(x, None, None, None, indices, 1, 0))
     check_refused(f"permute_quantized: {text}", lambda: ops.permute_quantized(q, scale, "rowwise", indices, 1))
     for fmt in FORMATS:
         check_refused(f"quantize_rows: {text}", lambda fmt=fmt: ops.quantize_rows(x, fmt, **slots))
@@ -192,9 +192,9 @@ def test_indices(bad, x, validates):
 
 
 def test_indices_that_are_there_twice(x, validates):
-    ops.unpermute(x[:3], int32(x, -1, 7, -1), 32, 1)
+    ops.unpermute(x[:3], int32(x, -1, 7, -1), 1, 32)
     check_refused(
-        "unpermute: indices must be distinct, got 5 twice", lambda: ops.unpermute(x[:3], int32(x, 5, 7, 5), 32, 1)
+        "unpermute: indices must be distinct, got 5 twice", lambda: ops.unpermute(x[:3], int32(x, 5, 7, 5), 1, 32)
     )
     multiply = partial(grouped_mm, x, x.t()[None], int32(x, 3), top_k=1)
     multiply(indices=int32(x, -1, 7, -1))
@@ -205,7 +205,7 @@ def test_indices_that_are_there_twice(x, validates):
 def test_rows_of_messages(bad, x, validates):
     def packed(*rows: int, slots: tuple[int, ...] = (2, -1, -1, 3, -1, 0)) -> torch.Tensor:
         inverse = int32(x, *rows).view(2, 2)
-        return ops.quantize_and_pack(x[:2], "rowwise", None, None, 0, int32(x, *slots), inverse)
+        return ops.quantize_and_pack(x[:2], None, None, "rowwise", int32(x, *slots), inverse, 0)
 
     packed(5, -1, 0, 3)
     text = "quantize_and_pack: inverse must be"
@@ -227,9 +227,9 @@ def test_topk_ids(dtype, x, validates):
     ops.sort_tokens(ids[:0], 3)
     ops.tokens_by_rank(ids[:, :2] - 1, 3, 3)
     at = int32(x, 0, 1), 1
-    ops.pack_tokens(x[:2], None, ids[:, :2] - 1, None, 3, *at)
+    ops.pack_tokens(x[:2], ids[:, :2] - 1, None, None, *at, 3)
     text = "pack_tokens: topk_ids must be -1 or from 0 to 2, got 9 in slot 2"
-    check_refused(text, lambda: ops.pack_tokens(x[:2], None, ids, None, 3, *at))
+    check_refused(text, lambda: ops.pack_tokens(x[:2], ids, None, None, *at, 3))
     for name, sizes in (("sort_tokens", (3,)), ("tokens_by_rank", (3, 3))):
         text, op = f"{name}: topk_ids must be -1 or from 0 to 2, got", getattr(ops, name)
         check_refused(f"{text} 9 in slot 2", lambda op=op, sizes=sizes: op(ids, *sizes))
@@ -257,7 +257,7 @@ def test_inverse(x, validates):
     for rows, text in (((2, 3), "-1 or one of the 3 rows"), ((2, 2), "distinct, got 2 twice")):
         check_refused(
             f"combine_backward: inverse must be {text}",
-            lambda rows=rows: ops.combine_backward(x[:1], None, places(*rows), None, 3),
+            lambda rows=rows: ops.combine_backward(x[:1], None, None, places(*rows), 3),
         )
 
 

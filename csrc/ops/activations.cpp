@@ -51,26 +51,26 @@ void run(const Call& call, const Tensor& h, const ActivateBackwardParams& p) {
 
 // What the ops of gradients take, checked; h's scales are checked with their format.
 struct GradientArguments {
-  const Argument &h_arg, &da_arg, &scores_arg, &h_scale_arg;
-  const Tensor &h, &da;
+  const Argument &grad_arg, &h_arg, &scores_arg, &h_scale_arg;
+  const Tensor &grad, &h;
   const std::optional<Tensor>&scores, &h_scale;
 };
 ActivateBackwardParams check_gradients(const GradientArguments& given, std::string_view activation, bool interleaved) {
-  const auto& [h_arg, da_arg, scores_arg, h_scale_arg, h, da, scores, h_scale] = given;
+  const auto& [grad_arg, h_arg, scores_arg, h_scale_arg, grad, h, scores, h_scale] = given;
   const char* op = h_arg.op;
   Argument of_h = h_arg;
   of_h.dtypes = h_scale ? Dtypes::kFp8 : Dtypes::kInput;
   check(of_h, h);
-  check(da_arg, da, h);
-  if (!h_scale && da.dtype != h.dtype)
-    fail(op, ": da must be, like h, ", dtype_name(h.dtype), ", got ", dtype_name(da.dtype));
+  check(grad_arg, grad, h);
+  if (!h_scale && grad.dtype != h.dtype)
+    fail(op, ": grad must be, like h, ", dtype_name(h.dtype), ", got ", dtype_name(grad.dtype));
   ActivateBackwardParams p = {};
   p.activation = check_activation(op, activation);
   p.P = h.sizes[0];
-  p.in = in_type(da);
+  p.in = in_type(grad);
   p.h = gates_of(op, h, p.in, p.activation, interleaved);
   const int64_t sizes[] = {p.P, p.h.F};
-  check_sizes(da_arg, da, sizes, 2);
+  check_sizes(grad_arg, grad, sizes, 2);
   if (scores) {
     check(scores_arg, *scores, h);
     check_size(scores_arg, *scores, 0, p.P);
@@ -79,8 +79,8 @@ ActivateBackwardParams check_gradients(const GradientArguments& given, std::stri
     check(h_scale_arg, *h_scale, h);
     p.h.fp8 = fp8_type(h);
   }
-  p.da = da.data;
-  p.da_stride = da.strides[0];
+  p.da = grad.data;
+  p.da_stride = grad.strides[0];
   p.scores = scores ? scores->as<float>() : nullptr;
   return p;
 }
@@ -89,10 +89,10 @@ OperandScales check_h_scale(const Argument& arg, const Tensor& h, const Tensor& 
   return scales_of_rows(arg, h_scale, f, h.sizes, 1, h.sizes[0], h.sizes[1], kNoGroups);
 }
 // Gradients as they are, and p with where these lie.
-struct GradientOutputs { Handle dh, a; };
-GradientOutputs compute_gradients(const Call& call, const Tensor& h, const Tensor& da, ActivateBackwardParams& p) {
-  GradientOutputs o = {call.empty({p.P, h.sizes[1]}, da.dtype), call.empty({p.P, p.h.F}, da.dtype)};
-  p.dh = data(o.dh);
+struct GradientOutputs { Handle grad_h, a; };
+GradientOutputs compute_gradients(const Call& call, const Tensor& grad, const Tensor& h, ActivateBackwardParams& p) {
+  GradientOutputs o = {call.empty({p.P, h.sizes[1]}, grad.dtype), call.empty({p.P, p.h.F}, grad.dtype)};
+  p.dh = data(o.grad_h);
   p.a = data(o.a);
   run(call, h, p);
   return o;
@@ -164,63 +164,64 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
   return results(q, scale, h_q, h_scale);
 }
 
-Results<3> activate_backward_op(const Tensor& h, const Tensor& da, std::string_view activation,
+Results<3> activate_backward_op(const Tensor& grad, const Tensor& h, std::string_view activation,
                                 const std::optional<Tensor>& scores, const std::optional<Tensor>& h_scale,
                                 const std::optional<std::string_view>& format, bool interleaved) {
-  constexpr const Argument &kH = argument(kBackward, "h"), &kDa = argument(kBackward, "da"),
+  constexpr const Argument &kGrad = argument(kBackward, "grad"), &kH = argument(kBackward, "h"),
                            &kScores = argument(kBackward, "scores"), &kScale = argument(kBackward, "h_scale");
-  const GradientArguments given = {kH, kDa, kScores, kScale, h, da, scores, h_scale};
+  const GradientArguments given = {kGrad, kH, kScores, kScale, grad, h, scores, h_scale};
   ActivateBackwardParams p = check_gradients(given, activation, interleaved);
   if (format && !h_scale) fail(kBackward, ": h_scale must be given with format, got None");
   if (h_scale && !format) fail(kBackward, ": format must be given with h_scale, got None");
   if (h_scale) p.h.scale = check_h_scale(kScale, h, *h_scale, *format);
   const Call call(kBackward, "h", h);
-  Handle dscores = call.empty({p.P}, kFloat32);
-  p.dscores = data<float>(dscores);
-  GradientOutputs o = compute_gradients(call, h, da, p);
-  return results(o.dh, o.a, dscores);
+  Handle grad_scores = call.empty({p.P}, kFloat32);
+  p.dscores = data<float>(grad_scores);
+  GradientOutputs o = compute_gradients(call, grad, h, p);
+  return results(o.grad_h, o.a, grad_scores);
 }
 
-Results<8> quantize_activated_backward_op(const Tensor& h, const Tensor& da, std::string_view activation,
+Results<8> quantize_activated_backward_op(const Tensor& grad, const Tensor& h, std::string_view activation,
                                           std::string_view format, const Tensor& offs,
                                           const std::optional<Tensor>& scores, const std::optional<Tensor>& h_scale,
                                           bool interleaved, std::optional<int64_t> align, std::optional<int32_t> dtype,
                                           std::optional<int32_t> grad_dtype, std::optional<std::string_view> rounding,
                                           std::string_view amax) {
   constexpr const char* kOp = kQuantizeBackward;
-  constexpr const Argument &kH = argument(kOp, "h"), &kDa = argument(kOp, "da"), &kScores = argument(kOp, "scores"),
-                           &kScale = argument(kOp, "h_scale"), &kOffs = argument(kOp, "offs");
+  constexpr const Argument &kGrad = argument(kOp, "grad"), &kH = argument(kOp, "h"),
+                           &kScores = argument(kOp, "scores"), &kScale = argument(kOp, "h_scale"),
+                           &kOffs = argument(kOp, "offs");
   QuantizeActivatedBackwardParams p = {};
   ActivateBackwardParams& gradients = p.gradients;
-  const GradientArguments given = {kH, kDa, kScores, kScale, h, da, scores, h_scale};
+  const GradientArguments given = {kGrad, kH, kScores, kScale, grad, h, scores, h_scale};
   gradients = check_gradients(given, activation, interleaved);
-  QuantizeParams &of_dh = p.of_dh, &of_a = p.of_a;
-  of_dh.format = check_format(kOp, format);
+  QuantizeParams &of_grad = p.of_dh, &of_a = p.of_a;
+  of_grad.format = check_format(kOp, format);
   if (h_scale) gradients.h.scale = check_h_scale(kScale, h, *h_scale, format);
-  of_dh.rounding = check_rounding(kOp, format_of(of_dh.format), rounding);
-  const Amax amax_of_a = check_amax(kOp, format_of(of_dh.format), amax);
-  of_dh.in = gradients.in;
-  of_dh.rows = gradients.P;
-  of_dh.along_tokens = true;
+  of_grad.rounding = check_rounding(kOp, format_of(of_grad.format), rounding);
+  const Amax amax_of_a = check_amax(kOp, format_of(of_grad.format), amax);
+  of_grad.in = gradients.in;
+  of_grad.rows = gradients.P;
+  of_grad.along_tokens = true;
   check_offs(kOffs, offs, h, gradients.P);
-  set_groups(of_dh, kOp, "h", offs, align);
+  set_groups(of_grad, kOp, "h", offs, align);
   const Call call(kOp, "h", h);
-  of_dh.out = of_a.out = check_fp8(call, kOp, dtype);
-  of_a = of_dh;
+  of_grad.out = of_a.out = check_fp8(call, kOp, dtype);
+  of_a = of_grad;
   of_a.row_stride = of_a.K = gradients.h.F;
   of_a.x_rows = of_a.rows;
   of_a.amax = amax_of_a;
-  if (grad_dtype) of_dh.out = check_fp8(call, kOp, grad_dtype, "grad_dtype");
-  of_dh.row_stride = of_dh.K = h.sizes[1];
-  of_dh.along_rows = true;
-  Handle dscores = call.empty({gradients.P}, kFloat32);
-  gradients.dscores = data<float>(dscores);
+  if (grad_dtype) of_grad.out = check_fp8(call, kOp, grad_dtype, "grad_dtype");
+  of_grad.row_stride = of_grad.K = h.sizes[1];
+  of_grad.along_rows = true;
+  Handle grad_scores = call.empty({gradients.P}, kFloat32);
+  gradients.dscores = data<float>(grad_scores);
   bool has_kernels = false;
 #if defined(MOE_FP8_GPU)
   has_kernels = h.on_gpu() && can_quantize_activated_backward(p);
 #endif
   GradientOutputs values;
-  if (!has_kernels) values = compute_gradients(call, h, da, gradients);
+  if (!has_kernels) values = compute_gradients(call, grad, h, gradients);
   const auto quantize_values = [&](QuantizeParams& to, const void* x) {
     if (has_kernels) return;
     to.x = x;
@@ -229,10 +230,10 @@ Results<8> quantize_activated_backward_op(const Tensor& h, const Tensor& da, std
   };
   Outputs a = outputs_of(call, of_a);
   quantize_values(of_a, gradients.a);
-  values.a = {};  // before there is what dh becomes
-  of_dh.padded_offs = of_a.padded_offs;
-  Outputs dh = outputs_of(call, of_dh);
-  quantize_values(of_dh, gradients.dh);
+  values.a = {};  // before there is what grad_h becomes
+  of_grad.padded_offs = of_a.padded_offs;
+  Outputs grad_h = outputs_of(call, of_grad);
+  quantize_values(of_grad, gradients.dh);
 #if defined(MOE_FP8_GPU)
   if (has_kernels) {
     const Handle scratch = call.empty({scratch_words(p)}, kInt32);
@@ -240,7 +241,7 @@ Results<8> quantize_activated_backward_op(const Tensor& h, const Tensor& da, std
     call.check(quantize_activated_backward(p, call.stream()));
   }
 #endif
-  return results(dh.q, dh.scale, dh.q_t, dh.scale_t, a.q_t, a.scale_t, a.padded_offs, dscores);
+  return results(grad_h.q, grad_h.scale, grad_h.q_t, grad_h.scale_t, a.q_t, a.scale_t, a.padded_offs, grad_scores);
 }
 
 }  // namespace moe_fp8

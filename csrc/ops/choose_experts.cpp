@@ -58,8 +58,8 @@ Results<2> choose_experts_op(const Tensor& logits, int64_t top_k, const std::opt
 }
 
 Results<1> choose_experts_backward_op(const Tensor& grad, const Tensor& logits, const Tensor& topk_ids,
-                                      std::string_view scoring, bool normalize, double scaling_factor,
-                                      std::optional<int64_t> num_experts, int64_t parts) {
+                                      std::optional<int64_t> num_experts, std::string_view scoring, bool normalize,
+                                      double scaling_factor, int64_t parts) {
   constexpr const Argument &kGrad = argument(kBackward, "grad"), &kLogits = argument(kBackward, "logits"),
                            &kIds = argument(kBackward, "topk_ids");
   check(kGrad, grad);
@@ -78,14 +78,14 @@ Results<1> choose_experts_backward_op(const Tensor& grad, const Tensor& logits, 
   if (parts != 1 && parts != 2) fail(kBackward, ": parts must be 1 or 2, got ", parts);
   validate_ids(kIds, topk_ids, E);
   const Call call(kBackward, "grad", grad);
-  Handle dlogits = parts == 1 ? call.empty({T, E}, kFloat32) : call.empty({T, parts, E}, kBFloat16);
+  Handle grad_logits = parts == 1 ? call.empty({T, E}, kFloat32) : call.empty({T, parts, E}, kBFloat16);
   if (E > 0)
     run(call, grad,
-        ChooseExpertsBackwardParams{grad.as<float>(), logits.as<float>(), topk_ids.data, data(dlogits), T,
+        ChooseExpertsBackwardParams{grad.as<float>(), logits.as<float>(), topk_ids.data, data(grad_logits), T,
                                     grad.strides[0], logits.strides[0], topk_ids.strides[0], int(E), grad.sizes[1],
                                     checked, normalize, topk_ids.dtype == kInt64, num_experts.has_value(),
                                     float(scaling_factor), int(parts)});
-  return results(dlogits);
+  return results(grad_logits);
 }
 
 }  // namespace moe_fp8

@@ -50,8 +50,8 @@ Results<1> combine_op(const Tensor& y, const Tensor& inverse, const std::optiona
   return results(out);
 }
 
-Results<2> combine_backward_op(const Tensor& grad, const std::optional<Tensor>& y, const Tensor& inverse,
-                               const std::optional<Tensor>& topk_scores, int64_t num_rows) {
+Results<2> combine_backward_op(const Tensor& grad, const std::optional<Tensor>& y,
+                               const std::optional<Tensor>& topk_scores, const Tensor& inverse, int64_t num_rows) {
   constexpr const Argument &kGrad = argument(kBackward, "grad"), &kY = argument(kBackward, "y"),
                            &kInverse = argument(kBackward, "inverse"), &kScores = argument(kBackward, "topk_scores");
   check(kGrad, grad);

@@ -60,9 +60,9 @@ void add_routing(PackTokensParams& p, const std::optional<Tensor>& ids, const st
 
 }  // namespace
 
-Results<1> pack_tokens_op(const Tensor& x, const std::optional<Tensor>& scale, const std::optional<Tensor>& topk_ids,
-                          const std::optional<Tensor>& topk_scores, int64_t num_experts, const Tensor& indices,
-                          int64_t top_k) {
+Results<1> pack_tokens_op(const Tensor& x, const std::optional<Tensor>& topk_ids,
+                          const std::optional<Tensor>& topk_scores, const std::optional<Tensor>& scale,
+                          const Tensor& indices, int64_t top_k, int64_t num_experts) {
   constexpr const Argument &kX = argument(kPack, "x"), &kScale = argument(kPack, "scale"),
                            &kIds = argument(kPack, "topk_ids"), &kScores = argument(kPack, "topk_scores"),
                            &kAt = argument(kPack, "indices");
@@ -82,10 +82,10 @@ Results<1> pack_tokens_op(const Tensor& x, const std::optional<Tensor>& scale, c
   return results(out);
 }
 
-Results<1> quantize_and_pack_op(const Tensor& x, std::string_view format, const std::optional<Tensor>& topk_ids,
-                                const std::optional<Tensor>& topk_scores, int64_t num_experts, const Tensor& indices,
-                                const Tensor& inverse, std::optional<int32_t> dtype,
-                                std::optional<std::string_view> rounding) {
+Results<1> quantize_and_pack_op(const Tensor& x, const std::optional<Tensor>& topk_ids,
+                                const std::optional<Tensor>& topk_scores, std::string_view format,
+                                const Tensor& indices, const Tensor& inverse, int64_t num_experts,
+                                std::optional<int32_t> dtype, std::optional<std::string_view> rounding) {
   constexpr const Argument &kX = argument(kQuantize, "x"), &kIds = argument(kQuantize, "topk_ids"),
                            &kScores = argument(kQuantize, "topk_scores"), &kAt = argument(kQuantize, "indices"),
                            &kInverse = argument(kQuantize, "inverse");

@@ -37,7 +37,7 @@ void run(const Call& call, const Tensor& scale, const PermuteScalesParams& p) {
 
 }  // namespace
 
-Results<3> permute_indices_op(const Tensor& counts, int64_t num_ranks, int64_t num_local_experts, int64_t num_tokens,
+Results<3> permute_indices_op(const Tensor& counts, int64_t num_local_experts, int64_t num_ranks, int64_t num_tokens,
                               int64_t align, bool align_empty) {
   constexpr const Argument& kCounts = argument(kIndices, "tokens_per_rank_expert");
   constexpr const char *kOp = kIndices, *kArg = kCounts.name;
@@ -117,7 +117,7 @@ Results<2> permute_quantized_op(const Tensor& q, const Tensor& scale, std::strin
   return results(out, out_scale);
 }
 
-Results<1> unpermute_op(const Tensor& y, const Tensor& indices, int64_t num_tokens, int64_t top_k) {
+Results<1> unpermute_op(const Tensor& y, const Tensor& indices, int64_t top_k, int64_t num_tokens) {
   constexpr const Argument &kY = argument(kUnpermute, "y"), &kAt = argument(kUnpermute, "indices");
   check(kY, y);
   if (top_k > 1 && !is_one_of(kInputDtypes, y.dtype))  // several rows are summed

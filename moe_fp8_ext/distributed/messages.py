@@ -70,7 +70,7 @@ class Message(NamedTuple):
         """Bytes [S, ...], by what `sort_tokens` has of `tokens_by_rank`."""
         if self.casts is None:
             x = row_major(cast(self.x, torch.bfloat16))
-            return _pack_tokens(x, None, self.ids, self.scores, num_experts, indices, inverse.shape[1])
+            return _pack_tokens(x, self.ids, self.scores, None, indices, inverse.shape[1], num_experts)
         format, *how = self.casts
-        known = self.ids, self.scores, num_experts
-        return _quantize_and_pack(row_major(self.x), format, *known, indices, inverse, *how)
+        known = row_major(self.x), self.ids, self.scores
+        return _quantize_and_pack(*known, format, indices, inverse, num_experts, *how)

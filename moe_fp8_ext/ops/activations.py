@@ -104,8 +104,8 @@ def quantize_activated(
 
 
 def activate_backward(
+    grad: Tensor,
     h: Tensor,
-    da: Tensor,
     activation: str,
     *,
     scores: Tensor | None = None,
@@ -115,26 +115,26 @@ def activate_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of scores * activate(h), and that product itself, which the next product's wgrad takes.
 
-        dh = the gradient of h where that of scores * activate(h) is da
-        a = scores * activate(h);  dscores[p] = da[p] . activate(h)[p]
+        grad_h = the gradient of h where that of scores * activate(h) is grad
+        a = scores * activate(h);  grad_scores[p] = grad[p] . activate(h)[p]
 
-    From one read of h and da. In float32; dh and a are rounded once, dscores is summed in an order that depends on the
-    device and on nothing else. Not differentiable. Never waits for the device.
+    From one read of h and grad. In float32; grad_h and a are rounded once, grad_scores is summed in an order that
+    depends on the device and on nothing else. Not differentiable. Never waits for the device.
 
     Args:
+        grad: [P, F] of h's dtype, with h_scale bfloat16, float16 or float32, on the same device; stride 1 along its
+            rows, row stride free.
         h: as in `activate`; or, with h_scale, an fp8 operand along rows, as `quantize_rows` returns it without offs,
             which stands for q * h_scale in float32.
-        da: [P, F] of h's dtype, with h_scale bfloat16, float16 or float32, on the same device; stride 1 along its
-            rows, row stride free.
         activation: as in `activate`.
         scores: [P] float32 on h's device, of stride 1; None: ones.
         h_scale: the scales of h: float32, or float8_e8m0fnu of the MX formats; of any strides in format "blockwise",
             contiguous in the others.
         format: "rowwise", "blockwise", "mxfp8" (blocked as one matrix) or "mxfp8_rowmajor"; with h_scale alone.
-        interleaved: as in `activate`; dh lies as h does.
+        interleaved: as in `activate`; grad_h lies as h does.
 
     Returns:
-        dh, shaped as h, and a [P, F], both of da's dtype; dscores [P] float32. All contiguous.
+        grad_h, shaped as h, and a [P, F], both of grad's dtype; grad_scores [P] float32. All contiguous.
 
     Raises:
         RuntimeError: activation, format, dtype, dimensions, sizes, strides or device are not as above, or an argument
@@ -142,13 +142,13 @@ def activate_backward(
 
     Source: DESIGN.md section 3, bit by bit.
     """
-    with below_autograd(h, da, scores, h_scale):
-        return _activate_backward(h, da, activation, scores, h_scale, format, interleaved)
+    with below_autograd(grad, h, scores, h_scale):
+        return _activate_backward(grad, h, activation, scores, h_scale, format, interleaved)
 
 
 def quantize_activated_backward(
+    grad: Tensor,
     h: Tensor,
-    da: Tensor,
     activation: str,
     format: str,
     *,
@@ -164,37 +164,37 @@ def quantize_activated_backward(
 ) -> tuple[Tensor, ...]:
     """All that backward takes between the two products of experts, as operands of the next ones.
 
-        dh, a, dscores = activate_backward(h, da, activation, scores=scores, ...)
-        q, scale, q_t, scale_t, padded_offs = quantize_both(dh, format, offs=offs, dtype=grad_dtype, ...)
+        grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, ...)
+        q, scale, q_t, scale_t, padded_offs = quantize_both(grad_h, format, offs=offs, dtype=grad_dtype, ...)
         a_q_t, a_scale_t, _ = quantize_tokens(a, format, offs=offs, amax=amax, ...)
 
-    byte for byte. On a GPU gradients are never written: in formats with blocks they come from one read of h and da, in
-    "rowwise" from two. That is so for an h in E4M3 and a da in bfloat16, whose rows begin at multiples of 8 bytes, 16
-    where interleaved, and of 16; dtypes that the GPU casts to, of a E4M3; groups that `align` pads to multiples of 16.
-    With blocks features are a multiple of 128, and the GPU has 227 KB of shared memory a multiprocessor, as H200 and
-    B200 do; else they are a multiple of 8, at most 2048. Not differentiable. Never waits for the device.
+    byte for byte. On a GPU gradients are never written: in formats with blocks they come from one read of h and grad,
+    in "rowwise" from two. That is so for an h in E4M3 and a grad in bfloat16, whose rows begin at multiples of 8 bytes,
+    16 where interleaved, and of 16; dtypes that the GPU casts to, of a E4M3; groups that `align` pads to multiples of
+    16. With blocks features are a multiple of 128, and the GPU has 227 KB of shared memory a multiprocessor, as H200
+    and B200 do; else they are a multiple of 8, at most 2048. Not differentiable. Never waits for the device.
 
     Args:
-        h, da, activation, scores, interleaved: as in `activate_backward`.
+        grad, h, activation, scores, interleaved: as in `activate_backward`.
         h_scale: likewise, of the same format as the results.
         format, align, rounding: as in `quantize_both`.
         offs: likewise, of the rows of h.
         dtype: of a, as in `quantize_tokens`.
-        grad_dtype: of dh; None is `dtype`.
+        grad_dtype: of grad_h; None is `dtype`.
         amax: of a, as in `quantize_tokens`.
 
     Returns:
-        q as h, its scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs: as `quantize_both` of dh and `quantize_tokens`
-        of a return them, which have the same padded_offs; dscores [P] float32.
+        q as h, its scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs: as `quantize_both` of grad_h and
+        `quantize_tokens` of a return them, which have the same padded_offs; grad_scores [P] float32.
 
     Raises:
         RuntimeError: as of `activate_backward` and `quantize_both`; the text names the argument.
 
     Source: `activate_backward`, `quantize_both` and `quantize_tokens`.
     """
-    with below_autograd(h, da, scores, h_scale):
+    with below_autograd(grad, h, scores, h_scale):
         how = scores, h_scale, interleaved, align, dtype, grad_dtype, rounding, amax
-        return _quantize_activated_backward(h, da, activation, format, offs, *how)
+        return _quantize_activated_backward(grad, h, activation, format, offs, *how)
 
 
 def _save(ctx, inputs, output):
@@ -206,7 +206,7 @@ def _save(ctx, inputs, output):
 @differentiable_once
 def _backward(ctx, grad):
     (h,) = ctx.saved_tensors
-    return _activate_backward(h, unit_stride(grad), ctx.activation, None, None, None, ctx.interleaved)[:1]
+    return _activate_backward(unit_stride(grad), h, ctx.activation, None, None, None, ctx.interleaved)[:1]
 
 
 register_gradient(_activate, _save, _backward)
@@ -256,17 +256,17 @@ def _(h, activation, format, offs=None, interleaved=False, keep_h=True, dtype=No
 
 
 def _check_gradients(
-    op: str, h: Tensor, da: Tensor, activation: str, scores: Tensor | None, h_scale: Tensor | None
+    op: str, grad: Tensor, h: Tensor, activation: str, scores: Tensor | None, h_scale: Tensor | None
 ) -> tuple[int, int]:
     """The shape of a."""
     dtypes = INPUT_DTYPES if h_scale is None else FP8_DTYPES
     got = getattr(h, "dtype", None)  # of None, which check() refuses
     require(got is None or got in dtypes, f"{op}: h must be {either(map(dtype_name, dtypes))}, got {got}")
     check(op, "h", h)
-    check(op, "da", da, h)
-    require(h_scale is not None or da.dtype == h.dtype, f"{op}: da must be, like h, {h.dtype}, got {da.dtype}")
+    check(op, "grad", grad, h)
+    require(h_scale is not None or grad.dtype == h.dtype, f"{op}: grad must be, like h, {h.dtype}, got {grad.dtype}")
     shape = h.shape[0], _features(op, h, activation)
-    check_shape(op, "da", da, shape)
+    check_shape(op, "grad", grad, shape)
     if scores is not None:
         check(op, "scores", scores, h)
         check_shape(op, "scores", scores, shape[:1])
@@ -280,22 +280,22 @@ def _check_h_scale(op: str, h: Tensor, h_scale: Tensor, format: Format) -> None:
 
 
 @torch.library.register_fake("moe_fp8::activate_backward")
-def _(h, da, activation, scores=None, h_scale=None, format=None, interleaved=False):
+def _(grad, h, activation, scores=None, h_scale=None, format=None, interleaved=False):
     op = "activate_backward"
-    shape = _check_gradients(op, h, da, activation, scores, h_scale)
+    shape = _check_gradients(op, grad, h, activation, scores, h_scale)
     if h_scale is None:
         require(format is None, f"{op}: h_scale must be given with format, got None")
     else:
         require(format is not None, f"{op}: format must be given with h_scale, got None")
         _check_h_scale(op, h, h_scale, check_format(op, format))
-    dscores = da.new_empty(shape[:1], dtype=torch.float32)
-    return da.new_empty(h.shape), da.new_empty(shape), dscores
+    grad_scores = grad.new_empty(shape[:1], dtype=torch.float32)
+    return grad.new_empty(h.shape), grad.new_empty(shape), grad_scores
 
 
 @torch.library.register_fake("moe_fp8::quantize_activated_backward")
 def _(
+    grad,
     h,
-    da,
     activation,
     format,
     offs,
@@ -309,7 +309,7 @@ def _(
     amax="group",
 ):
     op = "quantize_activated_backward"
-    rows, features = _check_gradients(op, h, da, activation, scores, h_scale)
+    rows, features = _check_gradients(op, grad, h, activation, scores, h_scale)
     format = check_format(op, format)
     if h_scale is not None:
         _check_h_scale(op, h, h_scale, format)
@@ -327,6 +327,6 @@ def _(
         return h.new_empty((columns, positions), dtype=dtype), scale_t
 
     scale = format.scale_of_rows(h.shape, e).empty(h, format.scale_dtype)
-    of_dh = h.new_empty(h.shape, dtype=grad_dtype), scale, *along_tokens(h.shape[1], grad_dtype)
+    of_grad = h.new_empty(h.shape, dtype=grad_dtype), scale, *along_tokens(h.shape[1], grad_dtype)
     others = h.new_empty((e,), dtype=torch.int32), h.new_empty((rows,), dtype=torch.float32)
-    return *of_dh, *along_tokens(features, dtype, amax), *others
+    return *of_grad, *along_tokens(features, dtype, amax), *others

@@ -65,10 +65,10 @@ def choose_experts_backward(
     grad: Tensor,
     logits: Tensor,
     topk_ids: Tensor,
+    num_experts: int | None = None,
     scoring: str = "softmax",
     normalize: bool = True,
     scaling_factor: float = 1.0,
-    num_experts: int | None = None,
     parts: int = 1,
 ) -> Tensor:
     """The gradient of `choose_experts`, for those who write their own backward.
@@ -82,14 +82,14 @@ def choose_experts_backward(
             topk_ids alone: with normalize, shares of the chosen depend on no other. -Inf has the gradient 0 then.
         topk_ids: [T, top_k] int32 or int64 on the same device, as `choose_experts` returns them; stride 1 along top_k,
             row stride free. MOE_FP8_VALIDATE=1 raises for ids that are neither experts nor -1.
-        scoring, normalize, scaling_factor: as in `choose_experts`; normalize must be True with num_experts.
         num_experts: E, where logits are those of the chosen; an expert stands at one slot of a token at most, or the
             gradient of any of them is taken. None: logits are of all experts.
+        scoring, normalize, scaling_factor: as in `choose_experts`; normalize must be True with num_experts.
         parts: 1, or 2: the gradient as the sum of two numbers of bfloat16, which tensor cores multiply.
 
     Returns:
-        dlogits [T, E] float32; of 2 parts [T, 2, E] bfloat16, dlogits rounded and, behind that, what this leaves of it,
-        rounded. Contiguous.
+        grad_logits [T, E] float32; of 2 parts [T, 2, E] bfloat16, grad_logits rounded and, behind that, what this
+        leaves of it, rounded. Contiguous.
 
     Raises:
         RuntimeError: scoring, normalize, num_experts (from 1 to 1024), parts, dtype, dimensions, sizes, strides or
@@ -99,7 +99,7 @@ def choose_experts_backward(
     Source: DESIGN.md section 3, bit by bit.
     """
     with below_autograd(grad, logits):
-        return _choose_backward(grad, logits, topk_ids, scoring, normalize, scaling_factor, num_experts, parts)
+        return _choose_backward(grad, logits, topk_ids, num_experts, scoring, normalize, scaling_factor, parts)
 
 
 def check_choice(op: str, num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
@@ -123,7 +123,7 @@ def _save(ctx, inputs, output):
 @differentiable_once
 def _backward(ctx, _, grad):
     logits, ids = ctx.saved_tensors
-    return (None if grad is None else _choose_backward(unit_stride(grad), logits, ids, *ctx.how),)
+    return (None if grad is None else _choose_backward(unit_stride(grad), logits, ids, None, *ctx.how),)
 
 
 register_gradient(_choose, _save, _backward, without=("bias",))
@@ -145,7 +145,7 @@ def _(logits, top_k, bias=None, scoring="softmax", normalize=True, scaling_facto
 
 
 @torch.library.register_fake("moe_fp8::choose_experts_backward")
-def _(grad, logits, topk_ids, scoring="softmax", normalize=True, scaling_factor=1.0, num_experts=None, parts=1):
+def _(grad, logits, topk_ids, num_experts=None, scoring="softmax", normalize=True, scaling_factor=1.0, parts=1):
     op = "choose_experts_backward"
     check(op, "grad", grad)
     check(op, "logits", logits, grad)

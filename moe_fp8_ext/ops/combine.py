@@ -44,7 +44,7 @@ def combine(y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Te
 
 
 def combine_backward(
-    grad: Tensor, y: Tensor | None, inverse: Tensor, topk_scores: Tensor | None, num_rows: int
+    grad: Tensor, y: Tensor | None, topk_scores: Tensor | None, inverse: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `combine`, for those who write their own backward.
 
@@ -58,8 +58,8 @@ def combine_backward(
         grad: [T, K] bfloat16, float16 or float32; stride 1 along K, row stride free.
         y: [num_rows, K] of grad's dtype, on the same device; stride 1 along K, row stride free. None where gradients of
             the scores are not wanted.
-        inverse: [T, top_k] int32, as in `combine`.
         topk_scores: [T, top_k] float32 or of grad's dtype, as in `combine`; None: ones.
+        inverse: [T, top_k] int32, as in `combine`.
         num_rows: P, the rows of y.
 
     Returns:
@@ -72,7 +72,7 @@ def combine_backward(
     Source: the equations above.
     """
     with below_autograd(grad, y, topk_scores):
-        return _combine_backward(grad, y, inverse, topk_scores, num_rows)
+        return _combine_backward(grad, y, topk_scores, inverse, num_rows)
 
 
 def _save(ctx, inputs, output):
@@ -80,7 +80,7 @@ def _save(ctx, inputs, output):
     topk_scores = scores[0] if scores else None
     ctx.needs_scores = topk_scores is not None and topk_scores.requires_grad
     ctx.rows = y.shape[0]
-    ctx.save_for_backward(y if ctx.needs_scores else None, inverse, topk_scores)
+    ctx.save_for_backward(y if ctx.needs_scores else None, topk_scores, inverse)
 
 
 @differentiable_once
@@ -109,7 +109,7 @@ def _(y, inverse, topk_scores=None):
 
 
 @torch.library.register_fake("moe_fp8::combine_backward")
-def _(grad, y, inverse, topk_scores, num_rows):
+def _(grad, y, topk_scores, inverse, num_rows):
     op = "combine_backward"
     check(op, "grad", grad)
     check(op, "inverse", inverse, grad)

@@ -21,12 +21,12 @@ _quantize_and_pack = torch.ops.moe_fp8.quantize_and_pack.default
 
 def pack_tokens(
     x: Tensor,
-    scale: Tensor | None,
     topk_ids: Tensor | None,
     topk_scores: Tensor | None,
-    num_experts: int,
+    scale: Tensor | None,
     indices: Tensor,
     top_k: int,
+    num_experts: int,
 ) -> Tensor:
     """Takes tokens by index, all that is known of each side by side in a row of bytes: messages to other ranks.
 
@@ -37,13 +37,13 @@ def pack_tokens(
 
     Args:
         x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, row stride free.
-        scale: [M] or [M, B] on x's device, any dtype of 1, 2 or 4 bytes, any strides; None: no such column.
         topk_ids: [M, N] int32 or int64 on x's device, stride 1 along N, row stride free; None: no such column.
             MOE_FP8_VALIDATE=1 raises for an id that is neither of an expert nor -1, which waits for the device.
         topk_scores: [M, N] on x's device, any dtype of 1, 2 or 4 bytes, strides as of topk_ids; None: no such column.
-        num_experts: of which ids are; 0 is enough where there are none.
+        scale: [M] or [M, B] on x's device, any dtype of 1, 2 or 4 bytes, any strides; None: no such column.
         indices: [P] int32 on x's device, as in `permute_pad`.
         top_k: slots of a token: index i stands for token i // top_k. Of `sort_tokens(by_rank)`, the number of ranks.
+        num_experts: of which ids are; 0 is enough where there are none.
 
     Returns:
         rows [P, bytes] uint8, contiguous.
@@ -54,18 +54,18 @@ def pack_tokens(
 
     Source: DeepSeek-V3 technical report, section 3.2 (a token once to a rank, in fp8); DESIGN.md section 6.
     """
-    with below_autograd(x, scale, topk_scores):
-        return _pack_tokens(x, scale, topk_ids, topk_scores, num_experts, indices, top_k)
+    with below_autograd(x, topk_scores, scale):
+        return _pack_tokens(x, topk_ids, topk_scores, scale, indices, top_k, num_experts)
 
 
 def quantize_and_pack(
     x: Tensor,
-    format: str,
     topk_ids: Tensor | None,
     topk_scores: Tensor | None,
-    num_experts: int,
+    format: str,
     indices: Tensor,
     inverse: Tensor,
+    num_experts: int,
     *,
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
@@ -79,8 +79,8 @@ def quantize_and_pack(
 
     Args:
         x: [M, K], bfloat16, float16 or float32; stride 1 along K, row stride free.
-        format: as in `quantize_rows`; of "mxfp8" and "mxfp8_rowmajor" messages are the same.
         topk_ids, topk_scores, num_experts: as in `pack_tokens`.
+        format: as in `quantize_rows`; of "mxfp8" and "mxfp8_rowmajor" messages are the same.
         indices, inverse: [P] and [M, N] int32 on x's device, contiguous: the slot of a row and the row of a slot, as
             `sort_tokens` returns both of `tokens_by_rank`; what is out of range is none. MOE_FP8_VALIDATE=1 raises for
             what is neither in range nor -1, and where one is not the inverse of the other; it waits for the device.
@@ -96,7 +96,7 @@ def quantize_and_pack(
     Source: DeepSeek-V3 technical report, section 3.2 (a token once to a rank, in fp8); DESIGN.md section 6.
     """
     with below_autograd(x, topk_scores):
-        return _quantize_and_pack(x, format, topk_ids, topk_scores, num_experts, indices, inverse, dtype, rounding)
+        return _quantize_and_pack(x, topk_ids, topk_scores, format, indices, inverse, num_experts, dtype, rounding)
 
 
 refuse_derivatives(_pack_tokens)
@@ -118,7 +118,7 @@ def _width(op: str, x: Tensor, **columns: Tensor | None) -> int:
 
 
 @torch.library.register_fake("moe_fp8::pack_tokens")
-def _(x, scale, topk_ids, topk_scores, num_experts, indices, top_k):
+def _(x, topk_ids, topk_scores, scale, indices, top_k, num_experts):
     op = "pack_tokens"
     check(op, "x", x)
     width = round_up(x.shape[1] * x.dtype.itemsize, COLUMN_ALIGN)
@@ -129,7 +129,7 @@ def _(x, scale, topk_ids, topk_scores, num_experts, indices, top_k):
 
 
 @torch.library.register_fake("moe_fp8::quantize_and_pack")
-def _(x, format, topk_ids, topk_scores, num_experts, indices, inverse, dtype=None, rounding=None):
+def _(x, topk_ids, topk_scores, format, indices, inverse, num_experts, dtype=None, rounding=None):
     op = "quantize_and_pack"
     check(op, "x", x)
     format = check_format(op, format)

@@ -25,8 +25,8 @@ _unpermute = torch.ops.moe_fp8.unpermute.default
 
 def permute_indices(
     tokens_per_rank_expert: Tensor,
-    num_ranks: int,
     num_local_experts: int,
+    num_ranks: int,
     num_tokens: int,
     align: int = 16,
     align_empty: bool = False,
@@ -41,8 +41,8 @@ def permute_indices(
             contiguous: how many tokens each rank sent for each expert, at most 4096 counts. A negative count is taken
             as 0, and what the counts have beyond num_tokens is left out; MOE_FP8_VALIDATE=1 raises for either, which
             waits for the device.
-        num_ranks: ranks that sent tokens.
         num_local_experts: experts here, from 1 to 1024.
+        num_ranks: ranks that sent tokens.
         num_tokens: rows of the tokens, M.
         align: each group is padded to a multiple of it; a power of two from 1 to 256. `grouped_mm` needs none: see
             `Recipe`.
@@ -57,7 +57,7 @@ def permute_indices(
 
     Source: the order of torch.distributed.all_to_all_single; padded layout of DESIGN.md section 4.
     """
-    return _permute_indices(tokens_per_rank_expert, num_ranks, num_local_experts, num_tokens, align, align_empty)
+    return _permute_indices(tokens_per_rank_expert, num_local_experts, num_ranks, num_tokens, align, align_empty)
 
 
 def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
@@ -116,7 +116,7 @@ def permute_quantized(
         return _permute_quantized(q, scale, format, indices, top_k, offs)
 
 
-def unpermute(y: Tensor, indices: Tensor, num_tokens: int, top_k: int) -> Tensor:
+def unpermute(y: Tensor, indices: Tensor, top_k: int, num_tokens: int) -> Tensor:
     """Puts rows back where `permute_pad` took them from: `out[indices[p] // top_k] += y[p]`, from zeros.
 
     With top_k 1 it is a copy and undoes `permute_pad`; with more, the rows of a token's slots are added in float32, in
@@ -128,8 +128,8 @@ def unpermute(y: Tensor, indices: Tensor, num_tokens: int, top_k: int) -> Tensor
         indices: [P] int32 on y's device, as in `permute_pad`. One that is not in [0, num_tokens * top_k) is skipped.
             They should be distinct: of equal ones the last counts, while the gradient goes to all of them.
             MOE_FP8_VALIDATE=1 raises for an index that is neither in range nor -1 and for equal ones.
-        num_tokens: rows of the result.
         top_k: slots of a row of the result.
+        num_tokens: rows of the result.
 
     Returns:
         out [num_tokens, K] of y's dtype, contiguous; zero where no index points.
@@ -140,17 +140,17 @@ def unpermute(y: Tensor, indices: Tensor, num_tokens: int, top_k: int) -> Tensor
     Source: the equation above.
     """
     with below_autograd(y):
-        return _unpermute(y, indices, num_tokens, top_k)
+        return _unpermute(y, indices, top_k, num_tokens)
 
 
 def _save(ctx, inputs, output):
-    x, indices, *_, ctx.top_k = inputs
+    x, indices, ctx.top_k, *_ = inputs
     ctx.rows = x.shape[0]
     ctx.save_for_backward(indices)
 
 
 def _permute_pad_backward(ctx, grad):
-    return (unpermute(unit_stride(grad), *ctx.saved_tensors, ctx.rows, ctx.top_k),)
+    return (unpermute(unit_stride(grad), *ctx.saved_tensors, ctx.top_k, ctx.rows),)
 
 
 def _unpermute_backward(ctx, grad):
@@ -163,7 +163,7 @@ refuse_derivatives(_permute_quantized)
 
 
 @torch.library.register_fake("moe_fp8::permute_indices")
-def _(tokens_per_rank_expert, num_ranks, num_local_experts, num_tokens, align=16, align_empty=False):
+def _(tokens_per_rank_expert, num_local_experts, num_ranks, num_tokens, align=16, align_empty=False):
     op, arg, counts = "permute_indices", "tokens_per_rank_expert", tokens_per_rank_expert
     check(op, arg, counts)
     e = num_local_experts
@@ -207,7 +207,7 @@ def _(q, scale, format, indices, top_k, offs=None):
 
 
 @torch.library.register_fake("moe_fp8::unpermute")
-def _(y, indices, num_tokens, top_k):
+def _(y, indices, top_k, num_tokens):
     op = "unpermute"
     check(op, "y", y)
     if top_k > 1:

@@ -123,8 +123,8 @@ def quantize_activated(
 
 
 def activate_backward(
+    grad: Tensor,
     h: Tensor,
-    da: Tensor,
     activation: str,
     *,
     scores: Tensor | None = None,
@@ -132,26 +132,26 @@ def activate_backward(
     format: str | None = None,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h, da [P, F], scores [P] -> dh as h, scores * a [P, F], dscores [P], whose sums are exact and rounded once."""
+    """grad [P, F], h, scores [P] -> grad_h as h, scores * a [P, F], grad_scores [P]: exact sums, rounded once."""
     if h_scale is not None:
         h = dequantize(h, h_scale, format, out_dtype=torch.float32)
     gate, up = split(h, activation, interleaved)
     scores = torch.ones(len(h), device=h.device) if scores is None else scores
     value, slope = bend(GATED.get(activation, activation), gate)
     factor = factor_of(up, activation)
-    a, w = value * factor, da.float() * scores[:, None]
+    a, w = value * factor, grad.float() * scores[:, None]
     parts = [(w * factor) * slope]
     if activation in GATED:
         clamped = (up.abs() > LIMIT) & (activation == "swiglu_oai")
         parts.append(torch.where(clamped, 0.0, w * value))
-    dh = torch.stack(parts, 2).flatten(1) if interleaved else torch.cat(parts, 1)
-    dscores = (da.double() * a.double()).sum(1)
-    return round_to(dh, da.dtype), round_to(a * scores[:, None], da.dtype), round_to(dscores, torch.float32)
+    grad_h = torch.stack(parts, 2).flatten(1) if interleaved else torch.cat(parts, 1)
+    grad_scores = (grad.double() * a.double()).sum(1)
+    return round_to(grad_h, grad.dtype), round_to(a * scores[:, None], grad.dtype), round_to(grad_scores, torch.float32)
 
 
 def quantize_activated_backward(
+    grad: Tensor,
     h: Tensor,
-    da: Tensor,
     activation: str,
     format: str,
     *,
@@ -165,10 +165,10 @@ def quantize_activated_backward(
     rounding: str | None = None,
     amax: str = "group",
 ) -> tuple[Tensor, ...]:
-    """quantize_both of dh, quantize_tokens of scores * a but for padded_offs, which are the same, and dscores."""
+    """quantize_both of grad_h, quantize_tokens of scores * a, but for its padded_offs, and grad_scores."""
     of_h = {"h_scale": h_scale, "format": None if h_scale is None else format, "interleaved": interleaved}
-    dh, a, dscores = activate_backward(h, da, activation, scores=scores, **of_h)
+    grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, **of_h)
     how = {"offs": offs, "align": align, "rounding": rounding}
-    *of_dh, padded_offs = quantize_both(dh, format, dtype=grad_dtype or dtype, **how)
+    *of_grad, padded_offs = quantize_both(grad_h, format, dtype=grad_dtype or dtype, **how)
     of_a = quantize_tokens(a, format, dtype=dtype, amax=amax, **how)[:2]
-    return *of_dh, *of_a, padded_offs, dscores
+    return *of_grad, *of_a, padded_offs, grad_scores

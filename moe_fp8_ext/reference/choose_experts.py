@@ -77,27 +77,27 @@ def choose_experts_backward(
     grad: Tensor,
     logits: Tensor,
     topk_ids: Tensor,
+    num_experts: int | None = None,
     scoring: str = "softmax",
     normalize: bool = True,
     scaling_factor: float = 1.0,
-    num_experts: int | None = None,
     parts: int = 1,
 ) -> Tensor:
-    """grad [T, top_k], logits [T, E], topk_ids [T, top_k] -> dlogits [T, E]; of num_experts, from logits [T, top_k];
-    of 2 parts -> [T, 2, E]."""
+    """grad [T, top_k], logits [T, E], topk_ids [T, top_k] -> grad_logits [T, E]; of num_experts, from logits
+    [T, top_k]; of 2 parts -> [T, 2, E]."""
     if parts == 2:
-        dlogits = choose_experts_backward(grad, logits, topk_ids, scoring, normalize, scaling_factor, num_experts)
-        rounded = round_to(dlogits, torch.bfloat16)
-        return torch.stack([rounded, round_to(dlogits - rounded.float(), torch.bfloat16)], 1)
+        grad_logits = choose_experts_backward(grad, logits, topk_ids, num_experts, scoring, normalize, scaling_factor)
+        rounded = round_to(grad_logits, torch.bfloat16)
+        return torch.stack([rounded, round_to(grad_logits - rounded.float(), torch.bfloat16)], 1)
     if num_experts is not None:
         there = (topk_ids >= 0) & (topk_ids < num_experts)
         logits = torch.where(there, logits, -torch.inf)
         slots = torch.where(there, torch.arange(topk_ids.shape[1], device=logits.device), -1)
-        of_slots = choose_experts_backward(grad, logits, slots, scoring, normalize, scaling_factor)
-        dlogits = logits.new_zeros(len(logits), num_experts)
+        of_slots = choose_experts_backward(grad, logits, slots, None, scoring, normalize, scaling_factor)
+        grad_logits = logits.new_zeros(len(logits), num_experts)
         tokens, slot = (there & ~logits.isneginf()).nonzero(as_tuple=True)
-        dlogits[tokens, topk_ids[tokens, slot].long()] = of_slots[tokens, slot]
-        return dlogits
+        grad_logits[tokens, topk_ids[tokens, slot].long()] = of_slots[tokens, slot]
+        return grad_logits
     if not logits.numel():
         return torch.empty(logits.shape, device=logits.device)
     scores, slopes = scores_of(logits, scoring)

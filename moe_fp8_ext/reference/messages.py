@@ -13,12 +13,12 @@ from .tokens import permute_pad
 
 def pack_tokens(
     x: Tensor,
-    scale: Tensor | None,
     topk_ids: Tensor | None,
     topk_scores: Tensor | None,
-    num_experts: int,
+    scale: Tensor | None,
     indices: Tensor,
     top_k: int,
+    num_experts: int,
 ) -> Tensor:
     """x [M, K] and what else there is of tokens -> bytes [P, B]: columns padded to 32 bytes, rows to 64, by index."""
     if topk_ids is not None:
@@ -38,12 +38,12 @@ def pack_tokens(
 
 def quantize_and_pack(
     x: Tensor,
-    format: str,
     topk_ids: Tensor | None,
     topk_scores: Tensor | None,
-    num_experts: int,
+    format: str,
     indices: Tensor,
     inverse: Tensor,
+    num_experts: int,
     *,
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
@@ -53,4 +53,4 @@ def quantize_and_pack(
     rows = inverse.flatten().tolist()
     indices = [slot if 0 <= slot < len(rows) and rows[slot] == p else -1 for p, slot in enumerate(indices.tolist())]
     indices = torch.tensor(indices, dtype=torch.int32, device=x.device)
-    return pack_tokens(q, scale, topk_ids, topk_scores, num_experts, indices, max(inverse.shape[1], 1))
+    return pack_tokens(q, topk_ids, topk_scores, scale, indices, max(inverse.shape[1], 1), num_experts)

@@ -63,8 +63,8 @@ def tokens_by_rank(topk_ids: Tensor, num_experts: int, num_ranks: int) -> tuple[
 
 def permute_indices(
     tokens_per_rank_expert: Tensor,
-    num_ranks: int,
     num_local_experts: int,
+    num_ranks: int,
     num_tokens: int,
     align: int = 16,
     align_empty: bool = False,
@@ -102,7 +102,7 @@ def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
     return out.view(x.dtype)
 
 
-def unpermute(y: Tensor, indices: Tensor, num_tokens: int, top_k: int) -> Tensor:
+def unpermute(y: Tensor, indices: Tensor, top_k: int, num_tokens: int) -> Tensor:
     """y [P, K], indices [P] -> [num_tokens, K]: y[p] where indices[p] is the token; with top_k > 1 their float32 sum.
 
     Of several rows with the same index, the last counts.
@@ -128,9 +128,9 @@ def combine(y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Te
 
 
 def combine_backward(
-    grad: Tensor, y: Tensor | None, inverse: Tensor, topk_scores: Tensor | None, num_rows: int
+    grad: Tensor, y: Tensor | None, topk_scores: Tensor | None, inverse: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """grad [T, K], y [P, K], inverse and topk_scores [T, top_k] -> grad_y [num_rows, K], grad_scores [T, top_k].
+    """grad [T, K], y [P, K], topk_scores and inverse [T, top_k] -> grad_y [num_rows, K], grad_scores [T, top_k].
 
     A row of y belongs to the largest slot that names it. Dot products are taken in float64 and rounded once: the op is
     within float32 error of them. Without y there are no gradients of scores: [0].

@@ -100,16 +100,17 @@ def cases_of_scales() -> Iterator[Call]:
 
 
 def cases_of_activations() -> Iterator[Call]:
-    """A row of da has one number that is not zero: the sums of the CPU and of a wave have one term."""
+    """A row of grad has one number that is not zero: the sums of the CPU and of a wave have one term."""
     half, single = (torch.float16, 24), (torch.float32, 24)
     sizes = *((INPUTS[0], f) for f in (37, 136, 640, 1040)), half, single
     for name, (dtype, f) in itertools.product(ACTIVATIONS, sizes):
         h = tokens(70, 2 * f if name in GATED else f, dtype, misaligned=f == 37)
-        da, how = torch.zeros(70, f, dtype=dtype), {"scores": torch.rand(70)}
-        da[:, f // 2] = 1.5
+        grad, how = torch.zeros(70, f, dtype=dtype), {"scores": torch.rand(70)}
+        grad[:, f // 2] = 1.5
         for interleaved in (False, True):
             yield f"activate {name}", OPS.activate, (h, name, interleaved), {}
-            yield f"activate_backward {name}", OPS.activate_backward, (h, da, name), how | {"interleaved": interleaved}
+            how_backward = how | {"interleaved": interleaved}
+            yield f"activate_backward {name}", OPS.activate_backward, (grad, h, name), how_backward
             for fmt in FORMATS:
                 how_quantized = {"offs": offsets(3, 60), "interleaved": interleaved, "keep_h": not interleaved}
                 yield f"quantize_activated {name} {fmt}", OPS.quantize_activated, (h, name, fmt), how_quantized
@@ -117,14 +118,14 @@ def cases_of_activations() -> Iterator[Call]:
         for fmt in FORMATS:
             q, scale = OPS.quantize_rows(h, fmt, dtype=fp8)
             of_fp8 = {"h_scale": scale, "format": fmt, "interleaved": f == 1040}
-            yield f"activate_backward {name} {fmt}", OPS.activate_backward, (q, da, name), how | of_fp8
+            yield f"activate_backward {name} {fmt}", OPS.activate_backward, (grad, q, name), how | of_fp8
             grads = {"grad_dtype": HARDWARE[f == 136], "dtype": HARDWARE[0], "offs": offsets(3, 3, 40, 60)}
             call = f"quantize_activated_backward {name} {fmt}", OPS.quantize_activated_backward
-            yield *call, (h, da, name, fmt), how | grads | {"interleaved": f == 640}
+            yield *call, (grad, h, name, fmt), how | grads | {"interleaved": f == 640}
             q, scale = OPS.quantize_rows(h, fmt, dtype=HARDWARE[0])
             for amax in FORMATS[fmt].amaxes:
                 of_fp8 = {"interleaved": f == 640, "h_scale": scale, "amax": amax}
-                yield *call, (q, da, name, fmt), how | grads | of_fp8
+                yield *call, (grad, q, name, fmt), how | grads | of_fp8
 
 
 def cases_of_gradient_tiles() -> Iterator[Call]:
@@ -132,13 +133,13 @@ def cases_of_gradient_tiles() -> Iterator[Call]:
     for name, fmt in itertools.product(ACTIVATIONS, FORMATS):
         h = tokens(300, 512 if name in GATED else 256, torch.bfloat16)
         q, scale = OPS.quantize_rows(h, fmt, dtype=HARDWARE[0])
-        da = torch.zeros(300, 256, dtype=torch.bfloat16)
-        da[torch.arange(300), torch.randint(256, (300,))] = torch.randn(300).bfloat16()
+        grad = torch.zeros(300, 256, dtype=torch.bfloat16)
+        grad[torch.arange(300), torch.randint(256, (300,))] = torch.randn(300).bfloat16()
         for amax in FORMATS[fmt].amaxes:
             how = {"offs": offsets(0, 100, 101, 290), "scores": torch.rand(300), "h_scale": scale, "amax": amax}
             how |= {"dtype": HARDWARE[0], "grad_dtype": HARDWARE[1]}
             call = f"quantize_activated_backward {name} {fmt}", OPS.quantize_activated_backward
-            yield *call, (q, da, name, fmt), how
+            yield *call, (grad, q, name, fmt), how
 
 
 def cases_of_choices() -> Iterator[Call]:
@@ -169,8 +170,8 @@ def cases_of_tokens() -> Iterator[Call]:
     for experts, ranks in ((8, 2), (600, 300)):
         yield "tokens_by_rank", OPS.tokens_by_rank, (torch.randint(-1, experts + 1, (3000, 4)), experts, ranks), {}
     counts = torch.randint(0, 30, (4, 6), dtype=torch.int32)
-    indices, _, _ = OPS.permute_indices(counts, 4, 6, 500)
-    yield "permute_indices", OPS.permute_indices, (counts, 4, 6, 500), {}
+    indices, _, _ = OPS.permute_indices(counts, 6, 4, 500)
+    yield "permute_indices", OPS.permute_indices, (counts, 6, 4, 500), {}
     for fmt in FORMATS:
         q, scale = OPS.quantize_rows(tokens(300, 272, torch.bfloat16), fmt, dtype=HARDWARE[0])
         for ends in (None, offs):
@@ -179,28 +180,28 @@ def cases_of_tokens() -> Iterator[Call]:
     x, scores = tokens(300, 136, torch.bfloat16), torch.rand(300, 4)
     columns = scores.t().contiguous().t()
     for scale in (scores[:, 0], columns, columns.half(), columns.byte()):
-        yield "pack_tokens", OPS.pack_tokens, (x, scale, ids, scores, 9, permutation, 4), {}
-    yield "pack_tokens", OPS.pack_tokens, (x[:, 1:], None, ids.int(), scores[:, :3].half(), 9, permutation, 4), {}
+        yield "pack_tokens", OPS.pack_tokens, (x, ids, scores, scale, permutation, 4, 9), {}
+    yield "pack_tokens", OPS.pack_tokens, (x[:, 1:], ids.int(), scores[:, :3].half(), None, permutation, 4, 9), {}
     of_ranks, _, ranks_of = OPS.sort_tokens(OPS.tokens_by_rank(ids, 9, 3)[0], 3)
     of_many = torch.randperm(300 * 40).int()  # slots of more a token than a wave has lanes
     many_of = of_many.argsort().int().view(300, 40)
     for fmt, dtype, columns in itertools.product(FORMATS, INPUTS, (136, 144, 2064)):
         x = tokens(300, columns, dtype)
         for fp8, rows in ((HARDWARE[0], 700), (HARDWARE[1], 900)):
-            args = x, fmt, ids, scores, 9, of_ranks[:rows], ranks_of
+            args = x, ids, scores, fmt, of_ranks[:rows], ranks_of, 9
             yield f"quantize_and_pack {fmt}", OPS.quantize_and_pack, args, {"dtype": fp8}
     x = tokens(300, 2064, torch.bfloat16)
     for fmt in FORMATS:
-        yield f"quantize_and_pack {fmt}", OPS.quantize_and_pack, (x, fmt, None, None, 0, of_many, many_of), {}
+        yield f"quantize_and_pack {fmt}", OPS.quantize_and_pack, (x, None, None, fmt, of_many, many_of, 0), {}
     for dtype, columns in itertools.product(INPUTS, (136, 37)):
         x, y = tokens(500, columns, dtype), tokens(1200, columns, dtype)
         yield "permute_pad", OPS.permute_pad, (x, indices, 1), {}
-        yield "unpermute", OPS.unpermute, (OPS.permute_pad(x, indices, 1), indices, 500, 1), {}
-        yield "unpermute", OPS.unpermute, (y, permutation, 300, 4), {}
+        yield "unpermute", OPS.unpermute, (OPS.permute_pad(x, indices, 1), indices, 1, 500), {}
+        yield "unpermute", OPS.unpermute, (y, permutation, 4, 300), {}
         for scores in (None, torch.rand(300, 4)):
             yield "combine", OPS.combine, (y, inverse, scores), {}
         grad = tokens(300, columns, dtype)
-        yield "combine_backward", OPS.combine_backward, (grad, None, inverse, torch.rand(300, 4), 1200), {}
+        yield "combine_backward", OPS.combine_backward, (grad, None, torch.rand(300, 4), inverse, 1200), {}
         padded, starts, _ = OPS.pad_token_groups(x, offsets(0, 100, 490))
         yield "pad_token_groups", OPS.pad_token_groups, (x, offsets(0, 100, 490)), {}
         yield "pad_token_groups_to", OPS.pad_token_groups_to, (x, offsets(0, 100, 490), starts, 640), {}

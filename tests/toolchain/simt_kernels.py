@@ -162,12 +162,12 @@ class SimtKernels(TokenKernels):
         memory: GuardedMemory,
         rows: Tensor,
         x: Tensor,
-        format: str,
         topk_ids: Tensor | None,
         topk_scores: Tensor | None,
-        num_experts: int,
+        format: str,
         indices: Tensor,
         inverse: Tensor,
+        num_experts: int,
         *,
         dtype: torch.dtype,
         rounding: str,
@@ -209,11 +209,11 @@ class SimtKernels(TokenKernels):
     def _activate_backward(
         self,
         memory: GuardedMemory,
-        dh: Tensor,
+        grad_h: Tensor,
         a: Tensor,
-        dscores: Tensor,
+        grad_scores: Tensor,
+        grad: Tensor,
         h: Tensor,
-        da: Tensor,
         activation: str,
         *,
         scores: Tensor | None = None,
@@ -223,9 +223,9 @@ class SimtKernels(TokenKernels):
     ) -> None:
         fp8 = 0 if h_scale is None else FP8_TYPES.index(h.dtype)
         scale = None if h_scale is None else ctypes.byref(Scales.of(h, h_scale, format))
-        sizes = *a.shape, h.stride(0), da.stride(0)
-        how = IN_TYPES.index(da.dtype), fp8, scale, ACTIVATIONS.index(activation), interleaved
-        self._call("activate_backward", h, da, scores, dh, a, dscores, *sizes, *how)
+        sizes = *a.shape, h.stride(0), grad.stride(0)
+        how = IN_TYPES.index(grad.dtype), fp8, scale, ACTIVATIONS.index(activation), interleaved
+        self._call("activate_backward", h, grad, scores, grad_h, a, grad_scores, *sizes, *how)
 
     def _quantize_activated_backward(
         self,
@@ -241,16 +241,16 @@ class SimtKernels(TokenKernels):
         interleaved: bool = False,
         amax: str = "group",
     ) -> None:
-        *out, h, da, activation, format = given
+        *out, grad, h, activation, format = given
         fp8 = 0 if h_scale is None else FP8_TYPES.index(h.dtype)
         scale = None if h_scale is None else ctypes.byref(Scales.of(h, h_scale, format))
-        sizes = *da.shape, h.shape[1], h.stride(0), da.stride(0)
+        sizes = *grad.shape, h.shape[1], h.stride(0), grad.stride(0)
         of_h = fp8, scale, ACTIVATIONS.index(activation), interleaved
         of_groups = offs, offs.shape[0], out[2].shape[1], align
         how = list(FORMATS).index(format), ROUNDINGS.index(rounding), FP8_TYPES.index(dtype)
         how += FP8_TYPES.index(grad_dtype), AMAXES.index(amax)
         scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).data_ptr())
-        self._call("quantize_activated_backward", h, da, scores, *sizes, *of_h, *of_groups, *how, *out, scratch)
+        self._call("quantize_activated_backward", h, grad, scores, *sizes, *of_h, *of_groups, *how, *out, scratch)
 
     # Scales
 

@@ -50,18 +50,18 @@ class TokenKernels:
     def _choose_experts_backward(
         self,
         memory: GuardedMemory,
-        dlogits: Tensor,
+        grad_logits: Tensor,
         grad: Tensor,
         logits: Tensor,
         topk_ids: Tensor,
+        num_experts: int | None = None,
         scoring: str = "softmax",
         normalize: bool = True,
         scaling_factor: float = 1.0,
-        num_experts: int | None = None,
         parts: int = 1,
     ) -> None:
-        what = grad, logits, topk_ids, topk_ids.dtype == torch.int64, dlogits
-        sizes = *grad.shape, dlogits.shape[-1], grad.stride(0), logits.stride(0), topk_ids.stride(0)
+        what = grad, logits, topk_ids, topk_ids.dtype == torch.int64, grad_logits
+        sizes = *grad.shape, grad_logits.shape[-1], grad.stride(0), logits.stride(0), topk_ids.stride(0)
         how = SCORINGS.index(scoring), normalize, float(scaling_factor), num_experts is not None, parts
         self._call("choose_experts_backward", *what, *sizes, *how)
 
@@ -78,12 +78,12 @@ class TokenKernels:
         memory: GuardedMemory,
         rows: Tensor,
         x: Tensor,
-        scale: Tensor | None,
         topk_ids: Tensor | None,
         topk_scores: Tensor | None,
-        num_experts: int,
+        scale: Tensor | None,
         indices: Tensor,
         top_k: int,
+        num_experts: int,
     ) -> None:
         columns = columns_of(x, scale, topk_ids, topk_scores)
         what = rows, len(indices), len(x), indices, top_k, num_experts
@@ -150,8 +150,8 @@ class TokenKernels:
         padded_offs: Tensor,
         tokens_per_expert: Tensor,
         counts: Tensor,
-        num_ranks: int,
         num_local_experts: int,
+        num_ranks: int,
         num_tokens: int,
         align: int = 16,
         align_empty: bool = False,
@@ -196,8 +196,8 @@ class TokenKernels:
         grad_scores: Tensor,
         grad: Tensor,
         y: Tensor | None,
-        inverse: Tensor,
         topk_scores: Tensor | None,
+        inverse: Tensor,
         num_rows: int,
     ) -> None:
         slot_of = memory.empty((num_rows,), torch.int32)
