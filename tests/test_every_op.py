@@ -155,8 +155,7 @@ def per_tensor(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_wrong_kinds_of_tensors(name):
-    """None, in fakes too, and what is not dense get the sentence that every other error gets; a list is no tensor to
-    torch itself."""
+    """None, in fakes too, and what is not dense get the sentence that every other error gets."""
     call = valid(name)
     for argument in schema(name).arguments:
         x = call.get(argument.name)
@@ -174,21 +173,54 @@ def test_wrong_kinds_of_tensors(name):
             for wrong, got in ((x.to_mkldnn(), "torch._mkldnn"), (per_tensor(x), "one of torch's quantization")):
                 with pytest.raises(RuntimeError, match=f"{text} dense tensor, got {got}$"):
                     getattr(ops, name)(**call | {argument.name: wrong})
-        for wrong in (x.tolist(), "x", 3):
-            with pytest.raises((RuntimeError, TypeError), match=argument.name):
+
+
+WRONG = {  # kinds of arguments: how an error calls them, and what no call takes for one
+    "Tensor": ("a tensor", ([], "x", 3, [torch.ones(2)])),
+    "str": ("a str", (3, ["rows"], torch.float32)),
+    "int": ("an int of 64 bits", ("3", 2.0, [1])),
+    "bool": ("a bool", ("True", [True])),
+    "float": ("a number", ("1", [1.0])),
+    "ScalarType": ("a torch.dtype", ("float32", float, [torch.float32])),
+}
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_wrong_kinds_of_arguments(name):
+    """They get the sentence of other errors; of torch.ops, which has no wrapper, torch's own."""
+    call = valid(name)
+    for argument in schema(name).arguments:
+        of_type = str(argument.real_type)
+        kind = of_type.removeprefix("Optional[").removesuffix("]")
+        text, wrongs = WRONG[kind]
+        optional = " or None" if kind != of_type else ""
+        if not optional and kind in ("str", "int", "float"):
+            wrongs = None, *wrongs
+        for wrong in wrongs:
+            got = None if wrong is None else type(wrong).__name__
+            with pytest.raises(RuntimeError) as error:
                 getattr(ops, name)(**call | {argument.name: wrong})
+            assert str(error.value) == f"{name}: {argument.name} must be {text}{optional}, got {got}"
+            assert error.value.__cause__ is None and error.value.__context__ is None
+            with pytest.raises(RuntimeError, match=f"for argument '{argument.name}'"):
+                getattr(torch.ops.moe_fp8, name)(**call | {argument.name: wrong})
+
+
+def test_arguments_that_torch_cannot_pass_on():
+    x, indices = torch.ones(2, 3), torch.zeros(1, dtype=torch.int32)
+    for top_k in (2**63, -(2**70)):
+        with pytest.raises(RuntimeError, match=f"^permute_pad: top_k must be an int of 64 bits, got {top_k}$"):
+            ops.permute_pad(x, indices, top_k)
+    with pytest.raises(RuntimeError, match=r"^quantize_rows: format must be a str, got '\\ud800'$"):
+        ops.quantize_rows(x, "\ud800")
 
 
 @pytest.mark.parametrize("name", sorted(filter(strings, OPS)))
 def test_wrong_strings(name):
-    """What is no string is none to torch itself."""
     for argument in strings(name):
         call = valid(name)
         for wrong in ("", "ROWS", "rowwise\0"):
             with pytest.raises(RuntimeError, match=f"^{name}: {argument} must be "):
-                getattr(ops, name)(**call | {argument: wrong})
-        for wrong in (3, ["rows"], torch.float32):
-            with pytest.raises((RuntimeError, TypeError), match=argument):
                 getattr(ops, name)(**call | {argument: wrong})
 
 

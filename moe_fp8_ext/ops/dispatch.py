@@ -8,6 +8,7 @@ A kernel in Python costs a call microseconds. Wrappers go past it where nothing 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -23,6 +24,8 @@ _is_compiling = torch.compiler.is_compiling
 _any_requires_grad = torch._C._any_requires_grad
 _in_functorch = torch._C._are_functorch_transforms_active
 _NOTHING = nullcontext()
+_KINDS = {"Tensor": "a tensor", "ScalarType": "a torch.dtype", "str": "a str", "bool": "a bool", "float": "a number"}
+_KINDS |= dict.fromkeys(("int", "SymInt"), "an int of 64 bits")
 _NO_SECOND = "moe_fp8_ext has no second derivatives, and create_graph=True asked for one"
 
 
@@ -194,3 +197,36 @@ def refuse_none(op: torch._ops.OpOverload) -> None:
         raise RuntimeError(f"{op._opname}: tensors must be of a CPU or a GPU, got {devices}")
 
     _LIBRARY.impl(op._opname, kernel, "CompositeExplicitAutograd")
+
+
+def say_kinds(wrapper: Callable, op: torch._ops.OpOverload) -> None:
+    """Has wrapper say with the sentence of other errors what argument of op is of a wrong kind: torch finds it anyway.
+
+    The wrapper's module calls op by a name of its own, which gets what catches torch's error: a check before a call,
+    or a frame around the wrapper, would cost every good call more.
+    """
+
+    def checked(*args):
+        try:
+            return op(*args)
+        except RuntimeError as error:
+            text = _text_of_kind(op, args, str(error))
+            if text is None:
+                raise
+        raise RuntimeError(text)
+
+    checked._torchdynamo_inline = op  # what a graph traces instead: an error there is the fake implementation's
+    (name,) = (name for name in wrapper.__code__.co_names if wrapper.__globals__.get(name) is op)
+    wrapper.__globals__[name] = checked
+
+
+def _text_of_kind(op: torch._ops.OpOverload, args: tuple, error: str) -> str | None:
+    found = re.match(rf"{op._schema.name}\(\) Expected a value of type '.*' for argument '(\w+)' but instead", error)
+    for argument, x in zip(op._schema.arguments, args, strict=False):
+        if found and argument.name == found[1]:
+            kind, optional = re.fullmatch(r"(?:Optional\[)?(\w+)(\]?)", str(argument.real_type)).groups()
+            wanted = f"{_KINDS[kind]}{' or None' if optional else ''}"
+            itself = x is None or type(x).__name__ == kind  # of that type: an int beyond 64 bits, half a character
+            got = repr(x) if itself else type(x).__name__
+            return f"{op._opname}: {argument.name} must be {wanted}, got {got}"
+    return None
