@@ -15,6 +15,7 @@ from moe_fp8_ext.ops import permute_pad
 from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
     check_dense,
+    check_int,
     check_main_grad,
     has_values,
     validate_indices,
@@ -166,8 +167,7 @@ def _check(
         if A is None:
             _fail("indices must be None where A is quantized, got a tensor")
         _check_vector("indices", indices, tokens)
-        if not isinstance(top_k, int):
-            _fail(f"top_k must be an int, got {type(top_k).__name__}")
+        check_int(_OP, "top_k", top_k)
         if top_k < 1:
             _fail(f"top_k must be at least 1, got {top_k}")
         if isinstance(rows := tokens.shape[0], int) and rows * top_k > MAX_ROWS:

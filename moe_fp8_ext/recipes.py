@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from moe_fp8_ext.formats import FORMATS, MAX_EXPERTS
-from moe_fp8_ext.ops.checks import FP8_DTYPES, dtype_name, either
+from moe_fp8_ext.ops.checks import FP8_DTYPES, dtype_name, either, is_int
 
 # Below so many fp8 is slower than bfloat16, of formats whose products an H200 has. Others are taken for "rowwise".
 LEAST_PRODUCTS_A_CAST = {"rowwise": 350, "blockwise": 240}
@@ -168,6 +168,8 @@ class Recipe:
         format = FORMATS.get(self.format)
         if self.align is None:
             self._set("align", format.align if format else _BF16_ALIGN)
+        if is_int(self.align):
+            self._set("align", int(self.align))
         self._check_type("align", int)
         least, most = (format.least_align, format.most_align) if format else (1, 256)
         ok = least <= self.align <= most and self.align & (self.align - 1) == 0

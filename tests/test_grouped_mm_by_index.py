@@ -64,6 +64,16 @@ def test_bad_indices(recipe, device):
         (offs, None, "top_k must be given with indices, got None"),
         (offs, 0, "top_k must be at least 1, got 0"),
         (offs, "2", "top_k must be an int, got str"),
+        (offs, True, "top_k must be an int, got bool"),
+        (offs, torch.tensor(1), "top_k must be an int, got Tensor"),
     ):
         with pytest.raises(RuntimeError, match=f"^grouped_mm: {text}"):
             grouped_mm(a, b_t, offs, recipe=recipe, indices=indices, top_k=top_k)
+
+
+def test_slots_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    a, b_t, _, _ = problem(70, 64, 48, group_offs("uniform", 70, 3), "cpu")
+    indices, offs = slot_indices(70, 2, 110, "cpu"), group_offs("uniform", 110, 3)
+    got, want = (grouped_mm(a, b_t, offs, indices=indices, top_k=top_k) for top_k in (numpy.int64(2), 2))
+    assert_same(got, want)

@@ -166,6 +166,11 @@ def test_auto_of_the_layer(tokens, chosen, device):
     experts_problem.assert_equal(got, want)
 
 
+def test_align_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    assert repr(Recipe("rowwise", align=numpy.int32(64))) == "Recipe('rowwise', align=64)"
+
+
 def test_what_a_recipe_leaves_open():
     usual = {name: (Recipe(name).rounding, Recipe(name).align) for name in ("bf16", *QUANTIZED)}
     assert usual == {
@@ -209,6 +214,7 @@ def test_is_frozen():
         (ValueError, ["bf16"], {"dtype": torch.float8_e5m2}, "dtype must be None without a format, got .*"),
         (ValueError, ["bf16"], {"grad_dtype": torch.float8_e5m2}, "grad_dtype must be None without .*"),
         (TypeError, ["rowwise"], {"align": True}, "align must be of type int, got True"),
+        (TypeError, ["rowwise"], {"align": torch.tensor(32)}, r"align must be of type int, got tensor\(32\)"),
         (TypeError, ["rowwise"], {"align": "16"}, "align must be of type int, got '16'"),
         (TypeError, ["bf16"], {"align": 8.0}, "align must be of type int, got 8.0"),
         (ValueError, ["mxfp8"], {"align": 16}, "align must be a power of two .*got 16"),

@@ -92,9 +92,14 @@ def check(op: str, name: str, x: Tensor, like: Tensor | None = None) -> None:
     _ARGUMENTS[op, name].check(x, like)
 
 
+def is_int(value: object) -> bool:
+    """Numpy's too, and sizes that are symbols; no bool, and no array, though one of a single int can index."""
+    kind = type(value)
+    return hasattr(kind, "__index__") and not hasattr(kind, "__len__") and kind is not bool
+
+
 def check_int(op: str, arg: str, value: object) -> None:
-    """Numpy's too, and sizes that are symbols."""
-    if not hasattr(type(value), "__index__") or isinstance(value, bool):
+    if not is_int(value):
         raise RuntimeError(f"{op}: {arg} must be an int, got {type(value).__name__}")
 
 
