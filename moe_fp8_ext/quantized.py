@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_fp8_ext import ops
 from moe_fp8_ext._C import validates
 from moe_fp8_ext.formats import FORMATS, padded_extent
-from moe_fp8_ext.ops.checks import check_format, has_values
+from moe_fp8_ext.ops.checks import check_format, check_one_of, has_values
 from moe_fp8_ext.ops.dispatch import refuse_derivatives_of
 
 
@@ -148,6 +148,7 @@ def scaled_grouped_mm(
     _check_quantized("a", a)
     _check_quantized("b", b)
     check_format(_OP, a.format)
+    check_one_of(_OP, "along of a", a.along, ("rows", "tokens"))
     if b.format != a.format:
         _fail(f"b must have the format of a, '{a.format}', got '{b.format}'")
     if b.along != a.along:

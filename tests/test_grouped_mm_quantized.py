@@ -161,7 +161,7 @@ def test_products_of_objects_that_do_not_fit():
     (rows, tokens), (w, _) = both_ways(A, B_T, OFFS, Recipe("rowwise"))
     (_, wider), _ = both_ways(A, B_T, OFFS, Recipe("rowwise", align=64))
     blocks, _ = quantize_weight(B_T.detach().mT, "blockwise")
-    without = dataclasses.replace(rows, offs=None)
+    without, columns = dataclasses.replace(rows, offs=None), dataclasses.replace(w, along="cols")
     for args, text in (
         ((rows, blocks), "b must have the format of a, 'rowwise', got 'blockwise'"),
         ((rows, tokens), "b must be quantized along rows as a is, got along tokens"),
@@ -172,6 +172,8 @@ def test_products_of_objects_that_do_not_fit():
         ((rows.q, w), "a must be a Quantized, got Tensor"),
         ((dataclasses.replace(rows, q=None), w), "q of a must be a tensor, got NoneType"),
         ((rows, dataclasses.replace(w, scale=1.0)), "scale of b must be a tensor, got float"),
+        ((columns, columns), "along of a must be 'rows' or 'tokens', got 'cols'"),
+        ((rows, columns), "b must be quantized along rows as a is, got along cols"),
         ((dataclasses.replace(rows, format="foo"), w), "format must be 'rowwise', .* got 'foo'"),
         ((rows, None), "b must be a Quantized, got NoneType"),
     ):
