@@ -201,6 +201,21 @@ def test_indices_that_are_there_twice(x, validates):
     check_refused("grouped_mm: indices must be distinct, got 5 twice", lambda: multiply(indices=int32(x, 5, 7, 5)))
 
 
+def test_contents_that_a_gradient_asks_for(x, validates):
+    """The error is of the call that was made, by either spelling, not of the one that makes the gradient."""
+    x.requires_grad_()
+    for of in (ops, torch.ops.moe_fp8):
+        for out, text in (
+            (of.permute_pad(x, int32(x, 5, 7, 5), 1), "permute_pad: indices must be distinct, got 5 twice"),
+            (of.combine(x, int32(x, 2, 2)[None]), "combine: inverse must be distinct, got 2 twice"),
+            (
+                of.unpad_token_groups(x, int32(x, 16, 32), int32(x, 0, 15), 32),
+                "unpad_token_groups: padded_starts must leave every group its rows",
+            ),
+        ):
+            check_refused(text, lambda out=out: out.sum().backward())
+
+
 @pytest.mark.parametrize("bad", [6, 99, -2])
 def test_rows_of_messages(bad, x, validates):
     def packed(*rows: int, slots: tuple[int, ...] = (2, -1, -1, 3, -1, 0)) -> torch.Tensor:

@@ -150,8 +150,17 @@ def register_gradient(
         save(ctx, args, output)
         return output
 
+    arguments = {argument.name for argument in op._schema.arguments}
+
     def gradients(ctx, *grads):
-        of_inputs = backward(ctx, *grads)
+        try:
+            of_inputs = backward(ctx, *grads)
+        except RuntimeError as error:
+            found = re.match(r"\w+: (\w+) (must .*)", str(error), re.DOTALL)
+            if found is None or found[1] not in arguments:
+                raise
+            # Nobody called the op that makes the gradient: it is an argument of the call that was made.
+            raise RuntimeError(f"{op._opname}: {found[1]} {found[2]}") from None
         return None, *of_inputs, *[None] * (ctx.num_inputs - len(of_inputs))
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}

@@ -69,7 +69,8 @@ def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
         x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, row stride free.
         indices: [P] int32 on x's device, of `permute_indices`, or the permutation of `sort_tokens` with its top_k. One
             that is not in [0, M * top_k) gives a row of zeros. They should be distinct; the gradient counts only the
-            last of equal ones. MOE_FP8_VALIDATE=1 raises for one that is neither in range nor -1.
+            last of equal ones. MOE_FP8_VALIDATE=1 raises for one that is neither in range nor -1, and the backward for
+            equal ones.
         top_k: slots of a row of x: index i stands for row i // top_k.
 
     Returns:
