@@ -66,7 +66,7 @@ class Call {
 
   Handle empty(const int64_t* sizes, int64_t dim, int32_t dtype) const {
     const int64_t numel = product(sizes, dim), element = int64_t(aoti_torch_dtype_element_size(dtype));
-    if (numel > INT64_MAX / element) fail_size(sizes, dim);
+    if (numel > INT64_MAX / element) fail_size(sizes, dim, element);
     uint64_t stride = 1;  // torch counts every size as at least 1 here, and may wrap around where a tensor is empty
     int64_t strides[kMaxDims + 1];
     for (int64_t i = dim - 1; i >= 0; --i) {
@@ -102,10 +102,10 @@ class Call {
   }
 
  private:
-  [[noreturn, gnu::cold]] void fail_size(const int64_t* sizes, int64_t dim) const {
+  [[noreturn, gnu::cold]] void fail_size(const int64_t* sizes, int64_t dim, int64_t element) const {
     std::string text;
     for (int64_t i = 0; i < dim; ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
-    fail(op_, ": a result would be [", text, "], of more bytes than can be counted");
+    fail(op_, ": a result must have at most ", INT64_MAX, " bytes, got [", text, "] of ", element, " bytes each");
   }
   // Tests: a byte that nobody writes shows.
   void poison(void* p, int64_t bytes) const {
