@@ -66,7 +66,7 @@ def check_gradient_of_choice(ids: Tensor) -> None:
 
 def check_messages(ids: Tensor) -> None:
     places = torch.arange(TOKENS, dtype=torch.int32)
-    message = ops.pack_tokens(torch.zeros(TOKENS, 16, dtype=torch.uint8), None, ids, None, EXPERTS, places, 1)
+    message = ops.pack_tokens(torch.zeros(TOKENS, 16, dtype=torch.uint8), ids, None, None, places, 1, EXPERTS)
     within(message[:, 16:32].view(torch.int32), 0, EXPERTS)
 
 
@@ -83,7 +83,7 @@ def check_rows(indices: Tensor) -> None:
 
 
 def check_rows_put_back(indices: Tensor) -> None:
-    within(ops.unpermute(torch.ones(SLOTS, FEATURES), indices, TOKENS, TOP_K), 0, TOP_K)
+    within(ops.unpermute(torch.ones(SLOTS, FEATURES), indices, TOP_K, TOKENS), 0, TOP_K)
 
 
 def check_sums(inverse: Tensor) -> None:
@@ -125,7 +125,7 @@ def test_ends_of_groups(pad: Callable[[Tensor, Tensor], Tensor]):
 def test_counts():
     with written(-3, 2 * SLOTS // (RANKS * EXPERTS), RANKS, EXPERTS) as counts:
         for _ in range(CALLS):
-            indices, padded_offs, sizes = ops.permute_indices(counts, RANKS, EXPERTS, SLOTS)
+            indices, padded_offs, sizes = ops.permute_indices(counts, EXPERTS, RANKS, SLOTS)
             kept = indices[indices >= 0]
             assert int(sizes.sum()) == len(kept) == len(kept.unique()) <= SLOTS
             within(indices, -1, SLOTS - 1), within(padded_offs, 0, len(indices))
