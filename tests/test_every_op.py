@@ -281,10 +281,10 @@ def test_results_of_more_bytes_than_can_be_counted():
     y, n = torch.zeros(0, MAX_ROWS), MAX_ROWS
     text = rf"a result must have at most {2**63 - 1} bytes, got \[{n}, {n}\] of 4 bytes each"
     for name, args in (
-        ("unpermute", [y, NO_GROUPS, n, 1]),
+        ("unpermute", [y, NO_GROUPS, 1, n]),
         ("pad_token_groups_to", [y, NO_GROUPS, NO_GROUPS, n]),
         ("unpad_token_groups", [y, NO_GROUPS, NO_GROUPS, n]),
-        ("combine_backward", [y, None, torch.zeros(0, 1, dtype=torch.int32), None, n]),
+        ("combine_backward", [y, None, None, torch.zeros(0, 1, dtype=torch.int32), n]),
     ):
         with pytest.raises(RuntimeError, match=f"^{name}: {text}$"):
             getattr(ops, name)(*args)
