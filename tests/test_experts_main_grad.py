@@ -240,15 +240,23 @@ def test_parameters_have_main_grads(activation, compiled, device):
     assert_same(made.down_proj.main_grad, before)
 
 
-def test_a_layer_adds_to_those_of_its_experts(device):
-    made = module(device, main_grad=True)
+@pytest.mark.parametrize("of_tokens", [True, False])
+def test_a_layer_adds_to_those_of_its_experts(of_tokens, device):
+    """Where tokens ask for a gradient, experts are one node with their router."""
+    plain, made = (module(device, main_grad=given) for given in (False, True))
     for p in made.parameters():
         p.main_grad = torch.zeros_like(p, dtype=torch.float32)
-    whole = MoE(Router(4, 64, 2, device=device), made)
-    out, loss = whole(torch.randn(2, 9, 64, device=device, dtype=torch.bfloat16))
-    (out.float().square().mean() + loss).backward()
-    assert whole.gate.weight.grad.any()
-    assert all(p.grad is None and p.main_grad.any() for p in made.parameters())
+    gate, of_others = Router(4, 64, 2, device=device), []
+    x = torch.randn(2, 9, 64, device=device, dtype=torch.bfloat16).requires_grad_(of_tokens)
+    for experts_of in (plain, made):
+        gate.weight.grad = x.grad = None
+        MoE(gate, experts_of)(x)[0].float().square().mean().backward()
+        of_others.append([gate.weight.grad, x.grad] if of_tokens else [gate.weight.grad])
+    assert_same(*of_others)
+    for name, p in made.named_parameters():
+        want = plain.get_parameter(name).grad
+        assert p.grad is None and want.any()
+        assert_same_tensor(p.main_grad.bfloat16() + 0.0, want + 0.0, name)
 
 
 def test_a_weight_without_a_main_grad():
