@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
-from helpers import assert_same
+from helpers import assert_same, check_cuda_graph
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -14,10 +17,17 @@ from moe_fp8_ext import Experts, MoE, Router, float32_mm
 E, D, F, TOP_K = 8, 64, 48, 3
 
 
-def layer_of(device: str, dtype: torch.dtype = torch.bfloat16, hidden: int = D, **options: object) -> MoE:
+def layer_of(
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+    hidden: int = D,
+    of_experts: dict[str, object] | None = None,
+    **options: object,
+) -> MoE:
     torch.manual_seed(0)
     how = dict(device=device, dtype=dtype)
-    return MoE(Router(E, hidden, TOP_K, **options, **how), Experts(E, hidden, F, bias=True, **how))
+    experts = Experts(E, hidden, F, **{"bias": True} | (of_experts or {}), **how)
+    return MoE(Router(E, hidden, TOP_K, **options, **how), experts)
 
 
 def tokens(device: str, t: int = 50, hidden: int = D) -> Tensor:
@@ -41,15 +51,23 @@ def gradients(layer: MoE, x: Tensor, **of: Tensor) -> list[Tensor]:
     return [out.detach(), loss.detach(), *torch.autograd.grad(total, (x, *layer.parameters()))]
 
 
+SIGMOID = {"scoring": "sigmoid", "bias_rate": 0.1}
+CASES = {
+    "plain": ({}, {}),
+    "losses": ({"z_loss": 0.1, "balance_loss": 0.2}, {"keep": "bf16"}),
+    "not normalized": ({"normalize": False}, {"recipe": "blockwise"}),
+    "sigmoid": (SIGMOID, {"activation": "swiglu_oai", "interleaved": True}),
+    "groups": (SIGMOID | {"num_groups": 4, "top_groups": 2}, {"recipe": "mxfp8", "interleaved": True}),
+    "scaled": ({"scaling_factor": 2.5}, {"recipe": "bf16", "activation": "relu2", "bias": False}),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"z_loss": 0.1, "balance_loss": 0.2}, {"normalize": False}, {"scoring": "sigmoid", "bias_rate": 0.1}],
-    ids=["plain", "losses", "not normalized", "sigmoid"],
-)
-def test_is_the_two_modules(options, dtype, device):
-    x, layer = tokens(device), layer_of(device, dtype, **options)
+@pytest.mark.parametrize(("options", "of_experts"), CASES.values(), ids=CASES)
+def test_is_the_two_modules(options, of_experts, dtype, device):
+    x, layer = tokens(device), layer_of(device, dtype, of_experts=of_experts, **options)
     dout = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x)
+    dout[:, 0] *= 2**12  # what has a scale with it underflows, in no two recipes the same
     assert is_one(layer, x)
     got = gradients(layer, x, dout=dout)
     counts = None if layer.gate.tokens_per_expert is None else layer.gate.tokens_per_expert.clone()
@@ -90,6 +108,91 @@ def test_of_the_loss_alone(device):
     got = torch.autograd.grad(layer(x)[1], (x, layer.gate.weight))
     for mine, want in zip(got, torch.autograd.grad(by_modules(layer)(x)[1], (x, layer.gate.weight)), strict=True):
         assert_same(mine, want)
+
+
+def test_shared_experts_add_theirs(device):
+    x, layer = tokens(device), layer_of(device, z_loss=0.1)
+    want = gradients(layer, x)
+    shared = nn.Linear(D, D, device=device, dtype=torch.bfloat16)
+    out = shared(x)
+    dx, *of_shared = torch.autograd.grad(out, (x, *shared.parameters()), torch.ones_like(out))
+    layer.shared_experts = shared
+    want[0] += out.detach()
+    want[2] += dx
+    assert_same(gradients(layer, x), [*want, *of_shared])
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("modules", [1, 2])
+def test_nan_in_one_token(modules, recipe, device):
+    """And nowhere else but in the router: NaN goes to the first experts, to which the token goes without it too."""
+    x, layer, token = tokens(device), layer_of(device, z_loss=0.1, of_experts={"recipe": recipe}), 17
+    layer = layer if modules == 1 else by_modules(layer)
+    assert is_one(layer, x) == (modules == 1)
+    names, chosen = ["out", "loss", "x", *(n for n, _ in layer.named_parameters())], torch.arange(TOP_K, device=device)
+    x.data[token] = layer.gate.weight[:TOP_K].sum(0)
+    x.data[token, 5] = 0
+    ids, want = layer.gate(x).topk_ids, dict(zip(names, gradients(layer, x), strict=True))
+    assert_same(ids[token].sort().values, chosen)
+    x.data[token, 5] = math.nan
+    ids[token] = chosen
+    assert_same(layer.gate(x).topk_ids, ids)
+    got = dict(zip(names, gradients(layer, x), strict=True))
+    for name in ("out", "x", *(n for n in names if n.startswith("experts"))):
+        touched = torch.zeros(len(got[name]), dtype=torch.bool, device=device)
+        touched[token if name in ("out", "x") else chosen] = True
+        assert all(row.isnan().any() for row in got[name][touched]), name
+        assert want[name].isfinite().all()
+        assert_same(got[name][~touched], want[name][~touched], name)
+
+
+def step_of_training(modules: int, device: str) -> tuple[Callable[..., tuple[Tensor, ...]], list[list[Tensor]]]:
+    """Forward, backward and what moves the bias, of tokens, a gradient and that bias alone; with two such inputs."""
+    layer = layer_of(device, z_loss=0.1, **SIGMOID)
+    layer = layer if modules == 1 else by_modules(layer)
+    assert is_one(layer, tokens(device)) == (modules == 1)
+    layer.shared_experts = nn.Sequential(nn.Linear(D, F), nn.SiLU(), nn.Linear(F, D)).to(device, torch.bfloat16)
+
+    def step(x: Tensor, dout: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        layer.gate.e_score_correction_bias.copy_(bias)
+        layer.gate.tokens_per_expert.zero_()
+        results = gradients(layer, x.detach().requires_grad_(), dout=dout)
+        counts = layer.gate.tokens_per_expert.clone()
+        layer.gate.update_bias()
+        return *results, counts, layer.gate.e_score_correction_bias.clone()
+
+    g = torch.Generator().manual_seed(3)
+    sizes = (100, D), (100, D), (E,)
+    inputs = [[torch.randn(size, generator=g).to(device) for size in sizes] for _ in range(2)]
+    return step, [[x.bfloat16(), dout.bfloat16(), 0.1 * bias] for x, dout, bias in inputs]
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+def test_a_step_of_training(modules, device):
+    """That it leaves nothing behind is what the tests below stand on."""
+    step, (first, later) = step_of_training(modules, device)
+    got, others = step(*first), step(*later)
+    assert_same(step(*first), got)
+    assert all(t.isfinite().all() and not torch.equal(t, other) for t, other in zip(got, others, strict=True))
+    assert got[-2].sum() == 100 * TOP_K
+    assert_same(got[-1], first[2] + 0.1 * (100 * TOP_K / E - got[-2]).sign())
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+def test_cuda_graph(modules, gpu):
+    step, inputs = step_of_training(modules, gpu)
+    check_cuda_graph(step, *inputs)
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+def test_cuda_never_waits_for_the_device(modules, gpu):
+    step, (first, later) = step_of_training(modules, gpu)
+    step(*first)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(*later)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_gradients_that_came_in_are_as_they_were(device):
