@@ -68,7 +68,8 @@ def measure(t: int, d: int, f: int, e: int, k: int) -> dict[str, object]:
         return lambda: moe(x)[0]
 
     layers = {"SonicMoE": lambda: peer(x)[0], **{name: layer(name) for name in ("rowwise", "blockwise")}}
-    ids, scores = moe_fp8_ext.ops.choose_experts((x @ router.weight.t()).float(), k)  # logits in BF16, as theirs are
+    logits = (x @ router.weight.t()).float()  # in BF16, as theirs are
+    ids, scores, _ = moe_fp8_ext.ops.choose_experts(logits, k)
     theirs = layers["SonicMoE"]().float()
     ours = moe_fp8_ext.experts(x, ids, scores, *weights, recipe="bf16", interleaved=True).float()
     difference = ((theirs - ours).norm() / theirs.norm()).item()

@@ -50,7 +50,8 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
   // A router's choice. Logits are float32; bias moves the choice alone.
   m.def(
       "choose_experts(Tensor logits, SymInt top_k, Tensor? bias=None, str scoring='softmax', bool normalize=True,"
-      " float scaling_factor=1.0, SymInt num_groups=1, SymInt top_groups=1) -> (Tensor topk_ids, Tensor topk_scores)");
+      " float scaling_factor=1.0, SymInt num_groups=1, SymInt top_groups=1)"
+      " -> (Tensor topk_ids, Tensor topk_scores, Tensor topk_logits)");
   m.def(
       "choose_experts_backward(Tensor grad, Tensor logits, Tensor topk_ids, SymInt? num_experts=None,"
       " str scoring='softmax', bool normalize=True, float scaling_factor=1.0, int parts=1) -> Tensor");

@@ -54,10 +54,8 @@ def choice(x: Tensor, weight: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tenso
     and what `choice_backward` needs of logits: if they are normalized, those of the chosen alone."""
     with _without_autocast(x):
         logits = float32_mm(x, weight.t())
-    ids, scores = choose_experts(logits, *rule)
-    # NaN scores can come of a logit that was not chosen: the sum has them.
-    kept = logits.gather(1, ids).add_(scores, alpha=0) if rule.normalize else logits
-    return logits, ids, scores, kept
+    ids, scores, of_chosen = choose_experts(logits, *rule)
+    return logits, ids, scores, of_chosen if rule.normalize else logits
 
 
 def choice_backward(

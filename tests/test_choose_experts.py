@@ -57,7 +57,7 @@ def check(logits: Tensor, top_k: int, bias: Tensor | None = None, *how: object) 
     for ids in (want[0], want[0].int()):
         check_gradient((grad, logits, ids, None, *how[:3]), f"gradient {what}")
         if len(how) < 2 or how[1]:
-            args = grad, logits.gather(1, ids.long()), ids, logits.shape[1], *how[:3]
+            args = grad, want[2], ids, logits.shape[1], *how[:3]
             check_gradient(args, f"gradient of the chosen {what}")
 
 
@@ -111,7 +111,7 @@ def test_is_what_torch_computes(scoring, device):
     apart = (values[:, :-1] - values[:, 1:] > 1e-5 * values[:, :-1]).all(1)
     assert apart.sum() > 250
     narrow = logits.detach().float().requires_grad_()
-    ids, got = choose_experts(narrow, 6, None, scoring, True, 2.5)
+    ids, got, _ = choose_experts(narrow, 6, None, scoring, True, 2.5)
     assert torch.equal(ids[apart], want_ids[apart, :6])
     chosen = scores.gather(1, ids)
     want = 2.5 * chosen / chosen.sum(1, keepdim=True)
@@ -131,7 +131,7 @@ def test_softmax_is_near(e, device):
     """As DESIGN.md has it: 2^-24 of a difference of logits, and exponentials, sums of ten levels and a quotient."""
     for size in (0.1, 4, 30):
         logits = size * torch.randn(500, e, device=device)
-        ids, scores = choose_experts(logits, e, None, "softmax", False)
+        ids, scores, _ = choose_experts(logits, e, None, "softmax", False)
         want = logits.double().softmax(1).gather(1, ids)
         below = (logits.amax(1, keepdim=True) - logits).gather(1, ids).double()
         bound = (2e-6 + 2**-24 * below) * want
@@ -140,13 +140,13 @@ def test_softmax_is_near(e, device):
 
 def test_equal_scores_go_to_the_smaller_id(device):
     for scoring in ("softmax", "sigmoid"):
-        ids, scores = choose_experts(torch.zeros(3, 200, device=device), 9, None, scoring)
+        ids, scores, _ = choose_experts(torch.zeros(3, 200, device=device), 9, None, scoring)
         assert torch.equal(ids, torch.arange(9, device=device).expand(3, 9))
         assert torch.equal(scores, scores[:1, :1].expand(3, 9))
         # Groups likewise: the first two of four, and of them those that the bias leaves.
         bias = torch.zeros(8, device=device)
         bias[0] = -1
-        ids, _ = choose_experts(torch.zeros(1, 8, device=device), 3, bias, scoring, num_groups=4, top_groups=2)
+        ids, _, _ = choose_experts(torch.zeros(1, 8, device=device), 3, bias, scoring, num_groups=4, top_groups=2)
         assert ids.tolist() == [[2, 3, 4]]
 
 
@@ -163,7 +163,7 @@ def test_not_finite(scoring, device):
     for normalize in (True, False):
         for given in (None, bias):
             check(logits, 12, given, scoring, normalize, 1.0, 7, 3)
-    ids, scores = choose_experts(logits, 4, None, scoring)
+    ids, scores, _ = choose_experts(logits, 4, None, scoring)
     isnan = scores.isnan().all(1).tolist()
     if scoring == "softmax":
         assert isnan == [True, True, True, True, False, False, False, False, False]
@@ -183,8 +183,22 @@ def test_scores_that_vanish(device):
     assert choose_experts(logits, 2, bias)[1].sum() < 1e-5
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_logits_of_the_chosen(scoring, device):
+    """Those that are gathered, and NaN where scores are: a zero of either sign, as the sum with 0 * scores has it."""
+    logits = logits_of(60, 20).to(device)
+    logits[0], logits[1, 3], logits[2, 5], logits[6, 4] = -math.inf, math.nan, math.inf, 1e-40
+    logits[5] = -0.0
+    for factor, normalize in ((1.0, True), (-2.5, True), (2.5, False), (1e38, False)):
+        ids, scores, got = choose_experts(logits, 6, None, scoring, normalize, factor)
+        want = logits.gather(1, ids).add_(scores, alpha=0)
+        assert_same(got, want.masked_fill(want.isnan(), math.nan))
+        assert scores[1].isnan().any() and got[scores.isnan()].isnan().all()
+        assert got[5].signbit().all() == (factor < 0)
+
+
 def test_one_choice_has_all_of_the_score(device):
-    ids, scores = choose_experts(logits_of(100, 20, device), 1)
+    ids, scores, _ = choose_experts(logits_of(100, 20, device), 1)
     assert torch.equal(scores, torch.ones_like(scores)) and ids.shape == (100, 1)
 
 
@@ -246,7 +260,7 @@ def test_strides_and_alignment(device):
         for _, logits in strided_2d(logits_of(50, e, device)):
             check(logits, 6, misaligned(torch.randn(e, device=device)))
         check(logits_of(1, e, device).expand(50, e), 6)
-    ids, scores = choose_experts(LOGITS.to(device), 2)
+    ids, scores, _ = choose_experts(LOGITS.to(device), 2)
     wide_ids, wide_grad = ids.new_zeros(5, 7), scores.new_zeros(5, 9)
     wide_ids[:, 3:5], wide_grad[:, 1:3] = ids, scores
     args = wide_grad[:, 1:3], LOGITS.to(device), wide_ids[:, 3:5]
@@ -264,14 +278,14 @@ def test_flushed_subnormals():
 def test_gradient(spelling, device):
     logits = logits_of(30, 20, device).requires_grad_()
     how = "sigmoid", False, 1.5
-    ids, scores = spelling.choose_experts(logits, 4, None, *how)
-    assert scores.requires_grad and not ids.requires_grad
+    ids, scores, topk_logits = spelling.choose_experts(logits, 4, None, *how)
+    assert scores.requires_grad and not ids.requires_grad and not topk_logits.requires_grad
     grad = torch.randn_like(scores)
     want = choose_experts_backward(grad, logits.detach(), ids, None, *how)
     assert_same(torch.autograd.grad(scores, logits, grad, retain_graph=True), (want,))
     (of_sum,) = torch.autograd.grad(scores.sum(), logits)  # an expanded gradient
     assert_same(of_sum, choose_experts_backward(torch.ones_like(grad), logits.detach(), ids, None, *how))
-    ids, scores = spelling.choose_experts(logits, 4)
+    ids, scores, _ = spelling.choose_experts(logits, 4)
     want = choose_experts_backward(grad, logits.detach(), ids)
     assert_same(torch.autograd.grad(scores, logits, grad, retain_graph=True), (want,))
     check_no_second_derivative(scores, logits)
@@ -302,8 +316,8 @@ def test_deterministic(device):
 
 
 def both(logits: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    ids, scores = choose_experts(logits, grad.shape[1])
-    return ids, scores, choose_experts_backward(grad, logits, ids)
+    ids, *floats = choose_experts(logits, grad.shape[1])
+    return ids, *floats, choose_experts_backward(grad, logits, ids)
 
 
 def calls(device: str) -> list[list[Tensor]]:
@@ -343,22 +357,22 @@ def test_bytes_of_the_cpu(gpu):
     logits = torch.cat([torch.linspace(-95, 3, 2**17).view(-1, 128), torch.randn(4000, 128) * 4, torch.zeros(40, 128)])
     grad = torch.randn(len(logits), 8)
     for scoring in ("softmax", "sigmoid"):
-        ids, scores = choose_experts(logits, 8, None, scoring)
-        want = ids, scores, choose_experts_backward(grad, logits, ids, scoring=scoring)
-        got_ids, got_scores = choose_experts(logits.to(gpu), 8, None, scoring)
-        got = got_ids, got_scores, choose_experts_backward(grad.to(gpu), logits.to(gpu), got_ids, scoring=scoring)
+        want = choose_experts(logits, 8, None, scoring)
+        got = choose_experts(logits.to(gpu), 8, None, scoring)
         assert_same([t.cpu() for t in got], want)
+        of_logits = choose_experts_backward(grad.to(gpu), logits.to(gpu), got[0], scoring=scoring)
+        assert_same(of_logits.cpu(), choose_experts_backward(grad, logits, want[0], scoring=scoring))
 
 
 @pytest.mark.large
 def test_over_2_31_elements(big_gpu):
     t, e = 2**21 + 3, 1024
     logits = torch.randn(t, e, device=big_gpu)
-    ids, scores = choose_experts(logits, 3)
-    dlogits = choose_experts_backward(scores, logits, ids)
+    got = choose_experts(logits, 3)
+    dlogits = choose_experts_backward(got[1], logits, got[0])
     for rows in (slice(0, 99), slice(t - 99, t)):
         want = reference.choose_experts(logits[rows], 3)
-        assert_same((ids[rows], scores[rows]), want)
+        assert_same([t[rows] for t in got], want)
         assert_same(dlogits[rows], reference.choose_experts_backward(want[1], logits[rows], want[0]))
 
 

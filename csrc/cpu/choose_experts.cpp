@@ -129,8 +129,10 @@ void choose_experts_cpu(const ChooseExpertsParams& p) {
       const float sum = p.normalize ? sum_of(chosen, terms, [&](int e) { return score[e]; }) + kLeastSum : 1.f;
       for (int slot = 0; slot < p.top_k; ++slot) {
         const float s = score[chosen[slot]], share = p.normalize ? s / sum : s;
+        const float logit = p.logits[t * p.stride + chosen[slot]], of_slot = share * p.factor;
         p.ids[t * p.top_k + slot] = chosen[slot];
-        p.scores[t * p.top_k + slot] = as_float(F32::from_float(share * p.factor));
+        p.scores[t * p.top_k + slot] = as_float(F32::from_float(of_slot));
+        p.topk_logits[t * p.top_k + slot] = as_float(F32::from_float(logit + 0.f * of_slot));
       }
     }
   });

@@ -29,7 +29,7 @@ void run(const Call& call, const Tensor& logits, const ChooseExpertsBackwardPara
 
 }  // namespace
 
-Results<2> choose_experts_op(const Tensor& logits, int64_t top_k, const std::optional<Tensor>& bias,
+Results<3> choose_experts_op(const Tensor& logits, int64_t top_k, const std::optional<Tensor>& bias,
                              std::string_view scoring, bool normalize, double scaling_factor, int64_t num_groups,
                              int64_t top_groups) {
   constexpr const Argument &kLogits = argument(kChoose, "logits"), &kBias = argument(kChoose, "bias");
@@ -48,13 +48,14 @@ Results<2> choose_experts_op(const Tensor& logits, int64_t top_k, const std::opt
   if (top_k < 1 || top_k > most)
     fail(kChoose, ": top_k must be from 1 to the ", most, " experts of a choice, got ", top_k);
   const Call call(kChoose, "logits", logits);
-  Handle ids = call.empty({T, top_k}, kInt64), scores = call.empty({T, top_k}, kFloat32);
+  Handle ids = call.empty({T, top_k}, kInt64), scores = call.empty({T, top_k}, kFloat32),
+         topk_logits = call.empty({T, top_k}, kFloat32);
   const float* const biases = bias ? bias->as<float>() : nullptr;
   run(call, logits,
-      ChooseExpertsParams{logits.as<float>(), biases, data<int64_t>(ids), data<float>(scores), T, logits.strides[0],
-                          int(E), int(top_k), int(num_groups), int(top_groups), checked, normalize,
-                          float(scaling_factor)});
-  return results(ids, scores);
+      ChooseExpertsParams{logits.as<float>(), biases, data<int64_t>(ids), data<float>(scores),
+                          data<float>(topk_logits), T, logits.strides[0], int(E), int(top_k), int(num_groups),
+                          int(top_groups), checked, normalize, float(scaling_factor)});
+  return results(ids, scores, topk_logits);
 }
 
 Results<1> choose_experts_backward_op(const Tensor& grad, const Tensor& logits, const Tensor& topk_ids,

@@ -101,7 +101,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks<kExperts>) choose_experts_ke
       for (int i = 0; i < n; ++i) of_chosen[i] = key[i] == kChosen ? score[i] : 0.f;
       sum = L::sum(of_chosen) + kLeastSum;
     }
-    // A slot a lane: one division and two stores for all slots, not for each of a lane's experts.
+    // A slot a lane: one division and three stores for all slots, not for each of a lane's experts.
     lane.each_four(score, p.E, [&](const float* four, int at) {
       *reinterpret_cast<Vec16*>(scores + at) =
           Vec16{{as_bits(four[0]), as_bits(four[1]), as_bits(four[2]), as_bits(four[3])}};
@@ -111,8 +111,10 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks<kExperts>) choose_experts_ke
     for (int slot = lane.lane; slot < p.top_k; slot += kWarpSize) {
       const int expert = slots[slot];
       const float share = p.normalize ? scores[expert] / sum : scores[expert];
+      const float logit = p.logits[t * p.stride + expert], of_slot = share * p.factor;
       p.ids[t * p.top_k + slot] = expert;
-      p.scores[t * p.top_k + slot] = as_float(F32::from_float(share * p.factor));
+      p.scores[t * p.top_k + slot] = as_float(F32::from_float(of_slot));
+      p.topk_logits[t * p.top_k + slot] = as_float(F32::from_float(logit + 0.f * of_slot));
     }
     wave_barrier();
   }

@@ -5,6 +5,7 @@
 //                     largest. Of num_groups groups of neighbours those top_groups alone have a part in it whose two
 //                     largest add up to most, of equal ones the first.
 // scores [T, top_k] = s of these, divided by (their sum + kLeastSum) if normalize, times factor
+// topk_logits [T, top_k] = logits of these + 0 * scores, so that they are NaN where scores are
 //
 // With h = factor * grad of the chosen, c those chosen, N = sum_c s + kLeastSum and A = sum_c h * (s / N):
 // w                 = (h - A) / N if normalize, else h; 0 of others
@@ -30,6 +31,7 @@ struct ChooseExpertsParams {
   const float* bias;
   int64_t* ids;
   float* scores;
+  float* topk_logits;
   int64_t T, stride;
   int E, top_k, num_groups, top_groups;
   Scoring scoring;

@@ -28,15 +28,15 @@ def choose_experts(
     scaling_factor: float = 1.0,
     num_groups: int = 1,
     top_groups: int = 1,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The experts of the largest scores, token by token, and these scores.
 
         s = scoring(logits);  topk_ids = the top_k of s + bias;  topk_scores = s of those
 
     divided by their sum + 1e-20 if normalize, times scaling_factor. Of equal ones the smaller id comes first. NaN
     counts as the largest, so a token with one shows it: in all of its scores, but for those of "sigmoid" without
-    normalize. Differentiable in logits, once; bias has no gradient. Never waits for the device; the same bytes on every
-    one.
+    normalize. topk_scores are differentiable in logits, once; bias has no gradient. Never waits for the device; the
+    same bytes on every one.
 
     Args:
         logits: [T, E] float32, E at most 1024; stride 1 along E, row stride free.
@@ -49,7 +49,9 @@ def choose_experts(
             top_groups whose two largest s + bias add up to most, of equal ones the first.
 
     Returns:
-        topk_ids [T, top_k] int64, the largest s + bias first; topk_scores [T, top_k] float32. Both contiguous.
+        topk_ids [T, top_k] int64, the largest s + bias first; topk_scores [T, top_k] float32; topk_logits [T, top_k]
+        float32, logits of topk_ids + 0 * topk_scores, for `choose_experts_backward`: a constant to autograd, NaN where
+        topk_scores are, which may come of a logit that was not chosen. All contiguous.
 
     Raises:
         RuntimeError: scoring, top_k, groups, dtype, dimensions, sizes, strides or device are not as above, or bias asks
@@ -78,8 +80,8 @@ def choose_experts_backward(
 
     Args:
         grad: [T, top_k] float32, the gradient of topk_scores; stride 1 along top_k, row stride free.
-        logits: [T, E] float32, as in `choose_experts`, on the same device. With num_experts [T, top_k], those of
-            topk_ids alone: with normalize, shares of the chosen depend on no other. -Inf has the gradient 0 then.
+        logits: [T, E] float32, as in `choose_experts`, on the same device. With num_experts [T, top_k], the
+            topk_logits of it: with normalize, shares of the chosen depend on no other. -Inf has the gradient 0 then.
         topk_ids: [T, top_k] int32 or int64 on the same device, as `choose_experts` returns them; stride 1 along top_k,
             row stride free. MOE_FP8_VALIDATE=1 raises for ids that are neither experts nor -1.
         num_experts: E, where logits are those of the chosen; an expert stands at one slot of a token at most, or the
@@ -117,11 +119,12 @@ def _save(ctx, inputs, output):
     logits, _, *rest = inputs
     _, *ctx.how = (*rest[:4], *defaults[len(rest) :])
     ctx.set_materialize_grads(False)  # else ids have one, of zeros
+    ctx.mark_non_differentiable(output[0], output[2])
     ctx.save_for_backward(logits, output[0])
 
 
 @differentiable_once
-def _backward(ctx, _, grad):
+def _backward(ctx, _, grad, __):
     logits, ids = ctx.saved_tensors
     return (None if grad is None else _choose_backward(unit_stride(grad), logits, ids, None, *ctx.how),)
 
@@ -141,7 +144,7 @@ def _(logits, top_k, bias=None, scoring="softmax", normalize=True, scaling_facto
     check_one_of(op, "scoring", scoring, SCORINGS)
     check_choice(op, e, top_k, num_groups, top_groups)
     shape = logits.shape[0], top_k
-    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape), logits.new_empty(shape)
 
 
 @torch.library.register_fake("moe_fp8::choose_experts_backward")

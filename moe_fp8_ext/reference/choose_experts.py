@@ -54,10 +54,11 @@ def choose_experts(
     scaling_factor: float = 1.0,
     num_groups: int = 1,
     top_groups: int = 1,
-) -> tuple[Tensor, Tensor]:
-    """logits [T, E], bias [E] -> topk_ids [T, top_k], topk_scores [T, top_k]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [T, E], bias [E] -> topk_ids [T, top_k], topk_scores [T, top_k], topk_logits [T, top_k]."""
     if not len(logits):
-        return logits.new_empty(0, top_k, dtype=torch.int64), logits.new_empty(0, top_k)
+        none = logits.new_empty(0, top_k)
+        return none.long(), none, none.clone()
     scores, _ = scores_of(logits, scoring)
     choice = scores if bias is None else scores + bias
     size = logits.shape[1] // num_groups
@@ -70,7 +71,8 @@ def choose_experts(
     chosen = scores.gather(1, ids)
     if normalize:
         chosen = chosen / (total(torch.where(members(ids, len(choice[0])), scores, 0.0)) + 1e-20)
-    return ids, round_to(chosen * float32(scaling_factor), torch.float32)
+    chosen = round_to(chosen * float32(scaling_factor), torch.float32)
+    return ids, chosen, round_to(logits.gather(1, ids) + 0 * chosen, torch.float32)
 
 
 def choose_experts_backward(

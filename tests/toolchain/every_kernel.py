@@ -152,13 +152,13 @@ def cases_of_choices() -> Iterator[Call]:
             of_groups = {"num_groups": groups, "top_groups": (groups + 1) // 2}
             given = None if groups == 8 else bias
             yield f"choose_experts {scoring}", OPS.choose_experts, (logits, top_k, given), how | of_groups
-            ids, scores = OPS.choose_experts(logits, top_k, **how)
+            ids, scores, topk_logits = OPS.choose_experts(logits, top_k, **how)
             args = torch.randn_like(scores), logits, ids
             for parts in (1, 2):
                 backward = f"choose_experts_backward {scoring}", OPS.choose_experts_backward
                 yield *backward, args, how | {"parts": parts}
                 if normalize:
-                    of_chosen = args[0], logits.gather(1, ids), ids
+                    of_chosen = args[0], topk_logits, ids
                     yield *backward, of_chosen, how | {"num_experts": e, "parts": parts}
 
 

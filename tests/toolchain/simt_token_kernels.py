@@ -34,6 +34,7 @@ class TokenKernels:
         memory: GuardedMemory,
         ids: Tensor,
         scores: Tensor,
+        topk_logits: Tensor,
         logits: Tensor,
         top_k: int,
         bias: Tensor | None = None,
@@ -45,7 +46,7 @@ class TokenKernels:
     ) -> None:
         sizes = len(logits), logits.stride(0), logits.shape[1], top_k, num_groups, top_groups
         how = SCORINGS.index(scoring), normalize, float(scaling_factor)
-        self._call("choose_experts", logits, bias, ids, scores, *sizes, *how)
+        self._call("choose_experts", logits, bias, ids, scores, topk_logits, *sizes, *how)
 
     def _choose_experts_backward(
         self,

@@ -229,9 +229,9 @@ extern "C" const char* simt_tokens_by_rank(const void* ids, bool is_int64, int64
 }
 
 extern "C" const char* simt_choose_experts(const float* logits, const float* bias, int64_t* ids, float* scores,
-                                           int64_t T, int64_t stride, int E, int top_k, int num_groups, int top_groups,
-                                           int scoring, bool normalize, double factor) {
-  return outcome(choose_experts({logits, bias, ids, scores, T, stride, E, top_k, num_groups, top_groups,
+                                           float* topk_logits, int64_t T, int64_t stride, int E, int top_k,
+                                           int num_groups, int top_groups, int scoring, bool normalize, double factor) {
+  return outcome(choose_experts({logits, bias, ids, scores, topk_logits, T, stride, E, top_k, num_groups, top_groups,
                                  Scoring(scoring), normalize, float(factor)}, nullptr));
 }
 
