@@ -39,10 +39,9 @@ def float32_mm_backward(
     """
     if takes_parts(a, b, needs_a, needs_b):
         if not torch.compiler.is_compiling():
-            of_a, of_b = _gradients_onto(onto, grad, a, b)
-            return of_a, cast(of_b, b.dtype)
+            return _gradients_onto(onto, grad, a, b)
         of_a, of_b = gradients_by_parts(grad, a, b)  # a graph of backward too, by compiled autograd
-        return of_a if onto is None else onto.add_(of_a), cast(of_b, b.dtype)
+        return of_a if onto is None else onto.add_(of_a), of_b
     of_a = float32_mm(grad, b, a.dtype) if needs_a else None
     of_a = of_a if onto is None else onto.add_(of_a)
     return of_a, float32_mm(grad.t(), a, b.dtype) if needs_b else None
@@ -76,16 +75,17 @@ def _(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
 
 
 def _gradients_onto(onto: Tensor | None, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """mm_by_parts(grad, b, 2) in bfloat16 and mm_by_parts(grad^T, a, 2) in float32, of a and b in bfloat16, from parts
-    that are made once, or are there: grad is [M, 2, N] then. A pass over a large product in float32 would take longer
-    than the product itself. The first is added to `onto`, if that is there, and rounded with it where it is large."""
+    """mm_by_parts(grad, b, 2) and mm_by_parts(grad^T, a, 2) in bfloat16, of a and b in bfloat16, from parts that are
+    made once, or are there: grad is [M, 2, N] then. A pass over a large product in float32 would take longer than the
+    product itself. The first is added to `onto`, if that is there, and rounded with it where it is large."""
     of_grad, wide = parts(grad, 2, 1) if grad.ndim == 2 else grad.flatten(1), b.repeat(2, 1)
     if a.numel() >= _MANY and b.shape[0] <= _FEW_EXPERTS:
         of_a = torch.mm(of_grad, wide) if onto is None else onto.addmm_(of_grad, wide)
     else:
         of_a = cast(_mm(of_grad, wide), a.dtype)
         of_a = of_a if onto is None else onto.add_(of_a)
-    return of_a, _mm(of_grad.t(), a).unflatten(0, (2, -1)).sum(0)
+    of_first, of_second = _mm(of_grad.t(), a).chunk(2)
+    return of_a, torch.add(of_first, of_second, out=b.new_empty(b.shape))  # in float32, rounded once, in one launch
 
 
 def _gradients_by_parts(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ gradients_by_parts = torch.library.custom_op("moe_fp8_ext::gradients_by_parts", 
 
 @gradients_by_parts.register_fake
 def _(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return a.new_empty(a.shape), b.new_empty(b.shape, dtype=torch.float32)
+    return a.new_empty(a.shape), b.new_empty(b.shape)
 
 
 def parts(x: Tensor, count: int, dim: int) -> Tensor:

@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
+from helpers import assert_same
 
-from moe_fp8_ext.float32_mm import float32_mm, float32_mm_backward, gradients_by_parts, mm_by_parts, parts
+from moe_fp8_ext.float32_mm import _mm, float32_mm, float32_mm_backward, gradients_by_parts, mm_by_parts, parts
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -51,7 +52,7 @@ def test_rounded_products(out, a, b, m, k, n, device):
 
 
 def test_gradients_from_parts_that_are_made_once(device):
-    """As near as the two products are: 2^-16 of every product is left out, and sums are in float32; that of a is then
+    """As near as the two products are: 2^-16 of every product is left out, and sums are in float32, which are then
     rounded by half a unit."""
     grad, a, b = torch.randn(50, 20), torch.randn(50, 9).bfloat16(), torch.randn(20, 9).bfloat16()
     factors = ((grad, b), (grad.t(), a))
@@ -59,13 +60,25 @@ def test_gradients_from_parts_that_are_made_once(device):
         got = gradients_by_parts(given, a.to(device), b.to(device))
         of_parts = gradients_by_parts(parts(given, 2, 1).unflatten(1, (2, -1)), a.to(device), b.to(device))
         assert all(map(torch.equal, of_parts, got))
-        dtypes, rows = (torch.bfloat16, torch.float32), (given.cpu(), given.cpu().t())
-        for product, dtype, (_, other), wide in zip(got, dtypes, factors, rows, strict=True):
+        for product, (_, other), wide in zip(got, factors, (given.cpu(), given.cpu().t()), strict=True):
             want, size = wide.double() @ other.double(), wide.double().abs() @ other.double().abs()
             bound = (2**-16 + 2 * 100 * 2**-24) * size
-            half = torch.finfo(dtype).eps / 2 * (want.abs() + bound)
-            assert product.dtype == dtype and product.shape == want.shape
+            half = 2**-8 * (want.abs() + bound)
+            assert product.dtype == torch.bfloat16 and product.shape == want.shape
             assert ((product.cpu().double() - want).abs() <= half + bound).all()
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_parts_of_a_gradient_are_added_in_float32(strided, device):
+    """Rounded once, of every size, of infinities and of NaN, and contiguous, however b lies."""
+    grad, a, b = torch.randn(50, 20), torch.randn(50, 300).bfloat16(), torch.randn(20, 300).bfloat16()
+    grad = (grad * torch.exp2(torch.randint(-99, 99, (1, 20)))).to(device)
+    grad[3, 5], grad[3, 7] = torch.inf, torch.nan
+    a, b = a.to(device), b.to(device)
+    first, second = _mm(parts(grad, 2, 1).t(), a).unflatten(0, (2, -1))
+    _, of_b = gradients_by_parts(grad, a, b.t().contiguous().t() if strided else b)
+    assert_same(of_b, (first + second).bfloat16())
+    assert of_b.isnan().any() and of_b.isfinite().any()
 
 
 def test_a_large_gradient_is_rounded_once(device):
