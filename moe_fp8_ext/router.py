@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -241,15 +241,15 @@ class Router(nn.Module):
         self.tokens_per_expert.zero_()
 
     def _loss(self, logits: Tensor, ids: Tensor) -> Tensor:
-        loss, tokens = logits.new_zeros(()), max(ids.shape[0], 1)
+        losses, tokens = [], max(ids.shape[0], 1)  # a sum that begins with a zero would be two launches more
         if self.balance_loss:
             scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
             shares = self._counts(ids).to(scores.dtype) / (tokens * self.top_k)
             probabilities = (scores / scores.sum(-1, keepdim=True)).sum(0) / tokens
-            loss = loss + self.balance_loss * len(shares) * (shares * probabilities).sum()
+            losses.append(self.balance_loss * len(shares) * (shares * probabilities).sum())
         if self.z_loss:
-            loss = loss + self.z_loss * logits.logsumexp(-1).square().sum() / tokens
-        return loss
+            losses.append(self.z_loss * logits.logsumexp(-1).square().sum() / tokens)
+        return reduce(torch.add, losses) if losses else logits.new_zeros(())
 
     def _counts(self, ids: Tensor) -> Tensor:
         counts = ids.new_zeros(self.weight.shape[0])
