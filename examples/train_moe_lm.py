@@ -101,26 +101,19 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return tensor
 
 
-class Experts(moe_fp8_ext.Experts):
-    """SwiGLU experts whose memory is counted. No shape depends on the routing, so the host never waits for it."""
+def experts_of(args: argparse.Namespace, recipe: moe_fp8_ext.Recipe) -> moe_fp8_ext.Experts:
+    """SwiGLU experts with normal weights, the same on any number of processes."""
+    ep = None
+    if args.ep:
+        from moe_fp8_ext.distributed import ExpertParallel
 
-    def __init__(self, args: argparse.Namespace, recipe: moe_fp8_ext.Recipe, saved: SavedBytes) -> None:
-        ep = None
-        if args.ep:
-            from moe_fp8_ext.distributed import ExpertParallel
-
-            ep = ExpertParallel(dist.group.WORLD, args.experts, args.top_k, recipe=recipe)
-        super().__init__(args.experts, args.dim, args.hidden, recipe=recipe, ep=ep)
-        self.saved = saved
-
-    def reset_parameters(self) -> None:
-        for weight in self.parameters():
-            of_all_ranks = torch.empty(self.num_experts, *weight.shape[1:])
-            weight.data = share(nn.init.normal_(of_all_ranks, std=weight.shape[2] ** -0.5)).clone()
-
-    def forward(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
-        with self.saved:
-            return super().forward(x, topk_ids, topk_scores)
+        ep = ExpertParallel(dist.group.WORLD, args.experts, args.top_k, recipe=recipe)
+    sizes = args.experts, args.dim, args.hidden
+    experts = nn.utils.skip_init(moe_fp8_ext.Experts, *sizes, recipe=recipe, ep=ep)
+    for weight in experts.parameters():
+        of_all_ranks = torch.empty(args.experts, *weight.shape[1:])
+        weight.data = share(nn.init.normal_(of_all_ranks, std=weight.shape[2] ** -0.5)).clone()
+    return experts
 
 
 class Block(nn.Module):
@@ -130,13 +123,16 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.RMSNorm(args.dim), nn.RMSNorm(args.dim)
         self.qkv, self.out = nn.Linear(args.dim, 3 * args.dim, bias=False), nn.Linear(args.dim, args.dim, bias=False)
         router = moe_fp8_ext.Router(args.experts, args.dim, args.top_k, normalize=False, balance_loss=1.0)
-        self.moe = moe_fp8_ext.MoE(router, Experts(args, recipe, saved))
+        self.moe, self.saved = moe_fp8_ext.MoE(router, experts_of(args, recipe)), saved
 
     def forward(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = (rotate(F.rms_norm(t, t.shape[-1:]), rotation) for t in (q, k))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        y, balance = self.moe(self.norm2(x).bfloat16())
+        tokens = self.norm2(x).bfloat16()
+        # The layer casts by itself; without autocast, router and experts are one node of autograd.
+        with self.saved, torch.autocast(x.device.type, enabled=False):
+            y, balance = self.moe(tokens)
         return x + y, balance
 
 
@@ -247,8 +243,8 @@ def print_table(runs: list[Run], differences: dict[str, float]) -> None:
         row = [run.recipe, f"{run.losses[0]:.4f}", f"{fmean(run.losses[-10:]):.4f}", f"{run.held_out:.4f}", difference]
         rows.append(row + [f"{run.tokens_per_second:,.0f}", f"{run.saved_bytes / 2**20:,.2f} MiB"])
     print("\n" + tabulate(rows, head, disable_numparse=True, colalign=["left"] + ["right"] * 6))
-    print("\nLosses are in nats a byte, the last one a mean of 10 steps. Saved for backward is what the")
-    print("experts keep from the forward to the backward pass of one step, with the tokens as they came.")
+    print("\nLosses are in nats a byte, the last one a mean of 10 steps. Saved for backward is what the MoE")
+    print("layers keep from the forward to the backward pass of one step, with the tokens as they came.")
     if ranks()[1] > 1:
         print(f"Experts are spread over {ranks()[1]} ranks; what is saved is the first one's.")
 

@@ -22,6 +22,7 @@ import torch
 from processes import NEEDS_GLOO, start
 
 import moe_fp8_ext
+from moe_fp8_ext import layer
 from moe_fp8_ext.recipes import RECIPES
 
 for package in ("matplotlib", "tabulate", "tqdm"):
@@ -171,6 +172,13 @@ def test_fp8_saves_half_the_bytes(demo, monkeypatch, capsys) -> None:
     saved = {name: row["saved for backward"].split() for name, row in table(capsys.readouterr().out).items()}
     assert all(unit == "MiB" for _, unit in saved.values())
     assert 0.5 <= float(saved["rowwise"][0]) / float(saved["bf16"][0]) < 0.6
+
+
+def test_router_and_experts_are_one_node(demo, monkeypatch) -> None:
+    calls, run_layer = [], layer.run
+    monkeypatch.setattr(layer, "run", lambda *args: calls.append(args) or run_layer(*args))
+    assert call(demo, monkeypatch, *TINY, "--steps", "3", "--layers", "2", "--recipes", "rowwise") == 0
+    assert len(calls) == 3 * 2  # and none where held-out text is read
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
