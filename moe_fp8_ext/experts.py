@@ -96,7 +96,7 @@ def experts(
         recipe: as in `grouped_mm`, but that "auto" is "bf16" for 350 slots an expert and fewer: casts of weights alone
             are more than what a layer in bfloat16 does.
         activation: "swiglu", "geglu" or "swiglu_oai", which are gated, "relu2", "silu" or "gelu"; see `ops.activate`.
-        interleaved: gate and up alternate along 2 F, where they are halves otherwise.
+        interleaved: gate and up alternate along 2 F, where they are halves otherwise. Without gates it changes nothing.
         b_gate_up: [E, 2 F] or [E, F], added in bfloat16.
         b_down: [E, D], likewise.
         keep: h for backward as "fp8", quantized along rows in the recipe's format, or as it is, "bf16". It always is

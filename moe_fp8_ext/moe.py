@@ -113,6 +113,11 @@ class Experts(nn.Module):
         plain = self.ep is not None and self.ep.mesh is None
         return self.ep.peers.rank * self.ep.peers.num_local_experts if plain else 0
 
+    def extra_repr(self) -> str:
+        hidden, intermediate = self.down_proj.shape[1:]
+        sizes = f"{self.num_experts}, hidden_size={hidden}, intermediate_size={intermediate}"
+        return f"num_experts={sizes}, recipe={self.options['recipe'].name!r}, activation={self.options['activation']!r}"
+
     def forward(
         self,
         x: Tensor,
@@ -158,7 +163,7 @@ class Experts(nn.Module):
 
 def _tokens_of(x: Tensor) -> Tensor:
     check_dense("MoE", "x", x, max(x.dim(), 1) if isinstance(x, Tensor) else 2)
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 would have no answer where the last size is 0
 
 
 _FORWARDS = {Router: Router.forward, Experts: Experts.forward}  # before anybody replaces them
@@ -185,7 +190,7 @@ class MoE(nn.Module):
             ep, called while tokens travel to them.
 
     Raises:
-        RuntimeError: a `Router` chooses among more or fewer experts than `Experts` has.
+        RuntimeError: a `Router` chooses among more or fewer experts than `Experts` has, or for tokens of another size.
         TypeError: an argument is no module.
     """
 
@@ -198,6 +203,8 @@ class MoE(nn.Module):
         if isinstance(router, Router) and isinstance(experts, Experts):  # ids that are of no expert would be dropped
             chosen, has = router.weight.shape[0], experts.num_experts
             require(chosen == has, f"MoE: experts must be as many as router chooses among, {chosen}, got {has}")
+            size, takes = router.weight.shape[1], experts.down_proj.shape[1]
+            require(size == takes, f"MoE: experts must have the hidden_size of router, {size}, got {takes}")
         self.gate, self.experts, self.shared_experts = router, experts, shared_experts
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

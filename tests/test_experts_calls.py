@@ -289,6 +289,23 @@ def test_errors(change, options, message):
         experts(p.x, p.ids, p.scores, p.w_gate_up, p.w_down, **biases, **options)
 
 
+@pytest.mark.parametrize("shape", [(5, 0), (0,), (2, 3, 0)])
+def test_tokens_of_size_zero(shape, device):
+    made = moe_fp8_ext.MoE(moe_fp8_ext.Router(4, 32, 2), moe_fp8_ext.Experts(4, 32, 16)).to(device)
+    with pytest.raises(RuntimeError, match="^Router: x must have size 32 in dimension 1, got 0"):
+        made(torch.zeros(shape, device=device))
+
+
+def test_experts_of_another_size_than_the_router():
+    with pytest.raises(RuntimeError, match="^MoE: experts must have the hidden_size of router, 64, got 32$"):
+        moe_fp8_ext.MoE(moe_fp8_ext.Router(4, 64, 2), moe_fp8_ext.Experts(4, 32, 16))
+
+
+def test_sizes_are_printed():
+    printed = "Experts(num_experts=4, hidden_size=32, intermediate_size=16, recipe='rowwise', activation='relu2')"
+    assert repr(moe_fp8_ext.Experts(4, 32, 16, activation="relu2")) == printed
+
+
 def test_recipes_that_do_not_exist():
     for error, recipe in ((ValueError, "fp9"), (TypeError, 8)):
         with pytest.raises(error, match="recipe must be"):

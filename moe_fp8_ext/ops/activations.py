@@ -51,6 +51,7 @@ def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor
             rows, row stride free.
         activation: one of the names above.
         interleaved: gates are the even columns of h and ups the odd ones, in place of its first and its second half.
+            Without gates it changes nothing.
 
     Returns:
         a [P, F] of h's dtype, contiguous.
