@@ -1,6 +1,6 @@
 """The experts of an MoE layer as one differentiable operation.
 
-With recipe "rowwise" every pass over memory is a product, a quantizer or a sum over a token's slots.
+Between products there are quantizers, moves of FP8 bytes and sums over slots; docs/layer.md has what makes it more.
 """
 
 from __future__ import annotations
