@@ -82,10 +82,9 @@ def expert_flops(*, t: int, d: int, f: int, k: int, **_: int) -> int:
 # h in BF16, as the best layers in BF16 keep it, would be 2.
 _KEPT: Rule = (always, Target("kept", "<=", 1.1))
 _SPEEDUP: Rule = (is_("qwen3_30b"), Target("ratio", ">=", 1.5))
-_RULES: dict[str, tuple[Rule, ...]] = {  # no speed is asked of mxfp8, for whose scales Hopper has no instruction
+_RULES: dict[str, tuple[Rule, ...]] = {  # no speed is asked of others: for mxfp8's scales Hopper has no instruction
     "rowwise": (_SPEEDUP, _KEPT),
     "blockwise": (_SPEEDUP, _KEPT),
-    "mxfp8": (_KEPT,),
     "bf16": (),
 }
 
@@ -97,7 +96,7 @@ def _experts(recipe: str) -> Case:
         _layers,
         _layer,
         _forward_backward(layer),
-        _RULES[recipe],
+        _RULES.get(recipe, (_KEPT,)),
         recipe,
         flops=expert_flops,
         baseline=_forward_backward(_composed),

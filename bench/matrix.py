@@ -16,7 +16,7 @@ from moe_fp8_ext import _C
 
 # GPU: a pattern of what a results file calls it, backend of its build, compute capability, how its kernels were tried.
 GPUS = {
-    "H100, H200 (sm_90a)": ("H200", "cuda", 90, "run"),
+    "H100, H200 (sm_90a)": ("H[12]00", "cuda", 90, "run"),
     "B200 (sm_100a)": ("B200", "cuda", 100, "compiled"),
     "A100 (sm_80)": ("A100", "cuda", 80, "compiled"),
     "L40S, RTX 40 (sm_89)": ("L40S", "cuda", 89, "compiled"),

@@ -140,10 +140,10 @@ def is_too_old(arch: str) -> bool:
     return int(re.sub(r"\D", "", arch) or 0) < 10 * OLDEST_GPU
 
 
-def gpu_archs(backend: str) -> str:
+def that_fit(backend: str, archs: list[str]) -> str:
     """Those that the kernels are for, nothing where there is none."""
     fit = (lambda arch: arch in AMD_GPUS) if backend == "rocm" else (lambda arch: not is_too_old(arch))
-    return ";".join(filter(fit, machine_archs(backend)))
+    return ";".join(filter(fit, archs))
 
 
 def choose_backend(torch: Torch) -> tuple[str, str | None, str]:
@@ -155,7 +155,7 @@ def choose_backend(torch: Torch) -> tuple[str, str | None, str]:
         backend, reason = asked, "MOE_FP8_BACKEND says so"
     else:
         backend, reason = "rocm" if torch.hip else "cuda" if find_nvcc() else "cpu", "no nvcc and no ROCm here"
-        if asked == "native" and backend != "cpu" and not gpu_archs(backend):
+        if asked == "native" and backend != "cpu" and not that_fit(backend, machine_archs(backend)):
             backend, reason = "cpu", "no GPU here that the kernels are for"
     if backend == "cpu":
         return backend, None, reason
@@ -170,13 +170,14 @@ def choose_backend(torch: Torch) -> tuple[str, str | None, str]:
 def choose_archs(backend: str, device_compiler: str) -> tuple[str, str]:
     """(architectures, reason)"""
     variable = f"MOE_FP8_{backend.upper()}_ARCHS"
-    asked, here = os.environ.get(variable), gpu_archs(backend)
-    others = ", ".join(machine_archs(backend))
-    if others and not here and not asked:
-        least = f"NVIDIA's from {OLDEST_GPU} on" if backend == "cuda" else f"AMD's {' and '.join(AMD_GPUS)}"
+    asked, found = os.environ.get(variable), machine_archs(backend)
+    here = that_fit(backend, found)
+    if found and not here and not asked:
+        here = ", ".join(found)
+        least = f"those from {10 * OLDEST_GPU:.0f} on" if backend == "cuda" else " and ".join(AMD_GPUS)
         fail(
-            f"the GPUs here are {others}, the kernels for {least}: set MOE_FP8_BACKEND=cpu, or {variable} to build "
-            "for another machine."
+            f"the GPUs here are {here}, the kernels for {least}: set MOE_FP8_BACKEND=cpu, or {variable} to build for "
+            "another machine."
         )
     archs = asked or here or DEFAULT_ARCHS[backend]
     if backend == "cuda":

@@ -1,6 +1,6 @@
 """The experts of an MoE layer as one differentiable operation.
 
-Between products there are quantizers, moves of FP8 bytes and sums over slots; docs/layer.md has what makes it more.
+Between products there are quantizers, moves of FP8 bytes and sums over slots; docs/layer.md says what adds passes.
 """
 
 from __future__ import annotations

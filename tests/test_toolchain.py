@@ -17,7 +17,7 @@ import compile_cached  # noqa: E402
 import first_run  # noqa: E402
 from simt_library import CXX, SIMT, compile_cxx  # noqa: E402
 
-from build_backend.environment import DEFAULT_ARCHS, choose_archs, gpu_archs  # noqa: E402
+from build_backend.environment import DEFAULT_ARCHS, choose_archs  # noqa: E402
 
 # ---- SIMT emulation --------------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ def test_architectures_of_the_machine(tools):
     assert choose_archs("rocm", "hipcc")[0] == DEFAULT_ARCHS["rocm"]
     says(tools / "nvidia-smi", "9.0", "7.5", "8.9", "9.0")
     says(tools / "rocm_agent_enumerator", "gfx000", "gfx942", "gfx1036", "gfx942")  # a CPU, and graphics beside it
-    assert (gpu_archs("cuda"), gpu_archs("rocm")) == ("89;90a", "gfx942")
+    assert (choose_archs("cuda", str(tools / "nvcc"))[0], choose_archs("rocm", "hipcc")[0]) == ("89;90a", "gfx942")
 
 
 @pytest.mark.parametrize(

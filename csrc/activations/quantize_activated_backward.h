@@ -1,7 +1,7 @@
 // The gradients of experts' activations, quantized on the way: dh along rows and along tokens, scores * a along tokens.
 // Neither is ever in memory: two passes compute them from h and da, or one where scales are of blocks.
 //
-// dh, a, dscores                        = activate_backward(h, da, scores)
+// dh, a, dscores                        = activate_backward(da, h, scores)
 // q, scale, q_t, scale_t, padded_offs   = quantize_both(dh, offs)
 // a_q_t, a_scale_t, the same            = quantize_tokens(a, offs), which may have another amax
 //

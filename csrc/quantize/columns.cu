@@ -6,16 +6,16 @@ namespace {
 // Step 4. Bytes by index, transposed: two tiles of 128 positions, one below the other, by 128 columns a block, so that
 // a column is stored 256 bytes at a time. All positions of a strip of columns come before the next strip: a strip of x
 // is x_rows * 128 bytes, which the L2 still has when the next slot of a token reads them.
-constexpr int kMoved = 2 * kLine, kMoveSlots = kMoved / kSlotRows, kMoveThreads = kMoveSlots * kLanes;
+constexpr int kMoved = 2 * kLine, kMoveRows = kMoved / kSlotRows, kMoveThreads = kMoveRows * kLanes;
 constexpr int kMoveBlocks = 3;           // of a multiprocessor
 constexpr int64_t kMostMoves = 1 << 22;  // blocks of a launch; HIP has fewer than 2^32 threads
 using MoveStage = TransposeStage<kBlock, 4>;
 
-// The rows of the slot's 16 positions, four bytes of columns a lane.
+// The rows of the 16 positions of a row of threads, four bytes of columns a lane.
 MOE_DEVICE void load_moved(const ColumnsPlan& p, int first, int column, uint32_t (&v)[kSlotRows]) {
   const int at = first + threadIdx.y * kSlotRows + threadIdx.x % kSlotRows;
   const int mine = at < p.positions ? p.source[at] : -1;
-  const int lane = threadIdx.y * kLanes % kWarpSize;  // of the wave: the slot's first
+  const int lane = threadIdx.y * kLanes % kWarpSize;  // of the wave: the first of this row of threads
   const uint32_t stride = uint32_t(p.stride);         // which 31 bits hold, as they do a row: a short multiplication
   const uint8_t* from = p.cast + column;
   const bool there = column < p.stride;
@@ -29,13 +29,13 @@ MOE_DEVICE void load_moved(const ColumnsPlan& p, int first, int column, uint32_t
 }
 template <bool kWhole>
 MOE_DEVICE void store_moved(const ColumnsPlan& p, int first, int column, MoveStage (&stage)[2]) {
-  const int t = threadIdx.y * kLanes + threadIdx.x, slot = t % kMoveSlots;
-  const int at = first + slot * kSlotRows, there = int(p.positions) - at;
+  const int t = threadIdx.y * kLanes + threadIdx.x, of_row = t % kMoveRows;
+  const int at = first + of_row * kSlotRows, there = int(p.positions) - at;
   if (there <= 0) return;
 #pragma unroll
-  for (int c = t / kMoveSlots; c < kBlock; c += kMoveThreads / kMoveSlots) {
+  for (int c = t / kMoveRows; c < kBlock; c += kMoveThreads / kMoveRows) {
     if (column + c >= p.K) return;
-    const Vec16 chunk = stage[slot / kLineSlots].at(c, slot % kLineSlots);
+    const Vec16 chunk = stage[of_row / kLineSlots].at(c, of_row % kLineSlots);
     store_chunk<kWhole>(p.q_t + int64_t(column + c) * p.positions + at, chunk, there);
   }
 }
@@ -85,7 +85,7 @@ int launch_columns(const QuantizeParams& p, void* stream) {
   const int64_t moves = ceil_div(p.positions, int64_t(kMoved)) * ceil_div(p.K, int64_t(kBlock));
   for (; plan.moved < moves; plan.moved += kMostMoves) {
     const int64_t rest = moves - plan.moved;
-    const Launch l = {dim3(unsigned(rest < kMostMoves ? rest : kMostMoves)), dim3(kLanes, kMoveSlots), stream};
+    const Launch l = {dim3(unsigned(rest < kMostMoves ? rest : kMostMoves)), dim3(kLanes, kMoveRows), stream};
     if (const int e = launch(move_columns_kernel, l, plan)) return e;
   }
   return 0;

@@ -1,6 +1,6 @@
 // Tokens quantized on their way into messages: from one read of x, without q and its scales in memory beside them.
 //
-// q, scale = quantize(x), along rows            rows = pack_tokens(q, scale, ids, scores)
+// q, scale = quantize(x), along rows            rows = pack_tokens(q, ids, scores, scale)
 //
 // byte for byte; scales of a token lie side by side, whatever the format's order is.
 #pragma once

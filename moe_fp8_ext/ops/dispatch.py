@@ -24,7 +24,13 @@ _is_compiling = torch.compiler.is_compiling
 _any_requires_grad = torch._C._any_requires_grad
 _in_functorch = torch._C._are_functorch_transforms_active
 _NOTHING = nullcontext()
-_KINDS = {"Tensor": "a tensor", "ScalarType": "a torch.dtype", "str": "a str", "bool": "a bool", "float": "a number"}
+_KINDS = {
+    "Tensor": "a tensor",
+    "ScalarType": "a torch.dtype",
+    "str": "a str",
+    "bool": "a bool",
+    "float": "a number",
+}
 _KINDS |= dict.fromkeys(("int", "SymInt"), "an int of 64 bits")
 _NO_SECOND = "moe_fp8_ext has no second derivatives, and create_graph=True asked for one"
 
@@ -235,7 +241,8 @@ def _text_of_kind(op: torch._ops.OpOverload, args: tuple, error: str) -> str | N
         if found and argument.name == found[1]:
             kind, optional = re.fullmatch(r"(?:Optional\[)?(\w+)(\]?)", str(argument.real_type)).groups()
             wanted = f"{_KINDS[kind]}{' or None' if optional else ''}"
-            itself = x is None or type(x).__name__ == kind  # of that type: an int beyond 64 bits, half a character
+            # Of that type: an int beyond 64 bits or all floats, half a character.
+            itself = x is None or type(x).__name__ in ({"float": "int"}.get(kind, kind), kind)
             got = repr(x) if itself else type(x).__name__
             return f"{op._opname}: {argument.name} must be {wanted}, got {got}"
     return None

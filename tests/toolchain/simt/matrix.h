@@ -55,7 +55,7 @@ inline float add_products(float sum, const float* a, const float* b, int n) {
   return sum;
 }
 
-// 16 rows and columns. Lane r + 16 * q holds elements q * n .. q * n + n - 1 of row r of a, of column r of b, n = 8 or 4;
+// 16 rows and columns. Lane r + 16 * q holds elements q * n .. q * n + n - 1 of row r of a, column r of b, n = 8 or 4;
 // d[i] of the same lane is of row 4 * q + i, column r.
 inline void mfma_16x16(float* d, Elements a_is, uint64_t a, Elements b_is, uint64_t b, const Site& site) {
   const int n = a_is.in_lane, lane = int(current->lane()), r = lane % 16, q = lane / 16;
@@ -95,7 +95,7 @@ inline void mfma_scale_16x16x128(float* d, Elements a_is, const uint64_t (&a)[4]
     }
 }
 
-// 16 rows and 8 columns. Lane 4 * g + t holds of a rows g and g + 8, in registers 0, 2 and 1, 3, of b column g; of each,
+// 16 rows and 8 columns. Lane 4 * g + t holds of a rows g and g + 8, in registers 0, 2 and 1, 3, of b column g. Of each
 // registers are elements t * n .. t * n + n - 1 of the first and of the second half of the sum, n = 4 or 2. d is of the
 // same rows, two each, columns 2 * t and 2 * t + 1.
 inline void mma_16x8(float (&d)[4], Elements a_is, const uint32_t (&a)[4], Elements b_is, const uint32_t (&b)[2],
@@ -122,8 +122,8 @@ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
 }
 
 
-// Word i of a lane is of matrix i, 8 rows of 16 bytes, which lanes 8 * i .. 8 * i + 7 name: row lane / 4, bytes lane % 4
-// * 4 and on.
+// Word i of a lane is of matrix i, 8 rows of 16 bytes, which lanes 8 * i .. 8 * i + 7 name: row lane / 4, bytes from
+// lane % 4 * 4 on.
 inline void load_matrices(uint32_t (&word)[4], const void* row, Site at = Site::here("ldmatrix")) {
   const unsigned lane = current->lane();
   const uint64_t* rows = current->share(reinterpret_cast<uint64_t>(row), at);

@@ -169,8 +169,8 @@ extern "C" const char* simt_pack_tokens(void* to, int64_t rows, int64_t from_row
                              nullptr));
 }
 
-extern "C" const char* simt_quantize_and_pack(const void* x, int in, int64_t M, int64_t K, int64_t row_stride, int format,
-                                              int rounding, int out, const int* inverse, int64_t top_k,
+extern "C" const char* simt_quantize_and_pack(const void* x, int in, int64_t M, int64_t K, int64_t row_stride,
+                                              int format, int rounding, int out, const int* inverse, int64_t top_k,
                                               const int* index, void* to, int64_t rows, int num_experts,
                                               const int64_t* columns, int num_columns) {
   QuantizeAndPackParams p = {};
