@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from case import Case, Rule, Shape, Target, always, even_and_uneven, is_, normal, shares
+from case import RECIPES, Case, Rule, Shape, Target, always, even_and_uneven, is_, normal, shares
 from torch import Tensor
 
 import moe_fp8_ext as moe
@@ -104,4 +104,4 @@ def _experts(recipe: str) -> Case:
     )
 
 
-EXPERTS_CASES: tuple[Case, ...] = tuple(map(_experts, _RULES))
+EXPERTS_CASES: tuple[Case, ...] = tuple(map(_experts, (*RECIPES, "bf16")))
