@@ -130,8 +130,9 @@ class Router(nn.Module):
         normalize: whether scores of a token add up to scaling_factor.
         scaling_factor: of the scores.
         num_groups, top_groups: experts are num_groups groups of neighbours, of which a token chooses from those
-            top_groups whose two best experts have the largest sum.
-        bias_rate: what `update_bias` moves the bias by, for balance without a loss.
+            top_groups whose two best experts have the largest sum, as DeepSeek-V3 does and DeepSeek-V2 does not.
+        bias_rate: what `update_bias` moves the bias by, for balance without a loss; not negative. A bias that is loaded
+            and stays takes any rate, and no `update_bias`.
         balance_loss: coefficient of E * sum_e (share of the slots of e) * (mean probability of e), 1 where balanced;
             probabilities are scores divided by their sum.
         z_loss: coefficient of the mean of logsumexp(logits)^2.
@@ -167,6 +168,7 @@ class Router(nn.Module):
         numbers = dict(scaling_factor=scaling_factor, bias_rate=bias_rate, balance_loss=balance_loss, z_loss=z_loss)
         for name, value in numbers.items():
             check_number("Router", name, value)
+        require(bias_rate >= 0, f"Router: bias_rate must be at least 0, got {bias_rate}")
         self.top_k, self.scoring, self.normalize, self.scaling_factor = top_k, scoring, normalize, scaling_factor
         self.num_groups, self.top_groups, self.bias_rate = num_groups, top_groups, bias_rate
         self.balance_loss, self.z_loss = balance_loss, z_loss
@@ -176,6 +178,10 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", bias if balanced else None)
         self.register_buffer("tokens_per_expert", counts if balanced else None, persistent=False)
         self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        experts, hidden = self.weight.shape
+        return f"num_experts={experts}, hidden_size={hidden}, top_k={self.top_k}, scoring={self.scoring!r}"
 
     def reset_parameters(self) -> None:
         """The weight as nn.Linear has it; the bias and the counts, if there are any, of zero."""

@@ -304,6 +304,13 @@ def test_experts_of_another_size_than_the_router():
 def test_sizes_are_printed():
     printed = "Experts(num_experts=4, hidden_size=32, intermediate_size=16, recipe='rowwise', activation='relu2')"
     assert repr(moe_fp8_ext.Experts(4, 32, 16, activation="relu2")) == printed
+    printed = "Router(num_experts=4, hidden_size=32, top_k=2, scoring='sigmoid')"
+    assert repr(moe_fp8_ext.Router(4, 32, 2, scoring="sigmoid")) == printed
+
+
+def test_a_rate_away_from_balance():
+    with pytest.raises(RuntimeError, match="^Router: bias_rate must be at least 0, got -0.1$"):
+        moe_fp8_ext.Router(4, 32, 2, bias_rate=-0.1)
 
 
 def test_recipes_that_do_not_exist():
