@@ -135,7 +135,8 @@ def draw_losses(losses: dict, path: Path) -> None:
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    title = f"MoE language model trained on {losses['device']}, every recipe on the same bytes"
+    devices = " and ".join(dict.fromkeys(run["device"] for run in losses["runs"]))
+    title = f"MoE language model trained on {devices}, every recipe on the same bytes"
     figure.suptitle(title, fontsize=10)
     figure.legend(loc="outside lower center", ncols=len(smooth), fontsize=8, frameon=False)
     save(figure, path)

@@ -14,7 +14,7 @@ import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import matrix
 import tables
@@ -193,16 +193,29 @@ def speeds(rows: list[dict]) -> str:
     return "; ".join(by_recipe)
 
 
+def sentences_of(losses: dict) -> str:
+    """How far recipes end from BF16, and where each was trained."""
+    runs, trained = {run["recipe"]: run for run in losses["runs"]}, {}
+    for recipe, run in runs.items():
+        trained.setdefault(f"{run['device']} at {(run['commit'] or 'unknown')[:7]}, {run['date']}", []).append(recipe)
+    held_out = {recipe: run["held_out"] for recipe, run in runs.items()}
+    last = {recipe: fmean(run["losses"][-100:]) for recipe, run in runs.items()}
+    differences = [
+        ", ".join(f"`{recipe}` {of[recipe] / of['bf16'] - 1:+.2%}" for recipe in runs if recipe != "bf16")
+        for of in (held_out, last)
+    ]
+    places = "; ".join(f"{', '.join(f'`{r}`' for r in recipes)} on {place}" for place, recipes in trained.items())
+    return (
+        f"Held-out loss against BF16's {held_out['bf16']:.3f}, after {losses['steps']} steps of one seed: "
+        f"{differences[0]}; training loss of the last 100 steps against {last['bf16']:.3f}: {differences[1]}. {places}."
+    )
+
+
 def first_screen(results: dict[str, dict]) -> str:
     """The two pictures of README.md, and the sentences that say their numbers."""
     parts = ["\n".join(image(name, RESULTS.relative_to(ROOT)) for name in ("losses", "speed") if drawn(name))]
     if losses := recorded_alone(LOSSES):
-        base = next(run["held_out"] for run in losses["runs"] if run["recipe"] == "bf16")
-        others = [(run["recipe"], run["held_out"] / base - 1) for run in losses["runs"] if run["recipe"] != "bf16"]
-        text = ", ".join(f"`{recipe}` {difference:+.2%}" for recipe, difference in others)
-        where = f"{losses['device']}, {losses['date']}"
-        before = f", before {losses['before']}" if "before" in losses else ""
-        parts.append(f"Held-out loss against BF16's, after {losses['steps']} steps on {where}{before}: {text}.")
+        parts.append(sentences_of(losses))
     for result in results.values():
         rows = training_rows(result)
         if rows:

@@ -16,6 +16,7 @@ import datetime
 import json
 import math
 import os
+import subprocess
 import sys
 import sysconfig
 import time
@@ -263,14 +264,25 @@ def plot(runs: list[Run], path: Path) -> None:
 
 
 def write_losses(runs: list[Run], args: argparse.Namespace) -> None:
-    """The numbers of the picture, as bench/report.py reads them."""
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "a CPU"
+    """The numbers of the picture, as bench/report.py reads them, and where each run was, for files may be joined."""
+    where = {
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "a CPU",
+        "commit": os.environ.get("MOE_FP8_COMMIT") or commit_here(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
     curves = [
-        {"recipe": run.recipe, "losses": [round(loss, 4) for loss in run.losses], "held_out": round(run.held_out, 5)}
+        {"recipe": run.recipe, **where, "losses": [round(x, 4) for x in run.losses], "held_out": round(run.held_out, 5)}
         for run in runs
     ]
-    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    args.losses.write_text(json.dumps({"device": device, "date": date, "steps": args.steps, "runs": curves}) + "\n")
+    args.losses.write_text(json.dumps({"steps": args.steps, "runs": curves}) + "\n")
+
+
+def commit_here() -> str | None:
+    ask = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, or a copy without its history
+        return None
 
 
 class Parser(argparse.ArgumentParser):

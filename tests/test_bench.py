@@ -43,6 +43,24 @@ def test_every_grouped_op_has_even_and_uneven_rows(monkeypatch: pytest.MonkeyPat
             assert even == {shape.label for shape in shapes if shape.groups == "zipf"}, case.label
 
 
+def test_losses_say_where_each_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    one, other = (
+        {"device": gpu, "commit": letter * 40, "date": "today"} for gpu, letter in (("GPU", "a"), ("TPU", "b"))
+    )
+    runs = [
+        {"recipe": "bf16", "losses": [9.0] * 100 + [2.0] * 100, "held_out": 4.0, **one},
+        {"recipe": "rowwise", "losses": [9.0] * 100 + [2.5] * 100, "held_out": 3.9, **other},
+    ]
+    text = importlib.import_module("report").sentences_of({"steps": 200, "runs": runs})
+    assert text == (
+        "Held-out loss against BF16's 4.000, after 200 steps of one seed: `rowwise` -2.50%; training loss of the last "
+        "100 steps against 2.000: `rowwise` +25.00%. `bf16` on GPU at aaaaaaa, today; `rowwise` on "
+        "TPU at bbbbbbb, today."
+    )
+
+
 def test_tables_hold_even_and_uneven_rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
     monkeypatch.syspath_prepend(ROOT / "bench")
