@@ -146,6 +146,28 @@ def test_nan_in_one_token(modules, recipe, device):
         assert_same(got[name][~touched], want[name][~touched], name)
 
 
+@pytest.mark.parametrize(
+    ("options", "whole"),
+    [
+        ({}, False),
+        ({"scoring": "sigmoid"}, False),
+        ({"scoring": "sigmoid", "normalize": False}, False),
+        ({"normalize": False}, True),
+        ({"z_loss": 0.1}, True),
+    ],
+)
+def test_nan_in_one_token_and_its_router(options, whole, device):
+    """As docs/layer.md says: of the router's gradient all, or what the first experts and that feature have."""
+    x, layer = tokens(device), layer_of(device, **options)
+    x.data[17, 5] = math.nan
+    names = ["out", "loss", "x", *(n for n, _ in layer.named_parameters())]
+    got = dict(zip(names, gradients(layer, x), strict=True))
+    want = torch.full((E, D), whole, device=device)
+    want[:TOP_K] = want[:, 5] = True
+    assert_same(got["gate.weight"].isnan(), want)
+    assert got["loss"].isnan() == ("z_loss" in options)
+
+
 def step_of_training(modules: int, device: str) -> tuple[Callable[..., tuple[Tensor, ...]], list[list[Tensor]]]:
     """Forward, backward and what moves the bias, of tokens, a gradient and that bias alone; with two such inputs."""
     layer = layer_of(device, z_loss=0.1, **SIGMOID)

@@ -266,7 +266,7 @@ def test_what_is_no_module(arg):
 
 
 def test_numbers_of_numpy():
-    numpy = pytest.importorskip("numpy")
+    numpy = pytest.importorskip("numpy", reason="torch runs without it")
     made = router(scaling_factor=numpy.float32(2.5), balance_loss=numpy.float64(0.1), z_loss=1)
     assert made(tokens()).topk_scores.sum(1).allclose(torch.tensor(2.5))
 

@@ -167,7 +167,7 @@ def test_auto_of_the_layer(tokens, chosen, device):
 
 
 def test_align_of_numpy():
-    numpy = pytest.importorskip("numpy")
+    numpy = pytest.importorskip("numpy", reason="torch runs without it")
     assert repr(Recipe("rowwise", align=numpy.int32(64))) == "Recipe('rowwise', align=64)"
 
 

@@ -113,6 +113,10 @@ PTX_LOAD = "ld.global.nc.L1::no_allocate.v4.u32 {%r1, %r2, %r3, %r4}, [%rd1];"
 PTX_CAST = "cvt.rn.satfinite.e4m3x2.f32 %rs1, %f1, %f2;"
 PTX_SCALE = "cvt.rp.satfinite.ue8m0x2.f32 %rs1, %f1, %f2;"
 PTX_MMA = "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%f1, %f2, %f3, %f4}, {%r1, %r2, %r3, %r4}, {%r5, %r6};"
+PTX_WGMMA = "wgmma.mma_async.sync.aligned.m64n128k32.f32.{0}.{0} {{%f1, %f2}}, %rd1, %rd2, p, 1, 1;"
+PTX_BOX = (
+    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r4];"
+)
 SASS_LOAD = "LDG.E.NA.128.CONSTANT R4, desc[UR4][R2.64]"
 SASS_CAST = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R0, R1, R2, RZ"
 SASS_GEMM = ["QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR28], R24", "UTMALDG.2D.MULTICAST [UR8], [UR16], UR6"]
@@ -145,6 +149,10 @@ NO_FP8 = "no tensor core products of fp8"
         *((ptxas_log(MMA, arch), [PTX_LOAD], ["no matrix instructions"]) for arch in ARCHS),
         (ptxas_log(GEMM), SASS_GEMM, []),
         *((ptxas_log(name), [HGMMA, SASS_GEMM[1]], bad) for name, bad in ((GEMM_MX, []), (GEMM, [NO_FP8]))),
+        (ptxas_log(GEMM), [PTX_WGMMA.format("e4m3"), PTX_BOX], []),
+        (ptxas_log(GEMM), [PTX_WGMMA.format("bf16"), PTX_BOX], [NO_FP8]),
+        (ptxas_log(GEMM_MX), [PTX_WGMMA.format("bf16"), PTX_BOX], []),
+        (ptxas_log(GEMM_MX), [PTX_WGMMA.format("e5m2"), PTX_BOX], ["no tensor core products of bfloat16"]),
         (ptxas_log(GEMM, waits=2), SASS_GEMM, ["2 waits between products"]),
         (ptxas_log(GEMM), SASS_GEMM[1:], [NO_FP8]),
         (ptxas_log(GEMM), SASS_GEMM[:1], ["no copies by tensor maps"]),
@@ -154,7 +162,7 @@ NO_FP8 = "no tensor core products of fp8"
 def test_cuda_check(log, body, problems):
     symbol, arch = re.search(r"'(\w+)' for '(\w+)'", log).groups()
     text = "\n".join(body)
-    if "ld.global" in text:
+    if "%r" in text:  # registers of PTX
         patterns, bodies = cuda_check.PTX, cuda_check.ptx_bodies(f".visible .entry {symbol}(\n)\n{{{text}}}")
     else:
         patterns, bodies = cuda_check.SASS, cuda_check.sass_bodies(f"\t\tFunction : {symbol}\n{text}")

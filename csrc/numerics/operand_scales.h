@@ -43,8 +43,8 @@ struct ColumnBlock { int first, count, at; };
 struct ColumnScales {
   const void* data;
   int64_t first, group_step, row_step;  // bytes: to row 0, then to the next group and to the next rows with a scale
-  int rows_log2;                 // so many rows share scales
-  int padded_columns;            // of kBlocked, which has no row_step
+  int rows_log2;                        // so many rows share scales
+  int padded_columns;                   // of kBlocked, which has no row_step
   ScaleLayout layout;
 
   MOE_HD uint32_t bits(int64_t group, int64_t row) const {

@@ -30,8 +30,9 @@ _KINDS = {
     "str": "a str",
     "bool": "a bool",
     "float": "a number",
+    "int": "an int of 64 bits",
+    "SymInt": "an int of 64 bits",
 }
-_KINDS |= dict.fromkeys(("int", "SymInt"), "an int of 64 bits")
 _NO_SECOND = "moe_fp8_ext has no second derivatives, and create_graph=True asked for one"
 
 
