@@ -33,10 +33,6 @@ MOE_DEVICE void barrier_arrive(uint32_t barrier) {
 MOE_DEVICE void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Bytes of copies without an arrival.
-MOE_DEVICE void barrier_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 MOE_DEVICE void barrier_wait(uint32_t barrier, uint32_t phase) {
   asm volatile("{.reg .pred done;\n"
                "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
@@ -81,10 +77,6 @@ MOE_DEVICE void copy_chunk(uint32_t shared, const void* global, bool there) {
   asm volatile("{.reg .pred clear; setp.eq.u32 clear, %2, 0;\n"
                "cp.async.cg.shared.global.L2::256B [%0], [%1], 16, clear;}"
                ::"r"(shared), "l"(global), "r"(uint32_t(there)) : "memory");
-}
-// Its first bytes; zeros behind them.
-MOE_DEVICE void copy_start_of_chunk(uint32_t shared, const void* global, uint32_t bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 // An arrival when all of these that the thread has begun are there. Whoever waits for it and lets tensor cores read
 // them calls stores_before_copies() between.

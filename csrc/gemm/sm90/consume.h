@@ -53,8 +53,8 @@ template <class T>
 MOE_DEVICE void consume_promoted(const Args& p, Consumer<T>& c, Shared<T>& shared, const Tile& tile, int turn) {
   float sum[2][T::kTileColumns / 2];
   const bool two = tile.rows > 128 + c.group() * kWgmmaRows;
-  if (two) multiply_promoted<2>(p, c, shared, tile, sum);
-  else multiply_promoted<1>(p, c, shared, tile, sum);
+  if (two) multiply_promoted<2>(c, shared, tile, sum);
+  else multiply_promoted<1>(c, shared, tile, sum);
   const float* of_columns = shared.scale_b[turn] + 2 * (c.lane() % 4);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -5,18 +5,14 @@
 namespace moe_fp8::sm90 {
 
 // Where the scales of blocks are in the first stage: of the thread's first row and of its first column. All columns of
-// a square have the same, one of four: `first` is its place in the first stage; where groups are of rows each stage
-// moves on.
+// a square have the same.
 template <class T>
 struct BlockScales {
   uint32_t of_rows, of_columns;
-  int first;
 
-  MOE_DEVICE BlockScales(const Args& p, Shared<T>& shared, const Tile& tile, int row, int lane)
+  MOE_DEVICE BlockScales(Shared<T>& shared, const Tile& tile, int row, int lane)
       : of_rows(shared_address(shared.scale_a) + 4 * ((tile.row_of_a & 3) + row)),
-        of_columns(shared_address(shared.scale_b) + (T::kColumnScales ? 8 * (lane % 4) : 0)),
-        first((T::kSumGroups ? tile.column / kDepth
-                             : (tile.expert * ceil_div(p.N, kDepth) + tile.column / kDepth) * steps_of<T>(tile)) & 3) {}
+        of_columns(shared_address(shared.scale_b) + (T::kColumnScales ? 8 * (lane % 4) : 0)) {}
   MOE_DEVICE void load_rows(int s, int half, float (&row)[2]) const {
     const uint32_t at = of_rows + (s * (T::kTileRows + 4) + 128 * half) * 4;
     row[0] = load_shared(at);
@@ -28,7 +24,7 @@ struct BlockScales {
 #pragma unroll
       for (int i = 0; i < T::kTileColumns / 4; i += 2) load_shared(at + 16 * i, column[i], column[i + 1]);
     } else {
-      const float of_all = load_shared(at + (T::kSumGroups ? first : first + s & 3) * 4);
+      const float of_all = load_shared(at);
 #pragma unroll
       for (float& f : column) f = of_all;
     }
@@ -70,11 +66,11 @@ MOE_DEVICE void promote_stage(const Consumer<T>& c, float (&sum)[2][T::kTileColu
   }
 }
 template <int kHalves, class T>
-MOE_DEVICE void multiply_promoted(const Args& p, Consumer<T>& c, Shared<T>& shared, const Tile& tile,
+MOE_DEVICE void multiply_promoted(Consumer<T>& c, Shared<T>& shared, const Tile& tile,
                                   float (&sum)[2][T::kTileColumns / 2]) {
 #pragma unroll
   for (int i = 0; i < T::kTileColumns / 2; ++i) sum[0][i] = sum[1][i] = 0.f;
-  const BlockScales<T> scales(p, shared, tile, c.row(), c.lane());
+  const BlockScales<T> scales(shared, tile, c.row(), c.lane());
   float product[T::kTileColumns / 2];
   int left = steps_of<T>(tile);
 #pragma unroll 1

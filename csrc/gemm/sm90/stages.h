@@ -1,5 +1,5 @@
-// What the roles of a block share. A block is two producers, threads that start copies, two warps that copy rows of a
-// where they are taken by index, one that plans tiles where groups divide the sum, and two warpgroups of consumers.
+// What the roles of a block share. A block is two producers, which start copies, two warps that copy rows of a where
+// they are taken by index, one that plans tiles where groups divide the sum, and two warpgroups of consumers.
 // Stages of 128 elements of the sum, of kMx 64, go round in shared memory; every tile begins at the first stage, so
 // that the addresses of all are constants in the unrolled rounds. What is missing of a tile's last round are empty
 // stages, armed and released but not loaded. Where half a round holds the whole sum, tiles take its halves in turns, so
@@ -30,11 +30,11 @@ struct Shared {
   uint8_t a[kStages][T::kStageBytesA];
   uint8_t b[kStages][T::kStageBytesB];
   uint8_t staging[4 * kConsumers][2048];  // of a warp: 16 rows of 128 bytes on their way out
-  // Scales: of rows, for tiles in turn the columns'; of blocks, for every stage both operands'. Those of a begin at the
-  // row before the tile's first that is a multiple of 4, those of b, one of a square for all columns, likewise. Of kMx,
-  // for every other stage a's of four blocks, as bytes.
+  // Scales: of rows, for tiles in turn the columns'; of blocks, for every stage both operands', of squares one of b.
+  // Those of a begin at the row before the tile's first that is a multiple of 4. Of kMx, for every other stage a's of
+  // four blocks, as bytes.
   float scale_a[T::kBlockScales || T::kMx ? kStages : 1][T::kTileRows + 4];
-  float scale_b[T::kBlockScales ? kStages : kTurns][T::kBlockScales && !T::kColumnScales ? 4 : T::kTileColumns];
+  float scale_b[T::kBlockScales ? kStages : kTurns][T::kBlockScales && !T::kColumnScales ? 1 : T::kTileColumns];
   // Of rows that are taken by index: where row kSwizzledRows * j + i begins, in chunks of 16 bytes, at [i][j].
   alignas(16) uint32_t source[kSwizzledRows][T::kTileRows / kSwizzledRows];
   Tile tiles[kTurns];  // in turn; written before the first stage of a tile is full

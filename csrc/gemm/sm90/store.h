@@ -4,7 +4,9 @@
 
 namespace moe_fp8::sm90 {
 
-// A warp's staging holds 16 rows of 128 bytes, in chunks of 16 that are swizzled: columns from 8 * first on.
+// A warp's staging holds 16 rows of 128 bytes, in chunks of 16 that are swizzled: columns from 8 * first on. Stored one
+// by one: a store of two takes an even register and the next, and sums that lie so share banks of registers with the
+// products that are added to them.
 template <class Value>
 MOE_DEVICE void stage_floats(uint8_t* staging, int lane, int first, int eights, Value& value) {
   const int r = lane / 4, q = lane % 4;
@@ -12,8 +14,8 @@ MOE_DEVICE void stage_floats(uint8_t* staging, int lane, int first, int eights, 
   for (int j = 0; j < eights; ++j)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      auto* to = reinterpret_cast<float2*>(staging + (r + 8 * h) * 128 + ((2 * j + q / 2) ^ r) * 16 + q % 2 * 8);
-      *to = make_float2(value(h, first + j, 0), value(h, first + j, 1));
+      uint8_t* to = staging + (r + 8 * h) * 128 + ((2 * j + q / 2) ^ r) * 16 + q % 2 * 8;
+      for (int i = 0; i < 2; ++i) reinterpret_cast<volatile float*>(to)[i] = value(h, first + j, i);
     }
 }
 // One chunk of every fourth row, when all lanes have staged theirs.

@@ -237,11 +237,11 @@ class Block {
     running_->begun.back().push_back(std::move(work));
   }
   // Of 16 bytes; null: zeros. Until then nobody knows what is there.
-  void copy_chunk(void* to, const void* from, size_t bytes = 16) {
+  void copy_chunk(void* to, const void* from) {
     memset(to, kPoison, 16);
-    begin([to, from, bytes] {
-      memset(to, 0, 16);
-      if (from) memcpy(to, from, bytes);
+    begin([to, from] {
+      if (from) memcpy(to, from, 16);
+      else memset(to, 0, 16);
     });
   }
   void complete_group() { running_->begun.emplace_back(); }

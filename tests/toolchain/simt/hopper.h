@@ -69,7 +69,6 @@ inline void barrier_arrive_in_cluster(uint32_t barrier) {
 inline void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
   barrier_update(own(barrier), 1, int32_t(bytes));
 }
-inline void barrier_expect(uint32_t barrier, uint32_t bytes) { barrier_update(own(barrier), 0, int32_t(bytes)); }
 inline void barrier_wait(uint32_t barrier, uint32_t phase) {
   const auto* at = reinterpret_cast<const uint64_t*>(barrier_at(own(barrier)));
   while (__builtin_bit_cast(PhaseBarrier, __atomic_load_n(at, __ATOMIC_SEQ_CST)).phase == phase) current->relax();
@@ -123,11 +122,6 @@ inline void prefetch_bytes(const void* global, uint32_t bytes) {
 inline void copy_chunk(uint32_t shared, const void* global, bool there) {
   if (there) check_bytes(global, 16);
   current->copy_chunk(current->at(own(shared), 16, 16), there ? global : nullptr);
-}
-inline void copy_start_of_chunk(uint32_t shared, const void* global, uint32_t bytes) {
-  check_bytes(global, 16);
-  if (bytes == 0 || bytes >= 16) current->fail("a start of a chunk that is none");
-  current->copy_chunk(current->at(own(shared), 16, 16), global, bytes);
 }
 inline void barrier_arrive_behind_copies(uint32_t barrier) {
   current->complete_group();
