@@ -154,6 +154,8 @@ NO_FP8 = "no tensor core products of fp8"
         (ptxas_log(GEMM_MX), [PTX_WGMMA.format("bf16"), PTX_BOX], []),
         (ptxas_log(GEMM_MX), [PTX_WGMMA.format("e5m2"), PTX_BOX], ["no tensor core products of bfloat16"]),
         (ptxas_log(GEMM, waits=2), SASS_GEMM, ["2 waits between products"]),
+        (ptxas_log(GEMM), [*SASS_GEMM, "FFMA R0, R24, R191.reuse, R9", "FFMA R207, R25.reuse, R192, R207"], []),
+        (ptxas_log(GEMM), [*SASS_GEMM, "FFMA R206, R24, R190.reuse, R206"], ["1 sums of one bank of registers"]),
         (ptxas_log(GEMM), SASS_GEMM[1:], [NO_FP8]),
         (ptxas_log(GEMM), SASS_GEMM[:1], ["no copies by tensor maps"]),
         (ptxas_log(GEMM, "sm_100a"), ["EXIT"], []),
