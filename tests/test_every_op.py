@@ -175,13 +175,13 @@ def test_wrong_kinds_of_tensors(name):
                     getattr(ops, name)(**call | {argument.name: wrong})
 
 
-WRONG = {  # kinds of arguments: how an error calls them, and what no call takes for one
-    "Tensor": ("a tensor", ([], "x", 3, [torch.ones(2)])),
-    "str": ("a str", (3, ["rows"], torch.float32)),
-    "int": ("an int of 64 bits", ("3", 2.0, [1])),
-    "bool": ("a bool", ("True", [True])),
-    "float": ("a number", ("1", [1.0])),
-    "ScalarType": ("a torch.dtype", ("float32", float, [torch.float32])),
+WRONG = {  # kinds of arguments: how an error calls them, what no call takes for one, and what torch.ops takes
+    "Tensor": ("a tensor", ([], "x", 3, [torch.ones(2)]), ()),
+    "str": ("a str", (3, ["rows"], torch.float32), ()),
+    "int": ("an int of 64 bits", ("3", 2.0, [1]), (True, False, torch.tensor(1))),
+    "bool": ("a bool", ("True", [True]), (1, 0, 1.0, None, torch.tensor(True))),
+    "float": ("a number", ("1", [1.0]), (torch.tensor(1.0),)),
+    "ScalarType": ("a torch.dtype", ("float32", float, [torch.float32]), (15, True)),
 }
 
 
@@ -192,18 +192,31 @@ def test_wrong_kinds_of_arguments(name):
     for argument in schema(name).arguments:
         of_type = str(argument.real_type)
         kind = of_type.removeprefix("Optional[").removesuffix("]")
-        text, wrongs = WRONG[kind]
+        text, wrongs, of_torch = WRONG[kind]
         optional = " or None" if kind != of_type else ""
         if not optional and kind in ("str", "int", "float"):
             wrongs = None, *wrongs
-        for wrong in wrongs:
+        for wrong in *wrongs, *of_torch:
             got = None if wrong is None else type(wrong).__name__
             with pytest.raises(RuntimeError) as error:
                 getattr(ops, name)(**call | {argument.name: wrong})
             assert str(error.value) == f"{name}: {argument.name} must be {text}{optional}, got {got}"
             assert error.value.__cause__ is None and error.value.__context__ is None
+        for wrong in wrongs:
             with pytest.raises(RuntimeError, match=f"for argument '{argument.name}'"):
                 getattr(torch.ops.moe_fp8, name)(**call | {argument.name: wrong})
+
+
+class Two:
+    """An int of another class, as numpy has them."""
+
+    def __index__(self) -> int:
+        return 2
+
+
+def test_ints_of_other_classes():
+    x, indices = torch.ones(2, 3), torch.tensor([3, 0], dtype=torch.int32)
+    assert torch.equal(ops.permute_pad(x, indices, Two()), ops.permute_pad(x, indices, 2))
 
 
 def test_arguments_that_torch_cannot_pass_on():

@@ -126,7 +126,7 @@ def _save(ctx, inputs, output):
 @differentiable_once
 def _backward(ctx, _, grad, __):
     logits, ids = ctx.saved_tensors
-    return (None if grad is None else _choose_backward(unit_stride(grad), logits, ids, None, *ctx.how),)
+    return (None if grad is None else _choose_backward(unit_stride(grad), logits, ids, None, *ctx.how, 1),)
 
 
 register_gradient(_choose, _save, _backward, without=("bias",))

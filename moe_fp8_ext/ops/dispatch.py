@@ -11,10 +11,13 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from moe_fp8_ext.ops.checks import is_int
 
 _LIBRARY = torch.library.Library("moe_fp8", "IMPL")
 _Below = torch._C._AutoDispatchBelowAutograd
@@ -33,6 +36,16 @@ _KINDS = {
     "int": "an int of 64 bits",
     "SymInt": "an int of 64 bits",
 }
+# Where torch takes more, as True for an int, an int for a dtype, for a bool all that is true or false, and tensors for
+# numbers, which wait for the device: the class of nearly all that is right, and what else is.
+_STRICT = {
+    "ScalarType": (torch.dtype, lambda x: False),
+    "bool": (bool, lambda x: isinstance(x, torch.SymBool)),
+    "float": (float, lambda x: isinstance(x, (Real, torch.SymFloat, torch.SymInt))),
+    "int": (int, is_int),
+    "SymInt": (int, is_int),
+}
+_WRONG_KIND = re.compile(r"([\w:]+)\(\) Expected a value of type '.*' for argument '(\w+)' but instead")
 _NO_SECOND = "moe_fp8_ext has no second derivatives, and create_graph=True asked for one"
 
 
@@ -216,34 +229,46 @@ def refuse_none(op: torch._ops.OpOverload) -> None:
 
 
 def say_kinds(wrapper: Callable, op: torch._ops.OpOverload) -> None:
-    """Has wrapper say with the sentence of other errors what argument of op is of a wrong kind: torch finds it anyway.
+    """Has wrapper say with the sentence of other errors what argument of op is of a wrong kind.
 
-    The wrapper's module calls op by a name of its own, which gets what catches torch's error: a check before a call,
-    or a frame around the wrapper, would cost every good call more.
+    The wrapper's module calls op, with all arguments, by a name of its own, which gets what looks for the kinds that
+    torch would take for others, and catches its error of those that it would not: to look for all, or a frame around
+    the wrapper, would cost every good call more.
     """
+    arguments = op._schema.arguments
+    strict = []
+    for i, (kind, optional) in enumerate(map(_kind_of, arguments)):
+        if kind in _STRICT:
+            usual, is_right = _STRICT[kind]
+            strict.append((i, (usual, type(None)) if optional else (usual,), is_right))
 
     def checked(*args):
+        for i, usual, is_right in strict:
+            if args[i].__class__ not in usual and not is_right(args[i]):
+                raise RuntimeError(_text_of_kind(op, arguments[i], args[i]))
         try:
             return op(*args)
         except RuntimeError as error:
-            text = _text_of_kind(op, args, str(error))
-            if text is None:
+            found = _WRONG_KIND.match(str(error))
+            if found is None or found[1] != op._schema.name:
                 raise
-        raise RuntimeError(text)
+        at = [argument.name for argument in arguments].index(found[2])
+        raise RuntimeError(_text_of_kind(op, arguments[at], args[at]))
 
     checked._torchdynamo_inline = op  # what a graph traces instead: an error there is the fake implementation's
     (name,) = (name for name in wrapper.__code__.co_names if wrapper.__globals__.get(name) is op)
     wrapper.__globals__[name] = checked
 
 
-def _text_of_kind(op: torch._ops.OpOverload, args: tuple, error: str) -> str | None:
-    found = re.match(rf"{op._schema.name}\(\) Expected a value of type '.*' for argument '(\w+)' but instead", error)
-    for argument, x in zip(op._schema.arguments, args, strict=False):
-        if found and argument.name == found[1]:
-            kind, optional = re.fullmatch(r"(?:Optional\[)?(\w+)(\]?)", str(argument.real_type)).groups()
-            wanted = f"{_KINDS[kind]}{' or None' if optional else ''}"
-            # Of that type: an int beyond 64 bits or all floats, half a character.
-            itself = x is None or type(x).__name__ in ({"float": "int"}.get(kind, kind), kind)
-            got = repr(x) if itself else type(x).__name__
-            return f"{op._opname}: {argument.name} must be {wanted}, got {got}"
-    return None
+def _kind_of(argument: torch.Argument) -> tuple[str, bool]:
+    """And whether it may be None."""
+    kind, optional = re.fullmatch(r"(?:Optional\[)?(\w+)(\]?)", str(argument.real_type)).groups()
+    return kind, bool(optional)
+
+
+def _text_of_kind(op: torch._ops.OpOverload, argument: torch.Argument, x: object) -> str:
+    kind, optional = _kind_of(argument)
+    # Of that type: an int beyond 64 bits or all floats, half a character.
+    itself = x is None or type(x).__name__ in ({"float": "int"}.get(kind, kind), kind)
+    wanted = f"{_KINDS[kind]}{' or None' if optional else ''}"
+    return f"{op._opname}: {argument.name} must be {wanted}, got {repr(x) if itself else type(x).__name__}"
