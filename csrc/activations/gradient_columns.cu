@@ -1,5 +1,5 @@
 // The second pass: dh and a along tokens. A block has 64 features of 256 positions, so that a column is stored 256
-// bytes at a time; a slot 16 positions of each line, a lane eight features of four rows.
+// bytes at a time; a row of threads 16 positions of each line, a lane eight features of four rows.
 #include "activations/gradients.h"
 #include "platform/launch.h"
 #include "primitives/transpose.h"
@@ -9,7 +9,7 @@ namespace {
 
 // Two blocks a multiprocessor, 128 registers: inputs of 32 activations a thread are under way at once.
 constexpr int kLines = 2, kTile = kLines * kLine, kVecs = 8, kColumns = kVecs * kFeatures;
-constexpr int kSlots = kLineSlots, kColumnThreads = kSlots * kLanes;
+constexpr int kColumnThreads = kLineChunks * kLanes;
 constexpr int kRowsOfLane = 4;
 constexpr int kMostTiles = 65535;  // of positions, a launch
 
@@ -26,9 +26,9 @@ MOE_DEVICE uint32_t& word_of(Stage<kParts>& stage, int part, int j) {
   return stage.at(part * kColumns + threadIdx.x % kVecs * kFeatures + j, threadIdx.y).w[threadIdx.x / kVecs];
 }
 
-// The slot's rows; behind the last one it comes once more, and so does a row's last vector.
+// The chunk's rows; behind the last one it comes once more, and so does a row's last vector.
 template <class T, class G>
-MOE_DEVICE void cast_rows(const GradientsPlan& p, const Slot& slot, Stage<G::kParts>& stage) {
+MOE_DEVICE void cast_rows(const GradientsPlan& p, const ChunkRows& rows, Stage<G::kParts>& stage) {
   constexpr int kParts = G::kParts, kAtOnce = G::kLight ? 4 : 2;  // features, as registers are for
   using Multipliers = std::conditional_t<kAtOnce == 4, Vec16, Vec8>;
   const int F = int(p.gradients.h.F), v = Min{}(int(blockIdx.x * kVecs + threadIdx.x % kVecs), p.vecs - 1);
@@ -36,8 +36,8 @@ MOE_DEVICE void cast_rows(const GradientsPlan& p, const Slot& slot, Stage<G::kPa
 #pragma unroll
   for (int i = 0; i < kRowsOfLane; ++i)
     g[i] = G::template load<Reuse::kNone>(
-        p, slot.row + Min{}(threadIdx.x / kVecs * kRowsOfLane + i, slot.count - 1), v);
-  const float* multipliers = p.multipliers + slot.group * (kParts + 1) * F + v * kFeatures;
+        p, rows.row + Min{}(threadIdx.x / kVecs * kRowsOfLane + i, rows.count - 1), v);
+  const float* multipliers = p.multipliers + rows.group * (kParts + 1) * F + v * kFeatures;
   T::with_cast(p.of_dh, [&](auto cast_dh) {
 #pragma unroll 1
     for (int first = 0; first < kFeatures; first += kAtOnce, multipliers += kAtOnce) {
@@ -69,10 +69,10 @@ MOE_DEVICE void cast_rows(const GradientsPlan& p, const Slot& slot, Stage<G::kPa
     }
   });
 }
-// Zeros where the slot has no rows.
+// Zeros where the chunk has no rows.
 template <int kParts>
-MOE_DEVICE void clear_padding(const Slot& slot, Stage<kParts>& stage) {
-  const int there = slot.count - int(threadIdx.x / kVecs) * kRowsOfLane;
+MOE_DEVICE void clear_padding(const ChunkRows& rows, Stage<kParts>& stage) {
+  const int there = rows.count - int(threadIdx.x / kVecs) * kRowsOfLane;
   if (there >= kRowsOfLane) return;
 #pragma unroll 1
   for (int c = 0; c < (kParts + 1) * kFeatures; ++c) {
@@ -82,9 +82,9 @@ MOE_DEVICE void clear_padding(const Slot& slot, Stage<kParts>& stage) {
 }
 template <int kParts>
 MOE_DEVICE void store_columns(const GradientColumnsPlan& p, int first, Stage<kParts> (&stage)[kLines]) {
-  constexpr int kChunks = kTile / kSlotRows, kStep = kColumnThreads / kChunks;
+  constexpr int kChunks = kTile / kChunkRows, kStep = kColumnThreads / kChunks;
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks;
-  const int64_t F = p.gradients.h.F, positions = p.of_dh.positions, position = first + chunk * kSlotRows;
+  const int64_t F = p.gradients.h.F, positions = p.of_dh.positions, position = first + chunk * kChunkRows;
   const int64_t feature = int64_t(blockIdx.x) * kColumns + t / kChunks;
   if (position >= positions) return;
 #pragma unroll
@@ -96,7 +96,7 @@ MOE_DEVICE void store_columns(const GradientColumnsPlan& p, int first, Stage<kPa
     for (int c = 0; c < kColumns; c += kStep, out += (in_turns ? 2 : 1) * kStep * positions)
       if (feature + c < F)
         store_stream(reinterpret_cast<Vec16*>(out),
-                     stage[chunk / kLineSlots].at(part * kColumns + t / kChunks + c, chunk % kLineSlots));
+                     stage[chunk / kLineChunks].at(part * kColumns + t / kChunks + c, chunk % kLineChunks));
   }
 }
 
@@ -111,11 +111,11 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, 2)
   with_gradients<Activations>(p, [&](auto of) {
 #pragma unroll 1
     for (int line = 0; line < kLines; ++line) {
-      const int at = first + line * kLine + threadIdx.y * kSlotRows;
+      const int at = first + line * kLine + threadIdx.y * kChunkRows;
       if (at >= int(p.of_dh.positions)) break;
-      const Slot slot = p.slots[at / kSlotRows];
-      if (slot.count > 0) cast_rows<T, typename decltype(of)::Type>(p, slot, stage[line]);
-      if (slot.count < kSlotRows) clear_padding<kParts>(slot, stage[line]);
+      const ChunkRows rows = p.chunks[at / kChunkRows];
+      if (rows.count > 0) cast_rows<T, typename decltype(of)::Type>(p, rows, stage[line]);
+      if (rows.count < kChunkRows) clear_padding<kParts>(rows, stage[line]);
     }
   });
   __syncthreads();
@@ -129,7 +129,8 @@ int launch_gradient_columns(const GradientsPlan& p, void* stream) {
   const int tiles = int(ceil_div<int64_t>(p.of_dh.positions, kTile));
   for (GradientColumnsPlan plan = {p, tiles - 1}; plan.last >= 0; plan.last -= kMostTiles) {
     const int left = plan.last + 1;
-    const Launch of_tiles = {dim3(blocks_across, left < kMostTiles ? left : kMostTiles), dim3(kLanes, kSlots), stream};
+    const dim3 blocks(blocks_across, left < kMostTiles ? left : kMostTiles);
+    const Launch of_tiles = {blocks, dim3(kLanes, kLineChunks), stream};
     const int e = dispatch_gated(p.gradients.activation, [&](auto activations) {
       return launch(quantize_gradient_columns_kernel<GradientTypes, decltype(activations)>, of_tiles, plan);
     });

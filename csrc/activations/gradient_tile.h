@@ -39,7 +39,7 @@ struct GradientTile {
   static constexpr int kVecs = kBlock / kFeatures;  // of a row of a part
   struct Part {
     union {
-      alignas(16) uint32_t slot_amax[kTileSlots][kBlock / 2];
+      alignas(16) uint32_t thread_row_amax[kTileThreadRows][kBlock / 2];
       float row_multiplier[kBlock][T::kBlocks];  // when multipliers of columns are made
     };
     alignas(16) float multiplier[T::kBlocks][kBlock];
@@ -48,9 +48,9 @@ struct GradientTile {
   Part of[kParts + 1];
   QuantizedTile tiles[kParts + 1];
 
-  // Words of chunk `at` of the slot's columns.
-  MOE_DEVICE Vec16* slot_amax(int part, int at) {
-    return reinterpret_cast<Vec16*>(of[part].slot_amax[threadIdx.y]) + at;
+  // Words of chunk `at` of the columns of a row of threads.
+  MOE_DEVICE Vec16* thread_row_amax(int part, int at) {
+    return reinterpret_cast<Vec16*>(of[part].thread_row_amax[threadIdx.y]) + at;
   }
   // In the place of what waited, two parts by turns.
   MOE_DEVICE TileStage<T>& stage(int part) { return reinterpret_cast<TileStage<T>&>(waiting[part % 2]); }
@@ -61,11 +61,11 @@ MOE_HD constexpr bool has_room(int shared) {
   return 2 * int(sizeof(GradientTile<T, kParts>) + kReservedShared) <= shared;
 }
 
-// The slot's rows of a tile, a vector a lane. Behind the last row it comes once more.
+// The 16 rows of a row of threads, a vector a lane. Behind the last row it comes once more.
 template <class G, class T, class B>
-MOE_DEVICE void differentiate_slot(const GradientTilesPlan& p, const QuantizedTile& tile, B& shared) {
+MOE_DEVICE void differentiate_rows(const GradientTilesPlan& p, const QuantizedTile& tile, B& shared) {
   constexpr int kParts = G::kParts, kVecs = B::kVecs, kRowsAtOnce = kLanes / kVecs;
-  constexpr int kHeld = G::kLight ? 4 : 2, kSteps = kSlotRows / kRowsAtOnce;
+  constexpr int kHeld = G::kLight ? 4 : 2, kSteps = kChunkRows / kRowsAtOnce;
   const int vec = threadIdx.x % kVecs, v = tile.across * kVecs + vec, last = tile.rows - 1;
   struct Chunk { int part, at; };  // of eight columns
   // The thread's: those of dh lie in both parts, or, of gates and ups in turns, side by side in one; a's is the last.
@@ -74,7 +74,7 @@ MOE_DEVICE void differentiate_slot(const GradientTilesPlan& p, const QuantizedTi
     return G::kInterleaved && i < kParts ? Chunk{at / kVecs, at % kVecs} : Chunk{i, vec};
   };
   const auto local = [&](int step) {
-    return int(threadIdx.y) * kSlotRows + step * kRowsAtOnce + int(threadIdx.x) / kVecs;
+    return int(threadIdx.y) * kChunkRows + step * kRowsAtOnce + int(threadIdx.x) / kVecs;
   };
   const auto load = [&](int step) {
     const int row = int(tile.first_row) + Min{}(local(step), last);
@@ -123,27 +123,27 @@ MOE_DEVICE void differentiate_slot(const GradientTilesPlan& p, const QuantizedTi
     for (int w = 0; w < 4; ++w) other.w[w] = shfl_xor(most[c].w[w], kVecs);
     add(most[c], other);
     const Chunk chunk = chunk_of(c);
-    if (int(threadIdx.x) < kVecs) *shared.slot_amax(chunk.part, chunk.at) = most[c];
+    if (int(threadIdx.x) < kVecs) *shared.thread_row_amax(chunk.part, chunk.at) = most[c];
   }
 }
 template <class Activations, class T, class B>
 MOE_DEVICE void differentiate(const GradientTilesPlan& p, const QuantizedTile& tile, B& shared) {
-  if (in_slot(tile.rows) > 0) {
+  if (in_thread_row(tile.rows) > 0) {
     with_gradients<Activations>(p, [&](auto of) {
-      differentiate_slot<typename decltype(of)::Type, T>(p, tile, shared);
+      differentiate_rows<typename decltype(of)::Type, T>(p, tile, shared);
     });
   } else if (int(threadIdx.x) < B::kVecs) {
 #pragma unroll
-    for (int part = 0; part <= Activations::kParts; ++part) *shared.slot_amax(part, threadIdx.x) = Vec16{};
+    for (int part = 0; part <= Activations::kParts; ++part) *shared.thread_row_amax(part, threadIdx.x) = Vec16{};
   }
 }
 
-// The lane's columns of the slot's rows.
+// The lane's columns of 16 rows.
 template <class T, class B>
 MOE_DEVICE void read_part(const B& shared, int part, TileWords<T>& v) {
 #pragma unroll
-  for (int i = 0; i < kSlotRows; ++i) {
-    const auto* row = reinterpret_cast<const Vec8*>(shared.waiting[part][threadIdx.y * kSlotRows + i]);
+  for (int i = 0; i < kChunkRows; ++i) {
+    const auto* row = reinterpret_cast<const Vec8*>(shared.waiting[part][threadIdx.y * kChunkRows + i]);
     const Vec8 words = row[threadIdx.x];
     v[i][0] = words.w[0];
     v[i][1] = words.w[1];

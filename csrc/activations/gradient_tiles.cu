@@ -121,7 +121,7 @@ int launch_tiles(const QuantizeActivatedBackwardParams& of, void* stream) {
   p.dots = reinterpret_cast<float*>(p.placed + p.tiles);
   constexpr auto kKernel = quantize_gradient_tiles_kernel<GradientTypes, Scales, Activations>;
   if (const int e = allow_large<kKernel>()) return e;
-  const dim3 few(unsigned(device().multiprocessors)), threads(kLanes, kTileSlots);
+  const dim3 few(unsigned(device().multiprocessors)), threads(kLanes, kTileThreadRows);
   if (const int e = launch(place_gradient_tiles_kernel, {few, threads, stream}, p)) return e;
   Launch l = {dim3(unsigned(round_up<int64_t>(p.tiles, kStack) * p.a.tiles_across)), threads, stream};
   l.shared = sizeof(GradientTile<Dh, Activations::kParts>);

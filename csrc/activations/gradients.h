@@ -7,8 +7,8 @@
 
 namespace moe_fp8 {
 
-// The rows of 16 positions along tokens, which are of one group: `count` of them from `row` on.
-struct alignas(16) Slot { int group, row, count, unused; };
+// The rows of a chunk of 16 positions along tokens, which are of one group: `count` of them from `row` on.
+struct alignas(16) ChunkRows { int group, row, count, unused; };
 
 // What gradients are computed from.
 struct GradientInputs {
@@ -21,7 +21,7 @@ struct GradientInputs {
 
 struct GradientsPlan : GradientInputs {
   QuantizeParams of_dh, of_a;
-  Slot* slots;         // [positions / 16]
+  ChunkRows* chunks;   // [positions / 16]
   float* multipliers;  // [E, parts + 1, F]
   uint32_t* amax;      // likewise, float32 bits; of a part [8, F / 8], so that neighbours' maxima are neighbours
   int* starts;         // [E + 2], of groups' rows; the last two are the tail's start and end

@@ -11,7 +11,7 @@ namespace {
 constexpr int kPlaceThreads = 256;
 
 // Before the first pass: where groups and the rows of positions are, and zeros to find maxima with.
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) place_slots_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) place_chunks_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
   __shared__ int words[GroupTable::words(kMaxExperts)];
   const int E = int(p.of_dh.E), positions = int(p.of_dh.positions);
   const GroupTable groups(words, E);
@@ -23,10 +23,10 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) place_slots_kernel(MOE_GRID_
   }
   const int64_t threads = int64_t(gridDim.x) * kPlaceThreads;
   const int64_t thread = int64_t(blockIdx.x) * kPlaceThreads + threadIdx.x;
-  for (int64_t i = thread; i < positions / kSlotRows; i += threads) {
-    const int at = int(i) * kSlotRows, e = GroupTable::find(groups.pos, E, at), first = at - groups.pos[e];
+  for (int64_t i = thread; i < positions / kChunkRows; i += threads) {
+    const int at = int(i) * kChunkRows, e = GroupTable::find(groups.pos, E, at), first = at - groups.pos[e];
     const int rows = e < E ? groups.rows(e) - first : 0;
-    p.slots[i] = {e, groups.row[e] + first, Max{}(0, Min{}(rows, kSlotRows)), 0};
+    p.chunks[i] = {e, groups.row[e] + first, Max{}(0, Min{}(rows, kChunkRows)), 0};
   }
   for (int64_t i = thread; i < columns_of_groups(p); i += threads) p.amax[i] = 0;
 }
@@ -52,8 +52,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) scale_columns_kernel(MOE_GRI
 GradientsPlan plan_of(const QuantizeActivatedBackwardParams& p) {
   GradientsPlan plan = {gradient_inputs(p.gradients), p.of_dh, p.of_a};
   const int64_t columns = columns_of_groups(plan);
-  plan.slots = reinterpret_cast<Slot*>(p.scratch);
-  plan.multipliers = reinterpret_cast<float*>(plan.slots + p.of_dh.positions / kSlotRows);
+  plan.chunks = reinterpret_cast<ChunkRows*>(p.scratch);
+  plan.multipliers = reinterpret_cast<float*>(plan.chunks + p.of_dh.positions / kChunkRows);
   plan.amax = reinterpret_cast<uint32_t*>(plan.multipliers + columns);
   plan.starts = reinterpret_cast<int*>(plan.amax + columns);
   return plan;
@@ -65,7 +65,7 @@ bool has_blocks(const QuantizeActivatedBackwardParams& p) { return format_of(p.o
 
 int64_t scratch_words(const QuantizeActivatedBackwardParams& p) {
   if (has_blocks(p)) return gradient_tiles_words(p);
-  return p.of_dh.positions / kSlotRows * (sizeof(Slot) / 4) + 2 * columns_of_groups(plan_of(p)) + p.of_dh.E + 2;
+  return p.of_dh.positions / kChunkRows * (sizeof(ChunkRows) / 4) + 2 * columns_of_groups(plan_of(p)) + p.of_dh.E + 2;
 }
 
 bool can_quantize_activated_backward(const QuantizeActivatedBackwardParams& p) {
@@ -77,7 +77,7 @@ bool can_quantize_activated_backward(const QuantizeActivatedBackwardParams& p) {
   const int together = g.h.interleaved && is_gated(g.activation) ? 2 * kFeatures : kFeatures;  // columns of h
   const bool near = g.P == 1 || (g.h.stride < kLongestStride && g.da_stride < kLongestStride);
   return g.P > 0 && g.h.F > 0 && g.in == InType::kBF16 && types && sizes && near && !p.of_a.of_batch() &&
-         p.of_dh.align % kSlotRows == 0 &&
+         p.of_dh.align % kChunkRows == 0 &&
          is_of_vectors(g.h.h, g.h.stride, g.h.F, g.P, 1, together) &&
          is_of_vectors(g.da, g.da_stride, g.h.F, g.P, 2);
 }
@@ -86,7 +86,7 @@ int quantize_activated_backward(const QuantizeActivatedBackwardParams& p, void* 
   if (has_blocks(p)) return launch_gradient_tiles(p, stream);
   const GradientsPlan plan = plan_of(p);
   const Launch few = {dim3(unsigned(device().multiprocessors)), dim3(kPlaceThreads), stream};
-  if (const int e = launch(place_slots_kernel, few, plan)) return e;
+  if (const int e = launch(place_chunks_kernel, few, plan)) return e;
   if (const int e = launch_gradient_rows(plan, stream)) return e;
   if (const int e = launch(scale_columns_kernel, few, plan)) return e;
   return launch_gradient_columns(plan, stream);

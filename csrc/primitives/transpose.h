@@ -1,6 +1,6 @@
-// From rows in registers to columns in memory. Threads are slots (threadIdx.y) of 32 lanes (threadIdx.x) on every chip;
-// a lane has some neighbouring columns, a slot 16 rows of every 128-byte line of q_t. Shuffles with masks below 32 stay
-// inside a slot.
+// From rows in registers to columns in memory. A row of threads (threadIdx.y) is 32 lanes (threadIdx.x) on every chip.
+// A lane has some neighbouring columns, a row of threads 16 rows, which in a column are a chunk of a line of q_t: 16 of
+// 128 bytes. Shuffles with masks below 32 stay inside a row of threads.
 #pragma once
 #include "platform/memory.h"
 #include "primitives/cast.h"
@@ -8,15 +8,15 @@
 
 namespace moe_fp8 {
 
-constexpr int kLanes = 32, kSlotRows = 16, kLineSlots = kLine / kSlotRows;
+constexpr int kLanes = 32, kChunkRows = 16, kLineChunks = kLine / kChunkRows;
 
 // Columns on their way out: [column][position], 128 bytes a column, its eight 16-byte chunks permuted so that neither
 // the writes (one chunk, 32 lanes of kOfLane columns each) nor the reads (8 chunks of a column) meet in a bank.
 template <int kColumns, int kOfLane>
 struct TransposeStage {
-  Vec16 chunks[kColumns * kLineSlots];
-  MOE_DEVICE Vec16& at(int column, int slot) {
-    return chunks[column * kLineSlots + (slot ^ ((column / kOfLane) & (kLineSlots - 1)))];
+  Vec16 chunks[kColumns * kLineChunks];
+  MOE_DEVICE Vec16& at(int column, int chunk) {
+    return chunks[column * kLineChunks + (chunk ^ ((column / kOfLane) & (kLineChunks - 1)))];
   }
 };
 
@@ -26,10 +26,10 @@ MOE_DEVICE uint32_t row_mask(int g, int rows) {
   return n >= 4 ? 0xffffffffu : n <= 0 ? 0u : (1u << (8 * n)) - 1;
 }
 
-// The 16 rows of a slot, kWords words of columns a lane, cast into 16-byte chunks of columns: cast(a, b, c, d) gives
+// The 16 rows of a row of threads, kWords words of columns a lane, cast into chunks of columns: cast(a, b, c, d) gives
 // four bytes. kFull: all rows are there.
 template <class In, bool kFull, int kWords, class Stage, class Cast>
-MOE_DEVICE void cast_slot(const uint32_t (&v)[kSlotRows][kWords], int rows, const float* multiplier, Stage& stage,
+MOE_DEVICE void cast_chunks(const uint32_t (&v)[kChunkRows][kWords], int rows, const float* multiplier, Stage& stage,
                           Cast cast) {
 #pragma unroll
   for (int c = 0; c < kWords * kPerWord<In>; ++c) {
@@ -42,7 +42,7 @@ MOE_DEVICE void cast_slot(const uint32_t (&v)[kSlotRows][kWords], int rows, cons
                         element<In>(v[4 * g + 2][w], i) * m, element<In>(v[4 * g + 3][w], i) * m);
       if constexpr (!kFull) chunk.w[g] &= row_mask(g, rows);
     }
-    stage.at(column, threadIdx.y % kLineSlots) = chunk;
+    stage.at(column, threadIdx.y % kLineChunks) = chunk;
   }
 }
 
@@ -55,21 +55,21 @@ MOE_DEVICE void transpose_bytes(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t&
   c = pick_bytes(ab2, cd2, 0x5410);
   d = pick_bytes(ab2, cd2, 0x7632);
 }
-// The 16 rows of a slot, four bytes of columns a lane, as they are.
+// The 16 rows of a row of threads, four bytes of columns a lane, as they are.
 template <class Stage>
-MOE_DEVICE void stage_slot(uint32_t (&v)[kSlotRows], Stage& stage) {
+MOE_DEVICE void stage_chunks(uint32_t (&v)[kChunkRows], Stage& stage) {
 #pragma unroll
-  for (int g = 0; g < kSlotRows; g += 4) transpose_bytes(v[g], v[g + 1], v[g + 2], v[g + 3]);
+  for (int g = 0; g < kChunkRows; g += 4) transpose_bytes(v[g], v[g + 1], v[g + 2], v[g + 3]);
 #pragma unroll
   for (int c = 0; c < 4; ++c)
-    stage.at(threadIdx.x * 4 + c, threadIdx.y % kLineSlots) = Vec16{{v[c], v[4 + c], v[8 + c], v[12 + c]}};
+    stage.at(threadIdx.x * 4 + c, threadIdx.y % kLineChunks) = Vec16{{v[c], v[4 + c], v[8 + c], v[12 + c]}};
 }
 
-// Zeros of a slot that holds only padding.
+// Zeros of a row of threads that holds only padding.
 template <int kColumns, class Stage>
-MOE_DEVICE void clear_slot(Stage& stage) {
+MOE_DEVICE void clear_chunks(Stage& stage) {
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) stage.at(threadIdx.x * kColumns + c, threadIdx.y % kLineSlots) = Vec16{};
+  for (int c = 0; c < kColumns; ++c) stage.at(threadIdx.x * kColumns + c, threadIdx.y % kLineChunks) = Vec16{};
 }
 
 // A chunk of 16 positions on its way out, the first `there` of them where it is not kWhole.
@@ -79,7 +79,7 @@ MOE_DEVICE void store_chunk(uint8_t* q_t, const Vec16& chunk, int there) {
     store_stream(reinterpret_cast<Vec16*>(q_t), chunk);
   } else {
 #pragma unroll
-    for (int b = 0; b < kSlotRows; ++b)
+    for (int b = 0; b < kChunkRows; ++b)
       if (b < there) q_t[b] = uint8_t(chunk.w[b / 4] >> (8 * (b % 4)));
   }
 }

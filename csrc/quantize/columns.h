@@ -8,7 +8,7 @@
 
 namespace moe_fp8 {
 
-// Of the first two: a lane has 16 bytes of a row, a row of threads every eighth row of a block's share of a strip of
+// Of the first two: a lane has 16 bytes of a row, a row of threads every eighth row of a block's share of a panel of
 // columns.
 constexpr int kThreadRows = 8, kColumnThreads = kThreadRows * kLanes;
 constexpr int kColumnBlocks = 4;  // of a multiprocessor
@@ -21,8 +21,8 @@ struct ColumnWalk {
   int64_t column;
   int first, end;  // of x, of the row of threads
 
-  MOE_DEVICE explicit ColumnWalk(const ColumnsPlan& p) : p(p), share(int(blockIdx.x / p.strips)) {
-    column = (int64_t(blockIdx.x % p.strips) * kLanes + threadIdx.x) * T::kVec;
+  MOE_DEVICE explicit ColumnWalk(const ColumnsPlan& p) : p(p), share(int(blockIdx.x / p.panels)) {
+    column = (int64_t(blockIdx.x % p.panels) * kLanes + threadIdx.x) * T::kVec;
     const int64_t begin = int64_t(share) * p.share, rows = p.x_rows - begin;
     first = int(begin) + threadIdx.y;
     end = int(begin + (rows < 0 ? 0 : rows < p.share ? rows : p.share));
@@ -78,7 +78,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, kColumnBlocks)
 #pragma unroll
   for (int i = 0; i < T::kVec; ++i) of_thread_row[threadIdx.y][threadIdx.x * T::kVec + i] = amax[i];
   __syncthreads();
-  const int64_t first = int64_t(blockIdx.x % p.strips) * kLanes * T::kVec;
+  const int64_t first = int64_t(blockIdx.x % p.panels) * kLanes * T::kVec;
   for (int c = threadIdx.y * kLanes + threadIdx.x; c < kLanes * T::kVec; c += kColumnThreads) {
     float most = 0;
 #pragma unroll

@@ -5,8 +5,8 @@
 namespace moe_fp8 {
 
 struct ColumnsPlan : QuantizeParams {
-  uint32_t strips;       // of kLanes lanes' columns
-  int shares, share;     // of a strip; rows of a share
+  uint32_t panels;       // of kLanes lanes' columns
+  int shares, share;     // of a panel; rows of a share
   int64_t stride;        // bytes between rows of x in fp8
   uint8_t* cast;         // [x_rows, stride]: x in fp8, zeros beyond K
   int* source;           // [positions]: the row of x at a position of q_t; -1: zeros

@@ -11,19 +11,19 @@
 namespace moe_fp8 {
 
 constexpr int kStripBytes = 128, kChunks = kStripBytes / 16;
-constexpr int kSmallSlots = 8, kLargeSlots = 16;  // of a block
+constexpr int kSmallThreadRows = 8, kLargeThreadRows = 16;  // of a block
 
-template <class Types_, int kSlots_, Source kSource_, bool kTogether_>
+template <class Types_, int kThreadRows_, Source kSource_, bool kTogether_>
 struct StripTraits {
   using Types = Types_;  // Fast or Any
   using In = typename Types::In;
   static constexpr Source kSource = kSource_;
-  static constexpr int kSlots = kSlots_, kThreads = kSlots * kLanes;
+  static constexpr int kThreadRows = kThreadRows_, kThreads = kThreadRows * kLanes;
   static constexpr bool kTogether = kTogether_;  // in clusters and teams; others work alone
   static constexpr bool kInStep = kTogether && kSource == Source::kInPlace;  // where rows run beside: see rows.h
-  static constexpr int kLines = kSlots / kLineSlots;    // lines of q_t cast at once
+  static constexpr int kLines = kThreadRows / kLineChunks;  // lines of q_t cast at once
   static constexpr int kColumns = kStripBytes / 4 * kPerWord<In>;
-  static constexpr int kRowStep = kThreads / kChunks;   // rows that the threads touch at once, 16 bytes each
+  static constexpr int kRowStep = kThreads / kChunks;       // rows that the threads touch at once, 16 bytes each
 };
 template <class T>
 using RowBits = const typename T::Types::Bits*;
@@ -36,7 +36,7 @@ using StripStage = TransposeStage<T::kColumns, kPerWord<typename T::In>>;
 // What blocks that work together hear of one another.
 template <bool kTogether>
 struct StripNotes {
-  uint32_t team_amax[kLargeSlots][kLanes];  // of the shares that a slot has heard of
+  uint32_t team_amax[kLargeThreadRows][kLanes];  // of the shares that a row of threads has heard of
   ClusterInbox inbox[2];
 };
 template <>
@@ -46,7 +46,7 @@ struct StripNotes<false> {};
 template <class T>
 struct StripShared : StripNotes<T::kTogether> {
   StripStage<T> stage[2][T::kLines];
-  alignas(16) uint32_t slot_amax[T::kSlots][kLanes];  // a word of columns a lane
+  alignas(16) uint32_t thread_row_amax[T::kThreadRows][kLanes];  // a word of columns a lane
   float multiplier[T::kColumns];
   Part parts[2 * kPartsAhead];
 };
@@ -119,7 +119,7 @@ template <class T>
 MOE_DEVICE constexpr bool is_zero_row(const void* row) { return T::kSource == Source::kByIndex && row == nullptr; }
 
 // The block's shared memory is a ring of p.held rows. A strip starts at row `base` of it; strips start and end at
-// multiples of 16 rows, so a slot's rows never wrap.
+// multiples of 16 rows, so those of a chunk never wrap.
 MOE_DEVICE int ring_row(const StripsPlan& p, int row) { return row < p.held ? row : row - p.held; }
 
 // Starts the copies of the strip's rows [begin, end), of which a thread t has chunk t % kChunks.
@@ -136,11 +136,11 @@ MOE_DEVICE void copy_to_ring(const StripsPlan& p, const Part& w, int begin, int 
 
 // The part's 16 rows from `first` on, a word of columns a lane; zeros where none is.
 template <class T>
-MOE_DEVICE void load_slot(const StripsPlan& p, const Part& w, int first, uint32_t (&v)[kSlotRows][1]) {
+MOE_DEVICE void load_chunk_rows(const StripsPlan& p, const Part& w, int first, uint32_t (&v)[kChunkRows][1]) {
   const int64_t column = int64_t(w.strip) * T::kColumns + threadIdx.x * kPerWord<typename T::In>;
   RowWalk<T> walk(p, w, first, 1, column);
 #pragma unroll
-  for (int i = 0; i < kSlotRows; ++i) {
+  for (int i = 0; i < kChunkRows; ++i) {
     v[i][0] = 0;
     if (first + i >= w.rows || column >= p.K) continue;
     const auto row = walk.next(first + i);
@@ -148,7 +148,7 @@ MOE_DEVICE void load_slot(const StripsPlan& p, const Part& w, int first, uint32_
   }
 }
 
-// Amax over the part's rows of every word of columns, left in shared.slot_amax, one value a slot.
+// Amax over the part's rows of every word of columns, left in shared.thread_row_amax, one value a row of threads.
 template <class T>
 MOE_DEVICE void reduce_part(const StripsPlan& p, const Part& w, const Vec16* ring, int base, StripShared<T>& shared) {
   using In = typename T::In;
@@ -171,17 +171,17 @@ MOE_DEVICE void reduce_part(const StripsPlan& p, const Part& w, const Vec16* rin
     amax[i] = max_magnitude<In>(amax[i], shfl_xor(amax[i], 8));
     amax[i] = max_magnitude<In>(amax[i], shfl_xor(amax[i], 16));
   }
-  Vec16* slot = reinterpret_cast<Vec16*>(shared.slot_amax[threadIdx.y]);
-  if (threadIdx.x < kChunks) slot[chunk] = Vec16{{amax[0], amax[1], amax[2], amax[3]}};
+  Vec16* words = reinterpret_cast<Vec16*>(shared.thread_row_amax[threadIdx.y]);
+  if (threadIdx.x < kChunks) words[chunk] = Vec16{{amax[0], amax[1], amax[2], amax[3]}};
 }
 
-// By one slot: the cluster's amax of the lane's columns. `turn` counts what this cluster has worked on.
+// By one row of threads: the cluster's amax of the lane's columns. `turn` counts what this cluster has worked on.
 template <class T>
 MOE_DEVICE uint32_t amax_of_cluster(const StripsPlan& p, StripShared<T>& shared, uint32_t turn) {
   using In = typename T::In;
   uint32_t amax = 0;
 #pragma unroll
-  for (int i = 0; i < T::kSlots; ++i) amax = max_magnitude<In>(amax, shared.slot_amax[i][threadIdx.x]);
+  for (int i = 0; i < T::kThreadRows; ++i) amax = max_magnitude<In>(amax, shared.thread_row_amax[i][threadIdx.x]);
   if constexpr (T::kTogether) {
     if (p.cluster_log2 == 0) return amax;
     ClusterInbox& inbox = shared.inbox[turn & 1];
@@ -202,42 +202,42 @@ MOE_DEVICE uint32_t* note(const StripsPlan& p, uint32_t share) {
 // on listening meanwhile.
 constexpr int kLooks = 128;
 
-// By one slot: the amax of a share, which its cluster tells. That cluster may not begin before ours has ended, so after
-// a while the slot works the amax out itself, until it hears of it.
+// By one row of threads: the amax of a share, which its cluster tells. That cluster may not begin before ours has
+// ended, so after a while this row works the amax out itself, until it hears of it.
 template <class T, class Groups>
 MOE_DEVICE uint32_t amax_of_share(const StripsPlan& p, const Groups& groups, uint32_t share) {
   uint32_t* told = note(p, share);
-  uint32_t amax = 0, word, v[kSlotRows][1];
+  uint32_t amax = 0, word, v[kChunkRows][1];
   for (int i = 0; i < kLooks; ++i)
     if (receive_word(told, word)) return word;
   const Part whole = part_of(p, groups, share, 0, 0);
-  for (int row = 0; row < whole.rows; row += kSlotRows) {
-    load_slot<T>(p, whole, row, v);
+  for (int row = 0; row < whole.rows; row += kChunkRows) {
+    load_chunk_rows<T>(p, whole, row, v);
     if (receive_word(told, word)) return word;
 #pragma unroll
-    for (int i = 0; i < kSlotRows; ++i) amax = max_magnitude<typename T::In>(amax, v[i][0]);
+    for (int i = 0; i < kChunkRows; ++i) amax = max_magnitude<typename T::In>(amax, v[i][0]);
   }
   send_word(told, amax);
   return amax;
 }
-// By all slots: what the team tells, left in shared.team_amax, of one share in kSlots a slot.
+// By all threads: what the team tells, left in shared.team_amax, of one share in kThreadRows a row of threads.
 template <class T, class Groups>
 MOE_DEVICE void hear_team(const StripsPlan& p, const Groups& groups, const Part& w, StripShared<T>& shared) {
   uint32_t amax = 0;
-  for (int rank = threadIdx.y; rank < w.team; rank += T::kSlots)
+  for (int rank = threadIdx.y; rank < w.team; rank += T::kThreadRows)
     amax = max_magnitude<typename T::In>(amax, amax_of_share<T>(p, groups, w.share - w.rank + rank));
   shared.team_amax[threadIdx.y][threadIdx.x] = amax;
 }
-// By one slot.
+// By one row of threads.
 template <class T>
 MOE_DEVICE uint32_t amax_of_team(StripShared<T>& shared) {
   uint32_t amax = 0;
 #pragma unroll
-  for (int i = 0; i < T::kSlots; ++i) amax = max_magnitude<typename T::In>(amax, shared.team_amax[i][threadIdx.x]);
+  for (int i = 0; i < T::kThreadRows; ++i) amax = max_magnitude<typename T::In>(amax, shared.team_amax[i][threadIdx.x]);
   return amax;
 }
 
-// By one slot: the scales of the strip's columns over the whole group.
+// By one row of threads: the scales of the strip's columns over the whole group.
 template <class T>
 MOE_DEVICE void make_scales(const StripsPlan& p, const Part& w, uint32_t amax, StripShared<T>& shared) {
   using In = typename T::In;
@@ -252,37 +252,37 @@ MOE_DEVICE void make_scales(const StripsPlan& p, const Part& w, uint32_t amax, S
   }
 }
 
-// The lines [line, line + kLines) of q_t: 16 positions a slot, those that are not the block's left alone.
+// The lines [line, line + kLines) of q_t: 16 positions a row of threads, those that are not the block's left alone.
 template <class T>
 MOE_DEVICE void cast_lines(const StripsPlan& p, const Part& w, int line, const Vec16* ring, int base,
                            const float* multiplier, StripStage<T> (&stages)[T::kLines]) {
   using In = typename T::In;
-  const int position = line * kLine + threadIdx.y * kSlotRows;
+  const int position = line * kLine + threadIdx.y * kChunkRows;
   if (position < w.begin || position >= w.end || position >= w.line1 * kLine) return;
-  StripStage<T>& stage = stages[threadIdx.y / kLineSlots];
+  StripStage<T>& stage = stages[threadIdx.y / kLineChunks];
   const int first = position - w.begin - w.skipped, rows = w.rows - first;
-  uint32_t v[kSlotRows][1];
+  uint32_t v[kChunkRows][1];
   if (first < p.held) {
     const uint32_t* words = reinterpret_cast<const uint32_t*>(ring + ring_row(p, base + first) * kChunks) + threadIdx.x;
-    if (T::Types::kOneKind && rows >= kSlotRows) {  // of kEither, both forms spill registers
+    if (T::Types::kOneKind && rows >= kChunkRows) {  // of kEither, both forms spill registers
 #pragma unroll
-      for (int i = 0; i < kSlotRows; ++i) v[i][0] = words[i * kLanes];
-      return T::Types::with_cast(p, [&](auto cast) { cast_slot<In, true>(v, rows, multiplier, stage, cast); });
+      for (int i = 0; i < kChunkRows; ++i) v[i][0] = words[i * kLanes];
+      return T::Types::with_cast(p, [&](auto cast) { cast_chunks<In, true>(v, rows, multiplier, stage, cast); });
     }
 #pragma unroll
-    for (int i = 0; i < kSlotRows; ++i) v[i][0] = i < rows ? words[i * kLanes] : 0;
+    for (int i = 0; i < kChunkRows; ++i) v[i][0] = i < rows ? words[i * kLanes] : 0;
   } else {
-    load_slot<T>(p, w, first, v);
+    load_chunk_rows<T>(p, w, first, v);
   }
-  T::Types::with_cast(p, [&](auto cast) { cast_slot<In, false>(v, rows, multiplier, stage, cast); });
+  T::Types::with_cast(p, [&](auto cast) { cast_chunks<In, false>(v, rows, multiplier, stage, cast); });
 }
 
 template <class T>
 MOE_DEVICE void store_lines(const StripsPlan& p, const Part& w, uint8_t* q_t, int line,
                             StripStage<T> (&stages)[T::kLines]) {
-  constexpr int kThreads = T::kThreads / T::kLines, kStep = kThreads / kLineSlots;  // of a line; columns at once
-  const int t = threadIdx.y * kLanes + threadIdx.x, of_line = t / kThreads, slot = t % kLineSlots;
-  const int position = (line + of_line) * kLine + slot * kSlotRows, local = t % kThreads / kLineSlots;
+  constexpr int kThreads = T::kThreads / T::kLines, kStep = kThreads / kLineChunks;  // of a line; columns at once
+  const int t = threadIdx.y * kLanes + threadIdx.x, of_line = t / kThreads, chunk = t % kLineChunks;
+  const int position = (line + of_line) * kLine + chunk * kChunkRows, local = t % kThreads / kLineChunks;
   if (position < w.begin || position >= w.end || position >= w.line1 * kLine) return;
   StripStage<T>& stage = stages[of_line];
   int64_t column = int64_t(w.strip) * T::kColumns + local;
@@ -290,7 +290,7 @@ MOE_DEVICE void store_lines(const StripsPlan& p, const Part& w, uint8_t* q_t, in
 #pragma unroll
   for (int i = 0; i < T::kColumns; i += kStep, column += kStep, out += kStep * p.positions) {
     if (column >= p.K) return;
-    store_chunk<T::Types::kFast>(out, stage.at(local + i, slot), w.end - position);
+    store_chunk<T::Types::kFast>(out, stage.at(local + i, chunk), w.end - position);
   }
 }
 

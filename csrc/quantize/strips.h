@@ -9,10 +9,11 @@
 
 namespace moe_fp8 {
 
-// Every tile choice, with what it gave on an H200. Small groups: two to four blocks of 8 slots a multiprocessor, as
-// many as still hold two strips each, one in work and one on its way (130 rows a group: four blocks 0.70 of copy, three
-// 0.66, two 0.56; 260 rows: four 0.64, three 0.77, two 0.79). Larger ones: one block of 16 slots, in clusters that hold
-// a third more rows than the average group has (0.80 to 0.86; clusters that just hold the strip 0.5 to 0.7).
+// Every tile choice, with what it gave on an H200. Small groups: two to four blocks of 8 rows of threads a
+// multiprocessor, as many as still hold two strips each, one in work and one on its way (130 rows a group: four blocks
+// 0.70 of copy, three 0.66, two 0.56; 260 rows: four 0.64, three 0.77, two 0.79). Larger ones: one block of 16, in
+// clusters that hold a third more rows than the average group has (0.80 to 0.86; clusters that just hold the strip 0.5
+// to 0.7).
 constexpr int kSmallBlocks = 4, kStripsHeld = 2, kMaxCluster = 16;
 
 // Groups that are longer than a cluster holds are shared by a team of clusters, which tell one another their amax
@@ -24,11 +25,11 @@ constexpr int kSmallBlocks = 4, kStripsHeld = 2, kMaxCluster = 16;
 constexpr int kAlone = 80;
 
 // Small blocks of tokens work alone: room for notes is room for 48 rows. Those of experts have it, for clusters.
-template <class Groups, class Types, int kSlots>
-using TraitsOf = StripTraits<Types, kSlots, Groups::kSource,
-                             kSlots == kLargeSlots || (Types::kFast && std::is_same_v<Groups, ExpertGroups>)>;
+template <class Groups, class Types, int kThreadRows>
+using TraitsOf = StripTraits<Types, kThreadRows, Groups::kSource,
+                             kThreadRows == kLargeThreadRows || (Types::kFast && std::is_same_v<Groups, ExpertGroups>)>;
 template <class T>  // that registers are for
-constexpr int kBlocks = T::kSlots == kSmallSlots && T::Types::kFast && kCastsInHardware ? kSmallBlocks : 1;
+constexpr int kBlocks = T::kThreadRows == kSmallThreadRows && T::Types::kFast && kCastsInHardware ? kSmallBlocks : 1;
 
 // With rows beside the columns, both must keep pace to share what either has read: the columns leave a part of the
 // shared memory to the rows, the more the longer a strip takes, up to where a cluster of blocks works on it. Of copy on
@@ -97,9 +98,9 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
     }
 
   auto part = [&](uint32_t turn) -> Part& { return shared.parts[turn % (2 * kPartsAhead)]; };
-  auto schedule = [&](uint32_t first) {  // by lanes of one slot
+  auto schedule = [&](uint32_t first) {  // by lanes of one row of threads
     const uint32_t turn = first + threadIdx.x;
-    if (threadIdx.y != T::kSlots - 1 || threadIdx.x >= kPartsAhead) return;
+    if (threadIdx.y != T::kThreadRows - 1 || threadIdx.x >= kPartsAhead) return;
     const uint32_t share = (blockIdx.x >> p.cluster_log2) + turn * (gridDim.x >> p.cluster_log2);
     part(turn) = part_of(p, groups, share, int(cluster_rank()), p.cluster_log2);
   };
@@ -115,7 +116,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
     if constexpr (T::kInStep)
       if (p.pace.past) keep_in_step(p, groups, w, rows_seen);
     if (turn % kPartsAhead == 0) schedule(turn + kPartsAhead);
-    const int occupied = round_up(w.held(p.held), kSlotRows), next_base = ring_row(p, base + occupied);
+    const int occupied = round_up(w.held(p.held), kChunkRows), next_base = ring_row(p, base + occupied);
     int copied = 0;
     auto copy_next = [&](int freed) {  // into what the strip leaves of the ring
       const int end = next.held(p.held - occupied + freed);
@@ -124,7 +125,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
       commit_copies();
     };
     // Before the amax, room permitting: from 0.64 to 0.82 of copy at large groups, from 0.78 to 0.72 at small ones.
-    if (T::kSlots == kLargeSlots || (T::kTogether && p.cluster_log2 > 0) || w.line0 == w.line1) copy_next(0);
+    if (T::kThreadRows == kLargeThreadRows || (T::kTogether && p.cluster_log2 > 0) || w.line0 == w.line1) copy_next(0);
     else commit_copies();
     reduce_part<T>(p, w, ring, base, shared);
     __syncthreads();
@@ -156,24 +157,25 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
 
 // How many blocks hold a strip, from the average group; any choice is right for any groups.
 struct StripShape {
-  int slots, blocks;  // of a block; of a multiprocessor
+  int thread_rows, blocks;  // of a block; of a multiprocessor
   int cluster;        // blocks
   int held;           // rows a block; negative: does not fit
   int64_t shared;     // bytes a block
 };
 template <class Groups, class T>
 StripShape shape_with(int blocks, int64_t E, int spare) {
-  StripShape s = {T::kSlots, blocks, 1, 0, int64_t(device().shared_per_multiprocessor) * (100 - spare) / 100 / blocks};
+  StripShape s = {T::kThreadRows, blocks, 1};
+  s.shared = int64_t(device().shared_per_multiprocessor) * (100 - spare) / 100 / blocks;
   s.shared -= kReservedShared + kStaticShared;
   const int64_t most = device().shared_per_block - kStaticShared;
   if (s.shared > most) s.shared = most;
   const int64_t rest = s.shared - int64_t(sizeof(StripShared<T>)) - 4 * Groups::table_words(E);
-  s.held = rest < 0 ? -1 : int(rest / kStripBytes / kSlotRows * kSlotRows);
+  s.held = rest < 0 ? -1 : int(rest / kStripBytes / kChunkRows * kChunkRows);
   return s;
 }
 template <class Groups, class Types>
 StripShape shape_for(const QuantizeParams& p, Beside beside) {
-  using Small = TraitsOf<Groups, Types, kSmallSlots>;
+  using Small = TraitsOf<Groups, Types, kSmallThreadRows>;
   const int64_t average = average_rows(p);
   const int spare = spare_beside(p, beside);
   const auto grow = [](StripShape& s, int64_t rows, int most) {
@@ -191,7 +193,7 @@ StripShape shape_for(const QuantizeParams& p, Beside beside) {
     }
   }
   if (!Types::kFast || !device().has_clusters) return shape_with<Groups, Small>(1, p.E, spare);
-  StripShape s = shape_with<Groups, TraitsOf<Groups, Types, kLargeSlots>>(1, p.E, spare);
+  StripShape s = shape_with<Groups, TraitsOf<Groups, Types, kLargeThreadRows>>(1, p.E, spare);
   grow(s, average + average / 3, kMaxCluster);
   return s;
 }
@@ -208,7 +210,7 @@ int launch_shape(const QuantizeParams& p, const StripShape& shape, Beside beside
   const bool rows_follow = p.along_rows && beside == Beside::kNo;
   StripsPlan plan = {p, shape.held, strips, 0, INT_MAX, clusters, rows_follow, beside != Beside::kNo};
   while (1 << plan.cluster_log2 < cluster) ++plan.cluster_log2;
-  Launch l = {dim3(clusters * cluster), dim3(kLanes, T::kSlots), stream};
+  Launch l = {dim3(clusters * cluster), dim3(kLanes, T::kThreadRows), stream};
   l.shared = shape.shared;
   l.cluster = cluster;
   const int64_t held = int64_t(shape.held) * cluster, alone = held * kAlone / 100;
@@ -216,7 +218,7 @@ int launch_shape(const QuantizeParams& p, const StripShape& shape, Beside beside
   if (T::kInStep) plan.pace = pace_of(p, beside);
   if (p.scratch) plan.scratch = p.scratch + pace_words(p);  // notes come behind it
   int64_t zeros = plan.pace.past ? pace_words(p) : 0;
-  if (T::kSlots == kLargeSlots && p.scratch && most >= kLeastShare && p.rows > most) {
+  if (T::kThreadRows == kLargeThreadRows && p.scratch && most >= kLeastShare && p.rows > most) {
     plan.most = int(most);
     zeros = pace_words(p) + note_words(p, plan.most);
   }
@@ -232,9 +234,9 @@ int launch_strips(const QuantizeParams& p, Beside beside, void* stream) {
       using Groups = typename decltype(of_groups)::Type;
       const StripShape shape = shape_for<Groups, Types>(p, beside);
       if constexpr (Types::kFast)
-        if (shape.slots == kLargeSlots)
-          return launch_shape<Groups, TraitsOf<Groups, Types, kLargeSlots>>(p, shape, beside, stream);
-      return launch_shape<Groups, TraitsOf<Groups, Types, kSmallSlots>>(p, shape, beside, stream);
+        if (shape.thread_rows == kLargeThreadRows)
+          return launch_shape<Groups, TraitsOf<Groups, Types, kLargeThreadRows>>(p, shape, beside, stream);
+      return launch_shape<Groups, TraitsOf<Groups, Types, kSmallThreadRows>>(p, shape, beside, stream);
     };
     if (p.weight) return run(TypeOf<ExpertGroups>{});
     if constexpr (Types::kFast)

@@ -1,6 +1,7 @@
 // A tile of 128 rows by 128 columns: whole scaling blocks along rows, columns or both, so that one read serves every
 // direction. Where the chip copies in the background and has the room, a tile comes into shared memory while the one
-// before it, in registers by then, is cast and stored. Eight slots of 16 rows, a lane has four neighbouring columns.
+// before it, in registers by then, is cast and stored. Eight rows of
+// threads have 16 rows each, a lane has four neighbouring columns.
 #pragma once
 #include "platform/launch.h"
 #include "platform/memory.h"
@@ -26,26 +27,26 @@ struct TileTraits {
   static constexpr int kTeam = kLanes / kBlocks;          // lanes that share a row's block
   static constexpr int kChunks = kBlock / Types::kVec;    // 16 bytes of a row
 };
-constexpr int kTileSlots = kBlock / kSlotRows, kTileThreads = kTileSlots * kLanes;
+constexpr int kTileThreadRows = kBlock / kChunkRows, kTileThreads = kTileThreadRows * kLanes;
 
 template <class T>
-using TileWords = uint32_t[kSlotRows][T::kWords];
+using TileWords = uint32_t[kChunkRows][T::kWords];
 template <class T>
 using TileStage = TransposeStage<kBlock, T::kColumns>;
 
-// Where some rows of a tile end, as the slot counts its own: none of them are the slot's where that is not positive.
-MOE_DEVICE int in_slot(int rows) { return rows - int(threadIdx.y) * kSlotRows; }
-// The same of the slots of a wave, which shuffle together.
+// Where some rows of a tile end, as a row of threads counts its own: it has none of them where that is not positive.
+MOE_DEVICE int in_thread_row(int rows) { return rows - int(threadIdx.y) * kChunkRows; }
+// The same of the rows of threads of a wave, which shuffle together.
 MOE_DEVICE int in_wave(int rows) {
-  constexpr int kSlots = kWarpSize / kLanes;
-  return rows - int(threadIdx.y) / kSlots * kSlots * kSlotRows;
+  constexpr int kOfWave = kWarpSize / kLanes;
+  return rows - int(threadIdx.y) / kOfWave * kOfWave * kChunkRows;
 }
 
 template <class T, bool kAhead>
 struct TileBuffers {
   Vec16 rows[kAhead ? kBlock : 1][T::kChunks];  // of the next tile
   TileStage<T> stage[kStack];
-  alignas(16) uint32_t slot_amax[kTileSlots][kLanes * T::kWords];
+  alignas(16) uint32_t thread_row_amax[kTileThreadRows][kLanes * T::kWords];
   alignas(16) float multiplier[T::kBlocks][kBlock];  // of the blocks of a column
   alignas(16) float row_multiplier[kBlock][T::kBlocks];
   int source[2][kBlock];                     // of a row: that of x, counted from the tile's own; -1: zeros
@@ -94,7 +95,7 @@ MOE_DEVICE void copy_tile(const TilesPlan& p, const QuantizedTile& tile, const i
   }
   commit_copies();
 }
-// The lane's columns of the slot's rows, once the copies are there.
+// The lane's columns of 16 rows, once the copies are there.
 template <class T>
 MOE_DEVICE void read_tile(const TilesPlan& p, const QuantizedTile& tile, const int (&source)[kBlock],
                           const TileShared<T>& shared, TileWords<T>& v) {
@@ -103,8 +104,8 @@ MOE_DEVICE void read_tile(const TilesPlan& p, const QuantizedTile& tile, const i
   const int64_t column = first_column<T>(tile);
   const auto* x = find_element<Types>(p, tile.x + column);
 #pragma unroll
-  for (int i = 0; i < kSlotRows; ++i) {
-    const int r = threadIdx.y * kSlotRows + i;
+  for (int i = 0; i < kChunkRows; ++i) {
+    const int r = threadIdx.y * kChunkRows + i;
     Words words = {};
     if constexpr (copies_ahead<T>(kLeastShared)) {
       words = reinterpret_cast<const Words*>(shared.rows[r])[threadIdx.x];
@@ -128,42 +129,42 @@ MOE_DEVICE void store_columns(uint8_t* q, int64_t there, uint32_t bytes) {
       if (i < there) q[i] = uint8_t(bytes >> (8 * i));
   }
 }
-// Rows of q. The slot's own multipliers are those that its wave has just made.
+// Rows of q. The multipliers of a row of threads are those that its wave has just made.
 template <class T, class Shared>
 MOE_DEVICE void cast_rows(const TilesPlan& p, const QuantizedTile& tile, const TileWords<T>& v, const Shared& shared) {
   wave_barrier();
-  const auto* multiplier = shared.row_multiplier + threadIdx.y * kSlotRows;
+  const auto* multiplier = shared.row_multiplier + threadIdx.y * kChunkRows;
   const int64_t column = first_column<T>(tile), there = p.K - column;
-  uint8_t* q = p.q + (tile.first_row + threadIdx.y * kSlotRows) * p.K + column;
-  const int rows = there > 0 ? in_slot(tile.rows) : 0;
+  uint8_t* q = p.q + (tile.first_row + threadIdx.y * kChunkRows) * p.K + column;
+  const int rows = there > 0 ? in_thread_row(tile.rows) : 0;
   T::Types::with_cast(p, [&](auto cast) {
 #pragma unroll
-    for (int i = 0; i < kSlotRows; ++i, q += p.K) {
+    for (int i = 0; i < kChunkRows; ++i, q += p.K) {
       const float m = multiplier[i][threadIdx.x / T::kTeam];
       const uint32_t bytes = cast_words<typename T::In>(v[i], m, m, m, m, cast);
       if (i < rows) store_columns<T>(q, there, bytes);
     }
   });
 }
-// Amax over the slot's rows of every word of columns, left in shared.slot_amax.
+// Amax over the 16 rows of every word of columns, left in shared.thread_row_amax.
 template <class T, class Shared>
-MOE_DEVICE void reduce_slot(const TileWords<T>& v, Shared& shared) {
+MOE_DEVICE void reduce_rows(const TileWords<T>& v, Shared& shared) {
 #pragma unroll
   for (int w = 0; w < T::kWords; ++w) {
     uint32_t amax = v[0][w];
 #pragma unroll
-    for (int i = 1; i < kSlotRows; ++i) amax = max_magnitude<typename T::In>(amax, v[i][w]);
-    shared.slot_amax[threadIdx.y][threadIdx.x * T::kWords + w] = amax;
+    for (int i = 1; i < kChunkRows; ++i) amax = max_magnitude<typename T::In>(amax, v[i][w]);
+    shared.thread_row_amax[threadIdx.y][threadIdx.x * T::kWords + w] = amax;
   }
 }
-// Blocks along rows: amax and multipliers of the slot's rows.
+// Blocks along rows: amax and multipliers of the 16 rows.
 template <class T, class Shared>
 MOE_DEVICE void make_row_multipliers(const TilesPlan& p, const TileWords<T>& v, Shared& shared) {
   using In = typename T::In;
-  constexpr int kRows = T::kTeam < kSlotRows ? T::kTeam : kSlotRows, kLanesOfRow = T::kTeam / kRows;  // at once
-  const int lane = threadIdx.x, first = threadIdx.y * kSlotRows + lane % T::kTeam / kLanesOfRow;
+  constexpr int kRows = T::kTeam < kChunkRows ? T::kTeam : kChunkRows, kLanesOfRow = T::kTeam / kRows;  // at once
+  const int lane = threadIdx.x, first = threadIdx.y * kChunkRows + lane % T::kTeam / kLanesOfRow;
 #pragma unroll
-  for (int r = 0; r < kSlotRows; r += kRows) {
+  for (int r = 0; r < kChunkRows; r += kRows) {
     uint32_t of_row[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -179,14 +180,14 @@ MOE_DEVICE void make_row_multipliers(const TilesPlan& p, const TileWords<T>& v, 
 template <class T, class Shared>
 MOE_DEVICE void make_column_multipliers(const TilesPlan& p, Shared& shared) {
   using In = typename T::In;
-  constexpr int kSlots = kTileSlots / T::kBlocks;  // of a block
+  constexpr int kOfBlock = kTileThreadRows / T::kBlocks;
 #pragma unroll
   for (int at = threadIdx.y * kLanes + threadIdx.x; at < T::kBlocks * kBlock; at += kTileThreads) {
     const int block = at / kBlock, column = at % kBlock;
     uint32_t amax = 0;
 #pragma unroll
-    for (int i = 0; i < kSlots; ++i)
-      amax = max_magnitude<In>(amax, shared.slot_amax[block * kSlots + i][column / kPerWord<In>]);
+    for (int i = 0; i < kOfBlock; ++i)
+      amax = max_magnitude<In>(amax, shared.thread_row_amax[block * kOfBlock + i][column / kPerWord<In>]);
     const uint32_t bits = magnitude_bits<In>(amax, column % kPerWord<In>);
     shared.multiplier[block][column] = T::Types::template scale_of<typename T::Scale>(p, bits).multiplier;
   }
@@ -197,44 +198,44 @@ MOE_DEVICE void make_square_multiplier(const TilesPlan& p, Shared& shared) {
   using In = typename T::In;
   uint32_t amax = 0;
 #pragma unroll
-  for (int i = 0; i < kTileSlots; ++i)
+  for (int i = 0; i < kTileThreadRows; ++i)
 #pragma unroll
     for (int w = 0; w < T::kWords; ++w)
-      amax = max_magnitude<In>(amax, shared.slot_amax[i][threadIdx.x * T::kWords + w]);
+      amax = max_magnitude<In>(amax, shared.thread_row_amax[i][threadIdx.x * T::kWords + w]);
 #pragma unroll
   for (int mask = kLanes / 2; mask > 0; mask /= 2) amax = max_magnitude<In>(amax, shfl_xor(amax, mask));
   const uint32_t lo = magnitude_bits<In>(amax, 0), hi = magnitude_bits<In>(amax, kPerWord<In> - 1);
   const float m = T::Types::template scale_of<typename T::Scale>(p, lo > hi ? lo : hi).multiplier;
-  if (threadIdx.x >= kSlotRows) return;
-  const int at = threadIdx.y * kSlotRows + threadIdx.x;
+  if (threadIdx.x >= kChunkRows) return;
+  const int at = threadIdx.y * kChunkRows + threadIdx.x;
   shared.multiplier[0][at] = m;
   if (T::kScaling == Scaling::kSquares) shared.row_multiplier[at][0] = m;
 }
-// The multipliers of the slot's columns.
+// The multipliers of the columns, for the rows of a row of threads.
 template <class T, class Shared>
-MOE_DEVICE const float* slot_multipliers(const Shared& shared) {
-  return shared.multiplier[threadIdx.y * T::kBlocks / kTileSlots];
+MOE_DEVICE const float* column_multipliers(const Shared& shared) {
+  return shared.multiplier[threadIdx.y * T::kBlocks / kTileThreadRows];
 }
 
 // The columns, transposed by way of a stage.
 template <class T, class Shared>
 MOE_DEVICE void stage_columns(const TilesPlan& p, const QuantizedTile& tile, const TileWords<T>& v,
                               const Shared& shared, TileStage<T>& stage) {
-  if (in_slot(tile.positions) <= 0) return;
-  const int rows = in_slot(tile.rows_of_group);
-  if (rows <= 0) return clear_slot<T::kColumns>(stage);
+  if (in_thread_row(tile.positions) <= 0) return;
+  const int rows = in_thread_row(tile.rows_of_group);
+  if (rows <= 0) return clear_chunks<T::kColumns>(stage);
   // One form for all rows and for some: with both, 64 floats spill.
   T::Types::with_cast(p, [&](auto cast) {
-    cast_slot<typename T::In, false>(v, rows, slot_multipliers<T>(shared), stage, cast);
+    cast_chunks<typename T::In, false>(v, rows, column_multipliers<T>(shared), stage, cast);
   });
 }
 // Stores the columns of kTiles tiles, one below the other: number i is tile_of(i), and stages[i] has its columns.
 template <class T, int kTiles, class TileOf>
 MOE_DEVICE void store_staged(const TilesPlan& p, TileStage<T>* stages, TileOf tile_of) {
-  constexpr int kOfColumn = kLineSlots * kTiles, kStep = kTileThreads / kOfColumn;  // threads; columns at once
-  const int t = threadIdx.y * kLanes + threadIdx.x, number = t % kOfColumn / kLineSlots, slot = t % kLineSlots;
+  constexpr int kOfColumn = kLineChunks * kTiles, kStep = kTileThreads / kOfColumn;  // threads; columns at once
+  const int t = threadIdx.y * kLanes + threadIdx.x, number = t % kOfColumn / kLineChunks, chunk = t % kLineChunks;
   const QuantizedTile& tile = tile_of(number);
-  const int first = slot * kSlotRows;
+  const int first = chunk * kChunkRows;
   if (first >= tile.positions) return;
   int local = t / kOfColumn;
   uint8_t* out = p.q_t + tile.q_t + (int64_t(tile.across) * kBlock + local) * p.positions + first;
@@ -245,7 +246,7 @@ MOE_DEVICE void store_staged(const TilesPlan& p, TileStage<T>* stages, TileOf ti
 #pragma unroll kUnroll
   for (int i = 0; i < kBlock / kStep; ++i, local += kStep, out += kStep * p.positions) {
     if (int64_t(tile.across) * kBlock + local >= p.K) return;
-    store_chunk<T::Types::kFast>(out, stages[number].at(local, slot), tile.positions - first);
+    store_chunk<T::Types::kFast>(out, stages[number].at(local, chunk), tile.positions - first);
   }
 }
 

@@ -38,7 +38,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, resident_blocks<T>())
   const typename T::Tiles tiles(reinterpret_cast<int*>(&shared + 1), p);
   tiles.build();
   T::Format::template clear_gaps<T>(p, tiles);
-  const bool scheduler = threadIdx.y == kTileSlots - 1 && threadIdx.x == 0;  // works out the tiles for all
+  const bool scheduler = threadIdx.y == kTileThreadRows - 1 && threadIdx.x == 0;  // works out the tiles for all
   auto schedule = [&](uint32_t turn) {
     if (scheduler) shared.tile(turn) = tile_of_turn(p, tiles, turn);
   };
@@ -57,7 +57,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, resident_blocks<T>())
     __syncthreads();
     TileWords<T> v;
     read_tile<T>(p, tile, shared.source[turn & 1], shared, v);
-    reduce_slot<T>(v, shared);
+    reduce_rows<T>(v, shared);
     __syncthreads();
     copy_tile<T>(p, shared.tile(turn + 1), shared.source[(turn + 1) & 1], shared);
     find_sources(p, shared.tile(turn + 2), shared.source[turn & 1]);
@@ -108,7 +108,7 @@ int launch_tiles_of(const QuantizeParams& p, void* stream) {
   constexpr auto kKernel = quantize_tiles_kernel<T>;
   if (const int e = allow_large<kKernel>()) return e;
   const int64_t most = device().multiprocessors * (wanted < most_blocks<T>() ? wanted : most_blocks<T>());
-  Launch l = {dim3(unsigned(tiles < 1 ? 1 : tiles < most ? tiles : most)), dim3(kLanes, kTileSlots), stream};
+  Launch l = {dim3(unsigned(tiles < 1 ? 1 : tiles < most ? tiles : most)), dim3(kLanes, kTileThreadRows), stream};
   l.shared = tile_shared_bytes<T>(copies_ahead<T>(least_shared(device().sm)), p.E);
   return launch(kKernel, l, plan);
 }

@@ -51,7 +51,7 @@ OTHERS: dict[str, str | bool] = {
     "permute_scales_kernel": False,
     "place_gradient_tiles_kernel": False,
     "place_rows_kernel": False,
-    "place_slots_kernel": False,
+    "place_chunks_kernel": False,
     "place_tokens_kernel": False,
     "prepare_offs_kernel": False,
     "scale_columns_kernel": False,
