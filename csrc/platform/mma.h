@@ -3,17 +3,17 @@
 // Both are dealt with by patches: 16 rows of a, 32 columns (rows of b), 32 elements of the sum. A lane holds eight
 // elements of each of its rows of a and of b, and the sums of eight neighbouring columns:
 //
-//              rows of a           rows of b, by slot          elements                        columns of sums
+//              rows of a           rows of b, by position      elements                        columns of sums
 //   mma.sync   lane / 4 + {0, 8}   lane / 4 + {0, 8, 16, 24}   4 * part + {0 .. 3, 16 .. 19}   8 * part + {0 .. 7}
 //   MFMA       lane % 16           lane % 16 + {0, 16}         8 * part + {0 .. 7}             likewise
 //
 // The lane's part is lane % 4 or lane / 16. The instructions deal elements and columns out otherwise, but the order of
-// a sum is free as long as a and b agree, and any row of b may lie in any slot.
+// a sum is free as long as a and b agree, and any row of b may lie at any position.
 //
-// gfx950 has one more MFMA, of 128 elements, that takes the E8M0 scales of blocks of 32. Rows, slots and sums are those
-// above; whose the elements are is not free there. A lane holds elements 16 * part + {0 .. 15} of both halves, and of
-// its rows the scale of block number `part`, most of whose elements lie in other lanes. Source: what AMD's
-// probe of that chip printed, test/mx_mfma_op/scale_mapping_16x16x128.txt of ROCm/composable_kernel.
+// gfx950 has one more MFMA, of 128 elements, that takes the E8M0 scales of blocks of 32. Rows, positions and sums are
+// those above; whose the elements are is not free there. A lane holds elements 16 * part + {0 .. 15} of both halves,
+// and of its rows the scale of block number `part`, most of whose elements lie in other lanes. Source: what AMD's probe
+// of that chip printed, test/mx_mfma_op/scale_mapping_16x16x128.txt of ROCm/composable_kernel.
 #pragma once
 #include "platform/convert.h"
 #include "platform/memory.h"
@@ -90,10 +90,10 @@ MOE_DEVICE int patch_part(int lane) {
   return lane / 16;
 #endif
 }
-// The column whose row of b belongs into a slot.
-MOE_DEVICE int column_of_slot(int slot) {
+// The column whose row of b belongs at a position.
+MOE_DEVICE int column_of_position(int position) {
   constexpr int kColumns = 8 / kPatchFragments;  // of a fragment, whose sums one lane has
-  const int fragment = slot / kFragmentRows, row = slot % kFragmentRows;
+  const int fragment = position / kFragmentRows, row = position % kFragmentRows;
   return row / kColumns * 8 + fragment * kColumns + row % kColumns;
 }
 

@@ -105,7 +105,7 @@ class Loader {
     const int t = threadIdx.x;
     const bool sum = p_.groups_of_sum, padded = !sum && p_.scale_a.layout == ScaleLayout::kBlocked;
     expert_ = tile.expert;
-    const int column = T::kTakesScales ? column_of_b(t) : t;  // of a slot's, or itself
+    const int column = T::kTakesScales ? column_of_b(t) : t;  // of a position's, or itself
     row_ = t < tile.rows ? tile.row_of_a + t : -1;
     column_ = column < tile.columns ? tile.column + column : -1;
     skipped_ = padded ? rows_padded_before(tile.expert) - shared_.groups.end[tile.expert] : 0;

@@ -136,7 +136,7 @@ MOE_DEVICE void for_each_constant(Act act) {
   }
 }
 
-// What a lane has of a row of a stage of 128 elements; the scales of a block of its rows, or of its slots of columns.
+// What a lane has of a row of a stage of 128 elements; the scales of a block of its rows, or of its positions of b.
 template <class T>
 MOE_DEVICE Bytes32 load_32(const Vec16* stage, int row, int part) {
   return {{stage[place_of<T>(row, part)], stage[place_of<T>(row, part + 4)]}};

@@ -78,15 +78,15 @@ template <class T>
 MOE_DEVICE int place_of(int row, int chunk) {
   return row * T::kChunks + (chunk ^ (T::kChunks == 8 ? row >> 1 & 7 : (row >> 1 & 1) << 1 | (row >> 2 & 1)));
 }
-// Where the scale of a row of a, or of a slot of b, lies in those of a block. What instructions take is beside one
+// Where the scale of a row of a, or of a position of b, lies in those of a block. What instructions take is beside one
 // another: a lane's four, 16 rows apart, are a word.
 template <class T>
 MOE_DEVICE int place_of_scale(int row) {
   return T::kTakesScales ? row / 64 * 64 + row % 16 * 4 + row / 16 % 4 : row;
 }
-// The column of a tile whose row of b lies in a slot.
-MOE_DEVICE int column_of_b(int slot) {
-  return slot / kPatchColumns * kPatchColumns + column_of_slot(slot % kPatchColumns);
+// The column of a tile whose row of b lies at a position.
+MOE_DEVICE int column_of_b(int position) {
+  return position / kPatchColumns * kPatchColumns + column_of_position(position % kPatchColumns);
 }
 
 // Where the scales of a stage lie.
