@@ -64,7 +64,7 @@ def ends(sizes: list[int]) -> Tensor:
     return torch.tensor(sizes).cumsum(0).int()
 
 
-PROBLEMS = pairs(  # scales of blocks of all weights are a multiple of 4, whole chunks, or 1, 2 or 3 more
+PROBLEMS = pairs(
     layout=LAYOUTS,
     kind=KINDS,
     shape=[
@@ -104,6 +104,19 @@ def test_sums_of_half_a_round(hopper, k):
     check(hopper, operands, True, torch.bfloat16)
 
 
+@pytest.mark.parametrize("amax", ["group", "square"])
+def test_long_sums(hopper, amax):
+    """Scales of squares come 32 stages ahead: sums of 33 stages and of more than 64, in turn; of weights from any
+    address."""
+    offs = ends([32, 33 * 128, 0, 66 * 128 + 32])
+    forward, backward = products("blockwise", offs, int(offs[-1]), 144, 16, FP8_DTYPES[0], amax=amax)
+    check(hopper, backward, True, torch.float32)
+    k, rows = 66 * 128 + 16, ends([20, 40])
+    a, b, scale_a, scale_b, *rest = products("blockwise", rows, 40, k, 144, FP8_DTYPES[0])[0]
+    odd = scale_b.new_empty(scale_b.numel() + 1).as_strided(scale_b.shape, scale_b.stride(), 1).copy_(scale_b)
+    check(hopper, (a, b, scale_a, odd, *rest), True, torch.float32)
+
+
 @OF_KIND
 def test_sizes_of_tiles(hopper, kind):
     """Groups around a half, one and two tiles, columns around one half of a tile and one tile."""
@@ -133,6 +146,11 @@ def test_corrupt_offsets(hopper, kind):
             want = reference.scaled_grouped_mm(*operands, of_groups, out_dtype=torch.float32)
             how = {"use_fast_accum": fast, "out_dtype": torch.float32}
             hopper.check_as((want,), "scaled_grouped_mm", *operands, offs[:3], **how)
+    if format == "blockwise":  # groups of more blocks than there are scales: wrong numbers, from within them
+        a, b, scale_a, scale_b, *_ = products(format, of_problem, 64, 48, 400, FP8_DTYPES[0], amax=amax)[1]
+        for kernels in hopper:
+            args = a, b, scale_a[:, :2], scale_b[:2], format, ends([32, 32, 96])
+            kernels.run("scaled_grouped_mm", (torch.zeros(3, 400, 48),), *args)
 
 
 def test_mxfp8_of_no_number(hopper):
