@@ -106,10 +106,14 @@ def test_sums_of_half_a_round(hopper, k):
 
 @pytest.mark.parametrize("amax", ["group", "square"])
 def test_long_sums(hopper, amax):
-    """Scales of squares come 32 stages ahead: sums of 33 stages and of more than 64, in turn; of weights from any
-    address."""
+    """Scales of squares come 32 stages ahead: sums of 33 stages and of more than 64, in turn, from any address and,
+    along the sum, any stride."""
     offs = ends([32, 33 * 128, 0, 66 * 128 + 32])
-    forward, backward = products("blockwise", offs, int(offs[-1]), 144, 16, FP8_DTYPES[0], amax=amax)
+    backward = products("blockwise", offs, int(offs[-1]), 144, 16, FP8_DTYPES[0], amax=amax)[1]
+    if amax == "square":
+        a, b, scale_a, scale_b, *rest = backward
+        odd = scale_b.new_empty(5 * len(scale_b) + 1).as_strided(scale_b.shape, (5, 1), 1).copy_(scale_b)
+        backward = a, b, scale_a, odd, *rest
     check(hopper, backward, True, torch.float32)
     k, rows = 66 * 128 + 16, ends([20, 40])
     a, b, scale_a, scale_b, *rest = products("blockwise", rows, 40, k, 144, FP8_DTYPES[0])[0]

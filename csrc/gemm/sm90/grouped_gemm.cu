@@ -25,9 +25,10 @@ bool takes_scales(const ScaledGroupedMmParams& p) {
   if (a.layout != ScaleLayout::kFloat) return false;
   if (a.block_size == 0) return at_16_bytes(b.data);
   if (!are_columns(a, p.M) || are_squares(a)) return false;
-  if (p.groups_of_sum) return are_columns(b, p.N);
+  if (p.groups_of_sum && !are_squares(b)) return are_columns(b, p.N);
   const int64_t rows = ceil_div<int64_t>(p.N, kDepth), of_expert = rows * a.blocks;
-  // The stride of a dimension of size 1 says nothing.
+  // Squares are loaded one by one, from any address. The stride of a dimension of size 1 says nothing.
+  if (p.groups_of_sum) return (rows == 1 || b.row_stride == 1) && b.block_stride < kMost;
   return (a.blocks == 1 || b.block_stride == 1) && (rows == 1 || b.row_stride == a.blocks) &&
          (p.E == 1 || b.group_stride == of_expert);
 }
