@@ -106,7 +106,7 @@ def test_sums_of_half_a_round(hopper, k):
 
 @pytest.mark.parametrize("amax", ["group", "square"])
 def test_long_sums(hopper, amax):
-    """Scales of squares come 32 stages ahead: sums of 33 stages and of more than 64, in turn, from any address and,
+    """Scales of squares are loaded 32 at a time: sums of 33 stages and of more than 64, in turn, from any address and,
     along the sum, any stride."""
     offs = ends([32, 33 * 128, 0, 66 * 128 + 32])
     backward = products("blockwise", offs, int(offs[-1]), 144, 16, FP8_DTYPES[0], amax=amax)[1]
