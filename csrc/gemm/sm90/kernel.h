@@ -43,7 +43,7 @@ MOE_GLOBAL void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(MOE_GRID_CONS
         if (threadIdx.x / 32 == 1) produce_block_scales(p, shared);
       } else if (threadIdx.x == 32) {
         if constexpr (T::kMx) produce_mx_scales(p, shared);
-        else produce_column_scales(p, shared);
+        else produce_tile_scales(p, shared);
       }
       if (T::kSumGroups && threadIdx.x >= 96) plan_tiles(p, shared);
       if (by_index<T>(p) && threadIdx.x >= 64) produce_rows(p, shared);

@@ -202,7 +202,7 @@ MOE_DEVICE void produce_block_scales(const Args& p, Shared<T>& shared) {
 }
 // Of the columns of "rowwise", once a tile.
 template <class T>
-MOE_DEVICE void produce_column_scales(const Args& p, Shared<T>& shared) {
+MOE_DEVICE void produce_tile_scales(const Args& p, Shared<T>& shared) {
   const uint32_t full_of = shared_address(shared.full);
   for_each_stage(p, shared, [&](const Tile& tile, int turn, int k, int s) {
     const uint32_t full = full_of + 8 * s;

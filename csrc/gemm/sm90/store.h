@@ -15,6 +15,7 @@ MOE_DEVICE void stage_floats(uint8_t* staging, int lane, int first, int eights, 
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       uint8_t* to = staging + (r + 8 * h) * 128 + ((2 * j + q / 2) ^ r) * 16 + q % 2 * 8;
+#pragma unroll
       for (int i = 0; i < 2; ++i) reinterpret_cast<volatile float*>(to)[i] = value(h, first + j, i);
     }
 }
