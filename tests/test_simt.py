@@ -186,6 +186,9 @@ def test_blocks_that_share_a_strip_and_do_not_run_at_once(format, dtype, librari
     check(kernels, x, format, offs)
     check(kernels, x, format, offs + 30, indices=slot_indices(m, 1, m + 30), top_k=1)
     check_weight(kernels, wide(2, 2900, k, dtype=dtype), format)
+    among_short = torch.tensor([40] * 20 + [1900] + [40] * 20).cumsum(0).int()  # small blocks
+    check(kernels, x[:3600], format, among_short)
+    check(kernels, x[:3600], format, among_short, indices=slot_indices(3600, 1, 3600), top_k=1)
 
 
 @OF_ALL_FORMATS

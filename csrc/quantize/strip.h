@@ -13,14 +13,14 @@ namespace moe_fp8 {
 constexpr int kStripBytes = 128, kChunks = kStripBytes / 16;
 constexpr int kSmallThreadRows = 8, kLargeThreadRows = 16;  // of a block
 
-template <class Types_, int kThreadRows_, Source kSource_, bool kTogether_>
+template <class Types_, int kThreadRows_, Source kSource_, bool kClusters_, bool kTeams_>
 struct StripTraits {
   using Types = Types_;  // Fast or Any
   using In = typename Types::In;
   static constexpr Source kSource = kSource_;
   static constexpr int kThreadRows = kThreadRows_, kThreads = kThreadRows * kLanes;
-  static constexpr bool kTogether = kTogether_;  // in clusters and teams; others work alone
-  static constexpr bool kInStep = kTogether && kSource == Source::kInPlace;  // where rows run beside: see rows.h
+  static constexpr bool kClusters = kClusters_, kTeams = kTeams_;  // what its blocks work in; others work alone
+  static constexpr bool kInStep = kClusters && kSource == Source::kInPlace;  // where rows run beside: see rows.h
   static constexpr int kLines = kThreadRows / kLineChunks;  // lines of q_t cast at once
   static constexpr int kColumns = kStripBytes / 4 * kPerWord<In>;
   static constexpr int kRowStep = kThreads / kChunks;       // rows that the threads touch at once, 16 bytes each
@@ -33,18 +33,19 @@ constexpr int kPartsAhead = 8;  // are worked out at once, a lane each: all thre
 template <class T>
 using StripStage = TransposeStage<T::kColumns, kPerWord<typename T::In>>;
 
-// What blocks that work together hear of one another.
-template <bool kTogether>
-struct StripNotes {
-  uint32_t team_amax[kLargeThreadRows][kLanes];  // of the shares that a row of threads has heard of
-  ClusterInbox inbox[2];
-};
+// What blocks hear of one another.
+template <class T, bool = T::kTeams>
+struct TeamNotes { uint32_t team_amax[T::kThreadRows][kLanes]; };  // of the shares that a row of threads has heard of
+template <class T>
+struct TeamNotes<T, false> {};
+template <bool kClusters>
+struct ClusterNotes { ClusterInbox inbox[2]; };
 template <>
-struct StripNotes<false> {};
+struct ClusterNotes<false> {};
 
 // Shared memory of a block besides the strip and the group table.
 template <class T>
-struct StripShared : StripNotes<T::kTogether> {
+struct StripShared : TeamNotes<T>, ClusterNotes<T::kClusters> {
   StripStage<T> stage[2][T::kLines];
   alignas(16) uint32_t thread_row_amax[T::kThreadRows][kLanes];  // a word of columns a lane
   float multiplier[T::kColumns];
@@ -182,7 +183,7 @@ MOE_DEVICE uint32_t amax_of_cluster(const StripsPlan& p, StripShared<T>& shared,
   uint32_t amax = 0;
 #pragma unroll
   for (int i = 0; i < T::kThreadRows; ++i) amax = max_magnitude<In>(amax, shared.thread_row_amax[i][threadIdx.x]);
-  if constexpr (T::kTogether) {
+  if constexpr (T::kClusters) {
     if (p.cluster_log2 == 0) return amax;
     ClusterInbox& inbox = shared.inbox[turn & 1];
     cluster_send(inbox, amax, threadIdx.x);
