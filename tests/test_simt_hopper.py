@@ -41,9 +41,11 @@ def hopper(gemm_of_hopper: Path) -> Waves:
 
 
 def check(hopper: Waves, args: tuple[object, ...], fast: bool, out_dtype: torch.dtype, **index: object) -> None:
-    """Exact sums: the reference's bytes."""
+    """Exact sums: the reference's bytes, whoever takes which tiles."""
     want = reference.scaled_grouped_mm(*args, **index, out_dtype=out_dtype)
-    hopper.check_as((want,), "scaled_grouped_mm", *args, **index, use_fast_accum=fast, out_dtype=out_dtype)
+    for counter in (False, True) if want.ndim == 2 and not index else (False,):
+        how = {"use_fast_accum": fast, "out_dtype": out_dtype, "counter": counter}
+        hopper.check_as((want,), "scaled_grouped_mm", *args, **index, **how)
 
 
 def check_added(hopper: Waves, args: tuple[object, ...], fast: bool, dtype: torch.dtype) -> None:

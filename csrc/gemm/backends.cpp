@@ -112,9 +112,10 @@ bool sm90_takes(const Product& product) { return sm90::takes_operands(product.p)
 bool sm90_by_index(const Product& product) { return sm90::takes_index(product.p, product.use_fast_accum); }
 AtenTensorHandle sm90_multiply(const Call& call, const Product& product) {
   return own_gemm(call, product, [&](const ScaledGroupedMmParams& p) {
-    const int64_t bytes = sm90::scratch_bytes(p);
+    const bool counter = sm90::wants_counter(p);
+    const int64_t bytes = sm90::scratch_bytes(p, counter);
     const Handle scratch = bytes ? call.empty({bytes}, kUInt8) : Handle();
-    return sm90::grouped_gemm(p, product.use_fast_accum, bytes ? data(scratch) : nullptr, call.stream());
+    return sm90::grouped_gemm(p, product.use_fast_accum, counter, bytes ? data(scratch) : nullptr, call.stream());
   });
 }
 AtenTensorHandle sm90_gemm(const Call& call, const Product& product) {

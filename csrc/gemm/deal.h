@@ -44,6 +44,20 @@ struct GroupBounds {
 
 struct Unit { int expert = -1, number = 0; };  // -1: none is left
 
+// Of groups of rows: the units by their number in all of them, which only rises.
+class UnitsOfRows {
+ public:
+  MOE_DEVICE explicit UnitsOfRows(const GroupBounds& groups) : groups_(groups) {}
+  MOE_DEVICE Unit at(int number) {  // which there is
+    while (number >= groups_.before[expert_ + 1]) ++expert_;
+    return {expert_, number - groups_.before[expert_]};
+  }
+
+ private:
+  const GroupBounds& groups_;
+  int expert_ = 0;
+};
+
 // Every worker takes one unit of a round, forwards in one and backwards in the next, so that no unit waits for another.
 // Groups of the sum come by size, for that is what their units cost: rounds of like units end together.
 template <class T>
@@ -53,7 +67,7 @@ class InRounds {
   static constexpr int kMostWorkers = INT32_MAX;
 
   MOE_DEVICE InRounds(const Args& p, const GroupBounds& groups, int worker, int workers)
-      : p_(p), groups_(groups), worker_(worker), workers_(workers) {}
+      : p_(p), groups_(groups), of_rows_(groups), worker_(worker), workers_(workers) {}
 
   MOE_DEVICE Unit next() {
     const int unit = round_ * workers_ + (round_ % 2 ? workers_ - 1 - worker_ : worker_);
@@ -63,8 +77,7 @@ class InRounds {
       const int at = unit / of_group();
       return {groups_.by_size[at], unit - at * of_group()};
     }
-    while (unit >= groups_.before[expert_ + 1]) ++expert_;
-    return {expert_, unit - groups_.before[expert_]};
+    return of_rows_.at(unit);
   }
 
  private:
@@ -72,7 +85,33 @@ class InRounds {
 
   const Args& p_;
   const GroupBounds& groups_;
-  int worker_, workers_, round_ = 0, expert_ = 0;
+  UnitsOfRows of_rows_;
+  int worker_, workers_, round_ = 0;
+};
+
+// Of groups of rows: every worker begins with the unit of its own number, and draws the numbers behind those from a
+// counter that all share. So units under way are neighbours, however long each takes, where rounds drift apart.
+//
+//   Counter   next(): how many numbers were drawn before
+template <class T, class Counter>
+class ByCounter {
+ public:
+  using Args = typename T::Args;
+
+  MOE_DEVICE ByCounter(const Args& p, const GroupBounds& groups, int worker, int workers, const Counter& counter)
+      : of_rows_(groups), counter_(counter), all_(groups.before[p.E]), worker_(worker), workers_(workers) {}
+
+  MOE_DEVICE Unit next() {
+    const int number = begun_ ? workers_ + counter_.next() : worker_;
+    begun_ = true;
+    return number < all_ ? of_rows_.at(number) : Unit{};
+  }
+
+ private:
+  UnitsOfRows of_rows_;
+  Counter counter_;
+  int all_, worker_, workers_;
+  bool begun_ = false;
 };
 
 // Of groups of the sum: they come by size, and each of their units goes to the worker that is done first, by what units

@@ -30,13 +30,15 @@ struct Tile {
   int first_block = 0;          // of kGroupScales along the sum, in which those of a group begin
 };
 
-template <class T>
+// Counter: of a Deal that draws numbers, where they come from.
+template <class T, class Deal = typename T::Deal>
 class Schedule {
  public:
   using Args = typename T::Args;
 
-  MOE_DEVICE Schedule(const Args& p, const GroupBounds& groups, int worker, int workers)
-      : p_(p), groups_(groups), deal_(p, groups, worker, workers) {}
+  template <class... Counter>
+  MOE_DEVICE Schedule(const Args& p, const GroupBounds& groups, int worker, int workers, const Counter&... counter)
+      : p_(p), groups_(groups), deal_(p, groups, worker, workers, counter...) {}
 
   // rank: of the tile in its unit.
   MOE_DEVICE Tile next(int rank) {
@@ -68,7 +70,7 @@ class Schedule {
  private:
   const Args& p_;
   const GroupBounds& groups_;
-  typename T::Deal deal_;
+  Deal deal_;
 };
 
 // The place of a unit among rows of units, `across` in each: units go down a band of them, then to the next columns, so

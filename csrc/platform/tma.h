@@ -47,6 +47,16 @@ MOE_DEVICE uint32_t in_block(uint32_t shared, uint32_t rank) {
 MOE_DEVICE void barrier_arrive_in_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// A word to there, whose bytes the barrier beside it counts; who waits for that calls barrier_wait_for_cluster().
+MOE_DEVICE void store_in_cluster(uint32_t shared, uint32_t word, uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
+               ::"r"(shared), "r"(word), "r"(barrier) : "memory");
+}
+MOE_DEVICE void barrier_wait_for_cluster(uint32_t barrier, uint32_t phase) {
+  asm volatile("{.reg .pred done;\n"
+               "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+               "@!done bra again;}" ::"r"(barrier), "r"(phase) : "memory");
+}
 // What this thread stored to shared memory comes before what the copy engine and the tensor cores do behind a barrier.
 MOE_DEVICE void stores_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

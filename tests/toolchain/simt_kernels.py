@@ -333,6 +333,7 @@ class SimtKernels(TokenKernels):
         out_dtype: torch.dtype | None = None,
         use_fast_accum: bool = True,
         adds: bool = False,
+        counter: bool = False,
     ) -> None:
         of_sum = b.ndim == 2
         along = "tokens" if of_sum and FORMATS[format].block else "rows"  # of whole rows, those of the group
@@ -343,7 +344,7 @@ class SimtKernels(TokenKernels):
         what_b = b, FP8_TYPES.index(b.dtype), b.shape[-1], b.stride(-1), 0 if of_sum else b.stride(0)
         scales = ctypes.byref(of_a), ctypes.byref(of_b)
         how = of_sum, *scales, offs, offs.shape[0], adds, out.dtype == torch.float32
-        what_rows = indices, a.shape[0], top_k or 1
+        what_rows = indices, a.shape[0], top_k or 1, counter
         scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).data_ptr())
         self._call("scaled_grouped_mm", *what_a, *what_b, *how, out, use_fast_accum, *what_rows, scratch)
 

@@ -36,6 +36,7 @@ struct Args {
   // Of blocks: between those of one row of a, of b or of its squares; how many there are of a row. Of kMx: the rows of
   // a, padded, and likewise.
   int scale_a_stride, scale_b_stride, scale_blocks;
+  int* counter;  // at 0, from which units are drawn; null: they are dealt out in another way
 };
 
 template <class T>
@@ -69,6 +70,6 @@ struct Traits {
 
 // Each in an instance file of its own. 0, or the runtime's error code.
 template <Scales kScales, Fp8Type kA, bool kAdds>
-int launch_gemm(const ScaledGroupedMmParams& p, void* stream);
+int launch_gemm(const ScaledGroupedMmParams& p, int* counter, void* stream);
 
 }  // namespace moe_fp8::sm90

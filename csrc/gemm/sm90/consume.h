@@ -91,9 +91,10 @@ MOE_DEVICE void consume(const Args& p, Shared<T>& shared) {
     } else {
       consume_rows(p, c, shared, tile, turn);
     }
-    if constexpr (T::kSumGroups) {
+    if (is_planned<T>(p)) {
       __syncwarp();
-      if (c.lane() == 0) barrier_arrive(shared_address(&shared.done[turn]));
+      const uint32_t done = shared_address(&shared.done[turn]);
+      if (c.lane() == 0) T::kSumGroups ? barrier_arrive(done) : barrier_arrive_in_cluster(in_block(done, 0));
     }
   }
 }

@@ -1,6 +1,7 @@
 #include "gemm/sm90/grouped_gemm.h"
 
 #include "gemm/sm90/args.h"
+#include "platform/launch.h"
 #include "scales/dequantize.h"
 
 namespace moe_fp8::sm90 {
@@ -42,18 +43,18 @@ Scales scales_of(const ScaledGroupedMmParams& p, bool fast) {
 constexpr bool add_to_total(Scales scales) { return scales == Scales::kRows || scales == Scales::kSquares; }
 
 template <Scales kScales, Fp8Type kA>
-int launch_with(const ScaledGroupedMmParams& p, void* stream) {
+int launch_with(const ScaledGroupedMmParams& p, int* counter, void* stream) {
   if constexpr (add_to_total(kScales))
-    if (p.adds) return launch_gemm<kScales, kA, true>(p, stream);
-  return launch_gemm<kScales, kA, false>(p, stream);
+    if (p.adds) return launch_gemm<kScales, kA, true>(p, counter, stream);
+  return launch_gemm<kScales, kA, false>(p, counter, stream);
 }
 template <Fp8Type kA>
-int launch_with(const ScaledGroupedMmParams& p, bool fast, void* stream) {
+int launch_with(const ScaledGroupedMmParams& p, bool fast, int* counter, void* stream) {
   switch (scales_of(p, fast)) {
-    case Scales::kRows: return launch_with<Scales::kRows, kA>(p, stream);
-    case Scales::kRowsPromoted: return launch_with<Scales::kRowsPromoted, kA>(p, stream);
-    case Scales::kBlocks: return launch_with<Scales::kBlocks, kA>(p, stream);
-    default: return launch_with<Scales::kSquares, kA>(p, stream);
+    case Scales::kRows: return launch_with<Scales::kRows, kA>(p, counter, stream);
+    case Scales::kRowsPromoted: return launch_with<Scales::kRowsPromoted, kA>(p, counter, stream);
+    case Scales::kBlocks: return launch_with<Scales::kBlocks, kA>(p, counter, stream);
+    default: return launch_with<Scales::kSquares, kA>(p, counter, stream);
   }
 }
 
@@ -95,19 +96,37 @@ bool takes_index(const ScaledGroupedMmParams& p, bool fast) {
 
 bool takes_total(const ScaledGroupedMmParams& p, bool fast) { return add_to_total(scales_of(p, fast)); }
 
-int64_t scratch_bytes(const ScaledGroupedMmParams& p) { return is_mx(p) ? experts_of_b(p) * p.N * p.K * 2 : 0; }
+// Rounds of tiles drift apart, the further the longer they are and the more of them there are: then clusters read other
+// parts of the operands, and the L2 no longer holds what they share. [4096, ...] The counter costs a launch, which zeroes
+// it.
+constexpr int64_t kLeastCountedSum = 4096, kLeastCountedRounds = 8;
+bool wants_counter(const ScaledGroupedMmParams& p) {
+  if (p.groups_of_sum || p.index.at) return false;
+  const int64_t tile = 128 * 256, rounds = p.M * p.N / (tile * device().multiprocessors);
+  return p.K >= kLeastCountedSum && rounds >= kLeastCountedRounds && p.M * p.K > device().l2_bytes;
+}
 
-int grouped_gemm(const ScaledGroupedMmParams& of, bool fast, void* scratch, void* stream) {
+// Scratch: the counter, and, of MXFP8, b.
+constexpr int64_t kCounterBytes = 16;
+int64_t scratch_bytes(const ScaledGroupedMmParams& p, bool counter) {
+  return (counter ? kCounterBytes : 0) + (is_mx(p) ? experts_of_b(p) * p.N * p.K * 2 : 0);
+}
+
+int grouped_gemm(const ScaledGroupedMmParams& of, bool fast, bool counter, void* scratch, void* stream) {
   ScaledGroupedMmParams p = of;
+  int* const at = counter ? static_cast<int*>(scratch) : nullptr;
+  if (counter)
+    if (const int e = fill_bytes(at, 0, sizeof(int), stream)) return e;
   if (is_mx(p)) {
-    if (const int e = dequantize_b(p, scratch, stream)) return e;
-    p.b = static_cast<const uint8_t*>(scratch);
+    uint8_t* const b = static_cast<uint8_t*>(scratch) + (counter ? kCounterBytes : 0);
+    if (const int e = dequantize_b(p, b, stream)) return e;
+    p.b = b;
     p.b_stride = p.K;
     p.b_group_stride = p.N * p.K;
-    return launch_gemm<Scales::kMx, Fp8Type::kE4M3FN, false>(p, stream);
+    return launch_gemm<Scales::kMx, Fp8Type::kE4M3FN, false>(p, at, stream);
   }
-  return p.a_type == Fp8Type::kE5M2 ? launch_with<Fp8Type::kE5M2>(p, fast, stream)
-                                    : launch_with<Fp8Type::kE4M3FN>(p, fast, stream);
+  return p.a_type == Fp8Type::kE5M2 ? launch_with<Fp8Type::kE5M2>(p, fast, at, stream)
+                                    : launch_with<Fp8Type::kE4M3FN>(p, fast, at, stream);
 }
 
 }  // namespace moe_fp8::sm90

@@ -24,9 +24,12 @@ bool takes_operands(const ScaledGroupedMmParams& p);
 bool takes_index(const ScaledGroupedMmParams& p, bool fast);
 // Whether the product adds to out itself, where it is one that `adds`.
 bool takes_total(const ScaledGroupedMmParams& p, bool fast);
+// Whether tiles should be dealt out by a counter. They may be, to the same bytes, wherever groups divide rows that are
+// not taken by index.
+bool wants_counter(const ScaledGroupedMmParams& p);
 // What the product needs beside, at a multiple of 16 bytes.
-int64_t scratch_bytes(const ScaledGroupedMmParams& p);
+int64_t scratch_bytes(const ScaledGroupedMmParams& p, bool counter);
 // 0, or the runtime's error code.
-int grouped_gemm(const ScaledGroupedMmParams& p, bool fast, void* scratch, void* stream);
+int grouped_gemm(const ScaledGroupedMmParams& p, bool fast, bool counter, void* scratch, void* stream);
 
 }  // namespace moe_fp8::sm90

@@ -27,9 +27,10 @@ MOE_GLOBAL void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(MOE_GRID_CONS
         barrier_init(shared_address(&shared.full[s]), producers_of<T>(p));
         barrier_init(shared_address(&shared.empty[s]), 2 * 4 * kConsumers);  // warps of both blocks
       }
-      for (int turn = 0; T::kSumGroups && turn < kTurns; ++turn) {
+      for (int turn = 0; is_planned<T>(p) && turn < kTurns; ++turn) {
         barrier_init(shared_address(&shared.known[turn]), 1);
-        barrier_init(shared_address(&shared.done[turn]), 4 * kConsumers);  // warps
+        barrier_init(shared_address(&shared.done[turn]), (T::kSumGroups ? 1 : 2) * 4 * kConsumers);  // warps
+        barrier_init(shared_address(&shared.arrived[turn]), 1);
       }
       barriers_ready();
     }
@@ -45,7 +46,7 @@ MOE_GLOBAL void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(MOE_GRID_CONS
         if constexpr (T::kMx) produce_mx_scales(p, shared);
         else produce_tile_scales(p, shared);
       }
-      if (T::kSumGroups && threadIdx.x >= 96) plan_tiles(p, shared);
+      if (is_planned<T>(p) && threadIdx.x >= 96) plan_tiles(p, shared);
       if (by_index<T>(p) && threadIdx.x >= 64) produce_rows(p, shared);
     } else {
       take_registers<kConsumerRegisters>();
@@ -58,8 +59,9 @@ MOE_GLOBAL void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(MOE_GRID_CONS
 }
 
 template <class T>
-int launch_grouped_gemm(const ScaledGroupedMmParams& p, void* stream) {
+int launch_grouped_gemm(const ScaledGroupedMmParams& p, int* counter, void* stream) {
   Args args = {};
+  args.counter = counter;
   args.scale_a = static_cast<const float*>(p.scale_a.data);
   args.scale_b = static_cast<const float*>(p.scale_b.data);
   args.rows = p.a;
@@ -91,10 +93,10 @@ int launch_grouped_gemm(const ScaledGroupedMmParams& p, void* stream) {
   return launch(kKernel, l, args);
 }
 template <Scales kScales, Fp8Type kA, bool kAdds>
-int launch_gemm(const ScaledGroupedMmParams& p, void* stream) {
+int launch_gemm(const ScaledGroupedMmParams& p, int* counter, void* stream) {
   if constexpr (!kAdds && kScales != Scales::kSquares)  // in which groups of rows have squares anyway
-    if (!p.groups_of_sum) return launch_grouped_gemm<Traits<kScales, Grouped::kRows, kA, false>>(p, stream);
-  return launch_grouped_gemm<Traits<kScales, Grouped::kSum, kA, kAdds>>(p, stream);
+    if (!p.groups_of_sum) return launch_grouped_gemm<Traits<kScales, Grouped::kRows, kA, false>>(p, counter, stream);
+  return launch_grouped_gemm<Traits<kScales, Grouped::kSum, kA, kAdds>>(p, counter, stream);
 }
 
 }  // namespace moe_fp8::sm90

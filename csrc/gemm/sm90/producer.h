@@ -1,58 +1,9 @@
 // The producers: a thread starts the copies of operands, another, or a warp, those of their scales. Rows of a that are
-// taken by index are copied by warps: the copy engine has boxes alone. Which tiles come is worked out by each, or,
-// where groups divide the sum, which takes longer, ahead of them by a warp.
+// taken by index are copied by warps: the copy engine has boxes alone.
 #pragma once
-#include "gemm/sm90/stages.h"
+#include "gemm/sm90/plan.h"
 
 namespace moe_fp8::sm90 {
-
-// The tiles of a block in turn, worked out.
-template <class T>
-class FoundTiles {
- public:
-  MOE_DEVICE FoundTiles(const Args& p, const Shared<T>& shared)
-      : p_(p), schedule_(p, shared.groups, int(blockIdx.x) / 2, int(gridDim.x) / 2), rank_(int(cluster_rank())) {}
-  MOE_DEVICE Tile next(int) { return Tile::of<T>(p_, schedule_.next(rank_)); }
-
- private:
-  const Args& p_;
-  gemm::Schedule<T> schedule_;
-  int rank_;
-};
-// Of groups of the sum: by a warp, as far ahead as there is room. By a producer, between its tiles, it cost more than
-// it gave: even groups of [65536, 512, 1536] for 40 experts took 154 us on an H200, in rounds or planned 107 to 116.
-template <class T>
-MOE_DEVICE void plan_tiles(const Args& p, Shared<T>& shared) {
-  const uint32_t known = shared_address(shared.known), done = shared_address(shared.done);
-  FoundTiles<T> tiles(p, shared);
-  uint32_t phase = 1;  // as of empty stages
-  for (int turn = 0;; turn = (turn + 1) % kTurns) {
-    const Tile tile = tiles.next(turn);
-    if (threadIdx.x % 32 == 0) {
-      barrier_wait(done + 8 * turn, phase);
-      shared.tiles[turn] = tile;
-      barrier_arrive(known + 8 * turn);
-    }
-    if (turn == kTurns - 1) phase ^= 1;
-    if (!tile.there) return;
-  }
-}
-template <class T>
-class PlannedTiles {
- public:
-  MOE_DEVICE PlannedTiles(const Args&, const Shared<T>& shared) : shared_(shared) {}
-  MOE_DEVICE Tile next(int turn) {
-    barrier_wait(shared_address(&shared_.known[turn]), phase_);
-    if (turn == kTurns - 1) phase_ ^= 1;
-    return shared_.tiles[turn];
-  }
-
- private:
-  const Shared<T>& shared_;
-  uint32_t phase_ = 0;
-};
-template <class T>
-using TilesInTurn = std::conditional_t<T::kSumGroups, PlannedTiles<T>, FoundTiles<T>>;
 
 // Waits for the stages of all tiles in turn, and for one behind the last: fill(tile, turn, k, stage) arms each.
 template <class T, class Fill>
@@ -80,7 +31,7 @@ MOE_DEVICE void produce_operands(const Args& p, Shared<T>& shared) {
   const uint32_t full_of = shared_address(shared.full);
   for_each_stage(p, shared, [&](const Tile& tile, int turn, int k, int s) {
     const uint32_t full = full_of + 8 * s;
-    if (!T::kSumGroups && k == 0) shared.tiles[turn] = tile;
+    if (!is_planned<T>(p) && k == 0) shared.tiles[turn] = tile;
     if (k >= steps_of<T>(tile)) return barrier_arrive(full);
     const int at = tile.first + k * T::kStageDepth;
     const auto copy_a = [&](int box, auto copy) {

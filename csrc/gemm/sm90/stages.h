@@ -1,5 +1,6 @@
 // What the roles of a block share. A block is two producers, which start copies, two warps that copy rows of a where
-// they are taken by index, one that plans tiles where groups divide the sum, and two warpgroups of consumers.
+// they are taken by index, one that plans tiles where groups divide the sum or a counter deals units out, and two
+// warpgroups of consumers.
 // Stages of 128 elements of the sum, of kMx 64, go round in shared memory; every tile begins at the first stage, so
 // that the addresses of all are constants in the unrolled rounds. What is missing of a tile's last round are empty
 // stages, armed and released but not loaded. Where half a round holds the whole sum, tiles take its halves in turns, so
@@ -39,7 +40,10 @@ struct Shared {
   alignas(16) uint32_t source[kSwizzledRows][T::kTileRows / kSwizzledRows];
   Tile tiles[kTurns];  // in turn; written before the first stage of a tile is full
   uint64_t full[kStages], empty[kStages];
-  uint64_t known[kTurns], done[kTurns];  // of tiles that are planned: it is in its place; all consumers leave it
+  // Of tiles that are planned: it is in its place; all consumers leave it, of those by a counter of both blocks, which
+  // the first one is told. And the numbers drawn, with the barriers of their arrival.
+  uint64_t known[kTurns], done[kTurns], arrived[kTurns];
+  uint32_t drawn[kTurns];
   gemm::GroupBounds groups;
 };
 
@@ -54,6 +58,12 @@ template <class T>
 MOE_DEVICE int stages_of(const Args& p, const Tile& tile) {  // some, for a tile comes with its first stage
   return by_halves<T>(p) ? kHalf : tile.depth > 0 ? round_up(steps_of<T>(tile), kStages) : kStages;
 }
+
+// Whether units are drawn from a counter, and whether a warp plans tiles, of which it is the last of the producers'.
+template <class T>
+MOE_HD bool by_counter(const Args& p) { return !T::kSumGroups && p.counter != nullptr; }
+template <class T>
+MOE_HD bool is_planned(const Args& p) { return T::kSumGroups || by_counter<T>(p); }
 
 // Whether rows of a are taken by index: then two more warps copy them, every thread of which arrives.
 template <class T>

@@ -73,6 +73,11 @@ inline void barrier_wait(uint32_t barrier, uint32_t phase) {
   const auto* at = reinterpret_cast<const uint64_t*>(barrier_at(own(barrier)));
   while (__builtin_bit_cast(PhaseBarrier, __atomic_load_n(at, __ATOMIC_SEQ_CST)).phase == phase) current->relax();
 }
+inline void barrier_wait_for_cluster(uint32_t barrier, uint32_t phase) { barrier_wait(barrier, phase); }
+inline void store_in_cluster(uint32_t shared, uint32_t word, uint32_t barrier) {
+  memcpy(current->at(shared, sizeof word, alignof(uint32_t)), &word, sizeof word);
+  barrier_update(barrier, 0, -int32_t(sizeof word));
+}
 inline void stores_before_copies() {}
 
 inline float load_shared(uint32_t address) { return *reinterpret_cast<float*>(current->at(own(address), 4, 4)); }

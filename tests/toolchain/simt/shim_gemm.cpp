@@ -14,7 +14,7 @@ extern "C" const char* simt_scaled_grouped_mm(const uint8_t* a, int a_type, int6
                                               int64_t b_group_stride, bool groups_of_sum, const Scales* scale_a,
                                               const Scales* scale_b, const int* offs, int64_t E, bool adds,
                                               bool out_float32, void* out, bool fast, const int* indices,
-                                              int64_t rows_of_a, int64_t top_k,
+                                              int64_t rows_of_a, int64_t top_k, bool counter,
                                               void* (*scratch)(int64_t words)) {
   const ScaledGroupedMmParams p = {
       .a = a, .b = b, .scale_a = scale_a->get(), .scale_b = scale_b->get(), .offs = offs, .out = out, .E = E,
@@ -24,8 +24,8 @@ extern "C" const char* simt_scaled_grouped_mm(const uint8_t* a, int a_type, int6
 #if defined(SIMT_HOPPER)
   const bool takes_out = !adds || sm90::takes_total(p, fast), takes_rows = !indices || sm90::takes_index(p, fast);
   if (!sm90::takes_operands(p) || !takes_out || !takes_rows) return "not for these kernels";
-  const int64_t bytes = sm90::scratch_bytes(p);
-  return outcome(sm90::grouped_gemm(p, fast, bytes ? scratch(bytes / 4) : nullptr, nullptr));
+  const int64_t bytes = sm90::scratch_bytes(p, counter);
+  return outcome(sm90::grouped_gemm(p, fast, counter, bytes ? scratch(bytes / 4) : nullptr, nullptr));
 #else
   return outcome(mma::grouped_gemm(p, fast, nullptr));
 #endif
