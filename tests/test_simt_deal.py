@@ -10,6 +10,7 @@ import torch
 from cache import CSRC
 from simt_checks import ON_LINUX
 from simt_library import SIMT, compile_cxx
+from torch import Tensor
 
 pytestmark = ON_LINUX
 Taken = list[list[tuple[int, int]]]  # of every worker: groups, and numbers in them
@@ -35,12 +36,15 @@ def deal(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return loaded
 
 
-def taken(deal: ctypes.CDLL, sizes: list[int], *how: int, workers: int, most: int) -> Taken:
+def taken(
+    deal: ctypes.CDLL, sizes: list[int], *how: int, workers: int, most: int, counter: Tensor | None = None
+) -> Taken:
     """how: M, N, K, whether groups are of the sum, and whether scales are of blocks."""
     offs = torch.tensor(sizes).cumsum(0).int()
     out = torch.full((workers, most, 2), -2, dtype=torch.int32)
-    pointers = ctypes.c_void_p(offs.data_ptr()), ctypes.c_void_p(out.data_ptr())
-    assert deal.simt_deal(pointers[0], len(sizes), *how, workers, pointers[1], most) is None
+    pointers = (ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (offs, counter, out))
+    of_offs, of_counter, of_out = pointers
+    assert deal.simt_deal(of_offs, len(sizes), *how, of_counter, workers, of_out, most) is None
     units = [list(map(tuple, of_worker)) for of_worker in out.tolist()]
     return [of_worker[: of_worker.index((-1, 0))] for of_worker in units]
 
@@ -89,9 +93,12 @@ def test_units_of_long_sums(deal, sizes, n):
     assert max(costs) <= 1.01 * sum(costs) / workers + max(sizes) // 32 + 14
 
 
+OF_ROWS = pytest.mark.parametrize("sizes", [*SIZES, [128, 129, 64, 65, 255, 256, 257, 1, 385, 0] * 9], ids=len)
+
+
 @WORKERS
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("sizes", [*SIZES, [128, 129, 64, 65, 255, 256, 257, 1, 385, 0] * 9], ids=len)
+@OF_ROWS
 def test_units_of_rows_go_round(deal, sizes, blocks, workers):
     of_groups = [units_of(size, 2000, blocks) for size in sizes]
     most = sum(of_groups) // workers + 2
@@ -100,3 +107,18 @@ def test_units_of_rows_go_round(deal, sizes, blocks, workers):
     assert sorted(u for of_worker in got for u in of_worker) == everything
     assert max(map(len, got)) - min(map(len, got)) <= 1
     assert all(sorted(of_worker) == of_worker for of_worker in got)
+
+
+@WORKERS
+@pytest.mark.parametrize("blocks", [False, True])
+@OF_ROWS
+def test_units_of_rows_by_a_counter(deal, sizes, blocks, workers):
+    """In the end it is the number of units: each worker's first one was not drawn, but one behind the last was."""
+    counter = torch.zeros(1, dtype=torch.int32)
+    everything = [(e, i) for e, size in enumerate(sizes) for i in range(units_of(size, 2000, blocks))]
+    how = {"workers": workers, "most": len(everything) + 1, "counter": counter}
+    got = taken(deal, sizes, sum(sizes), 2000, 256, False, blocks, **how)
+    assert sorted(u for of_worker in got for u in of_worker) == everything
+    assert [of_worker[0] for of_worker in got if of_worker] == everything[:workers]
+    assert all(sorted(of_worker) == of_worker for of_worker in got)
+    assert counter.item() == len(everything)

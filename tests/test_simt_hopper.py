@@ -29,6 +29,7 @@ KINDS.append(("mxfp8", True, "group"))
 SQUARES = "blockwise", True, "square"
 KINDS.append(SQUARES)
 ADDING = KINDS[0], SQUARES  # those that have kernels which add
+COUNTER = False, True  # whether it deals tiles out: wherever groups divide rows that lie as they are
 OF_KIND = pytest.mark.parametrize("kind", KINDS, ids=short)
 
 
@@ -43,7 +44,7 @@ def hopper(gemm_of_hopper: Path) -> Waves:
 def check(hopper: Waves, args: tuple[object, ...], fast: bool, out_dtype: torch.dtype, **index: object) -> None:
     """Exact sums: the reference's bytes, whoever takes which tiles."""
     want = reference.scaled_grouped_mm(*args, **index, out_dtype=out_dtype)
-    for counter in (False, True) if want.ndim == 2 and not index else (False,):
+    for counter in COUNTER if want.ndim == 2 and not index else (False,):
         how = {"use_fast_accum": fast, "out_dtype": out_dtype, "counter": counter}
         hopper.check_as((want,), "scaled_grouped_mm", *args, **index, **how)
 
@@ -133,6 +134,22 @@ def test_sizes_of_tiles(hopper, kind):
         check(hopper, operands, fast, torch.float32)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not SQUARES], ids=short)
+def test_clusters_that_draw_at_once(hopper, kind):
+    """As many as there are, of one counter: of uneven groups and one alone, of fewer units than clusters, as many and
+    one more, of a sum that goes round once and of one that does not."""
+    format, fast, _ = kind
+    problems = [
+        *(([700, 0, 1, 0, 385, 130], 1300, 144, 400), ([1500], 1500, 144, 272), ([0, 0], 9, 144, 16)),
+        *(([20], 23, 656, 16), ([256] * 3, 768, 656, 16), ([256, 0, 768], 1024, 656, 16)),
+    ]
+    with patch.dict(os.environ, SIMT_THREADS="6"):
+        for sizes, m, k, n in problems:
+            operands = products(format, ends(sizes), m, k, n, FP8_DTYPES[0])[0]
+            want = reference.scaled_grouped_mm(*operands)
+            hopper.check_as((want,), "scaled_grouped_mm", *operands, use_fast_accum=fast, counter=True)
+
+
 @OF_KIND
 def test_many_groups(hopper, kind):
     format, fast, amax = kind
@@ -151,7 +168,8 @@ def test_corrupt_offsets(hopper, kind):
         for (*operands, _), of_groups in ((forward, offs[:3]), (backward, whole[:3])):
             want = reference.scaled_grouped_mm(*operands, of_groups, out_dtype=torch.float32)
             how = {"use_fast_accum": fast, "out_dtype": torch.float32}
-            hopper.check_as((want,), "scaled_grouped_mm", *operands, offs[:3], **how)
+            for counter in COUNTER if want.ndim == 2 else (False,):
+                hopper.check_as((want,), "scaled_grouped_mm", *operands, offs[:3], **how, counter=counter)
     if format == "blockwise":  # groups of more blocks than there are scales: wrong numbers, from within them
         a, b, scale_a, scale_b, *_ = products(format, of_problem, 64, 48, 400, FP8_DTYPES[0], amax=amax)[1]
         for kernels in hopper:
@@ -261,6 +279,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("products of other operands", "error 719: warps of a warpgroup did not act as one"),
         ("sum that is read too early", "ok 0"),
         ("copy to the other block", "ok 40404040"),
+        ("word to the other block", "ok 7"),
         ("chunk that is waited for", "ok 38383838"),
         ("chunk that is not", "ok cdcdcdcd"),
         ("fewer bytes than announced", "error 719: no end in sight"),

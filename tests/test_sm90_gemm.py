@@ -113,6 +113,14 @@ def test_sizes_of_tiles(kind, k, hopper):
         check(kind, sum(sizes) + 100, n, k, ends(sizes, hopper))
 
 
+LONG = [5000, 0, 1, 7777, 129, 7000]  # of sums of 4096 in 4096 columns: enough tiles for a counter to deal them out
+
+
+@pytest.mark.parametrize("kind", E4M3_KINDS, ids=str)
+def test_tiles_by_a_counter(kind, hopper):
+    check(kind, sum(LONG) + 100, 4096, 4096, ends(LONG, hopper))
+
+
 @pytest.mark.parametrize("kind", E4M3_KINDS, ids=str)
 def test_many_groups(kind, hopper):
     check(kind, 1536, 32, 48, ends([0, 3, 1, 2] * 256, hopper))
@@ -169,6 +177,19 @@ def test_graph_follows_the_offsets(fmt, hopper):
         offs.copy_(ends(sizes, hopper))
         graph.replay()
         assert_same(out, scaled_grouped_mm(*args), f"groups of {sizes}")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_graph_begins_the_counter_anew(fmt, hopper):
+    (args, *_), _ = products(fmt, sum(LONG), 4096, 4096, ends(LONG, hopper))
+    want = scaled_grouped_mm(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = scaled_grouped_mm(*args)
+    for _ in range(3):
+        out.fill_(-1)
+        graph.replay()
+        assert_same(out, want, "replayed")
 
 
 @pytest.mark.parametrize(("fmt", "amax"), SCALES)

@@ -345,7 +345,7 @@ class SimtKernels(TokenKernels):
         scales = ctypes.byref(of_a), ctypes.byref(of_b)
         how = of_sum, *scales, offs, offs.shape[0], adds, out.dtype == torch.float32
         what_rows = indices, a.shape[0], top_k or 1, counter
-        scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).data_ptr())
+        scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).fill_(9).data_ptr())
         self._call("scaled_grouped_mm", *what_a, *what_b, *how, out, use_fast_accum, *what_rows, scratch)
 
     def _add_scaled_grouped_mm(

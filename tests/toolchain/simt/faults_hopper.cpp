@@ -239,6 +239,17 @@ const Case kCases[] = {
        float word;
        if (cluster_rank() == 1) memcpy(out, &(word = load_shared(s.base)), 4);
      }},
+    {"word to the other block",
+     [](Shared s, unsigned* out) {
+       if (threadIdx.x == 0) {
+         const uint32_t other = cluster_rank() ^ 1;
+         barrier_arrive_expecting(s.barrier(), 4);
+         store_in_cluster(in_block(s.base, other), other ? 7 : 5, in_block(s.barrier(), other));
+       }
+       barrier_wait_for_cluster(s.barrier(), 0);
+       float word;
+       if (cluster_rank() == 1) memcpy(out, &(word = load_shared(s.base)), 4);
+     }},
     {"chunk that is waited for", copy_one_chunk<barrier_arrive_behind_copies>},
     {"chunk that is not", copy_one_chunk<barrier_arrive>},
     {"fewer bytes than announced",
