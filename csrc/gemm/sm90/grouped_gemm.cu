@@ -96,13 +96,13 @@ bool takes_index(const ScaledGroupedMmParams& p, bool fast) {
 
 bool takes_total(const ScaledGroupedMmParams& p, bool fast) { return add_to_total(scales_of(p, fast)); }
 
-// Rounds of tiles drift apart, the further the longer they are and the more of them there are: then clusters read other
-// parts of the operands, and the L2 no longer holds what they share. [4096, ...] The counter costs a launch, which zeroes
-// it.
+// Rounds drift apart, the further the longer sums are and the more rounds there are, until the L2 no longer holds what
+// clusters read at a time; where it holds all of a, they may. A counter costs a launch, which zeroes it.
 constexpr int64_t kLeastCountedSum = 4096, kLeastCountedRounds = 8;
 bool wants_counter(const ScaledGroupedMmParams& p) {
   if (p.groups_of_sum || p.index.at) return false;
-  const int64_t tile = 128 * 256, rounds = p.M * p.N / (tile * device().multiprocessors);
+  constexpr int64_t kTile = 128 * 256;  // or 256 * 128
+  const int64_t rounds = p.M * p.N / (kTile * device().multiprocessors);
   return p.K >= kLeastCountedSum && rounds >= kLeastCountedRounds && p.M * p.K > device().l2_bytes;
 }
 

@@ -1,13 +1,13 @@
-// Which tiles a block works on, in turn: found by each of its producers, or planned ahead of them by a warp, where groups
-// divide the sum, which takes longer, and where units are drawn from a counter.
+// Which tiles a block works on, in turn: found by each of its producers, or planned ahead of them, by a warp where
+// groups divide the sum, which takes longer, and by a thread where units are drawn from a counter.
 #pragma once
 #include "gemm/sm90/stages.h"
 
 namespace moe_fp8::sm90 {
 
-// Where planned tiles' units come from, and, of those by a counter, what a cluster draws of it: the first block, for
-// both. The next number is drawn when the consumers of both blocks have left the tile before the last one that is
-// known: they have another one meanwhile, and none waits for long at the end.
+// What a cluster draws from the counter: the first block, for both. The next number is drawn when the consumers of both
+// have left the tile before the last one that is known: so there is room for its tile, and while they multiply that one
+// the number comes. Drawn earlier, more tiles would wait in the end for a cluster that is late.
 template <class T>
 class DrawnByCluster {
  public:

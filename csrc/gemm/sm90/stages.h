@@ -18,7 +18,7 @@
 namespace moe_fp8::sm90 {
 
 constexpr int kStages = 4, kHalf = kStages / 2;
-// A power of two above the tiles that are known at once: one is stored, two take halves. As many are planned ahead.
+// A power of two above the tiles that are known at once: one is stored, two take halves. As many of sums are planned.
 constexpr int kTurns = 4;
 constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
@@ -40,8 +40,8 @@ struct Shared {
   alignas(16) uint32_t source[kSwizzledRows][T::kTileRows / kSwizzledRows];
   Tile tiles[kTurns];  // in turn; written before the first stage of a tile is full
   uint64_t full[kStages], empty[kStages];
-  // Of tiles that are planned: it is in its place; all consumers leave it, of those by a counter of both blocks, which
-  // the first one is told. And the numbers drawn, with the barriers of their arrival.
+  // Of tiles that are planned: it is in its place; all consumers leave it, by a counter those of both blocks, of which
+  // the first is told. And the numbers that are drawn behind them, with barriers that say they have arrived.
   uint64_t known[kTurns], done[kTurns], arrived[kTurns];
   uint32_t drawn[kTurns];
   gemm::GroupBounds groups;
@@ -59,7 +59,7 @@ MOE_DEVICE int stages_of(const Args& p, const Tile& tile) {  // some, for a tile
   return by_halves<T>(p) ? kHalf : tile.depth > 0 ? round_up(steps_of<T>(tile), kStages) : kStages;
 }
 
-// Whether units are drawn from a counter, and whether a warp plans tiles, of which it is the last of the producers'.
+// Whether units are drawn from a counter, and whether tiles are planned at all.
 template <class T>
 MOE_HD bool by_counter(const Args& p) { return !T::kSumGroups && p.counter != nullptr; }
 template <class T>
