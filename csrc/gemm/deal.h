@@ -67,7 +67,7 @@ class InRounds {
   static constexpr int kMostWorkers = INT32_MAX;
 
   MOE_DEVICE InRounds(const Args& p, const GroupBounds& groups, int worker, int workers)
-      : p_(p), groups_(groups), of_rows_(groups), worker_(worker), workers_(workers) {}
+      : p_(p), groups_(groups), worker_(worker), workers_(workers), of_rows_(groups) {}
 
   MOE_DEVICE Unit next() {
     const int unit = round_ * workers_ + (round_ % 2 ? workers_ - 1 - worker_ : worker_);
@@ -85,8 +85,8 @@ class InRounds {
 
   const Args& p_;
   const GroupBounds& groups_;
-  UnitsOfRows of_rows_;
   int worker_, workers_, round_ = 0;
+  UnitsOfRows of_rows_;
 };
 
 // Of groups of rows: every worker begins with the unit of its own number, and draws the numbers behind those from a

@@ -30,7 +30,7 @@ MOE_GLOBAL void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(MOE_GRID_CONS
       for (int turn = 0; is_planned<T>(p) && turn < kTurns; ++turn) {
         barrier_init(shared_address(&shared.known[turn]), 1);
         barrier_init(shared_address(&shared.done[turn]), (T::kSumGroups ? 1 : 2) * 4 * kConsumers);  // warps
-        barrier_init(shared_address(&shared.arrived[turn]), 1);
+        if (by_counter<T>(p)) barrier_init(shared_address(&shared.arrived[turn]), 1);
       }
       barriers_ready();
     }
