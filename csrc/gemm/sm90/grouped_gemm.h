@@ -25,7 +25,7 @@ bool takes_index(const ScaledGroupedMmParams& p, bool fast);
 // Whether the product adds to out itself, where it is one that `adds`.
 bool takes_total(const ScaledGroupedMmParams& p, bool fast);
 // Whether tiles should be dealt out by a counter. They may be, to the same bytes, wherever groups divide rows that are
-// not taken by index.
+// not taken by index, but not of MXFP8.
 bool wants_counter(const ScaledGroupedMmParams& p);
 // What the product needs beside, at a multiple of 16 bytes.
 int64_t scratch_bytes(const ScaledGroupedMmParams& p, bool counter);

@@ -61,7 +61,7 @@ MOE_DEVICE int stages_of(const Args& p, const Tile& tile) {  // some, for a tile
 
 // Whether units are drawn from a counter, and whether tiles are planned at all.
 template <class T>
-MOE_HD bool by_counter(const Args& p) { return !T::kSumGroups && p.counter != nullptr; }
+MOE_HD bool by_counter(const Args& p) { return !T::kSumGroups && !T::kMx && p.counter != nullptr; }
 template <class T>
 MOE_HD bool is_planned(const Args& p) { return T::kSumGroups || by_counter<T>(p); }
 
