@@ -57,14 +57,16 @@ def _operands(format: str) -> Callable[..., tuple[object, ...]]:
 
     def inputs(device: torch.device, groups: str, *, p: int, f: int) -> tuple[object, ...]:
         grad, h, activation, scores, scale, _ = _gradients("swiglu", format)(device, None, p=p, f=f)
-        return grad, h, activation, format, group_ends(groups, p, 128, device), scores, scale
+        indices = torch.randperm(p, device=device, dtype=torch.int32)
+        return grad, h, activation, format, group_ends(groups, p, 128, device), scores, scale, indices
 
     return inputs
 
 
-def _backward_operands(grad, h, activation, format, offs, scores, scale):
+def _backward_operands(grad, h, activation, format, offs, scores, scale, indices):
     """As the layer calls it."""
-    how = {"offs": offs, "scores": scores, "h_scale": scale, "amax": get_recipe(format).amax_of_groups}
+    how = {"offs": offs, "scores": scores, "h_scale": scale, "indices": indices}
+    how["amax"] = get_recipe(format).amax_of_groups
     return ops.quantize_activated_backward(grad, h, activation, format, **how)
 
 

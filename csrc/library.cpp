@@ -31,7 +31,7 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       "unswizzle_scales(Tensor blocked, SymInt rows, SymInt cols, str? groups=None, Tensor? offs=None) -> Tensor");
 
   // Activations of experts, by name. Gates and ups are the halves of h, or interleaved. An fp8 h comes with its scales
-  // along rows and their format.
+  // along rows and their format; scores by slot come with those of the rows.
   m.def("activate(Tensor h, str activation, bool interleaved=False) -> Tensor");
   m.def(
       "quantize_activated(Tensor h, str activation, str format, Tensor? offs=None, bool interleaved=False,"
@@ -39,10 +39,11 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       " -> (Tensor q, Tensor scale, Tensor h_q, Tensor h_scale)");
   m.def(
       "activate_backward(Tensor grad, Tensor h, str activation, Tensor? scores=None, Tensor? h_scale=None,"
-      " str? format=None, bool interleaved=False) -> (Tensor grad_h, Tensor a, Tensor grad_scores)");
+      " str? format=None, Tensor? indices=None, bool interleaved=False)"
+      " -> (Tensor grad_h, Tensor a, Tensor grad_scores)");
   m.def(
       "quantize_activated_backward(Tensor grad, Tensor h, str activation, str format, Tensor offs, Tensor? scores=None,"
-      " Tensor? h_scale=None, bool interleaved=False, int? align=None, ScalarType? dtype=None,"
+      " Tensor? h_scale=None, Tensor? indices=None, bool interleaved=False, int? align=None, ScalarType? dtype=None,"
       " ScalarType? grad_dtype=None, str? rounding=None, str amax='group')"
       " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor a_q_t, Tensor a_scale_t, Tensor padded_offs,"
       " Tensor grad_scores)");

@@ -39,7 +39,6 @@ KEEP = ("fp8", "bf16")
 _BF16 = torch.bfloat16
 
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
-_permute_pad = torch.ops.moe_fp8.permute_pad.default
 _combine = torch.ops.moe_fp8.combine.default
 _combine_backward = torch.ops.moe_fp8.combine_backward.default
 
@@ -310,11 +309,10 @@ def backward(
             da = operands.product(dy, down_t, slots, by_slot=True)
         else:
             da = scores.new_zeros(p, call.features, dtype=_BF16)
-        of_slots = _permute_pad(scores.view(-1, 1), permutation, 1).view(-1)
-        of = Activated(h, of_slots, call.activation, call.interleaved)
+        of = Activated(h, scores.view(-1), call.activation, call.interleaved)
         wanted = Wanted(rows=needs.x, tokens=needs.w_gate_up, a=needs.w_down, dh=needs.b_gate_up)
         dh, dh_t, a_t, values, dscores = operands.gradients(da, of, slots, wanted)
-        dscores = _permute_pad(dscores.view(-1, 1), inverse.view(-1), 1).view(inverse.shape)
+        dscores = dscores.view(inverse.shape)
     if needs.w_down:
         dw_down = operands.wgrad(dy_t, a_t, slots, main_grads[1])
     if b_down is not None and (needs.scores or needs.b_down):

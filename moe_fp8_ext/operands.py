@@ -48,7 +48,7 @@ class Activated(NamedTuple):
     """What forward had between its products, for `gradients`."""
 
     h: Operand  # as `activated` kept it
-    scores: Tensor  # of the slots
+    scores: Tensor  # of slots, [T * top_k]
     activation: str
     interleaved: bool
 
@@ -67,7 +67,7 @@ class Gradients(NamedTuple):
     tokens: Operand  # likewise
     a: Operand  # scores * a along tokens
     dh: Tensor | None  # in bfloat16
-    dscores: Tensor  # [P]
+    dscores: Tensor  # of slots
 
 
 class Bf16Operands:
@@ -181,9 +181,9 @@ class Fp8Operands:
         h, scores, activation, interleaved = of
         format, dtype, rounding = self.rule(gradient=False)
         dtypes = dtype, self.rule(gradient=True)[1]
-        how = scores, h.scale, interleaved, self.recipe.align, *dtypes, rounding, self.recipe.amax_of_groups
+        how = self.recipe.align, *dtypes, rounding, self.recipe.amax_of_groups
         q, scale, q_t, scale_t, a_q_t, a_scale_t, ends, dscores = _quantize_activated_backward(
-            da, h.values, activation, format, slots.offs, *how
+            da, h.values, activation, format, slots.offs, scores, h.scale, slots.permutation, interleaved, *how
         )
         rows, tokens, of_a = Operand(q, scale), Operand(q_t, scale_t, ends), Operand(a_q_t, a_scale_t, ends)
         return Gradients(rows, tokens, of_a, None, dscores)
@@ -243,7 +243,8 @@ def _gradients(
     """Of an h in this format, if it is quantized."""
     h, scores, activation, interleaved = of
     format = None if h.scale is None else format
-    dh, a, dscores = _activate_backward(da, h.values, activation, scores, h.scale, format, interleaved)
+    how = scores, h.scale, format, slots.permutation, interleaved
+    dh, a, dscores = _activate_backward(da, h.values, activation, *how)
     _, of_a = operands.of_slots(a, slots, tokens=wanted.a)
     del a  # in the way of what dh takes
     rows, tokens = operands.of_slots(dh, slots, wanted.rows, wanted.tokens, gradient=True)

@@ -25,13 +25,29 @@ def scores_for(h: Tensor) -> Tensor:
     return wide(1, h.shape[0], dtype=torch.float32, device=h.device, seed=5)[0]
 
 
+SCORED = None, "rows", "slots"
+
+
+def scored(h: Tensor, by: str | None) -> dict[str, Tensor | None]:
+    """Scores as ops take them: none, of rows, or of slots; some of those have no row, and some rows have none."""
+    if by != "slots":
+        return {"scores": scores_for(h) if by else None}
+    rows, slots = len(h), len(h) + 7
+    indices = torch.randperm(slots, generator=torch.Generator().manual_seed(7))[:rows].int()
+    indices[2::5], indices[4::11] = -1, slots
+    return {"scores": wide(1, slots, dtype=torch.float32, device=h.device, seed=5)[0], "indices": indices.to(h.device)}
+
+
 def check_dscores(got: Tensor, want: Tensor, h: Tensor, da: Tensor, activation: str, **how: object) -> None:
     """A float32 sum of F products, in any order, is off by less than F * 2^-24 * sum |products|. Rounding the reference
     adds half a unit of its last place; 1.01 is for terms of higher order."""
-    scale, format = how.get("h_scale"), how.get("format")
+    scale, format, indices = how.get("h_scale"), how.get("format"), how.get("indices")
     values = h if scale is None else reference.dequantize(h, scale, format, out_dtype=torch.float32)
     a = reference.activate(values.float(), activation, interleaved=how.get("interleaved", False))
     size = (da.double() * a.double()).abs().sum(1)
+    if indices is not None:
+        there = (indices >= 0) & (indices < len(want))
+        size = torch.zeros_like(want.double()).index_copy(0, indices[there].long(), size[there])
     assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
     tolerance = 1.01 * (da.shape[1] * 2.0**-24 * size + 2.0**-24 * want.double().abs() + 2.0**-149)
     same = (got == want) | (got.isnan() & want.isnan())

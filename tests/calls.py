@@ -220,6 +220,10 @@ def activate_backward(r: random.Random) -> Call:
     if f:
         grad[:, r.randrange(f)] = torch.randn(len(h), generator=generator(r))
     how = {"scores": r.choice((None, torch.randn(len(h), generator=generator(r)))), "interleaved": r.random() < 0.3}
+    if r.random() < 0.3:  # of slots, each at one row or none
+        count = r.choice((0, len(h), len(h) + 7))
+        at = torch.randperm(max(count, len(h)), generator=generator(r))[: len(h)].int()
+        how |= {"scores": torch.randn(count, generator=generator(r)), "indices": at}
     if r.random() < 0.5:
         return [placed(r, grad.to(h.dtype)), h, name], how
     fmt = r.choice(list(FORMATS))
@@ -330,13 +334,8 @@ def pack_tokens(r: random.Random) -> Call:
 
 @op
 def quantize_and_pack(r: random.Random) -> Call:
-    fmt, m, rows, n, e = (
-        r.choice(list(FORMATS)),
-        r.choice(ROWS),
-        r.choice(ROWS),
-        r.choice((0, 1, 2, 5)),
-        r.choice((0, 9)),
-    )
+    fmt, m, rows = r.choice(list(FORMATS)), r.choice(ROWS), r.choice(ROWS)
+    n, e = r.choice((0, 1, 2, 5)), r.choice((0, 9))
     ids = torch.randint(-1, e + 1, (m, n), dtype=r.choice((torch.int32, torch.int64)), generator=generator(r))
     others = r.choice((None, placed(r, ids))), r.choice((None, raw(r, r.choice(MOVABLE), m, n)))
     top_k = r.randint(0, 3)

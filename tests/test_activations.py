@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from activation_checks import ACTIVATIONS, GATED, check_dscores, da_for, h_for, scores_for
+from activation_checks import ACTIVATIONS, GATED, check_dscores, da_for, h_for, scored, scores_for
 from derivatives import SPELLINGS, check_no_second_derivative, check_no_tangent
 from helpers import (
     FP8_DTYPES,
@@ -212,6 +212,9 @@ def test_sizes(activation, shape, device):
     h = h_for(activation, *shape, device=device)
     for scores in (None, scores_for(h)):
         check(h, activation, scores=scores)
+    of_none = h.new_zeros(0, dtype=torch.float32), h.new_zeros(len(h), dtype=torch.int32)
+    check_backward(h, da_for(h, activation), activation, **scored(h, "slots"))
+    check_backward(h, da_for(h, activation), activation, of_none[0], indices=of_none[1])
     for format in FORMATS:
         check_backward(da=da_for(h, activation), activation=activation, **quantized(h, format))
 
@@ -298,6 +301,7 @@ def test_opcheck(device):
         check_opcheck("activate", [h, activation], interleaved=True)
         check_opcheck("activate_backward", [da_for(h, activation), h, activation])
         check_opcheck("activate_backward", [da_for(h, activation), h, activation, scores_for(h)], interleaved=True)
+        check_opcheck("activate_backward", [da_for(h, activation), h, activation], **scored(h, "slots"))
         for format in FORMATS:
             args = quantized(h, format) | {"scores": scores_for(h)}
             check_opcheck("activate_backward", [da_for(h, activation), args.pop("h"), activation], **args)
@@ -307,7 +311,8 @@ def both(h: Tensor, scores: Tensor) -> tuple[Tensor, ...]:
     a = activate(h, "swiglu")
     q, scale = quantize_rows(h, "blockwise")
     of_fp8 = activate_backward(a, q, "swiglu", scores=scores, h_scale=scale, format="blockwise")
-    return a, *activate_backward(a, h, "swiglu", scores=scores), *of_fp8
+    by_slot = activate_backward(a, h, "swiglu", scores=scores, indices=scores.argsort().int())
+    return a, *activate_backward(a, h, "swiglu", scores=scores), *by_slot, *of_fp8
 
 
 def arguments(p: int, f: int, device: str = "cpu", seed: int = 0) -> list[Tensor]:
@@ -365,7 +370,7 @@ def test_more_than_2_31_elements(big_gpu):
 
 H, DA, SCORES = torch.zeros(6, 8), torch.zeros(6, 4), torch.zeros(6)
 Q, SCALE = torch.zeros(6, 8, dtype=torch.float8_e4m3fn), torch.ones(6)
-OF_Q = {"h_scale": SCALE, "format": "rowwise"}
+OF_Q, SLOTS = {"h_scale": SCALE, "format": "rowwise"}, torch.arange(6, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -392,6 +397,9 @@ OF_Q = {"h_scale": SCALE, "format": "rowwise"}
         ("activate_backward", [DA, H, "swiglu", SCORES[:5]], {}, "scores", "5"),
         ("activate_backward", [DA, H, "swiglu", SCORES[:, None]], {}, "scores", "2"),
         ("activate_backward", [DA, H, "swiglu", torch.zeros(12)[::2]], {}, "scores", "stride 2"),
+        ("activate_backward", [DA, H, "swiglu"], {"indices": SLOTS}, "scores", "None"),
+        ("activate_backward", [DA, H, "swiglu", SCORES], {"indices": SLOTS[:5]}, "indices", "5"),
+        ("activate_backward", [DA, H, "swiglu", SCORES], {"indices": SLOTS.long()}, "indices", "int64"),
         ("activate_backward", [DA, H, "swiglu"], {"format": "rowwise"}, "h_scale", "None"),
         ("activate_backward", [DA, Q, "swiglu"], {"h_scale": SCALE}, "format", "None"),
         ("activate_backward", [DA, Q, "swiglu"], OF_Q | {"format": "fp4"}, "format", "fp4"),
@@ -404,10 +412,10 @@ def test_errors(op, args, kwargs, argument, got, device):
     check_error(op, on(device, args), argument, got, **on(device, kwargs))
 
 
-@pytest.mark.parametrize("argument", ["grad", "scores", "h_scale"])
+@pytest.mark.parametrize("argument", ["grad", "scores", "h_scale", "indices"])
 def test_error_on_another_device(argument, device):
     other = "cpu" if device == "cuda" else "meta"
-    there = {"grad": DA, "h": Q, "scores": SCORES, "h_scale": SCALE}
+    there = {"grad": DA, "h": Q, "scores": SCORES, "h_scale": SCALE, "indices": SLOTS}
     there = {name: t.to(other if name == argument else device) for name, t in there.items()}
     with pytest.raises(RuntimeError, match=f": {argument} must be on the device of h, .*got {other}"):
         activate_backward(**there, activation="swiglu", format="rowwise")

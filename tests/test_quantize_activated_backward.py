@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from activation_checks import ACTIVATIONS, check_dscores, da_for, h_for, scores_for
+from activation_checks import ACTIVATIONS, SCORED, check_dscores, da_for, h_for, scored, scores_for
 from derivatives import SPELLINGS, check_no_tangent
 from helpers import (
     FP8_DTYPES,
@@ -56,6 +56,7 @@ def check(h: Tensor, da: Tensor, activation: str, format: str, **how: object) ->
     *want, wanted = reference.quantize_activated_backward(da, h, activation, format, **how)
     assert_same(got, want, what)
     of_h = {"h_scale": how.get("h_scale"), "format": format, "interleaved": how.get("interleaved", False)}
+    of_h["indices"] = how.get("indices")
     check_dscores(dscores, wanted, h, da, activation, **of_h)
 
 
@@ -78,16 +79,16 @@ def kept(x: Tensor, format: str, fp8: torch.dtype | None) -> dict[str, Tensor | 
         align=[None, 0, 1],
         interleaved=[False, True],
         rounding=[0, 1],
-        scored=[False, True],
+        by=SCORED,
         amax=[0, 1],
     ),
     ids=short,
 )
-def test_pairs(activation, format, fp8, out, grad, dtype, f, ends, align, interleaved, rounding, scored, amax, device):
+def test_pairs(activation, format, fp8, out, grad, dtype, f, ends, align, interleaved, rounding, by, amax, device):
     x = h_for(activation, 131, f, dtype, device)
     how = {"dtype": out, "grad_dtype": grad, "rounding": FORMATS[format].roundings[rounding]}
     how |= {"align": None if align is None else FORMATS[format].aligns[align], "interleaved": interleaved}
-    how |= {"offs": int32(ends, device), "scores": scores_for(x) if scored else None}
+    how |= {"offs": int32(ends, device), **scored(x, by)}
     how |= {"amax": FORMATS[format].amaxes[-amax]}
     check(**kept(x, format, fp8), da=da_for(x, activation), activation=activation, format=format, **how)
 
@@ -98,14 +99,14 @@ def test_as_a_chip_casts(activation, format, device):
     """What kernels of one and of two reads exist for, on a GPU in full, and next to where it ends."""
     rule = FORMATS[format]
     aligns = sorted({max(16, rule.aligns[0]), 32, rule.aligns[1]})
-    sizes, scored = (640, 8, 256, 136), (False, True)
-    ways = itertools.product(sizes, rule.amaxes, (None, CHIP[0]), (False, True), CHIP, rule.roundings, aligns, scored)
-    for f, amax, fp8, interleaved, grad, rounding, align, scored in itertools.islice(
+    sizes = 640, 8, 256, 136
+    ways = itertools.product(sizes, rule.amaxes, (None, CHIP[0]), (False, True), CHIP, rule.roundings, aligns, SCORED)
+    for f, amax, fp8, interleaved, grad, rounding, align, by in itertools.islice(
         ways, 0, None, 1 if device != "cpu" else 37
     ):
         x = h_for(activation, 300, f, device=device)
         how = {"dtype": CHIP[0], "grad_dtype": grad, "rounding": rounding, "align": align, "interleaved": interleaved}
-        how |= {"offs": int32([7, 7, 200, 290], device), "scores": scores_for(x) if scored else None, "amax": amax}
+        how |= {"offs": int32([7, 7, 200, 290], device), "amax": amax, **scored(x, by)}
         check(**kept(x, format, fp8), da=da_for(x, activation), activation=activation, format=format, **how)
 
 
@@ -157,11 +158,11 @@ def test_what_is_not_finite(activation, fp8, format, device):
 def test_is_made_of_the_others(format, f, device):
     """dscores included, whose sums have one order on a device, and the sign of a zero that underflow left."""
     x = h_for("swiglu", 500, f, device=device)
-    da, scores, offs = da_for(x, "swiglu"), scores_for(x), int32([100, 130, 130, 480], device)
+    da, of_slots, offs = da_for(x, "swiglu"), scored(x, "slots"), int32([100, 130, 130, 480], device)
     x[7, :f], x[7, f:], da[7] = 1e-12, -1e-12, 1e-38
     h, h_scale = quantize_rows(x, format)
-    got = quantize_activated_backward(da, h, "swiglu", format, offs=offs, scores=scores, h_scale=h_scale)
-    dh, a, dscores = activate_backward(da, h, "swiglu", scores=scores, h_scale=h_scale, format=format)
+    got = quantize_activated_backward(da, h, "swiglu", format, offs=offs, h_scale=h_scale, **of_slots)
+    dh, a, dscores = activate_backward(da, h, "swiglu", h_scale=h_scale, format=format, **of_slots)
     *of_dh, padded_offs = quantize_both(dh, format, offs=offs)
     assert_same(got, [*of_dh, *quantize_tokens(a, format, offs=offs)[:2], padded_offs, dscores])
 
@@ -259,7 +260,8 @@ def test_opcheck(device):
     for format, activation in itertools.product(FORMATS, ("swiglu", "relu2")):
         h = h_for(activation, 37, 40, device=device)
         da, how = da_for(h, activation), {"offs": offs, "grad_dtype": CHIP[1]}
-        check_opcheck(op, [da, h, activation, format], scores=scores_for(h), interleaved=True, **how)
+        check_opcheck(op, [da, h, activation, format], interleaved=True, **scored(h, "rows"), **how)
+        check_opcheck(op, [da, h, activation, format], **scored(h, "slots"), **how)
         q, scale = quantize_rows(h, format)
         check_opcheck(op, [da, q, activation, format], h_scale=scale, amax=FORMATS[format].amaxes[-1], **how)
 
@@ -272,7 +274,7 @@ def test_derivatives_that_there_are_not(spelling):
 
 
 H, DA, OFFS, SCORES = torch.zeros(6, 8), torch.zeros(6, 4), torch.zeros(2, dtype=torch.int32), torch.zeros(6)
-Q, SCALE = H.to(torch.float8_e4m3fn), torch.zeros(6)
+Q, SCALE, SLOTS = H.to(torch.float8_e4m3fn), torch.zeros(6), torch.arange(6, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -291,6 +293,9 @@ Q, SCALE = H.to(torch.float8_e4m3fn), torch.zeros(6)
         ([DA, H, "swiglu", "rowwise", torch.zeros(1025, dtype=torch.int32)], {}, "offs", "1025"),
         ([DA, H, "swiglu", "rowwise", OFFS], {"scores": SCORES[:5]}, "scores", "5"),
         ([DA, H, "swiglu", "rowwise", OFFS], {"scores": SCORES.half()}, "scores", "float16"),
+        ([DA, H, "swiglu", "rowwise", OFFS], {"indices": SLOTS}, "scores", "None"),
+        ([DA, H, "swiglu", "rowwise", OFFS], {"scores": SCORES, "indices": SLOTS[:5]}, "indices", "5"),
+        ([DA, H, "swiglu", "rowwise", OFFS], {"scores": SCORES, "indices": SLOTS.long()}, "indices", "int64"),
         ([DA, Q, "swiglu", "rowwise", OFFS], {"h_scale": SCALE[:5]}, "h_scale", "5"),
         ([DA, Q, "swiglu", "mxfp8", OFFS], {"h_scale": SCALE}, "h_scale", "float32"),
         ([DA, H, "swiglu", "rowwise", OFFS], {"align": 48}, "align", "48"),
@@ -306,9 +311,9 @@ def test_errors(args, kwargs, argument, got, device):
     check_error("quantize_activated_backward", args, argument, got, offs=offs, **on(device, kwargs))
 
 
-@pytest.mark.parametrize("name", ["grad", "offs", "scores", "h_scale"])
+@pytest.mark.parametrize("name", ["grad", "offs", "scores", "h_scale", "indices"])
 def test_error_on_another_device(name, device):
-    given = {"grad": DA, "h": Q, "offs": OFFS, "scores": SCORES, "h_scale": SCALE}
+    given = {"grad": DA, "h": Q, "offs": OFFS, "scores": SCORES, "h_scale": SCALE, "indices": SLOTS}
     other = "cpu" if device == "cuda" else "meta"
     there = {n: t.to(other if n == name else device) for n, t in given.items()}
     with pytest.raises(RuntimeError, match=f"^quantize_activated_backward: {name} must be on the device of h, "):

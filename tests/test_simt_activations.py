@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from activation_checks import ACTIVATIONS, GATED, check_dscores, da_for, h_for, scores_for
+from activation_checks import ACTIVATIONS, GATED, SCORED, check_dscores, da_for, h_for, scored, scores_for
 from helpers import FP8_DTYPES, INPUT_DTYPES, assert_same, misaligned, pairs, short
 from simt_checks import ON_LINUX
 from simt_kernels import Waves, assert_zeros_between_columns
@@ -47,6 +47,7 @@ def test_activate(kernels, activation, dtype, p, f, interleaved, offset):
     kernels.check("activate", h, activation, interleaved=interleaved)
     check_backward(kernels, h, da, activation, interleaved=interleaved)
     check_backward(kernels, h, misaligned(da), activation, scores_for(h), interleaved=interleaved)
+    check_backward(kernels, h, da, activation, **scored(h, "slots"), interleaved=interleaved)
 
 
 @pytest.mark.parametrize(
@@ -57,14 +58,15 @@ def test_activate(kernels, activation, dtype, p, f, interleaved, offset):
         dtype=INPUT_DTYPES,
         f=[8, 19, 136, 520],
         interleaved=[False, True],
+        by=SCORED,
     ),
     ids=short,
 )
-def test_fp8(kernels, activation, format, fp8, dtype, f, interleaved):
+def test_fp8(kernels, activation, format, fp8, dtype, f, interleaved, by):
     x = h_for(activation, 133, f)
     q, scale = reference.quantize_rows(x, format, dtype=fp8)
-    how = {"h_scale": scale, "format": format, "interleaved": interleaved}
-    check_backward(kernels, q, da_for(x, activation, dtype), activation, scores_for(x), **how)
+    how = {"h_scale": scale, "format": format, "interleaved": interleaved, **scored(x, by)}
+    check_backward(kernels, q, da_for(x, activation, dtype), activation, **how)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,7 @@ def check_quantized_backward(
         got = run()
         assert_same(got[:-1], want[:-1], f"{activation} {format} {short(h.shape)} {how} at wave size {each.wave}")
         of_h = {"h_scale": scale, "format": format, "interleaved": how.get("interleaved", False)}
+        of_h["indices"] = how.get("indices")
         check_dscores(got[-1], want[-1], h, da, activation, **of_h)
         parts = reference.activate_backward(da, h, activation, scores=how["scores"], **of_h)
         parts = each.run("activate_backward", parts, da, h, activation, scores=how["scores"], **of_h)
@@ -144,17 +147,16 @@ def check_quantized_backward(
         ends=[[131], [0, 16, 37, 37, 120], [], [0, 0], [1, 2, 3, 131]],
         align=[16, 32, 256],
         e5m2=[False, True],
-        scored=[False, True],
+        by=SCORED,
         interleaved=[False, True],
         rounding=["exact", "pow2"],
     ),
     ids=short,
 )
-def test_quantized_backward(kernels, activation, f, ends, align, e5m2, scored, interleaved, rounding):
+def test_quantized_backward(kernels, activation, f, ends, align, e5m2, by, interleaved, rounding):
     """Teams of one wave and of several, tiles that are not full, groups that end anywhere, rows behind the last."""
     x, offs = h_for(activation, 131, f), torch.tensor(ends, dtype=torch.int32)
-    how = {"align": align, "interleaved": interleaved, "rounding": rounding}
-    how["scores"] = scores_for(x) if scored else None
+    how = {"align": align, "interleaved": interleaved, "rounding": rounding, **scored(x, by)}
     check_quantized_backward(kernels, x, da_for(x, activation), activation, offs, e5m2, **how)
 
 
@@ -166,7 +168,7 @@ def test_quantized_backward(kernels, activation, f, ends, align, e5m2, scored, i
         ends=[[331], [0, 16, 37, 37, 320], [], [0, 0], [1, 2, 130, 331]],
         align=[32, 128, 256],
         e5m2=[False, True],
-        scored=[False, True],
+        by=SCORED,
         interleaved=[False, True],
         rounding=[0, 1],
         amax=[0, 1],
@@ -174,13 +176,13 @@ def test_quantized_backward(kernels, activation, f, ends, align, e5m2, scored, i
     ids=short,
 )
 def test_quantized_backward_of_blocks(
-    kernels, activation, format, f, ends, align, e5m2, scored, interleaved, rounding, amax
+    kernels, activation, format, f, ends, align, e5m2, by, interleaved, rounding, amax
 ):
     """Tiles that are not full, that are padding alone, and of rows behind the last group."""
     x, offs = h_for(activation, 331, f), torch.tensor(ends, dtype=torch.int32)
     rule = FORMATS[format]
     how = {"align": min(align, rule.aligns[1]), "interleaved": interleaved, "rounding": rule.roundings[rounding]}
-    how |= {"scores": scores_for(x) if scored else None, "amax": rule.amaxes[-amax]}
+    how |= {"amax": rule.amaxes[-amax], **scored(x, by)}
     check_quantized_backward(kernels, x, da_for(x, activation), activation, offs, e5m2, format, **how)
 
 
@@ -209,7 +211,7 @@ def test_quantized_backward_of_many_groups(kernels, format):
     """As many as there may be, some of them empty; and a score whose gradient underflows to -0."""
     x, offs = h_for("swiglu", 300, 256), torch.randint(0, 301, (1024,), dtype=torch.int32).sort().values
     align, rounding = max(16, FORMATS[format].aligns[0]), FORMATS[format].roundings[0]
-    da, how = da_for(x, "swiglu"), {"align": align, "rounding": rounding, "scores": scores_for(x)}
+    da, how = da_for(x, "swiglu"), {"align": align, "rounding": rounding, **scored(x, "slots")}
     x[7, :256], x[7, 256:], da[7] = 1e-12, -1e-12, 1e-38
     check_quantized_backward(kernels, x, da, "swiglu", offs, e5m2=False, format=format, **how)
 

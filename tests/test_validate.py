@@ -175,6 +175,8 @@ def test_indices(bad, x, validates):
     slots = {"indices": indices, "top_k": 1}
     ops.permute_pad(x, int32(x, 31, -1, 0), 1)
     check_refused(f"permute_pad: {text}", lambda: ops.permute_pad(x, indices, 1))
+    of_slots = {"scores": torch.zeros(32, device=x.device), "indices": indices}
+    check_refused(f"activate_backward: {text}", lambda: ops.activate_backward(x[:2], x[:2], "silu", **of_slots))
     check_refused(f"unpermute: {text}", lambda: ops.unpermute(x[:2], indices, 1, 32))
     q, scale = ops.quantize_rows(x, "rowwise")
     product = q, q[:16].t()[None], scale, scale[None, :16], "rowwise", ends[:1]
@@ -195,6 +197,11 @@ def test_indices_that_are_there_twice(x, validates):
     ops.unpermute(x[:3], int32(x, -1, 7, -1), 1, 32)
     check_refused(
         "unpermute: indices must be distinct, got 5 twice", lambda: ops.unpermute(x[:3], int32(x, 5, 7, 5), 1, 32)
+    )
+    of_slots = {"scores": torch.zeros(32, device=x.device), "indices": int32(x, 5, 7, 5)}
+    check_refused(
+        "activate_backward: indices must be distinct, got 5 twice",
+        lambda: ops.activate_backward(x[:3], x[:3], "silu", **of_slots),
     )
     multiply = partial(grouped_mm, x, x.t()[None], int32(x, 3), top_k=1)
     multiply(indices=int32(x, -1, 7, -1))

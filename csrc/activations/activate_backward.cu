@@ -21,7 +21,7 @@ MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Source& 
   for (int r = 0; r < kRows; ++r) {  // one that there is not has its neighbour's place
     h[r] = r == 0 ? source.row(row0) : r < live ? source.next(h[r - 1]) : h[r - 1];
     da[r] = r == 0 ? part.advanced(p.da, row0 * p.da_stride) : part.advanced(da[r - 1], r < live ? p.da_stride : 0);
-    score[r] = p.scores ? p.scores[r < live ? row0 + r : row0] : 1.f;
+    score[r] = p.score(r < live ? row0 + r : row0);
   }
   const int64_t out = row0 * p.h.F;
   const int end = kSumEach ? vecs + lane : vecs;  // whole waves sum
@@ -66,7 +66,8 @@ MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Source& 
   }
   const float last = neighbour_sums(dot);
   if (const int r = number_of_lane<kRows>(lane); lane < kRows && r < live)
-    store_element(p.dscores, InType::kF32, row0 + r, kSumEach ? sum + last : 0.f + last);
+    if (const int slot = p.slot(row0 + r); slot >= 0)
+      store_element(p.dscores, InType::kF32, slot, kSumEach ? sum + last : 0.f + last);
 }
 
 // Of a wave at once: two where a row has no vector for some of the lanes that any chip's wave has.
@@ -116,6 +117,8 @@ int launch_with(const ActivateBackwardParams& p, void* stream) {
 }  // namespace
 
 int activate_backward(const ActivateBackwardParams& p, void* stream) {
+  if (p.slots.at)
+    if (const int e = fill_bytes(p.dscores, 0, p.num_slots() * sizeof(float), stream)) return e;
   const bool fp8 = p.h.scale.data != nullptr;
   const bool native = !fp8 || is_fnuz(p.h.fp8) == device().native_fnuz;
   const bool fast = native && p.in == InType::kBF16 &&

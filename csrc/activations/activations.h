@@ -2,10 +2,14 @@
 //
 // a[p, f]    = RN(activated(gate[p, f], up[p, f]))
 //
-// backward, with w = RN32(scores[p] * da[p, f]), what numerics/activations.h says in float32, and each rounded once:
-// dh[p]      = the gradients of gate and up where that of a is w
-// a[p, f]    = RN(RN32(scores[p] * activated(...)))
-// dscores[p] = sum over f of da[p, f] * activated(...) in float32
+// backward, with s = scores[slot of p], w = RN32(s * da[p, f]), what numerics/activations.h says in float32, and each
+// rounded once:
+// dh[p]              = the gradients of gate and up where that of a is w
+// a[p, f]            = RN(RN32(s * activated(...)))
+// dscores[slot of p] = sum over f of da[p, f] * activated(...) in float32
+//
+// A row is a slot of its own number, or that of `slots`; where that is none, s is 0. dscores of a slot without a row is
+// 0, of several rows that of any of them.
 //
 // Gated: h [P, 2F], gates in its first half and ups in the other, or in even and odd columns; else h [P, F] is the
 // gates. An fp8 h stands for RN32(q * scale). h, da and scores have an inner stride of 1; a, dh and dscores are
@@ -15,6 +19,7 @@
 
 #include "numerics/activations.h"
 #include "numerics/floats.h"
+#include "numerics/groups.h"
 #include "numerics/operand_scales.h"
 
 namespace moe_fp8 {
@@ -39,6 +44,7 @@ struct ActivateParams {
 struct ActivateBackwardParams {
   GateRows h;
   const void* da;
+  RowIndex slots;     // of the rows, a row's being its slot; at null: those of their numbers
   const float* scores;
   void* dh;
   void* a;
@@ -47,6 +53,17 @@ struct ActivateBackwardParams {
   int64_t da_stride;  // elements
   InType in;          // of da, dh and a
   Activation activation;
+
+  MOE_HD int64_t num_slots() const { return slots.at ? int64_t(slots.limit) : P; }
+  MOE_HD int slot(int64_t row) const {  // -1: none
+    if (!slots.at) return int(row);
+    const int s = slots.at[row];
+    return uint32_t(s) < slots.limit ? s : -1;
+  }
+  MOE_HD float score(int64_t row) const {
+    const int s = slot(row);
+    return s < 0 ? 0.f : scores ? scores[s] : 1.f;
+  }
 };
 
 // 0, or the runtime's error code.

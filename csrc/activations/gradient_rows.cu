@@ -70,7 +70,7 @@ struct TeamWalk {
     return of_row;
   }
   // Its scale; that and dscores in memory.
-  MOE_DEVICE ScaleF32 finish(const OfRow* of_row, int64_t row) {
+  MOE_DEVICE ScaleF32 finish(const OfRow* of_row, int row) {
     const int first_lane = threadIdx.x % kRows;
     barrier();
     OfRow told = {};
@@ -82,7 +82,8 @@ struct TeamWalk {
     float sum = 0;  // in the order of activate_backward.cu
     for (int w = 0; w < waves(); ++w) sum += as_float(shfl(as_bits(told.dot), first_lane + w * kRows));
     if (lane_of_share() == 0) {
-      store_element(p.gradients.dscores, InType::kF32, row, sum);
+      if (const int slot = p.gradients.slot(row); slot >= 0)
+        store_element(p.gradients.dscores, InType::kF32, slot, sum);
       store_stream(static_cast<float*>(p.of_dh.scale) + row, s.dequant());
     }
     return s;

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kSumThreads = 128;
 
-// Before the tiles: where they are, and zeros where no tile writes.
+// Before the tiles: where they are, zeros where no tile writes, and scores.
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, 1)
     place_gradient_tiles_kernel(MOE_GRID_CONSTANT const GradientTilesPlan p) {
   __shared__ int words[TokenTiles::words(kMaxExperts)];
@@ -24,6 +24,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, 1)
   else clear_gaps(MxScales{});
   __syncthreads();
   const int thread = blockIdx.x * kTileThreads + threadIdx.y * kLanes + threadIdx.x;
+  take_scores(p, thread, gridDim.x * kTileThreads);
   for (int along = thread; along < p.tiles; along += gridDim.x * kTileThreads) {
     const int e = tiles.group_of(along), first = tiles.first_of(e);
     PlacedTile placed = {tiles.at(along, 0, e), first, tiles.first_of(e + 1) - first};
@@ -86,7 +87,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kSumThreads, 1)
   constexpr int kTiles = kWarpSize * kFeatures / kBlock;  // that share a wave
   wait_for_previous_kernel();
   const int64_t rows = p.dh.rows, row = int64_t(blockIdx.x) * kSumThreads + threadIdx.x;
-  if (row >= rows) return;
+  const int slot = row < rows ? p.gradients.slot(row) : -1;
+  if (slot < 0) return;
   float sum = 0;
 #pragma unroll 4
   for (int first = 0; first < int(p.a.tiles_across); first += kTiles) {
@@ -100,7 +102,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kSumThreads, 1)
       for (int i = 0; i < n; ++i) of_wave[i] = of_wave[2 * i] + of_wave[2 * i + 1];
     sum += of_wave[0];
   }
-  store_stream(p.gradients.dscores + row, sum);
+  store_stream(p.gradients.dscores + slot, sum);
 }
 
 bool has_float_scales(const QuantizeActivatedBackwardParams& p) {
@@ -114,10 +116,12 @@ int64_t most_tiles(const QuantizeActivatedBackwardParams& p) {
 template <class Scales, class Activations>
 int launch_tiles(const QuantizeActivatedBackwardParams& of, void* stream) {
   using Dh = OfDh<Scales>;
-  GradientTilesPlan p = {gradient_inputs(of.gradients), plan_tiles<Dh>(of.of_dh), plan_tiles<OfA<Scales>>(of.of_a)};
+  auto* const scores = reinterpret_cast<float*>(of.scratch);
+  GradientTilesPlan p = {gradient_inputs(of.gradients, scores), plan_tiles<Dh>(of.of_dh),
+                         plan_tiles<OfA<Scales>>(of.of_a)};
   p.tiles = int(most_tiles(of));
   p.has_float_scales = has_float_scales(of);
-  p.placed = reinterpret_cast<PlacedTile*>(of.scratch);
+  p.placed = reinterpret_cast<PlacedTile*>(scores + score_words(of.gradients));
   p.dots = reinterpret_cast<float*>(p.placed + p.tiles);
   constexpr auto kKernel = quantize_gradient_tiles_kernel<GradientTypes, Scales, Activations>;
   if (const int e = allow_large<kKernel>()) return e;

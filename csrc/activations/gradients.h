@@ -13,6 +13,8 @@ struct alignas(16) ChunkRows { int group, row, count, unused; };
 // What gradients are computed from.
 struct GradientInputs {
   ActivateBackwardParams gradients;
+  float* taken_scores;  // [P], where those of gradients are of slots
+  const float* scores;  // [P], of rows; null: ones
   int parts;           // of h: gates, and ups if there are any; a is one more
   int vecs;            // of eight features, in a part of a row
   uint32_t h_stride;   // likewise
@@ -32,6 +34,15 @@ struct GradientsPlan : GradientInputs {
 constexpr int64_t kLongestStride = int64_t(1) << 34;
 MOE_DEVICE uint64_t offset(int row, uint32_t stride) { return uint64_t(uint32_t(row)) * stride; }
 
+// Before the passes, which have no registers for a row's slot: scores of slots by rows, and zeros, for slots without a
+// row.
+MOE_DEVICE void take_scores(const GradientInputs& p, int64_t thread, int64_t threads) {
+  const ActivateBackwardParams& of = p.gradients;
+  if (!of.slots.at) return;
+  for (int64_t row = thread; row < of.P; row += threads) p.taken_scores[row] = of.score(row);
+  for (int64_t slot = thread; slot < of.num_slots(); slot += threads) of.dscores[slot] = 0;
+}
+
 // Of dh and of a, in all groups.
 MOE_HD int64_t columns_of_groups(const GradientsPlan& p) { return p.of_dh.E * (p.parts + 1) * p.gradients.h.F; }
 
@@ -41,8 +52,10 @@ constexpr int kMagnitudes = 128;  // that an fp8 element may have
 constexpr int kMostTeam = 256;    // threads that share a row in the first pass, a vector each
 constexpr int64_t kMostFeatures = kMostTeam * kFeatures;
 
-inline GradientInputs gradient_inputs(const ActivateBackwardParams& p) {
-  GradientInputs inputs = {p, is_gated(p.activation) ? 2 : 1};
+// Of scratch that begins with taken_scores, in whole vectors.
+inline int64_t score_words(const ActivateBackwardParams& p) { return p.slots.at ? round_up<int64_t>(p.P, 4) : 0; }
+inline GradientInputs gradient_inputs(const ActivateBackwardParams& p, float* scratch) {
+  GradientInputs inputs = {p, scratch, p.slots.at ? scratch : p.scores, is_gated(p.activation) ? 2 : 1};
   inputs.gradients.h.interleaved &= inputs.parts > 1;
   inputs.vecs = int(p.h.F / kFeatures);
   inputs.h_stride = uint32_t(p.h.stride / kFeatures);
@@ -87,7 +100,7 @@ struct Gradients {
     g.da = load_stream<kReuse>(static_cast<const Vec16*>(of.da) + v + offset(row, p.da_stride));
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) g.scale[i] = scale_of(i);
-    g.score = of.scores ? of.scores[row] : 1.f;
+    g.score = p.scores ? p.scores[row] : 1.f;
     return g;
   }
   // Of an h with a scale a row.

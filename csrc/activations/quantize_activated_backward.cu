@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kPlaceThreads = 256;
 
-// Before the first pass: where groups and the rows of positions are, and zeros to find maxima with.
+// Before the first pass: where groups and the rows of positions are, zeros to find maxima with, and scores.
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) place_chunks_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
   __shared__ int words[GroupTable::words(kMaxExperts)];
   const int E = int(p.of_dh.E), positions = int(p.of_dh.positions);
@@ -29,6 +29,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) place_chunks_kernel(MOE_GRID
     p.chunks[i] = {e, groups.row[e] + first, Max{}(0, Min{}(rows, kChunkRows)), 0};
   }
   for (int64_t i = thread; i < columns_of_groups(p); i += threads) p.amax[i] = 0;
+  take_scores(p, thread, threads);
 }
 
 // Between the passes: from the amax of every column of a group to its multiplier and its scale.
@@ -50,9 +51,10 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) scale_columns_kernel(MOE_GRI
 }
 
 GradientsPlan plan_of(const QuantizeActivatedBackwardParams& p) {
-  GradientsPlan plan = {gradient_inputs(p.gradients), p.of_dh, p.of_a};
+  auto* const scores = reinterpret_cast<float*>(p.scratch);
+  GradientsPlan plan = {gradient_inputs(p.gradients, scores), p.of_dh, p.of_a};
   const int64_t columns = columns_of_groups(plan);
-  plan.chunks = reinterpret_cast<ChunkRows*>(p.scratch);
+  plan.chunks = reinterpret_cast<ChunkRows*>(scores + score_words(p.gradients));
   plan.multipliers = reinterpret_cast<float*>(plan.chunks + p.of_dh.positions / kChunkRows);
   plan.amax = reinterpret_cast<uint32_t*>(plan.multipliers + columns);
   plan.starts = reinterpret_cast<int*>(plan.amax + columns);
@@ -64,8 +66,10 @@ bool has_blocks(const QuantizeActivatedBackwardParams& p) { return format_of(p.o
 }  // namespace
 
 int64_t scratch_words(const QuantizeActivatedBackwardParams& p) {
-  if (has_blocks(p)) return gradient_tiles_words(p);
-  return p.of_dh.positions / kChunkRows * (sizeof(ChunkRows) / 4) + 2 * columns_of_groups(plan_of(p)) + p.of_dh.E + 2;
+  const int64_t of_scores = score_words(p.gradients);
+  if (has_blocks(p)) return of_scores + gradient_tiles_words(p);
+  const int64_t of_chunks = p.of_dh.positions / kChunkRows * (sizeof(ChunkRows) / 4);
+  return of_scores + of_chunks + 2 * columns_of_groups(plan_of(p)) + p.of_dh.E + 2;
 }
 
 bool can_quantize_activated_backward(const QuantizeActivatedBackwardParams& p) {

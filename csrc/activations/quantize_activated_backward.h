@@ -1,7 +1,7 @@
 // The gradients of experts' activations, quantized on the way: dh along rows and along tokens, scores * a along tokens.
 // Neither is ever in memory: two passes compute them from h and da, or one where scales are of blocks.
 //
-// dh, a, dscores                        = activate_backward(da, h, scores)
+// dh, a, dscores                        = activate_backward(da, h, scores, slots)
 // q, scale, q_t, scale_t, padded_offs   = quantize_both(dh, offs)
 // a_q_t, a_scale_t, the same            = quantize_tokens(a, offs), which may have another amax
 //
@@ -21,8 +21,8 @@ struct QuantizeActivatedBackwardParams {
 // Whether kernels do it. What else there is takes activate_backward() and quantize().
 bool can_quantize_activated_backward(const QuantizeActivatedBackwardParams& p);
 
-// Words: of every 16 positions where their rows are, and of every column of a group an amax and a multiplier; with
-// blocks, where tiles are, and of every row a sum for 128 features.
+// Words: of every row its score, where those are of slots; of every 16 positions where their rows are, and of every
+// column of a group an amax and a multiplier; with blocks, where tiles are, and of every row a sum for 128 features.
 int64_t scratch_words(const QuantizeActivatedBackwardParams& p);
 
 // 0, or the runtime's error code.

@@ -94,7 +94,8 @@ void activate_backward(const ActivateBackwardParams& p) {
   constexpr bool kGated = is_gated(kActivation);
   const Reader reader(p.h, kGated);
   const int64_t F = p.h.F;
-  if (F == 0) return void(std::fill_n(p.dscores, p.P, 0.f));
+  if (p.slots.at || F == 0) std::fill_n(p.dscores, p.num_slots(), 0.f);
+  if (F == 0) return;
   parallel(p.P, 16 * p.P * F, [&](int64_t begin, int64_t end) {
     Row row(F);
     std::vector<uint32_t> bits;
@@ -102,11 +103,11 @@ void activate_backward(const ActivateBackwardParams& p) {
     for (int64_t r = begin; r < end; ++r) {
       reader.read(r, bits, row);
       for (int64_t f = 0; f < F; ++f) da[f] = In::to_float((static_cast<const Bits*>(p.da) + r * p.da_stride)[f]);
-      differentiate_row<kActivation>(row, da.data(), p.scores ? p.scores[r] : 1.f, a.data(), terms.data());
+      differentiate_row<kActivation>(row, da.data(), p.score(r), a.data(), terms.data());
       store<In>(a.data(), F, static_cast<Bits*>(p.a) + r * F);
       float sum = 0;
       for (const float term : terms) sum += term;
-      p.dscores[r] = as_float(F32::from_float(sum));
+      if (const int slot = p.slot(r); slot >= 0) p.dscores[slot] = as_float(F32::from_float(sum));
       Bits* dh = static_cast<Bits*>(p.dh) + r * (kGated ? 2 * F : F);
       const int64_t step = kGated && p.h.interleaved ? 2 : 1;
       store<In>(row.gate.data(), F, dh, step);

@@ -51,12 +51,12 @@ void run(const Call& call, const Tensor& h, const ActivateBackwardParams& p) {
 
 // What the ops of gradients take, checked; h's scales are checked with their format.
 struct GradientArguments {
-  const Argument &grad_arg, &h_arg, &scores_arg, &h_scale_arg;
+  const Argument &grad_arg, &h_arg, &scores_arg, &h_scale_arg, &indices_arg;
   const Tensor &grad, &h;
-  const std::optional<Tensor>&scores, &h_scale;
+  const std::optional<Tensor>&scores, &h_scale, &indices;
 };
 ActivateBackwardParams check_gradients(const GradientArguments& given, std::string_view activation, bool interleaved) {
-  const auto& [grad_arg, h_arg, scores_arg, h_scale_arg, grad, h, scores, h_scale] = given;
+  const auto& [grad_arg, h_arg, scores_arg, h_scale_arg, indices_arg, grad, h, scores, h_scale, indices] = given;
   const char* op = h_arg.op;
   Argument of_h = h_arg;
   of_h.dtypes = h_scale ? Dtypes::kFp8 : Dtypes::kInput;
@@ -73,7 +73,15 @@ ActivateBackwardParams check_gradients(const GradientArguments& given, std::stri
   check_sizes(grad_arg, grad, sizes, 2);
   if (scores) {
     check(scores_arg, *scores, h);
-    check_size(scores_arg, *scores, 0, p.P);
+    if (!indices) check_size(scores_arg, *scores, 0, p.P);
+  }
+  if (indices) {
+    static const int kNoRows[1] = {};  // null would say that rows are slots
+    if (!scores) fail(op, ": scores must be given with indices, got None");
+    p.slots = check_indices(indices_arg, *indices, h, scores->sizes[0], 1);
+    if (p.P == 0) p.slots.at = kNoRows;
+    check_size(indices_arg, *indices, 0, p.P);
+    validate_distinct(indices_arg, *indices);
   }
   if (h_scale) {
     check(h_scale_arg, *h_scale, h);
@@ -166,16 +174,18 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
 
 Results<3> activate_backward_op(const Tensor& grad, const Tensor& h, std::string_view activation,
                                 const std::optional<Tensor>& scores, const std::optional<Tensor>& h_scale,
-                                const std::optional<std::string_view>& format, bool interleaved) {
+                                const std::optional<std::string_view>& format, const std::optional<Tensor>& indices,
+                                bool interleaved) {
   constexpr const Argument &kGrad = argument(kBackward, "grad"), &kH = argument(kBackward, "h"),
-                           &kScores = argument(kBackward, "scores"), &kScale = argument(kBackward, "h_scale");
-  const GradientArguments given = {kGrad, kH, kScores, kScale, grad, h, scores, h_scale};
+                           &kScores = argument(kBackward, "scores"), &kScale = argument(kBackward, "h_scale"),
+                           &kIndices = argument(kBackward, "indices");
+  const GradientArguments given = {kGrad, kH, kScores, kScale, kIndices, grad, h, scores, h_scale, indices};
   ActivateBackwardParams p = check_gradients(given, activation, interleaved);
   if (format && !h_scale) fail(kBackward, ": h_scale must be given with format, got None");
   if (h_scale && !format) fail(kBackward, ": format must be given with h_scale, got None");
   if (h_scale) p.h.scale = check_h_scale(kScale, h, *h_scale, *format);
   const Call call(kBackward, "h", h);
-  Handle grad_scores = call.empty({p.P}, kFloat32);
+  Handle grad_scores = call.empty({p.num_slots()}, kFloat32);
   p.dscores = data<float>(grad_scores);
   GradientOutputs o = compute_gradients(call, grad, h, p);
   return results(o.grad_h, o.a, grad_scores);
@@ -184,16 +194,17 @@ Results<3> activate_backward_op(const Tensor& grad, const Tensor& h, std::string
 Results<8> quantize_activated_backward_op(const Tensor& grad, const Tensor& h, std::string_view activation,
                                           std::string_view format, const Tensor& offs,
                                           const std::optional<Tensor>& scores, const std::optional<Tensor>& h_scale,
-                                          bool interleaved, std::optional<int64_t> align, std::optional<int32_t> dtype,
+                                          const std::optional<Tensor>& indices, bool interleaved,
+                                          std::optional<int64_t> align, std::optional<int32_t> dtype,
                                           std::optional<int32_t> grad_dtype, std::optional<std::string_view> rounding,
                                           std::string_view amax) {
   constexpr const char* kOp = kQuantizeBackward;
   constexpr const Argument &kGrad = argument(kOp, "grad"), &kH = argument(kOp, "h"),
                            &kScores = argument(kOp, "scores"), &kScale = argument(kOp, "h_scale"),
-                           &kOffs = argument(kOp, "offs");
+                           &kIndices = argument(kOp, "indices"), &kOffs = argument(kOp, "offs");
   QuantizeActivatedBackwardParams p = {};
   ActivateBackwardParams& gradients = p.gradients;
-  const GradientArguments given = {kGrad, kH, kScores, kScale, grad, h, scores, h_scale};
+  const GradientArguments given = {kGrad, kH, kScores, kScale, kIndices, grad, h, scores, h_scale, indices};
   gradients = check_gradients(given, activation, interleaved);
   QuantizeParams &of_grad = p.of_dh, &of_a = p.of_a;
   of_grad.format = check_format(kOp, format);
@@ -214,7 +225,7 @@ Results<8> quantize_activated_backward_op(const Tensor& grad, const Tensor& h, s
   if (grad_dtype) of_grad.out = check_fp8(call, kOp, grad_dtype, "grad_dtype");
   of_grad.row_stride = of_grad.K = h.sizes[1];
   of_grad.along_rows = true;
-  Handle grad_scores = call.empty({gradients.P}, kFloat32);
+  Handle grad_scores = call.empty({gradients.num_slots()}, kFloat32);
   gradients.dscores = data<float>(grad_scores);
   bool has_kernels = false;
 #if defined(MOE_FP8_GPU)

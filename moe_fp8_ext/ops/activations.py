@@ -112,6 +112,7 @@ def activate_backward(
     scores: Tensor | None = None,
     h_scale: Tensor | None = None,
     format: str | None = None,
+    indices: Tensor | None = None,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of scores * activate(h), and that product itself, which the next product's wgrad takes.
@@ -119,8 +120,10 @@ def activate_backward(
         grad_h = the gradient of h where that of scores * activate(h) is grad
         a = scores * activate(h);  grad_scores[p] = grad[p] . activate(h)[p]
 
-    From one read of h and grad. In float32; grad_h and a are rounded once, grad_scores is summed in an order that
-    depends on the device and on nothing else. Not differentiable. Never waits for the device.
+    With indices scores are those of slots: row p has scores[indices[p]], or 0 where its index is no slot, and
+    grad_scores[indices[p]] is its gradient, 0 of a slot without a row. From one read of h and grad. In float32; grad_h
+    and a are rounded once, grad_scores is summed in an order that depends on the device and on nothing else. Not
+    differentiable. Never waits for the device.
 
     Args:
         grad: [P, F] of h's dtype, with h_scale bfloat16, float16 or float32, on the same device; stride 1 along its
@@ -128,14 +131,17 @@ def activate_backward(
         h: as in `activate`; or, with h_scale, an fp8 operand along rows, as `quantize_rows` returns it without offs,
             which stands for q * h_scale in float32.
         activation: as in `activate`.
-        scores: [P] float32 on h's device, of stride 1; None: ones.
+        scores: [P] float32 on h's device, of stride 1, with indices [S]; None: ones.
         h_scale: the scales of h: float32, or float8_e8m0fnu of the MX formats; of any strides in format "blockwise",
             contiguous in the others.
         format: "rowwise", "blockwise", "mxfp8" (blocked as one matrix) or "mxfp8_rowmajor"; with h_scale alone.
+        indices: [P] int32 on h's device: the slots of the rows, as `sort_tokens` permutes them, with scores alone. Of
+            rows with the same slot one tells its gradient; MOE_FP8_VALIDATE=1 refuses them, and indices out of range
+            but -1.
         interleaved: as in `activate`; grad_h lies as h does.
 
     Returns:
-        grad_h, shaped as h, and a [P, F], both of grad's dtype; grad_scores [P] float32. All contiguous.
+        grad_h, shaped as h, and a [P, F], both of grad's dtype; grad_scores float32, as many as scores. All contiguous.
 
     Raises:
         RuntimeError: activation, format, dtype, dimensions, sizes, strides or device are not as above, or an argument
@@ -144,7 +150,7 @@ def activate_backward(
     Source: DESIGN.md section 3, bit by bit.
     """
     with below_autograd(grad, h, scores, h_scale):
-        return _activate_backward(grad, h, activation, scores, h_scale, format, interleaved)
+        return _activate_backward(grad, h, activation, scores, h_scale, format, indices, interleaved)
 
 
 def quantize_activated_backward(
@@ -156,6 +162,7 @@ def quantize_activated_backward(
     offs: Tensor,
     scores: Tensor | None = None,
     h_scale: Tensor | None = None,
+    indices: Tensor | None = None,
     interleaved: bool = False,
     align: int | None = None,
     dtype: torch.dtype | None = None,
@@ -176,7 +183,7 @@ def quantize_activated_backward(
     and B200 do; else they are a multiple of 8, at most 2048. Not differentiable. Never waits for the device.
 
     Args:
-        grad, h, activation, scores, interleaved: as in `activate_backward`.
+        grad, h, activation, scores, indices, interleaved: as in `activate_backward`.
         h_scale: likewise, of the same format as the results.
         format, align, rounding: as in `quantize_both`.
         offs: likewise, of the rows of h.
@@ -186,7 +193,7 @@ def quantize_activated_backward(
 
     Returns:
         q as h, its scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs: as `quantize_both` of grad_h and
-        `quantize_tokens` of a return them, which have the same padded_offs; grad_scores [P] float32.
+        `quantize_tokens` of a return them, which have the same padded_offs; grad_scores as `activate_backward` does.
 
     Raises:
         RuntimeError: as of `activate_backward` and `quantize_both`; the text names the argument.
@@ -194,7 +201,7 @@ def quantize_activated_backward(
     Source: `activate_backward`, `quantize_both` and `quantize_tokens`.
     """
     with below_autograd(grad, h, scores, h_scale):
-        how = scores, h_scale, interleaved, align, dtype, grad_dtype, rounding, amax
+        how = scores, h_scale, indices, interleaved, align, dtype, grad_dtype, rounding, amax
         return _quantize_activated_backward(grad, h, activation, format, offs, *how)
 
 
@@ -207,7 +214,7 @@ def _save(ctx, inputs, output):
 @differentiable_once
 def _backward(ctx, grad):
     (h,) = ctx.saved_tensors
-    return _activate_backward(unit_stride(grad), h, ctx.activation, None, None, None, ctx.interleaved)[:1]
+    return _activate_backward(unit_stride(grad), h, ctx.activation, None, None, None, None, ctx.interleaved)[:1]
 
 
 register_gradient(_activate, _save, _backward)
@@ -257,9 +264,15 @@ def _(h, activation, format, offs=None, interleaved=False, keep_h=True, dtype=No
 
 
 def _check_gradients(
-    op: str, grad: Tensor, h: Tensor, activation: str, scores: Tensor | None, h_scale: Tensor | None
-) -> tuple[int, int]:
-    """The shape of a."""
+    op: str,
+    grad: Tensor,
+    h: Tensor,
+    activation: str,
+    scores: Tensor | None,
+    h_scale: Tensor | None,
+    indices: Tensor | None,
+) -> tuple[tuple[int, int], Tensor]:
+    """The shape of a, and grad_scores."""
     dtypes = INPUT_DTYPES if h_scale is None else FP8_DTYPES
     got = getattr(h, "dtype", None)  # of None, which check() refuses
     require(got is None or got in dtypes, f"{op}: h must be {either(map(dtype_name, dtypes))}, got {got}")
@@ -270,10 +283,16 @@ def _check_gradients(
     check_shape(op, "grad", grad, shape)
     if scores is not None:
         check(op, "scores", scores, h)
-        check_shape(op, "scores", scores, shape[:1])
+        if indices is None:
+            check_shape(op, "scores", scores, shape[:1])
+    if indices is not None:
+        require(scores is not None, f"{op}: scores must be given with indices, got None")
+        check(op, "indices", indices, h)
+        check_shape(op, "indices", indices, shape[:1])
     if h_scale is not None:
         check(op, "h_scale", h_scale, h)
-    return shape
+    slots = shape[:1] if indices is None else scores.shape
+    return shape, h.new_empty(slots, dtype=torch.float32)
 
 
 def _check_h_scale(op: str, h: Tensor, h_scale: Tensor, format: Format) -> None:
@@ -281,15 +300,14 @@ def _check_h_scale(op: str, h: Tensor, h_scale: Tensor, format: Format) -> None:
 
 
 @torch.library.register_fake("moe_fp8::activate_backward")
-def _(grad, h, activation, scores=None, h_scale=None, format=None, interleaved=False):
+def _(grad, h, activation, scores=None, h_scale=None, format=None, indices=None, interleaved=False):
     op = "activate_backward"
-    shape = _check_gradients(op, grad, h, activation, scores, h_scale)
+    shape, grad_scores = _check_gradients(op, grad, h, activation, scores, h_scale, indices)
     if h_scale is None:
         require(format is None, f"{op}: h_scale must be given with format, got None")
     else:
         require(format is not None, f"{op}: format must be given with h_scale, got None")
         _check_h_scale(op, h, h_scale, check_format(op, format))
-    grad_scores = grad.new_empty(shape[:1], dtype=torch.float32)
     return grad.new_empty(h.shape), grad.new_empty(shape), grad_scores
 
 
@@ -302,6 +320,7 @@ def _(
     offs,
     scores=None,
     h_scale=None,
+    indices=None,
     interleaved=False,
     align=None,
     dtype=None,
@@ -310,7 +329,7 @@ def _(
     amax="group",
 ):
     op = "quantize_activated_backward"
-    rows, features = _check_gradients(op, grad, h, activation, scores, h_scale)
+    (rows, features), grad_scores = _check_gradients(op, grad, h, activation, scores, h_scale, indices)
     format = check_format(op, format)
     if h_scale is not None:
         _check_h_scale(op, h, h_scale, format)
@@ -329,5 +348,4 @@ def _(
 
     scale = format.scale_of_rows(h.shape, e).empty(h, format.scale_dtype)
     of_grad = h.new_empty(h.shape, dtype=grad_dtype), scale, *along_tokens(h.shape[1], grad_dtype)
-    others = h.new_empty((e,), dtype=torch.int32), h.new_empty((rows,), dtype=torch.float32)
-    return *of_grad, *along_tokens(features, dtype, amax), *others
+    return *of_grad, *along_tokens(features, dtype, amax), h.new_empty((e,), dtype=torch.int32), grad_scores

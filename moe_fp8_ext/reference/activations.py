@@ -130,9 +130,18 @@ def activate_backward(
     scores: Tensor | None = None,
     h_scale: Tensor | None = None,
     format: str | None = None,
+    indices: Tensor | None = None,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """grad [P, F], h, scores [P] -> grad_h as h, scores * a [P, F], grad_scores [P]: exact sums, rounded once."""
+    """grad [P, F], h, scores [P] -> grad_h as h, scores * a [P, F], grad_scores [P]: exact sums, rounded once. With
+    indices [P] scores and their gradients are those of slots."""
+    if indices is not None:
+        rows = ((indices >= 0) & (indices < len(scores))).nonzero().flatten()
+        slots, of_rows = indices[rows].long(), scores.new_zeros(len(h))
+        of_rows[rows] = scores[slots]
+        of_h = {"h_scale": h_scale, "format": format, "interleaved": interleaved}
+        grad_h, a, of_rows = activate_backward(grad, h, activation, scores=of_rows, **of_h)
+        return grad_h, a, torch.zeros_like(scores).index_copy(0, slots, of_rows[rows])
     if h_scale is not None:
         h = dequantize(h, h_scale, format, out_dtype=torch.float32)
     gate, up = split(h, activation, interleaved)
@@ -158,6 +167,7 @@ def quantize_activated_backward(
     offs: Tensor,
     scores: Tensor | None = None,
     h_scale: Tensor | None = None,
+    indices: Tensor | None = None,
     interleaved: bool = False,
     align: int | None = None,
     dtype: torch.dtype | None = None,
@@ -167,7 +177,7 @@ def quantize_activated_backward(
 ) -> tuple[Tensor, ...]:
     """quantize_both of grad_h, quantize_tokens of scores * a, but for its padded_offs, and grad_scores."""
     of_h = {"h_scale": h_scale, "format": None if h_scale is None else format, "interleaved": interleaved}
-    grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, **of_h)
+    grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, indices=indices, **of_h)
     how = {"offs": offs, "align": align, "rounding": rounding}
     *of_grad, padded_offs = quantize_both(grad_h, format, dtype=grad_dtype or dtype, **how)
     of_a = quantize_tokens(a, format, dtype=dtype, amax=amax, **how)[:2]

@@ -111,6 +111,8 @@ def cases_of_activations() -> Iterator[Call]:
             yield f"activate {name}", OPS.activate, (h, name, interleaved), {}
             how_backward = how | {"interleaved": interleaved}
             yield f"activate_backward {name}", OPS.activate_backward, (grad, h, name), how_backward
+            by_slot = how_backward | {"indices": torch.randperm(70).int()}
+            yield f"activate_backward {name}", OPS.activate_backward, (grad, h, name), by_slot
             for fmt in FORMATS:
                 how_quantized = {"offs": offsets(3, 60), "interleaved": interleaved, "keep_h": not interleaved}
                 yield f"quantize_activated {name} {fmt}", OPS.quantize_activated, (h, name, fmt), how_quantized
@@ -125,6 +127,8 @@ def cases_of_activations() -> Iterator[Call]:
             q, scale = OPS.quantize_rows(h, fmt, dtype=HARDWARE[0])
             for amax in FORMATS[fmt].amaxes:
                 of_fp8 = {"interleaved": f == 640, "h_scale": scale, "amax": amax}
+                yield *call, (grad, q, name, fmt), how | grads | of_fp8
+                of_fp8["indices"] = torch.randperm(70).int()
                 yield *call, (grad, q, name, fmt), how | grads | of_fp8
 
 

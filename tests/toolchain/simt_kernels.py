@@ -219,13 +219,15 @@ class SimtKernels(TokenKernels):
         scores: Tensor | None = None,
         h_scale: Tensor | None = None,
         format: str | None = None,
+        indices: Tensor | None = None,
         interleaved: bool = False,
     ) -> None:
         fp8 = 0 if h_scale is None else FP8_TYPES.index(h.dtype)
         scale = None if h_scale is None else ctypes.byref(Scales.of(h, h_scale, format))
         sizes = *a.shape, h.stride(0), grad.stride(0)
         how = IN_TYPES.index(grad.dtype), fp8, scale, ACTIVATIONS.index(activation), interleaved
-        self._call("activate_backward", h, grad, scores, grad_h, a, grad_scores, *sizes, *how)
+        of_slots = indices, -1 if indices is None else len(grad_scores), scores
+        self._call("activate_backward", h, grad, *of_slots, grad_h, a, grad_scores, *sizes, *how)
 
     def _quantize_activated_backward(
         self,
@@ -238,6 +240,7 @@ class SimtKernels(TokenKernels):
         align: int = 32,
         scores: Tensor | None = None,
         h_scale: Tensor | None = None,
+        indices: Tensor | None = None,
         interleaved: bool = False,
         amax: str = "group",
     ) -> None:
@@ -250,7 +253,8 @@ class SimtKernels(TokenKernels):
         how = list(FORMATS).index(format), ROUNDINGS.index(rounding), FP8_TYPES.index(dtype)
         how += FP8_TYPES.index(grad_dtype), AMAXES.index(amax)
         scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).data_ptr())
-        self._call("quantize_activated_backward", h, grad, scores, *sizes, *of_h, *of_groups, *how, *out, scratch)
+        of_slots = indices, -1 if indices is None else len(out[-1]), scores
+        self._call("quantize_activated_backward", h, grad, *of_slots, *sizes, *of_h, *of_groups, *how, *out, scratch)
 
     # Scales
 

@@ -80,23 +80,29 @@ extern "C" const char* simt_quantize_activated(const void* h, int64_t P, int64_t
   return outcome(quantize_activated(p, nullptr));
 }
 
-extern "C" const char* simt_activate_backward(const void* h, const void* da, const float* scores, void* dh, void* a,
-                                              float* dscores, int64_t P, int64_t F, int64_t h_stride,
-                                              int64_t da_stride, int in, int fp8, const Scales* scale, int activation,
-                                              bool interleaved) {
+static RowIndex slots_of(const int* indices, int64_t slots) {  // -1: rows are slots
+  static const int kNoRows[1] = {};
+  return slots < 0 ? RowIndex() : RowIndex(indices ? indices : kNoRows, slots, 1);
+}
+
+extern "C" const char* simt_activate_backward(const void* h, const void* da, const int* indices, int64_t slots,
+                                              const float* scores, void* dh, void* a, float* dscores, int64_t P,
+                                              int64_t F, int64_t h_stride, int64_t da_stride, int in, int fp8,
+                                              const Scales* scale, int activation, bool interleaved) {
   const GateRows rows = {.h = h, .stride = h_stride, .F = F, .in = InType(in), .fp8 = Fp8Type(fp8),
                          .scale = scale ? scale->get() : OperandScales{}, .interleaved = interleaved};
   return outcome(activate_backward(
-      {.h = rows, .da = da, .scores = scores, .dh = dh, .a = a, .dscores = dscores, .P = P, .da_stride = da_stride,
-       .in = InType(in), .activation = Activation(activation)}, nullptr));
+      {.h = rows, .da = da, .slots = slots_of(indices, slots), .scores = scores, .dh = dh, .a = a,
+       .dscores = dscores, .P = P, .da_stride = da_stride, .in = InType(in), .activation = Activation(activation)},
+      nullptr));
 }
 
 extern "C" const char* simt_quantize_activated_backward(
-    const void* h, const void* da, const float* scores, int64_t P, int64_t F, int64_t columns, int64_t h_stride,
-    int64_t da_stride, int fp8, const Scales* scale, int activation, bool interleaved, const int* offs, int64_t E,
-    int64_t positions, int align, int format, int rounding, int out, int out_of_dh, int amax, uint8_t* q, void* q_scale,
-    uint8_t* q_t, void* scale_t, uint8_t* a_q_t, void* a_scale_t, int* padded_offs, float* dscores,
-    int* (*scratch)(int64_t words)) {
+    const void* h, const void* da, const int* indices, int64_t slots, const float* scores, int64_t P, int64_t F,
+    int64_t columns, int64_t h_stride, int64_t da_stride, int fp8, const Scales* scale, int activation,
+    bool interleaved, const int* offs, int64_t E, int64_t positions, int align, int format, int rounding, int out,
+    int out_of_dh, int amax, uint8_t* q, void* q_scale, uint8_t* q_t, void* scale_t, uint8_t* a_q_t, void* a_scale_t,
+    int* padded_offs, float* dscores, int* (*scratch)(int64_t words)) {
   const GateRows rows = {.h = h, .stride = h_stride, .F = F, .in = InType::kBF16, .fp8 = Fp8Type(fp8),
                          .scale = scale ? scale->get() : OperandScales{}, .interleaved = interleaved};
   QuantizeParams of_a = {};
@@ -124,8 +130,9 @@ extern "C" const char* simt_quantize_activated_backward(
   of_dh.q_t = q_t;
   of_dh.scale_t = scale_t;
   QuantizeActivatedBackwardParams p = {
-      {.h = rows, .da = da, .scores = scores, .dh = nullptr, .a = nullptr, .dscores = dscores, .P = P,
-       .da_stride = da_stride, .in = InType::kBF16, .activation = Activation(activation)}, of_dh, of_a, nullptr};
+      {.h = rows, .da = da, .slots = slots_of(indices, slots), .scores = scores, .dh = nullptr, .a = nullptr,
+       .dscores = dscores, .P = P, .da_stride = da_stride, .in = InType::kBF16, .activation = Activation(activation)},
+      of_dh, of_a, nullptr};
   if (!can_quantize_activated_backward(p)) return "no kernels take these rows";
   p.scratch = scratch(scratch_words(p));
   return outcome(quantize_activated_backward(p, nullptr));
