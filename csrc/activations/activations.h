@@ -61,8 +61,9 @@ struct ActivateBackwardParams {
     return uint32_t(s) < slots.limit ? s : -1;
   }
   MOE_HD float score(int64_t row) const {
+    if (!slots.at) return scores ? scores[row] : 1.f;
     const int s = slot(row);
-    return s < 0 ? 0.f : scores ? scores[s] : 1.f;
+    return s < 0 ? 0.f : scores[s];
   }
 };
 
