@@ -35,6 +35,16 @@ def tokens(device: str, t: int = 50, hidden: int = D) -> Tensor:
     return x.requires_grad_()
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+def test_gathers_no_scores(recipe, device):
+    """Nor their gradients: ops between the products take those of slots."""
+    layer, x = layer_of(device, of_experts={"bias": False, "recipe": recipe}), tokens(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        layer(x)[0].sum().backward()
+    names = {event.name for event in profile.events()}
+    assert "moe_fp8::quantize_activated_backward" in names and "moe_fp8::permute_pad" not in names
+
+
 def is_one(layer: MoE, x: Tensor) -> bool:
     return type(layer(x)[0].grad_fn.next_functions[0][0]).__name__ == "_LayerBackward"
 

@@ -212,8 +212,10 @@ def test_combine(kernels, dtype):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_permute_quantized(kernels, format):
-    """Scales in groups and without, of more rows and columns than a block of threads has, at odd addresses."""
-    for m, k, p, top_k in ((37, 70, 50, 3), (5, 0, 9, 1), (40, 130, 0, 2), (300, 400, 600, 2), (9, 4500, 20, 2)):
+    """Scales in groups and without, of more rows and columns than a block of threads has, at odd addresses; rows of
+    vectors, which the same blocks have, in pieces and whole, and others."""
+    sizes = (37, 70, 50, 3), (5, 0, 9, 1), (40, 130, 0, 2), (300, 400, 600, 2), (7, 9232, 5, 1), (9, 4500, 20, 2)
+    for m, k, p, top_k in sizes:
         q, scale = reference.quantize_rows(wide(m, k), format)
         indices = slot_indices(m, top_k, p)
         for offs in (None, group_offs("tail_rows", p, 5), *corrupt_offs(p)[:2]):

@@ -4,7 +4,7 @@
 #include "tokens/combine.h"
 #include "tokens/copy_rows.h"
 #include "tokens/permute.h"
-#include "tokens/permute_scales.h"
+#include "tokens/permute_quantized.h"
 #include "tokens/sort_tokens.h"
 #include "tokens/token_groups.h"
 #include "tokens/tokens_by_rank.h"

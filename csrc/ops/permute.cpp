@@ -28,11 +28,12 @@ void run(const Call& call, const Tensor& counts, const PermuteIndicesParams& p) 
   permute_indices_cpu(p);
 }
 
-void run(const Call& call, const Tensor& scale, const PermuteScalesParams& p) {
+void run(const Call& call, const Tensor& q, const CopyRowsParams& rows, const PermuteScalesParams& scales) {
 #if defined(MOE_FP8_GPU)
-  if (scale.on_gpu()) return call.check(permute_scales(p, call.stream()));
+  if (q.on_gpu()) return call.check(permute_quantized(rows, scales, call.stream()));
 #endif
-  permute_scales_cpu(p);
+  copy_rows_cpu(rows);
+  permute_scales_cpu(scales);
 }
 
 }  // namespace
@@ -96,8 +97,9 @@ Results<2> permute_quantized_op(const Tensor& q, const Tensor& scale, std::strin
   if (grouped) check_extent(kQuantized, "indices", P, E, kGroupScales);
   const Call call(kQuantized, "q", q);
   Handle out = call.empty({P, K}, q.dtype), out_scale = call.empty(scales_along_rows(f, P, K, E), f.scale_type);
-  gather_rows(call, q, out, index, P);
+  const CopyRowsParams rows = {q.data, data(out), index, P, K, q.strides[0]};
   if (f.order == ScaleOrder::kRowMajor) {  // rows of bytes, as those of q
+    run_copy_rows(call, q, rows);
     const int64_t bytes = scales.row_stride * int64_t(aoti_torch_dtype_element_size(scale.dtype));
     run_copy_rows(call, scale, {scale.data, data(out_scale), index, P, bytes, bytes});
     return results(out, out_scale);
@@ -113,7 +115,7 @@ Results<2> permute_quantized_op(const Tensor& q, const Tensor& scale, std::strin
   p.words = p.blocked ? padded_scale_columns(scales.blocks) / kScaleColumns : scales.blocks;
   p.row_stride = scales.row_stride;
   p.column_stride = scales.block_stride;
-  run(call, scale, p);
+  run(call, q, rows, p);
   return results(out, out_scale);
 }
 

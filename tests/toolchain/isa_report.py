@@ -48,7 +48,7 @@ OTHERS: dict[str, str | bool] = {
     "move_columns_kernel": False,
     "pack_tokens_kernel": True,
     "permute_indices_kernel": False,
-    "permute_scales_kernel": False,
+    "permute_quantized_kernel": True,
     "place_gradient_tiles_kernel": False,
     "place_rows_kernel": False,
     "place_chunks_kernel": False,

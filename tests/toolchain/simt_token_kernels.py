@@ -102,15 +102,15 @@ class TokenKernels:
         top_k: int,
         offs: Tensor | None = None,
     ) -> None:
-        self._copy_rows(q, out, indices, top_k)
         order, blocked = FORMATS[format].order, FORMATS[format].order == "blocked"
         if order == "row_major":
+            self._copy_rows(q, out, indices, top_k)
             return self._copy_rows(*(s.unsqueeze(1) if s.ndim == 1 else s for s in (scale, out_scale)), indices, top_k)
         offs, strides = offs if blocked else None, (0, 0) if blocked else scale.stride()
         groups = offs, 0 if offs is None else len(offs)
         words = scale.shape[1] // 4 if blocked else scale.shape[1]
-        where = scale, out_scale, indices, len(q), top_k
-        self._call("permute_scales", *where, *groups, len(indices), words, blocked, *strides)
+        where = q, q.stride(0), out, q.shape[1], scale, out_scale, indices, len(q), top_k
+        self._call("permute_quantized", *where, *groups, len(indices), words, blocked, *strides)
 
     def _pad_token_groups(
         self,

@@ -13,7 +13,7 @@
 #include "tokens/copy_rows.h"
 #include "tokens/invert.h"
 #include "tokens/permute.h"
-#include "tokens/permute_scales.h"
+#include "tokens/permute_quantized.h"
 #include "tokens/quantize_and_pack.h"
 #include "tokens/sort_tokens.h"
 #include "tokens/token_groups.h"
@@ -190,11 +190,14 @@ extern "C" const char* simt_quantize_and_pack(const void* x, int in, int64_t M, 
   return outcome(quantize_and_pack(p, nullptr));
 }
 
-extern "C" const char* simt_permute_scales(const void* from, void* to, const int* index, int64_t from_rows,
-                                           int64_t top_k, const int* offs, int64_t E, int64_t P, int64_t words,
-                                           bool blocked, int64_t row_stride, int64_t column_stride) {
+extern "C" const char* simt_permute_quantized(const void* q, int64_t q_stride, void* out, int64_t K, const void* scale,
+                                              void* out_scale, const int* index, int64_t from_rows, int64_t top_k,
+                                              const int* offs, int64_t E, int64_t P, int64_t words, bool blocked,
+                                              int64_t row_stride, int64_t column_stride) {
   const RowIndex source(index, from_rows, top_k);
-  return outcome(permute_scales({from, to, source, offs, E, P, words, blocked, row_stride, column_stride}, nullptr));
+  return outcome(permute_quantized(
+      {q, out, source, P, K, q_stride},
+      {scale, out_scale, source, offs, E, P, words, blocked, row_stride, column_stride}, nullptr));
 }
 
 extern "C" const char* simt_token_groups(bool pad, const int* offs, const int* starts, int* padded_starts,

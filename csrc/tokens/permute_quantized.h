@@ -1,11 +1,12 @@
-// permute_scales: the scales of quantized rows [rows, ...] that are taken by index: row p of `to` [P, ...] has those of
-// row source.row(p) of `from`, zeros where that is none.
+// Quantized rows that are taken by index, copied as copy_rows() does, and their scales beside them: row p of `to`
+// [P, ...] has those of row source.row(p) of `from` [rows, ...], zeros where that is none.
 //
 // Scales move in words of four bytes: a float of a column-major matrix, or four neighbours of a blocked one, whose rows
 // `to` has group by group where there are groups. All else is zero: what lies between columns or pads blocks, and the
 // room of no group.
 #pragma once
 #include "numerics/scale_layout.h"
+#include "tokens/copy_rows.h"
 
 namespace moe_fp8 {
 
@@ -39,6 +40,6 @@ struct PermuteScalesParams {
 };
 
 // 0, or the runtime's error code.
-int permute_scales(const PermuteScalesParams& p, void* stream);
+int permute_quantized(const CopyRowsParams& rows, const PermuteScalesParams& scales, void* stream);
 
 }  // namespace moe_fp8
