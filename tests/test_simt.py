@@ -173,22 +173,24 @@ def test_group_longer_than_shared_memory_holds(kernels, format, dtype):
 
 @OF_WHOLE_ROWS
 @pytest.mark.parametrize("dtype", BY_SIZE, ids=short)
-def test_blocks_that_share_a_strip_and_do_not_run_at_once(format, dtype, libraries, tmp_path, monkeypatch):
-    """Seven blocks share the strips of long groups at a wave size of 32. One after the other, the first works out what
-    it would hear of those that have not begun, and the last hears of all."""
+@pytest.mark.parametrize("wave", [32, 64])
+def test_blocks_that_share_a_strip_and_do_not_run_at_once(wave, format, dtype, libraries, tmp_path, monkeypatch):
+    """Seven blocks share the strips of long groups. One after the other, the first works out what it would hear of
+    those that have not begun, and the last hears of all. Types that the chip casts: others are a kernel's without."""
     monkeypatch.setenv("SIMT_MULTIPROCESSORS", "7")
     monkeypatch.setenv("SIMT_THREADS", "1")
-    kernels = Waves(Path(shutil.copy(libraries[32], tmp_path)))
+    kernels = Waves(Path(shutil.copy(libraries[wave], tmp_path)))
+    fp8 = {"dtype": torch.float8_e4m3fnuz if wave == 64 else torch.float8_e4m3fn}
     offs = torch.tensor([4100, 0, 3, 2300, 11000]).cumsum(0).int()
     m, k = int(offs[-1]) + 200, 72
     x = wide(m, k, dtype=dtype)
     x[4099, 3], x[9000, 70] = float("nan"), float("-inf")
-    check(kernels, x, format, offs)
-    check(kernels, x, format, offs + 30, indices=slot_indices(m, 1, m + 30), top_k=1)
-    check_weight(kernels, wide(2, 2900, k, dtype=dtype), format)
+    check(kernels, x, format, offs, **fp8)
+    check(kernels, x, format, offs + 30, indices=slot_indices(m, 1, m + 30), top_k=1, **fp8)
+    check_weight(kernels, wide(2, 2900, k, dtype=dtype), format, **fp8)
     among_short = torch.tensor([40] * 20 + [1900] + [40] * 20).cumsum(0).int()  # small blocks
-    check(kernels, x[:3600], format, among_short)
-    check(kernels, x[:3600], format, among_short, indices=slot_indices(3600, 1, 3600), top_k=1)
+    check(kernels, x[:3600], format, among_short, **fp8)
+    check(kernels, x[:3600], format, among_short, indices=slot_indices(3600, 1, 3600), top_k=1, **fp8)
 
 
 @OF_ALL_FORMATS
