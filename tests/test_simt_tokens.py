@@ -213,13 +213,15 @@ def test_combine(kernels, dtype):
 @pytest.mark.parametrize("format", FORMATS)
 def test_permute_quantized(kernels, format):
     """Scales in groups and without, of more rows and columns than a block of threads has, at odd addresses; rows of
-    vectors, which the same blocks have, in pieces and whole, and others."""
-    sizes = (37, 70, 50, 3), (5, 0, 9, 1), (40, 130, 0, 2), (300, 400, 600, 2), (7, 9232, 5, 1), (9, 4500, 20, 2)
+    vectors, which the same blocks have, in pieces and whole, and others, at odd addresses too."""
+    sizes = [(37, 70, 50, 3), (5, 0, 9, 1), (40, 130, 0, 2), (300, 400, 600, 2)]
+    sizes += [(7, 9232, 5, 1), (3, 4816, 200, 1), (9, 4500, 20, 2)]  # blocks of 256 threads, and of 192
     for m, k, p, top_k in sizes:
         q, scale = reference.quantize_rows(wide(m, k), format)
         indices = slot_indices(m, top_k, p)
         for offs in (None, group_offs("tail_rows", p, 5), *corrupt_offs(p)[:2]):
             kernels.check("permute_quantized", q, scale, format, indices, top_k, offs=offs)
+        kernels.check("permute_quantized", misaligned(q), scale, format, indices, top_k)
     if scale.element_size() == 1:
         kernels.check("permute_quantized", q, misaligned(scale), format, indices, top_k)
     elif FORMATS[format].order == "column_major":  # rows of words together, as messages have them, and at odd addresses
