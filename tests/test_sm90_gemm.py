@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_fp8_ext import build_info, reference
 from moe_fp8_ext.ops import (
     add_scaled_grouped_mm,
+    permute_quantized,
     quantize_rows,
     quantize_tokens,
     quantize_weight,
@@ -119,6 +120,15 @@ LONG = [5000, 0, 1, 7777, 129, 7000]  # of sums of 4096 in 4096 columns: enough 
 @pytest.mark.parametrize("kind", E4M3_KINDS[:3], ids=str)  # of groups of rows, squares are blocks; MXFP8 has rounds
 def test_tiles_by_a_counter(kind, hopper):
     check(kind, sum(LONG) + 100, 4096, 4096, ends(LONG, hopper))
+
+
+def test_rows_by_index_of_long_sums(hopper):
+    """In rounds, whatever their size: the warp that would plan by a counter copies rows."""
+    (args, *_), _ = products("rowwise", sum(LONG), 2048, 4096, ends(LONG, hopper))
+    indices = torch.randperm(sum(LONG), device=hopper).int()
+    a, scale = permute_quantized(args[0], args[2], "rowwise", indices, 1)
+    want = scaled_grouped_mm(a, args[1], scale, *args[3:])
+    assert_same(scaled_grouped_mm(*args, indices=indices, top_k=1), want, "by index")
 
 
 @pytest.mark.parametrize("kind", E4M3_KINDS, ids=str)
