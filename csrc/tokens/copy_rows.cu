@@ -5,7 +5,7 @@
 namespace moe_fp8 {
 namespace {
 
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) copy_rows_kernel(MOE_GRID_CONSTANT const PiecesPlan p) {
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMostThreadsOfPieces, 1) copy_rows_kernel(MOE_GRID_CONSTANT const PiecesPlan p) {
   wait_for_previous_kernel();
   copy_piece(p, int(blockIdx.y), blockIdx.x, gridDim.x);
 }
@@ -16,7 +16,8 @@ struct PackTokensPlan : PackTokensParams {
   int pieces[kMaxColumns];
 };
 
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxThreads, 1) pack_tokens_kernel(MOE_GRID_CONSTANT const PackTokensPlan p) {
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMostThreadsOfPieces, 1)
+    pack_tokens_kernel(MOE_GRID_CONSTANT const PackTokensPlan p) {
   int column = 0, piece = blockIdx.y;
   while (piece >= p.pieces[column]) piece -= p.pieces[column++];
   const Column& c = p.columns[column];

@@ -44,20 +44,20 @@ MOE_DEVICE void copy_piece(const PiecesPlan& p, int piece, uint32_t block, uint3
   }
 }
 
-constexpr int kThreadsOfShortRows = 256, kMaxThreads = 1024;
-constexpr int64_t kMaxBlocks = 1 << 21;  // HIP has fewer than 2^32 threads a launch
+constexpr int kThreadsOfShortPieces = 256, kMostThreadsOfPieces = 1024;
+constexpr int64_t kMostBlocksOfPieces = 1 << 21;  // HIP has fewer than 2^32 threads a launch
 
 // Blocks of rows by `pieces`, of threads that move units of this size, at most so many.
 inline Launch launch_of(int64_t rows, int64_t row_bytes, int64_t piece, int64_t pieces, int unit, void* stream,
-                        int most = kMaxThreads) {
+                        int most = kMostThreadsOfPieces) {
   const int64_t held = piece < row_bytes ? piece : row_bytes;
   const int64_t wanted = ceil_div<int64_t>(held / unit, kUnitsHeld);
   int threads = 1;  // rows that are short, such as a token's scale or score, share waves
   while (threads < wanted && threads < kLargestWarp) threads *= 2;
   if (wanted > kLargestWarp) threads = int(round_up<int64_t>(wanted < most ? wanted : most, kLargestWarp));
-  const int rows_per_block = threads < kThreadsOfShortRows ? kThreadsOfShortRows / threads : 1;
+  const int rows_per_block = threads < kThreadsOfShortPieces ? kThreadsOfShortPieces / threads : 1;
   const int64_t blocks = ceil_div<int64_t>(rows, rows_per_block);
-  const dim3 grid(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks), unsigned(pieces));
+  const dim3 grid(unsigned(blocks < kMostBlocksOfPieces ? blocks : kMostBlocksOfPieces), unsigned(pieces));
   return {grid, dim3(threads, rows_per_block), stream};
 }
 
