@@ -39,8 +39,10 @@ def here(folder: Path, *options: str) -> Iterator[tuple[StringIO, StringIO]]:
     with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "argv", [DEMO.name, *options])
-        yield out, err
-    torch.set_num_threads(threads)
+        try:
+            yield out, err
+        finally:
+            torch.set_num_threads(threads)
 
 
 def run(folder: Path, *options: str) -> tuple[str, str]:

@@ -55,11 +55,7 @@ struct ActivateBackwardParams {
   Activation activation;
 
   MOE_HD int64_t num_slots() const { return slots.at ? int64_t(slots.limit) : P; }
-  MOE_HD int slot(int64_t row) const {  // -1: none
-    if (!slots.at) return int(row);
-    const int s = slots.at[row];
-    return uint32_t(s) < slots.limit ? s : -1;
-  }
+  MOE_HD int slot(int64_t row) const { return slots.at ? slots.slot(row) : int(row); }  // -1: none
   MOE_HD float score(int64_t row) const {
     if (!slots.at) return scores ? scores[row] : 1.f;
     const int s = slot(row);

@@ -42,6 +42,10 @@ struct RowIndex {
     multiplier = uint32_t(ceil_div(uint64_t(1) << shift, uint64_t(top_k)));
   }
   bool repeats() const { return shift > 31; }  // whether several may stand for one row
+  MOE_HD int slot(int64_t p) const {  // -1: none
+    const uint32_t i = uint32_t(at[p]);
+    return i < limit ? int(i) : -1;
+  }
   MOE_HD int64_t row(int64_t p) const {  // -1: zeros
     const uint32_t i = uint32_t(at[p]);
     return i < limit ? row_of(i) : -1;

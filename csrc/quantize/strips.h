@@ -25,7 +25,7 @@ constexpr int kSmallBlocks = 4, kStripsHeld = 2, kMaxCluster = 16;
 constexpr int kAlone = 80;
 
 // Small blocks of tokens work in teams, too, those of experts, which are all as long, in clusters: both would take the
-// room of 48 rows. Likewise of what even groups take, p = 0.6, 1, 1.5: [16640, 2048] E = 128 0.84, 0.81, 0.74, where
+// room of 40 rows. Likewise of what even groups take, p = 0.6, 1, 1.5: [16640, 2048] E = 128 0.84, 0.81, 0.74, where
 // blocks that worked alone gave 0.73, 0.50, 0.31; [131072, 2048] E = 512 0.88, 0.78, 0.65, and 0.82, 0.51, 0.31. Even
 // groups take 3 to 10% longer for it: 2 us to clear the notes, the rest in the kernel.
 template <class Groups, class Types, int kThreadRows,
@@ -162,9 +162,9 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
 // How many blocks hold a strip, from the average group; any choice is right for any groups.
 struct StripShape {
   int thread_rows, blocks;  // of a block; of a multiprocessor
-  int cluster;        // blocks
-  int held;           // rows a block; negative: does not fit
-  int64_t shared;     // bytes a block
+  int cluster;              // blocks
+  int held;                 // rows a block; negative: does not fit
+  int64_t shared;           // bytes a block
 };
 template <class Groups, class T>
 StripShape shape_with(int blocks, int64_t E, int spare) {

@@ -1,7 +1,7 @@
 // A tile of 128 rows by 128 columns: whole scaling blocks along rows, columns or both, so that one read serves every
 // direction. Where the chip copies in the background and has the room, a tile comes into shared memory while the one
-// before it, in registers by then, is cast and stored. Eight rows of
-// threads have 16 rows each, a lane has four neighbouring columns.
+// before it, in registers by then, is cast and stored. Eight rows of threads have 16 rows each, a lane has four
+// neighbouring columns.
 #pragma once
 #include "platform/launch.h"
 #include "platform/memory.h"
