@@ -141,10 +141,16 @@ def test_more_than_2_31_elements(format, big_gpu):
 
 @pytest.mark.parametrize("keep_h", [False, True])
 @pytest.mark.parametrize(
-    ("format", "p", "f"), [("rowwise", 1_050_003, 8), ("rowwise", 132_003, 1032), ("blockwise", 1_050_003, 128)]
+    ("format", "p", "f"),
+    [
+        ("rowwise", 1_050_019, 8),
+        ("rowwise", 132_004, 1032),
+        ("blockwise", 1_050_019, 128),
+        ("mxfp8_rowmajor", 1_050_019, 128),
+    ],
 )
-def test_more_rows_than_a_launch_has_blocks(format, p, f, keep_h, gpu):
-    """A wave has several rows and takes the next ones, or several waves share a row and take the next one."""
+def test_more_rows_than_blocks_along_y(format, p, f, keep_h, gpu):
+    """Of which a launch has 65,535; behind the last one that has rows there is one that has none."""
     h = torch.randn(p, f, dtype=torch.bfloat16, device=gpu)
     got = quantize_activated(h, "silu", format, keep_h=keep_h)
     for first in (0, 65_535, 131_000, p - 1000):

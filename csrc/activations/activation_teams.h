@@ -15,6 +15,33 @@ using Activated = PlainGates<Part, false>::Held;  // a vector
 constexpr int kFeaturesOfVec = Part::kElements, kVecsOfLane = 4;
 constexpr int kThreadsOfRow = 256, kThreadsOfBlock = 128;  // at most; of a block of several teams
 
+// What a lane has of h, from its load to its cast: number n of its vectors, of either part. next() comes before each.
+struct InRegisters {
+  struct Shared {};
+  Vec16 vecs[kVecsOfLane][2];
+
+  explicit MOE_DEVICE InRegisters(Shared&) {}
+  MOE_DEVICE const Vec16& at(int n, int part) const { return vecs[n][part]; }
+  MOE_DEVICE void load(int n, int part, const Vec16* from) { vecs[n][part] = load_stream(from); }
+  MOE_DEVICE void wait() const {}
+  MOE_DEVICE void next() const {}
+};
+struct InShared {
+  using Shared = Vec16[kVecsOfLane][2][kThreadsOfBlock];
+  Shared& vecs;
+
+  explicit MOE_DEVICE InShared(Shared& shared) : vecs(shared) {}
+  MOE_DEVICE Vec16& at(int n, int part) const { return vecs[n][part][threadIdx.y * blockDim.x + threadIdx.x]; }
+  MOE_DEVICE void load(int n, int part, const Vec16* from) const {
+    copy_to_shared<Reuse::kNotBeforeStores>(&at(n, part), from);
+  }
+  MOE_DEVICE void wait() const {
+    commit_copies();
+    wait_copies();
+  }
+  MOE_DEVICE void next() const { wave_barrier(); }  // what is read before its turn takes registers
+};
+
 // A row of a team has kScales scales: of h, and number kOfA. A lane knows the amax of kOwn of them, from own_scale()
 // on, of own_row(), as do all kAlike that it is one of.
 template <int kLanes_, int kRows_, int kScales_, int kOfA_, int kOwn_ = 1>
@@ -33,11 +60,13 @@ struct Team {
 
   // Rows that are neighbours.
   static constexpr int kRowStep = 1, kRowsOfUnit = 1;
-  static constexpr int kThreads = kThreadsOfRow, kBlocks = 3;
-  static MOE_DEVICE int64_t first_row(int64_t team) { return team * kRows; }
+  static MOE_DEVICE int first_row(int team) { return team * kRows; }
+
+  using Held = InRegisters;
+  static constexpr int kThreads = kThreadsOfBlock, kResident = 768;  // of a block; of a multiprocessor
 };
 
-struct TeamsPlan : QuantizeActivatedParams { bool gated, blocked; };
+struct TeamsPlan : QuantizeActivatedParams { bool gated, blocked; int blocks; };
 
 constexpr int64_t kMostFeatures = int64_t(kThreadsOfRow) * kVecsOfLane * kFeaturesOfVec;
 
@@ -47,9 +76,9 @@ struct WholeTeam : Team<kWarpSize, kRows_, 2, 1> {
   using Base = Team<kWarpSize, kRows_, 2, 1>;
   using Base::kKnown, Base::kOfA, Base::kRows;
   using Scale = ScaleF32;
-  using Shared = uint32_t[2][kThreadsOfRow / 32][kKnown];  // by turns, for a wave may be ahead of others that read
+  static constexpr int kThreads = kRows > 1 ? kThreadsOfBlock : kThreadsOfRow;
+  using Shared = uint32_t[kThreads / 32][kKnown];
   Shared& of_wave;
-  int turn = 0;
 
   explicit MOE_DEVICE WholeTeam(Shared& shared) : of_wave(shared) {}
 
@@ -64,16 +93,15 @@ struct WholeTeam : Team<kWarpSize, kRows_, 2, 1> {
     own = amax_of_rows<BF16, kWarpSize>(of, Base::lane());
     const int waves = blockDim.x / kWarpSize;
     if (waves == 1) return;
-    auto* const of_team = of_wave[turn] + threadIdx.y * waves;
+    auto* const of_team = of_wave + threadIdx.y * waves;
     const int known = Base::lane() / Base::kAlike;
     if (Base::lane() % Base::kAlike == 0) of_team[threadIdx.x / kWarpSize][known] = own;
     __syncthreads();
     for (int w = 0; w < waves; ++w) own = own > of_team[w][known] ? own : of_team[w][known];
-    turn ^= 1;
   }
   static MOE_DEVICE float told_of_h(const float (&own)[1], int, bool, int row) { return Base::told(own[0], 0, row); }
   template <class Columns>
-  static MOE_DEVICE void store(const TeamsPlan& p, const Columns&, int, int64_t row0, int live,
+  static MOE_DEVICE void store(const TeamsPlan& p, const Columns&, int, int row0, int live,
                                const Scale (&s)[1]) {
     const QuantizeParams& to = Base::own_scale() == kOfA ? p.of_a : p.of_h;
     if (threadIdx.x < kWarpSize && Base::lane() % Base::kAlike == 0 && Base::own_row() < live && to.rows > 0)
@@ -112,7 +140,7 @@ struct BlockTeam : Team<kBlock / kFeaturesOfVec, 4, 4, 2> {
     return told(own[0], interleaved ? half() : part, row);
   }
   template <class Columns>
-  static MOE_DEVICE void store(const TeamsPlan& p, const Columns& columns, int v, int64_t row0, int live,
+  static MOE_DEVICE void store(const TeamsPlan& p, const Columns& columns, int v, int row0, int live,
                                const Scale (&s)[1]) {
     const int scale = own_scale(), parts = Columns::kParts, of_team = v / kLanes, of_part = int(p.h.F / kBlock);
     const bool of_a = scale == kOfA;
@@ -131,9 +159,13 @@ struct MxTeam : Team<kMxBlock / kFeaturesOfVec, 4, 3, 2, 3> {
   struct Shared {};
   explicit MOE_DEVICE MxTeam(Shared&) {}
 
+  // Lanes that make three scales and hold h have registers for 512 threads; without h for 1024: [262144, 768] takes 396
+  // us on an H200, not 417. Other teams hold it, 768 threads: out of shared memory rows of 2048 took a fifth longer.
+  using Held = std::conditional_t<kCopiesInBackground, InShared, InRegisters>;
+  static constexpr int kResident = 1024;
+
   static constexpr int kRowStep = kScaleRows / kRows, kRowsOfUnit = kScaleRows;
-  static constexpr int kThreads = kThreadsOfBlock, kBlocks = 3;
-  static MOE_DEVICE int64_t first_row(int64_t team) { return team / kRowStep * kScaleRows + team % kRowStep; }
+  static MOE_DEVICE int first_row(int team) { return team / kRowStep * kScaleRows + team % kRowStep; }
 
   static MOE_DEVICE int half() { return lane() / (kLanes / 2); }
   static MOE_DEVICE void amax(const uint32_t (&of_h)[kRows][2], const uint32_t (&of_a)[kRows], bool interleaved,
@@ -154,32 +186,33 @@ struct MxTeam : Team<kMxBlock / kFeaturesOfVec, 4, 3, 2, 3> {
     return (interleaved ? half() : part) ? second : first;
   }
   template <class Columns>
-  static MOE_DEVICE void store(const TeamsPlan& p, const Columns& columns, int v, int64_t row0, int,
+  static MOE_DEVICE void store(const TeamsPlan& p, const Columns& columns, int v, int row0, int,
                                const Scale (&s)[kOwn]) {
-    const int block = v / kLanes, of_part = int(p.h.F / kMxBlock);
-    const int64_t row = row0 + own_row() * kRowStep;
+    const uint32_t block = uint32_t(v) / kLanes, of_part = uint32_t(p.h.F) / kMxBlock;
     if (block >= of_part) return;
+    const int row = row0 + own_row() * kRowStep;
+    with_scales_of(p, p.of_a, row, [&](auto store) { store(block, s[kOfA]); });
+    with_scales_of(p, p.of_h, row, [&](auto store) {
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const bool of_a = i == kOfA;
-      const QuantizeParams& to = of_a ? p.of_a : p.of_h;
-      if ((!of_a && i >= Columns::kParts) || to.rows == 0) continue;
-      const int64_t column = of_a ? block : columns.interleaved ? block * 2 + i : block + i * of_part;
-      const int64_t stride = to.K / kMxBlock;
-      const uint8_t scale = row < to.rows ? s[i].stored() : uint8_t(0);
-      auto* const scales = static_cast<uint8_t*>(to.scale);
-      if (!p.blocked) {
-        if (row < to.rows) store_stream(scales + row * stride + column, scale);
-      } else if (const int64_t place = place_of(to, row); place >= 0) {
-        store_stream(scales + blocked_offset(place, column, stride), scale);
-      }
-    }
+      for (int part = 0; part < Columns::kParts; ++part)
+        store(columns.interleaved ? block * 2 + part : block + part * of_part, s[part]);
+    });
   }
 
  private:
-  static MOE_DEVICE int64_t place_of(const QuantizeParams& to, int64_t row) {
-    if (!to.scratch) return row;
-    return row < to.rows ? to.scratch[row] : -1;
+  // f(store) if the row has scales: store(column, scale).
+  template <class F>
+  static MOE_DEVICE void with_scales_of(const TeamsPlan& p, const QuantizeParams& to, int row, F f) {
+    const bool there = row < int(to.rows);
+    if (to.rows == 0 || (!there && (!p.blocked || to.scratch))) return;
+    const int place = to.scratch ? to.scratch[row] : row;  // of groups; -1: of none
+    if (place < 0) return;
+    const uint32_t at = place, columns = uint32_t(to.K) / kMxBlock;
+    uint8_t* const scales = static_cast<uint8_t*>(to.scale);
+    uint8_t* const of_row = scales + (p.blocked ? blocked_offset(at, 0, columns) : uint64_t(at) * columns);
+    f([&](uint32_t column, Scale s) {
+      store_stream(of_row + (p.blocked ? blocked_offset(0, column, columns) : column), there ? s.stored() : uint8_t(0));
+    });
   }
 };
 

@@ -78,10 +78,14 @@ MOE_DEVICE void differentiate_rows(const GradientTilesPlan& p, const QuantizedTi
   };
   const auto load = [&](int step) {
     const int row = int(tile.first_row) + Min{}(local(step), last);
-    const RowScales scales = p.gradients.h.scale.of_row(row);
+    RowScales scales = p.gradients.h.scale.of_row(row);
+    if (std::is_same_v<typename T::Scale, ScaleF32>) scales.is_float = true, scales.more_at_fourth = 0;
+    else scales.is_float = false;
+    // A part is whole tiles, so that from every block it is as far to that of the other part.
+    const int64_t first = scales.offset(uint32_t(v * (G::kColumns / G::kPieces)) / T::Format::kSize);
+    const int64_t apart = scales.offset(uint32_t(p.vecs * kFeatures) / T::Format::kSize);
     return G::template load<Reuse::kNone>(p, row, v, [&](int i) {
-      const int column = G::kInterleaved ? 2 * v * kFeatures : (v + i * p.vecs) * kFeatures;
-      return scales.value(scales.bits(uint32_t(column) / T::Format::kSize));
+      return scales.value(scales.bits_at(first + i * apart));
     });
   };
   Vec16 most[kParts + 1] = {};
@@ -97,6 +101,7 @@ MOE_DEVICE void differentiate_rows(const GradientTilesPlan& p, const QuantizedTi
     float dots[kHeld];
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
+      wave_barrier();  // one row's values after the other's: for both at once there are no registers
       typename G::Pairs dh;
       Vec16 a;
       dots[i] = g[i].round([&](int j) { return g[i].of(j); }, dh, a.w);

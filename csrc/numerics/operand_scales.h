@@ -22,10 +22,12 @@ struct RowScales {
   int more_at_fourth;  // and so many more to the next but three
   bool is_float;
 
-  MOE_HD uint32_t bits(uint32_t block) const {
-    const uint8_t* at = first + block * step + int64_t(block >> 2) * more_at_fourth;
+  MOE_HD int64_t offset(uint32_t block) const { return block * step + int64_t(block >> 2) * more_at_fourth; }
+  MOE_HD uint32_t bits_at(int64_t offset) const {
+    const uint8_t* at = first + offset;
     return is_float ? as_bits(*reinterpret_cast<const float*>(at)) : *at;
   }
+  MOE_HD uint32_t bits(uint32_t block) const { return bits_at(offset(block)); }
   MOE_HD float value(uint32_t bits) const { return scale_of_bits(bits, is_float); }
 };
 
@@ -71,8 +73,10 @@ struct OperandScales {
   }
   MOE_HD RowScales of_row(int64_t row) const {  // of the only group
     const auto* bytes = static_cast<const uint8_t*>(data);
-    if (layout == ScaleLayout::kBlocked)
-      return {bytes + blocked_offset(row, 0, padded_scale_columns(blocks)), 1, kScaleBytes - kScaleColumns, false};
+    if (layout == ScaleLayout::kBlocked) {
+      const int64_t at = blocked_offset(uint32_t(row), 0, padded_scale_columns(blocks));
+      return {bytes + at, 1, kScaleBytes - kScaleColumns, false};
+    }
     const int64_t size = layout == ScaleLayout::kFloat ? 4 : 1;
     return {bytes + row * row_stride * size, block_stride * size, 0, size == 4};
   }
