@@ -257,11 +257,14 @@ class Block {
   static constexpr unsigned kTeam = 128;
   void do_in_team(uint64_t what) { running_->in_team = mix(running_->in_team, what); }
 
-  // A turn of a loop that waits for another thread's store: lets the other fibers and OS threads run.
+  // A turn of a loop that waits for another thread's store: lets the other fibers run, and now and then, for that takes
+  // longer, the other OS threads.
   void relax() {
     if (launch_.failed) leave_for_home();
-    if (launch_.expired()) fail("no end in sight: still waiting for others at the time limit");
-    if (ready_.empty()) return std::this_thread::yield();
+    const bool is_long = ++turns_ % kTurnsAtOnce == 0;
+    if (is_long && launch_.expired()) fail("no end in sight: still waiting for others at the time limit");
+    if (is_long || ready_.empty()) std::this_thread::yield();
+    if (ready_.empty()) return;
     ready_.push(running_);
     run_next();
   }
@@ -346,6 +349,8 @@ class Block {
   std::unique_ptr<Fiber[]> fibers_;
   GuardedPages stacks_, shared_;
   ByteRange statics_;
+  static constexpr unsigned kTurnsAtOnce = 64;
+  unsigned turns_ = 0;
   Wave waves_[kMaxWaves];
   Rendezvous block_;
   unsigned votes_[2];

@@ -6,6 +6,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 
 namespace simt {
@@ -13,20 +15,49 @@ namespace simt {
 constexpr unsigned char kPoison = 0xcd;  // uninitialised shared memory
 constexpr size_t kSharedAlign = 128;
 
+// Mappings whose last page is inaccessible. Those given back are kept for the next launch: new pages cost a fault each.
+class Mappings {
+ public:
+  static Mappings& all() {
+    static Mappings* const mappings = new Mappings;  // to the end of the process, whichever threads end when
+    return *mappings;
+  }
+  unsigned char* take(size_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (const auto found = free_.find(bytes); found != free_.end()) {
+      unsigned char* const base = found->second;
+      free_.erase(found);
+      return base;
+    }
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* const base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    if (base == MAP_FAILED) throw std::runtime_error("simt: out of memory");
+    const size_t page = sysconf(_SC_PAGESIZE);
+    mprotect(static_cast<unsigned char*>(base) + bytes - page, page, PROT_NONE);
+    return static_cast<unsigned char*>(base);
+  }
+  void give_back(unsigned char* base, size_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (free_.count(bytes) < kMostOfASize) free_.emplace(bytes, base);
+    else munmap(base, bytes);
+  }
+
+ private:
+  static constexpr size_t kMostOfASize = 16;
+  std::mutex mutex_;
+  std::multimap<size_t, unsigned char*> free_;
+};
+
 // `bytes`, rounded up to the alignment of shared memory, that end where an inaccessible page begins.
 class GuardedPages {
  public:
   explicit GuardedPages(size_t bytes) : bytes_((bytes + kSharedAlign - 1) / kSharedAlign * kSharedAlign) {
     const size_t page = sysconf(_SC_PAGESIZE);
     mapped_ = (bytes_ + page - 1) / page * page + page;
-    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void* base = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, flags, -1, 0);
-    if (base == MAP_FAILED) throw std::runtime_error("simt: out of memory");
-    base_ = static_cast<unsigned char*>(base);
-    mprotect(base_ + mapped_ - page, page, PROT_NONE);
+    base_ = Mappings::all().take(mapped_);
     end_ = base_ + mapped_ - page;
   }
-  ~GuardedPages() { munmap(base_, mapped_); }
+  ~GuardedPages() { Mappings::all().give_back(base_, mapped_); }
   GuardedPages(const GuardedPages&) = delete;
   GuardedPages& operator=(const GuardedPages&) = delete;
 
