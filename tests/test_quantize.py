@@ -104,10 +104,22 @@ def test_one_long_group_among_tiny_and_empty_ones(short_ones, long, device):
         check_activation(x, "rowwise", offs.to(device), align)
 
 
-@pytest.mark.parametrize("sizes", [(20000, 9000, 0, 35000, 2, 15000), (120000, 1, 3000), (13000, 13000, 13000)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (20000, 9000, 0, 35000, 2, 15000),
+        (120000, 1, 3000),
+        (13000, 13000, 13000),
+        (7000, 3300, 1500, 700, 300, 40, 0, 12000),
+        (300000, 200, 1),
+        (75000, 75000, 75000, 75000),
+    ],
+)
 def test_long_groups_beside_one_another(sizes, device):
-    """A GPU's kernels share a long strip among clusters of blocks, which go round several times in these sizes."""
+    """A GPU's kernels share a long strip among clusters of blocks, which go round several times in these sizes, and a
+    cluster among short strips, as many as it has room for. The longest is longer than all shared memory."""
     offs = torch.tensor(sizes).cumsum(0).int().to(device)
+    torch.full((1 << 20,), -1, device=device)  # what memory holds that the op is given next
     x = wide(int(offs[-1]) + 500, 328 if device == "cuda" else 40, device=device)
     check_activation(x, "rowwise", offs)
     permutation = torch.randperm(len(x), device=device).int()

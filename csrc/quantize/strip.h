@@ -149,6 +149,8 @@ MOE_DEVICE void load_chunk_rows(const StripsPlan& p, const Part& w, int first, u
   }
 }
 
+// Of rows that no block holds yet, so many at a time, the last first: the L2 then still has those that come first.
+constexpr int kRowsBack = 512;
 // Amax over the part's rows of every word of columns, left in shared.thread_row_amax, one value a row of threads.
 template <class T>
 MOE_DEVICE void reduce_part(const StripsPlan& p, const Part& w, const Vec16* ring, int base, StripShared<T>& shared) {
@@ -161,9 +163,10 @@ MOE_DEVICE void reduce_part(const StripsPlan& p, const Part& w, const Vec16* rin
 #pragma unroll
     for (int i = 0; i < 4; ++i) amax[i] = max_magnitude<In>(amax[i], v.w[i]);
   };
-  RowWalk<T>::for_each(p, w, column, held, w.rows, [&](int, RowBits<T> row) {  // that no block holds
-    if (column < p.K && !is_zero_row<T>(row)) reduce(load_words<typename T::Types, Vec16>(p, row, p.K - column));
-  });
+  for (int end = w.rows; end > held; end -= kRowsBack)
+    RowWalk<T>::for_each(p, w, column, Max{}(held, end - kRowsBack), end, [&](int, RowBits<T> row) {
+      if (column < p.K && !is_zero_row<T>(row)) reduce(load_words<typename T::Types, Vec16>(p, row, p.K - column));
+    });
   wait_copies<1>();  // all but the next strip's; a thread reduces what it copied itself: no barrier yet
 #pragma unroll 4
   for (int r = first; r < held; r += T::kRowStep) reduce(ring[ring_row(p, base + r) * kChunks + chunk]);
@@ -176,19 +179,20 @@ MOE_DEVICE void reduce_part(const StripsPlan& p, const Part& w, const Vec16* rin
   if (threadIdx.x < kChunks) words[chunk] = Vec16{{amax[0], amax[1], amax[2], amax[3]}};
 }
 
-// By one row of threads: the cluster's amax of the lane's columns. `turn` counts what this cluster has worked on.
+// By one row of threads: the cluster's amax of the lane's columns. `told` counts what its blocks have told one another.
 template <class T>
-MOE_DEVICE uint32_t amax_of_cluster(const StripsPlan& p, StripShared<T>& shared, uint32_t turn) {
+MOE_DEVICE uint32_t amax_of_cluster(const Part& w, StripShared<T>& shared, uint32_t told) {
   using In = typename T::In;
   uint32_t amax = 0;
 #pragma unroll
   for (int i = 0; i < T::kThreadRows; ++i) amax = max_magnitude<In>(amax, shared.thread_row_amax[i][threadIdx.x]);
   if constexpr (T::kClusters) {
-    if (p.cluster_log2 == 0) return amax;
-    ClusterInbox& inbox = shared.inbox[turn & 1];
+    if (w.blocks == 1) return amax;
+    ClusterInbox& inbox = shared.inbox[told & 1];
     cluster_send(inbox, amax, threadIdx.x);
-    cluster_wait(inbox, turn >> 1 & 1);
-    for (int i = 0; i < 1 << p.cluster_log2; ++i) amax = max_magnitude<In>(amax, inbox.words[i][threadIdx.x]);
+    cluster_wait(inbox, told >> 1 & 1);
+    const int first = int(cluster_rank()) - w.block;
+    for (int i = 0; i < w.blocks; ++i) amax = max_magnitude<In>(amax, inbox.words[first + i][threadIdx.x]);
   }
   return amax;
 }
@@ -248,7 +252,7 @@ MOE_DEVICE void make_scales(const StripsPlan& p, const Part& w, uint32_t amax, S
     const int local = threadIdx.x * kPerWord<In> + c;
     const int64_t column = int64_t(w.strip) * T::kColumns + local;
     shared.multiplier[local] = s.multiplier;
-    if (cluster_rank() == 0 && w.rank == 0 && column < p.K && w.group < p.E)
+    if (w.block == 0 && w.rank == 0 && column < p.K && w.group < p.E)
       static_cast<float*>(p.scale_t)[w.group * p.K + column] = s.dequant();
   }
 }
@@ -263,18 +267,14 @@ MOE_DEVICE void cast_lines(const StripsPlan& p, const Part& w, int line, const V
   StripStage<T>& stage = stages[threadIdx.y / kLineChunks];
   const int first = position - w.begin - w.skipped, rows = w.rows - first;
   uint32_t v[kChunkRows][1];
-  if (first < p.held) {
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(ring + ring_row(p, base + first) * kChunks) + threadIdx.x;
-    if (T::Types::kOneKind && rows >= kChunkRows) {  // of kEither, both forms spill registers
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(ring + ring_row(p, base + first) * kChunks) + threadIdx.x;
+  if (T::Types::kOneKind && rows >= kChunkRows) {  // of kEither, both forms spill registers
 #pragma unroll
-      for (int i = 0; i < kChunkRows; ++i) v[i][0] = words[i * kLanes];
-      return T::Types::with_cast(p, [&](auto cast) { cast_chunks<In, true>(v, rows, multiplier, stage, cast); });
-    }
-#pragma unroll
-    for (int i = 0; i < kChunkRows; ++i) v[i][0] = i < rows ? words[i * kLanes] : 0;
-  } else {
-    load_chunk_rows<T>(p, w, first, v);
+    for (int i = 0; i < kChunkRows; ++i) v[i][0] = words[i * kLanes];
+    return T::Types::with_cast(p, [&](auto cast) { cast_chunks<In, true>(v, rows, multiplier, stage, cast); });
   }
+#pragma unroll
+  for (int i = 0; i < kChunkRows; ++i) v[i][0] = i < rows ? words[i * kLanes] : 0;
   T::Types::with_cast(p, [&](auto cast) { cast_chunks<In, false>(v, rows, multiplier, stage, cast); });
 }
 

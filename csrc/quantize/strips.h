@@ -17,12 +17,21 @@ namespace moe_fp8 {
 constexpr int kSmallBlocks = 4, kStripsHeld = 2, kMaxCluster = 16;
 
 // Groups that are longer than a cluster holds are shared by a team of clusters, which tell one another their amax
-// through memory; so are those that would leave no room for the next strip, in percent of what a cluster holds. Of what
-// even groups take, on an H200, with sizes that fall as 1 / rank^p, p = 0.3, 0.6, 1, 1.5: [131072, 4096] E = 16 0.90,
-// 0.87, 0.81, 0.75, where a cluster for every strip gave 0.90, 0.79, 0.65, 0.55; [262144, 2048] E = 128 0.96, 0.92,
-// 0.84, 0.72, and 0.87, 0.67, 0.49, 0.37. Teams of single blocks hardly mind sizes, but take 1.1 to 1.2 times as long
-// where groups are even: every strip then waits for words to come through memory.
-constexpr int kAlone = 80;
+// through memory; so are those that would leave no room for the next strip, in percent of what a cluster holds. A
+// cluster works on several strips at once, a few blocks each, where it has room for them: a strip takes some 3 us
+// however short it is. Of what even groups take, on an H200, with sizes that fall as 1 / rank^p, p = 0.6, 1, 1.5, and
+// with 0.9 of all rows in one group: [131072, 4096] E = 16 0.86, 0.83, 0.80, 0.82; with one strip a cluster 0.87, 0.80,
+// 0.76, 0.68; with a cluster for every strip 0.79, 0.65, 0.55. [262144, 2048] E = 128 0.88, 0.85, 0.75, 0.69; 0.88,
+// 0.80, 0.70, 0.64; 0.67, 0.49, 0.37. Room of 60 to 100 percent in place of 70 gave the same. Shares that leave half a
+// cluster free, teams that divide all clusters without rest, next strips brought as far as the L2: 0.02 to 0.2 less.
+// Teams of single blocks hardly mind sizes, but take 1.1 to 1.2 times as long where groups are even: every strip then
+// waits for words to come through memory.
+constexpr int kAlone = 80, kTogether = 70;
+
+// A part that is longer than the ring moves through it, read a second time: one group of 900,000 rows of 2048 takes
+// 0.77 of what it takes where the second time goes past the ring. Copies of so many turns of lines may be under way
+// behind those that the next turn needs.
+constexpr int kBehind = 2;
 
 // Small blocks of tokens work in teams, too, those of experts, which are all as long, in clusters: both would take the
 // room of 40 rows. Likewise of what even groups take, p = 0.6, 1, 1.5: [16640, 2048] E = 128 0.84, 0.81, 0.74, where
@@ -86,8 +95,13 @@ MOE_DEVICE void keep_in_step(const StripsPlan& p, const Groups& groups, const Pa
   seen = keep_pace(p.pace, Walker::kColumns, past, seen) ? other_pace(p.pace, Walker::kColumns) : kGone;
 }
 
+// Registers of a multiprocessor that threads of large blocks leave to the rows beside them: 95 or 96 each, 105 to 115
+// otherwise, with which rows start where the columns end.
+template <class T>
+constexpr int kThreadsBounded = T::kThreadRows == kLargeThreadRows ? T::kThreads * 5 / 4 : T::kThreads;
+
 template <class Groups, class T>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsBounded<T>, kBlocks<T>)
     quantize_strips_kernel(MOE_GRID_CONSTANT const StripsPlan p) {
   MOE_DYNAMIC_SMEM(smem);
   Vec16* ring = reinterpret_cast<Vec16*>(smem);
@@ -113,19 +127,25 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
   copy_to_ring<T>(p, part(0), 0, part(0).held(p.held), ring, 0);
   commit_copies();
   int base = 0, buffer = 0;
-  uint32_t rows_seen = 0;
+  uint32_t rows_seen = 0, told = 0;
   for (uint32_t turn = 0; part(turn).there; ++turn) {
     const Part w = part(turn);
     const Part& next = part(turn + 1);
     if constexpr (T::kInStep)
       if (p.pace.past) keep_in_step(p, groups, w, rows_seen);
-    if (turn % kPartsAhead == 0) schedule(turn + kPartsAhead);
-    const int occupied = round_up(w.held(p.held), kChunkRows), next_base = ring_row(p, base + occupied);
-    int copied = 0;
-    auto copy_next = [&](int freed) {  // into what the strip leaves of the ring
-      const int end = next.held(p.held - occupied + freed);
+    const bool longer = w.rows > p.held;  // than the ring, which then moves along
+    const int length = round_up(w.rows, kChunkRows);
+    const int next_base = longer ? (base + length) % p.held : ring_row(p, base + length);
+    int own = w.held(p.held), copied = 0;
+    auto copy_next = [&](int freed) {  // into what the strip leaves of the ring: its own rows, then the next strip's
+      if (longer) {
+        const int end = w.held(p.held + freed);
+        copy_to_ring<T>(p, w, own, end, ring, (base + own) % p.held - own);
+        own = end;
+      }
+      const int end = next.held(p.held - length + freed);
       if (end > copied) copy_to_ring<T>(p, next, copied, end, ring, next_base);
-      copied = end;
+      copied = Max{}(copied, end);
       commit_copies();
     };
     // Before the amax, room permitting: from 0.64 to 0.82 of copy at large groups, from 0.78 to 0.72 at small ones.
@@ -133,8 +153,9 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
     else commit_copies();
     reduce_part<T>(p, w, ring, base, shared);
     __syncthreads();
+    if (turn % kPartsAhead == 0) schedule(turn + kPartsAhead);  // nobody is left in the turns before
     uint32_t amax = 0;
-    if (threadIdx.y == 0) amax = amax_of_cluster<T>(p, shared, turn);
+    if (threadIdx.y == 0) amax = amax_of_cluster<T>(w, shared, told);
     if constexpr (T::kTeams)
       if (w.team > 1) {
         if (threadIdx.y == 0 && cluster_rank() == 0) send_word(note(p, w.share), amax);
@@ -149,10 +170,17 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(T::kThreads, kBlocks<T>)
       cast_lines<T>(p, w, line, ring, base, shared.multiplier, shared.stage[buffer]);
       __syncthreads();
       const int cast = (line + T::kLines) * kLine - w.begin - w.skipped;  // rows
-      copy_next(cast < occupied ? cast : occupied);
+      copy_next(cast < length ? cast : length);
+      if (longer) {
+        if (p.held >= (kBehind + 1) * T::kLines * kLine) wait_copies<kBehind>();
+        else wait_copies<0>();
+        __syncthreads();
+        while (base + cast >= p.held) base -= p.held;
+      }
       store_lines<T>(p, w, q_t, line, shared.stage[buffer]);
     }
     base = next_base;
+    if (w.blocks > 1) ++told;
   }
   if constexpr (T::kInStep)
     if (leads()) tell_pace(p.pace, Walker::kColumns, uint32_t(INT_MAX));  // the others are about to end, too
@@ -174,7 +202,8 @@ StripShape shape_with(int blocks, int64_t E, int spare) {
   const int64_t most = device().shared_per_block - kStaticShared;
   if (s.shared > most) s.shared = most;
   const int64_t rest = s.shared - int64_t(sizeof(StripShared<T>)) - 4 * Groups::table_words(E);
-  s.held = rest < 0 ? -1 : int(rest / kStripBytes / kChunkRows * kChunkRows);
+  s.held = int(rest / kStripBytes / kChunkRows * kChunkRows);
+  if (s.held < T::kLines * kLine) s.held = -1;  // what is cast at once
   return s;
 }
 template <class Groups, class Types>
@@ -196,8 +225,13 @@ StripShape shape_for(const QuantizeParams& p, Beside beside) {
       if (average * kStripsHeld <= s.held) return s;
     }
   }
-  if (!Types::kFast || !device().has_clusters) return shape_with<Groups, Small>(1, p.E, spare);
-  StripShape s = shape_with<Groups, TraitsOf<Groups, Types, kLargeThreadRows>>(1, p.E, spare);
+  const auto alone = [&](auto of_traits) {
+    using T = typename decltype(of_traits)::Type;
+    const StripShape s = shape_with<Groups, T>(1, p.E, spare);
+    return s.held < 0 ? shape_with<Groups, T>(1, p.E, 0) : s;
+  };
+  if (!Types::kFast || !device().has_clusters) return alone(TypeOf<Small>{});
+  StripShape s = alone(TypeOf<TraitsOf<Groups, Types, kLargeThreadRows>>{});
   grow(s, average + average / 3, kMaxCluster);
   return s;
 }
@@ -211,20 +245,24 @@ int launch_shape(const QuantizeParams& p, const StripShape& shape, Beside beside
   if (cluster == 1) clusters = device().multiprocessors;
   clusters *= shape.blocks;
   const auto strips = p.K ? uint32_t(ceil_div<int64_t>(p.K, T::kColumns)) : 1;
-  const bool rows_follow = p.along_rows && beside == Beside::kNo;
-  StripsPlan plan = {p, shape.held, strips, 0, INT_MAX, clusters, rows_follow, beside != Beside::kNo};
+  StripsPlan plan = {p, shape.held, strips};
+  plan.clusters = clusters;
+  plan.most = INT_MAX;
+  plan.last_first = p.along_rows && beside == Beside::kNo;
+  plan.rows_beside = beside != Beside::kNo;
   while (1 << plan.cluster_log2 < cluster) ++plan.cluster_log2;
   Launch l = {dim3(clusters * cluster), dim3(kLanes, T::kThreadRows), stream};
   l.shared = shape.shared;
   l.cluster = cluster;
   const int64_t held = int64_t(shape.held) * cluster, alone = held * kAlone / 100;
   const int64_t most = average_rows(p) > alone ? held : alone;
+  plan.room = int(held * kTogether / 100);
   if (T::kInStep) plan.pace = pace_of(p, beside);
   if (p.scratch) plan.scratch = p.scratch + pace_words(p);  // notes come behind it
   int64_t zeros = plan.pace.past ? pace_words(p) : 0;
-  if (T::kTeams && p.scratch && most >= kLeastShare && p.rows > most) {
+  if (T::kTeams && p.scratch && most >= 2 * kLeastShare && p.rows > most) {
     plan.most = int(most);
-    zeros = pace_words(p) + note_words(p, plan.most);
+    zeros = pace_words(p) + note_words(p, plan.most / 2);  // see split_of()
   }
   if (const int e = fill_bytes(p.scratch, 0, 4 * zeros, stream)) return e;
   return launch(kKernel, l, plan);

@@ -78,9 +78,11 @@ def cases_of_quantizers() -> Iterator[Call]:
     for rows, columns in ((64, 64), (40, 4096), (24, 16384), (16, 40000), (2100, 1024), (5000, 128), (20000, 64)):
         x = tokens(rows, columns, torch.bfloat16)
         yield from quantizers("rowwise", x, offsets(rows // 3, rows))
-    # A long group among short ones: small blocks of strips share it.
+    # A long group among short ones: small blocks of strips share it, or it moves through one's shared memory.
     among_short = offsets(*range(30, 600, 30), 2600, *range(2630, 3000, 30))
-    yield from quantizers("rowwise", tokens(3000, 272, torch.bfloat16), among_short)
+    for columns in (272, 131):
+        x = tokens(3000, columns, torch.bfloat16, misaligned=columns == 131)
+        yield from quantizers("rowwise", x, among_short)
 
 
 def cases_of_scales() -> Iterator[Call]:
