@@ -130,6 +130,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsBounded<T>, kBlocks<T>)
   uint32_t rows_seen = 0, told = 0;
   for (uint32_t turn = 0; part(turn).there; ++turn) {
     const Part w = part(turn);
+    const Part& mine = part(turn);  // w is in registers: what loops need
     const Part& next = part(turn + 1);
     if constexpr (T::kInStep)
       if (p.pace.past) keep_in_step(p, groups, w, rows_seen);
@@ -155,15 +156,15 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsBounded<T>, kBlocks<T>)
     __syncthreads();
     if (turn % kPartsAhead == 0) schedule(turn + kPartsAhead);  // nobody is left in the turns before
     uint32_t amax = 0;
-    if (threadIdx.y == 0) amax = amax_of_cluster<T>(w, shared, told);
+    if (threadIdx.y == 0) amax = amax_of_cluster<T>(mine, shared, told);
     if constexpr (T::kTeams)
-      if (w.team > 1) {
-        if (threadIdx.y == 0 && cluster_rank() == 0) send_word(note(p, w.share), amax);
-        hear_team<T>(p, groups, w, shared);
+      if (mine.team > 1) {
+        if (threadIdx.y == 0 && cluster_rank() == 0) send_word(note(p, mine.share), amax);
+        hear_team<T>(p, groups, mine, shared);
         __syncthreads();
         if (threadIdx.y == 0) amax = amax_of_team<T>(shared);
       }
-    if (threadIdx.y == 0) make_scales<T>(p, w, amax, shared);
+    if (threadIdx.y == 0) make_scales<T>(p, mine, amax, shared);
     __syncthreads();
     uint8_t* q_t = p.q_t + groups.q_t_offset(w.group);
     for (int line = w.line0; line < w.line1; line += T::kLines, buffer ^= 1) {
@@ -180,7 +181,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsBounded<T>, kBlocks<T>)
       store_lines<T>(p, w, q_t, line, shared.stage[buffer]);
     }
     base = next_base;
-    if (w.blocks > 1) ++told;
+    if (mine.blocks > 1) ++told;
   }
   if constexpr (T::kInStep)
     if (leads()) tell_pace(p.pace, Walker::kColumns, uint32_t(INT_MAX));  // the others are about to end, too
