@@ -156,6 +156,13 @@ def test_long_groups_in_graphs_and_streams(gpu):
     check_two_streams(quantize, calls)
 
 
+def test_many_rows_without_columns(device):
+    """Blocks have nothing to tell one another, nor memory to tell it in."""
+    x = torch.empty(40000, 8, dtype=torch.bfloat16, device=device)[:, :0]
+    offs = torch.tensor([30, 39000, 40000], dtype=torch.int32, device=device)
+    assert_same(ops.quantize_both(x, "rowwise", offs=offs), reference.quantize_both(x, "rowwise", offs=offs))
+
+
 @pytest.mark.parametrize("sizes", [(20000, 1, 9999), (15000, *[260] * 19)], ids=["clusters", "single blocks"])
 def test_long_groups_while_another_stream_holds_multiprocessors(sizes, gpu):
     """A softmax has a block for every row, which runs for long: it keeps most blocks that share a strip from running,

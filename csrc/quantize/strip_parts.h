@@ -32,7 +32,7 @@ struct Split { int team, lines, together_log2; };  // clusters; lines of a share
 MOE_DEVICE Split split_of(const StripsPlan& p, const Span& g) {
   const int lines = line_tiles(g.begin, g.end), size = g.rows > 0 ? g.rows : g.end - g.begin;
   if (size > p.most) {
-    const int wanted = ceil_div(size, p.most);
+    const int wanted = (size - 1) / p.most + 1;  // no sum that may pass 2^31
     // No team runs beside one of more than half of all clusters, so that takes them all: less than twice as many.
     const int each = ceil_div(lines, 2 * wanted > p.clusters ? p.clusters : wanted);
     return {ceil_div(lines, each), each, 0};

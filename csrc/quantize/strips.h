@@ -140,7 +140,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsBounded<T>, kBlocks<T>)
     int own = w.held(p.held), copied = 0;
     auto copy_next = [&](int freed) {  // into what the strip leaves of the ring: its own rows, then the next strip's
       if (longer) {
-        const int end = w.held(p.held + freed);
+        const int end = freed < w.rows - p.held ? p.held + freed : w.rows;  // the sum may pass 2^31
         copy_to_ring<T>(p, w, own, end, ring, (base + own) % p.held - own);
         own = end;
       }
@@ -261,7 +261,7 @@ int launch_shape(const QuantizeParams& p, const StripShape& shape, Beside beside
   if (T::kInStep) plan.pace = pace_of(p, beside);
   if (p.scratch) plan.scratch = p.scratch + pace_words(p);  // notes come behind it
   int64_t zeros = plan.pace.past ? pace_words(p) : 0;
-  if (T::kTeams && p.scratch && most >= 2 * kLeastShare && p.rows > most) {
+  if (T::kTeams && p.scratch && p.K > 0 && most >= 2 * kLeastShare && p.rows > most) {
     plan.most = int(most);
     zeros = pace_words(p) + note_words(p, plan.most / 2);  // see split_of()
   }
