@@ -188,6 +188,8 @@ def test_blocks_that_share_a_strip_and_do_not_run_at_once(wave, format, dtype, l
     check(kernels, x, format, offs, **fp8)
     check(kernels, x, format, offs + 30, indices=slot_indices(m, 1, m + 30), top_k=1, **fp8)
     check_weight(kernels, wide(2, 2900, k, dtype=dtype), format, **fp8)
+    as_long = torch.tensor([1400] * 6).cumsum(0).int()  # waves of 64: over half of the blocks, hence all
+    check(kernels, x[:8400], format, as_long, **fp8)
     among_short = torch.tensor([40] * 20 + [1900] + [40] * 20).cumsum(0).int()  # small blocks
     check(kernels, x[:3600], format, among_short, **fp8)
     check(kernels, x[:3600], format, among_short, indices=slot_indices(3600, 1, 3600), top_k=1, **fp8)

@@ -64,7 +64,7 @@ struct QuantizeParams {
 // and rows are, of both; 32 words for each share of a strip, which is 128 bytes of columns, by so many rows. Of the
 // batch, x in fp8, the row that every position has, every column's amax, and which rows any position has. Of rows in
 // groups, the places of blocked scales.
-constexpr int kLeastShare = 64;
+constexpr int kLeastShare = 64;  // half of the rows that a team's cluster has room for, at least
 inline int64_t note_words(const QuantizeParams& p, int rows_of_share) {
   const int64_t strips = ceil_div<int64_t>(p.K * (p.in == InType::kF32 ? 4 : 2), 128);
   const int64_t groups = p.weight ? p.E : p.E + 1, rows = p.weight ? p.E * p.rows : p.positions;

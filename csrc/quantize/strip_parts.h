@@ -102,15 +102,15 @@ struct ExpertGroups {
 
 // A block's part of what its cluster works on.
 struct Part {
-  bool there;        // otherwise none is left
+  bool there;         // otherwise none is left
   int group, strip;
   uint32_t share;     // of all shares
   int rank, team;     // which of the strip's shares it is, and of how many that need one another's amax
   int block, blocks;  // which of those that work on the share's strip, and of how many
-  int begin, end;    // positions of the whole group
-  int line0, line1;  // the block's lines of q_t
-  int64_t x;         // of its first row: kInPlace: the element in x; kByIndex: which row it is
-  int skipped;       // rows of the group before it
+  int begin, end;     // positions of the whole group
+  int line0, line1;   // the block's lines of q_t
+  int64_t x;          // of its first row: kInPlace: the element in x; kByIndex: which row it is
+  int skipped;        // rows of the group before it
   int rows;
 
   MOE_DEVICE int held(int most) const { return rows < most ? rows : most; }

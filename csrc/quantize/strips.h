@@ -20,8 +20,8 @@ constexpr int kSmallBlocks = 4, kStripsHeld = 2, kMaxCluster = 16;
 // through memory; so are those that would leave no room for the next strip, in percent of what a cluster holds. A
 // cluster works on several strips at once, a few blocks each, where it has room for them: a strip takes some 3 us
 // however short it is. Of what even groups take, on an H200, with sizes that fall as 1 / rank^p, p = 0.6, 1, 1.5, and
-// with 0.9 of all rows in one group: [131072, 4096] E = 16 0.86, 0.83, 0.80, 0.82; with one strip a cluster 0.87, 0.80,
-// 0.76, 0.68; with a cluster for every strip 0.79, 0.65, 0.55. [262144, 2048] E = 128 0.88, 0.85, 0.75, 0.69; 0.88,
+// with 0.9 of all rows in one group: [131072, 4096] E = 16 0.86, 0.83, 0.81, 0.82; with one strip a cluster 0.87, 0.80,
+// 0.76, 0.68; with a cluster for every strip 0.79, 0.65, 0.55. [262144, 2048] E = 128 0.89, 0.85, 0.74, 0.68; 0.88,
 // 0.80, 0.70, 0.64; 0.67, 0.49, 0.37. Room of 60 to 100 percent in place of 70 gave the same. Shares that leave half a
 // cluster free, teams that divide all clusters without rest, next strips brought as far as the L2: 0.02 to 0.2 less.
 // Teams of single blocks hardly mind sizes, but take 1.1 to 1.2 times as long where groups are even: every strip then
@@ -95,8 +95,9 @@ MOE_DEVICE void keep_in_step(const StripsPlan& p, const Groups& groups, const Pa
   seen = keep_pace(p.pace, Walker::kColumns, past, seen) ? other_pace(p.pace, Walker::kColumns) : kGone;
 }
 
-// Registers of a multiprocessor that threads of large blocks leave to the rows beside them: 95 or 96 each, 105 to 115
-// otherwise, with which rows start where the columns end.
+// Threads of large blocks leave registers of the multiprocessor to the rows beside them: up to 96 each are theirs,
+// where rows by index would take 115. With 105 each, rows started where the columns ended: both directions of even
+// groups took 7 to 17% longer on an H200.
 template <class T>
 constexpr int kThreadsBounded = T::kThreadRows == kLargeThreadRows ? T::kThreads * 5 / 4 : T::kThreads;
 
@@ -130,7 +131,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsBounded<T>, kBlocks<T>)
   uint32_t rows_seen = 0, told = 0;
   for (uint32_t turn = 0; part(turn).there; ++turn) {
     const Part w = part(turn);
-    const Part& mine = part(turn);  // w is in registers: what loops need
+    const Part& mine = part(turn);  // in shared memory; w is in registers, which suffice for what loops need
     const Part& next = part(turn + 1);
     if constexpr (T::kInStep)
       if (p.pace.past) keep_in_step(p, groups, w, rows_seen);
