@@ -28,7 +28,9 @@ struct StripTraits {
 template <class T>
 using RowBits = const typename T::Types::Bits*;
 
-constexpr int kPartsAhead = 8;  // are worked out at once, a lane each: all threads wait for the one that does it
+// Are worked out at once, a lane each, while the others hear of the amax: all threads wait for the one that does it. At
+// the start of a turn, both directions of [64, 1408, 2048] took 4 to 13% longer on an H200, others within 3% as long.
+constexpr int kPartsAhead = 8;
 
 template <class T>
 using StripStage = TransposeStage<T::kColumns, kPerWord<typename T::In>>;
