@@ -195,6 +195,13 @@ def test_blocks_that_share_a_strip_and_do_not_run_at_once(wave, format, dtype, l
     check(kernels, x[:3600], format, among_short, indices=slot_indices(3600, 1, 3600), top_k=1, **fp8)
 
 
+def test_long_groups_without_columns(kernels):
+    """Blocks would share them, but have no memory to tell one another in. Either type that a chip casts."""
+    offs, x = torch.tensor([30, 4900, 5000]).int(), torch.empty(5000, 8, dtype=torch.bfloat16)[:, :0]
+    for fp8 in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+        check(kernels, x, "rowwise", offs, dtype=fp8)
+
+
 @OF_ALL_FORMATS
 def test_group_layouts(kernels, format):
     for layout in LAYOUTS:

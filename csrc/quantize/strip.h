@@ -28,9 +28,8 @@ struct StripTraits {
 template <class T>
 using RowBits = const typename T::Types::Bits*;
 
-// Are worked out at once, a lane each, while the others hear of the amax: all threads wait for the one that does it. At
-// the start of a turn, both directions of [64, 1408, 2048] took 4 to 13% longer on an H200, of [128, 512, 1536] 1 to 8%
-// less.
+// Are worked out at once, a lane each, which all threads wait for: while the others hear of the amax. At the start of a
+// turn, both directions of [64, 1408, 2048] took 4 to 13% longer on an H200, of [128, 512, 1536] 1 to 8% less.
 constexpr int kPartsAhead = 8;
 
 template <class T>
