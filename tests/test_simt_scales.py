@@ -25,7 +25,7 @@ from simt_checks import ON_LINUX, WAVES, e8m0, exact_fp8, exact_scales
 from simt_kernels import FORMATS, Waves
 from torch import Tensor
 
-from moe_fp8_ext import reference
+from moe_fp8_ext import ops, reference
 from moe_fp8_ext.reference.numerics import E8M0, group_bounds
 
 pytestmark = ON_LINUX
@@ -213,8 +213,8 @@ def products(
 ) -> list[tuple[object, ...]]:
     """Arguments of the forward pass and of the gradient of weights, laid out as quantizers do it; amax: of x."""
     x, dy, w = torch.zeros(m, k), torch.zeros(m, n), torch.zeros(len(offs), n, k)
-    q, scale, q_t, scale_t, ends = reference.quantize_both(x, format, offs=offs, amax=amax)
-    of_w, (dy_t, of_dy, _) = reference.quantize_weight(w, format)[1], reference.quantize_tokens(dy, format, offs=offs)
+    _, scale, q_t, scale_t, ends = ops.quantize_both(x, format, offs=offs, amax=amax)
+    of_w, (dy_t, of_dy, _) = ops.quantize_weight(w, format)[1], ops.quantize_tokens(dy, format, offs=offs)
     of_w, second = (of_w.mT, scale_t.mT) if format == "blockwise" else (of_w, scale_t)
     other = beside(fp8, native)
     b, a, b_t = (exact_fp8(*t.shape, dtype=dtype) for t, dtype in ((w, other), (dy_t, fp8), (q_t, other)))

@@ -252,6 +252,14 @@ class Block {
       for (const auto& work : begun.front()) work();
   }
 
+  // What make() gives, which the key stands for: kept for other threads that need it soon.
+  template <class T, class Make>
+  const T* made_for(uint64_t key, Make make) {
+    Made& made = made_[key % kMade];
+    if (!made.values || made.key != key) made = {key, std::make_shared<std::vector<T>>(make())};
+    return static_cast<const std::vector<T>*>(made.values.get())->data();
+  }
+
   // What all threads of a team of kTeam neighbours do, in the same order, though none waits for the others: compared
   // when the block ends.
   static constexpr unsigned kTeam = 128;
@@ -280,6 +288,11 @@ class Block {
   }
 
  private:
+  struct Made {
+    uint64_t key;
+    std::shared_ptr<void> values;
+  };
+
   Wave& running_wave() { return waves_[running_->linear / kWave]; }
 
   void meet(Rendezvous& r, const Site& site) {
@@ -359,6 +372,8 @@ class Block {
   Context home_;
   Cluster* cluster_ = nullptr;
   unsigned cluster_barriers_ = 0;
+  static constexpr unsigned kMade = 64;
+  Made made_[kMade];
 };
 
 }  // namespace simt

@@ -178,28 +178,46 @@ inline uint64_t mix_operand(uint64_t digest, uint32_t operand, int row) {
   return digest;
 }
 inline uint64_t digest_b(uint32_t b, int t, int eights) {
-  uint64_t digest = 0;
+  uint64_t digest = uint64_t(eights);  // fewer rows of zeros are not the same
   for (int j = 0; j < eights; ++j)
     for (int i = 0; i < 2; ++i) digest = mix_operand(digest, b, row_of_b(t, j, i));
   return digest;
 }
-inline uint64_t digest_operands(uint32_t a, uint32_t b, int t, int eights) {
-  uint64_t digest = digest_b(b, t, eights);
-  for (int h = 0; h < 2; ++h) digest = mix_operand(digest, a, row_of_a(t, h));
-  return digest;
+inline uint64_t digest_a(uint32_t a, int t) {
+  return mix_operand(mix_operand(0, a, row_of_a(t, 0)), a, row_of_a(t, 1));
 }
-// A thread's d (+)= a b^T, of its two rows of a and of those of b, which read(row, to) reads.
+// Element k of the rows of b that thread t multiplies, at j * depth + k, as often as d has sums of it.
+using Sums __attribute__((vector_size(16))) = float;  // of row h of a and i of b, at 2 h + i: four of d
+struct OfB {
+  Sums element;
+};
+// 32 threads of a warpgroup read the same rows, which are known by their digest; read(row, to) reads one.
 template <int n, int depth, class Read>
-void add_rows(float (&d)[n], const float (&of_a)[2][depth], bool accumulate, Read read) {
-  for (int j = 0; j < n / 4; ++j)
-    for (int i = 0; i < 2; ++i) {
-      float of_b[depth];
-      read(row_of_b(int(current->thread_index().x) % 128, j, i), of_b);
-      for (int h = 0; h < 2; ++h) {
-        float& sum = d[4 * j + 2 * h + i];
-        sum = simt::add_products(accumulate ? sum : 0.f, of_a[h], of_b, depth);
-      }
+const OfB* rows_of_b(int t, uint64_t digest, Read read) {
+  return current->made_for<OfB>(simt::mix(digest, depth), [&] {
+    std::vector<OfB> rows(n / 4 * depth);
+    for (int j = 0; j < n / 4; ++j) {
+      float of[2][depth];
+      for (int i = 0; i < 2; ++i) read(row_of_b(t, j, i), of[i]);
+      for (int k = 0; k < depth; ++k) rows[j * depth + k].element = Sums{of[0][k], of[1][k], of[0][k], of[1][k]};
     }
+    return rows;
+  });
+}
+// A thread's d (+)= a b^T, of its two rows of a. Four by four, for an addition waits for the one ahead of it.
+template <int n, int depth>
+SIMT_UNCHECKED void add_rows(float (&d)[n], const float (&of_a)[2][depth], const OfB* b, bool accumulate) {
+  static_assert(n % 16 == 0);
+  for (int j = 0; j < n / 4; j += 4) {
+    Sums sums[4] = {};
+    if (accumulate) memcpy(sums, d + 4 * j, sizeof sums);
+    for (int k = 0; k < depth; ++k) {
+      const Sums a{of_a[0][k], of_a[0][k], of_a[1][k], of_a[1][k]};
+#pragma GCC unroll 4
+      for (int next = 0; next < 4; ++next) sums[next] += a * b[(j + next) * depth + k].element;
+    }
+    memcpy(d + 4 * j, sums, sizeof sums);
+  }
 }
 inline void check_fence(const Site& site) {
   if (!current->fenced()) current->fail(site.text() + " without a fence since the wait before");
@@ -212,13 +230,14 @@ void wgmma(float (&d)[n], uint32_t a, uint32_t b, bool accumulate, Site site = S
   const int t = int(current->thread_index().x) % 128;
   check_fence(site);
   current->do_in_team(simt::mix(uint64_t(a) << 32 | b, uint64_t(n) << 1 | accumulate));
-  const uint64_t operands = digest_operands(a, b, t, n / 4);
-  current->begin([&d, a, b, accumulate, t, operands] {
-    if (digest_operands(a, b, t, n / 4) != operands) current->fail(kChanged);
+  const uint64_t of_a = digest_a(a, t), of_b = digest_b(b, t, n / 4);
+  current->begin([&d, a, b, accumulate, t, of_a, of_b] {
+    if (digest_a(a, t) != of_a || digest_b(b, t, n / 4) != of_b) current->fail(kChanged);
     const simt::Elements a_is(kE5M2 ? simt::Held::kE5M2 : simt::Held::kE4M3), b_is(simt::Held::kE4M3);
-    float of_a[2][32];
-    for (int h = 0; h < 2; ++h) read_operand(a, row_of_a(t, h), a_is, of_a[h]);
-    add_rows(d, of_a, accumulate, [&](int row, float* to) { read_operand(b, row, b_is, to); });
+    float rows[2][32];
+    for (int h = 0; h < 2; ++h) read_operand(a, row_of_a(t, h), a_is, rows[h]);
+    const auto read = [&](int row, float* to) { read_operand(b, row, b_is, to); };
+    add_rows(d, rows, rows_of_b<n, 32>(t, of_b, read), accumulate);
   });
   current->wave_barrier(site);
 }
@@ -251,7 +270,8 @@ void wgmma_bf16(float (&d)[n], const uint32_t (&a)[4], uint32_t b, bool accumula
     if (!std::equal(a, a + 4, was.begin()))
       current->fail("registers of an operand that changed while they were multiplied");
     if (digest_b(b, t, n / 4) != of_b) current->fail(kChanged);
-    add_rows(d, rows.of, accumulate, [&](int row, float (&to)[16]) { read_bf16(b, row, to); });
+    const auto read = [b](int row, float(&to)[16]) { read_bf16(b, row, to); };
+    add_rows(d, rows.of, rows_of_b<n, 16>(t, of_b, read), accumulate);
   });
 }
 inline void wgmma_fence(Site site = Site::here("wgmma_fence")) {

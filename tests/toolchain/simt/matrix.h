@@ -17,6 +17,9 @@ inline float half_to_float(unsigned bits) {
   return sign * std::ldexp(float(exponent ? mantissa | 1024 : mantissa), (exponent ? exponent : 1) - 25);
 }
 
+// Of what runs for every element of a product: half of its time would go into checks of indices that cannot be wrong.
+#define SIMT_UNCHECKED __attribute__((no_sanitize("undefined")))
+
 // Elements as lanes hold them: 8 bytes of fp8, numbered as instructions number those, or 4 16-bit floats.
 enum class Held { kE4M3, kE5M2, kHalf };
 
@@ -26,7 +29,7 @@ class Elements {
   explicit Elements(Held held) : in_lane(held == Held::kHalf ? 4 : 8), bits_(64 / in_lane), values_(table(held)) {}
 
   // The first n of a lane.
-  void read(uint64_t lane, int n, float* to) const {
+  SIMT_UNCHECKED void read(uint64_t lane, int n, float* to) const {
     for (int i = 0; i < n; ++i) to[i] = values_[lane >> (bits_ * i) & ((1u << bits_) - 1)];
   }
 
@@ -50,9 +53,16 @@ class Elements {
   const float* const values_;
 };
 
-inline float add_products(float sum, const float* a, const float* b, int n) {
-  for (int k = 0; k < n; ++k) sum += a[k] * b[k];
-  return sum;
+// d[i] += the products of n elements of a[i] and b[i]. Four sums side by side, for an addition waits for the one ahead.
+SIMT_UNCHECKED inline void add_products(float* d, const float* const (&a)[4], const float* const (&b)[4], int n) {
+  float d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
+  for (int k = 0; k < n; ++k) {
+    d0 += a[0][k] * b[0][k];
+    d1 += a[1][k] * b[1][k];
+    d2 += a[2][k] * b[2][k];
+    d3 += a[3][k] * b[3][k];
+  }
+  d[0] = d0, d[1] = d1, d[2] = d2, d[3] = d3;
 }
 
 // 16 rows and columns. Lane r + 16 * q holds elements q * n .. q * n + n - 1 of row r of a, column r of b, n = 8 or 4;
@@ -65,7 +75,7 @@ inline void mfma_16x16(float* d, Elements a_is, uint64_t a, Elements b_is, uint6
     for (int part = 0; part < 4; ++part) a_is.read(lanes[4 * q + i + 16 * part], n, &of_a[i][n * part]);
   lanes = current->share(b, site);
   for (int part = 0; part < 4; ++part) b_is.read(lanes[r + 16 * part], n, &of_b[n * part]);
-  for (int i = 0; i < 4; ++i) d[i] = add_products(d[i], of_a[i], of_b, 4 * n);
+  add_products(d, {of_a[0], of_a[1], of_a[2], of_a[3]}, {of_b, of_b, of_b, of_b}, 4 * n);
 }
 
 // Likewise 128 elements of fp8, with E8M0 scales of blocks of 32. Lane r + 16 * q holds elements 16 * q .. 16 * q + 15
@@ -87,12 +97,16 @@ inline void mfma_scale_16x16x128(float* d, Elements a_is, const uint64_t (&a)[4]
     for (int part = 0; part < 4; ++part) b_is.read(lanes[r + 16 * part], 8, &of_b[at + 16 * part]);
   }
   const uint64_t* lanes = current->share(scale_a | uint64_t(scale_b) << 32, site);
-  for (int i = 0; i < 4; ++i)
-    for (int block = 0; block < 4; ++block) {
-      const float sum = add_products(0, &of_a[i][32 * block], &of_b[32 * block], 32);
+  for (int block = 0; block < 4; ++block) {
+    const int at = 32 * block;
+    const float* const b_at = of_b + at;
+    float sums[4] = {};
+    add_products(sums, {of_a[0] + at, of_a[1] + at, of_a[2] + at, of_a[3] + at}, {b_at, b_at, b_at, b_at}, 32);
+    for (int i = 0; i < 4; ++i) {
       const int e = int(lanes[4 * q + i + 16 * block] & 0xff), f = int(lanes[r + 16 * block] >> 32 & 0xff);
-      d[i] += e == 255 || f == 255 ? NAN : float(std::ldexp(double(sum), e + f - 254));
+      d[i] += e == 255 || f == 255 ? NAN : float(std::ldexp(double(sums[i]), e + f - 254));
     }
+  }
 }
 
 // 16 rows and 8 columns. Lane 4 * g + t holds of a rows g and g + 8, in registers 0, 2 and 1, 3, of b column g. Of each
@@ -111,7 +125,7 @@ inline void mma_16x8(float (&d)[4], Elements a_is, const uint32_t (&a)[4], Eleme
   for (int row = 0; row < 2; ++row) read(a_is, current->share(a[row] | uint64_t(a[row + 2]) << 32, site), g, of_a[row]);
   const uint64_t* lanes = current->share(b[0] | uint64_t(b[1]) << 32, site);
   for (int column = 0; column < 2; ++column) read(b_is, lanes, 2 * t + column, of_b[column]);
-  for (int i = 0; i < 4; ++i) d[i] = add_products(d[i], of_a[i / 2], of_b[i % 2], 8 * n);
+  add_products(d, {of_a[0], of_a[0], of_a[1], of_a[1]}, {of_b[0], of_b[1], of_b[0], of_b[1]}, 8 * n);
 }
 inline void mma_m16n8k32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool e5m2,
                          Site at = Site::here("mma")) {
