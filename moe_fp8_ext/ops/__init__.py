@@ -6,9 +6,9 @@ from moe_fp8_ext.ops.activations import activate, activate_backward, quantize_ac
 from moe_fp8_ext.ops.choose_experts import choose_experts, choose_experts_backward
 from moe_fp8_ext.ops.combine import combine, combine_backward
 from moe_fp8_ext.ops.dequantize import dequantize
+from moe_fp8_ext.ops.dispatch import bind as _bind
 from moe_fp8_ext.ops.dispatch import refuse_none as _refuse_none
 from moe_fp8_ext.ops.dispatch import refuse_sparse as _refuse_sparse
-from moe_fp8_ext.ops.dispatch import say_kinds as _say_kinds
 from moe_fp8_ext.ops.messages import pack_tokens, quantize_and_pack
 from moe_fp8_ext.ops.permute import permute_indices, permute_pad, permute_quantized, unpermute
 from moe_fp8_ext.ops.quantize import quantize_both, quantize_rows, quantize_tokens, quantize_weight
@@ -52,4 +52,4 @@ for _name in __all__:
     _op = getattr(_torch.ops.moe_fp8, _name).default
     _refuse_sparse(_op)
     _refuse_none(_op)
-    _say_kinds(globals()[_name], _op)
+    _bind(globals()[_name], _op)

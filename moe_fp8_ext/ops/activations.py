@@ -19,13 +19,7 @@ from moe_fp8_ext.ops.checks import (
     fp8_dtype,
     require,
 )
-from moe_fp8_ext.ops.dispatch import (
-    below_autograd,
-    differentiable_once,
-    refuse_derivatives,
-    register_gradient,
-    unit_stride,
-)
+from moe_fp8_ext.ops.dispatch import differentiable_once, refuse_derivatives, register_gradient, unit_stride
 
 _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default
@@ -61,8 +55,7 @@ def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor
 
     Source: DESIGN.md section 3, bit by bit.
     """
-    with below_autograd(h):
-        return _activate(h, activation, interleaved)
+    return _activate(h, activation, interleaved)
 
 
 def quantize_activated(
@@ -100,8 +93,7 @@ def quantize_activated(
 
     Source: DESIGN.md section 3.
     """
-    with below_autograd(h):
-        return _quantize_activated(h, activation, format, offs, interleaved, keep_h, dtype, rounding)
+    return _quantize_activated(h, activation, format, offs, interleaved, keep_h, dtype, rounding)
 
 
 def activate_backward(
@@ -149,8 +141,7 @@ def activate_backward(
 
     Source: DESIGN.md section 3, bit by bit.
     """
-    with below_autograd(grad, h, scores, h_scale):
-        return _activate_backward(grad, h, activation, scores, h_scale, format, indices, interleaved)
+    return _activate_backward(grad, h, activation, scores, h_scale, format, indices, interleaved)
 
 
 def quantize_activated_backward(
@@ -200,9 +191,8 @@ def quantize_activated_backward(
 
     Source: `activate_backward`, `quantize_both` and `quantize_tokens`.
     """
-    with below_autograd(grad, h, scores, h_scale):
-        how = scores, h_scale, indices, interleaved, align, dtype, grad_dtype, rounding, amax
-        return _quantize_activated_backward(grad, h, activation, format, offs, *how)
+    how = scores, h_scale, indices, interleaved, align, dtype, grad_dtype, rounding, amax
+    return _quantize_activated_backward(grad, h, activation, format, offs, *how)
 
 
 def _save(ctx, inputs, output):

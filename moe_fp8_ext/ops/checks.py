@@ -92,6 +92,12 @@ def check(op: str, name: str, x: Tensor, like: Tensor | None = None) -> None:
     _ARGUMENTS[op, name].check(x, like)
 
 
+def is_of_integers(op: str, name: str) -> bool:
+    """Whether the argument is a tensor that cannot ask for a gradient."""
+    row = _ARGUMENTS.get((op, name))
+    return row is not None and bool(row.dtypes) and all(dtype.startswith("int") for dtype in row.dtypes)
+
+
 def is_int(value: object) -> bool:
     """Numpy's too, and sizes that are symbols; no bool, and no array, though one of a single int can index."""
     kind = type(value)

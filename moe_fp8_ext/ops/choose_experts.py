@@ -5,13 +5,7 @@ from torch import Tensor
 
 from moe_fp8_ext.formats import MAX_EXPERTS
 from moe_fp8_ext.ops.checks import check, check_int, check_one_of, check_shape, require
-from moe_fp8_ext.ops.dispatch import (
-    below_autograd,
-    differentiable_once,
-    refuse_derivatives,
-    register_gradient,
-    unit_stride,
-)
+from moe_fp8_ext.ops.dispatch import differentiable_once, refuse_derivatives, register_gradient, unit_stride
 
 SCORINGS = ("softmax", "sigmoid")
 
@@ -59,8 +53,7 @@ def choose_experts(
 
     Source: DESIGN.md section 3, bit by bit; DeepSeek-V3 technical report, section 2.1.2 (sigmoid, bias, groups).
     """
-    with below_autograd(logits, bias):
-        return _choose(logits, top_k, bias, scoring, normalize, scaling_factor, num_groups, top_groups)
+    return _choose(logits, top_k, bias, scoring, normalize, scaling_factor, num_groups, top_groups)
 
 
 def choose_experts_backward(
@@ -100,8 +93,7 @@ def choose_experts_backward(
 
     Source: DESIGN.md section 3, bit by bit.
     """
-    with below_autograd(grad, logits):
-        return _choose_backward(grad, logits, topk_ids, num_experts, scoring, normalize, scaling_factor, parts)
+    return _choose_backward(grad, logits, topk_ids, num_experts, scoring, normalize, scaling_factor, parts)
 
 
 def check_choice(op: str, num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:

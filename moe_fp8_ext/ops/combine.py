@@ -2,13 +2,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.ops.checks import check, check_count, check_shape, require
-from moe_fp8_ext.ops.dispatch import (
-    below_autograd,
-    differentiable_once,
-    refuse_derivatives,
-    register_gradient,
-    unit_stride,
-)
+from moe_fp8_ext.ops.dispatch import differentiable_once, refuse_derivatives, register_gradient, unit_stride
 
 _combine = torch.ops.moe_fp8.combine.default
 _combine_backward = torch.ops.moe_fp8.combine_backward.default
@@ -39,8 +33,7 @@ def combine(y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Te
 
     Source: the equation above.
     """
-    with below_autograd(y, topk_scores):
-        return _combine(y, inverse, topk_scores)
+    return _combine(y, inverse, topk_scores)
 
 
 def combine_backward(
@@ -71,8 +64,7 @@ def combine_backward(
 
     Source: the equations above.
     """
-    with below_autograd(grad, y, topk_scores):
-        return _combine_backward(grad, y, topk_scores, inverse, num_rows)
+    return _combine_backward(grad, y, topk_scores, inverse, num_rows)
 
 
 def _save(ctx, inputs, output):

@@ -13,7 +13,7 @@ from moe_fp8_ext.ops.checks import (
     check_size,
     require,
 )
-from moe_fp8_ext.ops.dispatch import below_autograd, refuse_derivatives
+from moe_fp8_ext.ops.dispatch import refuse_derivatives
 
 _OP = "dequantize"
 _op = torch.ops.moe_fp8.dequantize.default
@@ -61,8 +61,7 @@ def dequantize(
 
     Source: the scales of DESIGN.md section 3, the layouts of sections 4 and 5.
     """
-    with below_autograd(q, scale):
-        return _op(q, scale, format, along, offs, out_dtype)
+    return _op(q, scale, format, along, offs, out_dtype)
 
 
 refuse_derivatives(_op)

@@ -1,8 +1,8 @@
 """What torch's dispatcher finds beside the implementations of an op: its gradient, or an error where it has none.
 
 Kernels for the Autograd keys, so that both spellings of an op have them, `moe_fp8_ext.ops.f` and `torch.ops.moe_fp8.f`.
-A kernel in Python costs a call microseconds. Wrappers go past it where nothing asks for a derivative:
-`with below_autograd(x): return _op(x)`. A Function goes past it once for all of its ops.
+A kernel in Python costs a call microseconds. Wrappers go past it where nothing asks for a derivative, see `bind`. A
+Function goes past it once for all of its ops: `with below_autograd(): ...`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from moe_fp8_ext.ops.checks import is_int
+from moe_fp8_ext.ops.checks import is_int, is_of_integers
 
 _LIBRARY = torch.library.Library("moe_fp8", "IMPL")
 _Below = torch._C._AutoDispatchBelowAutograd
@@ -49,16 +49,10 @@ _WRONG_KIND = re.compile(r"([\w:]+)\(\) Expected a value of type '.*' for argume
 _NO_SECOND = "moe_fp8_ext has no second derivatives, and create_graph=True asked for one"
 
 
-def below_autograd(*tensors: Tensor | None) -> AbstractContextManager:
-    """In which ops go straight to their implementations, unless a derivative may be asked for or a graph is traced.
-
-    tensors: all that could ask for a gradient; none where gradients are off, as in a Function.
-    """
-    if _is_compiling() or is_transformed():
-        return _NOTHING
-    if tensors and torch.is_grad_enabled() and _any_requires_grad(*tensors):
-        return _NOTHING
-    return _Below()
+def below_autograd() -> AbstractContextManager:
+    """In which ops go straight to their implementations: for a Function, where gradients are off. Not where a graph is
+    traced, nor where another derivative may be asked for."""
+    return _NOTHING if _is_compiling() or is_transformed() else _Below()
 
 
 def is_transformed() -> bool:
@@ -228,26 +222,32 @@ def refuse_none(op: torch._ops.OpOverload) -> None:
     _LIBRARY.impl(op._opname, kernel, "CompositeExplicitAutograd")
 
 
-def say_kinds(wrapper: Callable, op: torch._ops.OpOverload) -> None:
-    """Has wrapper say with the sentence of other errors what argument of op is of a wrong kind.
+def bind(wrapper: Callable, op: torch._ops.OpOverload) -> None:
+    """Has the wrapper's module call op, with all arguments, by what goes past autograd's kernel where no derivative may
+    be asked for, and says with the sentence of other errors what argument is of a wrong kind.
 
-    The wrapper's module calls op, with all arguments, by a name of its own, which gets what looks for the kinds that
-    torch would take for others, and catches its error of those that it would not: to look for all, or a frame around
-    the wrapper, would cost every good call more.
+    That looks for the kinds that torch would take for others, and catches torch's error of those that it would not. All
+    in one frame, for every call pays for it: to look for all kinds, or a frame around the wrapper, would cost more.
     """
-    arguments = op._schema.arguments
-    strict = []
-    for i, (kind, optional) in enumerate(map(_kind_of, arguments)):
+    arguments, run = op._schema.arguments, op._op
+    strict, asking = [], 0  # how many arguments to look at for one that asks for a gradient
+    for i, (argument, (kind, optional)) in enumerate(zip(arguments, map(_kind_of, arguments), strict=True)):
+        if kind == "Tensor" and not is_of_integers(op._opname, argument.name):
+            asking = i + 1
         if kind in _STRICT:
             usual, is_right = _STRICT[kind]
             strict.append((i, (usual, type(None)) if optional else (usual,), is_right))
 
-    def checked(*args):
+    def bound(*args):
         for i, usual, is_right in strict:
             if args[i].__class__ not in usual and not is_right(args[i]):
                 raise RuntimeError(_text_of_kind(op, arguments[i], args[i]))
         try:
-            return op(*args)
+            wanted = _any_requires_grad(*args[:asking]) and torch.is_grad_enabled()
+            if wanted or _is_compiling() or forward_ad._current_level >= 0 or _in_functorch():
+                return run(*args)
+            with _Below():
+                return run(*args)
         except RuntimeError as error:
             found = _WRONG_KIND.match(str(error))
             if found is None or found[1] != op._schema.name:
@@ -255,9 +255,9 @@ def say_kinds(wrapper: Callable, op: torch._ops.OpOverload) -> None:
         at = [argument.name for argument in arguments].index(found[2])
         raise RuntimeError(_text_of_kind(op, arguments[at], args[at]))
 
-    checked._torchdynamo_inline = op  # what a graph traces instead: an error there is the fake implementation's
+    bound._torchdynamo_inline = op  # what a graph traces instead: an error there is the fake implementation's
     (name,) = (name for name in wrapper.__code__.co_names if wrapper.__globals__.get(name) is op)
-    wrapper.__globals__[name] = checked
+    wrapper.__globals__[name] = bound
 
 
 def _kind_of(argument: torch.Argument) -> tuple[str, bool]:

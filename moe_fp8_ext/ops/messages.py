@@ -13,7 +13,7 @@ from moe_fp8_ext.ops.checks import (
     fp8_dtype,
     require,
 )
-from moe_fp8_ext.ops.dispatch import below_autograd, refuse_derivatives
+from moe_fp8_ext.ops.dispatch import refuse_derivatives
 
 _pack_tokens = torch.ops.moe_fp8.pack_tokens.default
 _quantize_and_pack = torch.ops.moe_fp8.quantize_and_pack.default
@@ -54,8 +54,7 @@ def pack_tokens(
 
     Source: DeepSeek-V3 technical report, section 3.2 (a token once to a rank, in fp8); DESIGN.md section 6.
     """
-    with below_autograd(x, topk_scores, scale):
-        return _pack_tokens(x, topk_ids, topk_scores, scale, indices, top_k, num_experts)
+    return _pack_tokens(x, topk_ids, topk_scores, scale, indices, top_k, num_experts)
 
 
 def quantize_and_pack(
@@ -95,8 +94,7 @@ def quantize_and_pack(
 
     Source: DeepSeek-V3 technical report, section 3.2 (a token once to a rank, in fp8); DESIGN.md section 6.
     """
-    with below_autograd(x, topk_scores):
-        return _quantize_and_pack(x, topk_ids, topk_scores, format, indices, inverse, num_experts, dtype, rounding)
+    return _quantize_and_pack(x, topk_ids, topk_scores, format, indices, inverse, num_experts, dtype, rounding)
 
 
 refuse_derivatives(_pack_tokens)

@@ -15,7 +15,7 @@ from moe_fp8_ext.ops.checks import (
     check_size,
     require,
 )
-from moe_fp8_ext.ops.dispatch import below_autograd, refuse_derivatives, register_gradient, unit_stride
+from moe_fp8_ext.ops.dispatch import refuse_derivatives, register_gradient, unit_stride
 
 _permute_indices = torch.ops.moe_fp8.permute_indices.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
@@ -81,8 +81,7 @@ def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
 
     Source: the equation above.
     """
-    with below_autograd(x):
-        return _permute_pad(x, indices, top_k)
+    return _permute_pad(x, indices, top_k)
 
 
 def permute_quantized(
@@ -113,8 +112,7 @@ def permute_quantized(
 
     Source: `permute_pad` and the layouts of DESIGN.md section 4.
     """
-    with below_autograd(q, scale):
-        return _permute_quantized(q, scale, format, indices, top_k, offs)
+    return _permute_quantized(q, scale, format, indices, top_k, offs)
 
 
 def unpermute(y: Tensor, indices: Tensor, top_k: int, num_tokens: int) -> Tensor:
@@ -140,8 +138,7 @@ def unpermute(y: Tensor, indices: Tensor, top_k: int, num_tokens: int) -> Tensor
 
     Source: the equation above.
     """
-    with below_autograd(y):
-        return _unpermute(y, indices, top_k, num_tokens)
+    return _unpermute(y, indices, top_k, num_tokens)
 
 
 def _save(ctx, inputs, output):

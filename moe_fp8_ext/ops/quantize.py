@@ -16,7 +16,7 @@ from moe_fp8_ext.ops.checks import (
     fp8_dtype,
     require,
 )
-from moe_fp8_ext.ops.dispatch import below_autograd, refuse_derivatives
+from moe_fp8_ext.ops.dispatch import refuse_derivatives
 
 _rows = torch.ops.moe_fp8.quantize_rows.default
 _tokens = torch.ops.moe_fp8.quantize_tokens.default
@@ -78,8 +78,7 @@ def quantize_rows(
         3.3.2 ("blockwise"); OCP Microscaling Formats specification 1.0, section 6.3, and NVIDIA cuBLAS, "1D block
         scaling" ("mxfp8").
     """
-    with below_autograd(x):
-        return _rows(x, format, offs, indices, top_k, dtype, rounding)
+    return _rows(x, format, offs, indices, top_k, dtype, rounding)
 
 
 def quantize_tokens(
@@ -139,8 +138,7 @@ def quantize_tokens(
 
     Source: `quantize_rows`; padded layout of DESIGN.md section 4.
     """
-    with below_autograd(x):
-        return _tokens(x, format, offs, indices, top_k, align, dtype, rounding, amax)
+    return _tokens(x, format, offs, indices, top_k, align, dtype, rounding, amax)
 
 
 def quantize_both(
@@ -172,8 +170,7 @@ def quantize_both(
 
     Source: `quantize_rows` and `quantize_tokens`.
     """
-    with below_autograd(x):
-        return _both(x, format, offs, indices, top_k, align, dtype, rounding, amax)
+    return _both(x, format, offs, indices, top_k, align, dtype, rounding, amax)
 
 
 def quantize_weight(
@@ -206,8 +203,7 @@ def quantize_weight(
 
     Source: `quantize_rows`, of each expert and of its transpose.
     """
-    with below_autograd(w):
-        return _weight(w, format, dtype, rounding)
+    return _weight(w, format, dtype, rounding)
 
 
 for _op in (_rows, _tokens, _both, _weight):

@@ -12,7 +12,7 @@ from moe_fp8_ext.ops.checks import (
     check_size,
     require,
 )
-from moe_fp8_ext.ops.dispatch import below_autograd, count_writes, refuse_derivatives
+from moe_fp8_ext.ops.dispatch import count_writes, refuse_derivatives
 
 _op = torch.ops.moe_fp8.scaled_grouped_mm.default
 _add = torch.ops.moe_fp8.add_scaled_grouped_mm.default
@@ -81,9 +81,8 @@ def scaled_grouped_mm(
 
     Source: the equations above; `torch._scaled_grouped_mm` for the GEMMs that are torch's.
     """
-    with below_autograd(a, b, scale_a, scale_b):
-        options = indices, top_k, align, out_dtype, use_fast_accum
-        return _op(a, b, scale_a, scale_b, format, offs, *options)
+    options = indices, top_k, align, out_dtype, use_fast_accum
+    return _op(a, b, scale_a, scale_b, format, offs, *options)
 
 
 def add_scaled_grouped_mm(
@@ -121,8 +120,7 @@ def add_scaled_grouped_mm(
 
     Source: the equation above.
     """
-    with below_autograd(total, a, b, scale_a, scale_b):
-        _add(total, a, b, scale_a, scale_b, format, offs, align, use_fast_accum)
+    _add(total, a, b, scale_a, scale_b, format, offs, align, use_fast_accum)
 
 
 refuse_derivatives(_op)

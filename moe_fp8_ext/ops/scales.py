@@ -5,7 +5,7 @@ from torch import Tensor
 
 from moe_fp8_ext.formats import blocked_shape
 from moe_fp8_ext.ops.checks import check, check_count, check_dims, check_shape, check_size, require
-from moe_fp8_ext.ops.dispatch import below_autograd, refuse_derivatives
+from moe_fp8_ext.ops.dispatch import refuse_derivatives
 
 _swizzle = torch.ops.moe_fp8.swizzle_scales.default
 _unswizzle = torch.ops.moe_fp8.unswizzle_scales.default
@@ -47,8 +47,7 @@ def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | N
 
     Source: NVIDIA cuBLAS, "1D block scaling factors layout".
     """
-    with below_autograd(scale):
-        return _swizzle(scale, groups, offs)
+    return _swizzle(scale, groups, offs)
 
 
 def unswizzle_scales(
@@ -69,8 +68,7 @@ def unswizzle_scales(
 
     Source: the layout of `swizzle_scales`.
     """
-    with below_autograd(blocked):
-        return _unswizzle(blocked, rows, cols, groups, offs)
+    return _unswizzle(blocked, rows, cols, groups, offs)
 
 
 refuse_derivatives(_swizzle)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from moe_fp8_ext.formats import padded_extent
 from moe_fp8_ext.ops.checks import check, check_align, check_count, require
-from moe_fp8_ext.ops.dispatch import below_autograd, register_gradient, unit_stride
+from moe_fp8_ext.ops.dispatch import register_gradient, unit_stride
 
 _pad = torch.ops.moe_fp8.pad_token_groups.default
 _pad_to = torch.ops.moe_fp8.pad_token_groups_to.default
@@ -34,8 +34,7 @@ def pad_token_groups(x: Tensor, offs: Tensor, align: int = 16) -> tuple[Tensor, 
 
     Source: the equation above; padded layout of DESIGN.md section 4.
     """
-    with below_autograd(x):
-        return _pad(x, offs, align)
+    return _pad(x, offs, align)
 
 
 def pad_token_groups_to(x: Tensor, offs: Tensor, padded_starts: Tensor, num_padded: int) -> Tensor:
@@ -60,8 +59,7 @@ def pad_token_groups_to(x: Tensor, offs: Tensor, padded_starts: Tensor, num_padd
 
     Source: the equation above.
     """
-    with below_autograd(x):
-        return _pad_to(x, offs, padded_starts, num_padded)
+    return _pad_to(x, offs, padded_starts, num_padded)
 
 
 def unpad_token_groups(y: Tensor, offs: Tensor, padded_starts: Tensor, num_tokens: int) -> Tensor:
@@ -87,8 +85,7 @@ def unpad_token_groups(y: Tensor, offs: Tensor, padded_starts: Tensor, num_token
 
     Source: the equation above.
     """
-    with below_autograd(y):
-        return _unpad(y, offs, padded_starts, num_tokens)
+    return _unpad(y, offs, padded_starts, num_tokens)
 
 
 def _save_pad(ctx, inputs, output):
