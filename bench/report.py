@@ -230,7 +230,7 @@ def first_screen(results: dict[str, dict]) -> str:
                 f"Speed of a whole MoE layer on {result['device']} at {commits_of(layers, result)}, `experts`, over "
                 f"torch's own ops in BF16 around `torch._grouped_mm`: {speeds(layers)}."
             )
-        slow = [r for r in rows if r["op"] == "grouped_mm rowwise" and r["ratio"] < 1]
+        slow = [r for r in rows if r["op"] == "grouped_mm rowwise" and round(r["ratio"], 2) < 1]
         listed = [f"{r['shape']} {[*r['dims'].values()]} {dict(GROUPS)[r['groups']]} {r['ratio']:.2f}" for r in slow]
         if slow:
             parts.append(f"Slower than BF16 with `rowwise`, at [M, K, N, E]: {', '.join(listed)}.")

@@ -153,6 +153,14 @@ def per_tensor(x: Tensor) -> Tensor:
     return torch.quantize_per_tensor(x.float(), 1.0, 0, torch.qint8)
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_errors_in_a_graph_have_the_sentence(fullgraph):
+    """In what torch says around the errors of fake implementations."""
+    call = torch.compile(lambda x: ops.quantize_rows(x, "rowwise")[1].sum(), backend="eager", fullgraph=fullgraph)
+    with pytest.raises(RuntimeError, match="quantize_rows: x must not ask for a gradient"):
+        call(torch.randn(4, 64, requires_grad=True))
+
+
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_wrong_kinds_of_tensors(name):
     """None, in fakes too, and what is not dense get the sentence that every other error gets."""

@@ -93,7 +93,7 @@ def check(op: str, name: str, x: Tensor, like: Tensor | None = None) -> None:
 
 
 def is_of_integers(op: str, name: str) -> bool:
-    """Whether the argument is a tensor that cannot ask for a gradient."""
+    """Whether the argument is a tensor of integers: of floats, its dtype is the error, whatever it asks for."""
     row = _ARGUMENTS.get((op, name))
     return row is not None and bool(row.dtypes) and all(dtype.startswith("int") for dtype in row.dtypes)
 

@@ -223,11 +223,12 @@ def refuse_none(op: torch._ops.OpOverload) -> None:
 
 
 def bind(wrapper: Callable, op: torch._ops.OpOverload) -> None:
-    """Has the wrapper's module call op, with all arguments, by what goes past autograd's kernel where no derivative may
-    be asked for, and says with the sentence of other errors what argument is of a wrong kind.
+    """Puts a function in the place of op among the globals of the wrapper's module, which the wrapper calls with all
+    arguments. It goes past autograd's kernel where no derivative may be asked for, and says of an argument of a wrong
+    kind what other errors say.
 
-    That looks for the kinds that torch would take for others, and catches torch's error of those that it would not. All
-    in one frame, for every call pays for it: to look for all kinds, or a frame around the wrapper, would cost more.
+    Kinds that torch would take for others are looked for, its error of the rest is caught: to look for all would cost
+    every good call more. So would a frame around the wrapper, or op's own: `run` is what that calls, C++.
     """
     arguments, run = op._schema.arguments, op._op
     strict, asking = [], 0  # how many arguments to look at for one that asks for a gradient

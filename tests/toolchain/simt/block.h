@@ -54,9 +54,13 @@ struct Fiber {
   bool fenced;       // whether its registers may be given to what it begins
 };
 
+// Twice, or the uppermost bits of two words in a row could make up for one another.
 inline uint64_t mix(uint64_t digest, uint64_t word) {
-  digest = (digest ^ word) * 0x9e3779b97f4a7c15;
-  return digest ^ digest >> 32;
+  for (const uint64_t with : {word, uint64_t(0)}) {
+    digest = (digest ^ with) * 0x9e3779b97f4a7c15;
+    digest ^= digest >> 32;
+  }
+  return digest;
 }
 
 class FiberQueue {
@@ -252,7 +256,8 @@ class Block {
       for (const auto& work : begun.front()) work();
   }
 
-  // What make() gives, which the key stands for: kept for other threads that need it soon.
+  // What make() gives, which the key stands for, type and all: kept for other threads that need it soon, and there until
+  // the next call.
   template <class T, class Make>
   const T* made_for(uint64_t key, Make make) {
     Made& made = made_[key % kMade];

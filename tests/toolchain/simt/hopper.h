@@ -186,10 +186,11 @@ inline uint64_t digest_b(uint32_t b, int t, int eights) {
 inline uint64_t digest_a(uint32_t a, int t) {
   return mix_operand(mix_operand(0, a, row_of_a(t, 0)), a, row_of_a(t, 1));
 }
-// Element k of the rows of b that thread t multiplies, at j * depth + k, as often as d has sums of it.
-using Sums __attribute__((vector_size(16))) = float;  // of row h of a and i of b, at 2 h + i: four of d
+// Four neighbours in d: the sums of row h of a and row i of b at 2 h + i, for h and i of 0 and 1.
+using Four __attribute__((vector_size(16))) = float;
+// What they multiply by, elements of the two rows of b as {0, 1, 0, 1}: element k of pair j at j * depth + k.
 struct OfB {
-  Sums element;
+  Four rows;
 };
 // 32 threads of a warpgroup read the same rows, which are known by their digest; read(row, to) reads one.
 template <int n, int depth, class Read>
@@ -199,7 +200,7 @@ const OfB* rows_of_b(int t, uint64_t digest, Read read) {
     for (int j = 0; j < n / 4; ++j) {
       float of[2][depth];
       for (int i = 0; i < 2; ++i) read(row_of_b(t, j, i), of[i]);
-      for (int k = 0; k < depth; ++k) rows[j * depth + k].element = Sums{of[0][k], of[1][k], of[0][k], of[1][k]};
+      for (int k = 0; k < depth; ++k) rows[j * depth + k].rows = Four{of[0][k], of[1][k], of[0][k], of[1][k]};
     }
     return rows;
   });
@@ -209,12 +210,12 @@ template <int n, int depth>
 SIMT_UNCHECKED void add_rows(float (&d)[n], const float (&of_a)[2][depth], const OfB* b, bool accumulate) {
   static_assert(n % 16 == 0);
   for (int j = 0; j < n / 4; j += 4) {
-    Sums sums[4] = {};
+    Four sums[4] = {};
     if (accumulate) memcpy(sums, d + 4 * j, sizeof sums);
     for (int k = 0; k < depth; ++k) {
-      const Sums a{of_a[0][k], of_a[0][k], of_a[1][k], of_a[1][k]};
+      const Four a{of_a[0][k], of_a[0][k], of_a[1][k], of_a[1][k]};
 #pragma GCC unroll 4
-      for (int next = 0; next < 4; ++next) sums[next] += a * b[(j + next) * depth + k].element;
+      for (int next = 0; next < 4; ++next) sums[next] += a * b[(j + next) * depth + k].rows;
     }
     memcpy(d + 4 * j, sums, sizeof sums);
   }

@@ -17,7 +17,8 @@ inline float half_to_float(unsigned bits) {
   return sign * std::ldexp(float(exponent ? mantissa | 1024 : mantissa), (exponent ? exponent : 1) - 25);
 }
 
-// Of what runs for every element of a product: half of its time would go into checks of indices that cannot be wrong.
+// Of what runs for every element of a product: half of its time would go into checks of shifts and addresses, which are
+// right where n <= in_lane.
 #define SIMT_UNCHECKED __attribute__((no_sanitize("undefined")))
 
 // Elements as lanes hold them: 8 bytes of fp8, numbered as instructions number those, or 4 16-bit floats.
