@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -151,6 +152,20 @@ def test_forward_mode_raises(spelling, name):
 
 def per_tensor(x: Tensor) -> Tensor:
     return torch.quantize_per_tensor(x.float(), 1.0, 0, torch.qint8)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
+def test_gradients_go_through_torch_func(spelling):
+    """A tensor that asks for none, of one that does: torch.func shows its wrapper of the level within."""
+    x, indices = torch.randn(4, 64, requires_grad=True), torch.arange(4, dtype=torch.int32)
+
+    def times_sum(op: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.func.grad(lambda z: z * op(x * 1).sum())(torch.ones(()))
+
+    times_sum(lambda y: spelling.permute_pad(y, indices, 1)).backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    with pytest.raises(RuntimeError, match="quantize_rows: x must not ask for a gradient"):
+        times_sum(lambda y: spelling.quantize_rows(y, "rowwise")[1])
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])

@@ -244,8 +244,7 @@ def bind(wrapper: Callable, op: torch._ops.OpOverload) -> None:
             if args[i].__class__ not in usual and not is_right(args[i]):
                 raise RuntimeError(_text_of_kind(op, arguments[i], args[i]))
         try:
-            wanted = _any_requires_grad(*args[:asking]) and torch.is_grad_enabled()
-            if wanted or _is_compiling() or forward_ad._current_level >= 0 or _in_functorch():
+            if (_any_requires_grad(*args[:asking]) and torch.is_grad_enabled()) or is_transformed():
                 return run(*args)
             with _Below():
                 return run(*args)
