@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_fp8_ext import recipes
+from moe_fp8_ext.quantization import recipe as recipes
 
 TABLE = json.loads((Path(__file__).parent / "shapes.json").read_text())
 RECIPES = tuple(name for name, recipe in recipes.RECIPES.items() if recipe.format == name)  # those in fp8

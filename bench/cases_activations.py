@@ -10,7 +10,7 @@ from case import HOST, RECIPES, Case, Rule, Shape, always, even_and_uneven, grou
 from torch import Tensor
 
 from moe_fp8_ext import ops
-from moe_fp8_ext.recipes import get_recipe
+from moe_fp8_ext.quantization.recipe import get_recipe
 
 GATED = ("swiglu", "geglu", "swiglu_oai")
 PLAIN = ("silu", "gelu", "relu2")

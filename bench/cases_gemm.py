@@ -25,7 +25,7 @@ from torch import Tensor
 
 import moe_fp8_ext as moe
 from moe_fp8_ext import ops
-from moe_fp8_ext.formats import FORMATS
+from moe_fp8_ext.quantization.format import FORMATS
 
 
 def _gemms(cpu: bool) -> list[Shape]:

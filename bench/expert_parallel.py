@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from moe_fp8_ext import ops
 from moe_fp8_ext.distributed import ExpertParallel
-from moe_fp8_ext.operands import operands_of
+from moe_fp8_ext.matmul.engine import operands_of
 
 TOKENS, D, F, EXPERTS, TOP_K = 16384, 7168, 2048, 64, 8
 SECONDS = 1.5  # to measure a call in, all turns together

@@ -66,7 +66,7 @@ def entries() -> list[Entry]:
     ]
     unknown = [entry.name for entry in found if entry.name not in KINDS]
     if unknown:
-        raise ValueError(f"csrc/gemm/backends.cpp has GEMMs that bench/matrix.py has no kind for: {unknown}")
+        raise ValueError(f"csrc/ops/gemm_backends.cpp has GEMMs that bench/matrix.py has no kind for: {unknown}")
     return found
 
 

@@ -2,7 +2,7 @@
 // C++ does: formats, arguments and limits, and how it was built.
 #include <pybind11/pybind11.h>
 
-#include "gemm/backends.h"
+#include "ops/gemm_backends.h"
 #include "numerics/activations.h"
 #include "numerics/format.h"
 #include "ops/arguments.h"
@@ -131,7 +131,7 @@ PYBIND11_MODULE(_C, m) {
   backends(py::module_::import("torch").attr("__config__").attr("show")().cast<std::string>());
   m.def("build_info", &build_info,
         "Version, backend, architectures and toolkit of this build; its GEMMs in the order in which they are tried.");
-  m.def("gemms", [] { return described(all_backends()); }, "The GEMMs of every build: csrc/gemm/backends.h.");
+  m.def("gemms", [] { return described(all_backends()); }, "The GEMMs of every build: csrc/ops/gemm_backends.h.");
   m.def("formats", &formats, "Every Format, as a dict: csrc/numerics/format.h.");
   m.def("activations", &activations, "Every activation, as a dict: csrc/numerics/activations.h.");
   m.def("arguments", &arguments_of_ops, "Every tensor argument of every op, as a dict: csrc/ops/arguments.h.");

@@ -13,12 +13,12 @@ except ImportError as error:
         "or, to import it from its source tree, with `make build`"
     ) from error
 
-from moe_fp8_ext.checkpointing import save_ops
-from moe_fp8_ext.convert import convert_, revert_
-from moe_fp8_ext.experts import experts
-from moe_fp8_ext.fsdp import gather_in_fp8_
-from moe_fp8_ext.grouped_mm import grouped_mm
-from moe_fp8_ext.moe import Experts, MoE
+from moe_fp8_ext.distributed.fsdp import gather_in_fp8_
+from moe_fp8_ext.integrations.convert import convert_, revert_
+from moe_fp8_ext.layer.experts import experts
+from moe_fp8_ext.layer.modules import Experts, MoE
+from moe_fp8_ext.layer.router import Router
+from moe_fp8_ext.matmul.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import (
     combine,
     permute_indices,
@@ -28,7 +28,8 @@ from moe_fp8_ext.ops import (
     unpermute,
     unswizzle_scales,
 )
-from moe_fp8_ext.quantized import (
+from moe_fp8_ext.quantization.recipe import Recipe
+from moe_fp8_ext.quantization.tensor import (
     Quantized,
     quantize_both,
     quantize_rows,
@@ -36,9 +37,8 @@ from moe_fp8_ext.quantized import (
     quantize_weight,
     scaled_grouped_mm,
 )
-from moe_fp8_ext.recipes import Recipe
-from moe_fp8_ext.router import Router
-from moe_fp8_ext.weight_cache import reuse_weights
+from moe_fp8_ext.training.checkpointing import save_ops
+from moe_fp8_ext.training.weight_cache import reuse_weights
 
 __version__ = build_info()["version"]
 

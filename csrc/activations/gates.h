@@ -2,7 +2,7 @@
 #pragma once
 #include "activations/activations.h"
 #include "primitives/operand.h"
-#include "primitives/parts.h"
+#include "primitives/access_width.h"
 
 namespace moe_fp8 {
 

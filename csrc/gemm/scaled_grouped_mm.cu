@@ -2,7 +2,7 @@
 
 #include "platform/launch.h"
 #include "platform/memory.h"
-#include "primitives/group_table.h"
+#include "primitives/groups.h"
 
 namespace moe_fp8 {
 namespace {

@@ -59,7 +59,7 @@ MOE_HD constexpr Rounding second_rounding(ScaleType t) {
 }
 
 // The kinds of scales that quantizers, dequantize and GEMMs know: another one is not an entry above alone. It is a map
-// of quantize/row_block_maps.h, the scales of a tile in quantize/tile_scales.h, and in cpu/ and gemm/ what reads them.
+// of quantize/row_block_map.h, the scales of a tile in quantize/tile_scales.h, and in cpu/ and gemm/ what reads them.
 constexpr bool is_known_kind(const Format& f) {
   if (!f.knows(first_rounding(f.scale_type)) || !f.knows(second_rounding(f.scale_type))) return false;
   const bool floats = f.scale_type == ScaleType::kF32;

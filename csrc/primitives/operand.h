@@ -3,7 +3,7 @@
 #include "numerics/floats.h"
 #include "numerics/operand_scales.h"
 #include "primitives/cast.h"
-#include "primitives/group_table.h"
+#include "primitives/groups.h"
 
 namespace moe_fp8 {
 

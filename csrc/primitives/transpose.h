@@ -4,7 +4,7 @@
 #pragma once
 #include "platform/memory.h"
 #include "primitives/cast.h"
-#include "primitives/group_table.h"
+#include "primitives/groups.h"
 
 namespace moe_fp8 {
 

@@ -1,7 +1,7 @@
 // Rows of x and the amax of its columns from one read. Blocks walk rows, a thread a vector of each.
 #include "platform/launch.h"
-#include "primitives/group_table.h"
-#include "quantize/columns_plan.h"
+#include "primitives/groups.h"
+#include "quantize/batch_columns_plan.h"
 #include "quantize/row.h"
 
 namespace moe_fp8 {

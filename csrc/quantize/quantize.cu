@@ -2,7 +2,7 @@
 
 #include "numerics/dispatch.h"
 #include "platform/launch.h"
-#include "primitives/group_table.h"
+#include "primitives/groups.h"
 #include "quantize/clear_scales.h"
 #include "quantize/geometries.h"
 #include "quantize/types.h"

@@ -5,7 +5,7 @@
 #include "platform/waves.h"
 #include "quantize/geometries.h"
 #include "quantize/row.h"
-#include "quantize/row_block_maps.h"
+#include "quantize/row_block_map.h"
 
 namespace moe_fp8 {
 

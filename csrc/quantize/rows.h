@@ -2,7 +2,7 @@
 #pragma once
 #include "platform/launch.h"
 #include "quantize/geometries.h"
-#include "quantize/pace.h"
+#include "quantize/progress.h"
 #include "quantize/row.h"
 
 namespace moe_fp8 {

@@ -7,7 +7,7 @@
 #include "platform/memory.h"
 #include "platform/waves.h"
 #include "primitives/transpose.h"
-#include "quantize/tile_parts.h"
+#include "quantize/tile_schedule.h"
 
 namespace moe_fp8 {
 

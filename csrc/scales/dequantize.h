@@ -14,7 +14,7 @@
 // rounded down to `multiple`.
 //
 // for_quads: of a K that is a multiple of 16, out in bfloat16 alone: element k of every 16 lies at in_quads(k), so that
-// the four elements from 4 q on are those that thread q of a quad multiplies by the like of a (gemm/sm90/mx.h).
+// the four elements from 4 q on are those that thread q of a quad multiplies by the like of a (sm90/pipeline/mx.h).
 #pragma once
 #include "numerics/floats.h"
 #include "numerics/operand_scales.h"

@@ -5,7 +5,7 @@
 #include "platform/launch.h"
 #include "platform/memory.h"
 #include "platform/waves.h"
-#include "primitives/parts.h"
+#include "primitives/access_width.h"
 #include "tokens/invert.h"
 
 namespace moe_fp8 {

@@ -1,6 +1,6 @@
 #include "tokens/permute_quantized.h"
 
-#include "primitives/group_table.h"
+#include "primitives/groups.h"
 #include "tokens/pieces.h"
 
 namespace moe_fp8 {

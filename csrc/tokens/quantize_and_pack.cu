@@ -1,7 +1,7 @@
 #include "tokens/quantize_and_pack.h"
 
 #include "platform/launch.h"
-#include "primitives/group_table.h"
+#include "primitives/groups.h"
 #include "quantize/geometries.h"
 #include "quantize/row.h"
 #include "tokens/columns.h"

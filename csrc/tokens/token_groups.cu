@@ -1,7 +1,7 @@
 #include "tokens/token_groups.h"
 
 #include "platform/launch.h"
-#include "primitives/group_table.h"
+#include "primitives/groups.h"
 #include "tokens/table_blocks.h"
 
 namespace moe_fp8 {

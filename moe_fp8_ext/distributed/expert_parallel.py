@@ -13,17 +13,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_fp8_ext._C import validates
-from moe_fp8_ext.distributed.messages import Casts, Message
+from moe_fp8_ext.distributed.dtensor import is_dtensor
+from moe_fp8_ext.distributed.message import Casts, Message
 from moe_fp8_ext.distributed.node import Dispatched, OverRanks, Sent
-from moe_fp8_ext.distributed.ways import OP, Exact, Peers, Static, Way, fail, named
-from moe_fp8_ext.experts import Call, arguments
-from moe_fp8_ext.formats import FORMATS, MAX_EXPERTS
-from moe_fp8_ext.operands import Operand, Slots, operands_of
+from moe_fp8_ext.distributed.plan import OP, Exact, Peers, Static, Way, fail, named
+from moe_fp8_ext.layer.experts import Call, arguments
+from moe_fp8_ext.matmul.engine import Operand, Slots, operands_of
 from moe_fp8_ext.ops.checks import check_int, check_one_of
 from moe_fp8_ext.ops.dispatch import below_autograd
-from moe_fp8_ext.quantized import Pair, Quantized
-from moe_fp8_ext.recipes import RECIPES, Recipe, get_recipe
-from moe_fp8_ext.sharded import is_dtensor
+from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS
+from moe_fp8_ext.quantization.recipe import RECIPES, Recipe, get_recipe
+from moe_fp8_ext.quantization.tensor import Pair, Quantized
 
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
 _swizzle = torch.ops.moe_fp8.swizzle_scales.default

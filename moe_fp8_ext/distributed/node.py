@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.bf16 import cast, row_major
-from moe_fp8_ext.distributed.messages import Column
-from moe_fp8_ext.distributed.ways import Travelling, Way
-from moe_fp8_ext.experts import Weights, backward, cast_all, dtypes_of, forward
-from moe_fp8_ext.operands import Operand, Slots
+from moe_fp8_ext.distributed.message import Column
+from moe_fp8_ext.distributed.plan import Travelling, Way
+from moe_fp8_ext.layer.experts import Weights, backward, cast_all, dtypes_of, forward
+from moe_fp8_ext.matmul.bf16 import cast, row_major
+from moe_fp8_ext.matmul.engine import Operand, Slots
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
 
 _combine = torch.ops.moe_fp8.combine.default

@@ -16,11 +16,11 @@ from importlib.util import find_spec
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from moe_fp8_ext.bf16 import Bf16GroupedMm
-from moe_fp8_ext.fp8 import Fp8GroupedMm
-from moe_fp8_ext.grouped_mm import grouped_mm
-from moe_fp8_ext.recipes import Recipe, get_recipe
-from moe_fp8_ext.sharded import is_dtensor
+from moe_fp8_ext.distributed.dtensor import is_dtensor
+from moe_fp8_ext.matmul.bf16 import Bf16GroupedMm
+from moe_fp8_ext.matmul.fp8 import Fp8GroupedMm
+from moe_fp8_ext.matmul.grouped_mm import grouped_mm
+from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 
 _HERE = "moe_fp8_ext.integrations.torchtitan"
 _METHOD = "_grouped_mm"

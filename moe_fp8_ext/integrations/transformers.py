@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.bf16 import autocast_dtype
-from moe_fp8_ext.biases import plus_bias
-from moe_fp8_ext.experts import experts
-from moe_fp8_ext.grouped_mm import grouped_mm
-from moe_fp8_ext.layer import is_plain
+from moe_fp8_ext.layer.bias import plus_bias
+from moe_fp8_ext.layer.experts import experts
+from moe_fp8_ext.layer.fused_router import is_plain
+from moe_fp8_ext.matmul.bf16 import autocast_dtype
+from moe_fp8_ext.matmul.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import combine, sort_tokens
 from moe_fp8_ext.ops.checks import INPUT_DTYPES, require
-from moe_fp8_ext.recipes import RECIPES, Recipe, get_recipe
+from moe_fp8_ext.quantization.recipe import RECIPES, Recipe, get_recipe
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

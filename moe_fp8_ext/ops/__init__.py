@@ -3,18 +3,18 @@
 import torch as _torch
 
 from moe_fp8_ext.ops.activations import activate, activate_backward, quantize_activated, quantize_activated_backward
-from moe_fp8_ext.ops.choose_experts import choose_experts, choose_experts_backward
-from moe_fp8_ext.ops.combine import combine, combine_backward
-from moe_fp8_ext.ops.dequantize import dequantize
+from moe_fp8_ext.ops.dequantization import dequantize
 from moe_fp8_ext.ops.dispatch import bind as _bind
 from moe_fp8_ext.ops.dispatch import refuse_none as _refuse_none
 from moe_fp8_ext.ops.dispatch import refuse_sparse as _refuse_sparse
+from moe_fp8_ext.ops.gemm import add_scaled_grouped_mm, scaled_grouped_mm
 from moe_fp8_ext.ops.messages import pack_tokens, quantize_and_pack
 from moe_fp8_ext.ops.permute import permute_indices, permute_pad, permute_quantized, unpermute
 from moe_fp8_ext.ops.quantize import quantize_both, quantize_rows, quantize_tokens, quantize_weight
-from moe_fp8_ext.ops.scaled_grouped_mm import add_scaled_grouped_mm, scaled_grouped_mm
+from moe_fp8_ext.ops.router import choose_experts, choose_experts_backward
 from moe_fp8_ext.ops.scales import swizzle_scales, unswizzle_scales
-from moe_fp8_ext.ops.sort_tokens import sort_tokens, tokens_by_rank
+from moe_fp8_ext.ops.slots import combine, combine_backward
+from moe_fp8_ext.ops.sorting import sort_tokens, tokens_by_rank
 from moe_fp8_ext.ops.token_groups import pad_token_groups, pad_token_groups_to, unpad_token_groups
 
 __all__ = [

@@ -2,7 +2,6 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import _C
-from moe_fp8_ext.formats import Format, padded_extent
 from moe_fp8_ext.ops.checks import (
     FP8_DTYPES,
     INPUT_DTYPES,
@@ -20,6 +19,7 @@ from moe_fp8_ext.ops.checks import (
     require,
 )
 from moe_fp8_ext.ops.dispatch import differentiable_once, refuse_derivatives, register_gradient, unit_stride
+from moe_fp8_ext.quantization.format import Format, padded_extent
 
 _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import _C
-from moe_fp8_ext.formats import FORMATS, GROUP_SCALES, MAX_ALIGN, MAX_EXPERTS, MAX_ROWS, Format, padded_extent
+from moe_fp8_ext.quantization.format import (
+    FORMATS,
+    GROUP_SCALES,
+    MAX_ALIGN,
+    MAX_EXPERTS,
+    MAX_ROWS,
+    Format,
+    padded_extent,
+)
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.formats import COLUMN_ALIGN, ROW_ALIGN, round_up
 from moe_fp8_ext.ops.checks import (
     check,
     check_count,
@@ -14,6 +13,7 @@ from moe_fp8_ext.ops.checks import (
     require,
 )
 from moe_fp8_ext.ops.dispatch import refuse_derivatives
+from moe_fp8_ext.quantization.format import COLUMN_ALIGN, ROW_ALIGN, round_up
 
 _pack_tokens = torch.ops.moe_fp8.pack_tokens.default
 _quantize_and_pack = torch.ops.moe_fp8.quantize_and_pack.default

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.formats import GROUP_SCALES, MAX_COUNTS, MAX_EXPERTS, padded_extent
 from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
     check,
@@ -16,6 +15,7 @@ from moe_fp8_ext.ops.checks import (
     require,
 )
 from moe_fp8_ext.ops.dispatch import refuse_derivatives, register_gradient, unit_stride
+from moe_fp8_ext.quantization.format import GROUP_SCALES, MAX_COUNTS, MAX_EXPERTS, padded_extent
 
 _permute_indices = torch.ops.moe_fp8.permute_indices.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default

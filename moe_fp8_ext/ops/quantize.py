@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.formats import padded_extent
 from moe_fp8_ext.ops.checks import (
     check,
     check_amax,
@@ -17,6 +16,7 @@ from moe_fp8_ext.ops.checks import (
     require,
 )
 from moe_fp8_ext.ops.dispatch import refuse_derivatives
+from moe_fp8_ext.quantization.format import padded_extent
 
 _rows = torch.ops.moe_fp8.quantize_rows.default
 _tokens = torch.ops.moe_fp8.quantize_tokens.default

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.formats import blocked_shape
 from moe_fp8_ext.ops.checks import check, check_count, check_dims, check_shape, check_size, require
 from moe_fp8_ext.ops.dispatch import refuse_derivatives
+from moe_fp8_ext.quantization.format import blocked_shape
 
 _swizzle = torch.ops.moe_fp8.swizzle_scales.default
 _unswizzle = torch.ops.moe_fp8.unswizzle_scales.default

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.formats import padded_extent
 from moe_fp8_ext.ops.checks import check, check_align, check_count, require
 from moe_fp8_ext.ops.dispatch import register_gradient, unit_stride
+from moe_fp8_ext.quantization.format import padded_extent
 
 _pad = torch.ops.moe_fp8.pad_token_groups.default
 _pad_to = torch.ops.moe_fp8.pad_token_groups_to.default

@@ -9,12 +9,12 @@ factor: x ~ q * scale.
 """
 
 from .activations import activate, activate_backward, quantize_activated, quantize_activated_backward
-from .choose_experts import choose_experts, choose_experts_backward
-from .dequantize import dequantize, exact_values
+from .dequantization import dequantize, exact_values
 from .gemm import add_scaled_grouped_mm, grouped_mm, scaled_grouped_mm
 from .messages import pack_tokens, quantize_and_pack
 from .numerics import group_bounds
 from .quantize import permute_quantized, quantize_both, quantize_rows, quantize_tokens, quantize_weight
+from .router import choose_experts, choose_experts_backward
 from .scales import swizzle_scales, unswizzle_scales
 from .tokens import (
     combine,

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .dequantize import dequantize
+from .dequantization import dequantize
 from .numerics import round_to
 from .quantize import quantize_both, quantize_rows, quantize_tokens
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dequantize import exact_values
+from .dequantization import exact_values
 from .numerics import FORMATS, group_bounds
 from .quantize import permute_quantized
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.formats import FORMATS
 from moe_fp8_ext.ops.checks import default_fp8_dtype
+from moe_fp8_ext.quantization.format import FORMATS
 
 OPS = torch.ops.moe_fp8
 GATED = ("swiglu", "geglu", "swiglu_oai")

@@ -25,7 +25,7 @@ from case import EVEN, RECIPES, TABLE, group_ends, normal  # noqa: E402
 
 import moe_fp8_ext as moe  # noqa: E402
 from moe_fp8_ext import ops  # noqa: E402
-from moe_fp8_ext.formats import FORMATS  # noqa: E402
+from moe_fp8_ext.quantization.format import FORMATS  # noqa: E402
 
 SECONDS = 300  # that a part may take: a kernel that hangs ends with its process
 REPEATS = 10

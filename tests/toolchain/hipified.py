@@ -13,7 +13,7 @@ from cache import ROOT
 
 def kernel_sources(csrc: Path) -> list[Path]:
     """The kernels that a ROCm build compiles: all but those for one generation of NVIDIA's chips."""
-    return sorted(s for s in csrc.rglob("*.cu") if not re.fullmatch(r"sm\d+", s.parent.name))
+    return sorted(s for s in csrc.rglob("*.cu") if not re.search(r"/sm\d+/", s.as_posix()))
 
 
 def hipify(csrc: Path, out: Path) -> None:

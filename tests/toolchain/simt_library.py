@@ -60,7 +60,7 @@ def build(chip: str, gemm_alone: bool = False) -> Path:
         of_hopper = chip == "sm_90a"
         others = ["platform/device.cu", *["scales/dequantize.cu"] * of_hopper]
         folder = CSRC / "gemm" / ("sm90" if of_hopper else "mma")
-        kernels, shims = [*sorted(folder.glob("*.cu")), *(CSRC / other for other in others)], SHIMS[1:]
+        kernels, shims = [*sorted(folder.rglob("*.cu")), *(CSRC / other for other in others)], SHIMS[1:]
     keys = {source: key_of(source, chip) for source in [*kernels, *shims]}
 
     def link(folder: Path) -> None:

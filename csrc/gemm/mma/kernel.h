@@ -1,7 +1,7 @@
 // The kernel: while a stage is multiplied, or a tile stored, the next one is on its way.
 #pragma once
-#include "gemm/mma/load.h"
-#include "gemm/mma/store.h"
+#include "gemm/mma/pipeline/load.h"
+#include "gemm/mma/epilogue/store.h"
 #include "platform/launch.h"
 #include "primitives/operand.h"
 

@@ -5,7 +5,7 @@
 // the other multiplies.
 #pragma once
 #include "gemm/scaled_grouped_mm.h"
-#include "gemm/schedule.h"
+#include "gemm/schedule/tile.h"
 #include "platform/mma.h"
 
 namespace moe_fp8::mma {

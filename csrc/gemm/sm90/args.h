@@ -2,7 +2,7 @@
 #pragma once
 #include <type_traits>
 
-#include "gemm/deal.h"
+#include "gemm/schedule/tile_scheduler.h"
 #include "gemm/sm90/grouped_gemm.h"
 #include "numerics/groups.h"
 #include "platform/tma.h"

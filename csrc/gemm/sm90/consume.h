@@ -1,9 +1,9 @@
 // The consumers: multiply the tiles in turn, and scale the sums and store or add them.
 #pragma once
-#include "gemm/sm90/add.h"
-#include "gemm/sm90/mx.h"
-#include "gemm/sm90/promoted.h"
-#include "gemm/sm90/rows.h"
+#include "gemm/sm90/epilogue/add.h"
+#include "gemm/sm90/pipeline/mx.h"
+#include "gemm/sm90/pipeline/promoted.h"
+#include "gemm/sm90/pipeline/gather_rows.h"
 
 namespace moe_fp8::sm90 {
 

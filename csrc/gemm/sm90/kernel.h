@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "gemm/sm90/consume.h"
-#include "gemm/sm90/producer.h"
+#include "gemm/sm90/pipeline/producer.h"
 
 namespace moe_fp8::sm90 {
 

@@ -1,7 +1,7 @@
 // Which tiles a block works on, in turn: found by each of its producers, or planned ahead of them, by a warp where
 // groups divide the sum, which takes longer, and by a thread where units are drawn from a counter.
 #pragma once
-#include "gemm/sm90/stages.h"
+#include "gemm/sm90/pipeline/stages.h"
 
 namespace moe_fp8::sm90 {
 

@@ -1,7 +1,7 @@
 // Who takes which units of Hopper's products, as a C function for ctypes.
 #include <hip/hip_runtime.h>
 
-#include "gemm/sm90/schedule.h"
+#include "gemm/sm90/tile_schedule.h"
 
 namespace {
 

@@ -2,8 +2,8 @@
 #include "shim.h"
 
 #include "activations/activations.h"
-#include "activations/quantize_activated.h"
-#include "activations/quantize_activated_backward.h"
+#include "activations/forward/quantize_activated.h"
+#include "activations/backward/quantize_activated_backward.h"
 #include "gemm/scaled_grouped_mm.h"
 #include "quantize/quantize.h"
 #include "scales/dequantize.h"

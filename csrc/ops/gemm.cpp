@@ -1,0 +1,129 @@
+#include "gemm/scaled_grouped_mm.h"
+
+#include "ops/gemm_backends.h"
+#include "ops/gemm_product.h"
+#include "ops/operands.h"
+#include "ops/permute.h"
+
+namespace moe_fp8 {
+namespace {
+
+constexpr const char *kOp = "scaled_grouped_mm", *kAdd = "add_scaled_grouped_mm";
+
+// The rows of the table that the two ops share.
+struct OpArguments {
+  const char* op;
+  const Argument &a, &b, &scale_a, &scale_b, &offs;
+
+  constexpr explicit OpArguments(const char* op)
+      : op(op), a(argument(op, "a")), b(argument(op, "b")), scale_a(argument(op, "scale_a")),
+        scale_b(argument(op, "scale_b")), offs(argument(op, "offs")) {}
+};
+
+// All of a product but what it is rounded to and where it goes.
+Product checked(const OpArguments& of, const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
+                std::string_view format, const Tensor& offs, int64_t align, bool use_fast_accum,
+                const std::optional<Tensor>& indices = {}, std::optional<int64_t> top_k = {}) {
+  constexpr const Argument& kIndices = argument(kOp, "indices");
+  const FormatId id = check_format(of.op, format);
+  const Format& f = format_of(id);
+  check(of.a, a);
+  check(of.b, b, a);
+  const int64_t k_dim = b.dim - 2, n_dim = b.dim - 1;
+  ScaledGroupedMmParams p = {};
+  p.groups_of_sum = b.dim == 2;
+  p.M = a.sizes[0];
+  if (indices && !top_k) fail(of.op, ": top_k must be given with indices, got None");
+  if (top_k && !indices) fail(of.op, ": indices must be given with top_k, got None");
+  if (indices) {
+    if (p.groups_of_sum) fail(of.op, ": indices must be None with b of 2 dimensions, got a tensor");
+    p.index = check_indices(kIndices, *indices, a, a.sizes[0], *top_k);
+    p.M = indices->sizes[0];
+  }
+  p.K = a.sizes[1];
+  p.N = b.sizes[n_dim];
+  if (b.sizes[k_dim] != p.K)
+    fail(of.op, ": b must have size ", p.K, " in dimension ", k_dim, " (the last of a), got ", b.sizes[k_dim]);
+  const int64_t grouped = p.groups_of_sum ? p.K : p.M;
+  check_offs(of.offs, offs, a, grouped, indices ? "indices" : p.groups_of_sum ? "columns" : "rows");
+  p.E = offs.sizes[0];
+  if (!p.groups_of_sum && b.sizes[0] != p.E)
+    fail(of.op, ": b must hold one expert for each of the ", p.E, " entries of offs, got ", b.sizes[0]);
+  check_align(of.op, align);
+  if (p.groups_of_sum) validate_aligned(of.offs, offs, align);
+  if (f.block)
+    check_limit(of.op, indices ? "indices" : "a", padded_extent(grouped, p.E, kGroupScales),
+                p.groups_of_sum ? "columns with padding" : "rows with padding");
+  check(of.scale_a, scale_a, a);
+  check(of.scale_b, scale_b, a);
+  if (p.groups_of_sum) {
+    p.scale_a = scales_of_tokens(of.scale_a, scale_a, f, p.M, p.K, offs);
+    p.scale_b = scales_of_tokens(of.scale_b, scale_b, f, p.N, p.K, offs, true);
+    if (f.order == ScaleOrder::kColumnMajor) check_size(of.scale_b, scale_b, 0, scale_a.sizes[1]);  // of one sum
+  } else {
+    p.scale_a = scales_of_rows(of.scale_a, scale_a, f, a.sizes, 1, a.sizes[0], p.K, indices ? kNoGroups : p.E);
+    p.scale_b = scales_of_experts(of.scale_b, scale_b, f, p.E, p.N, p.K, true);
+    p.b_group_stride = b.strides[0];
+  }
+  p.a_type = fp8_type(a);
+  p.b_type = fp8_type(b);
+  p.a = a.as<uint8_t>();
+  p.b = b.as<uint8_t>();
+  p.offs = offs.as<int>();
+  p.a_stride = a.strides[0];
+  p.b_stride = b.strides[n_dim];
+  return {p, id, align, use_fast_accum, a, b, scale_a, scale_b, nullptr};
+}
+
+const Backend& backend_of(const char* op, const Product& product) {
+  for (const Backend& backend : backends())
+    if (backend.takes(product)) return backend;
+  fail(op, ": a must be on a device that this moe_fp8_ext was built for, got ", device_name(product.a));
+}
+
+}  // namespace
+
+Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
+                                std::string_view format, const Tensor& offs, const std::optional<Tensor>& indices,
+                                std::optional<int64_t> top_k, int64_t align, std::optional<int32_t> out_dtype,
+                                bool use_fast_accum) {
+  static constexpr OpArguments kArguments(kOp);
+  Product product = checked(kArguments, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, indices, top_k);
+  const int32_t dtype = out_dtype.value_or(kBFloat16);
+  if (dtype != kBFloat16 && dtype != kFloat32)
+    fail(kOp, ": out_dtype must be bfloat16 or float32, got ", dtype_name(dtype));
+  product.p.out_float32 = dtype == kFloat32;
+  const Call call(kOp, "a", a);
+  const Backend& backend = backend_of(kOp, product);
+  if (indices && !(backend.by_index && backend.by_index(product))) {
+    const std::optional<Tensor> groups(std::in_place, share(offs.handle));
+    const auto [q, scale] = permute_quantized_op(a, scale_a, format, *indices, *top_k, groups);
+    Handle rows(q), scales(scale);
+    const Tensor moved(std::move(rows)), scale_moved(std::move(scales));
+    return scaled_grouped_mm_op(moved, b, scale_moved, scale_b, format, offs, {}, {}, align, out_dtype, use_fast_accum);
+  }
+  Handle out(backend.run(call, product));
+  return results(out);
+}
+
+Results<0> add_scaled_grouped_mm_op(const Tensor& total, const Tensor& a, const Tensor& b, const Tensor& scale_a,
+                                    const Tensor& scale_b, std::string_view format, const Tensor& offs, int64_t align,
+                                    bool use_fast_accum) {
+  static constexpr OpArguments kArguments(kAdd);
+  constexpr const Argument& kTotal = argument(kAdd, "total");
+  Product product = checked(kArguments, a, b, scale_a, scale_b, format, offs, align, use_fast_accum);
+  check(kTotal, total, a);
+  const int64_t sizes[] = {product.p.E, product.p.M, product.p.N};
+  check_sizes(kTotal, total, sizes, 3);
+  product.p.out_float32 = total.dtype == kFloat32;
+  product.p.adds = true;
+  product.total = &total;
+  const Call call(kAdd, "a", a);  // backends look at the device that it sets
+  Handle(backend_of(kAdd, product).run(call, product));
+  return {};
+}
+
+}  // namespace moe_fp8
+
+MOE_FP8_REGISTER(scaled_grouped_mm)
+MOE_FP8_REGISTER(add_scaled_grouped_mm)

@@ -1,0 +1,251 @@
+#include "ops/gemm_backends.h"
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "ops/gemm_cpu.h"
+#include "gemm/mma/grouped_gemm.h"
+#include "ops/gemm_product.h"
+#include "gemm/sm90/grouped_gemm.h"
+#include "ops/call.h"
+#include "scales/dequantize.h"
+
+namespace moe_fp8 {
+namespace {
+
+Handle out_of(const Call& call, const Product& product) {
+  if (product.total) return share(product.total->handle);
+  const ScaledGroupedMmParams& p = product.p;
+  const int32_t dtype = p.out_float32 ? kFloat32 : kBFloat16;
+  return p.groups_of_sum ? call.empty({p.E, p.M, p.N}, dtype) : call.empty({p.M, p.N}, dtype);
+}
+
+#if defined(MOE_FP8_CUDA)
+// A product that is not added to a total, made within groups and then added to one. torch's GEMMs trust their offsets
+// and leave tail rows unwritten: they get safe offsets, of 2D x 2D multiples of what they take, and what they do not
+// write is zeroed behind them, or left out of the total. multiply(offs [E]) makes the product.
+template <class Multiply>
+AtenTensorHandle within_groups(const Call& call, const Product& product, int multiple, Multiply multiply,
+                               bool product_float32 = false) {
+  const ScaledGroupedMmParams& p = product.p;
+  const Handle safe = call.empty({p.E + 1}, kInt32);
+  int* offs = data<int>(safe);
+  const int limit = int(p.groups_of_sum ? p.K : p.M);
+  call.check(prepare_offs(p.offs, offs, int(p.E), limit, p.groups_of_sum ? multiple : 1, call.stream()));
+  Handle out = multiply(view(safe, {p.E}, {1}));
+  if (product.total) {
+    Handle total = out_of(call, product);
+    call.check(add_groups(data(total), p.out_float32, data(out), product_float32, offs, int(p.E), p.M * p.N,
+                          call.stream()));
+    return total.release();
+  }
+  if (p.groups_of_sum) call.check(zero_empty_groups(data(out), offs, int(p.E), p.M * p.N * 2, call.stream()));
+  else call.check(zero_rows(data(out), offs + p.E, p.M, p.N * 2, call.stream()));
+  return out.release();
+}
+
+AtenTensorHandle torch_scaled(const Call& call, const Product& product, int multiple) {
+  const ScaledGroupedMmParams& p = product.p;
+  const Handle &scale_a = product.scale_a.handle, &scale_b = product.scale_b.handle;
+  const bool flat = p.groups_of_sum && p.scale_a.block_size == 0;  // scales of rows, those of all groups in one
+  return within_groups(call, product, multiple, [&](Handle offs) {
+    const auto none = word(std::nullopt);
+    StableIValue stack[] = {word(share(product.a.handle)), word(share(product.b.handle)),
+                            word(flat ? view(scale_a, {p.E * p.M}, {1}) : share(scale_a)),
+                            word(flat ? view(scale_b, {p.E * p.N}, {1}) : share(scale_b)),
+                            optional_word(std::move(offs)), none, none, word(std::optional(kBFloat16)),
+                            word(product.use_fast_accum)};
+    return call_torch("aten::_scaled_grouped_mm", "", stack);
+  });
+}
+AtenTensorHandle torch_scaled_rows(const Call& call, const Product& product) { return torch_scaled(call, product, 16); }
+AtenTensorHandle torch_scaled_blocks(const Call& call, const Product& product) {
+  return torch_scaled(call, product, kMxBlock);
+}
+
+AtenTensorHandle torch_bfloat16(const Call& call, const Product& product) {
+  const ScaledGroupedMmParams& p = product.p;
+  const int64_t experts = p.groups_of_sum ? 1 : p.E;
+  const Groups of_b = p.groups_of_sum ? Groups::kColumns : Groups::kNone;
+  const Groups of_a = p.scale_a.layout == ScaleLayout::kBlocked && !p.groups_of_sum ? Groups::kRows : of_b;
+  return within_groups(call, product, 8, [&](Handle offs) {
+    const int* ends = data<int>(offs);
+    const Handle a = call.empty({p.M, p.K}, kBFloat16), b = call.empty({experts, p.N, p.K}, kBFloat16);
+    call.check(dequantize({p.a, p.scale_a, ends, data(a), 1, p.M, p.K, 0, p.a_stride, int(p.E), of_a, p.a_type,
+                           InType::kBF16}, call.stream()));
+    call.check(dequantize({p.b, p.scale_b, ends, data(b), experts, p.N, p.K, p.b_group_stride, p.b_stride, int(p.E),
+                           of_b, p.b_type, InType::kBF16}, call.stream()));
+    const auto none = word(std::nullopt);
+    StableIValue stack[] = {word(share(a)), word(p.groups_of_sum ? view(b, {p.K, p.N}, {1, p.K})
+                                                                 : view(b, {p.E, p.K, p.N}, {p.N * p.K, 1, p.K})),
+                            optional_word(std::move(offs)), none, none};
+    return call_torch("aten::_grouped_mm", "", stack);
+  });
+}
+#else
+constexpr std::nullptr_t torch_scaled_rows = nullptr, torch_scaled_blocks = nullptr, torch_bfloat16 = nullptr;
+#endif
+
+#if defined(MOE_FP8_GPU)
+// multiply(p): 0, or the runtime's error code.
+template <class Multiply>
+AtenTensorHandle own_gemm(const Call& call, const Product& product, Multiply multiply) {
+  ScaledGroupedMmParams p = product.p;
+  Handle out = out_of(call, product);
+  p.out = data(out);
+  call.check(multiply(p));
+  return out.release();
+}
+
+AtenTensorHandle mma_gemm(const Call& call, const Product& product) {
+  return own_gemm(call, product, [&](const ScaledGroupedMmParams& p) {
+    return mma::grouped_gemm(p, product.use_fast_accum, call.stream());
+  });
+}
+#else
+constexpr std::nullptr_t mma_gemm = nullptr;
+#endif
+
+#if defined(MOE_FP8_CUDA)
+bool sm90_takes(const Product& product) { return sm90::takes_operands(product.p); }
+bool sm90_by_index(const Product& product) { return sm90::takes_index(product.p, product.use_fast_accum); }
+AtenTensorHandle sm90_multiply(const Call& call, const Product& product) {
+  return own_gemm(call, product, [&](const ScaledGroupedMmParams& p) {
+    const bool counter = sm90::wants_counter(p);
+    const int64_t bytes = sm90::scratch_bytes(p, counter);
+    const Handle scratch = bytes ? call.empty({bytes}, kUInt8) : Handle();
+    return sm90::grouped_gemm(p, product.use_fast_accum, counter, bytes ? data(scratch) : nullptr, call.stream());
+  });
+}
+AtenTensorHandle sm90_gemm(const Call& call, const Product& product) {
+  if (!product.total || sm90::takes_total(product.p, product.use_fast_accum)) return sm90_multiply(call, product);
+  Product plain = product;
+  plain.total = nullptr;
+  plain.p.adds = false;
+  plain.p.out_float32 = true;
+  return within_groups(call, product, sm90::kSumAlign, [&](const Handle&) {
+    return Handle(sm90_multiply(call, plain));
+  }, true);
+}
+#else
+constexpr std::nullptr_t sm90_takes = nullptr, sm90_by_index = nullptr, sm90_gemm = nullptr;
+#endif
+
+AtenTensorHandle on_cpu(const Call& call, const Product& product) {
+  ScaledGroupedMmParams p = product.p;
+  Handle out = out_of(call, product);
+  p.out = data(out);
+  scaled_grouped_mm_cpu(call, p);
+  return out.release();
+}
+
+bool any(const Format&) { return true; }
+bool has_float_scales(const Format& f) { return f.scale_type == ScaleType::kF32; }
+bool has_scales_of_rows(const Format& f) { return f.block == 0; }
+bool has_scales_of_blocks(const Format& f) { return f.block != 0; }
+bool has_blocked_scales(const Format& f) { return f.blocked(); }
+
+Needs of_sm90() {
+  Needs needs;
+  needs.least_sm = needs.most_sm = 90;
+  needs.sum = needs.columns = 16;
+  needs.offs = sm90::kSumAlign;
+  needs.chunks = true;
+  return needs;
+}
+Needs of_torch() {
+  Needs needs;
+  needs.least_sm = 90;
+  needs.most_sm = 109;
+  needs.sum = needs.columns = needs.offs = 16;
+  needs.most_experts = 1023;
+  needs.bfloat16 = needs.chunks = true;
+  return needs;
+}
+Needs of_torch_rows() {
+  Needs needs = of_torch();
+  needs.e4m3 = true;
+  return needs;
+}
+Needs of_torch_blocks() {
+  Needs needs = of_torch_rows();
+  needs.least_sm = needs.most_sm = 100;
+  needs.sum = needs.offs = kMxBlock;
+  needs.packed = true;
+  return needs;
+}
+Needs of_torch_bfloat16() {
+  Needs needs = of_torch();
+  needs.columns = needs.offs = 8;
+  return needs;
+}
+
+}  // namespace
+
+const std::vector<Backend>& all_backends() {
+  static const std::vector<Backend> all = {
+      {"sm90", "Hopper's tensor cores", true, {"cuda"}, has_float_scales, false, of_sm90(), sm90_takes,
+       sm90_gemm, sm90_by_index},
+      {"sm90_mxfp8", "dequantize of b + Hopper's tensor cores, in BF16", true, {"cuda"}, has_blocked_scales, false,
+       of_sm90(), sm90_takes, sm90_gemm},
+      {"torch_fp8", "aten::_scaled_grouped_mm", true, {"cuda"}, has_scales_of_rows, false, of_torch_rows(), nullptr,
+       torch_scaled_rows},
+      {"torch_mxfp8", "aten::_scaled_grouped_mm", true, {"cuda"}, has_blocked_scales, true, of_torch_blocks(), nullptr,
+       torch_scaled_blocks},
+      {"torch_bfloat16", "dequantize + aten::_grouped_mm", true, {"cuda"}, has_scales_of_blocks, false,
+       of_torch_bfloat16(), nullptr, torch_bfloat16},
+      {"mma", "tensor cores of any GPU", true, {"cuda", "rocm"}, any, false, {}, nullptr, mma_gemm},
+      {"cpu", "dequantize + aten::mm of each group, in float32", false, {"cuda", "rocm", "cpu"}, any, false, {},
+       nullptr, on_cpu},
+  };
+  return all;
+}
+
+const std::vector<Backend>& backends(std::string_view torch_config) {
+  static const std::vector<Backend> usable = [&] {
+    const auto has = [&](std::string_view option) { return torch_config.find(option) != torch_config.npos; };
+    const bool has_optional = has("USE_MSLK") || has("USE_FBGEMM_GENAI");  // one option, under two names so far
+    const char* only = std::getenv("MOE_FP8_GEMM");  // of GPUs; for tests and benchmarks
+    bool known = only == nullptr;
+    std::vector<Backend> found;
+    for (const Backend& backend : all_backends()) {
+      if (!backend.run || (backend.optional && !has_optional)) continue;
+      const bool wanted = only == nullptr || std::string_view(only) == backend.name;
+      if (wanted || !backend.gpu) found.push_back(backend);
+      known |= wanted;
+    }
+    if (!known) throw std::invalid_argument(std::string("MOE_FP8_GEMM must name a GEMM of this build, got ") + only);
+    return found;
+  }();
+  return usable;
+}
+
+bool Backend::takes(const Product& product) const {
+  const ScaledGroupedMmParams& p = product.p;
+  if (gpu != product.a.on_gpu() || p.E > needs.most_experts) return false;
+  if (!multiplies(format_of(product.format))) return false;
+  if (needs.least_sm == 0) return true;
+#if defined(MOE_FP8_GPU)
+  const int sm = compute_capability();
+  if (sm < needs.least_sm || sm > needs.most_sm) return false;
+#endif
+  if (p.E == 0 || p.M == 0 || p.N == 0 || p.K == 0) return false;
+  if (needs.bfloat16 && p.out_float32 && !product.total) return false;
+  if (needs.e4m3 && (p.a_type != Fp8Type::kE4M3FN || p.b_type != Fp8Type::kE4M3FN)) return false;
+  if (p.K % needs.sum || p.N % needs.columns) return false;
+  if (p.groups_of_sum && (p.M % needs.columns || product.align % needs.offs)) return false;
+  auto are_chunks = [](const void* a, const void* b) {
+    return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) % 16 == 0;
+  };
+  if (needs.chunks && (!are_chunks(p.a, p.b) || p.a_stride % 16 || p.b_stride % 16 || p.b_group_stride % 16 ||
+                  p.a_stride < p.K || p.b_stride < p.K))
+    return false;
+  if (needs.chunks && product.total && !are_chunks(product.total->data, nullptr)) return false;
+  if (needs.packed && (!are_chunks(p.scale_a.data, p.scale_b.data) || p.a_stride != p.K || p.b_stride != p.K ||
+                       (!p.groups_of_sum && p.b_group_stride != p.N * p.K)))
+    return false;
+  return also == nullptr || also(product);
+}
+
+}  // namespace moe_fp8

@@ -1,0 +1,300 @@
+// A strip in the shared memory of a cluster of blocks between amax and cast, so that x is read once. A lane has a word
+// of columns.
+#pragma once
+#include "platform/clusters.h"
+#include "platform/memory.h"
+#include "platform/mailbox.h"
+#include "platform/waves.h"
+#include "primitives/transpose.h"
+#include "quantize/column_schedule.h"
+
+namespace moe_fp8 {
+
+constexpr int kStripBytes = 128, kChunks = kStripBytes / 16;
+constexpr int kSmallThreadRows = 8, kLargeThreadRows = 16;  // of a block
+
+template <class Types_, int kThreadRows_, Source kSource_, bool kClusters_, bool kTeams_>
+struct StripTraits {
+  using Types = Types_;  // Fast or Any
+  using In = typename Types::In;
+  static constexpr Source kSource = kSource_;
+  static constexpr int kThreadRows = kThreadRows_, kThreads = kThreadRows * kLanes;
+  static constexpr bool kClusters = kClusters_, kTeams = kTeams_;  // what its blocks work in; others work alone
+  static constexpr bool kInStep = kClusters && kSource == Source::kInPlace;  // where rows run beside: see rows.h
+  static constexpr int kLines = kThreadRows / kLineChunks;  // lines of q_t cast at once
+  static constexpr int kColumns = kStripBytes / 4 * kPerWord<In>;
+  static constexpr int kRowStep = kThreads / kChunks;       // rows that the threads touch at once, 16 bytes each
+};
+template <class T>
+using RowBits = const typename T::Types::Bits*;
+
+// Are worked out at once, a lane each, which all threads wait for: while the others hear of the amax. At the start of a
+// turn, both directions of [64, 1408, 2048] took 4 to 13% longer on an H200, of [128, 512, 1536] 1 to 8% less.
+constexpr int kPartsAhead = 8;
+
+template <class T>
+using StripStage = TransposeStage<T::kColumns, kPerWord<typename T::In>>;
+
+// What blocks hear of one another.
+template <class T, bool = T::kTeams>
+struct TeamNotes { uint32_t team_amax[T::kThreadRows][kLanes]; };  // of the shares that a row of threads has heard of
+template <class T>
+struct TeamNotes<T, false> {};
+template <bool kClusters>
+struct ClusterNotes { ClusterInbox inbox[2]; };
+template <>
+struct ClusterNotes<false> {};
+
+// Shared memory of a block besides the strip and the group table.
+template <class T>
+struct StripShared : TeamNotes<T>, ClusterNotes<T::kClusters> {
+  StripStage<T> stage[2][T::kLines];
+  alignas(16) uint32_t thread_row_amax[T::kThreadRows][kLanes];  // a word of columns a lane
+  float multiplier[T::kColumns];
+  Part parts[2 * kPartsAhead];
+};
+
+// Thread t touches the rows that are t / kChunks modulo kRowStep: the first of them from `begin` on.
+template <class T>
+MOE_DEVICE int first_row_from(int begin) {
+  const int t = threadIdx.y * kLanes + threadIdx.x;
+  return begin + ((t / kChunks - begin) & (T::kRowStep - 1));
+}
+
+// Walks rows of a part of a strip, at `column`. next(r), called for first, first + step, ..., is row r. for_each()
+// calls f(r, row r) for the thread's rows from begin to end.
+template <class T, Source = T::kSource>
+struct RowWalk {
+  const StripsPlan& p;
+  RowBits<T> x;
+  int64_t step;
+
+  MOE_DEVICE RowWalk(const StripsPlan& p, const Part& w, int first, int step, int64_t column)
+      : p(p), x(find_element<typename T::Types>(p, w.x + first * p.row_stride + column)), step(step * p.row_stride) {}
+  MOE_DEVICE RowBits<T> next(int) {
+    const auto row = x;
+    x = T::Types::advance(p, x, step);
+    return row;
+  }
+  template <class F>
+  static MOE_DEVICE void for_each(const StripsPlan& p, const Part& w, int64_t column, int begin, int end, F f) {
+    const int first = first_row_from<T>(begin);
+    RowWalk walk(p, w, first, T::kRowStep, column);
+#pragma unroll 4
+    for (int r = first; r < end; r += T::kRowStep) f(r, walk.next(r));
+  }
+};
+template <class T>
+struct RowWalk<T, Source::kByIndex> {  // null: a row of zeros
+  const StripsPlan& p;
+  const Part& w;
+  int64_t column;
+
+  MOE_DEVICE RowWalk(const StripsPlan& p, const Part& w, int, int, int64_t column) : p(p), w(w), column(column) {}
+  MOE_DEVICE RowBits<T> next(int r) const { return at(looked_up(r)); }
+  MOE_DEVICE int looked_up(int r) const {
+    // Fast kernels know that there is an index: behind a branch, loads would come one by one.
+    return int(T::Types::kFast ? p.index.row(w.x + r) : source_row(p, w.x + r));
+  }
+  MOE_DEVICE RowBits<T> at(int source) const {
+    return source < 0 ? nullptr : find_element<typename T::Types>(p, column + source * p.row_stride);
+  }
+  // By whole waves, with one begin and end. An index takes as long to come as a row, and the threads of a row share it:
+  // the wave looks up as many as it has lanes, one each, and hands them round.
+  template <class F>
+  static MOE_DEVICE void for_each(const StripsPlan& p, const Part& w, int64_t column, int begin, int end, F f) {
+    constexpr int kRows = kWarpSize / kChunks;  // of a wave at once
+    const RowWalk walk(p, w, 0, 0, column);
+    const int lane = (threadIdx.y * kLanes + threadIdx.x) % kWarpSize, first = first_row_from<T>(begin);
+    const int of_lane = int(shfl(first, lane % kRows * kChunks)) + lane / kRows * T::kRowStep;
+#pragma unroll 1
+    for (int done = 0; begin + done < end; done += kChunks * T::kRowStep) {
+      const uint32_t mine = of_lane + done < end ? walk.looked_up(of_lane + done) : -1;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const int r = first + done + i * T::kRowStep, source = int(shfl(mine, i * kRows + lane / kChunks));
+        if (r < end) f(r, walk.at(source));
+      }
+    }
+  }
+};
+template <class T>
+MOE_DEVICE constexpr bool is_zero_row(const void* row) { return T::kSource == Source::kByIndex && row == nullptr; }
+
+// The block's shared memory is a ring of p.held rows. A strip starts at row `base` of it; strips start and end at
+// multiples of 16 rows, so those of a chunk never wrap.
+MOE_DEVICE int ring_row(const StripsPlan& p, int row) { return row < p.held ? row : row - p.held; }
+
+// Starts the copies of the strip's rows [begin, end), of which a thread t has chunk t % kChunks.
+template <class T>
+MOE_DEVICE void copy_to_ring(const StripsPlan& p, const Part& w, int begin, int end, Vec16* ring, int base) {
+  const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks;
+  const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::Types::kVec;
+  RowWalk<T>::for_each(p, w, column, begin, end, [&](int r, RowBits<T> row) {
+    Vec16* to = ring + ring_row(p, base + r) * kChunks + chunk;
+    if (column >= p.K || is_zero_row<T>(row)) *to = Vec16{};
+    else copy_words<typename T::Types>(p, to, row, p.K - column);
+  });
+}
+
+// The part's 16 rows from `first` on, a word of columns a lane; zeros where none is.
+template <class T>
+MOE_DEVICE void load_chunk_rows(const StripsPlan& p, const Part& w, int first, uint32_t (&v)[kChunkRows][1]) {
+  const int64_t column = int64_t(w.strip) * T::kColumns + threadIdx.x * kPerWord<typename T::In>;
+  RowWalk<T> walk(p, w, first, 1, column);
+#pragma unroll
+  for (int i = 0; i < kChunkRows; ++i) {
+    v[i][0] = 0;
+    if (first + i >= w.rows || column >= p.K) continue;
+    const auto row = walk.next(first + i);
+    if (!is_zero_row<T>(row)) v[i][0] = load_words<typename T::Types, uint32_t>(p, row, p.K - column);
+  }
+}
+
+// Of rows that no block holds yet, so many at a time, the last first: the L2 then still has those that come first.
+constexpr int kRowsBack = 512;
+// Amax over the part's rows of every word of columns, left in shared.thread_row_amax, one value a row of threads.
+template <class T>
+MOE_DEVICE void reduce_part(const StripsPlan& p, const Part& w, const Vec16* ring, int base, StripShared<T>& shared) {
+  using In = typename T::In;
+  const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks, first = t / kChunks;
+  const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::Types::kVec;
+  const int held = w.held(p.held);
+  uint32_t amax[4] = {};
+  auto reduce = [&](const Vec16& v) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) amax[i] = max_magnitude<In>(amax[i], v.w[i]);
+  };
+  for (int end = w.rows; end > held; end -= kRowsBack)
+    RowWalk<T>::for_each(p, w, column, Max{}(held, end - kRowsBack), end, [&](int, RowBits<T> row) {
+      if (column < p.K && !is_zero_row<T>(row)) reduce(load_words<typename T::Types, Vec16>(p, row, p.K - column));
+    });
+  wait_copies<1>();  // all but the next strip's; a thread reduces what it copied itself: no barrier yet
+#pragma unroll 4
+  for (int r = first; r < held; r += T::kRowStep) reduce(ring[ring_row(p, base + r) * kChunks + chunk]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    amax[i] = max_magnitude<In>(amax[i], shfl_xor(amax[i], 8));
+    amax[i] = max_magnitude<In>(amax[i], shfl_xor(amax[i], 16));
+  }
+  Vec16* words = reinterpret_cast<Vec16*>(shared.thread_row_amax[threadIdx.y]);
+  if (threadIdx.x < kChunks) words[chunk] = Vec16{{amax[0], amax[1], amax[2], amax[3]}};
+}
+
+// By one row of threads: the cluster's amax of the lane's columns. `told` counts what its blocks have told one another.
+template <class T>
+MOE_DEVICE uint32_t amax_of_cluster(const Part& w, StripShared<T>& shared, uint32_t told) {
+  using In = typename T::In;
+  uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < T::kThreadRows; ++i) amax = max_magnitude<In>(amax, shared.thread_row_amax[i][threadIdx.x]);
+  if constexpr (T::kClusters) {
+    if (w.blocks == 1) return amax;
+    ClusterInbox& inbox = shared.inbox[told & 1];
+    cluster_send(inbox, amax, threadIdx.x);
+    cluster_wait(inbox, told >> 1 & 1);
+    const int first = int(cluster_rank()) - w.block;
+    for (int i = 0; i < w.blocks; ++i) amax = max_magnitude<In>(amax, inbox.words[first + i][threadIdx.x]);
+  }
+  return amax;
+}
+
+// The lane's word of what a team hears of a share, from its cluster or whoever helped: an amax, whose sign bits mean
+// nothing.
+MOE_DEVICE uint32_t* note(const StripsPlan& p, uint32_t share) {
+  return reinterpret_cast<uint32_t*>(p.scratch) + int64_t(share) * kLanes + threadIdx.x;
+}
+// Looks at a note before helping. By its latency each takes some 0.2 us, and clusters that run are about a turn
+// apart, which is a few us on an H200: while all run, nobody should help. Who helps too early reads x in vain, and goes
+// on listening meanwhile.
+constexpr int kLooks = 128;
+
+// By one row of threads: the amax of a share, which its cluster tells. That cluster may not begin before ours has
+// ended, so after a while this row works the amax out itself, until it hears of it.
+template <class T, class Groups>
+MOE_DEVICE uint32_t amax_of_share(const StripsPlan& p, const Groups& groups, uint32_t share) {
+  uint32_t* told = note(p, share);
+  uint32_t amax = 0, word, v[kChunkRows][1];
+  for (int i = 0; i < kLooks; ++i)
+    if (receive_word(told, word)) return word;
+  const Part whole = part_of(p, groups, share, 0, 0);
+  for (int row = 0; row < whole.rows; row += kChunkRows) {
+    load_chunk_rows<T>(p, whole, row, v);
+    if (receive_word(told, word)) return word;
+#pragma unroll
+    for (int i = 0; i < kChunkRows; ++i) amax = max_magnitude<typename T::In>(amax, v[i][0]);
+  }
+  send_word(told, amax);
+  return amax;
+}
+// By all threads: what the team tells, left in shared.team_amax, of one share in kThreadRows a row of threads.
+template <class T, class Groups>
+MOE_DEVICE void hear_team(const StripsPlan& p, const Groups& groups, const Part& w, StripShared<T>& shared) {
+  uint32_t amax = 0;
+  for (int rank = threadIdx.y; rank < w.team; rank += T::kThreadRows)
+    amax = max_magnitude<typename T::In>(amax, amax_of_share<T>(p, groups, w.share - w.rank + rank));
+  shared.team_amax[threadIdx.y][threadIdx.x] = amax;
+}
+// By one row of threads.
+template <class T>
+MOE_DEVICE uint32_t amax_of_team(StripShared<T>& shared) {
+  uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < T::kThreadRows; ++i) amax = max_magnitude<typename T::In>(amax, shared.team_amax[i][threadIdx.x]);
+  return amax;
+}
+
+// By one row of threads: the scales of the strip's columns over the whole group.
+template <class T>
+MOE_DEVICE void make_scales(const StripsPlan& p, const Part& w, uint32_t amax, StripShared<T>& shared) {
+  using In = typename T::In;
+#pragma unroll
+  for (int c = 0; c < kPerWord<In>; ++c) {
+    const auto s = T::Types::template scale_of<ScaleF32>(p, magnitude_bits<In>(amax, c));
+    const int local = threadIdx.x * kPerWord<In> + c;
+    const int64_t column = int64_t(w.strip) * T::kColumns + local;
+    shared.multiplier[local] = s.multiplier;
+    if (w.block == 0 && w.rank == 0 && column < p.K && w.group < p.E)
+      static_cast<float*>(p.scale_t)[w.group * p.K + column] = s.dequant();
+  }
+}
+
+// The lines [line, line + kLines) of q_t: 16 positions a row of threads, those that are not the block's left alone.
+template <class T>
+MOE_DEVICE void cast_lines(const StripsPlan& p, const Part& w, int line, const Vec16* ring, int base,
+                           const float* multiplier, StripStage<T> (&stages)[T::kLines]) {
+  using In = typename T::In;
+  const int position = line * kLine + threadIdx.y * kChunkRows;
+  if (position < w.begin || position >= w.end || position >= w.line1 * kLine) return;
+  StripStage<T>& stage = stages[threadIdx.y / kLineChunks];
+  const int first = position - w.begin - w.skipped, rows = w.rows - first;
+  uint32_t v[kChunkRows][1];
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(ring + ring_row(p, base + first) * kChunks) + threadIdx.x;
+  if (T::Types::kOneKind && rows >= kChunkRows) {  // of kEither, both forms spill registers
+#pragma unroll
+    for (int i = 0; i < kChunkRows; ++i) v[i][0] = words[i * kLanes];
+    return T::Types::with_cast(p, [&](auto cast) { cast_chunks<In, true>(v, rows, multiplier, stage, cast); });
+  }
+#pragma unroll
+  for (int i = 0; i < kChunkRows; ++i) v[i][0] = i < rows ? words[i * kLanes] : 0;
+  T::Types::with_cast(p, [&](auto cast) { cast_chunks<In, false>(v, rows, multiplier, stage, cast); });
+}
+
+template <class T>
+MOE_DEVICE void store_lines(const StripsPlan& p, const Part& w, uint8_t* q_t, int line,
+                            StripStage<T> (&stages)[T::kLines]) {
+  constexpr int kThreads = T::kThreads / T::kLines, kStep = kThreads / kLineChunks;  // of a line; columns at once
+  const int t = threadIdx.y * kLanes + threadIdx.x, of_line = t / kThreads, chunk = t % kLineChunks;
+  const int position = (line + of_line) * kLine + chunk * kChunkRows, local = t % kThreads / kLineChunks;
+  if (position < w.begin || position >= w.end || position >= w.line1 * kLine) return;
+  StripStage<T>& stage = stages[of_line];
+  int64_t column = int64_t(w.strip) * T::kColumns + local;
+  uint8_t* out = q_t + column * p.positions + position;
+#pragma unroll
+  for (int i = 0; i < T::kColumns; i += kStep, column += kStep, out += kStep * p.positions) {
+    if (column >= p.K) return;
+    store_chunk<T::Types::kFast>(out, stage.at(local + i, chunk), w.end - position);
+  }
+}
+
+}  // namespace moe_fp8

@@ -1,9 +1,0 @@
-#include "quantize/strips.h"
-
-namespace moe_fp8 {
-
-template int launch_strips<F16>(const QuantizeParams&, Beside, void*);
-template int launch_strips<F32>(const QuantizeParams&, Beside, void*);
-template int launch_strips<Any>(const QuantizeParams&, Beside, void*);
-
-}  // namespace moe_fp8

@@ -1,0 +1,184 @@
+"""Weights of experts that FSDP2 gathers in fp8, by the hooks that it has for this: exact, half the bytes of bfloat16.
+
+Experts are quantized one by one, so the bytes of a shard of experts are those of the whole. A product over K needs
+other bytes than one over N, but where blocks are square: then the same ones lie transposed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from moe_fp8_ext.matmul.bf16 import cast
+from moe_fp8_ext.ops.checks import check_module, default_fp8_dtype, require
+from moe_fp8_ext.quantization.format import FORMATS
+from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
+
+_OP = "gather_in_fp8_"
+
+_quantize_weight = torch.ops.moe_fp8.quantize_weight.default
+
+
+def gather_in_fp8_(module: nn.Module, recipe: str | Recipe = "rowwise") -> None:
+    """Has FSDP2 gather the weights of experts as fp8, which is what `experts` and `grouped_mm` then multiply.
+
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        moe_fp8_ext.gather_in_fp8_(block.experts, "rowwise")
+
+    Outputs and gradients are those without it, bit for bit. Every process quantizes its shard, as the layer would the
+    whole. Forward gathers what products over K need, backward what products over N do: each half of what bfloat16
+    takes, and scales. Nothing is kept for backward that FSDP2 does not free. Parameters, gradients, optimizers and
+    checkpoints are what they were. torch.compile does not trace calls with such weights.
+
+    Where forward is computed again in backward, and where FSDP2 does not reshard in between, one gather is for both. A
+    layer then gathers itself what it lacks, when it comes to it, in as many bytes again: so all processes have to call
+    it alike. "blockwise" transposes bytes and lacks nothing.
+
+    Args:
+        module: all of its parameters of 3 dimensions, [E, N, K], are gathered so, [E, K, N] too, which lack half of
+            what they need. They are sharded by `fully_shard`, evenly and along E, on the device where they will be, and
+            forward was not called yet. Shards that are replaced, as by `module.to` or load_state_dict(assign=True), are
+            gathered in full precision again.
+        recipe: one with the format, dtype and rounding of the recipe that multiplies.
+
+    Raises:
+        RuntimeError: recipe or parameters are not as above; in forward, shards are not, or a call has another recipe
+            or another dtype, as under torch.autocast. The text names the parameter.
+        ValueError, TypeError: no recipe of that name exists, it is neither a name nor a `Recipe`, or module is none.
+
+    Source: DESIGN.md section 6; `fsdp_pre_all_gather` and `fsdp_post_all_gather` of torch's `fully_shard`.
+    """
+    check_module(_OP, "module", module)
+    recipe = get_recipe(recipe)
+    is_fp8 = recipe.format is not None and not recipe.bf16_where_faster
+    require(is_fp8, f"{_OP}: recipe must be one that always multiplies in fp8, got {recipe.name!r}")
+    weights = [(name, w) for name, w in module.named_parameters() if w.dim() == 3]
+    require(bool(weights), f"{_OP}: module must have parameters of 3 dimensions, got none")
+    for gather in [_Gather(name, _shard(name, w), recipe) for name, w in weights]:
+        gather.shard.fsdp_pre_all_gather = gather.pre_all_gather
+        gather.shard.fsdp_post_all_gather = gather.post_all_gather
+
+
+def _shard(name: str, w: nn.Parameter) -> Tensor:
+    """The tensor that FSDP2 asks for hooks; to_local() returns a view of it."""
+    from torch.distributed.tensor import DTensor  # not above: it takes long to load
+
+    require(isinstance(w, DTensor), f"{_OP}: {name} must be sharded by fully_shard, got a {type(w).__name__}")
+    shard, device = w._local_tensor, w.device_mesh.device_type
+    require(shard.device.type == device, f"{_OP}: {name} must be on {device}, got {shard.device}")
+    return shard
+
+
+class GatheredWeight(Tensor):
+    """What FSDP2 takes for the gathered parameter [E, N, K], or its transposed view: it stands for copies in fp8.
+
+    It may be kept for backward: FSDP2 frees what it stands for and gathers it again.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, gather: _Gather, is_transposed: bool = False) -> GatheredWeight:
+        e, n, k = gather.shape
+        shape, strides = ((e, k, n), (n * k, 1, k)) if is_transposed else ((e, n, k), (n * k, k, 1))
+        device = gather.shard.device
+        self = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=gather.dtype, device=device)
+        self.gather, self.is_transposed = gather, is_transposed
+        return self
+
+    def operand(self, *rule: object) -> tuple[Tensor, Tensor]:
+        """Values and scales of this as [E, N, K], for a product over K that quantizes by that rule."""
+        self.gather.check(*rule)
+        return self.gather.copy(self.is_transposed)
+
+    def transposed_operand(self) -> tuple[Tensor, Tensor]:
+        """The same for a product over N."""
+        return self.gather.copy(not self.is_transposed)
+
+    def __repr__(self) -> str:
+        return f"GatheredWeight({self.gather.name!r}, {tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        w = args[0]
+        if func.is_view and isinstance(w, cls):
+            wanted = func(torch.empty_strided(w.shape, w.stride(), device="meta"), *args[1:], **(kwargs or {}))
+            for is_transposed in (False, True):
+                view = cls(w.gather, is_transposed)
+                if (view.shape, view.stride()) == (wanted.shape, wanted.stride()):
+                    return view
+        raise RuntimeError(
+            f"{func}: no argument must be a weight that was gathered in fp8, which has copies and no values"
+        )
+
+
+class _Gather:
+    """The hooks of a parameter, and what they have gathered."""
+
+    def __init__(self, name: str, shard: Tensor, recipe: Recipe) -> None:
+        self.name, self.shard = name, shard
+        self.rule = recipe.format, recipe.dtype or default_fp8_dtype(shard.device), recipe.rounding
+        self.format = FORMATS[recipe.format]
+        self.has_square_blocks = self.format.block == self.format.weight_rows
+        self.other: list[Tensor] = []  # values and scales of the other direction, once they were asked for
+
+    def pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        experts, *sizes = self.shard.shape
+        is_even = (experts * mesh.size(), *sizes) == tuple(outer_size)
+        text = f"{_OP}: {self.name} {tuple(outer_size)} must be sharded evenly along dimension 0 over {mesh.size()}"
+        require(is_even, f"{text} processes, got a shard {tuple(self.shard.shape)}")
+        self.mesh, self.shape, self.dtype = mesh, tuple(outer_size), mp_policy.param_dtype or self.shard.dtype
+        self.other.clear()
+        # No word of it reaches hooks. FSDP2 itself asks this, to tell what is computed again.
+        is_backward = torch._C._current_graph_task_id() != -1
+        is_transposed = is_backward and not self.has_square_blocks
+        values, scales = self._of_shard(is_transposed)
+        return (values, scales), (is_transposed, scales)
+
+    def post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        self.is_transposed, scales = metadata
+        self.values, self.scales = (*all_gather_outputs, scales)[:2]  # FSDP2 hands one process its values alone
+        return None if out is not None else (GatheredWeight(self), self.other)
+
+    def check(self, w_dtype: torch.dtype, format: str, dtype: torch.dtype | None, rounding: str) -> None:
+        asked = w_dtype, format, dtype or default_fp8_dtype(self.shard.device), rounding
+        gathered = self.dtype, *self.rule
+        require(asked == gathered, f"{_OP}: {self.name} must be multiplied as it was gathered, {gathered}, got {asked}")
+
+    def copy(self, is_transposed: bool) -> tuple[Tensor, Tensor]:
+        """Values and scales of the whole weight."""
+        is_there = self.values.untyped_storage().size() > 0
+        require(is_there, f"{_OP}: {self.name} must be gathered where it is multiplied, got what FSDP2 has freed")
+        if is_transposed == self.is_transposed:
+            return self._typed(self.values, self.scales)
+        if self.has_square_blocks:
+            q, scale = self._typed(self.values, self.scales)
+            return q.mT.contiguous(), scale.mT.contiguous()
+        if not self.other:
+            self.other += map(self._all_gather, self._of_shard(is_transposed))  # into a list that FSDP2 frees
+        return self._typed(*self.other)
+
+    def _of_shard(self, is_transposed: bool) -> tuple[Tensor, Tensor]:
+        """As bytes; scales with room for those of either direction, as FSDP2's buffers keep their size."""
+        copies = _quantize_weight(cast(self.shard, self.dtype), *self.rule)
+        q, scale = copies[2:] if is_transposed else copies[:2]
+        _, n, k = self.shard.shape
+        room = max(self._bytes_of_scales(n, k), self._bytes_of_scales(k, n))
+        scales = scale.flatten(1).view(torch.uint8)
+        return q.view(torch.uint8), nn.functional.pad(scales, (0, room - scales.shape[1]))
+
+    def _typed(self, values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        _, dtype, _ = self.rule
+        e, rows, k = values.shape
+        scales = scales[:, : self._bytes_of_scales(rows, k)].contiguous().view(self.format.scale_dtype)
+        return values.view(dtype), scales.view(self.format.scale_of_weight(e, rows, k).shape)
+
+    def _bytes_of_scales(self, rows: int, k: int) -> int:
+        return math.prod(self.format.scale_of_weight(1, rows, k).shape) * self.format.scale_dtype.itemsize
+
+    def _all_gather(self, x: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Shard
+
+        return DTensor.from_local(x, self.mesh, [Shard(0)], run_check=False).full_tensor()

@@ -1,0 +1,76 @@
+"""A message: rows of bytes, in which all that is known of a token has its columns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_fp8_ext.matmul.bf16 import cast, row_major
+from moe_fp8_ext.ops.checks import default_fp8_dtype
+from moe_fp8_ext.quantization.format import COLUMN_ALIGN, FORMATS, round_up
+
+_pack_tokens = torch.ops.moe_fp8.pack_tokens.default
+_quantize_and_pack = torch.ops.moe_fp8.quantize_and_pack.default
+
+
+class Column(NamedTuple):
+    """Of a row: where a tensor [T, width] lies."""
+
+    offset: int
+    width: int
+    dtype: torch.dtype
+
+    def read(self, rows: Tensor) -> Tensor:
+        """A view of rows that were sent."""
+        return rows[:, self.offset : self.offset + self.width * self.dtype.itemsize].view(self.dtype)
+
+
+class Casts(NamedTuple):
+    """How values are quantized as they are sent."""
+
+    format: str
+    dtype: torch.dtype | None
+    rounding: str
+
+
+class Message(NamedTuple):
+    """What is sent of tokens, in bfloat16 where there are no casts."""
+
+    x: Tensor
+    ids: Tensor | None
+    scores: Tensor | None
+    casts: Casts | None
+
+    def split(self, chunks: int) -> list[Message]:
+        parts = [[None] * chunks if t is None else t.tensor_split(chunks) for t in self[:3]]
+        return [Message(*part, self.casts) for part in zip(*parts, strict=True)]
+
+    def columns(self) -> list[Column]:
+        """Of values, scales, ids and scores, those that there are, in this order."""
+        width, casts = self.x.shape[1], self.casts
+        if casts is None:
+            found = [(width, torch.bfloat16)]
+        else:
+            format = FORMATS[casts.format]
+            found = [(width, casts.dtype or default_fp8_dtype(self.x.device))]
+            found.append((format.blocks(width), format.scale_dtype))
+        if self.ids is not None:
+            found.append((self.ids.shape[1], torch.int32))
+        if self.scores is not None:
+            found.append((self.scores.shape[1], self.scores.dtype))
+        columns, offset = [], 0
+        for width, dtype in found:
+            columns.append(Column(offset, width, dtype))
+            offset += round_up(width * dtype.itemsize, COLUMN_ALIGN)
+        return columns
+
+    def rows(self, num_experts: int, indices: Tensor, inverse: Tensor) -> Tensor:
+        """Bytes [S, ...], by what `sort_tokens` has of `tokens_by_rank`."""
+        if self.casts is None:
+            x = row_major(cast(self.x, torch.bfloat16))
+            return _pack_tokens(x, self.ids, self.scores, None, indices, inverse.shape[1], num_experts)
+        format, *how = self.casts
+        known = row_major(self.x), self.ids, self.scores
+        return _quantize_and_pack(*known, format, indices, inverse, num_experts, *how)

@@ -1,0 +1,188 @@
+"""Experts of a model that is there already, by a recipe: one attribute of a module is all that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import NamedTuple
+
+from torch import nn
+
+from moe_fp8_ext.layer.modules import Experts, check_fits
+from moe_fp8_ext.ops.checks import check_module, require
+from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
+
+_SWAP = "_moe_fp8_ext_swap"
+
+
+class _Swap(NamedTuple):
+    """What was done to a module, kept on the module: copies of it can be reverted too."""
+
+    attribute: str
+    value: object
+    before: tuple[object, ...]  # what the module itself had there, if anything
+
+
+class _Kind(NamedTuple):
+    """Experts that are known."""
+
+    name: str
+    has: Callable[[nn.Module], bool]
+    swapped: Callable[[nn.Module, Recipe], tuple[str, object]]  # the attribute that is swapped, and by what
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    """Whether its class has the forward that `use_experts_implementation` writes, wherever the class itself is from."""
+    forward = getattr(type(module), "forward", None)
+    return getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
+
+
+def _is_of_torchtitan(module: nn.Module) -> bool:
+    theirs = any(base.__module__.partition(".")[0] == "torchtitan" for base in type(module).__mro__)
+    return theirs and hasattr(module, "_grouped_mm")
+
+
+def _by_integration(module: str) -> Callable[[nn.Module, Recipe], tuple[str, object]]:
+    """Imports it only where there is a module for it, and so its package."""
+    return lambda experts, recipe: import_module(f"moe_fp8_ext.integrations.{module}").swapped(experts, recipe)
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return isinstance(module, Experts) and type(module).forward is Experts.forward
+
+
+def _swapped(experts: Experts, recipe: Recipe) -> tuple[str, object]:
+    check_fits(experts.ep, experts.num_experts, recipe)
+    return "options", {**experts.options, "recipe": recipe}
+
+
+_KINDS = (
+    _Kind("moe_fp8_ext", _is_ours, _swapped),
+    _Kind("transformers", _is_of_transformers, _by_integration("transformers")),
+    _Kind("torchtitan", _is_of_torchtitan, _by_integration("torchtitan")),
+)
+
+
+class Converted(NamedTuple):
+    name: str
+    kind: str
+    recipe: Recipe
+
+
+class Left(NamedTuple):
+    name: str
+    why: str
+
+
+class Report(NamedTuple):
+    """What `convert_` did to a model. Prints as a table.
+
+    Attributes:
+        converted: what computes by the recipe now: qualified names, whose experts they are, the recipe.
+        left: what may be experts too and stays as it was: qualified names, and why.
+    """
+
+    converted: tuple[Converted, ...]
+    left: tuple[Left, ...]
+
+    def __str__(self) -> str:
+        rows = [(name or "(model)", kind, repr(recipe)) for name, kind, recipe in self.converted]
+        rows += [(name or "(model)", "", f"not converted: {why}") for name, why in self.left]
+        rows = [("module", "kind", "recipe"), *rows]
+        names, kinds = (max(len(row[i]) for row in rows) for i in range(2))
+        return "\n".join(f"{name:{names}}  {kind:{kinds}}  {text}" for name, kind, text in rows)
+
+
+def convert_(
+    model: nn.Module, recipe: str | Recipe = "rowwise", filter: Callable[[str, nn.Module], bool] | None = None
+) -> Report:
+    """Makes the experts of a model compute by a recipe, in place.
+
+    Known are the experts that Transformers marks with `use_experts_implementation`, whatever their config says,
+    torchtitan's GroupedExperts and GroupedLinear, and `Experts`, by the recipe of their ep alone if they have one. One
+    attribute of such a module changes, its forward or what that reads. Classes, parameters, their names and hooks stay
+    as they are, so `fully_shard` may come before or after, and checkpoints, copies and torch.compile are as ever. What
+    replaces a forward itself, as plans of tensor and expert parallelism do, comes after. Called again, the last recipe
+    counts.
+
+    Args:
+        model: or the experts themselves.
+        recipe: as in `grouped_mm`.
+        filter: of a qualified name and a module, whether to convert it; None converts all.
+
+    Returns:
+        the report, which prints as a table.
+
+    Raises:
+        ValueError, TypeError: there is nothing to convert, no recipe of that name exists, or an argument is not as
+            above. Nothing has changed then.
+
+    Source: DESIGN.md section 6.
+    """
+    recipe = get_recipe(recipe, "convert_")
+    check_module("convert_", "model", model)
+    if filter is not None and not callable(filter):
+        raise TypeError(f"convert_: filter must be callable, got {type(filter).__name__}")
+    swaps, converted, left = [], [], []
+    for name, module in model.named_modules():
+        kind = next((kind for kind in _KINDS if kind.has(module)), None)
+        if kind is None:
+            if _may_be_experts(module):
+                left.append(Left(name, f"the forward of {type(module).__name__} is not known"))
+        elif filter is not None and not filter(name, module):
+            left.append(Left(name, "filter said no"))
+        else:
+            try:
+                swaps.append((module, _new_swap(module, *kind.swapped(module, recipe))))
+                converted.append(Converted(name, kind.name, recipe))
+            except (ImportError, RuntimeError, TypeError) as refusal:
+                left.append(Left(name, str(refusal)))
+    report = Report(tuple(converted), tuple(left))
+    if not converted:
+        text = "convert_: model must have experts that can be converted, got none"
+        raise ValueError(f"{text}\n{report}" if left else text)
+    for module, swap in swaps:
+        setattr(module, swap.attribute, swap.value)
+        setattr(module, _SWAP, swap)
+    return report
+
+
+def revert_(model: nn.Module) -> None:
+    """Puts back what every module had before its first `convert_`; none has to have been converted.
+
+    Raises:
+        RuntimeError: what `convert_` put on a module has been replaced since. Nothing has changed then.
+        TypeError: model is no module.
+
+    Source: DESIGN.md section 6.
+    """
+    check_module("revert_", "model", model)
+    swaps = [(module, swap) for module in model.modules() if (swap := _swap_of(module))]
+    for module, (attribute, _, before) in swaps:
+        delattr(module, attribute)
+        for value in before:
+            setattr(module, attribute, value)
+        delattr(module, _SWAP)
+
+
+def _may_be_experts(module: nn.Module) -> bool:
+    of_torch = type(module).__module__.startswith("torch.nn.")  # convolutions
+    return not of_torch and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+
+
+def _new_swap(module: nn.Module, attribute: str, value: object) -> _Swap:
+    swap, own = _swap_of(module), vars(module)
+    if swap is not None:
+        return swap._replace(value=value)
+    replaced = attribute in own and hasattr(type(module), attribute)
+    require(not replaced, f"{attribute} must be that of its class, got another that the module itself has")
+    return _Swap(attribute, value, (own[attribute],) if attribute in own else ())
+
+
+def _swap_of(module: nn.Module) -> _Swap | None:
+    """What the last `convert_` did to a module."""
+    swap, own = vars(module).get(_SWAP), vars(module)
+    if swap is not None:
+        text = f"{swap.attribute} of {type(module).__name__} must be what convert_ put there, got another"
+        require(own.get(swap.attribute) is swap.value, text)
+    return swap

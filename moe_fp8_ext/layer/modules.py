@@ -1,0 +1,235 @@
+"""An MoE layer as modules, with the names and layouts that models of Hugging Face Transformers have in state dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from moe_fp8_ext.distributed.dtensor import draw_in_turn, is_dtensor, of_all, of_rank, sum_of_ranks
+from moe_fp8_ext.layer import fused_router as layer
+from moe_fp8_ext.layer.experts import KEEP, experts
+from moe_fp8_ext.layer.router import Router
+from moe_fp8_ext.ops.activations import GATED
+from moe_fp8_ext.ops.checks import (
+    check_bool,
+    check_dense,
+    check_module,
+    check_one_of,
+    check_parameter_dtype,
+    check_sizes,
+    require,
+)
+from moe_fp8_ext.ops.dispatch import asks_for_gradient
+from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
+
+if TYPE_CHECKING:
+    from moe_fp8_ext.distributed import ExpertParallel
+
+
+class Experts(nn.Module):
+    """The routed experts: `experts` with parameters of its own.
+
+    Parameters may be DTensors, sharded by expert (`Shard(0)`) over a mesh of one dimension. With tensors of a rank,
+    ids are those of the rank's experts. With DTensors that every rank has (`Replicate()`), ids are those of all
+    experts, and the result is a DTensor whose sum over ranks is left to be taken (`Partial()`).
+
+    With ep the parameters are of this rank's experts alone: [num_experts / ranks, ...], or, where ep was made from a
+    DeviceMesh, DTensors sharded by expert over that. Tokens are those of the rank, ids those of all experts.
+
+    Attributes:
+        gate_up_proj: [E, 2 F, D], or up_proj [E, F, D] with an activation that is not gated.
+        down_proj: [E, D, F].
+        gate_up_proj_bias or up_proj_bias, down_proj_bias: [E, 2 F] or [E, F], [E, D], with bias.
+
+    Args:
+        num_experts, hidden_size, intermediate_size: E, of all ranks together, D and F.
+        bias: whether experts have biases.
+        recipe, activation, interleaved, keep: as in `experts`.
+        main_grad: whether the gradient of each weight that needs one is added to its attribute `main_grad`, which the
+            trainer sets, as `experts` does it: to the tensor that it was in forward. Biases have gradients of
+            autograd's as ever.
+        ep: over whose ranks experts are spread, by `ExpertParallel.experts`. Copies of the module share it.
+        device, dtype: of the parameters.
+
+    Raises:
+        RuntimeError: num_experts or the recipe is not that of ep; in forward, a weight that needs a gradient has no
+            main_grad; else as in `experts`, or as in `ExpertParallel.experts`.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        recipe: str | Recipe = "rowwise",
+        activation: str = "swiglu",
+        interleaved: bool = False,
+        bias: bool = False,
+        keep: str = "fp8",
+        main_grad: bool = False,
+        ep: ExpertParallel | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("interleaved", interleaved), ("bias", bias), ("main_grad", main_grad)):
+            check_bool("Experts", name, value)
+        self.num_experts, self.ep, self.adds_to_main_grad = num_experts, ep, main_grad
+        recipe = get_recipe(recipe, "Experts")
+        self.options = dict(recipe=recipe, activation=activation, interleaved=interleaved, keep=keep)
+        check_fits(ep, num_experts, recipe)
+        check_one_of("Experts", "activation", activation, list(GATED))
+        check_one_of("Experts", "keep", keep, KEEP)
+        check_sizes("Experts", num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
+        check_parameter_dtype("Experts", dtype)
+        self.up = "gate_up_proj" if GATED[activation] else "up_proj"
+        rows = intermediate_size * (2 if GATED[activation] else 1)
+        sizes = {self.up: (rows, hidden_size), "down_proj": (hidden_size, intermediate_size)}
+        for name, (n, k) in sizes.items():
+            self.register_parameter(name, self._parameter(n, k, device=device, dtype=dtype))
+            self.register_parameter(f"{name}_bias", self._parameter(n, device=device, dtype=dtype) if bias else None)
+        self.reset_parameters()
+
+    def _parameter(self, *size: int, **options: object) -> nn.Parameter:
+        count = self.num_experts if self.ep is None else self.ep.peers.num_local_experts
+        mine, mesh = torch.empty(count, *size, **options), getattr(self.ep, "mesh", None)
+        return nn.Parameter(mine if mesh is None else of_all(mine, mesh))
+
+    def reset_parameters(self) -> None:
+        """As nn.Linear does: uniform, up to 1 / sqrt(inputs); expert by expert, the same on any number of ranks."""
+        for name in (self.up, "down_proj"):
+            weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
+            bound = weight.shape[2] ** -0.5
+            for parameter in (weight,) if bias is None else (weight, bias):
+                draw_in_turn(parameter, self._first(), self.num_experts, partial(nn.init.uniform_, a=-bound, b=bound))
+
+    def _first(self) -> int:
+        """Of the experts of parameters that do not know it themselves."""
+        plain = self.ep is not None and self.ep.mesh is None
+        return self.ep.peers.rank * self.ep.peers.num_local_experts if plain else 0
+
+    def extra_repr(self) -> str:
+        hidden, intermediate = self.down_proj.shape[1:]
+        sizes = f"{self.num_experts}, hidden_size={hidden}, intermediate_size={intermediate}"
+        return f"num_experts={sizes}, recipe={self.options['recipe'].name!r}, activation={self.options['activation']!r}"
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_scores: Tensor,
+        shared_experts: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """x [T, D], topk_ids and topk_scores [T, top_k] -> [T, D]. shared_experts: as in `ExpertParallel.experts`."""
+        call = x, topk_ids, topk_scores
+        if self.ep is not None:
+            return self._over_ranks(*call, shared_experts)
+        require(shared_experts is None, "Experts: shared_experts must be None without ep, got one")
+        return sum_of_ranks(self._of_rank, self.down_proj, *call) if is_dtensor(x) else self._of_rank(*call)
+
+    def _of_rank(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
+        return experts(x, topk_ids, topk_scores, **self._arguments(), **self.options)
+
+    def _over_ranks(
+        self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, shared_experts: Callable[[Tensor], Tensor] | None
+    ) -> Tensor:
+        with self.ep.errors_told():
+            rest = self._arguments()
+        options = {name: value for name, value in self.options.items() if name != "recipe"}  # which ep has
+        return self.ep.experts(x, topk_ids, topk_scores, shared_experts=shared_experts, **rest, **options)
+
+    def _arguments(self) -> dict[str, Tensor | None]:
+        """What a call of `experts` takes of the module, those of this rank."""
+        rest: dict[str, Tensor | None] = {}
+        for argument, name in (("gate_up", self.up), ("down", "down_proj")):
+            rest[f"w_{argument}"] = of_rank(name, getattr(self, name))
+            rest[f"b_{argument}"] = of_rank(f"{name}_bias", getattr(self, f"{name}_bias"))
+            rest[f"main_grad_{argument}"] = of_rank(f"main_grad of {name}", self._main_grad(name))
+        return rest
+
+    def _main_grad(self, name: str) -> Tensor | None:
+        weight = getattr(self, name)
+        if not self.adds_to_main_grad or not asks_for_gradient(weight):
+            return None
+        main_grad = getattr(weight, "main_grad", None)
+        require(main_grad is not None, f"Experts: {name} must have a main_grad with main_grad=True, got none")
+        return main_grad
+
+
+def _tokens_of(x: Tensor) -> Tensor:
+    check_dense("MoE", "x", x, max(x.dim(), 1) if isinstance(x, Tensor) else 2)
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 would have no answer where the last size is 0
+
+
+_FORWARDS = {Router: Router.forward, Experts: Experts.forward}  # before anybody replaces them
+
+
+def check_fits(ep: ExpertParallel | None, num_experts: int, recipe: Recipe) -> None:
+    is_one = ep is None or hasattr(ep, "peers")  # to ask for its class is to import torch.distributed
+    require(is_one, f"Experts: ep must be an ExpertParallel, got {type(ep).__name__}")
+    for name, got in (("num_experts", num_experts), ("recipe", recipe)):
+        wanted = getattr(ep, name, got)
+        require(got == wanted, f"Experts: {name} must be that of ep, {wanted}, got {got}")
+
+
+class MoE(nn.Module):
+    """A router, the experts that it chooses, and experts that every token has, if any.
+
+    Attributes:
+        gate, experts, shared_experts: under which their parameters are in state dicts.
+
+    Args:
+        router: its forward [T, D] -> `Routing`, such as a `Router`.
+        experts: such as `Experts`.
+        shared_experts: any module [..., D] -> [..., D], such as a dense feed-forward layer; where experts have an
+            ep, called while tokens travel to them.
+
+    Raises:
+        RuntimeError: a `Router` chooses among more or fewer experts than `Experts` has, or for tokens of another size.
+        TypeError: an argument is no module.
+    """
+
+    def __init__(self, router: nn.Module, experts: nn.Module, shared_experts: nn.Module | None = None) -> None:
+        super().__init__()
+        check_module("MoE", "router", router)
+        check_module("MoE", "experts", experts)
+        if shared_experts is not None:
+            check_module("MoE", "shared_experts", shared_experts)
+        if isinstance(router, Router) and isinstance(experts, Experts):  # ids that are of no expert would be dropped
+            chosen, has = router.weight.shape[0], experts.num_experts
+            require(chosen == has, f"MoE: experts must be as many as router chooses among, {chosen}, got {has}")
+            size, takes = router.weight.shape[1], experts.down_proj.shape[1]
+            require(size == takes, f"MoE: experts must have the hidden_size of router, {size}, got {takes}")
+        self.gate, self.experts, self.shared_experts = router, experts, shared_experts
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., D] -> out, shaped as x, and the losses of the router, to be added to that of the model."""
+        ep = getattr(self.experts, "ep", None)
+        if ep is None:
+            out, loss = self._routed(_tokens_of(x))
+            out = out.view(x.shape)
+            return out if self.shared_experts is None else out + self.shared_experts(x), loss
+        with ep.errors_told():
+            tokens = _tokens_of(x)
+            routing = self.gate(tokens)
+        call = tokens, routing.topk_ids, routing.topk_scores
+        if self.shared_experts is None:
+            return self.experts(*call).view(x.shape), routing.loss
+        out = self.experts(*call, shared_experts=lambda t: self.shared_experts(t.view(x.shape)).view(t.shape))
+        return out.view(x.shape), routing.loss
+
+    def _routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """By experts of this rank, and the losses."""
+        gate, experts = self.gate, self.experts
+        known = type(gate) is Router and type(experts) is Experts
+        if known and all(layer.is_plain(module, _FORWARDS[type(module)]) for module in (gate, experts)):
+            if layer.takes(x, gate.weight, *experts.parameters()):
+                out, *choice = layer.run(x, gate.weight, gate._rule(x), experts._arguments(), experts.options)
+                return out, gate._losses_and_counts(*choice)
+        routing = gate(x)
+        return experts(x, routing.topk_ids, routing.topk_scores), routing.loss

@@ -1,0 +1,228 @@
+"""The differentiable grouped matmul of MoE layers: a drop-in for `torch._grouped_mm` that computes in fp8."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from moe_fp8_ext._C import validates
+from moe_fp8_ext.matmul.bf16 import Bf16GroupedMm, autocast_dtype, cast, row_major
+from moe_fp8_ext.matmul.fp8 import Fp8GroupedMm
+from moe_fp8_ext.ops import permute_pad
+from moe_fp8_ext.ops.checks import (
+    INPUT_DTYPES,
+    check_dense,
+    check_int,
+    check_main_grad,
+    has_values,
+    validate_indices,
+    validate_offs,
+)
+from moe_fp8_ext.ops.dispatch import asks_for_gradient
+from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS, MAX_ROWS, round_up
+from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
+from moe_fp8_ext.quantization.tensor import Pair, Quantized, given
+
+_OP = "grouped_mm"
+
+
+def grouped_mm(
+    A: Tensor | Quantized | Pair,
+    B_t: Tensor | Quantized | Pair,
+    offs: Tensor,
+    *,
+    recipe: str | Recipe = "rowwise",
+    indices: Tensor | None = None,
+    top_k: int | None = None,
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """out[r] = A[r] @ B_t[e] for every row r of group e; rows from offs[-1] on are zero.
+
+    With `indices`, row r is A[indices[r] // top_k] instead, as `permute_pad` takes it: quantizer or product gathers it,
+    so that the permuted and padded tokens never exist in 16 bits, but for what a product dequantizes (see
+    `ops.scaled_grouped_mm`).
+
+    With a quantized recipe, A, B_t and the output gradient are quantized to fp8 on the way into each of the three
+    matmuls. dA is zero in tail rows, the gradient of an empty group's weights is zero. Any sizes work, the caller never
+    pads; nothing here waits for the device, and two runs give the same bytes. Traces under
+    torch.compile(fullgraph=True), can be captured in a CUDA graph, honours torch.autocast. Differentiable once.
+
+    Kept for backward is the transposed fp8 copy of B_t, where A needs a gradient, and, where B_t does, the smaller of
+
+        A itself                                 rows of A * K * bytes of an element
+        its fp8 copy along tokens, with scales   K * P + scales,  P = round_up(M, align) + E * align
+                                                 scales: 4 E K ("rowwise"), 4 round_up(S, 4) * B ("blockwise"), or
+                                                 round_up(K, 128) * (P / 32 + 4 E) ("mxfp8")
+
+    with M rows of out, B = (round_up(M, 128) + 128 E) / 128, S = ceil(K / 128), with amax "group" K. A itself is a
+    reference to what the caller has, no copy, and is quantized along tokens in backward, to the same bytes. In a graph
+    for any number of tokens it is always the fp8 copy. With the recipe's wgrad_high_precision it is A in bfloat16.
+
+    What differs from `torch._grouped_mm`: offs are required, there is no bias and no out_dtype, A is always [M, K] and
+    B_t [E, K, N].
+
+    Args:
+        A: [M, K] tokens sorted by group, or, with `indices`, in any order; bfloat16, float16 or float32. Or already
+            quantized: what `quantize_rows` returns for offs, or, where B_t needs a gradient, the pair of
+            `quantize_both`, whose amax the gradient then has; with that of the recipe's `amax_of_groups` it is the
+            gradient of the tensor, byte for byte, and as fast. No gradient flows into a Quantized: it counts as a
+            constant. One of other groups gives wrong numbers; MOE_FP8_VALIDATE=1 refuses it.
+        B_t: [E, K, N] weights, the transposed view of [E, N, K] or contiguous itself (both without a copy), of A's
+            dtype. Or the pair that `quantize_weight` returns for the weights [E, N, K], a constant too; its first alone
+            will do where A needs no gradient. Or the view of a weight that `gather_in_fp8_` has gathered.
+        offs: [E] int32 on A's device, exclusive end row of each group, non-decreasing, at most 1024.
+        recipe: "rowwise" (fp8, one scale a row), "blockwise" (fp8, one scale for 128 elements, 128 x 128 of a weight),
+            "mxfp8" (fp8, a power of two for 32 elements), "bf16" (no quantization: `torch._grouped_mm`, which on a GPU
+            takes at most 1023 experts), "auto" ("rowwise", or "bf16" where E / M + 1 / K + 1 / N is 1 / 350
+            or more, and that is faster on an H200; of what is quantized already "rowwise"), or a `Recipe`.
+        indices: [P] int32 on A's device, of `permute_indices` (with its padded_offs as offs), or the permutation of
+            `sort_tokens` with its top_k; distinct, any other value than a slot of A stands for a row of zeros.
+        top_k: slots of a row of A, given with indices and only then.
+        main_grad: [E, K, N], float32 or bfloat16, the transposed view of a contiguous [E, N, K], as B_t usually is.
+            Every backward adds the gradient of B_t to it, in float32, before that is rounded to bfloat16 (see
+            `ops.add_scaled_grouped_mm`, which says where that takes a float32 product in memory), and autograd gets
+            none: B_t.grad stays as it is, and hooks that wait for it are not called. Where B_t needs no gradient, it is
+            not written. A backward that is asked for the gradient of A alone adds to it too, as torch does not tell it:
+            pipelines that run one for A and one for B_t add twice. With a quantized B_t, and an A that needs a
+            gradient, it takes that of the weights that B_t was made of: for weights that are trained, and quantized
+            once for many calls of a graph.
+
+    Returns:
+        out [M, N], with `indices` [P, N], of A's dtype, B_t's where A is quantized, bfloat16 where both are. The matmul
+        itself rounds to bfloat16.
+
+    Raises:
+        RuntimeError: dtype, shape, stride, device or format are not as above; the text names op and argument.
+        ValueError, TypeError: no recipe of that name exists, or it is neither a name nor a `Recipe`.
+
+    Source: DESIGN.md section 6; the signature of `torch._grouped_mm`.
+    """
+    recipe = get_recipe(recipe, _OP)
+    a, w = given(_OP, "A", A, recipe.format), given(_OP, "B_t", B_t, recipe.format, weight=True)
+    A, B_t = A if isinstance(A, Tensor) else None, B_t if isinstance(B_t, Tensor) else None
+    _check(A, B_t, a, w, offs, indices, top_k)
+    if main_grad is not None:
+        check_main_grad(_OP, "main_grad", main_grad, "B_t", w[0].q.mT if B_t is None else B_t, transposed=True)
+        main_grad = main_grad.mT
+    a_dtype, b_dtype = _dtypes(A, B_t)
+    if A is not None and B_t is not None and a_dtype != b_dtype:
+        _fail(f"B_t must have the dtype of A, {a_dtype}, got {b_dtype}")
+    A = None if A is None else cast(A, a_dtype)
+    needs = asks_for_gradient(A), asks_for_gradient(B_t)
+    if B_t is None and main_grad is not None:
+        if torch.is_grad_enabled() and not needs[0]:
+            got = "a Quantized" if A is None else "requires_grad=False"
+            _fail(f"A must ask for a gradient where main_grad is that of a quantized B_t, got {got}")
+        needs = needs[0], needs[0]
+    if A is not None and B_t is not None:
+        (experts, k, n), rows = B_t.shape, (A if indices is None else indices).shape[0]
+        recipe = recipe.at(rows * k * n, experts * k * n + rows * (k + n), experts)
+    if recipe.format is None:
+        if indices is not None:
+            A = permute_pad(row_major(A), indices, top_k)
+        return Bf16GroupedMm.apply(A, cast(B_t, b_dtype), offs, main_grad, *needs)
+    _check_gradients(a, w, recipe, *needs)
+    # B_t as it is: weights that are reused are not cast. One argument for all that are no tensors: torch looks at each.
+    return Fp8GroupedMm.apply(A, B_t, offs, indices, main_grad, (recipe, a, w, top_k, a_dtype, b_dtype, *needs))
+
+
+def _fail(text: str) -> NoReturn:
+    raise RuntimeError(f"{_OP}: {text}")
+
+
+def _check(
+    A: Tensor | None,
+    B_t: Tensor | None,
+    a: tuple[Quantized | None, Quantized | None],
+    w: tuple[Quantized | None, Quantized | None],
+    offs: Tensor,
+    indices: Tensor | None,
+    top_k: int | None,
+) -> None:
+    tokens, weight = a[0].q if A is None else A, w[0].q if B_t is None else B_t
+    if tokens.dtype not in INPUT_DTYPES and A is not None:
+        _fail(f"A must be bfloat16, float16 or float32, got {A.dtype}")
+    if weight.dtype not in INPUT_DTYPES and B_t is not None:
+        _fail(f"B_t must be bfloat16, float16 or float32, got {B_t.dtype}")
+    check_dense(_OP, "A", tokens, 2)
+    check_dense(_OP, "B_t", weight, 3)
+    _check_device("B_t", weight, tokens)
+    k, of_a = weight.shape[2 if B_t is None else 1], tokens.shape[1]
+    if k != of_a:
+        _fail(f"B_t must have size {of_a} in dimension 1 (the last of A), got {k}")
+    _check_vector("offs", offs, tokens)
+    e, got = weight.shape[0], offs.shape[0]
+    if got > MAX_EXPERTS:
+        _fail(f"offs must have at most {MAX_EXPERTS} entries, got {got}")
+    if got != e:
+        _fail(f"offs must have {e} entries, one for each expert of B_t, got {got}")
+    if (indices is None) != (top_k is None):
+        given, missing = ("top_k", "indices") if indices is None else ("indices", "top_k")
+        _fail(f"{missing} must be given with {given}, got None")
+    if a[0] is not None and a[0].offs is None and FORMATS[a[0].format].order == "blocked":
+        _fail("A must be quantized for offs, by whose groups its scales are blocked, got one without")
+    if indices is not None:
+        if A is None:
+            _fail("indices must be None where A is quantized, got a tensor")
+        _check_vector("indices", indices, tokens)
+        check_int(_OP, "top_k", top_k)
+        if top_k < 1:
+            _fail(f"top_k must be at least 1, got {top_k}")
+        if isinstance(rows := tokens.shape[0], int) and rows * top_k > MAX_ROWS:
+            _fail(f"top_k must give at most {MAX_ROWS} slots to {rows} rows, got {top_k}")
+    if not torch.compiler.is_compiling() and validates() and has_values(offs):
+        rows = tokens.shape[0] if indices is None else indices.shape[0]
+        validate_offs(_OP, offs, "rows of A" if indices is None else "indices", rows)
+        _validate_groups(a, offs)
+        if indices is not None:
+            validate_indices(_OP, indices, tokens.shape[0] * top_k)
+
+
+def _validate_groups(a: tuple[Quantized | None, Quantized | None], offs: Tensor) -> None:
+    for quantized in a:
+        if quantized is None or quantized.offs is None:
+            continue
+        sizes = offs.diff(prepend=offs.new_zeros(1))
+        wanted = (round_up(sizes, quantized.align).cumsum(0)).tolist()
+        got = quantized.offs.tolist()
+        if got != wanted:
+            _fail(f"A must be quantized along {quantized.along} for offs, with groups that end at {wanted}, got {got}")
+
+
+def _check_device(arg: str, x: Tensor, A: Tensor) -> None:
+    if x.device != A.device:
+        _fail(f"{arg} must be on the device of A, {A.device}, got {x.device}")
+
+
+def _check_vector(arg: str, x: Tensor, A: Tensor) -> None:
+    check_dense(_OP, arg, x, 1)
+    if x.dtype != torch.int32:
+        _fail(f"{arg} must be int32, got {x.dtype}")
+    if x.stride(0) != 1 and x.shape[0] > 1:
+        _fail(f"{arg} must have stride 1, got stride {x.stride(0)}")
+    _check_device(arg, x, A)
+
+
+def _check_gradients(
+    a: tuple[Quantized | None, Quantized | None],
+    w: tuple[Quantized | None, Quantized | None],
+    recipe: Recipe,
+    needs_dA: bool,
+    needs_dB: bool,
+) -> None:
+    if needs_dB and a[0] is not None:
+        if recipe.wgrad_high_precision:
+            _fail("A must be a tensor where B_t needs a gradient in high precision, got a Quantized")
+        if a[1] is None:
+            _fail("A must be the pair of quantize_both where B_t needs a gradient, got a Quantized along rows")
+    if needs_dA and w[0] is not None and w[1] is None:
+        _fail("B_t must be the pair of quantize_weight where A needs a gradient, got its first alone")
+
+
+def _dtypes(A: Tensor | None, B_t: Tensor | None) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """Of A and B_t as they are multiplied; torch.autocast decides."""
+    x = B_t if A is None else A
+    dtype = None if x is None else autocast_dtype(x)
+    return tuple(None if x is None else dtype or x.dtype for x in (A, B_t))

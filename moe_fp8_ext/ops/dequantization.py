@@ -1,0 +1,98 @@
+import torch
+from torch import Tensor
+
+from moe_fp8_ext.ops.checks import (
+    INPUT_DTYPES,
+    check,
+    check_dims,
+    check_format,
+    check_one_of,
+    check_scale,
+    check_scale_of_tokens,
+    check_size,
+    require,
+)
+from moe_fp8_ext.ops.dispatch import refuse_derivatives
+from moe_fp8_ext.quantization.format import GROUP_SCALES, padded_extent
+
+_OP = "dequantize"
+_op = torch.ops.moe_fp8.dequantize.default
+
+
+def dequantize(
+    q: Tensor,
+    scale: Tensor,
+    format: str,
+    *,
+    along: str = "rows",
+    offs: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Turns a quantized operand and its scales back into values: out = q * scale in float32, rounded to `out_dtype`.
+
+    The operand is any output of a quantizer, its scales as that quantizer returned them:
+
+        along="rows"     q [M, K] of `quantize_rows`; q [E, N, K] of `quantize_weight`, or q_t [E, K, N] with scale_t;
+                         of "rowwise" and "mxfp8_rowmajor" any [..., K]
+        along="tokens"   q_t [K, P] of `quantize_tokens`, offs = padded_offs
+
+    Rows, or positions, past the last group are zero where scales go by groups, whatever q holds there. Every NaN is the
+    quiet one without a sign. Never waits for the device.
+
+    Args:
+        q: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz; stride 1 in its last dimension, other strides
+            free.
+        scale: float32, or float8_e8m0fnu of the MX formats: byte e is 2^(e - 127), 255 NaN. Of any strides in format
+            "blockwise", contiguous in the others.
+        format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
+        along: "rows" or "tokens".
+        offs: [E] int32 on q's device, exclusive ends of groups, non-decreasing, at most 1024. Of positions, always,
+            along tokens. Of rows if scales of "mxfp8" are blocked by groups; other formats look the same with and
+            without. Contents are clamped and made monotonic; MOE_FP8_VALIDATE=1 checks them, which waits for the
+            device.
+        out_dtype: bfloat16 (default), float16 or float32.
+
+    Returns:
+        out, shaped as q, contiguous.
+
+    Raises:
+        RuntimeError: format, dtype, shape, strides or device are not as above, or an argument asks for a derivative,
+            which this has none of; the text names the argument.
+
+    Source: the scales of DESIGN.md section 3, the layouts of sections 4 and 5.
+    """
+    return _op(q, scale, format, along, offs, out_dtype)
+
+
+refuse_derivatives(_op)
+
+
+@torch.library.register_fake("moe_fp8::dequantize")
+def _(q, scale, format, along="rows", offs=None, out_dtype=None):
+    check(_OP, "q", q)
+    check(_OP, "scale", scale, q)
+    format = check_format(_OP, format)
+    check_one_of(_OP, "along", along, ("rows", "tokens"))
+    along_tokens = along == "tokens"
+    any_dims = not along_tokens and format.order == "row_major"
+    if not any_dims:
+        check_dims(_OP, "q", q, 2, 2 if along_tokens else 3)
+    require(not along_tokens or offs is not None, f"{_OP}: offs must be given along tokens, got None")
+    out_dtype = out_dtype or torch.bfloat16
+    require(out_dtype in INPUT_DTYPES, f"{_OP}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    e = None
+    if offs is not None:
+        check(_OP, "offs", offs, q)
+        e = offs.shape[0]
+        if format.block and (along_tokens or (format.order == "blocked" and q.dim() == 2)):
+            padded = padded_extent(q.shape[1 if along_tokens else 0], e, GROUP_SCALES)
+            check_size(_OP, "q", padded, "columns with padding" if along_tokens else "rows with padding")
+    if not any_dims:
+        check_size(_OP, "q", q.shape[-2], "rows")
+    if along_tokens:
+        check_scale_of_tokens(_OP, "scale", scale, format, *q.shape, e)
+    elif not any_dims and q.dim() == 3:
+        check_scale(_OP, "scale", scale, format, format.scale_of_weight(*q.shape).shape)
+    else:
+        check_scale(_OP, "scale", scale, format, format.scale_of_rows(q.shape, e).shape)
+    return torch.empty(q.shape, dtype=out_dtype, device=q.device)

@@ -1,0 +1,1 @@
+"""Formats, recipes, quantized operands, and how a weight becomes an operand."""

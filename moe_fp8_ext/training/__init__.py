@@ -1,0 +1,1 @@
+"""What surrounds a training step: reuse of quantized weights, activation checkpointing."""

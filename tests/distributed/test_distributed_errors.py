@@ -1,0 +1,250 @@
+"""Experts over several processes: errors that all must hear of, what there is no room for, gradients in FP8."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from experts_problem import OF_OPERAND, SPREAD_DB, assert_equal, run
+from helpers import assert_same_tensor
+from processes import NEEDS_GLOO, in_processes
+from test_distributed import EXPERTS, D, F, World, meshes, process
+
+from moe_fp8_ext import Experts, MoE, Recipe, Router
+from moe_fp8_ext.distributed import ExpertParallel
+from moe_fp8_ext.distributed import message as messages
+
+SIZE = 4
+
+
+def check_arguments(world: World) -> None:
+    """Those of one rank alone that would be refused anywhere, before it hears of the others."""
+    strange = dict(num_experts=7), dict(top_k=0), dict(recipe="none"), dict(gradients="fp16"), dict(capacity=1.0)
+    strange += dict(num_experts=float(EXPERTS)), dict(top_k=2.0), dict(gradients=Recipe("bf16"))
+    for options in strange:
+        usual = dict(num_experts=EXPERTS, top_k=2)
+        options = usual | options if world.rank == 1 else usual
+        text = "must be the same on all ranks, got .* on rank . and .* on rank ."
+        world.raises(text, partial(ExpertParallel, dist.group.WORLD, **options))
+    equal = dict(recipe=Recipe("rowwise"), capacity=1, mode="static") | dict(top_k=2, num_experts=EXPERTS)
+    ExpertParallel(dist.group.WORLD, **(equal | dict(recipe="rowwise", capacity=1.0) if world.rank == 1 else equal))
+    refused = (
+        (dict(num_experts=7), "num_experts must be a multiple"),
+        (dict(num_experts=8.0), "num_experts must be an int, got float"),
+        (dict(top_k="2"), "top_k must be an int, got str"),
+        (dict(chunks=1.5), "chunks must be an int, got float"),
+        (dict(mode="static", capacity="1"), "capacity must be None, or with mode 'static' .*, got '1'"),
+    )
+    for options, text in refused:
+        options = dict(num_experts=EXPERTS, top_k=2) | options
+        world.raises(f"^ExpertParallel: {text}", partial(ExpertParallel, dist.group.WORLD, **options))
+    text = "^ExpertParallel: group must be a ProcessGroup or a DeviceMesh of one dimension, got one of 2$"
+    world.raises(text, partial(ExpertParallel, meshes(world, 2), EXPERTS, 2))
+    # Numbers of numpy are of no class of Python's either.
+    assert ExpertParallel(dist.group.WORLD, EXPERTS, 2, mode="static", capacity=Fraction(1, 2)).capacity == 0.5
+
+
+def check_names_of_ranks(world: World) -> None:
+    """A group may begin at any rank."""
+    if world.size < 4:
+        return
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    part = World(world.rank % 2, 2, world.device, world.folder)
+    problem = part.part(part.whole([8, 8], 2), [8, 8])
+    problem = replace(problem, x=problem.x.double()) if world.rank == 3 else problem
+    call = partial(run, problem, ExpertParallel(groups[world.rank // 2], EXPERTS, 2).experts)
+    if world.rank < 2:
+        call()
+    else:
+        world.raises("on rank 3: see there" if world.rank == 2 else "x must be bfloat16", call)
+
+
+def check_sizes(world: World) -> None:
+    """Buffers of a fixed size want as many tokens on all ranks."""
+    tokens = [8 + rank for rank in range(world.size)]
+    call = partial(run, world.part(world.whole(tokens, 2), tokens), world.parallel(2, mode="static").experts)
+    world.raises("x, and what asks for a gradient, must be alike", call)
+
+
+def check_casts(world: World) -> None:
+    """An error as late as in the message, such as that there is no memory for it."""
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    for mode in ("exact", "static"):
+        call = partial(run, problem, world.parallel(2, mode=mode).experts)
+        with pytest.MonkeyPatch.context() as patch:
+            last = world.size - 1
+            if world.rank == last:
+                patch.setattr(messages, "_quantize_and_pack", lambda *of_message: torch.empty(2**62))
+            text = f"error was raised on rank {last}" if world.rank != last else "memory|allocate|overflow"
+            world.raises(text, call)
+        call()
+
+
+def check_capture(world: World) -> None:
+    """Of a graph that would have to wait."""
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    for mode, text in (("exact", "mode must be 'static'"), ("static", "the first call must come before")):
+        parallel = world.parallel(2, mode=mode)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            patch.setattr(parallel._exact, "side", object())  # as on a GPU
+            world.raises(f"^ExpertParallel: {text}", partial(run, problem, parallel.experts))
+        run(problem, parallel.experts)
+
+
+def check_routers(world: World) -> None:
+    """Theirs come before tokens do."""
+    last = world.size - 1
+    how = dict(device=world.device, dtype=torch.bfloat16)
+    moe = MoE(Router(EXPERTS, D, 2, **how), Experts(EXPERTS, D, F, ep=world.parallel(2), **how))
+    usual = world.part(world.whole([8] * world.size, 2), [8] * world.size).x
+    for x, text in ((usual.double(), "Router: x must be"), (usual[:, 1:], "Router: x must"), (None, "MoE: x must be")):
+        text = text if world.rank == last else f"error was raised on rank {last}"
+        world.raises(text, partial(moe, x if world.rank == last else usual))
+    moe(usual)
+
+
+def check_ids(world: World) -> None:
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    own = torch.arange(8, device=world.device)[:, None] == world.rank
+    problem = replace(problem, ids=torch.where(own, EXPERTS, problem.ids))
+    call = partial(run, problem, world.parallel(2).experts)
+    call()
+    os.environ["MOE_FP8_VALIDATE"] = "1"
+    world.raises(re.escape(f"topk_ids must be -1 or from 0 to {EXPERTS - 1}, got {EXPERTS}"), call)
+    run(replace(problem, ids=torch.where(problem.ids == EXPERTS, -1, problem.ids)), call.args[1])
+
+
+def check_capacity(world: World) -> None:
+    """Where every rank has more than there is room for, the first tokens have it."""
+    tokens = [32] * world.size
+    problem = world.whole(tokens, 1)
+    served = problem.ids.clone()
+    for ids, first in product(served.split(32), range(0, EXPERTS, EXPERTS // world.size)):
+        there = (ids >= first) & (ids < first + EXPERTS // world.size)
+        ids[there & (there.cumsum(0) > 32 // world.size // 2)] = -1
+    parallel = world.parallel(1, "bf16", mode="static", capacity=0.5)
+    got = run(world.part(problem, tokens), parallel.experts)
+    assert_equal(got, world.wanted(replace(problem, ids=served), tokens, recipe="bf16"))
+    world.raises(f"{(served < 0).sum()} tokens and 0 slots were left out", parallel.check)
+
+
+def check_unsent(world: World) -> None:
+    """A first call that raises, for there is an error on another rank, leaves nothing out of the next."""
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    crowded = replace(problem, ids=torch.tensor([0, 1], device=world.device).repeat(8, 1))
+    even = replace(problem, ids=torch.arange(EXPERTS, device=world.device).view(4, 2).repeat(2, 1))
+    parallel = world.parallel(2, mode="static", capacity=1.0)
+    strange = replace(crowded, x=crowded.x.double()) if world.rank == 1 else crowded
+    text = "x must be bfloat16" if world.rank == 1 else "an error was raised on rank 1"
+    world.raises(text, partial(run, strange, parallel.experts))
+    run(even, parallel.experts)
+    parallel.check()
+    run(crowded, parallel.experts)
+    world.raises("were left out", parallel.check)
+
+
+def check_without_gradients(world: World) -> None:
+    """What is left out shows in the next call, where no backward comes in between."""
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    crowded = replace(problem, ids=torch.tensor([0, 1], device=world.device).repeat(8, 1))
+    parallel = world.parallel(2, mode="static", capacity=1.0)
+    call = partial(parallel.experts, crowded.x, crowded.ids, crowded.scores, crowded.w_gate_up, crowded.w_down)
+    with torch.no_grad():
+        call()
+        world.raises("were left out", call)
+
+
+def check_gradients(world: World) -> None:
+    """Those that travel in FP8 are what one process makes of them, of the dtype of gradients.
+
+    But b_down, a sum of them, sees a cast that one process has not: to E5M2, whose steps are twice those of E4M3.
+    """
+    tokens, recipe = [24] * world.size, Recipe("rowwise", grad_dtype=torch.float8_e5m2)
+    problem = world.whole(tokens, 2, bias=True)
+    got = run(world.part(problem, tokens), world.parallel(2, recipe, gradients="fp8").experts)
+    want = world.wanted(problem, tokens, recipe=recipe)
+    cast, exact = got["b_down"].double(), want["b_down"].double()
+    assert 0 < (cast - exact).norm() <= (4 * OF_OPERAND * 10 ** (SPREAD_DB / 10)) ** 0.5 * exact.norm()
+    for name in ("out", "x", "w_gate_up", "b_gate_up"):
+        assert_same_tensor(got[name], want[name], name)
+
+
+def check_room(world: World) -> None:
+    """What there is no room for is in no index, and slots are those that there are, or have room."""
+    os.environ["MOE_FP8_VALIDATE"] = "1"
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    crowded = replace(problem, ids=torch.tensor([0, 1], device=world.device).repeat(8, 1))
+    for recipe in ("bf16", "rowwise"):
+        run(crowded, world.parallel(2, recipe, mode="static", capacity=1.0).experts)
+    for ids, options in ((problem.ids, {}), (crowded.ids, {}), (crowded.ids, dict(mode="static", capacity=1.0))):
+        parallel = world.parallel(2, **options)
+        [sent] = parallel.dispatch(problem.x, ids, problem.scores, 0)
+        slots = parallel.received(sent).slots
+        assert len(slots.permutation) == (16 if options else slots.offs[-1])
+    [nowhere] = world.parallel(2).dispatch(problem.x, torch.full_like(problem.ids, -1), problem.scores, 0)
+    assert sum(nowhere.way.sent) == 0
+
+
+def check_meta(world: World) -> None:
+    """A model may be built where no tensor has memory, its ExpertParallel with it."""
+    with torch.device("meta"):
+        experts = Experts(EXPERTS, D, F, ep=world.parallel(2), dtype=torch.bfloat16)
+    experts.to_empty(device=world.device)
+    torch.manual_seed(0)
+    experts.reset_parameters()
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    torch.manual_seed(0)
+    alike = Experts(EXPERTS, D, F, ep=world.parallel(2), dtype=torch.bfloat16, device=world.device)
+    call = problem.x, problem.ids, problem.scores
+    assert_same_tensor(experts(*call).detach(), alike(*call).detach(), "out")
+
+
+def check_strides(world: World) -> None:
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    columns = replace(problem, ids=problem.ids.t().contiguous().t())
+    assert_equal(*(run(of, world.parallel(2).experts) for of in (columns, problem)))
+
+
+def check_large_ids(world: World) -> None:
+    """Ids travel in 32 bits, in which this one would be expert 0."""
+    problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
+    ids = (torch.tensor([[1, of_no_expert]], device=world.device).expand(8, 2) for of_no_expert in (2**32, -1))
+    got, want = (run(replace(problem, ids=i), world.parallel(2).experts) for i in ids)
+    assert_equal(got, want)
+
+
+CHECKS = (
+    *(check_arguments, check_names_of_ranks, check_sizes, check_casts, check_capture, check_routers),
+    *(check_gradients, check_capacity, check_unsent, check_without_gradients, check_large_ids, check_ids),
+    *(check_room, check_strides, check_meta),
+)
+
+
+@NEEDS_GLOO
+def test_processes(tmp_path):
+    in_processes(SIZE, process, SIZE, False, CHECKS, tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA GPU")
+def test_two_gpus(tmp_path):
+    in_processes(2, process, 2, True, CHECKS, tmp_path, backend="nccl")
+
+
+@NEEDS_GLOO
+def test_a_group_whose_backend_nobody_named(tmp_path):
+    dist.init_process_group(init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        parallel = ExpertParallel(dist.group.WORLD, 1, 1)
+        assert parallel.peers.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+        assert copy.deepcopy([parallel]) == [parallel]  # as in a model
+    finally:
+        dist.destroy_process_group()

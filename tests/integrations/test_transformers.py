@@ -1,0 +1,450 @@
+"""Experts of Hugging Face Transformers with our forward, against the same experts with Transformers' own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers import ROOT, assert_same_tensor, blocks, short
+from torch import Tensor
+from transformers_models import (
+    DIM,
+    EXPERTS,
+    LAYOUTS,
+    MODELS,
+    SIZES,
+    Sizes,
+    assert_same,
+    calls,
+    drawn,
+    experts_of,
+    gradients,
+    marked_classes,
+    results,
+    tiny_model,
+    transformers,
+)
+
+import moe_fp8_ext
+from moe_fp8_ext.integrations import transformers as integration
+from moe_fp8_ext.integrations.transformers import register
+
+moe = importlib.import_module("transformers.integrations.moe")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    register()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # models as small as these only wait for threads
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(experts: torch.nn.Module, implementation: str, x: Tensor, ids: Tensor, scores: Tensor) -> dict[str, Tensor]:
+    """The output and every gradient."""
+    experts.config._experts_implementation = implementation
+    return results(experts, x, ids, scores)
+
+
+# Roundings to bfloat16 from an input to the output: 2 products, 2 biases, at most 5 in a gate and 3 in a norm, scores
+# and their sum. As many on the way back, and about 10 rows of a bias's gradient are added up one by one. Each moves a
+# value by at most 2^-8 of it, in the root mean square by 2^-8 / sqrt(3) or less. What rounds independently adds up in
+# squares, and so do the two that are compared; weights of random values carry a relative error on as it is.
+ROUNDINGS = 14 + 14 + 10
+TOLERANCE = (2 * ROUNDINGS / 3) ** 0.5 * 2**-8  # 2 %
+
+
+def assert_close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].dtype == want[name].dtype and got[name].shape == want[name].shape, name
+        a, b = got[name].double(), want[name].double()
+        assert (a - b).norm() <= TOLERANCE * b.norm(), f"{name}: {(a - b).norm() / b.norm():.4f} > {TOLERANCE:.4f}"
+
+
+@pytest.mark.parametrize("scores", [torch.float32, torch.bfloat16], ids=short)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bf16_is_what_transformers_computes(name, scores):
+    experts, call = experts_of(name), calls(scores=scores)
+    assert_close(run(experts, "moe_fp8_bf16", *call), run(experts, "grouped_mm", *call))
+
+
+def test_every_class_that_is_marked():
+    """Of all models that Transformers has."""
+    found = 0
+    for marked in marked_classes():
+        experts, call = drawn(marked(Sizes())).bfloat16(), calls()
+        assert_close(run(experts, "moe_fp8_bf16", *call), run(experts, "grouped_mm", *call))
+        found += 1
+    assert found >= 54
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_float32_experts_under_autocast(name):
+    """Transformers' own do not follow autocast; eager ones do."""
+    experts, (x, ids, scores) = experts_of(name, torch.float32), calls()
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = (run(experts, which, x.float(), ids, scores) for which in ("moe_fp8_bf16", "eager"))
+    assert_close(got, want)
+
+
+def test_recipes():
+    """Each under its own name; `moe_fp8` stands for what it was registered with."""
+    experts, call = experts_of("mixtral"), calls()
+    names = "rowwise", "blockwise", "mxfp8", "bf16", "auto"
+    assert {name for name in interface() if "moe_fp8" in name} == {"moe_fp8", *(f"moe_fp8_{name}" for name in names)}
+    named = {name: run(experts, f"moe_fp8_{name}", *call) for name in names}
+    assert_same(run(experts, "moe_fp8", *call), named["rowwise"])
+    assert_same(named["auto"], named["bf16"])  # for as few slots
+    for other in ("blockwise", "bf16"):
+        assert not torch.equal(named[other]["out"], named["rowwise"]["out"])
+        register(other)
+        assert_same(run(experts, "moe_fp8", *call), named[other])
+    register(moe_fp8_ext.Recipe("rowwise", grad_dtype=torch.float8_e5m2))
+    mine = run(experts, "moe_fp8", *call)
+    assert_same_tensor(mine["out"], named["rowwise"]["out"], "out")
+    assert not torch.equal(mine["x"], named["rowwise"]["x"])
+    assert_same(run(experts, "moe_fp8_rowwise", *call), named["rowwise"])
+
+
+def losses(name: str, implementation: str) -> list[float]:
+    model = tiny_model(name, implementation)
+    tokens = torch.randint(3, SIZES["vocab_size"], (2, 32), generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    for _ in range(15):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"), [*((name, "moe_fp8") for name in MODELS), ("qwen3_moe", "moe_fp8_blockwise")]
+)
+def test_training(name, implementation):
+    stock, ours = losses(name, "grouped_mm"), losses(name, implementation)
+    assert stock[-1] < 0.9 * stock[0] and ours != stock
+    assert ours == pytest.approx(stock, rel=0.01)
+
+
+@pytest.fixture
+def activations(monkeypatch) -> list[str]:
+    """Of all calls of `experts`."""
+    called = []
+
+    def spy(*args: object, activation: str, **kwargs: object) -> Tensor:
+        called.append(activation)
+        return moe_fp8_ext.experts(*args, activation=activation, **kwargs)
+
+    monkeypatch.setattr(integration, "experts", spy)
+    return called
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_one_operation(name, activations):
+    """All whose activation is known, but for those with a norm."""
+    known = {"gpt_oss": ["swiglu_oai"], "nemotron_h": ["relu2"], "muse_spark_text": []}
+    run(experts_of(name), "moe_fp8", *calls())
+    assert activations == known.get(name, ["swiglu"])
+
+
+@pytest.mark.parametrize(
+    ("name", "act", "activation"),
+    [
+        *(("mixtral", act, "swiglu") for act in ("silu", "swish", torch.nn.functional.silu)),
+        *(("mixtral", act, "geglu") for act in ("gelu_pytorch_tanh", "gelu_new")),
+        *(("nemotron_h", act, "silu") for act in ("silu", torch.nn.functional.silu)),
+        ("nemotron_h", "gelu_new", "gelu"),
+    ],
+)
+def test_activations_that_are_known(name, act, activation, activations):
+    own, call = experts_of(name), calls()
+    del own.act_fn  # a module, in whose place no function can be put
+    own.act_fn = transformers.activations.ACT2FN[act] if isinstance(act, str) else act
+    assert_close(run(own, "moe_fp8_bf16", *call), run(own, "grouped_mm", *call))
+    assert activations == [activation]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "nemotron_h"])
+def test_class_that_was_replaced(name, activations):
+    """By `fully_shard` or a parametrization, as adapters for low-rank training are: one operation all the same."""
+    own, call = experts_of(name), calls()
+    want = run(own, "moe_fp8", *call)
+    torch.nn.utils.parametrize.register_parametrization(own, "down_proj", torch.nn.Identity())
+    assert type(own).__name__.startswith("Parametrized")
+    assert_same_tensor(run(own, "moe_fp8", *call)["x"], want["x"], "x")
+    assert len(activations) == 2 and len(set(activations)) == 1
+
+
+def test_activations_that_are_not_known(activations):
+    """A gate with other constants, an activation that has no name here: the model's own code."""
+    own, call = experts_of("gpt_oss"), calls()
+    own.limit = 1.0
+    assert_close(run(own, "moe_fp8_bf16", *call), run(own, "grouped_mm", *call))
+    own = experts_of("mixtral")
+    own.act_fn = torch.nn.Tanh()
+    assert_close(run(own, "moe_fp8_bf16", *call), run(own, "grouped_mm", *call))
+    assert not activations
+
+
+class SiLU(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * torch.nn.functional.silu(x)
+
+
+CHANGES = [*("gpt_oss one", "gpt_oss class", "qwen3_moe one"), *(f"mixtral {of}" for of in ("hook", "act_fn", "act"))]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_activations_that_were_changed(change, activations, monkeypatch):
+    name, change = change.split()
+    own, call = experts_of(name), calls()
+    of_class = type(own)._apply_gate
+
+    @functools.wraps(of_class)
+    def gate(self: torch.nn.Module, h: Tensor) -> Tensor:
+        return 3 * of_class(self, h)
+
+    if change == "one":
+        own._apply_gate = gate.__get__(own)
+    elif change == "class":
+        monkeypatch.setattr(type(own), "_apply_gate", gate)
+    elif change == "hook":
+        own.act_fn.register_forward_hook(lambda act, args, out: 3 * out)
+    elif change == "act":
+        monkeypatch.setattr(type(own.act_fn), "forward", SiLU.forward)
+    else:
+        own.act_fn = SiLU()
+    assert_close(run(own, "moe_fp8_bf16", *call), run(own, "grouped_mm", *call))
+    assert not activations
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_compiles(name):
+    torch._dynamo.reset()
+    experts = experts_of(name)
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (37, 50):
+        call = calls(tokens)
+        want = run(experts, "moe_fp8", *call)
+        got = results(compiled, *call)
+        assert_same({key.removeprefix("_orig_mod."): value for key, value in got.items()}, want)
+
+
+def test_a_whole_model_compiles():
+    torch._dynamo.reset()
+    model = tiny_model("mixtral", "moe_fp8")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    tokens = torch.randint(3, SIZES["vocab_size"], (2, 16))
+    want, got = (m(input_ids=tokens, labels=tokens, use_cache=False).loss for m in (model, compiled))
+    got.backward()
+    assert got.item() == pytest.approx(want.item(), rel=0.01)  # attention is other kernels there
+    assert all(p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradient_checkpointing(name):
+    model = tiny_model(name, "moe_fp8")
+    want = gradients(model)
+    model.gradient_checkpointing_enable()
+    assert_same(gradients(model), want)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_and_loaded(name, tmp_path):
+    """Weights as they were, and a config.json that names nothing of ours."""
+    model = tiny_model(name, "moe_fp8")
+    model.save_pretrained(tmp_path)
+    assert "moe_fp8" not in (tmp_path / "config.json").read_text()
+    options = dict(dtype=torch.bfloat16, experts_implementation="moe_fp8")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    assert_same(gradients(loaded), gradients(model))
+    model.set_experts_implementation("grouped_mm")
+    loaded.set_experts_implementation("grouped_mm")
+    assert_same(gradients(loaded), gradients(model))
+
+
+# Casts to FP8 on the way to a gradient: both operands of three products, and what is kept of the activation. Each moves
+# a value by at most 2^-4 of it.
+FP8_TOLERANCE = (7 / 3) ** 0.5 * 2**-4  # 9.5 %, in the root mean square
+
+
+def test_bench_cases(monkeypatch):
+    """Small as on a CPU: a case and its baseline give the same gradients, as far as FP8 goes."""
+    torch.manual_seed(0)
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    cases = importlib.import_module("cases_models").MODEL_CASES
+    assert len(cases) == 6
+    for case in cases:
+        (shape,) = case.shapes(True)
+        inputs = case.inputs(torch.device("cpu"), shape.groups, **shape.dims)
+        got, want = (torch.cat([g.double().flatten() for g in call(*inputs)]) for call in (case.call, case.baseline))
+        assert 0 < (got - want).norm() <= FP8_TOLERANCE * want.norm()
+
+
+def test_bench_tables(monkeypatch):
+    """A line for each size, with tokens a second and what they are over the baseline's."""
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    cases, tables = (importlib.import_module(name) for name in ("cases_models", "tables"))
+    times = dict(us=2e6, baseline_us=3e6, ratio=1.5)
+    rows = [
+        dict(op=case.label, shape=shape.label, dims=shape.dims, **times)
+        for case in cases.MODEL_CASES
+        for shape in case.shapes(False)
+    ]
+    text = tables.adoption_tables({"": dict(device="a GPU", commit=None, rows=rows)})
+    lines = [re.sub(" +", " ", line) for line in text.splitlines() if "_8x7b" in line or "_a3b" in line]
+    assert [line.split("| ", 2)[2] for line in lines] == [
+        "10,923 | 16,384 (1.50 x) | 16,384 (1.50 x) |",
+        "5,461 | 8,192 (1.50 x) | 8,192 (1.50 x) |",
+        "10,923 | 16,384 (1.50 x) | 16,384 (1.50 x) |",
+    ]
+
+
+IN_README = [block for block in blocks("README.md") if "transformers" in block]
+
+
+@pytest.mark.parametrize("given", [IN_README, blocks("docs/adoption.md", "Hugging Face Transformers")])
+def test_documents(given, tmp_path):
+    tiny_model("mixtral", "eager").save_pretrained(tmp_path)
+    names = dict(path=tmp_path)
+    for block in given:
+        exec(block, names)
+    model = names["model"]
+    assert model.config._experts_implementation == "moe_fp8"
+    want = gradients(model)
+    model.set_experts_implementation("moe_fp8_rowwise")
+    assert_same(gradients(model), want)
+    assert given is IN_README or names["experts"] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+
+
+def shard(experts: torch.nn.Module, first: int, count: int) -> torch.nn.Module:
+    """One rank's part of them."""
+    part = copy.deepcopy(experts)
+    part.num_experts, part._is_expert_parallel = count, True
+    for name, p in experts.named_parameters():
+        if p.shape[0] == EXPERTS:
+            getattr(part, name).data = p.data[first : first + count].clone()
+    return part
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_expert_parallel_sentinels(name):
+    """Two ranks add up to the whole, and what a rank has no expert for leaves no trace, whatever it holds."""
+    experts, (x, ids, scores) = experts_of(name), calls()
+    ids[:5] %= EXPERTS // 2  # tokens of the first rank alone
+    whole, parts = run(experts, "moe_fp8_bf16", x, ids, scores), []
+    for rank in range(2):
+        local = ids - rank * EXPERTS // 2
+        local[(local < 0) | (local >= EXPERTS // 2)] = EXPERTS // 2
+        mine = x.clone()
+        mine[(local == EXPERTS // 2).all(1)] = float("nan")
+        part = shard(experts, rank * EXPERTS // 2, EXPERTS // 2)
+        parts.append(run(part, "moe_fp8_bf16", mine, local, scores))
+        assert not parts[-1]["scores"][local == EXPERTS // 2].any()
+    assert not parts[1]["out"][:5].any() and not parts[1]["x"][:5].any()
+    halves = {k: (parts[0][k], parts[1][k]) for k in whole}
+    sharded = {k for k, p in experts.named_parameters() if p.shape[0] == EXPERTS}
+    assert_close({k: torch.cat(v) if k in sharded else sum(v) for k, v in halves.items()}, whole)
+
+
+def test_no_tokens_and_no_experts():
+    experts, (x, ids, scores) = experts_of("gpt_oss"), calls()
+    none = run(experts, "moe_fp8", x[:0], ids[:0], scores[:0])
+    assert none["out"].shape == (0, DIM) and not none["down_proj"].any()
+    foreign = run(experts, "moe_fp8", x, ids + EXPERTS, scores)
+    assert not any(value.any() for value in foreign.values())
+
+
+VALIDATED = """
+import sys
+import torch
+import moe_fp8_ext
+assert not [m for m in sys.modules if m.startswith(("transformers", "moe_fp8_ext.integrations.t"))]
+from moe_fp8_ext.integrations.transformers import register
+assert not [m for m in sys.modules if m.startswith("transformers")]
+register()
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+class Experts(torch.nn.Module):
+    num_experts, has_gate, has_bias, is_transposed, act_fn = 2, False, False, True, torch.nn.ReLU()
+    up_proj = down_proj = torch.ones(2, 16, 16)
+
+x, scores = torch.ones(3, 16), torch.ones(3, 1)
+forward = ALL_EXPERTS_FUNCTIONS["moe_fp8"]
+assert forward(Experts(), x, torch.tensor([[0], [2], [5]]), scores)[:, 0].tolist() == [256, 0, 0]
+try:
+    forward(Experts(), x, torch.tensor([[0], [-2], [1]]), scores)
+except RuntimeError as error:
+    assert "topk_ids" in str(error)
+else:
+    raise AssertionError("an id below -1 was taken")
+"""
+
+
+def test_validation_lets_sentinels_pass_and_import_is_lazy():
+    environment = {**os.environ, "MOE_FP8_VALIDATE": "1"}
+    subprocess.run([sys.executable, "-c", VALIDATED], env=environment, check=True)
+
+
+def interface() -> dict[str, object]:
+    return dict(moe.ALL_EXPERTS_FUNCTIONS)
+
+
+def check_refused(error: type[Exception], text: str, *args: object) -> None:
+    """An error of one sentence, and nothing has been changed."""
+    before = interface()
+    with pytest.raises(error, match=f"^{text}$"):
+        register(*args)
+    assert interface() == before
+
+
+KNOWN = r"moe_fp8_ext\.integrations\.transformers: transformers 5\.17\.0 and 5\.23\.0 are known to work, found"
+
+
+def test_transformers_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    check_refused(ImportError, f"{KNOWN} none")
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.16.2", "6.0.0", "6.0rc1", "6.1.0.dev0", "main"])
+def test_transformers_is_too_old_or_too_new(monkeypatch, version):
+    monkeypatch.setattr("transformers.__version__", version)
+    check_refused(ImportError, f"{KNOWN} {re.escape(version)}")
+
+
+def test_transformers_declares_a_layout_that_is_unknown(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.99.0")
+    monkeypatch.setattr(moe, "use_experts_implementation", lambda experts_class=None, *, has_bias, has_pre_norm: None)
+    strange = "has_gate, has_pre_norm, is_concatenated, is_transposed"
+    check_refused(ImportError, rf"{KNOWN} 5\.99\.0, whose experts differ in {strange}")
+
+
+def test_recipe_that_does_not_exist():
+    names = r"\['auto', 'bf16', 'blockwise', 'mxfp8', 'rowwise'\]"
+    check_refused(ValueError, rf"recipe must be one of {names}, got 'fp9'", "fp9")
+    check_refused(TypeError, "recipe must be a str or a Recipe, got int", 8)
+    with pytest.raises(ValueError, match="moe_fp8_fp9"):
+        tiny_model("mixtral", "moe_fp8_fp9")
+
+
+def test_expert_weights_that_are_quantized_already():
+    experts, call = experts_of("mixtral"), calls()
+    experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj.to(torch.uint8), requires_grad=False)
+    experts.config._experts_implementation = "moe_fp8"
+    with pytest.raises(RuntimeError, match="moe_fp8: gate_up_proj must be .* float32, got torch.uint8"):
+        experts(*call)

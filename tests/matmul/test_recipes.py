@@ -1,0 +1,295 @@
+"""What recipes are: which ops a product is made of, what they take, which names there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import experts_problem
+import pytest
+import torch
+from grouped_problem import MIN_SQNR_DB, exact, gradients, problem, run
+from helpers import assert_same, group_offs, sqnr_db
+from torch import Tensor
+
+from moe_fp8_ext import Recipe, grouped_mm, quantize_weight, reference
+from moe_fp8_ext.quantization.format import FORMATS
+from moe_fp8_ext.quantization.recipe import RECIPES, get_recipe
+
+QUANTIZED = tuple(FORMATS)
+
+
+# What is left between a recipe and its ops is one rounding of the product to bfloat16, 2^-14 / 12 of the signal at
+# most, and the accumulator, which of rowwise operands is Hopper's own. Blocks of 128 have two more such roundings, of
+# dequantized operands.
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_is_the_composition_of_its_ops(name, device):
+    """The recipe adds nothing to the three products of quantized operands."""
+    recipe, min_db = Recipe(name), 48.1 if FORMATS[name].block else 45
+    a, b_t, offs, g = problem(300, 160, 144, group_offs("tail_rows", 300, 3), device)
+    rounding, how = {"rounding": recipe.rounding}, {"align": recipe.align, "out_dtype": torch.float64}
+    of_tokens = {"offs": offs, "align": recipe.align, **rounding}
+    amax = recipe.amax_of_groups
+    q_a, s_a, qt_a, st_a, ends = reference.quantize_both(a.detach(), name, **of_tokens, amax=amax)
+    q_g, s_g, qt_g, st_g, _ = reference.quantize_both(g, name, **of_tokens)
+    q_w, s_w, qt_w, st_w = reference.quantize_weight(b_t.detach().mT, name, **rounding)
+    if FORMATS[name].order == "column_major":
+        s_w, st_w, st_a = s_w.mT, st_w.mT, st_a.mT
+    want = (
+        reference.scaled_grouped_mm(q_a, q_w.mT, s_a, s_w, name, offs, out_dtype=torch.float64),
+        reference.scaled_grouped_mm(q_g, qt_w.mT, s_g, st_w, name, offs, out_dtype=torch.float64),
+        reference.scaled_grouped_mm(qt_g, qt_a.t(), st_g, st_a, name, ends, **how).mT,
+    )
+    for what, ours, ideal in zip(("out", "dA", "dB_t"), run(a, b_t, offs, g, recipe), want, strict=True):
+        assert sqnr_db(ours, ideal) > min_db, what
+
+
+@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+def test_accuracy_of_mxfp8(rounding, device):
+    """28.5 dB with scales that saturate nothing (see grouped_problem.py), 0.5 of it for the spread of draws and, in
+    wgrad, for short blocks. Rounded down, a scale cuts what is above 448 of 512, 1/8 of it at most: of one in 32
+    elements, the largest, whose mean square is 5 times that of all, in the log2(8/7) = 0.19 of blocks whose largest is
+    there. That is 1/64 * 5/32 * 0.19 = 0.0005 more noise an operand than 0.0007: 26.2 dB, a bound that needs no room.
+    """
+    a, b_t, offs, g = problem(1000, 512, 384, group_offs("zipf", 1000, 4), device)
+    recipe = Recipe("mxfp8", rounding=rounding)
+    for ours, ideal in zip(run(a, b_t, offs, g, recipe), exact(a, b_t, offs, g), strict=True):
+        assert sqnr_db(ours, ideal) >= {"rceil": 28, "floor": 26.2}[rounding]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("indexed", [False, True])
+def test_wgrad_high_precision(name, indexed, device):
+    """The gradient of weights is that of recipe "bf16", bit for bit; the rest is the recipe's own."""
+    recipe = Recipe(name, wgrad_high_precision=True)
+    a, b_t, offs, g = problem(120, 90, 75, group_offs("tail_rows", 120, 3), device)
+    indices = torch.randperm(120, generator=torch.Generator().manual_seed(0)).int().to(device)
+    gathered = {"indices": indices, "top_k": 1} if indexed else {}
+
+    def gradients_of(recipe: str | Recipe) -> list[Tensor]:
+        return gradients(lambda a, b: grouped_mm(a, b, offs, recipe=recipe, **gathered), a, b_t, g)
+
+    out, d_a, d_b = gradients_of(recipe)
+    assert_same((out, d_a), gradients_of(Recipe(name))[:2])
+    assert_same(d_b, gradients_of("bf16")[2])
+
+
+def test_wgrad_high_precision_of_frozen_operands(device):
+    recipe = Recipe("mxfp8", wgrad_high_precision=True)
+    a, b_t, offs, g = problem(120, 64, 48, group_offs("zipf", 120, 3), device)
+    both = run(a, b_t, offs, g, recipe)
+    for frozen, names in ((a, (0, 2)), (b_t, (0, 1))):
+        frozen.requires_grad_(False)
+        got = run(a, b_t, offs, g, recipe)
+        frozen.requires_grad_()
+        assert_same([got[i] for i in names], [both[i] for i in names])
+        assert sum(t is None for t in got) == 1
+
+
+def test_wgrad_high_precision_takes_as_many_experts_as_torch(gpu):
+    a, b_t, offs, _ = problem(50, 32, 16, group_offs("uniform", 50, 1024), gpu)
+    with pytest.raises(RuntimeError, match="at most 1023 entries with wgrad_high_precision, got 1024"):
+        grouped_mm(a, b_t, offs, recipe=Recipe("mxfp8", wgrad_high_precision=True))
+
+
+# E5M2 has a bit less: four times the noise of E4M3 in one of two operands, 4 dB less than its 25.8 or 28.5 dB.
+@pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8"])
+def test_gradients_in_another_dtype(name, device):
+    recipe = Recipe(name, grad_dtype=torch.float8_e5m2)
+    a, b_t, offs, g = problem(120, 96, 80, group_offs("zipf", 120, 3), device)
+    got, want = run(a, b_t, offs, g, recipe), exact(a, b_t, offs, g)
+    assert_same(got[0], run(a, b_t, offs, g, name)[0])
+    for ours, ideal, fine in zip(got[1:], want[1:], run(a, b_t, offs, g, name)[1:], strict=True):
+        assert MIN_SQNR_DB[name] - 4 <= sqnr_db(ours, ideal) < sqnr_db(fine, ideal) - 2
+
+
+def test_padding_changes_no_result(device):
+    """What groups are padded to is a matter of memory."""
+    a, b_t, offs, g = problem(120, 64, 48, group_offs("zipf", 120, 3), device)
+    for name, aligns in (("rowwise", (1, 16, 256)), ("blockwise", (1, 32, 256)), ("mxfp8", (32, 128))):
+        results = [run(a, b_t, offs, g, Recipe(name, align=align)) for align in aligns]
+        for got in results[1:]:
+            for ours, first in zip(got, results[0], strict=True):
+                assert sqnr_db(ours, first) > 45  # on a GPU another GEMM may take it
+
+
+def test_names():
+    assert list(RECIPES) == ["bf16", "rowwise", "blockwise", "mxfp8", "auto"]
+    for name, recipe in RECIPES.items():
+        assert Recipe(name) == get_recipe(name) == recipe
+        assert get_recipe(recipe) is recipe
+    assert RECIPES["bf16"].format is None
+    assert RECIPES["auto"] == Recipe("auto", "rowwise", bf16_where_faster=True)
+    assert Recipe("mxfp8_rowmajor").format == "mxfp8_rowmajor"
+    assert Recipe("mine", "mxfp8", rounding="floor") == Recipe(name="mine", format="mxfp8", rounding="floor")
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "experts", "in_fp8"),
+    [
+        (131072, 7168, 4096, 8, ("auto", "blockwise")),
+        (65536, 512, 1536, 40, ("blockwise",)),  # 1 / 311
+        (65536, 512, 400, 40, ()),  # 1 / 197
+        (4096, 7168, 4096, 32, ()),  # casts of weights
+        (131072, 128, 4096, 8, ()),  # casts of outputs' gradients
+        (131072, 4096, 128, 8, ()),  # casts of rows
+        (4096, 7168, 4096, 1024, ("auto", "blockwise")),  # more than products in bfloat16 take
+        (0, 7168, 4096, 8, ()),
+    ],
+)
+def test_sizes_at_which_bf16_is_faster(rows, k, n, experts, in_fp8):
+    sizes = rows * k * n, experts * k * n + rows * (k + n), experts
+    for recipe in (RECIPES["auto"], Recipe("blockwise", bf16_where_faster=True)):
+        assert recipe.at(*sizes) is (recipe if recipe.name in in_fp8 else RECIPES["bf16"])
+    for recipe in ("bf16", "rowwise"):
+        assert get_recipe(recipe).at(*sizes) is get_recipe(recipe)
+
+
+@pytest.mark.parametrize(("m", "chosen"), [(1600, "rowwise"), (64, "bf16")])
+def test_auto_is_what_it_chooses(m, chosen, device):
+    a, b_t, offs, g = problem(m, 1024, 1056, group_offs("zipf", m, 1), device)
+    assert_same(run(a, b_t, offs, g, "auto"), run(a, b_t, offs, g, chosen))
+    of_slots = torch.arange(m, dtype=torch.int32, device=device)
+    got = grouped_mm(a, b_t, offs, indices=of_slots, top_k=1, recipe="auto")
+    assert_same(got, grouped_mm(a, b_t, offs, indices=of_slots, top_k=1, recipe=chosen))
+    # Weights that are there in fp8 leave no choice.
+    frozen = quantize_weight(b_t.detach().mT, "rowwise")
+    got = grouped_mm(a.detach(), frozen, offs, recipe=Recipe("auto", rounding="exact"))
+    assert_same(got, grouped_mm(a.detach(), frozen, offs, recipe=Recipe("rowwise", rounding="exact")))
+
+
+@pytest.mark.parametrize(("tokens", "chosen"), [(352, "rowwise"), (350, "bf16")])
+def test_auto_of_the_layer(tokens, chosen, device):
+    """352 and 350 slots an expert."""
+    layer = experts_problem.layer(t=tokens, d=32, f=32, e=2, top_k=2).at(device)
+    got, want = (experts_problem.run(layer, recipe=recipe) for recipe in ("auto", chosen))
+    experts_problem.assert_equal(got, want)
+
+
+def test_align_of_numpy():
+    numpy = pytest.importorskip("numpy", reason="torch runs without it")
+    assert repr(Recipe("rowwise", align=numpy.int32(64))) == "Recipe('rowwise', align=64)"
+
+
+def test_what_a_recipe_leaves_open():
+    usual = {name: (Recipe(name).rounding, Recipe(name).align) for name in ("bf16", *QUANTIZED)}
+    assert usual == {
+        "bf16": (None, 8),
+        "rowwise": ("pow2", 32),
+        "blockwise": ("exact", 32),
+        "mxfp8": ("rceil", 32),
+        "mxfp8_rowmajor": ("rceil", 32),
+    }
+    assert Recipe("mine", "blockwise", align=128).align == 128
+    of_groups = {name: Recipe(name).amax for name in ("bf16", "auto", *QUANTIZED)}
+    assert of_groups == dict(zip(of_groups, (None, "batch", "batch", "square", "group", "group"), strict=True))
+
+
+def test_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Recipe("rowwise").align = 32
+    assert dataclasses.replace(Recipe("rowwise"), align=32) == Recipe("rowwise", align=32)
+
+
+@pytest.mark.parametrize(
+    ("error", "args", "kwargs", "text"),
+    [
+        (ValueError, ["mine"], {}, "format must be .*got None"),
+        (ValueError, ["mine", "tensorwise"], {}, "format must be .*got 'tensorwise'"),
+        (ValueError, ["mine", "rowwise"], {"dtype": torch.bfloat16}, "dtype must be .*got torch.bfloat16"),
+        (ValueError, ["rowwise"], {"dtype": "float8_e4m3fn"}, "dtype must be .*got 'float8_e4m3fn'"),
+        (ValueError, ["mxfp8"], {"grad_dtype": torch.float16}, "grad_dtype must be .*got torch.float16"),
+        (ValueError, ["mxfp8"], {"grad_dtype": torch.float8_e8m0fnu}, "grad_dtype must be .*got torch.float8_e8m0fnu"),
+        (ValueError, ["mxfp8"], {"rounding": "pow2"}, "rounding must be 'rceil' or 'floor' .*got 'pow2'"),
+        (ValueError, ["blockwise"], {"rounding": "even"}, "rounding must be 'exact' or 'pow2' .*got 'even'"),
+        (ValueError, ["bf16"], {"rounding": "exact"}, "rounding must be None .*got 'exact'"),
+        (ValueError, ["bf16"], {"amax": "group"}, "amax must be None .*got 'group'"),
+        (ValueError, ["rowwise"], {"amax": "row"}, "amax must be 'group' or 'batch' .*got 'row'"),
+        (ValueError, ["mxfp8"], {"amax": "batch"}, "amax must be 'group' with format 'mxfp8', got 'batch'"),
+        (TypeError, [None, "rowwise"], {}, "name must be of type str, got None"),
+        (TypeError, ["rowwise"], {"wgrad_high_precision": 1}, "wgrad_high_precision must be of type bool, got 1"),
+        (TypeError, ["rowwise"], {"bf16_where_faster": 0}, "bf16_where_faster must be of type bool, got 0"),
+        (ValueError, ["auto"], {"bf16_where_faster": False}, "bf16_where_faster must be True .*got False"),
+        (ValueError, ["rowwise", "mxfp8"], {}, "format must be 'rowwise' with name 'rowwise', got 'mxfp8'"),
+        (ValueError, ["bf16"], {"dtype": torch.float8_e5m2}, "dtype must be None without a format, got .*"),
+        (ValueError, ["bf16"], {"grad_dtype": torch.float8_e5m2}, "grad_dtype must be None without .*"),
+        (TypeError, ["rowwise"], {"align": True}, "align must be of type int, got True"),
+        (TypeError, ["rowwise"], {"align": torch.tensor(32)}, r"align must be of type int, got tensor\(32\)"),
+        (TypeError, ["rowwise"], {"align": "16"}, "align must be of type int, got '16'"),
+        (TypeError, ["bf16"], {"align": 8.0}, "align must be of type int, got 8.0"),
+        (ValueError, ["mxfp8"], {"align": 16}, "align must be a power of two .*got 16"),
+        (ValueError, ["mxfp8"], {"align": 256}, "align must be a power of two .*got 256"),
+        (ValueError, ["rowwise"], {"align": 24}, "align must be a power of two .*got 24"),
+        (ValueError, ["blockwise"], {"align": 512}, "align must be a power of two .*got 512"),
+    ],
+)
+def test_errors(error, args, kwargs, text):
+    with pytest.raises(error, match=f"^Recipe: {text}$"):
+        Recipe(*args, **kwargs)
+
+
+PRINTED = {
+    "Recipe('bf16')": '{"name": "bf16"}',
+    "Recipe('bf16', align=16)": '{"name": "bf16", "align": 16}',
+    "Recipe('rowwise')": '{"name": "rowwise"}',
+    "Recipe('rowwise', amax='group')": '{"name": "rowwise", "amax": "group"}',
+    "Recipe('mine', format='mxfp8')": '{"name": "mine", "format": "mxfp8"}',
+    "Recipe('blockwise', rounding='pow2')": '{"name": "blockwise", "rounding": "pow2"}',
+    "Recipe('auto')": '{"name": "auto"}',
+    "Recipe('auto', format='mxfp8', wgrad_high_precision=True)": (
+        '{"name": "auto", "format": "mxfp8", "wgrad_high_precision": true}'
+    ),
+    "Recipe('mine', format='rowwise', dtype=torch.float8_e4m3fnuz, use_fast_accum=False, bf16_where_faster=True)": (
+        '{"name": "mine", "format": "rowwise", "dtype": "float8_e4m3fnuz", "use_fast_accum": false, '
+        '"bf16_where_faster": true}'
+    ),
+    "Recipe('mxfp8', grad_dtype=torch.float8_e5m2)": '{"name": "mxfp8", "grad_dtype": "float8_e5m2"}',
+}
+
+
+@pytest.mark.parametrize(("printed", "text"), PRINTED.items())
+def test_prints_what_is_not_usual(printed, text):
+    recipe = eval(printed)
+    assert repr(recipe) == printed and recipe.to_json() == text
+    assert Recipe.from_json(text) == recipe
+    everything = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+    everything |= {n: None if v is None else str(v)[6:] for n, v in everything.items() if n.endswith("dtype")}
+    assert Recipe.from_json(json.dumps(everything)) == recipe
+
+
+@pytest.mark.parametrize(
+    ("error", "given", "text"),
+    [
+        (ValueError, "rowwise", "text must be JSON, got 'rowwise': Expecting value: .*"),
+        (ValueError, '["rowwise"]', "text must be an object in JSON with a name, got .*"),
+        (ValueError, '"name"', "text must be an object in JSON with a name, got .*"),
+        (ValueError, '{"format": "rowwise"}', "text must be an object in JSON with a name, got .*"),
+        (ValueError, '{"name": "rowwise", "scaling": 1}', "every field must be one of 'name', .*, got 'scaling'"),
+        (ValueError, '{"name": "rowwise", "dtype": "float16"}', "dtype must be .*, got 'float16'"),
+        (ValueError, '{"name": "rowwise", "dtype": ["float8_e5m2"]}', "dtype must be .*, got .'float8_e5m2'."),
+        (ValueError, '{"name": "rowwise", "grad_dtype": 1}', "grad_dtype must be .*, got 1"),
+        (ValueError, '{"name": "mine", "format": {}}', "format must be .*, got {}"),
+        (ValueError, '{"name": "mxfp8", "rounding": []}', "rounding must be .*, got .*"),
+        (TypeError, None, "text must be a str, got NoneType"),
+        (TypeError, '{"name": ["rowwise"]}', "name must be of type str, got .'rowwise'."),
+        (TypeError, '{"name": "rowwise", "align": 32.0}', "align must be of type int, got 32.0"),
+        (
+            TypeError,
+            '{"name": "rowwise", "use_fast_accum": "false"}',
+            "use_fast_accum must be of type bool, got 'false'",
+        ),
+    ],
+)
+def test_json_that_is_no_recipe(error, given, text):
+    with pytest.raises(error, match=f"^Recipe: {text}$"):
+        Recipe.from_json(given)
+
+
+@pytest.mark.parametrize(
+    ("error", "recipe", "text"),
+    [(ValueError, "nosuch", "rowwise.*nosuch"), (TypeError, 8, "int"), (TypeError, None, "NoneType")],
+)
+def test_unknown_recipe(error, recipe, text, device):
+    a, b_t, offs, _ = problem(50, 32, 16, group_offs("uniform", 50, 2), device)
+    with pytest.raises(error, match=text):
+        grouped_mm(a, b_t, offs, recipe=recipe)

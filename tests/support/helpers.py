@@ -1,0 +1,372 @@
+"""Inputs, group layouts and checks shared by the tests."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = json.loads((ROOT / "bench" / "shapes.json").read_text())
+LAYOUTS: list[str] = SHAPES["group_layouts"]
+CORRECTNESS_MKE: list[list[int]] = SHAPES["correctness_MKE"]
+
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+
+
+def short(value: object) -> str:
+    """A readable pytest id for a dtype, a shape or a function."""
+    value = getattr(value, "__name__", value)
+    return "x".join(map(short, value)) if isinstance(value, (list, tuple)) else str(value).removeprefix("torch.")
+
+
+def pairs(**axes: Sequence[object]) -> tuple[list[str], list[list[object]]]:
+    """Arguments of pytest.mark.parametrize: few rows in which every two values of every two axes meet.
+
+    For what goes wrong in one argument or between two, as nearly everything does, they prove what the product would.
+    """
+    names = list(axes)
+    places = {(i, v): None for i, name in enumerate(names) for v in range(len(axes[name]))}
+    missing = {pair: None for pair in itertools.combinations(places, 2) if pair[0][0] != pair[1][0]}
+    rows = []
+    while missing:
+        row = dict(next(iter(missing)))
+        for i, name in enumerate(names):
+            if i not in row:
+                gains = [
+                    sum(tuple(sorted([(i, v), p])) in missing for p in row.items()) for v in range(len(axes[name]))
+                ]
+                row[i] = gains.index(max(gains))
+        for pair in itertools.combinations(sorted(row.items()), 2):
+            missing.pop(pair, None)
+        rows.append([axes[name][row[i]] for i, name in enumerate(names)])
+    return names, rows
+
+
+def blocks(page: str, section: str | None = None, language: str = "python") -> list[str]:
+    """The code of a document, or of one of its sections."""
+    text = (ROOT / page).read_text()
+    if section is not None:
+        text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    return [code for name, code in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if name == language]
+
+
+# Inputs
+
+
+def wide(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", seed: int = 0) -> Tensor:
+    """Random values whose magnitude varies from row to row and column to column, so that no two scales agree."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    for dim in range(-min(len(shape), 2), 0):
+        exponents = torch.randint(-6, 7, [shape[dim]] + [1] * (-dim - 1), generator=generator)
+        x = x * torch.exp2(exponents.float())
+    return x.to(dtype).to(device)
+
+
+def group_offs(layout: str, m: int, e: int, device: str = "cpu") -> Tensor:
+    """End offsets of `e` groups over `m` rows in one of the layouts of bench/shapes.json."""
+    weights = [1.0] * e
+    if layout == "zipf":
+        weights = [1.0 / (1 + (i * 7) % e) for i in range(e)]
+    elif layout == "one_giant":
+        weights = [float(i == e // 2) for i in range(e)]
+    elif layout.startswith("empty_"):
+        weights[{"first": 0, "middle": e // 2, "last": e - 1}[layout.removeprefix("empty_")]] = 0.0
+    elif layout == "all_empty":
+        weights = [0.0] * e
+    elif layout not in ("uniform", "tail_rows"):
+        raise ValueError(f"unknown group layout {layout}")
+    rows = m * 3 // 4 if layout == "tail_rows" else m
+    total = sum(weights)
+    ends, done = [], 0.0
+    for weight in weights:
+        done += weight
+        ends.append(round(rows * done / total) if total else 0)
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def slot_indices(m: int, top_k: int, p: int, device: str = "cpu", seed: int = 0) -> Tensor:
+    """[p] indices of the m * top_k slots, each at most once in any order, with padding and wrong ones in between."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(m * top_k, generator=generator)[: p * 3 // 4].int()
+    wrong = torch.tensor([-1, -1, m * top_k, INT32_MIN, INT32_MAX], dtype=torch.int32).repeat(p)
+    indices = torch.cat([slots, wrong[: p - len(slots)]])
+    return indices[torch.randperm(p, generator=generator)].to(device)
+
+
+def inverse_of(indices: Tensor, m: int, top_k: int) -> Tensor:
+    """[m, top_k]: where in indices each slot stands last, -1 where nowhere."""
+    inverse = torch.full((m * top_k,), -1, dtype=torch.int32)
+    for p, slot in enumerate(indices.tolist()):
+        if 0 <= slot < m * top_k:
+            inverse[slot] = p
+    return inverse.view(m, top_k).to(indices.device)
+
+
+def corrupt_offs(m: int, device: str = "cpu") -> list[Tensor]:
+    """Offsets that break every rule of the contract."""
+    cases = [
+        [-5, m // 2, m],
+        [m, m // 2, m // 4],
+        [m // 2, m + 1, m + 1000],
+        [INT32_MAX, INT32_MIN, m // 2],
+        [INT32_MIN, INT32_MAX, -1],
+        [3, 1, m // 2, m // 3, m * 2, m],
+    ]
+    return [torch.tensor(case, dtype=torch.int32, device=device) for case in cases]
+
+
+def misaligned(x: Tensor, elements: int = 1) -> Tensor:
+    """The same values at a base pointer `elements` elements past an aligned one."""
+    buffer = torch.empty(x.numel() + elements, dtype=x.dtype, device=x.device)
+    view = buffer[elements:].view(x.shape)
+    view.copy_(x)
+    assert x.numel() == 0 or view.data_ptr() % 16 == elements * x.element_size() % 16
+    return view
+
+
+def strided_2d(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Views equal to x [M, K] with inner stride 1 and everything else unusual."""
+    m, k = x.shape
+    yield "misaligned", misaligned(x)
+    wide_rows = x.new_zeros(m, k + 3)
+    wide_rows[:, 1 : k + 1] = x
+    yield "odd row stride", wide_rows[:, 1 : k + 1]
+    aligned_rows = x.new_zeros(m, -(-k // 64) * 64 + 64)
+    aligned_rows[:, :k] = x
+    yield "padded rows", aligned_rows[:, :k]
+    every_other = x.new_zeros(2 * m, k)
+    every_other[::2] = x
+    yield "every other row", every_other[::2]
+
+
+def full(t: Tensor) -> Tensor:
+    """Of a DTensor what all ranks have together."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+# Byte equality
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """The bytes of t in logical order, [numel, itemsize]."""
+    flat = t.detach().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # of a single row or column, which counts as contiguous whatever its stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).view(-1, t.element_size())
+
+
+def assert_same_tensor(got: Tensor, want: Tensor, what: str) -> None:
+    """Asserts equal dtype, shape, stride, device and bytes; the message holds the first byte that differs."""
+    for attribute in ("dtype", "shape", "device"):
+        assert getattr(got, attribute) == getattr(want, attribute), (
+            f"{what}: {attribute} {getattr(got, attribute)}, want {getattr(want, attribute)}"
+        )
+    assert got.stride() == want.stride(), f"{what}: stride {got.stride()}, want {want.stride()}"
+    if torch.equal(as_bytes(got), as_bytes(want)):
+        return
+    differs = (as_bytes(got) != as_bytes(want)).any(1)
+    first = int(differs.nonzero()[0])
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), got.shape))
+    got_hex, want_hex = (bytes(as_bytes(t)[first].tolist())[::-1].hex() for t in (got, want))
+    got_value, want_value = (t.reshape(-1)[first].item() for t in (got.float(), want.float()))
+    pytest.fail(
+        f"{what}: {int(differs.sum())} of {differs.numel()} elements differ, first at {index}: "
+        f"0x{got_hex} ({got_value}), want 0x{want_hex} ({want_value})",
+        pytrace=False,
+    )
+
+
+def assert_same(got: Tensor | Sequence[Tensor], want: Tensor | Sequence[Tensor], what: str = "output") -> None:
+    """assert_same_tensor for one tensor or for every tensor of a result."""
+    if isinstance(want, Tensor):
+        return assert_same_tensor(got, want, what)
+    assert len(got) == len(want), f"{what}: {len(got)} tensors, want {len(want)}"
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert_same_tensor(g, w, f"{what} {i}")
+
+
+def on(device: str, values: Sequence[object] | dict[str, object]) -> list[object] | dict[str, object]:
+    """Copies tensors to a device, strides included; other values stay as they are."""
+    if isinstance(values, dict):
+        return dict(zip(values, on(device, list(values.values())), strict=True))
+    return [
+        torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=device).copy_(v) if isinstance(v, Tensor) else v
+        for v in values
+    ]
+
+
+# Accuracy
+
+
+def sqnr_db(got: Tensor, want: Tensor) -> float:
+    """Signal to quantization noise ratio in decibels; infinite when equal, NaN when something is not finite."""
+    signal = want.double().square().sum().item()
+    noise = (got.double() - want.double()).square().sum().item()
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+# Checks that every op must pass
+
+
+@contextmanager
+def flushed_subnormals() -> Iterator[None]:
+    """This thread's CPU arithmetic takes float32 subnormals for zero, as torch.set_flush_denormal makes it."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormals")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def check_opcheck(op: str, args: Sequence[object], **kwargs: object) -> None:
+    tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if not any(isinstance(t, Tensor) and t.dtype in FP8_DTYPES for t in [*args, *kwargs.values()]):
+        tests.append("test_schema")  # looks for mutated inputs with torch.allclose, which FP8 has not
+    torch.library.opcheck(getattr(torch.ops.moe_fp8, op).default, tuple(args), kwargs, test_utils=tests)
+
+
+def check_deterministic(fn: Callable, args: Sequence[object]) -> None:
+    """The same bytes from a second run and from one thread."""
+    want = fn(*args)
+    assert_same(fn(*args), want, "second run")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert_same(fn(*args), want, "one thread")
+    finally:
+        torch.set_num_threads(threads)
+
+
+def counted_backend(device: str) -> Callable:
+    """What torch.compile takes as its backend, which counts graphs."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # which takes longer than torch itself to import
+
+    torch._dynamo.reset()
+    return CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
+
+
+def check_compiled(fn: Callable, calls: Sequence[Sequence[object]], device: str, dynamic: Sequence[int] = (0,)) -> None:
+    """One graph and no recompilation while dimension 0 of the arguments in `dynamic` varies."""
+    frames = counted_backend(device)
+    compiled = torch.compile(fn, fullgraph=True, backend=frames)
+    for args in calls:
+        for i in dynamic:
+            torch._dynamo.mark_dynamic(args[i], 0)
+        assert_same(compiled(*args), fn(*args), f"compiled, M = {args[0].shape[0]}")
+    assert frames.frame_count == 1
+
+
+def check_cuda_graph(fn: Callable, args: Sequence[object], later: Sequence[object]) -> None:
+    """A captured call replays to the bytes of an eager call, also when its inputs were overwritten in place."""
+    static = [t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in args]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        fn(*static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fn(*static)
+    for inputs in (args, later, args):
+        for buffer, value in zip(static, inputs, strict=True):
+            if isinstance(buffer, Tensor):
+                buffer.detach().copy_(value.detach())
+        graph.replay()
+        assert_same(out, fn(*inputs), "replayed graph")
+
+
+def check_two_streams(fn: Callable, calls: Sequence[Sequence[object]]) -> None:
+    """Calls that overlap on two streams do not disturb one another."""
+    want = [fn(*args) for args in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    got = []
+    for _ in range(20):
+        for stream, args in zip(streams, calls, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(fn(*args))
+    torch.cuda.synchronize()
+    for i, result in enumerate(got):
+        assert_same(result, want[i % len(calls)], f"call {i}")
+
+
+def check_stream_order(fn: Callable, calls: Sequence[Sequence[object]], overwrite: float = math.nan) -> None:
+    """A call's kernels may overlap, but not with the kernel before them, which writes the input, nor with those after
+    them, which read the outputs and overwrite the input: eagerly and in a graph."""
+    want = [[t.clone() for t in fn(*args)] for args in calls]  # as below: a clone has no room between columns
+    x = torch.empty_like(calls[0][0])
+
+    def all_calls() -> list[list[Tensor]]:
+        results = []
+        for first, *others in calls:
+            x.copy_(first)
+            outputs = fn(x, *others)
+            x.fill_(overwrite)
+            results.append([t.clone() for t in outputs])
+            for t in outputs:
+                lines = t if t.stride(-1) == 1 else t.mT  # of column-major scales
+                lines.view(torch.uint8).fill_(0xFF)
+        return results
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = all_calls()
+    for _ in range(5):
+        assert_same(sum(all_calls(), []), [t for outputs in want for t in outputs], "eager")
+        graph.replay()
+        assert_same(sum(captured, []), [t for outputs in want for t in outputs], "replayed graph")
+
+
+def check_second_gpu(fn: Callable, args: Sequence[object], second_gpu: str) -> None:
+    """An op runs on the device of its arguments, not on the current one, and leaves the current one as it was."""
+    want = fn(*on("cuda:0", args))
+    with torch.cuda.device(0):
+        got = fn(*on(second_gpu, args))
+        assert torch.cuda.current_device() == 0
+    assert [t.stride() for t in got] == [t.stride() for t in want]
+    assert_same([t.cpu() for t in got], [t.cpu() for t in want], "second GPU")  # a copy has no padded strides
+
+
+def error_of(fn: Callable, args: Sequence[object], kwargs: dict[str, object] | None = None) -> str:
+    """The first line of the RuntimeError that fn(*args, **kwargs) must raise."""
+    with pytest.raises(RuntimeError) as info:
+        fn(*args, **kwargs or {})
+    return str(info.value).splitlines()[0]
+
+
+def check_error(op: str, args: Sequence[object], argument: str, got: str, **kwargs: object) -> None:
+    """Bad arguments raise the same sentence, naming op, argument and what was got, in eager and in fake mode."""
+    fn = getattr(torch.ops.moe_fp8, op)
+    message = error_of(fn, args, kwargs)
+    assert message.startswith(f"{op}: {argument} "), message
+    assert "got" in message and got in message.split("got", 1)[1], message
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fake = [mode.from_tensor(t) if isinstance(t, Tensor) else t for t in [*args, *kwargs.values()]]
+        assert error_of(fn, fake[: len(args)], dict(zip(kwargs, fake[len(args) :], strict=True))) == message
+    check_compiled_error(fn.default, args, message, **kwargs)
+
+
+def check_compiled_error(fn: Callable, args: Sequence[object], message: str, **kwargs: object) -> None:
+    """torch.compile raises the same sentence, inside an exception and a text of its own."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *a, **k: fn(*a, **k), backend="eager", fullgraph=True, dynamic=False)
+    with pytest.raises(Exception) as info:
+        compiled(*args, **kwargs)
+    assert message in str(info.value), info.value
