@@ -48,8 +48,8 @@ struct GateColumns {
     }
     return g;
   }
-  template <class Part>
-  MOE_DEVICE void store(const Part& part, void* row, int v, const Gates<n>& g) const {
+  template <class Access>
+  MOE_DEVICE void store(const Access& part, void* row, int v, const Gates<n>& g) const {
     if (interleaved) {
       float columns[2 * n];
 #pragma unroll
@@ -69,13 +69,13 @@ struct GateColumns {
 // ---- sources: load(row(r), v) has number v of the n gates and ups of a row under way, values() waits for them -------
 
 // Of an h of the type that a Part is of.
-template <class Part, bool kGated>
+template <class Access, bool kGated>
 struct PlainGates {
-  static constexpr int n = Part::kElements;
+  static constexpr int n = Access::kElements;
   using Columns = GateColumns<n, kGated>;
-  struct Held { typename Part::Held part[Columns::kParts]; };
+  struct Held { typename Access::Held part[Columns::kParts]; };
   const GateRows& h;
-  const Part part;
+  const Access part;
   const Columns columns;
 
   explicit MOE_DEVICE PlainGates(const GateRows& h) : PlainGates(h, Columns(h)) {}

@@ -19,10 +19,10 @@ MOE_HD float scale_of_bits(uint32_t bits, bool is_float) {
 struct RowScales {
   const uint8_t* first;
   int64_t step;       // bytes to the next scale,
-  int more_at_fourth;  // and so many more to the next but three
+  int block4_stride;  // and so many more to the next but three
   bool is_float;
 
-  MOE_HD int64_t offset(uint32_t block) const { return block * step + int64_t(block >> 2) * more_at_fourth; }
+  MOE_HD int64_t offset(uint32_t block) const { return block * step + int64_t(block >> 2) * block4_stride; }
   MOE_HD uint32_t bits_at(int64_t offset) const {
     const uint8_t* at = first + offset;
     return is_float ? as_bits(*reinterpret_cast<const float*>(at)) : *at;

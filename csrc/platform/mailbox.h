@@ -7,16 +7,16 @@
 
 namespace moe_fp8 {
 
-constexpr uint32_t kSent = 1u << 31;  // the word is there; what is sent loses this bit
+constexpr uint32_t kFullBit = 1u << 31;  // the word is there; what is sent loses this bit
 
-MOE_DEVICE void send_word(uint32_t* to, uint32_t word) {
+MOE_DEVICE void post_word(uint32_t* to, uint32_t word) {
 #if defined(MOE_CUDA)
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word | kSent) : "memory");
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word | kFullBit) : "memory");
 #else
-  __atomic_store_n(to, word | kSent, __ATOMIC_RELAXED);
+  __atomic_store_n(to, word | kFullBit, __ATOMIC_RELAXED);
 #endif
 }
-MOE_DEVICE uint32_t look_at_word(const uint32_t* from) {
+MOE_DEVICE uint32_t peek_word(const uint32_t* from) {
 #if defined(MOE_CUDA)
   uint32_t word;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
@@ -26,10 +26,10 @@ MOE_DEVICE uint32_t look_at_word(const uint32_t* from) {
 #endif
 }
 // One look at it; false: it is not there yet.
-MOE_DEVICE bool receive_word(const uint32_t* from, uint32_t& word) {
-  const uint32_t seen = look_at_word(from);
-  word = seen & ~kSent;
-  return seen & kSent;
+MOE_DEVICE bool poll_word(const uint32_t* from, uint32_t& word) {
+  const uint32_t seen = peek_word(from);
+  word = seen & ~kFullBit;
+  return seen & kFullBit;
 }
 
 }  // namespace moe_fp8

@@ -5,10 +5,10 @@
 namespace moe_fp8 {
 
 template <class In>
-struct Vectors {
+struct VectorAccess {
   using Held = Vec16;
   static constexpr int kElements = 16 / sizeof(typename In::Bits);
-  explicit MOE_HD Vectors(InType) {}
+  explicit MOE_HD VectorAccess(InType) {}
 
   static MOE_DEVICE void* advanced(const void* p, int64_t at) {
     return static_cast<typename In::Bits*>(const_cast<void*>(p)) + at;
@@ -31,11 +31,11 @@ struct Vectors {
   MOE_DEVICE void store(void* to, int64_t at, const float* f) const { store_stream(vec(to, at), rounded(f)); }
 };
 
-struct Elements {
+struct ElementAccess {
   using Held = uint32_t;
   static constexpr int kElements = 1;
   InType type;
-  explicit MOE_HD Elements(InType type) : type(type) {}
+  explicit MOE_HD ElementAccess(InType type) : type(type) {}
 
   MOE_DEVICE void* advanced(const void* p, int64_t at) const {
     return static_cast<uint8_t*>(const_cast<void*>(p)) + at * (type == InType::kF32 ? 4 : 2);

@@ -94,6 +94,6 @@ int launch_columns(const QuantizeParams& p, void* stream) {
 template int launch_columns<BF16>(const QuantizeParams&, void*);
 template int launch_columns<F16>(const QuantizeParams&, void*);
 template int launch_columns<F32>(const QuantizeParams&, void*);
-template int launch_columns<Any>(const QuantizeParams&, void*);
+template int launch_columns<Generic>(const QuantizeParams&, void*);
 
 }  // namespace moe_fp8

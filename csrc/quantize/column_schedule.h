@@ -101,7 +101,7 @@ struct ExpertGroups {
 };
 
 // A block's part of what its cluster works on.
-struct Part {
+struct StripSlice {
   bool there;         // otherwise none is left
   int group, strip;
   uint32_t share;     // of all shares
@@ -118,8 +118,8 @@ struct Part {
 // Of one of a cluster's 2^blocks_log2 blocks. Shares are numbered group by group, strip by strip, so that a team's are
 // next to one another.
 template <class Groups>
-MOE_DEVICE Part part_of(const StripsPlan& p, const Groups& groups, uint32_t share, int block, int blocks_log2) {
-  Part w = {};
+MOE_DEVICE StripSlice part_of(const StripsPlan& p, const Groups& groups, uint32_t share, int block, int blocks_log2) {
+  StripSlice w = {};
   w.share = share;
   w.there = share < uint32_t(groups.shares_before(groups.count()));
   if (!w.there) return w;

@@ -51,7 +51,7 @@ struct StripShared : TeamNotes<T>, ClusterNotes<T::kClusters> {
   StripStage<T> stage[2][T::kLines];
   alignas(16) uint32_t thread_row_amax[T::kThreadRows][kLanes];  // a word of columns a lane
   float multiplier[T::kColumns];
-  Part parts[2 * kPartsAhead];
+  StripSlice parts[2 * kPartsAhead];
 };
 
 // Thread t touches the rows that are t / kChunks modulo kRowStep: the first of them from `begin` on.
@@ -69,7 +69,7 @@ struct RowWalk {
   RowBits<T> x;
   int64_t step;
 
-  MOE_DEVICE RowWalk(const StripsPlan& p, const Part& w, int first, int step, int64_t column)
+  MOE_DEVICE RowWalk(const StripsPlan& p, const StripSlice& w, int first, int step, int64_t column)
       : p(p), x(find_element<typename T::Types>(p, w.x + first * p.row_stride + column)), step(step * p.row_stride) {}
   MOE_DEVICE RowBits<T> next(int) {
     const auto row = x;
@@ -77,7 +77,7 @@ struct RowWalk {
     return row;
   }
   template <class F>
-  static MOE_DEVICE void for_each(const StripsPlan& p, const Part& w, int64_t column, int begin, int end, F f) {
+  static MOE_DEVICE void for_each(const StripsPlan& p, const StripSlice& w, int64_t column, int begin, int end, F f) {
     const int first = first_row_from<T>(begin);
     RowWalk walk(p, w, first, T::kRowStep, column);
 #pragma unroll 4
@@ -87,14 +87,14 @@ struct RowWalk {
 template <class T>
 struct RowWalk<T, Source::kByIndex> {  // null: a row of zeros
   const StripsPlan& p;
-  const Part& w;
+  const StripSlice& w;
   int64_t column;
 
-  MOE_DEVICE RowWalk(const StripsPlan& p, const Part& w, int, int, int64_t column) : p(p), w(w), column(column) {}
+  MOE_DEVICE RowWalk(const StripsPlan& p, const StripSlice& w, int, int, int64_t column) : p(p), w(w), column(column) {}
   MOE_DEVICE RowBits<T> next(int r) const { return at(looked_up(r)); }
   MOE_DEVICE int looked_up(int r) const {
     // Fast kernels know that there is an index: behind a branch, loads would come one by one.
-    return int(T::Types::kFast ? p.index.row(w.x + r) : source_row(p, w.x + r));
+    return int(T::Types::kVectorized ? p.index.row(w.x + r) : source_row(p, w.x + r));
   }
   MOE_DEVICE RowBits<T> at(int source) const {
     return source < 0 ? nullptr : find_element<typename T::Types>(p, column + source * p.row_stride);
@@ -102,7 +102,7 @@ struct RowWalk<T, Source::kByIndex> {  // null: a row of zeros
   // By whole waves, with one begin and end. An index takes as long to come as a row, and the threads of a row share it:
   // the wave looks up as many as it has lanes, one each, and hands them round.
   template <class F>
-  static MOE_DEVICE void for_each(const StripsPlan& p, const Part& w, int64_t column, int begin, int end, F f) {
+  static MOE_DEVICE void for_each(const StripsPlan& p, const StripSlice& w, int64_t column, int begin, int end, F f) {
     constexpr int kRows = kWarpSize / kChunks;  // of a wave at once
     const RowWalk walk(p, w, 0, 0, column);
     const int lane = (threadIdx.y * kLanes + threadIdx.x) % kWarpSize, first = first_row_from<T>(begin);
@@ -127,7 +127,7 @@ MOE_DEVICE int ring_row(const StripsPlan& p, int row) { return row < p.held ? ro
 
 // Starts the copies of the strip's rows [begin, end), of which a thread t has chunk t % kChunks.
 template <class T>
-MOE_DEVICE void copy_to_ring(const StripsPlan& p, const Part& w, int begin, int end, Vec16* ring, int base) {
+MOE_DEVICE void copy_to_ring(const StripsPlan& p, const StripSlice& w, int begin, int end, Vec16* ring, int base) {
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks;
   const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::Types::kVec;
   RowWalk<T>::for_each(p, w, column, begin, end, [&](int r, RowBits<T> row) {
@@ -139,7 +139,7 @@ MOE_DEVICE void copy_to_ring(const StripsPlan& p, const Part& w, int begin, int 
 
 // The part's 16 rows from `first` on, a word of columns a lane; zeros where none is.
 template <class T>
-MOE_DEVICE void load_chunk_rows(const StripsPlan& p, const Part& w, int first, uint32_t (&v)[kChunkRows][1]) {
+MOE_DEVICE void load_chunk_rows(const StripsPlan& p, const StripSlice& w, int first, uint32_t (&v)[kChunkRows][1]) {
   const int64_t column = int64_t(w.strip) * T::kColumns + threadIdx.x * kPerWord<typename T::In>;
   RowWalk<T> walk(p, w, first, 1, column);
 #pragma unroll
@@ -155,7 +155,7 @@ MOE_DEVICE void load_chunk_rows(const StripsPlan& p, const Part& w, int first, u
 constexpr int kRowsBack = 512;
 // Amax over the part's rows of every word of columns, left in shared.thread_row_amax, one value a row of threads.
 template <class T>
-MOE_DEVICE void reduce_part(const StripsPlan& p, const Part& w, const Vec16* ring, int base, StripShared<T>& shared) {
+MOE_DEVICE void reduce_part(const StripsPlan& p, const StripSlice& w, const Vec16* ring, int base, StripShared<T>& shared) {
   using In = typename T::In;
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks, first = t / kChunks;
   const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::Types::kVec;
@@ -183,7 +183,7 @@ MOE_DEVICE void reduce_part(const StripsPlan& p, const Part& w, const Vec16* rin
 
 // By one row of threads: the cluster's amax of the lane's columns. `told` counts what its blocks have told one another.
 template <class T>
-MOE_DEVICE uint32_t amax_of_cluster(const Part& w, StripShared<T>& shared, uint32_t told) {
+MOE_DEVICE uint32_t amax_of_cluster(const StripSlice& w, StripShared<T>& shared, uint32_t told) {
   using In = typename T::In;
   uint32_t amax = 0;
 #pragma unroll
@@ -216,20 +216,20 @@ MOE_DEVICE uint32_t amax_of_share(const StripsPlan& p, const Groups& groups, uin
   uint32_t* told = note(p, share);
   uint32_t amax = 0, word, v[kChunkRows][1];
   for (int i = 0; i < kLooks; ++i)
-    if (receive_word(told, word)) return word;
-  const Part whole = part_of(p, groups, share, 0, 0);
+    if (poll_word(told, word)) return word;
+  const StripSlice whole = part_of(p, groups, share, 0, 0);
   for (int row = 0; row < whole.rows; row += kChunkRows) {
     load_chunk_rows<T>(p, whole, row, v);
-    if (receive_word(told, word)) return word;
+    if (poll_word(told, word)) return word;
 #pragma unroll
     for (int i = 0; i < kChunkRows; ++i) amax = max_magnitude<typename T::In>(amax, v[i][0]);
   }
-  send_word(told, amax);
+  post_word(told, amax);
   return amax;
 }
 // By all threads: what the team tells, left in shared.team_amax, of one share in kThreadRows a row of threads.
 template <class T, class Groups>
-MOE_DEVICE void hear_team(const StripsPlan& p, const Groups& groups, const Part& w, StripShared<T>& shared) {
+MOE_DEVICE void hear_team(const StripsPlan& p, const Groups& groups, const StripSlice& w, StripShared<T>& shared) {
   uint32_t amax = 0;
   for (int rank = threadIdx.y; rank < w.team; rank += T::kThreadRows)
     amax = max_magnitude<typename T::In>(amax, amax_of_share<T>(p, groups, w.share - w.rank + rank));
@@ -246,7 +246,7 @@ MOE_DEVICE uint32_t amax_of_team(StripShared<T>& shared) {
 
 // By one row of threads: the scales of the strip's columns over the whole group.
 template <class T>
-MOE_DEVICE void make_scales(const StripsPlan& p, const Part& w, uint32_t amax, StripShared<T>& shared) {
+MOE_DEVICE void make_scales(const StripsPlan& p, const StripSlice& w, uint32_t amax, StripShared<T>& shared) {
   using In = typename T::In;
 #pragma unroll
   for (int c = 0; c < kPerWord<In>; ++c) {
@@ -261,7 +261,7 @@ MOE_DEVICE void make_scales(const StripsPlan& p, const Part& w, uint32_t amax, S
 
 // The lines [line, line + kLines) of q_t: 16 positions a row of threads, those that are not the block's left alone.
 template <class T>
-MOE_DEVICE void cast_lines(const StripsPlan& p, const Part& w, int line, const Vec16* ring, int base,
+MOE_DEVICE void cast_lines(const StripsPlan& p, const StripSlice& w, int line, const Vec16* ring, int base,
                            const float* multiplier, StripStage<T> (&stages)[T::kLines]) {
   using In = typename T::In;
   const int position = line * kLine + threadIdx.y * kChunkRows;
@@ -270,7 +270,7 @@ MOE_DEVICE void cast_lines(const StripsPlan& p, const Part& w, int line, const V
   const int first = position - w.begin - w.skipped, rows = w.rows - first;
   uint32_t v[kChunkRows][1];
   const uint32_t* words = reinterpret_cast<const uint32_t*>(ring + ring_row(p, base + first) * kChunks) + threadIdx.x;
-  if (T::Types::kOneKind && rows >= kChunkRows) {  // of kEither, both forms spill registers
+  if (T::Types::kStaticVariant && rows >= kChunkRows) {  // of kEither, both forms spill registers
 #pragma unroll
     for (int i = 0; i < kChunkRows; ++i) v[i][0] = words[i * kLanes];
     return T::Types::with_cast(p, [&](auto cast) { cast_chunks<In, true>(v, rows, multiplier, stage, cast); });
@@ -281,7 +281,7 @@ MOE_DEVICE void cast_lines(const StripsPlan& p, const Part& w, int line, const V
 }
 
 template <class T>
-MOE_DEVICE void store_lines(const StripsPlan& p, const Part& w, uint8_t* q_t, int line,
+MOE_DEVICE void store_lines(const StripsPlan& p, const StripSlice& w, uint8_t* q_t, int line,
                             StripStage<T> (&stages)[T::kLines]) {
   constexpr int kThreads = T::kThreads / T::kLines, kStep = kThreads / kLineChunks;  // of a line; columns at once
   const int t = threadIdx.y * kLanes + threadIdx.x, of_line = t / kThreads, chunk = t % kLineChunks;
@@ -293,7 +293,7 @@ MOE_DEVICE void store_lines(const StripsPlan& p, const Part& w, uint8_t* q_t, in
 #pragma unroll
   for (int i = 0; i < T::kColumns; i += kStep, column += kStep, out += kStep * p.positions) {
     if (column >= p.K) return;
-    store_chunk<T::Types::kFast>(out, stage.at(local + i, chunk), w.end - position);
+    store_chunk<T::Types::kVectorized>(out, stage.at(local + i, chunk), w.end - position);
   }
 }
 

@@ -39,10 +39,10 @@ constexpr int kBehind = 2;
 // groups take 3 to 10% longer for it: 2 us to clear the notes, the rest in the kernel.
 template <class Groups, class Types, int kThreadRows,
           bool kLarge = kThreadRows == kLargeThreadRows, bool kExperts = std::is_same_v<Groups, ExpertGroups>>
-using TraitsOf = StripTraits<Types, kThreadRows, Groups::kSource, Types::kFast && (kLarge || kExperts),
-                             Types::kFast && (kLarge || !kExperts)>;
+using TraitsOf = StripTraits<Types, kThreadRows, Groups::kSource, Types::kVectorized && (kLarge || kExperts),
+                             Types::kVectorized && (kLarge || !kExperts)>;
 template <class T>  // that registers are for
-constexpr int kBlocks = T::kThreadRows == kSmallThreadRows && T::Types::kFast && kCastsInHardware ? kSmallBlocks : 1;
+constexpr int kBlocks = T::kThreadRows == kSmallThreadRows && T::Types::kVectorized && kCastsInHardware ? kSmallBlocks : 1;
 
 // With rows beside the columns, both must keep pace to share what either has read: the columns leave a part of the
 // shared memory to the rows, the more the longer a strip takes, up to where a cluster of blocks works on it. Of copy on
@@ -77,7 +77,7 @@ inline int spare_beside(const QuantizeParams& p, Beside beside) {
 
 // How many rows' worth of x comes before a part.
 template <class Groups>
-MOE_DEVICE uint32_t rows_past(const StripsPlan& p, const Groups& groups, const Part& w) {
+MOE_DEVICE uint32_t rows_past(const StripsPlan& p, const Groups& groups, const StripSlice& w) {
   const int64_t shares = int64_t(w.strip) * w.team + w.rank, all = int64_t(p.strips) * w.team;
   return uint32_t(groups.rows_before(w.group) + groups.span(w.group).rows * shares / all);
 }
@@ -87,7 +87,7 @@ MOE_DEVICE uint32_t rows_past(const StripsPlan& p, const Groups& groups, const P
 constexpr uint32_t kGone = ~0u;
 MOE_DEVICE bool leads() { return threadIdx.x == 0 && threadIdx.y == 0 && cluster_rank() == 0; }
 template <class Groups>
-MOE_DEVICE void keep_in_step(const StripsPlan& p, const Groups& groups, const Part& w, uint32_t& seen) {
+MOE_DEVICE void keep_in_step(const StripsPlan& p, const Groups& groups, const StripSlice& w, uint32_t& seen) {
   if (!leads()) return;
   const uint32_t past = rows_past(p, groups, w);
   tell_pace(p.pace, Walker::kColumns, past);
@@ -116,7 +116,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsBounded<T>, kBlocks<T>)
       cluster_barrier();  // nobody sends to an inbox that is not there
     }
 
-  auto part = [&](uint32_t turn) -> Part& { return shared.parts[turn % (2 * kPartsAhead)]; };
+  auto part = [&](uint32_t turn) -> StripSlice& { return shared.parts[turn % (2 * kPartsAhead)]; };
   auto schedule = [&](uint32_t first) {  // by lanes of one row of threads
     const uint32_t turn = first + threadIdx.x;
     if (threadIdx.y != T::kThreadRows - 1 || threadIdx.x >= kPartsAhead) return;
@@ -130,9 +130,9 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsBounded<T>, kBlocks<T>)
   int base = 0, buffer = 0;
   uint32_t rows_seen = 0, told = 0;
   for (uint32_t turn = 0; part(turn).there; ++turn) {
-    const Part w = part(turn);
-    const Part& mine = part(turn);  // in shared memory; w is in registers, which suffice for what loops need
-    const Part& next = part(turn + 1);
+    const StripSlice w = part(turn);
+    const StripSlice& mine = part(turn);  // in shared memory; w is in registers, which suffice for what loops need
+    const StripSlice& next = part(turn + 1);
     if constexpr (T::kInStep)
       if (p.pace.past) keep_in_step(p, groups, w, rows_seen);
     const bool longer = w.rows > p.held;  // than the ring, which then moves along
@@ -160,7 +160,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsBounded<T>, kBlocks<T>)
     if (threadIdx.y == 0) amax = amax_of_cluster<T>(mine, shared, told);
     if constexpr (T::kTeams)
       if (mine.team > 1) {
-        if (threadIdx.y == 0 && cluster_rank() == 0) send_word(note(p, mine.share), amax);
+        if (threadIdx.y == 0 && cluster_rank() == 0) post_word(note(p, mine.share), amax);
         hear_team<T>(p, groups, mine, shared);
         __syncthreads();
         if (threadIdx.y == 0) amax = amax_of_team<T>(shared);
@@ -232,7 +232,7 @@ StripShape shape_for(const QuantizeParams& p, Beside beside) {
     const StripShape s = shape_with<Groups, T>(1, p.E, spare);
     return s.held < 0 ? shape_with<Groups, T>(1, p.E, 0) : s;
   };
-  if (!Types::kFast || !device().has_clusters) return alone(TypeOf<Small>{});
+  if (!Types::kVectorized || !device().has_clusters) return alone(TypeOf<Small>{});
   StripShape s = alone(TypeOf<TraitsOf<Groups, Types, kLargeThreadRows>>{});
   grow(s, average + average / 3, kMaxCluster);
   return s;
@@ -277,13 +277,13 @@ int launch_strips(const QuantizeParams& p, Beside beside, void* stream) {
     auto run = [&](auto of_groups) {
       using Groups = typename decltype(of_groups)::Type;
       const StripShape shape = shape_for<Groups, Types>(p, beside);
-      if constexpr (Types::kFast)
+      if constexpr (Types::kVectorized)
         if (shape.thread_rows == kLargeThreadRows)
           return launch_shape<Groups, TraitsOf<Groups, Types, kLargeThreadRows>>(p, shape, beside, stream);
       return launch_shape<Groups, TraitsOf<Groups, Types, kSmallThreadRows>>(p, shape, beside, stream);
     };
     if (p.weight) return run(TypeOf<ExpertGroups>{});
-    if constexpr (Types::kFast)
+    if constexpr (Types::kVectorized)
       if (!p.index.at) return run(TypeOf<TokenGroups<Source::kInPlace>>{});
     return run(TypeOf<TokenGroups<Source::kByIndex>>{});  // of either source
   });

@@ -26,7 +26,7 @@ MOE_DEVICE void tell_pace(const Pace& p, Walker mine, uint32_t row) {
 }
 // Where the other is: to be asked some time before the wait, for that takes as long as a read of x.
 MOE_DEVICE uint32_t other_pace(const Pace& p, Walker mine) {
-  return p.past ? look_at_word(p.past + 1 - int(mine)) : 0;
+  return p.past ? peek_word(p.past + 1 - int(mine)) : 0;
 }
 // Who has told nothing is not waited for. False: the other stands where it stood when `seen` was.
 MOE_DEVICE bool keep_pace(const Pace& p, Walker mine, uint32_t row, uint32_t seen) {

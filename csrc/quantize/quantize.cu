@@ -39,7 +39,7 @@ bool tokens_are_fast(const QuantizeParams& p) {
 }
 // f(In{}) for a fast kernel, otherwise f(Any{}).
 template <class F>
-int dispatch(const QuantizeParams& p, bool fast, F f) { return fast ? dispatch_in(p.in, f) : f(Any{}); }
+int dispatch(const QuantizeParams& p, bool fast, F f) { return fast ? dispatch_in(p.in, f) : f(Generic{}); }
 
 // Both directions side by side, in the same order: what one of the two kernels has read, the other finds in the L2.
 // Where they cannot overlap, the rows start where the columns end.

@@ -20,7 +20,7 @@ MOE_DEVICE void store_cast(const QuantizeParams& p, uint8_t* row, int v, const V
   uint32_t q[kWords];
 #pragma unroll
   for (int i = 0; i < kWords; ++i) q[i] = cast_words<In>(vec.w + i * 4 / kPerWord<In>, m, m, m, m, cast);
-  if constexpr (!T::kFast) {
+  if constexpr (!T::kVectorized) {
 #pragma unroll
     for (int i = 0; i < T::kVec; ++i) {
       const int64_t k = int64_t(v) * T::kVec + i;

@@ -11,7 +11,7 @@ namespace moe_fp8 {
 
 // That registers are for. Blocks of 32 of [131072, 7168] in groups on an H200: five at 1.03 of copy, four at 0.96.
 template <class T>
-constexpr int row_blocks_each() { return T::kFast && kCastsInHardware && kPerWord<typename T::In> == 2 ? 5 : 1; }
+constexpr int row_blocks_each() { return T::kVectorized && kCastsInHardware && kPerWord<typename T::In> == 2 ? 5 : 1; }
 
 template <ScaleOrder kOrder, class T>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRowBlockThreads, row_blocks_each<T>())

@@ -17,6 +17,6 @@ Beside rows_beside(const QuantizeParams& p, bool columns_are_fast) {
 template int launch_rows<BF16>(const QuantizeParams&, Beside, void*);
 template int launch_rows<F16>(const QuantizeParams&, Beside, void*);
 template int launch_rows<F32>(const QuantizeParams&, Beside, void*);
-template int launch_rows<Any>(const QuantizeParams&, Beside, void*);
+template int launch_rows<Generic>(const QuantizeParams&, Beside, void*);
 
 }  // namespace moe_fp8

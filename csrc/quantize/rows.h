@@ -119,7 +119,7 @@ int launch_rows(const QuantizeParams& p, Beside beside, void* stream) {
     }
     return 0;
   };
-  if constexpr (!T::kFast) {
+  if constexpr (!T::kVectorized) {
     return run(quantize_rows_kernel<T, 1, Row::kLong>);
   } else {
     if (beside != Beside::kNo) return launch_beside<T>(p, beside, stream);

@@ -19,7 +19,7 @@ MOE_DEVICE const typename T::Bits* find_element(const QuantizeParams& p, int64_t
 // Words of the elements from x on, of which so many are in the row: all, unless T is Any. Words: Vec16, Vec8, uint32_t.
 template <class T, class Words, Reuse kReuse = Reuse::kSoon>
 MOE_DEVICE Words load_words(const QuantizeParams& p, const typename T::Bits* x, int64_t there) {
-  if constexpr (T::kFast) {
+  if constexpr (T::kVectorized) {
     return load_stream<kReuse>(reinterpret_cast<const Words*>(x));
   } else if constexpr (std::is_same_v<Words, uint32_t>) {
     return there > 0 ? T::element_bits(p, x, 0) : 0u;
@@ -35,7 +35,7 @@ MOE_DEVICE Words load_words(const QuantizeParams& p, const typename T::Bits* x, 
 // The same on their way to shared memory: see copy_to_shared().
 template <class T, Reuse kReuse = Reuse::kSoon>
 MOE_DEVICE void copy_words(const QuantizeParams& p, Vec16* shared, const typename T::Bits* x, int64_t there) {
-  if constexpr (T::kFast) copy_to_shared<kReuse>(shared, reinterpret_cast<const Vec16*>(x));
+  if constexpr (T::kVectorized) copy_to_shared<kReuse>(shared, reinterpret_cast<const Vec16*>(x));
   else *shared = load_words<T, Vec16>(p, x, there);
 }
 

@@ -121,7 +121,7 @@ MOE_DEVICE void read_tile(const TilesPlan& p, const QuantizedTile& tile, const i
 // Four bytes of a row of q, at its column.
 template <class T>
 MOE_DEVICE void store_columns(uint8_t* q, int64_t there, uint32_t bytes) {
-  if constexpr (T::Types::kFast) {
+  if constexpr (T::Types::kVectorized) {
     store_stream(reinterpret_cast<uint32_t*>(q), bytes);
   } else {
 #pragma unroll
@@ -246,7 +246,7 @@ MOE_DEVICE void store_staged(const TilesPlan& p, TileStage<T>* stages, TileOf ti
 #pragma unroll kUnroll
   for (int i = 0; i < kBlock / kStep; ++i, local += kStep, out += kStep * p.positions) {
     if (int64_t(tile.across) * kBlock + local >= p.K) return;
-    store_chunk<T::Types::kFast>(out, stages[number].at(local, chunk), tile.positions - first);
+    store_chunk<T::Types::kVectorized>(out, stages[number].at(local, chunk), tile.positions - first);
   }
 }
 

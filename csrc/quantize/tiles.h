@@ -16,7 +16,7 @@ constexpr int kTileBlocks = 2, kTileBlocksOfShortGroups = 3;
 constexpr int64_t kShortGroup = 2048;  // rows
 template <class T>
 constexpr int most_blocks() {  // that registers are for
-  if (!T::Types::kFast) return 1;
+  if (!T::Types::kVectorized) return 1;
   if (T::kWords == 4) return T::kScaling == Scaling::kSquares ? 1 : 2;
   if (T::kBlocks > 1 && std::is_same_v<typename T::Tiles, ExpertTiles>) return kTileBlocks;
   return std::is_same_v<typename T::In, BF16> ? kTileBlocksOfShortGroups : 2;

@@ -8,7 +8,7 @@
 namespace moe_fp8 {
 
 // Of the two formats that the chip casts to. kEither: decided while it runs, outside of loops, where registers allow.
-enum class Kind { kE4M3, kE5M2, kEither };
+enum class Fp8Variant { kE4M3, kE5M2, kRuntime };
 
 // Whether p takes the second of the two roundings that such scales know.
 template <class Scale>
@@ -16,17 +16,17 @@ MOE_DEVICE bool rounds_second(const QuantizeParams& p) {
   return p.rounding == second_rounding(std::is_same_v<Scale, ScaleF32> ? ScaleType::kF32 : ScaleType::kE8M0);
 }
 
-template <class In_, Kind kKind_>
-struct Fast {
-  static constexpr Kind kKind = kKind_;
+template <class In_, Fp8Variant kVariant_>
+struct Vectorized {
+  static constexpr Fp8Variant kVariant = kVariant_;
   using In = In_;                                // of words in registers
   using Bits = typename In::Bits;                // of x in memory
-  static constexpr bool kFast = true, kOneKind = kKind != Kind::kEither;
+  static constexpr bool kVectorized = true, kStaticVariant = kVariant != Fp8Variant::kRuntime;
   static constexpr int kVec = 4 * kPerWord<In>;  // elements of 16 bytes of words
 
   static MOE_DEVICE const Bits* advance(const QuantizeParams&, const Bits* x, int64_t elements) { return x + elements; }
   static MOE_DEVICE bool to_e5m2(const QuantizeParams& p) {
-    return kKind == Kind::kEither ? is_e5m2(p.out) : kKind == Kind::kE5M2;
+    return kVariant == Fp8Variant::kRuntime ? is_e5m2(p.out) : kVariant == Fp8Variant::kE5M2;
   }
   // f(cast), and what that returns; cast(a, b, c, d) gives four bytes.
   template <class F>
@@ -42,10 +42,10 @@ struct Fast {
   }
 };
 
-struct Any {
+struct Generic {
   using In = F32;
   using Bits = uint8_t;
-  static constexpr bool kFast = false, kOneKind = false;
+  static constexpr bool kVectorized = false, kStaticVariant = false;
   static constexpr int kVec = 4;
 
   static MOE_DEVICE const Bits* advance(const QuantizeParams& p, const Bits* x, int64_t elements) {
@@ -76,14 +76,14 @@ struct TypeOf { using Type = T; };
 
 // Of either kind, or Any where In is that.
 template <class In>
-using TypesOf = std::conditional_t<std::is_same_v<In, Any>, Any, Fast<In, Kind::kEither>>;
+using TypesOf = std::conditional_t<std::is_same_v<In, Generic>, Generic, Vectorized<In, Fp8Variant::kRuntime>>;
 
 // f(TypesOf<In>{}), but of bfloat16 f(Fast<BF16, kind>{}), for loops that would be longer for both. Other inputs are
 // rare.
 template <class In, class F>
 int dispatch_types(const QuantizeParams& p, F f) {
   if constexpr (!std::is_same_v<In, BF16>) return f(TypesOf<In>{});
-  else return is_e5m2(p.out) ? f(Fast<In, Kind::kE5M2>{}) : f(Fast<In, Kind::kE4M3>{});
+  else return is_e5m2(p.out) ? f(Vectorized<In, Fp8Variant::kE5M2>{}) : f(Vectorized<In, Fp8Variant::kE4M3>{});
 }
 
 // Four neighbouring elements, scaled by a multiplier each, cast. `words` holds 4 / kPerWord words.

@@ -33,13 +33,13 @@ MOE_HD int bytes_of(InType in) { return in == InType::kF32 ? 4 : 2; }
 
 // ---- parts of rows, and the scores that come with them -------------------------------------------------------------
 template <class In>
-struct SlotVectors : Vectors<In> {
-  using Vectors<In>::Vectors;
+struct SlotVectors : VectorAccess<In> {
+  using VectorAccess<In>::VectorAccess;
   static constexpr int kBlocksBackward = std::is_same_v<In, F16> ? 2 : 3;  // its conversions take more registers
   MOE_DEVICE float score(const void* scores, bool f32, int64_t slot) const { return score_of<In>(scores, f32, slot); }
 };
-struct SlotElements : Elements {
-  using Elements::Elements;
+struct SlotElements : ElementAccess {
+  using ElementAccess::ElementAccess;
   static constexpr int kBlocksBackward = 3;
   MOE_DEVICE float score(const void* scores, bool f32, int64_t slot) const {
     const InType of_scores = f32 ? InType::kF32 : type;
@@ -57,8 +57,8 @@ struct Slot {
   int row;
   float score;
 };
-template <class Part>
-MOE_DEVICE Slot find_slot(const Combine& p, const Part& part, uint32_t token, uint32_t first) {
+template <class Access>
+MOE_DEVICE Slot find_slot(const Combine& p, const Access& part, uint32_t token, uint32_t first) {
   const uint32_t j = first + threadIdx.x % kSlots, at = token * uint32_t(p.top_k) + j;
   if (token >= uint32_t(p.T) || j >= uint32_t(p.top_k)) return {-1, 0.f};
   const int row = p.inverse[at];
@@ -69,10 +69,10 @@ MOE_DEVICE Slot find_slot(const Combine& p, const Part& part, uint32_t token, ui
 // A multiprocessor's blocks stay on it and walk tokens. A wave has a part of one token's rows, and looks up the next
 // one's slots while those are under way: on an H200, after GEMMs, [32768, 8] of 4096 columns took 636 us, not 747, and
 // [24576, 8] of 1536 181, not 210.
-template <class Part>
+template <class Access>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks) combine_kernel(MOE_GRID_CONSTANT const Combine p) {
-  constexpr int n = Part::kElements;
-  const Part part(p.in);
+  constexpr int n = Access::kElements;
+  const Access part(p.in);
   wait_for_previous_kernel();
   const auto T = uint32_t(p.T), top_k = uint32_t(p.top_k), tokens = gridDim.x / p.parts * blockDim.y;
   const int64_t column = (int64_t(blockIdx.x % p.parts) * blockDim.x + threadIdx.x) * n;
@@ -84,11 +84,11 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks) combine_kernel(MOE_GRID_CON
     float sum[n] = {};
 #pragma unroll 1
     for (uint32_t j = 0; j < top_k; j += kSlots) {
-      typename Part::Held held[kSlots];
+      typename Access::Held held[kSlots];
 #pragma unroll
       for (int s = 0; s < kSlots; ++s) {
         const int row = int(shfl(uint32_t(slot.row), s));
-        held[s] = row >= 0 && there ? part.load_once(p.y, row * p.y_stride + column) : typename Part::Held{};
+        held[s] = row >= 0 && there ? part.load_once(p.y, row * p.y_stride + column) : typename Access::Held{};
       }
       const uint32_t scores = as_bits(slot.score);
       const bool last = j + kSlots >= top_k;
@@ -112,12 +112,12 @@ struct CombineBackward : CombineBackwardParams {
 
 // kDots: the gradient of the scores is wanted. Without it, fewer registers: on an H200 298 us instead of 352 for
 // [65536, 7168] of bfloat16.
-template <class Part, bool kDots>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, Part::kBlocksBackward)
+template <class Access, bool kDots>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, Access::kBlocksBackward)
     combine_backward_kernel(MOE_GRID_CONSTANT const CombineBackward p) {
-  constexpr int n = Part::kElements;
+  constexpr int n = Access::kElements;
   __shared__ float of_wave[kThreads / 32][kSlotsBackward];
-  const Part part(p.in);
+  const Access part(p.in);
   const int waves = blockDim.x / kWarpSize, first_wave = threadIdx.y * waves;
   wait_for_previous_kernel();
   const int64_t token = p.first + int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -136,11 +136,11 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, Part::kBlocksBackward)
       score[s] = row[s] >= 0 ? part.score(p.scores, p.scores_f32, slot + j + s) : 0.f;
     }
     for (int64_t v = threadIdx.x; v < vecs; v += blockDim.x) {
-      const typename Part::Held g = part.load(p.grad, token * p.grad_stride + v * n);
-      typename Part::Held held[kSlotsBackward];
+      const typename Access::Held g = part.load(p.grad, token * p.grad_stride + v * n);
+      typename Access::Held held[kSlotsBackward];
 #pragma unroll
       for (int s = 0; s < kSlotsBackward; ++s)
-        held[s] = kDots && row[s] >= 0 ? part.load_once(p.y, row[s] * p.y_stride + v * n) : typename Part::Held{};
+        held[s] = kDots && row[s] >= 0 ? part.load_once(p.y, row[s] * p.y_stride + v * n) : typename Access::Held{};
 #pragma unroll
       for (int s = 0; s < kSlotsBackward; ++s) {
         if (row[s] < 0) continue;
@@ -202,14 +202,14 @@ int combine(const CombineParams& params, void* stream) {
   const uint64_t bits = reinterpret_cast<uintptr_t>(p.y) | reinterpret_cast<uintptr_t>(p.out) | p.K * bytes |
                         (p.P > 1 ? p.y_stride * bytes : 0);
   return with_parts(p.in, bits, [&](auto part) {
-    using Part = decltype(part);
+    using Access = decltype(part);
     if (p.T == 0 || p.K == 0) return 0;
-    const BlockShape shape = shape_for(p.K / Part::kElements);
+    const BlockShape shape = shape_for(p.K / Access::kElements);
     p.parts = unsigned(shape.parts);
     const int64_t held = device().multiprocessors * (kBlocks * kThreads / (shape.threads * shape.rows));
     const int64_t most = held < shape.parts ? 1 : held / shape.parts, blocks = ceil_div<int64_t>(p.T, shape.rows);
     const dim3 grid(unsigned((blocks < most ? blocks : most) * shape.parts));
-    return launch(combine_kernel<Part>, {grid, dim3(shape.threads, shape.rows), stream}, p);
+    return launch(combine_kernel<Access>, {grid, dim3(shape.threads, shape.rows), stream}, p);
   });
 }
 
@@ -226,9 +226,9 @@ int combine_backward(const CombineBackwardParams& params, void* stream) {
     if (const int e = launch(zero_unused_rows_kernel, l, p)) return e;
   }
   return with_parts(p.in, bits, [&](auto part) {
-    using Part = decltype(part);
-    const BlockShape shape = shape_for(p.K / Part::kElements);
-    auto* const kernel = p.grad_scores ? combine_backward_kernel<Part, true> : combine_backward_kernel<Part, false>;
+    using Access = decltype(part);
+    const BlockShape shape = shape_for(p.K / Access::kElements);
+    auto* const kernel = p.grad_scores ? combine_backward_kernel<Access, true> : combine_backward_kernel<Access, false>;
     for (; p.first < p.T && p.top_k > 0; p.first += kMaxBlocks * shape.rows) {
       const int64_t blocks = ceil_div<int64_t>(p.T - p.first, shape.rows);
       const dim3 grid(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks));

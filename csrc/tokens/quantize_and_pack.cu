@@ -9,7 +9,7 @@
 namespace moe_fp8 {
 namespace {
 
-using Types = Fast<BF16, Kind::kEither>;
+using Types = Vectorized<BF16, Fp8Variant::kRuntime>;
 // The threads of a block share a token, which they hold in shared memory while it goes to several rows; a thread casts
 // 16 elements at once, for rows are stored 16 bytes at a time. [16384, 7168] for 2 ranks on an H200: 148 us, of blocks
 // of 128 elements 150. Stored 8 bytes at a time they took 160 and 180, and where tokens were held in registers 160 and

@@ -16,10 +16,10 @@ import isa_report  # noqa: E402
 
 from build_backend.environment import DEFAULT_ARCHS  # noqa: E402
 
-TYPES = "NS_4FastINS_4BF16ELNS_4KindE0EEE"
+TYPES = "NS_10VectorizedINS_4BF16ELNS_10Fp8VariantE0EEE"
 FAST = f"_ZN7moe_fp820quantize_rows_kernelI{TYPES}Li2ELNS_3RowE0EEEvNS_8RowsPlanE"
-EITHER = FAST.replace("4BF16", "3F32").replace("KindE0", "KindE2")
-GENERIC = "_ZN7moe_fp820quantize_rows_kernelINS_3AnyELi1ELNS_3RowE1EEEvNS_8RowsPlanE"
+EITHER = FAST.replace("4BF16", "3F32").replace("VariantE0", "VariantE2")
+GENERIC = "_ZN7moe_fp820quantize_rows_kernelINS_7GenericELi1ELNS_3RowE1EEEvNS_8RowsPlanE"
 BLOCKS = f"_ZN7moe_fp826quantize_row_blocks_kernelILNS_10ScaleOrderE2E{TYPES}EEvNS_13RowBlocksPlanE"
 GEMM_TRAITS = "NS0_6TraitsILNS0_6ScalesE0ELNS0_7GroupedE0ELNS_7Fp8TypeE0ELb0EEE"
 GEMM = f"_ZN7moe_fp84sm9019grouped_gemm_kernelI{GEMM_TRAITS}EEvNS0_4ArgsE"
@@ -175,16 +175,16 @@ def test_cuda_check(log, body, problems):
 def test_names_of_kernels():
     names = isa_report.short_names([FAST, GENERIC, BLOCKS])
     assert list(names.values()) == [
-        "quantize_rows_kernel<Fast<BF16, (Kind)0>, 2, (Row)0>",
-        "quantize_rows_kernel<Any, 1, (Row)1>",
-        "quantize_row_blocks_kernel<(ScaleOrder)2, Fast<BF16, (Kind)0> >",
+        "quantize_rows_kernel<Vectorized<BF16, (Fp8Variant)0>, 2, (Row)0>",
+        "quantize_rows_kernel<Generic, 1, (Row)1>",
+        "quantize_row_blocks_kernel<(ScaleOrder)2, Vectorized<BF16, (Fp8Variant)0> >",
     ]
 
 
 def test_enums_are_in_the_order_that_names_of_kernels_have():
     types = (cache.CSRC / "quantize" / "types.h").read_text()
-    kinds = re.search(r"enum class Kind \{(.*?)\}", types)[1].split(", ")
-    assert [k.strip() for k in kinds] == ["kE4M3", "kE5M2", "kEither"]
+    kinds = re.search(r"enum class Fp8Variant \{(.*?)\}", types)[1].split(", ")
+    assert [k.strip() for k in kinds] == ["kE4M3", "kE5M2", "kRuntime"]
     formats = (cache.CSRC / "numerics" / "format.h").read_text()
     assert "enum class ScaleType : int { kF32, kE8M0 }" in formats
     assert "enum class ScaleOrder : int { kRowMajor, kColumnMajor, kBlocked }" in formats

@@ -25,13 +25,13 @@ BY_INSTRUCTIONS = r"mma_kernel<Traits<\(Types\)[01]"  # not what is looked up in
 CASTS_IN_SOFTWARE = ("sm_80", "sm_86", "sm_87")
 ROUNDS_TO_E8M0 = ("sm_100a", "sm_103a", "sm_120a", "sm_121a")
 OF_E8M0 = r"\(ScaleType\)1|\(ScaleOrder\)[02]"  # kernels of formats with such scales
-KINDS = {"(Kind)0": {E4M3}, "(Kind)1": {E5M2}, "(Kind)2": {E4M3, E5M2}}  # enum class Kind of quantize/types.h
+KINDS = {"(Fp8Variant)0": {E4M3}, "(Fp8Variant)1": {E5M2}, "(Fp8Variant)2": {E4M3, E5M2}}  # enum class Fp8Variant of quantize/types.h
 
 # Kernels that quantize nothing: whether any instance, or those with this type, load vectors. The others load a word or
 # an index at a time.
 OTHERS: dict[str, str | bool] = {
-    "activate_backward_kernel": "Vectors<BF16>",
-    "activate_kernel": "Vectors<BF16>",
+    "activate_backward_kernel": "VectorAccess<BF16>",
+    "activate_kernel": "VectorAccess<BF16>",
     "add_groups_kernel": True,
     "choose_experts_backward_kernel": "Lane<",
     "choose_experts_kernel": True,
@@ -40,7 +40,7 @@ OTHERS: dict[str, str | bool] = {
     "copy_rows_kernel": True,
     "count_tokens_kernel": False,
     "dequantize_kernel": "Pieces<BF16>",
-    "find_amax_kernel": "Fast",
+    "find_amax_kernel": "Vectorized",
     "find_sources_kernel": False,
     "grouped_gemm_kernel": False,
     "invert_indices_kernel": False,
@@ -108,9 +108,9 @@ def needs(name: str, arch: str) -> set[str] | None:
     if never_runs(name, arch):
         return set()
     if base.startswith("quantize_"):
-        fast = re.search(r"\bFast<\w+, (\(Kind\)\d)>", name)
+        fast = re.search(r"\bVectorized<\w+, (\(Fp8Variant\)\d)>", name)
         if not fast:
-            return set() if re.search(r"\bAny\b", name) else None
+            return set() if re.search(r"\bGeneric\b", name) else None
         of_scales = {E8M0} if arch in ROUNDS_TO_E8M0 and re.search(OF_E8M0, name) else set()
         of_values = set() if arch in CASTS_IN_SOFTWARE else KINDS[fast[1]]
         return {VECTORS, *of_values, *of_scales}
@@ -133,7 +133,7 @@ def found(body: str, patterns: dict[str, str]) -> set[str]:
 
 
 def short_names(symbols: Iterable[str]) -> dict[str, str]:
-    """Demangles kernels' symbols, without namespaces and parameters: `quantize_rows_kernel<Fast<BF16, (Kind)0>, 2>`."""
+    """Demangles kernel symbols, without namespaces and parameters: `quantize_rows_kernel<Vectorized<BF16, ...>, 2>`."""
     symbols = list(symbols)
     text = subprocess.run(["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True).stdout
     return dict(zip(symbols, map(_short, text.splitlines()), strict=True))

@@ -7,11 +7,11 @@ namespace {
 // Vectors that a lane has under way: of a row, or of two rows where a wave has lanes enough for one.
 constexpr int kHeld = 2;
 
-template <int kRows, Activation kActivation, class Part, class Source>
+template <int kRows, Activation kActivation, class Access, class Source>
 MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Source& source, int64_t row0) {
-  constexpr int n = Part::kElements, kParts = Source::Columns::kParts, kVecs = kHeld / kRows;
+  constexpr int n = Access::kElements, kParts = Source::Columns::kParts, kVecs = kHeld / kRows;
   constexpr bool kSumEach = kRows == 1 && n > 1;  // vector of the wave, in the order of gradient_rows.cu: the same bits
-  const Part part(p.in);
+  const Access part(p.in);
   const int lane = threadIdx.x % kWarpSize, vecs = int(p.h.F / n);
   const int live = p.P - row0 < kRows ? 1 : kRows;
   typename Source::Row h[kRows];
@@ -27,7 +27,7 @@ MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Source& 
   const int end = kSumEach ? vecs + lane : vecs;  // whole waves sum
   for (int first = lane; first < end; first += kVecs * kWarpSize) {
     typename Source::Held held[kRows][kVecs];
-    typename Part::Held grads[kRows][kVecs];
+    typename Access::Held grads[kRows][kVecs];
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
@@ -71,33 +71,33 @@ MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Source& 
 }
 
 // Of a wave at once: two where a row has no vector for some of the lanes that any chip's wave has.
-template <class Part>
+template <class Access>
 MOE_HD int rows_of_wave(const ActivateBackwardParams& p) {
-  return Part::kElements > 1 && p.h.F <= Part::kElements * kSmallestWarp ? kHeld : 1;
+  return Access::kElements > 1 && p.h.F <= Access::kElements * kSmallestWarp ? kHeld : 1;
 }
 
-template <class Part, bool kFp8, bool kGated>
-using GatesOf = std::conditional_t<kFp8, Fp8Gates<Part::kElements, kGated>, PlainGates<Part, kGated>>;
+template <class Access, bool kFp8, bool kGated>
+using GatesOf = std::conditional_t<kFp8, Fp8Gates<Access::kElements, kGated>, PlainGates<Access, kGated>>;
 
 // kAny: decided while it runs.
 enum class OfH { kPlain, kFp8, kAny };
-template <class Part, OfH kOfH, class Activations>
+template <class Access, OfH kOfH, class Activations>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 3)
     activate_backward_kernel(MOE_GRID_CONSTANT const ActivateBackwardParams p) {
   wait_for_previous_kernel();
   const auto walk = [&](auto fp8) {
     Activations::with(p.activation, [&](auto activation) {
       constexpr Activation kActivation = decltype(activation)::value;
-      using Source = GatesOf<Part, decltype(fp8)::value, kIsGated<kActivation>>;
+      using Source = GatesOf<Access, decltype(fp8)::value, kIsGated<kActivation>>;
       const Source source(p.h);
-      if constexpr (Part::kElements > 1)
-        if (rows_of_wave<Part>(p) == kHeld) {
+      if constexpr (Access::kElements > 1)
+        if (rows_of_wave<Access>(p) == kHeld) {
           for (int64_t row = first_row() * kHeld; row < p.P; row += rows_at_once() * kHeld)
-            backward_of_rows<kHeld, kActivation, Part>(p, source, row);
+            backward_of_rows<kHeld, kActivation, Access>(p, source, row);
           return;
         }
       for (int64_t row = first_row(); row < p.P; row += rows_at_once())
-        backward_of_rows<1, kActivation, Part>(p, source, row);
+        backward_of_rows<1, kActivation, Access>(p, source, row);
     });
   };
   if constexpr (kOfH == OfH::kAny) {
@@ -108,10 +108,10 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 3)
   }
 }
 
-template <OfH kOfH, class Part, class Activations>
+template <OfH kOfH, class Access, class Activations>
 int launch_with(const ActivateBackwardParams& p, void* stream) {
-  constexpr auto kKernel = activate_backward_kernel<Part, kOfH, Activations>;
-  return launch_on_rows(kKernel, p, ceil_div<int64_t>(p.P, rows_of_wave<Part>(p)), stream);
+  constexpr auto kKernel = activate_backward_kernel<Access, kOfH, Activations>;
+  return launch_on_rows(kKernel, p, ceil_div<int64_t>(p.P, rows_of_wave<Access>(p)), stream);
 }
 
 }  // namespace
@@ -124,11 +124,11 @@ int activate_backward(const ActivateBackwardParams& p, void* stream) {
   const bool fast = native && p.in == InType::kBF16 &&
                     is_of_vectors(p.h.h, p.h.stride, p.h.F, p.P, fp8 ? 1 : 2) &&
                     is_of_vectors(p.da, p.da_stride, p.h.F, p.P, 2);
-  if (!fast) return launch_with<OfH::kAny, Elements, All>(p, stream);
+  if (!fast) return launch_with<OfH::kAny, ElementAccess, All>(p, stream);
   return dispatch_activations(p.activation, [&](auto activations) {
     using Activations = decltype(activations);
-    return fp8 ? launch_with<OfH::kFp8, Vectors<BF16>, Activations>(p, stream)
-               : launch_with<OfH::kPlain, Vectors<BF16>, Activations>(p, stream);
+    return fp8 ? launch_with<OfH::kFp8, VectorAccess<BF16>, Activations>(p, stream)
+               : launch_with<OfH::kPlain, VectorAccess<BF16>, Activations>(p, stream);
   });
 }
 

@@ -32,12 +32,12 @@ using MxScales = TileScales<ScaleType::kE8M0>;
 template <class Scales>
 using OfDh = TileTraits<GradientTypes, Scales, Scaling::kRowsAndColumns, TokenTiles>;
 template <class Scales>
-using OfA = TileTraits<Fast<BF16, Kind::kE4M3>, Scales, Scaling::kColumns, TokenTiles>;
+using OfA = TileTraits<Vectorized<BF16, Fp8Variant::kE4M3>, Scales, Scaling::kColumns, TokenTiles>;
 
 template <class T, int kParts>
 struct GradientTile {
   static constexpr int kVecs = kBlock / kFeatures;  // of a row of a part
-  struct Part {
+  struct Access {
     union {
       alignas(16) uint32_t thread_row_amax[kTileThreadRows][kBlock / 2];
       float row_multiplier[kBlock][T::kBlocks];  // when multipliers of columns are made
@@ -45,7 +45,7 @@ struct GradientTile {
     alignas(16) float multiplier[T::kBlocks][kBlock];
   };
   Vec16 waiting[kParts + 1][kBlock][kVecs];
-  Part of[kParts + 1];
+  Access of[kParts + 1];
   QuantizedTile tiles[kParts + 1];
 
   // Words of chunk `at` of the columns of a row of threads.
@@ -79,7 +79,7 @@ MOE_DEVICE void differentiate_rows(const GradientTilesPlan& p, const QuantizedTi
   const auto load = [&](int step) {
     const int row = int(tile.first_row) + Min{}(local(step), last);
     RowScales scales = p.gradients.h.scale.of_row(row);
-    if (std::is_same_v<typename T::Scale, ScaleF32>) scales.is_float = true, scales.more_at_fourth = 0;
+    if (std::is_same_v<typename T::Scale, ScaleF32>) scales.is_float = true, scales.block4_stride = 0;
     else scales.is_float = false;
     // A part is whole tiles, so that from every block it is as far to that of the other part.
     const int64_t first = scales.offset(uint32_t(v * (G::kColumns / G::kPieces)) / T::Format::kSize);

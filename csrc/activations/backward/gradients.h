@@ -46,7 +46,7 @@ MOE_DEVICE void take_scores(const GradientInputs& p, int64_t thread, int64_t thr
 // Of dh and of a, in all groups.
 MOE_HD int64_t columns_of_groups(const GradientsPlan& p) { return p.of_dh.E * (p.parts + 1) * p.gradients.h.F; }
 
-using GradientTypes = Fast<BF16, Kind::kEither>;
+using GradientTypes = Vectorized<BF16, Fp8Variant::kRuntime>;
 constexpr int kFeatures = 8;      // of a vector
 constexpr int kMagnitudes = 128;  // that an fp8 element may have
 constexpr int kMostTeam = 256;    // threads that share a row in the first pass, a vector each

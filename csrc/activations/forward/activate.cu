@@ -4,15 +4,15 @@
 namespace moe_fp8 {
 namespace {
 
-template <class Part, class Activations>
+template <class Access, class Activations>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 4) activate_kernel(MOE_GRID_CONSTANT const ActivateParams p) {
-  constexpr int n = Part::kElements, kHeld = 4;
-  const Part part(p.h.in);
+  constexpr int n = Access::kElements, kHeld = 4;
+  const Access part(p.h.in);
   const int lane = threadIdx.x % kWarpSize, vecs = int(p.h.F / n);
   wait_for_previous_kernel();
   Activations::with(p.activation, [&](auto activation) {
     constexpr Activation kActivation = decltype(activation)::value;
-    using Source = PlainGates<Part, kIsGated<kActivation>>;
+    using Source = PlainGates<Access, kIsGated<kActivation>>;
     const Source source(p.h);
     for (int64_t r = first_row(); r < p.P; r += rows_at_once()) {
       const auto h = source.row(r);
@@ -42,9 +42,9 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 4) activate_kernel(MOE_GRID_CONSTANT
 int activate(const ActivateParams& p, void* stream) {
   if (p.h.F == 0) return 0;
   const bool fast = p.h.in == InType::kBF16 && is_of_vectors(p.h.h, p.h.stride, p.h.F, p.P, 2);
-  if (!fast) return launch_on_rows(activate_kernel<Elements, All>, p, p.P, stream);
+  if (!fast) return launch_on_rows(activate_kernel<ElementAccess, All>, p, p.P, stream);
   const auto launch_of = [&](auto activations) {
-    return launch_on_rows(activate_kernel<Vectors<BF16>, decltype(activations)>, p, p.P, stream);
+    return launch_on_rows(activate_kernel<VectorAccess<BF16>, decltype(activations)>, p, p.P, stream);
   };
   // Alone it takes fewer registers: on an H200 [196608, 256] took 56 us, 63 beside the others.
   if (p.activation == Activation::kRelu2) return launch_of(AnyOf<Activation::kRelu2>{});

@@ -53,7 +53,7 @@ MOE_DEVICE void store_rows(const TeamsPlan& p, const Team& team, const Columns& 
 
 template <bool kGated, class Team>
 MOE_DEVICE void quantize_rows(const TeamsPlan& p, Team& team, typename Team::Held& h, int row0) {
-  using Source = PlainGates<Part, kGated>;
+  using Source = PlainGates<Access, kGated>;
   constexpr int kRows = Team::kRows, kVecs = Team::kVecs, kParts = Source::Columns::kParts;
   const Source source(p.h);
   const int vecs = int(p.h.F / kFeaturesOfVec), lane = threadIdx.x % kWarpSize;
@@ -71,7 +71,7 @@ MOE_DEVICE void quantize_rows(const TeamsPlan& p, Team& team, typename Team::Hel
       if (wave_has(i))
 #pragma unroll
         for (int part = 0; part < kParts; ++part)
-          h.load(r * kVecs + i, part, Part::vec(row, source.columns.at(place(i) - place(0), part)));
+          h.load(r * kVecs + i, part, Access::vec(row, source.columns.at(place(i) - place(0), part)));
   }
   h.wait();
   Activated a[kRows][kVecs];
@@ -93,7 +93,7 @@ MOE_DEVICE void quantize_rows(const TeamsPlan& p, Team& team, typename Team::Hel
         float values[kFeaturesOfVec];
 #pragma unroll
         for (int j = 0; j < kFeaturesOfVec; ++j) values[j] = activated<decltype(activation)::value>(g.gate[j], g.up[j]);
-        a[r][i] = {{Part::rounded(values)}};
+        a[r][i] = {{Access::rounded(values)}};
         add(of_a[r], a[r][i].part[0], i);
 #pragma unroll
         for (int part = 0; part < kParts; ++part) add(of_h[r][part], held.part[part], i);
@@ -104,8 +104,8 @@ MOE_DEVICE void quantize_rows(const TeamsPlan& p, Team& team, typename Team::Hel
   });
   uint32_t amax[Team::kOwn];
   team.amax(of_h, of_a, source.columns.interleaved, amax);
-  if (is_e5m2(p.of_a.out)) store_rows<Fast<BF16, Kind::kE5M2>>(p, team, source.columns, row0, live, amax, h, a);
-  else store_rows<Fast<BF16, Kind::kE4M3>>(p, team, source.columns, row0, live, amax, h, a);
+  if (is_e5m2(p.of_a.out)) store_rows<Vectorized<BF16, Fp8Variant::kE5M2>>(p, team, source.columns, row0, live, amax, h, a);
+  else store_rows<Vectorized<BF16, Fp8Variant::kE4M3>>(p, team, source.columns, row0, live, amax, h, a);
 }
 
 // T is for the name alone, which tells the report of instructions what the kernel casts to.
@@ -133,7 +133,7 @@ int launch_teams(const QuantizeActivatedParams& p, int threads, int64_t across, 
   const int deep = ceil_div(blocks, kMostBlocks);
   const dim3 grid(unsigned(across), unsigned(ceil_div(blocks, deep)), unsigned(deep));
   const TeamsPlan plan = {p, is_gated(p.activation), format_of(p.of_a.format).blocked(), blocks};
-  return launch(quantize_activated_kernel<Fast<BF16, Kind::kEither>, Team>, {grid, dim3(threads, teams), stream}, plan);
+  return launch(quantize_activated_kernel<Vectorized<BF16, Fp8Variant::kRuntime>, Team>, {grid, dim3(threads, teams), stream}, plan);
 }
 
 }  // namespace

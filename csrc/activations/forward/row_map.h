@@ -10,9 +10,9 @@ namespace moe_fp8 {
 // Bound by arithmetic: with its casts and those of h, an activation takes some 33 instructions on sm_90a. So a lane has
 // four vectors of a part of h at once, which are bytes enough under way, and what is no arithmetic of theirs is done
 // for all four together: a lane makes one of the scales, and tells it to the others.
-using Part = Vectors<BF16>;
-using Activated = PlainGates<Part, false>::Held;  // a vector
-constexpr int kFeaturesOfVec = Part::kElements, kVecsOfLane = 4;
+using Access = VectorAccess<BF16>;
+using Activated = PlainGates<Access, false>::Held;  // a vector
+constexpr int kFeaturesOfVec = Access::kElements, kVecsOfLane = 4;
 constexpr int kThreadsOfRow = 256, kThreadsOfBlock = 128;  // at most; of a block of several teams
 
 // What a lane has of h, from its load to its cast: number n of its vectors, of either part. next() comes before each.

@@ -2,7 +2,7 @@
 
 namespace moe_fp8 {
 
-template int launch_tiles<ScaleType::kF32, Any>(const QuantizeParams&, void*);
-template int launch_tiles<ScaleType::kE8M0, Any>(const QuantizeParams&, void*);
+template int launch_tiles<ScaleType::kF32, Generic>(const QuantizeParams&, void*);
+template int launch_tiles<ScaleType::kE8M0, Generic>(const QuantizeParams&, void*);
 
 }  // namespace moe_fp8

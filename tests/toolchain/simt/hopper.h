@@ -157,7 +157,7 @@ inline void read_operand(uint32_t operand, int row, uint64_t (&words)[4]) {
   const uint32_t address = operand_begin(operand) + uint32_t(row) * 128;
   for (uint32_t i = 0; i < 2; ++i) memcpy(words + 2 * i, current->at(swizzled(address + 16 * i), 16, 16), 16);
 }
-inline void read_operand(uint32_t operand, int row, const simt::Elements& is, float* to) {
+inline void read_operand(uint32_t operand, int row, const simt::ElementAccess& is, float* to) {
   uint64_t words[4];
   read_operand(operand, row, words);
   for (int i = 0; i < 4; ++i) is.read(words[i], 8, to + 8 * i);
@@ -234,7 +234,7 @@ void wgmma(float (&d)[n], uint32_t a, uint32_t b, bool accumulate, Site site = S
   const uint64_t of_a = digest_a(a, t), of_b = digest_b(b, t, n / 4);
   current->begin([&d, a, b, accumulate, t, of_a, of_b] {
     if (digest_a(a, t) != of_a || digest_b(b, t, n / 4) != of_b) current->fail(kChanged);
-    const simt::Elements a_is(kE5M2 ? simt::Held::kE5M2 : simt::Held::kE4M3), b_is(simt::Held::kE4M3);
+    const simt::ElementAccess a_is(kE5M2 ? simt::Held::kE5M2 : simt::Held::kE4M3), b_is(simt::Held::kE4M3);
     float rows[2][32];
     for (int h = 0; h < 2; ++h) read_operand(a, row_of_a(t, h), a_is, rows[h]);
     const auto read = [&](int row, float* to) { read_operand(b, row, b_is, to); };

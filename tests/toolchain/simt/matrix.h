@@ -25,9 +25,9 @@ inline float half_to_float(unsigned bits) {
 enum class Held { kE4M3, kE5M2, kHalf };
 
 // Their values by their bits: most of the time of a product would go into powers of two.
-class Elements {
+class ElementAccess {
  public:
-  explicit Elements(Held held) : in_lane(held == Held::kHalf ? 4 : 8), bits_(64 / in_lane), values_(table(held)) {}
+  explicit ElementAccess(Held held) : in_lane(held == Held::kHalf ? 4 : 8), bits_(64 / in_lane), values_(table(held)) {}
 
   // The first n of a lane.
   SIMT_UNCHECKED void read(uint64_t lane, int n, float* to) const {
@@ -68,7 +68,7 @@ SIMT_UNCHECKED inline void add_products(float* d, const float* const (&a)[4], co
 
 // 16 rows and columns. Lane r + 16 * q holds elements q * n .. q * n + n - 1 of row r of a, column r of b, n = 8 or 4;
 // d[i] of the same lane is of row 4 * q + i, column r.
-inline void mfma_16x16(float* d, Elements a_is, uint64_t a, Elements b_is, uint64_t b, const Site& site) {
+inline void mfma_16x16(float* d, ElementAccess a_is, uint64_t a, ElementAccess b_is, uint64_t b, const Site& site) {
   const int n = a_is.in_lane, lane = int(current->lane()), r = lane % 16, q = lane / 16;
   float of_a[4][32], of_b[32];
   const uint64_t* lanes = current->share(a, site);
@@ -85,7 +85,7 @@ inline void mfma_16x16(float* d, Elements a_is, uint64_t a, Elements b_is, uint6
 //
 // The products of a block are added from zero on by rising k, that sum is multiplied by the block's scales, rounded to
 // float32 and added to d, block by block; each step in float32. A scale of 255 makes d NaN.
-inline void mfma_scale_16x16x128(float* d, Elements a_is, const uint64_t (&a)[4], unsigned scale_a, Elements b_is,
+inline void mfma_scale_16x16x128(float* d, ElementAccess a_is, const uint64_t (&a)[4], unsigned scale_a, ElementAccess b_is,
                                  const uint64_t (&b)[4], unsigned scale_b, const Site& site) {
   const int lane = int(current->lane()), r = lane % 16, q = lane / 16;
   float of_a[4][128], of_b[128];
@@ -113,10 +113,10 @@ inline void mfma_scale_16x16x128(float* d, Elements a_is, const uint64_t (&a)[4]
 // 16 rows and 8 columns. Lane 4 * g + t holds of a rows g and g + 8, in registers 0, 2 and 1, 3, of b column g. Of each
 // registers are elements t * n .. t * n + n - 1 of the first and of the second half of the sum, n = 4 or 2. d is of the
 // same rows, two each, columns 2 * t and 2 * t + 1.
-inline void mma_16x8(float (&d)[4], Elements a_is, const uint32_t (&a)[4], Elements b_is, const uint32_t (&b)[2],
+inline void mma_16x8(float (&d)[4], ElementAccess a_is, const uint32_t (&a)[4], ElementAccess b_is, const uint32_t (&b)[2],
                      const Site& site) {
   const int n = a_is.in_lane / 2, lane = int(current->lane()), g = lane / 4, t = lane % 4;
-  const auto read = [n](const Elements& is, const uint64_t* lanes, int of, float* to) {
+  const auto read = [n](const ElementAccess& is, const uint64_t* lanes, int of, float* to) {
     for (int part = 0; part < 4; ++part) {
       is.read(lanes[4 * of + part], n, &to[n * part]);
       is.read(lanes[4 * of + part] >> 32, n, &to[n * (4 + part)]);
@@ -130,10 +130,10 @@ inline void mma_16x8(float (&d)[4], Elements a_is, const uint32_t (&a)[4], Eleme
 }
 inline void mma_m16n8k32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool e5m2,
                          Site at = Site::here("mma")) {
-  mma_16x8(d, Elements(e5m2 ? Held::kE5M2 : Held::kE4M3), a, Elements(Held::kE4M3), b, at);
+  mma_16x8(d, ElementAccess(e5m2 ? Held::kE5M2 : Held::kE4M3), a, ElementAccess(Held::kE4M3), b, at);
 }
 inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site at = Site::here("mma")) {
-  mma_16x8(d, Elements(Held::kHalf), a, Elements(Held::kHalf), b, at);
+  mma_16x8(d, ElementAccess(Held::kHalf), a, ElementAccess(Held::kHalf), b, at);
 }
 
 

@@ -171,7 +171,7 @@ inline int __builtin_amdgcn_cvt_pk_bf8_f32(float a, float b, int old, bool upper
     static_assert(sizeof(Operand) == 8 && sizeof(Sums) == 16, "a lane has 8 bytes and 4 sums");                     \
     float d[4];                                                                                                   \
     memcpy(d, &sums, sizeof d);                                                                                   \
-    const simt::Elements a_is(simt::Held::held_a), b_is(simt::Held::held_b);                                        \
+    const simt::ElementAccess a_is(simt::Held::held_a), b_is(simt::Held::held_b);                                        \
     simt::mfma_16x16(d, a_is, __builtin_bit_cast(uint64_t, a), b_is, __builtin_bit_cast(uint64_t, b), at);            \
     memcpy(&sums, d, sizeof d);                                                                                   \
     return sums;                                                                                                  \
@@ -190,7 +190,7 @@ Sums __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(Operand a, Operand b, Sums
   memcpy(d, &sums, sizeof d);
   memcpy(of_a, &a, sizeof of_a);
   memcpy(of_b, &b, sizeof of_b);
-  const simt::Elements a_is{simt::Held(type_a)}, b_is{simt::Held(type_b)};
+  const simt::ElementAccess a_is{simt::Held(type_a)}, b_is{simt::Held(type_b)};
   const unsigned scale_a = scales_a >> (8 * byte_a) & 0xff, scale_b = scales_b >> (8 * byte_b) & 0xff;
   simt::mfma_scale_16x16x128(d, a_is, of_a, scale_a, b_is, of_b, scale_b, at);
   memcpy(&sums, d, sizeof d);
