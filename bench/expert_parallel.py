@@ -20,7 +20,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from moe_fp8_ext import ops
 from moe_fp8_ext.distributed import ExpertParallel
-from moe_fp8_ext.matmul.engine import operands_of
+from moe_fp8_ext.distributed.exchange import ExchangedTokens
+from moe_fp8_ext.distributed.plan import Agreement
+from moe_fp8_ext.matmul.engine import engine_of
 
 TOKENS, D, F, EXPERTS, TOP_K = 16384, 7168, 2048, 64, 8
 SECONDS = 1.5  # to measure a call in, all turns together
@@ -99,14 +101,17 @@ def measure() -> dict[str, object]:
     def parallel(recipe: str, **options: object) -> ExpertParallel:
         return ExpertParallel(dist.group.WORLD, EXPERTS, TOP_K, recipe=recipe, **options)
 
+    def send(ep: ExpertParallel) -> ExchangedTokens:
+        exchange = ep._exchange
+        return exchange.send(exchange.prepare(x.detach(), ids, scores.detach()), Agreement(0, 1))
+
     def dispatch(ep: ExpertParallel) -> object:
         with torch.no_grad():
-            [sent] = ep.dispatch(x.detach(), ids, scores.detach(), 0)
-            tokens, _, slots = ep.received(sent)
+            [(tokens, _, groups)] = send(ep).chunks(x, scores)
             if ep.recipe.format is None:
-                return operands_of(ep.recipe).at_slots(tokens, slots, rows=True)
+                return engine_of(ep.recipe).tokens(tokens, groups, rows=True)
             # Products take some of these by index; here all are moved, as BF16's are.
-            return ops.permute_quantized(tokens.values, tokens.scale, ep.recipe.format, *slots.indices)
+            return ops.permute_quantized(tokens.values, tokens.scale, ep.recipe.format, groups.indices, groups.top_k)
 
     def step(layer: Callable[..., Tensor]) -> object:
         return torch.autograd.grad(layer(x, ids, scores, *weights), leaves, grad)
@@ -114,14 +119,14 @@ def measure() -> dict[str, object]:
     found: dict[str, object] = {}
     by_recipe = {name: parallel(name) for name in ("bf16", "rowwise", "blockwise")}
     found["dispatch_us"] = sustained_us({name: partial(dispatch, ep) for name, ep in by_recipe.items()})
-    sent = {name: ep.dispatch(x.detach(), ids, scores.detach(), 0)[0] for name, ep in by_recipe.items()}
-    arrived = {name: part.rows.arrived() for name, part in sent.items()}
+    sends = {name: send(ep)._sends[0] for name, ep in by_recipe.items()}
+    arrived = {name: part.transfer.wait() for name, part in sends.items()}
     found["bytes"] = {name: rows.shape[1] for name, rows in arrived.items()}
-    way = sent["rowwise"].way
-    rows = arrived["rowwise"].new_empty(sum(way.sent), arrived["rowwise"].shape[1])
+    route = sends["rowwise"].route
+    rows = arrived["rowwise"].new_empty(sum(route.sent), arrived["rowwise"].shape[1])
     found["exchange_us"] = {
         "in a dispatch": exchange_us(partial(dispatch, by_recipe["rowwise"])),
-        "alone": exchange_us(lambda: way.there(rows).arrived()),
+        "alone": exchange_us(lambda: route.send(rows).wait()),
     }
     static = {name: parallel(name, mode="static", capacity=1.02, overflow="count") for name in ("rowwise", "blockwise")}
     layers = {

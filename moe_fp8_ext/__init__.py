@@ -15,7 +15,7 @@ except ImportError as error:
 
 from moe_fp8_ext.distributed.fsdp import gather_in_fp8_
 from moe_fp8_ext.integrations.convert import convert_, revert_
-from moe_fp8_ext.layer.experts import experts
+from moe_fp8_ext.layer.experts import experts, experts_of_groups
 from moe_fp8_ext.layer.modules import Experts, MoE
 from moe_fp8_ext.layer.router import Router
 from moe_fp8_ext.matmul.grouped_mm import grouped_mm
@@ -52,6 +52,7 @@ __all__ = [
     "combine",
     "convert_",
     "experts",
+    "experts_of_groups",
     "gather_in_fp8_",
     "grouped_mm",
     "permute_indices",

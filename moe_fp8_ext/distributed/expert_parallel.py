@@ -14,19 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_fp8_ext._C import validates
 from moe_fp8_ext.distributed.dtensor import is_dtensor
-from moe_fp8_ext.distributed.message import Casts, Message
-from moe_fp8_ext.distributed.node import Dispatched, OverRanks, Sent
-from moe_fp8_ext.distributed.plan import OP, Exact, Peers, Static, Way, fail, named
-from moe_fp8_ext.layer.experts import Call, arguments
-from moe_fp8_ext.matmul.engine import Operand, Slots, operands_of
+from moe_fp8_ext.distributed.exchange import CallMismatch, Exchange
+from moe_fp8_ext.distributed.plan import OP, Agreement, Ranks, StaticPlanner, fail, named
+from moe_fp8_ext.layer.experts import Projection, layer_call
+from moe_fp8_ext.layer.node import Call, LayerFunction
 from moe_fp8_ext.ops.checks import check_int, check_one_of
-from moe_fp8_ext.ops.dispatch import below_autograd
-from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS
+from moe_fp8_ext.quantization.format import MAX_EXPERTS
 from moe_fp8_ext.quantization.recipe import RECIPES, Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import Pair, Quantized
-
-_sort_tokens = torch.ops.moe_fp8.sort_tokens.default
-_swizzle = torch.ops.moe_fp8.swizzle_scales.default
 
 
 class ExpertParallel:
@@ -105,26 +100,24 @@ class ExpertParallel:
         self.num_experts, self.top_k, self.recipe = num_experts, top_k, get_recipe(recipe, OP)
         self.gradients, self.mode, self.capacity = gradients, mode, ranks if capacity is None else capacity
         self.chunks = chunks
-        # Buffers hold rows of no token, and a rank has other tokens than one process has: no scale is of all of them.
-        self._of_groups = replace(self.recipe, amax=self.recipe.amax_of_groups)
-        self._in_fp8 = self.recipe.format is not None and not self.recipe.wgrad_high_precision
+        self.overflow = overflow
+        self._fp8_tokens = self.recipe.format is not None and not self.recipe.wgrad_high_precision
         self._check_arguments(ranks, capacity)
         device = torch.device("cpu")
         if "nccl" in dist.get_backend_config(group):
             device = torch.device("cuda", torch.cuda.current_device())
-        self.peers = Peers(group, rank, ranks, num_experts // ranks, device)
-        self._local_of = self._table_of_ids()
-        self._exact = Exact(self.peers, chunks)
-        self._static = Static(self.peers, self.capacity, top_k) if mode == "static" else None
-        self._agreed: int | None = None  # of the first call of "static"
-        self.overflow, self.has_ended_step = overflow, False
-
-    def _table_of_ids(self) -> Tensor:
-        """[num_experts + 1] int32: experts of this rank by ids as they are sent; -1: of none, or of another rank."""
-        count, device = self.peers.num_local_experts, self.peers.device  # not torch.device("meta"), say
-        table = torch.full((self.num_experts + 1,), -1, dtype=torch.int32, device=device)
-        table[1:].view(-1, count)[self.peers.rank] = torch.arange(count, device=device)
-        return table
+        self.ranks = Ranks(group, rank, ranks, num_experts // ranks, device)
+        # Buffers hold rows of no token, and a rank has other tokens than one process has: no scale is of all of them.
+        self._recipe_of_groups = replace(self.recipe, amax=self.recipe.amax_of_groups)
+        self._exchange = Exchange(
+            self.ranks,
+            self.recipe,
+            fp8_tokens=self._fp8_tokens,
+            fp8_gradients=gradients == "fp8",
+            chunks=chunks,
+            static=StaticPlanner(self.ranks, self.capacity, top_k) if mode == "static" else None,
+        )
+        self._call, self._is_inside = 0, False  # how many calls there were, and whether one is under way
 
     def _check_arguments(self, ranks: int, capacity: float | None) -> None:
         if ranks > MAX_EXPERTS:
@@ -139,12 +132,13 @@ class ExpertParallel:
             fail(f"chunks must be at least 1, got {self.chunks}")
         if self.recipe.bf16_where_faster:
             fail(f'recipe must be the same for all sizes, got {self.recipe.name!r}, which is "bf16" for some')
-        if self.gradients == "fp8" and not self._in_fp8:
+        if self.gradients == "fp8" and not self._fp8_tokens:
             fail("gradients must be 'bf16' with recipe \"bf16\" and with wgrad_high_precision, got 'fp8'")
         fits = isinstance(capacity, Real) and self.mode == "static" and 0 < capacity <= ranks
         if capacity is not None and not fits:
             fail(f"capacity must be None, or with mode 'static' from 0 to the {ranks} ranks, got {capacity!r}")
 
+    @torch.compiler.disable(reason="ExpertParallel exchanges tokens, eagerly: compile without fullgraph=True")
     def experts(
         self,
         x: Tensor,
@@ -181,35 +175,55 @@ class ExpertParallel:
                 ranks waiting: there, and where memory for what arrives, shared_experts or backward fails. With overflow
                 "raise", as `check`. While a CUDA graph is captured, with mode "exact" and in a first call.
         """
-        captured = self._exact.side is not None and torch.cuda.is_current_stream_capturing()
-        if captured:
-            self._check_waits_for_nobody()
+        exchange = self._exchange
+        if exchange.exact.side is not None and torch.cuda.is_current_stream_capturing():
+            self._check_capture()
         else:
             self._check_last_step()
-        with self.errors_told():
-            weights = w_gate_up, w_down, b_gate_up, b_down
-            for t in (x, topk_ids, topk_scores, *weights):
+        with self._counted(), self.errors_told():
+            for t in (x, topk_ids, topk_scores, w_gate_up, w_down, b_gate_up, b_down):
                 if is_dtensor(t):
                     fail(f"tensors must be those of the rank, got a DTensor of {list(t.shape)}")
-            options = activation, interleaved, keep, main_grad_gate_up, main_grad_down
-            inputs = arguments(x, topk_ids, topk_scores, weights, self._of_groups, *options)
-            signature, ids = self._signature(x, topk_ids, inputs[-1]), topk_ids.contiguous()
-        with torch.no_grad(), below_autograd():
-            sent = self.dispatch(inputs[0], ids, inputs[1], signature)
-        if not any(inputs[-1].needs):
-            self.has_ended_step = True
+            up = Projection(w_gate_up, b_gate_up, main_grad_gate_up)
+            down = Projection(w_down, b_down, main_grad_down)
+            options = up, down, self._recipe_of_groups, activation, interleaved, keep
+            call, *inputs = layer_call(OP, x, topk_ids, topk_scores, *options)
+            agreement = Agreement(self._signature(x, topk_ids, call), self._call)
+            messages = exchange.prepare(inputs[0], topk_ids.contiguous(), inputs[1])
+        source = exchange.send(messages, agreement)
+        del messages
+        if not any(call.needs):
+            exchange.has_ended_step = True
         shared = None if shared_experts is None else shared_experts(x)
-        out = OverRanks.apply(self, sent, *inputs)
+        try:
+            out = LayerFunction.apply(call, source, *inputs)
+        except CallMismatch as error:
+            self._call = error.latest  # on all ranks alike, so that the next call is one again
+            raise
         return out if shared is None else out + shared
 
     @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """One call more, also where it raises."""
+        self._call, self._is_inside = self._call + 1, True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+
+    @contextmanager
     def errors_told(self) -> Iterator[None]:
-        """Of an error in here, before a call could send anything, the other ranks hear too, which wait for it."""
+        """An error in here, before a call could send anything, is raised on the other ranks too, which wait for it.
+
+        In the later calls of mode "static" nobody waits. There the call is counted, so that the next one is told apart.
+        """
         try:
             yield
         except Exception:
-            if self._agreed is None:
-                self._exact.refuse()
+            if not self._is_inside:
+                self._call += 1
+            if self._exchange.agreed is None:
+                self._exchange.exact.refuse()
             raise
 
     def __deepcopy__(self, memo: dict[int, object]) -> ExpertParallel:
@@ -225,94 +239,50 @@ class ExpertParallel:
         Raises:
             RuntimeError: how many tokens and slots of all ranks were left out.
         """
-        tokens, slots = self._static.read_left_out() if self._static else (0, 0)
+        static = self._exchange.static
+        tokens, slots = static.read_left_out() if static else (0, 0)
         if tokens or slots:
             text = f"{tokens} tokens and {slots} slots were left out"
             fail(f"capacity must be enough for every routing, got {self.capacity}: {text}")
+        if static:
+            mixed_up, most, fewest = static.read_mixed_up(self._call)
+            self._call = most  # on all ranks alike, so that the next call is one again
+            if mixed_up or most != fewest:
+                got = f"call {mixed_up} met another one" if mixed_up else f"they have made {fewest} to {most} calls"
+                cause = "a rank probably raised before it sent its tokens, and went on"
+                fail(f"all ranks must be in the same call, but {got}; {cause}")
 
     def _check_last_step(self) -> None:
-        """At the same call on all ranks: not in backward, where a checkpoint computes again."""
-        if not self._static or self.overflow == "count" or not self.has_ended_step:
+        """Calls `check` at the same call on all ranks: not in backward, where a checkpoint computes again."""
+        if self._exchange.static is None or self.overflow == "count" or not self._exchange.has_ended_step:
             return
         if torch._C._current_graph_task_id() == -1:
-            self.has_ended_step = False
+            self._exchange.has_ended_step = False
             self.check()
 
-    def _check_waits_for_nobody(self) -> None:
-        """As calls must that are captured."""
-        if self._static is None:
+    def _check_capture(self) -> None:
+        """Calls that a CUDA graph captures may wait for nobody."""
+        if self._exchange.static is None:
             fail("mode must be 'static' where a CUDA graph is captured, got 'exact'")
-        if self._agreed is None:
+        if self._exchange.agreed is None:
             fail("the first call must come before a CUDA graph is captured, for it waits for the other ranks")
 
     def _signature(self, x: Tensor, topk_ids: Tensor, call: Call) -> int:
-        """Of a call that fits this group: what must be alike on all ranks."""
-        if x.device != self.peers.device:
-            fail(f"x must be on the device of the group's messages, {self.peers.device}, got {x.device}")
+        """What must be alike on all ranks, of a call that fits this group."""
+        if x.device != self.ranks.device:
+            fail(f"x must be on the device of the group's messages, {self.ranks.device}, got {x.device}")
         if topk_ids.shape[1] != self.top_k:
             fail(f"topk_ids must have {self.top_k} columns, got {topk_ids.shape[1]}")
-        if call.experts != self.peers.num_local_experts:
-            fail(f"w_down must have the {self.peers.num_local_experts} experts of a rank, got {call.experts}")
+        if call.experts != self.ranks.num_local_experts:
+            fail(f"w_down must have the {self.ranks.num_local_experts} experts of a rank, got {call.experts}")
         if validates() and len(others := topk_ids[(topk_ids < -1) | (topk_ids >= self.num_experts)]):
             fail(f"topk_ids must be -1 or from 0 to {self.num_experts - 1}, got {others[0]}")
-        tokens = x.shape[0] if self._static else 0
+        tokens = 0 if self._exchange.static is None else x.shape[0]
         sizes, needs = tokens << 20 | x.shape[1], sum(need << i for i, need in enumerate(call.needs))
-        if self._agreed is not None and self._agreed >> len(call.needs) != sizes:
+        agreed = self._exchange.agreed
+        if agreed is not None and agreed.signature >> len(call.needs) != sizes:
             fail(f"x must be shaped as in the first call with mode 'static', got {list(x.shape)}")
         return sizes << len(call.needs) | needs
-
-    def _casts(self, gradient: bool) -> Casts | None:
-        """Of tokens, or of their gradients, as they are sent."""
-        if not (self.gradients == "fp8" if gradient else self._in_fp8):
-            return None
-        return Casts(*operands_of(self.recipe).rule(gradient))
-
-    def _operand(self, values: Tensor, scale: Tensor | None = None) -> Operand:
-        """Of columns as they came."""
-        if scale is None:
-            return Operand(values)
-        format = FORMATS[self.recipe.format]
-        if format.order == "blocked":
-            return Operand(values, _swizzle(scale)[0])
-        if format.order == "column_major":
-            return Operand(values, scale)
-        return Operand(values, (scale if format.block else scale.squeeze(1)).contiguous())
-
-    def dispatch(self, x: Tensor, ids: Tensor, scores: Tensor, signature: int) -> list[Sent]:
-        """Tokens x [T, D] with ids and scores [T, top_k] to the ranks of their experts, chunk by chunk. signature: what
-        must be alike on all ranks."""
-        finder = self._static or self._exact
-        with self.errors_told():
-            message = Message(x, ids, scores, self._casts(gradient=False))
-            parts, columns = message.split(self.chunks), message.columns()
-            places = finder.places([part.ids for part in parts])
-            rows = [part.rows(self.num_experts, to.indices, to.inverse) for part, to in zip(parts, places, strict=True)]
-        if self._static and self._agreed is None:
-            self._exact.agree(signature)
-            self._agreed = signature
-        ways = finder.ways(places, signature)
-        return [Sent(way.there(part), columns, way) for part, way in zip(rows, ways, strict=True)]
-
-    def received(self, sent: Sent) -> Dispatched:
-        """What all ranks sent of those that have an expert here, and where they go."""
-        *tokens, ids, scores = sent.arrived()
-        return Dispatched(self._operand(*tokens), scores.contiguous(), self._slots(ids, sent.way.slots))
-
-    def dispatch_gradient(self, dout: Tensor, way: Way) -> Sent:
-        """Gradients [T, D] of what came back by that way, to where it came from."""
-        message = Message(dout, None, None, self._casts(gradient=True))
-        return Sent(way.there(message.rows(0, way.indices, way.inverse)), message.columns(), way)
-
-    def received_gradient(self, sent: Sent) -> Operand:
-        return self._operand(*sent.arrived())
-
-    def _slots(self, ids: Tensor, most: int) -> Slots:
-        """Of rows that came with ids of all ranks: those of experts here, sorted by them, and not more than `most`."""
-        permutation, offs, inverse = _sort_tokens(self._local_of[ids], self.peers.num_local_experts)
-        if self._static and most < permutation.shape[0]:
-            self._static.left_out[1].add_((offs[-1] - most).clamp(min=0))
-            offs, inverse = offs.clamp(max=most), inverse.masked_fill(inverse >= most, -1)
-        return Slots(permutation[:most], offs, inverse)
 
 
 def _said(name: str, value: object) -> str:

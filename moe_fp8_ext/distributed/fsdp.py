@@ -11,9 +11,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from moe_fp8_ext.matmul.bf16 import cast
 from moe_fp8_ext.ops.checks import check_module, default_fp8_dtype, require
+from moe_fp8_ext.quantization.casting import cast
 from moe_fp8_ext.quantization.format import FORMATS
+from moe_fp8_ext.quantization.prepare import DeferredWeight, Operand, Rule
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 
 _OP = "gather_in_fp8_"
@@ -71,7 +72,7 @@ def _shard(name: str, w: nn.Parameter) -> Tensor:
     return shard
 
 
-class GatheredWeight(Tensor):
+class GatheredWeight(DeferredWeight):
     """What FSDP2 takes for the gathered parameter [E, N, K], or its transposed view: it stands for copies in fp8.
 
     It may be kept for backward: FSDP2 frees what it stands for and gathers it again.
@@ -88,14 +89,12 @@ class GatheredWeight(Tensor):
         self.gather, self.is_transposed = gather, is_transposed
         return self
 
-    def operand(self, *rule: object) -> tuple[Tensor, Tensor]:
-        """Values and scales of this as [E, N, K], for a product over K that quantizes by that rule."""
+    def operand(self, rule: Rule) -> Operand:
         self.gather.check(*rule)
-        return self.gather.copy(self.is_transposed)
+        return Operand(*self.gather.copy(self.is_transposed))
 
-    def transposed_operand(self) -> tuple[Tensor, Tensor]:
-        """The same for a product over N."""
-        return self.gather.copy(not self.is_transposed)
+    def transposed_operand(self) -> Operand:
+        return Operand(*self.gather.copy(not self.is_transposed))
 
     def __repr__(self) -> str:
         return f"GatheredWeight({self.gather.name!r}, {tuple(self.shape)}, {self.dtype})"

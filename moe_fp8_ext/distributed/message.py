@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.matmul.bf16 import cast, row_major
 from moe_fp8_ext.ops.checks import default_fp8_dtype
+from moe_fp8_ext.quantization.casting import cast, row_major
 from moe_fp8_ext.quantization.format import COLUMN_ALIGN, FORMATS, round_up
 
 _pack_tokens = torch.ops.moe_fp8.pack_tokens.default

@@ -1,4 +1,4 @@
-"""Where the rows of a call go: which ranks a token is sent to, and how many rows and slots that makes everywhere."""
+"""The plan of an exchange: which ranks a token is sent to, and how many rows and slots that makes everywhere."""
 
 from __future__ import annotations
 
@@ -12,187 +12,241 @@ import torch.distributed as dist
 from torch import Tensor
 
 OP = "ExpertParallel"
-RAISED = -1  # what a rank says that cannot send
+RAISED = -1  # the word of a rank that cannot send
+CALLS = 16  # calls are told apart by their numbers modulo this, so that few words are ever sent
 
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
 _tokens_by_rank = torch.ops.moe_fp8.tokens_by_rank.default
 
 
-class Peers(NamedTuple):
-    """The ranks among which experts are spread, and this one."""
+class Ranks(NamedTuple):
+    """The ranks that experts are spread over, and this one."""
 
     group: dist.ProcessGroup
     rank: int
-    ranks: int
+    size: int
     num_local_experts: int
     device: torch.device
 
 
-class Travelling(NamedTuple):
-    """Rows on their way; what the current stream does meanwhile does not wait for them."""
+class Transfer(NamedTuple):
+    """Rows that are being exchanged. The current stream goes on meanwhile."""
 
     rows: Tensor
     work: dist.Work
 
-    def arrived(self) -> Tensor:
+    def wait(self) -> Tensor:
+        """The rows, once they have arrived."""
         self.work.wait()
         return self.rows
 
 
-class Way(NamedTuple):
-    """Of rows from the ranks whose tokens they are to those whose experts they go to, and back."""
+class Route(NamedTuple):
+    """The way of rows from the ranks that have the tokens to those that have their experts, and back."""
 
-    indices: Tensor  # [S] int32: row s is that of token indices[s] // ranks; -1: of none
-    inverse: Tensor  # [T, ranks] int32: the row of a token for a rank; -1: none
+    indices: Tensor  # [S] int32: row s is that of token indices[s] // ranks; -1: a row of no token
+    inverse: Tensor  # [T, ranks] int32: the row of a token for a rank; -1: no row
     sent: list[int] | None  # rows for every rank; None: as many for each
     received: list[int] | None
-    slots: int  # at its end, or the room for them
+    slots: int  # slots that arrive, or the room for them
     group: dist.ProcessGroup
 
-    def there(self, rows: Tensor) -> Travelling:
-        """[S, ...], of which those behind the last token stay, -> [N, ...]"""
-        return self._exchanged(rows[: self.indices.shape[0]], self.sent, self.received)
+    def send(self, rows: Tensor) -> Transfer:
+        """[S, ...] -> [N, ...]. Rows behind the last token stay."""
+        return self._exchange(rows[: self.indices.shape[0]], self.sent, self.received)
 
-    def back(self, rows: Tensor) -> Travelling:
+    def send_back(self, rows: Tensor) -> Transfer:
         """[N, ...] -> [S, ...]"""
-        return self._exchanged(rows, self.received, self.sent)
+        return self._exchange(rows, self.received, self.sent)
 
-    def _exchanged(self, rows: Tensor, sent: list[int] | None, received: list[int] | None) -> Travelling:
+    def _exchange(self, rows: Tensor, sent: list[int] | None, received: list[int] | None) -> Transfer:
         count = rows.shape[0] if received is None else sum(received)
         out = rows.new_empty(count, *rows.shape[1:])
-        to, of = out.view(torch.uint8), rows.view(torch.uint8)
-        return Travelling(out, dist.all_to_all_single(to, of, received, sent, self.group, async_op=True))
+        output, input = out.view(torch.uint8), rows.view(torch.uint8)
+        return Transfer(out, dist.all_to_all_single(output, input, received, sent, self.group, async_op=True))
 
 
-class Places(NamedTuple):
-    """What the device knows of a way."""
+class Placement(NamedTuple):
+    """The part of a route that the device knows."""
 
     indices: Tensor
     inverse: Tensor
     counts: Tensor  # [ranks, 2] int64: rows and slots for every rank
-    found: torch.cuda.Event | None = None  # by when that is so
+    computed: torch.cuda.Event | None = None  # when the stream has them
 
 
-class Exact:
-    """Rows as there are. The host waits for their numbers, which are told on a stream of their own."""
+class Agreement(NamedTuple):
+    """What must be alike on all ranks: the sizes and gradients of a call, and which call it is."""
 
-    def __init__(self, peers: Peers, chunks: int) -> None:
-        self.peers, self.chunks = peers, chunks
-        # Of high priority: sizes are told by small kernels, which would wait until a cast has no blocks left to start.
-        self.side = torch.cuda.Stream(peers.device, priority=-1) if peers.device.type == "cuda" else None
-        self._columns: dict[int, Tensor] = {}  # of signatures, [ranks, 1]
+    signature: int
+    call: int
 
-    def places(self, parts: Sequence[Tensor]) -> list[Places]:
-        """Of ids [T, top_k] of each part, in [0, num_experts); others are none.
+    def word(self) -> int:
+        return self.signature * CALLS + self.call % CALLS
 
-        There are as many rows as any routing has, those of no token last: they can be filled before the host knows
-        how many are sent.
+
+class ExactPlanner:
+    """Sends as many rows as there are. The host waits for their numbers, which travel on a stream of their own."""
+
+    def __init__(self, ranks: Ranks, chunks: int) -> None:
+        self.ranks, self.chunks = ranks, chunks
+        # High priority: numbers are exchanged by small kernels, which would wait for the last block of a cast to start.
+        self.side = torch.cuda.Stream(ranks.device, priority=-1) if ranks.device.type == "cuda" else None
+        self._columns: dict[int, Tensor] = {}  # [ranks, 1] of each word that was sent
+
+    def placements(self, parts: Sequence[Tensor]) -> list[Placement]:
+        """For the ids [T, top_k] of each part. Ids out of [0, num_experts) are of no expert.
+
+        There are as many rows as any routing has, rows of no token last: a message can be written before the host
+        knows how many rows it sends.
         """
-        places = [self._places(ids) for ids in parts]
-        found = self._now()
-        return [to._replace(found=found) for to in places]
+        placements = [self._placement(ids) for ids in parts]
+        computed = self._now()
+        return [placement._replace(computed=computed) for placement in placements]
 
-    def _places(self, ids: Tensor) -> Places:
-        permutation, _, inverse, counts = _by_rank(ids, self.peers)
-        return Places(permutation[: ids.shape[0] * min(ids.shape[1], self.peers.ranks)], inverse, counts)
+    def _placement(self, ids: Tensor) -> Placement:
+        permutation, _, inverse, counts = _by_rank(ids, self.ranks)
+        return Placement(permutation[: ids.shape[0] * min(ids.shape[1], self.ranks.size)], inverse, counts)
 
-    def ways(self, places: Sequence[Places], signature: int) -> list[Way]:
-        """signature: what must be alike on all ranks."""
-        with self._behind(places[-1].found):
-            sizes = self._told([to.counts for to in places], signature)
+    def routes(self, placements: Sequence[Placement], agreement: Agreement) -> list[Route]:
+        """Waits for the numbers of all ranks.
+
+        Raises:
+            RuntimeError: on every rank, where one of them has an error or another agreement.
+        """
+        with self._after(placements[-1].computed):
+            sizes = self._exchange_sizes([placement.counts for placement in placements], agreement)
         return [
-            Way(to.indices[: sum(sent)], to.inverse, sent, received, sum(slots), self.peers.group)
-            for to, (sent, received, slots) in zip(places, sizes, strict=True)
+            Route(placement.indices[: sum(sent)], placement.inverse, sent, received, sum(slots), self.ranks.group)
+            for placement, (sent, received, slots) in zip(placements, sizes, strict=True)
         ]
 
     def refuse(self) -> None:
-        """Tells the other ranks, which wait for this one, that it has nothing to send but an error."""
-        self.agree(RAISED)
+        """Tells the other ranks, which wait for this one, that it sends nothing because of an error."""
+        self.agree(None)
 
-    def agree(self, signature: int) -> None:
-        """Raises on all ranks unless all have the same."""
-        with self._behind(self._now()):
-            nothing = torch.zeros(self.peers.ranks, 2, dtype=torch.int64, device=self.peers.device)
-            self._told([nothing] * self.chunks, signature)
+    def agree(self, agreement: Agreement | None) -> None:
+        """Raises on all ranks unless all have the same. None: this rank has an error."""
+        with self._after(self._now()):
+            nothing = torch.zeros(self.ranks.size, 2, dtype=torch.int64, device=self.ranks.device)
+            self._exchange_sizes([nothing] * self.chunks, agreement)
 
     def _now(self) -> torch.cuda.Event | None:
-        """Where the current stream is."""
-        return None if self.side is None else torch.cuda.current_stream(self.peers.device).record_event()
+        """An event at the end of the current stream."""
+        return None if self.side is None else torch.cuda.current_stream(self.ranks.device).record_event()
 
-    def _behind(self, event: torch.cuda.Event | None) -> AbstractContextManager:
-        """On the other stream, which waits for no more than the event."""
+    def _after(self, event: torch.cuda.Event | None) -> AbstractContextManager:
+        """The side stream, which waits for no more than the event."""
         if self.side is None:
             return nullcontext()
         self.side.wait_event(event)
         return torch.cuda.stream(self.side)
 
-    def _told(self, counts: list[Tensor], signature: int) -> list[tuple[list[int], list[int], list[int]]]:
-        """Of counts [ranks, 2] that go there, by chunks: rows for ranks, rows from them, slots of those."""
-        group, ranks = self.peers.group, self.peers.ranks
-        if signature not in self._columns:
-            self._columns[signature] = counts[0].new_full((ranks, 1), signature)
-        both = counts[0].new_empty(2, ranks, 2 * self.chunks + 1)  # what is told and heard: one copy to the host
-        torch.cat([*counts, self._columns[signature]], 1, out=both[0])
+    def _exchange_sizes(
+        self, counts: list[Tensor], agreement: Agreement | None
+    ) -> list[tuple[list[int], list[int], list[int]]]:
+        """counts [ranks, 2] of each chunk, for every rank -> for each chunk: rows to ranks, rows and slots from them."""
+        group, ranks = self.ranks.group, self.ranks.size
+        word = RAISED if agreement is None else agreement.word()
+        if word not in self._columns:
+            self._columns[word] = counts[0].new_full((ranks, 1), word)
+        both = counts[0].new_empty(2, ranks, 2 * self.chunks + 1)  # sent and received, for one copy to the host
+        torch.cat([*counts, self._columns[word]], 1, out=both[0])
         dist.all_to_all_single(both[1], both[0], group=group)
-        told, heard = both.mT.tolist()
-        *heard, signatures = heard
-        if signature != RAISED:
-            if raised := [rank for rank, other in enumerate(signatures) if other == RAISED]:
-                fail(f"every rank must be able to send, but an error was raised on {named(raised, group)}: see there")
-            if unlike := [rank for rank, other in enumerate(signatures) if other != signature]:
-                where = named(unlike, group)
-                fail(f"x, and what asks for a gradient, must be alike on all ranks, but differ on {where}")
-        return list(zip(told[:-1:2], heard[::2], heard[1::2], strict=True))
+        sent, received = both.mT.tolist()
+        *received, words = received
+        if agreement is not None:
+            _check_words(words, agreement, group)
+        return list(zip(sent[:-1:2], received[::2], received[1::2], strict=True))
 
 
-class Static:
-    """As many rows for every rank: those that there is room for, and rows of no token."""
+def _check_words(words: list[int], agreement: Agreement, group: dist.ProcessGroup) -> None:
+    if raised := [rank for rank, word in enumerate(words) if word == RAISED]:
+        fail(f"every rank must be able to send, but an error was raised on {named(raised, group)}: see there")
+    if unlike := [rank for rank, word in enumerate(words) if word // CALLS != agreement.signature]:
+        where = named(unlike, group)
+        fail(f"x, and what asks for a gradient, must be alike on all ranks, but differ on {where}")
+    if other := [rank for rank, word in enumerate(words) if word % CALLS != agreement.call % CALLS]:
+        fail(f"all ranks must be in the same call, this one is in call {agreement.call}, but not {named(other, group)}")
 
-    def __init__(self, peers: Peers, capacity: float, top_k: int) -> None:
-        self.peers, self.capacity, self.top_k = peers, capacity, top_k
-        self.left_out = torch.zeros(2, dtype=torch.int64, device=peers.device)  # tokens, slots
 
-    def places(self, parts: Sequence[Tensor]) -> list[Places]:
-        return [self._places(ids) for ids in parts]
+class StaticPlanner:
+    """Sends as many rows to every rank: as many as there is room for, and rows of no token behind them.
 
-    def _places(self, ids: Tensor) -> Places:
-        permutation, offs, inverse, counts = _by_rank(ids, self.peers)
-        (tokens, top_k), ranks = ids.shape, self.peers.ranks
+    The last row for each rank is a header. It says which call it belongs to, and is a row of no token otherwise.
+    """
+
+    def __init__(self, ranks: Ranks, capacity: float, top_k: int) -> None:
+        self.ranks, self.capacity, self.top_k = ranks, capacity, top_k
+        self.left_out = torch.zeros(2, dtype=torch.int64, device=ranks.device)  # tokens, slots
+        self.mixed_up = torch.zeros(1, dtype=torch.int64, device=ranks.device)  # a call that met another one
+
+    def placements(self, parts: Sequence[Tensor]) -> list[Placement]:
+        return [self._placement(ids) for ids in parts]
+
+    def _placement(self, ids: Tensor) -> Placement:
+        permutation, offs, inverse, counts = _by_rank(ids, self.ranks)
+        (tokens, top_k), ranks = ids.shape, self.ranks.size
         room = min(tokens, math.ceil(self.capacity * tokens * min(1, top_k / ranks)))
         rows = counts[:, 0].int()
         starts = offs - rows
-        place = torch.arange(room, dtype=torch.int32, device=ids.device)
-        found = permutation[(starts[:, None] + place).clamp(max=max(permutation.shape[0] - 1, 0))]
-        indices = found.masked_fill_(place >= rows[:, None], -1).flatten()
+        place = torch.arange(room + 1, dtype=torch.int32, device=ids.device)
+        permutation = torch.nn.functional.pad(permutation, (0, 1))  # of no tokens it is empty
+        found = permutation[(starts[:, None] + place).clamp(max=permutation.shape[0] - 1)]
+        indices = found.masked_fill_((place >= rows[:, None]) | (place == room), -1).flatten()
         place = inverse - starts
-        first = torch.arange(ranks, dtype=torch.int32, device=ids.device) * room
+        first = torch.arange(ranks, dtype=torch.int32, device=ids.device) * (room + 1)
         inverse = (place + first).masked_fill_((inverse < 0) | (place >= room), -1)
-        return Places(indices, inverse, counts)
+        return Placement(indices, inverse, counts)
 
-    def ways(self, places: Sequence[Places], signature: int) -> list[Way]:
-        for to in places:  # not as they are made: a call that raises before it sends leaves nothing out
-            rows = to.indices.shape[0] // self.peers.ranks
-            self.left_out[0].add_((to.counts[:, 0] - rows).clamp(min=0).sum())
-        room = [math.ceil(self.capacity * to.inverse.shape[0] * self.top_k) for to in places]
-        parts = zip(places, room, strict=True)
-        return [Way(to.indices, to.inverse, None, None, slots, self.peers.group) for to, slots in parts]
+    def routes(self, placements: Sequence[Placement]) -> list[Route]:
+        for placement in placements:  # not as they are made: a call that raises before it sends leaves nothing out
+            room = placement.indices.shape[0] // self.ranks.size - 1
+            self.left_out[0].add_((placement.counts[:, 0] - room).clamp(min=0).sum())
+        slots = [math.ceil(self.capacity * placement.inverse.shape[0] * self.top_k) for placement in placements]
+        parts = zip(placements, slots, strict=True)
+        return [Route(part.indices, part.inverse, None, None, count, self.ranks.group) for part, count in parts]
+
+    def write_headers(self, rows: Tensor, call: int) -> Tensor:
+        """Bytes [S, B] of a message, with the number of the call in the header for each rank."""
+        self._headers(rows).fill_(call)
+        return rows
+
+    def check_headers(self, rows: Tensor, call: int) -> list[int]:
+        """Notes on the device whether a message [N, B] is of another call. Returns the numbers that came, on a CPU."""
+        numbers = self._headers(rows)
+        self.mixed_up.copy_(torch.where((numbers != call).any() & (self.mixed_up == 0), call, self.mixed_up))
+        return [] if rows.is_cuda else numbers.tolist()
+
+    def _headers(self, rows: Tensor) -> Tensor:
+        """[ranks] int32."""
+        return rows.view(self.ranks.size, -1, rows.shape[1])[:, -1, :4].view(torch.int32).squeeze(1)
 
     def read_left_out(self) -> list[int]:
-        """Tokens and slots of all ranks since it was last read."""
+        """Tokens and slots that all ranks left out since it was last read."""
         left_out = self.left_out.clone()
         self.left_out.zero_()
-        dist.all_reduce(left_out, group=self.peers.group)
+        dist.all_reduce(left_out, group=self.ranks.group)
         return left_out.tolist()
 
+    def read_mixed_up(self, calls: int) -> list[int]:
+        """The number of a call that met another one on any rank since it was last read, else 0; and the most and the
+        fewest calls that a rank has counted. calls: as this one has."""
+        found = torch.cat([self.mixed_up, self.mixed_up.new_tensor([calls, -calls])])
+        self.mixed_up.zero_()
+        dist.all_reduce(found, dist.ReduceOp.MAX, self.ranks.group)
+        mixed_up, most, fewest = found.tolist()
+        return [mixed_up, most, -fewest]
 
-def _by_rank(ids: Tensor, peers: Peers) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+
+def _by_rank(ids: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What `sort_tokens` returns for the ranks that a token has any expert of, and counts of `tokens_by_rank`."""
-    by_rank, counts = _tokens_by_rank(ids, peers.ranks * peers.num_local_experts, peers.ranks)
-    return *_sort_tokens(by_rank, peers.ranks), counts
+    by_rank, counts = _tokens_by_rank(ids, ranks.size * ranks.num_local_experts, ranks.size)
+    return *_sort_tokens(by_rank, ranks.size), counts
 
 
 def named(ranks: list[int], group: dist.ProcessGroup) -> str:
-    """Ranks of a group, as logs of all processes count them."""
+    """Ranks of a group, by the numbers that all processes have for them."""
     numbers = (str(dist.get_global_rank(group, rank)) for rank in ranks)
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(numbers)}"
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.matmul.bf16 import bf16_wgrad, cast
+from moe_fp8_ext.matmul.bf16 import bf16_wgrad
+from moe_fp8_ext.quantization.casting import rounded
 
 
 def rows_of_bias(bias: Tensor, offs: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """bias [E, N] of the expert of each of so many rows [rows, N]; zeros for rows of no expert."""
+    """[rows, N]: the bias [E, N] of each row's expert, zeros for rows of no expert."""
     of_rows = torch.bucketize(torch.arange(rows, device=offs.device, dtype=offs.dtype), offs, right=True)
-    return torch.nn.functional.pad(cast(bias, dtype), (0, 0, 0, 1))[of_rows]
+    return torch.nn.functional.pad(rounded(bias, dtype), (0, 0, 0, 1))[of_rows]
 
 
 def plus_bias(x: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
-    """x [P, N] and the bias of each row's expert. Not in x, which a policy with `save_ops` may have for backward."""
+    """x [P, N] + the bias of each row's expert. x stays as it is: a policy with `save_ops` may keep it for backward."""
     return rows_of_bias(bias, offs, x.shape[0], x.dtype).add_(x)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_fp8_ext.distributed.dtensor import draw_in_turn, is_dtensor, of_all, of_rank, sum_of_ranks
-from moe_fp8_ext.layer import fused_router as layer
 from moe_fp8_ext.layer.experts import KEEP, experts
 from moe_fp8_ext.layer.router import Router
 from moe_fp8_ext.ops.activations import GATED
@@ -23,7 +23,7 @@ from moe_fp8_ext.ops.checks import (
     check_sizes,
     require,
 )
-from moe_fp8_ext.ops.dispatch import asks_for_gradient
+from moe_fp8_ext.ops.dispatch import needs_gradient
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def _parameter(self, *size: int, **options: object) -> nn.Parameter:
-        count = self.num_experts if self.ep is None else self.ep.peers.num_local_experts
+        count = self.num_experts if self.ep is None else self.ep.ranks.num_local_experts
         mine, mesh = torch.empty(count, *size, **options), getattr(self.ep, "mesh", None)
         return nn.Parameter(mine if mesh is None else of_all(mine, mesh))
 
@@ -111,7 +111,7 @@ class Experts(nn.Module):
     def _first(self) -> int:
         """Of the experts of parameters that do not know it themselves."""
         plain = self.ep is not None and self.ep.mesh is None
-        return self.ep.peers.rank * self.ep.peers.num_local_experts if plain else 0
+        return self.ep.ranks.rank * self.ep.ranks.num_local_experts if plain else 0
 
     def extra_repr(self) -> str:
         hidden, intermediate = self.down_proj.shape[1:]
@@ -154,7 +154,7 @@ class Experts(nn.Module):
 
     def _main_grad(self, name: str) -> Tensor | None:
         weight = getattr(self, name)
-        if not self.adds_to_main_grad or not asks_for_gradient(weight):
+        if not self.adds_to_main_grad or not needs_gradient(weight):
             return None
         main_grad = getattr(weight, "main_grad", None)
         require(main_grad is not None, f"Experts: {name} must have a main_grad with main_grad=True, got none")
@@ -163,14 +163,12 @@ class Experts(nn.Module):
 
 def _tokens_of(x: Tensor) -> Tensor:
     check_dense("MoE", "x", x, max(x.dim(), 1) if isinstance(x, Tensor) else 2)
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 would have no answer where the last size is 0
-
-
-_FORWARDS = {Router: Router.forward, Experts: Experts.forward}  # before anybody replaces them
+    # math.prod and not numel(), which torch.export takes for a constant. -1 has no answer where the last size is 0.
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def check_fits(ep: ExpertParallel | None, num_experts: int, recipe: Recipe) -> None:
-    is_one = ep is None or hasattr(ep, "peers")  # to ask for its class is to import torch.distributed
+    is_one = ep is None or hasattr(ep, "ranks")  # to ask for its class is to import torch.distributed
     require(is_one, f"Experts: ep must be an ExpertParallel, got {type(ep).__name__}")
     for name, got in (("num_experts", num_experts), ("recipe", recipe)):
         wanted = getattr(ep, name, got)
@@ -211,9 +209,10 @@ class MoE(nn.Module):
         """x [..., D] -> out, shaped as x, and the losses of the router, to be added to that of the model."""
         ep = getattr(self.experts, "ep", None)
         if ep is None:
-            out, loss = self._routed(_tokens_of(x))
-            out = out.view(x.shape)
-            return out if self.shared_experts is None else out + self.shared_experts(x), loss
+            tokens = _tokens_of(x)
+            routing = self.gate(tokens)
+            out = self.experts(tokens, routing.topk_ids, routing.topk_scores).view(x.shape)
+            return out if self.shared_experts is None else out + self.shared_experts(x), routing.loss
         with ep.errors_told():
             tokens = _tokens_of(x)
             routing = self.gate(tokens)
@@ -222,14 +221,3 @@ class MoE(nn.Module):
             return self.experts(*call).view(x.shape), routing.loss
         out = self.experts(*call, shared_experts=lambda t: self.shared_experts(t.view(x.shape)).view(t.shape))
         return out.view(x.shape), routing.loss
-
-    def _routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """By experts of this rank, and the losses."""
-        gate, experts = self.gate, self.experts
-        known = type(gate) is Router and type(experts) is Experts
-        if known and all(layer.is_plain(module, _FORWARDS[type(module)]) for module in (gate, experts)):
-            if layer.takes(x, gate.weight, *experts.parameters()):
-                out, *choice = layer.run(x, gate.weight, gate._rule(x), experts._arguments(), experts.options)
-                return out, gate._losses_and_counts(*choice)
-        routing = gate(x)
-        return experts(x, routing.topk_ids, routing.topk_scores), routing.loss

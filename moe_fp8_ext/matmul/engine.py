@@ -1,4 +1,8 @@
-"""How a layer multiplies: its operands in fp8 or in bfloat16, at the slots of its tokens, and their products."""
+"""The one engine that multiplies, for `grouped_mm` and for the layer: in bfloat16, in fp8, or in both.
+
+An engine makes operands of tokens and multiplies them. Weights come as operands already (`quantization/prepare.py`).
+Products take a along rows and w [E, N, K], and compute a @ w^T of each group; `wgrad` takes both along tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.matmul.bf16 import bf16_product, bf16_wgrad, cast, row_major
-from moe_fp8_ext.matmul.fp8 import fp8_product, fp8_weight, fp8_wgrad
+from moe_fp8_ext.matmul.bf16 import bf16_product, bf16_wgrad, clamped
+from moe_fp8_ext.matmul.fp8 import fp8_product, fp8_wgrad
+from moe_fp8_ext.quantization.casting import cast, row_major
+from moe_fp8_ext.quantization.format import FORMATS
+from moe_fp8_ext.quantization.prepare import NOTHING, Operand, bf16_weight, fp8_weight
 from moe_fp8_ext.quantization.recipe import Recipe
 
 _activate = torch.ops.moe_fp8.activate.default
@@ -22,33 +29,26 @@ _quantize_both = torch.ops.moe_fp8.quantize_both.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
 
 
-class Operand(NamedTuple):
-    values: Tensor | None
-    scale: Tensor | None = None  # of fp8
-    ends: Tensor | None = None  # of the groups, along tokens in fp8
+class Groups(NamedTuple):
+    """The rows of a product: group e has rows [offs[e-1], offs[e]). Row p is that of token indices[p] // top_k; without
+    indices it is row p of the tensor itself."""
 
-
-NOTHING = Operand(None)
-
-
-class Slots(NamedTuple):
-    """As `sort_tokens` returns them for ids [T, top_k]."""
-
-    permutation: Tensor
     offs: Tensor
-    inverse: Tensor
+    indices: Tensor | None = None
+    top_k: int | None = None
+    inverse: Tensor | None = None  # [T, top_k]: the row of every slot, where a layer adds its rows up
 
     @property
-    def indices(self) -> tuple[Tensor, int]:
-        """What `permute_pad` takes beside tokens."""
-        return self.permutation, self.inverse.shape[1]
+    def in_place(self) -> Groups:
+        """The same groups of a tensor that has their rows in order."""
+        return Groups(self.offs)
 
 
 class Activated(NamedTuple):
     """What forward had between its products, for `gradients`."""
 
     h: Operand  # as `activated` kept it
-    scores: Tensor  # of slots, [T * top_k]
+    scores: Tensor | None  # [P], by slot where the groups have indices, else by row
     activation: str
     interleaved: bool
 
@@ -63,198 +63,252 @@ class Wanted(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    rows: Operand  # dh
-    tokens: Operand  # likewise
+    rows: Operand  # dh along rows
+    tokens: Operand  # dh along tokens
     a: Operand  # scores * a along tokens
     dh: Tensor | None  # in bfloat16
-    dscores: Tensor  # of slots
+    dscores: Tensor  # [P], as scores
 
 
-class Bf16Operands:
-    """Tensors in bfloat16; what is said of the methods holds for Fp8Operands too.
+class Bf16Engine:
+    """Multiplies in bfloat16. What is said of its methods holds for every engine.
 
-    Tokens are an operand of no scale, as they came, or in Fp8Operands already quantized along rows.
+    Tokens are an operand without scales, as the caller has them, or in `Fp8Engine` quantized along rows already.
     """
 
-    def weight(self, w: Tensor, dtype: torch.dtype, backward: bool) -> tuple[Operand, Operand]:
-        """w [E, N, K], multiplied as `dtype`: for a product over K and, for backward, for one over N."""
-        w = cast(cast(w, dtype), torch.bfloat16)
-        return Operand(w.mT), Operand(w) if backward else NOTHING
+    def weight(self, w: Tensor, dtype: torch.dtype, transposed: bool) -> tuple[Operand, Operand]:
+        """Operands of w [E, N, K], multiplied as dtype: over K and, if `transposed`, over N."""
+        return bf16_weight(w, dtype, transposed)
+
+    def safe_offs(self, offs: Tensor, rows: int, wgrad: bool) -> Tensor:
+        """offs as products take them. wgrad: whether there will be one."""
+        return clamped(offs, rows)
 
     def values(self, x: Operand) -> Tensor:
         """Tokens x [T, K], quantized or not, as numbers."""
         return x.values
 
-    def at_slots(
-        self, x: Operand, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
+    # ---- operands of tokens ----
+
+    def tokens(
+        self, x: Operand, groups: Groups, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        """Tokens x along rows, for a product with weights that is `by_slot`, and along tokens where they go, for
-        `wgrad`."""
+        """Tokens x [T, K] along rows, for a `product` that is `by_index`, and along tokens at their places in the
+        groups, for `wgrad`. A token that several rows take is quantized once."""
         if not rows and not tokens:
             return NOTHING, NOTHING
-        x = _permute_pad(row_major(cast(x.values, torch.bfloat16)), *slots.indices)
-        return self.of_slots(x, slots, rows, tokens, gradient)
+        values = row_major(cast(x.values, torch.bfloat16))
+        if groups.indices is not None:
+            values = _permute_pad(values, groups.indices, groups.top_k)
+        return self.rows(values, groups.in_place, rows, tokens, gradient)
 
-    def of_slots(
-        self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
+    def rows(
+        self, x: Tensor, groups: Groups, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        """The same of x [P, K] in bfloat16, which is there already."""
-        return Operand(x), Operand(x)
+        """The same of rows x [P, K], or of those that the groups' indices take of x, each quantized as a row of its
+        own."""
+        x = Operand(cast(x, torch.bfloat16))
+        return x, x
+
+    def left(self, x: Tensor, groups: Groups, wgrad: bool) -> tuple[Operand, Operand]:
+        """Tokens x along rows, and what is kept of them for `kept_tokens`, if there is a wgrad. The product is by index
+        unless the second has its scales already."""
+        x = Operand(row_major(cast(x, torch.bfloat16)))
+        return x, x if wgrad else NOTHING
+
+    def kept_tokens(self, kept: Operand, groups: Groups) -> Operand:
+        """What `left` kept, along tokens."""
+        return kept
+
+    # ---- products ----
+
+    def product(self, a: Operand, w: Operand, groups: Groups, by_index: bool = False) -> Tensor:
+        """a @ w^T of each group, in bfloat16. Rows of no group are zero. by_index: a is of tokens, see `tokens`."""
+        return bf16_product(a.values, w.values.mT, groups.offs)
+
+    def wgrad(self, dy: Operand, a: Operand, groups: Groups, main_grad: Tensor | None) -> Tensor | None:
+        """dy^T @ a of each group, [E, N, K] in bfloat16. None where it is added to main_grad, of that shape."""
+        return bf16_wgrad(dy.values, a.values, groups.offs, main_grad)
+
+    # ---- between the products of a layer ----
 
     def activated(
-        self, h: Tensor, slots: Slots, activation: str, interleaved: bool, keep_fp8: bool
+        self, h: Tensor, groups: Groups, activation: str, interleaved: bool, keep_fp8: bool
     ) -> tuple[Operand, Operand]:
-        """Activations of h [P, 2F] along rows, and h as it is kept for backward, quantized where `keep_fp8`."""
+        """Activations of h [P, 2F] along rows, and h as it is kept for backward, quantized if `keep_fp8`."""
         return Operand(_activate(h, activation, interleaved)), Operand(h)
 
-    def gradients(self, da: Tensor, of: Activated, slots: Slots, wanted: Wanted) -> Gradients:
-        """Of what is between the products, from the gradient da [P, F] of activations without scores."""
-        return _gradients(self, da, of, slots, wanted)
-
-    def product(self, a: Operand, w: Operand, slots: Slots, by_slot: bool = False) -> Tensor:
-        """a @ w^T in bfloat16; rows of no group are zero. by_slot: a is of tokens, as `at_slots` returns them."""
-        return bf16_product(a.values, w.values, slots.offs)
-
-    def wgrad(self, dy: Operand, a: Operand, slots: Slots, main_grad: Tensor | None) -> Tensor | None:
-        """dy^T @ a of every group, [E, N, K] in bfloat16; none where it is added to main_grad, of that shape."""
-        return bf16_wgrad(dy.values, a.values, slots.offs, main_grad)
+    def gradients(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
+        """Gradients of what is between the products, from da [P, F], the gradient of activations without scores."""
+        return _gradients(self, da, of, groups, wanted)
 
 
-class Fp8Operands:
-    """Quantized tensors. A token that has several slots is quantized along its row once: products take it by index.
-    Along tokens too, unless groups have scales of their own or it came in fp8: its bytes are moved."""
+class Fp8Engine:
+    """Multiplies quantized operands."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
 
-    def weight(self, w: Tensor, dtype: torch.dtype, backward: bool) -> tuple[Operand, Operand]:
-        q, scale, q_t, scale_t = fp8_weight(w, dtype, self.recipe, backward)
-        return Operand(q, scale), Operand(q_t, scale_t) if backward else NOTHING
+    def weight(self, w: Tensor, dtype: torch.dtype, transposed: bool) -> tuple[Operand, Operand]:
+        return fp8_weight(w, dtype, self.recipe, transposed)
+
+    def safe_offs(self, offs: Tensor, rows: int, wgrad: bool) -> Tensor:
+        return offs  # every op of ours clamps them
 
     def values(self, x: Operand) -> Tensor:
         if x.scale is None:
             return x.values
         return _dequantize(x.values, x.scale, self.recipe.format, "rows", None, torch.bfloat16)
 
-    def at_slots(
-        self, x: Operand, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
+    def tokens(
+        self, x: Operand, groups: Groups, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
+        if groups.indices is None:
+            return self.rows(row_major(x.values), groups, rows, tokens, gradient)
+        by_index = groups.offs, groups.indices, groups.top_k
         format, dtype, rounding = self.rule(gradient)
         along_rows = along_tokens = NOTHING
-        amax = self.recipe.amax if x.scale is None and slots.indices[1] > 1 else self.recipe.amax_of_groups
+        amax = self.recipe.amax if x.scale is None and groups.top_k > 1 else self.recipe.amax_of_groups
         amax = "group" if amax == "square" and gradient else amax
         how = self.recipe.align, dtype, rounding, amax
         if rows and tokens and amax == "batch":
-            return _both_ways(*_quantize_both(row_major(x.values), format, slots.offs, *slots.indices, *how))
+            return _both(*_quantize_both(row_major(x.values), format, *by_index, *how))
         if rows:
             along_rows = x
         if rows and x.scale is None:
             along_rows = Operand(*_quantize_rows(row_major(x.values), format, None, None, None, dtype, rounding))
         if tokens:
-            values = row_major(self.values(x))
-            along_tokens = Operand(*_quantize_tokens(values, format, slots.offs, *slots.indices, *how))
+            along_tokens = Operand(*_quantize_tokens(row_major(self.values(x)), format, *by_index, *how))
         return along_rows, along_tokens
 
-    def of_slots(
-        self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
+    def rows(
+        self, x: Tensor, groups: Groups, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
         format, dtype, rounding = self.rule(gradient)
-        of_groups = x, format, slots.offs, None, None
-        if not tokens:
-            return Operand(*_quantize_rows(*of_groups, dtype, rounding)) if rows else NOTHING, NOTHING
+        by_index = groups.offs, groups.indices, groups.top_k
         how = self.recipe.align, dtype, rounding, "group" if gradient else self.recipe.amax_of_groups
-        if not rows:
-            return NOTHING, Operand(*_quantize_tokens(*of_groups, *how))
-        return _both_ways(*_quantize_both(*of_groups, *how))
+        if rows and tokens:
+            return _both(*_quantize_both(x, format, *by_index, *how))
+        if tokens:
+            return NOTHING, Operand(*_quantize_tokens(x, format, *by_index, *how))
+        return Operand(*_quantize_rows(x, format, *by_index, dtype, rounding)) if rows else NOTHING, NOTHING
+
+    def left(self, x: Tensor, groups: Groups, wgrad: bool) -> tuple[Operand, Operand]:
+        if wgrad and not self._is_smaller(x, groups):
+            return self.rows(row_major(x), groups, rows=True, tokens=True)
+        format, dtype, rounding = self.rule(gradient=False)
+        of_rows = None if groups.indices is not None else groups.offs  # whose groups are not those of rows by index
+        rows = _quantize_rows(row_major(x), format, of_rows, None, None, dtype, rounding)
+        return Operand(*rows), Operand(x) if wgrad else NOTHING
+
+    def kept_tokens(self, kept: Operand, groups: Groups) -> Operand:
+        return self.rows(row_major(kept.values), groups, tokens=True)[1] if kept.scale is None else kept
+
+    def product(self, a: Operand, w: Operand, groups: Groups, by_index: bool = False) -> Tensor:
+        indices = (groups.indices, groups.top_k) if by_index else (None, None)
+        return fp8_product(a.values, a.scale, w.values, w.scale, groups.offs, self.recipe, *indices)
+
+    def wgrad(self, dy: Operand, a: Operand, groups: Groups, main_grad: Tensor | None) -> Tensor | None:
+        how = self.recipe, self.recipe.align, main_grad
+        return fp8_wgrad(dy.values, dy.scale, a.values, a.scale, dy.ends, *how)
 
     def activated(
-        self, h: Tensor, slots: Slots, activation: str, interleaved: bool, keep_fp8: bool
+        self, h: Tensor, groups: Groups, activation: str, interleaved: bool, keep_fp8: bool
     ) -> tuple[Operand, Operand]:
         format, dtype, rounding = self.rule(gradient=False)
         how = interleaved, keep_fp8, dtype, rounding
-        q, scale, h_q, h_scale = _quantize_activated(h, activation, format, slots.offs, *how)
+        q, scale, h_q, h_scale = _quantize_activated(h, activation, format, groups.offs, *how)
         return Operand(q, scale), Operand(h_q, h_scale) if keep_fp8 else Operand(h)
 
-    def gradients(self, da: Tensor, of: Activated, slots: Slots, wanted: Wanted) -> Gradients:
+    def gradients(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
         if wanted != Wanted(rows=True, tokens=True, a=True, dh=False):
-            return _gradients(self, da, of, slots, wanted, self.recipe.format)
+            return _gradients(self, da, of, groups, wanted, self.recipe.format)
         h, scores, activation, interleaved = of
         format, dtype, rounding = self.rule(gradient=False)
         dtypes = dtype, self.rule(gradient=True)[1]
         how = self.recipe.align, *dtypes, rounding, self.recipe.amax_of_groups
         q, scale, q_t, scale_t, a_q_t, a_scale_t, ends, dscores = _quantize_activated_backward(
-            da, h.values, activation, format, slots.offs, scores, h.scale, slots.permutation, interleaved, *how
+            da, h.values, activation, format, groups.offs, scores, h.scale, groups.indices, interleaved, *how
         )
         rows, tokens, of_a = Operand(q, scale), Operand(q_t, scale_t, ends), Operand(a_q_t, a_scale_t, ends)
         return Gradients(rows, tokens, of_a, None, dscores)
-
-    def product(self, a: Operand, w: Operand, slots: Slots, by_slot: bool = False) -> Tensor:
-        by_index = slots.indices if by_slot else ()
-        return fp8_product(a.values, a.scale, w.values, w.scale, slots.offs, self.recipe, *by_index)
-
-    def wgrad(self, dy: Operand, a: Operand, slots: Slots, main_grad: Tensor | None) -> Tensor | None:
-        how = self.recipe, self.recipe.align, main_grad
-        return fp8_wgrad(dy.values, dy.scale, a.values, a.scale, dy.ends, *how)
 
     def rule(self, gradient: bool) -> tuple[str, torch.dtype | None, str]:
         """Format, dtype and rounding of tokens, or of their gradients."""
         recipe = self.recipe
         return recipe.format, (recipe.grad_dtype if gradient else None) or recipe.dtype, recipe.rounding
 
+    def _is_smaller(self, x: Tensor, groups: Groups) -> bool:
+        """Whether x takes less memory than its copy along tokens. Symbolic sizes: whether it does for all of them."""
+        m, recipe = (x if groups.indices is None else groups.indices).shape[0], self.recipe
+        sizes = m, x.shape[1], groups.offs.shape[0], recipe.align, recipe.amax_of_groups
+        smaller = x.numel() * x.dtype.itemsize < FORMATS[recipe.format].bytes_of_tokens(*sizes)
+        if not torch.compiler.is_compiling():
+            return smaller
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # here alone: it takes a second to load
 
-class HighPrecisionWgrad(Fp8Operands):
-    """Along tokens, and so in `wgrad`, tensors are in bfloat16."""
+        return statically_known_true(smaller)
 
-    def at_slots(
-        self, x: Operand, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
+
+class HighPrecisionWgrad(Fp8Engine):
+    """Quantized operands along rows; along tokens, and so in `wgrad`, tensors are in bfloat16."""
+
+    def safe_offs(self, offs: Tensor, rows: int, wgrad: bool) -> Tensor:
+        return clamped(offs, rows) if wgrad else offs
+
+    def tokens(
+        self, x: Operand, groups: Groups, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        return super().at_slots(x, slots, rows, False, gradient)[0], _BF16.at_slots(x, slots, tokens=tokens)[1]
+        return super().tokens(x, groups, rows, False, gradient)[0], _BF16.tokens(x, groups, tokens=tokens)[1]
 
-    def of_slots(
-        self, x: Tensor, slots: Slots, rows: bool = False, tokens: bool = False, gradient: bool = False
+    def rows(
+        self, x: Tensor, groups: Groups, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        return super().of_slots(x, slots, rows, False, gradient)[0], Operand(x)
+        return super().rows(x, groups, rows, False, gradient)[0], Operand(x)
+
+    def left(self, x: Tensor, groups: Groups, wgrad: bool) -> tuple[Operand, Operand]:
+        kept = Operand(cast(row_major(x), torch.bfloat16)) if wgrad else NOTHING
+        return super().left(x, groups, wgrad=False)[0], kept
+
+    def kept_tokens(self, kept: Operand, groups: Groups) -> Operand:
+        return _BF16.tokens(kept, groups, tokens=True)[1]
 
     def activated(
-        self, h: Tensor, slots: Slots, activation: str, interleaved: bool, keep_fp8: bool
+        self, h: Tensor, groups: Groups, activation: str, interleaved: bool, keep_fp8: bool
     ) -> tuple[Operand, Operand]:
-        return super().activated(h, slots, activation, interleaved, keep_fp8=False)
+        return super().activated(h, groups, activation, interleaved, keep_fp8=False)
 
-    def gradients(self, da: Tensor, of: Activated, slots: Slots, wanted: Wanted) -> Gradients:
-        return _gradients(self, da, of, slots, wanted)
+    def gradients(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
+        return _gradients(self, da, of, groups, wanted)
 
-    def wgrad(self, dy: Operand, a: Operand, slots: Slots, main_grad: Tensor | None) -> Tensor | None:
-        return _BF16.wgrad(dy, a, slots, main_grad)
+    def wgrad(self, dy: Operand, a: Operand, groups: Groups, main_grad: Tensor | None) -> Tensor | None:
+        return _BF16.wgrad(dy, a, groups, main_grad)
 
 
-def _both_ways(q: Tensor, scale: Tensor, q_t: Tensor, scale_t: Tensor, ends: Tensor) -> tuple[Operand, Operand]:
+Engine = Bf16Engine | Fp8Engine
+_BF16 = Bf16Engine()
+
+
+def engine_of(recipe: Recipe) -> Engine:
+    if recipe.format is None:
+        return _BF16
+    return HighPrecisionWgrad(recipe) if recipe.wgrad_high_precision else Fp8Engine(recipe)
+
+
+def _both(q: Tensor, scale: Tensor, q_t: Tensor, scale_t: Tensor, ends: Tensor) -> tuple[Operand, Operand]:
     """What `quantize_both` returns, along rows and along tokens."""
     return Operand(q, scale), Operand(q_t, scale_t, ends)
 
 
 def _gradients(
-    operands: Bf16Operands | Fp8Operands,
-    da: Tensor,
-    of: Activated,
-    slots: Slots,
-    wanted: Wanted,
-    format: str | None = None,
+    engine: Engine, da: Tensor, of: Activated, groups: Groups, wanted: Wanted, format: str | None = None
 ) -> Gradients:
-    """Of an h in this format, if it is quantized."""
+    """`gradients` by way of dh and a in bfloat16. format: of an h that is quantized."""
     h, scores, activation, interleaved = of
     format = None if h.scale is None else format
-    how = scores, h.scale, format, slots.permutation, interleaved
+    how = scores, h.scale, format, groups.indices, interleaved
     dh, a, dscores = _activate_backward(da, h.values, activation, *how)
-    _, of_a = operands.of_slots(a, slots, tokens=wanted.a)
+    _, of_a = engine.rows(a, groups.in_place, tokens=wanted.a)
     del a  # in the way of what dh takes
-    rows, tokens = operands.of_slots(dh, slots, wanted.rows, wanted.tokens, gradient=True)
+    rows, tokens = engine.rows(dh, groups.in_place, wanted.rows, wanted.tokens, gradient=True)
     return Gradients(rows, tokens, of_a, dh if wanted.dh else None, dscores)
-
-
-_BF16 = Bf16Operands()
-
-
-def operands_of(recipe: Recipe) -> Bf16Operands | Fp8Operands:
-    if recipe.format is None:
-        return _BF16
-    return HighPrecisionWgrad(recipe) if recipe.wgrad_high_precision else Fp8Operands(recipe)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from dataclasses import replace
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from moe_fp8_ext._C import validates
-from moe_fp8_ext.matmul.bf16 import Bf16GroupedMm, autocast_dtype, cast, row_major
-from moe_fp8_ext.matmul.fp8 import Fp8GroupedMm
+from moe_fp8_ext.matmul.bf16 import max_experts
+from moe_fp8_ext.matmul.engine import Groups, engine_of
 from moe_fp8_ext.ops import permute_pad
 from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
@@ -17,15 +18,20 @@ from moe_fp8_ext.ops.checks import (
     check_int,
     check_main_grad,
     has_values,
+    require,
     validate_indices,
     validate_offs,
 )
-from moe_fp8_ext.ops.dispatch import asks_for_gradient
+from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once, needs_gradient
+from moe_fp8_ext.quantization.casting import autocast_dtype, cast, row_major
 from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS, MAX_ROWS, round_up
+from moe_fp8_ext.quantization.prepare import NOTHING, Operand, quantized_tokens, quantized_weight, ready
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import Pair, Quantized, given
 
 _OP = "grouped_mm"
+
+_unpermute = torch.ops.moe_fp8.unpermute.default
 
 
 def grouped_mm(
@@ -110,22 +116,101 @@ def grouped_mm(
     if A is not None and B_t is not None and a_dtype != b_dtype:
         _fail(f"B_t must have the dtype of A, {a_dtype}, got {b_dtype}")
     A = None if A is None else cast(A, a_dtype)
-    needs = asks_for_gradient(A), asks_for_gradient(B_t)
+    needs = Needs(needs_gradient(A), needs_gradient(B_t))
     if B_t is None and main_grad is not None:
-        if torch.is_grad_enabled() and not needs[0]:
+        if torch.is_grad_enabled() and not needs.A:
             got = "a Quantized" if A is None else "requires_grad=False"
             _fail(f"A must ask for a gradient where main_grad is that of a quantized B_t, got {got}")
-        needs = needs[0], needs[0]
+        needs = Needs(needs.A, needs.A)
     if A is not None and B_t is not None:
         (experts, k, n), rows = B_t.shape, (A if indices is None else indices).shape[0]
-        recipe = recipe.at(rows * k * n, experts * k * n + rows * (k + n), experts)
-    if recipe.format is None:
-        if indices is not None:
-            A = permute_pad(row_major(A), indices, top_k)
-        return Bf16GroupedMm.apply(A, cast(B_t, b_dtype), offs, main_grad, *needs)
-    _check_gradients(a, w, recipe, *needs)
-    # B_t as it is: weights that are reused are not cast. One argument for all that are no tensors: torch looks at each.
-    return Fp8GroupedMm.apply(A, B_t, offs, indices, main_grad, (recipe, a, w, top_k, a_dtype, b_dtype, *needs))
+        recipe = recipe.for_grouped_mm(rows, k, n, experts)
+    _check_gradients(a, w, recipe, needs)
+    if what := _in_bf16(recipe, needs):
+        e, limit = offs.shape[0], max_experts(offs)
+        require(e <= limit, f"{_OP}: offs must have at most {limit} entries with {what}, got {e}")
+    if recipe.format is None and indices is not None:
+        A, indices, top_k = permute_pad(row_major(A), indices, top_k), None, None
+    if a[1] is not None and a[1].align != recipe.align:
+        recipe = replace(recipe, align=a[1].align)
+    call = Call(recipe, a, w, a_dtype, b_dtype, needs)
+    # B_t as it is: weights that are reused are not cast.
+    return GroupedMm.apply(call, Groups(offs, indices, top_k), main_grad, A, B_t)
+
+
+class Needs(NamedTuple):
+    """Which operands need a gradient."""
+
+    A: bool
+    B_t: bool
+
+
+class Call(NamedTuple):
+    """What a call of the Function is given beside tensors of autograd."""
+
+    recipe: Recipe
+    a: tuple[Quantized | None, Quantized | None]  # of an A that is quantized already
+    w: tuple[Quantized | None, Quantized | None]
+    a_dtype: torch.dtype | None  # of A as it is multiplied
+    b_dtype: torch.dtype | None
+    needs: Needs
+
+
+class Saved(NamedTuple):
+    """What backward reads."""
+
+    offs: Tensor
+    indices: Tensor | None
+    a: Tensor | None  # A along tokens, or as it was
+    a_scale: Tensor | None
+    w: Tensor | None  # over N
+    w_scale: Tensor | None
+
+
+class GroupedMm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call, groups, main_grad, A, B_t):
+        engine, needs = engine_of(call.recipe), call.needs
+        B = None if B_t is None else B_t.mT  # not below autograd, where torch forgets whose view it is
+        with below_autograd():
+            rows = call.a[0].q if A is None else groups.indices if groups.indices is not None else A
+            groups = groups._replace(offs=engine.safe_offs(groups.offs, rows.shape[0], needs.B_t))
+            if A is None:
+                a, kept = quantized_tokens(call.a)
+            else:
+                a, kept = engine.left(A, groups, needs.B_t)
+            if B is None:
+                w, w_t = quantized_weight(call.w, needs.A)
+            else:
+                w, w_t = engine.weight(B, call.b_dtype, needs.A)
+            out = engine.product(a, w, groups, by_index=groups.indices is not None and kept.scale is None)
+            out = cast(out, call.a_dtype or call.b_dtype or torch.bfloat16)
+        kept = kept if needs.B_t else NOTHING
+        ctx.save_for_backward(*Saved(groups.offs, groups.indices, kept.values, kept.scale, w_t.values, w_t.scale))
+        ctx.main_grad = main_grad  # not saved: every backward writes to it
+        ctx.call = call._replace(a=None, w=None)
+        ctx.top_k, ctx.rows_of_A = groups.top_k, None if A is None else A.shape[0]
+        ctx.leaf_dtype = None if B_t is None else B_t.dtype
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dY):
+        saved, (recipe, _, _, a_dtype, b_dtype, needs) = Saved(*ctx.saved_tensors), ctx.call
+        engine, groups = engine_of(recipe), Groups(saved.offs, saved.indices, ctx.top_k)
+        dA = dB_t = None
+        with below_autograd():
+            dy, dy_t = engine.rows(row_major(dY), groups.in_place, rows=needs.A, tokens=needs.B_t, gradient=True)
+            if needs.A:
+                dA = engine.product(dy, ready(Operand(saved.w, saved.w_scale)), groups)
+                if groups.indices is not None:
+                    dA = _unpermute(dA, groups.indices, groups.top_k, ctx.rows_of_A)
+                dA = cast(dA, a_dtype)
+            if needs.B_t:
+                a_t = engine.kept_tokens(Operand(saved.a, saved.a_scale), groups)
+                dW = engine.wgrad(dy_t, a_t, groups, ctx.main_grad)
+                dB_t = None if dW is None else cast(cast(dW.mT, b_dtype or dW.dtype), ctx.leaf_dtype or dW.dtype)
+        return None, None, None, dA, dB_t
 
 
 def _fail(text: str) -> NoReturn:
@@ -209,16 +294,22 @@ def _check_gradients(
     a: tuple[Quantized | None, Quantized | None],
     w: tuple[Quantized | None, Quantized | None],
     recipe: Recipe,
-    needs_dA: bool,
-    needs_dB: bool,
+    needs: Needs,
 ) -> None:
-    if needs_dB and a[0] is not None:
+    if needs.B_t and a[0] is not None:
         if recipe.wgrad_high_precision:
             _fail("A must be a tensor where B_t needs a gradient in high precision, got a Quantized")
         if a[1] is None:
             _fail("A must be the pair of quantize_both where B_t needs a gradient, got a Quantized along rows")
-    if needs_dA and w[0] is not None and w[1] is None:
+    if needs.A and w[0] is not None and w[1] is None:
         _fail("B_t must be the pair of quantize_weight where A needs a gradient, got its first alone")
+
+
+def _in_bf16(recipe: Recipe, needs: Needs) -> str | None:
+    """Which part of a call has a product in bfloat16, if any has."""
+    if recipe.format is None:
+        return 'recipe "bf16"'
+    return "wgrad_high_precision" if recipe.wgrad_high_precision and needs.B_t else None
 
 
 def _dtypes(A: Tensor | None, B_t: Tensor | None) -> tuple[torch.dtype | None, torch.dtype | None]:

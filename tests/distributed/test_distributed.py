@@ -2,80 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from experts_problem import OF_OPERAND, SPREAD_DB, Layer, assert_equal, layer, run
+from distributed_problem import EXPERTS, D, F, World, check_graph, meshes, module, process
+from experts_problem import OF_OPERAND, SPREAD_DB, assert_equal, run
+from gemm_accuracy import fp8_gemm_db
 from helpers import ROOT, assert_same_tensor
 from processes import NEEDS_GLOO, in_processes
-from test_scaled_grouped_mm_values import fp8_gemm_db
 from torch import Tensor
 from torch.distributed import checkpoint
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import moe_fp8_ext
 from moe_fp8_ext import Experts, MoE, Recipe, Router, convert_, revert_
 from moe_fp8_ext.distributed import ExpertParallel
 from moe_fp8_ext.quantization.format import FORMATS
-from moe_fp8_ext.quantization.recipe import get_recipe
 
-EXPERTS, D, F = 8, 128, 96
-PER_TOKEN = ("out", "x", "scores", "ids", "grad")
 RECIPES = tuple(map(Recipe, ("bf16", *FORMATS)))
-
-
-class World:
-    """What the checks need to know of this process."""
-
-    def __init__(self, rank: int, size: int, device: str, folder: Path) -> None:
-        self.rank, self.size, self.device, self.folder = rank, size, device, folder
-        self.local = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
-
-    def parallel(self, top_k: int, recipe: str | Recipe = "rowwise", **options: object) -> ExpertParallel:
-        return ExpertParallel(dist.group.WORLD, EXPERTS, top_k, recipe=recipe, **options)
-
-    def whole(self, tokens: list[int], top_k: int, **options: object) -> Layer:
-        """The problem of all ranks, of so many tokens on each."""
-        return layer(t=sum(tokens), d=D, f=F, e=EXPERTS, top_k=top_k, **options).at(self.device)
-
-    def part(self, problem: Layer, tokens: list[int]) -> Layer:
-        """Of this rank."""
-        weights = ("w_gate_up", "w_down", "b_gate_up", "b_down")
-        mine = {n: t[self.local] for n in weights if (t := getattr(problem, n)) is not None}
-        mine |= {n: getattr(problem, n)[self.rows(tokens)] for n in ("x", "ids", "scores", "grad")}
-        return replace(problem, **mine)
-
-    def rows(self, tokens: list[int]) -> slice:
-        return slice(sum(tokens[: self.rank]), sum(tokens[: self.rank + 1]))
-
-    def wanted(self, problem: Layer, tokens: list[int], **options: object) -> dict[str, Tensor]:
-        """What this rank must have, to the bit: ranks' parts of a token are bfloat16 and added in their order, and
-        no scales are those of the batch."""
-        recipe = get_recipe(options.pop("recipe", "rowwise"))
-        options["recipe"] = replace(recipe, amax=recipe.amax_of_groups)
-        found = run(problem, **options)
-        of_rank, parts = EXPERTS // self.size, []
-        for rank in range(self.size):
-            ids = torch.where(problem.ids // of_rank == rank, problem.ids, -1)
-            parts.append(run(replace(problem, ids=ids), **options))
-        for name in {"out", "x"} & found.keys():
-            total = torch.zeros_like(found[name], dtype=torch.float32)
-            for part in parts:
-                total += part[name].float()
-            found[name] = total.to(found[name].dtype)
-        return {n: t[self.rows(tokens) if n in PER_TOKEN else self.local] for n, t in found.items()}
-
-    def raises(self, text: str, call: Callable[[], object]) -> None:
-        with pytest.raises(RuntimeError, match=text):
-            call()
 
 
 # Of x along tokens that was FP8 along rows: blocks of free scales round it again, and three casts are between the two.
@@ -239,18 +188,6 @@ def check_reuse_and_recomputation(world: World) -> None:
     assert_equal(run(problem, again), want)
 
 
-def module(world: World, **options: object) -> Experts:
-    """Of a seed; biases, and no multiple of the sizes of kernels."""
-    torch.manual_seed(3)
-    return Experts(EXPERTS, D, F, bias=True, device=world.device, dtype=torch.bfloat16, **options)
-
-
-def meshes(world: World, size: int) -> DeviceMesh:
-    """Data parallelism over groups of so many ranks."""
-    sizes = (world.size // size, size)
-    return init_device_mesh(torch.device(world.device).type, sizes, mesh_dim_names=("dp", "ep"))
-
-
 def check_modules(world: World) -> None:
     """A seed gives the experts of one process, and a module the bytes of the function, whatever its parameters are."""
     tokens = [24] * world.size
@@ -353,34 +290,6 @@ def check_errors_of_modules(world: World) -> None:
     experts(*call)
 
 
-def check_graph(world: World, chunks: int = 1) -> None:
-    """Of a call of fixed sizes, replayed with other tokens and another routing."""
-    if world.device == "cpu":
-        return
-    tokens = [48] * world.size
-    first, second = (world.part(world.whole(tokens, 3, seed=seed), tokens) for seed in (1, 2))
-    second = replace(second, w_gate_up=first.w_gate_up, w_down=first.w_down)
-    parallel = world.parallel(3, mode="static", chunks=chunks)
-    names = "x", "ids", "scores", "w_gate_up", "w_down", "grad"
-    inputs = {n: getattr(first, n).clone() for n in names}
-    leaves = [inputs[n].requires_grad_() for n in ("x", "scores", "w_gate_up", "w_down")]
-
-    def call() -> tuple[Tensor, ...]:
-        out = parallel.experts(*(inputs[n] for n in names[:-1]))
-        return out, *torch.autograd.grad(out, leaves, inputs["grad"])
-
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = call()
-    for problem in (second, first):
-        with torch.no_grad():
-            for n in names:
-                inputs[n].copy_(getattr(problem, n))
-        graph.replay()
-        assert_equal(dict(zip(("out", *names[:1], *names[2:5]), found, strict=True)), run(problem, parallel.experts))
-
-
 CHECKS = (
     *(check_bytes, check_options, check_routings, check_capacity, check_errors, check_determinism),
     *(
@@ -392,14 +301,6 @@ CHECKS = (
         check_graph,
     ),
 )
-
-
-def process(rank: int, size: int, on_gpus: bool, checks: tuple[Callable, ...], folder: Path) -> None:
-    device = f"cuda:{rank}" if on_gpus else "cpu"
-    if on_gpus:
-        torch.cuda.set_device(rank)
-    for check in checks:
-        check(World(rank, size, device, folder))
 
 
 @NEEDS_GLOO

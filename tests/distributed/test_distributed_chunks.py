@@ -9,16 +9,16 @@ from itertools import product
 
 import pytest
 import torch
+from distributed_problem import EXPERTS, D, F, World, check_graph, module, process
 from experts_problem import Layer, assert_equal, run
 from helpers import assert_same_tensor
 from processes import NEEDS_GLOO, in_processes
-from test_distributed import EXPERTS, D, F, World, check_graph, module, process
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moe_fp8_ext import MoE, Recipe, Router, save_ops
 from moe_fp8_ext.distributed import ExpertParallel
-from moe_fp8_ext.distributed.plan import Travelling, Way
+from moe_fp8_ext.distributed.plan import Route, Transfer
 
 RECIPES = "bf16", "rowwise", "blockwise", "mxfp8"
 WEIGHTS = "w_gate_up", "w_down"
@@ -153,10 +153,10 @@ def check_order(world: World) -> None:
     """All that is sent is on its way before anything waits for it, and shared experts are called then."""
     problem, order = world.part(world.whole([8] * world.size, 2), [8] * world.size), []
     experts = partial(world.parallel(2, chunks=2).experts, shared_experts=lambda x: order.append("shared") or x)
-    sends, arrives = Way._exchanged, Travelling.arrived
+    sends, waits = Route._exchange, Transfer.wait
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Way, "_exchanged", lambda *args: order.append("sent") or sends(*args))
-        patch.setattr(Travelling, "arrived", lambda self: order.append("arrived") or arrives(self))
+        patch.setattr(Route, "_exchange", lambda *args: order.append("sent") or sends(*args))
+        patch.setattr(Transfer, "wait", lambda self: order.append("arrived") or waits(self))
         run(problem, experts)
     there = ["sent", "sent"]
     forward = [*there, "shared", *["arrived", "sent"] * 2, *["arrived"] * 2]

@@ -13,14 +13,17 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from experts_problem import OF_OPERAND, SPREAD_DB, assert_equal, run
+from distributed_problem import EXPERTS, D, F, World, meshes, process
+from experts_problem import OF_OPERAND, SPREAD_DB, Layer, assert_equal, run
 from helpers import assert_same_tensor
 from processes import NEEDS_GLOO, in_processes
-from test_distributed import EXPERTS, D, F, World, meshes, process
+from torch import Tensor
 
 from moe_fp8_ext import Experts, MoE, Recipe, Router
 from moe_fp8_ext.distributed import ExpertParallel
 from moe_fp8_ext.distributed import message as messages
+from moe_fp8_ext.distributed.exchange import ExchangedTokens
+from moe_fp8_ext.distributed.plan import Agreement
 
 SIZE = 4
 
@@ -95,7 +98,7 @@ def check_capture(world: World) -> None:
         parallel = world.parallel(2, mode=mode)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            patch.setattr(parallel._exact, "side", object())  # as on a GPU
+            patch.setattr(parallel._exchange.exact, "side", object())  # as on a GPU
             world.raises(f"^ExpertParallel: {text}", partial(run, problem, parallel.experts))
         run(problem, parallel.experts)
 
@@ -178,6 +181,50 @@ def check_gradients(world: World) -> None:
         assert_same_tensor(got[name], want[name], name)
 
 
+def sent(parallel: ExpertParallel, problem: Layer, ids: Tensor) -> ExchangedTokens:
+    """The tokens of a problem on their way to other experts than its own."""
+    exchange = parallel._exchange
+    return exchange.send(exchange.prepare(problem.x, ids, problem.scores), Agreement(0, 1))
+
+
+def check_calls(world: World) -> None:
+    """A rank whose router raises, and whose caller goes on, meets the others one call later: all of them hear of it."""
+    tokens = [8] * world.size
+    problem, last = world.part(world.whole(tokens, 2), tokens), world.size - 1
+    for chunks, overflow in ((1, "raise"), (1, "count"), (2, "count")):
+        parallel = world.parallel(2, mode="static", chunks=chunks, overflow=overflow)
+        want = run(problem, parallel.experts)
+        if world.rank == last:  # its second call, in which the others wait for it
+            with pytest.raises(ZeroDivisionError), parallel.errors_told():
+                _ = 1 / 0
+        text = "^ExpertParallel: all ranks must be in the same call, "
+        if overflow == "raise":  # `check` counts calls, too
+            world.raises(text + "but they have made 1 to 2 calls", partial(run, problem, parallel.experts))
+        elif world.device == "cpu":
+            mine, others = (3, 2) if world.rank == last else (2, 3)
+            text += f"this one is in call {mine} and got messages of call {others}"
+            world.raises(text, partial(run, problem, parallel.experts))
+        else:  # contents are looked at when the host waits anyway
+            run(problem, parallel.experts)
+            world.raises(text + "but call [23] met another one", parallel.check)
+        assert_equal(run(problem, parallel.experts), want)  # all count alike again
+
+
+def check_compiled(world: World) -> None:
+    """A graph breaks at the exchange, and one that may not break says why."""
+    tokens = [8] * world.size
+    problem = world.part(world.whole(tokens, 2), tokens)
+    parallel = world.parallel(2)
+
+    def model(*call: object, **options: object) -> Tensor:
+        return 2 * parallel.experts(*call, **options)
+
+    assert_equal(run(problem, torch.compile(model, backend="eager")), run(problem, model))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    world.raises("ExpertParallel exchanges tokens, eagerly: compile without fullgraph", partial(run, problem, compiled))
+
+
 def check_room(world: World) -> None:
     """What there is no room for is in no index, and slots are those that there are, or have room."""
     os.environ["MOE_FP8_VALIDATE"] = "1"
@@ -187,11 +234,10 @@ def check_room(world: World) -> None:
         run(crowded, world.parallel(2, recipe, mode="static", capacity=1.0).experts)
     for ids, options in ((problem.ids, {}), (crowded.ids, {}), (crowded.ids, dict(mode="static", capacity=1.0))):
         parallel = world.parallel(2, **options)
-        [sent] = parallel.dispatch(problem.x, ids, problem.scores, 0)
-        slots = parallel.received(sent).slots
-        assert len(slots.permutation) == (16 if options else slots.offs[-1])
-    [nowhere] = world.parallel(2).dispatch(problem.x, torch.full_like(problem.ids, -1), problem.scores, 0)
-    assert sum(nowhere.way.sent) == 0
+        [chunk] = sent(parallel, problem, ids).chunks(problem.x, problem.scores)
+        assert len(chunk.groups.indices) == (16 if options else chunk.groups.offs[-1])
+    [route] = sent(world.parallel(2), problem, torch.full_like(problem.ids, -1)).routes
+    assert sum(route.sent) == 0
 
 
 def check_meta(world: World) -> None:
@@ -225,7 +271,7 @@ def check_large_ids(world: World) -> None:
 CHECKS = (
     *(check_arguments, check_names_of_ranks, check_sizes, check_casts, check_capture, check_routers),
     *(check_gradients, check_capacity, check_unsent, check_without_gradients, check_large_ids, check_ids),
-    *(check_room, check_strides, check_meta),
+    *(check_room, check_strides, check_meta, check_calls, check_compiled),
 )
 
 
@@ -244,7 +290,7 @@ def test_a_group_whose_backend_nobody_named(tmp_path):
     dist.init_process_group(init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         parallel = ExpertParallel(dist.group.WORLD, 1, 1)
-        assert parallel.peers.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+        assert parallel.ranks.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
         assert copy.deepcopy([parallel]) == [parallel]  # as in a model
     finally:
         dist.destroy_process_group()

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from moe_fp8_ext import Experts, Router, convert_, grouped_mm
 from moe_fp8_ext.distributed import ExpertParallel
-from moe_fp8_ext.distributed.plan import Way
+from moe_fp8_ext.distributed.plan import Route
 from moe_fp8_ext.integrations.transformers import register
 
 PROCESSES, D, F, TOKENS, TOP_K = 2, 64, 48, 40, 2
@@ -239,7 +239,7 @@ def check_tokens_of_transformers(mesh: DeviceMesh) -> None:
         weights = {f"w_{n}": getattr(experts, f"{n}_proj").to_local().detach() for n in ("gate_up", "down")}
         weights = {n: w.clone().requires_grad_() for n, w in weights.items()}
         want = results(partial(ep.experts, **weights), weights, x, ids, scores, torch.ones_like(x))
-        with patch.object(Way, "there", autospec=True, side_effect=Way.there) as sent:
+        with patch.object(Route, "send", autospec=True, side_effect=Route.send) as sent:
             got = results(experts, dict(experts.named_parameters()), x, ids, scores, torch.ones_like(x))
         assert sent.call_args_list[0].args[1].dtype == torch.uint8  # of a message, and not of tokens in bfloat16
         for part, value in zip(got.values(), want.values(), strict=True):

@@ -245,7 +245,7 @@ def test_meta_tensors(name):
 )
 def test_most_experts_of_torch(recipe, wanted, what, monkeypatch):
     """Its grouped product takes fewer on a GPU, here 7: an error before anything runs."""
-    monkeypatch.setattr(sys.modules["moe_fp8_ext.layer.experts"], "most_experts", lambda x: 7)
+    monkeypatch.setattr(sys.modules["moe_fp8_ext.layer.experts"], "max_experts", lambda x: 7)
     frozen = tuple(n for n in LEAVES if n != wanted)
     if what is None:
         assert run(layer(bias=True), recipe=recipe, frozen=frozen).keys() == {"out", wanted}
@@ -317,3 +317,22 @@ def test_recipes_that_do_not_exist():
     for error, recipe in ((ValueError, "fp9"), (TypeError, 8)):
         with pytest.raises(error, match="recipe must be"):
             experts(P.x, P.ids, P.scores, P.w_gate_up, P.w_down, recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
+def test_float32_biases_under_inductor(recipe):
+    """They are rounded to bfloat16 before they are added, as in eager mode: inductor drops casts that it fuses."""
+    torch.manual_seed(0)
+    how = dict(device="cpu", dtype=torch.float32)
+    sizes = {"w_gate_up": (4, 32, 64), "w_down": (4, 64, 16), "b_gate_up": (4, 32), "b_down": (4, 64)}
+    weights = {name: torch.randn(size, **how).requires_grad_() for name, size in sizes.items()}
+    x, ids = torch.randn(20, 64, **how).requires_grad_(), torch.randint(4, (20, 2))
+    scores = torch.rand(20, 2)
+
+    def results(call):
+        out = call(x, ids, scores, **weights, recipe=recipe)
+        return [out.detach(), *torch.autograd.grad(out.sum(), (x, *weights.values()))]
+
+    torch._dynamo.reset()
+    for got, want in zip(results(torch.compile(experts, fullgraph=True)), results(experts), strict=True):
+        assert torch.equal(got, want)

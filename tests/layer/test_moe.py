@@ -448,3 +448,16 @@ def test_documents():
     exec(page.split("```python\n")[1].split("```")[0], names)
     assert names["out"].shape == names["x"].shape
     assert all(names[leaf].grad.isfinite().all() for leaf in ("x", "w_gate_up", "w_down"))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_with_any_number_of_tokens(strict):
+    """Of a layer in a batch of sequences: no size is taken for a constant."""
+    torch.manual_seed(0)
+    model = MoE(Router(4, 32, 2), Experts(4, 32, 16)).eval().requires_grad_(False)
+    tokens = torch.export.Dim("tokens", min=2, max=1024)
+    with torch.no_grad():
+        program = torch.export.export(model, (torch.randn(2, 35, 32),), dynamic_shapes=({1: tokens},), strict=strict)
+        for count in (3, 35, 100):
+            x = torch.randn(2, count, 32)
+            assert_same(program.module()(x)[0], model(x)[0])

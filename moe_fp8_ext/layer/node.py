@@ -1,0 +1,224 @@
+"""The one autograd Function of a layer: source -> up projection -> activation -> down projection -> source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_fp8_ext.layer.bias import rows_of_bias, sum_of_groups
+from moe_fp8_ext.layer.linear import ExpertLinear
+from moe_fp8_ext.layer.source import Chunk, Source
+from moe_fp8_ext.matmul.engine import Activated, Engine, Groups, Wanted, engine_of
+from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
+from moe_fp8_ext.quantization.casting import cast
+from moe_fp8_ext.quantization.prepare import NOTHING, Operand, ready
+from moe_fp8_ext.quantization.recipe import Recipe
+
+_combine = torch.ops.moe_fp8.combine.default
+_combine_backward = torch.ops.moe_fp8.combine_backward.default
+
+
+class Call(NamedTuple):
+    """What a layer computes, beside the tensors that autograd sees."""
+
+    recipe: Recipe
+    activation: str
+    interleaved: bool
+    keep_fp8: bool
+    dtype: torch.dtype | None  # of torch.autocast, if it is on
+    experts: int
+    features: int  # of an activation
+    needs_x: bool
+    needs_scores: bool
+    up: ExpertLinear
+    down: ExpertLinear
+
+    @property
+    def needs(self) -> tuple[bool, ...]:
+        """Which inputs need a gradient, in the order of `Inputs`."""
+        up, down = self.up, self.down
+        return self.needs_x, self.needs_scores, up.needs_weight, down.needs_weight, up.needs_bias, down.needs_bias
+
+    @property
+    def needs_dh(self) -> bool:
+        return self.needs_x or self.up.needs_weight or self.up.needs_bias
+
+    @property
+    def needs_da(self) -> bool:
+        return self.needs_dh or self.needs_scores
+
+    @property
+    def needs_h(self) -> bool:
+        return self.needs_da or self.down.needs_weight
+
+
+class Inputs(NamedTuple):
+    """What autograd sees of a layer, or the gradients of these."""
+
+    x: Tensor | None = None
+    scores: Tensor | None = None
+    w_gate_up: Tensor | None = None
+    w_down: Tensor | None = None
+    b_gate_up: Tensor | None = None
+    b_down: Tensor | None = None
+
+    def dtypes(self) -> list[torch.dtype | None]:
+        return [None if t is None else t.dtype for t in self]
+
+    def cast_to(self, dtypes: Sequence[torch.dtype | None]) -> Inputs:
+        return Inputs(*(None if t is None else cast(t, dtype) for t, dtype in zip(self, dtypes, strict=True)))
+
+
+class SavedLayer(NamedTuple):
+    """What backward reads of the parameters."""
+
+    up_t: Tensor | None  # w_gate_up, as the product over N takes it
+    up_t_scale: Tensor | None
+    down_t: Tensor | None
+    down_t_scale: Tensor | None
+    b_down: Tensor | None
+
+
+class SavedChunk(NamedTuple):
+    """What backward reads of a chunk of tokens."""
+
+    scores: Tensor | None
+    offs: Tensor
+    indices: Tensor | None
+    inverse: Tensor | None
+    x: Tensor | None
+    x_scale: Tensor | None
+    h: Tensor | None
+    h_scale: Tensor | None
+
+    def groups(self) -> Groups:
+        top_k = None if self.indices is None else self.inverse.shape[1]
+        return Groups(self.offs, self.indices, top_k, self.inverse)
+
+
+class LayerFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call, source, *inputs):
+        inputs, engine = Inputs(*inputs), engine_of(call.recipe)
+        with below_autograd():
+            up = call.up._replace(weight=inputs.w_gate_up, bias=inputs.b_gate_up)
+            down = call.down._replace(weight=inputs.w_down, bias=inputs.b_down)
+            w_up, up_t = up.operands(engine, call.dtype, transposed=call.needs_x)  # while tokens travel, if they do
+            w_down, down_t = down.operands(engine, call.dtype, transposed=call.needs_da)
+            given_back, kept = [], []
+            for i, chunk in enumerate(source.chunks(inputs.x, inputs.scores)):
+                out, saved = _forward(engine, call, chunk, up, w_up, down, w_down)
+                given_back.append(source.give_back(i, out))
+                kept.append(saved)
+            out = source.collect(given_back)
+        layer = SavedLayer(up_t.values, up_t.scale, down_t.values, down_t.scale, inputs.b_down)
+        of_source = source.tensors()
+        ctx.save_for_backward(*layer, *of_source, *chain.from_iterable(kept))
+        ctx.call = call._replace(up=call.up.static(), down=call.down.static())
+        ctx.source, ctx.num_of_source = source.static(), len(of_source)
+        ctx.dtypes = inputs.dtypes()
+        return cast(out, inputs.x.dtype)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dout):
+        saved = ctx.saved_tensors  # not below autograd: `checkpoint` computes forward again here, with gradients
+        of_layer, of_chunk = len(SavedLayer._fields), len(SavedChunk._fields)
+        first = of_layer + ctx.num_of_source
+        layer, source = SavedLayer(*saved[:of_layer]), ctx.source.restored(saved[of_layer:first])
+        kept = [SavedChunk(*saved[at : at + of_chunk]) for at in range(first, len(saved), of_chunk)]
+        with below_autograd():
+            grads = _backward(source, kept, layer, source.gradient_chunks(dout), ctx.call)
+        return None, None, *grads.cast_to(ctx.dtypes)
+
+
+def _forward(
+    engine: Engine, call: Call, chunk: Chunk, up: ExpertLinear, w_up: Operand, down: ExpertLinear, w_down: Operand
+) -> tuple[Tensor, SavedChunk]:
+    """out [T, D] of a chunk in bfloat16, and what backward reads of it."""
+    x, scores, groups = chunk
+    rows, _ = engine.tokens(x, groups, rows=True)
+    h = up.product(engine, rows, w_up, groups, by_index=True)
+    rows, h = engine.activated(h, groups, call.activation, call.interleaved, call.keep_fp8 and call.needs_h)
+    y = down.product(engine, rows, w_down, groups)
+    out = y if groups.inverse is None else _combine(y, groups.inverse, scores)
+    x, h = x if call.up.needs_weight else NOTHING, h if call.needs_h else NOTHING
+    saved = SavedChunk(scores, groups.offs, groups.indices, groups.inverse, x.values, x.scale, h.values, h.scale)
+    return out, saved
+
+
+def _backward(
+    source: Source, kept: Sequence[SavedChunk], layer: SavedLayer, gradients: Sequence[Operand], call: Call
+) -> Inputs:
+    """The gradients of all inputs that need one, those of x and of weights in bfloat16."""
+    engine, found = engine_of(call.recipe), []
+    totals = call.up.main_grad, call.down.main_grad
+    for i, (saved, dout) in enumerate(zip(kept, gradients, strict=True)):
+        found.append(_backward_of_chunk(engine, call, layer, saved, dout, totals, partial(source.give_back, i)))
+        # The next chunk adds its gradients of weights to those of this one.
+        totals = [old if new is None else new for old, new in zip(totals, found[-1][2:4], strict=True)]
+    *of_tokens, w_up, w_down, b_up, b_down = zip(*found, strict=True)
+    dx, dscores = (None if rows[0] is None else source.collect(rows) for rows in of_tokens)
+    return Inputs(dx, dscores, *map(_sum, (w_up, w_down, b_up, b_down)))
+
+
+def _backward_of_chunk(
+    engine: Engine,
+    call: Call,
+    layer: SavedLayer,
+    saved: SavedChunk,
+    dout: Operand,
+    main_grads: Sequence[Tensor | None],
+    give_back: Callable[[Tensor], object],
+) -> Inputs:
+    """The same of a chunk. Gradients of x and scores are what `give_back` makes of them, as soon as they are known."""
+    scores, groups, up, down = saved.scores, saved.groups(), call.up, call.down
+    p = (dout.values if groups.indices is None else groups.indices).shape[0]
+    dx = dscores = dw_up = dw_down = db_up = db_down = None
+    dy, dy_t = engine.tokens(dout, groups, rows=call.needs_da, tokens=down.needs_weight, gradient=True)
+    if call.needs_h:
+        if call.needs_da:
+            da = engine.product(dy, ready(Operand(layer.down_t, layer.down_t_scale)), groups, by_index=True)
+        else:  # of what `gradients` computes, dW_down reads a alone
+            da = dout.values.new_zeros(p, call.features, dtype=torch.bfloat16)
+        of_rows = None if scores is None else scores.view(-1)
+        of = Activated(Operand(saved.h, saved.h_scale), of_rows, call.activation, call.interleaved)
+        wanted = Wanted(rows=call.needs_x, tokens=up.needs_weight, a=down.needs_weight, dh=up.needs_bias)
+        dh, dh_t, a_t, dh_values, dscores = engine.gradients(da, of, groups, wanted)
+    if down.needs_weight:
+        dw_down = engine.wgrad(dy_t, a_t, groups, main_grads[1])
+    if layer.b_down is not None and (call.needs_scores or down.needs_bias):
+        dy, of_bias = _bias_backward(engine.values(dout), layer.b_down, scores, groups, p, call.needs_scores)
+        dscores = dscores.view(of_bias.shape) + of_bias if call.needs_scores else None
+        db_down = sum_of_groups(dy, groups.offs) if down.needs_bias else None
+    if call.needs_scores:
+        dscores = give_back(dscores.view(groups.inverse.shape))
+    if up.needs_bias:
+        db_up = sum_of_groups(dh_values, groups.offs)
+    if call.needs_x:
+        rows = engine.product(dh, ready(Operand(layer.up_t, layer.up_t_scale)), groups)
+        dx = give_back(rows if groups.indices is None else _combine(rows, groups.inverse, None))
+    if up.needs_weight:
+        _, x_t = engine.tokens(Operand(saved.x, saved.x_scale), groups, tokens=True)
+        dw_up = engine.wgrad(dh_t, x_t, groups, main_grads[0])
+    return Inputs(dx, dscores if call.needs_scores else None, dw_up, dw_down, db_up, db_down)
+
+
+def _bias_backward(
+    grad: Tensor, bias: Tensor, scores: Tensor | None, groups: Groups, rows: int, needs_scores: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the rows that the bias of the down projection was added to, and its part of dscores: `combine` saw
+    the bias as a part of y."""
+    if groups.inverse is None:
+        return grad, None
+    y = rows_of_bias(bias, groups.offs, rows, grad.dtype) if needs_scores else None
+    return _combine_backward(grad, y, scores, groups.inverse, rows)
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    return reduce(torch.add, [part for part in parts if part is not None] or [None])
