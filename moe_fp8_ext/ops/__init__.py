@@ -1,4 +1,8 @@
-"""torch.ops.moe_fp8.*, argument for argument: a module an op family, with docstring, fake implementation, gradient."""
+"""Typed wrappers of torch.ops.moe_fp8, with the argument lists of the ops.
+
+Each op family is one module. For each op the module holds a wrapper with a docstring, a fake implementation for
+`torch.compile`, and a gradient or an error where the op has none.
+"""
 
 import torch as _torch
 

@@ -1,3 +1,5 @@
+"""Activation functions of experts, their gradients, and both fused with quantization."""
+
 import torch
 from torch import Tensor
 
@@ -25,33 +27,37 @@ _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default
 _activate_backward = torch.ops.moe_fp8.activate_backward.default
 _quantize_activated_backward = torch.ops.moe_fp8.quantize_activated_backward.default
-# Whether gates and ups are the columns of h.
+# By name of the activation: whether the columns of h are gates and ups.
 GATED = {rule["name"]: rule["gated"] for rule in _C.activations()}
 
 
 def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor:
-    """The activation of experts between their two products, in float32, rounded once.
+    """Applies the activation function between an expert's two products, in float32, and rounds the result once.
 
-        "swiglu"      silu(gate) * up
-        "geglu"       gelu(gate) * up
-        "swiglu_oai"  gate * sigmoid(1.702 * gate) * (up + 1), gate at most 7, up clamped into [-7, 7], as in GPT-OSS
-        "silu", "gelu", "relu2"  silu(h), gelu(h), max(h, 0)^2
+        "swiglu"      a = silu(gate) * up
+        "geglu"       a = gelu(gate) * up
+        "swiglu_oai"  a = g * sigmoid(1.702 * g) * (u + 1), g = min(gate, 7), u = clamp(up, -7, 7), as in GPT-OSS
+        "silu"        a = silu(h)
+        "gelu"        a = gelu(h)
+        "relu2"       a = max(h, 0)^2
 
-    gelu is the one by tanh. Where a gate is NaN or -inf the result is NaN, as PyTorch's is; every NaN is the quiet one
-    without a sign. Differentiable in h, once. Never waits for the device.
+    gelu is the tanh approximation. A gate (or an h without gates) of NaN or -inf gives NaN, as in PyTorch; relu2 of
+    -inf is 0. Every NaN of the result is the quiet NaN without a sign. The op is differentiable in h, once. It never
+    waits for the device.
 
     Args:
-        h: [P, 2F] of gates and ups for the first three, else [P, F]; bfloat16, float16 or float32; stride 1 along its
-            rows, row stride free.
+        h: [P, 2F] of gates and ups for the first three activations, [P, F] for the others. bfloat16, float16 or
+            float32; stride 1 along a row, any row stride.
         activation: one of the names above.
-        interleaved: gates are the even columns of h and ups the odd ones, in place of its first and its second half.
-            Without gates it changes nothing.
+        interleaved: True: the even columns of h are gates and the odd ones ups. False: the first half of the columns
+            are gates and the second half ups. Activations without gates ignore this.
 
     Returns:
         a [P, F] of h's dtype, contiguous.
 
     Raises:
-        RuntimeError: activation, dtype, dimensions, sizes or strides are not as above; the text names the argument.
+        RuntimeError: activation, dtype, dimensions, sizes or strides differ from the above. The message names the
+            argument.
 
     Source: DESIGN.md section 3, bit by bit.
     """
@@ -69,27 +75,34 @@ def quantize_activated(
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The operand of the product behind an activation, and h as backward keeps it.
+    """Quantizes the activations along rows for the next product, and h along rows for backward.
 
         q, scale = quantize_rows(activate(h, activation), format, offs=offs)
         h_q, h_scale = quantize_rows(h, format)
 
-    byte for byte. Of bfloat16 on a GPU, in a dtype that the GPU casts to, from one read of h: activations are never
-    written. That is so for rows that begin at multiples of 16 bytes and have a multiple of 8 features, at most 8192
-    ("rowwise"), or of 128 (formats with blocks). Not differentiable. Never waits for the device.
+    The results have the bytes of these two calls. On a GPU one kernel reads h once and never writes the activations to
+    memory, if all of these hold:
+
+    - h is bfloat16 and its rows begin at multiples of 16 bytes;
+    - the GPU casts to `dtype` in hardware;
+    - F is a multiple of 8 and at most 8192 ("rowwise"), or a multiple of 128 (formats with blocks).
+
+    The op is not differentiable. It never waits for the device.
 
     Args:
         h, activation, interleaved: as in `activate`.
         format, dtype, rounding: as in `quantize_rows`.
-        offs: likewise, of the rows of h; scales of "mxfp8" are then blocked group by group, those of h as one matrix.
-        keep_h: whether h is quantized, of which no rows are otherwise.
+        offs: as in `quantize_rows`, for the rows of h. With offs, "mxfp8" scales of the activations are blocked group
+            by group. Scales of h are always blocked as one matrix.
+        keep_h: whether to quantize h. False: h_q and h_scale have no rows.
 
     Returns:
-        q [P, F] and its scale, h_q as h, or [0, 2F] or [0, F], and its scale: as `quantize_rows` returns them.
+        q [P, F] and its scale; h_q, shaped as h ([0, 2F] or [0, F] without keep_h), and its scale. All have the dtypes
+        and layouts that `quantize_rows` returns.
 
     Raises:
-        RuntimeError: as `activate` and `quantize_rows` do, or h asks for a derivative, which this has none of; the
-            text names the argument.
+        RuntimeError: as `activate` and `quantize_rows` do, or h requires a derivative, which the op does not have. The
+            message names the argument.
 
     Source: DESIGN.md section 3.
     """
@@ -107,37 +120,41 @@ def activate_backward(
     indices: Tensor | None = None,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of scores * activate(h), and that product itself, which the next product's wgrad takes.
+    """Computes the gradients of scores * activate(h), and that product itself, which is an operand of the next wgrad.
 
-        grad_h = the gradient of h where that of scores * activate(h) is grad
-        a = scores * activate(h);  grad_scores[p] = grad[p] . activate(h)[p]
+        a              = scores * activate(h)
+        grad_h         = the gradient of h, if grad is the gradient of a
+        grad_scores[p] = grad[p] . activate(h)[p]
 
-    With indices scores are those of slots: row p has scores[indices[p]], or 0 where its index is no slot, and
-    grad_scores[indices[p]] is its gradient, 0 of a slot without a row. From one read of h and grad. In float32; grad_h
-    and a are rounded once, grad_scores is summed in an order that depends on the device and on nothing else. Not
-    differentiable. Never waits for the device.
+    With indices, scores belong to slots: row p has the score scores[indices[p]], or 0 where indices[p] is no slot. Then
+    grad_scores[indices[p]] is the gradient of that score, and a slot without a row gets 0.
+
+    The op reads h and grad once and computes in float32. It rounds grad_h and a once. grad_scores is summed in an order
+    that depends on the device and on nothing else. The op is not differentiable. It never waits for the device.
 
     Args:
-        grad: [P, F] of h's dtype, with h_scale bfloat16, float16 or float32, on the same device; stride 1 along its
-            rows, row stride free.
-        h: as in `activate`; or, with h_scale, an fp8 operand along rows, as `quantize_rows` returns it without offs,
-            which stands for q * h_scale in float32.
+        grad: [P, F] on h's device, of h's dtype; with h_scale bfloat16, float16 or float32. Stride 1 along a row, any
+            row stride.
+        h: as in `activate`. With h_scale: an fp8 operand along rows, as `quantize_rows` returns it without offs, which
+            stands for q * h_scale in float32.
         activation: as in `activate`.
-        scores: [P] float32 on h's device, of stride 1, with indices [S]; None: ones.
-        h_scale: the scales of h: float32, or float8_e8m0fnu of the MX formats; of any strides in format "blockwise",
-            contiguous in the others.
-        format: "rowwise", "blockwise", "mxfp8" (blocked as one matrix) or "mxfp8_rowmajor"; with h_scale alone.
-        indices: [P] int32 on h's device: the slots of the rows, as `sort_tokens` permutes them, with scores alone. Of
-            rows with the same slot one tells its gradient; MOE_FP8_VALIDATE=1 refuses them, and indices out of range
-            but -1.
-        interleaved: as in `activate`; grad_h lies as h does.
+        scores: [P] float32 on h's device, stride 1; [S], one per slot, with indices. None: all scores are 1.
+        h_scale: scales of h: float32, or float8_e8m0fnu for the MX formats. Any strides in format "blockwise",
+            contiguous in the others. None: h is not quantized.
+        format: format of h, given with h_scale and only then: "rowwise", "blockwise", "mxfp8" (scales blocked as one
+            matrix) or "mxfp8_rowmajor".
+        indices: [P] int32 on h's device, given only with scores: the slot of each row, as in the permutation of
+            `sort_tokens`. If several rows have the same slot, one of them determines its gradient. With
+            MOE_FP8_VALIDATE=1 the op raises for such rows, and for an index that is neither a slot nor -1.
+        interleaved: as in `activate`; grad_h has the layout of h.
 
     Returns:
-        grad_h, shaped as h, and a [P, F], both of grad's dtype; grad_scores float32, as many as scores. All contiguous.
+        grad_h, shaped as h, and a [P, F], both of grad's dtype; grad_scores float32, shaped as scores ([P] without
+        scores). All contiguous.
 
     Raises:
-        RuntimeError: activation, format, dtype, dimensions, sizes, strides or device are not as above, or an argument
-            asks for a derivative, which this has none of; the text names the argument.
+        RuntimeError: activation, format, dtype, dimensions, sizes, strides or device differ from the above, or an
+            argument requires a derivative, which the op does not have. The message names the argument.
 
     Source: DESIGN.md section 3, bit by bit.
     """
@@ -161,38 +178,46 @@ def quantize_activated_backward(
     rounding: str | None = None,
     amax: str = "group",
 ) -> tuple[Tensor, ...]:
-    """All that backward takes between the two products of experts, as operands of the next ones.
+    """Computes all that backward needs between the two products of experts, as quantized operands.
 
         grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, ...)
         q, scale, q_t, scale_t, padded_offs = quantize_both(grad_h, format, offs=offs, dtype=grad_dtype, ...)
         a_q_t, a_scale_t, _ = quantize_tokens(a, format, offs=offs, amax=amax, ...)
 
-    byte for byte. On a GPU gradients are never written: in formats with blocks they come from one read of h and grad,
-    in "rowwise" from two. That is so for an h in E4M3 and a grad in bfloat16, whose rows begin at multiples of 8 bytes,
-    16 where interleaved, and of 16; dtypes that the GPU casts to, of a E4M3; groups that `align` pads to multiples of
-    16. With blocks features are a multiple of 128, and the GPU has 227 KB of shared memory a multiprocessor, as H200
-    and B200 do; else they are a multiple of 8, at most 2048. Not differentiable. Never waits for the device.
+    The results have the bytes of these three calls. On a GPU fused kernels never write grad_h and a to memory. They
+    read h and grad once in formats with blocks, twice in "rowwise". The fused kernels need all of these; otherwise the
+    op takes the three steps one by one:
+
+    - h is quantized to the E4M3 dtype of the GPU, and its rows begin at multiples of 8 bytes, of 16 if interleaved;
+    - grad is bfloat16 and its rows begin at multiples of 16 bytes;
+    - the GPU casts to `dtype` and `grad_dtype` in hardware, and `dtype` is E4M3;
+    - `align` pads groups to multiples of 16, and `amax` is not "batch";
+    - "rowwise": F is a multiple of 8 and at most 2048;
+    - formats with blocks: F is a multiple of 128, and a multiprocessor has 227 KB of shared memory, as in H200 and
+      B200.
+
+    The op is not differentiable. It never waits for the device.
 
     Args:
         grad, h, activation, scores, indices, interleaved: as in `activate_backward`.
-        h_scale: likewise, of the same format as the results.
+        h_scale: as in `activate_backward`; the format of h is `format`.
         format, align, rounding: as in `quantize_both`.
-        offs: likewise, of the rows of h.
-        dtype: of a, as in `quantize_tokens`.
-        grad_dtype: of grad_h; None is `dtype`.
-        amax: of a, as in `quantize_tokens`.
+        offs: as in `quantize_both`, for the rows of h.
+        dtype: FP8 dtype of a_q_t, as in `quantize_tokens`.
+        grad_dtype: FP8 dtype of q and q_t; None: `dtype`.
+        amax: granularity of the scales of a, as in `quantize_tokens`.
 
     Returns:
-        q as h, its scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs: as `quantize_both` of grad_h and
-        `quantize_tokens` of a return them, which have the same padded_offs; grad_scores as `activate_backward` does.
+        q, shaped as h, its scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs: as `quantize_both` of grad_h and
+        `quantize_tokens` of a return them; both have the same padded_offs. Then grad_scores, as of `activate_backward`.
 
     Raises:
-        RuntimeError: as of `activate_backward` and `quantize_both`; the text names the argument.
+        RuntimeError: as `activate_backward` and `quantize_both` do. The message names the argument.
 
     Source: `activate_backward`, `quantize_both` and `quantize_tokens`.
     """
-    how = scores, h_scale, indices, interleaved, align, dtype, grad_dtype, rounding, amax
-    return _quantize_activated_backward(grad, h, activation, format, offs, *how)
+    options = scores, h_scale, indices, interleaved, align, dtype, grad_dtype, rounding, amax
+    return _quantize_activated_backward(grad, h, activation, format, offs, *options)
 
 
 def _save(ctx, inputs, output):
@@ -214,6 +239,7 @@ refuse_derivatives(_quantize_activated_backward)
 
 
 def _features(op: str, h: Tensor, activation: str) -> int:
+    """F, the number of columns of a; checks the activation and the columns of h."""
     check_one_of(op, "activation", activation, list(GATED))
     columns = h.shape[1]
     if not GATED[activation]:
@@ -244,12 +270,12 @@ def _(h, activation, format, offs=None, interleaved=False, keep_h=True, dtype=No
             groups = offs.shape[0]
             check_groups(op, groups, "h", rows, format, None)
     dtype = fp8_dtype(op, dtype, h)
-    kept = rows if keep_h else 0, columns
+    h_q_shape = rows if keep_h else 0, columns
     return (
         h.new_empty(shape, dtype=dtype),
         format.scale_of_rows(shape, groups).empty(h, format.scale_dtype),
-        h.new_empty(kept, dtype=dtype),
-        format.scale_of_rows(kept).empty(h, format.scale_dtype),
+        h.new_empty(h_q_shape, dtype=dtype),
+        format.scale_of_rows(h_q_shape).empty(h, format.scale_dtype),
     )
 
 
@@ -262,9 +288,9 @@ def _check_gradients(
     h_scale: Tensor | None,
     indices: Tensor | None,
 ) -> tuple[tuple[int, int], Tensor]:
-    """The shape of a, and grad_scores."""
+    """Checks the tensors that both gradient ops take; returns the shape of a and an empty grad_scores."""
     dtypes = INPUT_DTYPES if h_scale is None else FP8_DTYPES
-    got = getattr(h, "dtype", None)  # of None, which check() refuses
+    got = getattr(h, "dtype", None)  # h may be None, which check() refuses
     require(got is None or got in dtypes, f"{op}: h must be {either(map(dtype_name, dtypes))}, got {got}")
     check(op, "h", h)
     check(op, "grad", grad, h)
@@ -332,10 +358,11 @@ def _(
     grad_dtype = dtype if grad_dtype is None else fp8_dtype(op, grad_dtype, h, "grad_dtype")
     positions, blocks = padded_extent(rows, e, align), format.token_blocks(rows, e, align)
 
-    def along_tokens(columns, dtype, amax="group"):
+    def outputs_along_tokens(columns, dtype, amax="group"):
         scale_t = format.scale_of_tokens(columns, blocks, e, amax).empty(h, format.scale_dtype)
         return h.new_empty((columns, positions), dtype=dtype), scale_t
 
     scale = format.scale_of_rows(h.shape, e).empty(h, format.scale_dtype)
-    of_grad = h.new_empty(h.shape, dtype=grad_dtype), scale, *along_tokens(h.shape[1], grad_dtype)
-    return *of_grad, *along_tokens(features, dtype, amax), h.new_empty((e,), dtype=torch.int32), grad_scores
+    outputs = h.new_empty(h.shape, dtype=grad_dtype), scale, *outputs_along_tokens(h.shape[1], grad_dtype)
+    outputs += outputs_along_tokens(features, dtype, amax)
+    return *outputs, h.new_empty((e,), dtype=torch.int32), grad_scores

@@ -1,6 +1,7 @@
-"""The checks of fake implementations, of grouped_mm and of experts; csrc/ops/checks.h words its errors alike.
+"""Checks of arguments, for the fake implementations of ops and for the functions above them.
 
-What can be said of a tensor alone is in the table of csrc/ops/arguments.h, which both read.
+csrc/ops/checks.h has the same checks with the same messages. What a tensor argument must be on its own is one table,
+csrc/ops/arguments.h, which Python and C++ both read.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -28,16 +30,23 @@ INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
+def fail(op: str, text: str) -> NoReturn:
+    """Raises the RuntimeError of a call of `op`; `text` names the argument, what it must be and what it is."""
+    raise RuntimeError(f"{op}: {text}")
+
+
 def require(ok: bool | torch.SymBool, message: str) -> None:
-    if isinstance(ok, torch.SymBool):  # of sizes that only the run knows: a graph keeps the condition for then
+    """Raises `message`, which begins with the op, unless ok."""
+    if isinstance(ok, torch.SymBool):  # a condition on symbolic sizes: the graph keeps it and checks it at run time
         torch._check(ok, lambda: message)
     elif not ok:
         raise RuntimeError(message)
 
 
 def either(names: Sequence[object]) -> str:
-    *most, last = map(str, names)
-    return f"{', '.join(most)} or {last}" if most else last
+    """The names joined as in "a, b or c"."""
+    *others, last = map(str, names)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -46,7 +55,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Argument:
-    """A row of the table; csrc/ops/arguments.h says what its fields are."""
+    """A row of the table of tensor arguments; csrc/ops/arguments.h documents the fields."""
 
     op: str
     name: str
@@ -61,7 +70,7 @@ class Argument:
     limits: tuple[dict, ...]
 
     def check(self, x: Tensor, like: Tensor | None = None) -> None:
-        """All that the table has of x, and that it is where `like` is, the tensor of that argument."""
+        """Checks x against the table, and that it is on the device of `like`, the argument that the table names."""
         text = f"{self.op}: {self.name} must be"
         require(x is not None, f"{text} a tensor, got None")
         self._check_dtype(x)
@@ -97,24 +106,31 @@ _ARGUMENTS = {(row["op"], row["name"]): _read(row) for row in _C.arguments()}
 
 
 def check(op: str, name: str, x: Tensor, like: Tensor | None = None) -> None:
+    """Checks the argument `name` of `op` against the table, with `like` as in `Argument.check`."""
     _ARGUMENTS[op, name].check(x, like)
 
 
-def is_of_integers(op: str, name: str) -> bool:
-    """Whether the argument is a tensor of integers: of floats, its dtype is the error, whatever it asks for."""
+def takes_integers(op: str, name: str) -> bool:
+    """Whether the argument is a tensor of integers.
+
+    A tensor of floats in its place is an error of the dtype, whether or not it requires a gradient.
+    """
     row = _ARGUMENTS.get((op, name))
     return row is not None and bool(row.dtypes) and all(dtype.startswith("int") for dtype in row.dtypes)
 
 
 def is_int(value: object) -> bool:
-    """Numpy's too, and sizes that are symbols; no bool, and no array, though one of a single int can index."""
+    """Whether value is an int of Python, an int of numpy or a symbolic size.
+
+    A bool is not an int here, nor is an array of one int, although both have `__index__`.
+    """
     kind = type(value)
     return hasattr(kind, "__index__") and not hasattr(kind, "__len__") and kind is not bool
 
 
 def check_int(op: str, arg: str, value: object) -> None:
     if not is_int(value):
-        raise RuntimeError(f"{op}: {arg} must be an int, got {type(value).__name__}")
+        fail(op, f"{arg} must be an int, got {type(value).__name__}")
 
 
 def check_bool(op: str, arg: str, value: object) -> None:
@@ -137,11 +153,11 @@ def check_module(op: str, arg: str, value: object) -> None:
 
 
 def check_sizes(op: str, num_experts: int, **sizes: int) -> None:
-    """Of a module that has so many experts."""
+    """Checks the sizes of a module with num_experts experts."""
     for name, size in dict(num_experts=num_experts, **sizes).items():
         check_int(op, name, size)
-    within = 1 <= num_experts <= MAX_EXPERTS
-    require(within, f"{op}: num_experts must be from 1 to {MAX_EXPERTS}, got {num_experts}")
+    in_range = 1 <= num_experts <= MAX_EXPERTS
+    require(in_range, f"{op}: num_experts must be from 1 to {MAX_EXPERTS}, got {num_experts}")
     for name, size in sizes.items():
         require(size >= 1, f"{op}: {name} must be at least 1, got {size}")
 
@@ -151,31 +167,34 @@ def check_dtype(op: str, arg: str, x: Tensor, dtype: torch.dtype) -> None:
 
 
 def check_dense(op: str, arg: str, x: object, dims: int) -> None:
+    """Checks that x is a dense tensor of so many dimensions."""
     if not isinstance(x, Tensor):
-        raise RuntimeError(f"{op}: {arg} must be a tensor, got {type(x).__name__}")
+        fail(op, f"{arg} must be a tensor, got {type(x).__name__}")
     if x.layout != torch.strided or x.is_nested:
-        raise RuntimeError(f"{op}: {arg} must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
+        fail(op, f"{arg} must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
     if x.dim() != dims:
-        raise RuntimeError(f"{op}: {arg} must have {dims} dimensions, got {x.dim()}")
+        fail(op, f"{arg} must have {dims} dimensions, got {x.dim()}")
 
 
-def check_dims(op: str, arg: str, x: Tensor, least: int, most: int) -> None:
-    dims = str(least) if least == most else f"{least} {'or' if most == least + 1 else 'to'} {most}"
-    require(least <= x.dim() <= most, f"{op}: {arg} must have {dims} dimensions, got {x.dim()}")
+def check_dims(op: str, arg: str, x: Tensor, min_dims: int, max_dims: int) -> None:
+    dims = str(min_dims)
+    if min_dims != max_dims:
+        dims += f" {'or' if max_dims == min_dims + 1 else 'to'} {max_dims}"
+    require(min_dims <= x.dim() <= max_dims, f"{op}: {arg} must have {dims} dimensions, got {x.dim()}")
 
 
 def check_unit_stride(op: str, arg: str, x: Tensor, dim: int) -> None:
-    # The size may be symbolic: asked last, so that it is not specialised where the stride already answers.
+    # The size may be symbolic. Testing the stride first avoids a guard on the size where the stride is enough.
     if x.stride(dim) != 1 and x.shape[dim] > 1 and x.numel() != 0:
         where = "its last dimension" if dim == -1 else f"dimension {dim % x.dim()} (the summed one)"
-        raise RuntimeError(f"{op}: {arg} must have stride 1 in {where}, got stride {x.stride(dim)}")
+        fail(op, f"{arg} must have stride 1 in {where}, got stride {x.stride(dim)}")
 
 
 def check_contiguous(op: str, arg: str, x: Tensor) -> None:
     stride = 1
     for dim in reversed(range(x.dim())):
         if x.stride(dim) != stride and x.shape[dim] > 1 and x.numel() != 0:
-            raise RuntimeError(f"{op}: {arg} must be contiguous, got stride {x.stride(dim)} in dimension {dim}")
+            fail(op, f"{arg} must be contiguous, got stride {x.stride(dim)} in dimension {dim}")
         stride *= x.shape[dim]
 
 
@@ -185,10 +204,10 @@ def check_shape(op: str, arg: str, x: Tensor, shape: Sequence[int]) -> None:
         require(x.shape[i] == size, f"{op}: {arg} must have size {size} in dimension {i}, got {x.shape[i]}")
 
 
-def check_size(op: str, arg: str, size: int, what: str, most: int = MAX_ROWS) -> None:
-    # A symbolic size is left to the run: a graph for any size needs no guard against one beyond every memory.
+def check_size(op: str, arg: str, size: int, what: str, max_size: int = MAX_ROWS) -> None:
+    # A symbolic size is checked when the op runs: a graph for any size needs no guard against impossible ones.
     if isinstance(size, int):
-        require(size <= most, f"{op}: {arg} must have at most {most} {what}, got {size}")
+        require(size <= max_size, f"{op}: {arg} must have at most {max_size} {what}, got {size}")
 
 
 def check_count(op: str, arg: str, rows: int) -> None:
@@ -197,26 +216,28 @@ def check_count(op: str, arg: str, rows: int) -> None:
 
 
 def check_main_grad(op: str, arg: str, main_grad: Tensor, of: str, weight: Tensor, transposed: bool = False) -> None:
-    """Of the gradient of the argument `of`; transposed: that is a view of [E, N, K], and so must main_grad be."""
+    """Checks `arg`, the tensor that the gradient of `weight`, the argument `of`, is added to.
+
+    transposed: the weight is the transposed view of [E, N, K], and main_grad must be one too.
+    """
     check_dense(op, arg, main_grad, 3)
-    text = f"{op}: {arg} must"
     if main_grad.dtype not in (torch.bfloat16, torch.float32):
-        raise RuntimeError(f"{text} be bfloat16 or float32, got {main_grad.dtype}")
+        fail(op, f"{arg} must be bfloat16 or float32, got {main_grad.dtype}")
     if main_grad.shape != weight.shape:
-        raise RuntimeError(f"{text} have the shape of {of}, {tuple(weight.shape)}, got {tuple(main_grad.shape)}")
+        fail(op, f"{arg} must have the shape of {of}, {tuple(weight.shape)}, got {tuple(main_grad.shape)}")
     if main_grad.device != weight.device:
-        raise RuntimeError(f"{text} be on the device of {of}, {weight.device}, got {main_grad.device}")
+        fail(op, f"{arg} must be on the device of {of}, {weight.device}, got {main_grad.device}")
     if not (main_grad.mT if transposed else main_grad).is_contiguous():
         layout = "the transposed view of a contiguous tensor" if transposed else "contiguous"
-        raise RuntimeError(f"{text} be {layout}, got strides {main_grad.stride()}")
+        fail(op, f"{arg} must be {layout}, got strides {main_grad.stride()}")
     if main_grad.requires_grad:
-        raise RuntimeError(f"{text} not ask for a gradient, got requires_grad=True")
+        fail(op, f"{arg} must not ask for a gradient, got requires_grad=True")
 
 
 def check_one_of(op: str, arg: str, value: str, names: Sequence[str], where: str = "") -> None:
     if value not in names:
         quoted = [f"'{name}'" for name in names]
-        raise RuntimeError(f"{op}: {arg} must be {either(quoted)}{where}, got '{value}'")
+        fail(op, f"{arg} must be {either(quoted)}{where}, got '{value}'")
 
 
 def check_format(op: str, format: str) -> Format:
@@ -243,35 +264,47 @@ def check_scale(op: str, arg: str, scale: Tensor, format: Format, shape: Sequenc
 def check_scale_of_tokens(
     op: str, arg: str, scale: Tensor, format: Format, k: int, positions: int, e: int, transposed: bool = False
 ) -> None:
-    """Of an operand [K, positions]; column-major ones have room for more blocks, as the quantizer knows, and a row for
-    each of K or for each square."""
+    """Checks the scales of an operand [K, positions] along tokens.
+
+    Column-major scales may hold more blocks than `positions` needs, because only the quantizer knew the groups. They
+    have a row for each of the K features, or for each square of amax "square".
+    """
     blocks = format.blocks(positions)
     if format.order != "column_major":
         return check_scale(op, arg, scale, format, format.scale_of_tokens(k, blocks, e).shape)
     check_dtype(op, arg, scale, format.scale_dtype)
     check_dims(op, arg, scale, 2, 2)
     row_dim, block_dim = (1, 0) if transposed else (0, 1)
-    got, made = scale.shape[row_dim], scale.shape[block_dim]
+    got_rows, got_blocks = scale.shape[row_dim], scale.shape[block_dim]
     squares = format.squares(k)
-    text = f"{op}: {arg} must have size {k}, or {squares} of squares, in dimension {row_dim}, got {got}"
-    require(got in (k, squares), text)
-    require(made >= blocks, f"{op}: {arg} must have at least {blocks} blocks in dimension {block_dim}, got {made}")
-    check_size(op, arg, made, "blocks")
+    text = f"{op}: {arg} must have size {k}, or {squares} of squares, in dimension {row_dim}, got {got_rows}"
+    require(got_rows in (k, squares), text)
+    text = f"{op}: {arg} must have at least {blocks} blocks in dimension {block_dim}, got {got_blocks}"
+    require(got_blocks >= blocks, text)
+    check_size(op, arg, got_blocks, "blocks")
 
 
-def check_align(op: str, align: int, arg: str, rows: int, experts: int, least: int = 1, most: int = MAX_ALIGN) -> None:
-    ok = least <= align <= most and align & (align - 1) == 0
-    require(ok, f"{op}: align must be a power of two from {least} to {most}, got {align}")
+def check_align(
+    op: str, align: int, arg: str, rows: int, experts: int, min_align: int = 1, max_align: int = MAX_ALIGN
+) -> None:
+    ok = min_align <= align <= max_align and align & (align - 1) == 0
+    require(ok, f"{op}: align must be a power of two from {min_align} to {max_align}, got {align}")
     check_size(op, arg, padded_extent(rows, experts, align), "rows with padding")
 
 
 def check_groups(op: str, e: int, arg: str, rows: int, format: Format, align: int | None) -> int:
-    """The multiple to which e groups of the rows of `arg` are padded along tokens."""
+    """Checks e groups of the rows of `arg` along tokens; returns the multiple that each is padded to."""
     align = format.align if align is None else align
     check_align(op, align, arg, rows, e, format.least_align, format.most_align)
     if format.block:
         check_align(op, max(align, GROUP_SCALES), arg, rows, e)
     return align
+
+
+def check_indices_with_top_k(op: str, indices: Tensor | None, top_k: int | None) -> None:
+    """Checks that both are given or neither."""
+    require(indices is None or top_k is not None, f"{op}: top_k must be given with indices, got None")
+    require(top_k is None or indices is not None, f"{op}: indices must be given with top_k, got None")
 
 
 def check_indices(op: str, indices: Tensor, like: Tensor, rows: int, top_k: int) -> None:
@@ -285,7 +318,7 @@ def check_indices(op: str, indices: Tensor, like: Tensor, rows: int, top_k: int)
 
 
 def default_fp8_dtype(device: torch.device | str) -> torch.dtype:
-    """float8_e4m3fnuz where the device's fp8 instructions are FNUZ (gfx942), else float8_e4m3fn."""
+    """float8_e4m3fnuz if the FP8 instructions of the device are FNUZ (gfx942), else float8_e4m3fn."""
     device = torch.device(device)
     if device.type == "cuda" and torch.version.hip:
         if torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx94"):
@@ -294,7 +327,7 @@ def default_fp8_dtype(device: torch.device | str) -> torch.dtype:
 
 
 def fp8_dtype(op: str, dtype: torch.dtype | None, x: Tensor, arg: str = "dtype") -> torch.dtype:
-    """The one asked for, or the device's own."""
+    """Checks `dtype`; None becomes the default of x's device."""
     if dtype is None:
         return default_fp8_dtype(x.device)
     require(dtype in FP8_DTYPES, f"{op}: {arg} must be {either(map(dtype_name, FP8_DTYPES))}, got {dtype}")
@@ -302,15 +335,16 @@ def fp8_dtype(op: str, dtype: torch.dtype | None, x: Tensor, arg: str = "dtype")
 
 
 def has_values(x: Tensor) -> bool:
-    """Which MOE_FP8_VALIDATE=1 may look at."""
+    """Whether x has contents that MOE_FP8_VALIDATE=1 can read: it is neither a meta nor a fake tensor."""
     if x.is_meta:
         return False
-    from torch._subclasses.fake_tensor import FakeTensor  # here alone: it takes long to load
+    from torch._subclasses.fake_tensor import FakeTensor  # not at the top: the import is slow
 
     return not isinstance(x, FakeTensor)
 
 
 def validate_offs(op: str, offs: Tensor, of: str, rows: int) -> None:
+    """Checks the contents of offs against `rows`, which the message calls `of`; waits for the device."""
     previous = 0
     for e, end in enumerate(offs.tolist()):
         require(end >= previous, f"{op}: offs must be non-decreasing from 0, got offs[{e}] = {end} after {previous}")
@@ -319,6 +353,7 @@ def validate_offs(op: str, offs: Tensor, of: str, rows: int) -> None:
 
 
 def validate_indices(op: str, indices: Tensor, slots: int) -> None:
+    """Checks the contents of indices; waits for the device."""
     seen = set()
     for p, index in enumerate(indices.tolist()):
         text = f"{op}: indices must be -1 or one of the {slots} slots, got {index} in place {p}"
@@ -328,5 +363,6 @@ def validate_indices(op: str, indices: Tensor, slots: int) -> None:
 
 
 def validate_ids(op: str, topk_ids: Tensor, experts: int) -> None:
+    """Checks the contents of topk_ids; waits for the device."""
     for slot, id in enumerate(topk_ids.flatten().tolist()):
         require(-1 <= id < experts, f"{op}: topk_ids must be -1 or from 0 to {experts - 1}, got {id} in slot {slot}")

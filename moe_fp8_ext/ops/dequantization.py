@@ -1,3 +1,5 @@
+"""Dequantization: the values of any quantized operand."""
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from moe_fp8_ext.ops.dispatch import refuse_derivatives
 from moe_fp8_ext.quantization.format import GROUP_SCALES, padded_extent
 
 _OP = "dequantize"
-_op = torch.ops.moe_fp8.dequantize.default
+_dequantize = torch.ops.moe_fp8.dequantize.default
 
 
 def dequantize(
@@ -28,43 +30,45 @@ def dequantize(
     offs: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Turns a quantized operand and its scales back into values: out = q * scale in float32, rounded to `out_dtype`.
+    """Converts a quantized operand and its scales back to values.
 
-    The operand is any output of a quantizer, its scales as that quantizer returned them:
+        out = RN(RN32(q * scale of q's block))     the product is rounded to float32, then to `out_dtype`
 
-        along="rows"     q [M, K] of `quantize_rows`; q [E, N, K] of `quantize_weight`, or q_t [E, K, N] with scale_t;
-                         of "rowwise" and "mxfp8_rowmajor" any [..., K]
-        along="tokens"   q_t [K, P] of `quantize_tokens`, offs = padded_offs
+    The operand is any output of a quantizer, with scales as that quantizer returned them:
 
-    Rows, or positions, past the last group are zero where scales go by groups, whatever q holds there. Every NaN is the
-    quiet one without a sign. Never waits for the device.
+        along="rows"     q [M, K] of `quantize_rows`, in "rowwise" and "mxfp8_rowmajor" also [..., K];
+                         q [E, N, K] of `quantize_weight`, or its q_t [E, K, N] with scale_t
+        along="tokens"   q_t [K, P] of `quantize_tokens`, with offs = padded_offs
+
+    If scales go by groups, rows (or positions) behind the last group are zero, whatever q holds there. Every NaN is the
+    quiet NaN without a sign. The op is not differentiable. It never waits for the device.
 
     Args:
-        q: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz; stride 1 in its last dimension, other strides
-            free.
-        scale: float32, or float8_e8m0fnu of the MX formats: byte e is 2^(e - 127), 255 NaN. Of any strides in format
-            "blockwise", contiguous in the others.
+        q: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz; stride 1 in the last dimension, any other
+            strides.
+        scale: float32, or float8_e8m0fnu for the MX formats (byte e stands for 2^(e - 127), 255 for NaN). Any strides
+            in format "blockwise", contiguous in the others.
         format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
         along: "rows" or "tokens".
-        offs: [E] int32 on q's device, exclusive ends of groups, non-decreasing, at most 1024. Of positions, always,
-            along tokens. Of rows if scales of "mxfp8" are blocked by groups; other formats look the same with and
-            without. Contents are clamped and made monotonic; MOE_FP8_VALIDATE=1 checks them, which waits for the
-            device.
+        offs: [E] int32 on q's device, E at most 1024: exclusive end of each group, non-decreasing. Along tokens, offs
+            is required and counts positions. Along rows, give it if "mxfp8" scales are blocked by groups of rows; the
+            layout of other formats does not depend on it. The op clamps the contents and makes them monotonic. With
+            MOE_FP8_VALIDATE=1 it checks them, which waits for the device.
         out_dtype: bfloat16 (default), float16 or float32.
 
     Returns:
         out, shaped as q, contiguous.
 
     Raises:
-        RuntimeError: format, dtype, shape, strides or device are not as above, or an argument asks for a derivative,
-            which this has none of; the text names the argument.
+        RuntimeError: format, dtype, shape, strides or device differ from the above, or an argument requires a
+            derivative, which the op does not have. The message names the argument.
 
     Source: the scales of DESIGN.md section 3, the layouts of sections 4 and 5.
     """
-    return _op(q, scale, format, along, offs, out_dtype)
+    return _dequantize(q, scale, format, along, offs, out_dtype)
 
 
-refuse_derivatives(_op)
+refuse_derivatives(_dequantize)
 
 
 @torch.library.register_fake("moe_fp8::dequantize")
@@ -74,8 +78,8 @@ def _(q, scale, format, along="rows", offs=None, out_dtype=None):
     format = check_format(_OP, format)
     check_one_of(_OP, "along", along, ("rows", "tokens"))
     along_tokens = along == "tokens"
-    any_dims = not along_tokens and format.order == "row_major"
-    if not any_dims:
+    takes_any_dims = not along_tokens and format.order == "row_major"
+    if not takes_any_dims:
         check_dims(_OP, "q", q, 2, 2 if along_tokens else 3)
     require(not along_tokens or offs is not None, f"{_OP}: offs must be given along tokens, got None")
     out_dtype = out_dtype or torch.bfloat16
@@ -87,11 +91,11 @@ def _(q, scale, format, along="rows", offs=None, out_dtype=None):
         if format.block and (along_tokens or (format.order == "blocked" and q.dim() == 2)):
             padded = padded_extent(q.shape[1 if along_tokens else 0], e, GROUP_SCALES)
             check_size(_OP, "q", padded, "columns with padding" if along_tokens else "rows with padding")
-    if not any_dims:
+    if not takes_any_dims:
         check_size(_OP, "q", q.shape[-2], "rows")
     if along_tokens:
         check_scale_of_tokens(_OP, "scale", scale, format, *q.shape, e)
-    elif not any_dims and q.dim() == 3:
+    elif not takes_any_dims and q.dim() == 3:
         check_scale(_OP, "scale", scale, format, format.scale_of_weight(*q.shape).shape)
     else:
         check_scale(_OP, "scale", scale, format, format.scale_of_rows(q.shape, e).shape)

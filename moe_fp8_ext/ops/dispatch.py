@@ -1,8 +1,8 @@
-"""What torch's dispatcher finds beside the implementations of an op: its gradient, or an error where it has none.
+"""Registrations of an op beside its implementations: its gradient, or an error if it has none.
 
-Kernels for the Autograd keys, so that both spellings of an op have them, `moe_fp8_ext.ops.f` and `torch.ops.moe_fp8.f`.
-A kernel in Python costs a call microseconds. Wrappers go past it where nothing asks for a derivative, see `bind`. A
-Function goes past it once for all of its ops: `with below_autograd(): ...`.
+They are kernels for the Autograd dispatch keys, so both spellings of an op have them, `moe_fp8_ext.ops.f` and
+`torch.ops.moe_fp8.f`. A kernel in Python costs microseconds per call. A wrapper therefore bypasses it if no argument
+needs a derivative (see `bind`), and an autograd Function bypasses it once for all of its ops (see `below_autograd`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from moe_fp8_ext.ops.checks import is_int, is_of_integers
+from moe_fp8_ext.ops.checks import fail, is_int, takes_integers
 
 _LIBRARY = torch.library.Library("moe_fp8", "IMPL")
 _Below = torch._C._AutoDispatchBelowAutograd
@@ -27,6 +28,7 @@ _is_compiling = torch.compiler.is_compiling
 _any_requires_grad = torch._C._any_requires_grad
 _in_functorch = torch._C._are_functorch_transforms_active
 _NOTHING = nullcontext()
+# How errors name the kinds of a schema.
 _KINDS = {
     "Tensor": "a tensor",
     "ScalarType": "a torch.dtype",
@@ -36,8 +38,8 @@ _KINDS = {
     "int": "an int of 64 bits",
     "SymInt": "an int of 64 bits",
 }
-# Where torch takes more, as True for an int, an int for a dtype, for a bool all that is true or false, and tensors for
-# numbers, which wait for the device: the class of nearly all that is right, and what else is.
+# Kinds for which torch accepts too much: True for an int, an int for a dtype, any object for a bool, and tensors for
+# numbers, which waits for the device. Each has the class of nearly all valid values, and a test for other valid ones.
 _STRICT = {
     "ScalarType": (torch.dtype, lambda x: False),
     "bool": (bool, lambda x: isinstance(x, torch.SymBool)),
@@ -50,37 +52,41 @@ _NO_SECOND = "moe_fp8_ext has no second derivatives, and create_graph=True asked
 
 
 def below_autograd() -> AbstractContextManager:
-    """In which ops go straight to their implementations: for a Function, where gradients are off. Not where a graph is
-    traced, nor where another derivative may be asked for."""
+    """A context in which ops run their implementations directly, without the Autograd kernels of this module.
+
+    It is for the forward and backward of an autograd Function, where gradients are off. It has no effect while a graph
+    is traced, or while a derivative of forward mode or of torch.func may be needed.
+    """
     return _NOTHING if _is_compiling() or is_transformed() else _Below()
 
 
 def is_transformed() -> bool:
-    """Whether another derivative than that of backward may be asked for: of forward mode, or of torch.func."""
+    """Whether a derivative other than backward's may be needed: of forward mode, or of torch.func."""
     return forward_ad._current_level >= 0 or _in_functorch()
 
 
-def asks_for_gradient(x: object) -> bool:
+def needs_gradient(x: object) -> bool:
+    """Whether x is a tensor that requires a gradient while gradients are enabled."""
     return isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
 
 
 def refuse_derivatives_of(op: str, arg: str, *tensors: Tensor) -> None:
-    """For tensors that count as constants: a derivative that one asks for would be lost without a word."""
+    """Raises if a tensor that is a constant of the op needs a derivative, which would be lost silently."""
     for x in tensors:
-        if asks_for_gradient(x):
-            text = f"{op}: {arg} must not ask for a gradient where it is quantized (detach q and scale)"
-            raise RuntimeError(f"{text}, got requires_grad=True")
+        if needs_gradient(x):
+            text = f"{arg} must not ask for a gradient where it is quantized (detach q and scale)"
+            fail(op, f"{text}, got requires_grad=True")
         dual = not _is_compiling() and forward_ad._current_level >= 0
         if dual and forward_ad.unpack_dual(x).tangent is not None:
-            raise RuntimeError(f"{op}: {arg} must have no tangent where it is quantized, got one")
+            fail(op, f"{arg} must have no tangent where it is quantized, got one")
 
 
 def differentiable_once(backward: Callable) -> Callable:
-    """A backward that refuses to be recorded.
+    """Wraps a backward so that it raises under create_graph=True.
 
-    Results that refuse when they are differentiated, as those of torch's once_differentiable, are not enough: they do
-    not depend on the tensors of forward as autograd sees it, so that torch.autograd.grad of those goes past them, and
-    what they would add is zero without a word.
+    torch's once_differentiable is not enough. It returns results that raise when they are differentiated. For autograd
+    these results do not depend on the tensors of forward, so torch.autograd.grad with respect to those tensors bypasses
+    the error and silently takes zero for what they would add.
     """
 
     @functools.wraps(backward)
@@ -93,7 +99,7 @@ def differentiable_once(backward: Callable) -> Callable:
 
 
 def unit_stride(grad: Tensor) -> Tensor:
-    """grad itself if its rows lie in one piece each; a copy of expanded and transposed ones."""
+    """grad itself if its rows have stride 1, else a contiguous copy, as for expanded and transposed gradients."""
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
@@ -106,21 +112,18 @@ def _tensors(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[tuple
 def _refuse_tangents(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
     for arg, x in _tensors(op, args, kwargs):
         if forward_ad.unpack_dual(x).tangent is not None:
-            text = f"{op._opname}: {arg} must have no tangent, as this op has no forward-mode derivative, got one"
-            raise RuntimeError(text)
+            fail(op._opname, f"{arg} must have no tangent, as this op has no forward-mode derivative, got one")
 
 
 def _refuse_gradients(op: torch._ops.OpOverload, args: tuple, kwargs: dict, among: Sequence[str] | None = None) -> None:
     for arg, x in _tensors(op, args, kwargs):
-        if asks_for_gradient(x) and (among is None or arg in among):
-            raise RuntimeError(
-                f"{op._opname}: {arg} must not ask for a gradient, which this op has none of (detach it, or call "
-                "grouped_mm), got requires_grad=True"
-            )
+        if needs_gradient(x) and (among is None or arg in among):
+            text = f"{arg} must not ask for a gradient, which this op has none of (detach it, or call grouped_mm)"
+            fail(op._opname, f"{text}, got requires_grad=True")
 
 
 def refuse_derivatives(op: torch._ops.OpOverload) -> None:
-    """Registers that op has none: an argument that asks for one is an error, where it would be lost without a word."""
+    """Registers that op has no derivative: an argument that needs one raises, instead of losing it silently."""
 
     def kernel(keyset, *args, **kwargs):
         if forward_ad._current_level >= 0:
@@ -134,10 +137,10 @@ def refuse_derivatives(op: torch._ops.OpOverload) -> None:
 
 
 def count_writes(op: torch._ops.OpOverload) -> None:
-    """Registers that op writes to its first argument: the version counter of that moves, which autograd looks at."""
+    """Registers that op writes to its first argument, so that its version counter, which autograd checks, advances."""
 
     def kernel(keyset, written, *args):
-        if written is not None:  # the op has the sentence for that
+        if written is not None:  # the op itself raises for None
             torch.autograd.graph.increment_version(written)
         return op.redispatch(keyset & _below_writes_keys, written, *args)
 
@@ -149,9 +152,11 @@ def register_gradient(
 ) -> None:
     """Registers the gradient of op, all of whose arguments are positional.
 
-    save(ctx, inputs, output) keeps what backward(ctx, *grads) needs, which returns the gradients of the first inputs.
-    inputs: the arguments as they were given, without those at the end that have their defaults.
-    without: arguments of floats that have none; one that asks for it is an error.
+    Args:
+        save: save(ctx, inputs, output) keeps what backward needs. inputs are the arguments of the call, without those
+            at the end that have their defaults.
+        backward: backward(ctx, *grads) returns the gradients of the first inputs.
+        without: names of floating-point arguments that have no gradient; one that requires it raises.
     """
 
     def redispatch(keyset, *args):
@@ -168,14 +173,14 @@ def register_gradient(
 
     def gradients(ctx, *grads):
         try:
-            of_inputs = backward(ctx, *grads)
+            grad_inputs = backward(ctx, *grads)
         except RuntimeError as error:
-            found = re.match(r"\w+: (\w+) (must .*)", str(error), re.DOTALL)
-            if found is None or found[1] not in arguments:
+            match = re.match(r"\w+: (\w+) (must .*)", str(error), re.DOTALL)
+            if match is None or match[1] not in arguments:
                 raise
-            # Nobody called the op that makes the gradient: it is an argument of the call that was made.
-            raise RuntimeError(f"{op._opname}: {found[1]} {found[2]}") from None
-        return None, *of_inputs, *[None] * (ctx.num_inputs - len(of_inputs))
+            # The user called op, not the op of its gradient: the error names the call that the user wrote.
+            raise RuntimeError(f"{op._opname}: {match[1]} {match[2]}") from None
+        return None, *grad_inputs, *[None] * (ctx.num_inputs - len(grad_inputs))
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
     function = type(f"{op._opname}_gradient", (torch.autograd.Function,), methods)
@@ -183,21 +188,21 @@ def register_gradient(
     def kernel(keyset, *args):
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args, {})
-        wanted = torch.is_grad_enabled() and _any_requires_grad(*args)
-        if wanted and without:
+        is_recorded = torch.is_grad_enabled() and _any_requires_grad(*args)
+        if is_recorded and without:
             _refuse_gradients(op, args, {}, without)
-        return (function.apply if wanted else redispatch)(keyset, *args)
+        return (function.apply if is_recorded else redispatch)(keyset, *args)
 
     _LIBRARY.impl(op._opname, kernel, "Autograd", with_keyset=True)
 
 
 def refuse_sparse(op: torch._ops.OpOverload) -> None:
-    """Registers that op takes none, with the sentence that other errors get."""
+    """Registers an error for sparse arguments, worded as the other errors."""
 
     def kernel(*args, **kwargs):
         for arg, x in _tensors(op, args, kwargs):
             if x.layout != torch.strided:
-                raise RuntimeError(f"{op._opname}: {arg} must be a dense tensor, got {x.layout}")
+                fail(op._opname, f"{arg} must be a dense tensor, got {x.layout}")
 
     for layout in ("Sparse", "SparseCsr"):
         for backend in ("CPU", "CUDA"):
@@ -205,70 +210,73 @@ def refuse_sparse(op: torch._ops.OpOverload) -> None:
 
 
 def refuse_none(op: torch._ops.OpOverload) -> None:
-    """Registers what op says where it gets no tensor at all: then no device has a word in it."""
+    """Registers the errors of calls that no device's kernel takes, such as one without any tensor."""
 
     def kernel(*args, **kwargs):
         given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
         for argument in op._schema.arguments:
             if str(argument.type) == "Tensor" and given.get(argument.name) is None:
-                raise RuntimeError(f"{op._opname}: {argument.name} must be a tensor, got None")
+                fail(op._opname, f"{argument.name} must be a tensor, got None")
         for arg, x in _tensors(op, args, kwargs):
             if x.layout != torch.strided or x.is_quantized:
                 kind = "one of torch's quantization" if x.is_quantized else x.layout
-                raise RuntimeError(f"{op._opname}: {arg} must be a dense tensor, got {kind}")
+                fail(op._opname, f"{arg} must be a dense tensor, got {kind}")
         devices = ", ".join(sorted({str(x.device) for _, x in _tensors(op, args, kwargs)}))
-        raise RuntimeError(f"{op._opname}: tensors must be of a CPU or a GPU, got {devices}")
+        fail(op._opname, f"tensors must be of a CPU or a GPU, got {devices}")
 
     _LIBRARY.impl(op._opname, kernel, "CompositeExplicitAutograd")
 
 
 def bind(wrapper: Callable, op: torch._ops.OpOverload) -> None:
-    """Puts a function in the place of op among the globals of the wrapper's module, which the wrapper calls with all
-    arguments. It goes past autograd's kernel where no derivative may be asked for, and says of an argument of a wrong
-    kind what other errors say.
+    """Replaces op, among the globals of the wrapper's module, by a function that is faster and has better errors.
 
-    Kinds that torch would take for others are looked for, its error of the rest is caught: to look for all would cost
-    every good call more. So would a frame around the wrapper, or op's own: `run` is what that calls, C++.
+    The wrapper calls op with all of its arguments. The replacement bypasses the Autograd kernel if no derivative can be
+    needed. If an argument is of a wrong kind, it raises an error worded as the others.
+
+    Kinds that torch would convert silently are tested before the call. For other kinds torch's own error is caught and
+    reworded: testing them too would slow down every valid call. For the same reason nothing wraps the wrapper, and the
+    replacement calls `op._op`, the C++ function, and not op.
     """
     arguments, run = op._schema.arguments, op._op
-    strict, asking = [], 0  # how many arguments to look at for one that asks for a gradient
+    strict, num_candidates = [], 0  # arguments that may require a gradient are among the first num_candidates
     for i, (argument, (kind, optional)) in enumerate(zip(arguments, map(_kind_of, arguments), strict=True)):
-        if kind == "Tensor" and not is_of_integers(op._opname, argument.name):
-            asking = i + 1
+        if kind == "Tensor" and not takes_integers(op._opname, argument.name):
+            num_candidates = i + 1
         if kind in _STRICT:
-            usual, is_right = _STRICT[kind]
-            strict.append((i, (usual, type(None)) if optional else (usual,), is_right))
+            usual_class, is_valid = _STRICT[kind]
+            strict.append((i, (usual_class, type(None)) if optional else (usual_class,), is_valid))
 
     def bound(*args):
-        for i, usual, is_right in strict:
-            if args[i].__class__ not in usual and not is_right(args[i]):
-                raise RuntimeError(_text_of_kind(op, arguments[i], args[i]))
+        for i, usual_classes, is_valid in strict:
+            if args[i].__class__ not in usual_classes and not is_valid(args[i]):
+                _refuse_kind(op, arguments[i], args[i])
         try:
-            if (_any_requires_grad(*args[:asking]) and torch.is_grad_enabled()) or is_transformed():
+            if (_any_requires_grad(*args[:num_candidates]) and torch.is_grad_enabled()) or is_transformed():
                 return run(*args)
             with _Below():
                 return run(*args)
         except RuntimeError as error:
-            found = _WRONG_KIND.match(str(error))
-            if found is None or found[1] != op._schema.name:
+            match = _WRONG_KIND.match(str(error))
+            if match is None or match[1] != op._schema.name:
                 raise
-        at = [argument.name for argument in arguments].index(found[2])
-        raise RuntimeError(_text_of_kind(op, arguments[at], args[at]))
+        i = [argument.name for argument in arguments].index(match[2])
+        _refuse_kind(op, arguments[i], args[i])
 
-    bound._torchdynamo_inline = op  # what a graph traces instead: an error there is the fake implementation's
+    bound._torchdynamo_inline = op  # a graph traces op instead, and errors there come from the fake implementation
     (name,) = (name for name in wrapper.__code__.co_names if wrapper.__globals__.get(name) is op)
     wrapper.__globals__[name] = bound
 
 
 def _kind_of(argument: torch.Argument) -> tuple[str, bool]:
-    """And whether it may be None."""
+    """The kind of an argument, and whether it may be None."""
     kind, optional = re.fullmatch(r"(?:Optional\[)?(\w+)(\]?)", str(argument.real_type)).groups()
     return kind, bool(optional)
 
 
-def _text_of_kind(op: torch._ops.OpOverload, argument: torch.Argument, x: object) -> str:
+def _refuse_kind(op: torch._ops.OpOverload, argument: torch.Argument, x: object) -> NoReturn:
+    """Raises the error for x as an argument of a wrong kind."""
     kind, optional = _kind_of(argument)
-    # Of that type: an int beyond 64 bits or all floats, half a character.
-    itself = x is None or type(x).__name__ in ({"float": "int"}.get(kind, kind), kind)
-    wanted = f"{_KINDS[kind]}{' or None' if optional else ''}"
-    return f"{op._opname}: {argument.name} must be {wanted}, got {repr(x) if itself else type(x).__name__}"
+    # A value of the right type may still be wrong: an int beyond 64 bits or beyond all floats, half a surrogate pair.
+    show_value = x is None or type(x).__name__ in ({"float": "int"}.get(kind, kind), kind)
+    expected = f"{_KINDS[kind]}{' or None' if optional else ''}"
+    fail(op._opname, f"{argument.name} must be {expected}, got {repr(x) if show_value else type(x).__name__}")

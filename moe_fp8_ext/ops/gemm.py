@@ -1,3 +1,5 @@
+"""Grouped matmuls of quantized operands."""
+
 import torch
 from torch import Tensor
 
@@ -5,6 +7,7 @@ from moe_fp8_ext.ops.checks import (
     check,
     check_format,
     check_indices,
+    check_indices_with_top_k,
     check_scale,
     check_scale_of_tokens,
     check_shape,
@@ -14,8 +17,8 @@ from moe_fp8_ext.ops.checks import (
 from moe_fp8_ext.ops.dispatch import count_writes, refuse_derivatives
 from moe_fp8_ext.quantization.format import GROUP_SCALES, MAX_ALIGN, Format, padded_extent
 
-_op = torch.ops.moe_fp8.scaled_grouped_mm.default
-_add = torch.ops.moe_fp8.add_scaled_grouped_mm.default
+_scaled_grouped_mm = torch.ops.moe_fp8.scaled_grouped_mm.default
+_add_scaled_grouped_mm = torch.ops.moe_fp8.add_scaled_grouped_mm.default
 
 
 def scaled_grouped_mm(
@@ -32,57 +35,61 @@ def scaled_grouped_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = True,
 ) -> Tensor:
-    """Grouped matmul of fp8 operands with scales of one format.
+    """Multiplies the groups of two FP8 operands with scales of one format.
 
-    2D x 3D (forward, dgrad): rows of group e times expert e; rows of `out` from offs[-1] on are zero.
+    2D x 3D (forward, dgrad): the rows of group e times expert e. Rows of `out` from offs[-1] on are zero.
 
         out[m, n]    = sum_k (a[m, k] * scale of a[m, k]) * (b[e, k, n] * scale of b[e, k, n])
 
-    2D x 2D (wgrad): group e owns the columns [offs[e-1], offs[e]) of `a` and rows of `b`; an empty group gives zeros.
+    2D x 2D (wgrad): group e is the columns [offs[e-1], offs[e]) of `a` and the same rows of `b`. An empty group gives
+    zeros.
 
         out[e, n, k] = sum_{p in e} (a[n, p] * scale of a[n, p]) * (b[p, k] * scale of b[p, k])
 
-    Which element has which scale is what the quantizers of the format say. In the 2D x 2D form blocks begin anew with
-    every group, as `quantize_tokens` numbers them: of B blocks of 128, at least the sum of ceil(size / 128).
+    The quantizers of the format define which element has which scale. In the 2D x 2D form every group begins with a new
+    scaling block, numbered as `quantize_tokens` numbers them. With blocks of 128, the number of blocks B is at least
+    the sum of ceil(size / 128) over the groups.
 
-    Which GEMM multiplies depends on device, build, format and sizes; `build_info()` lists them in the order in which
-    they are tried; the last takes all operands, on a CPU in float32. "blockwise" and the MX formats may be dequantized
-    to bfloat16, each value rounded once. Never waits for the device.
+    The device, the build, the format and the sizes decide which GEMM runs. `build_info()` lists the GEMMs in the order
+    in which they are tried; the last one takes all operands, on a CPU in float32. A GEMM of "blockwise" or of an MX
+    format may dequantize operands to bfloat16, rounding each value once. The op is not differentiable. It never waits
+    for the device.
 
     Args:
-        a: [M, K] or [N, P], fp8, stride 1 in its last dimension.
-        b: [E, K, N] or [P, K], fp8, stride 1 in dimension -2, as the transposed view of a row-major tensor has.
-        scale_a, scale_b: of the operands as their quantizers return them, b's of b.mT; of "blockwise" b's are in the
-            orientation of b, [E, ceil(K / 128), ceil(N / 128)] or [B, K], the transposed view of what the quantizer
-            returns. Of any strides in "blockwise", contiguous in the others. Scales of "mxfp8" are blocked, those of a
-            [M, K] by groups of rows.
+        a: [M, K] or [N, P], FP8; stride 1 in the last dimension.
+        b: [E, K, N] or [P, K], FP8; stride 1 in dimension -2, as in the transposed view of a row-major tensor.
+        scale_a: scales of a, as its quantizer returns them. Any strides in "blockwise", contiguous in the others.
+            Scales of "mxfp8" are blocked, those of a [M, K] by groups of rows.
+        scale_b: scales of b.mT, as its quantizer returns them; in "blockwise" the transposed view of these, so that
+            they lie as b does: [E, ceil(K / 128), ceil(N / 128)] or [B, K]. Strides as for scale_a.
         format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
-        offs: [E] int32, exclusive ends of the groups, non-decreasing, at most 1024: rows of `a` in the 2D x 3D form, in
-            the 2D x 2D form the `padded_offs` of the quantizer. Contents are clamped and made monotonic;
-            MOE_FP8_VALIDATE=1 checks them, which waits for the device.
-        indices: [P] int32 on a's device, of the 2D x 3D form: multiplies `permute_quantized(a, scale_a, format,
-            indices, top_k, offs=offs)` instead, byte for byte; offs are those of the indices, and scale_a is that of
-            rows without groups. Hopper's fast sums of rows are of the rows where they lie, up to as many columns as
-            that is the faster way; otherwise rows are moved first.
-        top_k: slots of a row of a, given with indices and only then: index i stands for row i // top_k.
-        align: of the 2D x 2D form, a power of two from 1 to 256 of which all of offs are multiples, as the caller
-            knows: what the quantizer padded groups to. GEMMs of tensor cores need 32, torch's of "rowwise"
-            16, of dequantized operands 8. A promise that offs break gives wrong numbers and no access out of bounds.
+        offs: [E] int32, E at most 1024: exclusive end of each group, non-decreasing. In the 2D x 3D form offs counts
+            rows of `a`; in the 2D x 2D form it is the `padded_offs` of the quantizer. The op clamps the contents and
+            makes them monotonic. With MOE_FP8_VALIDATE=1 it checks them, which waits for the device.
+        indices: [P] int32 on a's device, only in the 2D x 3D form. The op then multiplies `permute_quantized(a,
+            scale_a, format, indices, top_k, offs=offs)`, byte for byte. offs counts indices, and scale_a is that of
+            rows without groups. On Hopper the GEMM of "rowwise" with use_fast_accum gathers the rows itself if N is
+            small enough for that to be faster. In all other cases the op moves the rows first.
+        top_k: slots per row of a, given with indices and only then: index i stands for row i // top_k.
+        align: only in the 2D x 2D form: a power of two from 1 to 256 that divides all of offs. The caller promises
+            this; it is what the quantizer padded groups to. GEMMs on tensor cores need 32; torch's need 16 in "rowwise"
+            and 8 for dequantized operands. Offs that break the promise give wrong numbers, never an access out of
+            bounds.
         out_dtype: bfloat16 (default) or float32.
-        use_fast_accum: let a GEMM of "rowwise" accumulate whole sums in the tensor cores' own precision, which keeps 14
-            bits on Hopper; otherwise sums of 128 products there are added in float32.
+        use_fast_accum: True: a GEMM of "rowwise" may accumulate whole sums in the precision of the tensor cores, which
+            keep 14 bits on Hopper. False: on Hopper, sums of 128 products are added in float32.
 
     Returns:
-        out [M, N], or [P, N] with indices, or [E, N, K], contiguous.
+        out [M, N], or [P, N] with indices, or [E, N, K]; contiguous.
 
     Raises:
-        RuntimeError: dtype, shape, stride or device are not as above, or an argument asks for a derivative, which this
-            has none of; the text names the argument.
+        RuntimeError: dtype, shape, strides or device differ from the above, or an argument requires a derivative, which
+            the op does not have. The message names the argument.
 
     Source: the equations above; `torch._scaled_grouped_mm` for the GEMMs that are torch's.
     """
     options = indices, top_k, align, out_dtype, use_fast_accum
-    return _op(a, b, scale_a, scale_b, format, offs, *options)
+    return _scaled_grouped_mm(a, b, scale_a, scale_b, format, offs, *options)
 
 
 def add_scaled_grouped_mm(
@@ -97,35 +104,38 @@ def add_scaled_grouped_mm(
     align: int = 1,
     use_fast_accum: bool = True,
 ) -> None:
-    """Adds the 2D x 2D product of `scaled_grouped_mm` to `total`, in place: gradients that accumulate over batches.
+    """Adds the 2D x 2D product of `scaled_grouped_mm` to `total` in place: gradient accumulation over batches.
 
         total[e] = RN(RN32(float32(total[e]) + product32[e]))
 
-    product32 is the float32 that `scaled_grouped_mm` would round to its out_dtype; RN rounds to the dtype of `total`.
-    GEMMs of torch's have their product in bfloat16 alone, which is then what is added. What an empty group has in
-    `total` stays as it is. Hopper's kernels add fast sums of "rowwise", and "blockwise" with b of squares; other
-    products of theirs are made in float32, 4 E N K bytes while it runs, and torch's in bfloat16, before they are added.
+    product32 is the float32 value that `scaled_grouped_mm` would round to its out_dtype. RN rounds to the dtype of
+    `total`. A GEMM of torch's returns its product in bfloat16 only; then the op adds that. An empty group leaves its
+    part of `total` as it is.
+
+    Hopper's GEMMs of "rowwise" with `use_fast_accum`, and of "blockwise" with b in square blocks, add to `total`
+    themselves. For other products Hopper's GEMMs first write a float32 product, 4 E N K bytes while the op runs, and
+    torch's a bfloat16 one. The op is not differentiable. It never waits for the device.
 
     Args:
-        total: [E, N, K], bfloat16 or float32, contiguous; it shares no memory with the operands. GEMMs of tensor cores
-            need it to begin at a multiple of 16 bytes; elsewhere it is slower.
+        total: [E, N, K], bfloat16 or float32, contiguous. It must not share memory with the operands. GEMMs on tensor
+            cores need it to begin at a multiple of 16 bytes; otherwise the op is slower.
         a, b, scale_a, scale_b, format, offs, align, use_fast_accum: as in the 2D x 2D form of `scaled_grouped_mm`.
 
     Returns:
-        Nothing; `total` is written.
+        None; `total` is written.
 
     Raises:
-        RuntimeError: dtype, shape, stride or device are not as above, or an argument asks for a derivative, which this
-            has none of; the text names the argument.
+        RuntimeError: dtype, shape, strides or device differ from the above, or an argument requires a derivative, which
+            the op does not have. The message names the argument.
 
     Source: the equation above.
     """
-    _add(total, a, b, scale_a, scale_b, format, offs, align, use_fast_accum)
+    _add_scaled_grouped_mm(total, a, b, scale_a, scale_b, format, offs, align, use_fast_accum)
 
 
-refuse_derivatives(_op)
-refuse_derivatives(_add)
-count_writes(_add)
+refuse_derivatives(_scaled_grouped_mm)
+refuse_derivatives(_add_scaled_grouped_mm)
+count_writes(_add_scaled_grouped_mm)
 
 
 def _check_scales(
@@ -140,10 +150,10 @@ def _check_scales(
             require(got == blocks, f"{op}: scale_b must have size {blocks} in dimension 0, got {got}")
         return
     check_scale(op, "scale_a", scale_a, format, format.scale_of_rows((m, k), e if indices is None else None).shape)
-    of_b = format.scale_of_weight(e, n, k).shape
+    shape_of_b = format.scale_of_weight(e, n, k).shape
     if format.order == "column_major":
-        of_b = of_b[0], of_b[2], of_b[1]
-    check_scale(op, "scale_b", scale_b, format, of_b)
+        shape_of_b = shape_of_b[0], shape_of_b[2], shape_of_b[1]
+    check_scale(op, "scale_b", scale_b, format, shape_of_b)
 
 
 def _checked_shape(
@@ -158,7 +168,7 @@ def _checked_shape(
     indices: Tensor | None = None,
     top_k: int | None = None,
 ) -> tuple[int, ...]:
-    """That of the product."""
+    """Checks the operands of either op; returns the shape of the product."""
     format = check_format(op, format)
     check(op, "a", a)
     check(op, "b", b, a)
@@ -167,8 +177,7 @@ def _checked_shape(
         b.shape[-2] == k,
         f"{op}: b must have size {k} in dimension {b.dim() - 2} (the last of a), got {b.shape[-2]}",
     )
-    require(indices is None or top_k is not None, f"{op}: top_k must be given with indices, got None")
-    require(top_k is None or indices is not None, f"{op}: indices must be given with top_k, got None")
+    check_indices_with_top_k(op, indices, top_k)
     arg = "a"
     if indices is not None:
         require(grouped_rows, f"{op}: indices must be None with b of 2 dimensions, got a tensor")

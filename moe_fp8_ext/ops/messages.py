@@ -1,4 +1,4 @@
-"""Messages to other ranks: all that is known of a token in a row of bytes."""
+"""Messages to other ranks: values, scales, expert ids and scores of a token in one row of bytes."""
 
 import torch
 from torch import Tensor
@@ -28,29 +28,32 @@ def pack_tokens(
     top_k: int,
     num_experts: int,
 ) -> Tensor:
-    """Takes tokens by index, all that is known of each side by side in a row of bytes: messages to other ranks.
+    """Gathers tokens by index and packs values, scale, ids and scores of each into one row of bytes, a message to a
+    rank.
 
-    Row p is of token `indices[p] // top_k`: its values, scales, ids and scores, those of them that there are. Each
-    column begins at a multiple of 32 bytes, each row at one of 64. Zeros fill what is between them, and rows whose
-    index is no slot. Ids come as int32 from 1 on, `id + 1`, and 0 for one that is not in [0, num_experts). Not
-    differentiable. Never waits for the device.
+        rows[p] = x[t] | scale[t] | topk_ids[t] + 1 | topk_scores[t],   t = indices[p] // top_k
+
+    Columns that are None are left out. Each column begins at a multiple of 32 bytes and each row at a multiple of 64;
+    zeros fill the gaps. A row whose index is no slot is zeros. Ids are written as int32, `id + 1`, or 0 for an id that
+    is not in [0, num_experts). The op is not differentiable. It never waits for the device.
 
     Args:
-        x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, row stride free.
-        topk_ids: [M, N] int32 or int64 on x's device, stride 1 along N, row stride free; None: no such column.
-            MOE_FP8_VALIDATE=1 raises for an id that is neither of an expert nor -1, which waits for the device.
-        topk_scores: [M, N] on x's device, any dtype of 1, 2 or 4 bytes, strides as of topk_ids; None: no such column.
-        scale: [M] or [M, B] on x's device, any dtype of 1, 2 or 4 bytes, any strides; None: no such column.
+        x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, any row stride.
+        topk_ids: [M, N] int32 or int64 on x's device; stride 1 along N, any row stride. None: no such column. With
+            MOE_FP8_VALIDATE=1 the op raises for an id that is neither an expert nor -1, which waits for the device.
+        topk_scores: [M, N] on x's device, any dtype of 1, 2 or 4 bytes; strides as for topk_ids. None: no such column.
+        scale: [M] or [M, B] on x's device, any dtype of 1, 2 or 4 bytes, any strides. None: no such column.
         indices: [P] int32 on x's device, as in `permute_pad`.
-        top_k: slots of a token: index i stands for token i // top_k. Of `sort_tokens(by_rank)`, the number of ranks.
-        num_experts: of which ids are; 0 is enough where there are none.
+        top_k: slots per token: index i stands for token i // top_k. For indices of `sort_tokens(by_rank)`, the number
+            of ranks.
+        num_experts: number of experts that ids count; 0 is enough without topk_ids.
 
     Returns:
         rows [P, bytes] uint8, contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, device or sizes are not as above, or an argument asks for a
-            derivative, which this has none of; the text names the argument.
+        RuntimeError: dtype, dimensions, strides, device or sizes differ from the above, or an argument requires a
+            derivative, which the op does not have. The message names the argument.
 
     Source: DeepSeek-V3 technical report, section 3.2 (a token once to a rank, in fp8); DESIGN.md section 6.
     """
@@ -69,28 +72,36 @@ def quantize_and_pack(
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
 ) -> Tensor:
-    """Quantizes tokens along rows and puts each, with all else that is known of it, into its rows of messages.
+    """Quantizes tokens along rows and packs each, with its scales, ids and scores, into the messages it goes into.
 
-    Row p has the bytes that `pack_tokens` makes of `quantize_rows(x, format)`, of N slots a token; a token's scales lie
-    side by side, whatever the format's order is. A row whose slot has another row in inverse is zeros. A GPU reads x of
-    bfloat16 once, and has q nowhere but in messages, where it casts to dtype itself, K is a multiple of 16 up to
-    16,384, N at most 256 and rows of x begin at multiples of 16 bytes. Not differentiable. Never waits for the device.
+        q, scale = quantize_rows(x, format)
+        rows     = pack_tokens(q, topk_ids, topk_scores, scale, indices, N, num_experts)
+
+    The results have the bytes of these two calls, with the scales of a token side by side whatever the order of the
+    format is. Row p is zeros unless inverse.flatten()[indices[p]] == p.
+
+    On a GPU one kernel reads x once and writes q only into messages, if all of these hold: x is bfloat16 and its rows
+    begin at multiples of 16 bytes; the GPU casts to `dtype` in hardware; K is a multiple of 16 and at most 16,384; N is
+    at most 256. The op is not differentiable. It never waits for the device.
 
     Args:
-        x: [M, K], bfloat16, float16 or float32; stride 1 along K, row stride free.
+        x: [M, K], bfloat16, float16 or float32; stride 1 along K, any row stride.
         topk_ids, topk_scores, num_experts: as in `pack_tokens`.
-        format: as in `quantize_rows`; of "mxfp8" and "mxfp8_rowmajor" messages are the same.
-        indices, inverse: [P] and [M, N] int32 on x's device, contiguous: the slot of a row and the row of a slot, as
-            `sort_tokens` returns both of `tokens_by_rank`; what is out of range is none. MOE_FP8_VALIDATE=1 raises for
-            what is neither in range nor -1, and where one is not the inverse of the other; it waits for the device.
+        format: as in `quantize_rows`; "mxfp8" and "mxfp8_rowmajor" give the same messages.
+        indices: [P] int32 on x's device: the slot of each row, as the permutation of `sort_tokens` over
+            `tokens_by_rank`. An index that is out of range stands for no slot. With MOE_FP8_VALIDATE=1 the op raises
+            for one that is neither in range nor -1, and if indices and inverse do not invert each other; the check
+            waits for the device.
+        inverse: [M, N] int32 on x's device, contiguous: the row of each slot, as the inverse of the same `sort_tokens`.
+            A row that is out of range stands for none; MOE_FP8_VALIDATE=1 as for indices.
         dtype, rounding: as in `quantize_rows`.
 
     Returns:
         rows [P, bytes] uint8, contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, device, sizes, format or rounding are not as above, or an argument
-            asks for a derivative, which this has none of; the text names the argument.
+        RuntimeError: dtype, dimensions, strides, device, sizes, format or rounding differ from the above, or an
+            argument requires a derivative, which the op does not have. The message names the argument.
 
     Source: DeepSeek-V3 technical report, section 3.2 (a token once to a rank, in fp8); DESIGN.md section 6.
     """
@@ -102,7 +113,7 @@ refuse_derivatives(_quantize_and_pack)
 
 
 def _width(op: str, x: Tensor, **columns: Tensor | None) -> int:
-    """Bytes of what is known beside the values of x."""
+    """Checks the columns beside x; returns the bytes that they add to a row."""
     width = 0
     for name, t in columns.items():
         if t is None:

@@ -1,4 +1,4 @@
-"""Rows by index, plain or quantized: rank-major tokens to expert-major ones, and back."""
+"""Permutation of rows, plain or quantized: from rank-major to expert-major order, and back."""
 
 import torch
 from torch import Tensor
@@ -31,29 +31,33 @@ def permute_indices(
     align: int = 16,
     align_empty: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where tokens go that arrived rank by rank, so that those of every local expert lie together and padded.
+    """Computes the permutation from rank-major to expert-major order, with the tokens of each expert padded to `align`.
 
     An all-to-all hands over the tokens of rank 0, expert by expert, then those of rank 1, and so on. Position p of the
-    expert-major layout holds token `indices[p]`; within an expert tokens keep their order. Never waits for the device.
+    expert-major layout holds token `indices[p]`:
+
+        indices = for each expert: its tokens in rank-major order, then -1 up to a multiple of align
+
+    The order of tokens within an expert is kept. The op never waits for the device.
 
     Args:
         tokens_per_rank_expert: [num_ranks * num_local_experts] or [num_ranks, num_local_experts], int32 or int64,
-            contiguous: how many tokens each rank sent for each expert, at most 4096 counts. A negative count is taken
-            as 0, and what the counts have beyond num_tokens is left out; MOE_FP8_VALIDATE=1 raises for either, which
+            contiguous: how many tokens each rank sent for each expert; at most 4096 counts. A negative count is taken
+            as 0, and tokens beyond num_tokens are left out. With MOE_FP8_VALIDATE=1 the op raises for either, which
             waits for the device.
-        num_local_experts: experts here, from 1 to 1024.
+        num_local_experts: experts of this rank, from 1 to 1024.
         num_ranks: ranks that sent tokens.
-        num_tokens: rows of the tokens, M.
-        align: each group is padded to a multiple of it; a power of two from 1 to 256. `grouped_mm` needs none: see
-            `Recipe`.
-        align_empty: give an expert without tokens `align` rows of padding instead of none.
+        num_tokens: M, the number of rows of tokens.
+        align: each group is padded to a multiple of this; a power of two from 1 to 256. `grouped_mm` needs no padding:
+            see `Recipe`.
+        align_empty: whether an expert without tokens gets `align` rows of padding instead of none.
 
     Returns:
-        indices [P] int32, P = round_up(M, align) + E * align, -1 for padding and behind the last group; padded_offs
-        [E] int32, the exclusive end of each padded group; tokens_per_expert [E] int32, without padding.
+        indices [P] int32, P = round_up(M, align) + E * align, -1 for padding and behind the last group; padded_offs [E]
+        int32, the exclusive end of each padded group; tokens_per_expert [E] int32, without padding.
 
     Raises:
-        RuntimeError: dtype, dimensions, sizes or `align` are not as above; the text names the argument.
+        RuntimeError: dtype, dimensions, sizes or `align` differ from the above. The message names the argument.
 
     Source: the order of torch.distributed.all_to_all_single; padded layout of DESIGN.md section 4.
     """
@@ -61,23 +65,25 @@ def permute_indices(
 
 
 def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
-    """Takes rows by index, rows of zeros for padding: `out[p] = x[indices[p] // top_k]`.
+    """Gathers rows by index; padding becomes rows of zeros.
 
-    Differentiable in x; the gradient is `unpermute`. Never waits for the device.
+        out[p] = x[indices[p] // top_k]
+
+    The op is differentiable in x; the gradient is `unpermute`. It never waits for the device.
 
     Args:
-        x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, row stride free.
-        indices: [P] int32 on x's device, of `permute_indices`, or the permutation of `sort_tokens` with its top_k. One
-            that is not in [0, M * top_k) gives a row of zeros. They should be distinct; the gradient counts only the
-            last of equal ones. MOE_FP8_VALIDATE=1 raises for one that is neither in range nor -1, and the backward for
-            equal ones.
-        top_k: slots of a row of x: index i stands for row i // top_k.
+        x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, any row stride.
+        indices: [P] int32 on x's device: of `permute_indices`, or the permutation of `sort_tokens` with its top_k. An
+            index that is not in [0, M * top_k) gives a row of zeros. Indices should be distinct: of equal ones, the
+            gradient counts only the last. With MOE_FP8_VALIDATE=1 the op raises for an index that is neither in range
+            nor -1, and backward raises for equal ones.
+        top_k: slots per row of x: index i stands for row i // top_k.
 
     Returns:
         out [P, K] of x's dtype, contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, device or sizes are not as above; the text names the argument.
+        RuntimeError: dtype, dimensions, strides, device or sizes differ from the above. The message names the argument.
 
     Source: the equation above.
     """
@@ -87,28 +93,31 @@ def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
 def permute_quantized(
     q: Tensor, scale: Tensor, format: str, indices: Tensor, top_k: int, *, offs: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Takes rows that are quantized along rows by index, values and scales: bytes move, nothing is cast.
+    """Gathers rows that are quantized along rows by index, values and scales, without casting anything.
 
-    Where the index is a slot, rows are those of `quantize_rows(x, format, indices=indices, top_k=top_k, offs=offs)` for
-    `q, scale = quantize_rows(x, format)`; elsewhere values and scales are zero bytes. So a token that has several slots
-    is quantized once. Not differentiable. Never waits for the device.
+        q_out[p] = q[indices[p] // top_k], and the same of each row's scales
+
+    For `q, scale = quantize_rows(x, format)`, a row whose index is a slot has the bytes of `quantize_rows(x, format,
+    indices=indices, top_k=top_k, offs=offs)`. Other rows have zero bytes as values and scales. So a token with several
+    slots is quantized once. The op is not differentiable. It never waits for the device.
 
     Args:
-        q: [M, K] float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz; stride 1 along K, row stride free.
-        scale: as `quantize_rows` returns it without offs; of any strides in "blockwise", contiguous in other formats.
+        q: [M, K] float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz; stride 1 along K, any row stride.
+        scale: as `quantize_rows` returns it without offs; any strides in "blockwise", contiguous in the other formats.
         format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
         indices: [P] int32 on q's device, as in `permute_pad`.
-        top_k: slots of a row of q: index i stands for row i // top_k.
-        offs: [E] int32 on q's device, exclusive end index of each group, non-decreasing, at most 1024. Scales of
-            "mxfp8" are then blocked group by group; other formats look the same with and without. Contents are clamped
-            into [0, P] and made monotonic; MOE_FP8_VALIDATE=1 checks them, which waits for the device.
+        top_k: slots per row of q: index i stands for row i // top_k.
+        offs: [E] int32 on q's device, E at most 1024: exclusive end index of each group, non-decreasing. With offs,
+            "mxfp8" scales are blocked group by group; the layout of other formats does not depend on it. The op clamps
+            the contents into [0, P] and makes them monotonic. With MOE_FP8_VALIDATE=1 it checks them, which waits for
+            the device.
 
     Returns:
         q [P, K] of q's dtype, contiguous; scale as `quantize_rows` returns it for P rows and offs.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, device, sizes or format are not as above, or an argument asks for a
-            derivative, which this has none of; the text names the argument.
+        RuntimeError: dtype, dimensions, strides, device, sizes or format differ from the above, or an argument requires
+            a derivative, which the op does not have. The message names the argument.
 
     Source: `permute_pad` and the layouts of DESIGN.md section 4.
     """
@@ -116,25 +125,28 @@ def permute_quantized(
 
 
 def unpermute(y: Tensor, indices: Tensor, top_k: int, num_tokens: int) -> Tensor:
-    """Puts rows back where `permute_pad` took them from: `out[indices[p] // top_k] += y[p]`, from zeros.
+    """Scatters rows back to where `permute_pad` took them from, and sums the rows of each token.
 
-    With top_k 1 it is a copy and undoes `permute_pad`; with more, the rows of a token's slots are added in float32, in
-    the order of the slots. Differentiable in y; the gradient is `permute_pad`. Never waits for the device.
+        out[indices[p] // top_k] += y[p],   starting from zeros
+
+    With top_k = 1 the op copies, and inverts `permute_pad`. With a larger top_k it adds the rows of a token's slots in
+    float32, in the order of the slots. The op is differentiable in y; the gradient is `permute_pad`. It never waits for
+    the device.
 
     Args:
-        y: [P, K], stride 1 along K, row stride free; any dtype of 1, 2 or 4 bytes, with top_k > 1 bfloat16, float16 or
+        y: [P, K], stride 1 along K, any row stride. Any dtype of 1, 2 or 4 bytes; with top_k > 1 bfloat16, float16 or
             float32.
-        indices: [P] int32 on y's device, as in `permute_pad`. One that is not in [0, num_tokens * top_k) is skipped.
-            They should be distinct: of equal ones the last counts, while the gradient goes to all of them.
-            MOE_FP8_VALIDATE=1 raises for an index that is neither in range nor -1 and for equal ones.
-        top_k: slots of a row of the result.
+        indices: [P] int32 on y's device, as in `permute_pad`. An index that is not in [0, num_tokens * top_k) is
+            skipped. Indices should be distinct: of equal ones the last counts, but the gradient goes to all of them.
+            With MOE_FP8_VALIDATE=1 the op raises for an index that is neither in range nor -1, and for equal ones.
+        top_k: slots per row of the result.
         num_tokens: rows of the result.
 
     Returns:
         out [num_tokens, K] of y's dtype, contiguous; zero where no index points.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, device or sizes are not as above; the text names the argument.
+        RuntimeError: dtype, dimensions, strides, device or sizes differ from the above. The message names the argument.
 
     Source: the equation above.
     """

@@ -9,8 +9,8 @@ from moe_fp8_ext.quantization.format import MAX_EXPERTS
 
 SCORINGS = ("softmax", "sigmoid")
 
-_choose = torch.ops.moe_fp8.choose_experts.default
-_choose_backward = torch.ops.moe_fp8.choose_experts_backward.default
+_choose_experts = torch.ops.moe_fp8.choose_experts.default
+_choose_experts_backward = torch.ops.moe_fp8.choose_experts_backward.default
 
 
 def choose_experts(
@@ -23,37 +23,44 @@ def choose_experts(
     num_groups: int = 1,
     top_groups: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The experts of the largest scores, token by token, and these scores.
+    """Chooses the top_k experts of each token and computes their scores.
 
-        s = scoring(logits);  topk_ids = the top_k of s + bias;  topk_scores = s of those
+        s           = scoring(logits)
+        topk_ids    = the top_k largest of s + bias
+        topk_scores = s[topk_ids] / (their sum + 1e-20 if normalize, else 1) * scaling_factor
 
-    divided by their sum + 1e-20 if normalize, times scaling_factor. Of equal ones the smaller id comes first. NaN
-    counts as the largest, so a token with one shows it: in all of its scores, but for those of "sigmoid" without
-    normalize. topk_scores are differentiable in logits, once; bias has no gradient. Never waits for the device; the
-    same bytes on every one.
+    Of equal values the smaller id comes first. NaN counts as the largest value, so a token with a NaN logit shows it in
+    all of its scores; with "sigmoid" and without normalize, only in the score of that logit. topk_scores is
+    differentiable in logits, once; bias has no gradient. The op never waits for the device, and every device gives the
+    same bytes.
 
     Args:
-        logits: [T, E] float32, E at most 1024; stride 1 along E, row stride free.
-        top_k: experts a token.
-        bias: [E] float32 on the same device, which moves the choice and no score; None: zero.
-        scoring: "softmax" over the experts or "sigmoid" of each.
-        normalize: whether scores of a token add up to scaling_factor.
-        scaling_factor: of the scores.
-        num_groups, top_groups: experts are num_groups groups of neighbours, of which a token chooses from those
-            top_groups whose two largest s + bias add up to most, of equal ones the first.
+        logits: [T, E] float32, E at most 1024; stride 1 along E, any row stride.
+        top_k: experts per token.
+        bias: [E] float32 on the same device. It changes the choice and no score. None: zero.
+        scoring: "softmax" over the experts, or "sigmoid" of each.
+        normalize: whether the scores of a token add up to scaling_factor.
+        scaling_factor: factor of the scores.
+        num_groups, top_groups: the experts form num_groups groups of neighbours. A token chooses from the top_groups
+            groups with the largest sum of their two largest s + bias; of equal sums, the first.
 
     Returns:
-        topk_ids [T, top_k] int64, the largest s + bias first; topk_scores [T, top_k] float32; topk_logits [T, top_k]
-        float32, logits of topk_ids + 0 * topk_scores, for `choose_experts_backward`: a constant to autograd, NaN where
-        topk_scores are, which may come of a logit that was not chosen. All contiguous.
+        topk_ids [T, top_k] int64, the largest s + bias first.
+
+        topk_scores [T, top_k] float32.
+
+        topk_logits [T, top_k] float32, logits[topk_ids] + 0 * topk_scores, an input of `choose_experts_backward`. It is
+        a constant to autograd. It is NaN where topk_scores is, even if the NaN comes from a logit that was not chosen.
+
+        All are contiguous.
 
     Raises:
-        RuntimeError: scoring, top_k, groups, dtype, dimensions, sizes, strides or device are not as above, or bias asks
-            for a gradient; the text names the argument.
+        RuntimeError: scoring, top_k, groups, dtype, dimensions, sizes, strides or device differ from the above, or bias
+            requires a gradient. The message names the argument.
 
     Source: DESIGN.md section 3, bit by bit; DeepSeek-V3 technical report, section 2.1.2 (sigmoid, bias, groups).
     """
-    return _choose(logits, top_k, bias, scoring, normalize, scaling_factor, num_groups, top_groups)
+    return _choose_experts(logits, top_k, bias, scoring, normalize, scaling_factor, num_groups, top_groups)
 
 
 def choose_experts_backward(
@@ -66,51 +73,56 @@ def choose_experts_backward(
     scaling_factor: float = 1.0,
     parts: int = 1,
 ) -> Tensor:
-    """The gradient of `choose_experts`, for those who write their own backward.
+    """Computes the gradient of `choose_experts` in logits, for callers that write their own backward.
 
-    The choice is taken as it is: only scores have a gradient. Of the slots of a token with the same id the last counts,
-    and one whose id is no expert does not. Not differentiable. Never waits for the device; the same bytes on every one.
+        grad_logits[t, i] = sum_j grad[t, j] * d topk_scores[t, j] / d logits[t, i]
+
+    The choice is a constant: only scores have a gradient. If several slots of a token have the same id, the last one
+    counts; a slot whose id is no expert does not count. The op is not differentiable. It never waits for the device,
+    and every device gives the same bytes.
 
     Args:
-        grad: [T, top_k] float32, the gradient of topk_scores; stride 1 along top_k, row stride free.
-        logits: [T, E] float32, as in `choose_experts`, on the same device. With num_experts [T, top_k], the
-            topk_logits of it: with normalize, shares of the chosen depend on no other. -Inf has the gradient 0 then.
+        grad: [T, top_k] float32, the gradient of topk_scores; stride 1 along top_k, any row stride.
+        logits: [T, E] float32 on the same device, as in `choose_experts`. With num_experts: [T, top_k], the topk_logits
+            of `choose_experts`. These are enough with normalize, where the scores depend on no other logit; a logit of
+            -Inf then has the gradient 0.
         topk_ids: [T, top_k] int32 or int64 on the same device, as `choose_experts` returns them; stride 1 along top_k,
-            row stride free. MOE_FP8_VALIDATE=1 raises for ids that are neither experts nor -1.
-        num_experts: E, where logits are those of the chosen; an expert stands at one slot of a token at most, or the
-            gradient of any of them is taken. None: logits are of all experts.
+            any row stride. With MOE_FP8_VALIDATE=1 the op raises for an id that is neither an expert nor -1.
+        num_experts: E, if logits are those of the chosen experts. An expert may then stand in one slot of a token at
+            most; of several, the gradient of any one is used. None: logits are those of all experts.
         scoring, normalize, scaling_factor: as in `choose_experts`; normalize must be True with num_experts.
-        parts: 1, or 2: the gradient as the sum of two numbers of bfloat16, which tensor cores multiply.
+        parts: 1, or 2 for the gradient as the sum of two bfloat16 values, which tensor cores can multiply.
 
     Returns:
-        grad_logits [T, E] float32; of 2 parts [T, 2, E] bfloat16, grad_logits rounded and, behind that, what this
-        leaves of it, rounded. Contiguous.
+        grad_logits [T, E] float32. With parts = 2: [T, 2, E] bfloat16, grad_logits rounded, then the rounded remainder.
+        Contiguous.
 
     Raises:
         RuntimeError: scoring, normalize, num_experts (from 1 to 1024), parts, dtype, dimensions, sizes, strides or
-            device are not as above, or an argument asks for a derivative, which this has none of; the text names the
-            argument.
+            device differ from the above, or an argument requires a derivative, which the op does not have. The message
+            names the argument.
 
     Source: DESIGN.md section 3, bit by bit.
     """
-    return _choose_backward(grad, logits, topk_ids, num_experts, scoring, normalize, scaling_factor, parts)
+    return _choose_experts_backward(grad, logits, topk_ids, num_experts, scoring, normalize, scaling_factor, parts)
 
 
 def check_choice(op: str, num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
+    """Checks that top_k experts can be chosen from the top_groups of num_groups groups."""
     for name, count in (("top_k", top_k), ("num_groups", num_groups), ("top_groups", top_groups)):
         check_int(op, name, count)
     divides = num_groups >= 1 and num_experts % num_groups == 0
     require(divides, f"{op}: num_groups must divide the {num_experts} experts, got {num_groups}")
     require(1 <= top_groups <= num_groups, f"{op}: top_groups must be from 1 to {num_groups}, got {top_groups}")
-    most = num_experts // num_groups * top_groups
-    require(1 <= top_k <= most, f"{op}: top_k must be from 1 to the {most} experts of a choice, got {top_k}")
+    max_top_k = num_experts // num_groups * top_groups
+    require(1 <= top_k <= max_top_k, f"{op}: top_k must be from 1 to the {max_top_k} experts of a choice, got {top_k}")
 
 
 def _save(ctx, inputs, output):
     defaults = (None, "softmax", True, 1.0)
     logits, _, *rest = inputs
-    _, *ctx.how = (*rest[:4], *defaults[len(rest) :])
-    ctx.set_materialize_grads(False)  # else ids have one, of zeros
+    _, *ctx.options = (*rest[:4], *defaults[len(rest) :])
+    ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros as the gradients of topk_ids and topk_logits
     ctx.mark_non_differentiable(output[0], output[2])
     ctx.save_for_backward(logits, output[0])
 
@@ -118,11 +130,11 @@ def _save(ctx, inputs, output):
 @differentiable_once
 def _backward(ctx, _, grad, __):
     logits, ids = ctx.saved_tensors
-    return (None if grad is None else _choose_backward(unit_stride(grad), logits, ids, None, *ctx.how, 1),)
+    return (None if grad is None else _choose_experts_backward(unit_stride(grad), logits, ids, None, *ctx.options, 1),)
 
 
-register_gradient(_choose, _save, _backward, without=("bias",))
-refuse_derivatives(_choose_backward)
+register_gradient(_choose_experts, _save, _backward, without=("bias",))
+refuse_derivatives(_choose_experts_backward)
 
 
 @torch.library.register_fake("moe_fp8::choose_experts")

@@ -1,4 +1,4 @@
-"""The blocked layout of scales, in which Blackwell's tensor cores read them."""
+"""Conversion of scales to and from the blocked layout that Blackwell's tensor cores read."""
 
 import torch
 from torch import Tensor
@@ -7,80 +7,90 @@ from moe_fp8_ext.ops.checks import check, check_count, check_dims, check_shape, 
 from moe_fp8_ext.ops.dispatch import refuse_derivatives
 from moe_fp8_ext.quantization.format import blocked_shape
 
-_swizzle = torch.ops.moe_fp8.swizzle_scales.default
-_unswizzle = torch.ops.moe_fp8.unswizzle_scales.default
+_swizzle_scales = torch.ops.moe_fp8.swizzle_scales.default
+_unswizzle_scales = torch.ops.moe_fp8.unswizzle_scales.default
 
 
 def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Moves scales of one byte into the blocked layout that Blackwell's tensor cores read.
 
-    128 rows by 4 columns become 512 neighbouring bytes, blocks follow one another along a row of blocks:
+        scale[r, c]  ->  block (r // 128, c // 4), byte 16 * (r % 32) + 4 * (r // 32 % 4) + c % 4
 
-        block (r // 128, c // 4), byte 16 * (r % 32) + 4 * (r // 32 % 4) + c % 4
-
-    With groups every group is a blocked matrix of its own, one behind the other:
+    A block is 128 rows by 4 columns, 512 neighbouring bytes. Blocks follow one another along a row of blocks. With
+    groups, every group is a blocked matrix of its own, one behind the other:
 
         None        one matrix
-        "rows"      rows starts[e] to starts[e] + round_up(size of e, 128) of blocked are group e, its rows blocked
-        "columns"   bytes of blocked from starts[e] * round_up(R, 128) on are group e, its columns blocked
+        "rows"      group e is the rows of `blocked` from starts[e] to starts[e] + round_up(size of e, 128)
+        "columns"   group e is the bytes of `blocked` from starts[e] * round_up(R, 128) on
         "experts"   blocked[e] is scale[e] blocked, flat
 
-    Never waits for the device.
+    The op is not differentiable. It never waits for the device.
 
     Args:
-        scale: [R, C], of "experts" [E, R, C], any dtype of one byte; stride 1 along C, other strides free.
-        groups: as above.
-        offs: [E] int32 on scale's device, given for "rows" and "columns" and only then: exclusive end of each group,
-            non-decreasing, at most 1024. A column stands for a block of tokens: offs of columns are not ends of tokens.
-            Contents are clamped into [0, R] or [0, C] and made monotonic; MOE_FP8_VALIDATE=1 checks them, which waits
-            for the device.
+        scale: [R, C] ("experts": [E, R, C]), any dtype of one byte; stride 1 along C, any other strides.
+        groups: None, "rows", "columns" or "experts", as above.
+        offs: [E] int32 on scale's device, E at most 1024, given for "rows" and "columns" and only then: exclusive end
+            of each group, non-decreasing. A column of scales stands for a block of tokens, so with "columns" offs
+            counts blocks, not tokens. The op clamps the contents into [0, R] or [0, C] and makes them monotonic. With
+            MOE_FP8_VALIDATE=1 it checks them, which waits for the device.
 
     Returns:
-        blocked of scale's dtype, contiguous: [round_up(R, 128), round_up(C, 4)]; of "rows" [R + 128 * E, round_up(C,
-        4)]; of "columns" [round_up(R, 128), C + 4 * E]; of "experts" [E, round_up(R, 128) * round_up(C, 4)]. Padding
-        and what belongs to no group is zero bytes. Its shape only counts bytes: they lie in the order of blocks.
-        starts [E] int32, of "rows" the first row of each group in blocked, of "columns" the columns of all groups
-        before, each rounded up to 4; [0] otherwise.
+        blocked of scale's dtype, contiguous. Its shape only counts bytes; their order is that of the blocks. Padding
+        and bytes that belong to no group are zero.
+
+        - None: [round_up(R, 128), round_up(C, 4)];
+        - "rows": [R + 128 * E, round_up(C, 4)];
+        - "columns": [round_up(R, 128), C + 4 * E];
+        - "experts": [E, round_up(R, 128) * round_up(C, 4)].
+
+        starts int32: for "rows" [E], the first row of each group in `blocked`; for "columns" [E], the sum of the sizes
+        of all groups before, each rounded up to 4; otherwise [0].
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, device or groups are not as above, or scale asks for a derivative.
+        RuntimeError: dtype, dimensions, strides, device or groups differ from the above, or scale requires a
+            derivative, which the op does not have. The message names the argument.
 
     Source: NVIDIA cuBLAS, "1D block scaling factors layout".
     """
-    return _swizzle(scale, groups, offs)
+    return _swizzle_scales(scale, groups, offs)
 
 
 def unswizzle_scales(
     blocked: Tensor, rows: int, cols: int, *, groups: str | None = None, offs: Tensor | None = None
 ) -> Tensor:
-    """Moves scales out of the blocked layout: undoes `swizzle_scales`. Never waits for the device.
+    """Moves scales out of the blocked layout: the inverse of `swizzle_scales`.
+
+        swizzle_scales(scale, ...)[0] = blocked
+
+    The op is not differentiable. It never waits for the device.
 
     Args:
-        blocked: as `swizzle_scales` returns it for scales of these sizes, any dtype of one byte, contiguous.
-        rows, cols: the size of the result, of "experts" of one of its matrices.
+        blocked: as `swizzle_scales` returns it for scales of these sizes; any dtype of one byte, contiguous.
+        rows, cols: the size of the result, for "experts" of one of its matrices.
         groups, offs: as in `swizzle_scales`.
 
     Returns:
-        scale [rows, cols], of "experts" [E, rows, cols], of blocked's dtype, contiguous; zero bytes from `offs[-1]` on.
+        scale [rows, cols] ("experts": [E, rows, cols]) of blocked's dtype, contiguous; zero bytes from `offs[-1]` on.
 
     Raises:
-        RuntimeError: dtype, shape, strides, device or groups are not as above, or blocked asks for a derivative.
+        RuntimeError: dtype, shape, strides, device or groups differ from the above, or blocked requires a derivative,
+            which the op does not have. The message names the argument.
 
     Source: the layout of `swizzle_scales`.
     """
-    return _unswizzle(blocked, rows, cols, groups, offs)
+    return _unswizzle_scales(blocked, rows, cols, groups, offs)
 
 
-refuse_derivatives(_swizzle)
-refuse_derivatives(_unswizzle)
+refuse_derivatives(_swizzle_scales)
+refuse_derivatives(_unswizzle_scales)
 
 
 def _check_groups(op: str, groups: str | None, offs: Tensor | None) -> None:
     text = f"{op}: groups must be None, 'rows', 'columns' or 'experts', got '{groups}'"
     require(groups in (None, "rows", "columns", "experts"), text)
-    by_offs = groups in ("rows", "columns")
-    require(offs is not None or not by_offs, f"{op}: offs must be given with groups '{groups}', got None")
-    require(offs is None or by_offs, f"{op}: offs must be None with groups {groups}, got a tensor")
+    needs_offs = groups in ("rows", "columns")
+    require(offs is not None or not needs_offs, f"{op}: offs must be given with groups '{groups}', got None")
+    require(offs is None or needs_offs, f"{op}: offs must be None with groups {groups}, got a tensor")
 
 
 def _blocked_shape(

@@ -1,3 +1,5 @@
+"""Combination of the rows of a token's slots, weighted by the router's scores, and its gradient."""
+
 import torch
 from torch import Tensor
 
@@ -9,27 +11,29 @@ _combine_backward = torch.ops.moe_fp8.combine_backward.default
 
 
 def combine(y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Tensor:
-    """Adds up, for every token, the rows of its slots, weighted by the router's scores: undoes a sort of the slots.
+    """Sums the rows of each token's slots, weighted by the router's scores: the inverse of sorting the slots.
 
         out[t] = sum over j = 0, 1, ... of topk_scores[t, j] * y[inverse[t, j]]
 
-    Products and sums are rounded to float32, in that order, and the last sum to the dtype of `y`, to nearest even; a
-    NaN becomes the dtype's quiet NaN. Without scores nothing is multiplied. Differentiable in y and topk_scores, once;
-    for that, no two slots may have the same row. Never waits for the device.
+    Products and sums are rounded to float32, in that order. The last sum is rounded to the dtype of `y`, to nearest
+    even; a NaN becomes the quiet NaN of the dtype. Without scores nothing is multiplied.
+
+    The op is differentiable in y and topk_scores, once; for that, no two slots may have the same row. It never waits
+    for the device.
 
     Args:
-        y: [P, K] bfloat16, float16 or float32; stride 1 along K, row stride free.
-        inverse: [T, top_k] int32 on y's device, contiguous: the row of y of every slot, as `sort_tokens` returns it for
-            ids of two dimensions.
-            Anything out of [0, P), such as -1 of a dropped slot, counts for nothing; MOE_FP8_VALIDATE=1 raises unless
-            it is -1, and in the backward pass for two slots with the same row.
-        topk_scores: [T, top_k] float32 or of y's dtype, contiguous, on the same device; None: ones.
+        y: [P, K] bfloat16, float16 or float32; stride 1 along K, any row stride.
+        inverse: [T, top_k] int32 on y's device, contiguous: the row of y of each slot, as `sort_tokens` returns it for
+            ids of two dimensions. A value out of [0, P), such as the -1 of a dropped slot, adds nothing. With
+            MOE_FP8_VALIDATE=1 the op raises for such a value unless it is -1, and backward raises for two slots with
+            the same row.
+        topk_scores: [T, top_k] float32 or of y's dtype, contiguous, on the same device. None: all scores are 1.
 
     Returns:
         out [T, K] of y's dtype, contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, sizes, strides or device are not as above; the text names the argument.
+        RuntimeError: dtype, dimensions, sizes, strides or device differ from the above. The message names the argument.
 
     Source: the equation above.
     """
@@ -39,28 +43,30 @@ def combine(y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Te
 def combine_backward(
     grad: Tensor, y: Tensor | None, topk_scores: Tensor | None, inverse: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of `combine`, for those who write their own backward.
+    """Computes the gradients of `combine`, for callers that write their own backward.
 
-        grad_y[inverse[t, j]] = topk_scores[t, j] * grad[t];  grad_scores[t, j] = grad[t] . y[inverse[t, j]]
+        grad_y[inverse[t, j]] = topk_scores[t, j] * grad[t]
+        grad_scores[t, j]     = grad[t] . y[inverse[t, j]]
 
-    Rows of y that no slot has get zeros. Of several slots with the same row the largest counts, the others get none.
-    Dot products are summed in float32, in an order that depends on the device and on nothing else. Not differentiable.
-    Never waits for the device.
+    Rows of y that no slot has get zeros. If several slots have the same row, the largest slot counts and the others get
+    no gradient. Dot products are summed in float32, in an order that depends on the device and on nothing else. The op
+    is not differentiable. It never waits for the device.
 
     Args:
-        grad: [T, K] bfloat16, float16 or float32; stride 1 along K, row stride free.
-        y: [num_rows, K] of grad's dtype, on the same device; stride 1 along K, row stride free. None where gradients of
-            the scores are not wanted.
-        topk_scores: [T, top_k] float32 or of grad's dtype, as in `combine`; None: ones.
+        grad: [T, K] bfloat16, float16 or float32; stride 1 along K, any row stride.
+        y: [num_rows, K] of grad's dtype, on the same device; stride 1 along K, any row stride. None: no gradient of the
+            scores.
+        topk_scores: [T, top_k] float32 or of grad's dtype, as in `combine`. None: all scores are 1.
         inverse: [T, top_k] int32, as in `combine`.
-        num_rows: P, the rows of y.
+        num_rows: P, the number of rows of y.
 
     Returns:
         grad_y [num_rows, K] of grad's dtype; grad_scores [T, top_k], or [0] without y, of topk_scores' dtype, float32
         without scores. Both contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, sizes, strides or device are not as above; the text names the argument.
+        RuntimeError: dtype, dimensions, sizes, strides or device differ from the above, or an argument requires a
+            derivative, which the op does not have. The message names the argument.
 
     Source: the equations above.
     """
@@ -115,5 +121,5 @@ def _(grad, y, topk_scores, inverse, num_rows):
         require(y.dtype == grad.dtype, f"{op}: y must be, like grad, {grad.dtype}, got {y.dtype}")
         check_shape(op, "y", y, (num_rows, grad.shape[1]))
     dtype = torch.float32 if topk_scores is None else topk_scores.dtype
-    grad_scores = (0,) if y is None else inverse.shape
-    return grad.new_empty((num_rows, grad.shape[1])), grad.new_empty(grad_scores, dtype=dtype)
+    scores_shape = (0,) if y is None else inverse.shape
+    return grad.new_empty((num_rows, grad.shape[1])), grad.new_empty(scores_shape, dtype=dtype)

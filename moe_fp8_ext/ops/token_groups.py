@@ -1,4 +1,4 @@
-"""Token groups for consumers that need each to begin at a multiple of something."""
+"""Padding of token groups, for consumers that need every group to begin at a multiple of `align`."""
 
 import torch
 from torch import Tensor
@@ -7,85 +7,89 @@ from moe_fp8_ext.ops.checks import check, check_align, check_count, require
 from moe_fp8_ext.ops.dispatch import register_gradient, unit_stride
 from moe_fp8_ext.quantization.format import padded_extent
 
-_pad = torch.ops.moe_fp8.pad_token_groups.default
-_pad_to = torch.ops.moe_fp8.pad_token_groups_to.default
-_unpad = torch.ops.moe_fp8.unpad_token_groups.default
+_pad_token_groups = torch.ops.moe_fp8.pad_token_groups.default
+_pad_token_groups_to = torch.ops.moe_fp8.pad_token_groups_to.default
+_unpad_token_groups = torch.ops.moe_fp8.unpad_token_groups.default
 
 
 def pad_token_groups(x: Tensor, offs: Tensor, align: int = 16) -> tuple[Tensor, Tensor, Tensor]:
-    """Copies token groups into a layout in which each begins at a multiple of `align`.
+    """Copies token groups into a padded layout, in which each group begins at a multiple of `align`.
 
         x_padded[padded_starts[e] + i] = x[start of group e + i]
 
-    All other rows of `x_padded` are zero. Differentiable in x. Never waits for the device.
+    All other rows of `x_padded` are zero. The op is differentiable in x. It never waits for the device.
 
     Args:
-        x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, row stride free.
-        offs: [E] int32 on x's device, exclusive end row of each group, non-decreasing, at most 1024. Contents are
-            clamped into [0, M] and made monotonic; MOE_FP8_VALIDATE=1 checks them, which waits for the device.
-        align: a power of two from 1 to 256.
+        x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, any row stride.
+        offs: [E] int32 on x's device, E at most 1024: exclusive end row of each group, non-decreasing. The op clamps
+            the contents into [0, M] and makes them monotonic. With MOE_FP8_VALIDATE=1 it checks them, which waits for
+            the device.
+        align: A power of two from 1 to 256.
 
     Returns:
-        x_padded [P, K] of x's dtype, P = round_up(M, align) + E * align; padded_starts and padded_offs, both [E] int32,
-        the first row of each group and the one behind its padding. All contiguous.
+        x_padded [P, K] of x's dtype, P = round_up(M, align) + E * align; padded_starts [E] int32, the first row of each
+        group; padded_offs [E] int32, the row behind the padding of each group. All contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, device or `align` are not as above; the text names the argument.
+        RuntimeError: dtype, dimensions, strides, device or `align` differ from the above. The message names the
+            argument.
 
     Source: the equation above; padded layout of DESIGN.md section 4.
     """
-    return _pad(x, offs, align)
+    return _pad_token_groups(x, offs, align)
 
 
 def pad_token_groups_to(x: Tensor, offs: Tensor, padded_starts: Tensor, num_padded: int) -> Tensor:
-    """Copies token groups to given places, those that `pad_token_groups` gave another tensor of the same tokens.
+    """Copies token groups to given rows, such as those that `pad_token_groups` chose for another tensor of the same
+    tokens.
 
         x_padded[padded_starts[e] + i] = x[start of group e + i]
 
-    All other rows of `x_padded` are zero. Differentiable in x. Never waits for the device.
+    All other rows of `x_padded` are zero. The op is differentiable in x. It never waits for the device.
 
     Args:
-        x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, row stride free.
+        x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, any row stride.
         offs: [E] int32, as in `pad_token_groups`.
-        padded_starts: [E] int32 on the same device, non-decreasing. Contents are clamped into [0, num_padded] and made
-            monotonic, rows that find no place are left out; MOE_FP8_VALIDATE=1 checks, which waits for the device.
+        padded_starts: [E] int32 on the same device, non-decreasing: the first row of each group in the result. The op
+            clamps the contents into [0, num_padded] and makes them monotonic. A row that does not fit before the next
+            group is left out. With MOE_FP8_VALIDATE=1 the op checks them, which waits for the device.
         num_padded: rows of the result.
 
     Returns:
         x_padded [num_padded, K] of x's dtype, contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides or device are not as above; the text names the argument.
+        RuntimeError: dtype, dimensions, strides or device differ from the above. The message names the argument.
 
     Source: the equation above.
     """
-    return _pad_to(x, offs, padded_starts, num_padded)
+    return _pad_token_groups_to(x, offs, padded_starts, num_padded)
 
 
 def unpad_token_groups(y: Tensor, offs: Tensor, padded_starts: Tensor, num_tokens: int) -> Tensor:
-    """Copies padded token groups back into a layout without gaps: undoes `pad_token_groups`.
+    """Copies padded token groups into a layout without gaps: the inverse of `pad_token_groups`.
 
         x[start of group e + i] = y[padded_starts[e] + i]
 
-    Rows from `offs[-1]` on are zero. Differentiable in y. Never waits for the device.
+    Rows from `offs[-1]` on are zero. The op is differentiable in y. It never waits for the device.
 
     Args:
-        y: [P, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, row stride free.
-        offs: [E] int32 on y's device, exclusive end row of each group in the result, non-decreasing, at most 1024.
-            Contents are clamped into [0, num_tokens] and made monotonic; MOE_FP8_VALIDATE=1 checks them, which waits
-            for the device.
-        padded_starts: [E] int32 on the same device, the first row of each group in y; rows beyond y are zero.
+        y: [P, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, any row stride.
+        offs: [E] int32 on y's device, E at most 1024: exclusive end row of each group in the result, non-decreasing.
+            The op clamps the contents into [0, num_tokens] and makes them monotonic. With MOE_FP8_VALIDATE=1 it checks
+            them, which waits for the device.
+        padded_starts: [E] int32 on the same device: the first row of each group in y. A row beyond y is zero.
         num_tokens: rows of the result.
 
     Returns:
         x [num_tokens, K] of y's dtype, contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides or device are not as above; the text names the argument.
+        RuntimeError: dtype, dimensions, strides or device differ from the above. The message names the argument.
 
     Source: the equation above.
     """
-    return _unpad(y, offs, padded_starts, num_tokens)
+    return _unpad_token_groups(y, offs, padded_starts, num_tokens)
 
 
 def _save_pad(ctx, inputs, output):
@@ -108,9 +112,9 @@ def _unpad_backward(ctx, grad):
     return (pad_token_groups_to(unit_stride(grad), *ctx.saved_tensors, ctx.rows),)
 
 
-register_gradient(_pad, _save_pad, _pad_backward)
-register_gradient(_pad_to, _save_copy, _pad_backward)
-register_gradient(_unpad, _save_copy, _unpad_backward)
+register_gradient(_pad_token_groups, _save_pad, _pad_backward)
+register_gradient(_pad_token_groups_to, _save_copy, _pad_backward)
+register_gradient(_unpad_token_groups, _save_copy, _unpad_backward)
 
 
 def _check_starts(op: str, starts: Tensor, offs: Tensor) -> None:

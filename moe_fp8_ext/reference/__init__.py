@@ -1,8 +1,8 @@
-"""Every op in plain PyTorch, written to be read.
+"""Every op in plain PyTorch: the second, independent definition of the numbers, written from DESIGN.md.
 
-This is the second, independent definition of the numbers, made from DESIGN.md: the compiled ops must return the same
-bytes. It runs on CPU and on CUDA tensors, reads group sizes on the host, and cares about nothing but being right.
-Functions are called as the ops of `torch.ops.moe_fp8` are, and return raw tensors.
+The compiled ops must return the same bytes. The reference is written to be read. It runs on CPU and CUDA tensors, reads
+group sizes on the host, and makes no attempt to be fast. Its functions take the arguments of torch.ops.moe_fp8 and
+return plain tensors.
 
 Dims: M tokens, K input features, N output features, E experts, P padded tokens. `scale` is always the dequantization
 factor: x ~ q * scale.

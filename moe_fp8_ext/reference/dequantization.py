@@ -1,4 +1,4 @@
-"""The way back: the operand of any quantizer times its scales."""
+"""Dequantization: the operand of any quantizer times its scales."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from .numerics import FORMATS, Format, group_bounds, int32, round_to, scale_valu
 from .scales import unswizzle_scales
 
 
-def spread(scale: Tensor, format: Format, n: int) -> Tensor:
-    """scale [..., blocks] -> [..., n]: of every element that of its block."""
+def expand_blocks(scale: Tensor, format: Format, n: int) -> Tensor:
+    """scale [..., blocks] -> [..., n]: the scale of every element, which is that of its block."""
     return scale[..., : format.blocks(n)].repeat_interleave(format.block or n, -1)[..., :n]
 
 
-def along_rows(q: Tensor, scale: Tensor, f: Format, offs: Tensor | None) -> Tensor:
-    """The scales of the elements of q [..., K], up to the end of the last group where there are any."""
+def scales_along_rows(q: Tensor, scale: Tensor, f: Format, offs: Tensor | None) -> Tensor:
+    """The scales of the elements of q [..., K]; with groups, only up to the end of the last group."""
     k = q.shape[-1]
     if f.block is None:
-        return spread(scale_values(scale)[..., None], f, k)
+        return expand_blocks(scale_values(scale)[..., None], f, k)
     if f.order == "blocked":
         groups = "experts" if q.ndim == 3 else None if offs is None else "rows"
         scale = unswizzle_scales(scale, q.shape[-2], f.blocks(k), groups=groups, offs=offs)
@@ -26,28 +26,28 @@ def along_rows(q: Tensor, scale: Tensor, f: Format, offs: Tensor | None) -> Tens
             scale = scale[: max([0, *(end for _, end in group_bounds(offs, len(q)))])]
     if q.ndim == 3 and f.weight_rows > 1:
         scale = scale.repeat_interleave(f.weight_rows, 1)[:, : q.shape[1]]
-    return spread(scale_values(scale), f, k)
+    return expand_blocks(scale_values(scale), f, k)
 
 
-def along_tokens(q: Tensor, scale: Tensor, f: Format, offs: Tensor) -> Tensor:
+def scales_along_tokens(q: Tensor, scale: Tensor, f: Format, offs: Tensor) -> Tensor:
     """The scales of the elements of q_t [K, P], up to the end of the last group."""
     bounds = group_bounds(offs, q.shape[1])
     if f.order == "blocked":
         ends = int32([f.blocks(end - start) for start, end in bounds], q.device).cumsum(0).int()
         scale = unswizzle_scales(scale, len(q), int(ends[-1]) if bounds else 0, groups="columns", offs=ends)
-    if f.weight_rows > 1 and len(scale) < len(q):  # of squares
+    if f.weight_rows > 1 and len(scale) < len(q):  # a scale per square of amax "square"
         scale = scale.repeat_interleave(f.weight_rows, 0)[: len(q)]
     values, parts, block = scale_values(scale.t() if f.block is None else scale), [], 0
     for start, end in bounds:
-        parts.append(spread(values[:, block:], f, end - start))
+        parts.append(expand_blocks(values[:, block:], f, end - start))
         block += f.blocks(end - start)
     return torch.cat(parts, 1) if parts else values[:, :0]
 
 
 def element_scales(q: Tensor, scale: Tensor, format: str, along: str, offs: Tensor | None) -> Tensor:
-    """The scales of the elements of q in float64, of q's shape but for what belongs to no group."""
-    direction = along_tokens if along == "tokens" else along_rows
-    return direction(q, scale, FORMATS[format], offs)
+    """The scales of the elements of q, in float64; shaped as q without the part that belongs to no group."""
+    scales_along = scales_along_tokens if along == "tokens" else scales_along_rows
+    return scales_along(q, scale, FORMATS[format], offs)
 
 
 def dequantize(
@@ -59,20 +59,22 @@ def dequantize(
     offs: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """q and its scales -> q * scale in float32, rounded; 0 outside of groups.
+    """q and its scales -> RN(RN32(q * scale)); 0 outside of groups.
 
-    q [M, K], of scales in rows [..., K], or a weight [E, N, K]; along tokens q_t [K, P], of which offs are the
-    padded_offs.
+    q is [M, K], [..., K] if scales are row-major, or a weight [E, N, K]. Along tokens it is q_t [K, P], and offs are
+    the padded_offs.
     """
-    scales, out = element_scales(q, scale, format, along, offs), torch.zeros(q.shape, device=q.device)
+    scales = element_scales(q, scale, format, along, offs)
+    out = torch.zeros(q.shape, device=q.device)
     inside = tuple(map(slice, scales.shape))
     out[inside] = q.float()[inside] * scales.float()
     return round_to(out, out_dtype or torch.bfloat16)
 
 
 def exact_values(q: Tensor, scale: Tensor, format: str, *, along: str = "rows", offs: Tensor | None = None) -> Tensor:
-    """The same in float64, not rounded."""
-    scales, out = element_scales(q, scale, format, along, offs), torch.zeros_like(q, dtype=torch.float64)
+    """q * scale in float64, not rounded."""
+    scales = element_scales(q, scale, format, along, offs)
+    out = torch.zeros_like(q, dtype=torch.float64)
     inside = tuple(map(slice, scales.shape))
     out[inside] = q.double()[inside] * scales
     return out

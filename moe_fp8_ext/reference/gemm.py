@@ -1,4 +1,4 @@
-"""Products of groups: of quantized operands, and of unquantized ones."""
+"""Grouped matmuls of quantized and of unquantized operands."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ def scaled_grouped_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = True,
 ) -> Tensor:
-    """Matmul per group of dequantized operands, in float64 and rounded once: the op is within float32 error of this.
+    """Matmul of dequantized operands group by group, in float64, rounded once. The op is within float32 error of this.
 
-    2D x 3D: a [M, K], b [E, K, N], groups are rows of a; out [M, N], zero in tail rows. With indices, groups are of
-    those, and row i is row i // top_k of a.
-    2D x 2D: a [N, P], b [P, K], groups are slices of P; out [E, N, K]. offs are multiples of `align`.
+    - 2D x 3D: a [M, K], b [E, K, N]; groups are rows of a; out [M, N] is zero in tail rows. With indices, row i of out
+      belongs to row indices[i] // top_k of a, and groups are ranges of indices.
+    - 2D x 2D: a [N, P], b [P, K]; groups are ranges of P; out [E, N, K]. offs are multiples of `align`.
 
-    scale_a is that of a. Float scales of blocks lie as their operand does, so that scale_b is that of b.mT transposed;
-    those of whole rows, and E8M0 ones, are the scales of b.mT as they are.
+    scale_a are the scales of a. scale_b are the scales of b.mT; in column-major formats their transpose, so that they
+    lie as b does.
     """
-    f, of_rows = FORMATS[format], b.ndim == 3
+    f, grouped_rows = FORMATS[format], b.ndim == 3
     if indices is not None:
         a, scale_a = permute_quantized(a, scale_a, format, indices, top_k, offs=offs)
     if f.block:
         scale_b = scale_b.mT if f.order == "column_major" else scale_b
-        along = "rows" if of_rows else "tokens"
+        along = "rows" if grouped_rows else "tokens"
         a = exact_values(a, scale_a, format, along=along, offs=offs)
-        b = exact_values(b.mT, scale_b, format, along=along, offs=None if of_rows else offs).mT
+        b = exact_values(b.mT, scale_b, format, along=along, offs=None if grouped_rows else offs).mT
     a, b = a.double(), b.double()
-    shape = (a.shape[0], b.shape[2]) if of_rows else (len(offs), a.shape[0], b.shape[1])
+    shape = (a.shape[0], b.shape[2]) if grouped_rows else (len(offs), a.shape[0], b.shape[1])
     out = torch.zeros(shape, dtype=torch.float64, device=a.device)
-    for e, (start, end) in enumerate(group_bounds(offs, a.shape[0 if of_rows else 1])):
-        if start == end:  # an empty group is zero whatever its scales are
+    for e, (start, end) in enumerate(group_bounds(offs, a.shape[0 if grouped_rows else 1])):
+        if start == end:  # an empty group gives zeros, even if its scales are NaN
             continue
         group = slice(start, end)
-        product = a[group] @ b[e] if of_rows else a[:, group] @ b[group]
-        if not f.block:
-            product = product * scale_a[group if of_rows else e].double()[:, None] * scale_b[e].double()
-        out[group if of_rows else e] = product
+        product = a[group] @ b[e] if grouped_rows else a[:, group] @ b[group]
+        if not f.block:  # scales of whole lines are factors of the whole sum
+            product = product * scale_a[group if grouped_rows else e].double()[:, None] * scale_b[e].double()
+        out[group if grouped_rows else e] = product
     return out.to(out_dtype or torch.bfloat16)
 
 
@@ -67,7 +67,11 @@ def add_scaled_grouped_mm(
     align: int = 1,
     use_fast_accum: bool = True,
 ) -> None:
-    """Adds the 2D x 2D product, rounded to float32, to total [E, N, K] in float32, which is rounded to its dtype."""
+    """total [E, N, K] += the 2D x 2D product, in place.
+
+    The product is rounded to float32 and added in float32; the sum is rounded to the dtype of total. An empty group
+    adds nothing.
+    """
     product = scaled_grouped_mm(a, b, scale_a, scale_b, format, offs, out_dtype=torch.float32)
     for e, (start, end) in enumerate(group_bounds(offs, a.shape[1])):
         if start < end:

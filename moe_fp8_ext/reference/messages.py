@@ -1,4 +1,4 @@
-"""Messages: tokens by index, all that is known of each in a row of bytes."""
+"""Messages: values, scales, ids and scores of a token in one row of bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def pack_tokens(
     top_k: int,
     num_experts: int,
 ) -> Tensor:
-    """x [M, K] and what else there is of tokens -> bytes [P, B]: columns padded to 32 bytes, rows to 64, by index."""
+    """x [M, K] and other columns, indices [P] -> bytes [P, B].
+
+    Columns are padded to 32 bytes and rows to 64. An id is written as id + 1, and as 0 if it is no expert.
+    """
     if topk_ids is not None:
         topk_ids = torch.where((topk_ids >= 0) & (topk_ids < num_experts), topk_ids, -1).int() + 1
     columns = []
@@ -48,9 +51,15 @@ def quantize_and_pack(
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
 ) -> Tensor:
-    """x [M, K], indices [P], inverse [M, N] -> bytes [P, B]: row p is of token indices[p] // N, if that slot has it."""
+    """x [M, K], indices [P], inverse [M, N] -> bytes [P, B].
+
+    Row p is token indices[p] // N if that slot has row p in inverse, else zeros.
+    """
     q, scale = quantize_lines(x, FORMATS[format], dtype, rounding)
-    rows = inverse.flatten().tolist()
-    indices = [slot if 0 <= slot < len(rows) and rows[slot] == p else -1 for p, slot in enumerate(indices.tolist())]
+    row_of_slot = inverse.flatten().tolist()
+    indices = [
+        slot if 0 <= slot < len(row_of_slot) and row_of_slot[slot] == p else -1
+        for p, slot in enumerate(indices.tolist())
+    ]
     indices = torch.tensor(indices, dtype=torch.int32, device=x.device)
     return pack_tokens(q, topk_ids, topk_scores, scale, indices, max(inverse.shape[1], 1), num_experts)

@@ -1,4 +1,4 @@
-"""The blocked layout in which Blackwell's tensor cores read scales of one byte, and the column-major one of float32."""
+"""Memory orders of scales: column-major for float32, and the blocked layout that Blackwell's tensor cores read."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 from .numerics import group_bounds, int32, round_up, row_major
 
-ROWS, COLUMNS = 128, 4  # of a block of scales
+ROWS, COLUMNS = 128, 4  # size of a block of scales
 
 
 def column_major(scale: Tensor) -> Tensor:
-    """scale [M, B] with stride (1, round_up(M, 4)); the memory between columns is zero."""
+    """scale [M, B] with the strides (1, round_up(M, 4)); the memory between columns is zero."""
     m, b = scale.shape
     stride = round_up(m, 4)
     out = scale.new_zeros(b * stride).as_strided((m, b), (1, stride))
@@ -19,13 +19,14 @@ def column_major(scale: Tensor) -> Tensor:
 
 
 def blocked_shape(rows: int, cols: int) -> tuple[int, int]:
+    """The shape of [rows, cols] padded to whole blocks of 128 x 4 scales."""
     return round_up(rows, ROWS), round_up(cols, COLUMNS)
 
 
 def blocked(scale: Tensor) -> Tensor:
-    """scale [R, C] -> its bytes in the layout of the tensor cores, with zeros up to whole blocks, flat.
+    """scale [R, C] -> its bytes in the blocked layout, padded with zeros to whole blocks, flat.
 
-    Of each block of 128 rows by 4 columns, bytes go by row % 32, then by row / 32, then by column.
+    Within a block of 128 rows by 4 columns, bytes go by row % 32, then by row // 32, then by column.
     """
     rows, cols = blocked_shape(*scale.shape)
     out = torch.zeros(rows, cols, dtype=torch.uint8, device=scale.device)
@@ -34,7 +35,7 @@ def blocked(scale: Tensor) -> Tensor:
 
 
 def unblocked(data: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-    """The matrix [rows, cols] that `blocked` made the first bytes of `data` from, and the bytes that follow them."""
+    """The matrix [rows, cols] at the beginning of `data`, out of the blocked layout, and the bytes behind it."""
     shape = blocked_shape(rows, cols)
     first, rest = data.tensor_split([shape[0] * shape[1]])
     out = first.view(shape[0] // ROWS, shape[1] // COLUMNS, 32, 4, COLUMNS).permute(0, 3, 2, 1, 4).reshape(shape)
@@ -42,12 +43,14 @@ def unblocked(data: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
 
 
 def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """scale -> blocked, starts: one blocked matrix behind the other.
+    """scale -> blocked and starts: blocked matrices, one behind the other.
 
-    groups None:       [R, C] -> [round_up(R, 128), round_up(C, 4)], starts [0]
-    groups "rows":     [R, C] -> [R + 128 E, round_up(C, 4)], starts [E] in rows
-    groups "columns":  [R, C] -> [round_up(R, 128), C + 4 E], starts [E] in columns
-    groups "experts":  [E, R, C] -> [E, round_up(R, 128) * round_up(C, 4)], starts [0]
+        groups None:       [R, C] -> [round_up(R, 128), round_up(C, 4)], starts [0]
+        groups "rows":     [R, C] -> [R + 128 E, round_up(C, 4)], starts [E] in rows
+        groups "columns":  [R, C] -> [round_up(R, 128), C + 4 E], starts [E] in columns
+        groups "experts":  [E, R, C] -> [E, round_up(R, 128) * round_up(C, 4)], starts [0]
+
+    Bytes behind the last matrix are zero.
     """
     *experts, rows, cols = scale.shape
     shape, starts = blocked_shape(rows, cols), []
@@ -56,13 +59,13 @@ def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | N
     elif groups == "experts":
         parts, shape = list(scale), (experts[0], shape[0] * shape[1])
     else:
-        of_rows = groups == "rows"
-        shape = (rows + ROWS * len(offs), shape[1]) if of_rows else (shape[0], cols + COLUMNS * len(offs))
-        parts, at = [], 0
-        for start, end in group_bounds(offs, rows if of_rows else cols):
-            parts.append(scale[start:end] if of_rows else scale[:, start:end])
-            starts.append(at)
-            at += round_up(end - start, ROWS if of_rows else COLUMNS)
+        by_rows = groups == "rows"
+        shape = (rows + ROWS * len(offs), shape[1]) if by_rows else (shape[0], cols + COLUMNS * len(offs))
+        parts, padded_start = [], 0
+        for start, end in group_bounds(offs, rows if by_rows else cols):
+            parts.append(scale[start:end] if by_rows else scale[:, start:end])
+            starts.append(padded_start)
+            padded_start += round_up(end - start, ROWS if by_rows else COLUMNS)
     out = torch.zeros(shape, dtype=torch.uint8, device=scale.device)
     data = torch.cat([out.new_zeros(0), *map(blocked, parts)])
     out.view(-1)[: len(data)] = data
@@ -72,7 +75,10 @@ def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | N
 def unswizzle_scales(
     blocked: Tensor, rows: int, cols: int, *, groups: str | None = None, offs: Tensor | None = None
 ) -> Tensor:
-    """blocked -> scale [rows, cols], of experts [E, rows, cols]: undoes swizzle_scales; zero in what no group has."""
+    """The inverse of swizzle_scales: blocked -> scale [rows, cols], for "experts" [E, rows, cols].
+
+    Scales that belong to no group are zero.
+    """
     data = blocked.view(torch.uint8).reshape(-1)
     shape = (blocked.shape[0], rows, cols) if groups == "experts" else (rows, cols)
     out = torch.zeros(shape, dtype=torch.uint8, device=blocked.device)

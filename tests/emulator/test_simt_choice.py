@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 from helpers import misaligned, pairs
+from routing_problem import logits_of
 from simt_checks import ON_LINUX
 from simt_kernels import Waves
-from test_choose_experts import logits_of
 from torch import Tensor
 
 from moe_fp8_ext import reference

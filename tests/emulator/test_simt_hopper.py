@@ -16,7 +16,7 @@ from helpers import FP8_DTYPES, LAYOUTS, corrupt_offs, group_offs, pairs, short,
 from simt_checks import ON_LINUX, exact_fp8, exact_scales
 from simt_kernels import SimtKernels, Waves
 from simt_library import SIMT, compile_cxx
-from test_simt_scales import products
+from simt_products import products
 from torch import Tensor
 
 from moe_fp8_ext import reference

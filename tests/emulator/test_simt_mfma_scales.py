@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from gemm_accuracy import real_operands
 from helpers import FP8_DTYPES, group_offs, short
 from simt_checks import ON_LINUX, e8m0
 from simt_kernels import SimtKernels
-from test_scaled_grouped_mm_values import real_operands
-from test_simt_scales import products
+from simt_products import products
 from torch import Tensor
 
 from moe_fp8_ext import reference

@@ -21,11 +21,12 @@ from helpers import (
     strided_2d,
     wide,
 )
-from simt_checks import ON_LINUX, WAVES, e8m0, exact_fp8, exact_scales
+from simt_checks import ON_LINUX, WAVES, e8m0, exact_fp8
 from simt_kernels import FORMATS, Waves
+from simt_products import products
 from torch import Tensor
 
-from moe_fp8_ext import ops, reference
+from moe_fp8_ext import reference
 from moe_fp8_ext.reference.numerics import E8M0, group_bounds
 
 pytestmark = ON_LINUX
@@ -195,33 +196,6 @@ def test_dequantize_every_scale_byte(kernels, out_dtype):
 
 
 # ---- scaled_grouped_mm -----------------------------------------------------------------------------------------------
-
-
-def scales_like(scale: Tensor) -> Tensor:
-    """Powers of two: sums stay exact."""
-    values = e8m0(*scale.shape) if scale.dtype == E8M0 else exact_scales(*scale.shape)
-    return torch.empty_strided(scale.shape, scale.stride(), dtype=scale.dtype).copy_(values)
-
-
-def beside(fp8: torch.dtype, native: bool) -> torch.dtype:
-    """A type of b: what instructions multiply a of `fp8` by, where a chip has any for that, or what none does."""
-    return (FP8_DTYPES[2] if "fnuz" in str(fp8) else E4M3) if native else E5M2
-
-
-def products(
-    format: str, offs: Tensor, m: int, k: int, n: int, fp8: torch.dtype, native: bool = True, amax: str = "group"
-) -> list[tuple[object, ...]]:
-    """Arguments of the forward pass and of the gradient of weights, laid out as quantizers do it; amax: of x."""
-    x, dy, w = torch.zeros(m, k), torch.zeros(m, n), torch.zeros(len(offs), n, k)
-    _, scale, q_t, scale_t, ends = ops.quantize_both(x, format, offs=offs, amax=amax)
-    of_w, (dy_t, of_dy, _) = ops.quantize_weight(w, format)[1], ops.quantize_tokens(dy, format, offs=offs)
-    of_w, second = (of_w.mT, scale_t.mT) if format == "blockwise" else (of_w, scale_t)
-    other = beside(fp8, native)
-    b, a, b_t = (exact_fp8(*t.shape, dtype=dtype) for t, dtype in ((w, other), (dy_t, fp8), (q_t, other)))
-    return [
-        (exact_fp8(m, k, dtype=fp8), b.mT, scales_like(scale), scales_like(of_w), format, offs),
-        (a, b_t.t(), scales_like(of_dy), scales_like(second), format, ends),
-    ]
 
 
 PRODUCTS = pairs(

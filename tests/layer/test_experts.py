@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from experts_problem import GATED, LEAVES, OF_OPERAND, PLAIN, Layer, assert_equal, layer, least_db, run, run_exact
+from experts_problem import GATED, LEAVES, OF_OPERAND, PLAIN, Layer, assert_equal, layer, min_db, run, run_exact
 from grouped_problem import Calls
 from helpers import assert_same_tensor, sqnr_db
 from torch import Tensor
@@ -28,7 +28,7 @@ def assert_close(
     assert got.keys() == want.keys()
     for name in want:
         assert got[name].shape == want[name].shape
-        found, least = sqnr_db(got[name], want[name]), least_db(name, recipe, keep)
+        found, least = sqnr_db(got[name], want[name]), min_db(name, recipe, keep)
         least -= FEW_DB if few and recipe != "bf16" else 0
         assert found >= least, f"{name}: {found:.1f} dB, want {least:.1f}"
 
@@ -99,7 +99,7 @@ def test_routings(name, routing, bias, device):
     problem = replace(problem, ids=ROUTINGS[routing](problem.ids))
     got, want = run(problem, recipe=name), run_exact(problem)
     for which in want:
-        assert bool((want[which] == 0).all()) or sqnr_db(got[which], want[which]) >= least_db(which, name), which
+        assert bool((want[which] == 0).all()) or sqnr_db(got[which], want[which]) >= min_db(which, name), which
         assert not got[which][want[which] == 0].any(), which
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from experts_problem import LEAVES, Layer, assert_equal, layer, run
+from experts_problem import ARGUMENT, LEAVES, WEIGHTS, Layer, assert_equal, but, layer, main_grads, run
 from helpers import as_bytes, assert_same, assert_same_tensor
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,22 +20,12 @@ RECIPES = [
 ]
 OF_ALL_RECIPES = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 DTYPES = (torch.float32, torch.bfloat16)
-WEIGHTS = ("w_gate_up", "w_down")
-ARGUMENT = {"w_gate_up": "main_grad_gate_up", "w_down": "main_grad_down"}
 
 
 def small(device: str, seed: int = 0, **options: object) -> Layer:
     """Of 8 experts the last has no tokens."""
     problem = layer(60, 64, 48, **options, seed=seed).at(device)
     return replace(problem, ids=problem.ids % 7)
-
-
-def main_grads(problem: Layer, dtype: torch.dtype = torch.float32, fill: float = 0) -> dict[str, Tensor]:
-    return {ARGUMENT[n]: torch.full_like(getattr(problem, n), fill, dtype=dtype) for n in WEIGHTS}
-
-
-def but(results: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
-    return {n: t for n, t in results.items() if n not in names}
 
 
 @OF_ALL_RECIPES

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from experts_problem import Layer, assert_equal, layer, run
+from experts_problem import ARGUMENT, WEIGHTS, Layer, assert_equal, but, layer, main_grads, run
 from helpers import assert_same
-from test_experts_main_grad import ARGUMENT, WEIGHTS, but, main_grads
 from torch import Tensor
 
 from moe_fp8_ext import Quantized, Recipe, experts, quantize_rows, quantize_weight

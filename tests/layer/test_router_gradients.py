@@ -8,6 +8,8 @@ import pytest
 import torch
 from helpers import assert_same
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from moe_fp8_ext import Router
 from moe_fp8_ext.layer import router
@@ -109,6 +111,122 @@ def test_not_finite_scores_have_gradients_that_are_not(of, expert, scoring, devi
         assert scores.isnan().all() and made.weight.grad[ids.unique()].isnan().all()
     else:
         assert scoring == "sigmoid" and of == math.inf and made.weight.grad.isfinite().all()
+
+
+def exact_probabilities(logits: Tensor, scoring: str) -> Tensor:
+    """Scores over their sum, in float64. Sigmoid scores are divided by exp(largest) first, so that none vanishes."""
+    if scoring == "softmax":
+        return logits.softmax(1)
+    largest = logits.detach().amax(1, keepdim=True).clamp(max=0)
+    scores = (logits - largest).exp() / (1 + logits.exp())
+    return scores / scores.sum(1, keepdim=True)
+
+
+# Logits of tokens, for 8 experts. Sigmoid scores of the first three, and of most of the fourth, are 0 in float32.
+LOGITS = {
+    "all -100": torch.full((1, 8), -100.0),
+    "all -1000": torch.full((1, 8), -1000.0),
+    "spread below -88": -90 - torch.arange(8.0)[None] / 4,
+    "mixed": torch.tensor([[-1000, -100, -100.5, -89, -88, -87, -1000, -103.0]]),
+    "mixed with moderate ones": torch.tensor([[-1000, -100, 0.5, -0.5, -88, 3, -1000, 0.0]]),
+    "all equal": torch.full((1, 8), 0.25),
+    "all 0": torch.zeros(1, 8),
+    "all 100": torch.full((1, 8), 100.0),
+}
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("name", [*LOGITS, "all of them"])
+def test_losses_of_extreme_logits(name, scoring, device):
+    """Each loss and its gradient against float64.
+
+    Let u = 2^-24 and L the largest magnitude of a logit. Logarithms of scores and of sums are rounded 3 times, by u L
+    each, so that their differences are off by 6 u L, and probabilities and softmax by that and 20 u of sums and
+    quotients, relatively: r. The balance loss is a sum of products of these without cancellation: r and 20 u more. Its
+    gradient is p * (share - sum of share * p) * sigmoid(-logit), within p * (r + 2 r + r) * the largest share; r is at
+    most 4e-4 here. The gradient of the z loss is 2 logsumexp * softmax.
+    """
+    rows = torch.cat([*LOGITS.values(), torch.randn(20, 8)]) if name == "all of them" else LOGITS[name]
+    x = rows.to(device).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    t, experts = x.shape
+    r = (6 * rows.abs().max().item() + 20) * 2**-24
+    p = exact_probabilities(wide, scoring)
+
+    made = of_logits(experts, 2, device, scoring=scoring, balance_loss=0.01)
+    ids, _, loss = made(x)
+    shares = nn.functional.one_hot(ids, experts).double().mean((0, 1))
+    want = 0.01 * experts * (shares * p.mean(0)).sum()
+    (got_grad,), (want_grad,) = torch.autograd.grad(loss, x), torch.autograd.grad(want, wide)
+    torch.testing.assert_close(loss.double(), want, rtol=r + 20 * 2**-24, atol=0)
+    size = 0.01 * experts / t * p.detach() * shares.max()
+    # Probabilities below float32's smallest normal number may be flushed to 0.
+    assert ((got_grad.double() - want_grad).abs() <= 4 * r * size + 2**-126).all()
+
+    made = of_logits(experts, 2, device, scoring=scoring, z_loss=0.01)
+    loss, lse = made(x).loss, wide.logsumexp(1)
+    want = 0.01 * lse.square().mean()
+    (got_grad,), (want_grad,) = torch.autograd.grad(loss, x), torch.autograd.grad(want, wide)
+    torch.testing.assert_close(loss.double(), want, rtol=r, atol=0)
+    size = 0.02 / t * lse.detach().abs()[:, None] * wide.detach().softmax(1)
+    assert ((got_grad.double() - want_grad).abs() <= 4 * r * size + 2**-126).all()
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_a_token_of_small_logits_leaves_weights_finite(scoring, device):
+    """One step with clipped gradients, with a token whose sigmoid scores are all 0 in float32."""
+    made = Router(8, 32, 2, scoring=scoring, balance_loss=0.01).to(device)
+    x = torch.randn(64, 32, device=device)
+    x[5] = 0
+    x[5, 0] = -100
+    with torch.no_grad():
+        made.weight[:, 0] = 1
+    ids, scores, loss = made(x)
+    logits = x.double() @ made.weight.detach().double().t()
+    shares = nn.functional.one_hot(ids, 8).double().mean((0, 1))
+    want = 0.01 * 8 * (shares * exact_probabilities(logits, scoring).mean(0)).sum()
+    torch.testing.assert_close(loss.double(), want, rtol=1e-4, atol=0)  # r above, of logits of 100, is 4e-5
+    (scores.square().sum() + loss).backward()
+    nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+    torch.optim.SGD(made.parameters(), 0.1).step()
+    assert made.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("logit", [-100.0, -1000.0, -3e38])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_sigmoid_scores_of_small_logits_are_finite(normalize, logit, device):
+    """The sum that scores are divided by is never below 1e-20; scores of such logits are 0, and so are gradients."""
+    made = of_logits(8, 2, device, scoring="sigmoid", normalize=normalize, scaling_factor=2.5)
+    x = torch.full((3, 8), logit, device=device, requires_grad=True)
+    _, scores, _ = made(x)
+    (got,) = torch.autograd.grad(scores, x, torch.full_like(scores, 1e3))
+    assert not scores.any() and not got.any()  # which a NaN would be
+    want = exact_scores(x.detach().double(), torch.zeros(3, 2, dtype=torch.int64, device=device), made)
+    assert (want < 1e-22).all() if normalize else (want < 1e-43).all()
+
+
+def test_balance_loss_of_tokens_whose_logits_are_all_minus_infinity(device):
+    """Their probabilities are equal, without a gradient: scores, which are 0, have none either."""
+    made = Router(5, 1, 2, scoring="sigmoid", balance_loss=0.1).to(device)
+    nn.init.constant_(made.weight, -3e38)
+    x = torch.tensor([[3.0], [2.0]], device=device, requires_grad=True)
+    ids, scores, loss = made(x)
+    assert ids.tolist() == [[0, 1]] * 2 and not scores.any()
+    assert loss.item() == pytest.approx(0.1)  # 5 * (2 experts of a share of 1/2) * 1/5
+    for grad in torch.autograd.grad(loss, (x, made.weight)):
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_losses_of_dtensors(scoring, world_of_one):
+    """The bytes are those of tensors: losses use ops that DTensors lack."""
+    mesh = init_device_mesh("cpu", (1,))
+    made, x = Router(8, 16, 2, scoring=scoring, balance_loss=0.1, z_loss=0.01), torch.randn(20, 16)
+    want = torch.autograd.grad(made(x).loss, made.weight)
+    weight = made.weight = nn.Parameter(distribute_tensor(made.weight.detach(), mesh, [Replicate()]))
+    loss = made(DTensor.from_local(x, mesh, [Replicate()])).loss
+    assert loss.placements == (Replicate(),)
+    assert_same([grad.full_tensor() for grad in torch.autograd.grad(loss, weight)], want)
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])

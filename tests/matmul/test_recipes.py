@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from functools import partial
+from pathlib import Path
 
 import experts_problem
 import pytest
@@ -13,6 +16,7 @@ from helpers import assert_same, group_offs, sqnr_db
 from torch import Tensor
 
 from moe_fp8_ext import Recipe, grouped_mm, quantize_weight, reference
+from moe_fp8_ext.quantization import cost
 from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.recipe import RECIPES, get_recipe
 
@@ -124,46 +128,112 @@ def test_names():
     assert Recipe("mine", "mxfp8", rounding="floor") == Recipe(name="mine", format="mxfp8", rounding="floor")
 
 
-@pytest.mark.parametrize(
-    ("rows", "k", "n", "experts", "in_fp8"),
-    [
-        (131072, 7168, 4096, 8, ("auto", "blockwise")),
-        (65536, 512, 1536, 40, ("blockwise",)),  # 1 / 311
-        (65536, 512, 400, 40, ()),  # 1 / 197
-        (4096, 7168, 4096, 32, ()),  # casts of weights
-        (131072, 128, 4096, 8, ()),  # casts of outputs' gradients
-        (131072, 4096, 128, 8, ()),  # casts of rows
-        (4096, 7168, 4096, 1024, ("auto", "blockwise")),  # more than products in bfloat16 take
-        (0, 7168, 4096, 8, ()),
-    ],
-)
-def test_sizes_at_which_bf16_is_faster(rows, k, n, experts, in_fp8):
-    sizes = rows * k * n, experts * k * n + rows * (k + n), experts
-    for recipe in (RECIPES["auto"], Recipe("blockwise", bf16_where_faster=True)):
-        assert recipe.at(*sizes) is (recipe if recipe.name in in_fp8 else RECIPES["bf16"])
-    for recipe in ("bf16", "rowwise"):
-        assert get_recipe(recipe).at(*sizes) is get_recipe(recipe)
+# What bench/auto_sweep.py measured: an op, its sizes, and microseconds by recipe.
+POINTS = json.loads((Path(__file__).parents[2] / "bench" / "results" / "auto.json").read_text())["points"]
+LAYERS = [(1536, 256, 128), (2048, 768, 128), (4096, 1536, 64), (2880, 2880, 32), (7168, 2048, 256), (1024, 512, 8)]
+PRODUCTS = [(2048, 1536, 128), (768, 2048, 128), (7168, 4096, 32), (512, 512, 8), (128, 4096, 8), (4096, 128, 8)]
 
 
-@pytest.mark.parametrize(("m", "chosen"), [(1600, "rowwise"), (64, "bf16")])
-def test_auto_is_what_it_chooses(m, chosen, device):
+@pytest.fixture
+def no_fixed_costs(monkeypatch):
+    """Lets sizes that a test can compute change what "auto" chooses."""
+    costs = {op: {name: c._replace(fixed_us=0.0) for name, c in by_name.items()} for op, by_name in cost.COSTS.items()}
+    monkeypatch.setattr(cost, "COSTS", costs)
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: f"{point['op']} {[*point['sizes'].values()]}")
+def test_auto_is_within_3_percent_of_the_fastest(point):
+    auto, sizes, us = RECIPES["auto"], point["sizes"], point["us"]
+    chosen = auto.for_layer(**sizes, gated=True) if point["op"] == "layer" else auto.for_grouped_mm(**sizes)
+    assert us[chosen.name] <= 1.03 * min(us.values())
+
+
+def test_auto_takes_fp8_for_narrow_experts():
+    """Measured on an H200 at [1536, 256, 128]: rows are many for each weight, and FP8 moves fewer bytes of them."""
+    for slots in (64, 128, 256, 512, 1536):
+        assert RECIPES["auto"].for_layer(slots * 128, 1536, 256, 128, True).format is not None
+
+
+@pytest.mark.parametrize("sizes", [*LAYERS, *PRODUCTS])
+def test_auto_changes_at_most_once_from_one_recipe_to_another(sizes):
+    """With more rows a recipe is not given up and taken up again, and a layer goes on to faster products."""
+    *features, experts = sizes
+    choose = RECIPES["auto"].for_layer if sizes in LAYERS else RECIPES["auto"].for_grouped_mm
+    rest = (True,) if sizes in LAYERS else ()
+    names = [choose(rows * experts, *features, experts, *rest).name for rows in range(0, 20_000, 8)]
+    found = [name for name, _ in itertools.groupby(names)]
+    assert len(found) == len(set(found))
+    if sizes in LAYERS:
+        assert found == sorted(found, key=["bf16", "blockwise", "rowwise"].index) and found[-1] == "rowwise"
+
+
+def test_what_auto_chooses_from(no_fixed_costs):
+    """Options that belong to no format stay; a format, rounding or amax of one's own leaves that format or BF16."""
+    few, some, many = (64, 1024, 1056, 1), (1600, 1024, 1056, 1), (131072, 7168, 4096, 8)
+    auto = RECIPES["auto"]
+    assert [auto.for_grouped_mm(*sizes).name for sizes in (few, some, many)] == ["bf16", "blockwise", "rowwise"]
+    assert auto.for_grouped_mm(*few) is RECIPES["bf16"]
+    options = dict(grad_dtype=torch.float8_e5m2, wgrad_high_precision=True, align=64, use_fast_accum=False)
+    for sizes in (some, many):
+        chosen = Recipe("auto", **options).for_grouped_mm(*sizes)
+        assert chosen == Recipe(chosen.name, **options) and chosen.name in ("blockwise", "rowwise")
+    fixed = [
+        Recipe("auto", rounding="exact"),
+        Recipe("auto", amax="group"),
+        Recipe("auto", "blockwise"),
+        Recipe("auto", "mxfp8"),
+        Recipe("rowwise", bf16_where_faster=True),
+        Recipe("mine", "blockwise", bf16_where_faster=True),
+    ]
+    for recipe in fixed:
+        assert recipe.for_grouped_mm(*few) is RECIPES["bf16"]
+        assert recipe.for_grouped_mm(*many) is recipe
+        assert recipe.for_layer(10, 1024, 512, 128, True) is RECIPES["bf16"]
+        assert recipe.for_layer(10**6, 1024, 512, 128, True) is recipe
+    for name in ("bf16", "rowwise", "blockwise", "mxfp8"):
+        assert get_recipe(name).for_grouped_mm(*few) is get_recipe(name)
+        assert get_recipe(name).for_layer(10, 1024, 512, 128, True) is get_recipe(name)
+
+
+def test_auto_takes_bf16_for_sizes_that_no_native_gemm_multiplies():
+    auto = RECIPES["auto"]
+    for k, n in ((7168, 4104), (7176, 4096)):
+        assert auto.for_grouped_mm(131072, k, n, 8) is RECIPES["bf16"]
+        assert auto.for_layer(131072, k, n, 8, True) is RECIPES["bf16"]
+    # torch's product in bfloat16 takes fewer experts than 1024.
+    for n in (4096, 4104):
+        assert auto.for_grouped_mm(4096, 7168, n, 1024).format and auto.for_layer(64, 7168, n, 1024, True).format
+
+
+@pytest.mark.parametrize(("m", "chosen"), [(1600, "blockwise"), (64, "bf16")])
+def test_auto_is_what_it_chooses(m, chosen, no_fixed_costs, device):
     a, b_t, offs, g = problem(m, 1024, 1056, group_offs("zipf", m, 1), device)
     assert_same(run(a, b_t, offs, g, "auto"), run(a, b_t, offs, g, chosen))
     of_slots = torch.arange(m, dtype=torch.int32, device=device)
     got = grouped_mm(a, b_t, offs, indices=of_slots, top_k=1, recipe="auto")
     assert_same(got, grouped_mm(a, b_t, offs, indices=of_slots, top_k=1, recipe=chosen))
-    # Weights that are there in fp8 leave no choice.
+    # Weights that are already in fp8 leave no choice.
     frozen = quantize_weight(b_t.detach().mT, "rowwise")
     got = grouped_mm(a.detach(), frozen, offs, recipe=Recipe("auto", rounding="exact"))
     assert_same(got, grouped_mm(a.detach(), frozen, offs, recipe=Recipe("rowwise", rounding="exact")))
 
 
-@pytest.mark.parametrize(("tokens", "chosen"), [(352, "rowwise"), (350, "bf16")])
-def test_auto_of_the_layer(tokens, chosen, device):
-    """352 and 350 slots an expert."""
+@pytest.mark.parametrize(("tokens", "chosen"), [(10, "bf16"), (20, "blockwise"), (100, "rowwise")])
+def test_auto_of_the_layer(tokens, chosen, no_fixed_costs, device):
     layer = experts_problem.layer(t=tokens, d=32, f=32, e=2, top_k=2).at(device)
     got, want = (experts_problem.run(layer, recipe=recipe) for recipe in ("auto", chosen))
     experts_problem.assert_equal(got, want)
+
+
+def test_auto_in_a_graph_for_any_number_of_rows(no_fixed_costs, device):
+    """The choice guards the graph: rows that change it compile another one."""
+    torch._dynamo.reset()
+    call = torch.compile(partial(grouped_mm, recipe="auto"), fullgraph=True, dynamic=True, backend="aot_eager")
+    for m in (64, 80, 1600, 3200):
+        a, b_t, offs, _ = problem(m, 1024, 1056, group_offs("zipf", m, 1), device)
+        chosen = RECIPES["auto"].for_grouped_mm(m, 1024, 1056, 1)
+        assert chosen.name == ("bf16" if m < 100 else "blockwise")
+        assert_same(call(a, b_t, offs).detach(), grouped_mm(a, b_t, offs, recipe=chosen).detach())
 
 
 def test_align_of_numpy():

@@ -24,6 +24,7 @@ from helpers import (
     short,
     strided_2d,
 )
+from routing_problem import logits_of
 from torch import Tensor
 
 from moe_fp8_ext import reference
@@ -32,14 +33,6 @@ from moe_fp8_ext.ops import choose_experts, choose_experts_backward
 
 LOGITS, IDS = torch.randn(5, 8), torch.randint(8, (5, 2))
 GRAD = torch.randn(5, 2)
-
-
-def logits_of(t: int, e: int, device: str = "cpu") -> Tensor:
-    """Rows of any size, some of them with many that are equal, and one with equal ones alone."""
-    logits = torch.randn(t, e) * torch.exp2(torch.randint(-3, 6, (t, 1)).float())
-    logits[3::5] = logits[3::5].round()
-    logits[4:5] = 0
-    return logits.to(device)
 
 
 def check_gradient(args: tuple[object, ...], what: str = "output") -> None:

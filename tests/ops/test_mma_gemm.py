@@ -12,9 +12,9 @@ import sys
 
 import pytest
 import torch
+from gemm_accuracy import real_operands
 from gemm_problem import FORMATS, UNIT, check_exact, exact_2d2d, exact_2d3d
 from helpers import FP8_DTYPES, assert_same, corrupt_offs, group_offs, misaligned, wide
-from test_scaled_grouped_mm_values import real_operands
 from torch import Tensor
 
 from moe_fp8_ext import build_info, reference

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from gemm_accuracy import fp8_gemm_db, real_operands
 from gemm_problem import FORMATS
-from helpers import CORRECTNESS_MKE, group_offs, short, sqnr_db, wide
+from helpers import CORRECTNESS_MKE, short, sqnr_db, wide
 
 from moe_fp8_ext import reference
-from moe_fp8_ext.ops import dequantize, quantize_rows, quantize_tokens, quantize_weight, scaled_grouped_mm
+from moe_fp8_ext.ops import dequantize, quantize_rows, quantize_weight, scaled_grouped_mm
 
 
 def close(args: list[object], k: int, min_db: float, **kwargs: object) -> None:
@@ -31,23 +30,6 @@ def close(args: list[object], k: int, min_db: float, **kwargs: object) -> None:
         assert sqnr_db(got, want) >= min_db
 
 
-def fp8_gemm_db(k: int, out_dtype: torch.dtype) -> float:
-    """Hopper's FP8 tensor core aligns all addends to the largest and keeps 13 fraction bits of it: per addend an error
-    uniform in one unit, variance 2^-26 / 3 relative to the squared accumulator, which itself is at most about the
-    result (factor 4 for the unit of the accumulator's octave). k independent addends add up; the final rounding is
-    uniform within its half unit. 6 dB cover the spread between draws."""
-    rounding = 2.0**-24 if out_dtype == torch.float32 else 2.0**-8
-    return -10 * math.log10(4 * max(k, 1) * 2.0**-26 / 3 + rounding**2 / 3) - 6
-
-
-def bf16_gemm_db(k: int, out_dtype: torch.dtype) -> float:
-    """Hopper's BF16 tensor core, of operands that are exact in BF16: an instruction adds 16 products to a sum and cuts
-    it to float32, off by less than 2^-23 of it and towards zero every time, so that errors add up. The rest is as
-    above."""
-    rounding = 2.0**-24 if out_dtype == torch.float32 else 2.0**-8
-    return -10 * math.log10((math.ceil(k / 16) * 2.0**-23) ** 2 + rounding**2 / 3) - 6
-
-
 # What a GPU's bfloat16 costs. Blocks of 128: where operands are dequantized, they and the product are rounded, each at
 # most 2^-14 / 12 of the signal, 48.1 dB; Hopper's tensor cores sum 128 products, which are then promoted. Blocks of 32:
 # fp8 times a power of two is exact, the product alone is rounded, 52.9 dB; Blackwell's tensor cores may sum in 14 bits,
@@ -55,23 +37,6 @@ def bf16_gemm_db(k: int, out_dtype: torch.dtype) -> float:
 # bf16_gemm_db() has of up to 660 terms; how many bits the MFMA that takes scales has is not known.
 BF16_DB = {"blockwise": fp8_gemm_db(128, torch.bfloat16), "mxfp8": 49.9, "mxfp8_rowmajor": 49.9}
 FLOAT32_DB = BF16_DB | {"blockwise": fp8_gemm_db(128, torch.float32), "mxfp8": 100, "mxfp8_rowmajor": 100}
-
-
-def real_operands(fmt: str, m: int, k: int, n: int, e: int, device: str) -> list[tuple[list[object], int, dict]]:
-    """The three products of a layer, with the most terms of a sum and further arguments."""
-    offs = group_offs("tail_rows", m, e, device)
-    x, dy = wide(m, k, device=device), wide(m, n, device=device, seed=1)
-    q, scale, q_t, scale_t = quantize_weight(wide(e, n, k, device=device, seed=2), fmt)
-    x_t, scale_x, ends = quantize_tokens(x, fmt, offs=offs)
-    dy_t, scale_dy, _ = quantize_tokens(dy, fmt, offs=offs)
-    column_major = fmt == "blockwise"
-    scale_b, scale_b_t, scale_x = (s.mT if column_major else s for s in (scale, scale_t, scale_x))
-    rows, of_rows = (quantize_rows(t, fmt, offs=offs) for t in (x, dy))
-    return [
-        ([rows[0], q.mT, rows[1], scale_b, fmt, offs], k, {}),
-        ([of_rows[0], q_t.mT, of_rows[1], scale_b_t, fmt, offs], n, {}),
-        ([dy_t, x_t.t(), scale_dy, scale_x, fmt, ends], m, {"align": 32}),
-    ]
 
 
 @pytest.mark.parametrize(("out_dtype", "fast"), [(None, True), (None, False), (torch.float32, True)])

@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
+from gemm_accuracy import bf16_gemm_db, fp8_gemm_db
 from helpers import assert_same, corrupt_offs, sqnr_db, wide
-from test_scaled_grouped_mm_values import bf16_gemm_db, fp8_gemm_db
 from torch import Tensor
 
 from moe_fp8_ext import build_info, reference

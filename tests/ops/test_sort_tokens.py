@@ -19,17 +19,11 @@ from helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from routing_problem import ID_DTYPES, random_ids
 from torch import Tensor
 
 from moe_fp8_ext import reference
 from moe_fp8_ext.ops import sort_tokens
-
-ID_DTYPES = (torch.int32, torch.int64)
-
-
-def random_ids(*shape: int, experts: int, dtype: torch.dtype = torch.int64, device: str = "cpu") -> Tensor:
-    """Ids of all experts and, around them, of none."""
-    return torch.randint(-1, experts + 1, shape, dtype=dtype).to(device)
 
 
 def check(ids: Tensor, experts: int) -> None:

@@ -17,7 +17,7 @@ from helpers import (
     on,
     short,
 )
-from test_sort_tokens import ID_DTYPES, IDS, random_ids
+from routing_problem import ID_DTYPES, random_ids
 from torch import Tensor
 
 from moe_fp8_ext import reference
@@ -122,6 +122,9 @@ def test_many_slots(big_gpu):
         slots = (ids // 2 == rank).sum(1)
         assert torch.equal(by_rank[:, rank], torch.where(slots > 0, rank, -1).int())
         assert counts[rank].tolist() == [int((slots > 0).sum()), int(slots.sum())]
+
+
+IDS = torch.zeros(6, 4, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the tests of activations share: problems, and how near dscores must be."""
+"""Inputs for tests of activations, and the tolerance of grad_scores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCORED = None, "rows", "slots"
 
 
 def scored(h: Tensor, by: str | None) -> dict[str, Tensor | None]:
-    """Scores as ops take them: none, of rows, or of slots; some of those have no row, and some rows have none."""
+    """The keyword arguments for scores: none, per row, or per slot. Some slots have no row, and some rows no slot."""
     if by != "slots":
         return {"scores": scores_for(h) if by else None}
     rows, slots = len(h), len(h) + 7
@@ -39,16 +39,19 @@ def scored(h: Tensor, by: str | None) -> dict[str, Tensor | None]:
 
 
 def check_dscores(got: Tensor, want: Tensor, h: Tensor, da: Tensor, activation: str, **how: object) -> None:
-    """A float32 sum of F products, in any order, is off by less than F * 2^-24 * sum |products|. Rounding the reference
-    adds half a unit of its last place; 1.01 is for terms of higher order."""
+    """Compares grad_scores with the reference, within the error of a float32 sum.
+
+    In any order, a float32 sum of F products is off by less than F * 2^-24 * sum |products|. Rounding the reference
+    adds half a unit of its last place. The factor 1.01 covers terms of higher order.
+    """
     scale, format, indices = how.get("h_scale"), how.get("format"), how.get("indices")
     values = h if scale is None else reference.dequantize(h, scale, format, out_dtype=torch.float32)
     a = reference.activate(values.float(), activation, interleaved=how.get("interleaved", False))
-    size = (da.double() * a.double()).abs().sum(1)
+    magnitude = (da.double() * a.double()).abs().sum(1)
     if indices is not None:
-        there = (indices >= 0) & (indices < len(want))
-        size = torch.zeros_like(want.double()).index_copy(0, indices[there].long(), size[there])
+        valid = (indices >= 0) & (indices < len(want))
+        magnitude = torch.zeros_like(want.double()).index_copy(0, indices[valid].long(), magnitude[valid])
     assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
-    tolerance = 1.01 * (da.shape[1] * 2.0**-24 * size + 2.0**-24 * want.double().abs() + 2.0**-149)
+    tolerance = 1.01 * (da.shape[1] * 2.0**-24 * magnitude + 2.0**-24 * want.double().abs() + 2.0**-149)
     same = (got == want) | (got.isnan() & want.isnan())
     assert (same | ((got.double() - want.double()).abs() <= tolerance)).all()

@@ -1,4 +1,4 @@
-"""Random calls of every op of torch.ops.moe_fp8: valid ones, whose results are exact in any order of summation."""
+"""Random valid calls of every op of torch.ops.moe_fp8, whose results are exact in any order of summation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def schema(name: str) -> torch.FunctionSchema:
 
 
 def is_written(name: str) -> list[bool]:
-    """Of every argument, whether the op writes to it."""
+    """For every argument, whether the op writes to it."""
     return [a.alias_info is not None and a.alias_info.is_write for a in schema(name).arguments]
 
 
@@ -42,11 +42,11 @@ def generator(r: random.Random) -> torch.Generator:
 
 
 def placed(r: random.Random, x: Tensor) -> Tensor:
-    """x itself, or a view of its values at an odd address, with longer rows or with one row for all."""
-    way = r.randrange(4)
-    if way == 0 or x.dim() < 2 or x.numel() == 0:
+    """x itself, or a view of its values: at an odd address, with longer rows, or with one row repeated."""
+    placement = r.randrange(4)
+    if placement == 0 or x.dim() < 2 or x.numel() == 0:
         return x
-    if way == 1:
+    if placement == 1:
         return x[:1].expand(x.shape)
     first, spare = r.choice(((1, 3), (0, 5), (16, 16)))
     buffer = x.new_zeros(*x.shape[:-1], first + x.shape[-1] + spare)
@@ -55,7 +55,7 @@ def placed(r: random.Random, x: Tensor) -> Tensor:
 
 
 def values(r: random.Random, *shape: int) -> Tensor:
-    """What can be quantized: of many magnitudes, now and then zero, subnormal or not finite."""
+    """Input for a quantizer: of many magnitudes, sometimes zero, subnormal or not finite."""
     g = generator(r)
     x = torch.randn(shape, generator=g) * torch.exp2(torch.randint(-20, 21, shape, generator=g).float())
     if r.random() < 0.3 and x.numel():
@@ -70,10 +70,10 @@ def integers(r: random.Random, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def raw(r: random.Random, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Any bits, but those of a bool, whose copies are not compared."""
+    """Any bits. A bool is 0 or 1, because copies of other bits are not compared."""
     *outer, k = shape
-    most = 2 if dtype == torch.bool else 256
-    words = torch.randint(most, (*outer, k * dtype.itemsize), dtype=torch.uint8, generator=generator(r))
+    end = 2 if dtype == torch.bool else 256
+    words = torch.randint(end, (*outer, k * dtype.itemsize), dtype=torch.uint8, generator=generator(r))
     return placed(r, words.view(dtype) if k else torch.empty(shape, dtype=dtype))
 
 
@@ -82,7 +82,7 @@ def int32(numbers: list[int]) -> Tensor:
 
 
 def offsets(r: random.Random, m: int, e: int | None = None, unit: int = 1) -> Tensor:
-    """Of e groups over m rows, in one call of four with any numbers whatsoever."""
+    """Offsets of e groups over m rows; in one call of four, arbitrary numbers."""
     e = r.choice(EXPERTS) if e is None else e
     if r.random() < 0.25:
         return int32([r.choice((INT32_MIN, -1, 0, m // 2, m, m + 1, INT32_MAX)) // unit * unit for _ in range(e)])
@@ -90,7 +90,7 @@ def offsets(r: random.Random, m: int, e: int | None = None, unit: int = 1) -> Te
 
 
 def slots(r: random.Random, count: int, p: int) -> Tensor:
-    """p of the slots in any order, with padding, wrong ones and equal ones in between."""
+    """p of the slots in any order, mixed with padding, indices out of range and equal ones."""
     return int32(
         [r.choice((-1, INT32_MIN, INT32_MAX, count, *[r.randint(0, max(count - 1, 0))] * 9)) for _ in range(p)]
     )
@@ -99,17 +99,17 @@ def slots(r: random.Random, count: int, p: int) -> Tensor:
 # Quantizers
 
 
-def quantizer(r: random.Random, fmt: str, of_tokens: bool, offs_too: bool = True) -> Call:
+def quantizer(r: random.Random, fmt: str, along_tokens: bool, with_offs: bool = True) -> Call:
     m, k, f, how = r.choice(ROWS), r.choice(COLUMNS), FORMATS[fmt], {}
     p = m
     if r.random() < 0.4:
         p, top_k = r.choice(ROWS), r.randint(1, 3)
         how |= {"indices": slots(r, m * top_k, p), "top_k": top_k}
-    if offs_too:
+    if with_offs:
         how["offs"] = offsets(r, p)
-    if of_tokens:
-        least, most = f.aligns
-        how["align"] = r.choice([None, *(2**i for i in range(9) if least <= 2**i <= most)])
+    if along_tokens:
+        min_align, max_align = f.aligns
+        how["align"] = r.choice([None, *(2**i for i in range(9) if min_align <= 2**i <= max_align)])
     return [values(r, m, k), fmt], how | rule(r, fmt)
 
 
@@ -124,12 +124,12 @@ def quantize_rows(r: random.Random) -> Call:
         return [values(r, *(r.choice((0, 1, 2, 5)) for _ in range(r.randint(0, 3))), r.choice(COLUMNS)), fmt], rule(
             r, fmt
         )
-    return quantizer(r, fmt, of_tokens=False, offs_too=r.random() < 0.5)
+    return quantizer(r, fmt, along_tokens=False, with_offs=r.random() < 0.5)
 
 
 @op
 def quantize_tokens(r: random.Random) -> Call:
-    args, how = quantizer(r, r.choice(list(FORMATS)), of_tokens=True)
+    args, how = quantizer(r, r.choice(list(FORMATS)), along_tokens=True)
     return args, how | {"amax": r.choice(FORMATS[args[1]].amaxes)}
 
 
@@ -152,11 +152,11 @@ def dequantize(r: random.Random) -> Call:
     if what == "weight":
         q, scale, *_ = ops.quantize_weight(values(r, r.choice((0, 1, 3)), r.choice(ROWS), r.choice(COLUMNS)), fmt)
     elif what == "rows":
-        (x, _), given = quantizer(r, fmt, of_tokens=False)
+        (x, _), given = quantizer(r, fmt, along_tokens=False)
         q, scale = ops.quantize_rows(x, fmt, **given)
         how["offs"] = given["offs"]
     else:
-        (x, _), given = quantizer(r, fmt, of_tokens=True)
+        (x, _), given = quantizer(r, fmt, along_tokens=True)
         q, scale, ends = ops.quantize_tokens(x, fmt, **given, amax=r.choice(FORMATS[fmt].amaxes))
         how |= {"offs": ends, "along": "tokens"}
     return [q, scale, fmt], how
@@ -191,7 +191,7 @@ def unswizzle_scales(r: random.Random) -> Call:
 
 
 def activation_of(r: random.Random, h: Tensor) -> tuple[str, int]:
-    """An activation that takes h, and its features."""
+    """An activation that takes h, and its number of features."""
     gated = ("swiglu", "geglu", "swiglu_oai") if h.shape[1] % 2 == 0 else ()
     name = r.choice((*gated, "silu", "gelu", "relu2"))
     return name, h.shape[1] // 2 if name in gated else h.shape[1]
@@ -213,17 +213,17 @@ def quantize_activated(r: random.Random) -> Call:
 
 @op
 def activate_backward(r: random.Random) -> Call:
-    """A row of grad has one number that is not zero, so that its sum has one term."""
+    """Each row of grad has one value that is not zero, so that the sum of grad_scores has one term."""
     h = values(r, r.choice(ROWS), r.choice(COLUMNS))
     name, f = activation_of(r, h)
     grad = torch.zeros(len(h), f)
     if f:
         grad[:, r.randrange(f)] = torch.randn(len(h), generator=generator(r))
     how = {"scores": r.choice((None, torch.randn(len(h), generator=generator(r)))), "interleaved": r.random() < 0.3}
-    if r.random() < 0.3:  # of slots, each at one row or none
+    if r.random() < 0.3:  # scores of slots, each of which has at most one row
         count = r.choice((0, len(h), len(h) + 7))
-        at = torch.randperm(max(count, len(h)), generator=generator(r))[: len(h)].int()
-        how |= {"scores": torch.randn(count, generator=generator(r)), "indices": at}
+        indices = torch.randperm(max(count, len(h)), generator=generator(r))[: len(h)].int()
+        how |= {"scores": torch.randn(count, generator=generator(r)), "indices": indices}
     if r.random() < 0.5:
         return [placed(r, grad.to(h.dtype)), h, name], how
     fmt = r.choice(list(FORMATS))
@@ -244,7 +244,7 @@ def quantize_activated_backward(r: random.Random) -> Call:
 
 
 def scored(r: random.Random, t: int, e: int) -> tuple[Tensor, dict[str, object]]:
-    """Logits, now and then of equal or of infinite numbers, and how they become scores."""
+    """Logits, sometimes with equal or infinite values, and the options that make them scores."""
     logits = torch.randn(t, e, generator=generator(r)) * 2.0 ** r.randint(-3, 5)
     if r.random() < 0.3:
         logits = logits.round()
@@ -271,7 +271,7 @@ def choose_experts_backward(r: random.Random) -> Call:
     logits, how = scored(r, t, e)
     dtype = r.choice((torch.int32, torch.int64))
     ids = torch.randint(-1, e + 1, (t, top_k), dtype=dtype, generator=generator(r))
-    if how["normalize"] and top_k <= e and r.random() < 0.5:  # logits of the chosen alone, an expert once a token
+    if how["normalize"] and top_k <= e and r.random() < 0.5:  # logits of the chosen experts, each once per token
         logits = logits.gather(1, torch.randint(0, e, (t, top_k), generator=generator(r))) if top_k else logits[:, :0]
         ids = torch.rand(t, e + 2, generator=generator(r)).argsort(1)[:, :top_k].to(dtype) - 1
         how["num_experts"] = max(e, 1)
@@ -423,7 +423,7 @@ def scaled_grouped_mm(r: random.Random) -> Call:
 
 
 def some_of_squares(r: random.Random, args: list[object]) -> list[object]:
-    """A product of two operands along tokens, whose scales may be of squares."""
+    """The arguments of a product of two operands along tokens, whose scales may be those of squares."""
     from gemm_problem import scales
 
     a, b, scale_a, scale_b, fmt, offs = args

@@ -1,4 +1,4 @@
-"""C++ sources as the rules of the house read them: without comments and strings, by token, directive and include."""
+"""C++ sources for the house tests: code without comments and strings, directives, includes and their graph."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _PIECE = re.compile(
 
 
 def pieces(text: str) -> Iterator[tuple[str, str]]:
-    """Comments, strings and the code between them, as (kind, text)."""
-    at = 0
+    """Yields comments, strings and the code between them, as (kind, text)."""
+    position = 0
     for match in _PIECE.finditer(text):
         kind = match.lastgroup if match.lastgroup != "mark" else "raw"
         if kind == "digits":
             continue
-        if match.start() > at:
-            yield "code", text[at : match.start()]
+        if match.start() > position:
+            yield "code", text[position : match.start()]
         yield ("string" if kind == "raw" else kind), match[0]
-        at = match.end()
-    yield "code", text[at:]
+        position = match.end()
+    yield "code", text[position:]
 
 
 def comments(text: str) -> list[str]:
-    """Line by line."""
+    """The lines of all comments."""
     found = (piece for kind, piece in pieces(text) if kind == "comment")
     lines = (line.strip().removeprefix("//").strip("/*! ") for piece in found for line in piece.splitlines())
     return [line for line in lines if line]
 
 
 def strings_given_to(function: str, text: str) -> list[str]:
-    """Of every call of `function` its string literals, joined as the compiler joins neighbours."""
+    """For every call of `function`, its string literals, joined as the compiler joins adjacent ones."""
     found: list[str] = []
     for kind, piece in pieces(text):
         if kind == "code":
@@ -49,7 +49,7 @@ def strings_given_to(function: str, text: str) -> list[str]:
 
 
 def code(text: str, with_strings: bool = False) -> str:
-    """Without comments, and with empty strings unless asked; continued lines are joined."""
+    """The code without comments. Strings are emptied unless with_strings. Continued lines are joined."""
     kept = {"comment": lambda piece: " " + "\n" * piece.count("\n"), "string": lambda p: p if with_strings else '""'}
     return "".join(kept.get(kind, str)(piece) for kind, piece in pieces(text)).replace("\\\n", " ")
 
@@ -60,12 +60,12 @@ def directives(text: str) -> list[tuple[str, str]]:
 
 
 def includes(text: str) -> list[str]:
-    """What is included, with its quote or bracket in front."""
+    """The included names, each with its leading quote or bracket."""
     return [m[1] for name, rest in directives(text) if name == "include" and (m := re.match(r'([<"][^>"]+)[>"]', rest))]
 
 
 def include_graph(root: Path, sources: list[Path]) -> dict[str, list[str]]:
-    """Of every file under `root`, the files under it that it includes, both by their paths from there."""
+    """For every source under `root`, the files under `root` that it includes; both by their paths relative to it."""
     graph = {}
     for path in sources:
         found = []
@@ -78,16 +78,16 @@ def include_graph(root: Path, sources: list[Path]) -> dict[str, list[str]]:
 
 
 def cycle(graph: dict[str, list[str]]) -> list[str] | None:
-    """A way from a file back to itself, if there is one."""
-    done: set[str] = set()
+    """A path from a file back to itself, or None."""
+    visited: set[str] = set()
 
-    def walk(node: str, way: list[str]) -> list[str] | None:
-        if node in way:
-            return [*way[way.index(node) :], node]
-        if node in done:
+    def walk(node: str, path: list[str]) -> list[str] | None:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in visited:
             return None
-        found = next(filter(None, (walk(n, [*way, node]) for n in graph.get(node, ()))), None)
-        done.add(node)
+        found = next(filter(None, (walk(n, [*path, node]) for n in graph.get(node, ()))), None)
+        visited.add(node)
         return found
 
     return next(filter(None, (walk(node, []) for node in graph)), None)

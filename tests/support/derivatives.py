@@ -1,4 +1,4 @@
-"""What the tests of derivatives share: both spellings of an op, and that forward-mode AD raises."""
+"""Checks of derivatives: both spellings of an op, no second derivatives, no forward-mode derivatives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPELLINGS = {moe_fp8_ext.ops: "ops", torch.ops.moe_fp8: "torch.ops"}
 
 
 def check_no_second_derivative(out: Tensor, *leaves: Tensor) -> None:
-    """An error where one might be asked for, whether or not the gradient of out depends on out."""
+    """create_graph=True raises, whether or not the gradient of out depends on out."""
     for of_sum in (out.float().sum(), out.float().square().sum()):
         torch.autograd.grad(of_sum, leaves, retain_graph=True)
         for leaf in leaves:
@@ -23,7 +23,7 @@ def check_no_second_derivative(out: Tensor, *leaves: Tensor) -> None:
 
 
 def check_no_tangent(fn: Callable[[Tensor], object], x: Tensor) -> None:
-    """fn of a dual tensor is an error: no derivative is a silent zero."""
+    """fn of a dual tensor raises, because no derivative may silently be zero."""
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x.detach().clone(), torch.ones_like(x))
         with pytest.raises(RuntimeError):

@@ -1,4 +1,4 @@
-"""What the tests of the layer compute, the same layer in plain PyTorch, and how well they must agree."""
+"""Problems for tests of the expert layer, the layer in plain PyTorch, and how closely the two must agree."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.nn.functional import gelu, relu, silu
 
 from moe_fp8_ext import experts
 
-# A cast to E4M3 of values whose octaves fall anywhere has the noise 0.544 / 768 of the signal, 31.5 dB: see
-# grouped_problem.py. Below, in units of that: an operand has 1, and a product the sum of its operands, of one size for
-# all of its values. Noise of h's own cast is proportional to |h|, and so largest where silu' is.
+# A cast to E4M3 of values whose octaves fall anywhere has a noise of 0.544 / 768 of the signal, 31.5 dB: see
+# grouped_problem.py. That is the unit below. A cast operand has 1 unit. A product has the sum of its operands' noises,
+# the same for all of its values. The noise of h's own cast is proportional to |h|, so it is largest where silu' is.
 #
-#   h       x, W_up                                                            2; as it is kept in FP8 one more, its own
+#   h       x, W_up                                                            2; kept in FP8 one more, of its own cast
 #   a       h through both factors of silu(g) u:
 #           of products 1 + E[silu'^2] / E[silu^2] = 2.07, its own 1 + E[g^2 silu'^2] / E[silu^2] = 2.45
 #   out     a of h, a's own cast, W_down                                       2 * 2.07 + 2
@@ -30,35 +30,36 @@ from moe_fp8_ext import experts
 #   dW_down dy, a of h as kept, a's cast                                       1 + 2 * 2.07 + 2.45 + 1
 #   dscores da and a of h as kept                                              2 + 2 * 2.07 + 2.45
 #
-# E[silu^2] = 0.356, E[silu'^2] = 0.379, E[silu''^2] = 0.144, E[g^2 silu'^2] = 0.517 and E[g^2 silu''^2] = 0.047 of
-# normal g are integrated numerically. Other activations have at most 0.14 dB more, 0.23 with h in BF16, both of
-# b_gate_up: dh of geglu 1.35 for 1.23, a of relu2 4/3 and 4 for 2.07 and 2.45. The limit of swiglu_oai is beyond these
-# values. A bias adds to signals alone.
+# For normal g, E[silu^2] = 0.356, E[silu'^2] = 0.379, E[silu''^2] = 0.144, E[g^2 silu'^2] = 0.517 and E[g^2 silu''^2] =
+# 0.047 are integrated numerically. Other activations have at most 0.14 dB more, 0.23 dB with h in BF16, both in
+# b_gate_up: dh of geglu has 1.35 in place of 1.23, a of relu2 has 4/3 and 4 in place of 2.07 and 2.45. These values do
+# not reach the limit of swiglu_oai. A bias adds to the signal alone.
 #
-# The spread of draws, three deviations for 450 slots of 96 features: squares of n normal values, of signal and noise,
-# have 4.34 sqrt(4 / n) dB, of 450 scores 0.41; and what all results share, squares of a and of scores, whose fourth
-# moments are 22 and 1.8 times the squares of their second, 4.34 sqrt(22 * 1.8 / (450 * 96)) = 0.13, as measured over 16
-# seeds. Casts of `out` that are not listed, of y one, are 0.66 dB, more than this spread.
+# The spread of draws is three deviations for 450 slots of 96 features. Sums of n squares of normal values, of signal
+# and noise, vary by 4.34 sqrt(4 / n) dB: 0.41 dB for 450 scores. All results share the squares of a and of scores,
+# whose fourth moments are 22 and 1.8 times the squares of their second moments. They vary by 4.34 sqrt(22 * 1.8 / (450
+# * 96)) = 0.13 dB, as measured over 16 seeds. One more cast of `out`, such as one of y, would be 0.66 dB, more than
+# this spread.
 OF_OPERAND, SPREAD_DB, SPREAD_OF_MANY_DB = 0.544 / 768, 1.3, 0.45
 NOISE = {
-    kept: {
+    keep: {
         "out": 2 * 2.07 + 2,
-        "x": 4 + 2 * 1.23 + own * 1.28,
-        "scores": 2 + 2 * 2.07 + own * 2.45,
-        "w_gate_up": 4 + 2 * 1.23 + own * 1.28,
-        "w_down": 2 + 2 * 2.07 + own * 2.45,
-        "b_gate_up": 2 + 2 * 1.23 + own * 1.28,
+        "x": 4 + 2 * 1.23 + casts_of_h * 1.28,
+        "scores": 2 + 2 * 2.07 + casts_of_h * 2.45,
+        "w_gate_up": 4 + 2 * 1.23 + casts_of_h * 1.28,
+        "w_down": 2 + 2 * 2.07 + casts_of_h * 2.45,
+        "b_gate_up": 2 + 2 * 1.23 + casts_of_h * 1.28,
     }
-    for kept, own in (("fp8", 1), ("bf16", 0))
+    for keep, casts_of_h in (("fp8", 1), ("bf16", 0))
 }
 FEW = "scores", "b_gate_up"
-# Roundings to bfloat16 have 52.9 dB each, and a path has at most as many as it has casts above, with those of products.
+# A rounding to bfloat16 has 52.9 dB. A path has at most as many of them as it has casts above and products.
 BF16_DB = 40.0
 
 
 @dataclass
 class Layer:
-    """Tensors of a call and the gradient of its output."""
+    """The tensors of a call and the gradient of its output."""
 
     x: Tensor
     ids: Tensor
@@ -84,17 +85,17 @@ def layer(
     bias: bool = False,
     seed: int = 0,
 ) -> Layer:
-    """Of values that keep their variance, bfloat16 ones; rows of h for one of a."""
+    """A problem in bfloat16 whose values keep their variance through the layer. h has `rows` rows for each row of a."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, terms: int = 1) -> Tensor:
         return (torch.randn(shape, generator=g) * terms**-0.5).bfloat16()
 
     ids = torch.rand(t, e, generator=g).topk(top_k).indices if e else torch.zeros(t, top_k, dtype=torch.int64)
-    of_bias = {"b_gate_up": normal(e, rows * f, terms=9), "b_down": normal(e, d, terms=9)} if bias else {}
+    biases = {"b_gate_up": normal(e, rows * f, terms=9), "b_down": normal(e, d, terms=9)} if bias else {}
     scores = torch.rand(t, top_k, generator=g)
     weights = normal(e, rows * f, d, terms=d), normal(e, d, f, terms=f)
-    return Layer(normal(t, d), ids, scores, *weights, normal(t, d), **of_bias)
+    return Layer(normal(t, d), ids, scores, *weights, normal(t, d), **biases)
 
 
 def swiglu_oai(g: Tensor, u: Tensor) -> Tensor:
@@ -133,6 +134,7 @@ def exact(
     b_gate_up: Tensor | None = None,
     b_down: Tensor | None = None,
 ) -> Tensor:
+    """The layer in plain PyTorch, expert by expert."""
     out = torch.zeros_like(x)
     for e in range(len(w_down)):
         tokens, j = (ids == e).nonzero(as_tuple=True)
@@ -147,7 +149,7 @@ LEAVES = ("x", "scores", "w_gate_up", "w_down", "b_gate_up", "b_down")
 
 
 def run(problem: Layer, fn: Callable = experts, frozen: tuple[str, ...] = (), **options: object) -> dict[str, Tensor]:
-    """The output and the gradients of all that is not frozen, by name."""
+    """The output and the gradients of all leaves that are not frozen, by name."""
     leaves = {n: getattr(problem, n).detach() for n in LEAVES if getattr(problem, n) is not None}
     leaves = {n: t.clone().requires_grad_(n not in frozen) for n, t in leaves.items()}
     biases = {n: t for n, t in leaves.items() if n[0] == "b"}
@@ -159,12 +161,13 @@ def run(problem: Layer, fn: Callable = experts, frozen: tuple[str, ...] = (), **
 
 
 def run_exact(problem: Layer, **options: object) -> dict[str, Tensor]:
-    wide = {n: getattr(problem, n) for n in (*LEAVES, "grad")}
-    return run(replace(problem, **{n: t if t is None else t.double() for n, t in wide.items()}), exact, **options)
+    tensors = {n: getattr(problem, n) for n in (*LEAVES, "grad")}
+    in_float64 = {n: t if t is None else t.double() for n, t in tensors.items()}
+    return run(replace(problem, **in_float64), exact, **options)
 
 
-def least_db(name: str, recipe: str, keep: str = "fp8") -> float:
-    # A bias of the down product sees no FP8 at all.
+def min_db(name: str, recipe: str, keep: str = "fp8") -> float:
+    # The gradient of the down product's bias sees no FP8.
     if recipe == "bf16" or name == "b_down":
         return BF16_DB
     return -10 * math.log10(NOISE[keep][name] * OF_OPERAND) - (SPREAD_DB if name in FEW else SPREAD_OF_MANY_DB)
@@ -174,3 +177,19 @@ def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert got.keys() == want.keys()
     for name in want:
         assert_same_tensor(got[name], want[name], name)
+
+
+# main_grad
+
+WEIGHTS = ("w_gate_up", "w_down")
+ARGUMENT = {"w_gate_up": "main_grad_gate_up", "w_down": "main_grad_down"}
+
+
+def main_grads(problem: Layer, dtype: torch.dtype = torch.float32, fill: float = 0) -> dict[str, Tensor]:
+    """The arguments main_grad_gate_up and main_grad_down, filled with a value."""
+    return {ARGUMENT[n]: torch.full_like(getattr(problem, n), fill, dtype=dtype) for n in WEIGHTS}
+
+
+def but(results: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+    """The results without those of these names."""
+    return {n: t for n, t in results.items() if n not in names}

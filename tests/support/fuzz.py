@@ -1,8 +1,8 @@
-"""Calls every op at random, as a program of its own: python fuzz.py SEED valid=CALLS junk=CALLS.
+"""Calls every op at random. Run as a program: python fuzz.py SEED valid=CALLS junk=CALLS.
 
-valid: results must be those of the reference, and as the fake has it. junk: anything may be an argument; a call must
-return or raise a Python exception, as its fake does. Prints what it called before it does something wrong, so that a
-crash is told too.
+valid: the results must be those of the reference, with the shapes of the fake. junk: an argument may be anything; a
+call must return or raise a Python exception, as its fake does. Each call is printed before it is made, so that a crash
+names it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ WORDS = (*FORMATS, "rows", "tokens", "columns", "experts", "pow2", "floor")
 WORDS = (*WORDS, "", "ROWWISE", "mxfp8 ", "m" * 5000, "rowwise\0", "\u00e9", "%s%n")
 SIZES = (0, 0, 1, 1, 2, 3, 5, 16, 33, 128, 130)
 DTYPES = [v for v in vars(torch).values() if isinstance(v, torch.dtype)]
-DTYPES = [v for v in DTYPES if not re.search(r"\.(q|bits|u?int[1-7]$)", str(v))]  # what torch itself hardly knows
-MEMORY, ROWS = 2**36, 2**28  # bytes, and rows, that no test asks for unless it means to fail
+DTYPES = [v for v in DTYPES if not re.search(r"\.(q|bits|u?int[1-7]$)", str(v))]  # torch hardly supports those
+MEMORY, ROWS = 2**36, 2**28  # a call that needs more bytes or rows is meant to fail
 OTHER = (None, True, 3, 2.5, "rowwise", [1, 2], (), {}, torch.float32, object())
 
 
 def any_tensor(r: random.Random) -> Tensor:
     shape = [r.choice(SIZES) for _ in range(r.randint(0, 3))] + [3] * (r.random() < 0.1)
     kind = r.randrange(12)
-    if kind == 0 and shape:  # of an extent beyond all memory, or of nothing
+    if kind == 0 and shape:  # an extent beyond all memory
         shape[r.randrange(len(shape))] = r.choice((2**31 - 1, 2**31, 2**40))
         return torch.zeros(()).to(r.choice((torch.float32, torch.uint8, torch.int32))).expand(shape)
     if kind == 1:
@@ -72,7 +72,7 @@ def junk(r: random.Random, kind: str) -> object:
 
 
 def spoilt(r: random.Random, name: str, args: list[object], kwargs: dict[str, object]) -> None:
-    """Replaces some arguments, now and then all of them, and leaves some out."""
+    """Replaces some arguments, sometimes all of them, and leaves some out."""
     arguments = schema(name).arguments
     share = r.choice((0.15, 0.3, 1.0))
     for i, argument in enumerate(arguments):
@@ -89,11 +89,11 @@ def spoilt(r: random.Random, name: str, args: list[object], kwargs: dict[str, ob
 
 
 def attempt(
-    name: str, args: list[object], kwargs: dict[str, object], among: object = torch.ops.moe_fp8
+    name: str, args: list[object], kwargs: dict[str, object], namespace: object = torch.ops.moe_fp8
 ) -> tuple[list[Tensor] | None, str]:
     """Its results, or what it writes, or the first line of its error."""
     try:
-        out = getattr(among, name)(*args, **kwargs)
+        out = getattr(namespace, name)(*args, **kwargs)
     except Exception as error:
         return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if out is None:
@@ -111,13 +111,13 @@ def compare_with_fake(
         args = [mode.from_tensor(t) if isinstance(t, Tensor) else t for t in args]
         kwargs = {k: mode.from_tensor(t) if isinstance(t, Tensor) else t for k, t in kwargs.items()}
         fake, fake_error = attempt(name, args, kwargs)
-    if "as printed above" in error and fake is not None:  # torch before 2.13 tells the caller no more than that
+    if "as printed above" in error and fake is not None:  # torch before 2.13 hides the text of the error
         numbers = [v for v in (*args, *kwargs.values()) if type(v) is int]
-        if sum(t.nbytes for t in fake) > MEMORY or max(numbers, default=0) > ROWS:  # of results; of what is worked in
+        if sum(t.nbytes for t in fake) > MEMORY or max(numbers, default=0) > ROWS:  # results or scratch are too large
             return
     assert (got is None) == (fake is None), f"{error or 'returned'}; its fake: {fake_error or 'returned'}"
     if got is None:
-        # A dtype that is newer than the torch we build for has no name in C++.
+        # C++ has no name for a dtype that is newer than the torch that the extension is built for.
         error, newer, _ = error.partition("another dtype")
         same = fake_error.startswith(error) if newer else fake_error.split("\0")[0] == error.split("\0")[0]
         assert not error.startswith(f"RuntimeError: {name}: ") or same, f"{error}; its fake: {fake_error}"
@@ -129,7 +129,7 @@ def compare_with_fake(
 def compare_with_reference(name: str, args: list[object], kwargs: dict[str, object], got: list[Tensor]) -> None:
     want, error = attempt(name, args, kwargs, reference)
     assert want is not None, error
-    if name.endswith("scaled_grouped_mm"):  # -0 is 0
+    if name.endswith("scaled_grouped_mm"):  # -0 becomes +0
         got, want = [got[0] + 0.0], [want[0] + 0.0]
     assert_same(got, want, name)
 

@@ -1,4 +1,4 @@
-"""What the tests of grouped_mm multiply, and how they get its gradients."""
+"""Problems for tests of grouped_mm, their gradients, and bounds of the accuracy."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_fp8_ext import Recipe, grouped_mm, reference
 
-# E4M3 has 3 mantissa bits: rounding is uniform within a step of 2^-3 of the value's octave, a noise of 2^-6 / 12 =
-# 1/768 of the signal when every value lies at the bottom of its octave, less otherwise. A product of two operands has
-# the sum of both noises, 2/768, and sums of independent products keep the ratio: 25.8 dB, 0.8 dB of it for the spread
-# of draws and for values below the smallest normal of their block. bfloat16 operands and products are exact in a
-# float32 sum; rounding out to 8 bits is uniform in a step of 2^-7: 2^-14 / 12, 52.9 dB.
-# With scales of any value the octaves of Gaussian values fall anywhere: the mean of 4^octave, to which the noise is
-# proportional, is at most 0.544 of the mean square for every scale (integrated numerically), so that two operands give
-# 2 * 0.544 / 768, 28.5 dB. Roundings of dequantized operands and of the product to bfloat16, three times 52.9 dB, take
-# 0.02 dB; what is left of 2.5 dB is for the spread of draws.
-# Powers of two for 32 elements, whatever they hold: no scale has more noise than that.
+# E4M3 has 3 mantissa bits, so rounding is uniform within a step of 2^-3 of the value's octave. If every value lies at
+# the bottom of its octave, the noise is 2^-6 / 12 = 1/768 of the signal; otherwise it is less. A product of two
+# operands has the sum of both noises, 2/768, and sums of independent products keep this ratio: 25.8 dB. 0.8 dB of it
+# are for the spread of draws and for values below the smallest normal of their block.
+# bfloat16 operands and their products are exact in a float32 sum. Rounding out to 8 bits is uniform within a step of
+# 2^-7: 2^-14 / 12, or 52.9 dB.
+# With scales of any value, the octaves of Gaussian values fall anywhere. The noise is proportional to the mean of
+# 4^octave, which is at most 0.544 of the mean square for every scale (integrated numerically). So two operands give
+# 2 * 0.544 / 768, or 28.5 dB. Rounding dequantized operands and the product to bfloat16, three times 52.9 dB, takes
+# 0.02 dB. The rest of the 2.5 dB is for the spread of draws.
+# MX scales are powers of two for 32 elements, whatever these are: no scale has more noise than that.
 MIN_SQNR_DB = {"bf16": 52.0, "rowwise": 25.0, "blockwise": 26.0, "mxfp8": 26.0}
-# Of a single product, which has no average: (1 + 2^-4)^2 - 1 from two roundings to E4M3, times 1 + 2^-8 for each to
-# bfloat16, one of the product and with blocks two of dequantized operands.
+# A single product has no average. Two roundings to E4M3 give (1 + 2^-4)^2 - 1, and each rounding to bfloat16 a factor
+# 1 + 2^-8: one of the product and, with blocks, two of dequantized operands.
 MIN_SINGLE_DB = {"bf16": 48.1, "rowwise": 17.5, "blockwise": 16.9, "mxfp8": 16.9}
-# One more rounding for each float32 operand that the recipe casts to bfloat16: three such noises, 4.8 dB.
+# Each float32 operand that the recipe casts to bfloat16 is rounded once more: three such noises are 4.8 dB.
 CAST_DB = 4.8
 
 
@@ -56,7 +57,7 @@ def exact(a: Tensor, b_t: Tensor, offs: Tensor, g: Tensor) -> tuple[Tensor, Tens
 
 
 class Calls(TorchDispatchMode):
-    """The names of our ops, in the order of their calls."""
+    """Records the names of our ops in the order of their calls."""
 
     def __init__(self) -> None:
         super().__init__()

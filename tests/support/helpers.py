@@ -1,4 +1,4 @@
-"""Inputs, group layouts and checks shared by the tests."""
+"""Inputs, group layouts, comparisons and checks that many tests share."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def short(value: object) -> str:
 
 
 def pairs(**axes: Sequence[object]) -> tuple[list[str], list[list[object]]]:
-    """Arguments of pytest.mark.parametrize: few rows in which every two values of every two axes meet.
+    """The arguments of pytest.mark.parametrize: few rows in which every two values of every two axes meet.
 
-    For what goes wrong in one argument or between two, as nearly everything does, they prove what the product would.
+    Most faults depend on one argument or on two. Those show in these rows as well as in the full product.
     """
     names = list(axes)
     places = {(i, v): None for i, name in enumerate(names) for v in range(len(axes[name]))}
@@ -55,7 +55,7 @@ def pairs(**axes: Sequence[object]) -> tuple[list[str], list[list[object]]]:
 
 
 def blocks(page: str, section: str | None = None, language: str = "python") -> list[str]:
-    """The code of a document, or of one of its sections."""
+    """The code blocks of a document, or of one of its sections."""
     text = (ROOT / page).read_text()
     if section is not None:
         text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
@@ -66,7 +66,7 @@ def blocks(page: str, section: str | None = None, language: str = "python") -> l
 
 
 def wide(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", seed: int = 0) -> Tensor:
-    """Random values whose magnitude varies from row to row and column to column, so that no two scales agree."""
+    """Random values whose magnitudes vary by row and by column, so that no two scales are equal."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     for dim in range(-min(len(shape), 2), 0):
@@ -76,7 +76,7 @@ def wide(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", 
 
 
 def group_offs(layout: str, m: int, e: int, device: str = "cpu") -> Tensor:
-    """End offsets of `e` groups over `m` rows in one of the layouts of bench/shapes.json."""
+    """End offsets of `e` groups over `m` rows, in one of the layouts of bench/shapes.json."""
     weights = [1.0] * e
     if layout == "zipf":
         weights = [1.0 / (1 + (i * 7) % e) for i in range(e)]
@@ -90,24 +90,24 @@ def group_offs(layout: str, m: int, e: int, device: str = "cpu") -> Tensor:
         raise ValueError(f"unknown group layout {layout}")
     rows = m * 3 // 4 if layout == "tail_rows" else m
     total = sum(weights)
-    ends, done = [], 0.0
+    ends, cumulative = [], 0.0
     for weight in weights:
-        done += weight
-        ends.append(round(rows * done / total) if total else 0)
+        cumulative += weight
+        ends.append(round(rows * cumulative / total) if total else 0)
     return torch.tensor(ends, dtype=torch.int32, device=device)
 
 
 def slot_indices(m: int, top_k: int, p: int, device: str = "cpu", seed: int = 0) -> Tensor:
-    """[p] indices of the m * top_k slots, each at most once in any order, with padding and wrong ones in between."""
+    """[p] indices of the m * top_k slots in any order, each at most once, mixed with padding and invalid indices."""
     generator = torch.Generator().manual_seed(seed)
     slots = torch.randperm(m * top_k, generator=generator)[: p * 3 // 4].int()
-    wrong = torch.tensor([-1, -1, m * top_k, INT32_MIN, INT32_MAX], dtype=torch.int32).repeat(p)
-    indices = torch.cat([slots, wrong[: p - len(slots)]])
+    invalid = torch.tensor([-1, -1, m * top_k, INT32_MIN, INT32_MAX], dtype=torch.int32).repeat(p)
+    indices = torch.cat([slots, invalid[: p - len(slots)]])
     return indices[torch.randperm(p, generator=generator)].to(device)
 
 
 def inverse_of(indices: Tensor, m: int, top_k: int) -> Tensor:
-    """[m, top_k]: where in indices each slot stands last, -1 where nowhere."""
+    """[m, top_k]: the last position of each slot in indices, or -1."""
     inverse = torch.full((m * top_k,), -1, dtype=torch.int32)
     for p, slot in enumerate(indices.tolist()):
         if 0 <= slot < m * top_k:
@@ -129,7 +129,7 @@ def corrupt_offs(m: int, device: str = "cpu") -> list[Tensor]:
 
 
 def misaligned(x: Tensor, elements: int = 1) -> Tensor:
-    """The same values at a base pointer `elements` elements past an aligned one."""
+    """A copy of x whose base pointer is `elements` elements past an aligned one."""
     buffer = torch.empty(x.numel() + elements, dtype=x.dtype, device=x.device)
     view = buffer[elements:].view(x.shape)
     view.copy_(x)
@@ -138,7 +138,7 @@ def misaligned(x: Tensor, elements: int = 1) -> Tensor:
 
 
 def strided_2d(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Views equal to x [M, K] with inner stride 1 and everything else unusual."""
+    """Views equal to x [M, K] with inner stride 1 and unusual base pointers or row strides."""
     m, k = x.shape
     yield "misaligned", misaligned(x)
     wide_rows = x.new_zeros(m, k + 3)
@@ -153,7 +153,7 @@ def strided_2d(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def full(t: Tensor) -> Tensor:
-    """Of a DTensor what all ranks have together."""
+    """The whole of a DTensor; any other tensor itself."""
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
@@ -163,13 +163,13 @@ def full(t: Tensor) -> Tensor:
 def as_bytes(t: Tensor) -> Tensor:
     """The bytes of t in logical order, [numel, itemsize]."""
     flat = t.detach().contiguous().reshape(-1)
-    if flat.stride(0) != 1:  # of a single row or column, which counts as contiguous whatever its stride
+    if flat.stride(0) != 1:  # a single row or column counts as contiguous, whatever its stride is
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).view(-1, t.element_size())
 
 
 def assert_same_tensor(got: Tensor, want: Tensor, what: str) -> None:
-    """Asserts equal dtype, shape, stride, device and bytes; the message holds the first byte that differs."""
+    """Asserts equal dtype, shape, stride, device and bytes. The message shows the first element that differs."""
     for attribute in ("dtype", "shape", "device"):
         assert getattr(got, attribute) == getattr(want, attribute), (
             f"{what}: {attribute} {getattr(got, attribute)}, want {getattr(want, attribute)}"
@@ -190,7 +190,7 @@ def assert_same_tensor(got: Tensor, want: Tensor, what: str) -> None:
 
 
 def assert_same(got: Tensor | Sequence[Tensor], want: Tensor | Sequence[Tensor], what: str = "output") -> None:
-    """assert_same_tensor for one tensor or for every tensor of a result."""
+    """assert_same_tensor for a tensor, or for every tensor of a result."""
     if isinstance(want, Tensor):
         return assert_same_tensor(got, want, what)
     assert len(got) == len(want), f"{what}: {len(got)} tensors, want {len(want)}"
@@ -199,7 +199,7 @@ def assert_same(got: Tensor | Sequence[Tensor], want: Tensor | Sequence[Tensor],
 
 
 def on(device: str, values: Sequence[object] | dict[str, object]) -> list[object] | dict[str, object]:
-    """Copies tensors to a device, strides included; other values stay as they are."""
+    """Copies tensors to a device, with their strides; other values stay as they are."""
     if isinstance(values, dict):
         return dict(zip(values, on(device, list(values.values())), strict=True))
     return [
@@ -212,7 +212,7 @@ def on(device: str, values: Sequence[object] | dict[str, object]) -> list[object
 
 
 def sqnr_db(got: Tensor, want: Tensor) -> float:
-    """Signal to quantization noise ratio in decibels; infinite when equal, NaN when something is not finite."""
+    """Signal to quantization noise ratio in decibels: infinite if equal, NaN if a value is not finite."""
     signal = want.double().square().sum().item()
     noise = (got.double() - want.double()).square().sum().item()
     if noise == 0:
@@ -225,7 +225,7 @@ def sqnr_db(got: Tensor, want: Tensor) -> float:
 
 @contextmanager
 def flushed_subnormals() -> Iterator[None]:
-    """This thread's CPU arithmetic takes float32 subnormals for zero, as torch.set_flush_denormal makes it."""
+    """A context in which this thread's CPU arithmetic flushes float32 subnormals, as torch.set_flush_denormal does."""
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush subnormals")
     try:
@@ -237,12 +237,12 @@ def flushed_subnormals() -> Iterator[None]:
 def check_opcheck(op: str, args: Sequence[object], **kwargs: object) -> None:
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if not any(isinstance(t, Tensor) and t.dtype in FP8_DTYPES for t in [*args, *kwargs.values()]):
-        tests.append("test_schema")  # looks for mutated inputs with torch.allclose, which FP8 has not
+        tests.append("test_schema")  # compares inputs by torch.allclose, which FP8 does not have
     torch.library.opcheck(getattr(torch.ops.moe_fp8, op).default, tuple(args), kwargs, test_utils=tests)
 
 
 def check_deterministic(fn: Callable, args: Sequence[object]) -> None:
-    """The same bytes from a second run and from one thread."""
+    """A second run and a run in one thread give the same bytes."""
     want = fn(*args)
     assert_same(fn(*args), want, "second run")
     threads = torch.get_num_threads()
@@ -254,15 +254,15 @@ def check_deterministic(fn: Callable, args: Sequence[object]) -> None:
 
 
 def counted_backend(device: str) -> Callable:
-    """What torch.compile takes as its backend, which counts graphs."""
-    from torch._dynamo.testing import CompileCounterWithBackend  # which takes longer than torch itself to import
+    """A backend for torch.compile that counts graphs."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # slow to import
 
     torch._dynamo.reset()
     return CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
 
 
 def check_compiled(fn: Callable, calls: Sequence[Sequence[object]], device: str, dynamic: Sequence[int] = (0,)) -> None:
-    """One graph and no recompilation while dimension 0 of the arguments in `dynamic` varies."""
+    """There is one graph and no recompilation while dimension 0 of the arguments in `dynamic` varies."""
     frames = counted_backend(device)
     compiled = torch.compile(fn, fullgraph=True, backend=frames)
     for args in calls:
@@ -273,7 +273,7 @@ def check_compiled(fn: Callable, calls: Sequence[Sequence[object]], device: str,
 
 
 def check_cuda_graph(fn: Callable, args: Sequence[object], later: Sequence[object]) -> None:
-    """A captured call replays to the bytes of an eager call, also when its inputs were overwritten in place."""
+    """A captured call replays to the bytes of an eager call, also after its inputs were overwritten in place."""
     static = [t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in args]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -307,9 +307,12 @@ def check_two_streams(fn: Callable, calls: Sequence[Sequence[object]]) -> None:
 
 
 def check_stream_order(fn: Callable, calls: Sequence[Sequence[object]], overwrite: float = math.nan) -> None:
-    """A call's kernels may overlap, but not with the kernel before them, which writes the input, nor with those after
-    them, which read the outputs and overwrite the input: eagerly and in a graph."""
-    want = [[t.clone() for t in fn(*args)] for args in calls]  # as below: a clone has no room between columns
+    """Kernels of a call may overlap with each other, but not with the kernel before the call nor with those after it.
+
+    The kernel before writes the input. Those after read the outputs and overwrite the input. Checked eagerly and in a
+    CUDA graph.
+    """
+    want = [[t.clone() for t in fn(*args)] for args in calls]  # clones, as below: they have no room between columns
     x = torch.empty_like(calls[0][0])
 
     def all_calls() -> list[list[Tensor]]:
@@ -320,7 +323,7 @@ def check_stream_order(fn: Callable, calls: Sequence[Sequence[object]], overwrit
             x.fill_(overwrite)
             results.append([t.clone() for t in outputs])
             for t in outputs:
-                lines = t if t.stride(-1) == 1 else t.mT  # of column-major scales
+                lines = t if t.stride(-1) == 1 else t.mT  # column-major scales
                 lines.view(torch.uint8).fill_(0xFF)
         return results
 
@@ -335,13 +338,13 @@ def check_stream_order(fn: Callable, calls: Sequence[Sequence[object]], overwrit
 
 
 def check_second_gpu(fn: Callable, args: Sequence[object], second_gpu: str) -> None:
-    """An op runs on the device of its arguments, not on the current one, and leaves the current one as it was."""
+    """An op runs on the device of its arguments and not on the current one, and leaves the current one as it was."""
     want = fn(*on("cuda:0", args))
     with torch.cuda.device(0):
         got = fn(*on(second_gpu, args))
         assert torch.cuda.current_device() == 0
     assert [t.stride() for t in got] == [t.stride() for t in want]
-    assert_same([t.cpu() for t in got], [t.cpu() for t in want], "second GPU")  # a copy has no padded strides
+    assert_same([t.cpu() for t in got], [t.cpu() for t in want], "second GPU")  # a copy does not keep padded strides
 
 
 def error_of(fn: Callable, args: Sequence[object], kwargs: dict[str, object] | None = None) -> str:
@@ -352,7 +355,7 @@ def error_of(fn: Callable, args: Sequence[object], kwargs: dict[str, object] | N
 
 
 def check_error(op: str, args: Sequence[object], argument: str, got: str, **kwargs: object) -> None:
-    """Bad arguments raise the same sentence, naming op, argument and what was got, in eager and in fake mode."""
+    """Bad arguments raise the same sentence in eager and in fake mode; it names the op, the argument and the value."""
     fn = getattr(torch.ops.moe_fp8, op)
     message = error_of(fn, args, kwargs)
     assert message.startswith(f"{op}: {argument} "), message
@@ -364,7 +367,7 @@ def check_error(op: str, args: Sequence[object], argument: str, got: str, **kwar
 
 
 def check_compiled_error(fn: Callable, args: Sequence[object], message: str, **kwargs: object) -> None:
-    """torch.compile raises the same sentence, inside an exception and a text of its own."""
+    """torch.compile raises the same sentence, within an exception and a text of its own."""
     torch._dynamo.reset()
     compiled = torch.compile(lambda *a, **k: fn(*a, **k), backend="eager", fullgraph=True, dynamic=False)
     with pytest.raises(Exception) as info:

@@ -1,4 +1,4 @@
-"""Tests over several processes: a server that has imported torch forks them, where each would take three seconds to."""
+"""Tests over several processes, forked from a server that has imported torch, which saves each three seconds."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ multiprocessing.set_forkserver_preload([*_PRELOADED])
 
 
 def in_processes(number: int, check: Callable[..., None], *args: object, backend: str = "gloo") -> None:
-    """check(rank, *args) in each process of a group, with one thread."""
+    """Runs check(rank, *args) in each process of a group, with one thread."""
     with TemporaryDirectory() as folder:
         start(number, _run, number, backend, Path(folder), check, args, on_gpus=backend != "gloo")
 
 
 def start(number: int, target: Callable[..., None], *args: object, on_gpus: bool = False) -> None:
-    """target(rank, *args) in processes of no group, to their end."""
-    how = "spawn" if on_gpus else "forkserver"  # nobody may fork what has used a GPU
-    with patch.dict(os.environ, {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}):  # else fully_shard takes GPUs unasked
-        torch.multiprocessing.start_processes(target, args, number, start_method=how)
+    """Runs target(rank, *args) to its end in processes that form no group."""
+    start_method = "spawn" if on_gpus else "forkserver"  # a process that has used a GPU cannot be forked
+    with patch.dict(os.environ, {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}):  # otherwise fully_shard uses GPUs
+        torch.multiprocessing.start_processes(target, args, number, start_method=start_method)
 
 
 def _run(rank: int, number: int, backend: str, folder: Path, check: Callable[..., None], args: tuple) -> None:
     torch.set_num_threads(1)
-    how = dict(init_method=f"file://{folder}/rendezvous", timeout=timedelta(seconds=120))  # else who waits waits long
-    dist.init_process_group(backend, rank=rank, world_size=number, **how)
+    timeout = timedelta(seconds=120)  # a test that hangs fails soon
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/rendezvous", timeout=timeout, rank=rank, world_size=number
+    )
     check(rank, *args)
     dist.destroy_process_group()

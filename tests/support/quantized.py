@@ -1,4 +1,4 @@
-"""Operands as the reference quantizes them, for the tests of what reads them."""
+"""Operands that the reference has quantized, for tests of the ops that read them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from moe_fp8_ext import reference
 from moe_fp8_ext.reference.numerics import FORMATS
 
 E4M3 = torch.float8_e4m3fn
-# A format, and what of: rows; groups of rows, where scales know of groups; tokens of groups; the weights of experts.
+# "<format> <what>": rows; groups of rows, if scales go by groups; tokens of groups; or weights of experts.
 GROUPS = tuple(f"{name} groups" for name, f in FORMATS.items() if f.order == "blocked")
 OPERANDS = (*(f"{f} {what}" for f in FORMATS for what in ("rows", "tokens", "weight")), *GROUPS)
 GROUPED = (*(f"{f} tokens" for f in FORMATS), *GROUPS)
 
 
 def operand(kind: str, x: Tensor, offs: Tensor, fp8: torch.dtype = E4M3, align: int | None = None) -> dict[str, object]:
-    """Arguments of `dequantize`: x [M, K] as a quantizer of the reference leaves it, of tokens in groups of `align`."""
+    """Arguments of `dequantize`: x [M, K], quantized by the reference; along tokens, groups are padded to `align`."""
     format, what = kind.split()
     if what == "tokens":
         q, scale, offs = reference.quantize_tokens(x, format, offs=offs, align=align, dtype=fp8)

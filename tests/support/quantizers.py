@@ -1,4 +1,4 @@
-"""What the tests of the quantizers share: their arguments, and the check of all directions against the reference."""
+"""Inputs for tests of the quantizers, and the comparison of all directions with the reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALIGNS = [(name, 2**i) for name, f in FORMATS.items() for i in range(9) if f.ali
 
 
 def odd_rows(x: Tensor) -> Tensor:
-    """x but for its last columns: rows of an odd length, an odd number of elements apart."""
+    """x without its last columns: rows of odd length, an odd number of elements apart."""
     return x[..., :-3].contiguous()
 
 
@@ -25,20 +25,22 @@ def narrow_rows(x: Tensor) -> Tensor:
     return x[..., :67]
 
 
-GENERIC = [misaligned, odd_rows, narrow_rows]  # what takes an operand from the fast kernels' 16-byte boundaries
+GENERIC = [misaligned, odd_rows, narrow_rows]  # views whose rows do not begin at multiples of 16 bytes: generic kernels
 
 
 def check_activation(x: Tensor, format: str, offs: Tensor, align: int | None = None, **kwargs: object) -> None:
-    """Rows, tokens of every amax but the batch's, and both, as the reference has them; kwargs are dtype, rounding,
-    indices and top_k."""
+    """Compares rows, tokens and both with the reference, for every amax but "batch".
+
+    kwargs are dtype, rounding, indices and top_k.
+    """
     what = f"{format} of {short(x.dtype)} {short(x.shape)} offs {offs.tolist()[:20]} align {align} {short(kwargs)}"
     for amax in (amax for amax in FORMATS[format].amaxes if amax != "batch"):
-        of_tokens = dict(offs=offs, align=align, amax=amax, **kwargs)
-        want = reference.quantize_both(x, format, **of_tokens)
-        assert_same(ops.quantize_both(x, format, **of_tokens), want, f"both of {what} {amax}")
-        assert_same(ops.quantize_tokens(x, format, **of_tokens), want[2:], f"tokens of {what} {amax}")
+        options = dict(offs=offs, align=align, amax=amax, **kwargs)
+        want = reference.quantize_both(x, format, **options)
+        assert_same(ops.quantize_both(x, format, **options), want, f"both of {what} {amax}")
+        assert_same(ops.quantize_tokens(x, format, **options), want[2:], f"tokens of {what} {amax}")
     assert_same(ops.quantize_rows(x, format, offs=offs, **kwargs), want[:2], f"rows in groups of {what}")
-    if FORMATS[format].order == "blocked":  # whose scales know of groups
+    if FORMATS[format].order == "blocked":  # scales go by groups
         want = reference.quantize_rows(x, format, **kwargs)
     assert_same(ops.quantize_rows(x, format, **kwargs), want[:2], f"rows of {what}")
 
@@ -50,7 +52,7 @@ def check_weight(w: Tensor, format: str, **kwargs: object) -> None:
 
 
 def caller(op: str, format: str, **kwargs: object):
-    """The op as a function of tensors alone: x, offs and indices, of which it takes those that it has."""
+    """The op as a function of x, offs and indices; quantize_weight takes the weight alone."""
     fn = getattr(ops, op)
     if op == "quantize_weight":
         return lambda w: fn(w, format, **kwargs)
@@ -63,7 +65,7 @@ def caller(op: str, format: str, **kwargs: object):
 
 
 def tensors(op: str, m: int, k: int, device: str, seed: int = 0, layout: str = "zipf", gather: bool = False):
-    """Arguments of a `caller`."""
+    """The arguments of a `caller`."""
     if op == "quantize_weight":
         return [wide(3, m, k, device=device, seed=seed)]
     p = m * 5 // 4 if gather else m
@@ -74,7 +76,7 @@ def tensors(op: str, m: int, k: int, device: str, seed: int = 0, layout: str = "
 def line_blocks(f: Format, n: int) -> list[slice]:
     """The scaling blocks of a line of n elements."""
     size = f.block or max(n, 1)
-    return [slice(at, min(at + size, n)) for at in range(0, n, size)]
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
 def count_nans(scale: Tensor) -> int:

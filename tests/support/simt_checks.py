@@ -1,4 +1,4 @@
-"""What the tests of the emulated kernels share."""
+"""What tests of the emulated kernels share: wave sizes, and operands with exact sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the emulation rea
 
 
 def exact_fp8(*shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """Small integers: every sum of products is exact in float32."""
+    """Small integers, so that every sum of products is exact in float32."""
     return torch.randint(-3, 4, shape, dtype=torch.int8).float().to(dtype)
 
 

@@ -36,7 +36,7 @@ MODELS = {
     ),
     "aria_text": dict(moe_num_experts=EXPERTS, moe_topk=TOP_K),
 }
-# Its experts alone: the one layout that no model above has, a norm behind every expert.
+# muse_spark_text is for its experts alone: a norm behind each expert, which no model above has.
 LAYOUTS = {
     **MODELS,
     "muse_spark_text": dict(num_local_experts=EXPERTS, moe_intermediate_size=HIDDEN, moe_hidden_size=DIM),
@@ -64,7 +64,7 @@ def modeling(config: object) -> ModuleType:
 
 
 def experts_of(name: str, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
-    """Experts alone, with values that keep the variance of what they multiply."""
+    """The experts of a model alone, with weights that keep the variance of the input."""
     config = config_of(name)
     classes = vars(modeling(config))
     experts = next(c for n, c in classes.items() if n.endswith("Experts") and isinstance(c, type))(config)
@@ -74,7 +74,7 @@ def experts_of(name: str, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Modul
 
 
 class Sizes(SimpleNamespace):
-    """A config of experts alone, under whatever names a model has for them."""
+    """A config for experts alone, for any names that a model uses."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -84,7 +84,7 @@ class Sizes(SimpleNamespace):
 
 
 def marked_classes() -> Iterator[type[torch.nn.Module]]:
-    """Of all models, by the text of their files."""
+    """The classes of all models that the experts decorator marks, found in the text of their files."""
     marked = re.compile(r"^@use_experts_implementation\b.*\nclass (\w+)", re.M)
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         for name in marked.findall(path.read_text()):
@@ -100,13 +100,13 @@ def drawn(experts: torch.nn.Module) -> torch.nn.Module:
 
 
 def calls(tokens: int = 37, scores: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden_states, top_k_index and top_k_weights; expert 3 gets nothing."""
+    """hidden_states, top_k_index and top_k_weights; expert 3 gets no token."""
     ids = torch.rand(tokens, EXPERTS - 1).topk(TOP_K).indices
     return torch.randn(tokens, DIM).bfloat16(), ids + (ids >= 3), torch.rand(tokens, TOP_K).to(scores)
 
 
 def results(experts: torch.nn.Module, x: Tensor, ids: Tensor, scores: Tensor) -> dict[str, Tensor]:
-    """The output and every gradient."""
+    """The output and every gradient, by name."""
     experts.zero_grad()
     x, scores = x.detach().requires_grad_(), scores.detach().requires_grad_()
     out = experts(x, ids, scores)

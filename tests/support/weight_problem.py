@@ -1,4 +1,4 @@
-"""A weight of grouped_mm, what calls with it give, and how often they quantize it."""
+"""A weight of grouped_mm, the results of calls with it, and how often they quantize it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parameter(device: str, scale: float = 1.0, dtype: torch.dtype = torch.bfloat
 
 
 def call(w: Tensor, recipe: str | Recipe = "rowwise", a_grad: bool = True) -> tuple[Tensor, Tensor | None]:
-    """out and dA of the transposed view of w, which is a new one in every call."""
+    """out and dA of a call with the transposed view of w; each call makes a new view."""
     a = A.detach().to(w.device, w.dtype).requires_grad_(a_grad)
     out = grouped_mm(a, w.transpose(-2, -1), OFFS.to(w.device), recipe=recipe)
     if out.requires_grad:
@@ -30,12 +30,12 @@ def call(w: Tensor, recipe: str | Recipe = "rowwise", a_grad: bool = True) -> tu
 
 
 def quantizations(fn: Callable[[], object]) -> int:
-    """How often fn quantizes a weight both ways."""
+    """How often fn quantizes a weight in both directions."""
     with Calls() as calls:
         fn()
     return calls.names.count("quantize_weight")
 
 
 def check_fresh(w: Tensor, **how: object) -> None:
-    """The next call gives the bytes of a weight that nobody has seen before."""
+    """The next call gives the bytes that a copy of the weight, which no cache knows, gives."""
     assert_same(call(w, **how), call(w.detach().clone().requires_grad_(w.requires_grad), **how))
