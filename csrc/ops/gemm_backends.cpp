@@ -18,7 +18,7 @@ Handle out_of(const Call& call, const Product& product) {
   if (product.total) return share(product.total->handle);
   const ScaledGroupedMmParams& p = product.p;
   const int32_t dtype = p.out_float32 ? kFloat32 : kBFloat16;
-  return p.groups_of_sum ? call.empty({p.E, p.M, p.N}, dtype) : call.empty({p.M, p.N}, dtype);
+  return p.k_grouped ? call.empty({p.E, p.M, p.N}, dtype) : call.empty({p.M, p.N}, dtype);
 }
 
 #if defined(MOE_FP8_CUDA)
@@ -31,8 +31,8 @@ AtenTensorHandle within_groups(const Call& call, const Product& product, int mul
   const ScaledGroupedMmParams& p = product.p;
   const Handle safe = call.empty({p.E + 1}, kInt32);
   int* offs = data<int>(safe);
-  const int limit = int(p.groups_of_sum ? p.K : p.M);
-  call.check(prepare_offs(p.offs, offs, int(p.E), limit, p.groups_of_sum ? multiple : 1, call.stream()));
+  const int limit = int(p.k_grouped ? p.K : p.M);
+  call.check(prepare_offs(p.offs, offs, int(p.E), limit, p.k_grouped ? multiple : 1, call.stream()));
   Handle out = multiply(view(safe, {p.E}, {1}));
   if (product.total) {
     Handle total = out_of(call, product);
@@ -40,7 +40,7 @@ AtenTensorHandle within_groups(const Call& call, const Product& product, int mul
                           call.stream()));
     return total.release();
   }
-  if (p.groups_of_sum) call.check(zero_empty_groups(data(out), offs, int(p.E), p.M * p.N * 2, call.stream()));
+  if (p.k_grouped) call.check(zero_empty_groups(data(out), offs, int(p.E), p.M * p.N * 2, call.stream()));
   else call.check(zero_rows(data(out), offs + p.E, p.M, p.N * 2, call.stream()));
   return out.release();
 }
@@ -48,7 +48,7 @@ AtenTensorHandle within_groups(const Call& call, const Product& product, int mul
 AtenTensorHandle torch_scaled(const Call& call, const Product& product, int multiple) {
   const ScaledGroupedMmParams& p = product.p;
   const Handle &scale_a = product.scale_a.handle, &scale_b = product.scale_b.handle;
-  const bool flat = p.groups_of_sum && p.scale_a.block_size == 0;  // scales of rows, those of all groups in one
+  const bool flat = p.k_grouped && p.scale_a.block_size == 0;  // scales of rows, those of all groups in one
   return within_groups(call, product, multiple, [&](Handle offs) {
     const auto none = word(std::nullopt);
     StableIValue stack[] = {word(share(product.a.handle)), word(share(product.b.handle)),
@@ -66,9 +66,9 @@ AtenTensorHandle torch_scaled_blocks(const Call& call, const Product& product) {
 
 AtenTensorHandle torch_bfloat16(const Call& call, const Product& product) {
   const ScaledGroupedMmParams& p = product.p;
-  const int64_t experts = p.groups_of_sum ? 1 : p.E;
-  const Groups of_b = p.groups_of_sum ? Groups::kColumns : Groups::kNone;
-  const Groups of_a = p.scale_a.layout == ScaleLayout::kBlocked && !p.groups_of_sum ? Groups::kRows : of_b;
+  const int64_t experts = p.k_grouped ? 1 : p.E;
+  const Groups of_b = p.k_grouped ? Groups::kColumns : Groups::kNone;
+  const Groups of_a = p.scale_a.layout == ScaleLayout::kBlocked && !p.k_grouped ? Groups::kRows : of_b;
   return within_groups(call, product, 8, [&](Handle offs) {
     const int* ends = data<int>(offs);
     const Handle a = call.empty({p.M, p.K}, kBFloat16), b = call.empty({experts, p.N, p.K}, kBFloat16);
@@ -77,7 +77,7 @@ AtenTensorHandle torch_bfloat16(const Call& call, const Product& product) {
     call.check(dequantize({p.b, p.scale_b, ends, data(b), experts, p.N, p.K, p.b_group_stride, p.b_stride, int(p.E),
                            of_b, p.b_type, InType::kBF16}, call.stream()));
     const auto none = word(std::nullopt);
-    StableIValue stack[] = {word(share(a)), word(p.groups_of_sum ? view(b, {p.K, p.N}, {1, p.K})
+    StableIValue stack[] = {word(share(a)), word(p.k_grouped ? view(b, {p.K, p.N}, {1, p.K})
                                                                  : view(b, {p.E, p.K, p.N}, {p.N * p.K, 1, p.K})),
                             optional_word(std::move(offs)), none, none};
     return call_torch("aten::_grouped_mm", "", stack);
@@ -108,23 +108,23 @@ constexpr std::nullptr_t mma_gemm = nullptr;
 #endif
 
 #if defined(MOE_FP8_CUDA)
-bool sm90_takes(const Product& product) { return sm90::takes_operands(product.p); }
-bool sm90_by_index(const Product& product) { return sm90::takes_index(product.p, product.use_fast_accum); }
+bool sm90_takes(const Product& product) { return sm90::supports(product.p); }
+bool sm90_by_index(const Product& product) { return sm90::can_gather_rows(product.p, product.use_fast_accum); }
 AtenTensorHandle sm90_multiply(const Call& call, const Product& product) {
   return own_gemm(call, product, [&](const ScaledGroupedMmParams& p) {
-    const bool counter = sm90::wants_counter(p);
+    const bool counter = sm90::prefers_dynamic_scheduler(p);
     const int64_t bytes = sm90::scratch_bytes(p, counter);
     const Handle scratch = bytes ? call.empty({bytes}, kUInt8) : Handle();
     return sm90::grouped_gemm(p, product.use_fast_accum, counter, bytes ? data(scratch) : nullptr, call.stream());
   });
 }
 AtenTensorHandle sm90_gemm(const Call& call, const Product& product) {
-  if (!product.total || sm90::takes_total(product.p, product.use_fast_accum)) return sm90_multiply(call, product);
+  if (!product.total || sm90::can_accumulate(product.p, product.use_fast_accum)) return sm90_multiply(call, product);
   Product plain = product;
   plain.total = nullptr;
-  plain.p.adds = false;
+  plain.p.accumulate = false;
   plain.p.out_float32 = true;
-  return within_groups(call, product, sm90::kSumAlign, [&](const Handle&) {
+  return within_groups(call, product, sm90::kOffsAlign, [&](const Handle&) {
     return Handle(sm90_multiply(call, plain));
   }, true);
 }
@@ -150,7 +150,7 @@ Needs of_sm90() {
   Needs needs;
   needs.least_sm = needs.most_sm = 90;
   needs.sum = needs.columns = 16;
-  needs.offs = sm90::kSumAlign;
+  needs.offs = sm90::kOffsAlign;
   needs.chunks = true;
   return needs;
 }
@@ -231,10 +231,10 @@ bool Backend::takes(const Product& product) const {
   if (sm < needs.least_sm || sm > needs.most_sm) return false;
 #endif
   if (p.E == 0 || p.M == 0 || p.N == 0 || p.K == 0) return false;
-  if (needs.bfloat16 && p.out_float32 && !product.total) return false;
+  if (needs.bfloat16 && p.out_float32) return false;  // nor is a BF16 product added to a float32 total
   if (needs.e4m3 && (p.a_type != Fp8Type::kE4M3FN || p.b_type != Fp8Type::kE4M3FN)) return false;
   if (p.K % needs.sum || p.N % needs.columns) return false;
-  if (p.groups_of_sum && (p.M % needs.columns || product.align % needs.offs)) return false;
+  if (p.k_grouped && (p.M % needs.columns || product.align % needs.offs)) return false;
   auto are_chunks = [](const void* a, const void* b) {
     return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) % 16 == 0;
   };
@@ -243,7 +243,7 @@ bool Backend::takes(const Product& product) const {
     return false;
   if (needs.chunks && product.total && !are_chunks(product.total->data, nullptr)) return false;
   if (needs.packed && (!are_chunks(p.scale_a.data, p.scale_b.data) || p.a_stride != p.K || p.b_stride != p.K ||
-                       (!p.groups_of_sum && p.b_group_stride != p.N * p.K)))
+                       (!p.k_grouped && p.b_group_stride != p.N * p.K)))
     return false;
   return also == nullptr || also(product);
 }

@@ -19,7 +19,7 @@ struct Needs {
   int sum = 1, columns = 1, offs = 1;
   int most_experts = kMaxExperts;
   bool e4m3 = false;      // operands of float8_e4m3fn
-  bool bfloat16 = false;  // a product of bfloat16, which may be added to any total
+  bool bfloat16 = false;  // an output or a total of bfloat16: the product has no float32 digits to give
   bool chunks = false;    // operands whose rows begin at multiples of 16 bytes, a total that does
   bool packed = false;    // contiguous operands, scales that begin at a multiple of 16 bytes
 };
