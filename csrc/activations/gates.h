@@ -1,55 +1,65 @@
-// Gates and ups on their way from h: words as they lie, so that many can be under way, then values in float32.
+// Readers of h. Loads return raw words, so that many are in flight at once; decoding to float32 comes later.
 #pragma once
 #include "activations/activations.h"
-#include "primitives/operand.h"
 #include "primitives/access_width.h"
+#include "primitives/operand.h"
 
 namespace moe_fp8 {
 
 template <int n>
-struct Gates { float gate[n], up[n]; };
+struct GateUp { float gate[n], up[n]; };
 
-// Where n gates and their ups lie in a row: in two parts of n columns. The parts hold gates and ups, or, where these
-// are interleaved, the first and the other half of them.
+// The column of feature j of a projection, among the columns of h that hold n features. Columns are numbered as they
+// lie in registers: vector 0, then vector 1.
+template <int n, bool kInterleaved>
+MOE_HD constexpr int column_of(int projection, int j) {
+  return kInterleaved ? 2 * j + projection : projection * n + j;
+}
+
+// Columns of n gates and their n ups in a row of h: kVectors vectors of n columns each.
+//
+//   halves        [gates of v] ... [ups of v]     F columns apart: vector 0 holds gates, vector 1 ups
+//   interleaved   [g u g u ...][g u g u ...]      adjacent: gates and ups alternate in both vectors
 template <int n, bool kGated>
-struct GateColumns {
-  static constexpr int kParts = kGated ? 2 : 1;
+struct GateUpLayout {
+  static constexpr int kVectors = kGated ? 2 : 1;
   bool interleaved;
-  int step;       // from the first part of n gates to that of the next n
-  int64_t apart;  // from a part to the other
+  int step;               // columns from vector 0 of n features to vector 0 of the next n
+  int64_t vector_stride;  // columns from vector 0 to vector 1
 
-  explicit MOE_DEVICE GateColumns(const GateRows& h) : GateColumns(kGated && h.interleaved, h.F) {}
-  MOE_DEVICE GateColumns(bool interleaved, int64_t F)
-      : interleaved(interleaved), step(interleaved ? 2 * n : n), apart(interleaved ? n : F) {}
-  // f(the same, of which the compiler knows whether it is interleaved): of loops over vectors, which need not ask then.
+  explicit MOE_DEVICE GateUpLayout(const GateRows& h) : GateUpLayout(kGated && h.interleaved, h.F) {}
+  MOE_DEVICE GateUpLayout(bool interleaved, int64_t F)
+      : interleaved(interleaved), step(interleaved ? 2 * n : n), vector_stride(interleaved ? n : F) {}
+  // Calls f with a copy in which `interleaved` is a compile-time constant. Hoists the branch out of loops over vectors.
   template <class F>
-  MOE_DEVICE void known(F f) const {
-    if (kGated && interleaved) f(GateColumns(true, 0));
-    else f(GateColumns(false, apart));
+  MOE_DEVICE void with_static_order(F f) const {
+    if (kGated && interleaved) f(GateUpLayout(true, 0));
+    else f(GateUpLayout(false, vector_stride));
   }
-  MOE_DEVICE int64_t at(int v, int part) const { return int64_t(v) * step + part * apart; }
+  MOE_DEVICE int64_t column(int v, int vector) const { return int64_t(v) * step + vector * vector_stride; }
 
-  // value_of(part, i): number i of a part.
+  // value_of(vector, i) decodes element i of a vector.
   template <class F>
-  MOE_DEVICE Gates<n> gates(F value_of) const {
-    Gates<n> g = {};
+  MOE_DEVICE GateUp<n> gather(F value_of) const {
+    GateUp<n> g = {};
+    const auto at = [&](int c) { return value_of(c / n, c % n); };
     if (interleaved) {
 #pragma unroll
       for (int i = 0; i < n; ++i) {
-        g.gate[i] = value_of(2 * i / n, 2 * i % n);
-        g.up[i] = value_of((2 * i + 1) / n, (2 * i + 1) % n);
+        g.gate[i] = at(column_of<n, true>(0, i));
+        g.up[i] = at(column_of<n, true>(1, i));
       }
     } else {
 #pragma unroll
       for (int i = 0; i < n; ++i) {
-        g.gate[i] = value_of(0, i);
-        if constexpr (kGated) g.up[i] = value_of(1, i);
+        g.gate[i] = at(column_of<n, false>(0, i));
+        if constexpr (kGated) g.up[i] = at(column_of<n, false>(1, i));
       }
     }
     return g;
   }
   template <class Access>
-  MOE_DEVICE void store(const Access& part, void* row, int v, const Gates<n>& g) const {
+  MOE_DEVICE void store(const Access& access, void* row, int v, const GateUp<n>& g) const {
     if (interleaved) {
       float columns[2 * n];
 #pragma unroll
@@ -57,134 +67,180 @@ struct GateColumns {
         columns[2 * i] = g.gate[i];
         columns[2 * i + 1] = g.up[i];
       }
-      part.store(row, at(v, 0), columns);
-      part.store(row, at(v, 1), columns + n);
+      access.store(row, column(v, 0), columns);
+      access.store(row, column(v, 1), columns + n);
     } else {
-      part.store(row, at(v, 0), g.gate);
-      if constexpr (kGated) part.store(row, at(v, 1), g.up);
+      access.store(row, column(v, 0), g.gate);
+      if constexpr (kGated) access.store(row, column(v, 1), g.up);
     }
   }
 };
 
-// ---- sources: load(row(r), v) has number v of the n gates and ups of a row under way, values() waits for them -------
+// ---- readers: load(row(r), v) starts loading features n v to n v + n - 1, decode() waits for the loads --------------
 
-// Of an h of the type that a Part is of.
+// Reads an h of the type that Access loads.
 template <class Access, bool kGated>
-struct PlainGates {
+struct PlainReader {
   static constexpr int n = Access::kElements;
-  using Columns = GateColumns<n, kGated>;
-  struct Held { typename Access::Held part[Columns::kParts]; };
+  using Layout = GateUpLayout<n, kGated>;
+  struct Raw { typename Access::Raw vectors[Layout::kVectors]; };
   const GateRows& h;
-  const Access part;
-  const Columns columns;
+  const Access access;
+  const Layout layout;
 
-  explicit MOE_DEVICE PlainGates(const GateRows& h) : PlainGates(h, Columns(h)) {}
-  MOE_DEVICE PlainGates(const GateRows& h, const Columns& columns) : h(h), part(h.in), columns(columns) {}
+  explicit MOE_DEVICE PlainReader(const GateRows& h) : PlainReader(h, Layout(h)) {}
+  MOE_DEVICE PlainReader(const GateRows& h, const Layout& layout) : h(h), access(h.in), layout(layout) {}
   template <class F>
-  MOE_DEVICE void known(F f) const {
-    columns.known([&](const Columns& c) { f(PlainGates(h, c)); });
+  MOE_DEVICE void with_static_order(F f) const {
+    layout.with_static_order([&](const Layout& static_layout) { f(PlainReader(h, static_layout)); });
   }
   using Row = const void*;
-  MOE_DEVICE Row row(int64_t r) const { return part.advanced(h.h, r * h.stride); }
-  MOE_DEVICE Row next(Row row) const { return part.advanced(row, h.stride); }
-  MOE_DEVICE Held load(Row row, int v) const {
-    Held held;
+  MOE_DEVICE Row row(int64_t r) const { return access.advanced(h.h, r * h.stride); }
+  MOE_DEVICE Row next(Row row) const { return access.advanced(row, h.stride); }
+  MOE_DEVICE Raw load(Row row, int v) const {
+    Raw raw;
 #pragma unroll
-    for (int i = 0; i < Columns::kParts; ++i) held.part[i] = part.load_once(row, columns.at(v, i));
-    return held;
+    for (int i = 0; i < Layout::kVectors; ++i) raw.vectors[i] = access.load_once(row, layout.column(v, i));
+    return raw;
   }
-  MOE_DEVICE Gates<n> values(Row, const Held& held) const {
-    return columns.gates([&](int p, int i) { return part.element(held.part[p], i); });
+  MOE_DEVICE GateUp<n> decode(Row, const Raw& raw) const {
+    return layout.gather([&](int vector, int i) { return access.element(raw.vectors[vector], i); });
   }
 };
 
-// Of an fp8 one with its scales: 8, of a type that the hardware has, or one of any type.
+// Shifts words kFirst to kEnd - 1 down by kBytes, an even number. The upper bytes lose their meaning.
+template <int kBytes, int kFirst, int kEnd, int kWords>
+MOE_DEVICE void shift_bytes(uint32_t (&w)[kWords]) {
+#pragma unroll
+  for (int i = kFirst; i + kBytes / 4 < kEnd; ++i) {
+    if constexpr (kBytes % 4 == 0) w[i] = w[i + kBytes / 4];
+    else w[i] = i + 1 < kEnd ? pick_bytes(w[i], w[i + 1], 0x5432) : w[i] >> 16;
+  }
+}
+
+// Reads eight features of a row of an fp8 h, of a type that the hardware has: raw words, without scales. It has two
+// users. Fp8Reader below learns the order of columns, the type and the kind of scales at run time. Gradients in
+// backward/gradients.h knows them at compile time; it keeps many features in registers and decodes them one by one.
+template <bool kGated>
+struct Fp8Features {
+  static constexpr int kColumns = kGated ? 16 : 8;
+  uint32_t words[kColumns / 4];
+
+  // Starts to load vector i of the columns.
+  template <class Vector, Reuse kReuse>
+  MOE_DEVICE void load(int i, const Vector* from) {
+    const Vector v = load_stream<kReuse>(from);
+#pragma unroll
+    for (int w = 0; w < int(sizeof(Vector)) / 4; ++w) words[i * int(sizeof(Vector)) / 4 + w] = v.w[w];
+  }
+  // Shifts the words so that feature n becomes feature 0.
+  template <bool kInterleaved, int n>
+  MOE_DEVICE void advance() {
+    if constexpr (kInterleaved) {
+      shift_bytes<2 * n, 0, 4>(words);
+    } else {
+      shift_bytes<n, 0, 2>(words);
+      if constexpr (kGated) shift_bytes<n, 2, 4>(words);
+    }
+  }
+  MOE_DEVICE uint32_t byte(int c) const { return words[c / 4] >> c % 4 * 8 & 0xff; }
+  template <bool kE5M2>
+  MOE_DEVICE float value(int c) const { return decode_native<kE5M2>(words[c / 4], c % 4); }
+};
+
+// Reads an fp8 h with its scales: 8 features of a type that the hardware has (n = 8), or one of any type (n = 1).
 template <int n_, bool kGated>
-struct Fp8Gates {
+struct Fp8Reader {
   static constexpr int n = n_;
-  using Columns = GateColumns<n, kGated>;
-  struct Held {
-    Vec8 part[Columns::kParts];
-    uint32_t scale[Columns::kParts];
+  using Layout = GateUpLayout<n, kGated>;
+  struct Raw {
+    std::conditional_t<n == 8, Fp8Features<kGated>, uint8_t[Layout::kVectors]> h;
+    uint32_t scale_bits[Layout::kVectors];
   };
   struct Row {
     const uint8_t* q;
     RowScales scales;
   };
   const GateRows& h;
-  const Columns columns;
+  const Layout layout;
   int block_log2;  // columns of a scaling block
 
-  explicit MOE_DEVICE Fp8Gates(const GateRows& h) : h(h), columns(h), block_log2(h.scale.block_size ? 0 : 31) {
+  explicit MOE_DEVICE Fp8Reader(const GateRows& h) : h(h), layout(h), block_log2(h.scale.block_size ? 0 : 31) {
     while (block_log2 < 31 && 1 << block_log2 < h.scale.block_size) ++block_log2;
   }
   MOE_DEVICE Row row(int64_t r) const {
     return {static_cast<const uint8_t*>(h.h) + r * h.stride, h.scale.of_row(r)};
   }
-  MOE_DEVICE Row next(Row row) const {  // of an even one
+  // The row behind an even row.
+  MOE_DEVICE Row next(Row row) const {
     row.q += h.stride;
     row.scales.first += h.scale.row_step();
     return row;
   }
-  MOE_DEVICE Held load(const Row& row, int v) const {
-    Held held;
+  MOE_DEVICE Raw load(const Row& row, int v) const {
+    Raw raw;
 #pragma unroll
-    for (int i = 0; i < Columns::kParts; ++i) {
-      const int64_t column = columns.at(v, i);
-      if constexpr (n == 8) held.part[i] = load_stream(reinterpret_cast<const Vec8*>(row.q + column));
-      else held.part[i] = Vec8{{load_stream(row.q + column), 0}};
-      held.scale[i] = row.scales.bits(uint32_t(column) >> block_log2);
+    for (int i = 0; i < Layout::kVectors; ++i) {
+      const int64_t column = layout.column(v, i);
+      if constexpr (n == 8) raw.h.template load<Vec8, Reuse::kNone>(i, reinterpret_cast<const Vec8*>(row.q + column));
+      else raw.h[i] = load_stream(row.q + column);
+      raw.scale_bits[i] = row.scales.bits(uint32_t(column) >> block_log2);
     }
-    return held;
+    return raw;
   }
-  MOE_DEVICE Gates<n> values(const Row& row, const Held& held) const {
-    float scale[Columns::kParts];
+  MOE_DEVICE GateUp<n> decode(const Row& row, const Raw& raw) const {
+    float scale[Layout::kVectors];
 #pragma unroll
-    for (int i = 0; i < Columns::kParts; ++i) scale[i] = row.scales.value(held.scale[i]);
+    for (int i = 0; i < Layout::kVectors; ++i) scale[i] = row.scales.value(raw.scale_bits[i]);
     if constexpr (n == 1)
-      return columns.gates([&](int p, int) { return decode(h.fp8, uint8_t(held.part[p].w[0])) * scale[p]; });
+      return layout.gather([&](int vector, int) { return moe_fp8::decode(h.fp8, raw.h[vector]) * scale[vector]; });
     else if (is_e5m2(h.fp8))
-      return columns.gates([&](int p, int i) { return decode_native<true>(held.part[p].w[i / 4], i % 4) * scale[p]; });
+      return layout.gather([&](int vector, int i) {
+        return raw.h.template value<true>(vector * n + i) * scale[vector];
+      });
     else
-      return columns.gates([&](int p, int i) { return decode_native<false>(held.part[p].w[i / 4], i % 4) * scale[p]; });
+      return layout.gather([&](int vector, int i) {
+        return raw.h.template value<false>(vector * n + i) * scale[vector];
+      });
   }
 };
 
-// ---- which activations a kernel computes ----------------------------------------------------------------------------
+// ---- the activations that one kernel computes -----------------------------------------------------------------------
 
-// with(activation, f): f(constant of it). A kernel asks once, outside of its loops.
 template <Activation kFirst, Activation... kRest>
-struct AnyOf {
-  static constexpr bool kAlike = ((is_gated(kRest) == is_gated(kFirst)) && ...);
-  static constexpr int kParts = is_gated(kFirst) ? 2 : 1;  // of h, where they are alike
+struct ActivationSet {
+  static constexpr bool kUniform = ((is_gated(kRest) == is_gated(kFirst)) && ...);  // all are gated, or none is
+  static constexpr int kProjections = is_gated(kFirst) ? 2 : 1;  // of h, if kUniform: gate and up, or the gate alone
+  // Calls f with the activation as a constant. A kernel calls this once, outside of its loops.
   template <class F>
-  static MOE_DEVICE void with(Activation activation, F f) {
+  static MOE_DEVICE void dispatch(Activation activation, F f) {
     if constexpr (sizeof...(kRest) > 0)
-      if (activation != kFirst) return AnyOf<kRest...>::with(activation, f);
+      if (activation != kFirst) return ActivationSet<kRest...>::dispatch(activation, f);
     f(std::integral_constant<Activation, kFirst>{});
   }
 };
-using Gated = AnyOf<Activation::kSwiglu, Activation::kGeglu, Activation::kSwigluOai>;
-using Ungated = AnyOf<Activation::kSilu, Activation::kGelu, Activation::kRelu2>;
-using All = AnyOf<Activation::kSwiglu, Activation::kGeglu, Activation::kSwigluOai, Activation::kSilu, Activation::kGelu,
-                  Activation::kRelu2>;
+using GatedActivations = ActivationSet<Activation::kSwiglu, Activation::kGeglu, Activation::kSwigluOai>;
+using UngatedActivations = ActivationSet<Activation::kSilu, Activation::kGelu, Activation::kRelu2>;
+using AllActivations = ActivationSet<Activation::kSwiglu, Activation::kGeglu, Activation::kSwigluOai,
+                                     Activation::kSilu, Activation::kGelu, Activation::kRelu2>;
 template <Activation kActivation>
-constexpr bool kIsGated = is_gated(kActivation);  // in device code too
+constexpr bool kIsGated = is_gated(kActivation);  // for device code, which cannot call is_gated()
 
-// f(Gated{} or Ungated{}).
+// Calls f with GatedActivations or UngatedActivations.
 template <class F>
 int dispatch_gated(Activation activation, F f) {
-  return is_gated(activation) ? f(Gated{}) : f(Ungated{});
+  return is_gated(activation) ? f(GatedActivations{}) : f(UngatedActivations{});
 }
 
-// f(those that share a kernel of vectors): of gated ones each has its own, for together they spill.
+// Calls f with the activations that share a vectorized kernel. Each gated activation has its own kernel, because in one
+// kernel they spill.
 template <class F>
 int dispatch_activations(Activation activation, F f) {
   switch (activation) {
-    case Activation::kSwiglu: return f(AnyOf<Activation::kSwiglu>{});
-    case Activation::kGeglu: return f(AnyOf<Activation::kGeglu>{});
-    case Activation::kSwigluOai: return f(AnyOf<Activation::kSwigluOai>{});
-    default: return f(Ungated{});
+    case Activation::kSwiglu: return f(ActivationSet<Activation::kSwiglu>{});
+    case Activation::kGeglu: return f(ActivationSet<Activation::kGeglu>{});
+    case Activation::kSwigluOai: return f(ActivationSet<Activation::kSwigluOai>{});
+    default: return f(UngatedActivations{});
   }
 }
 

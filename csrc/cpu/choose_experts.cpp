@@ -148,9 +148,9 @@ void choose_experts_backward_cpu(const ChooseExpertsBackwardParams& p) {
       std::fill(slot_of.begin(), slot_of.end(), -1);
       for (int64_t slot = 0; slot < p.top_k; ++slot) {
         const int64_t id = p.id(t, slot);
-        if (id >= 0 && id < p.E) slot_of[p.of_chosen ? slot : id] = int(slot);
-        else if (p.of_chosen) logits[slot] = -std::numeric_limits<float>::infinity();
-        if (p.of_chosen) expert[slot] = int(id);
+        if (id >= 0 && id < p.E) slot_of[p.chosen_only ? slot : id] = int(slot);
+        else if (p.chosen_only) logits[slot] = -std::numeric_limits<float>::infinity();
+        if (p.chosen_only) expert[slot] = int(id);
       }
       score_row(p.scoring, logits.data(), width, score, slope);
       chosen.clear();
@@ -171,12 +171,12 @@ void choose_experts_backward_cpu(const ChooseExpertsBackwardParams& p) {
       } else {
         for (const int e : chosen) w[e] *= slope[e];
       }
-      if (p.of_chosen) {
+      if (p.chosen_only) {
         std::fill(dlogits.begin(), dlogits.end(), 0.f);
         for (const int slot : chosen)
           if (logits[slot] != -std::numeric_limits<float>::infinity()) dlogits[expert[slot]] = w[slot];
       }
-      store_row(p, t, (p.of_chosen ? dlogits : w).data());
+      store_row(p, t, (p.chosen_only ? dlogits : w).data());
     }
   });
 }

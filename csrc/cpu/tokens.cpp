@@ -46,10 +46,10 @@ void by_rank(const TokensByRankParams& p) {
   }
 }
 
-void copy_column(const PackTokensParams& p, const Column& c, int64_t source, char* row) {
+void copy_column(const PackTokensParams& p, const MessageColumn& c, int64_t source, char* row) {
   const char* from = static_cast<const char*>(c.from) + source * c.row_stride;
   const int bytes = bytes_of(c.unit);
-  const bool is_id = c.unit == Unit::kInt32Id || c.unit == Unit::kInt64Id;
+  const bool is_id = c.unit == CopyUnit::kInt32Id || c.unit == CopyUnit::kInt64Id;
   if (!is_id && c.unit_stride == bytes) {
     std::memcpy(row + c.offset, from, c.units * bytes);
     return;
@@ -57,8 +57,8 @@ void copy_column(const PackTokensParams& p, const Column& c, int64_t source, cha
   for (int64_t u = 0; u < c.units; ++u) {
     const char* unit = from + u * c.unit_stride;
     uint32_t id = 0;
-    if (c.unit == Unit::kInt32Id) id = id_from_one(*reinterpret_cast<const int*>(unit), p.num_experts);
-    if (c.unit == Unit::kInt64Id) id = id_from_one(*reinterpret_cast<const int64_t*>(unit), p.num_experts);
+    if (c.unit == CopyUnit::kInt32Id) id = one_based_id(*reinterpret_cast<const int*>(unit), p.num_experts);
+    if (c.unit == CopyUnit::kInt64Id) id = one_based_id(*reinterpret_cast<const int64_t*>(unit), p.num_experts);
     std::memcpy(row + c.offset + u * bytes, is_id ? reinterpret_cast<const char*>(&id) : unit, bytes);
   }
 }

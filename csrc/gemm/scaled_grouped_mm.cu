@@ -18,17 +18,15 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) prepare_offs_kernel(MOE_GRID_CONS
   __shared__ int end[kMaxExperts];
   const int t = threadIdx.x;
   wait_for_previous_kernel();
-  for (int e = t; e < p.E; e += kThreads) end[e] = clamp_offset(p.offs[e], p.limit);
-  __syncthreads();
-  block_scan(end, p.E, Max{});
+  clamp_and_scan_offs(end, p.offs, p.E, p.limit, 1);  // the last end is stored as it is, so rounding comes later
   for (int e = t; e < p.E; e += kThreads) p.safe_offs[e] = end[e] / p.multiple * p.multiple;
   if (t == 0) p.safe_offs[p.E] = end[p.E - 1];
 }
 
-// From a first row on; or, where each is a group, by blockIdx.y, those that own nothing of the sum.
+// Zeros the rows from *first on. Or, if `first` is null, rows are groups, and blockIdx.y is zeroed if it is empty.
 struct ZeroRows {
   uint32_t* out;
-  const int *first, *ends;  // one of them, the other is null
+  const int *first, *ends;  // one of them is null
   int64_t rows, row_words;
 };
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) zero_rows_kernel(MOE_GRID_CONSTANT const ZeroRows p) {
@@ -44,10 +42,10 @@ struct AddGroups {
   Vec16* out;
   const Vec16* product;
   const int* ends;
-  int64_t group_eights;  // of elements
+  int64_t group_eights;  // vectors of 8 elements in a group
   bool out_float32, product_float32;
 };
-// Eight neighbours as float32, from two vectors or from one of bfloat16.
+// Loads eight neighbouring elements as float32: two vectors of float32, or one of bfloat16.
 MOE_DEVICE void load_eight(const Vec16* from, int64_t i, bool is_float32, float (&v)[8]) {
   const Vec16 first = from[is_float32 ? 2 * i : i], second = is_float32 ? from[2 * i + 1] : Vec16{};
   for (int j = 0; j < 8; ++j)

@@ -130,7 +130,7 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
   QuantizeActivatedParams p = {};
   p.activation = check_activation(kQuantize, activation);
   p.h = gates_of(kQuantize, h, in_type(h), p.activation, interleaved);
-  QuantizeParams &a = p.of_a, &of_h = p.of_h;
+  QuantizeParams &a = p.quantize_a, &of_h = p.quantize_h;
   a.format = check_format(kQuantize, format);
   const Format& f = format_of(a.format);
   a.rounding = check_rounding(kQuantize, f, rounding);
@@ -206,7 +206,7 @@ Results<8> quantize_activated_backward_op(const Tensor& grad, const Tensor& h, s
   ActivateBackwardParams& gradients = p.gradients;
   const GradientArguments given = {kGrad, kH, kScores, kScale, kIndices, grad, h, scores, h_scale, indices};
   gradients = check_gradients(given, activation, interleaved);
-  QuantizeParams &of_grad = p.of_dh, &of_a = p.of_a;
+  QuantizeParams &of_grad = p.quantize_dh, &of_a = p.quantize_a;
   of_grad.format = check_format(kOp, format);
   if (h_scale) gradients.h.scale = check_h_scale(kScale, h, *h_scale, format);
   of_grad.rounding = check_rounding(kOp, format_of(of_grad.format), rounding);

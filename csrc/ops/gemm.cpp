@@ -31,12 +31,12 @@ Product checked(const OpArguments& of, const Tensor& a, const Tensor& b, const T
   check(of.b, b, a);
   const int64_t k_dim = b.dim - 2, n_dim = b.dim - 1;
   ScaledGroupedMmParams p = {};
-  p.groups_of_sum = b.dim == 2;
+  p.k_grouped = b.dim == 2;
   p.M = a.sizes[0];
   if (indices && !top_k) fail(of.op, ": top_k must be given with indices, got None");
   if (top_k && !indices) fail(of.op, ": indices must be given with top_k, got None");
   if (indices) {
-    if (p.groups_of_sum) fail(of.op, ": indices must be None with b of 2 dimensions, got a tensor");
+    if (p.k_grouped) fail(of.op, ": indices must be None with b of 2 dimensions, got a tensor");
     p.index = check_indices(kIndices, *indices, a, a.sizes[0], *top_k);
     p.M = indices->sizes[0];
   }
@@ -44,19 +44,19 @@ Product checked(const OpArguments& of, const Tensor& a, const Tensor& b, const T
   p.N = b.sizes[n_dim];
   if (b.sizes[k_dim] != p.K)
     fail(of.op, ": b must have size ", p.K, " in dimension ", k_dim, " (the last of a), got ", b.sizes[k_dim]);
-  const int64_t grouped = p.groups_of_sum ? p.K : p.M;
-  check_offs(of.offs, offs, a, grouped, indices ? "indices" : p.groups_of_sum ? "columns" : "rows");
+  const int64_t grouped = p.k_grouped ? p.K : p.M;
+  check_offs(of.offs, offs, a, grouped, indices ? "indices" : p.k_grouped ? "columns" : "rows");
   p.E = offs.sizes[0];
-  if (!p.groups_of_sum && b.sizes[0] != p.E)
+  if (!p.k_grouped && b.sizes[0] != p.E)
     fail(of.op, ": b must hold one expert for each of the ", p.E, " entries of offs, got ", b.sizes[0]);
   check_align(of.op, align);
-  if (p.groups_of_sum) validate_aligned(of.offs, offs, align);
+  if (p.k_grouped) validate_aligned(of.offs, offs, align);
   if (f.block)
     check_limit(of.op, indices ? "indices" : "a", padded_extent(grouped, p.E, kGroupScales),
-                p.groups_of_sum ? "columns with padding" : "rows with padding");
+                p.k_grouped ? "columns with padding" : "rows with padding");
   check(of.scale_a, scale_a, a);
   check(of.scale_b, scale_b, a);
-  if (p.groups_of_sum) {
+  if (p.k_grouped) {
     p.scale_a = scales_of_tokens(of.scale_a, scale_a, f, p.M, p.K, offs);
     p.scale_b = scales_of_tokens(of.scale_b, scale_b, f, p.N, p.K, offs, true);
     if (f.order == ScaleOrder::kColumnMajor) check_size(of.scale_b, scale_b, 0, scale_a.sizes[1]);  // of one sum
@@ -116,7 +116,7 @@ Results<0> add_scaled_grouped_mm_op(const Tensor& total, const Tensor& a, const 
   const int64_t sizes[] = {product.p.E, product.p.M, product.p.N};
   check_sizes(kTotal, total, sizes, 3);
   product.p.out_float32 = total.dtype == kFloat32;
-  product.p.adds = true;
+  product.p.accumulate = true;
   product.total = &total;
   const Call call(kAdd, "a", a);  // backends look at the device that it sets
   Handle(backend_of(kAdd, product).run(call, product));

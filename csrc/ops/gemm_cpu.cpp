@@ -33,26 +33,26 @@ Handle multiply(const Call& call, const Handle& a, const Handle& b, int64_t rows
 }  // namespace
 
 void scaled_grouped_mm_cpu(const Call& call, const ScaledGroupedMmParams& p) {
-  const std::vector<int> ends = safe_ends(p.offs, p.E, p.groups_of_sum ? p.K : p.M);
-  const int64_t out_bytes = (p.groups_of_sum ? p.E * p.M : p.M) * p.N * (p.out_float32 ? 4 : 2);
+  const std::vector<int> ends = safe_ends(p.offs, p.E, p.k_grouped ? p.K : p.M);
+  const int64_t out_bytes = (p.k_grouped ? p.E * p.M : p.M) * p.N * (p.out_float32 ? 4 : 2);
   if (out_bytes == 0) return;
-  if (!p.adds) std::memset(p.out, 0, out_bytes);
+  if (!p.accumulate) std::memset(p.out, 0, out_bytes);
   const bool rowwise = p.scale_a.block_size == 0, by_position = p.scale_a.layout == ScaleLayout::kE8M0;
-  const bool blocked_rows = p.scale_a.layout == ScaleLayout::kBlocked && !p.groups_of_sum;
+  const bool blocked_rows = p.scale_a.layout == ScaleLayout::kBlocked && !p.k_grouped;
   int64_t at = 0;  // of the group's scales, in rows or columns
   for (int64_t e = 0, start = 0, next = 0; e < p.E; start = ends[e++], at = next) {
-    const int64_t size = ends[e] - start, rows = p.groups_of_sum ? p.M : size, n = p.groups_of_sum ? size : p.K;
+    const int64_t size = ends[e] - start, rows = p.k_grouped ? p.M : size, n = p.k_grouped ? size : p.K;
     next = at + round_up<int64_t>(size, kGroupScales);
     if (size == 0) continue;
-    const uint8_t* of_a = p.a + start * (p.groups_of_sum ? 1 : p.a_stride);
-    const uint8_t* of_b = p.b + (p.groups_of_sum ? start : e * p.b_group_stride);
-    const int64_t scale_row = blocked_rows ? at : p.groups_of_sum ? 0 : start;
-    const int64_t block = p.groups_of_sum && !rowwise ? (by_position ? start : at) / p.scale_a.block_size : 0;
-    const int64_t group_of_a = p.groups_of_sum ? e : 0;
+    const uint8_t* of_a = p.a + start * (p.k_grouped ? 1 : p.a_stride);
+    const uint8_t* of_b = p.b + (p.k_grouped ? start : e * p.b_group_stride);
+    const int64_t scale_row = blocked_rows ? at : p.k_grouped ? 0 : start;
+    const int64_t block = p.k_grouped && !rowwise ? (by_position ? start : at) / p.scale_a.block_size : 0;
+    const int64_t group_of_a = p.k_grouped ? e : 0;
     const Handle a = dequantized(call, p.a_type, of_a, p.scale_a, group_of_a, scale_row, block, p.a_stride, rows, n);
     const Handle b = dequantized(call, p.b_type, of_b, p.scale_b, e, 0, block, p.b_stride, p.N, n);
     const Handle sum = multiply(call, a, b, rows, p.N, n);
-    const int64_t first = p.groups_of_sum ? e * p.M : start;  // of the group's rows in out and scale_a
+    const int64_t first = p.k_grouped ? e * p.M : start;  // of the group's rows in out and scale_a
     parallel(rows, rows * p.N, [&, from = data<float>(sum), N = p.N](int64_t begin, int64_t end) {
       const float* scales_a = static_cast<const float*>(p.scale_a.data);
       const float* scale_b = static_cast<const float*>(p.scale_b.data) + (rowwise ? e * N : 0);
@@ -62,9 +62,9 @@ void scaled_grouped_mm_cpu(const Call& call, const ScaledGroupedMmParams& p) {
         auto scaled = [=](int64_t c) { return rowwise ? from[r * N + c] * scale_a * scale_b[c] : from[r * N + c]; };
         auto* out32 = static_cast<float*>(p.out) + row;
         auto* out16 = static_cast<uint16_t*>(p.out) + row;
-        if (p.out_float32) for (int64_t c = 0; c < N; ++c) out32[c] = p.adds ? out32[c] + scaled(c) : scaled(c);
+        if (p.out_float32) for (int64_t c = 0; c < N; ++c) out32[c] = p.accumulate ? out32[c] + scaled(c) : scaled(c);
         else for (int64_t c = 0; c < N; ++c)
-          out16[c] = BF16::from_float(p.adds ? BF16::to_float(out16[c]) + scaled(c) : scaled(c));
+          out16[c] = BF16::from_float(p.accumulate ? BF16::to_float(out16[c]) + scaled(c) : scaled(c));
       }
     });
   }

@@ -91,7 +91,7 @@ Results<1> quantize_and_pack_op(const Tensor& x, const std::optional<Tensor>& to
                            &kInverse = argument(kQuantize, "inverse");
   check(kX, x);
   QuantizeAndPackParams p = {};
-  QuantizeParams& of_x = p.of_x;
+  QuantizeParams& of_x = p.quantize_x;
   of_x.format = check_format(kQuantize, format);
   of_x.rounding = check_rounding(kQuantize, format_of(of_x.format), rounding);
   // A token's scales lie side by side.

@@ -36,6 +36,8 @@ MOE_DEVICE uint32_t shfl_xor(uint32_t v, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, v, lane_mask);
 #endif
 }
+MOE_DEVICE int shfl_xor(int v, int lane_mask) { return int(shfl_xor(uint32_t(v), lane_mask)); }
+MOE_DEVICE float shfl_xor(float v, int lane_mask) { return as_float(shfl_xor(as_bits(v), lane_mask)); }
 MOE_DEVICE uint32_t shfl_up(uint32_t v, int delta) {
 #if defined(MOE_HIP)
   return __shfl_up(v, delta);
@@ -68,33 +70,6 @@ MOE_DEVICE float wave_sum(float v) {
 #pragma unroll
   for (int mask = kWarpSize / 2; mask > 0; mask >>= 1) v += as_float(shfl_xor(as_bits(v), mask));
   return v;
-}
-// Of n values of every lane, a power of two of them, the sum over kLanes lanes of number number_of_lane<n>(lane): lanes
-// share the values out, each adds up a half of them, then a quarter. Neighbours are added first, then lanes 2 apart.
-template <int kLanes = kWarpSize, int kMask = 1, int n>
-MOE_DEVICE float neighbour_sums(const float (&values)[n]) {
-  if constexpr (n == 1) {
-    float v = values[0];
-#pragma unroll
-    for (int mask = kMask; mask < kLanes; mask *= 2) v += as_float(shfl_xor(as_bits(v), mask));
-    return v;
-  } else {
-    const bool upper = threadIdx.x & kMask;
-    float half[n / 2];
-#pragma unroll
-    for (int i = 0; i < n / 2; ++i) {
-      const float own = upper ? values[n / 2 + i] : values[i], sent = upper ? values[i] : values[n / 2 + i];
-      half[i] = own + as_float(shfl_xor(as_bits(sent), kMask));
-    }
-    return neighbour_sums<kLanes, 2 * kMask>(half);
-  }
-}
-template <int n>
-MOE_DEVICE int number_of_lane(int lane) {
-  int number = 0;
-#pragma unroll
-  for (int bit = 1; bit < n; bit *= 2) number = 2 * number + lane / bit % 2;
-  return number;
 }
 // A bit a lane; bits of lanes that the wave does not have are zero.
 #if defined(MOE_HIP)

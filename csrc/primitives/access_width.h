@@ -6,7 +6,7 @@ namespace moe_fp8 {
 
 template <class In>
 struct VectorAccess {
-  using Held = Vec16;
+  using Raw = Vec16;
   static constexpr int kElements = 16 / sizeof(typename In::Bits);
   explicit MOE_HD VectorAccess(InType) {}
 
@@ -32,7 +32,7 @@ struct VectorAccess {
 };
 
 struct ElementAccess {
-  using Held = uint32_t;
+  using Raw = uint32_t;
   static constexpr int kElements = 1;
   InType type;
   explicit MOE_HD ElementAccess(InType type) : type(type) {}

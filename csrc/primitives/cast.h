@@ -3,7 +3,7 @@
 #include "numerics/scale.h"
 #include "platform/arithmetic.h"
 #include "platform/convert.h"
-#include "platform/waves.h"
+#include "primitives/row_reduce.h"
 
 namespace moe_fp8 {
 
@@ -17,6 +17,10 @@ MOE_DEVICE uint32_t max_magnitude(uint32_t a, uint32_t b) {
     return x > y ? x : y;
   }
 }
+template <class In>
+struct MaxMagnitude {
+  MOE_DEVICE uint32_t operator()(uint32_t a, uint32_t b) const { return max_magnitude<In>(a, b); }
+};
 // float32 bits of magnitude i of a word of such results.
 template <class In>
 MOE_DEVICE uint32_t magnitude_bits(uint32_t word, int i) { return as_bits(element<In>(word, i)) & 0x7fffffffu; }
@@ -27,30 +31,18 @@ MOE_DEVICE uint32_t max_within(uint32_t a, uint32_t b) {
   return max_magnitude<In>((a & 0xffffu) | b << 16, a >> 16 | (b & 0xffff0000u));
 }
 
-// Lanes whose numbers differ in kMask share `word` out, each takes the largest of a half; then those of the next mask.
-template <class In, int kMask, int kWords>
-MOE_DEVICE uint32_t max_over_lanes(const uint32_t (&word)[kWords], int lane) {
-  constexpr int n = kWords > 1 ? kWords / 2 : 1;
-  uint32_t half[n];
-#pragma unroll
-  for (int i = 0; i < n; ++i) {
-    const uint32_t lower = word[i], upper = word[kWords - n + i];
-    half[i] = max_magnitude<In>(lane & kMask ? upper : lower, shfl_xor(lane & kMask ? lower : upper, kMask));
-  }
-  if constexpr (kMask > 1) return max_over_lanes<In, kMask / 2>(half, lane);
-  return half[0];
-}
-// Of a word of such results for each of kRows rows: the float32 bits of the largest magnitude over kLanes neighbouring
-// lanes, of row (lane * kRows / kLanes). kRows: a power of two, at most kLanes.
+// Returns the float32 bits of the largest magnitude of row lane * kRows / kLanes, over kLanes neighbouring lanes. Each
+// lane brings a word of magnitudes for each of kRows rows, a power of two of at most kLanes.
 template <class In, int kLanes, int kRows>
-MOE_DEVICE uint32_t amax_of_rows(const uint32_t (&of_row)[kRows], int lane) {
+MOE_DEVICE uint32_t amax_of_rows(const uint32_t (&rows)[kRows], int lane) {
   if constexpr (kPerWord<In> == 1) {
-    return magnitude_bits<In>(max_over_lanes<In, kLanes / 2>(of_row, lane), 0);
+    return magnitude_bits<In>(reduce_scatter_lanes<kLanes>(rows, lane, MaxMagnitude<In>{}), 0);
   } else {
     uint32_t two_rows[kRows / 2];
 #pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) two_rows[i] = max_within<In>(of_row[2 * i], of_row[2 * i + 1]);
-    return magnitude_bits<In>(max_over_lanes<In, kLanes / 2>(two_rows, lane), lane * kRows / kLanes % 2);
+    for (int i = 0; i < kRows / 2; ++i) two_rows[i] = max_within<In>(rows[2 * i], rows[2 * i + 1]);
+    const uint32_t word = reduce_scatter_lanes<kLanes>(two_rows, lane, MaxMagnitude<In>{});
+    return magnitude_bits<In>(word, lane * kRows / kLanes % 2);
   }
 }
 

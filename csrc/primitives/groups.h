@@ -2,6 +2,7 @@
 #pragma once
 #include "numerics/groups.h"
 #include "platform/waves.h"
+#include "primitives/functional.h"
 
 namespace moe_fp8 {
 
@@ -32,15 +33,6 @@ constexpr int kLine = 128;  // positions in a line tile: one full cache line of 
 
 MOE_HD int line_tiles(int begin, int end) { return end > begin ? (end - 1) / kLine - begin / kLine + 1 : 0; }
 
-// What scans combine: values of at least 0.
-struct Sum { MOE_DEVICE int operator()(int a, int b) const { return a + b; } };
-struct Max { MOE_DEVICE int operator()(int a, int b) const { return a > b ? a : b; } };
-struct Min { MOE_DEVICE int operator()(int a, int b) const { return a < b ? a : b; } };
-struct SumUpTo {  // saturates, hence never overflows
-  int limit;
-  MOE_DEVICE int operator()(int a, int b) const { return a < limit - b ? a + b : limit; }
-};
-
 // In place inclusive scan of data[0..n) by the whole block; ends with a barrier.
 template <class Combine>
 MOE_DEVICE void block_scan(int* data, int n, Combine combine) {
@@ -64,15 +56,22 @@ MOE_DEVICE void block_scan(int* data, int n, Combine combine) {
   }
 }
 
-// offs [E] may hold anything: it is clamped into [0, rows], rounded down to `multiple` and made monotonic. `positions`
-// is the extent of the padded layout.
+// Makes offs [E], which may hold anything, safe: ends[e] is offs[e] clamped into [0, limit], rounded down to `multiple`
+// and not below ends[e - 1]. Called by the whole block with ends in shared memory; ends with a barrier.
+MOE_DEVICE void clamp_and_scan_offs(int* ends, const int* offs, int E, int limit, int multiple) {
+  const int threads = blockDim.x * blockDim.y, t = threadIdx.y * blockDim.x + threadIdx.x;
+  for (int e = t; e < E; e += threads) ends[e] = clamp_offset(offs[e], limit) / multiple * multiple;
+  __syncthreads();
+  block_scan(ends, E, Max{});
+}
+
+// Called by the whole block; ends with a barrier. offs [E] may hold anything. `positions` is the extent of the padded
+// layout.
 MOE_DEVICE void build_group_table(const GroupTable& table, const int* offs, int E, int rows, int positions, int align,
                                   int multiple = 1) {
   const int threads = blockDim.x * blockDim.y, t = threadIdx.y * blockDim.x + threadIdx.x;
   if (t == 0) table.row[0] = table.pos[0] = 0;
-  for (int e = t; e < E; e += threads) table.row[e + 1] = clamp_offset(offs[e], rows) / multiple * multiple;
-  __syncthreads();
-  block_scan(table.row + 1, E, Max{});
+  clamp_and_scan_offs(table.row + 1, offs, E, rows, multiple);
   for (int e = t; e < E; e += threads) table.pos[e + 1] = round_up(table.row[e + 1] - table.row[e], align);
   __syncthreads();
   block_scan(table.pos + 1, E, Sum{});

@@ -1,5 +1,5 @@
-// Columns that have one scale for the whole batch. What a token's slots share is done once a token: a pass finds every
-// column's amax, one casts x to fp8 as it lies, and one moves bytes to the slots and transposes them.
+// One scale per column of the whole batch. Work that the slots of a token share is done once per token: a kernel finds
+// the amax of every column, one casts x to fp8 in place, and one moves bytes to the slots and transposes them.
 #pragma once
 #include "platform/launch.h"
 #include "primitives/transpose.h"
@@ -8,20 +8,19 @@
 
 namespace moe_fp8 {
 
-// Of the first two: a lane has 16 bytes of a row, a row of threads every eighth row of a block's share of a panel of
-// columns.
+// In the first two kernels a lane has 16 bytes of a row, and a row of threads takes every eighth row of the block's
+// share of a panel of columns.
 constexpr int kThreadRows = 8, kColumnThreads = kThreadRows * kLanes;
-constexpr int kColumnBlocks = 4;  // of a multiprocessor
 
-// The lane's columns of a share's rows.
+// Walks the rows of a share, at the lane's columns.
 template <class T>
 struct ColumnWalk {
-  const ColumnsPlan& p;
+  const BatchColumnsPlan& p;
   int share;
   int64_t column;
-  int first, end;  // of x, of the row of threads
+  int first, end;  // rows of x that this row of threads walks
 
-  MOE_DEVICE explicit ColumnWalk(const ColumnsPlan& p) : p(p), share(int(blockIdx.x / p.panels)) {
+  MOE_DEVICE explicit ColumnWalk(const BatchColumnsPlan& p) : p(p), share(int(blockIdx.x / p.panels)) {
     column = (int64_t(blockIdx.x % p.panels) * kLanes + threadIdx.x) * T::kVec;
     const int64_t begin = int64_t(share) * p.share, rows = p.x_rows - begin;
     first = int(begin) + threadIdx.y;
@@ -38,9 +37,9 @@ struct ColumnWalk {
   }
 };
 
-// Step 1. Where positions come from, and which rows are taken; what was zeros before.
-constexpr int kSourceThreads = 256, kSourceBlocks = 4;  // of a multiprocessor
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kSourceThreads, 1) find_sources_kernel(MOE_GRID_CONSTANT const ColumnsPlan p) {
+// Step 1. Finds the row of x of every position, and marks the rows that any position has. The marks were zero before.
+constexpr int kSourceThreads = 256;
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kSourceThreads, 1) find_sources_kernel(MOE_GRID_CONSTANT const BatchColumnsPlan p) {
   __shared__ int words[GroupTable::words(kMaxExperts)];
   const int E = int(p.E);
   const GroupTable groups(words, E);
@@ -53,44 +52,45 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kSourceThreads, 1) find_sources_kernel(MOE_GRI
   const int64_t thread = int64_t(blockIdx.x) * kSourceThreads + threadIdx.x;
   for (int64_t at = thread; at < p.positions; at += threads) {
     const int e = GroupTable::find(groups.pos, E, int(at)), i = int(at) - groups.pos[e];
-    const bool there = e < E && i < groups.rows(e);
-    const int source = there ? int(source_row(p, groups.row[e] + i)) : -1;
+    const bool has_row = e < E && i < groups.rows(e);
+    const int source = has_row ? int(source_row(p, groups.row[e] + i)) : -1;
     p.source[at] = source;
-    if (source >= 0) p.taken[source] = 1;
+    if (source >= 0) p.is_used[source] = 1;
   }
 }
 
-// Step 2. Maxima of the rows that are taken come together in memory, in any order.
+// Step 2. Finds the maxima of the rows that are used. Blocks combine them in global memory, in any order.
 template <class T>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, kColumnBlocks)
-    find_amax_kernel(MOE_GRID_CONSTANT const ColumnsPlan p) {
-  __shared__ float of_thread_row[kThreadRows][kLanes * T::kVec];
+    find_amax_kernel(MOE_GRID_CONSTANT const BatchColumnsPlan p) {
+  __shared__ float thread_row_amax[kThreadRows][kLanes * T::kVec];
   wait_for_previous_kernel();
   const ColumnWalk<T> walk(p);
   float amax[T::kVec] = {};
 #pragma unroll 4
   for (int r = walk.first; r < walk.end; r += kThreadRows) {
     const Vec16 v = walk.template load<Reuse::kSoon>(r);
-    const bool taken = p.taken[r];  // not waited for before the load
+    const bool is_used = p.is_used[r];  // loaded beside the row: a branch on it would delay the row
 #pragma unroll
-    for (int i = 0; i < T::kVec; ++i) amax[i] = taken ? max_finite(amax[i], walk.element_of(v, i)) : amax[i];
+    for (int i = 0; i < T::kVec; ++i) amax[i] = is_used ? max_finite(amax[i], walk.element_of(v, i)) : amax[i];
   }
 #pragma unroll
-  for (int i = 0; i < T::kVec; ++i) of_thread_row[threadIdx.y][threadIdx.x * T::kVec + i] = amax[i];
+  for (int i = 0; i < T::kVec; ++i) thread_row_amax[threadIdx.y][threadIdx.x * T::kVec + i] = amax[i];
   __syncthreads();
   const int64_t first = int64_t(blockIdx.x % p.panels) * kLanes * T::kVec;
   for (int c = threadIdx.y * kLanes + threadIdx.x; c < kLanes * T::kVec; c += kColumnThreads) {
-    float most = 0;
+    float column_amax = 0;
 #pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) most = fmaxf(most, of_thread_row[i][c]);
-    if (first + c < p.K && most > 0) atomicMax(p.amax + first + c, as_bits(most));  // bits are as floats are ordered
+    for (int i = 0; i < kThreadRows; ++i) column_amax = fmaxf(column_amax, thread_row_amax[i][c]);
+    if (first + c < p.K && column_amax > 0)
+      atomicMax(p.amax + first + c, as_bits(column_amax));  // bits of positive floats are ordered as the floats
   }
 }
 
-// Step 3. From the last row back: the L2 still has the last that the step before has read.
+// Step 3. Casts x from the last row back: the L2 still has the rows that step 2 read last.
 template <class T>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, kColumnBlocks)
-    quantize_columns_kernel(MOE_GRID_CONSTANT const ColumnsPlan p) {
+    quantize_batch_columns_kernel(MOE_GRID_CONSTANT const BatchColumnsPlan p) {
   wait_for_previous_kernel();
   const ColumnWalk<T> walk(p);
   if (walk.column >= p.stride) return;

@@ -1,4 +1,5 @@
-// Rows of x and the amax of its columns from one read. Blocks walk rows, a thread a vector of each.
+// Quantizes rows of x and finds the amax of its columns, from one read. Blocks walk rows; a thread has one vector of
+// each.
 #include "platform/launch.h"
 #include "primitives/groups.h"
 #include "quantize/batch_columns_plan.h"
@@ -8,39 +9,40 @@ namespace moe_fp8 {
 namespace {
 
 using Types = TypesOf<BF16>;
-constexpr int kRows = kWarpSize == 32 ? 4 : 2;  // at once, as registers are for
-constexpr int kShare = kWarpSize / kRows;  // lanes of a wave that end up with what is of one
-constexpr int kMostThreads = kLongestBatchRow / Types::kVec;  // that share a row; a multiprocessor holds so many
-constexpr int kUsualThreads = 256;  // of a block of several teams
+constexpr int kRows = kWarpSize == 32 ? 4 : 2;                // rows at once that registers allow
+constexpr int kLanesPerRow = kWarpSize / kRows;               // lanes of a wave that end up with the amax of a row
+constexpr int kMaxRowThreads = kLongestBatchRow / Types::kVec;  // threads of a row; a multiprocessor holds so many
+constexpr int kUsualThreads = 256;                            // threads of a block of several teams
 
-struct BatchRowsPlan : ColumnsPlan {
-  int blocks;  // of a share of the rows
-  int vecs;    // of a row
+struct BatchRowsPlan : BatchColumnsPlan {
+  int blocks;  // blocks of a share of the rows
+  int vecs;    // vectors of a row
 };
 
-// The word of a pair, zero where it is not finite.
+// A word of two elements, with zero in place of an element that is not finite.
 template <class In>
 MOE_DEVICE uint32_t finite_word(uint32_t word) {
   static_assert(kPerWord<In> == 2);
-  const auto kept = [&](int i, uint32_t half) { return magnitude_bits<In>(word, i) < F32::kInfinity ? half : 0; };
-  return word & (kept(0, 0xffffu) | kept(1, 0xffff0000u));
+  const auto mask = [&](int i, uint32_t half) { return magnitude_bits<In>(word, i) < F32::kInfinity ? half : 0; };
+  return word & (mask(0, 0xffffu) | mask(1, 0xffff0000u));
 }
 
-// What waves tell their team of rows, in turns: who is late may still read what was said before.
-using OfWaves = uint32_t[2][kRows][kMostThreads / 32];
+// Maxima that the waves of a row exchange. Double-buffered: a slow wave may still read the previous rows' values.
+using WaveAmax = uint32_t[2][kRows][kMaxRowThreads / 32];
 
-// Rows of a share that are a block's: some for each of its teams at once, and then those behind the other blocks'.
-// Behind the share's last row it comes once more, and so does a row's last vector: the same maxima and the same bytes.
+// The rows of a share that a block walks: kRows for each of its teams at once, then the rows behind those of the other
+// blocks. Out-of-range rows repeat the last row, and out-of-range threads the last vector: same maxima, same bytes, no
+// branch.
 template <class T>
 struct BatchWalk {
   using In = typename T::In;
   const BatchRowsPlan& p;
   int begin, end, step, v;
-  uint32_t most[4] = {};  // of the thread's columns, magnitudes of a pair
+  uint32_t column_amax[4] = {};  // of the thread's columns, two to a word
 
-  struct Held {
+  struct Rows {
     Vec16 x[kRows];
-    int taken[kRows];
+    int is_used[kRows];
   };
 
   MOE_DEVICE explicit BatchWalk(const BatchRowsPlan& p) : p(p) {
@@ -52,79 +54,81 @@ struct BatchWalk {
     v = Min{}(int(threadIdx.x), p.vecs - 1);
   }
   MOE_DEVICE int row(int at, int i) const { return Min{}(at + int(threadIdx.y) + i * int(blockDim.y), end - 1); }
-  MOE_DEVICE Held load(int at) const {
-    Held held;
+  MOE_DEVICE Rows load(int at) const {
+    Rows rows;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      held.x[i] = load_vec<T>(p, find_element<T>(p, row(at, i) * p.row_stride), v);
-      held.taken[i] = p.taken[row(at, i)];
+      rows.x[i] = load_vec<T>(p, find_element<T>(p, row(at, i) * p.row_stride), v);
+      rows.is_used[i] = p.is_used[row(at, i)];
     }
-    return held;
+    return rows;
   }
   MOE_DEVICE void raise(const Vec16& x, bool finite) {
 #pragma unroll
-    for (int w = 0; w < 4; ++w) most[w] = max_magnitude<In>(most[w], finite ? x.w[w] : finite_word<In>(x.w[w]));
+    for (int w = 0; w < 4; ++w)
+      column_amax[w] = max_magnitude<In>(column_amax[w], finite ? x.w[w] : finite_word<In>(x.w[w]));
   }
-  MOE_DEVICE void walk(OfWaves& of_waves) {
-    const int lane = threadIdx.x % kWarpSize, own = lane / kShare, of_share = lane % kShare;
+  MOE_DEVICE void walk(WaveAmax& wave_amax) {
+    const int lane = threadIdx.x % kWarpSize, own = lane / kLanesPerRow, rank = lane % kLanesPerRow;
     const int waves = blockDim.x / kWarpSize, team = threadIdx.y * waves;
-    Held held = load(begin);
+    Rows rows = load(begin);
     for (int at = begin, turn = 0; at < end; at += step, turn ^= 1) {
-      uint32_t* const told = of_waves[turn][own] + team;
+      uint32_t* const of_row = wave_amax[turn][own] + team;
       uint32_t amax = 0;
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
-        if (const uint32_t of_wave = warp_max(amax_bits<In>(max_vec<In>(held.x[i]))); i == own) amax = of_wave;
-      if (of_share == 0) told[threadIdx.x / kWarpSize] = amax;
-      const Held next = load(at + step);  // under way while the team agrees on scales, and casts
+        if (const uint32_t row_amax = warp_max(amax_bits<In>(max_vec<In>(rows.x[i]))); i == own) amax = row_amax;
+      if (rank == 0) of_row[threadIdx.x / kWarpSize] = amax;
+      const Rows next = load(at + step);  // in flight while the team exchanges maxima and casts
       if (waves > 1) __syncthreads();
       else wave_barrier();
-      for (int w = of_share; w < waves; w += kShare) amax = Max{}(amax, told[w]);
+      for (int w = rank; w < waves; w += kLanesPerRow) amax = Max{}(amax, of_row[w]);
 #pragma unroll
-      for (int mask = kShare / 2; mask > 0; mask /= 2) amax = Max{}(amax, shfl_xor(amax, mask));
+      for (int mask = kLanesPerRow / 2; mask > 0; mask /= 2) amax = Max{}(amax, shfl_xor(amax, mask));
       const auto s = T::template scale_of<ScaleF32>(p, amax);
-      if (threadIdx.x < kWarpSize && of_share == 0)
+      if (threadIdx.x < kWarpSize && rank == 0)
         store_stream(static_cast<float*>(p.scale) + row(at, own), s.dequant());
       T::with_cast(p, [&](auto cast) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          const float multiplier = as_float(shfl(as_bits(s.multiplier), i * kShare));
-          store_cast<T>(p, p.q + row(at, i) * p.K, v, held.x[i], multiplier, cast);
-          if (held.taken[i]) raise(held.x[i], multiplier == multiplier);
+          const float multiplier = as_float(shfl(as_bits(s.multiplier), i * kLanesPerRow));
+          store_cast<T>(p, p.q + row(at, i) * p.K, v, rows.x[i], multiplier, cast);
+          if (rows.is_used[i]) raise(rows.x[i], multiplier == multiplier);
         }
       });
-      held = next;
+      rows = next;
     }
   }
 };
 
 template <class T>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMostThreads, 1) quantize_batch_rows_kernel(MOE_GRID_CONSTANT const BatchRowsPlan p) {
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxRowThreads, 1)
+    quantize_batch_rows_kernel(MOE_GRID_CONSTANT const BatchRowsPlan p) {
   MOE_DYNAMIC_SMEM(smem);
-  auto* const most = reinterpret_cast<uint32_t*>(smem);  // [K]
-  __shared__ OfWaves of_waves;
+  auto* const column_amax = reinterpret_cast<uint32_t*>(smem);  // [K]
+  __shared__ WaveAmax wave_amax;
   const int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
-  for (int c = thread; c < p.K; c += threads) most[c] = 0;
+  for (int c = thread; c < p.K; c += threads) column_amax[c] = 0;
   __syncthreads();
   wait_for_previous_kernel();
   BatchWalk<T> block(p);
-  block.walk(of_waves);
+  block.walk(wave_amax);
 #pragma unroll
   for (int i = 0; i < T::kVec; ++i)
-    atomicMax(most + block.v * T::kVec + i, magnitude_bits<typename T::In>(block.most[i / 2], i % 2));
+    atomicMax(column_amax + block.v * T::kVec + i, magnitude_bits<typename T::In>(block.column_amax[i / 2], i % 2));
   __syncthreads();
   for (int c = thread; c < p.K; c += threads)
-    if (most[c] > 0) atomicMax(p.amax + c, most[c]);
+    if (column_amax[c] > 0) atomicMax(p.amax + c, column_amax[c]);
 }
 
 }  // namespace
 
-int launch_batch_rows(const ColumnsPlan& columns, void* stream) {
+int launch_batch_rows(const BatchColumnsPlan& columns, void* stream) {
   BatchRowsPlan p = {columns};
   p.vecs = int(p.K / Types::kVec);
   const int threads = round_up(p.vecs, kLargestWarp);
   const int teams = threads < kUsualThreads ? kUsualThreads / threads : 1;
-  p.blocks = device().multiprocessors * (kMostThreads / (threads * teams)) / p.shares;
+  p.blocks = device().multiprocessors * (kMaxRowThreads / (threads * teams)) / p.shares;
   if (p.blocks < 1) p.blocks = 1;
   const Launch l = {dim3(unsigned(p.shares * p.blocks)), dim3(threads, teams), stream, size_t(p.K) * sizeof(uint32_t)};
   return launch(quantize_batch_rows_kernel<Types>, l, p);

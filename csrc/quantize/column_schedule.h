@@ -1,6 +1,15 @@
-// How the strips of all groups are dealt out. A strip is 128 bytes of columns by all rows of a group. A share is what a
-// cluster of blocks works on at once: a strip, several short ones, or, in a team of clusters, a piece of a long one. A
-// part is a block's.
+// The schedule of strips.
+//
+//   strip   128 bytes of columns by all rows of a group: the columns that a cluster scales at once
+//   share   the work of one cluster at a time: a strip, several short strips, or, in a team, some lines of a long strip
+//   slice   the part of a share that one block holds
+//   team    the clusters that share a long strip; their column maxima meet in mailboxes
+//
+//              columns (128 bytes)                a cluster of 4 blocks, one strip      a team of 2 clusters
+//            +--------+--------+---                +--------+ block 0: slice            +--------+ cluster 0: share
+//   rows of  | strip  | strip  |                   |        | block 1: slice            |        |
+//   a group  |   0    |   1    |                   |        | block 2: slice            +--------+ cluster 1: share
+//            +--------+--------+---                +--------+ block 3: slice            +--------+
 #pragma once
 #include "primitives/groups.h"
 #include "quantize/progress.h"
@@ -8,32 +17,36 @@
 
 namespace moe_fp8 {
 
-struct StripsPlan : QuantizeParams {
-  int held;          // rows that a block's shared memory holds
-  uint32_t strips;   // of a group
-  int cluster_log2;  // blocks of a cluster
-  int clusters;      // no team has more, so that all of it can run at once
-  int room;          // rows of all strips that a cluster works on at once, where there are several
-  int most;          // rows of a strip that a cluster works on alone
-  bool last_first;   // groups from the last to the first
-  bool rows_beside;  // the next kernel in the stream may run beside this one
-  Pace pace;         // of that one and this
+struct ColumnsPlan : QuantizeParams {
+  int held;          // rows that a block's shared memory holds: the ring
+  uint32_t strips;   // strips of a group
+  int cluster_log2;  // log2 of the blocks of a cluster
+  int clusters;      // resident clusters: no team has more, so that a team can run at once
+  int room;          // rows that several strips may fill of a cluster together
+  int max_alone;     // rows up to which a cluster takes a strip alone
+  bool last_first;   // whether groups come from the last to the first
+  bool rows_overlap;  // whether the next kernel in the stream may run concurrently
+  ProgressThrottle throttle;  // between these two kernels
 };
 
-// A group's positions are [begin, end), counted from its q_t_offset. The last of the tokens' spans is the tail: rows
-// without a group, of which it has none, and positions without rows.
+// A group's positions are [begin, end), counted from its q_t_offset. The last span of tokens is the tail. It has
+// positions without rows, and no rows: rows of no group are not quantized along tokens.
 struct Span {
   int rows;
   int begin, end;
 };
-// Who works on a group's strips: of a long one a team of clusters, each on a share of it, of short ones a cluster on
-// several at once. Strips are split at lines of q_t, hence written in whole lines.
-struct Split { int team, lines, together_log2; };  // clusters; lines of a share; strips
-MOE_DEVICE Split split_of(const StripsPlan& p, const Span& g) {
+// How the strips of a group are shared. A team of clusters takes a long strip, each cluster a share of it. A cluster
+// takes several short strips together. Strips are split at lines of q_t, so that stores write whole lines.
+struct Split {
+  int team;           // clusters
+  int lines;          // lines of a share
+  int together_log2;  // log2 of the strips of a share
+};
+MOE_DEVICE Split split_of(const ColumnsPlan& p, const Span& g) {
   const int lines = line_tiles(g.begin, g.end), size = g.rows > 0 ? g.rows : g.end - g.begin;
-  if (size > p.most) {
-    const int wanted = (size - 1) / p.most + 1;  // no sum that may pass 2^31
-    // No team runs beside one of more than half of all clusters, so that takes them all: less than twice as many.
+  if (size > p.max_alone) {
+    const int wanted = (size - 1) / p.max_alone + 1;  // a sum would pass 2^31
+    // No other team fits beside one of more than half of all clusters. Such a team takes all of them.
     const int each = ceil_div(lines, 2 * wanted > p.clusters ? p.clusters : wanted);
     return {ceil_div(lines, each), each, 0};
   }
@@ -41,22 +54,22 @@ MOE_DEVICE Split split_of(const StripsPlan& p, const Span& g) {
   while (log2 < p.cluster_log2 && int64_t(size) << (log2 + 1) <= p.room) ++log2;
   return {1, lines, log2};
 }
-MOE_DEVICE int shares_of(const StripsPlan& p, const Split& s) {
+MOE_DEVICE int shares_of(const ColumnsPlan& p, const Split& s) {
   return s.team * int((p.strips + (1u << s.together_log2) - 1) >> s.together_log2);
 }
 
-// The geometry of groups, as a type: TokenGroups from offs, ExpertGroups of equal size. In the order of work, at(i) is
-// group number i, and shares_before(i) counts the shares of all groups before it.
+// Groups as a type: TokenGroups come from offs, ExpertGroups have equal sizes. at(i) is the group that comes i-th, and
+// shares_before(i) counts the shares of all groups before it.
 template <Source kSource_>
 struct TokenGroups {
   static constexpr Source kSource = kSource_;
   static MOE_HD constexpr int table_words(int64_t E) { return GroupTable::words(int(E)) + int(E) + 2; }
 
-  const StripsPlan& p;
+  const ColumnsPlan& p;
   GroupTable table;
   int* shares;
 
-  MOE_DEVICE TokenGroups(int* shared, const StripsPlan& p)
+  MOE_DEVICE TokenGroups(int* shared, const ColumnsPlan& p)
       : p(p), table(shared, int(p.E)), shares(shared + GroupTable::words(int(p.E))) {
     build_group_table(table, p.offs, int(p.E), int(p.rows), int(p.positions), p.align);
     const int threads = blockDim.x * blockDim.y, t = threadIdx.y * blockDim.x + threadIdx.x;
@@ -79,17 +92,17 @@ struct TokenGroups {
   MOE_DEVICE int64_t first_row(int e, int row) const {
     return (table.row[e] + int64_t(row)) * (kSource == Source::kInPlace ? p.row_stride : 1);
   }
-  // Groups that start anywhere count positions from their own start, as experts do: chunks never hold two groups.
+  // Groups that start at any position count positions from their own start, so that no chunk holds two groups.
   MOE_DEVICE int64_t q_t_offset(int e) const { return p.align % 16 ? table.pos[e] : 0; }
 };
 struct ExpertGroups {
   static constexpr Source kSource = Source::kInPlace;
   static MOE_HD constexpr int table_words(int64_t) { return 0; }
 
-  const StripsPlan& p;
-  int shares;  // of each expert
+  const ColumnsPlan& p;
+  int shares;  // shares of each expert
 
-  MOE_DEVICE ExpertGroups(int*, const StripsPlan& p) : p(p), shares(shares_of(p, split_of(p, span(0)))) {}
+  MOE_DEVICE ExpertGroups(int*, const ColumnsPlan& p) : p(p), shares(shares_of(p, split_of(p, span(0)))) {}
   MOE_DEVICE int count() const { return int(p.E); }
   MOE_DEVICE int at(int i) const { return p.last_first ? count() - 1 - i : i; }
   MOE_DEVICE int shares_before(int i) const { return i * shares; }
@@ -100,29 +113,29 @@ struct ExpertGroups {
   MOE_DEVICE int64_t q_t_offset(int e) const { return e * p.rows * p.K; }
 };
 
-// A block's part of what its cluster works on.
+// What a block takes of its cluster's share.
 struct StripSlice {
-  bool there;         // otherwise none is left
+  bool valid;         // false: no work is left
   int group, strip;
-  uint32_t share;     // of all shares
-  int rank, team;     // which of the strip's shares it is, and of how many that need one another's amax
-  int block, blocks;  // which of those that work on the share's strip, and of how many
-  int begin, end;     // positions of the whole group
-  int line0, line1;   // the block's lines of q_t
-  int64_t x;          // of its first row: kInPlace: the element in x; kByIndex: which row it is
-  int skipped;        // rows of the group before it
+  uint32_t share;     // number among all shares
+  int rank, team;     // number of the share in its team, and shares of the team
+  int block, blocks;  // number of the block among those of the strip, and how many there are
+  int begin, end;     // positions of the group
+  int line0, line1;   // lines of q_t that the block writes
+  int64_t x;          // the first row: as an element of x (kInPlace), or as a row number (kByIndex)
+  int skipped;        // rows of the group before the slice
   int rows;
 
-  MOE_DEVICE int held(int most) const { return rows < most ? rows : most; }
+  MOE_DEVICE int held(int ring) const { return rows < ring ? rows : ring; }
 };
-// Of one of a cluster's 2^blocks_log2 blocks. Shares are numbered group by group, strip by strip, so that a team's are
-// next to one another.
+// The slice of one of a cluster's 2^blocks_log2 blocks. Shares are numbered group by group and strip by strip, so that
+// the shares of a team are neighbours.
 template <class Groups>
-MOE_DEVICE StripSlice part_of(const StripsPlan& p, const Groups& groups, uint32_t share, int block, int blocks_log2) {
+MOE_DEVICE StripSlice slice_of(const ColumnsPlan& p, const Groups& groups, uint32_t share, int block, int blocks_log2) {
   StripSlice w = {};
   w.share = share;
-  w.there = share < uint32_t(groups.shares_before(groups.count()));
-  if (!w.there) return w;
+  w.valid = share < uint32_t(groups.shares_before(groups.count()));
+  if (!w.valid) return w;
   const int i = groups.find(int(share));
   w.group = groups.at(i);
   const Span g = groups.span(w.group);

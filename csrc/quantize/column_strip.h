@@ -1,5 +1,5 @@
-// A strip in the shared memory of a cluster of blocks between amax and cast, so that x is read once. A lane has a word
-// of columns.
+// A strip waits in the shared memory of a cluster between amax and cast, so that x is read once. A lane handles a word
+// of columns: two 16-bit columns or one of 32 bits.
 #pragma once
 #include "platform/clusters.h"
 #include "platform/memory.h"
@@ -7,69 +7,65 @@
 #include "platform/waves.h"
 #include "primitives/transpose.h"
 #include "quantize/column_schedule.h"
+#include "quantize/policy.h"
 
 namespace moe_fp8 {
 
 constexpr int kStripBytes = 128, kChunks = kStripBytes / 16;
-constexpr int kSmallThreadRows = 8, kLargeThreadRows = 16;  // of a block
 
 template <class Types_, int kThreadRows_, Source kSource_, bool kClusters_, bool kTeams_>
-struct StripTraits {
-  using Types = Types_;  // Fast or Any
+struct ColumnTraits {
+  using Types = Types_;  // Vectorized or Generic
   using In = typename Types::In;
   static constexpr Source kSource = kSource_;
   static constexpr int kThreadRows = kThreadRows_, kThreads = kThreadRows * kLanes;
-  static constexpr bool kClusters = kClusters_, kTeams = kTeams_;  // what its blocks work in; others work alone
-  static constexpr bool kInStep = kClusters && kSource == Source::kInPlace;  // where rows run beside: see rows.h
-  static constexpr int kLines = kThreadRows / kLineChunks;  // lines of q_t cast at once
+  static constexpr bool kClusters = kClusters_, kTeams = kTeams_;  // whether blocks may share a strip, and clusters
+  static constexpr bool kThrottled = kClusters && kSource == Source::kInPlace;  // rows may run concurrently: rows.h
+  static constexpr int kLines = kThreadRows / kLineChunks;  // lines of q_t that are cast at once
   static constexpr int kColumns = kStripBytes / 4 * kPerWord<In>;
   static constexpr int kRowStep = kThreads / kChunks;       // rows that the threads touch at once, 16 bytes each
 };
 template <class T>
 using RowBits = const typename T::Types::Bits*;
 
-// Are worked out at once, a lane each, which all threads wait for: while the others hear of the amax. At the start of a
-// turn, both directions of [64, 1408, 2048] took 4 to 13% longer on an H200, of [128, 512, 1536] 1 to 8% less.
-constexpr int kPartsAhead = 8;
-
 template <class T>
 using StripStage = TransposeStage<T::kColumns, kPerWord<typename T::In>>;
 
-// What blocks hear of one another.
+// Words that blocks receive from one another.
 template <class T, bool = T::kTeams>
-struct TeamNotes { uint32_t team_amax[T::kThreadRows][kLanes]; };  // of the shares that a row of threads has heard of
+struct TeamWords { uint32_t team_amax[T::kThreadRows][kLanes]; };  // maxima that a row of threads has received
 template <class T>
-struct TeamNotes<T, false> {};
+struct TeamWords<T, false> {};
 template <bool kClusters>
-struct ClusterNotes { ClusterInbox inbox[2]; };
+struct ClusterWords { ClusterInbox inbox[2]; };
 template <>
-struct ClusterNotes<false> {};
+struct ClusterWords<false> {};
 
-// Shared memory of a block besides the strip and the group table.
+// Shared memory of a block, beside the ring and the group table.
 template <class T>
-struct StripShared : TeamNotes<T>, ClusterNotes<T::kClusters> {
+struct ColumnShared : TeamWords<T>, ClusterWords<T::kClusters> {
   StripStage<T> stage[2][T::kLines];
-  alignas(16) uint32_t thread_row_amax[T::kThreadRows][kLanes];  // a word of columns a lane
+  alignas(16) uint32_t thread_row_amax[T::kThreadRows][kLanes];  // one word of columns per lane
   float multiplier[T::kColumns];
-  StripSlice parts[2 * kPartsAhead];
+  StripSlice slices[2 * kSlicesAhead];
 };
 
-// Thread t touches the rows that are t / kChunks modulo kRowStep: the first of them from `begin` on.
+// Thread t touches the rows that are t / kChunks modulo kRowStep. Returns the first of them from `begin` on.
 template <class T>
 MOE_DEVICE int first_row_from(int begin) {
   const int t = threadIdx.y * kLanes + threadIdx.x;
   return begin + ((t / kChunks - begin) & (T::kRowStep - 1));
 }
 
-// Walks rows of a part of a strip, at `column`. next(r), called for first, first + step, ..., is row r. for_each()
-// calls f(r, row r) for the thread's rows from begin to end.
+// Walks the rows of a slice at `column`. next(r), called for first, first + step, ..., returns row r. for_each() calls
+// f(r, row r) for the thread's rows from begin to end.
 template <class T, Source = T::kSource>
 struct RowWalk {
-  const StripsPlan& p;
+  const ColumnsPlan& p;
   RowBits<T> x;
   int64_t step;
 
-  MOE_DEVICE RowWalk(const StripsPlan& p, const StripSlice& w, int first, int step, int64_t column)
+  MOE_DEVICE RowWalk(const ColumnsPlan& p, const StripSlice& w, int first, int step, int64_t column)
       : p(p), x(find_element<typename T::Types>(p, w.x + first * p.row_stride + column)), step(step * p.row_stride) {}
   MOE_DEVICE RowBits<T> next(int) {
     const auto row = x;
@@ -77,7 +73,7 @@ struct RowWalk {
     return row;
   }
   template <class F>
-  static MOE_DEVICE void for_each(const StripsPlan& p, const StripSlice& w, int64_t column, int begin, int end, F f) {
+  static MOE_DEVICE void for_each(const ColumnsPlan& p, const StripSlice& w, int64_t column, int begin, int end, F f) {
     const int first = first_row_from<T>(begin);
     RowWalk walk(p, w, first, T::kRowStep, column);
 #pragma unroll 4
@@ -85,34 +81,35 @@ struct RowWalk {
   }
 };
 template <class T>
-struct RowWalk<T, Source::kByIndex> {  // null: a row of zeros
-  const StripsPlan& p;
+struct RowWalk<T, Source::kByIndex> {  // a null row is a row of zeros
+  const ColumnsPlan& p;
   const StripSlice& w;
   int64_t column;
 
-  MOE_DEVICE RowWalk(const StripsPlan& p, const StripSlice& w, int, int, int64_t column) : p(p), w(w), column(column) {}
+  MOE_DEVICE RowWalk(const ColumnsPlan& p, const StripSlice& w, int, int, int64_t column)
+      : p(p), w(w), column(column) {}
   MOE_DEVICE RowBits<T> next(int r) const { return at(looked_up(r)); }
   MOE_DEVICE int looked_up(int r) const {
-    // Fast kernels know that there is an index: behind a branch, loads would come one by one.
+    // Vectorized kernels know that there is an index: behind a branch, loads would be issued one by one.
     return int(T::Types::kVectorized ? p.index.row(w.x + r) : source_row(p, w.x + r));
   }
   MOE_DEVICE RowBits<T> at(int source) const {
     return source < 0 ? nullptr : find_element<typename T::Types>(p, column + source * p.row_stride);
   }
-  // By whole waves, with one begin and end. An index takes as long to come as a row, and the threads of a row share it:
-  // the wave looks up as many as it has lanes, one each, and hands them round.
+  // Called by whole waves with the same begin and end. An index takes as long to load as a row, and the threads of a
+  // row share it: each lane looks up one index, and shuffles hand them round.
   template <class F>
-  static MOE_DEVICE void for_each(const StripsPlan& p, const StripSlice& w, int64_t column, int begin, int end, F f) {
-    constexpr int kRows = kWarpSize / kChunks;  // of a wave at once
+  static MOE_DEVICE void for_each(const ColumnsPlan& p, const StripSlice& w, int64_t column, int begin, int end, F f) {
+    constexpr int kRows = kWarpSize / kChunks;  // rows of a wave at once
     const RowWalk walk(p, w, 0, 0, column);
     const int lane = (threadIdx.y * kLanes + threadIdx.x) % kWarpSize, first = first_row_from<T>(begin);
-    const int of_lane = int(shfl(first, lane % kRows * kChunks)) + lane / kRows * T::kRowStep;
+    const int lane_row = int(shfl(first, lane % kRows * kChunks)) + lane / kRows * T::kRowStep;
 #pragma unroll 1
     for (int done = 0; begin + done < end; done += kChunks * T::kRowStep) {
-      const uint32_t mine = of_lane + done < end ? walk.looked_up(of_lane + done) : -1;
+      const uint32_t looked_up = lane_row + done < end ? walk.looked_up(lane_row + done) : -1;
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
-        const int r = first + done + i * T::kRowStep, source = int(shfl(mine, i * kRows + lane / kChunks));
+        const int r = first + done + i * T::kRowStep, source = int(shfl(looked_up, i * kRows + lane / kChunks));
         if (r < end) f(r, walk.at(source));
       }
     }
@@ -121,13 +118,13 @@ struct RowWalk<T, Source::kByIndex> {  // null: a row of zeros
 template <class T>
 MOE_DEVICE constexpr bool is_zero_row(const void* row) { return T::kSource == Source::kByIndex && row == nullptr; }
 
-// The block's shared memory is a ring of p.held rows. A strip starts at row `base` of it; strips start and end at
-// multiples of 16 rows, so those of a chunk never wrap.
-MOE_DEVICE int ring_row(const StripsPlan& p, int row) { return row < p.held ? row : row - p.held; }
+// The block's shared memory is a ring of p.held rows. A slice starts at its row `base`. Slices start and end at
+// multiples of 16 rows, so that a chunk never wraps.
+MOE_DEVICE int ring_row(const ColumnsPlan& p, int row) { return row < p.held ? row : row - p.held; }
 
-// Starts the copies of the strip's rows [begin, end), of which a thread t has chunk t % kChunks.
+// Starts the copies of the rows [begin, end) of a slice; thread t copies chunk t % kChunks of each of its rows.
 template <class T>
-MOE_DEVICE void copy_to_ring(const StripsPlan& p, const StripSlice& w, int begin, int end, Vec16* ring, int base) {
+MOE_DEVICE void copy_to_ring(const ColumnsPlan& p, const StripSlice& w, int begin, int end, Vec16* ring, int base) {
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks;
   const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::Types::kVec;
   RowWalk<T>::for_each(p, w, column, begin, end, [&](int r, RowBits<T> row) {
@@ -139,7 +136,7 @@ MOE_DEVICE void copy_to_ring(const StripsPlan& p, const StripSlice& w, int begin
 
 // The part's 16 rows from `first` on, a word of columns a lane; zeros where none is.
 template <class T>
-MOE_DEVICE void load_chunk_rows(const StripsPlan& p, const StripSlice& w, int first, uint32_t (&v)[kChunkRows][1]) {
+MOE_DEVICE void load_chunk_rows(const ColumnsPlan& p, const StripSlice& w, int first, uint32_t (&v)[kChunkRows][1]) {
   const int64_t column = int64_t(w.strip) * T::kColumns + threadIdx.x * kPerWord<typename T::In>;
   RowWalk<T> walk(p, w, first, 1, column);
 #pragma unroll
@@ -151,11 +148,12 @@ MOE_DEVICE void load_chunk_rows(const StripsPlan& p, const StripSlice& w, int fi
   }
 }
 
-// Of rows that no block holds yet, so many at a time, the last first: the L2 then still has those that come first.
-constexpr int kRowsBack = 512;
-// Amax over the part's rows of every word of columns, left in shared.thread_row_amax, one value a row of threads.
+// Maximum over the rows of the slice, for every word of columns. shared.thread_row_amax gets one value per row of
+// threads. Rows that the ring does not hold are read kRowsBack at a time, last first: the L2 then still has the first
+// ones.
 template <class T>
-MOE_DEVICE void reduce_part(const StripsPlan& p, const StripSlice& w, const Vec16* ring, int base, StripShared<T>& shared) {
+MOE_DEVICE void reduce_slice(const ColumnsPlan& p, const StripSlice& w, const Vec16* ring, int base,
+                             ColumnShared<T>& shared) {
   using In = typename T::In;
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks, first = t / kChunks;
   const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::Types::kVec;
@@ -169,7 +167,7 @@ MOE_DEVICE void reduce_part(const StripsPlan& p, const StripSlice& w, const Vec1
     RowWalk<T>::for_each(p, w, column, Max{}(held, end - kRowsBack), end, [&](int, RowBits<T> row) {
       if (column < p.K && !is_zero_row<T>(row)) reduce(load_words<typename T::Types, Vec16>(p, row, p.K - column));
     });
-  wait_copies<1>();  // all but the next strip's; a thread reduces what it copied itself: no barrier yet
+  wait_copies<1>();  // all but those of the next slice; a thread reduces what it copied itself, so no barrier is needed
 #pragma unroll 4
   for (int r = first; r < held; r += T::kRowStep) reduce(ring[ring_row(p, base + r) * kChunks + chunk]);
 #pragma unroll
@@ -181,72 +179,71 @@ MOE_DEVICE void reduce_part(const StripsPlan& p, const StripSlice& w, const Vec1
   if (threadIdx.x < kChunks) words[chunk] = Vec16{{amax[0], amax[1], amax[2], amax[3]}};
 }
 
-// By one row of threads: the cluster's amax of the lane's columns. `told` counts what its blocks have told one another.
+// Called by one row of threads. Returns the cluster's maximum of the lane's columns. `exchanges` counts the exchanges
+// so far: it selects one of two inboxes, and its phase.
 template <class T>
-MOE_DEVICE uint32_t amax_of_cluster(const StripSlice& w, StripShared<T>& shared, uint32_t told) {
+MOE_DEVICE uint32_t amax_of_cluster(const StripSlice& w, ColumnShared<T>& shared, uint32_t exchanges) {
   using In = typename T::In;
   uint32_t amax = 0;
 #pragma unroll
   for (int i = 0; i < T::kThreadRows; ++i) amax = max_magnitude<In>(amax, shared.thread_row_amax[i][threadIdx.x]);
   if constexpr (T::kClusters) {
     if (w.blocks == 1) return amax;
-    ClusterInbox& inbox = shared.inbox[told & 1];
+    ClusterInbox& inbox = shared.inbox[exchanges & 1];
     cluster_send(inbox, amax, threadIdx.x);
-    cluster_wait(inbox, told >> 1 & 1);
+    cluster_wait(inbox, exchanges >> 1 & 1);
     const int first = int(cluster_rank()) - w.block;
     for (int i = 0; i < w.blocks; ++i) amax = max_magnitude<In>(amax, inbox.words[first + i][threadIdx.x]);
   }
   return amax;
 }
 
-// The lane's word of what a team hears of a share, from its cluster or whoever helped: an amax, whose sign bits mean
-// nothing.
-MOE_DEVICE uint32_t* note(const StripsPlan& p, uint32_t share) {
+// The lane's mailbox of a share. It receives the share's maximum from its cluster, or from a waiter that recomputed it.
+// The sign bits of the maximum mean nothing.
+MOE_DEVICE uint32_t* mailbox_of(const ColumnsPlan& p, uint32_t share) {
   return reinterpret_cast<uint32_t*>(p.scratch) + int64_t(share) * kLanes + threadIdx.x;
 }
-// Looks at a note before helping. By its latency each takes some 0.2 us, and clusters that run are about a turn
-// apart, which is a few us on an H200: while all run, nobody should help. Who helps too early reads x in vain, and goes
-// on listening meanwhile.
-constexpr int kLooks = 128;
-
-// By one row of threads: the amax of a share, which its cluster tells. That cluster may not begin before ours has
-// ended, so after a while this row works the amax out itself, until it hears of it.
+// Called by one row of threads. Returns the maximum of a share, which its cluster posts. That cluster may not start
+// before ours has ended. After kMaxMailboxPolls polls this row therefore recomputes the maximum itself, and polls
+// meanwhile.
 template <class T, class Groups>
-MOE_DEVICE uint32_t amax_of_share(const StripsPlan& p, const Groups& groups, uint32_t share) {
-  uint32_t* told = note(p, share);
+MOE_DEVICE uint32_t amax_of_share(const ColumnsPlan& p, const Groups& groups, uint32_t share) {
+  uint32_t* mailbox = mailbox_of(p, share);
   uint32_t amax = 0, word, v[kChunkRows][1];
-  for (int i = 0; i < kLooks; ++i)
-    if (poll_word(told, word)) return word;
-  const StripSlice whole = part_of(p, groups, share, 0, 0);
+  for (int i = 0; i < kMaxMailboxPolls; ++i)
+    if (poll_word(mailbox, word)) return word;
+  const StripSlice whole = slice_of(p, groups, share, 0, 0);
   for (int row = 0; row < whole.rows; row += kChunkRows) {
     load_chunk_rows<T>(p, whole, row, v);
-    if (poll_word(told, word)) return word;
+    if (poll_word(mailbox, word)) return word;
 #pragma unroll
     for (int i = 0; i < kChunkRows; ++i) amax = max_magnitude<typename T::In>(amax, v[i][0]);
   }
-  post_word(told, amax);
+  post_word(mailbox, amax);
   return amax;
 }
-// By all threads: what the team tells, left in shared.team_amax, of one share in kThreadRows a row of threads.
+// Called by all threads. Receives the maxima of the team in shared.team_amax; a row of threads receives one share in
+// kThreadRows.
 template <class T, class Groups>
-MOE_DEVICE void hear_team(const StripsPlan& p, const Groups& groups, const StripSlice& w, StripShared<T>& shared) {
+MOE_DEVICE void receive_team_amax(const ColumnsPlan& p, const Groups& groups, const StripSlice& w,
+                                  ColumnShared<T>& shared) {
   uint32_t amax = 0;
   for (int rank = threadIdx.y; rank < w.team; rank += T::kThreadRows)
     amax = max_magnitude<typename T::In>(amax, amax_of_share<T>(p, groups, w.share - w.rank + rank));
   shared.team_amax[threadIdx.y][threadIdx.x] = amax;
 }
-// By one row of threads.
+// Called by one row of threads. Returns the team's maximum of the lane's columns.
 template <class T>
-MOE_DEVICE uint32_t amax_of_team(StripShared<T>& shared) {
+MOE_DEVICE uint32_t team_amax_of(ColumnShared<T>& shared) {
   uint32_t amax = 0;
 #pragma unroll
   for (int i = 0; i < T::kThreadRows; ++i) amax = max_magnitude<typename T::In>(amax, shared.team_amax[i][threadIdx.x]);
   return amax;
 }
 
-// By one row of threads: the scales of the strip's columns over the whole group.
+// Called by one row of threads. Makes the scales of the strip's columns over the whole group.
 template <class T>
-MOE_DEVICE void make_scales(const StripsPlan& p, const StripSlice& w, uint32_t amax, StripShared<T>& shared) {
+MOE_DEVICE void make_scales(const ColumnsPlan& p, const StripSlice& w, uint32_t amax, ColumnShared<T>& shared) {
   using In = typename T::In;
 #pragma unroll
   for (int c = 0; c < kPerWord<In>; ++c) {
@@ -259,9 +256,10 @@ MOE_DEVICE void make_scales(const StripsPlan& p, const StripSlice& w, uint32_t a
   }
 }
 
-// The lines [line, line + kLines) of q_t: 16 positions a row of threads, those that are not the block's left alone.
+// Casts the lines [line, line + kLines) of q_t, 16 positions per row of threads. Positions of other blocks are left
+// alone.
 template <class T>
-MOE_DEVICE void cast_lines(const StripsPlan& p, const StripSlice& w, int line, const Vec16* ring, int base,
+MOE_DEVICE void cast_lines(const ColumnsPlan& p, const StripSlice& w, int line, const Vec16* ring, int base,
                            const float* multiplier, StripStage<T> (&stages)[T::kLines]) {
   using In = typename T::In;
   const int position = line * kLine + threadIdx.y * kChunkRows;
@@ -270,7 +268,7 @@ MOE_DEVICE void cast_lines(const StripsPlan& p, const StripSlice& w, int line, c
   const int first = position - w.begin - w.skipped, rows = w.rows - first;
   uint32_t v[kChunkRows][1];
   const uint32_t* words = reinterpret_cast<const uint32_t*>(ring + ring_row(p, base + first) * kChunks) + threadIdx.x;
-  if (T::Types::kStaticVariant && rows >= kChunkRows) {  // of kEither, both forms spill registers
+  if (T::Types::kStaticVariant && rows >= kChunkRows) {  // with kRuntime, both forms would spill registers
 #pragma unroll
     for (int i = 0; i < kChunkRows; ++i) v[i][0] = words[i * kLanes];
     return T::Types::with_cast(p, [&](auto cast) { cast_chunks<In, true>(v, rows, multiplier, stage, cast); });
@@ -281,13 +279,14 @@ MOE_DEVICE void cast_lines(const StripsPlan& p, const StripSlice& w, int line, c
 }
 
 template <class T>
-MOE_DEVICE void store_lines(const StripsPlan& p, const StripSlice& w, uint8_t* q_t, int line,
+MOE_DEVICE void store_lines(const ColumnsPlan& p, const StripSlice& w, uint8_t* q_t, int line,
                             StripStage<T> (&stages)[T::kLines]) {
-  constexpr int kThreads = T::kThreads / T::kLines, kStep = kThreads / kLineChunks;  // of a line; columns at once
-  const int t = threadIdx.y * kLanes + threadIdx.x, of_line = t / kThreads, chunk = t % kLineChunks;
-  const int position = (line + of_line) * kLine + chunk * kChunkRows, local = t % kThreads / kLineChunks;
+  constexpr int kThreads = T::kThreads / T::kLines;  // of a line
+  constexpr int kStep = kThreads / kLineChunks;      // columns at once
+  const int t = threadIdx.y * kLanes + threadIdx.x, line_of_thread = t / kThreads, chunk = t % kLineChunks;
+  const int position = (line + line_of_thread) * kLine + chunk * kChunkRows, local = t % kThreads / kLineChunks;
   if (position < w.begin || position >= w.end || position >= w.line1 * kLine) return;
-  StripStage<T>& stage = stages[of_line];
+  StripStage<T>& stage = stages[line_of_thread];
   int64_t column = int64_t(w.strip) * T::kColumns + local;
   uint8_t* out = q_t + column * p.positions + position;
 #pragma unroll

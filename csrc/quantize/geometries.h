@@ -1,4 +1,4 @@
-// How an operand is dealt out to blocks of threads: one launch function for each geometry and type of x.
+// Launch functions of the quantizing kernels: one for each geometry (how scales cover x) and type of x.
 #pragma once
 #include "quantize/quantize.h"
 
@@ -8,34 +8,35 @@ inline int64_t row_bytes(const QuantizeParams& p) { return p.K * (p.in == InType
 inline int64_t rows_of(const QuantizeParams& p) { return p.weight ? p.E * p.rows : p.rows; }
 inline int64_t average_rows(const QuantizeParams& p) { return p.weight ? p.rows : p.E ? p.rows / p.E : 0; }
 
-// What fast kernels ask of an operand: an fp8 format that the chip casts to, 16-byte vectors of x's rows and of q.
+// Whether the vectorized kernels take an operand: the chip casts to its fp8 format, and rows of x and q are whole
+// 16-byte vectors.
 bool rows_are_fast(const QuantizeParams& p);
 
-// In: BF16, F16 or F32, of aligned operands and an fp8 format of the chip's own; or Any: see types.h. Each returns 0 or
-// the runtime's error code.
+// In is BF16, F16 or F32 for the vectorized kernels, or Generic (types.h). Each function returns 0, or the runtime's
+// error code.
 
-// How the rows of x run that follow its columns in the stream: after them, or beside them, for x was there before; or
-// beside them and in step (pace.h).
-enum class Beside { kNo, kYes, kInStep };
-Beside rows_beside(const QuantizeParams& p, bool columns_are_fast);  // of rows that are fast
+// How the kernel along rows follows the kernel along columns in the stream: after it, concurrently with it, or
+// concurrently and throttled, so that both read the same part of x at about the same time (progress.h).
+enum class RowOverlap { kNone, kConcurrent, kThrottled };
+RowOverlap row_overlap_of(const QuantizeParams& p, bool columns_are_fast);  // for vectorized rows
 
-// Scales of whole rows. Beside the kernel ahead in the stream, they end after it.
+// One scale per row. An overlapped kernel ends after the kernel ahead of it in the stream.
 template <class In>
-int launch_rows(const QuantizeParams& p, Beside beside, void* stream);
+int launch_rows(const QuantizeParams& p, RowOverlap overlap, void* stream);
 
-// Scales of whole columns of groups. Unless beside is kNo, launch_rows() comes next.
+// One scale per column of each group. Unless overlap is kNone, the caller launches launch_rows() next.
 template <class In>
-int launch_strips(const QuantizeParams& p, Beside beside, void* stream);
+int launch_columns(const QuantizeParams& p, RowOverlap overlap, void* stream);
 
-// Scales of whole columns of the batch.
+// One scale per column of the whole batch.
 template <class In>
-int launch_columns(const QuantizeParams& p, void* stream);
+int launch_batch_columns(const QuantizeParams& p, void* stream);
 
-// Scales of blocks along rows alone.
+// Scaling blocks along rows only.
 template <class In>
 int launch_row_blocks(const QuantizeParams& p, void* stream);
 
-// Scales of blocks along columns, or both ways.
+// Scaling blocks along columns, or along rows and columns.
 template <ScaleType kScale, class In>
 int launch_tiles(const QuantizeParams& p, void* stream);
 

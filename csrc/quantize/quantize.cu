@@ -10,8 +10,8 @@
 namespace moe_fp8 {
 namespace {
 
-// The places of rows among blocked scales by groups, and zeros in the last blocks of every group, which it may not
-// fill, and behind the last group.
+// Finds the place of every row among blocked scales by groups. Clears the last 128x4 blocks of each group, which the
+// group may not fill, and the room behind the last group.
 constexpr int kPlaceThreads = 256;
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) place_rows_kernel(MOE_GRID_CONSTANT const QuantizeParams p) {
   __shared__ int words[GroupTable::words(kMaxExperts)];
@@ -33,33 +33,33 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) place_rows_kernel(MOE_GRID_C
                    kPlaceThreads);
   clear_scales(scale, groups.pos[E] * stride, grouped_scale_rows(p.rows, p.E) * stride, thread, threads);
 }
-// Of q_t too.
+// The same, including q_t.
 bool tokens_are_fast(const QuantizeParams& p) {
   return rows_are_fast(p) && p.positions % 16 == 0 && (p.weight || p.align % 16 == 0);
 }
-// f(In{}) for a fast kernel, otherwise f(Any{}).
+// Calls f(In{}) for a vectorized kernel, else f(Generic{}).
 template <class F>
 int dispatch(const QuantizeParams& p, bool fast, F f) { return fast ? dispatch_in(p.in, f) : f(Generic{}); }
 
-// Both directions side by side, in the same order: what one of the two kernels has read, the other finds in the L2.
-// Where they cannot overlap, the rows start where the columns end.
+// Runs both directions concurrently and in the same order of rows, so that the second reader finds x in the L2. Where
+// the kernels cannot overlap, the rows start when the columns end.
 int quantize_rows_and_groups(const QuantizeParams& p, void* stream) {
   const bool both = p.along_rows && p.along_tokens && rows_are_fast(p);
-  const Beside beside = both ? rows_beside(p, tokens_are_fast(p)) : Beside::kNo;
+  const RowOverlap overlap = both ? row_overlap_of(p, tokens_are_fast(p)) : RowOverlap::kNone;
   if (p.along_tokens) {
     const int e = dispatch(p, tokens_are_fast(p), [&](auto in) {
-      return launch_strips<decltype(in)>(p, beside, stream);
+      return launch_columns<decltype(in)>(p, overlap, stream);
     });
     if (e) return e;
   }
   if (!p.along_rows) return 0;
-  return dispatch(p, rows_are_fast(p), [&](auto in) { return launch_rows<decltype(in)>(p, beside, stream); });
+  return dispatch(p, rows_are_fast(p), [&](auto in) { return launch_rows<decltype(in)>(p, overlap, stream); });
 }
 
 }  // namespace
 
 int place_rows(const QuantizeParams& p, void* stream) {
-  const bool by_groups = p.offs || p.scratch;  // no groups: no offs; no rows: no scratch
+  const bool by_groups = p.offs || p.scratch;  // of zero groups offs is null, of zero rows scratch
   if (!by_groups || !format_of(p.format).blocked() || p.K == 0) return 0;
   return launch(place_rows_kernel, {dim3(unsigned(device().multiprocessors)), dim3(kPlaceThreads), stream}, p);
 }
@@ -75,7 +75,7 @@ bool rows_are_fast(const QuantizeParams& p) {
 int quantize(const QuantizeParams& p, void* stream) {
   const Format& format = format_of(p.format);
   if (p.of_batch())
-    return dispatch(p, rows_are_fast(p), [&](auto in) { return launch_columns<decltype(in)>(p, stream); });
+    return dispatch(p, rows_are_fast(p), [&](auto in) { return launch_batch_columns<decltype(in)>(p, stream); });
   if (format.block == 0) return quantize_rows_and_groups(p, stream);
   if (p.along_tokens)
     return dispatch(p, tokens_are_fast(p), [&](auto in) {

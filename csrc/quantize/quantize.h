@@ -7,8 +7,8 @@
 //                  pos(r) = padded start of r's group + r - start of the group; every other byte of q_t is zero
 //   weight:        x [E, rows, K], experts in place of groups: q [E, rows, K], q_t [E, K, rows], nothing padded
 //   amax kBatch:   along tokens, with f.block == 0: amax = max |x[r, k]| over the finite values of the rows of all
-//                  groups, and the same m_t[k] for every group; what is not finite becomes NaN. Along rows then those
-//                  of x itself, q [x_rows, K]: each once, however many positions have it
+//                  groups, and the same m_t[k] for every group; values that are not finite become NaN. Along rows, the
+//                  rows of x itself are quantized, q [x_rows, K]: each once, however many positions have it
 //   amax kSquare:  along tokens, with f.block == 128: a block is of 128 columns, from a multiple of 128 on, too
 //
 // Scaling blocks and where scales lie: numerics/format.h. Blocks at an edge are short; blocks along tokens begin anew
@@ -29,50 +29,50 @@
 namespace moe_fp8 {
 
 struct QuantizeParams {
-  // Where rows come from. Strides are in elements, that along K is 1; no alignment is asked of x.
+  // Where rows come from. Strides are in elements; the stride along K is 1. x may have any alignment.
   const void* x;
   InType in;
   int64_t row_stride, group_stride;  // group_stride: between experts
-  RowIndex index;                    // row r is row index.row(r) of x, zeros where that is none; at null: row r
+  RowIndex index;                    // row r is row index.row(r) of x, or zeros; without an index it is row r
   const int* offs;                   // [E], ends of groups; null without groups
   int64_t E, rows, K;                // rows: of all tokens, padding by index included, or of one expert
   bool weight;                       // E experts in place of groups
-  int64_t x_rows;                    // of x, of the batch
+  int64_t x_rows;                    // rows of x, for kBatch
 
-  // What they become.
+  // The format of the outputs.
   FormatId format;
   Rounding rounding;
   Fp8Type out;
-  Amax amax;                         // along tokens
+  Amax amax;                         // which values share a scale along tokens
 
-  // Outputs; all are contiguous but for column-major scales.
-  bool along_rows, along_tokens;     // which are wanted
+  // Outputs. All are contiguous, except column-major scales.
+  bool along_rows, along_tokens;     // which outputs are wanted
   uint8_t* q;
   void* scale;
   uint8_t* q_t;
   void* scale_t;
   int* padded_offs;                  // [E], along tokens, of groups
-  int64_t positions;                 // P; of a weight: rows
-  int align;                         // of groups in q_t
-  int* scratch;                      // scratch_words() of it, of a GPU
+  int64_t positions;                 // P, or the rows of a weight
+  int align;                         // to which groups are padded in q_t
+  int* scratch;                      // scratch_words() words on a GPU
 
   MOE_HD bool of_batch() const { return amax == Amax::kBatch; }
   MOE_HD bool of_squares() const { return amax == Amax::kSquare; }
 };
 
-// What quantize() needs on a GPU beside its outputs. Of whole columns, what blocks tell one another: how far columns
-// and rows are, of both; 32 words for each share of a strip, which is 128 bytes of columns, by so many rows. Of the
-// batch, x in fp8, the row that every position has, every column's amax, and which rows any position has. Of rows in
-// groups, the places of blocked scales.
-constexpr int kLeastShare = 64;  // half of the rows that a team's cluster has room for, at least
-inline int64_t note_words(const QuantizeParams& p, int rows_of_share) {
+// Scratch memory that quantize() needs on a GPU, in words:
+//   columns        the throttle of the two kernels, then a mailbox of 32 words for each share of a strip
+//   batch columns  x in fp8, the row of x of every position, the amax of every column, and which rows are used
+//   rows in groups the places of blocked scales
+constexpr int kMinShareRows = 64;  // at least half of the rows that a cluster of a team holds
+inline int64_t mailbox_words(const QuantizeParams& p, int rows_of_share) {
   const int64_t strips = ceil_div<int64_t>(p.K * (p.in == InType::kF32 ? 4 : 2), 128);
   const int64_t groups = p.weight ? p.E : p.E + 1, rows = p.weight ? p.E * p.rows : p.positions;
   return 32 * strips * (ceil_div<int64_t>(rows, rows_of_share) + groups);
 }
-// Two are told; a line of memory, for a share's notes behind them are one each.
-inline int64_t pace_words(const QuantizeParams& p) { return p.along_rows ? 32 : 0; }
-// Of the batch, x itself along rows.
+// The throttle has two words. It takes a line of memory, because the mailboxes behind it begin at lines.
+inline int64_t throttle_words(const QuantizeParams& p) { return p.along_rows ? 32 : 0; }
+// The parameters of the rows of x themselves, for kBatch.
 inline QuantizeParams rows_of_batch(QuantizeParams p) {
   p.index = {};
   p.offs = nullptr;
@@ -81,7 +81,7 @@ inline QuantizeParams rows_of_batch(QuantizeParams p) {
   p.along_tokens = false;
   return p;
 }
-inline int64_t batch_stride(const QuantizeParams& p) { return round_up<int64_t>(p.K, 16); }  // bytes: of x's rows
+inline int64_t batch_stride(const QuantizeParams& p) { return round_up<int64_t>(p.K, 16); }  // bytes
 inline int64_t batch_words(const QuantizeParams& p) {
   return p.K ? p.x_rows * (batch_stride(p) / 4 + 1) + p.positions + p.K : 0;
 }
@@ -89,15 +89,15 @@ inline int64_t scratch_words(const QuantizeParams& p) {
   const Format& f = format_of(p.format);
   if (p.of_batch()) return batch_words(p);
   if (p.along_tokens && f.block == 0)
-    return pace_words(p) + (p.rows > kLeastShare ? note_words(p, kLeastShare) : 0);
+    return throttle_words(p) + (p.rows > kMinShareRows ? mailbox_words(p, kMinShareRows) : 0);
   if (p.along_tokens) return 0;
   return f.blocked() && p.offs ? p.rows : 0;
 }
 
-// On the current device. 0, or the runtime's error code.
+// Quantizes on the current device. Returns 0, or the runtime's error code.
 int quantize(const QuantizeParams& p, void* stream);
-// A part of it, for others that store scales: where rows in groups have theirs, if they are blocked, in scratch, and
-// zeros between the groups. Null offs: there are no groups, as opposed to none of 0.
+// A part of quantize(), for kernels elsewhere that store scales. If scales are blocked, it writes the place of every
+// row in groups to scratch, and zeros between the groups. Null offs mean no groups, which differs from zero groups.
 int place_rows(const QuantizeParams& p, void* stream);
 
 }  // namespace moe_fp8

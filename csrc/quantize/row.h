@@ -1,11 +1,12 @@
-// A row, quantized by the threads of a block while it stays in their registers or in shared memory.
+// Quantizes a row that several threads hold in registers or in shared memory, so that x is read once.
 #pragma once
 #include "platform/waves.h"
+#include "primitives/row_reduce.h"
 #include "quantize/sources.h"
 
 namespace moe_fp8 {
 
-// The 16 bytes of words number v of a row, and those of its output.
+// Vector number v of a row, and the store of its cast.
 template <class T, Reuse kReuse = Reuse::kSoon>
 MOE_DEVICE Vec16 load_vec(const QuantizeParams& p, const typename T::Bits* row, int v) {
   const int64_t k = int64_t(v) * T::kVec;
@@ -33,7 +34,7 @@ MOE_DEVICE void store_cast(const QuantizeParams& p, uint8_t* row, int v, const V
   }
 }
 
-// Largest magnitude of a vector, as a word.
+// The largest magnitude of a vector, as a word of one or two elements.
 template <class In>
 MOE_DEVICE uint32_t max_vec(uint32_t amax, const Vec16& vec) {
 #pragma unroll
@@ -50,39 +51,32 @@ MOE_DEVICE uint32_t amax_bits(uint32_t word) {
   return lo > hi ? lo : hi;
 }
 
-// The threads of a block that share a row: `count` of them, a multiple of a wave, of which the caller is `rank`.
-// of_wave: a word of shared memory for each of their waves, free until the next row is done.
+// The threads of a block that share a row: `count` of them, whole waves, of which the caller is number `rank`.
+// wave_amax: a word of shared memory for each of these waves. It must stay untouched until the next row is done.
 struct RowTeam {
   int rank, count;
-  uint32_t* of_wave;
+  uint32_t* wave_amax;
 
-  MOE_DEVICE uint32_t max(uint32_t v) const {
-    v = warp_max(v);
-    if (count <= kWarpSize) return v;
-    if (rank % kWarpSize == 0) of_wave[rank / kWarpSize] = v;
-    __syncthreads();
-    v = of_wave[0];
-    for (int i = 1; i < count / kWarpSize; ++i) v = v > of_wave[i] ? v : of_wave[i];
-    return v;
-  }
+  MOE_DEVICE uint32_t max(uint32_t v) const { return row_reduce(v, rank, count, wave_amax, MaxU32{}); }
 };
 
-enum class Row { kFits, kLong };  // in kVecs vectors a thread; what a long row has beyond them is read twice
+// kFits: the row fits in kVecs vectors per thread. kLong: what lies beyond them is read twice.
+enum class Row { kFits, kLong };
 
 template <class T, int kVecs, Row kRow>
-MOE_DEVICE void quantize_row(const QuantizeParams& p, const RowTeam& team, const typename T::Bits* x, bool live,
+MOE_DEVICE void quantize_row(const QuantizeParams& p, const RowTeam& team, const typename T::Bits* x, bool valid,
                              bool zero, uint8_t* q, float* scale) {
   using In = typename T::In;
-  const int vecs = live ? int(ceil_div<int64_t>(p.K, T::kVec)) : 0, loaded = zero ? 0 : vecs;
-  Vec16 held[kVecs];
+  const int vecs = valid ? int(ceil_div<int64_t>(p.K, T::kVec)) : 0, loaded = zero ? 0 : vecs;
+  Vec16 vectors[kVecs];
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
     const int v = i * team.count + team.rank;
-    held[i] = v < loaded ? load_vec<T>(p, x, v) : Vec16{};
+    vectors[i] = v < loaded ? load_vec<T>(p, x, v) : Vec16{};
   }
   uint32_t amax = 0;
 #pragma unroll
-  for (int i = 0; i < kVecs; ++i) amax = max_vec<In>(amax, held[i]);
+  for (int i = 0; i < kVecs; ++i) amax = max_vec<In>(amax, vectors[i]);
   const int rest = kVecs * team.count + team.rank;
   for (int v = rest; kRow == Row::kLong && v < loaded; v += team.count) amax = max_vec<In>(amax, load_vec<T>(p, x, v));
 
@@ -92,35 +86,35 @@ MOE_DEVICE void quantize_row(const QuantizeParams& p, const RowTeam& team, const
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
       const int v = i * team.count + team.rank;
-      if (v < vecs) store_cast<T>(p, q, v, held[i], s.multiplier, cast);
+      if (v < vecs) store_cast<T>(p, q, v, vectors[i], s.multiplier, cast);
     }
     for (int v = rest; kRow == Row::kLong && v < vecs; v += team.count)
       store_cast<T>(p, q, v, v < loaded ? load_vec<T>(p, x, v) : Vec16{}, s.multiplier, cast);
   });
-  if (live && team.rank == 0) *scale = s.dequant();
+  if (valid && team.rank == 0) *scale = s.dequant();
 }
 
-// The same of a row in shared memory, `held`: few registers and few threads for the bytes under way, so that blocks fit
-// beside those of another kernel. A thread reads what it copied itself.
+// The same for a row in shared memory. It needs few registers and few threads for its bytes in flight, so that blocks
+// fit beside those of another kernel. A thread reads only what it copied itself, so no barrier is needed.
 template <class T>
 MOE_DEVICE void quantize_staged_row(const QuantizeParams& p, const RowTeam& team, const typename T::Bits* x, bool zero,
-                                    Vec16* held, uint8_t* q, float* scale) {
+                                    Vec16* vectors, uint8_t* q, float* scale) {
   using In = typename T::In;
   const int vecs = int(p.K / T::kVec);
 #pragma unroll 4
   for (int v = team.rank; v < vecs; v += team.count) {
-    if (zero) held[v] = Vec16{};
-    else copy_words<T>(p, held + v, x + v * T::kVec, T::kVec);
+    if (zero) vectors[v] = Vec16{};
+    else copy_words<T>(p, vectors + v, x + v * T::kVec, T::kVec);
   }
   commit_copies();
   wait_copies<0>();
   uint32_t amax = 0;
 #pragma unroll 4
-  for (int v = team.rank; v < vecs; v += team.count) amax = max_vec<In>(amax, held[v]);
+  for (int v = team.rank; v < vecs; v += team.count) amax = max_vec<In>(amax, vectors[v]);
   const auto s = T::template scale_of<ScaleF32>(p, team.max(amax_bits<In>(amax)));
   T::with_cast(p, [&](auto cast) {
 #pragma unroll 4
-    for (int v = team.rank; v < vecs; v += team.count) store_cast<T>(p, q, v, held[v], s.multiplier, cast);
+    for (int v = team.rank; v < vecs; v += team.count) store_cast<T>(p, q, v, vectors[v], s.multiplier, cast);
   });
   if (team.rank == 0) *scale = s.dequant();
 }

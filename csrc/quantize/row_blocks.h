@@ -1,5 +1,5 @@
-// Scaling blocks along rows alone. A team of lanes shares a block in four rows and loads 16 bytes a lane and row; which
-// rows, and where scales go, is for the format's map to say, of its unit.
+// Scaling blocks along rows only. A team of lanes shares a block in each of four rows, and a lane loads 16 bytes per
+// row. The format's RowBlockMap says which rows these are, and where their scales go.
 #pragma once
 #include "platform/launch.h"
 #include "platform/waves.h"
@@ -9,7 +9,7 @@
 
 namespace moe_fp8 {
 
-// That registers are for. Blocks of 32 of [131072, 7168] in groups on an H200: five at 1.03 of copy, four at 0.96.
+// Blocks of a multiprocessor that registers allow (docs/kernels/quantize.md).
 template <class T>
 constexpr int row_blocks_each() { return T::kVectorized && kCastsInHardware && kPerWord<typename T::In> == 2 ? 5 : 1; }
 
@@ -19,13 +19,13 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRowBlockThreads, row_blocks_each<T>())
   using In = typename T::In;
   using Map = RowBlockMap<kOrder>;
   __shared__ typename Map::Shared shared;
-  constexpr int kTeam = Map::kTeam, kVecs = Map::kSize / T::kVec / kTeam;  // of a lane in a row
+  constexpr int kTeam = Map::kTeam, kVecs = Map::kSize / T::kVec / kTeam;  // vectors of a lane in a row
   wait_for_previous_kernel();
   const Map map(p, blockIdx.x + p.first);
   const int lane = threadIdx.x % kTeam;
   const int vec = int(map.block * (Map::kSize / T::kVec)) + lane;
   const int vecs = int(ceil_div<int64_t>(p.K, T::kVec));
-  Vec16 held[kTeamRows][kVecs] = {};
+  Vec16 vectors[kTeamRows][kVecs] = {};
   uint32_t amax[kTeamRows] = {};
 #pragma unroll
   for (int r = 0; r < kTeamRows; ++r) {
@@ -34,12 +34,12 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRowBlockThreads, row_blocks_each<T>())
 #pragma unroll
     for (int i = 0; i < kVecs; ++i)
       if (source >= 0 && vec + i * kTeam < vecs)
-        held[r][i] = load_vec<T, Reuse::kNotBeforeStores>(p, x, vec + i * kTeam);
+        vectors[r][i] = load_vec<T, Reuse::kNotBeforeStores>(p, x, vec + i * kTeam);
   }
 #pragma unroll
   for (int r = 0; r < kTeamRows; ++r)
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) amax[r] = max_vec<In>(amax[r], held[r][i]);
+    for (int i = 0; i < kVecs; ++i) amax[r] = max_vec<In>(amax[r], vectors[r][i]);
 
   constexpr int kLanesOfRow = kTeam / kTeamRows;
   const auto s = T::template scale_of<typename Map::Scale>(p, amax_of_rows<In, kTeam>(amax, lane));
@@ -53,14 +53,14 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRowBlockThreads, row_blocks_each<T>())
 #pragma unroll
       for (int i = 0; i < kVecs; ++i)
         if (row < p.rows && vec + i * kTeam < vecs)
-          store_cast<T>(p, p.q + row * p.K, vec + i * kTeam, held[r][i], m, cast);
+          store_cast<T>(p, p.q + row * p.K, vec + i * kTeam, vectors[r][i], m, cast);
     }
   });
   __syncthreads();
   map.store(p, shared);
 }
 
-constexpr int64_t kMaxRowBlocks = 1 << 23;  // of a launch; HIP has fewer than 2^32 threads
+constexpr int64_t kMaxRowBlocks = 1 << 23;  // blocks per launch: HIP takes fewer than 2^32 threads
 
 template <ScaleOrder kOrder, class T>
 int launch_row_blocks_of(const QuantizeParams& p, void* stream) {

@@ -1,4 +1,4 @@
-// Sizes of the scales of quantized operands. All but kColumnMajor's are contiguous.
+// Shapes of scale tensors. All are contiguous except kColumnMajor, whose columns are padded.
 #pragma once
 #include "numerics/format.h"
 #include "numerics/groups.h"
@@ -8,9 +8,9 @@ namespace moe_fp8 {
 struct ScaleShape {
   int dims;
   int64_t sizes[3];
-  int64_t column_stride = -1;  // of kColumnMajor; of no rows 0
+  int64_t column_stride = -1;  // elements between columns of kColumnMajor; 0 without rows
 
-  // Elements, room between columns included.
+  // Elements, including the padding between columns.
   int64_t extent() const {
     if (column_stride >= 0) return sizes[1] * column_stride;
     return sizes[0] * (dims > 1 ? sizes[1] : 1) * (dims > 2 ? sizes[2] : 1);
@@ -19,7 +19,7 @@ struct ScaleShape {
 
 constexpr int64_t kNoGroups = -1;
 
-// Of rows of K elements, in E groups or in none.
+// Scales along rows of K elements, in E groups or without groups (kNoGroups).
 constexpr ScaleShape scales_along_rows(const Format& f, int64_t rows, int64_t K, int64_t E) {
   const int64_t blocks = f.blocks(K);
   if (f.block == 0) return {1, {rows}};
@@ -32,11 +32,12 @@ constexpr ScaleShape scales_along_rows(const Format& f, int64_t rows, int64_t K,
     }
   }
 }
-// Those of K columns along tokens: one for each, or for all of a square.
+// How many scales K columns have along tokens: one per column, or one per square of columns.
 constexpr int64_t scales_of_columns(const Format& f, int64_t K, Amax amax) {
   return amax == Amax::kSquare ? ceil_div<int64_t>(K, f.weight_rows) : K;
 }
-// Of K rows of so many positions, in E groups that begin blocks anew; column-major scales have room for `blocks`.
+// Scales along the tokens of q_t [K, positions], in E groups. Blocks begin anew with every group. Column-major scales
+// have room for `blocks` of them.
 constexpr ScaleShape scales_along_tokens(const Format& f, int64_t K, int64_t positions, int64_t E, int64_t blocks,
                                          Amax amax = Amax::kGroup) {
   if (f.block == 0) return {2, {E, K}};
@@ -49,7 +50,7 @@ constexpr ScaleShape scales_along_tokens(const Format& f, int64_t K, int64_t pos
     default: return {2, {padded_scale_rows(K), grouped_scale_columns(f.blocks(positions), E)}};
   }
 }
-// Of E matrices of so many rows and columns, experts' weights or their transposes.
+// Scales of E matrices [rows, columns]: weights of experts, or their transposes.
 constexpr ScaleShape scales_of_weight(const Format& f, int64_t E, int64_t rows, int64_t columns) {
   const int64_t blocks = f.blocks(columns);
   if (f.blocked()) return {2, {E, padded_scale_rows(rows) * padded_scale_columns(blocks)}};

@@ -1,7 +1,14 @@
-// A tile of 128 rows by 128 columns: whole scaling blocks along rows, columns or both, so that one read serves every
-// direction. Where the chip copies in the background and has the room, a tile comes into shared memory while the one
-// before it, in registers by then, is cast and stored. Eight rows of threads have 16 rows each, a lane has four
-// neighbouring columns.
+// A tile of 128 rows by 128 columns. It holds whole scaling blocks along rows, along columns or both, so that one read
+// of x serves every direction. Where the chip has asynchronous copies and the shared memory, the next tile arrives
+// there while the current one, in registers, is cast and stored.
+//
+//              lane 0   lane 1   ...  lane 31           a lane has four neighbouring columns of 16 rows in registers
+//   row of     cols     cols          cols
+//   threads    0..3     4..7          124..127          along rows:  blocks of 32 or 128 columns are 8 or 32 lanes
+//     0        rows   0..15                             along columns: blocks of 32 or 128 rows are 2 or 8 rows of
+//     1        rows  16..31                             threads; their maxima meet in shared.thread_row_amax
+//    ...
+//     7        rows 112..127
 #pragma once
 #include "platform/launch.h"
 #include "platform/memory.h"
@@ -15,13 +22,13 @@ enum class Scaling { kColumns, kRowsAndColumns, kSquares };
 
 template <class Types_, class Format_, Scaling kScaling_, class Tiles_>
 struct TileTraits {
-  using Types = Types_;    // Fast or Any
-  using Format = Format_;  // of scales: see tile_scales.h
+  using Types = Types_;    // Vectorized or Generic
+  using Format = Format_;  // how scales are stored: tile_scales.h
   using Scale = typename Format::Scale;
   using In = typename Types::In;
   using Tiles = Tiles_;
   static constexpr Scaling kScaling = kScaling_;
-  static constexpr int kColumns = kBlock / kLanes;       // of a lane
+  static constexpr int kColumns = kBlock / kLanes;       // columns of a lane
   static constexpr int kWords = kColumns / kPerWord<In>;
   static constexpr int kBlocks = kBlock / Format::kSize;  // scaling blocks of a tile along either dimension
   static constexpr int kTeam = kLanes / kBlocks;          // lanes that share a row's block
@@ -34,23 +41,24 @@ using TileWords = uint32_t[kChunkRows][T::kWords];
 template <class T>
 using TileStage = TransposeStage<kBlock, T::kColumns>;
 
-// Where some rows of a tile end, as a row of threads counts its own: it has none of them where that is not positive.
+// The end of the tile's first `rows` rows, counted from the first row of this row of threads. Not positive: this row of
+// threads has none of them.
 MOE_DEVICE int in_thread_row(int rows) { return rows - int(threadIdx.y) * kChunkRows; }
-// The same of the rows of threads of a wave, which shuffle together.
+// The same, counted from the first row of this wave: the rows of threads of a wave shuffle together.
 MOE_DEVICE int in_wave(int rows) {
-  constexpr int kOfWave = kWarpSize / kLanes;
-  return rows - int(threadIdx.y) / kOfWave * kOfWave * kChunkRows;
+  constexpr int kThreadRowsOfWave = kWarpSize / kLanes;
+  return rows - int(threadIdx.y) / kThreadRowsOfWave * kThreadRowsOfWave * kChunkRows;
 }
 
 template <class T, bool kAhead>
 struct TileBuffers {
-  Vec16 rows[kAhead ? kBlock : 1][T::kChunks];  // of the next tile
+  Vec16 rows[kAhead ? kBlock : 1][T::kChunks];  // rows of the next tile
   TileStage<T> stage[kStack];
   alignas(16) uint32_t thread_row_amax[kTileThreadRows][kLanes * T::kWords];
-  alignas(16) float multiplier[T::kBlocks][kBlock];  // of the blocks of a column
+  alignas(16) float multiplier[T::kBlocks][kBlock];  // [block of a column][column]
   alignas(16) float row_multiplier[kBlock][T::kBlocks];
-  int source[2][kBlock];                     // of a row: that of x, counted from the tile's own; -1: zeros
-  QuantizedTile tiles[8];                    // the one in work, two to come, and some that slow threads still store
+  int source[2][kBlock];   // the row of x that a row is, counted from the tile's own first row; -1: zeros
+  QuantizedTile tiles[8];  // the tile in work, the next two, and some that slow threads still store
 
   MOE_DEVICE QuantizedTile& tile(uint32_t turn) { return tiles[turn & 7]; }
 };
@@ -70,12 +78,12 @@ MOE_DEVICE int64_t first_column(const QuantizedTile& tile) {
   return int64_t(tile.across) * kBlock + threadIdx.x * T::kColumns;
 }
 
-// Where the rows of a tile are, one a thread.
+// Finds the rows of x that the rows of a tile are, one row per thread.
 MOE_DEVICE void find_sources(const TilesPlan& p, const QuantizedTile& tile, int (&source)[kBlock]) {
   const int r = threadIdx.y * kLanes + threadIdx.x;
   if (r < kBlock) source[r] = r >= tile.rows ? -1 : p.index.at ? int(source_row(p, tile.first_row + r)) : r;
 }
-// Starts the copies of a tile, zeros where there is nothing to copy.
+// Starts the copies of a tile to shared memory; rows and columns that x does not have become zeros.
 template <class T>
 MOE_DEVICE void copy_tile(const TilesPlan& p, const QuantizedTile& tile, const int (&source)[kBlock],
                           TileShared<T>& shared) {
@@ -95,7 +103,7 @@ MOE_DEVICE void copy_tile(const TilesPlan& p, const QuantizedTile& tile, const i
   }
   commit_copies();
 }
-// The lane's columns of 16 rows, once the copies are there.
+// Reads the lane's columns of 16 rows, once the copies have arrived.
 template <class T>
 MOE_DEVICE void read_tile(const TilesPlan& p, const QuantizedTile& tile, const int (&source)[kBlock],
                           const TileShared<T>& shared, TileWords<T>& v) {
@@ -118,35 +126,35 @@ MOE_DEVICE void read_tile(const TilesPlan& p, const QuantizedTile& tile, const i
   }
 }
 
-// Four bytes of a row of q, at its column.
+// Stores four bytes of a row of q. `count` columns are left in the row.
 template <class T>
-MOE_DEVICE void store_columns(uint8_t* q, int64_t there, uint32_t bytes) {
+MOE_DEVICE void store_columns(uint8_t* q, int64_t count, uint32_t bytes) {
   if constexpr (T::Types::kVectorized) {
     store_stream(reinterpret_cast<uint32_t*>(q), bytes);
   } else {
 #pragma unroll
     for (int i = 0; i < T::kColumns; ++i)
-      if (i < there) q[i] = uint8_t(bytes >> (8 * i));
+      if (i < count) q[i] = uint8_t(bytes >> (8 * i));
   }
 }
-// Rows of q. The multipliers of a row of threads are those that its wave has just made.
+// Casts and stores rows of q, with the multipliers that this wave has just made.
 template <class T, class Shared>
 MOE_DEVICE void cast_rows(const TilesPlan& p, const QuantizedTile& tile, const TileWords<T>& v, const Shared& shared) {
   wave_barrier();
   const auto* multiplier = shared.row_multiplier + threadIdx.y * kChunkRows;
-  const int64_t column = first_column<T>(tile), there = p.K - column;
+  const int64_t column = first_column<T>(tile), count = p.K - column;
   uint8_t* q = p.q + (tile.first_row + threadIdx.y * kChunkRows) * p.K + column;
-  const int rows = there > 0 ? in_thread_row(tile.rows) : 0;
+  const int rows = count > 0 ? in_thread_row(tile.rows) : 0;
   T::Types::with_cast(p, [&](auto cast) {
 #pragma unroll
     for (int i = 0; i < kChunkRows; ++i, q += p.K) {
       const float m = multiplier[i][threadIdx.x / T::kTeam];
       const uint32_t bytes = cast_words<typename T::In>(v[i], m, m, m, m, cast);
-      if (i < rows) store_columns<T>(q, there, bytes);
+      if (i < rows) store_columns<T>(q, count, bytes);
     }
   });
 }
-// Amax over the 16 rows of every word of columns, left in shared.thread_row_amax.
+// Maximum over the 16 rows, for every word of columns, in shared.thread_row_amax.
 template <class T, class Shared>
 MOE_DEVICE void reduce_rows(const TileWords<T>& v, Shared& shared) {
 #pragma unroll
@@ -157,7 +165,7 @@ MOE_DEVICE void reduce_rows(const TileWords<T>& v, Shared& shared) {
     shared.thread_row_amax[threadIdx.y][threadIdx.x * T::kWords + w] = amax;
   }
 }
-// Blocks along rows: amax and multipliers of the 16 rows.
+// Blocks along rows: finds the maxima of the 16 rows and makes their multipliers.
 template <class T, class Shared>
 MOE_DEVICE void make_row_multipliers(const TilesPlan& p, const TileWords<T>& v, Shared& shared) {
   using In = typename T::In;
@@ -165,34 +173,34 @@ MOE_DEVICE void make_row_multipliers(const TilesPlan& p, const TileWords<T>& v, 
   const int lane = threadIdx.x, first = threadIdx.y * kChunkRows + lane % T::kTeam / kLanesOfRow;
 #pragma unroll
   for (int r = 0; r < kChunkRows; r += kRows) {
-    uint32_t of_row[kRows];
+    uint32_t row_amax[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      of_row[i] = v[r + i][0];
+      row_amax[i] = v[r + i][0];
 #pragma unroll
-      for (int w = 1; w < T::kWords; ++w) of_row[i] = max_magnitude<In>(of_row[i], v[r + i][w]);
+      for (int w = 1; w < T::kWords; ++w) row_amax[i] = max_magnitude<In>(row_amax[i], v[r + i][w]);
     }
-    const auto s = T::Types::template scale_of<typename T::Scale>(p, amax_of_rows<In, T::kTeam>(of_row, lane));
+    const auto s = T::Types::template scale_of<typename T::Scale>(p, amax_of_rows<In, T::kTeam>(row_amax, lane));
     if (lane % kLanesOfRow == 0) shared.row_multiplier[first + r][lane / T::kTeam] = s.multiplier;
   }
 }
-// Blocks along columns: their multipliers, one a thread at a time.
+// Blocks along columns: makes their multipliers, one per thread at a time.
 template <class T, class Shared>
 MOE_DEVICE void make_column_multipliers(const TilesPlan& p, Shared& shared) {
   using In = typename T::In;
-  constexpr int kOfBlock = kTileThreadRows / T::kBlocks;
+  constexpr int kThreadRowsOfBlock = kTileThreadRows / T::kBlocks;
 #pragma unroll
   for (int at = threadIdx.y * kLanes + threadIdx.x; at < T::kBlocks * kBlock; at += kTileThreads) {
     const int block = at / kBlock, column = at % kBlock;
     uint32_t amax = 0;
 #pragma unroll
-    for (int i = 0; i < kOfBlock; ++i)
-      amax = max_magnitude<In>(amax, shared.thread_row_amax[block * kOfBlock + i][column / kPerWord<In>]);
+    for (int i = 0; i < kThreadRowsOfBlock; ++i)
+      amax = max_magnitude<In>(amax, shared.thread_row_amax[block * kThreadRowsOfBlock + i][column / kPerWord<In>]);
     const uint32_t bits = magnitude_bits<In>(amax, column % kPerWord<In>);
     shared.multiplier[block][column] = T::Types::template scale_of<typename T::Scale>(p, bits).multiplier;
   }
 }
-// Squares: the multiplier of the whole tile, as that of all columns and, of weights, of all rows.
+// Squares: makes the multiplier of the tile, for all of its columns and, in a weight, for all of its rows.
 template <class T, class Shared>
 MOE_DEVICE void make_square_multiplier(const TilesPlan& p, Shared& shared) {
   using In = typename T::In;
@@ -211,35 +219,36 @@ MOE_DEVICE void make_square_multiplier(const TilesPlan& p, Shared& shared) {
   shared.multiplier[0][at] = m;
   if (T::kScaling == Scaling::kSquares) shared.row_multiplier[at][0] = m;
 }
-// The multipliers of the columns, for the rows of a row of threads.
+// The multipliers of the columns, for the rows of this row of threads.
 template <class T, class Shared>
 MOE_DEVICE const float* column_multipliers(const Shared& shared) {
   return shared.multiplier[threadIdx.y * T::kBlocks / kTileThreadRows];
 }
 
-// The columns, transposed by way of a stage.
+// Casts the columns and transposes them in a stage of shared memory.
 template <class T, class Shared>
 MOE_DEVICE void stage_columns(const TilesPlan& p, const QuantizedTile& tile, const TileWords<T>& v,
                               const Shared& shared, TileStage<T>& stage) {
   if (in_thread_row(tile.positions) <= 0) return;
   const int rows = in_thread_row(tile.rows_of_group);
   if (rows <= 0) return clear_chunks<T::kColumns>(stage);
-  // One form for all rows and for some: with both, 64 floats spill.
+  // One form serves whole and partial chunks: with both forms, 64 floats spill.
   T::Types::with_cast(p, [&](auto cast) {
     cast_chunks<typename T::In, false>(v, rows, column_multipliers<T>(shared), stage, cast);
   });
 }
-// Stores the columns of kTiles tiles, one below the other: number i is tile_of(i), and stages[i] has its columns.
+// Stores the columns of kTiles tiles that lie one below the other. Tile i is tile_of(i), and stages[i] holds its
+// columns.
 template <class T, int kTiles, class TileOf>
 MOE_DEVICE void store_staged(const TilesPlan& p, TileStage<T>* stages, TileOf tile_of) {
-  constexpr int kOfColumn = kLineChunks * kTiles, kStep = kTileThreads / kOfColumn;  // threads; columns at once
+  constexpr int kOfColumn = kLineChunks * kTiles, kStep = kTileThreads / kOfColumn;
   const int t = threadIdx.y * kLanes + threadIdx.x, number = t % kOfColumn / kLineChunks, chunk = t % kLineChunks;
   const QuantizedTile& tile = tile_of(number);
   const int first = chunk * kChunkRows;
   if (first >= tile.positions) return;
   int local = t / kOfColumn;
   uint8_t* out = p.q_t + tile.q_t + (int64_t(tile.across) * kBlock + local) * p.positions + first;
-  // All at once, columns alone in blocks of 128 spill, and bfloat16 in MX blocks does on Blackwell.
+  // Fully unrolled, columns alone in blocks of 128 spill, and so does bfloat16 in MX blocks on Blackwell.
   constexpr bool kSpills = T::kBlocks == 1 ? T::kScaling == Scaling::kColumns
                                            : kConvertsE8M0 && std::is_same_v<typename T::In, BF16>;
   constexpr int kUnroll = kSpills ? 4 : kBlock / kStep;
@@ -250,7 +259,7 @@ MOE_DEVICE void store_staged(const TilesPlan& p, TileStage<T>* stages, TileOf ti
   }
 }
 
-// The columns of this turn's tile, stored once the stack is there.
+// Stages the columns of this turn's tile, and stores them once its stack is complete.
 template <class T>
 MOE_DEVICE void cast_columns(const TilesPlan& p, const QuantizedTile& tile, const TileWords<T>& v,
                              TileShared<T>& shared, uint32_t turn) {

@@ -9,13 +9,13 @@ namespace moe_fp8 {
 template <ScaleType>
 struct TileScales;
 
-// Blocks of 128, column-major; of squares, row-major.
+// Blocks of 128: column-major scales. Squares of weights: row-major.
 template <>
 struct TileScales<ScaleType::kF32> {
   using Scale = ScaleF32;
   static constexpr int kSize = kBlock;
 
-  // What lies between the columns of `scale`.
+  // Clears the padding between the columns of `scale`.
   template <class T>
   static MOE_DEVICE void clear_gaps(const TilesPlan& p, const typename T::Tiles&) {
     if (T::kScaling != Scaling::kRowsAndColumns || blockIdx.x != 0 || p.K == 0) return;
@@ -24,7 +24,7 @@ struct TileScales<ScaleType::kF32> {
       static_cast<float*>(p.scale)[i / gap * p.stride + p.rows + i % gap] = 0.f;
   }
 
-  // One of rows and one of columns a thread, so that they are written in whole lines.
+  // A thread stores one scale of a row and one of a column, so that whole lines are written.
   template <class T, class Shared>
   static MOE_DEVICE void store(const TilesPlan& p, const QuantizedTile& tile, const Shared& shared) {
     const int local = threadIdx.y * kLanes + threadIdx.x;
@@ -40,23 +40,24 @@ struct TileScales<ScaleType::kF32> {
       float* scale = scales + tile.across * p.stride + tile.first_row + local;
       store_stream(scale, ScaleF32{shared.row_multiplier[local][0]}.stored());
     }
-    // Of a column each, or of the tile; behind the last one what pads it.
+    // One scale per column, or one for the tile. Behind the last column, threads write the padding.
     const int64_t first = int64_t(tile.across) * (p.of_squares() ? 1 : kBlock), at = first + local;
     const bool last = tile.across + 1 == int(p.tiles_across);
     if (tile.block < 0 || at >= (last || !p.of_squares() ? p.stride_t : first + 1)) return;
-    const bool there = at < p.scales_t && tile.rows_of_group > 0;
-    store_stream(scales_t + tile.block * p.stride_t + at, there ? ScaleF32{shared.multiplier[0][local]}.stored() : 0.f);
+    const bool has_scale = at < p.scales_t && tile.rows_of_group > 0;
+    store_stream(scales_t + tile.block * p.stride_t + at,
+                 has_scale ? ScaleF32{shared.multiplier[0][local]}.stored() : 0.f);
   }
 };
 
-// Blocks of 32, row-major or blocked; half of the threads for either direction.
+// Blocks of 32: row-major or blocked scales. Each half of the threads stores one direction.
 template <>
 struct TileScales<ScaleType::kE8M0> {
   using Scale = ScaleE8M0;
   static constexpr int kSize = kMxBlock;
-  static_assert(kBlock == kScaleRows && kBlock == kScaleColumns * kMxBlock);  // a tile's scales are a block of them
+  static_assert(kBlock == kScaleRows && kBlock == kScaleColumns * kMxBlock);  // the scales are one 128x4 block
 
-  // Blocked: what lies behind the last group.
+  // Clears blocked scales behind the last group.
   template <class T>
   static MOE_DEVICE void clear_gaps(const TilesPlan& p, const typename T::Tiles& tiles) {
     if (!p.blocked) return;
@@ -90,22 +91,22 @@ struct TileScales<ScaleType::kE8M0> {
   }
 
  private:
-  // Where a tile's scales of one direction go: a block of the blocked layout, or from a row and a column on.
+  // Where the scales of one direction go: to a block of the blocked layout, or from a row and a column on.
   struct Matrix {
     uint8_t* scale;
     int64_t block, row, column, stride;
-    int rows, columns;  // of the matrix, row-major, that are the tile's
-    int there;          // columns that have a scale; the others are zero
+    int rows, columns;  // the tile's rows and columns of the row-major matrix
+    int used;           // columns that have a scale; the others are zero
   };
 
-  // Four scales of one of 128 threads: word t of the block, or those of row t.
+  // Called by 128 threads. Each stores four scales: word t of the block, or those of row t.
   template <class Multiplier>
   static MOE_DEVICE void store_scales(const TilesPlan& p, const Matrix& to, int t, Multiplier multiplier) {
     const int row = p.blocked ? t % 4 * 32 + t / 4 : t;
     uint32_t bytes = 0;
 #pragma unroll
     for (int b = 0; b < kScaleColumns; ++b)
-      if (row < to.rows && b < to.there) bytes |= uint32_t(ScaleE8M0{multiplier(row, b)}.stored()) << (8 * b);
+      if (row < to.rows && b < to.used) bytes |= uint32_t(ScaleE8M0{multiplier(row, b)}.stored()) << (8 * b);
     if (p.blocked) {
       if (to.block >= 0) store_stream(reinterpret_cast<uint32_t*>(to.scale + to.block * kScaleBytes) + t, bytes);
       return;

@@ -1,39 +1,38 @@
-// How tokens in groups, and experts, are dealt out in tiles of 128 rows by 128 columns.
+// The schedule of tiles of 128 rows by 128 columns, over tokens in groups or over experts.
 #pragma once
 #include "primitives/groups.h"
+#include "quantize/policy.h"
 #include "quantize/sources.h"
 
 namespace moe_fp8 {
 
 struct TilesPlan : QuantizeParams {
-  uint32_t tiles_across;               // along K
-  int64_t stride, stride_t;            // of scales that are not blocked: between rows, or column-major columns
-  int64_t scales_t;                    // of tokens, column-major: in a column
-  int64_t scale_bytes, scale_t_bytes;  // of blocked scales, of tokens
-  int blocks;                          // along the padded layout, of tokens: those that have scales of their own
-  bool blocked;                        // scales of 32, of either direction; else row-major
-  bool down_first;                     // all tiles that lie below one another before those beside them
+  uint32_t tiles_across;               // tiles along K
+  int64_t stride, stride_t;            // between rows of row-major scales, or columns of column-major ones
+  int64_t scales_t;                    // scales in a column of column-major scale_t, of tokens
+  int64_t scale_bytes, scale_t_bytes;  // sizes of blocked scales, of tokens
+  int blocks;                          // blocks of tokens that have scales, along the padded layout
+  bool blocked;                        // whether E8M0 scales are blocked; otherwise they are row-major
+  bool down_first;                     // rasterization: down the tokens first, then along K
 };
-
-constexpr int kStack = 2;  // tiles, one below the other, whose columns are stored together
 
 struct QuantizedTile {
-  bool there = false;     // otherwise none is left
-  int across = 0;         // which along K
-  int64_t x = 0;          // element of x that its rows are counted from
-  int64_t first_row = 0;  // of the tokens, or of all experts' rows
-  int rows = 0;           // that there are; those beyond them are zeros
-  int rows_of_group = 0;  // none in the tail: nothing of it is in q_t
-  int64_t q_t = 0;        // of its first row: element of q_t's first column
+  bool valid = false;     // false: no tile is left
+  int across = 0;         // number along K
+  int64_t x = 0;          // the element of x from which its rows are counted
+  int64_t first_row = 0;  // among all tokens, or among the rows of all experts
+  int rows = 0;           // rows of x; the others are zeros
+  int rows_of_group = 0;  // rows that q_t has: none in the tail
+  int64_t q_t = 0;        // offset in q_t of its first row, in q_t's first column
   int expert = 0;
-  int position = 0;       // of its first row: of all tokens, or of the expert
-  int positions = 0;      // of q_t that it writes, padding included
-  int block = -1;         // along the rows; -1: has no scale
-  int64_t scale = -1, scale_t = -1;  // which of the scales of whole tiles: of its rows and of its columns; -1: has none
+  int position = 0;       // of its first row, among all tokens or in the expert
+  int positions = 0;      // positions of q_t that it writes, including padding
+  int block = -1;         // number of its block of rows; -1: it has no scale
+  int64_t scale = -1, scale_t = -1;  // numbers of its 128x4 blocks or squares along rows and columns; -1: none
 };
 
-// The scales of a tile in either direction are a block of the blocked layout, or the one scale of a square: of tile
-// `along` of the `count` that a group or an expert has from `first` on.
+// Places the scales of a tile: in either direction they are one block of the blocked layout, or the one scale of a
+// square. The tile is number `along`, and its group or expert has `count` tiles from `first` on.
 MOE_DEVICE void place_scales(QuantizedTile& tile, const TilesPlan& p, int64_t first, int64_t count, int along) {
   tile.scale = int64_t(along) * p.tiles_across + tile.across;
   tile.scale_t = first * p.tiles_across + tile.across * count + along - first;
@@ -111,10 +110,9 @@ struct ExpertTiles {
   }
 };
 
-// The tile of a block's turn: stacks of tiles are dealt out to the blocks, those beside one another first. Where an
-// index takes rows several times, those below one another come first, so that the L2 holds what is read at about the
-// same time: on an H200, columns of [32768, 4096], 8 slots a row, took 840 us, not 996; but rows that are taken once,
-// along both dimensions, 2 to 12% longer. The last stack may reach beyond the last tile.
+// The tile of a block's turn. Blocks take stacks of tiles, along K first. Where an index takes rows several times,
+// stacks go down the tokens first, so that the L2 holds what is read at about the same time (docs/kernels/quantize.md).
+// The last stack may reach beyond the last tile.
 template <class Tiles>
 MOE_DEVICE QuantizedTile tile_of_turn(const TilesPlan& p, const Tiles& tiles, uint32_t turn) {
   const uint32_t unit = blockIdx.x + turn / kStack * gridDim.x;
@@ -127,7 +125,7 @@ MOE_DEVICE QuantizedTile tile_of_turn(const TilesPlan& p, const Tiles& tiles, ui
   const int first = int(stack) * kStack, along = first + int(turn % kStack);
   QuantizedTile tile;
   if (along < tiles.count()) tile = tiles.at(along, int(across));
-  tile.there = first < tiles.count() && across < p.tiles_across;
+  tile.valid = first < tiles.count() && across < p.tiles_across;
   return tile;
 }
 

@@ -1,4 +1,4 @@
-// Scaling blocks along columns, or both ways, tile by tile.
+// Scaling blocks along columns, or along rows and columns, tile by tile.
 #pragma once
 #include "platform/launch.h"
 #include "quantize/geometries.h"
@@ -7,15 +7,8 @@
 
 namespace moe_fp8 {
 
-// Blocks of a multiprocessor: as few as keep it busy, for the less is under way at once, the nearer in time neighbours
-// in memory are written. Of copy on an H200 with 2, 3 and 4 blocks, blocks of 128: both ways of [131072, 7168] E = 8
-// 0.85, 0.84, 0.73; of [16640, 5120] E = 128, whose groups end in small tiles, 0.67 and 0.72 with 2 and 3. Columns of
-// two tiles, one below the other, are stored together, 256 bytes a column: columns alone of [131072, 7168] at 0.96,
-// tile by tile at 0.88.
-constexpr int kTileBlocks = 2, kTileBlocksOfShortGroups = 3;
-constexpr int64_t kShortGroup = 2048;  // rows
 template <class T>
-constexpr int most_blocks() {  // that registers are for
+constexpr int max_blocks() {  // blocks of a multiprocessor that have registers
   if (!T::Types::kVectorized) return 1;
   if (T::kWords == 4) return T::kScaling == Scaling::kSquares ? 1 : 2;
   if (T::kBlocks > 1 && std::is_same_v<typename T::Tiles, ExpertTiles>) return kTileBlocks;
@@ -24,8 +17,9 @@ constexpr int most_blocks() {  // that registers are for
 
 template <class T>
 constexpr int resident_blocks() {
-  constexpr int held = kLeastShared / int(sizeof(TileShared<T>)), most = kCastsInHardware ? most_blocks<T>() : 1;
-  return held < most ? held : most;
+  constexpr int by_memory = kLeastShared / int(sizeof(TileShared<T>));
+  constexpr int by_registers = kCastsInHardware ? max_blocks<T>() : 1;
+  return by_memory < by_registers ? by_memory : by_registers;
 }
 
 template <class T>
@@ -38,7 +32,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, resident_blocks<T>())
   const typename T::Tiles tiles(reinterpret_cast<int*>(&shared + 1), p);
   tiles.build();
   T::Format::template clear_gaps<T>(p, tiles);
-  const bool scheduler = threadIdx.y == kTileThreadRows - 1 && threadIdx.x == 0;  // works out the tiles for all
+  const bool scheduler = threadIdx.y == kTileThreadRows - 1 && threadIdx.x == 0;  // one thread schedules for all
   auto schedule = [&](uint32_t turn) {
     if (scheduler) shared.tile(turn) = tile_of_turn(p, tiles, turn);
   };
@@ -50,7 +44,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, resident_blocks<T>())
   find_sources(p, shared.tile(1), shared.source[1]);
   __syncthreads();
   copy_tile<T>(p, shared.tile(0), shared.source[0], shared);
-  for (uint32_t turn = 0; shared.tile(turn).there; ++turn) {
+  for (uint32_t turn = 0; shared.tile(turn).valid; ++turn) {
     const QuantizedTile& tile = shared.tile(turn);
     schedule(turn + 2);
     wait_copies<0>();
@@ -88,7 +82,7 @@ TilesPlan plan_tiles(const QuantizeParams& p) {
     plan.blocked = format_of(p.format).blocked();
     plan.stride = ceil_div(p.K, int64_t(kMxBlock));
     plan.stride_t = ceil_div(p.positions, int64_t(kMxBlock));
-    if (kTokens) {  // experts fill theirs
+    if (kTokens) {  // the scales of experts have no gaps
       plan.scale_bytes = grouped_scale_rows(p.rows, p.E) * padded_scale_columns(plan.stride);
       plan.scale_t_bytes = padded_scale_rows(p.K) * grouped_scale_columns(plan.stride_t, p.E);
     }
@@ -107,8 +101,9 @@ int launch_tiles_of(const QuantizeParams& p, void* stream) {
   if (!kTokens && tiles * p.K == 0) return 0;
   constexpr auto kKernel = quantize_tiles_kernel<T>;
   if (const int e = allow_large<kKernel>()) return e;
-  const int64_t most = device().multiprocessors * (wanted < most_blocks<T>() ? wanted : most_blocks<T>());
-  Launch l = {dim3(unsigned(tiles < 1 ? 1 : tiles < most ? tiles : most)), dim3(kLanes, kTileThreadRows), stream};
+  const int64_t max_grid = device().multiprocessors * (wanted < max_blocks<T>() ? wanted : max_blocks<T>());
+  const int64_t grid = tiles < 1 ? 1 : tiles < max_grid ? tiles : max_grid;
+  Launch l = {dim3(unsigned(grid)), dim3(kLanes, kTileThreadRows), stream};
   l.shared = tile_shared_bytes<T>(copies_ahead<T>(least_shared(device().sm)), p.E);
   return launch(kKernel, l, plan);
 }

@@ -1,5 +1,7 @@
-// The types that quantizing kernels are made for. Fast: one type of x, the fp8 formats that the chip casts to, x and
-// outputs in 16-byte vectors. Any: whatever else is asked for, decided while it runs, element by element in float32.
+// The types that quantizing kernels are instantiated for.
+//
+// Vectorized: one type of x, the fp8 formats that the chip casts to, 16-byte vectors of x and of the outputs.
+// Generic: everything else. Types are run-time values, and elements are handled one by one in float32.
 #pragma once
 #include "primitives/cast.h"
 #include "primitives/elements.h"
@@ -7,10 +9,11 @@
 
 namespace moe_fp8 {
 
-// Of the two formats that the chip casts to. kEither: decided while it runs, outside of loops, where registers allow.
+// Which of the chip's two fp8 formats a kernel casts to. kRuntime decides at run time, outside of loops: it halves the
+// number of instances where registers allow it.
 enum class Fp8Variant { kE4M3, kE5M2, kRuntime };
 
-// Whether p takes the second of the two roundings that such scales know.
+// Whether p asks for the second of the two roundings that scales of this type know.
 template <class Scale>
 MOE_DEVICE bool rounds_second(const QuantizeParams& p) {
   return p.rounding == second_rounding(std::is_same_v<Scale, ScaleF32> ? ScaleType::kF32 : ScaleType::kE8M0);
@@ -19,8 +22,8 @@ MOE_DEVICE bool rounds_second(const QuantizeParams& p) {
 template <class In_, Fp8Variant kVariant_>
 struct Vectorized {
   static constexpr Fp8Variant kVariant = kVariant_;
-  using In = In_;                                // of words in registers
-  using Bits = typename In::Bits;                // of x in memory
+  using In = In_;                                // type of words in registers
+  using Bits = typename In::Bits;                // type of x in memory
   static constexpr bool kVectorized = true, kStaticVariant = kVariant != Fp8Variant::kRuntime;
   static constexpr int kVec = 4 * kPerWord<In>;  // elements of 16 bytes of words
 
@@ -28,7 +31,8 @@ struct Vectorized {
   static MOE_DEVICE bool to_e5m2(const QuantizeParams& p) {
     return kVariant == Fp8Variant::kRuntime ? is_e5m2(p.out) : kVariant == Fp8Variant::kE5M2;
   }
-  // f(cast), and what that returns; cast(a, b, c, d) gives four bytes.
+  // Returns f(cast), where cast(a, b, c, d) packs four floats into four fp8 bytes. This hoists the branch on E4M3 or
+  // E5M2 out of loops.
   template <class F>
   static MOE_DEVICE auto with_cast(const QuantizeParams& p, F f) {
     if (to_e5m2(p)) return f([](float a, float b, float c, float d) { return cast4<kNativeE5M2>(a, b, c, d); });
@@ -51,7 +55,7 @@ struct Generic {
   static MOE_DEVICE const Bits* advance(const QuantizeParams& p, const Bits* x, int64_t elements) {
     return x + (p.in == InType::kF32 ? 4 : 2) * elements;
   }
-  // float32 bits of element i from x on.
+  // The float32 bits of element i, counted from x.
   static MOE_DEVICE uint32_t element_bits(const QuantizeParams& p, const Bits* x, int i) {
     return as_bits(to_float(p.in, load_bits(x, p.in, i)));
   }
@@ -74,19 +78,19 @@ struct Generic {
 template <class T>
 struct TypeOf { using Type = T; };
 
-// Of either kind, or Any where In is that.
+// The types of a kernel that serves both fp8 formats; Generic stays Generic.
 template <class In>
 using TypesOf = std::conditional_t<std::is_same_v<In, Generic>, Generic, Vectorized<In, Fp8Variant::kRuntime>>;
 
-// f(TypesOf<In>{}), but of bfloat16 f(Fast<BF16, kind>{}), for loops that would be longer for both. Other inputs are
-// rare.
+// Calls f with the types of a kernel. bfloat16 gets an instance for each fp8 format, because a loop that serves both is
+// longer. Other inputs are rare and get one.
 template <class In, class F>
 int dispatch_types(const QuantizeParams& p, F f) {
   if constexpr (!std::is_same_v<In, BF16>) return f(TypesOf<In>{});
   else return is_e5m2(p.out) ? f(Vectorized<In, Fp8Variant::kE5M2>{}) : f(Vectorized<In, Fp8Variant::kE4M3>{});
 }
 
-// Four neighbouring elements, scaled by a multiplier each, cast. `words` holds 4 / kPerWord words.
+// Casts four neighbouring elements, each times its multiplier. `words` holds 4 / kPerWord words.
 template <class In, class Cast>
 MOE_DEVICE uint32_t cast_words(const uint32_t* words, float m0, float m1, float m2, float m3, Cast cast) {
   constexpr int n = kPerWord<In>;

@@ -2,19 +2,19 @@
 //
 //   out[e, r, k] = RN(RN32(q[e, r, k] * scale(e, r, k))), to nearest even in out's dtype
 //
-// Groups::kNone:     block k / block_size of row r; rows may share scales (squares of 128 x 128)
+// Groups::kNone:     block k / block_size of row r; rows may share scales (tiles of 128 x 128)
 // Groups::kRows:     E = 1; offs [groups] are ends of groups of rows. Row i of group g has the scales of row
-//                    sum_{f<g} round_up(size_f, 128) + i; rows past the last group are zero
-// Groups::kColumns:  E = 1; offs [groups] are ends of groups of columns. Blocks begin anew with every group, the first
-//                    of group g is number sum_{f<g} round_up(size_f, 128) / block_size, or g when block_size is 0, but
-//                    block k / block_size is that of column k when the layout is kE8M0; columns past the last group
+//                    sum_{f<g} round_up(size_f, 128) + i; rows behind the last group are zero
+// Groups::kColumns:  E = 1; offs [groups] are ends of groups of columns. Every group begins a new block. Its number is
+//                    sum_{f<g} round_up(size_f, 128) / block_size for group g, or g if block_size is 0. In the layout
+//                    kE8M0, groups do not matter: column k has block k / block_size. Columns behind the last group
 //                    are zero
 //
-// q has group_stride and row_stride in elements. No size or alignment is asked for; offs may hold anything, and are
+// group_stride and row_stride of q are in elements. Any size and alignment is allowed. offs may hold anything; they are
 // rounded down to `multiple`.
 //
-// for_quads: of a K that is a multiple of 16, out in bfloat16 alone: element k of every 16 lies at in_quads(k), so that
-// the four elements from 4 q on are those that thread q of a quad multiplies by the like of a (sm90/pipeline/mx.h).
+// for_quads: for a bfloat16 out and a K that is a multiple of 16. Element k of every 16 lies at in_quads(k), so that
+// the four elements from 4 q on are those that thread q of a quad multiplies (gemm/sm90/pipeline/mainloop_mx.h).
 #pragma once
 #include "numerics/floats.h"
 #include "numerics/operand_scales.h"
@@ -38,7 +38,7 @@ struct DequantizeParams {
 
 MOE_HD constexpr int in_quads(int k) { return k / 4 * 2 + k % 2 + k / 2 % 2 * 8; }
 
-// 0, or the runtime's error code.
+// Returns 0 or the runtime's error code.
 int dequantize(const DequantizeParams& p, void* stream);
 
 }  // namespace moe_fp8

@@ -1,12 +1,12 @@
-// Scales of one byte, from row-major matrices into the blocked layout of numerics/scale_layout.h and back.
+// Moves scales of one byte from row-major matrices into the blocked layout of numerics/scale_layout.h, and back.
 //
-// swizzle:    blocked[blocked_offset(r, c)] = plain[r, c], zero where no scale stands
-// unswizzle:  plain[r, c] = blocked[blocked_offset(r, c)], zero where r or c is of no group
+// swizzle:    blocked[blocked_offset(r, c)] = plain[r, c], zero in padding
+// unswizzle:  plain[r, c] = blocked[blocked_offset(r, c)], zero if r or c is in no group
 //
-// Groups::kNone: E matrices [R, C]. kRows and kColumns: groups of the rows or the columns of one matrix [R, C], ends in
-// offs [E]; each is a blocked matrix of its own, in room for any sizes, and `starts` say in which row or column of that
-// room it begins. The row-major side has stride 1 along C, the blocked side is contiguous and, where it is written,
-// begins at a multiple of 16 bytes. No other alignment is asked for.
+// Groups::kNone: E matrices [R, C]. kRows and kColumns: groups of the rows or the columns of one matrix [R, C], with
+// ends in offs [E]. Each group is a blocked matrix of its own, in room for any sizes; `starts` are the rows or columns
+// of that room where the groups begin. The row-major side has stride 1 along C. The blocked side is contiguous and, if
+// it is written, begins at a multiple of 16 bytes. No other alignment is required.
 #pragma once
 #include "numerics/scale_layout.h"
 
@@ -22,7 +22,7 @@ struct SwizzleScalesParams {
   Groups groups;
 };
 
-// Of the blocked side, all matrices in one.
+// Size of the blocked side, taken as one matrix.
 struct BlockedExtent { int64_t rows, columns; };
 inline BlockedExtent blocked_extent(Groups groups, int64_t E, int64_t R, int64_t C) {
   switch (groups) {
@@ -32,7 +32,7 @@ inline BlockedExtent blocked_extent(Groups groups, int64_t E, int64_t R, int64_t
   }
 }
 
-// 0, or the runtime's error code.
+// Both return 0 or the runtime's error code.
 int swizzle_scales(const SwizzleScalesParams& p, void* stream);
 int unswizzle_scales(const SwizzleScalesParams& p, void* stream);
 

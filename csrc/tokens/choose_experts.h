@@ -1,24 +1,25 @@
-// The experts that a router chooses for every token, their scores, and the gradient of these.
+// The experts that a router chooses for every token, their scores, and the gradient of these scores.
 //
 // s [T, E]          = softmax(logits) along E, or sigmoid(logits)
-// ids [T, top_k]:     the experts of the largest s + bias, the largest first, of equal ones the smaller id; NaN is the
-//                     largest. Of num_groups groups of neighbours those top_groups alone have a part in it whose two
-//                     largest add up to most, of equal ones the first.
+// ids [T, top_k]:     the experts of the largest s + bias, the largest first; of equal ones the smaller id first. NaN
+//                     is the largest. With num_groups groups of neighbouring experts, only top_groups of them take
+//                     part: those whose two largest s + bias have the largest sums; of equal sums the first group.
 // scores [T, top_k] = s of these, divided by (their sum + kLeastSum) if normalize, times factor
 // topk_logits [T, top_k] = logits of these + 0 * scores, so that they are NaN where scores are
 //
-// With h = factor * grad of the chosen, c those chosen, N = sum_c s + kLeastSum and A = sum_c h * (s / N):
-// w                 = (h - A) / N if normalize, else h; 0 of others
-// dlogits [T, E]    = s * (w - sum_c w * s) of softmax; w * (s * sigmoid(-logits)) of sigmoid, 0 of others
+// Backward, with h = factor * grad of the chosen experts, c the chosen experts, N = sum_c s + kLeastSum and
+// A = sum_c h * (s / N):
+// w                 = (h - A) / N if normalize, else h; 0 for other experts
+// dlogits [T, E]    = softmax: s * (w - sum_c w * s);  sigmoid: w * (s * sigmoid(-logits)), 0 for other experts
 //
-// Of logits of the chosen alone, [T, top_k] in the order of slots, which share all of the score: s is that of them
-// alone, and dlogits are 0 where a logit is -Inf. Each expert stands at one slot of a token at most.
+// If chosen_only, logits are those of the chosen experts alone, [T, top_k] in the order of slots, and these experts
+// share all of the score: s is computed from them alone. dlogits are 0 where such a logit is -Inf. Each expert stands
+// at one slot of a token at most.
 //
-// parts 1: dlogits are float32. 2: [T, 2, E] bfloat16, a = RN(dlogits) and RN(dlogits - a).
+// parts 1: dlogits are float32. parts 2: [T, 2, E] bfloat16, a = RN(dlogits) and RN(dlogits - a).
 //
-// An id out of [0, E) is no choice; of equal ones the last counts. A sum over experts is taken in an order that
-// DESIGN.md defines. Null bias is zero. Rows are so many elements apart as the strides say; those of results are
-// contiguous.
+// An id out of [0, E) is no choice; if an id is there twice, the last slot counts. Sums over experts are taken in the
+// order that DESIGN.md defines. Null bias is zero. Strides are in elements, from row to row; results are contiguous.
 #pragma once
 #include <cstdint>
 
@@ -48,11 +49,11 @@ struct ChooseExpertsBackwardParams {
   int E;
   int64_t top_k;
   Scoring scoring;
-  bool normalize, is_int64, of_chosen;
+  bool normalize, is_int64, chosen_only;
   float factor;
   int parts;
 
-  MOE_HD int64_t width() const { return of_chosen ? top_k : E; }  // of logits
+  MOE_HD int64_t width() const { return chosen_only ? top_k : E; }  // of a row of logits
 
   MOE_HD int64_t id(int64_t token, int64_t slot) const {
     const int64_t at = token * ids_stride + slot;
@@ -60,7 +61,7 @@ struct ChooseExpertsBackwardParams {
   }
 };
 
-// 0, or the runtime's error code.
+// Both return 0 or the runtime's error code.
 int choose_experts(const ChooseExpertsParams& p, void* stream);
 int choose_experts_backward(const ChooseExpertsBackwardParams& p, void* stream);
 

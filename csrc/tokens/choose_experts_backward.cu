@@ -1,52 +1,45 @@
 #include "primitives/elements.h"
-#include "tokens/lanes_of_experts.h"
+#include "primitives/row_reduce.h"
+#include "tokens/expert_lanes.h"
 
 namespace moe_fp8 {
 namespace {
 
-constexpr size_t kUnaskedShared = 48 << 10;  // bytes that a block has on every chip unless it asks for more
+constexpr size_t kDefaultShared = 48 << 10;  // bytes that a block has on every chip without asking for more
 
-struct ChooseBackward : ChooseExpertsBackwardParams {
+struct ChooseExpertsBackwardPlan : ChooseExpertsBackwardParams {
   bool loads_vectors, stores_vectors;
 };
 
-// A slot a lane, and kSlots lanes a token: where slots are few, a wave has several tokens at once.
+// The slots of a token, one a lane. kSlots lanes are a token: a wave has several tokens at once if slots are few.
+// Offers what ExpertLanes offers, with slots in place of experts.
 template <int kSlots>
-struct Slot {
-  static constexpr int kLanes = kSlots, kMostTokens = kLargestWarp / kSlots, n = 1;
+struct SlotLanes {
+  static constexpr int kLanes = kSlots, kMaxTokensPerWave = kLargestWarp / kSlots, kPerLane = 1;
   const int lane = threadIdx.x % kLanes;
 
   MOE_DEVICE int expert(int) const { return lane; }
   MOE_DEVICE void load(const float* row, int slots, bool, float missing, float (&x)[1]) const {
     x[0] = lane < slots ? row[lane] : missing;
   }
-  // In the order of Lane's: fours of neighbours, then halves. Both lanes of an add have its bits.
+  // In the order of ExpertLanes: fours of neighbours, then halves. Both lanes of an addition get the same bits.
   static MOE_DEVICE float sum(const float (&x)[1]) {
-    float v = x[0] + as_float(shfl_xor(as_bits(x[0]), 1));
-    v += as_float(shfl_xor(as_bits(v), 2));
-#pragma unroll
-    for (int mask = kLanes / 2; mask >= 4; mask /= 2) v += as_float(shfl_xor(as_bits(v), mask));
-    return v + 0.f;
+    const float four = reduce_lanes<4, 1, LaneOrder::kNearFirst>(x[0], SumF32{});
+    return reduce_lanes<kLanes, 4>(four, SumF32{}) + 0.f;
   }
-  static MOE_DEVICE uint32_t max(uint32_t v) {
-#pragma unroll
-    for (int mask = kLanes / 2; mask > 0; mask /= 2) {
-      const uint32_t other = shfl_xor(v, mask);
-      v = other > v ? other : v;
-    }
-    return v;
-  }
+  static MOE_DEVICE uint32_t max(uint32_t v) { return reduce_lanes<kLanes>(v, MaxU32{}); }
 };
 
-// What lanes have of a token's choice: of all experts, or of the slots alone.
+// A lane's elements of a token's choice. L spreads all experts, or the slots alone.
 template <class L>
-struct Chosen {
-  float w[L::n] = {};  // the gradient of the score, times the factor
-  uint32_t bits = 0;   // a bit an element
-  int expert[L::n];    // of a slot: whose gradient may be another than 0, or none
+struct Choice {
+  static constexpr int n = L::kPerLane;
+  float w[n] = {};    // the gradient of the score, times the factor
+  uint32_t bits = 0;  // a bit an element: whether it is chosen
+  int expert[n];      // of a slot whose gradient may differ from 0, else -1
 
-  MOE_DEVICE bool operator()(int i) const { return bits >> i & 1; }
-  MOE_DEVICE void find_among_experts(const ChooseBackward& p, const L& lane, int64_t t) {
+  MOE_DEVICE bool chosen(int i) const { return bits >> i & 1; }
+  MOE_DEVICE void find_among_experts(const ChooseExpertsBackwardPlan& p, const L& lane, int64_t t) {
     for (int64_t first = 0; first < p.top_k; first += kWarpSize) {
       const int64_t slot = first + lane.lane;
       const int64_t id = slot < p.top_k ? p.id(t, slot) : -1;
@@ -54,24 +47,24 @@ struct Chosen {
       const uint32_t grad = as_bits(slot < p.top_k ? p.grad[t * p.grad_stride + slot] * p.factor : 0.f);
       const int slots = p.top_k - first < kWarpSize ? int(p.top_k - first) : kWarpSize;
       for (int j = 0; j < slots; ++j) {
-        const uint32_t of_slot = shfl(expert, j);
+        const uint32_t slot_expert = shfl(expert, j);
         const float h = as_float(shfl(grad, j));
 #pragma unroll
-        for (int i = 0; i < L::n; ++i) {
-          const bool found = uint32_t(lane.expert(i)) == of_slot;
+        for (int i = 0; i < n; ++i) {
+          const bool found = uint32_t(lane.expert(i)) == slot_expert;
           w[i] = found ? h : w[i];
           bits |= uint32_t(found) << i;
         }
       }
     }
   }
-  // Logits of slots without an expert become -Inf.
-  MOE_DEVICE void find_among_slots(const ChooseBackward& p, const L& lane, int64_t t, float (&logits)[L::n]) {
+  // Sets the logits of slots without an expert to -Inf.
+  MOE_DEVICE void find_among_slots(const ChooseExpertsBackwardPlan& p, const L& lane, int64_t t, float (&logits)[n]) {
 #pragma unroll
-    for (int i = 0; i < L::n; ++i) {
+    for (int i = 0; i < n; ++i) {
       const int slot = lane.expert(i);
       const int64_t id = slot < p.top_k ? p.id(t, slot) : -1;
-      const float grad = slot < p.top_k ? p.grad[t * p.grad_stride + slot] : 0.f;  // on its way beside the id
+      const float grad = slot < p.top_k ? p.grad[t * p.grad_stride + slot] : 0.f;  // in flight together with the id
       const bool found = id >= 0 && id < p.E;
       w[i] = found ? grad * p.factor : 0.f;
       logits[i] = found ? logits[i] : as_float(kMinusInfinity);
@@ -81,8 +74,8 @@ struct Chosen {
   }
 };
 
-// Four neighbours of a token's results, or those of them that there are. row: the token's, 4 E bytes of either kind.
-MOE_DEVICE void store_four(const ChooseBackward& p, uint8_t* row, int at, const float* four) {
+// Stores four neighbours of a token's results, or fewer at the end. row: the token's 4 E bytes, of either dtype.
+MOE_DEVICE void store_four(const ChooseExpertsBackwardPlan& p, uint8_t* row, int at, const float* four) {
   if (p.parts == 1) {
     float* const out = reinterpret_cast<float*>(row) + at;
     Vec16 v;
@@ -114,15 +107,16 @@ MOE_DEVICE void store_four(const ChooseBackward& p, uint8_t* row, int at, const 
   }
 }
 
-// A row of results from those of slots; row: E floats, rounded up to fours, of shared memory.
+// Scatters the results of slots to their experts and stores the row. row: shared memory for round_up(E, 4) floats.
 template <class L>
-MOE_DEVICE void store_slots(const ChooseBackward& p, const L& lane, uint8_t* out, const Chosen<L>& chosen, float* row) {
+MOE_DEVICE void store_slots(const ChooseExpertsBackwardPlan& p, const L& lane, uint8_t* out, const Choice<L>& choice,
+                            float* row) {
   constexpr int kStep = 4 * L::kLanes;
   for (int e = 4 * lane.lane; e < p.E; e += kStep) *reinterpret_cast<Vec16*>(row + e) = Vec16{};
   wave_barrier();
 #pragma unroll
-  for (int i = 0; i < L::n; ++i)
-    if (chosen.expert[i] >= 0) row[chosen.expert[i]] = chosen.w[i];
+  for (int i = 0; i < L::kPerLane; ++i)
+    if (choice.expert[i] >= 0) row[choice.expert[i]] = choice.w[i];
   wave_barrier();
   for (int e = 4 * lane.lane; e < p.E; e += kStep) {
     const Vec16 v = *reinterpret_cast<const Vec16*>(row + e);
@@ -132,76 +126,77 @@ MOE_DEVICE void store_slots(const ChooseBackward& p, const L& lane, uint8_t* out
   wave_barrier();
 }
 
-template <class L>
-constexpr int kBlocks = L::n == 1 ? 8 : L::n == 4 ? 4 : L::n == 8 ? 3 : L::n == 16 ? 2 : 1;  // as registers allow
-
-// kOfChosen: L has the slots, which alone share the score; else all experts.
-template <class L, bool kOfChosen>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks<L>)
-    choose_experts_backward_kernel(MOE_GRID_CONSTANT const ChooseBackward p) {
-  constexpr int n = L::n, kTokens = kWarpSize / L::kLanes;  // of a wave
+// kChosenOnly: L spreads the slots, which alone share the score. Otherwise L spreads all experts.
+template <class L, bool kChosenOnly>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, choose_experts_backward_blocks(L::kPerLane))
+    choose_experts_backward_kernel(MOE_GRID_CONSTANT const ChooseExpertsBackwardPlan p) {
+  constexpr int n = L::kPerLane, kWaveTokens = kWarpSize / L::kLanes;
   MOE_DYNAMIC_SMEM(shared);
   float* const row = reinterpret_cast<float*>(shared) + threadIdx.x / L::kLanes * round_up(p.E, 4);
   const L lane;
   wait_for_previous_kernel();
-  for (int64_t first = kTokens * first_row(); first < p.T; first += kTokens * rows_at_once()) {
-    // Waves stay whole: lanes behind the last token have it too, and write the same.
-    const int64_t own = first + threadIdx.x % kWarpSize / L::kLanes, t = own < p.T ? own : p.T - 1;
+  for (int64_t first = kWaveTokens * first_row(); first < p.T; first += kWaveTokens * rows_at_once()) {
+    // Waves stay whole: lanes behind the last token repeat it, and store the same bytes.
+    const int64_t token = first + threadIdx.x % kWarpSize / L::kLanes, t = token < p.T ? token : p.T - 1;
     float score[n], slope[n], terms[n];
-    const int width = kOfChosen ? int(p.top_k) : p.E;
+    const int width = kChosenOnly ? int(p.top_k) : p.E;
     lane.load(p.logits + t * p.stride, width, p.loads_vectors, as_float(kMinusInfinity), score);
-    Chosen<L> chosen;
-    if constexpr (kOfChosen) chosen.find_among_slots(p, lane, t, score);
-    else chosen.find_among_experts(p, lane, t);
+    Choice<L> choice;
+    if constexpr (kChosenOnly) choice.find_among_slots(p, lane, t, score);
+    else choice.find_among_experts(p, lane, t);
     score_logits<L>(p.scoring, score, slope);
-    auto& w = chosen.w;
-    const auto sum_of_chosen = [&](auto term) {
+    auto& w = choice.w;
+    const auto sum_over_chosen = [&](auto term) {
 #pragma unroll
-      for (int i = 0; i < n; ++i) terms[i] = chosen(i) ? term(i) : 0.f;
+      for (int i = 0; i < n; ++i) terms[i] = choice.chosen(i) ? term(i) : 0.f;
       return L::sum(terms);
     };
     if (p.normalize) {
-      const float sum = sum_of_chosen([&](int i) { return score[i]; }) + kLeastSum;
-      const float mean = sum_of_chosen([&](int i) { return w[i] * (score[i] / sum); });
+      const float sum = sum_over_chosen([&](int i) { return score[i]; }) + kLeastSum;
+      const float mean = sum_over_chosen([&](int i) { return w[i] * (score[i] / sum); });
 #pragma unroll
-      for (int i = 0; i < n; ++i) w[i] = chosen(i) ? (w[i] - mean) / sum : 0.f;
+      for (int i = 0; i < n; ++i) w[i] = choice.chosen(i) ? (w[i] - mean) / sum : 0.f;
     }
     if (p.scoring == Scoring::kSoftmax) {
-      const float mean = sum_of_chosen([&](int i) { return w[i] * score[i]; });
+      const float mean = sum_over_chosen([&](int i) { return w[i] * score[i]; });
 #pragma unroll
       for (int i = 0; i < n; ++i) w[i] = score[i] * (w[i] - mean);
     } else {
 #pragma unroll
-      for (int i = 0; i < n; ++i) w[i] = chosen(i) ? w[i] * slope[i] : 0.f;
+      for (int i = 0; i < n; ++i) w[i] = choice.chosen(i) ? w[i] * slope[i] : 0.f;
     }
     uint8_t* const out = static_cast<uint8_t*>(p.dlogits) + t * p.E * sizeof(float);
-    if constexpr (kOfChosen) store_slots(p, lane, out, chosen, row);
+    if constexpr (kChosenOnly) store_slots(p, lane, out, choice, row);
     else lane.each_four(w, p.E, [&](const float* four, int at) { store_four(p, out, at, four); });
   }
 }
 
+// Bytes of shared memory for a row of each token of a block. Larger waves than the host assumes need less.
 template <class L>
-size_t shared_of_block(int E) {  // for its rows, which are fewer where waves are larger than the host knows
+size_t block_shared(int E) {
   return kThreads / L::kLanes * round_up(E, 4) * sizeof(float);
 }
 template <class L>
-int launch_of_chosen(const ChooseBackward& p, void* stream) {
-  const int64_t waves = ceil_div<int64_t>(p.T, L::kMostTokens);
-  return launch_on_rows(choose_experts_backward_kernel<L, true>, p, waves, stream, shared_of_block<L>(p.E));
+int launch_chosen_only(const ChooseExpertsBackwardPlan& p, void* stream) {
+  const int64_t waves = ceil_div<int64_t>(p.T, L::kMaxTokensPerWave);
+  return launch_on_rows(choose_experts_backward_kernel<L, true>, p, waves, stream, block_shared<L>(p.E));
 }
 
 }  // namespace
 
 int choose_experts_backward(const ChooseExpertsBackwardParams& params, void* stream) {
-  const ChooseBackward p = {params, is_of_fours(int(params.width()), params.T, params.stride, params.logits),
-                            is_of_fours(params.E, 1, 0, params.dlogits)};
-  if (!p.of_chosen)
-    return with_room(p.E, [&](auto room) {
-      return launch_on_rows(choose_experts_backward_kernel<Lane<decltype(room)::value>, false>, p, p.T, stream);
+  const ChooseExpertsBackwardPlan p = {
+      params, fours_are_aligned(int(params.width()), params.T, params.stride, params.logits),
+      fours_are_aligned(params.E, 1, 0, params.dlogits)};
+  if (!p.chosen_only)
+    return dispatch_expert_count(p.E, [&](auto experts) {
+      using L = ExpertLanes<decltype(experts)::value>;
+      return launch_on_rows(choose_experts_backward_kernel<L, false>, p, p.T, stream);
     });
-  if (p.top_k <= 8 && shared_of_block<Slot<8>>(p.E) <= kUnaskedShared) return launch_of_chosen<Slot<8>>(p, stream);
-  if (p.top_k <= 32) return launch_of_chosen<Slot<32>>(p, stream);
-  return launch_of_chosen<Lane<kMaxExperts>>(p, stream);
+  if (p.top_k <= 8 && block_shared<SlotLanes<8>>(p.E) <= kDefaultShared)
+    return launch_chosen_only<SlotLanes<8>>(p, stream);
+  if (p.top_k <= 32) return launch_chosen_only<SlotLanes<32>>(p, stream);
+  return launch_chosen_only<ExpertLanes<kMaxExperts>>(p, stream);
 }
 
 }  // namespace moe_fp8

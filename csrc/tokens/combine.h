@@ -1,11 +1,11 @@
 // Rows of slots back into rows of tokens, weighted by the router's scores, and the gradient of that.
 //
 // out[t]     = sum over rising j of RN32(scores[t, j] * y[inverse[t, j]]), in float32 from 0, rounded once
-// grad_y[r]  = scores[slot] * grad[slot / top_k], rounded once, of the largest slot with inverse[slot] == r, else 0
+// grad_y[r]  = scores[slot] * grad[slot / top_k], rounded once, for the largest slot with inverse[slot] == r, else 0
 // grad_scores[slot] = sum over k of grad[slot / top_k, k] * y[r, k] in float32, if grad_y[r] is this slot's, else 0
 //
-// y [P, K] and grad [T, K] of one dtype, as the results; inverse and scores [T, top_k], contiguous. Null scores are
-// ones. A slot whose inverse is out of [0, P) counts for nothing.
+// y [P, K], grad [T, K], out and grad_y have one dtype. inverse and scores [T, top_k] are contiguous. Null scores are
+// ones. A slot whose inverse is out of [0, P) is left out.
 #pragma once
 #include <cstdint>
 
@@ -21,17 +21,17 @@ struct CombineParams {
   int64_t T, top_k, P, K;
   int64_t y_stride;  // elements
   InType in;
-  bool scores_f32;   // else the dtype of y
+  bool scores_f32;   // false: scores have the dtype of y
 };
 
 struct CombineBackwardParams {
   const void* grad;
-  const void* y;         // not read where grad_scores is null
+  const void* y;         // not read if grad_scores is null
   const int* inverse;
   const void* scores;
-  int* slot_of;          // scratch, [P]
+  int* slot_of;          // scratch, [P]: the slot of each row
   void* grad_y;
-  void* grad_scores;     // of the dtype that scores_f32 says; null: not wanted
+  void* grad_scores;     // in the dtype of scores; null: not wanted
   int64_t T, top_k, P, K;
   int64_t grad_stride, y_stride;  // elements
   InType in;
@@ -45,7 +45,7 @@ MOE_HD float score_of(const void* scores, bool f32, int64_t slot) {
   return In::to_float(static_cast<const typename In::Bits*>(scores)[slot]);
 }
 
-// 0, or the runtime's error code.
+// Both return 0 or the runtime's error code.
 int combine(const CombineParams& p, void* stream);
 int combine_backward(const CombineBackwardParams& p, void* stream);
 

@@ -1,11 +1,12 @@
-// copy_rows: to [rows, ...]: row p is row source.row(p) of from, zeros where that is none.
+// copy_rows: row p of `to` [rows, ...] is row source.row(p) of `from`, or zeros if there is no such row.
 //
-// Rows are row_bytes of any dtype; `to` is contiguous, from_stride in bytes. No alignment is asked of either.
+// A row is row_bytes bytes of any dtype. `to` is contiguous; from_stride is in bytes. Neither needs an alignment.
 //
-// pack_tokens: to [rows, row_bytes] of bytes: row p has the columns of token(p) side by side, zeros where that is none:
-// source.row(p), unless an inverse has its slot in another row. Columns begin at multiples of kColumnAlign in the order
-// of the table, and behind the end of one are zeros; of a table that end_row() closes, rows and `to` begin at multiples
-// of kRowAlign. Ids come as int32 from 1 on: id + 1 of one in [0, num_experts), else 0.
+// pack_tokens: `to` [rows, row_bytes] holds messages. Row p has the columns of token(p) side by side, or zeros if
+// token(p) is -1. token(p) is source.row(p), or -1 if `inverse` puts its slot into another row. Columns follow one
+// another in the order of the table, each at a multiple of kColumnAlign bytes with zeros behind its end. end_row()
+// makes a row a multiple of kRowAlign bytes; `to` then begins at such a multiple. Ids become int32: id + 1 of an id in
+// [0, num_experts), else 0.
 #pragma once
 #include "numerics/groups.h"
 
@@ -18,75 +19,79 @@ struct CopyRowsParams {
   int64_t rows, row_bytes, from_stride;
 };
 
-// What a thread moves at once: so many bytes of a column, or an id.
-enum class Unit : uint8_t { k1, k2, k4, k16, kInt32Id, kInt64Id };
-MOE_HD constexpr int bytes_of(Unit unit) {  // in `to`
-  return unit == Unit::k1 ? 1 : unit == Unit::k2 ? 2 : unit == Unit::k16 ? 16 : 4;
+// What a thread copies at once: bytes, or an id.
+enum class CopyUnit : uint8_t { k1, k2, k4, k16, kInt32Id, kInt64Id };
+MOE_HD constexpr int bytes_of(CopyUnit unit) {  // in `to`
+  return unit == CopyUnit::k1 ? 1 : unit == CopyUnit::k2 ? 2 : unit == CopyUnit::k16 ? 16 : 4;
 }
 
-inline Unit widest_unit(int64_t bytes) {  // of which they are a multiple
-  return bytes % 16 == 0 ? Unit::k16 : bytes % 4 == 0 ? Unit::k4 : bytes % 2 == 0 ? Unit::k2 : Unit::k1;
+// The widest unit that divides `bytes`.
+inline CopyUnit widest_unit(int64_t bytes) {
+  return bytes % 16 == 0 ? CopyUnit::k16 : bytes % 4 == 0 ? CopyUnit::k4
+                                        : bytes % 2 == 0  ? CopyUnit::k2
+                                                          : CopyUnit::k1;
 }
 
-struct Column {
+struct MessageColumn {
   const void* from;
-  int64_t row_stride, unit_stride;  // bytes of from
-  int64_t offset;                   // bytes of a row of `to`
+  int64_t row_stride, unit_stride;  // bytes, in `from`
+  int64_t offset;                   // bytes, from the begin of a row of `to`
   int64_t units, padded_units;
-  Unit unit;
+  CopyUnit unit;
 };
 
-// Elements [rows, width] of so many bytes each.
-struct ColumnSource {
+// Elements [rows, width] of `size` bytes each; strides are in elements.
+struct MessageColumnSource {
   const void* from;
   int64_t size, row_stride, stride, width;
-  bool ids;  // int32, or int64
+  bool ids;  // elements are ids, int32 or int64 by their size
 };
 
 constexpr int kMaxColumns = 4;
-// Bytes: of a sector, and of what memory reads at once. On an H200 rows of 7,168 that are 7,264 apart came to 4 slots
-// each in 442 us, 7,296 apart in 399.
+// Bytes: a sector, and what DRAM reads at once. Rows at multiples of 64 are read faster (docs/kernels/tokens.md).
 constexpr int kColumnAlign = 32, kRowAlign = 64;
 struct PackTokensParams {
   void* to;
   RowIndex source;
-  const int* inverse;  // of a slot its row, or null
+  const int* inverse;  // the row of each slot, or null
   int64_t rows, row_bytes;
-  Column columns[kMaxColumns];
+  MessageColumn columns[kMaxColumns];
   int num_columns, num_experts;
 
   MOE_HD int64_t token(int64_t row) const {
     const uint32_t slot = uint32_t(source.at[row]);
     return slot < source.limit && (!inverse || inverse[slot] == row) ? source.row_of(slot) : -1;
   }
-  // Of the widest units that its elements allow.
-  void add(const ColumnSource& of) {
-    Column c = {of.from, of.row_stride * of.size, of.stride * of.size, row_bytes, of.width, 0, widest_unit(of.size)};
-    if (of.ids) {
-      c.unit = of.size == sizeof(int64_t) ? Unit::kInt64Id : Unit::kInt32Id;
-    } else if (of.stride == 1 || of.width <= 1) {
-      c.unit = widest_unit(int64_t(reinterpret_cast<uintptr_t>(of.from)) | c.row_stride | of.width * of.size);
+  // Appends a column, in the widest units that its strides allow.
+  void add(const MessageColumnSource& column) {
+    MessageColumn c = {column.from, column.row_stride * column.size, column.stride * column.size, row_bytes,
+                       column.width, 0, widest_unit(column.size)};
+    if (column.ids) {
+      c.unit = column.size == sizeof(int64_t) ? CopyUnit::kInt64Id : CopyUnit::kInt32Id;
+    } else if (column.stride == 1 || column.width <= 1) {
+      const int64_t bytes = column.width * column.size;
+      c.unit = widest_unit(int64_t(reinterpret_cast<uintptr_t>(column.from)) | c.row_stride | bytes);
       c.unit_stride = bytes_of(c.unit);
-      c.units = of.width * of.size / c.unit_stride;
+      c.units = bytes / c.unit_stride;
     }
     const int64_t unit = bytes_of(c.unit), bytes = round_up<int64_t>(c.units * unit, kColumnAlign);
     c.padded_units = bytes / unit;
     columns[num_columns++] = c;
     row_bytes += bytes;
   }
-  // Behind the last column.
+  // Pads the row behind its last column.
   void end_row() {
-    Column& last = columns[num_columns - 1];
+    MessageColumn& last = columns[num_columns - 1];
     last.padded_units += (round_up<int64_t>(row_bytes, kRowAlign) - row_bytes) / bytes_of(last.unit);
     row_bytes = round_up<int64_t>(row_bytes, kRowAlign);
   }
 };
 
-// 0, or the runtime's error code.
+// Both return 0 or the runtime's error code.
 int copy_rows(const CopyRowsParams& p, void* stream);
 int pack_tokens(const PackTokensParams& p, void* stream);
 
 template <class Id>
-MOE_HD uint32_t id_from_one(Id id, int num_experts) { return id >= 0 && id < num_experts ? uint32_t(id) + 1 : 0; }
+MOE_HD uint32_t one_based_id(Id id, int num_experts) { return id >= 0 && id < num_experts ? uint32_t(id) + 1 : 0; }
 
 }  // namespace moe_fp8

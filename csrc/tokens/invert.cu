@@ -2,23 +2,25 @@
 
 #include "numerics/groups.h"
 #include "platform/launch.h"
+#include "tokens/policy.h"
 
 namespace moe_fp8 {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = 1 << 20;  // HIP has 2^32 threads a launch
+constexpr int64_t kMaxBlocks = 1 << 20;  // HIP has fewer than 2^32 threads a launch
 
-struct InvertIndices {
+struct InvertIndicesParams {
   const int* indices;
   int* inverse;
   int64_t count, size;
 };
 
-// The largest wins whatever the order of the threads is.
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) invert_indices_kernel(MOE_GRID_CONSTANT const InvertIndices p) {
+// The maximum is the same in whatever order the threads run.
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kInvertThreads, 1)
+    invert_indices_kernel(MOE_GRID_CONSTANT const InvertIndicesParams p) {
   wait_for_previous_kernel();
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < p.count; i += int64_t(gridDim.x) * kThreads) {
+  const int64_t threads = int64_t(gridDim.x) * kInvertThreads;
+  for (int64_t i = int64_t(blockIdx.x) * kInvertThreads + threadIdx.x; i < p.count; i += threads) {
     const int index = p.indices[i];
     if (index >= 0 && index < p.size) atomicMax(p.inverse + index, int(i));
   }
@@ -29,9 +31,9 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) invert_indices_kernel(MOE_GRID_CO
 int invert_indices(const int* indices, int64_t count, int* inverse, int64_t size, void* stream) {
   if (const int e = fill_bytes(inverse, 0xff, size_t(size) * sizeof(int), stream)) return e;
   if (count == 0 || size == 0) return 0;
-  const int64_t blocks = ceil_div<int64_t>(count, kThreads);
-  const Launch l = {dim3(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks)), dim3(kThreads), stream};
-  return launch(invert_indices_kernel, l, InvertIndices{indices, inverse, count, size});
+  const int64_t blocks = ceil_div<int64_t>(count, kInvertThreads);
+  const Launch l = {dim3(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks)), dim3(kInvertThreads), stream};
+  return launch(invert_indices_kernel, l, InvertIndicesParams{indices, inverse, count, size});
 }
 
 }  // namespace moe_fp8

@@ -1,4 +1,4 @@
-// The inverse of indices, which need not be distinct nor complete.
+// The inverse of indices, which need be neither distinct nor complete.
 //
 // inverse[i] = the largest p with indices[p] == i, else -1;  i in [0, size), p in [0, count)
 //
@@ -8,7 +8,7 @@
 
 namespace moe_fp8 {
 
-// 0, or the runtime's error code.
+// Returns 0 or the runtime's error code.
 int invert_indices(const int* indices, int64_t count, int* inverse, int64_t size, void* stream);
 
 }  // namespace moe_fp8

@@ -1,16 +1,17 @@
-// permute_indices: where tokens that every rank sent for every local expert go, so that each expert's lie together.
+// permute_indices: an index that brings together the tokens of each local expert, which lie rank by rank as received.
 //
-// counts [R, E], int32 or int64, in the order in which the M tokens lie: rank by rank, each rank's expert by expert.
-//   end(r, e)    = min(M, sum of the counts up to (r, e)), negative counts taken as 0;  size(r, e) from end to end
+// counts [R, E], int32 or int64, has the order of the M tokens: rank by rank, and within a rank expert by expert.
+//   end(r, e)    = min(M, sum of the counts up to (r, e)), negative counts taken as 0
+//   size(r, e)   = end(r, e) - the end before it
 //   tokens_per_expert[e] = sum_r size(r, e)
-//   padded_offs[e]       = padded_offs[e-1] + round_up(tokens_per_expert[e], align), of an empty one `empty`
-//   indices[padded_offs[e-1] + sum_{r' < r} size(r', e) + i] = row i of those of (r, e);  every other entry is -1
+//   padded_offs[e]       = padded_offs[e-1] + round_up(tokens_per_expert[e], align), or + `empty` for an empty expert
+//   indices[padded_offs[e-1] + sum_{r' < r} size(r', e) + i] = row i of (r, e);  every other entry is -1
 #pragma once
 #include "numerics/groups.h"
 
 namespace moe_fp8 {
 
-constexpr int kMaxCounts = 4096;  // R * E: what shared memory holds
+constexpr int kMaxCounts = 4096;  // R * E at most: what shared memory holds
 
 struct PermuteIndicesParams {
   const void* counts;
@@ -27,7 +28,7 @@ struct PermuteIndicesParams {
   }
 };
 
-// 0, or the runtime's error code.
+// Returns 0 or the runtime's error code.
 int permute_indices(const PermuteIndicesParams& p, void* stream);
 
 }  // namespace moe_fp8

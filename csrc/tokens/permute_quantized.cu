@@ -1,25 +1,24 @@
 #include "tokens/permute_quantized.h"
 
 #include "primitives/groups.h"
-#include "tokens/pieces.h"
+#include "tokens/row_segments.h"
 
 namespace moe_fp8 {
 namespace {
 
-// Of scales neighbouring threads have neighbouring rows, whose words lie together in column-major ones and a line of a
-// block apart in blocked ones. A thread holds some words of a row, which in messages from other ranks lie together: one
-// load. Blocks stay, for each makes a table of the groups.
-constexpr int kThreads = 256, kHeld = 4, kWordsEach = 2 * kHeld, kBlocksEach = 8;
-constexpr int kBlocks = 8;  // of a multiprocessor: what counts for copies is bytes in flight
-constexpr int64_t kMostAlongWords = 1 << 10, kMostCopies = 1 << 23;  // HIP has fewer than 2^32 threads a launch
+// Neighbouring threads have the scales of neighbouring rows: such words are neighbours in a column-major matrix, and 16
+// bytes apart in a blocked one. A thread has kScaleWords words of a row, which are one load in messages from other
+// ranks, where the scales of a row lie together.
+constexpr int64_t kMaxWordBlocks = 1 << 10;
+constexpr int64_t kMaxCopyBlocks = 1 << 23;  // HIP has fewer than 2^32 threads a launch
 
 struct PermuteQuantizedPlan {
-  PiecesPlan rows;
+  CopySegmentsPlan rows;
   PermuteScalesParams scales;
-  uint32_t along_lines, along_words;  // blocks that have scales
-  uint32_t along_rows;                // those that have a piece of rows
+  uint32_t line_blocks, word_blocks;  // blocks of scales: along lines, and along the words of a row
+  uint32_t row_blocks;                // blocks of a segment of rows
 
-  MOE_HD uint32_t of_scales() const { return along_lines * along_words; }
+  MOE_HD uint32_t scale_blocks() const { return line_blocks * word_blocks; }
 };
 
 MOE_DEVICE uint32_t load_word(const PermuteScalesParams& p, int64_t at) {
@@ -29,23 +28,23 @@ MOE_DEVICE uint32_t load_word(const PermuteScalesParams& p, int64_t at) {
   return bytes[0] | bytes[1] << 8 | bytes[2] << 16 | uint32_t(bytes[3]) << 24;
 }
 
-// Words of a row of `from` from the first one on; zeros behind the last, and where there is no row.
-MOE_DEVICE void load_words(const PermuteScalesParams& p, int64_t row, uint32_t first, uint32_t (&held)[kHeld]) {
-  if (row >= 0 && !p.blocked && p.column_stride == 1 && first + kHeld <= p.words) {
+// Loads kScaleWords words of a row of `from`. Words behind the last one, or of row -1, are zeros.
+MOE_DEVICE void load_words(const PermuteScalesParams& p, int64_t row, uint32_t first, uint32_t (&loaded)[kScaleWords]) {
+  if (row >= 0 && !p.blocked && p.column_stride == 1 && first + kScaleWords <= p.words) {
     const auto* words = static_cast<const uint32_t*>(p.from) + p.word_of_from(row, first);
     if (reinterpret_cast<uintptr_t>(words) % sizeof(Vec16) == 0) {
-      const Vec16 loaded = load_stream<Reuse::kSoon>(reinterpret_cast<const Vec16*>(words));
+      const Vec16 vec = load_stream<Reuse::kSoon>(reinterpret_cast<const Vec16*>(words));
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) held[i] = loaded.w[i];
+      for (int i = 0; i < kScaleWords; ++i) loaded[i] = vec.w[i];
       return;
     }
   }
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i)
-    held[i] = row >= 0 && first + i < p.words ? load_word(p, p.word_of_from(row, first + i)) : 0u;
+  for (int i = 0; i < kScaleWords; ++i)
+    loaded[i] = row >= 0 && first + i < p.words ? load_word(p, p.word_of_from(row, first + i)) : 0u;
 }
 
-// The row of P that a line of `to` has; P: none.
+// The row that a line of `to` holds, or P if it is padding.
 MOE_DEVICE int row_of_line(const PermuteScalesParams& p, const GroupTable& table, int line) {
   if (!p.offs) return line < p.P ? line : int(p.P);
   const int e = GroupTable::find(table.pos, int(p.E), line), at = line - table.pos[e];
@@ -54,58 +53,59 @@ MOE_DEVICE int row_of_line(const PermuteScalesParams& p, const GroupTable& table
 
 MOE_DEVICE void permute_scales(const PermuteQuantizedPlan& plan, int* table_words) {
   const PermuteScalesParams& p = plan.scales;
-  const uint32_t of_lines = blockIdx.x % plan.along_lines, of_words = blockIdx.x / plan.along_lines;
+  const uint32_t line_block = blockIdx.x % plan.line_blocks, word_block = blockIdx.x / plan.line_blocks;
   const GroupTable table(table_words, int(p.E));
   const uint32_t threads = blockDim.x * blockDim.y, t = threadIdx.y * blockDim.x + threadIdx.x;
   const int64_t lines = p.lines();
   if (p.offs) build_group_table(table, p.offs, int(p.E), int(p.P), int(lines), kScaleRows);
 #pragma unroll 1
-  for (uint32_t line = of_lines * threads + t; line < lines; line += plan.along_lines * threads) {
+  for (uint32_t line = line_block * threads + t; line < lines; line += plan.line_blocks * threads) {
     const int row = row_of_line(p, table, int(line));
     const int64_t source = row < p.P ? p.source.row(row) : -1;
 #pragma unroll 1
-    for (uint32_t first = of_words * kHeld; first < p.words; first += plan.along_words * kHeld) {
-      uint32_t held[kHeld];
-      load_words(p, source, first, held);
+    for (uint32_t first = word_block * kScaleWords; first < p.words; first += plan.word_blocks * kScaleWords) {
+      uint32_t words[kScaleWords];
+      load_words(p, source, first, words);
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
+      for (int i = 0; i < kScaleWords; ++i) {
         if (first + i >= p.words) break;
         const int64_t to = p.word_of_to(line, first + i);
-        if (to < p.extent()) store_stream(static_cast<uint32_t*>(p.to) + to, held[i]);
+        if (to < p.extent()) store_stream(static_cast<uint32_t*>(p.to) + to, words[i]);
       }
     }
   }
 }
 
-// The first blocks have scales, for they take longest; the others have rows, piece by piece.
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks)
+// The first blocks have scales, because these take longest. The others have rows, segment by segment.
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPermuteThreads, kPermuteBlocks)
     permute_quantized_kernel(MOE_GRID_CONSTANT const PermuteQuantizedPlan p) {
   __shared__ int table_words[GroupTable::words(kMaxExperts)];
   wait_for_previous_kernel();
-  if (blockIdx.x < p.of_scales()) return permute_scales(p, table_words);
-  const uint32_t block = blockIdx.x - p.of_scales();
-  copy_piece(p.rows, int(block / p.along_rows), block % p.along_rows, p.along_rows);
+  if (blockIdx.x < p.scale_blocks()) return permute_scales(p, table_words);
+  const uint32_t block = blockIdx.x - p.scale_blocks();
+  copy_segment(p.rows, int(block / p.row_blocks), block % p.row_blocks, p.row_blocks);
 }
 
 }  // namespace
 
-// Rows that are not of whole vectors, and those without scales, are another kernel's.
 int permute_quantized(const CopyRowsParams& rows, const PermuteScalesParams& scales, void* stream) {
-  const bool together = scales.extent() > 0 && rows.rows > 0 && bits_of(rows) % sizeof(Vec16) == 0;
-  if (!together)
+  // Rows that are not whole vectors, and rows without scales, are left to copy_rows().
+  const bool fused = scales.extent() > 0 && rows.rows > 0 && alignment_bits(rows) % sizeof(Vec16) == 0;
+  if (!fused)
     if (const int e = copy_rows(rows, stream)) return e;
   if (scales.extent() == 0) return 0;
-  PermuteQuantizedPlan p = {{rows, piece_of(rows.source, rows.row_bytes)}, scales};
-  const int64_t lines = ceil_div<int64_t>(scales.lines(), kThreads), most = kBlocksEach * device().multiprocessors;
-  const int64_t words = ceil_div<int64_t>(scales.words, kWordsEach);
-  p.along_lines = uint32_t(lines < most ? lines : most);
-  p.along_words = uint32_t(words < kMostAlongWords ? words : kMostAlongWords);
-  Launch l = {dim3(p.of_scales()), dim3(kThreads), stream};
-  if (together) {
-    const int64_t pieces = ceil_div(rows.row_bytes, p.rows.piece);
-    l = launch_of(rows.rows, rows.row_bytes, p.rows.piece, 1, sizeof(Vec16), stream, kThreads);
-    p.along_rows = uint32_t(l.grid.x < kMostCopies / pieces ? l.grid.x : kMostCopies / pieces);
-    l.grid.x = p.of_scales() + p.along_rows * unsigned(pieces);
+  PermuteQuantizedPlan p = {{rows, segment_bytes(rows.source, rows.row_bytes)}, scales};
+  const int64_t lines = ceil_div<int64_t>(scales.lines(), kPermuteThreads);
+  const int64_t max_line_blocks = kScaleBlocks * device().multiprocessors;
+  const int64_t words = ceil_div<int64_t>(scales.words, kScaleWordsPerThread);
+  p.line_blocks = uint32_t(lines < max_line_blocks ? lines : max_line_blocks);
+  p.word_blocks = uint32_t(words < kMaxWordBlocks ? words : kMaxWordBlocks);
+  Launch l = {dim3(p.scale_blocks()), dim3(kPermuteThreads), stream};
+  if (fused) {
+    const int64_t segments = ceil_div(rows.row_bytes, p.rows.segment);
+    l = segment_launch(rows.rows, rows.row_bytes, p.rows.segment, 1, sizeof(Vec16), stream, kPermuteThreads);
+    p.row_blocks = uint32_t(l.grid.x < kMaxCopyBlocks / segments ? l.grid.x : kMaxCopyBlocks / segments);
+    l.grid.x = p.scale_blocks() + p.row_blocks * unsigned(segments);
   }
   return launch(permute_quantized_kernel, l, p);
 }

@@ -1,10 +1,10 @@
-// Slots of a router's choice, sorted by expert.
+// Sorts the slots of a router's choice by expert.
 //
-// permutation [N]: the slots of expert 0 in rising order, then those of expert 1, ...; -1 behind the last of them
+// permutation [N]: the slots of expert 0 in rising order, then the slots of expert 1, ...; -1 behind the last of them
 // offs [E]:        the exclusive end of every expert's slots in permutation
-// inverse [N]:     the place of every slot in permutation; -1 where its id is none of [0, E), a dropped slot
+// inverse [N]:     the place of every slot in permutation; -1 if its id is not in [0, E): a dropped slot
 //
-// Slot s is element (s / top_k, s % top_k) of ids, whose rows are row_stride apart. E is at most kMaxExperts.
+// Slot s is element (s / top_k, s % top_k) of ids; rows of ids are row_stride elements apart. E is at most kMaxExperts.
 #pragma once
 #include <cstdint>
 
@@ -24,12 +24,12 @@ struct SortTokensParams {
 };
 
 template <class Id>
-MOE_HD int expert_of(Id id, int64_t E) { return id >= 0 && id < E ? int(id) : -1; }  // -1: none
+MOE_HD int expert_of(Id id, int64_t E) { return id >= 0 && id < E ? int(id) : -1; }  // -1: no expert
 
 // Blocks that share N slots on the current device.
 int64_t sort_tokens_blocks(int64_t N);
 
-// 0, or the runtime's error code.
+// Returns 0 or the runtime's error code.
 int sort_tokens(const SortTokensParams& p, void* stream);
 
 }  // namespace moe_fp8

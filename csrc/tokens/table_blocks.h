@@ -1,16 +1,17 @@
-// The grid of a kernel whose blocks build a table of groups each and then share rows.
+// The grid of a kernel in which every block builds a table of groups and the blocks then share the rows.
 #pragma once
 #include "numerics/groups.h"
 #include "platform/launch.h"
+#include "tokens/policy.h"
 
 namespace moe_fp8 {
 
-// Blocks for so many rows, a few of them a thread: no more than multiprocessors, as each builds a table,
-// and one at least, as it also writes what the table holds.
-inline dim3 table_blocks(int64_t rows, int threads) {
-  constexpr int kRowsOfThread = 4;
-  const int64_t blocks = ceil_div<int64_t>(rows, threads * kRowsOfThread), most = device().multiprocessors;
-  return dim3(unsigned(blocks < 1 ? 1 : blocks < most ? blocks : most));
+// kTableRowsPerThread rows a thread. At most one block a multiprocessor, because each builds a table. At least one,
+// because the first block also writes what the table holds.
+inline dim3 table_blocks(int64_t rows) {
+  const int64_t blocks = ceil_div<int64_t>(rows, kTableThreads * kTableRowsPerThread);
+  const int64_t max_blocks = device().multiprocessors;
+  return dim3(unsigned(blocks < 1 ? 1 : blocks < max_blocks ? blocks : max_blocks));
 }
 
 }  // namespace moe_fp8

@@ -1,10 +1,10 @@
-// Which ranks the tokens of a router's choice go to. Expert e lives on rank e / L, L experts a rank.
+// The ranks that a router's choice sends tokens to. Expert e lives on rank e / L; a rank has L experts.
 //
-// n(t, r)          = how many of token t's ids [T, top_k] are in [r L, (r + 1) L)
-// by_rank [T, R]:    by_rank[t, r] = r where n(t, r) > 0, else -1: what sort_tokens sorts by rank
+// n(t, r)          = the number of token t's ids [T, top_k] that are in [r L, (r + 1) L)
+// by_rank [T, R]:    by_rank[t, r] = r if n(t, r) > 0, else -1: the ids that sort_tokens sorts by rank
 // counts [R, 2]:     counts[r] = sum_t (n(t, r) > 0 ? 1 : 0), the rows for rank r, and sum_t n(t, r), their slots
 //
-// Rows of ids are row_stride apart. T * top_k and T * R are below 2^31, R is at most kMaxExperts.
+// Rows of ids are row_stride elements apart. T * top_k and T * R are below 2^31; R is at most kMaxExperts.
 #pragma once
 #include <cstdint>
 
@@ -21,7 +21,7 @@ struct TokensByRankParams {
   bool is_int64;
 };
 
-// 0, or the runtime's error code.
+// Returns 0 or the runtime's error code.
 int tokens_by_rank(const TokensByRankParams& p, void* stream);
 
 }  // namespace moe_fp8

@@ -1,5 +1,8 @@
-// The second pass: dh and a along tokens. A block has 64 features of 256 positions, so that a column is stored 256
-// bytes at a time; a row of threads 16 positions of each line, a lane eight features of four rows.
+// The pass by columns: dh and a along tokens.
+//
+// THREAD MAP. A block has 64 features of 256 positions: kColumnPassLines lines of 128, so that a column is stored 256
+// bytes at a time. Thread (x, y) computes positions 16 y + 4 (x / 8) and the next three of each line, of the eight
+// features 8 (x % 8) and up; a word of the stage is those four positions of one column.
 #include "activations/backward/gradients.h"
 #include "platform/launch.h"
 #include "primitives/transpose.h"
@@ -7,132 +10,132 @@
 namespace moe_fp8 {
 namespace {
 
-// Two blocks a multiprocessor, 128 registers: inputs of 32 activations a thread are under way at once.
-constexpr int kLines = 2, kTile = kLines * kLine, kVecs = 8, kColumns = kVecs * kFeatures;
+constexpr int kLines = kColumnPassLines, kPositions = kLines * kLine;  // of a block
+constexpr int kVecs = kColumnPassVecs, kFeaturesPerBlock = kVecs * kFeatures;
 constexpr int kColumnThreads = kLineChunks * kLanes;
-constexpr int kRowsOfLane = 4;
-constexpr int kMostTiles = 65535;  // of positions, a launch
+constexpr int kLaneRows = 4;      // the bytes of a word
+constexpr int kMaxGridY = 65535;
 
 struct GradientColumnsPlan : GradientsPlan {
-  int last;  // tile of positions that the launch begins with: the L2 still has the last rows that the first pass read
+  int last;  // tile of positions that blockIdx.y 0 takes: the L2 still holds the last rows that the pass by rows read
 };
 
-template <int kParts>
-using Stage = TransposeStage<(kParts + 1) * kColumns, kFeatures>;
+template <int kOutputs>
+using Stage = TransposeStage<kOutputs * kFeaturesPerBlock, kFeatures>;
 
-// Of the lane: the word of its four rows in a column, number j of its eight.
-template <int kParts>
-MOE_DEVICE uint32_t& word_of(Stage<kParts>& stage, int part, int j) {
-  return stage.at(part * kColumns + threadIdx.x % kVecs * kFeatures + j, threadIdx.y).w[threadIdx.x / kVecs];
+// The word of the lane's four rows, in column j of its eight columns of an output.
+template <int kOutputs>
+MOE_DEVICE uint32_t& word_of(Stage<kOutputs>& stage, int output, int j) {
+  return stage.at(output * kFeaturesPerBlock + threadIdx.x % kVecs * kFeatures + j, threadIdx.y)
+      .w[threadIdx.x / kVecs];
 }
 
-// The chunk's rows; behind the last one it comes once more, and so does a row's last vector.
+// Computes and casts the rows of a chunk. Out-of-range rows and vectors repeat the last ones: no branch.
 template <class T, class G>
-MOE_DEVICE void cast_rows(const GradientsPlan& p, const ChunkRows& rows, Stage<G::kParts>& stage) {
-  constexpr int kParts = G::kParts, kAtOnce = G::kLight ? 4 : 2;  // features, as registers are for
-  using Multipliers = std::conditional_t<kAtOnce == 4, Vec16, Vec8>;
+MOE_DEVICE void cast_rows(const GradientsPlan& p, const ChunkRows& rows, Stage<G::kOutputs>& stage) {
+  constexpr int kProjections = G::kProjections, kOutputs = G::kOutputs, kStep = column_pass_features(G::kLight);
+  using Multipliers = std::conditional_t<kStep == 4, Vec16, Vec8>;
   const int F = int(p.gradients.h.F), v = Min{}(int(blockIdx.x * kVecs + threadIdx.x % kVecs), p.vecs - 1);
-  G g[kRowsOfLane];
+  G g[kLaneRows];
 #pragma unroll
-  for (int i = 0; i < kRowsOfLane; ++i)
+  for (int i = 0; i < kLaneRows; ++i)
     g[i] = G::template load<Reuse::kNone>(
-        p, rows.row + Min{}(threadIdx.x / kVecs * kRowsOfLane + i, rows.count - 1), v);
-  const float* multipliers = p.multipliers + rows.group * (kParts + 1) * F + v * kFeatures;
-  T::with_cast(p.of_dh, [&](auto cast_dh) {
+        p, rows.row + Min{}(threadIdx.x / kVecs * kLaneRows + i, rows.count - 1), v);
+  const float* multipliers = p.multipliers + rows.group * kOutputs * F + v * kFeatures;
+  T::with_cast(p.quantize_dh, [&](auto cast_dh) {
 #pragma unroll 1
-    for (int first = 0; first < kFeatures; first += kAtOnce, multipliers += kAtOnce) {
-      Multipliers m[kParts + 1];
+    for (int first = 0; first < kFeatures; first += kStep, multipliers += kStep) {
+      Multipliers m[kOutputs];
 #pragma unroll
-      for (int part = 0; part <= kParts; ++part)
-        m[part] = *reinterpret_cast<const Multipliers*>(multipliers + part * F);
+      for (int output = 0; output < kOutputs; ++output)
+        m[output] = *reinterpret_cast<const Multipliers*>(multipliers + output * F);
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        float values[3][kRowsOfLane];
+      for (int j = 0; j < kStep; ++j) {
+        float values[3][kLaneRows];
 #pragma unroll
-        for (int i = 0; i < kRowsOfLane; ++i) {
-          const ActivationGradient of = g[i].of(j);
-          values[0][i] = of.gate;
-          if constexpr (kParts > 1) values[1][i] = of.up;
-          values[kParts][i] = g[i].score * of.a;
+        for (int i = 0; i < kLaneRows; ++i) {
+          const ActivationGradient gradient = g[i].gradient(j);
+          values[0][i] = gradient.gate;
+          if constexpr (kProjections > 1) values[1][i] = gradient.up;
+          values[kProjections][i] = g[i].score * gradient.a;
         }
 #pragma unroll
-        for (int part = 0; part <= kParts; ++part) {
-          const float by = as_float(m[part].w[j]);
-          const auto scaled = [&](int i) { return as_float(packed_bf16(0, values[part][i])) * by; };
-          word_of<kParts>(stage, part, first + j) =
-              part < kParts ? cast_dh(scaled(0), scaled(1), scaled(2), scaled(3))
-                            : cast4<kNativeE4M3>(scaled(0), scaled(1), scaled(2), scaled(3));
+        for (int output = 0; output < kOutputs; ++output) {
+          const float multiplier = as_float(m[output].w[j]);
+          const auto scaled = [&](int i) { return as_float(packed_bf16(0, values[output][i])) * multiplier; };
+          word_of<kOutputs>(stage, output, first + j) =
+              output < kProjections ? cast_dh(scaled(0), scaled(1), scaled(2), scaled(3))
+                                    : cast4<kNativeE4M3>(scaled(0), scaled(1), scaled(2), scaled(3));
         }
       }
 #pragma unroll
-      for (int i = 0; i < kRowsOfLane; ++i) g[i].template advance<kAtOnce>();
+      for (int i = 0; i < kLaneRows; ++i) g[i].template advance<kStep>();
     }
   });
 }
-// Zeros where the chunk has no rows.
-template <int kParts>
-MOE_DEVICE void clear_padding(const ChunkRows& rows, Stage<kParts>& stage) {
-  const int there = rows.count - int(threadIdx.x / kVecs) * kRowsOfLane;
-  if (there >= kRowsOfLane) return;
+// Writes zeros where the chunk has no rows.
+template <int kOutputs>
+MOE_DEVICE void clear_padding(const ChunkRows& rows, Stage<kOutputs>& stage) {
+  const int valid_rows = rows.count - int(threadIdx.x / kVecs) * kLaneRows;
+  if (valid_rows >= kLaneRows) return;
 #pragma unroll 1
-  for (int c = 0; c < (kParts + 1) * kFeatures; ++c) {
-    uint32_t& word = word_of<kParts>(stage, c / kFeatures, c % kFeatures);
-    word = there > 0 ? word & row_mask(0, there) : 0;
+  for (int c = 0; c < kOutputs * kFeatures; ++c) {
+    uint32_t& word = word_of<kOutputs>(stage, c / kFeatures, c % kFeatures);
+    word = valid_rows > 0 ? word & row_mask(0, valid_rows) : 0;
   }
 }
-template <int kParts>
-MOE_DEVICE void store_columns(const GradientColumnsPlan& p, int first, Stage<kParts> (&stage)[kLines]) {
-  constexpr int kChunks = kTile / kChunkRows, kStep = kColumnThreads / kChunks;
+template <int kOutputs>
+MOE_DEVICE void store_columns(const GradientColumnsPlan& p, int first, Stage<kOutputs> (&stage)[kLines]) {
+  constexpr int kChunks = kPositions / kChunkRows, kStep = kColumnThreads / kChunks;
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks;
-  const int64_t F = p.gradients.h.F, positions = p.of_dh.positions, position = first + chunk * kChunkRows;
-  const int64_t feature = int64_t(blockIdx.x) * kColumns + t / kChunks;
+  const int64_t F = p.gradients.h.F, positions = p.quantize_dh.positions, position = first + chunk * kChunkRows;
+  const int64_t feature = int64_t(blockIdx.x) * kFeaturesPerBlock + t / kChunks;
   if (position >= positions) return;
 #pragma unroll
-  for (int part = 0; part <= kParts; ++part) {
-    const bool of_a = part == kParts, in_turns = p.gradients.h.interleaved && !of_a;
-    const int64_t column = in_turns ? 2 * feature + part : feature + (of_a ? 0 : part * F);
-    uint8_t* out = (of_a ? p.of_a.q_t : p.of_dh.q_t) + column * positions + position;
+  for (int output = 0; output < kOutputs; ++output) {
+    const bool is_a = output == kOutputs - 1, interleaved = p.gradients.h.interleaved && !is_a;
+    const int64_t column = interleaved ? 2 * feature + output : feature + (is_a ? 0 : output * F);
+    uint8_t* out = (is_a ? p.quantize_a.q_t : p.quantize_dh.q_t) + column * positions + position;
 #pragma unroll
-    for (int c = 0; c < kColumns; c += kStep, out += (in_turns ? 2 : 1) * kStep * positions)
+    for (int c = 0; c < kFeaturesPerBlock; c += kStep, out += (interleaved ? 2 : 1) * kStep * positions)
       if (feature + c < F)
         store_stream(reinterpret_cast<Vec16*>(out),
-                     stage[chunk / kLineChunks].at(part * kColumns + t / kChunks + c, chunk % kLineChunks));
+                     stage[chunk / kLineChunks].at(output * kFeaturesPerBlock + t / kChunks + c, chunk % kLineChunks));
   }
 }
 
 template <class T, class Activations>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, 2)
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, kColumnPassBlocks)
     quantize_gradient_columns_kernel(MOE_GRID_CONSTANT const GradientColumnsPlan p) {
-  static_assert(Activations::kAlike);
-  constexpr int kParts = Activations::kParts;
-  __shared__ Stage<kParts> stage[kLines];
-  const int first = (p.last - int(blockIdx.y)) * kTile;
+  static_assert(Activations::kUniform);
+  constexpr int kOutputs = Activations::kProjections + 1;
+  __shared__ Stage<kOutputs> stage[kLines];
+  const int first = (p.last - int(blockIdx.y)) * kPositions;
   wait_for_previous_kernel();
-  with_gradients<Activations>(p, [&](auto of) {
+  with_gradients<Activations>(p, [&](auto type) {
 #pragma unroll 1
     for (int line = 0; line < kLines; ++line) {
       const int at = first + line * kLine + threadIdx.y * kChunkRows;
-      if (at >= int(p.of_dh.positions)) break;
+      if (at >= int(p.quantize_dh.positions)) break;
       const ChunkRows rows = p.chunks[at / kChunkRows];
-      if (rows.count > 0) cast_rows<T, typename decltype(of)::Type>(p, rows, stage[line]);
-      if (rows.count < kChunkRows) clear_padding<kParts>(rows, stage[line]);
+      if (rows.count > 0) cast_rows<T, typename decltype(type)::Type>(p, rows, stage[line]);
+      if (rows.count < kChunkRows) clear_padding<kOutputs>(rows, stage[line]);
     }
   });
   __syncthreads();
-  store_columns<kParts>(p, first, stage);
+  store_columns<kOutputs>(p, first, stage);
 }
 
 }  // namespace
 
 int launch_gradient_columns(const GradientsPlan& p, void* stream) {
-  const unsigned blocks_across = unsigned(ceil_div<int64_t>(p.gradients.h.F, kColumns));
-  const int tiles = int(ceil_div<int64_t>(p.of_dh.positions, kTile));
-  for (GradientColumnsPlan plan = {p, tiles - 1}; plan.last >= 0; plan.last -= kMostTiles) {
+  const unsigned grid_x = unsigned(ceil_div<int64_t>(p.gradients.h.F, kFeaturesPerBlock));
+  const int tiles = int(ceil_div<int64_t>(p.quantize_dh.positions, kPositions));
+  for (GradientColumnsPlan plan = {p, tiles - 1}; plan.last >= 0; plan.last -= kMaxGridY) {
     const int left = plan.last + 1;
-    const dim3 blocks(blocks_across, left < kMostTiles ? left : kMostTiles);
-    const Launch of_tiles = {blocks, dim3(kLanes, kLineChunks), stream};
+    const Launch l = {dim3(grid_x, left < kMaxGridY ? left : kMaxGridY), dim3(kLanes, kLineChunks), stream};
     const int e = dispatch_gated(p.gradients.activation, [&](auto activations) {
-      return launch(quantize_gradient_columns_kernel<GradientTypes, decltype(activations)>, of_tiles, plan);
+      return launch(quantize_gradient_columns_kernel<GradientTypes, decltype(activations)>, l, plan);
     });
     if (e) return e;
   }

@@ -1,4 +1,12 @@
-// The first pass: dh along rows, dscores, and the amax of every column of a group.
+// The pass by rows: dh along rows, dscores, and the amax of every column of a group.
+//
+// THREAD MAP. A row team is the blockDim.x threads of one threadIdx.y, which are whole waves. Thread t has features 8 t
+// to 8 t + 7. A team has kRows rows in flight, blockDim.y apart. After a wave's reduction, lane l holds the partials of
+// row number_of_lane<kRows>(l). Every kRows-th lane holds the same row; lane l has rank l / kRows among these.
+//
+//   kRows 4     lane   0  1  2  3    4  5  6  7    8 ...
+//               row    0  2  1  3    0  2  1  3    0 ...
+//               rank   0  0  0  0    1  1  1  1    2 ...
 #include "activations/backward/gradients.h"
 #include "platform/launch.h"
 #include "quantize/row.h"
@@ -6,108 +14,99 @@
 namespace moe_fp8 {
 namespace {
 
-constexpr int kUsualThreads = 128;  // of a block of several teams
-constexpr int kMostRows = 4;        // of a team at once
-// Blocks: of threads that a multiprocessor has registers for, so many in turn, that all end about together; but each
-// walks so many times a team's rows, for in the end it brings its maxima to memory.
-constexpr int kHeldThreads = 512, kTurns = 12, kLeastWalks = 4;
+// What a wave knows of a row.
+struct alignas(8) RowPartial { uint32_t amax; float dot; };
+// Double-buffered: a slow wave may still read the previous rows' values.
+struct TeamPartials { RowPartial rows[2][kMaxRowPassRows][kMaxRowTeam / 32]; };
+// All gates of a row have one scale, so they take at most 256 values of the curve.
+struct alignas(8) CurveTables { Point rows[kMaxRowPassRows][2 * kMagnitudes]; };
+constexpr int kMaxRowTeams = kRowPassBlockThreads / 32;
 
-// What a wave tells its team of a row.
-struct alignas(8) OfRow { uint32_t amax; float dot; };
-// In turns: who is late may still read what was said before.
-struct TeamWords { OfRow of[2][kMostRows][kMostTeam / 32]; };
-// The gates of a row have one scale, so at most 256 points of the curve are theirs.
-struct alignas(8) TeamPoints { Point of[kMostRows][2 * kMagnitudes]; };
-constexpr int kMostTeams = kUsualThreads / 32;
-
-// A team of threads walks rows, a vector each and some rows at once. Every kRows-th lane of a wave has a share in one
-// of them, and ends up with what is of that row.
-template <class T, class G, bool kTabled>
-struct TeamWalk {
-  static constexpr int kParts = G::kParts, kRows = G::kLight ? kMostRows : 2;
-  static_assert(kMostTeam / kWarpSize <= kWarpSize / kRows);
+template <class T, class G, bool kTabulated>
+struct RowTeamPass {
+  static constexpr int kOutputs = G::kOutputs, kRows = row_pass_rows(G::kLight);
+  static_assert(kMaxRowTeam / kWarpSize <= kWarpSize / kRows);
   using Pairs = typename G::Pairs;
 
   const GradientsPlan& p;
-  TeamWords& words;
-  TeamPoints& points;  // where kTabled
-  int v;               // the thread's vector
-  bool there;          // whether the row has so many; otherwise v is its last one
-  uint32_t turn = 0;
+  TeamPartials& partials;
+  CurveTables& tables;  // used if kTabulated
+  int v;                // the thread's vector
+  bool valid;           // false: the row has no vector for this thread, which repeats the last one
+  uint32_t step = 0;
 
-  MOE_DEVICE void find_points(const G (&g)[kRows]) const {
+  MOE_DEVICE void tabulate(const G (&g)[kRows]) const {
     for (int t = threadIdx.x; t < kRows * kMagnitudes; t += blockDim.x) {
       float scale = g[0].scale[0];
 #pragma unroll
       for (int i = 1; i < kRows; ++i)
         if (t >= i * kMagnitudes) scale = g[i].scale[0];
-      G::find_points(points.of[t / kMagnitudes], t % kMagnitudes, scale);
+      G::tabulate(tables.rows[t / kMagnitudes], t % kMagnitudes, scale);
     }
-    barrier();
+    team_barrier();
   }
-  static MOE_DEVICE int own_row() { return number_of_lane<kRows>(threadIdx.x); }
-  static MOE_DEVICE int lane_of_share() { return threadIdx.x % kWarpSize / kRows; }
+  static MOE_DEVICE int row_of_lane() { return number_of_lane<kRows>(threadIdx.x); }
+  static MOE_DEVICE int rank_of_lane() { return threadIdx.x % kWarpSize / kRows; }
   static MOE_DEVICE int wave() { return threadIdx.x / kWarpSize; }
   static MOE_DEVICE int waves() { return blockDim.x / kWarpSize; }
-  static MOE_DEVICE void barrier() {
+  static MOE_DEVICE void team_barrier() {  // a team of several waves has a block of its own
     if (waves() > 1) __syncthreads();
     else wave_barrier();
   }
-  // Gradients of a row, and the thread's part of dscores.
-  MOE_DEVICE float round_row(const G& g, const Point* points, Pairs& dh, uint32_t (&a)[kFeatures / 2]) const {
-    const auto gradient = [&](int j) {
-      if constexpr (kTabled) return g.of(j, points);
-      else return g.of(j);
+  // Rounds the gradients of a row. Returns the thread's part of dscores.
+  MOE_DEVICE float round_row(const G& g, const Point* table, Pairs& dh, uint32_t (&a)[kFeatures / 2]) const {
+    const auto gradient_of = [&](int j) {
+      if constexpr (kTabulated) return g.gradient(j, table);
+      else return g.gradient(j);
     };
-    const float dot = g.round(gradient, dh, a);
-    return there ? dot : 0;
+    const float dot = g.round(gradient_of, dh, a);
+    return valid ? dot : 0;
   }
-  // To the team, what the wave knows of the lane's row.
-  MOE_DEVICE const OfRow* tell(uint32_t amax, const float (&dot)[kRows]) {
-    OfRow* of_row = words.of[turn++ & 1][own_row()];
-    const OfRow told = {amax, neighbour_sums(dot)};
-    if (lane_of_share() == 0) of_row[wave()] = told;
-    return of_row;
+  // Posts to the team what the wave knows of the lane's row. Returns the partials of all waves for that row.
+  MOE_DEVICE const RowPartial* post(uint32_t amax, const float (&dot)[kRows]) {
+    RowPartial* row_partials = partials.rows[step++ & 1][row_of_lane()];
+    const RowPartial partial = {amax, neighbour_sums(dot)};
+    if (rank_of_lane() == 0) row_partials[wave()] = partial;
+    return row_partials;
   }
-  // Its scale; that and dscores in memory.
-  MOE_DEVICE ScaleF32 finish(const OfRow* of_row, int row) {
+  // Combines the partials of the lane's row, and stores its scale and dscores. Returns the scale.
+  MOE_DEVICE ScaleF32 finish(const RowPartial* row_partials, int row) {
     const int first_lane = threadIdx.x % kRows;
-    barrier();
-    OfRow told = {};
-    if (lane_of_share() < waves()) told = of_row[lane_of_share()];
-#pragma unroll
-    for (int mask = kWarpSize / 2; mask >= kRows; mask /= 2) told.amax = Max{}(told.amax, shfl_xor(told.amax, mask));
-    const ScaleF32 s = T::template scale_of<ScaleF32>(p.of_dh, told.amax);
+    team_barrier();
+    RowPartial partial = {};
+    if (rank_of_lane() < waves()) partial = row_partials[rank_of_lane()];
+    const uint32_t amax = reduce_lanes<kWarpSize, kRows>(partial.amax, MaxU32{});
+    const ScaleF32 s = T::template scale_of<ScaleF32>(p.quantize_dh, amax);
     if (wave() > 0) return s;
     float sum = 0;  // in the order of activate_backward.cu
-    for (int w = 0; w < waves(); ++w) sum += as_float(shfl(as_bits(told.dot), first_lane + w * kRows));
-    if (lane_of_share() == 0) {
+    for (int w = 0; w < waves(); ++w) sum += as_float(shfl(as_bits(partial.dot), first_lane + w * kRows));
+    if (rank_of_lane() == 0) {
       if (const int slot = p.gradients.slot(row); slot >= 0)
         store_element(p.gradients.dscores, InType::kF32, slot, sum);
-      store_stream(static_cast<float*>(p.of_dh.scale) + row, s.dequant());
+      store_stream(static_cast<float*>(p.quantize_dh.scale) + row, s.dequant());
     }
     return s;
   }
   template <class Cast>
   MOE_DEVICE void store(const Pairs& dh, int row, float m, Cast cast) const {
-    uint8_t* q = p.of_dh.q + offset(row, uint32_t(p.of_dh.K));
+    uint8_t* q = p.quantize_dh.q + offset(row, uint32_t(p.quantize_dh.K));
 #pragma unroll
-    for (int i = 0, pair = 0; i < G::kPieces; ++i) {
-      typename G::Neighbours bytes;
+    for (int i = 0, pair = 0; i < G::kVectors; ++i) {
+      typename G::HVec bytes;
 #pragma unroll
       for (uint32_t& word : bytes.w) {
         word = cast_words<BF16>(dh + pair, m, m, m, m, cast);
         pair += 2;
       }
-      store_stream(G::piece(p, q, v, i), bytes);
+      store_stream(G::vector_at(p, q, v, i), bytes);
     }
   }
-  // The block's rows from first to stop, which are of group e. Behind the last row it comes once more: the same maxima
-  // and the same bytes.
-  MOE_DEVICE void walk(int first, int stop, int e) {
-    const int teams = blockDim.y, own = own_row();
-    Pairs most_of_dh = {};
-    uint32_t most_of_a[kFeatures / 2] = {};
+  // Computes the block's rows from first to stop, all of group e. Out-of-range rows repeat the last row: same maxima,
+  // same bytes, no branch.
+  MOE_DEVICE void run(int first, int stop, int e) {
+    const int teams = blockDim.y, lane_row = row_of_lane();
+    Pairs dh_max = {};
+    uint32_t a_max[kFeatures / 2] = {};
     const auto row = [&](int begin, int i) { return Min{}(begin + int(threadIdx.y) + i * teams, stop - 1); };
     G g[kRows];
     const auto load = [&](int begin) {
@@ -116,59 +115,60 @@ struct TeamWalk {
     };
     load(first);
     for (int begin = first; begin < stop; begin += kRows * teams) {
-      if constexpr (kTabled) find_points(g);
+      if constexpr (kTabulated) tabulate(g);
       Pairs dh[kRows];
-      uint32_t amax = 0;
+      uint32_t lane_amax = 0;
       float dot[kRows];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        uint32_t a[kFeatures / 2], of_row = 0;
-        dot[i] = round_row(g[i], points.of[i], dh[i], a);
+        uint32_t a[kFeatures / 2], row_max = 0;
+        dot[i] = round_row(g[i], tables.rows[i], dh[i], a);
 #pragma unroll
         for (int w = 0; w < G::kColumns / 2; ++w) {
-          most_of_dh[w] = max_magnitude<BF16>(most_of_dh[w], dh[i][w]);
-          of_row = max_magnitude<BF16>(of_row, dh[i][w]);
+          dh_max[w] = max_magnitude<BF16>(dh_max[w], dh[i][w]);
+          row_max = max_magnitude<BF16>(row_max, dh[i][w]);
         }
 #pragma unroll
-        for (int w = 0; w < kFeatures / 2; ++w) most_of_a[w] = max_magnitude<BF16>(most_of_a[w], a[w]);
-        if (const uint32_t of_wave = warp_max(amax_bits<BF16>(of_row)); i == own) amax = of_wave;
+        for (int w = 0; w < kFeatures / 2; ++w) a_max[w] = max_magnitude<BF16>(a_max[w], a[w]);
+        if (const uint32_t wave_amax = warp_max(amax_bits<BF16>(row_max)); i == lane_row) lane_amax = wave_amax;
       }
-      const OfRow* of_row = tell(amax, dot);
-      load(begin + kRows * teams);  // under way while the team agrees on scales, and casts
-      const ScaleF32 s = finish(of_row, row(begin, own));
-      T::with_cast(p.of_dh, [&](auto cast) {
+      const RowPartial* row_partials = post(lane_amax, dot);
+      load(begin + kRows * teams);  // in flight while the team combines its partials, and casts
+      const ScaleF32 s = finish(row_partials, row(begin, lane_row));
+      T::with_cast(p.quantize_dh, [&](auto cast) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
           store(dh[i], row(begin, i), as_float(shfl(as_bits(s.multiplier), number_of_lane<kRows>(i))), cast);
       });
     }
-    if (!there || e >= p.of_dh.E) return;
+    if (!valid || e >= p.quantize_dh.E) return;
     const int64_t F = p.gradients.h.F;
-    uint32_t* told = p.amax + e * (kParts + 1) * F + v;
-    const auto raise = [&](int part, int j, uint32_t most) { atomicMax(told + part * F + j * p.vecs, most); };
+    uint32_t* amax = p.amax + e * kOutputs * F + v;
+    const auto raise = [&](int output, int j, uint32_t max) { atomicMax(amax + output * F + j * p.vecs, max); };
 #pragma unroll
     for (int c = 0; c < G::kColumns; ++c)
-      raise(G::part_of(c), G::feature_of(c), magnitude_bits<BF16>(most_of_dh[c / 2], c % 2));
+      raise(G::projection_of(c), G::feature_of(c), magnitude_bits<BF16>(dh_max[c / 2], c % 2));
 #pragma unroll
-    for (int j = 0; j < kFeatures; ++j) raise(kParts, j, magnitude_bits<BF16>(most_of_a[j / 2], j % 2));
+    for (int j = 0; j < kFeatures; ++j) raise(kOutputs - 1, j, magnitude_bits<BF16>(a_max[j / 2], j % 2));
   }
 };
 
-template <class T, class Activations, bool kTabled>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMostTeam, 2)
+template <class T, class Activations, bool kTabulated>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxRowTeam, kRowPassBlocks)
     quantize_gradient_rows_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
-  __shared__ TeamWords words[kMostTeams];
-  __shared__ TeamPoints points[kTabled ? kMostTeams / 2 : 1];
+  __shared__ TeamPartials partials[kMaxRowTeams];
+  __shared__ CurveTables tables[kTabulated ? kMaxRowTeams / 2 : 1];  // a tabulated team has two waves at least
   const int v = threadIdx.x;
-  const int begin = int(blockIdx.x) * p.share, end = begin + Min{}(p.share, int(p.of_dh.rows) - begin);
+  const int begin = int(blockIdx.x) * p.rows_per_block;
+  const int end = begin + Min{}(p.rows_per_block, int(p.quantize_dh.rows) - begin);
   wait_for_previous_kernel();
-  with_gradients<Activations>(p, [&](auto of) {
-    using G = typename decltype(of)::Type;
-    TeamWalk<T, G, kTabled> walk = {
-        p, words[threadIdx.y], points[kTabled ? threadIdx.y : 0], Min{}(v, p.vecs - 1), v < p.vecs};
+  with_gradients<Activations>(p, [&](auto type) {
+    using G = typename decltype(type)::Type;
+    RowTeamPass<T, G, kTabulated> pass = {
+        p, partials[threadIdx.y], tables[kTabulated ? threadIdx.y : 0], Min{}(v, p.vecs - 1), v < p.vecs};
     for (int first = begin; first < end;) {
-      const int e = GroupTable::find(p.starts, int(p.of_dh.E), first), stop = Min{}(p.starts[e + 1], end);
-      walk.walk(first, stop, e);
+      const int e = GroupTable::find(p.starts, int(p.quantize_dh.E), first), stop = Min{}(p.starts[e + 1], end);
+      pass.run(first, stop, e);
       first = stop;
     }
   });
@@ -177,19 +177,20 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMostTeam, 2)
 }  // namespace
 
 int launch_gradient_rows(GradientsPlan p, void* stream) {
-  const int threads = round_up(p.vecs, kLargestWarp);
-  const int teams = threads < kUsualThreads ? kUsualThreads / threads : 1;
-  const int64_t rows = p.of_dh.rows;
-  const int64_t shares = int64_t(device().multiprocessors) * kTurns * kHeldThreads / (threads * teams);
-  p.share = int(round_up<int64_t>(ceil_div(rows, shares), kLeastWalks * kMostRows * teams));
-  const Launch of_rows = {dim3(unsigned(ceil_div<int64_t>(rows, p.share))), dim3(threads, teams), stream};
-  const auto launch_rows = [&](auto activations, auto tabled) {
-    return launch(quantize_gradient_rows_kernel<GradientTypes, decltype(activations), tabled.value>, of_rows, p);
+  const int team_threads = round_up(p.vecs, kLargestWarp);
+  const int teams = team_threads < kRowPassBlockThreads ? kRowPassBlockThreads / team_threads : 1;
+  const int64_t rows = p.quantize_dh.rows;
+  const int64_t blocks = int64_t(device().multiprocessors) * kRowPassRounds * kRowPassResidentThreads /
+                         (team_threads * teams);
+  p.rows_per_block = int(round_up<int64_t>(ceil_div(rows, blocks), kMinRowPassSteps * kMaxRowPassRows * teams));
+  const Launch l = {dim3(unsigned(ceil_div<int64_t>(rows, p.rows_per_block))), dim3(team_threads, teams), stream};
+  const auto launch_rows = [&](auto activations, auto tabulated) {
+    return launch(quantize_gradient_rows_kernel<GradientTypes, decltype(activations), tabulated.value>, l, p);
   };
-  if (!is_gated(p.gradients.activation)) return launch_rows(Ungated{}, std::false_type{});
-  // One wave has hardly more gates than they may have points: [196608, 256] took 283 us by these, 272 without.
-  if (threads <= kLargestWarp) return launch_rows(Gated{}, std::false_type{});
-  return launch_rows(Gated{}, std::true_type{});
+  if (!is_gated(p.gradients.activation)) return launch_rows(UngatedActivations{}, std::false_type{});
+  // A row of one wave has hardly more gates than a table has entries: slower with one (docs/kernels/activations.md).
+  if (team_threads <= kLargestWarp) return launch_rows(GatedActivations{}, std::false_type{});
+  return launch_rows(GatedActivations{}, std::true_type{});
 }
 
 }  // namespace moe_fp8

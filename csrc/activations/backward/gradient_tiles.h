@@ -1,12 +1,13 @@
-// The way of quantize_activated_backward() in formats with blocks.
+// quantize_activated_backward() for formats with blocks.
 #pragma once
 #include "activations/backward/quantize_activated_backward.h"
 
 namespace moe_fp8 {
 
-// Whether tiles do it, of types that kernels have.
+// True if the kernel of tiles takes these sizes on this GPU. The caller has checked the types.
 bool can_take_gradient_tiles(const QuantizeActivatedBackwardParams& p);
 
+// Words of scratch behind the scores.
 int64_t gradient_tiles_words(const QuantizeActivatedBackwardParams& p);
 
 int launch_gradient_tiles(const QuantizeActivatedBackwardParams& p, void* stream);

@@ -2,97 +2,99 @@
 
 #include "activations/backward/gradient_tiles.h"
 #include "activations/backward/gradients.h"
-#include "activations/launch.h"
+#include "activations/vectorizable.h"
+#include "platform/launch.h"
 #include "primitives/groups.h"
 
 namespace moe_fp8 {
 namespace {
 
-constexpr int kPlaceThreads = 256;
-
-// Before the first pass: where groups and the rows of positions are, zeros to find maxima with, and scores.
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) place_chunks_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
+// Runs before the pass by rows: places groups and the rows of positions, clears the maxima, and gathers scores.
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kGradientPlaceThreads, 1)
+    place_chunks_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
   __shared__ int words[GroupTable::words(kMaxExperts)];
-  const int E = int(p.of_dh.E), positions = int(p.of_dh.positions);
+  const int E = int(p.quantize_dh.E), positions = int(p.quantize_dh.positions);
   const GroupTable groups(words, E);
   wait_for_previous_kernel();
-  build_group_table(groups, p.of_dh.offs, E, int(p.of_dh.rows), positions, p.of_dh.align);
+  build_group_table(groups, p.quantize_dh.offs, E, int(p.quantize_dh.rows), positions, p.quantize_dh.align);
   if (blockIdx.x == 0) {
-    for (int e = threadIdx.x; e < E; e += kPlaceThreads) p.of_dh.padded_offs[e] = groups.pos[e + 1];
-    for (int e = threadIdx.x; e < E + 2; e += kPlaceThreads) p.starts[e] = groups.row[e];
+    for (int e = threadIdx.x; e < E; e += kGradientPlaceThreads) p.quantize_dh.padded_offs[e] = groups.pos[e + 1];
+    for (int e = threadIdx.x; e < E + 2; e += kGradientPlaceThreads) p.starts[e] = groups.row[e];
   }
-  const int64_t threads = int64_t(gridDim.x) * kPlaceThreads;
-  const int64_t thread = int64_t(blockIdx.x) * kPlaceThreads + threadIdx.x;
+  const int64_t threads = int64_t(gridDim.x) * kGradientPlaceThreads;
+  const int64_t thread = int64_t(blockIdx.x) * kGradientPlaceThreads + threadIdx.x;
   for (int64_t i = thread; i < positions / kChunkRows; i += threads) {
     const int at = int(i) * kChunkRows, e = GroupTable::find(groups.pos, E, at), first = at - groups.pos[e];
     const int rows = e < E ? groups.rows(e) - first : 0;
     p.chunks[i] = {e, groups.row[e] + first, Max{}(0, Min{}(rows, kChunkRows)), 0};
   }
-  for (int64_t i = thread; i < columns_of_groups(p); i += threads) p.amax[i] = 0;
-  take_scores(p, thread, threads);
+  for (int64_t i = thread; i < grouped_columns(p); i += threads) p.amax[i] = 0;
+  gather_scores(p, thread, threads);
 }
 
-// Between the passes: from the amax of every column of a group to its multiplier and its scale.
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) scale_columns_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
-  const int64_t F = p.gradients.h.F, columns = (p.parts + 1) * F;
-  const int64_t threads = int64_t(gridDim.x) * kPlaceThreads;
+// Runs between the passes: turns the amax of every column of a group into its multiplier and its scale.
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kGradientPlaceThreads, 1)
+    scale_batch_columns_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
+  const int64_t F = p.gradients.h.F, columns = (p.projections + 1) * F;
+  const int64_t threads = int64_t(gridDim.x) * kGradientPlaceThreads;
   wait_for_previous_kernel();
-  for (int64_t i = int64_t(blockIdx.x) * kPlaceThreads + threadIdx.x; i < columns_of_groups(p); i += threads) {
+  for (int64_t i = int64_t(blockIdx.x) * kGradientPlaceThreads + threadIdx.x; i < grouped_columns(p); i += threads) {
     const int64_t e = i / columns;
-    const int column = int(i % columns), part = int(column / F), f = int(column % F);
-    const uint32_t amax = p.amax[e * columns + part * F + f % kFeatures * p.vecs + f / kFeatures];
-    const bool of_a = part == p.parts;
-    const QuantizeParams& to = of_a ? p.of_a : p.of_dh;
+    const int column = int(i % columns), output = int(column / F), f = int(column % F);
+    const uint32_t amax = p.amax[e * columns + output * F + f % kFeatures * p.vecs + f / kFeatures];
+    const bool is_a = output == p.projections;
+    const QuantizeParams& to = is_a ? p.quantize_a : p.quantize_dh;
     const ScaleF32 s = GradientTypes::scale_of<ScaleF32>(to, amax);
-    const int64_t stored = of_a ? f : p.gradients.h.interleaved ? 2 * f + part : column;
-    static_cast<float*>(to.scale_t)[e * to.K + stored] = s.dequant();
+    const int64_t stored_column = is_a ? f : p.gradients.h.interleaved ? 2 * f + output : column;
+    static_cast<float*>(to.scale_t)[e * to.K + stored_column] = s.dequant();
     p.multipliers[i] = s.multiplier;
   }
 }
 
 GradientsPlan plan_of(const QuantizeActivatedBackwardParams& p) {
   auto* const scores = reinterpret_cast<float*>(p.scratch);
-  GradientsPlan plan = {gradient_inputs(p.gradients, scores), p.of_dh, p.of_a};
-  const int64_t columns = columns_of_groups(plan);
+  GradientsPlan plan = {gradient_inputs(p.gradients, scores), p.quantize_dh, p.quantize_a};
+  const int64_t columns = grouped_columns(plan);
   plan.chunks = reinterpret_cast<ChunkRows*>(scores + score_words(p.gradients));
-  plan.multipliers = reinterpret_cast<float*>(plan.chunks + p.of_dh.positions / kChunkRows);
+  plan.multipliers = reinterpret_cast<float*>(plan.chunks + p.quantize_dh.positions / kChunkRows);
   plan.amax = reinterpret_cast<uint32_t*>(plan.multipliers + columns);
   plan.starts = reinterpret_cast<int*>(plan.amax + columns);
   return plan;
 }
 
-bool has_blocks(const QuantizeActivatedBackwardParams& p) { return format_of(p.of_dh.format).block != 0; }
+bool has_blocks(const QuantizeActivatedBackwardParams& p) { return format_of(p.quantize_dh.format).block != 0; }
 
 }  // namespace
 
 int64_t scratch_words(const QuantizeActivatedBackwardParams& p) {
-  const int64_t of_scores = score_words(p.gradients);
-  if (has_blocks(p)) return of_scores + gradient_tiles_words(p);
-  const int64_t of_chunks = p.of_dh.positions / kChunkRows * (sizeof(ChunkRows) / 4);
-  return of_scores + of_chunks + 2 * columns_of_groups(plan_of(p)) + p.of_dh.E + 2;
+  const int64_t words = score_words(p.gradients);
+  if (has_blocks(p)) return words + gradient_tiles_words(p);
+  const int64_t chunk_words = p.quantize_dh.positions / kChunkRows * (sizeof(ChunkRows) / 4);
+  return words + chunk_words + 2 * grouped_columns(plan_of(p)) + p.quantize_dh.E + 2;
 }
 
 bool can_quantize_activated_backward(const QuantizeActivatedBackwardParams& p) {
   const ActivateBackwardParams& g = p.gradients;
   const bool fnuz = device().native_fnuz;
   const Fp8Type native = fnuz ? Fp8Type::kE4M3FNUZ : Fp8Type::kE4M3FN;
-  const bool types = g.h.scale.data && g.h.fp8 == native && p.of_a.out == native && is_fnuz(p.of_dh.out) == fnuz;
-  const bool sizes = has_blocks(p) ? can_take_gradient_tiles(p) : g.h.F <= kMostFeatures;
-  const int together = g.h.interleaved && is_gated(g.activation) ? 2 * kFeatures : kFeatures;  // columns of h
-  const bool near = g.P == 1 || (g.h.stride < kLongestStride && g.da_stride < kLongestStride);
-  return g.P > 0 && g.h.F > 0 && g.in == InType::kBF16 && types && sizes && near && !p.of_a.of_batch() &&
-         p.of_dh.align % kChunkRows == 0 &&
-         is_of_vectors(g.h.h, g.h.stride, g.h.F, g.P, 1, together) &&
-         is_of_vectors(g.da, g.da_stride, g.h.F, g.P, 2);
+  const bool types =
+      g.h.scale.data && g.h.fp8 == native && p.quantize_a.out == native && is_fnuz(p.quantize_dh.out) == fnuz;
+  const bool sizes = has_blocks(p) ? can_take_gradient_tiles(p) : g.h.F <= kMaxBackwardFeatures;
+  const int vector_columns = g.h.interleaved && is_gated(g.activation) ? 2 * kFeatures : kFeatures;  // of h
+  const bool strides = g.P == 1 || (g.h.stride < kMaxStride && g.da_stride < kMaxStride);
+  return g.P > 0 && g.h.F > 0 && g.in == InType::kBF16 && types && sizes && strides && !p.quantize_a.of_batch() &&
+         p.quantize_dh.align % kChunkRows == 0 &&
+         rows_are_vectorizable(g.h.h, g.h.stride, g.h.F, g.P, 1, vector_columns) &&
+         rows_are_vectorizable(g.da, g.da_stride, g.h.F, g.P, 2);
 }
 
 int quantize_activated_backward(const QuantizeActivatedBackwardParams& p, void* stream) {
   if (has_blocks(p)) return launch_gradient_tiles(p, stream);
   const GradientsPlan plan = plan_of(p);
-  const Launch few = {dim3(unsigned(device().multiprocessors)), dim3(kPlaceThreads), stream};
+  const Launch few = {dim3(unsigned(device().multiprocessors)), dim3(kGradientPlaceThreads), stream};
   if (const int e = launch(place_chunks_kernel, few, plan)) return e;
   if (const int e = launch_gradient_rows(plan, stream)) return e;
-  if (const int e = launch(scale_columns_kernel, few, plan)) return e;
+  if (const int e = launch(scale_batch_columns_kernel, few, plan)) return e;
   return launch_gradient_columns(plan, stream);
 }
 

@@ -1,160 +1,169 @@
 #include "activations/forward/row_map.h"
-#include "activations/launch.h"
+#include "activations/vectorizable.h"
+#include "primitives/wave_rows.h"
 
 namespace moe_fp8 {
 namespace {
 
-// From a lane's first vector of a row to number i of those that it has, and number i itself.
-MOE_DEVICE int ahead(int i) { return i * int(blockDim.x); }
-MOE_DEVICE int vec(int i) { return int(blockIdx.x * blockDim.x + threadIdx.x) + ahead(i); }
+// Number of a lane's vector i in its row, and the distance from the lane's vector 0 to its vector i.
+MOE_DEVICE int vec_distance(int i) { return i * int(blockDim.x); }
+MOE_DEVICE int vec_number(int i) { return int(blockIdx.x * blockDim.x + threadIdx.x) + vec_distance(i); }
 
-// h and a of `live` rows, by scales that lanes make of the amax that each of them knows.
-template <class T, class Team, class Columns>
-MOE_DEVICE void store_rows(const TeamsPlan& p, const Team& team, const Columns& columns, int row0, int live,
-                           const uint32_t (&amax)[Team::kOwn], const typename Team::Held& h,
-                           const Activated (&a)[Team::kRows][Team::kVecs]) {
-  constexpr int kParts = Columns::kParts;
-  typename Team::Scale s[Team::kOwn];
-  float multiplier[Team::kOwn];
+// Stores h and a of the valid rows. Each lane computes the scales of the amaxes that it holds.
+template <class T, class Map, class Layout>
+MOE_DEVICE void store_rows(const QuantizeActivatedPlan& p, const Map& map, const Layout& layout, int row0,
+                           int valid_rows, const uint32_t (&amax)[Map::kScalesPerLane], const typename Map::HVecs& h,
+                           const ActivatedVec (&a)[Map::kRows][Map::kVecsPerRow]) {
+  constexpr int kVectors = Layout::kVectors;
+  typename Map::Scale s[Map::kScalesPerLane];
+  float multiplier[Map::kScalesPerLane];
 #pragma unroll
-  for (int i = 0; i < Team::kOwn; ++i) {
-    s[i] = T::template scale_of<typename Team::Scale>(p.of_a, amax[i]);
+  for (int i = 0; i < Map::kScalesPerLane; ++i) {
+    s[i] = T::template scale_of<typename Map::Scale>(p.quantize_a, amax[i]);
     multiplier[i] = s[i].multiplier;
   }
-  team.store(p, columns, vec(0), row0, live, s);
-  uint8_t* a_q = p.of_a.q + int64_t(row0) * p.of_a.K + int64_t(vec(0)) * kFeaturesOfVec;
-  uint8_t* h_q[kParts];
+  map.store_scales(p, layout, vec_number(0), row0, valid_rows, s);
+  uint8_t* a_q = p.quantize_a.q + int64_t(row0) * p.quantize_a.K + int64_t(vec_number(0)) * kFeaturesPerVec;
+  uint8_t* h_q[kVectors];
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) h_q[part] = p.of_h.q + int64_t(row0) * p.of_h.K + columns.at(vec(0), part);
-  T::with_cast(p.of_a, [&](auto cast) {
+  for (int vector = 0; vector < kVectors; ++vector)
+    h_q[vector] = p.quantize_h.q + int64_t(row0) * p.quantize_h.K + layout.column(vec_number(0), vector);
+  T::with_cast(p.quantize_a, [&](auto cast) {
 #pragma unroll
-    for (int r = 0; r < Team::kRows; ++r) {
-      const float of_a = team.told_of_a(multiplier, r);
-      float of_h[kParts];
+    for (int r = 0; r < Map::kRows; ++r) {
+      const float a_multiplier = map.broadcast_a(multiplier, r);
+      float h_multiplier[kVectors];
 #pragma unroll
-      for (int part = 0; part < kParts; ++part)
-        of_h[part] = team.told_of_h(multiplier, part, columns.interleaved, r);
+      for (int vector = 0; vector < kVectors; ++vector)
+        h_multiplier[vector] = map.broadcast_h(multiplier, vector, layout.interleaved, r);
 #pragma unroll
-      for (int i = 0; i < Team::kVecs; ++i) {
-        if (r >= live || vec(i) >= p.h.F / kFeaturesOfVec) break;
-        store_cast<T>(p.of_a, a_q, ahead(i), a[r][i].part[0], of_a, cast);
-        if (p.of_h.rows == 0) continue;
+      for (int i = 0; i < Map::kVecsPerRow; ++i) {
+        if (r >= valid_rows || vec_number(i) >= p.h.F / kFeaturesPerVec) break;
+        store_cast<T>(p.quantize_a, a_q, vec_distance(i), a[r][i].vectors[0], a_multiplier, cast);
+        if (p.quantize_h.rows == 0) continue;
 #pragma unroll
-        for (int part = 0; part < kParts; ++part)
-          store_cast<T>(p.of_h, h_q[part], columns.step / kFeaturesOfVec * ahead(i), h.at(r * Team::kVecs + i, part),
-                        of_h[part], cast);
+        for (int vector = 0; vector < kVectors; ++vector)
+          store_cast<T>(p.quantize_h, h_q[vector], layout.step / kFeaturesPerVec * vec_distance(i),
+                        h.at(r * Map::kVecsPerRow + i, vector), h_multiplier[vector], cast);
       }
-      a_q += Team::kRowStep * p.of_a.K;
+      a_q += Map::kRowStride * p.quantize_a.K;
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) h_q[part] += Team::kRowStep * p.of_h.K;
+      for (int vector = 0; vector < kVectors; ++vector) h_q[vector] += Map::kRowStride * p.quantize_h.K;
     }
   });
 }
 
-template <bool kGated, class Team>
-MOE_DEVICE void quantize_rows(const TeamsPlan& p, Team& team, typename Team::Held& h, int row0) {
-  using Source = PlainGates<Access, kGated>;
-  constexpr int kRows = Team::kRows, kVecs = Team::kVecs, kParts = Source::Columns::kParts;
-  const Source source(p.h);
-  const int vecs = int(p.h.F / kFeaturesOfVec), lane = threadIdx.x % kWarpSize;
-  const int live = Min{}(ceil_div(int(p.of_a.rows) - row0, Team::kRowStep), kRows);
-  auto wave_has = [&](int i) { return i == 0 || kRows > 1 || vec(i) - lane < vecs; };
+template <bool kGated, class Map>
+MOE_DEVICE void quantize_rows(const QuantizeActivatedPlan& p, Map& map, typename Map::HVecs& h, int row0) {
+  using Reader = PlainReader<Access, kGated>;
+  constexpr int kRows = Map::kRows, kVecs = Map::kVecsPerRow, kVectors = Reader::Layout::kVectors;
+  const Reader reader(p.h);
+  const int vecs = int(p.h.F / kFeaturesPerVec), lane = threadIdx.x % kWarpSize;
+  const int valid_rows = Min{}(ceil_div(int(p.quantize_a.rows) - row0, Map::kRowStride), kRows);
+  auto wave_has = [&](int i) { return i == 0 || kRows > 1 || vec_number(i) - lane < vecs; };
 
-  // Behind the last vector is that once more: it adds nothing to the amax of its row, nor to that of another block.
-  auto place = [&](int i) { return vec(i) < vecs ? vec(i) : vecs - 1; };
-  const void* row = source.part.advanced(source.row(live > 0 ? row0 : 0), source.columns.at(place(0), 0));
+  // A lane behind the last vector repeats it: that changes neither the amax of its row nor that of another block.
+  auto clamped = [&](int i) { return vec_number(i) < vecs ? vec_number(i) : vecs - 1; };
+  const void* row = reader.access.advanced(reader.row(valid_rows > 0 ? row0 : 0), reader.layout.column(clamped(0), 0));
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    if (r > 0 && r < live) row = source.part.advanced(row, Team::kRowStep * p.h.stride);
+    if (r > 0 && r < valid_rows) row = reader.access.advanced(row, Map::kRowStride * p.h.stride);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i)
       if (wave_has(i))
 #pragma unroll
-        for (int part = 0; part < kParts; ++part)
-          h.load(r * kVecs + i, part, Access::vec(row, source.columns.at(place(i) - place(0), part)));
+        for (int vector = 0; vector < kVectors; ++vector)
+          h.load(r * kVecs + i, vector, Access::vec(row, reader.layout.column(clamped(i) - clamped(0), vector)));
   }
   h.wait();
-  Activated a[kRows][kVecs];
-  uint32_t of_h[kRows][2] = {}, of_a[kRows] = {};
-  auto add = [&](uint32_t& most, const Vec16& vec, int i) {
-    most = i == 0 ? max_vec<BF16>(vec) : max_vec<BF16>(most, vec);
+  ActivatedVec a[kRows][kVecs];
+  uint32_t h_max[kRows][2] = {}, a_max[kRows] = {};
+  auto accumulate = [&](uint32_t& max, const Vec16& vec, int i) {
+    max = i == 0 ? max_vec<BF16>(vec) : max_vec<BF16>(max, vec);
   };
-  auto activate = [&](auto activation, const Source& known) {
+  auto activate = [&](auto activation, const Reader& reader) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
       for (int i = 0; i < kVecs; ++i) {
         if (!wave_has(i)) break;
         h.next();
-        typename Source::Held held;
+        typename Reader::Raw raw;
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) held.part[part] = h.at(r * kVecs + i, part);
-        const Gates<kFeaturesOfVec> g = known.values(row, held);
-        float values[kFeaturesOfVec];
+        for (int vector = 0; vector < kVectors; ++vector) raw.vectors[vector] = h.at(r * kVecs + i, vector);
+        const GateUp<kFeaturesPerVec> g = reader.decode(row, raw);
+        float values[kFeaturesPerVec];
 #pragma unroll
-        for (int j = 0; j < kFeaturesOfVec; ++j) values[j] = activated<decltype(activation)::value>(g.gate[j], g.up[j]);
+        for (int j = 0; j < kFeaturesPerVec; ++j)
+          values[j] = activated<decltype(activation)::value>(g.gate[j], g.up[j]);
         a[r][i] = {{Access::rounded(values)}};
-        add(of_a[r], a[r][i].part[0], i);
+        accumulate(a_max[r], a[r][i].vectors[0], i);
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) add(of_h[r][part], held.part[part], i);
+        for (int vector = 0; vector < kVectors; ++vector) accumulate(h_max[r][vector], raw.vectors[vector], i);
       }
   };
-  std::conditional_t<kGated, Gated, Ungated>::with(p.activation, [&](auto activation) {
-    source.known([&](const Source& known) { activate(activation, known); });
+  std::conditional_t<kGated, GatedActivations, UngatedActivations>::dispatch(p.activation, [&](auto activation) {
+    reader.with_static_order([&](const Reader& reader) { activate(activation, reader); });
   });
-  uint32_t amax[Team::kOwn];
-  team.amax(of_h, of_a, source.columns.interleaved, amax);
-  if (is_e5m2(p.of_a.out)) store_rows<Vectorized<BF16, Fp8Variant::kE5M2>>(p, team, source.columns, row0, live, amax, h, a);
-  else store_rows<Vectorized<BF16, Fp8Variant::kE4M3>>(p, team, source.columns, row0, live, amax, h, a);
+  uint32_t amax[Map::kScalesPerLane];
+  map.reduce(h_max, a_max, reader.layout.interleaved, amax);
+  const auto store = [&](auto types) {
+    store_rows<decltype(types)>(p, map, reader.layout, row0, valid_rows, amax, h, a);
+  };
+  if (is_e5m2(p.quantize_a.out)) store(Vectorized<BF16, Fp8Variant::kE5M2>{});
+  else store(Vectorized<BF16, Fp8Variant::kE4M3>{});
 }
 
-// T is for the name alone, which tells the report of instructions what the kernel casts to.
-template <class T, class Team>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(Team::kThreads, Team::kResident / Team::kThreads)
-    quantize_activated_kernel(MOE_GRID_CONSTANT const TeamsPlan p) {
-  __shared__ typename Team::Shared shared;
-  __shared__ typename Team::Held::Shared of_h;
-  Team team(shared);
-  typename Team::Held h(of_h);
+// T is not used: its name tells the report of instructions what the kernel casts to.
+template <class T, class Map>
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(Map::kMaxThreads, Map::kThreadsWanted / Map::kMaxThreads)
+    quantize_activated_kernel(MOE_GRID_CONSTANT const QuantizeActivatedPlan p) {
+  __shared__ typename Map::Shared shared;
+  __shared__ typename Map::HVecs::Shared shared_h;
+  Map map(shared);
+  typename Map::HVecs h(shared_h);
   wait_for_previous_kernel();
   const int block = int(blockIdx.z * gridDim.y + blockIdx.y);
   if (block >= p.blocks) return;
-  const int row = Team::first_row(block * int(blockDim.y) + int(threadIdx.y));
-  if (p.gated) quantize_rows<true>(p, team, h, row);
-  else quantize_rows<false>(p, team, h, row);
+  const int row = Map::first_row(block * int(blockDim.y) + int(threadIdx.y));
+  if (p.gated) quantize_rows<true>(p, map, h, row);
+  else quantize_rows<false>(p, map, h, row);
 }
 
-constexpr int kMostBlocks = 65535;  // along y; there are more along z, and some too many
+constexpr int kMaxGridY = 65535;  // further blocks are along z, where the last ones may have no rows
 
-template <class Team>
-int launch_teams(const QuantizeActivatedParams& p, int threads, int64_t across, void* stream) {
-  const int teams = threads == kLargestWarp ? kThreadsOfBlock / threads : 1;  // that wait for one another have a block
-  const int blocks = int(ceil_div<int64_t>(round_up<int64_t>(p.of_a.rows, Team::kRowsOfUnit), teams * Team::kRows));
-  const int deep = ceil_div(blocks, kMostBlocks);
-  const dim3 grid(unsigned(across), unsigned(ceil_div(blocks, deep)), unsigned(deep));
-  const TeamsPlan plan = {p, is_gated(p.activation), format_of(p.of_a.format).blocked(), blocks};
-  return launch(quantize_activated_kernel<Vectorized<BF16, Fp8Variant::kRuntime>, Team>, {grid, dim3(threads, teams), stream}, plan);
+template <class Map>
+int launch_map(const QuantizeActivatedParams& p, int team_threads, int64_t grid_x, void* stream) {
+  // A team of several waves synchronizes with __syncthreads(), so it has a block of its own.
+  const int teams = team_threads == kLargestWarp ? kTeamBlockThreads / team_threads : 1;
+  const int64_t rows = round_up<int64_t>(p.quantize_a.rows, Map::kRowMultiple);
+  const int blocks = int(ceil_div<int64_t>(rows, teams * Map::kRows)), grid_z = ceil_div(blocks, kMaxGridY);
+  const dim3 grid(unsigned(grid_x), unsigned(ceil_div(blocks, grid_z)), unsigned(grid_z));
+  const QuantizeActivatedPlan plan = {p, is_gated(p.activation), format_of(p.quantize_a.format).blocked(), blocks};
+  constexpr auto kKernel = quantize_activated_kernel<Vectorized<BF16, Fp8Variant::kRuntime>, Map>;
+  return launch(kKernel, {grid, dim3(team_threads, teams), stream}, plan);
 }
 
 }  // namespace
 
 bool can_quantize_activated(const QuantizeActivatedParams& p) {
-  const bool whole = format_of(p.of_a.format).block == 0;
-  return p.of_a.rows > 0 && p.h.F > 0 && p.h.in == InType::kBF16 && is_fnuz(p.of_a.out) == device().native_fnuz &&
-         is_of_vectors(p.h.h, p.h.stride, p.h.F, p.of_a.rows, 2) &&
-         (whole ? p.h.F <= kMostFeatures : p.h.F % kBlock == 0);
+  const bool whole_rows = format_of(p.quantize_a.format).block == 0;
+  return p.quantize_a.rows > 0 && p.h.F > 0 && p.h.in == InType::kBF16 &&
+         is_fnuz(p.quantize_a.out) == device().native_fnuz &&
+         rows_are_vectorizable(p.h.h, p.h.stride, p.h.F, p.quantize_a.rows, 2) &&
+         (whole_rows ? p.h.F <= kMaxForwardFeatures : p.h.F % kBlock == 0);
 }
 
 int quantize_activated(const QuantizeActivatedParams& p, void* stream) {
-  const int64_t waves = ceil_div<int64_t>(p.h.F / kFeaturesOfVec, kLargestWarp);
-  if (const Format& f = format_of(p.of_a.format); f.block) {
-    if (f.scale_type == ScaleType::kF32) return launch_teams<BlockTeam>(p, kLargestWarp, waves, stream);
-    if (const int e = place_rows(p.of_a, stream)) return e;
-    return launch_teams<MxTeam>(p, kLargestWarp, waves, stream);
+  const int64_t waves = ceil_div<int64_t>(p.h.F / kFeaturesPerVec, kLargestWarp);  // of a vector a lane
+  if (const Format& f = format_of(p.quantize_a.format); f.block) {
+    if (f.scale_type == ScaleType::kF32) return launch_map<BlockwiseMap>(p, kLargestWarp, waves, stream);
+    if (const int e = place_rows(p.quantize_a, stream)) return e;
+    return launch_map<MxMap>(p, kLargestWarp, waves, stream);
   }
-  if (waves == 1) return launch_teams<WholeTeam<4>>(p, kLargestWarp, 1, stream);
-  if (waves == 2) return launch_teams<WholeTeam<2>>(p, kLargestWarp, 1, stream);
-  return launch_teams<WholeTeam<1>>(p, kLargestWarp * int(ceil_div<int64_t>(waves, kVecsOfLane)), 1, stream);
+  if (waves == 1) return launch_map<RowwiseMap<4>>(p, kLargestWarp, 1, stream);
+  if (waves == 2) return launch_map<RowwiseMap<2>>(p, kLargestWarp, 1, stream);
+  return launch_map<RowwiseMap<1>>(p, kLargestWarp * int(ceil_div<int64_t>(waves, kVecsPerLane)), 1, stream);
 }
 
 }  // namespace moe_fp8

@@ -1,10 +1,9 @@
-// Activations of experts, quantized along their rows from one read of h, which is quantized beside them where backward
-// wants it.
+// Quantizes the activations of experts along their rows, from one read of h. Quantizes h too, if backward wants it.
 //
 // q, scale     = quantize_rows(activate(h))
-// h_q, h_scale = quantize_rows(h)                unless of_h has no rows
+// h_q, h_scale = quantize_rows(h)                unless quantize_h has no rows
 //
-// byte for byte, of h as activations.h has it, without scales of its own.
+// The bytes are those of the separate ops. h is as activations.h describes it, and has no scales of its own.
 #pragma once
 #include "activations/activations.h"
 #include "quantize/quantize.h"
@@ -14,13 +13,14 @@ namespace moe_fp8 {
 struct QuantizeActivatedParams {
   GateRows h;
   Activation activation;
-  QuantizeParams of_a, of_h;  // as quantize() takes them, but that a lies nowhere; of_a has all rows
+  // What quantize() takes. a is never in memory, so quantize_a.x is not read. quantize_a has all rows.
+  QuantizeParams quantize_a, quantize_h;
 };
 
-// Whether one kernel does it. What else there is takes activate() and quantize().
+// True if one kernel computes it. Otherwise callers run activate() and quantize().
 bool can_quantize_activated(const QuantizeActivatedParams& p);
 
-// 0, or the runtime's error code.
+// Returns 0 or the runtime's error code.
 int quantize_activated(const QuantizeActivatedParams& p, void* stream);
 
 }  // namespace moe_fp8

@@ -1,217 +1,249 @@
-// Teams: so many neighbouring lanes of a wave have kVecs vectors each of kRows neighbouring rows, or of rows so many
-// apart. What they know of scales, and where these go, by format.
+// Which thread has which vectors of h, and which lane computes which scale: a map for each kind of scale.
+//
+// THREAD MAP. A row team is the blockDim.x threads of one threadIdx.y. It has kRows rows at once. A lane group is
+// kLanes neighbouring lanes that reduce together: they share a scaling block or, if a row has one scale, are a wave.
+//
+//   map             rows of a team      vectors of each row in thread t          lane group
+//   RowwiseMap<R>   R neighbours        4 / R: t, t + blockDim.x, ...            a wave; waves meet in shared memory
+//   BlockwiseMap    4 neighbours        t                                        16 lanes: 128 features
+//   MxMap           4, 32 apart         t                                        4 lanes: 32 features
+//
+// With the last two maps, a row team is one wave and has one vector of each row a lane; blockIdx.x has the next ones.
+//
+// After the reduction, a lane of a lane group holds the amax for this scale of this row (h0 and h1 are scales of h):
+//
+//   RowwiseMap<4>   lane    0..3   4..7  8..11 12..15 16..19 20..23 24..27 28..31
+//   (32 lanes)      row       0      1     2      3      0      1      2      3
+//                   scale     h0     h0    h0     h0     a      a      a      a
+//
+//   BlockwiseMap    lane     0  1  2  3     4  5  6  7     8  9 10 11    12 13 14 15
+//                   row      0  1  2  3     0  1  2  3     0  1  2  3     0  1  2  3
+//                   scale        h0             h1             a            none
+//
+//   MxMap           lane     0  1  2  3
+//                   row      0  1  2  3
+//                   scale   h0, h1 and a
 #pragma once
-#include "activations/gates.h"
 #include "activations/forward/quantize_activated.h"
+#include "activations/gates.h"
+#include "activations/policy.h"
 #include "quantize/row.h"
 
 namespace moe_fp8 {
 
-// Bound by arithmetic: with its casts and those of h, an activation takes some 33 instructions on sm_90a. So a lane has
-// four vectors of a part of h at once, which are bytes enough under way, and what is no arithmetic of theirs is done
-// for all four together: a lane makes one of the scales, and tells it to the others.
+// The kernel is bound by arithmetic: with its casts and those of h, an activation takes some 33 instructions on sm_90a.
+// So a lane has kVecsPerLane vectors of a projection of h at once, which are enough bytes in flight. Work that is not
+// arithmetic on vectors is done once for all four: a lane computes one scale and broadcasts it.
 using Access = VectorAccess<BF16>;
-using Activated = PlainGates<Access, false>::Held;  // a vector
-constexpr int kFeaturesOfVec = Access::kElements, kVecsOfLane = 4;
-constexpr int kThreadsOfRow = 256, kThreadsOfBlock = 128;  // at most; of a block of several teams
+using ActivatedVec = PlainReader<Access, false>::Raw;
+constexpr int kFeaturesPerVec = Access::kElements;
 
-// What a lane has of h, from its load to its cast: number n of its vectors, of either part. next() comes before each.
-struct InRegisters {
+// The vectors of h that a lane keeps from load to cast, in registers or in shared memory: vector n of a projection.
+// next() comes before the reads of each n.
+struct RegisterVecs {
   struct Shared {};
-  Vec16 vecs[kVecsOfLane][2];
+  Vec16 vecs[kVecsPerLane][2];
 
-  explicit MOE_DEVICE InRegisters(Shared&) {}
-  MOE_DEVICE const Vec16& at(int n, int part) const { return vecs[n][part]; }
-  MOE_DEVICE void load(int n, int part, const Vec16* from) { vecs[n][part] = load_stream(from); }
+  explicit MOE_DEVICE RegisterVecs(Shared&) {}
+  MOE_DEVICE const Vec16& at(int n, int vector) const { return vecs[n][vector]; }
+  MOE_DEVICE void load(int n, int vector, const Vec16* from) { vecs[n][vector] = load_stream(from); }
   MOE_DEVICE void wait() const {}
   MOE_DEVICE void next() const {}
 };
-struct InShared {
-  using Shared = Vec16[kVecsOfLane][2][kThreadsOfBlock];
+struct SharedVecs {
+  using Shared = Vec16[kVecsPerLane][2][kTeamBlockThreads];
   Shared& vecs;
 
-  explicit MOE_DEVICE InShared(Shared& shared) : vecs(shared) {}
-  MOE_DEVICE Vec16& at(int n, int part) const { return vecs[n][part][threadIdx.y * blockDim.x + threadIdx.x]; }
-  MOE_DEVICE void load(int n, int part, const Vec16* from) const {
-    copy_to_shared<Reuse::kNotBeforeStores>(&at(n, part), from);
+  explicit MOE_DEVICE SharedVecs(Shared& shared) : vecs(shared) {}
+  MOE_DEVICE Vec16& at(int n, int vector) const { return vecs[n][vector][threadIdx.y * blockDim.x + threadIdx.x]; }
+  MOE_DEVICE void load(int n, int vector, const Vec16* from) const {
+    copy_to_shared<Reuse::kNotBeforeStores>(&at(n, vector), from);
   }
   MOE_DEVICE void wait() const {
     commit_copies();
     wait_copies();
   }
-  MOE_DEVICE void next() const { wave_barrier(); }  // what is read before its turn takes registers
+  MOE_DEVICE void next() const { wave_barrier(); }  // keeps the compiler from reading ahead into registers
 };
 
-// A row of a team has kScales scales: of h, and number kOfA. A lane knows the amax of kOwn of them, from own_scale()
-// on, of own_row(), as do all kAlike that it is one of.
-template <int kLanes_, int kRows_, int kScales_, int kOfA_, int kOwn_ = 1>
-struct Team {
-  static constexpr int kLanes = kLanes_, kRows = kRows_, kScales = kScales_, kOfA = kOfA_, kVecs = kVecsOfLane / kRows;
-  static constexpr int kOwn = kOwn_, kKnown = kScales / kOwn * kRows, kAlike = kLanes / kKnown;
+// Every row of a lane group has kScales scales: scale kAScale is for a, the others are for h. After the reduction a
+// lane holds kScalesPerLane amaxes of row row_of_lane(), from scale scale_of_lane() on. kReplicas neighbouring lanes
+// hold the same values.
+template <int kLanes_, int kRows_, int kScales_, int kAScale_, int kScalesPerLane_ = 1>
+struct RowMap {
+  static constexpr int kLanes = kLanes_, kRows = kRows_, kScales = kScales_, kAScale = kAScale_;
+  static constexpr int kScalesPerLane = kScalesPerLane_, kVecsPerRow = kVecsPerLane / kRows;
+  static constexpr int kHolders = kScales / kScalesPerLane * kRows;  // lanes that hold different values
+  static constexpr int kReplicas = kLanes / kHolders;
 
   static MOE_DEVICE int lane() { return threadIdx.x % kLanes; }
-  static MOE_DEVICE int own_scale() { return lane() / (kRows * kAlike) * kOwn; }
-  static MOE_DEVICE int own_row() { return lane() / kAlike % kRows; }
-  static MOE_DEVICE float told(float own, int scale, int row) {
+  static MOE_DEVICE int scale_of_lane() { return lane() / (kRows * kReplicas) * kScalesPerLane; }
+  static MOE_DEVICE int row_of_lane() { return lane() / kReplicas % kRows; }
+  // The `value` of a lane that holds this scale of this row.
+  static MOE_DEVICE float broadcast(float value, int scale, int row) {
     const int first_lane = threadIdx.x % kWarpSize / kLanes * kLanes;
-    return as_float(shfl(as_bits(own), first_lane + (scale / kOwn * kRows + row) * kAlike));
+    return as_float(shfl(as_bits(value), first_lane + (scale / kScalesPerLane * kRows + row) * kReplicas));
   }
-  static MOE_DEVICE float told_of_a(const float (&own)[kOwn], int row) { return told(own[kOfA % kOwn], kOfA, row); }
+  static MOE_DEVICE float broadcast_a(const float (&values)[kScalesPerLane], int row) {
+    return broadcast(values[kAScale % kScalesPerLane], kAScale, row);
+  }
 
-  // Rows that are neighbours.
-  static constexpr int kRowStep = 1, kRowsOfUnit = 1;
+  // The rows of a team are kRowStride apart. Teams cover the rows padded to a multiple of kRowMultiple.
+  static constexpr int kRowStride = 1, kRowMultiple = 1;
   static MOE_DEVICE int first_row(int team) { return team * kRows; }
 
-  using Held = InRegisters;
-  static constexpr int kThreads = kThreadsOfBlock, kResident = 768;  // of a block; of a multiprocessor
+  using HVecs = RegisterVecs;
+  static constexpr int kMaxThreads = kTeamBlockThreads;     // of a block
+  static constexpr int kThreadsWanted = kActivatedThreads;  // of a multiprocessor
 };
 
-struct TeamsPlan : QuantizeActivatedParams { bool gated, blocked; int blocks; };
+struct QuantizeActivatedPlan : QuantizeActivatedParams { bool gated, blocked; int blocks; };
 
-constexpr int64_t kMostFeatures = int64_t(kThreadsOfRow) * kVecsOfLane * kFeaturesOfVec;
+constexpr int64_t kMaxForwardFeatures = int64_t(kMaxThreadsPerRow) * kVecsPerLane * kFeaturesPerVec;
 
-// A scale for a row of h and one for that of a. Where rows are long, waves of a block share one.
+// A row has a scale for h and one for a. The waves of a block share a long row.
 template <int kRows_>
-struct WholeTeam : Team<kWarpSize, kRows_, 2, 1> {
-  using Base = Team<kWarpSize, kRows_, 2, 1>;
-  using Base::kKnown, Base::kOfA, Base::kRows;
+struct RowwiseMap : RowMap<kWarpSize, kRows_, 2, 1> {
+  using Base = RowMap<kWarpSize, kRows_, 2, 1>;
+  using Base::kAScale, Base::kHolders, Base::kRows;
   using Scale = ScaleF32;
-  static constexpr int kThreads = kRows > 1 ? kThreadsOfBlock : kThreadsOfRow;
-  using Shared = uint32_t[kThreads / 32][kKnown];
-  Shared& of_wave;
+  static constexpr int kMaxThreads = kRows > 1 ? kTeamBlockThreads : kMaxThreadsPerRow;
+  using Shared = uint32_t[kMaxThreads / 32][kHolders];
+  Shared& wave_amax;
 
-  explicit MOE_DEVICE WholeTeam(Shared& shared) : of_wave(shared) {}
+  explicit MOE_DEVICE RowwiseMap(Shared& shared) : wave_amax(shared) {}
 
-  MOE_DEVICE void amax(const uint32_t (&of_h)[kRows][2], const uint32_t (&of_a)[kRows], bool, uint32_t (&own_of)[1]) {
-    uint32_t of[kKnown];
+  MOE_DEVICE void reduce(const uint32_t (&h_max)[kRows][2], const uint32_t (&a_max)[kRows], bool,
+                         uint32_t (&amax)[1]) {
+    uint32_t words[kHolders];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      of[r] = max_magnitude<BF16>(of_h[r][0], of_h[r][1]);
-      of[kOfA * kRows + r] = of_a[r];
+      words[r] = max_magnitude<BF16>(h_max[r][0], h_max[r][1]);
+      words[kAScale * kRows + r] = a_max[r];
     }
-    uint32_t& own = own_of[0];
-    own = amax_of_rows<BF16, kWarpSize>(of, Base::lane());
-    const int waves = blockDim.x / kWarpSize;
-    if (waves == 1) return;
-    auto* const of_team = of_wave + threadIdx.y * waves;
-    const int known = Base::lane() / Base::kAlike;
-    if (Base::lane() % Base::kAlike == 0) of_team[threadIdx.x / kWarpSize][known] = own;
-    __syncthreads();
-    for (int w = 0; w < waves; ++w) own = own > of_team[w][known] ? own : of_team[w][known];
+    const int lane = Base::lane(), wave = threadIdx.x / kWarpSize, waves = blockDim.x / kWarpSize;
+    uint32_t* const partials = wave_amax[threadIdx.y * waves] + lane / Base::kReplicas;
+    amax[0] = reduce_waves<kHolders>(amax_of_rows<BF16, kWarpSize>(words, lane), lane % Base::kReplicas == 0, partials,
+                                     wave, waves, MaxU32{});
   }
-  static MOE_DEVICE float told_of_h(const float (&own)[1], int, bool, int row) { return Base::told(own[0], 0, row); }
-  template <class Columns>
-  static MOE_DEVICE void store(const TeamsPlan& p, const Columns&, int, int row0, int live,
-                               const Scale (&s)[1]) {
-    const QuantizeParams& to = Base::own_scale() == kOfA ? p.of_a : p.of_h;
-    if (threadIdx.x < kWarpSize && Base::lane() % Base::kAlike == 0 && Base::own_row() < live && to.rows > 0)
-      static_cast<float*>(to.scale)[row0 + Base::own_row()] = s[0].dequant();
+  static MOE_DEVICE float broadcast_h(const float (&values)[1], int, bool, int row) {
+    return Base::broadcast(values[0], 0, row);
+  }
+  template <class Layout>
+  static MOE_DEVICE void store_scales(const QuantizeActivatedPlan& p, const Layout&, int, int row0, int valid_rows,
+                                      const Scale (&s)[1]) {
+    const QuantizeParams& to = Base::scale_of_lane() == kAScale ? p.quantize_a : p.quantize_h;
+    if (threadIdx.x < kWarpSize && Base::lane() % Base::kReplicas == 0 && Base::row_of_lane() < valid_rows &&
+        to.rows > 0)
+      static_cast<float*>(to.scale)[row0 + Base::row_of_lane()] = s[0].dequant();
   }
 };
 
-// A scale for 128 elements: of gates, of ups and of activations, or of the two halves of what is interleaved, which are
-// those of the lanes. The last lanes of a team have none. Rows between columns of scales have scales of zero.
-struct BlockTeam : Team<kBlock / kFeaturesOfVec, 4, 4, 2> {
+// 128 features have a scale for gates, one for ups and one for a. If h is interleaved, h0 covers the columns of the
+// lower half of the lanes, and h1 the columns of the upper half. The last four lanes hold no scale. Rows that pad a
+// column of scales get scales of zero.
+struct BlockwiseMap : RowMap<kBlock / kFeaturesPerVec, 4, 4, 2> {
   using Scale = ScaleF32;
   struct Shared {};
-  explicit MOE_DEVICE BlockTeam(Shared&) {}
+  explicit MOE_DEVICE BlockwiseMap(Shared&) {}
 
   static MOE_DEVICE int half() { return lane() / (kLanes / 2); }
-  static MOE_DEVICE void amax(const uint32_t (&of_h)[kRows][2], const uint32_t (&of_a)[kRows], bool interleaved,
-                              uint32_t (&own)[1]) {
-    uint32_t of[kKnown] = {};
+  static MOE_DEVICE void reduce(const uint32_t (&h_max)[kRows][2], const uint32_t (&a_max)[kRows], bool interleaved,
+                                uint32_t (&amax)[1]) {
+    uint32_t words[kHolders] = {};
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      of[r] = of_h[r][0];
-      of[kRows + r] = of_h[r][1];
-      of[kOfA * kRows + r] = of_a[r];
+      words[r] = h_max[r][0];
+      words[kRows + r] = h_max[r][1];
+      words[kAScale * kRows + r] = a_max[r];
     }
     if (interleaved) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        const uint32_t both = max_magnitude<BF16>(of_h[r][0], of_h[r][1]);
-        of[r] = half() ? 0 : both;
-        of[kRows + r] = half() ? both : 0;
+        const uint32_t both = max_magnitude<BF16>(h_max[r][0], h_max[r][1]);
+        words[r] = half() ? 0 : both;
+        words[kRows + r] = half() ? both : 0;
       }
     }
-    own[0] = amax_of_rows<BF16, kLanes>(of, lane());
+    amax[0] = amax_of_rows<BF16, kLanes>(words, lane());
   }
-  static MOE_DEVICE float told_of_h(const float (&own)[1], int part, bool interleaved, int row) {
-    return told(own[0], interleaved ? half() : part, row);
+  static MOE_DEVICE float broadcast_h(const float (&values)[1], int vector, bool interleaved, int row) {
+    return broadcast(values[0], interleaved ? half() : vector, row);
   }
-  template <class Columns>
-  static MOE_DEVICE void store(const TeamsPlan& p, const Columns& columns, int v, int row0, int live,
-                               const Scale (&s)[1]) {
-    const int scale = own_scale(), parts = Columns::kParts, of_team = v / kLanes, of_part = int(p.h.F / kBlock);
-    const bool of_a = scale == kOfA;
-    const QuantizeParams& to = of_a ? p.of_a : p.of_h;
-    if (of_team >= of_part || (!of_a && scale >= parts) || to.rows == 0 || live <= 0) return;
-    const int64_t block = of_a ? of_team : columns.interleaved ? of_team * 2 + scale : of_team + scale * of_part;
-    store_stream(static_cast<float*>(to.scale) + block * scale_stride(p.of_a.rows) + row0 + own_row(),
-                 own_row() < live ? s[0].dequant() : 0.f);
+  template <class Layout>
+  static MOE_DEVICE void store_scales(const QuantizeActivatedPlan& p, const Layout& layout, int v, int row0,
+                                      int valid_rows, const Scale (&s)[1]) {
+    const int scale = scale_of_lane(), group = v / kLanes, groups = int(p.h.F / kBlock);
+    const bool is_a = scale == kAScale;
+    const QuantizeParams& to = is_a ? p.quantize_a : p.quantize_h;
+    if (group >= groups || (!is_a && scale >= Layout::kVectors) || to.rows == 0 || valid_rows <= 0) return;
+    const int64_t block = is_a ? group : layout.interleaved ? group * 2 + scale : group + scale * groups;
+    store_stream(static_cast<float*>(to.scale) + block * scale_stride(p.quantize_a.rows) + row0 + row_of_lane(),
+                 row_of_lane() < valid_rows ? s[0].dequant() : 0.f);
   }
 };
 
-// E8M0 for 32 elements: likewise. Rows are 32 apart, so that their scales are neighbours where they are blocked; those
-// behind the last have scales of zero there, but for what is in groups.
-struct MxTeam : Team<kMxBlock / kFeaturesOfVec, 4, 3, 2, 3> {
+// 32 features have the three scales that 128 features have in BlockwiseMap, in E8M0. A team's rows are 32 apart,
+// because the blocked layout makes the scales of such rows neighbours. In this layout padding rows get scales of zero.
+// If rows are in groups, place_rows() has cleared the padding already.
+struct MxMap : RowMap<kMxBlock / kFeaturesPerVec, 4, 3, 2, 3> {
   using Scale = ScaleE8M0;
   struct Shared {};
-  explicit MOE_DEVICE MxTeam(Shared&) {}
+  explicit MOE_DEVICE MxMap(Shared&) {}
 
-  // Lanes that make three scales and hold h have registers for 512 threads; without h for 1024: [262144, 768] takes 396
-  // us on an H200, not 417. Other teams hold it, 768 threads: out of shared memory rows of 2048 took a fifth longer.
-  using Held = std::conditional_t<kCopiesInBackground, InShared, InRegisters>;
-  static constexpr int kResident = 1024;
+  // A lane computes three scales. If it also held h in registers, a multiprocessor would have 512 threads, not 1024.
+  using HVecs = std::conditional_t<kCopiesInBackground, SharedVecs, RegisterVecs>;
+  static constexpr int kThreadsWanted = kMxActivatedThreads;
 
-  static constexpr int kRowStep = kScaleRows / kRows, kRowsOfUnit = kScaleRows;
-  static MOE_DEVICE int first_row(int team) { return team / kRowStep * kScaleRows + team % kRowStep; }
+  static constexpr int kRowStride = kScaleRows / kRows, kRowMultiple = kScaleRows;
+  static MOE_DEVICE int first_row(int team) { return team / kRowStride * kScaleRows + team % kRowStride; }
 
   static MOE_DEVICE int half() { return lane() / (kLanes / 2); }
-  static MOE_DEVICE void amax(const uint32_t (&of_h)[kRows][2], const uint32_t (&of_a)[kRows], bool interleaved,
-                              uint32_t (&own)[kOwn]) {
-    uint32_t of[kScales][kRows];
+  static MOE_DEVICE void reduce(const uint32_t (&h_max)[kRows][2], const uint32_t (&a_max)[kRows], bool interleaved,
+                                uint32_t (&amax)[kScalesPerLane]) {
+    uint32_t words[kScales][kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const uint32_t both = max_magnitude<BF16>(of_h[r][0], of_h[r][1]);
+      const uint32_t both = max_magnitude<BF16>(h_max[r][0], h_max[r][1]);
 #pragma unroll
-      for (int part = 0; part < 2; ++part) of[part][r] = !interleaved ? of_h[r][part] : half() == part ? both : 0;
-      of[kOfA][r] = of_a[r];
+      for (int i = 0; i < 2; ++i) words[i][r] = !interleaved ? h_max[r][i] : half() == i ? both : 0;
+      words[kAScale][r] = a_max[r];
     }
 #pragma unroll
-    for (int i = 0; i < kScales; ++i) own[i] = amax_of_rows<BF16, kLanes>(of[i], lane());
+    for (int i = 0; i < kScales; ++i) amax[i] = amax_of_rows<BF16, kLanes>(words[i], lane());
   }
-  static MOE_DEVICE float told_of_h(const float (&own)[kOwn], int part, bool interleaved, int row) {
-    const float first = told(own[0], 0, row), second = told(own[1], 1, row);
-    return (interleaved ? half() : part) ? second : first;
+  static MOE_DEVICE float broadcast_h(const float (&values)[kScalesPerLane], int vector, bool interleaved, int row) {
+    const float first = broadcast(values[0], 0, row), second = broadcast(values[1], 1, row);
+    return (interleaved ? half() : vector) ? second : first;
   }
-  template <class Columns>
-  static MOE_DEVICE void store(const TeamsPlan& p, const Columns& columns, int v, int row0, int,
-                               const Scale (&s)[kOwn]) {
-    const uint32_t block = uint32_t(v) / kLanes, of_part = uint32_t(p.h.F) / kMxBlock;
-    if (block >= of_part) return;
-    const int row = row0 + own_row() * kRowStep;
-    with_scales_of(p, p.of_a, row, [&](auto store) { store(block, s[kOfA]); });
-    with_scales_of(p, p.of_h, row, [&](auto store) {
+  template <class Layout>
+  static MOE_DEVICE void store_scales(const QuantizeActivatedPlan& p, const Layout& layout, int v, int row0, int,
+                                      const Scale (&s)[kScalesPerLane]) {
+    const uint32_t block = uint32_t(v) / kLanes, blocks = uint32_t(p.h.F) / kMxBlock;
+    if (block >= blocks) return;
+    const int row = row0 + row_of_lane() * kRowStride;
+    with_scale_row(p, p.quantize_a, row, [&](auto store) { store(block, s[kAScale]); });
+    with_scale_row(p, p.quantize_h, row, [&](auto store) {
 #pragma unroll
-      for (int part = 0; part < Columns::kParts; ++part)
-        store(columns.interleaved ? block * 2 + part : block + part * of_part, s[part]);
+      for (int i = 0; i < Layout::kVectors; ++i)
+        store(layout.interleaved ? block * 2 + i : block + i * blocks, s[i]);
     });
   }
 
  private:
-  // f(store) if the row has scales: store(column, scale).
+  // Calls f with store(column, scale), unless the row has no place among the scales.
   template <class F>
-  static MOE_DEVICE void with_scales_of(const TeamsPlan& p, const QuantizeParams& to, int row, F f) {
-    const bool there = row < int(to.rows);
-    if (to.rows == 0 || (!there && (!p.blocked || to.scratch))) return;
-    const int place = to.scratch ? to.scratch[row] : row;  // of groups; -1: of none
+  static MOE_DEVICE void with_scale_row(const QuantizeActivatedPlan& p, const QuantizeParams& to, int row, F f) {
+    const bool valid = row < int(to.rows);
+    if (to.rows == 0 || (!valid && (!p.blocked || to.scratch))) return;
+    const int place = to.scratch ? to.scratch[row] : row;  // scratch: the places of rows in groups; -1: of no group
     if (place < 0) return;
     const uint32_t at = place, columns = uint32_t(to.K) / kMxBlock;
     uint8_t* const scales = static_cast<uint8_t*>(to.scale);
-    uint8_t* const of_row = scales + (p.blocked ? blocked_offset(at, 0, columns) : uint64_t(at) * columns);
+    uint8_t* const row_scales = scales + (p.blocked ? blocked_offset(at, 0, columns) : uint64_t(at) * columns);
     f([&](uint32_t column, Scale s) {
-      store_stream(of_row + (p.blocked ? blocked_offset(0, column, columns) : column), there ? s.stored() : uint8_t(0));
+      store_stream(row_scales + (p.blocked ? blocked_offset(0, column, columns) : column),
+                   valid ? s.stored() : uint8_t(0));
     });
   }
 };

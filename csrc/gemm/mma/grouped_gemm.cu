@@ -1,6 +1,6 @@
 #include "gemm/mma/grouped_gemm.h"
 
-#include "gemm/mma/tiles.h"
+#include "gemm/mma/traits.h"
 #include "platform/device.h"
 
 namespace moe_fp8::mma {
@@ -13,16 +13,16 @@ Types types_of(const ScaledGroupedMmParams& p) {
   return p.a_type == (fnuz ? Fp8Type::kE5M2FNUZ : Fp8Type::kE5M2) ? Types::kE5M2 : Types::kAny;
 }
 
-// Where mma.sync multiplies fp8 as it is, how many bits of sums are kept is not published. 16-bit floats are added up
+// Where mma.sync takes FP8, how many bits of the sums it keeps is not published. Products of 16-bit floats are summed
 // in float32.
-bool sums_in_fewer_bits() { return compute_capability() == 89 || compute_capability() >= 120; }
+bool may_sum_in_fewer_bits() { return compute_capability() == 89 || compute_capability() >= 120; }
 
 }  // namespace
 
 int grouped_gemm(const ScaledGroupedMmParams& p, bool fast, void* stream) {
-  if (p.M == 0 || p.N == 0 || (p.groups_of_sum && p.E == 0)) return 0;
+  if (p.M == 0 || p.N == 0 || (p.k_grouped && p.E == 0)) return 0;
   switch (p.scale_a.block_size) {
-    case 0: return launch_gemm<0>(fast || !sums_in_fewer_bits() ? types_of(p) : Types::kAny, p, stream);
+    case 0: return launch_gemm<0>(fast || !may_sum_in_fewer_bits() ? types_of(p) : Types::kAny, p, stream);
     case kBlock: return launch_gemm<kBlock>(types_of(p), p, stream);
     default: return launch_gemm<kMxBlock>(types_of(p), p, stream);
   }

@@ -1,4 +1,4 @@
-// Grouped products on any GPU with matrix instructions: tensor cores through mma.sync, MFMA.
+// Grouped products on any GPU with matrix instructions: mma.sync on NVIDIA, MFMA on AMD.
 #pragma once
 #include "gemm/scaled_grouped_mm.h"
 
@@ -6,11 +6,11 @@ namespace moe_fp8::mma {
 
 enum class Types;
 
-// Any sizes, any alignment, any offsets. fast: whole sums of rows may be those of the tensor cores, in fewer bits than
-// float32. 0, or the runtime's error code.
+// Takes any sizes, alignments and offsets. fast: with row scales the tensor cores may accumulate all of K, in fewer
+// bits than float32 on some chips. Returns 0 or the runtime's error code.
 int grouped_gemm(const ScaledGroupedMmParams& p, bool fast, void* stream);
 
-// For scales of blocks of so many elements of the sum, 0 of rows: each in an instance file of its own.
+// kBlock: elements of K under one scale; 0: row scales. Each instance has a file in instances/.
 template <int kBlock>
 int launch_gemm(Types types, const ScaledGroupedMmParams& p, void* stream);
 

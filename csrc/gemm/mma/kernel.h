@@ -1,127 +1,132 @@
-// The kernel: while a stage is multiplied, or a tile stored, the next one is on its way.
+// The kernel and its launch. Four waves, two by two, compute a tile; while a stage is multiplied, or a tile written,
+// the next stage is loaded.
 #pragma once
-#include "gemm/mma/pipeline/load.h"
-#include "gemm/mma/epilogue/store.h"
+#include "gemm/mma/epilogue/store_or_add.h"
+#include "gemm/mma/pipeline/loader.h"
 #include "platform/launch.h"
 #include "primitives/operand.h"
 
 namespace moe_fp8::mma {
 
-// When the waves have read a stage: the next one is there, and one more is on its way.
+// Called when the waves have read stage k_tile: waits for the next stage and fetches the one after it.
 template <class T>
-MOE_DEVICE void advance(Loader<T>& loader, int step) {
+MOE_DEVICE void advance(Loader<T>& loader, int k_tile) {
   if constexpr (T::kStages == 1) __syncthreads();
-  loader.land(step + 1);
+  loader.complete(k_tile + 1);
   wait_copies();
   __syncthreads();
-  loader.fetch(step + 2);
+  loader.fetch(k_tile + 2);
 }
 
-// Of two stages operands come into registers while those before them are multiplied, so that nothing waits for shared
-// memory, and a stage has been read when its last patches are still to be multiplied. What lies behind the last stage
-// is not multiplied.
+// With two stages, operands are loaded to registers while the patch before them is multiplied. No instruction then
+// waits for shared memory, and a stage is read before its last patch is multiplied. Behind the last stage nothing is
+// multiplied.
 template <class T>
-MOE_DEVICE void multiply_stage(Loader<T>& loader, Shared<T>& shared, int step, const Lane<T>& lane, Operands<T>& now,
-                               typename Lane<T>::Sums& of_block, typename Lane<T>::Sums& sums) {
+MOE_DEVICE void multiply_stage(Loader<T>& loader, SharedStorage<T>& shared, int k_tile, const LaneMap<T>& lane,
+                               Operands<T>& current, typename LaneMap<T>::Sums& block_sums,
+                               typename LaneMap<T>::Sums& sums) {
   Operands<T> next;
-#pragma unroll(T::kUnrolled)
-  for (int patch = 0; patch < T::kSteps; ++patch) {
-    const bool last = patch + 1 == T::kSteps;
-    if (last && T::kStages > 1) advance(loader, step);
-    if (!last || T::kStages > 1) next.load(shared, last ? step + 1 : step, last ? 0 : patch + 1, lane);
-    multiply_patches(now, shared, T::kBlock ? of_block : sums);
-    if constexpr (T::kBlock == kPatchDepth) promote(shared, step, patch, lane, of_block, sums);
-    now = next;
+#pragma unroll(T::kUnrolledPatches)
+  for (int patch = 0; patch < T::kStagePatches; ++patch) {
+    const bool last = patch + 1 == T::kStagePatches;
+    if (last && T::kStages > 1) advance(loader, k_tile);
+    if (!last || T::kStages > 1) next.load(shared, last ? k_tile + 1 : k_tile, last ? 0 : patch + 1, lane);
+    multiply_patches(current, shared, T::kBlock ? block_sums : sums);
+    if constexpr (T::kBlock == kPatchDepth) promote(shared, k_tile, patch, lane, block_sums, sums);
+    current = next;
   }
 }
 
 template <class T>
-MOE_DEVICE void multiply_tile(Loader<T>& loader, Shared<T>& shared, int steps, const Lane<T>& lane,
-                              typename Lane<T>::Sums& sums) {
-  typename Lane<T>::Sums of_block;
-  for_each_sum<T>([&](int m, int n, int i, int j) { sums[m][n][i][j] = of_block[m][n][i][j] = 0.f; });
+MOE_DEVICE void multiply_tile(Loader<T>& loader, SharedStorage<T>& shared, int k_tiles, const LaneMap<T>& lane,
+                              typename LaneMap<T>::Sums& sums) {
+  typename LaneMap<T>::Sums block_sums;
+  for_each_sum<T>([&](int m, int n, int i, int j) { sums[m][n][i][j] = block_sums[m][n][i][j] = 0.f; });
   wait_copies();
   __syncthreads();
   if constexpr (T::kTakesScales) {
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      multiply_scaled(shared, step, lane, sums);
-      advance(loader, step);
+    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+      multiply_scaled(shared, k_tile, lane, sums);
+      advance(loader, k_tile);
     }
   } else if constexpr (T::kStages == 1) {
-    Operands<T> now;
-    now.load(shared, 0, 0, lane);
+    Operands<T> current;
+    current.load(shared, 0, 0, lane);
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      multiply_stage(loader, shared, step, lane, now, of_block, sums);
-      // Before registers hold the chunks of one more stage.
+    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+      multiply_stage(loader, shared, k_tile, lane, current, block_sums, sums);
+      // Promote before advance(), which fills registers with the chunks of one more stage.
       if constexpr (T::kBlock > kPatchDepth)
-        if ((step + 1) % T::kStagesOfScale == 0 || step + 1 == steps) promote(shared, step, 0, lane, of_block, sums);
-      advance(loader, step);
-      now.load(shared, step + 1, 0, lane);
+        if ((k_tile + 1) % T::kStagesPerScale == 0 || k_tile + 1 == k_tiles)
+          promote(shared, k_tile, 0, lane, block_sums, sums);
+      advance(loader, k_tile);
+      current.load(shared, k_tile + 1, 0, lane);
     }
   } else {
-    Operands<T> now;
-    now.load(shared, 0, 0, lane);
+    Operands<T> current;
+    current.load(shared, 0, 0, lane);
 #pragma unroll 1
-    for (int block = 0; block < steps; block += T::kStagesOfScale) {
+    for (int block = 0; block < k_tiles; block += T::kStagesPerScale) {
 #pragma unroll
-      for (int i = 0; i < T::kStagesOfScale; ++i)
-        if (i == 0 || block + i < steps) multiply_stage(loader, shared, block + i, lane, now, of_block, sums);
-      if constexpr (T::kBlock > kPatchDepth) promote(shared, block, 0, lane, of_block, sums);
+      for (int i = 0; i < T::kStagesPerScale; ++i)
+        if (i == 0 || block + i < k_tiles) multiply_stage(loader, shared, block + i, lane, current, block_sums, sums);
+      if constexpr (T::kBlock > kPatchDepth) promote(shared, block, 0, lane, block_sums, sums);
     }
   }
   __syncthreads();
 }
 
 template <class T>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocks) mma_kernel(MOE_GRID_CONSTANT const ScaledGroupedMmParams p) {
-  if (!T::Instruction::kThere) return;  // code for a chip that is never asked to run it
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocksPerMultiprocessor)
+    mma_kernel(MOE_GRID_CONSTANT const ScaledGroupedMmParams p) {
+  if (!T::Instruction::kThere) return;  // compiled for every chip of the build, launched on those that have it
   MOE_DYNAMIC_SMEM(smem);
-  Shared<T>& shared = *reinterpret_cast<Shared<T>*>(smem);
+  auto& shared = *reinterpret_cast<SharedStorage<T>*>(smem);
   wait_for_previous_kernel();
-  if constexpr (T::kLooksUp) {
+  if constexpr (T::kUsesTables) {
     for (int byte = threadIdx.x; byte < 256; byte += kThreads) {
-      shared.half[0][byte] = F16::from_float(decode(p.a_type, uint8_t(byte)));
-      shared.half[1][byte] = F16::from_float(decode(p.b_type, uint8_t(byte)));
+      shared.half_values[0][byte] = F16::from_float(decode(p.a_type, uint8_t(byte)));
+      shared.half_values[1][byte] = F16::from_float(decode(p.b_type, uint8_t(byte)));
     }
   }
   shared.groups.template build<T>(p.offs, p);
-  gemm::Schedule<T> schedule(p, shared.groups, int(blockIdx.x), int(gridDim.x));
-  const Lane<T> lane;
+  gemm::TileScheduler<T> scheduler(p, shared.groups, int(blockIdx.x), int(gridDim.x));
+  const LaneMap<T> lane;
   Loader<T> loader(p, shared);
-  if (threadIdx.x == 0) shared.tiles[0] = schedule.next(0);
+  if (threadIdx.x == 0) shared.tiles[0] = scheduler.next(0);
   __syncthreads();
-  if (shared.tiles[0].there) loader.begin(shared.tiles[0]);
-  for (int turn = 0, then; shared.tiles[turn].there; turn = then) {
-    then = turn < 2 ? turn + 1 : 0;
-    const gemm::Tile &tile = shared.tiles[turn], &next = shared.tiles[then];
-    if (threadIdx.x == 0) shared.tiles[then] = schedule.next(0);
-    typename Lane<T>::Sums sums;
-    multiply_tile(loader, shared, steps_of<T>(tile), lane, sums);
-    if (next.there) loader.begin(next);
-    store_tile<T>(p, tile, lane, sums);
+  if (shared.tiles[0].valid) loader.begin(shared.tiles[0]);
+  for (int slot = 0, next_slot; shared.tiles[slot].valid; slot = next_slot) {
+    next_slot = slot < kTileSlots - 1 ? slot + 1 : 0;
+    const gemm::Tile &tile = shared.tiles[slot], &next = shared.tiles[next_slot];
+    if (threadIdx.x == 0) shared.tiles[next_slot] = scheduler.next(0);
+    typename LaneMap<T>::Sums sums;
+    multiply_tile(loader, shared, k_tiles<T>(tile), lane, sums);
+    if (next.valid) loader.begin(next);
+    T::Epilogue::template finish_tile<T>(p, tile, lane, sums);
   }
-  if (!p.groups_of_sum) clear_tail(p, shared);
+  if (!p.k_grouped) T::Epilogue::clear_tail(p, shared.groups);
 }
 
 template <class T>
 int launch_kernel(const ScaledGroupedMmParams& p, void* stream) {
-  // What sm_86, sm_89 and sm_120 have of shared memory, and gfx942: the least of all. Scaled is gfx950's, with 160 KB.
+  // The least shared memory of a multiprocessor: 64 KB on gfx942, 100 KB on sm_86, sm_89 and sm_120. Scaled runs on
+  // gfx950 alone, which has 160 KB.
   constexpr size_t kLeast = (T::kTakesScales ? 160 : kCopiesInBackground ? 100 : 64) * 1024;
-  static_assert(sizeof(Shared<T>) + kStaticShared <= kLeastShared);
-  static_assert(kBlocks * (sizeof(Shared<T>) + kStaticShared + kReservedShared) <= kLeast);
+  static_assert(sizeof(SharedStorage<T>) + kStaticShared <= kLeastShared);
+  static_assert(kBlocksPerMultiprocessor * (sizeof(SharedStorage<T>) + kStaticShared + kReservedShared) <= kLeast);
   constexpr auto kKernel = mma_kernel<T>;
   if (const int e = allow_large<kKernel>()) return e;
-  return launch(kKernel, {dim3(unsigned(kBlocks * device().multiprocessors)), dim3(kThreads), stream,
-                          sizeof(Shared<T>)}, p);
+  return launch(kKernel, {dim3(unsigned(kBlocksPerMultiprocessor * device().multiprocessors)), dim3(kThreads), stream,
+                          sizeof(SharedStorage<T>)}, p);
 }
 
 template <Types kTypes, int kBlock>
 int launch_types(const ScaledGroupedMmParams& p, void* stream) {
   if constexpr (kMayTakeScales && kBlock == kMxBlock && kTypes != Types::kAny)
-    if (device().scales_blocks) return launch_kernel<Traits<kTypes, kBlock, Scaled>>(p, stream);
-  return launch_kernel<Traits<kTypes, kBlock, Unscaled>>(p, stream);
+    if (device().scales_blocks) return launch_kernel<Traits<kTypes, kBlock, Scaled, StoreOrAdd>>(p, stream);
+  return launch_kernel<Traits<kTypes, kBlock, Unscaled, StoreOrAdd>>(p, stream);
 }
 
 template <int kBlock>

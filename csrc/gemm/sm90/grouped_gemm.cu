@@ -1,135 +1,129 @@
 #include "gemm/sm90/grouped_gemm.h"
 
 #include "gemm/sm90/args.h"
+#include "gemm/sm90/policy.h"
 #include "platform/launch.h"
 #include "scales/dequantize.h"
 
 namespace moe_fp8::sm90 {
 namespace {
 
-constexpr int64_t kMost = int64_t(1) << 31;  // rows and strides of scales are counted in 32 bits
+constexpr int64_t kMaxCount = int64_t(1) << 31;  // rows and strides of scales are 32-bit integers
 
 bool at_16_bytes(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-// Scales of blocks lie beside one another by the rows of the operand, or by its squares.
-bool are_columns(const OperandScales& s, int64_t rows) {
-  return s.block_size == kDepth && s.row_stride == 1 && s.block_stride % 4 == 0 &&
-         s.block_stride >= ceil_div(rows, int64_t(1) << s.rows_log2) && s.block_stride < kMost && at_16_bytes(s.data);
+// Whether block scales are contiguous along the rows of the operand, or along its squares.
+bool are_column_major(const OperandScales& s, int64_t rows) {
+  return s.block_size == kBlock && s.row_stride == 1 && s.block_stride % 4 == 0 &&
+         s.block_stride >= ceil_div(rows, int64_t(1) << s.rows_log2) && s.block_stride < kMaxCount &&
+         at_16_bytes(s.data);
 }
-bool are_squares(const OperandScales& s) { return 1 << s.rows_log2 == kDepth; }
+bool are_squares(const OperandScales& s) { return 1 << s.rows_log2 == kBlock; }
 
 bool is_mx(const ScaledGroupedMmParams& p) { return p.scale_a.layout == ScaleLayout::kBlocked; }
 
-bool takes_scales(const ScaledGroupedMmParams& p) {
+bool supports_scales(const ScaledGroupedMmParams& p) {
   const OperandScales &a = p.scale_a, &b = p.scale_b;
   if (is_mx(p)) return at_16_bytes(a.data);
   if (a.layout != ScaleLayout::kFloat) return false;
   if (a.block_size == 0) return at_16_bytes(b.data);
-  if (!are_columns(a, p.M) || are_squares(a)) return false;
-  if (p.groups_of_sum && !are_squares(b)) return are_columns(b, p.N);
-  const int64_t rows = ceil_div<int64_t>(p.N, kDepth), of_expert = rows * a.blocks;
-  // Squares are loaded one by one, from any address. The stride of a dimension of size 1 says nothing.
-  if (p.groups_of_sum) return (rows == 1 || b.row_stride == 1) && b.block_stride < kMost;
+  if (!are_column_major(a, p.M) || are_squares(a)) return false;
+  if (p.k_grouped && !are_squares(b)) return are_column_major(b, p.N);
+  const int64_t rows = ceil_div<int64_t>(p.N, kBlock), expert_scales = rows * a.blocks;
+  // Squares are loaded one by one, from any address. The stride of a dimension of size 1 has no meaning.
+  if (p.k_grouped) return (rows == 1 || b.row_stride == 1) && b.block_stride < kMaxCount;
   return (a.blocks == 1 || b.block_stride == 1) && (rows == 1 || b.row_stride == a.blocks) &&
-         (p.E == 1 || b.group_stride == of_expert);
+         (p.E == 1 || b.group_stride == expert_scales);
 }
 
-Scales scales_of(const ScaledGroupedMmParams& p, bool fast) {
+Scales scales_kind(const ScaledGroupedMmParams& p, bool fast) {
   if (is_mx(p)) return Scales::kMx;
   if (p.scale_a.block_size == 0) return fast ? Scales::kRows : Scales::kRowsPromoted;
-  return p.groups_of_sum && are_squares(p.scale_b) ? Scales::kSquares : Scales::kBlocks;
+  return p.k_grouped && are_squares(p.scale_b) ? Scales::kSquares : Scales::kBlocks;
 }
-// Of a step of training, with recipes as they usually are. The others are rare enough not to have kernels of their own.
-constexpr bool add_to_total(Scales scales) { return scales == Scales::kRows || scales == Scales::kSquares; }
+// The usual recipes of training have Add kernels. Other products that accumulate are too rare for kernels of their own.
+constexpr bool has_add_kernel(Scales scales) { return scales == Scales::kRows || scales == Scales::kSquares; }
 
 template <Scales kScales, Fp8Type kA>
-int launch_with(const ScaledGroupedMmParams& p, int* counter, void* stream) {
-  if constexpr (add_to_total(kScales))
-    if (p.adds) return launch_gemm<kScales, kA, true>(p, counter, stream);
-  return launch_gemm<kScales, kA, false>(p, counter, stream);
+int launch_epilogue(const ScaledGroupedMmParams& p, int* unit_counter, void* stream) {
+  if constexpr (has_add_kernel(kScales))
+    if (p.accumulate) return launch_gemm<kScales, kA, Add>(p, unit_counter, stream);
+  return launch_gemm<kScales, kA, Store>(p, unit_counter, stream);
 }
 template <Fp8Type kA>
-int launch_with(const ScaledGroupedMmParams& p, bool fast, int* counter, void* stream) {
-  switch (scales_of(p, fast)) {
-    case Scales::kRows: return launch_with<Scales::kRows, kA>(p, counter, stream);
-    case Scales::kRowsPromoted: return launch_with<Scales::kRowsPromoted, kA>(p, counter, stream);
-    case Scales::kBlocks: return launch_with<Scales::kBlocks, kA>(p, counter, stream);
-    default: return launch_with<Scales::kSquares, kA>(p, counter, stream);
+int launch_scales(const ScaledGroupedMmParams& p, bool fast, int* unit_counter, void* stream) {
+  switch (scales_kind(p, fast)) {
+    case Scales::kRows: return launch_epilogue<Scales::kRows, kA>(p, unit_counter, stream);
+    case Scales::kRowsPromoted: return launch_epilogue<Scales::kRowsPromoted, kA>(p, unit_counter, stream);
+    case Scales::kBlocks: return launch_epilogue<Scales::kBlocks, kA>(p, unit_counter, stream);
+    default: return launch_epilogue<Scales::kSquares, kA>(p, unit_counter, stream);
   }
 }
 
-// b in bfloat16, in the order in which the tensor cores take a.
-int64_t experts_of_b(const ScaledGroupedMmParams& p) { return p.groups_of_sum ? 1 : p.E; }
+int64_t experts_of_b(const ScaledGroupedMmParams& p) { return p.k_grouped ? 1 : p.E; }
+// Dequantizes b to bfloat16, in the order along K in which threads hold a: see in_quads().
 int dequantize_b(const ScaledGroupedMmParams& p, void* to, void* stream) {
-  const Groups groups = p.groups_of_sum ? Groups::kColumns : Groups::kNone;
+  const Groups groups = p.k_grouped ? Groups::kColumns : Groups::kNone;
   return dequantize({p.b, p.scale_b, p.offs, to, experts_of_b(p), p.N, p.K, p.b_group_stride, p.b_stride, int(p.E),
-                     groups, p.b_type, InType::kBF16, true, kSumAlign}, stream);
+                     groups, p.b_type, InType::kBF16, true, kOffsAlign}, stream);
 }
 
-// Experts are whole rows apart, so that all of b is one matrix.
-bool takes_experts(const ScaledGroupedMmParams& p) {
+// Whether experts are whole rows apart, so that one tensor map describes all of b.
+bool is_one_matrix(const ScaledGroupedMmParams& p) {
   if (p.E == 1) return true;
   return p.b_group_stride % p.b_stride == 0 && p.b_group_stride >= p.N * p.b_stride &&
-         p.E * (p.b_group_stride / p.b_stride) < kMost;
+         p.E * (p.b_group_stride / p.b_stride) < kMaxCount;
 }
 
 }  // namespace
 
-bool takes_operands(const ScaledGroupedMmParams& p) {
+bool supports(const ScaledGroupedMmParams& p) {
   const bool e4m3 = p.a_type == Fp8Type::kE4M3FN, mx = is_mx(p);
   if (!e4m3 && (mx || p.a_type != Fp8Type::kE5M2)) return false;
   if (!mx && p.b_type != Fp8Type::kE4M3FN) return false;
-  if (mx && 2 * p.K >= kMost) return false;  // bytes of a row of b
-  const bool groups = p.groups_of_sum ? p.E * p.M < kMost : p.E * p.N < kMost && (mx || takes_experts(p));
-  return groups && takes_scales(p);
+  if (mx && 2 * p.K >= kMaxCount) return false;  // bytes of a row of b
+  const bool groups = p.k_grouped ? p.E * p.M < kMaxCount : p.E * p.N < kMaxCount && (mx || is_one_matrix(p));
+  return groups && supports_scales(p);
 }
 
-// Rows by index cost a product 2 to 10%, whatever its size; moving them before costs the time of a copy, the less of it
-// the more columns there are. On an H200, of what moving takes: N = 512 0.75, 1536 0.97, 2048 0.98 to 1.01, 3072 1.005,
-// 4096 1.04; where both are level, rows by index need no memory. Tiles of promoted sums share their rows of a between
-// the blocks of a cluster: copied by each, blockwise products took 2.3 times as long.
-constexpr int64_t kMostColumnsByIndex = 2560;
-bool takes_index(const ScaledGroupedMmParams& p, bool fast) {
-  const bool counted = p.a_stride / 16 * p.index.limit < UINT32_MAX;  // chunks of rows
-  return fast && !is_mx(p) && p.scale_a.block_size == 0 && p.N <= kMostColumnsByIndex && counted;
+// Not for promoted sums: the blocks of a cluster share the rows of their tiles by multicast. Blockwise products in
+// which each block gathered these rows took 2.3 times as long (H200).
+bool can_gather_rows(const ScaledGroupedMmParams& p, bool fast) {
+  const bool fits = p.a_stride / 16 * p.index.limit < UINT32_MAX;  // SharedStorage::row_source counts chunks
+  return fast && !is_mx(p) && p.scale_a.block_size == 0 && p.N <= kMaxGatherN && fits;
 }
 
-bool takes_total(const ScaledGroupedMmParams& p, bool fast) { return add_to_total(scales_of(p, fast)); }
+bool can_accumulate(const ScaledGroupedMmParams& p, bool fast) { return has_add_kernel(scales_kind(p, fast)); }
 
-// Rounds drift apart, the further the longer sums are and the more rounds there are, until the L2 no longer holds what
-// clusters read at a time; where it holds all of a, they may. A counter costs a launch, which zeroes it. By it and in
-// rounds on an H200, TFLOPS of rows and blocks, sustained: [131072, 7168, 4096] E = 8 1,320 and 1,265, 1,184 and 1,073,
-// of sizes as 1 / rank 1,264 and 1,246, 1,171 and 1,092; [131072, 5120, 8192] E = 16 1,256 and 1,235, 1,167 and 1,108;
-// [16640, 5120, 8192] E = 8 1,196 and 1,190, 1,089 and 1,078. Of shorter sums [131072, 2048, 7168] E = 8 1,124 and
-// 1,118, 1,079 and 1,068, of 1 / rank 1,122 and 1,124, 1,061 and 1,068; [65536, 1536, 1024] E = 40 965 and 977, 920 and
-// 939. Of MXFP8 [131072, 7168, 4096] E = 8 657 and 695.
-constexpr int64_t kLeastCountedSum = 4096, kLeastCountedRounds = 8;
-bool wants_counter(const ScaledGroupedMmParams& p) {
-  if (p.groups_of_sum || p.index.at || is_mx(p)) return false;
-  constexpr int64_t kTile = 128 * 256;  // or 256 * 128
-  const int64_t rounds = p.M * p.N / (kTile * device().multiprocessors);
-  return p.K >= kLeastCountedSum && rounds >= kLeastCountedRounds && p.M * p.K > device().l2_bytes;
+// Static rounds drift apart, the further the larger K is and the more rounds there are, until the L2 no longer holds
+// what the clusters read at a time. If the L2 holds all of a, drift is harmless.
+bool prefers_dynamic_scheduler(const ScaledGroupedMmParams& p) {
+  if (p.k_grouped || p.index.at || is_mx(p)) return false;
+  constexpr int64_t kTileSize = kFastTileM * kFastTileN;
+  static_assert(kTileSize == kPromotedTileM * kPromotedTileN);
+  const int64_t rounds = p.M * p.N / (kTileSize * device().multiprocessors);
+  return p.K >= kMinDynamicK && rounds >= kMinDynamicRounds && p.M * p.K > device().l2_bytes;
 }
 
 constexpr int64_t kCounterBytes = 16;
-int64_t scratch_bytes(const ScaledGroupedMmParams& p, bool counter) {
-  return is_mx(p) ? experts_of_b(p) * p.N * p.K * 2 : counter ? kCounterBytes : 0;
+int64_t scratch_bytes(const ScaledGroupedMmParams& p, bool dynamic) {
+  return is_mx(p) ? experts_of_b(p) * p.N * p.K * 2 : dynamic ? kCounterBytes : 0;
 }
 
-int grouped_gemm(const ScaledGroupedMmParams& p, bool fast, bool counter, void* scratch, void* stream) {
+int grouped_gemm(const ScaledGroupedMmParams& p, bool fast, bool dynamic, void* scratch, void* stream) {
   if (is_mx(p)) {
     if (const int e = dequantize_b(p, scratch, stream)) return e;
-    ScaledGroupedMmParams of_b = p;
-    of_b.b = static_cast<const uint8_t*>(scratch);
-    of_b.b_stride = p.K;
-    of_b.b_group_stride = p.N * p.K;
-    return launch_gemm<Scales::kMx, Fp8Type::kE4M3FN, false>(of_b, nullptr, stream);
+    ScaledGroupedMmParams dequantized = p;
+    dequantized.b = static_cast<const uint8_t*>(scratch);
+    dequantized.b_stride = p.K;
+    dequantized.b_group_stride = p.N * p.K;
+    return launch_gemm<Scales::kMx, Fp8Type::kE4M3FN, Store>(dequantized, nullptr, stream);
   }
-  int* const zero = counter ? static_cast<int*>(scratch) : nullptr;
-  if (counter)
-    if (const int e = fill_bytes(zero, 0, sizeof(int), stream)) return e;
-  return p.a_type == Fp8Type::kE5M2 ? launch_with<Fp8Type::kE5M2>(p, fast, zero, stream)
-                                    : launch_with<Fp8Type::kE4M3FN>(p, fast, zero, stream);
+  int* const unit_counter = dynamic ? static_cast<int*>(scratch) : nullptr;
+  if (dynamic)
+    if (const int e = fill_bytes(unit_counter, 0, sizeof(int), stream)) return e;
+  return p.a_type == Fp8Type::kE5M2 ? launch_scales<Fp8Type::kE5M2>(p, fast, unit_counter, stream)
+                                    : launch_scales<Fp8Type::kE4M3FN>(p, fast, unit_counter, stream);
 }
 
 }  // namespace moe_fp8::sm90

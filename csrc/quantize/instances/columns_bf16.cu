@@ -2,6 +2,6 @@
 
 namespace moe_fp8 {
 
-template int launch_strips<BF16>(const QuantizeParams&, Beside, void*);
+template int launch_columns<BF16>(const QuantizeParams&, RowOverlap, void*);
 
 }  // namespace moe_fp8

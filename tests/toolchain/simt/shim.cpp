@@ -181,8 +181,8 @@ extern "C" const char* simt_quantize_and_pack(const void* x, int in, int64_t M, 
                                               const int* index, void* to, int64_t rows, int num_experts,
                                               const int64_t* columns, int num_columns) {
   QuantizeAndPackParams p = {};
-  p.of_x = {.x = x, .in = InType(in), .row_stride = row_stride, .rows = M, .K = K, .format = FormatId(format),
-            .rounding = Rounding(rounding), .out = Fp8Type(out), .along_rows = true};
+  p.quantize_x = {.x = x, .in = InType(in), .row_stride = row_stride, .rows = M, .K = K, .format = FormatId(format),
+                  .rounding = Rounding(rounding), .out = Fp8Type(out), .along_rows = true};
   p.rows = packed(to, rows, RowIndex(index, top_k ? M : 0, top_k ? top_k : 1), num_experts, columns, num_columns);
   p.rows.inverse = inverse;
   p.top_k = top_k;

@@ -1,74 +1,86 @@
-// From the registers of consumers to out.
+// The epilogue that writes out, in bfloat16 or float32. docs/kernels/gemm.md says what an epilogue policy provides.
 #pragma once
-#include "gemm/sm90/pipeline/consumer.h"
+#include "gemm/sm90/epilogue/staging.h"
 
 namespace moe_fp8::sm90 {
 
-// A warp's staging holds 16 rows of 128 bytes, in chunks of 16 that are swizzled: columns from 8 * first on. Stored one
-// by one: a store of two takes an even register and the next, and sums that lie so share banks of registers with the
-// products that are added to them.
-template <class Value>
-MOE_DEVICE void stage_floats(uint8_t* staging, int lane, int first, int eights, Value& value) {
-  const int r = lane / 4, q = lane % 4;
-#pragma unroll
-  for (int j = 0; j < eights; ++j)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      uint8_t* to = staging + (r + 8 * h) * 128 + ((2 * j + q / 2) ^ r) * 16 + q % 2 * 8;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) reinterpret_cast<volatile float*>(to)[i] = value(h, first + j, i);
-    }
-}
-// One chunk of every fourth row, when all lanes have staged theirs.
-MOE_DEVICE void take_staged(const uint8_t* staging, int line, int chunk, Vec16 (&held)[4]) {
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int r = 4 * i + line;
-    held[i] = *reinterpret_cast<const Vec16*>(staging + r * 128 + (chunk ^ (r & 7)) * 16);
-  }
-  __syncwarp();
-}
+struct Store {
+  static constexpr bool kKGroupedOnly = false;
+  struct Args {};
+  static Args make_args(const ScaledGroupedMmParams&) { return {}; }
+  template <class T>
+  using Storage = Staging;
 
-// A warp's 16 rows, of 128 of the tile, 128 bytes of columns at a time, by way of shared memory, so that lines of out
-// are stored whole. value(h, j, i): of the thread's row `8 h` further, column 8 j + i of its two. kElement: p.element.
-template <int kElement, class T, class Value>
-MOE_DEVICE void store_tile(const Args& p, const Consumer<T>& c, const Tile& tile, Shared<T>& shared, int half,
-                           Value value) {
-  constexpr int kColumns = 128 / kElement;
-  const int warp = c.warp(), lane = c.lane(), first = 16 * warp + 128 * half, rows = tile.rows - first;
-  const int columns = up_to(tile.columns, T::kTileColumns);
-  const int line = lane / 8, chunk = lane % 8;  // of 16 bytes
-  const int64_t pitch = int64_t(p.N) * kElement;
-  uint8_t* out = static_cast<uint8_t*>(p.out) + (tile.row + first + line) * pitch + int64_t(tile.column) * kElement;
-  uint8_t* staging = shared.staging[warp];
-  const uint32_t stage = shared_address(staging);
+  template <class T>
+  static MOE_DEVICE void prefetch_tile(const typename T::KernelArgs&, const Consumer<T>&, const Tile&) {}
+
+  template <class T, class Value>
+  static MOE_DEVICE void finish_tile(const typename T::KernelArgs& p, const Consumer<T>& c, const Tile& tile,
+                                     SharedStorage<T>& shared, int row_half, Value value) {
+    if (p.out_bytes == 4) store_tile<4, T>(p, c, tile, shared, row_half, value);
+    else store_tile<2, T>(p, c, tile, shared, row_half, value);
+  }
+
+  // Zeros, even if the scales of an empty sum are not finite.
+  template <class T>
+  static MOE_DEVICE void finish_empty_tile(const typename T::KernelArgs& p, const Consumer<T>& c, const Tile& tile,
+                                           SharedStorage<T>& shared) {
+    for (int row_half = 0; row_half < T::kTileM / 128; ++row_half)
+      finish_tile<T>(p, c, tile, shared, row_half, [](int, int, int) { return 0.f; });
+  }
+
+  // Zeros in the rows behind the last group.
+  template <class T>
+  static MOE_DEVICE void clear_tail(const typename T::KernelArgs& p, const gemm::GroupOffsets& groups) {
+    const int64_t row_bytes = int64_t(p.N) * p.out_bytes, begin = groups.offsets[p.E] * row_bytes;
+    const int64_t end = p.M * row_bytes, step = int64_t(gridDim.x) * 128 * kConsumers * 16;
+    auto* out = static_cast<uint8_t*>(p.out);
+    for (int64_t at = begin + (int64_t(blockIdx.x) * 128 * kConsumers + threadIdx.x - 128) * 16; at < end; at += step)
+      *reinterpret_cast<Vec16*>(out + at) = Vec16{};
+  }
+
+ private:
+  // A warp stores its 16 rows, 128 bytes of columns at a time, by way of shared memory, so that whole cache lines of
+  // out are written.
+  template <int kElement, class T, class Value>
+  static MOE_DEVICE void store_tile(const typename T::KernelArgs& p, const Consumer<T>& c, const Tile& tile,
+                                    SharedStorage<T>& shared, int row_half, Value value) {
+    constexpr int kColumns = 128 / kElement;
+    const int warp = c.warp(), lane = c.lane(), first_row = 16 * warp + 128 * row_half, rows = tile.rows - first_row;
+    const int columns = up_to(tile.columns, T::kTileN);
+    const int line = lane / 8, chunk = lane % 8;  // the lane's rows, line + 4 i, and 16 of their 128 bytes
+    const int64_t pitch = int64_t(p.N) * kElement;
+    uint8_t* out = static_cast<uint8_t*>(p.out) + (tile.out_row + first_row + line) * pitch +
+                   int64_t(tile.column) * kElement;
+    uint8_t* staged = shared.epilogue.rows[warp];
+    const uint32_t staged_address = shared_address(staged);
 #pragma unroll
-  for (int piece = 0; piece < ceil_div(T::kTileColumns, kColumns); ++piece) {
-    if (piece * kColumns >= columns) break;
-    constexpr int kEights = kColumns / 8;  // of columns
-    const int eights = up_to(T::kTileColumns / 8 - piece * kEights, kEights);
-    if constexpr (kElement == 4) {
-      stage_floats(staging, lane, piece * kEights, eights, value);
-    } else {
-      const int matrix = lane / 8, r = matrix % 2 * 8 + lane % 8;
-      auto word = [&](int h, int j) {
-        return to_bf16x2(value(h, piece * kEights + j, 0), value(h, piece * kEights + j, 1));
-      };
+    for (int slice = 0; slice < ceil_div(T::kTileN, kColumns); ++slice) {
+      if (slice * kColumns >= columns) break;
+      constexpr int kEights = kColumns / 8;  // groups of 8 columns
+      const int eights = up_to(T::kTileN / 8 - slice * kEights, kEights);
+      if constexpr (kElement == 4) {
+        stage_floats(staged, lane, slice * kEights, eights, value);
+      } else {
+        const int matrix = lane / 8, r = matrix % 2 * 8 + lane % 8;
+        auto word = [&](int h, int j) {
+          return to_bf16x2(value(h, slice * kEights + j, 0), value(h, slice * kEights + j, 1));
+        };
 #pragma unroll
-      for (int j = 0; j < eights; j += 2)
-        store_matrices(stage + r * 128 + ((j + matrix / 2) ^ (r & 7)) * 16, word(0, j), word(1, j), word(0, j + 1),
-                       word(1, j + 1));
-    }
-    Vec16 held[4];
-    take_staged(staging, line, chunk, held);
-    if (piece * kColumns + chunk * (16 / kElement) < columns) {
+        for (int j = 0; j < eights; j += 2)
+          store_matrices(staged_address + r * 128 + ((j + matrix / 2) ^ (r & 7)) * 16, word(0, j), word(1, j),
+                         word(0, j + 1), word(1, j + 1));
+      }
+      Vec16 chunks[4];
+      read_staged(staged, line, chunk, chunks);
+      if (slice * kColumns + chunk * (16 / kElement) < columns) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (4 * i + line < rows)
-          *reinterpret_cast<Vec16*>(out + 4 * i * pitch + piece * 128 + chunk * 16) = held[i];
+        for (int i = 0; i < 4; ++i)
+          if (4 * i + line < rows)
+            *reinterpret_cast<Vec16*>(out + 4 * i * pitch + slice * 128 + chunk * 16) = chunks[i];
+      }
     }
   }
-}
+};
 
 }  // namespace moe_fp8::sm90

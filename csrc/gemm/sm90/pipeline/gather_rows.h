@@ -1,63 +1,48 @@
-// Sums that stay in the tensor cores for a whole tile, stage after stage.
+// The producer of rows of a that are taken by index. TMA copies boxes only, so warps copy these rows by cp.async.
 #pragma once
-#include "gemm/sm90/pipeline/consumer.h"
+#include "gemm/sm90/pipeline/producer.h"
 
 namespace moe_fp8::sm90 {
 
-// A round, or half of one, of whose stages kLive are loaded. One stage's products are under way while the next one is
-// waited for; `begun`: there was a round before, whose last stage is held. kLast: it is the last of a tile.
-template <int kLive, bool kLast, int kFirst = 0, int kEnd = kStages, class T, int n>
-MOE_DEVICE void multiply_round(Consumer<T>& c, float (&sum)[n], bool begun, int depth) {
-#pragma unroll
-  for (int s = kFirst; s < kEnd; ++s) {
-    c.wait_full(s);
-    if (s < kFirst + kLive) {
-      const bool accumulate = begun || s > kFirst, last = kLast && s == kFirst + kLive - 1;
-      if (T::kSumGroups && last && depth % kDepth > 0) c.multiply_rest(sum, s, 0, accumulate, depth % kDepth);
-      else c.multiply(sum, s, 0, accumulate);
-      wgmma_wait<1>();
-      if (s > kFirst) c.release_stage(s - 1);
-      else if (begun) c.release_stage(kStages - 1);
-    } else {
-      if (s == kFirst + kLive) {
-        wgmma_wait<0>();
-        c.release_stage(s - 1);
-      }
-      c.release_stage(s);
-    }
-  }
-  if (kEnd == kStages) c.phase ^= 1;
-}
-// The last one: it ends when all products are there, and holds no stage.
-template <int kLive, int kFirst = 0, int kEnd = kStages, class T, int n>
-MOE_DEVICE void multiply_last(Consumer<T>& c, float (&sum)[n], bool begun, int depth) {
-  multiply_round<kLive, true, kFirst, kEnd>(c, sum, begun, depth);
-  if constexpr (kLive == kEnd - kFirst) {
-    wgmma_wait<0>();
-    c.release_stage(kEnd - 1);
-  }
-}
-template <int kFirst, class T, int n>
-MOE_DEVICE void multiply_half(Consumer<T>& c, const Tile& tile, float (&sum)[n]) {
-  static_assert(kHalf == 2);
-  if (steps_of<T>(tile) == 2) multiply_last<2, kFirst, kFirst + kHalf>(c, sum, false, tile.depth);
-  else multiply_last<1, kFirst, kFirst + kHalf>(c, sum, false, tile.depth);
-  pin_registers(sum);
-}
-template <class T, int n>
-MOE_DEVICE void multiply_rows(Consumer<T>& c, const Tile& tile, int turn, float (&sum)[n]) {
-  if (by_halves<T>(c.p)) return turn % 2 ? multiply_half<kHalf>(c, tile, sum) : multiply_half<0>(c, tile, sum);
-  const int steps = steps_of<T>(tile);
-  int left = steps;
+// Called by the kGatherWarps last warps of the producer warpgroup. Of every kSwizzledRows rows of a tile, a warp copies
+// kRowsPerWarp, a chunk of 16 bytes per lane. Two warps keep pace with the tensor cores only if a copy takes few
+// instructions, so where the rows begin is looked up once per tile.
+template <class T>
+MOE_DEVICE void gather_rows(const Args& p, SharedStorage<T>& shared) {
+  constexpr int kChunks = kRowBytes / 16, kRowsPerWarp = kSwizzledRows / kGatherWarps;
+  constexpr int kRowsPerLane = T::kTileM / kSwizzledRows;
+  static_assert(kChunks * kRowsPerWarp == 32);
+  const int lane = int(threadIdx.x) % 32, warp_row = int(threadIdx.x) / 32 % kGatherWarps * kRowsPerWarp;
+  const int lane_row = warp_row + lane / kChunks, lane_byte = lane % kChunks * 16;
+  const uint32_t to = shared_address(shared.a) + lane_row * kRowBytes + (lane_byte ^ lane_row * 16);
+  const uint32_t stage_full = shared_address(shared.stage_full);
+  for_each_stage(p, shared, [&](const Tile& tile, int, int k, int s) {
+    if (k == 0) {
+      __syncwarp();  // the lanes have read row_source of the previous tile
 #pragma unroll 1
-  for (; left > kStages; left -= kStages) multiply_round<kStages, false>(c, sum, left < steps, tile.depth);
-  const bool begun = left < steps;
-  static_assert(kStages == 4);
-  if (left == 4) multiply_last<4>(c, sum, begun, tile.depth);
-  else if (left == 3) multiply_last<3>(c, sum, begun, tile.depth);
-  else if (left == 2) multiply_last<2>(c, sum, begun, tile.depth);
-  else multiply_last<1>(c, sum, begun, tile.depth);
-  pin_registers(sum);
+      for (int n = lane; n < kRowsPerWarp * kRowsPerLane; n += 32) {
+        const int i = warp_row + n / kRowsPerLane, j = n % kRowsPerLane, r = j * kSwizzledRows + i;
+        const int64_t row = r < tile.rows ? p.row_index.row(tile.out_row + r) : -1;
+        shared.row_source[i][j] = row < 0 ? kNoRow : uint32_t(row * (p.a_row_stride / 16));
+      }
+      __syncwarp();
+    }
+    if (k < k_tiles<T>(tile)) {
+      const int at_k = k * kTileK + lane_byte;
+      const uint8_t* from = p.a_rows + at_k;
+      pin_register(from);  // the compiler would add the two up again for every copy
+#pragma unroll 1
+      for (int j = 0; j < kRowsPerLane; j += 4) {
+        const Vec16 source = *reinterpret_cast<const Vec16*>(&shared.row_source[lane_row][j]);
+        const uint32_t to_row = to + s * T::kStageBytesA + j * kSwizzledRows * kRowBytes;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          copy_chunk(to_row + i * kSwizzledRows * kRowBytes, from + uint64_t(source.w[i]) * 16,
+                     source.w[i] != kNoRow && at_k < p.K);
+      }
+    }
+    barrier_arrive_behind_copies(stage_full + 8 * s);
+  });
 }
 
 }  // namespace moe_fp8::sm90

@@ -1,0 +1,50 @@
+// Tuned constants of the activation kernels, forward and backward. docs/kernels/activations.md has the figures, all of
+// an H200 (sm_90a). A constant without a figure is only known to keep every kernel free of spills.
+#pragma once
+#include "platform/compiler.h"
+
+namespace moe_fp8 {
+
+// ---- activate() and activate_backward(): blocks of 256 threads, a wave a row ----------------------------------------
+
+constexpr int kActivateVecs = 4;            // loads in flight a lane, against registers
+constexpr int kActivateBlocks = 4;          // resident blocks, against registers: at most 64 a thread
+constexpr int kActivateBackwardVecs = 2;    // loads in flight a lane, of h and da each, against registers
+constexpr int kActivateBackwardBlocks = 3;  // resident blocks, against registers: at most 80 a thread
+
+// ---- quantize_activated() -------------------------------------------------------------------------------------------
+
+constexpr int kVecsPerLane = 4;             // loads in flight a lane, which share the cost of scales, against registers
+constexpr int kMaxThreadsPerRow = 256;      // limits the row that registers hold (8192 features), against occupancy
+constexpr int kTeamBlockThreads = 128;      // of a block of several row teams: fewer blocks, against idle teams
+constexpr int kActivatedThreads = 768;      // resident threads with h in registers, against registers: 80 a thread
+constexpr int kMxActivatedThreads = 1024;   // resident threads with h in shared memory: 396 us; 512 in registers 417
+
+// ---- quantize_activated_backward(), scales of whole rows: a pass by rows, then a pass by columns --------------------
+
+constexpr int kMaxRowTeam = 256;            // threads of a row: limits the row (2048 features), against occupancy
+constexpr int kRowPassBlockThreads = 128;   // of a block of several row teams: fewer blocks, against idle teams
+constexpr int kRowPassBlocks = 2;           // resident blocks of kMaxRowTeam threads: at most 128 registers a thread
+// Rows in flight a team, against registers; a light curve takes fewer.
+constexpr int kMaxRowPassRows = 4;
+MOE_HD constexpr int row_pass_rows(bool light) { return light ? kMaxRowPassRows : 2; }
+// Blocks of the grid: kRowPassRounds for each resident block, so that all end at about the same time. A block makes at
+// least kMinRowPassSteps steps of kMaxRowPassRows rows, because it ends with an atomic maximum for every column.
+constexpr int kRowPassResidentThreads = 512, kRowPassRounds = 12, kMinRowPassSteps = 4;
+
+constexpr int kColumnPassLines = 2;         // lines of 128 positions a block: 256 bytes a store, against shared memory
+constexpr int kColumnPassVecs = 8;          // of eight features a block: the length of reads, against shared memory
+constexpr int kColumnPassBlocks = 2;        // resident blocks: 128 registers, which hold 32 activations a thread
+// Features cast at once, against registers.
+MOE_HD constexpr int column_pass_features(bool light) { return light ? 4 : 2; }
+
+constexpr int kGradientPlaceThreads = 256;  // of the small kernels before and between the passes
+
+// ---- quantize_activated_backward(), scales of blocks: one pass by tiles ---------------------------------------------
+
+constexpr int kGradientTileBlocks = 2;      // resident blocks: one reads while the other stores
+// Rows in flight a lane, against registers.
+MOE_HD constexpr int tile_rows_in_flight(bool light) { return light ? 4 : 2; }
+constexpr int kDscoresSumThreads = 128;     // of the kernel that sums dscores over tiles
+
+}  // namespace moe_fp8

@@ -1,0 +1,7 @@
+#include "gemm/sm90/kernel.h"
+
+namespace moe_fp8::sm90 {
+
+template int launch_gemm<Scales::kSquares, Fp8Type::kE4M3FN, Add>(const ScaledGroupedMmParams&, int*, void*);
+
+}  // namespace moe_fp8::sm90
