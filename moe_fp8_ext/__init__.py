@@ -3,7 +3,7 @@
 What users touch is here. `moe_fp8_ext.ops` has every op of torch.ops.moe_fp8 as it is, on tensors.
 """
 
-import torch as _torch  # noqa: F401  # first: the extension resolves its symbols against the libraries it loads
+from moe_fp8_ext import _torch  # noqa: F401  # first: the extension needs the libraries that torch loads
 
 try:
     from moe_fp8_ext._C import build_info

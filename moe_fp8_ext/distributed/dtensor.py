@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moe_fp8_ext import _torch
 from moe_fp8_ext.ops.checks import require
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ def draw_in_turn(parameter: Tensor, first: int, num_experts: int, draw: Callable
     `first` on that are here. DTensors know which those are."""
     here, within = parameter, ...
     if is_dtensor(parameter):
-        (chunk,), here = parameter.__create_chunk_list__(), parameter.to_local()
-        first += chunk.offsets[0]
-        within = tuple(slice(o, o + n) for o, n in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
+        offsets, here = _torch.offsets_of(parameter), parameter.to_local()
+        first += offsets[0]
+        within = tuple(slice(o, o + n) for o, n in zip(offsets[1:], here.shape[1:], strict=True))
     expert = torch.empty(parameter.shape[1:], dtype=here.dtype, device=here.device)
     for i in range(num_experts):
         draw(expert)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_fp8_ext import _torch
 from moe_fp8_ext._C import validates
 from moe_fp8_ext.distributed.dtensor import is_dtensor
 from moe_fp8_ext.distributed.exchange import CallMismatch, Exchange
@@ -256,7 +257,7 @@ class ExpertParallel:
         """Calls `check` at the same call on all ranks: not in backward, where a checkpoint computes again."""
         if self._exchange.static is None or self.overflow == "count" or not self._exchange.has_ended_step:
             return
-        if torch._C._current_graph_task_id() == -1:
+        if not _torch.in_backward():
             self._exchange.has_ended_step = False
             self.check()
 

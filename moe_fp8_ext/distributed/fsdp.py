@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from moe_fp8_ext import _torch
 from moe_fp8_ext.ops.checks import check_module, default_fp8_dtype, require
 from moe_fp8_ext.quantization.casting import cast
 from moe_fp8_ext.quantization.format import FORMATS
@@ -51,6 +52,8 @@ def gather_in_fp8_(module: nn.Module, recipe: str | Recipe = "rowwise") -> None:
 
     Source: DESIGN.md section 6; `fsdp_pre_all_gather` and `fsdp_post_all_gather` of torch's `fully_shard`.
     """
+    missing = f"torch must have what a subclass of Tensor is made with, got {torch.__version__} without"
+    require(_torch.wrapper_subclass is not None, f"{_OP}: {missing}")
     check_module(_OP, "module", module)
     recipe = get_recipe(recipe)
     is_fp8 = recipe.format is not None and not recipe.bf16_where_faster
@@ -67,7 +70,7 @@ def _shard(name: str, w: nn.Parameter) -> Tensor:
     from torch.distributed.tensor import DTensor  # not above: it takes long to load
 
     require(isinstance(w, DTensor), f"{_OP}: {name} must be sharded by fully_shard, got a {type(w).__name__}")
-    shard, device = w._local_tensor, w.device_mesh.device_type
+    shard, device = _torch.wrapper_subclass.local_tensor(w), w.device_mesh.device_type
     require(shard.device.type == device, f"{_OP}: {name} must be on {device}, got {shard.device}")
     return shard
 
@@ -78,14 +81,16 @@ class GatheredWeight(DeferredWeight):
     It may be kept for backward: FSDP2 frees what it stands for and gathers it again.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    if _torch.wrapper_subclass:
+        __torch_function__ = _torch.wrapper_subclass.no_torch_function
 
     @staticmethod
     def __new__(cls, gather: _Gather, is_transposed: bool = False) -> GatheredWeight:
         e, n, k = gather.shape
         shape, strides = ((e, k, n), (n * k, 1, k)) if is_transposed else ((e, n, k), (n * k, k, 1))
         device = gather.shard.device
-        self = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=gather.dtype, device=device)
+        make = _torch.wrapper_subclass.make
+        self = make(cls, shape, strides=strides, dtype=gather.dtype, device=device)
         self.gather, self.is_transposed = gather, is_transposed
         return self
 
@@ -131,7 +136,7 @@ class _Gather:
         self.mesh, self.shape, self.dtype = mesh, tuple(outer_size), mp_policy.param_dtype or self.shard.dtype
         self.other.clear()
         # No word of it reaches hooks. FSDP2 itself asks this, to tell what is computed again.
-        is_backward = torch._C._current_graph_task_id() != -1
+        is_backward = _torch.in_backward()
         is_transposed = is_backward and not self.has_square_blocks
         values, scales = self._of_shard(is_transposed)
         return (values, scales), (is_transposed, scales)

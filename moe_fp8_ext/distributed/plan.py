@@ -145,7 +145,7 @@ class ExactPlanner:
     def _exchange_sizes(
         self, counts: list[Tensor], agreement: Agreement | None
     ) -> list[tuple[list[int], list[int], list[int]]]:
-        """counts [ranks, 2] of each chunk, for every rank -> for each chunk: rows to ranks, rows and slots from them."""
+        """counts [ranks, 2] of each chunk, for every rank -> for each chunk: rows to ranks, rows and slots back."""
         group, ranks = self.ranks.group, self.ranks.size
         word = RAISED if agreement is None else agreement.word()
         if word not in self._columns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_fp8_ext import _torch
 from moe_fp8_ext.quantization.casting import cast
 from moe_fp8_ext.quantization.format import MAX_EXPERTS, round_up
 
@@ -52,7 +53,7 @@ def _rows(a: Tensor, b_t: Tensor, offs: Tensor, columns: int) -> Tensor:
 def _product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     if a.device.type == "cpu":
         return _cpu_grouped_mm(a, b, offs)
-    return _zero_tail(torch._grouped_mm(a, b, offs=offs), b, offs)
+    return _zero_tail(_torch.grouped_mm(a, b, offs=offs), b, offs)
 
 
 @torch.library.custom_op("moe_fp8_ext::cpu_grouped_mm", mutates_args=())
@@ -61,7 +62,7 @@ def _cpu_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
     An op of its own, because torch's fake of its op knows bfloat16 only.
     """
-    return _zero_tail(torch._grouped_mm(a.float(), b.float(), offs=offs).bfloat16(), b, offs)
+    return _zero_tail(_torch.grouped_mm(a.float(), b.float(), offs=offs).bfloat16(), b, offs)
 
 
 @_cpu_grouped_mm.register_fake

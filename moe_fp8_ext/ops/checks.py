@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from moe_fp8_ext import _C
+from moe_fp8_ext import _C, _torch
 from moe_fp8_ext.quantization.format import (
     FORMATS,
     GROUP_SCALES,
@@ -38,7 +38,7 @@ def fail(op: str, text: str) -> NoReturn:
 def require(ok: bool | torch.SymBool, message: str) -> None:
     """Raises `message`, which begins with the op, unless ok."""
     if isinstance(ok, torch.SymBool):  # a condition on symbolic sizes: the graph keeps it and checks it at run time
-        torch._check(ok, lambda: message)
+        _torch.check_symbolic(ok, lambda: message)
     elif not ok:
         raise RuntimeError(message)
 
@@ -336,11 +336,7 @@ def fp8_dtype(op: str, dtype: torch.dtype | None, x: Tensor, arg: str = "dtype")
 
 def has_values(x: Tensor) -> bool:
     """Whether x has contents that MOE_FP8_VALIDATE=1 can read: it is neither a meta nor a fake tensor."""
-    if x.is_meta:
-        return False
-    from torch._subclasses.fake_tensor import FakeTensor  # not at the top: the import is slow
-
-    return not isinstance(x, FakeTensor)
+    return not x.is_meta and not _torch.is_fake(x)
 
 
 def validate_offs(op: str, offs: Tensor, of: str, rows: int) -> None:

@@ -18,15 +18,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from moe_fp8_ext import _torch
+from moe_fp8_ext._torch import OpOverload, name_of, schema_of
 from moe_fp8_ext.ops.checks import fail, is_int, takes_integers
 
 _LIBRARY = torch.library.Library("moe_fp8", "IMPL")
-_Below = torch._C._AutoDispatchBelowAutograd
-_below_keys = torch._C._after_autograd_keyset
-_below_writes_keys = torch._C._after_ADInplaceOrView_keyset
+_Below = _torch.below_autograd
+_keysets = _torch.keysets
 _is_compiling = torch.compiler.is_compiling
-_any_requires_grad = torch._C._any_requires_grad
-_in_functorch = torch._C._are_functorch_transforms_active
+_any_requires_grad = _torch.any_requires_grad
+_in_functorch = _torch.in_functorch
+_in_forward_ad = _torch.in_forward_ad
 _NOTHING = nullcontext()
 # How errors name the kinds of a schema.
 _KINDS = {
@@ -62,7 +64,7 @@ def below_autograd() -> AbstractContextManager:
 
 def is_transformed() -> bool:
     """Whether a derivative other than backward's may be needed: of forward mode, or of torch.func."""
-    return forward_ad._current_level >= 0 or _in_functorch()
+    return _in_forward_ad() or _in_functorch()
 
 
 def needs_gradient(x: object) -> bool:
@@ -76,7 +78,7 @@ def refuse_derivatives_of(op: str, arg: str, *tensors: Tensor) -> None:
         if needs_gradient(x):
             text = f"{arg} must not ask for a gradient where it is quantized (detach q and scale)"
             fail(op, f"{text}, got requires_grad=True")
-        dual = not _is_compiling() and forward_ad._current_level >= 0
+        dual = not _is_compiling() and _in_forward_ad()
         if dual and forward_ad.unpack_dual(x).tangent is not None:
             fail(op, f"{arg} must have no tangent where it is quantized, got one")
 
@@ -103,53 +105,69 @@ def unit_stride(grad: Tensor) -> Tensor:
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
-def _tensors(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[tuple[str, Tensor]]:
-    names = (argument.name for argument in op._schema.arguments)
+def _tensors(op: OpOverload, args: tuple, kwargs: dict) -> list[tuple[str, Tensor]]:
+    names = (argument.name for argument in schema_of(op).arguments)
     named = [*zip(names, args, strict=False), *kwargs.items()]
     return [(name, x) for name, x in named if isinstance(x, Tensor)]
 
 
-def _refuse_tangents(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
+def _refuse_tangents(op: OpOverload, args: tuple, kwargs: dict) -> None:
     for arg, x in _tensors(op, args, kwargs):
         if forward_ad.unpack_dual(x).tangent is not None:
-            fail(op._opname, f"{arg} must have no tangent, as this op has no forward-mode derivative, got one")
+            fail(name_of(op), f"{arg} must have no tangent, as this op has no forward-mode derivative, got one")
 
 
-def _refuse_gradients(op: torch._ops.OpOverload, args: tuple, kwargs: dict, among: Sequence[str] | None = None) -> None:
+def _refuse_gradients(op: OpOverload, args: tuple, kwargs: dict, among: Sequence[str] | None = None) -> None:
     for arg, x in _tensors(op, args, kwargs):
         if needs_gradient(x) and (among is None or arg in among):
             text = f"{arg} must not ask for a gradient, which this op has none of (detach it, or call grouped_mm)"
-            fail(op._opname, f"{text}, got requires_grad=True")
+            fail(name_of(op), f"{text}, got requires_grad=True")
 
 
-def refuse_derivatives(op: torch._ops.OpOverload) -> None:
+def refuse_derivatives(op: OpOverload) -> None:
     """Registers that op has no derivative: an argument that needs one raises, instead of losing it silently."""
 
     def kernel(keyset, *args, **kwargs):
-        if forward_ad._current_level >= 0:
+        if _in_forward_ad():
             _refuse_tangents(op, args, kwargs)
         if torch.is_grad_enabled() and _any_requires_grad(*args, **kwargs):
             _refuse_gradients(op, args, kwargs)
         with _Below():
-            return op.redispatch(keyset & _below_keys, *args, **kwargs)
+            return op.redispatch(keyset & _keysets.after_autograd, *args, **kwargs)
 
-    _LIBRARY.impl(op._opname, kernel, "Autograd", with_keyset=True)
+    if _keysets:
+        _LIBRARY.impl(name_of(op), kernel, "Autograd", with_keyset=True)
+    elif not schema_of(op).is_mutable:  # torch registers no gradient of others, nor an error in its place
+        torch.library.register_autograd(schema_of(op).name, _no_gradient, setup_context=_refusal_of(op))
 
 
-def count_writes(op: torch._ops.OpOverload) -> None:
+def _no_gradient(ctx, *grads):
+    raise RuntimeError(_NO_SECOND)
+
+
+def _refusal_of(op: OpOverload, among: Sequence[str] | None = None) -> Callable:
+    """What torch calls, in forward, where an argument requires a gradient."""
+
+    def setup_context(ctx, inputs: tuple, output: object, keyword_only_inputs: dict | None = None) -> None:
+        with torch.enable_grad():
+            _refuse_gradients(op, inputs, keyword_only_inputs or {}, among)
+
+    return setup_context
+
+
+def count_writes(op: OpOverload) -> None:
     """Registers that op writes to its first argument, so that its version counter, which autograd checks, advances."""
 
     def kernel(keyset, written, *args):
         if written is not None:  # the op itself raises for None
             torch.autograd.graph.increment_version(written)
-        return op.redispatch(keyset & _below_writes_keys, written, *args)
+        return op.redispatch(keyset & _keysets.after_writes, written, *args)
 
-    _LIBRARY.impl(op._opname, kernel, "ADInplaceOrView", with_keyset=True)
+    if _keysets:
+        _LIBRARY.impl(name_of(op), kernel, "ADInplaceOrView", with_keyset=True)
 
 
-def register_gradient(
-    op: torch._ops.OpOverload, save: Callable, backward: Callable, *, without: Sequence[str] = ()
-) -> None:
+def register_gradient(op: OpOverload, save: Callable, backward: Callable, *, without: Sequence[str] = ()) -> None:
     """Registers the gradient of op, all of whose arguments are positional.
 
     Args:
@@ -161,7 +179,7 @@ def register_gradient(
 
     def redispatch(keyset, *args):
         with _Below():
-            return op.redispatch(keyset & _below_keys, *args)
+            return op.redispatch(keyset & _keysets.after_autograd, *args)
 
     def forward(ctx, keyset, *args):
         output = redispatch(keyset, *args)
@@ -169,7 +187,7 @@ def register_gradient(
         save(ctx, args, output)
         return output
 
-    arguments = {argument.name for argument in op._schema.arguments}
+    arguments = {argument.name for argument in schema_of(op).arguments}
 
     def gradients(ctx, *grads):
         try:
@@ -179,55 +197,65 @@ def register_gradient(
             if match is None or match[1] not in arguments:
                 raise
             # The user called op, not the op of its gradient: the error names the call that the user wrote.
-            raise RuntimeError(f"{op._opname}: {match[1]} {match[2]}") from None
+            raise RuntimeError(f"{name_of(op)}: {match[1]} {match[2]}") from None
         return None, *grad_inputs, *[None] * (ctx.num_inputs - len(grad_inputs))
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
-    function = type(f"{op._opname}_gradient", (torch.autograd.Function,), methods)
+    function = type(f"{name_of(op)}_gradient", (torch.autograd.Function,), methods)
 
     def kernel(keyset, *args):
-        if forward_ad._current_level >= 0:
+        if _in_forward_ad():
             _refuse_tangents(op, args, {})
         is_recorded = torch.is_grad_enabled() and _any_requires_grad(*args)
         if is_recorded and without:
             _refuse_gradients(op, args, {}, without)
         return (function.apply if is_recorded else redispatch)(keyset, *args)
 
-    _LIBRARY.impl(op._opname, kernel, "Autograd", with_keyset=True)
+    def setup_context(ctx, inputs, output):
+        _refusal_of(op, without)(ctx, inputs, output)
+        ctx.num_inputs = len(inputs)
+        save(ctx, inputs, output)
+
+    if _keysets:
+        _LIBRARY.impl(name_of(op), kernel, "Autograd", with_keyset=True)
+    else:
+        torch.library.register_autograd(
+            schema_of(op).name, lambda ctx, *grads: gradients(ctx, *grads)[1:], setup_context=setup_context
+        )
 
 
-def refuse_sparse(op: torch._ops.OpOverload) -> None:
+def refuse_sparse(op: OpOverload) -> None:
     """Registers an error for sparse arguments, worded as the other errors."""
 
     def kernel(*args, **kwargs):
         for arg, x in _tensors(op, args, kwargs):
             if x.layout != torch.strided:
-                fail(op._opname, f"{arg} must be a dense tensor, got {x.layout}")
+                fail(name_of(op), f"{arg} must be a dense tensor, got {x.layout}")
 
     for layout in ("Sparse", "SparseCsr"):
         for backend in ("CPU", "CUDA"):
-            _LIBRARY.impl(op._opname, kernel, f"{layout}{backend}")
+            _LIBRARY.impl(name_of(op), kernel, f"{layout}{backend}")
 
 
-def refuse_none(op: torch._ops.OpOverload) -> None:
+def refuse_none(op: OpOverload) -> None:
     """Registers the errors of calls that no device's kernel takes, such as one without any tensor."""
 
     def kernel(*args, **kwargs):
-        given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
-        for argument in op._schema.arguments:
+        given = dict(zip((argument.name for argument in schema_of(op).arguments), args, strict=False)) | kwargs
+        for argument in schema_of(op).arguments:
             if str(argument.type) == "Tensor" and given.get(argument.name) is None:
-                fail(op._opname, f"{argument.name} must be a tensor, got None")
+                fail(name_of(op), f"{argument.name} must be a tensor, got None")
         for arg, x in _tensors(op, args, kwargs):
             if x.layout != torch.strided or x.is_quantized:
                 kind = "one of torch's quantization" if x.is_quantized else x.layout
-                fail(op._opname, f"{arg} must be a dense tensor, got {kind}")
+                fail(name_of(op), f"{arg} must be a dense tensor, got {kind}")
         devices = ", ".join(sorted({str(x.device) for _, x in _tensors(op, args, kwargs)}))
-        fail(op._opname, f"tensors must be of a CPU or a GPU, got {devices}")
+        fail(name_of(op), f"tensors must be of a CPU or a GPU, got {devices}")
 
-    _LIBRARY.impl(op._opname, kernel, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name_of(op), kernel, "CompositeExplicitAutograd")
 
 
-def bind(wrapper: Callable, op: torch._ops.OpOverload) -> None:
+def bind(wrapper: Callable, op: OpOverload) -> None:
     """Replaces op, among the globals of the wrapper's module, by a function that is faster and has better errors.
 
     The wrapper calls op with all of its arguments. The replacement bypasses the Autograd kernel if no derivative can be
@@ -237,10 +265,12 @@ def bind(wrapper: Callable, op: torch._ops.OpOverload) -> None:
     reworded: testing them too would slow down every valid call. For the same reason nothing wraps the wrapper, and the
     replacement calls `op._op`, the C++ function, and not op.
     """
-    arguments, run = op._schema.arguments, op._op
+    if not _torch.can_bind_ops:
+        return
+    arguments, run = schema_of(op).arguments, op._op
     strict, num_candidates = [], 0  # arguments that may require a gradient are among the first num_candidates
     for i, (argument, (kind, optional)) in enumerate(zip(arguments, map(_kind_of, arguments), strict=True)):
-        if kind == "Tensor" and not takes_integers(op._opname, argument.name):
+        if kind == "Tensor" and not takes_integers(name_of(op), argument.name):
             num_candidates = i + 1
         if kind in _STRICT:
             usual_class, is_valid = _STRICT[kind]
@@ -257,7 +287,7 @@ def bind(wrapper: Callable, op: torch._ops.OpOverload) -> None:
                 return run(*args)
         except RuntimeError as error:
             match = _WRONG_KIND.match(str(error))
-            if match is None or match[1] != op._schema.name:
+            if match is None or match[1] != schema_of(op).name:
                 raise
         i = [argument.name for argument in arguments].index(match[2])
         _refuse_kind(op, arguments[i], args[i])
@@ -273,10 +303,10 @@ def _kind_of(argument: torch.Argument) -> tuple[str, bool]:
     return kind, bool(optional)
 
 
-def _refuse_kind(op: torch._ops.OpOverload, argument: torch.Argument, x: object) -> NoReturn:
+def _refuse_kind(op: OpOverload, argument: torch.Argument, x: object) -> NoReturn:
     """Raises the error for x as an argument of a wrong kind."""
     kind, optional = _kind_of(argument)
     # A value of the right type may still be wrong: an int beyond 64 bits or beyond all floats, half a surrogate pair.
     show_value = x is None or type(x).__name__ in ({"float": "int"}.get(kind, kind), kind)
     expected = f"{_KINDS[kind]}{' or None' if optional else ''}"
-    fail(op._opname, f"{argument.name} must be {expected}, got {repr(x) if show_value else type(x).__name__}")
+    fail(name_of(op), f"{argument.name} must be {expected}, got {repr(x) if show_value else type(x).__name__}")

@@ -1,12 +1,12 @@
 """Selective activation checkpointing: what is not worth computing again."""
 
 import torch
-from torch._ops import OpOverload
 
+from moe_fp8_ext import _torch
 from moe_fp8_ext.matmul import bf16  # noqa: F401  registers the product of a CPU
 
 
-def save_ops() -> list[OpOverload]:
+def save_ops() -> list[_torch.OpOverload]:
     """The ops that a policy of selective activation checkpointing saves: products of experts and the order of slots.
 
     For the list of `torch.utils.checkpoint.create_selective_checkpoint_contexts`, beside those of other layers.
@@ -20,5 +20,5 @@ def save_ops() -> list[OpOverload]:
     Source: the documentation of `torch.utils.checkpoint`.
     """
     ours = torch.ops.moe_fp8
-    in_bf16 = [torch.ops.aten._grouped_mm.default, torch.ops.moe_fp8_ext.cpu_grouped_mm.default]
+    in_bf16 = [*_torch.grouped_mm_ops, torch.ops.moe_fp8_ext.cpu_grouped_mm.default]
     return [ours.scaled_grouped_mm.default, ours.sort_tokens.default, *in_bf16]

@@ -18,12 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from moe_fp8_ext import _torch
+
 Copies = tuple[Tensor, ...]
 
 _is_compiling = torch.compiler.is_compiling
 _PLAIN = (Tensor, Parameter)  # a subclass may hold its values elsewhere
-_Mode = torch._C._TorchDispatchModeKey
-_TRACING = (_Mode.FAKE, _Mode.PROXY, _Mode.FUNCTIONAL)
 
 
 @contextmanager
@@ -82,16 +82,16 @@ def reused(quantize: Callable[..., Copies], x: Tensor, *options: Hashable) -> Co
     if _is_compiling():
         return None
     weights = _scope.weights
-    if weights is None:
+    if weights is None or _torch.state_of is None:
         return None
     leaf = _leaf(x)
     if leaf is None or _is_recorded(x):
         return None
-    state, key = _state(x), id(leaf)  # before the values are read
+    state, key = _torch.state_of(x), id(leaf)  # before the values are read
     weight = weights.get(key)
     if weight is None or weight.state != state:
         weight = weights[key] = _Weight(leaf, x, state)
-    stream = torch._C._cuda_getCurrentStream(x.get_device()) if x.is_cuda else None
+    stream = torch.cuda.current_stream(x.get_device()).cuda_stream if x.is_cuda else None
     what = x.storage_offset(), x.shape, x.stride(), x.dtype, stream, options
     copies = weight.copies.get(what)
     if copies is None:
@@ -152,22 +152,17 @@ def _leaf(x: Tensor) -> Tensor | None:
     """The parameter that x is, or is a view of."""
     if type(x) not in _PLAIN or x.is_inference() or x.is_neg():
         return None
-    for leaf in (x._base, x):
+    for leaf in (_torch.base_of(x), x):
         if type(leaf) in _PLAIN and leaf.is_leaf and (leaf.requires_grad or type(leaf) is Parameter):
             return leaf
     return None
-
-
-def _state(x: Tensor) -> tuple[int, ...]:
-    storage = x.untyped_storage()
-    return x._version, storage._cdata, storage.data_ptr()
 
 
 def _is_recorded(x: Tensor) -> bool:
     """Whether what is computed now may only be used where it is: in a graph, or in inference mode."""
     if torch.is_inference_mode_enabled():
         return True
-    if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(mode) for mode in _TRACING):
+    if _torch.is_traced():
         return True
     if not x.is_cuda:
         return False
