@@ -12,6 +12,7 @@ from tabulate import tabulate
 TITAN = "torchtitan.json"  # of bench/titan.py
 SONICMOE = "sonicmoe.json"  # of bench/beside_sonicmoe.py
 PARALLEL = "expert_parallel.json"  # of bench/expert_parallel.py
+AUTO = "auto.json"  # of bench/auto_sweep.py, for bench/fit_auto.py
 # What the demo's --losses has with --ep on several GPUs, and on one.
 PARALLEL_LOSSES = "expert_parallel_losses.json"
 GENERIC = ("float8_e4m3fnuz", "unaligned")  # variants that the generic kernels take
@@ -66,7 +67,7 @@ def beside_baseline(results: dict[str, dict], op: str, sizes: str, baseline: str
 
 
 def recipe_table(results: dict[str, dict]) -> str:
-    """Which recipe is fastest at which sizes, ordered by what `Recipe.at` decides by."""
+    """Which recipe is fastest at which sizes, from the largest share of casts to the smallest."""
     parts = []
     for result in results.values():
         ratios: dict[tuple[int, ...], dict[str, dict[str, float]]] = {}

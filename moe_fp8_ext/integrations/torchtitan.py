@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from moe_fp8_ext.distributed.dtensor import is_dtensor
-from moe_fp8_ext.matmul.bf16 import Bf16GroupedMm
-from moe_fp8_ext.matmul.fp8 import Fp8GroupedMm
-from moe_fp8_ext.matmul.grouped_mm import grouped_mm
+from moe_fp8_ext.matmul.grouped_mm import GroupedMm, grouped_mm
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 
 _HERE = "moe_fp8_ext.integrations.torchtitan"
@@ -52,8 +50,7 @@ except ImportError as error:
     raise ImportError(f"{_HERE}: {text}") from error
 
 # torchtitan's check of shardings lets no other function with a gradient pass.
-for _function in (Bf16GroupedMm, Fp8GroupedMm):
-    register_local_autograd_function(_function)
+register_local_autograd_function(GroupedMm)
 
 
 class _MoeFp8:

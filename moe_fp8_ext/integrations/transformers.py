@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -12,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moe_fp8_ext import _torch
 from moe_fp8_ext.layer.bias import plus_bias
 from moe_fp8_ext.layer.experts import experts
-from moe_fp8_ext.layer.fused_router import is_plain
-from moe_fp8_ext.matmul.bf16 import autocast_dtype
 from moe_fp8_ext.matmul.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import combine, sort_tokens
 from moe_fp8_ext.ops.checks import INPUT_DTYPES, require
+from moe_fp8_ext.quantization.casting import autocast_dtype
 from moe_fp8_ext.quantization.recipe import RECIPES, Recipe, get_recipe
 
 if TYPE_CHECKING:
@@ -209,6 +210,12 @@ def _act_fn(act: object) -> str | None:
     if not own or hasattr(kind.forward, "__wrapped__") or not is_plain(act, kind.forward):
         return None
     return _ACTIVATIONS.get(kind.__name__)
+
+
+def is_plain(module: torch.nn.Module, forward: Callable[..., object]) -> bool:
+    """Whether calling the module is calling this function, and no hook sees what goes in and out."""
+    own = type(module).forward is forward and "forward" not in vars(module)
+    return own and _torch.is_unwatched(module)
 
 
 def _composed(recipe: Recipe, module: torch.nn.Module, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:

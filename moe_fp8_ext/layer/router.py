@@ -1,4 +1,4 @@
-"""Which experts a token is sent to, as a module."""
+"""The router of an MoE layer: scores experts for each token and chooses top_k of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 
 from moe_fp8_ext.distributed.dtensor import is_dtensor, on_every_rank
-from moe_fp8_ext.matmul.bf16 import autocast_dtype, cast
 from moe_fp8_ext.matmul.float32 import float32_mm, float32_mm_backward, takes_parts
 from moe_fp8_ext.ops.checks import (
     INPUT_DTYPES,
@@ -26,14 +26,15 @@ from moe_fp8_ext.ops.checks import (
 )
 from moe_fp8_ext.ops.dispatch import differentiable_once, unit_stride
 from moe_fp8_ext.ops.router import SCORINGS, check_choice, choose_experts, choose_experts_backward
+from moe_fp8_ext.quantization.casting import autocast_dtype, cast
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager:
     return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
-class Rule(NamedTuple):
-    """What `choose_experts` takes behind logits."""
+class ChoiceOptions(NamedTuple):
+    """The arguments of `choose_experts` after the logits."""
 
     top_k: int
     bias: Tensor | None
@@ -45,38 +46,46 @@ class Rule(NamedTuple):
 
     @property
     def scores(self) -> tuple[str, bool, float]:
-        """How scores are made of logits."""
+        """The options that turn logits into scores."""
         return self.scoring, self.normalize, self.scaling_factor
 
 
-def choice(x: Tensor, weight: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logits = x @ weight^T in float32, under torch.autocast too; what `choose_experts` makes of them, ids and scores;
-    and what `choice_backward` needs of logits: if they are normalized, those of the chosen alone."""
+def choice(x: Tensor, weight: Tensor, options: ChoiceOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes logits = x @ weight^T in float32, under torch.autocast too, and chooses experts by them.
+
+    Returns:
+        logits [T, E], topk_ids and topk_scores [T, top_k], and the logits that `choice_backward` needs: with normalize
+        those of the chosen experts alone, [T, top_k], else all of them.
+    """
     with _without_autocast(x):
         logits = float32_mm(x, weight.t())
-    ids, scores, of_chosen = choose_experts(logits, *rule)
-    return logits, ids, scores, of_chosen if rule.normalize else logits
+    topk_ids, topk_scores, topk_logits = choose_experts(logits, *options)
+    return logits, topk_ids, topk_scores, topk_logits if options.normalize else logits
 
 
 def choice_backward(
-    of_logits: Tensor | None,
-    of_scores: Tensor | None,
-    kept: tuple[Tensor, Tensor, Tensor, Tensor],
-    rule: Rule,
+    grad_logits: Tensor | None,
+    grad_scores: Tensor | None,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    options: ChoiceOptions,
     needs: tuple[bool, bool],
     onto: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x and weight, of those that are needed, from those of logits and scores, if there are any.
+    """Computes the gradients of x and weight that `needs` asks for, from those of the logits and of topk_scores.
 
-    kept: x, weight, what `choice` says, and ids. onto: as in `float32_mm_backward`.
+    Args:
+        grad_logits, grad_scores: either may be None, where no gradient reaches it.
+        saved: x, weight, the logits that `choice` returns for backward, and topk_ids.
+        onto: as in `float32_mm_backward`.
     """
-    x, weight, logits, ids = kept
-    grad = of_logits
-    if of_scores is not None:
-        of_chosen = weight.shape[0] if rule.normalize else None
+    x, weight, logits, topk_ids = saved
+    grad = grad_logits
+    if grad_scores is not None:
+        num_experts = weight.shape[0] if options.normalize else None
         count = 2 if grad is None and takes_parts(x, weight, *needs) else 1
-        of_all = choose_experts_backward(unit_stride(of_scores), logits, ids, of_chosen, *rule.scores, count)
-        grad = of_all if grad is None else grad + of_all
+        grad_scores = unit_stride(grad_scores)
+        through_scores = choose_experts_backward(grad_scores, logits, topk_ids, num_experts, *options.scores, count)
+        grad = through_scores if grad is None else grad + through_scores
     if grad is None:
         return onto, None
     with _without_autocast(x):
@@ -84,26 +93,28 @@ def choice_backward(
 
 
 class _Choice(torch.autograd.Function):
-    """x is kept as it is, and not a float32 copy of it."""
+    """Keeps x as it is for backward, rather than a float32 copy of it."""
 
     @staticmethod
-    def forward(ctx, x, weight, *rule):
-        ctx.rule = Rule(*rule)
-        logits, ids, scores, kept = choice(x, weight, ctx.rule)
-        ctx.save_for_backward(x, weight, kept, ids)
+    def forward(ctx, x, weight, *options):
+        ctx.options = ChoiceOptions(*options)
+        logits, topk_ids, topk_scores, saved_logits = choice(x, weight, ctx.options)
+        ctx.save_for_backward(x, weight, saved_logits, topk_ids)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(ids)
-        return logits, ids, scores
+        ctx.mark_non_differentiable(topk_ids)
+        return logits, topk_ids, topk_scores
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, of_logits, _, of_scores):
+    def backward(ctx, grad_logits, _, grad_scores):
         needs = ctx.needs_input_grad[:2]
-        return *choice_backward(of_logits, of_scores, ctx.saved_tensors, ctx.rule, needs), *[None] * len(ctx.rule)
+        grads = choice_backward(grad_logits, grad_scores, ctx.saved_tensors, ctx.options, needs)
+        return *grads, *[None] * len(ctx.options)
 
 
 class Routing(NamedTuple):
-    """topk_ids [T, top_k] int64, topk_scores [T, top_k] float32, and the losses of the router, a scalar."""
+    """What a router returns: topk_ids [T, top_k] int64, topk_scores [T, top_k] float32, and the sum of its losses, a
+    scalar."""
 
     topk_ids: Tensor
     topk_scores: Tensor
@@ -111,31 +122,34 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Chooses experts, in float32 whatever the dtypes of tokens and weight are, and under torch.autocast too.
+    """Chooses top_k experts for each token. Computes in float32, whatever the dtypes of tokens and weight are, and
+    under torch.autocast too.
 
-        scores = scoring(x @ weight^T); the choice is the top_k of scores + e_score_correction_bias; the scores of the
-        chosen are those without the bias, divided by their sum if normalize, times scaling_factor (`choose_experts`)
+        scores = scoring(x @ weight^T)
+        choice: the experts with the top_k largest scores + e_score_correction_bias
+        topk_scores: the scores of the chosen experts without the bias, divided by their sum if normalize, times
+        scaling_factor (see `choose_experts`)
 
     Attributes:
         weight: [E, D].
-        e_score_correction_bias: [E] float32, a buffer that `update_bias` moves, where bias_rate is not 0. A cast of the
-            whole module casts it too, and bfloat16 loses small steps: construct with `dtype` instead.
-        tokens_per_expert: [E] int64, what was chosen in training since the last `update_bias`. State dicts do not have
-            it: where one is loaded that has the bias, counts begin at zero. A forward that a checkpoint computes again
-            may be counted again.
+        e_score_correction_bias: [E] float32, a buffer that `update_bias` moves; None where bias_rate is 0. Casting the
+            whole module casts it too, and bfloat16 loses small steps: construct the router with `dtype` instead.
+        tokens_per_expert: [E] int64, how often each expert was chosen in training since the last `update_bias`; None
+            where bias_rate is 0. State dicts leave it out. Loading a state dict that has the bias sets it to zero. It
+            may count a forward twice that activation checkpointing computes twice.
 
     Args:
-        num_experts, hidden_size, top_k: E, at most 1024, D and experts a token.
-        scoring: "softmax" over the experts or "sigmoid" of each.
-        normalize: whether scores of a token add up to scaling_factor.
-        scaling_factor: of the scores.
-        num_groups, top_groups: experts are num_groups groups of neighbours, of which a token chooses from those
-            top_groups whose two best experts have the largest sum, as DeepSeek-V3 does and DeepSeek-V2 does not.
-        bias_rate: what `update_bias` moves the bias by, for balance without a loss; not negative. A bias that is loaded
-            and stays takes any rate, and no `update_bias`.
-        balance_loss: coefficient of E * sum_e (share of the slots of e) * (mean probability of e), 1 where balanced;
-            probabilities are scores divided by their sum.
-        z_loss: coefficient of the mean of logsumexp(logits)^2.
+        num_experts, hidden_size, top_k: E, at most 1024; D; and the number of experts of a token.
+        scoring: "softmax" over the experts, or "sigmoid" of each expert's logit.
+        normalize: whether a token's scores add up to scaling_factor.
+        scaling_factor: multiplies the scores.
+        num_groups, top_groups: experts form num_groups groups of neighbours. A token chooses from the top_groups groups
+            whose two best experts have the largest sum, as in DeepSeek-V3 and unlike DeepSeek-V2.
+        bias_rate: the step by which `update_bias` moves the bias, for balance without a loss; not negative. If you load
+            a bias that shall stay fixed, pass any rate but 0 and never call `update_bias`.
+        balance_loss: coefficient of E * sum_e (share of the slots that chose e) * (mean probability of e), which is 1
+            where experts are balanced. A token's probabilities are its scores of all experts divided by their sum.
+        z_loss: coefficient of the mean over tokens of logsumexp(logits)^2.
         device, dtype: of the weight.
 
     Source: Switch Transformer, equations 4 to 6 (balance_loss); ST-MoE, equation 5 (z_loss); DeepSeek-V3 technical
@@ -184,7 +198,7 @@ class Router(nn.Module):
         return f"num_experts={experts}, hidden_size={hidden}, top_k={self.top_k}, scoring={self.scoring!r}"
 
     def reset_parameters(self) -> None:
-        """The weight as nn.Linear has it; the bias and the counts, if there are any, of zero."""
+        """Draws the weight as nn.Linear does, and zeros the bias and the counts, if the router has them."""
         nn.init.uniform_(self.weight, -(self.weight.shape[1] ** -0.5), self.weight.shape[1] ** -0.5)
         for buffer in self.buffers():
             buffer.zero_()
@@ -195,22 +209,24 @@ class Router(nn.Module):
         if counts is None or bias is None or f"{prefix}e_score_correction_bias" not in state_dict:
             return
         if counts.device == bias.device:
-            counts.zero_()  # may be what memory held before `to_empty`
-        else:  # of a module on the meta device, which has been assigned what was loaded
+            counts.zero_()  # after `to_empty` they are uninitialized memory
+        else:  # the module was on the meta device, and the loaded bias was assigned to it
             self.tokens_per_expert = torch.zeros_like(bias, dtype=torch.int64)
 
     def forward(self, x: Tensor) -> Routing:
-        """x [T, D] -> ids and scores [T, top_k], losses; of DTensors that are Replicate(), the same.
+        """Routes x [T, D]. DTensors must be Replicate(); the results are then Replicate() too.
 
-        x: bfloat16, float16 or float32, on the weight's device.
+        Args:
+            x: bfloat16, float16 or float32, on the weight's device.
         """
-        rule = self._rule(x)
+        options = self._options(x)
         choose = partial(on_every_rank, "Router", _Choice.apply) if is_dtensor(x) else _Choice.apply
-        logits, ids, scores = choose(x, self.weight, *rule)
-        return Routing(ids, scores, self._losses_and_counts(logits, ids))
+        logits, topk_ids, topk_scores = choose(x, self.weight, *options)
+        self._count(topk_ids)
+        return Routing(topk_ids, topk_scores, self._loss(logits, topk_ids))
 
-    def _rule(self, x: Tensor) -> Rule:
-        """Of a forward with x, which it checks."""
+    def _options(self, x: Tensor) -> ChoiceOptions:
+        """Checks x and returns the options of a forward."""
         check_dense("Router", "x", x, 2)
         require(x.dtype in INPUT_DTYPES, f"Router: x must be {either(map(dtype_name, INPUT_DTYPES))}, got {x.dtype}")
         (_, size), device = self.weight.shape, self.weight.device
@@ -219,44 +235,60 @@ class Router(nn.Module):
         bias = self.e_score_correction_bias
         bias = None if bias is None else cast(bias, torch.float32)
         scores = self.scoring, self.normalize, self.scaling_factor
-        return Rule(self.top_k, bias, *scores, self.num_groups, self.top_groups)
+        return ChoiceOptions(self.top_k, bias, *scores, self.num_groups, self.top_groups)
 
-    def _losses_and_counts(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """The losses of a choice, which is counted where a bias balances experts."""
-        loss = self._loss(logits, ids)
-        if self.training and self.tokens_per_expert is not None:
-            wanted, got = ids.device, self.tokens_per_expert.device  # on the meta device nothing would be counted
-            require(got == wanted, f"Router: tokens_per_expert must be on the device of x, {wanted}, got {got}")
-            counts = self._counts(ids)
-            if is_dtensor(counts) and not is_dtensor(self.tokens_per_expert):
-                counts = counts.to_local()  # of all tokens, as every rank has them
-            self.tokens_per_expert.add_(counts)  # no assignment, which no graph has under a checkpoint
-        return loss
+    def _count(self, topk_ids: Tensor) -> None:
+        """Adds the choice to tokens_per_expert, in training and where a bias balances experts."""
+        if not self.training or self.tokens_per_expert is None:
+            return
+        # Counts on the meta device would be lost.
+        wanted, got = topk_ids.device, self.tokens_per_expert.device
+        require(got == wanted, f"Router: tokens_per_expert must be on the device of x, {wanted}, got {got}")
+        counts = self._counts(topk_ids)
+        if is_dtensor(counts) and not is_dtensor(self.tokens_per_expert):
+            counts = counts.to_local()  # every rank counts all tokens
+        # In place: under activation checkpointing, graphs of torch.compile cannot assign to an attribute.
+        self.tokens_per_expert.add_(counts)
 
     @torch.no_grad()
     def update_bias(self) -> None:
-        """Moves the bias of every expert by bias_rate towards balance, and counts anew: once a step of the optimizer.
+        """Moves every expert's bias by bias_rate towards balance, and zeros the counts. Call it once an optimizer step.
 
-        Data-parallel ranks add up their tokens_per_expert before; DistributedDataParallel with broadcast_buffers=True,
-        its default, replaces them by those of rank 0 in its first forward, and in the next after each that it
-        synchronizes.
+        Data-parallel ranks must add up their tokens_per_expert before the call. DistributedDataParallel with
+        broadcast_buffers=True, its default, replaces them by those of rank 0: in its first forward, and in the first
+        forward after each backward that synchronizes gradients.
         """
         require(self.tokens_per_expert is not None, "Router: bias_rate must not be 0 for update_bias, got 0")
         counts = self.tokens_per_expert.double()
         self.e_score_correction_bias.add_(self.bias_rate * (counts.mean() - counts).sign().float())
         self.tokens_per_expert.zero_()
 
-    def _loss(self, logits: Tensor, ids: Tensor) -> Tensor:
-        losses, tokens = [], max(ids.shape[0], 1)  # a sum that begins with a zero would be two launches more
+    def _loss(self, logits: Tensor, topk_ids: Tensor) -> Tensor:
+        if is_dtensor(logits):  # on local tensors: DTensor knows no gradient of logsigmoid
+            (loss,) = on_every_rank("Router", lambda *local: [self._loss(*local)], logits, topk_ids)
+            return loss
+        losses, tokens = [], max(topk_ids.shape[0], 1)  # a list: adding to a zero would launch two more kernels
         if self.balance_loss:
-            scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
-            shares = self._counts(ids).to(scores.dtype) / (tokens * self.top_k)
-            probabilities = (scores / scores.sum(-1, keepdim=True)).sum(0) / tokens
-            losses.append(self.balance_loss * len(shares) * (shares * probabilities).sum())
+            mean_probabilities = self._probabilities(logits).sum(0) / tokens
+            slot_shares = self._counts(topk_ids).to(logits.dtype) / (tokens * self.top_k)
+            losses.append(self.balance_loss * len(slot_shares) * (slot_shares * mean_probabilities).sum())
         if self.z_loss:
             losses.append(self.z_loss * logits.logsumexp(-1).square().sum() / tokens)
         return reduce(torch.add, losses) if losses else logits.new_zeros(())
 
-    def _counts(self, ids: Tensor) -> Tensor:
-        counts = ids.new_zeros(self.weight.shape[0])
-        return counts.scatter_add(0, ids.flatten(), torch.ones_like(ids).flatten())
+    def _probabilities(self, logits: Tensor) -> Tensor:
+        """Each token's scores [T, E], divided by their sum.
+
+        Sigmoid scores are divided in log space. Where all logits of a token are below about -88 its scores are zero in
+        float32, and their quotient and its gradient would be 0 / 0.
+        """
+        if self.scoring == "softmax":
+            return logits.softmax(-1)
+        log_scores = logsigmoid(logits)
+        # If all logits of a token are -Inf, its probabilities are equal and have no gradient: the clamp stops it.
+        return log_scores.clamp(min=torch.finfo(log_scores.dtype).min).softmax(-1)
+
+    def _counts(self, topk_ids: Tensor) -> Tensor:
+        """How many slots chose each expert, [E]."""
+        counts = topk_ids.new_zeros(self.weight.shape[0])
+        return counts.scatter_add(0, topk_ids.flatten(), torch.ones_like(topk_ids).flatten())

@@ -1,7 +1,7 @@
-"""What a quantized operand is, as the compiled module has it, and the shapes that follow.
+"""The table of formats of quantized operands, read from the compiled module, and the shapes that follow from it.
 
-Sizes may be `int` or `torch.SymInt`, so there is no `min`, no `if` on a size and no conversion here: any of them would
-specialise a dynamic dimension under `torch.compile`.
+Sizes may be `int` or `torch.SymInt`. So no function here calls `min`, branches on a size or converts one: each of these
+would specialise a dynamic dimension under `torch.compile`.
 
 Dims: M tokens, K input features, N output features, E experts, P padded tokens.
 """
@@ -18,16 +18,16 @@ from torch import Tensor
 from moe_fp8_ext import _C
 
 _LIMITS = _C.limits()
-MAX_ROWS: int = _LIMITS["MAX_ROWS"]  # int32 offsets, and tiles that reach beyond the last one
+MAX_ROWS: int = _LIMITS["MAX_ROWS"]  # offsets are int32, and the last tile may extend past the last row
 MAX_DIMS: int = _LIMITS["MAX_DIMS"]
 MAX_EXPERTS: int = _LIMITS["MAX_EXPERTS"]  # groups in one call
 MAX_COUNTS: int = _LIMITS["MAX_COUNTS"]  # ranks times local experts
 MAX_ALIGN: int = _LIMITS["MAX_ALIGN"]
-SCALE_ROWS: int = _LIMITS["SCALE_ROWS"]  # of a block of scales as Blackwell's tensor cores read them
+SCALE_ROWS: int = _LIMITS["SCALE_ROWS"]  # rows and columns of the scale atom that Blackwell's tensor cores read
 SCALE_COLUMNS: int = _LIMITS["SCALE_COLUMNS"]
-COLUMN_ALIGN: int = _LIMITS["COLUMN_ALIGN"]  # bytes, of the columns of a message
-ROW_ALIGN: int = _LIMITS["ROW_ALIGN"]  # and of its rows
-GROUP_SCALES: int = _LIMITS["BLOCK"]  # rows or tokens for which the scales of a group may have room at once
+COLUMN_ALIGN: int = _LIMITS["COLUMN_ALIGN"]  # alignment of a message's columns, in bytes
+ROW_ALIGN: int = _LIMITS["ROW_ALIGN"]  # alignment of a message's rows, in bytes
+GROUP_SCALES: int = _LIMITS["BLOCK"]  # rows or tokens by which the room for a group's scales is counted
 
 Shape = tuple[int, ...]
 
@@ -37,31 +37,36 @@ def ceil_div(size: int, divisor: int) -> int:
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `size`."""
+    """Rounds size up to a multiple of `multiple`."""
     return ceil_div(size, multiple) * multiple
 
 
 def padded_extent(m: int, e: int, align: int) -> int:
     """P, the token extent of a group-padded operand.
 
-    Padding every group to `align` adds fewer than `align` tokens a group, so the bound holds for all group sizes and
-    no shape depends on the contents of `offs`.
+    Padding a group to `align` adds fewer than `align` tokens. So this bound holds for all group sizes, and no shape
+    depends on the contents of `offs`.
     """
     return round_up(m, align) + e * align
 
 
 def blocked_shape(rows: int, columns: int, groups: str | None = None, e: int | None = None) -> Shape:
-    """Of scales [rows, columns] in the blocked layout: as one matrix, by `e` groups, or [E, bytes] of experts."""
+    """The shape of scales [rows, columns] in the blocked layout.
+
+    Args:
+        groups: "rows" or "columns" if `e` groups of these are blocked matrices of their own; "experts" if each of `e`
+            experts is one, with shape [E, bytes of an expert]; None for one matrix.
+    """
     if groups == "rows":
         return rows + SCALE_ROWS * e, round_up(columns, SCALE_COLUMNS)
     if groups == "columns":
         return round_up(rows, SCALE_ROWS), columns + SCALE_COLUMNS * e
-    of_matrix = round_up(rows, SCALE_ROWS), round_up(columns, SCALE_COLUMNS)
-    return (e, of_matrix[0] * of_matrix[1]) if groups == "experts" else of_matrix
+    blocked_rows, blocked_columns = round_up(rows, SCALE_ROWS), round_up(columns, SCALE_COLUMNS)
+    return (e, blocked_rows * blocked_columns) if groups == "experts" else (blocked_rows, blocked_columns)
 
 
 class Layout(NamedTuple):
-    """Of a tensor of scales; without strides it is contiguous."""
+    """Shape and strides of a tensor of scales. Without strides it is contiguous."""
 
     shape: Shape
     strides: Shape | None = None
@@ -74,7 +79,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """An entry of the table in csrc/numerics/format.h, which says what its fields are."""
+    """An entry of the table in csrc/numerics/format.h, which explains the fields."""
 
     name: str
     block: int
@@ -88,37 +93,37 @@ class Format:
     amaxes: tuple[str, ...]
 
     def blocks(self, elements: int) -> int:
-        """Scaling blocks of so many elements in a row."""
+        """The number of scaling blocks in a row of `elements`."""
         return ceil_div(elements, self.block) if self.block else 1
 
     def token_blocks(self, m: int, e: int, align: int) -> int:
-        """Scaling blocks along the tokens of a group-padded operand: every group begins with a new one."""
+        """The number of scaling blocks along the tokens of a group-padded operand. A block never straddles groups."""
         return padded_extent(m, e, max(align, self.block)) // self.block if self.block else 1
 
-    def _of_matrix(self, rows: int, blocks: int, groups: str | None, e: int | None) -> Layout:
+    def _matrix_layout(self, rows: int, blocks: int, groups: str | None, e: int | None) -> Layout:
         if self.order == "blocked":
             return Layout(blocked_shape(rows, blocks, groups, e))
         return Layout((rows, blocks), (1, round_up(rows, 4)) if self.order == "column_major" else None)
 
     def scale_of_rows(self, shape: Sequence[int], e: int | None = None) -> Layout:
-        """Of an operand [..., K] along rows; `e` counts groups of rows."""
+        """The scales of an operand [..., K] quantized along rows, with `e` groups of rows if it has any."""
         *leading, k = shape
         if self.order == "row_major":
             return Layout((*leading, self.blocks(k)) if self.block else tuple(leading))
         (rows,) = leading
-        return self._of_matrix(rows, self.blocks(k), None if e is None else "rows", e)
+        return self._matrix_layout(rows, self.blocks(k), None if e is None else "rows", e)
 
     def squares(self, k: int) -> int:
-        """Those that k features are in, with amax "square"."""
+        """The number of 128 x 128 squares across k features, with amax "square"."""
         return ceil_div(k, self.weight_rows)
 
     def scale_of_tokens(self, k: int, blocks: int, e: int, amax: str = "group") -> Layout:
-        """Of an operand [K, P] along tokens, of so many scaling blocks."""
+        """The scales of an operand [K, P] quantized along tokens, with `blocks` scaling blocks along P."""
         rows = self.squares(k) if amax == "square" else k
-        return self._of_matrix(rows, blocks, "columns", e) if self.block else Layout((e, k))
+        return self._matrix_layout(rows, blocks, "columns", e) if self.block else Layout((e, k))
 
     def scale_of_weight(self, e: int, rows: int, k: int) -> Layout:
-        """Of an operand [E, rows, K]."""
+        """The scales of a weight operand [E, rows, K]."""
         if not self.block:
             return Layout((e, rows))
         if self.order == "blocked":
@@ -126,7 +131,7 @@ class Format:
         return Layout((e, ceil_div(rows, self.weight_rows), self.blocks(k)))
 
     def bytes_of_tokens(self, m: int, k: int, e: int, align: int, amax: str = "group") -> int:
-        """What [M, K] takes along tokens: fp8 values and their scales."""
+        """The bytes of [M, K] quantized along tokens: fp8 values and their scales."""
         scale = self.scale_of_tokens(k, self.token_blocks(m, e, align), e, amax)
         if scale.strides is None:
             rows, columns = scale.shape
@@ -135,7 +140,7 @@ class Format:
         return k * padded_extent(m, e, align) + rows * columns * self.scale_dtype.itemsize
 
     def transposed_scale(self, scale: Tensor) -> Tensor:
-        """What `scaled_grouped_mm` takes beside the transposed view of an operand."""
+        """The scale that `scaled_grouped_mm` takes with the transposed view of an operand."""
         return scale.mT if self.order == "column_major" else scale
 
 

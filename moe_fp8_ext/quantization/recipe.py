@@ -1,4 +1,4 @@
-"""Recipes: how `grouped_mm` and `experts` compute."""
+"""Recipes: in which format `grouped_mm` and `experts` multiply, and with which options."""
 
 from __future__ import annotations
 
@@ -8,47 +8,56 @@ from dataclasses import dataclass, fields
 import torch
 
 from moe_fp8_ext.ops.checks import FP8_DTYPES, dtype_name, either, is_int
-from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS
+from moe_fp8_ext.quantization.cost import Work, fastest, grouped_mm_work, layer_work
+from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS, Format
 
 # Below so many fp8 is slower than bfloat16, of formats whose products an H200 has. Others are taken for "rowwise".
 LEAST_PRODUCTS_A_CAST = {"rowwise": 350, "blockwise": 240}
-_BF16_ALIGN = 8  # tokens in 16 bytes, as the tensor memory accelerator loads them
+_BF16_ALIGN = 8  # BF16 tokens in 16 bytes, the alignment of TMA loads
+_NATIVE_MULTIPLE = 16  # of K and N, as Hopper's FP8 GEMMs need them
+_AUTO_FORMATS = "rowwise", "blockwise"
+_OPTIONS_OF_ANY_FORMAT = "dtype", "grad_dtype", "wgrad_high_precision", "align", "use_fast_accum"
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How `grouped_mm` and `experts` compute.
 
-    `Recipe("rowwise")` is what they take "rowwise" for, and so for every name; `Recipe("mxfp8", ...)` is one
-    of your own, under a name that says its format or under any other, with one. None stands for what is usual; after
-    construction only `dtype`, `grad_dtype` and what "bf16" has none of are None. It prints as the call that makes it,
-    with what is not usual, and so is it in JSON.
+    They take "rowwise", and every other name, for `Recipe("rowwise")`. To change a field, pass a recipe of your own:
+    `Recipe("mxfp8", rounding="floor")`, or `Recipe("mine", "mxfp8")` under any other name, which then needs a format.
+    A field that is None gets its default in the constructor. Afterwards only `dtype` and `grad_dtype` may be None, and
+    `format`, `rounding` and `amax` of "bf16". A recipe prints as the constructor call that makes it, without fields
+    that have their defaults; `to_json` writes the same fields.
 
     Attributes:
-        name: "bf16", "auto", that of a format, or any other if a format is given.
-        format: of every operand: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor" (see `quantize_rows`). None is the
-            one that the recipe is named after. Recipe "bf16" alone has none and multiplies in bfloat16.
-        dtype: fp8 dtype of every operand; None is the device's own, float8_e4m3fnuz on gfx942, else float8_e4m3fn.
-        grad_dtype: fp8 dtype of gradients, such as float8_e5m2; None is `dtype`. Native GEMMs take float8_e4m3fn, those
-            for Hopper gradients of float8_e5m2 too; rowwise operands of others are multiplied by a slower kernel.
-        rounding: of multipliers or scales, one of those that the format knows: "exact" or "pow2", "rceil" or "floor".
-            None is "pow2" for "rowwise", as torchao rounds them: a value has the same fp8 bytes up to its exponent in
-            both directions; "exact" for "blockwise", as DeepSeek-V3 trained; "rceil" for the MX formats.
-        wgrad_high_precision: compute the gradient of weights in bfloat16 from the activation as it was, which is kept
-            for backward in bfloat16 instead of a quantized copy.
-        align: tokens to a multiple of which groups are padded inside operands along tokens; None is the format's usual,
-            32. `grouped_mm` takes groups of any size with every recipe: whoever lays tokens out for it need not pad.
+        name: "bf16", "auto", the name of a format, or any other name if a format is given.
+        format: of every operand: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor" (see `quantize_rows`). None stands
+            for the format that the recipe is named after, and for "rowwise" with "auto". Only "bf16" has no format: it
+            multiplies in bfloat16.
+        dtype: fp8 dtype of every operand. None is the device's own: float8_e4m3fnuz on gfx942, else float8_e4m3fn.
+        grad_dtype: fp8 dtype of gradients, such as float8_e5m2. None is `dtype`. Native GEMMs take float8_e4m3fn;
+            Hopper's also take gradients of float8_e5m2. A slower kernel multiplies rowwise operands of other dtypes.
+        rounding: of multipliers or scales; "exact" or "pow2", for MX formats "rceil" or "floor". None is "pow2" for
+            "rowwise", as torchao rounds them: a value then has the same fp8 bytes, up to its exponent, in both
+            directions. None is "exact" for "blockwise", as DeepSeek-V3 trained, and "rceil" for the MX formats.
+        wgrad_high_precision: compute the gradient of weights in bfloat16. The activation is then kept for backward in
+            bfloat16 instead of a quantized copy.
+        align: number of tokens to a multiple of which groups are padded inside operands along tokens. None is the
+            format's default, 32. `grouped_mm` takes groups of any size with every recipe, so callers need not pad.
             `permute_indices(..., align=recipe.align)` is for consumers that need padded groups themselves, such as
-            torch's grouped GEMMs called directly, for which "bf16" has 8.
+            torch's grouped GEMMs called directly; for these, "bf16" has 8.
         use_fast_accum: let the GEMM of "rowwise" accumulate whole sums in the tensor cores' own precision.
-        amax: of what operands along tokens have their scales, see `quantize_tokens`. "batch", of "rowwise", is of
-            `experts` alone, of tokens and of gradients of its output, where a token goes to several experts: it casts
-            them once for all of them. Elsewhere and over ranks that is "group", see DESIGN.md section 6. "square", of
-            "blockwise", is of activations; gradients have "group". Hopper's wgrad is faster by it, for it has one scale
-            for all columns of a tile. None is "batch" for "rowwise" and "square" for "blockwise", which with "group" is
-            what DeepSeek-V3 trained with.
-        bf16_where_faster: multiply as "bf16" does where fp8 would take longer, see `at`. None is True for "auto", which
-            is "rowwise" with it; of small experts "blockwise" with it is the faster one.
+        amax: the granularity of scales along tokens, see `quantize_tokens`. "group" is a scale for each group or
+            scaling block. "batch", with "rowwise", is used by `experts` alone, if a token goes to several experts: its
+            tokens and the gradients of its output then have scales of the whole batch, so that each is cast once for
+            all of its experts. Elsewhere, and over ranks, "batch" means "group" (DESIGN.md section 6). "square", with
+            "blockwise", is a scale for 128 x 128 values of activations; gradients have "group". It makes Hopper's wgrad
+            faster, which then has one scale for all columns of a tile. None is "batch" for "rowwise" and "square" for
+            "blockwise"; DeepSeek-V3 trained with "blockwise" and "group".
+        bf16_where_faster: multiply in bfloat16 where that is faster, by a rule of sizes (`for_layer`,
+            `for_grouped_mm`). None is True for "auto" and False otherwise. "auto" with the default format, rounding and
+            amax chooses among "bf16", "rowwise" and "blockwise". Every other recipe keeps its format, and chooses
+            between that and "bf16".
 
     Raises:
         ValueError: a field has none of these values; the text names it.
@@ -90,23 +99,24 @@ class Recipe:
         self._check_rounding()
         self._check_align()
         self._check_amax()
+        self._set("_variants", self._make_variants())
 
     def __repr__(self) -> str:
         given = "".join(f", {field}={value!r}" for field, value in self._given().items())
         return f"Recipe({self.name!r}{given})"
 
     def to_json(self) -> str:
-        """An object in JSON that `from_json` takes, dtypes by name."""
+        """Writes the recipe as a JSON object for `from_json`, with dtypes by name."""
         given = {field: dtype_name(v) if isinstance(v, torch.dtype) else v for field, v in self._given().items()}
         return json.dumps({"name": self.name, **given})
 
     @classmethod
     def from_json(cls, text: str) -> Recipe:
-        """The recipe of which `to_json` made the text.
+        """Reads a recipe that `to_json` wrote.
 
         Raises:
             ValueError: text is no object in JSON, has no name, or has a field that no recipe has.
-            ValueError, TypeError: text is no str, or a field has no value of its own, as in the constructor.
+            ValueError, TypeError: text is no str, or a field has a value that the constructor refuses.
         """
         if not isinstance(text, str):
             raise TypeError(f"Recipe: text must be a str, got {type(text).__name__}")
@@ -124,7 +134,7 @@ class Recipe:
         return cls(**given)
 
     def _given(self) -> dict[str, object]:
-        """What a constructor needs beside the name."""
+        """The arguments of the constructor after the name."""
         usual = Recipe(self.name, self.format)
         given = {} if self.format == _format_of(self.name) else {"format": self.format}
         for field in fields(self):
@@ -132,6 +142,54 @@ class Recipe:
             if value != getattr(usual, field.name):
                 given[field.name] = value
         return given
+
+    def for_layer(self, slots: int, hidden: int, intermediate: int, experts: int, gated: bool) -> Recipe:
+        """Returns the recipe that `experts` computes with at these sizes.
+
+        That is this recipe, unless it has `bf16_where_faster`. Then it is the recipe of least time by a model that was
+        fitted on an H200 (`quantization/cost.py`). The model knows sizes alone: it is wrong where FP8 is emulated, and
+        counts the casts of weights although `reuse_weights` may spare them. Sizes that are no multiples of 16 mean
+        "bf16", because native FP8 GEMMs do not take them.
+
+        Args:
+            slots: tokens * top_k, or the rows of all experts.
+            hidden, intermediate: D and F.
+            experts: E, the experts of this rank.
+            gated: whether w_gate_up has 2 F rows.
+        """
+        if not self.bf16_where_faster:
+            return self
+        return self._fastest(
+            "layer", layer_work(slots, hidden, intermediate, experts, gated), experts, hidden, intermediate
+        )
+
+    def for_grouped_mm(self, rows: int, k: int, n: int, experts: int) -> Recipe:
+        """Returns the recipe that `grouped_mm` computes with for A [rows, k] and B_t [experts, k, n].
+
+        The rule is that of `for_layer`, with constants of its own.
+        """
+        if not self.bf16_where_faster:
+            return self
+        return self._fastest("grouped_mm", grouped_mm_work(rows, k, n, experts), experts, k, n)
+
+    def _fastest(self, op: str, work: Work, experts: int, *features: int) -> Recipe:
+        candidates = [*self._variants] or [self.format]
+        if experts < MAX_EXPERTS:  # torch's BF16 product takes fewer
+            if any(size % _NATIVE_MULTIPLE for size in features):
+                return RECIPES["bf16"]
+            candidates = ["bf16", *candidates]
+        chosen = fastest(op, work, candidates)
+        return RECIPES["bf16"] if chosen == "bf16" else self._variants.get(chosen, self)
+
+    def _make_variants(self) -> dict[str, Recipe]:
+        """The fp8 recipes that "auto" chooses from, by format. They have its options that belong to no format."""
+        if self.name != "auto":
+            return {}
+        usual = FORMATS["rowwise"]
+        if (self.format, self.rounding, self.amax) != (usual.name, _default_rounding(usual), _default_amax(usual)):
+            return {}
+        options = {field: getattr(self, field) for field in _OPTIONS_OF_ANY_FORMAT}
+        return {format: Recipe(format, **options) for format in _AUTO_FORMATS}
 
     def at(self, products: int, casts: int, experts: int) -> Recipe:
         """This recipe, or "bf16", if that is `bf16_where_faster`: a rule of sizes alone, measured on an H200.
@@ -145,11 +203,11 @@ class Recipe:
 
     @property
     def amax_of_groups(self) -> str | None:
-        """`amax` where no scale is of the batch: a token has one group, or ranks have other tokens each."""
+        """`amax` where scales cannot be of the batch: a token has one group, or ranks have different tokens."""
         return "group" if self.amax == "batch" else self.amax
 
     def _set(self, field: str, value: object) -> None:
-        object.__setattr__(self, field, value)  # the way of a frozen dataclass
+        object.__setattr__(self, field, value)  # the dataclass is frozen
 
     def _check_type(self, field: str, wanted: type) -> None:
         value = getattr(self, field)
@@ -161,7 +219,7 @@ class Recipe:
             return _require(self.rounding is None, "rounding", "None without a format", self.rounding)
         known = FORMATS[self.format].roundings
         if self.rounding is None:
-            self._set("rounding", "pow2" if self.format == "rowwise" else known[0])
+            self._set("rounding", _default_rounding(FORMATS[self.format]))
         _require(self.rounding in known, "rounding", f"{_quoted(known)} with format {self.format!r}", self.rounding)
 
     def _check_align(self) -> None:
@@ -180,15 +238,23 @@ class Recipe:
             return _require(self.amax is None, "amax", "None without a format", self.amax)
         known = FORMATS[self.format].amaxes
         if self.amax is None:
-            self._set("amax", known[-1])
+            self._set("amax", _default_amax(FORMATS[self.format]))
         _require(self.amax in known, "amax", f"{_quoted(known)} with format {self.format!r}", self.amax)
 
 
 def _format_of(name: str) -> str | None:
-    """The format that a name says."""
+    """The default format of a recipe of this name."""
     if name == "auto":
         return "rowwise"
     return name if name in FORMATS else None
+
+
+def _default_rounding(format: Format) -> str:
+    return "pow2" if format.name == "rowwise" else format.roundings[0]
+
+
+def _default_amax(format: Format) -> str:
+    return format.amaxes[-1]
 
 
 def _quoted(names) -> str:
@@ -204,7 +270,10 @@ RECIPES = {name: Recipe(name) for name in ("bf16", "rowwise", "blockwise", "mxfp
 
 
 def get_recipe(recipe: str | Recipe, op: str = "") -> Recipe:
-    """The recipe of that name; a `Recipe` is returned as it is. op: whose argument it is, for the error.
+    """Returns the recipe of that name, or the `Recipe` itself.
+
+    Args:
+        op: the op whose argument it is, for error messages.
 
     Raises:
         ValueError: no recipe of that name exists.
