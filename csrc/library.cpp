@@ -1,11 +1,12 @@
-// The table of contents of torch.ops.moe_fp8. Implementations register themselves in ops/<family>.cpp; shapes, units
-// and errors are documented in moe_fp8_ext/ops/<family>.py. What Python's wrappers take by keyword is positional here:
-// torch takes microseconds to read the keywords of a call. Sizes are SymInt: torch.compile takes an int for a
-// constant, and compiles again where a shape says another.
+// The table of contents of torch.ops.moe_fp8. Implementations register themselves in ops/<family>.cpp. Shapes, units
+// and errors are documented in moe_fp8_ext/ops/<family>.py.
+//
+// Arguments that Python's wrappers take by keyword are positional here, because torch takes microseconds to parse
+// keywords. Sizes are SymInt, because torch.compile takes an int for a constant and compiles again for another one.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(moe_fp8, m) {
-  // Quantizers. None stands for the format's usual align and rounding and for the device's own dtype.
+  // Quantizers. None means the format's usual align and rounding, and the device's own dtype.
   m.def(
       "quantize_rows(Tensor x, str format, Tensor? offs=None, Tensor? indices=None, SymInt? top_k=None,"
       " ScalarType? dtype=None, str? rounding=None) -> (Tensor q, Tensor scale)");
@@ -24,14 +25,14 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       "dequantize(Tensor q, Tensor scale, str format, str along='rows', Tensor? offs=None,"
       " ScalarType? out_dtype=None) -> Tensor");
 
-  // The blocked layout of scales. groups: None, 'rows' or 'columns', whose ends are offs, or 'experts' [E, R, C];
-  // starts is [E] of rows and columns, else [0].
+  // The blocked (128x4) layout of scales. groups: None; 'rows' or 'columns', which offs divide; or 'experts' [E, R, C].
+  // starts is [E] for rows and columns, else [0].
   m.def("swizzle_scales(Tensor scale, str? groups=None, Tensor? offs=None) -> (Tensor blocked, Tensor starts)");
   m.def(
       "unswizzle_scales(Tensor blocked, SymInt rows, SymInt cols, str? groups=None, Tensor? offs=None) -> Tensor");
 
   // Activations of experts, by name. Gates and ups are the halves of h, or interleaved. An fp8 h comes with its scales
-  // along rows and their format; scores by slot come with those of the rows.
+  // along rows and their format. With indices, scores are by slot, else by row.
   m.def("activate(Tensor h, str activation, bool interleaved=False) -> Tensor");
   m.def(
       "quantize_activated(Tensor h, str activation, str format, Tensor? offs=None, bool interleaved=False,"
@@ -48,7 +49,7 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor a_q_t, Tensor a_scale_t, Tensor padded_offs,"
       " Tensor grad_scores)");
 
-  // A router's choice. Logits are float32; bias moves the choice alone.
+  // A router's choice. Logits are float32. The bias moves the choice, and no score.
   m.def(
       "choose_experts(Tensor logits, SymInt top_k, Tensor? bias=None, str scoring='softmax', bool normalize=True,"
       " float scaling_factor=1.0, SymInt num_groups=1, SymInt top_groups=1)"
@@ -57,7 +58,7 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       "choose_experts_backward(Tensor grad, Tensor logits, Tensor topk_ids, SymInt? num_experts=None,"
       " str scoring='softmax', bool normalize=True, float scaling_factor=1.0, int parts=1) -> Tensor");
 
-  // Token movement.
+  // Moves of tokens.
   m.def("sort_tokens(Tensor topk_ids, SymInt num_experts) -> (Tensor permutation, Tensor offs, Tensor inverse)");
   m.def("tokens_by_rank(Tensor topk_ids, SymInt num_experts, SymInt num_ranks) -> (Tensor by_rank, Tensor counts)");
   m.def(
@@ -84,14 +85,14 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
   m.def("pad_token_groups_to(Tensor x, Tensor offs, Tensor padded_starts, SymInt num_padded) -> Tensor");
   m.def("unpad_token_groups(Tensor y, Tensor offs, Tensor padded_starts, SymInt num_tokens) -> Tensor");
 
-  // The product of two quantized operands; of 2D x 3D, rows of a may be taken by index. align: a multiple of all of
-  // offs, as the caller knows; 2D x 2D alone.
+  // The product of two quantized operands. In 2D x 3D, rows of a may be taken by index. In 2D x 2D, the caller promises
+  // that all offs are multiples of align.
   m.def(
       "scaled_grouped_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str format, Tensor offs,"
       " Tensor? indices=None, SymInt? top_k=None, int align=1, ScalarType? out_dtype=None, bool use_fast_accum=True)"
       " -> Tensor");
-  // The same of 2D x 2D, added to what total holds. An op of its own: what it returns, what it writes and how a graph
-  // treats it would otherwise hang on an argument.
+  // The 2D x 2D product, added to the contents of total. It is an op of its own, because results, writes and treatment
+  // in graphs would otherwise depend on an argument.
   m.def(
       "add_scaled_grouped_mm(Tensor(a!) total, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str format,"
       " Tensor offs, int align=1, bool use_fast_accum=True) -> ()");

@@ -1,12 +1,12 @@
-// The Python module _C. Loading it registers torch.ops.moe_fp8.*; what it exports itself is what Python must know as
-// C++ does: formats, arguments and limits, and how it was built.
+// The Python module _C. Loading it registers torch.ops.moe_fp8.*. It exports the tables that Python and C++ share
+// (formats, arguments, limits, activations, GEMM backends), and how it was built.
 #include <pybind11/pybind11.h>
 
-#include "ops/gemm_backends.h"
 #include "numerics/activations.h"
 #include "numerics/format.h"
 #include "ops/arguments.h"
 #include "ops/call.h"
+#include "ops/gemm_backends.h"
 #include "tokens/copy_rows.h"
 #include "tokens/permute.h"
 
@@ -25,9 +25,9 @@ constexpr const char* kBackend = "cpu";
 #endif
 
 py::list names(std::initializer_list<const char*> all) {
-  py::list of;
-  for (const char* name : all) of.append(name);
-  return of;
+  py::list found;
+  for (const char* name : all) found.append(name);
+  return found;
 }
 
 py::list formats() {
@@ -47,7 +47,7 @@ py::list formats() {
   return all;
 }
 
-// What torch calls them, where they can be listed.
+// torch's names of dtypes, if they can be listed.
 py::list dtype_names(Dtypes dtypes) {
   switch (dtypes) {
     case Dtypes::kInput: return names({"bfloat16", "float16", "float32"});

@@ -49,7 +49,7 @@ void run(const Call& call, const Tensor& h, const ActivateBackwardParams& p) {
   activate_backward_cpu(p);
 }
 
-// What the ops of gradients take, checked; h's scales are checked with their format.
+// The checked arguments of the gradient ops. The scales of h are checked with their format.
 struct GradientArguments {
   const Argument &grad_arg, &h_arg, &scores_arg, &h_scale_arg, &indices_arg;
   const Tensor &grad, &h;
@@ -58,9 +58,9 @@ struct GradientArguments {
 ActivateBackwardParams check_gradients(const GradientArguments& given, std::string_view activation, bool interleaved) {
   const auto& [grad_arg, h_arg, scores_arg, h_scale_arg, indices_arg, grad, h, scores, h_scale, indices] = given;
   const char* op = h_arg.op;
-  Argument of_h = h_arg;
-  of_h.dtypes = h_scale ? Dtypes::kFp8 : Dtypes::kInput;
-  check(of_h, h);
+  Argument argument = h_arg;
+  argument.dtypes = h_scale ? Dtypes::kFp8 : Dtypes::kInput;
+  check(argument, h);
   check(grad_arg, grad, h);
   if (!h_scale && grad.dtype != h.dtype)
     fail(op, ": grad must be, like h, ", dtype_name(h.dtype), ", got ", dtype_name(grad.dtype));
@@ -76,7 +76,7 @@ ActivateBackwardParams check_gradients(const GradientArguments& given, std::stri
     if (!indices) check_size(scores_arg, *scores, 0, p.P);
   }
   if (indices) {
-    static const int kNoRows[1] = {};  // null would say that rows are slots
+    static const int kNoRows[1] = {};  // null would mean that rows are slots
     if (!scores) fail(op, ": scores must be given with indices, got None");
     p.slots = check_indices(indices_arg, *indices, h, scores->sizes[0], 1);
     if (p.P == 0) p.slots.at = kNoRows;
@@ -96,7 +96,7 @@ OperandScales check_h_scale(const Argument& arg, const Tensor& h, const Tensor& 
   const Format& f = format_of(check_format(arg.op, format));
   return scales_of_rows(arg, h_scale, f, h.sizes, 1, h.sizes[0], h.sizes[1], kNoGroups);
 }
-// Gradients as they are, and p with where these lie.
+// Allocates the unquantized gradients and points p at them.
 struct GradientOutputs { Handle grad_h, a; };
 GradientOutputs compute_gradients(const Call& call, const Tensor& grad, const Tensor& h, ActivateBackwardParams& p) {
   GradientOutputs o = {call.empty({p.P, h.sizes[1]}, grad.dtype), call.empty({p.P, p.h.F}, grad.dtype)};
@@ -130,7 +130,7 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
   QuantizeActivatedParams p = {};
   p.activation = check_activation(kQuantize, activation);
   p.h = gates_of(kQuantize, h, in_type(h), p.activation, interleaved);
-  QuantizeParams &a = p.quantize_a, &of_h = p.quantize_h;
+  QuantizeParams &a = p.quantize_a, &h_params = p.quantize_h;
   a.format = check_format(kQuantize, format);
   const Format& f = format_of(a.format);
   a.rounding = check_rounding(kQuantize, f, rounding);
@@ -140,11 +140,11 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
   const Call call(kQuantize, "h", h);
   a.out = check_fp8(call, kQuantize, dtype);
   a.along_rows = true;
-  of_h = a;  // without groups, which scales of a alone may lie by
-  of_h.rows = keep_h ? a.rows : 0;
-  of_h.K = h.sizes[1];
-  of_h.x = h.data;
-  of_h.row_stride = p.h.stride;
+  h_params = a;  // h has no groups: only the scales of a may be grouped
+  h_params.rows = keep_h ? a.rows : 0;
+  h_params.K = h.sizes[1];
+  h_params.x = h.data;
+  h_params.row_stride = p.h.stride;
   a.row_stride = a.K = p.h.F;
   const bool grouped = offs && f.blocked();
   if (grouped) set_groups(a, kQuantize, "h", *offs, std::nullopt);
@@ -156,7 +156,7 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
     return std::pair(std::move(q), std::move(scale));
   };
   auto [q, scale] = outputs(a, grouped ? a.E : kNoGroups);
-  auto [h_q, h_scale] = outputs(of_h, kNoGroups);
+  auto [h_q, h_scale] = outputs(h_params, kNoGroups);
   const Handle scratch = scratch_of(call, h, a);
 #if defined(MOE_FP8_GPU)
   if (h.on_gpu() && can_quantize_activated(p)) {
@@ -168,7 +168,7 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
   run(call, h, {p.h, data(values), a.rows, p.activation});
   a.x = data(values);
   run(call, h, a);
-  run(call, h, of_h);
+  run(call, h, h_params);
   return results(q, scale, h_q, h_scale);
 }
 
@@ -206,25 +206,25 @@ Results<8> quantize_activated_backward_op(const Tensor& grad, const Tensor& h, s
   ActivateBackwardParams& gradients = p.gradients;
   const GradientArguments given = {kGrad, kH, kScores, kScale, kIndices, grad, h, scores, h_scale, indices};
   gradients = check_gradients(given, activation, interleaved);
-  QuantizeParams &of_grad = p.quantize_dh, &of_a = p.quantize_a;
-  of_grad.format = check_format(kOp, format);
+  QuantizeParams &quantize_dh = p.quantize_dh, &quantize_a = p.quantize_a;
+  quantize_dh.format = check_format(kOp, format);
   if (h_scale) gradients.h.scale = check_h_scale(kScale, h, *h_scale, format);
-  of_grad.rounding = check_rounding(kOp, format_of(of_grad.format), rounding);
-  const Amax amax_of_a = check_amax(kOp, format_of(of_grad.format), amax);
-  of_grad.in = gradients.in;
-  of_grad.rows = gradients.P;
-  of_grad.along_tokens = true;
+  quantize_dh.rounding = check_rounding(kOp, format_of(quantize_dh.format), rounding);
+  const Amax a_amax = check_amax(kOp, format_of(quantize_dh.format), amax);
+  quantize_dh.in = gradients.in;
+  quantize_dh.rows = gradients.P;
+  quantize_dh.along_tokens = true;
   check_offs(kOffs, offs, h, gradients.P);
-  set_groups(of_grad, kOp, "h", offs, align);
+  set_groups(quantize_dh, kOp, "h", offs, align);
   const Call call(kOp, "h", h);
-  of_grad.out = of_a.out = check_fp8(call, kOp, dtype);
-  of_a = of_grad;
-  of_a.row_stride = of_a.K = gradients.h.F;
-  of_a.x_rows = of_a.rows;
-  of_a.amax = amax_of_a;
-  if (grad_dtype) of_grad.out = check_fp8(call, kOp, grad_dtype, "grad_dtype");
-  of_grad.row_stride = of_grad.K = h.sizes[1];
-  of_grad.along_rows = true;
+  quantize_dh.out = quantize_a.out = check_fp8(call, kOp, dtype);
+  quantize_a = quantize_dh;
+  quantize_a.row_stride = quantize_a.K = gradients.h.F;
+  quantize_a.x_rows = quantize_a.rows;
+  quantize_a.amax = a_amax;
+  if (grad_dtype) quantize_dh.out = check_fp8(call, kOp, grad_dtype, "grad_dtype");
+  quantize_dh.row_stride = quantize_dh.K = h.sizes[1];
+  quantize_dh.along_rows = true;
   Handle grad_scores = call.empty({gradients.num_slots()}, kFloat32);
   gradients.dscores = data<float>(grad_scores);
   bool has_kernels = false;
@@ -239,12 +239,12 @@ Results<8> quantize_activated_backward_op(const Tensor& grad, const Tensor& h, s
     const Handle scratch = scratch_of(call, h, to);
     run(call, h, to);
   };
-  Outputs a = outputs_of(call, of_a);
-  quantize_values(of_a, gradients.a);
-  values.a = {};  // before there is what grad_h becomes
-  of_grad.padded_offs = of_a.padded_offs;
-  Outputs grad_h = outputs_of(call, of_grad);
-  quantize_values(of_grad, gradients.dh);
+  Outputs a = outputs_of(call, quantize_a);
+  quantize_values(quantize_a, gradients.a);
+  values.a = {};  // freed before grad_h is allocated
+  quantize_dh.padded_offs = quantize_a.padded_offs;
+  Outputs grad_h = outputs_of(call, quantize_dh);
+  quantize_values(quantize_dh, gradients.dh);
 #if defined(MOE_FP8_GPU)
   if (has_kernels) {
     const Handle scratch = call.empty({scratch_words(p)}, kInt32);

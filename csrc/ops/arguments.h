@@ -1,6 +1,6 @@
-// The tensors that ops take: one table, which the checks in C++ (ops/checks.h) and the fakes in Python (_C.arguments())
-// both read. It has what can be said of an argument alone. What depends on the format or on other arguments, above all
-// sizes, is checked where the op has them.
+// The table of tensor arguments. The checks in C++ (ops/checks.h) and the fake implementations in Python
+// (_C.arguments()) both read it. It holds the conditions on one argument alone; an op checks every condition that
+// depends on the format or on other arguments.
 #pragma once
 #include <cstdint>
 #include <string_view>
@@ -9,32 +9,32 @@
 
 namespace moe_fp8 {
 
-constexpr int64_t kMaxRows = (int64_t(1) << 31) - 256;  // int32 offsets, and tiles that reach beyond the last one
-constexpr int kMaxDims = 7;                             // of tensors of any leading dimensions
+constexpr int64_t kMaxRows = (int64_t(1) << 31) - 256;  // offsets are int32, and the last tile may reach past them
+constexpr int kMaxDims = 7;                             // of tensors with leading dimensions
 
 enum class Dtypes : uint8_t {
-  kInput,    // what can be quantized
+  kInput,    // float32, bfloat16, float16
   kFp8,
-  kScale,    // the format says which
-  kScores,   // float32, or that of `like`
+  kScale,    // the format's type
+  kScores,   // float32, or the type of `like`
   kFloat32,
-  kGates,    // kFp8 beside scales, else kInput
+  kGates,    // kFp8 with scales, kInput without
   kInt32,
   kInts,
-  kByte,     // any of 1 byte
-  kMovable,  // any of 1, 2 or 4 bytes
-  kProduct,  // what products are rounded to
+  kByte,     // any type of 1 byte
+  kMovable,  // any type of 1, 2 or 4 bytes
+  kProduct,  // a type of products
 };
 
-// Which elements lie beside one another.
+// The dimension whose elements must be adjacent.
 enum class Strides : uint8_t {
   kAny,
-  kInner,       // those along the last dimension
-  kSummed,      // those along the last but one
-  kContiguous,  // all
+  kInner,       // the last dimension
+  kSummed,      // the last dimension but one
+  kContiguous,  // all dimensions
 };
 
-// At most so many `what` in dimension `dim`, counted from the end; kSlots: in all.
+// The size of dimension `dim`, counted from the end, is at most `most`; `what` names its elements. kSlots: numel.
 struct SizeLimit {
   static constexpr int kSlots = 0;
   const char* what = nullptr;
@@ -45,7 +45,7 @@ struct SizeLimit {
 struct Argument {
   const char* op;
   const char* name;
-  const char* like;  // the argument on whose device it must be; null: it decides where the call runs
+  const char* like;  // must be on the same device as this argument; null: this argument sets the device
   Dtypes dtypes;
   int least_dims, most_dims;
   Strides strides;

@@ -1,4 +1,4 @@
-// Where a call runs: its device and stream, the results that it makes there, and how a launch is reported.
+// Where an op runs: its device and stream, the outputs that it allocates there, and how a failed launch is reported.
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
 
@@ -12,20 +12,20 @@
 
 #if defined(MOE_FP8_CUDA) || defined(MOE_FP8_HIP)
 #define MOE_FP8_GPU 1
-// Weak: a CPU-only torch has no such symbol, and the extension must load there too.
+// A weak symbol: a CPU-only torch lacks it, and the extension must load there, too.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
 #endif
 
 namespace moe_fp8 {
 
-// Debugging switches are looked up on every call, so that os.environ sets them at run time: a few a call.
+// Debugging switches are looked up in every call, so that os.environ can set them at run time.
 inline bool flag_is_set(const char* name) {
   const char* value = std::getenv(name);
   return value && *value && std::strcmp(value, "0") != 0;
 }
 
-// The product of sizes, which are not negative, or the largest number where it has no room: the one place in which
-// sizes that a caller chose are multiplied before something bounds them.
+// The product of sizes that are not negative, or INT64_MAX if it overflows. This is the only place that multiplies
+// sizes before something bounds them.
 inline int64_t product(const int64_t* sizes, int64_t count) {
   int64_t product = 1;
   bool overflow = false;
@@ -36,7 +36,7 @@ inline int64_t product(const int64_t* sizes, int64_t count) {
   return overflow ? INT64_MAX : product;
 }
 
-// Makes the argument's device current for as long as it lives.
+// A call of an op. It makes the argument's device current for its lifetime.
 class Call {
  public:
   Call(const char* op, const char* arg, const Tensor& x)
@@ -55,7 +55,7 @@ class Call {
   }
 
   void* stream() const { return stream_; }
-  // Of a kernel launch.
+  // Raises if a kernel launch has failed.
   void check(int code) const {
 #if defined(MOE_FP8_GPU)
     if (code != 0) fail(op_, ": kernel launch failed: ", error_string(code));
@@ -67,7 +67,7 @@ class Call {
   Handle empty(const int64_t* sizes, int64_t dim, int32_t dtype) const {
     const int64_t numel = product(sizes, dim), element = int64_t(aoti_torch_dtype_element_size(dtype));
     if (numel > INT64_MAX / element) fail_size(sizes, dim, element);
-    uint64_t stride = 1;  // torch counts every size as at least 1 here, and may wrap around where a tensor is empty
+    uint64_t stride = 1;  // as torch: every size counts as at least 1, and an empty tensor may wrap around
     int64_t strides[kMaxDims + 1];
     for (int64_t i = dim - 1; i >= 0; --i) {
       strides[i] = int64_t(stride);
@@ -85,7 +85,7 @@ class Call {
   Handle empty(std::initializer_list<int64_t> sizes, Fp8Type dtype) const {
     return empty(sizes, kFp8Dtypes[int(dtype)]);
   }
-  // The memory between the columns of column-major scales is part of them.
+  // Column-major scales own the memory between their columns.
   Handle empty(const ScaleShape& shape, ScaleType type) const {
     const int64_t* sizes = shape.sizes;
     if (shape.column_stride < 0) return empty(sizes, shape.dims, scale_dtype(type));
@@ -107,7 +107,7 @@ class Call {
     for (int64_t i = 0; i < dim; ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
     fail(op_, ": a result must have at most ", INT64_MAX, " bytes, got [", text, "] of ", element, " bytes each");
   }
-  // Tests: a byte that nobody writes shows.
+  // For tests: a byte that no kernel writes shows as 0xff.
   void poison(void* p, int64_t bytes) const {
 #if defined(MOE_FP8_GPU)
     if (device_type_ == kCuda) return check(fill_bytes_async(p, 0xff, bytes, stream_));

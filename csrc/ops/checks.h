@@ -1,4 +1,4 @@
-// What ops ask of their arguments. Every text names op, argument, what was expected and what was given.
+// Checks of arguments. Every error names the op, the argument, what was expected and what was given.
 #pragma once
 #include <torch/csrc/stable/device.h>
 #include <torch/csrc/stable/ops.h>
@@ -12,7 +12,7 @@
 
 namespace moe_fp8 {
 
-// ---- an argument alone, as its row of the table has it -------------------------------------------------------------
+// ---- one argument, by its row of the table of arguments.h ----------------------------------------------------------
 [[noreturn]] inline void fail_dtype(const Argument& arg, const char* wanted, const Tensor& t) {
   fail(arg.op, ": ", arg.name, " must ", wanted, ", got ", dtype_name(t.dtype));
 }
@@ -49,7 +49,7 @@ inline void check_dtypes(const Argument& arg, const Tensor& t) {
     case Dtypes::kProduct:
       if (t.dtype != kBFloat16 && t.dtype != kFloat32) fail_dtype(arg, "be bfloat16 or float32", t);
       return;
-    case Dtypes::kScale: case Dtypes::kScores: case Dtypes::kGates: return;  // depends on more than the argument
+    case Dtypes::kScale: case Dtypes::kScores: case Dtypes::kGates: return;  // depends on other arguments
   }
 }
 inline void check_dims(const Argument& arg, const Tensor& t, int least, int most) {
@@ -87,7 +87,7 @@ inline void check(const Argument& arg, const Tensor& t) {
     check_limit(arg.op, arg.name, size, limit.what, limit.most);
   }
 }
-// And that it is where `like` is, the argument that the table names.
+// The same, and that the argument is on the device of `like`, which the table names.
 inline void check(const Argument& arg, const Tensor& t, const Tensor& like) {
   check(arg, t);
   if (arg.dtypes == Dtypes::kScores && t.dtype != kFloat32 && t.dtype != like.dtype)
@@ -98,7 +98,7 @@ inline void check(const Argument& arg, const Tensor& t, const Tensor& like) {
          device_name(t));
 }
 
-// ---- what an argument must be beside others -----------------------------------------------------------------------
+// ---- an argument beside others -------------------------------------------------------------------------------------
 inline void check_size(const Argument& arg, const Tensor& t, int64_t dim, int64_t size) {
   if (t.sizes[dim] != size)
     fail(arg.op, ": ", arg.name, " must have size ", size, " in dimension ", dim, ", got ", t.sizes[dim]);
@@ -107,7 +107,7 @@ inline void check_sizes(const Argument& arg, const Tensor& t, const int64_t* siz
   check_dims(arg, t, int(dims), int(dims));
   for (int64_t d = 0; d < dims; ++d) check_size(arg, t, d, sizes[d]);
 }
-// Scales of this format and shape: contiguous, but for those that may be column-major.
+// Scales of a format and shape. They must be contiguous, unless the format's scales are column-major.
 inline void check_scales(const Argument& arg, const Tensor& t, const Format& f, const int64_t* sizes, int64_t dims) {
   check_dtype(arg, t, scale_dtype(f.scale_type));
   check_sizes(arg, t, sizes, dims);
@@ -120,10 +120,10 @@ inline void check_count(const char* op, const char* arg, int64_t count) {
   if (count < 0 || count > kMaxRows) fail(op, ": ", arg, " must be from 0 to ", kMaxRows, ", got ", count);
 }
 
-inline InType in_type(const Tensor& x) {  // of an argument that was checked
+inline InType in_type(const Tensor& x) {  // x was checked
   return InType(std::find(kInputDtypes, kInputDtypes + 3, x.dtype) - kInputDtypes);
 }
-inline Fp8Type fp8_type(const Tensor& q) {  // likewise
+inline Fp8Type fp8_type(const Tensor& q) {  // q was checked
   return Fp8Type(std::find(kFp8Dtypes, kFp8Dtypes + 4, q.dtype) - kFp8Dtypes);
 }
 
@@ -154,7 +154,7 @@ inline void check_align(const char* op, int64_t align, int least = 1, int most =
   if (align < least || align > most || (align & (align - 1)) != 0)
     fail(op, ": align must be a power of two from ", least, " to ", most, ", got ", align);
 }
-// The padded extent P of so many groups of the rows of `arg`.
+// The padded extent P of `rows` rows of `arg` in groups of `experts` experts.
 inline int64_t check_extent(const char* op, const char* arg, int64_t rows, int64_t experts, int64_t align) {
   const int64_t extent = padded_extent(rows, experts, align);
   check_limit(op, arg, extent, "rows with padding");
@@ -162,13 +162,13 @@ inline int64_t check_extent(const char* op, const char* arg, int64_t rows, int64
 }
 
 // ---- contents, with MOE_FP8_VALIDATE=1 -----------------------------------------------------------------------------
-// Of integers, in logical order; waits for the device.
+// The integers of t, in logical order. Waits for the device.
 template <class T = int>
 std::vector<T> contents(const Tensor& t) {
-  const torch::stable::Tensor there(share(t.handle).release());
-  const torch::stable::Tensor here = torch::stable::contiguous(torch::stable::to(there, torch::stable::Device("cpu")));
-  const T* first = static_cast<const T*>(here.const_data_ptr());
-  return {first, first + here.numel()};
+  const torch::stable::Tensor on_device(share(t.handle).release());
+  const auto on_cpu = torch::stable::contiguous(torch::stable::to(on_device, torch::stable::Device("cpu")));
+  const T* first = static_cast<const T*>(on_cpu.const_data_ptr());
+  return {first, first + on_cpu.numel()};
 }
 inline void validate_offs(const Argument& arg, const Tensor& offs, int64_t limit, const char* unit) {
   const std::vector<int> o = contents(offs);
@@ -179,13 +179,13 @@ inline void validate_offs(const Argument& arg, const Tensor& offs, int64_t limit
       fail(arg.op, ": offs must not exceed the ", limit, " ", unit, " of ", arg.like, ", got offs[", e, "] = ", o[e]);
   }
 }
-// Ends of groups of `limit` things.
+// Ends of groups that divide `limit` rows, or other units.
 inline void check_offs(const Argument& arg, const Tensor& offs, const Tensor& like, int64_t limit,
                        const char* unit = "rows") {
   check(arg, offs, like);
   if (flag_is_set("MOE_FP8_VALIDATE")) validate_offs(arg, offs, limit, unit);
 }
-// That all are multiples of align, which the caller says.
+// Checks the caller's promise that all ends are multiples of align.
 inline void validate_aligned(const Argument& arg, const Tensor& offs, int64_t align) {
   if (align == 1 || !flag_is_set("MOE_FP8_VALIDATE")) return;
   const std::vector<int> ends = contents(offs);
@@ -193,7 +193,7 @@ inline void validate_aligned(const Argument& arg, const Tensor& offs, int64_t al
     if (ends[e] % align != 0)
       fail(arg.op, ": offs must be multiples of align, ", align, ", got offs[", e, "] = ", ends[e]);
 }
-// Every index is -1 or one of [0, limit).
+// Checks that every index is -1 or in [0, limit).
 inline void validate_range(const Argument& arg, const std::vector<int>& at, int64_t limit, const char* of) {
   for (size_t p = 0; p < at.size(); ++p)
     if (at[p] < -1 || at[p] >= limit)
@@ -202,7 +202,7 @@ inline void validate_range(const Argument& arg, const std::vector<int>& at, int6
 inline void validate_range(const Argument& arg, const Tensor& indices, int64_t limit, const char* of) {
   if (flag_is_set("MOE_FP8_VALIDATE")) validate_range(arg, contents(indices), limit, of);
 }
-// Every id is -1 or one of E experts.
+// Checks that every id is -1 or one of E experts.
 template <class Id>
 void validate_ids_as(const Argument& arg, const Tensor& ids, int64_t E) {
   const std::vector<Id> all = contents<Id>(ids);
@@ -214,7 +214,7 @@ inline void validate_ids(const Argument& arg, const Tensor& ids, int64_t E) {
   if (!flag_is_set("MOE_FP8_VALIDATE")) return;
   (ids.dtype == kInt64 ? validate_ids_as<int64_t> : validate_ids_as<int>)(arg, ids, E);
 }
-// No index stands twice where that would lose one of its places.
+// Checks that no index stands twice, where one of its places would be lost.
 inline void validate_distinct(const Argument& arg, const Tensor& indices) {
   if (!flag_is_set("MOE_FP8_VALIDATE")) return;
   std::vector<int> at = contents(indices);
@@ -224,7 +224,7 @@ inline void validate_distinct(const Argument& arg, const Tensor& indices) {
 }
 
 // ---- rows taken by index -------------------------------------------------------------------------------------------
-// Slots of `rows` rows, top_k slots a row.
+// Indices of slots: `rows` rows have top_k slots each.
 inline RowIndex check_indices(const Argument& arg, const Tensor& indices, const Tensor& like, int64_t rows,
                               int64_t top_k) {
   check(arg, indices, like);

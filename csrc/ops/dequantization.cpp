@@ -61,7 +61,7 @@ Results<1> dequantize_op(const Tensor& q, const Tensor& scale, std::string_view 
   const Call call(kOp, "q", q);
   Handle out = call.empty(q.sizes, q.dim, out_type);
   p.q = q.as<uint8_t>();
-  std::optional<AsRows> as_rows;  // which may hold a copy
+  std::optional<AsRows> as_rows;  // may hold a copy
   if (any_dims) {
     as_rows.emplace(q, count);
     const LeadingRows& rows = *as_rows->rows;

@@ -20,7 +20,7 @@ struct OpArguments {
         scale_b(argument(op, "scale_b")), offs(argument(op, "offs")) {}
 };
 
-// All of a product but what it is rounded to and where it goes.
+// Checks and fills every field of a product except the output and its type.
 Product checked(const OpArguments& of, const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
                 std::string_view format, const Tensor& offs, int64_t align, bool use_fast_accum,
                 const std::optional<Tensor>& indices = {}, std::optional<int64_t> top_k = {}) {
@@ -59,7 +59,7 @@ Product checked(const OpArguments& of, const Tensor& a, const Tensor& b, const T
   if (p.k_grouped) {
     p.scale_a = scales_of_tokens(of.scale_a, scale_a, f, p.M, p.K, offs);
     p.scale_b = scales_of_tokens(of.scale_b, scale_b, f, p.N, p.K, offs, true);
-    if (f.order == ScaleOrder::kColumnMajor) check_size(of.scale_b, scale_b, 0, scale_a.sizes[1]);  // of one sum
+    if (f.order == ScaleOrder::kColumnMajor) check_size(of.scale_b, scale_b, 0, scale_a.sizes[1]);
   } else {
     p.scale_a = scales_of_rows(of.scale_a, scale_a, f, a.sizes, 1, a.sizes[0], p.K, indices ? kNoGroups : p.E);
     p.scale_b = scales_of_experts(of.scale_b, scale_b, f, p.E, p.N, p.K, true);
@@ -118,7 +118,7 @@ Results<0> add_scaled_grouped_mm_op(const Tensor& total, const Tensor& a, const 
   product.p.out_float32 = total.dtype == kFloat32;
   product.p.accumulate = true;
   product.total = &total;
-  const Call call(kAdd, "a", a);  // backends look at the device that it sets
+  const Call call(kAdd, "a", a);  // sets the device that the backends look at
   Handle(backend_of(kAdd, product).run(call, product));
   return {};
 }

@@ -22,9 +22,10 @@ Handle out_of(const Call& call, const Product& product) {
 }
 
 #if defined(MOE_FP8_CUDA)
-// A product that is not added to a total, made within groups and then added to one. torch's GEMMs trust their offsets
-// and leave tail rows unwritten: they get safe offsets, of 2D x 2D multiples of what they take, and what they do not
-// write is zeroed behind them, or left out of the total. multiply(offs [E]) makes the product.
+// Runs a GEMM that trusts its offsets, leaves tail rows unwritten and adds to no total. multiply(offs [E]) makes the
+// product. It gets safe offsets, in 2D x 2D rounded down to the multiples that it takes. Rows and groups that it does
+// not write are zeroed afterwards. If the product belongs to a total, it is added group by group; empty groups leave
+// the total alone.
 template <class Multiply>
 AtenTensorHandle within_groups(const Call& call, const Product& product, int multiple, Multiply multiply,
                                bool product_float32 = false) {
@@ -48,7 +49,7 @@ AtenTensorHandle within_groups(const Call& call, const Product& product, int mul
 AtenTensorHandle torch_scaled(const Call& call, const Product& product, int multiple) {
   const ScaledGroupedMmParams& p = product.p;
   const Handle &scale_a = product.scale_a.handle, &scale_b = product.scale_b.handle;
-  const bool flat = p.k_grouped && p.scale_a.block_size == 0;  // scales of rows, those of all groups in one
+  const bool flat = p.k_grouped && p.scale_a.block_size == 0;  // scales of the rows of all groups, in one dimension
   return within_groups(call, product, multiple, [&](Handle offs) {
     const auto none = word(std::nullopt);
     StableIValue stack[] = {word(share(product.a.handle)), word(share(product.b.handle)),
@@ -88,7 +89,7 @@ constexpr std::nullptr_t torch_scaled_rows = nullptr, torch_scaled_blocks = null
 #endif
 
 #if defined(MOE_FP8_GPU)
-// multiply(p): 0, or the runtime's error code.
+// Runs a GEMM of ours. multiply(p) returns 0, or the runtime's error code.
 template <class Multiply>
 AtenTensorHandle own_gemm(const Call& call, const Product& product, Multiply multiply) {
   ScaledGroupedMmParams p = product.p;
@@ -205,8 +206,8 @@ const std::vector<Backend>& all_backends() {
 const std::vector<Backend>& backends(std::string_view torch_config) {
   static const std::vector<Backend> usable = [&] {
     const auto has = [&](std::string_view option) { return torch_config.find(option) != torch_config.npos; };
-    const bool has_optional = has("USE_MSLK") || has("USE_FBGEMM_GENAI");  // one option, under two names so far
-    const char* only = std::getenv("MOE_FP8_GEMM");  // of GPUs; for tests and benchmarks
+    const bool has_optional = has("USE_MSLK") || has("USE_FBGEMM_GENAI");  // two names of one option
+    const char* only = std::getenv("MOE_FP8_GEMM");  // the only GEMM on GPUs; for tests and benchmarks
     bool known = only == nullptr;
     std::vector<Backend> found;
     for (const Backend& backend : all_backends()) {

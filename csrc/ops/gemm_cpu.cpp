@@ -7,8 +7,8 @@
 namespace moe_fp8 {
 namespace {
 
-// Of an operand: rows [0, rows) and sum indices [0, n), as float32 [rows, n], times the scales of its blocks, if it has
-// such: those of the rows from scale_row and of the columns from block number `first` on.
+// Dequantizes rows [0, rows) and K indices [0, n) of an operand to float32 [rows, n]. Scales of blocks, if it has any,
+// are those of the rows from scale_row on and of the blocks from `first` on.
 Handle dequantized(const Call& call, Fp8Type type, const uint8_t* q, const OperandScales& scales, int64_t group,
                    int64_t scale_row, int64_t first, int64_t stride, int64_t rows, int64_t n) {
   const OperandScales of_blocks = scales.block_size ? scales : OperandScales{};
@@ -23,7 +23,7 @@ Handle dequantized(const Call& call, Fp8Type type, const uint8_t* q, const Opera
   return out;
 }
 
-// a [rows, n] times the transpose of b [columns, n]. An out variant, because autocast leaves those alone.
+// a [rows, n] times the transpose of b [columns, n]. It calls an out variant, because autocast leaves those alone.
 Handle multiply(const Call& call, const Handle& a, const Handle& b, int64_t rows, int64_t columns, int64_t n) {
   const Handle sum = call.empty({rows, columns}, kFloat32);
   StableIValue stack[] = {word(share(a)), word(view(b, {n, columns}, {1, n})), word(share(sum))};
@@ -39,7 +39,7 @@ void scaled_grouped_mm_cpu(const Call& call, const ScaledGroupedMmParams& p) {
   if (!p.accumulate) std::memset(p.out, 0, out_bytes);
   const bool rowwise = p.scale_a.block_size == 0, by_position = p.scale_a.layout == ScaleLayout::kE8M0;
   const bool blocked_rows = p.scale_a.layout == ScaleLayout::kBlocked && !p.k_grouped;
-  int64_t at = 0;  // of the group's scales, in rows or columns
+  int64_t at = 0;  // row or column where the group's scales begin
   for (int64_t e = 0, start = 0, next = 0; e < p.E; start = ends[e++], at = next) {
     const int64_t size = ends[e] - start, rows = p.k_grouped ? p.M : size, n = p.k_grouped ? size : p.K;
     next = at + round_up<int64_t>(size, kGroupScales);
@@ -52,7 +52,7 @@ void scaled_grouped_mm_cpu(const Call& call, const ScaledGroupedMmParams& p) {
     const Handle a = dequantized(call, p.a_type, of_a, p.scale_a, group_of_a, scale_row, block, p.a_stride, rows, n);
     const Handle b = dequantized(call, p.b_type, of_b, p.scale_b, e, 0, block, p.b_stride, p.N, n);
     const Handle sum = multiply(call, a, b, rows, p.N, n);
-    const int64_t first = p.k_grouped ? e * p.M : start;  // of the group's rows in out and scale_a
+    const int64_t first = p.k_grouped ? e * p.M : start;  // the group's first row in out and scale_a
     parallel(rows, rows * p.N, [&, from = data<float>(sum), N = p.N](int64_t begin, int64_t end) {
       const float* scales_a = static_cast<const float*>(p.scale_a.data);
       const float* scale_b = static_cast<const float*>(p.scale_b.data) + (rowwise ? e * N : 0);

@@ -1,4 +1,4 @@
-// scaled_grouped_mm on the CPU: operands are dequantized to float32 and multiplied by torch, group by group.
+// scaled_grouped_mm on the CPU: dequantizes operands to float32 and multiplies them by torch, group by group.
 #pragma once
 #include "gemm/scaled_grouped_mm.h"
 #include "ops/call.h"

@@ -7,12 +7,12 @@
 namespace moe_fp8 {
 
 struct Product {
-  ScaledGroupedMmParams p;  // out is null: the backend makes it
+  ScaledGroupedMmParams p;  // out is null: the backend allocates it
   FormatId format;
-  int64_t align;            // of offs, in 2D x 2D
+  int64_t align;            // a multiple of all offs, in 2D x 2D
   bool use_fast_accum;
   const Tensor &a, &b, &scale_a, &scale_b;
-  const Tensor* total;      // to which the product is added; null: out is new
+  const Tensor* total;      // the total that the product is added to; null: out is new
 };
 
 }  // namespace moe_fp8

@@ -1,4 +1,4 @@
-// Tensors [..., K] of any leading dimensions, as rows.
+// Tensors [..., K] with any leading dimensions, seen as rows.
 #pragma once
 #include <torch/csrc/stable/ops.h>
 
@@ -6,10 +6,10 @@
 
 namespace moe_fp8 {
 
-// Leading dimensions as two: [outer, rows].
+// Leading dimensions merged into two: [outer, rows].
 struct LeadingRows { int64_t outer, rows, outer_stride, row_stride; };
 
-// x's, of `count` rows altogether; nothing where its strides do not allow it.
+// The leading rows of x, `count` altogether. Nothing if the strides of x do not allow two dimensions.
 inline std::optional<LeadingRows> as_rows(const Tensor& x, int64_t count) {
   if (count == 0) return LeadingRows{1, 0, 0, 0};
   LeadingRows r = {1, 1, 0, 0};
@@ -27,7 +27,7 @@ inline std::optional<LeadingRows> as_rows(const Tensor& x, int64_t count) {
   if (d >= 0) return std::nullopt;
   return r;
 }
-// x, or a copy of it, that has rows.
+// x as rows, or a contiguous copy of it.
 struct AsRows {
   AsRows(const Tensor& x, int64_t count) : rows(as_rows(x, count)), data(x.data) {
     if (rows) return;

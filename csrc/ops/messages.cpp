@@ -20,20 +20,21 @@ void add_column(PackTokensParams& p, const Tensor& t, bool ids = false) {
   const bool matrix = t.dim == 2;
   p.add({t.data, size, t.strides[0], matrix ? t.strides[1] : 1, matrix ? t.sizes[1] : 1, ids});
 }
-// Where there is one, of what else is known of the rows of x.
-void check_known(const Argument& arg, const std::optional<Tensor>& t, const Tensor& x) {
+// Checks an optional tensor that has a row for each row of x.
+void check_per_row(const Argument& arg, const std::optional<Tensor>& t, const Tensor& x) {
   if (!t) return;
   check(arg, *t, x);
   check_size(arg, *t, 0, x.sizes[0]);
 }
 void check_routing(const Argument& ids_arg, const std::optional<Tensor>& ids, const Argument& scores_arg,
                    const std::optional<Tensor>& scores, int64_t num_experts, const Tensor& x) {
-  check_known(ids_arg, ids, x);
-  check_known(scores_arg, scores, x);
+  check_per_row(ids_arg, ids, x);
+  check_per_row(scores_arg, scores, x);
   check_count(ids_arg.op, "num_experts", num_experts);
   if (ids) validate_ids(ids_arg, *ids, num_experts);
 }
-// Where either has a place, the other has it too. Both are read once: others may write to them.
+// Checks that inverse and indices agree: each has the places of the other. Both are read once, because others may write
+// to them.
 void validate_inverse(const Argument& inverse_arg, const Tensor& inverse, const Argument& at_arg, const Tensor& at) {
   if (!flag_is_set("MOE_FP8_VALIDATE")) return;
   const std::vector<int> rows = contents(inverse), slots = contents(at);
@@ -49,7 +50,7 @@ void validate_inverse(const Argument& inverse_arg, const Tensor& inverse, const 
   validate(inverse_arg, rows, at_arg, slots);
   validate(at_arg, slots, inverse_arg, rows);
 }
-// The last columns of a row.
+// Adds the last columns of a row: ids and scores.
 void add_routing(PackTokensParams& p, const std::optional<Tensor>& ids, const std::optional<Tensor>& scores,
                  int64_t num_experts) {
   if (ids) add_column(p, *ids, true);
@@ -68,7 +69,7 @@ Results<1> pack_tokens_op(const Tensor& x, const std::optional<Tensor>& topk_ids
                            &kAt = argument(kPack, "indices");
   check(kX, x);
   PackTokensParams p = {};
-  check_known(kScale, scale, x);
+  check_per_row(kScale, scale, x);
   check_routing(kIds, topk_ids, kScores, topk_scores, num_experts, x);
   add_column(p, x);
   if (scale) add_column(p, *scale);
@@ -91,51 +92,53 @@ Results<1> quantize_and_pack_op(const Tensor& x, const std::optional<Tensor>& to
                            &kInverse = argument(kQuantize, "inverse");
   check(kX, x);
   QuantizeAndPackParams p = {};
-  QuantizeParams& of_x = p.quantize_x;
-  of_x.format = check_format(kQuantize, format);
-  of_x.rounding = check_rounding(kQuantize, format_of(of_x.format), rounding);
-  // A token's scales lie side by side.
-  if (format_of(of_x.format).blocked()) of_x.format = FormatId::kMxfp8RowMajor;
-  const Format& f = format_of(of_x.format);
-  of_x.in = in_type(x);
-  of_x.x = x.data;
-  of_x.row_stride = x.strides[0];
-  of_x.rows = of_x.x_rows = x.sizes[0];
-  of_x.K = x.sizes[1];
-  of_x.along_rows = true;
+  QuantizeParams& quantizer = p.quantize_x;
+  quantizer.format = check_format(kQuantize, format);
+  quantizer.rounding = check_rounding(kQuantize, format_of(quantizer.format), rounding);
+  // In a message, the scales of a token lie side by side.
+  if (format_of(quantizer.format).blocked()) quantizer.format = FormatId::kMxfp8RowMajor;
+  const Format& f = format_of(quantizer.format);
+  quantizer.in = in_type(x);
+  quantizer.x = x.data;
+  quantizer.row_stride = x.strides[0];
+  quantizer.rows = quantizer.x_rows = x.sizes[0];
+  quantizer.K = x.sizes[1];
+  quantizer.along_rows = true;
   check(kInverse, inverse, x);
-  check_size(kInverse, inverse, 0, of_x.rows);
+  check_size(kInverse, inverse, 0, quantizer.rows);
   p.top_k = inverse.sizes[1];
   PackTokensParams& rows = p.rows;
-  rows.source = p.top_k ? check_indices(kAt, indices, x, of_x.rows, p.top_k) : check_indices(kAt, indices, x, 0, 1);
+  const int64_t rows_of_x = p.top_k ? quantizer.rows : 0, top_k = p.top_k ? p.top_k : 1;
+  rows.source = check_indices(kAt, indices, x, rows_of_x, top_k);
   rows.inverse = inverse.as<int>();
   rows.rows = indices.sizes[0];
   validate_inverse(kInverse, inverse, kAt, indices);
   const Call call(kQuantize, "x", x);
-  of_x.out = check_fp8(call, kQuantize, dtype);
+  quantizer.out = check_fp8(call, kQuantize, dtype);
 
   check_routing(kIds, topk_ids, kScores, topk_scores, num_experts, x);
 
-  bool in_one = false;  // kernel, which has q and scale in messages alone
+  bool fused = false;  // one kernel casts and packs: q and scale are in messages only
 #if defined(MOE_FP8_GPU)
-  in_one = x.on_gpu() && can_quantize_and_pack(p);
+  fused = x.on_gpu() && can_quantize_and_pack(p);
 #endif
-  const Outputs o = in_one ? Outputs{} : outputs_of(call, of_x);
-  rows.add({of_x.q, 1, of_x.K, 1, of_x.K});
-  const ScaleShape scale = scales_along_rows(f, of_x.rows, of_x.K, kNoGroups);
+  const Outputs o = fused ? Outputs{} : outputs_of(call, quantizer);
+  rows.add({quantizer.q, 1, quantizer.K, 1, quantizer.K});
+  const ScaleShape scale = scales_along_rows(f, quantizer.rows, quantizer.K, kNoGroups);
   const bool by_column = scale.column_stride >= 0;
-  const int64_t blocks = f.blocks(of_x.K), size = int64_t(aoti_torch_dtype_element_size(scale_dtype(f.scale_type)));
-  rows.add({of_x.scale, size, by_column ? 1 : blocks, by_column ? scale.column_stride : 1, blocks});
+  const int64_t blocks = f.blocks(quantizer.K);
+  const int64_t size = int64_t(aoti_torch_dtype_element_size(scale_dtype(f.scale_type)));
+  rows.add({quantizer.scale, size, by_column ? 1 : blocks, by_column ? scale.column_stride : 1, blocks});
   add_routing(rows, topk_ids, topk_scores, num_experts);
   Handle out = call.empty({rows.rows, rows.row_bytes}, kUInt8);
   rows.to = data(out);
 #if defined(MOE_FP8_GPU)
-  if (in_one) {
+  if (fused) {
     call.check(quantize_and_pack(p, call.stream()));
     return results(out);
   }
 #endif
-  run(call, x, of_x);
+  run(call, x, quantizer);
   run(call, x, rows);
   return results(out);
 }

@@ -1,4 +1,4 @@
-// Scales that came with a quantized operand: their checks, and where each lies.
+// Scales of quantized operands: how they are checked, and where each scale lies.
 #pragma once
 #include "numerics/operand_scales.h"
 #include "ops/checks.h"
@@ -12,14 +12,14 @@ inline OperandScales described(const Format& f, const Tensor& scale, int64_t blo
   return s;
 }
 
-inline int squares_log2(const Format& f) {  // of the rows of one
+inline int squares_log2(const Format& f) {  // log2 of the rows of a square
   int log2 = 0;
   while (1 << log2 < f.weight_rows) ++log2;
   return log2;
 }
 
-// Of rows of K elements along rows, `leading` sizes of them, E groups or none; `rows` are those of one of `leading`'s
-// matrices.
+// Scales along rows of K elements. `leading` has the dims sizes of all dimensions but the last, `rows` counts the rows
+// of one matrix, and E counts groups (kNoGroups without groups).
 inline OperandScales scales_of_rows(const Argument& arg, const Tensor& scale, const Format& f, const int64_t* leading,
                                     int64_t dims, int64_t rows, int64_t K, int64_t E) {
   OperandScales s = described(f, scale, f.blocks(K));
@@ -38,9 +38,9 @@ inline OperandScales scales_of_rows(const Argument& arg, const Tensor& scale, co
   return s;
 }
 
-// Of K rows of so many positions along tokens, in groups that end at offs. Column-major ones may have more blocks than
-// positions fill, as the quantizer makes room for any groups, and one row for each of K or for each square of them.
-// transposed: as b of a product has those.
+// Scales along tokens, of K rows of `positions` positions in groups that end at offs. Column-major scales may have more
+// blocks than the positions fill, because the quantizer makes room for any groups. They have one row for each of K
+// rows, or for each square of rows. transposed: the scales are those of b in a product.
 inline OperandScales scales_of_tokens(const Argument& arg, const Tensor& scale, const Format& f, int64_t K,
                                       int64_t positions, const Tensor& offs, bool transposed = false) {
   const int64_t E = offs.sizes[0];
@@ -87,7 +87,7 @@ inline OperandScales scales_of_tokens(const Argument& arg, const Tensor& scale, 
   return s;
 }
 
-// Of E weights of so many rows and columns. transposed: as b of a product has those of squares.
+// Scales of E weights [rows, columns]. transposed: scales of squares as b of a product has them.
 inline OperandScales scales_of_experts(const Argument& arg, const Tensor& scale, const Format& f, int64_t E,
                                        int64_t rows, int64_t columns, bool transposed = false) {
   ScaleShape shape = scales_of_weight(f, E, rows, columns);

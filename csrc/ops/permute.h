@@ -1,4 +1,4 @@
-// permute_quantized, for ops that take rows by index where their kernels do not.
+// permute_quantized, for ops whose kernels take no rows by index.
 #pragma once
 #include "ops/tensor.h"
 

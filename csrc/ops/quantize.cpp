@@ -5,7 +5,7 @@
 namespace moe_fp8 {
 namespace {
 
-// What the quantizers of tokens take.
+// Arguments of the quantizers of tokens.
 struct Tokens {
   const Argument& x_arg;
   const Argument& offs_arg;
@@ -19,7 +19,7 @@ struct Tokens {
   std::string_view amax = "group";
 };
 
-// rowwise takes rows of any leading dimensions, as experts of which nothing is wanted along tokens.
+// rowwise takes any leading dimensions: they run as experts with outputs along rows only.
 Outputs quantize_leading(const Tokens& t, const Tensor* offs, QuantizeParams& p) {
   const char* op = t.x_arg.op;
   const Tensor& x = t.x;

@@ -1,4 +1,4 @@
-// What ops that quantize share: what a launch needs, and the step that each runs on the CPU or the GPU.
+// Steps that quantizing ops share: parameters of a launch, outputs, and the run on the CPU or on the GPU.
 #pragma once
 #include "cpu/quantize.h"
 #include "numerics/operand_scales.h"
@@ -6,10 +6,10 @@
 
 namespace moe_fp8 {
 
-// The rows of `arg` are in groups that end at offs, padded to multiples of `align` along tokens.
+// Puts the rows of `arg` in groups that end at offs, padded to multiples of `align` along tokens.
 inline void set_groups(QuantizeParams& p, const char* op, const char* arg, const Tensor& offs,
                        std::optional<int64_t> align) {
-  static const int kNoEnds[1] = {};  // null would say that there are no groups
+  static const int kNoEnds[1] = {};  // null would mean that there are no groups
   const Format& f = format_of(p.format);
   p.E = offs.sizes[0];
   p.offs = p.E ? offs.as<int>() : kNoEnds;
@@ -28,8 +28,8 @@ inline Amax check_amax(const char* op, const Format& f, std::string_view amax) {
   fail(op, ": amax must be 'group'", other, " with format '", f.name, "', got '", amax, "'");
 }
 
-// What quantize() writes, in the order in which ops return it, and p with where that is. Where p has padded_offs
-// already, those of another operand of the same groups, none are made.
+// The outputs of quantize(), in the order in which ops return them. outputs_of() allocates them and sets p's pointers.
+// If p has the padded_offs of another operand of the same groups already, it allocates none.
 struct Outputs {
   Handle q, scale, q_t, scale_t, padded_offs;
 };
@@ -51,7 +51,7 @@ inline Outputs outputs_of(const Call& call, QuantizeParams& p) {
   return o;
 }
 
-// What p.scratch points to, where it is needed.
+// Allocates the scratch memory that p needs, and sets p.scratch.
 inline Handle scratch_of(const Call& call, const Tensor& x, QuantizeParams& p) {
   const int64_t words = x.on_gpu() ? scratch_words(p) : 0;
   if (words == 0) return {};

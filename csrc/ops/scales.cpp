@@ -8,24 +8,24 @@ namespace {
 
 constexpr const char *kSwizzle = "swizzle_scales", *kUnswizzle = "unswizzle_scales";
 
-// What `groups` says: whose rows or columns offs end, or that there is a matrix for each expert.
-struct Kind {
+// The meaning of `groups`: whether offs divide rows or columns, or every expert has a matrix.
+struct Layout {
   Groups groups;
   bool experts;
 };
-Kind check_groups(const char* op, std::optional<std::string_view> groups, bool has_offs) {
-  Kind kind = {Groups::kNone, false};
-  if (groups == "rows") kind.groups = Groups::kRows;
-  else if (groups == "columns") kind.groups = Groups::kColumns;
-  else if (groups == "experts") kind.experts = true;
+Layout check_groups(const char* op, std::optional<std::string_view> groups, bool has_offs) {
+  Layout layout = {Groups::kNone, false};
+  if (groups == "rows") layout.groups = Groups::kRows;
+  else if (groups == "columns") layout.groups = Groups::kColumns;
+  else if (groups == "experts") layout.experts = true;
   else if (groups) fail(op, ": groups must be None, 'rows', 'columns' or 'experts', got '", *groups, "'");
-  const bool wanted = kind.groups != Groups::kNone;
+  const bool wanted = layout.groups != Groups::kNone;
   if (wanted && !has_offs) fail(op, ": offs must be given with groups '", *groups, "', got None");
   if (!wanted && has_offs)
     fail(op, ": offs must be None with groups ", groups ? *groups : std::string_view("None"), ", got a tensor");
-  return kind;
+  return layout;
 }
-// What offs divide must have room with its padding.
+// Checks offs, and that the padded rows or columns that they divide have room.
 void check_offs(const Argument& arg, const Tensor& offs, const Tensor& like, Groups groups, int64_t R, int64_t C) {
   const bool of_rows = groups == Groups::kRows;
   check_offs(arg, offs, like, of_rows ? R : C, of_rows ? "rows" : "columns");
@@ -47,23 +47,23 @@ Results<2> swizzle_scales_op(const Tensor& scale, std::optional<std::string_view
                              const std::optional<Tensor>& offs) {
   constexpr const Argument &kScale = argument(kSwizzle, "scale"), &kOffs = argument(kSwizzle, "offs");
   check(kScale, scale);
-  const Kind kind = check_groups(kSwizzle, groups, offs.has_value());
-  check_dims(kScale, scale, kind.experts ? 3 : 2, kind.experts ? 3 : 2);
+  const Layout layout = check_groups(kSwizzle, groups, offs.has_value());
+  check_dims(kScale, scale, layout.experts ? 3 : 2, layout.experts ? 3 : 2);
   const int64_t R = scale.sizes[scale.dim - 2], C = scale.sizes[scale.dim - 1];
-  if (offs) check_offs(kOffs, *offs, scale, kind.groups, R, C);
-  const int64_t E = offs ? offs->sizes[0] : kind.experts ? scale.sizes[0] : 1;
+  if (offs) check_offs(kOffs, *offs, scale, layout.groups, R, C);
+  const int64_t E = offs ? offs->sizes[0] : layout.experts ? scale.sizes[0] : 1;
   const Call call(kSwizzle, "scale", scale);
   Handle starts = call.empty({offs ? E : 0}, kInt32), blocked;
-  if (kind.experts) {
+  if (layout.experts) {
     blocked = call.empty({E, padded_scale_rows(R) * padded_scale_columns(C)}, scale.dtype);
   } else {
-    const BlockedExtent extent = blocked_extent(kind.groups, E, R, C);
+    const BlockedExtent extent = blocked_extent(layout.groups, E, R, C);
     blocked = call.empty({extent.rows, extent.columns}, scale.dtype);
   }
-  if (kind.experts && scale.empty()) return results(blocked, starts);  // of however many
+  if (layout.experts && scale.empty()) return results(blocked, starts);  // of any number of experts
   run(call, scale, true, {scale.as<uint8_t>(), data<uint8_t>(blocked), offs ? offs->as<int>() : nullptr,
                           offs && E ? data<int>(starts) : nullptr, E, R, C, scale.strides[scale.dim - 2],
-                          kind.experts ? scale.strides[0] : 0, kind.groups});
+                          layout.experts ? scale.strides[0] : 0, layout.groups});
   return results(blocked, starts);
 }
 
@@ -71,23 +71,23 @@ Results<1> unswizzle_scales_op(const Tensor& blocked, int64_t rows, int64_t cols
                                std::optional<std::string_view> groups, const std::optional<Tensor>& offs) {
   constexpr const Argument &kBlocked = argument(kUnswizzle, "blocked"), &kOffs = argument(kUnswizzle, "offs");
   check(kBlocked, blocked);
-  const Kind kind = check_groups(kUnswizzle, groups, offs.has_value());
+  const Layout layout = check_groups(kUnswizzle, groups, offs.has_value());
   check_count(kUnswizzle, "rows", rows);
   check_count(kUnswizzle, "cols", cols);
-  if (offs) check_offs(kOffs, *offs, blocked, kind.groups, rows, cols);
-  const int64_t E = offs ? offs->sizes[0] : kind.experts ? blocked.sizes[0] : 1;
-  if (kind.experts) {
+  if (offs) check_offs(kOffs, *offs, blocked, layout.groups, rows, cols);
+  const int64_t E = offs ? offs->sizes[0] : layout.experts ? blocked.sizes[0] : 1;
+  if (layout.experts) {
     check_size(kBlocked, blocked, 1, padded_scale_rows(rows) * padded_scale_columns(cols));
   } else {
-    const BlockedExtent extent = blocked_extent(kind.groups, E, rows, cols);
+    const BlockedExtent extent = blocked_extent(layout.groups, E, rows, cols);
     check_size(kBlocked, blocked, 0, extent.rows);
     check_size(kBlocked, blocked, 1, extent.columns);
   }
   const Call call(kUnswizzle, "blocked", blocked);
-  Handle scale = kind.experts ? call.empty({E, rows, cols}, blocked.dtype) : call.empty({rows, cols}, blocked.dtype);
-  if (kind.experts && blocked.empty()) return results(scale);  // of however many
+  Handle scale = layout.experts ? call.empty({E, rows, cols}, blocked.dtype) : call.empty({rows, cols}, blocked.dtype);
+  if (layout.experts && blocked.empty()) return results(scale);  // of any number of experts
   run(call, blocked, false, {blocked.as<uint8_t>(), data<uint8_t>(scale), offs ? offs->as<int>() : nullptr, nullptr, E,
-                             rows, cols, cols, kind.experts ? rows * cols : 0, kind.groups});
+                             rows, cols, cols, layout.experts ? rows * cols : 0, layout.groups});
   return results(scale);
 }
 

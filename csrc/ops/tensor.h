@@ -1,6 +1,9 @@
-// Tensors of torch's stable C interface, and how an op is called through it. torch's own wrappers for that,
-// torch::stable::Tensor and TORCH_BOX, add a control block, a second handle and reference counts to every tensor: about
-// an eighth of an op's host time.
+// Tensors of torch's stable C interface, and how ops are called through it.
+//
+// This is the only header that uses torch::stable::detail: from() and to(), the conversions between C++ types and the
+// 64-bit words of a boxed call. The public twin is TORCH_BOX with torch::stable::Tensor. It adds a control block, a
+// second handle and reference counts to every tensor, about an eighth of an op's host time. Both conversions are
+// templates of torch's headers, so that a build depends on them and a binary does not.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
@@ -19,12 +22,12 @@
 
 #include "numerics/format.h"
 
-// Weak: torch has it from 2.13 on.
+// A weak symbol: torch has it from 2.13 on.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
 namespace moe_fp8 {
 
-// Raises a Python RuntimeError. Call it under an `if`: its arguments then cost nothing while all is well.
+// Raises a Python RuntimeError. Called under an `if`, so that its arguments cost nothing in valid calls.
 template <class... Pieces>
 [[noreturn, gnu::cold, gnu::noinline]] void fail(const Pieces&... pieces) {
   std::ostringstream text;
@@ -32,14 +35,14 @@ template <class... Pieces>
   throw std::runtime_error(text.str());
 }
 
-// Of a call into torch, which reports like C; in torch's own words where it can pass them on.
+// Raises if a call into torch has failed, with torch's own message where torch can pass it on.
 inline void check_torch(AOTITorchError code) {
   if (code == 0) return;
   fail(torch_exception_get_what_without_backtrace ? torch_exception_get_what_without_backtrace()
                                                   : "moe_fp8_ext: a call into torch failed, as printed above");
 }
 
-// ---- dtypes and devices: torch's codes are not part of the interface, so they are asked for, once ------------------
+// ---- dtypes and devices: torch's codes are no part of the interface, so they are looked up once --------------------
 inline const int32_t kBFloat16 = aoti_torch_dtype_bfloat16(), kFloat32 = aoti_torch_dtype_float32();
 inline const int32_t kE8M0 = torch_dtype_float8_e8m0fnu();
 inline const int32_t kInt32 = aoti_torch_dtype_int32(), kInt64 = aoti_torch_dtype_int64();
@@ -51,7 +54,7 @@ inline const int32_t kFp8Dtypes[] = {                                           
 inline int32_t scale_dtype(ScaleType type) { return type == ScaleType::kF32 ? kFloat32 : kE8M0; }
 inline const int32_t kCpu = aoti_torch_device_type_cpu(), kCuda = aoti_torch_device_type_cuda();
 
-// As Python prints it.
+// The name that Python prints.
 inline std::string dtype_name(int32_t dtype) {
   const std::pair<int32_t, const char*> names[] = {
       {kFp8Dtypes[0], "float8_e4m3fn"}, {kFp8Dtypes[1], "float8_e5m2"},
@@ -88,7 +91,7 @@ inline Handle share(const Handle& tensor) {
   check_torch(aoti_torch_new_tensor_handle(tensor.get(), &other));
   return Handle(other);
 }
-// The first elements of a contiguous tensor in another shape.
+// A view of the first elements of a contiguous tensor, in another shape.
 inline Handle view(const Handle& tensor, std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) {
   AtenTensorHandle other = nullptr;
   check_torch(aoti_torch__reinterpret_tensor(tensor.get(), int64_t(sizes.size()), sizes.begin(), strides.begin(), 0,
@@ -96,12 +99,12 @@ inline Handle view(const Handle& tensor, std::initializer_list<int64_t> sizes, s
   return Handle(other);
 }
 
-// An argument. Its facts are read once: every question is a call into torch.
+// An argument. Its properties are read once, because every question is a call into torch.
 struct Tensor {
   explicit Tensor(Handle tensor) : handle(std::move(tensor)) {
     int64_t *sizes_of = nullptr, *strides_of = nullptr;
     check_torch(aoti_torch_get_dim(handle.get(), &dim));
-    if (dim <= 1) check_torch(aoti_torch_is_defined(handle.get(), &defined));  // what is none has one
+    if (dim <= 1) check_torch(aoti_torch_is_defined(handle.get(), &defined));  // an undefined tensor has one dimension
     if (!defined) return;
     check_torch(aoti_torch_get_sizes(handle.get(), &sizes_of));
     check_torch(aoti_torch_get_strides(handle.get(), &strides_of));
@@ -122,7 +125,7 @@ struct Tensor {
   const T* as() const { return static_cast<const T*>(data); }
 
   Handle handle;
-  bool defined = true;  // Python's None is a tensor to torch where one must be
+  bool defined = true;  // torch passes None as an undefined tensor where the schema wants one
   int64_t dim;
   const int64_t* sizes = nullptr;
   const int64_t* strides = nullptr;
@@ -133,20 +136,20 @@ inline std::string device_name(const Tensor& t) {
   return t.on_gpu() ? "cuda:" + std::to_string(t.device_index) : t.device_type == kCpu ? "cpu" : "another device";
 }
 
-// ---- calls of torch's ops: arguments and then results are 64-bit words on one stack, which own their tensors -------
+// ---- calls of torch's ops: arguments, then results, are 64-bit words on one stack that own their tensors -----------
 template <class T>
 StableIValue word(const T& value) { return torch::stable::detail::from(value); }
 inline StableIValue word(Handle tensor) { return word(tensor.release()); }
 inline StableIValue optional_word(Handle tensor) { return word(std::optional<AtenTensorHandle>(tensor.release())); }
 
-// An op with one result.
+// Calls an op with one result.
 template <size_t kWords>
 Handle call_torch(const char* op, const char* overload, StableIValue (&stack)[kWords]) {
   check_torch(torch_call_dispatcher(op, overload, stack, TORCH_ABI_VERSION));
   return Handle(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
 }
 
-// ---- what words on the stack own -----------------------------------------------------------------------------------
+// ---- owners of the words on the stack ------------------------------------------------------------------------------
 template <class T>
 struct Owner {
   explicit Owner(StableIValue word) : value(torch::stable::detail::to<T>(word)) {}
@@ -168,7 +171,7 @@ struct Owner<std::optional<Tensor>> {
   }
   Handle tensor;
 };
-// torch's own conversion to std::string never deletes the copy that it makes on the way.
+// torch's own conversion to std::string leaks the copy that it makes.
 struct DeleteString {
   void operator()(StringHandle string) const { torch_delete_string(string); }
 };
@@ -195,14 +198,14 @@ struct Owner<std::optional<std::string_view>> {
 };
 
 // ---- ops -----------------------------------------------------------------------------------------------------------
-// What an op returns: its results, owned by the caller from here on.
+// The results of an op. The caller owns them from here on.
 template <int n>
 using Results = std::array<AtenTensorHandle, n>;
 template <class... Handles>
 Results<sizeof...(Handles)> results(Handles&... handles) { return {handles.release()...}; }
 
-// An op as torch calls it; dtypes are torch's codes, strings are std::string_view. The words on the stack own tensors
-// and strings: all are taken before anything can fail.
+// An op as torch calls it. Dtypes are torch's codes, strings are std::string_view. The words on the stack own tensors
+// and strings: all are taken over before anything can fail.
 template <auto op>
 struct Boxed;
 template <size_t kResults, class... Args, std::array<AtenTensorHandle, kResults> (*op)(Args...)>
@@ -220,7 +223,8 @@ struct Boxed<op> {
 
 }  // namespace moe_fp8
 
-// CPU and GPU (torch calls AMD's GPUs CUDA too) share one function, which branches where the kernel starts.
+// CPU and GPU share one function, which branches where it runs the loop or the kernel. torch calls AMD's GPUs CUDA,
+// too.
 #define MOE_FP8_REGISTER(op)                                                                            \
   STABLE_TORCH_LIBRARY_IMPL(moe_fp8, CPU, m) { m.impl(#op, moe_fp8::Boxed<&moe_fp8::op##_op>::call); }  \
   STABLE_TORCH_LIBRARY_IMPL(moe_fp8, CUDA, m) { m.impl(#op, moe_fp8::Boxed<&moe_fp8::op##_op>::call); }

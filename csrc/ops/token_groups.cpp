@@ -12,32 +12,34 @@ void check_starts(const Argument& arg, const Tensor& starts, const Tensor& offs)
     fail(arg.op, ": padded_starts must have the ", E, " entries of offs, got ", starts.sizes[0]);
 }
 
-// Contents; waits for the device. Called after check_offs. Places that are written to must not overlap.
+// Checks the contents of padded_starts, which waits for the device. Called after check_offs. Groups that are written to
+// must not overlap.
 void validate_starts(const char* op, const Tensor& starts, const Tensor& offs, int64_t padded, bool written) {
   if (!flag_is_set("MOE_FP8_VALIDATE")) return;
-  const std::vector<int> of_starts = contents(starts), of_offs = contents(offs);
+  const std::vector<int> first = contents(starts), ends = contents(offs);
   int64_t end = 0;
-  for (size_t e = 0; e < of_starts.size(); ++e) {
-    if (written && of_starts[e] >= 0 && of_starts[e] < end)
-      fail(op, ": padded_starts must leave every group its rows, got padded_starts[", e, "] = ", of_starts[e],
+  for (size_t e = 0; e < first.size(); ++e) {
+    if (written && first[e] >= 0 && first[e] < end)
+      fail(op, ": padded_starts must leave every group its rows, got padded_starts[", e, "] = ", first[e],
            " where the group before ends at ", end);
-    end = int64_t(of_starts[e]) + of_offs[e] - (e ? of_offs[e - 1] : 0);
-    if (of_starts[e] < 0 || end > padded)
+    end = int64_t(first[e]) + ends[e] - (e ? ends[e - 1] : 0);
+    if (first[e] < 0 || end > padded)
       fail(op, ": padded_starts must leave every group within the ", padded, " padded rows, got padded_starts[", e,
-           "] = ", of_starts[e]);
+           "] = ", first[e]);
   }
 }
 
-enum class Way { kPad, kUnpad };
-void find_sources(const Call& call, Way way, const Tensor& x, const TokenGroupsParams& p) {
+enum class Direction { kPad, kUnpad };
+void find_sources(const Call& call, Direction direction, const Tensor& x, const TokenGroupsParams& p) {
 #if defined(MOE_FP8_GPU)
-  if (x.on_gpu()) return call.check(way == Way::kPad ? pad_sources(p, call.stream()) : unpad_sources(p, call.stream()));
+  const bool pads = direction == Direction::kPad;
+  if (x.on_gpu()) return call.check(pads ? pad_sources(p, call.stream()) : unpad_sources(p, call.stream()));
 #endif
-  way == Way::kPad ? pad_sources_cpu(p) : unpad_sources_cpu(p);
+  direction == Direction::kPad ? pad_sources_cpu(p) : unpad_sources_cpu(p);
 }
-// The rows of x in the other layout, `rows` of them.
-Handle move_groups(const Call& call, Way way, const Tensor& x, const Tensor& offs, TokenGroupsParams p) {
-  const int64_t rows = way == Way::kPad ? p.P : p.M;
+// Moves the rows of x to the other layout.
+Handle move_groups(const Call& call, Direction direction, const Tensor& x, const Tensor& offs, TokenGroupsParams p) {
+  const int64_t rows = direction == Direction::kPad ? p.P : p.M;
   Handle out = call.empty({rows, x.sizes[1]}, x.dtype);
   const bool copies = x.sizes[1] > 0;
   if (!copies && !p.padded_offs) return out;
@@ -45,7 +47,7 @@ Handle move_groups(const Call& call, Way way, const Tensor& x, const Tensor& off
   p.offs = offs.as<int>();
   p.E = offs.sizes[0];
   p.source = copies ? data<int>(source) : nullptr;
-  find_sources(call, way, x, p);
+  find_sources(call, direction, x, p);
   if (copies) gather_rows(call, x, out, RowIndex(p.source, x.sizes[0], 1), rows);
   return out;
 }
@@ -68,7 +70,7 @@ Results<3> pad_token_groups_op(const Tensor& x, const Tensor& offs, int64_t alig
   p.align = int(align);
   p.padded_starts = data<int>(padded_starts);
   p.padded_offs = data<int>(padded_offs);
-  Handle x_padded = move_groups(call, Way::kPad, x, offs, p);
+  Handle x_padded = move_groups(call, Direction::kPad, x, offs, p);
   return results(x_padded, padded_starts, padded_offs);
 }
 
@@ -88,7 +90,7 @@ Results<1> pad_token_groups_to_op(const Tensor& x, const Tensor& offs, const Ten
   p.P = num_padded;
   p.align = 1;
   p.starts = padded_starts.as<int>();
-  Handle x_padded = move_groups(call, Way::kPad, x, offs, p);
+  Handle x_padded = move_groups(call, Direction::kPad, x, offs, p);
   return results(x_padded);
 }
 
@@ -108,7 +110,7 @@ Results<1> unpad_token_groups_op(const Tensor& y, const Tensor& offs, const Tens
   p.P = y.sizes[0];
   p.align = 1;
   p.starts = padded_starts.as<int>();
-  Handle x = move_groups(call, Way::kUnpad, y, offs, p);
+  Handle x = move_groups(call, Direction::kUnpad, y, offs, p);
   return results(x);
 }
 

@@ -25,7 +25,8 @@ BY_INSTRUCTIONS = r"mma_kernel<Traits<\(Types\)[01]"  # not what is looked up in
 CASTS_IN_SOFTWARE = ("sm_80", "sm_86", "sm_87")
 ROUNDS_TO_E8M0 = ("sm_100a", "sm_103a", "sm_120a", "sm_121a")
 OF_E8M0 = r"\(ScaleType\)1|\(ScaleOrder\)[02]"  # kernels of formats with such scales
-KINDS = {"(Fp8Variant)0": {E4M3}, "(Fp8Variant)1": {E5M2}, "(Fp8Variant)2": {E4M3, E5M2}}  # enum class Fp8Variant of quantize/types.h
+# enum class Fp8Variant of quantize/types.h
+KINDS = {"(Fp8Variant)0": {E4M3}, "(Fp8Variant)1": {E5M2}, "(Fp8Variant)2": {E4M3, E5M2}}
 
 # Kernels that quantize nothing: whether any instance, or those with this type, load vectors. The others load a word or
 # an index at a time.
