@@ -20,7 +20,7 @@ inline constexpr ActivationRule kActivations[] = {
 inline constexpr int kNumActivations = sizeof(kActivations) / sizeof(kActivations[0]);
 constexpr bool is_gated(Activation activation) { return kActivations[int(activation)].gated; }
 
-constexpr float kMostBelow = 88.f;  // from about here on exponentials are zero
+constexpr float kExpCutoff = 88.f;  // from about here on exponentials are zero
 
 // e^y of a y from -kMostBelow to 0.
 MOE_HD float exponential(float y) {
@@ -34,10 +34,10 @@ MOE_HD float exponential(float y) {
 }
 
 // Both from one power, of -|x|, so that neither is a difference: each is right to its last bits where it is small.
-struct Sigmoid { float of_x, of_minus_x; };
+struct Sigmoid { float value, complement; };
 
 MOE_HD Sigmoid sigmoid(float x) {
-  const float power = exponential(-least(magnitude(x), kMostBelow));
+  const float power = exponential(-clamp_max(magnitude(x), kExpCutoff));
   const float large = reciprocal(1.f + power), small = power * large;
   return x < 0 ? Sigmoid{small, large} : Sigmoid{large, small};
 }
@@ -47,20 +47,20 @@ struct Point { float value, slope; };
 // x * sigmoid(z) where z has this slope.
 MOE_HD Point sigmoid_times(float x, float z, float z_slope) {
   const Sigmoid s = sigmoid(z);
-  const float value = x * s.of_x;
-  return {value, fmaf(value, s.of_minus_x * z_slope, s.of_x)};
+  const float value = x * s.value;
+  return {value, fmaf(value, s.complement * z_slope, s.value)};
 }
 
 constexpr float kClampAlpha = 1.702f, kClampLimit = 7.f;  // as GPT-OSS has them
 
 template <Curve kCurve>
-MOE_HD Point point_of(float x) {
+MOE_HD Point curve_at(float x) {
   if constexpr (kCurve == Curve::kSilu) {
     return sigmoid_times(x, x, 1.f);
   } else if constexpr (kCurve == Curve::kGelu) {
     // z = 2 sqrt(2 / pi) (x + 0.044715 x^3). Where the square is cut off the sigmoid is 0 or 1; no infinity meets a 0.
     constexpr float kLinear = 0x1.988454p+0f, kCubic = 0x1.2444f2p-4f, kCubicSlope = 3 * kCubic;
-    const float square = least(x * x, 128.f);
+    const float square = clamp_max(x * x, 128.f);
     return sigmoid_times(x, x * fmaf(square, kCubic, kLinear), fmaf(square, kCubicSlope, kLinear));
   } else if constexpr (kCurve == Curve::kClampedSilu) {
     const float clamped = x > kClampLimit ? kClampLimit : x;
@@ -74,7 +74,7 @@ MOE_HD Point point_of(float x) {
 
 // What the gate's value is multiplied by, and how fast that grows with up.
 template <Activation kActivation>
-MOE_HD Point factor_of(float up) {
+MOE_HD Point up_factor(float up) {
   constexpr ActivationRule kRule = kActivations[int(kActivation)];
   if constexpr (!kRule.gated) return {1.f, 0.f};
   if constexpr (kRule.curve != Curve::kClampedSilu) return {up, 1.f};
@@ -84,7 +84,7 @@ MOE_HD Point factor_of(float up) {
 
 template <Activation kActivation>
 MOE_HD float activated(float gate, float up) {
-  return point_of<kActivations[int(kActivation)].curve>(gate).value * factor_of<kActivation>(up).value;
+  return curve_at<kActivations[int(kActivation)].curve>(gate).value * up_factor<kActivation>(up).value;
 }
 
 // a, and the gradients of gate and up where `grad` is that of a.
@@ -92,12 +92,12 @@ struct ActivationGradient { float a, gate, up; };
 // `gate` as the curve bends it.
 template <Activation kActivation>
 MOE_HD ActivationGradient activation_gradient(const Point& gate, float up, float grad) {
-  const Point u = factor_of<kActivation>(up);
+  const Point u = up_factor<kActivation>(up);
   return {gate.value * u.value, grad * u.value * gate.slope, u.slope == 0 ? 0.f : grad * gate.value};
 }
 template <Activation kActivation>
 MOE_HD ActivationGradient activation_gradient(float gate, float up, float grad) {
-  return activation_gradient<kActivation>(point_of<kActivations[int(kActivation)].curve>(gate), up, grad);
+  return activation_gradient<kActivation>(curve_at<kActivations[int(kActivation)].curve>(gate), up, grad);
 }
 
 }  // namespace moe_fp8

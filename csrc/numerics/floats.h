@@ -131,7 +131,7 @@ MOE_HD uint8_t fp8_from_scaled(const Fp8Values& t, float f) {
   const int32_t power = int32_t(magnitude & 0x7f800000u), exponent = power > min_normal ? power : min_normal;
   // The float adder rounds: in a sum with 2^shift times f's power of two, one unit is one of the result's, and the low
   // bits are the result's significand, leading 1 included. What f's exponent is above the smallest comes on top.
-  const uint32_t sum = as_bits(as_float(magnitude) + as_float(uint32_t(exponent + (shift << 23))));
+  const uint32_t sum = as_bits(as_float(magnitude) + as_float(uint32_t(exponent) + (uint32_t(shift) << 23)));
   const uint32_t code = (sum + uint32_t((exponent - min_normal) >> shift)) & 0x7fu, sign = as_bits(f) >> 24 & 0x80u;
   return uint8_t(t.negative_zero || code != 0 ? code | sign : 0);
 }

@@ -28,11 +28,11 @@ struct Format {
   int weight_rows;       // rows of a weight that share theirs: with `block` columns each
   ScaleType scale_type;
   ScaleOrder order;
-  int least_align, most_align, align;  // multiples to which groups can be padded along tokens, and the usual one
+  int min_align, max_align, align;  // multiples to which groups can be padded along tokens, and the usual one
   Rounding roundings[2];               // that it knows; the first is the usual one
-  Amax wider;                          // the amax along tokens that it knows beside that of groups; kGroup: none
+  Amax wider_amax;                          // the amax along tokens that it knows beside that of groups; kGroup: none
 
-  constexpr bool knows(Rounding r) const { return roundings[0] == r || roundings[1] == r; }
+  constexpr bool supports(Rounding r) const { return roundings[0] == r || roundings[1] == r; }
   constexpr bool blocked() const { return order == ScaleOrder::kBlocked; }
   // Scaling blocks of so many elements.
   constexpr int64_t blocks(int64_t elements) const { return block ? ceil_div<int64_t>(elements, block) : 1; }
@@ -60,19 +60,19 @@ MOE_HD constexpr Rounding second_rounding(ScaleType t) {
 
 // The kinds of scales that quantizers, dequantize and GEMMs know: another one is not an entry above alone. It is a map
 // of quantize/row_block_map.h, the scales of a tile in quantize/tile_scales.h, and in cpu/ and gemm/ what reads them.
-constexpr bool is_known_kind(const Format& f) {
-  if (!f.knows(first_rounding(f.scale_type)) || !f.knows(second_rounding(f.scale_type))) return false;
+constexpr bool is_supported_kind(const Format& f) {
+  if (!f.supports(first_rounding(f.scale_type)) || !f.supports(second_rounding(f.scale_type))) return false;
   const bool floats = f.scale_type == ScaleType::kF32;
   const bool of_rows = f.block == 0 && f.weight_rows == 1 && floats && f.order == ScaleOrder::kRowMajor;
   const bool of_squares = f.block == kBlock && f.weight_rows == kBlock && floats && f.order == ScaleOrder::kColumnMajor;
   const bool of_32 = f.block == kMxBlock && f.weight_rows == 1 && !floats && f.order != ScaleOrder::kColumnMajor;
-  return of_rows || of_squares || (of_32 && f.least_align >= kMxBlock);
+  return of_rows || of_squares || (of_32 && f.min_align >= kMxBlock);
 }
-constexpr bool are_known_kinds() {
+constexpr bool are_supported_kinds() {
   for (const Format& f : kFormats)
-    if (!is_known_kind(f)) return false;
+    if (!is_supported_kind(f)) return false;
   return true;
 }
-static_assert(are_known_kinds(), "an entry of kFormats is of a kind that no code is there for: see is_known_kind()");
+static_assert(are_supported_kinds(), "an entry of kFormats is of a kind that no code is there for: see is_supported_kind()");
 
 }  // namespace moe_fp8

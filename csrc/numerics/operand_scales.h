@@ -71,7 +71,7 @@ struct OperandScales {
     if (block_size == 0) return {first, 1, 0};
     return {first, ceil_div(columns, block_size), at / block_size};
   }
-  MOE_HD RowScales of_row(int64_t row) const {  // of the only group
+  MOE_HD RowScales scales_of_row(int64_t row) const {  // of the only group
     const auto* bytes = static_cast<const uint8_t*>(data);
     if (layout == ScaleLayout::kBlocked) {
       const int64_t at = blocked_offset(uint32_t(row), 0, padded_scale_columns(blocks));
@@ -83,7 +83,7 @@ struct OperandScales {
   MOE_HD int64_t row_step() const {  // bytes, from the scales of an even row to those of the next one
     return layout == ScaleLayout::kBlocked ? 4 * kScaleColumns : row_stride * (layout == ScaleLayout::kFloat ? 4 : 1);
   }
-  MOE_HD ColumnScales of_column(ColumnBlock b) const {
+  MOE_HD ColumnScales scales_of_column(ColumnBlock b) const {
     if (layout == ScaleLayout::kBlocked) {
       const int padded = int(padded_scale_columns(b.count));
       return {data, b.first * block_stride + blocked_offset(0, b.at, padded), group_stride, 0, 0, padded, layout};
@@ -94,11 +94,11 @@ struct OperandScales {
             rows_log2, 0, layout};
   }
   MOE_HD float at(int64_t group, int64_t row, ColumnBlock b) const {
-    const ColumnScales scales = of_column(b);
+    const ColumnScales scales = scales_of_column(b);
     return scales.value(scales.bits(group, row));
   }
   // The bytes of four scales, not kFloat's; the first is a multiple of four in its group. Behind its last is anything.
-  MOE_HD uint32_t four_at(int64_t group, int64_t row, ColumnBlock b) const {
+  MOE_HD uint32_t four_bits_at(int64_t group, int64_t row, ColumnBlock b) const {
     uint32_t four = 0;
     if (layout == ScaleLayout::kBlocked) {
       const auto* bytes = static_cast<const uint8_t*>(data) + group * group_stride + b.first * block_stride;

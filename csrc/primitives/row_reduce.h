@@ -8,9 +8,9 @@
 //   several waves, n rows          reduce_scatter_lanes, then reduce_waves    the lanes with the same number, in all waves
 //   values in shared memory        combine_partials<kStride>(p, count, f)     the caller
 //
-// f is a functor of functional.h, or MaxMagnitude of cast.h. The order in which values are combined is fixed: it depends
-// on the template arguments and on the number of waves alone. Lane masks are below kLanes, so rows of 32 threads stay
-// apart in a wave of 64.
+// f is a functor of functional.h, or MaxMagnitude of cast.h. The order in which values are combined is fixed: it
+// depends on the template arguments and on the number of waves alone. Lane masks are below kLanes, so rows of 32
+// threads stay apart in a wave of 64.
 #pragma once
 #include <type_traits>
 
@@ -28,7 +28,7 @@ MOE_DEVICE T reduce_lanes(T v, Combine combine) {
   static_assert(std::is_same_v<decltype(combine(v, v)), T>, "the functor would convert the values");
   constexpr bool kWholeWave = kLanes == kWarpSize && kStride == 1;
   if constexpr (kWholeWave && std::is_same_v<Combine, MaxU32>) {
-    return warp_max(v);
+    return wave_max(v);
   } else if constexpr (kWholeWave && std::is_same_v<Combine, Sum>) {
     return wave_sum(v);
   } else {
@@ -46,8 +46,8 @@ MOE_DEVICE T reduce_lanes(T v, int lanes, Combine combine) {
   return v;
 }
 
-// Reduce-scatter: every lane brings n values, and gets one of the n results. A step halves what a lane still reduces: it
-// keeps one half of its values, and sends the other half to the lane that keeps that one. So n results cost n - 1
+// Reduce-scatter: every lane brings n values, and gets one of the n results. A step halves what a lane still reduces:
+// it keeps one half of its values, and sends the other half to the lane that keeps that one. So n results cost n - 1
 // shuffles and log2(kLanes / n) more, instead of n log2(kLanes). n is a power of two, at most kLanes.
 //
 // Lane l gets result scattered_index<kLanes, n, kOrder>(l), of 8 lanes and 4 values:
@@ -86,11 +86,11 @@ MOE_DEVICE int scattered_index(int lane) {
 
 // Sums of n values of every lane, neighbours first; lane l gets the sum of value number_of_lane<n>(l).
 template <int kLanes = kWarpSize, int n>
-MOE_DEVICE float neighbour_sums(const float (&values)[n]) {
+MOE_DEVICE float reduce_scatter_sum(const float (&values)[n]) {
   return reduce_scatter_lanes<kLanes, LaneOrder::kNearFirst>(values, threadIdx.x, SumF32{});
 }
 template <int n>
-MOE_DEVICE int number_of_lane(int lane) { return scattered_index<kWarpSize, n, LaneOrder::kNearFirst>(lane); }
+MOE_DEVICE int reduce_scatter_sum_index(int lane) { return scattered_index<kWarpSize, n, LaneOrder::kNearFirst>(lane); }
 
 // Combines `count` values of memory that are kStride apart, in order.
 template <int kStride = 1, class T, class Combine>
