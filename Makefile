@@ -1,19 +1,21 @@
-# Each target makes what it needs: a virtual environment in .venv with torch in it, and the extension, built again where
-# sources changed. It takes Python >= 3.10, make and a C++ compiler.
+# Each target first makes what it needs: a virtual environment in .venv with torch, and the extension. The extension is
+# built again if a source has changed. You need Python 3.10 or newer, make and a C++ compiler.
 #
-#   PYTHON=python3.12     another interpreter (or MOE_FP8_PYTHON in the environment)
-#   SYSTEM_SITE=1         that interpreter as it is, with its own torch: no virtual environment, nothing is installed
-#   ARGS="..."            further arguments for the program that the target runs
-#   MAX_JOBS=2            compilers, and processes of tests, at a time
-#   MOE_FP8_BACKEND=cuda  build for GPUs on a machine that has none; CONTRIBUTING.md lists the other variables
+#   PYTHON=python3.12     use another interpreter (or set MOE_FP8_PYTHON in the environment)
+#   SYSTEM_SITE=1         use that interpreter and its torch as they are; create and install nothing
+#   ARGS="..."            pass these arguments to the program that the target runs
+#   MAX_JOBS=2            run at most two compilers, or two test processes, at a time
+#   MOE_FP8_BACKEND=cuda  build for GPUs on a machine without one; CONTRIBUTING.md lists more variables
 
 PYTHON ?= $(or $(MOE_FP8_PYTHON),python3)
 VENV := .venv
 ARGS ?=
 RUFF := ruff==0.17.5
 
-# In place, the extension is built for the GPUs of this machine, or for its CPU: other architectures take minutes.
-export MOE_FP8_BACKEND := $(or $(MOE_FP8_BACKEND),native)
+# In place, the extension is built for this machine: for its GPUs, or for its CPU. Five architectures of GPUs take 20
+# minutes on two cores; only `make wheel` builds them all.
+GIVEN_BACKEND := $(MOE_FP8_BACKEND)
+export MOE_FP8_BACKEND := $(or $(GIVEN_BACKEND),native)
 
 ifdef SYSTEM_SITE
 PY := $(PYTHON)
@@ -22,10 +24,10 @@ else
 PY := $(VENV)/bin/python
 packages = $(VENV)/.$(1)
 endif
-# Tests start dozens of processes, each of which would compile torch's modules again.
+# Tests start dozens of processes. Without bytecode, each of them would compile torch's modules again.
 unexport PYTHONDONTWRITEBYTECODE
 BUILD := $(PY) setup.py -q build_ext --inplace
-# A system's Python may lack pytest-xdist, which spreads tests over processes.
+# pytest-xdist spreads tests over processes. With SYSTEM_SITE=1 it may be missing.
 WORKERS = $(shell $(PY) -c 'import xdist' 2>&- && printf '%s' '-n $(or $(MAX_JOBS),auto) --dist worksteal')
 SAY := @printf 'moe_fp8_ext: %s\n'
 
@@ -44,14 +46,14 @@ test: $(call packages,test) ## run the tests; without a GPU, on the CPU and on e
 	$(BUILD)
 	$(PY) -m pytest -q $(WORKERS) $(ARGS)
 
-fuzz: $(call packages,test) ## call every op of a CPU build at random, under AddressSanitizer and UBSan
+fuzz: $(call packages,test) ## call every op at random, on the CPU, under AddressSanitizer and UBSan
 	$(PY) tests/toolchain/sanitized_fuzz.py $(ARGS)
 
-bench: $(call packages,bench) ## time every op against the memory limit and the alternatives
+bench: $(call packages,bench) ## time every op, and compare it with the memory limit and with alternatives
 	$(BUILD)
 	$(PY) bench/run.py $(ARGS)
 
-report: $(call packages,bench) ## try every kernel on a GPU that nobody has reported yet, and print what to attach
+report: $(call packages,bench) ## run every kernel on a GPU that nobody has reported on yet, and print a report
 	$(BUILD)
 	$(PY) tests/toolchain/first_run.py $(ARGS)
 
@@ -59,18 +61,18 @@ lint: $(call packages,lint) ## check the Python code
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 
-build: $(call packages,test) ## build the extension in place, with what the tests need
+build: $(call packages,test) ## build the extension in place, and install what the tests need
 	$(BUILD)
 
-wheel: export MOE_FP8_BACKEND :=
-wheel: $(call packages,test) ## build a wheel in dist/ for all GPUs of the compiler that is found; takes minutes
-	$(SAY) "building a wheel for all architectures, which takes 20 minutes on two cores"
-	export MOE_FP8_CUDA_ARCHS="$${MOE_FP8_CUDA_ARCHS:-$(call archs,cuda)}" \
-		MOE_FP8_ROCM_ARCHS="$${MOE_FP8_ROCM_ARCHS:-$(call archs,rocm)}"; \
-		$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .
-archs = $(shell PYTHONPATH=build_backend $(PYTHON) -c 'import environment; print(environment.DEFAULT_ARCHS["$(1)"])')
+wheel: export MOE_FP8_BACKEND := $(GIVEN_BACKEND)
+wheel: $(call packages,tools) ## build a wheel for all supported GPUs into dist/
+	$(SAY) "building a wheel for all architectures (20 minutes on two cores)"
+	MOE_FP8_CUDA_ARCHS="$${MOE_FP8_CUDA_ARCHS:-$(call all_archs,cuda)}" \
+	MOE_FP8_ROCM_ARCHS="$${MOE_FP8_ROCM_ARCHS:-$(call all_archs,rocm)}" \
+	$(PY) -m pip wheel --verbose --no-deps --no-build-isolation -w dist .
+all_archs = $(shell PYTHONPATH=build_backend $(PY) -c 'import environment; print(environment.DEFAULT_ARCHS["$(1)"])')
 
-clean: ## remove all that the targets above made
+clean: ## remove everything that these targets made
 	rm -rf $(VENV) build dist *.egg-info moe_fp8_ext/*.so .pytest_cache .ruff_cache .hypothesis train_moe_lm.png
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -83,11 +85,15 @@ $(VENV)/.lint: | $(VENV)/bin/python
 	$(PY) -m pip install -q $(RUFF)
 	@touch $@
 
-# pip would build the extension without a word. It is built before, with its messages, and pip finds it done.
-$(VENV)/.%: pyproject.toml setup.py build_backend/environment.py | $(VENV)/bin/python
-	$(SAY) "installing torch and the build's tools where they are missing (pip downloads them: a minute or more)"
+# What a build needs, and no more.
+$(VENV)/.tools: build_backend/environment.py | $(VENV)/bin/python
+	$(SAY) "installing torch and build tools if they are missing (a download of a minute or more)"
 	needs=$$($(PY) build_backend/environment.py) && { [ -z "$$needs" ] || $(PY) -m pip install -q $$needs; }
+	@touch $@
+
+# pip prints nothing while it builds. So the extension is built first, and pip finds it finished.
+$(VENV)/.%: pyproject.toml setup.py $(VENV)/.tools
 	$(BUILD)
-	$(SAY) "installing the packages of '$*' (pip downloads them: a minute or more)"
+	$(SAY) "installing the packages for '$*' (a download of a minute or more)"
 	$(PY) -m pip install -q --no-build-isolation -e '.[$*]'
 	@touch $@

@@ -1,4 +1,4 @@
-"""pip's way in: configures CMake, builds with ninja, and hands setuptools the one extension module."""
+"""The entry point of pip: configures CMake, builds with ninja, and gives setuptools the extension module."""
 
 import os
 import shutil
@@ -19,11 +19,11 @@ from build_backend import environment  # noqa: E402
 class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         found = environment.toolchain()
-        # Not setuptools' build_temp, which is a new folder for every editable install: rebuilds are incremental here.
+        # setuptools' build_temp is a new folder for every editable install. In this folder, rebuilds are incremental.
         build = ROOT / "build" / f"{found.backend}-{sys.implementation.cache_tag}"
         cache = build / "CMakeCache.txt"
         if cache.is_file() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text():
-            shutil.rmtree(build)  # the tree was moved, which CMake does not follow
+            shutil.rmtree(build)  # the tree was moved, and CMake refuses to build in another place
         options = {
             "CMAKE_BUILD_TYPE": "Release",
             "CMAKE_MAKE_PROGRAM": found.ninja,
@@ -37,19 +37,19 @@ class CMakeBuild(build_ext):
             options["MOE_FP8_PYTHON"] = sys.executable
         if found.backend == "cuda":
             os.environ["CUDACXX"] = found.device_compiler
-        what = " ".join([found.backend, *found.archs.split(";")]).rstrip()
-        print(f"moe_fp8_ext: building for {what} ({found.reason}), torch {found.torch.version}", flush=True)
+        target = " ".join([found.backend, *found.archs.split(";")]).rstrip()
+        print(f"moe_fp8_ext: building for {target} ({found.reason}), torch {found.torch.version}", flush=True)
         defines = [f"-D{name}={value}" for name, value in options.items()]
         self._cmake(found, "configure", "-S", ROOT, "-B", build, "-G", "Ninja", *defines)
         jobs = os.environ.get("MAX_JOBS")
         self._cmake(found, "build", "--build", build, *(["--parallel", jobs] if jobs else []))
-        target = Path(self.get_ext_fullpath(ext.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self.copy_file(str(build / "_C.so"), str(target))
+        module = Path(self.get_ext_fullpath(ext.name))
+        module.parent.mkdir(parents=True, exist_ok=True)
+        self.copy_file(str(build / "_C.so"), str(module))
 
     def _cmake(self, found: environment.Toolchain, verb: str, *args: object) -> None:
         if subprocess.run([found.cmake, *map(str, args)]).returncode:
-            environment.fail(f"CMake could not {verb} the extension; its messages stand above.")
+            environment.fail(f"CMake could not {verb} the extension; see its messages above.")
 
 
 def sources() -> list[str]:

@@ -1,7 +1,8 @@
-"""GPU x recipe -> how the products of a recipe are computed there: what the table of GEMMs gives for sizes and operands
-that every one of its entries takes.
+"""A table of GPUs by recipes: how the products of a recipe are computed on a GPU.
 
-Of every build: build_info() prints the entries of its own.
+It is read from the table of GEMM backends (`_C.gemms()`, all builds). Each cell names the first backend that supports
+the GPU and the format. Sizes, operands and totals are such that all backends take them: sizes are multiples of 32, and
+outputs and totals are bfloat16. `build_info()` prints the backends of one build.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tabulate import tabulate
 
 from moe_fp8_ext import _C
 
-# GPU: a pattern of what a results file calls it, backend of its build, compute capability, how its kernels were tried.
+# GPU: a pattern of its name in results files, its build, its compute capability, how its kernels were tried.
 GPUS = {
     "H100, H200 (sm_90a)": ("H[12]00", "cuda", 90, "run"),
     "B200 (sm_100a)": ("B200", "cuda", 100, "compiled"),
@@ -38,14 +39,14 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """Of the table: `builds` hold it, `sm` are the least and the greatest compute capability, `mx` that it is an option
-    of torch's build."""
+    """A backend. `builds` contain it, `sm` is its range of compute capabilities (None: any GPU), and `optional` says
+    that it is an option of torch's build."""
 
     name: str
     builds: tuple[str, ...]
     formats: tuple[str, ...]
     sm: tuple[int, int] | None
-    mx: bool
+    optional: bool
 
     def takes(self, recipe: str, build: str, sm: int) -> bool:
         in_range = self.sm is None or self.sm[0] <= sm <= self.sm[1]
@@ -53,7 +54,7 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """The table in the order in which it is tried."""
+    """The backends, in the order in which they are tried."""
     found = [
         Entry(
             gemm["name"],
@@ -74,7 +75,7 @@ def cell(table: list[Entry], recipe: str, gpu: str, results: dict[str, dict]) ->
     device, build, sm, _ = GPUS[gpu]
     taken = [entry for entry in table if entry.takes(recipe, build, sm)]
     text = "as 16-bit floats" if sm == 80 else KINDS[taken[0].name]
-    if taken[0].mx:
+    if taken[0].optional:
         text = f"native if torch was built with it, else {KINDS[taken[1].name]}"
     ratios = [
         row["ratio"]
@@ -90,7 +91,7 @@ def cell(table: list[Entry], recipe: str, gpu: str, results: dict[str, dict]) ->
 
 
 def markdown(results: dict[str, dict]) -> str:
-    """The table of README.md; `results` are those of bench/results, whose speeds it names."""
+    """The table of README.md, with the speeds that `results`, the files of bench/results, have measured."""
     table = entries()
     body = [(gpu, *(cell(table, recipe, gpu, results) for recipe in RECIPES), GPUS[gpu][-1]) for gpu in GPUS]
     return tabulate(body, ("", *(f'`"{recipe}"`' for recipe in RECIPES), "kernels"), tablefmt="github")

@@ -1,4 +1,4 @@
-"""PEP 517 backend: setuptools', which asks pip for torch, CMake and ninja only where the environment has none."""
+"""PEP 517 build backend: that of setuptools, but it asks pip for torch, CMake and ninja only if they are missing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,8 @@ get_requires_for_build_editable = get_requires_for_build_wheel
 
 
 def _checked(hook: Callable[..., str]) -> Callable[..., str]:
-    # pip reads the metadata first, then downloads dependencies, then builds: say what is missing before the download.
+    # pip asks for the metadata before it downloads dependencies and builds. So a missing compiler is reported before
+    # the download.
     def wrapped(*args: Any, **kwargs: Any) -> str:
         environment.toolchain()
         return hook(*args, **kwargs)

@@ -1,6 +1,7 @@
-"""What the build finds where it runs: torch, tools, compilers, and so the backend.
+"""Finds torch, build tools and compilers on this machine, and chooses the backend.
 
-Standard library only. Run as a script it prints, one a line, what pip has to install before a build without isolation.
+It uses the standard library only. Run as a script, it prints one requirement per line: the packages that pip must
+install before a build without isolation.
 """
 
 import importlib.metadata
@@ -16,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-TORCH_MINIMUM = "2.11"  # CMakeLists.txt's TORCH_TARGET_VERSION is the same number
+TORCH_MINIMUM = "2.11"  # the same as TORCH_TARGET_VERSION in CMakeLists.txt
 TORCH = f"torch>={TORCH_MINIMUM}"
 CMAKE_MINIMUM = "3.21"
-SETUPTOOLS_MINIMUM = "77"  # pyproject.toml says so too, but nobody reads that in a build without isolation
-DEFAULT_ARCHS = {"cuda": "80;89;90a;100a;120", "rocm": "gfx942;gfx950", "cpu": ""}  # where there is no GPU to ask
-# What the GEMMs have matrix instructions of: NVIDIA's from this compute capability on, and these of AMD's.
+SETUPTOOLS_MINIMUM = "77"  # as in pyproject.toml, which pip ignores in a build without isolation
+DEFAULT_ARCHS = {"cuda": "80;89;90a;100a;120", "rocm": "gfx942;gfx950", "cpu": ""}  # without a GPU
+# The GEMMs have matrix instructions for NVIDIA GPUs from this compute capability on, and for these AMD GPUs.
 OLDEST_GPU = 8.0
 AMD_GPUS = ("gfx942", "gfx950")
 
@@ -48,7 +49,7 @@ class Torch:
 
 
 def find_torch() -> Torch | None:
-    """The torch to build against, read without importing it: an import costs seconds and may need a driver."""
+    """Finds the torch to build against, without an import: that takes seconds and may need a driver."""
     spec = importlib.util.find_spec("torch")
     path = Path(spec.origin).parent if spec and spec.origin else _torch_outside_isolation()
     if path is None:
@@ -58,8 +59,8 @@ def find_torch() -> Torch | None:
 
 
 def _torch_outside_isolation() -> Path | None:
-    # pip isolates a build through PYTHONPATH, on the interpreter of the environment it installs into. Without these
-    # variables that interpreter still sees the environment's own torch: the one that the extension will run with.
+    # pip isolates a build by setting PYTHONPATH for the interpreter that it installs into. Without these variables,
+    # the interpreter finds the torch of its environment, and the extension will run with that torch.
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
     code = "import importlib.util as u; s = u.find_spec('torch'); print(s.origin or '' if s else '')"
     found = subprocess.run([sys.executable, "-c", code], env=env, cwd=sys.prefix, capture_output=True, text=True)
@@ -70,7 +71,7 @@ def _torch_outside_isolation() -> Path | None:
 
 
 def find_tool(name: str, minimum: str = "0.0") -> str | None:
-    """The first `name` that runs. pip's own wrapper scripts stop working inside an isolated build, so each is tried."""
+    """Returns the first `name` that runs. In an isolated build, the scripts of pip's packages may fail, so try each."""
     for folder in [*os.environ.get("PATH", "").split(os.pathsep), sysconfig.get_path("scripts")]:
         tool = shutil.which(name, path=folder) if folder else None
         if tool:
@@ -105,7 +106,7 @@ def check_compiler() -> None:
         fail(f"no Python.h in {include}: install the development files of this Python (Debian: python3-dev).")
 
 
-# ---- the whole -------------------------------------------------------------------------------------------------------
+# ---- toolchain -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,11 @@ class Toolchain:
     backend: str
     device_compiler: str | None
     archs: str
-    reason: str  # for this backend and these architectures
+    reason: str  # why this backend and these architectures
 
 
 def machine_archs(backend: str) -> list[str]:
-    """The architectures of this machine's GPUs."""
+    """Returns the architectures of this machine's GPUs."""
 
     def answer(*command: str) -> str:
         tool = shutil.which(command[0]) or _first_file(f"{os.environ.get('ROCM_PATH', '/opt/rocm')}/bin/{command[0]}")
@@ -132,7 +133,7 @@ def machine_archs(backend: str) -> list[str]:
         return [f"{10 * c:.0f}{'a' if c >= 9 else ''}" for c in found]
     if backend == "rocm":
         text = answer("rocm_agent_enumerator") or answer("rocminfo")
-        return sorted(set(re.findall(r"\bgfx\w+", text)) - {"gfx000"})  # which is a CPU
+        return sorted(set(re.findall(r"\bgfx\w+", text)) - {"gfx000"})  # gfx000 is a CPU
     return []
 
 
@@ -140,14 +141,14 @@ def is_too_old(arch: str) -> bool:
     return int(re.sub(r"\D", "", arch) or 0) < 10 * OLDEST_GPU
 
 
-def that_fit(backend: str, archs: list[str]) -> str:
-    """Those that the kernels are for, nothing where there is none."""
-    fit = (lambda arch: arch in AMD_GPUS) if backend == "rocm" else (lambda arch: not is_too_old(arch))
-    return ";".join(filter(fit, archs))
+def supported(backend: str, archs: list[str]) -> str:
+    """Returns the supported ones among archs, separated by semicolons; empty if there is none."""
+    is_supported = (lambda arch: arch in AMD_GPUS) if backend == "rocm" else (lambda arch: not is_too_old(arch))
+    return ";".join(filter(is_supported, archs))
 
 
 def choose_backend(torch: Torch) -> tuple[str, str | None, str]:
-    """(backend, device compiler, reason): what torch and the machine suggest, unless MOE_FP8_BACKEND says otherwise."""
+    """Returns (backend, device compiler, reason), from MOE_FP8_BACKEND or else from torch and the machine."""
     asked = os.environ.get("MOE_FP8_BACKEND", "")
     if asked not in ("", "native", *DEFAULT_ARCHS):
         fail(f"MOE_FP8_BACKEND must be one of native, {', '.join(DEFAULT_ARCHS)}, got {asked!r}.")
@@ -155,8 +156,8 @@ def choose_backend(torch: Torch) -> tuple[str, str | None, str]:
         backend, reason = asked, "MOE_FP8_BACKEND says so"
     else:
         backend, reason = "rocm" if torch.hip else "cuda" if find_nvcc() else "cpu", "no nvcc and no ROCm here"
-        if asked == "native" and backend != "cpu" and not that_fit(backend, machine_archs(backend)):
-            backend, reason = "cpu", "no GPU here that the kernels are for"
+        if asked == "native" and backend != "cpu" and not supported(backend, machine_archs(backend)):
+            backend, reason = "cpu", "no supported GPU here"
     if backend == "cpu":
         return backend, None, reason
     compiler = find_nvcc() if backend == "cuda" else find_hipcc()
@@ -168,16 +169,16 @@ def choose_backend(torch: Torch) -> tuple[str, str | None, str]:
 
 
 def choose_archs(backend: str, device_compiler: str) -> tuple[str, str]:
-    """(architectures, reason)"""
+    """Returns (architectures, reason)."""
     variable = f"MOE_FP8_{backend.upper()}_ARCHS"
     asked, found = os.environ.get(variable), machine_archs(backend)
-    here = that_fit(backend, found)
+    here = supported(backend, found)
     if found and not here and not asked:
         here = ", ".join(found)
-        least = f"those from {10 * OLDEST_GPU:.0f} on" if backend == "cuda" else " and ".join(AMD_GPUS)
+        expected = f"architectures from {10 * OLDEST_GPU:.0f} on" if backend == "cuda" else " and ".join(AMD_GPUS)
         fail(
-            f"the GPUs here are {here}, the kernels for {least}: set MOE_FP8_BACKEND=cpu, or {variable} to build for "
-            "another machine."
+            f"supported GPUs are {expected}, but this machine has {here}: set MOE_FP8_BACKEND=cpu, or {variable} to "
+            "build for another machine."
         )
     archs = asked or here or DEFAULT_ARCHS[backend]
     if backend == "cuda":
@@ -188,17 +189,19 @@ def choose_archs(backend: str, device_compiler: str) -> tuple[str, str]:
         unknown = [arch for arch in archs.split(";") if f"sm_{arch.rstrip('af')}" not in known]
         if unknown:
             fail(f"{device_compiler} does not know {', '.join(unknown)} of {archs}: update CUDA or set {variable}.")
-        if "90" in archs.split(";"):  # would compile, without the tensor cores' instructions
-            fail(f"{variable} must name Hopper 90a, whose GEMMs need it, got 90 in {archs}.")
+        if "90" in archs.split(";"):  # 90 would compile, but without the instructions of the GEMMs
+            fail(f"{variable} must name Hopper as 90a, which its GEMMs need, got 90 in {archs}.")
     else:
-        foreign = [arch for arch in archs.split(";") if arch.partition(":")[0] not in AMD_GPUS]  # behind it: features
-        if foreign:
-            fail(f"{variable} must name some of {', '.join(AMD_GPUS)}, got {', '.join(foreign)} of {archs}.")
+        # Features may follow an architecture, behind a colon.
+        unknown = [arch for arch in archs.split(";") if arch.partition(":")[0] not in AMD_GPUS]
+        if unknown:
+            fail(f"{variable} must name some of {', '.join(AMD_GPUS)}, got {', '.join(unknown)} of {archs}.")
     if asked:
         return archs, f"{variable} says so"
     if here:
         return archs, "the GPUs of this machine"
-    return archs, f"no GPU here; takes minutes, with {variable} of one architecture less, MOE_FP8_BACKEND=cpu least"
+    advice = f"this takes minutes; {variable} with one architecture, or MOE_FP8_BACKEND=cpu, is faster"
+    return archs, f"no GPU here; {advice}"
 
 
 def check_torch(torch: Torch | None) -> None:
@@ -212,17 +215,17 @@ def has_setuptools() -> bool:
 
 
 def missing() -> list[str]:
-    """Build requirements that pip can install and this environment lacks. Fails on what pip cannot mend."""
+    """Returns the build requirements that this environment lacks. Fails if pip cannot install what is missing."""
     torch = find_torch()
     check_torch(torch)
     check_compiler()
-    present = {
+    found = {
         TORCH: torch is not None,
         f"setuptools>={SETUPTOOLS_MINIMUM}": has_setuptools(),
         f"cmake>={CMAKE_MINIMUM}": find_tool("cmake", CMAKE_MINIMUM) is not None,
         "ninja": find_tool("ninja") is not None,
     }
-    return [requirement for requirement, there in present.items() if not there]
+    return [requirement for requirement, is_found in found.items() if not is_found]
 
 
 def toolchain() -> Toolchain:

@@ -1,4 +1,4 @@
-"""python hipify.py <torch package> <csrc> <out>: kernels and headers of csrc as HIP, by the hipify inside torch."""
+"""Translates the kernels and headers of csrc to HIP, with torch's hipify: hipify.py <torch package> <csrc> <out>."""
 
 import shutil
 import sys
@@ -6,11 +6,11 @@ from pathlib import Path
 
 
 def hipify(torch_path: Path, csrc: Path, out: Path) -> None:
-    # hipify needs nothing else of torch: as a package of its own it works where torch cannot be imported.
+    # hipify imports nothing else of torch. Imported as a top-level package, it works even if torch cannot be imported.
     sys.path.insert(0, str(torch_path / "utils"))
     from hipify import hipify_python
 
-    shutil.rmtree(out, ignore_errors=True)  # hipify copies only into a folder that does not exist
+    shutil.rmtree(out, ignore_errors=True)  # hipify copies only if the folder does not exist
     hipify_python.hipify(
         project_directory=str(csrc),
         output_directory=str(out),

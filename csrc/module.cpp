@@ -37,11 +37,11 @@ py::list formats() {
     py::list roundings;
     for (const Rounding r : f.roundings) roundings.append(kRoundingNames[int(r)]);
     py::list amaxes = names({kAmaxNames[int(Amax::kGroup)]});
-    if (f.wider != Amax::kGroup) amaxes.append(kAmaxNames[int(f.wider)]);
+    if (f.wider_amax != Amax::kGroup) amaxes.append(kAmaxNames[int(f.wider_amax)]);
     all.append(py::dict("name"_a = f.name, "block"_a = f.block, "weight_rows"_a = f.weight_rows,
                         "scale_dtype"_a = f.scale_type == ScaleType::kF32 ? "float32" : "float8_e8m0fnu",
-                        "order"_a = kOrders[int(f.order)], "least_align"_a = f.least_align,
-                        "most_align"_a = f.most_align, "align"_a = f.align, "roundings"_a = roundings,
+                        "order"_a = kOrders[int(f.order)], "least_align"_a = f.min_align,
+                        "most_align"_a = f.max_align, "align"_a = f.align, "roundings"_a = roundings,
                         "amaxes"_a = amaxes));
   }
   return all;
@@ -75,14 +75,14 @@ py::list arguments_of_ops() {
     for (const SizeLimit& limit : row.limits) {
       if (limit.what == nullptr) continue;
       limits.append(py::dict("what"_a = limit.what, "dim"_a = limit.dim ? py::object(py::int_(limit.dim)) : py::none(),
-                             "most"_a = limit.most));
+                             "most"_a = limit.max));
     }
     all.append(py::dict("op"_a = row.op, "name"_a = row.name, "like"_a = row.like, "dtypes"_a = dtype_names(row.dtypes),
                         "dtype_bytes"_a = dtype_bytes(row.dtypes),
                         "dtype_of_like"_a = row.dtypes == Dtypes::kScores,
                         "dtype_of_format"_a = row.dtypes == Dtypes::kScale || row.dtypes == Dtypes::kGates,
-                        "least_dims"_a = row.least_dims,
-                        "most_dims"_a = row.most_dims, "strides"_a = kStrides[int(row.strides)], "limits"_a = limits));
+                        "least_dims"_a = row.min_dims,
+                        "most_dims"_a = row.max_dims, "strides"_a = kStrides[int(row.strides)], "limits"_a = limits));
   }
   return all;
 }
@@ -108,12 +108,12 @@ py::list described(const std::vector<Backend>& backends) {
     for (const Format& format : kFormats)
       if (backend.multiplies(format)) formats.append(format.name);
     for (const char* build : backend.builds) builds.append(build);
-    const py::object sm = n.least_sm ? py::object(py::make_tuple(n.least_sm, n.most_sm)) : py::none();
+    const py::object sm = n.min_sm ? py::object(py::make_tuple(n.min_sm, n.max_sm)) : py::none();
     all.append(py::dict("name"_a = backend.name, "what"_a = backend.what, "device"_a = backend.gpu ? "gpu" : "cpu",
                         "builds"_a = builds, "formats"_a = formats, "optional"_a = backend.optional,
                         "compute_capability"_a = sm,
                         "multiples"_a = py::dict("sum"_a = n.sum, "columns"_a = n.columns, "offs"_a = n.offs),
-                        "most_experts"_a = n.most_experts, "e4m3"_a = n.e4m3, "bfloat16"_a = n.bfloat16,
+                        "most_experts"_a = n.max_experts, "e4m3"_a = n.e4m3, "bfloat16"_a = n.bfloat16,
                         "chunks"_a = n.chunks, "packed"_a = n.packed));
   }
   return all;

@@ -1,16 +1,22 @@
-"""Private names of torch that the package uses, each behind a probe, with a public fallback: slower, or a refusal.
+"""Every private name of torch that the package uses, each behind a probe.
 
-    python -c "import moe_fp8_ext._torch as t; print(t.report())"     prints which of the two is in use
+If torch lacks the name, or the name does not behave as the probe expects, a public fallback takes its place. The
+fallback is slower, or it refuses a feature with an error that says so. The choice is made once, at import, so calls pay
+nothing for it.
 
-`MOE_FP8_PUBLIC_TORCH=1` in the environment, when the package is imported, forces all fallbacks: so tests run them, and
-so a torch that has lost a name can be told from other trouble. What is chosen is bound once, at import.
+    python -c "import moe_fp8_ext._torch as t; print(t.report())"     prints every choice
+
+`MOE_FP8_PUBLIC_TORCH=1` in the environment forces all fallbacks when the package is imported. Tests use it. If it makes
+an error go away, a private name of torch has changed its meaning.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from inspect import isdatadescriptor
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -22,127 +28,187 @@ ONLY_PUBLIC = os.environ.get("MOE_FP8_PUBLIC_TORCH") == "1"
 
 
 class Choice(NamedTuple):
-    name: str
+    """One line of the report."""
+
+    names: str  # private names of torch
     purpose: str
-    is_private: bool
-    fallback: str
+    fallback: str  # what happens without these names; empty if the import fails
+    is_private: bool  # whether the private names are in use
 
 
 _CHOICES: list[Choice] = []
 
 
-def _choose(names: str, purpose: str, private: Callable[[], T], fallback: T, meaning: str) -> T:
-    """What `private` returns if torch has all that it looks up, else the fallback."""
-    found, is_private = fallback, False
+def _expect(ok: bool) -> None:
+    """Ends a probe whose private name does not behave as this package needs."""
+    if not ok:
+        raise RuntimeError
+
+
+def _choose(names: str, purpose: str, probe: Callable[[], T], fallback: T, meaning: str) -> T:
+    """Returns what `probe` returns, or the fallback if the probe raises or private names are switched off."""
+    chosen, is_private = fallback, False
     if not ONLY_PUBLIC:
         try:
-            found, is_private = private(), True
-        except (AttributeError, ImportError):
+            chosen, is_private = probe(), True
+        except (AttributeError, ImportError, RuntimeError, TypeError):
             pass
-    _CHOICES.append(Choice(names, purpose, is_private, meaning))
-    return found
+    _CHOICES.append(Choice(names, purpose, meaning, is_private))
+    return chosen
+
+
+def _need(names: str, purpose: str, probe: Callable[[], T]) -> T:
+    """Returns what `probe` returns. No public name can replace these: without them the import fails."""
+    try:
+        needed = probe()
+    except (AttributeError, ImportError, RuntimeError, TypeError) as error:
+        text = f"moe_fp8_ext needs {names} of torch for {purpose}, which torch {torch.__version__} lacks"
+        raise ImportError(f"{text}: install a torch that this release was tested with") from error
+    _CHOICES.append(Choice(names, purpose, "", True))
+    return needed
 
 
 def report() -> str:
-    """One line a name: what it is for, and whether torch has it or what happens instead."""
+    """One line for each choice: the private names, their purpose, and whether they or the fallback are in use."""
     lines = [f"torch {torch.__version__}"]
     for choice in _CHOICES:
-        lines.append(f"{choice.name}: {choice.purpose}; {'in use' if choice.is_private else choice.fallback}")
+        state = "in use" if choice.fallback else "in use, and nothing public replaces it"
+        state = state if choice.is_private else f"not in use: {choice.fallback}"
+        lines.append(f"{choice.names}: {choice.purpose}; {state}")
     return "\n".join(lines)
-
-
-OpOverload = type(torch.ops.aten.add.Tensor)
 
 
 # ---- dispatch --------------------------------------------------------------------------------------------------------
 
+OpOverload = type(torch.ops.aten.add.Tensor)
+
+
+def _schemas() -> Callable[[OpOverload], torch.FunctionSchema]:
+    _expect([a.name for a in torch.ops.aten.add.Tensor._schema.arguments] == ["self", "other", "alpha"])
+    return lambda op: op._schema
+
+
+schema_of = _need("OpOverload._schema", "names and kinds of an op's arguments", _schemas)
+
+
+def name_of(op: OpOverload) -> str:
+    """Returns the name of an op, without its namespace."""
+    return schema_of(op).name.partition("::")[2]
+
 
 class Keysets(NamedTuple):
-    """Where kernels of the Autograd and ADInplaceOrView keys go on."""
+    """The dispatch keys behind an Autograd or ADInplaceOrView kernel, where that kernel calls the op again."""
 
     after_autograd: object
     after_writes: object
 
 
-below_autograd = _choose(
-    "torch._C._AutoDispatchBelowAutograd",
-    "calls of ops that bypass the Autograd kernels",
-    lambda: torch._C._AutoDispatchBelowAutograd,
-    nullcontext,
-    "every op passes them, a few microseconds a call",
-)
+def _below_autograd() -> Callable[[], AbstractContextManager]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch._C._AutoDispatchBelowAutograd
 
 
 def _keysets() -> Keysets:
     OpOverload.redispatch  # noqa: B018  the probe
-    return Keysets(torch._C._after_autograd_keyset, torch._C._after_ADInplaceOrView_keyset)
+    keysets = Keysets(torch._C._after_autograd_keyset, torch._C._after_ADInplaceOrView_keyset)
+    _expect(all(isinstance(keyset, torch._C.DispatchKeySet) for keyset in keysets))
+    return keysets
 
 
+below_autograd = _choose(
+    "torch._C._AutoDispatchBelowAutograd",
+    "calls of ops that bypass their Autograd kernels",
+    _below_autograd,
+    nullcontext,
+    "every call runs the Autograd kernels, which costs microseconds",
+)
 keysets = _choose(
-    "torch._C._after_autograd_keyset, _after_ADInplaceOrView_keyset, OpOverload.redispatch",
-    "Autograd kernels of this package's own",
+    "torch._C._after_autograd_keyset, torch._C._after_ADInplaceOrView_keyset, OpOverload.redispatch",
+    "Autograd kernels with errors of this package",
     _keysets,
     None,
-    "torch.library.register_autograd; forward-mode errors and the write count of torch.ops.moe_fp8 are torch's own",
+    "torch.library.register_autograd; torch itself reports forward-mode derivatives, and no write advances the version"
+    " counter for torch.ops.moe_fp8",
 )
+
+
+def _any_requires_grad() -> Callable[..., bool]:
+    plain, leaf = torch.empty(0, device="cpu"), torch.empty(0, device="cpu", requires_grad=True)
+    private = torch._C._any_requires_grad
+    _expect(private(plain, leaf) and private(None, x=leaf) and not private(plain, 1))
+    return private
+
+
+def _any_requires_grad_by_loop(*args: object, **kwargs: object) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
+
+
 any_requires_grad = _choose(
     "torch._C._any_requires_grad",
     "whether an argument requires a gradient",
-    lambda: torch._C._any_requires_grad,
-    lambda *args, **kwargs: any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())),
-    "a loop",
+    _any_requires_grad,
+    _any_requires_grad_by_loop,
+    "a loop over the arguments",
 )
+
+
+def _in_functorch() -> Callable[[], bool]:
+    _expect(isinstance(torch._C._are_functorch_transforms_active(), bool))
+    return torch._C._are_functorch_transforms_active
+
+
 in_functorch = _choose(
     "torch._C._are_functorch_transforms_active",
-    "whether torch.func may ask for another derivative",
-    lambda: torch._C._are_functorch_transforms_active,
+    "whether a transform of torch.func is active",
+    _in_functorch,
     lambda: True,
-    "always assumed, so that every op passes the Autograd kernels",
+    "assumed, so every call runs the Autograd kernels",
 )
 
 
-def _forward_ad_level() -> Callable[[], bool]:
-    forward_ad._current_level  # noqa: B018  the probe
+def _in_forward_ad() -> Callable[[], bool]:
+    _expect(isinstance(forward_ad._current_level, int))
     return lambda: forward_ad._current_level >= 0
 
 
 in_forward_ad = _choose(
     "torch.autograd.forward_ad._current_level",
-    "whether forward-mode derivatives may be asked for",
-    _forward_ad_level,
+    "whether a level of forward-mode derivatives is open",
+    _in_forward_ad,
     lambda: True,
-    "always assumed, so that tangents are looked for in every call",
+    "assumed, so every call looks for tangents",
 )
-can_bind_ops = _choose(
+
+
+class DirectCalls(NamedTuple):
+    """The C++ function of an op, and how Dynamo is told which op a function stands for."""
+
+    function_of: Callable[[OpOverload], Callable]
+    set_traced_op: Callable[[Callable, OpOverload], None]
+
+
+def _direct_calls() -> DirectCalls:
+    _expect(callable(torch.ops.aten.add.Tensor._op))
+    return DirectCalls(lambda op: op._op, lambda function, op: setattr(function, "_torchdynamo_inline", op))
+
+
+direct_calls = _choose(
     "OpOverload._op, _torchdynamo_inline",
-    "wrappers that call the C++ op directly, with errors of our own for arguments of a wrong kind",
-    lambda: torch.ops.aten.add.Tensor._op is not None,
-    False,
-    "wrappers call the op, whose errors for wrong kinds are torch's",
+    "wrappers that call the C++ function of an op and reword torch's errors about the kind of an argument",
+    _direct_calls,
+    None,
+    "wrappers call the op; errors about the kind of an argument are in torch's words",
 )
-
-
-def schema_of(op: OpOverload) -> torch.FunctionSchema:
-    """The schema of an op. There is no public name for it."""
-    return op._schema
-
-
-def name_of(op: OpOverload) -> str:
-    """The name of an op, without its namespace."""
-    return op._schema.name.partition("::")[2]
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _fake_tensor_test() -> Callable[[Tensor], bool]:
-    import importlib.util
-
-    if importlib.util.find_spec("torch._subclasses.fake_tensor") is None:
-        raise ImportError
+def _is_fake() -> Callable[[Tensor], bool]:
+    _expect(importlib.util.find_spec("torch._subclasses.fake_tensor") is not None)
 
     def is_fake(x: Tensor) -> bool:
-        from torch._subclasses.fake_tensor import FakeTensor  # not above: the import is slow
+        from torch._subclasses.fake_tensor import FakeTensor  # importing it costs a second, and few programs need it
 
         return isinstance(x, FakeTensor)
 
@@ -151,119 +217,153 @@ def _fake_tensor_test() -> Callable[[Tensor], bool]:
 
 is_fake = _choose(
     "torch._subclasses.fake_tensor.FakeTensor",
-    "whether a tensor has no values to validate",
-    _fake_tensor_test,
+    "whether a tensor has no values that MOE_FP8_VALIDATE=1 can read",
+    _is_fake,
     lambda x: type(x) not in (Tensor, torch.nn.Parameter),
-    "contents of any subclass of Tensor are not validated",
+    "the contents of tensor subclasses are not validated",
 )
 
 
-def _check_symbolic(ok: torch.SymBool, message: Callable[[], str]) -> None:
+def _check_now(ok: torch.SymBool, message: Callable[[], str]) -> None:
     if not ok:
         raise RuntimeError(message())
 
 
 check_symbolic = _choose(
     "torch._check",
-    "conditions on symbolic sizes that a graph checks when it runs",
+    "conditions on symbolic sizes that a graph keeps and checks when it runs",
     lambda: torch._check,
-    _check_symbolic,
-    "a condition is decided while the graph is traced, for one size",
+    _check_now,
+    "conditions are decided while the graph is traced, which may specialize a size",
 )
 
 
-def _state() -> Callable[[Tensor], tuple[int, ...]]:
-    probe = torch.empty(0)
-    probe._version, probe.untyped_storage()._cdata  # noqa: B018
-
+def _state_of() -> Callable[[Tensor], tuple[int, ...]]:
     def state_of(x: Tensor) -> tuple[int, ...]:
         storage = x.untyped_storage()
         return x._version, storage._cdata, storage.data_ptr()
 
+    _expect(all(map(isdatadescriptor, (Tensor._version, torch.UntypedStorage._cdata))))
     return state_of
 
 
 state_of = _choose(
     "Tensor._version, UntypedStorage._cdata",
-    "whether a weight is as it was, for reuse_weights",
-    _state,
+    "whether a weight was written to since it was quantized, for reuse_weights",
+    _state_of,
     None,
-    "reuse_weights has no effect: weights are quantized in every call",
+    "reuse_weights has no effect: every call quantizes its weights",
 )
+
+
+def _base_of() -> Callable[[Tensor], Tensor | None]:
+    _expect(isdatadescriptor(Tensor._base))
+    return lambda x: x._base
+
+
 base_of = _choose(
     "Tensor._base",
     "the parameter that a weight is a view of, for reuse_weights",
-    lambda: (torch.empty(0)._base, lambda x: x._base)[1],
+    _base_of,
     lambda x: None,
-    "views of parameters are quantized in every call",
+    "every call quantizes weights that are views",
 )
 
 
-def _modes() -> Callable[[], bool]:
+def _is_traced() -> Callable[[], bool]:
     keys = torch._C._TorchDispatchModeKey
     tracing = keys.FAKE, keys.PROXY, keys.FUNCTIONAL
     depth, mode_of = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode
-    return lambda: bool(depth()) and any(mode_of(mode) for mode in tracing)
+
+    def is_traced() -> bool:
+        return bool(depth()) and any(mode_of(mode) for mode in tracing)
+
+    for mode in tracing:
+        mode_of(mode)
+    _expect(isinstance(depth(), int))
+    return is_traced
 
 
 is_traced = _choose(
-    "torch._C._TorchDispatchModeKey, _get_dispatch_mode, _len_torch_dispatch_stack",
-    "whether a graph records what is computed, for reuse_weights",
-    _modes,
+    "torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode, torch._C._len_torch_dispatch_stack",
+    "whether a graph is being traced, for reuse_weights",
+    _is_traced,
     lambda: True,
-    "always assumed: weights are quantized in every call",
+    "assumed: every call quantizes its weights",
 )
 
 
-def _hooks() -> Callable[[torch.nn.Module], bool]:
+def _has_no_hooks() -> Callable[[torch.nn.Module], bool]:
     names = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    probe = torch.nn.Identity()
-    probe._compiled_call_impl, *(getattr(probe, name) for name in names)  # noqa: B018
-    return lambda module: module._compiled_call_impl is None and not any(getattr(module, name) for name in names)
+
+    def has_no_hooks(module: torch.nn.Module) -> bool:
+        return module._compiled_call_impl is None and not any(getattr(module, name) for name in names)
+
+    module = torch.nn.Identity()
+    _expect(has_no_hooks(module))
+    module.register_forward_hook(lambda *_: None)
+    _expect(not has_no_hooks(module))
+    return has_no_hooks
 
 
-is_unwatched = _choose(
-    "Module._forward_hooks and three like it, Module._compiled_call_impl",
-    "whether calling a module is calling its forward, for activations of Transformers",
-    _hooks,
+has_no_hooks = _choose(
+    "Module._forward_hooks, Module._forward_pre_hooks, Module._backward_hooks, Module._backward_pre_hooks,"
+    " Module._compiled_call_impl",
+    "whether a fused activation may replace a module of Transformers",
+    _has_no_hooks,
     lambda module: False,
-    "the model's own activation is called between two products",
+    "the layer calls the model's own activation between its two products",
 )
+
+
+def _grouped_mm_by_group(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+    """Multiplies one group after the other. It reads offs, so it waits for the device."""
+    ends = offs.tolist()
+    groups = list(zip([0, *ends], ends, strict=False))
+    if b.dim() == 2:
+        return torch.stack([a[:, first:end] @ b[first:end] for first, end in groups])
+    out = a.new_zeros(a.shape[0], b.shape[-1])
+    for (first, end), matrix in zip(groups, b, strict=True):
+        out[first:end] = a[first:end] @ matrix
+    return out
+
+
 grouped_mm = _choose(
     "torch._grouped_mm",
     "products in bfloat16",
     lambda: torch._grouped_mm,
-    getattr(torch.nn.functional, "grouped_mm", None),
-    "torch.nn.functional.grouped_mm, the same product",
+    getattr(torch.nn.functional, "grouped_mm", _grouped_mm_by_group),
+    "torch.nn.functional.grouped_mm; where torch lacks that too, a product per group, which waits for the device",
 )
 grouped_mm_ops = _choose(
     "torch.ops.aten._grouped_mm",
-    "products in bfloat16 that save_ops lists",
+    "products in bfloat16 in the list of save_ops",
     lambda: [torch.ops.aten._grouped_mm.default],
     [],
-    "save_ops leaves them out: they are computed again",
+    "save_ops omits them, so a checkpoint computes them again",
 )
 
 
 # ---- autograd and distributed ----------------------------------------------------------------------------------------
 
 
-def _graph_task() -> Callable[[], bool]:
+def _in_backward() -> Callable[[], bool]:
     task = torch._C._current_graph_task_id
+    _expect(isinstance(task(), int))
     return lambda: task() != -1
 
 
 in_backward = _choose(
     "torch._C._current_graph_task_id",
-    "whether backward is running, where a checkpoint may compute forward again",
-    _graph_task,
+    "whether backward is running, in which a checkpoint may compute forward again",
+    _in_backward,
     lambda: False,
-    "taken for forward: a gather in fp8 may begin with the other direction, a static exchange may check more often",
+    "never assumed: gather_in_fp8_ may gather the wrong direction first, and a static exchange may check more often",
 )
 
 
 class WrapperSubclass(NamedTuple):
-    """What a weight that FSDP2 gathers in fp8 is made with."""
+    """The tensor subclass of a weight that FSDP2 gathers in FP8."""
 
     make: Callable[..., Tensor]
     no_torch_function: object
@@ -271,21 +371,21 @@ class WrapperSubclass(NamedTuple):
 
 
 def _wrapper_subclass() -> WrapperSubclass:
-    from torch._C import _disabled_torch_function_impl
-
-    return WrapperSubclass(Tensor._make_wrapper_subclass, _disabled_torch_function_impl, lambda w: w._local_tensor)
+    no_torch_function = torch._C._disabled_torch_function_impl
+    return WrapperSubclass(Tensor._make_wrapper_subclass, no_torch_function, lambda weight: weight._local_tensor)
 
 
 wrapper_subclass = _choose(
     "Tensor._make_wrapper_subclass, torch._C._disabled_torch_function_impl, DTensor._local_tensor",
-    "weights that FSDP2 gathers in fp8",
+    "weights that FSDP2 gathers in FP8",
     _wrapper_subclass,
     None,
-    "gather_in_fp8_ raises",
+    "gather_in_fp8_ raises an error",
 )
 
 
-def _offsets_by_values(parameter: Tensor) -> tuple[int, ...]:
+def _offsets_from_values(parameter: Tensor) -> tuple[int, ...]:
+    """Distributes the elements' numbers as the parameter is distributed, and reads the first that is local."""
     from torch.distributed.tensor import distribute_tensor
 
     numbers = torch.arange(parameter.numel(), device=parameter.device).view(parameter.shape)
@@ -298,16 +398,21 @@ def _offsets_by_values(parameter: Tensor) -> tuple[int, ...]:
     return tuple(reversed(offsets))
 
 
-def _offsets() -> Callable[[Tensor], tuple[int, ...]]:
-    if ONLY_PUBLIC:
-        raise AttributeError
-    return lambda parameter: tuple(parameter.__create_chunk_list__()[0].offsets)
+def _offsets_of() -> Callable[[Tensor], tuple[int, ...]]:
+    """The import of DTensor is slow, so the name is looked up in the call."""
+
+    def offsets_of(parameter: Tensor) -> tuple[int, ...]:
+        if not hasattr(parameter, "__create_chunk_list__"):
+            return _offsets_from_values(parameter)
+        return tuple(parameter.__create_chunk_list__()[0].offsets)
+
+    return offsets_of
 
 
 offsets_of = _choose(
     "DTensor.__create_chunk_list__",
-    "where a rank's part of a parameter begins",
-    _offsets,
-    _offsets_by_values,
-    "numbers of the size of the parameter are distributed to find out",
+    "the first element of a parameter that a rank has",
+    _offsets_of,
+    _offsets_from_values,
+    "numbers of as many elements are distributed to find it",
 )

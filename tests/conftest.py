@@ -1,12 +1,12 @@
-"""Test configuration: every output is poisoned before its kernel runs, and every device test runs on CPU and GPU."""
+"""Test configuration. Every output is filled with 0xFF before its kernel runs; device tests run on CPU and GPU."""
 
 from __future__ import annotations
 
 import gc
 import os
 
-os.environ["MOE_FP8_POISON"] = "1"  # read by the extension: an unwritten byte shows as 0xFF
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else idle threads spin, on cores that the emulation would use
+os.environ["MOE_FP8_POISON"] = "1"  # the extension fills outputs with 0xFF, so a byte that no kernel writes shows
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads must not spin on cores that the emulation needs
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +32,7 @@ hypothesis.settings.load_profile("moe_fp8")
 GPUS = torch.cuda.device_count()
 NO_GPU = pytest.mark.skipif(GPUS < 1, reason="no CUDA GPU")
 NO_SECOND_GPU = pytest.mark.skipif(GPUS < 2, reason="fewer than two CUDA GPUs")
-LEFT_OUT = pytest.StashKey[int]()  # how many tests need what is not here
+LEFT_OUT = pytest.StashKey[int]()  # how many tests need a GPU that this machine lacks
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU half of all tests would be skipped one by one, which takes longer than many that are run."""
+    """Deselects tests that need a missing GPU: to skip thousands of them one by one takes minutes."""
     missing = [mark.mark for mark in (NO_GPU, NO_SECOND_GPU) if mark.args[0]]
     kept: dict[bool, list[pytest.Item]] = {True: [], False: []}
     for item in items:
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):  # one of several processes, which all leave out the same
+    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist; all of them leave out the same tests
         session.config.workeroutput["left out"] = session.config.stash.get(LEFT_OUT, 0)
 
 
@@ -67,7 +67,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # modules and tests stay to the end: the garbage collector need not go through them every time
+    gc.freeze()  # modules and tests live to the end: the garbage collector can ignore them
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=NO_GPU)])
@@ -77,7 +77,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[pytest.param("cuda", marks=NO_GPU)])
 def gpu(request: pytest.FixtureRequest) -> str:
-    """For tests of what only a GPU has: streams, graphs, big memory."""
+    """For tests of streams, graphs and large memory, which only a GPU has."""
     return request.param
 
 
@@ -89,7 +89,7 @@ def second_gpu(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def big_gpu(gpu: str) -> str:
-    """A GPU with room for a tensor of more than 2^31 elements, its results and the reference's temporaries."""
+    """A GPU with memory for a tensor of more than 2^31 elements, its results and the reference's temporaries."""
     needed = 64 << 30
     free = torch.cuda.mem_get_info()[0]
     if free < needed:
@@ -114,7 +114,7 @@ def seed() -> None:
 
 @pytest.fixture(scope="session")
 def libraries() -> dict[int, Path]:
-    """The kernels, built for the emulation at every wave size."""
+    """The kernels, built for the emulation at each wave size."""
     return {wave: build(chip) for wave, chip in zip(WAVES, ("gfx1201", "gfx942"), strict=True)}
 
 
@@ -131,7 +131,7 @@ def gemm_with_scales() -> Path:
 
 @pytest.fixture(scope="session")
 def gemm_of_hopper() -> Path:
-    """Hopper's own, built for its emulation."""
+    """The GEMM for Hopper, built for its emulation."""
     return build("sm_90a", gemm_alone=True)
 
 

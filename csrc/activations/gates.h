@@ -95,8 +95,8 @@ struct PlainReader {
     layout.with_static_order([&](const Layout& static_layout) { f(PlainReader(h, static_layout)); });
   }
   using Row = const void*;
-  MOE_DEVICE Row row(int64_t r) const { return access.advanced(h.h, r * h.stride); }
-  MOE_DEVICE Row next(Row row) const { return access.advanced(row, h.stride); }
+  MOE_DEVICE Row row(int64_t r) const { return access.address(h.h, r * h.stride); }
+  MOE_DEVICE Row next(Row row) const { return access.address(row, h.stride); }
   MOE_DEVICE Raw load(Row row, int v) const {
     Raw raw;
 #pragma unroll
@@ -114,7 +114,7 @@ MOE_DEVICE void shift_bytes(uint32_t (&w)[kWords]) {
 #pragma unroll
   for (int i = kFirst; i + kBytes / 4 < kEnd; ++i) {
     if constexpr (kBytes % 4 == 0) w[i] = w[i + kBytes / 4];
-    else w[i] = i + 1 < kEnd ? pick_bytes(w[i], w[i + 1], 0x5432) : w[i] >> 16;
+    else w[i] = i + 1 < kEnd ? permute_bytes(w[i], w[i + 1], 0x5432) : w[i] >> 16;
   }
 }
 
@@ -169,7 +169,7 @@ struct Fp8Reader {
     while (block_log2 < 31 && 1 << block_log2 < h.scale.block_size) ++block_log2;
   }
   MOE_DEVICE Row row(int64_t r) const {
-    return {static_cast<const uint8_t*>(h.h) + r * h.stride, h.scale.of_row(r)};
+    return {static_cast<const uint8_t*>(h.h) + r * h.stride, h.scale.scales_of_row(r)};
   }
   // The row behind an even row.
   MOE_DEVICE Row next(Row row) const {

@@ -48,14 +48,14 @@ class Reader {
 };
 
 template <Activation kActivation>
-MOE_FUSED void activate_row(const Row& h, float* a) {
+MOE_FMA_CLONES void activate_row(const Row& h, float* a) {
   const float *gate = h.gate.data(), *up = h.up.data();
   for (size_t f = 0, F = h.gate.size(); f < F; ++f) a[f] = activated<kActivation>(gate[f], up[f]);
 }
 
 // h becomes its gradient; a that of the score, term by term, beside the values.
 template <Activation kActivation>
-MOE_FUSED void differentiate_row(Row& h, const float* da, float score, float* a, float* terms) {
+MOE_FMA_CLONES void differentiate_row(Row& h, const float* da, float score, float* a, float* terms) {
   float *gate = h.gate.data(), *up = h.up.data();
   for (size_t f = 0, F = h.gate.size(); f < F; ++f) {
     const ActivationGradient g = activation_gradient<kActivation>(gate[f], up[f], score * da[f]);

@@ -34,14 +34,14 @@ float sum_of(const std::vector<int>& chosen, Row& terms, F term) {
   return sum_of(terms);
 }
 
-MOE_FUSED void softmax_terms(const float* logits, int E, float most, float* terms) {
+MOE_FMA_CLONES void softmax_terms(const float* logits, int E, float most, float* terms) {
   for (int e = 0; e < E; ++e) terms[e] = softmax_term(logits[e], most);
 }
-MOE_FUSED void sigmoids_of(const float* logits, int E, float* score, float* slope) {
+MOE_FMA_CLONES void sigmoids_of(const float* logits, int E, float* score, float* slope) {
   for (int e = 0; e < E; ++e) {
     const Sigmoid s = sigmoid_scores(logits[e]);
-    score[e] = s.of_x;
-    slope[e] = s.of_x * s.of_minus_x;
+    score[e] = s.value;
+    slope[e] = s.value * s.complement;
   }
 }
 
@@ -49,8 +49,8 @@ MOE_FUSED void sigmoids_of(const float* logits, int E, float* score, float* slop
 void score_row(Scoring scoring, const float* logits, int E, Row& score, Row& slope) {
   if (scoring == Scoring::kSigmoid) return sigmoids_of(logits, E, score.data(), slope.data());
   uint32_t most = 0;
-  for (int e = 0; e < E; ++e) most = std::max(most, ordered(logits[e]));
-  softmax_terms(logits, E, unordered(most), score.data());
+  for (int e = 0; e < E; ++e) most = std::max(most, ordered_key(logits[e]));
+  softmax_terms(logits, E, from_ordered_key(most), score.data());
   const float scale = 1.f / sum_of(score);
   for (int e = 0; e < E; ++e) score[e] *= scale;
 }
@@ -74,7 +74,7 @@ class Chooser {
       : p_(p), size_(p.E / p.num_groups), keys_(p.E), groups_(p.num_groups) {}
 
   void choose(const Row& score, std::vector<int>& chosen) {
-    for (int e = 0; e < p_.E; ++e) keys_[e] = ordered(score[e] + (p_.bias ? p_.bias[e] : 0.f));
+    for (int e = 0; e < p_.E; ++e) keys_[e] = ordered_key(score[e] + (p_.bias ? p_.bias[e] : 0.f));
     if (p_.top_groups < p_.num_groups) leave_out_groups();
     largest(keys_, p_.top_k, ranks_, chosen);
   }
@@ -87,7 +87,7 @@ class Chooser {
         second = std::max(second, std::min(first, keys_[e]));
         first = std::max(first, keys_[e]);
       }
-      groups_[g] = size_ == 1 ? first : ordered(unordered(first) + unordered(second));
+      groups_[g] = size_ == 1 ? first : ordered_key(from_ordered_key(first) + from_ordered_key(second));
     }
     largest(groups_, p_.top_groups, ranks_, kept_);
     std::sort(kept_.begin(), kept_.end());
@@ -126,7 +126,7 @@ void choose_experts_cpu(const ChooseExpertsParams& p) {
     for (int64_t t = begin; t < end; ++t) {
       score_row(p.scoring, p.logits + t * p.stride, p.E, score, slope);
       chooser.choose(score, chosen);
-      const float sum = p.normalize ? sum_of(chosen, terms, [&](int e) { return score[e]; }) + kLeastSum : 1.f;
+      const float sum = p.normalize ? sum_of(chosen, terms, [&](int e) { return score[e]; }) + kSumEpsilon : 1.f;
       for (int slot = 0; slot < p.top_k; ++slot) {
         const float s = score[chosen[slot]], share = p.normalize ? s / sum : s;
         const float logit = p.logits[t * p.stride + chosen[slot]], of_slot = share * p.factor;
@@ -161,7 +161,7 @@ void choose_experts_backward_cpu(const ChooseExpertsBackwardParams& p) {
         w[e] = p.grad[t * p.grad_stride + slot_of[e]] * p.factor;
       }
       if (p.normalize) {
-        const float sum = sum_of(chosen, terms, [&](int e) { return score[e]; }) + kLeastSum;
+        const float sum = sum_of(chosen, terms, [&](int e) { return score[e]; }) + kSumEpsilon;
         const float mean = sum_of(chosen, terms, [&](int e) { return w[e] * (score[e] / sum); });
         for (const int e : chosen) w[e] = (w[e] - mean) / sum;
       }

@@ -147,7 +147,7 @@ void along_tokens(const QuantizeParams& p, const Rows<typename In::Bits>& row_of
   auto* scale_t = static_cast<typename Scale::Stored*>(p.scale_t);
   const int64_t stride = p.positions, elements = (p.weight ? p.E * p.rows : p.rows) * p.K;
   std::vector<float> of_batch;
-  if (p.of_batch() && p.E) of_batch = scale_batch<In, kOut>(p, row_of, second);
+  if (p.has_batch_amax() && p.E) of_batch = scale_batch<In, kOut>(p, row_of, second);
   const int64_t blocks = groups.empty() ? 0 : groups.back().blocks_before + f.blocks(groups.back().rows);
   parallel(ceil_div<int64_t>(p.K, kPanel) * blocks, elements, [&](int64_t begin, int64_t end) {
     size_t number = 0;
@@ -161,7 +161,7 @@ void along_tokens(const QuantizeParams& p, const Rows<typename In::Bits>& row_of
       const int columns = int(std::min<int64_t>(kPanel, p.K - k));
       auto row_of_panel = [&](int64_t r) { return row_of(g.expert, g.first + first + r) + k; };
       uint8_t* q_t = p.q_t + g.q_t + first + k * stride;
-      if (p.of_batch()) {
+      if (p.has_batch_amax()) {
         cast_panel<In, kOut, BatchScale>(row_of_panel, rows, columns, of_batch.data() + k, q_t, stride);
         continue;
       }
@@ -171,7 +171,7 @@ void along_tokens(const QuantizeParams& p, const Rows<typename In::Bits>& row_of
                                        : row * g.row_stride + b * g.block_stride;
         scale_t[g.scale_t + at] = scale;
       };
-      if (p.of_squares()) {  // of two panels, each of which works out the amax
+      if (p.has_square_amax()) {  // of two panels, each of which works out the amax
         const int64_t square = k / kBlock, skipped = k - square * kBlock;
         const auto amax = amax_of_square<In>([&](int64_t r) { return row_of_panel(r) - skipped; }, rows,
                                              std::min<int64_t>(kBlock, p.K - square * kBlock));
@@ -226,7 +226,7 @@ void quantize(const QuantizeParams& p, const std::vector<Group>& groups, bool se
   const Rows<typename In::Bits> row_of(p);
   if constexpr (std::is_same_v<Scale, ScaleF32>)
     if (p.weight && format_of(p.format).weight_rows > 1) return squares<In, kOut>(p, row_of, second);
-  if (p.along_rows && !p.of_batch()) along_rows<In, kOut, Scale>(p, row_of, second);
+  if (p.along_rows && !p.has_batch_amax()) along_rows<In, kOut, Scale>(p, row_of, second);
   if (p.along_tokens) along_tokens<In, kOut, Scale>(p, row_of, groups, second);
 }
 
@@ -254,7 +254,7 @@ void clear(const QuantizeParams& p) {
 }  // namespace
 
 void quantize_cpu(const QuantizeParams& p) {
-  if (p.of_batch() && p.along_rows) quantize_cpu(rows_of_batch(p));
+  if (p.has_batch_amax() && p.along_rows) quantize_cpu(rows_of_batch(p));
   const Format& f = format_of(p.format);
   const bool second = p.rounding == second_rounding(f.scale_type);
   std::vector<Group> groups;

@@ -73,6 +73,6 @@ constexpr bool are_supported_kinds() {
     if (!is_supported_kind(f)) return false;
   return true;
 }
-static_assert(are_supported_kinds(), "an entry of kFormats is of a kind that no code is there for: see is_supported_kind()");
+static_assert(are_supported_kinds(), "kFormats has a format of an unsupported kind: see is_supported_kind()");
 
 }  // namespace moe_fp8

@@ -11,12 +11,7 @@ constexpr const char *kActivate = "activate", *kQuantize = "quantize_activated",
                      *kQuantizeBackward = "quantize_activated_backward";
 
 Activation check_activation(const char* op, std::string_view name) {
-  std::string names;
-  for (int i = 0; i < kNumActivations; ++i) {
-    if (name == kActivations[i].name) return Activation(i);
-    names += (i == 0 ? "'" : i + 1 < kNumActivations ? ", '" : " or '") + std::string(kActivations[i].name) + "'";
-  }
-  fail(op, ": activation must be ", names, ", got '", name, "'");
+  return Activation(check_choice(op, "activation", name, kNumActivations, [](int i) { return kActivations[i].name; }));
 }
 int64_t check_features(const char* op, const Tensor& h, Activation activation) {
   if (!is_gated(activation)) return h.sizes[1];
@@ -36,34 +31,20 @@ GateRows gates_of(const char* op, const Tensor& h, InType in, Activation activat
   return gates;
 }
 
-void run(const Call& call, const Tensor& h, const ActivateParams& p) {
-#if defined(MOE_FP8_GPU)
-  if (h.on_gpu()) return call.check(activate(p, call.stream()));
-#endif
-  activate_cpu(p);
-}
-void run(const Call& call, const Tensor& h, const ActivateBackwardParams& p) {
-#if defined(MOE_FP8_GPU)
-  if (h.on_gpu()) return call.check(activate_backward(p, call.stream()));
-#endif
-  activate_backward_cpu(p);
-}
-
 // The checked arguments of the gradient ops. The scales of h are checked with their format.
 struct GradientArguments {
   const Argument &grad_arg, &h_arg, &scores_arg, &h_scale_arg, &indices_arg;
   const Tensor &grad, &h;
   const std::optional<Tensor>&scores, &h_scale, &indices;
 };
-ActivateBackwardParams check_gradients(const GradientArguments& given, std::string_view activation, bool interleaved) {
-  const auto& [grad_arg, h_arg, scores_arg, h_scale_arg, indices_arg, grad, h, scores, h_scale, indices] = given;
+ActivateBackwardParams check_gradients(const GradientArguments& args, std::string_view activation, bool interleaved) {
+  const auto& [grad_arg, h_arg, scores_arg, h_scale_arg, indices_arg, grad, h, scores, h_scale, indices] = args;
   const char* op = h_arg.op;
   Argument argument = h_arg;
   argument.dtypes = h_scale ? Dtypes::kFp8 : Dtypes::kInput;
   check(argument, h);
   check(grad_arg, grad, h);
-  if (!h_scale && grad.dtype != h.dtype)
-    fail(op, ": grad must be, like h, ", dtype_name(h.dtype), ", got ", dtype_name(grad.dtype));
+  if (!h_scale) check_dtype_of_like(grad_arg, grad, h);
   ActivateBackwardParams p = {};
   p.activation = check_activation(op, activation);
   p.P = h.sizes[0];
@@ -76,10 +57,9 @@ ActivateBackwardParams check_gradients(const GradientArguments& given, std::stri
     if (!indices) check_size(scores_arg, *scores, 0, p.P);
   }
   if (indices) {
-    static const int kNoRows[1] = {};  // null would mean that rows are slots
     if (!scores) fail(op, ": scores must be given with indices, got None");
     p.slots = check_indices(indices_arg, *indices, h, scores->sizes[0], 1);
-    if (p.P == 0) p.slots.at = kNoRows;
+    p.slots.at = ints(*indices);
     check_size(indices_arg, *indices, 0, p.P);
     validate_distinct(indices_arg, *indices);
   }
@@ -96,13 +76,20 @@ OperandScales check_h_scale(const Argument& arg, const Tensor& h, const Tensor& 
   const Format& f = format_of(check_format(arg.op, format));
   return scales_of_rows(arg, h_scale, f, h.sizes, 1, h.sizes[0], h.sizes[1], kNoGroups);
 }
-// Allocates the unquantized gradients and points p at them.
+// Allocates and computes the gradients before any cast, and points p at them.
 struct GradientOutputs { Handle grad_h, a; };
 GradientOutputs compute_gradients(const Call& call, const Tensor& grad, const Tensor& h, ActivateBackwardParams& p) {
   GradientOutputs o = {call.empty({p.P, h.sizes[1]}, grad.dtype), call.empty({p.P, p.h.F}, grad.dtype)};
   p.dh = data(o.grad_h);
   p.a = data(o.a);
-  run(call, h, p);
+  MOE_FP8_RUN(call, activate_backward, p);
+  return o;
+}
+// Quantizes x, which has been computed, into new outputs.
+Outputs quantize_computed(const Call& call, QuantizeParams& p, const void* x) {
+  p.x = x;
+  Outputs o = outputs_of(call, p);
+  run_quantize(call, p);
   return o;
 }
 
@@ -118,7 +105,7 @@ Results<1> activate_op(const Tensor& h, std::string_view activation, bool interl
   const Call call(kActivate, "h", h);
   Handle a = call.empty({p.P, p.h.F}, h.dtype);
   p.a = data(a);
-  run(call, h, p);
+  MOE_FP8_RUN(call, activate, p);
   return results(a);
 }
 
@@ -146,30 +133,24 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
   h_params.x = h.data;
   h_params.row_stride = p.h.stride;
   a.row_stride = a.K = p.h.F;
-  const bool grouped = offs && f.blocked();
-  if (grouped) set_groups(a, kQuantize, "h", *offs, std::nullopt);
-  auto outputs = [&](QuantizeParams& to, int64_t groups) {
-    Handle q = call.empty({to.rows, to.K}, to.out);
-    Handle scale = call.empty(scales_along_rows(f, to.rows, to.K, groups), f.scale_type);
-    to.q = data<uint8_t>(q);
-    to.scale = data(scale);
-    return std::pair(std::move(q), std::move(scale));
-  };
-  auto [q, scale] = outputs(a, grouped ? a.E : kNoGroups);
-  auto [h_q, h_scale] = outputs(h_params, kNoGroups);
-  const Handle scratch = scratch_of(call, h, a);
-#if defined(MOE_FP8_GPU)
-  if (h.on_gpu() && can_quantize_activated(p)) {
-    call.check(quantize_activated(p, call.stream()));
-    return results(q, scale, h_q, h_scale);
+  if (offs && f.blocked()) set_groups(a, kQuantize, "h", *offs, std::nullopt);
+
+  Outputs a_outputs = outputs_of(call, a), h_outputs = outputs_of(call, h_params);
+  const auto all_results = [&] { return results(a_outputs.q, a_outputs.scale, h_outputs.q, h_outputs.scale); };
+  if constexpr (kGpuBuild) {
+    if (call.on_gpu() && can_quantize_activated(p)) {
+      const Handle scratch = scratch_of(call, a);
+      call.check(quantize_activated(p, call.stream()));
+      return all_results();
+    }
   }
-#endif
   const Handle values = call.empty({a.rows, a.K}, h.dtype);
-  run(call, h, {p.h, data(values), a.rows, p.activation});
+  const ActivateParams activate_params = {p.h, data(values), a.rows, p.activation};
+  MOE_FP8_RUN(call, activate, activate_params);
   a.x = data(values);
-  run(call, h, a);
-  run(call, h, h_params);
-  return results(q, scale, h_q, h_scale);
+  run_quantize(call, a);
+  run_quantize(call, h_params);
+  return all_results();
 }
 
 Results<3> activate_backward_op(const Tensor& grad, const Tensor& h, std::string_view activation,
@@ -179,10 +160,9 @@ Results<3> activate_backward_op(const Tensor& grad, const Tensor& h, std::string
   constexpr const Argument &kGrad = argument(kBackward, "grad"), &kH = argument(kBackward, "h"),
                            &kScores = argument(kBackward, "scores"), &kScale = argument(kBackward, "h_scale"),
                            &kIndices = argument(kBackward, "indices");
-  const GradientArguments given = {kGrad, kH, kScores, kScale, kIndices, grad, h, scores, h_scale, indices};
-  ActivateBackwardParams p = check_gradients(given, activation, interleaved);
-  if (format && !h_scale) fail(kBackward, ": h_scale must be given with format, got None");
-  if (h_scale && !format) fail(kBackward, ": format must be given with h_scale, got None");
+  const GradientArguments args = {kGrad, kH, kScores, kScale, kIndices, grad, h, scores, h_scale, indices};
+  ActivateBackwardParams p = check_gradients(args, activation, interleaved);
+  check_both_or_none(kBackward, "h_scale", h_scale.has_value(), "format", format.has_value());
   if (h_scale) p.h.scale = check_h_scale(kScale, h, *h_scale, *format);
   const Call call(kBackward, "h", h);
   Handle grad_scores = call.empty({p.num_slots()}, kFloat32);
@@ -204,8 +184,8 @@ Results<8> quantize_activated_backward_op(const Tensor& grad, const Tensor& h, s
                            &kIndices = argument(kOp, "indices"), &kOffs = argument(kOp, "offs");
   QuantizeActivatedBackwardParams p = {};
   ActivateBackwardParams& gradients = p.gradients;
-  const GradientArguments given = {kGrad, kH, kScores, kScale, kIndices, grad, h, scores, h_scale, indices};
-  gradients = check_gradients(given, activation, interleaved);
+  const GradientArguments args = {kGrad, kH, kScores, kScale, kIndices, grad, h, scores, h_scale, indices};
+  gradients = check_gradients(args, activation, interleaved);
   QuantizeParams &quantize_dh = p.quantize_dh, &quantize_a = p.quantize_a;
   quantize_dh.format = check_format(kOp, format);
   if (h_scale) gradients.h.scale = check_h_scale(kScale, h, *h_scale, format);
@@ -227,32 +207,27 @@ Results<8> quantize_activated_backward_op(const Tensor& grad, const Tensor& h, s
   quantize_dh.along_rows = true;
   Handle grad_scores = call.empty({gradients.num_slots()}, kFloat32);
   gradients.dscores = data<float>(grad_scores);
-  bool has_kernels = false;
-#if defined(MOE_FP8_GPU)
-  has_kernels = h.on_gpu() && can_quantize_activated_backward(p);
-#endif
-  GradientOutputs values;
-  if (!has_kernels) values = compute_gradients(call, grad, h, gradients);
-  const auto quantize_values = [&](QuantizeParams& to, const void* x) {
-    if (has_kernels) return;
-    to.x = x;
-    const Handle scratch = scratch_of(call, h, to);
-    run(call, h, to);
+  Outputs a, grad_h;
+  const auto all_results = [&] {
+    return results(grad_h.q, grad_h.scale, grad_h.q_t, grad_h.scale_t, a.q_t, a.scale_t, a.padded_offs, grad_scores);
   };
-  Outputs a = outputs_of(call, quantize_a);
-  quantize_values(quantize_a, gradients.a);
-  values.a = {};  // freed before grad_h is allocated
-  quantize_dh.padded_offs = quantize_a.padded_offs;
-  Outputs grad_h = outputs_of(call, quantize_dh);
-  quantize_values(quantize_dh, gradients.dh);
-#if defined(MOE_FP8_GPU)
-  if (has_kernels) {
-    const Handle scratch = call.empty({scratch_words(p)}, kInt32);
-    p.scratch = data<int>(scratch);
-    call.check(quantize_activated_backward(p, call.stream()));
+  if constexpr (kGpuBuild) {
+    if (call.on_gpu() && can_quantize_activated_backward(p)) {
+      a = outputs_of(call, quantize_a);
+      quantize_dh.padded_offs = quantize_a.padded_offs;
+      grad_h = outputs_of(call, quantize_dh);
+      const Handle scratch = call.empty({scratch_words(p)}, kInt32);
+      p.scratch = data<int>(scratch);
+      call.check(quantize_activated_backward(p, call.stream()));
+      return all_results();
+    }
   }
-#endif
-  return results(grad_h.q, grad_h.scale, grad_h.q_t, grad_h.scale_t, a.q_t, a.scale_t, a.padded_offs, grad_scores);
+  GradientOutputs values = compute_gradients(call, grad, h, gradients);
+  a = quantize_computed(call, quantize_a, gradients.a);
+  values.a = {};  // freed before the outputs of grad_h are allocated
+  quantize_dh.padded_offs = quantize_a.padded_offs;
+  grad_h = quantize_computed(call, quantize_dh, gradients.dh);
+  return all_results();
 }
 
 }  // namespace moe_fp8

@@ -34,12 +34,12 @@ enum class Strides : uint8_t {
   kContiguous,  // all dimensions
 };
 
-// The size of dimension `dim`, counted from the end, is at most `most`; `what` names its elements. kSlots: numel.
+// The size of dimension `dim`, counted from the end, is at most `max`; `what` names its elements. kSlots: numel.
 struct SizeLimit {
   static constexpr int kSlots = 0;
   const char* what = nullptr;
   int dim = 0;
-  int64_t most = 0;
+  int64_t max = 0;
 };
 
 struct Argument {
@@ -47,7 +47,7 @@ struct Argument {
   const char* name;
   const char* like;  // must be on the same device as this argument; null: this argument sets the device
   Dtypes dtypes;
-  int least_dims, most_dims;
+  int min_dims, max_dims;
   Strides strides;
   SizeLimit limits[3] = {};
 };
@@ -56,8 +56,8 @@ namespace arguments {
 
 inline constexpr SizeLimit kColumns = {"columns", -1, kMaxRows}, kRows = {"rows", -2, kMaxRows};
 
-constexpr Argument vector(const char* op, const char* name, const char* like, const char* what, int64_t most) {
-  return {op, name, like, Dtypes::kInt32, 1, 1, Strides::kInner, {{what, -1, most}}};
+constexpr Argument vector(const char* op, const char* name, const char* like, const char* what, int64_t max) {
+  return {op, name, like, Dtypes::kInt32, 1, 1, Strides::kInner, {{what, -1, max}}};
 }
 constexpr Argument offs(const char* op, const char* like) { return vector(op, "offs", like, "entries", kMaxExperts); }
 constexpr Argument starts(const char* op) { return vector(op, "padded_starts", "offs", "entries", kMaxExperts); }

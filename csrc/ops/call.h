@@ -12,11 +12,25 @@
 
 #if defined(MOE_FP8_CUDA) || defined(MOE_FP8_HIP)
 #define MOE_FP8_GPU 1
-// A weak symbol: a CPU-only torch lacks it, and the extension must load there, too.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
+#endif
+
+// Runs kernel(arguments, stream) on a GPU, or the loop kernel_cpu(arguments), where the call runs. A build for the CPU
+// has no kernels.
+#if defined(MOE_FP8_GPU)
+#define MOE_FP8_RUN(call, kernel, ...) \
+  ((call).on_gpu() ? (call).check(kernel(__VA_ARGS__, (call).stream())) : kernel##_cpu(__VA_ARGS__))
+#else
+#define MOE_FP8_RUN(call, kernel, ...) ((void)(call), kernel##_cpu(__VA_ARGS__))
 #endif
 
 namespace moe_fp8 {
+
+// Whether this build has kernels. Code that calls a kernel directly stands under `if constexpr (kGpuBuild)`.
+#if defined(MOE_FP8_GPU)
+constexpr bool kGpuBuild = true;
+#else
+constexpr bool kGpuBuild = false;
+#endif
 
 // Debugging switches are looked up in every call, so that os.environ can set them at run time.
 inline bool flag_is_set(const char* name) {
@@ -43,17 +57,18 @@ class Call {
       : op_(op), device_type_(x.device_type), device_index_(x.device_index), poison_(flag_is_set("MOE_FP8_POISON")) {
     if (!x.on_gpu()) return;
 #if defined(MOE_FP8_GPU)
-    if (aoti_torch_get_current_cuda_stream == nullptr)
+    if (!torch_has_streams())
       fail(op, ": ", arg, " must be on the CPU, this torch knows no GPU; got ", device_name(x));
     int32_t current = 0;
     check_torch(aoti_torch_get_current_device_index(&current));
     if (current != device_index_) guard_.emplace(device_index_);
-    check_torch(aoti_torch_get_current_cuda_stream(device_index_, &stream_));
+    check_torch(torch_stream(device_index_, &stream_));
 #else
     fail(op, ": ", arg, " must be on the CPU, all that this moe_fp8_ext was built for; got ", device_name(x));
 #endif
   }
 
+  bool on_gpu() const { return device_type_ == kCuda; }
   void* stream() const { return stream_; }
   // Raises if a kernel launch has failed.
   void check(int code) const {
@@ -96,7 +111,7 @@ class Call {
   // The device's own FP8 type.
   Fp8Type default_fp8() const {
 #if defined(MOE_FP8_GPU)
-    if (device_type_ == kCuda && native_fnuz()) return Fp8Type::kE4M3FNUZ;
+    if (on_gpu() && native_fnuz()) return Fp8Type::kE4M3FNUZ;
 #endif
     return Fp8Type::kE4M3FN;
   }
@@ -110,7 +125,7 @@ class Call {
   // For tests: a byte that no kernel writes shows as 0xff.
   void poison(void* p, int64_t bytes) const {
 #if defined(MOE_FP8_GPU)
-    if (device_type_ == kCuda) return check(fill_bytes_async(p, 0xff, bytes, stream_));
+    if (on_gpu()) return check(fill_bytes_async(p, 0xff, bytes, stream_));
 #endif
     std::memset(p, 0xff, bytes);
   }

@@ -52,11 +52,11 @@ inline void check_dtypes(const Argument& arg, const Tensor& t) {
     case Dtypes::kScale: case Dtypes::kScores: case Dtypes::kGates: return;  // depends on other arguments
   }
 }
-inline void check_dims(const Argument& arg, const Tensor& t, int least, int most) {
-  if (t.dim >= least && t.dim <= most) return;
-  const std::string range = least == most       ? std::to_string(least)
-                            : least + 1 == most ? std::to_string(least) + " or " + std::to_string(most)
-                                                : std::to_string(least) + " to " + std::to_string(most);
+inline void check_dims(const Argument& arg, const Tensor& t, int min, int max) {
+  if (t.dim >= min && t.dim <= max) return;
+  const std::string range = min == max       ? std::to_string(min)
+                            : min + 1 == max ? std::to_string(min) + " or " + std::to_string(max)
+                                                : std::to_string(min) + " to " + std::to_string(max);
   fail(arg.op, ": ", arg.name, " must have ", range, " dimensions, got ", t.dim);
 }
 inline void check_strides(const Argument& arg, const Tensor& t) {
@@ -73,21 +73,21 @@ inline void check_strides(const Argument& arg, const Tensor& t) {
     fail(arg.op, ": ", arg.name, " must have stride 1 in its last dimension, got stride ", t.strides[d]);
   fail(arg.op, ": ", arg.name, " must have stride 1 in dimension ", d, " (the summed one), got stride ", t.strides[d]);
 }
-inline void check_limit(const char* op, const char* arg, int64_t size, const char* what, int64_t most = kMaxRows) {
-  if (size > most) fail(op, ": ", arg, " must have at most ", most, " ", what, ", got ", size);
+inline void check_limit(const char* op, const char* arg, int64_t size, const char* what, int64_t max = kMaxRows) {
+  if (size > max) fail(op, ": ", arg, " must have at most ", max, " ", what, ", got ", size);
 }
 inline void check(const Argument& arg, const Tensor& t) {
   if (!t.defined) fail(arg.op, ": ", arg.name, " must be a tensor, got None");
   check_dtypes(arg, t);
-  check_dims(arg, t, arg.least_dims, arg.most_dims);
+  check_dims(arg, t, arg.min_dims, arg.max_dims);
   check_strides(arg, t);
   for (const SizeLimit& limit : arg.limits) {
     if (limit.what == nullptr) break;
     const int64_t size = limit.dim == SizeLimit::kSlots ? product(t.sizes, t.dim) : t.sizes[t.dim + limit.dim];
-    check_limit(arg.op, arg.name, size, limit.what, limit.most);
+    check_limit(arg.op, arg.name, size, limit.what, limit.max);
   }
 }
-// The same, and that the argument is on the device of `like`, which the table names.
+// The same. Also checks that the argument is on the device of `like`, which the table names.
 inline void check(const Argument& arg, const Tensor& t, const Tensor& like) {
   check(arg, t);
   if (arg.dtypes == Dtypes::kScores && t.dtype != kFloat32 && t.dtype != like.dtype)
@@ -98,7 +98,7 @@ inline void check(const Argument& arg, const Tensor& t, const Tensor& like) {
          device_name(t));
 }
 
-// ---- an argument beside others -------------------------------------------------------------------------------------
+// ---- an argument that depends on others ----------------------------------------------------------------------------
 inline void check_size(const Argument& arg, const Tensor& t, int64_t dim, int64_t size) {
   if (t.sizes[dim] != size)
     fail(arg.op, ": ", arg.name, " must have size ", size, " in dimension ", dim, ", got ", t.sizes[dim]);
@@ -116,57 +116,77 @@ inline void check_scales(const Argument& arg, const Tensor& t, const Format& f, 
   contiguous.strides = Strides::kContiguous;
   check_strides(contiguous, t);
 }
-inline void check_count(const char* op, const char* arg, int64_t count) {
-  if (count < 0 || count > kMaxRows) fail(op, ": ", arg, " must be from 0 to ", kMaxRows, ", got ", count);
+inline void check_dtype_of_like(const Argument& arg, const Tensor& t, const Tensor& like) {
+  if (t.dtype != like.dtype)
+    fail(arg.op, ": ", arg.name, " must be, like ", arg.like, ", ", dtype_name(like.dtype), ", got ",
+         dtype_name(t.dtype));
+}
+// Checks that two arguments are given together, or neither.
+inline void check_both_or_none(const char* op, const char* first, bool has_first, const char* second, bool has_second) {
+  if (has_first != has_second)
+    fail(op, ": ", has_first ? second : first, " must be given with ", has_first ? first : second, ", got None");
 }
 
-inline InType in_type(const Tensor& x) {  // x was checked
-  return InType(std::find(kInputDtypes, kInputDtypes + 3, x.dtype) - kInputDtypes);
+// ---- types of checked dtypes ---------------------------------------------------------------------------------------
+inline InType in_type(int32_t dtype) {
+  return InType(std::find(kInputDtypes, kInputDtypes + 3, dtype) - kInputDtypes);
 }
-inline Fp8Type fp8_type(const Tensor& q) {  // q was checked
-  return Fp8Type(std::find(kFp8Dtypes, kFp8Dtypes + 4, q.dtype) - kFp8Dtypes);
-}
+inline InType in_type(const Tensor& x) { return in_type(x.dtype); }
+inline Fp8Type fp8_type(int32_t dtype) { return Fp8Type(std::find(kFp8Dtypes, kFp8Dtypes + 4, dtype) - kFp8Dtypes); }
+inline Fp8Type fp8_type(const Tensor& q) { return fp8_type(q.dtype); }
 
 // ---- options ------------------------------------------------------------------------------------------------------
-inline FormatId check_format(const char* op, std::string_view name) {
-  for (int i = 0; i < kNumFormats; ++i)
-    if (name == kFormats[i].name) return FormatId(i);
+inline void check_range(const char* op, const char* arg, int64_t value, int64_t min, int64_t max) {
+  if (value < min || value > max) fail(op, ": ", arg, " must be from ", min, " to ", max, ", got ", value);
+}
+inline void check_count(const char* op, const char* arg, int64_t count) { check_range(op, arg, count, 0, kMaxRows); }
+// The number of the choice that is called `name`. name_of(i) names choice i. If choices depend on a format, the error
+// names it.
+template <class NameOf>
+int check_choice(const char* op, const char* arg, std::string_view name, int choices, NameOf name_of,
+                 const Format* format = nullptr) {
+  for (int i = 0; i < choices; ++i)
+    if (name == name_of(i)) return i;
   std::string names;
-  for (int i = 0; i < kNumFormats; ++i)
-    names += (i == 0 ? "'" : i + 1 < kNumFormats ? ", '" : " or '") + std::string(kFormats[i].name) + "'";
-  fail(op, ": format must be ", names, ", got '", name, "'");
+  for (int i = 0; i < choices; ++i)
+    names += (i == 0 ? "'" : i + 1 < choices ? ", '" : " or '") + std::string(name_of(i)) + "'";
+  if (format) names += " with format '" + std::string(format->name) + "'";
+  fail(op, ": ", arg, " must be ", names, ", got '", name, "'");
+}
+inline FormatId check_format(const char* op, std::string_view name) {
+  return FormatId(check_choice(op, "format", name, kNumFormats, [](int i) { return kFormats[i].name; }));
 }
 inline Rounding check_rounding(const char* op, const Format& f, std::optional<std::string_view> name) {
   if (!name) return f.roundings[0];
-  for (const Rounding r : f.roundings)
-    if (*name == kRoundingNames[int(r)]) return r;
-  fail(op, ": rounding must be '", kRoundingNames[int(f.roundings[0])], "' or '", kRoundingNames[int(f.roundings[1])],
-       "' with format '", f.name, "', got '", *name, "'");
+  const auto name_of = [&](int i) { return kRoundingNames[int(f.roundings[i])]; };
+  return f.roundings[check_choice(op, "rounding", *name, 2, name_of, &f)];
 }
 inline Fp8Type check_fp8(const Call& call, const char* op, std::optional<int32_t> dtype, const char* arg = "dtype") {
   if (!dtype) return call.default_fp8();
   if (!is_one_of(kFp8Dtypes, *dtype))
     fail(op, ": ", arg, " must be float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz, got ",
          dtype_name(*dtype));
-  return Fp8Type(std::find(kFp8Dtypes, kFp8Dtypes + 4, *dtype) - kFp8Dtypes);
+  return fp8_type(*dtype);
 }
-inline void check_align(const char* op, int64_t align, int least = 1, int most = kMaxAlign) {
-  if (align < least || align > most || (align & (align - 1)) != 0)
-    fail(op, ": align must be a power of two from ", least, " to ", most, ", got ", align);
+inline void check_align(const char* op, int64_t align, int min = 1, int max = kMaxAlign) {
+  if (align < min || align > max || (align & (align - 1)) != 0)
+    fail(op, ": align must be a power of two from ", min, " to ", max, ", got ", align);
 }
 // The padded extent P of `rows` rows of `arg` in groups of `experts` experts.
-inline int64_t check_extent(const char* op, const char* arg, int64_t rows, int64_t experts, int64_t align) {
+inline int64_t check_extent(const char* op, const char* arg, int64_t rows, int64_t experts, int64_t align,
+                            const char* what = "rows with padding") {
   const int64_t extent = padded_extent(rows, experts, align);
-  check_limit(op, arg, extent, "rows with padding");
+  check_limit(op, arg, extent, what);
   return extent;
 }
 
 // ---- contents, with MOE_FP8_VALIDATE=1 -----------------------------------------------------------------------------
+inline bool validates() { return flag_is_set("MOE_FP8_VALIDATE"); }
 // The integers of t, in logical order. Waits for the device.
 template <class T = int>
 std::vector<T> contents(const Tensor& t) {
-  const torch::stable::Tensor on_device(share(t.handle).release());
-  const auto on_cpu = torch::stable::contiguous(torch::stable::to(on_device, torch::stable::Device("cpu")));
+  const torch::stable::Device cpu("cpu");
+  const auto on_cpu = torch::stable::contiguous(torch::stable::to(stable_tensor(t.handle), cpu));
   const T* first = static_cast<const T*>(on_cpu.const_data_ptr());
   return {first, first + on_cpu.numel()};
 }
@@ -179,15 +199,20 @@ inline void validate_offs(const Argument& arg, const Tensor& offs, int64_t limit
       fail(arg.op, ": offs must not exceed the ", limit, " ", unit, " of ", arg.like, ", got offs[", e, "] = ", o[e]);
   }
 }
+// The integers of t. Never null, because a null pointer in parameters means that there are no groups, or no index.
+inline const int* ints(const Tensor& t) {
+  static const int kNone[1] = {};
+  return t.empty() ? kNone : t.as<int>();
+}
 // Ends of groups that divide `limit` rows, or other units.
 inline void check_offs(const Argument& arg, const Tensor& offs, const Tensor& like, int64_t limit,
                        const char* unit = "rows") {
   check(arg, offs, like);
-  if (flag_is_set("MOE_FP8_VALIDATE")) validate_offs(arg, offs, limit, unit);
+  if (validates()) validate_offs(arg, offs, limit, unit);
 }
 // Checks the caller's promise that all ends are multiples of align.
 inline void validate_aligned(const Argument& arg, const Tensor& offs, int64_t align) {
-  if (align == 1 || !flag_is_set("MOE_FP8_VALIDATE")) return;
+  if (align == 1 || !validates()) return;
   const std::vector<int> ends = contents(offs);
   for (size_t e = 0; e < ends.size(); ++e)
     if (ends[e] % align != 0)
@@ -200,7 +225,7 @@ inline void validate_range(const Argument& arg, const std::vector<int>& at, int6
       fail(arg.op, ": ", arg.name, " must be -1 or one of the ", limit, " ", of, ", got ", at[p], " in place ", p);
 }
 inline void validate_range(const Argument& arg, const Tensor& indices, int64_t limit, const char* of) {
-  if (flag_is_set("MOE_FP8_VALIDATE")) validate_range(arg, contents(indices), limit, of);
+  if (validates()) validate_range(arg, contents(indices), limit, of);
 }
 // Checks that every id is -1 or one of E experts.
 template <class Id>
@@ -211,12 +236,12 @@ void validate_ids_as(const Argument& arg, const Tensor& ids, int64_t E) {
       fail(arg.op, ": ", arg.name, " must be -1 or from 0 to ", E - 1, ", got ", all[slot], " in slot ", slot);
 }
 inline void validate_ids(const Argument& arg, const Tensor& ids, int64_t E) {
-  if (!flag_is_set("MOE_FP8_VALIDATE")) return;
+  if (!validates()) return;
   (ids.dtype == kInt64 ? validate_ids_as<int64_t> : validate_ids_as<int>)(arg, ids, E);
 }
 // Checks that no index stands twice, where one of its places would be lost.
 inline void validate_distinct(const Argument& arg, const Tensor& indices) {
-  if (!flag_is_set("MOE_FP8_VALIDATE")) return;
+  if (!validates()) return;
   std::vector<int> at = contents(indices);
   std::sort(at.begin(), at.end());
   for (size_t p = 1; p < at.size(); ++p)

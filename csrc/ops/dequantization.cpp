@@ -9,16 +9,9 @@ namespace {
 
 constexpr const char* kOp = "dequantize";
 
-void run(const Call& call, const Tensor& q, const DequantizeParams& p) {
-#if defined(MOE_FP8_GPU)
-  if (q.on_gpu()) return call.check(dequantize(p, call.stream()));
-#endif
-  dequantize_cpu(p);
-}
-
 bool is_along_tokens(std::string_view along) {
-  if (along != "rows" && along != "tokens") fail(kOp, ": along must be 'rows' or 'tokens', got '", along, "'");
-  return along == "tokens";
+  constexpr const char* kDirections[] = {"rows", "tokens"};
+  return check_choice(kOp, "along", along, 2, [&](int i) { return kDirections[i]; }) == 1;
 }
 
 }  // namespace
@@ -40,7 +33,7 @@ Results<1> dequantize_op(const Tensor& q, const Tensor& scale, std::string_view 
 
   DequantizeParams p = {};
   p.type = fp8_type(q);
-  p.out_type = InType(std::find(kInputDtypes, kInputDtypes + 3, out_type) - kInputDtypes);
+  p.out_type = in_type(out_type);
   p.K = q.sizes[q.dim - 1];
   const int64_t count = product(q.sizes, q.dim - 1);
   if (offs) {
@@ -51,8 +44,8 @@ Results<1> dequantize_op(const Tensor& q, const Tensor& scale, std::string_view 
       p.offs = offs->as<int>();
       p.num_groups = int(offs->sizes[0]);
       if (f.block)
-        check_limit(kOp, "q", padded_extent(extent, p.num_groups, kGroupScales),
-                    along_tokens ? "columns with padding" : "rows with padding");
+        check_extent(kOp, "q", extent, p.num_groups, kGroupScales,
+                     along_tokens ? "columns with padding" : "rows with padding");
     }
   }
   const bool any_dims = !along_tokens && f.order == ScaleOrder::kRowMajor;
@@ -84,7 +77,7 @@ Results<1> dequantize_op(const Tensor& q, const Tensor& scale, std::string_view 
                                p.groups == Groups::kRows ? p.num_groups : kNoGroups);
   }
   p.out = data(out);
-  run(call, q, p);
+  MOE_FP8_RUN(call, dequantize, p);
   return results(out);
 }
 

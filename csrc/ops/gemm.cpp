@@ -20,49 +20,49 @@ struct OpArguments {
         scale_b(argument(op, "scale_b")), offs(argument(op, "offs")) {}
 };
 
-// Checks and fills every field of a product except the output and its type.
-Product checked(const OpArguments& of, const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
-                std::string_view format, const Tensor& offs, int64_t align, bool use_fast_accum,
-                const std::optional<Tensor>& indices = {}, std::optional<int64_t> top_k = {}) {
+// Checks the arguments that both ops take. The caller adds the total and the dtype of the output.
+Product check_product(const OpArguments& args, const Tensor& a, const Tensor& b, const Tensor& scale_a,
+                      const Tensor& scale_b, std::string_view format, const Tensor& offs, int64_t align,
+                      bool use_fast_accum, const std::optional<Tensor>& indices = {},
+                      std::optional<int64_t> top_k = {}) {
   constexpr const Argument& kIndices = argument(kOp, "indices");
-  const FormatId id = check_format(of.op, format);
+  const FormatId id = check_format(args.op, format);
   const Format& f = format_of(id);
-  check(of.a, a);
-  check(of.b, b, a);
+  check(args.a, a);
+  check(args.b, b, a);
   const int64_t k_dim = b.dim - 2, n_dim = b.dim - 1;
   ScaledGroupedMmParams p = {};
   p.k_grouped = b.dim == 2;
   p.M = a.sizes[0];
-  if (indices && !top_k) fail(of.op, ": top_k must be given with indices, got None");
-  if (top_k && !indices) fail(of.op, ": indices must be given with top_k, got None");
+  check_both_or_none(args.op, "indices", indices.has_value(), "top_k", top_k.has_value());
   if (indices) {
-    if (p.k_grouped) fail(of.op, ": indices must be None with b of 2 dimensions, got a tensor");
+    if (p.k_grouped) fail(args.op, ": indices must be None with b of 2 dimensions, got a tensor");
     p.index = check_indices(kIndices, *indices, a, a.sizes[0], *top_k);
     p.M = indices->sizes[0];
   }
   p.K = a.sizes[1];
   p.N = b.sizes[n_dim];
   if (b.sizes[k_dim] != p.K)
-    fail(of.op, ": b must have size ", p.K, " in dimension ", k_dim, " (the last of a), got ", b.sizes[k_dim]);
+    fail(args.op, ": b must have size ", p.K, " in dimension ", k_dim, " (the last of a), got ", b.sizes[k_dim]);
   const int64_t grouped = p.k_grouped ? p.K : p.M;
-  check_offs(of.offs, offs, a, grouped, indices ? "indices" : p.k_grouped ? "columns" : "rows");
+  check_offs(args.offs, offs, a, grouped, indices ? "indices" : p.k_grouped ? "columns" : "rows");
   p.E = offs.sizes[0];
   if (!p.k_grouped && b.sizes[0] != p.E)
-    fail(of.op, ": b must hold one expert for each of the ", p.E, " entries of offs, got ", b.sizes[0]);
-  check_align(of.op, align);
-  if (p.k_grouped) validate_aligned(of.offs, offs, align);
+    fail(args.op, ": b must hold one expert for each of the ", p.E, " entries of offs, got ", b.sizes[0]);
+  check_align(args.op, align);
+  if (p.k_grouped) validate_aligned(args.offs, offs, align);
   if (f.block)
-    check_limit(of.op, indices ? "indices" : "a", padded_extent(grouped, p.E, kGroupScales),
-                p.k_grouped ? "columns with padding" : "rows with padding");
-  check(of.scale_a, scale_a, a);
-  check(of.scale_b, scale_b, a);
+    check_extent(args.op, indices ? "indices" : "a", grouped, p.E, kGroupScales,
+                 p.k_grouped ? "columns with padding" : "rows with padding");
+  check(args.scale_a, scale_a, a);
+  check(args.scale_b, scale_b, a);
   if (p.k_grouped) {
-    p.scale_a = scales_of_tokens(of.scale_a, scale_a, f, p.M, p.K, offs);
-    p.scale_b = scales_of_tokens(of.scale_b, scale_b, f, p.N, p.K, offs, true);
-    if (f.order == ScaleOrder::kColumnMajor) check_size(of.scale_b, scale_b, 0, scale_a.sizes[1]);
+    p.scale_a = scales_of_tokens(args.scale_a, scale_a, f, p.M, p.K, offs);
+    p.scale_b = scales_of_tokens(args.scale_b, scale_b, f, p.N, p.K, offs, true);
+    if (f.order == ScaleOrder::kColumnMajor) check_size(args.scale_b, scale_b, 0, scale_a.sizes[1]);
   } else {
-    p.scale_a = scales_of_rows(of.scale_a, scale_a, f, a.sizes, 1, a.sizes[0], p.K, indices ? kNoGroups : p.E);
-    p.scale_b = scales_of_experts(of.scale_b, scale_b, f, p.E, p.N, p.K, true);
+    p.scale_a = scales_of_rows(args.scale_a, scale_a, f, a.sizes, 1, a.sizes[0], p.K, indices ? kNoGroups : p.E);
+    p.scale_b = scales_of_experts(args.scale_b, scale_b, f, p.E, p.N, p.K, true);
     p.b_group_stride = b.strides[0];
   }
   p.a_type = fp8_type(a);
@@ -88,19 +88,20 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
                                 std::optional<int64_t> top_k, int64_t align, std::optional<int32_t> out_dtype,
                                 bool use_fast_accum) {
   static constexpr OpArguments kArguments(kOp);
-  Product product = checked(kArguments, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, indices, top_k);
+  Product product =
+      check_product(kArguments, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, indices, top_k);
   const int32_t dtype = out_dtype.value_or(kBFloat16);
   if (dtype != kBFloat16 && dtype != kFloat32)
     fail(kOp, ": out_dtype must be bfloat16 or float32, got ", dtype_name(dtype));
   product.p.out_float32 = dtype == kFloat32;
-  const Call call(kOp, "a", a);
+  const Call call(kOp, "a", a);  // sets the device that the backends look at
   const Backend& backend = backend_of(kOp, product);
-  if (indices && !(backend.by_index && backend.by_index(product))) {
+  if (indices && !(backend.can_gather_rows && backend.can_gather_rows(product))) {
     const std::optional<Tensor> groups(std::in_place, share(offs.handle));
     const auto [q, scale] = permute_quantized_op(a, scale_a, format, *indices, *top_k, groups);
-    Handle rows(q), scales(scale);
-    const Tensor moved(std::move(rows)), scale_moved(std::move(scales));
-    return scaled_grouped_mm_op(moved, b, scale_moved, scale_b, format, offs, {}, {}, align, out_dtype, use_fast_accum);
+    Handle moved(q), moved_scale(scale);
+    const Tensor rows(std::move(moved)), row_scales(std::move(moved_scale));
+    return scaled_grouped_mm_op(rows, b, row_scales, scale_b, format, offs, {}, {}, align, out_dtype, use_fast_accum);
   }
   Handle out(backend.run(call, product));
   return results(out);
@@ -111,7 +112,7 @@ Results<0> add_scaled_grouped_mm_op(const Tensor& total, const Tensor& a, const 
                                     bool use_fast_accum) {
   static constexpr OpArguments kArguments(kAdd);
   constexpr const Argument& kTotal = argument(kAdd, "total");
-  Product product = checked(kArguments, a, b, scale_a, scale_b, format, offs, align, use_fast_accum);
+  Product product = check_product(kArguments, a, b, scale_a, scale_b, format, offs, align, use_fast_accum);
   check(kTotal, total, a);
   const int64_t sizes[] = {product.p.E, product.p.M, product.p.N};
   check_sizes(kTotal, total, sizes, 3);

@@ -4,17 +4,17 @@
 #include <stdexcept>
 #include <string>
 
-#include "ops/gemm_cpu.h"
 #include "gemm/mma/grouped_gemm.h"
-#include "ops/gemm_product.h"
 #include "gemm/sm90/grouped_gemm.h"
 #include "ops/call.h"
+#include "ops/gemm_cpu.h"
+#include "ops/gemm_product.h"
 #include "scales/dequantize.h"
 
 namespace moe_fp8 {
 namespace {
 
-Handle out_of(const Call& call, const Product& product) {
+Handle output_of(const Call& call, const Product& product) {
   if (product.total) return share(product.total->handle);
   const ScaledGroupedMmParams& p = product.p;
   const int32_t dtype = p.out_float32 ? kFloat32 : kBFloat16;
@@ -22,12 +22,11 @@ Handle out_of(const Call& call, const Product& product) {
 }
 
 #if defined(MOE_FP8_CUDA)
-// Runs a GEMM that trusts its offsets, leaves tail rows unwritten and adds to no total. multiply(offs [E]) makes the
-// product. It gets safe offsets, in 2D x 2D rounded down to the multiples that it takes. Rows and groups that it does
-// not write are zeroed afterwards. If the product belongs to a total, it is added group by group; empty groups leave
-// the total alone.
+// Runs a GEMM that trusts its offsets, leaves tail rows unwritten and adds to no total. multiply(offs [E]) returns the
+// product. Its offsets are safe, in 2D x 2D rounded down to multiples of `multiple`. Without a total, tail rows and
+// empty groups are zeroed. With a total, the product is added to it; empty groups leave the total unchanged.
 template <class Multiply>
-AtenTensorHandle within_groups(const Call& call, const Product& product, int multiple, Multiply multiply,
+AtenTensorHandle with_safe_offs(const Call& call, const Product& product, int multiple, Multiply multiply,
                                bool product_float32 = false) {
   const ScaledGroupedMmParams& p = product.p;
   const Handle safe = call.empty({p.E + 1}, kInt32);
@@ -36,7 +35,7 @@ AtenTensorHandle within_groups(const Call& call, const Product& product, int mul
   call.check(prepare_offs(p.offs, offs, int(p.E), limit, p.k_grouped ? multiple : 1, call.stream()));
   Handle out = multiply(view(safe, {p.E}, {1}));
   if (product.total) {
-    Handle total = out_of(call, product);
+    Handle total = output_of(call, product);
     call.check(add_groups(data(total), p.out_float32, data(out), product_float32, offs, int(p.E), p.M * p.N,
                           call.stream()));
     return total.release();
@@ -50,13 +49,13 @@ AtenTensorHandle torch_scaled(const Call& call, const Product& product, int mult
   const ScaledGroupedMmParams& p = product.p;
   const Handle &scale_a = product.scale_a.handle, &scale_b = product.scale_b.handle;
   const bool flat = p.k_grouped && p.scale_a.block_size == 0;  // scales of the rows of all groups, in one dimension
-  return within_groups(call, product, multiple, [&](Handle offs) {
-    const auto none = word(std::nullopt);
-    StableIValue stack[] = {word(share(product.a.handle)), word(share(product.b.handle)),
-                            word(flat ? view(scale_a, {p.E * p.M}, {1}) : share(scale_a)),
-                            word(flat ? view(scale_b, {p.E * p.N}, {1}) : share(scale_b)),
-                            optional_word(std::move(offs)), none, none, word(std::optional(kBFloat16)),
-                            word(product.use_fast_accum)};
+  return with_safe_offs(call, product, multiple, [&](Handle offs) {
+    const auto none = to_word(std::nullopt);
+    StableIValue stack[] = {to_word(share(product.a.handle)), to_word(share(product.b.handle)),
+                            to_word(flat ? view(scale_a, {p.E * p.M}, {1}) : share(scale_a)),
+                            to_word(flat ? view(scale_b, {p.E * p.N}, {1}) : share(scale_b)),
+                            to_optional_word(std::move(offs)), none, none, to_word(std::optional(kBFloat16)),
+                            to_word(product.use_fast_accum)};
     return call_torch("aten::_scaled_grouped_mm", "", stack);
   });
 }
@@ -68,19 +67,19 @@ AtenTensorHandle torch_scaled_blocks(const Call& call, const Product& product) {
 AtenTensorHandle torch_bfloat16(const Call& call, const Product& product) {
   const ScaledGroupedMmParams& p = product.p;
   const int64_t experts = p.k_grouped ? 1 : p.E;
-  const Groups of_b = p.k_grouped ? Groups::kColumns : Groups::kNone;
-  const Groups of_a = p.scale_a.layout == ScaleLayout::kBlocked && !p.k_grouped ? Groups::kRows : of_b;
-  return within_groups(call, product, 8, [&](Handle offs) {
+  const Groups b_groups = p.k_grouped ? Groups::kColumns : Groups::kNone;
+  const Groups a_groups = p.scale_a.layout == ScaleLayout::kBlocked && !p.k_grouped ? Groups::kRows : b_groups;
+  return with_safe_offs(call, product, 8, [&](Handle offs) {
     const int* ends = data<int>(offs);
     const Handle a = call.empty({p.M, p.K}, kBFloat16), b = call.empty({experts, p.N, p.K}, kBFloat16);
-    call.check(dequantize({p.a, p.scale_a, ends, data(a), 1, p.M, p.K, 0, p.a_stride, int(p.E), of_a, p.a_type,
+    call.check(dequantize({p.a, p.scale_a, ends, data(a), 1, p.M, p.K, 0, p.a_stride, int(p.E), a_groups, p.a_type,
                            InType::kBF16}, call.stream()));
     call.check(dequantize({p.b, p.scale_b, ends, data(b), experts, p.N, p.K, p.b_group_stride, p.b_stride, int(p.E),
-                           of_b, p.b_type, InType::kBF16}, call.stream()));
-    const auto none = word(std::nullopt);
-    StableIValue stack[] = {word(share(a)), word(p.k_grouped ? view(b, {p.K, p.N}, {1, p.K})
+                           b_groups, p.b_type, InType::kBF16}, call.stream()));
+    const auto none = to_word(std::nullopt);
+    StableIValue stack[] = {to_word(share(a)), to_word(p.k_grouped ? view(b, {p.K, p.N}, {1, p.K})
                                                                  : view(b, {p.E, p.K, p.N}, {p.N * p.K, 1, p.K})),
-                            optional_word(std::move(offs)), none, none};
+                            to_optional_word(std::move(offs)), none, none};
     return call_torch("aten::_grouped_mm", "", stack);
   });
 }
@@ -91,16 +90,16 @@ constexpr std::nullptr_t torch_scaled_rows = nullptr, torch_scaled_blocks = null
 #if defined(MOE_FP8_GPU)
 // Runs a GEMM of ours. multiply(p) returns 0, or the runtime's error code.
 template <class Multiply>
-AtenTensorHandle own_gemm(const Call& call, const Product& product, Multiply multiply) {
+AtenTensorHandle native_gemm(const Call& call, const Product& product, Multiply multiply) {
   ScaledGroupedMmParams p = product.p;
-  Handle out = out_of(call, product);
+  Handle out = output_of(call, product);
   p.out = data(out);
   call.check(multiply(p));
   return out.release();
 }
 
 AtenTensorHandle mma_gemm(const Call& call, const Product& product) {
-  return own_gemm(call, product, [&](const ScaledGroupedMmParams& p) {
+  return native_gemm(call, product, [&](const ScaledGroupedMmParams& p) {
     return mma::grouped_gemm(p, product.use_fast_accum, call.stream());
   });
 }
@@ -109,14 +108,14 @@ constexpr std::nullptr_t mma_gemm = nullptr;
 #endif
 
 #if defined(MOE_FP8_CUDA)
-bool sm90_takes(const Product& product) { return sm90::supports(product.p); }
-bool sm90_by_index(const Product& product) { return sm90::can_gather_rows(product.p, product.use_fast_accum); }
+bool sm90_supports(const Product& product) { return sm90::supports(product.p); }
+bool sm90_can_gather_rows(const Product& product) { return sm90::can_gather_rows(product.p, product.use_fast_accum); }
 AtenTensorHandle sm90_multiply(const Call& call, const Product& product) {
-  return own_gemm(call, product, [&](const ScaledGroupedMmParams& p) {
-    const bool counter = sm90::prefers_dynamic_scheduler(p);
-    const int64_t bytes = sm90::scratch_bytes(p, counter);
+  return native_gemm(call, product, [&](const ScaledGroupedMmParams& p) {
+    const bool dynamic = sm90::prefers_dynamic_scheduler(p);
+    const int64_t bytes = sm90::scratch_bytes(p, dynamic);
     const Handle scratch = bytes ? call.empty({bytes}, kUInt8) : Handle();
-    return sm90::grouped_gemm(p, product.use_fast_accum, counter, bytes ? data(scratch) : nullptr, call.stream());
+    return sm90::grouped_gemm(p, product.use_fast_accum, dynamic, bytes ? data(scratch) : nullptr, call.stream());
   });
 }
 AtenTensorHandle sm90_gemm(const Call& call, const Product& product) {
@@ -125,59 +124,59 @@ AtenTensorHandle sm90_gemm(const Call& call, const Product& product) {
   plain.total = nullptr;
   plain.p.accumulate = false;
   plain.p.out_float32 = true;
-  return within_groups(call, product, sm90::kOffsAlign, [&](const Handle&) {
+  return with_safe_offs(call, product, sm90::kOffsAlign, [&](const Handle&) {
     return Handle(sm90_multiply(call, plain));
   }, true);
 }
 #else
-constexpr std::nullptr_t sm90_takes = nullptr, sm90_by_index = nullptr, sm90_gemm = nullptr;
+constexpr std::nullptr_t sm90_supports = nullptr, sm90_can_gather_rows = nullptr, sm90_gemm = nullptr;
 #endif
 
-AtenTensorHandle on_cpu(const Call& call, const Product& product) {
+AtenTensorHandle cpu_gemm(const Call& call, const Product& product) {
   ScaledGroupedMmParams p = product.p;
-  Handle out = out_of(call, product);
+  Handle out = output_of(call, product);
   p.out = data(out);
   scaled_grouped_mm_cpu(call, p);
   return out.release();
 }
 
-bool any(const Format&) { return true; }
+bool any_format(const Format&) { return true; }
 bool has_float_scales(const Format& f) { return f.scale_type == ScaleType::kF32; }
 bool has_scales_of_rows(const Format& f) { return f.block == 0; }
 bool has_scales_of_blocks(const Format& f) { return f.block != 0; }
 bool has_blocked_scales(const Format& f) { return f.blocked(); }
 
-Needs of_sm90() {
+Needs sm90_needs() {
   Needs needs;
-  needs.least_sm = needs.most_sm = 90;
+  needs.min_sm = needs.max_sm = 90;
   needs.sum = needs.columns = 16;
   needs.offs = sm90::kOffsAlign;
   needs.chunks = true;
   return needs;
 }
-Needs of_torch() {
+Needs torch_needs() {
   Needs needs;
-  needs.least_sm = 90;
-  needs.most_sm = 109;
+  needs.min_sm = 90;
+  needs.max_sm = 109;
   needs.sum = needs.columns = needs.offs = 16;
-  needs.most_experts = 1023;
+  needs.max_experts = 1023;
   needs.bfloat16 = needs.chunks = true;
   return needs;
 }
-Needs of_torch_rows() {
-  Needs needs = of_torch();
+Needs torch_rows_needs() {
+  Needs needs = torch_needs();
   needs.e4m3 = true;
   return needs;
 }
-Needs of_torch_blocks() {
-  Needs needs = of_torch_rows();
-  needs.least_sm = needs.most_sm = 100;
+Needs torch_blocks_needs() {
+  Needs needs = torch_rows_needs();
+  needs.min_sm = needs.max_sm = 100;
   needs.sum = needs.offs = kMxBlock;
   needs.packed = true;
   return needs;
 }
-Needs of_torch_bfloat16() {
-  Needs needs = of_torch();
+Needs torch_bfloat16_needs() {
+  Needs needs = torch_needs();
   needs.columns = needs.offs = 8;
   return needs;
 }
@@ -185,20 +184,21 @@ Needs of_torch_bfloat16() {
 }  // namespace
 
 const std::vector<Backend>& all_backends() {
+  // name, what it runs, on a GPU, builds, formats, optional, needs, further conditions, run, rows of a by index
   static const std::vector<Backend> all = {
-      {"sm90", "Hopper's tensor cores", true, {"cuda"}, has_float_scales, false, of_sm90(), sm90_takes,
-       sm90_gemm, sm90_by_index},
+      {"sm90", "Hopper's tensor cores", true, {"cuda"}, has_float_scales, false, sm90_needs(), sm90_supports,
+       sm90_gemm, sm90_can_gather_rows},
       {"sm90_mxfp8", "dequantize of b + Hopper's tensor cores, in BF16", true, {"cuda"}, has_blocked_scales, false,
-       of_sm90(), sm90_takes, sm90_gemm},
-      {"torch_fp8", "aten::_scaled_grouped_mm", true, {"cuda"}, has_scales_of_rows, false, of_torch_rows(), nullptr,
+       sm90_needs(), sm90_supports, sm90_gemm},
+      {"torch_fp8", "aten::_scaled_grouped_mm", true, {"cuda"}, has_scales_of_rows, false, torch_rows_needs(), nullptr,
        torch_scaled_rows},
-      {"torch_mxfp8", "aten::_scaled_grouped_mm", true, {"cuda"}, has_blocked_scales, true, of_torch_blocks(), nullptr,
-       torch_scaled_blocks},
+      {"torch_mxfp8", "aten::_scaled_grouped_mm", true, {"cuda"}, has_blocked_scales, true, torch_blocks_needs(),
+       nullptr, torch_scaled_blocks},
       {"torch_bfloat16", "dequantize + aten::_grouped_mm", true, {"cuda"}, has_scales_of_blocks, false,
-       of_torch_bfloat16(), nullptr, torch_bfloat16},
-      {"mma", "tensor cores of any GPU", true, {"cuda", "rocm"}, any, false, {}, nullptr, mma_gemm},
-      {"cpu", "dequantize + aten::mm of each group, in float32", false, {"cuda", "rocm", "cpu"}, any, false, {},
-       nullptr, on_cpu},
+       torch_bfloat16_needs(), nullptr, torch_bfloat16},
+      {"mma", "tensor cores of any GPU", true, {"cuda", "rocm"}, any_format, false, {}, nullptr, mma_gemm},
+      {"cpu", "dequantize + aten::mm of each group, in float32", false, {"cuda", "rocm", "cpu"}, any_format, false,
+       {}, nullptr, cpu_gemm},
   };
   return all;
 }
@@ -208,15 +208,15 @@ const std::vector<Backend>& backends(std::string_view torch_config) {
     const auto has = [&](std::string_view option) { return torch_config.find(option) != torch_config.npos; };
     const bool has_optional = has("USE_MSLK") || has("USE_FBGEMM_GENAI");  // two names of one option
     const char* only = std::getenv("MOE_FP8_GEMM");  // the only GEMM on GPUs; for tests and benchmarks
-    bool known = only == nullptr;
+    bool is_name = only == nullptr;
     std::vector<Backend> found;
     for (const Backend& backend : all_backends()) {
       if (!backend.run || (backend.optional && !has_optional)) continue;
       const bool wanted = only == nullptr || std::string_view(only) == backend.name;
       if (wanted || !backend.gpu) found.push_back(backend);
-      known |= wanted;
+      is_name |= wanted;
     }
-    if (!known) throw std::invalid_argument(std::string("MOE_FP8_GEMM must name a GEMM of this build, got ") + only);
+    if (!is_name) throw std::invalid_argument(std::string("MOE_FP8_GEMM must name a GEMM of this build, got ") + only);
     return found;
   }();
   return usable;
@@ -224,29 +224,30 @@ const std::vector<Backend>& backends(std::string_view torch_config) {
 
 bool Backend::takes(const Product& product) const {
   const ScaledGroupedMmParams& p = product.p;
-  if (gpu != product.a.on_gpu() || p.E > needs.most_experts) return false;
+  if (gpu != product.a.on_gpu() || p.E > needs.max_experts) return false;
   if (!multiplies(format_of(product.format))) return false;
-  if (needs.least_sm == 0) return true;
+  if (needs.min_sm == 0) return true;
 #if defined(MOE_FP8_GPU)
   const int sm = compute_capability();
-  if (sm < needs.least_sm || sm > needs.most_sm) return false;
+  if (sm < needs.min_sm || sm > needs.max_sm) return false;
 #endif
   if (p.E == 0 || p.M == 0 || p.N == 0 || p.K == 0) return false;
-  if (needs.bfloat16 && p.out_float32) return false;  // nor is a BF16 product added to a float32 total
+  if (needs.bfloat16 && p.out_float32) return false;  // out is the output or the total
   if (needs.e4m3 && (p.a_type != Fp8Type::kE4M3FN || p.b_type != Fp8Type::kE4M3FN)) return false;
   if (p.K % needs.sum || p.N % needs.columns) return false;
   if (p.k_grouped && (p.M % needs.columns || product.align % needs.offs)) return false;
-  auto are_chunks = [](const void* a, const void* b) {
-    return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) % 16 == 0;
-  };
-  if (needs.chunks && (!are_chunks(p.a, p.b) || p.a_stride % 16 || p.b_stride % 16 || p.b_group_stride % 16 ||
-                  p.a_stride < p.K || p.b_stride < p.K))
-    return false;
-  if (needs.chunks && product.total && !are_chunks(product.total->data, nullptr)) return false;
-  if (needs.packed && (!are_chunks(p.scale_a.data, p.scale_b.data) || p.a_stride != p.K || p.b_stride != p.K ||
-                       (!p.k_grouped && p.b_group_stride != p.N * p.K)))
-    return false;
-  return also == nullptr || also(product);
+  const auto at_16_bytes = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; };
+  if (needs.chunks) {
+    if (!at_16_bytes(p.a) || !at_16_bytes(p.b) || p.a_stride % 16 || p.b_stride % 16 || p.b_group_stride % 16)
+      return false;
+    if (p.a_stride < p.K || p.b_stride < p.K) return false;
+    if (product.total && !at_16_bytes(product.total->data)) return false;
+  }
+  if (needs.packed) {
+    if (!at_16_bytes(p.scale_a.data) || !at_16_bytes(p.scale_b.data)) return false;
+    if (p.a_stride != p.K || p.b_stride != p.K || (!p.k_grouped && p.b_group_stride != p.N * p.K)) return false;
+  }
+  return supports == nullptr || supports(product);
 }
 
 }  // namespace moe_fp8

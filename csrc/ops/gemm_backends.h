@@ -1,4 +1,8 @@
 // The table of GEMM backends. The first backend that takes a product runs it.
+//
+// Digits: a float32 output gets a float32 product, and so does a float32 total. A backend whose product is bfloat16
+// takes bfloat16 outputs and totals only. So adding to zeros gives the backend's plain product in the dtype of the
+// total, byte for byte, except that -0 becomes +0.
 #pragma once
 #include <string_view>
 #include <vector>
@@ -14,12 +18,13 @@ struct Product;  // ops/gemm_product.h
 
 // What a backend requires of a product, beyond its format. The defaults require nothing.
 struct Needs {
-  int least_sm = 0, most_sm = 0;  // compute capability, 90 for Hopper; 0: any GPU
-  // Multiples of K; of N, and in 2D x 2D of the rows of a; and of all offs in 2D x 2D, as the caller promises them.
-  int sum = 1, columns = 1, offs = 1;
-  int most_experts = kMaxExperts;
+  int min_sm = 0, max_sm = 0;  // compute capability, 90 for Hopper; 0: any GPU
+  int sum = 1;      // K is a multiple of it
+  int columns = 1;  // N is; in 2D x 2D, so is the number of rows of a
+  int offs = 1;     // in 2D x 2D, `align` is, which the caller promises of all offs
+  int max_experts = kMaxExperts;
   bool e4m3 = false;      // operands are float8_e4m3fn
-  bool bfloat16 = false;  // the output or the total is bfloat16: the backend's product is, too
+  bool bfloat16 = false;  // the output or the total is bfloat16, because the backend's product is
   bool chunks = false;    // rows of operands, and a total, begin at multiples of 16 bytes
   bool packed = false;    // operands are contiguous, scales begin at a multiple of 16 bytes
 };
@@ -30,20 +35,20 @@ struct Backend {
   bool gpu;
   std::vector<const char*> builds;  // builds that have it: "cuda", "rocm", "cpu"
   bool (*multiplies)(const Format&);
-  bool optional;  // torch may have been built without it; its call would then raise every time
+  bool optional;  // an option of torch's build; without it, every call would raise
   Needs needs;
-  bool (*also)(const Product&);  // whether it takes the product in all that `needs` does not say; null: yes
-  // Returns out, which may be the total; the caller owns it. Null where the backend was not built.
+  bool (*supports)(const Product&);  // conditions beyond `needs`; null: none
+  // Returns out, which may be the total; the caller owns it. Null if the backend was not built.
   AtenTensorOpaque* (*run)(const Call&, const Product&);
-  // Whether it gathers the rows of a itself, by index. Null or false: permute_quantized moves them before.
-  bool (*by_index)(const Product&) = nullptr;
+  // Whether the backend gathers rows of a by index. If null or false, permute_quantized moves the rows first.
+  bool (*can_gather_rows)(const Product&) = nullptr;
 
   bool takes(const Product& product) const;
 };
 
 // The whole table, for the documents.
 const std::vector<Backend>& all_backends();
-// The backends of this build that this torch has. The first call, while the module loads, says how torch was built.
+// The backends of this build that this torch has. The first call passes torch's build options, as the module loads.
 const std::vector<Backend>& backends(std::string_view torch_config = {});
 
 }  // namespace moe_fp8

@@ -31,10 +31,7 @@ inline std::optional<LeadingRows> as_rows(const Tensor& x, int64_t count) {
 struct AsRows {
   AsRows(const Tensor& x, int64_t count) : rows(as_rows(x, count)), data(x.data) {
     if (rows) return;
-    const auto contiguous = torch::stable::contiguous(torch::stable::Tensor(share(x.handle).release()));
-    AtenTensorHandle handle = nullptr;
-    check_torch(aoti_torch_new_tensor_handle(contiguous.get(), &handle));
-    copy.emplace(Handle(handle));
+    copy.emplace(share(torch::stable::contiguous(stable_tensor(x.handle)).get()));
     rows = as_rows(*copy, count);
     data = copy->data;
   }

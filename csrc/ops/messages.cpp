@@ -8,13 +8,6 @@ namespace {
 
 constexpr const char *kPack = "pack_tokens", *kQuantize = "quantize_and_pack";
 
-void run(const Call& call, const Tensor& x, const PackTokensParams& p) {
-#if defined(MOE_FP8_GPU)
-  if (x.on_gpu()) return call.check(pack_tokens(p, call.stream()));
-#endif
-  pack_tokens_cpu(p);
-}
-
 void add_column(PackTokensParams& p, const Tensor& t, bool ids = false) {
   const int64_t size = int64_t(aoti_torch_dtype_element_size(t.dtype));
   const bool matrix = t.dim == 2;
@@ -35,11 +28,12 @@ void check_routing(const Argument& ids_arg, const std::optional<Tensor>& ids, co
 }
 // Checks that inverse and indices agree: each has the places of the other. Both are read once, because others may write
 // to them.
-void validate_inverse(const Argument& inverse_arg, const Tensor& inverse, const Argument& at_arg, const Tensor& at) {
-  if (!flag_is_set("MOE_FP8_VALIDATE")) return;
-  const std::vector<int> rows = contents(inverse), slots = contents(at);
+void validate_inverse(const Argument& inverse_arg, const Tensor& inverse, const Argument& indices_arg,
+                      const Tensor& indices) {
+  if (!validates()) return;
+  const std::vector<int> rows = contents(inverse), slots = contents(indices);
   validate_range(inverse_arg, rows, int64_t(slots.size()), "rows");
-  validate_range(at_arg, slots, int64_t(rows.size()), "slots");
+  validate_range(indices_arg, slots, int64_t(rows.size()), "slots");
   const auto validate = [&](const Argument& arg, const std::vector<int>& places, const Argument& other,
                             const std::vector<int>& back) {
     for (size_t p = 0; p < places.size(); ++p)
@@ -47,8 +41,17 @@ void validate_inverse(const Argument& inverse_arg, const Tensor& inverse, const 
         fail(arg.op, ": ", arg.name, " must agree with ", other.name, ", got ", places[p], " in place ", p,
              " where ", other.name, " has ", back[size_t(places[p])], " in place ", places[p]);
   };
-  validate(inverse_arg, rows, at_arg, slots);
-  validate(at_arg, slots, inverse_arg, rows);
+  validate(inverse_arg, rows, indices_arg, slots);
+  validate(indices_arg, slots, inverse_arg, rows);
+}
+// Adds the columns of rows that a quantizer writes: values, then scales.
+void add_quantized(PackTokensParams& p, const QuantizeParams& x) {
+  const Format& f = format_of(x.format);
+  const ScaleShape scale = scales_along_rows(f, x.rows, x.K, kNoGroups);
+  const bool by_column = scale.column_stride >= 0;
+  const int64_t blocks = f.blocks(x.K), size = int64_t(aoti_torch_dtype_element_size(scale_dtype(f.scale_type)));
+  p.add({x.q, 1, x.K, 1, x.K});
+  p.add({x.scale, size, by_column ? 1 : blocks, by_column ? scale.column_stride : 1, blocks});
 }
 // Adds the last columns of a row: ids and scores.
 void add_routing(PackTokensParams& p, const std::optional<Tensor>& ids, const std::optional<Tensor>& scores,
@@ -66,7 +69,7 @@ Results<1> pack_tokens_op(const Tensor& x, const std::optional<Tensor>& topk_ids
                           const Tensor& indices, int64_t top_k, int64_t num_experts) {
   constexpr const Argument &kX = argument(kPack, "x"), &kScale = argument(kPack, "scale"),
                            &kIds = argument(kPack, "topk_ids"), &kScores = argument(kPack, "topk_scores"),
-                           &kAt = argument(kPack, "indices");
+                           &kIndicesArg = argument(kPack, "indices");
   check(kX, x);
   PackTokensParams p = {};
   check_per_row(kScale, scale, x);
@@ -74,12 +77,12 @@ Results<1> pack_tokens_op(const Tensor& x, const std::optional<Tensor>& topk_ids
   add_column(p, x);
   if (scale) add_column(p, *scale);
   add_routing(p, topk_ids, topk_scores, num_experts);
-  p.source = check_indices(kAt, indices, x, x.sizes[0], top_k);
+  p.source = check_indices(kIndicesArg, indices, x, x.sizes[0], top_k);
   p.rows = indices.sizes[0];
   const Call call(kPack, "x", x);
   Handle out = call.empty({p.rows, p.row_bytes}, kUInt8);
   p.to = data(out);
-  run(call, x, p);
+  MOE_FP8_RUN(call, pack_tokens, p);
   return results(out);
 }
 
@@ -88,7 +91,7 @@ Results<1> quantize_and_pack_op(const Tensor& x, const std::optional<Tensor>& to
                                 const Tensor& indices, const Tensor& inverse, int64_t num_experts,
                                 std::optional<int32_t> dtype, std::optional<std::string_view> rounding) {
   constexpr const Argument &kX = argument(kQuantize, "x"), &kIds = argument(kQuantize, "topk_ids"),
-                           &kScores = argument(kQuantize, "topk_scores"), &kAt = argument(kQuantize, "indices"),
+                           &kScores = argument(kQuantize, "topk_scores"), &kIndicesArg = argument(kQuantize, "indices"),
                            &kInverse = argument(kQuantize, "inverse");
   check(kX, x);
   QuantizeAndPackParams p = {};
@@ -97,7 +100,6 @@ Results<1> quantize_and_pack_op(const Tensor& x, const std::optional<Tensor>& to
   quantizer.rounding = check_rounding(kQuantize, format_of(quantizer.format), rounding);
   // In a message, the scales of a token lie side by side.
   if (format_of(quantizer.format).blocked()) quantizer.format = FormatId::kMxfp8RowMajor;
-  const Format& f = format_of(quantizer.format);
   quantizer.in = in_type(x);
   quantizer.x = x.data;
   quantizer.row_stride = x.strides[0];
@@ -109,37 +111,29 @@ Results<1> quantize_and_pack_op(const Tensor& x, const std::optional<Tensor>& to
   p.top_k = inverse.sizes[1];
   PackTokensParams& rows = p.rows;
   const int64_t rows_of_x = p.top_k ? quantizer.rows : 0, top_k = p.top_k ? p.top_k : 1;
-  rows.source = check_indices(kAt, indices, x, rows_of_x, top_k);
+  rows.source = check_indices(kIndicesArg, indices, x, rows_of_x, top_k);
   rows.inverse = inverse.as<int>();
   rows.rows = indices.sizes[0];
-  validate_inverse(kInverse, inverse, kAt, indices);
+  validate_inverse(kInverse, inverse, kIndicesArg, indices);
   const Call call(kQuantize, "x", x);
   quantizer.out = check_fp8(call, kQuantize, dtype);
-
   check_routing(kIds, topk_ids, kScores, topk_scores, num_experts, x);
 
   bool fused = false;  // one kernel casts and packs: q and scale are in messages only
-#if defined(MOE_FP8_GPU)
-  fused = x.on_gpu() && can_quantize_and_pack(p);
-#endif
+  if constexpr (kGpuBuild) fused = call.on_gpu() && can_quantize_and_pack(p);
   const Outputs o = fused ? Outputs{} : outputs_of(call, quantizer);
-  rows.add({quantizer.q, 1, quantizer.K, 1, quantizer.K});
-  const ScaleShape scale = scales_along_rows(f, quantizer.rows, quantizer.K, kNoGroups);
-  const bool by_column = scale.column_stride >= 0;
-  const int64_t blocks = f.blocks(quantizer.K);
-  const int64_t size = int64_t(aoti_torch_dtype_element_size(scale_dtype(f.scale_type)));
-  rows.add({quantizer.scale, size, by_column ? 1 : blocks, by_column ? scale.column_stride : 1, blocks});
+  add_quantized(rows, quantizer);
   add_routing(rows, topk_ids, topk_scores, num_experts);
   Handle out = call.empty({rows.rows, rows.row_bytes}, kUInt8);
   rows.to = data(out);
-#if defined(MOE_FP8_GPU)
-  if (fused) {
-    call.check(quantize_and_pack(p, call.stream()));
-    return results(out);
+  if constexpr (kGpuBuild) {
+    if (fused) {
+      call.check(quantize_and_pack(p, call.stream()));
+      return results(out);
+    }
   }
-#endif
-  run(call, x, quantizer);
-  run(call, x, rows);
+  run_quantize(call, quantizer);
+  MOE_FP8_RUN(call, pack_tokens, rows);
   return results(out);
 }
 

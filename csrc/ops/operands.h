@@ -18,8 +18,8 @@ inline int squares_log2(const Format& f) {  // log2 of the rows of a square
   return log2;
 }
 
-// Scales along rows of K elements. `leading` has the dims sizes of all dimensions but the last, `rows` counts the rows
-// of one matrix, and E counts groups (kNoGroups without groups).
+// Scales along rows of K elements. `leading` holds `dims` sizes, of all dimensions but the last. `rows` counts the rows
+// of one matrix, E the groups (kNoGroups without groups).
 inline OperandScales scales_of_rows(const Argument& arg, const Tensor& scale, const Format& f, const int64_t* leading,
                                     int64_t dims, int64_t rows, int64_t K, int64_t E) {
   OperandScales s = described(f, scale, f.blocks(K));
@@ -71,7 +71,7 @@ inline OperandScales scales_of_tokens(const Argument& arg, const Tensor& scale, 
     fail(arg.op, ": ", arg.name, " must have at least ", s.blocks, " blocks in dimension ", block_dim, ", got ",
          blocks);
   check_limit(arg.op, arg.name, blocks, "blocks");
-  if (flag_is_set("MOE_FP8_VALIDATE")) {
+  if (validates()) {
     int64_t used = 0, start = 0;
     for (const int end : contents(offs)) {
       used += f.blocks(end - start);

@@ -2,6 +2,7 @@
 
 #include "ops/operands.h"
 #include "ops/rows.h"
+#include "tokens/invert.h"
 #include "tokens/permute.h"
 
 namespace moe_fp8 {
@@ -21,19 +22,17 @@ void validate_counts(const Argument& arg, const Tensor& counts, int64_t num_toke
     fail(arg.op, ": ", arg.name, " must sum to at most the ", num_tokens, " tokens, got ", sum);
 }
 
-void run(const Call& call, const Tensor& counts, const PermuteIndicesParams& p) {
-#if defined(MOE_FP8_GPU)
-  if (counts.on_gpu()) return call.check(permute_indices(p, call.stream()));
-#endif
-  permute_indices_cpu(p);
-}
-
-void run(const Call& call, const Tensor& q, const CopyRowsParams& rows, const PermuteScalesParams& scales) {
-#if defined(MOE_FP8_GPU)
-  if (q.on_gpu()) return call.check(permute_quantized(rows, scales, call.stream()));
-#endif
+// What the kernel permute_quantized does, in two loops.
+void permute_quantized_cpu(const CopyRowsParams& rows, const PermuteScalesParams& scales) {
   copy_rows_cpu(rows);
   permute_scales_cpu(scales);
+}
+
+// inverse [size]: the place of each index, the last one if it stands at several, -1 if it stands nowhere.
+void invert(const Call& call, const Tensor& indices, int* inverse, int64_t size) {
+  const int* at = indices.as<int>();
+  const int64_t count = product(indices.sizes, indices.dim);
+  MOE_FP8_RUN(call, invert_indices, at, count, inverse, size);
 }
 
 }  // namespace
@@ -43,10 +42,8 @@ Results<3> permute_indices_op(const Tensor& counts, int64_t num_local_experts, i
   constexpr const Argument& kCounts = argument(kIndices, "tokens_per_rank_expert");
   constexpr const char *kOp = kIndices, *kArg = kCounts.name;
   check(kCounts, counts);
-  if (num_ranks < 1 || num_ranks > kMaxCounts)
-    fail(kOp, ": num_ranks must be from 1 to ", kMaxCounts, ", got ", num_ranks);
-  if (num_local_experts < 1 || num_local_experts > kMaxExperts)
-    fail(kOp, ": num_local_experts must be from 1 to ", kMaxExperts, ", got ", num_local_experts);
+  check_range(kOp, "num_ranks", num_ranks, 1, kMaxCounts);
+  check_range(kOp, "num_local_experts", num_local_experts, 1, kMaxExperts);
   const int64_t n = num_ranks * num_local_experts, got = product(counts.sizes, counts.dim);
   if (n > kMaxCounts)
     fail(kOp, ": num_ranks must be at most ", kMaxCounts / num_local_experts, " with ", num_local_experts,
@@ -59,21 +56,22 @@ Results<3> permute_indices_op(const Tensor& counts, int64_t num_local_experts, i
   check_align(kOp, align);
   const int64_t E = num_local_experts, P = check_extent(kOp, "num_tokens", num_tokens, E, align);
   const bool is_int64 = counts.dtype == kInt64;
-  if (flag_is_set("MOE_FP8_VALIDATE"))
+  if (validates())
     (is_int64 ? validate_counts<int64_t> : validate_counts<int>)(kCounts, counts, num_tokens);
   const Call call(kOp, kArg, counts);
   Handle indices = call.empty({P}, kInt32), padded_offs = call.empty({E}, kInt32);
   Handle tokens_per_expert = call.empty({E}, kInt32);
-  run(call, counts,
-      {counts.data, is_int64, data<int>(indices), data<int>(padded_offs), data<int>(tokens_per_expert), num_ranks, E,
-       num_tokens, P, int(align), align_empty ? int(align) : 0});
+  const PermuteIndicesParams p = {counts.data, is_int64, data<int>(indices), data<int>(padded_offs),
+                                  data<int>(tokens_per_expert), num_ranks, E, num_tokens, P, int(align),
+                                  align_empty ? int(align) : 0};
+  MOE_FP8_RUN(call, permute_indices, p);
   return results(indices, padded_offs, tokens_per_expert);
 }
 
 Results<1> permute_pad_op(const Tensor& x, const Tensor& indices, int64_t top_k) {
-  constexpr const Argument &kX = argument(kPad, "x"), &kAt = argument(kPad, "indices");
+  constexpr const Argument &kX = argument(kPad, "x"), &kIndicesArg = argument(kPad, "indices");
   check(kX, x);
-  const RowIndex index = check_indices(kAt, indices, x, x.sizes[0], top_k);
+  const RowIndex index = check_indices(kIndicesArg, indices, x, x.sizes[0], top_k);
   const Call call(kPad, "x", x);
   Handle out = call.empty({indices.sizes[0], x.sizes[1]}, x.dtype);
   gather_rows(call, x, out, index, indices.sizes[0]);
@@ -83,12 +81,12 @@ Results<1> permute_pad_op(const Tensor& x, const Tensor& indices, int64_t top_k)
 Results<2> permute_quantized_op(const Tensor& q, const Tensor& scale, std::string_view format, const Tensor& indices,
                                 int64_t top_k, const std::optional<Tensor>& offs) {
   constexpr const Argument &kQ = argument(kQuantized, "q"), &kScale = argument(kQuantized, "scale"),
-                           &kAt = argument(kQuantized, "indices"), &kOffs = argument(kQuantized, "offs");
+                           &kIndicesArg = argument(kQuantized, "indices"), &kOffs = argument(kQuantized, "offs");
   check(kQ, q);
   check(kScale, scale, q);
   const Format& f = format_of(check_format(kQuantized, format));
   const int64_t M = q.sizes[0], K = q.sizes[1];
-  const RowIndex index = check_indices(kAt, indices, q, M, top_k);
+  const RowIndex index = check_indices(kIndicesArg, indices, q, M, top_k);
   const int64_t P = indices.sizes[0];
   const OperandScales scales = scales_of_rows(kScale, scale, f, q.sizes, 1, M, K, kNoGroups);
   if (offs) check_offs(kOffs, *offs, q, P, "indices");
@@ -98,16 +96,16 @@ Results<2> permute_quantized_op(const Tensor& q, const Tensor& scale, std::strin
   const Call call(kQuantized, "q", q);
   Handle out = call.empty({P, K}, q.dtype), out_scale = call.empty(scales_along_rows(f, P, K, E), f.scale_type);
   const CopyRowsParams rows = {q.data, data(out), index, P, K, q.strides[0]};
-  if (f.order == ScaleOrder::kRowMajor) {  // rows of bytes, as those of q
-    run_copy_rows(call, q, rows);
+  if (f.order == ScaleOrder::kRowMajor) {  // scales are rows of bytes, as q is
     const int64_t bytes = scales.row_stride * int64_t(aoti_torch_dtype_element_size(scale.dtype));
-    run_copy_rows(call, scale, {scale.data, data(out_scale), index, P, bytes, bytes});
+    const CopyRowsParams scale_rows = {scale.data, data(out_scale), index, P, bytes, bytes};
+    MOE_FP8_RUN(call, copy_rows, rows);
+    MOE_FP8_RUN(call, copy_rows, scale_rows);
     return results(out, out_scale);
   }
-  static const int kNoEnds[1] = {};  // null would say that there are no groups
   PermuteScalesParams p = {scale.data, data(out_scale), index};
   if (grouped) {
-    p.offs = E ? offs->as<int>() : kNoEnds;
+    p.offs = ints(*offs);
     p.E = E;
   }
   p.P = P;
@@ -115,21 +113,21 @@ Results<2> permute_quantized_op(const Tensor& q, const Tensor& scale, std::strin
   p.words = p.blocked ? padded_scale_columns(scales.blocks) / kScaleColumns : scales.blocks;
   p.row_stride = scales.row_stride;
   p.column_stride = scales.block_stride;
-  run(call, q, rows, p);
+  MOE_FP8_RUN(call, permute_quantized, rows, p);
   return results(out, out_scale);
 }
 
 Results<1> unpermute_op(const Tensor& y, const Tensor& indices, int64_t top_k, int64_t num_tokens) {
-  constexpr const Argument &kY = argument(kUnpermute, "y"), &kAt = argument(kUnpermute, "indices");
+  constexpr const Argument &kY = argument(kUnpermute, "y"), &kIndicesArg = argument(kUnpermute, "indices");
   check(kY, y);
   if (top_k > 1 && !is_one_of(kInputDtypes, y.dtype))  // several rows are summed
     fail(kUnpermute, ": y must be bfloat16, float16 or float32 with top_k ", top_k, ", got ", dtype_name(y.dtype));
   check_count(kUnpermute, "num_tokens", num_tokens);
-  check_indices(kAt, indices, y, num_tokens, top_k);
+  check_indices(kIndicesArg, indices, y, num_tokens, top_k);
   const int64_t rows = y.sizes[0], K = y.sizes[1], slots = num_tokens * top_k;
   if (indices.sizes[0] != rows)
     fail(kUnpermute, ": indices must have ", rows, " entries, one a row of y, got ", indices.sizes[0]);
-  validate_distinct(kAt, indices);
+  validate_distinct(kIndicesArg, indices);
   const Call call(kUnpermute, "y", y);
   Handle out = call.empty({num_tokens, K}, y.dtype);
   if (K == 0) return results(out);
@@ -149,7 +147,7 @@ Results<1> unpermute_op(const Tensor& y, const Tensor& indices, int64_t top_k, i
   p.K = K;
   p.y_stride = y.strides[0];
   p.in = in_type(y);
-  combine(call, y, p);
+  MOE_FP8_RUN(call, combine, p);
   return results(out);
 }
 

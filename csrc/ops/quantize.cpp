@@ -37,7 +37,7 @@ Outputs quantize_leading(const Tokens& t, const Tensor* offs, QuantizeParams& p)
   p.group_stride = as_rows.rows->outer_stride;
   p.row_stride = as_rows.rows->row_stride;
   p.weight = true;
-  run(call, x, p);
+  run_quantize(call, p);
   return o;
 }
 
@@ -55,8 +55,7 @@ Outputs quantize_tokens(const Tokens& t, const Tensor* offs, bool along_rows, bo
   p.along_rows = along_rows;
   p.along_tokens = along_tokens;
   p.align = f.align;
-  if (t.indices && !t.top_k) fail(op, ": top_k must be given with indices, got None");
-  if (t.top_k && !t.indices) fail(op, ": indices must be given with top_k, got None");
+  check_both_or_none(op, "indices", t.indices.has_value(), "top_k", t.top_k.has_value());
   if (f.block == 0 && !along_tokens && !t.indices) return quantize_leading(t, offs, p);
 
   check_dims(t.x_arg, x, 2, 2);
@@ -74,8 +73,7 @@ Outputs quantize_tokens(const Tokens& t, const Tensor* offs, bool along_rows, bo
   const Call call(op, "x", x);
   p.out = check_fp8(call, op, t.dtype);
   Outputs o = outputs_of(call, p);
-  const Handle scratch = scratch_of(call, x, p);
-  run(call, x, p);
+  run_quantize(call, p);
   return o;
 }
 
@@ -141,8 +139,7 @@ Results<4> quantize_weight_op(const Tensor& w, std::string_view format, std::opt
   p.scale = data(scale);
   p.q_t = data<uint8_t>(q_t);
   p.scale_t = data(scale_t);
-  const Handle scratch = scratch_of(call, w, p);
-  run(call, w, p);
+  run_quantize(call, p);
   return results(q, scale, q_t, scale_t);
 }
 

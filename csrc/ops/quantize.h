@@ -9,23 +9,20 @@ namespace moe_fp8 {
 // Puts the rows of `arg` in groups that end at offs, padded to multiples of `align` along tokens.
 inline void set_groups(QuantizeParams& p, const char* op, const char* arg, const Tensor& offs,
                        std::optional<int64_t> align) {
-  static const int kNoEnds[1] = {};  // null would mean that there are no groups
   const Format& f = format_of(p.format);
   p.E = offs.sizes[0];
-  p.offs = p.E ? offs.as<int>() : kNoEnds;
+  p.offs = ints(offs);
   const int64_t multiple = align.value_or(f.align);
-  check_align(op, multiple, f.least_align, f.most_align);
+  check_align(op, multiple, f.min_align, f.max_align);
   p.align = int(multiple);
   p.positions = check_extent(op, arg, p.rows, p.E, multiple);
   if (f.block) check_extent(op, arg, p.rows, p.E, std::max(p.align, kGroupScales));
 }
 
 inline Amax check_amax(const char* op, const Format& f, std::string_view amax) {
-  const std::string_view wider = kAmaxNames[int(f.wider)];
-  if (amax == "group") return Amax::kGroup;
-  if (f.wider != Amax::kGroup && amax == wider) return f.wider;
-  const std::string other = f.wider == Amax::kGroup ? "" : " or '" + std::string(wider) + "'";
-  fail(op, ": amax must be 'group'", other, " with format '", f.name, "', got '", amax, "'");
+  const Amax choices[] = {Amax::kGroup, f.wider_amax};
+  const auto name_of = [&](int i) { return kAmaxNames[int(choices[i])]; };
+  return choices[check_choice(op, "amax", amax, f.wider_amax == Amax::kGroup ? 1 : 2, name_of, &f)];
 }
 
 // The outputs of quantize(), in the order in which ops return them. outputs_of() allocates them and sets p's pointers.
@@ -37,7 +34,7 @@ inline Outputs outputs_of(const Call& call, QuantizeParams& p) {
   const Format& f = format_of(p.format);
   Outputs o;
   if (p.along_rows) {
-    const int64_t rows = p.of_batch() ? p.x_rows : p.rows;
+    const int64_t rows = p.has_batch_amax() ? p.x_rows : p.rows;
     p.q = data<uint8_t>(o.q = call.empty({rows, p.K}, p.out));
     p.scale = data(o.scale = call.empty(scales_along_rows(f, rows, p.K, p.offs ? p.E : kNoGroups), f.scale_type));
   }
@@ -52,19 +49,18 @@ inline Outputs outputs_of(const Call& call, QuantizeParams& p) {
 }
 
 // Allocates the scratch memory that p needs, and sets p.scratch.
-inline Handle scratch_of(const Call& call, const Tensor& x, QuantizeParams& p) {
-  const int64_t words = x.on_gpu() ? scratch_words(p) : 0;
+inline Handle scratch_of(const Call& call, QuantizeParams& p) {
+  const int64_t words = call.on_gpu() ? scratch_words(p) : 0;
   if (words == 0) return {};
   Handle scratch = call.empty({words}, kInt32);
   p.scratch = data<int>(scratch);
   return scratch;
 }
 
-inline void run(const Call& call, const Tensor& x, const QuantizeParams& p) {
-#if defined(MOE_FP8_GPU)
-  if (x.on_gpu()) return call.check(quantize(p, call.stream()));
-#endif
-  quantize_cpu(p);
+// Quantizes into outputs that p points at.
+inline void run_quantize(const Call& call, QuantizeParams& p) {
+  const Handle scratch = scratch_of(call, p);
+  MOE_FP8_RUN(call, quantize, p);
 }
 
 }  // namespace moe_fp8

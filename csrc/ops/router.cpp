@@ -9,22 +9,7 @@ namespace {
 constexpr const char *kChoose = "choose_experts", *kBackward = "choose_experts_backward";
 
 Scoring check_scoring(const char* op, std::string_view name) {
-  for (const Scoring scoring : {Scoring::kSoftmax, Scoring::kSigmoid})
-    if (name == kScorings[int(scoring)]) return scoring;
-  fail(op, ": scoring must be '", kScorings[0], "' or '", kScorings[1], "', got '", name, "'");
-}
-
-void run(const Call& call, const Tensor& logits, const ChooseExpertsParams& p) {
-#if defined(MOE_FP8_GPU)
-  if (logits.on_gpu()) return call.check(choose_experts(p, call.stream()));
-#endif
-  choose_experts_cpu(p);
-}
-void run(const Call& call, const Tensor& logits, const ChooseExpertsBackwardParams& p) {
-#if defined(MOE_FP8_GPU)
-  if (logits.on_gpu()) return call.check(choose_experts_backward(p, call.stream()));
-#endif
-  choose_experts_backward_cpu(p);
+  return Scoring(check_choice(op, "scoring", name, 2, [](int i) { return kScorings[i]; }));
 }
 
 }  // namespace
@@ -39,22 +24,21 @@ Results<3> choose_experts_op(const Tensor& logits, int64_t top_k, const std::opt
     check(kBias, *bias, logits);
     check_size(kBias, *bias, 0, E);
   }
-  const Scoring checked = check_scoring(kChoose, scoring);
+  const Scoring rule = check_scoring(kChoose, scoring);
   if (num_groups < 1 || E % num_groups)
     fail(kChoose, ": num_groups must divide the ", E, " experts, got ", num_groups);
-  if (top_groups < 1 || top_groups > num_groups)
-    fail(kChoose, ": top_groups must be from 1 to ", num_groups, ", got ", top_groups);
-  const int64_t most = E / num_groups * top_groups;
-  if (top_k < 1 || top_k > most)
-    fail(kChoose, ": top_k must be from 1 to the ", most, " experts of a choice, got ", top_k);
+  check_range(kChoose, "top_groups", top_groups, 1, num_groups);
+  const int64_t eligible = E / num_groups * top_groups;
+  if (top_k < 1 || top_k > eligible)
+    fail(kChoose, ": top_k must be from 1 to the ", eligible, " experts of a choice, got ", top_k);
   const Call call(kChoose, "logits", logits);
   Handle ids = call.empty({T, top_k}, kInt64), scores = call.empty({T, top_k}, kFloat32),
          topk_logits = call.empty({T, top_k}, kFloat32);
   const float* const biases = bias ? bias->as<float>() : nullptr;
-  run(call, logits,
-      ChooseExpertsParams{logits.as<float>(), biases, data<int64_t>(ids), data<float>(scores),
-                          data<float>(topk_logits), T, logits.strides[0], int(E), int(top_k), int(num_groups),
-                          int(top_groups), checked, normalize, float(scaling_factor)});
+  const ChooseExpertsParams p = {logits.as<float>(), biases, data<int64_t>(ids), data<float>(scores),
+                                 data<float>(topk_logits), T, logits.strides[0], int(E), int(top_k), int(num_groups),
+                                 int(top_groups), rule, normalize, float(scaling_factor)};
+  MOE_FP8_RUN(call, choose_experts, p);
   return results(ids, scores, topk_logits);
 }
 
@@ -75,17 +59,17 @@ Results<1> choose_experts_backward_op(const Tensor& grad, const Tensor& logits, 
     if (!normalize) fail(kBackward, ": normalize must be True with num_experts, got False");
     check_size(kLogits, logits, 1, grad.sizes[1]);
   }
-  const Scoring checked = check_scoring(kBackward, scoring);
+  const Scoring rule = check_scoring(kBackward, scoring);
   if (parts != 1 && parts != 2) fail(kBackward, ": parts must be 1 or 2, got ", parts);
   validate_ids(kIds, topk_ids, E);
   const Call call(kBackward, "grad", grad);
   Handle grad_logits = parts == 1 ? call.empty({T, E}, kFloat32) : call.empty({T, parts, E}, kBFloat16);
-  if (E > 0)
-    run(call, grad,
-        ChooseExpertsBackwardParams{grad.as<float>(), logits.as<float>(), topk_ids.data, data(grad_logits), T,
-                                    grad.strides[0], logits.strides[0], topk_ids.strides[0], int(E), grad.sizes[1],
-                                    checked, normalize, topk_ids.dtype == kInt64, num_experts.has_value(),
-                                    float(scaling_factor), int(parts)});
+  if (E == 0) return results(grad_logits);
+  const ChooseExpertsBackwardParams p = {
+      grad.as<float>(), logits.as<float>(), topk_ids.data, data(grad_logits), T, grad.strides[0], logits.strides[0],
+      topk_ids.strides[0], int(E), grad.sizes[1], rule, normalize, topk_ids.dtype == kInt64, num_experts.has_value(),
+      float(scaling_factor), int(parts)};
+  MOE_FP8_RUN(call, choose_experts_backward, p);
   return results(grad_logits);
 }
 

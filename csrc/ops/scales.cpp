@@ -27,18 +27,11 @@ Layout check_groups(const char* op, std::optional<std::string_view> groups, bool
 }
 // Checks offs, and that the padded rows or columns that they divide have room.
 void check_offs(const Argument& arg, const Tensor& offs, const Tensor& like, Groups groups, int64_t R, int64_t C) {
-  const bool of_rows = groups == Groups::kRows;
-  check_offs(arg, offs, like, of_rows ? R : C, of_rows ? "rows" : "columns");
+  const bool by_rows = groups == Groups::kRows;
+  check_offs(arg, offs, like, by_rows ? R : C, by_rows ? "rows" : "columns");
   const BlockedExtent extent = blocked_extent(groups, offs.sizes[0], R, C);
-  check_limit(arg.op, arg.like, of_rows ? extent.rows : extent.columns,
-              of_rows ? "rows with padding" : "columns with padding");
-}
-
-void run(const Call& call, const Tensor& from, bool swizzle, const SwizzleScalesParams& p) {
-#if defined(MOE_FP8_GPU)
-  if (from.on_gpu()) return call.check(swizzle ? swizzle_scales(p, call.stream()) : unswizzle_scales(p, call.stream()));
-#endif
-  swizzle ? swizzle_scales_cpu(p) : unswizzle_scales_cpu(p);
+  check_limit(arg.op, arg.like, by_rows ? extent.rows : extent.columns,
+              by_rows ? "rows with padding" : "columns with padding");
 }
 
 }  // namespace
@@ -61,9 +54,10 @@ Results<2> swizzle_scales_op(const Tensor& scale, std::optional<std::string_view
     blocked = call.empty({extent.rows, extent.columns}, scale.dtype);
   }
   if (layout.experts && scale.empty()) return results(blocked, starts);  // of any number of experts
-  run(call, scale, true, {scale.as<uint8_t>(), data<uint8_t>(blocked), offs ? offs->as<int>() : nullptr,
-                          offs && E ? data<int>(starts) : nullptr, E, R, C, scale.strides[scale.dim - 2],
-                          layout.experts ? scale.strides[0] : 0, layout.groups});
+  const SwizzleScalesParams p = {scale.as<uint8_t>(), data<uint8_t>(blocked), offs ? offs->as<int>() : nullptr,
+                                 offs && E ? data<int>(starts) : nullptr, E, R, C, scale.strides[scale.dim - 2],
+                                 layout.experts ? scale.strides[0] : 0, layout.groups};
+  MOE_FP8_RUN(call, swizzle_scales, p);
   return results(blocked, starts);
 }
 
@@ -86,8 +80,9 @@ Results<1> unswizzle_scales_op(const Tensor& blocked, int64_t rows, int64_t cols
   const Call call(kUnswizzle, "blocked", blocked);
   Handle scale = layout.experts ? call.empty({E, rows, cols}, blocked.dtype) : call.empty({rows, cols}, blocked.dtype);
   if (layout.experts && blocked.empty()) return results(scale);  // of any number of experts
-  run(call, blocked, false, {blocked.as<uint8_t>(), data<uint8_t>(scale), offs ? offs->as<int>() : nullptr, nullptr, E,
-                             rows, cols, cols, layout.experts ? rows * cols : 0, layout.groups});
+  const SwizzleScalesParams p = {blocked.as<uint8_t>(), data<uint8_t>(scale), offs ? offs->as<int>() : nullptr,
+                                 nullptr, E, rows, cols, cols, layout.experts ? rows * cols : 0, layout.groups};
+  MOE_FP8_RUN(call, unswizzle_scales, p);
   return results(scale);
 }
 

@@ -1,6 +1,7 @@
 #include "tokens/combine.h"
 
-#include "ops/rows.h"
+#include "cpu/tokens.h"
+#include "ops/checks.h"
 
 namespace moe_fp8 {
 namespace {
@@ -10,17 +11,6 @@ constexpr const char *kCombine = "combine", *kBackward = "combine_backward";
 void check_scores(const Argument& arg, const Tensor& scores, const Tensor& inverse, const Tensor& like) {
   check(arg, scores, like);
   check_sizes(arg, scores, inverse.sizes, 2);
-}
-
-void run(const Call& call, const Tensor& grad, CombineBackwardParams& p) {
-#if defined(MOE_FP8_GPU)
-  if (grad.on_gpu()) {
-    Handle slot_of = call.empty({p.P}, kInt32);
-    p.slot_of = data<int>(slot_of);
-    return call.check(combine_backward(p, call.stream()));
-  }
-#endif
-  combine_backward_cpu(p);
 }
 
 }  // namespace
@@ -46,7 +36,7 @@ Results<1> combine_op(const Tensor& y, const Tensor& inverse, const std::optiona
   p.scores_f32 = topk_scores && topk_scores->dtype == kFloat32;
   p.out = data(out);
   p.y_stride = y.strides[0];
-  combine(call, y, p);
+  MOE_FP8_RUN(call, combine, p);
   return results(out);
 }
 
@@ -67,8 +57,7 @@ Results<2> combine_backward_op(const Tensor& grad, const std::optional<Tensor>& 
   check_count(kBackward, "num_rows", num_rows);
   if (y) {
     check(kY, *y, grad);
-    if (y->dtype != grad.dtype)
-      fail(kBackward, ": y must be, like grad, ", dtype_name(grad.dtype), ", got ", dtype_name(y->dtype));
+    check_dtype_of_like(kY, *y, grad);
     const int64_t sizes[] = {p.P, p.K};
     check_sizes(kY, *y, sizes, 2);
     p.y = y->data;
@@ -87,7 +76,9 @@ Results<2> combine_backward_op(const Tensor& grad, const std::optional<Tensor>& 
   p.grad_scores = y ? data(grad_scores) : nullptr;
   p.grad_stride = grad.strides[0];
   p.scores_f32 = scores_dtype == kFloat32;
-  run(call, grad, p);
+  Handle slot_of;  // scratch of the kernel
+  if (call.on_gpu()) p.slot_of = data<int>(slot_of = call.empty({p.P}, kInt32));
+  MOE_FP8_RUN(call, combine_backward, p);
   return results(grad_y, grad_scores);
 }
 

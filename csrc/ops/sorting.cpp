@@ -8,31 +8,12 @@ namespace {
 
 constexpr const char *kSort = "sort_tokens", *kByRank = "tokens_by_rank";
 
-void run(const Call& call, const Tensor& ids, SortTokensParams& p) {
-#if defined(MOE_FP8_GPU)
-  if (ids.on_gpu()) {
-    Handle counts = call.empty({sort_tokens_blocks(p.N), p.E}, kInt32);
-    p.counts = data<int>(counts);
-    return call.check(sort_tokens(p, call.stream()));
-  }
-#endif
-  sort_tokens_cpu(p);
-}
-
-void run(const Call& call, const Tensor& ids, const TokensByRankParams& p) {
-#if defined(MOE_FP8_GPU)
-  if (ids.on_gpu()) return call.check(tokens_by_rank(p, call.stream()));
-#endif
-  tokens_by_rank_cpu(p);
-}
-
 }  // namespace
 
 Results<3> sort_tokens_op(const Tensor& topk_ids, int64_t num_experts) {
   constexpr const Argument& kIds = argument(kSort, "topk_ids");
   check(kIds, topk_ids);
-  if (num_experts < 1 || num_experts > kMaxExperts)
-    fail(kSort, ": num_experts must be from 1 to ", kMaxExperts, ", got ", num_experts);
+  check_range(kSort, "num_experts", num_experts, 1, kMaxExperts);
   validate_ids(kIds, topk_ids, num_experts);
   SortTokensParams p = {};
   p.is_int64 = topk_ids.dtype == kInt64;
@@ -48,7 +29,11 @@ Results<3> sort_tokens_op(const Tensor& topk_ids, int64_t num_experts) {
   p.offs = data<int>(offs);
   p.inverse = data<int>(inverse);
   p.E = int(num_experts);
-  run(call, topk_ids, p);
+  Handle counts;  // scratch of the kernel
+  if constexpr (kGpuBuild) {
+    if (call.on_gpu()) p.counts = data<int>(counts = call.empty({sort_tokens_blocks(p.N), p.E}, kInt32));
+  }
+  MOE_FP8_RUN(call, sort_tokens, p);
   return results(permutation, offs, inverse);
 }
 
@@ -56,7 +41,7 @@ Results<2> tokens_by_rank_op(const Tensor& topk_ids, int64_t num_experts, int64_
   constexpr const Argument& kIds = argument(kByRank, "topk_ids");
   check(kIds, topk_ids);
   const int64_t T = topk_ids.sizes[0], R = num_ranks;
-  if (R < 1 || R > kMaxExperts) fail(kByRank, ": num_ranks must be from 1 to ", kMaxExperts, ", got ", R);
+  check_range(kByRank, "num_ranks", R, 1, kMaxExperts);
   if (T > kMaxRows / R)
     fail(kByRank, ": topk_ids must have at most ", kMaxRows / R, " tokens for ", R, " ranks, got ", T);
   if (num_experts < R || num_experts > R * kMaxExperts || num_experts % R)
@@ -65,9 +50,9 @@ Results<2> tokens_by_rank_op(const Tensor& topk_ids, int64_t num_experts, int64_
   validate_ids(kIds, topk_ids, num_experts);
   const Call call(kByRank, "topk_ids", topk_ids);
   Handle by_rank = call.empty({T, R}, kInt32), counts = call.empty({R, 2}, kInt64);
-  run(call, topk_ids,
-      {topk_ids.data, data<int>(by_rank), data<int64_t>(counts), T, topk_ids.sizes[1], topk_ids.strides[0], int(R),
-       int(num_experts / R), topk_ids.dtype == kInt64});
+  const TokensByRankParams p = {topk_ids.data, data<int>(by_rank), data<int64_t>(counts), T, topk_ids.sizes[1],
+                                topk_ids.strides[0], int(R), int(num_experts / R), topk_ids.dtype == kInt64};
+  MOE_FP8_RUN(call, tokens_by_rank, p);
   return results(by_rank, counts);
 }
 

@@ -1,13 +1,7 @@
 // Tensors of torch's stable C interface, and how ops are called through it.
-//
-// This is the only header that uses torch::stable::detail: from() and to(), the conversions between C++ types and the
-// 64-bit words of a boxed call. The public twin is TORCH_BOX with torch::stable::Tensor. It adds a control block, a
-// second handle and reference counts to every tensor, about an eighth of an op's host time. Both conversions are
-// templates of torch's headers, so that a build depends on them and a binary does not.
+// ops/stable.h says why ops use it in place of torch::stable::Tensor.
 #pragma once
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/c/shim.h>
-#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
 
 #include <array>
 #include <initializer_list>
@@ -21,9 +15,7 @@
 #include <utility>
 
 #include "numerics/format.h"
-
-// A weak symbol: torch has it from 2.13 on.
-extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+#include "ops/stable.h"
 
 namespace moe_fp8 {
 
@@ -38,8 +30,8 @@ template <class... Pieces>
 // Raises if a call into torch has failed, with torch's own message where torch can pass it on.
 inline void check_torch(AOTITorchError code) {
   if (code == 0) return;
-  fail(torch_exception_get_what_without_backtrace ? torch_exception_get_what_without_backtrace()
-                                                  : "moe_fp8_ext: a call into torch failed, as printed above");
+  const char* message = torch_error();
+  fail(message ? message : "moe_fp8_ext: a call into torch failed, as printed above");
 }
 
 // ---- dtypes and devices: torch's codes are no part of the interface, so they are looked up once --------------------
@@ -86,10 +78,15 @@ T* data(const Handle& tensor) {
   check_torch(torch_get_mutable_data_ptr(tensor.get(), &data));
   return static_cast<T*>(data);
 }
-inline Handle share(const Handle& tensor) {
+inline Handle share(AtenTensorHandle tensor) {
   AtenTensorHandle other = nullptr;
-  check_torch(aoti_torch_new_tensor_handle(tensor.get(), &other));
+  check_torch(aoti_torch_new_tensor_handle(tensor, &other));
   return Handle(other);
+}
+inline Handle share(const Handle& tensor) { return share(tensor.get()); }
+// The tensor as torch's C++ functions take it.
+inline torch::stable::Tensor stable_tensor(const Handle& tensor) {
+  return torch::stable::Tensor(share(tensor).release());
 }
 // A view of the first elements of a contiguous tensor, in another shape.
 inline Handle view(const Handle& tensor, std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) {
@@ -137,41 +134,40 @@ inline std::string device_name(const Tensor& t) {
 }
 
 // ---- calls of torch's ops: arguments, then results, are 64-bit words on one stack that own their tensors -----------
-template <class T>
-StableIValue word(const T& value) { return torch::stable::detail::from(value); }
-inline StableIValue word(Handle tensor) { return word(tensor.release()); }
-inline StableIValue optional_word(Handle tensor) { return word(std::optional<AtenTensorHandle>(tensor.release())); }
+inline StableIValue to_word(Handle tensor) { return to_word(tensor.release()); }
+inline StableIValue to_optional_word(Handle tensor) {
+  return to_word(std::optional<AtenTensorHandle>(tensor.release()));
+}
 
 // Calls an op with one result.
 template <size_t kWords>
 Handle call_torch(const char* op, const char* overload, StableIValue (&stack)[kWords]) {
   check_torch(torch_call_dispatcher(op, overload, stack, TORCH_ABI_VERSION));
-  return Handle(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
+  return Handle(from_word<AtenTensorHandle>(stack[0]));
 }
 
 // ---- owners of the words on the stack ------------------------------------------------------------------------------
 template <class T>
 struct Owner {
-  explicit Owner(StableIValue word) : value(torch::stable::detail::to<T>(word)) {}
+  explicit Owner(StableIValue word) : value(from_word<T>(word)) {}
   T argument() const { return value; }
   T value;
 };
 template <>
 struct Owner<Tensor> {
-  explicit Owner(StableIValue word) : tensor(torch::stable::detail::to<AtenTensorHandle>(word)) {}
+  explicit Owner(StableIValue word) : tensor(from_word<AtenTensorHandle>(word)) {}
   Tensor argument() { return Tensor(std::move(tensor)); }
   Handle tensor;
 };
 template <>
 struct Owner<std::optional<Tensor>> {
   explicit Owner(StableIValue word)
-      : tensor(torch::stable::detail::to<std::optional<AtenTensorHandle>>(word).value_or(nullptr)) {}
+      : tensor(from_word<std::optional<AtenTensorHandle>>(word).value_or(nullptr)) {}
   std::optional<Tensor> argument() {
     return tensor ? std::optional<Tensor>(std::in_place, std::move(tensor)) : std::nullopt;
   }
   Handle tensor;
 };
-// torch's own conversion to std::string leaks the copy that it makes.
 struct DeleteString {
   void operator()(StringHandle string) const { torch_delete_string(string); }
 };
@@ -185,14 +181,13 @@ inline std::string_view text_of(const String& string) {
 }
 template <>
 struct Owner<std::string_view> {
-  explicit Owner(StableIValue word) : string(torch::stable::detail::to<StringHandle>(word)) {}
+  explicit Owner(StableIValue word) : string(from_word<StringHandle>(word)) {}
   std::string_view argument() const { return text_of(string); }
   String string;
 };
 template <>
 struct Owner<std::optional<std::string_view>> {
-  explicit Owner(StableIValue word)
-      : string(torch::stable::detail::to<std::optional<StringHandle>>(word).value_or(nullptr)) {}
+  explicit Owner(StableIValue word) : string(from_word<std::optional<StringHandle>>(word).value_or(nullptr)) {}
   std::optional<std::string_view> argument() const { return string ? std::optional(text_of(string)) : std::nullopt; }
   String string;
 };
@@ -217,14 +212,13 @@ struct Boxed<op> {
   static void unbox(StableIValue* stack, std::index_sequence<i...>) {
     std::tuple<Owner<std::decay_t<Args>>...> owners{Owner<std::decay_t<Args>>(stack[i])...};
     const auto handles = op(std::get<i>(owners).argument()...);
-    for (size_t r = 0; r < kResults; ++r) stack[r] = word(handles[r]);
+    for (size_t r = 0; r < kResults; ++r) stack[r] = to_word(handles[r]);
   }
 };
 
 }  // namespace moe_fp8
 
-// CPU and GPU share one function, which branches where it runs the loop or the kernel. torch calls AMD's GPUs CUDA,
-// too.
+// CPU and GPU share one function, in which MOE_FP8_RUN chooses the loop or the kernel. torch calls AMD's GPUs CUDA.
 #define MOE_FP8_REGISTER(op)                                                                            \
   STABLE_TORCH_LIBRARY_IMPL(moe_fp8, CPU, m) { m.impl(#op, moe_fp8::Boxed<&moe_fp8::op##_op>::call); }  \
   STABLE_TORCH_LIBRARY_IMPL(moe_fp8, CUDA, m) { m.impl(#op, moe_fp8::Boxed<&moe_fp8::op##_op>::call); }

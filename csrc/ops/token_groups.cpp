@@ -15,7 +15,7 @@ void check_starts(const Argument& arg, const Tensor& starts, const Tensor& offs)
 // Checks the contents of padded_starts, which waits for the device. Called after check_offs. Groups that are written to
 // must not overlap.
 void validate_starts(const char* op, const Tensor& starts, const Tensor& offs, int64_t padded, bool written) {
-  if (!flag_is_set("MOE_FP8_VALIDATE")) return;
+  if (!validates()) return;
   const std::vector<int> first = contents(starts), ends = contents(offs);
   int64_t end = 0;
   for (size_t e = 0; e < first.size(); ++e) {
@@ -30,13 +30,6 @@ void validate_starts(const char* op, const Tensor& starts, const Tensor& offs, i
 }
 
 enum class Direction { kPad, kUnpad };
-void find_sources(const Call& call, Direction direction, const Tensor& x, const TokenGroupsParams& p) {
-#if defined(MOE_FP8_GPU)
-  const bool pads = direction == Direction::kPad;
-  if (x.on_gpu()) return call.check(pads ? pad_sources(p, call.stream()) : unpad_sources(p, call.stream()));
-#endif
-  direction == Direction::kPad ? pad_sources_cpu(p) : unpad_sources_cpu(p);
-}
 // Moves the rows of x to the other layout.
 Handle move_groups(const Call& call, Direction direction, const Tensor& x, const Tensor& offs, TokenGroupsParams p) {
   const int64_t rows = direction == Direction::kPad ? p.P : p.M;
@@ -47,7 +40,8 @@ Handle move_groups(const Call& call, Direction direction, const Tensor& x, const
   p.offs = offs.as<int>();
   p.E = offs.sizes[0];
   p.source = copies ? data<int>(source) : nullptr;
-  find_sources(call, direction, x, p);
+  if (direction == Direction::kPad) MOE_FP8_RUN(call, pad_sources, p);
+  else MOE_FP8_RUN(call, unpad_sources, p);
   if (copies) gather_rows(call, x, out, RowIndex(p.source, x.sizes[0], 1), rows);
   return out;
 }

@@ -1,4 +1,4 @@
-// Arithmetic that chips have instructions for: of a float, and of the two halves of a word.
+// Arithmetic that chips have instructions for: on a float, and on the two 16-bit halves of a word.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -8,20 +8,20 @@
 namespace moe_fp8 {
 
 MOE_HD float magnitude(float x) { return fabsf(x); }
-// The smaller one; b where a is NaN.
-MOE_HD float least(float a, float b) {
+// The smaller of x and max; max if x is NaN.
+MOE_HD float clamp_max(float x, float max) {
 #if defined(__CUDA_ARCH__)
-  return fminf(a, b);
+  return fminf(x, max);
 #else
-  return a < b ? a : b;
+  return x < max ? x : max;
 #endif
 }
-// RN32(1 / d) of a d from 1 to 2. CUDA's own division takes these steps too, behind a branch for other exponents.
+// RN32(1 / d) for d in [1, 2]. CUDA's division takes the same steps, behind a branch for other exponents.
 MOE_HD float reciprocal(float d) {
 #if defined(__CUDA_ARCH__)
-  float near;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(d));
-  return fmaf(near, fmaf(-d, near, 1.f), near);
+  float approximate;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(approximate) : "f"(d));
+  return fmaf(approximate, fmaf(-d, approximate, 1.f), approximate);
 #else
   return 1.f / d;
 #endif
@@ -42,11 +42,11 @@ MOE_DEVICE uint32_t min_s16x2(uint32_t a, uint32_t b) {
 #if defined(MOE_CUDA)
   return __vmins2(a, b);
 #else
-  const auto least = [](uint32_t a, uint32_t b) { return uint16_t(int16_t(a) < int16_t(b) ? a : b); };
-  return uint32_t(least(a >> 16, b >> 16)) << 16 | least(a, b);
+  const auto min = [](uint32_t a, uint32_t b) { return uint16_t(int16_t(a) < int16_t(b) ? a : b); };
+  return uint32_t(min(a >> 16, b >> 16)) << 16 | min(a, b);
 #endif
 }
-// max(|a|, |b|) of two halves, NaN largest. The sign bits of the result mean nothing.
+// max(|a|, |b|) of both halves; NaN is largest. The sign bits of the result are undefined.
 MOE_DEVICE uint32_t max_magnitude_bf16x2(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   uint32_t d;

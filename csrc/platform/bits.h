@@ -27,16 +27,17 @@ MOE_HD uint32_t as_bits(float f) {
 }
 
 #if defined(MOE_CUDA) || defined(MOE_HIP)
-// Bytes of a, 0 to 3, and of b, 4 to 7: byte i is that of digit i of `which`, the last digit being 0.
-MOE_DEVICE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t which) {
+// Bytes 0 to 3 are those in a, 4 to 7 those in b. Byte i of the result is the byte that hex digit i of `selector`
+// names; digit 0 is the lowest.
+MOE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
 #if defined(MOE_CUDA)
-  return __byte_perm(a, b, which);
+  return __byte_perm(a, b, selector);
 #else
   const uint64_t both = uint64_t(b) << 32 | a;
-  uint32_t picked = 0;
+  uint32_t bytes = 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) picked |= uint32_t(both >> (8 * (which >> (4 * i) & 7)) & 0xff) << (8 * i);
-  return picked;
+  for (int i = 0; i < 4; ++i) bytes |= uint32_t(both >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+  return bytes;
 #endif
 }
 #endif  // MOE_CUDA || MOE_HIP

@@ -1,4 +1,4 @@
-// Thread-block clusters: Hopper and later; elsewhere a cluster is one block.
+// Thread-block clusters. They exist from Hopper on; elsewhere a cluster is one block.
 #pragma once
 #include <cstdint>
 
@@ -38,24 +38,26 @@ MOE_DEVICE void cluster_barrier() {
 #endif
 }
 
-// One note from every block of the cluster to every block: kLanes words each, sent and received by 32 lanes. The words
-// arrive in inbox.words[sender]; an arrival counts on the inbox's barrier, so nothing else is waited for. Two
-// inboxes used in turn suffice: a sender is at most one note ahead of a receiver.
-struct ClusterInbox {
+// Mailbox of a block for an all-gather over its cluster: every block posts one message of 32 words, a word per lane, to
+// every block. A message arrives in words[rank of the sender] and completes on `barrier`, so a receiver waits for
+// nothing else. Two mailboxes in alternation suffice: a sender is at most one message ahead of a receiver.
+struct ClusterMailbox {
   uint64_t barrier;
-  uint64_t unused;  // 16-byte alignment of what follows
+  uint64_t unused;  // keeps words aligned to 16 bytes
   uint32_t words[16][32];
 };
-MOE_DEVICE void cluster_inbox_init(ClusterInbox& inbox) {  // by one thread, before a cluster_barrier()
+// Called by one thread, before a cluster_barrier().
+MOE_DEVICE void cluster_mailbox_init(ClusterMailbox& mailbox) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;"
-               ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(&inbox.barrier))) : "memory");
+               ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(&mailbox.barrier))) : "memory");
 #endif
 }
-MOE_DEVICE void cluster_send(ClusterInbox& inbox, uint32_t word, int lane) {
+// Called by 32 lanes.
+MOE_DEVICE void cluster_post(ClusterMailbox& mailbox, uint32_t word, int lane) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const uint32_t size = cluster_size(), barrier = static_cast<uint32_t>(__cvta_generic_to_shared(&inbox.barrier));
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(&inbox.words[cluster_rank()][lane]));
+  const uint32_t size = cluster_size(), barrier = static_cast<uint32_t>(__cvta_generic_to_shared(&mailbox.barrier));
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(&mailbox.words[cluster_rank()][lane]));
   if (lane == 0)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"(barrier), "r"(size * 32 * 4) : "memory");
@@ -66,15 +68,16 @@ MOE_DEVICE void cluster_send(ClusterInbox& inbox, uint32_t word, int lane) {
                  "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [to], %2, [barrier];}"
                  ::"r"(to), "r"(barrier), "r"(word), "r"(rank) : "memory");
 #else
-  inbox.words[0][lane] = word;
+  mailbox.words[0][lane] = word;
 #endif
 }
-MOE_DEVICE void cluster_wait(ClusterInbox& inbox, uint32_t phase) {  // phase: parity of the notes this inbox has had
+// Waits for the messages of all blocks. phase: parity of the number of exchanges that this mailbox has completed.
+MOE_DEVICE void cluster_wait(ClusterMailbox& mailbox, uint32_t phase) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("{.reg .pred done;\n"
                "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
                "@!done bra again;}"
-               ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(&inbox.barrier))), "r"(phase) : "memory");
+               ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(&mailbox.barrier))), "r"(phase) : "memory");
 #endif
 }
 

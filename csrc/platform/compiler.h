@@ -1,5 +1,5 @@
-// Vendors, and what their compilers call things. Everything beside platform/ is written against the names in here
-// and compiles as CUDA, as HIP (after hipify), as plain host C++, and as hipified code under the tests' SIMT emulation
+// One set of names for what the vendors' compilers call differently. All code outside of platform/ uses these names. It
+// compiles as CUDA, as HIP (after hipify), as plain host C++, and as hipified code under the tests' SIMT emulation
 // (MOE_SIMT).
 #pragma once
 #if defined(__HIP__)
@@ -18,20 +18,20 @@
 #define MOE_HD inline
 #endif
 
-// Threads that a multiprocessor holds, more on data centers' chips.
+// Threads that a multiprocessor holds: 2048 on data center GPUs, 1536 on others.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100))
 constexpr int kMultiprocessorThreads = 2048;
 #else
 constexpr int kMultiprocessorThreads = 1536;
 #endif
 
-// The second argument of launch bounds means blocks per multiprocessor on CUDA, no more than fit, and waves per SIMD on
-// HIP.
+// CUDA reads the second argument of __launch_bounds__ as blocks per multiprocessor, HIP as waves per SIMD. So only CUDA
+// gets it, and no more blocks than a multiprocessor holds.
 #if defined(MOE_CUDA)
-constexpr int fitting_blocks(int threads, int blocks) {
+constexpr int resident_blocks_bound(int threads, int blocks) {
   return threads * blocks > kMultiprocessorThreads ? kMultiprocessorThreads / threads : blocks;
 }
-#define MOE_LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, fitting_blocks(threads, blocks))
+#define MOE_LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, resident_blocks_bound(threads, blocks))
 #elif defined(MOE_HIP)
 #define MOE_LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads)
 #endif
@@ -48,11 +48,11 @@ constexpr int fitting_blocks(int threads, int blocks) {
 #define MOE_DYNAMIC_SMEM(name) extern __shared__ __align__(128) unsigned char name[]
 #endif
 
-// A loop of the CPU that is there twice: for CPUs that have fmaf as an instruction, and for those that call the library
-// for it. The same bytes; which of them runs is found out when the module is loaded. What it calls becomes part of it,
-// for that is compiled once.
+// Compiles a CPU loop twice: for CPUs with an fmaf instruction, and for CPUs that call the library for it. Both give
+// the same bytes, and the loader picks one. Functions that the loop calls are inlined (flatten), because they are not
+// cloned.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define MOE_FUSED __attribute__((flatten, target_clones("arch=haswell", "default")))
+#define MOE_FMA_CLONES __attribute__((flatten, target_clones("arch=haswell", "default")))
 #else
-#define MOE_FUSED
+#define MOE_FMA_CLONES
 #endif

@@ -1,10 +1,10 @@
-// Conversions that chips have instructions for, and which chips do. numerics/ falls back to arithmetic elsewhere.
+// Conversion instructions, and constants that say which chips have them. Elsewhere numerics/ converts by arithmetic.
 #pragma once
 #include "platform/bits.h"
 
 namespace moe_fp8 {
 
-// Of a 16-bit float, where the chip converts: exact, subnormals included.
+// A 16-bit float to float32: exact, subnormals included. Called only if kConvertsHalf.
 #if defined(__CUDA_ARCH__)
 constexpr bool kConvertsHalf = true;
 MOE_DEVICE float half_to_float(uint32_t bits) {
@@ -17,7 +17,8 @@ constexpr bool kConvertsHalf = false;
 MOE_HD float half_to_float(uint32_t) { return 0; }
 #endif
 
-// Two floats to bfloat16, to nearest even, `lo` in the low half, where the chip converts; every NaN is 0x7fff.
+// Two floats to bfloat16, rounded to nearest even; `lo` is the low half. NaN becomes 0x7fff. Called only if
+// kConvertsToBF16.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 constexpr bool kConvertsToBF16 = true;
 MOE_DEVICE uint32_t to_bf16x2(float lo, float hi) {
@@ -32,7 +33,7 @@ constexpr bool kConvertsToBF16 = false;
 MOE_HD uint32_t to_bf16x2(float, float) { return 0; }
 #endif
 
-// The E8M0 byte of a positive float, rounded up to a power of two, where the chip converts.
+// The E8M0 byte of a positive float rounded up to a power of two. Called only if kConvertsE8M0.
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || \
     defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL)
 constexpr bool kConvertsE8M0 = true;
@@ -48,7 +49,8 @@ MOE_HD uint32_t e8m0_rounded_up(float) { return 0; }
 
 #if defined(MOE_CUDA) || defined(MOE_HIP)
 
-// ---- fp8 casts: round to nearest even, saturating, NaN to the canonical code ----------------------------------------
+// ---- fp8 casts: round to nearest even, saturate, NaN becomes the format's canonical NaN
+// ------------------------------
 enum class HardwareFp8 { kNone, kFN, kFNUZ };
 #if (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890) || \
     (defined(MOE_HIP) && (defined(__gfx950__) || defined(__gfx1201__)))
@@ -60,7 +62,7 @@ constexpr HardwareFp8 kHardwareFp8 = HardwareFp8::kNone;
 #endif
 
 #if defined(MOE_HIP)
-// The instructions neither saturate nor have one NaN; fmed3 would swallow a NaN.
+// AMD's conversions neither saturate nor canonicalize NaN, and fmed3 alone would turn NaN into a number.
 MOE_DEVICE float clamp_keep_nan(float v, float max) {
   return v != v ? as_float(0x7fc00000u) : __builtin_amdgcn_fmed3f(v, max, -max);
 }
@@ -79,7 +81,7 @@ MOE_DEVICE uint32_t convert_e4m3x4(float a, float b, float c, float d) {
   int r = __builtin_amdgcn_cvt_pk_fp8_f32(clamp_keep_nan(a, kMax), clamp_keep_nan(b, kMax), 0, false);
   return __builtin_amdgcn_cvt_pk_fp8_f32(clamp_keep_nan(c, kMax), clamp_keep_nan(d, kMax), r, true);
 #else
-  return 0;  // never chosen: kHardwareFp8 is kNone
+  return 0;  // never called: kHardwareFp8 is kNone
 #endif
 }
 MOE_DEVICE uint32_t convert_e5m2x4(float a, float b, float c, float d) {
@@ -99,9 +101,10 @@ MOE_DEVICE uint32_t convert_e5m2x4(float a, float b, float c, float d) {
 #endif
 }
 
-// Two bytes to 16-bit floats, exact: whether the chip converts, and whether it can be done at all, by bits then.
+// Two fp8 bytes to two 16-bit floats, exact. kConvertsFp8ToHalf: by an instruction. kImplementsFp8ToHalf: by an
+// instruction or by bit operations.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-constexpr bool kDecodesFp8 = true, kHalvesFp8 = true;
+constexpr bool kConvertsFp8ToHalf = true, kImplementsFp8ToHalf = true;
 template <bool kE5M2>
 MOE_DEVICE uint32_t fp8x2_to_f16x2(uint32_t pair) {
   uint32_t halves;
@@ -110,12 +113,12 @@ MOE_DEVICE uint32_t fp8x2_to_f16x2(uint32_t pair) {
   return halves;
 }
 #elif defined(MOE_CUDA)
-constexpr bool kDecodesFp8 = false, kHalvesFp8 = true;
+constexpr bool kConvertsFp8ToHalf = false, kImplementsFp8ToHalf = true;
 template <bool kE5M2>
 MOE_DEVICE uint32_t fp8x2_to_f16x2(uint32_t pair) {
-  const uint32_t spread = (pair & 0xffu) << 8 | (pair & 0xff00u) << 16;  // E5M2 is the upper half of a 16-bit float
+  const uint32_t spread = (pair & 0xffu) << 8 | (pair & 0xff00u) << 16;  // E5M2 is the upper byte of a 16-bit float
   if constexpr (kE5M2) return spread;
-  // 2^-8 of the value; 0x7f, which is NaN, would be 480.
+  // The shifted bits stand for 2^-8 of the value. The NaN 0x7f would become 480, so its bits are set separately.
   const uint32_t magnitude = spread & 0x7f007f00u, nan = (magnitude + 0x01000100u & 0x80008000u) >> 2;
   uint32_t halves = (spread & 0x80008000u) | magnitude >> 1;
 #if defined(__CUDA_ARCH__)
@@ -124,12 +127,12 @@ MOE_DEVICE uint32_t fp8x2_to_f16x2(uint32_t pair) {
   return halves | nan;
 }
 #else
-constexpr bool kDecodesFp8 = false, kHalvesFp8 = false;
+constexpr bool kConvertsFp8ToHalf = false, kImplementsFp8ToHalf = false;
 template <bool kE5M2>
 MOE_DEVICE uint32_t fp8x2_to_f16x2(uint32_t) { return 0; }
 #endif
 
-// A word of four. Halves of words are operands of the instruction: no shift is needed for the second.
+// Four fp8 bytes of a word. The instruction takes either half of a register, so the upper pair needs no shift.
 template <bool kE5M2>
 MOE_DEVICE void fp8x4_to_f16x4(uint32_t word, uint32_t (&halves)[2]) {
 #if defined(MOE_CUDA)

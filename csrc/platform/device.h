@@ -1,13 +1,13 @@
-// What the torch side asks of the current device and its runtime.
+// Queries and calls for the bindings in ops/, which include no CUDA header.
 #pragma once
 #include <cstdint>
 
 namespace moe_fp8 {
 
-bool native_fnuz();        // its fp8 instructions are FNUZ: the default format is float8_e4m3fnuz
-int compute_capability();  // CUDA: 90 for Hopper; 0 on other vendors' devices
+bool native_fnuz();        // the device's fp8 instructions are FNUZ, so the default dtype is float8_e4m3fnuz
+int compute_capability();  // CUDA: 90 for Hopper; other vendors: 0
 
-// 0, or the runtime's error code.
+// Returns 0 or the runtime's error code.
 int fill_bytes_async(void* p, int byte, int64_t bytes, void* stream);
 const char* error_string(int code);
 

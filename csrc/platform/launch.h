@@ -1,4 +1,4 @@
-// The current device, and kernels on it.
+// Attributes of the current device, and kernel launches.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -11,8 +11,8 @@
 
 namespace moe_fp8 {
 
-// Programmatic dependent launch: a kernel may start before the one ahead of it in the stream has ended, as soon as all
-// blocks of that one have ended or allowed it. Elsewhere kernels run one after the other.
+// Programmatic dependent launch: a kernel may start before the previous kernel of the stream has ended, once each of
+// its blocks has exited or called allow_next_kernel(). Before Hopper and on AMD, kernels run one after the other.
 MOE_DEVICE void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -24,9 +24,9 @@ MOE_DEVICE void allow_next_kernel() {
 #endif
 }
 
-// Bytes of shared memory that a block may ask for on every chip that runs the code for a compute capability: an A100's
-// also runs on the smaller chips of its generation.
-constexpr int least_shared([[maybe_unused]] int sm) {
+// Bytes of shared memory that a block may request on every chip that runs code for this compute capability. Code for an
+// A100 also runs on the smaller chips of its generation.
+constexpr int min_shared_bytes([[maybe_unused]] int sm) {
 #if defined(MOE_SIMT)
   return simt::kMaxSharedBytes;
 #elif defined(MOE_HIP)
@@ -36,21 +36,21 @@ constexpr int least_shared([[maybe_unused]] int sm) {
 #endif
 }
 #if defined(__CUDA_ARCH__)
-constexpr int kLeastShared = least_shared(__CUDA_ARCH__ / 10);
+constexpr int kMinSharedBytes = min_shared_bytes(__CUDA_ARCH__ / 10);
 #else
-constexpr int kLeastShared = least_shared(0);
+constexpr int kMinSharedBytes = min_shared_bytes(0);
 #endif
 
 struct Device {
   int multiprocessors;
   int l2_bytes;
-  int shared_per_block;  // bytes a block may ask for
+  int shared_per_block;  // bytes that a block may request
   int shared_per_multiprocessor;
-  bool has_clusters;  // the emulation has some of one block, at one of its wave sizes
-  bool overlaps_kernels;  // programmatic dependent launch; the emulation takes that road too, one after the other
-  bool native_fnuz;  // fp8 instructions are FNUZ (gfx942)
-  bool scales_blocks;  // MFMA takes the E8M0 scales of blocks of 32 (gfx950)
-  int sm;            // CUDA compute capability, 90 for Hopper; 0 elsewhere
+  bool has_clusters;      // the emulation has clusters of one block, at wave size 32
+  bool overlaps_kernels;  // programmatic dependent launch; the emulation runs this code path too, without overlap
+  bool native_fnuz;       // fp8 instructions are FNUZ (gfx942)
+  bool has_scaled_mfma;   // MFMA takes E8M0 scales of blocks of 32 (gfx950)
+  int sm;                 // CUDA compute capability, 90 for Hopper; other vendors: 0
 };
 constexpr int kMaxDevices = 64;
 inline int current_device() {
@@ -58,10 +58,10 @@ inline int current_device() {
   (void)cudaGetDevice(&id);
   return id % kMaxDevices;
 }
-inline Device ask_device(int id) {
+inline Device query_device(int id) {
   Device d = {};
 #if defined(MOE_HIP)
-  d.shared_per_block = kLeastShared;
+  d.shared_per_block = kMinSharedBytes;
 #if defined(MOE_SIMT)
   d.l2_bytes = 3 << 20;
   d.has_clusters = SIMT_WARP == 32;
@@ -71,7 +71,7 @@ inline Device ask_device(int id) {
   cudaDeviceProp properties = {};
   if (cudaGetDeviceProperties(&properties, id) == cudaSuccess) {
     d.native_fnuz = strncmp(properties.gcnArchName, "gfx94", 5) == 0;
-    d.scales_blocks = strncmp(properties.gcnArchName, "gfx950", 6) == 0;
+    d.has_scaled_mfma = strncmp(properties.gcnArchName, "gfx950", 6) == 0;
   }
 #else
   int major = 0, minor = 0;
@@ -88,24 +88,29 @@ inline Device ask_device(int id) {
   (void)cudaDeviceGetAttribute(&d.multiprocessors, cudaDevAttrMultiProcessorCount, id);
   return d;
 }
-// Attributes of the current device, read once.
+// Attributes of the current device. Each device is queried once.
 inline const Device& device() {
-  static Device known[kMaxDevices] = {};
-  static std::once_flag asked[kMaxDevices];
+  static Device devices[kMaxDevices] = {};
+  static std::once_flag queried[kMaxDevices];
   const int id = current_device();
-  std::call_once(asked[id], [id] { known[id] = ask_device(id); });
-  return known[id];
+  std::call_once(queried[id], [id] { devices[id] = query_device(id); });
+  return devices[id];
 }
+
+// The most blocks of `threads` threads in one launch. HIP has fewer than 2^32 threads in a grid; half of that leaves
+// room for blocks that are rounded up. Callers loop over launches, or their blocks loop over work.
+constexpr int64_t max_grid_blocks(int threads) { return (int64_t(1) << 31) / threads; }
+constexpr int kMaxGridBlocksY = 65535;  // blocks along y, and along z
 
 struct Launch {
   dim3 grid;
   dim3 block;
   void* stream;
   size_t shared = 0;
-  int cluster = 1;  // blocks, along x
+  int cluster = 1;  // blocks in a cluster, along x
 };
 
-// Every kernel takes one struct by value. Returns the runtime's error code.
+// Launches a kernel, which takes one struct by value. Returns 0 or the runtime's error code.
 template <class Params>
 int launch(void (*kernel)(Params), const Launch& l, std::remove_const_t<Params> params) {
 #if defined(MOE_SIMT)
@@ -136,38 +141,39 @@ int launch(void (*kernel)(Params), const Launch& l, std::remove_const_t<Params> 
 #endif
 }
 
-// Before the first launch of a kernel on a device: all shared memory that a block can have besides kStaticShared, the
-// rest of the multiprocessor's for other kernels' blocks, and clusters of 16 blocks.
-constexpr int kStaticShared = 512, kReservedShared = 1024;  // bytes: __shared__ arrays at most; the runtime's own
+// Raises a kernel's limits before its first launch on a device: to all shared memory of a block except kStaticShared,
+// the largest shared-memory carveout, and clusters of 16 blocks. Returns 0 or the runtime's error code.
+constexpr int kStaticShared = 512;     // bytes that __shared__ arrays of such a kernel may take
+constexpr int kReservedShared = 1024;  // bytes of a block that the runtime takes
 template <auto kKernel>
-int allow_large() {
+int raise_kernel_limits() {
 #if defined(MOE_CUDA)
-  static std::atomic<bool> allowed[kMaxDevices] = {};
+  static std::atomic<bool> raised[kMaxDevices] = {};
   const int id = current_device();
-  if (allowed[id]) return 0;
-  const int most = device().shared_per_block - kStaticShared;
-  cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  if (raised[id]) return 0;
+  const int max_dynamic = device().shared_per_block - kStaticShared;
+  cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_dynamic);
   if (e == cudaSuccess)
     e = cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (e == cudaSuccess && device().has_clusters)
     e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  allowed[id] = e == cudaSuccess;
+  raised[id] = e == cudaSuccess;
   return e;
 #else
   return 0;
 #endif
 }
 
-// Clusters of this kernel, of blocks with a multiprocessor each, that the current device holds at once; asked once per
-// device and cluster size, after allow_large().
+// How many clusters of this kernel the current device holds at once, if each block takes a whole multiprocessor. The
+// runtime is asked once per device and cluster size. Called after raise_kernel_limits().
 template <auto kKernel>
 int resident_clusters(int threads, int cluster) {
 #if defined(MOE_CUDA)
-  static std::atomic<int> known[kMaxDevices][5] = {};  // of 1 to 16 blocks; 1 more than the answer
+  static std::atomic<int> cache[kMaxDevices][5] = {};  // by log2 of the cluster size; 0: unknown, else the number + 1
   int log2 = 0;
   while (1 << log2 < cluster) ++log2;
-  std::atomic<int>& answer = known[current_device()][log2];
-  if (answer == 0) {
+  std::atomic<int>& cached = cache[current_device()][log2];
+  if (cached == 0) {
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(cluster);
     config.blockDim = dim3(threads);
@@ -180,9 +186,9 @@ int resident_clusters(int threads, int cluster) {
     config.numAttrs = 1;
     int n = 0;
     (void)cudaOccupancyMaxActiveClusters(&n, kKernel, &config);
-    answer = n + 1;
+    cached = n + 1;
   }
-  return answer - 1;
+  return cached - 1;
 #else
   return 0;
 #endif

@@ -1,4 +1,5 @@
-// Memory: streams that are read or written once keep out of each other's way in the caches; copies in the background.
+// Memory access: streaming loads and stores, which do not displace other data in the caches, and asynchronous copies to
+// shared memory.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -12,9 +13,9 @@ struct alignas(8) Vec8 { uint32_t w[2]; };
 
 constexpr uint64_t kEvictFirst = 0x12F0000000000000ull, kEvictLast = 0x14F0000000000000ull;  // createpolicy's encoding
 
-// kSoon: leave the line in the L2, it is read again shortly. kNotBeforeStores: it is not, but leaves after what
-// store_stream writes (evict_last): on an H200 128x1 of [131072, 7168] at 0.96 of copy instead of 0.94, and a GEMM
-// right behind it took no longer.
+// When a loaded line may leave the L2. kNone: first. kSoon: it is read again shortly, so the default policy holds.
+// kNotBeforeStores: it is not read again, but leaves after the lines that store_stream writes (evict_last). On an H200,
+// quantizing [131072, 7168] in 128 x 1 blocks ran at 0.96 of copy instead of 0.94; a GEMM that followed took no longer.
 enum class Reuse { kNone, kSoon, kNotBeforeStores };
 
 template <Reuse kReuse = Reuse::kNone>
@@ -77,7 +78,7 @@ MOE_DEVICE void store_stream(Vec8* p, Vec8 v) {
   *p = v;
 #endif
 }
-// The same of single words, bytes and halves, where rows are not multiples of more.
+// The same for single words, bytes and halves, for rows that are not whole vectors.
 template <Reuse kReuse = Reuse::kNone, class T>
 MOE_DEVICE std::enable_if_t<std::is_unsigned_v<T>, T> load_stream(const T* p) {
   if constexpr (kReuse == Reuse::kSoon) return *p;
@@ -100,16 +101,16 @@ MOE_DEVICE std::enable_if_t<std::is_arithmetic_v<T>> store_stream(T* p, T v) {
 #endif
 }
 
-// Whether the copies below go on while their thread does other work; the emulation takes one road at each wave size.
+// Whether the copies below run while their thread does other work. The emulation copies asynchronously at wave size 32.
 #if defined(MOE_CUDA) || (defined(MOE_SIMT) && SIMT_WARP == 32)
-constexpr bool kCopiesInBackground = true;
+constexpr bool kHasAsyncCopies = true;
 #else
-constexpr bool kCopiesInBackground = false;
+constexpr bool kHasAsyncCopies = false;
 #endif
 
-// Global -> shared without passing through registers where the chip can. A thread's copies since the last
-// commit_copies() form a group; wait_copies<n>() waits until at most its n newest groups are under way. Other threads
-// see the data after a barrier.
+// Copies 16 bytes from global to shared memory, without registers in between if the chip has cp.async. A thread's
+// copies since the last commit_copies() form a group. wait_copies<n>() waits until at most the n newest groups of the
+// thread are in flight. Other threads see the data after a barrier.
 template <Reuse kReuse = Reuse::kSoon>
 MOE_DEVICE void copy_to_shared(Vec16* shared, const Vec16* global) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -125,19 +126,19 @@ MOE_DEVICE void copy_to_shared(Vec16* shared, const Vec16* global) {
   *shared = load_stream(global);
 #endif
 }
-// Likewise, where it is wanted; where it is not there, nothing is read and zeros are written. No branch: the compiler
-// may put what goes before and behind between the copies.
-MOE_DEVICE void copy_or_clear(Vec16* shared, const Vec16* global, bool wanted, bool there) {
+// Does nothing unless `active`. Copies 16 bytes if `valid`; otherwise it reads nothing and writes zeros. It has no
+// branch, so the compiler may move other instructions between the copies.
+MOE_DEVICE void copy_or_zero(Vec16* shared, const Vec16* global, bool active, bool valid) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("{.reg .pred wanted;\n"
                "setp.ne.s32 wanted, %3, 0;\n"
                "@wanted cp.async.cg.shared.global [%0], [%1], 16, %2;}"
-               ::"r"(to), "l"(global), "r"(there ? 16 : 0), "r"(int(wanted)) : "memory");
+               ::"r"(to), "l"(global), "r"(valid ? 16 : 0), "r"(int(active)) : "memory");
 #elif defined(MOE_SIMT) && SIMT_WARP == 32
-  if (wanted) simt::current->copy_chunk(shared, there ? global : nullptr);
+  if (active) simt::current->copy_chunk(shared, valid ? global : nullptr);
 #else
-  if (wanted) *shared = there ? load_stream<Reuse::kSoon>(global) : Vec16{};
+  if (active) *shared = valid ? load_stream<Reuse::kSoon>(global) : Vec16{};
 #endif
 }
 MOE_DEVICE void commit_copies() {

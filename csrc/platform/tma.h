@@ -1,4 +1,4 @@
-// Hopper's copy engine and the barriers that its copies complete on.
+// Hopper's tensor memory accelerator (TMA), and the mbarriers that its copies complete on.
 #pragma once
 #include <cstdint>
 
@@ -10,9 +10,10 @@
 namespace moe_fp8 {
 
 #if defined(MOE_CUDA)
-// ---- barriers in shared memory; addresses are those of the block's own window ---------------------------------------
-// A barrier completes a phase when as many arrivals as it was made for have come and all bytes that were announced. The
-// first phase is 0; a wait for the phase before the one under way returns at once.
+// ---- mbarriers in shared memory, at addresses of the shared window
+// ---------------------------------------------------- A barrier completes a phase when it has all arrivals that it was
+// initialized for, and all bytes that arrivals expected. Phases alternate between 0 and 1, beginning with 0. A wait for
+// the phase before the current one returns at once.
 MOE_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 MOE_DEVICE float load_shared(uint32_t address) {
@@ -26,11 +27,11 @@ MOE_DEVICE void load_shared(uint32_t address, float& f0, float& f1) {
 MOE_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-MOE_DEVICE void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+MOE_DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 MOE_DEVICE void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-MOE_DEVICE void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
+MOE_DEVICE void barrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 MOE_DEVICE void barrier_wait(uint32_t barrier, uint32_t phase) {
@@ -38,17 +39,19 @@ MOE_DEVICE void barrier_wait(uint32_t barrier, uint32_t phase) {
                "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                "@!done bra again;}" ::"r"(barrier), "r"(phase) : "memory");
 }
-// The same place in the shared memory of another block of the cluster, and an arrival there.
-MOE_DEVICE uint32_t in_block(uint32_t shared, uint32_t rank) {
-  uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
-  return there;
+// The address, in the cluster's window, of the same place in the shared memory of block `rank`.
+MOE_DEVICE uint32_t cluster_address(uint32_t shared, uint32_t rank) {
+  uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(shared), "r"(rank));
+  return mapped;
 }
+// Arrives at a barrier of another block, at a cluster_address().
 MOE_DEVICE void barrier_arrive_in_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// A word to there, whose bytes the barrier beside it counts; who waits for that calls barrier_wait_for_cluster().
-MOE_DEVICE void store_in_cluster(uint32_t shared, uint32_t word, uint32_t barrier) {
+// Stores a word at a cluster_address(). A barrier of the same block counts its bytes; that block waits by
+// barrier_wait_for_cluster().
+MOE_DEVICE void store_async(uint32_t shared, uint32_t word, uint32_t barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
                ::"r"(shared), "r"(word), "r"(barrier) : "memory");
 }
@@ -57,53 +60,56 @@ MOE_DEVICE void barrier_wait_for_cluster(uint32_t barrier, uint32_t phase) {
                "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
                "@!done bra again;}" ::"r"(barrier), "r"(phase) : "memory");
 }
-// What this thread stored to shared memory comes before what the copy engine and the tensor cores do behind a barrier.
-MOE_DEVICE void stores_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders the thread's stores to shared memory before accesses of the copy engine and the tensor cores that follow a
+// barrier (the async proxy).
+MOE_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- copies, global -> shared; `barrier` counts their bytes --------------------------------------------------------
-// A box of a matrix, from column c and row r on; zeros beyond the matrix.
-MOE_DEVICE void copy_box(uint32_t shared, const CUtensorMap& matrix, int c, int r, uint32_t barrier) {
+// Copies the box of a matrix that begins at column c and row r. Elements outside of the matrix become zeros.
+MOE_DEVICE void tma_load_box(uint32_t shared, const CUtensorMap& matrix, int c, int r, uint32_t barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
                ::"r"(shared), "l"(&matrix), "r"(barrier), "r"(c), "r"(r) : "memory");
 }
-// The same into both blocks of a cluster of two, at the same place, each with a barrier of its own there.
-MOE_DEVICE void copy_box_to_both(uint32_t shared, const CUtensorMap& matrix, int c, int r, uint32_t barrier) {
+// Copies the box to both blocks of a cluster of two, to the same place in each. The barrier of each block counts its
+// bytes.
+MOE_DEVICE void tma_load_box_multicast(uint32_t shared, const CUtensorMap& matrix, int c, int r, uint32_t barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
                " [%0], [%1, {%3, %4}], [%2], %5;"
                ::"r"(shared), "l"(&matrix), "r"(barrier), "r"(c), "r"(r), "h"(uint16_t(3)) : "memory");
 }
-// Neighbouring bytes; addresses and their number are multiples of 16.
-MOE_DEVICE void copy_bytes(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
+// Copies contiguous bytes. Addresses and `bytes` are multiples of 16.
+MOE_DEVICE void bulk_copy(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(shared), "l"(global), "r"(bytes), "r"(barrier) : "memory");
 }
-// Neighbouring bytes to the L2, likewise.
-MOE_DEVICE void prefetch_bytes(const void* global, uint32_t bytes) {
+// Prefetches contiguous bytes into the L2. The address and `bytes` are multiples of 16.
+MOE_DEVICE void bulk_prefetch(const void* global, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
-// ---- copies of single chunks, global -> shared, as in memory.h -----------------------------------------------------
-// Zeros where it is not there.
-MOE_DEVICE void copy_chunk(uint32_t shared, const void* global, bool there) {
+// ---- copies of single chunks of 16 bytes, global -> shared, by cp.async as in memory.h
+// ------------------------------- Copies the chunk if `valid`, else writes zeros.
+MOE_DEVICE void copy_chunk(uint32_t shared, const void* global, bool valid) {
   asm volatile("{.reg .pred clear; setp.eq.u32 clear, %2, 0;\n"
                "cp.async.cg.shared.global.L2::256B [%0], [%1], 16, clear;}"
-               ::"r"(shared), "l"(global), "r"(uint32_t(there)) : "memory");
+               ::"r"(shared), "l"(global), "r"(uint32_t(valid)) : "memory");
 }
-// An arrival when all of these that the thread has begun are there. Whoever waits for it and lets tensor cores read
-// them calls stores_before_copies() between.
-MOE_DEVICE void barrier_arrive_behind_copies(uint32_t barrier) {
+// Arrives when all copy_chunk() of the thread are complete. A thread that waits for it calls fence_async_proxy() before
+// tensor cores read the chunks.
+MOE_DEVICE void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
-// ---- the host's description of a matrix ----------------------------------------------------------------------------
-// Bytes [rows, columns], rows row_stride bytes apart, copied in boxes of box_rows rows and of 128 columns or 64, by
-// which they are swizzled. The base is a multiple of 16 bytes, as is the stride. 0, or the runtime's error code.
-inline int describe_matrix(CUtensorMap* map, const void* base, int64_t rows, int64_t columns, int64_t row_stride,
+// ---- tensor maps, made on the host ---------------------------------------------------------------------------------
+// Describes bytes [rows, columns], whose rows are row_stride bytes apart, for copies in boxes of box_rows rows by
+// box_columns columns, 128 or 64, swizzled by as many bytes. The base and the stride are multiples of 16. Returns 0 or
+// the runtime's error code.
+inline int make_tensor_map(CUtensorMap* map, const void* base, int64_t rows, int64_t columns, int64_t row_stride,
                            int box_rows, int box_columns = 128) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
-  static const Encode encode = [] {  // asked of the runtime, so that the module needs no libcuda where there is none
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult how;
-    (void)cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &how);
-    return reinterpret_cast<Encode>(found);
+  static const Encode encode = [] {  // looked up at run time, so that the module also loads without libcuda
+    void* entry_point = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    (void)cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry_point, 12000, cudaEnableDefault, &result);
+    return reinterpret_cast<Encode>(entry_point);
   }();
   if (encode == nullptr) return cudaErrorNotSupported;
   const cuuint64_t sizes[] = {cuuint64_t(columns), cuuint64_t(rows)}, strides[] = {cuuint64_t(row_stride)};

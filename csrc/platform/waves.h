@@ -1,4 +1,4 @@
-// The threads of a wave (a warp) among each other.
+// Communication between the lanes of a wave: a warp on NVIDIA's chips, a wavefront on AMD's.
 #pragma once
 #include <cstdint>
 
@@ -6,7 +6,8 @@
 
 namespace moe_fp8 {
 
-// kWarpSize is known to the device only: on the host one binary may serve both sizes, hence the two others.
+// kWarpSize is for device code only: one host binary may serve both sizes, so host code uses kMinWarpSize and
+// kMaxWarpSize.
 #if defined(MOE_SIMT)
 constexpr int kWarpSize = SIMT_WARP;
 #elif defined(MOE_HIP) && defined(__GFX9__)
@@ -15,11 +16,11 @@ constexpr int kWarpSize = 64;
 constexpr int kWarpSize = 32;
 #endif
 
-constexpr int kSmallestWarp = 32;
+constexpr int kMinWarpSize = 32;
 #if defined(MOE_HIP)
-constexpr int kLargestWarp = 64;
+constexpr int kMaxWarpSize = 64;
 #else
-constexpr int kLargestWarp = 32;
+constexpr int kMaxWarpSize = 32;
 #endif
 
 MOE_DEVICE uint32_t shfl(uint32_t v, int lane) {
@@ -45,13 +46,13 @@ MOE_DEVICE uint32_t shfl_up(uint32_t v, int delta) {
   return __shfl_up_sync(0xffffffffu, v, delta);
 #endif
 }
-MOE_DEVICE uint32_t warp_max(uint32_t v) {
+MOE_DEVICE uint32_t wave_max(uint32_t v) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   return __reduce_max_sync(0xffffffffu, v);
 #else
   for (int mask = kWarpSize / 2; mask > 0; mask >>= 1) {
-    const uint32_t other = shfl_xor(v, mask);
-    v = v > other ? v : other;
+    const uint32_t received = shfl_xor(v, mask);
+    v = v > received ? v : received;
   }
   return v;
 #endif
@@ -68,10 +69,10 @@ MOE_DEVICE int wave_sum(int v) {
 
 MOE_DEVICE float wave_sum(float v) {
 #pragma unroll
-  for (int mask = kWarpSize / 2; mask > 0; mask >>= 1) v += as_float(shfl_xor(as_bits(v), mask));
+  for (int mask = kWarpSize / 2; mask > 0; mask >>= 1) v += shfl_xor(v, mask);
   return v;
 }
-// A bit a lane; bits of lanes that the wave does not have are zero.
+// One bit per lane. Bits beyond the lanes of the wave are zero.
 #if defined(MOE_HIP)
 using LaneMask = uint64_t;
 #else
@@ -91,7 +92,7 @@ MOE_DEVICE int popcount(LaneMask mask) {
   return __popc(mask);
 #endif
 }
-// What lanes wrote to shared memory before it, all lanes of the wave read behind it.
+// Orders shared memory within a wave: after it, all lanes see what lanes wrote before it.
 MOE_DEVICE void wave_barrier() {
 #if defined(MOE_HIP)
   __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");

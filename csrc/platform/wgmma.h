@@ -1,5 +1,6 @@
-// Hopper's warpgroup matrix instruction, of fp8: 64 rows of A by 96, 128 or 256 rows of B, 32 elements of the sum, both
-// K-major in shared memory in rows of 128 bytes, swizzled by 128 bytes, accumulated in registers of 128 threads.
+// Hopper's warpgroup matrix instruction (WGMMA) for fp8: 64 rows of a by 96, 128 or 256 rows of b, 32 elements along K.
+// Both operands are K-major in shared memory, in rows of 128 bytes, swizzled by 128 bytes. The registers of 128 threads
+// accumulate the sums.
 #pragma once
 #include <cstdint>
 
@@ -10,22 +11,22 @@ namespace moe_fp8 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(SIMT_HOPPER)
 constexpr bool kHasWgmma = true;
 #else
-constexpr bool kHasWgmma = false;  // what follows is never run
+constexpr bool kHasWgmma = false;  // the code below compiles, but never runs
 #endif
 
 constexpr int kWgmmaRows = 64, kWgmmaDepth = 32;
 
-// Thread t of the warpgroup has the rows row(t) and row(t) + 8 of 64, and of every 8 columns the two from 2 (t % 4) on:
-// element 4 j + 2 h + i of its registers is row + 8 h, column 8 j + 2 (t % 4) + i.
+// THREAD MAP. Thread t of the warpgroup holds the rows wgmma_row(t) and wgmma_row(t) + 8, and two of every 8 columns:
+// register 4 j + 2 h + i is the sum of row wgmma_row(t) + 8 h and column 8 j + 2 (t % 4) + i.
 MOE_HD constexpr int wgmma_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
 
-// The low word of an operand's descriptor: where it starts. 32 elements further along the sum are 2 more, as are 16 of
-// bfloat16.
+// The low word of an operand's descriptor: its start address, in units of 16 bytes. kWgmmaStep further is the next 32
+// bytes along K: 32 elements of fp8, or 16 of bfloat16.
 MOE_DEVICE uint32_t wgmma_operand(uint32_t shared) { return ((shared & 0x3ffffu) >> 4) | 1u << 16; }
 constexpr uint32_t kWgmmaStep = kWgmmaDepth / 16;
 
 #if defined(MOE_CUDA)
-constexpr uint32_t kWgmmaLayout = 0x40000040u;  // the high word: swizzled by 128 bytes, 8 rows are 1024 bytes
+constexpr uint32_t kWgmmaLayout = 0x40000040u;  // the high word: 128-byte swizzle, 1024 bytes per 8 rows
 
 MOE_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 MOE_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -59,14 +60,13 @@ MOE_DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" 
   "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, "     \
   "%116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// d (+)= a b^T, of 96, 128 and 256 columns; accumulate: whether what d holds counts. kE5M2: of a, whose type is
-// otherwise that of b, E4M3.
+// d = a b^T, or d += a b^T if `accumulate`, for 96, 128 and 256 columns. a is E5M2 if kE5M2, else E4M3; b is E4M3.
 MOE_WGMMA(48, "m64n96k32", MOE_R48, "48", "49", "50", "51", MOE_F16(0), MOE_F16(16), MOE_F16(32))
 MOE_WGMMA(64, "m64n128k32", MOE_R64, "64", "65", "66", "67", MOE_F64(0))
 MOE_WGMMA(128, "m64n256k32", MOE_R128, "128", "129", "130", "131", MOE_F64(0), MOE_F64(64))
 
-// The same of bfloat16, 16 elements of the sum: a comes from registers, word 2 g + h of row + 8 h. Of the thread's quad
-// it has 2 (t % 4) + 8 g and the next of the elements as the row of b has them. b is as above, in rows of 64.
+// The same for bfloat16, over 16 elements along K. a comes from registers: word 2 g + h of thread t holds elements
+// 2 (t % 4) + 8 g and the next, of row wgmma_row(t) + 8 h. b lies as above, in rows of 64 elements.
 #define MOE_WGMMA_BF16(count, shape, registers, a0, a1, a2, a3, b_at, p_at, layout_at, ...)                  \
   MOE_DEVICE void wgmma_bf16(float (&d)[count], const uint32_t (&a)[4], uint32_t b, bool accumulate) {       \
     asm volatile("{.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %" p_at ", 0;\n"                             \
@@ -89,14 +89,14 @@ MOE_WGMMA_BF16(128, "m64n256k16", MOE_R128, "128", "129", "130", "131", "132", "
 #undef MOE_F16
 #undef MOE_F4
 
-// What registers hold here is what they hold: no read or write of them moves across.
+// Keeps the compiler from moving reads and writes of these registers across this point.
 template <int n>
 MOE_DEVICE void pin_registers(float (&d)[n]) {
 #pragma unroll
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// The thread's index in a block of one dimension, read anew: what follows from it need not stay in registers.
+// Reads the thread's index in a one-dimensional block again, so that values derived from it need not stay in registers.
 MOE_DEVICE int read_thread_index() {
   int x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
@@ -105,13 +105,14 @@ MOE_DEVICE int read_thread_index() {
 
 MOE_DEVICE void pin_register(const uint8_t*& address) { asm volatile("" : "+l"(address)); }
 
-// A warpgroup's share of the registers; by all its threads.
+// Takes or gives back registers of the multiprocessor. Called by all threads of a warpgroup.
 template <int kRegisters>
-MOE_DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+MOE_DEVICE void warpgroup_reg_alloc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
 template <int kRegisters>
-MOE_DEVICE void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+MOE_DEVICE void warpgroup_reg_dealloc() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
 
-// Four 8 x 8 matrices of 16-bit values of a warp to shared memory, 16 bytes a lane.
+// Stores four 8 x 8 matrices of 16-bit values to shared memory. Called by a warp; each lane gives the address of 16
+// bytes.
 MOE_DEVICE void store_matrices(uint32_t shared, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(shared), "r"(w0), "r"(w1), "r"(w2), "r"(w3) : "memory");

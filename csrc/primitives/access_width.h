@@ -10,16 +10,16 @@ struct VectorAccess {
   static constexpr int kElements = 16 / sizeof(typename In::Bits);
   explicit MOE_HD VectorAccess(InType) {}
 
-  static MOE_DEVICE void* advanced(const void* p, int64_t at) {
+  static MOE_DEVICE void* address(const void* p, int64_t at) {
     return static_cast<typename In::Bits*>(const_cast<void*>(p)) + at;
   }
-  static MOE_DEVICE Vec16* vec(const void* p, int64_t at) { return static_cast<Vec16*>(advanced(p, at)); }
+  static MOE_DEVICE Vec16* vec(const void* p, int64_t at) { return static_cast<Vec16*>(address(p, at)); }
   MOE_DEVICE Vec16 load(const void* from, int64_t at) const { return *vec(from, at); }
   MOE_DEVICE Vec16 load_once(const void* from, int64_t at) const { return load_stream(vec(from, at)); }
   MOE_DEVICE float element(const Vec16& v, int i) const {
     return moe_fp8::element<In>(v.w[i / kPerWord<In>], i % kPerWord<In>);
   }
-  static MOE_DEVICE Vec16 rounded(const float* f) {
+  static MOE_DEVICE Vec16 packed_vec(const float* f) {
     Vec16 v;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -28,7 +28,7 @@ struct VectorAccess {
     }
     return v;
   }
-  MOE_DEVICE void store(void* to, int64_t at, const float* f) const { store_stream(vec(to, at), rounded(f)); }
+  MOE_DEVICE void store(void* to, int64_t at, const float* f) const { store_stream(vec(to, at), packed_vec(f)); }
 };
 
 struct ElementAccess {
@@ -37,7 +37,7 @@ struct ElementAccess {
   InType type;
   explicit MOE_HD ElementAccess(InType type) : type(type) {}
 
-  MOE_DEVICE void* advanced(const void* p, int64_t at) const {
+  MOE_DEVICE void* address(const void* p, int64_t at) const {
     return static_cast<uint8_t*>(const_cast<void*>(p)) + at * (type == InType::kF32 ? 4 : 2);
   }
   MOE_DEVICE uint32_t load(const void* from, int64_t at) const { return load_bits(from, type, at); }

@@ -49,7 +49,7 @@ MOE_DEVICE uint32_t amax_of_rows(const uint32_t (&rows)[kRows], int lane) {
 // The larger of `most` and |x|, of finite x alone: 0 * x is NaN of others, which fmaxf leaves out.
 MOE_DEVICE float max_finite(float most, float x) { return fmaxf(most, fmaf(x, 0.f, magnitude(x))); }
 // y; NaN where x is not finite.
-MOE_DEVICE float poisoned(float y, float x) { return fmaf(x, 0.f, y); }
+MOE_DEVICE float nan_unless_finite(float y, float x) { return fmaf(x, 0.f, y); }
 
 inline constexpr bool kCastsInHardware = kHardwareFp8 != HardwareFp8::kNone;
 

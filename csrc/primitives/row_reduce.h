@@ -5,7 +5,7 @@
 //   lanes kStride apart            reduce_lanes<kLanes, kStride>(v, f)        all of them
 //   neighbouring lanes, n rows     reduce_scatter_lanes<kLanes>(rows, f)      kLanes / n of them, for each row
 //   several waves                  row_reduce(v, rank, threads, partials, f)  all threads
-//   several waves, n rows          reduce_scatter_lanes, then reduce_waves    the lanes with the same number, in all waves
+//   several waves, n rows          reduce_scatter_lanes, then reduce_waves    lanes of one number, all waves
 //   values in shared memory        combine_partials<kStride>(p, count, f)     the caller
 //
 // f is a functor of functional.h, or MaxMagnitude of cast.h. The order in which values are combined is fixed: it

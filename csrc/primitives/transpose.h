@@ -48,12 +48,12 @@ MOE_DEVICE void cast_chunks(const uint32_t (&v)[kChunkRows][kWords], int rows, c
 
 // Four bytes of each of four rows, to four bytes of each of four columns.
 MOE_DEVICE void transpose_bytes(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
-  const uint32_t ab = pick_bytes(a, b, 0x5140), cd = pick_bytes(c, d, 0x5140);  // of columns 0 and 1
-  const uint32_t ab2 = pick_bytes(a, b, 0x7362), cd2 = pick_bytes(c, d, 0x7362);
-  a = pick_bytes(ab, cd, 0x5410);
-  b = pick_bytes(ab, cd, 0x7632);
-  c = pick_bytes(ab2, cd2, 0x5410);
-  d = pick_bytes(ab2, cd2, 0x7632);
+  const uint32_t ab = permute_bytes(a, b, 0x5140), cd = permute_bytes(c, d, 0x5140);  // of columns 0 and 1
+  const uint32_t ab2 = permute_bytes(a, b, 0x7362), cd2 = permute_bytes(c, d, 0x7362);
+  a = permute_bytes(ab, cd, 0x5410);
+  b = permute_bytes(ab, cd, 0x7632);
+  c = permute_bytes(ab2, cd2, 0x5410);
+  d = permute_bytes(ab2, cd2, 0x7632);
 }
 // The 16 rows of a row of threads, four bytes of columns a lane, as they are.
 template <class Stage>

@@ -6,7 +6,7 @@ namespace {
 // Step 4. Moves bytes by index and transposes them. A block moves two tiles of 128 positions, one below the other, by
 // 128 columns, so that a column is stored 256 bytes at a time. All positions of a panel of columns come before the next
 // panel: a panel of x is x_rows * 128 bytes, which the L2 still has when the next slot of a token reads them.
-constexpr int kMoved = 2 * kLine, kMoveRows = kMoved / kChunkRows, kMoveThreads = kMoveRows * kLanes;
+constexpr int kMovedPositions = 2 * kLine, kMoveRows = kMovedPositions / kChunkRows, kMoveThreads = kMoveRows * kLanes;
 constexpr int64_t kMaxMoves = 1 << 22;  // blocks per launch: HIP takes fewer than 2^32 threads
 using MoveStage = TransposeStage<kBlock, 4>;
 
@@ -42,8 +42,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMoveThreads, kMoveBlocks)
     move_columns_kernel(MOE_GRID_CONSTANT const BatchColumnsPlan p) {
   __shared__ MoveStage stage[2];
   wait_for_previous_kernel();
-  const int64_t tiles = ceil_div(p.positions, int64_t(kMoved)), tile = p.moved + blockIdx.x;
-  const int first = int(tile % tiles) * kMoved, column = int(tile / tiles) * kBlock;
+  const int64_t tiles = ceil_div(p.positions, int64_t(kMovedPositions)), tile = p.moved + blockIdx.x;
+  const int first = int(tile % tiles) * kMovedPositions, column = int(tile / tiles) * kBlock;
   uint32_t v[kChunkRows];
   load_moved(p, first, column + int(threadIdx.x) * 4, v);
   stage_chunks(v, stage[threadIdx.y / kLineChunks]);
@@ -63,25 +63,26 @@ int launch_batch_columns(const QuantizeParams& p, void* stream) {
   plan.source = p.scratch + p.x_rows * (plan.stride / 4);
   plan.amax = reinterpret_cast<uint32_t*>(plan.source + p.positions);
   plan.is_used = reinterpret_cast<int*>(plan.amax + p.K);
-  const bool at_once = p.along_rows && std::is_same_v<In, BF16> && p.x_rows && p.K && p.K <= kLongestBatchRow;
-  if (p.along_rows && !at_once)
+  const bool fused = p.along_rows && std::is_same_v<In, BF16> && p.x_rows && p.K && p.K <= kLongestBatchRow;
+  if (p.along_rows && !fused)
     if (const int e = launch_rows<In>(rows_of_batch(p), RowOverlap::kNone, stream)) return e;
   if (p.K)
     if (const int e = fill_bytes(plan.amax, 0, 4 * (p.K + p.x_rows), stream)) return e;
   const int64_t multiprocessors = device().multiprocessors;
-  const Launch of_sources = {dim3(unsigned(multiprocessors * kSourceBlocks)), dim3(kSourceThreads), stream};
-  if (const int e = launch(find_sources_kernel, of_sources, plan)) return e;
+  const Launch sources_launch = {dim3(unsigned(multiprocessors * kSourceBlocks)), dim3(kSourceThreads), stream};
+  if (const int e = launch(find_sources_kernel, sources_launch, plan)) return e;
   if (p.K == 0) return 0;
   plan.panels = uint32_t(ceil_div<int64_t>(plan.stride, kLanes * T::kVec));
-  const int64_t max_shares = ceil_div<int64_t>(p.x_rows, kThreadRows);
-  int64_t shares = multiprocessors * kColumnBlocks / plan.panels;  // all resident
-  if (shares > max_shares) shares = max_shares;
-  plan.shares = int(shares < 1 ? 1 : shares);
-  plan.share = int(ceil_div<int64_t>(p.x_rows, plan.shares));
-  const Launch of_x = {dim3(plan.panels * plan.shares), dim3(kLanes, kThreadRows), stream};
-  if (const int e = at_once ? launch_batch_rows(plan, stream) : launch(find_amax_kernel<T>, of_x, plan)) return e;
-  if (const int e = launch(quantize_batch_columns_kernel<T>, of_x, plan)) return e;
-  const int64_t moves = ceil_div(p.positions, int64_t(kMoved)) * ceil_div(p.K, int64_t(kBlock));
+  const int64_t max_ranges = ceil_div<int64_t>(p.x_rows, kThreadRows);
+  int64_t ranges = multiprocessors * kColumnBlocks / plan.panels;  // all resident
+  if (ranges > max_ranges) ranges = max_ranges;
+  plan.ranges = int(ranges < 1 ? 1 : ranges);
+  plan.range_rows = int(ceil_div<int64_t>(p.x_rows, plan.ranges));
+  const Launch columns_launch = {dim3(plan.panels * plan.ranges), dim3(kLanes, kThreadRows), stream};
+  if (const int e = fused ? launch_batch_rows(plan, stream) : launch(find_amax_kernel<T>, columns_launch, plan))
+    return e;
+  if (const int e = launch(quantize_batch_columns_kernel<T>, columns_launch, plan)) return e;
+  const int64_t moves = ceil_div(p.positions, int64_t(kMovedPositions)) * ceil_div(p.K, int64_t(kBlock));
   for (; plan.moved < moves; plan.moved += kMaxMoves) {
     const int64_t rest = moves - plan.moved;
     const Launch l = {dim3(unsigned(rest < kMaxMoves ? rest : kMaxMoves)), dim3(kLanes, kMoveRows), stream};

@@ -9,22 +9,22 @@
 namespace moe_fp8 {
 
 // In the first two kernels a lane has 16 bytes of a row, and a row of threads takes every eighth row of the block's
-// share of a panel of columns.
+// range of a panel of columns.
 constexpr int kThreadRows = 8, kColumnThreads = kThreadRows * kLanes;
 
-// Walks the rows of a share, at the lane's columns.
+// Walks the rows of a range, at the lane's columns.
 template <class T>
 struct ColumnWalk {
   const BatchColumnsPlan& p;
-  int share;
+  int range;
   int64_t column;
   int first, end;  // rows of x that this row of threads walks
 
-  MOE_DEVICE explicit ColumnWalk(const BatchColumnsPlan& p) : p(p), share(int(blockIdx.x / p.panels)) {
+  MOE_DEVICE explicit ColumnWalk(const BatchColumnsPlan& p) : p(p), range(int(blockIdx.x / p.panels)) {
     column = (int64_t(blockIdx.x % p.panels) * kLanes + threadIdx.x) * T::kVec;
-    const int64_t begin = int64_t(share) * p.share, rows = p.x_rows - begin;
+    const int64_t begin = int64_t(range) * p.range_rows, rows = p.x_rows - begin;
     first = int(begin) + threadIdx.y;
-    end = int(begin + (rows < 0 ? 0 : rows < p.share ? rows : p.share));
+    end = int(begin + (rows < 0 ? 0 : rows < p.range_rows ? rows : p.range_rows));
   }
   template <Reuse kReuse>
   MOE_DEVICE Vec16 load(int row) const {
@@ -70,7 +70,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, kColumnBlocks)
 #pragma unroll 4
   for (int r = walk.first; r < walk.end; r += kThreadRows) {
     const Vec16 v = walk.template load<Reuse::kSoon>(r);
-    const bool is_used = p.is_used[r];  // loaded beside the row: a branch on it would delay the row
+    const bool is_used = p.is_used[r];  // loaded with the row: a branch on it would delay the row
 #pragma unroll
     for (int i = 0; i < T::kVec; ++i) amax[i] = is_used ? max_finite(amax[i], walk.element_of(v, i)) : amax[i];
   }
@@ -98,8 +98,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, kColumnBlocks)
 #pragma unroll
   for (int i = 0; i < T::kVec; ++i)
     if (walk.column + i < p.K) scale[i] = T::template scale_of<ScaleF32>(p, p.amax[walk.column + i]);
-  for (int64_t e = walk.share * kThreadRows + int(threadIdx.y); e < p.E; e += int64_t(p.shares) * kThreadRows) {
-    float* stored = static_cast<float*>(p.scale_t) + e * p.K + walk.column;
+  for (int64_t e = walk.range * kThreadRows + int(threadIdx.y); e < p.E; e += int64_t(p.ranges) * kThreadRows) {
+    float* stored = column_scales(p).at(walk.column, e);
 #pragma unroll
     for (int i = 0; i < T::kVec; ++i)
       if (walk.column + i < p.K) store_stream(stored + i, scale[i].stored());
@@ -109,7 +109,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, kColumnBlocks)
     const auto cast4 = [&](const Vec16& v, int i) {
       const auto scaled = [&](int c) {
         const float x = walk.element_of(v, c);
-        return poisoned(x * scale[c].multiplier, x);
+        return nan_unless_finite(x * scale[c].multiplier, x);
       };
       return cast(scaled(i), scaled(i + 1), scaled(i + 2), scaled(i + 3));
     };

@@ -12,10 +12,10 @@ using Types = TypesOf<BF16>;
 constexpr int kRows = kWarpSize == 32 ? 4 : 2;                // rows at once that registers allow
 constexpr int kLanesPerRow = kWarpSize / kRows;               // lanes of a wave that end up with the amax of a row
 constexpr int kMaxRowThreads = kLongestBatchRow / Types::kVec;  // threads of a row; a multiprocessor holds so many
-constexpr int kUsualThreads = 256;                            // threads of a block of several teams
+constexpr int kMinBlockThreads = 256;                         // threads of a block: shorter rows share one
 
 struct BatchRowsPlan : BatchColumnsPlan {
-  int blocks;  // blocks of a share of the rows
+  int blocks;  // blocks of a range of rows
   int vecs;    // vectors of a row
 };
 
@@ -30,8 +30,8 @@ MOE_DEVICE uint32_t finite_word(uint32_t word) {
 // Maxima that the waves of a row exchange. Double-buffered: a slow wave may still read the previous rows' values.
 using WaveAmax = uint32_t[2][kRows][kMaxRowThreads / 32];
 
-// The rows of a share that a block walks: kRows for each of its teams at once, then the rows behind those of the other
-// blocks. Out-of-range rows repeat the last row, and out-of-range threads the last vector: same maxima, same bytes, no
+// The rows of a range that a block walks. The blocks of a range take turns, each with kRows rows for each of its row
+// teams. Out-of-range rows repeat the last row, and out-of-range threads the last vector: same maxima, same bytes, no
 // branch.
 template <class T>
 struct BatchWalk {
@@ -46,10 +46,10 @@ struct BatchWalk {
   };
 
   MOE_DEVICE explicit BatchWalk(const BatchRowsPlan& p) : p(p) {
-    const int rows = kRows * int(blockDim.y), share = int(blockIdx.x) / p.blocks, block = int(blockIdx.x) % p.blocks;
+    const int rows = kRows * int(blockDim.y), range = int(blockIdx.x) / p.blocks, block = int(blockIdx.x) % p.blocks;
     const auto row_at = [&](int64_t row) { return int(row < p.x_rows ? row : p.x_rows); };
-    begin = row_at(int64_t(share) * p.share + block * rows);
-    end = row_at(int64_t(share + 1) * p.share);
+    begin = row_at(int64_t(range) * p.range_rows + block * rows);
+    end = row_at(int64_t(range + 1) * p.range_rows);
     step = p.blocks * rows;
     v = Min{}(int(threadIdx.x), p.vecs - 1);
   }
@@ -63,37 +63,37 @@ struct BatchWalk {
     }
     return rows;
   }
-  MOE_DEVICE void raise(const Vec16& x, bool finite) {
+  MOE_DEVICE void update_max(const Vec16& x, bool finite) {
 #pragma unroll
     for (int w = 0; w < 4; ++w)
       column_amax[w] = max_magnitude<In>(column_amax[w], finite ? x.w[w] : finite_word<In>(x.w[w]));
   }
   MOE_DEVICE void walk(WaveAmax& wave_amax) {
-    const int lane = threadIdx.x % kWarpSize, own = lane / kLanesPerRow, rank = lane % kLanesPerRow;
+    const int lane = threadIdx.x % kWarpSize, row_of_lane = lane / kLanesPerRow, rank_of_lane = lane % kLanesPerRow;
     const int waves = blockDim.x / kWarpSize, team = threadIdx.y * waves;
     Rows rows = load(begin);
-    for (int at = begin, turn = 0; at < end; at += step, turn ^= 1) {
-      uint32_t* const of_row = wave_amax[turn][own] + team;
+    for (int at = begin, buffer = 0; at < end; at += step, buffer ^= 1) {
+      uint32_t* const row_partials = wave_amax[buffer][row_of_lane] + team;
       uint32_t amax = 0;
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
-        if (const uint32_t row_amax = warp_max(amax_bits<In>(max_vec<In>(rows.x[i]))); i == own) amax = row_amax;
-      if (rank == 0) of_row[threadIdx.x / kWarpSize] = amax;
+        if (const uint32_t max = wave_max(amax_bits<In>(max_vec<In>(rows.x[i]))); i == row_of_lane) amax = max;
+      if (rank_of_lane == 0) row_partials[threadIdx.x / kWarpSize] = amax;
       const Rows next = load(at + step);  // in flight while the team exchanges maxima and casts
       if (waves > 1) __syncthreads();
       else wave_barrier();
-      for (int w = rank; w < waves; w += kLanesPerRow) amax = Max{}(amax, of_row[w]);
+      for (int w = rank_of_lane; w < waves; w += kLanesPerRow) amax = Max{}(amax, row_partials[w]);
 #pragma unroll
       for (int mask = kLanesPerRow / 2; mask > 0; mask /= 2) amax = Max{}(amax, shfl_xor(amax, mask));
       const auto s = T::template scale_of<ScaleF32>(p, amax);
-      if (threadIdx.x < kWarpSize && rank == 0)
-        store_stream(static_cast<float*>(p.scale) + row(at, own), s.dequant());
+      if (threadIdx.x < kWarpSize && rank_of_lane == 0)
+        store_stream(row_scales(p).at(row(at, row_of_lane), 0), s.stored());
       T::with_cast(p, [&](auto cast) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           const float multiplier = as_float(shfl(as_bits(s.multiplier), i * kLanesPerRow));
           store_cast<T>(p, p.q + row(at, i) * p.K, v, rows.x[i], multiplier, cast);
-          if (rows.is_used[i]) raise(rows.x[i], multiplier == multiplier);
+          if (rows.is_used[i]) update_max(rows.x[i], multiplier == multiplier);
         }
       });
       rows = next;
@@ -126,11 +126,11 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxRowThreads, 1)
 int launch_batch_rows(const BatchColumnsPlan& columns, void* stream) {
   BatchRowsPlan p = {columns};
   p.vecs = int(p.K / Types::kVec);
-  const int threads = round_up(p.vecs, kLargestWarp);
-  const int teams = threads < kUsualThreads ? kUsualThreads / threads : 1;
-  p.blocks = device().multiprocessors * (kMaxRowThreads / (threads * teams)) / p.shares;
+  const int threads = round_up(p.vecs, kMaxWarpSize);
+  const int teams = threads < kMinBlockThreads ? kMinBlockThreads / threads : 1;
+  p.blocks = device().multiprocessors * (kMaxRowThreads / (threads * teams)) / p.ranges;
   if (p.blocks < 1) p.blocks = 1;
-  const Launch l = {dim3(unsigned(p.shares * p.blocks)), dim3(threads, teams), stream, size_t(p.K) * sizeof(uint32_t)};
+  const Launch l = {dim3(unsigned(p.ranges * p.blocks)), dim3(threads, teams), stream, size_t(p.K) * sizeof(uint32_t)};
   return launch(quantize_batch_rows_kernel<Types>, l, p);
 }
 

@@ -37,11 +37,11 @@ struct TeamWords { uint32_t team_amax[T::kThreadRows][kLanes]; };  // maxima tha
 template <class T>
 struct TeamWords<T, false> {};
 template <bool kClusters>
-struct ClusterWords { ClusterInbox inbox[2]; };
+struct ClusterWords { ClusterMailbox mailbox[2]; };
 template <>
 struct ClusterWords<false> {};
 
-// Shared memory of a block, beside the ring and the group table.
+// Shared memory of a block, besides the ring and the group table.
 template <class T>
 struct ColumnShared : TeamWords<T>, ClusterWords<T::kClusters> {
   StripStage<T> stage[2][T::kLines];
@@ -118,9 +118,9 @@ struct RowWalk<T, Source::kByIndex> {  // a null row is a row of zeros
 template <class T>
 MOE_DEVICE constexpr bool is_zero_row(const void* row) { return T::kSource == Source::kByIndex && row == nullptr; }
 
-// The block's shared memory is a ring of p.held rows. A slice starts at its row `base`. Slices start and end at
+// The block's shared memory is a ring of p.ring_rows rows. A slice starts at its row `base`. Slices start and end at
 // multiples of 16 rows, so that a chunk never wraps.
-MOE_DEVICE int ring_row(const ColumnsPlan& p, int row) { return row < p.held ? row : row - p.held; }
+MOE_DEVICE int ring_row(const ColumnsPlan& p, int row) { return row < p.ring_rows ? row : row - p.ring_rows; }
 
 // Starts the copies of the rows [begin, end) of a slice; thread t copies chunk t % kChunks of each of its rows.
 template <class T>
@@ -134,7 +134,7 @@ MOE_DEVICE void copy_to_ring(const ColumnsPlan& p, const StripSlice& w, int begi
   });
 }
 
-// The part's 16 rows from `first` on, a word of columns a lane; zeros where none is.
+// Loads 16 rows of the slice, from `first` on: a word of columns per lane. Rows and columns out of range are zeros.
 template <class T>
 MOE_DEVICE void load_chunk_rows(const ColumnsPlan& p, const StripSlice& w, int first, uint32_t (&v)[kChunkRows][1]) {
   const int64_t column = int64_t(w.strip) * T::kColumns + threadIdx.x * kPerWord<typename T::In>;
@@ -148,28 +148,29 @@ MOE_DEVICE void load_chunk_rows(const ColumnsPlan& p, const StripSlice& w, int f
   }
 }
 
-// Maximum over the rows of the slice, for every word of columns. shared.thread_row_amax gets one value per row of
-// threads. Rows that the ring does not hold are read kRowsBack at a time, last first: the L2 then still has the first
-// ones.
+// Finds the maximum over the rows of the slice, for every word of columns, and stores it in shared.thread_row_amax: one
+// value per row of threads. Rows beyond the ring are read kReversedRows at a time, last first: the L2 then still has
+// the first ones.
 template <class T>
 MOE_DEVICE void reduce_slice(const ColumnsPlan& p, const StripSlice& w, const Vec16* ring, int base,
                              ColumnShared<T>& shared) {
   using In = typename T::In;
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kChunks, first = t / kChunks;
   const int64_t column = int64_t(w.strip) * T::kColumns + chunk * T::Types::kVec;
-  const int held = w.held(p.held);
+  const int resident = w.resident_rows(p.ring_rows);
   uint32_t amax[4] = {};
   auto reduce = [&](const Vec16& v) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) amax[i] = max_magnitude<In>(amax[i], v.w[i]);
   };
-  for (int end = w.rows; end > held; end -= kRowsBack)
-    RowWalk<T>::for_each(p, w, column, Max{}(held, end - kRowsBack), end, [&](int, RowBits<T> row) {
+  for (int end = w.rows; end > resident; end -= kReversedRows)
+    RowWalk<T>::for_each(p, w, column, Max{}(resident, end - kReversedRows), end, [&](int, RowBits<T> row) {
       if (column < p.K && !is_zero_row<T>(row)) reduce(load_words<typename T::Types, Vec16>(p, row, p.K - column));
     });
-  wait_copies<1>();  // all but those of the next slice; a thread reduces what it copied itself, so no barrier is needed
+  // Copies of the next slice may stay in flight. A thread reduces only what it copied itself, so no barrier is needed.
+  wait_copies<1>();
 #pragma unroll 4
-  for (int r = first; r < held; r += T::kRowStep) reduce(ring[ring_row(p, base + r) * kChunks + chunk]);
+  for (int r = first; r < resident; r += T::kRowStep) reduce(ring[ring_row(p, base + r) * kChunks + chunk]);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     amax[i] = max_magnitude<In>(amax[i], shfl_xor(amax[i], 8));
@@ -180,7 +181,7 @@ MOE_DEVICE void reduce_slice(const ColumnsPlan& p, const StripSlice& w, const Ve
 }
 
 // Called by one row of threads. Returns the cluster's maximum of the lane's columns. `exchanges` counts the exchanges
-// so far: it selects one of two inboxes, and its phase.
+// so far: it selects one of two mailboxes, and its phase.
 template <class T>
 MOE_DEVICE uint32_t amax_of_cluster(const StripSlice& w, ColumnShared<T>& shared, uint32_t exchanges) {
   using In = typename T::In;
@@ -189,11 +190,11 @@ MOE_DEVICE uint32_t amax_of_cluster(const StripSlice& w, ColumnShared<T>& shared
   for (int i = 0; i < T::kThreadRows; ++i) amax = max_magnitude<In>(amax, shared.thread_row_amax[i][threadIdx.x]);
   if constexpr (T::kClusters) {
     if (w.blocks == 1) return amax;
-    ClusterInbox& inbox = shared.inbox[exchanges & 1];
-    cluster_send(inbox, amax, threadIdx.x);
-    cluster_wait(inbox, exchanges >> 1 & 1);
+    ClusterMailbox& mailbox = shared.mailbox[exchanges & 1];
+    cluster_post(mailbox, amax, threadIdx.x);
+    cluster_wait(mailbox, exchanges >> 1 & 1);
     const int first = int(cluster_rank()) - w.block;
-    for (int i = 0; i < w.blocks; ++i) amax = max_magnitude<In>(amax, inbox.words[first + i][threadIdx.x]);
+    for (int i = 0; i < w.blocks; ++i) amax = max_magnitude<In>(amax, mailbox.words[first + i][threadIdx.x]);
   }
   return amax;
 }
@@ -228,8 +229,8 @@ template <class T, class Groups>
 MOE_DEVICE void receive_team_amax(const ColumnsPlan& p, const Groups& groups, const StripSlice& w,
                                   ColumnShared<T>& shared) {
   uint32_t amax = 0;
-  for (int rank = threadIdx.y; rank < w.team; rank += T::kThreadRows)
-    amax = max_magnitude<typename T::In>(amax, amax_of_share<T>(p, groups, w.share - w.rank + rank));
+  for (int rank = threadIdx.y; rank < w.team_size; rank += T::kThreadRows)
+    amax = max_magnitude<typename T::In>(amax, amax_of_share<T>(p, groups, w.share - w.team_rank + rank));
   shared.team_amax[threadIdx.y][threadIdx.x] = amax;
 }
 // Called by one row of threads. Returns the team's maximum of the lane's columns.
@@ -251,8 +252,8 @@ MOE_DEVICE void make_scales(const ColumnsPlan& p, const StripSlice& w, uint32_t 
     const int local = threadIdx.x * kPerWord<In> + c;
     const int64_t column = int64_t(w.strip) * T::kColumns + local;
     shared.multiplier[local] = s.multiplier;
-    if (w.block == 0 && w.rank == 0 && column < p.K && w.group < p.E)
-      static_cast<float*>(p.scale_t)[w.group * p.K + column] = s.dequant();
+    if (w.block == 0 && w.team_rank == 0 && column < p.K && w.group < p.E)
+      *column_scales(p).at(column, w.group) = s.stored();
   }
 }
 

@@ -10,7 +10,7 @@ inline int64_t average_rows(const QuantizeParams& p) { return p.weight ? p.rows 
 
 // Whether the vectorized kernels take an operand: the chip casts to its fp8 format, and rows of x and q are whole
 // 16-byte vectors.
-bool rows_are_fast(const QuantizeParams& p);
+bool can_vectorize_rows(const QuantizeParams& p);
 
 // In is BF16, F16 or F32 for the vectorized kernels, or Generic (types.h). Each function returns 0, or the runtime's
 // error code.
@@ -18,7 +18,7 @@ bool rows_are_fast(const QuantizeParams& p);
 // How the kernel along rows follows the kernel along columns in the stream: after it, concurrently with it, or
 // concurrently and throttled, so that both read the same part of x at about the same time (progress.h).
 enum class RowOverlap { kNone, kConcurrent, kThrottled };
-RowOverlap row_overlap_of(const QuantizeParams& p, bool columns_are_fast);  // for vectorized rows
+RowOverlap row_overlap_of(const QuantizeParams& p, bool columns_are_vectorized);  // for vectorized rows
 
 // One scale per row. An overlapped kernel ends after the kernel ahead of it in the stream.
 template <class In>

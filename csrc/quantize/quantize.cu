@@ -3,7 +3,7 @@
 #include "numerics/dispatch.h"
 #include "platform/launch.h"
 #include "primitives/groups.h"
-#include "quantize/clear_scales.h"
+#include "primitives/scale_sink.h"
 #include "quantize/geometries.h"
 #include "quantize/types.h"
 
@@ -33,9 +33,9 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) place_rows_kernel(MOE_GRID_C
                    kPlaceThreads);
   clear_scales(scale, groups.pos[E] * stride, grouped_scale_rows(p.rows, p.E) * stride, thread, threads);
 }
-// The same, including q_t.
-bool tokens_are_fast(const QuantizeParams& p) {
-  return rows_are_fast(p) && p.positions % 16 == 0 && (p.weight || p.align % 16 == 0);
+// Also for outputs along tokens: columns of q_t are whole 16-byte vectors too.
+bool can_vectorize_tokens(const QuantizeParams& p) {
+  return can_vectorize_rows(p) && p.positions % 16 == 0 && (p.weight || p.align % 16 == 0);
 }
 // Calls f(In{}) for a vectorized kernel, else f(Generic{}).
 template <class F>
@@ -44,27 +44,27 @@ int dispatch(const QuantizeParams& p, bool fast, F f) { return fast ? dispatch_i
 // Runs both directions concurrently and in the same order of rows, so that the second reader finds x in the L2. Where
 // the kernels cannot overlap, the rows start when the columns end.
 int quantize_rows_and_groups(const QuantizeParams& p, void* stream) {
-  const bool both = p.along_rows && p.along_tokens && rows_are_fast(p);
-  const RowOverlap overlap = both ? row_overlap_of(p, tokens_are_fast(p)) : RowOverlap::kNone;
+  const bool both = p.along_rows && p.along_tokens && can_vectorize_rows(p);
+  const RowOverlap overlap = both ? row_overlap_of(p, can_vectorize_tokens(p)) : RowOverlap::kNone;
   if (p.along_tokens) {
-    const int e = dispatch(p, tokens_are_fast(p), [&](auto in) {
+    const int e = dispatch(p, can_vectorize_tokens(p), [&](auto in) {
       return launch_columns<decltype(in)>(p, overlap, stream);
     });
     if (e) return e;
   }
   if (!p.along_rows) return 0;
-  return dispatch(p, rows_are_fast(p), [&](auto in) { return launch_rows<decltype(in)>(p, overlap, stream); });
+  return dispatch(p, can_vectorize_rows(p), [&](auto in) { return launch_rows<decltype(in)>(p, overlap, stream); });
 }
 
 }  // namespace
 
 int place_rows(const QuantizeParams& p, void* stream) {
-  const bool by_groups = p.offs || p.scratch;  // of zero groups offs is null, of zero rows scratch
+  const bool by_groups = p.offs || p.scratch;  // offs is null if there are no groups, scratch if there are no rows
   if (!by_groups || !format_of(p.format).blocked() || p.K == 0) return 0;
   return launch(place_rows_kernel, {dim3(unsigned(device().multiprocessors)), dim3(kPlaceThreads), stream}, p);
 }
 
-bool rows_are_fast(const QuantizeParams& p) {
+bool can_vectorize_rows(const QuantizeParams& p) {
   const bool native = is_fnuz(p.out) == device().native_fnuz;
   const int n = p.in == InType::kF32 ? 4 : 8;
   const bool strides = p.row_stride % n == 0 && (!p.weight || p.group_stride % n == 0);
@@ -74,17 +74,17 @@ bool rows_are_fast(const QuantizeParams& p) {
 
 int quantize(const QuantizeParams& p, void* stream) {
   const Format& format = format_of(p.format);
-  if (p.of_batch())
-    return dispatch(p, rows_are_fast(p), [&](auto in) { return launch_batch_columns<decltype(in)>(p, stream); });
+  if (p.has_batch_amax())
+    return dispatch(p, can_vectorize_rows(p), [&](auto in) { return launch_batch_columns<decltype(in)>(p, stream); });
   if (format.block == 0) return quantize_rows_and_groups(p, stream);
   if (p.along_tokens)
-    return dispatch(p, tokens_are_fast(p), [&](auto in) {
+    return dispatch(p, can_vectorize_tokens(p), [&](auto in) {
       using In = decltype(in);
       return format.scale_type == ScaleType::kF32 ? launch_tiles<ScaleType::kF32, In>(p, stream)
                                                   : launch_tiles<ScaleType::kE8M0, In>(p, stream);
     });
   if (const int e = place_rows(p, stream)) return e;
-  return dispatch(p, rows_are_fast(p), [&](auto in) { return launch_row_blocks<decltype(in)>(p, stream); });
+  return dispatch(p, can_vectorize_rows(p), [&](auto in) { return launch_row_blocks<decltype(in)>(p, stream); });
 }
 
 }  // namespace moe_fp8

@@ -56,15 +56,15 @@ struct QuantizeParams {
   int align;                         // to which groups are padded in q_t
   int* scratch;                      // scratch_words() words on a GPU
 
-  MOE_HD bool of_batch() const { return amax == Amax::kBatch; }
-  MOE_HD bool of_squares() const { return amax == Amax::kSquare; }
+  MOE_HD bool has_batch_amax() const { return amax == Amax::kBatch; }
+  MOE_HD bool has_square_amax() const { return amax == Amax::kSquare; }
 };
 
 // Scratch memory that quantize() needs on a GPU, in words:
 //   columns        the throttle of the two kernels, then a mailbox of 32 words for each share of a strip
 //   batch columns  x in fp8, the row of x of every position, the amax of every column, and which rows are used
 //   rows in groups the places of blocked scales
-constexpr int kMinShareRows = 64;  // at least half of the rows that a cluster of a team holds
+constexpr int kMinShareRows = 64;  // fewest rows of a share, if a team splits a strip
 inline int64_t mailbox_words(const QuantizeParams& p, int rows_of_share) {
   const int64_t strips = ceil_div<int64_t>(p.K * (p.in == InType::kF32 ? 4 : 2), 128);
   const int64_t groups = p.weight ? p.E : p.E + 1, rows = p.weight ? p.E * p.rows : p.positions;
@@ -87,7 +87,7 @@ inline int64_t batch_words(const QuantizeParams& p) {
 }
 inline int64_t scratch_words(const QuantizeParams& p) {
   const Format& f = format_of(p.format);
-  if (p.of_batch()) return batch_words(p);
+  if (p.has_batch_amax()) return batch_words(p);
   if (p.along_tokens && f.block == 0)
     return throttle_words(p) + (p.rows > kMinShareRows ? mailbox_words(p, kMinShareRows) : 0);
   if (p.along_tokens) return 0;

@@ -51,7 +51,7 @@ MOE_DEVICE uint32_t amax_bits(uint32_t word) {
   return lo > hi ? lo : hi;
 }
 
-// The threads of a block that share a row: `count` of them, whole waves, of which the caller is number `rank`.
+// The threads of a block that share a row: `count` threads, whole waves. The caller is number `rank`.
 // wave_amax: a word of shared memory for each of these waves. It must stay untouched until the next row is done.
 struct RowTeam {
   int rank, count;
@@ -60,7 +60,7 @@ struct RowTeam {
   MOE_DEVICE uint32_t max(uint32_t v) const { return row_reduce(v, rank, count, wave_amax, MaxU32{}); }
 };
 
-// kFits: the row fits in kVecs vectors per thread. kLong: what lies beyond them is read twice.
+// kFits: the row fits in kVecs vectors per thread. kLong: vectors beyond them are read twice.
 enum class Row { kFits, kLong };
 
 template <class T, int kVecs, Row kRow>
@@ -95,7 +95,7 @@ MOE_DEVICE void quantize_row(const QuantizeParams& p, const RowTeam& team, const
 }
 
 // The same for a row in shared memory. It needs few registers and few threads for its bytes in flight, so that blocks
-// fit beside those of another kernel. A thread reads only what it copied itself, so no barrier is needed.
+// fit beside the blocks of another kernel. A thread reads only what it copied itself, so no barrier is needed.
 template <class T>
 MOE_DEVICE void quantize_staged_row(const QuantizeParams& p, const RowTeam& team, const typename T::Bits* x, bool zero,
                                     Vec16* vectors, uint8_t* q, float* scale) {

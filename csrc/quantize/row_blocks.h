@@ -1,59 +1,62 @@
-// Scaling blocks along rows only. A team of lanes shares a block in each of four rows, and a lane loads 16 bytes per
-// row. The format's RowBlockMap says which rows these are, and where their scales go.
+// Scaling blocks along rows only. A lane group shares a scaling block in each of four rows; a lane loads vectors of 16
+// bytes of each row. The RowBlockMap of the order of scales says which rows these are, and where their scales go.
 #pragma once
 #include "platform/launch.h"
 #include "platform/waves.h"
 #include "quantize/geometries.h"
+#include "quantize/policy.h"
 #include "quantize/row.h"
 #include "quantize/row_block_map.h"
 
 namespace moe_fp8 {
 
-// Blocks of a multiprocessor that registers allow (docs/kernels/quantize.md).
+// Blocks of a multiprocessor for which there are registers.
 template <class T>
-constexpr int row_blocks_each() { return T::kVectorized && kCastsInHardware && kPerWord<typename T::In> == 2 ? 5 : 1; }
+constexpr int kResidentRowBlocks =
+    T::kVectorized && kCastsInHardware && kPerWord<typename T::In> == 2 ? kRowBlocks16Bit : 1;
 
 template <ScaleOrder kOrder, class T>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRowBlockThreads, row_blocks_each<T>())
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRowBlockThreads, kResidentRowBlocks<T>)
     quantize_row_blocks_kernel(MOE_GRID_CONSTANT const RowBlocksPlan p) {
   using In = typename T::In;
   using Map = RowBlockMap<kOrder>;
   __shared__ typename Map::Shared shared;
-  constexpr int kTeam = Map::kTeam, kVecs = Map::kSize / T::kVec / kTeam;  // vectors of a lane in a row
+  constexpr int kLanesPerBlock = Map::kLanesPerBlock;
+  constexpr int kVecs = Map::kSize / T::kVec / kLanesPerBlock;  // vectors of a lane in a row
   wait_for_previous_kernel();
   const Map map(p, blockIdx.x + p.first);
-  const int lane = threadIdx.x % kTeam;
+  const int lane = threadIdx.x % kLanesPerBlock;
   const int vec = int(map.block * (Map::kSize / T::kVec)) + lane;
   const int vecs = int(ceil_div<int64_t>(p.K, T::kVec));
-  Vec16 vectors[kTeamRows][kVecs] = {};
-  uint32_t amax[kTeamRows] = {};
+  Vec16 vectors[kLaneGroupRows][kVecs] = {};
+  uint32_t amax[kLaneGroupRows] = {};
 #pragma unroll
-  for (int r = 0; r < kTeamRows; ++r) {
+  for (int r = 0; r < kLaneGroupRows; ++r) {
     const int64_t row = map.row(r), source = row >= p.rows ? -1 : source_row(p, row);
     const auto* x = find_element<T>(p, source * p.row_stride);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i)
-      if (source >= 0 && vec + i * kTeam < vecs)
-        vectors[r][i] = load_vec<T, Reuse::kNotBeforeStores>(p, x, vec + i * kTeam);
+      if (source >= 0 && vec + i * kLanesPerBlock < vecs)
+        vectors[r][i] = load_vec<T, Reuse::kNotBeforeStores>(p, x, vec + i * kLanesPerBlock);
   }
 #pragma unroll
-  for (int r = 0; r < kTeamRows; ++r)
+  for (int r = 0; r < kLaneGroupRows; ++r)
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) amax[r] = max_vec<In>(amax[r], vectors[r][i]);
 
-  constexpr int kLanesOfRow = kTeam / kTeamRows;
-  const auto s = T::template scale_of<typename Map::Scale>(p, amax_of_rows<In, kTeam>(amax, lane));
+  constexpr int kLanesOfRow = kLanesPerBlock / kLaneGroupRows;
+  const auto s = T::template scale_of<typename Map::Scale>(p, amax_of_rows<In, kLanesPerBlock>(amax, lane));
   if (lane % kLanesOfRow == 0) map.at(shared, lane / kLanesOfRow) = s.stored();
   T::with_cast(p, [&](auto cast) {
 #pragma unroll
-    for (int r = 0; r < kTeamRows; ++r) {
+    for (int r = 0; r < kLaneGroupRows; ++r) {
       const int64_t row = map.row(r);
-      const int team_lane0 = int(threadIdx.x) % kWarpSize / kTeam * kTeam;
-      const float m = as_float(shfl(as_bits(s.multiplier), team_lane0 + r * kLanesOfRow));
+      const int first_lane = int(threadIdx.x) % kWarpSize / kLanesPerBlock * kLanesPerBlock;
+      const float m = as_float(shfl(as_bits(s.multiplier), first_lane + r * kLanesOfRow));
 #pragma unroll
       for (int i = 0; i < kVecs; ++i)
-        if (row < p.rows && vec + i * kTeam < vecs)
-          store_cast<T>(p, p.q + row * p.K, vec + i * kTeam, vectors[r][i], m, cast);
+        if (row < p.rows && vec + i * kLanesPerBlock < vecs)
+          store_cast<T>(p, p.q + row * p.K, vec + i * kLanesPerBlock, vectors[r][i], m, cast);
     }
   });
   __syncthreads();

@@ -15,9 +15,9 @@ constexpr int64_t kMaxRowsLaunch = 1 << 21;  // blocks per launch: HIP takes few
 
 struct RowShape { int vecs, threads; };  // vectors per thread, threads per row
 inline RowShape shape_of_row(int64_t vecs) {
-  if (vecs <= kShortRow) return {vecs <= kLargestWarp ? 1 : 2, kLargestWarp};
+  if (vecs <= kShortRow) return {vecs <= kMaxWarpSize ? 1 : 2, kMaxWarpSize};
   const int per_thread = vecs <= kRowVecsOfTwo ? 2 : 4;
-  const int64_t threads = round_up<int64_t>(ceil_div<int64_t>(vecs, per_thread), kLargestWarp);
+  const int64_t threads = round_up<int64_t>(ceil_div<int64_t>(vecs, per_thread), kMaxWarpSize);
   return {per_thread, int(threads < kMaxThreads ? threads : kMaxThreads)};
 }
 
@@ -50,10 +50,10 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(threads_bound(kVecs, kRow), blocks_bound(kVecs
   const bool valid = row < (p.weight ? p.E * p.rows : p.rows);
   wait_for_previous_kernel();
   const auto* x = find_row<T>(p, valid ? row : 0);
-  quantize_row<T, kVecs, kRow>(p, team, x, valid, x == nullptr, p.q + row * p.K, static_cast<float*>(p.scale) + row);
+  quantize_row<T, kVecs, kRow>(p, team, x, valid, x == nullptr, p.q + row * p.K, row_scales(p).at(row, 0));
 }
 
-// One row per block, staged in shared memory: its few threads and registers fit beside the blocks of the column kernel.
+// One row per block, staged in shared memory: its few threads and registers leave room for blocks of the column kernel.
 
 struct OverlappedRowsPlan : QuantizeParams {
   ProgressThrottle throttle;
@@ -73,8 +73,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kOverlappedThreads, kOverlappedBlocks)
   }
   const auto* x = find_row<T>(p, row);
   quantize_staged_row<T>(p, team, x, x == nullptr, reinterpret_cast<Vec16*>(staged), p.q + row * p.K,
-                         static_cast<float*>(p.scale) + row);
-  // Waiting here holds the block's place: the rows that would come next start later.
+                         row_scales(p).at(row, 0));
+  // A waiting block keeps its place on the multiprocessor, so that later rows start later.
   if (threadIdx.x == 0) wait_for_peer(p.throttle, PeerKernel::kRows, uint32_t(row), columns_seen);
   if (blockIdx.x == gridDim.x - 1) wait_for_previous_kernel();
 }
@@ -82,7 +82,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kOverlappedThreads, kOverlappedBlocks)
 template <class T>
 int launch_overlapped_rows(const QuantizeParams& p, RowOverlap overlap, void* stream) {
   const int64_t bytes = row_bytes(p);
-  const int threads = bytes < kShortOverlappedBytes ? kLargestWarp : kOverlappedThreads;
+  const int threads = bytes < kShortOverlappedBytes ? kMaxWarpSize : kOverlappedThreads;
   const Launch l = {dim3(unsigned(rows_of(p))), dim3(threads), stream, size_t(bytes)};
   return launch(quantize_overlapped_rows_kernel<T>, l, OverlappedRowsPlan{p, throttle_of(p, overlap)});
 }

@@ -1,6 +1,8 @@
-// Where the quantized rows come from: rows of x in place, or rows taken by index. Every read of x goes through here.
+// Where quantized rows come from: rows of x in place, or by index. Every read of x goes through here. Also where the
+// scales of whole rows go.
 #pragma once
 #include "platform/memory.h"
+#include "primitives/scale_sink.h"
 #include "quantize/types.h"
 
 namespace moe_fp8 {
@@ -9,6 +11,10 @@ enum class Source { kInPlace, kByIndex };
 
 // The row of x that becomes row `row`, or -1 for a row of zeros.
 MOE_DEVICE int64_t source_row(const QuantizeParams& p, int64_t row) { return p.index.at ? p.index.row(row) : row; }
+
+// The sinks of formats with one scale per row and per column of a group.
+MOE_DEVICE WholeRowSink row_scales(const QuantizeParams& p) { return {p.scale, p.rows}; }
+MOE_DEVICE WholeRowSink column_scales(const QuantizeParams& p) { return {p.scale_t, p.K}; }
 
 // The address of an element of x.
 template <class T>

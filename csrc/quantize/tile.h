@@ -1,6 +1,6 @@
 // A tile of 128 rows by 128 columns. It holds whole scaling blocks along rows, along columns or both, so that one read
-// of x serves every direction. Where the chip has asynchronous copies and the shared memory, the next tile arrives
-// there while the current one, in registers, is cast and stored.
+// of x serves every direction. If the chip has asynchronous copies and enough shared memory, the next tile arrives in
+// shared memory while the current one, in registers, is cast and stored.
 //
 //              lane 0   lane 1   ...  lane 31           a lane has four neighbouring columns of 16 rows in registers
 //   row of     cols     cols          cols
@@ -31,7 +31,7 @@ struct TileTraits {
   static constexpr int kColumns = kBlock / kLanes;       // columns of a lane
   static constexpr int kWords = kColumns / kPerWord<In>;
   static constexpr int kBlocks = kBlock / Format::kSize;  // scaling blocks of a tile along either dimension
-  static constexpr int kTeam = kLanes / kBlocks;          // lanes that share a row's block
+  static constexpr int kLanesPerBlock = kLanes / kBlocks;  // lanes that share a scaling block of a row
   static constexpr int kChunks = kBlock / Types::kVec;    // 16 bytes of a row
 };
 constexpr int kTileThreadRows = kBlock / kChunkRows, kTileThreads = kTileThreadRows * kLanes;
@@ -41,8 +41,8 @@ using TileWords = uint32_t[kChunkRows][T::kWords];
 template <class T>
 using TileStage = TransposeStage<kBlock, T::kColumns>;
 
-// The end of the tile's first `rows` rows, counted from the first row of this row of threads. Not positive: this row of
-// threads has none of them.
+// The end of the tile's first `rows` rows, counted from the first row of this row of threads. If it is not positive,
+// this row of threads has no such row.
 MOE_DEVICE int in_thread_row(int rows) { return rows - int(threadIdx.y) * kChunkRows; }
 // The same, counted from the first row of this wave: the rows of threads of a wave shuffle together.
 MOE_DEVICE int in_wave(int rows) {
@@ -57,10 +57,10 @@ struct TileBuffers {
   alignas(16) uint32_t thread_row_amax[kTileThreadRows][kLanes * T::kWords];
   alignas(16) float multiplier[T::kBlocks][kBlock];  // [block of a column][column]
   alignas(16) float row_multiplier[kBlock][T::kBlocks];
-  int source[2][kBlock];   // the row of x that a row is, counted from the tile's own first row; -1: zeros
+  int source[2][kBlock];   // the row of x that a row is, counted from the tile's first row; -1: zeros
   QuantizedTile tiles[8];  // the tile in work, the next two, and some that slow threads still store
 
-  MOE_DEVICE QuantizedTile& tile(uint32_t turn) { return tiles[turn & 7]; }
+  MOE_DEVICE QuantizedTile& tile(uint32_t iteration) { return tiles[iteration & 7]; }
 };
 template <class T>
 MOE_HD constexpr size_t tile_shared_bytes(bool ahead, int64_t E) {
@@ -68,10 +68,10 @@ MOE_HD constexpr size_t tile_shared_bytes(bool ahead, int64_t E) {
 }
 template <class T>
 MOE_HD constexpr bool copies_ahead(int shared) {
-  return kCopiesInBackground && tile_shared_bytes<T>(true, kMaxExperts) + kStaticShared <= size_t(shared);
+  return kHasAsyncCopies && tile_shared_bytes<T>(true, kMaxExperts) + kStaticShared <= size_t(shared);
 }
 template <class T>
-using TileShared = TileBuffers<T, copies_ahead<T>(kLeastShared)>;
+using TileShared = TileBuffers<T, copies_ahead<T>(kMinSharedBytes)>;
 
 template <class T>
 MOE_DEVICE int64_t first_column(const QuantizedTile& tile) {
@@ -87,7 +87,7 @@ MOE_DEVICE void find_sources(const TilesPlan& p, const QuantizedTile& tile, int 
 template <class T>
 MOE_DEVICE void copy_tile(const TilesPlan& p, const QuantizedTile& tile, const int (&source)[kBlock],
                           TileShared<T>& shared) {
-  if constexpr (!copies_ahead<T>(kLeastShared)) return;
+  if constexpr (!copies_ahead<T>(kMinSharedBytes)) return;
   using Types = typename T::Types;
   constexpr int kStep = kTileThreads / T::kChunks;  // rows at once
   const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % T::kChunks;
@@ -115,7 +115,7 @@ MOE_DEVICE void read_tile(const TilesPlan& p, const QuantizedTile& tile, const i
   for (int i = 0; i < kChunkRows; ++i) {
     const int r = threadIdx.y * kChunkRows + i;
     Words words = {};
-    if constexpr (copies_ahead<T>(kLeastShared)) {
+    if constexpr (copies_ahead<T>(kMinSharedBytes)) {
       words = reinterpret_cast<const Words*>(shared.rows[r])[threadIdx.x];
     } else if (source[r] >= 0 && column < p.K) {
       const auto* row = Types::advance(p, x, source[r] * p.row_stride);
@@ -148,7 +148,7 @@ MOE_DEVICE void cast_rows(const TilesPlan& p, const QuantizedTile& tile, const T
   T::Types::with_cast(p, [&](auto cast) {
 #pragma unroll
     for (int i = 0; i < kChunkRows; ++i, q += p.K) {
-      const float m = multiplier[i][threadIdx.x / T::kTeam];
+      const float m = multiplier[i][threadIdx.x / T::kLanesPerBlock];
       const uint32_t bytes = cast_words<typename T::In>(v[i], m, m, m, m, cast);
       if (i < rows) store_columns<T>(q, count, bytes);
     }
@@ -169,8 +169,9 @@ MOE_DEVICE void reduce_rows(const TileWords<T>& v, Shared& shared) {
 template <class T, class Shared>
 MOE_DEVICE void make_row_multipliers(const TilesPlan& p, const TileWords<T>& v, Shared& shared) {
   using In = typename T::In;
-  constexpr int kRows = T::kTeam < kChunkRows ? T::kTeam : kChunkRows, kLanesOfRow = T::kTeam / kRows;  // at once
-  const int lane = threadIdx.x, first = threadIdx.y * kChunkRows + lane % T::kTeam / kLanesOfRow;
+  constexpr int kRows = T::kLanesPerBlock < kChunkRows ? T::kLanesPerBlock : kChunkRows;  // at once
+  constexpr int kLanesOfRow = T::kLanesPerBlock / kRows;
+  const int lane = threadIdx.x, first = threadIdx.y * kChunkRows + lane % T::kLanesPerBlock / kLanesOfRow;
 #pragma unroll
   for (int r = 0; r < kChunkRows; r += kRows) {
     uint32_t row_amax[kRows];
@@ -180,8 +181,9 @@ MOE_DEVICE void make_row_multipliers(const TilesPlan& p, const TileWords<T>& v, 
 #pragma unroll
       for (int w = 1; w < T::kWords; ++w) row_amax[i] = max_magnitude<In>(row_amax[i], v[r + i][w]);
     }
-    const auto s = T::Types::template scale_of<typename T::Scale>(p, amax_of_rows<In, T::kTeam>(row_amax, lane));
-    if (lane % kLanesOfRow == 0) shared.row_multiplier[first + r][lane / T::kTeam] = s.multiplier;
+    const uint32_t amax = amax_of_rows<In, T::kLanesPerBlock>(row_amax, lane);
+    const auto s = T::Types::template scale_of<typename T::Scale>(p, amax);
+    if (lane % kLanesOfRow == 0) shared.row_multiplier[first + r][lane / T::kLanesPerBlock] = s.multiplier;
   }
 }
 // Blocks along columns: makes their multipliers, one per thread at a time.
@@ -230,7 +232,7 @@ template <class T, class Shared>
 MOE_DEVICE void stage_columns(const TilesPlan& p, const QuantizedTile& tile, const TileWords<T>& v,
                               const Shared& shared, TileStage<T>& stage) {
   if (in_thread_row(tile.positions) <= 0) return;
-  const int rows = in_thread_row(tile.rows_of_group);
+  const int rows = in_thread_row(tile.group_rows);
   if (rows <= 0) return clear_chunks<T::kColumns>(stage);
   // One form serves whole and partial chunks: with both forms, 64 floats spill.
   T::Types::with_cast(p, [&](auto cast) {
@@ -241,12 +243,13 @@ MOE_DEVICE void stage_columns(const TilesPlan& p, const QuantizedTile& tile, con
 // columns.
 template <class T, int kTiles, class TileOf>
 MOE_DEVICE void store_staged(const TilesPlan& p, TileStage<T>* stages, TileOf tile_of) {
-  constexpr int kOfColumn = kLineChunks * kTiles, kStep = kTileThreads / kOfColumn;
-  const int t = threadIdx.y * kLanes + threadIdx.x, number = t % kOfColumn / kLineChunks, chunk = t % kLineChunks;
+  constexpr int kChunksPerColumn = kLineChunks * kTiles, kStep = kTileThreads / kChunksPerColumn;
+  const int t = threadIdx.y * kLanes + threadIdx.x, chunk = t % kLineChunks;
+  const int number = t % kChunksPerColumn / kLineChunks;
   const QuantizedTile& tile = tile_of(number);
   const int first = chunk * kChunkRows;
   if (first >= tile.positions) return;
-  int local = t / kOfColumn;
+  int local = t / kChunksPerColumn;
   uint8_t* out = p.q_t + tile.q_t + (int64_t(tile.across) * kBlock + local) * p.positions + first;
   // Fully unrolled, columns alone in blocks of 128 spill, and so does bfloat16 in MX blocks on Blackwell.
   constexpr bool kSpills = T::kBlocks == 1 ? T::kScaling == Scaling::kColumns
@@ -259,15 +262,15 @@ MOE_DEVICE void store_staged(const TilesPlan& p, TileStage<T>* stages, TileOf ti
   }
 }
 
-// Stages the columns of this turn's tile, and stores them once its stack is complete.
+// Stages the columns of this iteration's tile, and stores them once its stack is complete.
 template <class T>
 MOE_DEVICE void cast_columns(const TilesPlan& p, const QuantizedTile& tile, const TileWords<T>& v,
-                             TileShared<T>& shared, uint32_t turn) {
-  stage_columns<T>(p, tile, v, shared, shared.stage[turn % kStack]);
-  if (turn % kStack != kStack - 1) return;
+                             TileShared<T>& shared, uint32_t iteration) {
+  stage_columns<T>(p, tile, v, shared, shared.stage[iteration % kStack]);
+  if (iteration % kStack != kStack - 1) return;
   __syncthreads();
   store_staged<T, kStack>(p, shared.stage,
-                          [&](int i) -> const QuantizedTile& { return shared.tile(turn + 1 - kStack + i); });
+                          [&](int i) -> const QuantizedTile& { return shared.tile(iteration + 1 - kStack + i); });
 }
 
 }  // namespace moe_fp8

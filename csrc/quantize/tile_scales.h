@@ -1,7 +1,7 @@
 // The scales of a tile: how each kind of scales is stored.
 #pragma once
 #include "platform/memory.h"
-#include "quantize/clear_scales.h"
+#include "primitives/scale_sink.h"
 #include "quantize/tile.h"
 
 namespace moe_fp8 {
@@ -29,24 +29,22 @@ struct TileScales<ScaleType::kF32> {
   static MOE_DEVICE void store(const TilesPlan& p, const QuantizedTile& tile, const Shared& shared) {
     const int local = threadIdx.y * kLanes + threadIdx.x;
     if (local >= kBlock || p.K == 0) return;
-    auto *scales = static_cast<float*>(p.scale), *scales_t = static_cast<float*>(p.scale_t);
-    if constexpr (T::kScaling == Scaling::kSquares) {
+    if constexpr (T::kScaling == Scaling::kSquares) {  // numbered in the order of memory
       const float scale = ScaleF32{shared.multiplier[0][0]}.stored();
-      if (local == 0 && tile.block >= 0) store_stream(scales + tile.scale, scale);
-      if (local == 1 && tile.block >= 0) store_stream(scales_t + tile.scale_t, scale);
+      const ScaleSink<Scale, ScaleOrder::kRowMajor> sink(p.scale, 0), sink_t(p.scale_t, 0);
+      if (local == 0 && tile.block >= 0) store_stream(sink.at(0, tile.scale), scale);
+      if (local == 1 && tile.block >= 0) store_stream(sink_t.at(0, tile.scale_t), scale);
       return;
     }
-    if (T::kScaling == Scaling::kRowsAndColumns && local < tile.rows) {
-      float* scale = scales + tile.across * p.stride + tile.first_row + local;
-      store_stream(scale, ScaleF32{shared.row_multiplier[local][0]}.stored());
-    }
+    const ScaleSink<Scale, ScaleOrder::kColumnMajor> sink(p.scale, p.stride), sink_t(p.scale_t, p.stride_t);
+    if (T::kScaling == Scaling::kRowsAndColumns && local < tile.rows)
+      store_stream(sink.at(tile.first_row + local, tile.across), ScaleF32{shared.row_multiplier[local][0]}.stored());
     // One scale per column, or one for the tile. Behind the last column, threads write the padding.
-    const int64_t first = int64_t(tile.across) * (p.of_squares() ? 1 : kBlock), at = first + local;
+    const int64_t first = int64_t(tile.across) * (p.has_square_amax() ? 1 : kBlock), at = first + local;
     const bool last = tile.across + 1 == int(p.tiles_across);
-    if (tile.block < 0 || at >= (last || !p.of_squares() ? p.stride_t : first + 1)) return;
-    const bool has_scale = at < p.scales_t && tile.rows_of_group > 0;
-    store_stream(scales_t + tile.block * p.stride_t + at,
-                 has_scale ? ScaleF32{shared.multiplier[0][local]}.stored() : 0.f);
+    if (tile.block < 0 || at >= (last || !p.has_square_amax() ? p.stride_t : first + 1)) return;
+    const bool has_scale = at < p.scales_t && tile.group_rows > 0;
+    store_stream(sink_t.at(at, tile.block), has_scale ? ScaleF32{shared.multiplier[0][local]}.stored() : 0.f);
   }
 };
 
@@ -61,7 +59,7 @@ struct TileScales<ScaleType::kE8M0> {
   template <class T>
   static MOE_DEVICE void clear_gaps(const TilesPlan& p, const typename T::Tiles& tiles) {
     if (!p.blocked) return;
-    const int64_t used = int64_t(tiles.of_groups()) * p.tiles_across * kScaleBytes;
+    const int64_t used = int64_t(tiles.group_tiles()) * p.tiles_across * kScaleBytes;
     const int64_t t = int64_t(blockIdx.x) * kTileThreads + threadIdx.y * kLanes + threadIdx.x;
     const int64_t threads = int64_t(gridDim.x) * kTileThreads;
     if constexpr (T::kScaling != Scaling::kColumns)
@@ -78,47 +76,42 @@ struct TileScales<ScaleType::kE8M0> {
     if (t < kBlock) {
       if constexpr (T::kScaling != Scaling::kColumns) {
         const int blocks = ceil_div(columns, kMxBlock);
-        const Matrix to = {static_cast<uint8_t*>(p.scale), tile.scale, tile.first_row, tile.across * kScaleColumns,
+        const Matrix to = {p.scale, tile.scale, tile.first_row, tile.across * kScaleColumns,
                            p.stride, tile.rows, blocks, blocks};
         store_scales(p, to, t, [&](int row, int b) { return shared.row_multiplier[row][b]; });
       }
     } else {
-      const Matrix to = {static_cast<uint8_t*>(p.scale_t), tile.scale_t, tile.expert * p.K + column,
+      const Matrix to = {p.scale_t, tile.scale_t, tile.expert * p.K + column,
                          tile.position / kMxBlock, p.stride_t, columns, ceil_div(tile.positions, kMxBlock),
-                         ceil_div(tile.rows_of_group, kMxBlock)};
+                         ceil_div(tile.group_rows, kMxBlock)};
       store_scales(p, to, t - kBlock, [&](int row, int b) { return shared.multiplier[b][row]; });
     }
   }
 
  private:
-  // Where the scales of one direction go: to a block of the blocked layout, or from a row and a column on.
+  using BlockedSink = ScaleSink<Scale, ScaleOrder::kBlocked>;
+  using RowMajorSink = ScaleSink<Scale, ScaleOrder::kRowMajor>;
+
+  // Where the scales of one direction go: to a 128x4 block, or from a row and a column on.
   struct Matrix {
-    uint8_t* scale;
+    void* scale;
     int64_t block, row, column, stride;
     int rows, columns;  // the tile's rows and columns of the row-major matrix
     int used;           // columns that have a scale; the others are zero
   };
 
-  // Called by 128 threads. Each stores four scales: word t of the block, or those of row t.
+  // Called by 128 threads. Each stores the four scales of one row of the tile: word t of the 128x4 block, or row t.
   template <class Multiplier>
   static MOE_DEVICE void store_scales(const TilesPlan& p, const Matrix& to, int t, Multiplier multiplier) {
-    const int row = p.blocked ? t % 4 * 32 + t / 4 : t;
+    const int row = p.blocked ? BlockedSink::row_of_word(t) : t;
     uint32_t bytes = 0;
 #pragma unroll
     for (int b = 0; b < kScaleColumns; ++b)
       if (row < to.rows && b < to.used) bytes |= uint32_t(ScaleE8M0{multiplier(row, b)}.stored()) << (8 * b);
     if (p.blocked) {
-      if (to.block >= 0) store_stream(reinterpret_cast<uint32_t*>(to.scale + to.block * kScaleBytes) + t, bytes);
-      return;
-    }
-    if (row >= to.rows) return;
-    uint8_t* out = to.scale + (to.row + row) * to.stride + to.column;
-    if (to.columns == kScaleColumns && (to.stride | to.column) % kScaleColumns == 0) {
-      store_stream(reinterpret_cast<uint32_t*>(out), bytes);
-    } else {
-#pragma unroll
-      for (int b = 0; b < kScaleColumns; ++b)
-        if (b < to.columns) store_stream(out + b, uint8_t(bytes >> (8 * b)));
+      if (to.block >= 0) BlockedSink(to.scale, 0).store_word(to.block, t, bytes);
+    } else if (row < to.rows) {
+      RowMajorSink(to.scale, to.stride).store_four(to.row + row, to.column, to.columns, bytes);
     }
   }
 };

@@ -22,7 +22,7 @@ struct QuantizedTile {
   int64_t x = 0;          // the element of x from which its rows are counted
   int64_t first_row = 0;  // among all tokens, or among the rows of all experts
   int rows = 0;           // rows of x; the others are zeros
-  int rows_of_group = 0;  // rows that q_t has: none in the tail
+  int group_rows = 0;  // rows that q_t has: none in the tail
   int64_t q_t = 0;        // offset in q_t of its first row, in q_t's first column
   int expert = 0;
   int position = 0;       // of its first row, among all tokens or in the expert
@@ -38,20 +38,21 @@ MOE_DEVICE void place_scales(QuantizedTile& tile, const TilesPlan& p, int64_t fi
   tile.scale_t = first * p.tiles_across + tile.across * count + along - first;
 }
 
-MOE_DEVICE int part_of_tile(int size) { return size < 0 ? 0 : size < kBlock ? size : kBlock; }
+MOE_DEVICE int clip_to_tile(int size) { return size < 0 ? 0 : size < kBlock ? size : kBlock; }
 
 // The last group is the tail: rows without a group, positions and blocks without rows.
 struct TokenTiles {
   static MOE_HD constexpr int words(int64_t E) { return 2 * GroupTable::words(int(E)) + 1; }
   MOE_DEVICE TokenTiles(int* storage, const TilesPlan& p)
       : p(p), E(int(p.E)), groups(storage, E), blocks(p.align < kBlock ? storage + GroupTable::words(E) : storage, E),
-        tiles(storage + 2 * GroupTable::words(E)) {}
+        num_tiles(storage + 2 * GroupTable::words(E)) {}
 
   const TilesPlan& p;
   int E;
   GroupTable groups;
-  GroupTable blocks;  // likewise, padded to whole scaling blocks
-  int* tiles;         // how many there are along the rows
+  GroupTable blocks;  // the groups, each padded to whole scaling blocks; the same table if groups are already
+                      // padded so
+  int* num_tiles;     // along the rows
 
   MOE_DEVICE void build() const {
     const int threads = blockDim.x * blockDim.y, t = threadIdx.y * blockDim.x + threadIdx.x;
@@ -60,14 +61,14 @@ struct TokenTiles {
     if (blockIdx.x == 0)
       for (int e = t; e < E; e += threads) p.padded_offs[e] = groups.pos[e + 1];
     if (t != 0) return;
-    const int first = of_groups();  // of the tail
-    const int of_rows = first + (p.along_rows ? ceil_div(groups.rows(E), kBlock) : 0);
-    const int of_positions = first + ceil_div(int(p.positions) - groups.pos[E], kBlock);
-    *tiles = Max{}(p.blocks, Max{}(of_rows, of_positions));
+    const int first = group_tiles();  // of the tail
+    const int row_tiles = first + (p.along_rows ? ceil_div(groups.rows(E), kBlock) : 0);
+    const int position_tiles = first + ceil_div(int(p.positions) - groups.pos[E], kBlock);
+    *num_tiles = Max{}(p.blocks, Max{}(row_tiles, position_tiles));
   }
-  MOE_DEVICE int count() const { return *tiles; }
-  MOE_DEVICE int first_of(int e) const { return blocks.pos[e] / kBlock; }  // of the tiles of a group
-  MOE_DEVICE int of_groups() const { return first_of(E); }
+  MOE_DEVICE int count() const { return *num_tiles; }
+  MOE_DEVICE int first_tile_of(int e) const { return blocks.pos[e] / kBlock; }  // of the tiles of a group
+  MOE_DEVICE int group_tiles() const { return first_tile_of(E); }
   MOE_DEVICE int group_of(int along) const { return GroupTable::find(blocks.pos, E, along * kBlock); }
   MOE_DEVICE QuantizedTile at(int along, int across) const { return at(along, across, group_of(along)); }
   MOE_DEVICE QuantizedTile at(int along, int across, int e) const {  // e: its group
@@ -76,12 +77,12 @@ struct TokenTiles {
     const int skipped = along * kBlock - blocks.pos[e];
     tile.first_row = int64_t(groups.row[e]) + skipped;
     tile.x = p.index.at ? 0 : tile.first_row * p.row_stride;
-    tile.rows = e < E || p.along_rows ? part_of_tile(groups.rows(e) - skipped) : 0;
-    tile.rows_of_group = e < E ? tile.rows : 0;
+    tile.rows = e < E || p.along_rows ? clip_to_tile(groups.rows(e) - skipped) : 0;
+    tile.group_rows = e < E ? tile.rows : 0;
     tile.q_t = tile.position = groups.pos[e] + skipped;
-    tile.positions = part_of_tile(groups.pos[e + 1] - groups.pos[e] - skipped);
+    tile.positions = clip_to_tile(groups.pos[e + 1] - groups.pos[e] - skipped);
     tile.block = along < p.blocks ? along : -1;
-    if (e < E) place_scales(tile, p, first_of(e), first_of(e + 1) - first_of(e), along);
+    if (e < E) place_scales(tile, p, first_tile_of(e), first_tile_of(e + 1) - first_tile_of(e), along);
     return tile;
   }
 };
@@ -92,37 +93,37 @@ struct ExpertTiles {
   const TilesPlan& p;
 
   MOE_DEVICE void build() const {}
-  MOE_DEVICE int of_expert() const { return int(ceil_div<int64_t>(p.rows, kBlock)); }
-  MOE_DEVICE int count() const { return int(p.E) * of_expert(); }
-  MOE_DEVICE int of_groups() const { return count(); }
+  MOE_DEVICE int tiles_per_expert() const { return int(ceil_div<int64_t>(p.rows, kBlock)); }
+  MOE_DEVICE int count() const { return int(p.E) * tiles_per_expert(); }
+  MOE_DEVICE int group_tiles() const { return count(); }
   MOE_DEVICE QuantizedTile at(int along, int across) const {
     QuantizedTile tile;
     tile.across = across;
-    tile.expert = along / of_expert();
-    tile.position = along % of_expert() * kBlock;
+    tile.expert = along / tiles_per_expert();
+    tile.position = along % tiles_per_expert() * kBlock;
     tile.first_row = tile.expert * p.rows + tile.position;
     tile.x = tile.expert * p.group_stride + tile.position * p.row_stride;
-    tile.rows = tile.rows_of_group = tile.positions = part_of_tile(int(p.rows) - tile.position);
+    tile.rows = tile.group_rows = tile.positions = clip_to_tile(int(p.rows) - tile.position);
     tile.q_t = tile.expert * p.rows * p.K + tile.position;
     tile.block = along;
-    place_scales(tile, p, along - along % of_expert(), of_expert(), along);
+    place_scales(tile, p, along - along % tiles_per_expert(), tiles_per_expert(), along);
     return tile;
   }
 };
 
-// The tile of a block's turn. Blocks take stacks of tiles, along K first. Where an index takes rows several times,
-// stacks go down the tokens first, so that the L2 holds what is read at about the same time (docs/kernels/quantize.md).
+// The tile that a block takes in an iteration. Blocks take stacks of tiles, along K first. If an index repeats rows,
+// stacks go down the tokens first, so that the L2 still holds a row when it is read again (docs/kernels/quantize.md).
 // The last stack may reach beyond the last tile.
 template <class Tiles>
-MOE_DEVICE QuantizedTile tile_of_turn(const TilesPlan& p, const Tiles& tiles, uint32_t turn) {
-  const uint32_t unit = blockIdx.x + turn / kStack * gridDim.x;
+MOE_DEVICE QuantizedTile tile_at_iteration(const TilesPlan& p, const Tiles& tiles, uint32_t iteration) {
+  const uint32_t unit = blockIdx.x + iteration / kStack * gridDim.x;
   uint32_t stack = unit / p.tiles_across, across = unit % p.tiles_across;
   if (p.down_first) {
     const auto stacks = uint32_t(Max{}(ceil_div(tiles.count(), kStack), 1));
     stack = unit % stacks;
     across = unit / stacks;
   }
-  const int first = int(stack) * kStack, along = first + int(turn % kStack);
+  const int first = int(stack) * kStack, along = first + int(iteration % kStack);
   QuantizedTile tile;
   if (along < tiles.count()) tile = tiles.at(along, int(across));
   tile.valid = first < tiles.count() && across < p.tiles_across;

@@ -8,7 +8,7 @@
 namespace moe_fp8 {
 
 template <class T>
-constexpr int max_blocks() {  // blocks of a multiprocessor that have registers
+constexpr int blocks_by_registers() {  // blocks of a multiprocessor for which there are registers
   if (!T::Types::kVectorized) return 1;
   if (T::kWords == 4) return T::kScaling == Scaling::kSquares ? 1 : 2;
   if (T::kBlocks > 1 && std::is_same_v<typename T::Tiles, ExpertTiles>) return kTileBlocks;
@@ -17,15 +17,15 @@ constexpr int max_blocks() {  // blocks of a multiprocessor that have registers
 
 template <class T>
 constexpr int resident_blocks() {
-  constexpr int by_memory = kLeastShared / int(sizeof(TileShared<T>));
-  constexpr int by_registers = kCastsInHardware ? max_blocks<T>() : 1;
+  constexpr int by_memory = kMinSharedBytes / int(sizeof(TileShared<T>));
+  constexpr int by_registers = kCastsInHardware ? blocks_by_registers<T>() : 1;
   return by_memory < by_registers ? by_memory : by_registers;
 }
 
 template <class T>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, resident_blocks<T>())
     quantize_tiles_kernel(MOE_GRID_CONSTANT const TilesPlan p) {
-  static_assert(tile_shared_bytes<T>(copies_ahead<T>(kLeastShared), kMaxExperts) + kStaticShared <= kLeastShared);
+  static_assert(tile_shared_bytes<T>(copies_ahead<T>(kMinSharedBytes), kMaxExperts) + kStaticShared <= kMinSharedBytes);
   MOE_DYNAMIC_SMEM(smem);
   auto& shared = *reinterpret_cast<TileShared<T>*>(smem);
   wait_for_previous_kernel();
@@ -33,8 +33,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, resident_blocks<T>())
   tiles.build();
   T::Format::template clear_gaps<T>(p, tiles);
   const bool scheduler = threadIdx.y == kTileThreadRows - 1 && threadIdx.x == 0;  // one thread schedules for all
-  auto schedule = [&](uint32_t turn) {
-    if (scheduler) shared.tile(turn) = tile_of_turn(p, tiles, turn);
+  auto schedule = [&](uint32_t iteration) {
+    if (scheduler) shared.tile(iteration) = tile_at_iteration(p, tiles, iteration);
   };
   __syncthreads();
   schedule(0);
@@ -44,18 +44,19 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, resident_blocks<T>())
   find_sources(p, shared.tile(1), shared.source[1]);
   __syncthreads();
   copy_tile<T>(p, shared.tile(0), shared.source[0], shared);
-  for (uint32_t turn = 0; shared.tile(turn).valid; ++turn) {
-    const QuantizedTile& tile = shared.tile(turn);
-    schedule(turn + 2);
+  for (uint32_t iteration = 0; shared.tile(iteration).valid; ++iteration) {
+    const QuantizedTile& tile = shared.tile(iteration);
+    schedule(iteration + 2);
     wait_copies<0>();
     __syncthreads();
     TileWords<T> v;
-    read_tile<T>(p, tile, shared.source[turn & 1], shared, v);
+    read_tile<T>(p, tile, shared.source[iteration & 1], shared, v);
     reduce_rows<T>(v, shared);
     __syncthreads();
-    copy_tile<T>(p, shared.tile(turn + 1), shared.source[(turn + 1) & 1], shared);
-    find_sources(p, shared.tile(turn + 2), shared.source[turn & 1]);
-    if (T::kScaling == Scaling::kSquares || (T::kBlocks == 1 && p.of_squares())) make_square_multiplier<T>(p, shared);
+    copy_tile<T>(p, shared.tile(iteration + 1), shared.source[(iteration + 1) & 1], shared);
+    find_sources(p, shared.tile(iteration + 2), shared.source[iteration & 1]);
+    const bool squares = T::kScaling == Scaling::kSquares || (T::kBlocks == 1 && p.has_square_amax());
+    if (squares) make_square_multiplier<T>(p, shared);
     else make_column_multipliers<T>(p, shared);
     if (in_wave(tile.rows) > 0) {
       if constexpr (T::kScaling == Scaling::kRowsAndColumns) make_row_multipliers<T>(p, v, shared);
@@ -63,7 +64,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, resident_blocks<T>())
     }
     __syncthreads();
     T::Format::template store<T>(p, tile, shared);
-    cast_columns<T>(p, tile, v, shared, turn);
+    cast_columns<T>(p, tile, v, shared, iteration);
   }
 }
 
@@ -94,26 +95,27 @@ template <class T>
 int launch_tiles_of(const QuantizeParams& p, void* stream) {
   constexpr bool kTokens = std::is_same_v<typename T::Tiles, TokenTiles>;
   const TilesPlan plan = plan_tiles<T>(p);
-  const int64_t of_tokens = block_extent(p.rows, p.E, p.align) + ceil_div(p.positions, int64_t(kBlock));
-  const int64_t tiles = plan.tiles_across * (kTokens ? of_tokens : p.E * ceil_div(p.rows, int64_t(kBlock)));
+  const int64_t token_tiles = block_extent(p.rows, p.E, p.align) + ceil_div(p.positions, int64_t(kBlock));
+  const int64_t tiles = plan.tiles_across * (kTokens ? token_tiles : p.E * ceil_div(p.rows, int64_t(kBlock)));
   const int64_t average = kTokens && p.E ? p.rows / p.E : p.rows;
   const int64_t wanted = average < kShortGroup ? kTileBlocksOfShortGroups : kTileBlocks;
   if (!kTokens && tiles * p.K == 0) return 0;
   constexpr auto kKernel = quantize_tiles_kernel<T>;
-  if (const int e = allow_large<kKernel>()) return e;
-  const int64_t max_grid = device().multiprocessors * (wanted < max_blocks<T>() ? wanted : max_blocks<T>());
+  if (const int e = raise_kernel_limits<kKernel>()) return e;
+  constexpr int64_t kMaxBlocks = blocks_by_registers<T>();
+  const int64_t max_grid = device().multiprocessors * (wanted < kMaxBlocks ? wanted : kMaxBlocks);
   const int64_t grid = tiles < 1 ? 1 : tiles < max_grid ? tiles : max_grid;
   Launch l = {dim3(unsigned(grid)), dim3(kLanes, kTileThreadRows), stream};
-  l.shared = tile_shared_bytes<T>(copies_ahead<T>(least_shared(device().sm)), p.E);
+  l.shared = tile_shared_bytes<T>(copies_ahead<T>(min_shared_bytes(device().sm)), p.E);
   return launch(kKernel, l, plan);
 }
 template <ScaleType kScale, class In>
 int launch_tiles(const QuantizeParams& p, void* stream) {
   using Scales = TileScales<kScale>;
-  constexpr Scaling kOfWeight = kScale == ScaleType::kF32 ? Scaling::kSquares : Scaling::kRowsAndColumns;
+  constexpr Scaling kWeightScaling = kScale == ScaleType::kF32 ? Scaling::kSquares : Scaling::kRowsAndColumns;
   return dispatch_types<In>(p, [&](auto types) {
     using T = decltype(types);
-    if (p.weight) return launch_tiles_of<TileTraits<T, Scales, kOfWeight, ExpertTiles>>(p, stream);
+    if (p.weight) return launch_tiles_of<TileTraits<T, Scales, kWeightScaling, ExpertTiles>>(p, stream);
     if (p.along_rows) return launch_tiles_of<TileTraits<T, Scales, Scaling::kRowsAndColumns, TokenTiles>>(p, stream);
     return launch_tiles_of<TileTraits<T, Scales, Scaling::kColumns, TokenTiles>>(p, stream);
   });

@@ -128,9 +128,9 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) dequantize_kernel(MOE_GRID_CONSTA
   const bool one_block = first.valid == last.valid && first.block.first == last.block.first &&
                          first.block.at == last.block.at;
   if (!one_block) return dequantize_elements(p, table, values, int(k), int(k) + kElements);
-  const ColumnScales scales = p.scale.of_column(first.block);
-  const int64_t rows = p.E * p.rows, rows_at_once = kRows * blockDim.y, place = place_of(p, k);
-  for (int64_t begin = blockIdx.y * rows_at_once + threadIdx.y; begin < rows; begin += gridDim.y * rows_at_once) {
+  const ColumnScales scales = p.scale.scales_of_column(first.block);
+  const int64_t rows = p.E * p.rows, rows_per_grid = kRows * blockDim.y, place = place_of(p, k);
+  for (int64_t begin = blockIdx.y * rows_per_grid + threadIdx.y; begin < rows; begin += gridDim.y * rows_per_grid) {
     Vec8 q[kRows];
     uint32_t scale_bits[kRows];
     MatrixRow at = matrix_row(p, 0, begin);

@@ -36,7 +36,7 @@ MOE_DEVICE void mask_groups(const ChooseExpertsPlan& p, const L& lane, uint32_t 
       second = smaller > second ? smaller : second;
       at = at + 1 == p.group_size ? 0 : at + 1;
     }
-    group[0] = p.group_size == 1 ? first : ordered(unordered(first) + unordered(second));
+    group[0] = p.group_size == 1 ? first : ordered_key(from_ordered_key(first) + from_ordered_key(second));
   }
   wave_barrier();
   for (int g = lane.lane; g < p.num_groups; g += kWarpSize) {
@@ -68,14 +68,14 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, choose_experts_blocks(kExperts))
   auto* const slots = reinterpret_cast<uint16_t*>(selected);
   const L lane;
   wait_for_previous_kernel();
-  for (int64_t t = first_row(); t < p.T; t += rows_at_once()) {
+  for (int64_t t = first_row(); t < p.T; t += rows_per_grid()) {
     float score[n], unused[n], bias[n] = {};
     lane.load(p.logits + t * p.stride, p.E, p.vectors, as_float(kMinusInfinity), score);
     score_logits<L>(p.scoring, score, unused);
     if (p.bias) lane.load(p.bias, p.E, p.vectors, 0.f, bias);
     uint32_t key[n];
 #pragma unroll
-    for (int i = 0; i < n; ++i) key[i] = lane.expert(i) < p.E ? ordered(score[i] + bias[i]) : kNever;
+    for (int i = 0; i < n; ++i) key[i] = lane.expert(i) < p.E ? ordered_key(score[i] + bias[i]) : kNever;
     if (p.top_groups < p.num_groups) mask_groups(p, lane, key, keys, selected);
 
     // The key of a chosen expert becomes kChosen.
@@ -83,11 +83,11 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, choose_experts_blocks(kExperts))
       uint32_t max_key = key[0];
 #pragma unroll
       for (int i = 1; i < n; ++i) max_key = key[i] > max_key ? key[i] : max_key;
-      max_key = warp_max(max_key);
+      max_key = wave_max(max_key);
       uint32_t inverted = 0;  // ~expert: the largest is that of the smallest expert
 #pragma unroll
       for (int i = n - 1; i >= 0; --i) inverted = key[i] == max_key ? ~uint32_t(lane.expert(i)) : inverted;
-      const uint32_t first = ~warp_max(inverted);
+      const uint32_t first = ~wave_max(inverted);
 #pragma unroll
       for (int i = 0; i < n; ++i) key[i] = uint32_t(lane.expert(i)) == first ? kChosen : key[i];
       if (lane.lane == 0) slots[slot] = uint16_t(first);
@@ -98,7 +98,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, choose_experts_blocks(kExperts))
       float chosen_scores[n];
 #pragma unroll
       for (int i = 0; i < n; ++i) chosen_scores[i] = key[i] == kChosen ? score[i] : 0.f;
-      sum = L::sum(chosen_scores) + kLeastSum;
+      sum = L::sum(chosen_scores) + kSumEpsilon;
     }
     // A lane has a slot: one division and three stores for all slots, not for each of a lane's experts.
     lane.each_four(score, p.E, [&](const float* four, int at) {
@@ -126,7 +126,7 @@ int choose_experts(const ChooseExpertsParams& params, void* stream) {
                          wave_bytes(params), params.E / params.num_groups, 0};
   p.multiplier = uint32_t(ceil_div(1 << kShift, p.group_size));
   return dispatch_expert_count(p.E, [&](auto experts) {
-    const size_t shared = kThreads / kSmallestWarp * p.wave_bytes;
+    const size_t shared = kThreads / kMinWarpSize * p.wave_bytes;
     return launch_on_rows(choose_experts_kernel<decltype(experts)::value>, p, p.T, stream, shared);
   });
 }

@@ -4,10 +4,10 @@
 // ids [T, top_k]:     the experts of the largest s + bias, the largest first; of equal ones the smaller id first. NaN
 //                     is the largest. With num_groups groups of neighbouring experts, only top_groups of them take
 //                     part: those whose two largest s + bias have the largest sums; of equal sums the first group.
-// scores [T, top_k] = s of these, divided by (their sum + kLeastSum) if normalize, times factor
+// scores [T, top_k] = s of these, divided by (their sum + kSumEpsilon) if normalize, times factor
 // topk_logits [T, top_k] = logits of these + 0 * scores, so that they are NaN where scores are
 //
-// Backward, with h = factor * grad of the chosen experts, c the chosen experts, N = sum_c s + kLeastSum and
+// Backward, with h = factor * grad of the chosen experts, c the chosen experts, N = sum_c s + kSumEpsilon and
 // A = sum_c h * (s / N):
 // w                 = (h - A) / N if normalize, else h; 0 for other experts
 // dlogits [T, E]    = softmax: s * (w - sum_c w * s);  sigmoid: w * (s * sigmoid(-logits)), 0 for other experts

@@ -15,7 +15,7 @@ struct ChooseExpertsBackwardPlan : ChooseExpertsBackwardParams {
 // Offers what ExpertLanes offers, with slots in place of experts.
 template <int kSlots>
 struct SlotLanes {
-  static constexpr int kLanes = kSlots, kMaxTokensPerWave = kLargestWarp / kSlots, kPerLane = 1;
+  static constexpr int kLanes = kSlots, kMaxTokensPerWave = kMaxWarpSize / kSlots, kPerLane = 1;
   const int lane = threadIdx.x % kLanes;
 
   MOE_DEVICE int expert(int) const { return lane; }
@@ -135,7 +135,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, choose_experts_backward_blocks(L::kP
   float* const row = reinterpret_cast<float*>(shared) + threadIdx.x / L::kLanes * round_up(p.E, 4);
   const L lane;
   wait_for_previous_kernel();
-  for (int64_t first = kWaveTokens * first_row(); first < p.T; first += kWaveTokens * rows_at_once()) {
+  for (int64_t first = kWaveTokens * first_row(); first < p.T; first += kWaveTokens * rows_per_grid()) {
     // Waves stay whole: lanes behind the last token repeat it, and store the same bytes.
     const int64_t token = first + threadIdx.x % kWarpSize / L::kLanes, t = token < p.T ? token : p.T - 1;
     float score[n], slope[n], terms[n];
@@ -152,7 +152,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, choose_experts_backward_blocks(L::kP
       return L::sum(terms);
     };
     if (p.normalize) {
-      const float sum = sum_over_chosen([&](int i) { return score[i]; }) + kLeastSum;
+      const float sum = sum_over_chosen([&](int i) { return score[i]; }) + kSumEpsilon;
       const float mean = sum_over_chosen([&](int i) { return w[i] * (score[i] / sum); });
 #pragma unroll
       for (int i = 0; i < n; ++i) w[i] = choice.chosen(i) ? (w[i] - mean) / sum : 0.f;

@@ -21,8 +21,8 @@ struct BlockShape {
 };
 BlockShape shape_for(int64_t vecs) {
   const int64_t splits = vecs > kCombineThreads ? ceil_div<int64_t>(vecs, kCombineThreads) : 1;
-  const int64_t even = round_up<int64_t>(ceil_div<int64_t>(vecs, splits), kLargestWarp);
-  const int threads = even < kLargestWarp ? kLargestWarp : even < kCombineThreads ? int(even) : kCombineThreads;
+  const int64_t even = round_up<int64_t>(ceil_div<int64_t>(vecs, splits), kMaxWarpSize);
+  const int threads = even < kMaxWarpSize ? kMaxWarpSize : even < kCombineThreads ? int(even) : kCombineThreads;
   return {splits, threads, splits == 1 ? kCombineThreads / threads : 1};
 }
 

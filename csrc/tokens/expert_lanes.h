@@ -56,7 +56,7 @@ struct ExpertLanes {
       for (int v = 0; v < half; ++v) fours[v] += fours[v + half];
     return wave_sum(fours[0]) + 0.f;  // turns -0 into +0
   }
-  static MOE_DEVICE uint32_t max(uint32_t v) { return warp_max(v); }
+  static MOE_DEVICE uint32_t max(uint32_t v) { return wave_max(v); }
 };
 
 // Turns logits into scores. slope: the derivatives of sigmoid scores, not written for softmax.
@@ -67,15 +67,15 @@ MOE_DEVICE void score_logits(Scoring scoring, float (&x)[L::kPerLane], float (&s
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       const Sigmoid s = sigmoid_scores(x[i]);
-      x[i] = s.of_x;
-      slope[i] = s.of_x * s.of_minus_x;
+      x[i] = s.value;
+      slope[i] = s.value * s.complement;
     }
     return;
   }
   float max_logit = x[0];  // may pass over a NaN, which then is one of the terms and so reaches their sum
 #pragma unroll
   for (int i = 1; i < n; ++i) max_logit = x[i] > max_logit ? x[i] : max_logit;
-  max_logit = unordered(L::max(ordered(max_logit)));
+  max_logit = from_ordered_key(L::max(ordered_key(max_logit)));
 #pragma unroll
   for (int i = 0; i < n; ++i) x[i] = softmax_term(x[i], max_logit);
   const float scale = 1.f / L::sum(x);

@@ -140,7 +140,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPackThreads, kPackBlocks)
 bool can_quantize_and_pack(const QuantizeAndPackParams& p) {
   const int64_t K = p.quantize_x.K;
   return p.quantize_x.in == InType::kBF16 && K > 0 && K <= kMaxElements && K % kPackElements == 0 &&
-         p.top_k <= kMaxTokenRows && rows_are_fast(p.quantize_x);
+         p.top_k <= kMaxTokenRows && can_vectorize_rows(p.quantize_x);
 }
 
 int quantize_and_pack(const QuantizeAndPackParams& p, void* stream) {

@@ -51,9 +51,9 @@ inline Launch segment_launch(int64_t rows, int64_t row_bytes, int64_t segment, i
   const int64_t bytes = segment < row_bytes ? segment : row_bytes;
   const int64_t wanted = ceil_div<int64_t>(bytes / unit, kUnitsInFlight);
   int threads = 1;  // short rows, such as a token's scale or score, share waves
-  while (threads < wanted && threads < kLargestWarp) threads *= 2;
-  if (wanted > kLargestWarp)
-    threads = int(round_up<int64_t>(wanted < max_threads ? wanted : max_threads, kLargestWarp));
+  while (threads < wanted && threads < kMaxWarpSize) threads *= 2;
+  if (wanted > kMaxWarpSize)
+    threads = int(round_up<int64_t>(wanted < max_threads ? wanted : max_threads, kMaxWarpSize));
   const int rows_per_block = threads < kShortRowThreads ? kShortRowThreads / threads : 1;
   const int64_t blocks = ceil_div<int64_t>(rows, rows_per_block);
   const dim3 grid(unsigned(blocks < kMaxSegmentBlocks ? blocks : kMaxSegmentBlocks), unsigned(segments));

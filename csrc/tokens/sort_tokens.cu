@@ -162,19 +162,19 @@ int64_t sort_tokens_blocks(int64_t N) {
 int sort_tokens(const SortTokensParams& params, void* stream) {
   SortPlan p = {params};
   const int64_t blocks = sort_tokens_blocks(p.N);
-  p.slots_per_block = round_up<int64_t>(ceil_div<int64_t>(p.N, blocks), kLargestWarp);
+  p.slots_per_block = round_up<int64_t>(ceil_div<int64_t>(p.N, blocks), kMaxWarpSize);
   while (1 << p.bits < p.E) ++p.bits;
   const Launch count = {dim3(unsigned(blocks)), dim3(kSortThreads), stream};
   if (const int e = launch(count_tokens_kernel, count, p)) return e;
 
   const int shared = device().shared_per_block - kStaticShared, row = p.E * int(sizeof(int));
   int waves = shared / row - 2;
-  if (waves > kSortThreads / kSmallestWarp) waves = kSortThreads / kSmallestWarp;
-  const int threads = waves * kSmallestWarp / kLargestWarp * kLargestWarp;
+  if (waves > kSortThreads / kMinWarpSize) waves = kSortThreads / kMinWarpSize;
+  const int threads = waves * kMinWarpSize / kMaxWarpSize * kMaxWarpSize;
   Launch place = {dim3(unsigned(blocks)), dim3(threads), stream};
   place.shared = size_t(waves + 2) * row;
   if (place.shared > kDefaultShared)
-    if (const int e = allow_large<place_tokens_kernel>()) return e;
+    if (const int e = raise_kernel_limits<place_tokens_kernel>()) return e;
   return launch(place_tokens_kernel, place, p);
 }
 

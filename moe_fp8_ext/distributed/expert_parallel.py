@@ -16,7 +16,7 @@ from moe_fp8_ext import _torch
 from moe_fp8_ext._C import validates
 from moe_fp8_ext.distributed.dtensor import is_dtensor
 from moe_fp8_ext.distributed.exchange import CallMismatch, Exchange
-from moe_fp8_ext.distributed.plan import OP, Agreement, Ranks, StaticPlanner, fail, named
+from moe_fp8_ext.distributed.plan import OP, Agreement, Ranks, StaticPlanner, named, refuse
 from moe_fp8_ext.layer.experts import Projection, layer_call
 from moe_fp8_ext.layer.node import Call, LayerFunction
 from moe_fp8_ext.ops.checks import check_int, check_one_of
@@ -81,15 +81,15 @@ class ExpertParallel:
         chunks: int = 1,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            fail("group must be one of torch.distributed, which is not initialized")
+            refuse("group must be one of torch.distributed, which is not initialized")
         self.mesh = group if isinstance(group, DeviceMesh) else None
         wanted = "group must be a ProcessGroup or a DeviceMesh of one dimension, got"
         if self.mesh is not None:
             if group.ndim != 1:
-                fail(f"{wanted} one of {group.ndim}")
+                refuse(f"{wanted} one of {group.ndim}")
             group = group.get_group()
         if not isinstance(group, dist.ProcessGroup):
-            fail(f"{wanted} {type(group).__name__}")
+            refuse(f"{wanted} {type(group).__name__}")
         options = dict(gradients=gradients, mode=mode, capacity=capacity, overflow=overflow, chunks=chunks)
         _agree(group, num_experts=num_experts, top_k=top_k, recipe=recipe, **options)
         for name, count in dict(num_experts=num_experts, top_k=top_k, chunks=chunks).items():
@@ -122,22 +122,22 @@ class ExpertParallel:
 
     def _check_arguments(self, ranks: int, capacity: float | None) -> None:
         if ranks > MAX_EXPERTS:
-            fail(f"group must have at most {MAX_EXPERTS} ranks, got {ranks}")
+            refuse(f"group must have at most {MAX_EXPERTS} ranks, got {ranks}")
         if self.num_experts < 1 or self.num_experts % ranks:
-            fail(f"num_experts must be a multiple of the {ranks} ranks, got {self.num_experts}")
+            refuse(f"num_experts must be a multiple of the {ranks} ranks, got {self.num_experts}")
         if self.num_experts > ranks * MAX_EXPERTS:
-            fail(f"num_experts must be at most {MAX_EXPERTS} a rank, got {self.num_experts} for {ranks}")
+            refuse(f"num_experts must be at most {MAX_EXPERTS} a rank, got {self.num_experts} for {ranks}")
         if self.top_k < 1:
-            fail(f"top_k must be at least 1, got {self.top_k}")
+            refuse(f"top_k must be at least 1, got {self.top_k}")
         if self.chunks < 1:
-            fail(f"chunks must be at least 1, got {self.chunks}")
+            refuse(f"chunks must be at least 1, got {self.chunks}")
         if self.recipe.bf16_where_faster:
-            fail(f'recipe must be the same for all sizes, got {self.recipe.name!r}, which is "bf16" for some')
+            refuse(f'recipe must be the same for all sizes, got {self.recipe.name!r}, which is "bf16" for some')
         if self.gradients == "fp8" and not self._fp8_tokens:
-            fail("gradients must be 'bf16' with recipe \"bf16\" and with wgrad_high_precision, got 'fp8'")
+            refuse("gradients must be 'bf16' with recipe \"bf16\" and with wgrad_high_precision, got 'fp8'")
         fits = isinstance(capacity, Real) and self.mode == "static" and 0 < capacity <= ranks
         if capacity is not None and not fits:
-            fail(f"capacity must be None, or with mode 'static' from 0 to the {ranks} ranks, got {capacity!r}")
+            refuse(f"capacity must be None, or with mode 'static' from 0 to the {ranks} ranks, got {capacity!r}")
 
     @torch.compiler.disable(reason="ExpertParallel exchanges tokens, eagerly: compile without fullgraph=True")
     def experts(
@@ -184,7 +184,7 @@ class ExpertParallel:
         with self._counted(), self.errors_told():
             for t in (x, topk_ids, topk_scores, w_gate_up, w_down, b_gate_up, b_down):
                 if is_dtensor(t):
-                    fail(f"tensors must be those of the rank, got a DTensor of {list(t.shape)}")
+                    refuse(f"tensors must be those of the rank, got a DTensor of {list(t.shape)}")
             up = Projection(w_gate_up, b_gate_up, main_grad_gate_up)
             down = Projection(w_down, b_down, main_grad_down)
             options = up, down, self._recipe_of_groups, activation, interleaved, keep
@@ -244,14 +244,14 @@ class ExpertParallel:
         tokens, slots = static.read_left_out() if static else (0, 0)
         if tokens or slots:
             text = f"{tokens} tokens and {slots} slots were left out"
-            fail(f"capacity must be enough for every routing, got {self.capacity}: {text}")
+            refuse(f"capacity must be enough for every routing, got {self.capacity}: {text}")
         if static:
             mixed_up, most, fewest = static.read_mixed_up(self._call)
             self._call = most  # on all ranks alike, so that the next call is one again
             if mixed_up or most != fewest:
                 got = f"call {mixed_up} met another one" if mixed_up else f"they have made {fewest} to {most} calls"
                 cause = "a rank probably raised before it sent its tokens, and went on"
-                fail(f"all ranks must be in the same call, but {got}; {cause}")
+                refuse(f"all ranks must be in the same call, but {got}; {cause}")
 
     def _check_last_step(self) -> None:
         """Calls `check` at the same call on all ranks: not in backward, where a checkpoint computes again."""
@@ -264,25 +264,25 @@ class ExpertParallel:
     def _check_capture(self) -> None:
         """Calls that a CUDA graph captures may wait for nobody."""
         if self._exchange.static is None:
-            fail("mode must be 'static' where a CUDA graph is captured, got 'exact'")
+            refuse("mode must be 'static' where a CUDA graph is captured, got 'exact'")
         if self._exchange.agreed is None:
-            fail("the first call must come before a CUDA graph is captured, for it waits for the other ranks")
+            refuse("the first call must come before a CUDA graph is captured, for it waits for the other ranks")
 
     def _signature(self, x: Tensor, topk_ids: Tensor, call: Call) -> int:
         """What must be alike on all ranks, of a call that fits this group."""
         if x.device != self.ranks.device:
-            fail(f"x must be on the device of the group's messages, {self.ranks.device}, got {x.device}")
+            refuse(f"x must be on the device of the group's messages, {self.ranks.device}, got {x.device}")
         if topk_ids.shape[1] != self.top_k:
-            fail(f"topk_ids must have {self.top_k} columns, got {topk_ids.shape[1]}")
+            refuse(f"topk_ids must have {self.top_k} columns, got {topk_ids.shape[1]}")
         if call.experts != self.ranks.num_local_experts:
-            fail(f"w_down must have the {self.ranks.num_local_experts} experts of a rank, got {call.experts}")
+            refuse(f"w_down must have the {self.ranks.num_local_experts} experts of a rank, got {call.experts}")
         if validates() and len(others := topk_ids[(topk_ids < -1) | (topk_ids >= self.num_experts)]):
-            fail(f"topk_ids must be -1 or from 0 to {self.num_experts - 1}, got {others[0]}")
+            refuse(f"topk_ids must be -1 or from 0 to {self.num_experts - 1}, got {others[0]}")
         tokens = 0 if self._exchange.static is None else x.shape[0]
         sizes, needs = tokens << 20 | x.shape[1], sum(need << i for i, need in enumerate(call.needs))
         agreed = self._exchange.agreed
         if agreed is not None and agreed.signature >> len(call.needs) != sizes:
-            fail(f"x must be shaped as in the first call with mode 'static', got {list(x.shape)}")
+            refuse(f"x must be shaped as in the first call with mode 'static', got {list(x.shape)}")
         return sizes << len(call.needs) | needs
 
 
@@ -307,4 +307,4 @@ def _agree(group: dist.ProcessGroup, **given: object) -> None:
         for name, value in mine.items():
             if theirs[name] != value:
                 there = f"{theirs[name]} on {named([rank], group)}"
-                fail(f"{name} must be the same on all ranks, got {value} on {here} and {there}")
+                refuse(f"{name} must be the same on all ranks, got {value} on {here} and {there}")

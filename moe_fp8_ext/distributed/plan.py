@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_fp8_ext.ops.checks import fail
+
 OP = "ExpertParallel"
 RAISED = -1  # the word of a rank that cannot send
 CALLS = 16  # calls are told apart by their numbers modulo this, so that few words are ever sent
@@ -162,12 +164,14 @@ class ExactPlanner:
 
 def _check_words(words: list[int], agreement: Agreement, group: dist.ProcessGroup) -> None:
     if raised := [rank for rank, word in enumerate(words) if word == RAISED]:
-        fail(f"every rank must be able to send, but an error was raised on {named(raised, group)}: see there")
+        refuse(f"every rank must be able to send, but an error was raised on {named(raised, group)}: see there")
     if unlike := [rank for rank, word in enumerate(words) if word // CALLS != agreement.signature]:
         where = named(unlike, group)
-        fail(f"x, and what asks for a gradient, must be alike on all ranks, but differ on {where}")
+        refuse(f"x, and what asks for a gradient, must be alike on all ranks, but differ on {where}")
     if other := [rank for rank, word in enumerate(words) if word % CALLS != agreement.call % CALLS]:
-        fail(f"all ranks must be in the same call, this one is in call {agreement.call}, but not {named(other, group)}")
+        refuse(
+            f"all ranks must be in the same call, this one is in call {agreement.call}, but not {named(other, group)}"
+        )
 
 
 class StaticPlanner:
@@ -251,5 +255,5 @@ def named(ranks: list[int], group: dist.ProcessGroup) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(numbers)}"
 
 
-def fail(text: str) -> NoReturn:
-    raise RuntimeError(f"{OP}: {text}")
+def refuse(text: str) -> NoReturn:
+    fail(OP, text)

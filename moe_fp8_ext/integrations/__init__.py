@@ -1,1 +1,1 @@
-"""Ways into other people's packages, a module each. None is imported with `moe_fp8_ext`."""
+"""Adapters to other packages, a module each. `import moe_fp8_ext` imports none of them."""

@@ -1,4 +1,4 @@
-"""Experts of a model that is there already, by a recipe: one attribute of a module is all that changes."""
+"""Makes the experts of an existing model compute by a recipe, by replacing one attribute of each module."""
 
 from __future__ import annotations
 
@@ -16,60 +16,64 @@ _SWAP = "_moe_fp8_ext_swap"
 
 
 class _Swap(NamedTuple):
-    """What was done to a module, kept on the module: copies of it can be reverted too."""
+    """The replaced attribute of a module. It is stored on the module, so that copies of it can be reverted too."""
 
     attribute: str
     value: object
-    before: tuple[object, ...]  # what the module itself had there, if anything
+    before: tuple[object, ...]  # the module's previous value, or empty if only its class had the attribute
 
 
 class _Kind(NamedTuple):
-    """Experts that are known."""
+    """A kind of experts that `convert_` knows."""
 
     name: str
-    has: Callable[[nn.Module], bool]
-    swapped: Callable[[nn.Module, Recipe], tuple[str, object]]  # the attribute that is swapped, and by what
+    has: Callable[[nn.Module], bool]  # whether a module is of this kind
+    replacement: Callable[[nn.Module, Recipe], tuple[str, object]]  # the attribute, and its new value
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
-    """Whether its class has the forward that `use_experts_implementation` writes, wherever the class itself is from."""
+    """Whether `use_experts_implementation` wrote the forward of the module's class. Any package may have the class."""
     forward = getattr(type(module), "forward", None)
     return getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
 
 
 def _is_of_torchtitan(module: nn.Module) -> bool:
-    theirs = any(base.__module__.partition(".")[0] == "torchtitan" for base in type(module).__mro__)
-    return theirs and hasattr(module, "_grouped_mm")
+    is_derived = any(base.__module__.partition(".")[0] == "torchtitan" for base in type(module).__mro__)
+    return is_derived and hasattr(module, "_grouped_mm")
 
 
 def _by_integration(module: str) -> Callable[[nn.Module, Recipe], tuple[str, object]]:
-    """Imports it only where there is a module for it, and so its package."""
-    return lambda experts, recipe: import_module(f"moe_fp8_ext.integrations.{module}").swapped(experts, recipe)
+    """Imports an integration, and with it the other package, only when a module needs it."""
+    return lambda experts, recipe: import_module(f"moe_fp8_ext.integrations.{module}").replacement(experts, recipe)
 
 
-def _is_ours(module: nn.Module) -> bool:
+def _is_of_this_package(module: nn.Module) -> bool:
     return isinstance(module, Experts) and type(module).forward is Experts.forward
 
 
-def _swapped(experts: Experts, recipe: Recipe) -> tuple[str, object]:
+def _replacement(experts: Experts, recipe: Recipe) -> tuple[str, object]:
     check_fits(experts.ep, experts.num_experts, recipe)
     return "options", {**experts.options, "recipe": recipe}
 
 
 _KINDS = (
-    _Kind("moe_fp8_ext", _is_ours, _swapped),
+    _Kind("moe_fp8_ext", _is_of_this_package, _replacement),
     _Kind("transformers", _is_of_transformers, _by_integration("transformers")),
     _Kind("torchtitan", _is_of_torchtitan, _by_integration("torchtitan")),
 )
 
 
 class Converted(NamedTuple):
+    """A module that computes by the recipe."""
+
     name: str
     kind: str
     recipe: Recipe
 
 
 class Left(NamedTuple):
+    """A module that may be experts too, and stays as it was."""
+
     name: str
     why: str
 
@@ -78,8 +82,8 @@ class Report(NamedTuple):
     """What `convert_` did to a model. Prints as a table.
 
     Attributes:
-        converted: what computes by the recipe now: qualified names, whose experts they are, the recipe.
-        left: what may be experts too and stays as it was: qualified names, and why.
+        converted: the modules that compute by the recipe now: qualified name, package of the experts, recipe.
+        left: the modules that may be experts too and stay as they were: qualified name, and why.
     """
 
     converted: tuple[Converted, ...]
@@ -98,23 +102,24 @@ def convert_(
 ) -> Report:
     """Makes the experts of a model compute by a recipe, in place.
 
-    Known are the experts that Transformers marks with `use_experts_implementation`, whatever their config says,
-    torchtitan's GroupedExperts and GroupedLinear, and `Experts`, by the recipe of their ep alone if they have one. One
-    attribute of such a module changes, its forward or what that reads. Classes, parameters, their names and hooks stay
-    as they are, so `fully_shard` may come before or after, and checkpoints, copies and torch.compile are as ever. What
-    replaces a forward itself, as plans of tensor and expert parallelism do, comes after. Called again, the last recipe
-    counts.
+    It knows the experts that Transformers marks with `use_experts_implementation`, whatever their config says;
+    torchtitan's GroupedExperts and GroupedLinear; and `Experts`. An `Experts` with an ep can only get the ep's recipe.
+
+    One attribute of such a module changes: its forward, or what its forward reads. Classes, parameters, their names and
+    hooks stay as they are. So `fully_shard` may come before or after, and checkpoints, copies and torch.compile work as
+    before. Code that replaces a forward itself, as plans of tensor and expert parallelism do, must run after
+    `convert_`. If you call `convert_` again, the last recipe counts.
 
     Args:
-        model: or the experts themselves.
+        model: the model, or the experts themselves.
         recipe: as in `grouped_mm`.
-        filter: of a qualified name and a module, whether to convert it; None converts all.
+        filter: takes a qualified name and a module, and says whether to convert the module. None converts all.
 
     Returns:
         the report, which prints as a table.
 
     Raises:
-        ValueError, TypeError: there is nothing to convert, no recipe of that name exists, or an argument is not as
+        ValueError, TypeError: the model has nothing to convert, no recipe of that name exists, or an argument is not as
             above. Nothing has changed then.
 
     Source: DESIGN.md section 6.
@@ -133,7 +138,7 @@ def convert_(
             left.append(Left(name, "filter said no"))
         else:
             try:
-                swaps.append((module, _new_swap(module, *kind.swapped(module, recipe))))
+                swaps.append((module, _new_swap(module, *kind.replacement(module, recipe))))
                 converted.append(Converted(name, kind.name, recipe))
             except (ImportError, RuntimeError, TypeError) as refusal:
                 left.append(Left(name, str(refusal)))
@@ -148,10 +153,12 @@ def convert_(
 
 
 def revert_(model: nn.Module) -> None:
-    """Puts back what every module had before its first `convert_`; none has to have been converted.
+    """Undoes `convert_`: every module gets back what it had before its first `convert_`.
+
+    A model without converted modules stays as it is.
 
     Raises:
-        RuntimeError: what `convert_` put on a module has been replaced since. Nothing has changed then.
+        RuntimeError: something else has replaced what `convert_` put on a module. Nothing has changed then.
         TypeError: model is no module.
 
     Source: DESIGN.md section 6.
@@ -166,23 +173,24 @@ def revert_(model: nn.Module) -> None:
 
 
 def _may_be_experts(module: nn.Module) -> bool:
-    of_torch = type(module).__module__.startswith("torch.nn.")  # convolutions
-    return not of_torch and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+    is_of_torch = type(module).__module__.startswith("torch.nn.")  # such as convolutions
+    return not is_of_torch and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
 
 
 def _new_swap(module: nn.Module, attribute: str, value: object) -> _Swap:
-    swap, own = _swap_of(module), vars(module)
+    swap, attributes = _swap_of(module), vars(module)
     if swap is not None:
         return swap._replace(value=value)
-    replaced = attribute in own and hasattr(type(module), attribute)
-    require(not replaced, f"{attribute} must be that of its class, got another that the module itself has")
-    return _Swap(attribute, value, (own[attribute],) if attribute in own else ())
+    is_replaced = attribute in attributes and hasattr(type(module), attribute)
+    require(not is_replaced, f"{attribute} must be that of its class, got another that the module itself has")
+    return _Swap(attribute, value, (attributes[attribute],) if attribute in attributes else ())
 
 
 def _swap_of(module: nn.Module) -> _Swap | None:
-    """What the last `convert_` did to a module."""
-    swap, own = vars(module).get(_SWAP), vars(module)
+    """Returns what the last `convert_` replaced on a module, if it is still there."""
+    attributes = vars(module)
+    swap = attributes.get(_SWAP)
     if swap is not None:
         text = f"{swap.attribute} of {type(module).__name__} must be what convert_ put there, got another"
-        require(own.get(swap.attribute) is swap.value, text)
+        require(attributes.get(swap.attribute) is swap.value, text)
     return swap

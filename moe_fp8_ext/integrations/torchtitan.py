@@ -1,10 +1,10 @@
-"""torchtitan's routed experts with the grouped matmul of this package, by torchtitan's own override mechanism.
+"""Lets torchtitan's routed experts use `grouped_mm`, through torchtitan's own override mechanism.
 
     --override.imports moe_fp8_ext.integrations.torchtitan.moe_fp8
     --override.imports 'moe_fp8_ext.integrations.torchtitan.moe_fp8={"recipe": "blockwise"}'
 
-An override swaps configs before anything is built, so that parameters, their names, initial values and shardings are
-those of torchtitan's own class: only its method `_grouped_mm` is another.
+An override replaces configs before a module is built. The new class differs from torchtitan's in its method
+`_grouped_mm` alone: parameters, their names, initial values and shardings are torchtitan's.
 """
 
 import functools
@@ -23,8 +23,8 @@ from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 _HERE = "moe_fp8_ext.integrations.torchtitan"
 _METHOD = "_grouped_mm"
 _LEAVE_OUT = "leave out the converter or override that brought it"
-# Tokens, weights, ends of groups: as 0.3.0 names them, then as torchtitan's main does, where weights are not transposed
-# and may be float32.
+# The arguments of `_grouped_mm`, which are tokens, weights and offs: in 0.3.0, then in torchtitan's main branch. There,
+# weights are not transposed and may be float32.
 _SIGNATURES = (("A", "B_t", "offs"), ("A", "weight_EOI", "offs"), ("input_RI", "weight_EOI", "offsets_E"))
 
 
@@ -42,19 +42,19 @@ try:
 
     try:
         from torchtitan.models.common.linear import GroupedLinear as _Target
-    except ImportError:  # 0.3.0 has none: there the experts multiply themselves
+    except ImportError:  # 0.3.0 has no GroupedLinear: its experts multiply themselves
         from torchtitan.models.common.moe import GroupedExperts as _Target
-    from spmd_types import register_local_autograd_function  # which torchtitan depends on
+    from spmd_types import register_local_autograd_function  # a dependency of torchtitan
 except ImportError as error:
     text = f"torchtitan must have overrides and GroupedExperts, as 0.3.0 has, or GroupedLinear, got {_found()}: {error}"
     raise ImportError(f"{_HERE}: {text}") from error
 
-# torchtitan's check of shardings lets no other function with a gradient pass.
+# torchtitan's check of shardings refuses autograd Functions that are not registered.
 register_local_autograd_function(GroupedMm)
 
 
 class _MoeFp8:
-    """The first base of a converted class; the second is torchtitan's."""
+    """The first base class of a converted class. The second is torchtitan's class."""
 
     _names: tuple[str, str, str]
 
@@ -67,8 +67,8 @@ class _MoeFp8:
         return _product(self._names, self.recipe, **operands)
 
 
-def swapped(module: Module, recipe: Recipe) -> tuple[str, object]:
-    """What `convert_` swaps on built experts, and by what.
+def replacement(module: Module, recipe: Recipe) -> tuple[str, object]:
+    """Returns the attribute that `convert_` replaces on built experts, and its new value.
 
     Raises:
         TypeError: `_grouped_mm` or weights are not torchtitan's own.
@@ -89,13 +89,13 @@ def _product(names: tuple[str, str, str], recipe: Recipe, **operands: Tensor) ->
 def _check_weights(module: Module) -> None:
     for name, weight in module.named_parameters():
         local = weight.to_local() if is_dtensor(weight) else weight
-        if type(local) not in (Parameter, Tensor):  # one that multiplies in its own way
+        if type(local) not in (Parameter, Tensor):  # a subclass may define its own product
             text = f"{name} must be a Parameter, got a {type(local).__name__}: {_LEAVE_OUT}"
             raise TypeError(f"{_HERE}: {text}")
 
 
 def _names_of(owner: type) -> tuple[str, str, str]:
-    """What `_grouped_mm` of a class takes, if it is torchtitan's own."""
+    """Returns the argument names of a class's `_grouped_mm`, and checks that the method is torchtitan's own."""
     definitions = [base for base in owner.__mro__ if _METHOD in vars(base)]
     if len(definitions) > 1:
         by, of = definitions[0].__name__, definitions[-1].__name__
@@ -123,11 +123,11 @@ def _converted(owner: type) -> type:
             recipe: str | Recipe = "rowwise"
 
             def __reduce__(self) -> tuple:
-                # Pickles of configs find classes by name, and this one has none where they are read.
+                # pickle finds classes by name, and this class has no importable name.
                 return _config, (owner, {field.name: getattr(self, field.name) for field in fields(self)})
 
     Converted.__name__ = Converted.__qualname__ = f"MoeFp8{owner.__name__}"
-    Converted.Config.__qualname__ = f"{Converted.__name__}.Config"  # which torchtitan logs
+    Converted.Config.__qualname__ = f"{Converted.__name__}.Config"  # torchtitan logs this name
     return Converted
 
 
@@ -137,10 +137,11 @@ def _config(owner: type, values: dict[str, object]) -> object:
 
 @override(target=_Target.Config, description="Grouped matmuls of routed experts by moe_fp8_ext.")
 def moe_fp8(config: _Target.Config, *, recipe: str | Recipe = "rowwise") -> _Target.Config:
-    """The config of the same experts, with a recipe of `moe_fp8_ext.grouped_mm` to compute by.
+    """Returns the config of the same experts that compute by a recipe of `moe_fp8_ext.grouped_mm`.
 
     Raises:
-        TypeError: `_grouped_mm` takes what no known torchtitan gives it, or is not torchtitan's own any more.
+        TypeError: `_grouped_mm` takes arguments that no known version of torchtitan passes, or is no longer
+            torchtitan's own.
         ValueError: no recipe of that name exists.
     """
     get_recipe(recipe)

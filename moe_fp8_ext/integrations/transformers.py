@@ -1,5 +1,5 @@
-"""Hugging Face Transformers: the experts of a model in FP8, chosen by `experts_implementation="moe_fp8"`, and their
-tokens sent to other ranks in FP8, by `ep_implementation="moe_fp8"`."""
+"""Lets the experts of Hugging Face Transformers compute in FP8, with `experts_implementation="moe_fp8"`, and their
+tokens travel to other ranks in FP8, with `ep_implementation="moe_fp8"`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 _KNOWN = "moe_fp8_ext.integrations.transformers: transformers 5.17.0 and 5.23.0 are known to work, found"
 _OLDEST, _NEXT_MAJOR = (5, 17), (6, 0)
-# What tells layouts of experts apart; those of 5.17, and what has come since.
+# The flags of `use_experts_implementation` that describe a layout of experts: in 5.17, and added since.
 _LAYOUT = {"is_concatenated", "is_transposed", "has_bias", "has_gate"}
 _NEWER_LAYOUT = {"has_post_expert_norm"}
-# What `experts` calls a class of act_fn of these modules, without a gate, and what behind Transformers' own.
-_OF_ACTIVATIONS = "torch.nn.modules.activation", "transformers.activations"
+# What `experts` calls an activation, by the class of act_fn in one of these modules; then with Transformers' own gate.
+_ACTIVATION_MODULES = "torch.nn.modules.activation", "transformers.activations"
 _ACTIVATIONS = {
     **dict.fromkeys(("SiLU", "SiLUActivation"), "silu"),
     **dict.fromkeys(("GELUTanh", "NewGELUActivation"), "gelu"),
@@ -41,42 +41,43 @@ _GATED = {"silu": "swiglu", "gelu": "geglu"}
 
 
 def register(recipe: str | Recipe = "rowwise") -> None:
-    """Adds `moe_fp8` and `moe_fp8_<recipe>` of every recipe to the experts implementations of Transformers.
+    """Adds `moe_fp8`, and `moe_fp8_<recipe>` for every recipe, to the experts implementations of Transformers.
 
-    A model then takes one where it takes "grouped_mm": `from_pretrained(..., experts_implementation="moe_fp8")`,
-    `from_config`, `model.set_experts_implementation("moe_fp8_blockwise")`. Parameters stay what and where they are.
-    Every layout that Transformers' `use_experts_implementation` declares is taken; ids of no local expert count for
-    nothing. Experts whose activation `experts` knows are that one operation; what stands between the products of the
-    others is the model's own code.
+    A model takes these names where it takes "grouped_mm": `from_pretrained(..., experts_implementation="moe_fp8")`,
+    `from_config`, `model.set_experts_implementation("moe_fp8_blockwise")`. Parameters and their places do not change.
 
-    Where Transformers knows expert parallelism by a plan, since 5.23.0, the same names are implementations of it:
-    `DistributedConfig(..., ep_implementation="moe_fp8")` has tokens travel in the format of the recipe, by
-    `ExpertParallel`. It takes experts that are that one operation, and every recipe but "auto".
+    Every layout that Transformers' `use_experts_implementation` declares is supported. Slots with ids of no local
+    expert are dropped. If `experts` knows the activation of a module, the whole module becomes one call of `experts`.
+    Otherwise the model's own code runs between two calls of `grouped_mm`.
 
-    Called again, it replaces what it has registered.
+    Since 5.23.0, Transformers has expert parallelism by a plan, and the same names are registered for it. With
+    `DistributedConfig(..., ep_implementation="moe_fp8")`, tokens travel in the format of the recipe, by
+    `ExpertParallel`. It supports modules that become one call of `experts`, and every recipe but "auto".
+
+    A second call replaces what the first registered.
 
     Args:
-        recipe: what `moe_fp8` stands for, as `grouped_mm` takes it.
+        recipe: the recipe of the name `moe_fp8`, as `grouped_mm` takes it.
 
     Raises:
-        ImportError: Transformers is missing, is not of a version that is known, or knows layouts that this does not.
+        ImportError: Transformers is missing, its version is not known, or it has layouts that this module lacks.
         ValueError, TypeError: no recipe of that name exists, or it is neither a name nor a `Recipe`.
     """
     named = {"": get_recipe(recipe), **{f"_{name}": known for name, known in RECIPES.items()}}
     interface = _transformers_moe().ALL_EXPERTS_FUNCTIONS
-    over_ranks = _implementations_over_ranks()
-    for suffix, of_name in named.items():
-        interface.register(f"moe_fp8{suffix}", partial(_experts_forward, of_name))
-        if over_ranks is not None:
-            over_ranks.register(f"moe_fp8{suffix}", partial(_OverRanks, of_name))
+    ep_interface = _ep_interface()
+    for suffix, value in named.items():
+        interface.register(f"moe_fp8{suffix}", partial(_experts_forward, value))
+        if ep_interface is not None:
+            ep_interface.register(f"moe_fp8{suffix}", partial(_ExpertParallelForward, value))
 
 
-def swapped(module: torch.nn.Module, recipe: Recipe) -> tuple[str, object]:
-    """What `convert_` swaps on experts that `use_experts_implementation` marks, and by what.
+def replacement(module: torch.nn.Module, recipe: Recipe) -> tuple[str, object]:
+    """Returns the attribute that `convert_` replaces on experts marked by `use_experts_implementation`, and its value.
 
     Raises:
-        ImportError: of Transformers, as in `register`.
-        RuntimeError: a weight is missing or of a dtype that is not known, as where they are quantized.
+        ImportError: as in `register`.
+        RuntimeError: a weight is missing or has an unknown dtype, such as weights that are quantized already.
     """
     _transformers_moe()
     for name in (_up(module), "down_proj"):
@@ -86,6 +87,7 @@ def swapped(module: torch.nn.Module, recipe: Recipe) -> tuple[str, object]:
 
 
 def _transformers_moe() -> ModuleType:
+    """Imports transformers.integrations.moe, and checks its version and its layouts of experts."""
     try:
         import transformers
     except ModuleNotFoundError as error:
@@ -105,10 +107,10 @@ def _transformers_moe() -> ModuleType:
     return moe
 
 
-def _implementations_over_ranks() -> type | None:
+def _ep_interface() -> type | None:
     try:
         from transformers.distributed.expert_parallel import EPImplementationInterface
-    except ImportError:  # 5.17.0 has none
+    except ImportError:  # versions before 5.23.0
         return None
     return EPImplementationInterface
 
@@ -116,50 +118,56 @@ def _implementations_over_ranks() -> type | None:
 def _experts_forward(
     recipe: Recipe, module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The forward of a module of experts; names of arguments and attributes are those of Transformers' contract."""
-    # -1 is how an id says that it is of no expert here, to MOE_FP8_VALIDATE=1 too.
+    """The forward of a module of experts. Transformers' contract names the arguments and the module's attributes."""
+    # -1 marks a slot of no local expert; MOE_FP8_VALIDATE=1 accepts no other id out of range.
     ids = torch.where(top_k_index < module.num_experts, top_k_index, -1).contiguous()
     x, scores = _inputs(module, hidden_states, top_k_weights)
-    rest = _one_operation(module)
-    out = experts(x, ids, scores, recipe=recipe, **rest) if rest else _composed(recipe, module, x, ids, scores)
+    arguments = _experts_arguments(module)
+    if arguments:
+        out = experts(x, ids, scores, recipe=recipe, **arguments)
+    else:
+        out = _composed_experts(recipe, module, x, ids, scores)
     return out.to(hidden_states.dtype)
 
 
-class _OverRanks:
-    """As an `EPImplementation` of Transformers: what calls the experts of a module with the batch of this rank.
+class _ExpertParallelForward:
+    """Calls the experts of a module with the batch of this rank, as an `EPImplementation` of Transformers.
 
-    ep_mesh: over which experts are spread. tp_mesh: of ranks that have the same batch; each brings a part of it.
+    Args:
+        ep_mesh: the ranks that share the experts.
+        tp_mesh: the ranks that have the same batch; each of them sends a part of it.
     """
 
     def __init__(self, recipe: Recipe, module: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         name = type(module).__name__
         text = f"moe_fp8: {name} must be one operation of moe_fp8_ext for ep_implementation, got other code of its own"
-        require(_one_operation(module) is not None, text)
+        require(_experts_arguments(module) is not None, text)
         self.recipe, self.module, self.ep_mesh, self.tp_mesh = recipe, module, ep_mesh, tp_mesh
-        self.ep = None  # until a call says how many experts a token has
+        self.ep = None  # made by the first call, which knows top_k
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        from moe_fp8_ext.distributed import ExpertParallel  # not above: it takes long to load
+        from moe_fp8_ext.distributed import ExpertParallel  # imported here, because it takes long to load
 
         if self.ep is None:
             num_experts = self.module.num_experts * self.ep_mesh.size()
             self.ep = ExpertParallel(self.ep_mesh.get_group(), num_experts, top_k_index.shape[-1], recipe=self.recipe)
         with self.ep.errors_told():
-            x, ids, scores = map(self._part, (hidden_states, top_k_index, top_k_weights))
+            x, ids, scores = map(self._split, (hidden_states, top_k_index, top_k_weights))
             x, scores = _inputs(self.module, x, scores)
-            rest = _one_operation(self.module)
-        return self._whole(self.ep.experts(x, ids, scores, **rest), hidden_states.shape)
+            arguments = _experts_arguments(self.module)
+        return self._gather(self.ep.experts(x, ids, scores, **arguments), hidden_states.shape)
 
-    def _part(self, t: Tensor) -> Tensor:
-        """Of rows that every rank of tp_mesh has."""
+    def _split(self, t: Tensor) -> Tensor:
+        """Returns this rank's part of rows that every rank of tp_mesh has."""
         if self.tp_mesh.size() == 1:
             return t
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        everywhere = DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
-        return everywhere.redistribute(placements=[Shard(0)]).to_local()
+        replicated = DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
+        return replicated.redistribute(placements=[Shard(0)]).to_local()
 
-    def _whole(self, part: Tensor, shape: torch.Size) -> Tensor:
+    def _gather(self, part: Tensor, shape: torch.Size) -> Tensor:
+        """Undoes `_split`: returns the rows of all parts."""
         if self.tp_mesh.size() == 1:
             return part
         from torch.distributed.tensor import DTensor, Shard
@@ -169,15 +177,15 @@ class _OverRanks:
 
 
 def _inputs(module: torch.nn.Module, hidden_states: Tensor, top_k_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """x and scores as `experts` takes them."""
+    """Returns x and scores as `experts` takes them."""
     x, scores = hidden_states, top_k_weights.float().contiguous()
-    if autocast_dtype(x) is None:  # which casts both
+    if autocast_dtype(x) is None:  # torch.autocast casts x and the weights
         x = x.to(getattr(module, _up(module)).dtype)
     return x, scores
 
 
-def _one_operation(module: torch.nn.Module) -> dict[str, object] | None:
-    """What else `experts` needs, where it is all that a module computes."""
+def _experts_arguments(module: torch.nn.Module) -> dict[str, object] | None:
+    """Returns the further arguments of `experts`, or None if a module computes anything that `experts` does not."""
     activation = _activation(module)
     if activation is None or getattr(module, "has_post_expert_norm", False):
         return None
@@ -188,7 +196,7 @@ def _one_operation(module: torch.nn.Module) -> dict[str, object] | None:
 
 
 def _activation(module: torch.nn.Module) -> dict[str, object] | None:
-    """What `experts` calls the activation of a module, where it knows it and nobody has changed it."""
+    """Returns the arguments of `experts` for a module's activation. None if it is unknown or was replaced."""
     known = _act_fn(getattr(module, "act_fn", None))
     if not module.has_gate:
         return dict(activation=known) if known else None
@@ -197,29 +205,30 @@ def _activation(module: torch.nn.Module) -> dict[str, object] | None:
         return None
     if gate.__name__ == "_default_apply_gate" and gate.__module__.startswith("transformers."):
         return dict(activation=_GATED[known]) if known in _GATED else None
-    # Not the name of the class, in whose place FSDP2 and parametrizations put their own.
-    of_gpt_oss = gate.__module__.endswith(".modeling_gpt_oss") and (module.alpha, module.limit) == (1.702, 7.0)
-    return dict(activation="swiglu_oai", interleaved=True) if of_gpt_oss else None
+    # Looks at the gate and not at the module's class, because FSDP2 and parametrizations replace the class.
+    is_gpt_oss = gate.__module__.endswith(".modeling_gpt_oss") and (module.alpha, module.limit) == (1.702, 7.0)
+    return dict(activation="swiglu_oai", interleaved=True) if is_gpt_oss else None
 
 
 def _act_fn(act: object) -> str | None:
+    """Returns the name that `experts` has for an act_fn, or None."""
     if act is torch.nn.functional.silu:
         return "silu"
     kind = type(act)
-    own = kind.__module__ in _OF_ACTIVATIONS and kind.forward.__module__ == kind.__module__
-    if not own or hasattr(kind.forward, "__wrapped__") or not is_plain(act, kind.forward):
+    is_known = kind.__module__ in _ACTIVATION_MODULES and kind.forward.__module__ == kind.__module__
+    if not is_known or hasattr(kind.forward, "__wrapped__") or not is_plain(act, kind.forward):
         return None
     return _ACTIVATIONS.get(kind.__name__)
 
 
 def is_plain(module: torch.nn.Module, forward: Callable[..., object]) -> bool:
-    """Whether calling the module is calling this function, and no hook sees what goes in and out."""
-    own = type(module).forward is forward and "forward" not in vars(module)
-    return own and _torch.is_unwatched(module)
+    """Whether a call of the module is a call of this function, without hooks."""
+    is_unchanged = type(module).forward is forward and "forward" not in vars(module)
+    return is_unchanged and _torch.has_no_hooks(module)
 
 
-def _composed(recipe: Recipe, module: torch.nn.Module, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
-    """With the model's own code between the products."""
+def _composed_experts(recipe: Recipe, module: torch.nn.Module, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+    """Computes the experts with the model's own code between the two products."""
     up = _up(module)
     permutation, offs, inverse = sort_tokens(ids, module.num_experts)
     h = _linear(recipe, module, up, x, offs, indices=permutation, top_k=ids.shape[1])
@@ -243,7 +252,7 @@ def _up(module: torch.nn.Module) -> str:
 
 
 def _weight(module: torch.nn.Module, name: str) -> Tensor:
-    """[E, K, N]"""
+    """Returns a weight as [E, K, N]."""
     weight = getattr(module, name)
     require(weight.dtype in INPUT_DTYPES, f"moe_fp8: {name} must be bfloat16, float16 or float32, got {weight.dtype}")
     return weight if module.is_transposed else weight.transpose(-2, -1)

@@ -69,14 +69,12 @@ def choice_backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
     options: ChoiceOptions,
     needs: tuple[bool, bool],
-    onto: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Computes the gradients of x and weight that `needs` asks for, from those of the logits and of topk_scores.
 
     Args:
         grad_logits, grad_scores: either may be None, where no gradient reaches it.
         saved: x, weight, the logits that `choice` returns for backward, and topk_ids.
-        onto: as in `float32_mm_backward`.
     """
     x, weight, logits, topk_ids = saved
     grad = grad_logits
@@ -87,9 +85,9 @@ def choice_backward(
         through_scores = choose_experts_backward(grad_scores, logits, topk_ids, num_experts, *options.scores, count)
         grad = through_scores if grad is None else grad + through_scores
     if grad is None:
-        return onto, None
+        return None, None
     with _without_autocast(x):
-        return float32_mm_backward(grad, x, weight, *needs, onto)
+        return float32_mm_backward(grad, x, weight, *needs)
 
 
 class _Choice(torch.autograd.Function):
@@ -119,6 +117,19 @@ class Routing(NamedTuple):
     topk_ids: Tensor
     topk_scores: Tensor
     loss: Tensor
+
+
+def _zero_counts(router: Router, state_dict: dict[str, object], prefix: str, *_: object) -> None:
+    """Runs before a state dict is loaded. Counts belong to a bias, and after `to_empty` their memory is undefined."""
+    if router.tokens_per_expert is not None and f"{prefix}e_score_correction_bias" in state_dict:
+        router.tokens_per_expert.zero_()
+
+
+def _move_counts(router: Router, _: object) -> None:
+    """Runs after a state dict was loaded. With assign=True, a module on the meta device has its bias elsewhere now."""
+    counts, bias = router.tokens_per_expert, router.e_score_correction_bias
+    if counts is not None and bias is not None and counts.device != bias.device:
+        router.tokens_per_expert = torch.zeros_like(bias, dtype=torch.int64)
 
 
 class Router(nn.Module):
@@ -191,6 +202,8 @@ class Router(nn.Module):
         bias = torch.zeros(num_experts, device=device, dtype=torch.float32)
         self.register_buffer("e_score_correction_bias", bias if balanced else None)
         self.register_buffer("tokens_per_expert", counts if balanced else None, persistent=False)
+        self.register_load_state_dict_pre_hook(_zero_counts)
+        self.register_load_state_dict_post_hook(_move_counts)
         self.reset_parameters()
 
     def extra_repr(self) -> str:
@@ -202,16 +215,6 @@ class Router(nn.Module):
         nn.init.uniform_(self.weight, -(self.weight.shape[1] ** -0.5), self.weight.shape[1] ** -0.5)
         for buffer in self.buffers():
             buffer.zero_()
-
-    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        counts, bias = self.tokens_per_expert, self.e_score_correction_bias
-        if counts is None or bias is None or f"{prefix}e_score_correction_bias" not in state_dict:
-            return
-        if counts.device == bias.device:
-            counts.zero_()  # after `to_empty` they are uninitialized memory
-        else:  # the module was on the meta device, and the loaded bias was assigned to it
-            self.tokens_per_expert = torch.zeros_like(bias, dtype=torch.int64)
 
     def forward(self, x: Tensor) -> Routing:
         """Routes x [T, D]. DTensors must be Replicate(); the results are then Replicate() too.

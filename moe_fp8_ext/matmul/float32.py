@@ -35,22 +35,17 @@ def float32_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.float32) -> 
 
 
 def float32_mm_backward(
-    grad: Tensor, a: Tensor, b: Tensor, needs_a: bool, needs_b: bool, onto: Tensor | None = None
+    grad: Tensor, a: Tensor, b: Tensor, needs_a: bool, needs_b: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of a [M, K] and b [N, K], in their dtypes, from grad [M, N], the gradient of float32_mm(a, b^T).
 
     Args:
         grad: if `takes_parts`, it may also be the two parts [M, 2, N] that `parts` makes of it.
-        onto: another gradient of a, in a's dtype and referenced by nobody else. The gradient of a is added to it in
-            place, and the sum is returned.
     """
     if takes_parts(a, b, needs_a, needs_b):
-        if not torch.compiler.is_compiling():
-            return _gradients_onto(onto, grad, a, b)
-        grad_a, grad_b = gradients_by_parts(grad, a, b)  # compiled autograd traces backward too
-        return grad_a if onto is None else onto.add_(grad_a), grad_b
+        by_parts = gradients_by_parts if torch.compiler.is_compiling() else _gradients_by_parts
+        return by_parts(grad, a, b)  # compiled autograd traces backward too
     grad_a = float32_mm(grad, b, a.dtype) if needs_a else None
-    grad_a = grad_a if onto is None else onto.add_(grad_a)
     return grad_a, float32_mm(grad.t(), a, b.dtype) if needs_b else None
 
 
@@ -82,25 +77,19 @@ def _(a: Tensor, b: Tensor, order: int = 3) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
 
 
-def _gradients_onto(onto: Tensor | None, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _gradients_by_parts(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """mm_by_parts(grad, b, 2) and mm_by_parts(grad^T, a, 2), in bfloat16 as a and b are.
 
-    Splits grad [M, N] once for both products, or takes its two parts [M, 2, N]. If `onto` is given, the first gradient
-    is added to it. A large one is added by the product itself and rounded once, because a pass over a large float32
-    product would take longer than the product.
+    Splits grad [M, N] once for both products, or takes its two parts [M, 2, N]. The product itself rounds a large first
+    gradient, because a pass over a large float32 product would take longer than the product.
     """
     grad_parts, b_twice = parts(grad, 2, 1) if grad.ndim == 2 else grad.flatten(1), b.repeat(2, 1)
     if a.numel() >= _BF16_OUTPUT_MIN_ELEMENTS and b.shape[0] <= _BF16_OUTPUT_MAX_EXPERTS:
-        grad_a = torch.mm(grad_parts, b_twice) if onto is None else onto.addmm_(grad_parts, b_twice)
+        grad_a = torch.mm(grad_parts, b_twice)
     else:
         grad_a = cast(_mm(grad_parts, b_twice), a.dtype)
-        grad_a = grad_a if onto is None else onto.add_(grad_a)
     first, second = _mm(grad_parts.t(), a).chunk(2)
     return grad_a, torch.add(first, second, out=b.new_empty(b.shape))  # one launch: added in float32, rounded once
-
-
-def _gradients_by_parts(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return _gradients_onto(None, grad, a, b)
 
 
 gradients_by_parts = torch.library.custom_op("moe_fp8_ext::gradients_by_parts", _gradients_by_parts, mutates_args=())

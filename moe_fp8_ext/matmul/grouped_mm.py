@@ -17,6 +17,7 @@ from moe_fp8_ext.ops.checks import (
     check_dense,
     check_int,
     check_main_grad,
+    fail,
     has_values,
     require,
     validate_indices,
@@ -214,7 +215,7 @@ class GroupedMm(torch.autograd.Function):
 
 
 def _fail(text: str) -> NoReturn:
-    raise RuntimeError(f"{_OP}: {text}")
+    fail(_OP, text)
 
 
 def _check(

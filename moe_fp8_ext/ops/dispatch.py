@@ -120,8 +120,8 @@ def _refuse_tangents(op: OpOverload, args: tuple, kwargs: dict) -> None:
 def _refuse_gradients(op: OpOverload, args: tuple, kwargs: dict, among: Sequence[str] | None = None) -> None:
     for arg, x in _tensors(op, args, kwargs):
         if needs_gradient(x) and (among is None or arg in among):
-            text = f"{arg} must not ask for a gradient, which this op has none of (detach it, or call grouped_mm)"
-            fail(name_of(op), f"{text}, got requires_grad=True")
+            text = f"{arg} must not ask for a gradient, which this op has none of (detach it, or call grouped_mm"
+            fail(name_of(op), f"{text}; run exported programs under torch.no_grad()), got requires_grad=True")
 
 
 def refuse_derivatives(op: OpOverload) -> None:
@@ -263,11 +263,11 @@ def bind(wrapper: Callable, op: OpOverload) -> None:
 
     Kinds that torch would convert silently are tested before the call. For other kinds torch's own error is caught and
     reworded: testing them too would slow down every valid call. For the same reason nothing wraps the wrapper, and the
-    replacement calls `op._op`, the C++ function, and not op.
+    replacement calls the C++ function of op, and not op.
     """
-    if not _torch.can_bind_ops:
+    if _torch.direct_calls is None:
         return
-    arguments, run = schema_of(op).arguments, op._op
+    arguments, run = schema_of(op).arguments, _torch.direct_calls.function_of(op)
     strict, num_candidates = [], 0  # arguments that may require a gradient are among the first num_candidates
     for i, (argument, (kind, optional)) in enumerate(zip(arguments, map(_kind_of, arguments), strict=True)):
         if kind == "Tensor" and not takes_integers(name_of(op), argument.name):
@@ -292,7 +292,8 @@ def bind(wrapper: Callable, op: OpOverload) -> None:
         i = [argument.name for argument in arguments].index(match[2])
         _refuse_kind(op, arguments[i], args[i])
 
-    bound._torchdynamo_inline = op  # a graph traces op instead, and errors there come from the fake implementation
+    # A graph traces op instead, and errors there come from the fake implementation.
+    _torch.direct_calls.set_traced_op(bound, op)
     (name,) = (name for name in wrapper.__code__.co_names if wrapper.__globals__.get(name) is op)
     wrapper.__globals__[name] = bound
 

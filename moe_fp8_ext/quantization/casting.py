@@ -1,4 +1,4 @@
-"""Casts and copies that happen only where they must."""
+"""Casts and copies that are skipped where the tensor already is as it must be."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from torch import Tensor
 
 
 def row_major(x: Tensor) -> Tensor:
-    """x itself if its rows lie one after the other, each in one piece. Expanded and transposed ones are copied."""
+    """Returns x itself if its rows are contiguous and do not overlap, else a copy (of expanded or transposed ones)."""
     *_, row, element = x.stride()
     return x if element == 1 and row >= x.shape[-1] else x.contiguous()
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # Not x.to(dtype) alone: where that returns x itself, torch.compile of torch 2.11 loses the Function's gradients.
+    # Compares first: where x.to(dtype) returns x itself, torch.compile of torch 2.11 loses a Function's gradients.
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """cast(x, dtype) where code that inductor compiles reads the result.
+    """Casts x like `cast`, for results that code compiled by inductor reads.
 
-    Inductor computes in float32 and drops casts between ops that it fuses, so that its numbers would not be eager's.
+    Inductor computes in float32 and drops casts between the ops that it fuses: its numbers would differ from eager's.
+    An opaque op keeps the rounding.
     """
     if x.dtype == dtype or not torch.compiler.is_compiling():
         return cast(x, dtype)
@@ -45,6 +46,6 @@ _rounded.register_autograd(lambda ctx, grad: (grad.to(ctx.dtype), None), setup_c
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype of products where torch.autocast is on for x. It knows no meta tensors."""
+    """Returns torch.autocast's dtype if it is on for the device of x, else None. It does not know the meta device."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None

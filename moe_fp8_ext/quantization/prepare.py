@@ -1,7 +1,7 @@
-"""How a weight becomes an operand of products. Each kind of weight has its home here; products know none of them.
+"""Turns weights and quantized pairs into operands of products, so that products need not know the kinds of weights.
 
-Kinds: a plain tensor, one whose copies `reuse_weights` keeps, a pair that was quantized before, and one that exists
-only as fp8 copies (`DeferredWeight`), such as a parameter that FSDP2 gathers in fp8.
+A weight is one of these: a plain tensor; a tensor whose fp8 copies `reuse_weights` keeps; a pair that the caller
+quantized before; or a `DeferredWeight`, such as a parameter that FSDP2 gathers in fp8.
 """
 
 from __future__ import annotations
@@ -26,44 +26,49 @@ class Operand(NamedTuple):
     """What a product reads: plain values, or fp8 values and their scales."""
 
     values: Tensor | None
-    scale: Tensor | None = None  # of fp8
-    ends: Tensor | None = None  # padded group ends, of fp8 along tokens
+    scale: Tensor | None = None  # for fp8 values
+    ends: Tensor | None = None  # padded group ends, for fp8 values along tokens
 
 
 NOTHING = Operand(None)
 
-# q, scale, q_t, scale_t as ops return them. A `Quantized` costs as much host time as an allocation.
+# q, scale, q_t, scale_t as ops return them. A `Quantized` would cost as much host time as an allocation.
 Copies = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class Rule(NamedTuple):
     """How a weight is quantized."""
 
-    multiplied_as: torch.dtype  # the dtype that torch.autocast asks for, else the weight's own
+    multiplied_as: torch.dtype  # torch.autocast's dtype if it is on, else the weight's; a cast to it comes first
     format: str
     dtype: torch.dtype | None
     rounding: str
 
 
 class DeferredWeight(Tensor):
-    """A weight [E, N, K] without values: it offers its operands when a product asks for them.
+    """A weight [E, N, K] that has no values of its own and provides its operands when a product asks for them.
 
-    It is kept for backward itself, so that whoever owns the copies may free them in between.
+    Backward keeps the `DeferredWeight` rather than its copies, so that their owner may free them after forward.
     """
 
     @abstractmethod
     def operand(self, rule: Rule) -> Operand:
-        """The operand of a product over K."""
+        """Returns the operand of a product that sums over K."""
 
     @abstractmethod
     def transposed_operand(self) -> Operand:
-        """The operand of a product over N, by the rule of the last `operand`."""
+        """Returns the operand of a product that sums over N, quantized by the rule of the last `operand`."""
 
 
 def fp8_weight(w: Tensor, dtype: torch.dtype, recipe: Recipe, transposed: bool) -> tuple[Operand, Operand]:
-    """Operands of w [E, N, K]: over K and, if `transposed`, over N for the gradient of the input.
+    """Makes the operands of w [E, N, K] in fp8.
 
-    dtype: the dtype that w is multiplied as, before it is quantized.
+    Args:
+        dtype: what w is cast to before it is quantized.
+        transposed: whether the gradient of the input needs the second operand.
+
+    Returns:
+        the operand of a product that sums over K, and of one that sums over N or, without `transposed`, NOTHING.
     """
     rule = Rule(dtype, recipe.format, recipe.dtype, recipe.rounding)
     if isinstance(w, DeferredWeight):
@@ -73,34 +78,37 @@ def fp8_weight(w: Tensor, dtype: torch.dtype, recipe: Recipe, transposed: bool) 
 
 
 def bf16_weight(w: Tensor, dtype: torch.dtype, transposed: bool) -> tuple[Operand, Operand]:
-    """The same in bfloat16."""
+    """Makes the same operands in bfloat16."""
     w = cast(w if dtype == torch.bfloat16 else rounded(w, dtype), torch.bfloat16)
     return Operand(w), Operand(w.mT) if transposed else NOTHING
 
 
 def quantized_weight(pair: tuple[Quantized, Quantized | None], transposed: bool) -> tuple[Operand, Operand]:
-    """The same of a weight that was quantized before."""
+    """Makes the same operands of a weight that the caller quantized before."""
     first, second = pair
     return Operand(first.q, first.scale), Operand(second.q, second.scale) if transposed else NOTHING
 
 
 def quantized_tokens(pair: tuple[Quantized, Quantized | None]) -> tuple[Operand, Operand]:
-    """Tokens that were quantized before, along rows and along tokens."""
+    """Makes operands of tokens that the caller quantized before: along rows, and along tokens if the pair has them."""
     first, second = pair
     return Operand(first.q, first.scale), NOTHING if second is None else Operand(second.q, second.scale)
 
 
 def ready(kept: Operand) -> Operand:
-    """An operand over N that was kept for backward, as products take it."""
+    """Returns an operand that forward kept for a product over N, with its values if a `DeferredWeight` has them."""
     return kept.values.transposed_operand() if isinstance(kept.values, DeferredWeight) else kept
 
 
 def _quantize(
     w: Tensor, w_dtype: torch.dtype, format: str, dtype: torch.dtype | None, rounding: str, transposed: bool = True
 ) -> Copies:
-    """In formats with blocks one op writes both copies, a byte an element more than a frozen input has use for."""
+    """Quantizes w along K and, if `transposed`, along N.
+
+    In formats with blocks one op writes both copies, so a frozen input pays a byte an element for an unused one.
+    """
     w = cast(w, w_dtype)
-    if w.stride(-2) == 1 and w.stride(-1) != 1:  # contiguous [E, K, N]: the same op, its directions swapped
+    if w.stride(-2) == 1 and w.stride(-1) != 1:  # contiguous as [E, K, N]: quantize that and swap the directions
         q_t, scale_t, q, scale = _quantize_weight(w.mT, format, dtype, rounding)
         return q, scale, q_t, scale_t
     w = row_major(w)

@@ -11,8 +11,6 @@ from moe_fp8_ext.ops.checks import FP8_DTYPES, dtype_name, either, is_int
 from moe_fp8_ext.quantization.cost import Work, fastest, grouped_mm_work, layer_work
 from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS, Format
 
-# Below so many fp8 is slower than bfloat16, of formats whose products an H200 has. Others are taken for "rowwise".
-LEAST_PRODUCTS_A_CAST = {"rowwise": 350, "blockwise": 240}
 _BF16_ALIGN = 8  # BF16 tokens in 16 bytes, the alignment of TMA loads
 _NATIVE_MULTIPLE = 16  # of K and N, as Hopper's FP8 GEMMs need them
 _AUTO_FORMATS = "rowwise", "blockwise"
@@ -190,16 +188,6 @@ class Recipe:
             return {}
         options = {field: getattr(self, field) for field in _OPTIONS_OF_ANY_FORMAT}
         return {format: Recipe(format, **options) for format in _AUTO_FORMATS}
-
-    def at(self, products: int, casts: int, experts: int) -> Recipe:
-        """This recipe, or "bf16", if that is `bf16_where_faster`: a rule of sizes alone, measured on an H200.
-
-        FP8 saves a time in proportion to the multiplications of a product, `products`, rows * K * N, and costs one in
-        proportion to the elements that are cast for it, `casts`, so it pays where they are few (DESIGN.md section 6).
-        """
-        pays = products > LEAST_PRODUCTS_A_CAST.get(self.format, LEAST_PRODUCTS_A_CAST["rowwise"]) * casts
-        # Products in bfloat16 take fewer experts: MAX_EXPERTS of them have no choice.
-        return self if not self.bf16_where_faster or pays or experts >= MAX_EXPERTS else RECIPES["bf16"]
 
     @property
     def amax_of_groups(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Quantized operands as objects, and the ops that make and multiply them."""
+"""`Quantized`, an operand with its scales, and functions that make and multiply such operands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_fp8_ext import ops
 from moe_fp8_ext._C import validates
-from moe_fp8_ext.ops.checks import check_format, check_one_of, has_values
+from moe_fp8_ext.ops.checks import check_format, check_one_of, fail, has_values
 from moe_fp8_ext.ops.dispatch import refuse_derivatives_of
 from moe_fp8_ext.quantization.format import FORMATS, padded_extent
 
@@ -20,15 +20,15 @@ class Quantized:
     """An fp8 operand with its scales, as a quantizer returned them. Compared by identity.
 
     Attributes:
-        q: fp8 values. Along rows [M, K], of a weight [E, N, K] or transposed [E, K, N], of "rowwise" any [..., K];
-            along tokens [K, P].
-        scale: as `ops.quantize_rows`, `ops.quantize_tokens` and `ops.quantize_weight` return it.
+        q: fp8 values. Along rows: [M, K], or a weight [E, N, K] or its transpose [E, K, N]; "rowwise" takes any
+            [..., K]. Along tokens: [K, P].
+        scale: as `ops.quantize_rows`, `ops.quantize_tokens` or `ops.quantize_weight` returns it.
         format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
-        along: "rows" or "tokens", the way in which scaling blocks run.
-        offs: [E] int32, ends of groups: along tokens of padded groups among the P positions, along rows of groups of
-            rows, if there are any.
-        align: what groups were padded to along tokens; 1 along rows.
-        transposed: whether q is [E, K, N] of weights [E, N, K], the operand of dgrad.
+        along: "rows" or "tokens", the dimension that scaling blocks run along.
+        offs: [E] int32, exclusive ends of groups. Along tokens: of the padded groups, as positions among P. Along rows:
+            of the groups of rows, or None if the operand was quantized without groups.
+        align: the multiple that groups were padded to along tokens; 1 along rows.
+        transposed: whether q is the transpose [E, K, N] of weights [E, N, K], the operand of dgrad.
     """
 
     q: Tensor
@@ -44,7 +44,8 @@ class Quantized:
         return ops.dequantize(self.q, self.scale, self.format, along=self.along, offs=self.offs, out_dtype=out_dtype)
 
 
-Pair = tuple[Quantized, Quantized]  # along rows, and the other way
+# Two directions of one tensor: along rows, then along tokens or, of a weight, along rows of its transpose.
+Pair = tuple[Quantized, Quantized]
 _OP = "scaled_grouped_mm"
 
 
@@ -58,7 +59,7 @@ def quantize_rows(
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
 ) -> Quantized:
-    """Quantizes along rows, the left operand of the forward pass: `ops.quantize_rows`, which has all the details."""
+    """Quantizes along rows, for the left operand of the forward product. See `ops.quantize_rows` for details."""
     q, scale = ops.quantize_rows(x, format, offs=offs, indices=indices, top_k=top_k, dtype=dtype, rounding=rounding)
     return Quantized(q, scale, format, "rows", offs)
 
@@ -75,7 +76,7 @@ def quantize_tokens(
     rounding: str | None = None,
     amax: str = "group",
 ) -> Quantized:
-    """Quantizes along the tokens of groups, an operand of wgrad: `ops.quantize_tokens`, which has all the details."""
+    """Quantizes along the tokens of groups, for an operand of wgrad. See `ops.quantize_tokens` for details."""
     q_t, scale_t, padded_offs = ops.quantize_tokens(
         x, format, offs=offs, indices=indices, top_k=top_k, align=align, dtype=dtype, rounding=rounding, amax=amax
     )
@@ -94,9 +95,9 @@ def quantize_both(
     rounding: str | None = None,
     amax: str = "group",
 ) -> tuple[Quantized, Quantized]:
-    """`quantize_rows` and `quantize_tokens` from one read of x: `ops.quantize_both`, which has all the details.
+    """Quantizes as `quantize_rows` and `quantize_tokens` do, from one read of x. See `ops.quantize_both` for details.
 
-    With indices, amax "batch" is an error: rows are then those of x and not of the groups.
+    amax "batch" with indices raises, because the rows would then be those of x and not of the groups.
     """
     if amax == "batch" and indices is not None:
         raise RuntimeError("quantize_both: amax must not be 'batch' with indices, got 'batch'")
@@ -110,9 +111,10 @@ def quantize_both(
 def quantize_weight(
     w: Tensor, format: str, *, dtype: torch.dtype | None = None, rounding: str | None = None
 ) -> tuple[Quantized, Quantized]:
-    """Quantizes w [E, N, K] and its transpose [E, K, N]: `ops.quantize_weight`, which has all the details.
+    """Quantizes w [E, N, K] and its transpose [E, K, N]. See `ops.quantize_weight` for details.
 
-    The first is the operand of the forward pass, the second that of dgrad.
+    Returns:
+        the operand of the forward product, and the operand of dgrad.
     """
     q, scale, q_t, scale_t = ops.quantize_weight(w, format, dtype=dtype, rounding=rounding)
     return Quantized(q, scale, format), Quantized(q_t, scale_t, format, transposed=True)
@@ -126,16 +128,16 @@ def scaled_grouped_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = True,
 ) -> Tensor:
-    """The grouped product of two operands as quantizers return them: the sum runs along the last dimension of both.
+    """Multiplies two quantized operands, group by group. The sum runs along the last dimension of both.
 
         a [M, K] along rows,   b [E, N, K] a weight:       out[r] = a[r] @ b[e]^T for the rows r of group e
         a [N, P] along tokens, b [K, P] along tokens:      out[e] = a[:, p] @ b[:, p]^T over the positions p of group e
 
-    Rows that are in no group, and the product of an empty group, are zero. `ops.scaled_grouped_mm` has all the details.
+    Rows that are in no group, and the product of an empty group, are zero. See `ops.scaled_grouped_mm` for details.
 
     Args:
-        a, b: of one format; along tokens of the same groups, padded to the same multiple.
-        offs: [E] int32, exclusive ends of the groups of rows, where a has none.
+        a, b: both of one format; if along tokens, both of the same groups, padded to the same multiple.
+        offs: [E] int32, exclusive ends of the groups of rows; None if a has offs.
         out_dtype: bfloat16 (default) or float32.
         use_fast_accum: let a GEMM of "rowwise" accumulate whole sums in the tensor cores' own precision.
 
@@ -143,7 +145,7 @@ def scaled_grouped_mm(
         out [M, N], or [E, N, K], contiguous.
 
     Raises:
-        RuntimeError: operands do not fit one another; the text names the argument.
+        RuntimeError: the operands do not fit each other; the text names the argument.
     """
     _check_quantized("a", a)
     _check_quantized("b", b)
@@ -182,15 +184,18 @@ def scaled_grouped_mm(
 def given(
     op: str, arg: str, x: object, format: str | None, weight: bool = False
 ) -> tuple[Quantized | None, Quantized | None]:
-    """What there is already of an operand x of a recipe: along rows, and along tokens or, of a weight, of its
-    transpose. Nothing of a tensor."""
+    """Checks an operand that a caller may have quantized already, for a recipe with `format`.
+
+    Returns:
+        its two directions, as in `Pair`; the second is None if the caller did not give it. None twice for a tensor.
+    """
     if isinstance(x, Tensor):
         return None, None
     pair = x if isinstance(x, (tuple, list)) else (x, None)
     if len(pair) != 2 or not isinstance(pair[0], Quantized) or not isinstance(pair[1], (Quantized, type(None))):
         raise RuntimeError(f"{op}: {arg} must be a tensor, a Quantized or a pair of them, got {type(x).__name__}")
-    ways = ("rows", False), ("rows", True) if weight else ("tokens", False)
-    for quantized, (along, transposed) in zip(pair, ways, strict=True):
+    directions = ("rows", False), ("rows", True) if weight else ("tokens", False)
+    for quantized, (along, transposed) in zip(pair, directions, strict=True):
         if quantized is None:
             continue
         _check_tensors(op, arg, quantized)
@@ -206,15 +211,15 @@ def given(
             raise RuntimeError(f"{op}: {arg} must have what quantize_weight returns {which} there, got the other one")
     first, second = pair
     if second is not None:
-        _check_halves(op, arg, first, second, weight)
+        _check_pair(op, arg, first, second, weight)
     return first, second
 
 
-def _check_halves(op: str, arg: str, first: Quantized, second: Quantized, weight: bool) -> None:
-    """That they are of one tensor, as far as shapes tell."""
+def _check_pair(op: str, arg: str, first: Quantized, second: Quantized, weight: bool) -> None:
+    """Checks that both are of one tensor, as far as shapes tell."""
     got = tuple(second.q.shape)
     if first.q.dim() != (3 if weight else 2):
-        return  # which has an error of its own
+        return  # the caller raises an error about the dimensions
     if weight:
         wanted = (*first.q.shape[:-2], first.q.shape[-1], first.q.shape[-2])
     elif second.offs is not None and isinstance(first.q.shape[0], int):
@@ -238,7 +243,7 @@ def _check_tensors(op: str, arg: str, x: Quantized) -> None:
 
 
 def _validate_groups(a: Quantized, b: Quantized) -> None:
-    """With MOE_FP8_VALIDATE=1: that both are of the same groups."""
+    """With MOE_FP8_VALIDATE=1, checks that both have the same groups."""
     if torch.compiler.is_compiling() or not validates() or a.offs is None or b.offs is None:
         return
     if has_values(a.offs) and has_values(b.offs) and a.offs.tolist() != b.offs.tolist():
@@ -246,7 +251,7 @@ def _validate_groups(a: Quantized, b: Quantized) -> None:
 
 
 def _fail(text: str) -> NoReturn:
-    raise RuntimeError(f"{_OP}: {text}")
+    fail(_OP, text)
 
 
 def _align(format: str, align: int | None) -> int:

@@ -1,1 +1,1 @@
-"""What surrounds a training step: reuse of quantized weights, activation checkpointing."""
+"""Tools for a training step: reuse of quantized weights, and activation checkpointing."""

@@ -1,7 +1,7 @@
-"""Quantized weights that calls of `grouped_mm` and `experts` share for as long as nobody writes to the parameter.
+"""A cache of quantized weights, which calls of `grouped_mm` and `experts` share until the parameter changes.
 
-torch says that a tensor is as it was, its version counter and its storage do, but for writes that the counter does not
-see. So entries outlive neither the context that asks for them nor a step of an optimizer: fused ones do not count.
+The version counter of a parameter and its storage tell whether it changed. Some writes do not move the counter, such as
+those of fused optimizers. So every optimizer step empties the cache, and so does leaving the context that asked for it.
 """
 
 from __future__ import annotations
@@ -23,47 +23,50 @@ from moe_fp8_ext import _torch
 Copies = tuple[Tensor, ...]
 
 _is_compiling = torch.compiler.is_compiling
-_PLAIN = (Tensor, Parameter)  # a subclass may hold its values elsewhere
+_PLAIN = (Tensor, Parameter)  # other subclasses may hold their values in other tensors
 
 
 @contextmanager
 def reuse_weights() -> Iterator[None]:
-    """In which `grouped_mm` and `experts` quantize a weight once and not in every call, as long as it stays the same.
+    """While this context is open, `grouped_mm` and `experts` quantize a weight once, and again only after it changed.
 
         with moe_fp8_ext.reuse_weights():
             for batch in micro_batches:
                 loss(model(batch)).backward()
         optimizer.step()
 
-    Put it around the micro-batches of a step, or, with activation checkpointing, around forward and backward. Outputs,
-    gradients and errors are the same with and without. Contexts may be nested, and hold for all threads of the process,
-    because backward runs in threads of torch's own.
+    Put it around the micro-batches of a step. If you use activation checkpointing, put it around forward and backward.
+    Outputs, gradients and errors are the same with and without. Contexts may be nested. They hold for all threads of
+    the process, because torch runs backward in threads of its own.
 
-    What is reused are both fp8 copies of a weight, which take 2 bytes an element and scales: of a B_t that is a leaf or
-    a view of one, where the leaf requires a gradient or is an `nn.Parameter`. Under `torch.autocast` the leaf is the
-    weight before the cast. Weights that the caller casts or computes are quantized in every call.
+    Both fp8 copies of a weight are reused. They take 2 bytes an element, and scales. A B_t is reused if it is a leaf or
+    a view of one, and the leaf requires a gradient or is an `nn.Parameter`. Under `torch.autocast` the leaf is the
+    weight before the cast. A weight that the caller casts or computes is quantized in every call.
 
     A weight is quantized again after
 
-    - any write that its version counter sees, in place or by `load_state_dict`, under `torch.no_grad` too,
-    - any step of a `torch.optim.Optimizer`, however that writes: fused ones do not count as a write,
-    - any change of its memory: `.data` is assigned, its storage is replaced or moves,
+    - any write that its version counter sees: in place or by `load_state_dict`, also under `torch.no_grad`,
+    - any step of a `torch.optim.Optimizer`, including fused optimizers, whose writes the version counter does not see,
+    - any change of its memory: `.data` is assigned, or its storage is replaced or moves.
 
-    and for every recipe whose format, dtype or rounding differ, for every dtype of autocast, and for every CUDA stream.
-    Entries go when their weight changes and is used again or dies, and all of them with a step of an optimizer and when
-    the outermost context is left.
+    It is quantized once for each format, dtype and rounding of a recipe, each dtype of autocast and each CUDA stream.
+    The copies are freed when the weight is used again after a change, when the weight is freed, at every optimizer
+    step, and when the outermost context is left.
 
-    What is not seen is any other write that the version counter does not see and that leaves the memory where it is:
-    through `.data` (`w.data.copy_(x)`), through numpy or DLPack, by a kernel of another library, by a replayed CUDA
-    graph, or by a sharded module that gathers its parameters to the same address. Leave the context before such a write
-    changes a weight.
+    The cache misses a write that neither moves the version counter nor changes the address of the memory. Leave the
+    context before such a write changes a weight:
 
-    Nothing is reused or kept while torch.compile or another tracer is at work, while a CUDA graph is captured, in
-    inference mode, and of tensor subclasses. For a graph, quantize outside of it and pass what `quantize_weight`
-    returns to `grouped_mm` or `experts`: a constant, whose gradient they add to main_grad. A CUDA graph reads it where
-    it was at the capture: copy new values and scales there. Weights with a gradient of autograd's are quantized in the
-    graph.
-    `torch.utils.swap_tensors` refuses a parameter while it has an entry.
+    - a write through `.data` (`w.data.copy_(x)`), numpy or DLPack,
+    - a write by a kernel of another library, or by a replayed CUDA graph,
+    - a sharded module that gathers its parameters to the same address.
+
+    Nothing is reused or kept under torch.compile or another tracer, while a CUDA graph is captured, in inference mode,
+    and for tensor subclasses. To reuse a weight in a graph, quantize it outside and pass what `quantize_weight` returns
+    to `grouped_mm` or `experts`. It is a constant there, whose gradient they add to main_grad. A CUDA graph reads it at
+    the address of the capture: copy new values and scales there. A weight that autograd computes a gradient for is
+    quantized inside the graph.
+
+    `torch.utils.swap_tensors` refuses a parameter while the cache has copies of it.
 
     Source: DESIGN.md section 6.
     """
@@ -78,39 +81,40 @@ def reuse_weights() -> Iterator[None]:
 
 
 def reused(quantize: Callable[..., Copies], x: Tensor, *options: Hashable) -> Copies | None:
-    """quantize(x, *options), or what that has returned for this x before; None where nothing may be reused."""
+    """Returns quantize(x, *options), or its result of an earlier call for the same x. None if x must not be reused."""
     if _is_compiling():
         return None
     weights = _scope.weights
     if weights is None or _torch.state_of is None:
         return None
     leaf = _leaf(x)
-    if leaf is None or _is_recorded(x):
+    if leaf is None or _forbids_reuse(x):
         return None
-    state, key = _torch.state_of(x), id(leaf)  # before the values are read
+    state, key = _torch.state_of(x), id(leaf)  # the state is taken before the values are read
     weight = weights.get(key)
     if weight is None or weight.state != state:
         weight = weights[key] = _Weight(leaf, x, state)
     stream = torch.cuda.current_stream(x.get_device()).cuda_stream if x.is_cuda else None
-    what = x.storage_offset(), x.shape, x.stride(), x.dtype, stream, options
-    copies = weight.copies.get(what)
+    view = x.storage_offset(), x.shape, x.stride(), x.dtype, stream, options
+    copies = weight.copies.get(view)
     if copies is None:
-        copies = weight.copies[what] = quantize(x, *options)
+        copies = weight.copies[view] = quantize(x, *options)
     return copies
 
 
 class _Weight:
-    """The copies of one parameter in one state."""
+    """The copies of one parameter in one state, by view and options."""
 
     def __init__(self, leaf: Tensor, x: Tensor, state: tuple[int, ...]) -> None:
         self.leaf = weakref.ref(leaf, functools.partial(_forget, id(leaf)))
-        self.storage = StorageWeakRef(x.untyped_storage())  # so that no other one gets its address, which is in state
+        # Holds the storage's address, which is part of the state, so that no other storage gets it.
+        self.storage = StorageWeakRef(x.untyped_storage())
         self.state = state
         self.copies: dict[Hashable, Copies] = {}
 
 
 class _Scope:
-    """What there is while a context is open in any thread: weights by the id of their leaf."""
+    """The open contexts of all threads, and the weights that they share, by the id of their leaf."""
 
     def __init__(self) -> None:
         self.weights: dict[int, _Weight] | None = None
@@ -136,7 +140,7 @@ class _Scope:
     def forget_all(self, *_: object) -> None:
         with self.lock:
             if self.depth:
-                self.weights = {}  # a new one: a call under way in another thread may still fill the old
+                self.weights = {}  # a new dict, because a call in another thread may still fill the old one
 
 
 _scope = _Scope()
@@ -149,7 +153,7 @@ def _forget(key: int, _: weakref.ref) -> None:
 
 
 def _leaf(x: Tensor) -> Tensor | None:
-    """The parameter that x is, or is a view of."""
+    """Returns the parameter that x is, or is a view of."""
     if type(x) not in _PLAIN or x.is_inference() or x.is_neg():
         return None
     for leaf in (_torch.base_of(x), x):
@@ -158,8 +162,8 @@ def _leaf(x: Tensor) -> Tensor | None:
     return None
 
 
-def _is_recorded(x: Tensor) -> bool:
-    """Whether what is computed now may only be used where it is: in a graph, or in inference mode."""
+def _forbids_reuse(x: Tensor) -> bool:
+    """Whether results computed now must not be used outside: they belong to a graph, or are inference tensors."""
     if torch.is_inference_mode_enabled():
         return True
     if _torch.is_traced():

@@ -1,4 +1,4 @@
-"""The bench's own tools."""
+"""The tools of the bench: cases, tables, reports and comparisons."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def result(commit: str, **microseconds: float) -> dict:
 
 
 def test_every_grouped_op_has_even_and_uneven_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes the ends of groups, or finds them: routers send no even ones."""
+    """Every op that takes or computes offs is timed with even and uneven groups, as no router sends even ones."""
     monkeypatch.syspath_prepend(ROOT / "bench")
     cases = importlib.import_module("cases").CASES.values()
     schemas = {name: getattr(torch.ops.moe_fp8, name).default._schema for name in ops.__all__}
@@ -127,7 +127,7 @@ def test_compare(tmp_path: Path) -> None:
 
 
 def test_operands_of_deepgemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its documents describe them, by a stand-in: our product of the same operands."""
+    """A stand-in with the interface of DeepGEMM's documents computes the product of our operands."""
     monkeypatch.syspath_prepend(ROOT / "bench")
     peers, cases = importlib.import_module("peers"), importlib.import_module("cases_gemm")
     label, shape = "scaled_grouped_mm blockwise", "dsv3_up 2Dx3D"
@@ -156,7 +156,7 @@ def test_operands_of_deepgemm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_which_recipe_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the worse of even and uneven groups; what has one of them alone is not compared, BF16 is 1."""
+    """The worse of even and uneven groups counts. A recipe with only one of them is not compared. BF16 is 1."""
     pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
     monkeypatch.syspath_prepend(ROOT / "bench")
     tables = importlib.import_module("tables")

@@ -1,4 +1,4 @@
-"""The rules that keep the house: what every op must have and what may stand where, read from parsed sources."""
+"""The rules of the tree: what every op must have, and what each folder may contain. Sources are parsed for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PYTHON = sorted(p for d in FOLDERS for p in (ROOT / d).rglob("*.py"))
 TEXTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench" / "results").glob("*.md")])
 
 
-# Every op has everything: the five places of CONTRIBUTING.md
+# ---- Every op has its five places of CONTRIBUTING.md -----------------------------------------------------------------
 
 LIBRARY = (CSRC / "library.cpp").read_text()
 SCHEMAS = [torch._C.parse_schema("moe_fp8::" + text) for text in cpp_text.strings_given_to("m.def", LIBRARY)]
@@ -35,7 +35,7 @@ OPS = [schema.name.removeprefix("moe_fp8::") for schema in SCHEMAS]
 
 
 def registrations() -> dict[str, list[str]]:
-    """Of every op the files of csrc/ops that register it."""
+    """The files of csrc/ops that register each op."""
     found: dict[str, list[str]] = {}
     for path in sorted((CSRC / "ops").glob("*.cpp")):
         for op in re.findall(r"\bMOE_FP8_REGISTER\s*\(\s*(\w+)\s*\)", cpp_text.code(path.read_text())):
@@ -49,7 +49,7 @@ def module_of(function: object) -> str:
 
 @functools.cache
 def names_in(path: Path) -> set[str]:
-    """What is called, or handed to a call by its name or as text, in a file of tests and in those that it imports."""
+    """Names of functions and of arguments of calls, and all strings, in a test file and the support that it imports."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
@@ -64,12 +64,12 @@ def names_in(path: Path) -> set[str]:
 
 
 def files_with(*names: str) -> list[str]:
-    """Files of tests that have all of these."""
+    """The test files that contain all of these names."""
     return [p.name for p in sorted((ROOT / "tests").rglob("test_*.py")) if names_in(p).issuperset(names)]
 
 
 def described(schema: torch.FunctionSchema) -> list[tuple[str, object]]:
-    """(name, default) of every argument; inspect.Parameter.empty where there is none."""
+    """(name, default) of every argument. Without a default it is inspect.Parameter.empty."""
     empty = inspect.Parameter.empty
     return [(a.name, a.default_value if a.has_default_value() else empty) for a in schema.arguments]
 
@@ -88,13 +88,13 @@ def test_library_declares_what_is_registered():
     assert sorted(schema.name for schema in SCHEMAS) == sorted(registered)
     for schema in SCHEMAS:
         assert str(getattr(torch.ops.moe_fp8, schema.name[9:]).default._schema) == str(schema)
-    # All others are sizes, and SymInt.
+    # Sizes are SymInt, all but these.
     assert {name for schema in SCHEMAS for name in re.findall(r"\bint\?? (\w+)", str(schema))} == {"align", "parts"}
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_op_has_its_files(op):
-    """One file of C++ and one of Python, of the same name, that of the op's family."""
+    """One C++ and one Python file, both named after the op's family."""
     assert [f"moe_fp8_ext.ops.{stem}" for stem in registrations()[op]] == [module_of(getattr(ops, op))]
 
 
@@ -139,7 +139,7 @@ def test_op_has_a_docstring(op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_op_has_tests(op):
-    """A call, `opcheck`, bad arguments, and random calls."""
+    """Byte equality, `opcheck`, bad arguments, and random calls."""
     for check in ("assert_same", "check_opcheck", "check_error"):
         assert files_with(op, check), check
     assert op in importlib.import_module("calls").OPS
@@ -157,7 +157,7 @@ def test_op_is_in_the_documents(op):
 
 
 def test_contributing_names_the_places_of_an_op():
-    """Which the tests above hold every op to."""
+    """These are the places that the tests above check."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     steps = re.findall(r"^(\d)\. (?:(?!^\d\. |^#).*\n?)+", text.split("## Adding an op")[1].split("\n## ")[0], re.M)
     assert steps == ["1", "2", "3", "4", "5"]
@@ -179,7 +179,7 @@ def test_documents_are_what_the_bench_makes(monkeypatch):
     assert bench_module("report", monkeypatch).outdated() == [], "run: python bench/report.py"
 
 
-# The public names
+# ---- Public names ----------------------------------------------------------------------------------------------------
 
 PUBLIC = (
     *("Experts", "MoE", "Quantized", "Recipe", "Router", "build_info", "combine", "convert_", "experts"),
@@ -207,7 +207,7 @@ def test_all_is_what_is_imported(module):
 
 
 def test_the_package_is_typed():
-    """For every public function, down to the last argument."""
+    """Every argument of every public function has an annotation."""
     assert (ROOT / "moe_fp8_ext" / "py.typed").exists()
     for function in (*(getattr(moe_fp8_ext, n) for n in PUBLIC), *(getattr(ops, op) for op in OPS)):
         if inspect.isfunction(function):
@@ -215,7 +215,7 @@ def test_the_package_is_typed():
             assert set(hints) == {*parameters, "return"}, function
 
 
-# The rooms: one name, one thing
+# ---- The tree --------------------------------------------------------------------------------------------------------
 
 
 def python_folders() -> list[Path]:
@@ -226,7 +226,8 @@ def python_folders() -> list[Path]:
 def test_no_function_shadows_a_module(folder):
     """`import moe_fp8_ext.a.b` and `from moe_fp8_ext.a import b` give the same module."""
     package = ".".join(folder.relative_to(ROOT).parts)
-    assert not shadowed(importlib.import_module(package), [p.stem for p in folder.glob("[!_]*.py")])
+    modules = [p.stem for p in (*folder.glob("*.py"), *folder.glob("*/")) if not p.name.startswith("__")]
+    assert not shadowed(importlib.import_module(package), modules)
 
 
 def shadowed(package: object, stems: list[str]) -> list[str]:
@@ -238,6 +239,12 @@ def test_shadowed_finds_a_function_in_place_of_a_module():
     assert shadowed(inspect, ["signature", "ast", "no_such_name"]) == ["signature"]
 
 
+def test_tests_live_in_folders():
+    tests = ROOT / "tests"
+    assert [p.name for p in tests.glob("*.py")] == ["conftest.py"]
+    assert {p.parent.parent for p in tests.rglob("test_*.py")} == {tests}
+
+
 def test_design_names_every_folder():
     tree = (ROOT / "DESIGN.md").read_text().split("\ncsrc/\n")[1].split("```")[0]
     cpp, python = tree.split("\nmoe_fp8_ext/")
@@ -246,7 +253,7 @@ def test_design_names_every_folder():
         assert folders == set(re.findall(r"^  (\w+)/", text, re.M))
 
 
-# What C++ includes: calls go one way
+# ---- Includes of C++: calls go one way -------------------------------------------------------------------------------
 
 RANKS = {"platform": 0, "numerics": 1, "primitives": 2, "quantize": 3, "scales": 3, "gemm": 3}
 RANKS |= {"tokens": 4, "activations": 4}
@@ -289,15 +296,14 @@ def test_rules_of_includes_catch_what_breaks_them():
     )
 
 
-# Rules on source text: each takes a path relative to the root and the text, and returns what breaks it
+# ---- Rules about the text of a file ----------------------------------------------------------------------------------
+# A rule takes a path relative to the root and the text, and returns the violations.
 
 VENDOR = re.compile(r"CUDA|HIP|ROCM|NVCC|AMD|gfx|GFX|SIMT")
 BUILD_MODE = re.compile(r"\bMOE_FP8_(?:CUDA|HIP|GPU)\b")
 EXITS = re.compile(r"\b(?:_?exit|quick_exit|abort|terminate|v?f?printf|puts)\s*\(")
 UNFINISHED = re.compile(r"\b(?:TODO|FIXME|XXX|WIP|HACK)\b")
-OF_WORK = re.compile(
-    r"\b(?:coordinator|sub-?agents?|helper [A-Z]|(?:this|last|previous|next) session|issue #?\d+)\b", re.I
-)
+HOW_IT_WAS_WRITTEN = re.compile(r"\b(?:coordinators?|sub-?agents?|sessions?)\b", re.I)  # pages say what is, not who
 COMMENTED_CPP = re.compile(
     r"""^(?:
         \#\s*(?:include|if|ifdef|endif|define|pragma)\b.*
@@ -341,7 +347,7 @@ def commented_cpp(path: str, text: str) -> list[str]:
 
 
 def unfinished_cpp(path: str, text: str) -> list[str]:
-    return [c for c in cpp_text.comments(text) if UNFINISHED.search(c) or OF_WORK.search(c)]
+    return [c for c in cpp_text.comments(text) if UNFINISHED.search(c) or HOW_IT_WAS_WRITTEN.search(c)]
 
 
 @functools.cache
@@ -369,16 +375,16 @@ def unfinished_python(path: str, text: str) -> list[str]:
     tree = ast.parse(text)
     scopes = [n for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef))]
     words = [*python_comments(text), *(ast.get_docstring(n) or "" for n in scopes)]
-    return [w for w in words if UNFINISHED.search(w) or OF_WORK.search(w)]
+    return [w for w in words if UNFINISHED.search(w) or HOW_IT_WAS_WRITTEN.search(w)]
 
 
 def unfinished_text(path: str, text: str) -> list[str]:
-    return [line for line in text.splitlines() if UNFINISHED.search(line) or OF_WORK.search(line)]
+    return [line for line in text.splitlines() if UNFINISHED.search(line) or HOW_IT_WAS_WRITTEN.search(line)]
 
 
 def long_lines(path: str, text: str) -> list[str]:
     lines = enumerate(text.splitlines(), 1)
-    if path.endswith(".md"):  # a row of a table is one line, and so is an address
+    if path.endswith(".md"):  # Markdown cannot break the rows of tables and addresses
         lines = ((i, line) for i, line in lines if not line.startswith("|") and "](http" not in line)
     return [f"line {i} is longer than 120" for i, line in lines if len(line) > 120]
 
@@ -430,8 +436,9 @@ def test_sources(rule, paths):
         (commented_python, "tests/t.py", "# import os\n", "# imports are slow\n"),
         (commented_python, "tests/t.py", "# check(x, y)\n", "# m = RN32(448 / amax)\n"),
         (commented_python, "tests/t.py", "x = 1  # if x > 2:\n", "x = 1  # in the order of the call:\n"),
-        (unfinished_python, "tests/t.py", '"""As helper B said."""\n', 'x = "helper B"\n'),
-        (unfinished_text, "DESIGN.md", "see issue 11\n", "an issue of 11 kernels\n"),
+        (unfinished_cpp, "csrc/ops/o.cpp", "// As the coordinator said.\n", "// See PyTorch issue 189522.\n"),
+        (unfinished_python, "tests/t.py", '"""As a sub-agent said."""\n', 'x = "sub-agent"\n'),
+        (unfinished_text, "DESIGN.md", "what the last session measured\n", "measured on an H200, issue #11\n"),
         (long_lines, "csrc/ops/o.cpp", "x" * 121, "x" * 120),
         (long_lines, "README.md", "x" * 121, "| " + "x" * 121),
     ],

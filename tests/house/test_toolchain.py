@@ -1,4 +1,4 @@
-"""The tools that check the kernels find what they are meant to find."""
+"""The tools that build and check the kernels: the emulation, the choice of architectures, the report, the cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("case", "outcome"),
     [
         ("sum of a wave", r"ok 40"),
-        ("sum of 32 lanes", r"ok 20"),  # half of what the author of a CUDA-only reduction wanted
+        ("sum of 32 lanes", r"ok 20"),  # half of the wave: a reduction written for CUDA alone loses the rest
         ("wait without end", r"error 719: no end in sight"),
         ("divergent barrier", r"error 719: a thread returned while others wait in __syncthreads at faults.cpp:\d+ "),
         (
@@ -87,7 +87,7 @@ def test_a_chip_that_would_multiply_to_zeros_is_no_target(macros, multiplies):
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of commands that say what a machine has: a compiler, and no GPUs until a test adds them."""
+    """A folder of commands in PATH that describe a machine: a compiler, and no GPU until a test adds one."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     for variable in ("MOE_FP8_CUDA_ARCHS", "MOE_FP8_ROCM_ARCHS"):
         monkeypatch.delenv(variable, raising=False)
@@ -105,7 +105,7 @@ def says(tool: Path, *words: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "asked"), [("cuda", "90a"), ("cuda", "90a;100a"), ("cuda", "86;103a;120f"), ("rocm", "gfx950;gfx942")]
 )
-def test_architectures_that_are_asked_for(tools, monkeypatch, backend, asked):
+def test_architectures_from_the_environment(tools, monkeypatch, backend, asked):
     monkeypatch.setenv(f"MOE_FP8_{backend.upper()}_ARCHS", asked)
     assert choose_archs(backend, str(tools / "nvcc"))[0] == asked
 
@@ -113,7 +113,7 @@ def test_architectures_that_are_asked_for(tools, monkeypatch, backend, asked):
 @pytest.mark.parametrize(
     ("backend", "asked", "message"),
     [
-        ("cuda", "90;100a", "MOE_FP8_CUDA_ARCHS must name Hopper 90a, .* got 90 in 90;100a"),
+        ("cuda", "90;100a", "MOE_FP8_CUDA_ARCHS must name Hopper as 90a, .* got 90 in 90;100a"),
         ("cuda", "75;80", "MOE_FP8_CUDA_ARCHS must name architectures from 80 on, got 75 of 75;80"),
         ("cuda", "hopper", "must name architectures from 80 on, got hopper of hopper"),
         ("cuda", "90a;130", "nvcc does not know 130 of 90a;130"),
@@ -124,7 +124,7 @@ def test_architectures_that_are_asked_for(tools, monkeypatch, backend, asked):
         ),
     ],
 )
-def test_architectures_that_nothing_is_built_for(tools, monkeypatch, backend, asked, message):
+def test_refused_architectures(tools, monkeypatch, backend, asked, message):
     monkeypatch.setenv(f"MOE_FP8_{backend.upper()}_ARCHS", asked)
     with pytest.raises(SystemExit, match=message):
         choose_archs(backend, str(tools / "nvcc"))
@@ -134,7 +134,7 @@ def test_architectures_of_the_machine(tools):
     assert choose_archs("cuda", str(tools / "nvcc"))[0] == DEFAULT_ARCHS["cuda"]
     assert choose_archs("rocm", "hipcc")[0] == DEFAULT_ARCHS["rocm"]
     says(tools / "nvidia-smi", "9.0", "7.5", "8.9", "9.0")
-    says(tools / "rocm_agent_enumerator", "gfx000", "gfx942", "gfx1036", "gfx942")  # a CPU, and graphics beside it
+    says(tools / "rocm_agent_enumerator", "gfx000", "gfx942", "gfx1036", "gfx942")  # a CPU and its graphics
     assert (choose_archs("cuda", str(tools / "nvcc"))[0], choose_archs("rocm", "hipcc")[0]) == ("89;90a", "gfx942")
 
 
@@ -142,22 +142,22 @@ def test_architectures_of_the_machine(tools):
     ("backend", "tool", "gpu", "arch"),
     [("cuda", "nvidia-smi", "7.5", "75"), ("rocm", "rocm_agent_enumerator", "gfx90a", "gfx90a")],
 )
-def test_a_machine_whose_gpus_the_kernels_are_not_for(tools, backend, tool, gpu, arch):
+def test_a_machine_with_unsupported_gpus(tools, backend, tool, gpu, arch):
     says(tools / tool, gpu)
-    with pytest.raises(SystemExit, match=f"the GPUs here are {arch}, .*MOE_FP8_{backend.upper()}_ARCHS to build"):
+    with pytest.raises(SystemExit, match=f"but this machine has {arch}: .*MOE_FP8_{backend.upper()}_ARCHS to build"):
         choose_archs(backend, str(tools / "nvcc"))
 
 
 # ---- The report of a GPU ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_report_without_a_gpu(monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", [first_run.__file__])
     assert first_run.main() == 1
     out = capfd.readouterr().out
     assert re.search(
-        r"== machine\ntorch \S+ of (.|\n)*version .*\n(GEMM .*\n)*GEMM cpu: .*\n\nNothing was run: torch", out
+        r"== machine\ntorch \S+ of (.|\n)*version .*\n(GEMM .*\n)*GEMM cpu: .*\n\nNo kernel was run: torch", out
     ), out
 
 
@@ -167,10 +167,10 @@ def test_report_says_whether_bytes_are_the_same(recipe, capsys):
     assert capsys.readouterr().out == "product: the same bytes\nlayer: the same bytes\n"
 
 
-def test_report_sees_other_bytes(monkeypatch, capsys):
+def test_report_sees_different_bytes(monkeypatch, capsys):
     monkeypatch.setattr(first_run.moe, "grouped_mm", lambda x, b_t, offs, recipe: x.sum() * b_t.sum() * torch.rand(1))
     assert not first_run.same_bytes("rowwise", "cpu", (64, 32, 64, 4))
-    assert capsys.readouterr().out == "product: OTHER BYTES\nlayer: the same bytes\n"
+    assert capsys.readouterr().out == "product: DIFFERENT BYTES\nlayer: the same bytes\n"
 
 
 @pytest.mark.parametrize("format", first_run.RECIPES)
@@ -184,13 +184,13 @@ def test_report_of_speed(format, capsys):
     assert re.match(r"\d+\.\d\d x torch._grouped_mm in BF16", lines[2])
 
 
-def test_report_goes_on_after_what_fails(capfd):
+def test_report_goes_on_after_a_failure(capfd):
     kill, wait = ["sh", "-c", "kill -9 $$"], ["sleep", "60"]
     commands = {"good": ["true"], "bad": ["false"], "dead": kill, "stuck": wait, "last": ["echo", "there"]}
     assert first_run.run(commands, seconds=1) == ["bad", "dead", "stuck"]
     out = capfd.readouterr().out
     assert "== bad\nFAILED: status 1\n" in out and "== dead\nFAILED: status -9\n" in out
-    assert "== stuck\nFAILED: no end in 1 seconds\n" in out and out.endswith("== last\nthere\n")
+    assert "== stuck\nFAILED: still running after 1 seconds\n" in out and out.endswith("== last\nthere\n")
 
 
 # ---- The cache -------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_report_goes_on_after_what_fails(capfd):
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A source in csrc/ that includes a header by way of another, and a compiler that says when it runs."""
+    """A source in csrc/ that includes one header through another, and a compiler that records its runs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = tmp_path / "root"
     for module in (cache, compile_cached):
@@ -227,7 +227,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compile_one(tree: Path, *flags: str) -> int:
-    """How often the compiler ran for this call."""
+    """Compiles the source and returns how often the compiler ran."""
     (tree / "runs").write_text("")
     outputs = ["-MF", str(tree / "k.o.d"), "-o", str(tree / "k.o")]
     command = [str(tree / "compiler"), *flags, "-MD", "-MT", "k.o", "-c", str(tree / "csrc" / "a" / "k.cu"), *outputs]
@@ -259,7 +259,7 @@ def test_cache_serves_another_clone(tree, monkeypatch):
     assert compile_one(clone) == 0
 
 
-def test_cache_keeps_no_failure(tree, capfd):
+def test_cache_does_not_keep_failures(tree, capfd):
     (tree / "broken").touch()
     command = [str(tree / "compiler"), "-c", str(tree / "csrc" / "a" / "k.cu"), "-o", str(tree / "k.o")]
     assert [compile_cached.main(command), compile_cached.main(command)] == [1, 1]
@@ -269,13 +269,13 @@ def test_cache_keeps_no_failure(tree, capfd):
     assert compile_one(tree) == 1
 
 
-def test_launcher_leaves_other_commands_alone(tree):
+def test_launcher_ignores_other_commands(tree):
     for command in (["--version"], ["-o", str(tree / "k.so"), "k.o"], ["-c", str(tree / "else.cu"), "-o", "/dev/null"]):
         assert compile_cached.main([str(tree / "compiler"), *command]) == 0
     assert not cache.folder().exists()
 
 
-def test_cache_forgets_what_nobody_uses(tree):
+def test_cache_removes_old_entries(tree):
     compile_one(tree)
     (entry,) = cache.folder().iterdir()
     os.utime(entry, (0, 0))

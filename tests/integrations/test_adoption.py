@@ -1,4 +1,4 @@
-"""docs/adoption.md: a test runs each of its blocks, here those that no other file is about."""
+"""docs/adoption.md: tests run each of its blocks. Here are the blocks that belong to no other test file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OFFS = torch.tensor([5, 5, 9, 11, 12, 16, 18, TOKENS], dtype=torch.int32)
 
 
 def run(code: str, **given: object) -> dict[str, object]:
-    """The names that it leaves, with sizes of a test and with what the page takes for granted."""
+    """Runs a block with small sizes and with the names that the page assumes. Returns the names that it defines."""
     names = dict(moe_fp8_ext=moe_fp8_ext, x=torch.randn(TOKENS, D).bfloat16(), offs=OFFS, **given)
     names |= dict(topk_ids=torch.rand(TOKENS, E).topk(TOP_K).indices, topk_scores=torch.rand(TOKENS, TOP_K))
     for large, small in (("256, 7168, 8,", f"{E}, {D}, {TOP_K},"), ("256, 7168, 2048", f"{E}, {D}, {F}")):
@@ -27,16 +27,18 @@ def run(code: str, **given: object) -> dict[str, object]:
 
 
 def test_every_block_has_a_test():
-    """Which takes all blocks that a section has in a language."""
+    """A test that asks for the blocks of a section in a language runs all of them."""
     sections = (ROOT / "docs" / "adoption.md").read_text().split("\n## ")[1:]
-    there = {(s.split("\n")[0], name) for s in sections for name in re.findall(r"^```(\w*)\n.*?^```", s, re.M | re.S)}
-    taken = set()
+    documented = {
+        (s.split("\n")[0], name) for s in sections for name in re.findall(r"^```(\w*)\n.*?^```", s, re.M | re.S)
+    }
+    tested = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "blocks":
                 page, *place = [ast.literal_eval(argument) for argument in node.args]
-                taken |= {tuple([*place, "python"][:2])} if page == "docs/adoption.md" else set()
-    assert there == taken
+                tested |= {tuple([*place, "python"][:2])} if page == "docs/adoption.md" else set()
+    assert documented == tested
 
 
 def test_a_layer_of_your_own():

@@ -25,7 +25,7 @@ E, D, F = 4, 32, 48
 
 
 class Foreign(nn.Module):
-    """Experts of nobody."""
+    """Experts of no known kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def call() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def results(model: nn.Module, fn: Callable | None = None) -> list[Tensor]:
-    """The output and the gradients."""
+    """Returns the output and the gradients."""
     model.zero_grad()
     out = (model if fn is None else fn)(*call())
     out.float().square().sum().backward()
@@ -113,7 +113,7 @@ def test_report():
         "model.second               not converted: filter said no",
     ]
     assert "(model)  moe_fp8_ext  Recipe('bf16')" in str(convert_(model.experts, "bf16"))
-    # What was converted can be converted again from what the report holds.
+    # The report is enough to convert the model again.
     names = {name for name, _, _ in report.converted}
     again = Recipe.from_json(report.converted[0].recipe.to_json())
     assert convert_(model, again, lambda name, _: name in names) == report
@@ -148,7 +148,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dum
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 def test_copies(copied):
-    """Are converted, and reverted without the original."""
+    """Copies are converted too, and can be reverted without the original."""
     model = Model()
     convert_(model, "blockwise")
     other = copied(model)
@@ -162,7 +162,7 @@ def test_copies(copied):
 
 
 def test_compiles():
-    """Before and after, in one graph; what is compiled already sees the new recipe."""
+    """A converted model compiles to one graph. A model that was compiled before `convert_` sees the new recipe."""
     model = Model()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same(results(model, compiled), expected("rowwise"))
@@ -191,7 +191,7 @@ def convert(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("steps", [(shard, convert), (convert, shard)], ids=["shard first", "convert first"])
 def test_fsdp(steps, world_of_one):
-    """Whose classes change, whatever comes first."""
+    """fully_shard replaces classes, before or after `convert_`."""
     model = Model()
     for step in steps:
         step(model)
@@ -203,7 +203,7 @@ def test_fsdp(steps, world_of_one):
 
 
 def test_subclasses():
-    """An instance is converted and not its class, and by the forward that is known alone."""
+    """`convert_` changes instances and not classes, and only if they have a known forward."""
 
     class Same(Experts):
         pass
@@ -249,7 +249,7 @@ RECIPES = r"\['auto', 'bf16', 'blockwise', 'mxfp8', 'rowwise'\]"
     ],
 )
 def test_errors(model, arguments, error, text):
-    """Come before anything has changed."""
+    """An error is raised before anything changes."""
     model = model()
     before = state_of(model) if model else None
     with pytest.raises(error, match=f"^{text}$"):
@@ -263,7 +263,7 @@ def test_revert_takes_modules_alone():
 
 
 def test_torchtitan_is_missing(monkeypatch):
-    """What its override says; the message of Transformers' is tested beside that."""
+    """The reason is the error of its override. test_convert_transformers.py tests the one of Transformers."""
     of_override = "moe_fp8_ext.integrations.torchtitan"
     for name in ("torchtitan", *(name for name in sys.modules if name.startswith("torchtitan."))):
         monkeypatch.setitem(sys.modules, name, None)

@@ -1,4 +1,4 @@
-"""convert_ on models of Transformers: what `experts_implementation` gives, module by module and whatever it says."""
+"""convert_ on models of Transformers. It equals `experts_implementation`, and works whatever that is set to."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    register()  # what conversions are compared with
+    register()  # the implementations that conversions are compared with
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -51,7 +51,7 @@ def converted(name: str = "qwen3_moe", recipe: str = "blockwise") -> nn.Module:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_is_the_implementation(name):
-    """Of every layout, and the way back."""
+    """For every layout; and `revert_` restores the module."""
     experts, call = experts_of(name), calls()
     experts.config._experts_implementation = "moe_fp8_blockwise"
     want = results(experts, *call)
@@ -74,7 +74,7 @@ def test_whatever_the_config_says():
         ("model.layers.0.mlp.experts", "filter said no"),
     )
     assert model.config.to_dict() == config.to_dict()
-    model.set_experts_implementation("moe_fp8_bf16")  # of the first layer, which was converted to it too
+    model.set_experts_implementation("moe_fp8_bf16")  # the first layer was converted to this too
     mixed = gradients(model)
     convert_(model, "blockwise")
     assert_same(gradients(model), want)
@@ -86,7 +86,8 @@ def test_whatever_the_config_says():
 
 @pytest.mark.parametrize("name", ["mixtral", "muse_spark_text"])
 def test_compiles(name):
-    """What was compiled and ran before is compiled again: one operation, and the model's own code in between."""
+    """A compiled module is compiled again after `convert_`: with one call of `experts`, and with the model's code
+    between two products."""
     torch._dynamo.reset()
     experts, call = experts_of(name), calls()
     experts.config._experts_implementation = "moe_fp8_rowwise"
@@ -107,7 +108,7 @@ def test_gradient_checkpointing():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies(copied):
-    """Compute with their own parameters, and are reverted without the original."""
+    """Copies compute with their own parameters, and can be reverted without the original."""
     model = converted()
     want = gradients(model)
     other = copied(model)
@@ -159,7 +160,7 @@ def test_fsdp(steps):
 
 
 def refused(model: nn.Module) -> str:
-    """Why nothing in a model is converted; nothing has changed."""
+    """Returns the reason why nothing in a model is converted, and checks that nothing has changed."""
     before = [dict(vars(module)) for module in model.modules()]
     with pytest.raises(ValueError, match="^convert_: model must have .*, got none\n") as info:
         convert_(model)
@@ -183,7 +184,7 @@ def test_quantized_experts():
 
 
 def test_subclasses():
-    """Taken with the forward that was marked, and only with that."""
+    """A subclass is converted only if it has the marked forward."""
     experts, call = experts_of("mixtral"), calls()
 
     class Same(type(experts)):
@@ -207,10 +208,10 @@ def test_subclasses():
 
 
 def test_forward_of_the_module_itself():
-    """Such as that of a plan for expert parallelism, which has to come after; then it is not lost with revert_."""
+    """Plans of expert parallelism set such a forward. They must run after `convert_`: `revert_` would drop it."""
     experts = experts_of("mixtral")
-    own = experts.forward
-    experts.forward = lambda *call: own(*call)
+    original = experts.forward
+    experts.forward = lambda *call: original(*call)
     assert "forward must be that of its class, got another that the module itself has" in refused(experts)
     del experts.forward
     convert_(experts)
@@ -229,7 +230,7 @@ def test_version_that_is_not_known(monkeypatch):
 
 
 def replica(module: nn.Module, device: str) -> nn.Module:
-    """As torch.nn.DataParallel makes them, with weights of zeros."""
+    """Makes a replica as torch.nn.DataParallel does, with weights of zeros."""
     made = module._replicate_for_data_parallel()
     for name, p in module.named_parameters():
         setattr(made, name, torch.zeros_like(p, device=device))
@@ -237,7 +238,8 @@ def replica(module: nn.Module, device: str) -> nn.Module:
 
 
 def test_replicas_of_data_parallel():
-    """Compute with their own weights by the implementation; a converted forward stays with its module, and raises."""
+    """With the implementation, replicas compute with their weights. A converted forward belongs to one module, and
+    raises in a replica."""
     experts, call = experts_of("mixtral"), calls()
     experts.config._experts_implementation = "moe_fp8"
     assert not replica(experts, "cpu")(*call).any()
@@ -247,7 +249,7 @@ def test_replicas_of_data_parallel():
 
 
 def test_parameters_that_change_with_the_module():
-    """torch.func and to(): the forward is that of the module as it is."""
+    """After torch.func or to(), the forward uses the current parameters of the module."""
     experts, call = experts_of("mixtral"), calls()
     convert_(experts, "bf16")
     zeros = {name: torch.zeros_like(p) for name, p in experts.named_parameters()}
@@ -257,7 +259,7 @@ def test_parameters_that_change_with_the_module():
 
 
 def test_documents(capsys):
-    """The blocks of docs/adoption.md, and the table that it shows."""
+    """Runs the blocks of docs/adoption.md, and compares the table that it shows."""
     model = tiny_model("qwen3_moe", "eager")
     (use, recipe), (table,) = blocks("docs/adoption.md", "Any module"), blocks("docs/adoption.md", "Any module", "")
     before = [dict(vars(module)) for module in model.modules()]

@@ -1,4 +1,4 @@
-"""The example that fine-tunes a model of Transformers, on a tiny one with a tokenizer of bytes."""
+"""The example that fine-tunes a model of Transformers, run on a tiny model with a tokenizer of bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def finetune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs the example on a CPU; what it prints."""
+    """Runs the example on a CPU and returns what it prints."""
     spec = importlib.util.spec_from_file_location("finetune", ROOT / "examples" / "finetune_transformers.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
@@ -55,7 +55,7 @@ def finetune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 
 def ends(printed: str) -> tuple[float, float]:
-    """The losses of the first step and of the last."""
+    """Returns the losses of the first step and of the last."""
     return tuple(map(float, re.search(r"^loss (\S+) in the first step, (\S+) in the last", printed, re.M).groups()))
 
 
@@ -71,7 +71,7 @@ def test_loop(finetune, folder, tmp_path):
 
 
 def test_documented_command(finetune, folder, tmp_path):
-    """By Trainer, where there is one; what is saved is a model folder again."""
+    """Uses Trainer if accelerate is installed. The result is a model folder again."""
     (block,) = blocks("docs/adoption.md", "Hugging Face Transformers", "bash")
     command = block.removeprefix("python examples/finetune_transformers.py ").split()
     places = {"path/to/model": folder, "text.txt": TEXT, "path/to/finetuned": tmp_path}

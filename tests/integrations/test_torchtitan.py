@@ -1,4 +1,4 @@
-"""The override for torchtitan, on its own models and on stand-ins for what its main has become."""
+"""The override for torchtitan, on its models and on stand-ins for those of its main branch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MODELS = {
     "gpt_oss": (titan("models.gpt_oss"), "debugmodel"),
 }
 TRAINED = ("deepseek_v3", "qwen3")
-WHOLE = "deepseek_v3"  # for losses; those of the other take a CPU two minutes
+WHOLE = "deepseek_v3"  # the model whose losses are computed at full size; the other takes a CPU two minutes
 MODULE = "moe_fp8_ext.integrations.torchtitan"
 OVERRIDE = f"{MODULE}.moe_fp8"
 STEPS, SEQUENCES, LENGTH = 6, 2, 32
@@ -47,7 +47,7 @@ STEPS, SEQUENCES, LENGTH = 6, 2, 32
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """The CPU's own bfloat16 product of small matrices spends its time on waking the others."""
+    """With more threads, a CPU's bfloat16 product of small matrices spends its time on waking them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -62,7 +62,7 @@ def causal_attention(_: object) -> object:
 
 @dataclass(kw_only=True, slots=True)
 class Root(config.Configurable.Config):
-    """As much of a Trainer.Config as overrides see."""
+    """The part of a Trainer.Config that overrides see."""
 
     model_spec: object
 
@@ -73,7 +73,7 @@ def apply(root: Root, *imports: object) -> Root:
 
 
 def debug_model(name: str, whole: bool = False) -> Root:
-    """Of two layers and smaller experts, for the CPU's own bfloat16 is slow, unless it is asked for whole."""
+    """A debug model. Without `whole` it has two layers and smaller experts, because bfloat16 is slow on a CPU."""
     module, flavor = MODELS[name]
     if name == "gpt_oss" and torch.cuda.is_available():
         pytest.importorskip("flash_attn_interface", reason="torchtitan imports it for gpt_oss on a Hopper GPU")
@@ -109,7 +109,7 @@ def loss_of(model: nn.Module) -> Tensor:
 
 @functools.cache
 def losses(name: str, recipe: str | None) -> list[float]:
-    """Of torchtitan's own experts where recipe is None."""
+    """Trains a model and returns its losses. If recipe is None, the experts are torchtitan's own."""
     root = debug_model(name, whole=name == WHOLE)
     model = build(root if recipe is None else apply(root, (OVERRIDE, {"recipe": recipe})))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -134,7 +134,7 @@ def test_losses(name, recipe):
 
 
 def test_bench(monkeypatch):
-    """What it measures on a GPU, on the debug model."""
+    """Runs the bench on the debug model; on a GPU it measures a larger one."""
     pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
     monkeypatch.syspath_prepend(ROOT / "bench")
     result = importlib.import_module("titan").measure(12, torch.device("cpu"))
@@ -166,7 +166,7 @@ def test_parameters_are_those_of_torchtitan(name):
 
 
 def test_biases_of_gpt_oss():
-    """What subclasses of GroupedExperts do around the grouped matmul stays."""
+    """The code of a subclass around its grouped matmul stays."""
     x, counts = torch.randn(50, 256), torch.tensor([22, 0, 17, 5, 0, 3, 1, 2])
     outs = []
     for root in (debug_model("gpt_oss"), apply(debug_model("gpt_oss"), (OVERRIDE, {"recipe": "bf16"}))):
@@ -208,8 +208,8 @@ def test_unknown_recipe():
 
 
 def test_applied_again():
-    """The class stays, in pickles too, the last recipe counts: as torchtitan's own overrides, it may meet what it has
-    made."""
+    """Applied to its own result, as torchtitan's own overrides may be, it keeps the class, and the last recipe counts.
+    Pickles keep the class too."""
     root = apply(debug_model("qwen3"), (OVERRIDE, {"recipe": "blockwise"}))
     first = {type(experts) for experts in experts_of(root)}
     assert len(first) == 1
@@ -232,7 +232,7 @@ def test_compiles_in_one_graph():
 
 @pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
 def test_passes_the_check_of_shardings(recipe, world_of_one):
-    """What torchtitan's debug.spmd_typechecking turns on."""
+    """Runs with the check that torchtitan's debug.spmd_typechecking turns on."""
     experts = experts_of(apply(debug_model("qwen3"), (OVERRIDE, {"recipe": recipe})))[0].build()
     tokens, offs = torch.randn(64, 256, dtype=torch.bfloat16), torch.arange(64, dtype=torch.int32)
     weights = experts.w1_EFD.bfloat16().transpose(-2, -1)
@@ -251,7 +251,7 @@ def test_passes_the_check_of_shardings(recipe, world_of_one):
     ],
 )
 def test_a_converter_was_first(module, converter, text):
-    """torchtitan's own: one wraps the weights, the other has a method of its own."""
+    """One of torchtitan's converters wraps the weights, and the other replaces the method."""
     pytest.importorskip("torchao")
     converted = getattr(titan(f"components.quantization.{module}"), converter)(moe.GroupedExperts)
     root = Root(model_spec=Layers(layers=[converted.Config(dim=32, hidden_dim=32, num_experts=2)]))
@@ -268,7 +268,7 @@ def test_beside_another_override():
         apply(root, OVERRIDE, other)
 
 
-# Models that are built
+# Built models
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -289,7 +289,7 @@ def check_gradients(model: nn.Module, name: str, recipe: str | None) -> None:
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_convert(name):
-    """As the override does, twice, and the way back."""
+    """`convert_` equals the override, also when called twice, and `revert_` restores the model."""
     model = build(debug_model(name))
     before = [dict(vars(module)) for module in model.modules()]
     for recipe in ("blockwise", "rowwise"):
@@ -318,7 +318,7 @@ def shard(model: nn.Module) -> None:
 
 
 def distribute(model: nn.Module) -> None:
-    """As plans of expert parallelism leave parameters and forwards."""
+    """Changes parameters and forwards as plans of expert parallelism do."""
     mesh = dist.init_device_mesh("cpu", (1,))
     for layer in routed(model):
         experts = layer.routed_experts.inner_experts
@@ -349,7 +349,7 @@ def test_converted_compiles():
     assert torch.equal(copied(x, counts), experts(x, counts))
 
 
-# What torchtitan's main has become
+# torchtitan's main branch
 
 
 @dataclass(kw_only=True, slots=True)
@@ -358,7 +358,7 @@ class Layers(config.Configurable.Config):
 
 
 class StandIn(protocols.Module):
-    """Weights [E, out, in] in float32, and a method `_grouped_mm` for them."""
+    """A module with float32 weights [E, out, in], and a method `_grouped_mm` for them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(protocols.Module.Config):
@@ -394,7 +394,7 @@ def fourth(self, *, rows: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.fixture
 def newer(monkeypatch):
-    """Puts a class where torchtitan has or had its own, as if the override had not been imported before."""
+    """Replaces torchtitan's class, as if the override had not been imported before."""
 
     def put(module: ModuleType, name: str, owner: type) -> Root:
         monkeypatch.setattr(module, name, owner, raising=False)

@@ -1,4 +1,4 @@
-"""Experts of Hugging Face Transformers with our forward, against the same experts with Transformers' own."""
+"""Experts of Hugging Face Transformers: our forward against Transformers' own."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers_models import (
     DIM,
     EXPERTS,
+    HIDDEN,
     LAYOUTS,
     MODELS,
     SIZES,
@@ -45,21 +46,21 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 def registered() -> Iterator[None]:
     register()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # models as small as these only wait for threads
+    torch.set_num_threads(1)  # for models this small, more threads cost time
     yield
     torch.set_num_threads(threads)
 
 
 def run(experts: torch.nn.Module, implementation: str, x: Tensor, ids: Tensor, scores: Tensor) -> dict[str, Tensor]:
-    """The output and every gradient."""
+    """Returns the output and every gradient."""
     experts.config._experts_implementation = implementation
     return results(experts, x, ids, scores)
 
 
-# Roundings to bfloat16 from an input to the output: 2 products, 2 biases, at most 5 in a gate and 3 in a norm, scores
-# and their sum. As many on the way back, and about 10 rows of a bias's gradient are added up one by one. Each moves a
-# value by at most 2^-8 of it, in the root mean square by 2^-8 / sqrt(3) or less. What rounds independently adds up in
-# squares, and so do the two that are compared; weights of random values carry a relative error on as it is.
+# From an input to the output there are these roundings to bfloat16: 2 products, 2 biases, at most 5 in a gate and 3 in
+# a norm, scores and their sum. Backward has as many, and adds about 10 rows of a bias's gradient one by one. Each
+# rounding has a relative error of at most 2^-8, and of at most 2^-8 / sqrt(3) in the root mean square. Independent
+# errors add up in squares, and so do those of the two results. Random weights do not change a relative error.
 ROUNDINGS = 14 + 14 + 10
 TOLERANCE = (2 * ROUNDINGS / 3) ** 0.5 * 2**-8  # 2 %
 
@@ -80,7 +81,7 @@ def test_bf16_is_what_transformers_computes(name, scores):
 
 
 def test_every_class_that_is_marked():
-    """Of all models that Transformers has."""
+    """Compares the experts of all models that Transformers has."""
     found = 0
     for marked in marked_classes():
         experts, call = drawn(marked(Sizes())).bfloat16(), calls()
@@ -91,7 +92,7 @@ def test_every_class_that_is_marked():
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_float32_experts_under_autocast(name):
-    """Transformers' own do not follow autocast; eager ones do."""
+    """Compares with eager experts, because Transformers' grouped_mm ignores autocast."""
     experts, (x, ids, scores) = experts_of(name, torch.float32), calls()
     with torch.autocast("cpu", torch.bfloat16):
         got, want = (run(experts, which, x.float(), ids, scores) for which in ("moe_fp8_bf16", "eager"))
@@ -99,13 +100,15 @@ def test_float32_experts_under_autocast(name):
 
 
 def test_recipes():
-    """Each under its own name; `moe_fp8` stands for what it was registered with."""
+    """Each recipe has its name. `moe_fp8` is the recipe that `register` got."""
     experts, call = experts_of("mixtral"), calls()
     names = "rowwise", "blockwise", "mxfp8", "bf16", "auto"
     assert {name for name in interface() if "moe_fp8" in name} == {"moe_fp8", *(f"moe_fp8_{name}" for name in names)}
     named = {name: run(experts, f"moe_fp8_{name}", *call) for name in names}
     assert_same(run(experts, "moe_fp8", *call), named["rowwise"])
-    assert_same(named["auto"], named["bf16"])  # for as few slots
+    x, ids, _ = call
+    chosen = moe_fp8_ext.Recipe("auto").for_layer(ids.numel(), x.shape[-1], HIDDEN, EXPERTS, gated=True)
+    assert_same(named["auto"], named[chosen.name])
     for other in ("blockwise", "bf16"):
         assert not torch.equal(named[other]["out"], named["rowwise"]["out"])
         register(other)
@@ -142,7 +145,7 @@ def test_training(name, implementation):
 
 @pytest.fixture
 def activations(monkeypatch) -> list[str]:
-    """Of all calls of `experts`."""
+    """Records the activations of all calls of `experts`."""
     called = []
 
     def spy(*args: object, activation: str, **kwargs: object) -> Tensor:
@@ -155,7 +158,7 @@ def activations(monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_is_one_operation(name, activations):
-    """All whose activation is known, but for those with a norm."""
+    """Experts with a known activation and without a norm become one call of `experts`."""
     known = {"gpt_oss": ["swiglu_oai"], "nemotron_h": ["relu2"], "muse_spark_text": []}
     run(experts_of(name), "moe_fp8", *calls())
     assert activations == known.get(name, ["swiglu"])
@@ -171,32 +174,32 @@ def test_what_is_one_operation(name, activations):
     ],
 )
 def test_activations_that_are_known(name, act, activation, activations):
-    own, call = experts_of(name), calls()
-    del own.act_fn  # a module, in whose place no function can be put
-    own.act_fn = transformers.activations.ACT2FN[act] if isinstance(act, str) else act
-    assert_close(run(own, "moe_fp8_bf16", *call), run(own, "grouped_mm", *call))
+    module, call = experts_of(name), calls()
+    del module.act_fn  # it is a module, and a function cannot be assigned in its place
+    module.act_fn = transformers.activations.ACT2FN[act] if isinstance(act, str) else act
+    assert_close(run(module, "moe_fp8_bf16", *call), run(module, "grouped_mm", *call))
     assert activations == [activation]
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "nemotron_h"])
 def test_class_that_was_replaced(name, activations):
-    """By `fully_shard` or a parametrization, as adapters for low-rank training are: one operation all the same."""
-    own, call = experts_of(name), calls()
-    want = run(own, "moe_fp8", *call)
-    torch.nn.utils.parametrize.register_parametrization(own, "down_proj", torch.nn.Identity())
-    assert type(own).__name__.startswith("Parametrized")
-    assert_same_tensor(run(own, "moe_fp8", *call)["x"], want["x"], "x")
+    """Experts are one operation even if `fully_shard` or a parametrization (such as LoRA) replaced their class."""
+    module, call = experts_of(name), calls()
+    want = run(module, "moe_fp8", *call)
+    torch.nn.utils.parametrize.register_parametrization(module, "down_proj", torch.nn.Identity())
+    assert type(module).__name__.startswith("Parametrized")
+    assert_same_tensor(run(module, "moe_fp8", *call)["x"], want["x"], "x")
     assert len(activations) == 2 and len(set(activations)) == 1
 
 
 def test_activations_that_are_not_known(activations):
-    """A gate with other constants, an activation that has no name here: the model's own code."""
-    own, call = experts_of("gpt_oss"), calls()
-    own.limit = 1.0
-    assert_close(run(own, "moe_fp8_bf16", *call), run(own, "grouped_mm", *call))
-    own = experts_of("mixtral")
-    own.act_fn = torch.nn.Tanh()
-    assert_close(run(own, "moe_fp8_bf16", *call), run(own, "grouped_mm", *call))
+    """With other constants of a gate, or an unknown activation, the model's own code runs."""
+    module, call = experts_of("gpt_oss"), calls()
+    module.limit = 1.0
+    assert_close(run(module, "moe_fp8_bf16", *call), run(module, "grouped_mm", *call))
+    module = experts_of("mixtral")
+    module.act_fn = torch.nn.Tanh()
+    assert_close(run(module, "moe_fp8_bf16", *call), run(module, "grouped_mm", *call))
     assert not activations
 
 
@@ -211,24 +214,24 @@ CHANGES = [*("gpt_oss one", "gpt_oss class", "qwen3_moe one"), *(f"mixtral {of}"
 @pytest.mark.parametrize("change", CHANGES)
 def test_activations_that_were_changed(change, activations, monkeypatch):
     name, change = change.split()
-    own, call = experts_of(name), calls()
-    of_class = type(own)._apply_gate
+    module, call = experts_of(name), calls()
+    of_class = type(module)._apply_gate
 
     @functools.wraps(of_class)
     def gate(self: torch.nn.Module, h: Tensor) -> Tensor:
         return 3 * of_class(self, h)
 
     if change == "one":
-        own._apply_gate = gate.__get__(own)
+        module._apply_gate = gate.__get__(module)
     elif change == "class":
-        monkeypatch.setattr(type(own), "_apply_gate", gate)
+        monkeypatch.setattr(type(module), "_apply_gate", gate)
     elif change == "hook":
-        own.act_fn.register_forward_hook(lambda act, args, out: 3 * out)
+        module.act_fn.register_forward_hook(lambda act, args, out: 3 * out)
     elif change == "act":
-        monkeypatch.setattr(type(own.act_fn), "forward", SiLU.forward)
+        monkeypatch.setattr(type(module.act_fn), "forward", SiLU.forward)
     else:
-        own.act_fn = SiLU()
-    assert_close(run(own, "moe_fp8_bf16", *call), run(own, "grouped_mm", *call))
+        module.act_fn = SiLU()
+    assert_close(run(module, "moe_fp8_bf16", *call), run(module, "grouped_mm", *call))
     assert not activations
 
 
@@ -251,7 +254,7 @@ def test_a_whole_model_compiles():
     tokens = torch.randint(3, SIZES["vocab_size"], (2, 16))
     want, got = (m(input_ids=tokens, labels=tokens, use_cache=False).loss for m in (model, compiled))
     got.backward()
-    assert got.item() == pytest.approx(want.item(), rel=0.01)  # attention is other kernels there
+    assert got.item() == pytest.approx(want.item(), rel=0.01)  # the two run different attention kernels
     assert all(p.grad.any() for p in model.parameters())
 
 
@@ -265,7 +268,7 @@ def test_gradient_checkpointing(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_and_loaded(name, tmp_path):
-    """Weights as they were, and a config.json that names nothing of ours."""
+    """Weights come back unchanged, and config.json does not name this package."""
     model = tiny_model(name, "moe_fp8")
     model.save_pretrained(tmp_path)
     assert "moe_fp8" not in (tmp_path / "config.json").read_text()
@@ -277,13 +280,13 @@ def test_saved_and_loaded(name, tmp_path):
     assert_same(gradients(loaded), gradients(model))
 
 
-# Casts to FP8 on the way to a gradient: both operands of three products, and what is kept of the activation. Each moves
-# a value by at most 2^-4 of it.
+# On the way to a gradient there are 7 casts to FP8: both operands of three products, and the activation's input that is
+# kept for backward. Each has a relative error of at most 2^-4.
 FP8_TOLERANCE = (7 / 3) ** 0.5 * 2**-4  # 9.5 %, in the root mean square
 
 
 def test_bench_cases(monkeypatch):
-    """Small as on a CPU: a case and its baseline give the same gradients, as far as FP8 goes."""
+    """With the small sizes of a CPU, a case and its baseline give the same gradients within the error of FP8."""
     torch.manual_seed(0)
     monkeypatch.syspath_prepend(ROOT / "bench")
     cases = importlib.import_module("cases_models").MODEL_CASES
@@ -296,7 +299,7 @@ def test_bench_cases(monkeypatch):
 
 
 def test_bench_tables(monkeypatch):
-    """A line for each size, with tokens a second and what they are over the baseline's."""
+    """The table has a line for each size, with tokens a second and the ratio to the baseline."""
     pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
     monkeypatch.syspath_prepend(ROOT / "bench")
     cases, tables = (importlib.import_module(name) for name in ("cases_models", "tables"))
@@ -333,7 +336,7 @@ def test_documents(given, tmp_path):
 
 
 def shard(experts: torch.nn.Module, first: int, count: int) -> torch.nn.Module:
-    """One rank's part of them."""
+    """Returns one rank's part of the experts."""
     part = copy.deepcopy(experts)
     part.num_experts, part._is_expert_parallel = count, True
     for name, p in experts.named_parameters():
@@ -344,9 +347,9 @@ def shard(experts: torch.nn.Module, first: int, count: int) -> torch.nn.Module:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_expert_parallel_sentinels(name):
-    """Two ranks add up to the whole, and what a rank has no expert for leaves no trace, whatever it holds."""
+    """Two ranks add up to the whole. A slot without a local expert has no effect, whatever its values are."""
     experts, (x, ids, scores) = experts_of(name), calls()
-    ids[:5] %= EXPERTS // 2  # tokens of the first rank alone
+    ids[:5] %= EXPERTS // 2  # these tokens have experts of the first rank alone
     whole, parts = run(experts, "moe_fp8_bf16", x, ids, scores), []
     for rank in range(2):
         local = ids - rank * EXPERTS // 2
@@ -406,7 +409,7 @@ def interface() -> dict[str, object]:
 
 
 def check_refused(error: type[Exception], text: str, *args: object) -> None:
-    """An error of one sentence, and nothing has been changed."""
+    """Checks that `register` raises one sentence, and that nothing has changed."""
     before = interface()
     with pytest.raises(error, match=f"^{text}$"):
         register(*args)

@@ -144,18 +144,29 @@ def test_transforms_of_torch_func_raise(transform, device):
         transform(lambda x: experts(x, problem.ids, problem.scores, *weights).float().sum())(x)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("exported_with_gradients", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
-def test_export_has_forward_alone(strict, device):
+def test_export_has_forward_alone(strict, exported_with_gradients, frozen, device):
     made = moe_fp8_ext.MoE(moe_fp8_ext.Router(4, 32, 2), moe_fp8_ext.Experts(4, 32, 16)).to(device)
+    made.requires_grad_(not frozen)
     x = torch.randn(9, 32, device=device)
-    exported = torch.export.export(made, (x,), strict=strict).module()
+    with torch.set_grad_enabled(exported_with_gradients):
+        exported = torch.export.export(made, (x,), strict=strict).module()
     with torch.no_grad():
-        assert_same(exported(x), made(x))
-    if strict:
-        assert not exported(x)[0].requires_grad
-        return
-    with pytest.raises(RuntimeError, match="must not ask for a gradient"):
-        exported(x)
+        want = made(x)
+        assert_same(exported(x), want)
+    asks = x.clone().requires_grad_()
+    for tokens in (x, asks):
+        # A strict export of a call that asks for a gradient has the whole Function, whose output is then a constant.
+        is_constant = strict and exported_with_gradients and not frozen
+        if is_constant or (frozen and tokens is x):
+            got = exported(tokens)
+            assert_same(got, want)
+            assert not got[0].requires_grad
+            continue
+        with pytest.raises(RuntimeError, match=r"must not ask for a gradient.* under torch.no_grad\(\)"):
+            exported(tokens)
 
 
 @pytest.mark.parametrize("name", RECIPES)

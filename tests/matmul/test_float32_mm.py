@@ -1,4 +1,4 @@
-"""Products in float32 by parts in bfloat16."""
+"""Products with float32 accuracy, computed from parts in bfloat16."""
 
 import itertools
 
@@ -14,20 +14,21 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_add_up(dtype, dim, device):
-    """And the first n of them to within 2^(-8 n), twice half a unit of the last of 8 bits."""
+    """The sum of all parts is exact, and the sum of the first n is within 2^(-8 n). That is twice what n roundings to 8
+    bits may leave."""
     x = (torch.randn(64, 65) * torch.exp2(torch.randint(-14, 15, (64, 65)))).to(dtype)
     x = torch.cat([x, -x, x[:1] * 0]).to(device)
     for given in (x, x.t(), x[::2, 3:]):
         for count in range(1, DTYPES.index(dtype) + 2):
-            of_x = parts(given, count, dim).double().chunk(count, dim)
-            assert ((sum(of_x) - given.double()).abs() <= 2.0 ** (-8 * count) * given.double().abs()).all()
-        assert torch.equal(sum(of_x), given.double())
+            parts_of_x = parts(given, count, dim).double().chunk(count, dim)
+            assert ((sum(parts_of_x) - given.double()).abs() <= 2.0 ** (-8 * count) * given.double().abs()).all()
+        assert torch.equal(sum(parts_of_x), given.double())
 
 
 @pytest.mark.parametrize(("a", "b"), [*itertools.product(DTYPES, DTYPES)])
 @pytest.mark.parametrize(("m", "k", "n"), [(9, 200, 5), (200, 9, 33), (40, 1, 33), (1, 1, 99), (0, 4, 4), (4, 0, 4)])
 def test_products(a, b, m, k, n, device):
-    """Within what is left out, 2^-23 of every product, and k roundings of float32 sums, of both ways."""
+    """The error is at most what both ways leave out, 2^-23 of every product, and k roundings of float32 sums."""
     a, b = torch.randn(m, k).to(a), torch.randn(n, k).to(b)
     want, size = a.double() @ b.double().t(), a.double().abs() @ b.double().abs().t()
     for mm in (float32_mm, mm_by_parts):
@@ -40,8 +41,10 @@ def test_products(a, b, m, k, n, device):
 @pytest.mark.parametrize(("m", "k", "n"), [(9, 200, 5), (200, 9, 33)])
 @pytest.mark.parametrize("out", DTYPES)
 def test_rounded_products(out, a, b, m, k, n, device):
-    """Half a unit of out, float32 sums as above, and what parts leave out: for bfloat16 below 2^-16 of each factor, and
-    of the second parts' product; a little more than 3 times that."""
+    """The error is at most half a unit of out, float32 sums as in test_products, and what parts leave out.
+
+    For bfloat16 that is 2^-16 of each factor and of the product of the second parts: a little over 3 * 2^-16.
+    """
     a, b = torch.randn(m, k).to(a), torch.randn(n, k).to(b)
     want, size = a.double() @ b.double().t(), a.double().abs() @ b.double().abs().t()
     got = float32_mm(a.to(device), b.to(device).t(), out).cpu()
@@ -52,14 +55,14 @@ def test_rounded_products(out, a, b, m, k, n, device):
 
 
 def test_gradients_from_parts_that_are_made_once(device):
-    """As near as the two products are: 2^-16 of every product is left out, and sums are in float32, which are then
-    rounded by half a unit."""
+    """Both gradients are as exact as the two products. These leave out 2^-16 of every product, sum in float32, and
+    round by half a unit."""
     grad, a, b = torch.randn(50, 20), torch.randn(50, 9).bfloat16(), torch.randn(20, 9).bfloat16()
     factors = ((grad, b), (grad.t(), a))
     for given in (grad.to(device), grad.t().contiguous().to(device).t(), grad[:1].expand(50, 20).to(device)):
         got = gradients_by_parts(given, a.to(device), b.to(device))
-        of_parts = gradients_by_parts(parts(given, 2, 1).unflatten(1, (2, -1)), a.to(device), b.to(device))
-        assert all(map(torch.equal, of_parts, got))
+        from_parts = gradients_by_parts(parts(given, 2, 1).unflatten(1, (2, -1)), a.to(device), b.to(device))
+        assert all(map(torch.equal, from_parts, got))
         for product, (_, other), wide in zip(got, factors, (given.cpu(), given.cpu().t()), strict=True):
             want, size = wide.double() @ other.double(), wide.double().abs() @ other.double().abs()
             bound = (2**-16 + 2 * 100 * 2**-24) * size
@@ -70,34 +73,35 @@ def test_gradients_from_parts_that_are_made_once(device):
 
 @pytest.mark.parametrize("strided", [False, True])
 def test_parts_of_a_gradient_are_added_in_float32(strided, device):
-    """Rounded once, of every size, of infinities and of NaN, and contiguous, however b lies."""
+    """The gradient of b is rounded once, for every magnitude, infinities and NaN. It is contiguous, whatever strides b
+    has."""
     grad, a, b = torch.randn(50, 20), torch.randn(50, 300).bfloat16(), torch.randn(20, 300).bfloat16()
     grad = (grad * torch.exp2(torch.randint(-99, 99, (1, 20)))).to(device)
     grad[3, 5], grad[3, 7] = torch.inf, torch.nan
     a, b = a.to(device), b.to(device)
     first, second = _mm(parts(grad, 2, 1).t(), a).unflatten(0, (2, -1))
-    _, of_b = gradients_by_parts(grad, a, b.t().contiguous().t() if strided else b)
-    assert_same(of_b, (first + second).bfloat16())
-    assert of_b.isnan().any() and of_b.isfinite().any()
+    _, grad_b = gradients_by_parts(grad, a, b.t().contiguous().t() if strided else b)
+    assert_same(grad_b, (first + second).bfloat16())
+    assert grad_b.isnan().any() and grad_b.isfinite().any()
 
 
 def test_a_large_gradient_is_rounded_once(device):
-    """Its product leaves it in bfloat16: within half a unit of the sum in float32, which leaves out 2^-16 of every
-    product, and 2 * k roundings."""
-    t, d, e = 2**12, 2**11, 256  # as many experts as there may be
+    """cuBLAS writes it in bfloat16, within half a unit of the float32 sum. That sum leaves out 2^-16 of every product
+    and has 2 * k roundings."""
+    t, d, e = 2**12, 2**11, 256  # the most experts for which cuBLAS writes bfloat16
     grad, a, b = (torch.randn(*size, device=device) for size in ((t, e), (t, d), (e, d)))
     a, b = a.bfloat16(), b.bfloat16()
-    (got, _), (of_a, _) = gradients_by_parts(grad, a, b), float32_mm_backward(grad, a, b, True, True)
-    assert got.dtype == of_a.dtype == torch.bfloat16
+    (got, _), (grad_a, _) = gradients_by_parts(grad, a, b), float32_mm_backward(grad, a, b, True, True)
+    assert got.dtype == grad_a.dtype == torch.bfloat16
     want, size = grad.double() @ b.double(), grad.double().abs() @ b.double().abs()
     bound = (2**-16 + 2 * 2 * e * 2**-24) * size
-    for gradient in (got, of_a):
+    for gradient in (got, grad_a):
         assert ((gradient.double() - want).abs() <= 2**-8 * (want.abs() + bound) + bound).all()
 
 
 @pytest.mark.parametrize(("a", "b"), [(a, b) for a in DTYPES for b in DTYPES])
 def test_backward(a, b, device):
-    """Each gradient alone and both, in the dtypes of a and b; bounds as in test_rounded_products."""
+    """Computes each gradient alone and both, in the dtypes of a and b, within the bounds of test_rounded_products."""
     grad = torch.randn(50, 20, device=device)
     a, b = torch.randn(50, 9, device=device).to(a), torch.randn(20, 9, device=device).to(b)
     factors = (grad.double(), b.double(), a.dtype), (grad.t().double(), a.double(), b.dtype)
@@ -124,6 +128,6 @@ def test_compiles(device):
 
 
 def test_float64(device):
-    """Which has no parts: a number of 64 bits is rounded first."""
+    """float64 is not split into parts: it is rounded to float32 first."""
     a, b = torch.randn(9, 20, device=device).double(), torch.randn(20, 5, device=device).bfloat16()
     assert torch.equal(float32_mm(a, b), a.float() @ b.float())

@@ -1,4 +1,4 @@
-"""What recipes are: which ops a product is made of, what they take, which names there are."""
+"""Recipes: the ops that each consists of, its options, names and errors, and what "auto" chooses."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from moe_fp8_ext.quantization.recipe import RECIPES, get_recipe
 QUANTIZED = tuple(FORMATS)
 
 
-# What is left between a recipe and its ops is one rounding of the product to bfloat16, 2^-14 / 12 of the signal at
-# most, and the accumulator, which of rowwise operands is Hopper's own. Blocks of 128 have two more such roundings, of
-# dequantized operands.
+# A recipe differs from the exact composition of its ops by one rounding of the product to bfloat16, at most 2^-14 / 12
+# of the signal, and by the accumulator, which for rowwise operands on Hopper has its own precision. Formats with blocks
+# may have two more such roundings, of dequantized operands.
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_is_the_composition_of_its_ops(name, device):
     """The recipe adds nothing to the three products of quantized operands."""
     recipe, min_db = Recipe(name), 48.1 if FORMATS[name].block else 45
     a, b_t, offs, g = problem(300, 160, 144, group_offs("tail_rows", 300, 3), device)
     rounding, how = {"rounding": recipe.rounding}, {"align": recipe.align, "out_dtype": torch.float64}
-    of_tokens = {"offs": offs, "align": recipe.align, **rounding}
+    along_tokens = {"offs": offs, "align": recipe.align, **rounding}
     amax = recipe.amax_of_groups
-    q_a, s_a, qt_a, st_a, ends = reference.quantize_both(a.detach(), name, **of_tokens, amax=amax)
-    q_g, s_g, qt_g, st_g, _ = reference.quantize_both(g, name, **of_tokens)
+    q_a, s_a, qt_a, st_a, ends = reference.quantize_both(a.detach(), name, **along_tokens, amax=amax)
+    q_g, s_g, qt_g, st_g, _ = reference.quantize_both(g, name, **along_tokens)
     q_w, s_w, qt_w, st_w = reference.quantize_weight(b_t.detach().mT, name, **rounding)
     if FORMATS[name].order == "column_major":
         s_w, st_w, st_a = s_w.mT, st_w.mT, st_a.mT
@@ -50,10 +50,15 @@ def test_is_the_composition_of_its_ops(name, device):
 
 @pytest.mark.parametrize("rounding", ["rceil", "floor"])
 def test_accuracy_of_mxfp8(rounding, device):
-    """28.5 dB with scales that saturate nothing (see grouped_problem.py), 0.5 of it for the spread of draws and, in
-    wgrad, for short blocks. Rounded down, a scale cuts what is above 448 of 512, 1/8 of it at most: of one in 32
-    elements, the largest, whose mean square is 5 times that of all, in the log2(8/7) = 0.19 of blocks whose largest is
-    there. That is 1/64 * 5/32 * 0.19 = 0.0005 more noise an operand than 0.0007: 26.2 dB, a bound that needs no room.
+    """Holds the product to 28 dB with "rceil" and 26.2 dB with "floor".
+
+    Scales that saturate nothing give 28.5 dB (see grouped_problem.py). 0.5 dB of it are left for the spread of draws
+    and, in wgrad, for short blocks.
+
+    "floor" rounds scales down. Then the largest of 32 elements saturates at 448 if it is between 448 and 512, and loses
+    at most 1/8. This happens in log2(8/7) = 0.19 of all blocks, and the mean square of the largest element is 5 times
+    that of all elements. So an operand has 1/64 * 5/32 * 0.19 = 0.0005 more noise than the 0.0007 of rounding: 26.2 dB,
+    which is an upper bound of the noise and needs no further room.
     """
     a, b_t, offs, g = problem(1000, 512, 384, group_offs("zipf", 1000, 4), device)
     recipe = Recipe("mxfp8", rounding=rounding)
@@ -64,7 +69,7 @@ def test_accuracy_of_mxfp8(rounding, device):
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("indexed", [False, True])
 def test_wgrad_high_precision(name, indexed, device):
-    """The gradient of weights is that of recipe "bf16", bit for bit; the rest is the recipe's own."""
+    """The gradient of weights is that of recipe "bf16", bit for bit. Outputs and other gradients are the recipe's."""
     recipe = Recipe(name, wgrad_high_precision=True)
     a, b_t, offs, g = problem(120, 90, 75, group_offs("tail_rows", 120, 3), device)
     indices = torch.randperm(120, generator=torch.Generator().manual_seed(0)).int().to(device)
@@ -96,7 +101,7 @@ def test_wgrad_high_precision_takes_as_many_experts_as_torch(gpu):
         grouped_mm(a, b_t, offs, recipe=Recipe("mxfp8", wgrad_high_precision=True))
 
 
-# E5M2 has a bit less: four times the noise of E4M3 in one of two operands, 4 dB less than its 25.8 or 28.5 dB.
+# E5M2 has one bit less than E4M3, so one of two operands has four times the noise: 4 dB less than 25.8 or 28.5 dB.
 @pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8"])
 def test_gradients_in_another_dtype(name, device):
     recipe = Recipe(name, grad_dtype=torch.float8_e5m2)
@@ -108,13 +113,13 @@ def test_gradients_in_another_dtype(name, device):
 
 
 def test_padding_changes_no_result(device):
-    """What groups are padded to is a matter of memory."""
+    """The multiple that groups are padded to changes memory, and no result."""
     a, b_t, offs, g = problem(120, 64, 48, group_offs("zipf", 120, 3), device)
     for name, aligns in (("rowwise", (1, 16, 256)), ("blockwise", (1, 32, 256)), ("mxfp8", (32, 128))):
         results = [run(a, b_t, offs, g, Recipe(name, align=align)) for align in aligns]
         for got in results[1:]:
             for ours, first in zip(got, results[0], strict=True):
-                assert sqnr_db(ours, first) > 45  # on a GPU another GEMM may take it
+                assert sqnr_db(ours, first) > 45  # on a GPU, another GEMM may multiply
 
 
 def test_names():
@@ -128,7 +133,7 @@ def test_names():
     assert Recipe("mine", "mxfp8", rounding="floor") == Recipe(name="mine", format="mxfp8", rounding="floor")
 
 
-# What bench/auto_sweep.py measured: an op, its sizes, and microseconds by recipe.
+# Points that bench/auto_sweep.py measured: an op, its sizes, and microseconds by recipe.
 POINTS = json.loads((Path(__file__).parents[2] / "bench" / "results" / "auto.json").read_text())["points"]
 LAYERS = [(1536, 256, 128), (2048, 768, 128), (4096, 1536, 64), (2880, 2880, 32), (7168, 2048, 256), (1024, 512, 8)]
 PRODUCTS = [(2048, 1536, 128), (768, 2048, 128), (7168, 4096, 32), (512, 512, 8), (128, 4096, 8), (4096, 128, 8)]
@@ -136,7 +141,7 @@ PRODUCTS = [(2048, 1536, 128), (768, 2048, 128), (7168, 4096, 32), (512, 512, 8)
 
 @pytest.fixture
 def no_fixed_costs(monkeypatch):
-    """Lets sizes that a test can compute change what "auto" chooses."""
+    """Removes fixed costs, so that the choice of "auto" changes within sizes that a test can compute."""
     costs = {op: {name: c._replace(fixed_us=0.0) for name, c in by_name.items()} for op, by_name in cost.COSTS.items()}
     monkeypatch.setattr(cost, "COSTS", costs)
 
@@ -149,14 +154,14 @@ def test_auto_is_within_3_percent_of_the_fastest(point):
 
 
 def test_auto_takes_fp8_for_narrow_experts():
-    """Measured on an H200 at [1536, 256, 128]: rows are many for each weight, and FP8 moves fewer bytes of them."""
+    """On an H200, FP8 was faster at [1536, 256, 128] for every number of slots: its layer moves fewer bytes of rows."""
     for slots in (64, 128, 256, 512, 1536):
         assert RECIPES["auto"].for_layer(slots * 128, 1536, 256, 128, True).format is not None
 
 
 @pytest.mark.parametrize("sizes", [*LAYERS, *PRODUCTS])
 def test_auto_changes_at_most_once_from_one_recipe_to_another(sizes):
-    """With more rows a recipe is not given up and taken up again, and a layer goes on to faster products."""
+    """With more rows, "auto" never returns to a recipe that it left, and a layer moves on to faster products."""
     *features, experts = sizes
     choose = RECIPES["auto"].for_layer if sizes in LAYERS else RECIPES["auto"].for_grouped_mm
     rest = (True,) if sizes in LAYERS else ()
@@ -168,7 +173,7 @@ def test_auto_changes_at_most_once_from_one_recipe_to_another(sizes):
 
 
 def test_what_auto_chooses_from(no_fixed_costs):
-    """Options that belong to no format stay; a format, rounding or amax of one's own leaves that format or BF16."""
+    """The chosen recipe has the options that belong to no format. A given format, rounding or amax fixes the format."""
     few, some, many = (64, 1024, 1056, 1), (1600, 1024, 1056, 1), (131072, 7168, 4096, 8)
     auto = RECIPES["auto"]
     assert [auto.for_grouped_mm(*sizes).name for sizes in (few, some, many)] == ["bf16", "blockwise", "rowwise"]
@@ -200,7 +205,7 @@ def test_auto_takes_bf16_for_sizes_that_no_native_gemm_multiplies():
     for k, n in ((7168, 4104), (7176, 4096)):
         assert auto.for_grouped_mm(131072, k, n, 8) is RECIPES["bf16"]
         assert auto.for_layer(131072, k, n, 8, True) is RECIPES["bf16"]
-    # torch's product in bfloat16 takes fewer experts than 1024.
+    # torch's BF16 product does not take 1024 experts, so FP8 is the only choice.
     for n in (4096, 4104):
         assert auto.for_grouped_mm(4096, 7168, n, 1024).format and auto.for_layer(64, 7168, n, 1024, True).format
 
@@ -209,10 +214,10 @@ def test_auto_takes_bf16_for_sizes_that_no_native_gemm_multiplies():
 def test_auto_is_what_it_chooses(m, chosen, no_fixed_costs, device):
     a, b_t, offs, g = problem(m, 1024, 1056, group_offs("zipf", m, 1), device)
     assert_same(run(a, b_t, offs, g, "auto"), run(a, b_t, offs, g, chosen))
-    of_slots = torch.arange(m, dtype=torch.int32, device=device)
-    got = grouped_mm(a, b_t, offs, indices=of_slots, top_k=1, recipe="auto")
-    assert_same(got, grouped_mm(a, b_t, offs, indices=of_slots, top_k=1, recipe=chosen))
-    # Weights that are already in fp8 leave no choice.
+    slots = torch.arange(m, dtype=torch.int32, device=device)
+    got = grouped_mm(a, b_t, offs, indices=slots, top_k=1, recipe="auto")
+    assert_same(got, grouped_mm(a, b_t, offs, indices=slots, top_k=1, recipe=chosen))
+    # Weights that are already in fp8 fix the format.
     frozen = quantize_weight(b_t.detach().mT, "rowwise")
     got = grouped_mm(a.detach(), frozen, offs, recipe=Recipe("auto", rounding="exact"))
     assert_same(got, grouped_mm(a.detach(), frozen, offs, recipe=Recipe("rowwise", rounding="exact")))
@@ -226,7 +231,7 @@ def test_auto_of_the_layer(tokens, chosen, no_fixed_costs, device):
 
 
 def test_auto_in_a_graph_for_any_number_of_rows(no_fixed_costs, device):
-    """The choice guards the graph: rows that change it compile another one."""
+    """The choice is a guard of the graph. A number of rows that changes the choice compiles another graph."""
     torch._dynamo.reset()
     call = torch.compile(partial(grouped_mm, recipe="auto"), fullgraph=True, dynamic=True, backend="aot_eager")
     for m in (64, 80, 1600, 3200):
@@ -241,9 +246,9 @@ def test_align_of_numpy():
     assert repr(Recipe("rowwise", align=numpy.int32(64))) == "Recipe('rowwise', align=64)"
 
 
-def test_what_a_recipe_leaves_open():
-    usual = {name: (Recipe(name).rounding, Recipe(name).align) for name in ("bf16", *QUANTIZED)}
-    assert usual == {
+def test_defaults():
+    defaults = {name: (Recipe(name).rounding, Recipe(name).align) for name in ("bf16", *QUANTIZED)}
+    assert defaults == {
         "bf16": (None, 8),
         "rowwise": ("pow2", 32),
         "blockwise": ("exact", 32),
@@ -251,8 +256,8 @@ def test_what_a_recipe_leaves_open():
         "mxfp8_rowmajor": ("rceil", 32),
     }
     assert Recipe("mine", "blockwise", align=128).align == 128
-    of_groups = {name: Recipe(name).amax for name in ("bf16", "auto", *QUANTIZED)}
-    assert of_groups == dict(zip(of_groups, (None, "batch", "batch", "square", "group", "group"), strict=True))
+    amaxes = {name: Recipe(name).amax for name in ("bf16", "auto", *QUANTIZED)}
+    assert amaxes == dict(zip(amaxes, (None, "batch", "batch", "square", "group", "group"), strict=True))
 
 
 def test_is_frozen():
@@ -318,7 +323,7 @@ PRINTED = {
 
 
 @pytest.mark.parametrize(("printed", "text"), PRINTED.items())
-def test_prints_what_is_not_usual(printed, text):
+def test_prints_fields_without_defaults(printed, text):
     recipe = eval(printed)
     assert repr(recipe) == printed and recipe.to_json() == text
     assert Recipe.from_json(text) == recipe

@@ -80,7 +80,7 @@ constexpr Format changed(FormatId id, int block, int weight_rows, ScaleType type
   f.roundings[1] = other;
   return f;
 }
-static_assert(is_known_kind(changed(FormatId::%s, %s)) == %s);
+static_assert(is_supported_kind(changed(FormatId::%s, %s)) == %s);
 """
 
 

@@ -1,4 +1,5 @@
-"""What compilers made, kept by a hash of all that went into it, in the user's cache folder: clones share it."""
+"""A cache of compilers' outputs, by a hash of everything that goes into them. It is in the user's cache folder, and all
+clones share it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-DAYS = 30  # that an entry outlives its last use
+DAYS = 30  # an entry is removed this long after its last use
 
 
 def folder() -> Path:
@@ -22,7 +23,8 @@ def folder() -> Path:
 
 
 def closure(source: Path, *roots: Path) -> list[Path]:
-    """The source and every header that it includes, directly or not, found in the roots or beside who includes it."""
+    """Returns the source and all headers that it includes. A header is looked up beside the file that includes it, then
+    in the roots."""
     found, todo = [], [source]
     while todo:
         file = todo.pop()
@@ -36,7 +38,7 @@ def closure(source: Path, *roots: Path) -> list[Path]:
 
 
 def key(*words: object, files: Iterable[Path] = ()) -> str:
-    """Of words and of the files' contents; a file in the tree has the same key in every clone."""
+    """Hashes words and contents of files. The root is cut from paths, so that all clones have the same key."""
     digest = hashlib.sha256()
     for word in words:
         digest.update(f"{word}\0".replace(str(ROOT), "").encode())
@@ -47,7 +49,7 @@ def key(*words: object, files: Iterable[Path] = ()) -> str:
 
 
 def cached(key: str, make: Callable[[Path], None]) -> Path:
-    """The folder that make(folder) has filled, now or earlier."""
+    """Returns the folder of a key. If it does not exist, make(folder) fills it first."""
     entry = folder() / key
     if entry.is_dir():
         os.utime(entry)
@@ -58,7 +60,7 @@ def cached(key: str, make: Callable[[Path], None]) -> Path:
         make(draft)
         draft.rename(entry)
     except OSError:
-        if not entry.is_dir():  # else another process was faster
+        if not entry.is_dir():  # if it is one now, another process was faster
             raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -68,8 +70,8 @@ def cached(key: str, make: Callable[[Path], None]) -> Path:
 
 @contextlib.contextmanager
 def alone(name: str) -> Iterator[None]:
-    """One process at a time is within."""
-    import fcntl  # which Windows lacks, and what needs it is not run there
+    """A context that one process at a time can enter."""
+    import fcntl  # not on Windows, where nothing calls this
 
     folder().mkdir(parents=True, exist_ok=True)
     with open(folder().with_suffix(f".{name}.lock"), "w") as lock:
@@ -80,6 +82,6 @@ def alone(name: str) -> Iterator[None]:
 def _forget() -> None:
     oldest = time.time() - DAYS * 24 * 3600
     for entry in folder().iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the draft of another process, which is done with it
+        with contextlib.suppress(FileNotFoundError):  # another process has renamed its draft
             if entry.stat().st_mtime < oldest:
                 shutil.rmtree(entry, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""A compiler launcher for CMake: takes objects from the cache, and keeps what nvcc says about them for cuda_check.py.
+"""A compiler launcher for CMake that takes objects from the cache. It also keeps nvcc's messages, for cuda_check.py.
 
-CMAKE_CUDA_COMPILER_LAUNCHER="python3;.../compile_cached.py" in the environment of the first build switches it on.
+To use it, set CMAKE_CUDA_COMPILER_LAUNCHER="python3;.../compile_cached.py" in the environment of the first build.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cache import CSRC, ROOT, cached, closure, key
 
-PLACE_OF_ROOT = "@root@"  # in a list of dependencies: the tree's place differs from clone to clone
+PLACE_OF_ROOT = "@root@"  # stands for the path of the clone in a list of dependencies
 
 
 def value(command: list[str], option: str) -> str | None:
@@ -20,17 +20,17 @@ def value(command: list[str], option: str) -> str | None:
 
 
 def source(command: list[str]) -> Path | None:
-    """What of csrc/ the command compiles."""
+    """Returns the file of csrc/ that the command compiles, or None."""
     name = value(command, "-c")
     return Path(name) if name and Path(name).is_relative_to(CSRC) else None
 
 
 def compiled(command: list[str]) -> Path:
-    """A folder with the command's results: object, dependencies, log and, from nvcc, PTX and machine code."""
+    """Returns a folder with the command's outputs: object, dependencies, log and, from nvcc, PTX and machine code."""
     outputs = {"-o": "object", "-MF": "dependencies"}
     words = [word for word in command if word not in {value(command, o) for o in (*outputs, "-MT")}]
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
-    # Of torch's headers, the version; of the tree's own, all that is included.
+    # The key holds the contents of this tree's headers, but only the version of torch.
     packages = [Path(word).parent / "version.py" for word in command]
     files = [*closure(source(command), CSRC), *sorted({p for p in packages if p.is_file()})]
 

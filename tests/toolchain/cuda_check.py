@@ -1,8 +1,11 @@
-"""Checks every kernel of the CUDA build: no spills, no stack, no wait that the compiler put between the tensor cores'
-products, no sum that shares a bank of registers with what is added to it; vector loads, fp8 conversions and the tensor
-cores' instructions where they belong. Read from the SASS where cuobjdump is installed and from the PTX elsewhere.
+"""Checks the machine code of every kernel in the last CUDA build.
 
-The build's own commands run again, by way of the cache: nothing is compiled where compile_cached.py was the launcher.
+Forbidden are spills, stack frames, waits that the compiler inserted between tensor core instructions, and fused
+multiply-adds whose sources share a register bank. Required, by kernel, are vector loads, FP8 conversions and tensor
+core instructions. They are read from the SASS if cuobjdump is installed, and otherwise from the PTX.
+
+The check repeats the commands of the build through the cache. If compile_cached.py was the launcher of the build,
+nothing is compiled again.
 """
 
 from __future__ import annotations
@@ -19,20 +22,20 @@ from pathlib import Path
 from cache import ROOT
 from compile_cached import compiled
 from isa_report import (
-    BOXES,
     E4M3,
     E5M2,
     E8M0,
-    MATRICES,
-    OF_BF16,
-    OF_FP8,
+    MMA,
+    TMA_COPIES,
     VECTORS,
+    WGMMA_BF16,
+    WGMMA_FP8,
     Kernel,
     arguments,
     found,
+    in_parallel,
     print_report,
     short_names,
-    side_by_side,
 )
 
 PTX = {
@@ -40,38 +43,38 @@ PTX = {
     E4M3: r"\bcvt\.rn\.satfinite\.e4m3x2",
     E5M2: r"\bcvt\.rn\.satfinite\.e5m2x2",
     E8M0: r"\bcvt\.rp\.satfinite\.ue8m0x2\.f32",
-    OF_FP8: r"\bwgmma\.mma_async\.sync\S*\.f32\.e[45]m[23]",
-    OF_BF16: r"\bwgmma\.mma_async\.sync\S*\.f32\.bf16",
-    BOXES: r"\bcp\.async\.bulk\.tensor",
-    MATRICES: r"\bmma\.sync\.aligned",
+    WGMMA_FP8: r"\bwgmma\.mma_async\.sync\S*\.f32\.e[45]m[23]",
+    WGMMA_BF16: r"\bwgmma\.mma_async\.sync\S*\.f32\.bf16",
+    TMA_COPIES: r"\bcp\.async\.bulk\.tensor",
+    MMA: r"\bmma\.sync\.aligned",
 }
 SASS = {
     VECTORS: r"\bLDG\S*\.(64|128|256)\b|\bLDGSTS\S*\.128\b|\bUTMALDG\b|\bUBLKCP\b",
     E4M3: r"\bF2FP\.SATFINITE\.E4M3",
     E5M2: r"\bF2FP\.SATFINITE\.E5M2",
     E8M0: r"\bF2FP\S*\.UE8M0",
-    OF_FP8: r"\bQGMMA\b",
-    OF_BF16: r"\bHGMMA\S*\.BF16\b",
-    BOXES: r"\bUTMALDG\b",
-    MATRICES: r"\b[HQ]MMA\b",
+    WGMMA_FP8: r"\bQGMMA\b",
+    WGMMA_BF16: r"\bHGMMA\S*\.BF16\b",
+    TMA_COPIES: r"\bUTMALDG\b",
+    MMA: r"\b[HQ]MMA\b",
 }
 FUSED_SUM = re.compile(r"\bFFMA(?:\.\S+)? R\d+, R(\d+)(?:\.reuse)?, R(\d+)(?:\.reuse)?, R(\d+)")
 
 
 def resources(log: str) -> dict[tuple[str, str], dict[str, int]]:
-    """Reads what `ptxas -v` says of every (symbol, arch)."""
-    all_of = {}
+    """Reads the report of `ptxas -v` on every (symbol, arch)."""
+    reports = {}
     for entry in log.split("Compiling entry function ")[1:]:
         symbol, arch = re.match(r"'(\S+)' for '(\w+)'", entry).groups()
         frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry)
-        used = {what: int(count) for count, what in re.findall(r"(\d+) (?:bytes )?(registers|smem)\b", entry)}
-        all_of[symbol, arch] = {
+        used = {unit: int(count) for count, unit in re.findall(r"(\d+) (?:bytes )?(registers|smem)\b", entry)}
+        reports[symbol, arch] = {
             "waits": len(re.findall(rf"\(C75\d\d\).*'{symbol}'", log)),
             "registers": used["registers"],
             "shared": used.get("smem", 0),
             **dict(zip(("stack", "stores", "loads"), map(int, frame.groups()), strict=True)),
         }
-    return all_of
+    return reports
 
 
 def ptx_bodies(ptx: str) -> dict[str, str]:
@@ -85,20 +88,20 @@ def sass_bodies(sass: str) -> dict[str, str]:
 
 
 def sums_of_one_bank(body: str) -> int:
-    """Fused multiplications and additions whose three sources are all even registers, or all odd: they take turns."""
+    """Counts FFMA instructions whose sources are all even or all odd registers: these read one bank, one at a time."""
     return sum(len({int(register) % 2 for register in registers}) == 1 for registers in FUSED_SUM.findall(body))
 
 
 def judge(log: str, arch: str, bodies: dict[str, str], patterns: dict[str, str]) -> list[Kernel]:
     """Combines ptxas' log with the instructions of every kernel."""
-    of_arch = {symbol: r for (symbol, a), r in resources(log).items() if a == arch}
-    names = short_names(of_arch)
+    reports = {symbol: r for (symbol, a), r in resources(log).items() if a == arch}
+    names = short_names(reports)
     kernels = []
-    for symbol, r in of_arch.items():
+    for symbol, r in reports.items():
         forbidden = {"bytes of stack": r["stack"], "bytes of spills": r["stores"] + r["loads"]}
-        forbidden["waits between products"] = r["waits"]
-        if "grouped_gemm_kernel" in symbol:  # Hopper's, which is short of what its registers can read; PTX has none yet
-            forbidden["sums of one bank of registers"] = sums_of_one_bank(bodies[symbol])
+        forbidden["waits between wgmma instructions"] = r["waits"]
+        if "grouped_gemm_kernel" in symbol:  # on Hopper it is limited by register reads; PTX has no banks
+            forbidden["FFMAs of one register bank"] = sums_of_one_bank(bodies[symbol])
         holds = found(bodies[symbol], patterns)
         kernels.append(Kernel(names[symbol], arch, r["registers"], r["shared"], forbidden, holds))
     return kernels
@@ -109,7 +112,7 @@ def find_tool(tool: str) -> str | None:
 
 
 def build_commands() -> list[list[str]]:
-    """How the last CUDA build compiles its kernels, without a launcher."""
+    """Returns the commands that compile the kernels of the last CUDA build, without the launcher."""
     builds = sorted((ROOT / "build").glob("cuda-*/build.ninja"), key=lambda file: file.stat().st_mtime)
     ninja = find_tool("ninja") or shutil.which("ninja", path=sysconfig.get_path("scripts"))
     if not builds or ninja is None:
@@ -145,7 +148,7 @@ def main() -> int:
     if not commands:
         print("cuda_check: no CUDA build in build/, nothing checked")
         return 0
-    kernels = side_by_side(check_one, [(command,) for command in commands])
+    kernels = in_parallel(check_one, [(command,) for command in commands])
     return print_report(kernels, "registers", args.each)
 
 

@@ -1,10 +1,10 @@
-"""Runs every kernel on small inputs and holds each byte against the CPU's loops: for compute-sanitizer.
+"""Runs every kernel on small inputs and compares each byte with the CPU's loops. It is made for compute-sanitizer.
 
     compute-sanitizer --tool racecheck python tests/toolchain/every_kernel.py
 
-With arguments, those calls alone that have one of them in their name: an op, a format, an activation. Behind
---without: none that has.
-Sizes are small, for a tool slows a kernel down a hundred times, but every geometry, path and launch choice has a case.
+Arguments select the calls that have one of these words in their name: an op, a format or an activation. Words behind
+--without exclude calls. Sizes are small, because a tool slows a kernel down a hundred times, but every geometry, path
+and launch choice has a case.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ SCORINGS = ("softmax", "sigmoid")
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 FN, FNUZ = (torch.float8_e4m3fn, torch.float8_e5m2), (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HARDWARE, (_, FOREIGN) = (FN, FNUZ) if default_fp8_dtype(DEVICE) in FN else (FNUZ, FN)  # what the GPU casts to, or not
+# FP8 types that the GPU converts to, and one to which it does not.
+HARDWARE, (_, FOREIGN) = (FN, FNUZ) if default_fp8_dtype(DEVICE) in FN else (FNUZ, FN)
 
 Call = tuple[str, Callable[..., object], tuple, dict]
 
@@ -59,7 +60,7 @@ def cases_of_quantizers() -> Iterator[Call]:
             yield f"quantize_weight {fmt}", OPS.quantize_weight, (w, fmt), {"dtype": fp8}
         x = tokens(260, 288, torch.bfloat16)
         yield from quantizers(fmt, x, offsets(128, 128, 500), indices=indices, top_k=2, dtype=HARDWARE[0])
-        for dtype in INPUTS:  # the generic kernels: odd strides, odd sizes, a format the chip does not cast
+        for dtype in INPUTS:  # the generic kernels: odd strides, odd sizes, a foreign FP8 type
             x = tokens(260, 131, dtype, misaligned=True)
             yield from quantizers(fmt, x, offsets(3, 3, 200), dtype=HARDWARE[0])
             yield from quantizers(fmt, x, offsets(100, 333, 520), indices=indices, top_k=2, dtype=FOREIGN)
@@ -74,11 +75,11 @@ def cases_of_quantizers() -> Iterator[Call]:
     for rows, columns in ((64, 64), (40, 4096), (24, 8192), (16, 16384), (2100, 1024), (5000, 128)):
         x, offs = tokens(rows, columns, torch.bfloat16), offsets(rows // 3, rows)
         yield "quantize_both rowwise batch", OPS.quantize_both, (x, "rowwise"), {"offs": offs, "amax": "batch"}
-    # Launch choices of whole rows and strips: short and long rows, clusters, rows beside columns.
+    # Launch choices of whole rows and strips: short and long rows, clusters, rows that overlap columns.
     for rows, columns in ((64, 64), (40, 4096), (24, 16384), (16, 40000), (2100, 1024), (5000, 128), (20000, 64)):
         x = tokens(rows, columns, torch.bfloat16)
         yield from quantizers("rowwise", x, offsets(rows // 3, rows))
-    # A long group among short ones: small blocks of strips share it, or it moves through one's shared memory.
+    # A long group among short ones: several small blocks share its strip, or it moves through the shared memory of one.
     among_short = offsets(*range(30, 600, 30), 2600, *range(2630, 3000, 30))
     for columns in (272, 131):
         x = tokens(3000, columns, torch.bfloat16, misaligned=columns == 131)
@@ -105,7 +106,7 @@ def cases_of_scales() -> Iterator[Call]:
 
 
 def cases_of_activations() -> Iterator[Call]:
-    """A row of grad has one number that is not zero: the sums of the CPU and of a wave have one term."""
+    """A row of grad has one nonzero number, so that the sums of the CPU and of a wave have one term."""
     half, single = (torch.float16, 24), (torch.float32, 24)
     sizes = *((INPUTS[0], f) for f in (37, 136, 640, 1040)), half, single
     for name, (dtype, f) in itertools.product(ACTIVATIONS, sizes):
@@ -138,7 +139,7 @@ def cases_of_activations() -> Iterator[Call]:
 
 
 def cases_of_gradient_tiles() -> Iterator[Call]:
-    """More rows than a tile has, halves of h, gradients in E5M2, no two terms of a row's sum."""
+    """More rows than a tile, both halves of h, gradients in E5M2, and one term in the sum of a row."""
     for name, fmt in itertools.product(ACTIVATIONS, FORMATS):
         h = tokens(300, 512 if name in GATED else 256, torch.bfloat16)
         q, scale = OPS.quantize_rows(h, fmt, dtype=HARDWARE[0])
@@ -152,7 +153,7 @@ def cases_of_gradient_tiles() -> Iterator[Call]:
 
 
 def cases_of_choices() -> Iterator[Call]:
-    """Of every room that a wave has for experts and for slots, at vectors and not, and groups."""
+    """Every number of experts and slots per lane, aligned and misaligned logits, and groups of experts."""
     for (e, groups), scoring in itertools.product(((8, 1), (130, 13), (256, 8), (500, 1), (1024, 4)), SCORINGS):
         logits, bias = 3 * tokens(300, e, torch.float32, misaligned=groups == 4), torch.randn(e)
         top_k = 40 if groups == 13 else 6
@@ -192,7 +193,7 @@ def cases_of_tokens() -> Iterator[Call]:
         yield "pack_tokens", OPS.pack_tokens, (x, ids, scores, scale, permutation, 4, 9), {}
     yield "pack_tokens", OPS.pack_tokens, (x[:, 1:], ids.int(), scores[:, :3].half(), None, permutation, 4, 9), {}
     of_ranks, _, ranks_of = OPS.sort_tokens(OPS.tokens_by_rank(ids, 9, 3)[0], 3)
-    of_many = torch.randperm(300 * 40).int()  # slots of more a token than a wave has lanes
+    of_many = torch.randperm(300 * 40).int()  # 40 slots per token, more than a wave of 32 has lanes
     many_of = of_many.argsort().int().view(300, 40)
     for fmt, dtype, columns in itertools.product(FORMATS, INPUTS, (136, 144, 2064)):
         x = tokens(300, columns, dtype)
@@ -218,36 +219,33 @@ def cases_of_tokens() -> Iterator[Call]:
 
 
 def products(fmt: str, sizes: tuple[int, int, int], offs: Tensor) -> Iterator[Call]:
-    """2D x 3D, also of rows by index, and 2D x 2D, from M, N and K."""
+    """Calls of the 2D x 3D product, with and without indices, and of the 2D x 2D product. Sizes are M, N and K."""
     m, n, k = sizes
-    own = {"dtype": HARDWARE[0]}
-    q, scale, q_t, scale_t, padded = OPS.quantize_both(tokens(m, k, torch.bfloat16), fmt, offs, **own)
-    b, scale_b, _, _ = OPS.quantize_weight(torch.randn(len(offs), n, k).bfloat16(), fmt, **own)
-    of_tokens, scale_x = OPS.quantize_rows(tokens(m // 2, k, torch.bfloat16), fmt, **own)
+    fp8 = {"dtype": HARDWARE[0]}
+    q, scale, q_t, scale_t, padded = OPS.quantize_both(tokens(m, k, torch.bfloat16), fmt, offs, **fp8)
+    b, scale_b, _, _ = OPS.quantize_weight(torch.randn(len(offs), n, k).bfloat16(), fmt, **fp8)
+    x, scale_x = OPS.quantize_rows(tokens(m // 2, k, torch.bfloat16), fmt, **fp8)
     indices = torch.randint(-1, m // 2 * 2, (m,), dtype=torch.int32)
-    dy_t, scale_dy, _ = OPS.quantize_tokens(tokens(m, n, torch.bfloat16), fmt, offs, **own)
-    of_sums = [(dy_t, q_t.t(), scale_dy, scale_t, fmt, padded)]
+    dy_t, scale_dy, _ = OPS.quantize_tokens(tokens(m, n, torch.bfloat16), fmt, offs, **fp8)
+    wgrads = [(dy_t, q_t.t(), scale_dy, scale_t, fmt, padded)]
     if fmt == "blockwise":
-        of_squares, scale_squares, _ = OPS.quantize_tokens(
-            tokens(m, k, torch.bfloat16), fmt, offs, amax="square", **own
-        )
-        scale_b, of_sums = (
-            scale_b.mT,
-            [
-                (dy_t, of_t.t(), scale_dy, scale_of_t.t(), fmt, padded)
-                for of_t, scale_of_t in ((q_t, scale_t), (of_squares, scale_squares))
-            ],
-        )
+        squares = tokens(m, k, torch.bfloat16)
+        squares_t, scale_squares, _ = OPS.quantize_tokens(squares, fmt, offs, amax="square", **fp8)
+        scale_b = scale_b.mT
+        wgrads = [
+            (dy_t, x_t.t(), scale_dy, scale_x_t.t(), fmt, padded)
+            for x_t, scale_x_t in ((q_t, scale_t), (squares_t, scale_squares))
+        ]
     for out in (torch.bfloat16, torch.float32):
         how = {"align": 32, "out_dtype": out}
         yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (q, b.mT, scale, scale_b, fmt, offs), how
         by_slot = {"indices": indices, "top_k": 2, "out_dtype": out}
-        yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (of_tokens, b.mT, scale_x, scale_b, fmt, offs), by_slot
-        for sums in of_sums:
-            yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, sums, how
-        for sums, fast in itertools.product(of_sums, (True, False)):
+        yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (x, b.mT, scale_x, scale_b, fmt, offs), by_slot
+        for operands in wgrads:
+            yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, operands, how
+        for operands, fast in itertools.product(wgrads, (True, False)):
             total = torch.ones(len(offs), n, k, dtype=out)
-            yield f"add_scaled_grouped_mm {fmt}", added, (total, *sums), {"align": 32, "use_fast_accum": fast}
+            yield f"add_scaled_grouped_mm {fmt}", added, (total, *operands), {"align": 32, "use_fast_accum": fast}
 
 
 def added(total: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -257,13 +255,13 @@ def added(total: Tensor, *args: object, **kwargs: object) -> Tensor:
 
 
 def cases_of_gemm() -> Iterator[Call]:
-    """Sizes that any GEMM takes, and those that `mma` alone does."""
+    """Sizes that every GEMM takes, and sizes that only `mma` takes."""
     for fmt in FORMATS:
         yield from products(fmt, (130, 37, 131), offsets(0, 40, 41, 120))
         yield from products(fmt, (700, 144, 272), offsets(0, 300, 301, 650))
         yield from products(fmt, (300, 400, 1040), offsets(17, 17, 145, 300))
-        yield from products(fmt, (200, 272, 272), offsets(60, 61, 200))  # the last scales of blocks are no whole chunk
-        yield from products(fmt, (2250, 272, 144), offsets(970, 1000, 1000, 2240))  # rounds of stages, and rests
+        yield from products(fmt, (200, 272, 272), offsets(60, 61, 200))  # the last scales of blocks do not fill a chunk
+        yield from products(fmt, (2250, 272, 144), offsets(970, 1000, 1000, 2240))  # rounds of stages and remainders
 
 
 def moved(value: object, device: str) -> object:
@@ -277,8 +275,9 @@ def as_bytes(out: object) -> list[Tensor]:
 
 def main() -> int:
     torch.manual_seed(0)
-    # In an order and a precision of the device's own, out or operands rounded to bfloat16, at most 2^-8 of each: two
-    # such roundings of the value, and of what cancelled in it, which is at most about the largest value.
+    # GEMMs sum in an order and a precision that depend on the device, and they round outputs or operands to bfloat16.
+    # Such a rounding moves a value by at most 2^-8 of itself. Allowed are two of them, relative to the value (rtol) and
+    # to terms that cancelled in it, which are about as large as the largest value (atol).
     sums = "scaled_grouped_mm", "add_scaled_grouped_mm"
     wanted, _, without = (set(words.split()) for words in " ".join(sys.argv[1:]).partition("--without"))
     wrong = count = 0
@@ -290,7 +289,7 @@ def main() -> int:
             if (wanted and not wanted & words) or without & words:
                 continue
             if name.startswith("quantize_"):
-                kwargs.setdefault("dtype", HARDWARE[0])  # not the CPU's own
+                kwargs.setdefault("dtype", HARDWARE[0])  # the default depends on the device
             want = op(*args, **kwargs)
             got = op(*(moved(a, "cuda") for a in args), **{k: moved(a, "cuda") for k, a in kwargs.items()})
             if name.startswith(sums):

@@ -1,7 +1,8 @@
-"""Says how a GPU takes to the kernels, for a report to attach: `make report`.
+"""Writes a report on how the kernels run on a GPU: `make report`.
 
-What was built and what is there; every op against the CPU's bytes; whether two calls give the same bytes; the speed of
-casts and products. Each part is a process of its own: one that fails, or that takes the device with it, ends alone.
+It shows the build and the machine, compares the bytes of every op with those of the CPU, compares the bytes of two
+calls, and times casts and GEMMs. Each part runs in its own process, so that a part that fails, or that breaks the
+device, does not end the others.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import moe_fp8_ext as moe  # noqa: E402
 from moe_fp8_ext import ops  # noqa: E402
 from moe_fp8_ext.quantization.format import FORMATS  # noqa: E402
 
-SECONDS = 300  # that a part may take: a kernel that hangs ends with its process
+SECONDS = 300  # the time limit of a part; a kernel that hangs ends with its process
 REPEATS = 10
 Sizes = tuple[int, int, int, int]  # M, K, N, E
 SMALL, LARGE = (4096, 1024, 1536, 8), tuple(TABLE["grouped_gemm_MKNE"]["dsv3_up"])
@@ -48,7 +49,7 @@ def machine() -> bool:
         try:
             done = subprocess.run(command, capture_output=True, text=True, cwd=TOOLCHAIN, timeout=SECONDS)
         except OSError:
-            continue  # not of this vendor
+            continue  # a tool of another vendor
         print(f"{command[0]}: {done.stdout.strip() or done.stderr.strip()}")
     for i in range(torch.cuda.device_count()):
         print(f"device {i}: {torch.cuda.get_device_properties(i)}")
@@ -63,7 +64,7 @@ def machine() -> bool:
 
 
 def same_bytes(recipe: str, device: str = "cuda", sizes: Sizes = SMALL) -> bool:
-    """Of forward and backward, and of a layer of experts."""
+    """Runs forward and backward twice, of a product and of a layer of experts, and compares the bytes."""
     m, k, n, e = sizes
     x, w = normal(device, m, k, grad=True), normal(device, e, n, k, grad=True)
     offs, down = group_ends(EVEN, m, e, device), normal(device, e, k, n // 2, grad=True)
@@ -80,9 +81,9 @@ def same_bytes(recipe: str, device: str = "cuda", sizes: Sizes = SMALL) -> bool:
     same = True
     for call in (product, layer):
         first, second = ([t.contiguous().view(torch.uint8) for t in call()] for _ in range(2))
-        of_call = all(map(torch.equal, first, second))
-        print(f"{call.__name__}: {'the same bytes' if of_call else 'OTHER BYTES'}")
-        same &= of_call
+        is_equal = all(map(torch.equal, first, second))
+        print(f"{call.__name__}: {'the same bytes' if is_equal else 'DIFFERENT BYTES'}")
+        same &= is_equal
     return same
 
 
@@ -123,14 +124,14 @@ PARTS: dict[str, Callable[[], bool]] = {
 
 
 def run(commands: dict[str, list[str]], seconds: float = SECONDS) -> list[str]:
-    """Runs them one after another under their names; which of them failed."""
+    """Runs the commands one after another and returns the names of those that failed."""
     failed = []
     for name, command in commands.items():
         print(f"\n== {name}", flush=True)
         try:
             status = subprocess.run(command, stderr=subprocess.STDOUT, timeout=seconds).returncode
         except subprocess.TimeoutExpired:
-            status = f"no end in {seconds} seconds"
+            status = f"still running after {seconds} seconds"
         if status:
             print(f"FAILED: {f'status {status}' if isinstance(status, int) else status}", flush=True)
             failed.append(name)
@@ -139,17 +140,17 @@ def run(commands: dict[str, list[str]], seconds: float = SECONDS) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", nargs="?", choices=PARTS, help="this part alone, in this process")
+    parser.add_argument("part", nargs="?", choices=PARTS, help="run this part alone, in this process")
     part = parser.parse_args().part
     if part:
         return not PARTS[part]()
     parts = {name: [sys.executable, __file__, name] for name in PARTS}
     every = {f"every {op}": [sys.executable, str(TOOLCHAIN / "every_kernel.py"), op] for op in ops.__all__}
     commands = {"machine": parts.pop("machine"), **every, **parts}
-    here = torch.cuda.is_available() and moe.build_info()["backend"] != "cpu"
-    failed = run(commands if here else {"machine": commands["machine"]})
-    if not here:
-        print("\nNothing was run: torch sees no GPU here, or this build holds no kernels for one.")
+    has_gpu = torch.cuda.is_available() and moe.build_info()["backend"] != "cpu"
+    failed = run(commands if has_gpu else {"machine": commands["machine"]})
+    if not has_gpu:
+        print("\nNo kernel was run: torch sees no GPU, or this build has no kernels for GPUs.")
         return 1
     print(f"\n{len(commands)} parts, {len(failed)} failed{': ' if failed else ''}{', '.join(failed)}")
     return bool(failed)

@@ -1,4 +1,4 @@
-"""Tensors in memory whose misuse shows: filled with 0xFF, an inaccessible page behind, untouched bytes around."""
+"""Tensors in guarded memory: filled with 0xFF, an inaccessible page behind them, and checked bytes around them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _PROT_NONE = 0
 
 
 class GuardedMemory:
-    """Hands out CPU tensors and checks, at the end, that nobody wrote around them."""
+    """Allocates CPU tensors and checks, at the end, that nothing was written around them."""
 
     def __init__(self) -> None:
         self._around: list[Tensor] = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor of 0xFF bytes at a 16-byte boundary."""
+        """Returns a contiguous tensor of 0xFF bytes at a 16-byte boundary."""
         return self._bytes(torch.Size(shape).numel() * dtype.itemsize, 0).view(dtype).view(shape)
 
     def like(self, t: Tensor) -> Tensor:
-        """Of the shape, strides and dtype of t; where columns lie apart, so does the end from the last of them."""
+        """Returns a tensor of the shape, strides and dtype of t. If columns have gaps, so does the last one."""
         if t.stride() == torch.empty(t.shape).stride():
             return self.empty(t.shape, t.dtype)
         return self.empty((t.shape[1] * t.stride(1),), t.dtype).as_strided(t.shape, t.stride())
 
     def copy(self, t: Tensor) -> Tensor:
-        """The values, strides and misalignment of t; what its strides skip is 0xFF."""
+        """Returns a tensor of the values, strides and misalignment of t. Gaps between its strides hold 0xFF."""
         elements = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
         flat = self._bytes(elements * t.element_size(), t.data_ptr() % 16).view(t.dtype)
         view = flat.as_strided(t.shape, t.stride())

@@ -1,5 +1,7 @@
-"""Compiles every kernel for AMD GPUs and checks the machine code: no spills, scratch memory or calls; vector loads and
-fp8 conversion instructions where they belong. Needs neither ROCm nor a GPU: clang comes from `pip install ziglang`.
+"""Compiles every kernel for AMD GPUs and checks the machine code.
+
+Forbidden are spills, scratch memory and calls. Required, by kernel, are vector loads, FP8 conversions and matrix
+instructions. Neither ROCm nor a GPU is needed: clang comes from `pip install ziglang`.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ from hipified import hipify, kernel_sources
 from isa_report import (
     E4M3,
     E5M2,
-    MATRICES,
-    SCALED,
+    MMA,
+    SCALED_MMA,
     VECTORS,
-    WIDE,
+    WIDE_VECTORS,
     Kernel,
     arguments,
     found,
+    in_parallel,
     print_report,
     short_names,
-    side_by_side,
 )
 
 ARCHS = ("gfx942", "gfx950")
@@ -34,24 +36,24 @@ STUB = Path(__file__).parent / "hip_stub"
 FLAGS = "--cuda-device-only -nogpulib -nogpuinc -std=c++17 -O3 -ffp-contract=off -DUSE_ROCM".split()
 ISA = {
     VECTORS: r"\b(global|buffer)_load_(lds_)?dwordx[24]\b",
-    WIDE: r"\b(global|buffer)_load_(lds_)?dwordx4\b",
+    WIDE_VECTORS: r"\b(global|buffer)_load_(lds_)?dwordx4\b",
     E4M3: r"\bv_cvt_pk_fp8_f32\b",
     E5M2: r"\bv_cvt_pk_bf8_f32\b",
-    MATRICES: r"\bv_mfma_f32_",
-    SCALED: r"\bv_mfma_scale_f32_16x16x128_f8f6f4\b",
+    MMA: r"\bv_mfma_f32_",
+    SCALED_MMA: r"\bv_mfma_scale_f32_16x16x128_f8f6f4\b",
 }
 
 
 def compiler() -> list[str]:
     spec = importlib.util.find_spec("ziglang")
     if spec is None or spec.origin is None:
-        raise SystemExit("hip_check: no compiler for AMD GPUs; pip install ziglang==0.17.0")
+        raise SystemExit("hip_check: no compiler for AMD GPUs: run pip install ziglang==0.17.0 first")
     zig = Path(spec.origin).parent
     return [str(zig / "zig"), "clang", "--target=x86_64-linux-gnu", "-resource-dir", str(zig / "lib")]
 
 
 def parse(assembly: str, arch: str) -> list[Kernel]:
-    """Reads clang's assembly text: the metadata of every kernel, and its instructions."""
+    """Reads the metadata and the instructions of every kernel from clang's assembly."""
     _, _, metadata = assembly.partition("amdhsa.kernels:")
     fields = re.compile(r"^    \.(\w+): +(\S+)$", re.M)
     entries = [dict(fields.findall(text)) for text in re.split(r"^  - (?=\.)", metadata, flags=re.M)[1:]]
@@ -60,7 +62,7 @@ def parse(assembly: str, arch: str) -> list[Kernel]:
     for entry in entries:
         body = assembly.split(f"\n{entry['name']}:", 1)[1].split("\n.Lfunc_end", 1)[0]
         forbidden = {
-            "vgpr spills": int(entry["vgpr_spill_count"]),  # scalar registers spill into these, not into memory
+            "vgpr spills": int(entry["vgpr_spill_count"]),  # scalar registers spill into these
             "bytes of scratch": int(entry["private_segment_fixed_size"]),
             "calls": len(re.findall(r"^\s+s_swappc_b64\b", body, re.M)),
         }
@@ -92,7 +94,7 @@ def main() -> int:
             return parse(assembly.read_text(), arch)
 
         archs = ARCHS if args.all else ARCHS[:1]
-        kernels = side_by_side(check_one, [(s, arch) for s in kernel_sources(CSRC) for arch in archs])
+        kernels = in_parallel(check_one, [(s, arch) for s in kernel_sources(CSRC) for arch in archs])
     return print_report(kernels, "vgpr", args.each)
 
 

@@ -1,4 +1,4 @@
-"""The kernels as HIP, translated the way a ROCm build does it."""
+"""Translates the kernels to HIP, as a ROCm build does."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cache import ROOT
 
 
 def kernel_sources(csrc: Path) -> list[Path]:
-    """The kernels that a ROCm build compiles: all but those for one generation of NVIDIA's chips."""
+    """Returns the kernels that a ROCm build compiles: all but those for one NVIDIA architecture."""
     return sorted(s for s in csrc.rglob("*.cu") if not re.search(r"/sm\d+/", s.as_posix()))
 
 
 def hipify(csrc: Path, out: Path) -> None:
     """Writes the hipified copy of `csrc` to `out`."""
-    torch = importlib.util.find_spec("torch")  # found, not imported: that takes seconds
+    torch = importlib.util.find_spec("torch")  # an import would take seconds
     if torch is None or torch.origin is None:
-        raise SystemExit("hipify is part of torch, and there is no torch here")
+        raise SystemExit("hipify is part of torch, which is not installed")
     command = [sys.executable, ROOT / "build_backend" / "hipify.py", Path(torch.origin).parent, csrc, out]
     subprocess.run(command, check=True, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What the compile checks of both vendors share: names of kernels, what their code must hold, and the table."""
+"""Shared by the compile checks of both vendors: names of kernels, what their code must contain, and the report."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-VECTORS = "vector loads"  # 8 or 16 bytes at a time from global memory
-WIDE = "16-byte loads"
+VECTORS = "vector loads"  # of 8 or 16 bytes from global memory
+WIDE_VECTORS = "16-byte loads"
 E4M3, E5M2 = "E4M3 casts", "E5M2 casts"
 E8M0 = "E8M0 casts"  # instructions that round up to an E8M0 scale
-OF_FP8, OF_BF16 = "tensor core products of fp8", "tensor core products of bfloat16"  # of a warpgroup
-BOXES = "copies by tensor maps"
-MATRICES = "matrix instructions"  # of one wave: mma.sync, MFMA
-SCALED = "matrix instructions that take scales"
-AMD_REGISTERS = 256  # of products by instructions: two blocks of four waves share four SIMDs, of 512 registers
-BY_INSTRUCTIONS = r"mma_kernel<Traits<\(Types\)[01]"  # not what is looked up in tables
-# Of chips without the instructions, or code that may not use them, the casts are arithmetic.
+WGMMA_FP8, WGMMA_BF16 = "FP8 wgmma instructions", "BF16 wgmma instructions"  # by a warpgroup
+TMA_COPIES = "TMA copies"
+MMA = "matrix instructions"  # by one wave: mma.sync, MFMA
+SCALED_MMA = "matrix instructions that take scales"
+AMD_REGISTERS = 256  # limit of mma kernels: two blocks of four waves share four SIMDs with 512 registers each
+BY_INSTRUCTIONS = r"mma_kernel<Traits<\(Types\)[01]"  # mma kernels that do not decode operands by tables
+# These have no conversion instructions, or their code may not use them: they cast by arithmetic.
 CASTS_IN_SOFTWARE = ("sm_80", "sm_86", "sm_87")
 ROUNDS_TO_E8M0 = ("sm_100a", "sm_103a", "sm_120a", "sm_121a")
-OF_E8M0 = r"\(ScaleType\)1|\(ScaleOrder\)[02]"  # kernels of formats with such scales
-# enum class Fp8Variant of quantize/types.h
-KINDS = {"(Fp8Variant)0": {E4M3}, "(Fp8Variant)1": {E5M2}, "(Fp8Variant)2": {E4M3, E5M2}}
+WITH_E8M0 = r"\(ScaleType\)1|\(ScaleOrder\)[02]"  # kernels for formats with E8M0 scales
+# The casts of enum class Fp8Variant (quantize/types.h).
+CASTS = {"(Fp8Variant)0": {E4M3}, "(Fp8Variant)1": {E5M2}, "(Fp8Variant)2": {E4M3, E5M2}}
 
-# Kernels that quantize nothing: whether any instance, or those with this type, load vectors. The others load a word or
-# an index at a time.
-OTHERS: dict[str, str | bool] = {
+# Kernels that do not quantize. True: all instances load vectors. A string: instances with this type load vectors.
+# False: they load one word or one index at a time.
+LOADS_VECTORS: dict[str, str | bool] = {
     "activate_backward_kernel": "VectorAccess<BF16>",
     "activate_kernel": "VectorAccess<BF16>",
     "add_groups_kernel": True,
@@ -63,7 +63,7 @@ OTHERS: dict[str, str | bool] = {
     "zero_rows_kernel": False,
     "zero_unused_rows_kernel": False,
 }
-MX_IN_BF16 = "(Scales)4"  # Scales::kMx of gemm/sm90/args.h
+WITH_MX = "(Scales)4"  # Scales::kMx of gemm/sm90/args.h
 
 
 @dataclasses.dataclass
@@ -74,19 +74,19 @@ class Kernel:
     arch: str
     registers: int
     shared: int
-    forbidden: dict[str, int]  # such as bytes of spills: none may be there
+    forbidden: dict[str, int]  # counts that must be zero, such as bytes of spills
     found: set[str]
 
     @property
     def problems(self) -> list[str]:
         needed = needs(self.name, self.arch)
         if needed is None:
-            return ["isa_report.py does not know it"]
+            return ["isa_report.py does not list it"]
         present = [f"{count} {what}" for what, count in self.forbidden.items() if count]
         if never_runs(self.name, self.arch):
-            return present + [f"{what} in what never runs" for what in sorted(self.found)]
-        shares = self.arch.startswith("gfx") and re.match(BY_INSTRUCTIONS, self.name)
-        if shares and self.registers > AMD_REGISTERS:
+            return present + [f"{what} in a kernel that never runs" for what in sorted(self.found)]
+        is_limited = self.arch.startswith("gfx") and re.match(BY_INSTRUCTIONS, self.name)
+        if is_limited and self.registers > AMD_REGISTERS:
             present += [f"{self.registers} registers, more than {AMD_REGISTERS}"]
         return present + [f"no {what}" for what in sorted(needed - self.found)]
 
@@ -96,37 +96,37 @@ def base_of(name: str) -> str:
 
 
 def never_runs(name: str, arch: str) -> bool:
-    """Kernels with an instruction, or in need of memory, that this chip of a build lacks are there for another."""
+    """Whether the kernel needs an instruction or an amount of shared memory that this architecture lacks."""
     if base_of(name) == "quantize_gradient_tiles_kernel":
         sm = re.match(r"sm_(\d+)", arch)
-        return sm is None or not 90 <= int(sm[1]) < 120  # as least_shared() of platform/launch.h
+        return sm is None or not 90 <= int(sm[1]) < 120  # as min_shared_bytes() of platform/launch.h
     return arch != "gfx950" and re.search(r"\bScaled\b", name) is not None
 
 
 def needs(name: str, arch: str) -> set[str] | None:
-    """What the code of a kernel must hold; None of an unknown one."""
+    """Returns what the code of a kernel must contain, or None for an unknown kernel."""
     base = base_of(name)
     if never_runs(name, arch):
         return set()
     if base.startswith("quantize_"):
-        fast = re.search(r"\bVectorized<\w+, (\(Fp8Variant\)\d)>", name)
-        if not fast:
+        vectorized = re.search(r"\bVectorized<\w+, (\(Fp8Variant\)\d)>", name)
+        if not vectorized:
             return set() if re.search(r"\bGeneric\b", name) else None
-        of_scales = {E8M0} if arch in ROUNDS_TO_E8M0 and re.search(OF_E8M0, name) else set()
-        of_values = set() if arch in CASTS_IN_SOFTWARE else KINDS[fast[1]]
-        return {VECTORS, *of_values, *of_scales}
-    if base not in OTHERS:
+        scales = {E8M0} if arch in ROUNDS_TO_E8M0 and re.search(WITH_E8M0, name) else set()
+        values = set() if arch in CASTS_IN_SOFTWARE else CASTS[vectorized[1]]
+        return {VECTORS, *values, *scales}
+    if base not in LOADS_VECTORS:
         return None
     scaled = re.search(r"\bScaled\b", name)
-    vectors = OTHERS[base]
+    vectors = LOADS_VECTORS[base]
     loads = {VECTORS} if vectors is True or (vectors and vectors in name) else set()
-    matrices = {SCALED if scaled else MATRICES} if base == "mma_kernel" else set()
-    if base == "mma_kernel" and arch.startswith("gfx"):  # elsewhere it copies in the background, 16 bytes at a time
-        loads = {WIDE}
-    of_hopper = set()
-    if (base, arch) == ("grouped_gemm_kernel", "sm_90a"):  # elsewhere it is never run
-        of_hopper = {OF_BF16 if MX_IN_BF16 in name else OF_FP8, BOXES}
-    return loads | matrices | of_hopper
+    matrices = {SCALED_MMA if scaled else MMA} if base == "mma_kernel" else set()
+    if base == "mma_kernel" and arch.startswith("gfx"):  # on NVIDIA it copies asynchronously, 16 bytes at a time
+        loads = {WIDE_VECTORS}
+    hopper = set()
+    if (base, arch) == ("grouped_gemm_kernel", "sm_90a"):  # on others it never runs
+        hopper = {WGMMA_BF16 if WITH_MX in name else WGMMA_FP8, TMA_COPIES}
+    return loads | matrices | hopper
 
 
 def found(body: str, patterns: dict[str, str]) -> set[str]:
@@ -134,7 +134,7 @@ def found(body: str, patterns: dict[str, str]) -> set[str]:
 
 
 def short_names(symbols: Iterable[str]) -> dict[str, str]:
-    """Demangles kernel symbols, without namespaces and parameters: `quantize_rows_kernel<Vectorized<BF16, ...>, 2>`."""
+    """Demangles symbols, without namespaces and parameters: `quantize_rows_kernel<Vectorized<BF16, ...>, 2>`."""
     symbols = list(symbols)
     text = subprocess.run(["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True).stdout
     return dict(zip(symbols, map(_short, text.splitlines()), strict=True))
@@ -148,12 +148,12 @@ def _short(name: str) -> str:
 
 def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--each", action="store_true", help="a line for every instance of a kernel")
+    parser.add_argument("--each", action="store_true", help="print a line for every instance of a kernel")
     return parser
 
 
-def side_by_side(check_one: Callable[..., list[Kernel]], jobs: Iterable[tuple]) -> list[Kernel]:
-    """Runs check_one(*job) for all jobs; a compiler's error message ends the program."""
+def in_parallel(check_one: Callable[..., list[Kernel]], jobs: Iterable[tuple]) -> list[Kernel]:
+    """Runs check_one(*job) for all jobs. If a compiler fails, its message ends the program."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             return [kernel for kernels in pool.map(lambda job: check_one(*job), jobs) for kernel in kernels]
@@ -162,7 +162,7 @@ def side_by_side(check_one: Callable[..., list[Kernel]], jobs: Iterable[tuple]) 
 
 
 def print_report(kernels: list[Kernel], register_name: str, each: bool = False) -> int:
-    """Prints the table and what is wrong; returns the exit status."""
+    """Prints the table and the problems. Returns the exit status."""
     groups: dict[tuple[str, str], list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         groups[kernel.name if each else base_of(kernel.name), kernel.arch].append(kernel)

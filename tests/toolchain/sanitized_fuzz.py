@@ -1,15 +1,16 @@
-"""Builds the CPU backend with AddressSanitizer and UBSan, and calls every op of it at random: tests/support/fuzz.py.
+"""Builds the CPU backend with AddressSanitizer and UBSan, and calls every op at random (tests/support/fuzz.py).
 
-    python tests/toolchain/sanitized_fuzz.py [--seeds 3] [--plant]
+    python tests/toolchain/sanitized_fuzz.py [--seeds 10] [--plant]
 
-The build is one of its own in build/sanitized. --plant checks the check: it adds a signed overflow to a copy of the
-sources, and the run must find it.
+The build is separate, in build/sanitized-<python>; the usual build stays as it is. --plant tests the check itself: it
+builds a copy of the sources with two bugs and expects the sanitizers to report both.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,11 +26,34 @@ FLAGS = (
     "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined"
 )
 CALLS = "valid=150", "junk=300"
+SETTINGS = {
+    # Python frees little at exit, and some calls ask for more memory than there is.
+    "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0:allocator_may_return_null=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "OMP_NUM_THREADS": "1",
+}
+# --plant inserts this at the start of sort_tokens_op. The variable chooses the bug by a word of the sanitizer's report.
+BUGGY_FILE, BUGS = "csrc/ops/sorting.cpp", ("signed integer overflow", "heap-buffer-overflow")
+BUGGY_CODE = """
+  if (const char* bug = std::getenv("PLANTED_BUG")) {
+    volatile int largest = 0x7fffffff;
+    std::vector<int> one(1);
+    largest = *bug == 's' ? largest + 1 : one.data()[1];
+  }
+"""
 
 
-def build(csrc: Path, folder: Path) -> Path:
-    """A copy of the package with a sanitized module."""
-    torch, package = environment.find_torch(), folder / "site" / "moe_fp8_ext"
+def run_cmake(*arguments: str | Path) -> None:
+    """Runs CMake and prints its messages only if it fails."""
+    cmake = environment.find_tool("cmake", environment.CMAKE_MINIMUM)
+    done = subprocess.run([cmake, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise SystemExit(done.stdout)
+
+
+def build(sources: Path, folder: Path) -> Path:
+    """Builds the extension from a tree of sources. Returns a folder for PYTHONPATH with a copy of the package."""
+    package = folder / "site" / "moe_fp8_ext"
     shutil.rmtree(package, ignore_errors=True)
     shutil.copytree(ROOT / "moe_fp8_ext", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     options = {
@@ -40,80 +64,79 @@ def build(csrc: Path, folder: Path) -> Path:
         "MOE_FP8_ARCHS": "",
         "MOE_FP8_BACKEND": "cpu",
         "MOE_FP8_PYTHON_INCLUDE": sysconfig.get_path("include"),
-        "MOE_FP8_TORCH": torch.path,
+        "MOE_FP8_TORCH": environment.find_torch().path,
         "MOE_FP8_VERSION": "sanitized",
     }
-    cmake, tree = environment.find_tool("cmake", environment.CMAKE_MINIMUM), folder / "cmake"
-    defines = [f"-D{name}={value}" for name, value in options.items()]
-    subprocess.run(
-        [cmake, "-S", csrc.parent, "-B", tree, "-G", "Ninja", *defines], check=True, stdout=subprocess.DEVNULL
-    )
-    jobs = os.environ.get("MAX_JOBS")
-    subprocess.run(
-        [cmake, "--build", tree, *(["--parallel", jobs] if jobs else [])], check=True, stdout=subprocess.DEVNULL
-    )
-    shutil.copy(tree / "_C.so", package / "_C.so")
+    objects, jobs = folder / "cmake", os.environ.get("MAX_JOBS")
+    run_cmake("-S", sources, "-B", objects, "-G", "Ninja", *(f"-D{name}={value}" for name, value in options.items()))
+    run_cmake("--build", objects, *(["--parallel", jobs] if jobs else []))
+    shutil.copy(objects / "_C.so", package / "_C.so")
     return package.parent
 
 
-def preloaded() -> str:
-    """AddressSanitizer's library must come first, and look for exceptions in a libstdc++ that is there already."""
-    compiler, found = os.environ.get("CXX", "g++").split(), []
-    for name in ("libasan.so", "libstdc++.so.6"):
-        command = [*compiler, f"-print-file-name={name}"]
-        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        found.append(str(Path(answer).resolve()))
-    return " ".join(found)
-
-
-def fuzz(site: Path, seed: int) -> int:
-    """The exit status of random calls. Leaks are not looked for: Python leaves much behind."""
-    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
-    settings = {
-        "PYTHONPATH": path,
-        "LD_PRELOAD": preloaded(),
-        "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, ROOT / "tests" / "support" / "fuzz.py", str(seed), *CALLS]
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
-    if done.returncode or done.stdout != "".join(f"done {calls}\n" for calls in CALLS):
-        print(
-            f"seed {seed}: exit status {done.returncode}\n", "\n".join(done.stderr.splitlines()[-40:]), file=sys.stderr
-        )
-        return done.returncode or 1
-    return 0
-
-
-def planted(folder: Path) -> Path:
-    """A copy of the sources in which a loop over experts counts past the largest int."""
+def plant_bugs(folder: Path) -> Path:
+    """Copies the sources to a folder and inserts the bugs."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "csrc", folder / "csrc")
     shutil.copy(ROOT / "CMakeLists.txt", folder)
-    library = folder / "csrc" / "ops" / "sorting.cpp"
-    text = library.read_text()
-    at = text.index("call.empty") if "call.empty" in text else text.index("empty(")
-    line = text.rindex("\n", 0, at) + 1
-    library.write_text(f"{text[:line]}  volatile int past = 0x7fffffff; past = past + 1;\n{text[line:]}")
-    return folder / "csrc"
+    file = folder / BUGGY_FILE
+    text, count = re.subn(r"(\bsort_tokens_op\([^)]*\) \{\n)", rf"\1{BUGGY_CODE}", file.read_text())
+    assert count == 1, f"{BUGGY_FILE} has no sort_tokens_op to plant bugs in"
+    file.write_text(f"#include <cstdlib>\n#include <vector>\n{text}")
+    return folder
+
+
+def preloaded_libraries() -> str:
+    """AddressSanitizer's library must come first. It looks for the functions of exceptions in libstdc++ right then."""
+    compiler, paths = os.environ.get("CXX", "g++").split(), []
+    for name in ("libasan.so", "libstdc++.so.6"):
+        command = [*compiler, f"-print-file-name={name}"]
+        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        paths.append(str(Path(answer).resolve()))
+    return " ".join(paths)
+
+
+def errors_of_calls(site: Path, seed: int, bug: str = "") -> str:
+    """Makes random calls in a process. Returns what it printed if it failed."""
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = SETTINGS | {"PYTHONPATH": path, "LD_PRELOAD": preloaded_libraries()}
+    settings |= {"PLANTED_BUG": bug} if bug else {}
+    command = [sys.executable, ROOT / "tests" / "support" / "fuzz.py", str(seed), *CALLS]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
+    is_complete = done.stdout == "".join(f"done {calls}\n" for calls in CALLS)
+    return "" if done.returncode == 0 and is_complete else f"{done.stderr}\nexit status {done.returncode}"
+
+
+def excerpt(errors: str) -> str:
+    """The call that failed and the report of it, without frames outside of this tree."""
+    lines = [line for line in errors.splitlines() if not re.match(r" +#\d+ (?!.*/csrc/)", line)]
+    last_call = max((i for i, line in enumerate(lines) if re.match(r"(valid|junk) call \d+: ", line)), default=0)
+    return "\n".join(line[:300] for line in lines[last_call:][-30:])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3, help="processes of random calls")
-    parser.add_argument("--plant", action="store_true", help="add an overflow that must be found")
+    parser.add_argument("--seeds", type=int, default=3, help="how many processes make random calls")
+    parser.add_argument("--plant", action="store_true", help="plant bugs, which must be found")
     arguments = parser.parse_args()
-    folder = ROOT / "build" / ("planted" if arguments.plant else "sanitized")
+    name = "planted" if arguments.plant else "sanitized"
+    folder = ROOT / "build" / f"{name}-{sys.implementation.cache_tag}"
     folder.mkdir(parents=True, exist_ok=True)
-    csrc = planted(folder / "tree") if arguments.plant else ROOT / "csrc"
-    print("building for the CPU with AddressSanitizer and UBSan", flush=True)
-    site = build(csrc, folder)
-    failed = [seed for seed in range(arguments.seeds) if fuzz(site, seed)]
+    print("moe_fp8_ext: building for the CPU with AddressSanitizer and UBSan: a minute on two cores", flush=True)
     if arguments.plant:
-        print("the planted overflow was found" if failed else "the planted overflow was not found")
-        return not failed
-    print(f"{arguments.seeds} times {' and '.join(CALLS)} random calls, sanitized: {len(failed)} failed")
+        site, missed = build(plant_bugs(folder / "tree"), folder), []
+        for bug in BUGS:
+            errors = errors_of_calls(site, 0, bug)
+            is_found = bug in errors and Path(BUGGY_FILE).name in errors
+            missed += [] if is_found else [bug]
+            print(f"planted {bug}: {'found' if is_found else f'NOT FOUND {excerpt(errors)}'}")
+        return bool(missed)
+    site, failed = build(ROOT, folder), 0
+    for seed in range(arguments.seeds):
+        if errors := errors_of_calls(site, seed):
+            failed += 1
+            print(f"seed {seed} failed:\n{excerpt(errors)}")
+    print(f"{arguments.seeds} processes of {' and '.join(CALLS)} random calls under sanitizers: {failed} failed")
     return bool(failed)
 
 

@@ -1,6 +1,6 @@
-"""The emulated kernels, called as the ops and the functions of the reference are.
+"""Calls the emulated kernels with the arguments of the ops and of the reference.
 
-Outputs have the shapes, dtypes and strides of the reference's; they lie in guarded memory, full of 0xFF.
+Outputs have the shapes, dtypes and strides of the reference's outputs. They are in guarded memory, filled with 0xFF.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Scales(ctypes.Structure):
 
     @classmethod
     def of(cls, q: Tensor, scale: Tensor, format: str, along: str = "rows") -> Scales:
-        """Of an operand q [..., rows, K]."""
+        """The scales of an operand q [..., rows, K]."""
         f, rows, strides, weight = FORMATS[format], q.shape[-2], scale.stride(), q.ndim == 3
         if f.block is None:
             of_groups = (0, 1, rows, scale.shape[0]) if along == "tokens" else (*(0, *strides)[-2:], 0, 1)
@@ -55,7 +55,7 @@ class Scales(ctypes.Structure):
 
 
 class Waves:
-    """The kernels on all emulated chips, beside the reference, which takes longer than they do and is asked once."""
+    """The kernels on all emulated chips. The reference is slower than they are, so it runs once for all of them."""
 
     def __init__(self, *libraries: Path) -> None:
         self._each = [SimtKernels(library) for library in libraries]
@@ -64,12 +64,12 @@ class Waves:
         return iter(self._each)
 
     def check(self, op: str, *args: object, **kwargs: object) -> None:
-        """Every byte of the outputs is the reference's."""
+        """Checks that every byte of the outputs is that of the reference."""
         want = getattr(reference, op)(*args, **kwargs)
         self.check_as(want if isinstance(want, tuple) else (want,), op, *args, **kwargs)
 
     def check_as(self, want: tuple[Tensor, ...], op: str, *args: object, **kwargs: object) -> None:
-        """Every byte of the outputs is that of `want`, and zero between columns."""
+        """Checks that every byte of the outputs is that of `want`, and that bytes between columns are zero."""
         words = [op, *(str(a) for a in (*args, *kwargs.values()) if isinstance(a, (str, int)))]
         for kernels in self:
             got, what = kernels.run(op, want, *args, **kwargs), " ".join([*words, f"on {kernels.chip}"])
@@ -97,7 +97,7 @@ class SimtKernels(TokenKernels):
         return bool(self._library.simt_native_fnuz())
 
     def run(self, op: str, want: tuple[Tensor, ...], *args: object, **kwargs: object) -> tuple[Tensor, ...]:
-        """What the kernels leave in outputs like `want`; raises RuntimeError if a launch fails."""
+        """Returns what the kernels write to outputs like `want`. Raises RuntimeError if a launch fails."""
         memory = GuardedMemory()
         args = [memory.copy(a) if isinstance(a, Tensor) else a for a in args]
         kwargs = {name: memory.copy(a) if isinstance(a, Tensor) else a for name, a in kwargs.items()}
@@ -153,7 +153,7 @@ class SimtKernels(TokenKernels):
 
     @staticmethod
     def _groups(memory: GuardedMemory, offs: Tensor | None) -> tuple[Tensor | None, int]:
-        """Ends and how many: of no group not null, which would say that there are no groups."""
+        """Returns offs and their number. For zero groups, offs point to memory: null would mean no groups at all."""
         e = 0 if offs is None else len(offs)
         return offs if offs is None or e else memory.empty((1,), torch.int32), e
 
@@ -174,7 +174,7 @@ class SimtKernels(TokenKernels):
     ) -> None:
         f, (m, k), top_k = FORMATS[format], x.shape, inverse.shape[1]
         blocks, size = f.blocks(k), f.scale_dtype.itemsize
-        # Values and scales lie nowhere.
+        # Values and scales have no tensor.
         columns = [(0, 1, k, 1, k, 0), (0, size, blocks, 1, blocks, 0), *columns_of(None, None, topk_ids, topk_scores)]
         how = list(FORMATS).index(format), ROUNDINGS.index(rounding), FP8_TYPES.index(dtype)
         what = x, IN_TYPES.index(x.dtype), m, k, x.stride(0), *how, inverse, top_k
@@ -394,7 +394,7 @@ def _as_c(value: object) -> object:
         return ctypes.c_void_p(value.data_ptr() if value.numel() else None)
     if value is None:
         return ctypes.c_void_p(None)
-    if not isinstance(value, (bool, int, float)):  # a structure by reference
+    if not isinstance(value, (bool, int, float)):  # a structure, passed by reference
         return value
     if isinstance(value, float):
         return ctypes.c_double(value)

@@ -1,5 +1,7 @@
-"""Builds the hipified kernels for the CPU, with the SIMT emulation, as libraries for ctypes: all that a ROCm build has,
-or the GEMM alone, of gfx950 or of Hopper."""
+"""Builds the hipified kernels with the SIMT emulation, as libraries for ctypes that run on a CPU.
+
+A library has all kernels of a ROCm build, or only the GEMM for gfx950 or for Hopper.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from hipified import hipify, kernel_sources
 
 SIMT = Path(__file__).parent / "simt"
 SHIMS = (SIMT / "shim.cpp", SIMT / "shim_gemm.cpp")
-# Wave size and generation. fp8 instructions are fnuz on gfx942, fn on the others; those of matrices are NVIDIA's on a
-# wave of 32, MFMA on one of 64, and on gfx950 with scales. Hopper has its own kernels of products alone.
+# Wave size and generation. FP8 instructions are FNUZ on gfx942 and FN on the others. Matrix instructions are NVIDIA's
+# on a wave of 32 and MFMA on a wave of 64, with scales on gfx950. For Hopper, only its own GEMM is built.
 CHIPS = {
     "gfx1201": (32, "__GFX12__"),
     "gfx942": (64, "__GFX9__"),
@@ -26,10 +28,10 @@ CHIPS = {
 CXX = os.environ.get("CXX", "g++").split()
 CXX_FLAGS = (
     "-std=c++17 -O1 -g1 -fPIC -pthread -Wall -Wno-unknown-pragmas -ffp-contract=off -fno-strict-aliasing "
-    # Two libraries in one process would share static variables.
+    # Without this, two libraries in one process would share static variables.
     "-fno-gnu-unique "
-    # Finds the misaligned vector accesses that x86 forgives and a GPU does not, bad shifts and indices. Addresses that
-    # nobody reads from may be anything.
+    # This finds bad shifts and indices, and misaligned vector accesses, which x86 allows and a GPU does not. Pointer
+    # arithmetic is not checked: kernels form addresses that they do not read.
     "-fsanitize=undefined -fno-sanitize=vptr,pointer-overflow -fsanitize-undefined-trap-on-error"
 ).split()
 
@@ -53,7 +55,7 @@ def key_of(source: Path, chip: str) -> str:
 
 
 def build(chip: str, gemm_alone: bool = False) -> Path:
-    """The shared object of a chip's kernels, or of its GEMM alone, and of the shims."""
+    """Returns a shared object with the shims and a chip's kernels, or only its GEMM."""
     wave, generation = CHIPS[chip]
     kernels, shims = kernel_sources(CSRC), SHIMS
     if gemm_alone:
@@ -79,5 +81,5 @@ def build(chip: str, gemm_alone: bool = False) -> Path:
                 objects = list(pool.map(compile_one, keys))
         compile_cxx("-shared", "-Wl,-Bsymbolic", *objects, "-ldl", "-o", folder / "kernels.so", wave=wave)
 
-    with alone(f"simt-{chip}"):  # of the processes of the tests, one builds and the others find what it has built
+    with alone(f"simt-{chip}"):  # one of the test processes builds, and the others find its result
         return cached(key("simt library", *keys.values()), link) / "kernels.so"

@@ -1,4 +1,4 @@
-"""How the emulated kernels that choose experts and move tokens are called: a part of SimtKernels."""
+"""A base class of SimtKernels: calls of the emulated kernels that choose experts and move tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCORINGS = ("softmax", "sigmoid")  # Scoring
 
 
 def columns_of(*tensors: Tensor | None) -> list[tuple[int, ...]]:
-    """Of x, scale, topk_ids and topk_scores, as struct ColumnSource has them."""
+    """Describes x, scale, topk_ids and topk_scores in the fields of struct ColumnSource."""
     matrices = [t if t is None or t.ndim == 2 else t[:, None] for t in tensors]
     return [
         (t.data_ptr(), t.element_size(), *t.stride(), t.shape[1], i == 2)

@@ -1,4 +1,4 @@
-"""save_ops: what is computed again where layers are checkpointed."""
+"""save_ops: what backward of a checkpointed layer recomputes, and what it does not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Calls(TorchDispatchMode):
 
 
 def backward(fn: Callable[..., Tensor], leaves: list[Tensor]) -> tuple[Counter[str], tuple[Tensor, ...]]:
-    """The ops of backward and the gradients."""
+    """Returns how often backward called each op, and the gradients."""
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in leaves]
     with Calls() as calls:
         out = fn(*leaves)
@@ -43,7 +43,7 @@ def backward(fn: Callable[..., Tensor], leaves: list[Tensor]) -> tuple[Counter[s
 
 
 def problem(kind: str, recipe: str, device: str) -> tuple[Callable[..., Tensor], list[Tensor], int]:
-    """A function, its tensors, and the products of its forward."""
+    """Returns a function, its tensors, and the number of products in its forward."""
     p = layer(t=64, d=32, f=32, e=4, top_k=2, bias=kind == "biases").at(device)
     if kind != "grouped_mm":
         tensors = [p.x, p.scores, p.w_gate_up, p.w_down, *((p.b_gate_up, p.b_down) if kind == "biases" else ())]
@@ -67,13 +67,13 @@ def test_products_are_not_computed_again(kind, recipe, device):
     assert_same(of_whole, want)
     assert_same(of_saving, want)
     of_products = [sum(calls[name] for name in PRODUCTS) for calls in (plain, whole, saving)]
-    of_biases = 2 if kind == "biases" else 0  # whose gradients are products too
-    assert of_products == [n * products + of_biases for n in (2, 3, 2)]
+    bias_products = 2 if kind == "biases" else 0  # the gradient of a bias is a product too
+    assert of_products == [n * products + bias_products for n in (2, 3, 2)]
     assert whole["moe_fp8.sort_tokens.default"] == (kind != "grouped_mm") and not saving["moe_fp8.sort_tokens.default"]
 
 
 def test_documents():
-    """The block of docs/adoption.md."""
+    """Runs the block of docs/adoption.md."""
     (block,) = blocks("docs/adoption.md", "Activation checkpointing")
     fn, (x, w), _ = problem("grouped_mm", "rowwise", "cpu")
     names = {"x": x.requires_grad_(), "block": lambda x: fn(x, w)}

@@ -1,4 +1,4 @@
-"""Three steps of a converted layer with what trainers put around it: torch.autocast, clipping, AdamW of every kind."""
+"""Three steps of a converted layer with what trainers put around it: torch.autocast, clipping, each kind of AdamW."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECIPES = ("rowwise", "blockwise", "mxfp8")
 
 
 def layer(recipe: str, device: str) -> MoE:
-    """Of float32 weights."""
+    """A layer with float32 weights."""
     torch.manual_seed(0)
     made = MoE(Router(E, D, 2, balance_loss=0.1), Experts(E, D, F, recipe="bf16", bias=True))
     convert_(made, recipe)
@@ -36,7 +36,7 @@ def loss_of(result: tuple[Tensor, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_autocast(recipe, device):
-    """Is the cast of the experts' weights and tokens; the router is in float32 either way."""
+    """Autocast equals casting the experts' weights and tokens. The router computes in float32 either way."""
     model = layer(recipe, device)
     other = copy.deepcopy(model)
     steps = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, other)]
@@ -59,7 +59,7 @@ def test_autocast(recipe, device):
 def test_clip_grad_norm(foreach, device):
     model = layer("rowwise", device)
     optimizer, most = torch.optim.SGD(model.parameters(), 0.1), 1e-3
-    # A sum of n squares in float32, in any order, is off by n 2^-24 of it at most, and its root by half of that.
+    # A float32 sum of n squares, in any order, has a relative error of at most n 2^-24. Its root has half of that.
     tolerance = sum(p.numel() for p in model.parameters()) * 2**-24
     for step in range(STEPS):
         loss_of(model(tokens(step, device))).backward()
@@ -69,7 +69,7 @@ def test_clip_grad_norm(foreach, device):
         got = clip_grad_norm_(model.parameters(), most, foreach=foreach)
         torch.testing.assert_close(got.double(), norm, rtol=tolerance, atol=0)
         for p, grad in zip(model.parameters(), before, strict=True):
-            # Of clipping 1e-6 is added to the norm.
+            # Clipping adds 1e-6 to the norm.
             want = grad.double() * (most / (norm + 1e-6))
             torch.testing.assert_close(p.grad.double(), want, rtol=tolerance, atol=0)
         optimizer.step()
@@ -79,11 +79,12 @@ def test_clip_grad_norm(foreach, device):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
 def test_adamw(kind, recipe, device):
-    """The step of the plain loop, whose parameters every step begins with: casts to FP8 take no small differences on.
+    """Compares each step with that of the plain loop.
 
-    A parameter p is rounded twice, for weight decay and for the update, by 2^-24 |p|. The update is RATE m / sqrt(v) of
-    means m and v, corrected for their start. In three steps |m| is at most the largest |g| and sqrt(v) at least
-    sqrt(1 / 3) of it, so 25 operations on the way round by 25 sqrt(3) 2^-24 RATE. Both steps may be off by as much.
+    Both start every step from the loop's parameters, so that casts to FP8 do not amplify small differences. A parameter
+    p is rounded twice, for weight decay and for the update, by 2^-24 |p|. The update is RATE m / sqrt(v), with means m
+    and v whose bias is corrected. In three steps |m| is at most the largest |g|, and sqrt(v) is at least sqrt(1 / 3) of
+    it. So 25 operations round by at most 25 sqrt(3) 2^-24 RATE. Both steps may be off by that.
     """
     models = {kind: layer(recipe, device), "loop": layer(recipe, device)}
     optimizers = [

@@ -1,4 +1,4 @@
-"""The demo with a tiny model and a few steps."""
+"""The demo, with a tiny model and a few steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 @contextmanager
 def here(folder: Path, *options: str) -> Iterator[tuple[StringIO, StringIO]]:
-    """What the demo prints, from this process: importing all that it needs takes longer than its few steps."""
+    """Runs the demo in this process, because importing its dependencies takes longer than its few steps."""
     out, err, threads = StringIO(), StringIO(), torch.get_num_threads()
     torch.set_num_threads(1)
     with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
@@ -52,7 +52,7 @@ def run(folder: Path, *options: str) -> tuple[str, str]:
 
 
 def run_as_rank(rank: int, port: int, folder: Path, *options: str) -> None:
-    """With the environment that torchrun gives a process; what it prints is in a file of its rank."""
+    """Runs the demo with the environment that torchrun sets, and writes what it prints to a file of the rank."""
     of_group = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     os.environ.update({name: str(value) for name, value in of_group.items()})
     printed = run(folder, *options)
@@ -66,7 +66,7 @@ def free_port() -> int:
 
 
 def table(stdout: str) -> dict[str, dict[str, str]]:
-    """Rows of the printed table by recipe, cells by column."""
+    """Parses the printed table: rows by recipe, cells by column."""
     rows = [re.split(r" {2,}", line.strip()) for line in stdout.splitlines()]
     first = next(i for i, row in enumerate(rows) if row[0] == "recipe")
     body = (row for row in rows[first + 2 :] if row[0] in RECIPES)
@@ -89,7 +89,7 @@ def output(folder: Path) -> tuple[str, str]:
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
-    """The demo as a module, in an empty working directory; a model so small is slower with more threads than one."""
+    """The demo as a module, in an empty working directory. One thread is fastest for so small a model."""
     monkeypatch.syspath_prepend(DEMO.parent)
     monkeypatch.chdir(tmp_path)
     module = __import__(DEMO.stem)
@@ -101,7 +101,7 @@ def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType
 
 
 def call(demo: ModuleType, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
-    """Exit status of the demo's main()."""
+    """Returns the exit status of the demo's main()."""
     monkeypatch.setattr(sys, "argv", [DEMO.name, *options])
     try:
         return demo.main()
@@ -131,7 +131,7 @@ def test_progress_bar(output: tuple[str, str]) -> None:
 
 @NEEDS_GLOO
 def test_experts_over_two_processes(output: tuple[str, str], tmp_path: Path) -> None:
-    """The losses of one process; the first process alone prints and draws."""
+    """Two processes give the losses of one. The first process alone prints and draws."""
     start(2, run_as_rank, free_port(), tmp_path, *TINY, "--ep", "--losses", "losses.json")
     (stdout, stderr), silent = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert losses(stdout) == [pytest.approx(loss, rel=0.01) for loss in losses(output[0])]
@@ -158,7 +158,7 @@ def test_numbers_follow_from_the_seed(demo, monkeypatch, capsys) -> None:
 
 
 def test_fp8_saves_half_the_bytes(demo, monkeypatch, capsys) -> None:
-    """One byte an element instead of two, and a little for scales; tokens are kept as they came."""
+    """FP8 keeps one byte an element instead of two, and scales. Tokens are kept as they are."""
     assert call(demo, monkeypatch, *TINY, "--steps", "1", "--batch", "64", "--hidden", "128") == 0
     saved = {name: row["saved for backward"].split() for name, row in table(capsys.readouterr().out).items()}
     assert all(unit == "MiB" for _, unit in saved.values())
@@ -172,7 +172,7 @@ def test_other_recipes(demo, monkeypatch, capsys, recipe: str) -> None:
 
 
 def test_options_of_recipes(demo, monkeypatch, capsys) -> None:
-    """Both change what is trained."""
+    """Both options change the loss."""
     rows = []
     for options in ([], ["--rounding", "floor"], ["--wgrad-high-precision"]):
         assert call(demo, monkeypatch, *TINY, "--steps", "3", "--recipes", "mxfp8", *options) == 0
@@ -182,7 +182,7 @@ def test_options_of_recipes(demo, monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize(("tolerance", "status"), [(-1.0, 1), (1.0, 0)])
 def test_check(demo, monkeypatch, capsys, tolerance: float, status: int) -> None:
-    """Of all recipes, unless some are named."""
+    """--check trains all recipes, unless --recipes names some."""
     monkeypatch.setattr(demo, "TOLERANCE", tolerance)
     assert call(demo, monkeypatch, *TINY, "--steps", "1", "--check") == status
     printed = capsys.readouterr()
@@ -233,7 +233,7 @@ def test_out_of_memory_gets_one_sentence(demo, monkeypatch, error: Exception, ou
 
 
 def test_more_context_than_text(demo, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(demo, "STDLIB", Path.cwd())  # as where Python keeps its library in a zip file
+    monkeypatch.setattr(demo, "STDLIB", Path.cwd())  # as if Python kept its library in a zip file
     assert call(demo, monkeypatch, "--device", "cpu") == 2
     assert "argument --context: expected less than the 0 bytes of text in" in capsys.readouterr().err
 
@@ -266,7 +266,7 @@ def test_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(torch.optim.AdamW, "zero_grad", interrupted)
-    # Of a shell's background job, tests inherit that SIGINT is ignored.
+    # In a shell's background job, tests inherit that SIGINT is ignored.
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with here(tmp_path, *TINY) as (out, err), pytest.raises(SystemExit) as left:

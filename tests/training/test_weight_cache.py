@@ -1,4 +1,4 @@
-"""reuse_weights: what an entry is of, when it goes, and that it is never out of date."""
+"""reuse_weights: what it caches, when it drops copies, and that no copy is ever out of date."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def loaded(w: Parameter, values: Tensor) -> None:
 
 
 def freed_and_assigned(w: Parameter, values: Tensor) -> None:
-    """What is assigned may lie where the old values were."""
+    """The allocator may give the assigned values the address of the old ones."""
     w.data = torch.empty(0, dtype=w.dtype, device=w.device)
     w.data = values.clone()
 
 
 def moved(w: Parameter, values: Tensor) -> None:
-    """As a sharded module gathers: the storage is the same object with other memory, and the counter is kept."""
+    """Writes as a sharded module gathers: into the same storage object with other memory, without the counter."""
     storage = w.untyped_storage()
     storage.resize_(2 * storage.nbytes())
     with torch.autograd._unsafe_preserve_version_counter(w):
@@ -96,7 +96,7 @@ def test_what_is_not_seen_ends_with_the_context(device):
 
 
 def test_two_parameters_of_one_storage(device):
-    """Their counters know nothing of one another."""
+    """They have separate version counters."""
     first, second = (Parameter(t) for t in [parameter(device).data] * 2)
     with reuse_weights():
         for w, factor in ((first, 2), (second, -3)):
@@ -106,7 +106,7 @@ def test_two_parameters_of_one_storage(device):
 
 
 class ThroughData(torch.optim.Optimizer):
-    """Writes as no counter sees it, then calls the model, writes again and fails."""
+    """Writes without moving the version counter, calls the model, writes again and raises."""
 
     def __init__(self, w: Parameter) -> None:
         super().__init__([w], {})
@@ -131,7 +131,7 @@ def test_steps_of_optimizers_are_seen(device):
         check_fresh(w)
 
 
-# What an entry is of
+# What is cached
 
 
 def test_rules_have_copies_of_their_own(device):
@@ -159,7 +159,7 @@ def test_fields_that_do_not_touch_weights_share(device):
 
 
 def test_gradients_that_are_asked_for_later(device):
-    """Both directions are kept whatever the first call needs."""
+    """Both copies are kept, whichever the first call needs."""
     w = parameter(device)
     with reuse_weights():
         with torch.no_grad():
@@ -172,7 +172,7 @@ def test_gradients_that_are_asked_for_later(device):
 
 
 def test_views_of_one_parameter(device):
-    """Halves, both layouts, another order of experts."""
+    """Views are halves of the parameter, both layouts and another order of experts."""
     w = parameter(device)
     square = Parameter(w.detach()[:, :48, :48].contiguous())
     a, offs = A.detach()[:, :48].to(device), OFFS.to(device)
@@ -231,7 +231,7 @@ def test_what_is_no_parameter(make, device):
 
 
 def test_a_view_with_its_sign_turned(device):
-    """At the same place with the same strides."""
+    """Its values differ, although address and strides are the same."""
     w, a, offs = parameter(device), A.to(device), OFFS.to(device)
     with reuse_weights():
         call(w)
@@ -259,7 +259,7 @@ def test_inference_mode(device):
 
 
 def copies_of(w: Tensor) -> weakref.ref:
-    """The transposed copy of w, as a call saves it for backward."""
+    """Returns a reference to the transposed copy of w that a call saves for backward."""
     found = []
 
     def pack(t: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ def test_nested_contexts_and_exceptions(device):
 
 
 def test_contexts_of_two_threads(device):
-    """The last one that is left drops what there is; what one thread quantizes, others use."""
+    """Threads share the copies. Leaving the last context drops them."""
     w = parameter(device)
     opened, leave = threading.Event(), threading.Event()
     counts = []

@@ -1,4 +1,4 @@
-"""reuse_weights around steps of training, checkpoints and graphs: the bytes of without, and the work done once."""
+"""reuse_weights around training steps, checkpoints and graphs: the same bytes as without it, and less work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUANTIZED = ("rowwise", "blockwise", "mxfp8")
 
 
 class Experts(torch.nn.Module):
-    """Two layers, whose float32 weights autocast may cast."""
+    """Two layers. If their weights are float32, autocast may cast them."""
 
     def __init__(self, device: str, dtype: torch.dtype, recipe: str) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def train(
     micro_batches: Callable = contextlib.nullcontext,
     whole: Callable = contextlib.nullcontext,
 ) -> tuple[list[Tensor], int]:
-    """Outputs and gradients of three steps of two micro-batches, and how often weights were quantized."""
+    """Returns outputs and gradients of three steps of two micro-batches, and how often weights were quantized."""
     experts = Experts(device, dtype, recipe)
     step = optimizer(experts.parameters())
     offs = group_offs("zipf", 60, 3, device)
@@ -99,7 +99,7 @@ def test_gradient_accumulation(recipe, optimizer, where, device):
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_a_layer_that_adds_to_main_grads(recipe, device):
-    """Losses of three steps of four micro-batches: the same with and without, each weight quantized once a step."""
+    """Three steps of four micro-batches have the same losses with and without, and quantize a weight once a step."""
 
     def losses(micro_batches: Callable) -> tuple[list[Tensor], int]:
         generator = torch.Generator().manual_seed(0)
@@ -170,12 +170,12 @@ def test_activation_checkpointing(recipe, again, device):
         times.append(quantizations(step))
     assert_same(results[1], results[0])
     assert times[1] == 2
-    # In its first pass, without gradients, a reentrant checkpoint quantizes weights without blocks one way alone.
+    # A reentrant checkpoint has no gradients in its first pass, and then quantizes rowwise weights in one direction.
     assert times[0] == (2 if recipe == "rowwise" and again == "reentrant" else 4)
 
 
 def test_compiled_calls_read_the_weight(device):
-    """They see writes that no cache can."""
+    """Compiled calls quantize every time, so they see writes that a cache could not."""
     torch._dynamo.reset()
     w = parameter(device)
     x, offs = A.detach().to(device), OFFS.to(device)
@@ -211,7 +211,7 @@ def test_traced_calls_read_the_weight(device):
 
 
 def test_cuda_graph(gpu):
-    """A replayed graph quantizes its weights as they are then; what it wrote, eager calls read after the context."""
+    """A replayed graph quantizes the current weights. Eager calls read what it wrote once the context is left."""
     w = parameter(gpu)
     values = [A.detach().to(gpu), w.detach(), OFFS.to(gpu), G.to(gpu)]
 

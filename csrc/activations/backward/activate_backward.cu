@@ -22,8 +22,8 @@ MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Reader& 
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {  // an out-of-range row repeats the addresses of its neighbour
     h[r] = r == 0 ? reader.row(row0) : r < valid_rows ? reader.next(h[r - 1]) : h[r - 1];
-    da[r] = r == 0 ? access.advanced(p.da, row0 * p.da_stride)
-                   : access.advanced(da[r - 1], r < valid_rows ? p.da_stride : 0);
+    da[r] = r == 0 ? access.address(p.da, row0 * p.da_stride)
+                   : access.address(da[r - 1], r < valid_rows ? p.da_stride : 0);
     score[r] = p.score(r < valid_rows ? row0 + r : row0);
   }
   const int64_t out = row0 * p.h.F;
@@ -47,7 +47,7 @@ MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Reader& 
         const int v = first + i * kWarpSize;
         if constexpr (kSumEach) {
           if (v - lane >= vecs) break;
-          if (v > lane) sum += neighbour_sums(dot);
+          if (v > lane) sum += reduce_scatter_sum(dot);
           dot[0] = 0;
         }
         if (v >= vecs || r >= valid_rows) break;
@@ -64,12 +64,12 @@ MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Reader& 
           dh.gate[j] = g.gate;
           dh.up[j] = g.up;
         }
-        reader.layout.store(access, access.advanced(p.dh, (out + r * p.h.F) * kVectors), v, dh);
+        reader.layout.store(access, access.address(p.dh, (out + r * p.h.F) * kVectors), v, dh);
         access.store(p.a, out + r * p.h.F + int64_t(v) * n, a);
       }
   }
-  const float last = neighbour_sums(dot);
-  if (const int r = number_of_lane<kRows>(lane); lane < kRows && r < valid_rows)
+  const float last = reduce_scatter_sum(dot);
+  if (const int r = reduce_scatter_sum_index<kRows>(lane); lane < kRows && r < valid_rows)
     if (const int slot = p.slot(row0 + r); slot >= 0)
       store_element(p.dscores, InType::kF32, slot, kSumEach ? sum + last : 0.f + last);
 }
@@ -77,7 +77,7 @@ MOE_DEVICE void backward_of_rows(const ActivateBackwardParams& p, const Reader& 
 // Rows that a wave takes at once: several if one row leaves lanes idle, even in the smallest wave of any chip.
 template <class Access>
 MOE_HD int rows_per_wave(const ActivateBackwardParams& p) {
-  return Access::kElements > 1 && p.h.F <= Access::kElements * kSmallestWarp ? kActivateBackwardVecs : 1;
+  return Access::kElements > 1 && p.h.F <= Access::kElements * kMinWarpSize ? kActivateBackwardVecs : 1;
 }
 
 template <class Access, bool kFp8, bool kGated>
@@ -96,11 +96,11 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kActivateBackwardBlocks)
       if constexpr (Access::kElements > 1)
         if (rows_per_wave<Access>(p) == kActivateBackwardVecs) {
           for (int64_t row = first_row() * kActivateBackwardVecs; row < p.P;
-               row += rows_at_once() * kActivateBackwardVecs)
+               row += rows_per_grid() * kActivateBackwardVecs)
             backward_of_rows<kActivateBackwardVecs, kActivation, Access>(p, reader, row);
           return;
         }
-      for (int64_t row = first_row(); row < p.P; row += rows_at_once())
+      for (int64_t row = first_row(); row < p.P; row += rows_per_grid())
         backward_of_rows<1, kActivation, Access>(p, reader, row);
     });
   };

@@ -2,7 +2,8 @@
 //
 // THREAD MAP. A row team is the blockDim.x threads of one threadIdx.y, which are whole waves. Thread t has features 8 t
 // to 8 t + 7. A team has kRows rows in flight, blockDim.y apart. After a wave's reduction, lane l holds the partials of
-// row number_of_lane<kRows>(l). Every kRows-th lane holds the same row; lane l has rank l / kRows among these.
+// row reduce_scatter_sum_index<kRows>(l). Every kRows-th lane holds the same row; lane l has rank l / kRows among
+// them.
 //
 //   kRows 4     lane   0  1  2  3    4  5  6  7    8 ...
 //               row    0  2  1  3    0  2  1  3    0 ...
@@ -45,7 +46,7 @@ struct RowTeamPass {
     }
     team_barrier();
   }
-  static MOE_DEVICE int row_of_lane() { return number_of_lane<kRows>(threadIdx.x); }
+  static MOE_DEVICE int row_of_lane() { return reduce_scatter_sum_index<kRows>(threadIdx.x); }
   static MOE_DEVICE int rank_of_lane() { return threadIdx.x % kWarpSize / kRows; }
   static MOE_DEVICE int wave() { return threadIdx.x / kWarpSize; }
   static MOE_DEVICE int waves() { return blockDim.x / kWarpSize; }
@@ -65,7 +66,7 @@ struct RowTeamPass {
   // Posts to the team what the wave knows of the lane's row. Returns the partials of all waves for that row.
   MOE_DEVICE const RowPartial* post(uint32_t amax, const float (&dot)[kRows]) {
     RowPartial* row_partials = partials.rows[step++ & 1][row_of_lane()];
-    const RowPartial partial = {amax, neighbour_sums(dot)};
+    const RowPartial partial = {amax, reduce_scatter_sum(dot)};
     if (rank_of_lane() == 0) row_partials[wave()] = partial;
     return row_partials;
   }
@@ -130,7 +131,7 @@ struct RowTeamPass {
         }
 #pragma unroll
         for (int w = 0; w < kFeatures / 2; ++w) a_max[w] = max_magnitude<BF16>(a_max[w], a[w]);
-        if (const uint32_t wave_amax = warp_max(amax_bits<BF16>(row_max)); i == lane_row) lane_amax = wave_amax;
+        if (const uint32_t wave_amax = wave_max(amax_bits<BF16>(row_max)); i == lane_row) lane_amax = wave_amax;
       }
       const RowPartial* row_partials = post(lane_amax, dot);
       load(begin + kRows * teams);  // in flight while the team combines its partials, and casts
@@ -138,7 +139,7 @@ struct RowTeamPass {
       T::with_cast(p.quantize_dh, [&](auto cast) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
-          store(dh[i], row(begin, i), as_float(shfl(as_bits(s.multiplier), number_of_lane<kRows>(i))), cast);
+          store(dh[i], row(begin, i), as_float(shfl(as_bits(s.multiplier), reduce_scatter_sum_index<kRows>(i))), cast);
       });
     }
     if (!valid || e >= p.quantize_dh.E) return;
@@ -177,7 +178,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxRowTeam, kRowPassBlocks)
 }  // namespace
 
 int launch_gradient_rows(GradientsPlan p, void* stream) {
-  const int team_threads = round_up(p.vecs, kLargestWarp);
+  const int team_threads = round_up(p.vecs, kMaxWarpSize);
   const int teams = team_threads < kRowPassBlockThreads ? kRowPassBlockThreads / team_threads : 1;
   const int64_t rows = p.quantize_dh.rows;
   const int64_t blocks = int64_t(device().multiprocessors) * kRowPassRounds * kRowPassResidentThreads /
@@ -189,7 +190,7 @@ int launch_gradient_rows(GradientsPlan p, void* stream) {
   };
   if (!is_gated(p.gradients.activation)) return launch_rows(UngatedActivations{}, std::false_type{});
   // A row of one wave has hardly more gates than a table has entries: slower with one (docs/kernels/activations.md).
-  if (team_threads <= kLargestWarp) return launch_rows(GatedActivations{}, std::false_type{});
+  if (team_threads <= kMaxWarpSize) return launch_rows(GatedActivations{}, std::false_type{});
   return launch_rows(GatedActivations{}, std::true_type{});
 }
 

@@ -82,7 +82,7 @@ MOE_DEVICE void differentiate_rows(const GradientTilesPlan& p, const QuantizedTi
   };
   const auto load = [&](int step) {
     const int row = int(tile.first_row) + Min{}(row_in_tile(step), last);
-    RowScales scales = p.gradients.h.scale.of_row(row);
+    RowScales scales = p.gradients.h.scale.scales_of_row(row);
     if (std::is_same_v<typename T::Scale, ScaleF32>) scales.is_float = true, scales.block4_stride = 0;
     else scales.is_float = false;
     // A projection is whole tiles, so the scales of the second projection are at a fixed distance.
@@ -121,8 +121,8 @@ MOE_DEVICE void differentiate_rows(const GradientTilesPlan& p, const QuantizedTi
       shared.values[kProjections][row][vec] = a;
       accumulate(max[kProjections], a);
     }
-    const float dot = neighbour_sums<kVecs>(dots);
-    const int row = row_in_tile(step + number_of_lane<kInFlight>(vec));
+    const float dot = reduce_scatter_sum<kVecs>(dots);
+    const int row = row_in_tile(step + reduce_scatter_sum_index<kInFlight>(vec));
     if (vec < kInFlight && row <= last) store_stream(p.dots + tile.across * p.dh.rows + tile.first_row + row, dot);
   }
 #pragma unroll
@@ -161,7 +161,7 @@ MOE_DEVICE void read_output(const Shared& shared, int output, TileWords<T>& v) {
 }
 template <class T, class Scaling>
 MOE_DEVICE void make_multipliers(const TilesPlan& p, Scaling& scaling) {
-  if (T::kBlocks == 1 && p.of_squares()) make_square_multiplier<T>(p, scaling);
+  if (T::kBlocks == 1 && p.has_square_amax()) make_square_multiplier<T>(p, scaling);
   else make_column_multipliers<T>(p, scaling);
 }
 template <class T, class Scaling>

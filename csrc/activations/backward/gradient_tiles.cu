@@ -23,8 +23,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, 1)
   const int thread = blockIdx.x * kTileThreads + threadIdx.y * kLanes + threadIdx.x;
   gather_scores(p, thread, gridDim.x * kTileThreads);
   for (int along = thread; along < p.tiles; along += gridDim.x * kTileThreads) {
-    const int e = tiles.group_of(along), first = tiles.first_of(e);
-    PlacedTile placed = {tiles.at(along, 0, e), first, tiles.first_of(e + 1) - first};
+    const int e = tiles.group_of(along), first = tiles.first_tile_of(e);
+    PlacedTile placed = {tiles.at(along, 0, e), first, tiles.first_tile_of(e + 1) - first};
     placed.tile.valid = along < tiles.count();
     p.placed[along] = placed;
   }
@@ -39,7 +39,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, kGradientTileBlocks)
   using A = ATraits<Scales>;
   constexpr int kProjections = Activations::kProjections, kOutputs = kProjections + 1;
   using Shared = GradientTile<Dh, kOutputs>;
-  if constexpr (has_room<Dh, kOutputs>(kLeastShared)) {
+  if constexpr (has_room<Dh, kOutputs>(kMinSharedBytes)) {
     MOE_DYNAMIC_SMEM(smem);
     Shared& shared = *reinterpret_cast<Shared*>(smem);
     // kStack tiles of a tile column follow one another, because their columns are neighbours in memory.
@@ -124,7 +124,7 @@ int launch_tiles(const QuantizeActivatedBackwardParams& params, void* stream) {
   p.placed = reinterpret_cast<PlacedTile*>(scores + score_words(params.gradients));
   p.dots = reinterpret_cast<float*>(p.placed + p.tiles);
   constexpr auto kKernel = quantize_gradient_tiles_kernel<GradientTypes, Scales, Activations>;
-  if (const int e = allow_large<kKernel>()) return e;
+  if (const int e = raise_kernel_limits<kKernel>()) return e;
   const dim3 few(unsigned(device().multiprocessors)), threads(kLanes, kTileThreadRows);
   if (const int e = launch(place_gradient_tiles_kernel, {few, threads, stream}, p)) return e;
   Launch l = {dim3(unsigned(round_up<int64_t>(p.tiles, kStack) * p.a.tiles_across)), threads, stream};
@@ -142,7 +142,7 @@ int64_t gradient_tiles_words(const QuantizeActivatedBackwardParams& p) {
 
 bool can_take_gradient_tiles(const QuantizeActivatedBackwardParams& p) {
   const bool has_tiles = p.gradients.h.F % kBlock == 0;
-  return has_tiles && has_room<DhTraits<MxScales>, 3>(least_shared(device().sm));
+  return has_tiles && has_room<DhTraits<MxScales>, 3>(min_shared_bytes(device().sm));
 }
 
 int launch_gradient_tiles(const QuantizeActivatedBackwardParams& p, void* stream) {

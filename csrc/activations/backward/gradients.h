@@ -153,9 +153,9 @@ struct Gradients {
   static MOE_DEVICE void tabulate(Point* table, int bits, float scale) {
     const int negated = bits | kMagnitudes;
     const float gate = decode_native<false>(uint32_t(bits), 0) * scale;
-    table[bits] = point_of<kCurve>(gate);
+    table[bits] = curve_at<kCurve>(gate);
     const bool symmetric = kHardwareFp8 != HardwareFp8::kFNUZ;
-    table[negated] = point_of<kCurve>(symmetric ? -gate : decode_native<false>(uint32_t(negated), 0) * scale);
+    table[negated] = curve_at<kCurve>(symmetric ? -gate : decode_native<false>(uint32_t(negated), 0) * scale);
   }
   // Shifts the registers so that feature n becomes feature 0.
   template <int n>

@@ -82,7 +82,7 @@ bool can_quantize_activated_backward(const QuantizeActivatedBackwardParams& p) {
   const bool sizes = has_blocks(p) ? can_take_gradient_tiles(p) : g.h.F <= kMaxBackwardFeatures;
   const int vector_columns = g.h.interleaved && is_gated(g.activation) ? 2 * kFeatures : kFeatures;  // of h
   const bool strides = g.P == 1 || (g.h.stride < kMaxStride && g.da_stride < kMaxStride);
-  return g.P > 0 && g.h.F > 0 && g.in == InType::kBF16 && types && sizes && strides && !p.quantize_a.of_batch() &&
+  return g.P > 0 && g.h.F > 0 && g.in == InType::kBF16 && types && sizes && strides && !p.quantize_a.has_batch_amax() &&
          p.quantize_dh.align % kChunkRows == 0 &&
          rows_are_vectorizable(g.h.h, g.h.stride, g.h.F, g.P, 1, vector_columns) &&
          rows_are_vectorizable(g.da, g.da_stride, g.h.F, g.P, 2);

@@ -17,9 +17,9 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kActivateBlocks)
     constexpr Activation kActivation = decltype(activation)::value;
     using Reader = PlainReader<Access, kIsGated<kActivation>>;
     const Reader reader(p.h);
-    for (int64_t r = first_row(); r < p.P; r += rows_at_once()) {
+    for (int64_t r = first_row(); r < p.P; r += rows_per_grid()) {
       const auto h = reader.row(r);
-      void* const out = access.advanced(p.a, r * p.h.F);
+      void* const out = access.address(p.a, r * p.h.F);
       for (int first = lane; first < vecs; first += kActivateVecs * kWarpSize) {
         typename Reader::Raw raw[kActivateVecs];
 #pragma unroll

@@ -64,10 +64,10 @@ MOE_DEVICE void quantize_rows(const QuantizeActivatedPlan& p, Map& map, typename
 
   // A lane behind the last vector repeats it: that changes neither the amax of its row nor that of another block.
   auto clamped = [&](int i) { return vec_number(i) < vecs ? vec_number(i) : vecs - 1; };
-  const void* row = reader.access.advanced(reader.row(valid_rows > 0 ? row0 : 0), reader.layout.column(clamped(0), 0));
+  const void* row = reader.access.address(reader.row(valid_rows > 0 ? row0 : 0), reader.layout.column(clamped(0), 0));
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    if (r > 0 && r < valid_rows) row = reader.access.advanced(row, Map::kRowStride * p.h.stride);
+    if (r > 0 && r < valid_rows) row = reader.access.address(row, Map::kRowStride * p.h.stride);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i)
       if (wave_has(i))
@@ -96,7 +96,7 @@ MOE_DEVICE void quantize_rows(const QuantizeActivatedPlan& p, Map& map, typename
 #pragma unroll
         for (int j = 0; j < kFeaturesPerVec; ++j)
           values[j] = activated<decltype(activation)::value>(g.gate[j], g.up[j]);
-        a[r][i] = {{Access::rounded(values)}};
+        a[r][i] = {{Access::packed_vec(values)}};
         accumulate(a_max[r], a[r][i].vectors[0], i);
 #pragma unroll
         for (int vector = 0; vector < kVectors; ++vector) accumulate(h_max[r][vector], raw.vectors[vector], i);
@@ -135,7 +135,7 @@ constexpr int kMaxGridY = 65535;  // further blocks are along z, where the last 
 template <class Map>
 int launch_map(const QuantizeActivatedParams& p, int team_threads, int64_t grid_x, void* stream) {
   // A team of several waves synchronizes with __syncthreads(), so it has a block of its own.
-  const int teams = team_threads == kLargestWarp ? kTeamBlockThreads / team_threads : 1;
+  const int teams = team_threads == kMaxWarpSize ? kTeamBlockThreads / team_threads : 1;
   const int64_t rows = round_up<int64_t>(p.quantize_a.rows, Map::kRowMultiple);
   const int blocks = int(ceil_div<int64_t>(rows, teams * Map::kRows)), grid_z = ceil_div(blocks, kMaxGridY);
   const dim3 grid(unsigned(grid_x), unsigned(ceil_div(blocks, grid_z)), unsigned(grid_z));
@@ -155,15 +155,15 @@ bool can_quantize_activated(const QuantizeActivatedParams& p) {
 }
 
 int quantize_activated(const QuantizeActivatedParams& p, void* stream) {
-  const int64_t waves = ceil_div<int64_t>(p.h.F / kFeaturesPerVec, kLargestWarp);  // of a vector a lane
+  const int64_t waves = ceil_div<int64_t>(p.h.F / kFeaturesPerVec, kMaxWarpSize);  // of a vector a lane
   if (const Format& f = format_of(p.quantize_a.format); f.block) {
-    if (f.scale_type == ScaleType::kF32) return launch_map<BlockwiseMap>(p, kLargestWarp, waves, stream);
+    if (f.scale_type == ScaleType::kF32) return launch_map<BlockwiseMap>(p, kMaxWarpSize, waves, stream);
     if (const int e = place_rows(p.quantize_a, stream)) return e;
-    return launch_map<MxMap>(p, kLargestWarp, waves, stream);
+    return launch_map<MxMap>(p, kMaxWarpSize, waves, stream);
   }
-  if (waves == 1) return launch_map<RowwiseMap<4>>(p, kLargestWarp, 1, stream);
-  if (waves == 2) return launch_map<RowwiseMap<2>>(p, kLargestWarp, 1, stream);
-  return launch_map<RowwiseMap<1>>(p, kLargestWarp * int(ceil_div<int64_t>(waves, kVecsPerLane)), 1, stream);
+  if (waves == 1) return launch_map<RowwiseMap<4>>(p, kMaxWarpSize, 1, stream);
+  if (waves == 2) return launch_map<RowwiseMap<2>>(p, kMaxWarpSize, 1, stream);
+  return launch_map<RowwiseMap<1>>(p, kMaxWarpSize * int(ceil_div<int64_t>(waves, kVecsPerLane)), 1, stream);
 }
 
 }  // namespace moe_fp8

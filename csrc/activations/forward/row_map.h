@@ -192,7 +192,7 @@ struct MxMap : RowMap<kMxBlock / kFeaturesPerVec, 4, 3, 2, 3> {
   explicit MOE_DEVICE MxMap(Shared&) {}
 
   // A lane computes three scales. If it also held h in registers, a multiprocessor would have 512 threads, not 1024.
-  using HVecs = std::conditional_t<kCopiesInBackground, SharedVecs, RegisterVecs>;
+  using HVecs = std::conditional_t<kHasAsyncCopies, SharedVecs, RegisterVecs>;
   static constexpr int kThreadsWanted = kMxActivatedThreads;
 
   static constexpr int kRowStride = kScaleRows / kRows, kRowMultiple = kScaleRows;

@@ -80,7 +80,7 @@ MOE_DEVICE void multiply_tile(Loader<T>& loader, SharedStorage<T>& shared, int k
 template <class T>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocksPerMultiprocessor)
     mma_kernel(MOE_GRID_CONSTANT const ScaledGroupedMmParams p) {
-  if (!T::Instruction::kThere) return;  // compiled for every chip of the build, launched on those that have it
+  if (!T::Instruction::kSupported) return;  // compiled for every chip of the build, launched on those that have it
   MOE_DYNAMIC_SMEM(smem);
   auto& shared = *reinterpret_cast<SharedStorage<T>*>(smem);
   wait_for_previous_kernel();
@@ -113,19 +113,19 @@ template <class T>
 int launch_kernel(const ScaledGroupedMmParams& p, void* stream) {
   // The least shared memory of a multiprocessor: 64 KB on gfx942, 100 KB on sm_86, sm_89 and sm_120. Scaled runs on
   // gfx950 alone, which has 160 KB.
-  constexpr size_t kLeast = (T::kTakesScales ? 160 : kCopiesInBackground ? 100 : 64) * 1024;
-  static_assert(sizeof(SharedStorage<T>) + kStaticShared <= kLeastShared);
+  constexpr size_t kLeast = (T::kTakesScales ? 160 : kHasAsyncCopies ? 100 : 64) * 1024;
+  static_assert(sizeof(SharedStorage<T>) + kStaticShared <= kMinSharedBytes);
   static_assert(kBlocksPerMultiprocessor * (sizeof(SharedStorage<T>) + kStaticShared + kReservedShared) <= kLeast);
   constexpr auto kKernel = mma_kernel<T>;
-  if (const int e = allow_large<kKernel>()) return e;
+  if (const int e = raise_kernel_limits<kKernel>()) return e;
   return launch(kKernel, {dim3(unsigned(kBlocksPerMultiprocessor * device().multiprocessors)), dim3(kThreads), stream,
                           sizeof(SharedStorage<T>)}, p);
 }
 
 template <Types kTypes, int kBlock>
 int launch_types(const ScaledGroupedMmParams& p, void* stream) {
-  if constexpr (kMayTakeScales && kBlock == kMxBlock && kTypes != Types::kAny)
-    if (device().scales_blocks) return launch_kernel<Traits<kTypes, kBlock, Scaled, StoreOrAdd>>(p, stream);
+  if constexpr (kMayHaveScaledMma && kBlock == kMxBlock && kTypes != Types::kAny)
+    if (device().has_scaled_mfma) return launch_kernel<Traits<kTypes, kBlock, Scaled, StoreOrAdd>>(p, stream);
   return launch_kernel<Traits<kTypes, kBlock, Unscaled, StoreOrAdd>>(p, stream);
 }
 

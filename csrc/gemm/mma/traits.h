@@ -49,7 +49,7 @@ struct Traits {
   static MOE_HD bool k_grouped(const Args& p) { return p.k_grouped; }
 
   static constexpr bool kTakesFp8 = kTypes != Types::kAny && kMultipliesFp8;  // instructions take FP8 as it is
-  static constexpr bool kUsesTables = !kTakesFp8 && (kTypes == Types::kAny || !kHalvesFp8);
+  static constexpr bool kUsesTables = !kTakesFp8 && (kTypes == Types::kAny || !kImplementsFp8ToHalf);
   // Patches of a stage that are unrolled: all, unless scales per patch and chunks in registers leave no room.
   static constexpr int kUnrolledPatches = kBlock == kMxBlock && kStages == 1 ? 1 : kStagePatches;
   static_assert(!kTakesScales || (kBlock == kMxBlock && kTypes != Types::kAny));

@@ -74,7 +74,7 @@ class LongestFirstScheduler {
       first_free = Min{}(first_free, free_at_[i]);
       if (free_at_[i] < kNever) last_free = Max{}(last_free, free_at_[i]);
     }
-    first_free = int(~warp_max(~uint32_t(first_free)));
+    first_free = int(~wave_max(~uint32_t(first_free)));
 #pragma unroll
     for (int i = 0; i < kWorkersPerLane; ++i)
       if (free_at_[i] < kNever) free_at_[i] -= first_free;
@@ -89,7 +89,7 @@ class LongestFirstScheduler {
     const int units = scheduled_ - batch_begin_;
 
     // The last unit of the batch starts at a time in [low, high).
-    int low = 0, high = int(warp_max(uint32_t(last_free))) - first_free + ceil_div(units, workers_) * cost_;
+    int low = 0, high = int(wave_max(uint32_t(last_free))) - first_free + ceil_div(units, workers_) * cost_;
     while (high - low > 1) {
       const int mid = (low + high) / 2;
       if (units_started_by_all(mid) < units) low = mid;

@@ -82,7 +82,7 @@ MOE_DEVICE void consume_tiles(const typename T::KernelArgs& p, SharedStorage<T>&
     if (has_planner<T>(p)) {
       __syncwarp();
       const uint32_t empty = shared_address(&shared.tile_empty[slot]);
-      if (c.lane() == 0) T::kKGrouped ? barrier_arrive(empty) : barrier_arrive_in_cluster(in_block(empty, 0));
+      if (c.lane() == 0) T::kKGrouped ? barrier_arrive(empty) : barrier_arrive_in_cluster(cluster_address(empty, 0));
     }
   }
 }

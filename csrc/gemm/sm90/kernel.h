@@ -25,13 +25,13 @@ MOE_GLOBAL void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(MOE_GRID_CONS
         barrier_init(shared_address(&shared.tile_empty[slot]), (T::kKGrouped ? 1 : 2) * kConsumerWarps);
         if (schedules_dynamically<T>(p)) barrier_init(shared_address(&shared.work_full[slot]), 1);
       }
-      barriers_ready();
+      fence_barrier_init();
     }
     wait_for_previous_kernel();
     shared.groups.template build<T>(p.offs, p);
     cluster_barrier();
     if (threadIdx.x < 128) {
-      leave_registers<kProducerRegisters>();
+      warpgroup_reg_dealloc<kProducerRegisters>();
       if (threadIdx.x == 0) produce_operands(p, shared);
       if constexpr (T::kBlockScales) {
         if (threadIdx.x / 32 == 1) produce_block_scales(p, shared);
@@ -42,7 +42,7 @@ MOE_GLOBAL void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(MOE_GRID_CONS
       if (has_planner<T>(p) && threadIdx.x >= 96) plan_tiles(p, shared);
       if (gathers_rows<T>(p) && threadIdx.x >= 128 - 32 * kGatherWarps) gather_rows(p, shared);
     } else {
-      take_registers<kConsumerRegisters>();
+      warpgroup_reg_alloc<kConsumerRegisters>();
       consume_tiles(p, shared);
       if constexpr (!T::kKGrouped) T::Epilogue::template clear_tail<T>(p, shared.groups);
     }
@@ -74,15 +74,15 @@ int launch_grouped_gemm(const ScaledGroupedMmParams& p, int* unit_counter, void*
   args.epilogue = T::Epilogue::make_args(p);
   const int64_t b_rows = (T::kKGrouped ? 0 : (p.E - 1) * args.b_expert_rows) + p.N;
   if (!gathers_rows<T>(args))
-    if (const int e = describe_matrix(&args.a_map, p.a, p.M, p.K, p.a_stride, kWgmmaRows, T::kStageK)) return e;
+    if (const int e = make_tensor_map(&args.a_map, p.a, p.M, p.K, p.a_stride, kWgmmaRows, T::kStageK)) return e;
   const int64_t bytes = T::kElementBytesB;
-  if (const int e = describe_matrix(&args.b_map, p.b, b_rows, p.K * bytes, p.b_stride * bytes, T::kBoxN)) return e;
+  if (const int e = make_tensor_map(&args.b_map, p.b, b_rows, p.K * bytes, p.b_stride * bytes, T::kBoxN)) return e;
 
   constexpr auto kKernel = grouped_gemm_kernel<T>;
-  if (const int e = allow_large<kKernel>()) return e;
+  if (const int e = raise_kernel_limits<kKernel>()) return e;
   const int clusters = std::min(device().multiprocessors / 2, T::Scheduler::kMaxWorkers);
   Launch l = {dim3(unsigned(2 * clusters)), dim3(kThreads), stream, sizeof(SharedStorage<T>) + kStageAlignment};
-  static_assert(sizeof(SharedStorage<T>) + kStageAlignment + kStaticShared <= least_shared(90));
+  static_assert(sizeof(SharedStorage<T>) + kStageAlignment + kStaticShared <= min_shared_bytes(90));
   l.cluster = 2;
   return launch(kKernel, l, args);
 }

@@ -15,13 +15,13 @@ class ClusterCounter {
   MOE_DEVICE ClusterCounter(const Args& p, SharedStorage<T>& shared) : p_(p), shared_(shared) {}
   MOE_DEVICE int next() {
     const uint32_t full = shared_address(&shared_.work_full[slot_]), word = shared_address(&shared_.work_index[slot_]);
-    barrier_arrive_expecting(full, sizeof(uint32_t));
+    barrier_arrive_expect_tx(full, sizeof(uint32_t));
     if (cluster_rank() == 0) {
       const int previous = (slot_ + kTileSlots - 1) % kTileSlots;
       barrier_wait(shared_address(&shared_.tile_empty[previous]), slot_ == 0 ? phase_ ^ 1 : phase_);
       const int index = atomicAdd(p_.unit_counter, 1);
       for (int rank = 0; rank < 2; ++rank)
-        store_in_cluster(in_block(word, rank), uint32_t(index), in_block(full, rank));
+        store_async(cluster_address(word, rank), uint32_t(index), cluster_address(full, rank));
     }
     barrier_wait_for_cluster(full, phase_);
     const int index = int(as_bits(load_shared(word)));

@@ -28,8 +28,8 @@ struct Shared {
 
 void fill(uint32_t to, const uint8_t* from, uint32_t barrier) {
   if (threadIdx.x == 0) {
-    barrier_arrive_expecting(barrier, kOperand);
-    copy_bytes(to, from, kOperand, barrier);
+    barrier_arrive_expect_tx(barrier, kOperand);
+    bulk_copy(to, from, kOperand, barrier);
   }
 }
 
@@ -51,8 +51,8 @@ void fill_registers(uint32_t (&a)[4], Number number) {
 }
 void fill_units(Shared s) {
   if (threadIdx.x == 0) {
-    barrier_arrive_expecting(s.barrier(), kOperandBF16);
-    copy_box(s.base, map_of_units, 0, 0, s.barrier());
+    barrier_arrive_expect_tx(s.barrier(), kOperandBF16);
+    tma_load_box(s.base, map_of_units, 0, 0, s.barrier());
   }
   barrier_wait(s.barrier(), 0);
 }
@@ -198,8 +198,8 @@ const Case kCases[] = {
     {"matrices of rows of 64 bytes",
      [](Shared s, unsigned* out) {
        if (threadIdx.x == 0) {
-         barrier_arrive_expecting(s.barrier(), sizeof words);
-         copy_box(s.base, map_of_words, 0, 0, s.barrier());
+         barrier_arrive_expect_tx(s.barrier(), sizeof words);
+         tma_load_box(s.base, map_of_words, 0, 0, s.barrier());
        }
        barrier_wait(s.barrier(), 0);
        const int lane = int(threadIdx.x) % 32, row = lane % 16;
@@ -232,8 +232,8 @@ const Case kCases[] = {
      [](Shared s, unsigned* out) {
        if (threadIdx.x == 0) {
          const uint32_t other = cluster_rank() ^ 1;
-         barrier_arrive_expecting(s.barrier(), 16);
-         copy_bytes(in_block(s.base, other), other ? twos : ones, 16, in_block(s.barrier(), other));
+         barrier_arrive_expect_tx(s.barrier(), 16);
+         bulk_copy(cluster_address(s.base, other), other ? twos : ones, 16, cluster_address(s.barrier(), other));
        }
        barrier_wait(s.barrier(), 0);
        float word;
@@ -243,41 +243,42 @@ const Case kCases[] = {
      [](Shared s, unsigned* out) {
        if (threadIdx.x == 0) {
          const uint32_t other = cluster_rank() ^ 1;
-         barrier_arrive_expecting(s.barrier(), 4);
-         store_in_cluster(in_block(s.base, other), other ? 7 : 5, in_block(s.barrier(), other));
+         barrier_arrive_expect_tx(s.barrier(), 4);
+         store_async(cluster_address(s.base, other), other ? 7 : 5, cluster_address(s.barrier(), other));
        }
        barrier_wait_for_cluster(s.barrier(), 0);
        float word;
        if (cluster_rank() == 1) memcpy(out, &(word = load_shared(s.base)), 4);
      }},
-    {"chunk that is waited for", copy_one_chunk<barrier_arrive_behind_copies>},
+    {"chunk that is waited for", copy_one_chunk<barrier_arrive_after_copies>},
     {"chunk that is not", copy_one_chunk<barrier_arrive>},
     {"fewer bytes than announced",
      [](Shared s, unsigned*) {
        if (threadIdx.x == 0) {
-         barrier_arrive_expecting(s.barrier(), 32);
-         copy_bytes(s.base, ones, 16, s.barrier());
+         barrier_arrive_expect_tx(s.barrier(), 32);
+         bulk_copy(s.base, ones, 16, s.barrier());
        }
        barrier_wait(s.barrier(), 0);
      }},
     {"too many arrivals",
      [](Shared s, unsigned*) {
        if (threadIdx.x > 0) return;
-       barrier_arrive_expecting(s.barrier(), 16);
+       barrier_arrive_expect_tx(s.barrier(), 16);
        barrier_arrive(s.barrier());
      }},
-    {"block that is not there", [](Shared s, unsigned*) { barrier_arrive_in_cluster(in_block(s.barrier(), 2)); }},
-    {"wait in another block", [](Shared s, unsigned*) { barrier_wait(in_block(s.barrier(), 1), 0); }},
+    {"block that is not there",
+     [](Shared s, unsigned*) { barrier_arrive_in_cluster(cluster_address(s.barrier(), 2)); }},
+    {"wait in another block", [](Shared s, unsigned*) { barrier_wait(cluster_address(s.barrier(), 1), 0); }},
     {"block that has ended",
      [](Shared s, unsigned*) {
        if (cluster_rank() == 0 || threadIdx.x > 0) return;
        std::this_thread::sleep_for(std::chrono::milliseconds(200));
-       barrier_arrive_in_cluster(in_block(s.barrier(), 0));
+       barrier_arrive_in_cluster(cluster_address(s.barrier(), 0));
      }, true},
     {"copy beyond shared memory",
-     [](Shared s, unsigned*) { copy_bytes(s.base + 2 * kOperand, ones, 32, s.barrier()); }},
-    {"copy to no chunk", [](Shared s, unsigned*) { copy_bytes(s.base + 8, ones, 16, s.barrier()); }},
-    {"copy of no chunk", [](Shared s, unsigned*) { copy_bytes(s.base, ones + 8, 16, s.barrier()); }},
+     [](Shared s, unsigned*) { bulk_copy(s.base + 2 * kOperand, ones, 32, s.barrier()); }},
+    {"copy to no chunk", [](Shared s, unsigned*) { bulk_copy(s.base + 8, ones, 16, s.barrier()); }},
+    {"copy of no chunk", [](Shared s, unsigned*) { bulk_copy(s.base, ones + 8, 16, s.barrier()); }},
 };
 
 }  // namespace
@@ -288,8 +289,8 @@ int main(int, char** argv) {
   for (int r = 0; r < kColumnsBF16; ++r)
     for (int k = 0; k < 64; ++k) units[r][k] = k % 16 == r % 16 ? 0x3f80 : 0;
   for (int i = 0; i < int(sizeof words); ++i) words[i / 64][i % 64] = uint8_t(i / 4);
-  describe_matrix(&map_of_units, units, kColumnsBF16, 128, 128, kColumnsBF16);
-  describe_matrix(&map_of_words, words, 16, 64, 64, 16, 64);
+  make_tensor_map(&map_of_units, units, kColumnsBF16, 128, 128, kColumnsBF16);
+  make_tensor_map(&map_of_words, words, 16, 64, 64, 16, 64);
   for (const Case& c : kCases) {
     if (strcmp(c.name, argv[1])) continue;
     unsigned out = 0;

@@ -29,7 +29,7 @@ struct PhaseBarrier {
 static_assert(sizeof(PhaseBarrier) == 8);
 
 inline uint32_t shared_address(const void* p) { return current->shared_address(p); }
-inline uint32_t in_block(uint32_t shared, uint32_t rank) { return (shared & 0xffffff) | (rank + 1) << 24; }
+inline uint32_t cluster_address(uint32_t shared, uint32_t rank) { return (shared & 0xffffff) | (rank + 1) << 24; }
 
 // Other blocks' memory is for arrivals and copies alone.
 inline uint32_t own(uint32_t shared) {
@@ -59,14 +59,14 @@ inline void barrier_update(uint32_t address, int arrivals, int32_t bytes) {
 inline void barrier_init(uint32_t barrier, int arrivals) {
   *barrier_at(own(barrier)) = {0, uint16_t(arrivals), uint16_t(arrivals), 0};
 }
-inline void barriers_ready() { __threadfence(); }
+inline void fence_barrier_init() { __threadfence(); }
 inline void barrier_arrive(uint32_t barrier) { barrier_update(own(barrier), 1, 0); }
 // Others go on for a while, so that what is released too early is filled before its reader is done.
 inline void barrier_arrive_in_cluster(uint32_t barrier) {
   barrier_update(barrier, 1, 0);
   for (int i = 0; i < 3; ++i) current->relax();
 }
-inline void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
+inline void barrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   barrier_update(own(barrier), 1, int32_t(bytes));
 }
 inline void barrier_wait(uint32_t barrier, uint32_t phase) {
@@ -74,11 +74,11 @@ inline void barrier_wait(uint32_t barrier, uint32_t phase) {
   while (__builtin_bit_cast(PhaseBarrier, __atomic_load_n(at, __ATOMIC_SEQ_CST)).phase == phase) current->relax();
 }
 inline void barrier_wait_for_cluster(uint32_t barrier, uint32_t phase) { barrier_wait(barrier, phase); }
-inline void store_in_cluster(uint32_t shared, uint32_t word, uint32_t barrier) {
+inline void store_async(uint32_t shared, uint32_t word, uint32_t barrier) {
   memcpy(current->at(shared, sizeof word, alignof(uint32_t)), &word, sizeof word);
   barrier_update(barrier, 0, -int32_t(sizeof word));
 }
-inline void stores_before_copies() {}
+inline void fence_async_proxy() {}
 
 inline float load_shared(uint32_t address) { return *reinterpret_cast<float*>(current->at(own(address), 4, 4)); }
 inline void load_shared(uint32_t address, float& f0, float& f1) {
@@ -94,7 +94,7 @@ inline uint32_t swizzled(uint32_t address, int row_bytes = 128) {
   return address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4;
 }
 
-inline void copy_box(uint32_t shared, const CUtensorMap& matrix, int c, int r, uint32_t barrier) {
+inline void tma_load_box(uint32_t shared, const CUtensorMap& matrix, int c, int r, uint32_t barrier) {
   const int bytes = matrix.box_columns;
   current->at(shared, size_t(matrix.box_rows) * bytes, 128);
   for (int row = 0; row < matrix.box_rows; ++row)
@@ -108,18 +108,19 @@ inline void copy_box(uint32_t shared, const CUtensorMap& matrix, int c, int r, u
     }
   barrier_update(barrier, 0, -matrix.box_rows * bytes);
 }
-inline void copy_box_to_both(uint32_t shared, const CUtensorMap& matrix, int c, int r, uint32_t barrier) {
-  for (uint32_t rank = 0; rank < 2; ++rank) copy_box(in_block(shared, rank), matrix, c, r, in_block(barrier, rank));
+inline void tma_load_box_multicast(uint32_t shared, const CUtensorMap& matrix, int c, int r, uint32_t barrier) {
+  for (uint32_t rank = 0; rank < 2; ++rank)
+    tma_load_box(cluster_address(shared, rank), matrix, c, r, cluster_address(barrier, rank));
 }
 inline void check_bytes(const void* global, uint32_t bytes) {
   if (reinterpret_cast<uintptr_t>(global) % 16 || bytes % 16) current->fail("a copy of no chunks of 16 bytes");
 }
-inline void copy_bytes(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
+inline void bulk_copy(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
   check_bytes(global, bytes);
   memcpy(current->at(shared, bytes, 16), global, bytes);
   barrier_update(barrier, 0, -int32_t(bytes));
 }
-inline void prefetch_bytes(const void* global, uint32_t bytes) {
+inline void bulk_prefetch(const void* global, uint32_t bytes) {
   check_bytes(global, bytes);
   const auto* at = static_cast<const volatile uint8_t*>(global);
   for (uint32_t i = 0; i < bytes; i += 16) (void)at[i];  // a fault, where there is nothing
@@ -128,13 +129,13 @@ inline void copy_chunk(uint32_t shared, const void* global, bool there) {
   if (there) check_bytes(global, 16);
   current->copy_chunk(current->at(own(shared), 16, 16), there ? global : nullptr);
 }
-inline void barrier_arrive_behind_copies(uint32_t barrier) {
+inline void barrier_arrive_after_copies(uint32_t barrier) {
   current->complete_group();
   current->wait_but_for(0);
   barrier_arrive(barrier);
 }
 
-inline int describe_matrix(CUtensorMap* map, const void* base, int64_t rows, int64_t columns, int64_t row_stride,
+inline int make_tensor_map(CUtensorMap* map, const void* base, int64_t rows, int64_t columns, int64_t row_stride,
                            int box_rows, int box_columns = 128) {
   const bool takes_box = box_rows <= 256 && (box_columns == 64 || box_columns == 128);
   if (reinterpret_cast<uintptr_t>(base) % 16 || row_stride % 16 || rows < 1 || columns < 1 || !takes_box)
@@ -299,9 +300,9 @@ void pin_registers(float (&)[n]) {}
 inline void pin_register(const uint8_t*&) {}
 inline int read_thread_index() { return int(current->thread_index().x); }
 template <int kRegisters>
-void take_registers() {}
+void warpgroup_reg_alloc() {}
 template <int kRegisters>
-void leave_registers() {}
+void warpgroup_reg_dealloc() {}
 
 // Of the block's own memory, as simt::load_matrices says.
 inline void load_matrices(uint32_t (&w)[4], uint32_t shared, Site site = Site::here("load_matrices")) {

@@ -55,7 +55,7 @@ class Loader {
       });
     for_each_chunk(k, stage, [&](int i, Vec16& shared, const uint8_t* from, bool valid) {
       const auto* chunk = reinterpret_cast<const Vec16*>(from);
-      if constexpr (kCopiesInBackground) copy_or_clear(&shared, chunk, k < vector_k_, valid && left > 0);
+      if constexpr (kHasAsyncCopies) copy_or_zero(&shared, chunk, k < vector_k_, valid && left > 0);
       else if (k < vector_k_) keep(i, shared, valid && left > 0 ? load_stream<Reuse::kSoon>(chunk) : Vec16{});
     });
     if constexpr (T::kBlock > 0)
@@ -66,7 +66,7 @@ class Loader {
   MOE_DEVICE void complete(int k_tile) {
     if (k_tile * kStageK >= k_size_) return;
     const int t = threadIdx.x, stage = k_tile % T::kStages, slot = scale_slot<T>(k_tile);
-    if constexpr (!kCopiesInBackground) {
+    if constexpr (!kHasAsyncCopies) {
 #pragma unroll
       for (int i = 0; i < kChunksA; ++i) shared_.a[stage][first_chunk_ + i * kRows * kChunks] = fetched_[i];
 #pragma unroll
@@ -89,7 +89,7 @@ class Loader {
   static_assert(kRows % 16 == 0, "a thread's chunks are all aligned, or none");
 
   MOE_DEVICE void keep(int i, Vec16& shared, const Vec16& chunk) {
-    if constexpr (kCopiesInBackground) shared = chunk;
+    if constexpr (kHasAsyncCopies) shared = chunk;
     else fetched_[i] = chunk;
   }
   // Calls act(i, place in shared memory, address in global memory, whether the row exists) for the thread's chunks.
@@ -120,8 +120,8 @@ class Loader {
   MOE_DEVICE void fetch_scales(int k) {
     if constexpr (T::kTakesScales) {
       const ColumnBlock block = {first_block_, blocks_, k / T::kBlock};
-      row_scales_[0] = row_ >= 0 ? p_.scale_a.four_at(0, row_ + padding_rows_, block) : 0;
-      column_scales_[0] = column_ >= 0 ? p_.scale_b.four_at(expert_, column_, block) : 0;
+      row_scales_[0] = row_ >= 0 ? p_.scale_a.four_bits_at(0, row_ + padding_rows_, block) : 0;
+      column_scales_[0] = column_ >= 0 ? p_.scale_b.four_bits_at(expert_, column_, block) : 0;
     } else {
 #pragma unroll
       for (int i = 0; i < T::kStageScales; ++i) {
@@ -150,7 +150,7 @@ class Loader {
   int rows_left_, columns_left_;  // from the thread's first row or column to the end of the tile
   int k_size_, vector_k_;         // K of the tile; up to vector_k_ the thread's chunks are whole and aligned
   int first_chunk_;               // index of the thread's first chunk in a stage
-  Vec16 fetched_[kCopiesInBackground ? 1 : kChunksA + kChunksB];
+  Vec16 fetched_[kHasAsyncCopies ? 1 : kChunksA + kChunksB];
 
   // Block scales: the thread's row and column, -1 for none; rows of padding before the group; range of blocks.
   int expert_, row_, column_, padding_rows_, first_block_, blocks_;

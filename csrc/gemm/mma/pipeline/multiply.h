@@ -13,7 +13,7 @@ struct LaneMap {
 
   int wave_row, wave_column;  // first row and column of the wave
   int row, column;            // first row of a and of b that the lane holds operands of
-  int part;                   // patch_part(lane)
+  int slice;                  // patch_slice(lane)
 
   MOE_DEVICE LaneMap() {
     const int lane = int(threadIdx.x) % kPatchWave, wave = int(threadIdx.x) / kPatchWave;
@@ -21,11 +21,11 @@ struct LaneMap {
     wave_column = wave / 2 * T::kWaveN;
     row = wave_row + patch_row(lane);
     column = wave_column + patch_row(lane);
-    part = patch_part(lane);
+    slice = patch_slice(lane);
   }
   // Row i of the sums of patch m, and the first of eight columns of the sums of patch n.
   MOE_DEVICE int out_row(int m, int i) const { return row + m * kPatchRows + 8 * i; }
-  MOE_DEVICE int out_column(int n) const { return wave_column + n * kPatchColumns + 8 * part; }
+  MOE_DEVICE int out_column(int n) const { return wave_column + n * kPatchColumns + 8 * slice; }
 };
 
 // Eight elements of a row as the instructions take them.
@@ -52,9 +52,9 @@ struct Operands {
   }
 };
 
-// Converts part `part` of eight elements to what the instructions take. half_values: see SharedStorage.
+// Converts step `step` of eight elements to what the instructions take. half_values: see SharedStorage.
 template <class T, bool kE5M2>
-MOE_DEVICE MmaOperand<T> to_operand(const Vec8& bytes, int part, const uint16_t* half_values) {
+MOE_DEVICE MmaOperand<T> to_operand(const Vec8& bytes, int step, const uint16_t* half_values) {
   if constexpr (T::kTakesFp8) {
     return bytes;
   } else {
@@ -62,31 +62,31 @@ MOE_DEVICE MmaOperand<T> to_operand(const Vec8& bytes, int part, const uint16_t*
     if constexpr (T::kUsesTables) {
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
-        const uint32_t two_bytes = bytes.w[part] >> (16 * pair);
+        const uint32_t two_bytes = bytes.w[step] >> (16 * pair);
         four.w[pair] = half_values[two_bytes & 0xffu] | uint32_t(half_values[two_bytes >> 8 & 0xffu]) << 16;
       }
     } else {
-      fp8x4_to_f16x4<kE5M2>(bytes.w[part], four.w);
+      fp8x4_to_f16x4<kE5M2>(bytes.w[step], four.w);
     }
     return four;
   }
 }
 
-// Adds the products of one patch along K. All sums take one part before the next part, so that no instruction waits for
+// Adds the products of one patch along K. All sums take one step before the next step, so that no instruction waits for
 // the one before it.
 template <class T>
 MOE_DEVICE void multiply_patches(const Operands<T>& operands, const SharedStorage<T>& shared,
                                  typename LaneMap<T>::Sums& sums) {
   constexpr bool kE5M2 = T::kTypes == Types::kE5M2;
 #pragma unroll
-  for (int part = 0; part < kPatchParts<MmaOperand<T>>; ++part) {
+  for (int step = 0; step < kPatchSteps<MmaOperand<T>>; ++step) {
     MmaOperand<T> a[LaneMap<T>::kPatchesM][kPatchLaneRows];
 #pragma unroll
     for (int i = 0; i < LaneMap<T>::kPatchesM * kPatchLaneRows; ++i)
-      a[i / kPatchLaneRows][i % kPatchLaneRows] = to_operand<T, kE5M2>(operands.a[i], part, shared.half_values[0]);
+      a[i / kPatchLaneRows][i % kPatchLaneRows] = to_operand<T, kE5M2>(operands.a[i], step, shared.half_values[0]);
 #pragma unroll
     for (int i = 0; i < LaneMap<T>::kPatchesN * kPatchFragments; ++i) {
-      const MmaOperand<T> b = to_operand<T, false>(operands.b[i], part, shared.half_values[1]);
+      const MmaOperand<T> b = to_operand<T, false>(operands.b[i], step, shared.half_values[1]);
 #pragma unroll
       for (int m = 0; m < LaneMap<T>::kPatchesM; ++m)
         multiply_fragment<kE5M2>(sums[m][i / kPatchFragments], i % kPatchFragments, a[m], b);
@@ -139,8 +139,8 @@ MOE_DEVICE void for_each_constant(Act act) {
 
 // A lane's elements of a row in a stage of 128 elements, and its scales, of rows of a or positions of b.
 template <class T>
-MOE_DEVICE Bytes32 load_32(const Vec16* stage, int row, int part) {
-  return {{stage[chunk_index<T>(row, part)], stage[chunk_index<T>(row, part + 4)]}};
+MOE_DEVICE Bytes32 load_32(const Vec16* stage, int row, int slice) {
+  return {{stage[chunk_index<T>(row, slice)], stage[chunk_index<T>(row, slice + 4)]}};
 }
 template <class T>
 MOE_DEVICE uint32_t load_scales(const uint8_t* block_scales, int row) {
@@ -153,13 +153,13 @@ MOE_DEVICE void multiply_scaled(const SharedStorage<T>& shared, int k_tile, cons
                                 typename LaneMap<T>::Sums& sums) {
   const int stage = k_tile % T::kStages, slot = scale_slot<T>(k_tile);
   constexpr int kPatchesM = LaneMap<T>::kPatchesM, kFragments = LaneMap<T>::kPatchesN * kPatchFragments;
-  const uint32_t scales_a = load_scales<T>(shared.scale_a[slot][lane.part], lane.row);
-  const uint32_t scales_b = load_scales<T>(shared.scale_b[slot][lane.part], lane.column);
+  const uint32_t scales_a = load_scales<T>(shared.scale_a[slot][lane.slice], lane.row);
+  const uint32_t scales_b = load_scales<T>(shared.scale_b[slot][lane.slice], lane.column);
   Bytes32 a[kPatchesM];
 #pragma unroll
-  for (int m = 0; m < kPatchesM; ++m) a[m] = load_32<T>(shared.a[stage], lane.out_row(m, 0), lane.part);
+  for (int m = 0; m < kPatchesM; ++m) a[m] = load_32<T>(shared.a[stage], lane.out_row(m, 0), lane.slice);
   const auto load_b = [&](int f) {
-    return load_32<T>(shared.b[stage], lane.column + f * kFragmentRows, lane.part);
+    return load_32<T>(shared.b[stage], lane.column + f * kFragmentRows, lane.slice);
   };
   Bytes32 b = load_b(0), next = b;
   for_each_constant<kFragments>([&](auto f) {

@@ -18,7 +18,7 @@ struct Add {
     const int columns = up_to(tile.columns, T::kTileN);
     if (c.thread() >= tile.rows || columns <= 0) return;
     const auto* row = static_cast<const uint8_t*>(p.out) + (tile.out_row + c.thread()) * (int64_t(p.N) * p.out_bytes);
-    prefetch_bytes(row + int64_t(tile.column) * p.out_bytes, columns * p.out_bytes);
+    bulk_prefetch(row + int64_t(tile.column) * p.out_bytes, columns * p.out_bytes);
   }
 
   template <class T, class Value>

@@ -24,12 +24,12 @@ struct Consumer {
       : p(p), stage_full(shared_address(shared.stage_full)), phase(0) {
     a = wgmma_operand(shared_address(shared.a) + int(shfl(uint32_t(group()), 0)) * kWgmmaRows * T::kStageK);
     b = wgmma_operand(shared_address(shared.b));
-    stage_empty = in_block(shared_address(shared.stage_empty), lane() & 1);
+    stage_empty = cluster_address(shared_address(shared.stage_empty), lane() & 1);
     releases = lane() < 2;
   }
   MOE_DEVICE void wait_stage(int s) const {
     barrier_wait(stage_full + 8 * s, phase);
-    if (gathers_rows<T>(p)) stores_before_copies();
+    if (gathers_rows<T>(p)) fence_async_proxy();
   }
   MOE_DEVICE void wait_next_stage(int s) const {  // the stage after s
     barrier_wait(stage_full + 8 * ((s + 1) % kStages), s == kStages - 1 ? phase ^ 1 : phase);

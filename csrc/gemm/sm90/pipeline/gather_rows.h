@@ -41,7 +41,7 @@ MOE_DEVICE void gather_rows(const Args& p, SharedStorage<T>& shared) {
                      source.w[i] != kNoRow && at_k < p.K);
       }
     }
-    barrier_arrive_behind_copies(stage_full + 8 * s);
+    barrier_arrive_after_copies(stage_full + 8 * s);
   });
 }
 

@@ -44,13 +44,13 @@ MOE_DEVICE void produce_operands(const Args& p, SharedStorage<T>& shared) {
            tile.b_row + box * T::kBoxN, full);
     };
     const int a_boxes = gathers_rows<T>(p) ? 0 : tile.rows > 128 ? 4 : 2;
-    barrier_arrive_expecting(full, a_boxes * kWgmmaRows * T::kStageK + T::kStageBytesB);
+    barrier_arrive_expect_tx(full, a_boxes * kWgmmaRows * T::kStageK + T::kStageBytesB);
     if (tile.multicast_a) {
-      for (int i = 0; i < a_boxes / 2; ++i) copy_a(a_boxes / 2 * rank + i, copy_box_to_both);
-      for (int i = 0; i < T::kTileN / T::kBoxN; ++i) copy_b(i, copy_box);
+      for (int i = 0; i < a_boxes / 2; ++i) copy_a(a_boxes / 2 * rank + i, tma_load_box_multicast);
+      for (int i = 0; i < T::kTileN / T::kBoxN; ++i) copy_b(i, tma_load_box);
     } else {
-      for (int i = 0; i < a_boxes; ++i) copy_a(i, copy_box);
-      copy_b(rank, copy_box_to_both);
+      for (int i = 0; i < a_boxes; ++i) copy_a(i, tma_load_box);
+      copy_b(rank, tma_load_box_multicast);
     }
   });
 }

@@ -45,8 +45,8 @@ MOE_DEVICE void produce_mx_scales(const Args& p, SharedStorage<T>& shared) {
     const uint32_t full = stage_full + 8 * s;
     if (k % 2 != 0 || k >= k_tiles<T>(tile)) return barrier_arrive(full);
     if (k == 0) from = scales.tile_scales(tile);
-    barrier_arrive_expecting(full, kScaleBytes);
-    copy_bytes(shared_address(shared.scale_a[s]), from + k / 2 * kScaleBytes, kScaleBytes, full);
+    barrier_arrive_expect_tx(full, kScaleBytes);
+    bulk_copy(shared_address(shared.scale_a[s]), from + k / 2 * kScaleBytes, kScaleBytes, full);
   });
 }
 
@@ -94,10 +94,10 @@ MOE_DEVICE void produce_block_scales(const Args& p, SharedStorage<T>& shared) {
     const int columns = T::kColumnScales ? up_to(tile.columns, T::kTileN) : 0;
     const int row = tile.a_row & ~3, rows = up_to(round_up(p.M, 4) - row, T::kTileM + 4);
     if (!T::kColumnScales) shared.scale_b[s][0] = square;
-    barrier_arrive_expecting(full, 4 * (rows + columns));
-    copy_bytes(shared_address(shared.scale_a[s]), p.scale_a + block * p.scale_a_stride + row, 4 * rows, full);
+    barrier_arrive_expect_tx(full, 4 * (rows + columns));
+    bulk_copy(shared_address(shared.scale_a[s]), p.scale_a + block * p.scale_a_stride + row, 4 * rows, full);
     if (T::kColumnScales)
-      copy_bytes(shared_address(shared.scale_b[s]), p.scale_b + block * p.scale_b_stride + tile.column, 4 * columns,
+      bulk_copy(shared_address(shared.scale_b[s]), p.scale_b + block * p.scale_b_stride + tile.column, 4 * columns,
                  full);
   });
 }
@@ -110,8 +110,8 @@ MOE_DEVICE void produce_tile_scales(const Args& p, SharedStorage<T>& shared) {
     if (k > 0 || tile.columns <= 0 || tile.k_size == 0) return barrier_arrive(full);
     const int columns = up_to(tile.columns, T::kTileN);
     const float* from = p.scale_b + int64_t(tile.expert) * p.N + tile.column;
-    barrier_arrive_expecting(full, 4 * columns);
-    copy_bytes(shared_address(shared.scale_b[slot]), from, 4 * columns, full);
+    barrier_arrive_expect_tx(full, 4 * columns);
+    bulk_copy(shared_address(shared.scale_b[slot]), from, 4 * columns, full);
   });
 }
 
