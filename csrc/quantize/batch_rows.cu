@@ -1,5 +1,5 @@
-// Quantizes rows of x and finds the amax of its columns, from one read. Blocks walk rows; a thread has one vector of
-// each.
+// Quantizes rows of x and finds the amax of its columns, from one read. Blocks walk rows; a thread has the same vector
+// of every row.
 #include "platform/launch.h"
 #include "primitives/groups.h"
 #include "quantize/batch_columns_plan.h"

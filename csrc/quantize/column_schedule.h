@@ -39,7 +39,7 @@ struct Span {
 // takes several short strips together. Strips are split at lines of q_t, so that stores write whole lines.
 struct Split {
   int team_size;    // clusters
-  int lines;          // lines of a share
+  int lines;        // lines of a share
   int strips_log2;  // log2 of the strips of a share
 };
 MOE_DEVICE Split split_of(const ColumnsPlan& p, const Span& g) {

@@ -105,11 +105,11 @@ struct RowWalk<T, Source::kByIndex> {  // a null row is a row of zeros
     const int lane = (threadIdx.y * kLanes + threadIdx.x) % kWarpSize, first = first_row_from<T>(begin);
     const int lane_row = int(shfl(first, lane % kRows * kChunks)) + lane / kRows * T::kRowStep;
 #pragma unroll 1
-    for (int done = 0; begin + done < end; done += kChunks * T::kRowStep) {
-      const uint32_t looked_up = lane_row + done < end ? walk.looked_up(lane_row + done) : -1;
+    for (int offset = 0; begin + offset < end; offset += kChunks * T::kRowStep) {
+      const uint32_t looked_up = lane_row + offset < end ? walk.looked_up(lane_row + offset) : -1;
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
-        const int r = first + done + i * T::kRowStep, source = int(shfl(looked_up, i * kRows + lane / kChunks));
+        const int r = first + offset + i * T::kRowStep, source = int(shfl(looked_up, i * kRows + lane / kChunks));
         if (r < end) f(r, walk.at(source));
       }
     }

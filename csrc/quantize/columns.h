@@ -21,7 +21,7 @@ template <class T>  // blocks of a multiprocessor for which there are registers
 constexpr int kResidentBlocks =
     T::kThreadRows == kSmallThreadRows && T::Types::kVectorized && kCastsInHardware ? kSmallBlocks : 1;
 
-// The share of the shared memory, in percent, that is left to the rows that run concurrently.
+// Percent of the shared memory that are left to the rows that run concurrently.
 inline int reserved_percent(const QuantizeParams& p, RowOverlap overlap) {
   if (overlap == RowOverlap::kNone) return 0;
   if (overlap == RowOverlap::kThrottled)
@@ -149,7 +149,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreadsBound<T>, kResidentBlocks<T>)
 struct StripShape {
   int thread_rows, blocks;  // rows of threads of a block, blocks of a multiprocessor
   int cluster;              // blocks of a cluster
-  int held;                 // rows that a block holds; negative: the shape does not fit
+  int ring_rows;            // rows that a block holds; -1: the shape does not fit
   int64_t shared;           // bytes of shared memory of a block
 };
 template <class Groups, class T>

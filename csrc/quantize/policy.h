@@ -1,5 +1,5 @@
-// Tuned constants of the quantizing kernels, by kernel. Each says what it trades. All were measured on an H200, and no
-// result depends on them: docs/kernels/quantize.md has the figures.
+// Tuned constants of the quantizing kernels, by kernel: what each trades. They were tuned on an H200, and no result
+// depends on them. docs/kernels/quantize.md has the figures. "No figure": none is on record.
 #pragma once
 #include <cstdint>
 
@@ -19,9 +19,9 @@ constexpr int64_t kMinThrottledBytes = 1024;      // of a row; shorter rows are 
 constexpr int64_t kMinThrottledRows = 1024;       // of an average group; smaller groups are not throttled
 constexpr int kGroupsInL2 = 3;                    // throttle only if the L2 holds so many groups
 constexpr int kDriftL2s = 6;                      // L2 sizes of x, from which on the kernels would drift apart
-constexpr int kRowsPerPost = 32;                  // rows between two posts of progress: atomics against precision
-constexpr int64_t kMaxLeadBytes = 1 << 20;        // of x, by which one kernel may be ahead: waits against reads past L2
-constexpr int kMaxPolls = 256;                    // of the peer's progress, some 100 us, until a wait ends
+constexpr int kRowsPerPost = 32;                  // rows between two posts of progress; no figure
+constexpr int64_t kMaxLeadBytes = 1 << 20;        // of x, by which one kernel may be ahead; with more, x leaves the L2
+constexpr int kMaxPolls = 256;                    // of the peer's progress, some 100 us, until a wait ends; no figure
 
 // ---- columns: one scale per column of a group, strip by strip ----
 constexpr int kSmallThreadRows = 8;     // rows of threads of a small block: several fit, for short groups
@@ -31,10 +31,10 @@ constexpr int kMinStripsInRing = 2;     // strips that a small block must hold: 
 constexpr int kMaxCluster = 16;         // blocks of a cluster
 constexpr int kUnsplitPercent = 80;     // of a cluster's rows; a longer strip is split, to leave room for the next one
 constexpr int kPackedPercent = 70;      // of a cluster's rows that several short strips may fill: latency is per strip
-constexpr int kPendingCopies = 2;       // copies in flight behind the copies that the next lines need, in a long slice
+constexpr int kPendingCopies = 2;       // copies in flight beyond the next lines' copies, in a long slice; no figure
 constexpr int kSlicesAhead = 8;         // slices that are computed at once, one per lane
 constexpr int kMaxMailboxPolls = 128;   // of a posted amax, some 0.2 us each, until a waiter recomputes it
-constexpr int kReversedRows = 512;      // of rows beyond the ring, read last to first: the L2 then keeps the first
+constexpr int kReversedRows = 512;      // rows beyond the ring, read last to first: the L2 keeps the first; no figure
 constexpr int kLargeThreadsBound = 640;  // caps a large block's threads at 96 registers, so that concurrent rows fit
 
 // Columns whose rows run concurrently leave a part of the shared memory, in percent, to the rows: the columns' bytes in
@@ -54,12 +54,12 @@ constexpr int kRowBlocks16Bit = 5;  // blocks of a multiprocessor for 16-bit x: 
 
 // ---- tiles: scaling blocks along columns, or both ways ----
 constexpr int kTileBlocks = 2;               // of a multiprocessor: few, so that neighbours are written close in time
-constexpr int kTileBlocksOfShortGroups = 3;  // groups that end in small tiles need more bytes in flight
+constexpr int kTileBlocksOfShortGroups = 3;  // faster where groups end in small tiles
 constexpr int64_t kShortGroup = 2048;        // rows
 constexpr int kStack = 2;                    // tiles whose columns are stored together: 256 bytes a column
 
-// ---- batch columns: one scale per column of the batch ----
-constexpr int kColumnBlocks = 4, kSourceBlocks = 4, kMoveBlocks = 3;  // of a multiprocessor, by registers
+// ---- batch columns: one scale per column of the batch; no figures ----
+constexpr int kColumnBlocks = 4, kSourceBlocks = 4, kMoveBlocks = 3;  // of a multiprocessor
 constexpr int64_t kLongestBatchRow = 8192;  // elements; a longer row is read once more, for the column maxima
 
 }  // namespace moe_fp8

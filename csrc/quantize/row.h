@@ -52,7 +52,7 @@ MOE_DEVICE uint32_t amax_bits(uint32_t word) {
 }
 
 // The threads of a block that share a row: `count` threads, whole waves. The caller is number `rank`.
-// wave_amax: a word of shared memory for each of these waves. It must stay untouched until the next row is done.
+// wave_amax: a word of shared memory for each of these waves. It must stay untouched until the next row is finished.
 struct RowTeam {
   int rank, count;
   uint32_t* wave_amax;
@@ -95,7 +95,7 @@ MOE_DEVICE void quantize_row(const QuantizeParams& p, const RowTeam& team, const
 }
 
 // The same for a row in shared memory. It needs few registers and few threads for its bytes in flight, so that blocks
-// fit beside the blocks of another kernel. A thread reads only what it copied itself, so no barrier is needed.
+// of another kernel fit on the same multiprocessor. A thread reads only what it copied itself, so no barrier is needed.
 template <class T>
 MOE_DEVICE void quantize_staged_row(const QuantizeParams& p, const RowTeam& team, const typename T::Bits* x, bool zero,
                                     Vec16* vectors, uint8_t* q, float* scale) {

@@ -50,8 +50,7 @@ struct TokenTiles {
   const TilesPlan& p;
   int E;
   GroupTable groups;
-  GroupTable blocks;  // the groups, each padded to whole scaling blocks; the same table if groups are already
-                      // padded so
+  GroupTable blocks;  // the groups padded to whole scaling blocks; `groups` itself if align >= kBlock
   int* num_tiles;     // along the rows
 
   MOE_DEVICE void build() const {
@@ -67,7 +66,7 @@ struct TokenTiles {
     *num_tiles = Max{}(p.blocks, Max{}(row_tiles, position_tiles));
   }
   MOE_DEVICE int count() const { return *num_tiles; }
-  MOE_DEVICE int first_tile_of(int e) const { return blocks.pos[e] / kBlock; }  // of the tiles of a group
+  MOE_DEVICE int first_tile_of(int e) const { return blocks.pos[e] / kBlock; }
   MOE_DEVICE int group_tiles() const { return first_tile_of(E); }
   MOE_DEVICE int group_of(int along) const { return GroupTable::find(blocks.pos, E, along * kBlock); }
   MOE_DEVICE QuantizedTile at(int along, int across) const { return at(along, across, group_of(along)); }
