@@ -51,7 +51,7 @@ void copy_column(const PackTokensParams& p, const MessageColumn& c, int64_t sour
   const int bytes = bytes_of(c.unit);
   const bool is_id = c.unit == CopyUnit::kInt32Id || c.unit == CopyUnit::kInt64Id;
   if (!is_id && c.unit_stride == bytes) {
-    std::memcpy(row + c.offset, from, c.units * bytes);
+    if (c.units) std::memcpy(row + c.offset, from, c.units * bytes);  // without units, from may be null
     return;
   }
   for (int64_t u = 0; u < c.units; ++u) {

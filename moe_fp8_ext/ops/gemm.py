@@ -173,16 +173,16 @@ def _checked_shape(
     check(op, "a", a)
     check(op, "b", b, a)
     (m, k), n, grouped_rows = a.shape, b.shape[-1], b.dim() == 3
-    require(
-        b.shape[-2] == k,
-        f"{op}: b must have size {k} in dimension {b.dim() - 2} (the last of a), got {b.shape[-2]}",
-    )
     check_indices_with_top_k(op, indices, top_k)
     arg = "a"
     if indices is not None:
         require(grouped_rows, f"{op}: indices must be None with b of 2 dimensions, got a tensor")
         check_indices(op, indices, a, m, top_k)
         arg, m = "indices", indices.shape[0]
+    require(
+        b.shape[-2] == k,
+        f"{op}: b must have size {k} in dimension {b.dim() - 2} (the last of a), got {b.shape[-2]}",
+    )
     check(op, "offs", offs, a)
     e = offs.shape[0]
     if grouped_rows:

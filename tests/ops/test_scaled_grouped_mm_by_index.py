@@ -186,3 +186,16 @@ def test_error_other_device(device):
 def test_error_for_sums(device):
     args, rows = problem("rowwise", 10, 32, 16, group_offs("uniform", 12, 3), 2, device)
     check_error("scaled_grouped_mm", [args[0], args[1][0], *args[2:]], "indices", "a tensor", **rows)
+
+
+def test_error_of_indices_comes_before_that_of_sizes(device):
+    """Two mistakes in one call: eager and fake mode report the same one."""
+    args, rows = problem("rowwise", 10, 32, 16, group_offs("uniform", 12, 3), 2, device)
+    short = args[1][:, :16]
+    check_error(
+        "scaled_grouped_mm",
+        [args[0], short, *args[2:]],
+        "indices",
+        "torch.int64",
+        **rows | {"indices": rows["indices"].long()},
+    )

@@ -68,6 +68,9 @@ def build(sources: Path, folder: Path) -> Path:
         "MOE_FP8_VERSION": "sanitized",
     }
     objects, jobs = folder / "cmake", os.environ.get("MAX_JOBS")
+    cache = objects / "CMakeCache.txt"
+    if cache.is_file() and f"CMAKE_CACHEFILE_DIR:INTERNAL={objects}\n" not in cache.read_text():
+        shutil.rmtree(objects)  # the tree was moved, and CMake refuses to build in another place
     run_cmake("-S", sources, "-B", objects, "-G", "Ninja", *(f"-D{name}={value}" for name, value in options.items()))
     run_cmake("--build", objects, *(["--parallel", jobs] if jobs else []))
     shutil.copy(objects / "_C.so", package / "_C.so")
