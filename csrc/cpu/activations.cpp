@@ -7,13 +7,13 @@
 namespace moe_fp8 {
 namespace {
 
-// A row in float32; without ups those are zeros.
+// Gates and ups of a row in float32. The ups are zeros if the activation has none.
 struct Row {
   explicit Row(int64_t F) : gate(F), up(F) {}
   std::vector<float> gate, up;
 };
 
-// Puts rows of h into Rows.
+// Reads rows of h, which is FP8 with scales or a float type.
 class Reader {
  public:
   Reader(const GateRows& h, bool gated) : h_(h), gated_(gated), columns_(gated ? 2 * h.F : h.F) {
@@ -21,7 +21,8 @@ class Reader {
     values_ = decoded(h.fp8);
     add_segments(segments_, h.scale, 0, columns_, 0);
   }
-  void read(int64_t row, std::vector<uint32_t>& bits, Row& to) const {
+  // bits: memory that calls share.
+  void read(int64_t row, std::vector<uint32_t>& bits, Row& out) const {
     bits.resize(columns_);
     if (h_.scale.data) {
       const uint8_t* q = static_cast<const uint8_t*>(h_.h) + row * h_.stride;
@@ -35,8 +36,8 @@ class Reader {
       });
     }
     const int64_t step = gated_ && h_.interleaved ? 2 : 1, first_up = h_.interleaved ? 1 : h_.F;
-    for (int64_t f = 0; f < h_.F; ++f) to.gate[f] = as_float(bits[step * f]);
-    for (int64_t f = 0; gated_ && f < h_.F; ++f) to.up[f] = as_float(bits[first_up + step * f]);
+    for (int64_t f = 0; f < h_.F; ++f) out.gate[f] = as_float(bits[step * f]);
+    for (int64_t f = 0; gated_ && f < h_.F; ++f) out.up[f] = as_float(bits[first_up + step * f]);
   }
 
  private:
@@ -53,7 +54,7 @@ MOE_FMA_CLONES void activate_row(const Row& h, float* a) {
   for (size_t f = 0, F = h.gate.size(); f < F; ++f) a[f] = activated<kActivation>(gate[f], up[f]);
 }
 
-// h becomes its gradient; a that of the score, term by term, beside the values.
+// Replaces h by its gradient. a: the activation times the score. terms: their sum is the gradient of the score.
 template <Activation kActivation>
 MOE_FMA_CLONES void differentiate_row(Row& h, const float* da, float score, float* a, float* terms) {
   float *gate = h.gate.data(), *up = h.up.data();
@@ -116,7 +117,7 @@ void activate_backward(const ActivateBackwardParams& p) {
   });
 }
 
-// f(type, constant of the activation).
+// Calls f(input type, constant of the activation).
 template <class F>
 void dispatch(InType in, Activation activation, F f) {
   dispatch_in(in, [&](auto type) {

@@ -1,4 +1,4 @@
-// The activations of experts on the CPU: as activations/activations.h has them.
+// The activations of experts on the CPU; activations/activations.h defines them.
 #pragma once
 #include "activations/activations.h"
 

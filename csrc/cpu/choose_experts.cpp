@@ -11,22 +11,24 @@
 namespace moe_fp8 {
 namespace {
 
-// Of all experts, and zeros to a power of two of fours, as sums want them.
+// A value for each expert, and zeros behind them up to a power of two of at least four.
 using Row = std::vector<float>;
-size_t room_for(int E) {
-  size_t room = 4;
-  while (room < size_t(E)) room *= 2;
-  return room;
+size_t padded_size(int E) {
+  size_t size = 4;
+  while (size < size_t(E)) size *= 2;
+  return size;
 }
 
+// Adds in an order that does not depend on the device: fours of neighbours, then these by halves.
 float sum_of(const Row& x) {
   float fours[kMaxExperts / 4];
   const size_t n = x.size() / 4;
   for (size_t i = 0; i < n; ++i) fours[i] = (x[4 * i] + x[4 * i + 1]) + (x[4 * i + 2] + x[4 * i + 3]);
   for (size_t half = n / 2; half > 0; half /= 2)
     for (size_t i = 0; i < half; ++i) fours[i] += fours[i + half];
-  return fours[0] + 0.f;
+  return fours[0] + 0.f;  // turns -0 into 0
 }
+// The sum of term(e) over the chosen experts. terms: memory that calls share.
 template <class F>
 float sum_of(const std::vector<int>& chosen, Row& terms, F term) {
   std::fill(terms.begin(), terms.end(), 0.f);
@@ -34,8 +36,8 @@ float sum_of(const std::vector<int>& chosen, Row& terms, F term) {
   return sum_of(terms);
 }
 
-MOE_FMA_CLONES void softmax_terms(const float* logits, int E, float most, float* terms) {
-  for (int e = 0; e < E; ++e) terms[e] = softmax_term(logits[e], most);
+MOE_FMA_CLONES void softmax_terms(const float* logits, int E, float max_logit, float* terms) {
+  for (int e = 0; e < E; ++e) terms[e] = softmax_term(logits[e], max_logit);
 }
 MOE_FMA_CLONES void sigmoids_of(const float* logits, int E, float* score, float* slope) {
   for (int e = 0; e < E; ++e) {
@@ -45,62 +47,64 @@ MOE_FMA_CLONES void sigmoids_of(const float* logits, int E, float* score, float*
   }
 }
 
-// Of one token; slope: the derivatives, of sigmoid alone. Both are zero beyond E.
+// The scores of one token. slope: their derivatives, which only sigmoid writes. Neither writes beyond E.
 void score_row(Scoring scoring, const float* logits, int E, Row& score, Row& slope) {
   if (scoring == Scoring::kSigmoid) return sigmoids_of(logits, E, score.data(), slope.data());
-  uint32_t most = 0;
-  for (int e = 0; e < E; ++e) most = std::max(most, ordered_key(logits[e]));
-  softmax_terms(logits, E, from_ordered_key(most), score.data());
+  uint32_t max_key = 0;
+  for (int e = 0; e < E; ++e) max_key = std::max(max_key, ordered_key(logits[e]));
+  softmax_terms(logits, E, from_ordered_key(max_key), score.data());
   const float scale = 1.f / sum_of(score);
   for (int e = 0; e < E; ++e) score[e] *= scale;
 }
 
-// A key and a number in one, so that of equal keys the smaller number is the larger.
-uint64_t ranked(uint32_t key, int number) { return uint64_t(key) << 32 | uint32_t(~number); }
-int number_of(uint64_t rank) { return int(~uint32_t(rank)); }
+// A key and its index in one integer. Among equal keys, the smaller index makes the larger integer.
+uint64_t keyed_index(uint32_t key, int index) { return uint64_t(key) << 32 | uint32_t(~index); }
+int index_of(uint64_t keyed_index) { return int(~uint32_t(keyed_index)); }
 
-// The numbers of the `count` largest keys, the largest first.
-void largest(const std::vector<uint32_t>& keys, int count, std::vector<uint64_t>& ranks, std::vector<int>& numbers) {
-  ranks.resize(keys.size());
-  for (size_t i = 0; i < keys.size(); ++i) ranks[i] = ranked(keys[i], int(i));
-  std::partial_sort(ranks.begin(), ranks.begin() + count, ranks.end(), std::greater<>());
-  numbers.resize(count);
-  for (int i = 0; i < count; ++i) numbers[i] = number_of(ranks[i]);
+// The indices of the `count` largest keys, the largest first. sorted: memory that calls share.
+void top_indices(const std::vector<uint32_t>& keys, int count, std::vector<uint64_t>& sorted,
+                 std::vector<int>& indices) {
+  sorted.resize(keys.size());
+  for (size_t i = 0; i < keys.size(); ++i) sorted[i] = keyed_index(keys[i], int(i));
+  std::partial_sort(sorted.begin(), sorted.begin() + count, sorted.end(), std::greater<>());
+  indices.resize(count);
+  for (int i = 0; i < count; ++i) indices[i] = index_of(sorted[i]);
 }
 
 class Chooser {
  public:
   explicit Chooser(const ChooseExpertsParams& p)
-      : p_(p), size_(p.E / p.num_groups), keys_(p.E), groups_(p.num_groups) {}
+      : p_(p), group_size_(p.E / p.num_groups), keys_(p.E), group_keys_(p.num_groups) {}
 
   void choose(const Row& score, std::vector<int>& chosen) {
     for (int e = 0; e < p_.E; ++e) keys_[e] = ordered_key(score[e] + (p_.bias ? p_.bias[e] : 0.f));
-    if (p_.top_groups < p_.num_groups) leave_out_groups();
-    largest(keys_, p_.top_k, ranks_, chosen);
+    if (p_.top_groups < p_.num_groups) exclude_groups();
+    top_indices(keys_, p_.top_k, sorted_, chosen);
   }
 
  private:
-  void leave_out_groups() {
+  // Sets the keys of all experts outside of the top groups to kNever. A group's key is the sum of its two largest.
+  void exclude_groups() {
     for (int g = 0; g < p_.num_groups; ++g) {
       uint32_t first = 0, second = 0;
-      for (int e = g * size_; e < (g + 1) * size_; ++e) {
+      for (int e = g * group_size_; e < (g + 1) * group_size_; ++e) {
         second = std::max(second, std::min(first, keys_[e]));
         first = std::max(first, keys_[e]);
       }
-      groups_[g] = size_ == 1 ? first : ordered_key(from_ordered_key(first) + from_ordered_key(second));
+      group_keys_[g] = group_size_ == 1 ? first : ordered_key(from_ordered_key(first) + from_ordered_key(second));
     }
-    largest(groups_, p_.top_groups, ranks_, kept_);
-    std::sort(kept_.begin(), kept_.end());
+    top_indices(group_keys_, p_.top_groups, sorted_, top_groups_);
+    std::sort(top_groups_.begin(), top_groups_.end());
     for (int g = 0; g < p_.num_groups; ++g)
-      if (!std::binary_search(kept_.begin(), kept_.end(), g))
-        std::fill_n(keys_.begin() + g * size_, size_, kNever);
+      if (!std::binary_search(top_groups_.begin(), top_groups_.end(), g))
+        std::fill_n(keys_.begin() + g * group_size_, group_size_, kNever);
   }
 
   const ChooseExpertsParams& p_;
-  int size_;
-  std::vector<uint32_t> keys_, groups_;
-  std::vector<uint64_t> ranks_;
-  std::vector<int> kept_;
+  int group_size_;
+  std::vector<uint32_t> keys_, group_keys_;
+  std::vector<uint64_t> sorted_;
+  std::vector<int> top_groups_;
 };
 
 void store_row(const ChooseExpertsBackwardParams& p, int64_t t, const float* dlogits) {
@@ -120,7 +124,7 @@ void store_row(const ChooseExpertsBackwardParams& p, int64_t t, const float* dlo
 
 void choose_experts_cpu(const ChooseExpertsParams& p) {
   parallel(p.T, 16 * p.T * p.E, [&](int64_t begin, int64_t end) {
-    Row score(room_for(p.E)), slope(score), terms(score);
+    Row score(padded_size(p.E)), slope(score), terms(score);
     std::vector<int> chosen;
     Chooser chooser(p);
     for (int64_t t = begin; t < end; ++t) {
@@ -129,10 +133,10 @@ void choose_experts_cpu(const ChooseExpertsParams& p) {
       const float sum = p.normalize ? sum_of(chosen, terms, [&](int e) { return score[e]; }) + kSumEpsilon : 1.f;
       for (int slot = 0; slot < p.top_k; ++slot) {
         const float s = score[chosen[slot]], share = p.normalize ? s / sum : s;
-        const float logit = p.logits[t * p.stride + chosen[slot]], of_slot = share * p.factor;
+        const float logit = p.logits[t * p.stride + chosen[slot]], slot_score = share * p.factor;
         p.ids[t * p.top_k + slot] = chosen[slot];
-        p.scores[t * p.top_k + slot] = as_float(F32::from_float(of_slot));
-        p.topk_logits[t * p.top_k + slot] = as_float(F32::from_float(logit + 0.f * of_slot));
+        p.scores[t * p.top_k + slot] = as_float(F32::from_float(slot_score));
+        p.topk_logits[t * p.top_k + slot] = as_float(F32::from_float(logit + 0.f * slot_score));
       }
     }
   });
@@ -141,7 +145,7 @@ void choose_experts_cpu(const ChooseExpertsParams& p) {
 void choose_experts_backward_cpu(const ChooseExpertsBackwardParams& p) {
   const int width = int(p.width());
   parallel(p.T, 16 * p.T * p.E, [&](int64_t begin, int64_t end) {
-    Row score(room_for(width)), slope(score), terms(score), w(score), logits(width), dlogits(p.E);
+    Row score(padded_size(width)), slope(score), terms(score), w(score), logits(width), dlogits(p.E);
     std::vector<int> chosen, slot_of(width), expert(width);  // an id is read once: another thread may write it
     for (int64_t t = begin; t < end; ++t) {
       std::copy_n(p.logits + t * p.stride, width, logits.begin());

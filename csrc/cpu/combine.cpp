@@ -39,7 +39,7 @@ void combine_backward(const CombineBackwardParams& p) {
   if (p.K == 0) return;
   std::vector<int> slot_of(p.P, -1);
   for (int64_t slot = 0; slot < slots; ++slot)
-    if (const int64_t row = p.inverse[slot]; is_row(row, p.P)) slot_of[row] = int(slot);
+    if (const int64_t row = p.inverse[slot]; is_row(row, p.P)) slot_of[row] = int(slot);  // the last slot of a row
   parallel(p.P, p.P * p.K, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       Bits* grad_y = static_cast<Bits*>(p.grad_y) + r * p.K;

@@ -11,27 +11,27 @@ namespace {
 
 template <class Out>
 void dequantize(const DequantizeParams& p) {
-  const bool of_rows = p.groups == Groups::kRows, of_columns = p.groups == Groups::kColumns;
-  const bool anew = of_columns && p.scale.layout != ScaleLayout::kE8M0;  // blocks, with every group
-  const std::vector<int> ends = safe_ends(p.offs, p.num_groups, of_rows ? p.rows : p.K);
-  std::vector<int64_t> starts, scale_starts;  // of groups
+  const bool m_grouped = p.groups == Groups::kRows, k_grouped = p.groups == Groups::kColumns;
+  const bool groups_begin_blocks = k_grouped && p.scale.layout != ScaleLayout::kE8M0;
+  const std::vector<int> ends = safe_ends(p.offs, p.num_groups, m_grouped ? p.rows : p.K);
+  std::vector<int64_t> starts, scale_starts;  // of each group: its first row or column, and its first among the scales
   std::vector<Segment> segments;
-  int64_t start = 0, at = 0;
+  int64_t start = 0, scale_start = 0;
   for (size_t g = 0; g < ends.size(); start = ends[g++]) {
     starts.push_back(start);
-    scale_starts.push_back(at);
-    if (anew)
-      add_segments(segments, p.scale, start, ends[g], int(p.scale.block_size ? at / p.scale.block_size : g));
-    at += round_up<int64_t>(ends[g] - start, kGroupScales);
+    scale_starts.push_back(scale_start);
+    if (groups_begin_blocks)
+      add_segments(segments, p.scale, start, ends[g], int(p.scale.block_size ? scale_start / p.scale.block_size : g));
+    scale_start += round_up<int64_t>(ends[g] - start, kGroupScales);
   }
-  const int64_t live_columns = of_columns ? start : p.K;
-  if (!anew) add_segments(segments, p.scale, 0, live_columns, 0);
+  const int64_t grouped_columns = k_grouped ? start : p.K;  // columns behind the last group become zeros
+  if (!groups_begin_blocks) add_segments(segments, p.scale, 0, grouped_columns, 0);
   const std::array<float, 256> values = decoded(p.type);
   parallel(p.E * p.rows, p.E * p.rows * p.K, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t e = i / p.rows, row = i % p.rows;
-      int64_t scale_row = row, columns = live_columns;
-      if (of_rows) {
+      int64_t scale_row = row, columns = grouped_columns;
+      if (m_grouped) {
         const size_t g = std::upper_bound(ends.begin(), ends.end(), row) - ends.begin();
         if (g == ends.size()) columns = 0;
         else scale_row = row - starts[g] + scale_starts[g];

@@ -1,4 +1,4 @@
-// Dequantizing on the CPU, of a whole operand and of rows for scaled_grouped_mm.
+// Dequantization on the CPU: of a whole operand, and of single rows for scaled_grouped_mm and activations.
 #pragma once
 #include <array>
 #include <vector>
@@ -8,21 +8,24 @@
 
 namespace moe_fp8 {
 
-struct Segment {  // columns under one scale of each row
+struct Segment {  // columns that share a scale in each row
   int64_t begin, end;
   ColumnBlock block;
 };
-// Adds those of a group: its columns and the number of its first block.
-inline void add_segments(std::vector<Segment>& to, const OperandScales& scales, int64_t begin, int64_t end, int first) {
+// Appends the segments of the columns [begin, end) of one group, whose first scaling block is `first_block`.
+inline void add_segments(std::vector<Segment>& segments, const OperandScales& scales, int64_t begin, int64_t end,
+                         int first_block) {
   const int64_t step = scales.block_size ? scales.block_size : end - begin;
   for (int64_t k = begin; k < end; k += step)
-    to.push_back({k, k + step < end ? k + step : end, scales.block(first, int(end - begin), int(k - begin))});
+    segments.push_back(
+        {k, k + step < end ? k + step : end, scales.block(first_block, int(end - begin), int(k - begin))});
 }
 
-// The values of all bytes of an fp8 type.
+// The values of all 256 bytes of an fp8 type.
 std::array<float, 256> decoded(Fp8Type type);
 
-// Row `row` of group `group` as the scales count them; without scales, decoded alone.
+// Dequantizes the row q: out[k] = RN(values[q[k]] * scale). `group` and `row` are its indices among the scales. Without
+// scales it only decodes.
 template <class Out>
 void dequantize_row(const std::array<float, 256>& values, const OperandScales& scales, int64_t group, int64_t row,
                     const std::vector<Segment>& segments, const uint8_t* q, typename Out::Bits* out) {

@@ -1,4 +1,4 @@
-// The CPU's loops are compiled for every pair of types.
+// Dispatch to CPU loops, which are compiled for every pair of input and fp8 type.
 #pragma once
 #include <type_traits>
 
@@ -6,7 +6,7 @@
 
 namespace moe_fp8 {
 
-// f(constant of the type).
+// Returns f(constant of the fp8 type).
 template <class F>
 int dispatch_fp8(Fp8Type type, F f) {
   switch (type) {

@@ -1,4 +1,4 @@
-// Ends of groups for the CPU's loops, which read them once.
+// Group ends for CPU loops.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -7,7 +7,8 @@
 
 namespace moe_fp8 {
 
-// offs made safe, as the kernels' group table does it: exclusive ends, clamped and monotonic.
+// The ends of groups, as clamp_and_scan_offs() of primitives/groups.h computes them: offs clamped into [0, rows] and
+// made monotonic. offs is read once, because another thread may write to it.
 inline std::vector<int> safe_ends(const int* offs, int64_t E, int64_t rows) {
   std::vector<int> ends(E);
   int previous = 0;

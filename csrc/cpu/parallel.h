@@ -1,4 +1,4 @@
-// The work of the CPU's loops, shared among torch's threads.
+// Runs CPU loops on torch's threads.
 #pragma once
 #include <torch/csrc/stable/ops.h>
 
@@ -10,10 +10,10 @@
 
 namespace moe_fp8 {
 
-constexpr int64_t kGrainElements = 1 << 17;  // 0.1 ms: sharing less gains nothing and loses where cores are busy
+constexpr int64_t kGrainElements = 1 << 17;  // 0.1 ms: smaller shares gain nothing, and lose if cores are busy
 
-// While it lives, this thread computes with subnormals, whatever torch.set_flush_denormal told it: results are those of
-// every other device, and do not depend on which threads were told.
+// During its lifetime the thread computes with subnormals, whatever torch.set_flush_denormal() set. So results equal
+// those of other devices, and do not depend on the thread that computes them.
 class KeepSubnormals {
  public:
   KeepSubnormals() : before_(mode()) { set_mode(before_ & ~kFlush); }
@@ -23,7 +23,7 @@ class KeepSubnormals {
  private:
 #if defined(__SSE__)
   using Mode = unsigned;
-  static constexpr Mode kFlush = 0x8040;  // of results, and of operands
+  static constexpr Mode kFlush = 0x8040;  // flush subnormal results, and subnormal operands
   static Mode mode() { return _mm_getcsr(); }
   static void set_mode(Mode mode) { _mm_setcsr(mode); }
 #elif defined(__aarch64__)
@@ -44,16 +44,16 @@ class KeepSubnormals {
   Mode before_;
 };
 
-// f(begin, end) over [0, n), n items of `elements` elements altogether.
+// Calls f(begin, end) for ranges that make up [0, n). The n items have `elements` elements in total.
 template <class F>
 void parallel(int64_t n, int64_t elements, const F& f) {
-  auto keeping = [&f](int64_t begin, int64_t end) {
+  auto run = [&f](int64_t begin, int64_t end) {
     const KeepSubnormals keep;
     f(begin, end);
   };
   if (n == 0) return;
-  if (elements <= kGrainElements) return keeping(0, n);
-  torch::stable::parallel_for(0, n, std::max<int64_t>(1, n * kGrainElements / elements), keeping);
+  if (elements <= kGrainElements) return run(0, n);
+  torch::stable::parallel_for(0, n, std::max<int64_t>(1, n * kGrainElements / elements), run);
 }
 
 }  // namespace moe_fp8

@@ -1,4 +1,5 @@
-// The same steps and the same numerics as the kernels, written so that compilers vectorise them for any x86-64 or Arm.
+// The quantizers take the same steps with the same numerics as the kernels. Their loops are written so that compilers
+// vectorize them for any x86-64 or Arm CPU.
 #include "cpu/quantize.h"
 
 #include "cpu/dispatch.h"
@@ -11,20 +12,21 @@ namespace moe_fp8 {
 namespace {
 
 // ---- along rows ----------------------------------------------------------------------------------------------------
-// The rows of a blocked matrix of scales, where groups of rows have one each: row_of(r, g), g being the caller's place
-// among the groups, from 0 on; -1 of the rows past the last group.
+// Maps rows of x to rows of blocked scales, where every group of rows is a matrix.
 class ScaleRows {
  public:
   ScaleRows(const int* offs, int64_t E, int64_t rows) : grouped_(offs != nullptr) {
     if (!grouped_) return;
     ends_ = safe_ends(offs, E, rows);
-    int64_t start = 0, at = 0;
+    int64_t start = 0, scale_start = 0;
     for (const int end : ends_) {
-      shift_.push_back(at - start);
-      at += padded_scale_rows(end - start);
+      shift_.push_back(scale_start - start);
+      scale_start += padded_scale_rows(end - start);
       start = end;
     }
   }
+  // The row of scales of row r, or -1 if r is in no group. g: the group of the previous call, 0 at first; r never
+  // falls.
   int64_t row_of(int64_t r, size_t& g) const {
     if (!grouped_) return r;
     while (g < ends_.size() && r >= ends_[g]) ++g;
@@ -52,7 +54,7 @@ void along_rows(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, 
   }
   if (K == 0) return;
   const ScaleRows scale_rows(f.blocked() && !p.weight ? p.offs : nullptr, p.E, p.rows);
-  const int64_t columns = padded_scale_columns(blocks), of_expert = padded_scale_rows(p.rows) * columns;
+  const int64_t columns = padded_scale_columns(blocks), expert_bytes = padded_scale_rows(p.rows) * columns;
   const bool column_major = f.order == ScaleOrder::kColumnMajor;
   const int64_t row_stride = column_major ? 1 : blocks, block_stride = column_major ? scale_stride(rows) : 1;
   parallel(rows, rows * K, [&](int64_t begin, int64_t end) {
@@ -65,14 +67,14 @@ void along_rows(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, 
         const int64_t n = std::min<int64_t>(f.block, K - k);
         const auto s = quantize_row<In, kOut, Scale>(x + k, n, second, p.q + i * K + k).stored();
         if (!f.blocked()) scale[scale_row * row_stride + b * block_stride] = s;
-        else if (scale_row >= 0) scale[e * of_expert + blocked_offset(scale_row, b, columns)] = s;
+        else if (scale_row >= 0) scale[e * expert_bytes + blocked_offset(scale_row, b, columns)] = s;
       }
     }
   });
 }
 
 // ---- along tokens: panels of 64 columns -----------------------------------------------------------------------------
-// Of the columns of the batch; every group has their scales.
+// Returns the multipliers of columns over the batch, and stores their scales for every group.
 template <class In, Fp8Type kOut>
 std::vector<float> scale_batch(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, bool second) {
   const int64_t rows = safe_ends(p.offs, p.E, p.rows).back();
@@ -88,16 +90,16 @@ std::vector<float> scale_batch(const QuantizeParams& p, const Rows<typename In::
   return m;
 }
 
-// A group of tokens, or an expert: scaling blocks of its own.
+// A group of tokens, or an expert of a weight. Its scaling blocks belong to no other.
 struct Group {
-  int64_t expert, first, rows;  // of x
-  int64_t q_t;                  // offset of its first byte in row 0 of q_t
-  int64_t scale_t;              // and of its first scale
-  int64_t row_stride, block_stride;  // of its scales; padded columns and nothing where they are blocked
-  int64_t blocks_before;        // of all groups
+  int64_t expert, first, rows;       // rows of x: `rows` of them from row `first` of the expert on
+  int64_t q_t;                       // offset of its first byte in row 0 of q_t
+  int64_t scale_t;                   // offset of its first scale
+  int64_t row_stride, block_stride;  // elements of its scales; blocked: row_stride is the padded columns
+  int64_t blocks_before;             // scaling blocks of the groups before it
 };
 
-// All of them; writes padded_offs.
+// Returns all groups. Writes p.padded_offs.
 std::vector<Group> groups_of(const QuantizeParams& p) {
   const Format& f = format_of(p.format);
   std::vector<int> ends;
@@ -138,31 +140,31 @@ std::vector<Group> groups_of(const QuantizeParams& p) {
   return groups;
 }
 
-// Panels are the outer index of the work, so that threads share even a single group. Bytes of q_t that belong to no row
-// are left alone.
+// A work unit is a scaling block of a panel. Panels are the outer index, so that threads share even a single group.
+// Does not write bytes of q_t that are no row.
 template <class In, Fp8Type kOut, class Scale>
 void along_tokens(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, const std::vector<Group>& groups,
                   bool second) {
   const Format& f = format_of(p.format);
   auto* scale_t = static_cast<typename Scale::Stored*>(p.scale_t);
   const int64_t stride = p.positions, elements = (p.weight ? p.E * p.rows : p.rows) * p.K;
-  std::vector<float> of_batch;
-  if (p.has_batch_amax() && p.E) of_batch = scale_batch<In, kOut>(p, row_of, second);
+  std::vector<float> batch_multipliers;
+  if (p.has_batch_amax() && p.E) batch_multipliers = scale_batch<In, kOut>(p, row_of, second);
   const int64_t blocks = groups.empty() ? 0 : groups.back().blocks_before + f.blocks(groups.back().rows);
   parallel(ceil_div<int64_t>(p.K, kPanel) * blocks, elements, [&](int64_t begin, int64_t end) {
-    size_t number = 0;
+    size_t group = 0;
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t k = unit / blocks * kPanel, i = unit % blocks;
-      if (i == 0) number = 0;
-      while (number + 1 < groups.size() && i >= groups[number + 1].blocks_before) ++number;
-      const Group& g = groups[number];
+      if (i == 0) group = 0;
+      while (group + 1 < groups.size() && i >= groups[group + 1].blocks_before) ++group;
+      const Group& g = groups[group];
       const int64_t b = i - g.blocks_before, first = b * f.block;
       const int64_t rows = f.block ? std::min<int64_t>(f.block, g.rows - first) : g.rows;
       const int columns = int(std::min<int64_t>(kPanel, p.K - k));
       auto row_of_panel = [&](int64_t r) { return row_of(g.expert, g.first + first + r) + k; };
       uint8_t* q_t = p.q_t + g.q_t + first + k * stride;
       if (p.has_batch_amax()) {
-        cast_panel<In, kOut, BatchScale>(row_of_panel, rows, columns, of_batch.data() + k, q_t, stride);
+        cast_panel<In, kOut, BatchScale>(row_of_panel, rows, columns, batch_multipliers.data() + k, q_t, stride);
         continue;
       }
       float m[kPanel] = {};
@@ -171,7 +173,7 @@ void along_tokens(const QuantizeParams& p, const Rows<typename In::Bits>& row_of
                                        : row * g.row_stride + b * g.block_stride;
         scale_t[g.scale_t + at] = scale;
       };
-      if (p.has_square_amax()) {  // of two panels, each of which works out the amax
+      if (p.has_square_amax()) {  // a square has two panels, and both compute its amax
         const int64_t square = k / kBlock, skipped = k - square * kBlock;
         const auto amax = amax_of_square<In>([&](int64_t r) { return row_of_panel(r) - skipped; }, rows,
                                              std::min<int64_t>(kBlock, p.K - square * kBlock));
@@ -187,23 +189,24 @@ void along_tokens(const QuantizeParams& p, const Rows<typename In::Bits>& row_of
   });
 }
 
-// ---- weights whose scaling blocks are squares, the same in both directions -----------------------------------------
+// ---- weights with square scaling blocks, which are the same along rows and along tokens ----------------------------
 template <class In, Fp8Type kOut>
 void squares(const QuantizeParams& p, const Rows<typename In::Bits>& row_of, bool second) {
-  const int64_t N = p.rows, K = p.K, of_rows = ceil_div<int64_t>(N, kBlock), of_columns = ceil_div<int64_t>(K, kBlock);
+  const int64_t N = p.rows, K = p.K;
+  const int64_t row_squares = ceil_div<int64_t>(N, kBlock), column_squares = ceil_div<int64_t>(K, kBlock);
   if (K == 0) return;
-  parallel(p.E * of_rows, p.E * N * K, [&](int64_t begin, int64_t end) {
+  parallel(p.E * row_squares, p.E * N * K, [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t e = unit / of_rows, first = unit % of_rows * kBlock;
+      const int64_t e = unit / row_squares, first = unit % row_squares * kBlock;
       const int64_t rows = std::min<int64_t>(kBlock, N - first);
       for (int64_t k = 0; k < K; k += kBlock) {
         const int64_t columns = std::min<int64_t>(kBlock, K - k);
         const auto amax = amax_of_square<In>([&](int64_t r) { return row_of(e, first + r) + k; }, rows, columns);
         const ScaleF32 s = scale_of<In, kOut, ScaleF32>(amax, second);
         const int64_t square = k / kBlock;
-        if (p.along_rows) static_cast<float*>(p.scale)[unit * of_columns + square] = s.stored();
+        if (p.along_rows) static_cast<float*>(p.scale)[unit * column_squares + square] = s.stored();
         if (p.along_tokens)
-          static_cast<float*>(p.scale_t)[(e * of_columns + square) * of_rows + first / kBlock] = s.stored();
+          static_cast<float*>(p.scale_t)[(e * column_squares + square) * row_squares + first / kBlock] = s.stored();
         for (int64_t r = 0; r < rows && p.along_rows; ++r) {
           const auto* __restrict x = row_of(e, first + r) + k;
           uint8_t* __restrict q = p.q + (e * N + first + r) * K + k;
@@ -230,7 +233,7 @@ void quantize(const QuantizeParams& p, const std::vector<Group>& groups, bool se
   if (p.along_tokens) along_tokens<In, kOut, Scale>(p, row_of, groups, second);
 }
 
-// Zeros where no row or scale may be.
+// Writes zeros wherever padding may be.
 void clear(const QuantizeParams& p) {
   const Format& f = format_of(p.format);
   auto zero = [](void* to, int64_t bytes) {

@@ -1,4 +1,4 @@
-// The quantizers on the CPU: as quantize/quantize.h has them, all pointers the host's.
+// The quantizers on the CPU; quantize/quantize.h defines them. All pointers are host pointers.
 #pragma once
 #include "quantize/quantize.h"
 

@@ -1,4 +1,5 @@
-// What the loops of the quantizers do with elements, rows and panels of columns, so that compilers vectorise it.
+// Parts of the quantizers' loops: elements, rows and panels of columns. They are written so that compilers vectorize
+// them.
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -10,36 +11,37 @@
 namespace moe_fp8 {
 
 // ---- elements ------------------------------------------------------------------------------------------------------
-// |x| as an integer: finite < Inf < NaN. Signed, because SSE2 has no unsigned maximum of 16 bits and no such compare.
+// |x| as an integer, where finite < Inf < NaN. It is signed, because SSE2 has no unsigned 16-bit maximum or comparison.
 template <class In>
 using Magnitude = std::make_signed_t<typename In::Bits>;
 template <class In>
 Magnitude<In> magnitude(typename In::Bits bits) { return bits & typename In::Bits(In::kMagnitudeMask); }
 template <class In>
 bool is_finite(Magnitude<In> magnitude) { return magnitude < Magnitude<In>(In::kInfinity); }
-// second: the second of the format's roundings.
+// second: whether the rounding is second_rounding() of the type of scales.
 template <class In, Fp8Type kOut, class Scale>
 auto scale_of(Magnitude<In> amax, bool second) {
   return Scale::template from_amax<kOut>(as_bits(In::to_float(amax)), second);
 }
 
-// Of the batch, which are those of finite values alone: what is not finite has no block to poison.
+// Scales over the batch come from finite values only: a value that is not finite becomes NaN, and no other value does.
 struct BatchScale : ScaleF32 {};
 
-// An element times the multiplier of its block, which is no NaN, cast.
+// Casts x times the multiplier m of its block, which is not NaN.
 template <class In, Fp8Type kOut, class Scale>
 uint8_t cast(typename In::Bits x, float m) {
   const float scaled = In::to_float(x) * m;
   if constexpr (std::is_same_v<Scale, BatchScale>) {
-    // By a mask: a branch would not be vectorised.
+    // A mask, because compilers do not vectorize a branch here.
     const int32_t finite = (int32_t(as_bits(In::to_float(x)) & 0x7fffffffu) - 0x7f800000) >> 31;
     return uint8_t((fp8_from_scaled<kOut>(scaled) & finite) | (Fp8<kOut>::kNan & ~finite));
   }
   if constexpr (std::is_same_v<Scale, ScaleF32>) return fp8_from_scaled<kOut>(scaled);
-  constexpr float kMax = Fp8<kOut>::kMax;  // rounded down, a scale leaves up to twice as much
+  constexpr float kMax = Fp8<kOut>::kMax;  // if the E8M0 scale was rounded down, `scaled` is up to twice this
   return fp8_from_scaled<kOut>(scaled > kMax ? kMax : scaled < -kMax ? -kMax : scaled);
 }
 
+// Quantizes n elements of a row that share a scale.
 template <class In, Fp8Type kOut, class Scale>
 Scale quantize_row(const typename In::Bits* __restrict x, int64_t n, bool second, uint8_t* __restrict q) {
   Magnitude<In> amax = 0;
@@ -51,7 +53,7 @@ Scale quantize_row(const typename In::Bits* __restrict x, int64_t n, bool second
 }
 
 // ---- rows of x -----------------------------------------------------------------------------------------------------
-// Row r of expert e, which is 0 where there are none.
+// rows(e, r): row r of expert e. Without experts, e is 0.
 template <class Bits>
 class Rows {
  public:
@@ -71,10 +73,11 @@ class Rows {
   std::vector<Bits> zeros_;
 };
 
-// ---- panels of 64 columns, whose tiles are cast row by row and then transposed 8 by 8 ------------------------------
+// ---- panels of 64 columns: their tiles are cast row by row, then transposed 8 by 8 ---------------------------------
 constexpr int kPanel = 64, kTileRows = 64;
 
-// Rows of 8 bytes to columns: t[i] becomes the bytes i of all. Three exchanges of ever smaller blocks.
+// Transposes 8 x 8 bytes: byte j of t[i] and byte i of t[j] change places. It exchanges 4 x 4, then 2 x 2, then 1 x 1
+// blocks.
 inline void transpose8(uint64_t (&t)[8]) {
   auto exchange = [&t](int rows, uint64_t mask) {
     for (int i = 0; i < 8; ++i) {
@@ -89,7 +92,8 @@ inline void transpose8(uint64_t (&t)[8]) {
   exchange(1, 0x00ff00ff00ff00ffu);
 }
 
-// row_of(r): the first element of row r in the panel.
+// Casts `rows` rows of a panel from row `first` on. row_of(r): the first element of row r in the panel. m: multipliers
+// of the columns.
 template <class In, Fp8Type kOut, class Scale, class RowOf>
 void cast_tile(RowOf row_of, int64_t first, int rows, int columns, const float* __restrict m,
                uint8_t* __restrict q_t, int64_t q_t_stride) {
@@ -99,7 +103,7 @@ void cast_tile(RowOf row_of, int64_t first, int rows, int columns, const float* 
     for (int c = 0; c < columns; ++c) q[r][c] = cast<In, kOut, Scale>(row[c], m[c]);
   }
   for (int c0 = 0; c0 < columns; c0 += 8)
-    for (int r0 = 0; r0 < rows; r0 += 8) {  // what lies beyond rows and columns is transposed along, but not stored
+    for (int r0 = 0; r0 < rows; r0 += 8) {  // bytes beyond rows and columns are transposed too, but not stored
       uint64_t t[8];
       for (int i = 0; i < 8; ++i) std::memcpy(&t[i], &q[r0 + i][c0], 8);
       transpose8(t);
@@ -112,6 +116,7 @@ void cast_tile(RowOf row_of, int64_t first, int rows, int columns, const float* 
       }
     }
 }
+// Casts all rows of a panel. A column whose multiplier is NaN becomes NaN.
 template <class In, Fp8Type kOut, class Scale, class RowOf>
 void cast_panel(RowOf row_of, int64_t rows, int columns, const float* __restrict m, uint8_t* __restrict q_t,
                 int64_t q_t_stride) {
@@ -129,16 +134,16 @@ Magnitude<In> amax_of_square(RowOf row_of, int64_t rows, int64_t columns) {
   }
   return amax;
 }
-// Multipliers of the columns of a panel, and their scales: store(c, scale).
+// Computes the multipliers m of a panel's columns. Calls store(c, scale) for each column.
 template <class In, Fp8Type kOut, class Scale, class RowOf, class StoreScale>
 void scale_panel(RowOf row_of, int64_t rows, int columns, bool second, float* __restrict m, StoreScale store) {
   Magnitude<In> amax[kPanel] = {};
   for (int64_t r = 0; r < rows; ++r) {
     const typename In::Bits* __restrict row = row_of(r);
     for (int c = 0; c < columns; ++c) {
-      const Magnitude<In> size = magnitude<In>(row[c]);
-      const bool counts = !std::is_same_v<Scale, BatchScale> || is_finite<In>(size);
-      amax[c] = std::max(amax[c], counts ? size : Magnitude<In>(0));
+      const Magnitude<In> value = magnitude<In>(row[c]);
+      const bool counts = !std::is_same_v<Scale, BatchScale> || is_finite<In>(value);
+      amax[c] = std::max(amax[c], counts ? value : Magnitude<In>(0));
     }
   }
   for (int c = 0; c < columns; ++c) {

@@ -8,36 +8,39 @@
 namespace moe_fp8 {
 namespace {
 
-struct RowBlock { int64_t plain, blocked, rows, columns; };  // up to 128 rows of a matrix; offsets of their bytes
+struct RowBlock {  // up to 128 rows of a matrix
+  int64_t plain, blocked;  // offsets of its first byte in the plain and in the blocked layout
+  int64_t rows, columns;
+};
 
-// Of all matrices and groups; writes starts.
+// The row blocks of all matrices and groups. Writes p.starts.
 std::vector<RowBlock> row_blocks(const SwizzleScalesParams& p) {
   const BlockedExtent extent = blocked_extent(p.groups, p.E, p.R, p.C);
-  std::vector<RowBlock> found;
+  std::vector<RowBlock> blocks;
   auto add = [&](int64_t plain, int64_t blocked, int64_t rows, int64_t columns) {
     for (int64_t r = 0; r < rows && columns > 0; r += kScaleRows) {
-      found.push_back({plain + r * p.row_stride, blocked, std::min<int64_t>(kScaleRows, rows - r), columns});
+      blocks.push_back({plain + r * p.row_stride, blocked, std::min<int64_t>(kScaleRows, rows - r), columns});
       blocked += kScaleRows * padded_scale_columns(columns);
     }
   };
   if (p.groups == Groups::kNone) {
     for (int64_t e = 0; e < p.E; ++e)
       add(e * p.group_stride, e * padded_scale_rows(p.R) * extent.columns, p.R, p.C);
-    return found;
+    return blocks;
   }
-  const bool of_rows = p.groups == Groups::kRows;
-  const std::vector<int> ends = safe_ends(p.offs, p.E, of_rows ? p.R : p.C);
-  for (int64_t e = 0, start = 0, place = 0; e < p.E; start = ends[e++]) {
+  const bool m_grouped = p.groups == Groups::kRows;
+  const std::vector<int> ends = safe_ends(p.offs, p.E, m_grouped ? p.R : p.C);
+  for (int64_t e = 0, start = 0, blocked_start = 0; e < p.E; start = ends[e++]) {
     const int64_t size = ends[e] - start;
-    if (p.starts) p.starts[e] = int(place);
-    if (of_rows) add(start * p.row_stride, place * extent.columns, size, p.C);
-    else add(start, place * extent.rows, p.R, size);
-    place += of_rows ? padded_scale_rows(size) : padded_scale_columns(size);
+    if (p.starts) p.starts[e] = int(blocked_start);
+    if (m_grouped) add(start * p.row_stride, blocked_start * extent.columns, size, p.C);
+    else add(start, blocked_start * extent.rows, p.R, size);
+    blocked_start += m_grouped ? padded_scale_rows(size) : padded_scale_columns(size);
   }
-  return found;
+  return blocks;
 }
 
-// move(a place of the blocked side, one of the other, bytes) for every run of columns that lie together in both.
+// Calls move(blocked offset, plain offset, bytes) for every run of columns that is contiguous in both layouts.
 template <class Move>
 void for_each_run(const SwizzleScalesParams& p, Move move) {
   const std::vector<RowBlock> blocks = row_blocks(p);
@@ -59,7 +62,7 @@ void move(const SwizzleScalesParams& p, bool swizzle, int64_t out_bytes) {
   for_each_run(p, [&](int64_t blocked, int64_t plain, int64_t bytes) {
     uint8_t* to = p.to + (swizzle ? blocked : plain);
     const uint8_t* from = p.from + (swizzle ? plain : blocked);
-    if (bytes == kScaleColumns) std::memcpy(to, from, kScaleColumns);  // of a size that is known: no call
+    if (bytes == kScaleColumns) std::memcpy(to, from, kScaleColumns);  // a constant size: inlined
     else std::memcpy(to, from, bytes);
   });
 }

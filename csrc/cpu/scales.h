@@ -1,4 +1,4 @@
-// swizzle_scales and unswizzle_scales on the CPU: as scales/swizzle_scales.h has them.
+// swizzle_scales and unswizzle_scales on the CPU; scales/swizzle_scales.h defines them.
 #pragma once
 #include "scales/swizzle_scales.h"
 

@@ -1,4 +1,4 @@
-// Ids, indices and offsets are read once each: another thread may write to them meanwhile.
+// Every id, index and offset is read once, because another thread may write to it meanwhile.
 #include "cpu/tokens.h"
 
 #include <cstring>
@@ -12,19 +12,19 @@ namespace {
 template <class Id>
 void sort(const SortTokensParams& p) {
   const Id* ids = static_cast<const Id*>(p.ids);
-  int* const expert = p.inverse;  // of a slot, until its place is known
+  int* const expert = p.inverse;  // inverse holds the experts of slots, until it gets their positions
   std::vector<int> next(p.E + 1);
   for (int64_t slot = 0; slot < p.N; ++slot) {
     expert[slot] = expert_of(ids[slot / p.top_k * p.row_stride + slot % p.top_k], p.E);
     ++next[expert[slot] + 1];
   }
-  next[0] = 0;  // it counted what belongs to no expert
+  next[0] = 0;  // it counted the slots of no expert
   for (int e = 0; e < p.E; ++e) p.offs[e] = next[e + 1] += next[e];
   std::fill(p.permutation + next[p.E], p.permutation + p.N, -1);
   for (int64_t slot = 0; slot < p.N; ++slot) {
-    const int e = expert[slot], place = e < 0 ? -1 : next[e]++;
-    p.inverse[slot] = place;
-    if (place >= 0) p.permutation[place] = int(slot);
+    const int e = expert[slot], position = e < 0 ? -1 : next[e]++;
+    p.inverse[slot] = position;
+    if (position >= 0) p.permutation[position] = int(slot);
   }
 }
 
@@ -63,7 +63,7 @@ void copy_column(const PackTokensParams& p, const MessageColumn& c, int64_t sour
   }
 }
 
-// f(e, first row, size) for groups with these ends.
+// Calls f(e, first row, size) for each group, given the ends of groups.
 template <class F>
 void for_each_group(const std::vector<int>& ends, F f) {
   int64_t start = 0;
@@ -78,14 +78,14 @@ void tokens_by_rank_cpu(const TokensByRankParams& p) { p.is_int64 ? by_rank<int6
 
 void permute_indices_cpu(const PermuteIndicesParams& p) {
   const int64_t n = p.R * p.E;
-  std::vector<int64_t> end(n + 1);  // of the tokens of each (rank, expert), from 1 on
+  std::vector<int64_t> end(n + 1);  // end[i + 1]: the end of the tokens of (rank, expert) number i
   for (int64_t i = 0; i < n; ++i) end[i + 1] = std::min(p.M, end[i] + p.count(i));
   std::fill_n(p.indices, p.P, -1);
   for (int64_t e = 0, start = 0; e < p.E; ++e) {
-    int* place = p.indices + start;
+    int* next = p.indices + start;
     for (int64_t i = e; i < n; i += p.E)
-      for (int64_t token = end[i]; token < end[i + 1]; ++token) *place++ = int(token);
-    const int64_t tokens = place - (p.indices + start);
+      for (int64_t token = end[i]; token < end[i + 1]; ++token) *next++ = int(token);
+    const int64_t tokens = next - (p.indices + start);
     start += tokens ? round_up<int64_t>(tokens, p.align) : p.empty;
     p.tokens_per_expert[e] = int(tokens);
     p.padded_offs[e] = int(start);
@@ -100,29 +100,31 @@ void invert_indices_cpu(const int* indices, int64_t count, int* inverse, int64_t
 
 void pad_sources_cpu(const TokenGroupsParams& p) {
   const std::vector<int> ends = safe_ends(p.offs, p.E, p.M);
-  int64_t place = 0;
-  std::vector<int64_t> places(p.E + 1, p.P);
+  int64_t position = 0;
+  std::vector<int64_t> padded_starts(p.E + 1, p.P);
   for_each_group(ends, [&](int64_t e, int64_t, int64_t size) {
-    if (p.starts) place = std::max<int64_t>(place, clamp_offset(p.starts[e], int(p.P)));
-    places[e] = place;
+    if (p.starts) position = std::max<int64_t>(position, clamp_offset(p.starts[e], int(p.P)));
+    padded_starts[e] = position;
     if (p.starts) return;
-    p.padded_starts[e] = int(place);
-    place += round_up<int64_t>(size, p.align);
-    p.padded_offs[e] = int(place);
+    p.padded_starts[e] = int(position);
+    position += round_up<int64_t>(size, p.align);
+    p.padded_offs[e] = int(position);
   });
   if (!p.source) return;
   std::fill_n(p.source, p.P, -1);
-  for_each_group(ends, [&](int64_t e, int64_t start, int64_t size) {  // a group ends where the next one begins
-    for (int64_t i = 0; i < size && places[e] + i < places[e + 1]; ++i) p.source[places[e] + i] = int(start + i);
+  for_each_group(ends, [&](int64_t e, int64_t start, int64_t size) {
+    // Given starts may leave too little room: a group then ends where the next one begins.
+    for (int64_t i = 0; i < size && padded_starts[e] + i < padded_starts[e + 1]; ++i)
+      p.source[padded_starts[e] + i] = int(start + i);
   });
 }
 
 void unpad_sources_cpu(const TokenGroupsParams& p) {
   std::fill_n(p.source, p.M, -1);
   for_each_group(safe_ends(p.offs, p.E, p.M), [&](int64_t e, int64_t start, int64_t size) {
-    const int64_t place = p.starts[e];
+    const int64_t first = p.starts[e];
     for (int64_t i = 0; i < size; ++i)
-      if (place + i >= 0 && place + i < p.P) p.source[start + i] = int(place + i);
+      if (first + i >= 0 && first + i < p.P) p.source[start + i] = int(first + i);
   });
 }
 

@@ -1,4 +1,4 @@
-// Token movement on the CPU: as tokens/*.h have it.
+// Token movement on the CPU; the headers of tokens/ define it.
 #pragma once
 #include "tokens/choose_experts.h"
 #include "tokens/combine.h"

@@ -1,5 +1,5 @@
-// The activations of experts: how a gate is bent, and whether an up is multiplied with it. In float32, by operations
-// that every device rounds alike: fused ones where it says fmaf, and nowhere else.
+// The activations of experts: a curve of the gate, times a factor that depends on the up. All arithmetic is float32, by
+// operations that every device rounds alike. A multiply-add is fused only where the code says fmaf.
 #pragma once
 #include "platform/arithmetic.h"
 #include "platform/bits.h"
@@ -11,7 +11,7 @@ enum class Curve : int { kSilu, kGelu, kClampedSilu, kRelu2 };
 struct ActivationRule {
   const char* name;
   Curve curve;
-  bool gated;  // h [P, 2F] of gates and ups, not [P, F]
+  bool gated;  // true: h is [P, 2F], gates and ups; false: [P, F]
 };
 enum class Activation : int { kSwiglu, kGeglu, kSwigluOai, kSilu, kGelu, kRelu2 };
 inline constexpr ActivationRule kActivations[] = {
@@ -20,12 +20,12 @@ inline constexpr ActivationRule kActivations[] = {
 inline constexpr int kNumActivations = sizeof(kActivations) / sizeof(kActivations[0]);
 constexpr bool is_gated(Activation activation) { return kActivations[int(activation)].gated; }
 
-constexpr float kExpCutoff = 88.f;  // from about here on exponentials are zero
+constexpr float kExpCutoff = 88.f;  // below about -88, exponentials are zero
 
-// e^y of a y from -kMostBelow to 0.
+// e^y for y in [-kExpCutoff, 0].
 MOE_HD float exponential(float y) {
   constexpr float kLog2E = 0x1.715476p+0f, kLn2 = 0x1.62e430p-1f, kLn2Rest = -0x1.05c610p-29f;
-  constexpr float kShift = 0x1.8p+23f + 127;  // a sum with it is rounded to units; its low byte is a biased exponent
+  constexpr float kShift = 0x1.8p+23f + 127;  // adding it rounds to an integer; the low byte is the biased exponent
   constexpr float kP2 = 0x1.fffdfcp-2f, kP3 = 0x1.5557aep-3f, kP4 = 0x1.572a08p-5f, kP5 = 0x1.10627cp-7f;
   const float shifted = fmaf(y, kLog2E, kShift), n = shifted - kShift;
   const float r = fmaf(n, -kLn2Rest, fmaf(n, -kLn2, y));
@@ -33,32 +33,35 @@ MOE_HD float exponential(float y) {
   return fmaf(fmaf(tail, r, 1.f), r, 1.f) * as_float(as_bits(shifted) << 23);
 }
 
-// Both from one power, of -|x|, so that neither is a difference: each is right to its last bits where it is small.
+// sigmoid(x) and its complement, sigmoid(-x) = 1 - sigmoid(x). Both come from one power, e^-|x|. Neither is a
+// difference, so each keeps its relative precision where it is small.
 struct Sigmoid { float value, complement; };
 
 MOE_HD Sigmoid sigmoid(float x) {
-  const float power = exponential(-clamp_max(magnitude(x), kExpCutoff));
+  const float power = exponential(-clamp_max(magnitude(x), kExpCutoff));  // of a NaN: as of -kExpCutoff
   const float large = reciprocal(1.f + power), small = power * large;
   return x < 0 ? Sigmoid{small, large} : Sigmoid{large, small};
 }
 
+// A function's value and derivative at one argument.
 struct Point { float value, slope; };
 
-// x * sigmoid(z) where z has this slope.
+// x * sigmoid(z) and its derivative, where z is a function of x with derivative z_slope.
 MOE_HD Point sigmoid_times(float x, float z, float z_slope) {
   const Sigmoid s = sigmoid(z);
   const float value = x * s.value;
   return {value, fmaf(value, s.complement * z_slope, s.value)};
 }
 
-constexpr float kClampAlpha = 1.702f, kClampLimit = 7.f;  // as GPT-OSS has them
+constexpr float kClampAlpha = 1.702f, kClampLimit = 7.f;  // constants of GPT-OSS
 
 template <Curve kCurve>
 MOE_HD Point curve_at(float x) {
   if constexpr (kCurve == Curve::kSilu) {
     return sigmoid_times(x, x, 1.f);
   } else if constexpr (kCurve == Curve::kGelu) {
-    // z = 2 sqrt(2 / pi) (x + 0.044715 x^3). Where the square is cut off the sigmoid is 0 or 1; no infinity meets a 0.
+    // z = 2 sqrt(2 / pi) (x + 0.044715 x^3). Where the square is clamped, the sigmoid is 0 or 1. The clamp keeps
+    // infinity times zero out.
     constexpr float kLinear = 0x1.988454p+0f, kCubic = 0x1.2444f2p-4f, kCubicSlope = 3 * kCubic;
     const float square = clamp_max(x * x, 128.f);
     return sigmoid_times(x, x * fmaf(square, kCubic, kLinear), fmaf(square, kCubicSlope, kLinear));
@@ -72,7 +75,7 @@ MOE_HD Point curve_at(float x) {
   }
 }
 
-// What the gate's value is multiplied by, and how fast that grows with up.
+// The factor of the gate's value, and the factor's derivative with respect to up.
 template <Activation kActivation>
 MOE_HD Point up_factor(float up) {
   constexpr ActivationRule kRule = kActivations[int(kActivation)];
@@ -87,9 +90,9 @@ MOE_HD float activated(float gate, float up) {
   return curve_at<kActivations[int(kActivation)].curve>(gate).value * up_factor<kActivation>(up).value;
 }
 
-// a, and the gradients of gate and up where `grad` is that of a.
+// a, and the gradients of gate and up, given the gradient of a in `grad`.
 struct ActivationGradient { float a, gate, up; };
-// `gate` as the curve bends it.
+// gate: the curve's value and slope at the gate.
 template <Activation kActivation>
 MOE_HD ActivationGradient activation_gradient(const Point& gate, float up, float grad) {
   const Point u = up_factor<kActivation>(up);

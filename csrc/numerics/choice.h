@@ -1,4 +1,4 @@
-// How a router scores and compares experts: in float32, by operations that every device rounds alike.
+// How a router scores and compares experts. All arithmetic is float32, by operations that every device rounds alike.
 #pragma once
 #include "numerics/activations.h"
 
@@ -9,21 +9,21 @@ inline constexpr const char* kScorings[] = {"softmax", "sigmoid"};
 
 constexpr float kSumEpsilon = 1e-20f;  // is added to the sum of a token's scores
 
-// e^(logit - most), where most is the largest; NaN where one of them is, or both are the same infinity. No branch
-// around the power, here and below: those of a lane's experts are computed side by side.
-MOE_HD float softmax_term(float logit, float most) {
-  const float below = most - logit, of_number = exponential(-clamp_max(below, kExpCutoff));
-  return below == below ? of_number : below;
+// e^(logit - max_logit). NaN if a logit is NaN, or if both are the same infinity. Neither function here branches around
+// the power, so the powers of a lane's experts are computed in parallel.
+MOE_HD float softmax_term(float logit, float max_logit) {
+  const float distance = max_logit - logit, power = exponential(-clamp_max(distance, kExpCutoff));
+  return distance == distance ? power : distance;
 }
 
-// NaN where the logit is; sigmoid() gives activations numbers there, which they multiply with the NaN.
+// NaN if the logit is NaN. sigmoid() alone returns a number there, because activations multiply it by the NaN.
 MOE_HD Sigmoid sigmoid_scores(float logit) {
-  const Sigmoid of_number = sigmoid(logit);
-  return logit == logit ? of_number : Sigmoid{logit, logit};
+  const Sigmoid number = sigmoid(logit);
+  return logit == logit ? number : Sigmoid{logit, logit};
 }
 
-// Integers in the order of floats: NaN > inf > finite > -inf > kNever > kChosen. Of zeros it takes the positive one: no
-// sum of a score is another.
+// Maps floats to integers of the same order: NaN > inf > finite > -inf > kNever > kChosen. kNever: an expert that
+// cannot be chosen. kChosen: one that was chosen already. -0 orders before +0; no score plus bias is -0.
 constexpr uint32_t kNever = 0x007ffffe, kChosen = 0;
 MOE_HD uint32_t ordered_key(float f) {
   const uint32_t bits = as_bits(f);

@@ -1,10 +1,10 @@
-// From types named at run time to types.
+// Calls generic code with the type that a run-time value names.
 #pragma once
 #include "numerics/floats.h"
 
 namespace moe_fp8 {
 
-// f(In{}).
+// Returns f(In{}) for the type of inputs.
 template <class F>
 int dispatch_in(InType in, F f) {
   switch (in) {

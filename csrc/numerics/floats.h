@@ -1,5 +1,5 @@
-// Number formats: the inputs' 16- and 32-bit floats and the four fp8 formats, with the one software cast that every
-// backend can fall back to and that the hardware casts equal bit for bit.
+// Number formats: the 16- and 32-bit floats of inputs, and four fp8 formats with a software cast. Hardware casts give
+// the same bits, so every backend can fall back to it.
 #pragma once
 #include "platform/convert.h"
 
@@ -10,12 +10,13 @@ enum class Fp8Type : int { kE4M3FN, kE5M2, kE4M3FNUZ, kE5M2FNUZ };
 MOE_HD constexpr bool is_e5m2(Fp8Type type) { return type == Fp8Type::kE5M2 || type == Fp8Type::kE5M2FNUZ; }
 MOE_HD constexpr bool is_fnuz(Fp8Type type) { return type == Fp8Type::kE4M3FNUZ || type == Fp8Type::kE5M2FNUZ; }
 
-// ---- inputs: `Bits` as stored; without the sign, as integers, finite < kInfinity < NaN.
-// from_float rounds to nearest even; every NaN becomes the quiet one without a sign: 0x7fc0, 0x7e00, 0x7fc00000. -----
+// ---- inputs --------------------------------------------------------------------------------------------------------
+// Bits: the stored integer. Without their sign bit, these integers order finite < kInfinity < NaN. from_float() rounds
+// to nearest even, and turns every NaN into the quiet one without a sign: 0x7fc0, 0x7e00, 0x7fc00000.
 struct BF16 {
   using Bits = uint16_t;
   static constexpr Bits kInfinity = 0x7f80;
-  static constexpr uint32_t kMagnitudeMask = 0x7fff7fffu;  // both halves of a word
+  static constexpr uint32_t kMagnitudeMask = 0x7fff7fffu;  // of both halves of a word
   static MOE_HD float to_float(uint32_t bits) { return as_float(bits << 16); }
   static MOE_HD Bits from_float(float f) {
     const uint32_t bits = as_bits(f);
@@ -31,7 +32,8 @@ struct F16 {
     if constexpr (kConvertsHalf) return half_to_float(bits);
     const uint32_t sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu, rebias = 112u << 23;
     const uint32_t normal = (magnitude << 13) + rebias;
-    // With an implicit 1 that is taken off again: no float32 subnormal, which a CPU may be told to flush to zero.
+    // A subnormal gets an implicit 1, which the subtraction removes. So no float32 subnormal occurs, which a CPU may
+    // flush to zero.
     const uint32_t subnormal = as_bits(as_float(normal + (1u << 23)) - as_float(rebias + (1u << 23)));
     const uint32_t finite = magnitude < 0x400u ? subnormal : normal;
     return as_float(finite | sign | (magnitude >= 0x7c00u ? 0x7f800000u : 0u));
@@ -39,7 +41,7 @@ struct F16 {
   static MOE_HD Bits from_float(float f) {
     const uint32_t magnitude = as_bits(f) & 0x7fffffffu, sign = as_bits(f) >> 16 & 0x8000u;
     const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1)) >> 13;
-    // A subnormal's unit, 2^-24, is that of the float32 numbers from 0.5 on: the float adder rounds.
+    // The unit of subnormal results, 2^-24, is the ulp of float32 in [0.5, 1): adding 0.5 rounds to it.
     const uint32_t subnormal = as_bits(as_float(magnitude) + 0.5f) - as_bits(0.5f);
     const uint32_t code = magnitude < 0x38800000u ? subnormal : magnitude < 0x477ff000u ? normal : 0x7c00u;
     return magnitude > 0x7f800000u ? Bits(0x7e00) : Bits(code | sign);
@@ -55,7 +57,7 @@ struct F32 {
 template <class In>
 inline constexpr int kPerWord = 4 / sizeof(typename In::Bits);  // elements in a 32-bit word
 
-// Element i of a word.
+// Element i of a word, as float32.
 template <class In>
 MOE_HD float element(uint32_t word, int i) {
   if constexpr (sizeof(typename In::Bits) == 4) return In::to_float(word);
@@ -71,7 +73,7 @@ template <>
 struct Fp8<Fp8Type::kE4M3FN> {
   static constexpr int kMantissa = 3, kBias = 7;
   static constexpr float kMax = 448.f;
-  static constexpr uint32_t kMaxBits = 0x43e00000u;  // of float(kMax)
+  static constexpr uint32_t kMaxBits = 0x43e00000u;  // the float32 bits of kMax
   static constexpr uint8_t kMaxCode = 0x7e, kNan = 0x7f;
   static constexpr bool kNegativeZero = true;
 };
@@ -100,7 +102,7 @@ struct Fp8<Fp8Type::kE5M2FNUZ> {
   static constexpr bool kNegativeZero = false;
 };
 
-// What a cast needs of them, for code that learns the format only as it runs.
+// The constants of a format that a cast needs, for code that knows the format at run time only.
 struct Fp8Values {
   int mantissa, bias;
   uint32_t max_bits;
@@ -122,15 +124,16 @@ struct Fp8Values {
   }
 };
 
-// Round to nearest even, of an f that is no NaN and not larger than what rounds to kMax: x * m is such a value unless m
-// is NaN. Without a branch, so that loops vectorise; the compare is signed, because SSE2 has no other.
+// Rounds f to nearest even. f must not be NaN, nor so large that it rounds beyond kMax: x * m is never either, unless m
+// is NaN. Other values of f give an unspecified byte. It has no branch, so loops over it vectorize. The comparison is
+// signed, because SSE2 has no unsigned one.
 MOE_HD uint8_t fp8_from_scaled(const Fp8Values& t, float f) {
   const int shift = 23 - t.mantissa;
   const int32_t min_normal = int32_t(128 - t.bias) << 23;  // 2^(1 - bias)
   const uint32_t magnitude = as_bits(f) & 0x7fffffffu;
   const int32_t power = int32_t(magnitude & 0x7f800000u), exponent = power > min_normal ? power : min_normal;
-  // The float adder rounds: in a sum with 2^shift times f's power of two, one unit is one of the result's, and the low
-  // bits are the result's significand, leading 1 included. What f's exponent is above the smallest comes on top.
+  // The float adder rounds. After adding 2^shift times f's power of two, one ulp is one unit of the result, and the low
+  // bits are the result's significand with its leading 1. The exponent above the smallest one is added to these bits.
   const uint32_t sum = as_bits(as_float(magnitude) + as_float(uint32_t(exponent) + (uint32_t(shift) << 23)));
   const uint32_t code = (sum + uint32_t((exponent - min_normal) >> shift)) & 0x7fu, sign = as_bits(f) >> 24 & 0x80u;
   return uint8_t(t.negative_zero || code != 0 ? code | sign : 0);
@@ -138,7 +141,7 @@ MOE_HD uint8_t fp8_from_scaled(const Fp8Values& t, float f) {
 template <Fp8Type kType>
 MOE_HD uint8_t fp8_from_scaled(float f) { return fp8_from_scaled(Fp8Values::of<kType>(), f); }
 
-// The same of any f: saturating to +-kMax; NaN becomes the format's canonical NaN.
+// Casts any f: rounds to nearest even and saturates to +-kMax. NaN becomes the format's canonical NaN.
 MOE_HD uint8_t fp8_from_float(const Fp8Values& t, float f) {
   const uint32_t bits = as_bits(f), magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return t.nan;
@@ -152,7 +155,7 @@ MOE_HD float fp8_to_float(uint8_t q) {
   using T = Fp8<kType>;
   const uint32_t magnitude = q & 0x7fu, sign = uint32_t(q & 0x80u) << 24;
   const bool nan = T::kNegativeZero ? magnitude > T::kMaxCode : q == T::kNan;
-  if (nan) {  // E5M2 alone has infinities
+  if (nan) {  // only E5M2 has infinities
     if (kType == Fp8Type::kE5M2 && magnitude == 0x7cu) return as_float(sign | 0x7f800000u);
     return as_float(0x7fc00000u);
   }

@@ -1,4 +1,4 @@
-// Token-group arithmetic. Offsets and indices are data: nothing here trusts them.
+// Token-group arithmetic. Offsets and indices are data on the device, so nothing here trusts them.
 #pragma once
 #include <cstdint>
 
@@ -7,7 +7,7 @@
 namespace moe_fp8 {
 
 constexpr int kMaxExperts = 1024, kMaxAlign = 256;
-constexpr int kBlock = 128;  // rows and columns of a tile, elements of a scaling block of the blockwise recipe
+constexpr int kBlock = 128;  // rows and columns of a tile; elements of a scaling block of the blockwise recipe
 
 template <class T>
 MOE_HD constexpr T round_up(T n, T multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -16,20 +16,20 @@ MOE_HD constexpr T ceil_div(T n, T d) { return (n + d - 1) / d; }
 
 MOE_HD int clamp_offset(int offset, int rows) { return offset < 0 ? 0 : offset > rows ? rows : offset; }
 
-// Rows of the padded layout: room for every group rounded up to `align`, whatever the sizes are.
+// Rows of the padded layout: room for every group, rounded up to `align`, for any group sizes.
 MOE_HD constexpr int64_t padded_extent(int64_t rows, int64_t experts, int64_t align) {
   return round_up(rows, align) + experts * align;
 }
 
-// The blockwise recipe's scales along the padded layout: every group begins with a block of its own.
+// Rows of the blockwise recipe's scales along the padded layout. Every group begins a new block.
 MOE_HD constexpr int64_t block_extent(int64_t rows, int64_t experts, int64_t align) {
   return padded_extent(rows, experts, align < kBlock ? kBlock : align) / kBlock;
 }
-// Elements from a column to the next one of its column-major scales of so many rows: whole 16-byte chunks, as the
-// tensor memory accelerator and cuBLASLt want them.
+// Elements from one column of its column-major scales to the next, for `rows` rows. Columns are whole 16-byte chunks,
+// which the tensor memory accelerator and cuBLASLt require.
 MOE_HD constexpr int64_t scale_stride(int64_t rows) { return round_up<int64_t>(rows, 4); }
 
-// Rows taken by index: i = at[p] stands for row i / top_k, or for a row of zeros when it is not in [0, rows * top_k).
+// Rows taken by index: i = at[p] stands for row i / top_k, or for a row of zeros if i is not in [0, rows * top_k).
 struct RowIndex {
   const int* at = nullptr;
   uint32_t limit = 0;
@@ -41,16 +41,16 @@ struct RowIndex {
     while (int64_t(1) << (shift - 31) < top_k) ++shift;
     multiplier = uint32_t(ceil_div(uint64_t(1) << shift, uint64_t(top_k)));
   }
-  bool repeats() const { return shift > 31; }  // whether several may stand for one row
-  MOE_HD int slot(int64_t p) const {  // -1: none
+  bool repeats() const { return shift > 31; }  // whether several indices may stand for one row
+  MOE_HD int slot(int64_t p) const {  // -1: no slot
     const uint32_t i = uint32_t(at[p]);
     return i < limit ? int(i) : -1;
   }
-  MOE_HD int64_t row(int64_t p) const {  // -1: zeros
+  MOE_HD int64_t row(int64_t p) const {  // -1: a row of zeros
     const uint32_t i = uint32_t(at[p]);
     return i < limit ? row_of(i) : -1;
   }
-  MOE_HD int64_t row_of(uint32_t i) const { return int64_t(uint64_t(i) * multiplier >> shift); }  // below limit
+  MOE_HD int64_t row_of(uint32_t i) const { return int64_t(uint64_t(i) * multiplier >> shift); }  // i < limit
 };
 
 }  // namespace moe_fp8

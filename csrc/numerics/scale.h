@@ -1,4 +1,4 @@
-// Scale rules: from the amax of a scaling block to the multiplier of the cast and the stored scale.
+// Scale rules: the multiplier of the cast and the stored scale follow from the amax of a scaling block.
 #pragma once
 #include "numerics/floats.h"
 #include "platform/convert.h"
@@ -6,7 +6,7 @@
 namespace moe_fp8 {
 
 // Float scales:  multiplier = RN32(FP8_MAX / max(amax, 1e-12)), its mantissa cleared when pow2;
-//                dequant    = RN32(1 / multiplier);  both NaN when the block holds a NaN or an Inf.
+//                dequant    = RN32(1 / multiplier);  both are NaN if the block holds a NaN or an Inf.
 struct ScaleF32 {
   using Stored = float;
   float multiplier;
@@ -26,8 +26,8 @@ struct ScaleF32 {
   }
 };
 
-// How far above FP8_MAX, in float32 units of its last place, an amax may lie for its exact product with
-// RN32(1 / FP8_MAX) not to exceed `limit`.
+// By how many float32 ulps an amax may exceed FP8_MAX while its exact product with RN32(1 / FP8_MAX) does not exceed
+// `limit`.
 template <Fp8Type kType>
 MOE_HD constexpr uint32_t ulps_above_max(double limit) {
   double ulp = 1;
@@ -41,12 +41,12 @@ MOE_HD constexpr uint32_t ulps_above_max(double limit) {
 // E8M0 scales: byte e stands for 2^(e - 127), 255 for NaN; multiplier = 2^(127 - e).
 //   floor:  2^(e - 127) = 2^(floor(log2 amax) - floor(log2 FP8_MAX)), but at least 2^-127
 //   rceil:  2^(e - 127) = RN32(amax * RN32(1 / FP8_MAX)) rounded up to a power of two, but at least 2^-127
-// No e but NaN's is above 248, that of the largest float32 in E4M3FNUZ, so that every multiplier is a normal number.
+// Except for NaN, e is at most 248: the largest float32 in E4M3FNUZ. So every multiplier is a normal number.
 struct ScaleE8M0 {
   using Stored = uint8_t;
   float multiplier;
 
-  // The multiplier's exponent bits are 254 - e, and 255 in a NaN.
+  // The multiplier's exponent bits are 254 - e, or 255 in a NaN.
   MOE_HD Stored stored() const { return Stored(254 - (as_bits(multiplier) >> 23)); }
 
   template <Fp8Type kType>
@@ -63,12 +63,12 @@ struct ScaleE8M0 {
   template <Fp8Type kType>
   static MOE_HD uint32_t rounded_down(uint32_t amax_bits) {
     constexpr uint32_t kEmax = (Fp8<kType>::kMaxBits >> 23) - 127;
-    const uint32_t exponent = amax_bits >> 23;  // a subnormal's is 0: small enough for e = 0
+    const uint32_t exponent = amax_bits >> 23;  // 0 for a subnormal, which gives e = 0
     return exponent > kEmax ? exponent - kEmax : 0;
   }
-  // In integers, for a CPU may be told to take subnormals for zero: the product is at most 2^(e - 127) up to an amax
-  // of kLargest(e), whose bits are 2^23 apart. Products are rounded to 24 bits, 1 + 2^-24 to 1; but near 2^-127, of
-  // e = 0, to multiples of 2^-149, (1 + 2^-23) 2^-127 to 2^-127.
+  // Computed in integers, because a CPU may flush subnormals to zero. The rounded product is at most 2^(e - 127) up to
+  // a largest amax, and the bits of these largest amaxes are 2^23 apart. Products are rounded to 24 bits, so 1 + 2^-24
+  // becomes 1. Near 2^-127, for e = 0, they are rounded to multiples of 2^-149, so (1 + 2^-23) 2^-127 becomes 2^-127.
   template <Fp8Type kType>
   static MOE_HD uint32_t rounded_up(uint32_t amax_bits) {
     constexpr uint32_t kMaxAt0 = Fp8<kType>::kMaxBits - (127u << 23);  // FP8_MAX * 2^-127

@@ -1,9 +1,10 @@
-// The blocked layout in which Blackwell's tensor cores read scales of one byte: 128 rows by 4 columns are 512
-// neighbouring bytes, a matrix is padded to whole such blocks, blocks follow one another along a row.
+// The blocked layout in which Blackwell's tensor cores read one-byte scales. A block (128x4 atom) of 128 rows by 4
+// columns is 512 contiguous bytes. A matrix is padded to whole blocks, which follow one another along its rows. The
+// scale of (row, column) is this byte of its block:
 //
-//   byte 16 (row % 32) + 4 (row / 32 % 4) + column % 4 of its block
+//   16 (row % 32) + 4 (row / 32 % 4) + column % 4
 //
-// so the 16 bytes of a line are the columns of the rows r, r + 32, r + 64 and r + 96. Source: NVIDIA cuBLAS, "1D block
+// So every 16 bytes are the four columns of the rows r, r + 32, r + 64 and r + 96. Source: NVIDIA cuBLAS, "1D block
 // scaling factors layout".
 #pragma once
 #include "numerics/groups.h"
@@ -11,22 +12,22 @@
 namespace moe_fp8 {
 
 constexpr int kMxBlock = 32;  // elements of a scaling block of the MX formats
-constexpr int kScaleRows = 128, kScaleColumns = 4, kScaleBytes = kScaleRows * kScaleColumns;  // of a block of scales
+constexpr int kScaleRows = 128, kScaleColumns = 4, kScaleBytes = kScaleRows * kScaleColumns;  // one 128x4 atom
 
 MOE_HD constexpr int64_t padded_scale_rows(int64_t rows) { return round_up<int64_t>(rows, kScaleRows); }
 MOE_HD constexpr int64_t padded_scale_columns(int64_t columns) { return round_up<int64_t>(columns, kScaleColumns); }
 
-// Of row `row` and column `column` of a matrix with so many columns, padding included.
+// The offset of a scale in a matrix of `padded_columns` columns.
 MOE_HD constexpr int64_t blocked_offset(int64_t row, int64_t column, int64_t padded_columns) {
   const int64_t block = row / kScaleRows * (padded_columns / kScaleColumns) + column / kScaleColumns;
   return block * kScaleBytes + row % 32 * 16 + row / 32 % 4 * 4 + column % 4;
 }
 
-// Groups that a scaling block does not cross: of rows, or of columns, the summed dimension of a product.
+// The groups that no scaling block crosses: groups of rows (M-groups) or of columns (K-groups).
 enum class Groups : int { kNone, kRows, kColumns };
 
-// Groups of rows (M-groups) or of columns (K-groups), each a blocked matrix of its own, one behind the other: room for
-// any sizes. A group of rows begins at a multiple of 128 of them, one of columns at a multiple of 4.
+// Rows, or columns, of scales with groups, for any group sizes. Each group is a blocked matrix, and these follow one
+// another. M-groups begin at multiples of 128 rows, K-groups at multiples of 4 columns.
 MOE_HD constexpr int64_t grouped_scale_rows(int64_t rows, int64_t experts) { return rows + experts * kScaleRows; }
 MOE_HD constexpr int64_t grouped_scale_columns(int64_t columns, int64_t experts) {
   return columns + experts * kScaleColumns;

@@ -97,8 +97,8 @@ inline const Device& device() {
   return devices[id];
 }
 
-// The most blocks of `threads` threads in one launch. HIP has fewer than 2^32 threads in a grid; half of that leaves
-// room for blocks that are rounded up. Callers loop over launches, or their blocks loop over work.
+// The largest number of blocks of `threads` threads in one launch: HIP has fewer than 2^32 threads there, and 2^31 is a
+// multiple of every usual block. Callers launch again for the rest, or their blocks loop over work.
 constexpr int64_t max_grid_blocks(int threads) { return (int64_t(1) << 31) / threads; }
 constexpr int kMaxGridBlocksY = 65535;  // blocks along y, and along z
 

@@ -1,4 +1,5 @@
-// What a thread takes of a row at a time: 16 bytes, or an element of a type known at run time. `at` counts elements.
+// Access width: how much of a row a thread reads or writes at a time. VectorAccess takes 16 bytes, ElementAccess one
+// element of a type that is known at run time. Raw: a thread's bits as loaded. `at` counts elements.
 #pragma once
 #include "primitives/elements.h"
 

@@ -1,4 +1,4 @@
-// Elementwise steps of a quantizing kernel: amax of words, cast to fp8.
+// Elementwise steps of a quantizing kernel: maxima of magnitudes, and casts to fp8.
 #pragma once
 #include "numerics/scale.h"
 #include "platform/arithmetic.h"
@@ -7,7 +7,8 @@
 
 namespace moe_fp8 {
 
-// Largest magnitude, NaN > Inf > finite; 16-bit inputs go two to a word. The sign bits of a result mean nothing.
+// The larger magnitude of two words, where NaN > Inf > finite. A word holds one float32 or two 16-bit inputs, which are
+// compared separately. The sign bits of the result are undefined.
 template <class In>
 MOE_DEVICE uint32_t max_magnitude(uint32_t a, uint32_t b) {
   if constexpr (std::is_same_v<In, BF16>) return max_magnitude_bf16x2(a, b);
@@ -21,10 +22,10 @@ template <class In>
 struct MaxMagnitude {
   MOE_DEVICE uint32_t operator()(uint32_t a, uint32_t b) const { return max_magnitude<In>(a, b); }
 };
-// float32 bits of magnitude i of a word of such results.
+// The float32 bits of magnitude i in a word of such maxima.
 template <class In>
 MOE_DEVICE uint32_t magnitude_bits(uint32_t word, int i) { return as_bits(element<In>(word, i)) & 0x7fffffffu; }
-// Of a pair of such results in two words: {max of a's halves, max of b's halves}.
+// Reduces two words of such maxima to one: {max of a's halves, max of b's halves}.
 template <class In>
 MOE_DEVICE uint32_t max_within(uint32_t a, uint32_t b) {
   static_assert(kPerWord<In> == 2);
@@ -46,19 +47,20 @@ MOE_DEVICE uint32_t amax_of_rows(const uint32_t (&rows)[kRows], int lane) {
   }
 }
 
-// The larger of `most` and |x|, of finite x alone: 0 * x is NaN of others, which fmaxf leaves out.
-MOE_DEVICE float max_finite(float most, float x) { return fmaxf(most, fmaf(x, 0.f, magnitude(x))); }
-// y; NaN where x is not finite.
+// The larger of amax and |x|, ignoring an x that is not finite: 0 * x is then NaN, which fmaxf leaves out.
+MOE_DEVICE float max_finite(float amax, float x) { return fmaxf(amax, fmaf(x, 0.f, magnitude(x))); }
+// y, or NaN if x is not finite.
 MOE_DEVICE float nan_unless_finite(float y, float x) { return fmaf(x, 0.f, y); }
 
 inline constexpr bool kCastsInHardware = kHardwareFp8 != HardwareFp8::kNone;
 
-// Four floats to four fp8 bytes, a in byte 0. Of any format, in software.
+// Casts four floats to four fp8 bytes; a becomes byte 0. This one takes any format, in software.
 MOE_DEVICE uint32_t cast4(const Fp8Values& type, float a, float b, float c, float d) {
   return fp8_from_float(type, a) | uint32_t(fp8_from_float(type, b)) << 8 | uint32_t(fp8_from_float(type, c)) << 16 |
          uint32_t(fp8_from_float(type, d)) << 24;
 }
-// Of one of the two that the hardware has: FNUZ on gfx942, FN elsewhere, in software where it has none.
+// The native formats, whose casts are instructions: FNUZ on gfx942, FN elsewhere. On chips without such instructions FN
+// counts as native, and casts are software.
 inline constexpr Fp8Type kNativeE4M3 = kHardwareFp8 == HardwareFp8::kFNUZ ? Fp8Type::kE4M3FNUZ : Fp8Type::kE4M3FN;
 inline constexpr Fp8Type kNativeE5M2 = kHardwareFp8 == HardwareFp8::kFNUZ ? Fp8Type::kE5M2FNUZ : Fp8Type::kE5M2;
 template <Fp8Type kOut>

@@ -1,4 +1,4 @@
-// Elements of a type that is known at run time, at any address.
+// Single elements of a type that is known at run time.
 #pragma once
 #include "numerics/floats.h"
 #include "platform/arithmetic.h"
@@ -6,7 +6,7 @@
 
 namespace moe_fp8 {
 
-// As stored, so that many of them can be on their way.
+// Loads the bits as stored. Conversion comes later, so that many loads can be in flight.
 MOE_DEVICE uint32_t load_bits(const void* from, InType type, int64_t at) {
   if (type == InType::kF32) return load_stream(static_cast<const uint32_t*>(from) + at);
   return load_stream(static_cast<const uint16_t*>(from) + at);
@@ -25,16 +25,16 @@ MOE_DEVICE void store_element(void* to, InType type, int64_t at, float f) {
     default: return store_stream(static_cast<uint32_t*>(to) + at, F32::from_float(f));
   }
 }
-// Two as a word of bfloat16, whose NaNs are any: of values that are not stored.
+// Two floats as a word of bfloat16, for values that are never stored: a NaN may get any NaN bits.
 MOE_DEVICE uint32_t packed_bf16(float lo, float hi) {
   if constexpr (kConvertsToBF16) return to_bf16x2(lo, hi);
   return BF16::from_float(lo) | uint32_t(BF16::from_float(hi)) << 16;
 }
-// Two as a word of a type of 16 bits.
+// Two floats as a word of a 16-bit type, as from_float() converts them.
 template <class Out>
 MOE_DEVICE uint32_t packed(float lo, float hi) {
   if constexpr (std::is_same_v<Out, BF16> && kConvertsToBF16)
-    return min_s16x2(to_bf16x2(lo, hi), 0x7fc07fc0u);  // the greatest integers are its NaN, which becomes ours
+    return min_s16x2(to_bf16x2(lo, hi), 0x7fc07fc0u);  // turns the instruction's NaN, 0x7fff, into 0x7fc0
   return Out::from_float(lo) | uint32_t(Out::from_float(hi)) << 16;
 }
 

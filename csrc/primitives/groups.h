@@ -1,4 +1,4 @@
-// What a block needs to know of token groups, in its shared memory.
+// Tables of token groups in a block's shared memory, and the scans that build them.
 #pragma once
 #include "numerics/groups.h"
 #include "platform/waves.h"
@@ -6,8 +6,8 @@
 
 namespace moe_fp8 {
 
-// Group e owns the rows [row[e], row[e+1]) of the input and the positions [pos[e], pos[e+1]) of the padded layout.
-// Group E is the tail: rows that no group owns, positions that hold only zeros.
+// Group e has the rows [row[e], row[e+1]) of the input and the positions [pos[e], pos[e+1]) of the padded layout. Group
+// E is the tail: rows of no group, and positions that hold only zeros.
 struct GroupTable {
   static MOE_HD constexpr int words(int experts) { return 2 * (experts + 2); }
   MOE_DEVICE GroupTable(int* storage, int E) : row(storage), pos(storage + E + 2) {}
@@ -17,40 +17,41 @@ struct GroupTable {
 
   MOE_DEVICE int rows(int e) const { return row[e + 1] - row[e]; }
 
-  // The group that holds `at`, of groups that begin at first[0..E]: the last that begins there or before; -1: none.
+  // The group that holds `at`, if groups begin at first[0..E]: the last that begins at `at` or before it. -1: none.
   static MOE_DEVICE int find(const int* first, int E, int at) {
-    int below = -1, above = E + 1;
-    while (above - below > 1) {
-      const int middle = (below + above) / 2;
-      if (first[middle] <= at) below = middle;
-      else above = middle;
+    int low = -1, high = E + 1;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (first[middle] <= at) low = middle;
+      else high = middle;
     }
-    return below;
+    return low;
   }
 };
 
 constexpr int kLine = 128;  // positions in a line tile: one full cache line of fp8 bytes
 
+// Line tiles that [begin, end) touches.
 MOE_HD int line_tiles(int begin, int end) { return end > begin ? (end - 1) / kLine - begin / kLine + 1 : 0; }
 
-// In place inclusive scan of data[0..n) by the whole block; ends with a barrier.
+// Inclusive scan of data[0..n), in place. Values are at least 0. Called by the whole block; ends with a barrier.
 template <class Combine>
 MOE_DEVICE void block_scan(int* data, int n, Combine combine) {
-  __shared__ int carry_of[32 + 1];
+  __shared__ int wave_totals[32 + 1];
   const int threads = blockDim.x * blockDim.y, t = threadIdx.y * blockDim.x + threadIdx.x;
   const int lane = t % kWarpSize, wave = t / kWarpSize, waves = threads / kWarpSize;
   int carry = 0;
   for (int base = 0; base < n; base += threads) {
     int v = base + t < n ? data[base + t] : 0;
     for (int d = 1; d < kWarpSize; d <<= 1) {
-      const int other = int(shfl_up(uint32_t(v), d));
-      if (lane >= d) v = combine(v, other);
+      const int received = int(shfl_up(uint32_t(v), d));
+      if (lane >= d) v = combine(v, received);
     }
-    if (lane == kWarpSize - 1) carry_of[wave] = v;
+    if (lane == kWarpSize - 1) wave_totals[wave] = v;
     __syncthreads();
-    for (int w = 0; w < wave; ++w) v = combine(v, carry_of[w]);
+    for (int w = 0; w < wave; ++w) v = combine(v, wave_totals[w]);
     v = combine(v, carry);
-    for (int w = 0; w < waves; ++w) carry = combine(carry, carry_of[w]);
+    for (int w = 0; w < waves; ++w) carry = combine(carry, wave_totals[w]);
     if (base + t < n) data[base + t] = v;
     __syncthreads();
   }
@@ -65,8 +66,8 @@ MOE_DEVICE void clamp_and_scan_offs(int* ends, const int* offs, int E, int limit
   block_scan(ends, E, Max{});
 }
 
-// Called by the whole block; ends with a barrier. offs [E] may hold anything. `positions` is the extent of the padded
-// layout.
+// Fills the table. offs [E] may hold anything; group ends are rounded down to `multiple`. positions: the extent of the
+// padded layout. Called by the whole block; ends with a barrier.
 MOE_DEVICE void build_group_table(const GroupTable& table, const int* offs, int E, int rows, int positions, int align,
                                   int multiple = 1) {
   const int threads = blockDim.x * blockDim.y, t = threadIdx.y * blockDim.x + threadIdx.x;

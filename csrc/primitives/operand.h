@@ -1,4 +1,4 @@
-// What kernels that read quantized operands share.
+// Reading quantized operands: decoding fp8, and finding scaling blocks.
 #pragma once
 #include "numerics/floats.h"
 #include "numerics/operand_scales.h"
@@ -16,7 +16,7 @@ MOE_DEVICE float decode(Fp8Type type, uint8_t q) {
   }
 }
 
-// Byte i of a word, of one of the two types that the hardware has.
+// Decodes byte i of a word of a native format; see kNativeE4M3.
 template <bool kE5M2>
 MOE_DEVICE float decode_native(uint32_t word, int i) {
   if constexpr (kConvertsFp8ToHalf) {
@@ -27,7 +27,7 @@ MOE_DEVICE float decode_native(uint32_t word, int i) {
   return fp8_to_float<kE5M2 ? kNativeE5M2 : kNativeE4M3>(uint8_t(word >> (8 * i)));
 }
 
-// Of column `at` of group g of columns, in a table whose positions were rounded up to kGroupScales.
+// The scaling block of column `at` of K-group g. The table's positions were rounded up to kGroupScales.
 MOE_DEVICE ColumnBlock block_of_group(const OperandScales& scales, const GroupTable& table, int g, int at) {
   if (scales.layout == ScaleLayout::kE8M0) return scales.block(0, table.row[g + 1], table.row[g] + at);
   const int first = scales.block_size ? table.pos[g] / scales.block_size : g;

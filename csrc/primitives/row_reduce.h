@@ -5,7 +5,7 @@
 //   lanes kStride apart            reduce_lanes<kLanes, kStride>(v, f)        all of them
 //   neighbouring lanes, n rows     reduce_scatter_lanes<kLanes>(rows, f)      kLanes / n of them, for each row
 //   several waves                  row_reduce(v, rank, threads, partials, f)  all threads
-//   several waves, n rows          reduce_scatter_lanes, then reduce_waves    lanes of one number, all waves
+//   several waves, n rows          reduce_scatter_lanes, then reduce_waves    kLanes / n of each wave, for each row
 //   values in shared memory        combine_partials<kStride>(p, count, f)     the caller
 //
 // f is a functor of functional.h, or MaxMagnitude of cast.h. The order in which values are combined is fixed: it
@@ -19,7 +19,7 @@
 
 namespace moe_fp8 {
 
-// Which lanes a butterfly combines first: neighbours (masks 1, 2, 4, ...) or those half of the lanes away.
+// Which lanes a butterfly combines first: neighbours (masks 1, 2, 4, ...), or lanes that are kLanes / 2 apart.
 enum class LaneOrder { kNearFirst, kFarFirst };
 
 // Combines v over the lanes whose numbers differ in the bits from kStride up to kLanes / 2.
@@ -38,7 +38,7 @@ MOE_DEVICE T reduce_lanes(T v, Combine combine) {
     return v;
   }
 }
-// The same over `lanes` neighbouring lanes, a power of two that is known at run time only; neighbours come first.
+// The same over `lanes` neighbouring lanes, a power of two that is known at run time only. Neighbours combine first.
 template <class T, class Combine>
 MOE_DEVICE T reduce_lanes(T v, int lanes, Combine combine) {
   static_assert(std::is_same_v<decltype(combine(v, v)), T>, "the functor would convert the values");
@@ -84,7 +84,7 @@ MOE_DEVICE int scattered_index(int lane) {
   return index;
 }
 
-// Sums of n values of every lane, neighbours first; lane l gets the sum of value number_of_lane<n>(l).
+// Reduce-scatter of sums, neighbours first. Lane l gets the sum of value reduce_scatter_sum_index<n>(l).
 template <int kLanes = kWarpSize, int n>
 MOE_DEVICE float reduce_scatter_sum(const float (&values)[n]) {
   return reduce_scatter_lanes<kLanes, LaneOrder::kNearFirst>(values, threadIdx.x, SumF32{});

@@ -1,4 +1,4 @@
-// How rows are shared out: a wave takes a row, or a few short ones, at a time, so that sums along it need no shared
+// Distributes rows over waves. A wave takes one row, or a few short ones, at a time, so sums along a row need no shared
 // memory.
 #pragma once
 #include "numerics/groups.h"
@@ -8,18 +8,19 @@
 namespace moe_fp8 {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = 1 << 23;  // HIP has fewer than 2^32 threads a launch
 
 MOE_DEVICE int64_t first_row() {
   return int64_t(blockIdx.x) * (kThreads / kWarpSize) + threadIdx.x / kWarpSize;
 }
 MOE_DEVICE int64_t rows_per_grid() { return int64_t(gridDim.x) * (kThreads / kWarpSize); }
 
-// shared: bytes a block.
+// Launches a wave per row, up to the limit of a grid; the waves loop over further rows. shared: bytes per block.
+// Returns 0 or the runtime's error code.
 template <class Params>
 int launch_on_rows(void (*kernel)(Params), const Params& p, int64_t rows, void* stream, size_t shared = 0) {
   const int64_t blocks = ceil_div<int64_t>(rows, kThreads / kMaxWarpSize);
   if (blocks == 0) return 0;
+  constexpr int64_t kMaxBlocks = max_grid_blocks(kThreads);
   return launch(kernel, {dim3(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks)), dim3(kThreads), stream, shared}, p);
 }
 
