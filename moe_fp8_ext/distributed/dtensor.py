@@ -1,5 +1,4 @@
-"""DTensors: experts of which a rank has a part, its parameters, what it computes and what that is to the other ranks;
-and a router that every rank has."""
+"""DTensors: experts that are sharded over ranks, and a router that every rank has."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(x: object) -> bool:
-    return hasattr(x, "placements")  # to ask for its class is to import torch.distributed.tensor, half a second
+    return hasattr(x, "placements")  # isinstance would import torch.distributed.tensor, which takes half a second
 
 
 def of_rank(name: str, parameter: Tensor | None) -> Tensor | None:
-    """What this rank has of a parameter, which alone it gives a gradient."""
+    """Returns this rank's part of a parameter. Only that part gets a gradient from this rank."""
     if not is_dtensor(parameter):
         return parameter
     from torch.distributed.tensor import Shard
@@ -30,14 +29,14 @@ def of_rank(name: str, parameter: Tensor | None) -> Tensor | None:
         got = parameter.placements
         raise RuntimeError(f"Experts: {name} must be sharded by expert, (Shard(dim=0),), got {got}")
     e, ranks = parameter.shape[0], parameter.device_mesh.size()
-    # All ranks raise: the others would wait for one that alone did.
+    # All ranks raise together: if one rank raised alone, the others would wait for it.
     ok = e > _most(parameter) * (ranks - 1)
     require(ok, f"Experts: {name} must have experts for each of {ranks} ranks, as Shard cuts, got {e}")
     return parameter.to_local()
 
 
 def of_all(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
-    """What every rank has a part of, this one `parameter`."""
+    """Returns the DTensor of which `parameter` is this rank's part."""
     from torch.distributed.tensor import DTensor, Shard
 
     return DTensor.from_local(parameter, mesh, [Shard(0)], run_check=False)
@@ -45,8 +44,14 @@ def of_all(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
 
 @torch.no_grad()
 def draw_in_turn(parameter: Tensor, first: int, num_experts: int, draw: Callable[[Tensor], object]) -> None:
-    """Draws every expert of all ranks, so that a seed gives the same on any number of ranks, and keeps those from
-    `first` on that are here. DTensors know which those are."""
+    """Draws every expert of all ranks and keeps this rank's, so that a seed gives the same on any number of ranks.
+
+    Args:
+        parameter: the experts of this rank, or a DTensor of all experts, which knows where its part begins.
+        first: the number of this rank's first expert; 0 for a DTensor.
+        num_experts: the number of experts of all ranks.
+        draw: fills one expert in place.
+    """
     here, within = parameter, ...
     if is_dtensor(parameter):
         offsets, here = _torch.offsets_of(parameter), parameter.to_local()
@@ -60,7 +65,7 @@ def draw_in_turn(parameter: Tensor, first: int, num_experts: int, draw: Callable
 
 
 def _most(parameter: Tensor) -> int:
-    """Experts of a rank, but for the last, which may have fewer."""
+    """The number of experts of every rank except the last, which may have fewer."""
     return -(-parameter.shape[0] // parameter.device_mesh.size())
 
 
@@ -71,9 +76,14 @@ def sum_of_ranks(
     topk_ids: Tensor,
     topk_scores: Tensor,
 ) -> Tensor:
-    """What all experts make of tokens that every rank has; `experts` are those of this rank, `weight` is one of theirs.
+    """Computes tokens that every rank has with the experts of this rank.
 
-    The sum over ranks is left to be taken, in the result and in the gradients of x and topk_scores.
+    The result and the gradients of x and topk_scores are `Partial()`: the sum over ranks remains to be taken.
+
+    Args:
+        experts: computes x, ids and scores with this rank's experts.
+        weight: a parameter of these experts, for its mesh.
+        x, topk_ids, topk_scores: DTensors, `Replicate()` over that mesh, with ids of all experts.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -92,7 +102,10 @@ def sum_of_ranks(
 
 
 def on_every_rank(op: str, fn: Callable[..., Sequence[Tensor]], *args: object) -> list[Tensor]:
-    """fn of what every rank has, DTensors among it; so are its results, and the gradients that it gives."""
+    """Calls fn on every rank with replicated arguments. DTensors among them are passed as tensors of the rank.
+
+    Results are DTensors, replicated too, and so are the gradients.
+    """
     from torch.distributed.tensor import DTensor, Replicate
 
     dtensors = [t for t in args if is_dtensor(t)]

@@ -24,7 +24,7 @@ _swizzle = torch.ops.moe_fp8.swizzle_scales.default
 
 
 class Send(NamedTuple):
-    """Tokens, or gradients of them, that travel by a route."""
+    """A message of tokens, or of their gradients, that is on its way."""
 
     transfer: Transfer
     columns: list[Column]
@@ -32,7 +32,7 @@ class Send(NamedTuple):
     call: int
 
     def receive(self, static: StaticPlanner | None) -> list[Tensor]:
-        """Columns of the rows that all ranks sent here."""
+        """Waits for the rows that all ranks sent here, and returns their columns."""
         rows = self.transfer.wait()
         if static is not None:
             _check_calls(static.check_headers(rows, self.call), self.call)
@@ -40,7 +40,7 @@ class Send(NamedTuple):
 
 
 class Exchange:
-    """What an `ExpertParallel` sends and how: messages, planners, and the experts of this rank."""
+    """Writes, sends and receives the messages of an `ExpertParallel`."""
 
     def __init__(
         self,
@@ -59,12 +59,13 @@ class Exchange:
         self._casts = Casts(*rule(gradient=False)) if fp8_tokens else None
         self._gradient_casts = Casts(*rule(gradient=True)) if fp8_gradients else None
         self._local_of = self._local_experts()
-        self.agreed: Agreement | None = None  # of the first call of a static exchange: later calls ask nobody
-        self.has_ended_step = False  # since `ExpertParallel.check` was last called on its own
+        self.agreed: Agreement | None = None  # of a static exchange's first call; later calls do not ask the ranks
+        self.has_ended_step = False  # since `ExpertParallel` last called its `check` itself
 
     def _local_experts(self) -> Tensor:
-        """[num_experts + 1] int32: experts of this rank by ids as messages have them. -1: none, or of another rank."""
-        count, device = self.ranks.num_local_experts, self.ranks.device  # not torch.device("meta"), say
+        """Returns a table [num_experts + 1] int32 from ids in messages to experts of this rank; -1 for all others."""
+        # The device is named, because the caller may have set a default device such as "meta".
+        count, device = self.ranks.num_local_experts, self.ranks.device
         table = torch.full((self.num_experts + 1,), -1, dtype=torch.int32, device=device)
         table[1:].view(-1, count)[self.ranks.rank] = torch.arange(count, device=device)
         return table
@@ -81,7 +82,7 @@ class Exchange:
         return PreparedMessages(rows, columns, placements)
 
     def send(self, messages: PreparedMessages, agreement: Agreement) -> ExchangedTokens:
-        """Sends them. agreement: what must be alike on all ranks."""
+        """Sends the messages. agreement: what must be the same on all ranks."""
         with torch.no_grad(), below_autograd():
             if self.static is None:
                 routes = self.exact.routes(messages.placements, agreement)
@@ -100,12 +101,12 @@ class Exchange:
         return Send(route.send(rows), columns, route, call)
 
     def send_gradient(self, dout: Tensor, route: Route, call: int) -> Send:
-        """Gradients [T, D] of what came back by a route, to where it came from."""
+        """Sends the gradients [T, D] of a chunk's results along its route, to the ranks that computed them."""
         message = Message(dout, None, None, self._gradient_casts)
         return self._send(message.rows(0, route.indices, route.inverse), route, message.columns(), call)
 
     def operand(self, values: Tensor, scale: Tensor | None = None) -> Operand:
-        """Columns of a message as a product takes them."""
+        """Makes the operand of a product from columns of a message."""
         if scale is None:
             return Operand(values)
         format = FORMATS[self.recipe.format]
@@ -116,7 +117,10 @@ class Exchange:
         return Operand(values, (scale if format.block else scale.squeeze(1)).contiguous())
 
     def groups(self, ids: Tensor, max_slots: int) -> Groups:
-        """Rows that came with ids of all experts: the slots of experts here, sorted by them, and at most max_slots."""
+        """Sorts received rows by the experts of this rank, and keeps at most max_slots slots.
+
+        ids are those of all experts.
+        """
         permutation, offs, inverse = _sort_tokens(self._local_of[ids], self.ranks.num_local_experts)
         if self.static is not None and max_slots < permutation.shape[0]:
             self.static.left_out[1].add_((offs[-1] - max_slots).clamp(min=0))
@@ -131,14 +135,14 @@ class PreparedMessages(NamedTuple):
 
 
 class ExchangedTokens(Source):
-    """Tokens that were sent to the ranks of their experts. Results and gradients go back the same way."""
+    """A source of tokens that were sent to the ranks of their experts. Results and gradients return the same way."""
 
     def __init__(self, exchange: Exchange, routes: list[Route], call: int, sends: Sequence[Send] = ()) -> None:
         self.exchange, self.routes, self.call = exchange, routes, call
         self._sends = list(sends)
 
     def chunks(self, x: Tensor, scores: Tensor | None) -> Iterable[Chunk]:
-        while self._sends:  # nobody holds a message longer than its chunk
+        while self._sends:  # popped, so that a message is freed with its chunk
             send = self._sends.pop(0)
             *tokens, ids, scores = send.receive(self.exchange.static)
             groups = self.exchange.groups(ids, send.route.slots)
@@ -178,7 +182,7 @@ def _check_calls(numbers: list[int], call: int) -> None:
 
 
 class CallMismatch(RuntimeError):
-    """Messages of another call arrived. Every rank raises it, for every rank receives from every other one."""
+    """Messages of another call arrived. Every rank raises this, because every rank receives from every other rank."""
 
     def __init__(self, call: int, others: list[int]) -> None:
         self.latest = max(call, *others)

@@ -1,4 +1,4 @@
-"""Experts over the ranks of a group: tokens travel to them as the operand that their products want."""
+"""Experts spread over the ranks of a group. Tokens travel to them as the operand of the first product."""
 
 from __future__ import annotations
 
@@ -31,37 +31,39 @@ class ExpertParallel:
         ep = ExpertParallel(group, num_experts, top_k, recipe="rowwise")
         out = ep.experts(x, topk_ids, topk_scores, w_gate_up, w_down)
 
-    A token travels once to each rank that has any of its experts, quantized where it comes from, with its scales, ids
-    and scores in one message. Nothing is cast where it arrives: its bytes are the operand of the product. What experts
-    of one rank make of a token is added up there and travels back in bfloat16, as does its gradient.
+    A token is sent once to each rank that has any of its experts. It is quantized on its own rank, and travels with its
+    scales, ids and scores in one message. Nothing is cast on arrival: the bytes are the operand of the product. The
+    results of one rank's experts for a token are added up on that rank, and return in bfloat16. So do their gradients.
 
     Args:
-        group: of ranks among which experts are spread, or a DeviceMesh of one dimension.
+        group: the ranks over which experts are spread, or a DeviceMesh of one dimension.
         num_experts: of all ranks together, a multiple of their number.
         top_k: columns of topk_ids.
-        recipe: as in `moe_fp8_ext.experts`, but "auto". Tokens travel in bfloat16 with "bf16" and with
-            wgrad_high_precision, else in the recipe's format. The gradient of weights then has its tokens, or its
-            gradients where those travel in fp8, from that: rounded twice, or with scales that are powers of two once,
-            but for underflow.
-        gradients: what gradients of the output travel as, "bf16", or "fp8" in the recipe's format and grad_dtype, from
-            which b_down and its part of the scores then have theirs.
-        mode: "exact" sends what there is: the host waits, once a call, for the sizes, which are asked for as soon as
-            the routing is known. "static" sends buffers of a fixed size, of equal numbers of tokens on all ranks; only
-            the first call waits, and later ones may be captured in CUDA graphs.
-        capacity: of the buffers of "static", over what even routing fills; None: the number of ranks, which every
-            routing fits into. What does not fit is left out as if its id were -1, the last tokens of a rank and the
-            slots of a rank's last experts, and counted.
-        chunks: parts of a rank's tokens that travel one after another, each while experts compute the one before. Of
-            tokens, output and gradients are the same. Gradients of weights are sums of what parts have, rounded to
-            bfloat16 after each. Buffers of "static" are those of a part.
-        overflow: "raise" has the first call after a backward, or after one that asks for no gradient, `check`: a wait
-            once a step, though not in graphs. After the last one, and with "count", it is for you to call.
+        recipe: as in `moe_fp8_ext.experts`, except "auto". Tokens travel in bfloat16 with "bf16" and with
+            wgrad_high_precision, otherwise in the recipe's format. With wgrad_high_precision, float32 and float16
+            tokens are therefore rounded to bfloat16 before they are quantized. Tokens that travelled in fp8, and
+            gradients that did, are cast again for the gradient of weights: they are rounded twice or, with scales that
+            are powers of two, once, except for underflow.
+        gradients: how gradients of the output travel: "bf16", or "fp8" in the recipe's format and grad_dtype. With
+            "fp8", the gradient of b_down and its part of the scores' gradient are computed from the fp8 values.
+        mode: "exact" sends as many rows as there are. The host waits once in each call for sizes, which are requested
+            as soon as the routing is known. "static" sends buffers of a fixed size, for the same number of tokens on
+            all ranks. Only the first call waits, and CUDA graphs may capture later ones.
+        capacity: the size of the buffers of "static", as a multiple of even routing. None is the number of ranks, with
+            which every routing fits. The last tokens of a rank, and the slots of a rank's last experts, are left out if
+            they do not fit, as if their id were -1, and counted.
+        chunks: parts of a rank's tokens that travel one after another, each while experts compute the previous one. The
+            output and the gradients of tokens stay the same. Gradients of weights are sums over parts, rounded to
+            bfloat16 after each part. Buffers of "static" have the size of a part.
+        overflow: with "raise", the first call after a backward, or after a call that asks for no gradient, calls
+            `check`: one wait in a step, but none in graphs. Call `check` yourself after the last step, and with
+            "count".
 
     Every rank of the group constructs it, and calls it, with the same arguments and in the same order.
 
     Raises:
-        RuntimeError: torch.distributed is not initialized, num_experts is not a multiple of the ranks, an argument is
-            not as above or not that of the other ranks; the text names it.
+        RuntimeError: torch.distributed is not initialized, num_experts is not a multiple of the ranks, or an argument
+            is not as above or differs from that of another rank; the text names it.
         ValueError, TypeError: no recipe of that name exists, or it is neither a name nor a `Recipe`.
 
     Source: DeepSeek-V3 technical report, section 3.2 (a token once to a rank, in fp8); DESIGN.md section 6.
@@ -108,7 +110,7 @@ class ExpertParallel:
         if "nccl" in dist.get_backend_config(group):
             device = torch.device("cuda", torch.cuda.current_device())
         self.ranks = Ranks(group, rank, ranks, num_experts // ranks, device)
-        # Buffers hold rows of no token, and a rank has other tokens than one process has: no scale is of all of them.
+        # Buffers hold rows without a token, and a rank has only some of the tokens: no scale can cover the whole batch.
         self._recipe_of_groups = replace(self.recipe, amax=self.recipe.amax_of_groups)
         self._exchange = Exchange(
             self.ranks,
@@ -118,7 +120,7 @@ class ExpertParallel:
             chunks=chunks,
             static=StaticPlanner(self.ranks, self.capacity, top_k) if mode == "static" else None,
         )
-        self._call, self._is_inside = 0, False  # how many calls there were, and whether one is under way
+        self._call, self._is_inside = 0, False  # the number of calls so far, and whether one is running
 
     def _check_arguments(self, ranks: int, capacity: float | None) -> None:
         if ranks > MAX_EXPERTS:
@@ -157,24 +159,26 @@ class ExpertParallel:
         main_grad_down: Tensor | None = None,
         shared_experts: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """`moe_fp8_ext.experts` of this rank's tokens and of the experts of all ranks, differentiable once.
+        """Computes `moe_fp8_ext.experts` for this rank's tokens with the experts of all ranks. Differentiable once.
 
         Args:
             x, topk_ids, topk_scores: tokens of this rank, any number of them, and ids in [0, num_experts).
             w_gate_up, w_down, b_gate_up, b_down, main_grad_gate_up, main_grad_down: of this rank's experts.
             activation, interleaved, keep: as in `moe_fp8_ext.experts`.
-            shared_experts: of x to what is added to out, such as a module; called while tokens travel.
+            shared_experts: a function of x, such as a module, whose result is added to out. It is called while tokens
+                travel.
 
         Returns:
-            out [T, D] of x's dtype. What a rank's experts make of a token is rounded to bfloat16 before ranks add up,
-            in float32, in the order of the ranks.
+            out [T, D] of x's dtype. The result of one rank's experts for a token is rounded to bfloat16. Ranks are then
+            added in float32, in their order.
 
         Raises:
-            RuntimeError: as `moe_fp8_ext.experts`; and on every other rank, where one of them raises before it sends
-                its tokens, or differs in the width of x or in what asks for a gradient. With mode "static" that is so
-                in the first call alone: later ones wait for nobody. An error that nobody is told of leaves the other
-                ranks waiting: there, and where memory for what arrives, shared_experts or backward fails. With overflow
-                "raise", as `check`. While a CUDA graph is captured, with mode "exact" and in a first call.
+            RuntimeError: as `moe_fp8_ext.experts`. Every other rank raises too if one rank raises before it sends its
+                tokens, or if the width of x, or which inputs ask for a gradient, differs between ranks. In mode
+                "static" this holds for the first call. In later calls the other ranks wait; if the rank goes on
+                instead, all ranks raise when its next messages arrive (on GPUs at the next `check`). The other ranks
+                also wait if memory for received rows, shared_experts or backward fails on one rank. With overflow
+                "raise", as `check`. While a CUDA graph is captured, in mode "exact" and in a first call.
         """
         exchange = self._exchange
         if exchange.exact.side is not None and torch.cuda.is_current_stream_capturing():
@@ -199,13 +203,13 @@ class ExpertParallel:
         try:
             out = LayerFunction.apply(call, source, *inputs)
         except CallMismatch as error:
-            self._call = error.latest  # on all ranks alike, so that the next call is one again
+            self._call = error.latest  # the same on all ranks, so that their next calls match
             raise
         return out if shared is None else out + shared
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """One call more, also where it raises."""
+        """Counts a call, also if it raises."""
         self._call, self._is_inside = self._call + 1, True
         try:
             yield
@@ -214,9 +218,10 @@ class ExpertParallel:
 
     @contextmanager
     def errors_told(self) -> Iterator[None]:
-        """An error in here, before a call could send anything, is raised on the other ranks too, which wait for it.
+        """A context for code that precedes `experts`, such as a router. An error in it raises on the other ranks too.
 
-        In the later calls of mode "static" nobody waits. There the call is counted, so that the next one is told apart.
+        In later calls of mode "static" ranks do not wait for each other. The call is then counted, so that the other
+        ranks recognize this rank's next message as one of another call.
         """
         try:
             yield
@@ -228,17 +233,18 @@ class ExpertParallel:
             raise
 
     def __deepcopy__(self, memo: dict[int, object]) -> ExpertParallel:
-        """Itself: the same processes call a module and its copies."""
+        """Returns itself, because a module and its copies communicate with the same processes."""
         return self
 
     def check(self) -> None:
-        """Waits for all calls so far, and raises on every rank if the capacity of "static" left anything out on any.
+        """Waits for all calls so far, and raises on every rank if "static" left anything out or mixed up calls on any.
 
-        On every rank, once a step, where calls do not do it themselves. What was left out is counted from the last call
-        on: for every rank that a token was not sent to, and again in a forward that a checkpoint computes again.
+        Call it on every rank, once a step, unless calls do so themselves. Tokens and slots are counted since the last
+        `check`: once for every rank that a token was not sent to, and again in a forward that a checkpoint recomputes.
 
         Raises:
-            RuntimeError: how many tokens and slots of all ranks were left out.
+            RuntimeError: tokens or slots of any rank were left out; or messages of another call arrived on any rank, or
+                ranks have made different numbers of calls.
         """
         static = self._exchange.static
         tokens, slots = static.read_left_out() if static else (0, 0)
@@ -247,14 +253,14 @@ class ExpertParallel:
             refuse(f"capacity must be enough for every routing, got {self.capacity}: {text}")
         if static:
             mixed_up, most, fewest = static.read_mixed_up(self._call)
-            self._call = most  # on all ranks alike, so that the next call is one again
+            self._call = most  # the same on all ranks, so that their next calls match
             if mixed_up or most != fewest:
                 got = f"call {mixed_up} met another one" if mixed_up else f"they have made {fewest} to {most} calls"
                 cause = "a rank probably raised before it sent its tokens, and went on"
                 refuse(f"all ranks must be in the same call, but {got}; {cause}")
 
     def _check_last_step(self) -> None:
-        """Calls `check` at the same call on all ranks: not in backward, where a checkpoint computes again."""
+        """Calls `check` in the same call on all ranks, but not when a checkpoint recomputes forward in backward."""
         if self._exchange.static is None or self.overflow == "count" or not self._exchange.has_ended_step:
             return
         if not _torch.in_backward():
@@ -262,14 +268,14 @@ class ExpertParallel:
             self.check()
 
     def _check_capture(self) -> None:
-        """Calls that a CUDA graph captures may wait for nobody."""
+        """Raises if a call that a CUDA graph captures would have to wait for other ranks."""
         if self._exchange.static is None:
             refuse("mode must be 'static' where a CUDA graph is captured, got 'exact'")
         if self._exchange.agreed is None:
             refuse("the first call must come before a CUDA graph is captured, for it waits for the other ranks")
 
     def _signature(self, x: Tensor, topk_ids: Tensor, call: Call) -> int:
-        """What must be alike on all ranks, of a call that fits this group."""
+        """Checks that a call fits this group. Returns what must be the same on all ranks, as a number."""
         if x.device != self.ranks.device:
             refuse(f"x must be on the device of the group's messages, {self.ranks.device}, got {x.device}")
         if topk_ids.shape[1] != self.top_k:
@@ -287,7 +293,7 @@ class ExpertParallel:
 
 
 def _said(name: str, value: object) -> str:
-    """The same of what every rank takes for the same: a recipe and its name, integers of numpy, capacities."""
+    """Returns the text of an argument. Equal arguments have equal texts: a recipe and its name, integers of numpy."""
     if name == "recipe" and isinstance(value, str):
         value = RECIPES.get(value, value)
     elif isinstance(value, Integral) and not isinstance(value, bool):
@@ -298,7 +304,7 @@ def _said(name: str, value: object) -> str:
 
 
 def _agree(group: dist.ProcessGroup, **given: object) -> None:
-    """Before anything else looks at them: what is wrong with arguments is then so on all ranks, and none waits."""
+    """Raises on all ranks if arguments differ. It comes before other checks, so that those raise on all ranks too."""
     mine = {name: _said(name, value) for name, value in given.items()}
     of_ranks = [mine] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, mine, group)

@@ -1,7 +1,7 @@
-"""Weights of experts that FSDP2 gathers in fp8, by the hooks that it has for this: exact, half the bytes of bfloat16.
+"""Weights of experts that FSDP2 gathers in fp8, through its own hooks: exact, in half the bytes of bfloat16.
 
-Experts are quantized one by one, so the bytes of a shard of experts are those of the whole. A product over K needs
-other bytes than one over N, but where blocks are square: then the same ones lie transposed.
+Every expert is quantized alone, so a shard of experts has the bytes that it has within the whole weight. A product over
+K needs other bytes than a product over N. With square blocks they are the same bytes, transposed.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ _quantize_weight = torch.ops.moe_fp8.quantize_weight.default
 
 
 def gather_in_fp8_(module: nn.Module, recipe: str | Recipe = "rowwise") -> None:
-    """Has FSDP2 gather the weights of experts as fp8, which is what `experts` and `grouped_mm` then multiply.
+    """Makes FSDP2 gather the weights of experts as fp8. `experts` and `grouped_mm` multiply the gathered bytes.
 
         fully_shard(block, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         moe_fp8_ext.gather_in_fp8_(block.experts, "rowwise")
 
-    Outputs and gradients are those without it, bit for bit. Every process quantizes its shard, as the layer would the
-    whole. Forward gathers what products over K need, backward what products over N do: each half of what bfloat16
-    takes, and scales. Nothing is kept for backward that FSDP2 does not free. Parameters, gradients, optimizers and
-    checkpoints are what they were. torch.compile does not trace calls with such weights.
+    Outputs and gradients stay the same, bit for bit. Every process quantizes its shard as the layer would quantize the
+    whole weight. Forward gathers the operands of products over K, backward those of products over N. Each gather takes
+    half the bytes of bfloat16, plus scales. Everything that is kept for backward is freed by FSDP2. Parameters,
+    gradients, optimizers and checkpoints do not change. torch.compile does not trace calls with such weights.
 
-    Where forward is computed again in backward, and where FSDP2 does not reshard in between, one gather is for both. A
-    layer then gathers itself what it lacks, when it comes to it, in as many bytes again: so all processes have to call
-    it alike. "blockwise" transposes bytes and lacks nothing.
+    If backward computes forward again, or if FSDP2 does not reshard in between, one gather serves both directions. The
+    layer then gathers the missing direction itself when it needs it, in as many bytes again. So all processes must call
+    the layer alike. "blockwise" transposes its bytes and misses no direction.
 
     Args:
-        module: all of its parameters of 3 dimensions, [E, N, K], are gathered so, [E, K, N] too, which lack half of
-            what they need. They are sharded by `fully_shard`, evenly and along E, on the device where they will be, and
-            forward was not called yet. Shards that are replaced, as by `module.to` or load_state_dict(assign=True), are
-            gathered in full precision again.
-        recipe: one with the format, dtype and rounding of the recipe that multiplies.
+        module: all of its parameters of 3 dimensions are gathered this way: [E, N, K], and [E, K, N] too, which always
+            miss one direction. `fully_shard` must have sharded them, evenly and along E, on their final device, and
+            forward must not have been called yet. Replaced shards, as by `module.to` or load_state_dict(assign=True),
+            are gathered in full precision again.
+        recipe: a recipe with the format, dtype and rounding of the recipe that multiplies.
 
     Raises:
-        RuntimeError: recipe or parameters are not as above; in forward, shards are not, or a call has another recipe
-            or another dtype, as under torch.autocast. The text names the parameter.
-        ValueError, TypeError: no recipe of that name exists, it is neither a name nor a `Recipe`, or module is none.
+        RuntimeError: recipe or parameters are not as above. In forward: shards are not as above, or a call has another
+            recipe or another dtype, as under torch.autocast. The text names the parameter.
+        ValueError, TypeError: no recipe of that name exists, it is neither a name nor a `Recipe`, or module is no
+            module.
 
     Source: DESIGN.md section 6; `fsdp_pre_all_gather` and `fsdp_post_all_gather` of torch's `fully_shard`.
     """
@@ -66,8 +67,8 @@ def gather_in_fp8_(module: nn.Module, recipe: str | Recipe = "rowwise") -> None:
 
 
 def _shard(name: str, w: nn.Parameter) -> Tensor:
-    """The tensor that FSDP2 asks for hooks; to_local() returns a view of it."""
-    from torch.distributed.tensor import DTensor  # not above: it takes long to load
+    """Returns the tensor whose hooks FSDP2 calls. to_local() would return a view of it, which has no hooks."""
+    from torch.distributed.tensor import DTensor  # imported here, because it takes long to load
 
     require(isinstance(w, DTensor), f"{_OP}: {name} must be sharded by fully_shard, got a {type(w).__name__}")
     shard, device = _torch.wrapper_subclass.local_tensor(w), w.device_mesh.device_type
@@ -76,9 +77,9 @@ def _shard(name: str, w: nn.Parameter) -> Tensor:
 
 
 class GatheredWeight(DeferredWeight):
-    """What FSDP2 takes for the gathered parameter [E, N, K], or its transposed view: it stands for copies in fp8.
+    """Stands for the gathered parameter [E, N, K], or its transposed view. It has copies in fp8 and no values.
 
-    It may be kept for backward: FSDP2 frees what it stands for and gathers it again.
+    Backward may keep it: FSDP2 frees the copies and gathers them again.
     """
 
     if _torch.wrapper_subclass:
@@ -119,14 +120,14 @@ class GatheredWeight(DeferredWeight):
 
 
 class _Gather:
-    """The hooks of a parameter, and what they have gathered."""
+    """The hooks of a parameter, and the bytes that they have gathered."""
 
     def __init__(self, name: str, shard: Tensor, recipe: Recipe) -> None:
         self.name, self.shard = name, shard
         self.rule = recipe.format, recipe.dtype or default_fp8_dtype(shard.device), recipe.rounding
         self.format = FORMATS[recipe.format]
         self.has_square_blocks = self.format.block == self.format.weight_rows
-        self.other: list[Tensor] = []  # values and scales of the other direction, once they were asked for
+        self.other: list[Tensor] = []  # values and scales of the other direction, once they were needed
 
     def pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         experts, *sizes = self.shard.shape
@@ -135,7 +136,7 @@ class _Gather:
         require(is_even, f"{text} processes, got a shard {tuple(self.shard.shape)}")
         self.mesh, self.shape, self.dtype = mesh, tuple(outer_size), mp_policy.param_dtype or self.shard.dtype
         self.other.clear()
-        # No word of it reaches hooks. FSDP2 itself asks this, to tell what is computed again.
+        # FSDP2 does not tell its hooks the direction. It asks autograd the same way, to detect recomputation.
         is_backward = _torch.in_backward()
         is_transposed = is_backward and not self.has_square_blocks
         values, scales = self._of_shard(is_transposed)
@@ -143,7 +144,7 @@ class _Gather:
 
     def post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
         self.is_transposed, scales = metadata
-        self.values, self.scales = (*all_gather_outputs, scales)[:2]  # FSDP2 hands one process its values alone
+        self.values, self.scales = (*all_gather_outputs, scales)[:2]  # for one process FSDP2 passes values only
         return None if out is not None else (GatheredWeight(self), self.other)
 
     def check(self, w_dtype: torch.dtype, format: str, dtype: torch.dtype | None, rounding: str) -> None:
@@ -161,11 +162,11 @@ class _Gather:
             q, scale = self._typed(self.values, self.scales)
             return q.mT.contiguous(), scale.mT.contiguous()
         if not self.other:
-            self.other += map(self._all_gather, self._of_shard(is_transposed))  # into a list that FSDP2 frees
+            self.other += map(self._all_gather, self._of_shard(is_transposed))  # a list that FSDP2 frees
         return self._typed(*self.other)
 
     def _of_shard(self, is_transposed: bool) -> tuple[Tensor, Tensor]:
-        """As bytes; scales with room for those of either direction, as FSDP2's buffers keep their size."""
+        """Returns values and scales as bytes. FSDP2's buffers keep their size: scales have room for any direction."""
         copies = _quantize_weight(cast(self.shard, self.dtype), *self.rule)
         q, scale = copies[2:] if is_transposed else copies[:2]
         _, n, k = self.shard.shape

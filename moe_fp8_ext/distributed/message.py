@@ -1,4 +1,4 @@
-"""A message: rows of bytes, in which all that is known of a token has its columns."""
+"""A message: rows of bytes. The values, scale, ids and scores of a token are columns of its row."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _quantize_and_pack = torch.ops.moe_fp8.quantize_and_pack.default
 
 
 class Column(NamedTuple):
-    """Of a row: where a tensor [T, width] lies."""
+    """The place of a tensor [T, width] within the rows of a message."""
 
-    offset: int
-    width: int
+    offset: int  # in bytes
+    width: int  # in elements
     dtype: torch.dtype
 
     def read(self, rows: Tensor) -> Tensor:
-        """A view of rows that were sent."""
+        """Returns the tensor as a view of received rows."""
         return rows[:, self.offset : self.offset + self.width * self.dtype.itemsize].view(self.dtype)
 
 
 class Casts(NamedTuple):
-    """How values are quantized as they are sent."""
+    """How values are quantized when they are sent."""
 
     format: str
     dtype: torch.dtype | None
@@ -36,7 +36,7 @@ class Casts(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What is sent of tokens, in bfloat16 where there are no casts."""
+    """The tensors that are sent for T tokens. Without casts, x travels in bfloat16."""
 
     x: Tensor
     ids: Tensor | None
@@ -48,7 +48,7 @@ class Message(NamedTuple):
         return [Message(*part, self.casts) for part in zip(*parts, strict=True)]
 
     def columns(self) -> list[Column]:
-        """Of values, scales, ids and scores, those that there are, in this order."""
+        """Returns the columns of values, scales, ids and scores, in this order, without those that are absent."""
         width, casts = self.x.shape[1], self.casts
         if casts is None:
             found = [(width, torch.bfloat16)]
@@ -67,7 +67,10 @@ class Message(NamedTuple):
         return columns
 
     def rows(self, num_experts: int, indices: Tensor, inverse: Tensor) -> Tensor:
-        """Bytes [S, ...], by what `sort_tokens` has of `tokens_by_rank`."""
+        """Returns the bytes [S, ...] of the rows to send.
+
+        indices and inverse are results of `sort_tokens` for the ranks of each token, which `tokens_by_rank` returned.
+        """
         if self.casts is None:
             x = row_major(cast(self.x, torch.bfloat16))
             return _pack_tokens(x, self.ids, self.scores, None, indices, inverse.shape[1], num_experts)

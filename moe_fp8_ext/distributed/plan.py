@@ -14,8 +14,8 @@ from torch import Tensor
 from moe_fp8_ext.ops.checks import fail
 
 OP = "ExpertParallel"
-RAISED = -1  # the word of a rank that cannot send
-CALLS = 16  # calls are told apart by their numbers modulo this, so that few words are ever sent
+RAISED = -1  # the word of a rank that raised an error and sends nothing
+CALLS = 16  # words contain the number of a call modulo CALLS, so that only few different words are ever sent
 
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
 _tokens_by_rank = torch.ops.moe_fp8.tokens_by_rank.default
@@ -32,29 +32,29 @@ class Ranks(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Rows that are being exchanged. The current stream goes on meanwhile."""
+    """Rows that are being exchanged. The current stream continues meanwhile."""
 
     rows: Tensor
     work: dist.Work
 
     def wait(self) -> Tensor:
-        """The rows, once they have arrived."""
+        """Returns the rows when they have arrived."""
         self.work.wait()
         return self.rows
 
 
 class Route(NamedTuple):
-    """The way of rows from the ranks that have the tokens to those that have their experts, and back."""
+    """The way of rows from the ranks that have the tokens to the ranks that have their experts, and back."""
 
-    indices: Tensor  # [S] int32: row s is that of token indices[s] // ranks; -1: a row of no token
-    inverse: Tensor  # [T, ranks] int32: the row of a token for a rank; -1: no row
-    sent: list[int] | None  # rows for every rank; None: as many for each
+    indices: Tensor  # [S] int32: row s holds token indices[s] // ranks; -1: it holds no token
+    inverse: Tensor  # [T, ranks] int32: the row that a token has for a rank; -1: no row
+    sent: list[int] | None  # rows for each rank; None: the same number for every rank
     received: list[int] | None
-    slots: int  # slots that arrive, or the room for them
+    slots: int  # slots that arrive; in a static exchange the room for them
     group: dist.ProcessGroup
 
     def send(self, rows: Tensor) -> Transfer:
-        """[S, ...] -> [N, ...]. Rows behind the last token stay."""
+        """[S, ...] -> [N, ...]. Rows behind the last token are not sent."""
         return self._exchange(rows[: self.indices.shape[0]], self.sent, self.received)
 
     def send_back(self, rows: Tensor) -> Transfer:
@@ -69,16 +69,16 @@ class Route(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """The part of a route that the device knows."""
+    """The part of a route that is computed on the device."""
 
     indices: Tensor
     inverse: Tensor
     counts: Tensor  # [ranks, 2] int64: rows and slots for every rank
-    computed: torch.cuda.Event | None = None  # when the stream has them
+    computed: torch.cuda.Event | None = None  # recorded when the stream has computed them
 
 
 class Agreement(NamedTuple):
-    """What must be alike on all ranks: the sizes and gradients of a call, and which call it is."""
+    """What must be the same on all ranks: the number of the call, its sizes, and which inputs ask for a gradient."""
 
     signature: int
     call: int
@@ -88,19 +88,19 @@ class Agreement(NamedTuple):
 
 
 class ExactPlanner:
-    """Sends as many rows as there are. The host waits for their numbers, which travel on a stream of their own."""
+    """Sends as many rows as there are. The host waits for their numbers, which travel on a side stream."""
 
     def __init__(self, ranks: Ranks, chunks: int) -> None:
         self.ranks, self.chunks = ranks, chunks
         # High priority: numbers are exchanged by small kernels, which would wait for the last block of a cast to start.
         self.side = torch.cuda.Stream(ranks.device, priority=-1) if ranks.device.type == "cuda" else None
-        self._columns: dict[int, Tensor] = {}  # [ranks, 1] of each word that was sent
+        self._columns: dict[int, Tensor] = {}  # [ranks, 1], for each word that was ever sent
 
     def placements(self, parts: Sequence[Tensor]) -> list[Placement]:
-        """For the ids [T, top_k] of each part. Ids out of [0, num_experts) are of no expert.
+        """Returns a placement for the ids [T, top_k] of each part. Ids out of [0, num_experts) belong to no expert.
 
-        There are as many rows as any routing has, rows of no token last: a message can be written before the host
-        knows how many rows it sends.
+        A placement has as many rows as any routing could need. Rows without a token come last, so a message can be
+        written before the host knows how many rows it sends.
         """
         placements = [self._placement(ids) for ids in parts]
         computed = self._now()
@@ -114,7 +114,7 @@ class ExactPlanner:
         """Waits for the numbers of all ranks.
 
         Raises:
-            RuntimeError: on every rank, where one of them has an error or another agreement.
+            RuntimeError: on every rank, if any rank has an error or another agreement.
         """
         with self._after(placements[-1].computed):
             sizes = self._exchange_sizes([placement.counts for placement in placements], agreement)
@@ -124,11 +124,11 @@ class ExactPlanner:
         ]
 
     def refuse(self) -> None:
-        """Tells the other ranks, which wait for this one, that it sends nothing because of an error."""
+        """Reports to the other ranks, which wait for this one, that it raised an error and sends nothing."""
         self.agree(None)
 
     def agree(self, agreement: Agreement | None) -> None:
-        """Raises on all ranks unless all have the same. None: this rank has an error."""
+        """Raises on all ranks unless all have the same agreement. None means that this rank has an error."""
         with self._after(self._now()):
             nothing = torch.zeros(self.ranks.size, 2, dtype=torch.int64, device=self.ranks.device)
             self._exchange_sizes([nothing] * self.chunks, agreement)
@@ -138,7 +138,7 @@ class ExactPlanner:
         return None if self.side is None else torch.cuda.current_stream(self.ranks.device).record_event()
 
     def _after(self, event: torch.cuda.Event | None) -> AbstractContextManager:
-        """The side stream, which waits for no more than the event."""
+        """A context of the side stream, which waits for the event only."""
         if self.side is None:
             return nullcontext()
         self.side.wait_event(event)
@@ -147,12 +147,16 @@ class ExactPlanner:
     def _exchange_sizes(
         self, counts: list[Tensor], agreement: Agreement | None
     ) -> list[tuple[list[int], list[int], list[int]]]:
-        """counts [ranks, 2] of each chunk, for every rank -> for each chunk: rows to ranks, rows and slots back."""
+        """Exchanges the counts [ranks, 2] of each chunk.
+
+        Returns:
+            for each chunk: rows to send to each rank, and the rows and slots that each rank sends here.
+        """
         group, ranks = self.ranks.group, self.ranks.size
         word = RAISED if agreement is None else agreement.word()
         if word not in self._columns:
             self._columns[word] = counts[0].new_full((ranks, 1), word)
-        both = counts[0].new_empty(2, ranks, 2 * self.chunks + 1)  # sent and received, for one copy to the host
+        both = counts[0].new_empty(2, ranks, 2 * self.chunks + 1)  # sent and received: one copy brings both to the host
         torch.cat([*counts, self._columns[word]], 1, out=both[0])
         dist.all_to_all_single(both[1], both[0], group=group)
         sent, received = both.mT.tolist()
@@ -175,15 +179,16 @@ def _check_words(words: list[int], agreement: Agreement, group: dist.ProcessGrou
 
 
 class StaticPlanner:
-    """Sends as many rows to every rank: as many as there is room for, and rows of no token behind them.
+    """Sends the same number of rows to every rank: as many tokens as there is room for, then rows without a token.
 
-    The last row for each rank is a header. It says which call it belongs to, and is a row of no token otherwise.
+    The last row for each rank is a header. It holds the number of the call, and no token.
     """
 
     def __init__(self, ranks: Ranks, capacity: float, top_k: int) -> None:
         self.ranks, self.capacity, self.top_k = ranks, capacity, top_k
         self.left_out = torch.zeros(2, dtype=torch.int64, device=ranks.device)  # tokens, slots
-        self.mixed_up = torch.zeros(1, dtype=torch.int64, device=ranks.device)  # a call that met another one
+        # The first call that met a message of another call; 0: none.
+        self.mixed_up = torch.zeros(1, dtype=torch.int64, device=ranks.device)
 
     def placements(self, parts: Sequence[Tensor]) -> list[Placement]:
         return [self._placement(ids) for ids in parts]
@@ -195,7 +200,7 @@ class StaticPlanner:
         rows = counts[:, 0].int()
         starts = offs - rows
         place = torch.arange(room + 1, dtype=torch.int32, device=ids.device)
-        permutation = torch.nn.functional.pad(permutation, (0, 1))  # of no tokens it is empty
+        permutation = torch.nn.functional.pad(permutation, (0, 1))  # without tokens it is empty
         found = permutation[(starts[:, None] + place).clamp(max=permutation.shape[0] - 1)]
         indices = found.masked_fill_((place >= rows[:, None]) | (place == room), -1).flatten()
         place = inverse - starts
@@ -204,7 +209,7 @@ class StaticPlanner:
         return Placement(indices, inverse, counts)
 
     def routes(self, placements: Sequence[Placement]) -> list[Route]:
-        for placement in placements:  # not as they are made: a call that raises before it sends leaves nothing out
+        for placement in placements:  # not in `placements`: a call that raises before it sends drops nothing
             room = placement.indices.shape[0] // self.ranks.size - 1
             self.left_out[0].add_((placement.counts[:, 0] - room).clamp(min=0).sum())
         slots = [math.ceil(self.capacity * placement.inverse.shape[0] * self.top_k) for placement in placements]
@@ -212,30 +217,41 @@ class StaticPlanner:
         return [Route(part.indices, part.inverse, None, None, count, self.ranks.group) for part, count in parts]
 
     def write_headers(self, rows: Tensor, call: int) -> Tensor:
-        """Bytes [S, B] of a message, with the number of the call in the header for each rank."""
+        """Writes the number of the call into each rank's header. Returns the bytes [S, B] of the message."""
         self._headers(rows).fill_(call)
         return rows
 
     def check_headers(self, rows: Tensor, call: int) -> list[int]:
-        """Notes on the device whether a message [N, B] is of another call. Returns the numbers that came, on a CPU."""
+        """Records on the device whether any row of a message [N, B] belongs to another call.
+
+        Returns:
+            the received numbers on a CPU; nothing on a GPU, where the host would have to wait for them.
+        """
         numbers = self._headers(rows)
         self.mixed_up.copy_(torch.where((numbers != call).any() & (self.mixed_up == 0), call, self.mixed_up))
         return [] if rows.is_cuda else numbers.tolist()
 
     def _headers(self, rows: Tensor) -> Tensor:
-        """[ranks] int32."""
+        """Returns the numbers in the headers, a view [ranks] int32."""
         return rows.view(self.ranks.size, -1, rows.shape[1])[:, -1, :4].view(torch.int32).squeeze(1)
 
     def read_left_out(self) -> list[int]:
-        """Tokens and slots that all ranks left out since it was last read."""
+        """Returns how many tokens and slots all ranks left out since the last read."""
         left_out = self.left_out.clone()
         self.left_out.zero_()
         dist.all_reduce(left_out, group=self.ranks.group)
         return left_out.tolist()
 
     def read_mixed_up(self, calls: int) -> list[int]:
-        """The number of a call that met another one on any rank since it was last read, else 0; and the most and the
-        fewest calls that a rank has counted. calls: as this one has."""
+        """Compares calls over all ranks.
+
+        Args:
+            calls: the number of calls that this rank has counted.
+
+        Returns:
+            a call that met another one on any rank since the last read, or 0; then the maximum and the minimum of the
+            ranks' numbers of calls.
+        """
         found = torch.cat([self.mixed_up, self.mixed_up.new_tensor([calls, -calls])])
         self.mixed_up.zero_()
         dist.all_reduce(found, dist.ReduceOp.MAX, self.ranks.group)
@@ -244,13 +260,17 @@ class StaticPlanner:
 
 
 def _by_rank(ids: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `sort_tokens` returns for the ranks that a token has any expert of, and counts of `tokens_by_rank`."""
+    """Sorts tokens by the ranks that have any of their experts.
+
+    Returns:
+        permutation, offs and inverse of `sort_tokens`, and the counts of `tokens_by_rank`.
+    """
     by_rank, counts = _tokens_by_rank(ids, ranks.size * ranks.num_local_experts, ranks.size)
     return *_sort_tokens(by_rank, ranks.size), counts
 
 
 def named(ranks: list[int], group: dist.ProcessGroup) -> str:
-    """Ranks of a group, by the numbers that all processes have for them."""
+    """Names ranks of a group by their global numbers, which are the same in all processes."""
     numbers = (str(dist.get_global_rank(group, rank)) for rank in ranks)
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(numbers)}"
 

@@ -10,17 +10,17 @@ from moe_fp8_ext.quantization.casting import rounded
 
 
 def rows_of_bias(bias: Tensor, offs: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """[rows, N]: the bias [E, N] of each row's expert, zeros for rows of no expert."""
+    """Returns [rows, N]: from bias [E, N], the bias of each row's expert; zeros for rows without an expert."""
     of_rows = torch.bucketize(torch.arange(rows, device=offs.device, dtype=offs.dtype), offs, right=True)
     return torch.nn.functional.pad(rounded(bias, dtype), (0, 0, 0, 1))[of_rows]
 
 
 def plus_bias(x: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
-    """x [P, N] + the bias of each row's expert. x stays as it is: a policy with `save_ops` may keep it for backward."""
+    """Adds the bias of each row's expert to x [P, N], into a new tensor: a policy of `save_ops` may keep x."""
     return rows_of_bias(bias, offs, x.shape[0], x.dtype).add_(x)
 
 
 def sum_of_groups(x: Tensor, offs: Tensor) -> Tensor:
-    """[P, N] -> [E, N]: the gradient of a bias, which is a weight whose input is 1."""
+    """Sums the rows of each group, [P, N] -> [E, N]: the gradient of a bias, which is a weight whose input is 1."""
     ones = x.new_ones(x.shape[0], 1, dtype=torch.bfloat16)
     return bf16_wgrad(x, ones, offs).squeeze(2)

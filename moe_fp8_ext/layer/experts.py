@@ -1,5 +1,7 @@
-"""The experts of an MoE layer as one differentiable operation: `experts` takes routed tokens, `experts_of_groups` rows
-that lie sorted by expert."""
+"""The experts of an MoE layer as one differentiable operation.
+
+`experts` takes routed tokens. `experts_of_groups` takes rows that are sorted by expert already.
+"""
 
 from __future__ import annotations
 
@@ -55,50 +57,51 @@ def experts(
     main_grad_gate_up: Tensor | None = None,
     main_grad_down: Tensor | None = None,
 ) -> Tensor:
-    """Every token through its experts, weighted by the router's scores:
+    """Computes every token with its experts, weighted by the router's scores:
 
         h[t, j] = w_gate_up[e] @ x[t] + b_gate_up[e]                        e = topk_ids[t, j]
         out[t]  = sum_j topk_scores[t, j] * (w_down[e] @ activation(h[t, j]) + b_down[e])
 
-    Slots are sorted by expert, groups have any sizes. A token is quantized along its row once, forward and backward,
-    and products take it by index; with `Recipe.amax` "batch" it is quantized once along tokens too, and its bytes are
-    moved to its slots. Outputs of experts are not kept: a score's gradient is the dot product of an activation and its
-    gradient. What a frozen input would need is not computed, but for the second direction of weights with blocks.
-    Nothing waits for the device; two runs give the same bytes. Traces under torch.compile(fullgraph=True), can be
-    captured in a CUDA graph, honours torch.autocast and `reuse_weights`. Differentiable once.
+    Slots are sorted by expert; groups have any sizes. A token is quantized along its row once in forward and once in
+    backward, and products take it by index. With `Recipe.amax` "batch" it is also quantized once along tokens, and its
+    bytes are moved to its slots. Outputs of experts are not kept: the gradient of a score is the dot product of an
+    activation and its gradient. Nothing is computed that only a frozen input would need, except the second direction of
+    weights with blocks. Nothing waits for the device; two runs give the same bytes. Traces under
+    torch.compile(fullgraph=True), can be captured in a CUDA graph, honours torch.autocast and `reuse_weights`.
+    Differentiable once.
 
-    Kept for backward are x, a reference, or its copy where autocast casts it, and for P = T * top_k slots, H =
-    w_gate_up.shape[1]:
+    Backward keeps a reference to x, or a copy if autocast casts it. For P = T * top_k slots and H = w_gate_up.shape[1]
+    it also keeps
 
         h                                 P * H bytes and its scales, those of `quantize_rows`; in bfloat16 2 P * H
         order of the slots, scores        12 P + 4 E bytes
 
-    and of each weight, where backward multiplies by it, its fp8 copy transposed, or none after `gather_in_fp8_`; with
-    recipe "bf16" the weight itself, of which a copy in bfloat16 where it is of another dtype.
+    and the transposed fp8 copy of each weight that backward multiplies by; none after `gather_in_fp8_`. With recipe
+    "bf16" it keeps the weight itself, or a copy in bfloat16 if the weight has another dtype.
 
     Args:
         x: [T, D] bfloat16, float16 or float32.
-        topk_ids: [T, top_k] int32 or int64: experts of each token. Ids out of [0, E) drop their slots, which count for
-            nothing; MOE_FP8_VALIDATE=1 refuses all of them but -1.
+        topk_ids: [T, top_k] int32 or int64: experts of each token. An id out of [0, E) drops its slot;
+            MOE_FP8_VALIDATE=1 refuses all such ids except -1.
         topk_scores: [T, top_k] bfloat16, float16 or float32, taken as float32.
         w_gate_up: [E, 2 F, D], or [E, F, D] with an activation that is not gated; E at most 1024, on a GPU 1023 with
             "bf16", wgrad_high_precision or biases that need a gradient. Of any strides; a contiguous one or its
             transposed view is not copied.
-        w_down: [E, D, F], likewise. Either may be a weight that `gather_in_fp8_` has gathered. Or the pair that
-            `quantize_weight` returns for the weights, in the recipe's format: a constant, or, with its main_grad, a
-            weight that is trained and was quantized once for many calls of a graph. Its first alone where x, and for
-            w_down scores and w_gate_up, need no gradient.
-        recipe: as in `grouped_mm`, but that "auto" is "bf16" for 350 slots an expert and fewer: casts of weights alone
-            are more than what a layer in bfloat16 does.
+        w_down: [E, D, F], of any strides as w_gate_up. Either may be a weight that `gather_in_fp8_` has gathered. Or
+            the pair that `quantize_weight` returns for the weights, in the recipe's format: a constant or, with its
+            main_grad, a trained weight that was quantized once for many calls of a graph. The first of the pair alone
+            is enough if x and, for w_down, scores and w_gate_up need no gradient.
+        recipe: as in `grouped_mm`. "auto" uses the layer's own constants of the model in `quantization/cost.py`, and
+            counts T * top_k slots.
         activation: "swiglu", "geglu" or "swiglu_oai", which are gated, "relu2", "silu" or "gelu"; see `ops.activate`.
         interleaved: gate and up alternate along 2 F, where they are halves otherwise. Without gates it changes nothing.
         b_gate_up: [E, 2 F] or [E, F], added in bfloat16.
-        b_down: [E, D], likewise.
-        keep: h for backward as "fp8", quantized along rows in the recipe's format, or as it is, "bf16". It always is
-            as it is with recipe "bf16" and with wgrad_high_precision.
+        b_down: [E, D], added in bfloat16.
+        keep: how h is kept for backward: "fp8", quantized along rows in the recipe's format, or unchanged, "bf16".
+            Recipe "bf16" and wgrad_high_precision always keep it unchanged.
         main_grad_gate_up, main_grad_down: float32 or bfloat16, contiguous, shaped as w_gate_up and w_down, each with or
-            without the other. Every backward adds the gradient of that weight to it and gives autograd none, all as
-            with main_grad of `grouped_mm`. Of quantized weights, where anything else asks for a gradient.
+            without the other. Every backward adds the gradient of that weight to it and gives autograd none, as
+            main_grad of `grouped_mm` does. For a quantized weight, another input must ask for a gradient.
 
     Returns:
         out [T, D] of x's dtype.
@@ -133,7 +136,7 @@ def experts_of_groups(
     main_grad_gate_up: Tensor | None = None,
     main_grad_down: Tensor | None = None,
 ) -> Tensor:
-    """`experts` of rows that lie sorted by expert already, for dispatchers that hand them over that way.
+    """Computes `experts` for rows that a dispatcher has sorted by expert already.
 
         h[p]   = w_gate_up[e] @ x[p] + b_gate_up[e]                        e: offs[e-1] <= p < offs[e]
         out[p] = scores[p] * (w_down[e] @ activation(h[p]) + b_down[e])
@@ -148,7 +151,7 @@ def experts_of_groups(
             monotonic; MOE_FP8_VALIDATE=1 checks them, which waits for the device.
         scores: [P] bfloat16, float16 or float32, taken as float32; None multiplies by nothing.
         w_gate_up, w_down, recipe, activation, interleaved, b_gate_up, b_down, keep, main_grad_gate_up, main_grad_down:
-            as in `experts`. recipe "auto" counts P rows.
+            as in `experts`. Recipe "auto" counts P rows.
 
     Returns:
         out [P, D] of x's dtype.
@@ -172,7 +175,7 @@ def experts_of_groups(
 
 
 class Projection(NamedTuple):
-    """What a caller gives of one projection."""
+    """The arguments of a caller for one projection."""
 
     weight: Tensor | Quantized | Pair
     bias: Tensor | None
@@ -191,7 +194,10 @@ def layer_call(
     interleaved: bool,
     keep: str,
 ) -> tuple[object, ...]:
-    """The call of `LayerFunction` and its `Inputs`, checked. topk_ids: None where rows are sorted already."""
+    """Checks arguments and returns the arguments of `LayerFunction`: the call and its `Inputs`.
+
+    topk_ids is None if rows are sorted already.
+    """
     recipe = get_recipe(recipe, op)
     check_one_of(op, "activation", activation, list(GATED))
     check_one_of(op, "keep", keep, KEEP)
@@ -228,8 +234,10 @@ def _with_needs(
     given_parts: tuple[Projection, Projection],
     quantized: list[tuple[Quantized | None, Quantized | None]],
 ) -> Call:
-    """The call with what needs a gradient. A quantized weight whose gradient goes to main_grad needs one wherever there
-    is a backward."""
+    """Returns the call with the flags of the inputs that need a gradient.
+
+    A quantized weight whose gradient goes to main_grad needs one whenever there is a backward.
+    """
     needs_x, needs_scores = needs_gradient(x), needs_gradient(scores)
     needs = [(needs_gradient(part.weight), needs_gradient(part.bias)) for part in given_parts]
     backward = needs_x or needs_scores or any(map(any, needs))
@@ -249,7 +257,7 @@ def _with_needs(
 
 
 def _in_bf16(call: Call) -> str | None:
-    """What has a product in bfloat16, if anything has."""
+    """Names the part of a call that has a product in bfloat16, if any has."""
     if call.recipe.format is None:
         return 'recipe "bf16"'
     if call.recipe.wgrad_high_precision and (call.up.needs_weight or call.down.needs_weight):

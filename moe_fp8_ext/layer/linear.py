@@ -1,4 +1,4 @@
-"""One projection of all experts: its weight of whichever kind, its bias, and where its gradients go."""
+"""One projection of all experts: its weight of any kind, its bias, and where its gradients go."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from moe_fp8_ext.quantization.tensor import Quantized
 class ExpertLinear(NamedTuple):
     """y = x @ w^T + bias for the rows of each expert.
 
-    The weight and the bias are tensors that autograd may ask for a gradient. A quantized weight is a constant of
-    autograd; with a main_grad it is trained all the same.
+    Autograd may ask for gradients of the weight and the bias. For autograd a quantized weight is a constant; with a
+    main_grad it is trained nevertheless.
     """
 
-    weight: Tensor | None  # [E, N, K]; None where it is quantized
+    weight: Tensor | None  # [E, N, K]; None if it is quantized
     bias: Tensor | None  # [E, N]
     quantized: tuple[Quantized | None, Quantized | None] = (None, None)
-    main_grad: Tensor | None = None  # shaped as the weight: its gradient is added there, and autograd has none
+    main_grad: Tensor | None = None  # shaped as the weight: the gradient is added here, not given to autograd
     needs_weight: bool = False  # whether the weight needs a gradient
     needs_bias: bool = False
 
@@ -32,16 +32,19 @@ class ExpertLinear(NamedTuple):
         return self.quantized[0] is not None
 
     def operands(self, engine: Engine, dtype: torch.dtype | None, transposed: bool) -> tuple[Operand, Operand]:
-        """Of the weight, over K and, if `transposed`, over N. dtype: that of torch.autocast, if it is on."""
+        """Makes the operands of the weight for products over K and, if `transposed`, over N.
+
+        dtype is torch.autocast's if it is on, else None.
+        """
         if self.is_quantized:
             return quantized_weight(self.quantized, transposed)
         return engine.weight(self.weight, dtype or self.weight.dtype, transposed)
 
     def product(self, engine: Engine, x: Operand, w: Operand, groups: Groups, by_index: bool = False) -> Tensor:
-        """x @ w^T and the bias, in bfloat16, with the operand w of `operands`."""
+        """Computes x @ w^T + bias in bfloat16, with an operand w from `operands`."""
         y = engine.product(x, w, groups, by_index)
         return y if self.bias is None else plus_bias(y, self.bias, groups.offs)
 
     def static(self) -> ExpertLinear:
-        """What backward needs beside saved tensors."""
+        """Returns the projection without the tensors that autograd saves, for backward."""
         return self._replace(weight=None, bias=None, quantized=(None, None))

@@ -1,4 +1,4 @@
-"""An MoE layer as modules, with the names and layouts that models of Hugging Face Transformers have in state dicts."""
+"""An MoE layer as modules. Names and layouts in state dicts are those of Hugging Face Transformers."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 class Experts(nn.Module):
-    """The routed experts: `experts` with parameters of its own.
+    """The routed experts: `experts` with its own parameters.
 
-    Parameters may be DTensors, sharded by expert (`Shard(0)`) over a mesh of one dimension. With tensors of a rank,
-    ids are those of the rank's experts. With DTensors that every rank has (`Replicate()`), ids are those of all
-    experts, and the result is a DTensor whose sum over ranks is left to be taken (`Partial()`).
+    Parameters may be DTensors, sharded by expert (`Shard(0)`) over a mesh of one dimension. If x is a tensor of the
+    rank, ids are those of the rank's experts. If x is a DTensor that every rank has (`Replicate()`), ids are those of
+    all experts, and the result is a `Partial()` DTensor: its sum over ranks remains to be taken.
 
-    With ep the parameters are of this rank's experts alone: [num_experts / ranks, ...], or, where ep was made from a
-    DeviceMesh, DTensors sharded by expert over that. Tokens are those of the rank, ids those of all experts.
+    With ep the parameters are those of this rank's experts, [num_experts / ranks, ...]. If ep was made from a
+    DeviceMesh, they are DTensors, sharded by expert over it. Tokens are those of the rank, ids those of all experts.
 
     Attributes:
         gate_up_proj: [E, 2 F, D], or up_proj [E, F, D] with an activation that is not gated.
@@ -49,15 +49,15 @@ class Experts(nn.Module):
         num_experts, hidden_size, intermediate_size: E, of all ranks together, D and F.
         bias: whether experts have biases.
         recipe, activation, interleaved, keep: as in `experts`.
-        main_grad: whether the gradient of each weight that needs one is added to its attribute `main_grad`, which the
-            trainer sets, as `experts` does it: to the tensor that it was in forward. Biases have gradients of
-            autograd's as ever.
-        ep: over whose ranks experts are spread, by `ExpertParallel.experts`. Copies of the module share it.
-        device, dtype: of the parameters.
+        main_grad: whether the gradient of each weight that needs one is added to the weight's attribute `main_grad`, as
+            in `experts`. The trainer sets the attribute; the tensor that it holds in forward is used. Biases have
+            gradients of autograd as before.
+        ep: spreads the experts over its ranks, by `ExpertParallel.experts`. Copies of the module share it.
+        device, dtype: those of the parameters.
 
     Raises:
-        RuntimeError: num_experts or the recipe is not that of ep; in forward, a weight that needs a gradient has no
-            main_grad; else as in `experts`, or as in `ExpertParallel.experts`.
+        RuntimeError: num_experts or the recipe differs from that of ep. In forward: a weight that needs a gradient has
+            no main_grad; otherwise as in `experts`, or as in `ExpertParallel.experts`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Experts(nn.Module):
         return nn.Parameter(mine if mesh is None else of_all(mine, mesh))
 
     def reset_parameters(self) -> None:
-        """As nn.Linear does: uniform, up to 1 / sqrt(inputs); expert by expert, the same on any number of ranks."""
+        """Draws as nn.Linear does: uniform, up to 1 / sqrt(inputs). A seed gives the same on any number of ranks."""
         for name in (self.up, "down_proj"):
             weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
             bound = weight.shape[2] ** -0.5
@@ -109,7 +109,7 @@ class Experts(nn.Module):
                 draw_in_turn(parameter, self._first(), self.num_experts, partial(nn.init.uniform_, a=-bound, b=bound))
 
     def _first(self) -> int:
-        """Of the experts of parameters that do not know it themselves."""
+        """Returns the number of this rank's first expert. It is 0 for DTensors, which know their offset themselves."""
         plain = self.ep is not None and self.ep.mesh is None
         return self.ep.ranks.rank * self.ep.ranks.num_local_experts if plain else 0
 
@@ -140,11 +140,11 @@ class Experts(nn.Module):
     ) -> Tensor:
         with self.ep.errors_told():
             rest = self._arguments()
-        options = {name: value for name, value in self.options.items() if name != "recipe"}  # which ep has
+        options = {name: value for name, value in self.options.items() if name != "recipe"}  # ep has the recipe
         return self.ep.experts(x, topk_ids, topk_scores, shared_experts=shared_experts, **rest, **options)
 
     def _arguments(self) -> dict[str, Tensor | None]:
-        """What a call of `experts` takes of the module, those of this rank."""
+        """Returns the arguments of `experts` that the module holds: this rank's parameters and main_grads."""
         rest: dict[str, Tensor | None] = {}
         for argument, name in (("gate_up", self.up), ("down", "down_proj")):
             rest[f"w_{argument}"] = of_rank(name, getattr(self, name))
@@ -163,12 +163,12 @@ class Experts(nn.Module):
 
 def _tokens_of(x: Tensor) -> Tensor:
     check_dense("MoE", "x", x, max(x.dim(), 1) if isinstance(x, Tensor) else 2)
-    # math.prod and not numel(), which torch.export takes for a constant. -1 has no answer where the last size is 0.
+    # torch.export takes numel() for a constant, so this is math.prod. -1 is ambiguous if the last size is 0.
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def check_fits(ep: ExpertParallel | None, num_experts: int, recipe: Recipe) -> None:
-    is_one = ep is None or hasattr(ep, "ranks")  # to ask for its class is to import torch.distributed
+    is_one = ep is None or hasattr(ep, "ranks")  # isinstance would import torch.distributed
     require(is_one, f"Experts: ep must be an ExpertParallel, got {type(ep).__name__}")
     for name, got in (("num_experts", num_experts), ("recipe", recipe)):
         wanted = getattr(ep, name, got)
@@ -176,16 +176,16 @@ def check_fits(ep: ExpertParallel | None, num_experts: int, recipe: Recipe) -> N
 
 
 class MoE(nn.Module):
-    """A router, the experts that it chooses, and experts that every token has, if any.
+    """A router, the experts that it chooses from, and optional experts that every token uses.
 
     Attributes:
-        gate, experts, shared_experts: under which their parameters are in state dicts.
+        gate, experts, shared_experts: the modules, by their names in state dicts.
 
     Args:
-        router: its forward [T, D] -> `Routing`, such as a `Router`.
-        experts: such as `Experts`.
-        shared_experts: any module [..., D] -> [..., D], such as a dense feed-forward layer; where experts have an
-            ep, called while tokens travel to them.
+        router: a module whose forward is [T, D] -> `Routing`, such as a `Router`.
+        experts: a module such as `Experts`.
+        shared_experts: any module [..., D] -> [..., D], such as a dense feed-forward layer. If experts have an ep, it
+            is called while tokens travel to them.
 
     Raises:
         RuntimeError: a `Router` chooses among more or fewer experts than `Experts` has, or for tokens of another size.
@@ -198,7 +198,7 @@ class MoE(nn.Module):
         check_module("MoE", "experts", experts)
         if shared_experts is not None:
             check_module("MoE", "shared_experts", shared_experts)
-        if isinstance(router, Router) and isinstance(experts, Experts):  # ids that are of no expert would be dropped
+        if isinstance(router, Router) and isinstance(experts, Experts):  # else some ids would be dropped silently
             chosen, has = router.weight.shape[0], experts.num_experts
             require(chosen == has, f"MoE: experts must be as many as router chooses among, {chosen}, got {has}")
             size, takes = router.weight.shape[1], experts.down_proj.shape[1]
@@ -206,7 +206,7 @@ class MoE(nn.Module):
         self.gate, self.experts, self.shared_experts = router, experts, shared_experts
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., D] -> out, shaped as x, and the losses of the router, to be added to that of the model."""
+        """x [..., D] -> out, shaped as x, and the router's loss, which the caller adds to that of the model."""
         ep = getattr(self.experts, "ep", None)
         if ep is None:
             tokens = _tokens_of(x)

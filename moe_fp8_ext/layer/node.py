@@ -24,15 +24,15 @@ _combine_backward = torch.ops.moe_fp8.combine_backward.default
 
 
 class Call(NamedTuple):
-    """What a layer computes, beside the tensors that autograd sees."""
+    """The arguments of a layer that autograd does not see."""
 
     recipe: Recipe
     activation: str
     interleaved: bool
     keep_fp8: bool
-    dtype: torch.dtype | None  # of torch.autocast, if it is on
+    dtype: torch.dtype | None  # torch.autocast's if it is on, else None
     experts: int
-    features: int  # of an activation
+    features: int  # F, the width of an activation
     needs_x: bool
     needs_scores: bool
     up: ExpertLinear
@@ -40,7 +40,7 @@ class Call(NamedTuple):
 
     @property
     def needs(self) -> tuple[bool, ...]:
-        """Which inputs need a gradient, in the order of `Inputs`."""
+        """Whether each input needs a gradient, in the order of `Inputs`."""
         up, down = self.up, self.down
         return self.needs_x, self.needs_scores, up.needs_weight, down.needs_weight, up.needs_bias, down.needs_bias
 
@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What autograd sees of a layer, or the gradients of these."""
+    """The tensors of a layer that autograd sees, or their gradients."""
 
     x: Tensor | None = None
     scores: Tensor | None = None
@@ -75,9 +75,9 @@ class Inputs(NamedTuple):
 
 
 class SavedLayer(NamedTuple):
-    """What backward reads of the parameters."""
+    """The tensors of the parameters that backward reads."""
 
-    up_t: Tensor | None  # w_gate_up, as the product over N takes it
+    up_t: Tensor | None  # w_gate_up, for a product over N
     up_t_scale: Tensor | None
     down_t: Tensor | None
     down_t_scale: Tensor | None
@@ -85,7 +85,7 @@ class SavedLayer(NamedTuple):
 
 
 class SavedChunk(NamedTuple):
-    """What backward reads of a chunk of tokens."""
+    """The tensors of a chunk of tokens that backward reads."""
 
     scores: Tensor | None
     offs: Tensor
@@ -108,7 +108,7 @@ class LayerFunction(torch.autograd.Function):
         with below_autograd():
             up = call.up._replace(weight=inputs.w_gate_up, bias=inputs.b_gate_up)
             down = call.down._replace(weight=inputs.w_down, bias=inputs.b_down)
-            w_up, up_t = up.operands(engine, call.dtype, transposed=call.needs_x)  # while tokens travel, if they do
+            w_up, up_t = up.operands(engine, call.dtype, transposed=call.needs_x)  # tokens may still travel
             w_down, down_t = down.operands(engine, call.dtype, transposed=call.needs_da)
             given_back, kept = [], []
             for i, chunk in enumerate(source.chunks(inputs.x, inputs.scores)):
@@ -127,7 +127,7 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, dout):
-        saved = ctx.saved_tensors  # not below autograd: `checkpoint` computes forward again here, with gradients
+        saved = ctx.saved_tensors  # not below autograd: here `checkpoint` recomputes forward, with gradients
         of_layer, of_chunk = len(SavedLayer._fields), len(SavedChunk._fields)
         first = of_layer + ctx.num_of_source
         layer, source = SavedLayer(*saved[:of_layer]), ctx.source.restored(saved[of_layer:first])
@@ -140,7 +140,7 @@ class LayerFunction(torch.autograd.Function):
 def _forward(
     engine: Engine, call: Call, chunk: Chunk, up: ExpertLinear, w_up: Operand, down: ExpertLinear, w_down: Operand
 ) -> tuple[Tensor, SavedChunk]:
-    """out [T, D] of a chunk in bfloat16, and what backward reads of it."""
+    """Computes out [T, D] of a chunk in bfloat16. Returns it and the tensors that backward reads."""
     x, scores, groups = chunk
     rows, _ = engine.tokens(x, groups, rows=True)
     h = up.product(engine, rows, w_up, groups, by_index=True)
@@ -155,12 +155,12 @@ def _forward(
 def _backward(
     source: Source, kept: Sequence[SavedChunk], layer: SavedLayer, gradients: Sequence[Operand], call: Call
 ) -> Inputs:
-    """The gradients of all inputs that need one, those of x and of weights in bfloat16."""
+    """Returns the gradients of all inputs that need one. Gradients of x and of weights are bfloat16."""
     engine, found = engine_of(call.recipe), []
     totals = call.up.main_grad, call.down.main_grad
     for i, (saved, dout) in enumerate(zip(kept, gradients, strict=True)):
         found.append(_backward_of_chunk(engine, call, layer, saved, dout, totals, partial(source.give_back, i)))
-        # The next chunk adds its gradients of weights to those of this one.
+        # The next chunk adds its gradients of weights to the gradients of this chunk.
         totals = [old if new is None else new for old, new in zip(totals, found[-1][2:4], strict=True)]
     *of_tokens, w_up, w_down, b_up, b_down = zip(*found, strict=True)
     dx, dscores = (None if rows[0] is None else source.collect(rows) for rows in of_tokens)
@@ -176,7 +176,8 @@ def _backward_of_chunk(
     main_grads: Sequence[Tensor | None],
     give_back: Callable[[Tensor], object],
 ) -> Inputs:
-    """The same of a chunk. Gradients of x and scores are what `give_back` makes of them, as soon as they are known."""
+    """Returns the gradients of a chunk. Gradients of x and scores go to `give_back` as soon as they are computed; in
+    their place stand the handles that it returns."""
     scores, groups, up, down = saved.scores, saved.groups(), call.up, call.down
     p = (dout.values if groups.indices is None else groups.indices).shape[0]
     dx = dscores = dw_up = dw_down = db_up = db_down = None
@@ -184,7 +185,7 @@ def _backward_of_chunk(
     if call.needs_h:
         if call.needs_da:
             da = engine.product(dy, ready(Operand(layer.down_t, layer.down_t_scale)), groups, by_index=True)
-        else:  # of what `gradients` computes, dW_down reads a alone
+        else:  # only dW_down is wanted: of the results of `gradients` it reads a alone, which needs no da
             da = dout.values.new_zeros(p, call.features, dtype=torch.bfloat16)
         of_rows = None if scores is None else scores.view(-1)
         of = Activated(Operand(saved.h, saved.h_scale), of_rows, call.activation, call.interleaved)
@@ -212,8 +213,10 @@ def _backward_of_chunk(
 def _bias_backward(
     grad: Tensor, bias: Tensor, scores: Tensor | None, groups: Groups, rows: int, needs_scores: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the rows that the bias of the down projection was added to, and its part of dscores: `combine` saw
-    the bias as a part of y."""
+    """Returns the gradients of the rows that the down projection's bias was added to, and the bias's part of dscores.
+
+    For `combine` the bias is a part of y.
+    """
     if groups.inverse is None:
         return grad, None
     y = rows_of_bias(bias, groups.offs, rows, grad.dtype) if needs_scores else None

@@ -17,46 +17,47 @@ _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
 
 
 class Chunk(NamedTuple):
-    """Tokens that are computed at once."""
+    """Tokens that are computed together."""
 
     tokens: Operand
-    scores: Tensor | None  # float32, by slot [T, top_k], or by row [P, 1] where groups have no indices
+    scores: Tensor | None  # float32: of slots [T, top_k], or of rows [P, 1] if groups have no indices
     groups: Groups
 
 
 class Source:
-    """Brings tokens, and takes back results and gradients. This one has all tokens here, as one chunk.
+    """Provides the tokens of a layer, and takes back results and gradients.
 
-    `ExpertParallel` has one that exchanges them with other ranks, chunk by chunk.
+    A subclass defines `chunks`. The other methods are for tokens that are all here, as one chunk. The source of
+    `ExpertParallel` exchanges tokens with other ranks, chunk by chunk.
     """
 
     def chunks(self, x: Tensor, scores: Tensor | None) -> Iterable[Chunk]:
-        """The tokens of forward."""
+        """Returns the tokens of forward, chunk by chunk."""
         raise NotImplementedError
 
     def gradient_chunks(self, dout: Tensor) -> Iterable[Operand]:
-        """The gradient of the output, to the tokens of the same chunks."""
+        """Returns the gradient of the output for the tokens of each chunk."""
         return [Operand(row_major(dout))]
 
     def give_back(self, chunk: int, rows: Tensor) -> object:
-        """Begins the way back of a chunk's results, or of their gradients."""
+        """Starts to return a chunk's results, or the gradients of its tokens. Returns a handle for `collect`."""
         return rows
 
     def collect(self, given_back: Sequence[object]) -> Tensor:
-        """Ends it: the rows of all chunks, each added up over where it was."""
+        """Waits for the rows of all chunks. Returns one row for each token, the sum over the ranks that had it."""
         (rows,) = given_back
         return rows
 
     def tensors(self) -> list[Tensor]:
-        """What must be saved for `gradient_chunks`, `give_back` and `collect` in backward."""
+        """Returns the tensors that backward needs for `gradient_chunks`, `give_back` and `collect`."""
         return []
 
     def static(self) -> Source:
-        """This source without tensors, for the time between forward and backward."""
+        """Returns this source without its tensors, to be kept between forward and backward."""
         return Source()
 
     def restored(self, tensors: Sequence[Tensor]) -> Source:
-        """What `static` returned, with the tensors that were saved."""
+        """Returns this source, which `static` made, with the saved tensors."""
         return self
 
 
@@ -72,14 +73,14 @@ class RoutedTokens(Source):
 
 
 class SortedRows(Source):
-    """Rows that lie sorted by expert already, as a dispatcher hands them over."""
+    """Rows that a dispatcher has sorted by expert already."""
 
     def __init__(self, offs: Tensor) -> None:
         self.offs = offs
 
     def chunks(self, x: Tensor, scores: Tensor | None) -> Iterable[Chunk]:
         offs, inverse = clamped(self.offs, x.shape[0]), None
-        if scores is not None:  # `combine` multiplies by scores: each row is the only slot of its token
+        if scores is not None:  # `combine` multiplies by scores; each row is the only slot of a token
             row = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
             inverse = torch.where(row < offs[-1], row, -1)[:, None]
         return [Chunk(Operand(x), scores, Groups(offs, inverse=inverse))]

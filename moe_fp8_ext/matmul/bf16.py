@@ -13,24 +13,24 @@ _pad_token_groups_to = torch.ops.moe_fp8.pad_token_groups_to.default
 
 
 def max_experts(x: Tensor) -> int:
-    """The most experts that a product in bfloat16 takes on the device of x."""
+    """Returns the maximum number of experts of a product in bfloat16 on the device of x."""
     return 1023 if x.is_cuda else MAX_EXPERTS  # torch's kernel refuses 1024
 
 
 def clamped(offs: Tensor, rows: int) -> Tensor:
-    """offs that torch's kernel may trust: within [0, rows] and monotonic. Those of `sort_tokens` are so already."""
+    """Makes offs safe for torch's kernel: within [0, rows] and monotonic. Those of `sort_tokens` already are."""
     return offs.clamp(0, rows).cummax(0).values
 
 
 def bf16_product(a: Tensor, b_t: Tensor, offs: Tensor) -> Tensor:
-    """a [M, K] @ b_t [E, K, N] of each group in bfloat16, for any sizes. Rows of no group are zero."""
+    """Computes a [M, K] @ b_t [E, K, N] of each group in bfloat16, for any sizes. Rows without a group are zero."""
     _, k, n = b_t.shape
     b_t = _tma_operand(b_t, _tma_size(n), _tma_size(k))
     return _rows(_tma_operand(a, _tma_size(k)), b_t, offs, n)
 
 
 def bf16_wgrad(dY: Tensor, a: Tensor, offs: Tensor, main_grad: Tensor | None = None) -> Tensor | None:
-    """dY^T @ a of each group, [E, N, K] in bfloat16. None where it is added to main_grad, of that shape."""
+    """Computes dY^T @ a of each group, [E, N, K] in bfloat16. With main_grad, adds it there and returns None."""
     n, k = dY.shape[1], a.shape[1]
     dy = _tma_operand(cast(dY, torch.bfloat16), _tma_size(n))
     a = _tma_operand(a, _tma_size(k))
@@ -43,7 +43,7 @@ def bf16_wgrad(dY: Tensor, a: Tensor, offs: Tensor, main_grad: Tensor | None = N
 
 
 def _rows(a: Tensor, b_t: Tensor, offs: Tensor, columns: int) -> Tensor:
-    """The first columns of the product, rows of no group zero."""
+    """Computes the first columns of the product. Rows without a group are zero."""
     if offs.shape[0] == 0:  # torch divides by the number of groups
         return a.new_zeros(a.shape[0], columns)
     out = _product(a, b_t, offs)
@@ -58,9 +58,9 @@ def _product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 @torch.library.custom_op("moe_fp8_ext::cpu_grouped_mm", mutates_args=())
 def _cpu_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """torch._grouped_mm by way of float32: on a CPU without instructions for bfloat16 that is tens of times faster.
+    """torch._grouped_mm in float32, which is tens of times faster on a CPU without instructions for bfloat16.
 
-    An op of its own, because torch's fake of its op knows bfloat16 only.
+    It is an op of its own, because the fake implementation of torch's op accepts bfloat16 only.
     """
     return _zero_tail(_torch.grouped_mm(a.float(), b.float(), offs=offs).bfloat16(), b, offs)
 
@@ -74,19 +74,19 @@ def _(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 def _zero_tail(out: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     if b.dim() == 2:
         return out
-    # Groups copied to where they are: two ops, where a mask of rows takes seven.
+    # Copying every group to its own place zeroes the rest. It takes two ops; a mask of rows would take seven.
     return _pad_token_groups_to(out, offs, torch.nn.functional.pad(offs, (1, -1)), out.shape[0])
 
 
 def _tma_size(size: int) -> int:
-    """The next size whose rows of bfloat16 start at multiples of 16 bytes, as TMA loads them; at least one such row."""
+    """Rounds size up so that rows of bfloat16 start at multiples of 16 bytes, as TMA loads them; at least 8."""
     return round_up(size, 8) or 8
 
 
 def _tma_operand(x: Tensor, columns: int, rows: int | None = None) -> Tensor:
-    """x with zeros up to those sizes in its last dimensions: more terms of the sum, or results that are cut off again.
+    """Pads the last dimensions of x with zeros to these sizes: they add zero terms, or results that are cut off again.
 
-    Copied only where its sizes, strides or base pointer are not as TMA needs them.
+    Copies x only if its sizes, strides or base pointer are not as TMA needs them.
     """
     pad = (0, columns - x.shape[-1], 0, 0 if rows is None else rows - x.shape[-2])
     if any(pad):
@@ -94,7 +94,7 @@ def _tma_operand(x: Tensor, columns: int, rows: int | None = None) -> Tensor:
     lines = x if x.dim() == 2 or x.stride(-1) == 1 else x.transpose(-2, -1)
     one_piece = lines.stride(-1) == 1 and lines.stride(-2) >= lines.shape[-1]
     starts_aligned = all(step % 8 == 0 for step in lines.stride()[:-1])
-    # A graph knows no offset; inductor copies an argument that is less aligned than the one it was compiled for.
+    # A graph does not know offsets. inductor copies an argument that is less aligned than the example it compiled for.
     if one_piece and starts_aligned and (torch.compiler.is_compiling() or x.storage_offset() % 8 == 0):
         return x
     return x.clone(memory_format=torch.contiguous_format)

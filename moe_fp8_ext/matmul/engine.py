@@ -1,7 +1,7 @@
 """The one engine that multiplies, for `grouped_mm` and for the layer: in bfloat16, in fp8, or in both.
 
-An engine makes operands of tokens and multiplies them. Weights come as operands already (`quantization/prepare.py`).
-Products take a along rows and w [E, N, K], and compute a @ w^T of each group; `wgrad` takes both along tokens.
+An engine makes operands of tokens and multiplies operands. `quantization/prepare.py` makes the operands of weights.
+`product` takes a along rows and w [E, N, K], and computes a @ w^T of each group. `wgrad` takes both along tokens.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ _permute_pad = torch.ops.moe_fp8.permute_pad.default
 
 
 class Groups(NamedTuple):
-    """The rows of a product: group e has rows [offs[e-1], offs[e]). Row p is that of token indices[p] // top_k; without
-    indices it is row p of the tensor itself."""
+    """The rows of a product. Group e has rows [offs[e-1], offs[e]). With indices, row p is token indices[p] // top_k;
+    without, it is row p of the tensor."""
 
     offs: Tensor
     indices: Tensor | None = None
     top_k: int | None = None
-    inverse: Tensor | None = None  # [T, top_k]: the row of every slot, where a layer adds its rows up
+    inverse: Tensor | None = None  # [T, top_k]: the row of every slot, if a layer adds rows up
 
     @property
     def in_place(self) -> Groups:
-        """The same groups of a tensor that has their rows in order."""
+        """Returns the same groups for a tensor that has their rows in order."""
         return Groups(self.offs)
 
 
 class Activated(NamedTuple):
-    """What forward had between its products, for `gradients`."""
+    """The values of forward between its products, which `gradients` reads."""
 
     h: Operand  # as `activated` kept it
-    scores: Tensor | None  # [P], by slot where the groups have indices, else by row
+    scores: Tensor | None  # [P], of slots if the groups have indices, else of rows
     activation: str
     interleaved: bool
 
 
 class Wanted(NamedTuple):
-    """Which results of `gradients`, beside dscores."""
+    """Which results of `gradients` are wanted besides dscores."""
 
     rows: bool
     tokens: bool
@@ -71,21 +71,21 @@ class Gradients(NamedTuple):
 
 
 class Bf16Engine:
-    """Multiplies in bfloat16. What is said of its methods holds for every engine.
+    """Multiplies in bfloat16. The docstrings of its methods hold for every engine.
 
-    Tokens are an operand without scales, as the caller has them, or in `Fp8Engine` quantized along rows already.
+    Tokens are an operand without scales, the caller's tensor. `Fp8Engine` also accepts tokens quantized along rows.
     """
 
     def weight(self, w: Tensor, dtype: torch.dtype, transposed: bool) -> tuple[Operand, Operand]:
-        """Operands of w [E, N, K], multiplied as dtype: over K and, if `transposed`, over N."""
+        """Makes operands of w [E, N, K], cast to dtype: for products over K and, if `transposed`, over N."""
         return bf16_weight(w, dtype, transposed)
 
     def safe_offs(self, offs: Tensor, rows: int, wgrad: bool) -> Tensor:
-        """offs as products take them. wgrad: whether there will be one."""
+        """Returns offs as products take them. wgrad: whether `wgrad` will be called with them."""
         return clamped(offs, rows)
 
     def values(self, x: Operand) -> Tensor:
-        """Tokens x [T, K], quantized or not, as numbers."""
+        """Returns tokens x [T, K], quantized or not, as numbers."""
         return x.values
 
     # ---- operands of tokens ----
@@ -93,8 +93,11 @@ class Bf16Engine:
     def tokens(
         self, x: Operand, groups: Groups, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        """Tokens x [T, K] along rows, for a `product` that is `by_index`, and along tokens at their places in the
-        groups, for `wgrad`. A token that several rows take is quantized once."""
+        """Makes operands of tokens x [T, K].
+
+        Along rows they are for a `product` with `by_index`; along tokens, in the order of the groups, for `wgrad`. A
+        token that several rows take is quantized once.
+        """
         if not rows and not tokens:
             return NOTHING, NOTHING
         values = row_major(cast(x.values, torch.bfloat16))
@@ -105,29 +108,32 @@ class Bf16Engine:
     def rows(
         self, x: Tensor, groups: Groups, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        """The same of rows x [P, K], or of those that the groups' indices take of x, each quantized as a row of its
-        own."""
+        """Makes operands of rows x [P, K], or of the rows that the groups' indices take from x. Each row is quantized
+        separately, also if several rows are the same token."""
         x = Operand(cast(x, torch.bfloat16))
         return x, x
 
     def left(self, x: Tensor, groups: Groups, wgrad: bool) -> tuple[Operand, Operand]:
-        """Tokens x along rows, and what is kept of them for `kept_tokens`, if there is a wgrad. The product is by index
-        unless the second has its scales already."""
+        """Makes the operand of tokens x along rows, and the operand to keep for `kept_tokens` if there is a wgrad. The
+        product is by index unless the second operand has scales already."""
         x = Operand(row_major(cast(x, torch.bfloat16)))
         return x, x if wgrad else NOTHING
 
     def kept_tokens(self, kept: Operand, groups: Groups) -> Operand:
-        """What `left` kept, along tokens."""
+        """Returns the operand along tokens of an operand that `left` kept."""
         return kept
 
     # ---- products ----
 
     def product(self, a: Operand, w: Operand, groups: Groups, by_index: bool = False) -> Tensor:
-        """a @ w^T of each group, in bfloat16. Rows of no group are zero. by_index: a is of tokens, see `tokens`."""
+        """Computes a @ w^T of each group in bfloat16. Rows without a group are zero.
+
+        by_index: whether a holds tokens, as `tokens` makes them, and not rows.
+        """
         return bf16_product(a.values, w.values.mT, groups.offs)
 
     def wgrad(self, dy: Operand, a: Operand, groups: Groups, main_grad: Tensor | None) -> Tensor | None:
-        """dy^T @ a of each group, [E, N, K] in bfloat16. None where it is added to main_grad, of that shape."""
+        """Computes dy^T @ a of each group, [E, N, K] in bfloat16. With main_grad, adds it there and returns None."""
         return bf16_wgrad(dy.values, a.values, groups.offs, main_grad)
 
     # ---- between the products of a layer ----
@@ -135,11 +141,14 @@ class Bf16Engine:
     def activated(
         self, h: Tensor, groups: Groups, activation: str, interleaved: bool, keep_fp8: bool
     ) -> tuple[Operand, Operand]:
-        """Activations of h [P, 2F] along rows, and h as it is kept for backward, quantized if `keep_fp8`."""
+        """Returns activations of h [P, 2F] along rows, and h as backward keeps it, quantized if `keep_fp8`."""
         return Operand(_activate(h, activation, interleaved)), Operand(h)
 
     def gradients(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
-        """Gradients of what is between the products, from da [P, F], the gradient of activations without scores."""
+        """Returns gradients of the values between the products.
+
+        da [P, F] is the gradient of activations, without scores.
+        """
         return _gradients(self, da, of, groups, wanted)
 
 
@@ -153,7 +162,7 @@ class Fp8Engine:
         return fp8_weight(w, dtype, self.recipe, transposed)
 
     def safe_offs(self, offs: Tensor, rows: int, wgrad: bool) -> Tensor:
-        return offs  # every op of ours clamps them
+        return offs  # this package's ops clamp offs themselves
 
     def values(self, x: Operand) -> Tensor:
         if x.scale is None:
@@ -234,24 +243,24 @@ class Fp8Engine:
         return Gradients(rows, tokens, of_a, None, dscores)
 
     def rule(self, gradient: bool) -> tuple[str, torch.dtype | None, str]:
-        """Format, dtype and rounding of tokens, or of their gradients."""
+        """Returns format, dtype and rounding for tokens, or for their gradients."""
         recipe = self.recipe
         return recipe.format, (recipe.grad_dtype if gradient else None) or recipe.dtype, recipe.rounding
 
     def _is_smaller(self, x: Tensor, groups: Groups) -> bool:
-        """Whether x takes less memory than its copy along tokens. Symbolic sizes: whether it does for all of them."""
+        """Returns whether x takes less memory than its copy along tokens. Symbolic sizes: whether for all values."""
         m, recipe = (x if groups.indices is None else groups.indices).shape[0], self.recipe
         sizes = m, x.shape[1], groups.offs.shape[0], recipe.align, recipe.amax_of_groups
         smaller = x.numel() * x.dtype.itemsize < FORMATS[recipe.format].bytes_of_tokens(*sizes)
         if not torch.compiler.is_compiling():
             return smaller
-        from torch.fx.experimental.symbolic_shapes import statically_known_true  # here alone: it takes a second to load
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # loads for a second
 
         return statically_known_true(smaller)
 
 
 class HighPrecisionWgrad(Fp8Engine):
-    """Quantized operands along rows; along tokens, and so in `wgrad`, tensors are in bfloat16."""
+    """Quantizes operands along rows. Operands along tokens, which `wgrad` takes, stay in bfloat16."""
 
     def safe_offs(self, offs: Tensor, rows: int, wgrad: bool) -> Tensor:
         return clamped(offs, rows) if wgrad else offs
@@ -296,19 +305,19 @@ def engine_of(recipe: Recipe) -> Engine:
 
 
 def _both(q: Tensor, scale: Tensor, q_t: Tensor, scale_t: Tensor, ends: Tensor) -> tuple[Operand, Operand]:
-    """What `quantize_both` returns, along rows and along tokens."""
+    """Makes operands along rows and along tokens from the results of `quantize_both`."""
     return Operand(q, scale), Operand(q_t, scale_t, ends)
 
 
 def _gradients(
     engine: Engine, da: Tensor, of: Activated, groups: Groups, wanted: Wanted, format: str | None = None
 ) -> Gradients:
-    """`gradients` by way of dh and a in bfloat16. format: of an h that is quantized."""
+    """Computes `gradients` with dh and a in memory, in bfloat16. format: that of a quantized h."""
     h, scores, activation, interleaved = of
     format = None if h.scale is None else format
     how = scores, h.scale, format, groups.indices, interleaved
     dh, a, dscores = _activate_backward(da, h.values, activation, *how)
     _, of_a = engine.rows(a, groups.in_place, tokens=wanted.a)
-    del a  # in the way of what dh takes
+    del a  # frees memory for the operands of dh
     rows, tokens = engine.rows(dh, groups.in_place, wanted.rows, wanted.tokens, gradient=True)
     return Gradients(rows, tokens, of_a, dh if wanted.dh else None, dscores)

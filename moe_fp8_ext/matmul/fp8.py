@@ -1,4 +1,4 @@
-"""Grouped products of quantized operands, by the ops that multiply them."""
+"""Grouped products of quantized operands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fp8_product(
     indices: Tensor | None = None,
     top_k: int | None = None,
 ) -> Tensor:
-    """a @ w^T of each group, of the rows that indices take of a if they are given."""
+    """Computes a @ w^T of each group. With indices, gathers the rows of a by them."""
     scale_w = FORMATS[recipe.format].transposed_scale(scale_w)
     how = indices, top_k, 1, None, recipe.use_fast_accum
     return _scaled_grouped_mm(a, w.mT, scale_a, scale_w, recipe.format, offs, *how)
@@ -38,7 +38,7 @@ def fp8_wgrad(
     align: int,
     main_grad: Tensor | None,
 ) -> Tensor | None:
-    """dy @ a^T of each group, [E, N, K] in bfloat16. None where it is added to main_grad, of that shape.
+    """Computes dy @ a^T of each group, [E, N, K] in bfloat16. With main_grad, adds it there and returns None.
 
     align: as in `ops.scaled_grouped_mm`.
     """
@@ -66,7 +66,9 @@ def _add_by_bytes(
     align: int,
     use_fast_accum: bool,
 ) -> None:
-    """`ops.add_scaled_grouped_mm` with scales as bytes: inductor fails on writes beside float8_e8m0fnu (pytorch issue
-    189522)."""
+    """`ops.add_scaled_grouped_mm` with scales as bytes.
+
+    inductor fails on ops that write an argument and take float8_e8m0fnu (pytorch issue 189522).
+    """
     scales = scale_a.view(torch.float8_e8m0fnu), scale_b.view(torch.float8_e8m0fnu)
     _add_scaled_grouped_mm(total, a, b, *scales, format, offs, align, use_fast_accum)

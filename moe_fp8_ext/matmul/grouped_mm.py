@@ -47,58 +47,59 @@ def grouped_mm(
 ) -> Tensor:
     """out[r] = A[r] @ B_t[e] for every row r of group e; rows from offs[-1] on are zero.
 
-    With `indices`, row r is A[indices[r] // top_k] instead, as `permute_pad` takes it: quantizer or product gathers it,
-    so that the permuted and padded tokens never exist in 16 bits, but for what a product dequantizes (see
+    With `indices`, row r is A[indices[r] // top_k] instead, as in `permute_pad`. The quantizer or the product gathers
+    it. So the permuted and padded tokens never exist in 16 bits, unless a product dequantizes them (see
     `ops.scaled_grouped_mm`).
 
-    With a quantized recipe, A, B_t and the output gradient are quantized to fp8 on the way into each of the three
-    matmuls. dA is zero in tail rows, the gradient of an empty group's weights is zero. Any sizes work, the caller never
-    pads; nothing here waits for the device, and two runs give the same bytes. Traces under
-    torch.compile(fullgraph=True), can be captured in a CUDA graph, honours torch.autocast. Differentiable once.
+    With a quantized recipe, A, B_t and the output gradient are quantized to fp8 for each of the three matmuls. dA is
+    zero in tail rows, and the gradient of an empty group's weights is zero. Any sizes work, and the caller never pads.
+    Nothing waits for the device, and two runs give the same bytes. Traces under torch.compile(fullgraph=True), can be
+    captured in a CUDA graph, honours torch.autocast. Differentiable once.
 
-    Kept for backward is the transposed fp8 copy of B_t, where A needs a gradient, and, where B_t does, the smaller of
+    If A needs a gradient, backward keeps the transposed fp8 copy of B_t. If B_t needs one, it also keeps the smaller of
 
         A itself                                 rows of A * K * bytes of an element
         its fp8 copy along tokens, with scales   K * P + scales,  P = round_up(M, align) + E * align
                                                  scales: 4 E K ("rowwise"), 4 round_up(S, 4) * B ("blockwise"), or
                                                  round_up(K, 128) * (P / 32 + 4 E) ("mxfp8")
 
-    with M rows of out, B = (round_up(M, 128) + 128 E) / 128, S = ceil(K / 128), with amax "group" K. A itself is a
-    reference to what the caller has, no copy, and is quantized along tokens in backward, to the same bytes. In a graph
-    for any number of tokens it is always the fp8 copy. With the recipe's wgrad_high_precision it is A in bfloat16.
+    with M rows of out, B = (round_up(M, 128) + 128 E) / 128, S = ceil(K / 128), or S = K with amax "group". A itself is
+    a reference to the caller's tensor, not a copy. Backward quantizes it along tokens, to the same bytes. A compiled
+    graph with a dynamic token count always keeps the fp8 copy. With the recipe's wgrad_high_precision, backward keeps A
+    in bfloat16.
 
-    What differs from `torch._grouped_mm`: offs are required, there is no bias and no out_dtype, A is always [M, K] and
+    Differences from `torch._grouped_mm`: offs are required, there is no bias and no out_dtype, A is always [M, K] and
     B_t [E, K, N].
 
     Args:
-        A: [M, K] tokens sorted by group, or, with `indices`, in any order; bfloat16, float16 or float32. Or already
-            quantized: what `quantize_rows` returns for offs, or, where B_t needs a gradient, the pair of
-            `quantize_both`, whose amax the gradient then has; with that of the recipe's `amax_of_groups` it is the
-            gradient of the tensor, byte for byte, and as fast. No gradient flows into a Quantized: it counts as a
-            constant. One of other groups gives wrong numbers; MOE_FP8_VALIDATE=1 refuses it.
-        B_t: [E, K, N] weights, the transposed view of [E, N, K] or contiguous itself (both without a copy), of A's
-            dtype. Or the pair that `quantize_weight` returns for the weights [E, N, K], a constant too; its first alone
-            will do where A needs no gradient. Or the view of a weight that `gather_in_fp8_` has gathered.
+        A: [M, K] tokens sorted by group, or, with `indices`, in any order; bfloat16, float16 or float32. A may already
+            be quantized: by `quantize_rows` for offs or, if B_t needs a gradient, as the pair of `quantize_both`. It is
+            then a constant: no gradient flows to it. The gradient of B_t then has the pair's amax. With the recipe's
+            `amax_of_groups` it is the gradient of the tensor, byte for byte, and as fast. An A that was quantized for
+            other groups gives wrong numbers; MOE_FP8_VALIDATE=1 refuses it.
+        B_t: [E, K, N] weights of A's dtype, the transposed view of [E, N, K] or contiguous (both without a copy). Or
+            the pair that `quantize_weight` returns for the weights [E, N, K], a constant too; its first alone is enough
+            if A needs no gradient. Or the view of a weight that `gather_in_fp8_` has gathered.
         offs: [E] int32 on A's device, exclusive end row of each group, non-decreasing, at most 1024.
         recipe: "rowwise" (fp8, one scale a row), "blockwise" (fp8, one scale for 128 elements, 128 x 128 of a weight),
             "mxfp8" (fp8, a power of two for 32 elements), "bf16" (no quantization: `torch._grouped_mm`, which on a GPU
-            takes at most 1023 experts), "auto" ("rowwise", or "bf16" where E / M + 1 / K + 1 / N is 1 / 350
-            or more, and that is faster on an H200; of what is quantized already "rowwise"), or a `Recipe`.
-        indices: [P] int32 on A's device, of `permute_indices` (with its padded_offs as offs), or the permutation of
-            `sort_tokens` with its top_k; distinct, any other value than a slot of A stands for a row of zeros.
-        top_k: slots of a row of A, given with indices and only then.
+            takes at most 1023 experts), "auto" (the fastest of "bf16", "rowwise" and "blockwise", chosen from sizes
+            alone by a model with an H200's constants; "rowwise" if A or B_t is quantized already), or a `Recipe`.
+        indices: [P] int32 on A's device, from `permute_indices` (with its padded_offs as offs), or the permutation of
+            `sort_tokens` with its top_k. Slots are distinct; a value that is no slot of A stands for a row of zeros.
+        top_k: slots of a row of A; given if and only if indices are.
         main_grad: [E, K, N], float32 or bfloat16, the transposed view of a contiguous [E, N, K], as B_t usually is.
-            Every backward adds the gradient of B_t to it, in float32, before that is rounded to bfloat16 (see
-            `ops.add_scaled_grouped_mm`, which says where that takes a float32 product in memory), and autograd gets
-            none: B_t.grad stays as it is, and hooks that wait for it are not called. Where B_t needs no gradient, it is
-            not written. A backward that is asked for the gradient of A alone adds to it too, as torch does not tell it:
-            pipelines that run one for A and one for B_t add twice. With a quantized B_t, and an A that needs a
-            gradient, it takes that of the weights that B_t was made of: for weights that are trained, and quantized
-            once for many calls of a graph.
+            Every backward adds the gradient of B_t to it, in float32, before that gradient is rounded to bfloat16.
+            `ops.add_scaled_grouped_mm` says when that takes a float32 product in memory. Autograd gets no gradient:
+            B_t.grad does not change, and hooks that wait for it are not called. If B_t needs no gradient, main_grad is
+            not written. A backward for the gradient of A alone adds to it too, because torch does not tell it. So
+            pipelines that run one backward for A and one for B_t add twice. With a quantized B_t and an A that needs a
+            gradient, main_grad gets the gradient of the weights that B_t was made of. This serves weights that are
+            trained, and quantized once for many calls of a graph.
 
     Returns:
-        out [M, N], with `indices` [P, N], of A's dtype, B_t's where A is quantized, bfloat16 where both are. The matmul
-        itself rounds to bfloat16.
+        out [M, N], with `indices` [P, N]. Its dtype is A's, or B_t's if A is quantized, or bfloat16 if both are. The
+        matmul itself rounds to bfloat16.
 
     Raises:
         RuntimeError: dtype, shape, stride, device or format are not as above; the text names op and argument.
@@ -135,7 +136,7 @@ def grouped_mm(
     if a[1] is not None and a[1].align != recipe.align:
         recipe = replace(recipe, align=a[1].align)
     call = Call(recipe, a, w, a_dtype, b_dtype, needs)
-    # B_t as it is: weights that are reused are not cast.
+    # B_t is passed without a cast, because `reuse_weights` finds its copies by the original tensor.
     return GroupedMm.apply(call, Groups(offs, indices, top_k), main_grad, A, B_t)
 
 
@@ -147,24 +148,24 @@ class Needs(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a call of the Function is given beside tensors of autograd."""
+    """The arguments of the Function that autograd does not see."""
 
     recipe: Recipe
-    a: tuple[Quantized | None, Quantized | None]  # of an A that is quantized already
+    a: tuple[Quantized | None, Quantized | None]  # an A that is quantized already
     w: tuple[Quantized | None, Quantized | None]
-    a_dtype: torch.dtype | None  # of A as it is multiplied
+    a_dtype: torch.dtype | None  # the dtype in which A is multiplied
     b_dtype: torch.dtype | None
     needs: Needs
 
 
 class Saved(NamedTuple):
-    """What backward reads."""
+    """The tensors that backward reads."""
 
     offs: Tensor
     indices: Tensor | None
-    a: Tensor | None  # A along tokens, or as it was
+    a: Tensor | None  # A quantized along tokens, or A itself
     a_scale: Tensor | None
-    w: Tensor | None  # over N
+    w: Tensor | None  # for a product over N
     w_scale: Tensor | None
 
 
@@ -172,7 +173,7 @@ class GroupedMm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, groups, main_grad, A, B_t):
         engine, needs = engine_of(call.recipe), call.needs
-        B = None if B_t is None else B_t.mT  # not below autograd, where torch forgets whose view it is
+        B = None if B_t is None else B_t.mT  # not below autograd, where torch forgets the base of a view
         with below_autograd():
             rows = call.a[0].q if A is None else groups.indices if groups.indices is not None else A
             groups = groups._replace(offs=engine.safe_offs(groups.offs, rows.shape[0], needs.B_t))
@@ -314,7 +315,7 @@ def _in_bf16(recipe: Recipe, needs: Needs) -> str | None:
 
 
 def _dtypes(A: Tensor | None, B_t: Tensor | None) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """Of A and B_t as they are multiplied; torch.autocast decides."""
+    """Returns the dtypes in which A and B_t are multiplied: torch.autocast's if it is on, else their own."""
     x = B_t if A is None else A
     dtype = None if x is None else autocast_dtype(x)
     return tuple(None if x is None else dtype or x.dtype for x in (A, B_t))
