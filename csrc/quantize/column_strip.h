@@ -5,6 +5,7 @@
 #include "platform/memory.h"
 #include "platform/mailbox.h"
 #include "platform/waves.h"
+#include "primitives/row_reduce.h"
 #include "primitives/transpose.h"
 #include "quantize/column_schedule.h"
 #include "quantize/policy.h"
@@ -172,10 +173,8 @@ MOE_DEVICE void reduce_slice(const ColumnsPlan& p, const StripSlice& w, const Ve
 #pragma unroll 4
   for (int r = first; r < resident; r += T::kRowStep) reduce(ring[ring_row(p, base + r) * kChunks + chunk]);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    amax[i] = max_magnitude<In>(amax[i], shfl_xor(amax[i], 8));
-    amax[i] = max_magnitude<In>(amax[i], shfl_xor(amax[i], 16));
-  }
+  for (int i = 0; i < 4; ++i)
+    amax[i] = reduce_lanes<kLanes, kChunks, LaneOrder::kNearFirst>(amax[i], MaxMagnitude<In>{});
   Vec16* words = reinterpret_cast<Vec16*>(shared.thread_row_amax[threadIdx.y]);
   if (threadIdx.x < kChunks) words[chunk] = Vec16{{amax[0], amax[1], amax[2], amax[3]}};
 }

@@ -13,6 +13,7 @@
 #include "platform/launch.h"
 #include "platform/memory.h"
 #include "platform/waves.h"
+#include "primitives/row_reduce.h"
 #include "primitives/transpose.h"
 #include "quantize/tile_schedule.h"
 
@@ -212,8 +213,7 @@ MOE_DEVICE void make_square_multiplier(const TilesPlan& p, Shared& shared) {
 #pragma unroll
     for (int w = 0; w < T::kWords; ++w)
       amax = max_magnitude<In>(amax, shared.thread_row_amax[i][threadIdx.x * T::kWords + w]);
-#pragma unroll
-  for (int mask = kLanes / 2; mask > 0; mask /= 2) amax = max_magnitude<In>(amax, shfl_xor(amax, mask));
+  amax = reduce_lanes<kLanes>(amax, MaxMagnitude<In>{});
   const uint32_t lo = magnitude_bits<In>(amax, 0), hi = magnitude_bits<In>(amax, kPerWord<In> - 1);
   const float m = T::Types::template scale_of<typename T::Scale>(p, lo > hi ? lo : hi).multiplier;
   if (threadIdx.x >= kChunkRows) return;
