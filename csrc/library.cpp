@@ -91,7 +91,7 @@ STABLE_TORCH_LIBRARY(moe_fp8, m) {
       "scaled_grouped_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str format, Tensor offs,"
       " Tensor? indices=None, SymInt? top_k=None, int align=1, ScalarType? out_dtype=None, bool use_fast_accum=True)"
       " -> Tensor");
-  // The 2D x 2D product, added to the contents of total. It is an op of its own, because results, writes and treatment
+  // The 2D x 2D product, added to the contents of total. It is a separate op, because results, writes and treatment
   // in graphs would otherwise depend on an argument.
   m.def(
       "add_scaled_grouped_mm(Tensor(a!) total, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str format,"

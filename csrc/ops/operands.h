@@ -40,7 +40,7 @@ inline OperandScales scales_of_rows(const Argument& arg, const Tensor& scale, co
 
 // Scales along tokens, of K rows of `positions` positions in groups that end at offs. Column-major scales may have more
 // blocks than the positions fill, because the quantizer makes room for any groups. They have one row for each of K
-// rows, or for each square of rows. transposed: the scales are those of b in a product.
+// rows, or for each square of rows. transposed: the scales belong to b of a product.
 inline OperandScales scales_of_tokens(const Argument& arg, const Tensor& scale, const Format& f, int64_t K,
                                       int64_t positions, const Tensor& offs, bool transposed = false) {
   const int64_t E = offs.sizes[0];

@@ -72,7 +72,7 @@ MOE_DEVICE ScaleColumn scale_column_of(const DequantizeParams& p, const GroupTab
 struct MatrixRow {
   int64_t e, row;
 };
-// Row `row` of matrix e; rows behind the last one are those of the next matrices. Rarely divides.
+// Row `row` of matrix e; rows past the last one belong to the next matrices. Rarely divides.
 MOE_DEVICE MatrixRow matrix_row(const DequantizeParams& p, int64_t e, int64_t row) {
   if (row < p.rows) return {e, row};
   const int64_t matrices = row / p.rows;

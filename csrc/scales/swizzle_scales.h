@@ -4,7 +4,7 @@
 // unswizzle:  plain[r, c] = blocked[blocked_offset(r, c)], zero if r or c is in no group
 //
 // Groups::kNone: E matrices [R, C]. kRows and kColumns: groups of the rows or the columns of one matrix [R, C], with
-// ends in offs [E]. Each group is a blocked matrix of its own, in room for any sizes; `starts` are the rows or columns
+// ends in offs [E]. Each group is a separate blocked matrix, in room for any sizes; `starts` are the rows or columns
 // of that room where the groups begin. The row-major side has stride 1 along C. The blocked side is contiguous and, if
 // it is written, begins at a multiple of 16 bytes. No other alignment is required.
 #pragma once

@@ -2,7 +2,7 @@
 //
 // q, scale = quantize(x), along rows            rows = pack_tokens(q, ids, scores, scale)
 //
-// The bytes are those of the separate ops, except that the scales of a token lie side by side in every format.
+// The separate ops give the same bytes, except that the scales of a token lie side by side in every format.
 #pragma once
 #include "quantize/quantize.h"
 #include "tokens/copy_rows.h"

@@ -119,7 +119,7 @@ class Exchange:
     def groups(self, ids: Tensor, max_slots: int) -> Groups:
         """Sorts received rows by the experts of this rank, and keeps at most max_slots slots.
 
-        ids are those of all experts.
+        ids count all experts.
         """
         permutation, offs, inverse = _sort_tokens(self._local_of[ids], self.ranks.num_local_experts)
         if self.static is not None and max_slots < permutation.shape[0]:

@@ -1,4 +1,4 @@
-"""An MoE layer as modules. Names and layouts in state dicts are those of Hugging Face Transformers."""
+"""An MoE layer as modules. State dicts have the names and layouts of Transformers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Experts(nn.Module):
     rank, ids are those of the rank's experts. If x is a DTensor that every rank has (`Replicate()`), ids are those of
     all experts, and the result is a `Partial()` DTensor: its sum over ranks remains to be taken.
 
-    With ep the parameters are those of this rank's experts, [num_experts / ranks, ...]. If ep was made from a
-    DeviceMesh, they are DTensors, sharded by expert over it. Tokens are those of the rank, ids those of all experts.
+    With ep the parameters belong to this rank's experts, [num_experts / ranks, ...]. If ep was made from a
+    DeviceMesh, they are DTensors, sharded by expert over it. Tokens belong to the rank, ids count all experts.
 
     Attributes:
         gate_up_proj: [E, 2 F, D], or up_proj [E, F, D] with an activation that is not gated.
@@ -53,7 +53,7 @@ class Experts(nn.Module):
             in `experts`. The trainer sets the attribute; the tensor that it holds in forward is used. Biases have
             gradients of autograd as before.
         ep: spreads the experts over its ranks, by `ExpertParallel.experts`. Copies of the module share it.
-        device, dtype: those of the parameters.
+        device, dtype: of the parameters.
 
     Raises:
         RuntimeError: num_experts or the recipe differs from that of ep. In forward: a weight that needs a gradient has

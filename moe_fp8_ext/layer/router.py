@@ -70,7 +70,7 @@ def choice_backward(
     options: ChoiceOptions,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Computes the gradients of x and weight that `needs` asks for, from those of the logits and of topk_scores.
+    """Computes the gradients of x and weight that `needs` asks for, from grad_logits and grad_scores.
 
     Args:
         grad_logits, grad_scores: either may be None, where no gradient reaches it.
@@ -258,8 +258,8 @@ class Router(nn.Module):
         """Moves every expert's bias by bias_rate towards balance, and zeros the counts. Call it once an optimizer step.
 
         Data-parallel ranks must add up their tokens_per_expert before the call. DistributedDataParallel with
-        broadcast_buffers=True, its default, replaces them by those of rank 0: in its first forward, and in the first
-        forward after each backward that synchronizes gradients.
+        broadcast_buffers=True, its default, replaces them by the buffers of rank 0: in its first forward, and in
+        the first forward after each backward that synchronizes gradients.
         """
         require(self.tokens_per_expert is not None, "Router: bias_rate must not be 0 for update_bias, got 0")
         counts = self.tokens_per_expert.double()

@@ -60,7 +60,7 @@ def _product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 def _cpu_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """torch._grouped_mm in float32, which is tens of times faster on a CPU without instructions for bfloat16.
 
-    It is an op of its own, because the fake implementation of torch's op accepts bfloat16 only.
+    It is a separate op, because the fake implementation of torch's op accepts bfloat16 only.
     """
     return _zero_tail(_torch.grouped_mm(a.float(), b.float(), offs=offs).bfloat16(), b, offs)
 

@@ -33,8 +33,8 @@ def permute_indices(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the permutation from rank-major to expert-major order, with the tokens of each expert padded to `align`.
 
-    An all-to-all hands over the tokens of rank 0, expert by expert, then those of rank 1, and so on. Position p of the
-    expert-major layout holds token `indices[p]`:
+    An all-to-all hands over the tokens of rank 0, expert by expert, then the tokens of rank 1, and so on. Position p of
+    the expert-major layout holds token `indices[p]`:
 
         indices = for each expert: its tokens in rank-major order, then -1 up to a multiple of align
 

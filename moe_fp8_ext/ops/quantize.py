@@ -140,7 +140,7 @@ def quantize_tokens(
         - "rowwise": [E, K] float32;
         - "blockwise": [K, B] float32 with strides (1, round_up(K, 4)), where B = (round_up(M, a) + E * a) / 128 and a =
           max(align, 128); with amax "square" ceil(K / 128) in place of K;
-        - "mxfp8": [round_up(K, 128), P / 32 + 4 E] float8_e8m0fnu, each group a blocked matrix of its own;
+        - "mxfp8": [round_up(K, 128), P / 32 + 4 E] float8_e8m0fnu, each group a separate blocked matrix;
         - "mxfp8_rowmajor": [K, P / 32] float8_e8m0fnu.
 
         padded_offs [E] int32, the exclusive end of each group among the P positions.

@@ -17,7 +17,7 @@ def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | N
         scale[r, c]  ->  block (r // 128, c // 4), byte 16 * (r % 32) + 4 * (r // 32 % 4) + c % 4
 
     A block is 128 rows by 4 columns, 512 neighbouring bytes. Blocks follow one another along a row of blocks. With
-    groups, every group is a blocked matrix of its own, one behind the other:
+    groups, every group is a separate blocked matrix, one behind the other:
 
         None        one matrix
         "rows"      group e is the rows of `blocked` from starts[e] to starts[e] + round_up(size of e, 128)

@@ -46,7 +46,7 @@ class Rule(NamedTuple):
 
 
 class DeferredWeight(Tensor):
-    """A weight [E, N, K] that has no values of its own and provides its operands when a product asks for them.
+    """A weight [E, N, K] that has no values itself and provides its operands when a product asks for them.
 
     Backward keeps the `DeferredWeight` rather than its copies, so that their owner may free them after forward.
     """

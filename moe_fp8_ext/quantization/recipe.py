@@ -164,7 +164,7 @@ class Recipe:
     def for_grouped_mm(self, rows: int, k: int, n: int, experts: int) -> Recipe:
         """Returns the recipe that `grouped_mm` computes with for A [rows, k] and B_t [experts, k, n].
 
-        The rule is that of `for_layer`, with constants of its own.
+        The rule of `for_layer`, with other constants, decides.
         """
         if not self.bf16_where_faster:
             return self

@@ -97,7 +97,7 @@ def quantize_both(
 ) -> tuple[Quantized, Quantized]:
     """Quantizes as `quantize_rows` and `quantize_tokens` do, from one read of x. See `ops.quantize_both` for details.
 
-    amax "batch" with indices raises, because the rows would then be those of x and not of the groups.
+    amax "batch" with indices raises, because the rows would then be rows of x, and not of the groups.
     """
     if amax == "batch" and indices is not None:
         raise RuntimeError("quantize_both: amax must not be 'batch' with indices, got 'batch'")

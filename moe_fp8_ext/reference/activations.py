@@ -1,6 +1,6 @@
 """The activations of experts and their gradients: section 3 of DESIGN.md.
 
-Names and constants are those of the page: a gate function has a value f and a slope f'.
+Names and constants follow DESIGN.md: a gate function has a value f and a slope f'.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def activate_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad [P, F], h, scores [P] -> grad_h, shaped as h; scores * a [P, F]; grad_scores [P], exact sums rounded once.
 
-    With indices [P], scores and grad_scores are those of slots.
+    With indices [P], scores and grad_scores belong to slots.
     """
     if indices is not None:
         rows = ((indices >= 0) & (indices < len(scores))).nonzero().flatten()

@@ -185,7 +185,7 @@ def quantize_both(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x [M, K] -> q, scale, q_t, scale_t, padded_offs: both directions.
 
-    With amax "batch", q and scale are those of the rows of x, without indices.
+    With amax "batch", q and scale hold the rows of x, without indices.
     """
     gathered = x if indices is None else permute_pad(x, indices, top_k)
     rows = quantize_rows(x if amax == "batch" else gathered, format, offs=offs, dtype=dtype, rounding=rounding)

@@ -37,7 +37,7 @@ def reuse_weights() -> Iterator[None]:
 
     Put it around the micro-batches of a step. If you use activation checkpointing, put it around forward and backward.
     Outputs, gradients and errors are the same with and without. Contexts may be nested. They hold for all threads of
-    the process, because torch runs backward in threads of its own.
+    the process, because torch runs backward in its own threads.
 
     Both fp8 copies of a weight are reused. They take 2 bytes an element, and scales. A B_t is reused if it is a leaf or
     a view of one, and the leaf requires a gradient or is an `nn.Parameter`. Under `torch.autocast` the leaf is the

@@ -50,7 +50,7 @@ struct RowTeamPass {
   static MOE_DEVICE int rank_of_lane() { return threadIdx.x % kWarpSize / kRows; }
   static MOE_DEVICE int wave() { return threadIdx.x / kWarpSize; }
   static MOE_DEVICE int waves() { return blockDim.x / kWarpSize; }
-  static MOE_DEVICE void team_barrier() {  // a team of several waves has a block of its own
+  static MOE_DEVICE void team_barrier() {  // a team of several waves is a whole block
     if (waves() > 1) __syncthreads();
     else wave_barrier();
   }

@@ -30,7 +30,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, 1)
   }
 }
 
-// Every tile is a block of its own. In a loop over tiles the compiler keeps addresses of the casts in registers, which
+// Every tile has its own block. In a loop over tiles the compiler keeps addresses of the casts in registers, which
 // the gradients need, and spills. T is not used: its name tells the report of instructions what the kernel casts to.
 template <class T, class Scales, class Activations>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, kGradientTileBlocks)

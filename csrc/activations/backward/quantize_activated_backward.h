@@ -3,9 +3,9 @@
 //
 // dh, a, dscores                        = activate_backward(da, h, scores, slots)
 // q, scale, q_t, scale_t, padded_offs   = quantize_both(dh, offs)
-// a_q_t, a_scale_t, the same            = quantize_tokens(a, offs), with an amax of its own
+// a_q_t, a_scale_t, the same            = quantize_tokens(a, offs), with its own amax
 //
-// The bytes are those of the separate ops. h and da are as activations.h describes them.
+// The separate ops give the same bytes. activations.h describes h and da.
 #pragma once
 #include "activations/activations.h"
 #include "quantize/quantize.h"

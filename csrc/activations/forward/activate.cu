@@ -49,7 +49,7 @@ int activate(const ActivateParams& p, void* stream) {
   const auto launch_set = [&](auto activations) {
     return launch_on_rows(activate_kernel<VectorAccess<BF16>, decltype(activations)>, p, p.P, stream);
   };
-  // relu2 has a kernel of its own because alone it takes fewer registers (docs/kernels/activations.md).
+  // relu2 has a separate kernel, which takes fewer registers (docs/kernels/activations.md).
   if (p.activation == Activation::kRelu2) return launch_set(ActivationSet<Activation::kRelu2>{});
   return dispatch_activations(p.activation, launch_set);
 }

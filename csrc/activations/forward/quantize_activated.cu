@@ -134,7 +134,7 @@ constexpr int kMaxGridY = 65535;  // further blocks are along z, where the last 
 
 template <class Map>
 int launch_map(const QuantizeActivatedParams& p, int team_threads, int64_t grid_x, void* stream) {
-  // A team of several waves synchronizes with __syncthreads(), so it has a block of its own.
+  // A team of several waves synchronizes with __syncthreads(), so it is a whole block.
   const int teams = team_threads == kMaxWarpSize ? kTeamBlockThreads / team_threads : 1;
   const int64_t rows = round_up<int64_t>(p.quantize_a.rows, Map::kRowMultiple);
   const int blocks = int(ceil_div<int64_t>(rows, teams * Map::kRows)), grid_z = ceil_div(blocks, kMaxGridY);

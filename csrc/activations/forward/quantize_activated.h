@@ -3,7 +3,7 @@
 // q, scale     = quantize_rows(activate(h))
 // h_q, h_scale = quantize_rows(h)                unless quantize_h has no rows
 //
-// The bytes are those of the separate ops. h is as activations.h describes it, and has no scales of its own.
+// The separate ops give the same bytes. activations.h describes h, which has no scales here.
 #pragma once
 #include "activations/activations.h"
 #include "quantize/quantize.h"

@@ -31,7 +31,7 @@
 
 namespace moe_fp8 {
 
-// The kernel is bound by arithmetic: with its casts and those of h, an activation takes some 33 instructions on sm_90a.
+// The kernel is bound by arithmetic: with the casts of a and h, an activation takes some 33 instructions on sm_90a.
 // So a lane has kVecsPerLane vectors of a projection of h at once, which are enough bytes in flight. Work that is not
 // arithmetic on vectors is done once for all four: a lane computes one scale and broadcasts it.
 using Access = VectorAccess<BF16>;

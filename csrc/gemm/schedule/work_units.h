@@ -55,8 +55,8 @@ class StaticScheduler {
   GroupCursor cursor_;
 };
 
-// M-grouped products: every worker begins with the unit of its own index and draws further indices from a counter that
-// all workers share. Units in flight stay neighbours however long each takes; static rounds drift apart.
+// M-grouped products: every worker begins with the unit that has its index and draws further indices from a counter
+// that all workers share. Units in flight stay neighbours however long each takes; static rounds drift apart.
 //
 //   Counter   next(): how many indices were drawn before
 template <class T, class Counter>

@@ -37,7 +37,7 @@ struct Args {
   int* unit_counter;  // starts at 0 and serves a DynamicScheduler; null selects the static scheduler of the traits
 };
 
-// An epilogue policy, such as Store or Add, may have arguments of its own. See docs/kernels/gemm.md.
+// An epilogue policy, such as Store or Add, may have its own arguments. See docs/kernels/gemm.md.
 template <class Epilogue>
 struct KernelArgs : Args {
   typename Epilogue::Args epilogue;
