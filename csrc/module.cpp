@@ -40,8 +40,8 @@ py::list formats() {
     if (f.wider_amax != Amax::kGroup) amaxes.append(kAmaxNames[int(f.wider_amax)]);
     all.append(py::dict("name"_a = f.name, "block"_a = f.block, "weight_rows"_a = f.weight_rows,
                         "scale_dtype"_a = f.scale_type == ScaleType::kF32 ? "float32" : "float8_e8m0fnu",
-                        "order"_a = kOrders[int(f.order)], "least_align"_a = f.min_align,
-                        "most_align"_a = f.max_align, "align"_a = f.align, "roundings"_a = roundings,
+                        "order"_a = kOrders[int(f.order)], "min_align"_a = f.min_align,
+                        "max_align"_a = f.max_align, "align"_a = f.align, "roundings"_a = roundings,
                         "amaxes"_a = amaxes));
   }
   return all;
@@ -75,14 +75,14 @@ py::list arguments_of_ops() {
     for (const SizeLimit& limit : row.limits) {
       if (limit.what == nullptr) continue;
       limits.append(py::dict("what"_a = limit.what, "dim"_a = limit.dim ? py::object(py::int_(limit.dim)) : py::none(),
-                             "most"_a = limit.max));
+                             "max"_a = limit.max));
     }
     all.append(py::dict("op"_a = row.op, "name"_a = row.name, "like"_a = row.like, "dtypes"_a = dtype_names(row.dtypes),
                         "dtype_bytes"_a = dtype_bytes(row.dtypes),
                         "dtype_of_like"_a = row.dtypes == Dtypes::kScores,
                         "dtype_of_format"_a = row.dtypes == Dtypes::kScale || row.dtypes == Dtypes::kGates,
-                        "least_dims"_a = row.min_dims,
-                        "most_dims"_a = row.max_dims, "strides"_a = kStrides[int(row.strides)], "limits"_a = limits));
+                        "min_dims"_a = row.min_dims,
+                        "max_dims"_a = row.max_dims, "strides"_a = kStrides[int(row.strides)], "limits"_a = limits));
   }
   return all;
 }
@@ -113,7 +113,7 @@ py::list described(const std::vector<Backend>& backends) {
                         "builds"_a = builds, "formats"_a = formats, "optional"_a = backend.optional,
                         "compute_capability"_a = sm,
                         "multiples"_a = py::dict("sum"_a = n.sum, "columns"_a = n.columns, "offs"_a = n.offs),
-                        "most_experts"_a = n.max_experts, "e4m3"_a = n.e4m3, "bfloat16"_a = n.bfloat16,
+                        "max_experts"_a = n.max_experts, "e4m3"_a = n.e4m3, "bfloat16"_a = n.bfloat16,
                         "chunks"_a = n.chunks, "packed"_a = n.packed));
   }
   return all;

@@ -100,6 +100,9 @@ inline const Device& device() {
 // The largest number of blocks of `threads` threads in one launch: HIP has fewer than 2^32 threads there, and 2^31 is a
 // multiple of every usual block. Callers launch again for the rest, or their blocks loop over work.
 constexpr int64_t max_grid_blocks(int threads) { return (int64_t(1) << 31) / threads; }
+constexpr unsigned grid_blocks(int64_t wanted, int threads) {
+  return unsigned(wanted < max_grid_blocks(threads) ? wanted : max_grid_blocks(threads));
+}
 constexpr int kMaxGridBlocksY = 65535;  // blocks along y, and along z
 
 struct Launch {

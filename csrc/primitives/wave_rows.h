@@ -20,8 +20,7 @@ template <class Params>
 int launch_on_rows(void (*kernel)(Params), const Params& p, int64_t rows, void* stream, size_t shared = 0) {
   const int64_t blocks = ceil_div<int64_t>(rows, kThreads / kMaxWarpSize);
   if (blocks == 0) return 0;
-  constexpr int64_t kMaxBlocks = max_grid_blocks(kThreads);
-  return launch(kernel, {dim3(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks)), dim3(kThreads), stream, shared}, p);
+  return launch(kernel, {dim3(grid_blocks(blocks, kThreads)), dim3(kThreads), stream, shared}, p);
 }
 
 }  // namespace moe_fp8

@@ -7,7 +7,6 @@ namespace {
 // 128 columns, so that a column is stored 256 bytes at a time. All positions of a panel of columns come before the next
 // panel: a panel of x is x_rows * 128 bytes, which the L2 still has when the next slot of a token reads them.
 constexpr int kMovedPositions = 2 * kLine, kMoveRows = kMovedPositions / kChunkRows, kMoveThreads = kMoveRows * kLanes;
-constexpr int64_t kMaxMoves = 1 << 22;  // blocks per launch: HIP takes fewer than 2^32 threads
 using MoveStage = TransposeStage<kBlock, 4>;
 
 // Loads the rows of the 16 positions of this row of threads, four columns per lane.
@@ -83,9 +82,8 @@ int launch_batch_columns(const QuantizeParams& p, void* stream) {
     return e;
   if (const int e = launch(quantize_batch_columns_kernel<T>, columns_launch, plan)) return e;
   const int64_t moves = ceil_div(p.positions, int64_t(kMovedPositions)) * ceil_div(p.K, int64_t(kBlock));
-  for (; plan.moved < moves; plan.moved += kMaxMoves) {
-    const int64_t rest = moves - plan.moved;
-    const Launch l = {dim3(unsigned(rest < kMaxMoves ? rest : kMaxMoves)), dim3(kLanes, kMoveRows), stream};
+  for (; plan.moved < moves; plan.moved += max_grid_blocks(kMoveThreads)) {
+    const Launch l = {dim3(grid_blocks(moves - plan.moved, kMoveThreads)), dim3(kLanes, kMoveRows), stream};
     if (const int e = launch(move_columns_kernel, l, plan)) return e;
   }
   return 0;

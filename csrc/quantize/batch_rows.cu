@@ -2,6 +2,7 @@
 // of every row.
 #include "platform/launch.h"
 #include "primitives/groups.h"
+#include "primitives/row_reduce.h"
 #include "quantize/batch_columns_plan.h"
 #include "quantize/row.h"
 
@@ -82,9 +83,8 @@ struct BatchWalk {
       const Rows next = load(at + step);  // in flight while the team exchanges maxima and casts
       if (waves > 1) __syncthreads();
       else wave_barrier();
-      for (int w = rank_of_lane; w < waves; w += kLanesPerRow) amax = Max{}(amax, row_partials[w]);
-#pragma unroll
-      for (int mask = kLanesPerRow / 2; mask > 0; mask /= 2) amax = Max{}(amax, shfl_xor(amax, mask));
+      for (int w = rank_of_lane; w < waves; w += kLanesPerRow) amax = MaxU32{}(amax, row_partials[w]);
+      amax = reduce_lanes<kLanesPerRow>(amax, MaxU32{});
       const auto s = T::template scale_of<ScaleF32>(p, amax);
       if (threadIdx.x < kWarpSize && rank_of_lane == 0)
         store_stream(row_scales(p).at(row(at, row_of_lane), 0), s.stored());

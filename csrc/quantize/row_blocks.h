@@ -63,8 +63,6 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRowBlockThreads, kResidentRowBlocks<T>)
   map.store(p, shared);
 }
 
-constexpr int64_t kMaxRowBlocks = 1 << 23;  // blocks per launch: HIP takes fewer than 2^32 threads
-
 template <ScaleOrder kOrder, class T>
 int launch_row_blocks_of(const QuantizeParams& p, void* stream) {
   using Map = RowBlockMap<kOrder>;
@@ -75,10 +73,9 @@ int launch_row_blocks_of(const QuantizeParams& p, void* stream) {
                                                    : blocks;
   plan.units = uint32_t(ceil_div<int64_t>(p.K, Map::kUnitColumns));
   const int64_t units = Map::row_units(plan) * plan.units;
-  for (int64_t first = 0; first < units; first += kMaxRowBlocks) {
+  for (int64_t first = 0; first < units; first += max_grid_blocks(kRowBlockThreads)) {
     plan.first = uint32_t(first);
-    const int64_t grid = units - first < kMaxRowBlocks ? units - first : kMaxRowBlocks;
-    const Launch l = {dim3(unsigned(grid)), dim3(kRowBlockThreads), stream};
+    const Launch l = {dim3(grid_blocks(units - first, kRowBlockThreads)), dim3(kRowBlockThreads), stream};
     if (const int e = launch(quantize_row_blocks_kernel<kOrder, T>, l, plan)) return e;
   }
   return 0;

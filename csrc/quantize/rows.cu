@@ -5,8 +5,8 @@ namespace moe_fp8 {
 RowOverlap row_overlap_of(const QuantizeParams& p, bool columns_are_vectorized) {
   const Device& d = device();
   const int64_t bytes = row_bytes(p);
-  if (!d.overlaps_kernels || rows_of(p) > kMaxRowsLaunch || bytes > d.shared_per_multiprocessor / 10)
-    return RowOverlap::kNone;
+  const bool one_launch = rows_of(p) <= max_grid_blocks(kOverlappedThreads);
+  if (!d.overlaps_kernels || !one_launch || bytes > d.shared_per_multiprocessor / 10) return RowOverlap::kNone;
   const bool clusters = d.has_clusters && columns_are_vectorized && !p.index.at && average_rows(p) >= kMinThrottledRows;
   const bool fits = average_rows(p) * bytes * kGroupsInL2 <= d.l2_bytes;
   const bool drifts = rows_of(p) * bytes > int64_t(kDriftL2s) * d.l2_bytes;

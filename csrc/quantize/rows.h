@@ -11,7 +11,6 @@ namespace moe_fp8 {
 // blockDim.x threads share a row, blockDim.y rows share a block. Bytes in flight decide the speed: few registers, many
 // warps.
 constexpr int kMaxThreads = 1024;
-constexpr int64_t kMaxRowsLaunch = 1 << 21;  // blocks per launch: HIP takes fewer than 2^32 threads
 
 struct RowShape { int vecs, threads; };  // vectors per thread, threads per row
 inline RowShape shape_of_row(int64_t vecs) {
@@ -96,9 +95,9 @@ int launch_rows(const QuantizeParams& p, RowOverlap overlap, void* stream) {
   const RowShape shape = shape_of_row(vecs);
   auto run = [&](auto kernel) {
     const int rows_each = shape.threads < kThreadsOfShortRows ? kThreadsOfShortRows / shape.threads : 1;
-    for (RowsPlan plan = {p, 0}; plan.first < rows; plan.first += kMaxRowsLaunch * rows_each) {
-      const int64_t blocks = ceil_div<int64_t>(rows - plan.first, rows_each);
-      const dim3 grid(unsigned(blocks < kMaxRowsLaunch ? blocks : kMaxRowsLaunch));
+    const int threads = shape.threads * rows_each;
+    for (RowsPlan plan = {p, 0}; plan.first < rows; plan.first += max_grid_blocks(threads) * rows_each) {
+      const dim3 grid(grid_blocks(ceil_div<int64_t>(rows - plan.first, rows_each), threads));
       if (const int e = launch(kernel, {grid, dim3(shape.threads, rows_each), stream}, plan)) return e;
     }
     return 0;

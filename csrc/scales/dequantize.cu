@@ -15,8 +15,6 @@ constexpr int kThreads = 256, kRows = 4;
 // Steps of kRows rows that a thread takes. More with groups, because each block builds a table of them.
 constexpr int kSteps = 4, kStepsWithGroups = 16;
 constexpr int kMinBlocks = 16;  // a multiprocessor, if there are rows for them
-constexpr int kMaxGridY = 65535;
-constexpr int64_t kMaxBlocks = 1 << 23;  // HIP has fewer than 2^32 threads a launch
 
 // What a thread writes of a row at once: 16 bytes of out, or an element of a type known at run time.
 template <class Out>
@@ -168,8 +166,8 @@ int launch_with(const DequantizeParams& p, void* stream) {
   const int64_t min_grid_y = ceil_div<int64_t>(kMinBlocks * device().multiprocessors, grid_x);
   int64_t grid_y = ceil_div<int64_t>(steps, p.groups == Groups::kNone ? kSteps : kStepsWithGroups);
   if (grid_y < min_grid_y) grid_y = steps < min_grid_y ? steps : min_grid_y;
-  if (grid_y > kMaxGridY) grid_y = kMaxGridY;
-  if (grid_y > kMaxBlocks / grid_x) grid_y = kMaxBlocks / grid_x;
+  if (grid_y > kMaxGridBlocksY) grid_y = kMaxGridBlocksY;
+  if (grid_y > max_grid_blocks(kThreads) / grid_x) grid_y = max_grid_blocks(kThreads) / grid_x;
   return launch(dequantize_kernel<Access>, {dim3(unsigned(grid_x), unsigned(grid_y)), dim3(x, y), stream}, p);
 }
 

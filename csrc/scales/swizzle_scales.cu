@@ -52,7 +52,7 @@ MOE_DEVICE void begin() {
 // Which scales stand in which block. E equal matrices need no data: blocks compute addresses while the previous kernel
 // still runs. Groups begin by reading offs.
 struct EqualMatrices {
-  static int64_t max_blocks() { return 1 << 21; }  // HIP has fewer than 2^32 threads a launch
+  static int64_t max_blocks() { return max_grid_blocks(kThreads); }
   MOE_DEVICE EqualMatrices(const SwizzlePlan&, int*) {}
   MOE_DEVICE void before_access() const { begin(); }
   MOE_DEVICE BlockRun run_at(const SwizzlePlan& plan, uint32_t row_block, int column) const {

@@ -13,7 +13,6 @@ namespace moe_fp8 {
 namespace {
 
 // blockDim.x threads share a row, or one of the `splits` of a long row; a block has blockDim.y rows at once.
-constexpr int64_t kMaxBlocks = 1 << 22;  // of a launch of backward; HIP has fewer than 2^32 threads a launch
 
 struct BlockShape {
   int64_t splits;  // of a row
@@ -228,9 +227,9 @@ int combine_backward(const CombineBackwardParams& params, void* stream) {
     using Access = decltype(access);
     const BlockShape shape = shape_for(p.K / Access::kElements);
     auto* const kernel = p.grad_scores ? combine_backward_kernel<Access, true> : combine_backward_kernel<Access, false>;
-    for (; p.first < p.T && p.top_k > 0; p.first += kMaxBlocks * shape.rows) {
-      const int64_t blocks = ceil_div<int64_t>(p.T - p.first, shape.rows);
-      const dim3 grid(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks));
+    const int block_threads = shape.threads * shape.rows;
+    for (; p.first < p.T && p.top_k > 0; p.first += max_grid_blocks(block_threads) * shape.rows) {
+      const dim3 grid(grid_blocks(ceil_div<int64_t>(p.T - p.first, shape.rows), block_threads));
       if (const int e = launch(kernel, {grid, dim3(shape.threads, shape.rows), stream}, p)) return e;
     }
     return 0;

@@ -7,8 +7,6 @@
 namespace moe_fp8 {
 namespace {
 
-constexpr int64_t kMaxBlocks = 1 << 20;  // HIP has fewer than 2^32 threads a launch
-
 struct InvertIndicesParams {
   const int* indices;
   int* inverse;
@@ -31,8 +29,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kInvertThreads, 1)
 int invert_indices(const int* indices, int64_t count, int* inverse, int64_t size, void* stream) {
   if (const int e = fill_bytes(inverse, 0xff, size_t(size) * sizeof(int), stream)) return e;
   if (count == 0 || size == 0) return 0;
-  const int64_t blocks = ceil_div<int64_t>(count, kInvertThreads);
-  const Launch l = {dim3(unsigned(blocks < kMaxBlocks ? blocks : kMaxBlocks)), dim3(kInvertThreads), stream};
+  const dim3 grid(grid_blocks(ceil_div<int64_t>(count, kInvertThreads), kInvertThreads));
+  const Launch l = {grid, dim3(kInvertThreads), stream};
   return launch(invert_indices_kernel, l, InvertIndicesParams{indices, inverse, count, size});
 }
 

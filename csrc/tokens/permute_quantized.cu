@@ -10,7 +10,6 @@ namespace {
 // bytes apart in a blocked one. A thread has kScaleWords words of a row, which are one load in messages from other
 // ranks, where the scales of a row lie together.
 constexpr int64_t kMaxWordBlocks = 1 << 10;
-constexpr int64_t kMaxCopyBlocks = 1 << 23;  // HIP has fewer than 2^32 threads a launch
 
 struct PermuteQuantizedPlan {
   CopySegmentsPlan rows;
@@ -104,7 +103,8 @@ int permute_quantized(const CopyRowsParams& rows, const PermuteScalesParams& sca
   if (fused) {
     const int64_t segments = ceil_div(rows.row_bytes, p.rows.segment);
     l = segment_launch(rows.rows, rows.row_bytes, p.rows.segment, 1, sizeof(Vec16), stream, kPermuteThreads);
-    p.row_blocks = uint32_t(l.grid.x < kMaxCopyBlocks / segments ? l.grid.x : kMaxCopyBlocks / segments);
+    const int64_t max_row_blocks = max_grid_blocks(kPermuteThreads) / segments;
+    p.row_blocks = uint32_t(l.grid.x < max_row_blocks ? l.grid.x : max_row_blocks);
     l.grid.x = p.scale_blocks() + p.row_blocks * unsigned(segments);
   }
   return launch(permute_quantized_kernel, l, p);

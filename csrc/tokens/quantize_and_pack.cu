@@ -15,7 +15,6 @@ using Types = Vectorized<BF16, Fp8Variant::kRuntime>;
 constexpr int kVecs = kPackElements / Types::kVec;
 constexpr int64_t kMaxElements = 16384;  // of a token
 constexpr int64_t kMaxTokenRows = 256;
-constexpr int64_t kMaxBlocks = 1 << 24;  // HIP has fewer than 2^32 threads a launch
 enum : int { kValues, kScales, kOthers };  // columns
 
 struct QuantizeAndPackPlan : QuantizeAndPackParams {
@@ -149,9 +148,8 @@ int quantize_and_pack(const QuantizeAndPackParams& p, void* stream) {
   const int64_t clearing_blocks = ceil_div<int64_t>(p.rows.rows, kPackThreads);
   const int64_t blocks = clearing_blocks + p.quantize_x.rows;
   for (QuantizeAndPackPlan plan = {p, 0, clearing_blocks, f.block / kPackElements, f.scale_type};
-       plan.first_block < blocks; plan.first_block += kMaxBlocks) {
-    const int64_t left = blocks - plan.first_block;
-    const dim3 grid(unsigned(left < kMaxBlocks ? left : kMaxBlocks));
+       plan.first_block < blocks; plan.first_block += max_grid_blocks(kPackThreads)) {
+    const dim3 grid(grid_blocks(blocks - plan.first_block, kPackThreads));
     const Launch l = {grid, dim3(kPackThreads), stream, size_t(row_bytes(p.quantize_x))};
     if (const int e = launch(quantize_and_pack_kernel<Types>, l, plan)) return e;
   }

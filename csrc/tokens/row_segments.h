@@ -9,7 +9,7 @@
 
 namespace moe_fp8 {
 
-constexpr int64_t kMaxSegments = 65535 - kMaxColumns;  // the segments of columns are along y of a grid
+constexpr int64_t kMaxSegments = kMaxGridBlocksY - kMaxColumns;  // the segments of columns are along y of a grid
 struct CopySegmentsPlan : CopyRowsParams {
   int64_t segment;  // bytes
 };
@@ -43,8 +43,6 @@ MOE_DEVICE void copy_segment(const CopySegmentsPlan& p, int segment, uint32_t bl
   }
 }
 
-constexpr int64_t kMaxSegmentBlocks = 1 << 21;  // HIP has fewer than 2^32 threads a launch
-
 // A grid of blocks of rows by `segments`, for threads that copy units of `unit` bytes, at most max_threads a row.
 inline Launch segment_launch(int64_t rows, int64_t row_bytes, int64_t segment, int64_t segments, int unit,
                              void* stream, int max_threads = kMaxSegmentThreads) {
@@ -56,7 +54,7 @@ inline Launch segment_launch(int64_t rows, int64_t row_bytes, int64_t segment, i
     threads = int(round_up<int64_t>(wanted < max_threads ? wanted : max_threads, kMaxWarpSize));
   const int rows_per_block = threads < kShortRowThreads ? kShortRowThreads / threads : 1;
   const int64_t blocks = ceil_div<int64_t>(rows, rows_per_block);
-  const dim3 grid(unsigned(blocks < kMaxSegmentBlocks ? blocks : kMaxSegmentBlocks), unsigned(segments));
+  const dim3 grid(grid_blocks(blocks, threads * rows_per_block), unsigned(segments));
   return {grid, dim3(threads, rows_per_block), stream};
 }
 

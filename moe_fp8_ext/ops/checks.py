@@ -64,8 +64,8 @@ class Argument:
     dtype_bytes: tuple[int, ...]
     dtype_of_like: bool
     dtype_of_format: bool
-    least_dims: int
-    most_dims: int
+    min_dims: int
+    max_dims: int
     strides: str
     limits: tuple[dict, ...]
 
@@ -74,14 +74,14 @@ class Argument:
         text = f"{self.op}: {self.name} must be"
         require(x is not None, f"{text} a tensor, got None")
         self._check_dtype(x)
-        check_dims(self.op, self.name, x, self.least_dims, self.most_dims)
+        check_dims(self.op, self.name, x, self.min_dims, self.max_dims)
         if self.strides == "contiguous":
             check_contiguous(self.op, self.name, x)
         elif self.strides != "any":
             check_unit_stride(self.op, self.name, x, -1 if self.strides == "inner" else -2)
         for limit in self.limits:
             size = x.numel() if limit["dim"] is None else x.shape[limit["dim"]]
-            check_size(self.op, self.name, size, limit["what"], limit["most"])
+            check_size(self.op, self.name, size, limit["what"], limit["max"])
         if self.like is None:
             return
         if self.dtype_of_like:
@@ -295,7 +295,7 @@ def check_align(
 def check_groups(op: str, e: int, arg: str, rows: int, format: Format, align: int | None) -> int:
     """Checks e groups of the rows of `arg` along tokens; returns the multiple that each is padded to."""
     align = format.align if align is None else align
-    check_align(op, align, arg, rows, e, format.least_align, format.most_align)
+    check_align(op, align, arg, rows, e, format.min_align, format.max_align)
     if format.block:
         check_align(op, max(align, GROUP_SCALES), arg, rows, e)
     return align

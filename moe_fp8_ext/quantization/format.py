@@ -86,8 +86,8 @@ class Format:
     weight_rows: int
     scale_dtype: torch.dtype
     order: str
-    least_align: int
-    most_align: int
+    min_align: int
+    max_align: int
     align: int
     roundings: tuple[str, ...]
     amaxes: tuple[str, ...]

@@ -217,9 +217,9 @@ class Recipe:
         if is_int(self.align):
             self._set("align", int(self.align))
         self._check_type("align", int)
-        least, most = (format.least_align, format.most_align) if format else (1, 256)
-        ok = least <= self.align <= most and self.align & (self.align - 1) == 0
-        _require(ok, "align", f"a power of two from {least} to {most} with format {self.format!r}", self.align)
+        smallest, largest = (format.min_align, format.max_align) if format else (1, 256)
+        ok = smallest <= self.align <= largest and self.align & (self.align - 1) == 0
+        _require(ok, "align", f"a power of two from {smallest} to {largest} with format {self.format!r}", self.align)
 
     def _check_amax(self) -> None:
         if self.format is None:

@@ -218,7 +218,7 @@ def test_group_sizes_around_every_tile(kernels, format, align):
 
 
 @OF_ALL_FORMATS
-def test_most_experts(kernels, format):
+def test_max_experts(kernels, format):
     for m in (0, 700):
         check(kernels, wide(m, 24), format, group_offs("zipf", m, MOST_EXPERTS))
 

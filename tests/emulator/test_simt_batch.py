@@ -68,7 +68,7 @@ def test_groups(kernels, align):
     check(kernels, wide(int(sizes.sum()) + 3, 72), sizes.cumsum(0).int(), align=align)
 
 
-def test_most_experts(kernels):
+def test_max_experts(kernels):
     for m in (0, 700):
         check(kernels, wide(m, 24), group_offs("zipf", m, 1024))
 

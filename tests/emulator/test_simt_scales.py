@@ -89,7 +89,7 @@ def test_swizzle_groups_of_whole_blocks(kernels):
         check_groups(kernels, scales(140, int(sizes.sum()) + more), sizes.cumsum(0).int(), "columns")
 
 
-def test_swizzle_most_experts(kernels):
+def test_swizzle_max_experts(kernels):
     for size in (0, 700):
         check_both(kernels, scales(size, 6), "zipf", MOST_EXPERTS)
         check_groups(kernels, scales(6, size), group_offs("zipf", size, MOST_EXPERTS), "columns")

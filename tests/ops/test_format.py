@@ -31,7 +31,7 @@ def test_compiled_table_is_the_reference(name):
     assert entry["weight_rows"] == f.weight_rows
     assert getattr(torch, entry["scale_dtype"]) == f.scale_dtype
     assert entry["order"] == f.order
-    assert (entry["least_align"], entry["most_align"]) == f.aligns
+    assert (entry["min_align"], entry["max_align"]) == f.aligns
     assert entry["align"] == f.align
     assert tuple(entry["roundings"]) == f.roundings
     assert tuple(entry["amaxes"]) == f.amaxes

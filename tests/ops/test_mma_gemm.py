@@ -102,7 +102,7 @@ def test_real_values(sizes, fmt, fast, mma):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_most_experts(fmt, mma):
+def test_max_experts(fmt, mma):
     for layout in ("uniform", "one_giant", "all_empty", "tail_rows"):
         offs = group_offs(layout, 2048, 1024)
         check_exact(exact_2d3d(fmt, 2048, 64, 40, offs, mma))

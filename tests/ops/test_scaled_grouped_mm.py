@@ -79,7 +79,7 @@ def test_zero_and_one_sizes(m, k, n, e, fmt, device):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_most_experts(fmt, device):
+def test_max_experts(fmt, device):
     unit, e = UNIT[fmt], MAX_EXPERTS
     check_exact(exact_2d3d(fmt, 1500, 32, 16, group_offs("zipf", 1500, e), device))
     check_exact(exact_2d2d(fmt, 1100 * unit, 16, 16, group_offs("zipf", 1100, e) * unit, device), align=unit)

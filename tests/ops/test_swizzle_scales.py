@@ -129,7 +129,7 @@ def test_groups_of_whole_blocks(device):
     check_groups(scales(32 * int(sizes.sum()), 20, device=device), 32 * offs, 0)
 
 
-def test_most_experts(device):
+def test_max_experts(device):
     for size in (0, 700, 5000):
         check_groups(scales(size, 6, device=device), group_offs("zipf", size, 1024, device), 0)
         check_groups(scales(130, size, device=device), group_offs("zipf", size, 1024, device), 1)

@@ -82,7 +82,7 @@ def test_zero_sizes(shape, device):
     check(wide(m, k, device=device), group_offs("uniform", m, e, device))
 
 
-def test_most_experts(device):
+def test_max_experts(device):
     for m in (0, 700, 3000):
         check(wide(m, 24, device=device), group_offs("zipf", m, 1024, device))
 

@@ -11,7 +11,7 @@ from moe_fp8_ext.ops import scaled_grouped_mm
 from moe_fp8_ext.quantization import format as formats
 
 FORMATS = tuple(formats.FORMATS)
-UNIT = {name: max(16, f.least_align) for name, f in formats.FORMATS.items()}  # multiple of offs for torch's GEMMs
+UNIT = {name: max(16, f.min_align) for name, f in formats.FORMATS.items()}  # multiple of offs for torch's GEMMs
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 

@@ -14,7 +14,6 @@ constexpr int kLines = kColumnPassLines, kPositions = kLines * kLine;  // of a b
 constexpr int kVecs = kColumnPassVecs, kFeaturesPerBlock = kVecs * kFeatures;
 constexpr int kColumnThreads = kLineChunks * kLanes;
 constexpr int kLaneRows = 4;      // the bytes of a word
-constexpr int kMaxGridY = 65535;
 
 struct GradientColumnsPlan : GradientsPlan {
   int last;  // tile of positions that blockIdx.y 0 takes: the L2 still holds the last rows that the pass by rows read
@@ -131,9 +130,9 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, kColumnPassBlocks)
 int launch_gradient_columns(const GradientsPlan& p, void* stream) {
   const unsigned grid_x = unsigned(ceil_div<int64_t>(p.gradients.h.F, kFeaturesPerBlock));
   const int tiles = int(ceil_div<int64_t>(p.quantize_dh.positions, kPositions));
-  for (GradientColumnsPlan plan = {p, tiles - 1}; plan.last >= 0; plan.last -= kMaxGridY) {
+  for (GradientColumnsPlan plan = {p, tiles - 1}; plan.last >= 0; plan.last -= kMaxGridBlocksY) {
     const int left = plan.last + 1;
-    const Launch l = {dim3(grid_x, left < kMaxGridY ? left : kMaxGridY), dim3(kLanes, kLineChunks), stream};
+    const Launch l = {dim3(grid_x, left < kMaxGridBlocksY ? left : kMaxGridBlocksY), dim3(kLanes, kLineChunks), stream};
     const int e = dispatch_gated(p.gradients.activation, [&](auto activations) {
       return launch(quantize_gradient_columns_kernel<GradientTypes, decltype(activations)>, l, plan);
     });

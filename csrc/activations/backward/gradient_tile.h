@@ -127,10 +127,8 @@ MOE_DEVICE void differentiate_rows(const GradientTilesPlan& p, const QuantizedTi
   }
 #pragma unroll
   for (int c = 0; c < kOutputs; ++c) {
-    Vec16 other;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) other.w[w] = shfl_xor(max[c].w[w], kVecs);
-    accumulate(max[c], other);
+    for (int w = 0; w < 4; ++w) max[c].w[w] = reduce_lanes<kLanes, kVecs>(max[c].w[w], MaxMagnitude<BF16>{});
     const Chunk chunk = chunk_of(c);
     if (int(threadIdx.x) < kVecs) *shared.thread_row_amax(chunk.output, chunk.number) = max[c];
   }

@@ -130,14 +130,13 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(Map::kMaxThreads, Map::kThreadsWanted / Map::k
   else quantize_rows<false>(p, map, h, row);
 }
 
-constexpr int kMaxGridY = 65535;  // further blocks are along z, where the last ones may have no rows
-
 template <class Map>
 int launch_map(const QuantizeActivatedParams& p, int team_threads, int64_t grid_x, void* stream) {
   // A team of several waves synchronizes with __syncthreads(), so it is a whole block.
   const int teams = team_threads == kMaxWarpSize ? kTeamBlockThreads / team_threads : 1;
   const int64_t rows = round_up<int64_t>(p.quantize_a.rows, Map::kRowMultiple);
-  const int blocks = int(ceil_div<int64_t>(rows, teams * Map::kRows)), grid_z = ceil_div(blocks, kMaxGridY);
+  const int blocks = int(ceil_div<int64_t>(rows, teams * Map::kRows));
+  const int grid_z = ceil_div(blocks, kMaxGridBlocksY);  // the last blocks along z may have no rows
   const dim3 grid(unsigned(grid_x), unsigned(ceil_div(blocks, grid_z)), unsigned(grid_z));
   const QuantizeActivatedPlan plan = {p, is_gated(p.activation), format_of(p.quantize_a.format).blocked(), blocks};
   constexpr auto kKernel = quantize_activated_kernel<Vectorized<BF16, Fp8Variant::kRuntime>, Map>;
