@@ -2,25 +2,30 @@
 
     python bench/fit_auto.py                 the points of bench/results/auto.json by the constants in cost.py
     python bench/fit_auto.py --fit           constants fitted to these points, to paste into cost.py
+    python bench/fit_auto.py --held-out      what "auto" loses at shapes that its constants were not fitted to
 
 Each point has an op ("layer" or "grouped_mm"), its sizes as `for_layer` and `for_grouped_mm` take them (layers are
-gated), and the microseconds of forward and backward by recipe. bench/auto_sweep.py measures such points.
+gated), and the microseconds of forward and backward by recipe. bench/auto_sweep.py measures such points. "earlier" are
+points of another run, on another host.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
 import numpy
 from tabulate import tabulate
 
-from moe_fp8_ext.quantization.cost import BYTES_PER_US, COSTS, Cost, Work, grouped_mm_work, layer_work
+from moe_fp8_ext.quantization.cost import COSTS, Cost, Work, fastest, grouped_mm_work, layer_work
 from moe_fp8_ext.quantization.recipe import RECIPES
 
 POINTS = Path(__file__).parent / "results" / "auto.json"
 CHOICES = "bf16", "rowwise", "blockwise"
+PREDICTS = 0.1  # weight of predicted times against lost time: keeps rates near those of the GPU
+SOFTNESS = 0.02  # times that differ by less count as equal
 
 
 def work_of(point: dict) -> Work:
@@ -37,54 +42,82 @@ def loss(point: dict) -> float:
     return point["us"][chosen(point)] / min(point["us"].values()) - 1
 
 
-def fit(points: list[dict]) -> dict[str, dict[str, Cost]]:
-    """Non-negative least squares of relative errors. A recipe has one rate and one weight_bytes for both ops."""
-    columns: dict[tuple[str, ...], int] = {}
-    column = lambda *key: columns.setdefault(key, len(columns))  # noqa: E731
-    equations = []  # sum of coefficients * unknowns = 1
-    for point in points:
-        op, work = point["op"], work_of(point)
-        for recipe, us in point["us"].items():
-            terms = {
-                column("us of a multiplication", recipe): 6e-6 * work.multiplications,
-                column("weight_bytes", recipe): work.weights / BYTES_PER_US,
-                column("row_bytes", op, recipe): work.rows / BYTES_PER_US,
-                column("fixed_us", op, recipe): 1.0,
-            }
-            equations.append({i: value / us for i, value in terms.items()})
-    matrix = numpy.zeros((len(equations), len(columns)))
-    for row, terms in zip(matrix, equations, strict=True):
-        row[list(terms)] = list(terms.values())
-    scale = numpy.linalg.norm(matrix, axis=0)
-    matrix /= scale
-    gram, right, x = matrix.T @ matrix, matrix.sum(0), numpy.zeros(len(columns))
-    for _ in range(20_000):  # coordinate descent
-        for i in range(len(x)):
-            x[i] = max(0.0, x[i] + (right[i] - gram[i] @ x) / gram[i, i])
-    found = dict(zip(columns, (float(f"{value:.3g}") for value in x / scale), strict=True))
-    return {
-        op: {
-            recipe: Cost(
-                round(1 / found["us of a multiplication", recipe]),
-                found["weight_bytes", recipe],
-                found["row_bytes", op, recipe],
-                found["fixed_us", op, recipe],
-            )
-            for recipe in CHOICES
-        }
-        for op in COSTS
-    }
+def fit(points: list[dict], steps: int = 6000) -> dict[str, dict[str, Cost]]:
+    """Returns constants that lose little time and predict times well. A recipe has one rate and one weight_bytes.
+
+    A random search from the constants in cost.py minimizes the mean over points of
+
+        sum over recipes of p * (us / us of the fastest - 1) + PREDICTS * log(model / us)^2
+
+    p is a softmax of -log(model) / SOFTNESS: nearly 1 for the recipe that "auto" chooses.
+    """
+    ops = [(op, [point for point in points if point["op"] == op]) for op in COSTS]
+    measured = {op: numpy.array([[point["us"][r] for r in CHOICES] for point in of_op], float) for op, of_op in ops}
+    works = {op: [Work(*map(float, work_of(point))) for point in of_op] for op, of_op in ops}
+    columns = {op: Work(*map(numpy.array, zip(*of_op, strict=True))) for op, of_op in works.items() if of_op}
+
+    def objective(costs: dict[str, dict[str, Cost]]) -> float:
+        losses = []
+        for op, work in columns.items():
+            model = numpy.stack([numpy.maximum(c.gpu_us(work), c.host_us) for c in map(costs[op].get, CHOICES)], 1)
+            share = (model.min(1, keepdims=True) / model) ** (1 / SOFTNESS)
+            lost = measured[op] / measured[op].min(1, keepdims=True) - 1
+            missed = numpy.log(model / measured[op]) ** 2
+            losses.append((share / share.sum(1, keepdims=True) * lost + PREDICTS * missed).sum(1))
+        return numpy.concatenate(losses).mean()
+
+    random = numpy.random.default_rng(0)
+    best, width = COSTS, 0.1
+    least = objective(best)
+    for _ in range(steps):
+        width *= 0.5 ** (6 / steps)
+        shared = {r: random.normal(size=2) * (random.random(2) < 0.25) for r in CHOICES}
+        trial = {op: {r: moved(best[op][r], shared[r], width, random) for r in CHOICES} for op in COSTS}
+        if (value := objective(trial)) < least:
+            best, least = trial, value
+    return best
+
+
+def moved(cost: Cost, shared: numpy.ndarray, width: float, random: numpy.random.Generator) -> Cost:
+    """Returns the constants times random factors near 1; `shared` are the logarithms of the first two."""
+    logs = numpy.concatenate([shared, random.normal(size=3) * (random.random(3) < 0.25)])
+    return Cost(*(float(f"{value:.4g}") for value in numpy.array(cost) * numpy.exp(width * logs)))
+
+
+def held_out(points: list[dict]) -> list[float]:
+    """Returns the losses at each quarter of the shapes, with constants fitted to the other three quarters."""
+    shape = lambda point: (point["op"], *list(point["sizes"].values())[1:])  # noqa: E731
+    shapes = sorted({shape(point) for point in points})
+    losses = []
+    for quarter in range(4):
+        left_out = [shapes.index(shape(point)) % 4 == quarter for point in points]
+        costs = fit([point for point, out in zip(points, left_out, strict=True) if not out], 3000)
+        for point in itertools.compress(points, left_out):
+            name = fastest(costs[point["op"]], work_of(point), CHOICES)
+            losses.append(point["us"][name] / min(point["us"].values()) - 1)
+    return losses
+
+
+def summary(losses: list[float]) -> str:
+    over = sum(value > 0.03 for value in losses)
+    mean = sum(losses) / len(losses)
+    return f"{len(losses)} points: mean loss {mean:.2%}, largest {max(losses):.1%}, {over} above 3%"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--points", type=Path, default=POINTS)
     parser.add_argument("--fit", action="store_true", help="print fitted constants")
+    parser.add_argument("--held-out", action="store_true", help="fit to three quarters of the shapes, try the fourth")
     arguments = parser.parse_args()
-    points = json.loads(arguments.points.read_text())["points"]
+    file = json.loads(arguments.points.read_text())
+    points = file["points"] + file.get("earlier", [])
     if arguments.fit:
         for op, costs in fit(points).items():
             print(op, *(f"    {recipe}: {cost}" for recipe, cost in costs.items()), sep="\n")
+        return
+    if arguments.held_out:
+        print(summary(held_out(points)))
         return
     body = []
     for point in points:
@@ -92,7 +125,9 @@ def main() -> None:
         cells = (f"{us:,.0f} ({costs[recipe].us(work) / us - 1:+.0%})" for recipe, us in point["us"].items())
         body.append((point["op"], [*point["sizes"].values()], *cells, chosen(point), f"{loss(point):.1%}"))
     print(tabulate(body, ("op", "sizes", *(f"{name}, us (model)" for name in CHOICES), "auto", "loss")))
-    print(f"largest loss {max(map(loss, points)):.1%}")
+    for name in ("points", "earlier"):
+        if file.get(name):
+            print(f"{name}:", summary([loss(point) for point in file[name]]))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from moe_fp8_ext.ops.checks import FP8_DTYPES, dtype_name, either, is_int
-from moe_fp8_ext.quantization.cost import Work, fastest, grouped_mm_work, layer_work
+from moe_fp8_ext.quantization.cost import COSTS, Work, fastest, grouped_mm_work, layer_work
 from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS, Format
 
 _BF16_ALIGN = 8  # BF16 tokens in 16 bytes, the alignment of TMA loads
@@ -176,7 +176,7 @@ class Recipe:
             if any(size % _NATIVE_MULTIPLE for size in features):
                 return RECIPES["bf16"]
             candidates = ["bf16", *candidates]
-        chosen = fastest(op, work, candidates)
+        chosen = fastest(COSTS[op], work, candidates)
         return RECIPES["bf16"] if chosen == "bf16" else self._variants.get(chosen, self)
 
     def _make_variants(self) -> dict[str, Recipe]:

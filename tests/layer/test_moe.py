@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 from torch.utils.checkpoint import checkpoint
 
-from moe_fp8_ext import Experts, MoE, Router, experts, reference
+from moe_fp8_ext import Experts, MoE, Recipe, Router, experts, reference
 from moe_fp8_ext.matmul.float32 import float32_mm
 
 E, D, F, TOP_K = 8, 64, 48, 3
@@ -450,14 +450,18 @@ def test_documents():
     assert all(names[leaf].grad.isfinite().all() for leaf in ("x", "w_gate_up", "w_down"))
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "auto"])
 @pytest.mark.parametrize("strict", [True, False])
-def test_export_with_any_number_of_tokens(strict):
-    """Of a layer in a batch of sequences: no size is taken for a constant."""
+def test_export_with_any_number_of_tokens(strict, recipe):
+    """A layer in a batch of sequences: no size becomes a constant. Without strict, "auto" is the recipe of many rows;
+    with it, the recipe of the whole range, which is one here."""
     torch.manual_seed(0)
-    model = MoE(Router(4, 32, 2), Experts(4, 32, 16)).eval().requires_grad_(False)
+    model = MoE(Router(4, 32, 2), Experts(4, 32, 16, recipe=recipe)).eval().requires_grad_(False)
     tokens = torch.export.Dim("tokens", min=2, max=1024)
     with torch.no_grad():
         program = torch.export.export(model, (torch.randn(2, 35, 32),), dynamic_shapes=({1: tokens},), strict=strict)
+        if not strict:
+            model.experts.options["recipe"] = Recipe("rowwise")
         for count in (3, 35, 100):
             x = torch.randn(2, count, 32)
             assert_same(program.module()(x)[0], model(x)[0])
