@@ -37,6 +37,7 @@ class Choice(NamedTuple):
 
 
 _CHOICES: list[Choice] = []
+_LACKS = AttributeError, ImportError, RuntimeError, TypeError  # what a probe raises
 
 
 def _expect(ok: bool) -> None:
@@ -45,23 +46,27 @@ def _expect(ok: bool) -> None:
         raise RuntimeError
 
 
-def _choose(names: str, purpose: str, probe: Callable[[], T], fallback: T, meaning: str) -> T:
-    """Returns what `probe` returns, or the fallback if the probe raises or private names are switched off."""
-    chosen, is_private = fallback, False
-    if not ONLY_PUBLIC:
-        try:
-            chosen, is_private = probe(), True
-        except (AttributeError, ImportError, RuntimeError, TypeError):
-            pass
-    _CHOICES.append(Choice(names, purpose, meaning, is_private))
-    return chosen
+def _choose(names: str, purpose: str, fallback: T, meaning: str) -> Callable[[Callable[[], T]], T]:
+    """Replaces a probe by what it returns, or by the fallback if it raises or private names are switched off."""
+
+    def choose(probe: Callable[[], T]) -> T:
+        chosen, is_private = fallback, False
+        if not ONLY_PUBLIC:
+            try:
+                chosen, is_private = probe(), True
+            except _LACKS:
+                pass
+        _CHOICES.append(Choice(names, purpose, meaning, is_private))
+        return chosen
+
+    return choose
 
 
 def _need(names: str, purpose: str, probe: Callable[[], T]) -> T:
     """Returns what `probe` returns. No public name can replace these: without them the import fails."""
     try:
         needed = probe()
-    except (AttributeError, ImportError, RuntimeError, TypeError) as error:
+    except _LACKS as error:
         text = f"moe_fp8_ext needs {names} of torch for {purpose}, which torch {torch.__version__} lacks"
         raise ImportError(f"{text}: install a torch that this release was tested with") from error
     _CHOICES.append(Choice(names, purpose, "", True))
@@ -103,81 +108,68 @@ class Keysets(NamedTuple):
     after_writes: object
 
 
-def _below_autograd() -> Callable[[], AbstractContextManager]:
+@_choose(
+    "torch._C._AutoDispatchBelowAutograd",
+    "calls of ops that bypass their Autograd kernels",
+    nullcontext,
+    "every call runs the Autograd kernels, which costs microseconds",
+)
+def below_autograd() -> Callable[[], AbstractContextManager]:
     with torch._C._AutoDispatchBelowAutograd():
         return torch._C._AutoDispatchBelowAutograd
 
 
-def _keysets() -> Keysets:
+@_choose(
+    "torch._C._after_autograd_keyset, torch._C._after_ADInplaceOrView_keyset, OpOverload.redispatch",
+    "Autograd kernels with errors of this package",
+    None,
+    "torch.library.register_autograd; torch itself reports forward-mode derivatives, and no write advances the version"
+    " counter for torch.ops.moe_fp8",
+)
+def keysets() -> Keysets:
     OpOverload.redispatch  # noqa: B018  the probe
     keysets = Keysets(torch._C._after_autograd_keyset, torch._C._after_ADInplaceOrView_keyset)
     _expect(all(isinstance(keyset, torch._C.DispatchKeySet) for keyset in keysets))
     return keysets
 
 
-below_autograd = _choose(
-    "torch._C._AutoDispatchBelowAutograd",
-    "calls of ops that bypass their Autograd kernels",
-    _below_autograd,
-    nullcontext,
-    "every call runs the Autograd kernels, which costs microseconds",
-)
-keysets = _choose(
-    "torch._C._after_autograd_keyset, torch._C._after_ADInplaceOrView_keyset, OpOverload.redispatch",
-    "Autograd kernels with errors of this package",
-    _keysets,
-    None,
-    "torch.library.register_autograd; torch itself reports forward-mode derivatives, and no write advances the version"
-    " counter for torch.ops.moe_fp8",
-)
+def _any_requires_grad_by_loop(*args: object, **kwargs: object) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
 
 
-def _any_requires_grad() -> Callable[..., bool]:
+@_choose(
+    "torch._C._any_requires_grad",
+    "whether an argument requires a gradient",
+    _any_requires_grad_by_loop,
+    "a loop over the arguments",
+)
+def any_requires_grad() -> Callable[..., bool]:
     plain, leaf = torch.empty(0, device="cpu"), torch.empty(0, device="cpu", requires_grad=True)
     private = torch._C._any_requires_grad
     _expect(private(plain, leaf) and private(None, x=leaf) and not private(plain, 1))
     return private
 
 
-def _any_requires_grad_by_loop(*args: object, **kwargs: object) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
-
-
-any_requires_grad = _choose(
-    "torch._C._any_requires_grad",
-    "whether an argument requires a gradient",
-    _any_requires_grad,
-    _any_requires_grad_by_loop,
-    "a loop over the arguments",
+@_choose(
+    "torch._C._are_functorch_transforms_active",
+    "whether a transform of torch.func is active",
+    lambda: True,
+    "assumed, so every call runs the Autograd kernels",
 )
-
-
-def _in_functorch() -> Callable[[], bool]:
+def in_functorch() -> Callable[[], bool]:
     _expect(isinstance(torch._C._are_functorch_transforms_active(), bool))
     return torch._C._are_functorch_transforms_active
 
 
-in_functorch = _choose(
-    "torch._C._are_functorch_transforms_active",
-    "whether a transform of torch.func is active",
-    _in_functorch,
-    lambda: True,
-    "assumed, so every call runs the Autograd kernels",
-)
-
-
-def _in_forward_ad() -> Callable[[], bool]:
-    _expect(isinstance(forward_ad._current_level, int))
-    return lambda: forward_ad._current_level >= 0
-
-
-in_forward_ad = _choose(
+@_choose(
     "torch.autograd.forward_ad._current_level",
     "whether a level of forward-mode derivatives is open",
-    _in_forward_ad,
     lambda: True,
     "assumed, so every call looks for tangents",
 )
+def in_forward_ad() -> Callable[[], bool]:
+    _expect(isinstance(forward_ad._current_level, int))
+    return lambda: forward_ad._current_level >= 0
 
 
 class DirectCalls(NamedTuple):
@@ -187,24 +179,27 @@ class DirectCalls(NamedTuple):
     set_traced_op: Callable[[Callable, OpOverload], None]
 
 
-def _direct_calls() -> DirectCalls:
-    _expect(callable(torch.ops.aten.add.Tensor._op))
-    return DirectCalls(lambda op: op._op, lambda function, op: setattr(function, "_torchdynamo_inline", op))
-
-
-direct_calls = _choose(
+@_choose(
     "OpOverload._op, _torchdynamo_inline",
     "wrappers that call the C++ function of an op and reword torch's errors about the kind of an argument",
-    _direct_calls,
     None,
     "wrappers call the op; errors about the kind of an argument are in torch's words",
 )
+def direct_calls() -> DirectCalls:
+    _expect(callable(torch.ops.aten.add.Tensor._op))
+    return DirectCalls(lambda op: op._op, lambda function, op: setattr(function, "_torchdynamo_inline", op))
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _is_fake() -> Callable[[Tensor], bool]:
+@_choose(
+    "torch._subclasses.fake_tensor.FakeTensor",
+    "whether a tensor has no values that MOE_FP8_VALIDATE=1 can read",
+    lambda x: type(x) not in (Tensor, torch.nn.Parameter),
+    "the contents of tensor subclasses are not validated",
+)
+def is_fake() -> Callable[[Tensor], bool]:
     _expect(importlib.util.find_spec("torch._subclasses.fake_tensor") is not None)
 
     def is_fake(x: Tensor) -> bool:
@@ -215,15 +210,6 @@ def _is_fake() -> Callable[[Tensor], bool]:
     return is_fake
 
 
-is_fake = _choose(
-    "torch._subclasses.fake_tensor.FakeTensor",
-    "whether a tensor has no values that MOE_FP8_VALIDATE=1 can read",
-    _is_fake,
-    lambda x: type(x) not in (Tensor, torch.nn.Parameter),
-    "the contents of tensor subclasses are not validated",
-)
-
-
 def _check_now(ok: torch.SymBool, message: Callable[[], str]) -> None:
     if not ok:
         raise RuntimeError(message())
@@ -232,13 +218,18 @@ def _check_now(ok: torch.SymBool, message: Callable[[], str]) -> None:
 check_symbolic = _choose(
     "torch._check",
     "conditions on symbolic sizes that a graph keeps and checks when it runs",
-    lambda: torch._check,
     _check_now,
     "conditions are decided while the graph is traced, which may specialize a size",
+)(lambda: torch._check)
+
+
+@_choose(
+    "Tensor._version, UntypedStorage._cdata",
+    "whether a weight was written to since it was quantized, for reuse_weights",
+    None,
+    "reuse_weights has no effect: every call quantizes its weights",
 )
-
-
-def _state_of() -> Callable[[Tensor], tuple[int, ...]]:
+def state_of() -> Callable[[Tensor], tuple[int, ...]]:
     def state_of(x: Tensor) -> tuple[int, ...]:
         storage = x.untyped_storage()
         return x._version, storage._cdata, storage.data_ptr()
@@ -247,30 +238,24 @@ def _state_of() -> Callable[[Tensor], tuple[int, ...]]:
     return state_of
 
 
-state_of = _choose(
-    "Tensor._version, UntypedStorage._cdata",
-    "whether a weight was written to since it was quantized, for reuse_weights",
-    _state_of,
-    None,
-    "reuse_weights has no effect: every call quantizes its weights",
+@_choose(
+    "Tensor._base",
+    "the parameter that a weight is a view of, for reuse_weights",
+    lambda x: None,
+    "every call quantizes weights that are views",
 )
-
-
-def _base_of() -> Callable[[Tensor], Tensor | None]:
+def base_of() -> Callable[[Tensor], Tensor | None]:
     _expect(isdatadescriptor(Tensor._base))
     return lambda x: x._base
 
 
-base_of = _choose(
-    "Tensor._base",
-    "the parameter that a weight is a view of, for reuse_weights",
-    _base_of,
-    lambda x: None,
-    "every call quantizes weights that are views",
+@_choose(
+    "torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode, torch._C._len_torch_dispatch_stack",
+    "whether a graph is being traced, for reuse_weights",
+    lambda: True,
+    "assumed: every call quantizes its weights",
 )
-
-
-def _is_traced() -> Callable[[], bool]:
+def is_traced() -> Callable[[], bool]:
     keys = torch._C._TorchDispatchModeKey
     tracing = keys.FAKE, keys.PROXY, keys.FUNCTIONAL
     depth, mode_of = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode
@@ -284,16 +269,14 @@ def _is_traced() -> Callable[[], bool]:
     return is_traced
 
 
-is_traced = _choose(
-    "torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode, torch._C._len_torch_dispatch_stack",
-    "whether a graph is being traced, for reuse_weights",
-    _is_traced,
-    lambda: True,
-    "assumed: every call quantizes its weights",
+@_choose(
+    "Module._forward_hooks, Module._forward_pre_hooks, Module._backward_hooks, Module._backward_pre_hooks,"
+    " Module._compiled_call_impl",
+    "whether a fused activation may replace a module of Transformers",
+    lambda module: False,
+    "the layer calls the model's own activation between its two products",
 )
-
-
-def _has_no_hooks() -> Callable[[torch.nn.Module], bool]:
+def has_no_hooks() -> Callable[[torch.nn.Module], bool]:
     names = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
     def has_no_hooks(module: torch.nn.Module) -> bool:
@@ -306,60 +289,33 @@ def _has_no_hooks() -> Callable[[torch.nn.Module], bool]:
     return has_no_hooks
 
 
-has_no_hooks = _choose(
-    "Module._forward_hooks, Module._forward_pre_hooks, Module._backward_hooks, Module._backward_pre_hooks,"
-    " Module._compiled_call_impl",
-    "whether a fused activation may replace a module of Transformers",
-    _has_no_hooks,
-    lambda module: False,
-    "the layer calls the model's own activation between its two products",
-)
-
-
-def _grouped_mm_by_group(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
-    """Multiplies one group after the other. It reads offs, so it waits for the device."""
-    ends = offs.tolist()
-    groups = list(zip([0, *ends], ends, strict=False))
-    if b.dim() == 2:
-        return torch.stack([a[:, first:end] @ b[first:end] for first, end in groups])
-    out = a.new_zeros(a.shape[0], b.shape[-1])
-    for (first, end), matrix in zip(groups, b, strict=True):
-        out[first:end] = a[first:end] @ matrix
-    return out
-
-
 grouped_mm = _choose(
     "torch._grouped_mm",
     "products in bfloat16",
-    lambda: torch._grouped_mm,
-    getattr(torch.nn.functional, "grouped_mm", _grouped_mm_by_group),
-    "torch.nn.functional.grouped_mm; where torch lacks that too, a product per group, which waits for the device",
-)
+    torch.nn.functional.grouped_mm,
+    "torch.nn.functional.grouped_mm",
+)(lambda: torch._grouped_mm)
 grouped_mm_ops = _choose(
     "torch.ops.aten._grouped_mm",
     "products in bfloat16 in the list of save_ops",
-    lambda: [torch.ops.aten._grouped_mm.default],
     [],
     "save_ops omits them, so a checkpoint computes them again",
-)
+)(lambda: [torch.ops.aten._grouped_mm.default])
 
 
 # ---- autograd and distributed ----------------------------------------------------------------------------------------
 
 
-def _in_backward() -> Callable[[], bool]:
-    task = torch._C._current_graph_task_id
-    _expect(isinstance(task(), int))
-    return lambda: task() != -1
-
-
-in_backward = _choose(
+@_choose(
     "torch._C._current_graph_task_id",
     "whether backward is running, in which a checkpoint may compute forward again",
-    _in_backward,
     lambda: False,
     "never assumed: gather_in_fp8_ may gather the wrong direction first, and a static exchange may check more often",
 )
+def in_backward() -> Callable[[], bool]:
+    task = torch._C._current_graph_task_id
+    _expect(isinstance(task(), int))
+    return lambda: task() != -1
 
 
 class WrapperSubclass(NamedTuple):
@@ -370,18 +326,15 @@ class WrapperSubclass(NamedTuple):
     local_tensor: Callable[[Tensor], Tensor]
 
 
-def _wrapper_subclass() -> WrapperSubclass:
-    no_torch_function = torch._C._disabled_torch_function_impl
-    return WrapperSubclass(Tensor._make_wrapper_subclass, no_torch_function, lambda weight: weight._local_tensor)
-
-
-wrapper_subclass = _choose(
+@_choose(
     "Tensor._make_wrapper_subclass, torch._C._disabled_torch_function_impl, DTensor._local_tensor",
     "weights that FSDP2 gathers in FP8",
-    _wrapper_subclass,
     None,
     "gather_in_fp8_ raises an error",
 )
+def wrapper_subclass() -> WrapperSubclass:
+    no_torch_function = torch._C._disabled_torch_function_impl
+    return WrapperSubclass(Tensor._make_wrapper_subclass, no_torch_function, lambda weight: weight._local_tensor)
 
 
 def _offsets_from_values(parameter: Tensor) -> tuple[int, ...]:
@@ -398,7 +351,13 @@ def _offsets_from_values(parameter: Tensor) -> tuple[int, ...]:
     return tuple(reversed(offsets))
 
 
-def _offsets_of() -> Callable[[Tensor], tuple[int, ...]]:
+@_choose(
+    "DTensor.__create_chunk_list__",
+    "the first element of a parameter that a rank has",
+    _offsets_from_values,
+    "numbers of as many elements are distributed to find it",
+)
+def offsets_of() -> Callable[[Tensor], tuple[int, ...]]:
     """The import of DTensor is slow, so the name is looked up in the call."""
 
     def offsets_of(parameter: Tensor) -> tuple[int, ...]:
@@ -407,12 +366,3 @@ def _offsets_of() -> Callable[[Tensor], tuple[int, ...]]:
         return tuple(parameter.__create_chunk_list__()[0].offsets)
 
     return offsets_of
-
-
-offsets_of = _choose(
-    "DTensor.__create_chunk_list__",
-    "the first element of a parameter that a rank has",
-    _offsets_of,
-    _offsets_from_values,
-    "numbers of as many elements are distributed to find it",
-)

@@ -122,7 +122,7 @@ def test_every_choice_is_reported():
 
 def test_a_name_that_has_changed_is_not_used():
     chosen = [
-        _torch._choose("name", "a test", probe, "fallback", "what it does")
+        _torch._choose("name", "a test", "fallback", "what it does")(probe)
         for probe in (
             lambda: torch._C._no_such_name,
             lambda: _torch._expect(False),
@@ -140,17 +140,6 @@ def test_a_needed_name_that_torch_lacks():
         ImportError, match=rf"needs name of torch for a test, which torch {torch.__version__[:4]}.* lacks"
     ):
         _torch._need("name", "a test", lambda: torch._C._no_such_name)
-
-
-@pytest.mark.parametrize("ends", [[0, 3, 3, 5], [6]])
-def test_products_by_group(ends):
-    offs, a, b = torch.tensor(ends, dtype=torch.int32), torch.randn(6, 8), torch.randn(len(ends), 8, 16)
-    rows, dW = torch.zeros(6, 16), torch.zeros(len(ends), 8, 16)
-    for group, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        rows[first:end] = a[first:end] @ b[group]
-        dW[group] = a[first:end].t() @ rows[first:end]
-    assert torch.equal(_torch._grouped_mm_by_group(a, b, offs=offs), rows)
-    assert torch.equal(_torch._grouped_mm_by_group(a.t(), rows, offs=offs), dW)
 
 
 FALLBACKS = """
