@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.matmul.bf16 import bf16_product, bf16_wgrad, clamped
-from moe_fp8_ext.matmul.fp8 import fp8_product, fp8_wgrad
 from moe_fp8_ext.quantization.casting import cast, row_major
 from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.prepare import NOTHING, Operand, bf16_weight, fp8_weight
@@ -27,6 +26,8 @@ _quantize_rows = torch.ops.moe_fp8.quantize_rows.default
 _quantize_tokens = torch.ops.moe_fp8.quantize_tokens.default
 _quantize_both = torch.ops.moe_fp8.quantize_both.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
+_scaled_grouped_mm = torch.ops.moe_fp8.scaled_grouped_mm.default
+_add_scaled_grouped_mm = torch.ops.moe_fp8.add_scaled_grouped_mm.default
 
 
 class Groups(NamedTuple):
@@ -75,6 +76,8 @@ class Bf16Engine:
 
     Tokens are an operand without scales, the caller's tensor. `Fp8Engine` also accepts tokens quantized along rows.
     """
+
+    format: str | None = None  # of operands
 
     def weight(self, w: Tensor, dtype: torch.dtype, transposed: bool) -> tuple[Operand, Operand]:
         """Makes operands of w [E, N, K], cast to dtype: for products over K and, if `transposed`, over N."""
@@ -145,18 +148,24 @@ class Bf16Engine:
         return Operand(_activate(h, activation, interleaved)), Operand(h)
 
     def gradients(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
-        """Returns gradients of the values between the products.
+        """Returns gradients of the values between the products. Here dh and a are in memory, in bfloat16.
 
         da [P, F] is the gradient of activations, without scores.
         """
-        return _gradients(self, da, of, groups, wanted)
+        h, scores, activation, interleaved = of
+        how = scores, h.scale, None if h.scale is None else self.format, groups.indices, interleaved
+        dh, a, dscores = _activate_backward(da, h.values, activation, *how)
+        _, of_a = self.rows(a, groups.in_place, tokens=wanted.a)
+        del a  # frees memory for the operands of dh
+        rows, tokens = self.rows(dh, groups.in_place, wanted.rows, wanted.tokens, gradient=True)
+        return Gradients(rows, tokens, of_a, dh if wanted.dh else None, dscores)
 
 
-class Fp8Engine:
+class Fp8Engine(Bf16Engine):
     """Multiplies quantized operands."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+        self.recipe, self.format = recipe, recipe.format
 
     def weight(self, w: Tensor, dtype: torch.dtype, transposed: bool) -> tuple[Operand, Operand]:
         return fp8_weight(w, dtype, self.recipe, transposed)
@@ -167,7 +176,7 @@ class Fp8Engine:
     def values(self, x: Operand) -> Tensor:
         if x.scale is None:
             return x.values
-        return _dequantize(x.values, x.scale, self.recipe.format, "rows", None, torch.bfloat16)
+        return _dequantize(x.values, x.scale, self.format, "rows", None, torch.bfloat16)
 
     def tokens(
         self, x: Operand, groups: Groups, rows: bool = False, tokens: bool = False, gradient: bool = False
@@ -215,11 +224,20 @@ class Fp8Engine:
 
     def product(self, a: Operand, w: Operand, groups: Groups, by_index: bool = False) -> Tensor:
         indices = (groups.indices, groups.top_k) if by_index else (None, None)
-        return fp8_product(a.values, a.scale, w.values, w.scale, groups.offs, self.recipe, *indices)
+        how = self.format, groups.offs, *indices, 1, None, self.recipe.use_fast_accum
+        scale_w = FORMATS[self.format].transposed_scale(w.scale)
+        return _scaled_grouped_mm(a.values, w.values.mT, a.scale, scale_w, *how)
 
     def wgrad(self, dy: Operand, a: Operand, groups: Groups, main_grad: Tensor | None) -> Tensor | None:
-        how = self.recipe, self.recipe.align, main_grad
-        return fp8_wgrad(dy.values, dy.scale, a.values, a.scale, dy.ends, *how)
+        values, scales = (dy.values, a.values.mT), (dy.scale, FORMATS[self.format].transposed_scale(a.scale))
+        align, use_fast_accum, add = self.recipe.align, self.recipe.use_fast_accum, _add_scaled_grouped_mm
+        if main_grad is None:
+            how = None, None, align, None, use_fast_accum
+            return _scaled_grouped_mm(*values, *scales, self.format, dy.ends, *how)
+        if dy.scale.dtype == torch.float8_e8m0fnu and torch.compiler.is_compiling():
+            add, scales = _add_by_bytes, [scale.view(torch.uint8) for scale in scales]
+        add(main_grad, *values, *scales, self.format, dy.ends, align, use_fast_accum)
+        return None
 
     def activated(
         self, h: Tensor, groups: Groups, activation: str, interleaved: bool, keep_fp8: bool
@@ -231,7 +249,7 @@ class Fp8Engine:
 
     def gradients(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
         if wanted != Wanted(rows=True, tokens=True, a=True, dh=False):
-            return _gradients(self, da, of, groups, wanted, self.recipe.format)
+            return super().gradients(da, of, groups, wanted)
         h, scores, activation, interleaved = of
         format, dtype, rounding = self.rule(gradient=False)
         dtypes = dtype, self.rule(gradient=True)[1]
@@ -245,13 +263,13 @@ class Fp8Engine:
     def rule(self, gradient: bool) -> tuple[str, torch.dtype | None, str]:
         """Returns format, dtype and rounding for tokens, or for their gradients."""
         recipe = self.recipe
-        return recipe.format, (recipe.grad_dtype if gradient else None) or recipe.dtype, recipe.rounding
+        return self.format, (recipe.grad_dtype if gradient else None) or recipe.dtype, recipe.rounding
 
     def _is_smaller(self, x: Tensor, groups: Groups) -> bool:
         """Returns whether x takes less memory than its copy along tokens. Symbolic sizes: whether for all values."""
         m, recipe = (x if groups.indices is None else groups.indices).shape[0], self.recipe
         sizes = m, x.shape[1], groups.offs.shape[0], recipe.align, recipe.amax_of_groups
-        smaller = x.numel() * x.dtype.itemsize < FORMATS[recipe.format].bytes_of_tokens(*sizes)
+        smaller = x.numel() * x.dtype.itemsize < FORMATS[self.format].bytes_of_tokens(*sizes)
         if not torch.compiler.is_compiling():
             return smaller
         from torch.fx.experimental.symbolic_shapes import statically_known_true  # loads for a second
@@ -287,14 +305,10 @@ class HighPrecisionWgrad(Fp8Engine):
     ) -> tuple[Operand, Operand]:
         return super().activated(h, groups, activation, interleaved, keep_fp8=False)
 
-    def gradients(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
-        return _gradients(self, da, of, groups, wanted)
-
-    def wgrad(self, dy: Operand, a: Operand, groups: Groups, main_grad: Tensor | None) -> Tensor | None:
-        return _BF16.wgrad(dy, a, groups, main_grad)
+    gradients, wgrad = Bf16Engine.gradients, Bf16Engine.wgrad
 
 
-Engine = Bf16Engine | Fp8Engine
+Engine = Bf16Engine
 _BF16 = Bf16Engine()
 
 
@@ -309,15 +323,21 @@ def _both(q: Tensor, scale: Tensor, q_t: Tensor, scale_t: Tensor, ends: Tensor) 
     return Operand(q, scale), Operand(q_t, scale_t, ends)
 
 
-def _gradients(
-    engine: Engine, da: Tensor, of: Activated, groups: Groups, wanted: Wanted, format: str | None = None
-) -> Gradients:
-    """Computes `gradients` with dh and a in memory, in bfloat16. format: that of a quantized h."""
-    h, scores, activation, interleaved = of
-    format = None if h.scale is None else format
-    how = scores, h.scale, format, groups.indices, interleaved
-    dh, a, dscores = _activate_backward(da, h.values, activation, *how)
-    _, of_a = engine.rows(a, groups.in_place, tokens=wanted.a)
-    del a  # frees memory for the operands of dh
-    rows, tokens = engine.rows(dh, groups.in_place, wanted.rows, wanted.tokens, gradient=True)
-    return Gradients(rows, tokens, of_a, dh if wanted.dh else None, dscores)
+@torch.library.custom_op("moe_fp8_ext::add_by_bytes", mutates_args=("total",))
+def _add_by_bytes(
+    total: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    format: str,
+    offs: Tensor,
+    align: int,
+    use_fast_accum: bool,
+) -> None:
+    """`ops.add_scaled_grouped_mm` with scales as bytes.
+
+    inductor fails on ops that write an argument and take float8_e8m0fnu (pytorch issue 189522).
+    """
+    scales = scale_a.view(torch.float8_e8m0fnu), scale_b.view(torch.float8_e8m0fnu)
+    _add_scaled_grouped_mm(total, a, b, *scales, format, offs, align, use_fast_accum)
