@@ -50,64 +50,39 @@ class ChoiceOptions(NamedTuple):
         return self.scoring, self.normalize, self.scaling_factor
 
 
-def choice(x: Tensor, weight: Tensor, options: ChoiceOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes logits = x @ weight^T in float32, under torch.autocast too, and chooses experts by them.
-
-    Returns:
-        logits [T, E], topk_ids and topk_scores [T, top_k], and the logits that `choice_backward` needs: with normalize
-        those of the chosen experts alone, [T, top_k], else all of them.
-    """
-    with _without_autocast(x):
-        logits = float32_mm(x, weight.t())
-    topk_ids, topk_scores, topk_logits = choose_experts(logits, *options)
-    return logits, topk_ids, topk_scores, topk_logits if options.normalize else logits
-
-
-def choice_backward(
-    grad_logits: Tensor | None,
-    grad_scores: Tensor | None,
-    saved: tuple[Tensor, Tensor, Tensor, Tensor],
-    options: ChoiceOptions,
-    needs: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Computes the gradients of x and weight that `needs` asks for, from grad_logits and grad_scores.
-
-    Args:
-        grad_logits, grad_scores: either may be None, where no gradient reaches it.
-        saved: x, weight, the logits that `choice` returns for backward, and topk_ids.
-    """
-    x, weight, logits, topk_ids = saved
-    grad = grad_logits
-    if grad_scores is not None:
-        num_experts = weight.shape[0] if options.normalize else None
-        count = 2 if grad is None and takes_parts(x, weight, *needs) else 1
-        grad_scores = unit_stride(grad_scores)
-        through_scores = choose_experts_backward(grad_scores, logits, topk_ids, num_experts, *options.scores, count)
-        grad = through_scores if grad is None else grad + through_scores
-    if grad is None:
-        return None, None
-    with _without_autocast(x):
-        return float32_mm_backward(grad, x, weight, *needs)
-
-
 class _Choice(torch.autograd.Function):
-    """Keeps x as it is for backward, rather than a float32 copy of it."""
+    """Chooses experts by logits = x @ weight^T, in float32, under torch.autocast too.
+
+    Keeps x as it is for backward, rather than a float32 copy of it.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, *options):
         ctx.options = ChoiceOptions(*options)
-        logits, topk_ids, topk_scores, saved_logits = choice(x, weight, ctx.options)
-        ctx.save_for_backward(x, weight, saved_logits, topk_ids)
+        with _without_autocast(x):
+            logits = float32_mm(x, weight.t())
+        topk_ids, topk_scores, topk_logits = choose_experts(logits, *options)
+        # With normalize, the scores depend on no logit but those of the chosen experts.
+        ctx.save_for_backward(x, weight, topk_logits if ctx.options.normalize else logits, topk_ids)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(topk_ids)
         return logits, topk_ids, topk_scores
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad_logits, _, grad_scores):
-        needs = ctx.needs_input_grad[:2]
-        grads = choice_backward(grad_logits, grad_scores, ctx.saved_tensors, ctx.options, needs)
-        return *grads, *[None] * len(ctx.options)
+    def backward(ctx, grad, _, grad_scores):
+        (x, weight, logits, topk_ids), options, needs = ctx.saved_tensors, ctx.options, ctx.needs_input_grad[:2]
+        grads = None, None
+        if grad_scores is not None:
+            num_experts = weight.shape[0] if options.normalize else None
+            count = 2 if grad is None and takes_parts(x, weight, *needs) else 1
+            grad_scores = unit_stride(grad_scores)
+            through_scores = choose_experts_backward(grad_scores, logits, topk_ids, num_experts, *options.scores, count)
+            grad = through_scores if grad is None else grad + through_scores
+        if grad is not None:
+            with _without_autocast(x):
+                grads = float32_mm_backward(grad, x, weight, *needs)
+        return *grads, *[None] * len(options)
 
 
 class Routing(NamedTuple):
