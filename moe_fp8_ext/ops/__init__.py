@@ -10,7 +10,6 @@ from moe_fp8_ext.ops.activations import activate, activate_backward, quantize_ac
 from moe_fp8_ext.ops.dequantization import dequantize
 from moe_fp8_ext.ops.dispatch import bind as _bind
 from moe_fp8_ext.ops.dispatch import refuse_none as _refuse_none
-from moe_fp8_ext.ops.dispatch import refuse_sparse as _refuse_sparse
 from moe_fp8_ext.ops.gemm import add_scaled_grouped_mm, scaled_grouped_mm
 from moe_fp8_ext.ops.messages import pack_tokens, quantize_and_pack
 from moe_fp8_ext.ops.permute import permute_indices, permute_pad, permute_quantized, unpermute
@@ -54,6 +53,5 @@ __all__ = [
 
 for _name in __all__:
     _op = getattr(_torch.ops.moe_fp8, _name).default
-    _refuse_sparse(_op)
     _refuse_none(_op)
     _bind(globals()[_name], _op)

@@ -224,21 +224,8 @@ def register_gradient(op: OpOverload, save: Callable, backward: Callable, *, wit
         )
 
 
-def refuse_sparse(op: OpOverload) -> None:
-    """Registers an error for sparse arguments, worded as the other errors."""
-
-    def kernel(*args, **kwargs):
-        for arg, x in _tensors(op, args, kwargs):
-            if x.layout != torch.strided:
-                fail(name_of(op), f"{arg} must be a dense tensor, got {x.layout}")
-
-    for layout in ("Sparse", "SparseCsr"):
-        for backend in ("CPU", "CUDA"):
-            _LIBRARY.impl(name_of(op), kernel, f"{layout}{backend}")
-
-
 def refuse_none(op: OpOverload) -> None:
-    """Registers the errors of calls that no device's kernel takes, such as one without any tensor."""
+    """Registers the errors of calls that no device's kernel takes: sparse tensors, or no tensor at all."""
 
     def kernel(*args, **kwargs):
         given = dict(zip((argument.name for argument in schema_of(op).arguments), args, strict=False)) | kwargs
