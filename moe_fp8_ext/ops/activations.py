@@ -20,7 +20,7 @@ from moe_fp8_ext.ops.checks import (
     fp8_dtype,
     require,
 )
-from moe_fp8_ext.ops.dispatch import differentiable_once, refuse_derivatives, register_gradient, unit_stride
+from moe_fp8_ext.ops.dispatch import differentiable_once, fake, refuse_derivatives, register_gradient, unit_stride
 from moe_fp8_ext.quantization.format import Format, padded_extent
 
 _activate = torch.ops.moe_fp8.activate.default
@@ -249,15 +249,14 @@ def _features(op: str, h: Tensor, activation: str) -> int:
     return columns // 2
 
 
-@torch.library.register_fake("moe_fp8::activate")
-def _(h, activation, interleaved=False):
-    check("activate", "h", h)
-    return h.new_empty((h.shape[0], _features("activate", h, activation)))
+@fake(_activate)
+def _(op, h, activation, interleaved):
+    check(op, "h", h)
+    return h.new_empty((h.shape[0], _features(op, h, activation)))
 
 
-@torch.library.register_fake("moe_fp8::quantize_activated")
-def _(h, activation, format, offs=None, interleaved=False, keep_h=True, dtype=None, rounding=None):
-    op = "quantize_activated"
+@fake(_quantize_activated)
+def _(op, h, activation, format, offs, interleaved, keep_h, dtype, rounding):
     check(op, "h", h)
     rows, columns = h.shape
     shape = rows, _features(op, h, activation)
@@ -315,9 +314,8 @@ def _check_h_scale(op: str, h: Tensor, h_scale: Tensor, format: Format) -> None:
     check_scale(op, "h_scale", h_scale, format, format.scale_of_rows(h.shape).shape)
 
 
-@torch.library.register_fake("moe_fp8::activate_backward")
-def _(grad, h, activation, scores=None, h_scale=None, format=None, indices=None, interleaved=False):
-    op = "activate_backward"
+@fake(_activate_backward)
+def _(op, grad, h, activation, scores, h_scale, format, indices, interleaved):
     shape, grad_scores = _check_gradients(op, grad, h, activation, scores, h_scale, indices)
     if h_scale is None:
         require(format is None, f"{op}: h_scale must be given with format, got None")
@@ -327,24 +325,8 @@ def _(grad, h, activation, scores=None, h_scale=None, format=None, indices=None,
     return grad.new_empty(h.shape), grad.new_empty(shape), grad_scores
 
 
-@torch.library.register_fake("moe_fp8::quantize_activated_backward")
-def _(
-    grad,
-    h,
-    activation,
-    format,
-    offs,
-    scores=None,
-    h_scale=None,
-    indices=None,
-    interleaved=False,
-    align=None,
-    dtype=None,
-    grad_dtype=None,
-    rounding=None,
-    amax="group",
-):
-    op = "quantize_activated_backward"
+@fake(_quantize_activated_backward)
+def _(op, grad, h, activation, format, offs, scores, h_scale, indices, align, dtype, grad_dtype, rounding, amax, **_):
     (rows, features), grad_scores = _check_gradients(op, grad, h, activation, scores, h_scale, indices)
     format = check_format(op, format)
     if h_scale is not None:

@@ -14,10 +14,9 @@ from moe_fp8_ext.ops.checks import (
     check_size,
     require,
 )
-from moe_fp8_ext.ops.dispatch import refuse_derivatives
+from moe_fp8_ext.ops.dispatch import fake, refuse_derivatives
 from moe_fp8_ext.quantization.format import GROUP_SCALES, padded_extent
 
-_OP = "dequantize"
 _dequantize = torch.ops.moe_fp8.dequantize.default
 
 
@@ -71,32 +70,32 @@ def dequantize(
 refuse_derivatives(_dequantize)
 
 
-@torch.library.register_fake("moe_fp8::dequantize")
-def _(q, scale, format, along="rows", offs=None, out_dtype=None):
-    check(_OP, "q", q)
-    check(_OP, "scale", scale, q)
-    format = check_format(_OP, format)
-    check_one_of(_OP, "along", along, ("rows", "tokens"))
+@fake(_dequantize)
+def _(op, q, scale, format, along, offs, out_dtype):
+    check(op, "q", q)
+    check(op, "scale", scale, q)
+    format = check_format(op, format)
+    check_one_of(op, "along", along, ("rows", "tokens"))
     along_tokens = along == "tokens"
     takes_any_dims = not along_tokens and format.order == "row_major"
     if not takes_any_dims:
-        check_dims(_OP, "q", q, 2, 2 if along_tokens else 3)
-    require(not along_tokens or offs is not None, f"{_OP}: offs must be given along tokens, got None")
+        check_dims(op, "q", q, 2, 2 if along_tokens else 3)
+    require(not along_tokens or offs is not None, f"{op}: offs must be given along tokens, got None")
     out_dtype = out_dtype or torch.bfloat16
-    require(out_dtype in INPUT_DTYPES, f"{_OP}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    require(out_dtype in INPUT_DTYPES, f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     e = None
     if offs is not None:
-        check(_OP, "offs", offs, q)
+        check(op, "offs", offs, q)
         e = offs.shape[0]
         if format.block and (along_tokens or (format.order == "blocked" and q.dim() == 2)):
             padded = padded_extent(q.shape[1 if along_tokens else 0], e, GROUP_SCALES)
-            check_size(_OP, "q", padded, "columns with padding" if along_tokens else "rows with padding")
+            check_size(op, "q", padded, "columns with padding" if along_tokens else "rows with padding")
     if not takes_any_dims:
-        check_size(_OP, "q", q.shape[-2], "rows")
+        check_size(op, "q", q.shape[-2], "rows")
     if along_tokens:
-        check_scale_of_tokens(_OP, "scale", scale, format, *q.shape, e)
+        check_scale_of_tokens(op, "scale", scale, format, *q.shape, e)
     elif not takes_any_dims and q.dim() == 3:
-        check_scale(_OP, "scale", scale, format, format.scale_of_weight(*q.shape).shape)
+        check_scale(op, "scale", scale, format, format.scale_of_weight(*q.shape).shape)
     else:
-        check_scale(_OP, "scale", scale, format, format.scale_of_rows(q.shape, e).shape)
+        check_scale(op, "scale", scale, format, format.scale_of_rows(q.shape, e).shape)
     return torch.empty(q.shape, dtype=out_dtype, device=q.device)

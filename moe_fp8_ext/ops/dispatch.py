@@ -1,8 +1,9 @@
-"""Registrations of an op beside its implementations: its gradient, or an error if it has none.
+"""Registrations of an op beside its kernels: its fake implementation, and its gradient, or an error if it has none.
 
-They are kernels for the Autograd dispatch keys, so both spellings of an op have them, `moe_fp8_ext.ops.f` and
-`torch.ops.moe_fp8.f`. A kernel in Python costs microseconds per call. A wrapper therefore bypasses it if no argument
-needs a derivative (see `bind`), and an autograd Function bypasses it once for all of its ops (see `below_autograd`).
+A gradient or its error is a kernel for the Autograd dispatch keys, so both spellings of an op have it,
+`moe_fp8_ext.ops.f` and `torch.ops.moe_fp8.f`. A kernel in Python costs microseconds per call. A wrapper therefore
+bypasses it if no argument needs a derivative (see `bind`), and an autograd Function bypasses it once for all of its ops
+(see `below_autograd`).
 """
 
 from __future__ import annotations
@@ -222,6 +223,24 @@ def register_gradient(op: OpOverload, save: Callable, backward: Callable, *, wit
         torch.library.register_autograd(
             schema_of(op).name, lambda ctx, *grads: gradients(ctx, *grads)[1:], setup_context=setup_context
         )
+
+
+def fake(op: OpOverload) -> Callable[[Callable], None]:
+    """Registers the implementation of op for tensors without values.
+
+    It is called with the name of the op, then all arguments by name; the schema has their defaults. It checks them all.
+    """
+    arguments = schema_of(op).arguments
+    names = [argument.name for argument in arguments]
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+
+    def register(implementation: Callable) -> None:
+        def run(*args, **kwargs):
+            return implementation(name_of(op), **defaults | dict(zip(names, args, strict=False)) | kwargs)
+
+        torch.library.register_fake(schema_of(op).name)(run)
+
+    return register
 
 
 def refuse_none(op: OpOverload) -> None:

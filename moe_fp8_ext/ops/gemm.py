@@ -14,7 +14,7 @@ from moe_fp8_ext.ops.checks import (
     check_size,
     require,
 )
-from moe_fp8_ext.ops.dispatch import count_writes, refuse_derivatives
+from moe_fp8_ext.ops.dispatch import count_writes, fake, refuse_derivatives
 from moe_fp8_ext.quantization.format import GROUP_SCALES, MAX_ALIGN, Format, padded_extent
 
 _scaled_grouped_mm = torch.ops.moe_fp8.scaled_grouped_mm.default
@@ -199,21 +199,8 @@ def _checked_shape(
     return (m, n) if grouped_rows else (e, m, n)
 
 
-@torch.library.register_fake("moe_fp8::scaled_grouped_mm")
-def _(
-    a,
-    b,
-    scale_a,
-    scale_b,
-    format,
-    offs,
-    indices=None,
-    top_k=None,
-    align=1,
-    out_dtype=None,
-    use_fast_accum=True,
-):
-    op = "scaled_grouped_mm"
+@fake(_scaled_grouped_mm)
+def _(op, a, b, scale_a, scale_b, format, offs, indices, top_k, align, out_dtype, use_fast_accum):
     shape = _checked_shape(op, a, b, scale_a, scale_b, format, offs, align, indices, top_k)
     out_dtype = out_dtype or torch.bfloat16
     ok = out_dtype in (torch.bfloat16, torch.float32)
@@ -221,9 +208,8 @@ def _(
     return a.new_empty(shape, dtype=out_dtype)
 
 
-@torch.library.register_fake("moe_fp8::add_scaled_grouped_mm")
-def _(total, a, b, scale_a, scale_b, format, offs, align=1, use_fast_accum=True):
-    op = "add_scaled_grouped_mm"
+@fake(_add_scaled_grouped_mm)
+def _(op, total, a, b, scale_a, scale_b, format, offs, align, use_fast_accum):
     shape = _checked_shape(op, a, b, scale_a, scale_b, format, offs, align)
     check(op, "total", total, a)
     check_shape(op, "total", total, shape)

@@ -12,7 +12,7 @@ from moe_fp8_ext.ops.checks import (
     fp8_dtype,
     require,
 )
-from moe_fp8_ext.ops.dispatch import refuse_derivatives
+from moe_fp8_ext.ops.dispatch import fake, refuse_derivatives
 from moe_fp8_ext.quantization.format import COLUMN_ALIGN, ROW_ALIGN, round_up
 
 _pack_tokens = torch.ops.moe_fp8.pack_tokens.default
@@ -126,9 +126,8 @@ def _width(op: str, x: Tensor, **columns: Tensor | None) -> int:
     return width
 
 
-@torch.library.register_fake("moe_fp8::pack_tokens")
-def _(x, topk_ids, topk_scores, scale, indices, top_k, num_experts):
-    op = "pack_tokens"
+@fake(_pack_tokens)
+def _(op, x, topk_ids, topk_scores, scale, indices, top_k, num_experts):
     check(op, "x", x)
     width = round_up(x.shape[1] * x.dtype.itemsize, COLUMN_ALIGN)
     width += _width(op, x, scale=scale, topk_ids=topk_ids, topk_scores=topk_scores)
@@ -137,9 +136,8 @@ def _(x, topk_ids, topk_scores, scale, indices, top_k, num_experts):
     return x.new_empty((indices.shape[0], round_up(width, ROW_ALIGN)), dtype=torch.uint8)
 
 
-@torch.library.register_fake("moe_fp8::quantize_and_pack")
-def _(x, topk_ids, topk_scores, format, indices, inverse, num_experts, dtype=None, rounding=None):
-    op = "quantize_and_pack"
+@fake(_quantize_and_pack)
+def _(op, x, topk_ids, topk_scores, format, indices, inverse, num_experts, dtype, rounding):
     check(op, "x", x)
     format = check_format(op, format)
     check_rounding(op, format, rounding)

@@ -14,7 +14,7 @@ from moe_fp8_ext.ops.checks import (
     check_size,
     require,
 )
-from moe_fp8_ext.ops.dispatch import refuse_derivatives, register_gradient, unit_stride
+from moe_fp8_ext.ops.dispatch import fake, refuse_derivatives, register_gradient, unit_stride
 from moe_fp8_ext.quantization.format import GROUP_SCALES, MAX_COUNTS, MAX_EXPERTS, padded_extent
 
 _permute_indices = torch.ops.moe_fp8.permute_indices.default
@@ -172,9 +172,9 @@ register_gradient(_unpermute, _save, _unpermute_backward)
 refuse_derivatives(_permute_quantized)
 
 
-@torch.library.register_fake("moe_fp8::permute_indices")
-def _(tokens_per_rank_expert, num_local_experts, num_ranks, num_tokens, align=16, align_empty=False):
-    op, arg, counts = "permute_indices", "tokens_per_rank_expert", tokens_per_rank_expert
+@fake(_permute_indices)
+def _(op, tokens_per_rank_expert, num_local_experts, num_ranks, num_tokens, align, align_empty):
+    arg, counts = "tokens_per_rank_expert", tokens_per_rank_expert
     check(op, arg, counts)
     e = num_local_experts
     require(1 <= num_ranks <= MAX_COUNTS, f"{op}: num_ranks must be from 1 to {MAX_COUNTS}, got {num_ranks}")
@@ -192,16 +192,15 @@ def _(tokens_per_rank_expert, num_local_experts, num_ranks, num_tokens, align=16
     return tuple(counts.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-@torch.library.register_fake("moe_fp8::permute_pad")
-def _(x, indices, top_k):
-    check("permute_pad", "x", x)
-    check_indices("permute_pad", indices, x, x.shape[0], top_k)
+@fake(_permute_pad)
+def _(op, x, indices, top_k):
+    check(op, "x", x)
+    check_indices(op, indices, x, x.shape[0], top_k)
     return x.new_empty((indices.shape[0], x.shape[1]))
 
 
-@torch.library.register_fake("moe_fp8::permute_quantized")
-def _(q, scale, format, indices, top_k, offs=None):
-    op = "permute_quantized"
+@fake(_permute_quantized)
+def _(op, q, scale, format, indices, top_k, offs):
     check(op, "q", q)
     check(op, "scale", scale, q)
     format = check_format(op, format)
@@ -216,9 +215,8 @@ def _(q, scale, format, indices, top_k, offs=None):
     return q.new_empty(shape), format.scale_of_rows(shape, e).empty(q, format.scale_dtype)
 
 
-@torch.library.register_fake("moe_fp8::unpermute")
-def _(y, indices, top_k, num_tokens):
-    op = "unpermute"
+@fake(_unpermute)
+def _(op, y, indices, top_k, num_tokens):
     check(op, "y", y)
     if top_k > 1:
         text = f"{op}: y must be bfloat16, float16 or float32 with top_k {top_k}, got {y.dtype}"

@@ -15,7 +15,7 @@ from moe_fp8_ext.ops.checks import (
     check_size,
     fp8_dtype,
 )
-from moe_fp8_ext.ops.dispatch import refuse_derivatives
+from moe_fp8_ext.ops.dispatch import fake, refuse_derivatives
 from moe_fp8_ext.quantization.format import padded_extent
 
 _quantize_rows = torch.ops.moe_fp8.quantize_rows.default
@@ -267,24 +267,23 @@ def _fake_outputs(op, x, format, offs, indices, top_k, align, dtype, rounding, a
     return tuple(outputs)
 
 
-@torch.library.register_fake("moe_fp8::quantize_rows")
-def _(x, format, offs=None, indices=None, top_k=None, dtype=None, rounding=None):
-    return _fake_outputs("quantize_rows", x, format, offs, indices, top_k, None, dtype, rounding, True, False)
+@fake(_quantize_rows)
+def _(op, x, format, offs, indices, top_k, dtype, rounding):
+    return _fake_outputs(op, x, format, offs, indices, top_k, None, dtype, rounding, True, False)
 
 
-@torch.library.register_fake("moe_fp8::quantize_tokens")
-def _(x, format, offs, indices=None, top_k=None, align=None, dtype=None, rounding=None, amax="group"):
-    return _fake_outputs("quantize_tokens", x, format, offs, indices, top_k, align, dtype, rounding, False, True, amax)
+@fake(_quantize_tokens)
+def _(op, x, format, offs, indices, top_k, align, dtype, rounding, amax):
+    return _fake_outputs(op, x, format, offs, indices, top_k, align, dtype, rounding, False, True, amax)
 
 
-@torch.library.register_fake("moe_fp8::quantize_both")
-def _(x, format, offs, indices=None, top_k=None, align=None, dtype=None, rounding=None, amax="group"):
-    return _fake_outputs("quantize_both", x, format, offs, indices, top_k, align, dtype, rounding, True, True, amax)
+@fake(_quantize_both)
+def _(op, x, format, offs, indices, top_k, align, dtype, rounding, amax):
+    return _fake_outputs(op, x, format, offs, indices, top_k, align, dtype, rounding, True, True, amax)
 
 
-@torch.library.register_fake("moe_fp8::quantize_weight")
-def _(w, format, dtype=None, rounding=None):
-    op = "quantize_weight"
+@fake(_quantize_weight)
+def _(op, w, format, dtype, rounding):
     check(op, "w", w)
     format = check_format(op, format)
     check_rounding(op, format, rounding)

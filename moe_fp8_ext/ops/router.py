@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.ops.checks import check, check_int, check_one_of, check_shape, require
-from moe_fp8_ext.ops.dispatch import differentiable_once, refuse_derivatives, register_gradient, unit_stride
+from moe_fp8_ext.ops.dispatch import differentiable_once, fake, refuse_derivatives, register_gradient, unit_stride
 from moe_fp8_ext.quantization.format import MAX_EXPERTS
 
 SCORINGS = ("softmax", "sigmoid")
@@ -137,9 +137,8 @@ register_gradient(_choose_experts, _save, _backward, without=("bias",))
 refuse_derivatives(_choose_experts_backward)
 
 
-@torch.library.register_fake("moe_fp8::choose_experts")
-def _(logits, top_k, bias=None, scoring="softmax", normalize=True, scaling_factor=1.0, num_groups=1, top_groups=1):
-    op = "choose_experts"
+@fake(_choose_experts)
+def _(op, logits, top_k, bias, scoring, normalize, scaling_factor, num_groups, top_groups):
     check(op, "logits", logits)
     e = logits.shape[1]
     if bias is not None:
@@ -151,9 +150,8 @@ def _(logits, top_k, bias=None, scoring="softmax", normalize=True, scaling_facto
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape), logits.new_empty(shape)
 
 
-@torch.library.register_fake("moe_fp8::choose_experts_backward")
-def _(grad, logits, topk_ids, num_experts=None, scoring="softmax", normalize=True, scaling_factor=1.0, parts=1):
-    op = "choose_experts_backward"
+@fake(_choose_experts_backward)
+def _(op, grad, logits, topk_ids, num_experts, scoring, normalize, scaling_factor, parts):
     check(op, "grad", grad)
     check(op, "logits", logits, grad)
     check(op, "topk_ids", topk_ids, grad)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.ops.checks import check, check_count, check_dims, check_shape, check_size, require
-from moe_fp8_ext.ops.dispatch import refuse_derivatives
+from moe_fp8_ext.ops.dispatch import fake, refuse_derivatives
 from moe_fp8_ext.quantization.format import blocked_shape
 
 _swizzle_scales = torch.ops.moe_fp8.swizzle_scales.default
@@ -104,9 +104,8 @@ def _blocked_shape(
     return shape
 
 
-@torch.library.register_fake("moe_fp8::swizzle_scales")
-def _(scale, groups=None, offs=None):
-    op = "swizzle_scales"
+@fake(_swizzle_scales)
+def _(op, scale, groups, offs):
     check(op, "scale", scale)
     _check_groups(op, groups, offs)
     dims = 3 if groups == "experts" else 2
@@ -116,9 +115,8 @@ def _(scale, groups=None, offs=None):
     return scale.new_empty(shape), scale.new_empty(starts, dtype=torch.int32)
 
 
-@torch.library.register_fake("moe_fp8::unswizzle_scales")
-def _(blocked, rows, cols, groups=None, offs=None):
-    op = "unswizzle_scales"
+@fake(_unswizzle_scales)
+def _(op, blocked, rows, cols, groups, offs):
     check(op, "blocked", blocked)
     _check_groups(op, groups, offs)
     check_count(op, "rows", rows)

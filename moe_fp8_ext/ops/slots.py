@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.ops.checks import check, check_count, check_shape, require
-from moe_fp8_ext.ops.dispatch import differentiable_once, refuse_derivatives, register_gradient, unit_stride
+from moe_fp8_ext.ops.dispatch import differentiable_once, fake, refuse_derivatives, register_gradient, unit_stride
 
 _combine = torch.ops.moe_fp8.combine.default
 _combine_backward = torch.ops.moe_fp8.combine_backward.default
@@ -96,9 +96,8 @@ def _check_scores(op: str, scores: Tensor, inverse: Tensor, x: Tensor) -> None:
     check_shape(op, "topk_scores", scores, inverse.shape)
 
 
-@torch.library.register_fake("moe_fp8::combine")
-def _(y, inverse, topk_scores=None):
-    op = "combine"
+@fake(_combine)
+def _(op, y, inverse, topk_scores):
     check(op, "y", y)
     check(op, "inverse", inverse, y)
     if topk_scores is not None:
@@ -106,9 +105,8 @@ def _(y, inverse, topk_scores=None):
     return y.new_empty((inverse.shape[0], y.shape[1]))
 
 
-@torch.library.register_fake("moe_fp8::combine_backward")
-def _(grad, y, topk_scores, inverse, num_rows):
-    op = "combine_backward"
+@fake(_combine_backward)
+def _(op, grad, y, topk_scores, inverse, num_rows):
     check(op, "grad", grad)
     check(op, "inverse", inverse, grad)
     t, got = inverse.shape[0], grad.shape[0]

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.ops.checks import check, check_size, require
+from moe_fp8_ext.ops.dispatch import fake
 from moe_fp8_ext.quantization.format import MAX_EXPERTS, MAX_ROWS
 
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
@@ -68,9 +69,8 @@ def tokens_by_rank(topk_ids: Tensor, num_experts: int, num_ranks: int) -> tuple[
     return _tokens_by_rank(topk_ids, num_experts, num_ranks)
 
 
-@torch.library.register_fake("moe_fp8::sort_tokens")
-def _(topk_ids, num_experts):
-    op = "sort_tokens"
+@fake(_sort_tokens)
+def _(op, topk_ids, num_experts):
     check(op, "topk_ids", topk_ids)
     require(1 <= num_experts <= MAX_EXPERTS, f"{op}: num_experts must be from 1 to {MAX_EXPERTS}, got {num_experts}")
     slots = topk_ids.shape[0] if topk_ids.dim() == 1 else topk_ids.shape[0] * topk_ids.shape[1]
@@ -78,9 +78,9 @@ def _(topk_ids, num_experts):
     return tuple(topk_ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-@torch.library.register_fake("moe_fp8::tokens_by_rank")
-def _(topk_ids, num_experts, num_ranks):
-    op, max_experts = "tokens_by_rank", num_ranks * MAX_EXPERTS
+@fake(_tokens_by_rank)
+def _(op, topk_ids, num_experts, num_ranks):
+    max_experts = num_ranks * MAX_EXPERTS
     check(op, "topk_ids", topk_ids)
     require(1 <= num_ranks <= MAX_EXPERTS, f"{op}: num_ranks must be from 1 to {MAX_EXPERTS}, got {num_ranks}")
     check_size(op, "topk_ids", topk_ids.shape[0], f"tokens for {num_ranks} ranks", MAX_ROWS // num_ranks)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.ops.checks import check, check_align, check_count, require
-from moe_fp8_ext.ops.dispatch import register_gradient, unit_stride
+from moe_fp8_ext.ops.dispatch import fake, register_gradient, unit_stride
 from moe_fp8_ext.quantization.format import padded_extent
 
 _pad_token_groups = torch.ops.moe_fp8.pad_token_groups.default
@@ -123,9 +123,8 @@ def _check_starts(op: str, starts: Tensor, offs: Tensor) -> None:
     require(got == e, f"{op}: padded_starts must have the {e} entries of offs, got {got}")
 
 
-@torch.library.register_fake("moe_fp8::pad_token_groups")
-def _(x, offs, align=16):
-    op = "pad_token_groups"
+@fake(_pad_token_groups)
+def _(op, x, offs, align):
     check(op, "x", x)
     check(op, "offs", offs, x)
     (m, k), e = x.shape, offs.shape[0]
@@ -133,9 +132,8 @@ def _(x, offs, align=16):
     return x.new_empty((padded_extent(m, e, align), k)), offs.new_empty((e,)), offs.new_empty((e,))
 
 
-@torch.library.register_fake("moe_fp8::pad_token_groups_to")
-def _(x, offs, padded_starts, num_padded):
-    op = "pad_token_groups_to"
+@fake(_pad_token_groups_to)
+def _(op, x, offs, padded_starts, num_padded):
     check(op, "x", x)
     check(op, "offs", offs, x)
     _check_starts(op, padded_starts, offs)
@@ -143,9 +141,8 @@ def _(x, offs, padded_starts, num_padded):
     return x.new_empty((num_padded, x.shape[1]))
 
 
-@torch.library.register_fake("moe_fp8::unpad_token_groups")
-def _(y, offs, padded_starts, num_tokens):
-    op = "unpad_token_groups"
+@fake(_unpad_token_groups)
+def _(op, y, offs, padded_starts, num_tokens):
     check(op, "y", y)
     check_count(op, "num_tokens", num_tokens)
     check(op, "offs", offs, y)
