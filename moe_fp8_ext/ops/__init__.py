@@ -1,7 +1,15 @@
 """Typed wrappers of torch.ops.moe_fp8, with the argument lists of the ops.
 
 Each op family is one module. For each op the module holds a wrapper with a docstring, a fake implementation for
-`torch.compile`, and a gradient or an error where the op has none.
+`torch.compile`, and a gradient or an error where the op has none. This holds for every op:
+
+- The op never waits for the device. With MOE_FP8_VALIDATE=1 it checks the contents of offs, indices, counts and ids,
+  which waits.
+- The op is not differentiable, unless its docstring says so. An argument that has no gradient must not require one.
+- If an argument is not as the docstring says, the op raises a RuntimeError, which names the op and the argument. That
+  holds for dtype, dimensions, sizes, strides and device of tensors, and for the values of other arguments.
+- offs are [E] int32 on the device of the other tensors, E at most 1024: the exclusive end of each group,
+  non-decreasing. The op clamps the contents into the range of what they count, and makes them monotonic.
 """
 
 import torch as _torch

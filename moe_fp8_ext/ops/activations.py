@@ -42,8 +42,7 @@ def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor
         "relu2"       a = max(h, 0)^2
 
     gelu is the tanh approximation. A gate (or an h without gates) of NaN or -inf gives NaN, as in PyTorch; relu2 of
-    -inf is 0. Every NaN of the result is the quiet NaN without a sign. The op is differentiable in h, once. It never
-    waits for the device.
+    -inf is 0. Every NaN of the result is the quiet NaN without a sign. The op is differentiable in h, once.
 
     Args:
         h: [P, 2F] of gates and ups for the first three activations, [P, F] for the others. bfloat16, float16 or
@@ -56,8 +55,7 @@ def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor
         a [P, F] of h's dtype, contiguous.
 
     Raises:
-        RuntimeError: activation, dtype, dimensions, sizes or strides differ from the above. The message names the
-            argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: DESIGN.md section 3, bit by bit.
     """
@@ -87,8 +85,6 @@ def quantize_activated(
     - the GPU casts to `dtype` in hardware;
     - F is a multiple of 8 and at most 8192 ("rowwise"), or a multiple of 128 (formats with blocks).
 
-    The op is not differentiable. It never waits for the device.
-
     Args:
         h, activation, interleaved: as in `activate`.
         format, dtype, rounding: as in `quantize_rows`.
@@ -101,8 +97,7 @@ def quantize_activated(
         and layouts that `quantize_rows` returns.
 
     Raises:
-        RuntimeError: as `activate` and `quantize_rows` do, or h requires a derivative, which the op does not have. The
-            message names the argument.
+        RuntimeError: as `activate` and `quantize_rows` do.
 
     Source: DESIGN.md section 3.
     """
@@ -130,7 +125,7 @@ def activate_backward(
     grad_scores[indices[p]] is the gradient of that score, and a slot without a row gets 0.
 
     The op reads h and grad once and computes in float32. It rounds grad_h and a once. grad_scores is summed in an order
-    that depends on the device and on nothing else. The op is not differentiable. It never waits for the device.
+    that depends on the device and on nothing else.
 
     Args:
         grad: [P, F] on h's device, of h's dtype; with h_scale bfloat16, float16 or float32. Stride 1 along a row, any
@@ -153,8 +148,7 @@ def activate_backward(
         scores). All contiguous.
 
     Raises:
-        RuntimeError: activation, format, dtype, dimensions, sizes, strides or device differ from the above, or an
-            argument requires a derivative, which the op does not have. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: DESIGN.md section 3, bit by bit.
     """
@@ -196,8 +190,6 @@ def quantize_activated_backward(
     - formats with blocks: F is a multiple of 128, and a multiprocessor has 227 KB of shared memory, as in H200 and
       B200.
 
-    The op is not differentiable. It never waits for the device.
-
     Args:
         grad, h, activation, scores, indices, interleaved: as in `activate_backward`.
         h_scale: as in `activate_backward`; the format of h is `format`.
@@ -212,7 +204,7 @@ def quantize_activated_backward(
         `quantize_tokens` of a return them; both have the same padded_offs. Then grad_scores, as of `activate_backward`.
 
     Raises:
-        RuntimeError: as `activate_backward` and `quantize_both` do. The message names the argument.
+        RuntimeError: as `activate_backward` and `quantize_both` do.
 
     Source: `activate_backward`, `quantize_both` and `quantize_tokens`.
     """

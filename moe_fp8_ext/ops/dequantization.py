@@ -40,7 +40,7 @@ def dequantize(
         along="tokens"   q_t [K, P] of `quantize_tokens`, with offs = padded_offs
 
     If scales go by groups, rows (or positions) behind the last group are zero, whatever q holds there. Every NaN is the
-    quiet NaN without a sign. The op is not differentiable. It never waits for the device.
+    quiet NaN without a sign.
 
     Args:
         q: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz; stride 1 in the last dimension, any other
@@ -49,18 +49,15 @@ def dequantize(
             in format "blockwise", contiguous in the others.
         format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
         along: "rows" or "tokens".
-        offs: [E] int32 on q's device, E at most 1024: exclusive end of each group, non-decreasing. Along tokens, offs
-            is required and counts positions. Along rows, give it if "mxfp8" scales are blocked by groups of rows; the
-            layout of other formats does not depend on it. The op clamps the contents and makes them monotonic. With
-            MOE_FP8_VALIDATE=1 it checks them, which waits for the device.
+        offs: [E], as in `moe_fp8_ext.ops`. Along tokens, offs is required and counts positions. Along rows, give it if
+            "mxfp8" scales are blocked by groups of rows; the layout of other formats does not depend on it.
         out_dtype: bfloat16 (default), float16 or float32.
 
     Returns:
         out, shaped as q, contiguous.
 
     Raises:
-        RuntimeError: format, dtype, shape, strides or device differ from the above, or an argument requires a
-            derivative, which the op does not have. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: the scales of DESIGN.md section 3, the layouts of sections 4 and 5.
     """

@@ -52,8 +52,7 @@ def scaled_grouped_mm(
 
     The device, the build, the format and the sizes decide which GEMM runs. `build_info()` lists the GEMMs in the order
     in which they are tried; the last one takes all operands, on a CPU in float32. A GEMM of "blockwise" or of an MX
-    format may dequantize operands to bfloat16, rounding each value once. The op is not differentiable. It never waits
-    for the device.
+    format may dequantize operands to bfloat16, rounding each value once.
 
     Args:
         a: [M, K] or [N, P], FP8; stride 1 in the last dimension.
@@ -63,9 +62,8 @@ def scaled_grouped_mm(
         scale_b: scales of b.mT, as its quantizer returns them; in "blockwise" the transposed view of these, so that
             they lie as b does: [E, ceil(K / 128), ceil(N / 128)] or [B, K]. Strides as for scale_a.
         format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
-        offs: [E] int32, E at most 1024: exclusive end of each group, non-decreasing. In the 2D x 3D form offs counts
-            rows of `a`; in the 2D x 2D form it is the `padded_offs` of the quantizer. The op clamps the contents and
-            makes them monotonic. With MOE_FP8_VALIDATE=1 it checks them, which waits for the device.
+        offs: [E], as in `moe_fp8_ext.ops`. In the 2D x 3D form offs counts rows of `a`; in the 2D x 2D form it is the
+            `padded_offs` of the quantizer.
         indices: [P] int32 on a's device, only in the 2D x 3D form. The op then multiplies `permute_quantized(a,
             scale_a, format, indices, top_k, offs=offs)`, byte for byte. offs counts indices, and scale_a is that of
             rows without groups. On Hopper the GEMM of "rowwise" with use_fast_accum gathers the rows itself if N is
@@ -83,8 +81,7 @@ def scaled_grouped_mm(
         out [M, N], or [P, N] with indices, or [E, N, K]; contiguous.
 
     Raises:
-        RuntimeError: dtype, shape, strides or device differ from the above, or an argument requires a derivative, which
-            the op does not have. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: the equations above; `torch._scaled_grouped_mm` for the GEMMs that are torch's.
     """
@@ -114,7 +111,7 @@ def add_scaled_grouped_mm(
 
     Hopper's GEMMs of "rowwise" with `use_fast_accum`, and of "blockwise" with b in square blocks, add to `total`
     themselves. For other products Hopper's GEMMs first write a float32 product, 4 E N K bytes while the op runs, and
-    torch's a bfloat16 one. The op is not differentiable. It never waits for the device.
+    torch's a bfloat16 one.
 
     Args:
         total: [E, N, K], bfloat16 or float32, contiguous. It must not share memory with the operands. GEMMs on tensor
@@ -125,8 +122,7 @@ def add_scaled_grouped_mm(
         None; `total` is written.
 
     Raises:
-        RuntimeError: dtype, shape, strides or device differ from the above, or an argument requires a derivative, which
-            the op does not have. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: the equation above.
     """

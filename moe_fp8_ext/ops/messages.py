@@ -35,12 +35,12 @@ def pack_tokens(
 
     Columns that are None are left out. Each column begins at a multiple of 32 bytes and each row at a multiple of 64;
     zeros fill the gaps. A row whose index is no slot is zeros. Ids are written as int32, `id + 1`, or 0 for an id that
-    is not in [0, num_experts). The op is not differentiable. It never waits for the device.
+    is not in [0, num_experts).
 
     Args:
         x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, any row stride.
         topk_ids: [M, N] int32 or int64 on x's device; stride 1 along N, any row stride. None: no such column. With
-            MOE_FP8_VALIDATE=1 the op raises for an id that is neither an expert nor -1, which waits for the device.
+            MOE_FP8_VALIDATE=1 the op raises for an id that is neither an expert nor -1.
         topk_scores: [M, N] on x's device, any dtype of 1, 2 or 4 bytes; strides as for topk_ids. None: no such column.
         scale: [M] or [M, B] on x's device, any dtype of 1, 2 or 4 bytes, any strides. None: no such column.
         indices: [P] int32 on x's device, as in `permute_pad`.
@@ -52,8 +52,7 @@ def pack_tokens(
         rows [P, bytes] uint8, contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, device or sizes differ from the above, or an argument requires a
-            derivative, which the op does not have. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: DeepSeek-V3 technical report, section 3.2 (a token once to a rank, in fp8); DESIGN.md section 6.
     """
@@ -82,7 +81,7 @@ def quantize_and_pack(
 
     On a GPU one kernel reads x once and writes q only into messages, if all of these hold: x is bfloat16 and its rows
     begin at multiples of 16 bytes; the GPU casts to `dtype` in hardware; K is a multiple of 16 and at most 16,384; N is
-    at most 256. The op is not differentiable. It never waits for the device.
+    at most 256.
 
     Args:
         x: [M, K], bfloat16, float16 or float32; stride 1 along K, any row stride.
@@ -90,8 +89,7 @@ def quantize_and_pack(
         format: as in `quantize_rows`; "mxfp8" and "mxfp8_rowmajor" give the same messages.
         indices: [P] int32 on x's device: the slot of each row, as the permutation of `sort_tokens` over
             `tokens_by_rank`. An index that is out of range stands for no slot. With MOE_FP8_VALIDATE=1 the op raises
-            for one that is neither in range nor -1, and if indices and inverse do not invert each other; the check
-            waits for the device.
+            for one that is neither in range nor -1, and if indices and inverse do not invert each other.
         inverse: [M, N] int32 on x's device, contiguous: the row of each slot, as the inverse of the same `sort_tokens`.
             A row that is out of range stands for none; MOE_FP8_VALIDATE=1 as for indices.
         dtype, rounding: as in `quantize_rows`.
@@ -100,8 +98,7 @@ def quantize_and_pack(
         rows [P, bytes] uint8, contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, device, sizes, format or rounding differ from the above, or an
-            argument requires a derivative, which the op does not have. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: DeepSeek-V3 technical report, section 3.2 (a token once to a rank, in fp8); DESIGN.md section 6.
     """

@@ -38,13 +38,12 @@ def permute_indices(
 
         indices = for each expert: its tokens in rank-major order, then -1 up to a multiple of align
 
-    The order of tokens within an expert is kept. The op never waits for the device.
+    The order of tokens within an expert is kept.
 
     Args:
         tokens_per_rank_expert: [num_ranks * num_local_experts] or [num_ranks, num_local_experts], int32 or int64,
             contiguous: how many tokens each rank sent for each expert; at most 4096 counts. A negative count is taken
-            as 0, and tokens beyond num_tokens are left out. With MOE_FP8_VALIDATE=1 the op raises for either, which
-            waits for the device.
+            as 0, and tokens beyond num_tokens are left out. With MOE_FP8_VALIDATE=1 the op raises for either.
         num_local_experts: experts of this rank, from 1 to 1024.
         num_ranks: ranks that sent tokens.
         num_tokens: M, the number of rows of tokens.
@@ -57,7 +56,7 @@ def permute_indices(
         int32, the exclusive end of each padded group; tokens_per_expert [E] int32, without padding.
 
     Raises:
-        RuntimeError: dtype, dimensions, sizes or `align` differ from the above. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: the order of torch.distributed.all_to_all_single; padded layout of DESIGN.md section 4.
     """
@@ -69,7 +68,7 @@ def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
 
         out[p] = x[indices[p] // top_k]
 
-    The op is differentiable in x; the gradient is `unpermute`. It never waits for the device.
+    The op is differentiable in x; the gradient is `unpermute`.
 
     Args:
         x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, any row stride.
@@ -83,7 +82,7 @@ def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
         out [P, K] of x's dtype, contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, device or sizes differ from the above. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: the equation above.
     """
@@ -99,7 +98,7 @@ def permute_quantized(
 
     For `q, scale = quantize_rows(x, format)`, a row whose index is a slot has the bytes of `quantize_rows(x, format,
     indices=indices, top_k=top_k, offs=offs)`. Other rows have zero bytes as values and scales. So a token with several
-    slots is quantized once. The op is not differentiable. It never waits for the device.
+    slots is quantized once.
 
     Args:
         q: [M, K] float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz; stride 1 along K, any row stride.
@@ -107,17 +106,14 @@ def permute_quantized(
         format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
         indices: [P] int32 on q's device, as in `permute_pad`.
         top_k: slots per row of q: index i stands for row i // top_k.
-        offs: [E] int32 on q's device, E at most 1024: exclusive end index of each group, non-decreasing. With offs,
-            "mxfp8" scales are blocked group by group; the layout of other formats does not depend on it. The op clamps
-            the contents into [0, P] and makes them monotonic. With MOE_FP8_VALIDATE=1 it checks them, which waits for
-            the device.
+        offs: [E] ends of groups of indices, as in `moe_fp8_ext.ops`. With offs, "mxfp8" scales are blocked group by
+            group; the layout of other formats does not depend on it.
 
     Returns:
         q [P, K] of q's dtype, contiguous; scale as `quantize_rows` returns it for P rows and offs.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, device, sizes or format differ from the above, or an argument requires
-            a derivative, which the op does not have. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: `permute_pad` and the layouts of DESIGN.md section 4.
     """
@@ -130,8 +126,7 @@ def unpermute(y: Tensor, indices: Tensor, top_k: int, num_tokens: int) -> Tensor
         out[indices[p] // top_k] += y[p],   starting from zeros
 
     With top_k = 1 the op copies, and inverts `permute_pad`. With a larger top_k it adds the rows of a token's slots in
-    float32, in the order of the slots. The op is differentiable in y; the gradient is `permute_pad`. It never waits for
-    the device.
+    float32, in the order of the slots. The op is differentiable in y; the gradient is `permute_pad`.
 
     Args:
         y: [P, K], stride 1 along K, any row stride. Any dtype of 1, 2 or 4 bytes; with top_k > 1 bfloat16, float16 or
@@ -146,7 +141,7 @@ def unpermute(y: Tensor, indices: Tensor, top_k: int, num_tokens: int) -> Tensor
         out [num_tokens, K] of y's dtype, contiguous; zero where no index points.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, device or sizes differ from the above. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: the equation above.
     """

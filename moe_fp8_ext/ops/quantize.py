@@ -39,27 +39,24 @@ def quantize_rows(
         amax     = max |x| over the block;  m and scale follow from amax by the rule of the format
         q[r, k]  = cast(x[r, k] * m[r, block of k])     to nearest even, saturating;  x ~ q * scale
 
-    | format | block | scale | roundings (default first) | | --- | --- | --- | --- | | "rowwise" | a row | float32 [...]
-    | "exact", "pow2" | | "blockwise" | 128 features | float32 [M, ceil(K / 128)], column-major | "exact", "pow2" | |
-    "mxfp8" | 32 features | float8_e8m0fnu, blocked | "rceil", "floor" | | "mxfp8_rowmajor" | 32 features |
-    float8_e8m0fnu [M, ceil(K / 32)] | "rceil", "floor" |
+    - "rowwise": a row shares a scale, float32 [...]; roundings "exact" (default) and "pow2";
+    - "blockwise": 128 features, float32 [M, ceil(K / 128)], column-major; the same roundings;
+    - "mxfp8": 32 features, float8_e8m0fnu, blocked; roundings "rceil" (default) and "floor";
+    - "mxfp8_rowmajor": 32 features, float8_e8m0fnu [M, ceil(K / 32)]; the same roundings.
 
     Float scales: m = RN32(FP8_MAX / max(amax, 1e-12)) and scale = RN32(1 / m); "pow2" clears the mantissa of m.
 
     E8M0 scales are powers of two: byte e stands for 2^(e - 127). "rceil" rounds amax / FP8_MAX up, so nothing
     saturates. "floor" gives 2^(floor(log2 amax) - floor(log2 FP8_MAX)), the rule of the OCP specification.
 
-    The last block of a row may be short. A NaN or an Inf poisons its own block and no other. The op is not
-    differentiable. It never waits for the device.
+    The last block of a row may be short. A NaN or an Inf poisons its own block and no other.
 
     Args:
         x: [M, K], bfloat16, float16 or float32; stride 1 along K, any other strides. Format "rowwise" without indices
             takes 1 to 7 dimensions [..., K].
         format: one of the formats above.
-        offs: [E] int32 on x's device, E at most 1024: exclusive end row of each group, non-decreasing. With offs,
-            "mxfp8" scales are blocked group by group; the layout of other formats does not depend on it. The op clamps
-            the contents into [0, M] and makes them monotonic. With MOE_FP8_VALIDATE=1 it checks them, which waits for
-            the device.
+        offs: [E] ends of groups of rows, as in `moe_fp8_ext.ops`. With offs, "mxfp8" scales are blocked group by group;
+            the layout of other formats does not depend on it.
         indices: [P] int32 on x's device. The op then quantizes `permute_pad(x, indices, top_k)`, byte for byte, without
             storing its rows. An index that is not in [0, M * top_k) gives a row of zeros.
         top_k: slots per row of x, given with indices and only then: index i stands for row i // top_k.
@@ -75,8 +72,7 @@ def quantize_rows(
         `swizzle_scales` makes them. Their padding is the byte 0; rows from `offs[-1]` on are in q but have no scale.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, device, format or rounding differ from the above, or x requires a
-            derivative, which the op does not have. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: DESIGN.md section 3; torchao's rowwise float8 recipe ("rowwise"); DeepSeek-V3 technical report,
         section 3.3.2 ("blockwise"); OCP Microscaling Formats specification 1.0, section 6.3, and NVIDIA cuBLAS, "1D
@@ -107,8 +103,7 @@ def quantize_tokens(
     `align` and to 128.
 
     Bytes of `q_t` that belong to no row are zero, and so are scales of blocks without rows; "rowwise" gives an empty
-    group the scale of amax 0. Rows from `offs[-1]` on belong to no group. The op is not differentiable. It never waits
-    for the device.
+    group the scale of amax 0. Rows from `offs[-1]` on belong to no group.
 
     amax="batch" gives a column one scale for all groups, from the rows of all groups. Each row of x is cast once,
     however many indices stand for it, and the bytes are then moved. The amax is taken over finite values; a value that
@@ -122,9 +117,7 @@ def quantize_tokens(
     Args:
         x: [M, K], bfloat16, float16 or float32; stride 1 along K, any row stride.
         format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
-        offs: [E] int32 on x's device, E at most 1024: exclusive end row of each group (end index, with indices),
-            non-decreasing. The op clamps the contents and makes them monotonic. With MOE_FP8_VALIDATE=1 it checks them,
-            which waits for the device.
+        offs: [E] ends of groups of rows, or of indices if there are any, as in `moe_fp8_ext.ops`.
         indices, top_k: as in `quantize_rows`; M is then the number of indices.
         align: each group is padded to a multiple of this inside `q_t`; a power of two, from 1 to 256, in MX formats
             from 32 to 128. None: the format's default, 32, which is what GEMMs on tensor cores sum at once.
@@ -170,7 +163,7 @@ def quantize_both(
         q, scale                  = quantize_rows(x, format, offs=offs, ...)
         q_t, scale_t, padded_offs = quantize_tokens(x, format, offs=offs, ...)
 
-    The results have the bytes of these two calls. The op is not differentiable. It never waits for the device.
+    The results have the bytes of these two calls.
 
     Args:
         x, format, offs, indices, top_k, align, dtype, rounding, amax: as in `quantize_tokens`. With amax "batch", q
@@ -197,8 +190,7 @@ def quantize_weight(
         q_t[e, k, n] = cast(w[e, n, k] * m_t[e, block of (k, n)])     blocks along n
 
     m, m_t and the scales follow from the amax of a block as in `quantize_rows`. A block of "blockwise" is a square of
-    128 x 128, the same for both dimensions; blocks of other formats are as in `quantize_rows`. The op is not
-    differentiable. It never waits for the device.
+    128 x 128, the same for both dimensions; blocks of other formats are as in `quantize_rows`.
 
     Args:
         w: [E, N, K], E at most 1024, bfloat16, float16 or float32; stride 1 along K, any other strides.
@@ -214,8 +206,7 @@ def quantize_weight(
         - "mxfp8_rowmajor": [E, N, ceil(K / 32)] and [E, K, ceil(N / 32)] float8_e8m0fnu.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, format or rounding differ from the above, or w requires a derivative,
-            which the op does not have. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: `quantize_rows`, of each expert and of its transpose.
     """

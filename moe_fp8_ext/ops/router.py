@@ -31,8 +31,7 @@ def choose_experts(
 
     Of equal values the smaller id comes first. NaN counts as the largest value, so a token with a NaN logit shows it in
     all of its scores; with "sigmoid" and without normalize, only in the score of that logit. topk_scores is
-    differentiable in logits, once; bias has no gradient. The op never waits for the device, and every device gives the
-    same bytes.
+    differentiable in logits, once; bias has no gradient. Every device gives the same bytes.
 
     Args:
         logits: [T, E] float32, E at most 1024; stride 1 along E, any row stride.
@@ -55,8 +54,7 @@ def choose_experts(
         All are contiguous.
 
     Raises:
-        RuntimeError: scoring, top_k, groups, dtype, dimensions, sizes, strides or device differ from the above, or bias
-            requires a gradient. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: DESIGN.md section 3, bit by bit; DeepSeek-V3 technical report, section 2.1.2 (sigmoid, bias, groups).
     """
@@ -78,8 +76,7 @@ def choose_experts_backward(
         grad_logits[t, i] = sum_j grad[t, j] * d topk_scores[t, j] / d logits[t, i]
 
     The choice is a constant: only scores have a gradient. If several slots of a token have the same id, the last one
-    counts; a slot whose id is no expert does not count. The op is not differentiable. It never waits for the device,
-    and every device gives the same bytes.
+    counts; a slot whose id is no expert does not count. Every device gives the same bytes.
 
     Args:
         grad: [T, top_k] float32, the gradient of topk_scores; stride 1 along top_k, any row stride.
@@ -88,8 +85,8 @@ def choose_experts_backward(
             -Inf then has the gradient 0.
         topk_ids: [T, top_k] int32 or int64 on the same device, as `choose_experts` returns them; stride 1 along top_k,
             any row stride. With MOE_FP8_VALIDATE=1 the op raises for an id that is neither an expert nor -1.
-        num_experts: E, if logits are those of the chosen experts. An expert may then stand in one slot of a token at
-            most; of several, the gradient of any one is used. None: logits of all experts.
+        num_experts: E, at most 1024, if logits are those of the chosen experts. An expert may then stand in one slot of
+            a token at most; of several, the gradient of any one is used. None: logits of all experts.
         scoring, normalize, scaling_factor: as in `choose_experts`; normalize must be True with num_experts.
         parts: 1, or 2 for the gradient as the sum of two bfloat16 values, which tensor cores can multiply.
 
@@ -98,9 +95,7 @@ def choose_experts_backward(
         Contiguous.
 
     Raises:
-        RuntimeError: scoring, normalize, num_experts (from 1 to 1024), parts, dtype, dimensions, sizes, strides or
-            device differ from the above, or an argument requires a derivative, which the op does not have. The message
-            names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: DESIGN.md section 3, bit by bit.
     """

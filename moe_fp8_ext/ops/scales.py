@@ -24,15 +24,11 @@ def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | N
         "columns"   group e is the bytes of `blocked` from starts[e] * round_up(R, 128) on
         "experts"   blocked[e] is scale[e] blocked, flat
 
-    The op is not differentiable. It never waits for the device.
-
     Args:
         scale: [R, C] ("experts": [E, R, C]), any dtype of one byte; stride 1 along C, any other strides.
         groups: None, "rows", "columns" or "experts", as above.
-        offs: [E] int32 on scale's device, E at most 1024, given for "rows" and "columns" and only then: exclusive end
-            of each group, non-decreasing. A column of scales stands for a block of tokens, so with "columns" offs
-            counts blocks, not tokens. The op clamps the contents into [0, R] or [0, C] and makes them monotonic. With
-            MOE_FP8_VALIDATE=1 it checks them, which waits for the device.
+        offs: [E], as in `moe_fp8_ext.ops`, given for "rows" and "columns" and only then. A column of scales stands for
+            a block of tokens, so with "columns" offs counts blocks, not tokens.
 
     Returns:
         blocked of scale's dtype, contiguous. Its shape only counts bytes; their order is that of the blocks. Padding
@@ -47,8 +43,7 @@ def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | N
         of all groups before, each rounded up to 4; otherwise [0].
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, device or groups differ from the above, or scale requires a
-            derivative, which the op does not have. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: NVIDIA cuBLAS, "1D block scaling factors layout".
     """
@@ -62,8 +57,6 @@ def unswizzle_scales(
 
         swizzle_scales(scale, ...)[0] = blocked
 
-    The op is not differentiable. It never waits for the device.
-
     Args:
         blocked: as `swizzle_scales` returns it for scales of these sizes; any dtype of one byte, contiguous.
         rows, cols: the size of the result, for "experts" of one of its matrices.
@@ -73,8 +66,7 @@ def unswizzle_scales(
         scale [rows, cols] ("experts": [E, rows, cols]) of blocked's dtype, contiguous; zero bytes from `offs[-1]` on.
 
     Raises:
-        RuntimeError: dtype, shape, strides, device or groups differ from the above, or blocked requires a derivative,
-            which the op does not have. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: the layout of `swizzle_scales`.
     """

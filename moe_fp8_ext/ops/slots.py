@@ -18,8 +18,7 @@ def combine(y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Te
     Products and sums are rounded to float32, in that order. The last sum is rounded to the dtype of `y`, to nearest
     even; a NaN becomes the quiet NaN of the dtype. Without scores nothing is multiplied.
 
-    The op is differentiable in y and topk_scores, once; for that, no two slots may have the same row. It never waits
-    for the device.
+    The op is differentiable in y and topk_scores, once; for that, no two slots may have the same row.
 
     Args:
         y: [P, K] bfloat16, float16 or float32; stride 1 along K, any row stride.
@@ -33,7 +32,7 @@ def combine(y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Te
         out [T, K] of y's dtype, contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, sizes, strides or device differ from the above. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: the equation above.
     """
@@ -49,8 +48,7 @@ def combine_backward(
         grad_scores[t, j]     = grad[t] . y[inverse[t, j]]
 
     Rows of y that no slot has get zeros. If several slots have the same row, the largest slot counts and the others get
-    no gradient. Dot products are summed in float32, in an order that depends on the device and on nothing else. The op
-    is not differentiable. It never waits for the device.
+    no gradient. Dot products are summed in float32, in an order that depends on the device and on nothing else.
 
     Args:
         grad: [T, K] bfloat16, float16 or float32; stride 1 along K, any row stride.
@@ -65,8 +63,7 @@ def combine_backward(
         without scores. Both contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, sizes, strides or device differ from the above, or an argument requires a
-            derivative, which the op does not have. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: the equations above.
     """

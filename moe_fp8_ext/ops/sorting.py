@@ -18,13 +18,12 @@ def sort_tokens(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
         permutation[inverse[slot]] = slot
 
     A slot is an element of `topk_ids`, counted row by row: slot t * top_k + j is choice j of token t. A slot whose id
-    is no expert is dropped: it is in no group. The op never waits for the device, and returns the same bytes every
-    time.
+    is no expert is dropped: it is in no group. The op returns the same bytes every time.
 
     Args:
         topk_ids: [T] or [T, top_k], int32 or int64; stride 1 along the last dimension, any row stride. Slots whose id
             is not in [0, num_experts) are dropped. With MOE_FP8_VALIDATE=1 the op raises for such an id unless it is
-            -1, which waits for the device.
+            -1.
         num_experts: from 1 to 1024.
 
     Returns:
@@ -33,7 +32,7 @@ def sort_tokens(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
         slot in permutation, -1 for a dropped slot. All contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides or `num_experts` differ from the above. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: stable counting sort; DESIGN.md section 4 for offs.
     """
@@ -47,12 +46,11 @@ def tokens_by_rank(topk_ids: Tensor, num_experts: int, num_ranks: int) -> tuple[
         expert e is of rank e // (num_experts / num_ranks)
 
     `sort_tokens(by_rank, num_ranks)` then sorts the copies of tokens by rank: a token has one copy for each rank that
-    has any of its experts. The op never waits for the device, and returns the same bytes every time.
+    has any of its experts. The op returns the same bytes every time.
 
     Args:
         topk_ids: [T, top_k], int32 or int64; stride 1 along the last dimension, any row stride. Ids that are not in [0,
-            num_experts) belong to no rank. With MOE_FP8_VALIDATE=1 the op raises for such an id unless it is -1, which
-            waits for the device.
+            num_experts) belong to no rank. With MOE_FP8_VALIDATE=1 the op raises for such an id unless it is -1.
         num_experts: experts of all ranks together: a multiple of num_ranks, at most 1024 per rank.
         num_ranks: from 1 to 1024.
 
@@ -61,8 +59,7 @@ def tokens_by_rank(topk_ids: Tensor, num_experts: int, num_ranks: int) -> tuple[
         its experts and the number of their slots there. Both contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, `num_experts` or `num_ranks` differ from the above. The message names
-            the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: the definition above.
     """

@@ -17,13 +17,11 @@ def pad_token_groups(x: Tensor, offs: Tensor, align: int = 16) -> tuple[Tensor, 
 
         x_padded[padded_starts[e] + i] = x[start of group e + i]
 
-    All other rows of `x_padded` are zero. The op is differentiable in x. It never waits for the device.
+    All other rows of `x_padded` are zero. The op is differentiable in x.
 
     Args:
         x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, any row stride.
-        offs: [E] int32 on x's device, E at most 1024: exclusive end row of each group, non-decreasing. The op clamps
-            the contents into [0, M] and makes them monotonic. With MOE_FP8_VALIDATE=1 it checks them, which waits for
-            the device.
+        offs: [E] ends of groups of rows, as in `moe_fp8_ext.ops`.
         align: A power of two from 1 to 256.
 
     Returns:
@@ -31,8 +29,7 @@ def pad_token_groups(x: Tensor, offs: Tensor, align: int = 16) -> tuple[Tensor, 
         group; padded_offs [E] int32, the row behind the padding of each group. All contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides, device or `align` differ from the above. The message names the
-            argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: the equation above; padded layout of DESIGN.md section 4.
     """
@@ -45,21 +42,21 @@ def pad_token_groups_to(x: Tensor, offs: Tensor, padded_starts: Tensor, num_padd
 
         x_padded[padded_starts[e] + i] = x[start of group e + i]
 
-    All other rows of `x_padded` are zero. The op is differentiable in x. It never waits for the device.
+    All other rows of `x_padded` are zero. The op is differentiable in x.
 
     Args:
         x: [M, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, any row stride.
-        offs: [E] int32, as in `pad_token_groups`.
+        offs: [E] ends of groups of rows, as in `moe_fp8_ext.ops`.
         padded_starts: [E] int32 on the same device, non-decreasing: the first row of each group in the result. The op
             clamps the contents into [0, num_padded] and makes them monotonic. A row that does not fit before the next
-            group is left out. With MOE_FP8_VALIDATE=1 the op checks them, which waits for the device.
+            group is left out. With MOE_FP8_VALIDATE=1 the op checks them.
         num_padded: rows of the result.
 
     Returns:
         x_padded [num_padded, K] of x's dtype, contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides or device differ from the above. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: the equation above.
     """
@@ -71,13 +68,11 @@ def unpad_token_groups(y: Tensor, offs: Tensor, padded_starts: Tensor, num_token
 
         x[start of group e + i] = y[padded_starts[e] + i]
 
-    Rows from `offs[-1]` on are zero. The op is differentiable in y. It never waits for the device.
+    Rows from `offs[-1]` on are zero. The op is differentiable in y.
 
     Args:
         y: [P, K], any dtype of 1, 2 or 4 bytes; stride 1 along K, any row stride.
-        offs: [E] int32 on y's device, E at most 1024: exclusive end row of each group in the result, non-decreasing.
-            The op clamps the contents into [0, num_tokens] and makes them monotonic. With MOE_FP8_VALIDATE=1 it checks
-            them, which waits for the device.
+        offs: [E] ends of groups of rows of the result, as in `moe_fp8_ext.ops`.
         padded_starts: [E] int32 on the same device: the first row of each group in y. A row beyond y is zero.
         num_tokens: rows of the result.
 
@@ -85,7 +80,7 @@ def unpad_token_groups(y: Tensor, offs: Tensor, padded_starts: Tensor, num_token
         x [num_tokens, K] of y's dtype, contiguous.
 
     Raises:
-        RuntimeError: dtype, dimensions, strides or device differ from the above. The message names the argument.
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: the equation above.
     """
