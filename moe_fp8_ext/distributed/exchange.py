@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.distributed.message import Casts, Column, Message
+from moe_fp8_ext.distributed.message import Column, Message
 from moe_fp8_ext.distributed.plan import Agreement, ExactPlanner, Placement, Ranks, Route, StaticPlanner, Transfer
 from moe_fp8_ext.layer.source import Chunk, Source
 from moe_fp8_ext.matmul.engine import Groups, engine_of
@@ -56,8 +56,8 @@ class Exchange:
         self.num_experts = ranks.size * ranks.num_local_experts
         self.exact, self.static = ExactPlanner(ranks, chunks), static
         rule = engine_of(recipe).rule if fp8_tokens or fp8_gradients else None
-        self._casts = Casts(*rule(gradient=False)) if fp8_tokens else None
-        self._gradient_casts = Casts(*rule(gradient=True)) if fp8_gradients else None
+        self._casts = rule(gradient=False) if fp8_tokens else None
+        self._gradient_casts = rule(gradient=True) if fp8_gradients else None
         self._local_of = self._local_experts()
         self.agreed: Agreement | None = None  # of a static exchange's first call; later calls do not ask the ranks
         self.has_ended_step = False  # since `ExpertParallel` last called its `check` itself

@@ -95,8 +95,8 @@ class GatheredWeight(DeferredWeight):
         self.gather, self.is_transposed = gather, is_transposed
         return self
 
-    def operand(self, rule: Rule) -> Operand:
-        self.gather.check(*rule)
+    def operand(self, dtype: torch.dtype, rule: Rule) -> Operand:
+        self.gather.check(dtype, *rule)
         return Operand(*self.gather.copy(self.is_transposed))
 
     def transposed_operand(self) -> Operand:

@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_fp8_ext.ops.checks import default_fp8_dtype
 from moe_fp8_ext.quantization.casting import cast, row_major
 from moe_fp8_ext.quantization.format import COLUMN_ALIGN, FORMATS, round_up
+from moe_fp8_ext.quantization.prepare import Rule
 
 _pack_tokens = torch.ops.moe_fp8.pack_tokens.default
 _quantize_and_pack = torch.ops.moe_fp8.quantize_and_pack.default
@@ -27,21 +28,13 @@ class Column(NamedTuple):
         return rows[:, self.offset : self.offset + self.width * self.dtype.itemsize].view(self.dtype)
 
 
-class Casts(NamedTuple):
-    """How values are quantized when they are sent."""
-
-    format: str
-    dtype: torch.dtype | None
-    rounding: str
-
-
 class Message(NamedTuple):
-    """The tensors that are sent for T tokens. Without casts, x travels in bfloat16."""
+    """The tensors that are sent for T tokens. Without a rule for casts, x travels in bfloat16."""
 
     x: Tensor
     ids: Tensor | None
     scores: Tensor | None
-    casts: Casts | None
+    casts: Rule | None
 
     def split(self, chunks: int) -> list[Message]:
         parts = [[None] * chunks if t is None else t.tensor_split(chunks) for t in self[:3]]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_fp8_ext.layer.bias import plus_bias
 from moe_fp8_ext.matmul.engine import Engine, Groups
-from moe_fp8_ext.quantization.prepare import Operand, quantized_weight
+from moe_fp8_ext.quantization.prepare import Operand, operands_of
 from moe_fp8_ext.quantization.tensor import Quantized
 
 
@@ -31,13 +31,18 @@ class ExpertLinear(NamedTuple):
     def is_quantized(self) -> bool:
         return self.quantized[0] is not None
 
+    @property
+    def values(self) -> Tensor:
+        """The weight [E, N, K] as it is stored: in fp8 if it is quantized."""
+        return self.quantized[0].q if self.is_quantized else self.weight
+
     def operands(self, engine: Engine, dtype: torch.dtype | None, transposed: bool) -> tuple[Operand, Operand]:
         """Makes the operands of the weight for products over K and, if `transposed`, over N.
 
         dtype is torch.autocast's if it is on, else None.
         """
         if self.is_quantized:
-            return quantized_weight(self.quantized, transposed)
+            return operands_of(self.quantized, transposed)
         return engine.weight(self.weight, dtype or self.weight.dtype, transposed)
 
     def product(self, engine: Engine, x: Operand, w: Operand, groups: Groups, by_index: bool = False) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_fp8_ext.matmul.bf16 import bf16_product, bf16_wgrad, clamped
 from moe_fp8_ext.quantization.casting import cast, row_major
 from moe_fp8_ext.quantization.format import FORMATS
-from moe_fp8_ext.quantization.prepare import NOTHING, Operand, bf16_weight, fp8_weight
+from moe_fp8_ext.quantization.prepare import NOTHING, Operand, Rule, bf16_weight, fp8_weight
 from moe_fp8_ext.quantization.recipe import Recipe
 
 _activate = torch.ops.moe_fp8.activate.default
@@ -168,7 +168,7 @@ class Fp8Engine(Bf16Engine):
         self.recipe, self.format = recipe, recipe.format
 
     def weight(self, w: Tensor, dtype: torch.dtype, transposed: bool) -> tuple[Operand, Operand]:
-        return fp8_weight(w, dtype, self.recipe, transposed)
+        return fp8_weight(w, dtype, self.rule(gradient=False), transposed)
 
     def safe_offs(self, offs: Tensor, rows: int, wgrad: bool) -> Tensor:
         return offs  # this package's ops clamp offs themselves
@@ -260,10 +260,10 @@ class Fp8Engine(Bf16Engine):
         rows, tokens, of_a = Operand(q, scale), Operand(q_t, scale_t, ends), Operand(a_q_t, a_scale_t, ends)
         return Gradients(rows, tokens, of_a, None, dscores)
 
-    def rule(self, gradient: bool) -> tuple[str, torch.dtype | None, str]:
-        """Returns format, dtype and rounding for tokens, or for their gradients."""
-        recipe = self.recipe
-        return self.format, (recipe.grad_dtype if gradient else None) or recipe.dtype, recipe.rounding
+    def rule(self, gradient: bool) -> Rule:
+        """Returns the rule for weights and tokens, or for gradients of tokens."""
+        dtype = (self.recipe.grad_dtype if gradient else None) or self.recipe.dtype
+        return Rule(self.format, dtype, self.recipe.rounding)
 
     def _is_smaller(self, x: Tensor, groups: Groups) -> bool:
         """Returns whether x takes less memory than its copy along tokens. Symbolic sizes: whether for all values."""

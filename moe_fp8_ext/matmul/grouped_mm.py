@@ -26,7 +26,7 @@ from moe_fp8_ext.ops.checks import (
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once, needs_gradient
 from moe_fp8_ext.quantization.casting import autocast_dtype, cast, row_major
 from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS, MAX_ROWS, round_up
-from moe_fp8_ext.quantization.prepare import NOTHING, Operand, quantized_tokens, quantized_weight, ready
+from moe_fp8_ext.quantization.prepare import NOTHING, Operand, operands_of, ready
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import Pair, Quantized, given
 
@@ -178,11 +178,11 @@ class GroupedMm(torch.autograd.Function):
             rows = call.a[0].q if A is None else groups.indices if groups.indices is not None else A
             groups = groups._replace(offs=engine.safe_offs(groups.offs, rows.shape[0], needs.B_t))
             if A is None:
-                a, kept = quantized_tokens(call.a)
+                a, kept = operands_of(call.a)
             else:
                 a, kept = engine.left(A, groups, needs.B_t)
             if B is None:
-                w, w_t = quantized_weight(call.w, needs.A)
+                w, w_t = operands_of(call.w, needs.A)
             else:
                 w, w_t = engine.weight(B, call.b_dtype, needs.A)
             out = engine.product(a, w, groups, by_index=groups.indices is not None and kept.scale is None)

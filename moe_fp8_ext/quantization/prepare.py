@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moe_fp8_ext.quantization.casting import cast, rounded, row_major
 from moe_fp8_ext.quantization.format import FORMATS
-from moe_fp8_ext.quantization.recipe import Recipe
 from moe_fp8_ext.quantization.tensor import Quantized
 from moe_fp8_ext.training.weight_cache import reused
 
@@ -37,9 +36,8 @@ Copies = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class Rule(NamedTuple):
-    """How a weight is quantized."""
+    """How values are quantized."""
 
-    multiplied_as: torch.dtype  # torch.autocast's dtype if it is on, else the weight's; a cast to it comes first
     format: str
     dtype: torch.dtype | None
     rounding: str
@@ -52,28 +50,27 @@ class DeferredWeight(Tensor):
     """
 
     @abstractmethod
-    def operand(self, rule: Rule) -> Operand:
-        """Returns the operand of a product that sums over K."""
+    def operand(self, dtype: torch.dtype, rule: Rule) -> Operand:
+        """Returns the operand of a product that sums over K, of the weight cast to dtype."""
 
     @abstractmethod
     def transposed_operand(self) -> Operand:
         """Returns the operand of a product that sums over N, quantized by the rule of the last `operand`."""
 
 
-def fp8_weight(w: Tensor, dtype: torch.dtype, recipe: Recipe, transposed: bool) -> tuple[Operand, Operand]:
+def fp8_weight(w: Tensor, dtype: torch.dtype, rule: Rule, transposed: bool) -> tuple[Operand, Operand]:
     """Makes the operands of w [E, N, K] in fp8.
 
     Args:
-        dtype: what w is cast to before it is quantized.
+        dtype: what w is cast to before it is quantized: torch.autocast's dtype if it is on, else the weight's.
         transposed: whether the gradient of the input needs the second operand.
 
     Returns:
         the operand of a product that sums over K, and of one that sums over N or, without `transposed`, NOTHING.
     """
-    rule = Rule(dtype, recipe.format, recipe.dtype, recipe.rounding)
     if isinstance(w, DeferredWeight):
-        return w.operand(rule), Operand(w) if transposed else NOTHING
-    q, scale, q_t, scale_t = reused(_quantize, w, *rule) or _quantize(w, *rule, transposed)
+        return w.operand(dtype, rule), Operand(w) if transposed else NOTHING
+    q, scale, q_t, scale_t = reused(_quantize, w, dtype, *rule) or _quantize(w, dtype, *rule, transposed)
     return Operand(q, scale), Operand(q_t, scale_t) if transposed else NOTHING
 
 
@@ -83,16 +80,10 @@ def bf16_weight(w: Tensor, dtype: torch.dtype, transposed: bool) -> tuple[Operan
     return Operand(w), Operand(w.mT) if transposed else NOTHING
 
 
-def quantized_weight(pair: tuple[Quantized, Quantized | None], transposed: bool) -> tuple[Operand, Operand]:
-    """Makes the same operands of a weight that the caller quantized before."""
-    first, second = pair
-    return Operand(first.q, first.scale), Operand(second.q, second.scale) if transposed else NOTHING
-
-
-def quantized_tokens(pair: tuple[Quantized, Quantized | None]) -> tuple[Operand, Operand]:
-    """Makes operands of tokens that the caller quantized before: along rows, and along tokens if the pair has them."""
-    first, second = pair
-    return Operand(first.q, first.scale), NOTHING if second is None else Operand(second.q, second.scale)
+def operands_of(pair: tuple[Quantized, Quantized | None], second: bool = True) -> tuple[Operand, Operand]:
+    """Makes the operands of a pair that the caller quantized before; of the second, if the pair has it and if asked."""
+    first, other = pair
+    return Operand(first.q, first.scale), Operand(other.q, other.scale) if second and other is not None else NOTHING
 
 
 def ready(kept: Operand) -> Operand:

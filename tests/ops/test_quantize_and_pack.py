@@ -28,8 +28,9 @@ from helpers import (
 from torch import Tensor
 
 from moe_fp8_ext import reference
-from moe_fp8_ext.distributed.message import Casts, Message
+from moe_fp8_ext.distributed.message import Message
 from moe_fp8_ext.ops import pack_tokens, quantize_and_pack, quantize_rows, sort_tokens, tokens_by_rank
+from moe_fp8_ext.quantization.prepare import Rule
 from moe_fp8_ext.reference.numerics import FORMATS
 
 
@@ -88,7 +89,7 @@ def test_columns_of_a_message(fmt, device):
     """Where `ExpertParallel` reads them is where they are."""
     x = wide(60, 200, device=device)
     (ids, scores), (indices, inverse, experts) = routed(60, 5, 3, device)
-    message = Message(x, ids, scores, None if fmt is None else Casts(fmt, None, FORMATS[fmt].roundings[0]))
+    message = Message(x, ids, scores, None if fmt is None else Rule(fmt, None, FORMATS[fmt].roundings[0]))
     got = message.rows(experts, indices, inverse)
     token, there = indices.long() // 3, indices >= 0
     q, scale = (x, None) if fmt is None else quantize_rows(x, "mxfp8_rowmajor" if fmt == "mxfp8" else fmt)
