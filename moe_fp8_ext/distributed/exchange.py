@@ -76,16 +76,17 @@ class Exchange:
         with torch.no_grad(), below_autograd():
             message = Message(x, ids, scores, self._casts)
             parts, columns = message.split(self.chunks), message.columns()
-            placements = planner.placements([part.ids for part in parts])
+            placements = [planner.placement(part.ids) for part in parts]
+            computed = None if self.static else self.exact.now()
             both = zip(parts, placements, strict=True)
             rows = [part.rows(self.num_experts, to.indices, to.inverse) for part, to in both]
-        return PreparedMessages(rows, columns, placements)
+        return PreparedMessages(rows, columns, placements, computed)
 
     def send(self, messages: PreparedMessages, agreement: Agreement) -> ExchangedTokens:
         """Sends the messages. agreement: what must be the same on all ranks."""
         with torch.no_grad(), below_autograd():
             if self.static is None:
-                routes = self.exact.routes(messages.placements, agreement)
+                routes = self.exact.routes(messages.placements, messages.computed, agreement)
             else:
                 if self.agreed is None:
                     self.exact.agree(agreement)
@@ -132,6 +133,7 @@ class PreparedMessages(NamedTuple):
     rows: list[Tensor]  # bytes [S, B] of each chunk
     columns: list[Column]
     placements: list[Placement]
+    computed: torch.cuda.Event | None  # recorded when the stream had computed the placements
 
 
 class ExchangedTokens(Source):

@@ -74,7 +74,6 @@ class Placement(NamedTuple):
     indices: Tensor
     inverse: Tensor
     counts: Tensor  # [ranks, 2] int64: rows and slots for every rank
-    computed: torch.cuda.Event | None = None  # recorded when the stream has computed them
 
 
 class Agreement(NamedTuple):
@@ -96,27 +95,24 @@ class ExactPlanner:
         self.side = torch.cuda.Stream(ranks.device, priority=-1) if ranks.device.type == "cuda" else None
         self._columns: dict[int, Tensor] = {}  # [ranks, 1], for each word that was ever sent
 
-    def placements(self, parts: Sequence[Tensor]) -> list[Placement]:
-        """Returns a placement for the ids [T, top_k] of each part. Ids out of [0, num_experts) belong to no expert.
+    def placement(self, ids: Tensor) -> Placement:
+        """Returns the placement for ids [T, top_k]. Ids out of [0, num_experts) belong to no expert.
 
         A placement has as many rows as any routing could need. Rows without a token come last, so a message can be
         written before the host knows how many rows it sends.
         """
-        placements = [self._placement(ids) for ids in parts]
-        computed = self._now()
-        return [placement._replace(computed=computed) for placement in placements]
-
-    def _placement(self, ids: Tensor) -> Placement:
         permutation, _, inverse, counts = _by_rank(ids, self.ranks)
         return Placement(permutation[: ids.shape[0] * min(ids.shape[1], self.ranks.size)], inverse, counts)
 
-    def routes(self, placements: Sequence[Placement], agreement: Agreement) -> list[Route]:
-        """Waits for the numbers of all ranks.
+    def routes(
+        self, placements: Sequence[Placement], computed: torch.cuda.Event | None, agreement: Agreement
+    ) -> list[Route]:
+        """Waits for the numbers of all ranks. computed: an event of `now` after the placements.
 
         Raises:
             RuntimeError: on every rank, if any rank has an error or another agreement.
         """
-        with self._after(placements[-1].computed):
+        with self._after(computed):
             sizes = self._exchange_sizes([placement.counts for placement in placements], agreement)
         return [
             Route(placement.indices[: sum(sent)], placement.inverse, sent, received, sum(slots), self.ranks.group)
@@ -129,11 +125,11 @@ class ExactPlanner:
 
     def agree(self, agreement: Agreement | None) -> None:
         """Raises on all ranks unless all have the same agreement. None means that this rank has an error."""
-        with self._after(self._now()):
+        with self._after(self.now()):
             nothing = torch.zeros(self.ranks.size, 2, dtype=torch.int64, device=self.ranks.device)
             self._exchange_sizes([nothing] * self.chunks, agreement)
 
-    def _now(self) -> torch.cuda.Event | None:
+    def now(self) -> torch.cuda.Event | None:
         """An event at the end of the current stream."""
         return None if self.side is None else torch.cuda.current_stream(self.ranks.device).record_event()
 
@@ -190,10 +186,7 @@ class StaticPlanner:
         # The first call that met a message of another call; 0: none.
         self.mixed_up = torch.zeros(1, dtype=torch.int64, device=ranks.device)
 
-    def placements(self, parts: Sequence[Tensor]) -> list[Placement]:
-        return [self._placement(ids) for ids in parts]
-
-    def _placement(self, ids: Tensor) -> Placement:
+    def placement(self, ids: Tensor) -> Placement:
         permutation, offs, inverse, counts = _by_rank(ids, self.ranks)
         (tokens, top_k), ranks = ids.shape, self.ranks.size
         room = min(tokens, math.ceil(self.capacity * tokens * min(1, top_k / ranks)))
@@ -209,7 +202,7 @@ class StaticPlanner:
         return Placement(indices, inverse, counts)
 
     def routes(self, placements: Sequence[Placement]) -> list[Route]:
-        for placement in placements:  # not in `placements`: a call that raises before it sends drops nothing
+        for placement in placements:  # not in `placement`: a call that raises before it sends drops nothing
             room = placement.indices.shape[0] // self.ranks.size - 1
             self.left_out[0].add_((placement.counts[:, 0] - room).clamp(min=0).sum())
         slots = [math.ceil(self.capacity * placement.inverse.shape[0] * self.top_k) for placement in placements]
