@@ -170,7 +170,9 @@ def experts_of_groups(
         check_dense(op, "scores", scores, 1)
         scores = scores[:, None]
     call, *inputs = layer_call(op, x, None, scores, up, down, recipe, activation, interleaved, keep)
-    _check_offs(op, offs, x, call.experts)
+    _check_tensor(op, "offs", offs, (call.experts,), x, (torch.int32,))
+    if not torch.compiler.is_compiling() and validates() and has_values(offs):
+        validate_offs(op, offs, "rows of x", x.shape[0])
     return LayerFunction.apply(call, SortedRows(offs), *inputs)
 
 
@@ -202,58 +204,44 @@ def layer_call(
     check_one_of(op, "activation", activation, list(GATED))
     check_one_of(op, "keep", keep, KEEP)
     check_bool(op, "interleaved", interleaved)
-    named = list(zip(_WEIGHTS, (up, down), strict=True))
-    parts = [given(op, name, part.weight, recipe.format, weight=True) for name, part in named]
-    weights = [part.weight if of[0] is None else of[0].q for part, of in zip((up, down), parts, strict=True)]
-    fp8 = [of[0] is not None for of in parts]
-    _check(op, x, topk_ids, topk_scores, weights, (up.bias, down.bias), GATED[activation], fp8)
-    for name, part, weight in zip(_WEIGHTS, (up, down), weights, strict=True):
-        if part.main_grad is not None:
-            check_main_grad(op, f"main_grad_{name[2:]}", part.main_grad, name, weight)
-    e, _, d = weights[0].shape
-    if not any(fp8):
+    named = zip(_WEIGHTS, (up, down), strict=True)
+    linears = [_linear(op, name, projection, recipe.format) for name, projection in named]
+    _check(op, x, topk_ids, topk_scores, linears, GATED[activation])
+    e, d, f = linears[1].values.shape
+    if not any(linear.is_quantized for linear in linears):
         slots = x.shape[0] if topk_ids is None else topk_ids.numel()
-        recipe = recipe.for_layer(slots, d, weights[1].shape[2], e, GATED[activation])
-    dtype = autocast_dtype(x)
-    call = Call(recipe, activation, interleaved, keep == "fp8", dtype, e, weights[1].shape[2], False, False, None, None)
-    call = _with_needs(op, call, x, topk_scores, (up, down), parts)
+        recipe = recipe.for_layer(slots, d, f, e, GATED[activation])
+    dtype, needs = autocast_dtype(x), (needs_gradient(x), needs_gradient(topk_scores))
+    backward = any(needs) or any(linear.needs_weight or linear.needs_bias for linear in linears)
+    x = cast(x, dtype or x.dtype)
+    scores = None if topk_scores is None else cast(topk_scores, torch.float32).contiguous()
+    inputs = x, scores, *(linear.weight for linear in linears), *(linear.bias for linear in linears)
+    up, down = [_of_call(op, name, linear, backward) for name, linear in zip(_WEIGHTS, linears, strict=True)]
+    call = Call(recipe, activation, interleaved, keep == "fp8", dtype, e, f, *needs, up, down)
+    for name, linear, transposed in zip(_WEIGHTS, (up, down), (call.needs_x, call.needs_da), strict=True):
+        if linear.is_quantized and linear.quantized[1] is None and transposed:
+            fail(op, f"{name} must be the pair of quantize_weight where backward multiplies by it, got its first alone")
     if what := _in_bf16(call):
         limit = max_experts(x)
         require(e <= limit, f"{op}: w_down must have at most {limit} experts with {what}, got {e}")
-    x = cast(x, dtype or x.dtype)
-    scores = None if topk_scores is None else cast(topk_scores, torch.float32).contiguous()
-    w_up, w_down = (None if quantized else part.weight for part, quantized in zip((up, down), fp8, strict=True))
-    return call, x, scores, w_up, w_down, up.bias, down.bias
+    return call, *inputs
 
 
-def _with_needs(
-    op: str,
-    call: Call,
-    x: Tensor,
-    scores: Tensor | None,
-    given_parts: tuple[Projection, Projection],
-    quantized: list[tuple[Quantized | None, Quantized | None]],
-) -> Call:
-    """Returns the call with the flags of the inputs that need a gradient.
+def _linear(op: str, name: str, of: Projection, format: str | None) -> ExpertLinear:
+    quantized = given(op, name, of.weight, format, weight=True)
+    weight = of.weight if quantized[0] is None else None
+    return ExpertLinear(weight, of.bias, quantized, of.main_grad, needs_gradient(weight), needs_gradient(of.bias))
+
+
+def _of_call(op: str, name: str, linear: ExpertLinear, backward: bool) -> ExpertLinear:
+    """Returns the projection without the tensors that autograd sees.
 
     A quantized weight whose gradient goes to main_grad needs one whenever there is a backward.
     """
-    needs_x, needs_scores = needs_gradient(x), needs_gradient(scores)
-    needs = [(needs_gradient(part.weight), needs_gradient(part.bias)) for part in given_parts]
-    backward = needs_x or needs_scores or any(map(any, needs))
-    linears = []
-    for name, part, fp8, (weight, bias) in zip(_WEIGHTS, given_parts, quantized, needs, strict=True):
-        if fp8[0] is not None and part.main_grad is not None:
-            if torch.is_grad_enabled() and not backward:
-                text = f"x, or another, must ask for a gradient where main_grad is that of a quantized {name}, got none"
-                fail(op, text)
-            weight = backward
-        linears.append(ExpertLinear(None, None, fp8, part.main_grad, weight, bias))
-    call = call._replace(needs_x=needs_x, needs_scores=needs_scores, up=linears[0], down=linears[1])
-    for name, linear, transposed in zip(_WEIGHTS, linears, (call.needs_x, call.needs_da), strict=True):
-        if linear.is_quantized and linear.quantized[1] is None and transposed:
-            fail(op, f"{name} must be the pair of quantize_weight where backward multiplies by it, got its first alone")
-    return call
+    is_trained = linear.is_quantized and linear.main_grad is not None
+    if is_trained and torch.is_grad_enabled() and not backward:
+        fail(op, f"x, or another, must ask for a gradient where main_grad is that of a quantized {name}, got none")
+    return linear._replace(weight=None, bias=None, needs_weight=backward if is_trained else linear.needs_weight)
 
 
 def _in_bf16(call: Call) -> str | None:
@@ -266,20 +254,13 @@ def _in_bf16(call: Call) -> str | None:
 
 
 def _check(
-    op: str,
-    x: Tensor,
-    topk_ids: Tensor | None,
-    scores: Tensor | None,
-    weights: list[Tensor],
-    biases: tuple[Tensor | None, Tensor | None],
-    gated: bool,
-    quantized: list[bool],
+    op: str, x: Tensor, topk_ids: Tensor | None, scores: Tensor | None, linears: list[ExpertLinear], gated: bool
 ) -> None:
     check_dense(op, "x", x, 2)
     if topk_ids is not None:
         check_dense(op, "topk_ids", topk_ids, 2)
-    check_dense(op, "w_down", weights[1], 3)
-    (tokens, d), (e, _, f) = x.shape, weights[1].shape
+    check_dense(op, "w_down", linears[1].values, 3)
+    (tokens, d), (e, _, f) = x.shape, linears[1].values.shape
     if topk_ids is not None and topk_ids.shape[1] < 1:
         fail(op, "topk_ids must have at least 1 column, got 0")
     if not 1 <= e <= MAX_EXPERTS:
@@ -292,17 +273,15 @@ def _check(
         _check_tensor(op, "topk_scores", scores, (tokens, top_k), x)
     elif scores is not None:
         _check_tensor(op, "scores", scores, (tokens, 1), x)
-    for name, w, shape, is_fp8 in zip(_WEIGHTS, weights, ((e, rows, d), (e, d, f)), quantized, strict=True):
-        _check_tensor(op, name, w, shape, x, (w.dtype,) if is_fp8 else INPUT_DTYPES)
-    for name, bias, shape in zip(("b_gate_up", "b_down"), biases, ((e, rows), (e, d)), strict=True):
-        if bias is not None:
-            _check_tensor(op, name, bias, shape, x)
-
-
-def _check_offs(op: str, offs: Tensor, x: Tensor, experts: int) -> None:
-    _check_tensor(op, "offs", offs, (experts,), x, (torch.int32,))
-    if not torch.compiler.is_compiling() and validates() and has_values(offs):
-        validate_offs(op, offs, "rows of x", x.shape[0])
+    for name, linear, shape in zip(_WEIGHTS, linears, ((e, rows, d), (e, d, f)), strict=True):
+        w = linear.values
+        _check_tensor(op, name, w, shape, x, (w.dtype,) if linear.is_quantized else INPUT_DTYPES)
+    for name, linear, shape in zip(("b_gate_up", "b_down"), linears, ((e, rows), (e, d)), strict=True):
+        if linear.bias is not None:
+            _check_tensor(op, name, linear.bias, shape, x)
+    for name, linear in zip(_WEIGHTS, linears, strict=True):
+        if linear.main_grad is not None:
+            check_main_grad(op, f"main_grad_{name[2:]}", linear.main_grad, name, linear.values)
 
 
 def _check_tensor(
