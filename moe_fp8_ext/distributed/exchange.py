@@ -35,7 +35,8 @@ class Send(NamedTuple):
         """Waits for the rows that all ranks sent here, and returns their columns."""
         rows = self.transfer.wait()
         if static is not None:
-            _check_calls(static.check_headers(rows, self.call), self.call)
+            if others := set(static.check_headers(rows, self.call)) - {self.call}:
+                raise CallMismatch(self.call, sorted(others))
         return [column.read(rows) for column in self.columns]
 
 
@@ -176,11 +177,6 @@ class ExchangedTokens(Source):
         pairs = zip(self.routes, tensors[::2], tensors[1::2], strict=True)
         routes = [route._replace(indices=indices, inverse=inverse) for route, indices, inverse in pairs]
         return ExchangedTokens(self.exchange, routes, self.call)
-
-
-def _check_calls(numbers: list[int], call: int) -> None:
-    if other := sorted({number for number in numbers if number != call}):
-        raise CallMismatch(call, other)
 
 
 class CallMismatch(RuntimeError):

@@ -25,8 +25,10 @@ def clamped(offs: Tensor, rows: int) -> Tensor:
 def bf16_product(a: Tensor, b_t: Tensor, offs: Tensor) -> Tensor:
     """Computes a [M, K] @ b_t [E, K, N] of each group in bfloat16, for any sizes. Rows without a group are zero."""
     _, k, n = b_t.shape
-    b_t = _tma_operand(b_t, _tma_size(n), _tma_size(k))
-    return _rows(_tma_operand(a, _tma_size(k)), b_t, offs, n)
+    if offs.shape[0] == 0:  # torch divides by the number of groups
+        return a.new_zeros(a.shape[0], n)
+    out = _product(_tma_operand(a, _tma_size(k)), _tma_operand(b_t, _tma_size(n), _tma_size(k)), offs)
+    return out if n == out.shape[1] else out[:, :n].contiguous()
 
 
 def bf16_wgrad(dY: Tensor, a: Tensor, offs: Tensor, main_grad: Tensor | None = None) -> Tensor | None:
@@ -40,14 +42,6 @@ def bf16_wgrad(dY: Tensor, a: Tensor, offs: Tensor, main_grad: Tensor | None = N
         return dW
     main_grad.add_(dW)
     return None
-
-
-def _rows(a: Tensor, b_t: Tensor, offs: Tensor, columns: int) -> Tensor:
-    """Computes the first columns of the product. Rows without a group are zero."""
-    if offs.shape[0] == 0:  # torch divides by the number of groups
-        return a.new_zeros(a.shape[0], columns)
-    out = _product(a, b_t, offs)
-    return out if columns == out.shape[1] else out[:, :columns].contiguous()
 
 
 def _product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
