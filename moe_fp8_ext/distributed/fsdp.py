@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_fp8_ext import _torch
+from moe_fp8_ext.distributed.dtensor import of_all
 from moe_fp8_ext.ops.checks import check_module, default_fp8_dtype, require
 from moe_fp8_ext.quantization.casting import cast
 from moe_fp8_ext.quantization.format import FORMATS
@@ -162,7 +163,8 @@ class _Gather:
             q, scale = self._typed(self.values, self.scales)
             return q.mT.contiguous(), scale.mT.contiguous()
         if not self.other:
-            self.other += map(self._all_gather, self._of_shard(is_transposed))  # a list that FSDP2 frees
+            gathered = (of_all(x, self.mesh).full_tensor() for x in self._of_shard(is_transposed))
+            self.other += gathered  # a list that FSDP2 frees
         return self._typed(*self.other)
 
     def _of_shard(self, is_transposed: bool) -> tuple[Tensor, Tensor]:
@@ -182,8 +184,3 @@ class _Gather:
 
     def _bytes_of_scales(self, rows: int, k: int) -> int:
         return math.prod(self.format.scale_of_weight(1, rows, k).shape) * self.format.scale_dtype.itemsize
-
-    def _all_gather(self, x: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor, Shard
-
-        return DTensor.from_local(x, self.mesh, [Shard(0)], run_check=False).full_tensor()
