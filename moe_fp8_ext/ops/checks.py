@@ -198,10 +198,14 @@ def check_contiguous(op: str, arg: str, x: Tensor) -> None:
         stride *= x.shape[dim]
 
 
+def check_dim(op: str, arg: str, x: Tensor, dim: int, size: int) -> None:
+    require(x.shape[dim] == size, f"{op}: {arg} must have size {size} in dimension {dim}, got {x.shape[dim]}")
+
+
 def check_shape(op: str, arg: str, x: Tensor, shape: Sequence[int]) -> None:
     check_dims(op, arg, x, len(shape), len(shape))
     for i, size in enumerate(shape):
-        require(x.shape[i] == size, f"{op}: {arg} must have size {size} in dimension {i}, got {x.shape[i]}")
+        check_dim(op, arg, x, i, size)
 
 
 def check_size(op: str, arg: str, size: int, what: str, max_size: int = MAX_ROWS) -> None:

@@ -106,10 +106,12 @@ def unit_stride(grad: Tensor) -> Tensor:
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
+def _by_name(op: OpOverload, args: tuple, kwargs: dict) -> dict[str, object]:
+    return dict(zip((argument.name for argument in schema_of(op).arguments), args, strict=False)) | kwargs
+
+
 def _tensors(op: OpOverload, args: tuple, kwargs: dict) -> list[tuple[str, Tensor]]:
-    names = (argument.name for argument in schema_of(op).arguments)
-    named = [*zip(names, args, strict=False), *kwargs.items()]
-    return [(name, x) for name, x in named if isinstance(x, Tensor)]
+    return [(name, x) for name, x in _by_name(op, args, kwargs).items() if isinstance(x, Tensor)]
 
 
 def _refuse_tangents(op: OpOverload, args: tuple, kwargs: dict) -> None:
@@ -230,13 +232,11 @@ def fake(op: OpOverload) -> Callable[[Callable], None]:
 
     It is called with the name of the op, then all arguments by name; the schema has their defaults. It checks them all.
     """
-    arguments = schema_of(op).arguments
-    names = [argument.name for argument in arguments]
-    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    defaults = {a.name: a.default_value for a in schema_of(op).arguments if a.has_default_value()}
 
     def register(implementation: Callable) -> None:
         def run(*args, **kwargs):
-            return implementation(name_of(op), **defaults | dict(zip(names, args, strict=False)) | kwargs)
+            return implementation(name_of(op), **defaults | _by_name(op, args, kwargs))
 
         torch.library.register_fake(schema_of(op).name)(run)
 
@@ -247,7 +247,7 @@ def refuse_none(op: OpOverload) -> None:
     """Registers the errors of calls that no device's kernel takes: sparse tensors, or no tensor at all."""
 
     def kernel(*args, **kwargs):
-        given = dict(zip((argument.name for argument in schema_of(op).arguments), args, strict=False)) | kwargs
+        given = _by_name(op, args, kwargs)
         for argument in schema_of(op).arguments:
             if str(argument.type) == "Tensor" and given.get(argument.name) is None:
                 fail(name_of(op), f"{argument.name} must be a tensor, got None")

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from moe_fp8_ext.ops.checks import (
     check,
+    check_dim,
     check_format,
     check_indices,
     check_indices_with_top_k,
@@ -142,8 +143,7 @@ def _check_scales(
         check_scale_of_tokens(op, "scale_a", scale_a, format, m, k, e)
         check_scale_of_tokens(op, "scale_b", scale_b, format, n, k, e, transposed=True)
         if format.order == "column_major":
-            blocks, got = scale_a.shape[1], scale_b.shape[0]
-            require(got == blocks, f"{op}: scale_b must have size {blocks} in dimension 0, got {got}")
+            check_dim(op, "scale_b", scale_b, 0, scale_a.shape[1])
         return
     check_scale(op, "scale_a", scale_a, format, format.scale_of_rows((m, k), e if indices is None else None).shape)
     shape_of_b = format.scale_of_weight(e, n, k).shape

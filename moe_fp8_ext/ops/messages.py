@@ -6,11 +6,11 @@ from torch import Tensor
 from moe_fp8_ext.ops.checks import (
     check,
     check_count,
+    check_dim,
     check_format,
     check_indices,
     check_rounding,
     fp8_dtype,
-    require,
 )
 from moe_fp8_ext.ops.dispatch import fake, refuse_derivatives
 from moe_fp8_ext.quantization.format import COLUMN_ALIGN, ROW_ALIGN, round_up
@@ -116,8 +116,7 @@ def _width(op: str, x: Tensor, **columns: Tensor | None) -> int:
         if t is None:
             continue
         check(op, name, t, x)
-        rows, got = x.shape[0], t.shape[0]
-        require(got == rows, f"{op}: {name} must have size {rows} in dimension 0, got {got}")
+        check_dim(op, name, t, 0, x.shape[0])
         size = torch.int32.itemsize if name == "topk_ids" else t.dtype.itemsize
         width += round_up((t.shape[1] if t.dim() == 2 else 1) * size, COLUMN_ALIGN)
     return width
@@ -139,9 +138,8 @@ def _(op, x, topk_ids, topk_scores, format, indices, inverse, num_experts, dtype
     format = check_format(op, format)
     check_rounding(op, format, rounding)
     check(op, "inverse", inverse, x)
-    m, got = x.shape[0], inverse.shape[0]
-    require(got == m, f"{op}: inverse must have size {m} in dimension 0, got {got}")
-    check_indices(op, indices, x, m, max(inverse.shape[1], 1))
+    check_dim(op, "inverse", inverse, 0, x.shape[0])
+    check_indices(op, indices, x, x.shape[0], max(inverse.shape[1], 1))
     fp8_dtype(op, dtype, x)
     width = round_up(x.shape[1], COLUMN_ALIGN)
     width += round_up(format.blocks(x.shape[1]) * format.scale_dtype.itemsize, COLUMN_ALIGN)

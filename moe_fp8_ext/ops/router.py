@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.ops.checks import check, check_int, check_one_of, check_shape, require
+from moe_fp8_ext.ops.checks import check, check_dim, check_int, check_one_of, check_shape, require
 from moe_fp8_ext.ops.dispatch import differentiable_once, fake, refuse_derivatives, register_gradient, unit_stride
 from moe_fp8_ext.quantization.format import MAX_EXPERTS
 
@@ -150,8 +150,8 @@ def _(op, grad, logits, topk_ids, num_experts, scoring, normalize, scaling_facto
     check(op, "grad", grad)
     check(op, "logits", logits, grad)
     check(op, "topk_ids", topk_ids, grad)
-    t, got = logits.shape[0], grad.shape[0]
-    require(got == t, f"{op}: grad must have size {t} in dimension 0, got {got}")
+    t = logits.shape[0]
+    check_dim(op, "grad", grad, 0, t)
     check_shape(op, "topk_ids", topk_ids, grad.shape)
     e = logits.shape[1] if num_experts is None else num_experts
     if num_experts is not None:

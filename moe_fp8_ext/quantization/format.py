@@ -19,7 +19,6 @@ from moe_fp8_ext import _C
 
 _LIMITS = _C.limits()
 MAX_ROWS: int = _LIMITS["MAX_ROWS"]  # offsets are int32, and the last tile may extend past the last row
-MAX_DIMS: int = _LIMITS["MAX_DIMS"]
 MAX_EXPERTS: int = _LIMITS["MAX_EXPERTS"]  # groups in one call
 MAX_COUNTS: int = _LIMITS["MAX_COUNTS"]  # ranks times local experts
 MAX_ALIGN: int = _LIMITS["MAX_ALIGN"]
