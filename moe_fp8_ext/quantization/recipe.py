@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -94,9 +95,9 @@ class Recipe:
             if self.format is None:
                 _require(value is None, field, "None without a format", value)
             _require(value is None or value in FP8_DTYPES, field, either(map(dtype_name, FP8_DTYPES)), value)
-        self._check_rounding()
+        self._check_choice("rounding", "roundings", _default_rounding)
         self._check_align()
-        self._check_amax()
+        self._check_choice("amax", "amaxes", _default_amax)
         self._set("_variants", self._make_variants())
 
     def __repr__(self) -> str:
@@ -202,13 +203,15 @@ class Recipe:
         if type(value) is not wanted:
             raise TypeError(f"Recipe: {field} must be of type {wanted.__name__}, got {value!r}")
 
-    def _check_rounding(self) -> None:
+    def _check_choice(self, field: str, choices: str, usual: Callable[[Format], str]) -> None:
+        """Checks a field that is one of the format's `choices`, and None without a format."""
+        value = getattr(self, field)
         if self.format is None:
-            return _require(self.rounding is None, "rounding", "None without a format", self.rounding)
-        known = FORMATS[self.format].roundings
-        if self.rounding is None:
-            self._set("rounding", _default_rounding(FORMATS[self.format]))
-        _require(self.rounding in known, "rounding", f"{_quoted(known)} with format {self.format!r}", self.rounding)
+            return _require(value is None, field, "None without a format", value)
+        format = FORMATS[self.format]
+        value, known = usual(format) if value is None else value, getattr(format, choices)
+        _require(value in known, field, f"{_quoted(known)} with format {self.format!r}", value)
+        self._set(field, value)
 
     def _check_align(self) -> None:
         format = FORMATS.get(self.format)
@@ -220,14 +223,6 @@ class Recipe:
         smallest, largest = (format.min_align, format.max_align) if format else (1, 256)
         ok = smallest <= self.align <= largest and self.align & (self.align - 1) == 0
         _require(ok, "align", f"a power of two from {smallest} to {largest} with format {self.format!r}", self.align)
-
-    def _check_amax(self) -> None:
-        if self.format is None:
-            return _require(self.amax is None, "amax", "None without a format", self.amax)
-        known = FORMATS[self.format].amaxes
-        if self.amax is None:
-            self._set("amax", _default_amax(FORMATS[self.format]))
-        _require(self.amax in known, "amax", f"{_quoted(known)} with format {self.format!r}", self.amax)
 
 
 def _format_of(name: str) -> str | None:
