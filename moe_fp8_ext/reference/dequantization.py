@@ -44,12 +44,6 @@ def scales_along_tokens(q: Tensor, scale: Tensor, f: Format, offs: Tensor) -> Te
     return torch.cat(parts, 1) if parts else values[:, :0]
 
 
-def element_scales(q: Tensor, scale: Tensor, format: str, along: str, offs: Tensor | None) -> Tensor:
-    """The scales of the elements of q, in float64; shaped as q without the part that belongs to no group."""
-    scales_along = scales_along_tokens if along == "tokens" else scales_along_rows
-    return scales_along(q, scale, FORMATS[format], offs)
-
-
 def dequantize(
     q: Tensor,
     scale: Tensor,
@@ -64,17 +58,14 @@ def dequantize(
     q is [M, K], [..., K] if scales are row-major, or a weight [E, N, K]. Along tokens it is q_t [K, P], and offs are
     the padded_offs.
     """
-    scales = element_scales(q, scale, format, along, offs)
-    out = torch.zeros(q.shape, device=q.device)
-    inside = tuple(map(slice, scales.shape))
-    out[inside] = q.float()[inside] * scales.float()
-    return round_to(out, out_dtype or torch.bfloat16)
+    return round_to(exact_values(q, scale, format, along=along, offs=offs).float(), out_dtype or torch.bfloat16)
 
 
 def exact_values(q: Tensor, scale: Tensor, format: str, *, along: str = "rows", offs: Tensor | None = None) -> Tensor:
-    """q * scale in float64, not rounded."""
-    scales = element_scales(q, scale, format, along, offs)
-    out = torch.zeros_like(q, dtype=torch.float64)
+    """q * scale in float64, which is exact; 0 outside of groups."""
+    scales_along = scales_along_tokens if along == "tokens" else scales_along_rows
+    scales = scales_along(q, scale, FORMATS[format], offs)  # shaped as q without the part that belongs to no group
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     inside = tuple(map(slice, scales.shape))
     out[inside] = q.double()[inside] * scales
     return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,17 @@ def unblocked(data: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
     return out[:rows, :cols], rest
 
 
+def matrices(scale: Tensor, groups: str | None, offs: Tensor | None) -> list[Tensor]:
+    """The matrices that are blocked one by one: scale itself, or its groups of rows or columns, or its experts."""
+    if groups is None:
+        return [scale]
+    if groups == "experts":
+        return list(scale)
+    by_rows = groups == "rows"
+    bounds = group_bounds(offs, scale.shape[0 if by_rows else 1])
+    return [scale[start:end] if by_rows else scale[:, start:end] for start, end in bounds]
+
+
 def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """scale -> blocked and starts: blocked matrices, one behind the other.
 
@@ -53,19 +66,15 @@ def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | N
     Bytes behind the last matrix are zero.
     """
     *experts, rows, cols = scale.shape
-    shape, starts = blocked_shape(rows, cols), []
-    if groups is None:
-        parts = [scale]
-    elif groups == "experts":
-        parts, shape = list(scale), (experts[0], shape[0] * shape[1])
-    else:
-        by_rows = groups == "rows"
-        shape = (rows + ROWS * len(offs), shape[1]) if by_rows else (shape[0], cols + COLUMNS * len(offs))
-        parts, padded_start = [], 0
-        for start, end in group_bounds(offs, rows if by_rows else cols):
-            parts.append(scale[start:end] if by_rows else scale[:, start:end])
-            starts.append(padded_start)
-            padded_start += round_up(end - start, ROWS if by_rows else COLUMNS)
+    parts, shape, starts = matrices(scale, groups, offs), blocked_shape(rows, cols), []
+    if groups == "experts":
+        shape = experts[0], shape[0] * shape[1]
+    elif groups == "rows":
+        shape = rows + ROWS * len(offs), shape[1]
+        starts = list(accumulate([round_up(part.shape[0], ROWS) for part in parts], initial=0))[:-1]
+    elif groups == "columns":
+        shape = shape[0], cols + COLUMNS * len(offs)
+        starts = list(accumulate([round_up(part.shape[1], COLUMNS) for part in parts], initial=0))[:-1]
     out = torch.zeros(shape, dtype=torch.uint8, device=scale.device)
     data = torch.cat([out.new_zeros(0), *map(blocked, parts)])
     out.view(-1)[: len(data)] = data
@@ -82,15 +91,7 @@ def unswizzle_scales(
     data = blocked.view(torch.uint8).reshape(-1)
     shape = (blocked.shape[0], rows, cols) if groups == "experts" else (rows, cols)
     out = torch.zeros(shape, dtype=torch.uint8, device=blocked.device)
-    if groups is None:
-        parts = [out]
-    elif groups == "experts":
-        parts = list(out)
-    elif groups == "rows":
-        parts = [out[start:end] for start, end in group_bounds(offs, rows)]
-    else:
-        parts = [out[:, start:end] for start, end in group_bounds(offs, cols)]
-    for part in parts:
+    for part in matrices(out, groups, offs):
         matrix, data = unblocked(data, *part.shape)
         part.copy_(matrix)
     return row_major(out).view(blocked.dtype)
