@@ -1,5 +1,7 @@
 """The quantizers: along rows, along the tokens of each group, along both from one read, and of weights."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -227,7 +229,7 @@ def _check_rows(op: str, x: Tensor, indices: Tensor | None, top_k: int | None) -
     return "indices", indices.shape[0]
 
 
-def _fake_outputs(op, x, format, offs, indices, top_k, align, dtype, rounding, along_rows, along_tokens, amax="group"):
+def _outputs(along_rows, along_tokens, op, x, format, offs, indices, top_k, dtype, rounding, align=None, amax="group"):
     check(op, "x", x)
     format = check_format(op, format)
     check_rounding(op, format, rounding)
@@ -258,19 +260,9 @@ def _fake_outputs(op, x, format, offs, indices, top_k, align, dtype, rounding, a
     return tuple(outputs)
 
 
-@fake(_quantize_rows)
-def _(op, x, format, offs, indices, top_k, dtype, rounding):
-    return _fake_outputs(op, x, format, offs, indices, top_k, None, dtype, rounding, True, False)
-
-
-@fake(_quantize_tokens)
-def _(op, x, format, offs, indices, top_k, align, dtype, rounding, amax):
-    return _fake_outputs(op, x, format, offs, indices, top_k, align, dtype, rounding, False, True, amax)
-
-
-@fake(_quantize_both)
-def _(op, x, format, offs, indices, top_k, align, dtype, rounding, amax):
-    return _fake_outputs(op, x, format, offs, indices, top_k, align, dtype, rounding, True, True, amax)
+fake(_quantize_rows)(partial(_outputs, True, False))
+fake(_quantize_tokens)(partial(_outputs, False, True))
+fake(_quantize_both)(partial(_outputs, True, True))
 
 
 @fake(_quantize_weight)
