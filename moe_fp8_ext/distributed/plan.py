@@ -209,10 +209,9 @@ class StaticPlanner:
         parts = zip(placements, slots, strict=True)
         return [Route(part.indices, part.inverse, None, None, count, self.ranks.group) for part, count in parts]
 
-    def write_headers(self, rows: Tensor, call: int) -> Tensor:
-        """Writes the number of the call into each rank's header. Returns the bytes [S, B] of the message."""
+    def write_headers(self, rows: Tensor, call: int) -> None:
+        """Writes the number of the call into each rank's header, in the bytes [S, B] of a message."""
         self._headers(rows).fill_(call)
-        return rows
 
     def check_headers(self, rows: Tensor, call: int) -> list[int]:
         """Records on the device whether any row of a message [N, B] belongs to another call.

@@ -60,14 +60,14 @@ class Argument:
     op: str
     name: str
     like: str | None
-    dtypes: tuple[str, ...]
-    dtype_bytes: tuple[int, ...]
+    dtypes: list[str]
+    dtype_bytes: list[int]
     dtype_of_like: bool
     dtype_of_format: bool
     min_dims: int
     max_dims: int
     strides: str
-    limits: tuple[dict, ...]
+    limits: list[dict]
 
     def check(self, x: Tensor, like: Tensor | None = None) -> None:
         """Checks x against the table, and that it is on the device of `like`, the argument that the table names."""
@@ -92,17 +92,13 @@ class Argument:
     def _check_dtype(self, x: Tensor) -> None:
         text = f"{self.op}: {self.name} must"
         if self.dtype_bytes:
-            sizes = f"{either(self.dtype_bytes)} byte{'s' if self.dtype_bytes != (1,) else ''}"
+            sizes = f"{either(self.dtype_bytes)} byte{'s' if self.dtype_bytes != [1] else ''}"
             require(x.dtype.itemsize in self.dtype_bytes, f"{text} have a dtype of {sizes}, got {x.dtype}")
         elif not self.dtype_of_like and not self.dtype_of_format:
             require(dtype_name(x.dtype) in self.dtypes, f"{text} be {either(self.dtypes)}, got {x.dtype}")
 
 
-def _read(row: dict) -> Argument:
-    return Argument(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
-
-
-_ARGUMENTS = {(row["op"], row["name"]): _read(row) for row in _C.arguments()}
+_ARGUMENTS = {(row["op"], row["name"]): Argument(**row) for row in _C.arguments()}
 
 
 def check(op: str, name: str, x: Tensor, like: Tensor | None = None) -> None:
