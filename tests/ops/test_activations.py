@@ -1,4 +1,4 @@
-"""activate and activate_backward: the activations of experts, bit by bit, and the gradients of that."""
+"""activate and activate_backward: byte equality with the reference, and gradients against float64."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_backward(h: Tensor, da: Tensor, activation: str, scores: Tensor | None
 
 
 def check(h: Tensor, activation: str, da: Tensor | None = None, scores: Tensor | None = None) -> None:
-    """Both ops against the reference, however gates lie."""
+    """Checks both ops against the reference, with both layouts of gates and ups."""
     da = da_for(h, activation) if da is None else da
     for interleaved in (False, True):
         want = reference.activate(h, activation, interleaved=interleaved)
@@ -99,7 +99,7 @@ def test_fp8_as_the_quantizer_leaves_it(format, device):
 @every_activation
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 def test_every_value(activation, dtype, device):
-    """Of a gate, beside an up of 1; and of an up, beside a gate of 1."""
+    """Gates take every value while ups are 1. Then ups take every value while gates are 1."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(128, 512).to(device)
     ones = torch.ones_like(values)
     for h in (torch.cat([values, ones], 1), torch.cat([ones, values], 1)) if activation in GATED else (values,):
@@ -107,12 +107,12 @@ def test_every_value(activation, dtype, device):
 
 
 def every_exponent(device: str) -> Tensor:
-    """float32 numbers of all exponents with many a significand, and those near which something changes."""
+    """float32 numbers of all exponents with many significands, and numbers near every point where a rule changes."""
     exponents = torch.arange(1, 255).repeat_interleave(128) << 23
     words = exponents + torch.randint(0, 2**23, exponents.shape, generator=torch.Generator().manual_seed(0))
     x = words.int().view(torch.float32)
     x = torch.cat([x, torch.linspace(0, 104, 20_000), torch.linspace(7 - 1e-5, 7 + 1e-5, 1_000)])
-    steps = (torch.arange(1, 128) - 0.5) * math.log(2)  # where the power of two of the sigmoid changes
+    steps = (torch.arange(1, 128) - 0.5) * math.log(2)  # the power of two in the sigmoid changes here
     x = torch.cat([x, *(steps * (1 + i * 2.0**-23) for i in range(-4, 5)), torch.tensor([0.0, 1e-40, 2.0**-23])])
     return torch.cat([x, -x]).to(device)
 
@@ -126,13 +126,13 @@ def test_every_exponent(activation, device):
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu2", "swiglu_oai"])
 def test_is_the_function(activation):
-    """Against float64: within 1e-6 of the value, and 2^-120 where the power in the sigmoid is left out, below e^-87.
+    """Values are within 1e-6 of float64, and within 2^-120 below e^-87, where the sigmoid leaves its power out.
 
-    z of gelu has four roundings, 4 * 2^-24 of it, and that of GPT-OSS's two, which the tail of e^z has as relative
-    error. A slope is a sum, whose terms are as near.
+    z of gelu has four roundings, 4 * 2^-24 of z; z of GPT-OSS has two. They are relative errors of the tail of e^z. A
+    slope is a sum, and each of its terms has the same error.
     """
     x = every_exponent("cpu")
-    x = x[x.abs() < 1e18]  # whose squares and cubes are finite
+    x = x[x.abs() < 1e18]  # squares and cubes of these are finite
     d = x.double().clamp(max=7) if activation == "swiglu_oai" else x.double()
     linear, alpha = 2 * math.sqrt(2 / math.pi), 1.702 if activation == "swiglu_oai" else 1.0
     z = linear * (d + 0.044715 * d**3) if activation == "gelu" else alpha * d
@@ -152,7 +152,7 @@ def test_is_the_function(activation):
 
 
 def plain(h: Tensor, activation: str, interleaved: bool) -> Tensor:
-    """With torch's own functions."""
+    """Computes the activation with torch's own functions."""
     if activation not in GATED:
         silu, gelu = torch.nn.functional.silu, torch.nn.functional.gelu
         return {"silu": silu, "gelu": lambda x: gelu(x, approximate="tanh"), "relu2": lambda x: x.relu() ** 2}[
@@ -171,7 +171,7 @@ def plain(h: Tensor, activation: str, interleaved: bool) -> Tensor:
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
 def test_gradients(activation, interleaved, dtype, spelling, device):
-    """Against autograd of torch's functions in float64, at the clamps too."""
+    """Compares with autograd of torch's functions in float64, at the clamps too."""
     h = torch.randn(60, 64, device=device) * 4
     h[:20] = h[:20].round()
     h[0], h[1], h[2] = 7, -7, 0
@@ -183,7 +183,8 @@ def test_gradients(activation, interleaved, dtype, spelling, device):
     h.requires_grad_()
     got = spelling.activate(h, activation, interleaved=interleaved)
     (got_h,) = torch.autograd.grad(got, h, da)
-    # Rounded to the dtype once. What is rounded is off by 2e-6 of gate and factor, each below 1 + max |h|, and of da.
+    # Results are rounded to the dtype once. Before that they are off by 2e-6 of gate and factor, each below 1 + max
+    # |h|, and of da.
     unit, near = torch.finfo(dtype).eps, 2e-6 * (1 + h.detach().double().abs().max()) ** 2
     assert ((got.double() - want).abs() <= unit * want.abs() + near).all()
     assert ((got_h.double() - want_h).abs() <= unit * want_h.abs() + near * da.double().abs().max()).all()
@@ -194,7 +195,7 @@ def test_gradients(activation, interleaved, dtype, spelling, device):
 
 
 def test_scores(device):
-    """The gradients of scores * a, with torch's own autograd in float64."""
+    """Compares the gradients of scores * a with torch's autograd in float64."""
     h, scores = torch.randn(50, 96, device=device), torch.rand(50, device=device)
     da = torch.randn(50, 48, device=device)
     double = [t.double().requires_grad_() for t in (h, scores)]
@@ -202,7 +203,7 @@ def test_scores(device):
     want_h, want_scores = torch.autograd.grad(want_a, double, da.double())
     dh, a, dscores = activate_backward(da, h, "swiglu", scores=scores)
     for got, want in ((dh, want_h), (a, want_a), (dscores, want_scores)):
-        # Of values below 10, each within 1e-6 of itself; a sum of 48 such products.
+        # Values are below 10, and each is within 1e-6 of itself. dscores adds up 48 such products.
         assert ((got.double() - want).abs() <= 48 * 10 * 1e-6).all()
 
 
@@ -233,7 +234,7 @@ def test_strides_and_alignment(device):
 @every_activation
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
 def test_non_finite_values(activation, dtype, device):
-    """NaNs become one, whatever they meet; what is too large becomes Inf."""
+    """Every NaN becomes the same NaN. Values beyond the range become Inf."""
     largest = torch.finfo(dtype).max
     values = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, largest, -largest, 1.0, -1.0]
     first, second = torch.cartesian_prod(*[torch.tensor(values, device=device).to(dtype)] * 2).T
@@ -245,7 +246,7 @@ def test_non_finite_values(activation, dtype, device):
 
 
 def test_limits(device):
-    """No NaN comes from a finite gate, however large: gates far below zero are zero, above it they are themselves."""
+    """No finite gate gives NaN. Gates far below zero become zero; gates far above zero stay as they are."""
     h = torch.tensor([[-1e30], [-3e38], [1e30], [3e38]], device=device)
     ones = torch.ones_like(h)
     for activation in ("silu", "gelu"):
@@ -264,7 +265,8 @@ def test_flushed_subnormals(activation, device):
 
 
 def test_every_reciprocal(gpu):
-    """Of all numbers from 1 to 2, which 1 + e^-|x| is: the chip's, which one step makes right, and the CPU's."""
+    """1 + e^-|x| takes every number from 1 to 2. A GPU refines its own reciprocal by one step and gives the CPU's
+    bytes."""
     powers = torch.arange(1, 2**23 + 1, dtype=torch.float64) * 2.0**-23
     h = powers.log().float().view(-1, 256)
     assert_same(activate(h.to(gpu), "silu").cpu(), activate(h, "silu"))
@@ -287,7 +289,7 @@ def test_any_shape(p, f, activation, dtype, format, device):
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
 def test_derivatives_that_there_are_not(spelling):
-    """Second ones and forward-mode ones: an error, never a silent zero."""
+    """Second and forward-mode derivatives raise; they are never a silent zero."""
     h = torch.randn(10, 8)
     check_no_tangent(lambda h: spelling.activate(h, "swiglu"), h)
     check_no_tangent(lambda h: spelling.activate_backward(torch.randn(10, 4), h, "swiglu"), h)
@@ -295,7 +297,7 @@ def test_derivatives_that_there_are_not(spelling):
 
 
 def test_opcheck(device):
-    for activation in ("swiglu", "relu2"):  # with ups and without, which shapes and checks depend on alone
+    for activation in ("swiglu", "relu2"):  # shapes and checks depend only on whether there are ups
         h = h_for(activation, 37, 33, device=device)
         check_opcheck("activate", [h.clone().requires_grad_(), activation])
         check_opcheck("activate", [h, activation], interleaved=True)

@@ -1,4 +1,4 @@
-"""add_scaled_grouped_mm: the 2D x 2D product, added in place to what is there."""
+"""add_scaled_grouped_mm: the 2D x 2D product, added in place to a total."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def added(total: Tensor, *args: object, **how: object) -> Tensor:
 
 
 def check(args: list[object], dtype: torch.dtype, **how: object) -> None:
-    """To the byte. torch's GEMMs take bfloat16 totals only, and round the product to bfloat16 first."""
+    """Compares bytes. torch's GEMMs take only bfloat16 totals, and round the product to bfloat16 first."""
     total = some_total(args, dtype)
     got, want = added(total, *args, **how), total.clone()
     reference.add_scaled_grouped_mm(want, *args, **how)
@@ -68,12 +68,12 @@ def test_is_exact_on_integers(layout, fmt, dtype, device):
             check(args, dtype, **how)
 
 
-# (K, N): multiples of 16; twice multiples of 8, which torch's BF16 GEMM takes and Hopper's kernels do not; odd.
+# (K, N): multiples of 16; two pairs of multiples of 8, which torch's BF16 GEMM takes and Hopper's kernels do not; odd.
 SIZES = pytest.mark.parametrize(("k", "n"), [(48, 32), (600, 312), (568, 528), (33, 17)])
 
 
 def real_problem(k: int, n: int, fmt: str, device: str) -> list[object]:
-    """Operands whose products have more digits than bfloat16."""
+    """Operands whose products have more digits than bfloat16 holds."""
     offs = group_offs("zipf", 150, 3).to(device)
     (x, scale_x, ends), (dy, scale_dy, _) = (
         quantize_tokens(wide(150, size, seed=seed, device=device), fmt, offs=offs) for size, seed in ((k, 0), (n, 1))
@@ -85,19 +85,21 @@ def real_problem(k: int, n: int, fmt: str, device: str) -> list[object]:
 @pytest.mark.parametrize("fmt", FORMATS)
 @SIZES
 def test_adding_to_zeros_gives_the_plain_product(k, n, fmt, dtype, device):
-    """In the dtype of the total, byte for byte, whichever GEMM the sizes have. A total of float32 loses no digits."""
+    """The bytes equal those of the plain product in the total's dtype, for every GEMM. A float32 total loses no
+    digits."""
     args = real_problem(k, n, fmt, device)
     product = scaled_grouped_mm(*args, align=32, out_dtype=dtype)
     if dtype == torch.float32:
         assert not torch.equal(product, product.bfloat16().float())
-    assert_same(added(torch.zeros_like(product), *args, align=32), product + 0)  # zeros plus -0 is 0
+    assert_same(added(torch.zeros_like(product), *args, align=32), product + 0)  # zero plus -0 is 0
 
 
 @OF_ALL_DTYPES
 @pytest.mark.parametrize("fmt", FORMATS)
 @SIZES
 def test_adds_the_product_before_it_is_rounded(k, n, fmt, dtype, device):
-    """RN(RN32(old + product)). The product is float32; only that of torch's GEMMs, for bfloat16 totals, is bfloat16."""
+    """The total becomes RN(RN32(old + product)). The product is float32, unless torch's GEMM adds to a bfloat16
+    total."""
     args = real_problem(k, n, fmt, device)
     products = [scaled_grouped_mm(*args, align=32, out_dtype=torch.float32)]
     if device != "cpu" and dtype == torch.bfloat16:
@@ -112,7 +114,8 @@ def test_adds_the_product_before_it_is_rounded(k, n, fmt, dtype, device):
 @OF_ALL_DTYPES
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_empty_groups_stay_as_they_are(fmt, dtype, device):
-    """To the last bit: NaNs of any payload and zeros of either sign, whatever the scales of nothing are."""
+    """Their totals keep every bit: NaNs of any payload and zeros of either sign. Scales of empty groups have no
+    effect."""
     args = exact_2d2d(fmt, 96, 32, 16, torch.tensor([0, 32, 32, 96, 96], dtype=torch.int32), device)
     if fmt == "rowwise":
         args[2][2], args[3][2] = float("nan"), float("inf")
@@ -159,7 +162,7 @@ def test_opcheck(fmt, device):
 
 @pytest.mark.parametrize("call", [ops.add_scaled_grouped_mm, torch.ops.moe_fp8.add_scaled_grouped_mm], ids=short)
 def test_a_write_counts(call, device):
-    """As torch's own: what autograd saved of total is stale from then on."""
+    """A call increases the version counter, so backward refuses a total that autograd saved before the call."""
     total, *args = problem("rowwise", device)
     before = total._version
     call(total, *args)
@@ -173,7 +176,7 @@ def test_a_write_counts(call, device):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_compiles(fmt, device):
-    """A graph writes to the tensor that it was given, and the order of its other reads and writes is kept."""
+    """A graph writes to the given tensor, and keeps the order of other reads and writes."""
     if device == "cuda" and fmt.startswith("mxfp8"):
         pytest.skip("inductor keeps writes beside float8_e8m0fnu functional, and then stops: pytorch issue 189522")
 
@@ -269,7 +272,7 @@ def test_total_that_asks_for_a_gradient():
 
 
 def test_plain_product_traces_as_ever():
-    """One op would have made every product a write: what graphs hold of the plain one is the op itself."""
+    """A functionalized graph contains scaled_grouped_mm itself, because adding is a separate op."""
     a, b, scale_a, scale_b, fmt, offs = exact_2d2d("rowwise", 64, 32, 16, group_offs("uniform", 2, 2) * 32)
     traced = torch.fx.experimental.proxy_tensor.make_fx(
         torch.func.functionalize(lambda a: scaled_grouped_mm(a, b, scale_a, scale_b, fmt, offs))

@@ -1,4 +1,4 @@
-"""choose_experts and its gradient, bit by bit, and beside PyTorch's own ops."""
+"""choose_experts and its gradient: byte equality with the reference, and accuracy against PyTorch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_gradient(args: tuple[object, ...], what: str = "output") -> None:
 
 
 def check(logits: Tensor, top_k: int, bias: Tensor | None = None, *how: object) -> None:
-    """how: scoring, normalize, scaling_factor, num_groups, top_groups."""
+    """`how` holds scoring, normalize, scaling_factor, num_groups and top_groups."""
     what = f"{short(logits.shape)} {top_k} {how}"
     want = reference.choose_experts(logits, top_k, bias, *how)
     assert_same(choose_experts(logits, top_k, bias, *how), want, what)
@@ -97,7 +97,7 @@ def test_as_many_choices_as_experts(device):
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_is_what_torch_computes(scoring, device):
-    """The experts of torch.topk where the k-th score is well apart from the next, and scores and gradients like its."""
+    """Experts equal torch.topk's where neighbouring scores differ enough. Scores and gradients are close to torch's."""
     logits = (2 * torch.randn(300, 64)).to(device).double().requires_grad_()
     scores = logits.softmax(1) if scoring == "softmax" else logits.sigmoid()
     values, want_ids = scores.topk(7)
@@ -108,20 +108,21 @@ def test_is_what_torch_computes(scoring, device):
     assert torch.equal(ids[apart], want_ids[apart, :6])
     chosen = scores.gather(1, ids)
     want = 2.5 * chosen / chosen.sum(1, keepdim=True)
-    # Logits below 16 are rounded by 2^-21: as much of an exponential, twice that of a quotient. Exponentials are within
-    # 1e-6, and the rest is a dozen roundings of 2^-24.
+    # Logits below 16 are rounded by 2^-21. An exponential is off by as much, and a quotient by twice as much.
+    # Exponentials are within 1e-6, and a dozen roundings of 2^-24 remain.
     torch.testing.assert_close(got.double(), want, rtol=5e-6, atol=0)
     grad = torch.randn_like(got)
     (exact,) = torch.autograd.grad(want, logits, grad.double())
     (dlogits,) = torch.autograd.grad(got, narrow, grad)
-    # A gradient is a difference of 2.5 * grad and a mean of those, times a share: errors are as above, of the terms.
+    # A gradient is a share times the difference of 2.5 * grad and its mean, so its terms have the errors above.
     size = 2.5 * grad.abs().amax(1, keepdim=True)
     assert ((dlogits.double() - exact).abs() <= 2e-5 * size).all()
 
 
 @pytest.mark.parametrize("e", [2, 128, 1024])
 def test_softmax_is_near(e, device):
-    """As DESIGN.md has it: 2^-24 of a difference of logits, and exponentials, sums of ten levels and a quotient."""
+    """The error is within DESIGN.md's bound: 2^-24 of a difference of logits, and 2e-6 for exponentials, sums and
+    quotient."""
     for size in (0.1, 4, 30):
         logits = size * torch.randn(500, e, device=device)
         ids, scores, _ = choose_experts(logits, e, None, "softmax", False)
@@ -136,7 +137,7 @@ def test_equal_scores_go_to_the_smaller_id(device):
         ids, scores, _ = choose_experts(torch.zeros(3, 200, device=device), 9, None, scoring)
         assert torch.equal(ids, torch.arange(9, device=device).expand(3, 9))
         assert torch.equal(scores, scores[:1, :1].expand(3, 9))
-        # Groups likewise: the first two of four, and of them those that the bias leaves.
+        # The bias decides groups too: it lowers the first of four.
         bias = torch.zeros(8, device=device)
         bias[0] = -1
         ids, _, _ = choose_experts(torch.zeros(1, 8, device=device), 3, bias, scoring, num_groups=4, top_groups=2)
@@ -145,7 +146,7 @@ def test_equal_scores_go_to_the_smaller_id(device):
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_not_finite(scoring, device):
-    """NaN is chosen first and seen in the scores; of an infinity softmax knows no scores, sigmoid does."""
+    """NaN is chosen first, and its scores are NaN. Infinity makes every softmax score NaN, but no sigmoid score."""
     logits = logits_of(9, 140).to(device)
     logits[0] = -math.inf
     logits[1, 77] = logits[2, 3] = logits[2, 139] = math.nan
@@ -167,7 +168,7 @@ def test_not_finite(scoring, device):
 
 
 def test_scores_that_vanish(device):
-    """Where all that may be chosen are about zero, the least sum is what divides."""
+    """If the scores of all allowed experts are about zero, the smallest allowed sum divides them."""
     logits = torch.tensor([[0.0, 1.0, -60.0, -61.0, -90.0, -200.0]], device=device)
     bias = torch.tensor([-9.0, -9, 0, 0, 0, 0], device=device)
     for top_k in (1, 2, 4):
@@ -178,7 +179,8 @@ def test_scores_that_vanish(device):
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_logits_of_the_chosen(scoring, device):
-    """Those that are gathered, and NaN where scores are: a zero of either sign, as the sum with 0 * scores has it."""
+    """They equal gathered logits, and are NaN where scores are NaN. Zeros have the sign that adding 0 * scores
+    gives."""
     logits = logits_of(60, 20).to(device)
     logits[0], logits[1, 3], logits[2, 5], logits[6, 4] = -math.inf, math.nan, math.inf, 1e-40
     logits[5] = -0.0
@@ -196,7 +198,7 @@ def test_one_choice_has_all_of_the_score(device):
 
 
 def test_ids_of_any_numbers(device):
-    """Those of no expert, and one that stands at several slots, of which the last counts."""
+    """Ids of no expert count for nothing. If an id stands at several slots, the last one counts."""
     ids = torch.tensor([[5, 5, 2], [-1, 9, 3], [2**40, -(2**63), 2**32], [0, 0, 0]], device=device)
     for logits in (logits_of(4, 9, device), logits_of(4, 300, device)):
         for scoring in ("softmax", "sigmoid"):
@@ -207,7 +209,7 @@ def test_ids_of_any_numbers(device):
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("experts", [7, 300])
 def test_gradient_from_logits_of_the_chosen(scoring, experts, device):
-    """Of slots that have no expert, of -Inf, Inf and NaN, of all of them -Inf; in any order of experts."""
+    """Slots may have no expert, or logits of -Inf, Inf or NaN, or -Inf in all slots. Experts come in any order."""
     logits = logits_of(64, 5, device)
     logits[8, 1], logits[9, 2], logits[10, 3], logits[11] = -torch.inf, torch.inf, torch.nan, -torch.inf
     ids = torch.rand(64, experts, device=device).argsort(1)[:, :5]
@@ -222,7 +224,7 @@ def test_gradient_from_logits_of_the_chosen(scoring, experts, device):
 
 @pytest.mark.parametrize("of_chosen", [False, True])
 def test_parts_are_those_of_a_product(of_chosen, device):
-    """Bit by bit, but for NaN's; also of large numbers, of subnormals and of zeros."""
+    """All bytes but NaN payloads are equal, also for large numbers, subnormals and zeros."""
     logits, grad = logits_of(300, 60, device), torch.randn(300, 7, device=device)
     logits[0], logits[1, 5] = -math.inf, math.nan
     sizes = (math.inf, math.nan, 3e38, 1e-38, 1e-40, 0.0)
@@ -276,7 +278,7 @@ def test_gradient(spelling, device):
     grad = torch.randn_like(scores)
     want = choose_experts_backward(grad, logits.detach(), ids, None, *how)
     assert_same(torch.autograd.grad(scores, logits, grad, retain_graph=True), (want,))
-    (of_sum,) = torch.autograd.grad(scores.sum(), logits)  # an expanded gradient
+    (of_sum,) = torch.autograd.grad(scores.sum(), logits)  # the gradient of a sum is an expanded tensor
     assert_same(of_sum, choose_experts_backward(torch.ones_like(grad), logits.detach(), ids, None, *how))
     ids, scores, _ = spelling.choose_experts(logits, 4)
     want = choose_experts_backward(grad, logits.detach(), ids)
@@ -294,7 +296,8 @@ def test_opcheck(device):
     bias, logits = torch.randn(8, device=device), LOGITS.to(device, copy=True)
     for args in ([logits, 2], [logits, 2, bias, "sigmoid", False, 2.5, 4, 2]):
         check_opcheck("choose_experts", args)
-        # With a gradient opcheck would add scores to the sum of ids, an integer; test_compiled_gradient has the rest.
+        # With a gradient, opcheck would add scores to the sum of ids, which are integers. test_compiled_gradient covers
+        # that.
         kinds = "test_schema", "test_autograd_registration", "test_faketensor"
         args[0] = args[0].clone().requires_grad_()
         torch.library.opcheck(torch.ops.moe_fp8.choose_experts.default, tuple(args), test_utils=kinds)
@@ -346,7 +349,7 @@ def test_second_gpu(second_gpu):
 
 
 def test_bytes_of_the_cpu(gpu):
-    """Every value that a difference of logits can have near the steps of the power, and many others."""
+    """Differences of logits take all values near the steps of the power of two, and many others."""
     logits = torch.cat([torch.linspace(-95, 3, 2**17).view(-1, 128), torch.randn(4000, 128) * 4, torch.zeros(40, 128)])
     grad = torch.randn(len(logits), 8)
     for scoring in ("softmax", "sigmoid"):

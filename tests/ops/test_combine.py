@@ -1,4 +1,4 @@
-"""combine and combine_backward: rows of slots into rows of tokens, bit by bit, and the gradients of that."""
+"""combine and combine_backward: byte equality with the reference, and their gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from moe_fp8_ext.ops import combine, combine_backward, sort_tokens
 
 
 def places(t: int, top_k: int, p: int, device: str = "cpu", seed: int = 0) -> Tensor:
-    """inverse [t, top_k]: distinct rows of p in random order, -1 where there are no more, and a few dropped slots."""
+    """inverse [t, top_k]: distinct rows of p in random order. It is -1 in a few slots, and in all slots beyond p
+    rows."""
     generator = torch.Generator().manual_seed(seed)
     inverse = torch.full((t * top_k,), -1, dtype=torch.int32)
     rows = torch.randperm(p, generator=generator)[: t * top_k].int()
@@ -47,8 +48,9 @@ def scores_for(inverse: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def check_dots(got: Tensor, grad: Tensor, y: Tensor, inverse: Tensor, scores: Tensor | None) -> None:
-    """A float32 sum of K products, in any order, is off by less than K * 2^-24 * sum |products|. Rounding it and the
-    reference to the dtype of the scores adds half a unit of the last place each; 1.01 is for terms of higher order."""
+    """A float32 sum of K products, in any order, is off by less than K * 2^-24 * sum |products|. Rounding the sum and
+    the reference to the dtype of the scores adds half a unit of the last place each. 1.01 covers terms of higher
+    order."""
     args = scores, inverse, y.shape[0]
     want = reference.combine_backward(grad, y, *args)[1]
     size = reference.combine_backward(grad.abs(), y.abs(), None, inverse, y.shape[0])[1].double()
@@ -59,7 +61,7 @@ def check_dots(got: Tensor, grad: Tensor, y: Tensor, inverse: Tensor, scores: Te
 
 
 def check(y: Tensor, inverse: Tensor, scores: Tensor | None = None, grad: Tensor | None = None) -> None:
-    """Both ops against the reference."""
+    """Checks both ops against the reference."""
     what = f"{short(y.dtype)} {short(y.shape)} {short(inverse.shape)}"
     assert_same(combine(y, inverse, scores), reference.combine(y, inverse, scores), what)
     if grad is None:
@@ -89,7 +91,7 @@ def test_dtypes(dtype, device):
 
 @pytest.mark.parametrize("top_k", [1, 2, 4, 5, 8, 9, 17])
 def test_slots(top_k, device):
-    """More rows than slots, as many, fewer."""
+    """There are more rows than slots, about as many, or fewer."""
     for p in (300, 20 * top_k, 13):
         inverse = places(20, top_k, p, device)
         check(wide(p, 72, device=device), inverse, scores_for(inverse))
@@ -115,7 +117,7 @@ def test_strides_and_alignment(device):
 
 
 def test_corrupt_places(device):
-    """Rows out of range count for nothing; of slots with the same row the last one has it."""
+    """Rows out of range count for nothing. If several slots name the same row, the last slot has it."""
     y = wide(10, 40, device=device)
     for rows in ([-1, 10, INT32_MAX, INT32_MIN, 3, 4], [5, 5, 5, 5, 5, 5], [0, 9, 9, 0, 2, 10], [-7] * 6):
         inverse = torch.tensor(rows, dtype=torch.int32, device=device).view(3, 2)
@@ -124,7 +126,8 @@ def test_corrupt_places(device):
 
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
 def test_non_finite_values(dtype, device):
-    """Scores and rows of dropped slots are not looked at; NaNs become one; what is too large becomes Inf."""
+    """Rows and scores of dropped slots are ignored. Every NaN becomes the same NaN. Values beyond the range become
+    Inf."""
     values = [float("nan"), -float("nan"), float("inf"), -float("inf"), 0.0, -0.0, torch.finfo(dtype).max, 1.0]
     y = torch.tensor(values, device=device).to(dtype)[None].repeat(8, 1)
     y = torch.cat([y, y.t(), y.view(dtype).roll(3, 1)])
@@ -145,7 +148,7 @@ def test_non_finite_values(dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 def test_results_are_rounded_to_nearest_even(dtype, device):
-    """Every value of the dtype, ties to its neighbour, and what lies next to the ties."""
+    """Inputs are every value of the dtype, every tie between two values, and the neighbours of every tie."""
     values = torch.arange(2**15, dtype=torch.int16).view(dtype).float()
     values = values[values.isfinite()]
     ties = (values[1:] + values[:-1]) / 2
@@ -172,7 +175,7 @@ def test_any_shape(t, top_k, p, k, dtype, seed, device):
 
 
 def test_undoes_a_sort(device):
-    """Each token's slots come back to it: of rows that say where they come from, the sum is top_k times that."""
+    """Every row holds its token's number, so the sum of a token's slots is top_k times that number."""
     ids = torch.randint(0, 16, (500, 4), device=device)
     permutation, _, inverse = sort_tokens(ids, 16)
     y = (permutation // 4).float()[:, None].repeat(1, 8)
@@ -180,7 +183,7 @@ def test_undoes_a_sort(device):
 
 
 def plain(y: Tensor, inverse: Tensor, scores: Tensor) -> Tensor:
-    """With torch's own indexing."""
+    """Computes the sum with torch's own indexing."""
     kept = (inverse >= 0) & (inverse < y.shape[0])
     return (y[inverse.clamp(0, y.shape[0] - 1).long()] * (scores * kept)[:, :, None]).sum(1)
 
@@ -188,7 +191,7 @@ def plain(y: Tensor, inverse: Tensor, scores: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
 def test_gradients(spelling, dtype, device):
-    """Against autograd of plain indexing in float64."""
+    """Compares with autograd of plain indexing in float64."""
     combine = spelling.combine
     inverse = places(40, 3, 150, device)
     y, scores = wide(150, 24, dtype=dtype, device=device), torch.rand(40, 3, device=device)
@@ -198,11 +201,12 @@ def test_gradients(spelling, dtype, device):
     y.requires_grad_()
     scores.requires_grad_()
     got_y, got_scores = torch.autograd.grad(combine(y, inverse, scores), (y, scores), grad)
-    # A product is rounded to float32 and then to the dtype: less than one unit of the dtype's last place altogether.
+    # A product is rounded to float32 and then to the dtype. Together that is less than one unit of the dtype's last
+    # place.
     unit = torch.finfo(dtype).eps * want_y.abs().clamp(min=torch.finfo(dtype).tiny)
     assert ((got_y.double() - want_y).abs() <= unit).all()
     check_dots(got_scores, grad, y.detach(), inverse, scores.detach())
-    # K = 24 terms: below 2^-19 of the sum of their magnitudes.
+    # The sum has K = 24 terms, so its error is below 2^-19 of the sum of their magnitudes.
     size = reference.combine_backward(grad.abs(), y.detach().abs(), None, inverse, 150)[1]
     assert ((got_scores.double() - want_scores).abs() <= 2.0**-19 * size).all()
     for wrt in (y, scores):
@@ -216,7 +220,7 @@ def test_gradients(spelling, dtype, device):
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
 def test_derivatives_that_there_are_not(spelling):
-    """Second ones and forward-mode ones: an error, never a silent zero."""
+    """Second and forward-mode derivatives raise; they are never a silent zero."""
     inverse = places(10, 2, 30)
     y, scores = torch.randn(30, 8), scores_for(inverse)
     check_no_tangent(lambda y: spelling.combine(y, inverse, scores), y)

@@ -1,4 +1,4 @@
-"""dequantize: the operands of every quantizer back, byte for byte as the reference has them."""
+"""dequantize: byte equality with the reference, for the operands of every quantizer."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_odd_sizes(kind, device):
 
 @every_kind
 def test_gives_back_what_was_quantized(kind, device):
-    """Within half a unit of the format's 3 bits, of amax where values are subnormal, and bfloat16's own rounding."""
+    """The error is at most 1/16 of a value, or 2^-10 of the largest value where values are subnormal."""
     x, offs = wide(300, 256, device=device), group_offs("tail_rows", 300, 3, device)
     args = operand(kind, x, offs)
     got, rows = check(args, torch.float32), int(offs[-1]) if kind in GROUPED else 300
@@ -94,7 +94,7 @@ def test_gives_back_what_was_quantized(kind, device):
 
 @pytest.mark.parametrize("kind", [f"{f} {what}" for f in FORMATS for what in ("tokens", "weight")])
 def test_both_directions_of_the_ops_come_back(kind, device):
-    """What the quantizers themselves return, transposed operands of weights included."""
+    """Takes the operands that the quantizers return, transposed operands of weights included."""
     format, what = kind.split()
     x, offs = wide(200, 96, device=device), group_offs("zipf", 200, 3, device)
     if what == "tokens":
@@ -147,7 +147,8 @@ def test_transposed_squares(device):
 
 @pytest.mark.parametrize(*pairs(out_dtype=INPUT_DTYPES, fp8=FP8_DTYPES), ids=short)
 def test_every_scale_byte_of_every_code(out_dtype, fp8, device):
-    """2^-127 is a subnormal, 2^127 overflows with most codes, 255 is NaN; row-major and blocked, aligned and not."""
+    """2^-127 is subnormal, 2^127 overflows most codes, and 255 is NaN. Scales are row-major and blocked, rows aligned
+    or not."""
     q = torch.arange(256, dtype=torch.uint8, device=device).view(fp8).expand(256, 256)
     scale = torch.arange(256, dtype=torch.uint8, device=device)[:, None].expand(256, 8).contiguous().view(E8M0)
     got = check({"q": q, "scale": scale, "format": "mxfp8_rowmajor"}, out_dtype)
@@ -187,7 +188,7 @@ def test_nothing_of_the_tail_is_read(kind, device):
 
 
 def test_offs_mean_nothing_to_rows_without_groups(device):
-    """Callers pass them whatever the format is."""
+    """Formats without groups of rows ignore offs."""
     x, offs = wide(96, 64, device=device), group_offs("tail_rows", 96, 3, device)
     for format in ("rowwise", "blockwise", "mxfp8_rowmajor"):
         args = operand(f"{format} rows", x, offs)
@@ -195,7 +196,7 @@ def test_offs_mean_nothing_to_rows_without_groups(device):
 
 
 def random_operands(p: int, offs: Tensor, device: str) -> list[dict[str, object]]:
-    """Of groups that end anywhere, with room for every scale."""
+    """Operands of groups that end anywhere, with room for every scale."""
     e, q = len(offs), some_bytes(45, p, device=device)
     along_tokens = {"q": q, "along": "tokens", "offs": offs}
     of_columns = blocked_shape(45, 4)[0], -(-p // 32) + 4 * e
@@ -215,14 +216,14 @@ def test_corrupt_offsets_stay_in_bounds(device):
                 check(args)
             q = some_bytes(45, p, device=device)
             for format, scale in (
-                ("blockwise", torch.rand(45, p // 128 + 1, device=device)),  # too few blocks: any numbers
+                ("blockwise", torch.rand(45, p // 128 + 1, device=device)),  # has too few blocks, with random scales
                 ("mxfp8_rowmajor", some_bytes(45, -(-p // 32), most=255, dtype=E8M0, device=device)),
             ):
                 ops.dequantize(q, scale, format, along="tokens", offs=offs)
 
 
 def test_groups_of_any_size(device):
-    """Groups that are not padded: pieces of a vector belong to several of them."""
+    """Groups are not padded, so one vector may contain rows of several groups."""
     offs = torch.tensor([3, 4, 4, 37, 100, 103], dtype=torch.int32, device=device)
     for args in random_operands(128, offs, device):
         check(args)
@@ -244,7 +245,7 @@ def test_more_than_2_31_elements(big_gpu):
         assert_same(out[rows], reference.dequantize(q[rows], scale[rows], "blockwise"), f"rows from {start}")
 
 
-# What a call is besides its bytes
+# Everything about a call except its bytes
 
 
 def some_calls(device: str, m: int = 96, k: int = 72, seed: int = 0) -> list[dict[str, object]]:
@@ -253,7 +254,7 @@ def some_calls(device: str, m: int = 96, k: int = 72, seed: int = 0) -> list[dic
 
 
 def as_call(operand: dict[str, object]) -> tuple:
-    """A function of the tensors of an operand, which returns a list, and those tensors."""
+    """Returns a function of the operand's tensors that returns a list, and the tensors."""
     names = [name for name, value in operand.items() if isinstance(value, Tensor)]
     others = {name: value for name, value in operand.items() if name not in names}
     return lambda *args: [ops.dequantize(**dict(zip(names, args, strict=True)), **others)], [

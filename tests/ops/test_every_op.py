@@ -1,5 +1,5 @@
-"""What holds for every op alike: derivatives that are not there raise, wrong kinds of arguments and extents beyond all
-memory get a sentence, no call leaks, and none ends the process."""
+"""Rules that hold for every op. A missing derivative and an argument of the wrong kind raise a clear error. A call with
+sizes beyond all memory returns or raises at once. No call leaks memory, and no call ends the process."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def is_float(t: object) -> bool:
 
 
 def valid(name: str) -> dict[str, object]:
-    """A call of the op, by names: all tensors and strings that it takes, some rows in every tensor, and one of them of
-    floats where the op takes them."""
+    """A call of the op by argument names. It has all tensors and strings that the op takes, and no tensor is empty. At
+    least one tensor is floating-point, if the op takes any."""
     r, arguments = random.Random(name), [a for a in schema(name).arguments if re.search("Tensor|str", str(a.type))]
     while True:
         args, kwargs = OPS[name](r)
@@ -67,8 +67,8 @@ def test_calls_are_there_for_every_op():
     assert set(OPS) == set(ops.__all__)
 
 
-# Every name that an argument of an op may have, in the one order of CONTRIBUTING.md: operands, a gradient first, their
-# scales, what they are, groups, rows by index, sizes, options. A name that is not here has no place yet.
+# Every name of an op's argument, in the order of CONTRIBUTING.md: operands (a gradient first), their scales, their
+# kinds, groups, rows by index, sizes, options. A new name needs a place here.
 ORDER = """
     total grad x w q a b y h logits tokens_per_rank_expert topk_ids scores topk_scores bias
     scale scale_a scale_b h_scale blocked
@@ -83,7 +83,7 @@ PLACES = {name: place for place, name in enumerate(ORDER)}
 
 
 def is_in_order(of: torch.FunctionSchema) -> bool:
-    """Of what must be given, and of what may be left out."""
+    """Required arguments are in order, and so are optional ones."""
     for may_be_left_out in (False, True):
         places = [PLACES[a.name] for a in of.arguments if a.has_default_value() == may_be_left_out]
         if places != sorted(places):
@@ -144,7 +144,7 @@ def test_gradients_that_there_are_not(spelling, name):
 @pytest.mark.parametrize("name", sorted(set(OPS) - OF_INTEGERS))
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
 def test_forward_mode_raises(spelling, name):
-    """No derivative is a silent zero."""
+    """Forward-mode derivatives raise; they are never a silent zero."""
     for argument in floats(name):
         call = valid(name)
         check_no_tangent(lambda x, a=argument, c=call: getattr(spelling, name)(**c | {a: x}), call[argument])
@@ -156,7 +156,8 @@ def per_tensor(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
 def test_gradients_go_through_torch_func(spelling):
-    """A tensor that asks for none, of one that does: torch.func shows its wrapper of the level within."""
+    """torch.func shows only its innermost wrapper, which needs no gradient. The gradient of the tensor inside is still
+    found."""
     x, indices = torch.randn(4, 64, requires_grad=True), torch.arange(4, dtype=torch.int32)
 
     def times_sum(op: Callable[[Tensor], Tensor]) -> Tensor:
@@ -170,7 +171,7 @@ def test_gradients_go_through_torch_func(spelling):
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_errors_in_a_graph_have_the_sentence(fullgraph):
-    """In what torch says around the errors of fake implementations."""
+    """torch wraps the error of a fake implementation in its own text. The op's own sentence is part of it."""
     call = torch.compile(lambda x: ops.quantize_rows(x, "rowwise")[1].sum(), backend="eager", fullgraph=fullgraph)
     with pytest.raises(RuntimeError, match="quantize_rows: x must not ask for a gradient"):
         call(torch.randn(4, 64, requires_grad=True))
@@ -178,7 +179,7 @@ def test_errors_in_a_graph_have_the_sentence(fullgraph):
 
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_wrong_kinds_of_tensors(name):
-    """None, in fakes too, and what is not dense get the sentence that every other error gets."""
+    """None and tensors that are not dense get the usual error. None gets the same error in fake mode."""
     call = valid(name)
     for argument in schema(name).arguments:
         x = call.get(argument.name)
@@ -198,7 +199,7 @@ def test_wrong_kinds_of_tensors(name):
                     getattr(ops, name)(**call | {argument.name: wrong})
 
 
-WRONG = {  # kinds of arguments: how an error calls them, what no call takes for one, and what torch.ops takes
+WRONG = {  # text of an error, values that every call refuses, values that only the wrapper refuses
     "Tensor": ("a tensor", ([], "x", 3, [torch.ones(2)]), ()),
     "str": ("a str", (3, ["rows"], torch.float32), ()),
     "int": ("an int of 64 bits", ("3", 2.0, [1]), (True, False, torch.tensor(1))),
@@ -210,7 +211,7 @@ WRONG = {  # kinds of arguments: how an error calls them, what no call takes for
 
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_wrong_kinds_of_arguments(name):
-    """They get the sentence of other errors; of torch.ops, which has no wrapper, torch's own."""
+    """The wrapper raises the usual error. torch.ops has no wrapper, so torch raises its own error."""
     call = valid(name)
     for argument in schema(name).arguments:
         of_type = str(argument.real_type)
@@ -231,7 +232,7 @@ def test_wrong_kinds_of_arguments(name):
 
 
 class Two:
-    """An int of another class, as numpy has them."""
+    """An object that converts to int, like an integer of numpy."""
 
     def __index__(self) -> int:
         return 2
@@ -292,8 +293,8 @@ def test_wrong_strings(name):
     ],
 )
 def test_extents_beyond_all_memory(name, args, kwargs):
-    """Of tensors with no elements, beyond what an op takes and as far as it goes: an error or an empty result, at once
-    and without memory."""
+    """Tensors have no elements and sizes up to the limits and beyond. A call returns or raises at once, and needs no
+    memory."""
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     try:
         getattr(ops, name)(*args, **kwargs)
@@ -304,7 +305,7 @@ def test_extents_beyond_all_memory(name, args, kwargs):
 
 
 def test_sizes_that_overflow():
-    """Of a product without terms: sizes whose products leave 64 bits."""
+    """A product over zero terms has sizes whose products exceed 64 bits. It raises."""
     a, b = torch.zeros(5, 0, dtype=torch.float8_e4m3fn), torch.zeros(1, 0, 2**31, dtype=torch.float8_e4m3fn)
     for n in (2**31 - 257, 2**31, 2**62, 2**63 - 1):
         wide = b.as_strided((1, 0, n), (1, 1, 1))
@@ -333,7 +334,8 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize("name", sorted(filter(strings, OPS)))
 def test_strings_do_not_leak(name):
-    """torch's own conversion of a string argument never deletes it: 70 calls of a quarter of a megabyte would show."""
+    """Strings are refused 70 times, a quarter of a megabyte each. torch's own conversion of a string would leak them
+    all."""
     call, long = valid(name), "m" * (1 << 18)
 
     def call_all() -> None:
@@ -350,7 +352,7 @@ def test_strings_do_not_leak(name):
 
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_tensors_do_not_leak(name):
-    """Neither arguments nor results, whether a call returns or raises."""
+    """Arguments and results are freed, whether a call returns or raises."""
     call = valid(name)
     tensors = [t for t in call.values() if isinstance(t, Tensor)]
     before = [t._use_count() for t in tensors]
@@ -364,7 +366,7 @@ def test_tensors_do_not_leak(name):
 
 
 def test_calls_do_not_leak():
-    """Of strings that are good, tensors and results: 0.6 kB a step was a leak once."""
+    """20,000 calls with strings, tensors and results leak less than 1 MB. A former leak took 0.6 kB a call."""
     x, offs = torch.zeros(2, 32, dtype=torch.bfloat16), torch.tensor([2], dtype=torch.int32)
 
     def steps(n: int) -> None:
@@ -379,8 +381,8 @@ def test_calls_do_not_leak():
 
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which("nm"), reason="no nm of ELF files")
 def test_no_op_ends_the_process():
-    """Of a device function that a host template calls nvcc makes exit(), without a word. abort() is not asked for: the
-    runtimes that some compilers link in have it."""
+    """If a host template calls a device function, nvcc turns the call into exit() without a warning. The library must
+    not import exit(). It may import abort(), because some compilers' runtimes do."""
     listed = subprocess.run(["nm", "-D", "--undefined-only", _C.__file__], capture_output=True, text=True, check=True)
     needed = {line.split()[-1].partition("@")[0] for line in listed.stdout.splitlines()}
     assert len(needed) > 50

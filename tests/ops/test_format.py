@@ -1,4 +1,4 @@
-"""The table of formats: as compiled, as the reference has it, and as DESIGN.md says."""
+"""The table of formats agrees between C++, the reference and DESIGN.md."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_formats_hang_together(name):
     f = FORMATS[name]
     assert f.align in range(f.aligns[0], f.aligns[1] + 1) and f.align & (f.align - 1) == 0
     assert f.scale_dtype in (torch.float32, numerics.E8M0)
-    if f.scale_dtype == numerics.E8M0:  # a group's scales begin with a block of its own
+    if f.scale_dtype == numerics.E8M0:  # every group starts a new block of scales
         assert f.aligns[0] % f.block == 0
 
 
@@ -98,12 +98,12 @@ static_assert(is_supported_kind(changed(FormatId::%s, %s)) == %s);
         ("kBlockwise", "128, 1, ScaleType::kF32, ScaleOrder::kColumnMajor", "kExact", "kPow2", False),
         ("kMxfp8", "16, 1, ScaleType::kE8M0, ScaleOrder::kBlocked", "kRceil", "kFloor", False),
         ("kMxfp8", "32, 1, ScaleType::kF32, ScaleOrder::kRowMajor", "kExact", "kPow2", False),
-        # Groups that are padded to less than 32.
+        # This entry pads groups to less than 32.
         ("kRowwise", "32, 1, ScaleType::kE8M0, ScaleOrder::kRowMajor", "kRceil", "kFloor", False),
     ],
 )
 def test_kinds_that_code_is_there_for(name, change, usual, other, known, tmp_path):
-    """Entries of others do not compile."""
+    """Entries of the table that no kernel supports do not compile."""
     source = tmp_path / "kinds.cpp"
     change = f"{change}, Rounding::{usual}, Rounding::{other}"
     source.write_text(KINDS % (name, change, str(known).lower()))

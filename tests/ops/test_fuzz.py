@@ -1,6 +1,6 @@
-"""Random calls of every op, in processes of their own so that a crash shows, on guarded memory: see fuzz.py.
+"""Random calls of every op, on guarded memory and in separate processes, so that a crash is seen. See fuzz.py.
 
-MOE_FP8_FUZZ=50 in the environment makes it fifty times as many.
+Set MOE_FP8_FUZZ=50 in the environment to make fifty times as many calls.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import pytest
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 TIMES = int(os.environ.get("MOE_FP8_FUZZ", "1"))
-CALLS = ("valid=200", "junk=500")  # in one process: another would take as long to start as some hundred of them
+CALLS = ("valid=200", "junk=500")  # calls of one process; starting one takes as long as some hundred calls
 
 
 @pytest.fixture(scope="module")
 def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The allocator of guard_pages.cpp."""
+    """The path of the allocator that guard_pages.cpp builds."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("guard pages take Linux and a C++ compiler")
@@ -41,7 +41,8 @@ def test_random_calls(seed, guard):
 
 @pytest.mark.parametrize("touch", ["pass", "string_at(p, 17)", "memset(p + 5, 0, 1)", "memset(p - 1, 0, 1)"])
 def test_the_guard_sees_what_lies_beside_a_tensor(touch, guard):
-    """Reading behind the last 16 bytes of 5, writing into their rest and before the first."""
+    """5 bytes are allocated. Reading beyond 16 bytes, writing behind the 5 bytes, and writing before them end the
+    process."""
     program = "from ctypes import *; v = c_void_p(); c = CDLL(None); c.posix_memalign(byref(v), 64, 5); p = v.value"
     program += f"; {touch}; c.free(v)"
     result = subprocess.run([sys.executable, "-c", program], env=os.environ | {"LD_PRELOAD": str(guard)}, check=False)

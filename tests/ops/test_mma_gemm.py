@@ -1,6 +1,6 @@
-"""The GEMM for every GPU: sizes, types and groups that its tiles and their edges could stumble over.
+"""The GEMM for every GPU, with sizes, types and groups at the edges of its tiles.
 
-Where other GEMMs come first, these tests run in a process of their own, in which it is the only one.
+On GPUs where other GEMMs come first, these tests run in a process of their own, in which this GEMM is the only one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def ends(r: random.Random, rows: int, groups: int, unit: int) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_random_problems(seed, mma):
-    """Exact sums: the reference's bytes, of any types, from any address."""
+    """Sums are exact, so bytes equal the reference's, for all types and addresses."""
     r = random.Random(seed)
     torch.manual_seed(seed)
     fmt, dtypes = r.choice(FORMATS), (r.choice(FP8_DTYPES), r.choice(FP8_DTYPES))
@@ -85,10 +85,13 @@ def test_adds_exactly(fmt, mma):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("sizes", [(700, 400, 272, 4), (1500, 1040, 130, 7), (129, 129, 130, 2)], ids=str)
 def test_real_values(sizes, fmt, fast, mma):
-    """16-bit floats hold every value and float32 every product. A sum truncates each of its terms, and what it has so
-    far, to 24 bits of the largest of them, at most the sum of magnitudes: 2^-23 of that a term. Scales and what is
-    promoted are rounded a few times more. Where fp8 is multiplied as it is, all sums may have fewer bits but those of
-    rows that need not be fast."""
+    """The error is at most 2^-23 a term of the sum of magnitudes, and 8 further terms for other roundings.
+
+    16-bit floats hold every value exactly, and float32 holds every product. Each step truncates its terms and the sum
+    so far to 24 bits of the largest of them, which is at most the sum of magnitudes. Scales and promoted sums are
+    rounded a few times more. FP8 tensor cores may keep fewer bits of all sums, except rowwise ones without fast
+    accumulation.
+    """
     major, minor = torch.cuda.get_device_capability()
     if (fast or fmt != "rowwise") and (major, minor) not in ((8, 0), (8, 6), (8, 7), (9, 0), (10, 0), (10, 3)):
         pytest.skip("how many bits this GPU keeps of sums of fp8 is not known")

@@ -1,4 +1,4 @@
-"""The numbers of the contract: the FP8 cast, the scale, and both through the ops over whole number ranges."""
+"""The numerical contract: the FP8 cast and the scale, alone and through the ops, over whole ranges of numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def all_bits16(dtype: torch.dtype) -> Tensor:
 
 
 def float32_boundaries() -> Tensor:
-    """Every power of two of float32, subnormal ones included, and its neighbours, of both signs; 0, Inf, NaN."""
+    """Every power of two of float32, subnormal ones included, and its neighbours, with both signs; 0, Inf and NaN."""
     powers = torch.cat([torch.arange(1, 256) << 23, 1 << torch.arange(23)])
     mantissas = torch.tensor([-2, -1, 0, 1, 2, 1 << 19, (1 << 19) - 1, 3 << 20, 0x7FFFFF, 0x555555])
     bits = (powers[:, None] + mantissas).clamp(0, 0x7FC00000).flatten()
@@ -46,7 +46,7 @@ def positive_values(dtype: torch.dtype) -> Tensor:
 
 
 def cast_by_search(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Nearest representable value, found by search in float64, and the even byte of a tie: slow and plain."""
+    """Finds the nearest representable value by a plain, slow search in float64. A tie goes to the even byte."""
     table = positive_values(dtype)
     magnitude = x.double().abs().clamp(max=table[-1])
     above = torch.searchsorted(table, magnitude).clamp(max=len(table) - 1)
@@ -128,13 +128,14 @@ def test_scale_is_the_inverse_of_the_multiplier(dtype, rounding):
 
 @pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
 def test_e8m0_scale_is_the_definition(fp8):
-    """By search among the powers of two that there are, for amaxes around every one of float32."""
+    """Compares with a search among all powers of two, for amaxes around every power of two of float32."""
     amax = float32_boundaries().abs()
     powers = torch.exp2(torch.arange(255).double() - 127)
     ratio = (amax * torch.tensor(1 / FORMATS[fp8][3], dtype=torch.float32)).double()
-    up = torch.searchsorted(powers, ratio).clamp(max=254)  # the smallest that is not below
+    up = torch.searchsorted(powers, ratio).clamp(max=254)  # the smallest power that is not below the ratio
     largest = torch.exp2(torch.tensor(FORMATS[fp8][3]).log2().floor()).double()
-    down = (torch.searchsorted(powers, amax.double() / largest, right=True) - 1).clamp(min=0)  # the largest not above
+    # The largest power that is not above the ratio.
+    down = (torch.searchsorted(powers, amax.double() / largest, right=True) - 1).clamp(min=0)
     for rounding, want in (("rceil", up), ("floor", down)):
         factor, e = e8m0_scale(amax, fp8, rounding)
         want = want.masked_fill(~amax.isfinite(), E8M0_NAN)
@@ -142,7 +143,7 @@ def test_e8m0_scale_is_the_definition(fp8):
         finite = amax.isfinite()
         assert torch.equal(factor[finite].double(), torch.exp2(127 - want[finite].double()))
         assert factor[~finite].isnan().all()
-    # Rounded up, nothing saturates by more than the roundings of the reciprocal and of the product.
+    # With "rceil" nothing saturates by more than the roundings of the reciprocal and of the product.
     factor, _ = e8m0_scale(amax, fp8, "rceil")
     assert (amax[finite].double() * factor[finite].double() <= FORMATS[fp8][3] * (1 + 2.0**-22)).all()
 
@@ -153,8 +154,8 @@ def test_e8m0_bytes_are_powers_of_two(byte):
     assert value.item() == 2.0 ** (byte - 127)
 
 
-# Through the ops: what a scale makes of a value does not depend on where the two lie, so that one format of float
-# scales and one of E8M0 scales prove it for all
+# Through the ops. A scaled value does not depend on where value and scale lie, so one format with float scales and one
+# with E8M0 scales stand for all formats.
 
 
 PLAIN_RULES = [rule for rule in RULES if rule[0] in ("rowwise", "mxfp8_rowmajor")]
@@ -190,7 +191,7 @@ def test_every_mantissa_below_every_amax(dtype, fp8, rule, device):
 @pytest.mark.parametrize("rule", RULES, ids=short)
 @pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
 def test_float32_exponent_boundaries(fp8, rule, device):
-    """Alone in a block, as its amax, and with ever smaller neighbours: in every direction."""
+    """Each number is alone in a block, is the amax of a block, and has ever smaller neighbours, in every direction."""
     x = float32_boundaries().to(device)
     check_rows(x[:, None], rule, fp8, "alone")
     finite = x[x.isfinite()]
@@ -210,7 +211,7 @@ def test_float32_exponent_boundaries(fp8, rule, device):
 
 @pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
 def test_ties_and_saturation_reach_the_cast_unscaled(fp8, device):
-    """Rounded to "pow2" and with amax = FP8_MAX the multiplier is 1: every tie of the dtype goes through the op."""
+    """With amax = FP8_MAX and "pow2" the multiplier is 1. So every tie of the dtype reaches the cast unchanged."""
     table = positive_values(fp8).float()
     ties = (table[1:] + table[:-1]) / 2
     edges = torch.cat([table, ties])
@@ -223,7 +224,7 @@ def test_ties_and_saturation_reach_the_cast_unscaled(fp8, device):
 
 
 def special_blocks(dtype: torch.dtype) -> Tensor:
-    """Blocks of 32, a row each: zeros of both signs, NaNs, infinities, the largest values, subnormals, and mixtures."""
+    """Blocks of 32, one a row: zeros of both signs, NaNs, infinities, the largest values, subnormals, and mixtures."""
     info, mixed = torch.finfo(dtype), torch.linspace(-1, 1, 32)
     tiny = float(info.smallest_normal)
     rows = [torch.full((32,), v) for v in (0.0, -0.0, torch.nan, torch.inf, -torch.inf, info.max, info.min, tiny)]

@@ -1,4 +1,5 @@
-"""pack_tokens: all that is known of tokens, side by side, by index, bit by bit."""
+"""pack_tokens: values, scales, ids and scores of tokens side by side in rows taken by index. Bytes equal the
+reference's."""
 
 from __future__ import annotations
 
@@ -62,12 +63,13 @@ def test_columns_that_there_are(which, device):
     x, *others = known(41, 24, 5, device)
     given = [t if which >> i & 1 else None for i, t in enumerate(others)]
     rows = check(x, *given, slot_indices(41, 2, 60, device), 2, 9)
-    assert rows.shape[1] == (64, 128, 128, 192)[sum(t is not None for t in given)]  # 64 + 32 each, to 64
+    # X takes 64 bytes and each part 32; rows are padded to 64.
+    assert rows.shape[1] == (64, 128, 128, 192)[sum(t is not None for t in given)]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_formats(fmt, device):
-    """Scales as quantize_rows lays them out, column-major ones too."""
+    """Scales have the layouts of quantize_rows, column-major ones too."""
     q, scale = quantize_rows(wide(77, 7168, device=device), fmt)
     check(q, None, None, scale[:77], slot_indices(77, 2, 100, device), 2, 0)
 
@@ -83,7 +85,7 @@ def test_scales_of_any_strides(dtype, device):
 
 
 def test_ids(device):
-    """From 1; 0 for what is no expert, whatever its bits are."""
+    """Ids travel as id + 1. All ids of no expert travel as 0."""
     limits = [[2**32, 2**32 + 1, -(2**63)], [2**63 - 1, -1, 0], [8, 9, -(2**31)], [2**31, -2, 1]]
     ids, x = torch.tensor(limits, device=device), torch.zeros(4, 0, device=device)
     indices = torch.arange(4, dtype=torch.int32, device=device)
@@ -97,7 +99,7 @@ def test_ids(device):
 
 
 def test_a_message(device):
-    """Of tokens for ranks: a row for each rank, which has the token's bits where its columns are."""
+    """A message has a row for each rank of a token, and each column holds the token's bits."""
     x, ids, scores, scale = known(200, 96, 4, device)
     permutation, offs, _ = sort_tokens(tokens_by_rank(ids, 9, 3)[0], 3)
     rows = check(x, ids, scores, scale, permutation, 3, 9)

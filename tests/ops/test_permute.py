@@ -1,4 +1,4 @@
-"""permute_indices, permute_pad and unpermute: rows from rank-major to expert-major order and back, bit by bit."""
+"""permute_indices, permute_pad and unpermute: rows from rank-major to expert-major order and back, byte for byte."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_empty_experts(device):
 
 
 def test_counts_that_cannot_be(device):
-    """Negative counts are 0, sums beyond the tokens are cut off; neither overflows."""
+    """Negative counts are taken as 0, and sums beyond the tokens are cut off. Neither overflows."""
     for counts in ([-1, 5, -(2**31), 3], [2**31 - 1] * 4, [0, 2**31 - 1, 1, 2**31 - 1]):
         counts = torch.tensor(counts, dtype=torch.int32, device=device).view(2, 2)
         for num_tokens in (0, 6, 50):
@@ -132,7 +132,7 @@ def test_strides_and_alignment(device):
 
 
 def test_indices_out_of_range_and_doubled(device):
-    """Skipped, never followed; of equal ones the last counts, every time."""
+    """Indices out of range are skipped, and never dereferenced. Of equal indices the last one counts, in every run."""
     limits = [-1, 2**31 - 1, -(2**31), 40, 39, 0, 39, -40, 80, 7, 7, 7]
     indices = torch.tensor(limits * 3, dtype=torch.int32, device=device)
     for top_k in (1, 2):
@@ -161,7 +161,7 @@ def test_round_trip(counts, spare, align, dtype, device):
 
 
 def test_scales_travel_along(device):
-    """Row-major scales of tokens that were quantized before they were exchanged, in a call of their own."""
+    """The caller permutes row-major scales of quantized tokens with a second call."""
     indices = slot_indices(37, 1, 50, device)
     for scale in (torch.rand(37, 1), torch.rand(37, 2), torch.rand(37, 2).byte(), torch.rand(37, 0)):
         check_rows(scale.to(device), indices)
@@ -171,7 +171,7 @@ def test_scales_travel_along(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
 def test_gradients(spelling, dtype, top_k, device):
-    """Against plain indexing. Gradients of copies are copies; sums of a few small integers are exact in any order."""
+    """Compares with plain indexing. Gradients of copies are copies, and sums of a few small integers are exact."""
     x = torch.randint(-8, 9, (50, 24), device=device).to(dtype).requires_grad_()
     indices = slot_indices(50, top_k, 100, device)
     there = (indices >= 0) & (indices < 50 * top_k)

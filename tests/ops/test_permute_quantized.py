@@ -1,4 +1,4 @@
-"""permute_quantized: quantized rows by index, values and scales in every layout, bit by bit."""
+"""permute_quantized: quantized rows by index, values and scales of every layout, byte for byte."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(q: Tensor, scale: Tensor, format: str, indices: Tensor, top_k: int, of
     got = ops.permute_quantized(q, scale, format, indices, top_k, offs=offs)
     what = f"{format} {short(q.shape)} indices {len(indices)} top_k {top_k} offs {offs}"
     assert_same(got, reference.permute_quantized(q, scale, format, indices, top_k, offs=offs), what)
-    if got[1].stride() != got[1].contiguous().stride():  # of column-major scales, with what lies between columns
+    if got[1].stride() != got[1].contiguous().stride():  # bytes between column-major scales are zero
         room = got[1].as_strided((got[1].shape[1], got[1].stride(1)), (got[1].stride(1), 1))
         assert not room[:, len(indices) :].view(torch.uint8).any(), what
 
@@ -81,7 +81,7 @@ def test_strides_and_alignment(format, dtype, device):
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
 @pytest.mark.parametrize("format", FORMATS)
 def test_is_the_quantizer_by_index(format, dtype, device):
-    """Every slot of every expert has what its token, quantized there, would have; so have blocks of scales."""
+    """Permuting quantized rows equals quantizing rows by index, for values and for blocks of scales."""
     x, e = wide(90, 200, dtype=dtype, device=device), 6
     permutation, offs, _ = ops.sort_tokens(torch.randint(0, e, (90, 3), device=device), e)
     want = ops.quantize_rows(x, format, offs=offs, indices=permutation, top_k=3)
@@ -98,7 +98,7 @@ def test_indices_out_of_range_and_doubled(device):
 
 
 def of_tokens(x: Tensor, indices: Tensor, offs: Tensor) -> list[Tensor]:
-    """Of every format."""
+    """Permutes rows of every format."""
     moved = []
     for format in FORMATS:
         moved += ops.permute_quantized(*ops.quantize_rows(x, format), format, indices, 2, offs=offs)
