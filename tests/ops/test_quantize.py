@@ -1,4 +1,4 @@
-"""quantize_rows, quantize_tokens and quantize_both in every format: byte for byte what the reference makes."""
+"""quantize_rows, quantize_tokens and quantize_both in every format: byte equality with the reference."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def offsets(*ends: int, device: str) -> Tensor:
 
 @pytest.mark.parametrize(*pairs(rule=RULES, cast=CASTS, generic=GENERIC), ids=short)
 def test_dtypes(rule, cast, generic, device):
-    """Fast kernels have 16-byte boundaries and the chip's own fp8 formats; a generic one has the others."""
+    """Fast kernels take 16-byte boundaries and the GPU's own FP8 formats. A generic kernel takes all other inputs."""
     x = wide(140, 304, dtype=cast[0], device=device)
     for view in (x, generic(x)):
         check_activation(view, rule[0], group_offs("zipf", 140, 3, device), dtype=cast[1], rounding=rule[1])
@@ -95,8 +95,8 @@ def test_longest_and_most_groups(format, device):
 
 @pytest.mark.parametrize("short_ones, long", [(64, 4000), (7, 4000), (7, 30000), (2, 40000)])
 def test_one_long_group_among_tiny_and_empty_ones(short_ones, long, device):
-    """Kernels plan for the average group, so that several blocks a multiprocessor, one, and clusters of some and of the
-    most blocks each meet a strip that is longer than all that they hold."""
+    """Kernels plan for the average group. So strips are planned for several blocks a multiprocessor, for one block, and
+    for clusters of some or of most blocks. In each plan one strip is longer than all that its blocks can hold."""
     sizes = torch.tensor([0, 1, 5, 130, 17, 0, 3]).repeat(10)[:short_ones]
     offs = torch.cat([sizes[: short_ones // 2], torch.tensor([long]), sizes[short_ones // 2 :]]).cumsum(0).int()
     for tail, align in ((0, None), (70, 8)):
@@ -116,10 +116,10 @@ def test_one_long_group_among_tiny_and_empty_ones(short_ones, long, device):
     ],
 )
 def test_long_groups_beside_one_another(sizes, device):
-    """A GPU's kernels share a long strip among clusters of blocks, which go round several times in these sizes, and a
-    cluster among short strips, as many as it has room for. The longest is longer than all shared memory."""
+    """A GPU shares a long strip among several clusters, which make several rounds at these sizes. It gives short strips
+    to one cluster, as many as the cluster has room for. The longest strip exceeds all shared memory."""
     offs = torch.tensor(sizes).cumsum(0).int().to(device)
-    torch.full((1 << 20,), -1, device=device)  # what memory holds that the op is given next
+    torch.full((1 << 20,), -1, device=device)  # the op's next allocation holds these bits
     x = wide(int(offs[-1]) + 500, 328 if device == "cuda" else 40, device=device)
     check_activation(x, "rowwise", offs)
     permutation = torch.randperm(len(x), device=device).int()
@@ -129,7 +129,7 @@ def test_long_groups_beside_one_another(sizes, device):
 
 @pytest.mark.parametrize("layout", ["uniform", "zipf"])
 def test_rows_in_step_with_columns(layout, gpu):
-    """Both directions of an x that is several times as large as the L2 have the bytes that each has alone."""
+    """x is several times as large as the L2. Both directions in one call have the bytes that each has alone."""
     e, n, k = 128, 2048, 1024
     x = torch.randn(e * n, k, device=gpu, dtype=torch.bfloat16)
     offs = group_offs(layout, e * n, e, gpu)
@@ -144,7 +144,7 @@ def test_rows_in_step_with_columns(layout, gpu):
 
 
 def test_long_groups_in_graphs_and_streams(gpu):
-    """Sizes of groups change between replays; of two grids, neither has the GPU to itself."""
+    """Group sizes change between replays. Two grids run side by side, so neither has the GPU to itself."""
 
     def quantize(x: Tensor, offs: Tensor) -> tuple[Tensor, ...]:
         return ops.quantize_both(x, "rowwise", offs=offs)
@@ -157,7 +157,7 @@ def test_long_groups_in_graphs_and_streams(gpu):
 
 
 def test_many_rows_without_columns(device):
-    """Blocks have nothing to tell one another, nor memory to tell it in."""
+    """Without columns, blocks send no messages and have no mailbox."""
     x = torch.empty(40000, 8, dtype=torch.bfloat16, device=device)[:, :0]
     offs = torch.tensor([30, 39000, 40000], dtype=torch.int32, device=device)
     assert_same(ops.quantize_both(x, "rowwise", offs=offs), reference.quantize_both(x, "rowwise", offs=offs))
@@ -165,8 +165,8 @@ def test_many_rows_without_columns(device):
 
 @pytest.mark.parametrize("sizes", [(20000, 1, 9999), (15000, *[260] * 19)], ids=["clusters", "single blocks"])
 def test_long_groups_while_another_stream_holds_multiprocessors(sizes, gpu):
-    """A softmax has a block for every row, which runs for long: it keeps most blocks that share a strip from running,
-    the others work without them."""
+    """A softmax has one long-running block for every row. It keeps most blocks that share a strip from running, and the
+    other blocks finish without them."""
     x, offs = wide(sum(sizes), 1024), torch.tensor(sizes).cumsum(0).int()
     want = ops.quantize_both(x, "rowwise", offs=offs, dtype=torch.float8_e4m3fn)
     x, offs, side = x.to(gpu), offs.to(gpu), torch.cuda.Stream()
@@ -190,7 +190,8 @@ def test_corrupt_offsets(format, device):
 
 @pytest.mark.parametrize("m", [1, 2, 31, 32, 33, 127, 128, 129, 300])
 def test_every_byte_of_blocked_padding_is_zero(m, device):
-    """Outputs are full of 0xFF before the op: equality with the reference, whose padding is zero, shows it."""
+    """Outputs are 0xFF before the op. The reference's padding is zero, so equality shows that all padding is
+    written."""
     for k, e in ((1, 1), (1, 20), (130, 3), (1100, 1), (1100, 20)):
         check_activation(wide(m, k, device=device), "mxfp8", group_offs("uniform", m, e, device))
 
@@ -226,7 +227,7 @@ def test_any_groups(m, k, offs, sort, rule, align, cast, device):
     check_activation(x, format, offs, align, dtype=cast[1], rounding=rounding)
 
 
-# How x lies
+# Strides and alignment
 
 
 @pytest.mark.parametrize(*pairs(dtype=INPUT_DTYPES, format=list(FORMATS)), ids=short)
@@ -278,7 +279,7 @@ def test_more_rows_than_a_launch_has(format, gpu):
     assert_same(ops.quantize_rows(x, format), reference.quantize_rows(x, format))
 
 
-# What holds between ops
+# Properties between ops
 
 
 @pytest.mark.parametrize("format", ["rowwise", "blockwise", "mxfp8_rowmajor"])
@@ -316,7 +317,7 @@ def test_blocked_scales_are_swizzled_row_major_ones(device):
 @every_format
 @pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
 def test_what_is_not_finite_poisons_its_blocks_only(fp8, format, device):
-    """In every block of a row and of a column of a group that has some, and in no other byte."""
+    """NaN and Inf poison each block of their row, and of their column within their group. No other byte changes."""
     clean, ends, f = wide(600, 300, device=device), (300, 500), FORMATS[format]
     offs, groups = offsets(*ends, device=device), [slice(0, 300), slice(300, 500)]
     bad = {(1, 5): torch.nan, (299, 290): -torch.inf, (300, 5): torch.inf, (410, 131): torch.nan, (550, 8): torch.inf}
@@ -336,7 +337,7 @@ def test_what_is_not_finite_poisons_its_blocks_only(fp8, format, device):
                 if b.start <= row - group.start < b.stop:
                     of_tokens[k, places[e] + b.start : places[e] + b.stop] = True
                     blocks.add((e, b.start, k))
-    assert count_nans(scale) == len(bad) - (format == "mxfp8")  # which has no scales of the tail
+    assert count_nans(scale) == len(bad) - (format == "mxfp8")  # mxfp8 has no scales of the tail
     assert count_nans(scale_t) == len(blocks) == 4
     for got, wanted, poisoned in ((q, want[0], of_rows), (q_t, want[2], of_tokens)):
         assert torch.equal(got.float().isnan(), poisoned)
@@ -344,7 +345,8 @@ def test_what_is_not_finite_poisons_its_blocks_only(fp8, format, device):
 
 
 def test_special_bytes_of_e8m0(device):
-    """A block of zeros has the byte 0, one that is not finite 255 and NaNs, and no neighbour is touched."""
+    """A block of zeros has the scale byte 0. A block with NaN or Inf has 255, and NaN values. Its neighbours do not
+    change."""
     x = torch.zeros(4, 96, dtype=torch.bfloat16, device=device)
     x[1], x[2, 40], x[3, 95] = 448.0, torch.nan, torch.inf
     q, scale = ops.quantize_rows(x, "mxfp8_rowmajor")
@@ -359,7 +361,7 @@ def test_special_bytes_of_e8m0(device):
 @pytest.mark.large
 @every_format
 def test_rows_of_more_than_2_31_elements(format, big_gpu):
-    """Of whole and of odd vectors; by groups and as a matrix. Blocked scales as swizzle_scales has them."""
+    """Rows are whole or odd numbers of vectors. swizzle_scales defines the expected blocked scales."""
     for m, k in ((524_291, 4_099), (524_400, 4_096)):
         x = torch.randn(m, k, dtype=torch.bfloat16, device=big_gpu)
         assert x.numel() > 2**31

@@ -1,4 +1,4 @@
-"""quantize_activated: the activations of experts and what they come from, quantized along rows."""
+"""quantize_activated: activations of experts and, with keep_h, their inputs, quantized along rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from moe_fp8_ext import reference
 from moe_fp8_ext.ops import quantize_activated
 from moe_fp8_ext.reference.numerics import FORMATS
 
-CHIP = [t for t in FP8_DTYPES if str(t).endswith("fnuz") == (torch.version.hip is not None)]  # that GPUs cast to
+# GPUs cast to these in hardware.
+CHIP = [t for t in FP8_DTYPES if str(t).endswith("fnuz") == (torch.version.hip is not None)]
 
 
 def check(h: Tensor, activation: str, format: str, **how: object) -> None:
@@ -67,7 +68,7 @@ def test_pairs(activation, format, fp8, dtype, f, interleaved, keep_h, rounding,
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_as_a_chip_casts(format, device):
-    """What a kernel of one read exists for, on a GPU in full, and next to where it ends."""
+    """Covers all inputs of the single-read kernel (all options only on a GPU), and inputs just outside its limits."""
     ways = list(itertools.product((False, True), (False, True), FORMATS[format].roundings, CHIP))
     for activation in ACTIVATIONS:
         for f in (640,) if device == "cpu" else (128, 256, 640, 1024):
@@ -104,7 +105,7 @@ def test_deterministic(device):
 
 
 def test_compiles_with_dynamic_rows(device):
-    """Of no multiples of 4: whether column-major scales happen to be contiguous is a guard of inductor's."""
+    """Numbers of rows are no multiples of 4. Otherwise inductor guards whether column-major scales are contiguous."""
     check_compiled(every_format, [arguments(p, 128, device) for p in (50, 66, 131)], device)
 
 
@@ -125,7 +126,8 @@ def test_second_gpu(second_gpu):
 
 
 def compact(t: Tensor) -> Tensor:
-    """Also of a single column, which is contiguous whatever its stride."""
+    """Clones to dense strides. A single column counts as contiguous whatever its stride, so contiguous() is not
+    enough."""
     return t.clone(memory_format=torch.contiguous_format)
 
 
@@ -150,7 +152,7 @@ def test_more_than_2_31_elements(format, big_gpu):
     ],
 )
 def test_more_rows_than_blocks_along_y(format, p, f, keep_h, gpu):
-    """Of which a launch has 65,535; behind the last one that has rows there is one that has none."""
+    """A launch has at most 65,535 blocks along y, which is fewer than there are rows. The last block has no rows."""
     h = torch.randn(p, f, dtype=torch.bfloat16, device=gpu)
     got = quantize_activated(h, "silu", format, keep_h=keep_h)
     for first in (0, 65_535, 131_000, p - 1000):

@@ -1,4 +1,4 @@
-"""quantize_activated_backward: the gradients of experts' activations, as operands of the next products."""
+"""quantize_activated_backward: gradients of activations, quantized as operands of the next products."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ from moe_fp8_ext.ops import (
 )
 from moe_fp8_ext.reference.numerics import FORMATS
 
-CHIP = [t for t in FP8_DTYPES if str(t).endswith("fnuz") == (torch.version.hip is not None)]  # that GPUs cast to
+# GPUs cast to these in hardware.
+CHIP = [t for t in FP8_DTYPES if str(t).endswith("fnuz") == (torch.version.hip is not None)]
 ENDS = ([131], [0, 16, 37, 37, 120], [], [0, 0], [1, 2, 3, 131])
 
 
@@ -50,7 +51,7 @@ def int32(numbers: list[int], device: str) -> Tensor:
 
 
 def check(h: Tensor, da: Tensor, activation: str, format: str, **how: object) -> None:
-    """Every byte is the reference's, and dscores as near as sums in another order must be."""
+    """Every byte equals the reference's. dscores may differ as much as the order of a sum allows."""
     what = f"{activation} {format} {short(h.dtype)} {short(h.shape)} {how}"
     *got, dscores = quantize_activated_backward(da, h, activation, format, **how)
     *want, wanted = reference.quantize_activated_backward(da, h, activation, format, **how)
@@ -61,7 +62,7 @@ def check(h: Tensor, da: Tensor, activation: str, format: str, **how: object) ->
 
 
 def kept(x: Tensor, format: str, fp8: torch.dtype | None) -> dict[str, Tensor | None]:
-    """h as it is, or in fp8, and its scales."""
+    """h in its own dtype, or h in fp8 with its scales."""
     q, scale = (x, None) if fp8 is None else reference.quantize_rows(x, format, dtype=fp8)
     return {"h": q, "h_scale": scale}
 
@@ -96,7 +97,8 @@ def test_pairs(activation, format, fp8, out, grad, dtype, f, ends, align, interl
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_as_a_chip_casts(activation, format, device):
-    """What kernels of one and of two reads exist for, on a GPU in full, and next to where it ends."""
+    """Covers all inputs of the kernels with one and two reads (a GPU takes all options), and inputs just outside their
+    limits."""
     rule = FORMATS[format]
     aligns = sorted({max(16, rule.aligns[0]), 32, rule.aligns[1]})
     sizes = 640, 8, 256, 136
@@ -112,7 +114,7 @@ def test_as_a_chip_casts(activation, format, device):
 
 @pytest.mark.parametrize("fp8", [None, CHIP[0]], ids=["bfloat16", "fp8"])
 def test_edges(fp8, device):
-    """Sizes and places that kernels take, and those next to them that they do not."""
+    """Takes sizes and addresses at the limits of the kernels, on either side."""
 
     def both(x: Tensor, da: Tensor, *ends: int, **how: object) -> None:
         given = {"offs": int32(list(ends), device), "dtype": CHIP[0], **how}
@@ -128,7 +130,8 @@ def test_edges(fp8, device):
         check(view, da, "swiglu", "rowwise", **how)
     for _, view in strided_2d(da):
         check(h["h"], view, "swiglu", "rowwise", **how)
-    for elements, interleaved in itertools.product((1, 4, 8), (False, True)):  # gates and ups in turns: of 16 bytes
+    # Interleaved gates and ups are loaded 16 bytes at a time.
+    for elements, interleaved in itertools.product((1, 4, 8), (False, True)):
         places = misaligned(h["h"], elements), misaligned(da, elements)
         check(*places, "swiglu", "rowwise", **how, interleaved=interleaved)
     wide_rows = torch.empty(50, 264, dtype=h["h"].dtype, device=device)[:, :256]
@@ -145,7 +148,7 @@ def test_edges(fp8, device):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("fp8", [None, CHIP[0]], ids=["bfloat16", "fp8"])
 def test_what_is_not_finite(activation, fp8, format, device):
-    """A NaN or an infinity poisons its row and its columns of its group, or its blocks of them."""
+    """A NaN or Inf poisons its row, and its columns within its group, or only its blocks if the format has blocks."""
     x = h_for(activation, 200, 768, device=device)
     da, scores = da_for(x, activation), scores_for(x)
     x[1, 5], da[20, 700], da[40, 9], scores[50], x[190, 300] = math.nan, math.inf, math.nan, math.nan, -math.inf
@@ -156,7 +159,8 @@ def test_what_is_not_finite(activation, fp8, format, device):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("f", [72, 256, 384, 1544, 2056])
 def test_is_made_of_the_others(format, f, device):
-    """dscores included, whose sums have one order on a device, and the sign of a zero that underflow left."""
+    """Equals the separate ops byte for byte. dscores included: a device has one order of sums. A zero from underflow
+    has the same sign."""
     x = h_for("swiglu", 500, f, device=device)
     da, of_slots, offs = da_for(x, "swiglu"), scored(x, "slots"), int32([100, 130, 130, 480], device)
     x[7, :f], x[7, f:], da[7] = 1e-12, -1e-12, 1e-38
@@ -169,7 +173,8 @@ def test_is_made_of_the_others(format, f, device):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_peak_of_memory_without_kernels(format):
-    """Of swiglu, bytes a feature: 4 of dh in bfloat16 beside a's one, and what dh becomes, 2 + 2; not a's 2 as well."""
+    """With swiglu the peak is 9 bytes a feature: 4 of dh in bfloat16, 2 + 2 of quantized dh, and 1 of quantized a. If a
+    was kept in bfloat16, there would be 2 more."""
     p, f = 2048, 512
     x = h_for("swiglu", p, f)
     da, offs = da_for(x, "swiglu"), int32([p // 2, p], "cpu")
@@ -199,7 +204,7 @@ def test_deterministic(device):
 
 
 def test_compiles_with_dynamic_rows(device):
-    """Of no multiples of 4: whether column-major scales happen to be contiguous is a guard of inductor's."""
+    """Numbers of rows are no multiples of 4. Otherwise inductor guards whether column-major scales are contiguous."""
     check_compiled(every_format, [arguments(p, 128, device) for p in (50, 66, 131)], device, dynamic=(0, 1))
 
 
@@ -223,7 +228,7 @@ def test_second_gpu(second_gpu):
 
 @pytest.mark.large
 def test_more_than_2_31_elements(big_gpu):
-    """Rows far apart too, and many groups."""
+    """Rows are far apart, and there are many groups."""
     p, f, e = 600_012, 2_048, 256
     h, h_scale = quantize_rows(torch.randn(p, 2 * f, dtype=torch.bfloat16, device=big_gpu), "rowwise")
     da = torch.randn(p, f, dtype=torch.bfloat16, device=big_gpu)

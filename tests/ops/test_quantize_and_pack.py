@@ -1,4 +1,4 @@
-"""quantize_and_pack: tokens quantized into the rows of messages, bit by bit."""
+"""quantize_and_pack: tokens quantized into the rows of messages, byte for byte."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def check(*args: object, **how: object) -> Tensor:
 
 
 def routed(t: int, n: int, ranks: int, device: str, seed: int = 0) -> tuple[list[Tensor], list[object]]:
-    """ids and scores; the rows for ranks as a sender has them, and the number of experts."""
+    """Returns ids and scores, and then indices and inverse of rows for ranks, as a sender has them, and the number of
+    experts."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, 9, (t, n), generator=generator)
     scores = torch.rand(t, n, generator=generator)
@@ -74,7 +75,7 @@ def test_values(fmt, dtype, fp8, k, ranks, rounding, device):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_is_pack_tokens_of_quantize_rows(fmt, device):
-    """Of "mxfp8" scales as "mxfp8_rowmajor" has them."""
+    """Scales of "mxfp8" have the layout of "mxfp8_rowmajor"."""
     x = wide(200, 384, device=device)
     (ids, scores), (indices, inverse, experts) = routed(200, 5, 3, device)
     got = check(x, ids, scores, fmt, indices, inverse, experts)
@@ -86,7 +87,7 @@ def test_is_pack_tokens_of_quantize_rows(fmt, device):
 
 @pytest.mark.parametrize("fmt", [None, *FORMATS])
 def test_columns_of_a_message(fmt, device):
-    """Where `ExpertParallel` reads them is where they are."""
+    """Every part of a message is in the column where `ExpertParallel` reads it."""
     x = wide(60, 200, device=device)
     (ids, scores), (indices, inverse, experts) = routed(60, 5, 3, device)
     message = Message(x, ids, scores, None if fmt is None else Rule(fmt, None, FORMATS[fmt].roundings[0]))
@@ -99,7 +100,7 @@ def test_columns_of_a_message(fmt, device):
 
 
 def test_long_rows(device):
-    """As long as a kernel takes, and longer."""
+    """Rows are as long as the longest that a kernel takes, and longer."""
     of_token, rows = routed(3, 2, 3, device)
     for k in (16376, 16384, 16392):
         for fmt in ("rowwise", "blockwise", "mxfp8"):
@@ -124,7 +125,7 @@ def test_columns_that_there_are(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_indices(dtype, device):
-    """In any order, of as many rows as a kernel holds of a token, and more."""
+    """Indices come in any order. A token has as many rows as a kernel can hold, and more."""
     x = wide(40, 64, dtype=dtype, device=device)
     for top_k in (1, 2, 40, 256, 257):
         for rows in (0, 30, 40 * top_k):
@@ -137,7 +138,7 @@ def test_indices(dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_indices_and_inverse_that_differ(dtype, device):
-    """Rows are zeros where they do; what is out of range is not followed."""
+    """Where the two disagree, rows are zeros. Numbers out of range are never dereferenced."""
     x = wide(40, 64, dtype=dtype, device=device)
     for top_k in (1, 3, 70):
         indices = torch.cat([slot_indices(40, top_k, 60, device), slot_indices(40, top_k, 60, device, seed=1)])

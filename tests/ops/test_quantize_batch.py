@@ -1,5 +1,5 @@
-"""quantize_tokens and quantize_both with one scale for a column of the whole batch: the reference's bytes, and what no
-group has to do with another."""
+"""quantize_tokens and quantize_both with one scale for a column of the whole batch. Bytes equal the reference's, and
+groups have no influence on scales."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_flushed_subnormals_change_nothing(dtype):
         assert_same(ops.quantize_both(x, "rowwise", offs=offs, amax="batch"), want)
 
 
-# What it means
+# Meaning
 
 
 def test_rows_are_those_of_x(device):
@@ -138,7 +138,8 @@ def test_rows_are_those_of_x(device):
 
 
 def test_scales_are_those_of_one_group_of_all_rows(device):
-    """Of those that groups take, and no others; and of a batch that is one group, so are the bytes."""
+    """Scales equal the scales of one group of all rows that groups take. If the batch is one group, all bytes are
+    equal."""
     x, offs = wide(200, 72, device=device), group_offs("tail_rows", 500, 5, device)
     one = torch.tensor([len(x)], dtype=torch.int32, device=device)
     want = ops.quantize_tokens(x, "rowwise", offs=one)
@@ -163,7 +164,7 @@ def test_scales_are_those_of_one_group_of_all_rows(device):
 
 @pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
 def test_what_is_not_finite_is_one_nan(fp8, device):
-    """In a row that is taken or in none, it changes no scale and no byte but its own."""
+    """NaN and Inf change no scale and no byte but their own, whether a group takes their row or not."""
     x = wide(60, 40, device=device)
     x[[5, 17, 44], [3, 4, 5]] = 0
     how = {"offs": group_offs("tail_rows", 100, 4, device), "dtype": fp8, "amax": "batch", **taken(60, 100, device)}
@@ -183,9 +184,9 @@ def test_what_is_not_finite_is_one_nan(fp8, device):
     )
 
 
-# Two operands have the noise 2 * 0.544 / 768, see grouped_problem.py; below the normal numbers of E4M3 it is rounded to
-# steps of 2^-9 scales, a noise of step^2 / 12 for an element of x. Signal and noise of a product [N, K] of some hundred
-# tokens are each within 2% in the root mean square, 0.1 dB, and all experts are to be within five times that.
+# Two operands have the noise 2 * 0.544 / 768, see grouped_problem.py. Numbers below the normal ones of E4M3 are rounded
+# to steps of 2^-9 scales, which is a noise of step^2 / 12 for an element of x. Signal and noise of a product [N, K] of
+# some hundred tokens are each within 2% in the root mean square, 0.1 dB. All experts must be within five times that.
 SPREAD_DB = 0.5
 
 
@@ -193,8 +194,8 @@ SPREAD_DB = 0.5
 @pytest.mark.parametrize("by_loudness", [False, True])
 @pytest.mark.parametrize("octaves", [0, 8])
 def test_accuracy_of_wgrad(octaves, by_loudness, rounding, device):
-    """Of tokens as loud as one another, or louder by up to 2^8, at random or the quietest eighth for one expert: dW of
-    every expert is as good as with scales of its own."""
+    """The gradient of every expert's weights is as accurate as with its own scales. Tokens are equally loud, or differ
+    by up to 2^8, at random or with one expert for the quietest eighth."""
     t, d, n, e = 2000, 128, 96, 8
     g = torch.Generator().manual_seed(octaves)
     loudness = torch.exp2(-octaves * torch.rand(t, generator=g))
@@ -244,7 +245,7 @@ def test_deterministic(gather, device):
 @by_index
 @pytest.mark.parametrize("call", [call, both], ids=["tokens", "both"])
 def test_on_a_gpu(call, gather, gpu):
-    """In graphs, on streams, and between kernels that start early."""
+    """Runs in CUDA graphs, on two streams, and between kernels that start early."""
     first, later = (
         tensors("quantize_tokens", 4000, 1024, gpu, seed, layout, gather)
         for seed, layout in enumerate(("zipf", "one_giant"))
@@ -262,7 +263,7 @@ def test_second_gpu(gather, second_gpu):
 
 @pytest.mark.large
 def test_more_than_2_31_elements(big_gpu):
-    """Against those of a narrow piece."""
+    """Compares narrow pieces with the reference."""
     x = torch.randn(300_011, 8_192, dtype=torch.bfloat16, device=big_gpu)
     how = {"indices": torch.randperm(len(x), device=big_gpu).int(), "top_k": 1, "amax": "batch"}
     offs = group_offs("uniform", len(x), 7, big_gpu)

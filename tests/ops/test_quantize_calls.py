@@ -1,4 +1,4 @@
-"""What every quantizer is besides its bytes: its errors, graphs and streams, and what a call costs."""
+"""Properties of every quantizer except its bytes: errors, graphs and streams, and the cost of a call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ INDICES = torch.zeros(9, dtype=torch.int32)
 
 
 def keywords(op: str, device: str) -> dict[str, object]:
-    """Every keyword that the op has, but for dtype and rounding; for 37 rows."""
+    """Every keyword of the op except dtype and rounding, for 37 rows."""
     if op == "quantize_weight":
         return {}
     gathered = {"indices": slot_indices(37, 2, 50, device), "top_k": 2}
@@ -73,7 +73,7 @@ def test_opcheck_of_defaults(op, format, device):
 
 @every_op
 def test_compiles_with_dynamic_sizes(op, device):
-    """Rows, indices and experts may vary; all formats, in one graph."""
+    """Numbers of rows, indices and experts vary. One graph holds all formats."""
 
     def call(*args: Tensor) -> tuple[Tensor, ...]:
         return sum((tuple(caller(op, format)(*args)) for format in FORMATS), ())
@@ -239,7 +239,7 @@ def test_validation_of_contents(op, format, monkeypatch, device):
         assert message.startswith(f"{op}: indices ") and str(bad) in message.split("got", 1)[1]
 
 
-# What a call costs
+# The cost of a call
 
 
 def allocated() -> int:
@@ -267,7 +267,7 @@ def refused(call: Callable) -> None:
 @every_op
 @pytest.mark.parametrize("long", [False, True])
 def test_strings_do_not_leak(op, long):
-    """A string of C++ takes 32 bytes and what it holds beyond 15; long ones here are those of errors."""
+    """A C++ string takes 32 bytes, and its text beyond 15 characters. Only calls that raise have long strings."""
     x, kwargs, fn = some_input(op, 2, 4), {}, getattr(torch.ops.moe_fp8, op)
     if op in ("quantize_tokens", "quantize_both"):
         kwargs["offs"] = torch.tensor([2], dtype=torch.int32)

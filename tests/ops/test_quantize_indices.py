@@ -1,4 +1,4 @@
-"""The quantizers of rows taken by index: those of permute_pad(x, indices, top_k), byte for byte."""
+"""Quantizers of rows taken by index equal the quantizers of permute_pad(x, indices, top_k), byte for byte."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_widths(k, format, device):
 
 @every_format
 def test_one_index_of_rows_at_odd_distances(format, device):
-    """One row to write, any row to read: what lies between rows still decides how they may be loaded."""
+    """One row is written, and any row may be read. So the distance between rows still decides how wide loads may be."""
     for k in (16, 1024, 2048):
         x = wide(8, k + 1, device=device)[:, :k]
         for index in (3, 4):
@@ -122,7 +122,8 @@ def test_values_that_are_not_finite(fp8, format, device):
 
 @every_format
 def test_after_an_exchange(format, device):
-    """With the indices of permute_indices: the operands of an expert-major, padded tensor that is never made."""
+    """With indices of permute_indices the result equals quantizing the expert-major, padded tensor, which is never
+    made."""
     counts = torch.randint(0, 30, (4, 6), generator=torch.Generator().manual_seed(0)).to(device)
     x = wide(int(counts.sum()) + 3, 1024, device=device)
     indices, offs, _ = ops.permute_indices(counts, 6, 4, len(x))
@@ -135,7 +136,7 @@ def test_after_an_exchange(format, device):
 
 
 def layer(ids: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-    """Ops one after the other that take what the kernel ahead of them writes, and of which some start early."""
+    """Calls ops in turn. Each reads the output of the kernel before it, and some of the kernels start early."""
     permutation, offs, inverse = ops.sort_tokens(ids, 9)
     quantized = caller("quantize_both", "rowwise")(x, offs, permutation)
     order, _, _ = ops.sort_tokens(inverse, 900)
@@ -159,7 +160,7 @@ def test_order_of_kernels_that_start_early(gpu):
 @pytest.mark.large
 @every_format
 def test_more_than_2_31_elements(format, big_gpu):
-    """In blocks of rows against the quantizer of rows; columns against those of a narrow piece."""
+    """Rows are compared in parts with quantize_rows, and columns in a narrow piece with the reference."""
     x = torch.randn(300_011, 8_192, dtype=torch.bfloat16, device=big_gpu)
     indices, offs = torch.randperm(len(x), device=big_gpu).int(), group_offs("uniform", len(x), 7, big_gpu)
     q, _, q_t, scale_t, _ = ops.quantize_both(x, format, offs=offs, indices=indices, top_k=1)

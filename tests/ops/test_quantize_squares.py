@@ -1,5 +1,5 @@
-"""Scales along tokens of squares, 128 tokens by 128 features: what they say, and what multiplies by them. Their bytes
-are checked wherever those of "blockwise" are: `check_activation`, test_simt.py."""
+"""Scales along tokens of squares, 128 tokens by 128 features: their values, and products with them. Their bytes are
+checked together with other "blockwise" scales, in `check_activation` and test_simt.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def squares(k: int) -> int:
 
 @pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
 def test_a_scale_is_of_the_largest_of_its_square(fp8, device):
-    """By hand, of groups that begin blocks anew."""
+    """Computes scales by hand. Every group begins new blocks."""
     sizes, k = [130, 0, 256, 5], 300
     x, offs = wide(sum(sizes) + 9, k, device=device), torch.tensor(sizes, device=device).cumsum(0).int()
     _, scale, _ = ops.quantize_tokens(x, "blockwise", offs=offs, amax="square", dtype=fp8)
@@ -70,7 +70,7 @@ def test_what_is_not_finite_poisons_its_square(device):
 
 @pytest.mark.parametrize("fp8", FP8_DTYPES[:2], ids=short)
 def test_products(fp8, device):
-    """With b of squares as Hopper's kernels take it, and with a of squares, or both, which others take."""
+    """b has squares, which Hopper's kernels take. Then a, or both, have squares, which only other GEMMs take."""
     for p, k, n, sizes in ((1000, 400, 272, [96, 0, 512, 352]), (320, 16, 144, [320]), (70, 130, 33, [3, 60])):
         offs = torch.tensor(sizes).cumsum(0).int()
         a, b, scale_a, scale_b, *rest = exact_2d2d("blockwise", p, k, n, offs, device, (fp8, torch.float8_e4m3fn))
@@ -82,7 +82,8 @@ def test_products(fp8, device):
 
 
 def test_objects(device):
-    """A pair that is given is what the recipe makes; both operands say what they stand for."""
+    """A given pair has the bytes that the recipe makes. scaled_grouped_mm reads the kind of scales from its
+    operands."""
     a, b_t, offs, g = problem(300, 200, 144, group_offs("zipf", 300, 3), device)
     recipe = Recipe("blockwise")
     assert recipe.amax == "square"
@@ -99,17 +100,17 @@ def test_objects(device):
     assert_same(scaled_grouped_mm(dy, pair[1]), want.mT)
 
 
-# Two operands have the noise 2 * 0.544 / 768, see grouped_problem.py; below the normal numbers of E4M3 it is rounded to
-# steps of 2^-9 scales, a noise of step^2 / 12 for an element of x. Powers of signal and noise of 16 columns of dW, 3072
-# numbers, have a spread of sqrt(2 / 3072) = 2.6% each; five times both is 18%, 0.7 dB.
+# Two operands have the noise 2 * 0.544 / 768, see grouped_problem.py. Numbers below the normal ones of E4M3 are rounded
+# to steps of 2^-9 scales, which is a noise of step^2 / 12 for an element of x. Powers of signal and noise of 16 columns
+# of dW, 3072 numbers, have a spread of sqrt(2 / 3072) = 2.6% each. Five times both is 18%, 0.7 dB.
 ALIKE, SPREAD_DB = 16, 0.7
 
 
 @pytest.mark.parametrize("rounding", ["exact", "pow2"])
 @pytest.mark.parametrize("octaves", [0, 8])
 def test_accuracy_of_wgrad(octaves, rounding, device):
-    """Of features as loud as one another, or louder by up to 2^8: dW of every 16 features is as good as with scales of
-    their own."""
+    """Every 16 features of dW are as accurate as with their own scales. Features are equally loud, or differ by up to
+    2^8."""
     m, k, n = 1000, 256, 192
     generator = torch.Generator().manual_seed(octaves)
     loudness = torch.exp2(-octaves * torch.rand(k // ALIKE, generator=generator)).repeat_interleave(ALIKE)
@@ -133,7 +134,7 @@ def test_accuracy_of_wgrad(octaves, rounding, device):
 
 
 def test_the_layer(device):
-    """Recipe "blockwise" has squares of activations in both gradients of weights, and nothing else has them."""
+    """With recipe "blockwise" the activations in both weight gradients have squares, and no other result changes."""
     generator = torch.Generator().manual_seed(0)
     sizes = (200, 160), (3, 256, 160), (3, 160, 128)
     x, gate_up, down = (torch.randn(s, generator=generator).bfloat16().to(device) for s in sizes)
@@ -149,7 +150,8 @@ def test_the_layer(device):
     assert_same(square, group)
     for mine, other in ((square_up, group_up), (square_down, group_down)):
         assert not torch.equal(mine, other)
-        # Each has the noise of one operand against the other, twice 0.544 / 768, and of bfloat16: 28.4 dB.
+        # Each result has the noise of one operand against the other, twice 0.544 / 768, and of bfloat16. That is 28.4
+        # dB.
         assert sqnr_db(mine, other) > 27.5
 
 

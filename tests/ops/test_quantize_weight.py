@@ -1,4 +1,4 @@
-"""quantize_weight in every format: both directions of every expert, byte for byte what the reference makes."""
+"""quantize_weight in every format: both directions of every expert, byte equality with the reference."""
 
 from __future__ import annotations
 

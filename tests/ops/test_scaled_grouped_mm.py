@@ -34,7 +34,7 @@ from moe_fp8_ext import reference
 from moe_fp8_ext.ops import scaled_grouped_mm
 
 MAX_EXPERTS = 1024
-ANY_OFFS = FORMATS[:3]  # where scales lie does not hang on where groups begin
+ANY_OFFS = FORMATS[:3]  # the place of scales does not depend on where groups begin
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -95,7 +95,7 @@ def test_nothing_beyond_the_last_group_is_read(device):
 
 
 def test_scales_of_nothing_are_not_read(device):
-    """A NaN in the padding between groups and experts stays there."""
+    """NaN scales in the padding between groups and experts change no result."""
     a, b, scale_a, scale_b, fmt, offs = exact_2d3d("mxfp8", 64, 64, 32, group_offs("tail_rows", 64, 3), device)
     ones = torch.ones(3, 64, 2, dtype=torch.uint8, device=device)
     used, _ = reference.swizzle_scales(ones[0], groups="rows", offs=offs)
@@ -153,7 +153,7 @@ def test_corrupt_offsets_stay_in_bounds(fmt, device):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_broken_promise_of_align_stays_in_bounds(fmt, device):
-    """Numbers may be wrong then, memory is safe and the shape is right."""
+    """Values may then be wrong. Memory is safe, and the shape is right."""
     for offs in (*corrupt_offs(200), torch.tensor([3, 50, 99], dtype=torch.int32)):
         args = exact_2d2d(fmt, 256, 48, 32, offs, device)
         assert scaled_grouped_mm(*args, align=32).shape == (len(offs), 32, 48)
@@ -161,7 +161,8 @@ def test_broken_promise_of_align_stays_in_bounds(fmt, device):
 
 @pytest.mark.parametrize("fmt", ANY_OFFS)
 def test_any_group_start_in_2d2d(fmt, device):
-    """Groups that no quantizer made, where only the offsets stand against a native GEMM: slower, never wrong."""
+    """No quantizer makes such groups. Their offsets may rule out a native GEMM, so the call is slower, but never
+    wrong."""
     for ends in ([64, 64, 512, 1024], [16, 512, 544, 1024], [8, 512, 544, 1024], [32, 512, 515, 1024]):
         check_exact(exact_2d2d(fmt, 1024, 256, 144, torch.tensor(ends, dtype=torch.int32), device))
     check_exact(exact_2d2d(fmt, 100, 32, 16, torch.tensor([3, 50, 99], dtype=torch.int32), device))
@@ -200,7 +201,7 @@ def test_any_groups(fmt, m, k, n, offs, sort, device):
 
 
 def test_torch_takes_these_shapes():
-    """What stands in for a run on sm100: the checks of torch's own GEMM, on the operands that it is handed."""
+    """torch's own GEMM checks the operands that it would be given. This stands in for a run on sm100."""
     for m, k, n, e in ((500, 320, 192, 4), (16, 32, 16, 1), (1000, 512, 640, 8), (96, 160, 144, 3)):
         offs = torch.empty(e, dtype=torch.int32)
         for args in (exact_2d3d("mxfp8", m, k, n, offs, "meta"), exact_2d2d("mxfp8", k, 48, n, offs, "meta")):

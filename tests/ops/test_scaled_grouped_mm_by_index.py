@@ -1,4 +1,4 @@
-"""scaled_grouped_mm of rows by index: the product of the rows that permute_quantized moves, byte for byte."""
+"""scaled_grouped_mm of rows by index equals the product of rows that permute_quantized moves, byte for byte."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ E4M3 = torch.float8_e4m3fn
 def problem(
     fmt: str, t: int, k: int, n: int, offs: Tensor, top_k: int, device: str = "cpu", dtype: torch.dtype = E4M3
 ) -> tuple[list[object], dict[str, object]]:
-    """Rows of small integers that all scales are powers of two of, so that every sum of their products is exact."""
+    """Rows hold small integers and scales are powers of two, so every sum of products is exact."""
     rounding = "floor" if fmt.startswith("mxfp8") else "pow2"
     x = torch.randint(-1, 2, (t, k)).bfloat16()
     w = torch.randint(-1, 2, (len(offs), n, k)).bfloat16()
@@ -55,7 +55,7 @@ def moved(args: list[object], indices: Tensor, top_k: int) -> list[object]:
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_is_the_product_of_moved_rows(top_k, fmt, device):
-    """Tiles whole and cut short, one beside another at the end of a group, sums that end within a stage."""
+    """Tiles are whole or cut short, several of them end a group, and sums end within a pipeline stage."""
     for t, k, n, sizes in (
         (300, 272, 144, [0, 1, 127, 128, 129, 256, 64]),
         (90, 1040, 272, [200, 0, 90]),
@@ -189,7 +189,7 @@ def test_error_for_sums(device):
 
 
 def test_error_of_indices_comes_before_that_of_sizes(device):
-    """Two mistakes in one call: eager and fake mode report the same one."""
+    """A call has two mistakes. Eager and fake mode report the same one."""
     args, rows = problem("rowwise", 10, 32, 16, group_offs("uniform", 12, 3), 2, device)
     short = args[1][:, :16]
     check_error(

@@ -1,4 +1,4 @@
-"""scaled_grouped_mm of real values, as the quantizers leave them: accuracy, with bounds that are derived."""
+"""scaled_grouped_mm of real values, as quantizers make them: accuracy, with derived bounds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moe_fp8_ext.ops import dequantize, quantize_rows, quantize_weight, scaled_g
 
 
 def close(args: list[object], k: int, min_db: float, **kwargs: object) -> None:
-    """Compares with the float64 reference; k is the number of products in a sum, or the most of any group, min_db what
-    a GPU reaches."""
+    """Compares with the float64 reference. k is the number of products in a sum (the largest of all groups), and min_db
+    is the bound on a GPU."""
     got = scaled_grouped_mm(*args, **kwargs)
     want = reference.scaled_grouped_mm(*args, out_dtype=torch.float64)
     assert got.isfinite().all()
     if got.device.type == "cpu":
-        # Every operand is dequantized with one rounding, a product of two is rounded once, and a sum of k terms in any
-        # order has relative error k against the sum of magnitudes, all in units of 2^-24. Then out is rounded.
+        # Every operand is dequantized with one rounding, and a product of two is rounded once. A sum of k terms in any
+        # order has relative error k against the sum of magnitudes. All are in units of 2^-24. Then out is rounded.
         a, b, *rest = args
         magnitude = reference.scaled_grouped_mm(a.float().abs(), b.float().abs(), *rest, out_dtype=torch.float64)
         rounding = 2.0**-24 if got.dtype == torch.float32 else 2.0**-8
@@ -30,11 +30,12 @@ def close(args: list[object], k: int, min_db: float, **kwargs: object) -> None:
         assert sqnr_db(got, want) >= min_db
 
 
-# What a GPU's bfloat16 costs. Blocks of 128: where operands are dequantized, they and the product are rounded, each at
-# most 2^-14 / 12 of the signal, 48.1 dB; Hopper's tensor cores sum 128 products, which are then promoted. Blocks of 32:
-# fp8 times a power of two is exact, the product alone is rounded, 52.9 dB; Blackwell's tensor cores may sum in 14 bits,
-# sqrt(320) * 2^-13, squared, 53.2 dB: both together are 50.0 dB. Of float32, 100: 24 bits, a few roundings, or what
-# bf16_gemm_db() has of up to 660 terms; how many bits the MFMA that takes scales has is not known.
+# Bounds on a GPU. With bfloat16 results, blocks of 128 may use dequantized operands: they and the product are rounded,
+# each by at most 2^-14 / 12 of the signal, 48.1 dB. Hopper's tensor cores sum 128 products, and then promote the sum.
+# With blocks of 32, fp8 times a power of two is exact, and only the product is rounded, 52.9 dB. Blackwell's tensor
+# cores may sum in 14 bits, sqrt(320) * 2^-13, squared, 53.2 dB: both together are 50.0 dB. float32 results reach 100 dB
+# (24 bits, a few roundings), or bf16_gemm_db() for up to 660 terms. The number of bits in the MFMA that takes scales is
+# not known.
 BF16_DB = {"blockwise": fp8_gemm_db(128, torch.bfloat16), "mxfp8": 49.9, "mxfp8_rowmajor": 49.9}
 FLOAT32_DB = BF16_DB | {"blockwise": fp8_gemm_db(128, torch.float32), "mxfp8": 100, "mxfp8_rowmajor": 100}
 
@@ -57,7 +58,7 @@ def test_real_values_of_blocks(shape, fmt, device):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_dequantized_operands_give_the_same(fmt, device):
-    """What the op does by hand: the layouts of `dequantize` are those of the operands."""
+    """A product of operands from `dequantize` gives the same values, so both ops read the same layouts."""
     (a, b, scale_a, scale_b, _, offs), *_ = real_operands(fmt, 500, 320, 192, 4, device)[0]
     values = dequantize(a, scale_a, fmt, offs=offs, out_dtype=torch.float32)
     of_weight = scale_b.mT.contiguous() if fmt == "blockwise" else scale_b
@@ -72,7 +73,7 @@ def test_dequantized_operands_give_the_same(fmt, device):
 
 
 def test_matches_torch_dense_blockwise_gemm(gpu):
-    """One group, scales handed over as they are: the layout is that of torch.nn.functional.scaled_mm."""
+    """With one group, torch.nn.functional.scaled_mm takes the same scales, unchanged."""
     functional = torch.nn.functional
     if not hasattr(functional, "scaled_mm") or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("torch.nn.functional.scaled_mm has blockwise scales on sm90, in torch 2.10 and later")
@@ -87,6 +88,7 @@ def test_matches_torch_dense_blockwise_gemm(gpu):
     )
     offs = torch.tensor([512], dtype=torch.int32, device=gpu)
     got = scaled_grouped_mm(a, q.mT, scale_a, scale.mT, "blockwise", offs)
-    # Ours has three roundings to bfloat16, torch's has one and sums blocks of 128 in the tensor cores' own 14 bits:
-    # 4 * 2^-14 / 12 and sqrt(128) * 2^-13, squared, of the signal are 46.5 dB; 1.5 dB for the spread of draws.
+    # Our product has three roundings to bfloat16. torch's has one, and sums blocks of 128 in the 14 bits of the tensor
+    # cores. 4 * 2^-14 / 12 and sqrt(128) * 2^-13, squared, of the signal are 46.5 dB. 1.5 dB are left for the spread of
+    # draws.
     assert sqnr_db(got, want) > 45

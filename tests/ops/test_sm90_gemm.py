@@ -1,4 +1,4 @@
-"""Hopper's own GEMMs: groups and sizes that their schedule, or their rounds of stages, could stumble over."""
+"""Hopper's own GEMMs, with groups and sizes at the edges of their scheduler and of their pipeline stages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from moe_fp8_ext.ops import (
 )
 
 FORMATS = ("rowwise", "blockwise", "mxfp8")
-# Format, the amax of the right operand along tokens, whether the tensor cores accumulate whole sums, and the type of
-# the left operand.
+# Format, amax of the right operand along tokens, whether the tensor cores accumulate whole sums, and type of the left
+# operand.
 OF_SUMS = [("rowwise", "group", True), ("rowwise", "group", False), ("blockwise", "group", True)]
 OF_SUMS.append(("blockwise", "square", True))
 SCALES = [("rowwise", "group"), ("blockwise", "group"), ("blockwise", "square"), ("mxfp8", "group")]
@@ -41,7 +41,7 @@ def hopper(gpu: str) -> str:
 def products(
     fmt: str, m: int, n: int, k: int, offs: Tensor, amax: str = "group", dtype: torch.dtype = torch.float8_e4m3fn
 ) -> list[tuple[list[object], int, dict[str, int]]]:
-    """2D x 3D and 2D x 2D: arguments, products in a sum, keywords."""
+    """2D x 3D and 2D x 2D products. For each: arguments, number of products in a sum, keywords."""
     x, dy, w = wide(m, k, device=offs.device), wide(m, n, device=offs.device, seed=1), wide(len(offs), n, k, seed=2)
     q, scale = quantize_rows(x, fmt, offs=offs, dtype=dtype)
     x_t, scale_t, padded = quantize_tokens(x, fmt, offs=offs, amax=amax)
@@ -73,7 +73,7 @@ def check(
             assert (got[ends[-1] :] == 0).all()
         else:
             assert all((got[i] == 0).all() for i, end in enumerate(ends) if end == (ends[i - 1] if i else 0))
-        promoted = fmt == "blockwise" or not fast  # every 128 products
+        promoted = fmt == "blockwise" or not fast  # after every 128 products
         least_db = bf16_gemm_db if fmt == "mxfp8" else fp8_gemm_db
         assert sqnr_db(got, want) >= least_db(128 if promoted else terms, out_dtype)
         assert_same(scaled_grouped_mm(*args, **how), got, "again")
@@ -82,7 +82,7 @@ def check(
 
 
 def check_added(args: list[object], fast: bool) -> None:
-    """The bytes of the plain product to float32, added and rounded; what an empty group has is left as it is."""
+    """The plain float32 product is added and rounded, byte for byte. Totals of empty groups do not change."""
     how = {"align": 32, "use_fast_accum": fast}
     product = scaled_grouped_mm(*args, out_dtype=torch.float32, **how)
     sizes = torch.diff(args[5], prepend=args[5].new_zeros(1))
@@ -100,7 +100,7 @@ def ends(sizes: list[int], device: str) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_round_and_rest(kind, hopper):
-    """Sums of 1 to 11 stages that end with 1 to 4 steps of an instruction: stages that are held, empty or cut short."""
+    """Sums have 1 to 11 stages, and end with 1 to 4 steps of an instruction. So stages are full, empty or cut short."""
     sizes = [32 * i for i in range(1, 45)]
     check(kind, sum(sizes), 144, 272, ends(sizes, hopper))
 
@@ -108,22 +108,24 @@ def test_every_round_and_rest(kind, hopper):
 @pytest.mark.parametrize("k", [16, 128, 144, 512, 528, 1040])
 @pytest.mark.parametrize("kind", E4M3_KINDS, ids=str)
 def test_sizes_of_tiles(kind, k, hopper):
-    """Groups around one and two tiles, columns around one half of a tile and one tile."""
+    """Groups have about one or two tiles of rows. Columns are about half a tile or one tile."""
     sizes = [0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 384, 385]
     for n in (16, 128, 144, 256, 272, 640):
         check(kind, sum(sizes) + 100, n, k, ends(sizes, hopper))
 
 
-LONG = [5000, 0, 1, 7777, 129, 7000]  # of sums of 4096 in 4096 columns: enough tiles for a counter to deal them out
+# With sums of 4096 and 4096 columns, there are enough tiles for the dynamic scheduler.
+LONG = [5000, 0, 1, 7777, 129, 7000]
 
 
-@pytest.mark.parametrize("kind", E4M3_KINDS[:3], ids=str)  # of groups of rows, squares are blocks; MXFP8 has rounds
+# Squares equal blocks in groups of rows; MXFP8 is scheduled statically.
+@pytest.mark.parametrize("kind", E4M3_KINDS[:3], ids=str)
 def test_tiles_by_a_counter(kind, hopper):
     check(kind, sum(LONG) + 100, 4096, 4096, ends(LONG, hopper))
 
 
 def test_rows_by_index_of_long_sums(hopper):
-    """In rounds, whatever their size: the warp that would plan by a counter copies rows."""
+    """Rows by index always use the static scheduler, because the warp that would read the counter copies rows."""
     (args, *_), _ = products("rowwise", sum(LONG), 2048, 4096, ends(LONG, hopper))
     indices = torch.randperm(sum(LONG), device=hopper).int()
     a, scale = permute_quantized(args[0], args[2], "rowwise", indices, 1)
@@ -147,7 +149,7 @@ def test_random_problems(seed, hopper):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_are_hoppers_own(kind, hopper):
-    """What the other tests here see is this kernel's, not what stands behind it in the table."""
+    """The other tests of this file measure this kernel, and not the next one in the backend table."""
     fmt, amax, fast, dtype = kind
     for args, _, how in products(fmt, 700, 272, 400, ends([300, 0, 129, 200], hopper), amax, dtype):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -220,7 +222,7 @@ def test_graph_adds_at_every_replay(fmt, amax, hopper):
 
 
 def test_strides_of_dimensions_of_one(hopper):
-    """Say nothing: an operand that has them does not go to another kernel."""
+    """Strides of dimensions of one have no meaning, so they give the same result."""
     offs = torch.tensor([7, 60, 200], dtype=torch.int32, device=hopper)
     (a, b, scale_a, scale_b, *rest), *_ = products("blockwise", 200, 128, 128, offs)[0]
     want = scaled_grouped_mm(a, b, scale_a, scale_b, *rest)
@@ -230,7 +232,7 @@ def test_strides_of_dimensions_of_one(hopper):
 
 
 def test_mxfp8_of_no_number(hopper):
-    """Values and scales that are none stay so where they are multiplied, and change nothing else."""
+    """NaN values and scales give NaN in every sum that contains them, and change no other result."""
     sizes, none = [70, 0, 130], torch.tensor([0x7F, 0xFF], dtype=torch.uint8, device=hopper)
     for args, terms, how in products("mxfp8", sum(sizes), 144, 160, ends(sizes, hopper)):
         a, b, scale_a = args[:3]

@@ -1,4 +1,4 @@
-"""sort_tokens: a stable sort of slots by expert, bit by bit."""
+"""sort_tokens: a stable sort of slots by expert, byte for byte."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_experts(experts, device):
 
 
 def test_routings(device):
-    """One expert for all, the experts in turn, in blocks, in falling order, and all slots dropped."""
+    """All slots have one expert, or experts in turn, in blocks or in falling order, or all slots are dropped."""
     slots = torch.arange(20_000, device=device)
     for ids in (slots * 0 + 3, slots % 16, slots // 1250, 15 - slots // 1250, slots * 0 - 1, slots + 16):
         check(ids, 16)
@@ -76,7 +76,7 @@ def test_stable_and_undone_by_its_inverse(ids, experts, dtype, device):
     kept = int(offs[-1])
     order = permutation[:kept].long()
     keys = list(zip(ids[order].tolist(), order.tolist(), strict=True))
-    assert keys == sorted(keys)  # by expert, and by slot within one
+    assert keys == sorted(keys)  # slots are sorted by expert, and by slot within an expert
     assert torch.equal(inverse[order], torch.arange(kept, dtype=torch.int32, device=device))
     assert (permutation[kept:] == -1).all()
     assert ((inverse == -1) == ((ids < 0) | (ids >= experts))).all()
@@ -107,7 +107,7 @@ def test_two_streams(gpu):
 
 
 def test_after_a_kernel_that_writes_its_ids(gpu):
-    """Both launches may begin before the kernel ahead has ended: neither may read ids until then."""
+    """Both launches may begin before the previous kernel has ended. Neither may read ids before that."""
     calls = [random_ids(30_000, 8, experts=256, device=gpu) for _ in range(4)]
     want = [sort_tokens(ids, 256) for ids in calls]
     ids = torch.empty_like(calls[0])

@@ -1,4 +1,4 @@
-"""swizzle_scales and unswizzle_scales: scales between rows and the tensor cores' blocked layout, byte by byte."""
+"""swizzle_scales and unswizzle_scales: scales between rows and the tensor cores' blocked layout, byte for byte."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ LARGE = (5000, 160)
 
 
 def scales(*shape: int, dtype: torch.dtype = torch.uint8, device: str = "cpu", seed: int = 0) -> Tensor:
-    """Random bytes of any dtype, none of them zero: padding that is not written shows, and so does a lost scale."""
+    """Random bytes of any dtype, none of them zero. So padding that is not written shows, and so does a lost scale."""
     generator = torch.Generator().manual_seed(seed)
     low, high = (1, 2) if dtype == torch.bool else (1, 256)
     return torch.randint(low, high, shape, dtype=torch.uint8, generator=generator).to(device).view(dtype)
 
 
 def owned(t: Tensor, end: int, dim: int) -> Tensor:
-    """t with zeros from `end` on along `dim`."""
+    """Returns t with zeros from `end` on along `dim`."""
     out = t.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     out.narrow(dim, end, t.shape[dim] - end).zero_()
     return out.view(t.dtype)
 
 
 def check_matrix(scale: Tensor) -> None:
-    """As one matrix and as an expert against the reference, and back."""
+    """Compares both directions with the reference, with the scale as one matrix and as an expert."""
     check_round_trip(scale, owned(scale, scale.shape[0], 0))
     check_experts(scale[None])
 
@@ -63,7 +63,7 @@ def check_experts(scale: Tensor) -> None:
 
 
 def check_groups(scale: Tensor, offs: Tensor, dim: int) -> None:
-    """Groups of rows (dim 0) or of columns (dim 1) against the reference, and back."""
+    """Compares both directions with the reference, for groups of rows (dim 0) or of columns (dim 1)."""
     end = group_bounds(offs, scale.shape[dim])[-1][1] if len(offs) else 0
     check_round_trip(scale, owned(scale, end, dim), groups=GROUPS[dim], offs=offs)
 
@@ -83,7 +83,7 @@ def check_both(scale: Tensor, layout: str, e: int) -> None:
 
 
 def test_the_layout(device):
-    """Of the reference, whose own words are others: where the scale of every row and column lies."""
+    """The reference puts every scale where the formula of the layout says."""
     for rows, columns in SIZES:
         scale = scales(rows, columns, device=device)
         padded_rows, padded_columns = -(-rows // 128) * 128, -(-columns // 4) * 4
@@ -121,7 +121,7 @@ def test_group_layouts(layout, device):
 
 
 def test_groups_of_whole_blocks(device):
-    """What groups of tokens that are multiples of 128 give: columns at multiples of 4, but not of 16."""
+    """Groups of tokens are multiples of 128, so their columns begin at multiples of 4, but not of 16."""
     sizes = torch.tensor([4, 0, 12, 16, 20, 64, 8, 100])
     offs = sizes.cumsum(0).int().to(device)
     check_groups(scales(260, int(sizes.sum()), device=device), offs, 1)
@@ -171,7 +171,7 @@ def test_corrupt_offsets(device):
     skip=st.integers(0, 17),
 )
 def test_round_trip(shape, offs, dtype, skip, device):
-    """Whatever the sizes, row strides and alignment: what comes back is what went in."""
+    """Scales come back unchanged, for all sizes, row strides and alignments."""
     rows, columns = shape
     scale = scales(rows, columns + skip, dtype=dtype, device=device)[:, skip:]
     check_matrix(scale)
@@ -181,7 +181,7 @@ def test_round_trip(shape, offs, dtype, skip, device):
 
 
 def every_way(scale: Tensor, offs: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    """There and back: a matrix, experts, groups of rows and of columns."""
+    """Swizzles and unswizzles a matrix, experts, groups of rows and groups of columns."""
     results = []
     for x, how in ways(scale, offs, ends):
         blocked, starts = swizzle_scales(x, **how)
@@ -233,7 +233,8 @@ def test_second_gpu(second_gpu):
 @pytest.mark.large
 @pytest.mark.parametrize("shape", [(600_010, 4_096), (2_048, 1_200_010)], ids=short)
 def test_more_than_2_31_elements(shape, big_gpu):
-    """Offsets past 2^31 along rows and columns, by the reference's layout of each group and by the way back."""
+    """Offsets exceed 2^31 along rows and columns. The reference's layout of each group and the round trip are
+    compared."""
     scale = torch.randint(1, 256, shape, dtype=torch.uint8, device=big_gpu)
     for dim, groups in enumerate(GROUPS):
         offs = group_offs("tail_rows", shape[dim], 7, big_gpu)

@@ -39,13 +39,13 @@ DTYPES = (*INPUT_DTYPES, *FP8_DTYPES, torch.int8, torch.int32, torch.bool, torch
 
 
 def bits(m: int, k: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """Random bits of any dtype, NaNs included: copies keep them all."""
+    """Random bits of any dtype, NaNs included: copies keep all bits."""
     words = torch.randint(0, 2 if dtype == torch.bool else 256, (m, k * dtype.itemsize), dtype=torch.uint8)
     return words.to(device).view(dtype) if k else torch.empty(m, 0, dtype=dtype, device=device)
 
 
 def check(x: Tensor, offs: Tensor, align: int = 16) -> tuple[Tensor, Tensor, Tensor]:
-    """All three ops against the reference, and that the last undoes the others."""
+    """Compares all three ops with the reference, and checks that the last one undoes the others."""
     what = f"{short(x.dtype)} {short(x.shape)} offs {offs.tolist()[:20]}"
     padded, starts, ends = got = pad_token_groups(x, offs, align)
     assert_same(got, reference.pad_token_groups(x, offs, align), what)
@@ -135,7 +135,7 @@ def test_round_trip(m, k, offs, align, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
 def test_gradients(spelling, dtype, device):
-    """Against plain indexing; the gradient of a copy is a copy, so every bit must agree."""
+    """Compares with plain indexing. The gradient of a copy is a copy, so every bit must agree."""
     offs = group_offs("tail_rows", 50, 4, device)
     x = wide(50, 24, dtype=dtype, device=device).requires_grad_()
     padded, starts, _ = spelling.pad_token_groups(x, offs)

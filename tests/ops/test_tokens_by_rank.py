@@ -1,4 +1,4 @@
-"""tokens_by_rank: the ranks that tokens go to, and how much that is for each, bit by bit."""
+"""tokens_by_rank: the ranks that each token goes to, and the number of tokens and slots for each rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_ranks(ranks, device):
 
 
 def test_routings(device):
-    """One rank for all, the ranks in turn, one choice for each, and no expert."""
+    """Tokens go to one rank, to the ranks in turn, to every rank, or to no expert."""
     slots = torch.arange(24_000, device=device).view(3000, 8)
     for ids in (slots * 0 + 3, slots % 64, slots % 8 * 8, slots // 375, slots * 0 - 1, slots + 64):
         for dtype in ID_DTYPES:
@@ -64,7 +64,7 @@ def test_strides_and_alignment(device):
 
 
 def test_sorted_by_rank(device):
-    """As many rows of a rank as counts say, each of a token with an expert there."""
+    """Each rank gets as many rows as counts say, and each row's token has an expert there."""
     ids = random_ids(300, 4, experts=12, device=device)
     by_rank, counts = tokens_by_rank(ids, 12, 3)
     permutation, offs, _ = sort_tokens(by_rank, 3)
@@ -98,7 +98,7 @@ def test_two_streams(gpu):
 
 
 def test_after_a_kernel_that_writes_its_ids(gpu):
-    """The launch may begin before the kernel ahead has ended: ids are read after it."""
+    """The launch may begin before the previous kernel has ended. It reads ids only after that."""
     calls = [random_ids(30_000, 8, experts=256, device=gpu) for _ in range(4)]
     want = [tokens_by_rank(ids, 256, 8) for ids in calls]
     ids, got = torch.empty_like(calls[0]), []

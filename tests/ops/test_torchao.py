@@ -1,4 +1,4 @@
-"""The MX reference against torchao's own, where torchao is installed."""
+"""The MX reference equals torchao, if torchao is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ groups = pytest.importorskip("torchao.prototype.moe_training.kernels.mxfp8", rea
 
 
 def blocks_of_32() -> Tensor:
-    """Blocks of ever larger amax, from subnormals to nearly the largest bfloat16."""
+    """Blocks with ever larger amax, from subnormals to nearly the largest bfloat16."""
     return torch.randn(2000, 32) * torch.exp2(torch.linspace(-135, 124, 2000))[:, None]
 
 
@@ -40,7 +40,8 @@ def scales(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scales_in_blocks(layout):
-    """Also where the room behind the last group begins and ends; torchao knows whole blocks along the other side."""
+    """Both functions agree where the room behind the last group begins. torchao needs whole blocks along the other
+    side."""
     scale, offs = scales(300, 8), group_offs(layout, 300, 5)
     want, starts = groups.torch_to_blocked_2d_M_groups(scale, offs)
     assert_same(reference.swizzle_scales(scale, groups="rows", offs=offs), (want, starts[:5].int()))

@@ -1,4 +1,4 @@
-"""MOE_FP8_VALIDATE=1 checks contents, and its errors name the function that was called."""
+"""MOE_FP8_VALIDATE=1 checks contents. Its errors name the function that was called."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def int32(x: Tensor, *numbers: int) -> Tensor:
 
 
 def transposed(x: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
-    """x in FP8 as the sums over tokens read it, with the scales of every group."""
+    """x in FP8 with the scales of every group, as products over tokens read it."""
     q, scale = ops.quantize_rows(x, "rowwise")
     return q.t().contiguous(), scale[:16].repeat(len(o), 1)
 
@@ -152,7 +152,7 @@ def test_padded_starts(x, validates):
         for name in ("pad_token_groups_to", "unpad_token_groups"):
             message = error_of(getattr(ops, name), [x, ends, int32(x, *starts), 32])
             assert message.startswith(f"{name}: padded_starts must leave") and got in message, message
-    # Groups that overlap may be read, not written.
+    # Overlapping groups may be read, but not written.
     message = error_of(ops.pad_token_groups_to, [x, ends, int32(x, 0, 15), 32])
     assert message.startswith("pad_token_groups_to: padded_starts must leave") and "15" in message, message
     ops.unpad_token_groups(x, ends, int32(x, 0, 15), 32)
@@ -209,7 +209,7 @@ def test_indices_that_are_there_twice(x, validates):
 
 
 def test_contents_that_a_gradient_asks_for(x, validates):
-    """The error is of the call that was made, by either spelling, not of the one that makes the gradient."""
+    """The error names the op that the caller called, in either spelling, and not the op that computes the gradient."""
     x.requires_grad_()
     for of in (ops, torch.ops.moe_fp8):
         for out, text in (
@@ -292,7 +292,7 @@ def test_counts(x, validates, dtype):
 
 
 def test_fake_tensors_have_no_values(validates):
-    """Of which a model is traced: nothing to look at."""
+    """Tracing a model uses fake tensors. They hold no values, so nothing is checked."""
     with FakeTensorMode():
         x, w, offs = torch.ones(32, 16).bfloat16(), torch.ones(2, 8, 16).bfloat16(), torch.ones(2, dtype=torch.int32)
         assert grouped_mm(x, w.mT, offs).shape == (32, 8)

@@ -1,5 +1,5 @@
-"""Numbers that say where things lie, written by another thread while an op on the CPU reads them: results stay within
-their ranges and fit one another, as no number is read twice, and nothing is touched out of bounds."""
+"""A thread writes index tensors while an op on the CPU reads them. Ops read no number twice, so results stay in range
+and fit one another, and nothing is touched out of bounds."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moe_fp8_ext import ops
 
 TOKENS, TOP_K, EXPERTS, RANKS, FEATURES = 512, 4, 16, 4, 16
 SLOTS = TOKENS * TOP_K
-CALLS = 1500  # of an op: a second at most
+CALLS = 1500  # calls of each op, which take a second at most
 
 
 @contextmanager
 def written(least: int, most: int, *shape: int, dtype: torch.dtype = torch.int32) -> Iterator[Tensor]:
-    """A tensor that a thread fills with other random numbers all the time."""
+    """A tensor that a thread overwrites with random numbers all the time."""
     g = torch.Generator().manual_seed(1)
     others = [torch.randint(least, most + 1, shape, dtype=dtype, generator=g) for _ in range(7)]
     numbers, done = others[0].clone(), threading.Event()
