@@ -1,4 +1,4 @@
-"""Experts over several processes, against one process that has all tokens and all experts."""
+"""Experts over several processes equal one process that has all tokens and all experts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from moe_fp8_ext.quantization.format import FORMATS
 RECIPES = tuple(map(Recipe, ("bf16", *FORMATS)))
 
 
-# Of x along tokens that was FP8 along rows: blocks of free scales round it again, and three casts are between the two.
-# Powers of two shift exponents; what underflows is within 2^-9 steps of 1/224 of the largest number, 5e-5 of the others
-# in the root mean square. That far from a tie one of 80 roundings to bfloat16, of 2^-8, goes the other way: 2^-11.
+# x along tokens was FP8 along rows before. Blocks with arbitrary scales round it again, and then three casts differ
+# between the two. Powers of two only shift exponents. Values that underflow are within 2^-9 steps of 1/224 of the
+# largest number, 5e-5 of the others in the root mean square. That moves one of 80 roundings to bfloat16, of 2^-8,
+# across a tie: 2^-11 in all.
 TWICE = {"blockwise": (3 * OF_OPERAND * 10 ** (SPREAD_DB / 10)) ** 0.5}
 SHIFTED = 2**-10
 
@@ -44,7 +45,7 @@ def assert_matches(got: dict[str, Tensor], want: dict[str, Tensor], recipe: Reci
 def check_bytes(world: World) -> None:
     tokens = [40] * world.size
     for i, recipe in enumerate(RECIPES):
-        top_k = (1, 3, EXPERTS)[(i + world.size) % 3]  # another for each recipe and for two and four processes
+        top_k = (1, 3, EXPERTS)[(i + world.size) % 3]  # differs between recipes, and between two and four processes
         problem = world.whole(tokens, top_k)
         want = world.wanted(problem, tokens, recipe=recipe)
         for mode in ("exact", "static"):
@@ -68,7 +69,7 @@ def check_options(world: World) -> None:
         problem = world.whole(tokens, top_k, **made)
         got = run(world.part(problem, tokens), world.parallel(top_k, recipe).experts, **options)
         assert_matches(got, world.wanted(problem, tokens, recipe=recipe, **options), recipe)
-    # Gradients that travel in FP8 are the rows that one process makes; those of W_down see them along tokens.
+    # Gradients that travel in FP8 are the rows that one process makes. The gradient of W_down reads them along tokens.
     problem = world.whole(tokens, 2)
     got = run(world.part(problem, tokens), world.parallel(2, gradients="fp8").experts)
     want = world.wanted(problem, tokens, recipe="rowwise")
@@ -84,7 +85,7 @@ def check_options(world: World) -> None:
 
 
 def check_routings(world: World) -> None:
-    """No tokens on a rank, none anywhere, all for one expert, ids of no expert."""
+    """A rank or all ranks have no tokens, all tokens choose one expert, or ids name no expert."""
     for mode, recipe in product(("exact", "static"), ("rowwise", "bf16")):
         even = [16] * world.size
         for tokens in ([0] * world.size, even, [5, *[0] * (world.size - 1)]):
@@ -102,7 +103,7 @@ def check_routings(world: World) -> None:
 
 
 def check_capacity(world: World) -> None:
-    """Tokens behind the room are as if they had no expert, and `check` says so everywhere, once."""
+    """Tokens beyond the capacity have no effect. `check` reports them on every rank, once."""
     tokens = [32] * world.size
     problem = world.whole(tokens, 1)
     problem = replace(problem, ids=torch.zeros_like(problem.ids))
@@ -113,7 +114,7 @@ def check_capacity(world: World) -> None:
     served = replace(problem, ids=torch.where(kept, 0, -1))
     assert_matches(got, world.wanted(served, tokens, recipe="rowwise"), Recipe("rowwise"))
     lost = f"{world.size * (32 - room)} tokens and 0 slots"
-    world.raises(lost, lambda: run(world.part(problem, tokens), parallel.experts))  # the next step
+    world.raises(lost, lambda: run(world.part(problem, tokens), parallel.experts))  # raises in the next step
     run(world.part(problem, tokens), parallel.experts)
     world.raises(lost, parallel.check)
     parallel.check()
@@ -123,7 +124,7 @@ def check_capacity(world: World) -> None:
     world.raises(f"{2 * world.size * (32 - room)} tokens and 0 slots", counting.check)
     if world.size == 1:
         return
-    # All for two experts of rank 0, which has room for 16 rows and 16 slots: expert 0 is served first.
+    # All tokens choose two experts of rank 0, which has room for 16 rows and 16 slots. Expert 0 is served first.
     tokens = [8] * world.size
     problem = world.whole(tokens, 2)
     ids = torch.tensor([0, 1], device=world.device).repeat(8 * world.size, 1)
@@ -136,7 +137,7 @@ def check_capacity(world: World) -> None:
 
 
 def check_errors(world: World) -> None:
-    """A rank that cannot send says so first: everybody raises, and the next call is as ever."""
+    """An error on one rank raises on all ranks, and the next call works."""
     tokens = [8] * world.size
     problem = world.part(world.whole(tokens, 2), tokens)
     last = world.rank == world.size - 1
@@ -189,7 +190,8 @@ def check_reuse_and_recomputation(world: World) -> None:
 
 
 def check_modules(world: World) -> None:
-    """A seed gives the experts of one process, and a module the bytes of the function, whatever its parameters are."""
+    """A seed gives the same experts as in one process. A module has the bytes of the function, also with DTensor
+    parameters."""
     tokens = [24] * world.size
     problem = world.part(world.whole(tokens, 2), tokens)
     whole = dict(module(world).named_parameters())
@@ -216,7 +218,7 @@ def check_modules(world: World) -> None:
 
 
 def check_checkpoints(world: World) -> None:
-    """Saved by groups of ranks, loaded by one twice as large, and by one process."""
+    """Checkpoints of groups of ranks load into a group twice as large, and into one process."""
     ep = ExpertParallel(meshes(world, max(world.size // 2, 1))["ep"], EXPERTS, 2)
     torch.manual_seed(3)
     saved = module(world, ep=ep)
@@ -234,10 +236,11 @@ def check_checkpoints(world: World) -> None:
 
 
 def check_documents(world: World) -> None:
-    """The blocks of docs/expert-parallel.md; over a mesh of two dimensions gradients are those of one process."""
+    """Runs the blocks of docs/expert-parallel.md. Over a mesh of two dimensions, gradients equal the gradients of one
+    process."""
     page, names = (ROOT / "docs" / "expert-parallel.md").read_text(), {}
     plain, sharded, step = (block.split("```")[0] for block in page.split("```python\n")[1:])
-    torch.manual_seed(world.rank)  # other tokens on every rank
+    torch.manual_seed(world.rank)  # every rank has different tokens
     with torch.device(world.device):
         exec(plain, names)
         assert names["out"].shape == names["x"].grad.shape
@@ -255,7 +258,7 @@ def check_documents(world: World) -> None:
     layer(torch.cat(tokens))[0].mean().backward()
     for p, q in zip(names["layer"].parameters(), layer.parameters(), strict=True):
         # The whole and its parts, of independent tokens, are each rounded to bfloat16, by 2^-8 / sqrt(3) in the root
-        # mean square at most, and two such are 2^-8 sqrt(2 / 3). In tensor cores: see fp8_gemm_db.
+        # mean square at most. Two such errors are 2^-8 sqrt(2 / 3). For tensor cores see fp8_gemm_db.
         terms = world.size * len(names["x"])
         lost = SHIFTED + 2**-8 if world.device == "cpu" else 10 ** (-fp8_gemm_db(terms, torch.bfloat16) / 20)
         assert (p.grad.full_tensor() - q.grad).norm() <= lost * q.grad.norm()
@@ -332,8 +335,8 @@ def test_a_message_is_half_of_one_in_bfloat16(recipe):
 
 @pytest.mark.parametrize(("fmt", "rounding"), [("rowwise", "pow2"), ("mxfp8_rowmajor", "rceil")])
 def test_powers_of_two_only_shift_exponents(fmt, rounding):
-    """Rows in FP8, seen along tokens: the same numbers down to half of what the column's scale can still tell."""
-    powers = torch.arange(-126, 127, dtype=torch.float64)  # all of bfloat16's; below 2^-40 1e-12 is a row's largest
+    """FP8 rows, quantized again along tokens, keep their values to half a step of the column's scale."""
+    powers = torch.arange(-126, 127, dtype=torch.float64)  # all of bfloat16's; below 2^-40 the amax of a row is 1e-12
     x = torch.exp2(powers)[:, None] * (1 + torch.rand(253, 64)) * torch.randn(253, 64).sign()
     x = (x * torch.exp2(torch.randint(-9, 1, (253, 64)))).bfloat16()
     q, scale = moe_fp8_ext.ops.quantize_rows(x, fmt, rounding=rounding)
@@ -345,7 +348,7 @@ def test_powers_of_two_only_shift_exponents(fmt, rounding):
         offs = torch.tensor([len(group)], dtype=torch.int32)
         q_t, scale_t, ends = ops.quantize_tokens(group.bfloat16(), fmt, offs=offs, rounding=rounding)
         columns = ops.dequantize(q_t, scale_t, fmt, along="tokens", offs=ends, out_dtype=torch.float32)
-        step = scale_t.float().view(64, -1)[:, 0] * 2**-9  # of the smallest numbers of E4M3
+        step = scale_t.float().view(64, -1)[:, 0] * 2**-9  # the step of the smallest numbers of E4M3
         got, exact = columns[:, : len(group)].t(), group.abs() >= step * 2**3  # normal numbers
         assert torch.equal(got[exact], group[exact]) and (exact.any() or powers[first] < -46)
         assert ((got - group).abs() <= step / 2).all()

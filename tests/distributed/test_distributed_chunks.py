@@ -1,4 +1,4 @@
-"""Experts over several processes that compute while tokens travel: chunk by chunk, and shared experts beside them."""
+"""Experts over several processes that compute while tokens travel, in chunks and beside shared experts."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ BIASES = "b_gate_up", "b_down"
 
 
 def parts_of(problem: Layer, chunks: int) -> list[Layer]:
-    """With the slots of one chunk each."""
+    """Returns one problem per chunk, with the slots of the chunk."""
     places = torch.arange(len(problem.ids), device=problem.ids.device).tensor_split(chunks)
     nothing = torch.full_like(problem.ids, -1)
     return [replace(problem, ids=nothing.index_copy(0, at, problem.ids[at])) for at in places]
 
 
 def check_against_parts(problem: Layer, chunks: int, parallel: Callable[..., ExpertParallel], recipe: Recipe) -> None:
-    """A token's own work is that of one chunk. Sums over tokens are sums of what chunks have alone.
+    """Each token has the results of its chunk alone, and sums over tokens are sums over chunks.
 
-    But torch's products in float32 on a CPU add up in an order that depends on the number of rows. Where a sum is next
-    to a tie of bfloat16, rarely, that moves a value by 2^-8 of it or less, in each of three products on a way.
+    But on a CPU, torch's float32 products add up in an order that depends on the number of rows. If a sum is next to a
+    tie of bfloat16, which is rare, a value moves by at most 2^-8 of it, in each of three products on a path.
     """
     got, want = run(problem, parallel(chunks=chunks).experts), run(problem, parallel().experts)
     found = [run(part, parallel().experts) for part in parts_of(problem, chunks)]
@@ -49,11 +49,11 @@ def check_against_parts(problem: Layer, chunks: int, parallel: Callable[..., Exp
                 added = (added + part).bfloat16().double()
             assert_same_tensor(total, added, name)
             continue
-        # To a sum in bfloat16 a product in float32 is added: one rounding by 2^-8 of the sum after each, where here
-        # each product is rounded, by 2^-8 of itself, and sums are exact. Sums of magnitudes bound them all.
+        # Here each product is added in float32 to a bfloat16 sum, which is rounded by 2^-8 of it each time. The parts
+        # are each rounded by 2^-8, and summed exactly. Sums of magnitudes bound both errors.
         bound = sum(part.abs() for part in parts) * 2**-8 * (1 + 2**-8) * chunks
         assert ((total - sum(parts)).abs() <= bound).all() and total.shape == last.shape, name
-    if recipe.format in (None, "blockwise") and problem.x.device.type == "cpu":  # sums of others are exact here
+    if recipe.format in (None, "blockwise") and problem.x.device.type == "cpu":  # sums of other recipes are exact here
         for name, value in want.items():
             assert (got[name].double() - value.double()).norm() <= 2**-8 * value.double().norm(), name
     else:
@@ -61,7 +61,7 @@ def check_against_parts(problem: Layer, chunks: int, parallel: Callable[..., Exp
 
 
 def check_chunks(world: World) -> None:
-    """Odd numbers of tokens, one, and none on any or all ranks."""
+    """Ranks have odd numbers of tokens, one token, or none on one rank or all."""
     uneven = [9 + 4 * rank for rank in range(world.size)]
     cases = [("exact", uneven, 2, 3), ("exact", [*uneven[:-1], 0], 2, 2), ("exact", [0] * world.size, 2, 2)]
     cases += [
@@ -79,7 +79,7 @@ def check_chunks(world: World) -> None:
     precise = Recipe("rowwise", wgrad_high_precision=True)
     check_against_parts(problem, 2, partial(world.parallel, 2, precise), precise)
     check_against_parts(problem, 2, partial(world.parallel, 2, gradients="fp8"), Recipe("rowwise"))
-    tokens = [2] * world.size  # one in a chunk of gradients
+    tokens = [2] * world.size  # each chunk has one token for its gradients
     two = world.part(world.whole(tokens, 2), tokens)
     blocks = Recipe("blockwise")
     check_against_parts(two, 2, partial(world.parallel, 2, blocks, gradients="fp8"), blocks)
@@ -90,7 +90,7 @@ def check_chunks(world: World) -> None:
 
 
 def check_main_grad(world: World) -> None:
-    """What is added to it is added chunk by chunk."""
+    """Main gradients of two chunks equal two calls, one for each chunk."""
     tokens = [13] * world.size
     problem = world.part(world.whole(tokens, 2), tokens)
     for recipe in ("bf16", "rowwise"):
@@ -114,7 +114,7 @@ def check_twice(world: World) -> None:
 
 
 def check_saved_order(world: World) -> None:
-    """What is saved of the order of slots is not what a room for some of them makes of it."""
+    """A checkpoint saves the order of slots before slots beyond the capacity are dropped."""
     tokens = [8] * world.size
     problem = world.part(world.whole(tokens, 2), tokens)
     experts = world.parallel(2, mode="static", capacity=1.0, overflow="count").experts
@@ -123,7 +123,7 @@ def check_saved_order(world: World) -> None:
 
 
 def check_capacity(world: World) -> None:
-    """Of a chunk: all tokens are for one rank, which has room for half of them."""
+    """In each chunk all tokens go to one rank, which has room for half of them."""
     tokens = [16] * world.size
     problem = world.whole(tokens, 1)
     problem = world.part(replace(problem, ids=torch.zeros_like(problem.ids)), tokens)
@@ -150,7 +150,7 @@ def check_errors(world: World) -> None:
 
 
 def check_order(world: World) -> None:
-    """All that is sent is on its way before anything waits for it, and shared experts are called then."""
+    """All sends start before anything waits for them. Shared experts run between the sends and the waits."""
     problem, order = world.part(world.whole([8] * world.size, 2), [8] * world.size), []
     experts = partial(world.parallel(2, chunks=2).experts, shared_experts=lambda x: order.append("shared") or x)
     sends, waits = Route._exchange, Transfer.wait
@@ -164,7 +164,7 @@ def check_order(world: World) -> None:
 
 
 class Checkpointed(nn.Module):
-    """As wrappers for checkpoints are: arguments are positional, attributes those of the module."""
+    """Wraps a module as checkpoint wrappers do: arguments are positional, and attributes are the module's."""
 
     def __init__(self, experts: nn.Module, use_reentrant: bool) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Checkpointed(nn.Module):
 
 
 def check_shared_experts(world: World) -> None:
-    """What a layer computes while tokens travel is what it would compute behind them."""
+    """A layer that computes shared experts while tokens travel has the bytes of one that computes them later."""
     tokens = [12] * world.size
     problem = world.part(world.whole(tokens, 2), tokens)
     torch.manual_seed(world.rank)

@@ -1,4 +1,4 @@
-"""Experts over several processes: errors that all must hear of, what there is no room for, gradients in FP8."""
+"""Experts over several processes: errors that every rank must raise, dropped tokens, and gradients in FP8."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZE = 4
 
 
 def check_arguments(world: World) -> None:
-    """Those of one rank alone that would be refused anywhere, before it hears of the others."""
+    """Bad arguments of one rank raise on all ranks. Bad arguments of all ranks raise as in one process."""
     strange = dict(num_experts=7), dict(top_k=0), dict(recipe="none"), dict(gradients="fp16"), dict(capacity=1.0)
     strange += dict(num_experts=float(EXPERTS)), dict(top_k=2.0), dict(gradients=Recipe("bf16"))
     for options in strange:
@@ -51,12 +51,12 @@ def check_arguments(world: World) -> None:
         world.raises(f"^ExpertParallel: {text}", partial(ExpertParallel, dist.group.WORLD, **options))
     text = "^ExpertParallel: group must be a ProcessGroup or a DeviceMesh of one dimension, got one of 2$"
     world.raises(text, partial(ExpertParallel, meshes(world, 2), EXPERTS, 2))
-    # Numbers of numpy are of no class of Python's either.
+    # Numbers need not have Python's own classes; numpy's have not.
     assert ExpertParallel(dist.group.WORLD, EXPERTS, 2, mode="static", capacity=Fraction(1, 2)).capacity == 0.5
 
 
 def check_names_of_ranks(world: World) -> None:
-    """A group may begin at any rank."""
+    """A group may begin at any rank, and errors name the global rank."""
     if world.size < 4:
         return
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -71,14 +71,14 @@ def check_names_of_ranks(world: World) -> None:
 
 
 def check_sizes(world: World) -> None:
-    """Buffers of a fixed size want as many tokens on all ranks."""
+    """Static mode needs the same number of tokens on all ranks."""
     tokens = [8 + rank for rank in range(world.size)]
     call = partial(run, world.part(world.whole(tokens, 2), tokens), world.parallel(2, mode="static").experts)
     world.raises("x, and what asks for a gradient, must be alike", call)
 
 
 def check_casts(world: World) -> None:
-    """An error as late as in the message, such as that there is no memory for it."""
+    """An error may come as late as the message, such as a lack of memory for it. All ranks raise."""
     problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
     for mode in ("exact", "static"):
         call = partial(run, problem, world.parallel(2, mode=mode).experts)
@@ -92,7 +92,7 @@ def check_casts(world: World) -> None:
 
 
 def check_capture(world: World) -> None:
-    """Of a graph that would have to wait."""
+    """Capturing a graph raises if the call would have to wait."""
     problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
     for mode, text in (("exact", "mode must be 'static'"), ("static", "the first call must come before")):
         parallel = world.parallel(2, mode=mode)
@@ -104,7 +104,7 @@ def check_capture(world: World) -> None:
 
 
 def check_routers(world: World) -> None:
-    """Theirs come before tokens do."""
+    """If a Router raises on one rank, before tokens are sent, all ranks raise."""
     last = world.size - 1
     how = dict(device=world.device, dtype=torch.bfloat16)
     moe = MoE(Router(EXPERTS, D, 2, **how), Experts(EXPERTS, D, F, ep=world.parallel(2), **how))
@@ -127,7 +127,7 @@ def check_ids(world: World) -> None:
 
 
 def check_capacity(world: World) -> None:
-    """Where every rank has more than there is room for, the first tokens have it."""
+    """If every rank has more tokens than the capacity allows, the first tokens are served."""
     tokens = [32] * world.size
     problem = world.whole(tokens, 1)
     served = problem.ids.clone()
@@ -141,7 +141,7 @@ def check_capacity(world: World) -> None:
 
 
 def check_unsent(world: World) -> None:
-    """A first call that raises, for there is an error on another rank, leaves nothing out of the next."""
+    """If another rank's error ends the first call, nothing counts as left out in the next call."""
     problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
     crowded = replace(problem, ids=torch.tensor([0, 1], device=world.device).repeat(8, 1))
     even = replace(problem, ids=torch.arange(EXPERTS, device=world.device).view(4, 2).repeat(2, 1))
@@ -156,7 +156,7 @@ def check_unsent(world: World) -> None:
 
 
 def check_without_gradients(world: World) -> None:
-    """What is left out shows in the next call, where no backward comes in between."""
+    """Without a backward in between, the next call reports tokens that were left out."""
     problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
     crowded = replace(problem, ids=torch.tensor([0, 1], device=world.device).repeat(8, 1))
     parallel = world.parallel(2, mode="static", capacity=1.0)
@@ -167,9 +167,9 @@ def check_without_gradients(world: World) -> None:
 
 
 def check_gradients(world: World) -> None:
-    """Those that travel in FP8 are what one process makes of them, of the dtype of gradients.
+    """Gradients that travel in FP8 equal one process's gradients, cast to the dtype of gradients.
 
-    But b_down, a sum of them, sees a cast that one process has not: to E5M2, whose steps are twice those of E4M3.
+    But b_down, which sums them, is different: one process does not cast them. E5M2 has twice the steps of E4M3.
     """
     tokens, recipe = [24] * world.size, Recipe("rowwise", grad_dtype=torch.float8_e5m2)
     problem = world.whole(tokens, 2, bias=True)
@@ -182,36 +182,36 @@ def check_gradients(world: World) -> None:
 
 
 def sent(parallel: ExpertParallel, problem: Layer, ids: Tensor) -> ExchangedTokens:
-    """The tokens of a problem on their way to other experts than its own."""
+    """Sends the tokens of a problem to other experts than the problem's own."""
     exchange = parallel._exchange
     return exchange.send(exchange.prepare(problem.x, ids, problem.scores), Agreement(0, 1))
 
 
 def check_calls(world: World) -> None:
-    """A rank whose router raises, and whose caller goes on, meets the others one call later: all of them hear of it."""
+    """A rank whose router raised, and which goes on, is one call behind. All ranks then raise."""
     tokens = [8] * world.size
     problem, last = world.part(world.whole(tokens, 2), tokens), world.size - 1
     for chunks, overflow in ((1, "raise"), (1, "count"), (2, "count")):
         parallel = world.parallel(2, mode="static", chunks=chunks, overflow=overflow)
         want = run(problem, parallel.experts)
-        if world.rank == last:  # its second call, in which the others wait for it
+        if world.rank == last:  # the other ranks wait in this rank's second call
             with pytest.raises(ZeroDivisionError), parallel.errors_told():
                 _ = 1 / 0
         text = "^ExpertParallel: all ranks must be in the same call, "
-        if overflow == "raise":  # `check` counts calls, too
+        if overflow == "raise":  # `check` counts as a call
             world.raises(text + "but they have made 1 to 2 calls", partial(run, problem, parallel.experts))
         elif world.device == "cpu":
             mine, others = (3, 2) if world.rank == last else (2, 3)
             text += f"this one is in call {mine} and got messages of call {others}"
             world.raises(text, partial(run, problem, parallel.experts))
-        else:  # contents are looked at when the host waits anyway
+        else:  # contents are checked only when the host waits
             run(problem, parallel.experts)
             world.raises(text + "but call [23] met another one", parallel.check)
-        assert_equal(run(problem, parallel.experts), want)  # all count alike again
+        assert_equal(run(problem, parallel.experts), want)  # all ranks count alike again
 
 
 def check_compiled(world: World) -> None:
-    """A graph breaks at the exchange, and one that may not break says why."""
+    """A graph breaks at the exchange. With fullgraph the error says why."""
     tokens = [8] * world.size
     problem = world.part(world.whole(tokens, 2), tokens)
     parallel = world.parallel(2)
@@ -226,7 +226,7 @@ def check_compiled(world: World) -> None:
 
 
 def check_room(world: World) -> None:
-    """What there is no room for is in no index, and slots are those that there are, or have room."""
+    """Dropped tokens are in no index. The number of indices is the number of received slots or the capacity."""
     os.environ["MOE_FP8_VALIDATE"] = "1"
     problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
     crowded = replace(problem, ids=torch.tensor([0, 1], device=world.device).repeat(8, 1))
@@ -241,7 +241,7 @@ def check_room(world: World) -> None:
 
 
 def check_meta(world: World) -> None:
-    """A model may be built where no tensor has memory, its ExpertParallel with it."""
+    """A model may be built on the meta device, with its ExpertParallel."""
     with torch.device("meta"):
         experts = Experts(EXPERTS, D, F, ep=world.parallel(2), dtype=torch.bfloat16)
     experts.to_empty(device=world.device)
@@ -261,7 +261,7 @@ def check_strides(world: World) -> None:
 
 
 def check_large_ids(world: World) -> None:
-    """Ids travel in 32 bits, in which this one would be expert 0."""
+    """Ids travel in 32 bits, and this one would become expert 0."""
     problem = world.part(world.whole([8] * world.size, 2), [8] * world.size)
     ids = (torch.tensor([[1, of_no_expert]], device=world.device).expand(8, 2) for of_no_expert in (2**32, -1))
     got, want = (run(replace(problem, ids=i), world.parallel(2).experts) for i in ids)
@@ -291,6 +291,6 @@ def test_a_group_whose_backend_nobody_named(tmp_path):
     try:
         parallel = ExpertParallel(dist.group.WORLD, 1, 1)
         assert parallel.ranks.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
-        assert copy.deepcopy([parallel]) == [parallel]  # as in a model
+        assert copy.deepcopy([parallel]) == [parallel]  # copies are the same object, as in a model
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Experts that are sharded by expert over two processes, against those of one."""
+"""Experts sharded by expert over two processes equal experts of one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sharded(experts: nn.Module, mesh: DeviceMesh, placement: object = Shard(0)) 
 
 
 def calls(count: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, ids, scores and the gradient of the output, the same in every process; an id of no expert."""
+    """x, ids, scores and the gradient of the output, the same in every process. One id names no expert."""
     g = torch.Generator().manual_seed(seed)
     x, grad = (torch.randn(TOKENS, D, generator=g).bfloat16() for _ in range(2))
     ids = torch.rand(TOKENS, count, generator=g).topk(TOP_K).indices
@@ -54,8 +54,9 @@ def results(experts: Callable, parameters: dict[str, Tensor], x: Tensor, ids: Te
 
 
 def check_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    """A weight and a score are of one rank. A token's row is a sum of what ranks have, each rounded, and so is the sum;
-    the whole is rounded once: to bfloat16, by 2^-8 of a value at most."""
+    """Weights and scores belong to one rank, so their gradients are equal. A token's row is a sum of the ranks' rows.
+    Each of these is rounded, and so is the sum; the whole is rounded once. A rounding to bfloat16 is at most 2^-8 of a
+    value."""
     for name, whole in want.items():
         value = got[name].full_tensor()
         if name in ("out", "x"):
@@ -77,7 +78,7 @@ def check_tokens_of_all(mesh: DeviceMesh, count: int, compiled: bool = False, **
 
 
 def check_tokens_of_ranks(mesh: DeviceMesh, fsdp: bool) -> None:
-    """What a dispatcher has brought to a rank, with ids of its own."""
+    """A dispatcher has brought tokens to a rank, with ids of the rank."""
     rank, parameters = mesh.get_local_rank(), []
     experts, whole = sharded(experts_of(4), mesh), experts_of(2)
     with torch.no_grad():
@@ -94,7 +95,7 @@ def check_tokens_of_ranks(mesh: DeviceMesh, fsdp: bool) -> None:
 
 
 def check_documents(mesh: DeviceMesh) -> None:
-    """The block of docs/adoption.md, with tokens of all."""
+    """Runs the block of docs/adoption.md, with tokens that every rank has."""
     (block,) = blocks("docs/adoption.md", "Expert parallelism")
     experts, call = experts_of(4), calls(4)
     x, topk_ids, topk_scores = (DTensor.from_local(t, mesh, [Replicate()]) for t in call[:3])
@@ -113,11 +114,11 @@ def check_main_grad(mesh: DeviceMesh) -> None:
     experts(x, ids, scores).backward(grad)
     for p, q in zip(whole.parameters(), experts.parameters(), strict=True):
         assert torch.equal(q.main_grad.full_tensor(), p.main_grad)
-        assert q.grad is None or not q.grad.to_local().any()  # torch 2.11 makes zeros of none
+        assert q.grad is None or not q.grad.to_local().any()  # torch 2.11 makes zeros of None
 
 
 def check_router(mesh: DeviceMesh) -> None:
-    """Of tokens that every rank has: the bytes of one process."""
+    """A router whose tokens every rank has gives the bytes of one process."""
     torch.manual_seed(0)
     alone, router = (Router(8, D, TOP_K, z_loss=0.1, bias_rate=0.1) for _ in range(2))
     router.load_state_dict(alone.state_dict())
@@ -154,7 +155,7 @@ def check_errors(mesh: DeviceMesh) -> None:
         for call in (everywhere, (x, ids, scores)):
             check_refused(r"gate_up_proj must be sharded by expert, \(Shard\(dim=0\),\), got ", experts, call)
     weight, offs = sharded(experts_of(4), mesh).down_proj, torch.tensor([1, 2, 3, 4], dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="does not have a sharding strategy"):  # torch's own
+    with pytest.raises(NotImplementedError, match="does not have a sharding strategy"):  # torch's own error
         grouped_mm(x[:, :F].contiguous(), weight.mT, offs)
     one = sharded(experts_of(1), mesh)
     for call in (everywhere, (x, ids, scores)):
@@ -189,7 +190,7 @@ PLAN = {
 
 
 def by_plan(name: str, mesh: DeviceMesh, of_one_batch: DeviceMesh, implementation: str) -> nn.Module:
-    """Experts of a model of Transformers behind its plan, their weights drawn from a seed."""
+    """Returns experts of a model of Transformers, after its parallel plan. A seed determines their weights."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers_models import EXPERTS, experts_of
 
@@ -204,7 +205,7 @@ def by_plan(name: str, mesh: DeviceMesh, of_one_batch: DeviceMesh, implementatio
 
 
 def check_plan_of_transformers(mesh: DeviceMesh) -> None:
-    """After convert_. Its own all-reduce and all-to-all give local tensors to the experts."""
+    """`convert_` runs after the plan. The plan's all-reduce and all-to-all give local tensors to the experts."""
     from transformers_models import calls as calls_of_model
     from transformers_models import experts_of
 
@@ -219,13 +220,14 @@ def check_plan_of_transformers(mesh: DeviceMesh) -> None:
         got = results(experts, dict(experts.named_parameters()), x, ids, scores, torch.ones_like(x))
         for of, value in want.items():
             value, part = value.double(), full(got[of]).double()
-            # A path has at most 5 roundings to bfloat16 where the other has none: of scores' products and of sums, both
-            # ways. Each moves a value by 2^-8 / sqrt(3) or less in the root mean square, and 12 of them by 2^-7.
+            # A path has at most 5 roundings to bfloat16 that the other path has not: of products with scores and of
+            # sums, in both directions. Each moves a value by 2^-8 / sqrt(3) or less in the root mean square, and 12 of
+            # them by 2^-7.
             assert (part - value).norm() <= 2**-7 * value.norm(), (name, implementation, of)
 
 
 def check_tokens_of_transformers(mesh: DeviceMesh) -> None:
-    """Each rank has a batch of its own: what ExpertParallel makes of it, whose messages are in FP8."""
+    """Each rank has its own batch. ExpertParallel sends it in messages in FP8."""
     from transformers_models import EXPERTS
     from transformers_models import calls as calls_of_model
 
@@ -241,7 +243,7 @@ def check_tokens_of_transformers(mesh: DeviceMesh) -> None:
         want = results(partial(ep.experts, **weights), weights, x, ids, scores, torch.ones_like(x))
         with patch.object(Route, "send", autospec=True, side_effect=Route.send) as sent:
             got = results(experts, dict(experts.named_parameters()), x, ids, scores, torch.ones_like(x))
-        assert sent.call_args_list[0].args[1].dtype == torch.uint8  # of a message, and not of tokens in bfloat16
+        assert sent.call_args_list[0].args[1].dtype == torch.uint8  # the type of a message; tokens would be bfloat16
         for part, value in zip(got.values(), want.values(), strict=True):
             assert torch.equal(part.to_local() if isinstance(part, DTensor) else part, value)
     with pytest.raises(RuntimeError, match="^ExpertParallel: recipe must be the same for all sizes"):
@@ -259,7 +261,7 @@ def test_two_processes(checks):
 
 
 def test_bench_table(monkeypatch):
-    """What was asked for, beside microseconds and what they are over those of another."""
+    """The table has the options, microseconds and ratios."""
     pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
     monkeypatch.syspath_prepend(ROOT / "bench")
     by_recipe = dict(bf16=2000.0, rowwise=1000.0, blockwise=1100.0)

@@ -1,4 +1,4 @@
-"""Modules that FSDP2 shards over two processes: the bytes of one that is whole, checkpoints, resumed."""
+"""Modules that FSDP2 shards over two processes: the bytes of one whole module, checkpoints, resumed training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROCESSES, EXPERTS, DIM, HIDDEN, TOKENS, STEPS = 2, 4, 64, 96, 160, 3
 
 
 class Layers(nn.Module):
-    """Both ways in which weights of experts are multiplied."""
+    """Uses both ways in which weights of experts are multiplied."""
 
     def __init__(self, recipe: str) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(2 * step + rank)
     cuts = torch.randint(0, TOKENS - 8, (EXPERTS,), generator=g).sort().values
     scores, ids = torch.rand(TOKENS, EXPERTS, generator=g).topk(2)
-    # FSDP2 would cast scores to bfloat16 too.
+    # FSDP2 would otherwise cast scores to bfloat16.
     return torch.randn(TOKENS, DIM, generator=g, dtype=torch.bfloat16), cuts.int(), ids, scores.bfloat16()
 
 
@@ -81,8 +81,8 @@ def check_first_step(recipe: str, dtype: torch.dtype, rank: int) -> None:
             assert torch.equal(out, want)
     for p, q, *grads in zip(model.parameters(), whole.parameters(), *of_ranks, strict=True):
         assert torch.equal(p.full_tensor(), q)
-        # Gradients are bfloat16 until they are reduced in float32: the mean of two, one rounding at most, and one to
-        # the dtype of the parameter.
+        # Gradients are bfloat16 until they are reduced in float32. The mean of two has at most one rounding, and the
+        # cast to the dtype of the parameter one more.
         want, rtol = (sum(grads) / PROCESSES).to(dtype), torch.finfo(dtype).eps
         torch.testing.assert_close(p.grad.full_tensor(), want, rtol=rtol, atol=0)
 
@@ -112,5 +112,5 @@ def check(rank: int, dtype: torch.dtype, folder: Path) -> None:
 @NEEDS_GLOO
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 def test_two_processes(dtype, tmp_path):
-    """Of parameters in either dtype."""
+    """Parameters are bfloat16 or float32."""
     in_processes(PROCESSES, check, dtype, tmp_path)

@@ -1,4 +1,4 @@
-"""gather_in_fp8_ over two processes: the bytes of plain FSDP2, half the traffic, nothing kept; and what it refuses."""
+"""gather_in_fp8_ over two processes: the bytes of plain FSDP2 with half the traffic, no kept copies, and errors."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ pytestmark = NEEDS_GLOO
 PROCESSES, EXPERTS, SIZE, TOKENS, LAYERS, STEPS = 2, 4, 128, 48, 2, 2
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 OFFS = torch.tensor([10, 10, 40, TOKENS - 3], dtype=torch.int32)
-SHAPES = (2 * SIZE, SIZE), *[(SIZE, SIZE)] * 3  # of an expert's weights in a layer
+SHAPES = (2 * SIZE, SIZE), *[(SIZE, SIZE)] * 3  # shapes of an expert's weights in a layer
 VALUES = EXPERTS * sum(map(math.prod, SHAPES))
 OTHERS = 2 * (EXPERTS * SIZE + EXPERTS * 3 * SIZE)  # bytes of gate and biases in bfloat16
-# Scales of an expert of SHAPES, four bytes each or one: those of rows, of blocks of 128 x 128, and of 32 in a row.
+# Bytes of an expert's scales of all SHAPES, at four bytes or one per scale: per row, per 128 x 128 block, per 32 in a
+# row.
 SCALES = {"rowwise": EXPERTS * 4 * 5 * SIZE, "blockwise": EXPERTS * 4 * (2 + 3), "mxfp8": EXPERTS * 5 * SIZE * 4}
 
 
 class Layer(nn.Module):
-    """Both ways in which weights of experts are multiplied."""
+    """Uses both ways in which weights of experts are multiplied."""
 
     def __init__(self, recipe: str, again: str | None) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ def sharded(
 
 
 class Gathered(TorchDispatchMode):
-    """Counts the bytes that all processes have after all-gathers, FSDP2's and the layer's own."""
+    """Counts the bytes that all processes receive by all-gathers, from FSDP2 and from the layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +120,8 @@ def train(
     micro_batches: int = 1,
     stays: bool = False,
 ) -> tuple[list[Tensor], int]:
-    """Outputs, gradients of tokens and losses, of every step gradients and their norm; and the bytes gathered."""
+    """Returns results of every step (outputs, gradients of tokens, losses, gradients and their norm), and the bytes
+    gathered."""
     optimizer, found = optimizer or adamw(model), []
     with Gathered() as gathered:
         for step in steps:
@@ -152,7 +154,7 @@ CASES = {
     "bfloat16": {"dtype": torch.bfloat16},
     "frozen": {"frozen": True},
 }
-# What differs with the recipe: which directions a gather is for, and scales.
+# The recipe decides which directions are gathered, and the scales.
 CASES_OF = {
     "rowwise": [*CASES],
     "blockwise": ["resharded", "computed again inside", "not resharded"],
@@ -161,7 +163,7 @@ CASES_OF = {
 
 
 def check_training(recipe: str, rank: int, folder: Path) -> None:
-    """Bit for bit what plain FSDP2 computes, and the bytes that it takes."""
+    """All results equal plain FSDP2, bit for bit, and the bytes gathered are as expected."""
     fp8, layers = VALUES + SCALES[recipe], STEPS * LAYERS
     assert fp8 / (2 * VALUES) <= (0.5002 if recipe == "blockwise" else 0.516)
     for name in CASES_OF[recipe]:
@@ -176,7 +178,8 @@ def check_training(recipe: str, rank: int, folder: Path) -> None:
 
 
 def check_micro_batches(recipe: str, rank: int, folder: Path) -> None:
-    """Without a sum of gradients in between, resharded or not; and beside the weight cache, which has nothing to do."""
+    """Gradients are not reduced between micro-batches. Weights are resharded or stay, with and without the weight
+    cache."""
     for stays in (False, True):
         how = {"micro_batches": 2, "stays": stays}
         want, of_plain = train(sharded(recipe, False, reshard=not stays), rank, **how)
@@ -197,7 +200,7 @@ def check_forward(recipe: str, rank: int, folder: Path) -> None:
 
 
 def check_memory(recipe: str, rank: int, folder: Path) -> None:
-    """Backward keeps no copy of a weight; FSDP2 has freed what it gathered, and what a layer gathered itself."""
+    """Backward keeps no copy of a weight. FSDP2 and the layer have freed everything that they gathered."""
 
     def check(again: str | None) -> None:
         model, weights, saved = sharded(recipe, True, again), [], []
@@ -224,7 +227,7 @@ def check_memory(recipe: str, rank: int, folder: Path) -> None:
 
 
 def check_resuming(recipe: str, rank: int, folder: Path) -> None:
-    """Checkpoints are those of plain FSDP2: each resumes what the other has saved."""
+    """Checkpoints equal those of plain FSDP2, and each of the two resumes the other's."""
 
     def fresh(gathers: bool) -> tuple[Model, torch.optim.Optimizer]:
         model = sharded(recipe, gathers)
@@ -247,7 +250,7 @@ def check_resuming(recipe: str, rank: int, folder: Path) -> None:
 
 
 class Product(nn.Module):
-    """Of weights that lie [E, K, N]."""
+    """A grouped_mm with weights [E, K, N]."""
 
     def __init__(self, experts: int = EXPERTS, recipe: str = "rowwise", mesh: DeviceMesh | None = None) -> None:
         super().__init__()
@@ -261,7 +264,7 @@ class Product(nn.Module):
 
 
 def check_products(recipe: str, rank: int, folder: Path) -> None:
-    """Of a parameter, and of one that expert parallelism, of one process here, has made a DTensor."""
+    """The weight is a parameter, or a DTensor of an expert-parallel mesh of one process."""
     mesh = init_device_mesh("cpu", (PROCESSES, 1), mesh_dim_names=("data", "experts"))
     for of_experts in (None, mesh["experts"]):
         results = []
@@ -281,7 +284,7 @@ def check_products(recipe: str, rank: int, folder: Path) -> None:
 
 
 def check_documents(recipe: str, rank: int, folder: Path) -> None:
-    """The block of docs/adoption.md."""
+    """Runs the block of docs/adoption.md."""
     (block,) = blocks("docs/adoption.md", "FSDP2")
     model = Model("rowwise")
     exec(block, {"model": model, "fully_shard": fully_shard, "moe_fp8_ext": moe_fp8_ext, "policy": MIXED})
@@ -332,7 +335,7 @@ def check_refused(recipe: str, rank: int, folder: Path) -> None:
 CHECKS = check_training, check_forward, check_memory, check_products
 CHECKS_OF = {
     "rowwise": (*CHECKS, check_micro_batches, check_resuming),
-    "blockwise": (*CHECKS, check_micro_batches),  # which alone gathers once for both directions
+    "blockwise": (*CHECKS, check_micro_batches),  # the only recipe that gathers both directions at once
     "mxfp8": CHECKS,
 }
 
@@ -359,7 +362,7 @@ def test_what_is_no_module(module):
 
 
 def check_alone(rank: int) -> None:
-    """FSDP2 then copies where it would gather."""
+    """With one process, FSDP2 copies where it would gather. The results stay the same."""
     for recipe in SCALES:
         for again in (None, "inside"):
             (want, _), (got, _) = (train(sharded(recipe, gathers, again), rank) for gathers in (False, True))
@@ -367,7 +370,7 @@ def check_alone(rank: int) -> None:
 
 
 def check_over_ranks(rank: int) -> None:
-    """Experts of pairs of processes, which each share them with another pair's."""
+    """Pairs of processes have different experts, and each expert is sharded over a pair."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
     for recipe in SCALES:
         ep, results = ExpertParallel(mesh["experts"], EXPERTS, 2, recipe=recipe), []
@@ -379,7 +382,7 @@ def check_over_ranks(rank: int) -> None:
             )
             layer = moe_fp8_ext.MoE(router, experts)
             fully_shard(experts, mesh=mesh["data"])
-            experts.set_force_sum_reduction_for_comms(True)  # which gloo needs
+            experts.set_force_sum_reduction_for_comms(True)  # gloo needs it
             fully_shard(layer)
             if gathers:
                 moe_fp8_ext.gather_in_fp8_(layer, recipe)

@@ -1,4 +1,4 @@
-"""The rules of the tree: what every op must have, and what each folder may contain. Sources are parsed for them."""
+"""The rules of the tree: the places of every op, and the contents of each folder. Sources are parsed for them."""
 
 from __future__ import annotations
 

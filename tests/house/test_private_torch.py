@@ -1,4 +1,4 @@
-"""Private names of torch stand in moe_fp8_ext/_torch.py alone, each with a fallback that works."""
+"""Private names of torch stand only in moe_fp8_ext/_torch.py, each with a fallback that works."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_fp8_ext import _torch
 
 PACKAGE = ROOT / "moe_fp8_ext"
-# Names with a leading underscore that are public: of NamedTuple, and what users of a library are told to define.
+# Public names with a leading underscore: methods of NamedTuple, and names that a library tells its users to define.
 PUBLIC = {"__version__", "_replace", "_fields", "_asdict", "__wrapped__", "__torch_function__", "__torch_dispatch__"}
 PUBLIC |= {name for kind in (type, types.FunctionType, types.ModuleType, int, list) for name in dir(kind)}
 # Private names of libraries other than torch, each with the file that uses it.
@@ -38,7 +38,7 @@ OF_TORCH = (
 
 
 def definitions(tree: ast.AST) -> Iterator[str]:
-    """Names that an attribute may have because the file defines them: functions, classes, and what they hold."""
+    """Attribute names that the file itself defines: functions, classes and their members."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name

@@ -1,4 +1,4 @@
-"""convert_ and revert_ on modules of this package, and what they refuse."""
+"""convert_ and revert_ on modules of this package, and the errors of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The override for torchtitan, on its models and on stand-ins for those of its main branch."""
+"""The override for torchtitan, on torchtitan's models and on stand-ins for the models of its main branch."""
 
 from __future__ import annotations
 

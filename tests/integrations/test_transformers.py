@@ -60,7 +60,8 @@ def run(experts: torch.nn.Module, implementation: str, x: Tensor, ids: Tensor, s
 # From an input to the output there are these roundings to bfloat16: 2 products, 2 biases, at most 5 in a gate and 3 in
 # a norm, scores and their sum. Backward has as many, and adds about 10 rows of a bias's gradient one by one. Each
 # rounding has a relative error of at most 2^-8, and of at most 2^-8 / sqrt(3) in the root mean square. Independent
-# errors add up in squares, and so do those of the two results. Random weights do not change a relative error.
+# errors add up in squares, and the errors of both results add up in the same way. Random weights do not change a
+# relative error.
 ROUNDINGS = 14 + 14 + 10
 TOLERANCE = (2 * ROUNDINGS / 3) ** 0.5 * 2**-8  # 2 %
 

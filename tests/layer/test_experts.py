@@ -1,4 +1,4 @@
-"""experts: the layer as one operation, against plain PyTorch in float64 and against its own ops, one by one."""
+"""experts: the layer as one operation, against plain PyTorch in float64 and against the separate ops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_fp8_ext.quantization.format import FORMATS
 
 FP8 = tuple(FORMATS)
 RECIPES = ("bf16", *FP8)
-# Of few values a draw may be of any noise, but a rounding to E4M3 is at most 2^-4 of a value, so 2^-8 of the signal.
+# A draw of few values may have any noise. But a rounding to E4M3 is at most 2^-4 of a value, so 2^-8 of the signal.
 FEW_DB = 10 * math.log10(2**-8 / OF_OPERAND)
 
 
@@ -71,14 +71,14 @@ def test_scores_of_another_dtype(dtype, device):
 
 
 def test_strides(device):
-    """Weights as another layout has them, tokens in wider rows."""
+    """Weights are transposed views, and tokens have longer rows."""
     problem = layer(bias=True).at(device)
     other = replace(problem, **{n: getattr(problem, n).mT.contiguous().mT for n in ("w_gate_up", "w_down")})
     other.x = torch.nn.functional.pad(problem.x, (3, 5))[:, 3:-5]
     other.ids = problem.ids.int().t().contiguous().t()
     for name in RECIPES:
         got, want = (run(p, recipe=Recipe(name)) for p in (other, problem))
-        # Gradients are as their leaves lie.
+        # Gradients have the strides of their leaves.
         assert_equal({n: t.contiguous() for n, t in got.items()}, want)
 
 
@@ -94,7 +94,7 @@ ROUTINGS = {
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("name", ["bf16", "rowwise", "blockwise", "mxfp8"])
 def test_routings(name, routing, bias, device):
-    """A token may have an expert twice; an expert without tokens has a gradient of zeros."""
+    """A token may choose an expert twice. The gradient of an expert without tokens is zero."""
     problem = layer(bias=bias).at(device)
     problem = replace(problem, ids=ROUTINGS[routing](problem.ids))
     got, want = run(problem, recipe=name), run_exact(problem)
@@ -122,7 +122,7 @@ def test_few_tokens(name, t, device):
 @pytest.mark.parametrize("sizes", [(40, 24), (70, 33), (5, 3), (1, 1)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_sizes_of_no_multiple(name, sizes, device):
-    """Blocks that are short and products that only one GEMM takes: bytes are those of the ops, one by one."""
+    """Scaling blocks are cut short, and only one GEMM takes the sizes. The bytes equal the separate ops."""
     problem = layer(t=53, d=sizes[0], f=sizes[1], bias=True).at(device)
     got = run(problem, recipe=Recipe(name))
     assert_close(got, run_exact(problem), name, few=True)
@@ -130,14 +130,15 @@ def test_sizes_of_no_multiple(name, sizes, device):
     assert_by_hand(replace(problem, b_gate_up=None, b_down=None), Recipe(name))
 
 
-EXACT = Recipe("rowwise", rounding="exact")  # whose bytes show every scale, where powers of two shift exponents
+EXACT = Recipe("rowwise", rounding="exact")  # its bytes show every scale; powers of two only shift exponents
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("recipe", [*map(Recipe, RECIPES), EXACT], ids=repr)
 def test_nan_in_one_token(recipe, bias, value, device):
-    """And nowhere else; in a column that is as loud without it."""
+    """NaN stays in its token and in the token's experts. A zero in its place does not change the scales of the
+    column."""
     problem, token = layer(bias=bias).at(device), 17
     problem.x[token, 5] = 0
     want = run(problem, recipe=recipe)
@@ -148,7 +149,7 @@ def test_nan_in_one_token(recipe, bias, value, device):
     for n in others:
         others[n][touched if n[:2] in ("w_", "b_") else token] = False
     for n in got:
-        # The bias of the down product adds up gradients and scores alone.
+        # The bias of the down product adds up only gradients and scores.
         assert got[n][~others[n]].isnan().any() or n == "b_down", n
         assert_same_tensor(got[n][others[n]], want[n][others[n]], n)
 
@@ -172,7 +173,7 @@ FROZEN += [("x", "w_gate_up", "b_gate_up"), ("x", "scores", "w_gate_up", "b_gate
 @pytest.mark.parametrize("frozen", FROZEN, ids="+".join)
 @pytest.mark.parametrize("name", ["bf16", "rowwise", "blockwise"])
 def test_frozen_inputs(name, frozen, device):
-    """What is wanted is what it is when all is wanted."""
+    """Frozen inputs do not change the other results."""
     problem = layer(t=60, d=64, f=48, bias=True).at(device)
     want = run(problem, recipe=name)
     got = run(problem, recipe=name, frozen=frozen)
@@ -198,16 +199,17 @@ def test_what_frozen_inputs_would_need_is_not_computed(frozen, products):
 
 
 def moved(v: Tensor, index: Tensor) -> Tensor:
-    """v [n] by index, zeros where there is none."""
+    """Takes rows of v [n] by index; they are zero where there is none."""
     return ops.permute_pad(v.view(-1, 1), index.view(-1), 1).view(index.shape)
 
 
 def by_hand(x, ids, scores, w_gate_up, w_down, *, recipe, grad=None, b_gate_up=None, b_down=None):
-    """The same from ops and objects, as a user would write it: out, and with grad all gradients."""
+    """Computes the layer with ops and objects, as a user would write it. Returns out or, with grad, all gradients
+    too."""
     f, how = recipe.format, dict(rounding=recipe.rounding) if recipe.format else {}
     permutation, offs, inverse = ops.sort_tokens(ids, len(w_down))
     gathered, groups = dict(indices=permutation, top_k=ids.shape[1]), dict(offs=offs)
-    # Of x; of what is of slots; and of gradients, which are never of squares.
+    # Arguments for x, for tensors of slots, and for gradients, which never have squares.
     of_x = dict(amax=recipe.amax if ids.shape[1] > 1 else recipe.amax_of_groups)
     of_slots_too, of_grad = dict(amax=recipe.amax_of_groups), of_x if recipe.amax == "batch" else {}
 
@@ -248,7 +250,7 @@ def by_hand(x, ids, scores, w_gate_up, w_down, *, recipe, grad=None, b_gate_up=N
 
 
 def assert_by_hand(problem: Layer, recipe: Recipe) -> None:
-    """The bytes of out and, in FP8, of all gradients."""
+    """out and, in FP8, all gradients have the bytes of the separate ops."""
     call = problem.x, problem.ids, problem.scores, problem.w_gate_up, problem.w_down
     want, got = by_hand(*call, recipe=recipe, grad=problem.grad), run(problem, recipe=recipe)
     if recipe.format is None:
@@ -266,9 +268,12 @@ def test_bytes_are_those_of_the_ops_one_by_one(recipe, top_k, device):
 
 
 def test_scales_of_the_batch_cost_no_accuracy(device):
-    """Powers of two shift exponents, so that gradients of weights differ in what underflows alone. In one operand that
-    is within 2^-9 steps of 1/224 of the largest number, 5e-5 of the others in the root mean square, as little as turns
-    one of 80 roundings to bfloat16, of 2^-8: 2^-11. With other multipliers every value is rounded anew."""
+    """Scales that are powers of two shift exponents, so gradients of weights differ only in values that underflow.
+
+    In one operand that is within 2^-9 steps of 1/224 of the largest number, 5e-5 of the others in the root mean square.
+    It turns one of 80 roundings to bfloat16, of 2^-8, which is 2^-11 in all. With other multipliers every value is
+    rounded anew.
+    """
     problem = layer(300, 256, 192).at(device)
     batch, group = (run(problem, recipe=Recipe("rowwise", amax=amax)) for amax in ("batch", "group"))
     for n in ("w_gate_up", "w_down"):
@@ -280,7 +285,7 @@ def test_scales_of_the_batch_cost_no_accuracy(device):
 
 
 def test_options_of_recipes(device):
-    """The dtype of gradients, their rounding, weights' gradients in high precision."""
+    """grad_dtype and wgrad_high_precision change only the gradients that they are for."""
     problem = layer().at(device)
     want = run(problem)
     e5m2 = run(problem, recipe=Recipe("rowwise", grad_dtype=torch.float8_e5m2))
@@ -289,7 +294,7 @@ def test_options_of_recipes(device):
     high, bf16 = (run(problem, recipe=r) for r in (Recipe("rowwise", wgrad_high_precision=True), "bf16"))
     assert_same_tensor(high["out"], want["out"], "out")
     wide = run_exact(problem)
-    # Of the noise of h two casts are left, of that of dh three: no operand of wgrad has any of its own.
+    # Two casts of the noise of h remain, and three of dh. No operand of wgrad is cast itself.
     for n, noise in (("w_down", 2 * 2.07), ("w_gate_up", 2 + 2 * 1.23)):
         assert sqnr_db(high[n], wide[n]) > -10 * math.log10(noise * 0.544 / 768) - 1.2
         assert sqnr_db(bf16[n], wide[n]) > sqnr_db(high[n], wide[n]) > sqnr_db(want[n], wide[n])

@@ -1,4 +1,4 @@
-"""experts as torch sees it: what it keeps, weights that are reused, checkpoints, graphs, derivatives, errors."""
+"""experts in torch: memory kept for backward, reused weights, checkpoints, graphs, derivatives and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HIGH = Recipe("high precision", "rowwise", wgrad_high_precision=True)
 
 
 def kept(problem, frozen: tuple[str, ...] = (), **options) -> int:
-    """Bytes that are kept for backward, but for x, scores and weights, which are there anyway."""
+    """Bytes kept for backward, without x, scores and weights, which exist anyway."""
     storages: dict[int, int] = {}
     own = {getattr(problem, n).untyped_storage().data_ptr() for n in LEAVES if getattr(problem, n) is not None}
 
@@ -59,9 +59,9 @@ def test_what_is_kept(name, keep, device):
     h = 2 * p * n if scales is None or keep == "bf16" else p * n + scales(p, n)
     weights = 0 if scales is None else e * (2 * f * d + d * f + of_weight(d, 2 * f) + of_weight(f, d))
     problem = layer(t, d, f, e, top_k).at(device)
-    # Order of the slots and its inverse, ends of groups; scores are the caller's own.
+    # These are the order of slots, its inverse and the ends of groups. Scores belong to the caller.
     assert kept(problem, recipe=Recipe(name), keep=keep) == h + weights + 8 * p + 4 * e
-    # Backward multiplies by no weight where W_down alone wants a gradient.
+    # If only W_down needs a gradient, backward multiplies by no weight.
     frozen = "x", "scores", "w_gate_up"
     assert kept(problem, frozen, recipe=Recipe(name), keep=keep) == h + 8 * p + 4 * e
 
@@ -98,7 +98,7 @@ def test_weights_are_shared_with_grouped_mm(device):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_checkpointing(name, device):
-    """Of a block: backward of the last layer computes all of it again."""
+    """Two layers form one checkpoint, so backward of the second recomputes both."""
 
     def block(x: Tensor, *call: Tensor, **options: object) -> Tensor:
         for _ in range(2):
@@ -113,7 +113,7 @@ def test_checkpointing(name, device):
 
 @pytest.mark.parametrize("name", ["rowwise", "bf16"])
 def test_used_twice(name, device):
-    """Two calls share weights and backward; a graph that is kept gives the same gradients again."""
+    """Two calls share weights and one backward. A retained graph gives the same gradients again."""
     problem = layer(t=60, d=64, f=48).at(device)
     want = run(problem, recipe=name)
     leaves = [getattr(problem, n).clone().requires_grad_() for n in LEAVES[:4]]
@@ -126,7 +126,7 @@ def test_used_twice(name, device):
 
 
 def test_other_derivatives_raise(device):
-    """Forward-mode ones and second ones are errors, never silent zeros."""
+    """Forward-mode and second derivatives raise; they are never silently zero."""
     problem = layer(t=9, d=32, f=16).at(device)
     weights = problem.w_gate_up, problem.w_down
     check_no_tangent(lambda x: experts(x, problem.ids, problem.scores, *weights), problem.x)
@@ -158,7 +158,7 @@ def test_export_has_forward_alone(strict, exported_with_gradients, frozen, devic
         assert_same(exported(x), want)
     asks = x.clone().requires_grad_()
     for tokens in (x, asks):
-        # A strict export of a call that asks for a gradient has the whole Function, whose output is then a constant.
+        # A strict export of a call with gradients contains the whole Function. Its output is then a constant.
         is_constant = strict and exported_with_gradients and not frozen
         if is_constant or (frozen and tokens is x):
             got = exported(tokens)
@@ -178,7 +178,7 @@ def test_deterministic(name, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["rowwise", "bf16"])
 def test_autocast(name, dtype, device):
-    """As if the caller had cast, and float32 leaves have float32 gradients."""
+    """Autocast equals casting by the caller. float32 leaves get float32 gradients."""
     problem = layer(bias=True).at(device)
     wide = replace(problem, **{n: getattr(problem, n).float() for n in LEAVES})
     with torch.autocast(device, dtype):
@@ -209,7 +209,7 @@ def test_compiles_with_dynamic_tokens(recipe, bias, device):
 
 
 def test_compiles_with_dynamic_sizes(device):
-    """Of tokens, experts and slots, with one graph for all."""
+    """Tokens, experts and slots vary, and one graph serves all."""
     frames = counted_backend(device)
     compiled = torch.compile(experts, fullgraph=True, backend=frames, dynamic=True)
     for t, e, top_k in ((37, 8, 2), (50, 9, 3)):
@@ -337,7 +337,8 @@ def test_recipes_that_do_not_exist():
 
 @pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
 def test_float32_biases_under_inductor(recipe):
-    """They are rounded to bfloat16 before they are added, as in eager mode: inductor drops casts that it fuses."""
+    """Biases are rounded to bfloat16 before they are added, as in eager mode. Inductor would drop the cast if it fused
+    it."""
     torch.manual_seed(0)
     how = dict(device="cpu", dtype=torch.float32)
     sizes = {"w_gate_up": (4, 32, 64), "w_down": (4, 64, 16), "b_gate_up": (4, 32), "b_down": (4, 64)}

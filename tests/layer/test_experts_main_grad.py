@@ -1,4 +1,4 @@
-"""experts(main_grad_gate_up=..., main_grad_down=...): backward adds gradients of weights to tensors of the caller's."""
+"""experts(main_grad_gate_up=..., main_grad_down=...): backward adds gradients of weights to the caller's tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def small(device: str, seed: int = 0, **options: object) -> Layer:
-    """Of 8 experts the last has no tokens."""
+    """A problem whose last expert has no tokens."""
     problem = layer(60, 64, 48, **options, seed=seed).at(device)
     return replace(problem, ids=problem.ids % 7)
 
@@ -31,14 +31,14 @@ def small(device: str, seed: int = 0, **options: object) -> Layer:
 @OF_ALL_RECIPES
 @pytest.mark.parametrize("bias", [False, True])
 def test_adds_what_autograd_would_get(recipe, bias, device):
-    """Into bfloat16 zeros the gradient is rounded once, as autograd's is; all else is what it was."""
+    """In bfloat16 the main gradient equals autograd's gradient. All other results do not change."""
     problem = small(device, bias=bias)
     want = run(problem, recipe=recipe)
     for dtype in DTYPES:
         added = main_grads(problem, dtype)
         assert_equal(run(problem, recipe=recipe, **added), but(want, *WEIGHTS))
         for n in WEIGHTS:
-            assert_same_tensor(added[ARGUMENT[n]].bfloat16() + 0.0, want[n] + 0.0, n)  # -0 is 0
+            assert_same_tensor(added[ARGUMENT[n]].bfloat16() + 0.0, want[n] + 0.0, n)  # -0 becomes +0
 
 
 @OF_ALL_RECIPES
@@ -77,7 +77,7 @@ FROZEN = [("w_gate_up",), ("w_down",), ("x", "scores"), ("x", "scores", "w_gate_
 @OF_ALL_RECIPES
 @pytest.mark.parametrize("frozen", FROZEN, ids="+".join)
 def test_frozen_inputs(recipe, frozen, device):
-    """What has no gradient has nothing added; what is frozen beside it changes nothing."""
+    """Nothing is added for a frozen weight, and frozen tensors do not change the other main gradients."""
     problem = small(device)
     want, got = main_grads(problem, fill=7), main_grads(problem, fill=7)
     run(problem, recipe=recipe, **want)
@@ -104,7 +104,7 @@ def test_nothing_to_add(recipe, routing, device):
 
 @OF_ALL_RECIPES
 def test_every_backward_adds(recipe, device):
-    """Of a graph that is kept, of two uses, and one for the tokens alone; doubling is exact."""
+    """Covers a retained graph, two uses, and a backward for the tokens alone. Doubling is exact."""
     problem = small(device)
     once, got = main_grads(problem), main_grads(problem)
     run(problem, recipe=recipe, **once)
@@ -144,7 +144,7 @@ def test_compiles(recipe, device):
 
 @OF_ALL_RECIPES
 def test_cuda_graph(recipe, gpu):
-    """Every replay adds once more."""
+    """Every replay adds the gradient once more."""
     problem = small(gpu)
     once, added = main_grads(problem), main_grads(problem)
     side = torch.cuda.Stream()
@@ -197,7 +197,7 @@ def module(device: str, **options: object) -> Experts:
 
 
 def step(made: nn.Module, device: str) -> Tensor:
-    """The gradient of the tokens."""
+    """Runs forward and backward and returns the gradient of the tokens."""
     g = torch.Generator().manual_seed(1)
     x = torch.randn(50, 64, generator=g).bfloat16().to(device).requires_grad_()
     scores = torch.rand(50, 2, generator=g).to(device)
@@ -209,7 +209,7 @@ def step(made: nn.Module, device: str) -> Tensor:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_parameters_have_main_grads(activation, compiled, device):
-    """That of a bias and of a frozen weight is nothing to the module."""
+    """Biases get gradients as usual, and the module ignores main_grad of a frozen weight."""
     plain, made = (module(device, activation=activation, bias=True, main_grad=given) for given in (False, True))
     made.load_state_dict(plain.state_dict())
     for p in (made.down_proj, getattr(made, made.up)):
@@ -232,7 +232,8 @@ def test_parameters_have_main_grads(activation, compiled, device):
 
 @pytest.mark.parametrize("of_tokens", [True, False])
 def test_a_layer_adds_to_those_of_its_experts(of_tokens, device):
-    """Where tokens ask for a gradient, experts are one node with their router."""
+    """If tokens need a gradient, experts and their router are one autograd node. Weights still add to their
+    main_grad."""
     plain, made = (module(device, main_grad=given) for given in (False, True))
     for p in made.parameters():
         p.main_grad = torch.zeros_like(p, dtype=torch.float32)

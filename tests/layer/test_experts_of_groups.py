@@ -1,4 +1,4 @@
-"""`experts_of_groups`: rows that a dispatcher has sorted by expert, against `experts` of the same slots."""
+"""`experts_of_groups`, whose rows a dispatcher has sorted by expert, equals `experts` of the same slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_fp8_ext import experts, experts_of_groups, quantize_weight
 E, D, F = 4, 64, 48
 RECIPES = ("bf16", "rowwise", "blockwise", "mxfp8")
 SIZES = (37, 0, 5, 20)
-P = sum(SIZES) + 3  # the last rows are of no expert
+P = sum(SIZES) + 3  # the last rows belong to no expert
 
 
 def problem(device: str, activation: str = "swiglu", bias: bool = False) -> dict[str, Tensor | None]:
@@ -40,16 +40,17 @@ def leaves(of: dict[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def results(call, of: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """The output and every gradient."""
+    """Returns the output and every gradient."""
     out = call(**of)
-    dout = torch.arange(out.numel(), device=out.device).sin().view(out.shape).to(out.dtype)  # made by a graph too
+    # Computed, so that a graph contains it.
+    dout = torch.arange(out.numel(), device=out.device).sin().view(out.shape).to(out.dtype)
     found = leaves(of)
     grads = torch.autograd.grad(out, list(found.values()), dout)
     return {"out": out.detach(), **dict(zip(found, grads, strict=True))}
 
 
 def by_slots(offs: Tensor, x: Tensor, scores: Tensor | None, **rest: object) -> Tensor:
-    """The same by `experts`: every row is a token with one slot, which is of no expert behind the last group."""
+    """Calls `experts` with one slot a token. Rows behind the last group have no expert."""
     ids = torch.bucketize(torch.arange(P, device=x.device, dtype=torch.int32), offs, right=True)
     ids = torch.where(ids < E, ids, -1)[:, None]
     return experts(x, ids, x.new_ones(P, 1) if scores is None else scores[:, None], **rest)
@@ -62,7 +63,7 @@ def by_slots(offs: Tensor, x: Tensor, scores: Tensor | None, **rest: object) -> 
     ids=["plain", "keep", "bias", "relu2"],
 )
 def test_is_experts_of_one_slot_a_token(recipe, options, device):
-    """Byte for byte: with one slot a token `experts` has scales of groups, and its sort is the order that is there."""
+    """With one slot a token, `experts` scales by groups and its sort keeps the order, so all bytes are equal."""
     options = dict(options)
     of = problem(device, options.get("activation", "swiglu"), options.pop("bias", False))
     got = results(partial(experts_of_groups, recipe=recipe, **options), of)
@@ -167,7 +168,7 @@ def test_errors_name_the_argument(change, text):
 
 
 def test_counts_for_offs_are_seen_with_validation(monkeypatch):
-    """Sizes of groups in place of their ends, the usual mistake."""
+    """Sizes of groups in place of their ends are the usual mistake. Validation reports it."""
     monkeypatch.setenv("MOE_FP8_VALIDATE", "1")
     with pytest.raises(RuntimeError, match="^experts_of_groups: offs must"):
         experts_of_groups(**problem("cpu") | {"offs": torch.tensor(SIZES, dtype=torch.int32)})

@@ -1,4 +1,4 @@
-"""experts() of weights that are quantized already: all is as with the weights themselves."""
+"""experts() with weights that are already quantized: all results equal the results with the weights themselves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def quantized(w: Tensor, recipe: Recipe) -> tuple[Quantized, Quantized]:
 def with_quantized(
     problem: Layer, recipe: Recipe, names: tuple[str, ...] = WEIGHTS, fn: Callable = experts
 ) -> Callable:
-    """`experts`, for `run`, of weights that were quantized before, in place of those that it is given."""
+    """Returns a function for `run` that calls `fn` with quantized weights in place of the given ones."""
     pairs = {n: quantized(getattr(problem, n), recipe) for n in names}
 
     def call(x: Tensor, ids: Tensor, scores: Tensor, w_gate_up: Tensor, w_down: Tensor, **options: object) -> Tensor:
@@ -64,7 +64,7 @@ def test_constants_that_ask_for_a_gradient(which, device):
 @OF_ALL_RECIPES
 @pytest.mark.parametrize("compiled", [False, True])
 def test_trained_by_main_grad(recipe, compiled, device):
-    """One quantization for several calls."""
+    """One quantization serves several calls. Main gradients equal those of calls with the weights themselves."""
     problem = layer(**SIZES).at(device)
     want, got = main_grads(problem), main_grads(problem)
     torch._dynamo.reset()

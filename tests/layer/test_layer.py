@@ -1,4 +1,4 @@
-"""An MoE layer as a whole: NaN stays where it came from, steps leave nothing behind, checkpoints, graphs."""
+"""A whole MoE layer: NaN stays local, training steps leave nothing behind, checkpoints, graphs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokens(device: str, t: int = 50, hidden: int = D) -> Tensor:
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
 def test_gathers_no_scores(recipe, device):
-    """Nor their gradients: ops between the products take those of slots."""
+    """Scores and their gradients are not permuted, because the ops between the products take scores of slots."""
     layer, x = layer_of(device, of_experts={"bias": False, "recipe": recipe}), tokens(device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         layer(x)[0].sum().backward()
@@ -69,7 +69,8 @@ def test_shared_experts_add_theirs(device):
 
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise", "blockwise", "mxfp8"])
 def test_nan_in_one_token(recipe, device):
-    """And nowhere else but in the router: NaN goes to the first experts, to which the token goes without it too."""
+    """Outside the router, NaN stays in its token and in the first experts. The token has these experts without NaN
+    too."""
     x, layer, token = tokens(device), layer_of(device, z_loss=0.1, of_experts={"recipe": recipe}), 17
     names, chosen = ["out", "loss", "x", *(n for n, _ in layer.named_parameters())], torch.arange(TOP_K, device=device)
     x.data[token] = layer.gate.weight[:TOP_K].sum(0)
@@ -99,7 +100,8 @@ def test_nan_in_one_token(recipe, device):
     ],
 )
 def test_nan_in_one_token_and_its_router(options, whole, device):
-    """As docs/layer.md says: of the router's gradient all, or what the first experts and that feature have."""
+    """NaN fills the router's gradient, or only the rows of the first experts and the column of the feature
+    (docs/layer.md)."""
     x, layer = tokens(device), layer_of(device, **options)
     x.data[17, 5] = math.nan
     names = ["out", "loss", "x", *(n for n, _ in layer.named_parameters())]
@@ -111,7 +113,8 @@ def test_nan_in_one_token_and_its_router(options, whole, device):
 
 
 def step_of_training(device: str) -> tuple[Callable[..., tuple[Tensor, ...]], list[list[Tensor]]]:
-    """Forward, backward and what moves the bias, of tokens, a gradient and that bias alone; with two such inputs."""
+    """Returns two inputs and a step of forward, backward and bias update. Its results depend on nothing but the
+    input."""
     layer = layer_of(device, z_loss=0.1, **SIGMOID)
     layer.shared_experts = nn.Sequential(nn.Linear(D, F), nn.SiLU(), nn.Linear(F, D)).to(device, torch.bfloat16)
 
@@ -130,7 +133,7 @@ def step_of_training(device: str) -> tuple[Callable[..., tuple[Tensor, ...]], li
 
 
 def test_a_step_of_training(device):
-    """That it leaves nothing behind is what the tests below stand on."""
+    """The first step gives the same bytes after another step. The tests below rely on this."""
     step, (first, later) = step_of_training(device)
     got, others = step(*first), step(*later)
     assert_same(step(*first), got)
@@ -179,7 +182,7 @@ def test_twice_through_a_graph_that_is_kept(device):
 
 
 def test_compiled_autograd(monkeypatch):
-    """Forward is eager, a graph is traced of backward alone; by parts, as on CUDA."""
+    """Forward runs eagerly, and only backward is traced. Products are computed by parts, as on CUDA."""
     monkeypatch.setattr(float32_mm, "_has_out_dtype", lambda _: True)
     monkeypatch.setattr(float32_mm, "_mm", lambda a, b: a.float() @ b.float())
     x, layer = tokens("cpu"), layer_of("cpu")

@@ -34,7 +34,7 @@ def tokens(device: str = "cpu", t: int = 50) -> Tensor:
 
 
 def plain_choice(choice: Tensor, groups: int, top_groups: int, top_k: int) -> list[list[int]]:
-    """Token by token, in lists."""
+    """Chooses experts with Python lists, token by token."""
     chosen = []
     for row in choice.tolist():
         size = len(row) // groups
@@ -61,7 +61,8 @@ def test_choice_and_scores(scoring, normalize, bias_rate, groups, device):
     of_chosen = torch.stack([want[t][chosen] for t, chosen in enumerate(ids)])
     if normalize:
         of_chosen = of_chosen / of_chosen.sum(1, keepdim=True)
-    # Logits are below 40, where float32 steps by 2^-18 = 4e-6: a relative error of an exponential and of their sums.
+    # Logits are below 40, where float32 steps by 2^-18 = 4e-6. That is the relative error of exponentials and their
+    # sums.
     torch.testing.assert_close(scores.double(), 2.5 * of_chosen, rtol=1e-5, atol=0)
 
 
@@ -76,11 +77,11 @@ def test_losses_and_their_gradients(scoring, device):
     share = one_hot(ids, E).double().mean((0, 1))
     probability = (of_experts / of_experts.sum(1, keepdim=True)).mean(0)
     want = 0.3 * E * (share * probability).sum() + 0.01 * logits.logsumexp(1).square().mean()
-    # As above: each term is a mean of exponentials or of squared logarithms of their sums, none of which cancel.
+    # As above: each term is a mean of exponentials or of squared logarithms of their sums. None of them cancels.
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
     chosen = of_experts.gather(1, ids)
     of_scores = (chosen / chosen.sum(1, keepdim=True)).square().sum()
-    # Of terms that are near to 1e-5 each, as above; their sums cancel, to a tenth or to less than 0.1.
+    # Terms are within 1e-5 each, as above. Their sums cancel to a tenth, or to less than 0.1.
     for got, exact_grad in zip(grads, torch.autograd.grad(want + of_scores, (wide, weight)), strict=True):
         torch.testing.assert_close(got.double(), exact_grad, rtol=1e-4, atol=1e-6)
 
@@ -118,7 +119,7 @@ def test_bias_moves_towards_balance(device):
 
 
 def test_bias_balances():
-    """Of tokens that all like the same experts best, until every expert has its share."""
+    """All tokens prefer the same experts. Updates of the bias move them until experts have about equal shares."""
     made = router(bias_rate=0.005, scoring="sigmoid")
     x = (tokens(t=400) + 0.3 * made.weight[:2].sum(0).detach()) / D**0.5
     nn.init.zeros_(made.e_score_correction_bias)
@@ -130,7 +131,8 @@ def test_bias_balances():
     for _ in range(200):
         made(x)
         made.update_bias()
-    # 2.6 and 1.05 on a CPU. A bias that does not move leaves the first, one that moves the other way raises it.
+    # The values are 2.6 and 1.05 on a CPU. A bias that does not move keeps the first value, and one that moves the
+    # wrong way raises it.
     assert first > 2 and most() < 1.2
 
 
@@ -142,7 +144,7 @@ def test_no_tokens(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_float32_whatever_the_tokens_are(dtype, device):
-    """And under autocast, forward and backward; what is kept of the tokens is what they are."""
+    """Logits and gradients have float32 accuracy, also under autocast. Backward keeps tokens in their own dtype."""
     made, x, storages = router(device).to(dtype), tokens(device).to(dtype).requires_grad_(), {}
 
     def pack(t: Tensor) -> Tensor:
@@ -151,7 +153,7 @@ def test_float32_whatever_the_tokens_are(dtype, device):
 
     wide, weight = x.detach().float(), made.weight.detach().float()
     logits = float32_mm(x.detach(), made.weight.detach().t())
-    # Two sums of D products in any order: of each, D roundings of 2^-24 of the sum of their sizes.
+    # Two sums of D products in any order each have D roundings of 2^-24 of the sum of magnitudes.
     assert ((logits - wide @ weight.t()).abs() <= 2 * D * 2**-24 * (wide.abs() @ weight.abs().t())).all()
     with torch.autocast(device, torch.bfloat16):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
@@ -165,10 +167,10 @@ def test_float32_whatever_the_tokens_are(dtype, device):
     if device == "cpu" or dtype == torch.float32:
         assert_same(got, [t.to(dtype) for t in exact_grads])
     else:
-        # Each value is rounded to bfloat16, by half a unit of its 8 bits: at most 2^-8 of it. Of the gradient of the
-        # logits, in float32, two parts are multiplied in bfloat16. Each leaves half a unit of its 8 bits to the next,
-        # so what is left out is at most 2^-16 of each product: the rounding hides it, unless the products of a sum
-        # cancel to less than 2^-8 of their sizes. Sums in float32 are of at most 50 terms, and 50 * 2^-24 < 2^-18.
+        # Each value is rounded to bfloat16, by half a unit of its 8 bits: at most 2^-8 of it. The float32 gradient of
+        # the logits is multiplied as two parts in bfloat16. Each part leaves half a unit of its 8 bits to the next, so
+        # at most 2^-16 of each product is left out. The rounding hides it, unless the products of a sum cancel to less
+        # than 2^-8 of their magnitudes. Sums in float32 have at most 50 terms, and 50 * 2^-24 < 2^-18.
         sizes = dlogits.abs() @ weight.abs(), dlogits.abs().t() @ wide.abs()
         for g, exact, size in zip(got, exact_grads, sizes, strict=True):
             assert ((g.float() - exact).abs() <= 2**-8 * exact.abs() + (2**-16 + 2**-17) * size).all()
@@ -272,7 +274,7 @@ def test_numbers_of_numpy():
 
 
 def test_buffers_after_to_empty():
-    """What memory held before has no part in a choice."""
+    """Buffers do not keep the contents of uninitialized memory."""
     made = Router(E, D, TOP_K, device="meta", bias_rate=0.1).to_empty(device="cpu")
     for buffer in made.buffers():
         buffer.fill_(7)
@@ -282,14 +284,14 @@ def test_buffers_after_to_empty():
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_counts_after_loading(assign, device):
-    """Not in state dicts: they begin anew, where the module was on no device, or in memory that held others."""
+    """State dicts hold no counts. Counts begin at zero, for modules on the meta device and in used memory."""
     saved, made = (Router(E, D, TOP_K, bias_rate=0.1, device=place) for place in (device, "meta"))
     if not assign:
         made = made.to_empty(device=device)
         made.tokens_per_expert.fill_(-7)
     made.load_state_dict({name: x.clone() for name, x in saved.state_dict().items()}, assign=assign)
     saved.tokens_per_expert += 5
-    saved.load_state_dict({}, strict=False)  # has nothing of it
+    saved.load_state_dict({}, strict=False)  # the state dict has no counts
     saved.tokens_per_expert -= 5
     for one in (saved, made):
         one(tokens(device))
@@ -323,7 +325,7 @@ def layer_of(device: str, dtype: torch.dtype = torch.bfloat16, **options: object
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_layer(activation, bias, device):
-    """The sum of what its parts are; in bfloat16, whose own noise test_experts.py derives."""
+    """The output is the sum of the parts' outputs, in bfloat16. test_experts.py derives its noise."""
     layer, x = layer_of(device, activation=activation, bias=bias, recipe="bf16"), tokens(device).bfloat16()
     out, loss = layer(x.view(2, 25, D))
     ids, scores, want_loss = layer.gate(x)
@@ -346,7 +348,7 @@ def test_layer_is_the_function(recipe, device):
 
 
 def test_layer_trains(device):
-    """Every parameter has a gradient, and a step of them makes the loss smaller."""
+    """Every parameter has a gradient, and one step reduces the loss."""
     layer, x = layer_of(device, torch.float32), tokens(device)
     target = torch.randn_like(x)
     optimizer, losses = torch.optim.SGD(layer.parameters(), 0.5), []
@@ -358,7 +360,7 @@ def test_layer_trains(device):
         assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
         optimizer.step()
         losses.append(loss.item())
-    # 0.91 on a CPU; weights that do not move, or move away, give 1 or more.
+    # The ratio is 0.91 on a CPU. It is 1 or more if weights do not move, or move away.
     assert losses[-1] < 0.97 * losses[0]
 
 
@@ -386,7 +388,7 @@ def test_compiles_where_nothing_has_a_gradient():
 
 
 def test_a_checkpoint_compiles():
-    """Where a router counts what it has chosen: once, as the forward that is computed again is of the graph."""
+    """In a graph the router counts choices once, because the recomputed forward is part of the graph."""
     layer, x = layer_of("cpu"), tokens("cpu").bfloat16()
     layer.gate = router(bias_rate=0.1)
     compiled = torch.compile(lambda x: checkpoint(layer, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
@@ -416,7 +418,7 @@ def test_state_dict(activation, bias):
         shapes |= {f"{up}_bias": (E, rows), "down_proj_bias": (E, D)}
     state = Experts(E, D, F, activation=activation, bias=bias).state_dict()
     assert {n: tuple(t.shape) for n, t in state.items()} == shapes
-    for name, t in state.items():  # of biases, too, by the inputs of their weight
+    for name, t in state.items():  # biases too, by the inputs of their weight
         inputs = F if name.startswith("down_proj") else D
         assert 0.9 * inputs**-0.5 < t.abs().max() <= inputs**-0.5, name
 
@@ -443,7 +445,7 @@ def test_takes_the_state_of_a_layer_of_transformers():
 
 
 def test_documents():
-    """The block of docs/layer.md."""
+    """Runs the block of docs/layer.md."""
     page, names = (Path(__file__).parents[2] / "docs" / "layer.md").read_text(), {}
     exec(page.split("```python\n")[1].split("```")[0], names)
     assert names["out"].shape == names["x"].shape

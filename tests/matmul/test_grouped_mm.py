@@ -91,7 +91,8 @@ def test_keyword_call_of_torchtitan(device):
 def test_matches_torch_grouped_mm(gpu):
     a, b_t, offs, _ = problem(256, 64, 48, group_offs("uniform", 256, 2), gpu)
     want = torch._grouped_mm(a.detach(), b_t.detach(), offs, out_dtype=torch.bfloat16)
-    assert sqnr_db(grouped_mm(a, b_t, offs, recipe="bf16").detach(), want) > MIN_SQNR_DB["bf16"] - 3  # two roundings
+    # 3 dB less, because of two roundings.
+    assert sqnr_db(grouped_mm(a, b_t, offs, recipe="bf16").detach(), want) > MIN_SQNR_DB["bf16"] - 3
     assert sqnr_db(grouped_mm(a, b_t, offs).detach(), want) > MIN_SQNR_DB["rowwise"]
 
 
@@ -189,7 +190,7 @@ def test_activation_checkpointing(recipe, use_reentrant, device):
 
 @pytest.mark.parametrize("recipe", NAMES)
 def test_double_use(recipe, device):
-    """Gradients accumulate over two uses of the same operands and over two backward passes; doubling is exact."""
+    """Gradients accumulate over two uses of the same operands and over two backward passes. Doubling is exact."""
     a, b_t, offs, g = problem(70, 32, 48, group_offs("tail_rows", 70, 3), device)
     out, d_a, d_b = run(a, b_t, offs, g, recipe)
 
@@ -205,7 +206,7 @@ def test_double_use(recipe, device):
 
 @pytest.mark.parametrize("recipe", NAMES)
 def test_chained_layers_of_an_expert(recipe, device):
-    """SwiGLU experts: out of one grouped_mm feeds the next, as in a model."""
+    """out of one grouped_mm feeds the next, as in the SwiGLU experts of a model."""
     offs = group_offs("tail_rows", 120, 4)
     x, w13, offs, _ = problem(120, 32, 96, offs, device)
     h, w2, _, g = problem(120, 48, 32, offs.cpu(), device)
@@ -314,7 +315,7 @@ def test_errors(args, argument, recipe, device):
 @pytest.mark.parametrize("recipe", NAMES)
 @pytest.mark.parametrize(("place", "argument"), [*enumerate(("A", "B_t", "offs"))])
 def test_what_is_no_dense_tensor(place, argument, recipe):
-    """Lists, None and sparse tensors get the sentence that every other error gets."""
+    """Lists, None and sparse tensors get the usual error."""
     args = [A.detach(), B_T.detach(), OFFS]
     for wrong, got in (([25, 50], "list"), (None, "NoneType"), (args[place].to_sparse(), "sparse_coo")):
         with pytest.raises(RuntimeError, match=f"^grouped_mm: {argument} must be .*got .*{got}"):
@@ -323,7 +324,7 @@ def test_what_is_no_dense_tensor(place, argument, recipe):
 
 @pytest.mark.parametrize("recipe", NAMES)
 def test_derivatives_that_there_are_not(recipe):
-    """Forward-mode ones and second ones are errors, never silent zeros."""
+    """Forward-mode and second derivatives raise; they are never silently zero."""
     a, b_t = A.detach(), B_T.detach()
     check_no_tangent(lambda a: grouped_mm(a, b_t, OFFS, recipe=recipe), a)
     check_no_tangent(lambda b_t: grouped_mm(a, b_t, OFFS, recipe=recipe), b_t)

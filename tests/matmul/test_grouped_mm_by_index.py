@@ -1,4 +1,4 @@
-"""grouped_mm of rows that are taken by index."""
+"""grouped_mm of rows taken by index."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ("bf16", "rowwise", "blockwise", "mxfp8")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_rows_taken_by_index(top_k, dtype, recipe, device):
-    """The same bytes as from permuted rows, forward and backward, which no recipe then needs."""
+    """Forward and backward have the bytes of permuted rows, and no recipe makes permuted rows."""
     a, b_t, _, _ = problem(70, 64, 48, group_offs("uniform", 70, 3), device, dtype)
     indices, offs = slot_indices(70, top_k, 110, device), group_offs("tail_rows", 110, 3, device)
     g = torch.randn(110, 48, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
@@ -31,7 +31,7 @@ def test_rows_taken_by_index(top_k, dtype, recipe, device):
 
 
 def test_rows_taken_by_index_keep_one_byte_an_element(device):
-    """Nothing of the tokens is saved in 16 bits, permuted or not."""
+    """No 16-bit copy of the tokens is saved, permuted or not."""
     a, b_t, _, _ = problem(256, 128, 32, group_offs("uniform", 256, 2), device)
     indices, offs = slot_indices(256, 1, 256, device), group_offs("uniform", 256, 2, device)
     saved = []

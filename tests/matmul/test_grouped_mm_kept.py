@@ -1,4 +1,4 @@
-"""What grouped_mm keeps for backward: bytes of saved tensors, by the formula of its docstring."""
+"""Memory that grouped_mm keeps for backward: bytes of saved tensors equal the formula of its docstring."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_fp8_ext.quantization.format import FORMATS
 
 QUANTIZED = tuple(FORMATS)
 NAMES = ("bf16", *QUANTIZED)
-SMALL = 16 * 1024  # what offs and padded_offs may take
+SMALL = 16 * 1024  # room for offs and padded_offs
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -25,7 +25,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def kept(a: Tensor, b_t: Tensor, offs: Tensor, recipe: str | Recipe, **kwargs: object) -> dict[int, Tensor]:
-    """The tensors kept for backward, one a storage."""
+    """Returns the tensors kept for backward, one per storage."""
     found: dict[int, Tensor] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -47,12 +47,12 @@ def operands(m: int, k: int, e: int, device: str, n: int = 16, dtype: torch.dtyp
 
 
 def of_tokens(name: str, m: int, k: int, e: int, align: int) -> int:
-    """A [M, K] along tokens: values and scales."""
+    """Bytes of A [M, K] along tokens: values and scales."""
     p = round_up(m, align) + e * align
     whole = max(align, 128)
     scales = {
         "rowwise": 4 * e * k,
-        "blockwise": 4 * round_up(-(-k // 128), 4) * ((round_up(m, whole) + e * whole) // 128),  # of squares
+        "blockwise": 4 * round_up(-(-k // 128), 4) * ((round_up(m, whole) + e * whole) // 128),  # scales of squares
         "mxfp8": round_up(k, 128) * (p // 32 + 4 * e),
         "mxfp8_rowmajor": k * (p // 32),
     }
@@ -62,7 +62,7 @@ def of_tokens(name: str, m: int, k: int, e: int, align: int) -> int:
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("m", [0, 100, 512, 2048])
 def test_what_wgrad_needs_of_activations(m, name, device):
-    """The copy along tokens or, where that takes more, A itself; with offs."""
+    """wgrad keeps the copy of A along tokens or A itself, whichever is smaller, and offs."""
     for k, e, align in ((64, 2, None), (90, 3, None), (64, 9, None), (64, 4, 128), (33, 5, 32)):
         recipe = Recipe(name, align=align)
         a, b_t, offs, _ = operands(m, k, e, device)
@@ -74,7 +74,7 @@ def test_what_wgrad_needs_of_activations(m, name, device):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_many_experts_and_few_tokens(name, device):
-    """M = 4096, E = 256: at most A's own bytes."""
+    """With M = 4096 and E = 256, at most A's own bytes are kept."""
     a, b_t, offs, _ = operands(4096, 128, 256, device)
     tensors = kept(a.detach(), b_t.requires_grad_(), offs, name)
     assert bytes_of(tensors) <= 2 * 4096 * 128 + SMALL
@@ -85,11 +85,12 @@ def test_many_experts_and_few_tokens(name, device):
     ("indexed", "dtype"), [(False, torch.bfloat16), (True, torch.bfloat16), (False, torch.float32)]
 )
 def test_either_way_gives_the_same_bytes(indexed, dtype, name, device):
-    """A is the smaller here; with a long tail, which belongs to no group, its copy along tokens is."""
+    """Here A is smaller than its copy along tokens. With a long tail of no group, the copy is smaller. Results are
+    equal."""
     a, b_t, offs, g = problem(100, 64, 16, group_offs("zipf", 100, 40), device, dtype)
     tail, indices = 8000, slot_indices(100, 2, 100, device)
     longer_a, longer_g = (torch.cat([t.detach(), t.new_zeros(tail, t.shape[1])]) for t in (a, g))
-    indices = indices.where((indices >= 0) & (indices < 200), -1)  # not a slot of the longer one's either
+    indices = indices.where((indices >= 0) & (indices < 200), -1)  # no slot of the longer tensor either
     results = []
     for tokens, grad, slots, keeps_a in (
         (a, g, indices, True),
@@ -108,13 +109,13 @@ def test_either_way_gives_the_same_bytes(indexed, dtype, name, device):
     "recipe", [*NAMES, Recipe("mxfp8", wgrad_high_precision=True)], ids=lambda r: getattr(r, "name", r)
 )
 def test_bytes_of_another_token(recipe, device):
-    """What a row of A adds, as the README has it."""
+    """Each further row of A adds the bytes that README.md states."""
     recipe = Recipe(recipe) if isinstance(recipe, str) else recipe
     sizes = []
     for m in (512, 2048):
         a, b_t, offs, _ = operands(m, 128, 2, device)
         sizes.append(bytes_of(kept(a.detach(), b_t.requires_grad_(), offs, recipe)))
-    # Columns of scales have room for four squares at least.
+    # Columns of scales have room for at least four squares.
     of_squares = 4 * 4 / 128 / 128
     an_element = {"bf16": 2, "rowwise": 1, "blockwise": 1 + of_squares}
     want = 2 if recipe.wgrad_high_precision else an_element.get(recipe.name, 1 + 1 / 32)

@@ -1,4 +1,4 @@
-"""grouped_mm(main_grad=...): backward adds the gradient of the weights to a tensor of the caller's."""
+"""grouped_mm(main_grad=...): backward adds the gradient of the weights to the caller's tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main_grad_of(b_t: Tensor, dtype: torch.dtype = torch.float32, fill: float = 
 
 
 def step(recipe: Recipe, a: Tensor, b_t: Tensor, offs: Tensor, g: Tensor, main_grad: Tensor) -> tuple[Tensor, Tensor]:
-    """out and dA; that B_t got no gradient."""
+    """Returns out and dA, and checks that B_t got no gradient."""
     a, b_t = a.detach().requires_grad_(), b_t.detach().requires_grad_()
     out = grouped_mm(a, b_t, offs, recipe=recipe, main_grad=main_grad)
     out.backward(g)
@@ -42,13 +42,13 @@ def step(recipe: Recipe, a: Tensor, b_t: Tensor, offs: Tensor, g: Tensor, main_g
 
 @OF_ALL_RECIPES
 def test_adds_what_autograd_would_get(recipe, device):
-    """Into bfloat16 zeros the gradient is rounded once, as autograd's is; out and dA are what they were."""
+    """In bfloat16 the main gradient equals autograd's gradient. out and dA do not change."""
     a, b_t, offs, g = operands(device)
     out, d_a, d_b = run(a, b_t, offs, g, recipe)
     rounded, exact = main_grad_of(b_t, torch.bfloat16), main_grad_of(b_t)
     assert_same(step(recipe, a, b_t, offs, g, rounded), (out, d_a))
     assert_same(step(recipe, a, b_t, offs, g, exact), (out, d_a))
-    assert_same(rounded + 0.0, d_b + 0.0)  # -0 is 0
+    assert_same(rounded + 0.0, d_b + 0.0)  # -0 becomes +0
     assert_same(exact.bfloat16() + 0.0, d_b + 0.0)
 
 
@@ -70,7 +70,7 @@ def test_two_steps_are_the_sum(recipe, dtype, device):
 
 @OF_ALL_RECIPES
 def test_a_leaf_behind_a_view(recipe, device):
-    """The usual way: a parameter [E, N, K] and its main_grad. A parameter in float32 keeps the precision of the sum."""
+    """The usual case is a parameter [E, N, K] and its main_grad. A float32 parameter keeps the precision of the sum."""
     a, b_t, offs, g = operands(device, torch.float32)
     w = torch.nn.Parameter(b_t.detach().transpose(-2, -1).contiguous())
     w.main_grad = torch.zeros_like(w)
@@ -104,7 +104,7 @@ def test_frozen_tokens(recipe, device):
 
 @OF_ALL_RECIPES
 def test_every_backward_adds(recipe, device):
-    """One for the tokens alone too, which cannot be told apart."""
+    """A backward for the tokens alone adds too, because it looks the same as any other."""
     a, b_t, offs, g = operands(device)
     once, got = main_grad_of(b_t), main_grad_of(b_t)
     step(recipe, a, b_t, offs, g, once)
@@ -117,7 +117,7 @@ def test_every_backward_adds(recipe, device):
 
 @OF_ALL_RECIPES
 def test_two_uses_before_backward(recipe, device):
-    """Neither backward minds that the other wrote; doubling is exact."""
+    """Neither backward fails because the other wrote to main_grad. Doubling is exact."""
     a, b_t, offs, g = operands(device)
     once, twice = main_grad_of(b_t), main_grad_of(b_t)
     step(recipe, a, b_t, offs, g, once)
@@ -142,7 +142,7 @@ def test_beside_indices_checkpoints_and_reused_weights(recipe, device):
     ("recipe", "backend"), [*product(RECIPES, ["aot_eager"]), (Recipe("mxfp8"), "inductor")], ids=str
 )
 def test_compiles(recipe, backend, device):
-    """By inductor too where scales are float8_e8m0fnu, beside which it takes no writes."""
+    """Inductor compiles mxfp8 too. Beside scales in float8_e8m0fnu, inductor refuses ops that write."""
     a, b_t, offs, g = operands(device)
     want, got = main_grad_of(b_t), main_grad_of(b_t)
     torch._dynamo.reset()
@@ -156,7 +156,7 @@ def test_compiles(recipe, backend, device):
 
 @OF_ALL_RECIPES
 def test_cuda_graph(recipe, gpu):
-    """Every replay adds once more."""
+    """Every replay adds the gradient once more."""
     a, b_t, offs, g = operands(gpu)
     once, main_grad = main_grad_of(b_t), main_grad_of(b_t)
     side = torch.cuda.Stream()
@@ -204,7 +204,7 @@ def quantized(b_t: Tensor, recipe: Recipe) -> tuple[Quantized, Quantized]:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=str)
 def test_weights_that_are_quantized_once(recipe, compiled, device):
-    """For several calls of a graph: all is as with the weights themselves."""
+    """Several calls of a graph share one quantization. All results equal the results with the weights themselves."""
     a, b_t, offs, g = operands(device)
     want, got = main_grad_of(b_t), main_grad_of(b_t)
     torch._dynamo.reset()
@@ -238,7 +238,7 @@ def test_weights_that_are_quantized_once_in_a_cuda_graph(gpu):
 
 
 def test_quantized_weights_without_a_backward():
-    """Nothing else than A could call it; without gradients nothing is asked."""
+    """Only a gradient of A could run backward, so A must ask for one. Without gradients there is no such rule."""
     w = quantized(B_T, RECIPES[1])
     of_rows = quantize_both(A.detach(), "rowwise", offs=OFFS)
     main_grad = main_grad_of(B_T, fill=7)

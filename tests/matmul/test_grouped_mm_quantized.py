@@ -1,4 +1,5 @@
-"""grouped_mm with an operand that is quantized already: the same bytes as of the tensor, or a clear error."""
+"""grouped_mm with an operand that is already quantized has the same bytes as with the tensor, or raises a clear
+error."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from moe_fp8_ext.quantization.format import FORMATS
 
 
 def both_ways(a: Tensor, b_t: Tensor, offs: Tensor, recipe: Recipe) -> tuple[tuple, tuple]:
-    """A along rows and tokens, and the weights with their transpose, as the recipe quantizes them."""
+    """A along rows and along tokens, and the weights with their transpose, quantized as the recipe does."""
     rule = {"dtype": recipe.dtype, "rounding": recipe.rounding}
     of_a = quantize_both(a.detach(), recipe.format, offs=offs, align=recipe.align, amax=recipe.amax_of_groups, **rule)
     return of_a, quantize_weight(b_t.detach().mT, recipe.format, **rule)
@@ -48,7 +49,7 @@ def test_gives_the_same_bytes(name, rule, device):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_that_are_cached(name, device):
-    """One quantization of the weights for many calls, in training too."""
+    """Many calls share one quantization of the weights, in training too."""
     recipe = Recipe(name)
     a, b_t, offs, g = problem(120, 64, 48, group_offs("zipf", 120, 3), device)
     _, w = both_ways(a, b_t, offs, recipe)
@@ -121,7 +122,7 @@ def test_unfit_operands(name, device):
 
 
 def test_constants_that_ask_for_a_derivative(device):
-    """A Quantized is a constant: what would be lost without a word is an error."""
+    """A Quantized is a constant. A derivative that would silently be lost raises."""
     a, b_t, offs = (t.detach().to(device) for t in (A, B_T, OFFS))
     (rows, _), (w, w_t) = both_ways(a, b_t, offs, Recipe("rowwise"))
     asking = dataclasses.replace(w, scale=w.scale.clone().requires_grad_())
@@ -144,7 +145,7 @@ def test_blocked_scales_need_groups(device):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_product_of_objects(name, device):
-    """scaled_grouped_mm of what quantizers return: all three products, and dequantized operands give the same."""
+    """scaled_grouped_mm of quantizers' results gives all three products of grouped_mm."""
     a, b_t, offs, g = problem(100, 64, 48, group_offs("tail_rows", 100, 3), device)
     recipe = Recipe(name)
     (rows, tokens), (w, w_t) = both_ways(a, b_t, offs, recipe)

@@ -69,7 +69,7 @@ def test_accuracy_of_mxfp8(rounding, device):
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("indexed", [False, True])
 def test_wgrad_high_precision(name, indexed, device):
-    """The gradient of weights is that of recipe "bf16", bit for bit. Outputs and other gradients are the recipe's."""
+    """The gradient of weights equals recipe "bf16", bit for bit. Outputs and other gradients equal the recipe's."""
     recipe = Recipe(name, wgrad_high_precision=True)
     a, b_t, offs, g = problem(120, 90, 75, group_offs("tail_rows", 120, 3), device)
     indices = torch.randperm(120, generator=torch.Generator().manual_seed(0)).int().to(device)

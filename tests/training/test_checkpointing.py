@@ -1,4 +1,4 @@
-"""save_ops: what backward of a checkpointed layer recomputes, and what it does not."""
+"""save_ops: backward of a checkpointed layer recomputes only the ops that are not saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Three steps of a converted layer with what trainers put around it: torch.autocast, clipping, each kind of AdamW."""
+"""Three steps of a converted layer with torch.autocast, gradient clipping and each kind of AdamW, as trainers use
+them."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def test_clip_grad_norm(foreach, device):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
 def test_adamw(kind, recipe, device):
-    """Compares each step with that of the plain loop.
+    """Compares each step with a step of the plain loop.
 
     Both start every step from the loop's parameters, so that casts to FP8 do not amplify small differences. A parameter
     p is rounded twice, for weight decay and for the update, by 2^-24 |p|. The update is RATE m / sqrt(v), with means m

@@ -1,4 +1,4 @@
-"""reuse_weights: what it caches, when it drops copies, and that no copy is ever out of date."""
+"""reuse_weights: copies that are cached, dropped, and never out of date."""
 
 from __future__ import annotations
 
