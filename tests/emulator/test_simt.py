@@ -1,9 +1,9 @@
-"""The quantizers' kernels without a GPU: hipified, run on the CPU at wave sizes 32 and 64, compared byte for byte.
+"""The quantizers' kernels without a GPU: hipified, run on the CPU at wave sizes 32 and 64, and compared byte for byte.
 
-Outputs start as 0xFF between inaccessible pages; a barrier that some threads miss, an access out of bounds, a
-misaligned vector access or a launch that never ends fails the call (tests/toolchain/simt). With a wave of 64 the chip
-casts to the FNUZ formats, with one of 32 to the others: every format is once that of fast kernels, once that of the
-generic ones.
+Outputs start as 0xFF between inaccessible pages. A call fails if some threads miss a barrier, an access is out of
+bounds, a vector access is misaligned, or a launch never ends (tests/toolchain/simt). With a wave of 64 the emulated
+chip casts to the FNUZ formats, with a wave of 32 to the other formats. So fast kernels write every format on one chip,
+and generic kernels on the other.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from moe_fp8_ext.reference.numerics import FP8_MAX
 
 pytestmark = ON_LINUX
 OF_ALL_FORMATS = pytest.mark.parametrize("format", FORMATS)
-BY_SIZE = [torch.bfloat16, torch.float32]  # what takes as many bytes goes the same way
+BY_SIZE = [torch.bfloat16, torch.float32]  # dtypes of equal size take the same path
 OF_WHOLE_ROWS = pytest.mark.parametrize("format", ["rowwise"])
 MOST_EXPERTS = 1024
 ALIGNS = (1, 8, 16, 32, 64, 128, 256)
 
 
 def check(kernels: Waves, x: Tensor, format: str, offs: Tensor, align: int | None = None, **how: object) -> None:
-    """Every quantizer of tokens; quantize_both has the results of the other two."""
+    """Checks every quantizer of tokens. The outputs of quantize_both are those of the other two, so it stands for
+    both."""
     how = {"dtype": torch.float8_e4m3fn, **how}
     for amax in (amax for amax in FORMATS[format].amaxes if amax != "batch"):
         of_tokens = dict(offs=offs, align=align, amax=amax, **how)
@@ -84,7 +85,7 @@ def test_every_bfloat16_value_is_cast(kernels, format, fp8):
     values = values[values.abs() < FP8_MAX[fp8]]
     block = FORMATS[format].block or 256
     rows = torch.nn.functional.pad(values, (0, -len(values) % (block - 1))).view(-1, block - 1)
-    x = torch.nn.functional.pad(rows, (0, 1), value=FP8_MAX[fp8])  # so that every block has multiplier 1
+    x = torch.nn.functional.pad(rows, (0, 1), value=FP8_MAX[fp8])  # every block has multiplier 1
     for view in (x, misaligned(x)):
         kernels.check("quantize_rows", view, format, dtype=fp8)
 
@@ -105,7 +106,7 @@ def test_ties_and_their_neighbours_are_cast(kernels, format, fp8):
 
 @OF_ALL_FORMATS
 def test_every_exponent(kernels, format):
-    """Of float32, subnormals included, alone and as the amax of a block."""
+    """float32 values of every exponent, subnormals included, are quantized alone and as the amax of a block."""
     x = torch.cat([1 << torch.arange(23), torch.arange(1, 255) << 23]).int()[:, None] + torch.tensor([-1, 0, 1])
     x = x.flatten().view(torch.float32)[:, None]
     for rounding in FORMATS[format].roundings:
@@ -116,8 +117,7 @@ def test_every_exponent(kernels, format):
 @OF_ALL_FORMATS
 @pytest.mark.parametrize("shape", CORRECTNESS_MKE, ids=short)
 def test_shapes(kernels, format, shape):
-    """More rows would be more of the same tiles, and so would more experts of weights; long groups of whole rows have
-    tests below."""
+    """More rows or more experts would only add equal tiles. Other tests cover long groups of whole rows."""
     m, k, e = min(shape[0], 150), *shape[1:]
     check(kernels, wide(m, k), format, group_offs("zipf", m, e))
     check_weight(kernels, wide(min(e, 3), m, k), format, dtype=torch.float8_e5m2)
@@ -141,8 +141,8 @@ def test_rows_of_more_than_registers_hold(kernels, format, k, dtype):
 @OF_WHOLE_ROWS
 @pytest.mark.parametrize("dtype", BY_SIZE, ids=short)
 def test_rows_that_run_beside_columns(kernels, format, dtype):
-    """Rows from 2048 to 6544 or 23232 bytes, the emulated chips' limits, and their neighbours, which follow the
-    columns."""
+    """Rows have 2048 to 6544 or 23232 bytes, which are the emulated chips' limits for rows beside columns. Neighbouring
+    sizes run after the columns."""
     shortest, *longest = (n // dtype.itemsize for n in (2048, 6544, 23232))
     for k in (shortest - 8, shortest, shortest + 8, shortest + 9, *longest, *(n + 8 for n in longest)):
         x = wide(21, k, dtype=dtype)
@@ -153,8 +153,8 @@ def test_rows_that_run_beside_columns(kernels, format, dtype):
 
 
 def test_rows_in_step_with_columns(kernels):
-    """Of groups whose average is a third of the emulated L2, in an x six times as large as that. Kernels run one after
-    the other: the columns hear nothing of the rows, which then hear that the columns have ended."""
+    """Groups have on average a third of the emulated L2, and x is six times as large as it. Kernels run one after
+    another, so the columns get no messages from the rows, and the rows then see that the columns have ended."""
     groups, rows, k = 19, 1024, 512
     x = wide(groups * rows, k)
     offs = group_offs("zipf", len(x), groups)
@@ -175,8 +175,8 @@ def test_group_longer_than_shared_memory_holds(kernels, format, dtype):
 @pytest.mark.parametrize("dtype", BY_SIZE, ids=short)
 @pytest.mark.parametrize("wave", [32, 64])
 def test_blocks_that_share_a_strip_and_do_not_run_at_once(wave, format, dtype, libraries, tmp_path, monkeypatch):
-    """Seven blocks share the strips of long groups. One after the other, the first works out what it would hear of
-    those that have not begun, and the last hears of all. Types that the chip casts: others are a kernel's without."""
+    """Seven blocks share the strips of long groups and run one after another. The first block recomputes the results of
+    blocks that have not begun, and the last one receives every message. Only fast kernels share strips."""
     monkeypatch.setenv("SIMT_MULTIPROCESSORS", "7")
     monkeypatch.setenv("SIMT_THREADS", "1")
     kernels = Waves(Path(shutil.copy(libraries[wave], tmp_path)))
@@ -188,7 +188,7 @@ def test_blocks_that_share_a_strip_and_do_not_run_at_once(wave, format, dtype, l
     check(kernels, x, format, offs, **fp8)
     check(kernels, x, format, offs + 30, indices=slot_indices(m, 1, m + 30), top_k=1, **fp8)
     check_weight(kernels, wide(2, 2900, k, dtype=dtype), format, **fp8)
-    as_long = torch.tensor([1400] * 6).cumsum(0).int()  # waves of 64: over half of the blocks, hence all
+    as_long = torch.tensor([1400] * 6).cumsum(0).int()  # with waves of 64 these take over half of the blocks, hence all
     check(kernels, x[:8400], format, as_long, **fp8)
     among_short = torch.tensor([40] * 20 + [1900] + [40] * 20).cumsum(0).int()  # small blocks
     check(kernels, x[:3600], format, among_short, **fp8)
@@ -196,7 +196,8 @@ def test_blocks_that_share_a_strip_and_do_not_run_at_once(wave, format, dtype, l
 
 
 def test_long_groups_without_columns(kernels):
-    """Blocks would share them, but have no memory to tell one another in. Either type that a chip casts."""
+    """There are no columns and so no mailboxes, though groups are long enough to share. Runs both types that a chip
+    casts to."""
     offs, x = torch.tensor([30, 4900, 5000]).int(), torch.empty(5000, 8, dtype=torch.bfloat16)[:, :0]
     for fp8 in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
         check(kernels, x, "rowwise", offs, dtype=fp8)
@@ -247,7 +248,7 @@ def test_corrupt_offsets(kernels, format):
 @OF_ALL_FORMATS
 @pytest.mark.parametrize("fp8", FP8_DTYPES, ids=short)
 def test_non_finite_values(kernels, format, fp8):
-    """Sizes of every remainder modulo 4: padding is zero beside the NaN bytes of a poisoned column too."""
+    """Group sizes have every remainder modulo 4. Padding is zero even beside the NaN bytes of a poisoned column."""
     offs = torch.tensor([1, 2, 3, 4, 13, 15, 0, 30]).cumsum(0).int()
     for k, rounding in zip((40, 43), FORMATS[format].roundings, strict=True):
         x = wide(160, k)
@@ -265,7 +266,7 @@ INDEXED = pairs(
 
 @pytest.mark.parametrize(*INDEXED, ids=short)
 def test_by_index(kernels, format, dtype, shape):
-    """Aligned and not, rows beside columns and not, groups that shared memory holds and one that it does not."""
+    """Rows are aligned or not, beside columns or not. Groups fit into shared memory, except one."""
     m, k, e, top_k = shape
     x, indices, offs = wide(m, k, dtype=dtype), slot_indices(m, 2, m + 40), group_offs("zipf", m + 30, e)
     check(kernels, x, format, offs, indices=indices, top_k=top_k)
@@ -283,7 +284,7 @@ def test_by_index_of_views(kernels, format, dtype):
 @OF_ALL_FORMATS
 @pytest.mark.parametrize("wave", WAVES)
 def test_another_number_of_multiprocessors(wave, format, libraries, tmp_path, monkeypatch):
-    """Another grid, another distribution of the work. Device attributes are read once, hence a copy of the library."""
+    """Another grid distributes the work differently. Device attributes are read once, so the library is copied."""
     monkeypatch.setenv("SIMT_MULTIPROCESSORS", "7")
     kernels = Waves(Path(shutil.copy(libraries[wave], tmp_path)))
     check(kernels, wide(300, 304), format, group_offs("zipf", 300, 5))

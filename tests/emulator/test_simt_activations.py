@@ -1,4 +1,4 @@
-"""The kernels of activations without a GPU: see test_simt.py."""
+"""The kernels of activations without a GPU, see test_simt.py."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def check_backward(
     ids=short,
 )
 def test_activate(kernels, activation, dtype, p, f, interleaved, offset):
-    """Rows of no, one and several vectors a lane; rows that vectors do not fit; more rows than a block has waves."""
+    """A lane has no, one or several vectors. Vectors do not fit some rows, and a block has fewer waves than there are
+    rows."""
     h = misaligned(h_for(activation, p, f, dtype), offset)
     da = da_for(h, activation)
     kernels.check("activate", h, activation, interleaved=interleaved)
@@ -84,7 +85,7 @@ def test_fp8(kernels, activation, format, fp8, dtype, f, interleaved, by):
     ids=short,
 )
 def test_quantized(kernels, activation, format, p, f, interleaved, keep_h, e5m2, rounding, groups):
-    """Waves of four rows, of two and of one; last ones that are not full; rows that two waves share."""
+    """A wave has four rows, two rows, one row or half a row. The last waves are not full."""
     h = h_for(activation, p, f)
     how = {"interleaved": interleaved, "keep_h": keep_h, "rounding": FORMATS[format].roundings[rounding]}
     if groups is not None and FORMATS[format].order == "blocked":
@@ -119,14 +120,14 @@ def check_quantized_backward(
     format: str = "rowwise",
     **how: object,
 ) -> None:
-    """Of x as it is kept for backward, of the type of the emulated chip."""
+    """Quantizes x as forward keeps it, in the emulated chip's type, and checks backward."""
     for each in kernels:
         e4m3, other = [t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz()]
         h, scale = reference.quantize_rows(x, format, dtype=e4m3)
         given = {"dtype": e4m3, "grad_dtype": other if e5m2 else e4m3, "h_scale": scale, "offs": offs, **how}
         want = reference.quantize_activated_backward(da, h, activation, format, **given)
         run = partial(each.run, "quantize_activated_backward", want, da, h, activation, format, **given)
-        if FORMATS[format].block and each.wave == 64:  # no chip of such waves has the room
+        if FORMATS[format].block and each.wave == 64:  # no chip with waves of 64 has enough shared memory
             with pytest.raises(RuntimeError, match="no kernels take these rows"):
                 run()
             continue
@@ -154,7 +155,7 @@ def check_quantized_backward(
     ids=short,
 )
 def test_quantized_backward(kernels, activation, f, ends, align, e5m2, by, interleaved, rounding):
-    """Teams of one wave and of several, tiles that are not full, groups that end anywhere, rows behind the last."""
+    """Teams have one wave or several, tiles are not full, groups end anywhere, and rows follow the last group."""
     x, offs = h_for(activation, 131, f), torch.tensor(ends, dtype=torch.int32)
     how = {"align": align, "interleaved": interleaved, "rounding": rounding, **scored(x, by)}
     check_quantized_backward(kernels, x, da_for(x, activation), activation, offs, e5m2, **how)
@@ -178,7 +179,7 @@ def test_quantized_backward(kernels, activation, f, ends, align, e5m2, by, inter
 def test_quantized_backward_of_blocks(
     kernels, activation, format, f, ends, align, e5m2, by, interleaved, rounding, amax
 ):
-    """Tiles that are not full, that are padding alone, and of rows behind the last group."""
+    """Tiles are not full, hold only padding, or hold rows behind the last group."""
     x, offs = h_for(activation, 331, f), torch.tensor(ends, dtype=torch.int32)
     rule = FORMATS[format]
     how = {"align": min(align, rule.aligns[1]), "interleaved": interleaved, "rounding": rule.roundings[rounding]}
@@ -188,7 +189,7 @@ def test_quantized_backward_of_blocks(
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_quantized_backward_of_rows_that_are_apart(kernels, interleaved):
-    """Eight columns of h are loaded at once; of gates and ups in turns 16, and rows that lie otherwise are refused."""
+    """h is loaded 8 columns at a time, or 16 with interleaved gates and ups. Rows at other distances are refused."""
     x, offs = h_for("swiglu", 50, 128), torch.tensor([9, 9, 40], dtype=torch.int32)
     da, how = da_for(x, "swiglu"), {"offs": offs, "interleaved": interleaved, "rounding": "exact"}
     for each in kernels:
@@ -208,7 +209,7 @@ def test_quantized_backward_of_rows_that_are_apart(kernels, interleaved):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_quantized_backward_of_many_groups(kernels, format):
-    """As many as there may be, some of them empty; and a score whose gradient underflows to -0."""
+    """There are as many groups as allowed, and some are empty. The gradient of one score underflows to -0."""
     x, offs = h_for("swiglu", 300, 256), torch.randint(0, 301, (1024,), dtype=torch.int32).sort().values
     align, rounding = max(16, FORMATS[format].aligns[0]), FORMATS[format].roundings[0]
     da, how = da_for(x, "swiglu"), {"align": align, "rounding": rounding, **scored(x, "slots")}
@@ -219,7 +220,7 @@ def test_quantized_backward_of_many_groups(kernels, format):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_quantized_backward_of_what_is_not_finite(kernels, activation, format):
-    """A NaN or an infinity poisons its row and its columns of its group; rows as long as a team can have."""
+    """A NaN or Inf poisons its row, and its columns within its group. Rows are as long as a team can hold."""
     x = h_for(activation, 9, 2048)
     da, scores = da_for(x, activation), scores_for(x)
     x[1, 5], da[2, 700], da[4, 9], scores[5], x[8, 2000] = math.nan, math.inf, math.nan, math.nan, -math.inf
@@ -236,7 +237,7 @@ def test_every_byte(kernels, fp8):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_value(kernels, activation):
-    """Of bfloat16, beside NaNs and infinities."""
+    """Gates and ups take every value of bfloat16, beside NaN and Inf."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(64, 1024)
     others = torch.tensor([1.0, -1.0, math.inf, -math.inf, math.nan, -math.nan, 0.0, 7.0]).bfloat16().repeat(64, 128)
     for h in (torch.cat([values, others], 1), torch.cat([others, values], 1)) if activation in GATED else (values,):

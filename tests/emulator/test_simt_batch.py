@@ -1,4 +1,4 @@
-"""The kernels of columns that have one scale for the whole batch, without a GPU: see test_simt.py."""
+"""The kernels for columns with one scale for the whole batch, without a GPU; see test_simt.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = ON_LINUX
 
 
 def check(kernels: Waves, x: Tensor, offs: Tensor, **how: object) -> None:
-    """Tokens alone, and beside rows; of other dtypes than bfloat16 both are the same kernels."""
+    """Checks quantize_both and, for bfloat16, quantize_tokens. Other dtypes use the same kernels for both ops."""
     for op in ("quantize_tokens", "quantize_both") if x.dtype == torch.bfloat16 else ("quantize_both",):
         kernels.check(op, x, "rowwise", offs=offs, amax="batch", **{"dtype": torch.float8_e4m3fn, **how})
 
@@ -61,7 +61,7 @@ def test_zero_sizes(kernels, shape):
 
 @pytest.mark.parametrize("align", [1, 8, 16, 32, 256])
 def test_groups(kernels, align):
-    """Of every layout, and of sizes around those of every tile."""
+    """Groups have every layout, and sizes around every tile size."""
     for layout in LAYOUTS:
         check(kernels, wide(90, 40), group_offs(layout, 301, 5), align=align, **by_index(90, 301, 4))
     sizes = torch.tensor([1, 2, 15, 16, 17, 31, 32, 33, 127, 128, 129, 0, 255, 257])
@@ -89,7 +89,8 @@ def test_corrupt_offsets_and_indices(kernels):
 
 @pytest.mark.parametrize(*pairs(dtype=INPUT_DTYPES, fp8=FP8_DTYPES, k=[40, 43]), ids=short)
 def test_non_finite_values(kernels, dtype, fp8, k):
-    """Each becomes one NaN, in a routed row or not; a column may have no finite value at all."""
+    """Each value that is not finite becomes one NaN, whether its row is routed or not. A column may have no finite
+    value."""
     x = wide(60, k, dtype=dtype)
     x[5, 3], x[17, 4], x[59, 5], x[:, 7], x[::2, 8] = torch.nan, -torch.inf, torch.inf, torch.nan, -torch.nan
     x[:, 9], x[:, 10] = -0.0, 1e-30

@@ -1,4 +1,4 @@
-"""The kernels of a router's choice without a GPU: see test_simt.py."""
+"""The kernels of a router's choice without a GPU, see test_simt.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = ON_LINUX
 
 
 def check(kernels: Waves, logits: Tensor, top_k: int, bias: Tensor | None = None, *how: object) -> None:
-    """how: scoring, normalize, scaling_factor, num_groups, top_groups."""
+    """`how` holds scoring, normalize, scaling_factor, num_groups and top_groups."""
     kernels.check("choose_experts", logits, top_k, bias, *how)
     ids, scores, topk_logits = reference.choose_experts(logits, top_k, bias, *how)
     grad = torch.randn(scores.shape)
@@ -54,7 +54,7 @@ def check(kernels: Waves, logits: Tensor, top_k: int, bias: Tensor | None = None
     )
 )
 def test_choice(kernels, sizes, scoring, normalize, bias, offset, t):
-    """Of every room that a wave has; fours that lie at vectors and that do not; more tokens than a block has waves."""
+    """A lane holds any number of experts, vector loads are aligned or not, and a block has fewer waves than tokens."""
     e, top_k = sizes
     logits = misaligned(logits_of(t, e), offset)
     check(kernels, logits, top_k, torch.randn(e) if bias else None, scoring, normalize, 2.5)
@@ -89,7 +89,8 @@ def test_what_is_not_finite(kernels):
 
 
 def test_ids_of_any_numbers(kernels):
-    """Those of no expert, and one that stands at several slots; of the chosen alone any of these would count."""
+    """Ids of no expert count for nothing. If an id stands at several slots, the last slot counts, or any with
+    chosen_only."""
     ids = torch.tensor([[5, 5, 2], [-1, 9, 3], [2**40, -(2**63), 2**32], [0, 0, 0]])
     once = torch.tensor([[5, 4, 2], [-1, 9, 3], [2**40, -(2**63), 2**32], [0, 1, 8]])
     for logits in (logits_of(4, 9), logits_of(4, 300)):

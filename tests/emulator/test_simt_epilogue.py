@@ -1,5 +1,5 @@
-"""Hopper's GEMM with a third epilogue policy, which activates and finds the amax of every 128 columns of a row: see
-docs/kernels/gemm.md. The main loops, producers and schedulers are those of the package, unchanged."""
+"""Hopper's GEMM with a third epilogue policy: it activates, and finds the amax of every 128 columns of a row. See
+docs/kernels/gemm.md. Main loops, producers and schedulers are the package's own, unchanged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def relu_amax(
     library: ctypes.CDLL, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """relu of the product with row scales, and amax [..., M, ceil(N / 128)]."""
+    """Returns relu of the product with row scales, and amax [..., M, ceil(N / 128)]."""
     (m, k), n, k_grouped = a.shape, b.shape[-1], b.ndim == 2
     rows = (len(offs), m) if k_grouped else (m,)
     out, amax = torch.full((*rows, n), torch.nan), torch.zeros(*rows, -(-n // 128))

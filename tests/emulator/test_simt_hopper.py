@@ -1,5 +1,6 @@
-"""Hopper's own GEMMs without a GPU: boxes arrive when their copy is begun, products are made when waited for, so that a
-stage that is given back or filled at the wrong time shows. See test_simt.py; on a GPU test_sm90_gemm.py has more."""
+"""Hopper's own GEMMs without a GPU. Copies arrive when they are issued, and products are computed when they are waited
+for, so a pipeline stage that is released or filled at the wrong time shows. See test_simt.py; test_sm90_gemm.py tests
+more on a GPU."""
 
 from __future__ import annotations
 
@@ -28,20 +29,20 @@ KINDS = [("rowwise", True, "group"), ("rowwise", False, "group"), ("blockwise", 
 KINDS.append(("mxfp8", True, "group"))
 SQUARES = "blockwise", True, "square"
 KINDS.append(SQUARES)
-ADDING = KINDS[0], SQUARES  # those that have kernels which add
+ADDING = KINDS[0], SQUARES  # kinds with kernels that add
 OF_KIND = pytest.mark.parametrize("kind", KINDS, ids=short)
 
 
 @pytest.fixture
 def hopper(gemm_of_hopper: Path) -> Waves:
-    with patch.dict(os.environ, SIMT_MULTIPROCESSORS="6"):  # three clusters; asked once
+    with patch.dict(os.environ, SIMT_MULTIPROCESSORS="6"):  # three clusters; the library asks once
         kernels = Waves(gemm_of_hopper)
         assert [(k.chip, k.wave, k.native_fnuz()) for k in kernels] == [("sm_90a", 32, False)]
     return kernels
 
 
 def can_count(format: str, product: Tensor) -> bool:
-    """Whether a counter may deal tiles out, of rows that lie as they are."""
+    """Whether the dynamic scheduler can run: MXFP8, by index and K-grouped products always use another one."""
     return product.ndim == 2 and format != "mxfp8"
 
 
@@ -54,14 +55,15 @@ def check(
     counter: bool = False,
     **index: object,
 ) -> None:
-    """Exact sums: the reference's bytes, whoever takes which tiles. counter: where it may deal them out."""
+    """Sums are exact, so bytes equal the reference's for every schedule. `counter` is whether the dynamic scheduler may
+    run."""
     want = reference.scaled_grouped_mm(*args, **index, out_dtype=out_dtype)
     how = {"use_fast_accum": fast, "out_dtype": out_dtype, "counter": counter and can_count(args[4], want)}
     hopper.check_as((want,), "scaled_grouped_mm", *args, **index, **how)
 
 
 def check_added(hopper: Waves, args: tuple[object, ...], fast: bool, dtype: torch.dtype) -> None:
-    """Empty groups stay as they are."""
+    """Totals of empty groups do not change."""
     total = wide(args[5].shape[0], args[0].shape[0], args[1].shape[1], dtype=dtype)
     total[:, 0] = -0.0
     want = total.clone()
@@ -70,7 +72,8 @@ def check_added(hopper: Waves, args: tuple[object, ...], fast: bool, dtype: torc
 
 
 def types(format: str, fp8: torch.dtype) -> tuple[torch.dtype, bool]:
-    """Of a, and whether b is E4M3: fp8 is the type of the operand that may be E5M2, of MXFP8 b, else a."""
+    """The dtype of a, and whether b is E4M3. fp8 is the dtype of the operand that may be E5M2: b for MXFP8, otherwise
+    a."""
     return (FP8_DTYPES[0], fp8 == FP8_DTYPES[0]) if format == "mxfp8" else (fp8, True)
 
 
@@ -101,8 +104,9 @@ def test_products(hopper, layout, kind, shape, fp8, out_dtype):
 
 @OF_KIND
 def test_every_round_and_rest(hopper, kind):
-    """Sums of 1 to 6 stages and of 8, two whole rounds, that end with 1 to 4 steps of an instruction: stages that are
-    held, empty or cut short. Stages of MXFP8 are half as long: sums of up to two rounds, and more."""
+    """Sums have 1 to 6 stages, or 8 stages, which are two whole rounds. They end with 1 to 4 steps of an instruction,
+    so stages are full, empty or cut short. MXFP8 has half as long stages, so its sums take up to two rounds, and
+    more."""
     format, fast, amax = kind
     sizes = [32 * i for i in (*range(1, 18), 20, 21, 29)]
     operands = products(format, ends(sizes), sum(sizes), 144, 144, FP8_DTYPES[0], amax=amax)[1]
@@ -113,15 +117,15 @@ def test_every_round_and_rest(hopper, kind):
 
 @pytest.mark.parametrize("k", [16, 144, 256, 272])
 def test_sums_of_half_a_round(hopper, k):
-    """Of which tiles are known, with their scales, two ahead of the one that is stored; and one that is longer."""
+    """With short sums, tiles and their scales are planned two ahead of the stored tile. One sum is longer."""
     operands = products("rowwise", ends([300, 70, 513]), 890, k, 560, FP8_DTYPES[0])[0]
     check(hopper, operands, True, torch.bfloat16)
 
 
 @pytest.mark.parametrize("amax", ["group", "square"])
 def test_long_sums(hopper, amax):
-    """Scales of squares are loaded 32 at a time: sums of 33 stages and of more than 64, in turn, from any address and,
-    along the sum, any stride."""
+    """Scales of squares are loaded 32 at a time. Groups have 33 stages or more than 64. Scales begin at any address
+    and, along the sum, have any stride."""
     offs = ends([32, 33 * 128, 0, 66 * 128 + 32])
     backward = products("blockwise", offs, int(offs[-1]), 144, 16, FP8_DTYPES[0], amax=amax)[1]
     if amax == "square":
@@ -137,7 +141,7 @@ def test_long_sums(hopper, amax):
 
 @OF_KIND
 def test_sizes_of_tiles(hopper, kind):
-    """Groups around a half, one and two tiles, columns around one half of a tile and one tile."""
+    """Groups have about half a tile, one tile or two tiles. Columns are about half a tile or one tile."""
     format, fast, amax = kind
     sizes = [0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 385]
     for n in (16, 128, 144, 272):
@@ -147,8 +151,8 @@ def test_sizes_of_tiles(hopper, kind):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not SQUARES and kind[0] != "mxfp8"], ids=short)
 def test_clusters_that_draw_at_once(hopper, kind):
-    """As many as there are, of one counter: of uneven groups and one alone, of fewer units than clusters, as many and
-    one more, of a sum that goes round once and of one that does not."""
+    """All clusters draw units from one counter. Groups are uneven or there is one, and there are fewer units than
+    clusters, as many, or one more. Sums take one round or several."""
     format, fast, _ = kind
     problems = [
         *(([700, 0, 1, 0, 385, 130], 1300, 144, 400), ([1500], 1500, 144, 272), ([0, 0], 9, 144, 16)),
@@ -164,7 +168,7 @@ def test_clusters_that_draw_at_once(hopper, kind):
 @OF_KIND
 def test_many_groups(hopper, kind):
     format, fast, amax = kind
-    stage = 128 if kind == KINDS[0] else 32  # operands of 1,000 groups take the reference long
+    stage = 128 if kind == KINDS[0] else 32  # the reference takes long for operands of 1,000 groups
     for sizes, m, k, n in (
         (([0] * 29 + [3, 1, 2]) * 32, 200, 48, 32),
         ([0] * 500 + [300] + [0] * 499, 310, stage, 144),
@@ -175,7 +179,7 @@ def test_many_groups(hopper, kind):
 
 @OF_KIND
 def test_corrupt_offsets(hopper, kind):
-    """Those of a sum are rounded down to what an instruction sums at once."""
+    """Offsets of a K-grouped product are rounded down to the length of an instruction's sum."""
     (format, fast, amax), of_problem = kind, torch.tensor([10, 20, 64], dtype=torch.int32)
     for offs in corrupt_offs(64):
         forward, backward = products(format, of_problem, 64, 48, 400, FP8_DTYPES[0], amax=amax)
@@ -185,7 +189,8 @@ def test_corrupt_offsets(hopper, kind):
             how = {"use_fast_accum": fast, "out_dtype": torch.float32}
             for counter in {False, can_count(format, want)}:
                 hopper.check_as((want,), "scaled_grouped_mm", *operands, offs[:3], **how, counter=counter)
-    if format == "blockwise":  # groups of more blocks than there are scales: wrong numbers, from within them
+    # Groups have more blocks than there are scales; results are wrong, but use only existing scales.
+    if format == "blockwise":
         a, b, scale_a, scale_b, *_ = products(format, of_problem, 64, 48, 400, FP8_DTYPES[0], amax=amax)[1]
         for kernels in hopper:
             args = a, b, scale_a[:, :2], scale_b[:2], format, ends([32, 32, 96])
@@ -193,7 +198,7 @@ def test_corrupt_offsets(hopper, kind):
 
 
 def test_mxfp8_of_no_number(hopper):
-    """Elements and scales of either operand that are NaN, and scales of 2^-127, a subnormal."""
+    """Elements and scales of either operand are NaN, and some scales are 2^-127, a subnormal."""
     offs = ends([40, 0, 64])
     for a, b, scale_a, scale_b, *rest in products("mxfp8", offs, 120, 144, 48, FP8_DTYPES[0]):
         a.view(torch.uint8)[3, 70] = b.mT.view(torch.uint8)[..., 7, 33] = 0x7F
@@ -209,7 +214,7 @@ def test_mxfp8_of_no_number(hopper):
 
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=short)
 def test_rows_by_index(hopper, out_dtype):
-    """Each at most once a slot, and of no row."""
+    """Each slot appears at most once, and some indices name no row."""
     for t, top_k, p, k, n in ((40, 3, 150, 144, 272), (300, 1, 280, 640, 48), (7, 2, 20, 16, 16)):
         a, b = exact_fp8(t, k), exact_fp8(3, n, k)
         scales = exact_scales(t), exact_scales(3, n)
@@ -219,26 +224,26 @@ def test_rows_by_index(hopper, out_dtype):
 
 @pytest.mark.parametrize("format", ["rowwise", "blockwise", "mxfp8"])
 def test_experts_apart(hopper, format):
-    """Of b, by whole rows: a part of each."""
+    """b has gaps of whole rows between experts."""
     offs = group_offs("tail_rows", 150, 3)
     a, b, *rest = products(format, offs, 150, 144, 272, FP8_DTYPES[0])[0]
     wider = exact_fp8(3, 400, 144)
     wider[:, 100:372] = b.mT
     check(hopper, (a, wider[:, 100:372].mT, *rest), True, torch.bfloat16)
-    if format == "mxfp8":  # b is copied, so that experts may lie anywhere
+    if format == "mxfp8":  # b is copied, so gaps may have any size
         apart = exact_fp8(3, 272 * 144 + 16)[:, 16:].unflatten(1, (272, 144))
         apart.copy_(b.mT)
         check(hopper, (a, apart.mT, *rest), True, torch.bfloat16)
 
 
 def test_what_others_take(hopper):
-    """Sums of an odd stride of scales, say, do not reach the kernels, nor an a of squares or, of MXFP8, of E5M2, nor
-    totals of some kinds."""
+    """The kernels refuse calls that other GEMMs serve: odd strides of scales, a with squares, MXFP8 with a in E5M2, and
+    some kinds of totals."""
     offs = torch.tensor([40], dtype=torch.int32)
     of_kinds = [(kind, products(kind[0], offs, 40, 64, 32, FP8_DTYPES[0], amax=kind[2])[1]) for kind in KINDS]
     a, b, scale_a, scale_b, _, ends = of_kinds[-1][1]
     forward, wide_rows = products("rowwise", offs, 40, 64, 32, FP8_DTYPES[0])[0], exact_fp8(2, 32, 80)
-    apart = wide_rows.as_strided((2, 32, 64), (33 * 64 + 16, 64, 1))  # experts, by no whole rows
+    apart = wide_rows.as_strided((2, 32, 64), (33 * 64 + 16, 64, 1))  # the gap between experts is no multiple of a row
     refused = [
         ("scaled_grouped_mm", forward[0], apart.mT, forward[2], exact_scales(2, 32), "rowwise", offs.repeat(2)),
         *(

@@ -1,5 +1,5 @@
-"""The MFMA that takes scales, of gfx950, without a GPU: what its kernels do that no others do. See test_simt.py; other
-sizes, types and groups are in test_simt_scales.py."""
+"""The kernels that use gfx950's MFMA with scales, without a GPU. See test_simt.py; test_simt_scales.py covers other
+sizes, types and groups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gfx950(gemm_with_scales: Path) -> SimtKernels:
 
 
 def product(kernels: SimtKernels, args: list[object]) -> tuple[Tensor, Tensor]:
-    """In float32, and the reference's in float64."""
+    """Returns the float32 product and the reference's in float64."""
     want = reference.scaled_grouped_mm(*args, out_dtype=torch.float64)
     return kernels.run("scaled_grouped_mm", (want.float(),), *args, out_dtype=torch.float32)[0], want
 
@@ -41,7 +41,7 @@ def other_scales(like: Tensor, low: int, high: int) -> Tensor:
 
 @OF_A
 def test_instruction_that_runs(dtype, gfx950):
-    """Zeros are multiplied by 2^127 twice: other kernels multiply scales in float32 first, which makes them NaN."""
+    """Zeros are multiplied by 2^127 twice. Other kernels multiply both scales in float32 first, which gives NaN."""
     assert (gfx950.chip, gfx950.wave, gfx950.native_fnuz()) == ("gfx950", 64, False)
     offs = torch.tensor([40], dtype=torch.int32)
     a, b, scale_a, scale_b, *_ = products("mxfp8", offs, 40, 200, 24, dtype)[0]
@@ -53,9 +53,12 @@ def test_instruction_that_runs(dtype, gfx950):
 @OF_BLOCKS_OF_32
 @pytest.mark.parametrize("sizes", [(140, 200, 72, 3), (200, 129, 130, 2), (70, 384, 40, 2)], ids=short)
 def test_real_values(sizes, fmt, gfx950):
-    """An addition rounds by at most 2^-24 of its result, which is at most the sum of magnitudes M. In a block there
-    are 32, and the magnitudes of all blocks are M together: 32 * 2^-24 M in all. Then each block is added to those
-    before it: 2^-24 M a block. Products are exact, and so are scales, but for what underflows: 2^-150 a block."""
+    """The error is at most 32 * 2^-24 of the sum of magnitudes M, 2^-24 M a block, and 2^-150 a block.
+
+    An addition rounds by at most 2^-24 of its result, which is at most M. A block has 32 additions, and the magnitudes
+    of all blocks add up to M: 32 * 2^-24 M in all. Then each block is added to the blocks before it: 2^-24 M a block.
+    Products and scales are exact, except for values that underflow: 2^-150 a block.
+    """
     for (a, b, *rest), terms, _ in real_operands(fmt, *sizes, "cpu"):
         got, want = product(gfx950, [a, b, *rest])
         magnitude = reference.scaled_grouped_mm(a.float().abs(), b.float().abs(), *rest, out_dtype=torch.float64)
@@ -67,7 +70,7 @@ def test_real_values(sizes, fmt, gfx950):
 @OF_A
 @OF_BLOCKS_OF_32
 def test_every_element_meets_the_scales_of_its_block(fmt, dtype, gfx950):
-    """Row m has one element that is not zero, number m. Scales are 2^-60 to 2^60, any for a block."""
+    """Row m has one nonzero element, number m. Every block has another scale from 2^-60 to 2^60."""
     k = 300
     x, offs = torch.zeros(k, k), torch.tensor([k], dtype=torch.int32)
     _, of_x, x_t, of_x_t, ends = reference.quantize_both(x, fmt, offs=offs)
@@ -82,7 +85,7 @@ def test_every_element_meets_the_scales_of_its_block(fmt, dtype, gfx950):
 
 @OF_BLOCKS_OF_32
 def test_smallest_scale(fmt, gfx950):
-    """Byte 0 stands for 2^-127, here beside 2^127."""
+    """Byte 0 stands for 2^-127. The other scale is 2^127."""
     for a, b, scale_a, scale_b, _, ends in products(fmt, group_offs("tail_rows", 90, 2), 90, 70, 40, E4M3):
         for of_a, of_b in ((0, 254), (254, 0)):
             scales = other_scales(scale_a, of_a, of_a + 1), other_scales(scale_b, of_b, of_b + 1)
@@ -92,7 +95,8 @@ def test_smallest_scale(fmt, gfx950):
 
 @OF_BLOCKS_OF_32
 def test_nan_is_of_its_own_block(fmt, gfx950):
-    """Or of none, where the byte is padding: K and groups end within the 128 elements that are multiplied at once."""
+    """A NaN scale poisons only its own block, or no block if its byte is padding. K and groups end within the 128
+    elements that one instruction multiplies."""
     poisoned = 0
     for operands in products(fmt, torch.tensor([10, 50, 70], dtype=torch.int32), 75, 40, 33, E4M3):
         for which in (2, 3) * 12:

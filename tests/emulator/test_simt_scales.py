@@ -54,7 +54,7 @@ def check_matrix(kernels: Waves, scale: Tensor) -> None:
 
 
 def check_groups(kernels: Waves, scale: Tensor, offs: Tensor, groups: str) -> None:
-    """What nobody owns comes from bytes that the way back must not look at."""
+    """unswizzle_scales ignores bytes that belong to no scale; they hold 77 here."""
     kernels.check("swizzle_scales", scale, groups=groups, offs=offs)
     blocked, _ = reference.swizzle_scales(scale, groups=groups, offs=offs)
     kernels.check("unswizzle_scales", blocked.masked_fill(blocked == 0, 77), *scale.shape, groups=groups, offs=offs)
@@ -121,7 +121,8 @@ def test_swizzle_with_corrupt_offsets(kernels):
 
 @pytest.mark.parametrize("wave", WAVES)
 def test_swizzle_of_fewer_blocks_than_tiles(wave, libraries, tmp_path, monkeypatch):
-    """One multiprocessor: blocks of groups take tile after tile. Read once a library, hence a copy of it."""
+    """On one multiprocessor, blocks process tile after tile. The setting is read once per library, so the library is
+    copied."""
     monkeypatch.setenv("SIMT_MULTIPROCESSORS", "1")
     kernels = Waves(Path(shutil.copy(libraries[wave], tmp_path)))
     for layout in ("uniform", "tail_rows"):
@@ -132,7 +133,7 @@ def test_swizzle_of_fewer_blocks_than_tiles(wave, libraries, tmp_path, monkeypat
 
 
 def check_operands(kernels: Waves, format: str, x: Tensor, offs: Tensor, fp8: torch.dtype, **how: object) -> None:
-    """Every operand that a quantizer makes of x, its group layouts, and all of them misaligned."""
+    """Checks every operand that a quantizer makes of x, with its groups, and misaligned copies of all."""
     q, scale, q_t, scale_t, ends = reference.quantize_both(x, format, offs=offs, dtype=fp8)
     w, w_scale, w_t, w_scale_t = reference.quantize_weight(torch.stack([x, -2 * x]), format, dtype=fp8)
     along = {"along": "tokens", "offs": ends}
@@ -161,7 +162,7 @@ def test_dequantize_groups(kernels, format):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_dequantize_sizes(kernels, format):
-    """None at all, more rows than the blocks of a launch take at once, rows of several blocks."""
+    """There are no rows, more rows than one launch's blocks take at once, and rows that span several blocks."""
     for m, k in ((0, 0), (0, 5), (5, 0), (300, 520), (20, 2064)):
         check_operands(kernels, format, wide(m, k), group_offs("tail_rows", m, 2), E4M3)
     q, offs = exact_fp8(300, 8192), torch.tensor([100, 290], dtype=torch.int32)
@@ -173,7 +174,7 @@ def test_dequantize_sizes(kernels, format):
 
 
 def test_dequantize_with_any_offsets(kernels):
-    """Corrupt ones, and groups that are not padded: pieces of a vector belong to several of them."""
+    """Offsets are corrupt, or groups are not padded, so that one vector belongs to several groups."""
     for offs in (*corrupt_offs(80), torch.tensor([3, 4, 4, 37, 75, 78], dtype=torch.int32)):
         e, q, along = len(offs), exact_fp8(45, 80, dtype=E5M2), {"along": "tokens", "offs": offs}
         kernels.check("dequantize", q, torch.rand(e, 45), "rowwise", **along)
@@ -220,7 +221,7 @@ def test_scaled_grouped_mm(gemms, layout, format, shape, fp8, native, out_dtype)
 
 
 def test_scaled_grouped_mm_of_many_tiles(gemms):
-    """More than a band below one another, more groups than blocks, most of them empty; rows that are the same."""
+    """There are more tile rows than one rasterization band, more groups than blocks, and operands with stride 0."""
     for sizes, k, n in (([2200, 0, 40], 8, 130), ([int(e % 40 == 7) for e in range(MOST_EXPERTS)], 40, 9)):
         offs = torch.tensor(sizes).cumsum(0).int()
         for operands in products("mxfp8", offs, int(offs[-1]), k, n, E4M3):
@@ -234,7 +235,7 @@ def test_scaled_grouped_mm_of_many_tiles(gemms):
 def test_scaled_grouped_mm_with_corrupt_offsets(gemms, format):
     for offs in corrupt_offs(40):
         forward, backward = products(format, torch.tensor([10, 20, 40], dtype=torch.int32), 40, 40, 9, E4M3)
-        # Row-major scales of a sum lie by position: its groups begin at multiples of a block.
+        # Row-major scales of a K-grouped product go by position, so its groups begin at multiples of a block.
         whole = offs.div(32, rounding_mode="floor").int() * 32 if format == "mxfp8_rowmajor" else offs
         for (*operands, _), ends in ((forward, offs[:3]), (backward, whole[:3])):
             gemms.check("scaled_grouped_mm", *operands, ends, out_dtype=torch.float32)
@@ -246,7 +247,7 @@ def test_add_scaled_grouped_mm(gemms, format, dtype):
     for (m, k, n, e), layout, fp8 in zip(((70, 33, 65, 3), (90, 64, 16, 5)), LAYOUTS[-2:], FP8_DTYPES, strict=False):
         operands = products(format, group_offs(layout, m, e), m, k, n, fp8)[1]
         total = wide(e, n, k, dtype=dtype)
-        total[:, 0] = -0.0  # stays, in groups that are empty
+        total[:, 0] = -0.0  # stays in empty groups
         want = total.clone()
         reference.add_scaled_grouped_mm(want, *operands)
         for at in (total, misaligned(total)):
@@ -255,7 +256,7 @@ def test_add_scaled_grouped_mm(gemms, format, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 def test_add_groups(kernels, dtype):
-    """Behind a native GEMM; the totals of empty groups stay, whatever is in their product."""
+    """Adds the product of a native GEMM. Totals of empty groups do not change, whatever their product holds."""
     ends = torch.tensor([0, 3, 7, 7, 9], dtype=torch.int32)
     shapes = ((5, 8, 8), (5, 24, 40))
     for shape, of_product in itertools.product(shapes, (torch.bfloat16, torch.float32)):

@@ -1,4 +1,4 @@
-"""Which worker computes which work units of Hopper's products, without a GPU: see test_simt.py."""
+"""The distribution of work units over workers in Hopper's products, without a GPU; see test_simt.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simt_library import SIMT, compile_cxx
 from torch import Tensor
 
 pytestmark = ON_LINUX
-Units = list[list[tuple[int, int]]]  # per worker: (group, index of the unit in the group)
+Units = list[list[tuple[int, int]]]  # for each worker: (group, index of the unit in the group)
 
 WORKERS = pytest.mark.parametrize("workers", [1, 3, 66, 96])
 SIZES = [
@@ -44,7 +44,8 @@ def schedule(
     max_units: int,
     counter: Tensor | None = None,
 ) -> Units:
-    """The units of every worker in order. problem: M, N, K, whether K-grouped, and whether scales are of blocks."""
+    """Returns the units of every worker in order. problem: M, N, K, whether it is K-grouped, and whether scales are of
+    blocks."""
     offs = torch.tensor(sizes).cumsum(0).int()
     out = torch.full((workers, max_units, 2), -2, dtype=torch.int32)
     offs_at, counter_at, out_at = (ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (offs, counter, out))
@@ -55,7 +56,7 @@ def schedule(
 
 
 def count_units(rows: int, columns: int, blocks: bool) -> int:
-    """Units of a group: pairs of 128 x 256 tiles, or, with block scales, of 256 x 128 tiles."""
+    """Number of units of a group: pairs of 128 x 256 tiles or, with block scales, of 256 x 128 tiles."""
     multicast_a, width, rest = -(-columns // (256 if blocks else 512)), -(-columns // 256), rows % 256
     if blocks:
         return -(-rows // 256) * multicast_a
@@ -63,7 +64,7 @@ def count_units(rows: int, columns: int, blocks: bool) -> int:
 
 
 def unit_cost(size: int) -> int:
-    """Steps along K, and 14 to store a tile, rounded to five bits."""
+    """Cost of a unit: steps along K, and 14 for storing a tile, rounded to five bits."""
     cost, step = size // 32 + 14, 1
     while cost // 32 >= step:
         step *= 2
@@ -89,7 +90,7 @@ def test_longest_first_is_a_queue_of_workers(library, sizes, squares, workers):
 @pytest.mark.parametrize("n", [700, 2000, 60_000])
 @pytest.mark.parametrize("sizes", [[2**20, 2**18, 2**18 + 96, 5 * 2**15, 32], LONG], ids=["million", "long"])
 def test_longest_first_with_coarse_costs(library, sizes, n):
-    """Every unit is computed once, and no worker has more than the mean and the last unit."""
+    """Every unit is computed once. No worker has more than the mean cost and the cost of one unit."""
     workers, units = 66, count_units(520, n, False)
     got = schedule(library, sizes, 520, n, sum(sizes), True, False, workers=workers, max_units=5 * units + 1)
     assert sorted(u for worker in got for u in worker) == [(e, i) for e in range(5) for i in range(units)]
@@ -117,7 +118,8 @@ def test_static_rounds(library, sizes, blocks, workers):
 @pytest.mark.parametrize("blocks", [False, True])
 @M_GROUPED
 def test_dynamic_units(library, sizes, blocks, workers):
-    """The counter ends at the number of units: no worker draws its first unit, but each draws one behind the last."""
+    """The counter ends at the number of units. A worker does not draw its first unit, but draws once in vain at the
+    end."""
     counter = torch.zeros(1, dtype=torch.int32)
     everything = [(e, i) for e, size in enumerate(sizes) for i in range(count_units(size, 2000, blocks))]
     options = {"workers": workers, "max_units": len(everything) + 1, "counter": counter}

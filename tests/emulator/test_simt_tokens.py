@@ -1,4 +1,4 @@
-"""The kernels that move tokens without a GPU: see test_simt.py."""
+"""The kernels that move tokens without a GPU, see test_simt.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = ON_LINUX
 
 
 def test_default_format(libraries):
-    assert SimtKernels(libraries[64]).native_fnuz()  # gfx942
+    assert SimtKernels(libraries[64]).native_fnuz()  # the chip is gfx942
     assert not SimtKernels(libraries[32]).native_fnuz()
 
 
@@ -73,7 +73,8 @@ def test_permute_pad(kernels, top_k):
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 def test_pack_tokens(kernels, top_k):
-    """Columns of every unit: aligned and not, transposed, ids of both kinds; pieces of long ones; rows of nothing."""
+    """Columns have every access width, aligned or not, and may be transposed. Ids have both dtypes. Long columns are
+    split."""
     indices = slot_indices(37, top_k, 300)
     for k, n, dtype in ((700, 8, torch.int64), (5, 3, torch.int32), (0, 1, torch.int64), (272, 4, torch.int32)):
         x = torch.randint(0, 256, (37, k), dtype=torch.uint8)
@@ -98,7 +99,8 @@ def test_pack_tokens(kernels, top_k):
     ids=short,
 )
 def test_quantize_and_pack(kernels, format, k, top_k, e5m2, rounding, n):
-    """Rows of a wave and of several turns; more slots of a token than lanes; an inverse that is none of some slots."""
+    """A row takes one wave or several rounds. A token may have more slots than a wave has lanes, or slots without a
+    row."""
     x, ids, scores = wide(37, k), torch.randint(-2, 12, (37, n)), torch.randn(37, n)
     indices = slot_indices(37, top_k, 110)
     others = torch.randint(-3, 115, (37, top_k), dtype=torch.int32)
@@ -125,7 +127,7 @@ def test_permute_indices(kernels):
 
 
 def test_invert_indices(kernels):
-    """Repeated indices, those of nothing, none at all, more than a block."""
+    """Indices repeat, name no slot, are absent, or exceed one block."""
     for count, size in ((0, 0), (0, 5), (5, 0), (1, 1), (300, 200), (700, 3), (1000, 2000)):
         indices = torch.randint(-2, size + 2, (count,), dtype=torch.int32)
         want = torch.full((size,), -1, dtype=torch.int32)
@@ -137,7 +139,8 @@ def test_invert_indices(kernels):
 
 
 def test_sort_tokens(kernels):
-    """Few slots and many blocks' worth, every number of bits, few waves (1,024 experts), one expert for all."""
+    """There are few slots or slots for many blocks, every number of bits, few waves (1,024 experts), or one expert for
+    all."""
     sizes = ((0,), 3), ((1,), 1), ((5, 1), 2), ((300, 2), 7), ((1500, 3), 64), ((700, 4), 300), ((999, 3), 1024)
     for shape, e in sizes:
         for dtype in (torch.int32, torch.int64):
@@ -149,13 +152,14 @@ def test_sort_tokens(kernels):
 
 @pytest.mark.parametrize("wave", WAVES)
 def test_sort_tokens_on_more_multiprocessors(wave, libraries, tmp_path, monkeypatch):
-    monkeypatch.setenv("SIMT_MULTIPROCESSORS", "7")  # read once, hence a copy of the library
+    monkeypatch.setenv("SIMT_MULTIPROCESSORS", "7")  # read once per library, so the library is copied
     kernels = Waves(Path(shutil.copy(libraries[wave], tmp_path)))
     kernels.check("sort_tokens", torch.randint(-1, 40, (9000,)), 39)
 
 
 def test_tokens_by_rank(kernels):
-    """No tokens and no choices, ranks that divide a block and that do not, more than it has threads, many blocks."""
+    """There are no tokens or no choices, ranks that divide a block or not, more ranks than a block's threads, or many
+    blocks."""
     sizes = (
         (0, 3, 4, 2),
         (5, 0, 4, 2),
@@ -178,7 +182,7 @@ def check_combine(kernels: Waves, y: Tensor, inverse: Tensor, scores: Tensor | N
     args = scores, inverse, y.shape[0]
     kernels.check("combine_backward", grad, None, *args)
     want = reference.combine_backward(grad, y, *args)
-    # Sums of K products, in any order: see check_dots in test_combine.py.
+    # These are sums of K products, in any order: see check_dots in test_combine.py.
     size = reference.combine_backward(grad.abs(), y.abs(), None, inverse, y.shape[0])[1]
     unit = torch.finfo(want[1].dtype).eps
     tolerance = 1.01 * (y.shape[1] * 2.0**-24 * size + unit * want[1].float().abs())
@@ -190,8 +194,8 @@ def check_combine(kernels: Waves, y: Tensor, inverse: Tensor, scores: Tensor | N
 
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
 def test_combine(kernels, dtype):
-    """Rows of one vector, of several a block, of several blocks, of more turns than one; misaligned ones; slots beyond
-    one batch."""
+    """A row has one vector, fills part of a block, needs several blocks, or several rounds. Rows may be misaligned, and
+    slots may exceed one batch."""
     sizes = (19, 3, 40, 8), (7, 1, 300, 1), (5, 9, 45, 2056), (3, 2, 6, 520), (4, 5, 20, 67), (0, 2, 3, 8)
     sizes += ((131, 9, 1300, 8),)
     for t, top_k, p, k in sizes:
@@ -212,8 +216,8 @@ def test_combine(kernels, dtype):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_permute_quantized(kernels, format):
-    """Scales in groups and without, of more rows and columns than a block of threads has, at odd addresses; rows of
-    vectors, which the same blocks have, in pieces and whole, and others, at odd addresses too."""
+    """Scales are grouped or not, exceed a block's threads in rows and columns, and may have odd addresses. Rows consist
+    of whole vectors, which the same blocks move in pieces or whole, or are misaligned."""
     sizes = [(37, 70, 50, 3), (5, 0, 9, 1), (40, 130, 0, 2), (300, 400, 600, 2)]
     sizes += [(7, 9232, 5, 1), (3, 4816, 200, 1), (9, 4500, 20, 2)]  # blocks of 256 threads, and of 192
     for m, k, p, top_k in sizes:
@@ -224,7 +228,7 @@ def test_permute_quantized(kernels, format):
         kernels.check("permute_quantized", misaligned(q), scale, format, indices, top_k)
     if scale.element_size() == 1:
         kernels.check("permute_quantized", q, misaligned(scale), format, indices, top_k)
-    elif FORMATS[format].order == "column_major":  # rows of words together, as messages have them, and at odd addresses
+    elif FORMATS[format].order == "column_major":  # whole rows as messages have them, and odd addresses
         for room in (0, 1, 4):
             view = torch.nn.functional.pad(scale, (room, 0))[:, room:]
             kernels.check("permute_quantized", q, view, format, indices, top_k)

@@ -1,5 +1,4 @@
-"""A cache of compilers' outputs, by a hash of everything that goes into them. It is in the user's cache folder, and all
-clones share it."""
+"""A cache of compilers' outputs, by a hash of all inputs. It is in the user's cache folder, and all clones share it."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ def cached(key: str, make: Callable[[Path], None]) -> Path:
         make(draft)
         draft.rename(entry)
     except OSError:
-        if not entry.is_dir():  # if it is one now, another process was faster
+        if not entry.is_dir():  # if it exists now, another process was faster
             raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -260,8 +260,9 @@ def cases_of_gemm() -> Iterator[Call]:
         yield from products(fmt, (130, 37, 131), offsets(0, 40, 41, 120))
         yield from products(fmt, (700, 144, 272), offsets(0, 300, 301, 650))
         yield from products(fmt, (300, 400, 1040), offsets(17, 17, 145, 300))
-        yield from products(fmt, (200, 272, 272), offsets(60, 61, 200))  # the last scales of blocks do not fill a chunk
-        yield from products(fmt, (2250, 272, 144), offsets(970, 1000, 1000, 2240))  # rounds of stages and remainders
+        yield from products(fmt, (200, 272, 272), offsets(60, 61, 200))  # the last block scales do not fill a chunk
+        # Several rounds of stages, and remainders.
+        yield from products(fmt, (2250, 272, 144), offsets(970, 1000, 1000, 2240))
 
 
 def moved(value: object, device: str) -> object:
@@ -276,8 +277,8 @@ def as_bytes(out: object) -> list[Tensor]:
 def main() -> int:
     torch.manual_seed(0)
     # GEMMs sum in an order and a precision that depend on the device, and they round outputs or operands to bfloat16.
-    # Such a rounding moves a value by at most 2^-8 of itself. Allowed are two of them, relative to the value (rtol) and
-    # to terms that cancelled in it, which are about as large as the largest value (atol).
+    # One rounding moves a value by at most 2^-8 of itself. The bound allows two, relative to the value (rtol) and to
+    # terms that cancelled in it, which are about as large as the largest value (atol).
     sums = "scaled_grouped_mm", "add_scaled_grouped_mm"
     wanted, _, without = (set(words.split()) for words in " ".join(sys.argv[1:]).partition("--without"))
     wrong = count = 0

@@ -1,4 +1,4 @@
-"""Tensors in guarded memory: filled with 0xFF, an inaccessible page behind them, and checked bytes around them."""
+"""Tensors in guarded memory: filled with 0xFF, with an inaccessible page behind them and checked bytes around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by the compile checks of both vendors: names of kernels, what their code must contain, and the report."""
+"""Shared by the compile checks of both vendors: names of kernels, requirements on their code, and the report."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-VECTORS = "vector loads"  # of 8 or 16 bytes from global memory
+VECTORS = "vector loads"  # loads of 8 or 16 bytes from global memory
 WIDE_VECTORS = "16-byte loads"
 E4M3, E5M2 = "E4M3 casts", "E5M2 casts"
 E8M0 = "E8M0 casts"  # instructions that round up to an E8M0 scale
-WGMMA_FP8, WGMMA_BF16 = "FP8 wgmma instructions", "BF16 wgmma instructions"  # by a warpgroup
+WGMMA_FP8, WGMMA_BF16 = "FP8 wgmma instructions", "BF16 wgmma instructions"  # executed by a warpgroup
 TMA_COPIES = "TMA copies"
-MMA = "matrix instructions"  # by one wave: mma.sync, MFMA
+MMA = "matrix instructions"  # executed by one wave: mma.sync, MFMA
 SCALED_MMA = "matrix instructions that take scales"
 AMD_REGISTERS = 256  # limit of mma kernels: two blocks of four waves share four SIMDs with 512 registers each
 BY_INSTRUCTIONS = r"mma_kernel<Traits<\(Types\)[01]"  # mma kernels that do not decode operands by tables
@@ -124,7 +124,7 @@ def needs(name: str, arch: str) -> set[str] | None:
     if base == "mma_kernel" and arch.startswith("gfx"):  # on NVIDIA it copies asynchronously, 16 bytes at a time
         loads = {WIDE_VECTORS}
     hopper = set()
-    if (base, arch) == ("grouped_gemm_kernel", "sm_90a"):  # on others it never runs
+    if (base, arch) == ("grouped_gemm_kernel", "sm_90a"):  # it never runs on other architectures
         hopper = {WGMMA_BF16 if WITH_MX in name else WGMMA_FP8, TMA_COPIES}
     return loads | matrices | hopper
 

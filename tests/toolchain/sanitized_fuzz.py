@@ -100,7 +100,7 @@ def preloaded_libraries() -> str:
 
 
 def errors_of_calls(site: Path, seed: int, bug: str = "") -> str:
-    """Makes random calls in a process. Returns what it printed if it failed."""
+    """Makes random calls in one process. Returns its output if it failed."""
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = SETTINGS | {"PYTHONPATH": path, "LD_PRELOAD": preloaded_libraries()}
     settings |= {"PLANTED_BUG": bug} if bug else {}
@@ -111,7 +111,7 @@ def errors_of_calls(site: Path, seed: int, bug: str = "") -> str:
 
 
 def excerpt(errors: str) -> str:
-    """The call that failed and the report of it, without frames outside of this tree."""
+    """The call that failed and its report, without frames outside of this tree."""
     lines = [line for line in errors.splitlines() if not re.match(r" +#\d+ (?!.*/csrc/)", line)]
     last_call = max((i for i, line in enumerate(lines) if re.match(r"(valid|junk) call \d+: ", line)), default=0)
     return "\n".join(line[:300] for line in lines[last_call:][-30:])

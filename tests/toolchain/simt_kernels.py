@@ -64,12 +64,12 @@ class Waves:
         return iter(self._each)
 
     def check(self, op: str, *args: object, **kwargs: object) -> None:
-        """Checks that every byte of the outputs is that of the reference."""
+        """Checks that every byte of the outputs equals the reference's."""
         want = getattr(reference, op)(*args, **kwargs)
         self.check_as(want if isinstance(want, tuple) else (want,), op, *args, **kwargs)
 
     def check_as(self, want: tuple[Tensor, ...], op: str, *args: object, **kwargs: object) -> None:
-        """Checks that every byte of the outputs is that of `want`, and that bytes between columns are zero."""
+        """Checks that every byte of the outputs equals `want`, and that bytes between columns are zero."""
         words = [op, *(str(a) for a in (*args, *kwargs.values()) if isinstance(a, (str, int)))]
         for kernels in self:
             got, what = kernels.run(op, want, *args, **kwargs), " ".join([*words, f"on {kernels.chip}"])
@@ -97,7 +97,7 @@ class SimtKernels(TokenKernels):
         return bool(self._library.simt_native_fnuz())
 
     def run(self, op: str, want: tuple[Tensor, ...], *args: object, **kwargs: object) -> tuple[Tensor, ...]:
-        """Returns what the kernels write to outputs like `want`. Raises RuntimeError if a launch fails."""
+        """Returns the outputs that the kernels write, shaped like `want`. Raises RuntimeError if a launch fails."""
         memory = GuardedMemory()
         args = [memory.copy(a) if isinstance(a, Tensor) else a for a in args]
         kwargs = {name: memory.copy(a) if isinstance(a, Tensor) else a for name, a in kwargs.items()}
@@ -340,7 +340,7 @@ class SimtKernels(TokenKernels):
         counter: bool = False,
     ) -> None:
         of_sum = b.ndim == 2
-        along = "tokens" if of_sum and FORMATS[format].block else "rows"  # of whole rows, those of the group
+        along = "tokens" if of_sum and FORMATS[format].block else "rows"  # whole rows have one scale per group
         of_a = Scales.of(a, scale_a, format, along)
         of_b = Scales.of(b.mT, scale_b.mT if FORMATS[format].order == "column_major" else scale_b, format, along)
         rows = a.shape[0] if indices is None else indices.shape[0]

@@ -81,5 +81,5 @@ def build(chip: str, gemm_alone: bool = False) -> Path:
                 objects = list(pool.map(compile_one, keys))
         compile_cxx("-shared", "-Wl,-Bsymbolic", *objects, "-ldl", "-o", folder / "kernels.so", wave=wave)
 
-    with alone(f"simt-{chip}"):  # one of the test processes builds, and the others find its result
+    with alone(f"simt-{chip}"):  # one of the test processes builds, and the others use its result
         return cached(key("simt library", *keys.values()), link) / "kernels.so"

@@ -1,9 +1,9 @@
 // One thread block: a fiber per thread, barriers and wave exchanges as rendezvous.
 //
-// A fiber runs until it waits, so the order of threads is fixed and results repeat. A rendezvous wants every thread of
-// its wave or block at the same source line; anything else (divergence, an early return, a deadlock) ends the launch
-// with a message. Races on memory are not modelled, but waves run ahead of one another as far as barriers let them, in
-// rising and in falling order, so that a missing barrier mostly shows in the results.
+// A fiber runs until it waits, so the order of threads is fixed and results repeat. A rendezvous needs every thread of
+// its wave or block at the same source line. Otherwise (divergence, an early return, a deadlock) the launch ends with a
+// message. Races on memory are not modelled. But waves run ahead of one another as far as barriers let them, in rising
+// and in falling order, so that a missing barrier mostly shows in the results.
 #pragma once
 #include <sys/mman.h>
 
@@ -48,13 +48,14 @@ struct Fiber {
   dim3 index;
   unsigned linear;
   Fiber* next;
-  const Site* waits_at;  // null while it runs, is ready, or has returned
-  std::vector<std::vector<std::function<void()>>> begun;  // and not waited for: groups, all but the last complete
-  uint64_t in_team;  // a digest of what its team does as one
-  bool fenced;       // whether its registers may be given to what it begins
+  const Site* waits_at;  // null while the thread runs, is ready, or has returned
+  // Asynchronous copies in flight: groups, all but the last committed.
+  std::vector<std::vector<std::function<void()>>> begun;
+  uint64_t in_team;  // a digest of the operations that its team performs together
+  bool fenced;       // whether an asynchronous operation may use its registers
 };
 
-// Twice, or the uppermost bits of two words in a row could make up for one another.
+// Mixes twice; otherwise the upper bits of two consecutive words could cancel.
 inline uint64_t mix(uint64_t digest, uint64_t word) {
   for (const uint64_t with : {word, uint64_t(0)}) {
     digest = (digest ^ with) * 0x9e3779b97f4a7c15;
@@ -95,21 +96,21 @@ class FiberQueue {
   Fiber *first_ = nullptr, *last_ = nullptr;
 };
 
-// The threads of a wave or of a block, and those of them that wait for the others.
+// The threads of a wave or of a block, and the number of them that wait at a rendezvous.
 struct Rendezvous {
   unsigned members = 0, returned = 0, arrived = 0, round = 0;
   Site site{};
   FiberQueue waiting;
 };
 
-// Two sets of slots, used in turn: a lane can be one exchange ahead of the slowest reader, never two.
+// Two sets of slots alternate: a lane can be one exchange ahead of the slowest reader, never two.
 struct Wave : Rendezvous {
   uint64_t slots[2][kWave];
 };
 
 inline thread_local Block* current = nullptr;
 
-// Belongs to one OS thread, which runs blocks with it one after the other.
+// Belongs to one OS thread, which runs blocks with it one after another.
 class Block {
  public:
   explicit Block(Launch& launch)
@@ -164,7 +165,7 @@ class Block {
   void barrier(const Site& site) { meet(block_, site); }
   void wave_barrier(const Site& site) { meet(running_wave(), site); }
 
-  // The number of threads that voted true.
+  // Returns the number of threads that voted true.
   unsigned barrier_count(bool vote, const Site& site) {
     unsigned& votes = votes_[block_.round & 1];
     if (block_.arrived == 0) votes = 0;
@@ -173,7 +174,7 @@ class Block {
     return votes;
   }
 
-  // Returns what lane `source` of the wave passed.
+  // Returns the value that lane `source` of the wave passed.
   template <class T>
   T exchange(T value, unsigned source, const Site& site) {
     static_assert(sizeof(T) <= sizeof(uint64_t), "a lane exchanges at most 8 bytes");
@@ -186,7 +187,7 @@ class Block {
     return value;
   }
 
-  // What all lanes of the wave passed, by lane, to be read before the next exchange.
+  // Returns the values that all lanes of the wave passed, by lane. Read them before the next exchange.
   const uint64_t* share(uint64_t value, const Site& site) {
     Wave& wave = running_wave();
     uint64_t* slots = wave.slots[wave.round & 1];
@@ -217,8 +218,8 @@ class Block {
     }
     barrier(site);
   }
-  // A place in the shared memory of the cluster's blocks as a number: the block, 1 more than its rank or 0 for the own
-  // one, above 24 bits of what is counted from the begin of its dynamic memory, which is at kWindow.
+  // An address in the shared memory of the cluster's blocks as a number. The upper bits are the block's rank + 1, or 0
+  // for the own block. The lower 24 bits are the offset from the start of its dynamic memory, which is at kWindow.
   static constexpr uint32_t kWindow = 16;
   uint32_t shared_address(const void* p) {
     const auto* at = static_cast<const unsigned char*>(p);
@@ -235,12 +236,12 @@ class Block {
     return block->dynamic_shared() + place;
   }
 
-  // ---- what happens at some time until it is waited for: as late as it may ----
+  // ---- asynchronous operations: they run as late as possible, when they are waited for ----
   void begin(std::function<void()> work) {
     if (running_->begun.empty()) running_->begun.emplace_back();
     running_->begun.back().push_back(std::move(work));
   }
-  // Of 16 bytes; null: zeros. Until then nobody knows what is there.
+  // Copies 16 bytes, or zeros if the source is null. Until it is waited for, the destination is undefined.
   void copy_chunk(void* to, const void* from) {
     memset(to, kPoison, 16);
     begin([to, from] {
@@ -256,8 +257,8 @@ class Block {
       for (const auto& work : begun.front()) work();
   }
 
-  // What make() gives, which the key stands for, type and all: kept for other threads that need it soon, and there until
-  // the next call.
+  // Returns the result of make(), which the key and the type identify. The result is kept for other threads that need
+  // it soon, and stays valid until the next call.
   template <class T, class Make>
   const T* made_for(uint64_t key, Make make) {
     Made& made = made_[key % kMade];
@@ -265,13 +266,13 @@ class Block {
     return static_cast<const std::vector<T>*>(made.values.get())->data();
   }
 
-  // What all threads of a team of kTeam neighbours do, in the same order, though none waits for the others: compared
-  // when the block ends.
+  // Records an operation that all threads of a team of kTeam neighbours perform in the same order, without waiting for
+  // one another. The records are compared when the block ends.
   static constexpr unsigned kTeam = 128;
   void do_in_team(uint64_t what) { running_->in_team = mix(running_->in_team, what); }
 
-  // A turn of a loop that waits for another thread's store: lets the other fibers run, and now and then, for that takes
-  // longer, the other OS threads.
+  // One iteration of a loop that waits for another thread's store. It lets other fibers run and, now and then because
+  // it takes longer, other OS threads.
   void relax() {
     if (launch_.failed) leave_for_home();
     const bool is_long = ++turns_ % kTurnsAtOnce == 0;
@@ -338,7 +339,7 @@ class Block {
     run_next();
   }
 
-  // Nothing unwinds the fibers left behind: device code owns no resources.
+  // Nothing unwinds the remaining fibers: device code owns no resources.
   [[noreturn]] void leave_for_home() {
     running_->context.switch_to(home_);
     __builtin_unreachable();
@@ -354,7 +355,7 @@ class Block {
     return text;
   }
 
-  // Every thread_local of this module is a __shared__ array, but for `current`.
+  // Every thread_local of this module is a __shared__ array, except `current`.
   void poison_shared_memory() {
     if (statics_.begin) memset(statics_.begin, kPoison, statics_.bytes);
     memset(dynamic_shared(), kPoison, shared_.bytes());

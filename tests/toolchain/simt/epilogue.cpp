@@ -1,5 +1,5 @@
-// A third epilogue policy for Hopper's products, as a C function for ctypes: it activates, and finds the amax that a
-// quantizing epilogue would need. The kernel is compiled as it is; nothing of it knows this policy.
+// A third epilogue policy for Hopper's products, as a C function for ctypes. It activates, and finds the amax that a
+// quantizing epilogue would need. The kernel is compiled unchanged, and no part of it knows this policy.
 #include <hip/hip_runtime.h>
 
 #include "gemm/sm90/kernel.h"

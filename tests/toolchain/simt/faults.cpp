@@ -1,4 +1,4 @@
-// faults NAME: runs one small kernel, most of them wrong in some way, and prints what the launch returned.
+// faults NAME: runs one small kernel, often with a deliberate fault, and prints the launch's result.
 #include <hip/hip_runtime.h>
 
 #include <cstdio>
@@ -65,7 +65,7 @@ const Case kCases[] = {
     {"uninitialised shared memory",
      [](unsigned* out) {
        __shared__ unsigned word;
-       if (threadIdx.x > 0) return;  // alone: the order of the threads changes from block to block
+       if (threadIdx.x > 0) return;  // no rendezvous, so the order of the threads changes from block to block
        *out = word;
        word = 0;  // the next block finds it poisoned again
      },

@@ -1,5 +1,5 @@
-// faults_hopper NAME: runs one small kernel of Hopper's instructions on a cluster of two blocks, most of them wrong in
-// some way, and prints what the launch returned.
+// faults_hopper NAME: runs one small kernel with Hopper's instructions on a cluster of two blocks, often with a
+// deliberate fault, and prints the launch's result.
 #include <hip/hip_runtime.h>
 
 #include <cstdio>
@@ -18,11 +18,11 @@ constexpr size_t kShared = 1024 + 2 * kOperand;
 alignas(16) uint8_t ones[kOperand], twos[kOperand];  // in E4M3
 constexpr int kColumnsBF16 = 128, kOperandBF16 = kColumnsBF16 * 128;  // bytes, of rows of 64 elements
 alignas(16) uint16_t units[kColumnsBF16][64];  // in bfloat16: row r is 1 at r % 16
-alignas(16) uint8_t words[16][64];             // all bytes of every word are its number
+alignas(16) uint8_t words[16][64];             // all bytes of word i are i
 CUtensorMap map_of_units, map_of_words;
 
 struct Shared {
-  uint32_t base;  // 1024 bytes from the window on: a barrier before it, an operand behind
+  uint32_t base;  // 1024 bytes into the window: a barrier lies before it, an operand behind it
   uint32_t barrier() const { return base - 8; }
 };
 
@@ -40,7 +40,7 @@ void multiply(Sum& sum, uint32_t a, uint32_t b) {
   wgmma_commit();
 }
 
-// Of a, with elements that a number made of row and place in the sum says; all of them are small whole numbers.
+// Elements of a, which are a function of the row and the position in the sum. All are small integers.
 template <class Number>
 void fill_registers(uint32_t (&a)[4], Number number) {
   const int t = int(threadIdx.x), row = wgmma_row(t);
@@ -75,7 +75,7 @@ void copy_one_chunk(Shared s, unsigned* out) {
 struct Case {
   const char* name;
   void (*kernel)(Shared, unsigned*);
-  bool leaves = false;  // without waiting for the other block
+  bool leaves = false;  // does not wait for the other block
 };
 
 const Case kCases[] = {
@@ -129,7 +129,7 @@ const Case kCases[] = {
        Sum sum;
        multiply(sum, s.base + threadIdx.x / 64 * 1024, s.base);
      }},
-    {"product of registers",  // 64 k + r of row r, by two products: one has more digits than bfloat16
+    {"product of registers",  // row r is 64 k + r from two products, one of which has more digits than bfloat16
      [](Shared s, unsigned* out) {
        fill_units(s);
        uint32_t rows[4], places[4];

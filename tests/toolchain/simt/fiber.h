@@ -1,4 +1,4 @@
-// Stackful coroutines: the registers that a call preserves, and a stack.
+// Stackful coroutines: each has a stack and the registers that a call preserves.
 #pragma once
 #include <cstddef>
 #if !defined(__x86_64__)
@@ -11,7 +11,7 @@ constexpr size_t kStackBytes = 64 << 10;
 
 #if defined(__x86_64__)
 
-// swapcontext makes two system calls a switch; a test run makes tens of millions of switches.
+// swapcontext makes two system calls per switch, and a test run makes tens of millions of switches.
 extern "C" void simt_switch(void** save_sp, void* load_sp);
 asm(R"(
 .text
@@ -39,7 +39,7 @@ class Context {
  public:
   void prepare(void* stack_end, void (*entry)()) {
     void** sp = static_cast<void**>(stack_end);
-    *--sp = nullptr;  // the place of a return address: `entry` sees the alignment that a call gives
+    *--sp = nullptr;  // the place of a return address, so that `entry` has the stack alignment of a call
     *--sp = reinterpret_cast<void*>(entry);
     for (int saved = 0; saved < 6; ++saved) *--sp = nullptr;
     sp_ = sp;

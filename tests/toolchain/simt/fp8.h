@@ -1,6 +1,6 @@
-// The fp8 conversions of instructions. From floats they to nearest even and do not saturate: what
-// overflows becomes an infinity where the format has one, else NaN, and a NaN keeps its sign where the format lets it.
-// Kernels must not rely on better.
+// The fp8 conversions of instructions. Floats are rounded to nearest even and do not saturate. Overflow gives an
+// infinity if the format has one, and otherwise NaN. A NaN keeps its sign if the format allows it. Kernels must not
+// rely on more.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,7 @@ inline unsigned fp8_from_float(float x, int mantissa_bits, float max, bool has_i
   const int bias = (1 << (6 - mantissa_bits)) - (kFnuz ? 0 : 1);
   const unsigned sign = std::signbit(x) ? 0x80 : 0, nan = kFnuz ? 0x80 : sign | 0x7f;
   if (std::isnan(x)) return nan;
-  // Units of the last place: 2^(exponent - mantissa_bits), where the smallest exponent is that of the subnormals.
+  // Units of the last place: 2^(exponent - mantissa_bits). Subnormals have the smallest exponent.
   const int exponent = x == 0 ? 1 - bias : std::max(std::isinf(x) ? 128 : std::ilogb(x), 1 - bias);
   const double units = std::nearbyint(std::ldexp(std::fabs(double(x)), mantissa_bits - exponent));
   if (std::ldexp(units, exponent - mantissa_bits) > max) return has_infinity ? sign | 0x7c : nan;
@@ -38,7 +38,7 @@ inline float fp8_to_float(unsigned code, int mantissa_bits) {
   return sign * std::ldexp(float(significand), (exponent ? exponent : 1) - bias - mantissa_bits);
 }
 
-// Two bytes into the lower or upper half of `old`.
+// Replaces the lower or upper two bytes of `old`.
 inline int pack_half(unsigned a, unsigned b, int old, bool upper) {
   const unsigned pair = a | b << 8, word = unsigned(old);
   return int(upper ? (word & 0xffffu) | pair << 16 : (word & 0xffff0000u) | pair);

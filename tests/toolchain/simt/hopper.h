@@ -1,10 +1,9 @@
-// Hopper's copy engine, its barriers and its warpgroup products: what platform/tma.h and platform/wgmma.h call.
+// Hopper's copy engine, barriers and warpgroup products, as platform/tma.h and platform/wgmma.h call them.
 //
-// A copy of a box happens when it is begun, products and copies of chunks when they are waited for. What ends the
-// launch: an operand, in shared memory or registers, that is not the same when its product begins and when it is waited
-// for, warps of a warpgroup that multiply differently, a product with no fence behind the wait before it, what is
-// misaligned, out of bounds or of a block that has ended. Which writes the copy engine and the tensor cores see without
-// a fence is not modelled.
+// Box copies run when they are issued. Products and chunk copies run when they are waited for. The launch ends if: an
+// operand in shared memory or registers changes between issue and wait; warps of a warpgroup multiply differently; a
+// product has no fence after the previous wait; or an address is misaligned, out of bounds, or in a block that has
+// ended. Which writes the copy engine and the tensor cores see without a fence is not modelled.
 #pragma once
 #include "matrix.h"
 
@@ -21,7 +20,7 @@ using simt::Site;
 
 // ---- barriers ------------------------------------------------------------------------------------------------------
 
-// In 8 bytes: how many bytes are yet to come, how many arrivals, of how many, and the parity of the phase under way.
+// 8 bytes hold: bytes still to arrive, arrivals still to come, arrivals per phase, and the parity of the current phase.
 struct PhaseBarrier {
   int32_t bytes;
   uint16_t arrivals, of : 15, phase : 1;
@@ -31,7 +30,7 @@ static_assert(sizeof(PhaseBarrier) == 8);
 inline uint32_t shared_address(const void* p) { return current->shared_address(p); }
 inline uint32_t cluster_address(uint32_t shared, uint32_t rank) { return (shared & 0xffffff) | (rank + 1) << 24; }
 
-// Other blocks' memory is for arrivals and copies alone.
+// The memory of other blocks may only receive arrivals and copies.
 inline uint32_t own(uint32_t shared) {
   if (shared >> 24) current->fail("an address of the cluster where one of the block belongs");
   return shared;
@@ -61,7 +60,7 @@ inline void barrier_init(uint32_t barrier, int arrivals) {
 }
 inline void fence_barrier_init() { __threadfence(); }
 inline void barrier_arrive(uint32_t barrier) { barrier_update(own(barrier), 1, 0); }
-// Others go on for a while, so that what is released too early is filled before its reader is done.
+// Other threads go on for a while, so a stage that is released too early is refilled before its reader is done.
 inline void barrier_arrive_in_cluster(uint32_t barrier) {
   barrier_update(barrier, 1, 0);
   for (int i = 0; i < 3; ++i) current->relax();
@@ -89,7 +88,7 @@ inline void load_shared(uint32_t address, float& f0, float& f1) {
 
 // ---- copies --------------------------------------------------------------------------------------------------------
 
-// Where a byte lies of rows of 128 bytes, or of 64, whose chunks of 16 are swizzled.
+// Returns the position of a byte in rows of 128 or 64 bytes whose 16-byte chunks are swizzled.
 inline uint32_t swizzled(uint32_t address, int row_bytes = 128) {
   return address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4;
 }
@@ -123,7 +122,7 @@ inline void bulk_copy(uint32_t shared, const void* global, uint32_t bytes, uint3
 inline void bulk_prefetch(const void* global, uint32_t bytes) {
   check_bytes(global, bytes);
   const auto* at = static_cast<const volatile uint8_t*>(global);
-  for (uint32_t i = 0; i < bytes; i += 16) (void)at[i];  // a fault, where there is nothing
+  for (uint32_t i = 0; i < bytes; i += 16) (void)at[i];  // faults if nothing is there
 }
 inline void copy_chunk(uint32_t shared, const void* global, bool there) {
   if (there) check_bytes(global, 16);
@@ -146,14 +145,14 @@ inline int make_tensor_map(CUtensorMap* map, const void* base, int64_t rows, int
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-// Where an operand begins, as its descriptor says: in the first row of the pattern in which rows are swizzled, for the
+// The start of an operand, as its descriptor says. It is in the first row of the swizzle pattern, because the
 // descriptors of platform/wgmma.h have no base offset.
 inline uint32_t operand_begin(uint32_t operand) {
   const uint32_t address = (operand & 0x3fff) << 4;
   if (address >> 7 & 7) current->fail("an operand that does not begin with 8 swizzled rows");
   return address;
 }
-// 32 elements of a row, as words of 8.
+// 32 elements of a row, as 8 words.
 inline void read_operand(uint32_t operand, int row, uint64_t (&words)[4]) {
   const uint32_t address = operand_begin(operand) + uint32_t(row) * 128;
   for (uint32_t i = 0; i < 2; ++i) memcpy(words + 2 * i, current->at(swizzled(address + 16 * i), 16, 16), 16);
@@ -163,13 +162,13 @@ inline void read_operand(uint32_t operand, int row, const simt::ElementAccess& i
   read_operand(operand, row, words);
   for (int i = 0; i < 4; ++i) is.read(words[i], 8, to + 8 * i);
 }
-// 16 elements of bfloat16, which are the upper halves of floats.
+// 16 bfloat16 elements, as the upper halves of floats.
 inline void read_bf16(uint32_t operand, int row, float (&to)[16]) {
   uint64_t words[4];
   read_operand(operand, row, words);
   for (int k = 0; k < 16; ++k) to[k] = __builtin_bit_cast(float, uint32_t(words[k / 4] >> (16 * (k % 4))) << 16);
 }
-// The rows that a thread of a warpgroup reads: of a, by h; of b, by its registers.
+// The rows that a thread of a warpgroup reads: row h of a, and rows of b by its registers.
 inline int row_of_a(int t, int h) { return t / 32 * 16 + t % 32 / 4 + 8 * h; }
 inline int row_of_b(int t, int j, int i) { return 8 * j + 2 * (t % 4) + i; }
 inline uint64_t mix_operand(uint64_t digest, uint32_t operand, int row) {
@@ -179,7 +178,7 @@ inline uint64_t mix_operand(uint64_t digest, uint32_t operand, int row) {
   return digest;
 }
 inline uint64_t digest_b(uint32_t b, int t, int eights) {
-  uint64_t digest = uint64_t(eights);  // fewer rows of zeros are not the same
+  uint64_t digest = uint64_t(eights);  // fewer rows of zeros have another digest
   for (int j = 0; j < eights; ++j)
     for (int i = 0; i < 2; ++i) digest = mix_operand(digest, b, row_of_b(t, j, i));
   return digest;
@@ -187,13 +186,13 @@ inline uint64_t digest_b(uint32_t b, int t, int eights) {
 inline uint64_t digest_a(uint32_t a, int t) {
   return mix_operand(mix_operand(0, a, row_of_a(t, 0)), a, row_of_a(t, 1));
 }
-// Four neighbours in d: the sums of row h of a and row i of b at 2 h + i, for h and i of 0 and 1.
+// Four neighbours in d: the sum of row h of a and row i of b is at 2 h + i, for h and i of 0 and 1.
 using Four __attribute__((vector_size(16))) = float;
-// What they multiply by, elements of the two rows of b as {0, 1, 0, 1}: element k of pair j at j * depth + k.
+// Factors of four sums: elements of the two rows of b as {0, 1, 0, 1}, with element k of pair j at j * depth + k.
 struct OfB {
   Four rows;
 };
-// 32 threads of a warpgroup read the same rows, which are known by their digest; read(row, to) reads one.
+// 32 threads of a warpgroup read the same rows, which a digest identifies. read(row, to) reads one row.
 template <int n, int depth, class Read>
 const OfB* rows_of_b(int t, uint64_t digest, Read read) {
   return current->made_for<OfB>(simt::mix(digest, depth), [&] {
@@ -206,7 +205,8 @@ const OfB* rows_of_b(int t, uint64_t digest, Read read) {
     return rows;
   });
 }
-// A thread's d (+)= a b^T, of its two rows of a. Four by four, for an addition waits for the one ahead of it.
+// Adds (or sets) a b^T to a thread's d, for its two rows of a. It computes four sums at once, because additions to one
+// sum wait for each other.
 template <int n, int depth>
 SIMT_UNCHECKED void add_rows(float (&d)[n], const float (&of_a)[2][depth], const OfB* b, bool accumulate) {
   static_assert(n % 16 == 0);
@@ -226,7 +226,8 @@ inline void check_fence(const Site& site) {
 }
 constexpr const char* kChanged = "an operand that changed while it was multiplied";
 
-// Thread t of a warpgroup has rows t / 32 * 16 + t % 32 / 4 and 8 more, and of every 8 columns 2 (t % 4) and the next.
+// Thread t of a warpgroup has rows t / 32 * 16 + t % 32 / 4 and 8 more. Of every 8 columns it has 2 (t % 4) and the
+// next.
 template <bool kE5M2, int n>
 void wgmma(float (&d)[n], uint32_t a, uint32_t b, bool accumulate, Site site = Site::here("wgmma")) {
   const int t = int(current->thread_index().x) % 128;
@@ -243,8 +244,9 @@ void wgmma(float (&d)[n], uint32_t a, uint32_t b, bool accumulate, Site site = S
   });
   current->wave_barrier(site);
 }
-// Lane q of a quad holds of its two rows of a elements 2 q and the next, and those 8 further; the registers outlive
-// the wait. A thread's sums need whole rows, which lanes pass to one another when the product begins.
+// Lane q of a quad holds, in both of its rows of a, elements 2 q and 2 q + 1, and the two that are 8 further. The
+// registers stay valid until the wait. A thread's sums need whole rows, so lanes exchange their elements when the
+// product begins.
 struct RowsOfQuad {
   float of[2][16];
 
@@ -284,11 +286,11 @@ inline void wgmma_commit() { current->complete_group(); }
 template <int kPending>
 void wgmma_wait(Site site = Site::here("wgmma_wait")) {
   current->wait_but_for(kPending);
-  current->fence(false);  // registers may be read and written from here on
-  current->wave_barrier(site);  // no lane goes on before the products of all are there
+  current->fence(false);  // registers may be read and written again
+  current->wave_barrier(site);  // no lane goes on before all products are complete
 }
 
-// Two numbers rounded to bfloat16, to nearest even; a NaN is the one of all bits.
+// Rounds two numbers to bfloat16, to nearest even. A NaN has all bits set.
 inline uint32_t to_bf16(float f) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, f);
   return f != f ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -304,11 +306,11 @@ void warpgroup_reg_alloc() {}
 template <int kRegisters>
 void warpgroup_reg_dealloc() {}
 
-// Of the block's own memory, as simt::load_matrices says.
+// Stores to the block's own memory, with the lane layout of simt::load_matrices.
 inline void load_matrices(uint32_t (&w)[4], uint32_t shared, Site site = Site::here("load_matrices")) {
   simt::load_matrices(w, current->at(own(shared), 16, 16), site);
 }
-// Lane 8 m + r says where row r of matrix m lies; word m of lane t is columns 2 (t % 4) and the next of row t / 4.
+// Lane 8 m + r has the address of row r of matrix m. Word m of lane t is columns 2 (t % 4) and the next of row t / 4.
 inline void store_matrices(uint32_t shared, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3,
                            Site site = Site::here("store_matrices")) {
   const unsigned t = current->lane();

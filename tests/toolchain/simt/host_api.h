@@ -31,7 +31,7 @@ constexpr const char* kArchName = "sm_90a";
 #else
 constexpr const char* kArchName = "gfx1201";
 #endif
-constexpr int kMaxSharedBytes = SIMT_WARP == 32 ? 227 << 10 : 64 << 10;  // of a block, as the two kinds of chips have
+constexpr int kMaxSharedBytes = SIMT_WARP == 32 ? 227 << 10 : 64 << 10;  // per block, on NVIDIA and on AMD
 constexpr int kL2Bytes = 4 << 20;
 
 inline unsigned multiprocessors() { return setting("SIMT_MULTIPROCESSORS", 2); }
@@ -47,7 +47,7 @@ inline hipError_t finish(hipError_t code, const std::string& text) {
   return code;
 }
 
-// The stricter of what CUDA and HIP take.
+// The stricter limit of CUDA and HIP.
 inline hipError_t check(dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster) {
   const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z, threads = uint64_t(block.x) * block.y * block.z;
   const std::string shape = "grid " + text(grid) + ", block " + text(block);

@@ -13,8 +13,8 @@
 
 namespace simt {
 
-// A device thread that touches memory it must not touch, or runs into undefined behaviour where the compiler planted a
-// trap, ends the launch instead of the process. The handler leaves on the fiber's own stack.
+// If a device thread touches forbidden memory, or reaches undefined behaviour at a trap of the compiler, the launch
+// ends instead of the process. The handler leaves on the fiber's own stack.
 class FaultsToFailures {
  public:
   FaultsToFailures() {
@@ -33,7 +33,7 @@ class FaultsToFailures {
   struct sigaction previous_[kCount];
 
   static void on_fault(int signal, siginfo_t* info, void* context) {
-    if (!current) {  // not ours: fault again, without a handler
+    if (!current) {  // no fiber runs here: fault again, without a handler
       ::signal(signal, SIG_DFL);
       return;
     }
@@ -59,7 +59,7 @@ class FaultsToFailures {
   }
 };
 
-// Returns what went wrong, or an empty string.
+// Returns the error, or an empty string.
 inline std::string run(Launch& launch, unsigned os_threads) {
   const FaultsToFailures guard;
   const auto worker = [&launch] {

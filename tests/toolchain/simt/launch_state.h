@@ -1,4 +1,4 @@
-// What all blocks of one launch share.
+// State that all blocks of one launch share.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -28,10 +28,10 @@ inline unsigned setting(const char* variable, unsigned otherwise) {
 
 class Block;
 
-// Blocks that run at the same time, each on an OS thread of its own, and see one another's shared memory.
+// Blocks that run at the same time, each on its own OS thread, and access one another's shared memory.
 struct Cluster {
   std::atomic<Block*> blocks[kMaxCluster];
-  std::atomic<unsigned> arrived;  // at the barriers of all, one after the other
+  std::atomic<unsigned> arrived;  // arrivals at all barriers, one barrier after the other
 };
 
 struct Launch {
@@ -41,7 +41,7 @@ struct Launch {
   size_t shared_bytes;
   void (*body)(const void* argument);  // runs once in every thread
   const void* argument;
-  unsigned cluster = 1;  // blocks of one
+  unsigned cluster = 1;  // blocks per cluster
   std::unique_ptr<Cluster[]> clusters{cluster > 1 ? new Cluster[blocks() / cluster]() : nullptr};
   Clock::time_point deadline = Clock::now() + std::chrono::seconds(setting("SIMT_TIMEOUT", 60));
   std::atomic<uint64_t> next_block{0};

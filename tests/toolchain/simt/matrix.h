@@ -1,7 +1,7 @@
-// Matrix instructions, as the vendors' manuals deal out rows, columns and elements of the sum to lanes.
+// Matrix instructions, with the vendors' layout of rows, columns and elements of the sum over lanes.
 //
-// Products are exact; they are added to d one at a time, in float32, by rising k. Hardware adds in orders, and with
-// intermediate formats, that are not published: kernels must not rely on any.
+// Products are exact. They are added to d one at a time, in float32, with rising k. The order and the intermediate
+// formats of the hardware are not published, and kernels must not rely on any.
 #pragma once
 #include <vector>
 
@@ -17,19 +17,19 @@ inline float half_to_float(unsigned bits) {
   return sign * std::ldexp(float(exponent ? mantissa | 1024 : mantissa), (exponent ? exponent : 1) - 25);
 }
 
-// Of what runs for every element of a product: half of its time would go into checks of shifts and addresses, which are
-// right where n <= in_lane.
+// Used by functions that run for every element of a product. Checks of shifts and addresses would take half of their
+// time, and n <= in_lane makes them right.
 #define SIMT_UNCHECKED __attribute__((no_sanitize("undefined")))
 
-// Elements as lanes hold them: 8 bytes of fp8, numbered as instructions number those, or 4 16-bit floats.
+// Elements of a lane: 8 bytes of fp8, in the order of the instruction, or four 16-bit floats.
 enum class Held { kE4M3, kE5M2, kHalf };
 
-// Their values by their bits: most of the time of a product would go into powers of two.
+// A table from bits to values, because computing powers of two would take most of a product's time.
 class ElementAccess {
  public:
   explicit ElementAccess(Held held) : in_lane(held == Held::kHalf ? 4 : 8), bits_(64 / in_lane), values_(table(held)) {}
 
-  // The first n of a lane.
+  // Decodes the first n elements of a lane.
   SIMT_UNCHECKED void read(uint64_t lane, int n, float* to) const {
     for (int i = 0; i < n; ++i) to[i] = values_[lane >> (bits_ * i) & ((1u << bits_) - 1)];
   }
@@ -54,7 +54,8 @@ class ElementAccess {
   const float* const values_;
 };
 
-// d[i] += the products of n elements of a[i] and b[i]. Four sums side by side, for an addition waits for the one ahead.
+// d[i] += the products of n elements of a[i] and b[i]. Four sums run side by side, because additions to one sum wait
+// for each other.
 SIMT_UNCHECKED inline void add_products(float* d, const float* const (&a)[4], const float* const (&b)[4], int n) {
   float d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
   for (int k = 0; k < n; ++k) {
@@ -66,8 +67,8 @@ SIMT_UNCHECKED inline void add_products(float* d, const float* const (&a)[4], co
   d[0] = d0, d[1] = d1, d[2] = d2, d[3] = d3;
 }
 
-// 16 rows and columns. Lane r + 16 * q holds elements q * n .. q * n + n - 1 of row r of a, column r of b, n = 8 or 4;
-// d[i] of the same lane is of row 4 * q + i, column r.
+// 16 rows and columns. Lane r + 16 * q holds elements q * n .. q * n + n - 1 of row r of a and of column r of b, with n
+// = 8 or 4. d[i] of this lane is row 4 * q + i of column r.
 inline void mfma_16x16(float* d, ElementAccess a_is, uint64_t a, ElementAccess b_is, uint64_t b, const Site& site) {
   const int n = a_is.in_lane, lane = int(current->lane()), r = lane % 16, q = lane / 16;
   float of_a[4][32], of_b[32];
@@ -79,12 +80,12 @@ inline void mfma_16x16(float* d, ElementAccess a_is, uint64_t a, ElementAccess b
   add_products(d, {of_a[0], of_a[1], of_a[2], of_a[3]}, {of_b, of_b, of_b, of_b}, 4 * n);
 }
 
-// Likewise 128 elements of fp8, with E8M0 scales of blocks of 32. Lane r + 16 * q holds elements 16 * q .. 16 * q + 15
-// of both halves, and of the same row and column the scale of block q, elements 32 * q .. 32 * q + 31, most of which
-// lie in other lanes. Source: AMD's own test of that chip, test/mx_mfma_op of ROCm/composable_kernel.
+// The same for 128 elements of fp8, with E8M0 scales of blocks of 32. Lane r + 16 * q holds elements 16 * q .. 16 * q +
+// 15 of both halves. It also holds, for its row and column, the scale of block q, elements 32 * q .. 32 * q + 31. Other
+// lanes hold most of these elements. Source: AMD's own test of that chip, test/mx_mfma_op of ROCm/composable_kernel.
 //
-// The products of a block are added from zero on by rising k, that sum is multiplied by the block's scales, rounded to
-// float32 and added to d, block by block; each step in float32. A scale of 255 makes d NaN.
+// The products of a block are added from zero on with rising k. Their sum is multiplied by the block's scales, rounded
+// to float32 and added to d, block by block. Each step is in float32. A scale of 255 makes d NaN.
 inline void mfma_scale_16x16x128(float* d, ElementAccess a_is, const uint64_t (&a)[4], unsigned scale_a, ElementAccess b_is,
                                  const uint64_t (&b)[4], unsigned scale_b, const Site& site) {
   const int lane = int(current->lane()), r = lane % 16, q = lane / 16;
@@ -110,9 +111,9 @@ inline void mfma_scale_16x16x128(float* d, ElementAccess a_is, const uint64_t (&
   }
 }
 
-// 16 rows and 8 columns. Lane 4 * g + t holds of a rows g and g + 8, in registers 0, 2 and 1, 3, of b column g. Of each
-// registers are elements t * n .. t * n + n - 1 of the first and of the second half of the sum, n = 4 or 2. d is of the
-// same rows, two each, columns 2 * t and 2 * t + 1.
+// 16 rows and 8 columns. Lane 4 * g + t holds rows g (registers 0 and 2) and g + 8 (1 and 3) of a, and column g of b.
+// In each pair, one register has elements t * n .. t * n + n - 1 of the first half of the sum, and one of the second
+// half, with n = 4 or 2. d has the same rows, two elements each, in columns 2 * t and 2 * t + 1.
 inline void mma_16x8(float (&d)[4], ElementAccess a_is, const uint32_t (&a)[4], ElementAccess b_is, const uint32_t (&b)[2],
                      const Site& site) {
   const int n = a_is.in_lane / 2, lane = int(current->lane()), g = lane / 4, t = lane % 4;
@@ -137,8 +138,8 @@ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
 }
 
 
-// Word i of a lane is of matrix i, 8 rows of 16 bytes, which lanes 8 * i .. 8 * i + 7 name: row lane / 4, bytes from
-// lane % 4 * 4 on.
+// Word i of a lane belongs to matrix i, 8 rows of 16 bytes. Lanes 8 * i .. 8 * i + 7 hold the addresses of its rows.
+// The word is in row lane / 4, from byte lane % 4 * 4 on.
 inline void load_matrices(uint32_t (&word)[4], const void* row, Site at = Site::here("ldmatrix")) {
   const unsigned lane = current->lane();
   const uint64_t* rows = current->share(reinterpret_cast<uint64_t>(row), at);

@@ -1,4 +1,4 @@
-// Memory whose misuse shows: pages with a guard behind them, and the bytes of this module's thread_locals.
+// Memory that detects misuse: pages with a guard behind them, and the bytes of this module's thread_locals.
 #pragma once
 #include <link.h>
 #include <sys/mman.h>
@@ -15,11 +15,12 @@ namespace simt {
 constexpr unsigned char kPoison = 0xcd;  // uninitialised shared memory
 constexpr size_t kSharedAlign = 128;
 
-// Mappings whose last page is inaccessible. Those given back are kept for the next launch: new pages cost a fault each.
+// Mappings whose last page is inaccessible. Released mappings are kept for the next launch, because new pages cost a
+// page fault each.
 class Mappings {
  public:
   static Mappings& all() {
-    static Mappings* const mappings = new Mappings;  // to the end of the process, whichever threads end when
+    static Mappings* const mappings = new Mappings;  // never destroyed, because threads may end in any order
     return *mappings;
   }
   unsigned char* take(size_t bytes) {
@@ -48,7 +49,7 @@ class Mappings {
   std::multimap<size_t, unsigned char*> free_;
 };
 
-// `bytes`, rounded up to the alignment of shared memory, that end where an inaccessible page begins.
+// Memory of `bytes`, rounded up to the alignment of shared memory, that ends where an inaccessible page begins.
 class GuardedPages {
  public:
   explicit GuardedPages(size_t bytes) : bytes_((bytes + kSharedAlign - 1) / kSharedAlign * kSharedAlign) {
@@ -76,8 +77,8 @@ struct ByteRange {
   size_t bytes = 0;
 };
 
-// The calling thread's copy of the thread_locals of the program or library that this code is linked into; `member` is
-// one of them, so that the copy exists.
+// The calling thread's copy of the thread_locals of the program or library that contains this code. `member` is one of
+// them, so that the copy exists.
 inline ByteRange thread_locals_around(void* member) {
   struct Search {
     uintptr_t member;

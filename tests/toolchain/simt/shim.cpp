@@ -1,4 +1,4 @@
-// The launch functions of the kernels as C functions, for ctypes; those of the GEMM are in shim_gemm.cpp.
+// The launch functions of the kernels as C functions, for ctypes. The GEMM's are in shim_gemm.cpp.
 #include "shim.h"
 
 #include "activations/activations.h"
@@ -19,7 +19,7 @@
 #include "tokens/token_groups.h"
 #include "tokens/tokens_by_rank.h"
 
-// Rows by index if there is one.
+// Takes rows by index if there is an index.
 extern "C" const char* simt_quantize(const void* x, int in, int64_t row_stride, int64_t group_stride, const int* index,
                                      int64_t M, int64_t top_k, const int* offs, int64_t E, int64_t rows, int64_t K,
                                      bool weight, int format, int rounding, int out, bool along_rows,
@@ -80,7 +80,7 @@ extern "C" const char* simt_quantize_activated(const void* h, int64_t P, int64_t
   return outcome(quantize_activated(p, nullptr));
 }
 
-static RowIndex slots_of(const int* indices, int64_t slots) {  // -1: rows are slots
+static RowIndex slots_of(const int* indices, int64_t slots) {  // slots of -1: rows are slots
   static const int kNoRows[1] = {};
   return slots < 0 ? RowIndex() : RowIndex(indices ? indices : kNoRows, slots, 1);
 }

@@ -1,4 +1,4 @@
-// What the launch functions for ctypes share. Each returns null, or what went wrong.
+// Shared by the launch functions for ctypes. Each returns null, or an error message.
 #pragma once
 #include <hip/hip_runtime.h>
 
@@ -12,7 +12,7 @@ inline const char* outcome(int code) {
   return failed ? hipGetErrorString(hipError_t(code)) : nullptr;
 }
 
-struct Scales {  // as simt_kernels.py fills it
+struct Scales {  // simt_kernels.py fills it
   const void* data;
   int64_t group_stride, row_stride, block_stride, blocks, block_size, rows_log2, layout;
 

@@ -1,4 +1,4 @@
-// Which worker computes which work units in Hopper's products, as a C function for ctypes.
+// The units that each worker computes in Hopper's products, as a C function for ctypes.
 #include <hip/hip_runtime.h>
 
 #include "gemm/sm90/tile_pairs.h"
@@ -12,8 +12,8 @@ struct Counter {
   int next() { return atomicAdd(at, 1); }
 };
 
-// units [workers, max]: the units of every worker in order, and one of expert -1 behind its last. `lanes` lanes of a
-// warp run the scheduler.
+// units [workers, max]: the units of every worker in order, and one of expert -1 behind its last unit. `lanes` lanes of
+// a warp run the scheduler.
 template <class T, class Scheduler, class... Counter>
 const char* schedule(const sm90::Args& args, int workers, gemm::WorkUnit* units, int max, unsigned lanes,
                      const Counter&... counter) {

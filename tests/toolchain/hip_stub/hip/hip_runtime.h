@@ -1,5 +1,5 @@
-// As much of HIP as the kernels use, so that clang compiles their device code for AMD GPUs with no ROCm installed.
-// Device functions are clang builtins; what the host would call is declared only.
+// The part of HIP that the kernels use, so that clang compiles their device code for AMD GPUs without ROCm. Device
+// functions are clang builtins. Host functions are only declared.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,7 +14,7 @@
 #define HIP_DYNAMIC_SHARED(type, name) extern __shared__ type name[];
 #define STUB_DEVICE __device__ inline __attribute__((always_inline))
 
-// clang reads CUDA's launch_bounds attribute for NVIDIA only. The second argument is waves per SIMD here.
+// clang reads CUDA's launch_bounds attribute only for NVIDIA. The second argument is waves per SIMD here.
 #define STUB_BOUNDS_1(threads) __attribute__((amdgpu_flat_work_group_size(1, threads)))
 #define STUB_BOUNDS_2(threads, waves) STUB_BOUNDS_1(threads) __attribute__((amdgpu_waves_per_eu(waves)))
 #define STUB_PICK(_1, _2, name, ...) name
@@ -58,7 +58,7 @@ STUB_DEVICE void __syncthreads() {
 STUB_DEVICE uint64_t __ballot(int p) { return __builtin_amdgcn_ballot_w64(p != 0); }
 STUB_DEVICE int __any(int p) { return __ballot(p) != 0; }
 STUB_DEVICE int __all(int p) { return __ballot(!p) == 0; }
-// ROCm's reduction over a block is a library function; three barriers are its cost here too.
+// ROCm's reduction over a block is a library function. Here it costs three barriers too.
 STUB_DEVICE int __syncthreads_count(int p) {
   __shared__ int votes;
   if (threadIdx.x + threadIdx.y + threadIdx.z == 0) votes = 0;
@@ -72,7 +72,7 @@ STUB_DEVICE int __syncthreads_count(int p) {
 STUB_DEVICE int __syncthreads_or(int p) { return __syncthreads_count(p != 0) != 0; }
 STUB_DEVICE int __syncthreads_and(int p) { return __syncthreads_count(p == 0) == 0; }
 
-constexpr int warpSize = 64;  // of every architecture that is checked
+constexpr int warpSize = 64;  // on every architecture that is checked
 template <class T>
 STUB_DEVICE T stub_from_lane(T v, unsigned source) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8);
@@ -180,7 +180,7 @@ hipError_t hipOccupancyMaxActiveBlocksPerMultiprocessor(int*, Kernel, int, size_
   return hipSuccess;
 }
 
-// What a kernel<<<...>>>() expression compiles to.
+// A kernel<<<...>>>() expression compiles to this call.
 extern "C" hipError_t __hipPushCallConfiguration(dim3, dim3, size_t = 0, hipStream_t = nullptr);
 extern "C" hipError_t __hipPopCallConfiguration(dim3*, dim3*, size_t*, hipStream_t*);
 #define STUB_PLAIN(...) __VA_ARGS__

@@ -2,10 +2,10 @@
 //
 //   g++ -std=c++17 -DMOE_SIMT -DSIMT_WARP=64 -DUSE_ROCM -D__HIP__ -D__gfx942__ -D__GFX9__ -I simt -x c++ kernel.hip
 //
-// The architecture macros choose the fp8 formats, SIMT_WARP the wave size. Launches are synchronous:
-//   simt::launch(grid, block, shared_bytes, function) and hipLaunchKernelGGL.
-// A failed one returns hipErrorLaunchFailure, whose hipGetErrorString tells what happened in which thread.
-// Environment: SIMT_THREADS (OS threads of a launch), SIMT_TIMEOUT (seconds), SIMT_MULTIPROCESSORS (default 2).
+// The architecture macros choose the fp8 formats, and SIMT_WARP chooses the wave size. Launches are synchronous:
+// simt::launch(grid, block, shared_bytes, function) and hipLaunchKernelGGL. A failed launch returns
+// hipErrorLaunchFailure, and hipGetErrorString then tells the fault and its thread. Environment: SIMT_THREADS (OS
+// threads of a launch), SIMT_TIMEOUT (seconds), SIMT_MULTIPROCESSORS (default 2).
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -67,7 +67,7 @@ inline uint64_t __ballot(int p, simt::Site at = simt::Site::here("__ballot")) { 
 inline int __any(int p, simt::Site at = simt::Site::here("__any")) { return simt::current->ballot(p, at) != 0; }
 inline int __all(int p, simt::Site at = simt::Site::here("__all")) { return simt::current->ballot(!p, at) == 0; }
 
-// A source outside the segment of `width` lanes is the lane itself.
+// If the source is outside the segment of `width` lanes, a lane reads itself.
 template <class T>
 T __shfl(T v, int source, int width = warpSize, simt::Site at = simt::Site::here("__shfl")) {
   const unsigned lane = __lane_id(), segment = lane & ~unsigned(width - 1);
@@ -135,7 +135,8 @@ T atomicCAS(T* p, simt::same_t<T> expected, simt::same_t<T> v) {
   return simt::atomic_update(p, [=](T old) { return old == expected ? v : old; });
 }
 
-// Whoever loads atomically may be waiting, so others get a turn. A spin on a volatile load would starve its own block.
+// An atomic load may be part of a spin loop, so others get a turn. A spin on a volatile load would starve its own
+// block.
 template <class T>
 std::remove_cv_t<T> __hip_atomic_load(T* p, int, int) {
   simt::current->relax();
