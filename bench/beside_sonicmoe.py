@@ -1,6 +1,6 @@
-"""A whole MoE layer, router and all, beside SonicMoE's in BF16 (github.com/Dao-AILab/sonic-moe), in turns, of the
-same weights. SonicMoE tunes itself for every size, which takes a minute. In BF16 both must agree.
-"""
+"""Compares a whole MoE layer, including the router, with SonicMoE's in BF16 (github.com/Dao-AILab/sonic-moe). The
+layers take turns and have the same weights. In BF16 both must agree. SonicMoE tunes itself for every size, which takes
+a minute."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from torch import Tensor
 import moe_fp8_ext
 
 SECONDS, TURNS = 0.4, 2
-AGREE = 0.01  # two layers in BF16: a few roundings of 2^-9 each
+AGREE = 0.01  # two layers in BF16 differ by a few roundings of 2^-9 each
 MIB = 2**20
 
 
 def sustained_us(step: Callable[[], object]) -> float:
-    """Warmed up for as long as it is measured: the chip's power is limited."""
+    """Warms up for as long as it measures, because the chip's power is limited."""
     step()
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -68,7 +68,7 @@ def measure(t: int, d: int, f: int, e: int, k: int) -> dict[str, object]:
         return lambda: moe(x)[0]
 
     layers = {"SonicMoE": lambda: peer(x)[0], **{name: layer(name) for name in ("rowwise", "blockwise")}}
-    logits = (x @ router.weight.t()).float()  # in BF16, as theirs are
+    logits = (x @ router.weight.t()).float()  # in BF16, like SonicMoE's
     ids, scores, _ = moe_fp8_ext.ops.choose_experts(logits, k)
     theirs = layers["SonicMoE"]().float()
     ours = moe_fp8_ext.experts(x, ids, scores, *weights, recipe="bf16", interleaved=True).float()
@@ -91,7 +91,7 @@ def measure(t: int, d: int, f: int, e: int, k: int) -> dict[str, object]:
             us.setdefault("rowwise, weights reused", []).append(sustained_us(partial(step, "rowwise")))
     for leaf in leaves:
         leaf.grad = None
-    # Backward of ours multiplies by FP8 copies of the weights, which are no activations.
+    # Our backward multiplies by FP8 copies of the weights, which do not count as activations.
     copies = sum(w.numel() for w in weights) / MIB
     kept = {name: kept_mib(call) - (name != "SonicMoE") * copies for name, call in layers.items()}
     return {"us": {name: sum(found) / TURNS for name, found in us.items()}, "kept_mib": kept, "difference": difference}

@@ -1,4 +1,4 @@
-"""What a benchmark case is, and what the cases of all op families share."""
+"""The definition of a benchmark case, and parts that the cases of all op families share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from moe_fp8_ext.quantization import recipe as recipes
 
 TABLE = json.loads((Path(__file__).parent / "shapes.json").read_text())
-RECIPES = tuple(name for name, recipe in recipes.RECIPES.items() if recipe.format == name)  # those in fp8
-EVEN, ZIPF, ONE = "even", "zipf", "one"  # what `Shape.groups` may be: `shares` says the sizes
+RECIPES = tuple(name for name, recipe in recipes.RECIPES.items() if recipe.format == name)  # recipes in fp8
+EVEN, ZIPF, ONE = "even", "zipf", "one"  # values of `Shape.groups`: `shares` gives the sizes
 
 
 @dataclass(frozen=True)
 class Shape:
-    """`label` names the row, `dims` are the sizes that `Case.inputs` takes as keywords, `groups` is for `shares`."""
+    """`label` names the row. `Case.inputs` takes the sizes in `dims` as keywords. `shares` takes `groups`."""
 
     label: str
     dims: dict[str, int]
@@ -33,7 +33,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Target:
-    """A bound on one column of the row, such as of_copy >= 0.97. Only of_even is for uneven groups."""
+    """A bound on one column of the row, such as of_copy >= 0.97. Rows with uneven groups have only the bound
+    of_even."""
 
     metric: str
     sense: str
@@ -48,11 +49,11 @@ Rule = tuple[Callable[[Shape], bool], Target]
 
 @dataclass(frozen=True)
 class Case:
-    """One op, in one format if it knows several, in one variant if it has any.
+    """One op, in one format if it has several, in one variant if it has any.
 
-    `inputs(device, groups, **dims)` makes the arguments of `call`; the first rule per metric that matches a shape gives
-    its target. GEMMs have `flops`. A `baseline` is called with the same arguments.
-    `moved` gives the bytes of arguments and results, where not everything is read. All calls are made within `within`.
+    `inputs(device, groups, **dims)` makes the arguments of `call`. For each metric, the first rule that matches a shape
+    gives its target. GEMMs have `flops`. A `baseline` gets the same arguments. If an op does not read or write
+    everything, `moved` gives the bytes that it does. All calls are made within the context `within`.
     """
 
     op: str
@@ -80,7 +81,7 @@ class Case:
         return list(first.values())
 
 
-Spread = Callable[[Iterable[Shape]], list[Shape]]  # gives shapes their groups
+Spread = Callable[[Iterable[Shape]], list[Shape]]  # adds groups to shapes
 
 
 def even_and_uneven(shapes: Iterable[Shape]) -> list[Shape]:
@@ -88,7 +89,7 @@ def even_and_uneven(shapes: Iterable[Shape]) -> list[Shape]:
 
 
 def skewed(shapes: Iterable[Shape]) -> list[Shape]:
-    """From even groups to what a router without a balance loss may come to."""
+    """Groups from even sizes to sizes that a router without a balance loss may reach."""
     kinds = EVEN, "zipf 0.3", "zipf 0.6", ZIPF, "zipf 1.5", ONE
     return [Shape(shape.label, shape.dims, groups) for shape in shapes for groups in kinds]
 
@@ -98,7 +99,7 @@ def is_uneven(groups: str | None) -> bool:
 
 
 def shares(groups: str, e: int) -> Tensor:
-    """What every group has of all tokens: the same, 0.9 of them in one, or as 1 / rank ** p ("zipf p", or p = 1)."""
+    """Each group's share of all tokens: equal, 0.9 of them in one group, or 1 / rank ** p ("zipf p", default p = 1)."""
     ranks = torch.arange(1.0, e + 1, dtype=torch.float64)
     if groups == ONE:
         weights = torch.where(ranks == e // 2 + 1, 9.0 * (e - 1), 1.0)
@@ -120,7 +121,7 @@ def normal(device: torch.device, *size: int, grad: bool = False) -> Tensor:
 
 
 def small_sizes() -> list[tuple[int, int, int]]:
-    """The (M, K, E) that are more than a corner case and that the CPU loops still finish in moments."""
+    """(M, K, E) of ordinary sizes that the CPU loops still finish in moments."""
     return [(m, k, e) for m, k, e in TABLE["correctness_MKE"] if m >= 300 and k < 1000]
 
 
@@ -155,16 +156,17 @@ def of_copy(bound: float) -> Target:
     return Target("of_copy", ">=", bound)
 
 
-# One eager call of an op with one output and one launch, over an eager torch.relu, which has one of each as well.
+# Host time of one eager call of an op with one output and one launch, over an eager torch.relu, which has the same.
 HOST: Rule = (always, Target("host_relu", "<=", 1.5))
 
 
 def commits_of(rows: list[dict], result: dict) -> str:
-    """Of rows of a results file, some of which are of later runs than the others."""
+    """The commits of rows of a results file. A later run may have replaced some of the rows."""
     return " and ".join(sorted({(row.get("commit") or result["commit"] or "unknown")[:7] for row in rows}))
 
 
 def training_rows(result: dict) -> list[dict]:
-    """Of a results file: forward and backward of `grouped_mm` as usually called, of the groups that all sizes have."""
+    """Rows of a results file with forward and backward of `grouped_mm` in its usual form, for the groups that all sizes
+    have."""
     ops, groups = [f"grouped_mm {recipe}" for recipe in RECIPES], (EVEN, ZIPF)
     return [row for row in result["rows"] if row["op"] in ops and row["groups"] in groups and row.get("ratio")]

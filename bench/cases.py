@@ -1,7 +1,7 @@
-"""Every benchmark case by its label, and with it the figures that one H200 is held to.
+"""All benchmark cases by label, with the targets for one H200.
 
-A case says nothing about timing. Bytes need no formula: every argument is read once and every output written once, so
-a memory-bound op moves the sizes of its tensors, padding and scales included.
+Cases do not define how they are timed. Bytes need no formula: every argument is read once and every output is written
+once. So a memory-bound op moves the sizes of its tensors, padding and scales included.
 """
 
 from __future__ import annotations

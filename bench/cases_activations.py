@@ -1,4 +1,4 @@
-"""The benchmark cases of the activations of experts and of their gradients."""
+"""The benchmark cases of the experts' activations and their gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN = ("silu", "gelu", "relu2")
 
 
 def _slots(cpu: bool) -> list[Shape]:
-    """Slots of all tokens, and the features of an expert: small ones and large ones."""
+    """The slots of all tokens, with small and large numbers of features per expert."""
     sizes = [(300, 256)] if cpu else [(196608, 256), (262144, 768), (131072, 2048)]
     return [Shape(f"[{p}, {f}]", {"p": p, "f": f}) for p, f in sizes]
 
@@ -53,7 +53,7 @@ def _backward(interleaved: bool) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _operands(format: str) -> Callable[..., tuple[object, ...]]:
-    """Slots of 128 experts."""
+    """Operands for the slots of 128 experts."""
 
     def inputs(device: torch.device, groups: str, *, p: int, f: int) -> tuple[object, ...]:
         grad, h, activation, scores, scale, _ = _gradients("swiglu", format)(device, None, p=p, f=f)
@@ -64,16 +64,16 @@ def _operands(format: str) -> Callable[..., tuple[object, ...]]:
 
 
 def _backward_operands(grad, h, activation, format, offs, scores, scale, indices):
-    """As the layer calls it."""
+    """Calls the op as the layer does."""
     how = {"offs": offs, "scores": scores, "h_scale": scale, "indices": indices}
     how["amax"] = get_recipe(format).amax_of_groups
     return ops.quantize_activated_backward(grad, h, activation, format, **how)
 
 
 _SPEED: Rule = (always, of_copy(0.85))
-# What was asked. "rowwise" reads grad and h twice, for columns have no scales before all rows were seen: 9 / 13 of that
-# at most, but for what the L2 still has. With blocks it is arithmetic that takes the time: three results
-# and five casts for a feature.
+# The required speed. "rowwise" reads grad and h twice, because columns have no scales before all rows are read. That
+# limits it to 9 / 13 of a copy, plus what remains in the L2. Formats with blocks are limited by arithmetic: three
+# results and five casts per feature.
 _BACKWARD: Rule = (always, of_copy(0.75))
 
 _INTERLEAVED = "swiglu interleaved"

@@ -1,4 +1,4 @@
-"""The benchmark cases of a whole layer: forward and backward of `experts`, beside torch's BF16 products."""
+"""The benchmark cases of a whole layer: forward and backward of `experts`, compared with torch's BF16 products."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import moe_fp8_ext as moe
 
-# Tokens, model width, expert width, experts, experts a token: Granite, Qwen3-30B-A3B, and larger ones.
+# Tokens, model width, expert width, experts, experts per token: Granite, Qwen3-30B-A3B, and larger ones.
 SIZES = {
     "granite": (24576, 1536, 256, 128, 8),
     "qwen3_30b": (32768, 2048, 768, 128, 8),
@@ -27,7 +27,8 @@ def _layers(cpu: bool) -> list[Shape]:
 
 
 def routed(device: torch.device, groups: str, t: int, e: int, k: int) -> tuple[Tensor, Tensor]:
-    """Experts are as likely as `groups` says, those of a token different; scores add up to 1."""
+    """Random ids and scores. `groups` gives the experts' shares. A token's experts are distinct, and its scores add up
+    to 1."""
     ids = torch.multinomial(shares(groups, e).float().to(device).expand(t, e), k)
     return ids, torch.rand(t, k, device=device).softmax(-1).requires_grad_()
 
@@ -38,7 +39,7 @@ def _layer(device: torch.device, groups: str, *, t: int, d: int, f: int, e: int,
 
 
 def _composed(x: Tensor, ids: Tensor, scores: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-    """In BF16, of torch's own ops."""
+    """Computes the layer in BF16 with torch's own ops."""
     flat, permutation = ids.flatten().sort(stable=True)
     counts = torch.zeros(len(w_down), dtype=torch.int32, device=x.device)
     offs = counts.scatter_add(0, flat, torch.ones_like(flat, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
@@ -58,7 +59,7 @@ def _forward_backward(layer: Callable[..., Tensor]) -> Callable[..., object]:
 
 
 def _bytes_kept(layer: Callable[..., Tensor], *inputs: Tensor) -> float:
-    """Bytes that the forward keeps beside its arguments and quantized weights, an element of gates and ups."""
+    """Bytes that forward keeps, without arguments and quantized weights, per element of gates and ups."""
     *arguments, _ = inputs
     _, ids, _, w_gate_up, _ = arguments
     given = {t.untyped_storage().data_ptr() for t in arguments}
@@ -79,10 +80,10 @@ def expert_flops(*, t: int, d: int, f: int, k: int, **_: int) -> int:
     return 3 * 3 * 2 * t * k * d * f
 
 
-# h in BF16, as the best layers in BF16 keep it, would be 2.
+# With h in BF16, as the best BF16 layers keep it, this would be 2.
 _KEPT: Rule = (always, Target("kept", "<=", 1.1))
 _SPEEDUP: Rule = (is_("qwen3_30b"), Target("ratio", ">=", 1.5))
-_RULES: dict[str, tuple[Rule, ...]] = {  # no speed is asked of others: for mxfp8's scales Hopper has no instruction
+_RULES: dict[str, tuple[Rule, ...]] = {  # other recipes have no target: Hopper has no instruction for mxfp8's scales
     "rowwise": (_SPEEDUP, _KEPT),
     "blockwise": (_SPEEDUP, _KEPT),
     "bf16": (),

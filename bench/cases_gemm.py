@@ -1,4 +1,4 @@
-"""The benchmark cases of the products: one GEMM on quantized operands, and forward and backward of `grouped_mm`."""
+"""The benchmark cases of products: one GEMM on quantized operands, and forward and backward of `grouped_mm`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _operands(
     format: str = "rowwise",
     amax: str = "group",
 ) -> tuple[object, ...]:
-    """a, b, scale_a, scale_b, format, offs and what offs are multiples of; amax: of b along tokens."""
+    """a, b, scale_a, scale_b, format, offs and the multiple of all offs. amax is the amax of b along tokens."""
     offs, f = group_ends(groups, m, e, device), FORMATS[format]
     if wgrad:
         a, scale_a, padded_offs = ops.quantize_tokens(normal(device, m, n), format, offs=offs)
@@ -73,7 +73,7 @@ def _scaled(*operands: object) -> Tensor:
 
 
 def _total_and_operands(device: torch.device, groups: str, *, m: int, k: int, n: int, e: int) -> tuple[object, ...]:
-    """A float32 main gradient, and what is added to it."""
+    """A float32 main gradient, and the operands whose product is added to it."""
     return torch.zeros(e, n, k, device=device), *_operands(device, groups, m=m, k=k, n=n, e=e, wgrad=1)
 
 
@@ -92,8 +92,8 @@ def _ones(*size: int, device: torch.device) -> Tensor:
 
 
 def _dense(a: Tensor, b: Tensor, *_: object) -> Tensor:
-    """The GEMM of the same size with one group, and with scales of rows whatever the format. In 2D x 2D the padding, at
-    most E * 32 of the tokens, rides along."""
+    """The GEMM of the same size with one group, and with scales of rows for every format. In 2D x 2D it includes the
+    padding, at most E * 32 of the tokens."""
     b = b if b.ndim == 2 else b[0]
     scale_a, scale_b = _ones(a.shape[0], 1, device=a.device), _ones(1, b.shape[1], device=a.device)
     return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
@@ -112,7 +112,7 @@ def forward_backward(grouped_mm: Callable[..., Tensor]) -> Callable[..., object]
 
 
 def _bytes_kept(recipe: str, a: Tensor, w: Tensor, offs: Tensor, grad: Tensor) -> float:
-    """Bytes that the forward keeps for the gradient of the weights, scales and padding included, an element of `a`."""
+    """Bytes that forward keeps for the gradient of the weights, with scales and padding, per element of `a`."""
     storages: dict[int, int] = {}
 
     def note(t: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def _rules(metric: str, bounds: dict[str, float]) -> tuple[Rule, ...]:
     return tuple((is_(name), Target(metric, ">=", bound)) for name, bound in bounds.items())
 
 
-# BF16 keeps 2. Where an expert has few tokens, padding is as many bytes again.
+# BF16 keeps 2. If experts have few tokens, padding doubles the bytes.
 _KEPT: tuple[Rule, ...] = ((_many_tokens, Target("kept", "<=", 1.1)), (always, Target("kept", "<=", 2)))
 
 
@@ -179,7 +179,7 @@ def _scaled_grouped_mm(format: str) -> Case:
     return Case("scaled_grouped_mm", _both_products, operands, _scaled, rules, format, flops=_flops, baseline=_dense)
 
 
-# Of blocks of squares, as recipe "blockwise" has its activations: what it multiplies for the gradients of weights.
+# Scales of squares: recipe "blockwise" multiplies such activations for the gradients of weights.
 _OF_SQUARES = Case(
     "scaled_grouped_mm",
     _gradients_of_weights,
@@ -193,14 +193,14 @@ _OF_SQUARES = Case(
 )
 
 
-# Beside the product that is written: what the reads of the total cost.
+# Compared with the product that is only written, this shows the cost of reading the total.
 _ADDED = Case(
     "add_scaled_grouped_mm", _gemms, _total_and_operands, _added, format="rowwise", flops=_flops, baseline=_plain
 )
 
 
 def _of_tokens(cpu: bool) -> list[Shape]:
-    """The up-projections of layers."""
+    """Up-projections of layers."""
     sizes = {"small": (300, 96, 64, 5, 2)} if cpu else SIZES
     return [Shape(f"layer {name}", dict(zip("tdfek", dims, strict=True))) for name, dims in sizes.items()]
 
@@ -233,7 +233,7 @@ _OF_TOKENS = Case(
 
 
 def _trained(cpu: bool) -> list[Shape]:
-    """Small experts also have groups that are less uneven, as most routers' are."""
+    """Small experts also have less uneven groups, like most routers'."""
     shapes, small = _gemms(cpu), ("qwen3", "granite")
     return shapes + [Shape(s.label, s.dims, "zipf 0.8") for s in shapes if s.uneven and s.label.startswith(small)]
 
@@ -252,7 +252,7 @@ def _grouped_mm(recipe: str) -> Case:
     )
 
 
-# What is left where weights are quantized once for many calls, as in gradient accumulation.
+# Weights are quantized once for many calls, as in gradient accumulation.
 _REUSED = Case(
     "grouped_mm",
     _gemms,

@@ -1,5 +1,5 @@
-"""The benchmark cases of Hugging Face Transformers, where it is installed: the experts of two models alone, and a model
-of four layers, forward and backward, beside Transformers' own `grouped_mm` in BF16."""
+"""The benchmark cases of Hugging Face Transformers, if it is installed. They compare forward and backward with
+Transformers' own `grouped_mm` in BF16, for the experts of two models and for a model of four layers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from moe_fp8_ext.integrations.transformers import register
 
 _BASELINE = "grouped_mm"
 _IMPLEMENTATIONS = ("moe_fp8", "moe_fp8_blockwise")
-# By model type: what its config calls the width and the number of experts.
+# By model type: the config's names for the width and the number of experts.
 _NAMES = {
     "qwen3_moe": ("moe_intermediate_size", "num_experts"),
     "mixtral": ("intermediate_size", "num_local_experts"),
 }
-# Label, sizes as cases_experts has them, least speed over the baseline.
+# Label, sizes as in cases_experts, least speed over the baseline.
 _EXPERTS = {
     "qwen3_moe": ("qwen3_30b_a3b", (32768, 2048, 768, 128, 8), 1.5),
     "mixtral": ("mixtral_8x7b", (16384, 4096, 14336, 8, 2), 1.4),
 }
-# As its own router gives them; Transformers' baseline multiplies all that experts return by these.
+# The dtype of each router's scores. Transformers' baseline multiplies all outputs of experts by the scores.
 _SCORES = {"qwen3_moe": torch.bfloat16, "mixtral": torch.float32}
-_HEADS, _KV_HEADS, _HEAD_DIM = 32, 4, 128  # of Qwen3-30B-A3B
+_HEADS, _KV_HEADS, _HEAD_DIM = 32, 4, 128  # Qwen3-30B-A3B's
 
 
 def _config(model: str, d: int, f: int, e: int, k: int, **others: object) -> object:
@@ -82,7 +82,7 @@ def _step_call(implementation: str) -> Callable[..., object]:
 
 
 def _step_flops(*, t: int, s: int, layers: int, v: int, d: int, f: int, e: int, k: int) -> int:
-    # A token sees half of its sequence, and multiplies by keys and by values.
+    # A token attends to half of its sequence on average, and multiplies by keys and by values.
     attention = 2 * (_HEADS + _KV_HEADS) * _HEAD_DIM * d + _HEADS * _HEAD_DIM * s
     return 3 * 2 * t * (layers * (attention + e * d) + v * d) + layers * expert_flops(t=t, d=d, f=f, k=k)
 
@@ -92,7 +92,8 @@ def _experts_shapes(label: str, sizes: tuple[int, ...], cpu: bool) -> list[Shape
 
 
 def _step_shapes(cpu: bool) -> list[Shape]:
-    """Of the sizes of Qwen3-30B-A3B all but layers and vocabulary, 48 and 151,936 there."""
+    """The sizes of Qwen3-30B-A3B, except the numbers of layers and of the vocabulary, which are 48 and 151,936
+    there."""
     sizes = (64, 32, 1, 128, 96, 64, 5, 2) if cpu else (32768, 4096, 4, 4096, 2048, 768, 128, 8)
     return [Shape("qwen3_30b_a3b", dict(zip(("t", "s", "layers", *"vdfek"), sizes, strict=True)))]
 

@@ -1,5 +1,5 @@
-"""The benchmark cases of the quantizers, in every format: of rows and tokens as they lie and by index, of weights, and
-of what the generic kernels take: formats that the hardware does not cast to, and operands that are not aligned."""
+"""The benchmark cases of the quantizers in every format: rows and tokens, in order and by index, and weights. Some
+cases are for the generic kernels: formats that the hardware does not cast to, and unaligned operands."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _with_one_group(cpu: bool) -> list[Shape]:
 
 
 def _rows_and_groups(cpu: bool) -> list[Shape]:
-    """Blocked scales lie by groups of rows, where those are given."""
+    """If groups are given, blocked scales are laid out by groups of rows."""
     return activations(cpu) + _groups(cpu)
 
 
@@ -61,7 +61,7 @@ def _weights(cpu: bool) -> list[Shape]:
 
 
 def _weights_of_layers(cpu: bool) -> list[Shape]:
-    """Small experts: weights whose rows are short."""
+    """Weights of small experts, whose rows are short."""
     layers = [(0, 96, 64, 5, 0)] if cpu else [SIZES["granite"], SIZES["qwen3_30b"]]
     sizes = [size for _, d, f, e, _ in layers for size in ((e, 2 * f, d), (e, d, f))]
     return [Shape(f"[{e}, {n}, {k}]", {"e": e, "n": n, "k": k}) for e, n, k in sizes]
@@ -74,7 +74,7 @@ def _short_rows(cpu: bool) -> list[Shape]:
 
 
 def _one_of_each(shapes: Callable[[bool], list[Shape]], label: str) -> Callable[[bool], list[Shape]]:
-    """The shape of that label, even groups; on a CPU the first one."""
+    """The shape with this label and even groups. On a CPU it is the first shape."""
     return lambda cpu: [s for s in shapes(cpu) if cpu or s.label == label][:1]
 
 
@@ -109,7 +109,7 @@ def _unaligned(x: Tensor) -> Tensor:
 
 
 def quantizer(op: str, format: str, **options: object) -> Callable[..., object]:
-    """The op as a call of x and, where the case has them, offs and indices."""
+    """The op as a function of x and, in some cases, offs and indices."""
     quantize = getattr(ops, op)
     if op == "quantize_weight":
         return lambda w: quantize(w, format, **options)
@@ -168,7 +168,7 @@ _BY_INDEX = {
     ("quantize_both", "blockwise"): 0.78,
 }
 _OF_EVEN: tuple[Rule, ...] = ((always, Target("of_even", ">=", 0.85)),)
-# One or two of every kernel that has a generic twin.
+# One or two ops for every kernel that has a generic twin.
 _GENERIC = (
     ("quantize_rows", "rowwise"),
     ("quantize_rows", "mxfp8"),
@@ -199,7 +199,7 @@ def _gathered(op: str, format: str) -> Case:
 
 
 def _of_slots(op: str, amax: str) -> Case:
-    """What a layer of experts casts along tokens, a token for each of its slots or once; with amax "batch" along rows
+    """The cast of a layer's tokens along tokens, once per slot or once per token. With amax "batch", rows are cast
     too."""
     call = quantizer(op, "rowwise", rounding="pow2", amax=amax)
     return Case(op, _tokens_of_layers, _at_slots, call, format="rowwise", variant=f"by index, {amax}")

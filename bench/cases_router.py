@@ -1,5 +1,5 @@
-"""The benchmark cases of a router: the choice and its gradient alone, and a `Router`, forward and backward, beside
-torch's own ops."""
+"""The benchmark cases of a router, compared with torch's own ops: the choice and its gradient alone, and forward and
+backward of a `Router`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import moe_fp8_ext as moe
 from moe_fp8_ext import ops
 
-# Of all sizes of layers, and of DeepSeek-V3's router: tokens, width, experts, experts a token.
+# The sizes of all layers and of DeepSeek-V3's router: tokens, width, experts, experts per token.
 _ROUTERS = {
     **{name: (t, d, e, k) for name, (t, d, _, e, k) in SIZES.items() if name != "dsv3"},
     "dsv3": (16384, 7168, 256, 8),
@@ -78,7 +78,7 @@ def _step(score: Callable[[moe.Router, Tensor], Tensor]) -> Callable[..., object
 
 
 def _torch_router(router: moe.Router, x: Tensor) -> Tensor:
-    """In float32, as models of Transformers compute it."""
+    """Computes in float32, like the models of Transformers."""
     return _torch_choice(nn.functional.linear(x.float(), router.weight.float()), router.top_k)[1]
 
 

@@ -1,4 +1,4 @@
-"""The benchmark cases of scales in the blocked layout, and of the way back from operands and scales to values."""
+"""The benchmark cases of scales in the blocked layout, and of operands that are dequantized to values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moe_fp8_ext import ops
 
 
 def _matrices(cpu: bool) -> list[Shape]:
-    """Of activations [M, 7168], one scale for 32 features."""
+    """Scales of activations [M, 7168], one for 32 features."""
     sizes = [(300, 44)] if cpu else [(8192, 224), (131072, 224)]
     return [Shape(f"[{r}, {c}]", {"r": r, "c": c}) for r, c in sizes]
 
@@ -50,7 +50,7 @@ _3D: tuple[Rule, ...] = (
     (is_("[16, 5120, 256]"), Target("gbps", ">=", 2500)),
     (is_("[1, 8192, 160]"), Target("us", "<=", 2.5)),
 )
-_GROUPS: tuple[Rule, ...] = ((always, Target("us", "<=", 20)),)  # 13.8 us at the speed of a copy
+_GROUPS: tuple[Rule, ...] = ((always, Target("us", "<=", 20)),)  # a copy's speed would give 13.8 us
 _SHAPES = {
     None: (_matrices, ()),
     "experts": (_experts, _3D),
@@ -116,7 +116,7 @@ def _dequantize_tokens(format: str) -> Case:
 
 
 def _dequantize_weight(format: str) -> Case:
-    """MXFP8's products on Hopper dequantize the right operand, in another order of elements."""
+    """On Hopper, MXFP8's products dequantize the right operand, in another order of elements."""
 
     def shapes(cpu: bool) -> list[Shape]:
         sizes = [(3, 96, 64)] if cpu else [(8, 4096, 7168), (32, 4096, 7168), (128, 1536, 2048)]

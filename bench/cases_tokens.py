@@ -1,4 +1,4 @@
-"""The benchmark cases of what moves tokens: to experts, into padded groups, and back."""
+"""The benchmark cases of ops that move tokens: to experts, into padded groups, and back."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _padded(device: torch.device, groups: str, **dims: int) -> tuple[object, ...
 
 
 def exchanged_counts(device: torch.device, groups: str, m: int, r: int, e: int) -> Tensor:
-    """Every rank sends as many tokens, shared out among the experts as `groups` says."""
+    """Every rank sends the same number of tokens. `groups` gives the experts' shares."""
     of_rank = group_ends(groups, m // r, e, device).diff(prepend=torch.zeros(1, dtype=torch.int32, device=device))
     return of_rank.repeat(r)
 
@@ -78,7 +78,7 @@ def _permuted(device: torch.device, groups: str, **dims: int) -> tuple[object, .
 
 
 def _tokens_only(args: tuple, out: Tensor) -> int:
-    """The padding of the argument is not read: what is read is what is written."""
+    """The op does not read the padding of its argument, so it reads as many bytes as it writes."""
     return 2 * out.nbytes
 
 
@@ -97,7 +97,7 @@ def _routed_to_ranks(device: torch.device, groups: str, *, r: int, **dims: int) 
 
 
 def _torch_sort(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """What MoE layers build from topk today: order and offsets, and no inverse."""
+    """Today's MoE layers make only an order and offsets from topk, and no inverse."""
     ids = topk_ids.flatten()
     counts = torch.histc(ids.float(), num_experts, 0, num_experts - 1)
     return ids.argsort(stable=True), counts.cumsum(0)
@@ -137,7 +137,7 @@ def _permute_quantized(*args: object) -> tuple[Tensor, Tensor]:
 
 
 def _known_of_tokens(format: str) -> Callable[..., tuple[object, ...]]:
-    """Of tokens for the ranks of their experts, two, as `ExpertParallel` sends them."""
+    """Tokens for the two ranks of their experts, as `ExpertParallel` sends them."""
 
     def inputs(device: torch.device, groups: None, *, t: int, top_k: int, k: int, e: int) -> tuple[object, ...]:
         ids, scores = torch.randint(e, (t, top_k), device=device), torch.rand(t, top_k, device=device)
@@ -149,7 +149,7 @@ def _known_of_tokens(format: str) -> Callable[..., tuple[object, ...]]:
 
 
 def _tokens_of_ranks(format: str) -> Callable[..., tuple[object, ...]]:
-    """Such tokens before they are quantized."""
+    """The same tokens before they are quantized."""
 
     def inputs(device: torch.device, groups: None, *, t: int, top_k: int, k: int, e: int) -> tuple[object, ...]:
         ids, scores = torch.randint(e, (t, top_k), device=device), torch.rand(t, top_k, device=device)
@@ -160,7 +160,7 @@ def _tokens_of_ranks(format: str) -> Callable[..., tuple[object, ...]]:
 
 
 def _slots_only(args: tuple, out: tuple[Tensor, Tensor]) -> int:
-    """A token is read once for every slot that it has."""
+    """A token is read once for each of its slots."""
     return 2 * sum(t.nbytes for t in out)
 
 

@@ -1,7 +1,8 @@
-"""Two results files of bench/run.py, before a change and after it: the rows whose time differs, the slower ones first.
+"""Compares two results files of bench/run.py, before and after a change. Prints rows whose time differs, the slower
+ones first.
 
-Times of two visits to a GPU differ by a few percent by themselves, for chips, clocks and temperatures do: take both in
-one, in turns.
+Times of two runs differ by a few percent, because chips, clocks and temperatures do. So take both in one session on one
+GPU, and alternate them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def times(result: dict) -> dict[Key, float]:
 
 
 def differing(before: dict, after: dict, percent: float) -> list[tuple]:
-    """Of rows that both have, those whose times differ by more than so much: key, microseconds of both, their ratio."""
+    """For rows of both files whose times differ by more than `percent`: key, both times in microseconds, and their
+    ratio."""
     old, new = times(before), times(after)
     rows = [(*key, old[key], new[key], new[key] / old[key]) for key in old if key in new]
     limit = 1 + percent / 100

@@ -1,4 +1,5 @@
-"""Measures experts over ranks, one GPU each: what tokens' way there costs, and a layer beside one of torch's own ops.
+"""Measures experts over ranks with one GPU each: the cost of exchanging tokens, and a layer compared with torch's own
+ops.
 
 NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node 2 bench/expert_parallel.py --out bench/results/expert_parallel.json
 """
@@ -25,13 +26,14 @@ from moe_fp8_ext.distributed.plan import Agreement
 from moe_fp8_ext.matmul.engine import engine_of
 
 TOKENS, D, F, EXPERTS, TOP_K = 16384, 7168, 2048, 64, 8
-SECONDS = 1.5  # to measure a call in, all turns together
+SECONDS = 1.5  # time to measure a call, all turns together
 
 
 def sustained_us(calls: dict[str, Callable[[], object]], turns: int = 3) -> dict[str, float]:
-    """In turns, the slowest rank's mean of the fastest turn; every rank calls as often as the others."""
+    """Calls take turns. A time is the slowest rank's mean in the fastest turn. All ranks make the same number of
+    calls."""
     best: dict[str, float] = {}
-    for turn in range(turns + 1):  # the first one warms up
+    for turn in range(turns + 1):  # the first turn warms up
         for name, call in calls.items():
             call()
             count = torch.tensor([max(3, round(SECONDS / turns * 1e6 / best.get(name, 1e5)))], device="cuda")
@@ -50,7 +52,8 @@ def sustained_us(calls: dict[str, Callable[[], object]], turns: int = 3) -> dict
 
 
 def exchange_us(call: Callable[[], object], calls: int = 10) -> float:
-    """Of the longest kernel of a collective in a call, where ranks waited least for each other; of the slowest rank."""
+    """Time of a call's longest collective kernel, in the run where ranks waited least for each other, on the slowest
+    rank."""
     longest = []
     for _ in range(calls):
         dist.barrier()
@@ -65,7 +68,7 @@ def exchange_us(call: Callable[[], object], calls: int = 10) -> float:
 
 
 def composed(x: Tensor, ids: Tensor, scores: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-    """In BF16, of torch's own ops: a token travels once to each of its experts."""
+    """Computes the layer in BF16 with torch's own ops. A token travels once to each of its experts."""
     ranks, local = dist.get_world_size(), len(w_gate_up)
     permutation = ids.flatten().sort(stable=True).indices
     counts = torch.zeros(EXPERTS, dtype=torch.int64, device="cuda").scatter_add(
@@ -110,7 +113,7 @@ def measure() -> dict[str, object]:
             [(tokens, _, groups)] = send(ep).chunks(x, scores)
             if ep.recipe.format is None:
                 return engine_of(ep.recipe).tokens(tokens, groups, rows=True)
-            # Products take some of these by index; here all are moved, as BF16's are.
+            # Our products take some of these rows by index. Here all rows are moved, as for BF16.
             return ops.permute_quantized(tokens.values, tokens.scale, ep.recipe.format, groups.indices, groups.top_k)
 
     def step(layer: Callable[..., Tensor]) -> object:
@@ -139,7 +142,7 @@ def measure() -> dict[str, object]:
     }
     found["layer_us"] = sustained_us({name: partial(step, layer) for name, layer in layers.items()})
     for ep in static.values():
-        ep.check()  # that nothing was left out
+        ep.check()  # checks that no token was left out
     return found
 
 
@@ -147,7 +150,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file for the figures")
     args = parser.parse_args()
-    # Else what computes meanwhile keeps the all-to-all waiting for room on the GPU: docs/expert-parallel.md.
+    # Otherwise kernels that run meanwhile delay the all-to-all, which waits for room on the GPU:
+    # docs/expert-parallel.md.
     dist.init_process_group("nccl", pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
     torch.cuda.set_device(dist.get_rank())
     result = run.environment(torch.device("cuda")) | {"gpus": dist.get_world_size()} | measure()

@@ -1,4 +1,4 @@
-"""The three pictures of the documents. A colour is a format, and grey is BF16, in all of them."""
+"""The three pictures of the documents. In all of them, each format has one colour, and BF16 is grey."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 COLORS = {"bf16": "#7a7a7a", "rowwise": "#1f6fb4", "blockwise": "#e08214", "mxfp8": "#2b8c57", "": "#444444"}
-# Family: the ops of a row of the picture of casts, as prefixes of their labels.
+# Family: the ops of one row of the picture of casts, as prefixes of their labels.
 FAMILIES = {
     "quantize_rows": ("quantize_rows",),
     "quantize_tokens": ("quantize_tokens",),
@@ -26,16 +26,16 @@ FAMILIES = {
     "combine": ("combine",),
     "swizzle, unswizzle": ("swizzle_scales", "unswizzle_scales"),
 }
-LEAST_BYTES = 50e6  # less is over before the GPU's memory is at full speed
+LEAST_BYTES = 50e6  # smaller casts end before the GPU's memory reaches full speed
 
 
 def save(figure: Figure, path: Path) -> None:
-    # No software version in the file, which changes the bytes of an equal picture.
+    # The file names no software version, because a new version would change the bytes of an equal picture.
     FigureCanvasAgg(figure).print_png(path, metadata={"Software": None})
 
 
 def draw(results: dict[str, dict], losses: dict | None, folder: Path) -> None:
-    """Draws what there are figures for: results of the last file that has any, losses of the demo."""
+    """Draws every picture for which there are figures: the last file with results, and the losses of the demo."""
     for result in results.values():
         draw_speed(result, folder / "speed.png")
         draw_casts(result, folder / "casts.png")
@@ -44,7 +44,7 @@ def draw(results: dict[str, dict], losses: dict | None, folder: Path) -> None:
 
 
 def draw_speed(result: dict, path: Path) -> None:
-    """A bar for each recipe and model, even groups; a dot for uneven ones."""
+    """Draws a bar with even groups for each recipe and model, and a dot with uneven groups."""
     rows = training_rows(result)
     models, recipes = ([*dict.fromkeys(r)] for r in ((r["shape"] for r in rows), (r["op"].split()[1] for r in rows)))
     if not rows:
@@ -70,7 +70,7 @@ def draw_speed(result: dict, path: Path) -> None:
 
 
 def family_of(op: str) -> str | None:
-    """The family of a label; variants that the generic kernels take are in none."""
+    """The family of a label. Variants for the generic kernels belong to no family."""
     first, *others = op.split()
     if "unaligned" in others or any(word.startswith("float8") for word in others):
         return None
@@ -80,7 +80,7 @@ def family_of(op: str) -> str | None:
 
 
 def draw_casts(result: dict, path: Path) -> None:
-    """Median and range over sizes, of each family and format, even groups beside uneven ones."""
+    """Draws the median and range over sizes of each family and format, with even groups beside uneven ones."""
     found: dict[tuple[str, str, bool], list[float]] = {}
     for row in result["rows"]:
         family = family_of(row["op"])
@@ -117,7 +117,7 @@ def draw_casts(result: dict, path: Path) -> None:
 
 
 def draw_losses(losses: dict, path: Path) -> None:
-    """Running means of the training loss, and how far each recipe is from BF16."""
+    """Draws running means of the training loss, and the difference of each recipe from BF16."""
     smooth = {run["recipe"]: running_mean(run["losses"]) for run in losses["runs"]}
     figure = Figure(figsize=(7.2, 3), dpi=100, layout="constrained")
     loss, difference = figure.subplots(1, 2)
@@ -125,7 +125,7 @@ def draw_losses(losses: dict, path: Path) -> None:
     for recipe, curve in smooth.items():
         percent = [100 * (a / b - 1) for a, b in zip(curve, smooth["bf16"], strict=True)]
         reach = max(reach, *map(abs, percent))
-        style = {"color": COLORS[recipe], "linewidth": 3 if recipe == "bf16" else 1}  # they lie on one another
+        style = {"color": COLORS[recipe], "linewidth": 3 if recipe == "bf16" else 1}  # the curves overlap
         loss.plot(curve, label=recipe, **style)
         difference.plot(percent, **style)
     loss.set_ylabel("training loss, nats a byte")

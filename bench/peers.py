@@ -1,5 +1,5 @@
-"""What the same work costs elsewhere: torchao and DeepGEMM where they are installed, torch's own GEMMs, and the plain
-formula through torch.compile. A peer takes the arguments of a case and gives a call of the same work."""
+"""The cost of the same work elsewhere: torchao and DeepGEMM if they are installed, torch's own GEMMs, and the plain
+formula through torch.compile. A peer takes the arguments of a case and returns a call of the same work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 Call = Callable[[], object]
 Peer = Callable[..., Call]
 
-# Where torchao is timed: compiling and tuning its kernels takes it seconds for every new size.
+# The sizes at which torchao is timed: compiling and tuning its kernels takes seconds for every new size.
 TORCHAO_AT = frozenset(
     (
         *("[131072, 7168]", "[131072, 7168] E=8", "[8, 4096, 7168]"),
@@ -26,7 +26,7 @@ TORCHAO_AT = frozenset(
 def peers_of(label: str, shape: str, even: bool, compiled: bool) -> dict[str, Peer]:
     """Peers of a case at one of its shapes, by name.
 
-    torchao's GEMM asserts on the device unless every group is a multiple of 16, as even ones are.
+    torchao's GEMM asserts on the device that every group is a multiple of 16, so it gets only even groups.
     """
     found = {}
     if shape in TORCHAO_AT and label in TORCHAO and find_spec("torchao") and (even or "grouped_mm" not in label):
@@ -35,7 +35,8 @@ def peers_of(label: str, shape: str, even: bool, compiled: bool) -> dict[str, Pe
         found["torch FP8"] = _torch_fp8
     if label == "scaled_grouped_mm blockwise" and shape.endswith("2Dx3D") and even and find_spec("deep_gemm"):
         found["DeepGEMM"] = _deepgemm
-    if label.startswith("scaled_grouped_mm") and "by index" not in label:  # whose rows torch would have to move
+    # Torch would have to move rows taken by index.
+    if label.startswith("scaled_grouped_mm") and "by index" not in label:
         found["torch BF16"] = _torch_bf16
     if compiled and label in COMPILED:
         found["compiled"] = COMPILED[label]
@@ -49,7 +50,7 @@ def _torch_fp8(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, format: s
 
 
 def _deepgemm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, format: str, offs: Tensor, *_: object) -> Call:
-    """It wants to know the group of every row, which is found before it is timed, and groups of whole tiles."""
+    """DeepGEMM needs the group of every row, which is found before the timing, and groups of whole tiles."""
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
     if bool((sizes % 128).any()):
         raise ValueError("groups must be multiples of 128 rows")
@@ -69,10 +70,10 @@ def _torch_bf16(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, format: 
     return lambda: torch._grouped_mm(a, b, offs=offs)
 
 
-# torchao's scales are factors to multiply by, row-major, and it pads nothing: less work than ours. Where it has no op
-# for both directions, both of its own are timed. Its blockwise and MX casts know no groups.
+# torchao's scales are factors to multiply by, row-major, and it pads nothing, so it does less work than ours. If it has
+# no op for both directions, both of its ops are timed. Its blockwise and MX casts have no groups.
 def _torchao(module: str, kernel: str, pick: Callable[..., tuple[Tensor, ...]]) -> Peer:
-    """The kernel, called with what `pick` takes of a case's arguments."""
+    """Calls the kernel with the arguments that `pick` selects."""
 
     def peer(*args: Tensor) -> Call:
         call, chosen = getattr(import_module(f"torchao.prototype.{module}"), kernel), pick(*args)
@@ -150,7 +151,7 @@ def _formula(x: Tensor) -> tuple[Tensor, Tensor]:
 
 _compiled_rows = torch.compile(_formula, dynamic=False)
 _compiled_weight = torch.compile(lambda w: (_formula(w), _formula(w.mT.contiguous())), dynamic=False)
-# Only the ops whose formula has no groups: torch.compile has no way to say the others without a host sync.
+# Only ops without groups: torch.compile cannot express groups without a host sync.
 COMPILED: dict[str, Peer] = {
     "quantize_rows rowwise": lambda x, offs: lambda: _compiled_rows(x),
     "quantize_weight rowwise": lambda w: lambda: _compiled_weight(w),

@@ -1,8 +1,8 @@
-"""Bench results as tables and pictures, and the parts of the documents that are made of them.
+"""Makes tables and pictures from bench results, and parts of the documents from these.
 
-`python bench/report.py` writes bench/results/README.md, the pictures beside it and the marked parts of README.md and
-of docs/ from bench/results/*.json and from the table of GEMMs (matrix.py); with --check it only says whether the texts
-are current.
+`python bench/report.py` reads bench/results/*.json and the table of GEMMs (matrix.py). It writes
+bench/results/README.md, the pictures beside it, and the marked parts of README.md and of docs/. With --check it only
+tells whether the texts are current.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-LOSSES = "losses.json"  # of examples/train_moe_lm.py --losses; every file that has no name here is of bench/run.py
+LOSSES = "losses.json"  # from examples/train_moe_lm.py --losses; files not named here are from bench/run.py
 
 # Column: heading, key of the row, format. A column that no row fills is left out.
 COLUMNS = (
@@ -61,7 +61,7 @@ LEGEND = """\
   does not run on this GPU or was not timed. torchao pads nothing and, but for rowwise, knows no groups; DeepGEMM takes
   groups of whole tiles, and is told the group of every row.
 - Sizes are those of bench/shapes.json; those of `grouped_mm` are [M, K, N, E]."""
-# Hardware that every change is compiled for, by the name that a results file would carry.
+# Hardware for which every change is compiled, by its name in a results file.
 HARDWARE = (
     *(("A100", "sm_80"), ("L40S", "sm_89"), ("H200", "sm_90a"), ("B200", "sm_100a"), ("RTX PRO", "sm_120")),
     *(("MI300", "gfx942"), ("MI355", "gfx950")),
@@ -137,7 +137,7 @@ def origin(result: dict) -> str:
 
 
 def renewed(result: dict, later: dict) -> dict:
-    """A result with the rows of a later run in place of its own, each with the commit that it is of."""
+    """A result whose rows are replaced by rows of a later run. Each row names its commit."""
     key = lambda row: (row["op"], row["shape"], row["groups"])  # noqa: E731
     rows = {key(row): row for row in result["rows"]}
     rows |= {key(row): row | {"commit": later["commit"]} for row in later["rows"]}
@@ -153,7 +153,7 @@ def save(result: dict, folder: Path) -> Path:
 
 
 def recorded() -> dict[str, dict]:
-    """The results by the stem of their file."""
+    """The results, by the stem of their file."""
     others = LOSSES, tables.TITAN, tables.PARALLEL, tables.PARALLEL_LOSSES, tables.SONICMOE, tables.AUTO
     return {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name not in others}
 
@@ -184,7 +184,7 @@ def results_page(results: dict[str, dict]) -> str:
 
 
 def speeds(rows: list[dict]) -> str:
-    """By recipe: over what the rows are held against."""
+    """Speeds by recipe, relative to the baseline of the rows."""
     by_recipe = []
     for op in dict.fromkeys(row["op"] for row in rows):
         found = {name: [r["ratio"] for r in rows if (r["op"], r["groups"]) == (op, key)] for key, name in GROUPS}
@@ -194,7 +194,7 @@ def speeds(rows: list[dict]) -> str:
 
 
 def sentences_of(losses: dict) -> str:
-    """How far recipes end from BF16, and where each was trained."""
+    """The final difference of each recipe from BF16, and where each was trained."""
     runs, trained = {run["recipe"]: run for run in losses["runs"]}, {}
     for recipe, run in runs.items():
         trained.setdefault(f"{run['device']} at {(run['commit'] or 'unknown')[:7]}, {run['date']}", []).append(recipe)
@@ -212,7 +212,7 @@ def sentences_of(losses: dict) -> str:
 
 
 def first_screen(results: dict[str, dict]) -> str:
-    """The two pictures of README.md, and the sentences that say their numbers."""
+    """The two pictures of README.md, and the sentences that state their numbers."""
     parts = ["\n".join(image(name, RESULTS.relative_to(ROOT)) for name in ("losses", "speed") if drawn(name))]
     if losses := recorded_alone(LOSSES):
         parts.append(sentences_of(losses))
@@ -238,7 +238,7 @@ def first_screen(results: dict[str, dict]) -> str:
 
 
 def replaced(document: str, name: str, text: str) -> str:
-    """The document with its part of that name made anew."""
+    """The document with a new text in the part of this name."""
     begin, end = f"<!-- {name}: begin (python bench/report.py) -->", f"<!-- {name}: end -->"
     if document.count(begin) != 1 or document.count(end) != 1:
         raise ValueError(f"a document must hold these two lines once each: {begin} and {end}")
@@ -247,7 +247,7 @@ def replaced(document: str, name: str, text: str) -> str:
 
 
 def documents() -> dict[Path, str]:
-    """Every text that is made of results or of the table of GEMMs."""
+    """Every text that is made from results or from the table of GEMMs."""
     results, readme = recorded(), ROOT / "README.md"
     pages = "ops", "layer", "adoption", "expert-parallel"
     ops, layer, adoption, parallel = (ROOT / "docs" / f"{page}.md" for page in pages)
@@ -269,7 +269,7 @@ def documents() -> dict[Path, str]:
 
 
 def outdated() -> list[str]:
-    """Documents that are not what `write` would make of them."""
+    """Documents whose text differs from the text that `write` would make."""
     return [
         str(path.relative_to(ROOT))
         for path, text in documents().items()

@@ -1,5 +1,5 @@
-"""Measures every op: one table, one JSON file, the documents' figures. How each figure is taken is in timing.py; DESIGN
-section 7 says what it is held against. Without a GPU the CPU loops run on small shapes, and no target applies."""
+"""Measures every op, and prints a table and writes one JSON file. timing.py defines how each figure is taken, and
+DESIGN section 7 defines the comparisons. Without a GPU the CPU loops run on small shapes, and no target applies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TARGETS_FOR = "H200"  # the figures in the cases are for this GPU
 
 
 def shell(*command: str) -> str | None:
-    """What a command prints, or None where it is not installed or fails."""
+    """The output of a command, or None if it is not installed or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=report.ROOT)
     except (OSError, subprocess.CalledProcessError):
@@ -41,11 +41,11 @@ def shell(*command: str) -> str | None:
 def environment(device: torch.device) -> dict:
     gpu = device.type == "cuda"
     toolkit = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
-    # The variable is for a copy without .git: a hash, with -dirty behind it if the copy had local changes.
+    # The variable is for a copy without .git. It holds a hash, followed by -dirty if the copy has local changes.
     stated = os.environ.get("MOE_FP8_COMMIT")
     commit = stated or shell("git", "rev-parse", "HEAD") or ""
     driver = shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None
-    forced = os.environ.get("MOE_FP8_GEMM")  # the only one that multiplies
+    forced = os.environ.get("MOE_FP8_GEMM")  # the only backend that multiplies
     return ({"gemm": forced} if forced else {}) | {
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
         "torch": torch.__version__,
@@ -58,7 +58,7 @@ def environment(device: torch.device) -> dict:
 
 
 def attempt(call: Callable[[], object], name: str) -> object:
-    """What a peer returns, or None if it fails: its limits are not ours."""
+    """The result of a peer, or None if it fails: a peer may have other limits than we have."""
     try:
         return call()
     except Exception as error:
@@ -67,7 +67,7 @@ def attempt(call: Callable[[], object], name: str) -> object:
 
 
 def tensor_bytes(values: object) -> int:
-    """Bytes of a tensor or of all tensors in a tuple; other values have none."""
+    """Bytes of a tensor, or of all tensors in a tuple. Other values have none."""
     if isinstance(values, torch.Tensor):
         return values.nbytes
     return sum(map(tensor_bytes, values)) if isinstance(values, (tuple, list)) else 0
@@ -93,7 +93,7 @@ def measure_memory_bound(case: Case, shape: Shape, rivals: dict[str, Peer], args
     else:
         sets += [case.inputs(args.device, shape.groups, **shape.dims) for _ in range(timing.input_sets(moved) - 1)]
         row["us"] = timing.graph_us(calls_of(case.call, sets), args.repeats)
-        if not shape.uneven:  # the host does not see the groups
+        if not shape.uneven:  # the host does not read the groups
             row |= host_times(lambda: case.call(*sets[0]), row["us"], args.device)
         if case.baseline:
             row["baseline_us"] = timing.graph_us(calls_of(case.baseline, sets), args.repeats)
@@ -108,7 +108,7 @@ def measure_memory_bound(case: Case, shape: Shape, rivals: dict[str, Peer], args
 def measure_gemm(case: Case, shape: Shape, rivals: dict[str, Peer], args: argparse.Namespace) -> dict:
     inputs = case.inputs(args.device, shape.groups, **shape.dims)
     calls = {"op": lambda: case.call(*inputs)}
-    if args.device.type == "cuda":  # neither baseline is tuned for a CPU: a ratio there would say nothing
+    if args.device.type == "cuda":  # neither baseline is tuned for a CPU, so a ratio would mean nothing
         for name, rival in {"baseline": lambda *given: lambda: case.baseline(*given), **rivals}.items():
             call = attempt(lambda rival=rival: rival(*inputs), f"{name} {case.label} {shape.label}")
             if call and attempt(call, f"{name} {case.label} {shape.label}") is not None:
@@ -133,7 +133,7 @@ def measure(case: Case, shape: Shape, args: argparse.Namespace) -> dict:
     try:
         with case.within():
             row |= (measure_gemm if case.flops else measure_memory_bound)(case, shape, rivals, args)
-    except torch.OutOfMemoryError:  # a smaller GPU: the other rows still count
+    except torch.OutOfMemoryError:  # a smaller GPU can still run the other rows
         row["error"] = "out of memory"
     else:
         if shape.groups == EVEN:
@@ -200,7 +200,7 @@ def main() -> None:
     for case, shape in (bar := tqdm(todo, unit="row")):
         bar.set_description(name_of(case, shape))
         result["rows"].append(measure(case, shape, args))
-        if args.out:  # row by row: a run that is cut short keeps what it has
+        if args.out:  # row by row, so that an interrupted run keeps its rows
             report.save(result, args.out)
     print(json.dumps(result, indent=1) if args.json else f"\n{report.table(result['rows'])}\n\n{report.origin(result)}")
     if not args.json:

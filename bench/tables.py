@@ -1,4 +1,4 @@
-"""The tables that documents have beside their text, each of some rows of the results or of a file of its own."""
+"""Tables of the documents, each from some rows of the results or from a file of its own."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from statistics import fmean
 from case import EVEN, RECIPES, ZIPF, commits_of, is_uneven, training_rows
 from tabulate import tabulate
 
-TITAN = "torchtitan.json"  # of bench/titan.py
-SONICMOE = "sonicmoe.json"  # of bench/beside_sonicmoe.py
-PARALLEL = "expert_parallel.json"  # of bench/expert_parallel.py
-AUTO = "auto.json"  # of bench/auto_sweep.py, for bench/fit_auto.py
-# What the demo's --losses has with --ep on several GPUs, and on one.
+TITAN = "torchtitan.json"  # from bench/titan.py
+SONICMOE = "sonicmoe.json"  # from bench/beside_sonicmoe.py
+PARALLEL = "expert_parallel.json"  # from bench/expert_parallel.py
+AUTO = "auto.json"  # from bench/auto_sweep.py, for bench/fit_auto.py
+# Results of the demo's --losses with --ep on several GPUs, and on one.
 PARALLEL_LOSSES = "expert_parallel_losses.json"
-GENERIC = ("float8_e4m3fnuz", "unaligned")  # variants that the generic kernels take
+GENERIC = ("float8_e4m3fnuz", "unaligned")  # variants for the generic kernels
 NOT_MEASURED = "Not measured yet: `make bench` on a GPU fills this table."
-Value = Callable[[dict, float], str]  # of a row's cell, from the row and microseconds
+Value = Callable[[dict, float], str]  # text of a cell, from the row and microseconds
 
 
 def generic_table(results: dict[str, dict]) -> str:
-    """What operands that the fast kernels do not take lose, against the same sizes in the usual case."""
+    """The loss of speed if the fast kernels do not take the operands, relative to the usual case at the same sizes."""
     body = []
     for result in results.values():
         timed = {(r["op"], r["shape"]): r["us"] for r in result["rows"] if "us" in r and not is_uneven(r["groups"])}
@@ -39,7 +39,7 @@ def generic_table(results: dict[str, dict]) -> str:
 
 
 def beside_baseline(results: dict[str, dict], op: str, sizes: str, baseline: str, text: str, value: Value) -> str:
-    """Rows of an op by size: a column for what all are held against, and one for each format."""
+    """Rows of an op by size, with a column for the baseline and one for each format."""
     parts = []
     for result in results.values():
         rows = [row for row in result["rows"] if row["op"].split()[0] == op and row.get("ratio")]
@@ -67,7 +67,7 @@ def beside_baseline(results: dict[str, dict], op: str, sizes: str, baseline: str
 
 
 def recipe_table(results: dict[str, dict]) -> str:
-    """Which recipe is fastest at which sizes, from the largest share of casts to the smallest."""
+    """The fastest recipe at each size, from the largest share of casts to the smallest."""
     parts = []
     for result in results.values():
         ratios: dict[tuple[int, ...], dict[str, dict[str, float]]] = {}
@@ -79,7 +79,7 @@ def recipe_table(results: dict[str, dict]) -> str:
             found = {recipe: by_groups for recipe, by_groups in ratios[m, k, n, e].items() if len(by_groups) == 2}
             cells = [f"{found[r][EVEN]:.2f} / {found[r][ZIPF]:.2f}" if r in found else "-" for r in RECIPES]
             least = {"bf16": 1.0} | {recipe: min(by_groups.values()) for recipe, by_groups in found.items()}
-            fastest = max(least, key=least.get) if len(found) > 1 else "-"  # of one alone nobody asks
+            fastest = max(least, key=least.get) if len(found) > 1 else "-"  # one recipe alone has no rival
             body.append((f"{m}, {k}, {n}, {e}", f"1 / {1 / (e / m + 1 / k + 1 / n):.0f}", *cells, fastest))
         if body:
             text = (
@@ -94,7 +94,7 @@ def recipe_table(results: dict[str, dict]) -> str:
 
 
 def sonicmoe_table(result: dict) -> str:
-    """Of bench/beside_sonicmoe.py: microseconds over SonicMoE's, and what is kept."""
+    """Results of bench/beside_sonicmoe.py: time relative to SonicMoE's, and memory kept."""
     body, ours = [], [name for name in result["rows"][0]["us"] if name != "SonicMoE"]
     for row in result["rows"]:
         us, kept = row["us"], row["kept_mib"]

@@ -15,24 +15,25 @@ Call = Callable[[], object]
 
 WARM_SECONDS = 0.1  # an idle GPU lowers its clocks
 ROTATE_BYTES = 1 << 30  # several times the L2 of any GPU so far
-TURNS_SECONDS = 0.6  # of calls that take turns, beyond which they are repeated LEAST_TURNS times at least
+TURNS_SECONDS = 0.6  # total time of calls that take turns; longer ones are still repeated LEAST_TURNS times
 LEAST_TURNS = 7
 HOST_BATCHES, HOST_BATCH_US = 7, 20_000
 
 
 def input_sets(bytes_per_call: int) -> int:
-    """How many sets of inputs to rotate through, so that no call finds its data in the L2."""
+    """The number of input sets to rotate through, so that no call finds its data in the L2."""
     return max(2, math.ceil(ROTATE_BYTES / bytes_per_call))
 
 
 def graph_us(calls: Sequence[Call], replays: int) -> float:
-    """Microseconds of one call: a graph of one call per set of inputs, replayed back to back, median of the replays."""
+    """Microseconds of one call. A graph holds one call per set of inputs and is replayed back to back; the median
+    counts."""
     for _ in range(3):  # loads modules, and lets a peer compile and tune itself
         calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = [call() for call in calls]  # held, or every call would write to the same block
+        outputs = [call() for call in calls]  # kept alive; otherwise every call would write to the same block
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
     warm = time.perf_counter() + WARM_SECONDS
     while time.perf_counter() < warm:
@@ -64,7 +65,7 @@ def _events(call: Call) -> Callable[[], float]:
     call()
     end.record()
 
-    def read() -> float:  # later: waiting here would leave the GPU idle between calls
+    def read() -> float:  # called later: waiting here would leave the GPU idle between calls
         end.synchronize()
         return start.elapsed_time(end) * 1e3
 
@@ -79,11 +80,11 @@ def _wall(call: Call) -> Callable[[], float]:
 
 
 def host_us(call: Call, device_us: float, device: torch.device) -> tuple[float, float]:
-    """Microseconds that the CPU spends to issue one eager call, and one torch.relu: one output, one launch, the least
-    that any op of torch does. Batches of both take turns, for a CPU's speed changes; they are short enough that the
-    launch queue never fills, since a full queue would make the CPU wait for the GPU."""
+    """Microseconds that the CPU spends to issue one eager call, and one torch.relu, which has one output and one
+    launch, the least of any torch op. Batches of both take turns, because a CPU's speed changes. Batches are so short
+    that the launch queue never fills, because a full queue would make the CPU wait for the GPU."""
     x = torch.empty(1 << 20, device=device)
-    calls = int(min(200, max(10, HOST_BATCH_US / device_us)))  # fewer would be as slow as first ones are
+    calls = int(min(200, max(10, HOST_BATCH_US / device_us)))  # fewer calls would be slow, like the first ones
     timers = [timeit.Timer(c, setup=torch.cuda.synchronize) for c in (call, lambda: torch.relu(x))]
     batches = [[timer.timeit(calls) for timer in timers] for _ in range(HOST_BATCHES)]
     torch.cuda.synchronize()
@@ -92,7 +93,7 @@ def host_us(call: Call, device_us: float, device: torch.device) -> tuple[float, 
 
 
 def copy_gbps(device: torch.device, repeats: int) -> float:
-    """Bandwidth of a large eager copy_, bytes read plus bytes written: what the memory-bound ops are held against."""
+    """Bandwidth of a large eager copy_, bytes read plus bytes written. Memory-bound ops are compared with it."""
     size = min(4 << 30, torch.cuda.mem_get_info()[0] // 4) if device.type == "cuda" else 256 << 20
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

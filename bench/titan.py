@@ -1,6 +1,8 @@
-"""torchtitan's own Qwen3-30B-A3B, cut to a few layers and to bytes, trained on one GPU with its own experts in BF16 and
-with those of this package: the losses of both and tokens a second. It takes torchtitan 0.3.0; a CPU takes its debug
-model. The runs take turns, step by step; weights are float32 under autocast to BF16; attention is torch's own.
+"""Trains torchtitan's Qwen3-30B-A3B, cut to a few layers and to bytes, on one GPU, with torchtitan's experts in BF16
+and with this package's. Prints the losses of both and tokens per second.
+
+It needs torchtitan 0.3.0. On a CPU it uses torchtitan's debug model. The runs take turns, step by step. Weights are
+float32 under autocast to BF16, and attention is torch's own.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.nn.functional import cross_entropy
 
-# torchtitan imports it for several GPUs, and torch 2.11 has none.
+# torchtitan imports this for several GPUs, and torch 2.11 lacks it.
 vars(fsdp).setdefault("DataParallelMeshDims", object)
 
 from torchtitan.config.override import OverrideConfig, apply_overrides  # noqa: E402
@@ -52,7 +54,7 @@ def build(flavor: str, layers: int, recipe: str, device: torch.device) -> nn.Mod
 
 
 def losses_of(model: nn.Module, batches: Tensor) -> Iterator[float]:
-    """A step for each batch."""
+    """Yields the loss of a step for each batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     for batch in batches:
         positions = torch.arange(batch.shape[1] - 1, device=batch.device).expand(len(batch), -1)

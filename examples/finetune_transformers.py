@@ -1,8 +1,8 @@
 """Fine-tune a causal language model of Hugging Face Transformers with its experts in FP8.
 
-The model is a folder as save_pretrained writes it, tokenizer included; the text is any number of files. Nothing is
-downloaded. Weights are float32 under autocast to BF16, since steps of a fine-tuning are too small to be added in BF16.
-Transformers' Trainer trains where accelerate is installed; --loop takes the plain loop below in its place.
+The model is a folder as save_pretrained writes it, tokenizer included. The text is any number of files. Nothing is
+downloaded. Weights are float32 under autocast to BF16, because steps of a fine-tuning are too small to be added in
+BF16. Transformers' Trainer trains if accelerate is installed; --loop uses the plain loop below instead.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from moe_fp8_ext.integrations.transformers import register
 
 
 def windows(tokenizer: object, files: list[Path], context: int) -> list[dict[str, Tensor]]:
-    """The tokens of all files, cut into examples of one length; what is left over at the end is not read."""
+    """The tokens of all files, cut into examples of one length. Tokens that remain at the end are dropped."""
     text = "\n".join(file.read_text() for file in files)
     tokens = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     return [{"input_ids": part, "labels": part} for part in tokens.split(context) if len(part) == context]
@@ -45,7 +45,7 @@ def by_trainer(model: nn.Module, examples: list[dict[str, Tensor]], args: argpar
 
 
 def by_loop(model: nn.Module, examples: list[dict[str, Tensor]], args: argparse.Namespace) -> list[float]:
-    torch.manual_seed(0)  # of the order of examples
+    torch.manual_seed(0)  # for the order of examples
     model.to(args.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.0, fused=True)
     losses = []
@@ -95,7 +95,8 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(args.model, **options)
         examples = windows(tokenizer, args.text, args.context)
-    except (OSError, ValueError) as error:  # an incomplete folder, an unknown implementation, bytes that are no text
+    # An incomplete folder, an unknown implementation, or bytes that are not text.
+    except (OSError, ValueError) as error:
         sys.exit(str(error))
     if len(examples) < args.batch:
         sys.exit(f"the text must fill a batch of {args.batch} x {args.context} tokens, got {len(examples)} sequences")

@@ -6,8 +6,8 @@ starts from the same weights and reads the same bytes in the same order: only th
 The run ends with a table and a picture of the loss curves; --losses keeps their numbers too.
 
 With `torchrun --nproc-per-node 2 examples/train_moe_lm.py --ep` experts are spread over two processes, each of which
-has all other weights and reads its share of every batch. Losses are those of one process, but for roundings and for the
-balance of experts: its loss is a mean of the processes', each of its own share.
+has all other weights and reads its share of every batch. Losses equal the losses of one process,
+except for roundings and for the loss of the experts' balance, which is a mean over the processes' shares.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]
 
 
 def ranks() -> tuple[int, int]:
-    """Which process this is, of how many that --ep has joined."""
+    """The rank of this process, and the number of processes that --ep has joined."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
@@ -90,7 +90,7 @@ def sum_of_ranks(x: Tensor) -> Tensor:
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """While entered, notes the memory that autograd keeps for backward; a storage kept twice counts once."""
+    """Adds up the memory that autograd keeps for backward while entered. A storage kept twice counts once."""
 
     def __init__(self) -> None:
         self.storages: dict[int, int] = {}
@@ -131,7 +131,7 @@ class Block(nn.Module):
         q, k = (rotate(F.rms_norm(t, t.shape[-1:]), rotation) for t in (q, k))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         tokens = self.norm2(x).bfloat16()
-        # The layer casts by itself; without autocast, router and experts are one node of autograd.
+        # The layer casts by itself. Without autocast, router and experts are one node of autograd.
         with self.saved, torch.autocast(x.device.type, enabled=False):
             y, balance = self.moe(tokens)
         return x + y, balance
@@ -182,14 +182,15 @@ def recipe_of(name: str, args: argparse.Namespace) -> moe_fp8_ext.Recipe:
 
 
 def clip_gradients(model: LanguageModel) -> None:
-    """Makes gradients those of the whole batch, whose loss is the mean of the ranks', and their norm 1 at most."""
+    """Turns gradients into gradients of the whole batch, whose loss is the mean of the ranks', and clips their norm to
+    1."""
     count = ranks()[1]
     if count == 1:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         return
     experts = {p for block in model.blocks for p in block.moe.experts.parameters()}
     others = [p for p in model.parameters() if p not in experts]
-    for p in others:  # experts have seen the tokens of all ranks
+    for p in others:  # experts have already seen the tokens of all ranks
         sum_of_ranks(p.grad)
     torch._foreach_div_([p.grad for p in model.parameters()], count)
     of_experts, of_others = (nn.utils.get_total_norm([p.grad for p in ps]).square() for ps in (experts, others))
@@ -202,7 +203,7 @@ def train(recipe: str, args: argparse.Namespace, text: Tensor, held_out_text: Te
     saved = SavedBytes()
     model = LanguageModel(args, recipe_of(recipe, args), saved).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    warmup = max(1, args.steps // 20)  # then a cosine down to a tenth
+    warmup = max(1, args.steps // 20)  # then a cosine decays to a tenth
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * step / args.steps))
     )
@@ -264,7 +265,8 @@ def plot(runs: list[Run], path: Path) -> None:
 
 
 def write_losses(runs: list[Run], args: argparse.Namespace) -> None:
-    """The numbers of the picture, as bench/report.py reads them, and where each run was, for files may be joined."""
+    """Writes the numbers of the picture, as bench/report.py reads them, and the machine of each run, so that files can
+    be joined."""
     where = {
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "a CPU",
         "commit": os.environ.get("MOE_FP8_COMMIT") or commit_here(),
@@ -340,7 +342,7 @@ def parse_args() -> argparse.Namespace:
             parser.error(f"argument --rounding: {error}")
     comparable = BASELINE in args.recipes and len(args.recipes) > 1
     expect(comparable or not args.check, "recipes", f"{BASELINE} and another for --check", ",".join(args.recipes))
-    limit = 1023 if args.device == "cuda" else 1024  # of experts
+    limit = 1023 if args.device == "cuda" else 1024  # experts
     expect(args.experts <= limit, "experts", f"at most {limit}", args.experts)
     expect(args.top_k <= args.experts, "top-k", f"at most --experts = {args.experts}", args.top_k)
     expect(args.dim % (2 * args.heads) == 0, "dim", f"a multiple of 2 x --heads = {2 * args.heads}", args.dim)
@@ -368,7 +370,7 @@ def main() -> int:
     try:
         corpus = [text.to(args.device) for text in args.corpus]
         runs = [train(recipe, args, *corpus) for recipe in args.recipes]
-    except (MemoryError, RuntimeError) as error:  # torch has a class for a GPU's memory only
+    except (MemoryError, RuntimeError) as error:  # torch has a class of its own only for a GPU's memory
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         sys.exit("train_moe_lm.py: out of memory; try a smaller --batch, --context, --dim or --hidden")
@@ -376,7 +378,7 @@ def main() -> int:
 
 
 def report(runs: list[Run], args: argparse.Namespace) -> int:
-    """Prints, draws and writes; the exit status."""
+    """Prints, draws and writes. Returns the exit status."""
     base = [run.held_out for run in runs if run.recipe == BASELINE]
     differences = {run.recipe: run.held_out / base[0] - 1 for run in runs if base and run.recipe != BASELINE}
     print_table(runs, differences)
@@ -384,7 +386,7 @@ def report(runs: list[Run], args: argparse.Namespace) -> int:
     print(f"Loss curves: {args.plot}")
     if args.losses:
         write_losses(runs, args)
-    far = [recipe for recipe, d in differences.items() if not abs(d) <= TOLERANCE]  # NaN is far
+    far = [recipe for recipe, d in differences.items() if not abs(d) <= TOLERANCE]  # NaN counts as far
     if args.check and far:
         print(f"The held-out loss of {', '.join(far)} is not within {TOLERANCE:.0%} of {BASELINE}'s.", file=sys.stderr)
         return 1

@@ -423,7 +423,7 @@ def scaled_grouped_mm(r: random.Random) -> Call:
 
 
 def some_of_squares(r: random.Random, args: list[object]) -> list[object]:
-    """The arguments of a product of two operands along tokens, whose scales may be those of squares."""
+    """The arguments of a product of two operands along tokens. Their scales may be squares."""
     from gemm_problem import scales
 
     a, b, scale_a, scale_b, fmt, offs = args

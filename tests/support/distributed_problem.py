@@ -43,14 +43,14 @@ class World:
         return replace(problem, **local)
 
     def rows(self, tokens: list[int]) -> slice:
-        """The rows of this rank among those of all ranks."""
+        """The rows of this rank in a tensor of all ranks."""
         return slice(sum(tokens[: self.rank]), sum(tokens[: self.rank + 1]))
 
     def wanted(self, problem: Layer, tokens: list[int], **options: object) -> dict[str, Tensor]:
         """The expected results of this rank, bit by bit, computed in one process.
 
-        Each rank's part of a token is bfloat16, and the parts are added in the order of the ranks. No scales are those
-        of the batch.
+        Each rank's part of a token is bfloat16, and the parts are added in the order of the ranks. Scales are never per
+        batch.
         """
         recipe = get_recipe(options.pop("recipe", "rowwise"))
         options["recipe"] = replace(recipe, amax=recipe.amax_of_groups)

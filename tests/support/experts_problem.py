@@ -15,8 +15,9 @@ from torch.nn.functional import gelu, relu, silu
 from moe_fp8_ext import experts
 
 # A cast to E4M3 of values whose octaves fall anywhere has a noise of 0.544 / 768 of the signal, 31.5 dB: see
-# grouped_problem.py. That is the unit below. A cast operand has 1 unit. A product has the sum of its operands' noises,
-# the same for all of its values. The noise of h's own cast is proportional to |h|, so it is largest where silu' is.
+# grouped_problem.py. This noise is the unit below. A cast operand has 1 unit. A product has the sum of its operands'
+# noises, the same for all of its values. The noise of h's own cast is proportional to |h|, so it is largest where silu'
+# is.
 #
 #   h       x, W_up                                                            2; kept in FP8 one more, of its own cast
 #   a       h through both factors of silu(g) u:
@@ -167,7 +168,7 @@ def run_exact(problem: Layer, **options: object) -> dict[str, Tensor]:
 
 
 def min_db(name: str, recipe: str, keep: str = "fp8") -> float:
-    # The gradient of the down product's bias sees no FP8.
+    # The gradient of the down product's bias is not computed from FP8.
     if recipe == "bf16" or name == "b_down":
         return BF16_DB
     return -10 * math.log10(NOISE[keep][name] * OF_OPERAND) - (SPREAD_DB if name in FEW else SPREAD_OF_MANY_DB)
@@ -191,5 +192,5 @@ def main_grads(problem: Layer, dtype: torch.dtype = torch.float32, fill: float =
 
 
 def but(results: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
-    """The results without those of these names."""
+    """Returns the results whose names are not in `names`."""
     return {n: t for n, t in results.items() if n not in names}

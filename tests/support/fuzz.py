@@ -1,8 +1,8 @@
 """Calls every op at random. Run as a program: python fuzz.py SEED valid=CALLS junk=CALLS.
 
-valid: the results must be those of the reference, with the shapes of the fake. junk: an argument may be anything; a
-call must return or raise a Python exception, as its fake does. Each call is printed before it is made, so that a crash
-names it.
+valid: the results must equal the reference's, with the shapes of the fake. junk: an argument may be anything, and a
+call must return or raise a Python exception, as its fake does. Each call is printed before it is made, so that its name
+is known after a crash.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tests of the emulated kernels share: wave sizes, and operands with exact sums."""
+"""Shared by tests of the emulated kernels: wave sizes, and operands with exact sums."""
 
 from __future__ import annotations
 

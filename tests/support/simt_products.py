@@ -28,7 +28,7 @@ def dtype_of_b(fp8: torch.dtype, native: bool) -> torch.dtype:
 def products(
     format: str, offs: Tensor, m: int, k: int, n: int, fp8: torch.dtype, native: bool = True, amax: str = "group"
 ) -> list[tuple[object, ...]]:
-    """Arguments of a forward product and of a wgrad, laid out as quantizers do it. amax is that of x."""
+    """Arguments of a forward product and of a wgrad, with the layouts of the quantizers. amax is the amax of x."""
     x, dy, w = torch.zeros(m, k), torch.zeros(m, n), torch.zeros(len(offs), n, k)
     _, scale, q_t, scale_t, ends = ops.quantize_both(x, format, offs=offs, amax=amax)
     w_scale, (dy_t, dy_scale, _) = ops.quantize_weight(w, format)[1], ops.quantize_tokens(dy, format, offs=offs)
