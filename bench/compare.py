@@ -1,8 +1,8 @@
 """Compares two results files of bench/run.py, before and after a change. Prints rows whose time differs, the slower
 ones first.
 
-Times of two runs differ by a few percent, because chips, clocks and temperatures do. So take both in one session on one
-GPU, and alternate them.
+Times of two runs differ by a few percent, because chips, clocks and temperatures do. So take both on one GPU, in
+turns.
 """
 
 from __future__ import annotations

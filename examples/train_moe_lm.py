@@ -6,8 +6,8 @@ starts from the same weights and reads the same bytes in the same order: only th
 The run ends with a table and a picture of the loss curves; --losses keeps their numbers too.
 
 With `torchrun --nproc-per-node 2 examples/train_moe_lm.py --ep` experts are spread over two processes, each of which
-has all other weights and reads its share of every batch. Losses equal the losses of one process,
-except for roundings and for the loss of the experts' balance, which is a mean over the processes' shares.
+has all other weights and reads its share of every batch. Losses equal the losses of one
+process, except for roundings and for the loss of the experts' balance, which is a mean over the processes' shares.
 """
 
 import argparse

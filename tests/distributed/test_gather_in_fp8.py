@@ -227,7 +227,7 @@ def check_memory(recipe: str, rank: int, folder: Path) -> None:
 
 
 def check_resuming(recipe: str, rank: int, folder: Path) -> None:
-    """Checkpoints equal those of plain FSDP2, and each of the two resumes the other's."""
+    """Checkpoints equal the checkpoints of plain FSDP2, and each of the two resumes the other's."""
 
     def fresh(gathers: bool) -> tuple[Model, torch.optim.Optimizer]:
         model = sharded(recipe, gathers)

@@ -43,8 +43,7 @@ ALIGNS = (1, 8, 16, 32, 64, 128, 256)
 
 
 def check(kernels: Waves, x: Tensor, format: str, offs: Tensor, align: int | None = None, **how: object) -> None:
-    """Checks every quantizer of tokens. The outputs of quantize_both are those of the other two, so it stands for
-    both."""
+    """Checks every quantizer of tokens. quantize_both has the outputs of the other two, so it stands for them."""
     how = {"dtype": torch.float8_e4m3fn, **how}
     for amax in (amax for amax in FORMATS[format].amaxes if amax != "batch"):
         of_tokens = dict(offs=offs, align=align, amax=amax, **how)

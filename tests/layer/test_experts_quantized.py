@@ -64,7 +64,7 @@ def test_constants_that_ask_for_a_gradient(which, device):
 @OF_ALL_RECIPES
 @pytest.mark.parametrize("compiled", [False, True])
 def test_trained_by_main_grad(recipe, compiled, device):
-    """One quantization serves several calls. Main gradients equal those of calls with the weights themselves."""
+    """One quantization serves several calls. Main gradients are the same as with the weights themselves."""
     problem = layer(**SIZES).at(device)
     want, got = main_grads(problem), main_grads(problem)
     torch._dynamo.reset()

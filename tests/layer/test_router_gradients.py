@@ -34,7 +34,7 @@ def exact_scores(logits: Tensor, ids: Tensor, made: Router) -> Tensor:
 def test_gradient_of_scores(t, experts, top_k, scoring, normalize, bias_rate, device):
     """Compares with plain PyTorch in float64. The logits of every other token are rounded, so that some are equal.
 
-    Let u = 2^-24, and let H bound h. Names are those of DESIGN.md section 3. Relative errors add up as follows.
+    Let u = 2^-24, and let H bound h. Names are as in DESIGN.md section 3. Relative errors add up as follows.
 
     - A score s is within d = 2e-6 + u * (difference of logits) of softmax, and within 1e-6 of sigmoid.
     - A sum of up to 64 scores has six levels, so a share s / N is off by 2 d + 7 u.
@@ -68,8 +68,8 @@ def test_gradient_of_scores(t, experts, top_k, scoring, normalize, bias_rate, de
 def test_gradient_ignores_the_epsilon_of_the_sum(scoring, device):
     """A bias chooses experts whose scores add up to about 1e-20 or less.
 
-    With softmax the gradient is that of scores that add up to 1, because backward keeps the chosen logits alone. With
-    sigmoid it is the gradient of the scores.
+    With softmax it is the gradient of scores that add up to 1, because backward keeps only the chosen logits. With
+    sigmoid it is the gradient of the scores themselves.
     """
     logits = torch.tensor([[0.0, -1, -46, -47, -300]], device=device) - (0 if scoring == "softmax" else 1)
     made = identity_router(5, 2, device, scoring=scoring, bias_rate=0.1)

@@ -56,9 +56,9 @@ def test_accuracy_of_mxfp8(rounding, device):
     and, in wgrad, for short blocks.
 
     "floor" rounds scales down. Then the largest of 32 elements saturates at 448 if it is between 448 and 512, and loses
-    at most 1/8. This happens in log2(8/7) = 0.19 of all blocks, and the mean square of the largest element is 5 times
-    that of all elements. So an operand has 1/64 * 5/32 * 0.19 = 0.0005 more noise than the 0.0007 of rounding: 26.2 dB,
-    which is an upper bound of the noise and needs no further room.
+    at most 1/8. This happens in log2(8/7) = 0.19 of all blocks, and the square of the largest element is on average 5
+    times the mean square. So an operand has 1/64 * 5/32 * 0.19 = 0.0005 more noise than the 0.0007 of rounding. Both
+    give 26.2 dB, which is an upper bound of the noise and needs no further room.
     """
     a, b_t, offs, g = problem(1000, 512, 384, group_offs("zipf", 1000, 4), device)
     recipe = Recipe("mxfp8", rounding=rounding)

@@ -85,8 +85,7 @@ def real_problem(k: int, n: int, fmt: str, device: str) -> list[object]:
 @pytest.mark.parametrize("fmt", FORMATS)
 @SIZES
 def test_adding_to_zeros_gives_the_plain_product(k, n, fmt, dtype, device):
-    """The bytes equal those of the plain product in the total's dtype, for every GEMM. A float32 total loses no
-    digits."""
+    """Every GEMM writes the bytes of the plain product in the total's dtype. A float32 total loses no digits."""
     args = real_problem(k, n, fmt, device)
     product = scaled_grouped_mm(*args, align=32, out_dtype=dtype)
     if dtype == torch.float32:

@@ -1,8 +1,8 @@
 """Writes a report on how the kernels run on a GPU: `make report`.
 
-It shows the build and the machine, compares the bytes of every op with those of the CPU, compares the bytes of two
-calls, and times casts and GEMMs. Each part runs in its own process, so that a part that fails, or that breaks the
-device, does not end the others.
+It shows the build and the machine, compares the bytes of every op with the CPU's, compares the bytes of two calls,
+and times casts and GEMMs. Each part runs in its own process, so that a part that fails, or that breaks the device, does
+not end the others.
 """
 
 from __future__ import annotations
