@@ -9,7 +9,7 @@
 // dscores[slot of p] = sum over f of da[p, f] * activated(...) in float32
 //
 // The slot of a row is its own number or, with `slots`, the entry there. A row without a slot has s = 0. dscores of a
-// slot without a row is 0; dscores of a slot with several rows is that of any one of them.
+// slot without a row is 0. If a slot has several rows, its dscores is computed from any one of them.
 //
 // A gated h is [P, 2F]: gates in the first half and ups in the second, or gates in even columns and ups in odd ones.
 // Otherwise h [P, F] holds the gates. An fp8 h stands for RN32(q * scale). h, da and scores have an inner stride of 1;

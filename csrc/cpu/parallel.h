@@ -13,7 +13,7 @@ namespace moe_fp8 {
 constexpr int64_t kGrainElements = 1 << 17;  // 0.1 ms: smaller shares gain nothing, and lose if cores are busy
 
 // During its lifetime the thread computes with subnormals, whatever torch.set_flush_denormal() set. So results equal
-// those of other devices, and do not depend on the thread that computes them.
+// the results of other devices, and do not depend on the thread that computes them.
 class KeepSubnormals {
  public:
   KeepSubnormals() : before_(mode()) { set_mode(before_ & ~kFlush); }

@@ -1,4 +1,4 @@
-// Checks of arguments. Every error names the op, the argument, what was expected and what was given.
+// Checks of arguments. Every error names the op, the argument, the expectation and the given value.
 #pragma once
 #include <torch/csrc/stable/device.h>
 #include <torch/csrc/stable/ops.h>

@@ -16,7 +16,7 @@ namespace moe_fp8 {
 class Call;
 struct Product;  // ops/gemm_product.h
 
-// What a backend requires of a product, beyond its format. The defaults require nothing.
+// The requirements of a backend on a product, beyond its format. The defaults require nothing.
 struct Needs {
   int min_sm = 0, max_sm = 0;  // compute capability, 90 for Hopper; 0: any GPU
   int sum = 1;      // K is a multiple of it

@@ -22,7 +22,7 @@ void validate_counts(const Argument& arg, const Tensor& counts, int64_t num_toke
     fail(arg.op, ": ", arg.name, " must sum to at most the ", num_tokens, " tokens, got ", sum);
 }
 
-// What the kernel permute_quantized does, in two loops.
+// Does the work of the kernel permute_quantized, in two loops.
 void permute_quantized_cpu(const CopyRowsParams& rows, const PermuteScalesParams& scales) {
   copy_rows_cpu(rows);
   permute_scales_cpu(scales);

@@ -1,7 +1,7 @@
 // Matrix instructions of one wave: mma.sync on NVIDIA's chips since sm_80, MFMA on AMD's gfx942 and gfx950.
 //
-// A patch is what a wave multiplies at a time, on both vendors' chips: 16 rows of a, 32 columns (rows of b) and 32
-// elements along K.
+// A patch is the unit that a wave multiplies at a time, on both vendors' chips: 16 rows of a, 32 columns (rows of b)
+// and 32 elements along K.
 //
 // THREAD MAP. A lane holds eight elements of each of its rows of a and b, and the sums of eight neighbouring columns:
 //

@@ -70,8 +70,8 @@ MOE_DEVICE void tma_load_box(uint32_t shared, const CUtensorMap& matrix, int c, 
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
                ::"r"(shared), "l"(&matrix), "r"(barrier), "r"(c), "r"(r) : "memory");
 }
-// Copies the box to both blocks of a cluster of two, to the same place in each. The barrier of each block counts its
-// bytes.
+// Copies the box to both blocks of a cluster of two, to the same place in each. The barrier of each block counts the
+// bytes that arrive there.
 MOE_DEVICE void tma_load_box_multicast(uint32_t shared, const CUtensorMap& matrix, int c, int r, uint32_t barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
                " [%0], [%1, {%3, %4}], [%2], %5;"

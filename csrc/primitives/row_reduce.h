@@ -100,7 +100,7 @@ MOE_DEVICE T combine_partials(const T* partials, int count, Combine combine) {
   return v;
 }
 
-// Combines what the waves of a row found: v of the lane with the same number. The lanes with `writes` store it to
+// Combines the results of a row's waves: v of the lane with the same number. The lanes with `writes` store it to
 // partials[wave * kStride], in shared memory, which must be free: a slow wave may still read the previous row's values,
 // so callers with several rows alternate two buffers or place a barrier. Called by the whole block.
 template <int kStride = 1, class T, class Combine>

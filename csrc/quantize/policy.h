@@ -1,5 +1,5 @@
-// Tuned constants of the quantizing kernels, by kernel: what each trades. They were tuned on an H200, and no result
-// depends on them. docs/kernels/quantize.md has the figures. "No figure": none is on record.
+// Tuned constants of the quantizing kernels, by kernel, each with its trade-off. They were tuned on an H200, and no
+// result depends on them. docs/kernels/quantize.md has the figures. "No figure": none is on record.
 #pragma once
 #include <cstdint>
 

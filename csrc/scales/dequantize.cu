@@ -16,7 +16,7 @@ constexpr int kThreads = 256, kRows = 4;
 constexpr int kSteps = 4, kStepsWithGroups = 16;
 constexpr int kMinBlocks = 16;  // a multiprocessor, if there are rows for them
 
-// What a thread writes of a row at once: 16 bytes of out, or an element of a type known at run time.
+// The part of a row that a thread writes at once: 16 bytes of out, or an element of a type known at run time.
 template <class Out>
 struct OutputVectors {
   static constexpr int kElements = 16 / sizeof(typename Out::Bits);

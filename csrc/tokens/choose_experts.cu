@@ -84,7 +84,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, choose_experts_blocks(kExperts))
 #pragma unroll
       for (int i = 1; i < n; ++i) max_key = key[i] > max_key ? key[i] : max_key;
       max_key = wave_max(max_key);
-      uint32_t inverted = 0;  // ~expert: the largest is that of the smallest expert
+      uint32_t inverted = 0;  // ~expert: the smallest expert has the largest
 #pragma unroll
       for (int i = n - 1; i >= 0; --i) inverted = key[i] == max_key ? ~uint32_t(lane.expert(i)) : inverted;
       const uint32_t first = ~wave_max(inverted);

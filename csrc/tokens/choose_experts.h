@@ -12,9 +12,9 @@
 // w                 = (h - A) / N if normalize, else h; 0 for other experts
 // dlogits [T, E]    = softmax: s * (w - sum_c w * s);  sigmoid: w * (s * sigmoid(-logits)), 0 for other experts
 //
-// If chosen_only, logits are those of the chosen experts alone, [T, top_k] in the order of slots, and these experts
-// share all of the score: s is computed from them alone. dlogits are 0 where such a logit is -Inf. Each expert stands
-// at one slot of a token at most.
+// If chosen_only, logits hold the chosen experts alone, [T, top_k] in the order of slots, and these experts share all
+// of the score: s is computed from their logits alone. dlogits are 0 where such a logit is -Inf. Each expert stands at
+// one slot of a token at most.
 //
 // parts 1: dlogits are float32. parts 2: [T, 2, E] bfloat16, a = RN(dlogits) and RN(dlogits - a).
 //

@@ -1,4 +1,4 @@
-// Rows of slots back into rows of tokens, weighted by the router's scores, and the gradient of that.
+// Rows of slots back into rows of tokens, weighted by the router's scores, and the gradients of this sum.
 //
 // out[t]     = sum over rising j of RN32(scores[t, j] * y[inverse[t, j]]), in float32 from 0, rounded once
 // grad_y[r]  = scores[slot] * grad[slot / top_k], rounded once, for the largest slot with inverse[slot] == r, else 0

@@ -19,7 +19,7 @@ struct CopyRowsParams {
   int64_t rows, row_bytes, from_stride;
 };
 
-// What a thread copies at once: bytes, or an id.
+// The unit that a thread copies at once: bytes, or an id.
 enum class CopyUnit : uint8_t { k1, k2, k4, k16, kInt32Id, kInt64Id };
 MOE_HD constexpr int bytes_of(CopyUnit unit) {  // in `to`
   return unit == CopyUnit::k1 ? 1 : unit == CopyUnit::k2 ? 2 : unit == CopyUnit::k16 ? 16 : 4;
@@ -48,7 +48,7 @@ struct MessageColumnSource {
 };
 
 constexpr int kMaxColumns = 4;
-// Bytes: a sector, and what DRAM reads at once. Rows at multiples of 64 are read faster (docs/kernels/tokens.md).
+// Bytes: a sector, and the unit of a DRAM read. Rows at multiples of 64 are read faster (docs/kernels/tokens.md).
 constexpr int kColumnAlign = 32, kRowAlign = 64;
 struct PackTokensParams {
   void* to;

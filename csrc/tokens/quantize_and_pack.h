@@ -10,8 +10,8 @@
 namespace moe_fp8 {
 
 struct QuantizeAndPackParams {
-  QuantizeParams quantize_x;  // what quantize() takes; q and scale are not written
-  PackTokensParams rows;      // what pack_tokens() takes; columns: values, scales, then all others
+  QuantizeParams quantize_x;  // arguments of quantize(); q and scale are not written
+  PackTokensParams rows;      // arguments of pack_tokens(); columns: values, scales, then all others
   int64_t top_k;              // slots of a token; rows.inverse has their rows
 };
 

@@ -1,7 +1,7 @@
 // Copies rows in whole 16-byte vectors, segment by segment.
 //
 // Rows that go to several places are cut into segments of kSegmentBytes. All rows of one segment are copied before the
-// next segment, so that the L2 still holds what is read again.
+// next segment, so that the L2 still holds them when they are read again.
 #pragma once
 #include "platform/launch.h"
 #include "platform/waves.h"

@@ -15,7 +15,7 @@
 namespace moe_fp8 {
 namespace {
 
-// What a wave knows of a row.
+// A wave's partial results for a row.
 struct alignas(8) RowPartial { uint32_t amax; float dot; };
 // Double-buffered: a slow wave may still read the previous rows' values.
 struct TeamPartials { RowPartial rows[2][kMaxRowPassRows][kMaxRowTeam / 32]; };
@@ -63,7 +63,7 @@ struct RowTeamPass {
     const float dot = g.round(gradient_of, dh, a);
     return valid ? dot : 0;
   }
-  // Posts to the team what the wave knows of the lane's row. Returns the partials of all waves for that row.
+  // Posts the wave's partials of the lane's row to the team. Returns the partials of all waves for that row.
   MOE_DEVICE const RowPartial* post(uint32_t amax, const float (&dot)[kRows]) {
     RowPartial* row_partials = partials.rows[step++ & 1][row_of_lane()];
     const RowPartial partial = {amax, reduce_scatter_sum(dot)};

@@ -14,7 +14,7 @@ namespace moe_fp8 {
 
 struct QuantizeActivatedBackwardParams {
   ActivateBackwardParams gradients;         // dh and a are not written
-  QuantizeParams quantize_dh, quantize_a;   // what quantize() takes, in the same groups; x is not read
+  QuantizeParams quantize_dh, quantize_a;   // arguments of quantize() for the same groups; x is not read
   int* scratch;                             // scratch_words()
 };
 

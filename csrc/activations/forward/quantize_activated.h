@@ -13,7 +13,7 @@ namespace moe_fp8 {
 struct QuantizeActivatedParams {
   GateRows h;
   Activation activation;
-  // What quantize() takes. a is never in memory, so quantize_a.x is not read. quantize_a has all rows.
+  // Arguments of quantize(). a is never in memory, so quantize_a.x is not read. quantize_a has all rows.
   QuantizeParams quantize_a, quantize_h;
 };
 

@@ -1,4 +1,4 @@
-// What tells the instances of the kernel apart, at compile time.
+// Compile-time choices that distinguish the kernel's instances.
 #pragma once
 #include "gemm/mma/policy.h"
 #include "gemm/schedule/tile_scheduler.h"

@@ -4,7 +4,7 @@
 // that share operands. T::Scheduler decides which unit is next; TileScheduler turns it into a tile.
 //
 // The traits T of a kernel provide:
-//   Args                  what the kernel was launched with: M, N, K, E
+//   Args                  the launch arguments of the kernel: M, N, K, E
 //   k_grouped(args)       whether groups divide K (2D x 2D), not M (2D x 3D)
 //   kOffsAlign            groups along K begin at multiples of this
 //   kTileM, kTileN        rows and columns of a tile

@@ -95,8 +95,8 @@ bool can_gather_rows(const ScaledGroupedMmParams& p, bool fast) {
 
 bool can_accumulate(const ScaledGroupedMmParams& p, bool fast) { return has_add_kernel(scales_kind(p, fast)); }
 
-// Static rounds drift apart, the further the larger K is and the more rounds there are, until the L2 no longer holds
-// what the clusters read at a time. If the L2 holds all of a, drift is harmless.
+// Clusters in static rounds drift apart, and drift grows with K and with the number of rounds, until the L2 no longer
+// holds the data that the clusters read at a time. If the L2 holds all of a, drift is harmless.
 bool prefers_dynamic_scheduler(const ScaledGroupedMmParams& p) {
   if (p.k_grouped || p.index.at || is_mx(p)) return false;
   constexpr int64_t kTileSize = kFastTileM * kFastTileN;

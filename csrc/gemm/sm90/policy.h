@@ -1,4 +1,4 @@
-// Constants that were tuned on an H200, each with what it trades. docs/kernels/gemm.md has the measurements.
+// Constants that were tuned on an H200, each with its trade-off. docs/kernels/gemm.md has the measurements.
 #pragma once
 #include <cstdint>
 

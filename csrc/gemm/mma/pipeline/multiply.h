@@ -52,7 +52,7 @@ struct Operands {
   }
 };
 
-// Converts step `step` of eight elements to what the instructions take. half_values: see SharedStorage.
+// Converts step `step` of eight elements to operands of the instructions. half_values: see SharedStorage.
 template <class T, bool kE5M2>
 MOE_DEVICE MmaOperand<T> to_operand(const Vec8& bytes, int step, const uint16_t* half_values) {
   if constexpr (T::kTakesFp8) {

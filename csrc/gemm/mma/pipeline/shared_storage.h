@@ -1,4 +1,4 @@
-// What the waves of a block share, and how it is laid out.
+// The shared memory of a block, and its layout.
 #pragma once
 #include "gemm/mma/traits.h"
 

@@ -1,4 +1,4 @@
-// What the warps of a block share: the ring of stages, tile slots, and the barriers between roles.
+// The shared memory of a block: the ring of stages, tile slots, and the barriers between the roles of warps.
 //
 //   warp   threads   role             registers
 //   0      1         operands         kProducerRegisters   TMA boxes of a and b
