@@ -1,4 +1,4 @@
-"""Fits the cost model of recipe "auto" (moe_fp8_ext/quantization/cost.py) to measured times, and shows what it chooses.
+"""Fits the cost model of recipe "auto" (moe_fp8_ext/quantization/cost.py) to measured times, and shows its choices.
 
     python bench/fit_auto.py                 the points of bench/results/auto.json by the constants in cost.py
     python bench/fit_auto.py --fit           constants fitted to these points, to paste into cost.py

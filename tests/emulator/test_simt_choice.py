@@ -54,7 +54,7 @@ def check(kernels: Waves, logits: Tensor, top_k: int, bias: Tensor | None = None
     )
 )
 def test_choice(kernels, sizes, scoring, normalize, bias, offset, t):
-    """A lane holds any number of experts, vector loads are aligned or not, and a block has fewer waves than tokens."""
+    """Covers every kernel instance, aligned and unaligned logits, and more tokens than a block has waves."""
     e, top_k = sizes
     logits = misaligned(logits_of(t, e), offset)
     check(kernels, logits, top_k, torch.randn(e) if bias else None, scoring, normalize, 2.5)
@@ -89,8 +89,8 @@ def test_what_is_not_finite(kernels):
 
 
 def test_ids_of_any_numbers(kernels):
-    """Ids of no expert count for nothing. If an id stands at several slots, the last slot counts, or any with
-    chosen_only."""
+    """Ids of no expert count for nothing. If an id stands at several slots, the last slot counts. With
+    logits of the chosen alone ids are distinct, because any of the slots could count."""
     ids = torch.tensor([[5, 5, 2], [-1, 9, 3], [2**40, -(2**63), 2**32], [0, 0, 0]])
     once = torch.tensor([[5, 4, 2], [-1, 9, 3], [2**40, -(2**63), 2**32], [0, 1, 8]])
     for logits in (logits_of(4, 9), logits_of(4, 300)):

@@ -152,7 +152,7 @@ def test_sizes_of_tiles(hopper, kind):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not SQUARES and kind[0] != "mxfp8"], ids=short)
 def test_clusters_that_draw_at_once(hopper, kind):
     """All clusters draw units from one counter. Groups are uneven or there is one, and there are fewer units than
-    clusters, as many, or one more. Sums take one round or several."""
+    clusters, as many, or one more. Sums fill a round of stages or do not."""
     format, fast, _ = kind
     problems = [
         *(([700, 0, 1, 0, 385, 130], 1300, 144, 400), ([1500], 1500, 144, 272), ([0, 0], 9, 144, 16)),

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def finetune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs the example on a CPU and returns what it prints."""
+    """Runs the example on a CPU and returns its output."""
     spec = importlib.util.spec_from_file_location("finetune", ROOT / "examples" / "finetune_transformers.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)

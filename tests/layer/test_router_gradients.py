@@ -1,4 +1,4 @@
-"""The gradients of a Router's scores and losses, and what it keeps for backward."""
+"""The gradients of a Router's scores and losses, and the memory that it keeps for backward."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_add_up(dtype, dim, device):
-    """The sum of all parts is exact, and the sum of the first n is within 2^(-8 n). That is twice what n roundings to 8
-    bits may leave."""
+    """The sum of all parts is exact, and the sum of the first n is within 2^(-8 n). That is twice the
+    remainder of n roundings to 8 bits."""
     x = (torch.randn(64, 65) * torch.exp2(torch.randint(-14, 15, (64, 65)))).to(dtype)
     x = torch.cat([x, -x, x[:1] * 0]).to(device)
     for given in (x, x.t(), x[::2, 3:]):
@@ -28,7 +28,7 @@ def test_parts_add_up(dtype, dim, device):
 @pytest.mark.parametrize(("a", "b"), [*itertools.product(DTYPES, DTYPES)])
 @pytest.mark.parametrize(("m", "k", "n"), [(9, 200, 5), (200, 9, 33), (40, 1, 33), (1, 1, 99), (0, 4, 4), (4, 0, 4)])
 def test_products(a, b, m, k, n, device):
-    """The error is at most what both ways leave out, 2^-23 of every product, and k roundings of float32 sums."""
+    """The error is at most 2^-23 of every product, which both ways leave out, and k roundings of float32 sums."""
     a, b = torch.randn(m, k).to(a), torch.randn(n, k).to(b)
     want, size = a.double() @ b.double().t(), a.double().abs() @ b.double().abs().t()
     for mm in (float32_mm, mm_by_parts):
@@ -41,9 +41,9 @@ def test_products(a, b, m, k, n, device):
 @pytest.mark.parametrize(("m", "k", "n"), [(9, 200, 5), (200, 9, 33)])
 @pytest.mark.parametrize("out", DTYPES)
 def test_rounded_products(out, a, b, m, k, n, device):
-    """The error is at most half a unit of out, float32 sums as in test_products, and what parts leave out.
+    """The error is at most half a unit of out, the error of float32 sums in test_products, and the remainder of parts.
 
-    For bfloat16 that is 2^-16 of each factor and of the product of the second parts: a little over 3 * 2^-16.
+    For bfloat16 this remainder is 2^-16 of each factor and of the product of the second parts: a little over 3 * 2^-16.
     """
     a, b = torch.randn(m, k).to(a), torch.randn(n, k).to(b)
     want, size = a.double() @ b.double().t(), a.double().abs() @ b.double().abs().t()

@@ -1,4 +1,4 @@
-"""Recipes: the ops that each consists of, its options, names and errors, and what "auto" chooses."""
+"""Recipes: the ops of each, its options, names and errors, and the choices of "auto"."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_round_trip(counts, spare, align, dtype, device):
 
 
 def test_scales_travel_along(device):
-    """The caller permutes row-major scales of quantized tokens with a second call."""
+    """A second call permutes the row-major scales of quantized tokens."""
     indices = slot_indices(37, 1, 50, device)
     for scale in (torch.rand(37, 1), torch.rand(37, 2), torch.rand(37, 2).byte(), torch.rand(37, 0)):
         check_rows(scale.to(device), indices)

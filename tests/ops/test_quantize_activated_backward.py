@@ -174,7 +174,7 @@ def test_is_made_of_the_others(format, f, device):
 @pytest.mark.parametrize("format", FORMATS)
 def test_peak_of_memory_without_kernels(format):
     """With swiglu the peak is 9 bytes a feature: 4 of dh in bfloat16, 2 + 2 of quantized dh, and 1 of quantized a. If a
-    was kept in bfloat16, there would be 2 more."""
+    were kept in bfloat16, it would be 2 more."""
     p, f = 2048, 512
     x = h_for("swiglu", p, f)
     da, offs = da_for(x, "swiglu"), int32([p // 2, p], "cpu")

@@ -267,7 +267,7 @@ def refused(call: Callable) -> None:
 @every_op
 @pytest.mark.parametrize("long", [False, True])
 def test_strings_do_not_leak(op, long):
-    """A C++ string takes 32 bytes, and its text beyond 15 characters. Only calls that raise have long strings."""
+    """A C++ string takes 32 bytes, and more for a text of over 15 characters. Calls with long strings raise."""
     x, kwargs, fn = some_input(op, 2, 4), {}, getattr(torch.ops.moe_fp8, op)
     if op in ("quantize_tokens", "quantize_both"):
         kwargs["offs"] = torch.tensor([2], dtype=torch.int32)

@@ -114,7 +114,7 @@ def test_sizes_of_tiles(kind, k, hopper):
         check(kind, sum(sizes) + 100, n, k, ends(sizes, hopper))
 
 
-# With sums of 4096 and 4096 columns, there are enough tiles for the dynamic scheduler.
+# With K = 4096 and 4096 columns there are enough tiles for the dynamic scheduler.
 LONG = [5000, 0, 1, 7777, 129, 7000]
 
 

@@ -91,7 +91,7 @@ def spoilt(r: random.Random, name: str, args: list[object], kwargs: dict[str, ob
 def attempt(
     name: str, args: list[object], kwargs: dict[str, object], namespace: object = torch.ops.moe_fp8
 ) -> tuple[list[Tensor] | None, str]:
-    """Its results, or what it writes, or the first line of its error."""
+    """Returns the call's results, or the tensors that it writes, or the first line of its error."""
     try:
         out = getattr(namespace, name)(*args, **kwargs)
     except Exception as error:

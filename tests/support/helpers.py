@@ -307,10 +307,10 @@ def check_two_streams(fn: Callable, calls: Sequence[Sequence[object]]) -> None:
 
 
 def check_stream_order(fn: Callable, calls: Sequence[Sequence[object]], overwrite: float = math.nan) -> None:
-    """Kernels of a call may overlap with each other, but not with the kernel before the call nor with those after it.
+    """Kernels of a call may overlap with each other, but not with the kernel before the call nor with later kernels.
 
-    The kernel before writes the input. Those after read the outputs and overwrite the input. Checked eagerly and in a
-    CUDA graph.
+    The kernel before writes the input. Later kernels read the outputs and overwrite the input. The call is checked
+    eagerly and in a CUDA graph.
     """
     want = [[t.clone() for t in fn(*args)] for args in calls]  # clones, as below: they have no room between columns
     x = torch.empty_like(calls[0][0])

@@ -12,7 +12,7 @@ from cache import ROOT
 
 
 def kernel_sources(csrc: Path) -> list[Path]:
-    """Returns the kernels that a ROCm build compiles: all but those for one NVIDIA architecture."""
+    """Returns the kernels that a ROCm build compiles: all except kernels for one NVIDIA architecture."""
     return sorted(s for s in csrc.rglob("*.cu") if not re.search(r"/sm\d+/", s.as_posix()))
 
 

@@ -104,7 +104,7 @@ def never_runs(name: str, arch: str) -> bool:
 
 
 def needs(name: str, arch: str) -> set[str] | None:
-    """Returns what the code of a kernel must contain, or None for an unknown kernel."""
+    """Returns the instructions that the code of a kernel must contain, or None for an unknown kernel."""
     base = base_of(name)
     if never_runs(name, arch):
         return set()

@@ -52,7 +52,7 @@ def run(folder: Path, *options: str) -> tuple[str, str]:
 
 
 def run_as_rank(rank: int, port: int, folder: Path, *options: str) -> None:
-    """Runs the demo with the environment that torchrun sets, and writes what it prints to a file of the rank."""
+    """Runs the demo with the environment that torchrun sets, and writes its output to a file of the rank."""
     of_group = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     os.environ.update({name: str(value) for name, value in of_group.items()})
     printed = run(folder, *options)

@@ -211,7 +211,8 @@ def test_traced_calls_read_the_weight(device):
 
 
 def test_cuda_graph(gpu):
-    """A replayed graph quantizes the current weights. Eager calls read what it wrote once the context is left."""
+    """A replayed graph quantizes the current weights. Once the context is left, eager calls read the weights that the
+    graph wrote."""
     w = parameter(gpu)
     values = [A.detach().to(gpu), w.detach(), OFFS.to(gpu), G.to(gpu)]
 

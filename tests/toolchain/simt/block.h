@@ -25,7 +25,7 @@ namespace simt {
 constexpr unsigned kWave = SIMT_WARP, kMaxWaves = kMaxThreads / kWave;
 static_assert(kWave == 32 || kWave == 64, "a wave has 32 or 64 lanes");
 
-// Where threads meet. As a default argument it names the line that wrote the barrier or shuffle.
+// The place where threads meet. As a default argument it names the line that wrote the barrier or shuffle.
 struct Site {
   const char* what;
   const char* file;
@@ -154,7 +154,7 @@ class Block {
     if (cluster_) cluster_->blocks[cluster_rank()] = nullptr;
   }
 
-  // ---- what a device thread sees ----
+  // ---- the functions of a device thread ----
   const dim3& thread_index() const { return running_->index; }
   const dim3& block_index() const { return index_; }
   const dim3& block_size() const { return launch_.block; }
