@@ -1,4 +1,4 @@
-// Where an op runs: its device and stream, the outputs that it allocates there, and how a failed launch is reported.
+// The context of a call: device and stream, allocation of outputs there, and the report of a failed launch.
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
 

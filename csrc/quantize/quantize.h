@@ -15,7 +15,7 @@
 // with every group. Scales (R: rows or K, C: blocks along the other), f the format:
 //   f.block == 0    rows [rows], tokens [E, K], weight [E, rows] and [E, K]
 //   kColumnMajor    rows [rows, C], tokens [K, B], of squares [ceil(K / 128), B]; columns scale_stride() of the first
-//                   size apart, what lies between them zero, as are the scales of blocks without rows; B =
+//                   size apart, with zeros between them and as the scales of blocks without rows; B =
 //                   block_extent(rows, E, align)
 //   kRowMajor       rows [rows, C], tokens [K, P / f.block]
 //   kBlocked        as one matrix [R, C], or by groups where offs are given: rows (M-groups) [grouped_scale_rows(rows,
@@ -29,7 +29,7 @@
 namespace moe_fp8 {
 
 struct QuantizeParams {
-  // Where rows come from. Strides are in elements; the stride along K is 1. x may have any alignment.
+  // The source of rows. Strides are in elements; the stride along K is 1. x may have any alignment.
   const void* x;
   InType in;
   int64_t row_stride, group_stride;  // group_stride: between experts

@@ -1,4 +1,4 @@
-// Which rows and scaling blocks the threads of quantize_row_blocks_kernel have, and where scales go, for each order of
+// Maps the threads of quantize_row_blocks_kernel to rows and scaling blocks, and scales to places, for each order of
 // scales.
 //
 // THREAD MAP. A lane group is kLanesPerBlock neighbouring lanes. They share one scaling block in each of four rows. A

@@ -1,5 +1,5 @@
-// Where quantized rows come from: rows of x in place, or by index. Every read of x goes through here. Also where the
-// scales of whole rows go.
+// The sources of quantized rows: rows of x in place, or by index. Every read of x goes through here. This file also
+// stores the scales of whole rows.
 #pragma once
 #include "platform/memory.h"
 #include "primitives/scale_sink.h"

@@ -92,7 +92,7 @@ struct TileScales<ScaleType::kE8M0> {
   using BlockedSink = ScaleSink<Scale, ScaleOrder::kBlocked>;
   using RowMajorSink = ScaleSink<Scale, ScaleOrder::kRowMajor>;
 
-  // Where the scales of one direction go: to a 128x4 block, or from a row and a column on.
+  // The place of the scales of one direction: a 128x4 block, or a row and a column where they begin.
   struct Matrix {
     void* scale;
     int64_t block, row, column, stride;

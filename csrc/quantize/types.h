@@ -9,8 +9,8 @@
 
 namespace moe_fp8 {
 
-// Which of the chip's two fp8 formats a kernel casts to. kRuntime decides at run time, outside of loops: it halves the
-// number of instances where registers allow it.
+// The one of the chip's two fp8 formats that a kernel casts to. kRuntime decides at run time, outside of loops: it
+// halves the number of instances where registers allow it.
 enum class Fp8Variant { kE4M3, kE5M2, kRuntime };
 
 // Whether p asks for the second of the two roundings that scales of this type know.

@@ -49,8 +49,8 @@ MOE_DEVICE void begin() {
   allow_next_kernel();
 }
 
-// Which scales stand in which block. E equal matrices need no data: blocks compute addresses while the previous kernel
-// still runs. Groups begin by reading offs.
+// Maps blocks to the scales that they hold. E equal matrices need no data: blocks compute addresses while the previous
+// kernel still runs. Groups begin by reading offs.
 struct EqualMatrices {
   static int64_t max_blocks() { return max_grid_blocks(kThreads); }
   MOE_DEVICE EqualMatrices(const SwizzlePlan&, int*) {}

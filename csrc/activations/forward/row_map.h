@@ -1,4 +1,4 @@
-// Which thread has which vectors of h, and which lane computes which scale: a map for each kind of scale.
+// Maps threads to vectors of h, and lanes to the scales that they compute: one map for each kind of scale.
 //
 // THREAD MAP. A row team is the blockDim.x threads of one threadIdx.y. It has kRows rows at once. A lane group is
 // kLanes neighbouring lanes that reduce together: they share a scaling block or, if a row has one scale, are a wave.

@@ -13,8 +13,7 @@ Types types_of(const ScaledGroupedMmParams& p) {
   return p.a_type == (fnuz ? Fp8Type::kE5M2FNUZ : Fp8Type::kE5M2) ? Types::kE5M2 : Types::kAny;
 }
 
-// Where mma.sync takes FP8, how many bits of the sums it keeps is not published. Products of 16-bit floats are summed
-// in float32.
+// If mma.sync takes FP8, the precision of its sums is not published. Products of 16-bit floats are summed in float32.
 bool may_sum_in_fewer_bits() { return compute_capability() == 89 || compute_capability() >= 120; }
 
 }  // namespace

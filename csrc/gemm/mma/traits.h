@@ -23,7 +23,7 @@ struct TileUnits {
 };
 
 // kBlock_: elements of K under one scale; 0: row scales. Instruction: Unscaled or Scaled of platform/mma.h; Scaled is
-// for blocks of 32. Epilogue: what becomes of the sums, see epilogue/store_or_add.h.
+// for blocks of 32. Epilogue: handles the sums, see epilogue/store_or_add.h.
 template <Types kTypes_, int kBlock_, class Instruction_, class Epilogue_>
 struct Traits {
   using Args = ScaledGroupedMmParams;

@@ -1,4 +1,4 @@
-// Where groups begin and end, in shared memory: every tile scheduler starts from these offsets.
+// The begins and ends of groups, in shared memory: every tile scheduler starts from these offsets.
 #pragma once
 #include "numerics/groups.h"
 #include "numerics/operand_scales.h"

@@ -1,6 +1,6 @@
-// Which work unit a worker computes next: the static and the dynamic scheduler. longest_first.h has the third.
+// The static and the dynamic scheduler, which choose a worker's next work unit. longest_first.h has the third.
 //
-// A work unit is what one worker computes at a time: a tile, or neighbouring tiles of one group that share operands. A
+// A worker computes one work unit at a time: a tile, or neighbouring tiles of one group that share operands. A
 // worker is a block, or a cluster of blocks. T: the traits of tile_scheduler.h.
 #pragma once
 #include "gemm/schedule/group_offsets.h"

@@ -1,4 +1,4 @@
-// Where a block's tiles come from: each producer finds them itself, or a planner in warp 3 writes them to tile slots.
+// The source of a block's tiles: each producer finds them itself, or a planner in warp 3 writes them to tile slots.
 // A planner serves K-grouped products, whose scheduler takes a whole warp, and the dynamic scheduler.
 #pragma once
 #include "gemm/sm90/pipeline/shared_storage.h"

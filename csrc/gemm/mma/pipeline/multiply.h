@@ -4,8 +4,8 @@
 
 namespace moe_fp8::mma {
 
-// Which rows and columns of the tile a lane's sums belong to: a wave has kPatchesM by kPatchesN patches of
-// platform/mma.h, and a lane its share of each.
+// Maps a lane's sums to rows and columns of the tile: a wave has kPatchesM by kPatchesN patches of platform/mma.h, and
+// a lane its share of each.
 template <class T>
 struct LaneMap {
   static constexpr int kPatchesM = kWaveM / kPatchRows, kPatchesN = T::kWaveN / kPatchColumns;
