@@ -268,11 +268,11 @@ def test_bytes_are_those_of_the_ops_one_by_one(recipe, top_k, device):
 
 
 def test_scales_of_the_batch_cost_no_accuracy(device):
-    """Scales that are powers of two shift exponents, so gradients of weights differ only in values that underflow.
+    """Powers of two only shift exponents, so gradients of weights differ only where values underflow.
 
-    In one operand that is within 2^-9 steps of 1/224 of the largest number, 5e-5 of the others in the root mean square.
-    It turns one of 80 roundings to bfloat16, of 2^-8, which is 2^-11 in all. With other multipliers every value is
-    rounded anew.
+    In one operand the difference is within 2^-9 steps of 1/224 of the largest number, 5e-5 of the others in the root
+    mean square. It turns one of 80 roundings to bfloat16, of 2^-8, which is 2^-11 in all. With other multipliers every
+    value is rounded anew.
     """
     problem = layer(300, 256, 192).at(device)
     batch, group = (run(problem, recipe=Recipe("rowwise", amax=amax)) for amax in ("batch", "group"))

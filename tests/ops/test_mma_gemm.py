@@ -85,7 +85,7 @@ def test_adds_exactly(fmt, mma):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("sizes", [(700, 400, 272, 4), (1500, 1040, 130, 7), (129, 129, 130, 2)], ids=str)
 def test_real_values(sizes, fmt, fast, mma):
-    """The error is at most 2^-23 a term of the sum of magnitudes, and 8 further terms for other roundings.
+    """Each term adds at most 2^-23 of the sum of magnitudes to the error. Other roundings count as 8 more terms.
 
     16-bit floats hold every value exactly, and float32 holds every product. Each step truncates its terms and the sum
     so far to 24 bits of the largest of them, which is at most the sum of magnitudes. Scales and promoted sums are
