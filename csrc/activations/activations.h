@@ -63,8 +63,10 @@ struct ActivateBackwardParams {
   }
 };
 
-// Both return 0 or the runtime's error code.
+// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int activate(const ActivateParams& p, void* stream);
+void activate_cpu(const ActivateParams& p);
 int activate_backward(const ActivateBackwardParams& p, void* stream);
+void activate_backward_cpu(const ActivateBackwardParams& p);
 
 }  // namespace moe_fp8

@@ -1,4 +1,4 @@
-#include "cpu/activations.h"
+#include "activations/activations.h"
 
 #include "cpu/dequantize.h"
 #include "cpu/parallel.h"
@@ -32,7 +32,6 @@ class Reader {
         using In = decltype(in);
         const auto* from = static_cast<const typename In::Bits*>(h_.h) + row * h_.stride;
         for (int64_t k = 0; k < columns_; ++k) bits[k] = as_bits(In::to_float(from[k]));
-        return 0;
       });
     }
     const int64_t step = gated_ && h_.interleaved ? 2 : 1, first_up = h_.interleaved ? 1 : h_.F;
@@ -122,14 +121,13 @@ template <class F>
 void dispatch(InType in, Activation activation, F f) {
   dispatch_in(in, [&](auto type) {
     switch (activation) {
-      case Activation::kSwiglu: f(type, std::integral_constant<Activation, Activation::kSwiglu>{}); break;
-      case Activation::kGeglu: f(type, std::integral_constant<Activation, Activation::kGeglu>{}); break;
-      case Activation::kSwigluOai: f(type, std::integral_constant<Activation, Activation::kSwigluOai>{}); break;
-      case Activation::kSilu: f(type, std::integral_constant<Activation, Activation::kSilu>{}); break;
-      case Activation::kGelu: f(type, std::integral_constant<Activation, Activation::kGelu>{}); break;
-      default: f(type, std::integral_constant<Activation, Activation::kRelu2>{});
+      case Activation::kSwiglu: return f(type, std::integral_constant<Activation, Activation::kSwiglu>{});
+      case Activation::kGeglu: return f(type, std::integral_constant<Activation, Activation::kGeglu>{});
+      case Activation::kSwigluOai: return f(type, std::integral_constant<Activation, Activation::kSwigluOai>{});
+      case Activation::kSilu: return f(type, std::integral_constant<Activation, Activation::kSilu>{});
+      case Activation::kGelu: return f(type, std::integral_constant<Activation, Activation::kGelu>{});
+      default: return f(type, std::integral_constant<Activation, Activation::kRelu2>{});
     }
-    return 0;
   });
 }
 

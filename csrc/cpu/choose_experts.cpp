@@ -1,10 +1,11 @@
+#include "tokens/choose_experts.h"
+
 #include <algorithm>
 #include <functional>
 #include <limits>
 #include <vector>
 
 #include "cpu/parallel.h"
-#include "cpu/tokens.h"
 #include "numerics/floats.h"
 #include "numerics/groups.h"
 

@@ -1,8 +1,9 @@
+#include "tokens/combine.h"
+
 #include <cstring>
 #include <vector>
 
 #include "cpu/parallel.h"
-#include "cpu/tokens.h"
 #include "numerics/dispatch.h"
 
 namespace moe_fp8 {
@@ -64,10 +65,10 @@ void combine_backward(const CombineBackwardParams& p) {
 }  // namespace
 
 void combine_cpu(const CombineParams& p) {
-  dispatch_in(p.in, [&](auto in) { return combine<decltype(in)>(p), 0; });
+  dispatch_in(p.in, [&](auto in) { combine<decltype(in)>(p); });
 }
 void combine_backward_cpu(const CombineBackwardParams& p) {
-  dispatch_in(p.in, [&](auto in) { return combine_backward<decltype(in)>(p), 0; });
+  dispatch_in(p.in, [&](auto in) { combine_backward<decltype(in)>(p); });
 }
 
 }  // namespace moe_fp8

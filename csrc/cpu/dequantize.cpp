@@ -4,7 +4,7 @@
 
 #include "cpu/groups.h"
 #include "cpu/parallel.h"
-#include "cpu/dispatch.h"
+#include "numerics/dispatch.h"
 
 namespace moe_fp8 {
 namespace {
@@ -50,14 +50,13 @@ std::array<float, 256> decoded(Fp8Type type) {
   std::array<float, 256> values;
   dispatch_fp8(type, [&](auto constant) {
     for (int i = 0; i < 256; ++i) values[i] = fp8_to_float<decltype(constant)::value>(uint8_t(i));
-    return 0;
   });
   return values;
 }
 
 void dequantize_cpu(const DequantizeParams& p) {
   if (p.E * p.rows == 0 || p.K == 0) return;
-  dispatch_in(p.out_type, [&](auto out) { return dequantize<decltype(out)>(p), 0; });
+  dispatch_in(p.out_type, [&](auto out) { dequantize<decltype(out)>(p); });
 }
 
 }  // namespace moe_fp8

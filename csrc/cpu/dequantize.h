@@ -1,4 +1,4 @@
-// Dequantization on the CPU: of a whole operand, and of single rows for scaled_grouped_mm and activations.
+// Dequantization of single rows on the CPU, for whole operands, scaled_grouped_mm and activations.
 #pragma once
 #include <array>
 #include <vector>
@@ -34,7 +34,5 @@ void dequantize_row(const std::array<float, 256>& values, const OperandScales& s
     for (int64_t k = s.begin; k < s.end; ++k) out[k] = Out::from_float(values[q[k]] * scale);
   }
 }
-
-void dequantize_cpu(const DequantizeParams& p);
 
 }  // namespace moe_fp8

@@ -1,11 +1,11 @@
 // The quantizers take the same steps with the same numerics as the kernels. Their loops are written so that compilers
 // vectorize them for any x86-64 or Arm CPU.
-#include "cpu/quantize.h"
+#include "quantize/quantize.h"
 
-#include "cpu/dispatch.h"
 #include "cpu/groups.h"
 #include "cpu/parallel.h"
 #include "cpu/quantize_parts.h"
+#include "numerics/dispatch.h"
 #include "quantize/scale_shapes.h"
 
 namespace moe_fp8 {
@@ -264,12 +264,11 @@ void quantize_cpu(const QuantizeParams& p) {
   if (p.along_tokens) groups = groups_of(p);
   clear(p);
   dispatch_in(p.in, [&](auto in) {
-    return dispatch_fp8(p.out, [&](auto out) {
+    dispatch_fp8(p.out, [&](auto out) {
       using In = decltype(in);
       constexpr Fp8Type kOut = decltype(out)::value;
       f.scale_type == ScaleType::kF32 ? quantize<In, kOut, ScaleF32>(p, groups, second)
                                       : quantize<In, kOut, ScaleE8M0>(p, groups, second);
-      return 0;
     });
   });
 }

@@ -1,4 +1,4 @@
-#include "cpu/scales.h"
+#include "scales/swizzle_scales.h"
 
 #include <cstring>
 

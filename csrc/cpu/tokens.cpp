@@ -1,10 +1,14 @@
 // Every id, index and offset is read once, because another thread may write to it meanwhile.
-#include "cpu/tokens.h"
-
 #include <cstring>
 
 #include "cpu/groups.h"
 #include "cpu/parallel.h"
+#include "tokens/invert.h"
+#include "tokens/permute.h"
+#include "tokens/permute_quantized.h"
+#include "tokens/sort_tokens.h"
+#include "tokens/token_groups.h"
+#include "tokens/tokens_by_rank.h"
 
 namespace moe_fp8 {
 namespace {
@@ -152,7 +156,8 @@ void pack_tokens_cpu(const PackTokensParams& p) {
   });
 }
 
-void permute_scales_cpu(const PermuteScalesParams& p) {
+void permute_quantized_cpu(const CopyRowsParams& rows, const PermuteScalesParams& p) {
+  copy_rows_cpu(rows);
   const auto* from = static_cast<const char*>(p.from);
   auto* to = static_cast<uint32_t*>(p.to);
   std::fill_n(to, p.extent(), 0);

@@ -1,6 +1,5 @@
 #include "activations/forward/quantize_activated.h"
 #include "activations/backward/quantize_activated_backward.h"
-#include "cpu/activations.h"
 #include "ops/operands.h"
 #include "ops/quantize.h"
 

@@ -1,6 +1,5 @@
 #include "scales/dequantize.h"
 
-#include "cpu/dequantize.h"
 #include "ops/leading.h"
 #include "ops/operands.h"
 

@@ -3,7 +3,7 @@
 #include "ops/gemm_backends.h"
 #include "ops/gemm_product.h"
 #include "ops/operands.h"
-#include "ops/permute.h"
+#include "ops/rows.h"
 
 namespace moe_fp8 {
 namespace {

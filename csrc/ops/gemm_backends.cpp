@@ -7,7 +7,6 @@
 #include "gemm/mma/grouped_gemm.h"
 #include "gemm/sm90/grouped_gemm.h"
 #include "ops/call.h"
-#include "ops/gemm_cpu.h"
 #include "ops/gemm_product.h"
 #include "scales/dequantize.h"
 

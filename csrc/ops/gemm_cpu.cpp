@@ -1,8 +1,9 @@
-#include "ops/gemm_cpu.h"
+#include "ops/gemm_product.h"
 
 #include "cpu/dequantize.h"
 #include "cpu/groups.h"
 #include "cpu/parallel.h"
+#include "ops/call.h"
 
 namespace moe_fp8 {
 namespace {

@@ -6,6 +6,8 @@
 
 namespace moe_fp8 {
 
+class Call;  // ops/call.h
+
 struct Product {
   ScaledGroupedMmParams p;  // out is null: the backend allocates it
   FormatId format;
@@ -14,5 +16,8 @@ struct Product {
   const Tensor &a, &b, &scale_a, &scale_b;
   const Tensor* total;      // the total that the product is added to; null: out is new
 };
+
+// The backend of the CPU: dequantizes operands to float32 and multiplies them by torch, group by group.
+void scaled_grouped_mm_cpu(const Call& call, const ScaledGroupedMmParams& p);
 
 }  // namespace moe_fp8

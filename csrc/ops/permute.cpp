@@ -1,9 +1,9 @@
-#include "ops/permute.h"
-
 #include "ops/operands.h"
 #include "ops/rows.h"
+#include "tokens/combine.h"
 #include "tokens/invert.h"
 #include "tokens/permute.h"
+#include "tokens/permute_quantized.h"
 
 namespace moe_fp8 {
 namespace {
@@ -20,12 +20,6 @@ void validate_counts(const Argument& arg, const Tensor& counts, int64_t num_toke
   }
   if (sum > num_tokens)
     fail(arg.op, ": ", arg.name, " must sum to at most the ", num_tokens, " tokens, got ", sum);
-}
-
-// Does the work of the kernel permute_quantized, in two loops.
-void permute_quantized_cpu(const CopyRowsParams& rows, const PermuteScalesParams& scales) {
-  copy_rows_cpu(rows);
-  permute_scales_cpu(scales);
 }
 
 // inverse [size]: the place of each index, the last one if it stands at several, -1 if it stands nowhere.

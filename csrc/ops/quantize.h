@@ -1,8 +1,8 @@
 // Steps that quantizing ops share: parameters of a launch, outputs, and the run on the CPU or on the GPU.
 #pragma once
-#include "cpu/quantize.h"
 #include "numerics/operand_scales.h"
 #include "ops/checks.h"
+#include "quantize/quantize.h"
 
 namespace moe_fp8 {
 

@@ -1,6 +1,5 @@
 #include "tokens/choose_experts.h"
 
-#include "cpu/tokens.h"
 #include "ops/checks.h"
 
 namespace moe_fp8 {

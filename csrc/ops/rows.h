@@ -1,7 +1,7 @@
-// A step that ops which move whole rows share.
+// What ops that move whole rows share.
 #pragma once
-#include "cpu/tokens.h"
 #include "ops/checks.h"
+#include "tokens/copy_rows.h"
 
 namespace moe_fp8 {
 
@@ -11,5 +11,9 @@ inline void gather_rows(const Call& call, const Tensor& x, const Handle& out, co
   const CopyRowsParams p = {x.data, data(out), source, rows, x.sizes[1] * bytes, x.strides[0] * bytes};
   MOE_FP8_RUN(call, copy_rows, p);
 }
+
+// For ops whose kernels take no rows by index.
+Results<2> permute_quantized_op(const Tensor& q, const Tensor& scale, std::string_view format, const Tensor& indices,
+                                int64_t top_k, const std::optional<Tensor>& offs);
 
 }  // namespace moe_fp8

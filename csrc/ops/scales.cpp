@@ -1,6 +1,5 @@
 #include "scales/swizzle_scales.h"
 
-#include "cpu/scales.h"
 #include "ops/checks.h"
 
 namespace moe_fp8 {

@@ -1,7 +1,6 @@
-#include "tokens/sort_tokens.h"
-
-#include "cpu/tokens.h"
 #include "ops/checks.h"
+#include "tokens/sort_tokens.h"
+#include "tokens/tokens_by_rank.h"
 
 namespace moe_fp8 {
 namespace {

@@ -94,8 +94,9 @@ inline int64_t scratch_words(const QuantizeParams& p) {
   return f.blocked() && p.offs ? p.rows : 0;
 }
 
-// Quantizes on the current device. Returns 0, or the runtime's error code.
+// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int quantize(const QuantizeParams& p, void* stream);
+void quantize_cpu(const QuantizeParams& p);
 // A part of quantize(), for kernels elsewhere that store scales. If scales are blocked, it writes the place of every
 // row in groups to scratch, and zeros between the groups. Null offs mean no groups, which differs from zero groups.
 int place_rows(const QuantizeParams& p, void* stream);

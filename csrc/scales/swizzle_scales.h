@@ -32,8 +32,10 @@ inline BlockedExtent blocked_extent(Groups groups, int64_t E, int64_t R, int64_t
   }
 }
 
-// Both return 0 or the runtime's error code.
+// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int swizzle_scales(const SwizzleScalesParams& p, void* stream);
+void swizzle_scales_cpu(const SwizzleScalesParams& p);
 int unswizzle_scales(const SwizzleScalesParams& p, void* stream);
+void unswizzle_scales_cpu(const SwizzleScalesParams& p);
 
 }  // namespace moe_fp8

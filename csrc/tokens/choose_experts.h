@@ -61,8 +61,10 @@ struct ChooseExpertsBackwardParams {
   }
 };
 
-// Both return 0 or the runtime's error code.
+// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int choose_experts(const ChooseExpertsParams& p, void* stream);
+void choose_experts_cpu(const ChooseExpertsParams& p);
 int choose_experts_backward(const ChooseExpertsBackwardParams& p, void* stream);
+void choose_experts_backward_cpu(const ChooseExpertsBackwardParams& p);
 
 }  // namespace moe_fp8

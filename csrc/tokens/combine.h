@@ -45,8 +45,10 @@ MOE_HD float score_of(const void* scores, bool f32, int64_t slot) {
   return In::to_float(static_cast<const typename In::Bits*>(scores)[slot]);
 }
 
-// Both return 0 or the runtime's error code.
+// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int combine(const CombineParams& p, void* stream);
+void combine_cpu(const CombineParams& p);
 int combine_backward(const CombineBackwardParams& p, void* stream);
+void combine_backward_cpu(const CombineBackwardParams& p);
 
 }  // namespace moe_fp8

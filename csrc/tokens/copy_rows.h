@@ -87,9 +87,11 @@ struct PackTokensParams {
   }
 };
 
-// Both return 0 or the runtime's error code.
+// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int copy_rows(const CopyRowsParams& p, void* stream);
+void copy_rows_cpu(const CopyRowsParams& p);
 int pack_tokens(const PackTokensParams& p, void* stream);
+void pack_tokens_cpu(const PackTokensParams& p);
 
 template <class Id>
 MOE_HD uint32_t one_based_id(Id id, int num_experts) { return id >= 0 && id < num_experts ? uint32_t(id) + 1 : 0; }

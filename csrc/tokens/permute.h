@@ -28,7 +28,8 @@ struct PermuteIndicesParams {
   }
 };
 
-// Returns 0 or the runtime's error code.
+// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int permute_indices(const PermuteIndicesParams& p, void* stream);
+void permute_indices_cpu(const PermuteIndicesParams& p);
 
 }  // namespace moe_fp8

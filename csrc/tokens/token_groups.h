@@ -22,8 +22,10 @@ struct TokenGroupsParams {
   int align;
 };
 
-// Both return 0 or the runtime's error code.
+// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int pad_sources(const TokenGroupsParams& p, void* stream);
+void pad_sources_cpu(const TokenGroupsParams& p);
 int unpad_sources(const TokenGroupsParams& p, void* stream);
+void unpad_sources_cpu(const TokenGroupsParams& p);
 
 }  // namespace moe_fp8
