@@ -117,18 +117,13 @@ void activate_backward(const ActivateBackwardParams& p) {
 }
 
 // Calls f(input type, constant of the activation).
-template <class F>
+template <int kFirst = 0, class F>
 void dispatch(InType in, Activation activation, F f) {
-  dispatch_in(in, [&](auto type) {
-    switch (activation) {
-      case Activation::kSwiglu: return f(type, std::integral_constant<Activation, Activation::kSwiglu>{});
-      case Activation::kGeglu: return f(type, std::integral_constant<Activation, Activation::kGeglu>{});
-      case Activation::kSwigluOai: return f(type, std::integral_constant<Activation, Activation::kSwigluOai>{});
-      case Activation::kSilu: return f(type, std::integral_constant<Activation, Activation::kSilu>{});
-      case Activation::kGelu: return f(type, std::integral_constant<Activation, Activation::kGelu>{});
-      default: return f(type, std::integral_constant<Activation, Activation::kRelu2>{});
-    }
-  });
+  if constexpr (kFirst < kNumActivations) {
+    constexpr std::integral_constant<Activation, Activation(kFirst)> kConstant;
+    if (activation == kConstant) dispatch_in(in, [&](auto type) { f(type, kConstant); });
+    else dispatch<kFirst + 1>(in, activation, f);
+  }
 }
 
 }  // namespace

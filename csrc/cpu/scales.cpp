@@ -40,30 +40,25 @@ std::vector<RowBlock> row_blocks(const SwizzleScalesParams& p) {
   return blocks;
 }
 
-// Calls move(blocked offset, plain offset, bytes) for every run of columns that is contiguous in both layouts.
-template <class Move>
-void for_each_run(const SwizzleScalesParams& p, Move move) {
-  const std::vector<RowBlock> blocks = row_blocks(p);
-  int64_t bytes = 0;
-  for (const RowBlock& b : blocks) bytes += b.rows * b.columns;
-  parallel(int64_t(blocks.size()), bytes, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const RowBlock b = blocks[i];
-      const int64_t padded = padded_scale_columns(b.columns);
-      for (int64_t r = 0; r < b.rows; ++r)
-        for (int64_t c = 0; c < b.columns; c += kScaleColumns)
-          move(b.blocked + blocked_offset(r, c, padded), b.plain + r * p.row_stride + c,
-               std::min<int64_t>(kScaleColumns, b.columns - c));
-    }
-  });
-}
+// Moves every run of columns that is contiguous in both layouts.
 void move(const SwizzleScalesParams& p, bool swizzle, int64_t out_bytes) {
   if (out_bytes) std::memset(p.to, 0, out_bytes);
-  for_each_run(p, [&](int64_t blocked, int64_t plain, int64_t bytes) {
-    uint8_t* to = p.to + (swizzle ? blocked : plain);
-    const uint8_t* from = p.from + (swizzle ? plain : blocked);
-    if (bytes == kScaleColumns) std::memcpy(to, from, kScaleColumns);  // a constant size: inlined
-    else std::memcpy(to, from, bytes);
+  const std::vector<RowBlock> blocks = row_blocks(p);
+  int64_t scales = 0;
+  for (const RowBlock& b : blocks) scales += b.rows * b.columns;
+  parallel(int64_t(blocks.size()), scales, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const RowBlock b = blocks[i];
+      for (int64_t r = 0; r < b.rows; ++r)
+        for (int64_t c = 0; c < b.columns; c += kScaleColumns) {
+          const int64_t blocked = b.blocked + blocked_offset(r, c, padded_scale_columns(b.columns));
+          const int64_t plain = b.plain + r * p.row_stride + c, bytes = b.columns - c;
+          uint8_t* to = p.to + (swizzle ? blocked : plain);
+          const uint8_t* from = p.from + (swizzle ? plain : blocked);
+          if (bytes >= kScaleColumns) std::memcpy(to, from, kScaleColumns);  // a constant size: inlined
+          else std::memcpy(to, from, bytes);
+        }
+    }
   });
 }
 
