@@ -21,13 +21,7 @@ int64_t check_features(const char* op, const Tensor& h, Activation activation) {
 }
 
 GateRows gates_of(const char* op, const Tensor& h, InType in, Activation activation, bool interleaved) {
-  GateRows gates = {};
-  gates.h = h.data;
-  gates.stride = h.strides[0];
-  gates.F = check_features(op, h, activation);
-  gates.in = in;
-  gates.interleaved = interleaved;
-  return gates;
+  return {h.data, h.strides[0], check_features(op, h, activation), in, {}, {}, interleaved};
 }
 
 // The checked arguments of the gradient ops. The scales of h are checked with their format.
@@ -97,13 +91,11 @@ Outputs quantize_computed(const Call& call, QuantizeParams& p, const void* x) {
 Results<1> activate_op(const Tensor& h, std::string_view activation, bool interleaved) {
   constexpr const Argument& kH = argument(kActivate, "h");
   check(kH, h);
-  ActivateParams p = {};
-  p.activation = check_activation(kActivate, activation);
-  p.P = h.sizes[0];
-  p.h = gates_of(kActivate, h, in_type(h), p.activation, interleaved);
+  const Activation rule = check_activation(kActivate, activation);
+  const GateRows gates = gates_of(kActivate, h, in_type(h), rule, interleaved);
   const Call call(kActivate, "h", h);
-  Handle a = call.empty({p.P, p.h.F}, h.dtype);
-  p.a = data(a);
+  Handle a = call.empty({h.sizes[0], gates.F}, h.dtype);
+  const ActivateParams p = {gates, data(a), h.sizes[0], rule};
   MOE_FP8_RUN(call, activate, p);
   return results(a);
 }

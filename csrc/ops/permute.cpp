@@ -97,16 +97,9 @@ Results<2> permute_quantized_op(const Tensor& q, const Tensor& scale, std::strin
     MOE_FP8_RUN(call, copy_rows, scale_rows);
     return results(out, out_scale);
   }
-  PermuteScalesParams p = {scale.data, data(out_scale), index};
-  if (grouped) {
-    p.offs = ints(*offs);
-    p.E = E;
-  }
-  p.P = P;
-  p.blocked = f.blocked();
-  p.words = p.blocked ? padded_scale_columns(scales.blocks) / kScaleColumns : scales.blocks;
-  p.row_stride = scales.row_stride;
-  p.column_stride = scales.block_stride;
+  const int64_t words = f.blocked() ? padded_scale_columns(scales.blocks) / kScaleColumns : scales.blocks;
+  const PermuteScalesParams p = {scale.data, data(out_scale), index, grouped ? ints(*offs) : nullptr, grouped ? E : 0,
+                                 P, words, f.blocked(), scales.row_stride, scales.block_stride};
   MOE_FP8_RUN(call, permute_quantized, rows, p);
   return results(out, out_scale);
 }
@@ -131,16 +124,9 @@ Results<1> unpermute_op(const Tensor& y, const Tensor& indices, int64_t top_k, i
     gather_rows(call, y, out, RowIndex(data<int>(inverse), rows, 1), num_tokens);
     return results(out);
   }
-  CombineParams p = {};  // without scores
-  p.y = y.data;
-  p.inverse = data<int>(inverse);
-  p.out = data(out);
-  p.T = num_tokens;
-  p.top_k = top_k;
-  p.P = rows;
-  p.K = K;
-  p.y_stride = y.strides[0];
-  p.in = in_type(y);
+  // Without scores.
+  const CombineParams p = {y.data, data<int>(inverse), nullptr, data(out), num_tokens, top_k, rows, K, y.strides[0],
+                           in_type(y), false};
   MOE_FP8_RUN(call, combine, p);
   return results(out);
 }

@@ -22,19 +22,11 @@ Results<1> combine_op(const Tensor& y, const Tensor& inverse, const std::optiona
   if (topk_scores) check_scores(kScores, *topk_scores, inverse, y);
   validate_range(kInverse, inverse, y.sizes[0], "rows of y");
   const Call call(kCombine, "y", y);
-  CombineParams p = {};
-  p.in = in_type(y);
-  p.T = inverse.sizes[0];
-  p.top_k = inverse.sizes[1];
-  p.P = y.sizes[0];
-  p.K = y.sizes[1];
-  Handle out = call.empty({p.T, p.K}, y.dtype);
-  p.y = y.data;
-  p.inverse = inverse.as<int>();
-  p.scores = topk_scores ? topk_scores->data : nullptr;
-  p.scores_f32 = topk_scores && topk_scores->dtype == kFloat32;
-  p.out = data(out);
-  p.y_stride = y.strides[0];
+  const int64_t T = inverse.sizes[0], P = y.sizes[0], K = y.sizes[1];
+  Handle out = call.empty({T, K}, y.dtype);
+  const CombineParams p = {y.data, inverse.as<int>(), topk_scores ? topk_scores->data : nullptr, data(out), T,
+                           inverse.sizes[1], P, K, y.strides[0], in_type(y),
+                           topk_scores && topk_scores->dtype == kFloat32};
   MOE_FP8_RUN(call, combine, p);
   return results(out);
 }
@@ -45,38 +37,27 @@ Results<2> combine_backward_op(const Tensor& grad, const std::optional<Tensor>& 
                            &kInverse = argument(kBackward, "inverse"), &kScores = argument(kBackward, "topk_scores");
   check(kGrad, grad);
   check(kInverse, inverse, grad);
-  CombineBackwardParams p = {};
-  p.in = in_type(grad);
-  p.T = inverse.sizes[0];
-  p.top_k = inverse.sizes[1];
-  p.P = num_rows;
-  p.K = grad.sizes[1];
-  if (grad.sizes[0] != p.T) fail(kBackward, ": grad must have the ", p.T, " rows of inverse, got ", grad.sizes[0]);
+  const int64_t T = inverse.sizes[0], top_k = inverse.sizes[1], P = num_rows, K = grad.sizes[1];
+  if (grad.sizes[0] != T) fail(kBackward, ": grad must have the ", T, " rows of inverse, got ", grad.sizes[0]);
   if (topk_scores) check_scores(kScores, *topk_scores, inverse, grad);
   check_count(kBackward, "num_rows", num_rows);
   if (y) {
     check(kY, *y, grad);
     check_dtype_of_like(kY, *y, grad);
-    const int64_t sizes[] = {p.P, p.K};
+    const int64_t sizes[] = {P, K};
     check_sizes(kY, *y, sizes, 2);
-    p.y = y->data;
-    p.y_stride = y->strides[0];
   }
-  validate_range(kInverse, inverse, p.P, "rows of y");
+  validate_range(kInverse, inverse, P, "rows of y");
   validate_distinct(kInverse, inverse);
   const Call call(kBackward, "grad", grad);
   const int32_t scores_dtype = topk_scores ? topk_scores->dtype : kFloat32;
-  Handle grad_y = call.empty({p.P, p.K}, grad.dtype);
-  Handle grad_scores = y ? call.empty({p.T, p.top_k}, scores_dtype) : call.empty({0}, scores_dtype);
-  p.grad = grad.data;
-  p.inverse = inverse.as<int>();
-  p.scores = topk_scores ? topk_scores->data : nullptr;
-  p.grad_y = data(grad_y);
-  p.grad_scores = y ? data(grad_scores) : nullptr;
-  p.grad_stride = grad.strides[0];
-  p.scores_f32 = scores_dtype == kFloat32;
-  Handle slot_of;  // scratch of the kernel
-  if (call.on_gpu()) p.slot_of = data<int>(slot_of = call.empty({p.P}, kInt32));
+  Handle grad_y = call.empty({P, K}, grad.dtype);
+  Handle grad_scores = y ? call.empty({T, top_k}, scores_dtype) : call.empty({0}, scores_dtype);
+  const Handle slot_of = call.on_gpu() ? call.empty({P}, kInt32) : Handle();  // scratch of the kernel
+  const CombineBackwardParams p = {
+      grad.data, y ? y->data : nullptr, inverse.as<int>(), topk_scores ? topk_scores->data : nullptr,
+      slot_of ? data<int>(slot_of) : nullptr, data(grad_y), y ? data(grad_scores) : nullptr, T, top_k, P, K,
+      grad.strides[0], y ? y->strides[0] : 0, in_type(grad), scores_dtype == kFloat32};
   MOE_FP8_RUN(call, combine_backward, p);
   return results(grad_y, grad_scores);
 }

@@ -14,20 +14,13 @@ Results<3> sort_tokens_op(const Tensor& topk_ids, int64_t num_experts) {
   check(kIds, topk_ids);
   check_range(kSort, "num_experts", num_experts, 1, kMaxExperts);
   validate_ids(kIds, topk_ids, num_experts);
-  SortTokensParams p = {};
-  p.is_int64 = topk_ids.dtype == kInt64;
   const bool matrix = topk_ids.dim == 2;
-  p.top_k = topk_ids.sizes[topk_ids.dim - 1];
-  p.N = matrix ? topk_ids.sizes[0] * p.top_k : p.top_k;
-  p.row_stride = matrix ? topk_ids.strides[0] : p.top_k;
+  const int64_t top_k = topk_ids.sizes[topk_ids.dim - 1], N = matrix ? topk_ids.sizes[0] * top_k : top_k;
   const Call call(kSort, "topk_ids", topk_ids);
-  Handle permutation = call.empty({p.N}, kInt32), offs = call.empty({num_experts}, kInt32);
+  Handle permutation = call.empty({N}, kInt32), offs = call.empty({num_experts}, kInt32);
   Handle inverse = call.empty(topk_ids.sizes, topk_ids.dim, kInt32);
-  p.ids = topk_ids.data;
-  p.permutation = data<int>(permutation);
-  p.offs = data<int>(offs);
-  p.inverse = data<int>(inverse);
-  p.E = int(num_experts);
+  SortTokensParams p = {topk_ids.data, data<int>(permutation), data<int>(offs), data<int>(inverse), nullptr, N, top_k,
+                        matrix ? topk_ids.strides[0] : top_k, int(num_experts), topk_ids.dtype == kInt64};
   Handle counts;  // scratch of the kernel
   if constexpr (kGpuBuild) {
     if (call.on_gpu()) p.counts = data<int>(counts = call.empty({sort_tokens_blocks(p.N), p.E}, kInt32));

@@ -30,20 +30,26 @@ void validate_starts(const char* op, const Tensor& starts, const Tensor& offs, i
 }
 
 enum class Direction { kPad, kUnpad };
-// Moves the rows of x to the other layout.
-Handle move_groups(const Call& call, Direction direction, const Tensor& x, const Tensor& offs, TokenGroupsParams p) {
+// Moves the rows of x to the other layout. p lacks the source only.
+Handle move_groups(const Call& call, Direction direction, const Tensor& x, TokenGroupsParams p) {
   const int64_t rows = direction == Direction::kPad ? p.P : p.M;
   Handle out = call.empty({rows, x.sizes[1]}, x.dtype);
   const bool copies = x.sizes[1] > 0;
   if (!copies && !p.padded_offs) return out;
   Handle source = call.empty({copies ? rows : 0}, kInt32);
-  p.offs = offs.as<int>();
-  p.E = offs.sizes[0];
   p.source = copies ? data<int>(source) : nullptr;
   if (direction == Direction::kPad) MOE_FP8_RUN(call, pad_sources, p);
   else MOE_FP8_RUN(call, unpad_sources, p);
   if (copies) gather_rows(call, x, out, RowIndex(p.source, x.sizes[0], 1), rows);
   return out;
+}
+Results<1> move_to_starts(const char* op, const char* arg, Direction direction, const Tensor& x, const Tensor& offs,
+                          const Tensor& starts, int64_t tokens, int64_t padded) {
+  validate_starts(op, starts, offs, padded, direction == Direction::kPad);
+  const Call call(op, arg, x);
+  Handle out = move_groups(call, direction, x, {offs.as<int>(), starts.as<int>(), nullptr, nullptr, nullptr,
+                                                offs.sizes[0], tokens, padded, 1});
+  return results(out);
 }
 
 }  // namespace
@@ -58,13 +64,8 @@ Results<3> pad_token_groups_op(const Tensor& x, const Tensor& offs, int64_t alig
   const int64_t E = offs.sizes[0], P = check_extent(kOp, "x", M, E, align);
   const Call call(kOp, "x", x);
   Handle padded_starts = call.empty({E}, kInt32), padded_offs = call.empty({E}, kInt32);
-  TokenGroupsParams p = {};
-  p.M = M;
-  p.P = P;
-  p.align = int(align);
-  p.padded_starts = data<int>(padded_starts);
-  p.padded_offs = data<int>(padded_offs);
-  Handle x_padded = move_groups(call, Direction::kPad, x, offs, p);
+  Handle x_padded = move_groups(call, Direction::kPad, x, {offs.as<int>(), nullptr, data<int>(padded_starts),
+                                                           data<int>(padded_offs), nullptr, E, M, P, int(align)});
   return results(x_padded, padded_starts, padded_offs);
 }
 
@@ -77,15 +78,7 @@ Results<1> pad_token_groups_to_op(const Tensor& x, const Tensor& offs, const Ten
   check_offs(kOffs, offs, x, x.sizes[0]);
   check_starts(kStarts, padded_starts, offs);
   check_count(kOp, "num_padded", num_padded);
-  validate_starts(kOp, padded_starts, offs, num_padded, true);
-  const Call call(kOp, "x", x);
-  TokenGroupsParams p = {};
-  p.M = x.sizes[0];
-  p.P = num_padded;
-  p.align = 1;
-  p.starts = padded_starts.as<int>();
-  Handle x_padded = move_groups(call, Direction::kPad, x, offs, p);
-  return results(x_padded);
+  return move_to_starts(kOp, "x", Direction::kPad, x, offs, padded_starts, x.sizes[0], num_padded);
 }
 
 Results<1> unpad_token_groups_op(const Tensor& y, const Tensor& offs, const Tensor& padded_starts,
@@ -97,15 +90,7 @@ Results<1> unpad_token_groups_op(const Tensor& y, const Tensor& offs, const Tens
   check_count(kOp, "num_tokens", num_tokens);
   check_offs(kOffs, offs, y, num_tokens, "tokens");
   check_starts(kStarts, padded_starts, offs);
-  validate_starts(kOp, padded_starts, offs, y.sizes[0], false);
-  const Call call(kOp, "y", y);
-  TokenGroupsParams p = {};
-  p.M = num_tokens;
-  p.P = y.sizes[0];
-  p.align = 1;
-  p.starts = padded_starts.as<int>();
-  Handle x = move_groups(call, Direction::kUnpad, y, offs, p);
-  return results(x);
+  return move_to_starts(kOp, "y", Direction::kUnpad, y, offs, padded_starts, num_tokens, y.sizes[0]);
 }
 
 }  // namespace moe_fp8
