@@ -44,11 +44,12 @@ AtenTensorHandle with_safe_offs(const Call& call, const Product& product, int mu
   return out.release();
 }
 
-AtenTensorHandle torch_scaled(const Call& call, const Product& product, int multiple) {
+template <int kMultiple>
+AtenTensorHandle torch_scaled(const Call& call, const Product& product) {
   const ScaledGroupedMmParams& p = product.p;
   const Handle &scale_a = product.scale_a.handle, &scale_b = product.scale_b.handle;
   const bool flat = p.k_grouped && p.scale_a.block_size == 0;  // scales of the rows of all groups, in one dimension
-  return with_safe_offs(call, product, multiple, [&](Handle offs) {
+  return with_safe_offs(call, product, kMultiple, [&](Handle offs) {
     const auto none = to_word(std::nullopt);
     StableIValue stack[] = {to_word(share(product.a.handle)), to_word(share(product.b.handle)),
                             to_word(flat ? view(scale_a, {p.E * p.M}, {1}) : share(scale_a)),
@@ -58,10 +59,7 @@ AtenTensorHandle torch_scaled(const Call& call, const Product& product, int mult
     return call_torch("aten::_scaled_grouped_mm", "", stack);
   });
 }
-AtenTensorHandle torch_scaled_rows(const Call& call, const Product& product) { return torch_scaled(call, product, 16); }
-AtenTensorHandle torch_scaled_blocks(const Call& call, const Product& product) {
-  return torch_scaled(call, product, kMxBlock);
-}
+constexpr auto torch_scaled_rows = torch_scaled<16>, torch_scaled_blocks = torch_scaled<kMxBlock>;
 
 AtenTensorHandle torch_bfloat16(const Call& call, const Product& product) {
   const ScaledGroupedMmParams& p = product.p;
@@ -86,7 +84,6 @@ AtenTensorHandle torch_bfloat16(const Call& call, const Product& product) {
 constexpr std::nullptr_t torch_scaled_rows = nullptr, torch_scaled_blocks = nullptr, torch_bfloat16 = nullptr;
 #endif
 
-#if defined(MOE_FP8_GPU)
 // Runs a GEMM of ours. multiply(p) returns 0, or the runtime's error code.
 template <class Multiply>
 AtenTensorHandle native_gemm(const Call& call, const Product& product, Multiply multiply) {
@@ -97,6 +94,11 @@ AtenTensorHandle native_gemm(const Call& call, const Product& product, Multiply 
   return out.release();
 }
 
+AtenTensorHandle cpu_gemm(const Call& call, const Product& product) {
+  return native_gemm(call, product, [&](const ScaledGroupedMmParams& p) { return scaled_grouped_mm_cpu(call, p), 0; });
+}
+
+#if defined(MOE_FP8_GPU)
 AtenTensorHandle mma_gemm(const Call& call, const Product& product) {
   return native_gemm(call, product, [&](const ScaledGroupedMmParams& p) {
     return mma::grouped_gemm(p, product.use_fast_accum, call.stream());
@@ -130,14 +132,6 @@ AtenTensorHandle sm90_gemm(const Call& call, const Product& product) {
 #else
 constexpr std::nullptr_t sm90_supports = nullptr, sm90_can_gather_rows = nullptr, sm90_gemm = nullptr;
 #endif
-
-AtenTensorHandle cpu_gemm(const Call& call, const Product& product) {
-  ScaledGroupedMmParams p = product.p;
-  Handle out = output_of(call, product);
-  p.out = data(out);
-  scaled_grouped_mm_cpu(call, p);
-  return out.release();
-}
 
 bool any_format(const Format&) { return true; }
 bool has_float_scales(const Format& f) { return f.scale_type == ScaleType::kF32; }
