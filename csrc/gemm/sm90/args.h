@@ -45,7 +45,8 @@ struct KernelArgs : Args {
 struct Store;
 struct Add;
 
-// Launches one instance; each has a file in instances/. Returns 0 or the runtime's error code.
+// Launches one instance. instances/ has a file for both types of a, but two for fast sums, which take longest to
+// compile. Returns 0 or the runtime's error code.
 template <Scales kScales, Fp8Type kA, class Epilogue>
 int launch_gemm(const ScaledGroupedMmParams& p, int* unit_counter, void* stream);
 

@@ -2,6 +2,7 @@
 
 namespace moe_fp8::sm90 {
 
+template int launch_gemm<Scales::kRowsPromoted, Fp8Type::kE4M3FN, Store>(const ScaledGroupedMmParams&, int*, void*);
 template int launch_gemm<Scales::kRowsPromoted, Fp8Type::kE5M2, Store>(const ScaledGroupedMmParams&, int*, void*);
 
 }  // namespace moe_fp8::sm90

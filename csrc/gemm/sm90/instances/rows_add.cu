@@ -3,5 +3,6 @@
 namespace moe_fp8::sm90 {
 
 template int launch_gemm<Scales::kRows, Fp8Type::kE4M3FN, Add>(const ScaledGroupedMmParams&, int*, void*);
+template int launch_gemm<Scales::kRows, Fp8Type::kE5M2, Add>(const ScaledGroupedMmParams&, int*, void*);
 
 }  // namespace moe_fp8::sm90

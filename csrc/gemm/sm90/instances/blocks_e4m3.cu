@@ -1,7 +1,0 @@
-#include "gemm/sm90/kernel.h"
-
-namespace moe_fp8::sm90 {
-
-template int launch_gemm<Scales::kBlocks, Fp8Type::kE4M3FN, Store>(const ScaledGroupedMmParams&, int*, void*);
-
-}  // namespace moe_fp8::sm90

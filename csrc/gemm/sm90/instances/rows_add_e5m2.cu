@@ -1,7 +1,0 @@
-#include "gemm/sm90/kernel.h"
-
-namespace moe_fp8::sm90 {
-
-template int launch_gemm<Scales::kRows, Fp8Type::kE5M2, Add>(const ScaledGroupedMmParams&, int*, void*);
-
-}  // namespace moe_fp8::sm90
