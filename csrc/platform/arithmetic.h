@@ -8,44 +8,36 @@
 namespace moe_fp8 {
 
 MOE_HD float magnitude(float x) { return fabsf(x); }
-// The smaller of x and max; max if x is NaN.
-MOE_HD float clamp_max(float x, float max) {
+// clamp_max: the smaller of x and max; max if x is NaN. reciprocal: RN32(1 / d) for d in [1, 2]. CUDA's division takes
+// the same steps, behind a branch for other exponents.
 #if defined(__CUDA_ARCH__)
-  return fminf(x, max);
-#else
-  return x < max ? x : max;
-#endif
-}
-// RN32(1 / d) for d in [1, 2]. CUDA's division takes the same steps, behind a branch for other exponents.
+MOE_HD float clamp_max(float x, float max) { return fminf(x, max); }
 MOE_HD float reciprocal(float d) {
-#if defined(__CUDA_ARCH__)
   float approximate;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(approximate) : "f"(d));
   return fmaf(approximate, fmaf(-d, approximate, 1.f), approximate);
-#else
-  return 1.f / d;
-#endif
 }
+#else
+MOE_HD float clamp_max(float x, float max) { return x < max ? x : max; }
+MOE_HD float reciprocal(float d) { return 1.f / d; }
+#endif
 
 #if defined(MOE_CUDA) || defined(MOE_HIP)
 
-MOE_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b) {
 #if defined(MOE_CUDA)
-  return __vmaxu2(a, b);
+MOE_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+MOE_DEVICE uint32_t min_s16x2(uint32_t a, uint32_t b) { return __vmins2(a, b); }
 #else
+MOE_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b) {
   const uint32_t lo = (a & 0xffffu) > (b & 0xffffu) ? a & 0xffffu : b & 0xffffu;
   const uint32_t hi = (a >> 16) > (b >> 16) ? a >> 16 : b >> 16;
   return hi << 16 | lo;
-#endif
 }
 MOE_DEVICE uint32_t min_s16x2(uint32_t a, uint32_t b) {
-#if defined(MOE_CUDA)
-  return __vmins2(a, b);
-#else
   const auto min = [](uint32_t a, uint32_t b) { return uint16_t(int16_t(a) < int16_t(b) ? a : b); };
   return uint32_t(min(a >> 16, b >> 16)) << 16 | min(a, b);
-#endif
 }
+#endif
 // max(|a|, |b|) of both halves; NaN is largest. The sign bits of the result are undefined.
 MOE_DEVICE uint32_t max_magnitude_bf16x2(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860

@@ -7,24 +7,21 @@
 
 namespace moe_fp8 {
 
-MOE_HD float as_float(uint32_t bits) {
 #if defined(__CUDA_ARCH__)
-  return __uint_as_float(bits);
+MOE_HD float as_float(uint32_t bits) { return __uint_as_float(bits); }
+MOE_HD uint32_t as_bits(float f) { return __float_as_uint(f); }
 #else
+MOE_HD float as_float(uint32_t bits) {
   float f;
   memcpy(&f, &bits, sizeof f);
   return f;
-#endif
 }
 MOE_HD uint32_t as_bits(float f) {
-#if defined(__CUDA_ARCH__)
-  return __float_as_uint(f);
-#else
   uint32_t bits;
   memcpy(&bits, &f, sizeof bits);
   return bits;
-#endif
 }
+#endif
 
 #if defined(MOE_CUDA) || defined(MOE_HIP)
 // Bytes 0 to 3 are those in a, 4 to 7 those in b. Byte i of the result is the byte that hex digit i of `selector`

@@ -6,37 +6,29 @@
 
 namespace moe_fp8 {
 
-MOE_DEVICE uint32_t cluster_size() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+MOE_DEVICE uint32_t cluster_size() {
   uint32_t n;
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
   return n;
-#elif defined(MOE_SIMT)
-  return simt::current->cluster_size();
-#else
-  return 1;
-#endif
 }
 MOE_DEVICE uint32_t cluster_rank() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   uint32_t r;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
   return r;
-#elif defined(MOE_SIMT)
-  return simt::current->cluster_rank();
-#else
-  return 0;
-#endif
 }
 MOE_DEVICE void cluster_barrier() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#elif defined(MOE_SIMT)
-  simt::current->cluster_barrier(simt::Site::here("cluster_barrier"));
-#else
-  __syncthreads();
-#endif
 }
+#elif defined(MOE_SIMT)
+MOE_DEVICE uint32_t cluster_size() { return simt::current->cluster_size(); }
+MOE_DEVICE uint32_t cluster_rank() { return simt::current->cluster_rank(); }
+MOE_DEVICE void cluster_barrier() { simt::current->cluster_barrier(simt::Site::here("cluster_barrier")); }
+#else
+MOE_DEVICE uint32_t cluster_size() { return 1; }
+MOE_DEVICE uint32_t cluster_rank() { return 0; }
+MOE_DEVICE void cluster_barrier() { __syncthreads(); }
+#endif
 
 // Mailbox of a block for an all-gather over its cluster: every block posts one message of 32 words, a word per lane, to
 // every block. A message arrives in words[rank of the sender] and completes on `barrier`, so a receiver waits for

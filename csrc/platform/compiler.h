@@ -32,13 +32,9 @@ constexpr int resident_blocks_bound(int threads, int blocks) {
   return threads * blocks > kMultiprocessorThreads ? kMultiprocessorThreads / threads : blocks;
 }
 #define MOE_LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, resident_blocks_bound(threads, blocks))
-#elif defined(MOE_HIP)
-#define MOE_LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads)
-#endif
-
-#if defined(MOE_CUDA)
 #define MOE_GRID_CONSTANT __grid_constant__
 #else
+#define MOE_LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads)
 #define MOE_GRID_CONSTANT
 #endif
 

@@ -45,9 +45,16 @@ constexpr bool kMultipliesFp8 = false;
 #define MOE_MMA_SYNC 1
 constexpr int kPatchWave = 32;
 constexpr int kPatchLaneRows = 2, kPatchFragments = 4;  // rows of a, and of b, that a lane holds
+constexpr bool kMayHaveScaledMma = false;               // whether a chip that has Scaled, see below, may run this build
+// The lane's first row of a, and of b; further ones are kFragmentRows apart.
+MOE_DEVICE int patch_row(int lane) { return lane / 4; }
+MOE_DEVICE int patch_slice(int lane) { return lane % 4; }
 #else
 constexpr int kPatchWave = 64;
 constexpr int kPatchLaneRows = 1, kPatchFragments = 2;
+constexpr bool kMayHaveScaledMma = true;
+MOE_DEVICE int patch_row(int lane) { return lane % 16; }
+MOE_DEVICE int patch_slice(int lane) { return lane / 16; }
 #endif
 constexpr int kPatchRows = 16, kPatchColumns = 32, kPatchDepth = 32;
 constexpr int kFragmentRows = kPatchColumns / kPatchFragments;
@@ -67,32 +74,11 @@ struct Scaled {
   static constexpr bool kSupported = false;
 #endif
 };
-// Whether a chip that has Scaled may run this build.
-#if defined(MOE_MMA_SYNC)
-constexpr bool kMayHaveScaledMma = false;
-#else
-constexpr bool kMayHaveScaledMma = true;
-#endif
 
 struct Halves4 { uint32_t w[2]; };  // four 16-bit floats
 struct Bytes32 { Vec16 half[2]; };  // a lane's elements of a row of 128
 using PatchSums = float[kPatchLaneRows][8];
 
-// The lane's first row of a, and of b; further ones are kFragmentRows apart.
-MOE_DEVICE int patch_row(int lane) {
-#if defined(MOE_MMA_SYNC)
-  return lane / 4;
-#else
-  return lane % 16;
-#endif
-}
-MOE_DEVICE int patch_slice(int lane) {
-#if defined(MOE_MMA_SYNC)
-  return lane % 4;
-#else
-  return lane / 16;
-#endif
-}
 // The column whose row of b lies at this position.
 MOE_DEVICE int column_of_position(int position) {
   constexpr int kColumns = 8 / kPatchFragments;  // columns of a fragment whose sums a lane holds

@@ -10,10 +10,10 @@
 namespace moe_fp8 {
 
 #if defined(MOE_CUDA)
-// ---- mbarriers in shared memory, at addresses of the shared window
-// ---------------------------------------------------- A barrier completes a phase when it has all arrivals that it was
-// initialized for, and all bytes that arrivals expected. Phases alternate between 0 and 1, beginning with 0. A wait for
-// the phase before the current one returns at once.
+// ---- mbarriers in shared memory, at addresses of the shared window -------------------------------------------------
+// A barrier completes a phase when it has all arrivals that it was initialized for, and all bytes that arrivals
+// expected. Phases alternate between 0 and 1, beginning with 0. A wait for the phase before the current one returns at
+// once.
 MOE_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 MOE_DEVICE float load_shared(uint32_t address) {
@@ -86,8 +86,8 @@ MOE_DEVICE void bulk_copy(uint32_t shared, const void* global, uint32_t bytes, u
 MOE_DEVICE void bulk_prefetch(const void* global, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
-// ---- copies of single chunks of 16 bytes, global -> shared, by cp.async as in memory.h
-// ------------------------------- Copies the chunk if `valid`, else writes zeros.
+// ---- copies of single chunks of 16 bytes, global -> shared, by cp.async as in memory.h -----------------------------
+// Copies the chunk if `valid`, else writes zeros.
 MOE_DEVICE void copy_chunk(uint32_t shared, const void* global, bool valid) {
   asm volatile("{.reg .pred clear; setp.eq.u32 clear, %2, 0;\n"
                "cp.async.cg.shared.global.L2::256B [%0], [%1], 16, clear;}"

@@ -17,35 +17,33 @@ constexpr int kWarpSize = 32;
 #endif
 
 constexpr int kMinWarpSize = 32;
+// What the vendors name differently. LaneMask: one bit per lane; bits beyond the lanes of the wave are zero.
+// wave_barrier() orders shared memory within a wave: after it, all lanes see what lanes wrote before it.
 #if defined(MOE_HIP)
 constexpr int kMaxWarpSize = 64;
+using LaneMask = uint64_t;
+MOE_DEVICE uint32_t shfl(uint32_t v, int lane) { return __shfl(v, lane); }
+MOE_DEVICE uint32_t shfl_xor(uint32_t v, int lane_mask) { return __shfl_xor(v, lane_mask); }
+MOE_DEVICE uint32_t shfl_up(uint32_t v, int delta) { return __shfl_up(v, delta); }
+MOE_DEVICE LaneMask ballot(bool vote) { return __ballot(vote); }
+MOE_DEVICE int popcount(LaneMask mask) { return __popcll(mask); }
+MOE_DEVICE void wave_barrier() {
+  __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+  __builtin_amdgcn_wave_barrier();
+}
 #else
 constexpr int kMaxWarpSize = 32;
+using LaneMask = uint32_t;
+MOE_DEVICE uint32_t shfl(uint32_t v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+MOE_DEVICE uint32_t shfl_xor(uint32_t v, int lane_mask) { return __shfl_xor_sync(0xffffffffu, v, lane_mask); }
+MOE_DEVICE uint32_t shfl_up(uint32_t v, int delta) { return __shfl_up_sync(0xffffffffu, v, delta); }
+MOE_DEVICE LaneMask ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); }
+MOE_DEVICE int popcount(LaneMask mask) { return __popc(mask); }
+MOE_DEVICE void wave_barrier() { __syncwarp(); }
 #endif
-
-MOE_DEVICE uint32_t shfl(uint32_t v, int lane) {
-#if defined(MOE_HIP)
-  return __shfl(v, lane);
-#else
-  return __shfl_sync(0xffffffffu, v, lane);
-#endif
-}
-MOE_DEVICE uint32_t shfl_xor(uint32_t v, int lane_mask) {
-#if defined(MOE_HIP)
-  return __shfl_xor(v, lane_mask);
-#else
-  return __shfl_xor_sync(0xffffffffu, v, lane_mask);
-#endif
-}
 MOE_DEVICE int shfl_xor(int v, int lane_mask) { return int(shfl_xor(uint32_t(v), lane_mask)); }
 MOE_DEVICE float shfl_xor(float v, int lane_mask) { return as_float(shfl_xor(as_bits(v), lane_mask)); }
-MOE_DEVICE uint32_t shfl_up(uint32_t v, int delta) {
-#if defined(MOE_HIP)
-  return __shfl_up(v, delta);
-#else
-  return __shfl_up_sync(0xffffffffu, v, delta);
-#endif
-}
+
 MOE_DEVICE uint32_t wave_max(uint32_t v) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   return __reduce_max_sync(0xffffffffu, v);
@@ -62,7 +60,7 @@ MOE_DEVICE int wave_sum(int v) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   return __reduce_add_sync(0xffffffffu, v);
 #else
-  for (int mask = kWarpSize / 2; mask > 0; mask >>= 1) v += int(shfl_xor(uint32_t(v), mask));
+  for (int mask = kWarpSize / 2; mask > 0; mask >>= 1) v += shfl_xor(v, mask);
   return v;
 #endif
 }
@@ -71,35 +69,6 @@ MOE_DEVICE float wave_sum(float v) {
 #pragma unroll
   for (int mask = kWarpSize / 2; mask > 0; mask >>= 1) v += shfl_xor(v, mask);
   return v;
-}
-// One bit per lane. Bits beyond the lanes of the wave are zero.
-#if defined(MOE_HIP)
-using LaneMask = uint64_t;
-#else
-using LaneMask = uint32_t;
-#endif
-MOE_DEVICE LaneMask ballot(bool vote) {
-#if defined(MOE_HIP)
-  return __ballot(vote);
-#else
-  return __ballot_sync(0xffffffffu, vote);
-#endif
-}
-MOE_DEVICE int popcount(LaneMask mask) {
-#if defined(MOE_HIP)
-  return __popcll(mask);
-#else
-  return __popc(mask);
-#endif
-}
-// Orders shared memory within a wave: after it, all lanes see what lanes wrote before it.
-MOE_DEVICE void wave_barrier() {
-#if defined(MOE_HIP)
-  __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
-  __builtin_amdgcn_wave_barrier();
-#else
-  __syncwarp();
-#endif
 }
 
 }  // namespace moe_fp8
