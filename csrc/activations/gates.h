@@ -192,16 +192,13 @@ struct Fp8Reader {
     float scale[Layout::kVectors];
 #pragma unroll
     for (int i = 0; i < Layout::kVectors; ++i) scale[i] = row.scales.value(raw.scale_bits[i]);
-    if constexpr (n == 1)
-      return layout.gather([&](int vector, int) { return moe_fp8::decode(h.fp8, raw.h[vector]) * scale[vector]; });
-    else if (is_e5m2(h.fp8))
+    const auto gather = [&](auto e5m2) {
       return layout.gather([&](int vector, int i) {
-        return raw.h.template value<true>(vector * n + i) * scale[vector];
+        if constexpr (n == 1) return moe_fp8::decode(h.fp8, raw.h[vector]) * scale[vector];
+        else return raw.h.template value<decltype(e5m2)::value>(vector * n + i) * scale[vector];
       });
-    else
-      return layout.gather([&](int vector, int i) {
-        return raw.h.template value<false>(vector * n + i) * scale[vector];
-      });
+    };
+    return is_e5m2(h.fp8) && n > 1 ? gather(std::true_type{}) : gather(std::false_type{});
   }
 };
 

@@ -38,20 +38,13 @@ MOE_DEVICE uint32_t min_s16x2(uint32_t a, uint32_t b) {
   return uint32_t(min(a >> 16, b >> 16)) << 16 | min(a, b);
 }
 #endif
-// max(|a|, |b|) of both halves; NaN is largest. The sign bits of the result are undefined.
-MOE_DEVICE uint32_t max_magnitude_bf16x2(uint32_t a, uint32_t b) {
+// max(|a|, |b|) of both halves, bfloat16 or float16; NaN is largest. The sign bits of the result are undefined.
+template <bool kBF16>
+MOE_DEVICE uint32_t max_magnitude_x2(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   uint32_t d;
-  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-#else
-  return max_u16x2(a & 0x7fff7fffu, b & 0x7fff7fffu);
-#endif
-}
-MOE_DEVICE uint32_t max_magnitude_f16x2(uint32_t a, uint32_t b) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
-  uint32_t d;
-  asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  if constexpr (kBF16) asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  else asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 #else
   return max_u16x2(a & 0x7fff7fffu, b & 0x7fff7fffu);

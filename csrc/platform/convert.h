@@ -49,8 +49,7 @@ MOE_HD uint32_t e8m0_rounded_up(float) { return 0; }
 
 #if defined(MOE_CUDA) || defined(MOE_HIP)
 
-// ---- fp8 casts: round to nearest even, saturate, NaN becomes the format's canonical NaN
-// ------------------------------
+// ---- fp8 casts: round to nearest even, saturate, NaN becomes the format's canonical NaN ----------------------------
 enum class HardwareFp8 { kNone, kFN, kFNUZ };
 #if (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890) || \
     (defined(MOE_HIP) && (defined(__gfx950__) || defined(__gfx1201__)))
@@ -67,37 +66,29 @@ MOE_DEVICE float clamp_keep_nan(float v, float max) {
   return v != v ? as_float(0x7fc00000u) : __builtin_amdgcn_fmed3f(v, max, -max);
 }
 #endif
-// Byte 0 of the result is a.
-MOE_DEVICE uint32_t convert_e4m3x4(float a, float b, float c, float d) {
+// Four floats to E5M2 or E4M3; byte 0 of the result is a.
+template <bool kE5M2>
+MOE_DEVICE uint32_t convert_fp8x4(float a, float b, float c, float d) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   uint32_t r;
-  asm("{.reg .b16 lo, hi;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\n"
-      "mov.b32 %0, {lo, hi};}" : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
+#define MOE_CONVERT(type)                                                                  \
+  asm("{.reg .b16 lo, hi;\n"                                                               \
+      "cvt.rn.satfinite." type "x2.f32 lo, %2, %1;\n"                                      \
+      "cvt.rn.satfinite." type "x2.f32 hi, %4, %3;\n"                                      \
+      "mov.b32 %0, {lo, hi};}" : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d))
+  if constexpr (kE5M2) MOE_CONVERT("e5m2");
+  else MOE_CONVERT("e4m3");
+#undef MOE_CONVERT
   return r;
 #elif defined(MOE_HIP) && (defined(__gfx942__) || defined(__gfx950__) || defined(__gfx1201__))
-  constexpr float kMax = kHardwareFp8 == HardwareFp8::kFNUZ ? 240.f : 448.f;
-  int r = __builtin_amdgcn_cvt_pk_fp8_f32(clamp_keep_nan(a, kMax), clamp_keep_nan(b, kMax), 0, false);
-  return __builtin_amdgcn_cvt_pk_fp8_f32(clamp_keep_nan(c, kMax), clamp_keep_nan(d, kMax), r, true);
+  constexpr float kMax = kE5M2 ? 57344.f : kHardwareFp8 == HardwareFp8::kFNUZ ? 240.f : 448.f;
+  a = clamp_keep_nan(a, kMax), b = clamp_keep_nan(b, kMax), c = clamp_keep_nan(c, kMax), d = clamp_keep_nan(d, kMax);
+  if constexpr (kE5M2)
+    return __builtin_amdgcn_cvt_pk_bf8_f32(c, d, __builtin_amdgcn_cvt_pk_bf8_f32(a, b, 0, false), true);
+  else
+    return __builtin_amdgcn_cvt_pk_fp8_f32(c, d, __builtin_amdgcn_cvt_pk_fp8_f32(a, b, 0, false), true);
 #else
   return 0;  // never called: kHardwareFp8 is kNone
-#endif
-}
-MOE_DEVICE uint32_t convert_e5m2x4(float a, float b, float c, float d) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  uint32_t r;
-  asm("{.reg .b16 lo, hi;\n"
-      "cvt.rn.satfinite.e5m2x2.f32 lo, %2, %1;\n"
-      "cvt.rn.satfinite.e5m2x2.f32 hi, %4, %3;\n"
-      "mov.b32 %0, {lo, hi};}" : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
-  return r;
-#elif defined(MOE_HIP) && (defined(__gfx942__) || defined(__gfx950__) || defined(__gfx1201__))
-  constexpr float kMax = 57344.f;
-  int r = __builtin_amdgcn_cvt_pk_bf8_f32(clamp_keep_nan(a, kMax), clamp_keep_nan(b, kMax), 0, false);
-  return __builtin_amdgcn_cvt_pk_bf8_f32(clamp_keep_nan(c, kMax), clamp_keep_nan(d, kMax), r, true);
-#else
-  return 0;
 #endif
 }
 

@@ -117,20 +117,19 @@ MOE_DEVICE void load_rows(Vec8 (&rows)[kRows], int patch, At at) {
   }
 }
 
+#define MOE_MMA(shape_and_types)                                                                              \
+  asm("mma.sync.aligned." shape_and_types ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"        \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                        \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+
 // d += a * b; a is 16 x 32 of E4M3 or E5M2, b is 32 x 8 of E4M3.
 template <bool kE5M2>
 MOE_DEVICE void mma_fp8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #if defined(MOE_SIMT)
   simt::mma_m16n8k32(d, a, b, kE5M2);
 #elif __CUDA_ARCH__ >= 890
-  if constexpr (kE5M2)
-    asm("mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                 "{%0,%1,%2,%3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  else
-    asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                 "{%0,%1,%2,%3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  if constexpr (kE5M2) MOE_MMA("m16n8k32.row.col.f32.e5m2.e4m3");
+  else MOE_MMA("m16n8k32.row.col.f32.e4m3.e4m3");
 #endif
 }
 // d += a * b; a is 16 x 16, b is 16 x 8, both of 16-bit floats.
@@ -138,11 +137,10 @@ MOE_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
 #if defined(MOE_SIMT)
   simt::mma_m16n8k16(d, a, b);
 #elif __CUDA_ARCH__ >= 800
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-               "{%0,%1,%2,%3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  MOE_MMA("m16n8k16.row.col.f32.f16.f16");
 #endif
 }
+#undef MOE_MMA
 
 template <bool kE5M2>
 MOE_DEVICE void multiply_step(float (&d)[4], const Vec8 (&a)[2], const Vec8& b) {

@@ -11,12 +11,9 @@ namespace moe_fp8 {
 // compared separately. The sign bits of the result are undefined.
 template <class In>
 MOE_DEVICE uint32_t max_magnitude(uint32_t a, uint32_t b) {
-  if constexpr (std::is_same_v<In, BF16>) return max_magnitude_bf16x2(a, b);
-  else if constexpr (std::is_same_v<In, F16>) return max_magnitude_f16x2(a, b);
-  else {
-    const uint32_t x = a & 0x7fffffffu, y = b & 0x7fffffffu;
-    return x > y ? x : y;
-  }
+  if constexpr (kPerWord<In> == 2) return max_magnitude_x2<std::is_same_v<In, BF16>>(a, b);
+  const uint32_t x = a & 0x7fffffffu, y = b & 0x7fffffffu;
+  return x > y ? x : y;
 }
 template <class In>
 struct MaxMagnitude {
@@ -65,9 +62,8 @@ inline constexpr Fp8Type kNativeE4M3 = kHardwareFp8 == HardwareFp8::kFNUZ ? Fp8T
 inline constexpr Fp8Type kNativeE5M2 = kHardwareFp8 == HardwareFp8::kFNUZ ? Fp8Type::kE5M2FNUZ : Fp8Type::kE5M2;
 template <Fp8Type kOut>
 MOE_DEVICE uint32_t cast4(float a, float b, float c, float d) {
-  if constexpr (!kCastsInHardware) return cast4(Fp8Values::of<kOut>(), a, b, c, d);
-  else if constexpr (Fp8<kOut>::kMantissa == 3) return convert_e4m3x4(a, b, c, d);
-  else return convert_e5m2x4(a, b, c, d);
+  if constexpr (kCastsInHardware) return convert_fp8x4<is_e5m2(kOut)>(a, b, c, d);
+  return cast4(Fp8Values::of<kOut>(), a, b, c, d);
 }
 
 }  // namespace moe_fp8
