@@ -67,40 +67,25 @@ template <>
 MOE_HD float element<BF16>(uint32_t word, int i) { return as_float(i ? word & 0xffff0000u : word << 16); }
 
 // ---- fp8 ---------------------------------------------------------------------------------------------------------
+// kMaxBits: the float32 bits of kMax. kMaxCode: the byte of kMax.
+template <int kMantissa_, int kBias_, int kMax_, uint32_t kMaxBits_, uint8_t kMaxCode_, uint8_t kNan_>
+struct Fp8Constants {
+  static constexpr int kMantissa = kMantissa_, kBias = kBias_;
+  static constexpr float kMax = kMax_;
+  static constexpr uint32_t kMaxBits = kMaxBits_;
+  static constexpr uint8_t kMaxCode = kMaxCode_, kNan = kNan_;
+  static constexpr bool kNegativeZero = kNan != 0x80;  // FNUZ formats have NaN in its place
+};
 template <Fp8Type>
 struct Fp8;
 template <>
-struct Fp8<Fp8Type::kE4M3FN> {
-  static constexpr int kMantissa = 3, kBias = 7;
-  static constexpr float kMax = 448.f;
-  static constexpr uint32_t kMaxBits = 0x43e00000u;  // the float32 bits of kMax
-  static constexpr uint8_t kMaxCode = 0x7e, kNan = 0x7f;
-  static constexpr bool kNegativeZero = true;
-};
+struct Fp8<Fp8Type::kE4M3FN> : Fp8Constants<3, 7, 448, 0x43e00000u, 0x7e, 0x7f> {};
 template <>
-struct Fp8<Fp8Type::kE5M2> {
-  static constexpr int kMantissa = 2, kBias = 15;
-  static constexpr float kMax = 57344.f;
-  static constexpr uint32_t kMaxBits = 0x47600000u;  // of float(kMax)
-  static constexpr uint8_t kMaxCode = 0x7b, kNan = 0x7f;
-  static constexpr bool kNegativeZero = true;
-};
+struct Fp8<Fp8Type::kE5M2> : Fp8Constants<2, 15, 57344, 0x47600000u, 0x7b, 0x7f> {};
 template <>
-struct Fp8<Fp8Type::kE4M3FNUZ> {
-  static constexpr int kMantissa = 3, kBias = 8;
-  static constexpr float kMax = 240.f;
-  static constexpr uint32_t kMaxBits = 0x43700000u;  // of float(kMax)
-  static constexpr uint8_t kMaxCode = 0x7f, kNan = 0x80;
-  static constexpr bool kNegativeZero = false;
-};
+struct Fp8<Fp8Type::kE4M3FNUZ> : Fp8Constants<3, 8, 240, 0x43700000u, 0x7f, 0x80> {};
 template <>
-struct Fp8<Fp8Type::kE5M2FNUZ> {
-  static constexpr int kMantissa = 2, kBias = 16;
-  static constexpr float kMax = 57344.f;
-  static constexpr uint32_t kMaxBits = 0x47600000u;  // of float(kMax)
-  static constexpr uint8_t kMaxCode = 0x7f, kNan = 0x80;
-  static constexpr bool kNegativeZero = false;
-};
+struct Fp8<Fp8Type::kE5M2FNUZ> : Fp8Constants<2, 16, 57344, 0x47600000u, 0x7f, 0x80> {};
 
 // The constants of a format that a cast needs, for code that knows the format at run time only.
 struct Fp8Values {
