@@ -1,5 +1,3 @@
-#include "activations/backward/gradient_tiles.h"
-
 #include "activations/backward/gradient_tile.h"
 
 namespace moe_fp8 {

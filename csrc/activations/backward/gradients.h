@@ -176,7 +176,13 @@ MOE_DEVICE void with_gradients(const GradientInputs& p, F f) {
   });
 }
 
+// ---- the passes: by rows and by columns for scales of whole rows, by tiles for scales of blocks ---------------------
 int launch_gradient_rows(GradientsPlan plan, void* stream);
 int launch_gradient_columns(const GradientsPlan& plan, void* stream);
+int launch_gradient_tiles(const QuantizeActivatedBackwardParams& p, void* stream);
+// True if the kernel of tiles takes these sizes on this GPU. The caller has checked the types.
+bool can_take_gradient_tiles(const QuantizeActivatedBackwardParams& p);
+// Words of scratch behind the scores, of the pass by tiles.
+int64_t gradient_tiles_words(const QuantizeActivatedBackwardParams& p);
 
 }  // namespace moe_fp8

@@ -1,8 +1,6 @@
 #include "activations/backward/quantize_activated_backward.h"
 
-#include "activations/backward/gradient_tiles.h"
 #include "activations/backward/gradients.h"
-#include "activations/vectorizable.h"
 #include "platform/launch.h"
 #include "primitives/groups.h"
 

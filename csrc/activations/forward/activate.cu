@@ -1,6 +1,5 @@
 #include "activations/gates.h"
 #include "activations/policy.h"
-#include "activations/vectorizable.h"
 #include "primitives/wave_rows.h"
 
 namespace moe_fp8 {

@@ -1,5 +1,4 @@
 #include "activations/forward/row_map.h"
-#include "activations/vectorizable.h"
 #include "primitives/wave_rows.h"
 
 namespace moe_fp8 {
