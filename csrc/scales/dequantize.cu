@@ -3,7 +3,7 @@
 #include "numerics/dispatch.h"
 #include "platform/launch.h"
 #include "platform/memory.h"
-#include "primitives/elements.h"
+#include "primitives/access_width.h"
 #include "primitives/operand.h"
 
 namespace moe_fp8 {
@@ -26,12 +26,7 @@ struct OutputVectors {
     else return Vec8{{load_stream(reinterpret_cast<const uint32_t*>(q)), 0}};
   }
   static MOE_DEVICE void store(const DequantizeParams& p, int64_t at, const float (&v)[kElements]) {
-    Vec16 vec;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (kElements == 4) vec.w[i] = Out::from_float(v[i]);
-      else vec.w[i] = packed<Out>(v[2 * i], v[2 * i + 1]);
-    }
+    const Vec16 vec = VectorAccess<Out>::packed_vec(v);
     if constexpr (std::is_same_v<Out, BF16>) {
       if (p.for_quads) {
         auto* out = static_cast<typename Out::Bits*>(p.out) + at;
