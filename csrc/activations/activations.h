@@ -15,8 +15,6 @@
 // Otherwise h [P, F] holds the gates. An fp8 h stands for RN32(q * scale). h, da and scores have an inner stride of 1;
 // a, dh and dscores are contiguous. Null scores are ones.
 #pragma once
-#include <type_traits>
-
 #include "numerics/activations.h"
 #include "numerics/floats.h"
 #include "numerics/groups.h"

@@ -1,7 +1,6 @@
 #include "tokens/quantize_and_pack.h"
 
 #include "ops/quantize.h"
-#include "ops/rows.h"
 
 namespace moe_fp8 {
 namespace {

@@ -1,6 +1,5 @@
 // Quantizes a row that several threads hold in registers or in shared memory, so that x is read once.
 #pragma once
-#include "platform/waves.h"
 #include "primitives/row_reduce.h"
 #include "quantize/sources.h"
 

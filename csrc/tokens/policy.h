@@ -1,7 +1,6 @@
 // Tuned constants of the token kernels. docs/kernels/tokens.md has the figures, all of an H200 (sm_90a). A constant
 // without a figure is only known to keep every kernel free of spills.
 #pragma once
-#include <cstddef>
 #include <cstdint>
 
 #include "platform/compiler.h"

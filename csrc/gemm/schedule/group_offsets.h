@@ -2,7 +2,6 @@
 #pragma once
 #include "numerics/groups.h"
 #include "numerics/operand_scales.h"
-#include "platform/waves.h"
 #include "primitives/groups.h"
 
 namespace moe_fp8::gemm {

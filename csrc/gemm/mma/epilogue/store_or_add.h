@@ -2,7 +2,6 @@
 // sm90 that is a run-time choice: a policy for each would double the instances, which every architecture compiles.
 #pragma once
 #include "gemm/mma/pipeline/multiply.h"
-#include "platform/arithmetic.h"
 
 namespace moe_fp8::mma {
 
