@@ -13,42 +13,31 @@
 namespace moe_fp8 {
 
 // ---- one argument, by its row of the table of arguments.h ----------------------------------------------------------
-[[noreturn]] inline void fail_dtype(const Argument& arg, const char* wanted, const Tensor& t) {
-  fail(arg.op, ": ", arg.name, " must ", wanted, ", got ", dtype_name(t.dtype));
-}
-inline void check_dtype(const Argument& arg, const Tensor& t, int32_t wanted) {
-  if (t.dtype != wanted)
-    fail(arg.op, ": ", arg.name, " must be ", dtype_name(wanted).substr(6), ", got ", dtype_name(t.dtype));
-}
 template <size_t n>
 bool is_one_of(const int32_t (&dtypes)[n], int32_t dtype) {
   return std::find(dtypes, dtypes + n, dtype) != dtypes + n;
 }
+constexpr const char* kAnInputDtype = "bfloat16, float16 or float32";
+constexpr const char* kAnFp8Dtype = "float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz";
+inline void check_dtype(const Argument& arg, const Tensor& t, bool holds, const char* verb, std::string_view wanted) {
+  if (!holds) fail(arg.op, ": ", arg.name, " must ", verb, " ", wanted, ", got ", dtype_name(t.dtype));
+}
+inline void check_dtype(const Argument& arg, const Tensor& t, int32_t wanted) {
+  if (t.dtype != wanted) check_dtype(arg, t, false, "be", dtype_name(wanted).substr(6));
+}
 inline void check_dtypes(const Argument& arg, const Tensor& t) {
+  const auto bytes = [&] { return aoti_torch_dtype_element_size(t.dtype); };
   switch (arg.dtypes) {
-    case Dtypes::kInput:
-      if (!is_one_of(kInputDtypes, t.dtype)) fail_dtype(arg, "be bfloat16, float16 or float32", t);
-      return;
-    case Dtypes::kFp8:
-      if (!is_one_of(kFp8Dtypes, t.dtype))
-        fail_dtype(arg, "be float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz", t);
-      return;
+    case Dtypes::kInput: return check_dtype(arg, t, is_one_of(kInputDtypes, t.dtype), "be", kAnInputDtype);
+    case Dtypes::kFp8: return check_dtype(arg, t, is_one_of(kFp8Dtypes, t.dtype), "be", kAnFp8Dtype);
     case Dtypes::kFloat32: return check_dtype(arg, t, kFloat32);
     case Dtypes::kInt32: return check_dtype(arg, t, kInt32);
-    case Dtypes::kInts:
-      if (t.dtype != kInt32 && t.dtype != kInt64) fail_dtype(arg, "be int32 or int64", t);
-      return;
-    case Dtypes::kByte:
-      if (aoti_torch_dtype_element_size(t.dtype) != 1) fail_dtype(arg, "have a dtype of 1 byte", t);
-      return;
-    case Dtypes::kMovable: {
-      const size_t bytes = aoti_torch_dtype_element_size(t.dtype);
-      if (bytes != 1 && bytes != 2 && bytes != 4) fail_dtype(arg, "have a dtype of 1, 2 or 4 bytes", t);
-      return;
-    }
+    case Dtypes::kInts: return check_dtype(arg, t, t.dtype == kInt32 || t.dtype == kInt64, "be", "int32 or int64");
+    case Dtypes::kByte: return check_dtype(arg, t, bytes() == 1, "have", "a dtype of 1 byte");
+    case Dtypes::kMovable:
+      return check_dtype(arg, t, bytes() == 1 || bytes() == 2 || bytes() == 4, "have", "a dtype of 1, 2 or 4 bytes");
     case Dtypes::kProduct:
-      if (t.dtype != kBFloat16 && t.dtype != kFloat32) fail_dtype(arg, "be bfloat16 or float32", t);
-      return;
+      return check_dtype(arg, t, t.dtype == kBFloat16 || t.dtype == kFloat32, "be", "bfloat16 or float32");
     case Dtypes::kScale: case Dtypes::kScores: case Dtypes::kGates: return;  // depends on other arguments
   }
 }
@@ -164,8 +153,7 @@ inline Rounding check_rounding(const char* op, const Format& f, std::optional<st
 inline Fp8Type check_fp8(const Call& call, const char* op, std::optional<int32_t> dtype, const char* arg = "dtype") {
   if (!dtype) return call.default_fp8();
   if (!is_one_of(kFp8Dtypes, *dtype))
-    fail(op, ": ", arg, " must be float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz, got ",
-         dtype_name(*dtype));
+    fail(op, ": ", arg, " must be ", kAnFp8Dtype, ", got ", dtype_name(*dtype));
   return fp8_type(*dtype);
 }
 inline void check_align(const char* op, int64_t align, int min = 1, int max = kMaxAlign) {

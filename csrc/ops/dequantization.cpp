@@ -27,7 +27,7 @@ Results<1> dequantize_op(const Tensor& q, const Tensor& scale, std::string_view 
   else if (f.order != ScaleOrder::kRowMajor) check_dims(kQ, q, 2, 3);
   if (along_tokens && !offs) fail(kOp, ": offs must be given along tokens, got None");
   if (out_dtype && !is_one_of(kInputDtypes, *out_dtype))
-    fail(kOp, ": out_dtype must be bfloat16, float16 or float32, got ", dtype_name(*out_dtype));
+    fail(kOp, ": out_dtype must be ", kAnInputDtype, ", got ", dtype_name(*out_dtype));
   const int32_t out_type = out_dtype.value_or(kBFloat16);
 
   DequantizeParams p = {};

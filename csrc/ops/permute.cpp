@@ -108,7 +108,7 @@ Results<1> unpermute_op(const Tensor& y, const Tensor& indices, int64_t top_k, i
   constexpr const Argument &kY = argument(kUnpermute, "y"), &kIndicesArg = argument(kUnpermute, "indices");
   check(kY, y);
   if (top_k > 1 && !is_one_of(kInputDtypes, y.dtype))  // several rows are summed
-    fail(kUnpermute, ": y must be bfloat16, float16 or float32 with top_k ", top_k, ", got ", dtype_name(y.dtype));
+    fail(kUnpermute, ": y must be ", kAnInputDtype, " with top_k ", top_k, ", got ", dtype_name(y.dtype));
   check_count(kUnpermute, "num_tokens", num_tokens);
   check_indices(kIndicesArg, indices, y, num_tokens, top_k);
   const int64_t rows = y.sizes[0], K = y.sizes[1], slots = num_tokens * top_k;
