@@ -38,6 +38,7 @@ from moe_fp8_ext.quantization.tensor import (
     scaled_grouped_mm,
 )
 from moe_fp8_ext.training.checkpointing import save_ops
+from moe_fp8_ext.training.stats import stats
 from moe_fp8_ext.training.weight_cache import reuse_weights
 
 __version__ = build_info()["version"]
@@ -66,6 +67,7 @@ __all__ = [
     "save_ops",
     "scaled_grouped_mm",
     "sort_tokens",
+    "stats",
     "swizzle_scales",
     "unpermute",
     "unswizzle_scales",

@@ -18,6 +18,7 @@ from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
 from moe_fp8_ext.quantization.casting import cast
 from moe_fp8_ext.quantization.prepare import NOTHING, Operand, ready
 from moe_fp8_ext.quantization.recipe import Recipe
+from moe_fp8_ext.training.watch import LayerWatch, watched
 
 _combine = torch.ops.moe_fp8.combine.default
 _combine_backward = torch.ops.moe_fp8.combine_backward.default
@@ -110,9 +111,12 @@ class LayerFunction(torch.autograd.Function):
             down = call.down._replace(weight=inputs.w_down, bias=inputs.b_down)
             w_up, up_t = up.operands(engine, call.dtype, transposed=call.needs_x)  # tokens may still travel
             w_down, down_t = down.operands(engine, call.dtype, transposed=call.needs_da)
+            watches = watched(engine, up.weight, down.weight)
+            watch = ctx.watch = None if watches is None else LayerWatch(*watches, call, inputs.x)
             given_back, kept = [], []
             for i, chunk in enumerate(source.chunks(inputs.x, inputs.scores)):
-                out, saved = _forward(engine, call, chunk, up, w_up, down, w_down)
+                out, saved = _forward(engine, call, chunk, up, w_up, down, w_down, watch)
+                watch = None  # the first chunk alone is measured
                 given_back.append(source.give_back(i, out))
                 kept.append(saved)
             out = source.collect(given_back)
@@ -133,17 +137,28 @@ class LayerFunction(torch.autograd.Function):
         layer, source = SavedLayer(*saved[:of_layer]), ctx.source.restored(saved[of_layer:first])
         kept = [SavedChunk(*saved[at : at + of_chunk]) for at in range(first, len(saved), of_chunk)]
         with below_autograd():
-            grads = _backward(source, kept, layer, source.gradient_chunks(dout), ctx.call)
+            if ctx.watch is not None:
+                ctx.watch.sent = dout
+            grads = _backward(source, kept, layer, source.gradient_chunks(dout), ctx.call, ctx.watch)
         return None, None, *grads.cast_to(ctx.dtypes)
 
 
 def _forward(
-    engine: Engine, call: Call, chunk: Chunk, up: ExpertLinear, w_up: Operand, down: ExpertLinear, w_down: Operand
+    engine: Engine,
+    call: Call,
+    chunk: Chunk,
+    up: ExpertLinear,
+    w_up: Operand,
+    down: ExpertLinear,
+    w_down: Operand,
+    watch: LayerWatch | None,
 ) -> tuple[Tensor, SavedChunk]:
     """Computes out [T, D] of a chunk in bfloat16. Returns it and the tensors that backward reads."""
     x, scores, groups = chunk
     rows, _ = engine.tokens(x, groups, rows=True)
     h = up.product(engine, rows, w_up, groups, by_index=True)
+    if watch is not None:
+        watch.forward(x, h, groups, up.weight, down.weight)
     rows, h = engine.activated(h, groups, call.activation, call.interleaved, call.keep_fp8 and call.needs_h)
     y = down.product(engine, rows, w_down, groups)
     out = y if groups.inverse is None else _combine(y, groups.inverse, scores)
@@ -153,13 +168,20 @@ def _forward(
 
 
 def _backward(
-    source: Source, kept: Sequence[SavedChunk], layer: SavedLayer, gradients: Sequence[Operand], call: Call
+    source: Source,
+    kept: Sequence[SavedChunk],
+    layer: SavedLayer,
+    gradients: Sequence[Operand],
+    call: Call,
+    watch: LayerWatch | None,
 ) -> Inputs:
     """Returns the gradients of all inputs that need one. Gradients of x and of weights are bfloat16."""
     engine, found = engine_of(call.recipe), []
     totals = call.up.main_grad, call.down.main_grad
     for i, (saved, dout) in enumerate(zip(kept, gradients, strict=True)):
-        found.append(_backward_of_chunk(engine, call, layer, saved, dout, totals, partial(source.give_back, i)))
+        give_back = partial(source.give_back, i)
+        found.append(_backward_of_chunk(engine, call, layer, saved, dout, totals, give_back, watch))
+        watch = None
         # The next chunk adds its gradients of weights to the gradients of this chunk.
         totals = [old if new is None else new for old, new in zip(totals, found[-1][2:4], strict=True)]
     *of_tokens, w_up, w_down, b_up, b_down = zip(*found, strict=True)
@@ -175,6 +197,7 @@ def _backward_of_chunk(
     dout: Operand,
     main_grads: Sequence[Tensor | None],
     give_back: Callable[[Tensor], object],
+    watch: LayerWatch | None,
 ) -> Inputs:
     """Returns the gradients of a chunk. Gradients of x and scores go to `give_back` as soon as they are computed; in
     their place stand the handles that it returns."""
@@ -182,6 +205,8 @@ def _backward_of_chunk(
     p = (dout.values if groups.indices is None else groups.indices).shape[0]
     dx = dscores = dw_up = dw_down = db_up = db_down = None
     dy, dy_t = engine.tokens(dout, groups, rows=call.needs_da, tokens=down.needs_weight, gradient=True)
+    if watch is not None:
+        watch.gradients(dout, dy_t)
     if call.needs_h:
         if call.needs_da:
             da = engine.product(dy, ready(Operand(layer.down_t, layer.down_t_scale)), groups, by_index=True)
@@ -191,6 +216,8 @@ def _backward_of_chunk(
         of = Activated(Operand(saved.h, saved.h_scale), of_rows, call.activation, call.interleaved)
         wanted = Wanted(rows=call.needs_x, tokens=up.needs_weight, a=down.needs_weight, dh=up.needs_bias)
         dh, dh_t, a_t, dh_values, dscores = engine.gradients(da, of, groups, wanted)
+        if watch is not None:
+            watch.between(da, of, dh_t, a_t)
     if down.needs_weight:
         dw_down = engine.wgrad(dy_t, a_t, groups, main_grads[1])
     if layer.b_down is not None and (call.needs_scores or down.needs_bias):
@@ -207,6 +234,8 @@ def _backward_of_chunk(
     if up.needs_weight:
         _, x_t = engine.tokens(Operand(saved.x, saved.x_scale), groups, tokens=True)
         dw_up = engine.wgrad(dh_t, x_t, groups, main_grads[0])
+        if watch is not None:
+            watch.tokens(Operand(saved.x, saved.x_scale), x_t)
     return Inputs(dx, dscores if call.needs_scores else None, dw_up, dw_down, db_up, db_down)
 
 

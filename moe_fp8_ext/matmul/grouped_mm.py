@@ -29,6 +29,7 @@ from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS, MAX_ROWS, roun
 from moe_fp8_ext.quantization.prepare import NOTHING, Operand, operands_of, ready
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import Pair, Quantized, given
+from moe_fp8_ext.training.watch import MatmulWatch, watched
 
 _OP = "grouped_mm"
 
@@ -185,6 +186,10 @@ class GroupedMm(torch.autograd.Function):
                 w, w_t = operands_of(call.w, needs.A)
             else:
                 w, w_t = engine.weight(B, call.b_dtype, needs.A)
+            watches = watched(engine, B)
+            ctx.watch = None if watches is None else MatmulWatch(*watches, groups, rows.shape[0])
+            if watches is not None:
+                ctx.watch.forward(A, kept, B, call.b_dtype)
             out = engine.product(a, w, groups, by_index=groups.indices is not None and kept.scale is None)
             out = cast(out, call.a_dtype or call.b_dtype or torch.bfloat16)
         kept = kept if needs.B_t else NOTHING
@@ -203,6 +208,8 @@ class GroupedMm(torch.autograd.Function):
         dA = dB_t = None
         with below_autograd():
             dy, dy_t = engine.rows(row_major(dY), groups.in_place, rows=needs.A, tokens=needs.B_t, gradient=True)
+            if ctx.watch is not None:
+                ctx.watch.gradients(dY, dy_t)
             if needs.A:
                 dA = engine.product(dy, ready(Operand(saved.w, saved.w_scale)), groups)
                 if groups.indices is not None:
@@ -210,6 +217,8 @@ class GroupedMm(torch.autograd.Function):
                 dA = cast(dA, a_dtype)
             if needs.B_t:
                 a_t = engine.kept_tokens(Operand(saved.a, saved.a_scale), groups)
+                if ctx.watch is not None and saved.a_scale is None:
+                    ctx.watch.tokens(saved.a, a_t)
                 dW = engine.wgrad(dy_t, a_t, groups, ctx.main_grad)
                 dB_t = None if dW is None else cast(cast(dW.mT, b_dtype or dW.dtype), ctx.leaf_dtype or dW.dtype)
         return None, None, None, dA, dB_t

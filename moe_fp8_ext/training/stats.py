@@ -1,0 +1,245 @@
+"""Statistics of training in fp8: how much of each operand underflows or saturates, and how far products are off.
+
+`training/watch.py` measures them. Here they are asked for, kept on the device, and read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from moe_fp8_ext.distributed.dtensor import is_dtensor
+from moe_fp8_ext.ops.checks import check_int, check_module, has_values, require
+from moe_fp8_ext.quantization.prepare import DeferredWeight
+
+_OPERANDS = "tokens", "weights", "gradients"
+_COLUMNS = "underflow", "wgrad_underflow", "saturated", "amax", "ratio", "limit", "sqnr"
+_TITLES = "operand", "underflow", "in wgrad", "saturated", "amax", "ratio", "limit", "SQNR"
+_open: list[Stats] = []  # a global, because all threads of a process see it
+
+
+class Stats:
+    """The statistics of a model's experts in the last sampled step. See `stats`.
+
+    Attributes:
+        every: steps from one sample to the next.
+        steps: steps that have ended.
+        sampled: the step that the values belong to; None before the first.
+    """
+
+    def __init__(self, model: nn.Module, every: int) -> None:
+        self.every, self.steps = every, 0
+        self.sampled: int | None = None
+        self._weights = [
+            (f"{path}.{name}" if path else name, module, name)
+            for path, module in model.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.dim() == 3
+        ]
+        self._values: dict[str, dict[tuple[str | None, tuple[str, ...]], Tensor]] = {}
+        self._recipes: dict[str, str] = {}
+        self._is_new = False  # whether anything was measured since the last `write`
+
+    def start(self) -> Stats:
+        """Turns the statistics on, as entering the context does."""
+        if self not in _open:
+            _open.append(self)
+        return self
+
+    def stop(self) -> None:
+        """Turns the statistics off. The values stay."""
+        if self in _open:
+            _open.remove(self)
+
+    __enter__ = start
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def step(self) -> None:
+        """Ends a step of training. Steps 0, every, 2 * every, ... are sampled."""
+        self.steps += 1
+
+    def to_dict(self) -> dict[str, object]:
+        """Reads the device once.
+
+        Returns:
+            {"step": the sampled step, "layers": {name of a weight: {"recipe": its name, "tokens_per_expert": [E ints],
+            "product_sqnr": a number, "tokens", "weights", "gradients": {statistic: a number}}}}. A number is None if
+            its operand has zeros alone. What was not measured is missing.
+        """
+        numbers = iter(_read([t for values in self._values.values() for t in values.values()]))
+        layers: dict[str, dict[str, object]] = {}
+        for name, values in self._values.items():
+            layer = layers[name] = {"recipe": self._recipes[name]}
+            for (operand, keys), found in zip(values, numbers, strict=False):
+                if keys == ("tokens_per_expert",):
+                    layer[keys[0]] = [int(count) for count in found]
+                else:
+                    of = layer if operand is None else layer.setdefault(operand, {})
+                    of.update(zip(keys, found, strict=True))
+        return {"step": self.sampled, "layers": layers}
+
+    def scalars(self) -> dict[str, float]:
+        """Reads the device once, and returns the numbers of `to_dict` by name: "<weight>/<operand>/<statistic>".
+
+        "<weight>/load" stands for tokens_per_expert: their maximum over their mean.
+        """
+        found: dict[str, float | None] = {}
+        for name, layer in self.to_dict()["layers"].items():
+            sizes = layer["tokens_per_expert"]
+            found[f"{name}/load"] = max(sizes) * len(sizes) / max(sum(sizes), 1)
+            found[f"{name}/product_sqnr"] = layer.get("product_sqnr")
+            for operand in _OPERANDS:
+                found.update({f"{name}/{operand}/{key}": number for key, number in layer.get(operand, {}).items()})
+        return {name: number for name, number in found.items() if number is not None}
+
+    def write(self, writer: object, step: int) -> None:
+        """Calls writer.add_scalar("fp8/<name>", number, step) for all `scalars`, as TensorBoard's SummaryWriter has it.
+
+        It does nothing, and reads nothing, if nothing was measured since the last call. So call it in every step.
+        """
+        if not self._is_new:
+            return
+        self._is_new = False
+        for name, number in self.scalars().items():
+            writer.add_scalar(f"fp8/{name}", number, step)
+
+    def __str__(self) -> str:
+        table, found = [_TITLES], self.to_dict()
+        for name, layer in found["layers"].items():
+            sizes = layer["tokens_per_expert"]
+            table.append((f"{name}: {layer['recipe']}, {min(sizes)} to {max(sizes)} tokens an expert",))
+            for operand in _OPERANDS:
+                if of := layer.get(operand):
+                    table.append((f"  {operand}", *(_text(column, of.get(column)) for column in _COLUMNS)))
+            if "product_sqnr" in layer:
+                table.append(("  product", *"------", _text("sqnr", layer["product_sqnr"])))
+        widths = [max(len(row[i]) for row in table if len(row) > 1) for i in range(len(_TITLES))]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        return "\n".join([f"fp8 statistics of step {found['step']}", *lines])
+
+    def name_of(self, weight: Tensor | None) -> str | None:
+        """Returns the name of the parameter that a weight is, or is a view of."""
+        if weight is None or not has_values(weight) or weight.numel() == 0:
+            return None
+        wanted = _identity(weight)
+        for name, module, attribute in self._weights:
+            parameter = getattr(module, attribute, None)  # looked up in every call, because FSDP2 exchanges it
+            if isinstance(parameter, Tensor) and _identity(parameter) == wanted:
+                return name
+        return None
+
+    def put(self, name: str, recipe: str, operand: str | None, keys: tuple[str, ...], values: Tensor) -> None:
+        """Keeps values [one for each key] on the device. They replace the same of an earlier call or sample."""
+        if self.sampled != self.steps:
+            self._values, self.sampled = {}, self.steps
+        self._is_new, self._recipes[name] = True, recipe
+        self._values.setdefault(name, {})[operand, keys] = values
+
+
+def stats(model: nn.Module, every: int = 100) -> Stats:
+    """Measures what fp8 does to the operands of a model's experts, on one step in `every`.
+
+        with moe_fp8_ext.stats(model, every=100) as stats:
+            for step, batch in enumerate(loader):
+                loss(model(batch)).backward()
+                optimizer.step()
+                stats.step()
+                stats.write(writer, step)  # TensorBoard: reads and writes only after a sampled step
+        print(stats)
+
+    Nothing waits for the device until values are read: by `print`, `to_dict`, `scalars` or `write`. The values are
+    those of the last sampled step, and of the last micro-batch in it. A layer is a weight [E, N, K] that is a parameter
+    of the model, under its name in `model.named_parameters()`. Its operands are quantized by the layer's recipe:
+
+        tokens      x of the products x @ w^T and gradient^T @ x
+        weights     w of x @ w^T
+        gradients   the gradient of x @ w^T, of the products gradient @ w and gradient^T @ x
+
+    Let x be an element of an operand along rows, q its fp8 number, s the scale of its block, so that q * s stands for
+    x, and max the largest fp8 number. The statistics of the operand are
+
+        underflow         elements with x != 0 and q = 0, as a share of the elements with x != 0
+        saturated         elements with |q| = max, and |x| / s beyond what rounds to max, as a share of the same. Scales
+                          that follow amax make it 0: only rounding "floor" of the MX formats saturates
+        amax              the largest |x|
+        ratio             the largest max * s / |x| with x != 0: the largest number of the block's range over x
+        limit             the ratio from which on an element underflows: max over half the smallest fp8 number, 2^18.8
+                          for E4M3 and 2^32.8 for E5M2
+        sqnr              10 log10(sum x^2 / sum (x - q * s)^2), in dB
+        wgrad_underflow   underflow of the same elements in the operand along tokens, from which the gradient of the
+                          weight is computed. Its scales belong to columns. Not for weights
+
+    and those of the layer are
+
+        tokens_per_expert  rows of each expert
+        product_sqnr       10 log10(sum y^2 / sum (y - y8)^2) in dB. y is x @ w^T of sampled rows of one expert, and y8
+                           that of their fp8 values, both multiplied in float32
+
+    Tokens and gradients are up to 512 rows, evenly spaced among the rows of all experts. Weights are 128 rows of the
+    expert with the most tokens, other rows in each sample.
+
+    Under torch.compile, export and other tracers nothing is measured. A CUDA graph that is captured in a sampled step
+    measures in every replay. A forward that a checkpoint recomputes replaces its values by the same ones. With recipe
+    "bf16" there are tokens_per_expert alone; with wgrad_high_precision there is no wgrad_underflow. Over the ranks of
+    `ExpertParallel`, each rank measures its own experts, and of several chunks the first. Tokens that travel in fp8 are
+    measured on their own rank, and have neither wgrad_underflow nor product_sqnr. After `gather_in_fp8_` there are no
+    statistics of weights and products.
+
+    Args:
+        model: its parameters are measured. Other tensors are not, such as weights that the caller has quantized.
+        every: steps from one sample to the next. The first step is sampled.
+
+    Returns:
+        a `Stats`, which is a context, or is turned on and off by its `start` and `stop`.
+
+    Raises:
+        TypeError: model is no module.
+        RuntimeError: every is no int of at least 1.
+
+    Source: DESIGN.md section 6.
+    """
+    check_module("stats", "model", model)
+    check_int("stats", "every", every)
+    require(every >= 1, f"stats: every must be at least 1, got {every}")
+    return Stats(model, int(every))
+
+
+def sampling() -> list[Stats]:
+    """Returns the statistics that are on, and sample this step."""
+    return [stats for stats in _open if stats.steps % stats.every == 0]
+
+
+def _identity(w: Tensor) -> int:
+    """Returns what all views of a weight have in common."""
+    if isinstance(w, DeferredWeight):
+        return id(w.gather)
+    with torch.no_grad():
+        return (w.to_local() if is_dtensor(w) else w).data_ptr() or id(w)
+
+
+def _read(tensors: Sequence[Tensor]) -> list[list[float | None]]:
+    """Returns the numbers of tensors [n] by one copy from each device. NaN, which 0 / 0 is, becomes None."""
+    found: list[list[float | None]] = [[] for _ in tensors]
+    for device in {t.device for t in tensors}:
+        here = [i for i, t in enumerate(tensors) if t.device == device]
+        numbers = iter(torch.cat([tensors[i].double() for i in here]).tolist())
+        for i in here:
+            for _ in range(tensors[i].shape[0]):
+                number = next(numbers)
+                found[i].append(None if math.isnan(number) else number)
+    return found
+
+
+def _text(key: str, number: float | None) -> str:
+    if number is None:
+        return "-"
+    if key in ("ratio", "limit"):
+        return f"2^{math.log2(number):.1f}" if number else "0"
+    if key == "sqnr":
+        return f"{number:.1f} dB"
+    return f"{number:.3g}" if key == "amax" else f"{100 * number:.3g}%"

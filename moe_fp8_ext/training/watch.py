@@ -1,0 +1,220 @@
+"""Measures the operands of a sampled call, for `stats`: in rows that forward chooses, and backward measures again.
+
+A call keeps what it needs for that on its autograd node, because torch may run backward in another thread. Everything
+stays on the device. Operands along rows are quantized again, from the measured rows alone, to the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moe_fp8_ext.matmul.bf16 import clamped
+from moe_fp8_ext.matmul.engine import Activated, Engine, Fp8Engine, Groups
+from moe_fp8_ext.quantization.casting import cast
+from moe_fp8_ext.quantization.prepare import DeferredWeight, Operand
+from moe_fp8_ext.training.stats import Stats, sampling
+
+if TYPE_CHECKING:
+    from moe_fp8_ext.layer.node import Call
+
+_activate = torch.ops.moe_fp8.activate.default
+_activate_backward = torch.ops.moe_fp8.activate_backward.default
+_dequantize = torch.ops.moe_fp8.dequantize.default
+
+ROWS = 512  # rows of tokens and gradients that a call measures
+TILE = 128  # rows of a weight; "blockwise" scales 128 of them together
+_ALONG_ROWS = "underflow", "saturated", "amax", "ratio", "limit", "sqnr"
+
+
+def watched(engine: Engine, *weights: Tensor | None) -> list[Watch] | None:
+    """Returns a `Watch` for each weight of a call, or None if the call is not measured."""
+    if torch.compiler.is_compiling():  # asked first, so that no graph depends on whether statistics are on
+        return None
+    for stats in sampling():
+        names = [stats.name_of(weight) for weight in weights]
+        if None not in names:
+            return [Watch(stats, name, engine) for name in names]
+    return None
+
+
+class Rows:
+    """The rows of a product that are measured: up to ROWS of the rows in groups, evenly spaced."""
+
+    def __init__(self, groups: Groups, rows: int) -> None:
+        self.groups, self.offs = groups, clamped(groups.offs, rows).long()
+        count, total = min(ROWS, rows), self.offs[-1:]
+        at = torch.arange(count, device=total.device) * total.clamp(min=count) // max(count, 1)
+        self.exists, self.at = at < total, at.clamp(max=rows - 1)  # all rows in groups, once, if there are fewer
+        self.expert = torch.searchsorted(self.offs, self.at, right=True).clamp(max=self.offs.shape[0] - 1)
+        self.starts = pad(self.offs, (1, -1))
+
+    def of(self, x: Tensor) -> Tensor:
+        """Returns these rows of x [P, K], zero where a row does not exist."""
+        return torch.where(self.exists[:, None], x.index_select(0, self.at), 0)
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """Returns the tokens x [T, K] of these rows."""
+        if self.groups.indices is None:
+            return self.of(x)
+        slots = self.groups.indices.index_select(0, self.at)
+        exists = self.exists & (slots >= 0) & (slots < x.shape[0] * self.groups.top_k)
+        tokens = (slots // self.groups.top_k).clamp(0, x.shape[0] - 1)
+        return torch.where(exists[:, None], x.index_select(0, tokens), 0)
+
+    def of_operand(self, operand: Operand) -> Tensor:
+        """Returns the fp8 values of these rows in an operand along tokens, as float32."""
+        at = self.at - self.starts[self.expert] + pad(operand.ends, (1, -1))[self.expert]
+        q = operand.values.view(torch.uint8).index_select(1, at.clamp(0, operand.values.shape[1] - 1))
+        return q.view(operand.values.dtype).float().mT
+
+
+class Watch:
+    """Measures the operands of one weight."""
+
+    def __init__(self, stats: Stats, name: str, engine: Engine) -> None:
+        self.stats, self.name, self.engine = stats, name, engine
+        self.recipe = engine.recipe.name if isinstance(engine, Fp8Engine) else "bf16"
+
+    def put(self, operand: str | None, keys: tuple[str, ...], values: Tensor) -> None:
+        self.stats.put(self.name, self.recipe, operand, keys, values)
+
+    def along_rows(self, operand: str, x: Tensor, q: Operand | None = None) -> Tensor | None:
+        """Measures rows x that are quantized as an operand along rows. Returns the values of their fp8 numbers."""
+        if q is None:
+            q, _ = self.engine.rows(x, Groups(None), rows=True, gradient=operand == "gradients")
+        if q.scale is None or x.shape[0] == 0:
+            return None
+        values, dequantized = _statistics(x.float(), q, self.engine.recipe.format)
+        self.put(operand, _ALONG_ROWS, values)
+        return dequantized
+
+    def along_tokens(self, operand: str, x: Tensor, q: Operand, rows: Rows) -> None:
+        """Measures the same rows x within an operand along tokens."""
+        if q.scale is not None:
+            exists = x != 0
+            self.put(operand, ("wgrad_underflow",), _share(exists & (rows.of_operand(q) == 0), exists)[None])
+
+    def product(self, x: Tensor | None, x8: Tensor | None, w: Tensor, dtype: torch.dtype | None, rows: Rows) -> None:
+        """Measures a weight [E, N, K] and, if the fp8 values x8 of tokens x are known, its product with them."""
+        counts = rows.offs - rows.starts
+        self.put(None, ("tokens_per_expert",), counts)
+        if isinstance(w, DeferredWeight):
+            return
+        busiest = counts.argmax()[None]
+        first = TILE * (self.stats.steps // self.stats.every % -(-w.shape[1] // TILE))
+        tile = cast(w.detach()[:, first : first + TILE].index_select(0, busiest), dtype or w.dtype)
+        w8 = self.along_rows("weights", tile, self.engine.weight(tile, tile.dtype, False)[0])
+        if x8 is not None and w8 is not None:
+            with torch.autocast(x.device.type, enabled=False):
+                y, y8 = x.float() @ tile[0].float().mT, x8 @ w8[0].mT
+            mine = (rows.expert == busiest)[:, None]
+            y, noise = (torch.where(mine, t, 0) for t in (y, y - y8))
+            self.put(None, ("product_sqnr",), _sqnr(y, noise)[None])
+
+
+class MatmulWatch:
+    """Measures a call of `grouped_mm`."""
+
+    def __init__(self, watch: Watch, groups: Groups, rows: int) -> None:
+        self.watch, self.rows = watch, Rows(groups, rows)
+
+    def forward(self, a: Tensor | None, kept: Operand, w: Tensor, dtype: torch.dtype | None) -> None:
+        """Measures tokens a, which are None if they were quantized before, and the weight."""
+        x = None if a is None else self.rows.of_tokens(a)
+        x8 = None if a is None else self.watch.along_rows("tokens", x)
+        self.watch.product(x, x8, w, dtype, self.rows)
+        if a is not None:
+            self.watch.along_tokens("tokens", x, kept, self.rows)
+
+    def tokens(self, a: Tensor, a_t: Operand) -> None:
+        """Measures tokens a that backward quantized along tokens."""
+        self.watch.along_tokens("tokens", self.rows.of_tokens(a), a_t, self.rows)
+
+    def gradients(self, dy: Tensor, dy_t: Operand) -> None:
+        dy = self.rows.of(dy)
+        self.watch.along_rows("gradients", dy)
+        self.watch.along_tokens("gradients", dy, dy_t, self.rows)
+
+
+class LayerWatch:
+    """Measures a call of a layer: its first chunk of tokens.
+
+    sent: the tokens of this rank, and in backward their gradients. They are measured if products take what arrives
+    from other ranks in fp8.
+    """
+
+    def __init__(self, up: Watch, down: Watch, call: Call, sent: Tensor) -> None:
+        self.up, self.down, self.engine, self.call, self.sent = up, down, up.engine, call, sent
+
+    def _arrived(self, watch: Watch, operand: str, x: Operand) -> tuple[Tensor | None, Tensor | None]:
+        """Measures x along rows. Returns its rows and the values of their fp8 numbers, unless x arrived in fp8."""
+        sent, self.sent = self.sent, None
+        if x.scale is not None:
+            watch.along_rows(operand, sent[:: -(-sent.shape[0] // ROWS) or 1])
+            return None, None
+        rows = self.rows.of_tokens(x.values)
+        return rows, watch.along_rows(operand, rows)
+
+    def forward(self, x: Operand, h: Tensor, groups: Groups, w_up: Tensor, w_down: Tensor) -> None:
+        call, self.rows = self.call, Rows(groups, h.shape[0])
+        self.up.product(*self._arrived(self.up, "tokens", x), w_up, call.dtype, self.rows)
+        h = self.rows.of(h)
+        q, self.h = self.engine.activated(h, Groups(None), call.activation, call.interleaved, call.keep_fp8)
+        a = _activate(h, call.activation, call.interleaved)
+        self.down.product(a, self.down.along_rows("tokens", a, q), w_down, call.dtype, self.rows)
+
+    def gradients(self, dout: Operand, dy_t: Operand) -> None:
+        """Measures the gradient of the layer's output."""
+        dy, _ = self._arrived(self.down, "gradients", dout)
+        if dy is not None:
+            self.down.along_tokens("gradients", dy, dy_t, self.rows)
+
+    def between(self, da: Tensor, of: Activated, dh_t: Operand, a_t: Operand) -> None:
+        """Measures the gradients between the products, and activations along tokens."""
+        scores, indices = of.scores, self.rows.groups.indices
+        if scores is not None:
+            slots = self.rows.at if indices is None else indices.index_select(0, self.rows.at)
+            scores = scores.index_select(0, slots.clamp(0, scores.shape[0] - 1))
+        format = None if self.h.scale is None else self.engine.recipe.format
+        how = scores, self.h.scale, format, None, of.interleaved
+        dh, a, _ = _activate_backward(self.rows.of(da), self.h.values, of.activation, *how)
+        self.up.along_rows("gradients", dh)
+        self.up.along_tokens("gradients", dh, dh_t, self.rows)
+        self.down.along_tokens("tokens", a, a_t, self.rows)
+
+    def tokens(self, x: Operand, x_t: Operand) -> None:
+        """Measures tokens along tokens."""
+        if x.scale is None:
+            self.up.along_tokens("tokens", self.rows.of_tokens(x.values), x_t, self.rows)
+
+
+def _statistics(x: Tensor, q: Operand, format: str) -> tuple[Tensor, Tensor]:
+    """Returns the statistics of x as an operand along rows, in the order of _ALONG_ROWS, and the values of q."""
+    dtype = q.values.dtype
+    scale = _dequantize(torch.ones_like(x).to(dtype), q.scale, format, "rows", None, torch.float32)
+    largest, bits = torch.finfo(dtype).max, 3 if "e4m3" in str(dtype) else 2
+    tie = largest + 2.0 ** (math.floor(math.log2(largest)) - bits - 1)  # up to here a value rounds to the largest
+    limit = largest / (torch.finfo(dtype).smallest_normal * 2.0 ** -(bits + 1))  # half the smallest number rounds to 0
+    exists, scaled, values = x != 0, x.abs() / scale, q.values.float()
+    found = (
+        _share(exists & (values == 0), exists),
+        _share((values.abs() == largest) & (scaled > tie), exists),
+        x.abs().amax(),
+        largest / torch.where(exists, scaled, torch.inf).amin(),
+        torch.full((), limit, device=x.device),
+        _sqnr(x, x - values * scale),
+    )
+    return torch.stack(found), values * scale
+
+
+def _share(part: Tensor, of: Tensor) -> Tensor:
+    return part.sum() / of.sum()
+
+
+def _sqnr(signal: Tensor, noise: Tensor) -> Tensor:
+    return 10 * torch.log10(signal.square().sum() / noise.square().sum())
