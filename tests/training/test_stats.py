@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from experts_problem import layer
 from grouped_problem import Calls
-from helpers import blocks, counted_backend
+from helpers import ROOT, blocks, counted_backend
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -495,7 +498,24 @@ def test_errors() -> None:
 
 
 def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    namespace: dict[str, object] = {}
-    for block in blocks("docs/stats.md")[:1]:
-        exec(block, namespace)
-    assert "experts.gate_up_proj: rowwise" in capsys.readouterr().out
+    """The page shows what its example prints, up to the numbers, which random values of torch decide."""
+    (block,) = blocks("docs/stats.md")
+    exec(block, {})
+    printed = capsys.readouterr().out
+    shown = blocks("docs/stats.md", language="")[0]
+    assert [line.split()[0] for line in printed.splitlines()] == [line.split()[0] for line in shown.splitlines()]
+
+
+@pytest.mark.parametrize("name", ["stats", "underflow"])
+def test_bench(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The programs of the page run to the end, on less."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    program, picture = importlib.import_module(name), tmp_path / "picture.png"
+    if name == "underflow":
+        pytest.importorskip("matplotlib", reason="the bench's dependencies are not installed")
+        monkeypatch.setattr(program, "STEPS", 2)
+        monkeypatch.setattr(program, "EVERY", 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *(["--out", str(picture)] if name == "underflow" else [])])
+    program.main()
+    assert picture.exists() or "small, rowwise: " in capsys.readouterr().out

@@ -1,0 +1,74 @@
+"""StatsCallback in the Trainer of Transformers, and the statistics of Transformers' experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers_models import EXPERTS, SIZES, TOP_K, gradients, tiny_model, transformers
+
+import moe_fp8_ext
+from moe_fp8_ext.integrations.transformers import register
+
+STEPS, EVERY, BATCH, CONTEXT = 5, 2, 2, 16
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    register()
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.steps: dict[str, list[int]] = {}
+
+    def add_scalar(self, name: str, number: float, step: int) -> None:
+        self.steps.setdefault(name, []).append(step)
+
+
+def test_callback(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="Transformers' Trainer needs accelerate")
+    from moe_fp8_ext.integrations.trainer import StatsCallback
+
+    model = tiny_model("qwen3_moe", "moe_fp8")
+    tokens = torch.randint(3, SIZES["vocab_size"], (STEPS * BATCH * 2, CONTEXT))
+    options = transformers.TrainingArguments(
+        **dict(output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=BATCH, use_cpu=True),
+        **dict(gradient_accumulation_steps=2, save_strategy="no", report_to="none", logging_steps=100),
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(model, options, train_dataset=[{"input_ids": t, "labels": t} for t in tokens])
+    writer = Writer()
+    callback = StatsCallback(trainer, every=EVERY, writer=writer)
+    trainer.add_callback(callback)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "fp8/load" in entry]
+    assert [entry["step"] for entry in logged] == [1, 3, 5]  # of which 0, 2 and 4 steps were done before
+    layers = callback.stats.to_dict()["layers"]
+    assert set(layers) == {f"model.layers.{i}.mlp.experts.{w}_proj" for i in range(2) for w in ("gate_up", "down")}
+    assert {sum(layer["tokens_per_expert"]) for layer in layers.values()} == {BATCH * CONTEXT * TOP_K}
+    last = logged[-1]
+    for operand, statistic, choose in (("gradients", "ratio", max), ("tokens", "sqnr", min), ("weights", "amax", max)):
+        assert last[f"fp8/{operand}/{statistic}"] == choose(layer[operand][statistic] for layer in layers.values())
+    assert last["fp8/product_sqnr"] == min(layer["product_sqnr"] for layer in layers.values())
+    assert all(steps == [1, 3, 5] for steps in writer.steps.values())
+    assert len(writer.steps) == 4 * len(set(last) - {"epoch", "step"})
+    with moe_fp8_ext.stats(model) as stats:  # the callback has stopped its own
+        gradients(model)
+    assert callback.stats.sampled == 4 and stats.sampled == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "up"), [("gpt_oss", "gate_up_proj"), ("nemotron_h", "up_proj"), ("deepseek_v3", "gate_up_proj")]
+)
+def test_layouts_of_transformers(name: str, up: str) -> None:
+    """Weights are found under their names: transposed ones of gpt_oss, and ones without a gate of nemotron_h."""
+    model = tiny_model(name, "moe_fp8")
+    with moe_fp8_ext.stats(model) as stats:
+        gradients(model)
+    layers = stats.to_dict()["layers"]
+    of_model = {n for n, p in model.named_parameters() if p.dim() == 3 and p.shape[0] == EXPERTS}
+    assert set(layers) == of_model and {n.rpartition(".")[2] for n in layers} == {up, "down_proj"}
+    for layer in layers.values():
+        assert 20 < layer["product_sqnr"] < 40 and {"tokens", "weights", "gradients"} <= set(layer)
