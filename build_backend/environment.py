@@ -101,9 +101,6 @@ def check_compiler() -> None:
         fail(f"CXX={named} names no compiler that can be run.")
     if not named and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         fail("no C++ compiler found: install g++ or clang++ (Debian: apt-get install g++), or name one in CXX.")
-    include = Path(sysconfig.get_path("include"))
-    if not (include / "Python.h").is_file():
-        fail(f"no Python.h in {include}: install the development files of this Python (Debian: python3-dev).")
 
 
 # ---- toolchain -------------------------------------------------------------------------------------------------------
@@ -118,6 +115,7 @@ class Toolchain:
     device_compiler: str | None
     archs: str
     reason: str  # why this backend and these architectures
+    variant: str  # cpu, cu130 or rocm6.4: the backend and its toolkit, in torch's words
 
 
 def machine_archs(backend: str) -> list[str]:
@@ -204,6 +202,17 @@ def choose_archs(backend: str, device_compiler: str) -> tuple[str, str]:
     return archs, f"no GPU here; {advice}"
 
 
+def variant_of(backend: str, device_compiler: str | None) -> str:
+    """Returns the name of a build in a wheel's version and in build/."""
+    if device_compiler is None:
+        return backend
+    text = subprocess.run([device_compiler, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"(?:release|HIP version:) (\d+)\.(\d+)", text)
+    if found is None:
+        fail(f"{device_compiler} --version names no release.")
+    return "cu{}{}".format(*found.groups()) if backend == "cuda" else "rocm{}.{}".format(*found.groups())
+
+
 def check_torch(torch: Torch | None) -> None:
     if torch and not at_least(torch.version, TORCH_MINIMUM):
         fail(f"needs torch {TORCH_MINIMUM} or newer, found {torch.version}: run pip install '{TORCH}' first.")
@@ -238,7 +247,8 @@ def toolchain() -> Toolchain:
     if device_compiler:
         archs, reason = choose_archs(backend, device_compiler)
     cmake = find_tool("cmake", CMAKE_MINIMUM)
-    return Toolchain(torch, cmake, find_tool("ninja"), backend, device_compiler, archs, reason)
+    variant = variant_of(backend, device_compiler)
+    return Toolchain(torch, cmake, find_tool("ninja"), backend, device_compiler, archs, reason, variant)
 
 
 if __name__ == "__main__":

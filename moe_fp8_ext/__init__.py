@@ -3,16 +3,7 @@
 What users touch is here. `moe_fp8_ext.ops` has every op of torch.ops.moe_fp8 as it is, on tensors.
 """
 
-from moe_fp8_ext import _torch  # noqa: F401  # first: the extension needs the libraries that torch loads
-
-try:
-    from moe_fp8_ext._C import build_info
-except ImportError as error:
-    raise ImportError(
-        "moe_fp8_ext: the compiled extension could not be loaded; build it with `pip install .` against this torch, "
-        "or, to import it from its source tree, with `make build`"
-    ) from error
-
+from moe_fp8_ext._C import build_info
 from moe_fp8_ext.distributed.fsdp import gather_in_fp8_
 from moe_fp8_ext.integrations.convert import convert_, revert_
 from moe_fp8_ext.layer.experts import experts, experts_of_groups

@@ -383,7 +383,7 @@ def test_calls_do_not_leak():
 def test_no_op_ends_the_process():
     """If a host template calls a device function, nvcc turns the call into exit() without a warning. The library must
     not import exit(). It may import abort(), because some compilers' runtimes do."""
-    listed = subprocess.run(["nm", "-D", "--undefined-only", _C.__file__], capture_output=True, text=True, check=True)
+    listed = subprocess.run(["nm", "-D", "--undefined-only", _C.LIBRARY], capture_output=True, text=True, check=True)
     needed = {line.split()[-1].partition("@")[0] for line in listed.stdout.splitlines()}
     assert len(needed) > 50
     assert not needed & {"exit", "_exit", "_Exit", "quick_exit"}

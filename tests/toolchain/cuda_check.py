@@ -113,7 +113,7 @@ def find_tool(tool: str) -> str | None:
 
 def build_commands() -> list[list[str]]:
     """Returns the commands that compile the kernels of the last CUDA build, without the launcher."""
-    builds = sorted((ROOT / "build").glob("cuda-*/build.ninja"), key=lambda file: file.stat().st_mtime)
+    builds = sorted((ROOT / "build").glob("cu*/build.ninja"), key=lambda file: file.stat().st_mtime)
     ninja = find_tool("ninja") or shutil.which("ninja", path=sysconfig.get_path("scripts"))
     if not builds or ninja is None:
         return []

@@ -2,7 +2,7 @@
 
     python tests/toolchain/sanitized_fuzz.py [--seeds 10] [--plant]
 
-The build is separate, in build/sanitized-<python>; the usual build stays as it is. --plant tests the check itself: it
+The build is separate, in build/sanitized; the usual build stays as it is. --plant tests the check itself: it
 builds a copy of the sources with two bugs and expects the sanitizers to report both.
 """
 
@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 from cache import ROOT
@@ -63,7 +62,6 @@ def build(sources: Path, folder: Path) -> Path:
         "CMAKE_MAKE_PROGRAM": environment.find_tool("ninja"),
         "MOE_FP8_ARCHS": "",
         "MOE_FP8_BACKEND": "cpu",
-        "MOE_FP8_PYTHON_INCLUDE": sysconfig.get_path("include"),
         "MOE_FP8_TORCH": environment.find_torch().path,
         "MOE_FP8_VERSION": "sanitized",
     }
@@ -73,7 +71,7 @@ def build(sources: Path, folder: Path) -> Path:
         shutil.rmtree(objects)  # the tree was moved, and CMake refuses to build in another place
     run_cmake("-S", sources, "-B", objects, "-G", "Ninja", *(f"-D{name}={value}" for name, value in options.items()))
     run_cmake("--build", objects, *(["--parallel", jobs] if jobs else []))
-    shutil.copy(objects / "_C.so", package / "_C.so")
+    shutil.copy(objects / "libmoe_fp8.so", package)
     return package.parent
 
 
@@ -123,7 +121,7 @@ def main() -> int:
     parser.add_argument("--plant", action="store_true", help="plant bugs, which must be found")
     arguments = parser.parse_args()
     name = "planted" if arguments.plant else "sanitized"
-    folder = ROOT / "build" / f"{name}-{sys.implementation.cache_tag}"
+    folder = ROOT / "build" / name
     folder.mkdir(parents=True, exist_ok=True)
     print("moe_fp8_ext: building for the CPU with AddressSanitizer and UBSan: a minute on two cores", flush=True)
     if arguments.plant:

@@ -1,0 +1,73 @@
+"""The compiled part of the package. Importing it loads libmoe_fp8.so, which registers torch.ops.moe_fp8.
+
+The library reaches torch through libtorch's stable ABI and uses no Python. So one file serves every interpreter, and
+every torch from 2.11 on. It returns the tables that Python and C++ share as JSON: csrc/tables.cpp.
+"""
+
+import copy
+import ctypes
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LIBRARY = Path(__file__).with_name("libmoe_fp8.so")
+
+
+def _load() -> ctypes.PyDLL:
+    try:
+        torch.ops.load_library(str(LIBRARY))
+        return ctypes.PyDLL(str(LIBRARY))  # the same library again. Its functions are short: they keep the GIL
+    except OSError as error:
+        if not LIBRARY.is_file():
+            advice = "run `make build` in a source tree, or install the package with pip"
+            raise ImportError(f"moe_fp8_ext: there is no {LIBRARY}: {advice}") from error
+        needs = "it needs torch 2.11 or newer, and the kind of machine that it was built for"
+        reason = error.__cause__ or error  # load_library gives the loader's own words as the cause
+        raise ImportError(f"moe_fp8_ext: {reason}, with torch {torch.__version__}: {needs}") from error
+
+
+_library = _load()
+_library.moe_fp8_tables.restype = ctypes.c_char_p
+_library.moe_fp8_tables.argtypes = [ctypes.c_char_p]
+_library.moe_fp8_validates.restype = ctypes.c_bool
+_library.moe_fp8_validates.argtypes = []
+
+_tables: dict[str, Any] = json.loads(_library.moe_fp8_tables(torch.__config__.show().encode()))
+if "error" in _tables:
+    raise ValueError(_tables["error"])
+
+# Whether the contents of offs and indices are checked too, which waits for the device. Every call asks, so it has no
+# wrapper in Python.
+validates = _library.moe_fp8_validates
+
+
+def build_info() -> dict[str, Any]:
+    """Version, backend, architectures and toolkit of this build; its GEMMs in the order in which they are tried."""
+    return copy.deepcopy(_tables["build_info"])
+
+
+def gemms() -> list[dict[str, Any]]:
+    """The GEMMs of every build: csrc/ops/gemm_backends.h."""
+    return copy.deepcopy(_tables["gemms"])
+
+
+def formats() -> list[dict[str, Any]]:
+    """Every Format: csrc/numerics/format.h."""
+    return _tables["formats"]
+
+
+def activations() -> list[dict[str, Any]]:
+    """Every activation: csrc/numerics/activations.h."""
+    return _tables["activations"]
+
+
+def arguments() -> list[dict[str, Any]]:
+    """Every tensor argument of every op: csrc/ops/arguments.h."""
+    return _tables["arguments"]
+
+
+def limits() -> dict[str, int]:
+    """Sizes that Python and C++ must agree on."""
+    return _tables["limits"]
