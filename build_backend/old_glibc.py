@@ -15,7 +15,7 @@ from pathlib import Path
 
 # Zero means that there may be threads, which is always true.
 MISSING = '__attribute__((visibility("hidden"))) char __libc_single_threaded;'
-LIBRARIES = {"libc.so": "c", "libdl.so": "dl", "libm.so": "m", "libpthread.so": "pthread", "librt.so": "rt"}
+LIBRARIES = ("c", "dl", "ld", "m", "pthread", "rt")
 
 
 def stand_ins(glibc: str, folder: Path, machine: str) -> Path:
@@ -26,13 +26,13 @@ def stand_ins(glibc: str, folder: Path, machine: str) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         source, linked = Path(scratch, "missing.c"), Path(scratch, "linked.so")
         source.write_text(MISSING)
-        libraries = [f"-l{name}" for name in LIBRARIES.values()]
+        libraries = ["-ldl", "-lm", "-lpthread", "-lrt"]
         zig = [sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-gnu.{glibc}", "-fPIC", source]
         for output in (["-shared", *libraries, "-o", linked], ["-c", "-o", folder / "missing.o"]):
             subprocess.run([*zig, *output], env=os.environ | {"ZIG_GLOBAL_CACHE_DIR": scratch}, check=True)
         for name in LIBRARIES:
-            (made,) = Path(scratch).glob(f"o/*/{name}.[0-9]*")
-            shutil.copy(made, folder / name)
+            (made,) = Path(scratch).glob(f"o/*/lib{name}.so.[0-9]*")
+            shutil.copy(made, folder / f"lib{name}.so")
         (made,) = Path(scratch).glob("o/*/libc_nonshared.a")  # such as atexit, before glibc 2.34
         shutil.copy(made, folder)
     return folder
