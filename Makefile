@@ -33,10 +33,10 @@ WORKERS = $(shell $(PY) -c 'import xdist' 2>&- && printf '%s' '-n $(or $(MAX_JOB
 SAY := @printf 'moe_fp8_ext: %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz bench report lint build wheel clean
+.PHONY: help demo test fuzz bench report lint build wheel kernel-hub clean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo && sed -n 's/^#   //p' $(MAKEFILE_LIST)
 
 demo: $(call packages,demo) ## train a small MoE language model in BF16 and in FP8, side by side
@@ -69,6 +69,10 @@ wheel: export MOE_FP8_BACKEND := $(GIVEN_BACKEND)
 wheel: $(call packages,wheel) ## build wheels into dist/: for this machine's CUDA or ROCm, all GPUs, and for the CPU
 	$(SAY) "building for all architectures (20 minutes on two cores)"
 	$(PY) build_backend/wheels.py
+
+kernel-hub: export MOE_FP8_BACKEND := $(GIVEN_BACKEND)
+kernel-hub: $(call packages,wheel) ## lay the package out for Hugging Face's kernel hub, in dist/kernel-hub
+	$(PY) build_backend/kernel_hub.py
 
 clean: ## remove everything that these targets made
 	rm -rf $(VENV) build dist *.egg-info moe_fp8_ext/*.so .pytest_cache .ruff_cache .hypothesis train_moe_lm.png

@@ -38,6 +38,7 @@ class CMakeBuild(build_ext):
             "MOE_FP8_ARCHS": found.archs,
             "MOE_FP8_BACKEND": found.backend,
             "MOE_FP8_GLIBC": old_glibc.stand_ins(glibc, build / f"glibc-{glibc}", platform.machine()) if glibc else "",
+            "MOE_FP8_NAMESPACE": os.environ.get("MOE_FP8_NAMESPACE", ""),
             "MOE_FP8_TORCH": found.torch.path,
             "MOE_FP8_VERSION": self.distribution.get_version(),
         }

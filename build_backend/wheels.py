@@ -32,19 +32,23 @@ def backends() -> list[str]:
     return [found, "cpu"] if found != "cpu" else ["cpu"]
 
 
+def settings(backend: str) -> dict[str, str]:
+    """The environment of a build for other machines: all architectures, an old glibc."""
+    given = {"MOE_FP8_BACKEND": backend, "MOE_FP8_GLIBC": GLIBC}
+    if backend != "cpu":
+        archs = f"MOE_FP8_{backend.upper()}_ARCHS"
+        given[archs] = os.environ.get(archs) or environment.DEFAULT_ARCHS[backend]
+    return os.environ | given
+
+
 def build(backend: str) -> Path:
     """Builds a wheel into dist/ and returns it."""
     raw = ROOT / "build" / "wheel"
     # setuptools packs whatever an earlier build left in build/lib.
     for folder in (raw, *ROOT.glob("build/lib*"), *ROOT.glob("build/bdist*")):
         shutil.rmtree(folder, ignore_errors=True)
-    settings = {"MOE_FP8_BACKEND": backend, "MOE_FP8_GLIBC": GLIBC}
-    settings["MOE_FP8_LOCAL_VERSION"] = os.environ.get("MOE_FP8_LOCAL_VERSION", "1")
-    if backend != "cpu":
-        archs = f"MOE_FP8_{backend.upper()}_ARCHS"
-        settings[archs] = os.environ.get(archs) or environment.DEFAULT_ARCHS[backend]
     command = ["pip", "wheel", "--verbose", "--no-deps", "--no-build-isolation", "-w", raw, ROOT]
-    run(*command, env=os.environ | settings)
+    run(*command, env={"MOE_FP8_LOCAL_VERSION": "1"} | settings(backend))
     (wheel,) = raw.glob("*.whl")
     tag = f"manylinux_{GLIBC.replace('.', '_')}_{platform.machine()}"
     outside = [word for library in OUTSIDE for word in ("--exclude", library)]

@@ -220,5 +220,5 @@ struct Boxed<op> {
 
 // CPU and GPU share one function, in which MOE_FP8_RUN chooses the loop or the kernel. torch calls AMD's GPUs CUDA.
 #define MOE_FP8_REGISTER(op)                                                                            \
-  STABLE_TORCH_LIBRARY_IMPL(moe_fp8, CPU, m) { m.impl(#op, moe_fp8::Boxed<&moe_fp8::op##_op>::call); }  \
-  STABLE_TORCH_LIBRARY_IMPL(moe_fp8, CUDA, m) { m.impl(#op, moe_fp8::Boxed<&moe_fp8::op##_op>::call); }
+  STABLE_TORCH_LIBRARY_IMPL(MOE_FP8_NAMESPACE, CPU, m) { m.impl(#op, moe_fp8::Boxed<&moe_fp8::op##_op>::call); }  \
+  STABLE_TORCH_LIBRARY_IMPL(MOE_FP8_NAMESPACE, CUDA, m) { m.impl(#op, moe_fp8::Boxed<&moe_fp8::op##_op>::call); }

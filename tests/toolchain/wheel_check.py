@@ -46,7 +46,9 @@ def main() -> int:
     package, build = Path(moe_fp8_ext.__file__).parent, moe_fp8_ext.build_info()
     device = "cuda" if torch.cuda.is_available() and build["backend"] != "cpu" else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
-    print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, moe_fp8_ext {moe_fp8_ext.__version__} on {name}")
+    print(
+        f"Python {sys.version.split()[0]}, torch {torch.__version__}, moe_fp8_ext {moe_fp8_ext.__version__} on {name}"
+    )
     print(f"import torch: {imported - start:.1f} s, import moe_fp8_ext: {seconds:.2f} s")
     found = [compiler for compiler in COMPILERS if shutil.which(compiler)]
     problems = [f"{package} is in the source tree"] if package.is_relative_to(ROOT) else []
@@ -54,7 +56,9 @@ def main() -> int:
     problems += ["the step does not run on a GPU"] if "--gpu" in sys.argv and device == "cpu" else []
     for recipe in RECIPES:
         losses = steps(recipe, device)
-        print(f"{recipe:10} loss {losses[0]:.3f} -> {losses[-1]:.3f}, {time.perf_counter() - start:.1f} s after the start")
+        print(
+            f"{recipe:10} loss {losses[0]:.3f} -> {losses[-1]:.3f}, {time.perf_counter() - start:.1f} s after the start"
+        )
         problems += [] if losses[-1] < losses[0] else [f"{recipe}: the loss does not fall, {losses}"]
     print(*problems or ["wheel_check: all is well"], sep="\n")
     return bool(problems)
