@@ -11,12 +11,14 @@ from torch import Tensor
 
 import moe_fp8_ext as moe
 
-# Tokens, model width, expert width, experts, experts per token: Granite, Qwen3-30B-A3B, and larger ones.
+# Tokens, D, F, experts, experts of a token. bench/models.py says which models have these sizes.
 SIZES = {
-    "granite": (24576, 1536, 256, 128, 8),
+    "fine_grained": (24576, 1536, 256, 128, 8),
     "qwen3_30b": (32768, 2048, 768, 128, 8),
-    "qwen3_235b": (32768, 4096, 1024, 128, 8),
-    "wide": (32768, 4096, 1536, 16, 8),
+    "gpt_oss_20b": (32768, 2880, 2880, 32, 4),
+    "d4096_f1024": (32768, 4096, 1024, 128, 8),
+    "qwen3_235b_ep8": (32768, 4096, 1536, 16, 8),
+    "mixtral_8x7b": (16384, 4096, 14336, 8, 2),
     "dsv3": (16384, 7168, 2048, 32, 8),
 }
 

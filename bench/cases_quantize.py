@@ -62,14 +62,14 @@ def _weights(cpu: bool) -> list[Shape]:
 
 def _weights_of_layers(cpu: bool) -> list[Shape]:
     """Weights of small experts, whose rows are short."""
-    layers = [(0, 96, 64, 5, 0)] if cpu else [SIZES["granite"], SIZES["qwen3_30b"]]
+    layers = [(0, 96, 64, 5, 0)] if cpu else [SIZES["fine_grained"], SIZES["qwen3_30b"]]
     sizes = [size for _, d, f, e, _ in layers for size in ((e, 2 * f, d), (e, d, f))]
     return [Shape(f"[{e}, {n}, {k}]", {"e": e, "n": n, "k": k}) for e, n, k in sizes]
 
 
 def _short_rows(cpu: bool) -> list[Shape]:
     """The slots of a layer, after its first product and before its second."""
-    t, _, f, _, k = (300, 96, 64, 5, 2) if cpu else SIZES["granite"]
+    t, _, f, _, k = (300, 96, 64, 5, 2) if cpu else SIZES["fine_grained"]
     return [Shape(f"[{t * k}, {width}]", {"m": t * k, "k": width}) for width in (f, 2 * f)]
 
 

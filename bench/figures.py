@@ -1,15 +1,18 @@
-"""The three pictures of the documents. In all of them, each format has one colour, and BF16 is grey."""
+"""The pictures of the documents. A colour is a format, and grey is BF16, in all of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from statistics import fmean, median
 
+import headline
 from case import RECIPES, is_uneven, training_rows
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws without a display
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matrix import is_emulated
+from models import product_name
 
 COLORS = {"bf16": "#7a7a7a", "rowwise": "#1f6fb4", "blockwise": "#e08214", "mxfp8": "#2b8c57", "": "#444444"}
 # Family: the ops of one row of the picture of casts, as prefixes of their labels.
@@ -34,39 +37,100 @@ def save(figure: Figure, path: Path) -> None:
     FigureCanvasAgg(figure).print_png(path, metadata={"Software": None})
 
 
-def draw(results: dict[str, dict], losses: dict | None, folder: Path) -> None:
-    """Draws every picture for which there are figures: the last file with results, and the losses of the demo."""
-    for result in results.values():
-        draw_speed(result, folder / "speed.png")
-        draw_casts(result, folder / "casts.png")
+def draw(results: dict[str, dict], losses: dict | None, sonicmoe: dict | None, folder: Path) -> None:
+    """Draws what there are figures for: of results, the first file that has any."""
+    folder.mkdir(exist_ok=True)
+    draw_layer_speed(results, sonicmoe, folder / "layer_speed.png")
+    if sonicmoe:
+        draw_layer_memory(sonicmoe, folder / "layer_memory.png")
+    for drawer, name in ((draw_products, "products"), (draw_casts, "casts")):
+        any(drawer(result, folder / f"{name}.png") for result in results.values())
     if losses:
         draw_losses(losses, folder / "losses.png")
 
 
-def draw_speed(result: dict, path: Path) -> None:
-    """Draws a bar with even groups for each recipe and model, and a dot with uneven groups."""
-    rows = training_rows(result)
-    models, recipes = ([*dict.fromkeys(r)] for r in ((r["shape"] for r in rows), (r["op"].split()[1] for r in rows)))
-    if not rows:
+def bars_by_model(
+    values: dict[str, dict[str, float]], colors: dict[str, str], form: str, title: str, path: Path
+) -> None:
+    """Horizontal bars with their numbers: a group for each model, a bar for each kind. A kind may lack models."""
+    kinds, models = [*values], [*dict.fromkeys(model for found in values.values() for model in found)]
+    height = 0.8 / len(kinds)
+    figure = Figure(figsize=(6.4, 0.9 + 0.62 * len(models)), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    for i, kind in enumerate(kinds):
+        for model, value in values[kind].items():
+            y = models.index(model) + (i - (len(kinds) - 1) / 2) * height
+            axes.barh(y, value, height * 0.9, color=colors[kind])
+            axes.annotate(form.format(value), (value, y), (3, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set_yticks(range(len(models)), [model.replace(" (", "\n(") for model in models], fontsize=10)
+    axes.invert_yaxis()
+    axes.margins(x=0.14)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_visible(False)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    if form.endswith(" x"):
+        axes.axvline(1, color=COLORS["bf16"], linewidth=1)
+    axes.set_title(title, fontsize=11)
+    keys = [Patch(color=colors[kind], label=kind) for kind in kinds]
+    figure.legend(handles=keys, loc="outside lower center", ncols=len(kinds), fontsize=10, frameon=False)
+    save(figure, path)
+
+
+def draw_layer_speed(results: dict[str, dict], sonicmoe: dict | None, path: Path) -> None:
+    torch_speed, _ = headline.over_torch(results)
+    sonic, _ = headline.over_sonicmoe(sonicmoe)
+    models = headline.models_of([*torch_speed])
+    if not models:
         return
-    figure = Figure(figsize=(7.2, 3), dpi=100, layout="constrained")
-    axes = figure.add_subplot(ylabel="speed over BF16", title=f"grouped_mm, forward and backward, {result['device']}")
-    width = 0.8 / len(recipes)
+    values = {"over torch, BF16": {model: torch_speed[layer] for model, layer in models.items()}}
+    if found := {model: sonic[layer][0] for model, layer in models.items() if layer in sonic}:
+        values["over SonicMoE, BF16"] = found
+    colors = dict(zip(values, (COLORS["rowwise"], "#8fbbdc"), strict=False))
+    title = f"Speed of an MoE layer, forward and backward, recipe {headline.RECIPE}"
+    bars_by_model(values, colors, "{:.2f} x", title, path)
+
+
+def draw_layer_memory(sonicmoe: dict, path: Path) -> None:
+    rows = {tuple(row["dims"]): row["kept_mib"] for row in sonicmoe["rows"]}
+    models = headline.models_of([*rows])
+    kinds = {"SonicMoE, BF16": "SonicMoE", f"moe_fp8_ext, {headline.RECIPE}": headline.RECIPE}
+    values = {text: {model: rows[layer][name] for model, layer in models.items()} for text, name in kinds.items()}
+    colors = dict(zip(values, (COLORS["bf16"], COLORS["rowwise"]), strict=True))
+    bars_by_model(values, colors, "{:,.0f} MiB", "Activations that an MoE layer keeps for backward", path)
+
+
+def draw_products(result: dict, path: Path) -> bool:
+    """A bar for each recipe and product, even groups; a dot for uneven ones. Emulated recipes are left out."""
+    rows = [row for row in training_rows(result) if not is_emulated(row["op"].split()[1], result["device"])]
+    names = {tuple(row["dims"][name] for name in "mkne"): None for row in rows}
+    recipes = [*dict.fromkeys(row["op"].split()[1] for row in rows)]
+    if not rows:
+        return False
+    for m, k, n, e in names:
+        name = (product_name(k, n, e) or f"{k} to {n}, {e} experts").replace(" experts)", ")")
+        names[m, k, n, e] = f"{name}; {m:,} tokens"
+    figure = Figure(figsize=(7.2, 1 + 0.4 * len(names)), dpi=150, layout="constrained")
+    axes = figure.add_subplot(xlabel="speed over BF16 torch._grouped_mm")
+    height = 0.8 / len(recipes)
     for row in rows:
         recipe = row["op"].split()[1]
-        x = models.index(row["shape"]) + (recipes.index(recipe) - (len(recipes) - 1) / 2) * width
+        y = [*names].index(tuple(row["dims"][name] for name in "mkne"))
+        y += (recipes.index(recipe) - (len(recipes) - 1) / 2) * height
         if is_uneven(row["groups"]):
-            axes.plot(x, row["ratio"], "o", color="black", markersize=3.5)
+            axes.plot(row["ratio"], y, "o", color="black", markersize=3.5)
         else:
-            axes.bar(x, row["ratio"], width * 0.92, color=COLORS[recipe])
-    axes.axhline(1, color=COLORS["bf16"], linewidth=1)
-    axes.set_xticks(range(len(models)), models, fontsize=8, rotation=20)
+            axes.barh(y, row["ratio"], height * 0.92, color=COLORS[recipe])
+    axes.axvline(1, color=COLORS["bf16"], linewidth=1)
+    axes.set_yticks(range(len(names)), names.values(), fontsize=8)
+    axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"grouped_mm, forward and backward, {result['device']}", fontsize=10)
     keys = [Patch(color=COLORS[recipe], label=recipe) for recipe in recipes]
     if any(is_uneven(row["groups"]) for row in rows):
         keys.append(Line2D([], [], color="black", marker="o", linestyle="", markersize=3.5, label="uneven groups"))
     figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), fontsize=8, frameon=False)
     save(figure, path)
+    return True
 
 
 def family_of(op: str) -> str | None:
@@ -79,8 +143,8 @@ def family_of(op: str) -> str | None:
     return next((name for name in found if first in FAMILIES[name] or first == f"{FAMILIES[name][0]}_to"), None)
 
 
-def draw_casts(result: dict, path: Path) -> None:
-    """Draws the median and range over sizes of each family and format, with even groups beside uneven ones."""
+def draw_casts(result: dict, path: Path) -> bool:
+    """Median and range over sizes, of each family and format, even groups beside uneven ones."""
     found: dict[tuple[str, str, bool], list[float]] = {}
     for row in result["rows"]:
         family = family_of(row["op"])
@@ -89,7 +153,7 @@ def draw_casts(result: dict, path: Path) -> None:
             found.setdefault((family, format, is_uneven(row["groups"])), []).append(row["of_copy"])
     families = [name for name in FAMILIES if any(key[0] == name for key in found)]
     if not found:
-        return
+        return False
     figure = Figure(figsize=(7.2, 1 + 0.42 * len(families)), dpi=100, layout="constrained")
     axes = figure.add_subplot(xlabel="fraction of the bandwidth of a copy: median and range over sizes")
     for y, family in enumerate(families):
@@ -114,6 +178,7 @@ def draw_casts(result: dict, path: Path) -> None:
             keys.append(Line2D([], [], label="uneven groups" if uneven else "even or no groups", **style))
     figure.legend(handles=keys, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     save(figure, path)
+    return True
 
 
 def draw_losses(losses: dict, path: Path) -> None:

@@ -90,8 +90,17 @@ def cell(table: list[Entry], recipe: str, gpu: str, results: dict[str, dict]) ->
     return text if build == "cpu" or text.startswith("native") else f"{text}, slower than BF16"
 
 
+def is_emulated(recipe: str, device: str) -> bool:
+    """Whether a GPU of that name in results files has no FP8 product for a recipe."""
+    for pattern, build, sm, _ in GPUS.values():
+        if pattern and re.search(pattern, device):
+            first = next(entry for entry in entries() if entry.takes(recipe, build, sm))
+            return KINDS[first.name].startswith("emulated")
+    return False
+
+
 def markdown(results: dict[str, dict]) -> str:
-    """The table of README.md, with the speeds that `results`, the files of bench/results, have measured."""
+    """The table of docs/gpus.md, with the speeds that `results`, the files of bench/results, have measured."""
     table = entries()
     body = [(gpu, *(cell(table, recipe, gpu, results) for recipe in RECIPES), GPUS[gpu][-1]) for gpu in GPUS]
     return tabulate(body, ("", *(f'`"{recipe}"`' for recipe in RECIPES), "kernels"), tablefmt="github")

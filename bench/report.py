@@ -1,14 +1,15 @@
 """Makes tables and pictures from bench results, and parts of the documents from these.
 
-`python bench/report.py` reads bench/results/*.json and the table of GEMMs (matrix.py). It writes
-bench/results/README.md, the pictures beside it, and the marked parts of README.md and of docs/. With --check it only
-tells whether the texts are current.
+`python bench/report.py` writes bench/results/README.md, docs/pictures and the marked parts of README.md and of docs/
+from bench/results/*.json and from the table of GEMMs (matrix.py); with --check it only says whether the texts are
+current.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import textwrap
@@ -16,13 +17,14 @@ from collections import Counter
 from pathlib import Path
 from statistics import fmean, median
 
+import headline
 import matrix
 import tables
-from case import commits_of, training_rows
 from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
+DRAWN = ROOT / "docs" / "pictures"
 LOSSES = "losses.json"  # from examples/train_moe_lm.py --losses; files not named here are from bench/run.py
 
 # Column: heading, key of the row, format. A column that no row fills is left out.
@@ -61,6 +63,9 @@ LEGEND = """\
   does not run on this GPU or was not timed. torchao pads nothing and, but for rowwise, knows no groups; DeepGEMM takes
   groups of whole tiles, and is told the group of every row.
 - Sizes are those of bench/shapes.json; those of `grouped_mm` are [M, K, N, E]."""
+FORCED = """\
+`MOE_FP8_GEMM={gemm}` forced every product of this run into the GEMM for all GPUs. Tests use that variable. A Hopper GPU
+takes this GEMM by itself only for sizes and types that its own kernels do not take."""
 # Hardware for which every change is compiled, by its name in a results file.
 HARDWARE = (
     *(("A100", "sm_80"), ("L40S", "sm_89"), ("H200", "sm_90a"), ("B200", "sm_100a"), ("RTX PRO", "sm_120")),
@@ -68,20 +73,27 @@ HARDWARE = (
 )
 
 
-GROUPS = (("even", "with even groups"), ("zipf", "with uneven ones"))
 PICTURES = {
-    "losses": "Training loss of a small MoE language model by recipe",
-    "speed": "Speed of grouped_mm over BF16 by model and recipe",
+    "layer_speed": "Speed of an MoE layer over BF16, by model",
+    "layer_memory": "Memory that a layer keeps for backward, by model",
+    "products": "Speed of grouped_mm over BF16, by model and recipe",
     "casts": "Fraction of copy bandwidth by family of ops",
+    "losses": "Training loss of a small MoE language model by recipe",
+}
+# What a page of results shows first, second and so on: a heading, and what the ops of its rows begin with.
+PARTS = {
+    "The layer: forward and backward of `experts`, by recipe": ("experts ",),
+    "Experts and models of Transformers": ("transformers_",),
+    "Forward and backward of `grouped_mm`, by recipe": ("grouped_mm",),
+    "Products": ("scaled_grouped_mm", "add_scaled_grouped_mm"),
+    "All other ops": ("",),
 }
 
 
-def image(name: str, folder: Path = Path()) -> str:
-    return f"![{PICTURES[name]}]({folder / name}.png)"
-
-
-def drawn(name: str) -> bool:
-    return (RESULTS / f"{name}.png").exists()
+def picture(name: str, page: Path) -> str:
+    """A line that shows a picture on a page, or nothing before the picture was drawn."""
+    path = DRAWN / f"{name}.png"
+    return f"![{PICTURES[name]}]({Path(os.path.relpath(path, page.parent)).as_posix()})" if path.exists() else ""
 
 
 def target_text(row: dict) -> str:
@@ -153,9 +165,15 @@ def save(result: dict, folder: Path) -> Path:
 
 
 def recorded() -> dict[str, dict]:
-    """The results, by the stem of their file."""
-    others = LOSSES, tables.TITAN, tables.PARALLEL, tables.PARALLEL_LOSSES, tables.SONICMOE, tables.AUTO
-    return {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name not in others}
+    """The results, by the stem of their file. Results of a forced GEMM, which no GPU takes by itself, come last."""
+    others = LOSSES, tables.TITAN, tables.PARALLEL, tables.PARALLEL_LOSSES, tables.SONICMOE, tables.AUTO, tables.PROFILE
+    found = {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name not in others}
+    return dict(sorted(found.items(), key=lambda item: "gemm" in item[1]))
+
+
+def usual(results: dict[str, dict]) -> dict[str, dict]:
+    """The results without those of a forced GEMM."""
+    return {stem: result for stem, result in results.items() if "gemm" not in result}
 
 
 def recorded_alone(name: str) -> dict | None:
@@ -163,34 +181,37 @@ def recorded_alone(name: str) -> dict | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def parts_of(rows: list[dict]) -> dict[str, list[dict]]:
+    """The rows under the headings of PARTS; each row is under the first heading that takes it."""
+    found: dict[str, list[dict]] = {heading: [] for heading in PARTS}
+    for row in rows:
+        found[next(heading for heading, starts in PARTS.items() if row["op"].startswith(starts))].append(row)
+    return {heading: held for heading, held in found.items() if held}
+
+
+def title_of(result: dict) -> str:
+    if "gemm" not in result:
+        return f"## {result['device']}"
+    return f"## The fallback `{result['gemm']}` on {result['device']}"
+
+
 def results_page(results: dict[str, dict]) -> str:
+    page = RESULTS / "README.md"
     parts = ["# Results", "Written by `make bench`, or `python bench/report.py`, from the JSON files beside it."]
+    parts += filter(None, (picture(name, page) for name in PICTURES))
     for result in results.values():
-        training = [row for row in result["rows"] if row["op"].startswith("grouped_mm")]
-        training = [row | {"shape": f"{row['shape']} {[*row['dims'].values()]}"} for row in training]
-        others = [row for row in result["rows"] if not row["op"].startswith("grouped_mm")]
-        parts += [
-            f"## {result['device']}" + (f", every product by `{result['gemm']}`" if "gemm" in result else ""),
-            textwrap.fill(f"{origin(result)} {summary(result)}.", 120),
-            *(("Forward and backward of `grouped_mm`, by recipe:", table(training, "github")) if training else ()),
-            *(("Every op:", table(others, "github")) if others else ()),
-        ]
-    pictures = [image(name) for name in PICTURES if drawn(name)]
+        parts.append(title_of(result))
+        if "gemm" in result:
+            parts.append(FORCED.format(gemm=result["gemm"]))
+        parts.append(textwrap.fill(f"{origin(result)} {summary(result)}.", 120))
+        for heading, rows in parts_of(result["rows"]).items():
+            shown = [row | {"shape": f"{row['shape']} {[*row['dims'].values()]}"} for row in rows]
+            parts += [f"### {heading}", table(rows if heading == [*PARTS][-1] else shown, "github")]
     devices = " ".join(result["device"] for result in results.values())
     status = [(name, arch, "measured" if name in devices else "compiled, not run") for name, arch in HARDWARE]
-    parts += [*pictures, "## What the columns say", LEGEND]
+    parts += ["## What the columns say", LEGEND]
     parts += ["## Hardware", tabulate(status, ("hardware", "built for", "status"), tablefmt="github")]
     return "\n\n".join(parts) + "\n"
-
-
-def speeds(rows: list[dict]) -> str:
-    """Speeds by recipe, relative to the baseline of the rows."""
-    by_recipe = []
-    for op in dict.fromkeys(row["op"] for row in rows):
-        found = {name: [r["ratio"] for r in rows if (r["op"], r["groups"]) == (op, key)] for key, name in GROUPS}
-        ranges = [f"{min(ratios):.2f} to {max(ratios):.2f} {name}" for name, ratios in found.items() if ratios]
-        by_recipe.append(f"`{op.split()[1]}` {', '.join(ranges)}")
-    return "; ".join(by_recipe)
 
 
 def sentences_of(losses: dict) -> str:
@@ -211,30 +232,10 @@ def sentences_of(losses: dict) -> str:
     )
 
 
-def first_screen(results: dict[str, dict]) -> str:
-    """The two pictures of README.md, and the sentences that state their numbers."""
-    parts = ["\n".join(image(name, RESULTS.relative_to(ROOT)) for name in ("losses", "speed") if drawn(name))]
-    if losses := recorded_alone(LOSSES):
-        parts.append(sentences_of(losses))
-    for result in results.values():
-        rows = training_rows(result)
-        if rows:
-            parts.append(
-                f"Speed of forward and backward over BF16 `torch._grouped_mm` on {result['device']} at "
-                f"{commits_of(rows, result)}, by layer: {speeds(rows)}. "
-                "[Every figure](bench/results/README.md)."
-            )
-        layers = [row for row in result["rows"] if row["op"].startswith("experts ") and row.get("ratio")]
-        if layers:
-            parts.append(
-                f"Speed of a whole MoE layer on {result['device']} at {commits_of(layers, result)}, `experts`, over "
-                f"torch's own ops in BF16 around `torch._grouped_mm`: {speeds(layers)}."
-            )
-        slow = [r for r in rows if r["op"] == "grouped_mm rowwise" and round(r["ratio"], 2) < 1]
-        listed = [f"{r['shape']} {[*r['dims'].values()]} {dict(GROUPS)[r['groups']]} {r['ratio']:.2f}" for r in slow]
-        if slow:
-            parts.append(f"Slower than BF16 with `rowwise`, at [M, K, N, E]: {', '.join(listed)}.")
-    return "\n\n".join(textwrap.fill(part, 120) if "![" not in part else part for part in parts if part)
+def losses_text(page: Path) -> str:
+    losses = recorded_alone(LOSSES)
+    said = textwrap.fill(sentences_of(losses), 120) if losses else tables.NOT_MEASURED
+    return "\n\n".join(filter(None, (picture("losses", page), said)))
 
 
 def replaced(document: str, name: str, text: str) -> str:
@@ -248,24 +249,33 @@ def replaced(document: str, name: str, text: str) -> str:
 
 def documents() -> dict[Path, str]:
     """Every text that is made from results or from the table of GEMMs."""
-    results, readme = recorded(), ROOT / "README.md"
-    pages = "ops", "layer", "adoption", "expert-parallel"
-    ops, layer, adoption, parallel = (ROOT / "docs" / f"{page}.md" for page in pages)
-    with_figures = replaced(readme.read_text(), "figures", first_screen(results))
-    with_recipes = replaced(adoption.read_text(), "recipes", tables.recipe_table(results))
-    with_models = replaced(with_recipes, "transformers", tables.adoption_tables(results))
-    return {
-        RESULTS / "README.md": results_page(results),
-        readme: replaced(with_figures, "matrix", matrix.markdown(results)),
-        ops: replaced(ops.read_text(), "generic", tables.generic_table(results)),
-        layer: replaced(layer.read_text(), "layer", tables.layer_table(results, recorded_alone(tables.SONICMOE))),
-        adoption: replaced(with_models, "torchtitan", tables.titan_text(recorded_alone(tables.TITAN))),
-        parallel: replaced(
-            parallel.read_text(),
-            "expert parallelism",
-            tables.parallel_text(recorded_alone(tables.PARALLEL), recorded_alone(tables.PARALLEL_LOSSES)),
-        ),
+    everything, sonicmoe = recorded(), recorded_alone(tables.SONICMOE)
+    results, docs = usual(everything), ROOT / "docs"
+    parallel = recorded_alone(tables.PARALLEL), recorded_alone(tables.PARALLEL_LOSSES)
+    made: dict[Path, dict[str, str]] = {  # page: its marked parts
+        ROOT / "README.md": {"figures": headline.text(results, sonicmoe)},
+        docs / "performance.md": {
+            "layer": tables.layer_table(results, sonicmoe),
+            "profile": tables.profile_text(recorded_alone(tables.PROFILE)),
+        },
+        docs / "recipes.md": {
+            "recipes": "\n\n".join(
+                filter(None, (picture("products", docs / "recipes.md"), tables.recipe_table(results)))
+            ),
+            "losses": losses_text(docs / "recipes.md"),
+        },
+        docs / "gpus.md": {"matrix": matrix.markdown(results)},
+        docs / "ops.md": {"generic": tables.generic_table(results)},
+        docs / "transformers.md": {"transformers": tables.adoption_tables(results)},
+        docs / "torchtitan.md": {"torchtitan": tables.titan_text(recorded_alone(tables.TITAN))},
+        docs / "expert-parallel.md": {"expert parallelism": tables.parallel_text(*parallel)},
     }
+    texts = {RESULTS / "README.md": results_page(everything)}
+    for page, parts in made.items():
+        texts[page] = page.read_text()
+        for name, text in parts.items():
+            texts[page] = replaced(texts[page], name, text)
+    return texts
 
 
 def outdated() -> list[str]:
@@ -280,7 +290,7 @@ def outdated() -> list[str]:
 def write() -> None:
     import figures
 
-    figures.draw(recorded(), recorded_alone(LOSSES), RESULTS)
+    figures.draw(usual(recorded()), recorded_alone(LOSSES), recorded_alone(tables.SONICMOE), DRAWN)
     for path, text in documents().items():
         path.write_text(text)
 

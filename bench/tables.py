@@ -7,12 +7,14 @@ from collections.abc import Callable
 from statistics import fmean
 
 from case import EVEN, RECIPES, ZIPF, commits_of, is_uneven, training_rows
+from models import layer_name, named, product_name
 from tabulate import tabulate
 
 TITAN = "torchtitan.json"  # from bench/titan.py
 SONICMOE = "sonicmoe.json"  # from bench/beside_sonicmoe.py
 PARALLEL = "expert_parallel.json"  # from bench/expert_parallel.py
 AUTO = "auto.json"  # from bench/auto_sweep.py, for bench/fit_auto.py
+PROFILE = "profile.json"  # from bench/profile_layer.py
 # Results of the demo's --losses with --ep on several GPUs, and on one.
 PARALLEL_LOSSES = "expert_parallel_losses.json"
 GENERIC = ("float8_e4m3fnuz", "unaligned")  # variants for the generic kernels
@@ -38,6 +40,12 @@ def generic_table(results: dict[str, dict]) -> str:
     return tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
 
 
+def sizes_of(dims: dict[str, int]) -> str:
+    """The sizes of a row, after the model that has them."""
+    layer = [dims[name] for name in "dfek"] if {*"dfek"} <= {*dims} else None
+    return named(layer and layer_name(*layer), [*dims.values()])
+
+
 def beside_baseline(results: dict[str, dict], op: str, sizes: str, baseline: str, text: str, value: Value) -> str:
     """Rows of an op by size, with a column for the baseline and one for each format."""
     parts = []
@@ -51,7 +59,7 @@ def beside_baseline(results: dict[str, dict], op: str, sizes: str, baseline: str
             cells = [
                 f"{value(row, row['us'])} ({row['ratio']:.2f} x)" if row else "-" for row in map(found.get, formats)
             ]
-            size = f"{shape} {[*first['dims'].values()]}{', uneven' if is_uneven(groups) else ''}"
+            size = f"{sizes_of(first['dims'])}{', uneven' if is_uneven(groups) else ''}"
             body.append((size, value(first, first["baseline_us"]), *cells))
         if body:
             on = f" of forward and backward on {result['device']} at {(commits := commits_of(rows, result))}"
@@ -80,12 +88,13 @@ def recipe_table(results: dict[str, dict]) -> str:
             cells = [f"{found[r][EVEN]:.2f} / {found[r][ZIPF]:.2f}" if r in found else "-" for r in RECIPES]
             least = {"bf16": 1.0} | {recipe: min(by_groups.values()) for recipe, by_groups in found.items()}
             fastest = max(least, key=least.get) if len(found) > 1 else "-"  # one recipe alone has no rival
-            body.append((f"{m}, {k}, {n}, {e}", f"1 / {1 / (e / m + 1 / k + 1 / n):.0f}", *cells, fastest))
+            size, share = named(product_name(k, n, e), [m, k, n, e]), f"1 / {1 / (e / m + 1 / k + 1 / n):.0f}"
+            body.append((size, share, *cells, fastest))
         if body:
             text = (
                 f"Speed of forward and backward of `grouped_mm` over BF16 on {result['device']} at "
-                f"{commits_of(training_rows(result), result)}, with even / uneven groups. Fastest is what is so in the "
-                "worse of the two:"
+                f"{commits_of(training_rows(result), result)}, with even / uneven groups. The last column names the "
+                "fastest recipe in the worse of the two:"
             )
             headings, align = ("M, K, N, E", "E / M + 1 / K + 1 / N", *RECIPES, "fastest"), ["left"] + ["right"] * 4
             lines = tabulate(body, headings, tablefmt="github", colalign=[*align, "left"], disable_numparse=True)
@@ -101,22 +110,23 @@ def sonicmoe_table(result: dict) -> str:
         times = (f"{us[name]:,.0f} ({us['SonicMoE'] / us[name]:.2f} x)" for name in ours)
         share = f"{kept['rowwise'] / kept['SonicMoE']:.2f}"
         of_another = f", at {row['commit'][:7]}" if "commit" in row else ""
-        body.append((f"{row['sizes']} {row['dims']}{of_another}", f"{us['SonicMoE']:,.0f}", *times, share))
+        size = sizes_of(dict(zip("tdfek", row["dims"], strict=True)))
+        body.append((f"{size}{of_another}", f"{us['SonicMoE']:,.0f}", *times, share))
     headings = ("T, D, F, E, top_k", "SonicMoE, BF16", *ours, "kept, of SonicMoE's")
     align = ["left"] + ["right"] * (len(headings) - 1)
     lines = tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
     text = (
-        f"Router and all, beside SonicMoE in BF16 in turns, on {result['device']} at "
-        f"{(result['commit'] or 'unknown')[:7]} ({result['router']}); kept with recipe `rowwise`, without FP8 copies "
-        "of the weights:"
+        f"Microseconds of a whole layer with its router (`MoE`), measured in turns with SonicMoE in BF16 on "
+        f"{result['device']} at {(result['commit'] or 'unknown')[:7]}. The last column compares what recipe `rowwise` "
+        "keeps for backward, without the FP8 copies of the weights:"
     )
     return f"{textwrap.fill(text, 120)}\n\n{lines}"
 
 
 def layer_table(results: dict[str, dict], sonicmoe: dict | None) -> str:
     text = (
-        "Microseconds{on}, experts chosen at random, without the router; beside it torch's own ops around "
-        "`torch._grouped_mm`:"
+        "Microseconds{on}, for experts chosen at random, without the router. The first column of times is a layer of "
+        "torch's own ops around `torch._grouped_mm`:"
     )
     columns = "T, D, F, E, top_k", "torch's ops, BF16"
     tables = [beside_baseline(results, "experts", *columns, text, lambda row, us: f"{us:,.0f}")]
@@ -130,13 +140,35 @@ def adoption_tables(results: dict[str, dict]) -> str:
         return f"{row['dims']['t'] / us * 1e6:,.0f}"
 
     texts = {
-        ("transformers_experts", "T, D, F, E, top_k"): "Tokens a second{on}, of the experts of one layer alone, chosen "
-        "at random; beside it Transformers' own `grouped_mm`:",
-        ("transformers_step", "T, context, layers, vocabulary, D, F, E, top_k"): "Tokens a second{on}, of a whole "
-        "model with its loss and no optimizer: the sizes of Qwen3-30B-A3B, untrained, layers and vocabulary cut:",
+        ("transformers_experts", "T, D, F, E, top_k"): "Tokens per second{on}, for the experts of one layer alone, "
+        "chosen at random. The first column of speeds is Transformers' own `grouped_mm`:",
+        ("transformers_step", "T, context, layers, vocabulary, D, F, E, top_k"): "Tokens per second{on}, for a "
+        "whole model with its loss and no optimizer. The model has the sizes of Qwen3-30B-A3B with fewer layers and a "
+        "smaller vocabulary, and is untrained:",
     }
     tables = (beside_baseline(results, *of, "`grouped_mm`", text, tokens_a_second) for of, text in texts.items())
     return "\n\n".join(filter(None, tables)) or NOT_MEASURED
+
+
+def profile_text(result: dict | None) -> str:
+    """Where the time of a layer goes, as bench/profile_layer.py found it."""
+    if not result:
+        command = f"python bench/profile_layer.py --out bench/results/{PROFILE}"
+        return f"Not measured yet: `{command}` on a GPU fills this table."
+    work = [*dict.fromkeys(work for row in result["rows"] for work in row["us"])]
+    body = []
+    for row in result["rows"]:
+        total = sum(row["us"].values())
+        shares = (f"{row['us'].get(name, 0) / total:.0%}" for name in work)
+        body.append((sizes_of(dict(zip("tdfek", row["dims"], strict=True))), row["recipe"], f"{total:,.0f}", *shares))
+    text = (
+        f"Microseconds of all kernels in one forward and backward of `experts` on {result['device']} at "
+        f"{(result['commit'] or 'unknown')[:7]}, by `torch.profiler`, and the share of each kind of work:"
+    )
+    headings = ("T, D, F, E, top_k", "recipe", "us", *work)
+    align = ["left", "left", *["right"] * (len(headings) - 2)]
+    lines = tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
+    return f"{textwrap.fill(text, 120)}\n\n{lines}"
 
 
 def titan_table(result: dict, style: str = "simple") -> str:

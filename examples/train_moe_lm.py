@@ -386,6 +386,10 @@ def report(runs: list[Run], args: argparse.Namespace) -> int:
     print(f"Loss curves: {args.plot}")
     if args.losses:
         write_losses(runs, args)
+    if args.device == "cpu":
+        print(
+            "A CPU emulates FP8: its losses are those of FP8, its speed is not. FP8 is faster than BF16 on a GPU only."
+        )
     far = [recipe for recipe, d in differences.items() if not abs(d) <= TOLERANCE]  # NaN counts as far
     if args.check and far:
         print(f"The held-out loss of {', '.join(far)} is not within {TOLERANCE:.0%} of {BASELINE}'s.", file=sys.stderr)

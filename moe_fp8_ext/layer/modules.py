@@ -41,9 +41,10 @@ class Experts(nn.Module):
     DeviceMesh, they are DTensors, sharded by expert over it. Tokens belong to the rank, ids count all experts.
 
     Attributes:
-        gate_up_proj: [E, 2 F, D], or up_proj [E, F, D] with an activation that is not gated.
+        gate_up_proj: [E, 2 F, D]. An activation that is not gated has up_proj [E, F, D] instead.
+        gate_up_proj_bias: [E, 2 F], with bias. An activation that is not gated has up_proj_bias [E, F] instead.
         down_proj: [E, D, F].
-        gate_up_proj_bias or up_proj_bias, down_proj_bias: [E, 2 F] or [E, F], [E, D], with bias.
+        down_proj_bias: [E, D], with bias.
 
     Args:
         num_experts, hidden_size, intermediate_size: E, of all ranks together, D and F.
@@ -179,7 +180,9 @@ class MoE(nn.Module):
     """A router, the experts that it chooses from, and optional experts that every token uses.
 
     Attributes:
-        gate, experts, shared_experts: the modules, by their names in state dicts.
+        gate: the router. State dicts have these three names.
+        experts: the experts.
+        shared_experts: the experts that every token uses, or None.
 
     Args:
         router: a module whose forward is [T, D] -> `Routing`, such as a `Router`.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from distributed_problem import EXPERTS, D, F, World, check_graph, meshes, module, process
 from experts_problem import OF_OPERAND, SPREAD_DB, assert_equal, run
 from gemm_accuracy import fp8_gemm_db
-from helpers import ROOT, assert_same_tensor
+from helpers import assert_same_tensor, blocks
 from processes import NEEDS_GLOO, in_processes
 from torch import Tensor
 from torch.distributed import checkpoint
@@ -238,8 +238,8 @@ def check_checkpoints(world: World) -> None:
 def check_documents(world: World) -> None:
     """Runs the blocks of docs/expert-parallel.md. Over a mesh of two dimensions, gradients equal the gradients of one
     process."""
-    page, names = (ROOT / "docs" / "expert-parallel.md").read_text(), {}
-    plain, sharded, step = (block.split("```")[0] for block in page.split("```python\n")[1:])
+    names = {}
+    plain, sharded, step, _ = blocks("docs/expert-parallel.md")
     torch.manual_seed(world.rank)  # every rank has different tokens
     with torch.device(world.device):
         exec(plain, names)

@@ -95,8 +95,8 @@ def check_tokens_of_ranks(mesh: DeviceMesh, fsdp: bool) -> None:
 
 
 def check_documents(mesh: DeviceMesh) -> None:
-    """Runs the block of docs/adoption.md, with tokens that every rank has."""
-    (block,) = blocks("docs/adoption.md", "Expert parallelism")
+    """Runs the block of docs/expert-parallel.md, with tokens that every rank has."""
+    (block,) = blocks("docs/expert-parallel.md", "Experts without a dispatcher")
     experts, call = experts_of(4), calls(4)
     x, topk_ids, topk_scores = (DTensor.from_local(t, mesh, [Replicate()]) for t in call[:3])
     names = dict(globals(), experts=experts, mesh=mesh, x=x, topk_ids=topk_ids, topk_scores=topk_scores)

@@ -69,8 +69,8 @@ def test_tables_hold_even_and_uneven_rows_apart(monkeypatch: pytest.MonkeyPatch)
     results = {"": {"device": "a GPU", "commit": "c", "rows": rows}}
     lines = importlib.import_module("tables").layer_table(results, None).splitlines()
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[-2:]] == [
-        ["wide [8]", "4", "2 (2.00 x)"],
-        ["wide [8], uneven", "4", "3 (2.00 x)"],
+        ["[8]", "4", "2 (2.00 x)"],
+        ["[8], uneven", "4", "3 (2.00 x)"],
     ]
 
 
@@ -105,7 +105,8 @@ def test_rows_measured_again_say_their_commit(monkeypatch: pytest.MonkeyPatch) -
     ]
     assert "commit 111111111111." in report.origin(found)
     assert "2 rows are of 222222222222." in report.origin(found)
-    assert report.commits_of(found["rows"], found) == "1111111 and 2222222"
+    case = importlib.import_module("case")
+    assert case.commits_of(found["rows"], found) == "1111111 and 2222222"
 
 
 def test_compare(tmp_path: Path) -> None:
@@ -177,6 +178,73 @@ def test_which_recipe_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     small = rows((64, 64, 128, 1), rowwise=(0.9, 1.2), blockwise=(0.8, 0.8))
     text = tables.recipe_table({"a": {"device": "a GPU", "commit": None, "rows": small + large}})
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[-2:]]
-    assert cells[0] == ["4096, 1024, 1024, 1", "1 / 455", "1.50 / 1.10", "1.20 / 1.30", "-", "blockwise"]
-    assert cells[1] == ["64, 64, 128, 1", "1 / 26", "0.90 / 1.20", "0.80 / 0.80", "-", "bf16"]
+    assert cells[0] == ["[4096, 1024, 1024, 1]", "1 / 455", "1.50 / 1.10", "1.20 / 1.30", "-", "blockwise"]
+    assert cells[1] == ["[64, 64, 128, 1]", "1 / 26", "0.90 / 1.20", "0.80 / 0.80", "-", "bf16"]
     assert tables.recipe_table({}) == tables.NOT_MEASURED
+
+
+def test_names_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer or a product has a model's name only with the model's sizes; a share of its experts is said."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    models = importlib.import_module("models")
+    assert models.layer_name(2048, 768, 128, 8) == "Qwen3-30B-A3B"
+    assert models.layer_name(7168, 2048, 32, 8) == "DeepSeek-V3 (32 of 256 experts)"
+    assert models.layer_name(7168, 2048, 33, 8) is None and models.layer_name(4096, 1024, 128, 8) is None
+    assert models.product_name(1536, 1024, 40) == "Granite-3.0-3B-A800M, gate and up"
+    assert models.product_name(2048, 7168, 8) == "DeepSeek-V3 (8 of 256 experts), down"
+    assert models.product_name(5120, 8192, 16) == "Llama-4-Scout, gate or up"
+    assert models.product_name(64, 64, 4) is None
+
+
+def test_first_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worse of even and uneven groups counts. Models come first. A layer may lack SonicMoE's figures."""
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    headline = importlib.import_module("headline")
+    layers = {(8, 64, 64, 4, 2): (3.0, 2.5), (8, 2048, 768, 128, 8): (2.0, 2.25)}
+    rows = [
+        {"op": "experts rowwise", "dims": dict(zip("tdfek", layer, strict=True)), "ratio": ratio}
+        for layer, ratios in layers.items()
+        for ratio in ratios
+    ]
+    us, kept = {"SonicMoE": 3.0, "rowwise": 2.0}, {"SonicMoE": 4.0, "rowwise": 1.0}
+    sonicmoe = {"device": "a GPU", "commit": "b" * 40}
+    sonicmoe["rows"] = [{"dims": [8, 2048, 768, 128, 8], "us": us, "kept_mib": kept}]
+    results = {"": {"device": "a GPU", "commit": "a" * 40, "rows": rows}}
+    text = headline.text(results, sonicmoe)
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    assert cells[1:] == [
+        ["Qwen3-30B-A3B", "2.00 x", "1.50 x", "0.25"],
+        ["D 64, F 64, 4 experts", "2.50 x", "-", "-"],
+    ]
+    assert "at aaaaaaa" in text and "at bbbbbbb" in text
+    assert "Not measured" in headline.text({}, sonicmoe)
+
+
+def test_results_begin_with_layers_and_end_with_a_forced_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    report = importlib.import_module("report")
+    ops = "quantize_rows rowwise", "scaled_grouped_mm rowwise", "grouped_mm rowwise", "experts rowwise"
+    assert [rows[0]["op"] for rows in report.parts_of([{"op": op} for op in ops]).values()] == [*reversed(ops)]
+    found = report.recorded()
+    forced = ["gemm" in result for result in found.values()]
+    assert forced == sorted(forced)
+    assert not any("gemm" in result for result in report.usual(found).values())
+
+
+def test_profile_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    row = {"recipe": "rowwise", "dims": [8, 2048, 768, 128, 8], "us": {"products": 300.0, "rest": 100.0}}
+    text = importlib.import_module("tables").profile_text({"device": "a GPU", "commit": None, "rows": [row]})
+    cells = [cell.strip() for cell in text.splitlines()[-1].split("|")[1:-1]]
+    assert cells == ["Qwen3-30B-A3B [8, 2048, 768, 128, 8]", "rowwise", "400", "75%", "25%"]
+
+
+def test_profile_knows_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    pytest.importorskip("tqdm", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    work = importlib.import_module("profile_layer").WORK
+    assert {op for names in work.values() for op in names} <= set(ops.__all__)

@@ -22,7 +22,7 @@ from moe_fp8_ext import ops, reference
 
 CSRC = ROOT / "csrc"
 SOURCES = sorted(p for p in CSRC.rglob("*") if p.suffix in (".h", ".cu", ".cuh", ".cpp"))
-FOLDERS = ("moe_fp8_ext", "tests", "bench", "examples", "build_backend")
+FOLDERS = ("moe_fp8_ext", "tests", "bench", "examples", "build_backend", "docs")
 PYTHON = sorted(p for d in FOLDERS for p in (ROOT / d).rglob("*.py"))
 TEXTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench" / "results").glob("*.md")])
 

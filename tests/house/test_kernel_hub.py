@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, blocks
 
 from moe_fp8_ext import _C
 
@@ -16,13 +16,13 @@ sys.path.insert(0, str(ROOT / "build_backend"))
 import kernel_hub  # noqa: E402
 
 # The library of this tree has the usual namespace of ops. So the package must not be loaded beside it.
-LOAD = """
+(BLOCK,) = blocks("docs/install.md", "Hugging Face's kernel hub")
+BLOCK = BLOCK.replace('hub"))', 'hub"), backend="cpu")')  # a torch for CUDA looks for a build for CUDA
+LOAD = f"""
 import sys
-from pathlib import Path
 import torch
-from kernels import get_local_kernel
-
-kernel = get_local_kernel(Path(sys.argv[1]), backend="cpu")
+{BLOCK}
+kernel = moe_fp8_ext
 x = torch.randn(64, 128).bfloat16().requires_grad_()
 w = torch.randn(2, 128, 32).bfloat16()
 kernel.grouped_mm(x, w, torch.tensor([40, 64], dtype=torch.int32)).sum().backward()
@@ -55,11 +55,11 @@ def test_names_of_variants(monkeypatch):
 
 @pytest.mark.skipif(not importlib.util.find_spec("kernels"), reason="the package kernels is not installed")
 def test_kernels_loads_it(tmp_path):
-    folder = tmp_path / "build" / kernel_hub.name_of_variant("cpu")
+    folder = tmp_path / "dist" / "kernel-hub" / "build" / kernel_hub.name_of_variant("cpu")
     name = kernel_hub.name_of_build("cpu")
     kernel_hub.lay_out(_C.LIBRARY, name, "moe_fp8", "cpu", [], folder)
     paths = [path for path in sys.path if path and path != str(ROOT)]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-c", LOAD, tmp_path]
+    command = [sys.executable, "-c", LOAD]
     loaded = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert loaded.stdout.split() == [name, str(folder / "libmoe_fp8.so")], loaded.stderr

@@ -259,9 +259,12 @@ def test_parameters_that_change_with_the_module():
 
 
 def test_documents(capsys):
-    """Runs the blocks of docs/adoption.md, and compares the table that it shows."""
+    """Runs the blocks of docs/transformers.md, and compares the table that it shows."""
     model = tiny_model("qwen3_moe", "eager")
-    (use, recipe), (table,) = blocks("docs/adoption.md", "Any module"), blocks("docs/adoption.md", "Any module", "")
+    (use, recipe), (table,) = (
+        blocks("docs/transformers.md", "Convert a model in place"),
+        blocks("docs/transformers.md", "Convert a model in place", "text"),
+    )
     before = [dict(vars(module)) for module in model.modules()]
     names = dict(moe_fp8_ext=moe_fp8_ext, torch=torch, model=model)
     exec(use, names)

@@ -72,7 +72,7 @@ def test_loop(finetune, folder, tmp_path):
 
 def test_documented_command(finetune, folder, tmp_path):
     """Uses Trainer if accelerate is installed. The result is a model folder again."""
-    (block,) = blocks("docs/adoption.md", "Hugging Face Transformers", "bash")
+    (block,) = blocks("docs/transformers.md", "Fine-tuning", "bash")
     command = block.removeprefix("python examples/finetune_transformers.py ").split()
     places = {"path/to/model": folder, "text.txt": TEXT, "path/to/finetuned": tmp_path}
     assert places.keys() < set(command)

@@ -183,7 +183,7 @@ def recipes(root: Root) -> set[str | Recipe]:
 
 def test_documented_commands():
     found = []
-    (commands,) = blocks("docs/adoption.md", "torchtitan", "bash")
+    (commands,) = blocks("docs/torchtitan.md", None, "bash")
     for command in commands.replace("\\\n", " ").splitlines():
         given = shlex.split(command.split("--override.imports")[1])
         root = apply(debug_model("qwen3"), *overrides.parse_cli_imports(given))
@@ -193,7 +193,7 @@ def test_documented_commands():
 
 def test_documented_python():
     given = SimpleNamespace(override=overrides.OverrideConfig())
-    (block,) = blocks("docs/adoption.md", "torchtitan")
+    (block,) = blocks("docs/torchtitan.md")
     exec(block, {"config": given})
     root = apply(debug_model("qwen3"), *given.override.imports)
     assert recipes(root) == {Recipe("rowwise", wgrad_high_precision=True)}

@@ -101,7 +101,7 @@ def test_nan_in_one_token(recipe, device):
 )
 def test_nan_in_one_token_and_its_router(options, whole, device):
     """NaN fills the router's gradient, or only the rows of the first experts and the column of the feature
-    (docs/layer.md)."""
+    (docs/how-it-works.md)."""
     x, layer = tokens(device), layer_of(device, **options)
     x.data[17, 5] = math.nan
     names = ["out", "loss", "x", *(n for n, _ in layer.named_parameters())]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from derivatives import check_no_second_derivative
@@ -442,14 +440,6 @@ def test_takes_the_state_of_a_layer_of_transformers():
     mine.load_state_dict(theirs.state_dict())
     x = tokens(t=50).view(2, 25, D)
     assert sqnr_db(mine(x)[0], theirs(x)) > 40
-
-
-def test_documents():
-    """Runs the block of docs/layer.md."""
-    page, names = (Path(__file__).parents[2] / "docs" / "layer.md").read_text(), {}
-    exec(page.split("```python\n")[1].split("```")[0], names)
-    assert names["out"].shape == names["x"].shape
-    assert all(names[leaf].grad.isfinite().all() for leaf in ("x", "w_gate_up", "w_down"))
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "auto"])

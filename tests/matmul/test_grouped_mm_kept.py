@@ -109,7 +109,7 @@ def test_either_way_gives_the_same_bytes(indexed, dtype, name, device):
     "recipe", [*NAMES, Recipe("mxfp8", wgrad_high_precision=True)], ids=lambda r: getattr(r, "name", r)
 )
 def test_bytes_of_another_token(recipe, device):
-    """Each further row of A adds the bytes that README.md states."""
+    """Each further row of A adds the bytes that docs/recipes.md states."""
     recipe = Recipe(recipe) if isinstance(recipe, str) else recipe
     sizes = []
     for m in (512, 2048):

@@ -73,8 +73,8 @@ def test_products_are_not_computed_again(kind, recipe, device):
 
 
 def test_documents():
-    """Runs the block of docs/adoption.md."""
-    (block,) = blocks("docs/adoption.md", "Activation checkpointing")
+    """Runs the block of docs/training.md."""
+    (block,) = blocks("docs/training.md", "Activation checkpointing")
     fn, (x, w), _ = problem("grouped_mm", "rowwise", "cpu")
     names = {"x": x.requires_grad_(), "block": lambda x: fn(x, w)}
     exec(f"import functools, moe_fp8_ext, torch\n{block}", names)
