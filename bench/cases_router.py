@@ -14,12 +14,13 @@ from torch import Tensor, nn
 import moe_fp8_ext as moe
 from moe_fp8_ext import ops
 
-# The sizes of all layers and of DeepSeek-V3's router: tokens, width, experts, experts per token.
+_GROUPS = {"scoring": "sigmoid", "scaling_factor": 2.5, "num_groups": 8, "top_groups": 4}
+# The sizes of all layers and of DeepSeek-V3's router: tokens, width, experts, experts per token. Eight
+# experts are left out: a choice in groups adds the best two of each group.
 _ROUTERS = {
-    **{name: (t, d, e, k) for name, (t, d, _, e, k) in SIZES.items() if name != "dsv3"},
+    **{name: (t, d, e, k) for name, (t, d, _, e, k) in SIZES.items() if name != "dsv3" and e > 8},
     "dsv3": (16384, 7168, 256, 8),
 }
-_GROUPS = {"scoring": "sigmoid", "scaling_factor": 2.5, "num_groups": 8, "top_groups": 4}
 
 
 def _choices(cpu: bool) -> list[Shape]:
