@@ -33,7 +33,7 @@ WORKERS = $(shell $(PY) -c 'import xdist' 2>&- && printf '%s' '-n $(or $(MAX_JOB
 SAY := @printf 'moe_fp8_ext: %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz bench report docs lint build wheel kernel-hub clean
+.PHONY: help demo test fuzz bench docs lint build wheel kernel-hub clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,10 +53,6 @@ fuzz: $(call packages,test) ## call every op at random, on the CPU, under Addres
 bench: $(call packages,bench) ## time every op, and compare it with the memory limit and with alternatives
 	$(BUILD)
 	$(PY) bench/run.py $(ARGS)
-
-report: $(call packages,bench) ## run every kernel on a GPU that nobody has reported on yet, and print a report
-	$(BUILD)
-	$(PY) tests/toolchain/first_run.py $(ARGS)
 
 docs: $(call packages,docs) ## build the documentation as a site into build/site; a warning or a dead link fails
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

@@ -9,7 +9,7 @@
 #include "numerics/activations.h"
 #include "numerics/format.h"
 #include "ops/arguments.h"
-#include "ops/call.h"
+#include "ops/checks.h"
 #include "ops/gemm_backends.h"
 #include "tokens/copy_rows.h"
 #include "tokens/permute.h"
@@ -175,4 +175,6 @@ MOE_FP8_EXPORT const char* moe_fp8_tables(const char* torch_config) {
 }
 
 // Whether the contents of offs and indices are checked too, which waits for the device.
-MOE_FP8_EXPORT bool moe_fp8_validates() { return moe_fp8::flag_is_set("MOE_FP8_VALIDATE"); }
+MOE_FP8_EXPORT bool moe_fp8_validates() { return moe_fp8::validates(); }
+// Adds to the number of contexts that validate: moe_fp8_ext/validation.py.
+MOE_FP8_EXPORT void moe_fp8_count_validations(int change) { moe_fp8::open_validations += change; }

@@ -33,6 +33,8 @@ _library.moe_fp8_tables.restype = ctypes.c_char_p
 _library.moe_fp8_tables.argtypes = [ctypes.c_char_p]
 _library.moe_fp8_validates.restype = ctypes.c_bool
 _library.moe_fp8_validates.argtypes = []
+_library.moe_fp8_count_validations.restype = None
+_library.moe_fp8_count_validations.argtypes = [ctypes.c_int]
 
 _tables: dict[str, Any] = json.loads(_library.moe_fp8_tables(torch.__config__.show().encode()))
 if "error" in _tables:
@@ -41,6 +43,8 @@ if "error" in _tables:
 # Whether the contents of offs and indices are checked too, which waits for the device. Every call asks, so it has no
 # wrapper in Python.
 validates = _library.moe_fp8_validates
+# Adds to the number of contexts that validate: moe_fp8_ext/validation.py.
+count_validations = _library.moe_fp8_count_validations
 
 
 def build_info() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 What users touch is here. `moe_fp8_ext.ops` has every op of torch.ops.moe_fp8 as it is, on tensors.
 """
 
+from moe_fp8_ext import _torch
 from moe_fp8_ext._C import build_info
 from moe_fp8_ext.distributed.fsdp import gather_in_fp8_
 from moe_fp8_ext.integrations.convert import convert_, revert_
@@ -31,6 +32,7 @@ from moe_fp8_ext.quantization.tensor import (
 from moe_fp8_ext.training.checkpointing import save_ops
 from moe_fp8_ext.training.stats import stats
 from moe_fp8_ext.training.weight_cache import reuse_weights
+from moe_fp8_ext.validation import validate
 
 __version__ = build_info()["version"]
 
@@ -62,8 +64,13 @@ __all__ = [
     "swizzle_scales",
     "unpermute",
     "unswizzle_scales",
+    "validate",
 ]
 
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__", "ops", "reference"])
+
+
+if build_info()["backend"] == "cpu":
+    _torch.warn_of_unused_gpus()

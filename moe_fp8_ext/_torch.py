@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from inspect import isdatadescriptor
@@ -81,6 +82,13 @@ def report() -> str:
         state = state if choice.is_private else f"not in use: {choice.fallback}"
         lines.append(f"{choice.names}: {choice.purpose}; {state}")
     return "\n".join(lines)
+
+
+def warn_of_unused_gpus() -> None:
+    """Warns that a build for the CPU has no kernels for the GPUs of this machine."""
+    if (torch.version.cuda or torch.version.hip) and torch.cuda.device_count():
+        text = "no nvcc or ROCm was found when it was built, or MOE_FP8_BACKEND asked for the CPU; GPU tensors raise"
+        warnings.warn(f"moe_fp8_ext: this build is for the CPU, but torch sees a GPU: {text}", stacklevel=3)
 
 
 # ---- dispatch --------------------------------------------------------------------------------------------------------

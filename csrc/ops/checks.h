@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "numerics/format.h"
@@ -168,8 +169,13 @@ inline int64_t check_extent(const char* op, const char* arg, int64_t rows, int64
   return extent;
 }
 
-// ---- contents, with MOE_FP8_VALIDATE=1 -----------------------------------------------------------------------------
-inline bool validates() { return flag_is_set("MOE_FP8_VALIDATE"); }
+// ---- contents, if they are validated -------------------------------------------------------------------------------
+// How many contexts of moe_fp8_ext.validate() are open. One count serves all threads, because backward runs in threads
+// of autograd.
+inline std::atomic<int> open_validations{0};
+inline bool validates() {
+  return open_validations.load(std::memory_order_relaxed) > 0 || flag_is_set("MOE_FP8_VALIDATE");
+}
 // The integers of t, in logical order. Waits for the device.
 template <class T = int>
 std::vector<T> contents(const Tensor& t) {

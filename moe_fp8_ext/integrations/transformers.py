@@ -63,7 +63,7 @@ def register(recipe: str | Recipe = "rowwise") -> None:
         ImportError: Transformers is missing, its version is not known, or it has layouts that this module lacks.
         ValueError, TypeError: no recipe of that name exists, or it is neither a name nor a `Recipe`.
     """
-    named = {"": get_recipe(recipe), **{f"_{name}": known for name, known in RECIPES.items()}}
+    named = {"": get_recipe(recipe, "register"), **{f"_{name}": known for name, known in RECIPES.items()}}
     interface = _transformers_moe().ALL_EXPERTS_FUNCTIONS
     ep_interface = _ep_interface()
     for suffix, value in named.items():

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fp8_ext._C import validates
 from moe_fp8_ext.layer.linear import ExpertLinear
 from moe_fp8_ext.layer.node import Call, LayerFunction
 from moe_fp8_ext.layer.source import RoutedTokens, SortedRows
@@ -25,7 +24,6 @@ from moe_fp8_ext.ops.checks import (
     dtype_name,
     either,
     fail,
-    has_values,
     require,
     validate_ids,
     validate_offs,
@@ -82,7 +80,7 @@ def experts(
     Args:
         x: [T, D] bfloat16, float16 or float32.
         topk_ids: [T, top_k] int32 or int64: experts of each token. An id out of [0, E) drops its slot;
-            MOE_FP8_VALIDATE=1 refuses all such ids except -1.
+            on a CPU, and inside `moe_fp8_ext.validate()`, all such ids except -1 raise.
         topk_scores: [T, top_k] bfloat16, float16 or float32, taken as float32.
         w_gate_up: [E, 2 F, D], or [E, F, D] with an activation that is not gated; E at most 1024, on a GPU 1023 with
             "bf16", wgrad_high_precision or biases that need a gradient. Of any strides; a contiguous one or its
@@ -115,8 +113,7 @@ def experts(
     up = Projection(w_gate_up, b_gate_up, main_grad_gate_up)
     down = Projection(w_down, b_down, main_grad_down)
     call, *inputs = layer_call(_OP, x, topk_ids, topk_scores, up, down, recipe, activation, interleaved, keep)
-    if not torch.compiler.is_compiling() and validates() and has_values(topk_ids):
-        validate_ids(_OP, topk_ids, call.experts)
+    validate_ids(_OP, topk_ids, call.experts)
     return LayerFunction.apply(call, RoutedTokens(topk_ids.contiguous(), call.experts), *inputs)
 
 
@@ -148,7 +145,7 @@ def experts_of_groups(
     Args:
         x: [P, D] bfloat16, float16 or float32, sorted by expert.
         offs: [E] int32 on x's device, exclusive end row of each expert, non-decreasing. Contents are clamped and made
-            monotonic; MOE_FP8_VALIDATE=1 checks them, which waits for the device.
+            monotonic. On a CPU, and inside `moe_fp8_ext.validate()`, wrong ones raise.
         scores: [P] bfloat16, float16 or float32, taken as float32; None multiplies by nothing.
         w_gate_up, w_down, recipe, activation, interleaved, b_gate_up, b_down, keep, main_grad_gate_up, main_grad_down:
             as in `experts`. Recipe "auto" counts P rows.
@@ -171,8 +168,7 @@ def experts_of_groups(
         scores = scores[:, None]
     call, *inputs = layer_call(op, x, None, scores, up, down, recipe, activation, interleaved, keep)
     _check_tensor(op, "offs", offs, (call.experts,), x, (torch.int32,))
-    if not torch.compiler.is_compiling() and validates() and has_values(offs):
-        validate_offs(op, offs, "rows of x", x.shape[0])
+    validate_offs(op, offs, "rows of x", x.shape[0])
     return LayerFunction.apply(call, SortedRows(offs), *inputs)
 
 
@@ -266,6 +262,9 @@ def _check(
     if not 1 <= e <= MAX_EXPERTS:
         fail(op, f"w_down must have from 1 to {MAX_EXPERTS} experts, got {e}")
     rows = 2 * f if gated else f
+    if not linears[1].is_quantized and f == d != linears[1].values.shape[1]:
+        got = linears[1].values.shape[1]
+        fail(op, f"w_down must have size {d} in dimension 1, got {got}; it is [E, D, F], not [E, F, D]")
     _check_tensor(op, "x", x, (tokens, d), x)
     if topk_ids is not None:
         top_k = topk_ids.shape[1]

@@ -203,8 +203,11 @@ class MoE(nn.Module):
             check_module("MoE", "shared_experts", shared_experts)
         if isinstance(router, Router) and isinstance(experts, Experts):  # else some ids would be dropped silently
             chosen, has = router.weight.shape[0], experts.num_experts
-            require(chosen == has, f"MoE: experts must be as many as router chooses among, {chosen}, got {has}")
             size, takes = router.weight.shape[1], experts.down_proj.shape[1]
+            is_swapped = chosen != has and (chosen, size) == (takes, has)
+            cause = "; sizes are given as Router(num_experts, hidden_size, top_k)" if is_swapped else ""
+            text = f"MoE: experts must be as many as router chooses among, {chosen}, got {has}{cause}"
+            require(chosen == has, text)
             require(size == takes, f"MoE: experts must have the hidden_size of router, {size}, got {takes}")
         self.gate, self.experts, self.shared_experts = router, experts, shared_experts
 

@@ -22,11 +22,14 @@ from moe_fp8_ext.ops.checks import (
     check_sizes,
     dtype_name,
     either,
+    fail,
+    is_int,
     require,
 )
 from moe_fp8_ext.ops.dispatch import differentiable_once, unit_stride
 from moe_fp8_ext.ops.router import SCORINGS, check_choice, choose_experts, choose_experts_backward
 from moe_fp8_ext.quantization.casting import autocast_dtype, cast
+from moe_fp8_ext.quantization.format import MAX_EXPERTS
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager:
@@ -161,6 +164,9 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         check_one_of("Router", "scoring", scoring, SCORINGS)
+        if is_int(num_experts) and num_experts > MAX_EXPERTS:
+            got = f"got {num_experts}; sizes are given as Router(num_experts, hidden_size, top_k)"
+            fail("Router", f"num_experts must be from 1 to {MAX_EXPERTS}, {got}")
         check_sizes("Router", num_experts, hidden_size=hidden_size)
         check_choice("Router", num_experts, top_k, num_groups, top_groups)
         check_bool("Router", "normalize", normalize)
@@ -207,8 +213,9 @@ class Router(nn.Module):
         """Checks x and returns the options of a forward."""
         check_dense("Router", "x", x, 2)
         require(x.dtype in INPUT_DTYPES, f"Router: x must be {either(map(dtype_name, INPUT_DTYPES))}, got {x.dtype}")
-        (_, size), device = self.weight.shape, self.weight.device
-        require(x.shape[1] == size, f"Router: x must have size {size} in dimension 1, got {x.shape[1]}")
+        (experts, size), device = self.weight.shape, self.weight.device
+        cause = "; sizes are given as Router(num_experts, hidden_size, top_k)" if x.shape[1] == experts else ""
+        require(x.shape[1] == size, f"Router: x must have size {size} in dimension 1, got {x.shape[1]}{cause}")
         require(x.device == device, f"Router: x must be on the device of weight, {device}, got {x.device}")
         bias = self.e_score_correction_bias
         bias = None if bias is None else cast(bias, torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import NamedTuple, NoReturn
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -13,12 +14,14 @@ from moe_fp8_ext.matmul.bf16 import max_experts
 from moe_fp8_ext.matmul.engine import Groups, engine_of
 from moe_fp8_ext.ops import permute_pad
 from moe_fp8_ext.ops.checks import (
+    CUMSUM,
     INPUT_DTYPES,
+    VALIDATE,
     check_dense,
     check_int,
     check_main_grad,
+    contents,
     fail,
-    has_values,
     require,
     validate_indices,
     validate_offs,
@@ -45,6 +48,8 @@ def grouped_mm(
     indices: Tensor | None = None,
     top_k: int | None = None,
     main_grad: Tensor | None = None,
+    bias: None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """out[r] = A[r] @ B_t[e] for every row r of group e; rows from offs[-1] on are zero.
 
@@ -69,15 +74,16 @@ def grouped_mm(
     graph with a dynamic token count always keeps the fp8 copy. With the recipe's wgrad_high_precision, backward keeps A
     in bfloat16.
 
-    Differences from `torch._grouped_mm`: offs are required, there is no bias and no out_dtype, A is always [M, K] and
-    B_t [E, K, N].
+    The arguments are those of `torch.nn.functional.grouped_mm`, but offs are required, A is [M, K], B_t is [E, K, N],
+    bias is None and out_dtype is the dtype of the result. Contents of offs and indices on a CPU are always checked; on
+    a GPU they are inside `moe_fp8_ext.validate()`.
 
     Args:
         A: [M, K] tokens sorted by group, or, with `indices`, in any order; bfloat16, float16 or float32. A may already
             be quantized: by `quantize_rows` for offs or, if B_t needs a gradient, as the pair of `quantize_both`. It is
             then a constant: no gradient flows to it. The gradient of B_t then has the pair's amax. With the recipe's
             `amax_of_groups` it is the gradient of the tensor, byte for byte, and as fast. An A that was quantized for
-            other groups gives wrong numbers; MOE_FP8_VALIDATE=1 refuses it.
+            other groups gives wrong numbers; a check of contents refuses it.
         B_t: [E, K, N] weights of A's dtype, the transposed view of [E, N, K] or contiguous (both without a copy). Or
             the pair that `quantize_weight` returns for the weights [E, N, K], a constant too; its first alone is enough
             if A needs no gradient. Or the view of a weight that `gather_in_fp8_` has gathered.
@@ -97,6 +103,8 @@ def grouped_mm(
             pipelines that run one backward for A and one for B_t add twice. With a quantized B_t and an A that needs a
             gradient, main_grad gets the gradient of the weights that B_t was made of. This serves weights that are
             trained, and quantized once for many calls of a graph.
+        bias: None. `experts` adds biases.
+        out_dtype: None or the dtype of the result.
 
     Returns:
         out [M, N], with `indices` [P, N]. Its dtype is A's, or B_t's if A is quantized, or bfloat16 if both are. The
@@ -116,6 +124,11 @@ def grouped_mm(
         check_main_grad(_OP, "main_grad", main_grad, "B_t", w[0].q.mT if B_t is None else B_t, transposed=True)
         main_grad = main_grad.mT
     a_dtype, b_dtype = _dtypes(A, B_t)
+    if bias is not None:
+        _fail(f"bias must be None, because products add none, got {type(bias).__name__}; `experts` adds biases")
+    result = a_dtype or b_dtype or torch.bfloat16
+    if out_dtype not in (None, result):
+        _fail(f"out_dtype must be None or that of the result, {result}, got {out_dtype}; cast the result")
     if A is not None and B_t is not None and a_dtype != b_dtype:
         _fail(f"B_t must have the dtype of A, {a_dtype}, got {b_dtype}")
     A = None if A is None else cast(A, a_dtype)
@@ -247,13 +260,14 @@ def _check(
     _check_device("B_t", weight, tokens)
     k, of_a = weight.shape[2 if B_t is None else 1], tokens.shape[1]
     if k != of_a:
-        _fail(f"B_t must have size {of_a} in dimension 1 (the last of A), got {k}")
+        cause = "; weights [E, N, K] are passed as w.mT" if B_t is not None and weight.shape[2] == of_a else ""
+        _fail(f"B_t must have size {of_a} in dimension 1 (the last of A), got {k}{cause}")
     _check_vector("offs", offs, tokens)
     e, got = weight.shape[0], offs.shape[0]
     if got > MAX_EXPERTS:
         _fail(f"offs must have at most {MAX_EXPERTS} entries, got {got}")
     if got != e:
-        _fail(f"offs must have {e} entries, one for each expert of B_t, got {got}")
+        _fail(f"offs must have {e} entries, one for each expert of B_t, got {got}; {VALIDATE}")
     if (indices is None) != (top_k is None):
         given, missing = ("top_k", "indices") if indices is None else ("indices", "top_k")
         _fail(f"{missing} must be given with {given}, got None")
@@ -268,23 +282,31 @@ def _check(
             _fail(f"top_k must be at least 1, got {top_k}")
         if isinstance(rows := tokens.shape[0], int) and rows * top_k > MAX_ROWS:
             _fail(f"top_k must give at most {MAX_ROWS} slots to {rows} rows, got {top_k}")
-    if not torch.compiler.is_compiling() and validates() and has_values(offs):
-        rows = tokens.shape[0] if indices is None else indices.shape[0]
-        validate_offs(_OP, offs, "rows of A" if indices is None else "indices", rows)
-        _validate_groups(a, offs)
-        if indices is not None:
-            validate_indices(_OP, indices, tokens.shape[0] * top_k)
+    rows = tokens.shape[0] if indices is None else indices.shape[0]
+    validate_offs(_OP, offs, "rows of A" if indices is None else "indices", rows)
+    _validate_groups(a, offs)
+    if indices is not None:
+        validate_indices(_OP, indices, tokens.shape[0] * top_k)
+    if not torch.compiler.is_compiling() and B_t is not None and validates():
+        _warn_of_square(B_t)
 
 
 def _validate_groups(a: tuple[Quantized | None, Quantized | None], offs: Tensor) -> None:
     for quantized in a:
-        if quantized is None or quantized.offs is None:
+        if quantized is None or quantized.offs is None or contents(offs) is None:
             continue
         sizes = offs.diff(prepend=offs.new_zeros(1))
         wanted = (round_up(sizes, quantized.align).cumsum(0)).tolist()
         got = quantized.offs.tolist()
         if got != wanted:
             _fail(f"A must be quantized along {quantized.along} for offs, with groups that end at {wanted}, got {got}")
+
+
+def _warn_of_square(B_t: Tensor) -> None:
+    """Square weights fit with their transpose and without. Their strides say how they are stored, not what is meant."""
+    if B_t.shape[1] == B_t.shape[2] and B_t.is_contiguous():
+        text = f"B_t {list(B_t.shape)} is contiguous and read as [E, K, N]; weights [E, N, K] are passed as w.mT"
+        warn(f"{_OP}: {text}", stacklevel=4)
 
 
 def _check_device(arg: str, x: Tensor, A: Tensor) -> None:
@@ -295,7 +317,8 @@ def _check_device(arg: str, x: Tensor, A: Tensor) -> None:
 def _check_vector(arg: str, x: Tensor, A: Tensor) -> None:
     check_dense(_OP, arg, x, 1)
     if x.dtype != torch.int32:
-        _fail(f"{arg} must be int32, got {x.dtype}")
+        cause = f"{CUMSUM}; {VALIDATE}" if arg == "offs" else VALIDATE
+        _fail(f"{arg} must be int32, got {x.dtype}; {cause}")
     if x.stride(0) != 1 and x.shape[0] > 1:
         _fail(f"{arg} must have stride 1, got stride {x.stride(0)}")
     _check_device(arg, x, A)

@@ -334,31 +334,57 @@ def fp8_dtype(op: str, dtype: torch.dtype | None, x: Tensor, arg: str = "dtype")
     return dtype
 
 
+VALIDATE = "to check contents, call it inside moe_fp8_ext.validate()"
+CUMSUM = "group sizes become offs by sizes.cumsum(0, dtype=torch.int32)"
+
+
 def has_values(x: Tensor) -> bool:
-    """Whether x has contents that MOE_FP8_VALIDATE=1 can read: it is neither a meta nor a fake tensor."""
-    return not x.is_meta and not _torch.is_fake(x)
+    """Whether x has contents that can be read: it is neither a meta nor a fake tensor."""
+    return not x.is_meta and (type(x) is Tensor or not _torch.is_fake(x))
+
+
+def contents(x: Tensor) -> list[int] | None:
+    """Returns the integers of x if they are to be checked, else None.
+
+    Those of a CPU's tensor always are, because reading them costs no wait. Those of a GPU are if calls are validated.
+    """
+    if torch.compiler.is_compiling() or not (x.is_cpu or _C.validates()) or not has_values(x):
+        return None
+    try:
+        return x.flatten().tolist()
+    except RuntimeError:  # a tensor that a transform of torch wraps
+        return None
 
 
 def validate_offs(op: str, offs: Tensor, of: str, rows: int) -> None:
-    """Checks the contents of offs against `rows`, which the message calls `of`; waits for the device."""
-    previous = 0
-    for e, end in enumerate(offs.tolist()):
-        require(end >= previous, f"{op}: offs must be non-decreasing from 0, got offs[{e}] = {end} after {previous}")
-        require(end <= rows, f"{op}: offs must not exceed the {rows} {of}, got offs[{e}] = {end}")
+    """Checks `contents` of offs against `rows`, which the message calls `of`."""
+    previous, ends = 0, contents(offs) or []
+    cause = f"; they add up to {rows}: {CUMSUM}" if sum(ends) == rows else f"; {CUMSUM}"
+    for e, end in enumerate(ends):
+        if end < previous:
+            fail(op, f"offs must be non-decreasing from 0, got offs[{e}] = {end} after {previous}{cause}")
+        if end > rows:
+            fail(op, f"offs must not exceed the {rows} {of}, got offs[{e}] = {end}")
         previous = end
 
 
 def validate_indices(op: str, indices: Tensor, slots: int) -> None:
-    """Checks the contents of indices; waits for the device."""
-    seen = set()
-    for p, index in enumerate(indices.tolist()):
-        text = f"{op}: indices must be -1 or one of the {slots} slots, got {index} in place {p}"
-        require(-1 <= index < slots, text)
-        require(index == -1 or index not in seen, f"{op}: indices must be distinct, got {index} twice")
-        seen.add(index)
+    """Checks `contents` of indices."""
+    all = contents(indices)
+    if not all:
+        return
+    if min(all) < -1 or max(all) >= slots:
+        p, index = next((p, i) for p, i in enumerate(all) if not -1 <= i < slots)
+        fail(op, f"indices must be -1 or one of the {slots} slots, got {index} in place {p}")
+    given = sorted(index for index in all if index >= 0)
+    for first, second in zip(given, given[1:], strict=False):
+        if first == second:
+            fail(op, f"indices must be distinct, got {first} twice")
 
 
 def validate_ids(op: str, topk_ids: Tensor, experts: int) -> None:
-    """Checks the contents of topk_ids; waits for the device."""
-    for slot, id in enumerate(topk_ids.flatten().tolist()):
-        require(-1 <= id < experts, f"{op}: topk_ids must be -1 or from 0 to {experts - 1}, got {id} in slot {slot}")
+    """Checks `contents` of topk_ids."""
+    ids = contents(topk_ids)
+    if ids and (min(ids) < -1 or max(ids) >= experts):
+        slot, id = next((slot, id) for slot, id in enumerate(ids) if not -1 <= id < experts)
+        fail(op, f"topk_ids must be -1 or from 0 to {experts - 1}, got {id} in slot {slot}")

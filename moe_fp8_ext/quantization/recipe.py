@@ -63,7 +63,7 @@ class Recipe:
         TypeError: a field is not of its type.
     """
 
-    name: str
+    name: str = "rowwise"
     format: str | None = None
     dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
@@ -88,6 +88,9 @@ class Recipe:
         if self.name == "bf16":
             _require(self.format is None, "format", 'None with name "bf16"', self.format)
         else:
+            if self.format is None:
+                names = ("bf16", "auto", *FORMATS)
+                _require(False, "name", f"{_quoted(names)}, or come with a format", self.name)
             known = [self.name] if self.name in FORMATS else list(FORMATS)
             _require(self.format in known, "format", f"{_quoted(known)} with name {self.name!r}", self.format)
         for field in ("dtype", "grad_dtype"):
@@ -268,5 +271,6 @@ def get_recipe(recipe: str | Recipe, op: str = "") -> Recipe:
     if not isinstance(recipe, str):
         raise TypeError(f"{where}recipe must be a str or a Recipe, got {type(recipe).__name__}")
     if recipe not in RECIPES:
-        raise ValueError(f"{where}recipe must be one of {sorted(RECIPES)}, got {recipe!r}")
+        known = either([*map(repr, RECIPES), "a Recipe"])
+        raise ValueError(f"{where}recipe must be {known}, got {recipe!r}")
     return RECIPES[recipe]

@@ -100,6 +100,7 @@ RUN_HERE: dict[str, tuple[Callable[[], dict[str, object]], Callable[[dict[str, o
     "docs/layer.md": (of_layer, leaves_have_gradients),
     "docs/training.md": (of_training, main_grads_are_added),
     "docs/performance.md": (of_performance, None),
+    "docs/validate.md": (of_training, None),
 }
 
 
@@ -161,12 +162,14 @@ COMMANDS = {
     """'moe_fp8_ext.integrations.torchtitan.moe_fp8={"recipe": "blockwise"}'""": (
         "tests/integrations/test_torchtitan.py"
     ),
-    "MOE_FP8_VALIDATE=1 python train.py": "tests/ops/test_validate.py",
     "make demo": MAKE,
     'make demo ARGS="--recipes bf16,mxfp8"': MAKE,
     "make bench": MAKE,
-    "make report > report.txt 2>&1": MAKE,
-    "make report SYSTEM_SITE=1 > report.txt 2>&1": MAKE,
+    "python -m moe_fp8_ext": "tests/house/test_command_line.py",
+    "python -m moe_fp8_ext --check": "tests/house/test_command_line.py",
+    "python -m moe_fp8_ext --speed": "tests/house/test_command_line.py",
+    "python -m moe_fp8_ext --check --json": "tests/house/test_command_line.py",
+    "python -m moe_fp8_ext --check --speed > report.txt 2>&1": GPU,
     "python bench/profile_layer.py --out bench/results/profile.json": GPU,
     "python bench/report.py": "tests/house/test_house.py",
     # Of CONTRIBUTING.md
@@ -197,7 +200,6 @@ COMMANDS = {
     "python tests/toolchain/cuda_check.py": "tests/house/test_toolchain_checks.py",
     "python tests/toolchain/hip_check.py": "tests/house/test_toolchain_checks.py",
     "python tests/toolchain/every_kernel.py": GPU,
-    "make report": MAKE,
     "python bench/stats.py": GPU,
     "python bench/underflow.py --out docs/stats.png": "takes minutes",
 }

@@ -1,4 +1,4 @@
-"""The tools that build and check the kernels: the emulation, the choice of architectures, the report, the cache."""
+"""The tools that build and check the kernels: the emulation, the choice of architectures, the cache."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import cache  # noqa: E402
 import compile_cached  # noqa: E402
-import first_run  # noqa: E402
 from simt_library import CXX, SIMT, compile_cxx  # noqa: E402
 
 from build_backend.environment import DEFAULT_ARCHS, choose_archs  # noqa: E402
@@ -146,51 +144,6 @@ def test_a_machine_with_unsupported_gpus(tools, backend, tool, gpu, arch):
     says(tools / tool, gpu)
     with pytest.raises(SystemExit, match=f"but this machine has {arch}: .*MOE_FP8_{backend.upper()}_ARCHS to build"):
         choose_archs(backend, str(tools / "nvcc"))
-
-
-# ---- The report of a GPU ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_report_without_a_gpu(monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", [first_run.__file__])
-    assert first_run.main() == 1
-    out = capfd.readouterr().out
-    assert re.search(
-        r"== machine\ntorch \S+ of (.|\n)*version .*\n(GEMM .*\n)*GEMM cpu: .*\n\nNo kernel was run: torch", out
-    ), out
-
-
-@pytest.mark.parametrize("recipe", [*first_run.RECIPES, "bf16"])
-def test_report_says_whether_bytes_are_the_same(recipe, capsys):
-    assert first_run.same_bytes(recipe, "cpu", (64, 32, 64, 4))
-    assert capsys.readouterr().out == "product: the same bytes\nlayer: the same bytes\n"
-
-
-def test_report_sees_different_bytes(monkeypatch, capsys):
-    monkeypatch.setattr(first_run.moe, "grouped_mm", lambda x, b_t, offs, recipe: x.sum() * b_t.sum() * torch.rand(1))
-    assert not first_run.same_bytes("rowwise", "cpu", (64, 32, 64, 4))
-    assert capsys.readouterr().out == "product: DIFFERENT BYTES\nlayer: the same bytes\n"
-
-
-@pytest.mark.parametrize("format", first_run.RECIPES)
-def test_report_of_speed(format, capsys):
-    assert first_run.speed(format, "cpu", (64, 32, 64, 2))
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines[:2]] == [
-        "quantize_both [64, 32]",
-        "scaled_grouped_mm [64, 32, 64, 2]",
-    ]
-    assert re.match(r"\d+\.\d\d x torch._grouped_mm in BF16", lines[2])
-
-
-def test_report_goes_on_after_a_failure(capfd):
-    kill, wait = ["sh", "-c", "kill -9 $$"], ["sleep", "60"]
-    commands = {"good": ["true"], "bad": ["false"], "dead": kill, "stuck": wait, "last": ["echo", "there"]}
-    assert first_run.run(commands, seconds=1) == ["bad", "dead", "stuck"]
-    out = capfd.readouterr().out
-    assert "== bad\nFAILED: status 1\n" in out and "== dead\nFAILED: status -9\n" in out
-    assert "== stuck\nFAILED: still running after 1 seconds\n" in out and out.endswith("== last\nthere\n")
 
 
 # ---- The cache -------------------------------------------------------------------------------------------------------

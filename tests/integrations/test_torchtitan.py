@@ -202,7 +202,7 @@ def test_documented_python():
 def test_unknown_recipe():
     root = debug_model("qwen3")
     before = experts_of(root)
-    with pytest.raises(ValueError, match=r"recipe must be one of .*'rowwise'\], got 'fp7'"):
+    with pytest.raises(ValueError, match=r"recipe must be .*'rowwise'.*, got 'fp7'"):
         apply(root, (OVERRIDE, {"recipe": "fp7"}))
     assert experts_of(root) == before
 

@@ -1,0 +1,145 @@
+"""The build, the GPUs, the backend of each recipe on them, and the packages that the integrations are for."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from moe_fp8_ext._C import build_info
+from moe_fp8_ext.quantization.recipe import RECIPES
+
+# The versions that tests have run with. An empty tuple: the package needs no integration, or none was tested.
+TESTED = {
+    "transformers": ("5.17.0", "5.23.0"),
+    "torchtitan": ("0.3.0",),
+    "peft": (),
+    "megatron-core": (),
+}
+_DRIVERS = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"), ("rocm-smi", "--showdriverversion")
+
+
+def machine() -> dict[str, object]:
+    """Returns what this machine has, as JSON can hold it."""
+    info = build_info()
+    gemms = info.pop("scaled_grouped_mm")
+    toolkit = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    gpus = [_gpu(i, info, gemms) for i in range(torch.cuda.device_count())]
+    return {
+        "build": info,
+        "torch": torch.__version__,
+        "torch_toolkit": toolkit if torch.version.hip or torch.version.cuda else "none",
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "driver": _driver() if gpus else None,
+        "gpus": gpus,
+        "cpu_backends": backends(gemms, "cpu", 0),
+        "packages": {name: _package(name, tested) for name, tested in TESTED.items()},
+    }
+
+
+def backends(gemms: list[dict], device: str, sm: int) -> dict[str, str]:
+    """Returns what multiplies for each recipe, for sizes that every backend takes: multiples of 32.
+
+    Args:
+        gemms: the table of `build_info`, in the order in which the backends are tried.
+        device, sm: "gpu" and 10 * its compute capability, or "cpu" and any number.
+    """
+    chosen = {}
+    for name, recipe in RECIPES.items():
+        if name == "auto":
+            chosen[name] = "chosen for each call, by its sizes"
+        elif recipe.format is None:
+            chosen[name] = "torch's grouped_mm" if device == "gpu" else "aten::mm of each group"
+        else:
+            fitting = (g for g in gemms if g["device"] == device and recipe.format in g["formats"] and _takes(g, sm))
+            chosen[name] = next((f"{gemm['name']}: {gemm['what']}" for gemm in fitting), "none")
+    return chosen
+
+
+def _takes(gemm: dict, sm: int) -> bool:
+    limits = gemm["compute_capability"]
+    return limits is None or limits[0] <= sm <= limits[1]
+
+
+def has_code(archs: str, sm: int, gfx: str = "") -> bool:
+    """Whether a build for archs runs on a GPU. Builds have no PTX. Code for sm_XY runs on X.Y and later X.Z.
+
+    Args:
+        archs: those of `build_info`, such as "80 90a" or "gfx942". Code with a suffix runs on that capability alone.
+        sm: 10 * the compute capability, of NVIDIA's GPUs.
+        gfx: the architecture of an AMD GPU.
+    """
+    for arch in re.findall(r"\w+", archs):
+        if gfx:
+            if arch == gfx:
+                return True
+        elif (parts := re.fullmatch(r"(\d+)([a-z]?)", arch)) is not None:
+            built = int(parts[1])
+            if built == sm or (not parts[2] and built // 10 == sm // 10 and built < sm):
+                return True
+    return False
+
+
+def _gpu(i: int, info: dict, gemms: list[dict]) -> dict[str, object]:
+    properties = torch.cuda.get_device_properties(i)
+    sm = 10 * properties.major + properties.minor
+    gfx = properties.gcnArchName.partition(":")[0] if torch.version.hip else ""
+    runs = info["backend"] != "cpu" and has_code(info["archs"], sm, gfx)
+    return {
+        "name": properties.name,
+        "architecture": gfx or f"sm_{sm}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "has_code": runs,
+        "backends": backends(gemms, "gpu", 0 if gfx else sm) if runs else {},
+    }
+
+
+def _driver() -> str | None:
+    for command in _DRIVERS:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            continue  # a tool of another vendor
+        if done.returncode == 0 and (found := re.search(r"\d+\.[\d.]+", done.stdout)):
+            return found.group()
+    return None
+
+
+def _package(name: str, tested: tuple[str, ...]) -> dict[str, object]:
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        found = None
+    return {"version": found, "tested": list(tested), "is_tested": found in tested}
+
+
+def text(found: dict) -> list[str]:
+    """Returns the lines that show what `machine` found."""
+    build = found["build"]
+    archs = f" for {build['archs']}" if build["archs"] else ""
+    lines = [f"moe_fp8_ext {build['version']}: {build['backend']}{archs}, {build['toolkit']}, {build['compiler']}"]
+    lines += [f"torch {found['torch']}, {found['torch_toolkit']}, Python {found['python']}, {found['platform']}"]
+    for i, gpu in enumerate(found["gpus"]):
+        code = "the build has code for it" if gpu["has_code"] else "THE BUILD HAS NO CODE FOR IT"
+        of_gpu = f"{gpu['name']}, {gpu['architecture']}, {gpu['memory_gib']} GiB, driver {found['driver']}"
+        lines += [f"GPU {i}: {of_gpu}; {code}", *_listed(gpu["backends"])]
+    if not found["gpus"]:
+        lines.append("no GPU that torch sees")
+    lines += ["CPU:", *_listed(found["cpu_backends"])]
+    for name, package in found["packages"].items():
+        if package["version"] is None:
+            state = "not installed"
+        elif package["is_tested"]:
+            state = f"{package['version']}, a tested version"
+        else:
+            state = f"{package['version']}, not tested; tested: {', '.join(package['tested']) or 'none'}"
+        lines.append(f"{name}: {state}")
+    return lines
+
+
+def _listed(chosen: dict[str, str]) -> list[str]:
+    return [f"  {recipe:10}{backend}" for recipe, backend in chosen.items()]
