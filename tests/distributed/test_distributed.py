@@ -92,7 +92,7 @@ def check_routings(world: World) -> None:
             if mode == "static" and len(set(tokens)) > 1:
                 continue
             problem = world.whole(tokens, 2)
-            for ids in (problem.ids, torch.full_like(problem.ids, -1), torch.where(problem.ids < 4, problem.ids, 99)):
+            for ids in (problem.ids, torch.full_like(problem.ids, -1), torch.where(problem.ids < 4, problem.ids, -1)):
                 case = replace(problem, ids=ids)
                 got = run(world.part(case, tokens), world.parallel(2, recipe, mode=mode).experts)
                 assert_matches(got, world.wanted(case, tokens, recipe=recipe), Recipe(recipe))

@@ -90,6 +90,7 @@ ROUTINGS = {
 }
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("name", ["bf16", "rowwise", "blockwise", "mxfp8"])

@@ -102,6 +102,7 @@ def test_rows_of_no_expert_are_zero(scored, device):
     assert all(grad.isfinite().all() for grad in got.values())
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_corrupt_offs_stay_in_bounds(device):
     of = problem(device)
     of["offs"] = torch.tensor([-5, 2**31 - 1, 3, P + 9], dtype=torch.int32, device=device)

@@ -180,7 +180,10 @@ def test_float32_whatever_the_tokens_are(dtype, device):
     ("options", "message"),
     [
         (dict(scoring="tanh"), "scoring must be 'softmax' or 'sigmoid', got 'tanh'"),
-        (dict(experts=1025), "num_experts must be from 1 to 1024, got 1025"),
+        (
+            dict(experts=1025),
+            "num_experts must be from 1 to 1024, got 1025; sizes are given as Router.num_experts, hidden_size, top_k.",
+        ),
         (dict(experts=0), "num_experts must be from 1 to 1024, got 0"),
         (dict(top_k=2.0), "top_k must be an int, got float"),
         (dict(num_groups=3), "num_groups must divide the 8 experts, got 3"),

@@ -68,6 +68,7 @@ def test_no_experts(recipe, device):
     assert d_b.shape == (0, 16, 24)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("recipe", [*map(Recipe, NAMES), Recipe("rowwise", wgrad_high_precision=True)])
 def test_corrupt_offsets(recipe, device):
     for offs in corrupt_offs(60):

@@ -13,6 +13,7 @@ from moe_fp8_ext import grouped_mm, permute_pad, unpermute
 NAMES = ("bf16", "rowwise", "blockwise", "mxfp8")
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("recipe", NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("top_k", [1, 3])
@@ -30,6 +31,7 @@ def test_rows_taken_by_index(top_k, dtype, recipe, device):
     assert_same(got[1], unpermute(slots, indices, top_k, 70).to(dtype))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_rows_taken_by_index_keep_one_byte_an_element(device):
     """No 16-bit copy of the tokens is saved, permuted or not."""
     a, b_t, _, _ = problem(256, 128, 32, group_offs("uniform", 256, 2), device)
@@ -40,6 +42,7 @@ def test_rows_taken_by_index_keep_one_byte_an_element(device):
     assert saved and not [t for t in saved if t.dtype.itemsize == 2]
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("recipe", NAMES)
 def test_rows_taken_by_index_compile(recipe, device):
     a, b_t, offs, _ = problem(70, 64, 48, group_offs("uniform", 70, 3), device)
@@ -71,6 +74,7 @@ def test_bad_indices(recipe, device):
             grouped_mm(a, b_t, offs, recipe=recipe, indices=indices, top_k=top_k)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_slots_of_numpy():
     numpy = pytest.importorskip("numpy", reason="torch runs without it")
     a, b_t, _, _ = problem(70, 64, 48, group_offs("uniform", 70, 3), "cpu")

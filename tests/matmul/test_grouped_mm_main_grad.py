@@ -126,6 +126,7 @@ def test_two_uses_before_backward(recipe, device):
     assert_same(twice, 2 * once)
 
 
+@pytest.mark.usefixtures("unchecked")
 @OF_ALL_RECIPES
 def test_beside_indices_checkpoints_and_reused_weights(recipe, device):
     a, b_t, offs, g = operands(device)

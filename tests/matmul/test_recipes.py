@@ -282,7 +282,7 @@ def test_is_frozen():
 @pytest.mark.parametrize(
     ("error", "args", "kwargs", "text"),
     [
-        (ValueError, ["mine"], {}, "format must be .*got None"),
+        (ValueError, ["mine"], {}, "name must be .*or come with a format, got 'mine'"),
         (ValueError, ["mine", "tensorwise"], {}, "format must be .*got 'tensorwise'"),
         (ValueError, ["mine", "rowwise"], {"dtype": torch.bfloat16}, "dtype must be .*got torch.bfloat16"),
         (ValueError, ["rowwise"], {"dtype": "float8_e4m3fn"}, "dtype must be .*got 'float8_e4m3fn'"),
