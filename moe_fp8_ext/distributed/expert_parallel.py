@@ -185,7 +185,7 @@ class ExpertParallel:
             self._check_capture()
         else:
             self._check_last_step()
-        with self._counted(), self.errors_told():
+        with self._counted(), self.errors_on_all_ranks():
             for t in (x, topk_ids, topk_scores, w_gate_up, w_down, b_gate_up, b_down):
                 if is_dtensor(t):
                     refuse(f"tensors must be those of the rank, got a DTensor of {list(t.shape)}")
@@ -217,7 +217,7 @@ class ExpertParallel:
             self._is_inside = False
 
     @contextmanager
-    def errors_told(self) -> Iterator[None]:
+    def errors_on_all_ranks(self) -> Iterator[None]:
         """A context for code that precedes `experts`, such as a router. An error in it raises on the other ranks too.
 
         In later calls of mode "static" ranks do not wait for each other. The call is then counted, so that the other

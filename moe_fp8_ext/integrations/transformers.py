@@ -151,7 +151,7 @@ class _ExpertParallelForward:
         if self.ep is None:
             num_experts = self.module.num_experts * self.ep_mesh.size()
             self.ep = ExpertParallel(self.ep_mesh.get_group(), num_experts, top_k_index.shape[-1], recipe=self.recipe)
-        with self.ep.errors_told():
+        with self.ep.errors_on_all_ranks():
             x, ids, scores = map(self._split, (hidden_states, top_k_index, top_k_weights))
             x, scores = _inputs(self.module, x, scores)
             arguments = _experts_arguments(self.module)

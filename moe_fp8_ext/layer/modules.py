@@ -139,7 +139,7 @@ class Experts(nn.Module):
     def _over_ranks(
         self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, shared_experts: Callable[[Tensor], Tensor] | None
     ) -> Tensor:
-        with self.ep.errors_told():
+        with self.ep.errors_on_all_ranks():
             rest = self._arguments()
         options = {name: value for name, value in self.options.items() if name != "recipe"}  # ep has the recipe
         return self.ep.experts(x, topk_ids, topk_scores, shared_experts=shared_experts, **rest, **options)
@@ -219,7 +219,7 @@ class MoE(nn.Module):
             routing = self.gate(tokens)
             out = self.experts(tokens, routing.topk_ids, routing.topk_scores).view(x.shape)
             return out if self.shared_experts is None else out + self.shared_experts(x), routing.loss
-        with ep.errors_told():
+        with ep.errors_on_all_ranks():
             tokens = _tokens_of(x)
             routing = self.gate(tokens)
         call = tokens, routing.topk_ids, routing.topk_scores

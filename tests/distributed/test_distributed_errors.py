@@ -195,7 +195,7 @@ def check_calls(world: World) -> None:
         parallel = world.parallel(2, mode="static", chunks=chunks, overflow=overflow)
         want = run(problem, parallel.experts)
         if world.rank == last:  # the other ranks wait in this rank's second call
-            with pytest.raises(ZeroDivisionError), parallel.errors_told():
+            with pytest.raises(ZeroDivisionError), parallel.errors_on_all_ranks():
                 _ = 1 / 0
         text = "^ExpertParallel: all ranks must be in the same call, "
         if overflow == "raise":  # `check` counts as a call

@@ -84,7 +84,7 @@ struct RowTeamPass {
     if (rank_of_lane() == 0) {
       if (const int slot = p.gradients.slot(row); slot >= 0)
         store_element(p.gradients.dscores, InType::kF32, slot, sum);
-      store_stream(static_cast<float*>(p.quantize_dh.scale) + row, s.dequant());
+      store_stream(row_scales(p.quantize_dh).at(row, 0), s.stored());
     }
     return s;
   }

@@ -135,7 +135,7 @@ struct RowwiseMap : RowMap<kWarpSize, kRows_, 2, 1> {
     const QuantizeParams& to = Base::scale_of_lane() == kAScale ? p.quantize_a : p.quantize_h;
     if (threadIdx.x < kWarpSize && Base::lane() % Base::kReplicas == 0 && Base::row_of_lane() < valid_rows &&
         to.rows > 0)
-      static_cast<float*>(to.scale)[row0 + Base::row_of_lane()] = s[0].dequant();
+      *row_scales(to).at(row0 + Base::row_of_lane(), 0) = s[0].stored();
   }
 };
 
@@ -178,8 +178,8 @@ struct BlockwiseMap : RowMap<kBlock / kFeaturesPerVec, 4, 4, 2> {
     const QuantizeParams& to = is_a ? p.quantize_a : p.quantize_h;
     if (group >= groups || (!is_a && scale >= Layout::kVectors) || to.rows == 0 || valid_rows <= 0) return;
     const int64_t block = is_a ? group : layout.interleaved ? group * 2 + scale : group + scale * groups;
-    store_stream(static_cast<float*>(to.scale) + block * scale_stride(p.quantize_a.rows) + row0 + row_of_lane(),
-                 row_of_lane() < valid_rows ? s[0].dequant() : 0.f);
+    const ScaleSink<Scale, ScaleOrder::kColumnMajor> sink(to.scale, scale_stride(p.quantize_a.rows));
+    store_stream(sink.at(row0 + row_of_lane(), block), row_of_lane() < valid_rows ? s[0].stored() : 0.f);
   }
 };
 
@@ -231,7 +231,8 @@ struct MxMap : RowMap<kMxBlock / kFeaturesPerVec, 4, 3, 2, 3> {
   }
 
  private:
-  // Calls f with store(column, scale), unless the row has no place among the scales.
+  // Calls f with store(column, scale), unless the row has no place among the scales. The address of the row is computed
+  // once. With a ScaleSink it is computed for each scale, and the kernel took 1 to 4% longer on an H200.
   template <class F>
   static MOE_DEVICE void with_scale_row(const QuantizeActivatedPlan& p, const QuantizeParams& to, int row, F f) {
     const bool valid = row < int(to.rows);
