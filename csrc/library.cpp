@@ -5,7 +5,7 @@
 // keywords. Sizes are SymInt, because torch.compile takes an int for a constant and compiles again for another one.
 #include <torch/csrc/stable/library.h>
 
-STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, but for CMake's option
+STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets another name
   // Quantizers. None means the format's usual align and rounding, and the device's own dtype.
   m.def(
       "quantize_rows(Tensor x, str format, Tensor? offs=None, Tensor? indices=None, SymInt? top_k=None,"

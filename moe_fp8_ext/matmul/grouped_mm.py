@@ -74,7 +74,7 @@ def grouped_mm(
     graph with a dynamic token count always keeps the fp8 copy. With the recipe's wgrad_high_precision, backward keeps A
     in bfloat16.
 
-    The arguments are those of `torch.nn.functional.grouped_mm`, but offs are required, A is [M, K], B_t is [E, K, N],
+    It takes the arguments of `torch.nn.functional.grouped_mm`, but offs are required, A is [M, K], B_t is [E, K, N],
     bias is None and out_dtype is the dtype of the result. Contents of offs and indices on a CPU are always checked; on
     a GPU they are inside `moe_fp8_ext.validate()`.
 

@@ -346,7 +346,8 @@ def has_values(x: Tensor) -> bool:
 def contents(x: Tensor) -> list[int] | None:
     """Returns the integers of x if they are to be checked, else None.
 
-    Those of a CPU's tensor always are, because reading them costs no wait. Those of a GPU are if calls are validated.
+    Contents of a CPU tensor are always checked, because reading them costs no wait. Contents of a GPU tensor are
+    checked if calls are validated.
     """
     if torch.compiler.is_compiling() or not (x.is_cpu or _C.validates()) or not has_values(x):
         return None

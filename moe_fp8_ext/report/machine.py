@@ -69,7 +69,8 @@ def has_code(archs: str, sm: int, gfx: str = "") -> bool:
     """Whether a build for archs runs on a GPU. Builds have no PTX. Code for sm_XY runs on X.Y and later X.Z.
 
     Args:
-        archs: those of `build_info`, such as "80 90a" or "gfx942". Code with a suffix runs on that capability alone.
+        archs: the architectures of `build_info`, such as "80 90a" or "gfx942". Code with a suffix runs on that
+            capability alone.
         sm: 10 * the compute capability, of NVIDIA's GPUs.
         gfx: the architecture of an AMD GPU.
     """
