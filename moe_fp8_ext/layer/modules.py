@@ -34,8 +34,8 @@ class Experts(nn.Module):
     """The routed experts: `experts` with its own parameters.
 
     Parameters may be DTensors, sharded by expert (`Shard(0)`) over a mesh of one dimension. If x is a tensor of the
-    rank, ids are those of the rank's experts. If x is a DTensor that every rank has (`Replicate()`), ids are those of
-    all experts, and the result is a `Partial()` DTensor: its sum over ranks remains to be taken.
+    rank, ids count the rank's experts. If x is a DTensor that every rank has (`Replicate()`), ids count all experts,
+    and the result is a `Partial()` DTensor: its sum over ranks remains to be taken.
 
     With ep the parameters belong to this rank's experts, [num_experts / ranks, ...]. If ep was made from a
     DeviceMesh, they are DTensors, sharded by expert over it. Tokens belong to the rank, ids count all experts.

@@ -65,7 +65,7 @@ class _Choice(torch.autograd.Function):
         with _without_autocast(x):
             logits = float32_mm(x, weight.t())
         topk_ids, topk_scores, topk_logits = choose_experts(logits, *options)
-        # With normalize, the scores depend on no logit but those of the chosen experts.
+        # With normalize, the scores depend on the logits of the chosen experts alone.
         ctx.save_for_backward(x, weight, topk_logits if ctx.options.normalize else logits, topk_ids)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(topk_ids)

@@ -85,7 +85,7 @@ def choose_experts_backward(
             -Inf then has the gradient 0.
         topk_ids: [T, top_k] int32 or int64 on the same device, as `choose_experts` returns them; stride 1 along top_k,
             any row stride. With MOE_FP8_VALIDATE=1 the op raises for an id that is neither an expert nor -1.
-        num_experts: E, at most 1024, if logits are those of the chosen experts. An expert may then stand in one slot of
+        num_experts: E, at most 1024, if logits has the chosen experts alone. An expert may then stand in one slot of
             a token at most; of several, the gradient of any one is used. None: logits of all experts.
         scoring, normalize, scaling_factor: as in `choose_experts`; normalize must be True with num_experts.
         parts: 1, or 2 for the gradient as the sum of two bfloat16 values, which tensor cores can multiply.

@@ -146,9 +146,7 @@ GPU, NETWORK, MINUTES = "needs a GPU", "needs the network", "takes minutes; CI r
 # Every command of the pages, and which test runs it: a test file, one of the first two, or why none does.
 COMMANDS = {
     "pip install .": MINUTES,
-    "pip install moe_fp8_ext": NETWORK,
-    "releases=https://github.com/moe-fp8-ext/moe_fp8_ext/releases": NETWORK,
-    'pip install "moe_fp8_ext==0.1.0+cu128" --find-links $releases/expanded_assets/v0.1.0': NETWORK,
+    "pip install dist/moe_fp8_ext-0.1.0+cu130-py3-none-manylinux_2_28_x86_64.whl": MINUTES,
     'python -c "import moe_fp8_ext; print(moe_fp8_ext.build_info())"': HERE,
     "python examples/grouped_matmul.py": HERE,
     "python examples/moe_layer.py": HERE,
