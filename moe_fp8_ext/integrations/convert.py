@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from moe_fp8_ext.integrations import peft
 from moe_fp8_ext.layer.modules import Experts, check_fits
 from moe_fp8_ext.ops.checks import check_module, require
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
@@ -144,6 +145,7 @@ def convert_(
                 converted.append(Converted(name, kind.name, recipe))
             except (ImportError, RuntimeError, TypeError) as refusal:
                 left.append(Left(name, str(refusal)))
+    swaps += _swaps_of_adapters(model, [experts for experts, swap in swaps if swap.attribute == "forward"])
     report = Report(tuple(converted), tuple(left))
     if not converted:
         text = "convert_: model must have experts that can be converted, got none"
@@ -194,6 +196,13 @@ def _new_swap(module: nn.Module, attribute: str, value: object) -> _Swap:
     text = f"{attribute} must be that of its class, got another that the module itself has; {_WAY_OUT}"
     require(of_class is None or is_of_class, text)
     return _Swap(attribute, value, (found,))
+
+
+def _swaps_of_adapters(model: nn.Module, converted: list[nn.Module]) -> list[tuple[nn.Module, _Swap]]:
+    """Returns the swaps that let PEFT's wrappers of parameters hand adapters to converted experts, as factors."""
+    experts = {id(module) for module in converted}
+    wrappers = [module for module in model.modules() if id(peft.wrapped(module)) in experts]
+    return [(wrapper, _new_swap(wrapper, *peft.replacement(wrapper))) for wrapper in wrappers]
 
 
 def _swap_of(module: nn.Module) -> _Swap | None:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import _torch
+from moe_fp8_ext.integrations import peft
+from moe_fp8_ext.layer.adapter import LoRA
 from moe_fp8_ext.layer.bias import plus_bias
 from moe_fp8_ext.layer.experts import experts
 from moe_fp8_ext.matmul.grouped_mm import grouped_mm
@@ -180,7 +182,7 @@ def _inputs(module: torch.nn.Module, hidden_states: Tensor, top_k_weights: Tenso
     """Returns x and scores as `experts` takes them."""
     x, scores = hidden_states, top_k_weights.float().contiguous()
     if autocast_dtype(x) is None:  # torch.autocast casts x and the weights
-        x = x.to(getattr(module, _up(module)).dtype)
+        x = x.to(peft.stored(module, _up(module)).dtype)
     return x, scores
 
 
@@ -192,7 +194,8 @@ def _experts_arguments(module: torch.nn.Module) -> dict[str, object] | None:
     names = dict(gate_up=_up(module), down="down_proj")
     weights = {f"w_{argument}": _weight(module, name).transpose(-2, -1) for argument, name in names.items()}
     biases = {f"b_{argument}": getattr(module, f"{name}_bias") for argument, name in names.items() if module.has_bias}
-    return {**weights, **biases, **activation}
+    adapters = {f"lora_{argument}": peft.adapter(module, name) for argument, name in names.items()}
+    return {**weights, **biases, **adapters, **activation}
 
 
 def _activation(module: torch.nn.Module) -> dict[str, object] | None:
@@ -244,7 +247,16 @@ def _linear(recipe: Recipe, module: torch.nn.Module, name: str, x: Tensor, offs:
     if autocast_dtype(x) is None:
         x = x.to(weight.dtype)
     out = grouped_mm(x, weight, offs, recipe=recipe, **gathered)
+    adapter = peft.adapter(module, name)
+    if adapter is not None:
+        out = out + _low_rank(adapter, x, offs, **gathered)
     return plus_bias(out, getattr(module, f"{name}_bias"), offs) if module.has_bias else out
+
+
+def _low_rank(adapter: LoRA, x: Tensor, offs: Tensor, **gathered: object) -> Tensor:
+    """Computes scaling * B (A x), by two products of the adapter's rank."""
+    a, b = (factor.to(x.dtype).transpose(-2, -1) for factor in (adapter.A, adapter.B))
+    return adapter.scaling * grouped_mm(grouped_mm(x, a, offs, recipe="bf16", **gathered), b, offs, recipe="bf16")
 
 
 def _up(module: torch.nn.Module) -> str:
@@ -253,6 +265,6 @@ def _up(module: torch.nn.Module) -> str:
 
 def _weight(module: torch.nn.Module, name: str) -> Tensor:
     """Returns a weight as [E, K, N]."""
-    weight = getattr(module, name)
+    weight = peft.weight(module, name)
     require(weight.dtype in INPUT_DTYPES, f"moe_fp8: {name} must be bfloat16, float16 or float32, got {weight.dtype}")
     return weight if module.is_transposed else weight.transpose(-2, -1)
