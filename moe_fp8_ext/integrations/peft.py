@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from moe_fp8_ext.layer.adapter import LoRA
+from moe_fp8_ext.layer.adapter import MAX_RANK, LoRA
 from moe_fp8_ext.ops.checks import require
 
 _HANDED = "_moe_fp8_ext_adapters"  # an attribute of experts during a call: adapters by the name of their weight
@@ -88,6 +88,8 @@ def _active(wrapper: nn.Module) -> LoRA | None:
     if not names or not all(_is_plain(wrapper, name) for name in names):
         return None
     adapters = [LoRA(*_factors(wrapper, name), wrapper.scaling[name]) for name in names]
+    if sum(adapter.A.shape[1] for adapter in adapters) > MAX_RANK:
+        return None
     if len(adapters) == 1:
         return adapters[0]
     a = torch.cat([adapter.A for adapter in adapters], dim=1)
@@ -130,8 +132,9 @@ def _changes(module: nn.Module, name: str) -> list[nn.Module]:
 
 
 def _are_factors(changes: list[nn.Module]) -> bool:
-    """Whether parametrizations are one adapter, which PEFT adds as scaling * lhs @ rhs, [E, K, r] @ [E, r, N] or such."""
-    return len(changes) == 1 and all(hasattr(changes[0], name) for name in ("lhs", "rhs", "scaling"))
+    """Whether parametrizations are one adapter, scaling * lhs @ rhs, of a rank that `experts` takes."""
+    is_one = len(changes) == 1 and all(hasattr(changes[0], name) for name in ("lhs", "rhs", "scaling"))
+    return is_one and changes[0].rhs.dim() == 3 and changes[0].rhs.shape[1] <= MAX_RANK
 
 
 def _is_of_peft(module: nn.Module) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,8 +14,6 @@ from helpers import sqnr_db
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers_models import (
-    DIM,
-    EXPERTS,
     LAYOUTS,
     SIZES,
     assert_same,
@@ -27,14 +24,15 @@ from transformers_models import (
     transformers,
 )
 
-import moe_fp8_ext
 from moe_fp8_ext import convert_, revert_
 from moe_fp8_ext.integrations import peft as integration
 from moe_fp8_ext.integrations import transformers as of_transformers
 from moe_fp8_ext.integrations.transformers import register
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+# PEFT warns where it adds an adapter to a module that has one, and where it leaves a parametrization behind.
+_OF_PEFT = "ignore:Already found a `peft_config`", "ignore:Could not find any LoRA parametrization"
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", *_OF_PEFT)
 
 RANK = 4
 EXPERTS_PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -193,7 +191,8 @@ class LargeResults(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        tensors = [] if func.is_view else [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        makes_none = func.is_view or func is torch.ops.aten.set_.source_Tensor
+        tensors = [] if makes_none else [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor)]
         for t in tensors:
             if t.dtype.itemsize > 1 and t.numel() >= self.elements:
                 self.names.append(func.__name__)
@@ -294,6 +293,26 @@ def test_another_parametrization_below_the_adapter() -> None:
     with pytest.warns(UserWarning, match="by several parametrizations are computed as PEFT does"):
         got = models[1](*call)
     assert_close(dict(out=got.detach()), dict(out=models[0](*call).detach()))
+
+
+def test_ranks_that_experts_do_not_take(monkeypatch: pytest.MonkeyPatch, adapters: list[tuple[bool, bool]]) -> None:
+    """`experts` has a largest rank, here set to one that two adapters together exceed, and then that one does."""
+    monkeypatch.setattr(integration, "MAX_RANK", 2 * RANK - 1)
+    call, stock, ours = calls(), two_adapters(layer()), two_adapters(converted())
+    for state in ("default", "both"):
+        for model in (stock, ours):
+            each(model, STATES[state])
+        with warnings.catch_warnings(record=True) as record:
+            warnings.simplefilter("always")
+            assert_close(results(ours, *call), results(stock, *call))
+        assert any("computed as PEFT does" in str(w.message) for w in record) == (state == "both")
+    monkeypatch.setattr(integration, "MAX_RANK", RANK - 1)
+    integration._warn_of_merged.cache_clear()
+    for model in (stock, ours):
+        each(model, STATES["default"])
+    with pytest.warns(UserWarning, match="by _LoraFactorsProxy are computed as PEFT does"):
+        assert_close(results(ours, *call), results(stock, *call))
+    assert adapters == [(True, True), (False, False), (False, False)]
 
 
 class Half(nn.Module):
@@ -424,3 +443,28 @@ def test_trainer(name: str, tmp_path: Path) -> None:
     resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / f"checkpoint-{STEPS // 2}"))
     assert losses(resumed) == losses(ours)
     assert_same(dict(resumed.model.named_parameters()), dict(ours.model.named_parameters()))
+
+
+def test_sft_trainer(tmp_path: Path) -> None:
+    """TRL's trainer, with gradient checkpointing. TRL and datasets are large, so the `test` extra leaves them out."""
+    trl, datasets, pyarrow = (pytest.importorskip(name) for name in ("trl", "datasets", "pyarrow"))
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({str(i): i for i in range(SIZES["vocab_size"])}, unk_token="0")
+    special = dict(eos_token="2", pad_token="0")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words), **special)
+    rows = pyarrow.table({"input_ids": [row["input_ids"].tolist() for row in examples()]})
+    found = {}
+    for way, model in dict(stock=model_with_adapters(), ours=converted_model("rowwise")).items():
+        arguments = trl.SFTConfig(
+            **dict(output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=4, learning_rate=3e-2),
+            **dict(lr_scheduler_type="constant", use_cpu=True, logging_steps=1, report_to="none", disable_tqdm=True),
+            **dict(bf16=False, save_strategy="no", dataset_kwargs=dict(skip_prepare_dataset=True)),
+            gradient_checkpointing=True,
+        )
+        # Without a fingerprint, datasets would hash the table, which not every version of dill and pyarrow can do.
+        rows_of_ids = datasets.Dataset(rows, fingerprint="rows of ids")
+        sft = trl.SFTTrainer(model, arguments, train_dataset=rows_of_ids, processing_class=tokenizer)
+        sft.train()
+        found[way] = losses(sft)
+    assert found["stock"][-1] < 0.9 * found["stock"][0]
+    assert found["ours"] == pytest.approx(found["stock"], rel=0.02) and found["ours"] != found["stock"]
