@@ -21,10 +21,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from moe_fp8_ext.matmul.engine import Groups
 from moe_fp8_ext.matmul.low_rank import Rows, Tokens, add_to_rows, add_to_tokens, dropped, factor, kept, scored
+from moe_fp8_ext.ops.checks import check_number, require
 
 MAX_RANK = 256
 
@@ -46,6 +48,14 @@ class LoRA(NamedTuple):
     B: Tensor
     scaling: float = 1.0
     dropout: float = 0.0
+
+
+def check_adapter_numbers(op: str, scaling_name: str, dropout_name: str, scaling: float, dropout: float) -> None:
+    if torch.compiler.is_compiling():  # numbers may be symbolic; a graph runs with the numbers that eager calls take
+        return
+    check_number(op, scaling_name, scaling)
+    check_number(op, dropout_name, dropout)
+    require(0 <= dropout < 1, f"{op}: {dropout_name} must be from 0 to less than 1, got {dropout}")
 
 
 class Adapted(NamedTuple):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.layer.adapter import MAX_RANK, Adapter, LoRA
+from moe_fp8_ext.layer.adapter import MAX_RANK, Adapter, LoRA, check_adapter_numbers
 from moe_fp8_ext.layer.linear import ExpertLinear
 from moe_fp8_ext.layer.node import Call, LayerFunction
 from moe_fp8_ext.layer.source import RoutedTokens, SortedRows
@@ -21,7 +21,6 @@ from moe_fp8_ext.ops.checks import (
     check_bool,
     check_dense,
     check_main_grad,
-    check_number,
     check_one_of,
     dtype_name,
     either,
@@ -278,20 +277,22 @@ def _factors(
         fail(op, f"{name} must be a LoRA or a tuple (A, B, scaling), got {type(lora).__name__}")
     if len(lora) not in (3, len(LoRA._fields)):
         fail(op, f"{name} must be a LoRA or a tuple (A, B, scaling), got {len(lora)} values")
-    lora = LoRA(*lora)
-    e, n, k = linear.values.shape
-    check_number(op, f"scaling of {name}", lora.scaling)
-    check_number(op, f"dropout of {name}", lora.dropout)
-    if not 0 <= lora.dropout < 1:
-        fail(op, f"dropout of {name} must be at least 0 and less than 1, got {lora.dropout}")
-    for letter, t in zip("AB", lora, strict=False):
-        check_dense(op, f"{letter} of {name}", t, 3 if not isinstance(t, Tensor) else min(max(t.dim(), 2), 3))
-    rank = lora.A.shape[-2]
+    A, B, *numbers = LoRA(*lora)
+    check_adapter_numbers(op, f"scaling of {name}", f"dropout of {name}", *numbers)
+    for letter, t in (("A", A), ("B", B)):
+        if isinstance(t, Tensor) and t.dim() not in (2, 3):
+            fail(op, f"{letter} of {name} must have 2 or 3 dimensions, got {t.dim()}")
+        check_dense(op, f"{letter} of {name}", t, t.dim() if isinstance(t, Tensor) else 3)
+    (e, n, k), rank = linear.values.shape, A.shape[-2]
+    if A.shape[-1] != k and rank == k:
+        fail(op, f"A of {name} must have size {k} in dimension {A.dim() - 1}, got {A.shape[-1]}; it is [E, r, K]")
     if not 1 <= rank <= MAX_RANK:
-        fail(op, f"A of {name} must have a rank from 1 to {MAX_RANK} in dimension {lora.A.dim() - 2}, got {rank}")
-    for letter, t, shape in zip("AB", lora, ((rank, k), (n, rank)), strict=False):
+        fail(op, f"A of {name} must have a rank from 1 to {MAX_RANK}, got {rank}")
+    if B.shape[-2:] == (rank, n) and rank != n:
+        fail(op, f"B of {name} must have size {n} in dimension {B.dim() - 2}, got {rank}; it is [E, N, r]")
+    for letter, t, shape in (("A", A, (rank, k)), ("B", B, (n, rank))):
         _check_tensor(op, f"{letter} of {name}", t, (e, *shape)[3 - t.dim() :], x)
-    return lora.A, lora.B
+    return A, B
 
 
 def _adapter(lora: LoRA | tuple[Tensor, Tensor, float]) -> Adapter:

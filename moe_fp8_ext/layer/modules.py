@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_fp8_ext.distributed.dtensor import draw_in_turn, is_dtensor, of_all, of_rank, sum_of_ranks
-from moe_fp8_ext.layer.adapter import MAX_RANK, LoRA
+from moe_fp8_ext.layer.adapter import MAX_RANK, LoRA, check_adapter_numbers
 from moe_fp8_ext.layer.experts import KEEP, experts
 from moe_fp8_ext.layer.router import Router
 from moe_fp8_ext.ops.activations import GATED
@@ -20,7 +20,6 @@ from moe_fp8_ext.ops.checks import (
     check_dense,
     check_int,
     check_module,
-    check_number,
     check_one_of,
     check_parameter_dtype,
     check_sizes,
@@ -99,9 +98,7 @@ class Experts(nn.Module):
         check_one_of("Experts", "keep", keep, KEEP)
         check_sizes("Experts", num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
         check_parameter_dtype("Experts", dtype)
-        check_number("Experts", "lora_scaling", lora_scaling)
-        check_number("Experts", "lora_dropout", lora_dropout)
-        require(0 <= lora_dropout < 1, f"Experts: lora_dropout must be at least 0 and less than 1, got {lora_dropout}")
+        check_adapter_numbers("Experts", "lora_scaling", "lora_dropout", lora_scaling, lora_dropout)
         self.lora_rank, self.lora_scaling, self.lora_dropout = lora_rank, lora_scaling, lora_dropout
         if lora_rank is not None:
             check_int("Experts", "lora_rank", lora_rank)
