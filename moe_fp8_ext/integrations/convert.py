@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from moe_fp8_ext.integrations import peft
+from moe_fp8_ext.integrations import fp8_checkpoint, peft
 from moe_fp8_ext.layer.modules import Experts, check_fits
 from moe_fp8_ext.ops.checks import check_module, require
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
@@ -39,6 +39,10 @@ def _is_of_transformers(module: nn.Module) -> bool:
     return getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
 
 
+def _is_of_fp8_checkpoint(module: nn.Module) -> bool:
+    return _is_of_transformers(module) and fp8_checkpoint.is_quantized(module)
+
+
 def _is_of_torchtitan(module: nn.Module) -> bool:
     is_derived = any(base.__module__.partition(".")[0] == "torchtitan" for base in type(module).__mro__)
     return is_derived and hasattr(module, "_grouped_mm")
@@ -60,6 +64,7 @@ def _replacement(experts: Experts, recipe: Recipe) -> tuple[str, object]:
 
 _KINDS = (
     _Kind("moe_fp8_ext", _is_of_this_package, _replacement),
+    _Kind("FP8 checkpoint", _is_of_fp8_checkpoint, _by_integration("transformers")),
     _Kind("transformers", _is_of_transformers, _by_integration("transformers")),
     _Kind("torchtitan", _is_of_torchtitan, _by_integration("torchtitan")),
 )
@@ -84,7 +89,8 @@ class Report(NamedTuple):
     """What `convert_` did to a model. Prints as a table.
 
     Attributes:
-        converted: the modules that compute by the recipe now: qualified name, package of the experts, recipe.
+        converted: the modules that compute by the recipe now: qualified name, kind, recipe. The kind is the package of
+            the experts, or "FP8 checkpoint".
         left: the modules that may be experts too and stay as they were: qualified name, and why.
     """
 
@@ -105,7 +111,8 @@ def convert_(
     """Makes the experts of a model compute by a recipe, in place.
 
     It knows the experts that Transformers marks with `use_experts_implementation`, whatever their config says;
-    torchtitan's GroupedExperts and GroupedLinear; and `Experts`. An `Experts` with an ep can only get the ep's recipe.
+    torchtitan's GroupedExperts and GroupedLinear; and `Experts`. An `Experts` with an ep can only get the ep's recipe,
+    and experts of an FP8 checkpoint only recipe "blockwise".
 
     One attribute of such a module changes: its forward, or what its forward reads. Classes, parameters, their names and
     hooks stay as they are. So `fully_shard` and accelerate's `dispatch_model` and `cpu_offload` may come before or

@@ -56,9 +56,9 @@ def weight(module: nn.Module, name: str) -> Tensor:
     return getattr(module, name)
 
 
-def stored(module: nn.Module, name: str) -> Tensor:
-    """Returns a parameter of a module, without what parametrizations make of it."""
-    return module.parametrizations[name].original if _changes(module, name) else getattr(module, name)
+def stored(module: nn.Module, name: str) -> Tensor | None:
+    """Returns a parameter of a module without what parametrizations make of it, or None if there is no such name."""
+    return module.parametrizations[name].original if _changes(module, name) else getattr(module, name, None)
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:
