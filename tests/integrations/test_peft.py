@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fp8_checkpoints
 import pytest
 import torch
 from helpers import sqnr_db
@@ -215,6 +216,46 @@ def test_nothing_has_the_size_of_a_weight() -> None:
     assert counts["stock"].count("baddbmm.default") == 4 and len(counts["stock"]) > 4
 
 
+# ---- FP8 checkpoints -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fp8_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fp8_checkpoints.write(tmp_path_factory.mktemp("fp8"))
+
+
+def layer_of(model: nn.Module) -> Layer:
+    """The experts of a model's first layer, with adapters in float32."""
+    experts = model.model.layers[0].mlp.experts.requires_grad_(False)
+    made = drawn(peft.inject_adapter_in_model(lora_config(), Layer(experts)))
+    for p in made.parameters():
+        if p.requires_grad:
+            p.data = p.data.float()
+    return drawn(made)
+
+
+def test_fp8_checkpoints(fp8_folder: Path, adapters: list[tuple[bool, bool]]) -> None:
+    """Against the dequantized weights with PEFT's own product. Without a GPU, Transformers dequantizes them."""
+    _, ids, scores = calls()
+    call = torch.randn(len(ids), fp8_checkpoints.D).bfloat16(), ids % fp8_checkpoints.E, scores
+    stock = layer_of(transformers.AutoModelForCausalLM.from_pretrained(fp8_folder, dtype=torch.bfloat16))
+    ours = layer_of(fp8_checkpoints.load(fp8_folder))
+    assert type(ours.experts.get_base_layer()).__name__ == "FP8Experts"
+    convert_(ours, "blockwise")
+    weights = [p.clone() for p in ours.parameters() if not p.requires_grad]
+    assert_close(results(ours, *call), results(stock, *call), FP8)
+    assert adapters == [(True, True)]
+    assert all(map(torch.equal, weights, (p for p in ours.parameters() if not p.requires_grad)))
+
+
+def test_fp8_checkpoints_without_convert_are_refused(fp8_folder: Path) -> None:
+    """PEFT adds B A to FP8 values without their scales."""
+    model = layer_of(fp8_checkpoints.load(fp8_folder, "moe_fp8_blockwise"))
+    x = torch.randn(2, fp8_checkpoints.D).bfloat16()
+    with pytest.raises(RuntimeError, match=r"adapters of gate_up_proj in FP8 must be handed over .*convert_\(model"):
+        model(x, torch.tensor([[0, 1], [1, 2]]), torch.rand(2, 2))
+
+
 # ---- Several adapters, merging, files --------------------------------------------------------------------------------
 
 
@@ -395,15 +436,6 @@ def test_experts_that_are_not_converted_keep_their_wrappers() -> None:
     hooked = [name for name, module in model.named_modules() if "forward" in vars(module)]
     assert len(hooked) == 3 and all(".0." in name for name in hooked)
     gradients(model)
-
-
-def test_fp8_weights_without_convert_are_refused() -> None:
-    """PEFT adds B A to FP8 values without their scales."""
-    model = layer(implementation="moe_fp8_blockwise")
-    experts = model.experts.get_base_layer()
-    experts.down_proj = nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(RuntimeError, match=r"adapters of down_proj in FP8 must be handed over .*convert_\(model"):
-        model(*calls())
 
 
 # ---- Trainers --------------------------------------------------------------------------------------------------------
