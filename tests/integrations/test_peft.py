@@ -7,11 +7,12 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import fp8_checkpoints
 import pytest
 import torch
-from helpers import sqnr_db
+from helpers import blocks, sqnr_db
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers_models import (
@@ -25,6 +26,7 @@ from transformers_models import (
     transformers,
 )
 
+import moe_fp8_ext
 from moe_fp8_ext import convert_, revert_
 from moe_fp8_ext.integrations import peft as integration
 from moe_fp8_ext.integrations import transformers as of_transformers
@@ -438,6 +440,29 @@ def test_experts_that_are_not_converted_keep_their_wrappers() -> None:
     gradients(model)
 
 
+# ---- docs/finetuning.md ----------------------------------------------------------------------------------------------
+
+
+def test_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs the blocks of the page in order, without those of TRL."""
+    tiny_model("qwen3_moe", "eager").save_pretrained(tmp_path)
+    names: dict[str, object] = dict(path=tmp_path, torch=torch, prompt=dict(input_ids=torch.arange(3, 9)[None]))
+    start, attention, evaluation = (
+        block for block in blocks("docs/finetuning.md") if block not in blocks("docs/finetuning.md", "TRL")
+    )
+    exec(start, names)
+    assert "'blockwise'" in capsys.readouterr().out
+    model, trained = names["model"], gradients(names["model"])
+    assert len(trained) == 2 * 2 * (4 + 2)  # A and B of 4 weights of attention and 2 of experts, in 2 layers
+    exec(evaluation, names)
+    assert names["tokens"].shape == (1, 6 + 8)
+    exec(attention, names)
+    other = peft.get_peft_model(tiny_model("qwen3_moe", "eager"), names["config"])
+    convert_(other, "blockwise")
+    assert gradients(other).keys() == {name for name in trained if "experts" not in name}
+    assert model is not other
+
+
 # ---- Trainers --------------------------------------------------------------------------------------------------------
 
 STEPS = 6
@@ -481,22 +506,24 @@ def test_sft_trainer(tmp_path: Path) -> None:
     """TRL's trainer, with gradient checkpointing. TRL and datasets are large, so the `test` extra leaves them out."""
     trl, datasets, pyarrow = (pytest.importorskip(name) for name in ("trl", "datasets", "pyarrow"))
     tokenizers = pytest.importorskip("tokenizers")
+    (block,) = blocks("docs/finetuning.md", "TRL")
     words = tokenizers.models.WordLevel({str(i): i for i in range(SIZES["vocab_size"])}, unk_token="0")
     special = dict(eos_token="2", pad_token="0")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words), **special)
     rows = pyarrow.table({"input_ids": [row["input_ids"].tolist() for row in examples()]})
     found = {}
-    for way, model in dict(stock=model_with_adapters(), ours=converted_model("rowwise")).items():
-        arguments = trl.SFTConfig(
-            **dict(output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=4, learning_rate=3e-2),
+    for way, package in dict(stock=SimpleNamespace(convert_=lambda *args: None), ours=moe_fp8_ext).items():
+        args = trl.SFTConfig(
+            **dict(output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=4, learning_rate=0.3),
             **dict(lr_scheduler_type="constant", use_cpu=True, logging_steps=1, report_to="none", disable_tqdm=True),
             **dict(bf16=False, save_strategy="no", dataset_kwargs=dict(skip_prepare_dataset=True)),
             gradient_checkpointing=True,
         )
         # Without a fingerprint, datasets would hash the table, which not every version of dill and pyarrow can do.
-        rows_of_ids = datasets.Dataset(rows, fingerprint="rows of ids")
-        sft = trl.SFTTrainer(model, arguments, train_dataset=rows_of_ids, processing_class=tokenizer)
-        sft.train()
-        found[way] = losses(sft)
+        dataset = datasets.Dataset(rows, fingerprint="rows of ids")
+        names = dict(trl=trl, moe_fp8_ext=package, args=args, dataset=dataset, tokenizer=tokenizer)
+        names |= dict(model=tiny_model("qwen3_moe", "grouped_mm"), config=lora_config())
+        exec(block, names)
+        found[way] = losses(names["trainer"])
     assert found["stock"][-1] < 0.9 * found["stock"][0]
     assert found["ours"] == pytest.approx(found["stock"], rel=0.02) and found["ours"] != found["stock"]
