@@ -140,9 +140,10 @@ def _widened(u: Tensor, m: Tensor, offs: Tensor) -> Tensor:
 
 def dropped(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """Applies dropout to x [M, W]. Returns the result, and the mask as bits, [M, ceil(W / 8)] bytes."""
-    x, mask = torch.native_dropout(x, p, True)
-    bits = pad(mask, (0, -mask.shape[1] % 8)).view(mask.shape[0], -(-mask.shape[1] // 8), 8)
-    return x, (bits * _powers(x)).sum(2, dtype=torch.uint8)
+    rows, columns = x.shape
+    bits = torch.empty(rows, -(-columns // 8), 8, dtype=torch.bool, device=x.device).bernoulli_(1 - p)
+    mask = (bits * _powers(x)).sum(2, dtype=torch.uint8)
+    return kept(x, mask, p), mask
 
 
 def kept(x: Tensor, mask: Tensor, p: float) -> Tensor:
