@@ -18,7 +18,6 @@ from transformers_models import (
     LAYOUTS,
     assert_same,
     calls,
-    config_of,
     experts_of,
     gradients,
     results,
