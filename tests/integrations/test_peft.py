@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import re
 import warnings
@@ -278,15 +279,36 @@ def layer_of(model: nn.Module) -> Layer:
     return drawn(made)
 
 
-def test_fp8_checkpoints(fp8_folder: Path, adapters: list[tuple[bool, bool]]) -> None:
-    """Against the dequantized weights with PEFT's own product. Without a GPU, Transformers dequantizes them."""
-    _, ids, scores = calls()
-    call = torch.randn(len(ids), fp8_checkpoints.D).bfloat16(), ids % fp8_checkpoints.E, scores
-    stock = layer_of(transformers.AutoModelForCausalLM.from_pretrained(fp8_folder, dtype=torch.bfloat16))
-    ours = layer_of(fp8_checkpoints.load(fp8_folder))
-    assert type(ours.experts.get_base_layer()).__name__ == "FP8Experts"
+def fp8_models(folder: Path) -> tuple[nn.Module, nn.Module]:
+    """A model with its experts dequantized, and with them in FP8. Without a GPU, Transformers dequantizes them."""
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return stock, fp8_checkpoints.load(folder)
+
+
+def mxfp4_models(folder: Path) -> tuple[nn.Module, nn.Module]:
+    """The same of GPT-OSS, which is published in MXFP4. PEFT sees transposed weights in the first alone."""
+    fp8_checkpoints.write_mxfp4(folder)
+    options = dict(dtype=torch.bfloat16, quantization_config=transformers.Mxfp4Config(dequantize=True))
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    mxfp4 = importlib.import_module("moe_fp8_ext.integrations.mxfp4")
+    return stock, mxfp4.load_mxfp4(folder, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("models", [fp8_models, mxfp4_models])
+def test_fp8_checkpoints(
+    models: Callable[[Path], tuple[nn.Module, nn.Module]],
+    fp8_folder: Path,
+    tmp_path: Path,
+    adapters: list[tuple[bool, bool]],
+) -> None:
+    """Against the dequantized weights with PEFT's own product."""
+    stock, ours = map(layer_of, models(fp8_folder if models is fp8_models else tmp_path))
+    experts = ours.experts.get_base_layer()
+    assert experts.down_proj.dtype == torch.float8_e4m3fn
     convert_(ours, "blockwise")
     weights = [p.clone() for p in ours.parameters() if not p.requires_grad]
+    _, ids, scores = calls()
+    call = torch.randn(len(ids), experts.down_proj.shape[1]).bfloat16(), ids % fp8_checkpoints.E, scores
     assert_close(results(ours, *call), results(stock, *call), FP8)
     assert adapters == [(True, True)]
     assert all(map(torch.equal, weights, (p for p in ours.parameters() if not p.requires_grad)))
