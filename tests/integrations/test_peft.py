@@ -534,7 +534,7 @@ def offloaded() -> None:
 
 def adapters_in_fp8() -> None:
     with TemporaryDirectory() as folder:
-        model = fp8_checkpoints.load(fp8_checkpoints.write(Path(folder)))
+        model = fp8_checkpoints.load(fp8_checkpoints.write(Path(folder), vocab_size=SIZES["vocab_size"]))
     gradients(convert(peft.inject_adapter_in_model(lora_config(), model)))
 
 
