@@ -17,6 +17,7 @@ import pytest
 import torch
 from helpers import ROOT, blocks, sqnr_db
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers_models import (
     LAYOUTS,
@@ -30,7 +31,7 @@ from transformers_models import (
 )
 
 import moe_fp8_ext
-from moe_fp8_ext import convert_, revert_
+from moe_fp8_ext import Recipe, convert_, revert_
 from moe_fp8_ext.integrations import peft as integration
 from moe_fp8_ext.integrations import transformers as of_transformers
 from moe_fp8_ext.integrations.transformers import register
@@ -186,6 +187,14 @@ def test_autocast() -> None:
         got = results(ours, x.float(), ids, scores)
         want = results(stock, x.float(), ids, scores)
     assert_close(got, want)
+
+
+def test_expert_parallelism(world_of_one: None) -> None:
+    """The forward that a plan of Transformers sets takes factors from PEFT's parametrization."""
+    mesh, call, ours = init_device_mesh("cpu", (1,)), calls(), layer()
+    experts = ours.experts.get_base_layer()
+    experts.forward = of_transformers._ExpertParallelForward(Recipe("rowwise"), experts, mesh, mesh)
+    assert_close(results(ours, *call), results(layer(), *call), FP8)
 
 
 class LargeResults(TorchDispatchMode):
