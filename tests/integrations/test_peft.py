@@ -41,6 +41,10 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 _OF_PEFT = "ignore:Already found a `peft_config`", "ignore:Could not find any LoRA parametrization"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", *_OF_PEFT)
 
+# Older versions of PEFT give a parametrization B A alone, a model one adapter on parameters, and load no adapter of
+# every model with the newest Transformers.
+OLD = not hasattr(peft.tuners.lora.layer, "_LoraFactorsProxy")
+new = pytest.mark.skipif(OLD, reason=f"PEFT {peft.__version__} has fewer abilities")
 RANK = 4
 EXPERTS_PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 
@@ -154,7 +158,8 @@ def test_factors_are_what_peft_computes(name: str, way: str, adapters: list[tupl
     """Every layout: transposed weights, biases, gates that alternate, no gate, and code of the model in between."""
     call = calls()
     assert_close(results(WAYS[way](name), *call), results(layer(name), *call))
-    assert adapters == ([] if name == "muse_spark_text" else [(True, True)])
+    has_factors = way == "convert_" or not OLD
+    assert adapters == ([] if name == "muse_spark_text" else [(has_factors, has_factors)])
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
@@ -214,6 +219,7 @@ class LargeResults(TorchDispatchMode):
         return out
 
 
+@new
 def test_nothing_has_the_size_of_a_weight() -> None:
     """`convert_` computes no W + B A and no gradient of that size. With the implementation alone, PEFT computes each
     W + B A once, to check its parametrization."""
@@ -366,6 +372,7 @@ STATES = {
 }
 
 
+@new
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_active_adapters(name: str, state: str, adapters: list[tuple[bool, bool]]) -> None:
@@ -392,6 +399,7 @@ def test_merge_and_unmerge(adapters: list[tuple[bool, bool]]) -> None:
     assert adapters == [(True, True), (False, False), (True, True)]
 
 
+@new
 def test_several_adapters_without_convert_fall_back_once() -> None:
     """PEFT then gives B A alone, not its factors."""
     call, stock, ours = calls(), two_adapters(layer()), two_adapters(layer(implementation="moe_fp8_bf16"))
@@ -414,6 +422,7 @@ def test_another_parametrization_below_the_adapter() -> None:
     assert_close(dict(out=got.detach()), dict(out=models[0](*call).detach()))
 
 
+@new
 def test_ranks_that_experts_do_not_take(monkeypatch: pytest.MonkeyPatch, adapters: list[tuple[bool, bool]]) -> None:
     """`experts` has a largest rank, here set to one that two adapters together exceed, and then that one does."""
     monkeypatch.setattr(integration, "MAX_RANK", 2 * RANK - 1)
@@ -439,6 +448,7 @@ class Half(nn.Module):
         return w / 2
 
 
+@new
 def test_files_are_those_of_peft(tmp_path: Path) -> None:
     """An adapter that we trained loads without this package, and another way round."""
     stock, ours = model_with_adapters(), converted_model()
@@ -558,7 +568,10 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("text", MISTAKES)
+@pytest.mark.parametrize(
+    "text",
+    [pytest.param(text, marks=[new] if raises is several_without_convert else []) for text, raises in MISTAKES.items()],
+)
 def test_mistakes(text: str) -> None:
     with pytest.raises((RuntimeError, ValueError, UserWarning), match=re.escape(text)):
         MISTAKES[text]()
@@ -623,6 +636,7 @@ def losses(trainer: object) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@new
 @pytest.mark.parametrize(("name", "bf16"), [("qwen3_moe", False), ("gpt_oss", True)])
 def test_trainer(name: str, bf16: bool, tmp_path: Path) -> None:
     """Trains as with PEFT's own product, and resumes from its checkpoint to the same losses."""
