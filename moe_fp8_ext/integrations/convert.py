@@ -120,6 +120,9 @@ def convert_(
     of tensor and expert parallelism do, must run after `convert_`. If you call `convert_` again, the last recipe
     counts.
 
+    Adapters of PEFT on parameters of converted experts (`target_parameters`) are taken as factors: no W + B A is
+    computed. The forward of PEFT's wrappers changes for that. So call `convert_` after `get_peft_model`.
+
     Args:
         model: the model, or the experts themselves.
         recipe: as in `grouped_mm`.
