@@ -142,14 +142,15 @@ def master_weights_(
         filter: takes a qualified name and a module, and says whether to replace its weights. None replaces all.
 
     Raises:
-        RuntimeError: nothing in the model has FP8 weights, or a weight is in a layout that is not known. Nothing has
-            changed then.
+        RuntimeError: nothing in the model has FP8 weights, a weight is in a layout that is not known, or something
+            wraps the model. Nothing has changed then.
         TypeError: model is no module.
     """
     from moe_fp8_ext.integrations import fp8_loading  # imported here, because it imports transformers
 
     op = "master_weights_"
     check_module(op, "model", model)
+    fp8_loading.check_pretrained(op, model)
     found = {name: module for name, module in model.named_modules() if _scales(module)}
     chosen = [name for name in found if filter is None or filter(name, found[name])]
     require(bool(chosen), f"{op}: model must have FP8 weights to replace, got none")
@@ -187,6 +188,9 @@ def _check_plain(op: str, name: str, old: nn.Module, new: nn.Module) -> None:
         fits = there is not None and there.shape == q.shape
         got = None if there is None else list(there.shape)
         require(fits, f"{op}: {name}.{weight} must have the shape of the checkpoint, {list(q.shape)}, got {got}")
+    for flag in ("is_transposed", "is_concatenated"):
+        wanted, got = (getattr(module, flag, None) for module in (old, new))
+        require(wanted == got, f"{op}: {name} must have {flag}={wanted} without quantization, got {got}; {_INSTEAD}")
 
 
 def _move_weights(old: nn.Module, new: nn.Module, dtype: torch.dtype) -> None:

@@ -12,7 +12,7 @@ import experts_problem
 import pytest
 import torch
 from experts_problem import Layer, run_exact
-from fp8_checkpoints import EXPERTS, TOP_K, VOCABULARY, D, E, F, as_with_gpu, load, write, write_mxfp4
+from fp8_checkpoints import EXPERTS, LINEAR, TOP_K, VOCABULARY, D, E, F, as_with_gpu, config, load, write, write_mxfp4
 from helpers import assert_same_tensor, blocks, short, sqnr_db
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -95,6 +95,20 @@ def test_multiplies_the_bytes(folders, e8m0, implementation):
     for name, p in model.named_parameters():
         assert p.requires_grad == (name not in frozen)
         assert_same_tensor(p.detach(), before[name], name)
+
+
+def test_quantized_while_loading(tmp_path):
+    """Transformers makes the same modules of a BF16 checkpoint."""
+    plain = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
+    plain.save_pretrained(tmp_path)
+    how = transformers.FineGrainedFP8Config(modules_to_not_convert=["lm_head", *LINEAR])
+    model = load(tmp_path, OURS, quantization_config=how)
+    with Ops() as ops:
+        gradients(model)
+    assert not ops.casts and not any(p.requires_grad for p in experts_of(model).parameters())
+    w, _ = dequantized(experts_of(model))
+    # A cast to E4M3 rounds by 2^-4 at most.
+    assert (w - experts_of(plain).gate_up_proj.detach().double()).norm() <= 2**-4 * w.norm()
 
 
 def dequantized(experts: nn.Module) -> tuple[Tensor, Tensor]:
@@ -397,6 +411,8 @@ def test_master_weights_refuse(folders):
     assert str(model) == before
     with pytest.raises(TypeError, match="master_weights_: model must be a torch.nn.Module, got str"):
         master_weights_("model")
+    with pytest.raises(RuntimeError, match="model must be what from_pretrained returned, got Sequential"):
+        master_weights_(nn.Sequential(model))
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
