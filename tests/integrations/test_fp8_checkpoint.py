@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import experts_problem
@@ -138,7 +138,7 @@ def problem() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x, ids, torch.rand(200, TOP_K, generator=g), grad
 
 
-def of_experts(experts: nn.Module) -> dict[str, Tensor]:
+def of_experts(experts: Callable[[Tensor, Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
     """The output of experts and the gradients of tokens and scores."""
     x, ids, scores, grad = problem()
     x.requires_grad_()
@@ -174,6 +174,16 @@ def test_layer_against_float64(strong):
     got, want = of_experts(strong), exact(strong)
     for name, noise in NOISE.items():
         assert sqnr_db(got[name], want[name]) >= min_db(name, noise), name
+
+
+def test_scales_are_exact(folders):
+    """Weights that are powers of two times FP8 values are quantized to the same operands again: equal bits."""
+    experts = experts_of(load(folders[True], OURS))
+    got = of_experts(experts)
+    pairs = [moe_fp8_ext.quantize_weight(w.float(), "blockwise", rounding="pow2") for w in dequantized(experts)]
+    want = of_experts(lambda x, ids, scores: moe_fp8_ext.experts(x, ids, scores, *pairs, recipe="blockwise"))
+    for name in want:
+        assert_same_tensor(got[name], want[name], name)
 
 
 def test_gate_of_gpt_oss(strong):
