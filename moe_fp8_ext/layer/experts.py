@@ -30,9 +30,9 @@ from moe_fp8_ext.ops.checks import (
 )
 from moe_fp8_ext.ops.dispatch import needs_gradient
 from moe_fp8_ext.quantization.casting import autocast_dtype, cast
-from moe_fp8_ext.quantization.format import MAX_EXPERTS
+from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
-from moe_fp8_ext.quantization.tensor import Pair, Quantized, given
+from moe_fp8_ext.quantization.tensor import ONE_DIRECTION, Pair, Quantized, given
 
 _OP = "experts"
 _WEIGHTS = "w_gate_up", "w_down"
@@ -215,8 +215,11 @@ def layer_call(
     up, down = [_of_call(op, name, linear, backward) for name, linear in zip(_WEIGHTS, linears, strict=True)]
     call = Call(recipe, activation, interleaved, keep == "fp8", dtype, e, f, *needs, up, down)
     for name, linear, transposed in zip(_WEIGHTS, (up, down), (call.needs_x, call.needs_da), strict=True):
-        if linear.is_quantized and linear.quantized[1] is None and transposed:
-            fail(op, f"{name} must be the pair of quantize_weight where backward multiplies by it, got its first alone")
+        if not transposed or not linear.is_quantized or linear.quantized[1] is not None:
+            continue
+        if not FORMATS[linear.quantized[0].format].has_square_blocks:
+            text = "must be the pair of quantize_weight where backward multiplies by it, got its first alone"
+            fail(op, f"{name} {text}; {ONE_DIRECTION}")
     if what := _in_bf16(call):
         limit = max_experts(x)
         require(e <= limit, f"{op}: w_down must have at most {limit} experts with {what}, got {e}")

@@ -29,9 +29,9 @@ from moe_fp8_ext.ops.checks import (
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once, needs_gradient
 from moe_fp8_ext.quantization.casting import autocast_dtype, cast, row_major
 from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS, MAX_ROWS, round_up
-from moe_fp8_ext.quantization.prepare import NOTHING, Operand, operands_of, ready
+from moe_fp8_ext.quantization.prepare import NOTHING, Operand, operands_of
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
-from moe_fp8_ext.quantization.tensor import Pair, Quantized, given
+from moe_fp8_ext.quantization.tensor import ONE_DIRECTION, Pair, Quantized, given
 from moe_fp8_ext.training.watch import MatmulWatch, watched
 
 _OP = "grouped_mm"
@@ -198,7 +198,7 @@ class GroupedMm(torch.autograd.Function):
             if B is None:
                 w, w_t = operands_of(call.w, needs.A)
             else:
-                w, w_t = engine.weight(B, call.b_dtype, needs.A)
+                w, w_t = engine.weight(B, call.b_dtype, needs.A, frozen=not needs.B_t)
             watches = watched(engine, B)
             ctx.watch = None if watches is None else MatmulWatch(*watches, groups, rows.shape[0])
             if watches is not None:
@@ -224,7 +224,10 @@ class GroupedMm(torch.autograd.Function):
             if ctx.watch is not None:
                 ctx.watch.gradients(dY, dy_t)
             if needs.A:
-                dA = engine.product(dy, ready(Operand(saved.w, saved.w_scale)), groups)
+                kept = Operand(saved.w, saved.w_scale)
+                w_t = engine.second_weight(kept, b_dtype or kept.values.dtype, frozen=not needs.B_t)
+                dA = engine.product(dy, w_t, groups)
+                del w_t  # frees memory for the operands of the gradient of weights
                 if groups.indices is not None:
                     dA = _unpermute(dA, groups.indices, groups.top_k, ctx.rows_of_A)
                 dA = cast(dA, a_dtype)
@@ -335,8 +338,8 @@ def _check_gradients(
             _fail("A must be a tensor where B_t needs a gradient in high precision, got a Quantized")
         if a[1] is None:
             _fail("A must be the pair of quantize_both where B_t needs a gradient, got a Quantized along rows")
-    if needs.A and w[0] is not None and w[1] is None:
-        _fail("B_t must be the pair of quantize_weight where A needs a gradient, got its first alone")
+    if needs.A and w[0] is not None and w[1] is None and not FORMATS[w[0].format].has_square_blocks:
+        _fail(f"B_t must be the pair of quantize_weight where A needs a gradient, got its first alone; {ONE_DIRECTION}")
 
 
 def _in_bf16(recipe: Recipe, needs: Needs) -> str | None:
