@@ -45,9 +45,9 @@ class ExpertLinear(NamedTuple):
             return operands_of(self.quantized, transposed)
         return engine.weight(self.weight, dtype or self.weight.dtype, transposed, frozen=not self.needs_weight)
 
-    def second(self, engine: Engine, kept: Operand, dtype: torch.dtype | None) -> Operand:
+    def second(self, engine: Engine, kept: Operand, dtype: torch.dtype | None, gradient: Tensor) -> Operand:
         """Makes the operand of the weight for products over N, in backward, from what forward kept."""
-        return engine.second_weight(kept, dtype or kept.values.dtype, frozen=not self.needs_weight)
+        return engine.second_weight(kept, dtype or kept.values.dtype, not self.needs_weight, gradient)
 
     def product(self, engine: Engine, x: Operand, w: Operand, groups: Groups, by_index: bool = False) -> Tensor:
         """Computes x @ w^T + bias in bfloat16, with an operand w from `operands`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial, reduce
+from functools import partial, reduce
 from itertools import chain
 from typing import NamedTuple
 
@@ -180,7 +180,7 @@ def _backward(
     up_t = partial(call.up.second, engine, Operand(layer.up_t, layer.up_t_scale), call.dtype)
     down_t = partial(call.down.second, engine, Operand(layer.down_t, layer.down_t_scale), call.dtype)
     if len(kept) > 1:  # chunks share the operands. A single chunk frees each one after its product
-        up_t, down_t = cache(up_t), cache(down_t)
+        up_t, down_t = _once(up_t), _once(down_t)
     totals = call.up.main_grad, call.down.main_grad
     for i, (saved, dout) in enumerate(zip(kept, gradients, strict=True)):
         give_back = partial(source.give_back, i)
@@ -199,8 +199,8 @@ def _backward_of_chunk(
     engine: Engine,
     call: Call,
     b_down: Tensor | None,
-    up_t: Callable[[], Operand],
-    down_t: Callable[[], Operand],
+    up_t: Callable[[Tensor], Operand],
+    down_t: Callable[[Tensor], Operand],
     saved: SavedChunk,
     dout: Operand,
     main_grads: Sequence[Tensor | None],
@@ -217,7 +217,7 @@ def _backward_of_chunk(
         watch.gradients(dout, dy_t)
     if call.needs_h:
         if call.needs_da:
-            da = engine.product(dy, down_t(), groups, by_index=True)
+            da = engine.product(dy, down_t(dout.values), groups, by_index=True)
         else:  # only dW_down is wanted: of the results of `gradients` it reads a alone, which needs no da
             da = dout.values.new_zeros(p, call.features, dtype=torch.bfloat16)
         of_rows = None if scores is None else scores.view(-1)
@@ -237,7 +237,7 @@ def _backward_of_chunk(
     if up.needs_bias:
         db_up = sum_of_groups(dh_values, groups.offs)
     if call.needs_x:
-        rows = engine.product(dh, up_t(), groups)
+        rows = engine.product(dh, up_t(dout.values), groups)
         dx = give_back(rows if groups.indices is None else _combine(rows, groups.inverse, None))
     if up.needs_weight:
         _, x_t = engine.tokens(Operand(saved.x, saved.x_scale), groups, tokens=True)
@@ -258,6 +258,18 @@ def _bias_backward(
         return grad, None
     y = rows_of_bias(bias, groups.offs, rows, grad.dtype) if needs_scores else None
     return _combine_backward(grad, y, scores, groups.inverse, rows)
+
+
+def _once(make: Callable[[Tensor], Operand]) -> Callable[[Tensor], Operand]:
+    """Returns a function that makes the operand in its first call, and returns it in every call."""
+    made = []
+
+    def get(gradient: Tensor) -> Operand:
+        if not made:
+            made.append(make(gradient))
+        return made[0]
+
+    return get
 
 
 def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:

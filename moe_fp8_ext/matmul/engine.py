@@ -92,8 +92,9 @@ class Bf16Engine:
         `second_weight` takes. A frozen w is kept by reference."""
         return bf16_weight(w, dtype, transposed, frozen)
 
-    def second_weight(self, kept: Operand, dtype: torch.dtype, frozen: bool) -> Operand:
-        """Makes the operand for products over N, in backward, with the dtype and `frozen` of forward."""
+    def second_weight(self, kept: Operand, dtype: torch.dtype, frozen: bool, gradient: Tensor) -> Operand:
+        """Makes the operand for products over N, in backward, with the dtype and `frozen` of forward. gradient: any
+        tensor that depends on the gradient of the output."""
         return second_bf16_weight(kept, dtype, frozen)
 
     def safe_offs(self, offs: Tensor, rows: int, wgrad: bool) -> Tensor:
@@ -183,8 +184,8 @@ class Fp8Engine(Bf16Engine):
     def weight(self, w: Tensor, dtype: torch.dtype, transposed: bool, frozen: bool = False) -> tuple[Operand, Operand]:
         return fp8_weight(w, dtype, self.rule(gradient=False), transposed, frozen)
 
-    def second_weight(self, kept: Operand, dtype: torch.dtype, frozen: bool) -> Operand:
-        return second_fp8_weight(kept, dtype, self.rule(gradient=False))
+    def second_weight(self, kept: Operand, dtype: torch.dtype, frozen: bool, gradient: Tensor) -> Operand:
+        return second_fp8_weight(kept, dtype, self.rule(gradient=False), gradient)
 
     def safe_offs(self, offs: Tensor, rows: int, wgrad: bool) -> Tensor:
         return offs  # this package's ops clamp offs themselves

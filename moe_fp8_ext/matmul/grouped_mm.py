@@ -225,7 +225,7 @@ class GroupedMm(torch.autograd.Function):
                 ctx.watch.gradients(dY, dy_t)
             if needs.A:
                 kept = Operand(saved.w, saved.w_scale)
-                w_t = engine.second_weight(kept, b_dtype or kept.values.dtype, frozen=not needs.B_t)
+                w_t = engine.second_weight(kept, b_dtype or kept.values.dtype, not needs.B_t, dY)
                 dA = engine.product(dy, w_t, groups)
                 del w_t  # frees memory for the operands of the gradient of weights
                 if groups.indices is not None:

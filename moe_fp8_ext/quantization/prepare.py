@@ -84,18 +84,60 @@ def fp8_weight(
     return Operand(q, scale), kept if transposed else NOTHING
 
 
-def second_fp8_weight(kept: Operand, dtype: torch.dtype, rule: Rule) -> Operand:
+def second_fp8_weight(kept: Operand, dtype: torch.dtype, rule: Rule, gradient: Tensor) -> Operand:
     """Makes the operand for a product that sums over N, from what forward kept.
 
-    dtype and rule are those of forward.
+    Args:
+        dtype, rule: as in forward.
+        gradient: any tensor that depends on the gradient of the output.
     """
     w, scale, _ = kept
     if isinstance(w, DeferredWeight):
         return w.transposed_operand()
+    if scale is not None and (not FORMATS[rule.format].has_square_blocks or _has_rows_along_memory(w)):
+        return kept
+    if torch.compiler.is_compiling():
+        return Operand(*_second_of_graph(w, scale, gradient, dtype, *rule))
+    return Operand(*_second(w, scale, dtype, *rule))
+
+
+def _second(
+    w: Tensor, scale: Tensor | None, w_dtype: torch.dtype, format: str, dtype: torch.dtype | None, rounding: str
+) -> tuple[Tensor, Tensor]:
+    """Returns the second direction of a weight [E, N, K], or of the transposed view [E, K, N] of its first direction,
+    which has scales."""
     if scale is not None:
-        return _along_rows(kept) if FORMATS[rule.format].has_square_blocks else kept
-    *_, q_t, scale_t = reused(_quantize, w, dtype, *rule) or _quantize(w, dtype, *rule)
-    return Operand(q_t, scale_t)
+        return transposed_squares(row_major(w.mT), scale.mT)
+    rule = w_dtype, format, dtype, rounding
+    return (reused(_quantize, w, *rule) or _quantize(w, *rule))[2:]
+
+
+@torch.library.custom_op("moe_fp8_ext::second_weight", mutates_args=())
+def _second_of_graph(
+    w: Tensor,
+    scale: Tensor | None,
+    gradient: Tensor,
+    w_dtype: torch.dtype,
+    format: str,
+    dtype: torch.dtype | None,
+    rounding: str,
+) -> tuple[Tensor, Tensor]:
+    """`_second` for compiled graphs. Without the gradient as an argument, torch would compute it in forward, where it
+    can, and keep the result for backward."""
+    return _second(w, scale, w_dtype, format, dtype, rounding)
+
+
+@_second_of_graph.register_fake
+def _(
+    w: Tensor,
+    scale: Tensor | None,
+    gradient: Tensor,
+    w_dtype: torch.dtype,
+    format: str,
+    dtype: torch.dtype | None,
+    rounding: str,
+) -> tuple[Tensor, Tensor]:
+    return _second(w, scale, w_dtype, format, dtype, rounding)
 
 
 def bf16_weight(w: Tensor, dtype: torch.dtype, transposed: bool, frozen: bool = False) -> tuple[Operand, Operand]:
@@ -131,9 +173,11 @@ def transposed_squares(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 def _along_rows(w: Operand) -> Operand:
     """Returns the operand with rows along memory, as products take it: itself, or a copy of a transposed view."""
     q, scale, _ = w
-    if q.stride(-1) == 1 or q.shape[-1] == 1:
-        return w
-    return Operand(*transposed_squares(row_major(q.mT), scale.mT))
+    return w if _has_rows_along_memory(q) else Operand(*transposed_squares(row_major(q.mT), scale.mT))
+
+
+def _has_rows_along_memory(q: Tensor) -> bool:
+    return q.stride(-1) == 1 or q.shape[-1] == 1
 
 
 def _is_inference(w: Tensor) -> bool:

@@ -94,7 +94,7 @@ def test_autocast_casts_again_in_backward(recipe, device):
 
 @OF_ALL_RECIPES
 def test_what_is_kept(recipe, device):
-    """At most 0.06 bytes a weight besides the weights, here all of it for 12 slots. A trained weight has its FP8 copy."""
+    """At most 0.06 bytes a weight besides the weights, all of it for 12 slots. A trained weight adds its FP8 copy."""
     problem = layer(t=4, d=256, f=256).at(device)
     weights = [getattr(problem, n) for n in WEIGHTS]
     count = sum(w.numel() for w in weights)
@@ -136,13 +136,21 @@ def test_a_weight_of_inference_mode(device):
     assert_equal(run(problem, call, frozen=WEIGHTS), want)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_compiled(recipe, device):
+@pytest.mark.parametrize(("recipe", "way"), [("rowwise", "tensor"), ("blockwise", "tensor"), ("blockwise", "first")])
+def test_compiled(recipe, way, device):
+    """torch moves to forward whatever depends on weights alone, and keeps it for backward. It must not move casts."""
     torch._dynamo.reset()
-    problem = layer(**SIZES).at(device)
-    want = run(problem, recipe=recipe, frozen=WEIGHTS)
-    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
-    assert_equal(run(problem, compiled, recipe=recipe, frozen=WEIGHTS), want)
+    of = layer(t=4, d=256, f=256).at(device)
+    weights = [in_blocks(getattr(of, n), way) if way == "first" else getattr(of, n) for n in WEIGHTS]
+    held = [t for w in weights for t in ((w.q, w.scale) if way == "first" else (w,))]
+    found = []
+    for fn in (experts, torch.compile(experts, fullgraph=True, backend="aot_eager")):
+        x, outs = of.x.clone().requires_grad_(), []
+        kept = kept_bytes(lambda: outs.append(fn(x, of.ids, of.scores, *weights, recipe=recipe)), x, *held)  # noqa: B023
+        assert kept <= 0.06 * sum(getattr(of, n).numel() for n in WEIGHTS)
+        outs[0].backward(of.grad)
+        found.append((outs[0].detach(), x.grad))
+    assert_same(*found)
 
 
 @OF_FORMATS
@@ -171,15 +179,14 @@ def test_grouped_mm(format, device):
 
 
 @pytest.mark.parametrize("way", ["first", "as [E, K, N]"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_one_direction_is_a_whole_weight(way, compiled, device):
-    torch._dynamo.reset()
-    problem = layer(t=50, d=136, f=144).at(device)
-    want = run(problem, recipe="blockwise", frozen=WEIGHTS)
-    weights = [in_blocks(getattr(problem, n), way) for n in WEIGHTS]
-    fn = torch.compile(experts, fullgraph=True, backend="aot_eager") if compiled else experts
-    call = lambda x, ids, scores, *_, **how: fn(x, ids, scores, *weights, **how)  # noqa: E731
-    assert_equal(run(problem, call, recipe="blockwise", frozen=WEIGHTS), want)
+def test_one_direction_is_a_whole_weight(way, device):
+    of = layer(t=50, d=136, f=144).at(device)
+    want = run(of, recipe="blockwise", frozen=WEIGHTS)
+    weights = [in_blocks(getattr(of, n), way) for n in WEIGHTS]
+    call = lambda x, ids, scores, *_, **how: experts(x, ids, scores, *weights, **how)  # noqa: E731
+    with Calls() as calls:
+        assert_equal(run(of, call, recipe="blockwise", frozen=WEIGHTS), want)
+    assert calls.names.count("transpose_weight") == 2 and "quantize_weight" not in calls.names
 
 
 @pytest.mark.parametrize("way", ["first", "as [E, K, N]"])

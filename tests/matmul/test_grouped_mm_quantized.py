@@ -94,7 +94,7 @@ def test_unfit_operands(name, device):
     of_other, w_of_other = both_ways(a, b_t, offs, other)
     indices = torch.arange(64, dtype=torch.int32, device=device)
     b_grad, a_grad = (t.clone().requires_grad_() for t in (b_t, a))
-    cases = (
+    for first, second, how, text in (
         (of_other[0], b_t, {}, f"A must be of the recipe's format '{name}', got '{other.format}'"),
         (a, w_of_other, {}, f"B_t must be of the recipe's format '{name}', got '{other.format}'"),
         (rows, b_t, {"recipe": "bf16"}, f"A must be a tensor with recipe 'bf16', got '{name}'"),
