@@ -46,7 +46,7 @@ class Experts(nn.Module):
     Attributes:
         gate_up_proj: [E, 2 F, D]. An activation that is not gated has up_proj [E, F, D] instead.
         gate_up_proj_bias: [E, 2 F], with bias. An activation that is not gated has up_proj_bias [E, F] instead.
-        down_proj: [E, D, F].
+        down_proj: [E, D, F]. After `freeze_` both weights are `FrozenWeight` modules.
         down_proj_bias: [E, D], with bias.
 
     Args:

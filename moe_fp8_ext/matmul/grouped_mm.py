@@ -62,7 +62,9 @@ def grouped_mm(
     Nothing waits for the device, and two runs give the same bytes. Traces under torch.compile(fullgraph=True), can be
     captured in a CUDA graph, honours torch.autocast. Differentiable once.
 
-    If A needs a gradient, backward keeps the transposed fp8 copy of B_t. If B_t needs one, it also keeps the smaller of
+    If A and B_t need gradients, backward keeps the transposed fp8 copy of B_t. A B_t that needs none is kept by
+    reference, and backward quantizes it again, to the same bytes. If B_t needs a gradient, backward also keeps the
+    smaller of
 
         A itself                                 rows of A * K * bytes of an element
         its fp8 copy along tokens, with scales   K * P + scales,  P = round_up(M, align) + E * align
@@ -86,7 +88,8 @@ def grouped_mm(
             other groups gives wrong numbers; a check of contents refuses it.
         B_t: [E, K, N] weights of A's dtype, the transposed view of [E, N, K] or contiguous (both without a copy). Or
             the pair that `quantize_weight` returns for the weights [E, N, K], a constant too; its first alone is enough
-            if A needs no gradient. Or the view of a weight that `gather_in_fp8_` has gathered.
+            in format "blockwise", whose bytes backward transposes, or if A needs no gradient. Or the view of a weight
+            that `gather_in_fp8_` has gathered.
         offs: [E] int32 on A's device, exclusive end row of each group, non-decreasing, at most 1024.
         recipe: "rowwise" (fp8, one scale a row), "blockwise" (fp8, one scale for 128 elements, 128 x 128 of a weight),
             "mxfp8" (fp8, a power of two for 32 elements), "bf16" (no quantization: `torch._grouped_mm`, which on a GPU
