@@ -18,7 +18,7 @@ from moe_fp8_ext.ops import dequantize
 from moe_fp8_ext.ops.checks import FP8_DTYPES, check_module, dtype_name, require
 from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.recipe import Recipe
-from moe_fp8_ext.quantization.tensor import Pair, Quantized
+from moe_fp8_ext.quantization.tensor import Quantized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,18 +44,10 @@ def scale_shape(q: Tensor) -> tuple[int, ...]:
     return FORMATS[_FORMAT].scale_of_weight(*q.shape).shape
 
 
-def frozen_weight(module: nn.Module, name: str) -> Quantized | Pair:
+def frozen_weight(module: nn.Module, name: str) -> Quantized:
     """Returns a weight of experts of an FP8 checkpoint as an operand. Its bytes are not copied."""
     q, scale = getattr(module, name).detach(), getattr(module, f"{name}_scale_inv").detach()
-    return _with_transpose(Quantized(q, scale.float(), _FORMAT))
-
-
-def _with_transpose(weight: Quantized) -> Quantized | Pair:
-    """Adds the operand of the gradient of the input. Blocks are square, so its bytes and scales are transposed ones."""
-    if not torch.is_grad_enabled():
-        return weight
-    q, scale = weight.q.mT.contiguous(), weight.scale.mT.contiguous()
-    return weight, Quantized(q, scale, _FORMAT, transposed=True)
+    return Quantized(q, scale.float(), _FORMAT)
 
 
 def check_experts(module: nn.Module, recipe: Recipe) -> None:

@@ -16,7 +16,7 @@ from moe_fp8_ext.layer.source import Chunk, Source
 from moe_fp8_ext.matmul.engine import Activated, Engine, Groups, Wanted, engine_of
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
 from moe_fp8_ext.quantization.casting import cast
-from moe_fp8_ext.quantization.prepare import NOTHING, Operand, ready
+from moe_fp8_ext.quantization.prepare import NOTHING, Operand
 from moe_fp8_ext.quantization.recipe import Recipe
 from moe_fp8_ext.training.watch import LayerWatch, watched
 
@@ -78,7 +78,7 @@ class Inputs(NamedTuple):
 class SavedLayer(NamedTuple):
     """The tensors of the parameters that backward reads."""
 
-    up_t: Tensor | None  # w_gate_up, for a product over N
+    up_t: Tensor | None  # w_gate_up, for a product over N: see `quantization/prepare.py`
     up_t_scale: Tensor | None
     down_t: Tensor | None
     down_t_scale: Tensor | None
@@ -177,10 +177,16 @@ def _backward(
 ) -> Inputs:
     """Returns the gradients of all inputs that need one. Gradients of x and of weights are bfloat16."""
     engine, found = engine_of(call.recipe), []
+    up_t = partial(call.up.second, engine, Operand(layer.up_t, layer.up_t_scale), call.dtype)
+    down_t = partial(call.down.second, engine, Operand(layer.down_t, layer.down_t_scale), call.dtype)
+    if len(kept) > 1:  # chunks share the operands. A single chunk frees each one after its product
+        up_t, down_t = _once(up_t), _once(down_t)
     totals = call.up.main_grad, call.down.main_grad
     for i, (saved, dout) in enumerate(zip(kept, gradients, strict=True)):
         give_back = partial(source.give_back, i)
-        found.append(_backward_of_chunk(engine, call, layer, saved, dout, totals, give_back, watch))
+        found.append(
+            _backward_of_chunk(engine, call, layer.b_down, up_t, down_t, saved, dout, totals, give_back, watch)
+        )
         watch = None
         # The next chunk adds its gradients of weights to the gradients of this chunk.
         totals = [old if new is None else new for old, new in zip(totals, found[-1][2:4], strict=True)]
@@ -192,7 +198,9 @@ def _backward(
 def _backward_of_chunk(
     engine: Engine,
     call: Call,
-    layer: SavedLayer,
+    b_down: Tensor | None,
+    up_t: Callable[[Tensor], Operand],
+    down_t: Callable[[Tensor], Operand],
     saved: SavedChunk,
     dout: Operand,
     main_grads: Sequence[Tensor | None],
@@ -209,7 +217,7 @@ def _backward_of_chunk(
         watch.gradients(dout, dy_t)
     if call.needs_h:
         if call.needs_da:
-            da = engine.product(dy, ready(Operand(layer.down_t, layer.down_t_scale)), groups, by_index=True)
+            da = engine.product(dy, down_t(dout.values), groups, by_index=True)
         else:  # only dW_down is wanted: of the results of `gradients` it reads a alone, which needs no da
             da = dout.values.new_zeros(p, call.features, dtype=torch.bfloat16)
         of_rows = None if scores is None else scores.view(-1)
@@ -220,8 +228,8 @@ def _backward_of_chunk(
             watch.between(da, of, dh_t, a_t)
     if down.needs_weight:
         dw_down = engine.wgrad(dy_t, a_t, groups, main_grads[1])
-    if layer.b_down is not None and (call.needs_scores or down.needs_bias):
-        dy, of_bias = _bias_backward(engine.values(dout), layer.b_down, scores, groups, p, call.needs_scores)
+    if b_down is not None and (call.needs_scores or down.needs_bias):
+        dy, of_bias = _bias_backward(engine.values(dout), b_down, scores, groups, p, call.needs_scores)
         dscores = dscores.view(of_bias.shape) + of_bias if call.needs_scores else None
         db_down = sum_of_groups(dy, groups.offs) if down.needs_bias else None
     if call.needs_scores:
@@ -229,7 +237,7 @@ def _backward_of_chunk(
     if up.needs_bias:
         db_up = sum_of_groups(dh_values, groups.offs)
     if call.needs_x:
-        rows = engine.product(dh, ready(Operand(layer.up_t, layer.up_t_scale)), groups)
+        rows = engine.product(dh, up_t(dout.values), groups)
         dx = give_back(rows if groups.indices is None else _combine(rows, groups.inverse, None))
     if up.needs_weight:
         _, x_t = engine.tokens(Operand(saved.x, saved.x_scale), groups, tokens=True)
@@ -250,6 +258,18 @@ def _bias_backward(
         return grad, None
     y = rows_of_bias(bias, groups.offs, rows, grad.dtype) if needs_scores else None
     return _combine_backward(grad, y, scores, groups.inverse, rows)
+
+
+def _once(make: Callable[[Tensor], Operand]) -> Callable[[Tensor], Operand]:
+    """Returns a function that makes the operand in its first call, and returns it in every call."""
+    made = []
+
+    def get(gradient: Tensor) -> Operand:
+        if not made:
+            made.append(make(gradient))
+        return made[0]
+
+    return get
 
 
 def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -97,6 +97,16 @@ def test_multiplies_the_bytes(folders, e8m0, implementation):
         assert_same_tensor(p.detach(), before[name], name)
 
 
+def test_keeps_no_copy(folders):
+    """Of weights, backward keeps the parameters themselves."""
+    model, kept = load(folders[False], OURS), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        loss(model)
+    weights = {t.data_ptr() for t in kept if t.dtype == torch.float8_e4m3fn and t.dim() == 3}
+    of_experts = {p.data_ptr() for p in model.parameters() if p.dtype == torch.float8_e4m3fn}
+    assert weights == of_experts and len(weights) == 2 * len(EXPERTS)
+
+
 def test_quantized_while_loading(tmp_path):
     """Transformers makes the same modules of a BF16 checkpoint."""
     plain = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
