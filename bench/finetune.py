@@ -133,7 +133,10 @@ def with_adapters(model: nn.Module, args: argparse.Namespace, device: torch.devi
         target_parameters=[] if args.attention_only else ["experts.gate_up_proj", "experts.down_proj"],
     )
     with device:
-        model = peft.get_peft_model(model, config, autocast_adapter_dtype=args.adapters == "float32")
+        model = peft.get_peft_model(model, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # PEFT makes adapters float32, whatever the weights are
+            parameter.data = parameter.data.to(getattr(torch, args.adapters))
     if args.impl == "ours":
         moe_fp8_ext.convert_(model, "blockwise")
     model.get_base_model().gradient_checkpointing_enable(dict(use_reentrant=False))
