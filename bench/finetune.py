@@ -186,7 +186,7 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phas
     timed = seconds[args.warm :]
     return dict(
         tokens_per_second=args.sequences * args.context * args.steps / sum(timed),
-        step_seconds=[round(s, 4) for s in timed],
+        step_seconds=[round(s, 6) for s in timed],
         losses=[round(loss, 4) for loss in losses],
         trained_parameters=sum(p.numel() for p in trained),
         peak_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
