@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers_models import transformers
 
 import moe_fp8_ext
-from moe_fp8_ext import Quantized, Recipe, export_fp8, fp8_state, ops
+from moe_fp8_ext import Recipe, export_fp8, fp8_state, ops
 from moe_fp8_ext.integrations.transformers import register
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -167,23 +167,17 @@ def test_logits_of_dequantized_weights(tmp_path, recipe):
     assert not torch.equal(before, want)
 
 
-def test_products_of_the_loaded_bytes(tmp_path):
-    """The loaded bytes, multiplied as they are, give the output that the trained model had with "moe_fp8_blockwise"."""
+@pytest.mark.parametrize("recipe", ["blockwise", POW2])
+def test_logits_of_the_loaded_bytes(tmp_path, recipe):
+    """The loaded bytes, multiplied as they are, give the logits that the model had while it was trained."""
     model = tiny()
-    model.set_experts_implementation("moe_fp8_blockwise")
-    export_fp8(model, tmp_path / "a")
-    trained, frozen = experts_of(model), experts_of(loaded(tmp_path / "a", as_on_a_gpu=True))
-    x = torch.randn(37, D).bfloat16()
-    scores, ids = torch.rand(37, E).topk(2)
-    weights = {}
-    for argument, name in (("w_gate_up", "gate_up_proj"), ("w_down", "down_proj")):
-        q, scale = getattr(frozen, name).detach(), getattr(frozen, f"{name}_scale_inv").detach()
-        other = Quantized(q.mT.contiguous(), scale.mT.contiguous(), "blockwise", transposed=True)
-        weights[argument] = Quantized(q, scale, "blockwise"), other
+    moe_fp8_ext.convert_(model, recipe)
+    export_fp8(model, tmp_path / "a", recipe=recipe)
+    frozen = loaded(tmp_path / "a", as_on_a_gpu=True)
+    moe_fp8_ext.convert_(frozen, recipe)
+    assert type(experts_of(frozen)).__name__ == "FP8Experts"
     with torch.no_grad():
-        want = trained(x, ids, scores)
-        got = moe_fp8_ext.experts(x, ids, scores, recipe="blockwise", **weights)
-    assert_same_tensor(got, want, "out")
+        assert_same_tensor(frozen(input_ids=IDS).logits, model(input_ids=IDS).logits, "logits")
 
 
 def test_scales_of_powers_of_two(tmp_path):
@@ -274,6 +268,7 @@ def with_adapters(model: nn.Module, **options: object) -> nn.Module:
 def test_merged_adapters(tmp_path, options):
     """What is written is what merge_and_unload makes of a copy. The model keeps its adapters and weights."""
     model = with_adapters(tiny(), **options)
+    moe_fp8_ext.convert_(model, "blockwise")
     if "modules_to_save" in options:
         with torch.no_grad():
             model.get_base_model().lm_head.modules_to_save["default"].weight.mul_(2)
