@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 from torch import nn
 
+from moe_fp8_ext.integrations import fp8_checkpoint, peft
 from moe_fp8_ext.layer.modules import Experts, check_fits
 from moe_fp8_ext.ops.checks import check_module, require
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 
 _SWAP = "_moe_fp8_ext_swap"
+_WAY_OUT = "let convert_ run first, or use experts_implementation of Transformers, which runs in any order"
 
 
 class _Swap(NamedTuple):
@@ -37,6 +39,10 @@ def _is_of_transformers(module: nn.Module) -> bool:
     return getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
 
 
+def _is_of_fp8_checkpoint(module: nn.Module) -> bool:
+    return _is_of_transformers(module) and fp8_checkpoint.is_quantized(module)
+
+
 def _is_of_torchtitan(module: nn.Module) -> bool:
     is_derived = any(base.__module__.partition(".")[0] == "torchtitan" for base in type(module).__mro__)
     return is_derived and hasattr(module, "_grouped_mm")
@@ -58,6 +64,7 @@ def _replacement(experts: Experts, recipe: Recipe) -> tuple[str, object]:
 
 _KINDS = (
     _Kind("moe_fp8_ext", _is_of_this_package, _replacement),
+    _Kind("FP8 checkpoint", _is_of_fp8_checkpoint, _by_integration("transformers")),
     _Kind("transformers", _is_of_transformers, _by_integration("transformers")),
     _Kind("torchtitan", _is_of_torchtitan, _by_integration("torchtitan")),
 )
@@ -82,7 +89,8 @@ class Report(NamedTuple):
     """What `convert_` did to a model. Prints as a table.
 
     Attributes:
-        converted: the modules that compute by the recipe now: qualified name, package of the experts, recipe.
+        converted: the modules that compute by the recipe now: qualified name, kind, recipe. The kind is the package of
+            the experts, or "FP8 checkpoint".
         left: the modules that may be experts too and stay as they were: qualified name, and why.
     """
 
@@ -103,12 +111,14 @@ def convert_(
     """Makes the experts of a model compute by a recipe, in place.
 
     It knows the experts that Transformers marks with `use_experts_implementation`, whatever their config says;
-    torchtitan's GroupedExperts and GroupedLinear; and `Experts`. An `Experts` with an ep can only get the ep's recipe.
+    torchtitan's GroupedExperts and GroupedLinear; and `Experts`. An `Experts` with an ep can only get the ep's recipe,
+    and experts of an FP8 checkpoint only recipe "blockwise".
 
     One attribute of such a module changes: its forward, or what its forward reads. Classes, parameters, their names and
-    hooks stay as they are. So `fully_shard` may come before or after, and checkpoints, copies and torch.compile work as
-    before. Code that replaces a forward itself, as plans of tensor and expert parallelism do, must run after
-    `convert_`. If you call `convert_` again, the last recipe counts.
+    hooks stay as they are. So `fully_shard` and accelerate's `dispatch_model` and `cpu_offload` may come before or
+    after, and checkpoints, copies and torch.compile work as before. Other code that replaces a forward itself, as plans
+    of tensor and expert parallelism do, must run after `convert_`. If you call `convert_` again, the last recipe
+    counts.
 
     Args:
         model: the model, or the experts themselves.
@@ -142,12 +152,13 @@ def convert_(
                 converted.append(Converted(name, kind.name, recipe))
             except (ImportError, RuntimeError, TypeError) as refusal:
                 left.append(Left(name, str(refusal)))
+    swaps += _swaps_of_adapters(model, [experts for experts, swap in swaps if swap.attribute == "forward"])
     report = Report(tuple(converted), tuple(left))
     if not converted:
         text = "convert_: model must have experts that can be converted, got none"
         raise ValueError(f"{text}\n{report}" if left else text)
     for module, swap in swaps:
-        setattr(module, swap.attribute, swap.value)
+        setattr(module, _place(module, swap.attribute), swap.value)
         setattr(module, _SWAP, swap)
     return report
 
@@ -166,9 +177,12 @@ def revert_(model: nn.Module) -> None:
     check_module("revert_", "model", model)
     swaps = [(module, swap) for module in model.modules() if (swap := _swap_of(module))]
     for module, (attribute, _, before) in swaps:
-        delattr(module, attribute)
+        place = _place(module, attribute)
+        delattr(module, place)
+        if place != attribute and not before:
+            before = (getattr(type(module), attribute).__get__(module),)  # accelerate's hook calls what is here
         for value in before:
-            setattr(module, attribute, value)
+            setattr(module, place, value)
         delattr(module, _SWAP)
 
 
@@ -178,12 +192,24 @@ def _may_be_experts(module: nn.Module) -> bool:
 
 
 def _new_swap(module: nn.Module, attribute: str, value: object) -> _Swap:
-    swap, attributes = _swap_of(module), vars(module)
+    swap = _swap_of(module)
     if swap is not None:
         return swap._replace(value=value)
-    is_replaced = attribute in attributes and hasattr(type(module), attribute)
-    require(not is_replaced, f"{attribute} must be that of its class, got another that the module itself has")
-    return _Swap(attribute, value, (attributes[attribute],) if attribute in attributes else ())
+    place, attributes = _place(module, attribute), vars(module)
+    if place not in attributes:
+        return _Swap(attribute, value, ())
+    found, of_class = attributes[place], getattr(type(module), attribute, None)
+    is_of_class = getattr(found, "__self__", None) is module and getattr(found, "__func__", None) is of_class
+    text = f"{attribute} must be that of its class, got another that the module itself has; {_WAY_OUT}"
+    require(of_class is None or is_of_class, text)
+    return _Swap(attribute, value, (found,))
+
+
+def _swaps_of_adapters(model: nn.Module, converted: list[nn.Module]) -> list[tuple[nn.Module, _Swap]]:
+    """Returns the swaps that let PEFT's wrappers of parameters hand adapters to converted experts, as factors."""
+    experts = {id(module) for module in converted}
+    wrappers = [module for module in model.modules() if id(peft.wrapped(module)) in experts]
+    return [(wrapper, _new_swap(wrapper, *peft.replacement(wrapper))) for wrapper in wrappers]
 
 
 def _swap_of(module: nn.Module) -> _Swap | None:
@@ -192,5 +218,14 @@ def _swap_of(module: nn.Module) -> _Swap | None:
     swap = attributes.get(_SWAP)
     if swap is not None:
         text = f"{swap.attribute} of {type(module).__name__} must be what convert_ put there, got another"
-        require(attributes.get(swap.attribute) is swap.value, text)
+        require(attributes.get(_place(module, swap.attribute)) is swap.value, text)
     return swap
+
+
+def _place(module: nn.Module, attribute: str) -> str:
+    """Returns the name under which a module has an attribute.
+
+    A hook of accelerate replaces the forward of a module, and calls the forward that it found under another name.
+    """
+    is_hooked = attribute == "forward" and {"_hf_hook", "_old_forward"} <= vars(module).keys()
+    return "_old_forward" if is_hooked else attribute

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import _torch
+from moe_fp8_ext.integrations import fp8_checkpoint, peft
+from moe_fp8_ext.layer.adapter import LoRA
 from moe_fp8_ext.layer.bias import plus_bias
 from moe_fp8_ext.layer.experts import experts
 from moe_fp8_ext.matmul.grouped_mm import grouped_mm
@@ -21,6 +23,7 @@ from moe_fp8_ext.ops import combine, sort_tokens
 from moe_fp8_ext.ops.checks import INPUT_DTYPES, require
 from moe_fp8_ext.quantization.casting import autocast_dtype
 from moe_fp8_ext.quantization.recipe import RECIPES, Recipe, get_recipe
+from moe_fp8_ext.quantization.tensor import Pair, Quantized
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -54,6 +57,11 @@ def register(recipe: str | Recipe = "rowwise") -> None:
     `DistributedConfig(..., ep_implementation="moe_fp8")`, tokens travel in the format of the recipe, by
     `ExpertParallel`. It supports modules that become one call of `experts`, and every recipe but "auto".
 
+    The experts of FP8 checkpoints, with blocks of 128 x 128, stay as they are loaded: the checkpoint's bytes are
+    multiplied, and nothing trains them. They need recipe "blockwise". For them `moe_fp8` is that recipe, unless
+    `recipe` has this format too. If `from_pretrained` gets such a name for a checkpoint that cannot be multiplied,
+    loading raises a RuntimeError. If `set_experts_implementation` does, the first forward raises it.
+
     A second call replaces what the first registered.
 
     Args:
@@ -70,6 +78,11 @@ def register(recipe: str | Recipe = "rowwise") -> None:
         interface.register(f"moe_fp8{suffix}", partial(_experts_forward, value))
         if ep_interface is not None:
             ep_interface.register(f"moe_fp8{suffix}", partial(_ExpertParallelForward, value))
+    from moe_fp8_ext.integrations import fp8_loading  # imported here, because it imports transformers
+
+    if named[""].format != "blockwise":
+        named[""] = RECIPES["blockwise"]
+    fp8_loading.register({f"moe_fp8{suffix}": partial(_experts_forward, value) for suffix, value in named.items()})
 
 
 def replacement(module: torch.nn.Module, recipe: Recipe) -> tuple[str, object]:
@@ -82,7 +95,8 @@ def replacement(module: torch.nn.Module, recipe: Recipe) -> tuple[str, object]:
     _transformers_moe()
     for name in (_up(module), "down_proj"):
         require(isinstance(getattr(module, name, None), Tensor), f"moe_fp8: {name} must be a tensor, got none")
-        _weight(module, name)
+    _check(module, recipe)
+    fp8_checkpoint.warn_of_second_rounding(module, recipe)
     return "forward", partial(_experts_forward, recipe, module)
 
 
@@ -119,6 +133,7 @@ def _experts_forward(
     recipe: Recipe, module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The forward of a module of experts. Transformers' contract names the arguments and the module's attributes."""
+    _check(module, recipe)
     # -1 marks a slot of no local expert; MOE_FP8_VALIDATE=1 accepts no other id out of range.
     ids = torch.where(top_k_index < module.num_experts, top_k_index, -1).contiguous()
     x, scores = _inputs(module, hidden_states, top_k_weights)
@@ -142,6 +157,7 @@ class _ExpertParallelForward:
         name = type(module).__name__
         text = f"moe_fp8: {name} must be one operation of moe_fp8_ext for ep_implementation, got other code of its own"
         require(_experts_arguments(module) is not None, text)
+        _check(module, recipe)
         self.recipe, self.module, self.ep_mesh, self.tp_mesh = recipe, module, ep_mesh, tp_mesh
         self.ep = None  # made by the first call, which knows top_k
 
@@ -179,8 +195,8 @@ class _ExpertParallelForward:
 def _inputs(module: torch.nn.Module, hidden_states: Tensor, top_k_weights: Tensor) -> tuple[Tensor, Tensor]:
     """Returns x and scores as `experts` takes them."""
     x, scores = hidden_states, top_k_weights.float().contiguous()
-    if autocast_dtype(x) is None:  # torch.autocast casts x and the weights
-        x = x.to(getattr(module, _up(module)).dtype)
+    if autocast_dtype(x) is None and not fp8_checkpoint.is_quantized(module):  # autocast casts x and the weights
+        x = x.to(peft.stored(module, _up(module)).dtype)
     return x, scores
 
 
@@ -190,9 +206,10 @@ def _experts_arguments(module: torch.nn.Module) -> dict[str, object] | None:
     if activation is None or getattr(module, "has_post_expert_norm", False):
         return None
     names = dict(gate_up=_up(module), down="down_proj")
-    weights = {f"w_{argument}": _weight(module, name).transpose(-2, -1) for argument, name in names.items()}
+    weights = {f"w_{argument}": _transposed(_weight(module, name)) for argument, name in names.items()}
     biases = {f"b_{argument}": getattr(module, f"{name}_bias") for argument, name in names.items() if module.has_bias}
-    return {**weights, **biases, **activation}
+    adapters = {f"lora_{argument}": peft.adapter(module, name) for argument, name in names.items()}
+    return {**weights, **biases, **adapters, **activation}
 
 
 def _activation(module: torch.nn.Module) -> dict[str, object] | None:
@@ -205,9 +222,21 @@ def _activation(module: torch.nn.Module) -> dict[str, object] | None:
         return None
     if gate.__name__ == "_default_apply_gate" and gate.__module__.startswith("transformers."):
         return dict(activation=_GATED[known]) if known in _GATED else None
+    if gate.__module__.endswith(".finegrained_fp8"):
+        return _fp8_activation(module, known)
     # Looks at the gate and not at the module's class, because FSDP2 and parametrizations replace the class.
     is_gpt_oss = gate.__module__.endswith(".modeling_gpt_oss") and (module.alpha, module.limit) == (1.702, 7.0)
     return dict(activation="swiglu_oai", interleaved=True) if is_gpt_oss else None
+
+
+def _fp8_activation(module: torch.nn.Module, known: str | None) -> dict[str, object] | None:
+    """Returns the same for experts of an FP8 checkpoint. Their one class has the gates of all models, by attributes."""
+    if getattr(module, "gate_softcap", None) is not None:
+        return None
+    limits = module.swiglu_alpha, module.limit
+    if limits == (1.702, 7.0):
+        return dict(activation="swiglu_oai")
+    return dict(activation=_GATED[known]) if limits == (None, None) and known in _GATED else None
 
 
 def _act_fn(act: object) -> str | None:
@@ -241,18 +270,43 @@ def _composed_experts(recipe: Recipe, module: torch.nn.Module, x: Tensor, ids: T
 
 def _linear(recipe: Recipe, module: torch.nn.Module, name: str, x: Tensor, offs: Tensor, **gathered: object) -> Tensor:
     weight = _weight(module, name)
-    if autocast_dtype(x) is None:
+    if autocast_dtype(x) is None and isinstance(weight, Tensor):
         x = x.to(weight.dtype)
     out = grouped_mm(x, weight, offs, recipe=recipe, **gathered)
+    adapter = peft.adapter(module, name)
+    if adapter is not None:
+        out = out + _low_rank(adapter, x, offs, **gathered)
     return plus_bias(out, getattr(module, f"{name}_bias"), offs) if module.has_bias else out
+
+
+def _low_rank(adapter: LoRA, x: Tensor, offs: Tensor, **gathered: object) -> Tensor:
+    """Computes scaling * B (A x), by two products of the adapter's rank."""
+    a, b = (factor.to(x.dtype).transpose(-2, -1) for factor in (adapter.A, adapter.B))
+    return adapter.scaling * grouped_mm(grouped_mm(x, a, offs, recipe="bf16", **gathered), b, offs, recipe="bf16")
 
 
 def _up(module: torch.nn.Module) -> str:
     return "gate_up_proj" if module.has_gate else "up_proj"
 
 
-def _weight(module: torch.nn.Module, name: str) -> Tensor:
-    """Returns a weight as [E, K, N]."""
-    weight = getattr(module, name)
-    require(weight.dtype in INPUT_DTYPES, f"moe_fp8: {name} must be bfloat16, float16 or float32, got {weight.dtype}")
+def _check(module: torch.nn.Module, recipe: Recipe) -> None:
+    """Checks the weights of a module, as far as `experts` and `grouped_mm` would not name them."""
+    if fp8_checkpoint.is_quantized(module):
+        fp8_checkpoint.check_experts(module, recipe)
+        return
+    for name in (_up(module), "down_proj"):
+        dtype = peft.stored(module, name).dtype
+        require(dtype in INPUT_DTYPES, f"moe_fp8: {name} must be bfloat16, float16 or float32, got {dtype}")
+
+
+def _weight(module: torch.nn.Module, name: str) -> Tensor | Quantized | Pair:
+    """Returns a weight as `grouped_mm` takes it: as [E, K, N], or in FP8 as it is stored."""
+    if fp8_checkpoint.is_quantized(module):
+        return fp8_checkpoint.frozen_weight(module, name)
+    weight = peft.weight(module, name)
     return weight if module.is_transposed else weight.transpose(-2, -1)
+
+
+def _transposed(weight: Tensor | Quantized | Pair) -> Tensor | Quantized | Pair:
+    """Returns a weight of `grouped_mm` as `experts` takes it."""
+    return weight.transpose(-2, -1) if isinstance(weight, Tensor) else weight

@@ -153,6 +153,9 @@ COMMANDS = {
     "python examples/transformers_model.py": HERE,
     "python examples/finetune_transformers.py path/to/model text.txt --implementation moe_fp8 "
     "--out path/to/finetuned": "tests/integrations/test_finetune_transformers.py",
+    "python examples/finetune_transformers.py path/to/model text.txt --lora --out path/to/adapter": (
+        "tests/integrations/test_finetune_transformers.py"
+    ),
     "torchrun --nproc-per-node 2 examples/train_moe_lm.py --ep": "tests/training/test_train_moe_lm.py",
     "torchrun --nproc_per_node 8 -m torchtitan.train --module deepseek_v3 --config deepseek_v3_16b "
     "--override.imports moe_fp8_ext.integrations.torchtitan.moe_fp8": "tests/integrations/test_torchtitan.py",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
 from collections.abc import Iterator
 
@@ -19,7 +18,6 @@ from transformers_models import (
     LAYOUTS,
     assert_same,
     calls,
-    config_of,
     experts_of,
     gradients,
     results,
@@ -174,13 +172,6 @@ def test_quantized_experts():
     assert "down_proj must be bfloat16, float16 or float32, got torch.uint8" in refused(experts)
     experts.down_proj_packed = experts._parameters.pop("down_proj")
     assert "down_proj must be a tensor, got none" in refused(experts)
-    quantized, moe = (importlib.import_module(f"transformers.integrations.{n}") for n in ("finegrained_fp8", "moe"))
-    marked = moe.use_experts_implementation(type("Marked", (quantized.FP8Experts,), {}))
-    for of_checkpoint, why in (
-        (marked, "gate_up_proj must be bfloat16, float16 or float32, got torch.float8_e4m3fn"),
-        (quantized.FP8Experts, "the forward of FP8Experts is not known"),
-    ):
-        assert why in refused(of_checkpoint(config_of("qwen3_moe"), block_size=(16, 16)))
 
 
 def test_subclasses():

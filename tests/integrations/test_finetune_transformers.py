@@ -7,7 +7,9 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
+import fp8_checkpoints
 import pytest
 import torch
 from helpers import ROOT, blocks
@@ -39,11 +41,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def finetune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs the example on a CPU and returns its output."""
+def example() -> ModuleType:
     spec = importlib.util.spec_from_file_location("finetune", ROOT / "examples" / "finetune_transformers.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def finetune(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs the example on a CPU and returns its output."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def run(*arguments: object) -> str:
@@ -81,6 +90,43 @@ def test_documented_command(finetune, folder, tmp_path):
     assert "moe_fp8" not in (tmp_path / "config.json").read_text()
     again, _ = ends(finetune(tmp_path, TEXT, "--out", tmp_path / "again", *OPTIONS))
     assert again < 0.9 * first
+
+
+def test_adapters(finetune, folder, tmp_path):
+    """The documented command trains adapters alone, as PEFT's own product does, and saves what PEFT loads."""
+    peft = pytest.importorskip("peft")
+    (block,) = blocks("docs/finetuning.md", None, "bash")
+    places = {"path/to/model": folder, "text.txt": TEXT}
+    command = [places.get(word, word) for word in block.split()[2:]]
+    assert {*places.values()} < {*command} and command[-1] == "path/to/adapter"
+    by_name = {}
+    for name in ("grouped_mm", "moe_fp8"):
+        out = tmp_path / name
+        options = "--loop", "--implementation", name, "--rank", "4", *OPTIONS, "--lr", "0.03"
+        printed = finetune(*command[:-1], out, *options)
+        assert re.search(r"^trainable params: [\d,]+ ", printed, re.M)
+        by_name[name] = ends(printed)
+        assert not (out / "model.safetensors").exists()
+    assert by_name["moe_fp8"] == pytest.approx(by_name["grouped_mm"], rel=0.02)
+    # Embeddings stay random, so adapters learn little more than which bytes are frequent.
+    assert by_name["moe_fp8"][1] < 0.97 * by_name["moe_fp8"][0] and by_name["moe_fp8"] != by_name["grouped_mm"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    names = {name for name, _ in peft.PeftModel.from_pretrained(model, out).named_parameters() if "lora_" in name}
+    assert len(names) == 2 * 2 * (4 + 2)  # A and B of 4 weights of attention and 2 of experts, in 2 layers
+
+
+def test_adapters_of_an_fp8_checkpoint(example, finetune, folder, tmp_path, monkeypatch):
+    """Experts stay in FP8, as on a GPU; only recipe "blockwise" has their blocks."""
+    pytest.importorskip("peft")
+    checkpoint = fp8_checkpoints.write(tmp_path / "fp8", vocab_size=256)
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(checkpoint)
+    as_on_a_gpu = SimpleNamespace(from_pretrained=fp8_checkpoints.load)
+    monkeypatch.setattr(example, "AutoModelForCausalLM", as_on_a_gpu)
+    options = "--lora", "--loop", *OPTIONS, "--lr", "0.03", "--out", tmp_path / "adapter"
+    first, last = ends(finetune(checkpoint, TEXT, "--implementation", "moe_fp8_blockwise", *options))
+    assert last < 0.9 * first
+    with pytest.raises(SystemExit, match='the recipe must be "blockwise" for an FP8 checkpoint'):
+        finetune(checkpoint, TEXT, "--implementation", "moe_fp8_rowwise", *options)
 
 
 @pytest.mark.parametrize(

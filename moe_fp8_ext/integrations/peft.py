@@ -1,0 +1,147 @@
+"""Takes LoRA adapters of Hugging Face PEFT on weights of experts (`target_parameters`) as their factors A and B.
+
+PEFT gives a module W + scaling * B A in place of W, for the time of a call. It does so by a parametrization of the
+module, which has the factors. `adapter` reads them there. But PEFT computes W + B A once a call, to check the
+parametrization, and has no factors for several adapters or for weights in FP8. `convert_` therefore replaces the
+forward of PEFT's wrapper by one that hands over the factors without a parametrization. PEFT is not imported: its
+objects are recognized by their attributes.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from moe_fp8_ext.layer.adapter import MAX_RANK, LoRA
+from moe_fp8_ext.ops.checks import require
+
+_HANDED = "_moe_fp8_ext_adapters"  # an attribute of experts during a call: adapters by the name of their weight
+
+
+def adapter(module: nn.Module, name: str) -> LoRA | None:
+    """Returns the adapter that PEFT adds to a weight of experts in this call. `weight` returns what it is added to."""
+    handed = vars(module).get(_HANDED, {}).pop(name, None)
+    changes = _changes(module, name)
+    if handed is not None or not _are_factors(changes):
+        return handed
+    lhs, rhs, scaling = changes[0].lhs, changes[0].rhs, changes[0].scaling
+    a, b = (lhs.mT, rhs.mT) if module.is_transposed else (rhs, lhs)
+    return LoRA(a, b, scaling)
+
+
+def weight(module: nn.Module, name: str) -> Tensor:
+    """Returns a weight of experts without the adapter of `adapter`.
+
+    If adapters are no factors, the weight is the one that PEFT computes, with a warning.
+
+    Raises:
+        RuntimeError: PEFT would add adapters to FP8 values without their scales.
+    """
+    changes = _changes(module, name)
+    of_peft = [change for change in changes if _is_of_peft(change)]
+    if not of_peft:
+        return getattr(module, name)
+    original = stored(module, name)
+    text = "call moe_fp8_ext.convert_(model, recipe) after get_peft_model"
+    is_fp8 = original.dtype.itemsize == 1
+    require(not is_fp8, f"moe_fp8: adapters of {name} in FP8 must be handed over as factors: {text}")
+    if _are_factors(changes):
+        return original
+    _warn_of_merged(type(of_peft[0]).__name__ if len(changes) == 1 else "several parametrizations")
+    return getattr(module, name)
+
+
+def stored(module: nn.Module, name: str) -> Tensor | None:
+    """Returns a parameter of a module without what parametrizations make of it, or None if there is no such name."""
+    return module.parametrizations[name].original if _changes(module, name) else getattr(module, name, None)
+
+
+def wrapped(module: nn.Module) -> nn.Module | None:
+    """Returns the experts whose parameter a module of PEFT wraps, or None. Wrappers are nested, one a parameter."""
+    return module.get_base_layer() if type(module).__name__ == "ParamWrapper" and _is_of_peft(module) else None
+
+
+def replacement(wrapper: nn.Module) -> tuple[str, object]:
+    """Returns the attribute that `convert_` replaces on a wrapper, and its value."""
+    return "forward", functools.partial(_forward, wrapper)
+
+
+def _forward(wrapper: nn.Module, *args: object, **kwargs: object) -> object:
+    """The forward of PEFT's wrapper, which hands its adapters to the experts as factors where it can."""
+    lora = None if "adapter_names" in kwargs else _active(wrapper)
+    if lora is None:
+        return type(wrapper).forward(wrapper, *args, **kwargs)
+    with _handed_over(wrapper.get_base_layer(), wrapper.parameter_name, lora):
+        return wrapper.base_layer(*args, **kwargs)
+
+
+def _active(wrapper: nn.Module) -> LoRA | None:
+    """Returns the active adapters of a wrapper as one. None if PEFT's own forward has to run."""
+    if wrapper.disable_adapters or wrapper.merged or wrapper.num_experts == 1:
+        return None
+    names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    if not names or not all(_is_plain(wrapper, name) for name in names):
+        return None
+    adapters = [LoRA(*_factors(wrapper, name), wrapper.scaling[name]) for name in names]
+    if sum(adapter.A.shape[1] for adapter in adapters) > MAX_RANK:
+        return None
+    if len(adapters) == 1:
+        return adapters[0]
+    a = torch.cat([adapter.A for adapter in adapters], dim=1)
+    return LoRA(a, torch.cat([adapter.B * adapter.scaling for adapter in adapters], dim=2), 1.0)
+
+
+def _is_plain(wrapper: nn.Module, name: str) -> bool:
+    """Whether an adapter is B A alone. PEFT 0.21 has no other on a parameter."""
+    has_more = wrapper.lora_variant.get(name) is not None or wrapper.lora_bias.get(name, False)
+    return not has_more and type(wrapper.lora_dropout[name]) is nn.Identity
+
+
+def _factors(wrapper: nn.Module, name: str) -> tuple[Tensor, Tensor]:
+    """Returns views A [E, r, K] and B [E, N, r] of an adapter, which PEFT stores as [E * r, K] and [N, r * E]."""
+    a, b, e = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts
+    return a.unflatten(0, (e, -1)), b.unflatten(1, (-1, e)).permute(2, 0, 1)
+
+
+@contextmanager
+def _handed_over(experts: nn.Module, name: str, lora: LoRA) -> Iterator[None]:
+    handed = vars(experts).get(_HANDED)
+    if handed is None:
+        handed = {}
+        setattr(experts, _HANDED, handed)
+    handed[name] = lora
+    try:
+        yield
+        text = f"{type(experts).__name__} must take the adapter of {name}, got a forward that is not moe_fp8_ext's"
+        require(name not in handed, f"moe_fp8: {text}; call convert_ or revert_ on the whole model")
+    finally:
+        handed.pop(name, None)
+        if not handed and hasattr(experts, _HANDED):
+            delattr(experts, _HANDED)
+
+
+def _changes(module: nn.Module, name: str) -> list[nn.Module]:
+    """Returns the parametrizations of a parameter."""
+    parametrizations = getattr(module, "parametrizations", {})
+    return list(parametrizations[name]) if name in parametrizations else []
+
+
+def _are_factors(changes: list[nn.Module]) -> bool:
+    """Whether parametrizations are one adapter, scaling * lhs @ rhs, of a rank that `experts` takes."""
+    is_one = len(changes) == 1 and all(hasattr(changes[0], name) for name in ("lhs", "rhs", "scaling"))
+    return is_one and changes[0].rhs.dim() == 3 and changes[0].rhs.shape[1] <= MAX_RANK
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "peft"
+
+
+@functools.cache
+def _warn_of_merged(kind: str) -> None:
+    text = f"moe_fp8: adapters of experts by {kind} are computed as PEFT does, by W + B A and its whole gradient"
+    warnings.warn(f"{text}; moe_fp8_ext.convert_(model, recipe) after get_peft_model may avoid it", stacklevel=2)

@@ -1,0 +1,78 @@
+"""Folders with tiny checkpoints as models are published in FP8, and how a machine with a GPU loads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers_models import transformers
+
+from moe_fp8_ext.ops import quantize_weight
+
+D, F, E, TOP_K, LAYERS, VOCABULARY = 256, 128, 4, 2, 2, 64
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate"]
+EXPERTS = [f"model.layers.{i}.mlp.experts" for i in range(LAYERS)]
+
+
+def config(**sizes: object) -> object:
+    of_model = dict(hidden_size=D, moe_intermediate_size=F, num_experts=E, num_experts_per_tok=TOP_K)
+    of_attention = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=64)
+    of_text = dict(vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=0, num_hidden_layers=LAYERS)
+    return transformers.AutoConfig.for_model("qwen3_moe", **{**of_model, **of_attention, **of_text, **sizes})
+
+
+def write(
+    folder: Path,
+    *,
+    e8m0: bool = False,
+    quantization: dict[str, object] | None = None,
+    keep: Callable[[str], bool] = lambda name: True,
+    **sizes: object,
+) -> Path:
+    """Writes an FP8 checkpoint: experts in FP8, the rest in bfloat16, and config.json.
+
+    Args:
+        e8m0: scales are powers of two, one byte each.
+        quantization: entries of quantization_config to add or to replace.
+        keep: which tensors to write.
+    """
+    torch.manual_seed(0)
+    made = config(**sizes)
+    model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
+    tensors: dict[str, Tensor] = {}
+    for name, w in model.state_dict().items():
+        base, _, last = name.rpartition(".")
+        if not base.endswith(".experts"):
+            tensors[name] = w.contiguous()
+            continue
+        halves = w.chunk(2, 1) if last == "gate_up_proj" else [w]
+        for proj, half in zip(("gate_proj", "up_proj") if last == "gate_up_proj" else (last,), halves, strict=True):
+            q, scale, _, _ = quantize_weight(half.contiguous(), "blockwise", rounding="pow2" if e8m0 else "exact")
+            for e in range(len(q)):
+                tensors[f"{base}.{e}.{proj}.weight"] = q[e]
+                tensors[f"{base}.{e}.{proj}.weight_scale_inv"] = scale[e].to(torch.float8_e8m0fnu) if e8m0 else scale[e]
+    folder.mkdir(exist_ok=True)
+    save_file({name: t.clone() for name, t in tensors.items() if keep(name)}, folder / "model.safetensors")
+    of_fp8 = dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128], fmt="e4m3")
+    # Linear layers in FP8 are multiplied by kernels for GPUs that Transformers downloads.
+    of_fp8 |= dict(modules_to_not_convert=[*LINEAR, "lm_head"])
+    of_fp8 |= dict(scale_fmt="ue8m0") if e8m0 else {}
+    text = {**made.to_dict(), "quantization_config": {**of_fp8, **(quantization or {})}}
+    (folder / "config.json").write_text(json.dumps(text))
+    return folder
+
+
+def load(folder: Path, implementation: str | None = None, **options: object) -> torch.nn.Module:
+    """Loads a model as on a machine with a GPU, where experts stay in FP8, onto the CPU."""
+    there = mock.patch("torch.cuda.is_available", return_value=True)
+    capability = mock.patch("torch.cuda.get_device_capability", return_value=(9, 0))
+    options = dict(dtype=torch.bfloat16, device_map={"": "cpu"}) | options
+    if implementation is not None:
+        options["experts_implementation"] = implementation
+    with there, capability:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
