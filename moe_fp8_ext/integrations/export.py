@@ -53,8 +53,9 @@ def export_fp8(
     already keep their bytes and scales. Everything else is written as it is: routers, embeddings, norms, heads and,
     unless `linears` is set, the linear layers.
 
-    Beside the model, this needs memory for one tensor on the model's device, and for one file on the host. The files
-    are written into a temporary folder next to `folder`, which takes the place of `folder` at the end.
+    Next to the model, its device needs memory for one weight in FP8, and with `merge_adapters` for a copy of one module
+    with adapters. The host needs memory for one file. Files are written into a temporary folder next to `folder`, which
+    takes the place of `folder` at the end.
 
     Args:
         model: a model of Transformers, or a PeftModel around one. Every weight must be there, on any device.
@@ -276,7 +277,8 @@ class _Plan:
 
     def _tensors_of(self, module_name: str, module: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Yields the tensors of a module itself that a checkpoint has: full name, tensor, and the scales of FP8."""
-        own = {name: t.detach() for name, t in module.state_dict().items() if "." not in name}
+        state = module.state_dict().items()
+        own = {name: t.detach() for name, t in state if "." not in name and isinstance(t, Tensor)}
         for name, tensor in own.items():
             full = f"{module_name}.{name}".lstrip(".")
             is_scale = name.endswith(_SCALE) and name.removesuffix(_SCALE) in own
@@ -479,9 +481,11 @@ def _with_adapter(wrapper: nn.Module) -> nn.Module:
         name = getattr(wrapper, "parameter_name", "weight")
         weight = getattr(base, name)
         if _is_fp8(weight):  # PEFT would add to the values without regard to their scales
-            weight = _dequantize(weight, getattr(base, name + _SCALE))
-            setattr(base, name, nn.Parameter(weight, requires_grad=False))
+            wide = _dequantize(weight, getattr(base, name + _SCALE))
+            setattr(base, name, nn.Parameter(wide, requires_grad=False))
         wrapper.merge()
+        if not wrapper.merged:  # no active adapter
+            setattr(base, name, weight)
         wrapper = wrapper.base_layer
     return base
 

@@ -307,6 +307,19 @@ def test_merged_adapters_over_fp8(tmp_path):
     assert_same_tensors({n: got[n] for n in plain.keys() - changed}, {n: plain[n] for n in plain.keys() - changed})
 
 
+def test_adapters_that_are_not_active_leave_the_bytes_of_fp8(tmp_path):
+    export_fp8(tiny(), tmp_path / "a", linears=True)
+    fp8 = loaded(tmp_path / "a", as_on_a_gpu=True)
+    plain = dict(fp8_state(fp8))
+    model = with_adapters(fp8)
+    model.add_adapter("other", type(model.active_peft_config)(r=2, target_modules=["k_proj"], init_lora_weights=False))
+    model.set_adapter("other")
+    got = dict(fp8_state(model, merge_adapters=True))
+    changed = {n for n in got if not torch.equal(got[n].float(), plain[n].float())}
+    assert {f"model.layers.{i}.self_attn.k_proj.weight" for i in range(2)} <= changed
+    assert all("k_proj" in name for name in changed)
+
+
 # ---- What cannot be written ------------------------------------------------------------------------------------------
 
 
