@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import peft
+import tables
 import torch
 import transformers
 from run import environment
@@ -240,15 +241,16 @@ def main() -> None:
     parser.add_argument("--attention-only", action="store_true", help="no adapters on experts")
     parser.add_argument("--warm", type=int, default=3, metavar="N", help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps that are timed")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append the JSON to this file, as a line")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="add the result to this JSON file, such as "
+                        f"bench/results/{tables.FINETUNE}")  # fmt: skip
     args = parser.parse_args()
     if args.checkpoint and args.impl == "stock":
         parser.error("--checkpoint is for --impl ours: the checkpoint is one in FP8")
-    text = json.dumps(measure(args, torch.device("cuda" if torch.cuda.is_available() else "cpu")))
-    print(text)
+    result = measure(args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    print(json.dumps(result))
     if args.out:
-        with args.out.open("a") as file:
-            file.write(text + "\n")
+        results = json.loads(args.out.read_text()) if args.out.exists() else []
+        args.out.write_text(json.dumps([*results, result], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import mean
 
 import peft
+import tables
 import torch
 import transformers
 from run import environment
@@ -162,7 +163,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--tiny", action="store_true", help="a smaller model, for a CPU")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="JSON file, such as bench/results/finetune_losses.json"
+        "--out", type=Path, metavar="FILE", help=f"JSON file, such as bench/results/{tables.FINETUNE_LOSSES}"
     )
     args = parser.parse_args()
     register()

@@ -40,7 +40,7 @@ def test_finetune(bench, tmp_path, options):
     words = options.split()
     words += [tmp_path / "model"] if words[-1] == "--checkpoint" else []
     found = json.loads(bench("finetune", *FEW_STEPS, *words, "--out", tmp_path / "out.json"))
-    assert (tmp_path / "out.json").read_text() == json.dumps(found) + "\n"
+    assert json.loads((tmp_path / "out.json").read_text()) == [found]
     # of q, k, v and o with 128, 64, 64 and 128 features; of 4 experts' gate and up, and down
     of_attention = 2 * (128 + 128 + 128 + 64 + 128 + 64 + 128 + 128)
     assert found["trained_parameters"] == of_attention + 4 * 2 * (128 + 256 + 128 + 128)
@@ -67,6 +67,32 @@ def test_finetune_losses(bench, tmp_path, monkeypatch):
     assert found["held_out"]["bf16"] == runs[0]["held_out"] and len(runs[1]["losses"]) == 2
     assert found["held_out"]["fp8"] != runs[0]["held_out"]
     assert found["held_out"]["fp8"] == pytest.approx(runs[0]["held_out"], rel=0.01)
+
+
+def test_table(monkeypatch):
+    """A run is compared with stock on its own GPU, if stock had the memory."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    same = dict(model="M", layers=3, of_layers=4, rank=16, context=4096, sequences=2, adapters="float32")
+    same |= dict(attention_only=False, commit="abcdefgh")
+    runs = [
+        dict(**same, impl="ours", device="large", tokens_per_second=2600.0, peak_bytes=50e9),
+        dict(**same, impl="stock", device="large", tokens_per_second=1000.0, peak_bytes=100e9),
+        dict(**same, impl="ours", device="small", tokens_per_second=2500.0, peak_bytes=51e9),
+        dict(**same, impl="stock", device="small", out_of_memory="CUDA out of memory", peak_bytes=79e9),
+    ]
+    losses = dict(fp8=1.01, bf16=1.0, difference=0.01, spread_of_bf16=0.02, difference_of_seeds=[0.01, 0.0, 0.02])
+    losses = dict(steps=300, device="large", commit="abcdefgh", held_out=losses)
+    text = importlib.import_module("tables").finetune_text(runs, losses)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| M")]
+    assert [line[0] for line in lines] == ["M, 3 of 4 layers"] * 4
+    assert [line[5:] for line in lines] == [
+        ["2,600", "2.60", "50.0", "0.50"],
+        ["1,000", "1.00", "100.0", "1.00"],
+        ["2,500", "", "51.0", ""],
+        ["out of memory", "", "", ""],
+    ]
+    assert "1.0100 over FP8 and 1.0000 over BF16, means of 3 seeds" in " ".join(text.split())
+    assert "Not measured yet" in importlib.import_module("tables").finetune_text(None)
 
 
 @pytest.mark.parametrize(("fp8", "within"), [((1.1, 2.1), True), ((2.0, 3.5), False)])
