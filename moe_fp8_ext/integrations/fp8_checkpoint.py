@@ -6,16 +6,23 @@ or E8M0, named `weight_scale_inv`. This is the layout of format "blockwise".
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 from warnings import warn
 
 import torch
 from torch import Tensor, nn
 
 from moe_fp8_ext.integrations import peft
+from moe_fp8_ext.ops import dequantize
 from moe_fp8_ext.ops.checks import FP8_DTYPES, dtype_name, require
 from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.recipe import Recipe
 from moe_fp8_ext.quantization.tensor import Pair, Quantized
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _FORMAT = "blockwise"
 _BLOCK = FORMATS[_FORMAT].block
@@ -31,6 +38,11 @@ def is_quantized(module: nn.Module) -> bool:
     """Whether experts hold the weights of an FP8 checkpoint, or of its variant with packed FP4."""
     dtypes = *FP8_DTYPES, torch.int8
     return any(getattr(peft.stored(module, name), "dtype", None) in dtypes for name in names_of(module))
+
+
+def scale_shape(q: Tensor) -> tuple[int, ...]:
+    """The shape of the scales of a weight [E, N, K]."""
+    return FORMATS[_FORMAT].scale_of_weight(*q.shape).shape
 
 
 def frozen_weight(module: nn.Module, name: str) -> Quantized | Pair:
@@ -70,12 +82,13 @@ def check_experts(module: nn.Module, recipe: Recipe) -> None:
     scheme = getattr(module, "activation_scheme", "dynamic")
     _require(scheme == "dynamic", "activations must be quantized dynamically", f'activation_scheme="{scheme}"')
     features = peft.stored(module, names[0]).shape[1] // 2
-    fits = not module.has_gate or features % _BLOCK == 0
+    has_halves = module.has_gate and module.is_concatenated  # each of them with scales of its own
+    fits = not has_halves or features % _BLOCK == 0
     _require(fits, f"F, the width of gate and of up, must be a multiple of {_BLOCK}", features)
     for name in names:
         weight, scale = peft.stored(module, name), getattr(module, f"{name}_scale_inv", None)
         _require(isinstance(scale, Tensor), f"{name} must come with {name}_scale_inv", "none")
-        wanted = FORMATS[_FORMAT].scale_of_weight(*weight.shape).shape
+        wanted = scale_shape(weight)
         fits = tuple(scale.shape) == wanted
         _require(fits, f"{name}_scale_inv must have shape {list(wanted)}", list(scale.shape))
         dtypes = torch.float32, torch.float8_e8m0fnu
@@ -102,3 +115,90 @@ def warn_of_second_rounding(module: nn.Module, recipe: Recipe) -> None:
             f'weights a second time; Recipe("{_FORMAT}", rounding="pow2") gives the bytes of the checkpoint',
             stacklevel=2,
         )
+
+
+# Master weights
+
+
+def master_weights_(
+    model: PreTrainedModel,
+    dtype: torch.dtype = torch.bfloat16,
+    filter: Callable[[str, nn.Module], bool] | None = None,
+) -> None:
+    """Replaces the FP8 weights of a loaded model by trained weights of a dtype, in place, one weight after the other.
+
+    Use it to train all weights of an FP8 checkpoint, or only those outside of its experts. A module with FP8 weights
+    becomes the module that the model has without quantization, so every implementation of experts runs. The values are
+    those of the checkpoint, rounded to `dtype`. At no time is more memory in use than that of the result and of one
+    weight: the FP8 copy of a weight is freed before the next is replaced.
+
+    A BF16 weight rounds the product of an FP8 value and its scale. With scales that are powers of two it does not, and
+    `Recipe("blockwise", rounding="pow2")` then multiplies the bytes of the checkpoint. If the model's implementation
+    has another rounding, a warning says so.
+
+    Args:
+        model: a model that `from_pretrained` has loaded from an FP8 checkpoint. Hooks on replaced modules are lost, so
+            call it before anything wraps the model.
+        dtype: bfloat16, float16 or float32.
+        filter: takes a qualified name and a module, and says whether to replace its weights. None replaces all.
+
+    Raises:
+        RuntimeError: nothing in the model has FP8 weights, or a weight is in a layout that is not known.
+    """
+    from moe_fp8_ext.integrations import fp8_loading  # imported here, because it imports transformers
+
+    op = "master_weights_"
+    found = {name: module for name, module in model.named_modules() if _scales(module)}
+    chosen = [name for name in found if filter is None or filter(name, found[name])]
+    require(bool(chosen), f"{op}: model must have FP8 weights to replace, got none")
+    with torch.device("meta"):
+        plain = type(model)(copy.copy(model.config))
+    for name in chosen:
+        _check_plain(op, name, found[name], plain.get_submodule(name))
+    was_e8m0 = any(scale.dtype == torch.float8_e8m0fnu for name in chosen for scale in _scales(found[name]).values())
+    for name in chosen:
+        new = plain.get_submodule(name).train(found[name].training)
+        _move_weights(found.pop(name), new, dtype)
+        model.set_submodule(name, new)
+        if was_e8m0 and hasattr(new, "is_transposed"):
+            mark_as_dequantized(new)
+    fp8_loading.check_rounding(model)
+    if not found:
+        model.hf_quantizer.remove_quantization_config(model)
+
+
+def _scales(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the scales of a module's FP8 weights, by the names of the weights."""
+    own = dict(module.named_parameters(recurse=False))
+    return {name: own[f"{name}_scale_inv"] for name in own if f"{name}_scale_inv" in own}
+
+
+def _check_plain(op: str, name: str, old: nn.Module, new: nn.Module) -> None:
+    """Checks that the weights of a module fit into the same module of the model without quantization."""
+    for weight, scale in _scales(old).items():
+        q, there = getattr(old, weight), getattr(new, weight, None)
+        rows = q if q.dim() == 3 else q[None]
+        is_square = scale.shape[-2:] == scale_shape(rows)[-2:] and q.dtype == torch.float8_e4m3fn
+        text = f"{op}: {name}.{weight} must be float8_e4m3fn with scales of blocks of {_BLOCK} x {_BLOCK}"
+        require(is_square, f"{text}, got {dtype_name(q.dtype)} with scales {list(scale.shape)}; {_INSTEAD}")
+        fits = there is not None and there.shape == q.shape
+        got = None if there is None else list(there.shape)
+        require(fits, f"{op}: {name}.{weight} must have the shape of the checkpoint, {list(q.shape)}, got {got}")
+
+
+def _move_weights(old: nn.Module, new: nn.Module, dtype: torch.dtype) -> None:
+    """Moves all parameters of a module to another, its FP8 weights as weights of a dtype. Frees each of them."""
+    if hasattr(old, "config"):
+        new.config = old.config
+    scales = _scales(old)
+    for name, _ in list(new.named_parameters(recurse=False)):
+        parameter = getattr(old, name)
+        if name in scales:
+            q, scale = parameter.detach(), scales.pop(name).detach().float()
+            shape = q.shape if q.dim() == 3 else (1, *q.shape)
+            values = dequantize(q.view(shape), scale.view(shape[0], *scale.shape[-2:]), _FORMAT, out_dtype=dtype)
+            parameter = nn.Parameter(values.view(q.shape))
+            del q, values
+            delattr(old, f"{name}_scale_inv")
+        delattr(old, name)
+        setattr(new, name, parameter)

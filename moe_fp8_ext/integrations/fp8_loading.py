@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
+from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers import auto
@@ -23,7 +23,7 @@ _SCALES = re.compile(r"(\.weight)?[._]q?scale\w*$")
 _METHODS = "fp8", "mxfp8"  # the quantization methods of Transformers whose experts are FP8Experts
 
 
-def register(forwards: dict[str, Callable[..., torch.Tensor]]) -> None:
+def register(forwards: dict[str, Callable[..., Tensor]]) -> None:
     """Adds implementations of the experts of FP8 checkpoints, and the checks of such checkpoints.
 
     Args:
@@ -62,12 +62,20 @@ class FP8Quantizer(FineGrainedFP8HfQuantizer):
                 module.requires_grad_(False)  # Transformers lets float8 parameters ask for gradients
             elif config.dequantize and config.scale_fmt == "ue8m0":
                 fp8_checkpoint.mark_as_dequantized(module)
-        if marked and (recipe := _recipe(marked[0], ALL_EXPERTS_FUNCTIONS)) is not None:
-            fp8_checkpoint.warn_of_second_rounding(marked[0], recipe)
+        check_rounding(model)
         return model
 
 
-def _recipe(experts: torch.nn.Module, interface: dict[str, object]) -> Recipe | None:
+def check_rounding(model: nn.Module) -> None:
+    """Warns if the implementation of a model rounds its dequantized weights a second time."""
+    for module in model.modules():
+        recipe = _recipe(module, ALL_EXPERTS_FUNCTIONS) if hasattr(module, "is_transposed") else None
+        if recipe is not None:
+            fp8_checkpoint.warn_of_second_rounding(module, recipe)
+            return
+
+
+def _recipe(experts: nn.Module, interface: dict[str, object]) -> Recipe | None:
     """Returns the recipe of the implementation that experts have, or None if it is not of this package."""
     name = getattr(experts.config, "_experts_implementation", None)
     forward = interface.get(name) if name in interface else None
@@ -76,20 +84,27 @@ def _recipe(experts: torch.nn.Module, interface: dict[str, object]) -> Recipe | 
 
 
 def _check_scales(files: Iterable[str]) -> None:
-    """Refuses a checkpoint in which an FP8 weight of experts has no scales. Reads the names in safetensors alone.
+    """Refuses a checkpoint in which an FP8 weight of experts has no scales. Reads names alone.
 
     Transformers would load such a checkpoint, with scales of any content.
     """
-    weights, names = set(), set()
+    dtypes = dtypes_of(files)
+    weights = {name for name, dtype in dtypes.items() if dtype == "F8_E4M3" and ".experts." in name}
+    scaled = {_SCALES.sub("", name) for name in dtypes if _SCALES.search(name)}
+    refuse_without_scales(sorted(name for name in weights if name.removesuffix(".weight") not in scaled))
+
+
+def dtypes_of(files: Iterable[str]) -> dict[str, str]:
+    """Returns the names of all tensors of files of safetensors, and the names of their dtypes."""
+    found = {}
     for file in files:
-        if Path(file).suffix != ".safetensors":
-            continue
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                names.add(name)
-                if ".experts." in name and "scale" not in name and tensors.get_slice(name).get_dtype() == "F8_E4M3":
-                    weights.add(name)
-    scaled = {_SCALES.sub("", name) for name in names if _SCALES.search(name)}
-    missing = sorted(name for name in weights if name.removesuffix(".weight") not in scaled)
-    text = "moe_fp8: every FP8 weight of experts must have scales in the checkpoint, got none for"
-    require(not missing, f"{text} {', '.join(missing[:3])}{' and others' if missing[3:] else ''}; download it again")
+        if Path(file).suffix == ".safetensors":
+            with safe_open(file, "pt") as tensors:
+                found |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+    return found
+
+
+def refuse_without_scales(weights: list[str]) -> None:
+    """Raises if any weights have no scales."""
+    text = "moe_fp8: every quantized weight of experts must have scales in the checkpoint, got none for"
+    require(not weights, f"{text} {', '.join(weights[:3])}{' and others' if weights[3:] else ''}; download it again")

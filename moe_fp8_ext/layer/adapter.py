@@ -1,20 +1,27 @@
 """Low-rank adapters of a projection: y += scaling * B (A x). Neither W + BA nor a gradient of that size is computed.
 
 Products of a low rank cost what they read and write. With both factors of each expert, an adapter on both projections
-and P = T * top_k slots, forward and backward move, in values of 2 bytes (H = w_gate_up.shape[1]):
+and P = T * top_k slots, forward and backward move, in values of 2 bytes (H = w_gate_up.shape[1]), where tokens are
+multiplied by slot or by token (`matmul/low_rank.py`):
 
-    forward     u = A x         x in the order of experts, written and read          2 P D + T D
-                h += u B        u B written, added to h into a new tensor            4 P H
-                u = A a         a dequantized, then read                             2.5 P F
-                out += u B      u B written, summed over slots, added                2 P D + 4 T D
-    backward    v = B dout, dB  dout in the order of experts, written and read twice 3 P D + T D
-                da += v A       as h                                                 4 P F
-                dA of down      a, which is in memory                                P F
-                v = B dh, dB    dh, which is in memory, read twice                   2 P H
-                dx += v A       as out                                               2 P D + 4 T D
-                dA of gate_up   x in the order of experts, written and read          2 P D + T D
+                                by slot                                          by token
+    forward     u = A x         x in the order of experts, written and read      x, and u of all experts
+                                2 P D + T D                                      T D + T E R
+                h += u B        u B written, added to h into a new tensor        4 P H
+                u = A a         a dequantized, then read                         2.5 P F
+                out += u B      u B written, summed over slots, added            u spread over [T, E R], u B added
+                                2 P D + 4 T D                                    4 T D + 2 T E R
+    backward    v = B dout, dB  dout in the order of experts, read twice         as u = A x, and as dA
+                                3 P D + T D                                      4 T D + 3 T E R
+                da += v A       as h                                             4 P F
+                dA of down      a, which is in memory                            P F
+                v = B dh, dB    dh, which is in memory, read twice               2 P H
+                dx += v A       as out                                           as out
+                dA of gate_up   x in the order of experts, written and read      x without unused tokens, spread v
+                                2 P D + T D                                      3 T D + 2 T E R
 
-A factor that all experts share is multiplied by tokens: with a shared A of gate_up and B of down, no term has P D.
+By token there are also 6 dense products of 2 T E R D operations. A factor that all experts share is multiplied by
+tokens: with a shared A of gate_up and B of down, no term has P D or E R.
 """
 
 from __future__ import annotations
@@ -24,8 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.matmul.engine import Groups
-from moe_fp8_ext.matmul.low_rank import Rows, Tokens, add_to_rows, add_to_tokens, dropped, factor, kept, scored
+from moe_fp8_ext.matmul.low_rank import Rows, Slots, Tokens, add_to_rows, add_to_tokens, dropped, factor, kept
 from moe_fp8_ext.ops.checks import check_number, require
 
 MAX_RANK = 256
@@ -94,58 +100,58 @@ class Adapter(NamedTuple):
 
     # ---- forward ----
 
-    def up(self, h: Tensor, tokens: Tensor, groups: Groups) -> tuple[Tensor, Adapted]:
+    def up(self, h: Tensor, tokens: Tensor, slots: Slots) -> tuple[Tensor, Adapted]:
         """Returns h [P, N] plus the adapter's part, of tokens [T, K]."""
         x, mask = self._dropped(tokens)
-        u = self._scaled(Tokens(x, groups).narrow(self.A))
-        return add_to_rows(h, u, self.B, groups), self._adapted(u, mask)
+        u = self._scaled(Tokens(x, slots).narrow(self.A))
+        return add_to_rows(h, u, self.B, slots), self._adapted(u, mask)
 
-    def narrow(self, a: Tensor, groups: Groups) -> Adapted:
+    def narrow(self, a: Tensor, slots: Slots) -> Adapted:
         """Computes what `down` adds, of activations a [P, K]."""
         a, mask = self._dropped(a)
-        return Adapted(self._scaled(Rows(a, groups).narrow(self.A)), mask)
+        return Adapted(self._scaled(Rows(a, slots).narrow(self.A)), mask)
 
-    def down(self, out: Tensor, of: Adapted, groups: Groups, scores: Tensor | None) -> tuple[Tensor, Adapted]:
+    def down(self, out: Tensor, of: Adapted, slots: Slots, scores: Tensor | None) -> tuple[Tensor, Adapted]:
         """Returns out [T, N] plus the adapter's part."""
-        return add_to_tokens(out, of.u, self.B, groups, scores), self._adapted(*of)
+        return add_to_tokens(out, of.u, self.B, slots, scores), self._adapted(*of)
 
     # ---- backward ----
 
     def down_gradients(
-        self, dout: Tokens, of: Adapted, groups: Groups, scores: Tensor | None, needs_da: bool
+        self, dout: Tokens, of: Adapted, scores: Tensor | None, needs_da: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """Returns the gradient v [P, R] of scaling * A a without scores, and that of B."""
         v = dB = None
         if needs_da or self.needs_A:
             v = self._scaled(dout.narrow(self.B))
         if self.needs_B:
-            dB = dout.outer(scored(of.u, scores, groups), self.B.dim() == 2)[..., : self.rank, :].mT
+            dB = dout.outer(dout.slots.scored(of.u, scores), self.B)[..., : self.rank, :].mT
         return v, dB
 
-    def add_to_da(self, da: Tensor, v: Tensor, of: Adapted, groups: Groups) -> Tensor:
-        return add_to_rows(da, v, self.A, groups, of.mask, self.dropout)
+    def add_to_da(self, da: Tensor, v: Tensor, of: Adapted, slots: Slots) -> Tensor:
+        return add_to_rows(da, v, self.A, slots, of.mask, self.dropout)
 
-    def down_dA(self, v: Tensor, a: Tensor, of: Adapted, groups: Groups) -> Tensor:
+    def down_dA(self, v: Tensor, a: Tensor, of: Adapted, slots: Slots) -> Tensor:
         """a [P, K] has been multiplied by scores."""
-        return Rows(self._dropped_again(a, of), groups).outer(v, self.A.dim() == 2)[..., : self.rank, :]
+        return Rows(self._dropped_again(a, of), slots).outer(v, self.A)[..., : self.rank, :]
 
     def up_gradients(
-        self, dh: Tensor, of: Adapted, groups: Groups, needs_dx: bool
+        self, dh: Tensor, of: Adapted, slots: Slots, needs_dx: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """Returns the gradient v [P, R] of scaling * A x, and that of B."""
-        dh, v, dB = Rows(dh, groups), None, None
+        dh, v, dB = Rows(dh, slots), None, None
         if needs_dx or self.needs_A:
             v = self._scaled(dh.narrow(self.B))
         if self.needs_B:
-            dB = dh.outer(of.u, self.B.dim() == 2)[..., : self.rank, :].mT
+            dB = dh.outer(of.u, self.B)[..., : self.rank, :].mT
         return v, dB
 
-    def add_to_dx(self, dx: Tensor, v: Tensor, of: Adapted, groups: Groups) -> Tensor:
-        groups = groups.in_place if groups.indices is None else groups
-        return add_to_tokens(dx, v, self.A, groups, None, of.mask, self.dropout)
+    def add_to_dx(self, dx: Tensor, v: Tensor, of: Adapted, slots: Slots) -> Tensor:
+        slots = slots if slots.groups.indices is not None else Slots(slots.groups.in_place)
+        return add_to_tokens(dx, v, self.A, slots, None, of.mask, self.dropout)
 
-    def up_dA(self, v: Tensor, tokens: Tensor, of: Adapted, groups: Groups) -> Tensor:
-        return Tokens(self._dropped_again(tokens, of), groups).outer(v, self.A.dim() == 2)[..., : self.rank, :]
+    def up_dA(self, v: Tensor, tokens: Tensor, of: Adapted, slots: Slots) -> Tensor:
+        return Tokens(self._dropped_again(tokens, of), slots).outer(v, self.A)[..., : self.rank, :]
 
     def _dropped(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return dropped(x, self.dropout) if self.dropout else (x, None)

@@ -15,7 +15,7 @@ from moe_fp8_ext.layer.bias import rows_of_bias, sum_of_groups
 from moe_fp8_ext.layer.linear import ExpertLinear
 from moe_fp8_ext.layer.source import Chunk, Source
 from moe_fp8_ext.matmul.engine import Activated, Engine, Groups, Wanted, engine_of
-from moe_fp8_ext.matmul.low_rank import Tokens
+from moe_fp8_ext.matmul.low_rank import Slots, Tokens
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
 from moe_fp8_ext.quantization.casting import cast
 from moe_fp8_ext.quantization.prepare import NOTHING, Operand, ready
@@ -170,18 +170,19 @@ def _forward(
 ) -> tuple[Tensor, SavedChunk]:
     """Computes out [T, D] of a chunk in bfloat16. Returns it and the tensors that backward reads."""
     x, scores, groups = chunk
+    slots = Slots(groups)  # of adapters
     rows, _ = engine.tokens(x, groups, rows=True)
     h, of_up = up.product(engine, rows, w_up, groups, by_index=True), Adapted()
     if up.adapter is not None:
-        h, of_up = up.adapter.up(h, engine.values(x), groups)
+        h, of_up = up.adapter.up(h, engine.values(x), slots)
     if watch is not None:
         watch.forward(x, h, groups, up.weight, down.weight)
     rows, h = engine.activated(h, groups, call.activation, call.interleaved, call.keep_fp8 and call.needs_h)
-    of_down = Adapted() if down.adapter is None else down.adapter.narrow(engine.values(rows, groups.offs), groups)
+    of_down = Adapted() if down.adapter is None else down.adapter.narrow(engine.values(rows, groups.offs), slots)
     y = down.product(engine, rows, w_down, groups)
     out = y if groups.inverse is None else _combine(y, groups.inverse, scores)
     if down.adapter is not None:
-        out, of_down = down.adapter.down(out, of_down, groups, scores)
+        out, of_down = down.adapter.down(out, of_down, slots, scores)
     x, h = x if up.needs_weight or up.needs_A else NOTHING, h if call.needs_h else NOTHING
     kept = x.values, x.scale, h.values, h.scale, *of_up, *of_down
     return out, SavedChunk(scores, groups.offs, groups.indices, groups.inverse, *kept)
@@ -225,6 +226,7 @@ def _backward_of_chunk(
     """Returns the gradients of a chunk. Gradients of x and scores go to `give_back` as soon as they are computed; in
     their place stand the handles that it returns."""
     scores, groups, up, down = saved.scores, saved.groups(), call.up, call.down
+    slots = Slots(groups)  # of adapters
     p = (dout.values if groups.indices is None else groups.indices).shape[0]
     dx = dscores = dw_up = dw_down = db_up = db_down = dA_up = dB_up = dA_down = dB_down = None
     dy, dy_t = engine.tokens(dout, groups, rows=call.needs_da, tokens=down.needs_weight, gradient=True)
@@ -232,8 +234,8 @@ def _backward_of_chunk(
         watch.gradients(dout, dy_t)
     of_up, of_down = Adapted(saved.u_up, saved.mask_up), Adapted(saved.u_down, saved.mask_down)
     if down.adapter is not None:
-        tokens = Tokens(engine.values(dout), groups, rows=_in_bf16(dy, dy_t))
-        v_down, dB_down = down.adapter.down_gradients(tokens, of_down, groups, scores, call.needs_da)
+        tokens = Tokens(engine.values(dout), slots, rows=_in_bf16(dy, dy_t))
+        v_down, dB_down = down.adapter.down_gradients(tokens, of_down, scores, call.needs_da)
         del tokens
     if call.needs_h:
         if call.needs_da:
@@ -241,7 +243,7 @@ def _backward_of_chunk(
         else:  # only dW_down is wanted: of the results of `gradients` it reads a alone, which needs no da
             da = dout.values.new_zeros(p, call.features, dtype=torch.bfloat16)
         if call.needs_da and down.adapter is not None:
-            da = down.adapter.add_to_da(da, v_down, of_down, groups)
+            da = down.adapter.add_to_da(da, v_down, of_down, slots)
         of_rows = None if scores is None else scores.view(-1)
         of = Activated(Operand(saved.h, saved.h_scale), of_rows, call.activation, call.interleaved)
         wanted = Wanted(
@@ -253,7 +255,7 @@ def _backward_of_chunk(
         )
         dh, dh_t, a_t, dh_values, dscores, a = engine.gradients(da, of, groups, wanted)
         if down.needs_A:
-            dA_down = down.adapter.down_dA(v_down, a, of_down, groups)
+            dA_down = down.adapter.down_dA(v_down, a, of_down, slots)
         if watch is not None:
             watch.between(da, of, dh_t, a_t)
     if down.needs_weight:
@@ -267,15 +269,15 @@ def _backward_of_chunk(
     if up.needs_bias:
         db_up = sum_of_groups(dh_values, groups.offs)
     if up.adapter is not None and call.needs_dh:
-        v_up, dB_up = up.adapter.up_gradients(dh_values, of_up, groups, call.needs_x)
+        v_up, dB_up = up.adapter.up_gradients(dh_values, of_up, slots, call.needs_x)
     if call.needs_x:
         rows = engine.product(dh, ready(Operand(layer.up_t, layer.up_t_scale)), groups)
         dx = rows if groups.indices is None else _combine(rows, groups.inverse, None)
         if up.adapter is not None:
-            dx = up.adapter.add_to_dx(dx, v_up, of_up, groups)
+            dx = up.adapter.add_to_dx(dx, v_up, of_up, slots)
         dx = give_back(dx)
     if up.needs_A:
-        dA_up = up.adapter.up_dA(v_up, engine.values(Operand(saved.x, saved.x_scale)), of_up, groups)
+        dA_up = up.adapter.up_dA(v_up, engine.values(Operand(saved.x, saved.x_scale)), of_up, slots)
     if up.needs_weight:
         _, x_t = engine.tokens(Operand(saved.x, saved.x_scale), groups, tokens=True)
         dw_up = engine.wgrad(dh_t, x_t, groups, main_grads[0])

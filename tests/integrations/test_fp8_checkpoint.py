@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import experts_problem
@@ -13,13 +13,15 @@ import pytest
 import torch
 from experts_problem import Layer, run_exact
 from fp8_checkpoints import EXPERTS, TOP_K, VOCABULARY, D, E, F, load, write
-from helpers import assert_same_tensor, sqnr_db
+from helpers import assert_same_tensor, short, sqnr_db
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers_models import transformers
 
 import moe_fp8_ext
 from moe_fp8_ext import Recipe, convert_, revert_
+from moe_fp8_ext.integrations.fp8_checkpoint import master_weights_
 from moe_fp8_ext.integrations.transformers import register
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -307,3 +309,89 @@ def test_dequantized_e8m0_is_rounded_once(folders):
         warnings.simplefilter("error", UserWarning)
         convert_(model, once)
     assert not loaded("moe_fp8")[1] and not loaded("moe_fp8_rowwise")[1] and not loaded(OURS, folders[False])[1]
+
+
+# Master weights
+
+
+class Memory(TorchDispatchMode):
+    """Measures the most bytes that tensors of ops, and those that are given, have at one time."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.storages, self.peak = {}, 0
+        for t in tensors:
+            self.add(t)
+
+    def add(self, t: Tensor) -> None:
+        if t.device.type == "cpu":
+            ref = StorageWeakRef(t.untyped_storage())
+            self.storages[ref.cdata] = ref, t.untyped_storage().nbytes()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, Tensor):
+                self.add(t)
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.storages.values()))
+        return out
+
+
+def size(model: nn.Module) -> int:
+    return sum(p.untyped_storage().nbytes() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=short)
+def test_master_weights(tmp_path, dtype):
+    """It is what Transformers dequantizes while loading; a saved model too. Memory has one weight more at most."""
+    folder = write(tmp_path / "fp8", linear=("q_proj",))
+    model = load(folder, OURS, dtype=dtype)
+    before = size(model)
+    with Memory(model.parameters()) as memory:
+        master_weights_(model, dtype)
+    of_weight = E * 2 * F * D * dtype.itemsize  # of gate_up_proj
+    assert memory.peak <= size(model) + of_weight < size(model) + before
+    options = dict(dtype=dtype, experts_implementation=OURS)
+    want = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    assert str(model) == str(want)
+    model.save_pretrained(tmp_path / "plain")
+    assert "quantization_config" not in (tmp_path / "plain" / "config.json").read_text()
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options)
+    for (name, p), (_, other), (_, of_saved) in zip(*(m.named_parameters() for m in (model, want, saved)), strict=True):
+        if dtype == torch.bfloat16 or name.endswith(("q_proj.weight", "gate_up_proj", "down_proj")):
+            assert_same_tensor(p.detach(), other.detach(), name)
+            assert_same_tensor(p.detach(), of_saved.detach(), name)
+        assert p.requires_grad
+    got, want = (gradients(m.to(dtype)) for m in (model, want))  # 5.23.0 leaves weights that are not FP8 in BF16
+    assert got.keys() == want.keys() and f"{EXPERTS[0]}.down_proj" in got
+    for name in want:
+        assert_same_tensor(got[name], want[name], name)
+
+
+def test_master_weights_of_a_part(tmp_path):
+    """Linear layers in BF16 and experts in FP8: no kernel for linear layers in FP8 is needed."""
+    folder = write(tmp_path, linear=("q_proj", "o_proj"), e8m0=True)
+    model = load(folder, OURS)
+    master_weights_(model, filter=lambda name, _: ".experts" not in name)
+    assert {type(module).__name__ for module in model.modules() if "FP8" in type(module).__name__} == {"FP8Experts"}
+    assert model.config.quantization_config is not None
+    assert gradients(model)["model.layers.0.self_attn.q_proj.weight"].abs().sum() > 0
+    with pytest.warns(UserWarning, match="a second time"):
+        master_weights_(model)
+    assert not hasattr(model.config, "quantization_config")
+    with pytest.raises(RuntimeError, match="master_weights_: model must have FP8 weights to replace, got none"):
+        master_weights_(model)
+
+
+def test_master_weights_refuse(folders):
+    """Nothing has changed then."""
+    model = load(folders[False], OURS)
+    experts_of(model, 1).down_proj_scale_inv = nn.Parameter(torch.ones(E, 1, 1), requires_grad=False)
+    before = str(model)
+    error = (
+        rf"1.mlp.experts.down_proj must .* blocks of 128 x 128, got float8_e4m3fn with scales \[4, 1, 1\]; {DEQUANTIZE}"
+    )
+    with pytest.raises(RuntimeError, match=error):
+        master_weights_(model)
+    assert str(model) == before

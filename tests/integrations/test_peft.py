@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from types import SimpleNamespace
 import fp8_checkpoints
 import pytest
 import torch
-from helpers import blocks, sqnr_db
+from helpers import ROOT, blocks, sqnr_db
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers_models import (
@@ -218,6 +220,47 @@ def test_nothing_has_the_size_of_a_weight() -> None:
     assert counts["stock"].count("baddbmm.default") == 4 and len(counts["stock"]) > 4
 
 
+# ---- accelerate ------------------------------------------------------------------------------------------------------
+
+
+def placed(model: nn.Module) -> nn.Module:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    return accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    return drawn(peft.get_peft_model(model, lora_config()))
+
+
+def convert(model: nn.Module) -> nn.Module:
+    convert_(model, "blockwise")
+    return model
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (adapted, placed, convert),
+        (adapted, convert, placed),
+        (placed, adapted, convert),
+        (placed, convert, adapted, convert),
+        (convert, placed, adapted),
+    ],
+    ids=lambda steps: " ".join(step.__name__ for step in steps),
+)
+def test_placed_models(steps: tuple[Callable[[nn.Module], nn.Module], ...]) -> None:
+    """PEFT, accelerate and `convert_` in any order."""
+    want, model = gradients(converted_model("blockwise")), tiny_model("qwen3_moe", "eager")
+    for step in steps:
+        model = step(model)
+    got = gradients(model)
+    if steps[-1] is adapted:  # factors that PEFT has rounded to bfloat16 come from its parametrization
+        for name in want:
+            assert sqnr_db(got[name], want[name]) > 20, name
+    else:
+        assert_same(got, want)
+
+
 # ---- FP8 checkpoints -------------------------------------------------------------------------------------------------
 
 
@@ -236,15 +279,36 @@ def layer_of(model: nn.Module) -> Layer:
     return drawn(made)
 
 
-def test_fp8_checkpoints(fp8_folder: Path, adapters: list[tuple[bool, bool]]) -> None:
-    """Against the dequantized weights with PEFT's own product. Without a GPU, Transformers dequantizes them."""
-    _, ids, scores = calls()
-    call = torch.randn(len(ids), fp8_checkpoints.D).bfloat16(), ids % fp8_checkpoints.E, scores
-    stock = layer_of(transformers.AutoModelForCausalLM.from_pretrained(fp8_folder, dtype=torch.bfloat16))
-    ours = layer_of(fp8_checkpoints.load(fp8_folder))
-    assert type(ours.experts.get_base_layer()).__name__ == "FP8Experts"
+def fp8_models(folder: Path) -> tuple[nn.Module, nn.Module]:
+    """A model with its experts dequantized, and with them in FP8. Without a GPU, Transformers dequantizes them."""
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return stock, fp8_checkpoints.load(folder)
+
+
+def mxfp4_models(folder: Path) -> tuple[nn.Module, nn.Module]:
+    """The same of GPT-OSS, which is published in MXFP4. PEFT sees transposed weights in the first alone."""
+    fp8_checkpoints.write_mxfp4(folder)
+    options = dict(dtype=torch.bfloat16, quantization_config=transformers.Mxfp4Config(dequantize=True))
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    mxfp4 = importlib.import_module("moe_fp8_ext.integrations.mxfp4")
+    return stock, mxfp4.load_mxfp4(folder, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("models", [fp8_models, mxfp4_models])
+def test_fp8_checkpoints(
+    models: Callable[[Path], tuple[nn.Module, nn.Module]],
+    fp8_folder: Path,
+    tmp_path: Path,
+    adapters: list[tuple[bool, bool]],
+) -> None:
+    """Against the dequantized weights with PEFT's own product."""
+    stock, ours = map(layer_of, models(fp8_folder if models is fp8_models else tmp_path))
+    experts = ours.experts.get_base_layer()
+    assert experts.down_proj.dtype == torch.float8_e4m3fn
     convert_(ours, "blockwise")
     weights = [p.clone() for p in ours.parameters() if not p.requires_grad]
+    _, ids, scores = calls()
+    call = torch.randn(len(ids), experts.down_proj.shape[1]).bfloat16(), ids % fp8_checkpoints.E, scores
     assert_close(results(ours, *call), results(stock, *call), FP8)
     assert adapters == [(True, True)]
     assert all(map(torch.equal, weights, (p for p in ours.parameters() if not p.requires_grad)))
@@ -422,14 +486,68 @@ def test_compiles() -> None:
 # ---- Mistakes --------------------------------------------------------------------------------------------------------
 
 
-def test_experts_that_do_not_take_the_adapter() -> None:
+def dropout() -> None:
+    layer(lora_dropout=0.1)
+
+
+def fp8_without_convert() -> None:
+    model = layer(implementation="moe_fp8_blockwise")
+    experts = model.experts.get_base_layer()
+    experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.to(torch.float8_e4m3fn), requires_grad=False)
+    with model.experts.base_layer._activate_lora(["default"]):
+        integration.weight(experts, "gate_up_proj")
+
+
+def another_forward() -> None:
     """Another forward in place of the converted one must not lose the adapter."""
-    model, call = converted(), calls()
+    model = converted()
     experts = model.experts.get_base_layer()
     experts.forward = type(experts).forward.__get__(experts)
-    with pytest.raises(RuntimeError, match="must take the adapter of .*; call convert_ or revert_ on the whole model"):
-        model(*call)
-    assert integration._HANDED not in vars(experts)
+    try:
+        model(*calls())
+    finally:
+        assert integration._HANDED not in vars(experts)
+
+
+def several_without_convert() -> None:
+    model = two_adapters(layer(implementation="moe_fp8_bf16"))
+    each(model, STATES["both"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model(*calls())
+
+
+def forward_of_a_plan() -> None:
+    model = layer()
+    experts = model.experts.get_base_layer()
+    experts.forward = lambda *call: type(experts).forward(experts, *call)
+    convert_(model)
+
+
+def offloaded() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    gradients(accelerate.cpu_offload(converted_model(), execution_device="cpu"))
+
+
+MISTAKES = {
+    "lora.ParamWrapper does not work with lora_dropout != 0": dropout,
+    "adapters of gate_up_proj in FP8 must be handed over as factors": fp8_without_convert,
+    "must take the adapter of gate_up_proj, got a forward that is not moe_fp8_ext's": another_forward,
+    "are computed as PEFT does, by W + B A": several_without_convert,
+    "forward must be that of its class, got another that the module itself has": forward_of_a_plan,
+    "A of lora_gate_up must be on the device of x": offloaded,
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_mistakes(text: str) -> None:
+    with pytest.raises((RuntimeError, ValueError, UserWarning), match=re.escape(text)):
+        MISTAKES[text]()
+
+
+def test_mistakes_of_the_page() -> None:
+    page = (ROOT / "docs" / "finetuning.md").read_text().split("\n## Mistakes\n")[1]
+    assert re.findall(r"^\| `([^`]+)`", page, re.M) == list(MISTAKES)
 
 
 def test_experts_that_are_not_converted_keep_their_wrappers() -> None:
@@ -486,17 +604,17 @@ def losses(trainer: object) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_trainer(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "bf16"), [("qwen3_moe", False), ("gpt_oss", True)])
+def test_trainer(name: str, bf16: bool, tmp_path: Path) -> None:
     """Trains as with PEFT's own product, and resumes from its checkpoint to the same losses."""
     pytest.importorskip("accelerate", reason="Transformers' Trainer needs accelerate")
-    stock = trainer(model_with_adapters(name=name), tmp_path / "stock", save_strategy="no")
+    stock = trainer(model_with_adapters(name=name), tmp_path / "stock", save_strategy="no", bf16=bf16)
     stock.train()
-    ours = trainer(converted_model("blockwise", name), tmp_path / "ours")
+    ours = trainer(converted_model("blockwise", name), tmp_path / "ours", bf16=bf16)
     ours.train()
     assert losses(stock)[-1] < 0.9 * losses(stock)[0]
     assert losses(ours) == pytest.approx(losses(stock), rel=0.02) and losses(ours) != losses(stock)
-    resumed = trainer(converted_model("blockwise", name), tmp_path / "ours")
+    resumed = trainer(converted_model("blockwise", name), tmp_path / "ours", bf16=bf16)
     resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / f"checkpoint-{STEPS // 2}"))
     assert losses(resumed) == losses(ours)
     assert_same(dict(resumed.model.named_parameters()), dict(ours.model.named_parameters()))
