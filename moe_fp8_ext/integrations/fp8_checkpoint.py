@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moe_fp8_ext.integrations import peft
 from moe_fp8_ext.ops import dequantize
-from moe_fp8_ext.ops.checks import FP8_DTYPES, dtype_name, require
+from moe_fp8_ext.ops.checks import FP8_DTYPES, check_module, dtype_name, require
 from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.recipe import Recipe
 from moe_fp8_ext.quantization.tensor import Pair, Quantized
@@ -122,7 +122,7 @@ def warn_of_second_rounding(module: nn.Module, recipe: Recipe) -> None:
 
 def master_weights_(
     model: PreTrainedModel,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     filter: Callable[[str, nn.Module], bool] | None = None,
 ) -> None:
     """Replaces the FP8 weights of a loaded model by trained weights of a dtype, in place, one weight after the other.
@@ -139,15 +139,18 @@ def master_weights_(
     Args:
         model: a model that `from_pretrained` has loaded from an FP8 checkpoint. Hooks on replaced modules are lost, so
             call it before anything wraps the model.
-        dtype: bfloat16, float16 or float32.
+        dtype: bfloat16, float16 or float32. None is the model's, which `from_pretrained` got for all other weights.
         filter: takes a qualified name and a module, and says whether to replace its weights. None replaces all.
 
     Raises:
-        RuntimeError: nothing in the model has FP8 weights, or a weight is in a layout that is not known.
+        RuntimeError: nothing in the model has FP8 weights, or a weight is in a layout that is not known. Nothing has
+            changed then.
+        TypeError: model is no module.
     """
     from moe_fp8_ext.integrations import fp8_loading  # imported here, because it imports transformers
 
     op = "master_weights_"
+    check_module(op, "model", model)
     found = {name: module for name, module in model.named_modules() if _scales(module)}
     chosen = [name for name in found if filter is None or filter(name, found[name])]
     require(bool(chosen), f"{op}: model must have FP8 weights to replace, got none")
@@ -156,6 +159,7 @@ def master_weights_(
     for name in chosen:
         _check_plain(op, name, found[name], plain.get_submodule(name))
     was_e8m0 = any(scale.dtype == torch.float8_e8m0fnu for name in chosen for scale in _scales(found[name]).values())
+    dtype = dtype or model.config.dtype
     for name in chosen:
         new = plain.get_submodule(name).train(found[name].training)
         _move_weights(found.pop(name), new, dtype)

@@ -12,15 +12,15 @@ import experts_problem
 import pytest
 import torch
 from experts_problem import Layer, run_exact
-from fp8_checkpoints import EXPERTS, TOP_K, VOCABULARY, D, E, F, load, write
-from helpers import assert_same_tensor, short, sqnr_db
+from fp8_checkpoints import EXPERTS, TOP_K, VOCABULARY, D, E, F, as_with_gpu, load, write, write_mxfp4
+from helpers import assert_same_tensor, blocks, short, sqnr_db
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers_models import transformers
 
 import moe_fp8_ext
-from moe_fp8_ext import Recipe, convert_, revert_
+from moe_fp8_ext import Quantized, Recipe, convert_, revert_
 from moe_fp8_ext.integrations.fp8_checkpoint import master_weights_
 from moe_fp8_ext.integrations.transformers import register
 
@@ -349,7 +349,7 @@ def test_master_weights(tmp_path, dtype):
     model = load(folder, OURS, dtype=dtype)
     before = size(model)
     with Memory(model.parameters()) as memory:
-        master_weights_(model, dtype)
+        master_weights_(model)
     of_weight = E * 2 * F * D * dtype.itemsize  # of gate_up_proj
     assert memory.peak <= size(model) + of_weight < size(model) + before
     options = dict(dtype=dtype, experts_implementation=OURS)
@@ -395,3 +395,34 @@ def test_master_weights_refuse(folders):
     with pytest.raises(RuntimeError, match=error):
         master_weights_(model)
     assert str(model) == before
+    with pytest.raises(TypeError, match="master_weights_: model must be a torch.nn.Module, got str"):
+        master_weights_("model")
+
+
+def linear(layer: nn.Module, x: Tensor) -> Tensor:
+    """What a linear layer in FP8 computes, without the kernels for it."""
+    if layer.weight.element_size() > 1:
+        return nn.functional.linear(x, layer.weight)
+    weight = Quantized(layer.weight[None].detach(), layer.weight_scale_inv[None].detach().float(), "blockwise")
+    return nn.functional.linear(x, weight.dequantize()[0])
+
+
+def test_documents(tmp_path, capsys, monkeypatch):
+    """The blocks of the page, in order, on a machine that Transformers takes for one with a GPU."""
+    monkeypatch.setattr("transformers.integrations.finegrained_fp8.FP8Linear.forward", linear)
+    folder = write(tmp_path / "fp8", e8m0=True, linear=("q_proj", "o_proj"))
+    paths = dict(path=folder, gpt_oss=write_mxfp4(tmp_path / "mxfp4"))
+    tokens = torch.randint(3, VOCABULARY, (2, 16))
+    names = dict(moe_fp8_ext=moe_fp8_ext, torch=torch, device={"": "cpu"}, tokens=tokens, **paths)
+    found = []
+    with as_with_gpu():
+        for block in blocks("docs/fp8-checkpoints.md"):
+            exec(block, names)
+            found.append(names["model"])
+            assert loss(found[-1]).requires_grad
+    (report,) = blocks("docs/fp8-checkpoints.md", None, "text")
+    assert report in capsys.readouterr().out
+    kinds = [type(experts_of(model)).__name__ for model in found]
+    stock = "Qwen3MoeExperts"
+    assert kinds == ["FP8Experts", "FP8Experts", stock, stock, "FP8Experts", "GptOssExperts"]
+    assert [experts_of(model).down_proj.dtype.itemsize for model in found] == [1, 1, 2, 4, 1, 1]

@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import fp8_checkpoints
@@ -312,6 +313,8 @@ def test_fp8_checkpoints(
     assert_close(results(ours, *call), results(stock, *call), FP8)
     assert adapters == [(True, True)]
     assert all(map(torch.equal, weights, (p for p in ours.parameters() if not p.requires_grad)))
+    with pytest.raises(RuntimeError, match="Promotion for Float8 Types is not supported"):
+        each(ours, lambda module: module.merge())
 
 
 def test_fp8_checkpoints_without_convert_are_refused(fp8_folder: Path) -> None:
@@ -529,6 +532,12 @@ def offloaded() -> None:
     gradients(accelerate.cpu_offload(converted_model(), execution_device="cpu"))
 
 
+def adapters_in_fp8() -> None:
+    with TemporaryDirectory() as folder:
+        model = fp8_checkpoints.load(fp8_checkpoints.write(Path(folder)))
+    gradients(convert(peft.inject_adapter_in_model(lora_config(), model)))
+
+
 MISTAKES = {
     "lora.ParamWrapper does not work with lora_dropout != 0": dropout,
     "adapters of gate_up_proj in FP8 must be handed over as factors": fp8_without_convert,
@@ -536,6 +545,7 @@ MISTAKES = {
     "are computed as PEFT does, by W + B A": several_without_convert,
     "forward must be that of its class, got another that the module itself has": forward_of_a_plan,
     "A of lora_gate_up must be on the device of x": offloaded,
+    "A of lora_gate_up must be bfloat16, float16 or float32, got torch.float8_e4m3fn": adapters_in_fp8,
 }
 
 

@@ -349,10 +349,10 @@ def test_checkpointing(device):
         assert_equal(run(problem, of, fn), want)
 
 
-@pytest.mark.parametrize(("name", "shared", "dropout"), [("bf16", "A", 0.3), ("blockwise", "", 0.0)])
-def test_compiles_with_dynamic_tokens(name, shared, dropout, device):
+def test_compiles_with_dynamic_tokens(device):
     frames = counted_backend(device)
     compiled = torch.compile(experts, fullgraph=True, backend=frames)
+    dropout = 0.3 if device == "cpu" else 0.0  # inductor draws other numbers than eager calls
 
     def call(x: Tensor, ids: Tensor, scores: Tensor, **rest: object) -> Tensor:
         for t in (x, ids, scores):
@@ -361,11 +361,11 @@ def test_compiles_with_dynamic_tokens(name, shared, dropout, device):
 
     for t in (60, 44):
         problem, results = layer(t, 64, 48).at(device), []
-        of = factors(problem, shared=shared)
-        for fn in (call, experts) if dropout == 0 or device == "cpu" else (call,):  # inductor draws other numbers
+        of = factors(problem, shared="A")
+        for fn in (call, experts):
             torch.manual_seed(t)
-            results.append(run(problem, of, partial(ours, fn=fn), recipe=name, dropout=dropout))
-        assert_equal(results[0], results[-1])
+            results.append(run(problem, of, partial(ours, fn=fn), dropout=dropout))
+        assert_equal(*results)
     assert frames.frame_count == 1
 
 
@@ -464,7 +464,7 @@ def test_of_groups(name, shared, scored, device, monkeypatch):
 
     got = run(problem, of, partial(ours, fn=groups), recipe=name)
     for n in got:
-        if n in FACTORS:  # sums over rows of a shared factor have another order
+        if shared:  # what shared factors add is rounded once with tokens, and summed in another order
             assert sqnr_db(got[n], want[n]) >= BF16_DB, n
         else:
             assert_same_tensor(got[n], want[n], n)

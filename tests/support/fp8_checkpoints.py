@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -70,14 +71,20 @@ def write(
     return folder
 
 
+@contextmanager
+def as_with_gpu() -> Iterator[None]:
+    """Tells Transformers that the machine has a GPU that multiplies FP8."""
+    capability = mock.patch("torch.cuda.get_device_capability", return_value=(9, 0))
+    with mock.patch("torch.cuda.is_available", return_value=True), capability:
+        yield
+
+
 def load(folder: Path, implementation: str | None = None, **options: object) -> torch.nn.Module:
     """Loads a model as on a machine with a GPU, where experts stay in FP8, onto the CPU."""
-    there = mock.patch("torch.cuda.is_available", return_value=True)
-    capability = mock.patch("torch.cuda.get_device_capability", return_value=(9, 0))
     options = dict(dtype=torch.bfloat16, device_map={"": "cpu"}) | options
     if implementation is not None:
         options["experts_implementation"] = implementation
-    with there, capability:
+    with as_with_gpu():
         return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
