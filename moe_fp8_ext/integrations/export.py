@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_fp8_ext import ops
+from moe_fp8_ext.integrations.fp8_checkpoint import names_of
 from moe_fp8_ext.ops.checks import FP8_DTYPES, INPUT_DTYPES, check_module, dtype_name, fail, is_int
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 
@@ -240,8 +241,7 @@ class _Plan:
             loaded = self._fp8_experts(module)
         except (AttributeError, KeyError) as error:
             fail(self.op, f"{text} a config that Transformers' FP8Experts can read, got an error: {error}")
-        names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
-        for name in names:
+        for name in names_of(module):
             w = getattr(module, name, None)
             if not isinstance(w, Tensor) or w.dim() != 3:
                 fail(self.op, f"{text} a tensor {name} of 3 dimensions, got {type(w).__name__}")
@@ -250,7 +250,7 @@ class _Plan:
                 fail(self.op, f"{text} sizes that are multiples of 128, got {rows} and {columns}")
             if w.shape != (wanted := getattr(loaded, name).shape):
                 fail(self.op, f"{text} {name} of shape {tuple(wanted)}, by its config, got {tuple(w.shape)}")
-        return names
+        return names_of(module)
 
     def _fp8_experts(self, module: nn.Module) -> nn.Module:
         """Returns the module that Transformers puts in place of experts when it loads them in FP8."""
