@@ -167,6 +167,7 @@ def save(result: dict, folder: Path) -> Path:
 def recorded() -> dict[str, dict]:
     """The results, by the stem of their file. Results of a forced GEMM, which no GPU takes by itself, come last."""
     others = LOSSES, tables.TITAN, tables.PARALLEL, tables.PARALLEL_LOSSES, tables.SONICMOE, tables.AUTO, tables.PROFILE
+    others += tables.FINETUNE, tables.FINETUNE_LOSSES
     found = {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name not in others}
     return dict(sorted(found.items(), key=lambda item: "gemm" in item[1]))
 
@@ -252,6 +253,7 @@ def documents() -> dict[Path, str]:
     everything, sonicmoe = recorded(), recorded_alone(tables.SONICMOE)
     results, docs = usual(everything), ROOT / "docs"
     parallel = recorded_alone(tables.PARALLEL), recorded_alone(tables.PARALLEL_LOSSES)
+    finetuned = recorded_alone(tables.FINETUNE), recorded_alone(tables.FINETUNE_LOSSES)
     made: dict[Path, dict[str, str]] = {  # page: its marked parts
         ROOT / "README.md": {"figures": headline.text(results, sonicmoe)},
         docs / "performance.md": {
@@ -267,6 +269,7 @@ def documents() -> dict[Path, str]:
         docs / "gpus.md": {"matrix": matrix.markdown(results)},
         docs / "ops.md": {"generic": tables.generic_table(results)},
         docs / "transformers.md": {"transformers": tables.adoption_tables(results)},
+        docs / "finetuning.md": {"fine-tuning": tables.finetune_text(*finetuned)},
         docs / "torchtitan.md": {"torchtitan": tables.titan_text(recorded_alone(tables.TITAN))},
         docs / "expert-parallel.md": {"expert parallelism": tables.parallel_text(*parallel)},
     }

@@ -11,6 +11,8 @@ from models import layer_name, named, product_name
 from tabulate import tabulate
 
 TITAN = "torchtitan.json"  # from bench/titan.py
+FINETUNE = "finetune.json"  # from bench/finetune.py
+FINETUNE_LOSSES = "finetune_losses.json"  # from bench/finetune_losses.py
 SONICMOE = "sonicmoe.json"  # from bench/beside_sonicmoe.py
 PARALLEL = "expert_parallel.json"  # from bench/expert_parallel.py
 AUTO = "auto.json"  # from bench/auto_sweep.py, for bench/fit_auto.py
@@ -192,6 +194,54 @@ def titan_text(result: dict | None) -> str:
         "vocabulary of bytes, by `bench/titan.py`; bf16 is torchtitan's own."
     )
     return f"{textwrap.fill(text, 120)}\n\n{titan_table(result, 'github')}"
+
+
+def finetune_text(runs: list[dict] | None, losses: dict | None = None) -> str:
+    if not runs:
+        text = f"Not measured yet: `python bench/finetune.py --impl ours --out bench/results/{FINETUNE}` on a GPU, and"
+        return textwrap.fill(f"{text} the same with `--impl stock`, fill this table.", 120)
+    text = (
+        "LoRA on attention and experts, forward, backward and step, with gradient checkpointing and random weights, by "
+        "`bench/finetune.py`: experts in FP8 by `moe_fp8_ext` beside Transformers with PEFT in BF16. GB are 10^9 bytes "
+        "allocated at the peak of training."
+    )
+    headings = ("model", "step", "adapters", "GPU", "experts", "tokens/s", "x BF16", "peak GB", "of BF16's")
+    body = [finetune_row(run, runs) for run in runs]
+    table = tabulate(body, headings, tablefmt="github", colalign=["left"] * 5 + ["right"] * 4, disable_numparse=True)
+    return "\n\n".join([textwrap.fill(text, 120), table, *([finetune_losses_text(losses)] if losses else [])])
+
+
+def finetune_row(run: dict, runs: list[dict]) -> list[str]:
+    """A run, and its relation to the run of stock on the same GPU, of the same model and step."""
+    same = "device", "model", "layers", "rank", "context", "sequences", "adapters", "attention_only", "impl"
+    key = {name: run[name] for name in same} | {"impl": "stock"}
+    stock = next((other for other in runs if all(other[name] == value for name, value in key.items())), None)
+    layers = "" if run["layers"] == run["of_layers"] else f", {run['layers']} of {run['of_layers']} layers"
+    where = "attention" if run["attention_only"] else "attention and experts"
+    cells = [f"{run['model']}{layers}", f"{run['sequences']} x {run['context']:,}"]
+    cells += [f"r={run['rank']}, {run['adapters']}, {where}", f"{run['device']} at {(run['commit'] or 'unknown')[:7]}"]
+    cells.append("Transformers + PEFT, BF16" if run["impl"] == "stock" else "moe_fp8_ext, FP8")
+    if "out_of_memory" in run:
+        return [*cells, "out of memory", "", "", ""]
+    speed, peak = run["tokens_per_second"], run["peak_bytes"]
+    ratios = ["", ""]
+    if stock and "out_of_memory" not in stock:
+        ratios = [f"{speed / stock['tokens_per_second']:.2f}", f"{peak / stock['peak_bytes']:.2f}"]
+    return [*cells, f"{speed:,.0f}", ratios[0], f"{peak / 1e9:.1f}", ratios[1]]
+
+
+def finetune_losses_text(result: dict) -> str:
+    held_out = result["held_out"]
+    by_seed = ", ".join(f"{difference:+.4f}" for difference in held_out["difference_of_seeds"])
+    where = f"{result['device']} at {(result['commit'] or 'unknown')[:7]}"
+    text = (
+        f"Losses: a small MoE with LoRA over its own FP8 checkpoint, and over BF16, {result['steps']} steps by "
+        f"`bench/finetune_losses.py` on {where}. The held-out loss is {held_out['fp8']:.4f} over FP8 and "
+        f"{held_out['bf16']:.4f} over BF16, means of {len(held_out['difference_of_seeds'])} seeds. They differ by "
+        f"{held_out['difference']:+.4f}. BF16 alone differs by {held_out['spread_of_bf16']:.4f} among its seeds. "
+        f"Seed by seed, FP8 differs from BF16 by {by_seed}."
+    )
+    return textwrap.fill(text, 120)
 
 
 def parallel_text(result: dict | None, losses: dict | None = None) -> str:

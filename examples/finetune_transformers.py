@@ -99,6 +99,7 @@ def parse_args() -> argparse.Namespace:
     add("--lr", type=float, default=1e-5, help="learning rate of AdamW; adapters usually need 1e-4 and more")
     add("--lora", action="store_true", help="train adapters of PEFT on attention and experts, and nothing else")
     add("--rank", type=int, default=16, metavar="N", help="rank of the adapters")
+    add("--fp8-checkpoint", type=Path, metavar="DIR", help="also write the trained model as an FP8 checkpoint")
     add("--loop", action="store_true", help="train in a plain loop, without Transformers' Trainer")
     args = parser.parse_args()
     for name in ("steps", "batch", "context", "lr", "rank"):
@@ -134,10 +135,18 @@ def main() -> None:
             model = with_adapters(model, args)
         except ValueError as error:  # experts that the recipe cannot multiply, or a model that PEFT cannot adapt
             sys.exit(str(error))
+    if args.fp8_checkpoint:
+        try:
+            moe_fp8_ext.fp8_state(model, merge_adapters=args.lora)  # says before training what cannot be written
+        except RuntimeError as error:
+            sys.exit(str(error))
     train = by_trainer if find_spec("accelerate") and not args.loop else by_loop
     losses = train(model, examples, args)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
+    if args.fp8_checkpoint:
+        moe_fp8_ext.export_fp8(model, args.fp8_checkpoint, merge_adapters=args.lora)
+        tokenizer.save_pretrained(args.fp8_checkpoint)
     print(f"loss {losses[0]:.4f} in the first step, {losses[-1]:.4f} in the last; saved to {args.out}")
 
 

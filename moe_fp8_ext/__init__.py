@@ -7,6 +7,7 @@ from moe_fp8_ext import _torch
 from moe_fp8_ext._C import build_info
 from moe_fp8_ext.distributed.fsdp import gather_in_fp8_
 from moe_fp8_ext.integrations.convert import convert_, revert_
+from moe_fp8_ext.integrations.export import export_fp8, fp8_state
 from moe_fp8_ext.layer.adapter import LoRA
 from moe_fp8_ext.layer.experts import experts, experts_of_groups
 from moe_fp8_ext.layer.frozen import FrozenWeight
@@ -51,6 +52,8 @@ __all__ = [
     "convert_",
     "experts",
     "experts_of_groups",
+    "export_fp8",
+    "fp8_state",
     "gather_in_fp8_",
     "grouped_mm",
     "permute_indices",

@@ -196,6 +196,10 @@ COMMANDS = {
     'make bench ARGS="-k router --again FILE"': MAKE,
     "python bench/compare.py before.json after.json": "tests/house/test_bench.py",
     "python bench/titan.py": "tests/integrations/test_torchtitan.py",
+    "python bench/finetune.py --impl ours": "tests/integrations/test_bench_finetune.py",
+    "python bench/finetune_losses.py --out bench/results/finetune_losses.json": (
+        "tests/integrations/test_bench_finetune.py"
+    ),
     "python bench/beside_sonicmoe.py --out bench/results/sonicmoe.json": GPU,
     "torchrun --nproc-per-node 2 bench/expert_parallel.py --out bench/results/expert_parallel.json": GPU,
     "python tests/toolchain/cuda_check.py": "tests/house/test_toolchain_checks.py",

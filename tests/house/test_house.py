@@ -187,6 +187,7 @@ PUBLIC = (
     *("experts_of_groups", "gather_in_fp8_", "grouped_mm", "permute_indices", "permute_pad", "quantize_both"),
     *("quantize_rows", "quantize_tokens", "quantize_weight", "reuse_weights", "revert_", "save_ops"),
     *("scaled_grouped_mm", "sort_tokens", "stats", "swizzle_scales", "unpermute", "unswizzle_scales", "validate"),
+    *("export_fp8", "fp8_state"),
 )
 
 

@@ -123,8 +123,11 @@ def test_adapters_of_an_fp8_checkpoint(example, finetune, folder, tmp_path, monk
     as_on_a_gpu = SimpleNamespace(from_pretrained=fp8_checkpoints.load)
     monkeypatch.setattr(example, "AutoModelForCausalLM", as_on_a_gpu)
     options = "--lora", "--loop", *OPTIONS, "--lr", "0.03", "--out", tmp_path / "adapter"
-    first, last = ends(finetune(checkpoint, TEXT, "--implementation", "moe_fp8_blockwise", *options))
+    blockwise = "--implementation", "moe_fp8_blockwise", *options
+    first, last = ends(finetune(checkpoint, TEXT, *blockwise, "--fp8-checkpoint", tmp_path / "merged"))
     assert last < 0.9 * first
+    again, _ = ends(finetune(tmp_path / "merged", TEXT, *blockwise))
+    assert again < 0.95 * first
     with pytest.raises(SystemExit, match='the recipe must be "blockwise" for an FP8 checkpoint'):
         finetune(checkpoint, TEXT, "--implementation", "moe_fp8_rowwise", *options)
 
@@ -133,6 +136,7 @@ def test_adapters_of_an_fp8_checkpoint(example, finetune, folder, tmp_path, monk
     ("options", "text"),
     [
         (("--implementation", "moe_fp8_fp9"), "moe_fp8_fp9"),
+        (("--fp8-checkpoint", "unwritten"), "must have sizes that are multiples of 128, got 48 and 64"),
         (("--batch", 5000), r"the text must fill a batch of 5000 x 32 tokens, got \d+ sequences"),
     ],
 )

@@ -1,0 +1,257 @@
+"""Fine-tunes a model of published sizes with LoRA on one GPU: tokens per second and peak memory, as JSON.
+
+`--impl ours` has the experts of an FP8 checkpoint, multiplied as they are, with adapters as factors. `--impl stock` is
+Transformers with PEFT in BF16, with experts by "grouped_mm". Weights are random, and so are tokens: routers send about
+as many to every expert. Adapters are on the linear layers of attention and on the weights of experts. Every layer is
+checkpointed. Both implementations have the same attention, optimizer and loss.
+
+It needs transformers, peft and accelerate. Each implementation runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+import peft
+import tables
+import torch
+import transformers
+from run import environment
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+import moe_fp8_ext
+from moe_fp8_ext.integrations.transformers import register
+
+# config.json of each model on the Hugging Face Hub.
+MODELS = {
+    "Qwen3-30B-A3B": dict(
+        **dict(model_type="qwen3_moe", num_hidden_layers=48, hidden_size=2048, intermediate_size=6144),
+        **dict(moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True),
+        **dict(num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936),
+    ),
+    # Attention has 0.8 parameters for each one of the experts of a token; Qwen3-30B-A3B has 0.5.
+    "GLM-4.5-Air": dict(
+        **dict(model_type="glm4_moe", num_hidden_layers=46, hidden_size=4096, intermediate_size=10944),
+        **dict(moe_intermediate_size=1408, n_routed_experts=128, num_experts_per_tok=8, n_shared_experts=1),
+        **dict(num_attention_heads=96, num_key_value_heads=8, head_dim=128, vocab_size=151552),
+        **dict(first_k_dense_replace=1, n_group=1, topk_group=1, norm_topk_prob=True, attention_bias=True),
+    ),
+    "tiny": dict(
+        **dict(model_type="qwen3_moe", num_hidden_layers=2, hidden_size=128, intermediate_size=256),
+        **dict(moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2),
+        **dict(num_attention_heads=2, num_key_value_heads=1, head_dim=64, vocab_size=256),
+    ),
+}
+IMPLEMENTATIONS = {"ours": "moe_fp8_blockwise", "stock": "grouped_mm"}
+BLOCK = [128, 128]
+STD = 0.02  # of every weight
+FP8_STD = 64.0  # of the values of a weight in FP8; 448 is the largest, 7 times as much
+LOSS_TOKENS = 1024  # logits are computed for so many tokens at a time
+
+
+class Phases:
+    """Seconds of every phase of a run, and the memory that it leaves allocated."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.seconds, self.allocated = device, {}, {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            self.allocated[name] = torch.cuda.memory_allocated()
+        self.seconds[name] = round(time.perf_counter() - began, 2)
+        print(f"{name}: {self.seconds[name]} s", file=sys.stderr, flush=True)
+
+
+def config_of(args: argparse.Namespace) -> transformers.PretrainedConfig:
+    sizes = dict(MODELS[args.model])
+    sizes["num_hidden_layers"] = args.layers or sizes["num_hidden_layers"]
+    config = transformers.AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    config.use_cache = False
+    return config
+
+
+def random_model(config: transformers.PretrainedConfig, impl: str, device: torch.device) -> nn.Module:
+    """Makes a model with random weights on the device, for `ours` with experts as an FP8 checkpoint has them."""
+    with torch.device("meta"):
+        options = dict(dtype=torch.bfloat16, experts_implementation=IMPLEMENTATIONS["stock"])
+        model = transformers.AutoModelForCausalLM.from_config(config, **options)
+    if impl == "ours":
+        kept = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        sizes = dict(weight_block_size=BLOCK, modules_to_not_convert=kept)
+        model.config.quantization_config = transformers.FineGrainedFP8Config(**sizes)
+        replace_with_fp8_linear(model, kept, model.config.quantization_config, pre_quantized=True)
+    model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            fill(name, tensor, generator)
+        for module in model.modules():
+            if hasattr(module, "inv_freq"):  # a buffer that no checkpoint has
+                with device:
+                    module.inv_freq.copy_(type(module)(module.config).inv_freq)
+    return model
+
+
+def fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    if tensor.dtype == torch.float8_e4m3fn:
+        for part in tensor:
+            values = torch.randn(part.shape, device=part.device, dtype=torch.bfloat16, generator=generator)
+            part.copy_((values * FP8_STD).clamp(-448, 448))
+    elif name.endswith("_scale_inv"):
+        tensor.fill_(STD / FP8_STD)
+    elif tensor.dim() == 1:
+        tensor.fill_(1 if name.endswith("norm.weight") else 0)
+    else:
+        tensor.normal_(std=STD, generator=generator)
+
+
+def loaded(folder: Path, impl: str, device: torch.device) -> nn.Module:
+    options = dict(dtype=torch.bfloat16, experts_implementation=IMPLEMENTATIONS[impl], device_map={"": str(device)})
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, use_cache=False, **options)
+
+
+def with_adapters(model: nn.Module, args: argparse.Namespace, device: torch.device) -> nn.Module:
+    config = peft.LoraConfig(
+        r=args.rank,
+        lora_alpha=2 * args.rank,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=[] if args.attention_only else ["experts.gate_up_proj", "experts.down_proj"],
+    )
+    with device:
+        model = peft.get_peft_model(model, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # PEFT makes adapters float32, whatever the weights are
+            parameter.data = parameter.data.to(getattr(torch, args.adapters))
+    if args.impl == "ours":
+        moe_fp8_ext.convert_(model, "blockwise")
+    model.get_base_model().gradient_checkpointing_enable(dict(use_reentrant=False))
+    return model.train()
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The mean cross entropy. Logits of all tokens at once would be the largest tensors of the step."""
+    base = model.get_base_model()
+    hidden = base.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+    targets = tokens[:, 1:].flatten()
+
+    def part(x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(base.lm_head(x).float(), y, reduction="sum")
+
+    parts = zip(hidden.split(LOSS_TOKENS), targets.split(LOSS_TOKENS), strict=True)
+    return sum(checkpoint(part, x, y, use_reentrant=False) for x, y in parts) / len(targets)
+
+
+def train(model: nn.Module, args: argparse.Namespace, device: torch.device, phases: Phases) -> dict:
+    vocabulary = model.get_base_model().config.vocab_size
+    generator = torch.Generator().manual_seed(1)
+    size = args.sequences, args.context
+    batches = [torch.randint(vocabulary, size, generator=generator) for _ in range(args.warm + args.steps)]
+    batches = [batch.to(device) for batch in batches]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    losses, seconds = [], []
+
+    def steps(batches: list[Tensor]) -> None:
+        for tokens in batches:
+            began = time.perf_counter()
+            loss = loss_of(model, tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - began)
+
+    with phases("warm"):
+        steps(batches[: args.warm])
+    with phases("steps"):
+        steps(batches[args.warm :])
+    assert all(map(math.isfinite, losses)), losses
+    timed = seconds[args.warm :]
+    return dict(
+        tokens_per_second=args.sequences * args.context * args.steps / sum(timed),
+        step_seconds=[round(s, 6) for s in timed],
+        losses=[round(loss, 4) for loss in losses],
+        trained_parameters=sum(p.numel() for p in trained),
+        peak_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+    )
+
+
+def measure(args: argparse.Namespace, device: torch.device) -> dict:
+    phases = Phases(device)
+    config = config_of(args)
+    known = ("model", "impl", "rank", "context", "sequences", "adapters", "attention_only")
+    result = environment(device) | {name: getattr(args, name) for name in known}
+    result |= dict(layers=config.num_hidden_layers, of_layers=MODELS[args.model]["num_hidden_layers"])
+    result |= {name: version(name) for name in ("transformers", "peft")}
+    result["from_checkpoint"] = bool(args.checkpoint)
+    try:
+        result |= run(args, config, device, phases)
+    except torch.cuda.OutOfMemoryError as error:
+        result |= dict(out_of_memory=str(error).splitlines()[0], peak_bytes=torch.cuda.max_memory_allocated())
+    return result | dict(seconds=phases.seconds, allocated_bytes=phases.allocated)
+
+
+def run(args: argparse.Namespace, config: object, device: torch.device, phases: Phases) -> dict:
+    register()
+    if not args.checkpoint or not args.checkpoint.exists():
+        with phases("build"):
+            model = random_model(config, args.impl, device)
+    if args.checkpoint:
+        if not args.checkpoint.exists():
+            with phases("write"):
+                moe_fp8_ext.export_fp8(model, args.checkpoint)
+            del model
+            gc.collect()
+        with phases("load"):
+            model = loaded(args.checkpoint, args.impl, device)
+    with phases("adapters"):
+        model = with_adapters(model, args, device)
+    return train(model, args, device, phases)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--impl", choices=IMPLEMENTATIONS, required=True)
+    parser.add_argument("--model", choices=MODELS, default="Qwen3-30B-A3B")
+    parser.add_argument("--layers", type=int, metavar="N", help="the first N layers alone")
+    parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="of ours: write the model there unless the "
+                        "folder exists, and load it; without it, weights are made on the GPU")  # fmt: skip
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--sequences", type=int, default=2, help="sequences of a step")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--adapters", choices=("float32", "bfloat16"), default="float32", help="dtype of A and B")
+    parser.add_argument("--attention-only", action="store_true", help="no adapters on experts")
+    parser.add_argument("--warm", type=int, default=3, metavar="N", help="steps before those that are timed")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps that are timed")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="add the result to this JSON file, such as "
+                        f"bench/results/{tables.FINETUNE}")  # fmt: skip
+    args = parser.parse_args()
+    if args.checkpoint and args.impl == "stock":
+        parser.error("--checkpoint is for --impl ours: the checkpoint is one in FP8")
+    result = measure(args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    print(json.dumps(result))
+    if args.out:
+        results = json.loads(args.out.read_text()) if args.out.exists() else []
+        args.out.write_text(json.dumps([*results, result], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

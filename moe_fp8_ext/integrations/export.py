@@ -1,0 +1,509 @@
+"""Writes a model of Hugging Face Transformers as an FP8 checkpoint, with the bytes that training multiplied.
+
+The format is that of published FP8 checkpoints: E4M3 values, and a scale `weight_scale_inv` for 128 x 128 values.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from moe_fp8_ext import ops
+from moe_fp8_ext.integrations.fp8_checkpoint import names_of
+from moe_fp8_ext.ops.checks import FP8_DTYPES, INPUT_DTYPES, check_module, dtype_name, fail, is_int
+from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
+
+_BLOCK = 128
+_FP8 = torch.float8_e4m3fn
+_SCALE = "_scale_inv"  # of a weight's name: the name of its scales
+_CHUNK = 1 << 26  # weights that are quantized at once
+# Of the flags of `use_experts_implementation`: what FP8 experts of Transformers have, and in words.
+_LAYOUT = (
+    ("has_bias", False, "no biases"),
+    ("is_transposed", False, "weights [experts, out, in]"),
+    ("is_concatenated", True, "gate and up as halves of a weight"),
+    ("has_post_expert_norm", False, "no norm behind every expert"),
+)
+
+
+def export_fp8(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    recipe: str | Recipe | None = None,
+    linears: bool = False,
+    merge_adapters: bool = False,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes a model of Transformers into a folder as an FP8 checkpoint.
+
+    The folder gets safetensors files with an index, config.json with a `quantization_config`, and
+    generation_config.json. Names and shapes of tensors are those of published checkpoints, such as
+    `experts.0.gate_proj.weight` and `experts.0.gate_proj.weight_scale_inv`. Transformers, vLLM and SGLang read this
+    layout.
+
+    The weights of experts are quantized as recipe "blockwise" quantizes them for every product. Weights that are FP8
+    already keep their bytes and scales. Everything else is written as it is: routers, embeddings, norms, heads and,
+    unless `linears` is set, the linear layers.
+
+    Next to the model, its device needs memory for one weight in FP8, and with `merge_adapters` for a copy of one module
+    with adapters. The host needs memory for one file. Files are written into a temporary folder next to `folder`, which
+    takes the place of `folder` at the end.
+
+    Args:
+        model: a model of Transformers, or a PeftModel around one. Every weight must be there, on any device.
+        folder: a folder that does not exist yet or is empty.
+        recipe: "blockwise" or a `Recipe` of this format; its rounding counts. With rounding "pow2", the config says
+            `scale_fmt="ue8m0"`. None is the rounding of the model's own FP8 weights or, without any, "exact".
+        linears: also quantize the linear layers of attention, dense MLPs and shared experts, as published checkpoints
+            do. If one linear layer of a parent module cannot be quantized, none of that parent is. Linear layers next
+            to experts, such as routers, and those of the model itself, such as heads, stay as they are.
+        merge_adapters: write the weights with the active adapters of PEFT merged, as `merge_and_unload` merges them.
+            The model keeps its adapters. An FP8 weight with an adapter is merged in float32 and quantized again.
+        max_shard_bytes: largest size of a file, as far as tensors allow.
+
+    Raises:
+        RuntimeError: the model cannot be written so, or the folder is not empty; the text says why. Nothing has been
+            written then.
+        ValueError, TypeError: an argument is not as above.
+        ImportError: Transformers or safetensors is missing.
+
+    Source: DESIGN.md section 6.
+    """
+    op = "export_fp8"
+    if not is_int(max_shard_bytes) or max_shard_bytes < 1:
+        raise ValueError(f"{op}: max_shard_bytes must be a positive int, got {max_shard_bytes!r}")
+    folder = Path(folder).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        fail(op, f"folder must be new or empty, got {folder}, which has files")
+    plan = _Plan(op, model, recipe, linears, merge_adapters)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+        written = Path(temporary) / folder.name
+        written.mkdir()
+        _write_config(plan, written)
+        _write_tensors(plan.tensors(), written, max_shard_bytes)
+        written.replace(folder)
+
+
+def fp8_state(
+    model: nn.Module,
+    *,
+    recipe: str | Recipe | None = None,
+    linears: bool = False,
+    merge_adapters: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors that `export_fp8` writes, with their names, for an inference engine that runs already.
+
+    Tensors are on the device of the model's weights, and made one weight at a time. Those that are not quantized share
+    the model's memory: copy what must outlive the next optimizer step.
+
+    Args:
+        model, recipe, linears, merge_adapters: as in `export_fp8`.
+
+    Returns:
+        an iterator over names and tensors. The model has been checked when the call returns.
+
+    Raises:
+        RuntimeError, ValueError, TypeError, ImportError: as in `export_fp8`.
+
+    Source: DESIGN.md section 6.
+    """
+    return _Plan("fp8_state", model, recipe, linears, merge_adapters).tensors()
+
+
+class _Plan:
+    """What becomes of every tensor of a model. The constructor checks all of them and computes none.
+
+    Attributes:
+        model: the model of Transformers, inside of a PeftModel.
+        quantized: the weights that a checkpoint has in FP8, by their full names.
+        skipped: the names of modules with a matrix that stays as it is, as a checkpoint names them.
+        rounding: of weights that are not FP8 yet.
+    """
+
+    def __init__(
+        self, op: str, model: nn.Module, recipe: str | Recipe | None, linears: bool, merge_adapters: bool
+    ) -> None:
+        for name, value in (("linears", linears), ("merge_adapters", merge_adapters)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{op}: {name} must be a bool, got {type(value).__name__}")
+        check_module(op, "model", model)
+        self.op, self.merge_adapters = op, merge_adapters
+        self.model = _base_model(op, model)
+        self.names = _CheckpointNames(op, self.model)
+        self.rounding, self.scale_dtype = self._scales(recipe)
+        self.modules = {name: module for name, module, _ in _walk(self.model, _without_adapter)}
+        self.adapted = {name for name, _, is_adapted in _walk(self.model, _without_adapter) if is_adapted}
+        self._check_adapters(model)
+        self.left_out = self._tied() | set(getattr(self.model, "_keys_to_ignore_on_save", None) or ())
+        weights = [f"{name}.{w}" for name, m in self.modules.items() if _is_experts(m) for w in self._experts(name, m)]
+        weights += [f"{name}.weight" for name, m in self.modules.items() if _is_fp8(getattr(m, "weight", None))]
+        weights += [f"{name}.weight" for name in self._linears()] if linears else []
+        self.quantized = frozenset(weights)
+        if not weights:
+            text = "model must have experts that Transformers marks, FP8 weights, or linear layers with linears=True"
+            fail(op, f"{text}, got {_class(self.model)} without")
+        self.skipped = self._check_tensors()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors of the checkpoint with their names, made one weight at a time."""
+        for module_name, module, _ in _walk(self.model, _with_adapter if self.merge_adapters else _without_adapter):
+            for name, tensor, scale in self._tensors_of(module_name, module):
+                if name not in self.quantized:
+                    yield from self.names.pieces(name, tensor)
+                    continue
+                values, scales = (self.names.pieces(name, t) for t in self._fp8(name, tensor, scale))
+                for (piece, q), (_, scale_of_piece) in zip(values, scales, strict=True):
+                    yield piece, q
+                    yield piece + _SCALE, scale_of_piece.reshape(_blocks(q))  # 5.17.0 drops dimensions of 1
+
+    def config(self) -> dict[str, object]:
+        """The `quantization_config` of the checkpoint."""
+        return dict(
+            quant_method="fp8",
+            fmt="e4m3",
+            activation_scheme="dynamic",
+            weight_block_size=[_BLOCK, _BLOCK],
+            modules_to_not_convert=self.skipped,
+            **(dict(scale_fmt="ue8m0") if self.rounding == "pow2" else {}),
+        )
+
+    def _scales(self, recipe: str | Recipe | None) -> tuple[str, torch.dtype]:
+        """Returns the rounding of weights that are not FP8 yet, and the dtype of their scales.
+
+        A checkpoint has one format of scales. If the model has FP8 weights already, it is that of their scales.
+        """
+        own, dtype = None, torch.float32
+        if any(_is_fp8(p) for p in self.model.parameters()):
+            own = "pow2" if self._config_of_fp8().get("scale_fmt") == "ue8m0" else "exact"
+            dtype = next((p.dtype for name, p in self.model.named_parameters() if name.endswith(_SCALE)), dtype)
+        if recipe is None:
+            return own or "exact", dtype
+        recipe = get_recipe(recipe, self.op)
+        if recipe.format != "blockwise" or recipe.dtype not in (None, _FP8):
+            fail(self.op, f"recipe must be 'blockwise', with dtype None or float8_e4m3fn, got {recipe!r}")
+        if own not in (None, recipe.rounding):
+            text = f"recipe must have the rounding of the model's own FP8 weights, {own!r}"
+            fail(self.op, f"{text}, got {recipe.rounding!r}: leave the recipe out")
+        return recipe.rounding, dtype
+
+    def _config_of_fp8(self) -> dict[str, object]:
+        """Returns the model's own `quantization_config`, checked to be of the format that is written."""
+        given = getattr(self.model.config, "quantization_config", None) or {}
+        given = given if isinstance(given, dict) else given.to_dict()
+        wanted = dict(quant_method="fp8", activation_scheme="dynamic", expert_dtype="fp8")
+        for field, value in wanted.items():
+            if (got := given.get(field, value)) != value:
+                fail(self.op, f"quantization_config of the model must have {field}={value!r}, got {got!r}")
+        if list(got := given.get("weight_block_size") or ()) != [_BLOCK, _BLOCK]:
+            fail(self.op, f"quantization_config of the model must have weight_block_size=[128, 128], got {got!r}")
+        return given
+
+    def _check_adapters(self, given: nn.Module) -> None:
+        if given is not self.model and given.active_peft_config.is_prompt_learning:
+            fail(self.op, "adapters of model must change its weights, got prompts, which no checkpoint holds")
+        if self.adapted and not self.merge_adapters:
+            text = "model must have no adapters with merge_adapters=False"
+            fail(self.op, f"{text}, got some on {len(self.adapted)} modules: pass merge_adapters=True, or unload them")
+
+    def _tied(self) -> set[str]:
+        """Returns names of parameters that are others under a second name. Checkpoints have the first name only."""
+        owners, tied = {}, set()
+        for owner, module in self.modules.items():
+            for name, parameter in module.named_parameters(owner, recurse=False):
+                first = owners.setdefault(parameter, owner)
+                if first == owner:
+                    continue
+                tied.add(name)
+                if self.adapted & {first, owner}:
+                    text = "adapters must not be on weights that other modules share"
+                    fail(self.op, f"{text}, got {first} and {owner}: untie them first")
+        return tied
+
+    def _experts(self, module_name: str, module: nn.Module) -> tuple[str, ...]:
+        """Returns the names of an experts module's weights, checked to have a layout that FP8 checkpoints know."""
+        text = f"{module_name} ({_class(module)}) must have"
+        if module_name.rpartition(".")[2] != "experts":
+            fail(self.op, f"{text} the name 'experts', by which Transformers finds FP8 experts, got another")
+        for flag, wanted, words in _LAYOUT:
+            if bool(getattr(module, flag, wanted)) != wanted:
+                fail(self.op, f"{text} {words}, as Transformers' FP8 experts have, got {flag}={not wanted}")
+        try:
+            loaded = self._fp8_experts(module)
+        except (AttributeError, KeyError) as error:
+            fail(self.op, f"{text} a config that Transformers' FP8Experts can read, got an error: {error}")
+        for name in names_of(module):
+            w = getattr(module, name, None)
+            if not isinstance(w, Tensor) or w.dim() != 3:
+                fail(self.op, f"{text} a tensor {name} of 3 dimensions, got {type(w).__name__}")
+            rows, columns = w.shape[1] // 2 if name == "gate_up_proj" else w.shape[1], w.shape[2]
+            if rows % _BLOCK or columns % _BLOCK:
+                fail(self.op, f"{text} sizes that are multiples of 128, got {rows} and {columns}")
+            if w.shape != (wanted := getattr(loaded, name).shape):
+                fail(self.op, f"{text} {name} of shape {tuple(wanted)}, by its config, got {tuple(w.shape)}")
+        return names_of(module)
+
+    def _fp8_experts(self, module: nn.Module) -> nn.Module:
+        """Returns the module that Transformers puts in place of experts when it loads them in FP8."""
+        from transformers.integrations.finegrained_fp8 import FP8Experts
+
+        config = getattr(module, "config", None) or self.model.config.get_text_config()
+        with torch.device("meta"):
+            return FP8Experts(config, block_size=(_BLOCK, _BLOCK), has_bias=False, has_gate=module.has_gate)
+
+    def _linears(self) -> list[str]:
+        """Returns the names of linear layers that are to be quantized."""
+        of_parent = {}
+        for name, module in self.modules.items():
+            if type(module) is nn.Linear and not _is_fp8(module.weight):
+                of_parent.setdefault(name.rpartition(".")[0], []).append(name)
+        kept = {"", *(name.rpartition(".")[0] for name, module in self.modules.items() if _is_experts(module))}
+        head = self.model.get_output_embeddings()
+        taken = []
+        for parent, names in of_parent.items():
+            layers = [self.modules[name] for name in names]
+            fits = not any(size % _BLOCK for layer in layers for size in layer.weight.shape)
+            taken += names if fits and parent not in kept and head not in layers else []
+        return taken
+
+    def _tensors_of(self, module_name: str, module: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Yields the tensors of a module itself that a checkpoint has: full name, tensor, and the scales of FP8."""
+        state = module.state_dict().items()
+        own = {name: t.detach() for name, t in state if "." not in name and isinstance(t, Tensor)}
+        for name, tensor in own.items():
+            full = f"{module_name}.{name}".lstrip(".")
+            is_scale = name.endswith(_SCALE) and name.removesuffix(_SCALE) in own
+            if not is_scale and full not in self.left_out:
+                yield full, tensor, own.get(name + _SCALE)
+
+    def _check_tensors(self) -> list[str]:
+        """Checks every tensor, and that no two come under one name. Returns the names of `skipped`."""
+        seen, skipped = set(), []
+        for module_name, module in self.modules.items():
+            for name, tensor, scale in self._tensors_of(module_name, module):
+                self._check_tensor(name, tensor, scale)
+                for piece, _ in self.names.pieces(name, tensor.to("meta")):
+                    if piece in seen:
+                        fail(self.op, f"{name} must have a name of its own in checkpoints, got {piece} twice")
+                    seen.add(piece)
+            if _stays_a_matrix(module) and f"{module_name}.weight" not in self.quantized:
+                pieces = self.names.pieces(f"{module_name}.weight", module.weight.to("meta"))
+                skipped += [name.removesuffix(".weight") for name, _ in pieces]
+            elif (
+                module_name.endswith(".experts") and not _is_experts(module) and list(module.parameters(recurse=False))
+            ):
+                skipped.append(module_name)  # which Transformers takes for FP8 experts by the name alone
+        return skipped
+
+    def _check_tensor(self, name: str, tensor: Tensor, scale: Tensor | None) -> None:
+        text = f"{name} must be"
+        if type(tensor) is not Tensor or tensor.is_meta:
+            what = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__}"
+            fail(self.op, f"{text} a whole tensor with values, got one {what}: gather or load it first")
+        is_quantized = name in self.quantized
+        if is_quantized and tensor.dtype not in (*INPUT_DTYPES, _FP8):
+            fail(self.op, f"{text} bfloat16, float16, float32 or float8_e4m3fn, got {dtype_name(tensor.dtype)}")
+        if not _is_fp8(tensor):
+            return
+        if not is_quantized:
+            fail(self.op, f"{text} the weight of a linear layer or of experts to be FP8, got another")
+        wanted = _blocks(tensor)
+        got = "none" if scale is None else tuple(scale.shape)
+        if got != wanted:
+            fail(self.op, f"{name}{_SCALE} must have shape {wanted}, got {got}")
+
+    def _fp8(self, name: str, w: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns a weight's values and scales in FP8: its own, or as the recipe quantizes it."""
+        if _is_fp8(w):
+            return w, scale
+        q, scale = _quantize(w.reshape(-1, *w.shape[-2:]), self.rounding)
+        if not scale.isfinite().all():
+            fail(self.op, f"{name} must be finite, got Inf or NaN")
+        return q.view(w.shape), scale.view(*w.shape[:-2], *scale.shape[1:]).to(self.scale_dtype)
+
+
+class _CheckpointNames:
+    """The names and pieces that a checkpoint has for a tensor of a model, by Transformers' own conversions.
+
+    They are the conversions of the model's class. Those that the model was loaded with may quantize or dequantize.
+    """
+
+    def __init__(self, op: str, model: nn.Module) -> None:
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import revert_weight_conversion
+        except ImportError as error:
+            raise ImportError(f"{op}: needs transformers 5.17.0 or newer, and its weight conversions") from error
+        self.revert = revert_weight_conversion
+        conversions = [
+            conversion
+            for conversion in get_model_conversion_mapping(model, add_legacy=False)
+            if type(conversion).__name__ != "PrefixChange"  # a prefix that a checkpoint was loaded with
+        ]
+        self.model = SimpleNamespace(
+            config=model.config, get_parameter=model.get_parameter, _weight_conversions=conversions
+        )
+
+    def pieces(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """Returns what a checkpoint has in place of one tensor: one or, of experts, one or two for each expert."""
+        return list(self.revert(self.model, {name: tensor}).items())
+
+
+def _quantize(w: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
+    """Quantizes weights [E, N, K], a few experts at a time: blocks of one expert know nothing of others."""
+    q = torch.empty_like(w, dtype=_FP8, memory_format=torch.contiguous_format)
+    scale = torch.empty(_blocks(w), device=w.device)
+    step = max(1, _CHUNK // max(1, w[0].numel()))
+    for i in range(0, w.shape[0], step):
+        part = slice(i, i + step)
+        q[part], scale[part], _, _ = ops.quantize_weight(w[part], "blockwise", dtype=_FP8, rounding=rounding)
+    return q, scale
+
+
+def _blocks(w: Tensor) -> tuple[int, ...]:
+    """Returns the shape of a weight's scales."""
+    return *w.shape[:-2], *(-(-size // _BLOCK) for size in w.shape[-2:])
+
+
+def _dequantize(q: Tensor, scale: Tensor) -> Tensor:
+    """Returns q * scale in float32."""
+    w = q.float()
+    scale = scale.float().repeat_interleave(_BLOCK, -2).repeat_interleave(_BLOCK, -1)
+    return w.mul_(scale[..., : w.shape[-2], : w.shape[-1]])
+
+
+def _write_config(plan: _Plan, folder: Path) -> None:
+    model = plan.model
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = next(p.dtype for p in model.parameters() if p.dtype in INPUT_DTYPES)
+    config.quantization_config = plan.config()
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _write_tensors(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_bytes: int) -> None:
+    """Writes files of safetensors as they fill up. How many there are, and so their names, is known at the end."""
+    from safetensors.torch import save_file
+
+    files, sizes = [{}], {}
+    size, held = 0, {}
+
+    def flush() -> None:
+        save_file(held, folder / str(len(files)), metadata={"format": "pt"})
+        held.clear()
+
+    for name, tensor in tensors:
+        sizes[name] = tensor.numel() * tensor.element_size()
+        if held and size + sizes[name] > max_bytes:
+            flush()
+            files.append({})
+            size = 0
+        # A copy on the host, contiguous and of its own memory, as safetensors needs it.
+        held[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        files[-1][name] = None
+        size += sizes[name]
+    flush()
+    weight_map = {}
+    for number, names in enumerate(files, 1):
+        suffix = f"-{number:05}-of-{len(files):05}" if len(files) > 1 else ""
+        (folder / str(number)).rename(folder / f"model{suffix}.safetensors")
+        weight_map |= dict.fromkeys(names, f"model{suffix}.safetensors")
+    if len(files) > 1:
+        index = dict(metadata=dict(total_size=sum(sizes.values())), weight_map=weight_map)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+# ---- Modules, and PEFT's wrappers around them ------------------------------------------------------------------------
+
+
+def _base_model(op: str, model: nn.Module) -> nn.Module:
+    """Returns the model of Transformers, inside of a PeftModel."""
+    peft, transformers = sys.modules.get("peft"), sys.modules.get("transformers")
+    base = model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
+    if transformers is None or not isinstance(base, transformers.PreTrainedModel):
+        fail(op, f"model must be a model of Transformers, or a PeftModel around one, got {_class(base)}")
+    return base
+
+
+def _walk(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module]) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yields all modules under the names that they have without PEFT, and whether PEFT has wrapped them.
+
+    `unwrap` makes a module of PEFT's wrapper when the walk comes there.
+    """
+
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+        is_wrapped = _is_wrapper(module)
+        module = unwrap(module) if is_wrapped else module
+        yield name, module, is_wrapped
+        for child, inner in module.named_children():
+            yield from visit(f"{name}.{child}".lstrip("."), inner)
+
+    return visit("", model)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module is PEFT's layer around another, to whose weights it adds."""
+    if "peft" not in sys.modules:
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return isinstance(module, BaseTunerLayer)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is PEFT's layer, or trains a whole module in place of another, as `modules_to_save` does."""
+    return _is_layer(module) or hasattr(module, "unload_and_optionally_merge_module")
+
+
+def _without_adapter(wrapper: nn.Module) -> nn.Module:
+    return wrapper.get_base_layer() if _is_layer(wrapper) else wrapper.original_module
+
+
+@torch.no_grad()
+def _with_adapter(wrapper: nn.Module) -> nn.Module:
+    """Returns a copy of the module inside of a wrapper, with the active adapters merged by PEFT."""
+    wrapper = copy.deepcopy(wrapper)
+    if not _is_layer(wrapper):
+        return wrapper.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+    base = wrapper.get_base_layer()
+    while wrapper is not base:  # PEFT has one layer for each parameter of experts
+        name = getattr(wrapper, "parameter_name", "weight")
+        weight = getattr(base, name)
+        if _is_fp8(weight):  # PEFT would add to the values without regard to their scales
+            wide = _dequantize(weight, getattr(base, name + _SCALE))
+            setattr(base, name, nn.Parameter(wide, requires_grad=False))
+        wrapper.merge()
+        if not wrapper.merged:  # no active adapter
+            setattr(base, name, weight)
+        wrapper = wrapper.base_layer
+    return base
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Whether Transformers marks the module's class by `use_experts_implementation`."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
+def _stays_a_matrix(module: nn.Module) -> bool:
+    """Whether a loader that takes every linear layer for FP8 has to be told that this one is not."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() > 1 and not isinstance(module, nn.Embedding)
+
+
+def _is_fp8(x: object) -> bool:
+    return isinstance(x, Tensor) and x.dtype in FP8_DTYPES
+
+
+def _class(module: nn.Module) -> str:
+    return type(module).__name__

@@ -1,0 +1,105 @@
+"""The bench's programs that fine-tune models, on a CPU: they run, and say what they did."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import ROOT
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytest.importorskip("accelerate")
+pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+FEW_STEPS = "--model tiny --layers 1 --context 16 --sequences 1 --rank 2 --warm 1 --steps 1".split()
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a program of the bench on a CPU and returns its output."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def run(name: str, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        importlib.import_module(name).main()
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "options", ["--impl stock", "--impl ours", "--impl ours --checkpoint", "--impl ours --adapters bfloat16"]
+)
+def test_finetune(bench, tmp_path, options):
+    words = options.split()
+    words += [tmp_path / "model"] if words[-1] == "--checkpoint" else []
+    found = json.loads(bench("finetune", *FEW_STEPS, *words, "--out", tmp_path / "out.json"))
+    assert json.loads((tmp_path / "out.json").read_text()) == [found]
+    # of q, k, v and o with 128, 64, 64 and 128 features; of 4 experts' gate and up, and down
+    of_attention = 2 * (128 + 128 + 128 + 64 + 128 + 64 + 128 + 128)
+    assert found["trained_parameters"] == of_attention + 4 * 2 * (128 + 256 + 128 + 128)
+    # Logits of an untrained model are near zero, so every byte is nearly as likely as another.
+    assert all(abs(loss - torch.tensor(256.0).log().item()) < 0.2 for loss in found["losses"])
+    assert found["tokens_per_second"] == pytest.approx(16 / found["step_seconds"][0], rel=1e-3)
+    assert found["from_checkpoint"] == (tmp_path / "model" / "config.json").exists()
+    assert {"warm", "steps", "adapters"} < found["seconds"].keys()
+
+
+def test_finetune_refuses_a_checkpoint_for_stock(bench, tmp_path):
+    with pytest.raises(SystemExit):
+        bench("finetune", "--impl", "stock", "--checkpoint", tmp_path)
+
+
+def test_finetune_losses(bench, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    program = importlib.import_module("finetune_losses")
+    monkeypatch.setattr(program, "SEEDS", (0,))
+    steps = "--tiny --steps 2 --pretraining 1 --sequences 1 --context 16".split()
+    text, found = bench("finetune_losses", *steps, "--out", tmp_path / "out.json").strip().rsplit("\n", 1)
+    assert [line.split()[:2] for line in text.splitlines()[1:]] == [["bf16", "0"], ["fp8", "0"]]
+    found, runs = json.loads(found), json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert found["held_out"]["bf16"] == runs[0]["held_out"] and len(runs[1]["losses"]) == 2
+    assert found["held_out"]["fp8"] != runs[0]["held_out"]
+    assert found["held_out"]["fp8"] == pytest.approx(runs[0]["held_out"], rel=0.01)
+
+
+def test_table(monkeypatch):
+    """A run is compared with stock on its own GPU, if stock had the memory."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    same = dict(model="M", layers=3, of_layers=4, rank=16, context=4096, sequences=2, adapters="float32")
+    same |= dict(attention_only=False, commit="abcdefgh")
+    runs = [
+        dict(**same, impl="ours", device="large", tokens_per_second=2600.0, peak_bytes=50e9),
+        dict(**same, impl="stock", device="large", tokens_per_second=1000.0, peak_bytes=100e9),
+        dict(**same, impl="ours", device="small", tokens_per_second=2500.0, peak_bytes=51e9),
+        dict(**same, impl="stock", device="small", out_of_memory="CUDA out of memory", peak_bytes=79e9),
+    ]
+    losses = dict(fp8=1.01, bf16=1.0, difference=0.01, spread_of_bf16=0.02, difference_of_seeds=[0.01, 0.0, 0.02])
+    losses = dict(steps=300, device="large", commit="abcdefgh", held_out=losses)
+    text = importlib.import_module("tables").finetune_text(runs, losses)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| M")]
+    assert [line[0] for line in lines] == ["M, 3 of 4 layers"] * 4
+    assert [line[5:] for line in lines] == [
+        ["2,600", "2.60", "50.0", "0.50"],
+        ["1,000", "1.00", "100.0", "1.00"],
+        ["2,500", "", "51.0", ""],
+        ["out of memory", "", "", ""],
+    ]
+    assert "1.0100 over FP8 and 1.0000 over BF16, means of 3 seeds" in " ".join(text.split())
+    assert "Not measured yet" in importlib.import_module("tables").finetune_text(None)
+
+
+@pytest.mark.parametrize(("fp8", "within"), [((1.1, 2.1), True), ((2.0, 3.5), False)])
+def test_losses_are_compared_with_the_spread_of_seeds(monkeypatch, fp8, within):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    losses = {"bf16": (1.0, 2.0), "fp8": fp8}
+    runs = [dict(arm=arm, training=x, held_out=x) for arm in losses for x in losses[arm]]
+    found = importlib.import_module("finetune_losses").compared(runs)["held_out"]
+    assert (found["spread_of_bf16"], found["within"]) == (1.0, within)
+    assert found["difference_of_seeds"] == pytest.approx([a - b for a, b in zip(fp8, losses["bf16"], strict=True)])
