@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_fp8_ext.distributed.dtensor import draw_in_turn, is_dtensor, of_all, of_rank, sum_of_ranks
 from moe_fp8_ext.layer.experts import KEEP, experts
-from moe_fp8_ext.layer.router import Router
+from moe_fp8_ext.layer.router import Router, Routing
 from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import (
     check_bool,
@@ -211,19 +211,40 @@ class MoE(nn.Module):
             require(size == takes, f"MoE: experts must have the hidden_size of router, {size}, got {takes}")
         self.gate, self.experts, self.shared_experts = router, experts, shared_experts
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., D] -> out, shaped as x, and the router's loss, which the caller adds to that of the model."""
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        topk_ids: Tensor | None = None,
+        topk_scores: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x [..., D] -> out, shaped as x, and the router's loss, which the caller adds to that of the model.
+
+        Args:
+            mask, topk_ids, topk_scores: as in `Router.forward`, with the leading sizes of x: [...] and [..., top_k].
+                The router gets the ones that are not None. A padding token uses shared_experts alone.
+        """
         ep = getattr(self.experts, "ep", None)
         if ep is None:
             tokens = _tokens_of(x)
-            routing = self.gate(tokens)
+            routing = self._route(x, tokens, mask, topk_ids, topk_scores)
             out = self.experts(tokens, routing.topk_ids, routing.topk_scores).view(x.shape)
             return out if self.shared_experts is None else out + self.shared_experts(x), routing.loss
         with ep.errors_on_all_ranks():
             tokens = _tokens_of(x)
-            routing = self.gate(tokens)
+            routing = self._route(x, tokens, mask, topk_ids, topk_scores)
         call = tokens, routing.topk_ids, routing.topk_scores
         if self.shared_experts is None:
             return self.experts(*call).view(x.shape), routing.loss
         out = self.experts(*call, shared_experts=lambda t: self.shared_experts(t.view(x.shape)).view(t.shape))
         return out.view(x.shape), routing.loss
+
+    def _route(self, x: Tensor, tokens: Tensor, mask: Tensor | None, *of_slots: Tensor | None) -> Routing:
+        given = {} if mask is None else {"mask": mask}
+        given |= {name: t for name, t in zip(("topk_ids", "topk_scores"), of_slots, strict=True) if t is not None}
+        for name, t in given.items():
+            got = t.shape if name == "mask" else t.shape[:-1]
+            text = f"MoE: {name} must have the leading sizes of x, {tuple(x.shape[:-1])}, got {tuple(t.shape)}"
+            require(got == x.shape[:-1], text)
+            given[name] = t.reshape(len(tokens), *t.shape[len(got) :])
+        return self.gate(tokens, **given)

@@ -212,9 +212,10 @@ def test_sigmoid_scores_of_small_logits_are_finite(normalize, logit, device):
     assert (want < 1e-22).all() if normalize else (want < 1e-43).all()
 
 
-def test_balance_loss_of_tokens_whose_logits_are_all_minus_infinity(device):
+@pytest.mark.parametrize("scoring", ["sigmoid", "sqrtsoftplus"])
+def test_balance_loss_of_tokens_whose_logits_are_all_minus_infinity(scoring, device):
     """Their probabilities are equal and have no gradient, like their scores, which are 0."""
-    made = Router(5, 1, 2, scoring="sigmoid", balance_loss=0.1).to(device)
+    made = Router(5, 1, 2, scoring=scoring, balance_loss=0.1).to(device)
     nn.init.constant_(made.weight, -3e38)
     x = torch.tensor([[3.0], [2.0]], device=device, requires_grad=True)
     ids, scores, loss = made(x)
