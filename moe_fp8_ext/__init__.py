@@ -30,6 +30,7 @@ from moe_fp8_ext.quantization.tensor import (
     scaled_grouped_mm,
 )
 from moe_fp8_ext.training.checkpointing import save_ops
+from moe_fp8_ext.training.flops import register_when_imported as _register_flops
 from moe_fp8_ext.training.stats import stats
 from moe_fp8_ext.training.weight_cache import reuse_weights
 from moe_fp8_ext.validation import validate
@@ -72,5 +73,6 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "__version__", "ops", "reference"])
 
 
+_register_flops()
 if build_info()["backend"] == "cpu":
     _torch.warn_of_unused_gpus()
