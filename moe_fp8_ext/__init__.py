@@ -6,7 +6,7 @@ What users touch is here. `moe_fp8_ext.ops` has every op of torch.ops.moe_fp8 as
 from moe_fp8_ext import _torch
 from moe_fp8_ext._C import build_info
 from moe_fp8_ext.distributed.fsdp import gather_in_fp8_
-from moe_fp8_ext.integrations.convert import convert_, revert_
+from moe_fp8_ext.integrations.convert import convert_, fp8_report, revert_
 from moe_fp8_ext.layer.experts import experts, experts_of_groups
 from moe_fp8_ext.layer.modules import Experts, MoE
 from moe_fp8_ext.layer.router import Router
@@ -48,6 +48,7 @@ __all__ = [
     "convert_",
     "experts",
     "experts_of_groups",
+    "fp8_report",
     "gather_in_fp8_",
     "grouped_mm",
     "permute_indices",

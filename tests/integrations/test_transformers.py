@@ -81,14 +81,20 @@ def test_bf16_is_what_transformers_computes(name, scores):
     assert_close(run(experts, "moe_fp8_bf16", *call), run(experts, "grouped_mm", *call))
 
 
+# Models whose experts have a gate that is no activation of this package, or a norm: docs/transformers.md lists them.
+COMPOSED = {"DeepseekV4", "Glm5NextText", "HYV4", "HYV4VL", "Inkling2", "Inkling2Loop", "MuseSpark", "MuseSparkText"}
+
+
 def test_every_class_that_is_marked():
-    """Compares the experts of all models that Transformers has."""
-    found = 0
+    """Compares the experts of all models that Transformers has. All but the listed ones are one operation."""
+    composed, names = set(), set()
     for marked in marked_classes():
         experts, call = drawn(marked(Sizes())).bfloat16(), calls()
         assert_close(run(experts, "moe_fp8_bf16", *call), run(experts, "grouped_mm", *call))
-        found += 1
-    assert found >= 54
+        names.add(marked.__name__.removesuffix("Experts"))
+        if integration._experts_arguments(experts) is None:
+            composed.add(marked.__name__.removesuffix("Experts"))
+    assert len(names) >= 54 and composed == COMPOSED & names
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
