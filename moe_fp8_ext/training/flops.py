@@ -11,6 +11,7 @@ from types import ModuleType
 
 import torch
 
+from moe_fp8_ext import _torch
 from moe_fp8_ext.matmul import bf16, engine  # noqa: F401  they register ops
 
 _COUNTER = "torch.utils.flop_counter"
@@ -41,6 +42,15 @@ def _added(total, a, b, scale_a, scale_b, format, offs, align=1, *_: object, **_
 def grouped_mm_flops(a: Shape, b: Shape, offs: Shape | None = None, *_: object, **__: object) -> int:
     """Operations of `torch._grouped_mm` in its forms [M, K] with [E, K, N], and [N, P] with [P, K]."""
     return rows_flops(a[0], a, b) if len(b) == 3 else tokens_flops(a, b)
+
+
+def count_torch_products() -> dict[object, object]:
+    """Returns a custom_mapping of `FlopCounterMode` that counts `torch._grouped_mm`, which recipe "bf16" calls on a
+    GPU. torch 2.14 does not count it. It is no op of this package, so `register_formulas` leaves it alone."""
+    from torch.utils.flop_counter import flop_registry
+
+    packets = [op.overloadpacket for op in _torch.grouped_mm_ops]
+    return {op: grouped_mm_flops for op in packets if op not in flop_registry}
 
 
 def register_formulas() -> None:

@@ -10,16 +10,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from moe_fp8_ext import Experts, Recipe, experts_of_groups, grouped_mm
-from moe_fp8_ext.training.flops import grouped_mm_flops, register_formulas, register_when_imported
+from moe_fp8_ext.training.flops import count_torch_products, register_formulas, register_when_imported
 
 E, D, F, T, TOP_K = 4, 64, 96, 64, 2
 P = T * TOP_K  # rows of a layer; a multiple of every alignment
 RECIPES = ["rowwise", "blockwise", "mxfp8", Recipe("rowwise", wgrad_high_precision=True), Recipe("rowwise", align=128)]
-OF_TORCH = {torch.ops.aten._grouped_mm: grouped_mm_flops}  # recipe "bf16" on a GPU, which torch does not count
 
 
 def counted(function: object) -> int:
-    with FlopCounterMode(display=False, custom_mapping=OF_TORCH) as counter:
+    with FlopCounterMode(display=False, custom_mapping=count_torch_products()) as counter:
         function()
     return counter.get_total_flops()
 
