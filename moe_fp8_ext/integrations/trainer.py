@@ -10,6 +10,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from moe_fp8_ext.integrations.convert import fp8_report
+from moe_fp8_ext.integrations.transformers import implementation_of
 from moe_fp8_ext.training.stats import stats
 
 
@@ -73,8 +74,8 @@ class SpeedCallback(TrainerCallback):
     - "speed/peak_memory": the most bytes that tensors had on the GPU since the last log; not on a CPU.
 
     The first step is not timed: it is slower, because it warms up and is counted. Time between steps, as of an
-    evaluation, is timed. Nothing waits for the GPU, so `every` must be some steps for times to be meaningful. While training runs, the callback replaces `compute_loss` of the
-    Trainer with a function that counts tokens and calls it.
+    evaluation, is timed. Nothing waits for the GPU, so `every` must be some steps for times to be meaningful. While
+    training runs, the callback replaces `compute_loss` of the Trainer with a function that counts tokens and calls it.
 
     Args:
         trainer: the Trainer whose model is measured.
@@ -158,7 +159,7 @@ def _counter() -> object:
 
 def _warn_without_experts(model: torch.nn.Module) -> None:
     """Warns if a model was asked for this package's experts and has none that compute by a recipe."""
-    name = getattr(getattr(model, "config", None), "_experts_implementation", None) or ""
+    name = implementation_of(model) or ""
     if name.startswith("moe_fp8") and not fp8_report(model).running:
         text = f"experts_implementation={name!r} has no effect on {type(model).__name__}"
         warnings.warn(f"moe_fp8_ext: {text}: {fp8_report(model)}", stacklevel=3)

@@ -94,6 +94,11 @@ def replacement(module: torch.nn.Module, recipe: Recipe) -> tuple[str, object]:
     return "forward", partial(_experts_forward, recipe, module)
 
 
+def implementation_of(module: torch.nn.Module) -> str | None:
+    """Returns the `experts_implementation` that the config of a model, or of experts, names."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+
 def runs(module: torch.nn.Module) -> tuple[Recipe | None, str]:
     """Returns the recipe by which experts compute, and a note; or None, and why it is none."""
     forward = vars(module).get("forward")
@@ -101,7 +106,7 @@ def runs(module: torch.nn.Module) -> tuple[Recipe | None, str]:
         return vars(module)[_EP_RECIPE], "tokens travel to other ranks"
     why = "another forward took the place of its class's"
     if forward is None:
-        name = getattr(module.config, "_experts_implementation", None)
+        name = implementation_of(module)
         forward, why = _transformers_moe().ALL_EXPERTS_FUNCTIONS.get(name), f"experts_implementation is {name!r}"
     if not isinstance(forward, partial) or forward.func is not _experts_forward:
         return None, why

@@ -27,7 +27,7 @@ PUBLIC |= {name for kind in (type, types.FunctionType, types.ModuleType, int, li
 OF_OTHERS = {
     "integrations/convert.py": {"_grouped_mm"},  # of torchtitan's experts
     "integrations/torchtitan.py": {"_owner"},
-    "integrations/transformers.py": {"_apply_gate"},
+    "integrations/transformers.py": {"_apply_gate", "_experts_implementation"},
 }
 OF_TORCH = (
     torch,
