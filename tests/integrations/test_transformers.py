@@ -332,7 +332,7 @@ IN_DOCS = [block for block in blocks("docs/transformers.md") if "convert_" not i
 
 
 @pytest.mark.parametrize("given", [IN_README, IN_DOCS])
-def test_documents(given, tmp_path):
+def test_documents(given, tmp_path, capsys):
     tiny_model("mixtral", "eager").save_pretrained(tmp_path)
     offs = torch.tensor([3, 3, 8], dtype=torch.int32)
     x, w = (torch.randn(*size).bfloat16() for size in ((8, 32), (3, 16, 32)))
@@ -345,7 +345,8 @@ def test_documents(given, tmp_path):
     model.set_experts_implementation("moe_fp8_rowwise")
     assert_same(gradients(model), want)
     assert given is not IN_README or names["out"].shape == (8, 16)
-    assert given is IN_README or names["experts"] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    printed = capsys.readouterr().out
+    assert given is IN_README or all(f"model.layers.{i}.mlp.experts  transformers" in printed for i in range(2))
 
 
 def shard(experts: torch.nn.Module, first: int, count: int) -> torch.nn.Module:
