@@ -17,6 +17,7 @@ from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import (
     check_bool,
     check_dense,
+    check_int,
     check_module,
     check_one_of,
     check_parameter_dtype,
@@ -189,27 +190,46 @@ class MoE(nn.Module):
         experts: a module such as `Experts`.
         shared_experts: any module [..., D] -> [..., D], such as a dense feed-forward layer. If experts have an ep, it
             is called while tokens travel to them.
+        num_fused_shared: how many of `experts`, the last ones, every real token uses with the score 1. The router
+            chooses among the others. Shared experts then run in the same products and the same recipe as routed ones.
+            A dense SwiGLU layer of width n F is the sum of n experts of width F. Not with ep.
 
     Raises:
-        RuntimeError: a `Router` chooses among more or fewer experts than `Experts` has, or for tokens of another size.
+        RuntimeError: a `Router` chooses among more or fewer experts than `Experts` has, or for tokens of another size;
+            or num_fused_shared is not as above.
         TypeError: an argument is no module.
     """
 
-    def __init__(self, router: nn.Module, experts: nn.Module, shared_experts: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        router: nn.Module,
+        experts: nn.Module,
+        shared_experts: nn.Module | None = None,
+        *,
+        num_fused_shared: int = 0,
+    ) -> None:
         super().__init__()
         check_module("MoE", "router", router)
         check_module("MoE", "experts", experts)
         if shared_experts is not None:
             check_module("MoE", "shared_experts", shared_experts)
+        check_int("MoE", "num_fused_shared", num_fused_shared)
+        require(num_fused_shared >= 0, f"MoE: num_fused_shared must be at least 0, got {num_fused_shared}")
+        knows = not num_fused_shared or isinstance(experts, Experts)
+        require(knows, f"MoE: experts must be an Experts with num_fused_shared, got {type(experts).__name__}")
+        has_ep = num_fused_shared and getattr(experts, "ep", None) is not None  # every token would go to one rank
+        require(not has_ep, f"MoE: num_fused_shared must be 0 for experts with an ep, got {num_fused_shared}")
         if isinstance(router, Router) and isinstance(experts, Experts):  # else some ids would be dropped silently
-            chosen, has = router.weight.shape[0], experts.num_experts
+            chosen, has = router.weight.shape[0], experts.num_experts - num_fused_shared
             size, takes = router.weight.shape[1], experts.down_proj.shape[1]
             is_swapped = chosen != has and (chosen, size) == (takes, has)
             cause = "; sizes are given as Router(num_experts, hidden_size, top_k)" if is_swapped else ""
-            text = f"MoE: experts must be as many as router chooses among, {chosen}, got {has}{cause}"
+            fused = f" and {num_fused_shared} fused ones" if num_fused_shared else ""
+            text = f"MoE: experts must be as many as router chooses among, {chosen}, got {has}{fused}{cause}"
             require(chosen == has, text)
             require(size == takes, f"MoE: experts must have the hidden_size of router, {size}, got {takes}")
         self.gate, self.experts, self.shared_experts = router, experts, shared_experts
+        self.num_fused_shared = num_fused_shared
 
     def forward(
         self,
@@ -247,4 +267,18 @@ class MoE(nn.Module):
             text = f"MoE: {name} must have the leading sizes of x, {tuple(x.shape[:-1])}, got {tuple(t.shape)}"
             require(got == x.shape[:-1], text)
             given[name] = t.reshape(len(tokens), *t.shape[len(got) :])
-        return self.gate(tokens, **given)
+        routing = self.gate(tokens, **given)
+        return self._with_fused(routing, given.get("mask")) if self.num_fused_shared else routing
+
+    def _with_fused(self, routing: Routing, mask: Tensor | None) -> Routing:
+        """Appends the slots of fused shared experts, which padding tokens do not use."""
+        (tokens, _), first = routing.topk_ids.shape, self.experts.num_experts - self.num_fused_shared
+        ids = torch.arange(
+            first, self.experts.num_experts, device=routing.topk_ids.device, dtype=routing.topk_ids.dtype
+        )
+        ids = ids.expand(tokens, -1)
+        if mask is not None:
+            ids = ids.masked_fill(~mask[:, None], -1)
+        scores = routing.topk_scores.new_ones(tokens, self.num_fused_shared)
+        all_ids, all_scores = torch.cat([routing.topk_ids, ids], 1), torch.cat([routing.topk_scores, scores], 1)
+        return Routing(all_ids, all_scores, routing.loss)

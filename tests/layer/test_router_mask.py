@@ -168,3 +168,56 @@ def test_errors_of_a_layer():
     text = r"^MoE: topk_ids must have the leading sizes of x, \(2, 20\), got \(40, 3\)$"
     with pytest.raises(RuntimeError, match=text):
         layer(torch.zeros(2, 20, D), topk_ids=torch.zeros(T, TOP_K).long())
+
+
+def fused_and_dense(device: str, recipe: str, num_shared: int = 2) -> tuple[MoE, MoE]:
+    """The same layer twice: shared experts among the experts, and as a dense layer whose width is their sum."""
+    torch.manual_seed(0)
+    gate, options = router(device), dict(recipe=recipe, device=device, dtype=torch.bfloat16)
+    fused = MoE(gate, Experts(E + num_shared, D, F, **options), num_fused_shared=num_shared)
+    state = {name: t.detach() for name, t in fused.experts.named_parameters()}
+    routed, shared = Experts(E, D, F, **options), Experts(1, D, num_shared * F, **options)
+    routed.load_state_dict({name: t[:E] for name, t in state.items()})
+    gates, ups = state["gate_up_proj"][E:].chunk(2, 1)
+    joined = torch.cat([gates.flatten(0, 1), ups.flatten(0, 1)])[None]
+    down = state["down_proj"][E:].transpose(0, 1).flatten(1)[None]
+    shared.load_state_dict(dict(gate_up_proj=joined, down_proj=down))
+
+    class Dense(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = shared
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.reshape(-1, D)
+            return shared(x, x.new_zeros(len(x), 1).long(), x.new_ones(len(x), 1).float())
+
+    return fused, MoE(gate, routed, Dense())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_fused_shared_experts(masked, device):
+    """They compute what a dense layer computes, but for roundings to bfloat16."""
+    fused, dense = fused_and_dense(device, "bf16")
+    x, mask = tokens(device)
+    x = x.bfloat16()
+    given = dict(mask=mask) if masked else {}
+    got, want = (layer(x, **given)[0].float() for layer in (fused, dense))
+    if masked:
+        assert not got[~mask].any() and want[~mask].any()
+        got, want = got[mask], want[mask]
+    # Each result has some 6 roundings to bfloat16, of 2^-8 at most and 2^-8 / sqrt(3) in the root mean square: two
+    # products, an activation, a sum over slots and a sum of two outputs, beside the scores'.
+    assert (got - want).norm() <= (2 * 6 / 3) ** 0.5 * 2**-8 * want.norm()
+    (got.square().sum()).backward()
+    assert all(p.grad[-2:].flatten(1).any(1).all() for p in fused.experts.parameters())
+
+
+def test_errors_of_fused_shared_experts():
+    text = "^MoE: experts must be as many as router chooses among, 8, got 6 and 2 fused ones$"
+    with pytest.raises(RuntimeError, match=text):
+        MoE(router(), Experts(E, D, F), num_fused_shared=2)
+    with pytest.raises(RuntimeError, match="^MoE: num_fused_shared must be at least 0, got -1$"):
+        MoE(router(), Experts(E, D, F), num_fused_shared=-1)
+    with pytest.raises(RuntimeError, match="^MoE: experts must be an Experts with num_fused_shared, got Identity$"):
+        MoE(router(), nn.Identity(), num_fused_shared=1)
