@@ -20,14 +20,20 @@ MOE_HD float softmax_term(float logit, float max_logit) {
   return distance == distance ? power : distance;
 }
 
-// log(1 + p) for p in [0, 1]: u = 2 p / (2 + p) is 2 tanh of half of it, and atanh has a series in u^2. Eight terms
+// log(1 + p) for p in [0, 1]: u = p / (1 + p / 2) is 2 tanh of half of it, and atanh has a series in u^2. Eight terms
 // leave out less than 2e-9 of the sum. No intermediate that matters is subnormal if p is not.
 MOE_HD float log_one_plus(float p) {
   constexpr float kC1 = 1.f / (3 * 4), kC2 = 1.f / (5 * 16), kC3 = 1.f / (7 * 64), kC4 = 1.f / (9 * 256),
                   kC5 = 1.f / (11 * 1024), kC6 = 1.f / (13 * 4096), kC7 = 1.f / (15 * 16384);
-  const float u = (p + p) / (2.f + p), w = u * u;
+  const float u = p * reciprocal(1.f + 0.5f * p), w = u * u;
   const float tail = fmaf(fmaf(fmaf(fmaf(fmaf(fmaf(kC7, w, kC6), w, kC5), w, kC4), w, kC3), w, kC2), w, kC1);
   return fmaf(u, tail * w, u);
+}
+
+// RN32(1 / x) for x from 2^-126 to below 2^126. Division takes a path of its own for other numbers, and registers for it.
+MOE_HD float reciprocal_of_normal(float x) {
+  const uint32_t exponent = as_bits(x) & 0x7f800000u, mantissa = as_bits(x) & 0x007fffffu;
+  return reciprocal(as_float(mantissa | 0x3f800000u)) * as_float(0x7f000000u - exponent);
 }
 
 // The score of a logit and the score's derivative; both are NaN if the logit is. sigmoid() alone returns a number
@@ -39,7 +45,8 @@ MOE_HD Point score_at(float logit) {
   if constexpr (kScoring == Scoring::kSqrtSoftplus) {
     const float power = exponential(-clamp_max(magnitude(logit), kExpCutoff));
     const float root = sqrtf(log_one_plus(power) + (logit > 0 ? logit : 0.f));
-    score = {root, root > 0 ? s.value / (root + root) : 0.f};
+    const bool has_slope = root > 0 && root < as_float(0x7f800000u);
+    score = {root, has_slope ? 0.5f * (s.value * reciprocal_of_normal(root)) : 0.f};
   }
   return logit == logit ? score : Point{logit, logit};
 }

@@ -8,7 +8,7 @@ from torch import Tensor
 from .activations import exponential, float32, fma, sigmoids
 from .numerics import round_to
 
-LOG_SERIES = [1 / ((2 * k + 1) * 4**k) for k in range(1, 8)]  # of atanh, in the square of 2 p / (2 + p)
+LOG_SERIES = [1 / ((2 * k + 1) * 4**k) for k in range(1, 8)]  # of atanh, in the square of p / (1 + p / 2)
 
 
 def sum_over_experts(x: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def sum_over_experts(x: Tensor) -> Tensor:
 
 def log_one_plus(p: Tensor) -> Tensor:
     """log(1 + p), for p from 0 to 1."""
-    u = (p + p) / (2 + p)
+    u = p * (torch.ones_like(p) / (1 + 0.5 * p))
     w = u * u
     tail = torch.full_like(w, float32(LOG_SERIES[-1]))
     for coefficient in LOG_SERIES[-2::-1]:
@@ -47,7 +47,7 @@ def scores_of(logits: Tensor, scoring: str) -> tuple[Tensor, Tensor]:
             power = exponential(-torch.where(logits.abs() < 88, logits.abs(), 88.0))
             softplus = log_one_plus(power) + torch.where(logits > 0, logits, 0.0)
             scores = softplus.double().sqrt().float()  # correctly rounded, which torch's float32 root is not everywhere
-            slopes = torch.where(scores > 0, sigmoid_x / (scores + scores), 0.0)
+            slopes = torch.where(scores > 0, 0.5 * (sigmoid_x * (torch.ones_like(scores) / scores)), 0.0)
         isnan = logits.isnan()
         return torch.where(isnan, torch.nan, scores), torch.where(isnan, torch.nan, slopes)
     below_max = logits.amax(1, keepdim=True) - logits  # NaN for the whole token if any of its logits is NaN
