@@ -30,7 +30,7 @@ MOE_HD float log_one_plus(float p) {
   return fmaf(u, tail * w, u);
 }
 
-// RN32(1 / x) for x from 2^-126 to below 2^126. Division has a path of its own for other numbers, which takes registers.
+// RN32(1 / x) for x from 2^-126 to below 2^126. Division handles other numbers too, which takes registers.
 MOE_HD float reciprocal_of_normal(float x) {
   const uint32_t exponent = as_bits(x) & 0x7f800000u, mantissa = as_bits(x) & 0x007fffffu;
   return reciprocal(as_float(mantissa | 0x3f800000u)) * as_float(0x7f000000u - exponent);
