@@ -54,7 +54,8 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
   // A router's choice. Logits are float32. The bias moves the choice, and no score.
   m.def(
       "choose_experts(Tensor logits, SymInt top_k, Tensor? bias=None, str scoring='softmax', bool normalize=True,"
-      " float scaling_factor=1.0, SymInt num_groups=1, SymInt top_groups=1)"
+      " float scaling_factor=1.0, SymInt num_groups=1, SymInt top_groups=1, str group_score='top2_sum',"
+      " Tensor? given_ids=None)"
       " -> (Tensor topk_ids, Tensor topk_scores, Tensor topk_logits)");
   m.def(
       "choose_experts_backward(Tensor grad, Tensor logits, Tensor topk_ids, SymInt? num_experts=None,"

@@ -6,7 +6,7 @@ What users touch is here. `moe_fp8_ext.ops` has every op of torch.ops.moe_fp8 as
 from moe_fp8_ext import _torch
 from moe_fp8_ext._C import build_info
 from moe_fp8_ext.distributed.fsdp import gather_in_fp8_
-from moe_fp8_ext.integrations.convert import convert_, revert_
+from moe_fp8_ext.integrations.convert import convert_, fp8_report, revert_
 from moe_fp8_ext.integrations.export import export_fp8, fp8_state
 from moe_fp8_ext.layer.adapter import LoRA
 from moe_fp8_ext.layer.experts import experts, experts_of_groups
@@ -33,6 +33,7 @@ from moe_fp8_ext.quantization.tensor import (
     scaled_grouped_mm,
 )
 from moe_fp8_ext.training.checkpointing import save_ops
+from moe_fp8_ext.training.flops import register_when_imported as _register_flops
 from moe_fp8_ext.training.stats import stats
 from moe_fp8_ext.training.weight_cache import reuse_weights
 from moe_fp8_ext.validation import validate
@@ -53,6 +54,7 @@ __all__ = [
     "experts",
     "experts_of_groups",
     "export_fp8",
+    "fp8_report",
     "fp8_state",
     "gather_in_fp8_",
     "grouped_mm",
@@ -79,5 +81,6 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "__version__", "ops", "reference"])
 
 
+_register_flops()
 if build_info()["backend"] == "cpu":
     _torch.warn_of_unused_gpus()

@@ -29,28 +29,37 @@ float sum_of(const Row& x) {
     for (size_t i = 0; i < half; ++i) fours[i] += fours[i + half];
   return fours[0] + 0.f;  // turns -0 into 0
 }
-// The sum of term(e) over the chosen experts. terms: memory that calls share.
+// The sum of term(e) over the chosen experts, each once. -1 is no expert. terms: memory that calls share.
 template <class F>
 float sum_of(const std::vector<int>& chosen, Row& terms, F term) {
   std::fill(terms.begin(), terms.end(), 0.f);
-  for (const int e : chosen) terms[e] = term(e);
+  for (const int e : chosen)
+    if (e >= 0) terms[e] = term(e);
   return sum_of(terms);
 }
 
 MOE_FMA_CLONES void softmax_terms(const float* logits, int E, float max_logit, float* terms) {
   for (int e = 0; e < E; ++e) terms[e] = softmax_term(logits[e], max_logit);
 }
-MOE_FMA_CLONES void sigmoids_of(const float* logits, int E, float* score, float* slope) {
+MOE_FMA_CLONES void sigmoid_scores(const float* logits, int E, float* score, float* slope) {
   for (int e = 0; e < E; ++e) {
-    const Sigmoid s = sigmoid_scores(logits[e]);
+    const Point s = score_at<Scoring::kSigmoid>(logits[e]);
     score[e] = s.value;
-    slope[e] = s.value * s.complement;
+    slope[e] = s.slope;
+  }
+}
+MOE_FMA_CLONES void sqrt_softplus_scores(const float* logits, int E, float* score, float* slope) {
+  for (int e = 0; e < E; ++e) {
+    const Point s = score_at<Scoring::kSqrtSoftplus>(logits[e]);
+    score[e] = s.value;
+    slope[e] = s.slope;
   }
 }
 
-// The scores of one token. slope: their derivatives, which only sigmoid writes. Neither writes beyond E.
+// The scores of one token. slope: their derivatives, which softmax does not write. Neither is written beyond E.
 void score_row(Scoring scoring, const float* logits, int E, Row& score, Row& slope) {
-  if (scoring == Scoring::kSigmoid) return sigmoids_of(logits, E, score.data(), slope.data());
+  if (scoring == Scoring::kSigmoid) return sigmoid_scores(logits, E, score.data(), slope.data());
+  if (scoring == Scoring::kSqrtSoftplus) return sqrt_softplus_scores(logits, E, score.data(), slope.data());
   uint32_t max_key = 0;
   for (int e = 0; e < E; ++e) max_key = std::max(max_key, ordered_key(logits[e]));
   softmax_terms(logits, E, from_ordered_key(max_key), score.data());
@@ -84,7 +93,7 @@ class Chooser {
   }
 
  private:
-  // Sets the keys of all experts outside of the top groups to kNever. A group's key is the sum of its two largest.
+  // Sets the keys of all experts outside of the top groups to kNever.
   void exclude_groups() {
     for (int g = 0; g < p_.num_groups; ++g) {
       uint32_t first = 0, second = 0;
@@ -92,7 +101,7 @@ class Chooser {
         second = std::max(second, std::min(first, keys_[e]));
         first = std::max(first, keys_[e]);
       }
-      group_keys_[g] = group_size_ == 1 ? first : ordered_key(from_ordered_key(first) + from_ordered_key(second));
+      group_keys_[g] = group_key(p_.group_score, group_size_, first, second);
     }
     top_indices(group_keys_, p_.top_groups, sorted_, top_groups_);
     std::sort(top_groups_.begin(), top_groups_.end());
@@ -107,6 +116,14 @@ class Chooser {
   std::vector<uint64_t> sorted_;
   std::vector<int> top_groups_;
 };
+
+void read_given(const ChooseExpertsParams& p, int64_t t, std::vector<int>& chosen) {
+  chosen.resize(p.top_k);
+  for (int slot = 0; slot < p.top_k; ++slot) {
+    const int64_t id = p.given_ids.at(t, slot);
+    chosen[slot] = id >= 0 && id < p.E ? int(id) : -1;
+  }
+}
 
 void store_row(const ChooseExpertsBackwardParams& p, int64_t t, const float* dlogits) {
   if (p.parts == 1) {
@@ -126,16 +143,21 @@ void store_row(const ChooseExpertsBackwardParams& p, int64_t t, const float* dlo
 void choose_experts_cpu(const ChooseExpertsParams& p) {
   parallel(p.T, 16 * p.T * p.E, [&](int64_t begin, int64_t end) {
     Row score(padded_size(p.E)), slope(score), terms(score);
-    std::vector<int> chosen;
+    std::vector<int> chosen;  // an expert, or -1, for each slot
     Chooser chooser(p);
     for (int64_t t = begin; t < end; ++t) {
       score_row(p.scoring, p.logits + t * p.stride, p.E, score, slope);
-      chooser.choose(score, chosen);
+      if (p.given_ids.ids) read_given(p, t, chosen);
+      else chooser.choose(score, chosen);
       const float sum = p.normalize ? sum_of(chosen, terms, [&](int e) { return score[e]; }) + kSumEpsilon : 1.f;
       for (int slot = 0; slot < p.top_k; ++slot) {
-        const float s = score[chosen[slot]], share = p.normalize ? s / sum : s;
-        const float logit = p.logits[t * p.stride + chosen[slot]], slot_score = share * p.factor;
-        p.ids[t * p.top_k + slot] = chosen[slot];
+        const int expert = chosen[slot];
+        float slot_score = 0, logit = 0;
+        if (expert >= 0) {
+          slot_score = (p.normalize ? score[expert] / sum : score[expert]) * p.factor;
+          logit = p.logits[t * p.stride + expert];
+        }
+        p.ids[t * p.top_k + slot] = expert;
         p.scores[t * p.top_k + slot] = as_float(F32::from_float(slot_score));
         p.topk_logits[t * p.top_k + slot] = as_float(F32::from_float(logit + 0.f * slot_score));
       }
@@ -152,7 +174,7 @@ void choose_experts_backward_cpu(const ChooseExpertsBackwardParams& p) {
       std::copy_n(p.logits + t * p.stride, width, logits.begin());
       std::fill(slot_of.begin(), slot_of.end(), -1);
       for (int64_t slot = 0; slot < p.top_k; ++slot) {
-        const int64_t id = p.id(t, slot);
+        const int64_t id = p.ids.at(t, slot);
         if (id >= 0 && id < p.E) slot_of[p.chosen_only ? slot : id] = int(slot);
         else if (p.chosen_only) logits[slot] = -std::numeric_limits<float>::infinity();
         if (p.chosen_only) expert[slot] = int(id);

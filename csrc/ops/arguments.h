@@ -104,6 +104,7 @@ inline constexpr Argument kTable[] = {
 
     logits("choose_experts", nullptr),
     {"choose_experts", "bias", "logits", Dtypes::kFloat32, 1, 1, Strides::kInner},
+    matrix("choose_experts", "given_ids", "logits", Dtypes::kInts),
     matrix("choose_experts_backward", "grad", nullptr, Dtypes::kFloat32),
     logits("choose_experts_backward", "grad"),
     matrix("choose_experts_backward", "topk_ids", "grad", Dtypes::kInts),

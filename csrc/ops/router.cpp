@@ -1,5 +1,7 @@
 #include "tokens/choose_experts.h"
 
+#include <iterator>
+
 #include "ops/checks.h"
 
 namespace moe_fp8 {
@@ -8,15 +10,17 @@ namespace {
 constexpr const char *kChoose = "choose_experts", *kBackward = "choose_experts_backward";
 
 Scoring check_scoring(const char* op, std::string_view name) {
-  return Scoring(check_choice(op, "scoring", name, 2, [](int i) { return kScorings[i]; }));
+  return Scoring(check_choice(op, "scoring", name, int(std::size(kScorings)), [](int i) { return kScorings[i]; }));
 }
 
 }  // namespace
 
 Results<3> choose_experts_op(const Tensor& logits, int64_t top_k, const std::optional<Tensor>& bias,
                              std::string_view scoring, bool normalize, double scaling_factor, int64_t num_groups,
-                             int64_t top_groups) {
-  constexpr const Argument &kLogits = argument(kChoose, "logits"), &kBias = argument(kChoose, "bias");
+                             int64_t top_groups, std::string_view group_score,
+                             const std::optional<Tensor>& given_ids) {
+  constexpr const Argument &kLogits = argument(kChoose, "logits"), &kBias = argument(kChoose, "bias"),
+                           &kGiven = argument(kChoose, "given_ids");
   check(kLogits, logits);
   const int64_t T = logits.sizes[0], E = logits.sizes[1];
   if (bias) {
@@ -24,19 +28,29 @@ Results<3> choose_experts_op(const Tensor& logits, int64_t top_k, const std::opt
     check_size(kBias, *bias, 0, E);
   }
   const Scoring rule = check_scoring(kChoose, scoring);
+  const auto group_rule = GroupScore(check_choice(kChoose, "group_score", group_score, int(std::size(kGroupScores)),
+                                                  [](int i) { return kGroupScores[i]; }));
   if (num_groups < 1 || E % num_groups)
     fail(kChoose, ": num_groups must divide the ", E, " experts, got ", num_groups);
   check_range(kChoose, "top_groups", top_groups, 1, num_groups);
   const int64_t eligible = E / num_groups * top_groups;
   if (top_k < 1 || top_k > eligible)
     fail(kChoose, ": top_k must be from 1 to the ", eligible, " experts of a choice, got ", top_k);
+  if (given_ids) {
+    check(kGiven, *given_ids, logits);
+    check_size(kGiven, *given_ids, 0, T);
+    check_size(kGiven, *given_ids, 1, top_k);
+    validate_ids(kGiven, *given_ids, E);
+  }
+  const SlotIds given =
+      given_ids ? SlotIds{given_ids->data, given_ids->strides[0], given_ids->dtype == kInt64} : SlotIds{};
   const Call call(kChoose, "logits", logits);
   Handle ids = call.empty({T, top_k}, kInt64), scores = call.empty({T, top_k}, kFloat32),
          topk_logits = call.empty({T, top_k}, kFloat32);
   const float* const biases = bias ? bias->as<float>() : nullptr;
   const ChooseExpertsParams p = {logits.as<float>(), biases, data<int64_t>(ids), data<float>(scores),
                                  data<float>(topk_logits), T, logits.strides[0], int(E), int(top_k), int(num_groups),
-                                 int(top_groups), rule, normalize, float(scaling_factor)};
+                                 int(top_groups), group_rule, given, rule, normalize, float(scaling_factor)};
   MOE_FP8_RUN(call, choose_experts, p);
   return results(ids, scores, topk_logits);
 }
@@ -65,9 +79,9 @@ Results<1> choose_experts_backward_op(const Tensor& grad, const Tensor& logits, 
   Handle grad_logits = parts == 1 ? call.empty({T, E}, kFloat32) : call.empty({T, parts, E}, kBFloat16);
   if (E == 0) return results(grad_logits);
   const ChooseExpertsBackwardParams p = {
-      grad.as<float>(), logits.as<float>(), topk_ids.data, data(grad_logits), T, grad.strides[0], logits.strides[0],
-      topk_ids.strides[0], int(E), grad.sizes[1], rule, normalize, topk_ids.dtype == kInt64, num_experts.has_value(),
-      float(scaling_factor), int(parts)};
+      grad.as<float>(), logits.as<float>(), {topk_ids.data, topk_ids.strides[0], topk_ids.dtype == kInt64},
+      data(grad_logits), T, grad.strides[0], logits.strides[0], int(E), grad.sizes[1], rule, normalize,
+      num_experts.has_value(), float(scaling_factor), int(parts)};
   MOE_FP8_RUN(call, choose_experts_backward, p);
   return results(grad_logits);
 }

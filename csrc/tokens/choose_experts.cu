@@ -10,6 +10,7 @@ struct ChooseExpertsPlan : ChooseExpertsParams {
   uint32_t multiplier;  // expert / group_size = expert * multiplier >> kShift, exact up to kMaxExperts
 };
 constexpr int kShift = 20;
+constexpr int kNoExpert = 0xffff;  // at a slot
 
 // Bytes of shared memory of a wave: 4 for each expert, keys before the choice and scores after it. Behind them stands
 // whether a group takes part in the choice, and later the expert of each slot.
@@ -36,15 +37,15 @@ MOE_DEVICE void mask_groups(const ChooseExpertsPlan& p, const L& lane, uint32_t 
       second = smaller > second ? smaller : second;
       at = at + 1 == p.group_size ? 0 : at + 1;
     }
-    group[0] = p.group_size == 1 ? first : ordered_key(from_ordered_key(first) + from_ordered_key(second));
+    group[0] = group_key(p.group_score, p.group_size, first, second);
   }
   wave_barrier();
   for (int g = lane.lane; g < p.num_groups; g += kWarpSize) {
-    const uint32_t sum = keys[g * p.group_size];
+    const uint32_t own = keys[g * p.group_size];
     int rank = 0;
     for (int o = 0; o < p.num_groups; ++o) {
       const uint32_t other = keys[o * p.group_size];
-      rank += other > sum || (other == sum && o < g);
+      rank += other > own || (other == own && o < g);
     }
     selected[g] = rank < p.top_groups;
   }
@@ -53,6 +54,43 @@ MOE_DEVICE void mask_groups(const ChooseExpertsPlan& p, const L& lane, uint32_t 
   for (int i = 0; i < L::kPerLane; ++i)
     if (lane.expert(i) < p.E && !selected[uint32_t(lane.expert(i)) * p.multiplier >> kShift]) key[i] = kNever;
   wave_barrier();  // slots reuse the memory of `selected`
+}
+
+// Writes the experts of the largest keys to slots. The key of a chosen expert becomes kChosen.
+template <class L>
+MOE_DEVICE void take_best(const ChooseExpertsPlan& p, const L& lane, uint32_t (&key)[L::kPerLane], uint16_t* slots) {
+  constexpr int n = L::kPerLane;
+  for (int slot = 0; slot < p.top_k; ++slot) {
+    uint32_t max_key = key[0];
+#pragma unroll
+    for (int i = 1; i < n; ++i) max_key = key[i] > max_key ? key[i] : max_key;
+    max_key = wave_max(max_key);
+    uint32_t inverted = 0;  // ~expert: the smallest expert has the largest
+#pragma unroll
+    for (int i = n - 1; i >= 0; --i) inverted = key[i] == max_key ? ~uint32_t(lane.expert(i)) : inverted;
+    const uint32_t first = ~wave_max(inverted);
+#pragma unroll
+    for (int i = 0; i < n; ++i) key[i] = uint32_t(lane.expert(i)) == first ? kChosen : key[i];
+    if (lane.lane == 0) slots[slot] = uint16_t(first);
+  }
+}
+
+// Writes the given experts, or kNoExpert, to slots. The key of a given expert becomes kChosen.
+template <class L>
+MOE_DEVICE void take_given(const ChooseExpertsPlan& p, const L& lane, int64_t t, uint32_t (&key)[L::kPerLane],
+                           uint16_t* slots) {
+  for (int first = 0; first < p.top_k; first += kWarpSize) {
+    const int own_slot = first + lane.lane;
+    const int64_t id = own_slot < p.top_k ? p.given_ids.at(t, own_slot) : -1;  // read once: others may write it
+    const uint32_t own = id >= 0 && id < p.E ? uint32_t(id) : kNoExpert;
+    if (own_slot < p.top_k) slots[own_slot] = uint16_t(own);
+    const int count = p.top_k - first < kWarpSize ? p.top_k - first : kWarpSize;
+    for (int j = 0; j < count; ++j) {
+      const uint32_t expert = shfl(own, j);
+#pragma unroll
+      for (int i = 0; i < L::kPerLane; ++i) key[i] = uint32_t(lane.expert(i)) == expert ? kChosen : key[i];
+    }
+  }
 }
 
 template <int kExperts>
@@ -76,21 +114,11 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, choose_experts_blocks(kExperts))
     uint32_t key[n];
 #pragma unroll
     for (int i = 0; i < n; ++i) key[i] = lane.expert(i) < p.E ? ordered_key(score[i] + bias[i]) : kNever;
-    if (p.top_groups < p.num_groups) mask_groups(p, lane, key, keys, selected);
-
-    // The key of a chosen expert becomes kChosen.
-    for (int slot = 0; slot < p.top_k; ++slot) {
-      uint32_t max_key = key[0];
-#pragma unroll
-      for (int i = 1; i < n; ++i) max_key = key[i] > max_key ? key[i] : max_key;
-      max_key = wave_max(max_key);
-      uint32_t inverted = 0;  // ~expert: the smallest expert has the largest
-#pragma unroll
-      for (int i = n - 1; i >= 0; --i) inverted = key[i] == max_key ? ~uint32_t(lane.expert(i)) : inverted;
-      const uint32_t first = ~wave_max(inverted);
-#pragma unroll
-      for (int i = 0; i < n; ++i) key[i] = uint32_t(lane.expert(i)) == first ? kChosen : key[i];
-      if (lane.lane == 0) slots[slot] = uint16_t(first);
+    if (p.given_ids.ids) {
+      take_given(p, lane, t, key, slots);
+    } else {
+      if (p.top_groups < p.num_groups) mask_groups(p, lane, key, keys, selected);
+      take_best(p, lane, key, slots);
     }
 
     float sum = 1.f;
@@ -109,9 +137,12 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, choose_experts_blocks(kExperts))
 #pragma unroll 1
     for (int slot = lane.lane; slot < p.top_k; slot += kWarpSize) {
       const int expert = slots[slot];
-      const float share = p.normalize ? scores[expert] / sum : scores[expert];
-      const float logit = p.logits[t * p.stride + expert], slot_score = share * p.factor;
-      p.ids[t * p.top_k + slot] = expert;
+      float slot_score = 0, logit = 0;
+      if (expert != kNoExpert) {
+        slot_score = (p.normalize ? scores[expert] / sum : scores[expert]) * p.factor;
+        logit = p.logits[t * p.stride + expert];
+      }
+      p.ids[t * p.top_k + slot] = expert == kNoExpert ? -1 : expert;
       p.scores[t * p.top_k + slot] = as_float(F32::from_float(slot_score));
       p.topk_logits[t * p.top_k + slot] = as_float(F32::from_float(logit + 0.f * slot_score));
     }

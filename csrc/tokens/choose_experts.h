@@ -1,16 +1,19 @@
 // The experts that a router chooses for every token, their scores, and the gradient of these scores.
 //
-// s [T, E]          = softmax(logits) along E, or sigmoid(logits)
+// s [T, E]          = softmax(logits) along E, sigmoid(logits), or sqrt(softplus(logits))
 // ids [T, top_k]:     the experts of the largest s + bias, the largest first; of equal ones the smaller id first. NaN
 //                     is the largest. With num_groups groups of neighbouring experts, only top_groups of them take
-//                     part: those whose two largest s + bias have the largest sums; of equal sums the first group.
+//                     part: those whose two largest s + bias have the largest sums, or whose largest s + bias is the
+//                     largest; of equal ones the first group. If given_ids are not null, they are the choice instead:
+//                     a slot without an expert has the id -1, score 0 and logit 0, and no part in the sum; an expert
+//                     at several slots has one part.
 // scores [T, top_k] = s of these, divided by (their sum + kSumEpsilon) if normalize, times factor
 // topk_logits [T, top_k] = logits of these + 0 * scores, so that they are NaN where scores are
 //
 // Backward, with h = factor * grad of the chosen experts, c the chosen experts, N = sum_c s + kSumEpsilon and
 // A = sum_c h * (s / N):
 // w                 = (h - A) / N if normalize, else h; 0 for other experts
-// dlogits [T, E]    = softmax: s * (w - sum_c w * s);  sigmoid: w * (s * sigmoid(-logits)), 0 for other experts
+// dlogits [T, E]    = softmax: s * (w - sum_c w * s);  else w * (the derivative of s), 0 for other experts
 //
 // If chosen_only, logits hold the chosen experts alone, [T, top_k] in the order of slots, and these experts share all
 // of the score: s is computed from their logits alone. dlogits are 0 where such a logit is -Inf. Each expert stands at
@@ -27,6 +30,18 @@
 
 namespace moe_fp8 {
 
+// Ids [T, top_k], int32 or int64, or null.
+struct SlotIds {
+  const void* ids;
+  int64_t stride;
+  bool is_int64;
+
+  MOE_HD int64_t at(int64_t token, int64_t slot) const {
+    const int64_t i = token * stride + slot;
+    return is_int64 ? static_cast<const int64_t*>(ids)[i] : static_cast<const int*>(ids)[i];
+  }
+};
+
 struct ChooseExpertsParams {
   const float* logits;
   const float* bias;
@@ -35,6 +50,8 @@ struct ChooseExpertsParams {
   float* topk_logits;
   int64_t T, stride;
   int E, top_k, num_groups, top_groups;
+  GroupScore group_score;
+  SlotIds given_ids;
   Scoring scoring;
   bool normalize;
   float factor;
@@ -43,22 +60,17 @@ struct ChooseExpertsParams {
 struct ChooseExpertsBackwardParams {
   const float* grad;
   const float* logits;
-  const void* ids;  // int32, or int64
+  SlotIds ids;
   void* dlogits;
-  int64_t T, grad_stride, stride, ids_stride;
+  int64_t T, grad_stride, stride;
   int E;
   int64_t top_k;
   Scoring scoring;
-  bool normalize, is_int64, chosen_only;
+  bool normalize, chosen_only;
   float factor;
   int parts;
 
   MOE_HD int64_t width() const { return chosen_only ? top_k : E; }  // of a row of logits
-
-  MOE_HD int64_t id(int64_t token, int64_t slot) const {
-    const int64_t at = token * ids_stride + slot;
-    return is_int64 ? static_cast<const int64_t*>(ids)[at] : static_cast<const int*>(ids)[at];
-  }
 };
 
 // On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.

@@ -42,7 +42,7 @@ struct Choice {
   MOE_DEVICE void find_among_experts(const ChooseExpertsBackwardPlan& p, const L& lane, int64_t t) {
     for (int64_t first = 0; first < p.top_k; first += kWarpSize) {
       const int64_t slot = first + lane.lane;
-      const int64_t id = slot < p.top_k ? p.id(t, slot) : -1;
+      const int64_t id = slot < p.top_k ? p.ids.at(t, slot) : -1;
       const uint32_t expert = id >= 0 && id < p.E ? uint32_t(id) : ~0u;
       const uint32_t grad = as_bits(slot < p.top_k ? p.grad[t * p.grad_stride + slot] * p.factor : 0.f);
       const int slots = p.top_k - first < kWarpSize ? int(p.top_k - first) : kWarpSize;
@@ -63,7 +63,7 @@ struct Choice {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       const int slot = lane.expert(i);
-      const int64_t id = slot < p.top_k ? p.id(t, slot) : -1;
+      const int64_t id = slot < p.top_k ? p.ids.at(t, slot) : -1;
       const float grad = slot < p.top_k ? p.grad[t * p.grad_stride + slot] : 0.f;  // in flight together with the id
       const bool found = id >= 0 && id < p.E;
       w[i] = found ? grad * p.factor : 0.f;

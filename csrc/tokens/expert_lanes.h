@@ -59,19 +59,23 @@ struct ExpertLanes {
   static MOE_DEVICE uint32_t max(uint32_t v) { return wave_max(v); }
 };
 
-// Turns logits into scores. slope: the derivatives of sigmoid scores, not written for softmax.
+// Turns each logit into its score, and writes the derivatives of the scores.
+template <Scoring kScoring, int n>
+MOE_DEVICE void score_each(float (&x)[n], float (&slope)[n]) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    const Point score = score_at<kScoring>(x[i]);
+    x[i] = score.value;
+    slope[i] = score.slope;
+  }
+}
+
+// Turns logits into scores. slope: the derivatives of scores, not written for softmax.
 template <class L>
 MOE_DEVICE void score_logits(Scoring scoring, float (&x)[L::kPerLane], float (&slope)[L::kPerLane]) {
   constexpr int n = L::kPerLane;
-  if (scoring == Scoring::kSigmoid) {
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const Sigmoid s = sigmoid_scores(x[i]);
-      x[i] = s.value;
-      slope[i] = s.value * s.complement;
-    }
-    return;
-  }
+  if (scoring == Scoring::kSigmoid) return score_each<Scoring::kSigmoid>(x, slope);
+  if (scoring == Scoring::kSqrtSoftplus) return score_each<Scoring::kSqrtSoftplus>(x, slope);
   float max_logit = x[0];  // may pass over a NaN, which then is one of the terms and so reaches their sum
 #pragma unroll
   for (int i = 1; i < n; ++i) max_logit = x[i] > max_logit ? x[i] : max_logit;

@@ -31,6 +31,7 @@ class _Kind(NamedTuple):
     name: str
     has: Callable[[nn.Module], bool]  # whether a module is of this kind
     replacement: Callable[[nn.Module, Recipe], tuple[str, object]]  # the attribute, and its new value
+    runs: Callable[[nn.Module], tuple[Recipe | None, str]]  # the recipe and a note, or None and why
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
@@ -48,9 +49,9 @@ def _is_of_torchtitan(module: nn.Module) -> bool:
     return is_derived and hasattr(module, "_grouped_mm")
 
 
-def _by_integration(module: str) -> Callable[[nn.Module, Recipe], tuple[str, object]]:
+def _by_integration(module: str, function: str) -> Callable[..., tuple]:
     """Imports an integration, and with it the other package, only when a module needs it."""
-    return lambda experts, recipe: import_module(f"moe_fp8_ext.integrations.{module}").replacement(experts, recipe)
+    return lambda *args: getattr(import_module(f"moe_fp8_ext.integrations.{module}"), function)(*args)
 
 
 def _is_of_this_package(module: nn.Module) -> bool:
@@ -63,10 +64,15 @@ def _replacement(experts: Experts, recipe: Recipe) -> tuple[str, object]:
 
 
 _KINDS = (
-    _Kind("moe_fp8_ext", _is_of_this_package, _replacement),
-    _Kind("FP8 checkpoint", _is_of_fp8_checkpoint, _by_integration("transformers")),
-    _Kind("transformers", _is_of_transformers, _by_integration("transformers")),
-    _Kind("torchtitan", _is_of_torchtitan, _by_integration("torchtitan")),
+    _Kind("moe_fp8_ext", _is_of_this_package, _replacement, lambda experts: (experts.options["recipe"], "")),
+    *(
+        _Kind(name, has, _by_integration(module, "replacement"), _by_integration(module, "runs"))
+        for name, has, module in (
+            ("FP8 checkpoint", _is_of_fp8_checkpoint, "transformers"),
+            ("transformers", _is_of_transformers, "transformers"),
+            ("torchtitan", _is_of_torchtitan, "torchtitan"),
+        )
+    ),
 )
 
 
@@ -98,11 +104,43 @@ class Report(NamedTuple):
     left: tuple[Left, ...]
 
     def __str__(self) -> str:
-        rows = [(name or "(model)", kind, repr(recipe)) for name, kind, recipe in self.converted]
-        rows += [(name or "(model)", "", f"not converted: {why}") for name, why in self.left]
-        rows = [("module", "kind", "recipe"), *rows]
-        names, kinds = (max(len(row[i]) for row in rows) for i in range(2))
-        return "\n".join(f"{name:{names}}  {kind:{kinds}}  {text}" for name, kind, text in rows)
+        rows = [(name, kind, repr(recipe)) for name, kind, recipe in self.converted]
+        return _table([*rows, *((name, "", f"not converted: {why}") for name, why in self.left)])
+
+
+class Running(NamedTuple):
+    """A module that computes by a recipe."""
+
+    name: str
+    kind: str
+    recipe: Recipe
+    note: str
+
+
+class Fp8Report(NamedTuple):
+    """Which experts of a model compute by a recipe. Prints as a table.
+
+    Attributes:
+        running: the modules that do: qualified name, package of the experts, recipe, and a note, which may be empty.
+        others: the modules that may be experts too and do not: qualified name, and why.
+    """
+
+    running: tuple[Running, ...]
+    others: tuple[Left, ...]
+
+    def __str__(self) -> str:
+        if not self.running and not self.others:
+            return "no experts were found: nothing of this model computes by a recipe"
+        rows = [
+            (name, kind, f"{recipe}, {note}" if note else repr(recipe)) for name, kind, recipe, note in self.running
+        ]
+        return _table([*rows, *((name, "", f"no recipe: {why}") for name, why in self.others)])
+
+
+def _table(rows: list[tuple[str, str, str]]) -> str:
+    rows = [("module", "kind", "recipe"), *((name or "(model)", *rest) for name, *rest in rows)]
+    names, kinds = (max(len(row[i]) for row in rows) for i in range(2))
+    return "\n".join(f"{name:{names}}  {kind:{kinds}}  {text}" for name, kind, text in rows)
 
 
 def convert_(
@@ -187,6 +225,37 @@ def revert_(model: nn.Module) -> None:
         for value in before:
             setattr(module, place, value)
         delattr(module, _SWAP)
+
+
+def fp8_report(model: nn.Module) -> Fp8Report:
+    """Says which experts of a model compute by a recipe of this package, and which do not and why.
+
+    It changes nothing. It knows the experts that `convert_` knows, whether `convert_`, `experts_implementation`, a plan
+    of expert parallelism or an override of torchtitan gave them their recipe. All other modules, such as attention and
+    dense layers, compute as they always do.
+
+    Raises:
+        TypeError: model is no module.
+
+    Source: DESIGN.md section 6.
+    """
+    check_module("fp8_report", "model", model)
+    running, others = [], []
+    for name, module in model.named_modules():
+        kind = next((kind for kind in _KINDS if kind.has(module)), None)
+        if kind is None:
+            if _may_be_experts(module):
+                others.append(Left(name, f"the forward of {type(module).__name__} is not known"))
+            continue
+        try:
+            recipe, note = kind.runs(module)
+        except (ImportError, RuntimeError) as error:
+            recipe, note = None, str(error)
+        if recipe is None:
+            others.append(Left(name, note))
+        else:
+            running.append(Running(name, kind.name, recipe, note))
+    return Fp8Report(tuple(running), tuple(others))
 
 
 def _may_be_experts(module: nn.Module) -> bool:

@@ -79,6 +79,15 @@ def replacement(module: Module, recipe: Recipe) -> tuple[str, object]:
     return _METHOD, functools.partial(_product, _names_of(type(module)), recipe)
 
 
+def runs(module: Module) -> tuple[Recipe | None, str]:
+    """Returns the recipe by which experts compute, and a note; or None, and why it is none."""
+    if isinstance(module, _MoeFp8):
+        return module.recipe, ""
+    product = vars(module).get(_METHOD)
+    is_ours = isinstance(product, functools.partial) and product.func is _product
+    return (product.args[1], "") if is_ours else (None, "no override of this package, and not converted")
+
+
 def _product(names: tuple[str, str, str], recipe: Recipe, **operands: Tensor) -> Tensor:
     tokens, weights, offs = (operands[name] for name in names)
     if "B_t" not in operands:

@@ -1,9 +1,16 @@
-"""Logs the statistics of `moe_fp8_ext.stats` from the Trainer of Hugging Face Transformers."""
+"""Callbacks of the Trainer of Hugging Face Transformers: statistics of FP8, and the speed of training."""
 
 from __future__ import annotations
 
+import functools
+import time
+import warnings
+
+import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from moe_fp8_ext.integrations.convert import fp8_report
+from moe_fp8_ext.integrations.transformers import implementation_of
 from moe_fp8_ext.training.stats import stats
 
 
@@ -31,6 +38,7 @@ class StatsCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
+        _warn_without_experts(self.trainer.model)
         self.stats.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
@@ -49,3 +57,109 @@ class StatsCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self.stats.stop()
+
+
+class SpeedCallback(TrainerCallback):
+    """Logs how fast a Trainer trains, and how much memory that takes.
+
+        trainer.add_callback(SpeedCallback(trainer, every=10))
+
+    `trainer.log` gets these numbers of this rank, every `every` optimizer steps:
+
+    - "speed/tokens_per_second": elements of `input_ids`, padding included.
+    - "speed/flops_per_second": operations of forward and backward, also of a forward that checkpointing repeats.
+      `FlopCounterMode` counts the first optimizer step; other steps count as many for each token. It may miss graphs of
+      torch.compile. The number is left out if the first step has none.
+    - "speed/mfu": flops_per_second / peak_flops, if peak_flops is given.
+    - "speed/peak_memory": the most bytes that tensors had on the GPU since the last log; not on a CPU.
+
+    The first step is not timed: it is slower, because it warms up and is counted. Time between steps, as of an
+    evaluation, is timed. Nothing waits for the GPU, so `every` must be some steps for times to be meaningful. While
+    training runs, the callback replaces `compute_loss` of the Trainer with a function that counts tokens and calls it.
+
+    Args:
+        trainer: the Trainer whose model is measured.
+        every: optimizer steps between logs, at least 1.
+        peak_flops: operations per second of the GPU, such as 989e12 for products in BF16 on an H100.
+    """
+
+    def __init__(self, trainer: Trainer, every: int = 10, peak_flops: float | None = None) -> None:
+        if every < 1:
+            raise ValueError(f"SpeedCallback: every must be at least 1, got {every}")
+        self.trainer, self.every, self.peak_flops = trainer, every, peak_flops
+        self.flops_per_token: float | None = None
+        self._counter: object | None = None
+        self._tokens, self._steps, self._since = 0, 0, 0.0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        _warn_without_experts(self.trainer.model)
+        compute_loss = self.trainer.compute_loss
+
+        @functools.wraps(compute_loss)
+        def counting(model: torch.nn.Module, inputs: dict[str, object], *args: object, **kwargs: object) -> object:
+            if model.training:
+                self._tokens += inputs["input_ids"].numel()
+            return compute_loss(model, inputs, *args, **kwargs)
+
+        self._restore, self.trainer.compute_loss = vars(self.trainer).get("compute_loss"), counting
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self.flops_per_token is None and self._counter is None:
+            self._counter = _counter()
+            self._counter.__enter__()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self._counter is not None:
+            self._stop_counting()
+            self._restart()
+            return
+        self._steps += 1
+        if self._steps == self.every:
+            self.trainer.log({f"speed/{name}": number for name, number in self._speeds().items()})
+            self._restart()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self._counter is not None:  # training ended within the first step
+            self._stop_counting()
+        if self._restore is None:
+            del self.trainer.compute_loss
+        else:
+            self.trainer.compute_loss = self._restore
+
+    def _stop_counting(self) -> None:
+        self._counter.__exit__(None, None, None)
+        self.flops_per_token = self._counter.get_total_flops() / max(self._tokens, 1)
+        self._counter = None
+
+    def _restart(self) -> None:
+        self._tokens, self._steps, self._since = 0, 0, time.perf_counter()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def _speeds(self) -> dict[str, float]:
+        speeds = {"tokens_per_second": self._tokens / (time.perf_counter() - self._since)}
+        if self.flops_per_token:
+            speeds["flops_per_second"] = self.flops_per_token * speeds["tokens_per_second"]
+            if self.peak_flops is not None:
+                speeds["mfu"] = speeds["flops_per_second"] / self.peak_flops
+        if torch.cuda.is_available():
+            speeds["peak_memory"] = torch.cuda.max_memory_allocated()
+        return speeds
+
+
+def _counter() -> object:
+    from torch.utils.flop_counter import FlopCounterMode  # loads Triton
+
+    from moe_fp8_ext.training.flops import count_torch_products
+
+    return FlopCounterMode(display=False, custom_mapping=count_torch_products())
+
+
+def _warn_without_experts(model: torch.nn.Module) -> None:
+    """Warns if a model was asked for this package's experts and has none that compute by a recipe."""
+    name = implementation_of(model) or ""
+    if name.startswith("moe_fp8") and not fp8_report(model).running:
+        text = f"experts_implementation={name!r} has no effect on {type(model).__name__}"
+        warnings.warn(f"moe_fp8_ext: {text}: {fp8_report(model)}", stacklevel=3)

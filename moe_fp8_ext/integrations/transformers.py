@@ -41,6 +41,14 @@ _ACTIVATIONS = {
     "ReLUSquaredActivation": "relu2",
 }
 _GATED = {"silu": "swiglu", "gelu": "geglu"}
+# Gates of models that are a formula of `experts`. "swiglu_oai": the attributes that hold its constants.
+_OAI_GATES = {
+    "gpt_oss": ("alpha", "limit"),
+    "minimax_m3_vl": ("swiglu_alpha", "swiglu_limit"),
+    "openai_privacy_filter": ("alpha", "limit"),
+}
+_DEFAULT_GATES_IN_FLOAT32 = {"beam"}  # as `experts` computes them
+_EP_RECIPE = "_moe_fp8_ext_ep_recipe"
 
 
 def register(recipe: str | Recipe = "rowwise") -> None:
@@ -98,6 +106,25 @@ def replacement(module: torch.nn.Module, recipe: Recipe) -> tuple[str, object]:
     _check(module, recipe)
     fp8_checkpoint.warn_of_second_rounding(module, recipe)
     return "forward", partial(_experts_forward, recipe, module)
+
+
+def implementation_of(module: torch.nn.Module) -> str | None:
+    """Returns the `experts_implementation` that the config of a model, or of experts, names."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+
+def runs(module: torch.nn.Module) -> tuple[Recipe | None, str]:
+    """Returns the recipe by which experts compute, and a note; or None, and why it is none."""
+    forward = vars(module).get("forward")
+    if _EP_RECIPE in vars(module):
+        return vars(module)[_EP_RECIPE], "tokens travel to other ranks"
+    why = "another forward took the place of its class's"
+    if forward is None:
+        name = implementation_of(module)
+        forward, why = _transformers_moe().ALL_EXPERTS_FUNCTIONS.get(name), f"experts_implementation is {name!r}"
+    if not isinstance(forward, partial) or forward.func is not _experts_forward:
+        return None, why
+    return forward.args[0], "" if _experts_arguments(module) else "the model's own code between the two products"
 
 
 def _transformers_moe() -> ModuleType:
@@ -159,6 +186,7 @@ class _ExpertParallelForward:
         require(_experts_arguments(module) is not None, text)
         _check(module, recipe)
         self.recipe, self.module, self.ep_mesh, self.tp_mesh = recipe, module, ep_mesh, tp_mesh
+        setattr(module, _EP_RECIPE, recipe)
         self.ep = None  # made by the first call, which knows top_k
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -220,13 +248,16 @@ def _activation(module: torch.nn.Module) -> dict[str, object] | None:
     gate = type(module)._apply_gate
     if "_apply_gate" in vars(module) or hasattr(gate, "__wrapped__"):
         return None
-    if gate.__name__ == "_default_apply_gate" and gate.__module__.startswith("transformers."):
-        return dict(activation=_GATED[known]) if known in _GATED else None
     if gate.__module__.endswith(".finegrained_fp8"):
         return _fp8_activation(module, known)
     # Looks at the gate and not at the module's class, because FSDP2 and parametrizations replace the class.
-    is_gpt_oss = gate.__module__.endswith(".modeling_gpt_oss") and (module.alpha, module.limit) == (1.702, 7.0)
-    return dict(activation="swiglu_oai", interleaved=True) if is_gpt_oss else None
+    model = gate.__module__.rpartition(".modeling_")[2]
+    is_default = gate.__name__ == "_default_apply_gate" and gate.__module__.startswith("transformers.")
+    if is_default or model in _DEFAULT_GATES_IN_FLOAT32:
+        return dict(activation=_GATED[known]) if known in _GATED else None
+    if model in _OAI_GATES and tuple(getattr(module, name) for name in _OAI_GATES[model]) == (1.702, 7.0):
+        return dict(activation="swiglu_oai", interleaved=not module.is_concatenated)
+    return None
 
 
 def _fp8_activation(module: torch.nn.Module, known: str | None) -> dict[str, object] | None:

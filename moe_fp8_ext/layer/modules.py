@@ -14,7 +14,7 @@ from moe_fp8_ext.distributed.dtensor import draw_in_turn, is_dtensor, of_all, of
 from moe_fp8_ext.layer.adapter import MAX_RANK, LoRA, check_adapter_numbers
 from moe_fp8_ext.layer.experts import KEEP, experts
 from moe_fp8_ext.layer.frozen import FrozenWeight
-from moe_fp8_ext.layer.router import Router
+from moe_fp8_ext.layer.router import Router, Routing
 from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import (
     check_bool,
@@ -255,41 +255,95 @@ class MoE(nn.Module):
         experts: a module such as `Experts`.
         shared_experts: any module [..., D] -> [..., D], such as a dense feed-forward layer. If experts have an ep, it
             is called while tokens travel to them.
+        num_fused_shared: how many of `experts`, the last ones, every real token uses with the score 1. The router
+            chooses among the others. Shared experts then run in the same products and the same recipe as routed ones.
+            A dense SwiGLU layer of width n F is the sum of n experts of width F. Not with ep.
 
     Raises:
-        RuntimeError: a `Router` chooses among more or fewer experts than `Experts` has, or for tokens of another size.
+        RuntimeError: a `Router` chooses among more or fewer experts than `Experts` has, or for tokens of another size;
+            or num_fused_shared is not as above.
         TypeError: an argument is no module.
     """
 
-    def __init__(self, router: nn.Module, experts: nn.Module, shared_experts: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        router: nn.Module,
+        experts: nn.Module,
+        shared_experts: nn.Module | None = None,
+        *,
+        num_fused_shared: int = 0,
+    ) -> None:
         super().__init__()
         check_module("MoE", "router", router)
         check_module("MoE", "experts", experts)
         if shared_experts is not None:
             check_module("MoE", "shared_experts", shared_experts)
+        check_int("MoE", "num_fused_shared", num_fused_shared)
+        require(num_fused_shared >= 0, f"MoE: num_fused_shared must be at least 0, got {num_fused_shared}")
+        knows = not num_fused_shared or isinstance(experts, Experts)
+        require(knows, f"MoE: experts must be an Experts with num_fused_shared, got {type(experts).__name__}")
+        has_ep = num_fused_shared and getattr(experts, "ep", None) is not None  # every token would go to one rank
+        require(not has_ep, f"MoE: num_fused_shared must be 0 for experts with an ep, got {num_fused_shared}")
         if isinstance(router, Router) and isinstance(experts, Experts):  # else some ids would be dropped silently
-            chosen, has = router.weight.shape[0], experts.num_experts
+            chosen, has = router.weight.shape[0], experts.num_experts - num_fused_shared
             size, takes = router.weight.shape[1], experts.down_proj.shape[1]
             is_swapped = chosen != has and (chosen, size) == (takes, has)
             cause = "; sizes are given as Router(num_experts, hidden_size, top_k)" if is_swapped else ""
-            text = f"MoE: experts must be as many as router chooses among, {chosen}, got {has}{cause}"
+            fused = f" and {num_fused_shared} fused ones" if num_fused_shared else ""
+            text = f"MoE: experts must be as many as router chooses among, {chosen}, got {has}{fused}{cause}"
             require(chosen == has, text)
             require(size == takes, f"MoE: experts must have the hidden_size of router, {size}, got {takes}")
         self.gate, self.experts, self.shared_experts = router, experts, shared_experts
+        self.num_fused_shared = num_fused_shared
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., D] -> out, shaped as x, and the router's loss, which the caller adds to that of the model."""
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        topk_ids: Tensor | None = None,
+        topk_scores: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x [..., D] -> out, shaped as x, and the router's loss, which the caller adds to that of the model.
+
+        Args:
+            mask, topk_ids, topk_scores: as in `Router.forward`, with the leading sizes of x: [...] and [..., top_k].
+                The router gets the ones that are not None. A padding token uses shared_experts alone.
+        """
         ep = getattr(self.experts, "ep", None)
         if ep is None:
             tokens = _tokens_of(x)
-            routing = self.gate(tokens)
+            routing = self._route(x, tokens, mask, topk_ids, topk_scores)
             out = self.experts(tokens, routing.topk_ids, routing.topk_scores).view(x.shape)
             return out if self.shared_experts is None else out + self.shared_experts(x), routing.loss
         with ep.errors_on_all_ranks():
             tokens = _tokens_of(x)
-            routing = self.gate(tokens)
+            routing = self._route(x, tokens, mask, topk_ids, topk_scores)
         call = tokens, routing.topk_ids, routing.topk_scores
         if self.shared_experts is None:
             return self.experts(*call).view(x.shape), routing.loss
         out = self.experts(*call, shared_experts=lambda t: self.shared_experts(t.view(x.shape)).view(t.shape))
         return out.view(x.shape), routing.loss
+
+    def _route(self, x: Tensor, tokens: Tensor, mask: Tensor | None, *of_slots: Tensor | None) -> Routing:
+        given = {} if mask is None else {"mask": mask}
+        given |= {name: t for name, t in zip(("topk_ids", "topk_scores"), of_slots, strict=True) if t is not None}
+        for name, t in given.items():
+            got = t.shape if name == "mask" else t.shape[:-1]
+            text = f"MoE: {name} must have the leading sizes of x, {tuple(x.shape[:-1])}, got {tuple(t.shape)}"
+            require(got == x.shape[:-1], text)
+            given[name] = t.reshape(len(tokens), *t.shape[len(got) :])
+        routing = self.gate(tokens, **given)
+        return self._with_fused(routing, given.get("mask")) if self.num_fused_shared else routing
+
+    def _with_fused(self, routing: Routing, mask: Tensor | None) -> Routing:
+        """Appends the slots of fused shared experts, which padding tokens do not use."""
+        (tokens, _), first = routing.topk_ids.shape, self.experts.num_experts - self.num_fused_shared
+        ids = torch.arange(
+            first, self.experts.num_experts, device=routing.topk_ids.device, dtype=routing.topk_ids.dtype
+        )
+        ids = ids.expand(tokens, -1)
+        if mask is not None:
+            ids = ids.masked_fill(~mask[:, None], -1)
+        scores = routing.topk_scores.new_ones(tokens, self.num_fused_shared)
+        all_ids, all_scores = torch.cat([routing.topk_ids, ids], 1), torch.cat([routing.topk_scores, scores], 1)
+        return Routing(all_ids, all_scores, routing.loss)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, softplus
 
 from moe_fp8_ext.distributed.dtensor import is_dtensor, on_every_rank
 from moe_fp8_ext.matmul.float32 import float32_mm, float32_mm_backward, takes_parts
@@ -19,6 +19,7 @@ from moe_fp8_ext.ops.checks import (
     check_number,
     check_one_of,
     check_parameter_dtype,
+    check_shape,
     check_sizes,
     dtype_name,
     either,
@@ -27,7 +28,7 @@ from moe_fp8_ext.ops.checks import (
     require,
 )
 from moe_fp8_ext.ops.dispatch import differentiable_once, unit_stride
-from moe_fp8_ext.ops.router import SCORINGS, check_choice, choose_experts, choose_experts_backward
+from moe_fp8_ext.ops.router import GROUP_SCORES, SCORINGS, check_choice, choose_experts, choose_experts_backward
 from moe_fp8_ext.quantization.casting import autocast_dtype, cast
 from moe_fp8_ext.quantization.format import MAX_EXPERTS
 
@@ -46,6 +47,8 @@ class ChoiceOptions(NamedTuple):
     scaling_factor: float
     num_groups: int
     top_groups: int
+    group_score: str
+    given_ids: Tensor | None
 
     @property
     def scores(self) -> tuple[str, bool, float]:
@@ -56,15 +59,19 @@ class ChoiceOptions(NamedTuple):
 class _Choice(torch.autograd.Function):
     """Chooses experts by logits = x @ weight^T, in float32, under torch.autocast too.
 
-    Keeps x as it is for backward, rather than a float32 copy of it.
+    Keeps x as it is for backward, rather than a float32 copy of it. A token that mask has False for gets the ids -1 and
+    the scores 0.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, *options):
+    def forward(ctx, x, weight, mask, *options):
         ctx.options = ChoiceOptions(*options)
         with _without_autocast(x):
             logits = float32_mm(x, weight.t())
         topk_ids, topk_scores, topk_logits = choose_experts(logits, *options)
+        if mask is not None:
+            padding = ~mask[:, None]
+            topk_ids, topk_scores = topk_ids.masked_fill(padding, -1), topk_scores.masked_fill(padding, 0)
         # With normalize, the scores depend on the logits of the chosen experts alone.
         ctx.save_for_backward(x, weight, topk_logits if ctx.options.normalize else logits, topk_ids)
         ctx.set_materialize_grads(False)
@@ -85,7 +92,7 @@ class _Choice(torch.autograd.Function):
         if grad is not None:
             with _without_autocast(x):
                 grads = float32_mm_backward(grad, x, weight, *needs)
-        return *grads, *[None] * len(options)
+        return *grads, None, *[None] * len(options)
 
 
 class Routing(NamedTuple):
@@ -129,11 +136,14 @@ class Router(nn.Module):
 
     Args:
         num_experts, hidden_size, top_k: E, at most 1024; D; and the number of experts of a token.
-        scoring: "softmax" over the experts, or "sigmoid" of each expert's logit.
+        scoring: "softmax" over the experts, or of each expert's logit "sigmoid" (DeepSeek-V3) or "sqrtsoftplus"
+            (DeepSeek-V4), the square root of softplus.
         normalize: whether a token's scores add up to scaling_factor.
         scaling_factor: multiplies the scores.
         num_groups, top_groups: experts form num_groups groups of neighbours. A token chooses from the top_groups groups
-            whose two best experts have the largest sum, as in DeepSeek-V3 and unlike DeepSeek-V2.
+            with the largest value.
+        group_score: the value of a group: "top2_sum", the sum of its two best experts, as in DeepSeek-V3; or "max", its
+            best expert, as in DeepSeek-V2.
         bias_rate: the step by which `update_bias` moves the bias, for balance without a loss; not negative. If you load
             a bias that shall stay fixed, pass any rate but 0 and never call `update_bias`.
         balance_loss: coefficient of E * sum_e (share of the slots that chose e) * (mean probability of e), which is 1
@@ -142,7 +152,8 @@ class Router(nn.Module):
         device, dtype: of the weight.
 
     Source: Switch Transformer, equations 4 to 6 (balance_loss); ST-MoE, equation 5 (z_loss); DeepSeek-V3 technical
-        report, section 2.1.2 (groups, sigmoid, bias_rate).
+        report, section 2.1.2 (groups, sigmoid, bias_rate); DeepSeek-V2, section 2.1.2 (groups by their best expert);
+        DeepSeek-V4 as Transformers has it (sqrtsoftplus).
     """
 
     def __init__(
@@ -156,6 +167,7 @@ class Router(nn.Module):
         scaling_factor: float = 1.0,
         num_groups: int = 1,
         top_groups: int = 1,
+        group_score: str = "top2_sum",
         bias_rate: float = 0.0,
         balance_loss: float = 0.0,
         z_loss: float = 0.0,
@@ -169,6 +181,7 @@ class Router(nn.Module):
             fail("Router", f"num_experts must be from 1 to {MAX_EXPERTS}, {got}")
         check_sizes("Router", num_experts, hidden_size=hidden_size)
         check_choice("Router", num_experts, top_k, num_groups, top_groups)
+        check_one_of("Router", "group_score", group_score, GROUP_SCORES)
         check_bool("Router", "normalize", normalize)
         check_parameter_dtype("Router", dtype)
         numbers = dict(scaling_factor=scaling_factor, bias_rate=bias_rate, balance_loss=balance_loss, z_loss=z_loss)
@@ -176,7 +189,8 @@ class Router(nn.Module):
             check_number("Router", name, value)
         require(bias_rate >= 0, f"Router: bias_rate must be at least 0, got {bias_rate}")
         self.top_k, self.scoring, self.normalize, self.scaling_factor = top_k, scoring, normalize, scaling_factor
-        self.num_groups, self.top_groups, self.bias_rate = num_groups, top_groups, bias_rate
+        self.num_groups, self.top_groups, self.group_score = num_groups, top_groups, group_score
+        self.bias_rate = bias_rate
         self.balance_loss, self.z_loss = balance_loss, z_loss
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         balanced, counts = bias_rate != 0, torch.zeros(num_experts, device=device, dtype=torch.int64)
@@ -197,20 +211,47 @@ class Router(nn.Module):
         for buffer in self.buffers():
             buffer.zero_()
 
-    def forward(self, x: Tensor) -> Routing:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        topk_ids: Tensor | None = None,
+        topk_scores: Tensor | None = None,
+    ) -> Routing:
         """Routes x [T, D]. DTensors must be Replicate(); the results are then Replicate() too.
 
         Args:
-            x: bfloat16, float16 or float32, on the weight's device.
+            x: bfloat16, float16 or float32, on the weight's device. Also for padding tokens it must be finite.
+            mask: [T] bool, True for real tokens. A padding token chooses no expert: its ids are -1, its scores 0. It
+                adds nothing to losses, counts and gradients. None: all tokens are real.
+            topk_ids: [T, top_k] int32 or int64, the choice of an earlier call or of a table, in place of this call's.
+                Scores are computed from this call's logits, with gradients. Slots of ids out of [0, E) are dropped.
+            topk_scores: [T, top_k], with topk_ids only: these scores in place of computed ones. The weight then has
+                gradients of the losses alone.
         """
-        options = self._options(x)
+        options = self._options(x)._replace(given_ids=topk_ids)
+        self._check_given(x, mask, topk_ids, topk_scores)
         choose = partial(on_every_rank, "Router", _Choice.apply) if is_dtensor(x) else _Choice.apply
-        logits, topk_ids, topk_scores = choose(x, self.weight, *options)
+        logits, topk_ids, scores = choose(x, self.weight, mask, *options)
         self._count(topk_ids)
-        return Routing(topk_ids, topk_scores, self._loss(logits, topk_ids))
+        loss = self._loss(logits, topk_ids, mask)
+        return Routing(topk_ids, scores if topk_scores is None else _of_real(topk_scores, mask), loss)
+
+    def _check_given(self, x: Tensor, mask: Tensor | None, topk_ids: Tensor | None, topk_scores: Tensor | None) -> None:
+        """Checks the arguments of a forward after x."""
+        tokens, slots = (x.shape[0],), (x.shape[0], self.top_k)
+        for name, given, shape in (("mask", mask, tokens), ("topk_ids", topk_ids, slots)):
+            if given is not None:
+                check_shape("Router", name, given, shape)
+        if mask is not None:
+            cause = ", got {0} (an attention_mask of 0 and 1: pass attention_mask.bool())"
+            require(mask.dtype == torch.bool, "Router: mask must be torch.bool" + cause.format(mask.dtype))
+        if topk_scores is not None:
+            require(topk_ids is not None, "Router: topk_scores must be None without topk_ids, got a tensor")
+            check_shape("Router", "topk_scores", topk_scores, slots)
 
     def _options(self, x: Tensor) -> ChoiceOptions:
-        """Checks x and returns the options of a forward."""
+        """Checks x and returns the options of a forward that chooses."""
         check_dense("Router", "x", x, 2)
         require(x.dtype in INPUT_DTYPES, f"Router: x must be {either(map(dtype_name, INPUT_DTYPES))}, got {x.dtype}")
         (experts, size), device = self.weight.shape, self.weight.device
@@ -220,7 +261,7 @@ class Router(nn.Module):
         bias = self.e_score_correction_bias
         bias = None if bias is None else cast(bias, torch.float32)
         scores = self.scoring, self.normalize, self.scaling_factor
-        return ChoiceOptions(self.top_k, bias, *scores, self.num_groups, self.top_groups)
+        return ChoiceOptions(self.top_k, bias, *scores, self.num_groups, self.top_groups, self.group_score, None)
 
     def _count(self, topk_ids: Tensor) -> None:
         """Adds the choice to tokens_per_expert, in training and where a bias balances experts."""
@@ -248,32 +289,44 @@ class Router(nn.Module):
         self.e_score_correction_bias.add_(self.bias_rate * (counts.mean() - counts).sign().float())
         self.tokens_per_expert.zero_()
 
-    def _loss(self, logits: Tensor, topk_ids: Tensor) -> Tensor:
+    def _loss(self, logits: Tensor, topk_ids: Tensor, mask: Tensor | None) -> Tensor:
         if is_dtensor(logits):  # on local tensors: DTensor knows no gradient of logsigmoid
-            (loss,) = on_every_rank("Router", lambda *local: [self._loss(*local)], logits, topk_ids)
+            (loss,) = on_every_rank("Router", lambda *local: [self._loss(*local)], logits, topk_ids, mask)
             return loss
-        losses, tokens = [], max(topk_ids.shape[0], 1)  # a list: adding to a zero would launch two more kernels
+        losses: list[Tensor] = []  # adding to a zero would launch two more kernels
+        tokens = max(topk_ids.shape[0], 1) if mask is None else mask.sum().clamp(min=1)
         if self.balance_loss:
-            mean_probabilities = self._probabilities(logits).sum(0) / tokens
+            mean_probabilities = _of_real(self._probabilities(logits), mask).sum(0) / tokens
             slot_shares = self._counts(topk_ids).to(logits.dtype) / (tokens * self.top_k)
             losses.append(self.balance_loss * len(slot_shares) * (slot_shares * mean_probabilities).sum())
         if self.z_loss:
-            losses.append(self.z_loss * logits.logsumexp(-1).square().sum() / tokens)
+            losses.append(self.z_loss * _of_real(logits.logsumexp(-1).square(), mask).sum() / tokens)
         return reduce(torch.add, losses) if losses else logits.new_zeros(())
 
     def _probabilities(self, logits: Tensor) -> Tensor:
         """Each token's scores [T, E], divided by their sum.
 
-        Sigmoid scores are divided in log space. Where all logits of a token are below about -88 its scores are zero in
-        float32, and their quotient and its gradient would be 0 / 0.
+        Scores other than softmax are divided in log space. Where all logits of a token are below about -88 its scores
+        are zero in float32, and their quotient and its gradient would be 0 / 0.
         """
         if self.scoring == "softmax":
             return logits.softmax(-1)
-        log_scores = logsigmoid(logits)
+        log_scores = logsigmoid(logits) if self.scoring == "sigmoid" else _log_sqrt_softplus(logits)
         # If all logits of a token are -Inf, its probabilities are equal and have no gradient: the clamp stops it.
         return log_scores.clamp(min=torch.finfo(log_scores.dtype).min).softmax(-1)
 
     def _counts(self, topk_ids: Tensor) -> Tensor:
-        """How many slots chose each expert, [E]."""
-        counts = topk_ids.new_zeros(self.weight.shape[0])
-        return counts.scatter_add(0, topk_ids.flatten(), torch.ones_like(topk_ids).flatten())
+        """How many slots chose each expert, [E]. Slots of the id -1 chose none."""
+        counts = topk_ids.new_zeros(1 + self.weight.shape[0])
+        return counts.scatter_add(0, topk_ids.flatten() + 1, torch.ones_like(topk_ids).flatten())[1:]
+
+
+def _of_real(rows: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns rows [T, ...] with zeros for padding tokens, whose gradients are zero."""
+    return rows if mask is None else rows.masked_fill(~mask.view(-1, *[1] * (rows.dim() - 1)), 0)
+
+
+def _log_sqrt_softplus(x: Tensor) -> Tensor:
+    """log(sqrt(softplus(x))). Below -20, softplus(x) is e^x in float32, and would be zero where x is below -103."""
+    small = x < -20
+    return 0.5 * torch.where(small, x, softplus(x.masked_fill(small, 0)).log())

@@ -7,7 +7,8 @@ from moe_fp8_ext.ops.checks import check, check_dim, check_int, check_one_of, ch
 from moe_fp8_ext.ops.dispatch import differentiable_once, fake, refuse_derivatives, register_gradient, unit_stride
 from moe_fp8_ext.quantization.format import MAX_EXPERTS
 
-SCORINGS = ("softmax", "sigmoid")
+SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
+GROUP_SCORES = ("top2_sum", "max")
 
 _choose_experts = torch.ops.moe_fp8.choose_experts.default
 _choose_experts_backward = torch.ops.moe_fp8.choose_experts_backward.default
@@ -22,6 +23,8 @@ def choose_experts(
     scaling_factor: float = 1.0,
     num_groups: int = 1,
     top_groups: int = 1,
+    group_score: str = "top2_sum",
+    given_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Chooses the top_k experts of each token and computes their scores.
 
@@ -30,21 +33,28 @@ def choose_experts(
         topk_scores = s[topk_ids] / (their sum + 1e-20 if normalize, else 1) * scaling_factor
 
     Of equal values the smaller id comes first. NaN counts as the largest value, so a token with a NaN logit shows it in
-    all of its scores; with "sigmoid" and without normalize, only in the score of that logit. topk_scores is
-    differentiable in logits, once; bias has no gradient. Every device gives the same bytes.
+    all of its scores; with "sigmoid" or "sqrtsoftplus" and without normalize, only in the score of that logit.
+    topk_scores is differentiable in logits, once; bias has no gradient. Every device gives the same bytes.
 
     Args:
         logits: [T, E] float32, E at most 1024; stride 1 along E, any row stride.
         top_k: experts per token.
         bias: [E] float32 on the same device. It changes the choice and no score. None: zero.
-        scoring: "softmax" over the experts, or "sigmoid" of each.
+        scoring: "softmax" over the experts, or of each logit "sigmoid" or "sqrtsoftplus", sqrt(log(1 + e^logit)).
         normalize: whether the scores of a token add up to scaling_factor.
         scaling_factor: factor of the scores.
         num_groups, top_groups: the experts form num_groups groups of neighbours. A token chooses from the top_groups
-            groups with the largest sum of their two largest s + bias; of equal sums, the first.
+            groups with the largest value; of equal values, the first.
+        group_score: the value of a group. "top2_sum": the sum of its two largest s + bias. "max": the largest one.
+        given_ids: [T, top_k] int32 or int64 on the same device; stride 1 along top_k, any row stride. They take the
+            place of the choice, in their order, so bias and groups have no effect. If they are an earlier call's
+            topk_ids, the scores of equal logits are equal bytes. A slot whose id is no expert gets -1, and score and
+            logit 0. An expert may stand in one slot of a token at most; of several, each gets the score, and the
+            gradient of the last counts. With MOE_FP8_VALIDATE=1 the op raises for an id that is neither an expert nor
+            -1. None: the op chooses.
 
     Returns:
-        topk_ids [T, top_k] int64, the largest s + bias first.
+        topk_ids [T, top_k] int64, the largest s + bias first, or given_ids.
 
         topk_scores [T, top_k] float32.
 
@@ -56,9 +66,11 @@ def choose_experts(
     Raises:
         RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
-    Source: DESIGN.md section 3, bit by bit; DeepSeek-V3 technical report, section 2.1.2 (sigmoid, bias, groups).
+    Source: DESIGN.md section 3, bit by bit; DeepSeek-V3 technical report, section 2.1.2 (sigmoid, bias, groups);
+        DeepSeek-V2, section 2.1.2 (groups by their best expert).
     """
-    return _choose_experts(logits, top_k, bias, scoring, normalize, scaling_factor, num_groups, top_groups)
+    groups = num_groups, top_groups, group_score
+    return _choose_experts(logits, top_k, bias, scoring, normalize, scaling_factor, *groups, given_ids)
 
 
 def choose_experts_backward(
@@ -133,15 +145,19 @@ refuse_derivatives(_choose_experts_backward)
 
 
 @fake(_choose_experts)
-def _(op, logits, top_k, bias, scoring, normalize, scaling_factor, num_groups, top_groups):
+def _(op, logits, top_k, bias, scoring, normalize, scaling_factor, num_groups, top_groups, group_score, given_ids):
     check(op, "logits", logits)
     e = logits.shape[1]
     if bias is not None:
         check(op, "bias", bias, logits)
         check_shape(op, "bias", bias, (e,))
     check_one_of(op, "scoring", scoring, SCORINGS)
+    check_one_of(op, "group_score", group_score, GROUP_SCORES)
     check_choice(op, e, top_k, num_groups, top_groups)
     shape = logits.shape[0], top_k
+    if given_ids is not None:
+        check(op, "given_ids", given_ids, logits)
+        check_shape(op, "given_ids", given_ids, shape)
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape), logits.new_empty(shape)
 
 

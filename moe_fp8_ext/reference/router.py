@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .activations import exponential, float32, sigmoids
+from .activations import exponential, float32, fma, sigmoids
 from .numerics import round_to
+
+LOG_SERIES = [1 / ((2 * k + 1) * 4**k) for k in range(1, 8)]  # of atanh, in the square of p / (1 + p / 2)
 
 
 def sum_over_experts(x: Tensor) -> Tensor:
@@ -26,12 +28,28 @@ def sum_over_experts(x: Tensor) -> Tensor:
     return x + 0.0  # -0 becomes +0
 
 
+def log_one_plus(p: Tensor) -> Tensor:
+    """log(1 + p), for p from 0 to 1."""
+    u = p * (torch.ones_like(p) / (1 + 0.5 * p))
+    w = u * u
+    tail = torch.full_like(w, float32(LOG_SERIES[-1]))
+    for coefficient in LOG_SERIES[-2::-1]:
+        tail = fma(tail, w, float32(coefficient))
+    return fma(u, tail * w, u)
+
+
 def scores_of(logits: Tensor, scoring: str) -> tuple[Tensor, Tensor]:
-    """logits [T, E] -> scores s and, for sigmoid, the derivatives of s (ones for softmax)."""
-    if scoring == "sigmoid":
+    """logits [T, E] -> scores s and the derivatives of s in their own logit (ones for softmax)."""
+    if scoring in ("sigmoid", "sqrtsoftplus"):
         sigmoid_x, sigmoid_minus_x = sigmoids(logits)
+        scores, slopes = sigmoid_x, sigmoid_x * sigmoid_minus_x
+        if scoring == "sqrtsoftplus":
+            power = exponential(-torch.where(logits.abs() < 88, logits.abs(), 88.0))
+            softplus = log_one_plus(power) + torch.where(logits > 0, logits, 0.0)
+            scores = softplus.double().sqrt().float()  # correctly rounded, which torch's float32 root is not everywhere
+            slopes = torch.where(scores > 0, 0.5 * (sigmoid_x * (torch.ones_like(scores) / scores)), 0.0)
         isnan = logits.isnan()
-        return torch.where(isnan, torch.nan, sigmoid_x), torch.where(isnan, torch.nan, sigmoid_x * sigmoid_minus_x)
+        return torch.where(isnan, torch.nan, scores), torch.where(isnan, torch.nan, slopes)
     below_max = logits.amax(1, keepdim=True) - logits  # NaN for the whole token if any of its logits is NaN
     terms = torch.where(below_max.isnan(), torch.nan, exponential(-torch.where(below_max < 88, below_max, 88.0)))
     scores = terms * (torch.ones_like(terms) / sum_over_experts(terms))
@@ -44,9 +62,9 @@ def sort_descending(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_member(ids: Tensor, size: int) -> Tensor:
-    """ids [T, n] -> [T, size]: whether each number below size is one of the ids."""
-    none = torch.zeros(len(ids), size, dtype=torch.bool, device=ids.device)
-    return none.scatter(1, ids, True)
+    """ids [T, n], each from -1 -> [T, size]: whether each number below size is one of the ids."""
+    none = torch.zeros(len(ids), 1 + size, dtype=torch.bool, device=ids.device)
+    return none.scatter(1, 1 + ids, True)[:, 1:]
 
 
 def choose_experts(
@@ -58,8 +76,10 @@ def choose_experts(
     scaling_factor: float = 1.0,
     num_groups: int = 1,
     top_groups: int = 1,
+    group_score: str = "top2_sum",
+    given_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [T, E], bias [E] -> topk_ids, topk_scores and topk_logits, each [T, top_k]."""
+    """logits [T, E], bias [E], given_ids [T, top_k] -> topk_ids, topk_scores and topk_logits, each [T, top_k]."""
     if not len(logits):
         none = logits.new_empty(0, top_k)
         return none.long(), none, none.clone()
@@ -67,18 +87,22 @@ def choose_experts(
     choice = scores if bias is None else scores + bias
     size = logits.shape[1] // num_groups  # experts per group
     best = sort_descending(choice.reshape(-1, size))[0].view(len(logits), num_groups, size)
-    group_values = best[:, :, 0] if size == 1 else best[:, :, 0] + best[:, :, 1]
+    group_values = best[:, :, 0] if size == 1 or group_score == "max" else best[:, :, 0] + best[:, :, 1]
     chosen_groups = sort_descending(group_values)[1][:, :top_groups]
     is_allowed = is_member(chosen_groups, num_groups).repeat_interleave(size, 1)
     order = sort_descending(choice)[1]  # experts, the best first; those of the chosen groups then move to the front
     allowed_first = (~is_allowed.gather(1, order)).int().sort(dim=1, stable=True).indices
     ids = order.gather(1, allowed_first)[:, :top_k].clone(memory_format=torch.contiguous_format)
-    topk_scores = scores.gather(1, ids)
+    if given_ids is not None:
+        ids = given_ids.long()
+        ids = torch.where((ids >= 0) & (ids < logits.shape[1]), ids, -1)
+    topk_scores = scores.gather(1, ids.clamp(min=0))
     if normalize:
         is_chosen = is_member(ids, logits.shape[1])
         topk_scores = topk_scores / (sum_over_experts(torch.where(is_chosen, scores, 0.0)) + 1e-20)
-    topk_scores = round_to(topk_scores * float32(scaling_factor), torch.float32)
-    return ids, topk_scores, round_to(logits.gather(1, ids) + 0 * topk_scores, torch.float32)
+    topk_scores = round_to(torch.where(ids < 0, 0.0, topk_scores * float32(scaling_factor)), torch.float32)
+    topk_logits = torch.where(ids < 0, 0.0, logits.gather(1, ids.clamp(min=0)) + 0 * topk_scores)
+    return ids, topk_scores, round_to(topk_logits, torch.float32)
 
 
 def choose_experts_backward(
@@ -124,6 +148,6 @@ def choose_experts_backward(
     if normalize:
         n = sum_over_chosen(scores) + 1e-20
         w = torch.where(chosen, (w - sum_over_chosen(w * (scores / n))) / n, 0.0)
-    if scoring == "sigmoid":
+    if scoring != "softmax":
         return round_to(torch.where(chosen, w * slopes, 0.0), torch.float32)
     return round_to(scores * (w - sum_over_chosen(w * scores)), torch.float32)

@@ -183,11 +183,10 @@ def test_documents_are_what_the_bench_makes(monkeypatch):
 
 PUBLIC = (
     *("Experts", "FrozenWeight", "LoRA", "MoE", "Quantized", "Recipe", "Router", "build_info", "combine", "convert_"),
-    *("experts", "export_fp8", "fp8_report", "fp8_state"),
-    *("experts_of_groups", "gather_in_fp8_", "grouped_mm", "permute_indices", "permute_pad", "quantize_both"),
-    *("quantize_rows", "quantize_tokens", "quantize_weight", "reuse_weights", "revert_", "save_ops"),
+    *("experts", "experts_of_groups", "export_fp8", "fp8_report", "fp8_state", "gather_in_fp8_", "grouped_mm"),
+    *("permute_indices", "permute_pad", "quantize_both", "quantize_rows", "quantize_tokens", "quantize_weight"),
+    *("reuse_weights", "revert_", "save_ops"),
     *("scaled_grouped_mm", "sort_tokens", "stats", "swizzle_scales", "unpermute", "unswizzle_scales", "validate"),
-    *("export_fp8", "fp8_state"),
 )
 
 

@@ -28,7 +28,7 @@ OF_OTHERS = {
     "integrations/convert.py": {"_grouped_mm"},  # of torchtitan's experts
     "integrations/export.py": {"_keys_to_ignore_on_save"},  # of Transformers' models
     "integrations/torchtitan.py": {"_owner"},
-    "integrations/transformers.py": {"_apply_gate"},
+    "integrations/transformers.py": {"_apply_gate", "_experts_implementation"},
 }
 OF_TORCH = (
     torch,

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 
-from moe_fp8_ext import Recipe, convert_, grouped_mm, revert_
+from moe_fp8_ext import Recipe, convert_, fp8_report, grouped_mm, revert_
 
 
 def titan(name: str) -> ModuleType:
@@ -418,7 +418,10 @@ def test_newer_signatures(newer, module, name, method):
     assert torch.equal(out, grouped_mm(x, experts.weight.bfloat16().transpose(-2, -1), offs))
     built = newer(module, name, stand_in(method)).model_spec.layers[1].build()
     built.load_state_dict(experts.state_dict())
+    assert [row.recipe for row in fp8_report(experts).running] == [Recipe("rowwise")]
+    assert [why for _, why in fp8_report(built).others] == ["no override of this package, and not converted"]
     assert [kind for _, kind, _ in convert_(built).converted] == ["torchtitan"]
+    assert [row.kind for row in fp8_report(built).running] == ["torchtitan"]
     assert torch.equal(built._grouped_mm(**dict(zip(names, (x, built.weight, offs), strict=True))), out)
     out.sum().backward()
     assert experts.weight.grad.dtype == torch.float32

@@ -59,6 +59,50 @@ def test_callback(tmp_path: Path) -> None:
     assert callback.stats.sampled == 4 and stats.sampled == 0
 
 
+def test_speed(tmp_path: Path) -> None:
+    """Tokens, operations and memory of steps after the first; `compute_loss` is the Trainer's own again afterwards."""
+    pytest.importorskip("accelerate", reason="Transformers' Trainer needs accelerate")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from moe_fp8_ext.integrations.trainer import SpeedCallback
+
+    model = tiny_model("qwen3_moe", "moe_fp8")
+    options = transformers.TrainingArguments(
+        **dict(output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=BATCH, use_cpu=True),
+        **dict(gradient_accumulation_steps=2, save_strategy="no", report_to="none", disable_tqdm=True),
+    )
+    tokens = torch.randint(3, SIZES["vocab_size"], (STEPS * BATCH * 2, CONTEXT))
+    trainer = transformers.Trainer(model, options, train_dataset=[{"input_ids": t, "labels": t} for t in tokens])
+    callback = SpeedCallback(trainer, every=EVERY, peak_flops=1e12)
+    trainer.add_callback(callback)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "speed/mfu" in entry]
+    assert [entry["step"] for entry in logged] == [3, 5] and "compute_loss" not in vars(trainer)
+    batch = tokens[:BATCH]
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=batch, labels=batch).loss.backward()
+    assert callback.flops_per_token == counter.get_total_flops() / batch.numel() > 0
+    for entry in logged:
+        flops = entry["speed/flops_per_second"]
+        assert (
+            flops == callback.flops_per_token * entry["speed/tokens_per_second"] and entry["speed/mfu"] == flops / 1e12
+        )
+
+
+def test_a_dense_model_warns(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="Transformers' Trainer needs accelerate")
+    from moe_fp8_ext.integrations.trainer import SpeedCallback
+
+    sizes = {name: size for name, size in SIZES.items() if name != "num_experts_per_tok"}
+    config = transformers.AutoConfig.for_model("qwen3", **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="moe_fp8")
+    options = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    callback = SpeedCallback(transformers.Trainer(model, options))
+    text = "experts_implementation='moe_fp8' has no effect on Qwen3ForCausalLM: no experts were found"
+    with pytest.warns(UserWarning, match=text):
+        callback.on_train_begin(options, None, None)
+
+
 @pytest.mark.parametrize(
     ("name", "up"), [("gpt_oss", "gate_up_proj"), ("nemotron_h", "up_proj"), ("deepseek_v3", "gate_up_proj")]
 )

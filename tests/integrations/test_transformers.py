@@ -81,14 +81,20 @@ def test_bf16_is_what_transformers_computes(name, scores):
     assert_close(run(experts, "moe_fp8_bf16", *call), run(experts, "grouped_mm", *call))
 
 
+# Models whose experts have a gate that is no activation of this package, or a norm: docs/transformers.md lists them.
+COMPOSED = {"DeepseekV4", "Glm5NextText", "HYV4", "HYV4VL", "Inkling2", "Inkling2Loop", "MuseSpark", "MuseSparkText"}
+
+
 def test_every_class_that_is_marked():
-    """Compares the experts of all models that Transformers has."""
-    found = 0
+    """Compares the experts of all models that Transformers has. All but the listed ones are one operation."""
+    composed, names = set(), set()
     for marked in marked_classes():
         experts, call = drawn(marked(Sizes())).bfloat16(), calls()
         assert_close(run(experts, "moe_fp8_bf16", *call), run(experts, "grouped_mm", *call))
-        found += 1
-    assert found >= 54
+        names.add(marked.__name__.removesuffix("Experts"))
+        if integration._experts_arguments(experts) is None:
+            composed.add(marked.__name__.removesuffix("Experts"))
+    assert len(names) >= 54 and composed == COMPOSED & names
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -326,7 +332,7 @@ IN_DOCS = [block for block in blocks("docs/transformers.md") if "convert_" not i
 
 
 @pytest.mark.parametrize("given", [IN_README, IN_DOCS])
-def test_documents(given, tmp_path):
+def test_documents(given, tmp_path, capsys):
     tiny_model("mixtral", "eager").save_pretrained(tmp_path)
     offs = torch.tensor([3, 3, 8], dtype=torch.int32)
     x, w = (torch.randn(*size).bfloat16() for size in ((8, 32), (3, 16, 32)))
@@ -339,7 +345,8 @@ def test_documents(given, tmp_path):
     model.set_experts_implementation("moe_fp8_rowwise")
     assert_same(gradients(model), want)
     assert given is not IN_README or names["out"].shape == (8, 16)
-    assert given is IN_README or names["experts"] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    printed = capsys.readouterr().out
+    assert given is IN_README or all(f"model.layers.{i}.mlp.experts  transformers" in printed for i in range(2))
 
 
 def shard(experts: torch.nn.Module, first: int, count: int) -> torch.nn.Module:

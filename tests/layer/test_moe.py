@@ -8,7 +8,7 @@ from derivatives import check_no_second_derivative
 from experts_problem import exact
 from helpers import assert_same, sqnr_db
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
+from torch.nn.functional import one_hot, softplus
 from torch.utils.checkpoint import checkpoint
 
 from moe_fp8_ext import Experts, MoE, Recipe, Router, experts, reference
@@ -42,6 +42,12 @@ def plain_choice(choice: Tensor, groups: int, top_groups: int, top_k: int) -> li
     return chosen
 
 
+def plain_scores(logits: Tensor, scoring: str) -> Tensor:
+    if scoring == "sqrtsoftplus":
+        return softplus(logits).sqrt()
+    return logits.softmax(1) if scoring == "softmax" else logits.sigmoid()
+
+
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2), (8, 3), (2, 2)])
 @pytest.mark.parametrize("bias_rate", [0.0, 0.01])
 @pytest.mark.parametrize("normalize", [False, True])
@@ -64,14 +70,14 @@ def test_choice_and_scores(scoring, normalize, bias_rate, groups, device):
     torch.testing.assert_close(scores.double(), 2.5 * of_chosen, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_losses_and_their_gradients(scoring, device):
     made, x = router(device, scoring=scoring, balance_loss=0.3, z_loss=0.01), tokens(device).requires_grad_()
     ids, scores, loss = made(x)
     grads = torch.autograd.grad(loss + scores.square().sum(), (x, made.weight))
     wide, weight = x.detach().double().requires_grad_(), made.weight.detach().double().requires_grad_()
     logits = wide @ weight.t()
-    of_experts = logits.softmax(1) if scoring == "softmax" else logits.sigmoid()
+    of_experts = plain_scores(logits, scoring)
     share = one_hot(ids, E).double().mean((0, 1))
     probability = (of_experts / of_experts.sum(1, keepdim=True)).mean(0)
     want = 0.3 * E * (share * probability).sum() + 0.01 * logits.logsumexp(1).square().mean()
@@ -179,7 +185,8 @@ def test_float32_whatever_the_tokens_are(dtype, device):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(scoring="tanh"), "scoring must be 'softmax' or 'sigmoid', got 'tanh'"),
+        (dict(scoring="tanh"), "scoring must be 'softmax', 'sigmoid' or 'sqrtsoftplus', got 'tanh'"),
+        (dict(group_score="mean"), "group_score must be 'top2_sum' or 'max', got 'mean'"),
         (
             dict(experts=1025),
             "num_experts must be from 1 to 1024, got 1025; sizes are given as Router.num_experts, hidden_size, top_k.",

@@ -212,9 +212,10 @@ def test_sigmoid_scores_of_small_logits_are_finite(normalize, logit, device):
     assert (want < 1e-22).all() if normalize else (want < 1e-43).all()
 
 
-def test_balance_loss_of_tokens_whose_logits_are_all_minus_infinity(device):
+@pytest.mark.parametrize("scoring", ["sigmoid", "sqrtsoftplus"])
+def test_balance_loss_of_tokens_whose_logits_are_all_minus_infinity(scoring, device):
     """Their probabilities are equal and have no gradient, like their scores, which are 0."""
-    made = Router(5, 1, 2, scoring="sigmoid", balance_loss=0.1).to(device)
+    made = Router(5, 1, 2, scoring=scoring, balance_loss=0.1).to(device)
     nn.init.constant_(made.weight, -3e38)
     x = torch.tensor([[3.0], [2.0]], device=device, requires_grad=True)
     ids, scores, loss = made(x)
@@ -224,16 +225,18 @@ def test_balance_loss_of_tokens_whose_logits_are_all_minus_infinity(device):
         assert not grad.any()
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-def test_losses_of_dtensors(scoring, world_of_one):
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_losses_of_dtensors(scoring, masked, world_of_one):
     """DTensors give the bytes of plain tensors, although losses use an op whose gradient DTensor lacks."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (1,))
     made, x = Router(8, 16, 2, scoring=scoring, balance_loss=0.1, z_loss=0.01), torch.randn(20, 16)
-    want = torch.autograd.grad(made(x).loss, made.weight)
+    mask = torch.arange(20) % 3 > 0 if masked else None
+    want = torch.autograd.grad(made(x, mask).loss, made.weight)
     weight = made.weight = nn.Parameter(distribute_tensor(made.weight.detach(), mesh, [Replicate()]))
-    loss = made(DTensor.from_local(x, mesh, [Replicate()])).loss
+    loss = made(DTensor.from_local(x, mesh, [Replicate()]), mask).loss
     assert loss.placements == (Replicate(),)
     assert_same([grad.full_tensor() for grad in torch.autograd.grad(loss, weight)], want)
 

@@ -69,7 +69,7 @@ def check(logits: Tensor, top_k: int, bias: Tensor | None = None, *how: object) 
             (1021, 3),
             (1024, 8),
         ],
-        scoring=["softmax", "sigmoid"],
+        scoring=["softmax", "sigmoid", "sqrtsoftplus"],
         normalize=[True, False],
         bias=[True, False],
         factor=[1.0, 2.5],
@@ -86,8 +86,55 @@ def test_choice(sizes, scoring, normalize, bias, factor, t, device):
     [(8, 3, 4, 2), (6, 2, 3, 2), (5, 3, 5, 3), (256, 8, 8, 4), (130, 7, 13, 2), (1024, 9, 1024, 700), (1000, 9, 8, 3)],
 )
 def test_groups(e, top_k, groups, top_groups, device):
-    for scoring, bias in (("softmax", None), ("sigmoid", torch.randn(e, device=device))):
-        check(logits_of(300, e, device), top_k, bias, scoring, True, 1.0, groups, top_groups)
+    bias = torch.randn(e, device=device)
+    calls = ("softmax", None, "top2_sum"), ("sigmoid", bias, "top2_sum"), ("softmax", bias, "max")
+    for scoring, given, rule in calls:
+        check(logits_of(300, e, device), top_k, given, scoring, True, 1.0, groups, top_groups, rule)
+
+
+def test_groups_by_their_best_expert(device):
+    """By hand: the first group has the best expert, the second the best two."""
+    logits = torch.tensor([[5.0, 0.0, 4.0, 3.0]], device=device)
+    how = dict(scoring="sigmoid", num_groups=2, top_groups=1)
+    assert choose_experts(logits, 1, **how)[0].tolist() == [[2]]
+    assert choose_experts(logits, 1, **how, group_score="max")[0].tolist() == [[0]]
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("e", "top_k"), [(9, 3), (300, 40)])
+def test_given_ids(scoring, normalize, e, top_k, device):
+    """The ids of a choice give its bytes again, in any order. Slots of no expert are dropped; an id may stand twice."""
+    logits, bias = logits_of(50, e, device), torch.randn(e, device=device)
+    logits[0], logits[1, 3], logits[2, 5] = -math.inf, math.nan, math.inf
+    how = scoring, normalize, -2.5
+    ids, *of_ids = choose_experts(logits, top_k, bias, *how)
+    order = torch.rand(ids.shape, device=device).argsort(1)
+    given = ids.gather(1, order)
+    got = choose_experts(logits, top_k, None, *how, given_ids=given.int())
+    assert_same(got, (given, *(t.gather(1, order) for t in of_ids)))
+    given[3:20:2, 0], given[4:9, top_k - 1], given[7, 1], given[9, 1] = -1, e, 2**40, -(2**63)
+    given[30], given[31] = -1, given[31, 0]
+    for strided in (given.int(), torch.stack([given, given], 1)[:, 0], given):
+        want = reference.choose_experts(logits, top_k, None, *how, given_ids=strided)
+        assert_same(choose_experts(logits, top_k, None, *how, given_ids=strided), want)
+    is_dropped = (given < 0) | (given >= e)
+    assert is_dropped.any() and (want[0][is_dropped] == -1).all() and not any(t[is_dropped].any() for t in want[1:])
+
+
+def test_gradient_of_given_ids(device):
+    """The gradient is that of torch over the given experts, without dropped slots."""
+    logits = logits_of(20, 12, device).requires_grad_()
+    given = torch.rand(20, 12, device=device).argsort(1)[:, :4]
+    given[:5, 2] = -1
+    _, scores, _ = choose_experts(logits, 4, None, "sqrtsoftplus", given_ids=given)
+    exact = logits.detach().double().requires_grad_()
+    s = torch.nn.functional.softplus(exact).sqrt().gather(1, given.clamp(min=0)) * (given >= 0)
+    grad = torch.randn_like(scores)
+    (want,) = torch.autograd.grad(s / s.sum(1, keepdim=True), exact, grad.double())
+    (got,) = torch.autograd.grad(scores, logits, grad)
+    # As in test_is_what_torch_computes; slopes of softplus' root are at most half of a score.
+    assert ((got - want).abs() <= 2e-5 * grad.abs().amax(1, keepdim=True)).all()
 
 
 def test_as_many_choices_as_experts(device):
@@ -95,11 +142,14 @@ def test_as_many_choices_as_experts(device):
         check(logits_of(40, e, device), e)
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_is_what_torch_computes(scoring, device):
     """Experts equal torch.topk's where neighbouring scores differ enough. Scores and gradients are close to torch's."""
     logits = (2 * torch.randn(300, 64)).to(device).double().requires_grad_()
-    scores = logits.softmax(1) if scoring == "softmax" else logits.sigmoid()
+    softplus = torch.nn.functional.softplus
+    scores = dict(
+        softmax=lambda: logits.softmax(1), sigmoid=logits.sigmoid, sqrtsoftplus=lambda: softplus(logits).sqrt()
+    )[scoring]()
     values, want_ids = scores.topk(7)
     apart = (values[:, :-1] - values[:, 1:] > 1e-5 * values[:, :-1]).all(1)
     assert apart.sum() > 250
@@ -133,7 +183,7 @@ def test_softmax_is_near(e, device):
 
 
 def test_equal_scores_go_to_the_smaller_id(device):
-    for scoring in ("softmax", "sigmoid"):
+    for scoring in ("softmax", "sigmoid", "sqrtsoftplus"):
         ids, scores, _ = choose_experts(torch.zeros(3, 200, device=device), 9, None, scoring)
         assert torch.equal(ids, torch.arange(9, device=device).expand(3, 9))
         assert torch.equal(scores, scores[:1, :1].expand(3, 9))
@@ -144,9 +194,10 @@ def test_equal_scores_go_to_the_smaller_id(device):
         assert ids.tolist() == [[2, 3, 4]]
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_not_finite(scoring, device):
-    """NaN is chosen first, and its scores are NaN. Infinity makes every softmax score NaN, but no sigmoid score."""
+    """NaN is chosen first, and its scores are NaN. Infinity makes every softmax score NaN, but no sigmoid score. Its
+    sqrtsoftplus score is infinite, so scores that are divided by their sum are NaN, or 0 beside it."""
     logits = logits_of(9, 140).to(device)
     logits[0] = -math.inf
     logits[1, 77] = logits[2, 3] = logits[2, 139] = math.nan
@@ -164,6 +215,7 @@ def test_not_finite(scoring, device):
         assert ids[:4].tolist() == [[0, 1, 2, 3]] * 4
     else:
         assert isnan == [False, True, True, False, False, False, False, False, False]
+        assert scores[3].isnan().tolist() == [scoring == "sqrtsoftplus", False, False, False]
         assert ids[1, 0] == 77 and ids[2, :2].tolist() == [3, 139] and ids[3, 0] == 100
 
 
@@ -174,10 +226,11 @@ def test_scores_that_vanish(device):
     for top_k in (1, 2, 4):
         check(logits, top_k, bias)
         check(logits - 50, top_k, bias, "sigmoid")
+        check(logits - 50, top_k, bias, "sqrtsoftplus")
     assert choose_experts(logits, 2, bias)[1].sum() < 1e-5
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_logits_of_the_chosen(scoring, device):
     """They equal gathered logits, and are NaN where scores are NaN. Zeros have the sign that adding 0 * scores
     gives."""
@@ -201,12 +254,12 @@ def test_ids_of_any_numbers(device):
     """Ids of no expert count for nothing. If an id stands at several slots, the last one counts."""
     ids = torch.tensor([[5, 5, 2], [-1, 9, 3], [2**40, -(2**63), 2**32], [0, 0, 0]], device=device)
     for logits in (logits_of(4, 9, device), logits_of(4, 300, device)):
-        for scoring in ("softmax", "sigmoid"):
+        for scoring in ("softmax", "sigmoid", "sqrtsoftplus"):
             for normalize in (True, False):
                 check_gradient((torch.randn(4, 3, device=device), logits, ids, None, scoring, normalize))
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("experts", [7, 300])
 def test_gradient_from_logits_of_the_chosen(scoring, experts, device):
     """Slots may have no expert, or logits of -Inf, Inf or NaN, or -Inf in all slots. Experts come in any order."""
@@ -264,9 +317,10 @@ def test_strides_and_alignment(device):
 
 def test_flushed_subnormals():
     logits = 40 * logits_of(60, 30) - 80
-    want = choose_experts(logits, 5, None, "sigmoid", False)
-    with flushed_subnormals():
-        assert_same(choose_experts(logits, 5, None, "sigmoid", False), want)
+    for scoring in ("sigmoid", "sqrtsoftplus"):
+        want = choose_experts(logits, 5, None, scoring, False)
+        with flushed_subnormals():
+            assert_same(choose_experts(logits, 5, None, scoring, False), want)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=SPELLINGS.get)
@@ -294,7 +348,8 @@ def test_a_bias_has_no_gradient(spelling):
 
 def test_opcheck(device):
     bias, logits = torch.randn(8, device=device), LOGITS.to(device, copy=True)
-    for args in ([logits, 2], [logits, 2, bias, "sigmoid", False, 2.5, 4, 2]):
+    of_groups = [logits, 2, bias, "sigmoid", False, 2.5, 4, 2]
+    for args in ([logits, 2], of_groups, [*of_groups, "max", IDS.to(device)]):
         check_opcheck("choose_experts", args)
         # With a gradient, opcheck would add scores to the sum of ids, which are integers. test_compiled_gradient covers
         # that.
@@ -352,7 +407,7 @@ def test_bytes_of_the_cpu(gpu):
     """Differences of logits take all values near the steps of the power of two, and many others."""
     logits = torch.cat([torch.linspace(-95, 3, 2**17).view(-1, 128), torch.randn(4000, 128) * 4, torch.zeros(40, 128)])
     grad = torch.randn(len(logits), 8)
-    for scoring in ("softmax", "sigmoid"):
+    for scoring in ("softmax", "sigmoid", "sqrtsoftplus"):
         want = choose_experts(logits, 8, None, scoring)
         got = choose_experts(logits.to(gpu), 8, None, scoring)
         assert_same([t.cpu() for t in got], want)
@@ -391,6 +446,10 @@ def test_over_2_31_elements(big_gpu):
         ([LOGITS, 2, None, "softmax", True, 1.0, 0], "num_groups", "0"),
         ([LOGITS, 2, None, "softmax", True, 1.0, 4, 5], "top_groups", "5"),
         ([LOGITS, 2, None, "softmax", True, 1.0, 4, 0], "top_groups", "0"),
+        ([LOGITS, 2, None, "softmax", True, 1.0, 4, 2, "mean"], "group_score", "'mean'"),
+        ([LOGITS, 2, None, "softmax", True, 1.0, 1, 1, "max", IDS[:4]], "given_ids", "4"),
+        ([LOGITS, 1, None, "softmax", True, 1.0, 1, 1, "max", IDS], "given_ids", "2"),
+        ([LOGITS, 2, None, "softmax", True, 1.0, 1, 1, "max", IDS.float()], "given_ids", "float32"),
     ],
 )
 def test_errors(args, argument, got, device):

@@ -266,6 +266,8 @@ def test_topk_ids(dtype, x, validates):
     ops.choose_experts_backward(grad[:, :2], logits, ids[:, :2] - 1)
     text = "choose_experts_backward: topk_ids must be -1 or from 0 to 2, got 9 in slot 2"
     check_refused(text, lambda: ops.choose_experts_backward(grad, logits, ids))
+    text = "choose_experts: given_ids must be -1 or from 0 to 2, got 9 in slot 2"
+    check_refused(text, lambda: ops.choose_experts(logits, ids.shape[1], given_ids=ids))
 
 
 def test_inverse(x, validates):

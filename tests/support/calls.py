@@ -255,7 +255,7 @@ def scored(r: random.Random, t: int, e: int) -> tuple[Tensor, dict[str, object]]
         logits = logits.round()
     if r.random() < 0.2 and t * e:
         logits[r.randrange(t), r.randrange(e)] = r.choice((math.inf, -math.inf, math.nan))
-    how = {"scoring": r.choice(("softmax", "sigmoid")), "normalize": r.random() < 0.7}
+    how = {"scoring": r.choice(("softmax", "sigmoid", "sqrtsoftplus")), "normalize": r.random() < 0.7}
     return placed(r, logits), how | {"scaling_factor": r.choice((1.0, 2.5, -0.1))}
 
 
@@ -265,9 +265,14 @@ def choose_experts(r: random.Random) -> Call:
     groups = r.choice([g for g in (1, 1, 1, 2, 5, 8, 1024) if e % g == 0])
     top_groups = r.randint(1, groups)
     logits, how = scored(r, r.choice(ROWS), e)
-    how |= {"num_groups": groups, "top_groups": top_groups}
+    how |= {"num_groups": groups, "top_groups": top_groups, "group_score": r.choice(("top2_sum", "max"))}
     bias = r.choice((None, torch.randn(e, generator=generator(r))))
-    return [logits, min(r.choice((1, 2, 8, 40)), e // groups * top_groups), bias], how
+    top_k = min(r.choice((1, 2, 8, 40)), e // groups * top_groups)
+    if r.random() < 0.3:
+        dtype = r.choice((torch.int32, torch.int64))
+        given_ids = torch.randint(-1, e + 1, (len(logits), top_k), dtype=dtype, generator=generator(r))
+        how["given_ids"] = placed(r, given_ids)
+    return [logits, top_k, bias], how
 
 
 @op

@@ -22,7 +22,7 @@ from moe_fp8_ext.quantization.format import FORMATS
 OPS = torch.ops.moe_fp8
 GATED = ("swiglu", "geglu", "swiglu_oai")
 ACTIVATIONS = (*GATED, "silu", "gelu", "relu2")
-SCORINGS = ("softmax", "sigmoid")
+SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 FN, FNUZ = (torch.float8_e4m3fn, torch.float8_e5m2), (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

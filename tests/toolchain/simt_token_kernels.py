@@ -12,7 +12,8 @@ from torch import Tensor
 from moe_fp8_ext.reference.numerics import FORMATS
 
 IN_TYPES = (torch.bfloat16, torch.float16, torch.float32)  # enum class InType
-SCORINGS = ("softmax", "sigmoid")  # Scoring
+SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")  # Scoring
+GROUP_SCORES = ("top2_sum", "max")  # GroupScore
 
 
 def columns_of(*tensors: Tensor | None) -> list[tuple[int, ...]]:
@@ -43,10 +44,16 @@ class TokenKernels:
         scaling_factor: float = 1.0,
         num_groups: int = 1,
         top_groups: int = 1,
+        group_score: str = "top2_sum",
+        given_ids: Tensor | None = None,
     ) -> None:
         sizes = len(logits), logits.stride(0), logits.shape[1], top_k, num_groups, top_groups
+        given: tuple[object, ...] = None, 0, False
+        if given_ids is not None:
+            given = given_ids, given_ids.stride(0), given_ids.dtype == torch.int64
         how = SCORINGS.index(scoring), normalize, float(scaling_factor)
-        self._call("choose_experts", logits, bias, ids, scores, topk_logits, *sizes, *how)
+        rest = GROUP_SCORES.index(group_score), *given, *how
+        self._call("choose_experts", logits, bias, ids, scores, topk_logits, *sizes, *rest)
 
     def _choose_experts_backward(
         self,

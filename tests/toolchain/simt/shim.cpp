@@ -246,9 +246,12 @@ extern "C" const char* simt_tokens_by_rank(const void* ids, bool is_int64, int64
 
 extern "C" const char* simt_choose_experts(const float* logits, const float* bias, int64_t* ids, float* scores,
                                            float* topk_logits, int64_t T, int64_t stride, int E, int top_k,
-                                           int num_groups, int top_groups, int scoring, bool normalize, double factor) {
+                                           int num_groups, int top_groups, int group_score, const void* given_ids,
+                                           int64_t given_stride, bool is_int64, int scoring, bool normalize,
+                                           double factor) {
   return outcome(choose_experts({logits, bias, ids, scores, topk_logits, T, stride, E, top_k, num_groups, top_groups,
-                                 Scoring(scoring), normalize, float(factor)}, nullptr));
+                                 GroupScore(group_score), {given_ids, given_stride, is_int64}, Scoring(scoring),
+                                 normalize, float(factor)}, nullptr));
 }
 
 extern "C" const char* simt_choose_experts_backward(const float* grad, const float* logits, const void* ids,
@@ -256,8 +259,8 @@ extern "C" const char* simt_choose_experts_backward(const float* grad, const flo
                                                     int64_t grad_stride, int64_t stride, int64_t ids_stride,
                                                     int scoring, bool normalize, double factor, bool of_chosen,
                                                     int parts) {
-  return outcome(choose_experts_backward({grad, logits, ids, dlogits, T, grad_stride, stride, ids_stride, E, top_k,
-                                          Scoring(scoring), normalize, is_int64, of_chosen, float(factor), parts},
+  return outcome(choose_experts_backward({grad, logits, {ids, ids_stride, is_int64}, dlogits, T, grad_stride, stride,
+                                          E, top_k, Scoring(scoring), normalize, of_chosen, float(factor), parts},
                                          nullptr));
 }
 

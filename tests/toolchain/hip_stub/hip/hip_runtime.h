@@ -129,6 +129,7 @@ STUB_DEVICE float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
 STUB_DEVICE float fminf(float a, float b) { return __builtin_fminf(a, b); }
 STUB_DEVICE float fabsf(float a) { return __builtin_fabsf(a); }
 STUB_DEVICE float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+STUB_DEVICE float sqrtf(float a) { return __builtin_sqrtf(a); }
 STUB_DEVICE int __popc(unsigned v) { return __builtin_popcount(v); }
 STUB_DEVICE int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
 STUB_DEVICE int __ffs(int v) { return __builtin_ffs(v); }
