@@ -127,7 +127,9 @@ def check_quantized_backward(
         given = {"dtype": e4m3, "grad_dtype": other if e5m2 else e4m3, "h_scale": scale, "offs": offs, **how}
         want = reference.quantize_activated_backward(da, h, activation, format, **given)
         run = partial(each.run, "quantize_activated_backward", want, da, h, activation, format, **given)
-        if FORMATS[format].block and each.wave == 64:  # no chip with waves of 64 has enough shared memory
+        halves = activation in GATED and not how.get("interleaved")
+        of_parts = FORMATS[format].block and halves and da.shape[1] % 128  # scaling blocks of gates and ups
+        if FORMATS[format].block and (each.wave == 64 or of_parts):  # chips with waves of 64 lack shared memory
             with pytest.raises(RuntimeError, match="no kernels take these rows"):
                 run()
             continue
@@ -165,7 +167,7 @@ def test_quantized_backward(kernels, activation, f, ends, align, e5m2, by, inter
     *pairs(
         activation=ACTIVATIONS,
         format=[name for name, f in FORMATS.items() if f.block],
-        f=[128, 384],
+        f=[128, 384, 72, 192, 336],
         ends=[[331], [0, 16, 37, 37, 320], [], [0, 0], [1, 2, 130, 331]],
         align=[32, 128, 256],
         e5m2=[False, True],
@@ -179,7 +181,8 @@ def test_quantized_backward(kernels, activation, f, ends, align, e5m2, by, inter
 def test_quantized_backward_of_blocks(
     kernels, activation, format, f, ends, align, e5m2, by, interleaved, rounding, amax
 ):
-    """Tiles are not full, hold only padding, or hold rows behind the last group."""
+    """Tiles are not full, hold only padding, or hold rows behind the last group. The last tile of a row has features in
+    one scaling block of h or in two."""
     x, offs = h_for(activation, 331, f), torch.tensor(ends, dtype=torch.int32)
     rule = FORMATS[format]
     how = {"align": min(align, rule.aligns[1]), "interleaved": interleaved, "rounding": rule.roundings[rounding]}
