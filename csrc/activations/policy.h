@@ -22,7 +22,9 @@ constexpr int kMxActivatedThreads = 1024;   // resident threads with h in shared
 
 // ---- quantize_activated_backward(), scales of whole rows: a pass by rows, then a pass by columns --------------------
 
-constexpr int kMaxRowTeam = 256;            // threads of a row: limits the row (2048 features), against occupancy
+constexpr int kMaxRowTeam = 256;            // threads of a row in a block (2048 features), against occupancy
+constexpr int kMaxRowCluster = 8;           // blocks that share a row: limits it to 16,384 features. Any GPU with
+                                            // clusters has clusters of eight
 constexpr int kRowPassBlockThreads = 128;   // of a block of several row teams: fewer blocks, against idle teams
 constexpr int kRowPassBlocks = 2;           // resident blocks of kMaxRowTeam threads: at most 128 registers a thread
 // Rows in flight a team, against registers; a light curve takes fewer.

@@ -101,7 +101,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kDscoresSumThreads, 1)
       for (int i = 0; i < n; ++i) dots[i] = dots[2 * i] + dots[2 * i + 1];
     sum += dots[0];
   }
-  store_stream(p.gradients.dscores + slot, sum);
+  store_element(p.gradients.dscores, InType::kF32, slot, sum);
 }
 
 bool has_float_scales(const QuantizeActivatedBackwardParams& p) {

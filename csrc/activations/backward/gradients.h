@@ -29,6 +29,10 @@ struct GradientsPlan : GradientInputs {
   uint32_t* amax;      // [E, outputs, 8, F / 8], float32 bits; this order makes the atomics of neighbours coalesce
   int* starts;         // [E + 2], first rows of groups; the last two are the start and the end of the tail
   int rows_per_block;  // of the pass by rows
+  int row_blocks;      // blocks of a cluster that share a row in the pass by rows
+  int row_threads;     // threads of a row in each of these blocks
+  int row_waves;       // waves of a row in all of them
+  float* dots;         // [row_waves, P], parts of dscores; null: one block has the whole row, and sums them
 };
 
 // A stride below this fits 32 bits, counted in vectors, so that an offset takes one short multiplication.
@@ -52,7 +56,7 @@ MOE_HD int64_t grouped_columns(const GradientsPlan& p) {
 using GradientTypes = Vectorized<BF16, Fp8Variant::kRuntime>;
 constexpr int kFeatures = 8;      // of a vector
 constexpr int kMagnitudes = 128;  // values of an fp8 byte without its sign
-constexpr int64_t kMaxBackwardFeatures = kMaxRowTeam * kFeatures;
+constexpr int64_t kMaxTeamFeatures = kMaxRowTeam * kFeatures;  // of a row in one block
 
 // Words of gathered_scores, which begins the scratch and fills whole 16-byte vectors.
 inline int64_t score_words(const ActivateBackwardParams& p) { return p.slots.at ? round_up<int64_t>(p.P, 4) : 0; }

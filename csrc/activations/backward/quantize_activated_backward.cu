@@ -30,7 +30,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kGradientPlaceThreads, 1)
   gather_scores(p, thread, threads);
 }
 
-// Runs between the passes: turns the amax of every column of a group into its multiplier and its scale.
+// Runs between the passes: turns the amax of every column of a group into its multiplier and its scale. If several
+// blocks have a row, it sums their parts of dscores, in the order of activate_backward.cu.
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kGradientPlaceThreads, 1)
     scale_batch_columns_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
   const int64_t F = p.gradients.h.F, columns = (p.projections + 1) * F;
@@ -47,6 +48,15 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kGradientPlaceThreads, 1)
     static_cast<float*>(to.scale_t)[e * to.K + stored_column] = s.dequant();
     p.multipliers[i] = s.multiplier;
   }
+  if (!p.dots) return;
+  const int64_t rows = p.gradients.P;
+  for (int64_t row = int64_t(blockIdx.x) * kGradientPlaceThreads + threadIdx.x; row < rows; row += threads) {
+    const int slot = p.gradients.slot(row);
+    if (slot < 0) continue;
+    float sum = 0;
+    for (int wave = 0; wave < p.row_waves; ++wave) sum += p.dots[wave * rows + row];
+    store_element(p.gradients.dscores, InType::kF32, slot, sum);
+  }
 }
 
 GradientsPlan plan_of(const QuantizeActivatedBackwardParams& p) {
@@ -57,6 +67,10 @@ GradientsPlan plan_of(const QuantizeActivatedBackwardParams& p) {
   plan.multipliers = reinterpret_cast<float*>(plan.chunks + p.quantize_dh.positions / kChunkRows);
   plan.amax = reinterpret_cast<uint32_t*>(plan.multipliers + columns);
   plan.starts = reinterpret_cast<int*>(plan.amax + columns);
+  plan.row_blocks = ceil_div(plan.vecs, kMaxRowTeam);
+  plan.row_threads = round_up(ceil_div(plan.vecs, plan.row_blocks), kMaxWarpSize);
+  plan.row_waves = plan.row_blocks * plan.row_threads / kMinWarpSize;  // of any chip that has clusters
+  if (plan.row_blocks > 1) plan.dots = reinterpret_cast<float*>(plan.starts + plan.quantize_dh.E + 2);
   return plan;
 }
 
@@ -68,7 +82,9 @@ int64_t scratch_words(const QuantizeActivatedBackwardParams& p) {
   const int64_t words = score_words(p.gradients);
   if (has_blocks(p)) return words + gradient_tiles_words(p);
   const int64_t chunk_words = p.quantize_dh.positions / kChunkRows * (sizeof(ChunkRows) / 4);
-  return words + chunk_words + 2 * grouped_columns(plan_of(p)) + p.quantize_dh.E + 2;
+  const GradientsPlan plan = plan_of(p);
+  const int64_t dots = plan.row_blocks > 1 ? plan.row_waves * p.gradients.P : 0;
+  return words + chunk_words + 2 * grouped_columns(plan) + p.quantize_dh.E + 2 + dots;
 }
 
 bool can_quantize_activated_backward(const QuantizeActivatedBackwardParams& p) {
@@ -77,7 +93,8 @@ bool can_quantize_activated_backward(const QuantizeActivatedBackwardParams& p) {
   const Fp8Type native = fnuz ? Fp8Type::kE4M3FNUZ : Fp8Type::kE4M3FN;
   const bool types =
       g.h.scale.data && g.h.fp8 == native && p.quantize_a.out == native && is_fnuz(p.quantize_dh.out) == fnuz;
-  const bool sizes = has_blocks(p) ? can_take_gradient_tiles(p) : g.h.F <= kMaxBackwardFeatures;
+  const int64_t max_features = kMaxTeamFeatures * (device().has_clusters ? kMaxRowCluster : 1);
+  const bool sizes = has_blocks(p) ? can_take_gradient_tiles(p) : g.h.F <= max_features;
   const int vector_columns = g.h.interleaved && is_gated(g.activation) ? 2 * kFeatures : kFeatures;  // of h
   const bool strides = g.P == 1 || (g.h.stride < kMaxStride && g.da_stride < kMaxStride);
   return g.P > 0 && g.h.F > 0 && g.in == InType::kBF16 && types && sizes && strides && !p.quantize_a.has_batch_amax() &&

@@ -22,8 +22,9 @@ struct QuantizeActivatedBackwardParams {
 bool can_quantize_activated_backward(const QuantizeActivatedBackwardParams& p);
 
 // Words of scratch. The score of every row, if scores are by slot. Then, for scales of rows: the rows of every 16
-// positions, an amax and a multiplier of every column of a group, and the starts of groups. For scales of blocks: the
-// places of tiles, and a sum of every row over each 128 features.
+// positions, an amax and a multiplier of every column of a group, and the starts of groups; in rows of several blocks
+// also a sum of every row over each wave's features. For scales of blocks: the places of tiles, and a sum of every row
+// over each 128 features.
 int64_t scratch_words(const QuantizeActivatedBackwardParams& p);
 
 // Returns 0 or the runtime's error code.
