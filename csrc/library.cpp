@@ -48,6 +48,11 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
       " ScalarType? grad_dtype=None, str? rounding=None, str amax='group')"
       " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor a_q_t, Tensor a_scale_t, Tensor padded_offs,"
       " Tensor grad_scores)");
+  m.def(
+      "quantize_activated_backward_rows(Tensor grad, Tensor h, str activation, str format, Tensor offs,"
+      " Tensor? scores=None, Tensor? h_scale=None, Tensor? indices=None, bool interleaved=False,"
+      " bool keep_grad_h=False, bool keep_a=False, ScalarType? dtype=None, str? rounding=None)"
+      " -> (Tensor q, Tensor scale, Tensor grad_h, Tensor a, Tensor grad_scores)");
 
   // A router's choice. Logits are float32. The bias moves the choice, and no score.
   m.def(

@@ -34,6 +34,9 @@ MOE_HD constexpr int row_pass_rows(bool light) { return light ? kMaxRowPassRows 
 // least kMinRowPassSteps steps of kMaxRowPassRows rows, because it ends with an atomic maximum for every column.
 constexpr int kRowPassResidentThreads = 512, kRowPassRounds = 12, kMinRowPassSteps = 4;
 
+constexpr int kRowBlocksTeam = 256;         // threads of a block, scales of blocks along rows only
+constexpr int kRowBlocksResident = 2;       // resident blocks: at most 128 registers a thread
+
 constexpr int kColumnPassLines = 2;         // lines of 128 positions a block: 256 bytes a store, against shared memory
 constexpr int kColumnPassVecs = 8;          // of eight features a block: the length of reads, against shared memory
 constexpr int kColumnPassBlocks = 2;        // resident blocks: 128 registers, which hold 32 activations a thread

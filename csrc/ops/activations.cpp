@@ -7,7 +7,8 @@ namespace moe_fp8 {
 namespace {
 
 constexpr const char *kActivate = "activate", *kQuantize = "quantize_activated", *kBackward = "activate_backward",
-                     *kQuantizeBackward = "quantize_activated_backward";
+                     *kQuantizeBackward = "quantize_activated_backward",
+                     *kQuantizeBackwardRows = "quantize_activated_backward_rows";
 
 Activation check_activation(const char* op, std::string_view name) {
   return Activation(check_choice(op, "activation", name, kNumActivations, [](int i) { return kActivations[i].name; }));
@@ -221,9 +222,60 @@ Results<8> quantize_activated_backward_op(const Tensor& grad, const Tensor& h, s
   return all_results();
 }
 
+Results<5> quantize_activated_backward_rows_op(
+    const Tensor& grad, const Tensor& h, std::string_view activation, std::string_view format, const Tensor& offs,
+    const std::optional<Tensor>& scores, const std::optional<Tensor>& h_scale, const std::optional<Tensor>& indices,
+    bool interleaved, bool keep_grad_h, bool keep_a, std::optional<int32_t> dtype,
+    std::optional<std::string_view> rounding) {
+  constexpr const char* kOp = kQuantizeBackwardRows;
+  constexpr const Argument &kGrad = argument(kOp, "grad"), &kH = argument(kOp, "h"),
+                           &kScores = argument(kOp, "scores"), &kScale = argument(kOp, "h_scale"),
+                           &kIndices = argument(kOp, "indices"), &kOffs = argument(kOp, "offs");
+  QuantizeActivatedBackwardParams p = {};
+  ActivateBackwardParams& gradients = p.gradients;
+  const GradientArguments args = {kGrad, kH, kScores, kScale, kIndices, grad, h, scores, h_scale, indices};
+  gradients = check_gradients(args, activation, interleaved);
+  QuantizeParams& quantize_dh = p.quantize_dh;
+  quantize_dh.format = check_format(kOp, format);
+  const Format& f = format_of(quantize_dh.format);
+  if (h_scale) gradients.h.scale = check_h_scale(kScale, h, *h_scale, format);
+  quantize_dh.rounding = check_rounding(kOp, f, rounding);
+  quantize_dh.in = gradients.in;
+  quantize_dh.rows = gradients.P;
+  quantize_dh.row_stride = quantize_dh.K = h.sizes[1];
+  quantize_dh.along_rows = true;
+  check_offs(kOffs, offs, h, gradients.P);
+  const Call call(kOp, "h", h);
+  quantize_dh.out = check_fp8(call, kOp, dtype);
+  if (f.blocked()) set_groups(quantize_dh, kOp, "h", offs, std::nullopt);
+  Outputs out = outputs_of(call, quantize_dh);
+  Handle grad_scores = call.empty({gradients.num_slots()}, kFloat32);
+  gradients.dscores = data<float>(grad_scores);
+  GradientOutputs kept = {call.empty({keep_grad_h ? gradients.P : 0, h.sizes[1]}, grad.dtype),
+                          call.empty({keep_a ? gradients.P : 0, gradients.h.F}, grad.dtype)};
+  const auto all_results = [&] { return results(out.q, out.scale, kept.grad_h, kept.a, grad_scores); };
+  if constexpr (kGpuBuild) {
+    if (call.on_gpu() && can_quantize_activated_backward(p)) {
+      if (keep_grad_h) gradients.dh = data(kept.grad_h);
+      if (keep_a) gradients.a = data(kept.a);
+      const Handle scratch = call.empty({scratch_words(p)}, kInt32);
+      p.scratch = data<int>(scratch);
+      call.check(quantize_activated_backward(p, call.stream()));
+      return all_results();
+    }
+  }
+  GradientOutputs values = compute_gradients(call, grad, h, gradients);
+  quantize_dh.x = gradients.dh;
+  run_quantize(call, quantize_dh);
+  if (keep_grad_h) kept.grad_h = std::move(values.grad_h);
+  if (keep_a) kept.a = std::move(values.a);
+  return all_results();
+}
+
 }  // namespace moe_fp8
 
 MOE_FP8_REGISTER(activate)
 MOE_FP8_REGISTER(quantize_activated)
 MOE_FP8_REGISTER(activate_backward)
 MOE_FP8_REGISTER(quantize_activated_backward)
+MOE_FP8_REGISTER(quantize_activated_backward_rows)

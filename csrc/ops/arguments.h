@@ -142,6 +142,13 @@ inline constexpr Argument kTable[] = {
     {"quantize_activated_backward", "scores", "h", Dtypes::kFloat32, 1, 1, Strides::kInner, {{"slots", -1, kMaxRows}}},
     {"quantize_activated_backward", "h_scale", "h", Dtypes::kScale, 1, 2, Strides::kAny},
     indices("quantize_activated_backward", "h"),
+    matrix("quantize_activated_backward_rows", "grad", "h", Dtypes::kInput),
+    matrix("quantize_activated_backward_rows", "h", nullptr, Dtypes::kGates),
+    offs("quantize_activated_backward_rows", "h"),
+    {"quantize_activated_backward_rows", "scores", "h", Dtypes::kFloat32, 1, 1, Strides::kInner,
+     {{"slots", -1, kMaxRows}}},
+    {"quantize_activated_backward_rows", "h_scale", "h", Dtypes::kScale, 1, 2, Strides::kAny},
+    indices("quantize_activated_backward_rows", "h"),
 
     matrix("combine", "y", nullptr, Dtypes::kInput),
     inverse("combine", "y"),

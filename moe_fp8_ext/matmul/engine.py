@@ -21,6 +21,7 @@ _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default
 _activate_backward = torch.ops.moe_fp8.activate_backward.default
 _quantize_activated_backward = torch.ops.moe_fp8.quantize_activated_backward.default
+_quantize_activated_backward_rows = torch.ops.moe_fp8.quantize_activated_backward_rows.default
 _dequantize = torch.ops.moe_fp8.dequantize.default
 _quantize_rows = torch.ops.moe_fp8.quantize_rows.default
 _quantize_tokens = torch.ops.moe_fp8.quantize_tokens.default
@@ -248,6 +249,8 @@ class Fp8Engine(Bf16Engine):
         return Operand(q, scale), Operand(h_q, h_scale) if keep_fp8 else Operand(h)
 
     def gradients(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
+        if wanted.rows and not wanted.tokens:
+            return self._gradients_along_rows(da, of, groups, wanted)
         if wanted != Wanted(rows=True, tokens=True, a=True, dh=False):
             return super().gradients(da, of, groups, wanted)
         h, scores, activation, interleaved = of
@@ -259,6 +262,17 @@ class Fp8Engine(Bf16Engine):
         )
         rows, tokens, of_a = Operand(q, scale), Operand(q_t, scale_t, ends), Operand(a_q_t, a_scale_t, ends)
         return Gradients(rows, tokens, of_a, None, dscores)
+
+    def _gradients_along_rows(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
+        """Computes `gradients` for a weight that has none. What is also wanted of dh and a comes in bfloat16."""
+        h, scores, activation, interleaved = of
+        format, dtype, rounding = self.rule(gradient=True)
+        how = interleaved, wanted.dh, wanted.a, dtype, rounding
+        q, scale, dh, a, dscores = _quantize_activated_backward_rows(
+            da, h.values, activation, format, groups.offs, scores, h.scale, groups.indices, *how
+        )
+        _, of_a = self.rows(a, groups.in_place, tokens=wanted.a)
+        return Gradients(Operand(q, scale), NOTHING, of_a, dh if wanted.dh else None, dscores)
 
     def rule(self, gradient: bool) -> Rule:
         """Returns the rule for weights and tokens, or for gradients of tokens."""

@@ -8,7 +8,13 @@ Dims: M tokens, K input features, N output features, E experts, P padded tokens.
 factor: x ~ q * scale.
 """
 
-from .activations import activate, activate_backward, quantize_activated, quantize_activated_backward
+from .activations import (
+    activate,
+    activate_backward,
+    quantize_activated,
+    quantize_activated_backward,
+    quantize_activated_backward_rows,
+)
 from .dequantization import dequantize, exact_values
 from .gemm import add_scaled_grouped_mm, grouped_mm, scaled_grouped_mm
 from .messages import pack_tokens, quantize_and_pack
@@ -49,6 +55,7 @@ __all__ = [
     "permute_quantized",
     "quantize_activated",
     "quantize_activated_backward",
+    "quantize_activated_backward_rows",
     "quantize_and_pack",
     "quantize_both",
     "quantize_rows",

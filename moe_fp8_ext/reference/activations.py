@@ -192,3 +192,26 @@ def quantize_activated_backward(
     q, scale, q_t, scale_t, padded_offs = quantize_both(grad_h, format, dtype=grad_dtype or dtype, **options)
     a_q_t, a_scale_t, _ = quantize_tokens(a, format, dtype=dtype, amax=amax, **options)
     return q, scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs, grad_scores
+
+
+def quantize_activated_backward_rows(
+    grad: Tensor,
+    h: Tensor,
+    activation: str,
+    format: str,
+    *,
+    offs: Tensor,
+    scores: Tensor | None = None,
+    h_scale: Tensor | None = None,
+    indices: Tensor | None = None,
+    interleaved: bool = False,
+    keep_grad_h: bool = False,
+    keep_a: bool = False,
+    dtype: torch.dtype | None = None,
+    rounding: str | None = None,
+) -> tuple[Tensor, ...]:
+    """quantize_rows of grad_h, by groups; grad_h and scores * a, without rows unless they are kept; grad_scores."""
+    h_options = {"h_scale": h_scale, "format": None if h_scale is None else format, "interleaved": interleaved}
+    grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, indices=indices, **h_options)
+    q, scale = quantize_rows(grad_h, format, offs=offs, dtype=dtype, rounding=rounding)
+    return q, scale, grad_h if keep_grad_h else grad_h[:0], a if keep_a else a[:0], grad_scores

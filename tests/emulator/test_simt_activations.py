@@ -204,6 +204,49 @@ def test_quantized_backward_of_blocks(
     check_quantized_backward(kernels, x, da_for(x, activation), activation, offs, e5m2, format, **how)
 
 
+@pytest.mark.parametrize(
+    *pairs(
+        activation=ACTIVATIONS,
+        format=list(FORMATS),
+        f=[8, 72, 256, 272, 640, 2056],
+        ends=[[61], [0, 16, 37, 37, 50], [], [0, 0]],
+        e5m2=[False, True],
+        by=SCORED,
+        interleaved=[False, True],
+        rounding=[0, 1],
+        keep=[(False, False), (True, False), (False, True), (True, True)],
+    ),
+    ids=short,
+)
+def test_quantized_backward_along_rows(
+    kernels, activation, format, f, ends, e5m2, by, interleaved, rounding, keep
+):
+    """A wave has rows and features that are not there, a scaling block is partial, and rows follow the last group."""
+    x, rule = h_for(activation, 61, f), FORMATS[format]
+    da, offs = da_for(x, activation), torch.tensor(ends, dtype=torch.int32)
+    x[3, f // 2], da[7, 5] = math.nan, math.inf
+    how = {"interleaved": interleaved, "rounding": rule.roundings[rounding], "offs": offs, **scored(x, by)}
+    how |= {"keep_grad_h": keep[0], "keep_a": keep[1]}
+    halves = activation in GATED and not interleaved
+    for each in kernels:
+        fp8 = [t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz()]
+        h, scale = reference.quantize_rows(x, format, dtype=fp8[0])
+        given = {"dtype": fp8[e5m2], "h_scale": scale, **how}
+        want = reference.quantize_activated_backward_rows(da, h, activation, format, **given)
+        run = partial(each.run, "quantize_activated_backward_rows", want, da, h, activation, format, **given)
+        if halves and rule.block and f % rule.block or rule.block is None and f > 2048 and each.wave == 64:
+            with pytest.raises(RuntimeError, match="no kernels take these rows"):
+                run()
+            continue
+        got, what = run(), f"{activation} {format} at wave size {each.wave}"
+        assert_same(got[:-1], want[:-1], what)
+        assert_zeros_between_columns(got, what)
+        of_h = {"h_scale": scale, "format": format, "interleaved": interleaved, "indices": how.get("indices")}
+        parts = reference.activate_backward(da, h, activation, scores=how["scores"], **of_h)
+        parts = each.run("activate_backward", parts, da, h, activation, scores=how["scores"], **of_h)
+        assert_same(got[-1], parts[-1], f"dscores, {what}")
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_quantized_backward_of_rows_that_are_apart(kernels, interleaved):
     """h is loaded 8 columns at a time, or 16 with interleaved gates and ups. Rows at other distances are refused."""

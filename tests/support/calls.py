@@ -240,6 +240,14 @@ def quantize_activated_backward(r: random.Random) -> Call:
     return [*args, fmt], how | {"amax": r.choice(FORMATS[fmt].amaxes)} | rule(r, fmt)
 
 
+@op
+def quantize_activated_backward_rows(r: random.Random) -> Call:
+    args, how = activate_backward(r)
+    fmt = how.pop("format", r.choice(list(FORMATS)))
+    how |= {"offs": offsets(r, len(args[0])), "keep_grad_h": r.random() < 0.5, "keep_a": r.random() < 0.5}
+    return [*args, fmt], how | rule(r, fmt)
+
+
 # Tokens
 
 

@@ -256,6 +256,30 @@ class SimtKernels(TokenKernels):
         of_slots = indices, -1 if indices is None else len(out[-1]), scores
         self._call("quantize_activated_backward", h, grad, *of_slots, *sizes, *of_h, *of_groups, *how, *out, scratch)
 
+    def _quantize_activated_backward_rows(
+        self,
+        memory: GuardedMemory,
+        *given: object,
+        offs: Tensor,
+        dtype: torch.dtype,
+        rounding: str,
+        scores: Tensor | None = None,
+        h_scale: Tensor,
+        indices: Tensor | None = None,
+        interleaved: bool = False,
+        keep_grad_h: bool = False,
+        keep_a: bool = False,
+    ) -> None:
+        *out, grad, h, activation, format = given
+        sizes = *grad.shape, h.shape[1], h.stride(0), grad.stride(0)
+        scale = ctypes.byref(Scales.of(h, h_scale, format))
+        of_h = FP8_TYPES.index(h.dtype), scale, ACTIVATIONS.index(activation), interleaved
+        groups = self._groups(memory, offs if FORMATS[format].order == "blocked" else None)
+        how = list(FORMATS).index(format), ROUNDINGS.index(rounding), FP8_TYPES.index(dtype)
+        scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).data_ptr())
+        of_slots = indices, -1 if indices is None else len(out[-1]), scores
+        self._call("quantize_activated_backward_rows", h, grad, *of_slots, *sizes, *of_h, *groups, *how, *out, scratch)
+
     # Scales
 
     def _dequantize(

@@ -30,9 +30,10 @@ constexpr int kMaxRowTeams = kRowPassBlockThreads / 32;
 // The amax of every wave of a row, in each block of a cluster. Double-buffered, as TeamPartials.
 struct ClusterAmax { uint32_t rows[2][kMaxRowPassRows][kMaxRowCluster * kMaxRowTeam / 32]; };
 
-template <class T, class G, bool kTabulated, bool kCluster>
+// kRowsOnly: columns are not wanted, and dh and a may be, in bfloat16.
+template <class T, class G, bool kTabulated, bool kCluster, bool kRowsOnly>
 struct RowTeamPass {
-  static constexpr int kOutputs = G::kOutputs, kRows = row_pass_rows(G::kLight);
+  static constexpr int kOutputs = G::kOutputs, kRows = row_pass_rows(G::kLight || (kTabulated && kCluster));
   static_assert(kMaxRowTeam / kWarpSize <= kWarpSize / kRows);
   using Pairs = typename G::Pairs;
 
@@ -117,17 +118,10 @@ struct RowTeamPass {
   }
   template <class Cast>
   MOE_DEVICE void store(const Pairs& dh, int row, float m, Cast cast) const {
-    uint8_t* q = p.quantize_dh.q + offset(row, uint32_t(p.quantize_dh.K));
+    float multipliers[G::kVectors];
 #pragma unroll
-    for (int i = 0, pair = 0; i < G::kVectors; ++i) {
-      typename G::HVec bytes;
-#pragma unroll
-      for (uint32_t& word : bytes.w) {
-        word = cast_words<BF16>(dh + pair, m, m, m, m, cast);
-        pair += 2;
-      }
-      store_stream(G::vector_at(p, q, v, i), bytes);
-    }
+    for (float& multiplier : multipliers) multiplier = m;
+    G::store(p, p.quantize_dh, dh, row, v, multipliers, cast);
   }
   // Computes the block's rows from first to stop, all of group e. Out-of-range rows repeat the last row: same maxima,
   // same bytes, no branch.
@@ -153,11 +147,15 @@ struct RowTeamPass {
         dot[i] = round_row(g[i], tables.rows[i], dh[i], a);
 #pragma unroll
         for (int w = 0; w < G::kColumns / 2; ++w) {
-          dh_max[w] = max_magnitude<BF16>(dh_max[w], dh[i][w]);
+          if constexpr (!kRowsOnly) dh_max[w] = max_magnitude<BF16>(dh_max[w], dh[i][w]);
           row_max = max_magnitude<BF16>(row_max, dh[i][w]);
         }
+        if constexpr (kRowsOnly) {
+          g[i].keep(p, row(begin, i), v, dh[i], a);
+        } else {
 #pragma unroll
-        for (int w = 0; w < kFeatures / 2; ++w) a_max[w] = max_magnitude<BF16>(a_max[w], a[w]);
+          for (int w = 0; w < kFeatures / 2; ++w) a_max[w] = max_magnitude<BF16>(a_max[w], a[w]);
+        }
         if (const uint32_t wave_amax = wave_max(amax_bits<BF16>(row_max)); i == lane_row) lane_amax = wave_amax;
       }
       const auto* row_partials = post(lane_amax, dot, row(begin, lane_row));
@@ -169,7 +167,7 @@ struct RowTeamPass {
           store(dh[i], row(begin, i), as_float(shfl(as_bits(s.multiplier), reduce_scatter_sum_index<kRows>(i))), cast);
       });
     }
-    if (!valid || e >= p.quantize_dh.E) return;
+    if (kRowsOnly || !valid || e >= p.quantize_dh.E) return;
     const int64_t F = p.gradients.h.F;
     uint32_t* amax = p.amax + e * kOutputs * F + v;
     const auto raise = [&](int output, int j, uint32_t max) { atomicMax(amax + output * F + j * p.vecs, max); };
@@ -182,13 +180,13 @@ struct RowTeamPass {
 };
 
 // Computes the rows of block, or cluster, number `at`.
-template <class T, class Activations, bool kTabulated, bool kCluster, class Partials>
+template <class T, class Activations, bool kTabulated, bool kCluster, bool kRowsOnly, class Partials>
 MOE_DEVICE void quantize_gradient_rows(const GradientsPlan& p, Partials& partials, CurveTables& tables, int v, int at) {
   const int begin = at * p.rows_per_block;
   const int end = begin + Min{}(p.rows_per_block, int(p.quantize_dh.rows) - begin);
   with_gradients<Activations>(p, [&](auto type) {
     using G = typename decltype(type)::Type;
-    RowTeamPass<T, G, kTabulated, kCluster> pass = {p, partials, tables, Min{}(v, p.vecs - 1), v < p.vecs};
+    RowTeamPass<T, G, kTabulated, kCluster, kRowsOnly> pass = {p, partials, tables, Min{}(v, p.vecs - 1), v < p.vecs};
     for (int first = begin; first < end;) {
       const int e = GroupTable::find(p.starts, int(p.quantize_dh.E), first), stop = Min{}(p.starts[e + 1], end);
       pass.run(first, stop, e);
@@ -196,32 +194,32 @@ MOE_DEVICE void quantize_gradient_rows(const GradientsPlan& p, Partials& partial
     }
   });
 }
-template <class T, class Activations, bool kTabulated>
+template <class T, class Activations, bool kTabulated, bool kRowsOnly>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxRowTeam, kRowPassBlocks)
     quantize_gradient_rows_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
   __shared__ TeamPartials partials[kMaxRowTeams];
   __shared__ CurveTables tables[kTabulated ? kMaxRowTeams / 2 : 1];  // a tabulated team has two waves at least
   wait_for_previous_kernel();
-  quantize_gradient_rows<T, Activations, kTabulated, false>(
+  quantize_gradient_rows<T, Activations, kTabulated, false, kRowsOnly>(
       p, partials[threadIdx.y], tables[kTabulated ? threadIdx.y : 0], threadIdx.x, int(blockIdx.x));
 }
-template <class T, class Activations, bool kTabulated>
+template <class T, class Activations, bool kTabulated, bool kRowsOnly>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxRowTeam, kRowPassBlocks)
     quantize_gradient_long_rows_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
   MOE_DYNAMIC_SMEM(smem);  // which cluster_store() needs
   __shared__ CurveTables tables;
   wait_for_previous_kernel();
   cluster_barrier();  // before it, cluster_store() may find a block that has not begun
-  quantize_gradient_rows<T, Activations, kTabulated, true>(
+  quantize_gradient_rows<T, Activations, kTabulated, true, kRowsOnly>(
       p, *reinterpret_cast<ClusterAmax*>(smem), tables, int(cluster_rank() * blockDim.x + threadIdx.x),
       int(blockIdx.x / cluster_size()));
 }
 
-}  // namespace
-
-int launch_gradient_rows(GradientsPlan p, void* stream) {
+template <bool kRowsOnly>
+int launch_rows(GradientsPlan p, void* stream) {
   const int team_threads = p.row_threads;
-  const int teams = team_threads < kRowPassBlockThreads ? kRowPassBlockThreads / team_threads : 1;
+  const bool shares_block = p.row_blocks == 1 && team_threads < kRowPassBlockThreads;
+  const int teams = shares_block ? kRowPassBlockThreads / team_threads : 1;
   const int64_t rows = p.quantize_dh.rows;
   const int64_t blocks = int64_t(device().multiprocessors) * kRowPassRounds * kRowPassResidentThreads /
                          (team_threads * teams * p.row_blocks);
@@ -229,18 +227,26 @@ int launch_gradient_rows(GradientsPlan p, void* stream) {
   const auto grid = unsigned(ceil_div<int64_t>(rows, p.rows_per_block) * p.row_blocks);
   const Launch l = {dim3(grid), dim3(team_threads, teams), stream, p.row_blocks > 1 ? sizeof(ClusterAmax) : 0,
                     p.row_blocks};
-  if (p.row_blocks > 1) {
-    if (is_gated(p.gradients.activation))
-      return launch(quantize_gradient_long_rows_kernel<GradientTypes, GatedActivations, true>, l, p);
-    return launch(quantize_gradient_long_rows_kernel<GradientTypes, UngatedActivations, false>, l, p);
-  }
-  const auto launch_rows = [&](auto activations, auto tabulated) {
-    return launch(quantize_gradient_rows_kernel<GradientTypes, decltype(activations), tabulated.value>, l, p);
+  const bool gated = is_gated(p.gradients.activation);
+  const auto launch_with = [&](auto activations, auto tabulated) {
+    using Activations = decltype(activations);
+    constexpr bool kTabulated = decltype(tabulated)::value;
+    if constexpr (kTabulated || Activations::kProjections == 1)
+      if (p.row_blocks > 1)
+        return launch(quantize_gradient_long_rows_kernel<GradientTypes, Activations, kTabulated, kRowsOnly>, l, p);
+    return launch(quantize_gradient_rows_kernel<GradientTypes, Activations, kTabulated, kRowsOnly>, l, p);
   };
-  if (!is_gated(p.gradients.activation)) return launch_rows(UngatedActivations{}, std::false_type{});
+  if (!gated) return launch_with(UngatedActivations{}, std::false_type{});
   // A row of one wave has hardly more gates than a table has entries: slower with one (docs/kernels/activations.md).
-  if (team_threads <= kMaxWarpSize) return launch_rows(GatedActivations{}, std::false_type{});
-  return launch_rows(GatedActivations{}, std::true_type{});
+  if (p.row_blocks == 1 && team_threads <= kMaxWarpSize)
+    return launch_with(GatedActivations{}, std::false_type{});
+  return launch_with(GatedActivations{}, std::true_type{});
+}
+
+}  // namespace
+
+int launch_gradient_rows(const GradientsPlan& plan, void* stream) {
+  return plan.quantize_dh.along_tokens ? launch_rows<false>(plan, stream) : launch_rows<true>(plan, stream);
 }
 
 }  // namespace moe_fp8

@@ -53,6 +53,9 @@ MOE_HD int64_t grouped_columns(const GradientsPlan& p) {
   return p.quantize_dh.E * (p.projections + 1) * p.gradients.h.F;
 }
 
+// Whether h has gates in one half of its columns and ups in the other.
+inline bool has_halves(const ActivateBackwardParams& p) { return is_gated(p.activation) && !p.h.interleaved; }
+
 using GradientTypes = Vectorized<BF16, Fp8Variant::kRuntime>;
 constexpr int kFeatures = 8;      // of a vector
 constexpr int kMagnitudes = 128;  // values of an fp8 byte without its sign
@@ -69,6 +72,9 @@ inline GradientInputs gradient_inputs(const ActivateBackwardParams& p, float* sc
   return inputs;
 }
 
+// Light curves leave registers for more rows or features in flight.
+MOE_HD constexpr bool is_light(Curve curve) { return curve != Curve::kClampedSilu && curve != Curve::kGelu; }
+
 // Eight features of a row: h in the chip's E4M3, its scales and da, as they lie in memory, and their gradients. An
 // interleaved h is one vector of 16 columns; otherwise gates and ups are a vector of 8 columns each.
 template <Activation kActivation, bool kInterleaved_>
@@ -78,8 +84,7 @@ struct Gradients {
   static constexpr int kProjections = kGated ? 2 : 1, kOutputs = kProjections + 1;
   static constexpr int kColumns = Features::kColumns;
   static constexpr Curve kCurve = kActivations[int(kActivation)].curve;
-  // Light curves leave registers for more rows or features in flight.
-  static constexpr bool kLight = kCurve != Curve::kClampedSilu && kCurve != Curve::kGelu;
+  static constexpr bool kLight = is_light(kCurve);
   using HVec = std::conditional_t<kInterleaved, Vec16, Vec8>;
   static constexpr int kVectors = kColumns / sizeof(HVec);
   using Pairs = uint32_t[kColumns / 2];  // pairs of neighbouring columns of dh, in bfloat16
@@ -153,6 +158,36 @@ struct Gradients {
     }
     return dot;
   }
+  // Casts and stores dh along a row; m has a multiplier for each vector.
+  template <class Cast>
+  static MOE_DEVICE void store(const GradientInputs& p, const QuantizeParams& to, const Pairs& dh, int row, int v,
+                               const float (&m)[kVectors], Cast cast) {
+    uint8_t* q = to.q + offset(row, uint32_t(to.K));
+#pragma unroll
+    for (int i = 0, pair = 0; i < kVectors; ++i) {
+      HVec bytes;
+#pragma unroll
+      for (uint32_t& word : bytes.w) {
+        word = cast_words<BF16>(dh + pair, m[i], m[i], m[i], m[i], cast);
+        pair += 2;
+      }
+      store_stream(vector_at(p, q, v, i), bytes);
+    }
+  }
+  // Stores dh and scores * a in bfloat16, where they are wanted.
+  MOE_DEVICE void keep(const GradientInputs& p, int row, int v, const Pairs& dh,
+                       const uint32_t (&a)[kFeatures / 2]) const {
+    const ActivateBackwardParams& backward = p.gradients;
+    if (backward.dh) {
+      Vec16* to = static_cast<Vec16*>(backward.dh) + offset(row, uint32_t(kProjections * p.vecs));
+#pragma unroll
+      for (int c = 0; c < kProjections; ++c)
+        store_stream(to + (kInterleaved ? kProjections * v + c : v + c * p.vecs),
+                     Vec16{{dh[4 * c], dh[4 * c + 1], dh[4 * c + 2], dh[4 * c + 3]}});
+    }
+    if (backward.a)
+      store_stream(static_cast<Vec16*>(backward.a) + offset(row, uint32_t(p.vecs)) + v, Vec16{{a[0], a[1], a[2], a[3]}});
+  }
   // Fills the two entries of a table for a gate of these bits and for its negative. The negative of a FNUZ zero is NaN.
   static MOE_DEVICE void tabulate(Point* table, int bits, float scale) {
     const int negated = bits | kMagnitudes;
@@ -180,13 +215,17 @@ MOE_DEVICE void with_gradients(const GradientInputs& p, F f) {
   });
 }
 
-// ---- the passes: by rows and by columns for scales of whole rows, by tiles for scales of blocks ---------------------
-int launch_gradient_rows(GradientsPlan plan, void* stream);
+// ---- the passes: by rows and by columns for scales of whole rows, by tiles for scales of blocks. Along rows only, the
+// pass by rows, or by blocks of rows ----------------------------------------------------------------------------------
+int launch_gradient_rows(const GradientsPlan& plan, void* stream);
 int launch_gradient_columns(const GradientsPlan& plan, void* stream);
+int launch_gradient_row_blocks(const QuantizeActivatedBackwardParams& p, void* stream);
 int launch_gradient_tiles(const QuantizeActivatedBackwardParams& p, void* stream);
-// True if the kernel of tiles takes these sizes on this GPU. The caller has checked the types.
+// True if the kernels of blocks take these sizes on this GPU. The caller has checked the types.
+bool can_take_gradient_row_blocks(const QuantizeActivatedBackwardParams& p);
 bool can_take_gradient_tiles(const QuantizeActivatedBackwardParams& p);
-// Words of scratch behind the scores, of the pass by tiles.
+// Words of scratch behind the scores.
+int64_t gradient_row_blocks_words(const QuantizeActivatedBackwardParams& p);
 int64_t gradient_tiles_words(const QuantizeActivatedBackwardParams& p);
 
 }  // namespace moe_fp8

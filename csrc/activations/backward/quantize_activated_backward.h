@@ -5,7 +5,8 @@
 // q, scale, q_t, scale_t, padded_offs   = quantize_both(dh, offs)
 // a_q_t, a_scale_t, the same            = quantize_tokens(a, offs), with its own amax
 //
-// The separate ops give the same bytes. activations.h describes h and da.
+// The separate ops give the same bytes. activations.h describes h and da. If quantize_dh is not along tokens, there is
+// one pass, by rows, and no a_q_t. dh and scores * a are then also written in bfloat16, where `gradients` points.
 #pragma once
 #include "activations/activations.h"
 #include "quantize/quantize.h"
@@ -13,7 +14,7 @@
 namespace moe_fp8 {
 
 struct QuantizeActivatedBackwardParams {
-  ActivateBackwardParams gradients;         // dh and a are not written
+  ActivateBackwardParams gradients;         // along tokens, dh and a are not written
   QuantizeParams quantize_dh, quantize_a;   // arguments of quantize() for the same groups; x is not read
   int* scratch;                             // scratch_words()
 };

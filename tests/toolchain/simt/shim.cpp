@@ -138,6 +138,34 @@ extern "C" const char* simt_quantize_activated_backward(
   return outcome(quantize_activated_backward(p, nullptr));
 }
 
+extern "C" const char* simt_quantize_activated_backward_rows(
+    const void* h, const void* da, const int* indices, int64_t slots, const float* scores, int64_t P, int64_t F,
+    int64_t columns, int64_t h_stride, int64_t da_stride, int fp8, const Scales* scale, int activation,
+    bool interleaved, const int* offs, int64_t E, int format, int rounding, int out, uint8_t* q, void* q_scale,
+    void* dh, void* a, float* dscores, int* (*scratch)(int64_t words)) {
+  const GateRows rows = {.h = h, .stride = h_stride, .F = F, .in = InType::kBF16, .fp8 = Fp8Type(fp8),
+                         .scale = scale->get(), .interleaved = interleaved};
+  QuantizeParams of_dh = {};
+  of_dh.in = InType::kBF16;
+  of_dh.rows = P;
+  of_dh.offs = offs;
+  of_dh.E = E;
+  of_dh.K = columns;
+  of_dh.format = FormatId(format);
+  of_dh.rounding = Rounding(rounding);
+  of_dh.out = Fp8Type(out);
+  of_dh.along_rows = true;
+  of_dh.q = q;
+  of_dh.scale = q_scale;
+  QuantizeActivatedBackwardParams p = {
+      {.h = rows, .da = da, .slots = slots_of(indices, slots), .scores = scores, .dh = dh, .a = a,
+       .dscores = dscores, .P = P, .da_stride = da_stride, .in = InType::kBF16, .activation = Activation(activation)},
+      of_dh, {}, nullptr};
+  if (!can_quantize_activated_backward(p)) return "no kernels take these rows";
+  p.scratch = scratch(scratch_words(p));
+  return outcome(quantize_activated_backward(p, nullptr));
+}
+
 extern "C" const char* simt_prepare_offs(const int* offs, int* safe_offs, int E, int limit, int multiple) {
   return outcome(prepare_offs(offs, safe_offs, E, limit, multiple, nullptr));
 }
