@@ -35,9 +35,10 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
   // along rows and their format. With indices, scores are by slot, else by row.
   m.def("activate(Tensor h, str activation, bool interleaved=False) -> Tensor");
   m.def(
-      "quantize_activated(Tensor h, str activation, str format, Tensor? offs=None, bool interleaved=False,"
-      " bool keep_h=True, ScalarType? dtype=None, str? rounding=None)"
+      "quantize_activated(Tensor h, str activation, str format, Tensor? bias=None, Tensor? offs=None,"
+      " bool interleaved=False, bool keep_h=True, ScalarType? dtype=None, str? rounding=None)"
       " -> (Tensor q, Tensor scale, Tensor h_q, Tensor h_scale)");
+  m.def("add_bias(Tensor x, Tensor bias, Tensor offs) -> Tensor");
   m.def(
       "activate_backward(Tensor grad, Tensor h, str activation, Tensor? scores=None, Tensor? h_scale=None,"
       " str? format=None, Tensor? indices=None, bool interleaved=False)"

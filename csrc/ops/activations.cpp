@@ -1,3 +1,4 @@
+#include "activations/forward/add_bias.h"
 #include "activations/forward/quantize_activated.h"
 #include "activations/backward/quantize_activated_backward.h"
 #include "ops/operands.h"
@@ -6,7 +7,7 @@
 namespace moe_fp8 {
 namespace {
 
-constexpr const char *kActivate = "activate", *kQuantize = "quantize_activated", *kBackward = "activate_backward",
+constexpr const char *kActivate = "activate", *kAddBias = "add_bias", *kQuantize = "quantize_activated", *kBackward = "activate_backward",
                      *kQuantizeBackward = "quantize_activated_backward",
                      *kQuantizeBackwardRows = "quantize_activated_backward_rows";
 
@@ -23,6 +24,15 @@ int64_t check_features(const char* op, const Tensor& h, Activation activation) {
 
 GateRows gates_of(const char* op, const Tensor& h, InType in, Activation activation, bool interleaved) {
   return {h.data, h.strides[0], check_features(op, h, activation), in, {}, {}, interleaved};
+}
+
+// The checked bias of the rows of x, by the groups that end at offs.
+GroupBias check_bias(const Argument& arg, const Tensor& bias, const Tensor& x, const Tensor& offs) {
+  check(arg, bias, x);
+  check_dtype_of_like(arg, bias, x);
+  const int64_t sizes[] = {offs.sizes[0], x.sizes[1]};
+  check_sizes(arg, bias, sizes, 2);
+  return {bias.data, ints(offs), int(offs.sizes[0])};
 }
 
 // The checked arguments of the gradient ops. The scales of h are checked with their format.
@@ -101,10 +111,24 @@ Results<1> activate_op(const Tensor& h, std::string_view activation, bool interl
   return results(a);
 }
 
+Results<1> add_bias_op(const Tensor& x, const Tensor& bias, const Tensor& offs) {
+  constexpr const Argument &kX = argument(kAddBias, "x"), &kBias = argument(kAddBias, "bias"),
+                           &kOffs = argument(kAddBias, "offs");
+  check(kX, x);
+  check_offs(kOffs, offs, x, x.sizes[0]);
+  const GroupBias of_groups = check_bias(kBias, bias, x, offs);
+  const Call call(kAddBias, "x", x);
+  Handle out = call.empty({x.sizes[0], x.sizes[1]}, x.dtype);
+  const AddBiasParams p = {x.data, of_groups, data(out), x.sizes[0], x.sizes[1], x.strides[0], in_type(x)};
+  MOE_FP8_RUN(call, add_bias, p);
+  return results(out);
+}
+
 Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, std::string_view format,
-                                 const std::optional<Tensor>& offs, bool interleaved, bool keep_h,
+                                 const std::optional<Tensor>& bias, const std::optional<Tensor>& offs, bool interleaved, bool keep_h,
                                  std::optional<int32_t> dtype, std::optional<std::string_view> rounding) {
-  constexpr const Argument &kH = argument(kQuantize, "h"), &kOffs = argument(kQuantize, "offs");
+  constexpr const Argument &kH = argument(kQuantize, "h"), &kBias = argument(kQuantize, "bias"),
+                           &kOffs = argument(kQuantize, "offs");
   check(kH, h);
   QuantizeActivatedParams p = {};
   p.activation = check_activation(kQuantize, activation);
@@ -116,6 +140,8 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
   a.in = p.h.in;
   a.rows = h.sizes[0];
   if (offs) check_offs(kOffs, *offs, h, a.rows);
+  if (bias && !offs) fail(kQuantize, ": offs must be given with bias, got None");
+  if (bias) p.bias = check_bias(kBias, *bias, h, *offs);
   const Call call(kQuantize, "h", h);
   a.out = check_fp8(call, kQuantize, dtype);
   a.along_rows = true;
@@ -135,6 +161,14 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
       call.check(quantize_activated(p, call.stream()));
       return all_results();
     }
+  }
+  Handle with_bias;
+  if (bias) {
+    with_bias = call.empty({a.rows, h.sizes[1]}, h.dtype);
+    const AddBiasParams add_params = {h.data, p.bias, data(with_bias), a.rows, h.sizes[1], h.strides[0], p.h.in};
+    MOE_FP8_RUN(call, add_bias, add_params);
+    p.h.h = h_params.x = data(with_bias);
+    p.h.stride = h_params.row_stride = h.sizes[1];
   }
   const Handle values = call.empty({a.rows, a.K}, h.dtype);
   const ActivateParams activate_params = {p.h, data(values), a.rows, p.activation};
@@ -275,6 +309,7 @@ Results<5> quantize_activated_backward_rows_op(
 }  // namespace moe_fp8
 
 MOE_FP8_REGISTER(activate)
+MOE_FP8_REGISTER(add_bias)
 MOE_FP8_REGISTER(quantize_activated)
 MOE_FP8_REGISTER(activate_backward)
 MOE_FP8_REGISTER(quantize_activated_backward)

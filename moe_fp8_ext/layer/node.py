@@ -15,7 +15,7 @@ from moe_fp8_ext.layer.linear import ExpertLinear
 from moe_fp8_ext.layer.source import Chunk, Source
 from moe_fp8_ext.matmul.engine import Activated, Engine, Groups, Wanted, engine_of
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
-from moe_fp8_ext.quantization.casting import cast
+from moe_fp8_ext.quantization.casting import cast, rounded
 from moe_fp8_ext.quantization.prepare import NOTHING, Operand, ready
 from moe_fp8_ext.quantization.recipe import Recipe
 from moe_fp8_ext.training.watch import LayerWatch, watched
@@ -156,10 +156,13 @@ def _forward(
     """Computes out [T, D] of a chunk in bfloat16. Returns it and the tensors that backward reads."""
     x, scores, groups = chunk
     rows, _ = engine.tokens(x, groups, rows=True)
+    # The activation adds the bias, unless statistics read h with it.
+    bias, up = (None, up) if up.bias is None or watch is not None else (up.bias, up._replace(bias=None))
     h = up.product(engine, rows, w_up, groups, by_index=True)
     if watch is not None:
         watch.forward(x, h, groups, up.weight, down.weight)
-    rows, h = engine.activated(h, groups, call.activation, call.interleaved, call.keep_fp8 and call.needs_h)
+    bias = None if bias is None else rounded(bias, h.dtype).contiguous()
+    rows, h = engine.activated(h, groups, call.activation, call.interleaved, call.keep_fp8 and call.needs_h, bias)
     y = down.product(engine, rows, w_down, groups)
     out = y if groups.inverse is None else _combine(y, groups.inverse, scores)
     x, h = x if call.up.needs_weight else NOTHING, h if call.needs_h else NOTHING

@@ -19,6 +19,7 @@ from moe_fp8_ext.quantization.recipe import Recipe
 
 _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default
+_add_bias = torch.ops.moe_fp8.add_bias.default
 _activate_backward = torch.ops.moe_fp8.activate_backward.default
 _quantize_activated_backward = torch.ops.moe_fp8.quantize_activated_backward.default
 _quantize_activated_backward_rows = torch.ops.moe_fp8.quantize_activated_backward_rows.default
@@ -143,9 +144,17 @@ class Bf16Engine:
     # ---- between the products of a layer ----
 
     def activated(
-        self, h: Tensor, groups: Groups, activation: str, interleaved: bool, keep_fp8: bool
+        self,
+        h: Tensor,
+        groups: Groups,
+        activation: str,
+        interleaved: bool,
+        keep_fp8: bool,
+        bias: Tensor | None = None,
     ) -> tuple[Operand, Operand]:
-        """Returns activations of h [P, 2F] along rows, and h as backward keeps it, quantized if `keep_fp8`."""
+        """Returns activations of h [P, 2F] plus the bias [E, 2F] of its group, along rows. Also returns h with the bias
+        as backward keeps it, quantized if `keep_fp8`."""
+        h = h if bias is None else _add_bias(h, bias, groups.offs)
         return Operand(_activate(h, activation, interleaved)), Operand(h)
 
     def gradients(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
@@ -241,11 +250,19 @@ class Fp8Engine(Bf16Engine):
         return None
 
     def activated(
-        self, h: Tensor, groups: Groups, activation: str, interleaved: bool, keep_fp8: bool
+        self,
+        h: Tensor,
+        groups: Groups,
+        activation: str,
+        interleaved: bool,
+        keep_fp8: bool,
+        bias: Tensor | None = None,
     ) -> tuple[Operand, Operand]:
         format, dtype, rounding = self.rule(gradient=False)
         how = interleaved, keep_fp8, dtype, rounding
-        q, scale, h_q, h_scale = _quantize_activated(h, activation, format, groups.offs, *how)
+        if bias is not None and not keep_fp8:  # backward keeps h with the bias in bfloat16
+            h, bias = _add_bias(h, bias, groups.offs), None
+        q, scale, h_q, h_scale = _quantize_activated(h, activation, format, bias, groups.offs, *how)
         return Operand(q, scale), Operand(h_q, h_scale) if keep_fp8 else Operand(h)
 
     def gradients(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
@@ -315,9 +332,15 @@ class HighPrecisionWgrad(Fp8Engine):
         return _BF16.tokens(kept, groups, tokens=True)[1]
 
     def activated(
-        self, h: Tensor, groups: Groups, activation: str, interleaved: bool, keep_fp8: bool
+        self,
+        h: Tensor,
+        groups: Groups,
+        activation: str,
+        interleaved: bool,
+        keep_fp8: bool,
+        bias: Tensor | None = None,
     ) -> tuple[Operand, Operand]:
-        return super().activated(h, groups, activation, interleaved, keep_fp8=False)
+        return super().activated(h, groups, activation, interleaved, keep_fp8=False, bias=bias)
 
     gradients, wgrad = Bf16Engine.gradients, Bf16Engine.wgrad
 

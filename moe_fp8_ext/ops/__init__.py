@@ -17,6 +17,7 @@ import torch as _torch
 from moe_fp8_ext.ops.activations import (
     activate,
     activate_backward,
+    add_bias,
     quantize_activated,
     quantize_activated_backward,
     quantize_activated_backward_rows,
@@ -37,6 +38,7 @@ from moe_fp8_ext.ops.token_groups import pad_token_groups, pad_token_groups_to, 
 __all__ = [
     "activate",
     "activate_backward",
+    "add_bias",
     "add_scaled_grouped_mm",
     "choose_experts",
     "choose_experts_backward",

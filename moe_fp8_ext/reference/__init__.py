@@ -11,6 +11,7 @@ factor: x ~ q * scale.
 from .activations import (
     activate,
     activate_backward,
+    add_bias,
     quantize_activated,
     quantize_activated_backward,
     quantize_activated_backward_rows,
@@ -38,6 +39,7 @@ from .tokens import (
 __all__ = [
     "activate",
     "activate_backward",
+    "add_bias",
     "add_scaled_grouped_mm",
     "choose_experts",
     "choose_experts_backward",

@@ -113,18 +113,28 @@ def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor
     return round_to(value * up_factor(up, activation), h.dtype)
 
 
+def add_bias(x: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
+    """x [P, N] plus the bias [E, N] of each row's group; rows without a group get zeros."""
+    ends = offs.clamp(0, len(x)).cummax(0).values if len(offs) else offs
+    groups = (torch.arange(len(x), device=x.device)[:, None] >= ends[None]).sum(1)
+    rows = torch.cat([bias.float(), bias.new_zeros(1, x.shape[1], dtype=torch.float32)])[groups]
+    return round_to(x.float() + rows, x.dtype)
+
+
 def quantize_activated(
     h: Tensor,
     activation: str,
     format: str,
     *,
+    bias: Tensor | None = None,
     offs: Tensor | None = None,
     interleaved: bool = False,
     keep_h: bool = True,
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """h -> quantize_rows of the activations, by groups, and quantize_rows of h itself, without groups."""
+    """h plus bias -> quantize_rows of the activations, by groups, and quantize_rows of h itself, without groups."""
+    h = h if bias is None else add_bias(h, bias, offs)
     options = {"dtype": dtype, "rounding": rounding}
     a = activate(h, activation, interleaved=interleaved)
     return *quantize_rows(a, format, offs=offs, **options), *quantize_rows(h if keep_h else h[:0], format, **options)

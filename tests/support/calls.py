@@ -204,10 +204,19 @@ def activate(r: random.Random) -> Call:
 
 
 @op
+def add_bias(r: random.Random) -> Call:
+    x = values(r, r.choice(ROWS), r.choice(COLUMNS))
+    offs = offsets(r, len(x))
+    return [x, torch.randn(len(offs), x.shape[1], generator=generator(r)).to(x.dtype), offs], {}
+
+
+@op
 def quantize_activated(r: random.Random) -> Call:
     h = values(r, r.choice(ROWS), r.choice(COLUMNS))
     fmt = r.choice(list(FORMATS))
     how = {"interleaved": r.random() < 0.3, "keep_h": r.random() < 0.5, "offs": r.choice((None, offsets(r, len(h))))}
+    if how["offs"] is not None and r.random() < 0.5:
+        how["bias"] = torch.randn(len(how["offs"]), h.shape[1], generator=generator(r)).to(h.dtype)
     return [h, activation_of(r, h)[0], fmt], how | rule(r, fmt)
 
 

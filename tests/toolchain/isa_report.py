@@ -33,6 +33,7 @@ CASTS = {"(Fp8Variant)0": {E4M3}, "(Fp8Variant)1": {E5M2}, "(Fp8Variant)2": {E4M
 LOADS_VECTORS: dict[str, str | bool] = {
     "activate_backward_kernel": "VectorAccess<BF16>",
     "activate_kernel": "VectorAccess<BF16>",
+    "add_bias_kernel": "VectorAccess<BF16>",
     "add_groups_kernel": True,
     "choose_experts_backward_kernel": "ExpertLanes<",
     "choose_experts_kernel": True,

@@ -168,8 +168,7 @@ int64_t gradient_row_blocks_words(const QuantizeActivatedBackwardParams& p) {
 }
 
 bool can_take_gradient_row_blocks(const QuantizeActivatedBackwardParams& p) {
-  const bool whole_blocks = !has_halves(p.gradients) || p.gradients.h.F % format_of(p.quantize_dh.format).block == 0;
-  return whole_blocks && grid_of(p) <= max_grid_blocks(kRowBlocksTeam);
+  return has_whole_blocks(p.gradients) && grid_of(p) <= max_grid_blocks(kRowBlocksTeam);
 }
 
 int launch_gradient_row_blocks(const QuantizeActivatedBackwardParams& params, void* stream) {

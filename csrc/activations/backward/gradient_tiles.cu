@@ -141,8 +141,7 @@ int64_t gradient_tiles_words(const QuantizeActivatedBackwardParams& p) {
 }
 
 bool can_take_gradient_tiles(const QuantizeActivatedBackwardParams& p) {
-  // The second half of h begins with a scaling block. An interleaved h, or an h without ups, has one part.
-  return (!has_halves(p.gradients) || p.gradients.h.F % kBlock == 0) && has_room<DhTraits<MxScales>, 3>(min_shared_bytes(device().sm));
+  return has_whole_blocks(p.gradients) && has_room<DhTraits<MxScales>, 3>(min_shared_bytes(device().sm));
 }
 
 int launch_gradient_tiles(const QuantizeActivatedBackwardParams& p, void* stream) {

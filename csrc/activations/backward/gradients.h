@@ -53,8 +53,11 @@ MOE_HD int64_t grouped_columns(const GradientsPlan& p) {
   return p.quantize_dh.E * (p.projections + 1) * p.gradients.h.F;
 }
 
-// Whether h has gates in one half of its columns and ups in the other.
-inline bool has_halves(const ActivateBackwardParams& p) { return is_gated(p.activation) && !p.h.interleaved; }
+// Whether ups begin with a scaling block, and in the blocked layout with four, so that the scales of a feature's gate and
+// up are at a fixed distance. An interleaved h, or an h without ups, has one part.
+inline bool has_whole_blocks(const ActivateBackwardParams& p) {
+  return !is_gated(p.activation) || p.h.interleaved || p.h.F % kBlock == 0;
+}
 
 using GradientTypes = Vectorized<BF16, Fp8Variant::kRuntime>;
 constexpr int kFeatures = 8;      // of a vector

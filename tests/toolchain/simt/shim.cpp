@@ -2,6 +2,7 @@
 #include "shim.h"
 
 #include "activations/activations.h"
+#include "activations/forward/add_bias.h"
 #include "activations/forward/quantize_activated.h"
 #include "activations/backward/quantize_activated_backward.h"
 #include "gemm/scaled_grouped_mm.h"
@@ -53,10 +54,16 @@ extern "C" const char* simt_activate(const void* h, void* a, int64_t P, int64_t 
   return outcome(activate({.h = rows, .a = a, .P = P, .activation = Activation(activation)}, nullptr));
 }
 
+extern "C" const char* simt_add_bias(const void* x, const void* bias, const int* offs, int64_t E, int64_t rows,
+                                     int64_t N, int64_t x_stride, int in, void* out) {
+  return outcome(add_bias({x, {bias, offs, int(E)}, out, rows, N, x_stride, InType(in)}, nullptr));
+}
+
 extern "C" const char* simt_quantize_activated(const void* h, int64_t P, int64_t F, int64_t columns, int64_t h_stride,
                                                int activation, bool interleaved, int format, int rounding, int out,
                                                uint8_t* q, void* scale, int64_t h_rows, uint8_t* h_q, void* h_scale,
-                                               const int* offs, int64_t E, int* (*scratch)(int64_t words)) {
+                                               const int* offs, int64_t E, int* (*scratch)(int64_t words),
+                                               const void* bias) {
   QuantizeParams of_a = {};
   of_a.rows = P;
   of_a.K = F;
@@ -75,7 +82,7 @@ extern "C" const char* simt_quantize_activated(const void* h, int64_t P, int64_t
   of_a.offs = offs;
   of_a.E = E;
   if (const int64_t words = scratch_words(of_a)) of_a.scratch = scratch(words);
-  const QuantizeActivatedParams p = {rows, Activation(activation), of_a, of_h};
+  const QuantizeActivatedParams p = {rows, Activation(activation), of_a, of_h, {bias, offs, int(E)}};
   if (!can_quantize_activated(p)) return "no kernel takes these rows";
   return outcome(quantize_activated(p, nullptr));
 }
