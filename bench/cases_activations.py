@@ -70,6 +70,11 @@ def _backward_operands(grad, h, activation, format, offs, scores, scale, indices
     return ops.quantize_activated_backward(grad, h, activation, format, **how)
 
 
+def _backward_rows(grad, h, activation, format, offs, scores, scale, indices):
+    how = {"offs": offs, "scores": scores, "h_scale": scale, "indices": indices}
+    return ops.quantize_activated_backward_rows(grad, h, activation, format, **how)
+
+
 _SPEED: Rule = (always, of_copy(0.85))
 # The required speed. "rowwise" reads grad and h twice, because columns have no scales before all rows are read. That
 # limits it to 9 / 13 of a copy, plus what remains in the L2. Formats with blocks are limited by arithmetic: three
@@ -97,6 +102,13 @@ ACTIVATION_CASES: tuple[Case, ...] = (
     *(
         Case(
             *("quantize_activated_backward", _slots_of_experts, _operands(f), _backward_operands),
+            *((_BACKWARD,), f, "swiglu"),
+        )
+        for f in RECIPES
+    ),
+    *(
+        Case(
+            *("quantize_activated_backward_rows", _slots_of_experts, _operands(f), _backward_rows),
             *((_BACKWARD,), f, "swiglu"),
         )
         for f in RECIPES

@@ -37,9 +37,10 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
   // along rows and their format. With indices, scores are by slot, else by row.
   m.def("activate(Tensor h, str activation, bool interleaved=False) -> Tensor");
   m.def(
-      "quantize_activated(Tensor h, str activation, str format, Tensor? offs=None, bool interleaved=False,"
-      " bool keep_h=True, ScalarType? dtype=None, str? rounding=None)"
+      "quantize_activated(Tensor h, str activation, str format, Tensor? bias=None, Tensor? offs=None,"
+      " bool interleaved=False, bool keep_h=True, ScalarType? dtype=None, str? rounding=None)"
       " -> (Tensor q, Tensor scale, Tensor h_q, Tensor h_scale)");
+  m.def("add_bias(Tensor x, Tensor bias, Tensor offs) -> Tensor");
   m.def(
       "activate_backward(Tensor grad, Tensor h, str activation, Tensor? scores=None, Tensor? h_scale=None,"
       " str? format=None, Tensor? indices=None, bool interleaved=False)"
@@ -50,6 +51,11 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
       " ScalarType? grad_dtype=None, str? rounding=None, str amax='group')"
       " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor a_q_t, Tensor a_scale_t, Tensor padded_offs,"
       " Tensor grad_scores)");
+  m.def(
+      "quantize_activated_backward_rows(Tensor grad, Tensor h, str activation, str format, Tensor offs,"
+      " Tensor? scores=None, Tensor? h_scale=None, Tensor? indices=None, bool interleaved=False,"
+      " bool keep_grad_h=False, bool keep_a=False, ScalarType? dtype=None, str? rounding=None)"
+      " -> (Tensor q, Tensor scale, Tensor grad_h, Tensor a, Tensor grad_scores)");
 
   // A router's choice. Logits are float32. The bias moves the choice, and no score.
   m.def(

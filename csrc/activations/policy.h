@@ -22,7 +22,9 @@ constexpr int kMxActivatedThreads = 1024;   // resident threads with h in shared
 
 // ---- quantize_activated_backward(), scales of whole rows: a pass by rows, then a pass by columns --------------------
 
-constexpr int kMaxRowTeam = 256;            // threads of a row: limits the row (2048 features), against occupancy
+constexpr int kMaxRowTeam = 256;            // threads of a row in a block (2048 features), against occupancy
+constexpr int kMaxRowCluster = 8;           // blocks that share a row: limits it to 16,384 features. Any GPU with
+                                            // clusters has clusters of eight
 constexpr int kRowPassBlockThreads = 128;   // of a block of several row teams: fewer blocks, against idle teams
 constexpr int kRowPassBlocks = 2;           // resident blocks of kMaxRowTeam threads: at most 128 registers a thread
 // Rows in flight a team, against registers; a light curve takes fewer.
@@ -31,6 +33,9 @@ MOE_HD constexpr int row_pass_rows(bool light) { return light ? kMaxRowPassRows 
 // Blocks of the grid: kRowPassRounds for each resident block, so that all end at about the same time. A block makes at
 // least kMinRowPassSteps steps of kMaxRowPassRows rows, because it ends with an atomic maximum for every column.
 constexpr int kRowPassResidentThreads = 512, kRowPassRounds = 12, kMinRowPassSteps = 4;
+
+constexpr int kRowBlocksTeam = 256;         // threads of a block, scales of blocks along rows only
+constexpr int kRowBlocksResident = 2;       // resident blocks: at most 128 registers a thread
 
 constexpr int kColumnPassLines = 2;         // lines of 128 positions a block: 256 bytes a store, against shared memory
 constexpr int kColumnPassVecs = 8;          // of eight features a block: the length of reads, against shared memory

@@ -1,3 +1,4 @@
+#include "activations/forward/add_bias.h"
 #include "activations/forward/quantize_activated.h"
 #include "activations/backward/quantize_activated_backward.h"
 #include "ops/operands.h"
@@ -6,8 +7,9 @@
 namespace moe_fp8 {
 namespace {
 
-constexpr const char *kActivate = "activate", *kQuantize = "quantize_activated", *kBackward = "activate_backward",
-                     *kQuantizeBackward = "quantize_activated_backward";
+constexpr const char *kActivate = "activate", *kAddBias = "add_bias", *kQuantize = "quantize_activated", *kBackward = "activate_backward",
+                     *kQuantizeBackward = "quantize_activated_backward",
+                     *kQuantizeBackwardRows = "quantize_activated_backward_rows";
 
 Activation check_activation(const char* op, std::string_view name) {
   return Activation(check_choice(op, "activation", name, kNumActivations, [](int i) { return kActivations[i].name; }));
@@ -22,6 +24,15 @@ int64_t check_features(const char* op, const Tensor& h, Activation activation) {
 
 GateRows gates_of(const char* op, const Tensor& h, InType in, Activation activation, bool interleaved) {
   return {h.data, h.strides[0], check_features(op, h, activation), in, {}, {}, interleaved};
+}
+
+// The checked bias of the rows of x, by the groups that end at offs.
+GroupBias check_bias(const Argument& arg, const Tensor& bias, const Tensor& x, const Tensor& offs) {
+  check(arg, bias, x);
+  check_dtype_of_like(arg, bias, x);
+  const int64_t sizes[] = {offs.sizes[0], x.sizes[1]};
+  check_sizes(arg, bias, sizes, 2);
+  return {bias.data, ints(offs), int(offs.sizes[0])};
 }
 
 // The checked arguments of the gradient ops. The scales of h are checked with their format.
@@ -100,10 +111,24 @@ Results<1> activate_op(const Tensor& h, std::string_view activation, bool interl
   return results(a);
 }
 
+Results<1> add_bias_op(const Tensor& x, const Tensor& bias, const Tensor& offs) {
+  constexpr const Argument &kX = argument(kAddBias, "x"), &kBias = argument(kAddBias, "bias"),
+                           &kOffs = argument(kAddBias, "offs");
+  check(kX, x);
+  check_offs(kOffs, offs, x, x.sizes[0]);
+  const GroupBias of_groups = check_bias(kBias, bias, x, offs);
+  const Call call(kAddBias, "x", x);
+  Handle out = call.empty({x.sizes[0], x.sizes[1]}, x.dtype);
+  const AddBiasParams p = {x.data, of_groups, data(out), x.sizes[0], x.sizes[1], x.strides[0], in_type(x)};
+  MOE_FP8_RUN(call, add_bias, p);
+  return results(out);
+}
+
 Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, std::string_view format,
-                                 const std::optional<Tensor>& offs, bool interleaved, bool keep_h,
+                                 const std::optional<Tensor>& bias, const std::optional<Tensor>& offs, bool interleaved, bool keep_h,
                                  std::optional<int32_t> dtype, std::optional<std::string_view> rounding) {
-  constexpr const Argument &kH = argument(kQuantize, "h"), &kOffs = argument(kQuantize, "offs");
+  constexpr const Argument &kH = argument(kQuantize, "h"), &kBias = argument(kQuantize, "bias"),
+                           &kOffs = argument(kQuantize, "offs");
   check(kH, h);
   QuantizeActivatedParams p = {};
   p.activation = check_activation(kQuantize, activation);
@@ -115,6 +140,8 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
   a.in = p.h.in;
   a.rows = h.sizes[0];
   if (offs) check_offs(kOffs, *offs, h, a.rows);
+  if (bias && !offs) fail(kQuantize, ": offs must be given with bias, got None");
+  if (bias) p.bias = check_bias(kBias, *bias, h, *offs);
   const Call call(kQuantize, "h", h);
   a.out = check_fp8(call, kQuantize, dtype);
   a.along_rows = true;
@@ -134,6 +161,14 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
       call.check(quantize_activated(p, call.stream()));
       return all_results();
     }
+  }
+  Handle with_bias;
+  if (bias) {
+    with_bias = call.empty({a.rows, h.sizes[1]}, h.dtype);
+    const AddBiasParams add_params = {h.data, p.bias, data(with_bias), a.rows, h.sizes[1], h.strides[0], p.h.in};
+    MOE_FP8_RUN(call, add_bias, add_params);
+    p.h.h = h_params.x = data(with_bias);
+    p.h.stride = h_params.row_stride = h.sizes[1];
   }
   const Handle values = call.empty({a.rows, a.K}, h.dtype);
   const ActivateParams activate_params = {p.h, data(values), a.rows, p.activation};
@@ -221,9 +256,61 @@ Results<8> quantize_activated_backward_op(const Tensor& grad, const Tensor& h, s
   return all_results();
 }
 
+Results<5> quantize_activated_backward_rows_op(
+    const Tensor& grad, const Tensor& h, std::string_view activation, std::string_view format, const Tensor& offs,
+    const std::optional<Tensor>& scores, const std::optional<Tensor>& h_scale, const std::optional<Tensor>& indices,
+    bool interleaved, bool keep_grad_h, bool keep_a, std::optional<int32_t> dtype,
+    std::optional<std::string_view> rounding) {
+  constexpr const char* kOp = kQuantizeBackwardRows;
+  constexpr const Argument &kGrad = argument(kOp, "grad"), &kH = argument(kOp, "h"),
+                           &kScores = argument(kOp, "scores"), &kScale = argument(kOp, "h_scale"),
+                           &kIndices = argument(kOp, "indices"), &kOffs = argument(kOp, "offs");
+  QuantizeActivatedBackwardParams p = {};
+  ActivateBackwardParams& gradients = p.gradients;
+  const GradientArguments args = {kGrad, kH, kScores, kScale, kIndices, grad, h, scores, h_scale, indices};
+  gradients = check_gradients(args, activation, interleaved);
+  QuantizeParams& quantize_dh = p.quantize_dh;
+  quantize_dh.format = check_format(kOp, format);
+  const Format& f = format_of(quantize_dh.format);
+  if (h_scale) gradients.h.scale = check_h_scale(kScale, h, *h_scale, format);
+  quantize_dh.rounding = check_rounding(kOp, f, rounding);
+  quantize_dh.in = gradients.in;
+  quantize_dh.rows = gradients.P;
+  quantize_dh.row_stride = quantize_dh.K = h.sizes[1];
+  quantize_dh.along_rows = true;
+  check_offs(kOffs, offs, h, gradients.P);
+  const Call call(kOp, "h", h);
+  quantize_dh.out = check_fp8(call, kOp, dtype);
+  if (f.blocked()) set_groups(quantize_dh, kOp, "h", offs, std::nullopt);
+  Outputs out = outputs_of(call, quantize_dh);
+  Handle grad_scores = call.empty({gradients.num_slots()}, kFloat32);
+  gradients.dscores = data<float>(grad_scores);
+  GradientOutputs kept = {call.empty({keep_grad_h ? gradients.P : 0, h.sizes[1]}, grad.dtype),
+                          call.empty({keep_a ? gradients.P : 0, gradients.h.F}, grad.dtype)};
+  const auto all_results = [&] { return results(out.q, out.scale, kept.grad_h, kept.a, grad_scores); };
+  if constexpr (kGpuBuild) {
+    if (call.on_gpu() && can_quantize_activated_backward(p)) {
+      if (keep_grad_h) gradients.dh = data(kept.grad_h);
+      if (keep_a) gradients.a = data(kept.a);
+      const Handle scratch = call.empty({scratch_words(p)}, kInt32);
+      p.scratch = data<int>(scratch);
+      call.check(quantize_activated_backward(p, call.stream()));
+      return all_results();
+    }
+  }
+  GradientOutputs values = compute_gradients(call, grad, h, gradients);
+  quantize_dh.x = gradients.dh;
+  run_quantize(call, quantize_dh);
+  if (keep_grad_h) kept.grad_h = std::move(values.grad_h);
+  if (keep_a) kept.a = std::move(values.a);
+  return all_results();
+}
+
 }  // namespace moe_fp8
 
 MOE_FP8_REGISTER(activate)
+MOE_FP8_REGISTER(add_bias)
 MOE_FP8_REGISTER(quantize_activated)
 MOE_FP8_REGISTER(activate_backward)
 MOE_FP8_REGISTER(quantize_activated_backward)
+MOE_FP8_REGISTER(quantize_activated_backward_rows)

@@ -6,6 +6,9 @@
 
 namespace moe_fp8 {
 
+// cluster_arrive() and cluster_wait_for_all() are the halves of a cluster_barrier(), for work in between. What a thread
+// wrote before it arrives, also by cluster_store(), all threads of the cluster see once they have waited.
+// cluster_store() writes to this place in the shared memory of block `rank`, which must have begun and not ended.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 MOE_DEVICE uint32_t cluster_size() {
   uint32_t n;
@@ -20,14 +23,30 @@ MOE_DEVICE uint32_t cluster_rank() {
 MOE_DEVICE void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+MOE_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+MOE_DEVICE void cluster_wait_for_all() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+MOE_DEVICE void cluster_store(uint32_t* shared, uint32_t word, uint32_t rank) {
+  asm volatile("{.reg .b32 to;\n"
+               "mapa.shared::cluster.u32 to, %0, %2;\n"
+               "st.shared::cluster.u32 [to], %1;}"
+               ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(word), "r"(rank) : "memory");
+}
 #elif defined(MOE_SIMT)
 MOE_DEVICE uint32_t cluster_size() { return simt::current->cluster_size(); }
 MOE_DEVICE uint32_t cluster_rank() { return simt::current->cluster_rank(); }
 MOE_DEVICE void cluster_barrier() { simt::current->cluster_barrier(simt::Site::here("cluster_barrier")); }
+MOE_DEVICE void cluster_arrive() {}
+MOE_DEVICE void cluster_wait_for_all() { cluster_barrier(); }
+MOE_DEVICE void cluster_store(uint32_t* shared, uint32_t word, uint32_t rank) {
+  *reinterpret_cast<uint32_t*>(simt::current->in_cluster(shared, rank, sizeof word)) = word;
+}
 #else
 MOE_DEVICE uint32_t cluster_size() { return 1; }
 MOE_DEVICE uint32_t cluster_rank() { return 0; }
 MOE_DEVICE void cluster_barrier() { __syncthreads(); }
+MOE_DEVICE void cluster_arrive() {}
+MOE_DEVICE void cluster_wait_for_all() { __syncthreads(); }
+MOE_DEVICE void cluster_store(uint32_t* shared, uint32_t word, uint32_t) { *shared = word; }
 #endif
 
 // Mailbox of a block for an all-gather over its cluster: every block posts one message of 32 words, a word per lane, to

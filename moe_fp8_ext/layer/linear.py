@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.layer.adapter import Adapter
-from moe_fp8_ext.layer.bias import plus_bias
+from moe_fp8_ext.layer.bias import added
 from moe_fp8_ext.matmul.engine import Engine, Groups
 from moe_fp8_ext.quantization.prepare import Operand, operands_of
 from moe_fp8_ext.quantization.tensor import Quantized
@@ -67,7 +67,7 @@ class ExpertLinear(NamedTuple):
     def product(self, engine: Engine, x: Operand, w: Operand, groups: Groups, by_index: bool = False) -> Tensor:
         """Computes x @ w^T + bias in bfloat16, with an operand w from `operands`."""
         y = engine.product(x, w, groups, by_index)
-        return y if self.bias is None else plus_bias(y, self.bias, groups.offs)
+        return y if self.bias is None else added(y, self.bias, groups.offs)
 
     def restored(self, weight: Tensor | None, bias: Tensor | None, A: Tensor | None, B: Tensor | None) -> ExpertLinear:
         """Returns the projection with the tensors that autograd sees, and the adapter's factors ready for products."""

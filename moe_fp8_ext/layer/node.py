@@ -17,7 +17,7 @@ from moe_fp8_ext.layer.source import Chunk, Source
 from moe_fp8_ext.matmul.engine import Activated, Engine, Groups, Wanted, engine_of
 from moe_fp8_ext.matmul.low_rank import Slots, Tokens
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
-from moe_fp8_ext.quantization.casting import cast
+from moe_fp8_ext.quantization.casting import cast, rounded
 from moe_fp8_ext.quantization.prepare import NOTHING, Operand
 from moe_fp8_ext.quantization.recipe import Recipe
 from moe_fp8_ext.training.watch import LayerWatch, watched
@@ -172,12 +172,16 @@ def _forward(
     x, scores, groups = chunk
     slots = Slots(groups)  # of adapters
     rows, _ = engine.tokens(x, groups, rows=True)
+    # The activation adds the bias, unless an adapter or statistics read h with it.
+    in_product = up.bias is None or up.adapter is not None or watch is not None
+    bias, up = (None, up) if in_product else (up.bias, up._replace(bias=None))
     h, of_up = up.product(engine, rows, w_up, groups, by_index=True), Adapted()
     if up.adapter is not None:
         h, of_up = up.adapter.up(h, engine.values(x), slots)
     if watch is not None:
         watch.forward(x, h, groups, up.weight, down.weight)
-    rows, h = engine.activated(h, groups, call.activation, call.interleaved, call.keep_fp8 and call.needs_h)
+    bias = None if bias is None else rounded(bias, h.dtype).contiguous()
+    rows, h = engine.activated(h, groups, call.activation, call.interleaved, call.keep_fp8 and call.needs_h, bias)
     of_down = Adapted() if down.adapter is None else down.adapter.narrow(engine.values(rows, groups.offs), slots)
     y = down.product(engine, rows, w_down, groups)
     out = y if groups.inverse is None else _combine(y, groups.inverse, scores)

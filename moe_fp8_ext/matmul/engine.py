@@ -27,8 +27,10 @@ from moe_fp8_ext.quantization.recipe import Recipe
 
 _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default
+_add_bias = torch.ops.moe_fp8.add_bias.default
 _activate_backward = torch.ops.moe_fp8.activate_backward.default
 _quantize_activated_backward = torch.ops.moe_fp8.quantize_activated_backward.default
+_quantize_activated_backward_rows = torch.ops.moe_fp8.quantize_activated_backward_rows.default
 _dequantize = torch.ops.moe_fp8.dequantize.default
 _quantize_rows = torch.ops.moe_fp8.quantize_rows.default
 _quantize_tokens = torch.ops.moe_fp8.quantize_tokens.default
@@ -158,9 +160,17 @@ class Bf16Engine:
     # ---- between the products of a layer ----
 
     def activated(
-        self, h: Tensor, groups: Groups, activation: str, interleaved: bool, keep_fp8: bool
+        self,
+        h: Tensor,
+        groups: Groups,
+        activation: str,
+        interleaved: bool,
+        keep_fp8: bool,
+        bias: Tensor | None = None,
     ) -> tuple[Operand, Operand]:
-        """Returns activations of h [P, 2F] along rows, and h as backward keeps it, quantized if `keep_fp8`."""
+        """Returns activations of h [P, 2F] plus the bias [E, 2F] of its group, along rows. Also returns h with the bias
+        as backward keeps it, quantized if `keep_fp8`."""
+        h = h if bias is None else _add_bias(h, bias, groups.offs)
         return Operand(_activate(h, activation, interleaved)), Operand(h)
 
     def gradients(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
@@ -259,14 +269,24 @@ class Fp8Engine(Bf16Engine):
         return None
 
     def activated(
-        self, h: Tensor, groups: Groups, activation: str, interleaved: bool, keep_fp8: bool
+        self,
+        h: Tensor,
+        groups: Groups,
+        activation: str,
+        interleaved: bool,
+        keep_fp8: bool,
+        bias: Tensor | None = None,
     ) -> tuple[Operand, Operand]:
         format, dtype, rounding = self.rule(gradient=False)
         how = interleaved, keep_fp8, dtype, rounding
-        q, scale, h_q, h_scale = _quantize_activated(h, activation, format, groups.offs, *how)
+        if bias is not None and not keep_fp8:  # backward keeps h with the bias in bfloat16
+            h, bias = _add_bias(h, bias, groups.offs), None
+        q, scale, h_q, h_scale = _quantize_activated(h, activation, format, bias, groups.offs, *how)
         return Operand(q, scale), Operand(h_q, h_scale) if keep_fp8 else Operand(h)
 
     def gradients(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
+        if wanted.rows and not wanted.tokens:
+            return self._gradients_along_rows(da, of, groups, wanted)
         if wanted != Wanted(rows=True, tokens=True, a=True, dh=False):
             return super().gradients(da, of, groups, wanted)
         h, scores, activation, interleaved = of
@@ -278,6 +298,18 @@ class Fp8Engine(Bf16Engine):
         )
         rows, tokens, of_a = Operand(q, scale), Operand(q_t, scale_t, ends), Operand(a_q_t, a_scale_t, ends)
         return Gradients(rows, tokens, of_a, None, dscores)
+
+    def _gradients_along_rows(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
+        """Computes `gradients` for a weight that has none. What is also wanted of dh and a comes in bfloat16."""
+        h, scores, activation, interleaved = of
+        format, dtype, rounding = self.rule(gradient=True)
+        how = interleaved, wanted.dh, wanted.a or wanted.a_values, dtype, rounding
+        q, scale, dh, a, dscores = _quantize_activated_backward_rows(
+            da, h.values, activation, format, groups.offs, scores, h.scale, groups.indices, *how
+        )
+        _, of_a = self.rows(a, groups.in_place, tokens=wanted.a)
+        dh, a = dh if wanted.dh else None, a if wanted.a_values else None
+        return Gradients(Operand(q, scale), NOTHING, of_a, dh, dscores, a)
 
     def rule(self, gradient: bool) -> Rule:
         """Returns the rule for weights and tokens, or for gradients of tokens."""
@@ -320,9 +352,15 @@ class HighPrecisionWgrad(Fp8Engine):
         return _BF16.tokens(kept, groups, tokens=True)[1]
 
     def activated(
-        self, h: Tensor, groups: Groups, activation: str, interleaved: bool, keep_fp8: bool
+        self,
+        h: Tensor,
+        groups: Groups,
+        activation: str,
+        interleaved: bool,
+        keep_fp8: bool,
+        bias: Tensor | None = None,
     ) -> tuple[Operand, Operand]:
-        return super().activated(h, groups, activation, interleaved, keep_fp8=False)
+        return super().activated(h, groups, activation, interleaved, keep_fp8=False, bias=bias)
 
     gradients, wgrad = Bf16Engine.gradients, Bf16Engine.wgrad
 

@@ -14,7 +14,14 @@ Each op family is one module. For each op the module holds a wrapper with a docs
 
 import torch as _torch
 
-from moe_fp8_ext.ops.activations import activate, activate_backward, quantize_activated, quantize_activated_backward
+from moe_fp8_ext.ops.activations import (
+    activate,
+    activate_backward,
+    add_bias,
+    quantize_activated,
+    quantize_activated_backward,
+    quantize_activated_backward_rows,
+)
 from moe_fp8_ext.ops.dequantization import dequantize
 from moe_fp8_ext.ops.dispatch import bind as _bind
 from moe_fp8_ext.ops.dispatch import refuse_none as _refuse_none
@@ -32,6 +39,7 @@ from moe_fp8_ext.ops.transpose import transpose_weight
 __all__ = [
     "activate",
     "activate_backward",
+    "add_bias",
     "add_scaled_grouped_mm",
     "choose_experts",
     "choose_experts_backward",
@@ -46,6 +54,7 @@ __all__ = [
     "permute_quantized",
     "quantize_activated",
     "quantize_activated_backward",
+    "quantize_activated_backward_rows",
     "quantize_and_pack",
     "quantize_both",
     "quantize_rows",

@@ -25,8 +25,10 @@ from moe_fp8_ext.quantization.format import Format, padded_extent
 
 _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default
+_add_bias = torch.ops.moe_fp8.add_bias.default
 _activate_backward = torch.ops.moe_fp8.activate_backward.default
 _quantize_activated_backward = torch.ops.moe_fp8.quantize_activated_backward.default
+_quantize_activated_backward_rows = torch.ops.moe_fp8.quantize_activated_backward_rows.default
 # By name of the activation: whether the columns of h are gates and ups.
 GATED = {rule["name"]: rule["gated"] for rule in _C.activations()}
 
@@ -62,11 +64,36 @@ def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor
     return _activate(h, activation, interleaved)
 
 
+def add_bias(x: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
+    """Adds the bias of its group to every row.
+
+        out[p] = x[p] + bias[e]        offs[e-1] <= p < offs[e]
+
+    Rows behind the last group get no bias. Sums are computed in float32 and rounded once. Every NaN of the result is
+    the quiet NaN without a sign. The op has no derivative.
+
+    Args:
+        x: [P, N] bfloat16, float16 or float32; stride 1 along a row, any row stride.
+        bias: [E, N] of x's dtype, contiguous, on the same device.
+        offs: [E] int32, the exclusive end row of each group.
+
+    Returns:
+        out [P, N] of x's dtype, contiguous.
+
+    Raises:
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
+
+    Source: the equation above.
+    """
+    return _add_bias(x, bias, offs)
+
+
 def quantize_activated(
     h: Tensor,
     activation: str,
     format: str,
     *,
+    bias: Tensor | None = None,
     offs: Tensor | None = None,
     interleaved: bool = False,
     keep_h: bool = True,
@@ -78,6 +105,8 @@ def quantize_activated(
         q, scale = quantize_rows(activate(h, activation), format, offs=offs)
         h_q, h_scale = quantize_rows(h, format)
 
+    With bias, h stands for `add_bias(h, bias, offs)` in both.
+
     The results have the bytes of these two calls. On a GPU one kernel reads h once and never writes the activations to
     memory, if all of these hold:
 
@@ -87,6 +116,7 @@ def quantize_activated(
 
     Args:
         h, activation, interleaved: as in `activate`.
+        bias: as in `add_bias`, of h's dtype, with as many columns as h. It needs offs.
         format, dtype, rounding: as in `quantize_rows`.
         offs: as in `quantize_rows`, for the rows of h. With offs, "mxfp8" scales of the activations are blocked group
             by group. Scales of h are always blocked as one matrix.
@@ -101,7 +131,7 @@ def quantize_activated(
 
     Source: DESIGN.md section 3.
     """
-    return _quantize_activated(h, activation, format, offs, interleaved, keep_h, dtype, rounding)
+    return _quantize_activated(h, activation, format, bias, offs, interleaved, keep_h, dtype, rounding)
 
 
 def activate_backward(
@@ -186,9 +216,10 @@ def quantize_activated_backward(
     - grad is bfloat16 and its rows begin at multiples of 16 bytes;
     - the GPU casts to `dtype` and `grad_dtype` in hardware, and `dtype` is E4M3;
     - `align` pads groups to multiples of 16, and `amax` is not "batch";
-    - "rowwise": F is a multiple of 8 and at most 2048;
-    - formats with blocks: F is a multiple of 128, and a multiprocessor has 227 KB of shared memory, as in H200 and
-      B200.
+    - F is a multiple of 8;
+    - "rowwise": F is at most 2048 or, on GPUs with thread block clusters (Hopper, Blackwell), 16384;
+    - formats with blocks: a multiprocessor has 227 KB of shared memory, as in H200 and B200. If the halves of h are
+      gates and ups, F is a multiple of 128, so that no scaling block has both.
 
     Args:
         grad, h, activation, scores, indices, interleaved: as in `activate_backward`.
@@ -212,6 +243,50 @@ def quantize_activated_backward(
     return _quantize_activated_backward(grad, h, activation, format, offs, *options)
 
 
+def quantize_activated_backward_rows(
+    grad: Tensor,
+    h: Tensor,
+    activation: str,
+    format: str,
+    *,
+    offs: Tensor,
+    scores: Tensor | None = None,
+    h_scale: Tensor | None = None,
+    indices: Tensor | None = None,
+    interleaved: bool = False,
+    keep_grad_h: bool = False,
+    keep_a: bool = False,
+    dtype: torch.dtype | None = None,
+    rounding: str | None = None,
+) -> tuple[Tensor, ...]:
+    """Computes what backward needs between the two products of experts whose weights are frozen.
+
+        grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, ...)
+        q, scale = quantize_rows(grad_h, format, offs=offs, dtype=dtype, rounding=rounding)
+
+    The results have the bytes of these two calls. On a GPU one pass reads h and grad, under the conditions of
+    `quantize_activated_backward`. The conditions on `align`, `amax` and shared memory do not apply.
+
+    Args:
+        grad, h, activation, scores, indices, interleaved: as in `activate_backward`.
+        h_scale: as in `activate_backward`; the format of h is `format`.
+        format, dtype, rounding: as in `quantize_rows`.
+        offs: as in `quantize_rows`, for the rows of h.
+        keep_grad_h, keep_a: whether to return grad_h, or a, in grad's dtype: adapters take them. False: it has no rows.
+
+    Returns:
+        q, shaped as h, and its scale; grad_h, shaped as h, or [0, 2F] or [0, F] unless kept; a [P, F], or [0, F] unless
+        kept; grad_scores, as of `activate_backward`.
+
+    Raises:
+        RuntimeError: as `activate_backward` and `quantize_rows` do.
+
+    Source: `activate_backward` and `quantize_rows`.
+    """
+    options = scores, h_scale, indices, interleaved, keep_grad_h, keep_a, dtype, rounding
+    return _quantize_activated_backward_rows(grad, h, activation, format, offs, *options)
+
+
 def _save(ctx, inputs, output):
     h, ctx.activation, *interleaved = inputs
     ctx.interleaved = bool(interleaved and interleaved[0])
@@ -225,9 +300,11 @@ def _backward(ctx, grad):
 
 
 register_gradient(_activate, _save, _backward)
+refuse_derivatives(_add_bias)
 refuse_derivatives(_quantize_activated)
 refuse_derivatives(_activate_backward)
 refuse_derivatives(_quantize_activated_backward)
+refuse_derivatives(_quantize_activated_backward_rows)
 
 
 def _features(op: str, h: Tensor, activation: str) -> int:
@@ -247,8 +324,22 @@ def _(op, h, activation, interleaved):
     return h.new_empty((h.shape[0], _features(op, h, activation)))
 
 
+def _check_bias(op: str, bias: Tensor, like: str, x: Tensor, offs: Tensor) -> None:
+    check(op, "bias", bias, x)
+    require(bias.dtype == x.dtype, f"{op}: bias must be, like {like}, {x.dtype}, got {bias.dtype}")
+    check_shape(op, "bias", bias, (offs.shape[0], x.shape[1]))
+
+
+@fake(_add_bias)
+def _(op, x, bias, offs):
+    check(op, "x", x)
+    check(op, "offs", offs, x)
+    _check_bias(op, bias, "x", x, offs)
+    return x.new_empty(x.shape)
+
+
 @fake(_quantize_activated)
-def _(op, h, activation, format, offs, interleaved, keep_h, dtype, rounding):
+def _(op, h, activation, format, bias, offs, interleaved, keep_h, dtype, rounding):
     check(op, "h", h)
     rows, columns = h.shape
     shape = rows, _features(op, h, activation)
@@ -260,6 +351,9 @@ def _(op, h, activation, format, offs, interleaved, keep_h, dtype, rounding):
         if format.order == "blocked":
             groups = offs.shape[0]
             check_groups(op, groups, "h", rows, format, None)
+    if bias is not None:
+        require(offs is not None, f"{op}: offs must be given with bias, got None")
+        _check_bias(op, bias, "h", h, offs)
     dtype = fp8_dtype(op, dtype, h)
     h_q_shape = rows if keep_h else 0, columns
     return (
@@ -340,3 +434,27 @@ def _(op, grad, h, activation, format, offs, scores, h_scale, indices, align, dt
     outputs = h.new_empty(h.shape, dtype=grad_dtype), scale, *outputs_along_tokens(h.shape[1], grad_dtype)
     outputs += outputs_along_tokens(features, dtype, amax)
     return *outputs, h.new_empty((e,), dtype=torch.int32), grad_scores
+
+
+@fake(_quantize_activated_backward_rows)
+def _(
+    op, grad, h, activation, format, offs, scores, h_scale, indices, interleaved, keep_grad_h, keep_a, dtype, rounding
+):
+    (rows, features), grad_scores = _check_gradients(op, grad, h, activation, scores, h_scale, indices)
+    format = check_format(op, format)
+    if h_scale is not None:
+        _check_h_scale(op, h, h_scale, format)
+    check_rounding(op, format, rounding)
+    check(op, "offs", offs, h)
+    groups = None
+    dtype = fp8_dtype(op, dtype, h)
+    if format.order == "blocked":
+        groups = offs.shape[0]
+        check_groups(op, groups, "h", rows, format, None)
+    return (
+        h.new_empty(h.shape, dtype=dtype),
+        format.scale_of_rows(h.shape, groups).empty(h, format.scale_dtype),
+        grad.new_empty((rows if keep_grad_h else 0, h.shape[1])),
+        grad.new_empty((rows if keep_a else 0, features)),
+        grad_scores,
+    )

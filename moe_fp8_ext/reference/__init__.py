@@ -8,7 +8,14 @@ Dims: M tokens, K input features, N output features, E experts, P padded tokens.
 factor: x ~ q * scale.
 """
 
-from .activations import activate, activate_backward, quantize_activated, quantize_activated_backward
+from .activations import (
+    activate,
+    activate_backward,
+    add_bias,
+    quantize_activated,
+    quantize_activated_backward,
+    quantize_activated_backward_rows,
+)
 from .dequantization import dequantize, exact_values
 from .gemm import add_scaled_grouped_mm, grouped_mm, scaled_grouped_mm
 from .messages import pack_tokens, quantize_and_pack
@@ -39,6 +46,7 @@ from .tokens import (
 __all__ = [
     "activate",
     "activate_backward",
+    "add_bias",
     "add_scaled_grouped_mm",
     "choose_experts",
     "choose_experts_backward",
@@ -56,6 +64,7 @@ __all__ = [
     "permute_quantized",
     "quantize_activated",
     "quantize_activated_backward",
+    "quantize_activated_backward_rows",
     "quantize_and_pack",
     "quantize_both",
     "quantize_rows",

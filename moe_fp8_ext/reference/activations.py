@@ -113,18 +113,28 @@ def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor
     return round_to(value * up_factor(up, activation), h.dtype)
 
 
+def add_bias(x: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
+    """x [P, N] plus the bias [E, N] of each row's group; rows without a group get zeros."""
+    ends = offs.clamp(0, len(x)).cummax(0).values if len(offs) else offs
+    groups = (torch.arange(len(x), device=x.device)[:, None] >= ends[None]).sum(1)
+    rows = torch.cat([bias.float(), bias.new_zeros(1, x.shape[1], dtype=torch.float32)])[groups]
+    return round_to(x.float() + rows, x.dtype)
+
+
 def quantize_activated(
     h: Tensor,
     activation: str,
     format: str,
     *,
+    bias: Tensor | None = None,
     offs: Tensor | None = None,
     interleaved: bool = False,
     keep_h: bool = True,
     dtype: torch.dtype | None = None,
     rounding: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """h -> quantize_rows of the activations, by groups, and quantize_rows of h itself, without groups."""
+    """h plus bias -> quantize_rows of the activations, by groups, and quantize_rows of h itself, without groups."""
+    h = h if bias is None else add_bias(h, bias, offs)
     options = {"dtype": dtype, "rounding": rounding}
     a = activate(h, activation, interleaved=interleaved)
     return *quantize_rows(a, format, offs=offs, **options), *quantize_rows(h if keep_h else h[:0], format, **options)
@@ -192,3 +202,26 @@ def quantize_activated_backward(
     q, scale, q_t, scale_t, padded_offs = quantize_both(grad_h, format, dtype=grad_dtype or dtype, **options)
     a_q_t, a_scale_t, _ = quantize_tokens(a, format, dtype=dtype, amax=amax, **options)
     return q, scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs, grad_scores
+
+
+def quantize_activated_backward_rows(
+    grad: Tensor,
+    h: Tensor,
+    activation: str,
+    format: str,
+    *,
+    offs: Tensor,
+    scores: Tensor | None = None,
+    h_scale: Tensor | None = None,
+    indices: Tensor | None = None,
+    interleaved: bool = False,
+    keep_grad_h: bool = False,
+    keep_a: bool = False,
+    dtype: torch.dtype | None = None,
+    rounding: str | None = None,
+) -> tuple[Tensor, ...]:
+    """quantize_rows of grad_h, by groups; grad_h and scores * a, without rows unless they are kept; grad_scores."""
+    h_options = {"h_scale": h_scale, "format": None if h_scale is None else format, "interleaved": interleaved}
+    grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, indices=indices, **h_options)
+    q, scale = quantize_rows(grad_h, format, offs=offs, dtype=dtype, rounding=rounding)
+    return q, scale, grad_h if keep_grad_h else grad_h[:0], a if keep_a else a[:0], grad_scores

@@ -60,6 +60,7 @@ def cases(fp8: torch.dtype) -> Iterator[Case]:
             yield "quantize_both", [x, name], how | offs | {"amax": amax}
         yield "quantize_activated", [h, "swiglu", name], how | offs
         yield "quantize_activated_backward", [grad, h, "swiglu", name], how | offs
+        yield "quantize_activated_backward_rows", [grad, h, "swiglu", name], how | offs | {"keep_grad_h": True}
         yield "quantize_and_pack", [x, ids, scores, name, of_ranks, ranks_of, E + 3], how
         q, scale, q_t, scale_t, ends_t = OPS.quantize_both(x, name, **how, **offs)
         yield "dequantize", [q, scale, name], offs

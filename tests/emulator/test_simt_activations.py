@@ -98,6 +98,41 @@ def test_quantized(kernels, activation, format, p, f, interleaved, keep_h, e5m2,
         assert_zeros_between_columns(got, f"at wave size {each.wave}")
 
 
+OFFS = ([9, 9, 30], [0, 50], [], [40, 3, 41], list(range(1, 71)))  # of groups: empty, all rows, none, corrupt, many
+
+
+@pytest.mark.parametrize(
+    *pairs(dtype=INPUT_DTYPES, p=[0, 1, 41], n=[0, 1, 8, 67, 264, 2056], offs=OFFS, offset=[0, 1, 8]), ids=short
+)
+def test_add_bias(kernels, dtype, p, n, offs, offset):
+    """A lane has no, one or several vectors. Vectors do not fit some rows, and rows follow the last group."""
+    x = misaligned(h_for("silu", p, n, dtype), offset)
+    kernels.check("add_bias", x, h_for("silu", len(offs), n, dtype), torch.tensor(offs, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    *pairs(
+        activation=ACTIVATIONS,
+        format=list(FORMATS),
+        f=[128, 256, 1152],
+        interleaved=[False, True],
+        keep_h=[False, True],
+        offs=OFFS,
+    ),
+    ids=short,
+)
+def test_quantized_with_bias(kernels, activation, format, f, interleaved, keep_h, offs):
+    h, offs = h_for(activation, 41, f), torch.tensor(offs, dtype=torch.int32)
+    how = {"interleaved": interleaved, "keep_h": keep_h, "rounding": FORMATS[format].roundings[0], "offs": offs}
+    how["bias"] = h_for(activation, 80, f)[: len(offs)]
+    for each in kernels:
+        how["dtype"] = next(t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz())
+        want = reference.quantize_activated(h, activation, format, **how)
+        got = each.run("quantize_activated", want, h, activation, format, **how)
+        assert_same(got, want, f"at wave size {each.wave}")
+        assert_zeros_between_columns(got, f"at wave size {each.wave}")
+
+
 @pytest.mark.parametrize("f", [8, 72, 200, 4104, 8192])
 def test_quantized_rows_of_any_vectors(kernels, f):
     for each in kernels:
@@ -127,7 +162,11 @@ def check_quantized_backward(
         given = {"dtype": e4m3, "grad_dtype": other if e5m2 else e4m3, "h_scale": scale, "offs": offs, **how}
         want = reference.quantize_activated_backward(da, h, activation, format, **given)
         run = partial(each.run, "quantize_activated_backward", want, da, h, activation, format, **given)
-        if FORMATS[format].block and each.wave == 64:  # no chip with waves of 64 has enough shared memory
+        halves, f, of_blocks = activation in GATED and not how.get("interleaved"), da.shape[1], FORMATS[format].block
+        refused = of_blocks and halves and f % 128  # a scaling block would have gates and ups
+        if each.wave == 64:  # such chips have too little shared memory for tiles, and no clusters for long rows
+            refused = of_blocks or f > 2048
+        if refused:
             with pytest.raises(RuntimeError, match="no kernels take these rows"):
                 run()
             continue
@@ -162,10 +201,22 @@ def test_quantized_backward(kernels, activation, f, ends, align, e5m2, by, inter
 
 
 @pytest.mark.parametrize(
+    ("activation", "f", "interleaved"),
+    [("swiglu_oai", 2880, True), ("swiglu", 4104, False), ("geglu", 2056, True), ("relu2", 4200, False)],
+)
+def test_quantized_backward_of_long_rows(kernels, activation, f, interleaved):
+    """A row is shared by the two or three blocks of a cluster, whose last one has fewer features."""
+    x, offs = h_for(activation, 37, f), torch.tensor([0, 5, 30], dtype=torch.int32)
+    da, how = da_for(x, activation), {"interleaved": interleaved, "rounding": "exact", **scored(x, "slots")}
+    x[7, f // 2], da[33, 3] = math.nan, math.inf
+    check_quantized_backward(kernels, x, da, activation, offs, e5m2=interleaved, **how)
+
+
+@pytest.mark.parametrize(
     *pairs(
         activation=ACTIVATIONS,
         format=[name for name, f in FORMATS.items() if f.block],
-        f=[128, 384],
+        f=[128, 384, 72, 192, 336],
         ends=[[331], [0, 16, 37, 37, 320], [], [0, 0], [1, 2, 130, 331]],
         align=[32, 128, 256],
         e5m2=[False, True],
@@ -179,12 +230,54 @@ def test_quantized_backward(kernels, activation, f, ends, align, e5m2, by, inter
 def test_quantized_backward_of_blocks(
     kernels, activation, format, f, ends, align, e5m2, by, interleaved, rounding, amax
 ):
-    """Tiles are not full, hold only padding, or hold rows behind the last group."""
+    """Tiles are not full, hold only padding, or hold rows behind the last group. The last tile of a row has features in
+    one scaling block of h or in two."""
     x, offs = h_for(activation, 331, f), torch.tensor(ends, dtype=torch.int32)
     rule = FORMATS[format]
     how = {"align": min(align, rule.aligns[1]), "interleaved": interleaved, "rounding": rule.roundings[rounding]}
     how |= {"amax": rule.amaxes[-amax], **scored(x, by)}
     check_quantized_backward(kernels, x, da_for(x, activation), activation, offs, e5m2, format, **how)
+
+
+@pytest.mark.parametrize(
+    *pairs(
+        activation=ACTIVATIONS,
+        format=list(FORMATS),
+        f=[8, 72, 160, 256, 640, 2056],
+        ends=[[61], [0, 16, 37, 37, 50], [], [0, 0]],
+        e5m2=[False, True],
+        by=SCORED,
+        interleaved=[False, True],
+        rounding=[0, 1],
+        keep=[(False, False), (True, False), (False, True), (True, True)],
+    ),
+    ids=short,
+)
+def test_quantized_backward_along_rows(kernels, activation, format, f, ends, e5m2, by, interleaved, rounding, keep):
+    """A wave has rows and features that are not there, a scaling block is partial, and rows follow the last group."""
+    x, rule = h_for(activation, 61, f), FORMATS[format]
+    da, offs = da_for(x, activation), torch.tensor(ends, dtype=torch.int32)
+    x[3, f // 2], da[7, 5] = math.nan, math.inf
+    how = {"interleaved": interleaved, "rounding": rule.roundings[rounding], "offs": offs, **scored(x, by)}
+    how |= {"keep_grad_h": keep[0], "keep_a": keep[1]}
+    halves = activation in GATED and not interleaved
+    for each in kernels:
+        fp8 = [t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz()]
+        h, scale = reference.quantize_rows(x, format, dtype=fp8[0])
+        given = {"dtype": fp8[e5m2], "h_scale": scale, **how}
+        want = reference.quantize_activated_backward_rows(da, h, activation, format, **given)
+        run = partial(each.run, "quantize_activated_backward_rows", want, da, h, activation, format, **given)
+        if halves and rule.block and f % 128 or rule.block is None and f > 2048 and each.wave == 64:
+            with pytest.raises(RuntimeError, match="no kernels take these rows"):
+                run()
+            continue
+        got, what = run(), f"{activation} {format} at wave size {each.wave}"
+        assert_same(got[:-1], want[:-1], what)
+        assert_zeros_between_columns(got, what)
+        of_h = {"h_scale": scale, "format": format, "interleaved": interleaved, "indices": how.get("indices")}
+        parts = reference.activate_backward(da, h, activation, scores=how["scores"], **of_h)
+        parts = each.run("activate_backward", parts, da, h, activation, scores=how["scores"], **of_h)
+        assert_same(got[-1], parts[-1], f"dscores, {what}")
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -76,7 +76,8 @@ ORDER = """
     offs padded_starts
     indices inverse top_k
     rows cols num_experts num_local_experts num_ranks num_tokens num_rows num_padded
-    scoring normalize scaling_factor num_groups top_groups group_score given_ids parts interleaved keep_h
+    scoring normalize scaling_factor num_groups top_groups group_score given_ids parts interleaved
+    keep_h keep_grad_h keep_a
     align align_empty dtype out_dtype grad_dtype rounding amax use_fast_accum
 """.split()
 PLACES = {name: place for place, name in enumerate(ORDER)}

@@ -120,7 +120,18 @@ def test_edges(fp8, device):
         given = {"offs": int32(list(ends), device), "dtype": CHIP[0], **how}
         check(**kept(x, "rowwise", fp8), da=da, activation="swiglu", format="rowwise", **given)
 
-    for p, f in ((0, 64), (0, 0), (5, 0), (1, 64), (3, 2048), (3, 2056), (600, 64), (130, 1408)):
+    for p, f in (
+        (0, 64),
+        (0, 0),
+        (5, 0),
+        (1, 64),
+        (3, 2048),
+        (3, 2056),
+        (9, 14336),
+        (2, 16392),
+        (600, 64),
+        (130, 1408),
+    ):
         x = h_for("swiglu", p, f, device=device)
         both(x, da_for(x, "swiglu"), p // 2, p, p)
     x = h_for("swiglu", 50, 128, device=device)
@@ -157,16 +168,20 @@ def test_what_is_not_finite(activation, fp8, format, device):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("f", [72, 256, 384, 1544, 2056])
-def test_is_made_of_the_others(format, f, device):
+@pytest.mark.parametrize(
+    ("f", "interleaved"), [*((f, False) for f in (72, 256, 384, 1544, 4104)), (200, True), (2880, True)]
+)
+def test_is_made_of_the_others(format, f, interleaved, device):
     """Equals the separate ops byte for byte. dscores included: a device has one order of sums. A zero from underflow
     has the same sign."""
     x = h_for("swiglu", 500, f, device=device)
     da, of_slots, offs = da_for(x, "swiglu"), scored(x, "slots"), int32([100, 130, 130, 480], device)
-    x[7, :f], x[7, f:], da[7] = 1e-12, -1e-12, 1e-38
+    gates, ups = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, f), slice(f, None))
+    x[7, gates], x[7, ups], da[7] = 1e-12, -1e-12, 1e-38
     h, h_scale = quantize_rows(x, format)
-    got = quantize_activated_backward(da, h, "swiglu", format, offs=offs, h_scale=h_scale, **of_slots)
-    dh, a, dscores = activate_backward(da, h, "swiglu", h_scale=h_scale, format=format, **of_slots)
+    how = {"h_scale": h_scale, "interleaved": interleaved, **of_slots}
+    got = quantize_activated_backward(da, h, "swiglu", format, offs=offs, **how)
+    dh, a, dscores = activate_backward(da, h, "swiglu", format=format, **how)
     *of_dh, padded_offs = quantize_both(dh, format, offs=offs)
     assert_same(got, [*of_dh, *quantize_tokens(a, format, offs=offs)[:2], padded_offs, dscores])
 

@@ -209,10 +209,19 @@ def activate(r: random.Random) -> Call:
 
 
 @op
+def add_bias(r: random.Random) -> Call:
+    x = values(r, r.choice(ROWS), r.choice(COLUMNS))
+    offs = offsets(r, len(x))
+    return [x, torch.randn(len(offs), x.shape[1], generator=generator(r)).to(x.dtype), offs], {}
+
+
+@op
 def quantize_activated(r: random.Random) -> Call:
     h = values(r, r.choice(ROWS), r.choice(COLUMNS))
     fmt = r.choice(list(FORMATS))
     how = {"interleaved": r.random() < 0.3, "keep_h": r.random() < 0.5, "offs": r.choice((None, offsets(r, len(h))))}
+    if how["offs"] is not None and r.random() < 0.5:
+        how["bias"] = torch.randn(len(how["offs"]), h.shape[1], generator=generator(r)).to(h.dtype)
     return [h, activation_of(r, h)[0], fmt], how | rule(r, fmt)
 
 
@@ -243,6 +252,14 @@ def quantize_activated_backward(r: random.Random) -> Call:
     align = r.choice((None, FORMATS[fmt].aligns[0], FORMATS[fmt].aligns[1]))
     how |= {"offs": offsets(r, len(args[0])), "align": align, "grad_dtype": r.choice((None, *FP8_DTYPES))}
     return [*args, fmt], how | {"amax": r.choice(FORMATS[fmt].amaxes)} | rule(r, fmt)
+
+
+@op
+def quantize_activated_backward_rows(r: random.Random) -> Call:
+    args, how = activate_backward(r)
+    fmt = how.pop("format", r.choice(list(FORMATS)))
+    how |= {"offs": offsets(r, len(args[0])), "keep_grad_h": r.random() < 0.5, "keep_a": r.random() < 0.5}
+    return [*args, fmt], how | rule(r, fmt)
 
 
 # Tokens

@@ -140,18 +140,22 @@ def cases_of_activations() -> Iterator[Call]:
                 yield *call, (grad, q, name, fmt), how | grads | of_fp8
                 of_fp8["indices"] = torch.randperm(70).int()
                 yield *call, (grad, q, name, fmt), how | grads | of_fp8
+            del of_fp8["amax"], grads["grad_dtype"]
+            call = f"quantize_activated_backward_rows {name} {fmt}", OPS.quantize_activated_backward_rows
+            yield *call, (grad, q, name, fmt), how | grads | of_fp8 | {"keep_grad_h": f == 640, "keep_a": f == 1040}
 
 
 def cases_of_gradient_tiles() -> Iterator[Call]:
-    """More rows than a tile, both halves of h, gradients in E5M2, and one term in the sum of a row."""
-    for name, fmt in itertools.product(ACTIVATIONS, FORMATS):
-        h = tokens(300, 512 if name in GATED else 256, torch.bfloat16)
+    """More rows than a tile, both halves of h, gradients in E5M2, and one term in the sum of a row. Then a partial last
+    tile and, in rows with one scale, a cluster for each row."""
+    for (f, interleaved), name, fmt in itertools.product(((256, False), (2120, True)), ACTIVATIONS, FORMATS):
+        h = tokens(300, 2 * f if name in GATED else f, torch.bfloat16)
         q, scale = OPS.quantize_rows(h, fmt, dtype=HARDWARE[0])
-        grad = torch.zeros(300, 256, dtype=torch.bfloat16)
-        grad[torch.arange(300), torch.randint(256, (300,))] = torch.randn(300).bfloat16()
+        grad = torch.zeros(300, f, dtype=torch.bfloat16)
+        grad[torch.arange(300), torch.randint(f, (300,))] = torch.randn(300).bfloat16()
         for amax in FORMATS[fmt].amaxes:
             how = {"offs": offsets(0, 100, 101, 290), "scores": torch.rand(300), "h_scale": scale, "amax": amax}
-            how |= {"dtype": HARDWARE[0], "grad_dtype": HARDWARE[1]}
+            how |= {"dtype": HARDWARE[0], "grad_dtype": HARDWARE[1], "interleaved": interleaved}
             call = f"quantize_activated_backward {name} {fmt}", OPS.quantize_activated_backward
             yield *call, (grad, q, name, fmt), how
 

@@ -33,6 +33,7 @@ CASTS = {"(Fp8Variant)0": {E4M3}, "(Fp8Variant)1": {E5M2}, "(Fp8Variant)2": {E4M
 LOADS_VECTORS: dict[str, str | bool] = {
     "activate_backward_kernel": "VectorAccess<BF16>",
     "activate_kernel": "VectorAccess<BF16>",
+    "add_bias_kernel": "VectorAccess<BF16>",
     "add_groups_kernel": True,
     "choose_experts_backward_kernel": "ExpertLanes<",
     "choose_experts_kernel": True,
@@ -54,8 +55,10 @@ LOADS_VECTORS: dict[str, str | bool] = {
     "place_rows_kernel": False,
     "place_chunks_kernel": False,
     "place_tokens_kernel": False,
+    "prepare_gradient_row_blocks_kernel": False,
     "prepare_offs_kernel": False,
     "scale_batch_columns_kernel": False,
+    "sum_gradient_row_blocks_kernel": False,
     "sum_gradient_tiles_kernel": False,
     "swizzle_scales_kernel": True,
     "token_groups_kernel": False,

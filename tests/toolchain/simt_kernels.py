@@ -189,12 +189,16 @@ class SimtKernels(TokenKernels):
         how = IN_TYPES.index(h.dtype), ACTIVATIONS.index(activation), interleaved
         self._call("activate", h, a, *a.shape, h.stride(0), *how)
 
+    def _add_bias(self, memory: GuardedMemory, out: Tensor, x: Tensor, bias: Tensor, offs: Tensor) -> None:
+        self._call("add_bias", x, bias, offs, len(offs), *x.shape, x.stride(0), IN_TYPES.index(x.dtype), out)
+
     def _quantize_activated(
         self,
         memory: GuardedMemory,
         *given: object,
         dtype: torch.dtype,
         rounding: str,
+        bias: Tensor | None = None,
         offs: Tensor | None = None,
         interleaved: bool = False,
         keep_h: bool = True,
@@ -204,7 +208,7 @@ class SimtKernels(TokenKernels):
         what = h, *q.shape, h.shape[1], h.stride(0), *how, FP8_TYPES.index(dtype)
         scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).data_ptr())
         groups = self._groups(memory, offs)
-        self._call("quantize_activated", *what, q, scale, len(h_q), h_q, h_scale, *groups, scratch)
+        self._call("quantize_activated", *what, q, scale, len(h_q), h_q, h_scale, *groups, scratch, bias)
 
     def _activate_backward(
         self,
@@ -258,6 +262,30 @@ class SimtKernels(TokenKernels):
 
     def _transpose_weight(self, memory: GuardedMemory, q_t: Tensor, q: Tensor) -> None:
         self._call("transpose_weight", q, q_t, *q.shape, *q.stride()[:2])
+
+    def _quantize_activated_backward_rows(
+        self,
+        memory: GuardedMemory,
+        *given: object,
+        offs: Tensor,
+        dtype: torch.dtype,
+        rounding: str,
+        scores: Tensor | None = None,
+        h_scale: Tensor,
+        indices: Tensor | None = None,
+        interleaved: bool = False,
+        keep_grad_h: bool = False,
+        keep_a: bool = False,
+    ) -> None:
+        *out, grad, h, activation, format = given
+        sizes = *grad.shape, h.shape[1], h.stride(0), grad.stride(0)
+        scale = ctypes.byref(Scales.of(h, h_scale, format))
+        of_h = FP8_TYPES.index(h.dtype), scale, ACTIVATIONS.index(activation), interleaved
+        groups = self._groups(memory, offs if FORMATS[format].order == "blocked" else None)
+        how = list(FORMATS).index(format), ROUNDINGS.index(rounding), FP8_TYPES.index(dtype)
+        scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).data_ptr())
+        of_slots = indices, -1 if indices is None else len(out[-1]), scores
+        self._call("quantize_activated_backward_rows", h, grad, *of_slots, *sizes, *of_h, *groups, *how, *out, scratch)
 
     # Scales
 

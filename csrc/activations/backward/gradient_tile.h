@@ -1,4 +1,6 @@
-// The gradients of a tile of 128 rows by 128 features, for formats with blocks: one read of h and da.
+// The gradients of a tile of 128 rows by 128 features, for formats with blocks: one read of h and da. The last tile of
+// a row may have fewer features. It repeats its last vector, which is in the last scaling block of every output and so
+// changes no maximum. What the vector gives a second time has no column, and is not stored.
 //
 // A tile has kOutputs outputs of 128 columns each: a projection of dh each, then a. Their values wait in shared memory,
 // in bfloat16, until the amax of every column is known. From there on each output is a tile of quantize/tile.h.
@@ -17,11 +19,12 @@ struct PlacedTile {
 struct GradientTilesPlan : GradientInputs {
   TilesPlan dh, a;
   PlacedTile* placed;
-  float* dots;  // [F / 128, rows], parts of dscores
+  float* dots;  // [tiles of a row, rows], parts of dscores
   int tiles;    // the most that there may be along the rows
   bool has_float_scales;
 
-  // The tile column of an output, for tile column `across` of the features.
+  // The tile column of an output, for tile column `across` of the features. The last tile of an interleaved h may have
+  // no columns of its second output, whose tile column then is behind the last one.
   MOE_DEVICE int tile_column(int output, int across) const {
     if (output == projections) return across;
     return gradients.h.interleaved ? 2 * across + output : across + output * int(a.tiles_across);
@@ -69,7 +72,8 @@ MOE_DEVICE void differentiate_rows(const GradientTilesPlan& p, const QuantizedTi
   constexpr int kProjections = G::kProjections, kOutputs = G::kOutputs, kVecs = Shared::kVecs;
   constexpr int kRowsAtOnce = kLanes / kVecs, kSteps = kChunkRows / kRowsAtOnce;
   constexpr int kInFlight = tile_rows_in_flight(G::kLight);
-  const int vec = threadIdx.x % kVecs, v = tile.across * kVecs + vec, last = tile.rows - 1;
+  const int vec = threadIdx.x % kVecs, number = tile.across * kVecs + vec, last = tile.rows - 1;
+  const int v = Min{}(number, p.vecs - 1);
   struct Chunk { int output, number; };  // eight columns
   // The chunk of the thread's vector i: its eight features in each projection of dh, or, if h is interleaved, two
   // neighbouring chunks of one output; the last vector is a's.
@@ -85,7 +89,7 @@ MOE_DEVICE void differentiate_rows(const GradientTilesPlan& p, const QuantizedTi
     RowScales scales = p.gradients.h.scale.scales_of_row(row);
     if (std::is_same_v<typename T::Scale, ScaleF32>) scales.is_float = true, scales.block4_stride = 0;
     else scales.is_float = false;
-    // A projection is whole tiles, so the scales of the second projection are at a fixed distance.
+    // If projections are halves, each is whole tiles. So the scales of the second are at a fixed distance.
     const int64_t first = scales.offset(uint32_t(v * (G::kColumns / G::kVectors)) / T::Format::kSize);
     const int64_t distance = scales.offset(uint32_t(p.vecs * kFeatures) / T::Format::kSize);
     return G::template load<Reuse::kNone>(p, row, v, [&](int i) {
@@ -109,6 +113,7 @@ MOE_DEVICE void differentiate_rows(const GradientTilesPlan& p, const QuantizedTi
       typename G::Pairs dh;
       Vec16 a;
       dots[i] = g[i].round([&](int j) { return g[i].gradient(j); }, dh, a.w);
+      if (number >= p.vecs) dots[i] = 0;
       if (step + kInFlight < kSteps) g[i] = load(step + kInFlight + i);
       const int row = row_in_tile(step + i);
 #pragma unroll

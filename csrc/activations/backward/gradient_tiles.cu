@@ -67,7 +67,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, kGradientTileBlocks)
       stage_columns<Dh>(p.dh, tile[output], v, shared.scaling[output], shared.stage(output));
       read_output<Dh>(shared, output + 1, v);
       __syncthreads();
-      Scales::template store<Dh>(p.dh, tile[output], shared.scaling[output]);
+      if (tile[output].across < int(p.dh.tiles_across))
+        Scales::template store<Dh>(p.dh, tile[output], shared.scaling[output]);
       store_staged<Dh, 1>(p.dh, &shared.stage(output), [&](int) -> const QuantizedTile& { return tile[output]; });
     }
     stage_columns<A>(p.a, tile[kProjections], v, shared.scaling[kProjections], shared.stage(kProjections));
@@ -100,7 +101,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kDscoresSumThreads, 1)
       for (int i = 0; i < n; ++i) dots[i] = dots[2 * i] + dots[2 * i + 1];
     sum += dots[0];
   }
-  store_stream(p.gradients.dscores + slot, sum);
+  store_element(p.gradients.dscores, InType::kF32, slot, sum);
 }
 
 bool has_float_scales(const QuantizeActivatedBackwardParams& p) {
@@ -135,12 +136,12 @@ int launch_tiles(const QuantizeActivatedBackwardParams& params, void* stream) {
 }  // namespace
 
 int64_t gradient_tiles_words(const QuantizeActivatedBackwardParams& p) {
-  return max_tiles(p) * int64_t(sizeof(PlacedTile) / 4) + p.gradients.h.F / kBlock * p.quantize_dh.rows;
+  const int64_t tiles_across = ceil_div<int64_t>(p.gradients.h.F, kBlock);
+  return max_tiles(p) * int64_t(sizeof(PlacedTile) / 4) + tiles_across * p.quantize_dh.rows;
 }
 
 bool can_take_gradient_tiles(const QuantizeActivatedBackwardParams& p) {
-  const bool has_tiles = p.gradients.h.F % kBlock == 0;
-  return has_tiles && has_room<DhTraits<MxScales>, 3>(min_shared_bytes(device().sm));
+  return has_whole_blocks(p.gradients) && has_room<DhTraits<MxScales>, 3>(min_shared_bytes(device().sm));
 }
 
 int launch_gradient_tiles(const QuantizeActivatedBackwardParams& p, void* stream) {

@@ -29,6 +29,10 @@ struct GradientsPlan : GradientInputs {
   uint32_t* amax;      // [E, outputs, 8, F / 8], float32 bits; this order makes the atomics of neighbours coalesce
   int* starts;         // [E + 2], first rows of groups; the last two are the start and the end of the tail
   int rows_per_block;  // of the pass by rows
+  int row_blocks;      // blocks of a cluster that share a row in the pass by rows
+  int row_threads;     // threads of a row in each of these blocks
+  int row_waves;       // waves of a row in all of them
+  float* dots;         // [row_waves, P], parts of dscores; null: one block has the whole row, and sums them
 };
 
 // A stride below this fits 32 bits, counted in vectors, so that an offset takes one short multiplication.
@@ -49,10 +53,16 @@ MOE_HD int64_t grouped_columns(const GradientsPlan& p) {
   return p.quantize_dh.E * (p.projections + 1) * p.gradients.h.F;
 }
 
+// Whether ups begin with a scaling block, and in the blocked layout with four, so that the scales of a feature's gate and
+// up are at a fixed distance. An interleaved h, or an h without ups, has one part.
+inline bool has_whole_blocks(const ActivateBackwardParams& p) {
+  return !is_gated(p.activation) || p.h.interleaved || p.h.F % kBlock == 0;
+}
+
 using GradientTypes = Vectorized<BF16, Fp8Variant::kRuntime>;
 constexpr int kFeatures = 8;      // of a vector
 constexpr int kMagnitudes = 128;  // values of an fp8 byte without its sign
-constexpr int64_t kMaxBackwardFeatures = kMaxRowTeam * kFeatures;
+constexpr int64_t kMaxTeamFeatures = kMaxRowTeam * kFeatures;  // of a row in one block
 
 // Words of gathered_scores, which begins the scratch and fills whole 16-byte vectors.
 inline int64_t score_words(const ActivateBackwardParams& p) { return p.slots.at ? round_up<int64_t>(p.P, 4) : 0; }
@@ -65,6 +75,9 @@ inline GradientInputs gradient_inputs(const ActivateBackwardParams& p, float* sc
   return inputs;
 }
 
+// Light curves leave registers for more rows or features in flight.
+MOE_HD constexpr bool is_light(Curve curve) { return curve != Curve::kClampedSilu && curve != Curve::kGelu; }
+
 // Eight features of a row: h in the chip's E4M3, its scales and da, as they lie in memory, and their gradients. An
 // interleaved h is one vector of 16 columns; otherwise gates and ups are a vector of 8 columns each.
 template <Activation kActivation, bool kInterleaved_>
@@ -74,8 +87,7 @@ struct Gradients {
   static constexpr int kProjections = kGated ? 2 : 1, kOutputs = kProjections + 1;
   static constexpr int kColumns = Features::kColumns;
   static constexpr Curve kCurve = kActivations[int(kActivation)].curve;
-  // Light curves leave registers for more rows or features in flight.
-  static constexpr bool kLight = kCurve != Curve::kClampedSilu && kCurve != Curve::kGelu;
+  static constexpr bool kLight = is_light(kCurve);
   using HVec = std::conditional_t<kInterleaved, Vec16, Vec8>;
   static constexpr int kVectors = kColumns / sizeof(HVec);
   using Pairs = uint32_t[kColumns / 2];  // pairs of neighbouring columns of dh, in bfloat16
@@ -149,6 +161,36 @@ struct Gradients {
     }
     return dot;
   }
+  // Casts and stores dh along a row; m has a multiplier for each vector.
+  template <class Cast>
+  static MOE_DEVICE void store(const GradientInputs& p, const QuantizeParams& to, const Pairs& dh, int row, int v,
+                               const float (&m)[kVectors], Cast cast) {
+    uint8_t* q = to.q + offset(row, uint32_t(to.K));
+#pragma unroll
+    for (int i = 0, pair = 0; i < kVectors; ++i) {
+      HVec bytes;
+#pragma unroll
+      for (uint32_t& word : bytes.w) {
+        word = cast_words<BF16>(dh + pair, m[i], m[i], m[i], m[i], cast);
+        pair += 2;
+      }
+      store_stream(vector_at(p, q, v, i), bytes);
+    }
+  }
+  // Stores dh and scores * a in bfloat16, where they are wanted.
+  MOE_DEVICE void keep(const GradientInputs& p, int row, int v, const Pairs& dh,
+                       const uint32_t (&a)[kFeatures / 2]) const {
+    const ActivateBackwardParams& backward = p.gradients;
+    if (backward.dh) {
+      Vec16* to = static_cast<Vec16*>(backward.dh) + offset(row, uint32_t(kProjections * p.vecs));
+#pragma unroll
+      for (int c = 0; c < kProjections; ++c)
+        store_stream(to + (kInterleaved ? kProjections * v + c : v + c * p.vecs),
+                     Vec16{{dh[4 * c], dh[4 * c + 1], dh[4 * c + 2], dh[4 * c + 3]}});
+    }
+    if (backward.a)
+      store_stream(static_cast<Vec16*>(backward.a) + offset(row, uint32_t(p.vecs)) + v, Vec16{{a[0], a[1], a[2], a[3]}});
+  }
   // Fills the two entries of a table for a gate of these bits and for its negative. The negative of a FNUZ zero is NaN.
   static MOE_DEVICE void tabulate(Point* table, int bits, float scale) {
     const int negated = bits | kMagnitudes;
@@ -176,13 +218,17 @@ MOE_DEVICE void with_gradients(const GradientInputs& p, F f) {
   });
 }
 
-// ---- the passes: by rows and by columns for scales of whole rows, by tiles for scales of blocks ---------------------
-int launch_gradient_rows(GradientsPlan plan, void* stream);
+// ---- the passes: by rows and by columns for scales of whole rows, by tiles for scales of blocks. Along rows only, the
+// pass by rows, or by blocks of rows ----------------------------------------------------------------------------------
+int launch_gradient_rows(const GradientsPlan& plan, void* stream);
 int launch_gradient_columns(const GradientsPlan& plan, void* stream);
+int launch_gradient_row_blocks(const QuantizeActivatedBackwardParams& p, void* stream);
 int launch_gradient_tiles(const QuantizeActivatedBackwardParams& p, void* stream);
-// True if the kernel of tiles takes these sizes on this GPU. The caller has checked the types.
+// True if the kernels of blocks take these sizes on this GPU. The caller has checked the types.
+bool can_take_gradient_row_blocks(const QuantizeActivatedBackwardParams& p);
 bool can_take_gradient_tiles(const QuantizeActivatedBackwardParams& p);
-// Words of scratch behind the scores, of the pass by tiles.
+// Words of scratch behind the scores.
+int64_t gradient_row_blocks_words(const QuantizeActivatedBackwardParams& p);
 int64_t gradient_tiles_words(const QuantizeActivatedBackwardParams& p);
 
 }  // namespace moe_fp8

@@ -1,3 +1,4 @@
+#include "activations/forward/bias_rows.h"
 #include "activations/forward/row_map.h"
 #include "primitives/wave_rows.h"
 
@@ -52,7 +53,31 @@ MOE_DEVICE void store_rows(const QuantizeActivatedPlan& p, const Map& map, const
   });
 }
 
-template <bool kGated, class Map>
+// Adds the bias of each row's group to the vectors of h.
+template <class Map, class Layout, class Clamped>
+MOE_DEVICE void add_bias_to_rows(const QuantizeActivatedPlan& p, typename Map::HVecs& h, const Layout& layout, int row0,
+                                 Clamped clamped) {
+#pragma unroll
+  for (int r = 0; r < Map::kRows; ++r) {
+    const int e = group_of_row(p.bias, row0 + r * Map::kRowStride);
+#pragma unroll
+    for (int i = 0; i < Map::kVecsPerRow; ++i) {
+      h.next();
+#pragma unroll
+      for (int vector = 0; vector < Layout::kVectors; ++vector) {
+        const int64_t at = e * (p.h.F * Layout::kVectors) + layout.column(clamped(i), vector);
+        const Vec16 bias = e < p.bias.E ? *Access::vec(p.bias.values, at) : Vec16{};
+        Vec16& of_h = h.at(r * Map::kVecsPerRow + i, vector);
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+          of_h.w[w] = packed_bf16(element<BF16>(of_h.w[w], 0) + element<BF16>(bias.w[w], 0),
+                                  element<BF16>(of_h.w[w], 1) + element<BF16>(bias.w[w], 1));
+      }
+    }
+  }
+}
+
+template <bool kGated, bool kBias, class Map>
 MOE_DEVICE void quantize_rows(const QuantizeActivatedPlan& p, Map& map, typename Map::HVecs& h, int row0) {
   using Reader = PlainReader<Access, kGated>;
   constexpr int kRows = Map::kRows, kVecs = Map::kVecsPerRow, kVectors = Reader::Layout::kVectors;
@@ -75,6 +100,7 @@ MOE_DEVICE void quantize_rows(const QuantizeActivatedPlan& p, Map& map, typename
           h.load(r * kVecs + i, vector, Access::vec(row, reader.layout.column(clamped(i) - clamped(0), vector)));
   }
   h.wait();
+  if constexpr (kBias) add_bias_to_rows<Map>(p, h, reader.layout, row0, clamped);
   ActivatedVec a[kRows][kVecs];
   uint32_t h_max[kRows][2] = {}, a_max[kRows] = {};
   auto accumulate = [&](uint32_t& max, const Vec16& vec, int i) {
@@ -114,7 +140,7 @@ MOE_DEVICE void quantize_rows(const QuantizeActivatedPlan& p, Map& map, typename
 }
 
 // T is not used: its name tells the report of instructions what the kernel casts to.
-template <class T, class Map>
+template <class T, class Map, bool kBias>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(Map::kMaxThreads, Map::kThreadsWanted / Map::kMaxThreads)
     quantize_activated_kernel(MOE_GRID_CONSTANT const QuantizeActivatedPlan p) {
   __shared__ typename Map::Shared shared;
@@ -125,8 +151,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(Map::kMaxThreads, Map::kThreadsWanted / Map::k
   const int block = int(blockIdx.z * gridDim.y + blockIdx.y);
   if (block >= p.blocks) return;
   const int row = Map::first_row(block * int(blockDim.y) + int(threadIdx.y));
-  if (p.gated) quantize_rows<true>(p, map, h, row);
-  else quantize_rows<false>(p, map, h, row);
+  if (p.gated) quantize_rows<true, kBias>(p, map, h, row);
+  else quantize_rows<false, kBias>(p, map, h, row);
 }
 
 template <class Map>
@@ -138,8 +164,10 @@ int launch_map(const QuantizeActivatedParams& p, int team_threads, int64_t grid_
   const int grid_z = ceil_div(blocks, kMaxGridBlocksY);  // the last blocks along z may have no rows
   const dim3 grid(unsigned(grid_x), unsigned(ceil_div(blocks, grid_z)), unsigned(grid_z));
   const QuantizeActivatedPlan plan = {p, is_gated(p.activation), format_of(p.quantize_a.format).blocked(), blocks};
-  constexpr auto kKernel = quantize_activated_kernel<Vectorized<BF16, Fp8Variant::kRuntime>, Map>;
-  return launch(kKernel, {grid, dim3(team_threads, teams), stream}, plan);
+  using Types = Vectorized<BF16, Fp8Variant::kRuntime>;
+  const Launch l = {grid, dim3(team_threads, teams), stream};
+  return p.bias.values ? launch(quantize_activated_kernel<Types, Map, true>, l, plan)
+                       : launch(quantize_activated_kernel<Types, Map, false>, l, plan);
 }
 
 }  // namespace
@@ -149,6 +177,7 @@ bool can_quantize_activated(const QuantizeActivatedParams& p) {
   return p.quantize_a.rows > 0 && p.h.F > 0 && p.h.in == InType::kBF16 &&
          is_fnuz(p.quantize_a.out) == device().native_fnuz &&
          rows_are_vectorizable(p.h.h, p.h.stride, p.h.F, p.quantize_a.rows, 2) &&
+         rows_are_vectorizable(p.bias.values, 8, 8, p.bias.E, 2) &&
          (whole_rows ? p.h.F <= kMaxForwardFeatures : p.h.F % kBlock == 0);
 }
 

@@ -45,6 +45,7 @@ struct RegisterVecs {
   Vec16 vecs[kVecsPerLane][2];
 
   explicit MOE_DEVICE RegisterVecs(Shared&) {}
+  MOE_DEVICE Vec16& at(int n, int vector) { return vecs[n][vector]; }
   MOE_DEVICE const Vec16& at(int n, int vector) const { return vecs[n][vector]; }
   MOE_DEVICE void load(int n, int vector, const Vec16* from) { vecs[n][vector] = load_stream(from); }
   MOE_DEVICE void wait() const {}

@@ -235,6 +235,11 @@ class Block {
     if (place > shared_.bytes() || bytes > shared_.bytes() - place) fail(fault_text(shared_.end()));
     return block->dynamic_shared() + place;
   }
+  // The same place in the dynamic shared memory of block `rank` of the cluster.
+  unsigned char* in_cluster(const void* p, unsigned rank, size_t bytes) {
+    if (launch_.cluster == 1 && rank == 0) return at(shared_address(p), bytes, bytes);
+    return at(shared_address(p) | (rank + 1) << 24, bytes, bytes);
+  }
 
   // ---- asynchronous operations: they run as late as possible, when they are waited for ----
   void begin(std::function<void()> work) {

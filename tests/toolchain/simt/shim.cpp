@@ -2,6 +2,7 @@
 #include "shim.h"
 
 #include "activations/activations.h"
+#include "activations/forward/add_bias.h"
 #include "activations/forward/quantize_activated.h"
 #include "activations/backward/quantize_activated_backward.h"
 #include "gemm/scaled_grouped_mm.h"
@@ -59,10 +60,16 @@ extern "C" const char* simt_activate(const void* h, void* a, int64_t P, int64_t 
   return outcome(activate({.h = rows, .a = a, .P = P, .activation = Activation(activation)}, nullptr));
 }
 
+extern "C" const char* simt_add_bias(const void* x, const void* bias, const int* offs, int64_t E, int64_t rows,
+                                     int64_t N, int64_t x_stride, int in, void* out) {
+  return outcome(add_bias({x, {bias, offs, int(E)}, out, rows, N, x_stride, InType(in)}, nullptr));
+}
+
 extern "C" const char* simt_quantize_activated(const void* h, int64_t P, int64_t F, int64_t columns, int64_t h_stride,
                                                int activation, bool interleaved, int format, int rounding, int out,
                                                uint8_t* q, void* scale, int64_t h_rows, uint8_t* h_q, void* h_scale,
-                                               const int* offs, int64_t E, int* (*scratch)(int64_t words)) {
+                                               const int* offs, int64_t E, int* (*scratch)(int64_t words),
+                                               const void* bias) {
   QuantizeParams of_a = {};
   of_a.rows = P;
   of_a.K = F;
@@ -81,7 +88,7 @@ extern "C" const char* simt_quantize_activated(const void* h, int64_t P, int64_t
   of_a.offs = offs;
   of_a.E = E;
   if (const int64_t words = scratch_words(of_a)) of_a.scratch = scratch(words);
-  const QuantizeActivatedParams p = {rows, Activation(activation), of_a, of_h};
+  const QuantizeActivatedParams p = {rows, Activation(activation), of_a, of_h, {bias, offs, int(E)}};
   if (!can_quantize_activated(p)) return "no kernel takes these rows";
   return outcome(quantize_activated(p, nullptr));
 }
@@ -139,6 +146,34 @@ extern "C" const char* simt_quantize_activated_backward(
       {.h = rows, .da = da, .slots = slots_of(indices, slots), .scores = scores, .dh = nullptr, .a = nullptr,
        .dscores = dscores, .P = P, .da_stride = da_stride, .in = InType::kBF16, .activation = Activation(activation)},
       of_dh, of_a, nullptr};
+  if (!can_quantize_activated_backward(p)) return "no kernels take these rows";
+  p.scratch = scratch(scratch_words(p));
+  return outcome(quantize_activated_backward(p, nullptr));
+}
+
+extern "C" const char* simt_quantize_activated_backward_rows(
+    const void* h, const void* da, const int* indices, int64_t slots, const float* scores, int64_t P, int64_t F,
+    int64_t columns, int64_t h_stride, int64_t da_stride, int fp8, const Scales* scale, int activation,
+    bool interleaved, const int* offs, int64_t E, int format, int rounding, int out, uint8_t* q, void* q_scale,
+    void* dh, void* a, float* dscores, int* (*scratch)(int64_t words)) {
+  const GateRows rows = {.h = h, .stride = h_stride, .F = F, .in = InType::kBF16, .fp8 = Fp8Type(fp8),
+                         .scale = scale->get(), .interleaved = interleaved};
+  QuantizeParams of_dh = {};
+  of_dh.in = InType::kBF16;
+  of_dh.rows = P;
+  of_dh.offs = offs;
+  of_dh.E = E;
+  of_dh.K = columns;
+  of_dh.format = FormatId(format);
+  of_dh.rounding = Rounding(rounding);
+  of_dh.out = Fp8Type(out);
+  of_dh.along_rows = true;
+  of_dh.q = q;
+  of_dh.scale = q_scale;
+  QuantizeActivatedBackwardParams p = {
+      {.h = rows, .da = da, .slots = slots_of(indices, slots), .scores = scores, .dh = dh, .a = a,
+       .dscores = dscores, .P = P, .da_stride = da_stride, .in = InType::kBF16, .activation = Activation(activation)},
+      of_dh, {}, nullptr};
   if (!can_quantize_activated_backward(p)) return "no kernels take these rows";
   p.scratch = scratch(scratch_words(p));
   return outcome(quantize_activated_backward(p, nullptr));
