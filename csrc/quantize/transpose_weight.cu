@@ -7,8 +7,8 @@ namespace moe_fp8 {
 namespace {
 
 // THREAD MAP. A block transposes tiles of 128 x 128 bytes of expert blockIdx.y. A row of threads loads 16 rows of a
-// tile, and a lane four columns of them: 32 lanes read a line of 128 bytes. Eight lanes then store a column of 128 bytes,
-// 16 bytes each.
+// tile, and a lane four columns of them: 32 lanes read a line of 128 bytes. Eight lanes then store a column of 128
+// bytes, 16 bytes each.
 constexpr int kThreads = kLanes * kLineChunks, kColumns = 4, kResidentBlocks = 4;
 static_assert(kLanes * kColumns == kLine);
 
