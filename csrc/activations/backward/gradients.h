@@ -53,8 +53,8 @@ MOE_HD int64_t grouped_columns(const GradientsPlan& p) {
   return p.quantize_dh.E * (p.projections + 1) * p.gradients.h.F;
 }
 
-// Whether ups begin with a scaling block, and in the blocked layout with four. The scales of a gate and of its up are then
-// at a fixed distance. An interleaved h, or an h without ups, has one part.
+// Whether ups begin with a scaling block, and in the blocked layout with four. Then the scales of a gate and of its up
+// are at a fixed distance. An interleaved h, or an h without ups, has one part.
 inline bool has_whole_blocks(const ActivateBackwardParams& p) {
   return !is_gated(p.activation) || p.h.interleaved || p.h.F % kBlock == 0;
 }
