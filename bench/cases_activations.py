@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from case import HOST, RECIPES, Case, Rule, Shape, always, even_and_uneven, group_ends, normal, of_copy
+from case import EVEN, HOST, RECIPES, Case, Rule, Shape, always, even_and_uneven, group_ends, normal, of_copy
 from torch import Tensor
 
 from moe_fp8_ext import ops
@@ -32,6 +32,10 @@ def _h(device: torch.device, activation: str, p: int, f: int) -> Tensor:
 
 def _inputs(activation: str, *format: str) -> Callable[..., tuple[object, ...]]:
     return lambda device, groups, *, p, f: (_h(device, activation, p, f), activation, *format)
+
+
+def _biased(device: torch.device, groups: None, *, p: int, f: int) -> tuple[Tensor, Tensor, Tensor]:
+    return normal(device, p, 2 * f), normal(device, 128, 2 * f), group_ends(EVEN, p, 128, device)
 
 
 def _gradients(activation: str, format: str | None = None) -> Callable[..., tuple[object, ...]]:
@@ -90,6 +94,7 @@ ACTIVATION_CASES: tuple[Case, ...] = (
         Case("quantize_activated", _slots, _inputs("swiglu", f), ops.quantize_activated, (_SPEED,), f, "swiglu")
         for f in RECIPES
     ),
+    Case("add_bias", _slots, _biased, ops.add_bias, (_SPEED,)),
     *(
         Case("activate_backward", _slots, _gradients(a), _backward(False), (_SPEED,), variant=a)
         for a in (*GATED, *PLAIN)

@@ -7,8 +7,8 @@
 namespace moe_fp8 {
 namespace {
 
-constexpr const char *kActivate = "activate", *kAddBias = "add_bias", *kQuantize = "quantize_activated", *kBackward = "activate_backward",
-                     *kQuantizeBackward = "quantize_activated_backward",
+constexpr const char *kActivate = "activate", *kAddBias = "add_bias", *kQuantize = "quantize_activated",
+                     *kBackward = "activate_backward", *kQuantizeBackward = "quantize_activated_backward",
                      *kQuantizeBackwardRows = "quantize_activated_backward_rows";
 
 Activation check_activation(const char* op, std::string_view name) {
@@ -125,8 +125,9 @@ Results<1> add_bias_op(const Tensor& x, const Tensor& bias, const Tensor& offs) 
 }
 
 Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, std::string_view format,
-                                 const std::optional<Tensor>& bias, const std::optional<Tensor>& offs, bool interleaved, bool keep_h,
-                                 std::optional<int32_t> dtype, std::optional<std::string_view> rounding) {
+                                 const std::optional<Tensor>& bias, const std::optional<Tensor>& offs,
+                                 bool interleaved, bool keep_h, std::optional<int32_t> dtype,
+                                 std::optional<std::string_view> rounding) {
   constexpr const Argument &kH = argument(kQuantize, "h"), &kBias = argument(kQuantize, "bias"),
                            &kOffs = argument(kQuantize, "offs");
   check(kH, h);

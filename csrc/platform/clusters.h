@@ -9,6 +9,11 @@ namespace moe_fp8 {
 // cluster_arrive() and cluster_wait_for_all() are the halves of a cluster_barrier(), for work in between. What a thread
 // wrote before it arrives, also by cluster_store(), all threads of the cluster see once they have waited.
 // cluster_store() writes to this place in the shared memory of block `rank`, which must have begun and not ended.
+#if (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900) || defined(MOE_SIMT)
+constexpr bool kHasClusters = true;
+#else
+constexpr bool kHasClusters = false;  // of several blocks
+#endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 MOE_DEVICE uint32_t cluster_size() {
   uint32_t n;

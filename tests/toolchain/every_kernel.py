@@ -126,6 +126,14 @@ def cases_of_activations() -> Iterator[Call]:
             for fmt in FORMATS:
                 how_quantized = {"offs": offsets(3, 60), "interleaved": interleaved, "keep_h": not interleaved}
                 yield f"quantize_activated {name} {fmt}", OPS.quantize_activated, (h, name, fmt), how_quantized
+                how_quantized["bias"] = h[:2].clone()
+                yield (
+                    f"quantize_activated {name} {fmt} with a bias",
+                    OPS.quantize_activated,
+                    (h, name, fmt),
+                    how_quantized,
+                )
+        yield f"add_bias {f}", OPS.add_bias, (h, h[:2].clone(), offsets(3, 60)), {}
         fp8 = {37: FOREIGN, 136: HARDWARE[0]}.get(f, HARDWARE[-1])
         for fmt in FORMATS:
             q, scale = OPS.quantize_rows(h, fmt, dtype=fp8)

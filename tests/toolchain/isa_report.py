@@ -104,6 +104,9 @@ def never_runs(name: str, arch: str) -> bool:
     if base_of(name) == "quantize_gradient_tiles_kernel":
         sm = re.match(r"sm_(\d+)", arch)
         return sm is None or not 90 <= int(sm[1]) < 120  # as min_shared_bytes() of platform/launch.h
+    if base_of(name) == "quantize_gradient_long_rows_kernel":  # it needs clusters
+        sm = re.match(r"sm_(\d+)", arch)
+        return sm is None or int(sm[1]) < 90
     return arch != "gfx950" and re.search(r"\bScaled\b", name) is not None
 
 

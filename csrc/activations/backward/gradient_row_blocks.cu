@@ -1,7 +1,7 @@
 // Scales of blocks, along rows only: no column has a scale, so nothing is kept for longer than a few rows.
 //
-// THREAD MAP. A wave has kRows neighbouring rows. Lane l of wave w has vector 32 w + l (64 w + l in a wave of 64): eight
-// features of every projection. A lane group shares the scaling blocks of a vector of h.
+// THREAD MAP. A wave has kRows neighbouring rows, and a lane one vector of each: eight features of every projection.
+// The waves of a row have neighbouring vectors. A lane group shares the scaling blocks of a vector of h.
 //
 //   features of a lane group        halves, or no ups        interleaved
 //   blocks of 128 columns           128: 16 lanes            64: 8 lanes

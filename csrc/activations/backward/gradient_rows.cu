@@ -206,13 +206,15 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxRowTeam, kRowPassBlocks)
 template <class T, class Activations, bool kTabulated, bool kRowsOnly>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxRowTeam, kRowPassBlocks)
     quantize_gradient_long_rows_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
-  MOE_DYNAMIC_SMEM(smem);  // which cluster_store() needs
-  __shared__ CurveTables tables;
-  wait_for_previous_kernel();
-  cluster_barrier();  // before it, cluster_store() may find a block that has not begun
-  quantize_gradient_rows<T, Activations, kTabulated, true, kRowsOnly>(
-      p, *reinterpret_cast<ClusterAmax*>(smem), tables, int(cluster_rank() * blockDim.x + threadIdx.x),
-      int(blockIdx.x / cluster_size()));
+  if constexpr (kHasClusters) {
+    MOE_DYNAMIC_SMEM(smem);  // which cluster_store() needs
+    __shared__ CurveTables tables;
+    wait_for_previous_kernel();
+    cluster_barrier();  // before it, cluster_store() may find a block that has not begun
+    quantize_gradient_rows<T, Activations, kTabulated, true, kRowsOnly>(
+        p, *reinterpret_cast<ClusterAmax*>(smem), tables, int(cluster_rank() * blockDim.x + threadIdx.x),
+        int(blockIdx.x / cluster_size()));
+  }
 }
 
 template <bool kRowsOnly>

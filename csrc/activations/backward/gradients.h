@@ -53,8 +53,8 @@ MOE_HD int64_t grouped_columns(const GradientsPlan& p) {
   return p.quantize_dh.E * (p.projections + 1) * p.gradients.h.F;
 }
 
-// Whether ups begin with a scaling block, and in the blocked layout with four, so that the scales of a feature's gate and
-// up are at a fixed distance. An interleaved h, or an h without ups, has one part.
+// Whether ups begin with a scaling block, and in the blocked layout with four. Then the scales of a gate and of its up
+// are at a fixed distance. An interleaved h, or an h without ups, has one part.
 inline bool has_whole_blocks(const ActivateBackwardParams& p) {
   return !is_gated(p.activation) || p.h.interleaved || p.h.F % kBlock == 0;
 }
@@ -189,7 +189,8 @@ struct Gradients {
                      Vec16{{dh[4 * c], dh[4 * c + 1], dh[4 * c + 2], dh[4 * c + 3]}});
     }
     if (backward.a)
-      store_stream(static_cast<Vec16*>(backward.a) + offset(row, uint32_t(p.vecs)) + v, Vec16{{a[0], a[1], a[2], a[3]}});
+      store_stream(static_cast<Vec16*>(backward.a) + offset(row, uint32_t(p.vecs)) + v,
+                   Vec16{{a[0], a[1], a[2], a[3]}});
   }
   // Fills the two entries of a table for a gate of these bits and for its negative. The negative of a FNUZ zero is NaN.
   static MOE_DEVICE void tabulate(Point* table, int bits, float scale) {

@@ -92,7 +92,8 @@ bool has_blocks(const QuantizeActivatedBackwardParams& p) { return format_of(p.q
 
 int64_t scratch_words(const QuantizeActivatedBackwardParams& p) {
   const int64_t words = score_words(p.gradients);
-  if (has_blocks(p)) return words + (p.quantize_dh.along_tokens ? gradient_tiles_words(p) : gradient_row_blocks_words(p));
+  const bool along_tokens = p.quantize_dh.along_tokens;
+  if (has_blocks(p)) return words + (along_tokens ? gradient_tiles_words(p) : gradient_row_blocks_words(p));
   const GradientsPlan plan = plan_of(p);
   const int64_t chunk_words = plan.quantize_dh.positions / kChunkRows * (sizeof(ChunkRows) / 4);
   const int64_t dots = plan.row_blocks > 1 ? plan.row_waves * p.gradients.P : 0;

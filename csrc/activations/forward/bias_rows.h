@@ -6,8 +6,8 @@
 
 namespace moe_fp8 {
 
-// Called by whole waves, with one row for all lanes. Returns E if the row has no group. It asks for the first end behind
-// the row, so that it need not trust the order of ends.
+// Called by whole waves, with one row for all lanes. Returns E if the row has no group. The order of ends is not
+// trusted: the first end behind the row is the group's.
 MOE_DEVICE int group_of_row(const GroupBias& bias, int row) {
   const int lane = threadIdx.x % kWarpSize;
   for (int first = 0; first < bias.E; first += kWarpSize) {
