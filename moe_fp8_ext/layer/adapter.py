@@ -86,10 +86,6 @@ class Adapter(NamedTuple):
     needs_A: bool
     needs_B: bool
 
-    @property
-    def needs_factors(self) -> bool:
-        return self.needs_A or self.needs_B
-
     def ready(self, A: Tensor | None, B: Tensor | None) -> Adapter:
         """Returns the adapter with factors as products take them: A [.., R, K] and the transpose of B, [.., R, N]."""
         return self._replace(A=None if A is None else factor(A), B=None if B is None else factor(B.mT))

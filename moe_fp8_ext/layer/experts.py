@@ -217,17 +217,18 @@ def layer_call(
     named = zip(_WEIGHTS, (up, down), strict=True)
     linears = [_linear(op, name, projection, recipe.format) for name, projection in named]
     _check(op, x, topk_ids, topk_scores, linears, GATED[activation])
-    factors = [t for args in zip(_LORA, (up, down), linears, strict=True) for t in _factors(op, x, *args)]
+    factors = None, None, None, None
+    if up.lora is not None or down.lora is not None:
+        adapted = [_adapted(op, x, *args) for args in zip(_LORA, (up, down), linears, strict=True)]
+        linears, factors = [linear for linear, *_ in adapted], [t for _, *factors in adapted for t in factors]
     e, d, f = linears[1].values.shape
     if not any(linear.is_quantized for linear in linears):
         slots = x.shape[0] if topk_ids is None else topk_ids.numel()
         recipe = recipe.for_layer(slots, d, f, e, GATED[activation])
     dtype, needs = autocast_dtype(x), (needs_gradient(x), needs_gradient(topk_scores))
-    linears = [
-        linear if projection.lora is None else linear._replace(adapter=_adapter(projection.lora))
-        for linear, projection in zip(linears, (up, down), strict=True)
-    ]
-    backward = any(needs) or any(linear.needs_any for linear in linears)
+    backward = any(needs) or any(
+        linear.needs_weight or linear.needs_bias or linear.needs_A or linear.needs_B for linear in linears
+    )
     x = cast(x, dtype or x.dtype)
     scores = None if topk_scores is None else cast(topk_scores, torch.float32).contiguous()
     inputs = x, scores, *(linear.weight for linear in linears), *(linear.bias for linear in linears), *factors
@@ -273,19 +274,19 @@ def _in_bf16(call: Call) -> str | None:
     return "biases that need a gradient" if call.up.needs_bias or call.down.needs_bias else None
 
 
-def _factors(
+def _adapted(
     op: str, x: Tensor, name: str, projection: Projection, linear: ExpertLinear
-) -> tuple[Tensor | None, Tensor | None]:
-    """Checks the adapter of a projection and returns A and B."""
+) -> tuple[ExpertLinear, Tensor | None, Tensor | None]:
+    """Checks the adapter of a projection, if it has one. Returns the projection with it, and the tensors A and B."""
     lora = projection.lora
     if lora is None:
-        return None, None
+        return linear, None, None
     if not isinstance(lora, (tuple, list)):
         fail(op, f"{name} must be a LoRA or a tuple (A, B, scaling), got {type(lora).__name__}")
     if len(lora) not in (3, len(LoRA._fields)):
         fail(op, f"{name} must be a LoRA or a tuple (A, B, scaling), got {len(lora)} values")
-    A, B, *numbers = LoRA(*lora)
-    check_adapter_numbers(op, f"scaling of {name}", f"dropout of {name}", *numbers)
+    A, B, scaling, dropout = LoRA(*lora)
+    check_adapter_numbers(op, f"scaling of {name}", f"dropout of {name}", scaling, dropout)
     for letter, t in (("A", A), ("B", B)):
         if isinstance(t, Tensor) and t.dim() not in (2, 3):
             fail(op, f"{letter} of {name} must have 2 or 3 dimensions, got {t.dim()}")
@@ -299,13 +300,9 @@ def _factors(
         fail(op, f"B of {name} must have size {n} in dimension {B.dim() - 2}, got {rank}; it is [E, N, r]")
     for letter, t, shape in (("A", A, (rank, k)), ("B", B, (n, rank))):
         _check_tensor(op, f"{letter} of {name}", t, (e, *shape)[3 - t.dim() :], x)
-    return A, B
-
-
-def _adapter(lora: LoRA | tuple[Tensor, Tensor, float]) -> Adapter:
-    lora = LoRA(*lora)
-    needs = needs_gradient(lora.A), needs_gradient(lora.B)
-    return Adapter(None, None, lora.A.shape[-2], lora.scaling, lora.dropout, *needs)
+    needs = dict(needs_A=needs_gradient(A), needs_B=needs_gradient(B))
+    adapter = Adapter(None, None, rank, scaling, dropout, **needs)
+    return linear._replace(adapter=adapter, **needs), A, B
 
 
 def _check(

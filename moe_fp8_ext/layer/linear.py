@@ -27,20 +27,9 @@ class ExpertLinear(NamedTuple):
     main_grad: Tensor | None = None  # shaped as the weight: the gradient is added here, not given to autograd
     needs_weight: bool = False  # whether the weight needs a gradient
     needs_bias: bool = False
+    needs_A: bool = False  # of the adapter
+    needs_B: bool = False
     adapter: Adapter | None = None
-
-    @property
-    def needs_A(self) -> bool:
-        return self.adapter is not None and self.adapter.needs_A
-
-    @property
-    def needs_B(self) -> bool:
-        return self.adapter is not None and self.adapter.needs_B
-
-    @property
-    def needs_any(self) -> bool:
-        """Whether anything of the projection needs a gradient."""
-        return self.needs_weight or self.needs_bias or self.needs_A or self.needs_B
 
     @property
     def is_quantized(self) -> bool:
@@ -69,10 +58,9 @@ class ExpertLinear(NamedTuple):
         y = engine.product(x, w, groups, by_index)
         return y if self.bias is None else added(y, self.bias, groups.offs)
 
-    def restored(self, weight: Tensor | None, bias: Tensor | None, A: Tensor | None, B: Tensor | None) -> ExpertLinear:
-        """Returns the projection with the tensors that autograd sees, and the adapter's factors ready for products."""
-        adapter = None if self.adapter is None else self.adapter.ready(A, B)
-        return self._replace(weight=weight, bias=bias, adapter=adapter)
+    def ready(self, A: Tensor | None, B: Tensor | None) -> ExpertLinear:
+        """Returns the projection with its adapter's factors, if it has one, as products take them."""
+        return self if self.adapter is None else self._replace(adapter=self.adapter.ready(A, B))
 
     def static(self) -> ExpertLinear:
         """Returns the projection without the tensors that autograd saves, for backward."""

@@ -50,7 +50,12 @@ class Call(NamedTuple):
 
     @property
     def needs_dh(self) -> bool:
-        return self.needs_x or self.up.needs_any
+        up = self.up
+        return self.needs_x or up.needs_weight or up.needs_bias or up.needs_A or up.needs_B
+
+    @property
+    def is_adapted(self) -> bool:
+        return self.up.adapter is not None or self.down.adapter is not None
 
     @property
     def needs_da(self) -> bool:
@@ -122,8 +127,10 @@ class LayerFunction(torch.autograd.Function):
     def forward(ctx, call, source, *inputs):
         inputs, engine = Inputs(*inputs), engine_of(call.recipe)
         with below_autograd():
-            up = call.up.restored(inputs.w_gate_up, inputs.b_gate_up, inputs.A_gate_up, inputs.B_gate_up)
-            down = call.down.restored(inputs.w_down, inputs.b_down, inputs.A_down, inputs.B_down)
+            up = call.up._replace(weight=inputs.w_gate_up, bias=inputs.b_gate_up)
+            down = call.down._replace(weight=inputs.w_down, bias=inputs.b_down)
+            if call.is_adapted:
+                up, down = up.ready(inputs.A_gate_up, inputs.B_gate_up), down.ready(inputs.A_down, inputs.B_down)
             w_up, up_t = up.operands(engine, call.dtype, transposed=call.needs_x)  # tokens may still travel
             w_down, down_t = down.operands(engine, call.dtype, transposed=call.needs_da)
             watches = watched(engine, up.weight, down.weight)
@@ -170,7 +177,7 @@ def _forward(
 ) -> tuple[Tensor, SavedChunk]:
     """Computes out [T, D] of a chunk in bfloat16. Returns it and the tensors that backward reads."""
     x, scores, groups = chunk
-    slots = Slots(groups)  # of adapters
+    slots = Slots(groups) if call.is_adapted else None
     rows, _ = engine.tokens(x, groups, rows=True)
     # The activation adds the bias, unless an adapter or statistics read h with it.
     in_product = up.bias is None or up.adapter is not None or watch is not None
@@ -202,8 +209,9 @@ def _backward(
 ) -> Inputs:
     """Returns the gradients of all inputs that need one. Gradients of x and of weights are bfloat16."""
     engine, found = engine_of(call.recipe), []
-    up = call.up.restored(None, None, layer.A_gate_up, layer.B_gate_up)
-    call = call._replace(up=up, down=call.down.restored(None, layer.b_down, layer.A_down, layer.B_down))
+    if call.is_adapted:
+        up, down = call.up.ready(layer.A_gate_up, layer.B_gate_up), call.down.ready(layer.A_down, layer.B_down)
+        call = call._replace(up=up, down=down)
     up_t = partial(call.up.second, engine, Operand(layer.up_t, layer.up_t_scale), call.dtype)
     down_t = partial(call.down.second, engine, Operand(layer.down_t, layer.down_t_scale), call.dtype)
     if len(kept) > 1:  # chunks share the operands. A single chunk frees each one after its product
@@ -211,10 +219,15 @@ def _backward(
     totals = call.up.main_grad, call.down.main_grad
     for i, (saved, dout) in enumerate(zip(kept, gradients, strict=True)):
         give_back = partial(source.give_back, i)
-        found.append(_backward_of_chunk(engine, call, up_t, down_t, saved, dout, totals, give_back, watch))
+        found.append(
+            _backward_of_chunk(engine, call, layer.b_down, up_t, down_t, saved, dout, totals, give_back, watch)
+        )
         watch = None
         # The next chunk adds its gradients of weights to the gradients of this chunk.
         totals = [old if new is None else new for old, new in zip(totals, found[-1][2:4], strict=True)]
+    if len(found) == 1:
+        ((dx, dscores, *rest),) = found
+        return Inputs(*(None if rows is None else source.collect([rows]) for rows in (dx, dscores)), *rest)
     *of_tokens, w_up, w_down, b_up, b_down, A_up, B_up, A_down, B_down = zip(*found, strict=True)
     dx, dscores = (None if rows[0] is None else source.collect(rows) for rows in of_tokens)
     factors = map(_sum_float32, (A_up, B_up, A_down, B_down))
@@ -224,6 +237,7 @@ def _backward(
 def _backward_of_chunk(
     engine: Engine,
     call: Call,
+    b_down: Tensor | None,
     up_t: Callable[[Tensor], Operand],
     down_t: Callable[[Tensor], Operand],
     saved: SavedChunk,
@@ -235,7 +249,7 @@ def _backward_of_chunk(
     """Returns the gradients of a chunk. Gradients of x and scores go to `give_back` as soon as they are computed; in
     their place stand the handles that it returns."""
     scores, groups, up, down = saved.scores, saved.groups(), call.up, call.down
-    slots = Slots(groups)  # of adapters
+    slots = Slots(groups) if call.is_adapted else None
     p = (dout.values if groups.indices is None else groups.indices).shape[0]
     dx = dscores = dw_up = dw_down = db_up = db_down = dA_up = dB_up = dA_down = dB_down = None
     dy, dy_t = engine.tokens(dout, groups, rows=call.needs_da, tokens=down.needs_weight, gradient=True)
@@ -269,8 +283,8 @@ def _backward_of_chunk(
             watch.between(da, of, dh_t, a_t)
     if down.needs_weight:
         dw_down = engine.wgrad(dy_t, a_t, groups, main_grads[1])
-    if down.bias is not None and (call.needs_scores or down.needs_bias):
-        dy, of_bias = _bias_backward(engine.values(dout), down.bias, scores, groups, p, call.needs_scores)
+    if b_down is not None and (call.needs_scores or down.needs_bias):
+        dy, of_bias = _bias_backward(engine.values(dout), b_down, scores, groups, p, call.needs_scores)
         dscores = dscores.view(of_bias.shape) + of_bias if call.needs_scores else None
         db_down = sum_of_groups(dy, groups.offs) if down.needs_bias else None
     if call.needs_scores:
@@ -331,4 +345,4 @@ def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _sum_float32(parts: Sequence[Tensor | None]) -> Tensor | None:
-    return parts[0] if len(parts) == 1 or parts[0] is None else _sum([part.float() for part in parts])
+    return None if parts[0] is None else _sum([part.float() for part in parts])
