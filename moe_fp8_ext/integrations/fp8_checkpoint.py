@@ -19,7 +19,7 @@ from moe_fp8_ext.ops import dequantize
 from moe_fp8_ext.ops.checks import FP8_DTYPES, check_module, dtype_name, require
 from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.recipe import Recipe
-from moe_fp8_ext.quantization.tensor import Pair, Quantized
+from moe_fp8_ext.quantization.tensor import Quantized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,18 +45,10 @@ def scale_shape(q: Tensor) -> tuple[int, ...]:
     return FORMATS[_FORMAT].scale_of_weight(*q.shape).shape
 
 
-def frozen_weight(module: nn.Module, name: str) -> Quantized | Pair:
+def frozen_weight(module: nn.Module, name: str) -> Quantized:
     """Returns a weight of experts of an FP8 checkpoint as an operand. Its bytes are not copied."""
     q, scale = peft.weight(module, name).detach(), getattr(module, f"{name}_scale_inv").detach()
-    return _with_transpose(Quantized(q, scale.float(), _FORMAT))
-
-
-def _with_transpose(weight: Quantized) -> Quantized | Pair:
-    """Adds the operand of the gradient of the input. Blocks are square, so its bytes and scales are transposed ones."""
-    if not torch.is_grad_enabled():
-        return weight
-    q, scale = weight.q.mT.contiguous(), weight.scale.mT.contiguous()
-    return weight, Quantized(q, scale, _FORMAT, transposed=True)
+    return Quantized(q, scale.float(), _FORMAT)
 
 
 def check_experts(module: nn.Module, recipe: Recipe) -> None:
@@ -143,14 +135,15 @@ def master_weights_(
         filter: takes a qualified name and a module, and says whether to replace its weights. None replaces all.
 
     Raises:
-        RuntimeError: nothing in the model has FP8 weights, or a weight is in a layout that is not known. Nothing has
-            changed then.
+        RuntimeError: nothing in the model has FP8 weights, a weight is in a layout that is not known, or something
+            wraps the model. Nothing has changed then.
         TypeError: model is no module.
     """
     from moe_fp8_ext.integrations import fp8_loading  # imported here, because it imports transformers
 
     op = "master_weights_"
     check_module(op, "model", model)
+    fp8_loading.check_pretrained(op, model)
     found = {name: module for name, module in model.named_modules() if _scales(module)}
     chosen = [name for name in found if filter is None or filter(name, found[name])]
     require(bool(chosen), f"{op}: model must have FP8 weights to replace, got none")
@@ -188,6 +181,9 @@ def _check_plain(op: str, name: str, old: nn.Module, new: nn.Module) -> None:
         fits = there is not None and there.shape == q.shape
         got = None if there is None else list(there.shape)
         require(fits, f"{op}: {name}.{weight} must have the shape of the checkpoint, {list(q.shape)}, got {got}")
+    for flag in ("is_transposed", "is_concatenated"):
+        wanted, got = (getattr(module, flag, None) for module in (old, new))
+        require(wanted == got, f"{op}: {name} must have {flag}={wanted} without quantization, got {got}; {_INSTEAD}")
 
 
 def _move_weights(old: nn.Module, new: nn.Module, dtype: torch.dtype) -> None:

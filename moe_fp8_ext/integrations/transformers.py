@@ -23,7 +23,7 @@ from moe_fp8_ext.ops import combine, sort_tokens
 from moe_fp8_ext.ops.checks import INPUT_DTYPES, require
 from moe_fp8_ext.quantization.casting import autocast_dtype
 from moe_fp8_ext.quantization.recipe import RECIPES, Recipe, get_recipe
-from moe_fp8_ext.quantization.tensor import Pair, Quantized
+from moe_fp8_ext.quantization.tensor import Quantized
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -299,7 +299,7 @@ def _check(module: torch.nn.Module, recipe: Recipe) -> None:
         require(dtype in INPUT_DTYPES, f"moe_fp8: {name} must be bfloat16, float16 or float32, got {dtype}")
 
 
-def _weight(module: torch.nn.Module, name: str) -> Tensor | Quantized | Pair:
+def _weight(module: torch.nn.Module, name: str) -> Tensor | Quantized:
     """Returns a weight as `grouped_mm` takes it: as [E, K, N], or in FP8 as it is stored."""
     if fp8_checkpoint.is_quantized(module):
         return fp8_checkpoint.frozen_weight(module, name)
@@ -307,6 +307,6 @@ def _weight(module: torch.nn.Module, name: str) -> Tensor | Quantized | Pair:
     return weight if module.is_transposed else weight.transpose(-2, -1)
 
 
-def _transposed(weight: Tensor | Quantized | Pair) -> Tensor | Quantized | Pair:
+def _transposed(weight: Tensor | Quantized) -> Tensor | Quantized:
     """Returns a weight of `grouped_mm` as `experts` takes it."""
     return weight.transpose(-2, -1) if isinstance(weight, Tensor) else weight

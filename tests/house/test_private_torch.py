@@ -26,6 +26,7 @@ PUBLIC |= {name for kind in (type, types.FunctionType, types.ModuleType, int, li
 # Private names of libraries other than torch, each with the file that uses it.
 OF_OTHERS = {
     "integrations/convert.py": {"_grouped_mm"},  # of torchtitan's experts
+    "integrations/fp8_loading.py": {"_experts_implementation"},
     "integrations/torchtitan.py": {"_owner"},
     "integrations/transformers.py": {"_apply_gate"},
 }

@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import experts_problem
 import pytest
 import torch
 from experts_problem import Layer, run_exact
-from fp8_checkpoints import EXPERTS, TOP_K, VOCABULARY, D, E, F, as_with_gpu, load, write, write_mxfp4
+from fp8_checkpoints import EXPERTS, LINEAR, TOP_K, VOCABULARY, D, E, F, as_with_gpu, config, load, write, write_mxfp4
 from helpers import assert_same_tensor, blocks, short, sqnr_db
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -97,6 +97,30 @@ def test_multiplies_the_bytes(folders, e8m0, implementation):
         assert_same_tensor(p.detach(), before[name], name)
 
 
+def test_keeps_no_copy(folders):
+    """Of weights, backward keeps the parameters themselves."""
+    model, kept = load(folders[False], OURS), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        loss(model)
+    weights = {t.data_ptr() for t in kept if t.dtype == torch.float8_e4m3fn and t.dim() == 3}
+    of_experts = {p.data_ptr() for p in model.parameters() if p.dtype == torch.float8_e4m3fn}
+    assert weights == of_experts and len(weights) == 2 * len(EXPERTS)
+
+
+def test_quantized_while_loading(tmp_path):
+    """Transformers makes the same modules of a BF16 checkpoint."""
+    plain = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
+    plain.save_pretrained(tmp_path)
+    how = transformers.FineGrainedFP8Config(modules_to_not_convert=["lm_head", *LINEAR])
+    model = load(tmp_path, OURS, quantization_config=how)
+    with Ops() as ops:
+        gradients(model)
+    assert not ops.casts and not any(p.requires_grad for p in experts_of(model).parameters())
+    w, _ = dequantized(experts_of(model))
+    # A cast to E4M3 rounds by 2^-4 at most.
+    assert (w - experts_of(plain).gate_up_proj.detach().double()).norm() <= 2**-4 * w.norm()
+
+
 def dequantized(experts: nn.Module) -> tuple[Tensor, Tensor]:
     """The weights in float64. A product of an FP8 value and a scale has 4 + 24 bits, so it is exact."""
     found = []
@@ -124,7 +148,7 @@ def problem() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x, ids, torch.rand(200, TOP_K, generator=g), grad
 
 
-def of_experts(experts: nn.Module) -> dict[str, Tensor]:
+def of_experts(experts: Callable[[Tensor, Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
     """The output of experts and the gradients of tokens and scores."""
     x, ids, scores, grad = problem()
     x.requires_grad_()
@@ -160,6 +184,16 @@ def test_layer_against_float64(strong):
     got, want = of_experts(strong), exact(strong)
     for name, noise in NOISE.items():
         assert sqnr_db(got[name], want[name]) >= min_db(name, noise), name
+
+
+def test_scales_are_exact(folders):
+    """Weights that are powers of two times FP8 values are quantized to the same operands again: equal bits."""
+    experts = experts_of(load(folders[True], OURS))
+    got = of_experts(experts)
+    pairs = [moe_fp8_ext.quantize_weight(w.float(), "blockwise", rounding="pow2") for w in dequantized(experts)]
+    want = of_experts(lambda x, ids, scores: moe_fp8_ext.experts(x, ids, scores, *pairs, recipe="blockwise"))
+    for name in want:
+        assert_same_tensor(got[name], want[name], name)
 
 
 def test_gate_of_gpt_oss(strong):
@@ -397,6 +431,8 @@ def test_master_weights_refuse(folders):
     assert str(model) == before
     with pytest.raises(TypeError, match="master_weights_: model must be a torch.nn.Module, got str"):
         master_weights_("model")
+    with pytest.raises(RuntimeError, match="model must be what from_pretrained returned, got Sequential"):
+        master_weights_(nn.Sequential(model))
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:

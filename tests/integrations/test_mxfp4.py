@@ -15,6 +15,7 @@ from transformers_models import transformers
 
 import moe_fp8_ext
 from moe_fp8_ext import Quantized
+from moe_fp8_ext.integrations.fp8_checkpoint import master_weights_
 from moe_fp8_ext.integrations.transformers import register
 
 mxfp4 = importlib.import_module("moe_fp8_ext.integrations.mxfp4")
@@ -73,12 +74,13 @@ def test_limit():
         assert error <= 0.5 * 2.0 ** (120 - distance - 127)  # half of the distance of E4M3's subnormals
 
 
-def test_mxfp8_is_exact_along_k():
-    """Of our other formats, MXFP8 has MXFP4's blocks in forward, but needs others in backward."""
-    exact = values(*drawn(1, 128, 128, low=60, high=120))
-    first, second = moe_fp8_ext.quantize_weight(exact, "mxfp8")
-    assert torch.equal(dequantized(first), exact)
-    assert not torch.equal(dequantized(second).mT, exact)
+def test_mxfp8():
+    """It has the blocks of MXFP4 in forward. Backward has blocks along N, with a limit for the scales of 32 rows."""
+    for low, is_exact in ((106, True), (60, False)):
+        exact = values(*drawn(1, 128, 128, low=low, high=120))
+        first, second = moe_fp8_ext.quantize_weight(exact, "mxfp8")
+        assert torch.equal(dequantized(first), exact)
+        assert torch.equal(dequantized(second).mT, exact) == is_exact
 
 
 def test_bad_arguments():
@@ -148,6 +150,8 @@ def test_load_refuses(tmp_path):
     with pytest.warns(UserWarning, match=r"load_mxfp4: \d[\d,]* values of experts were rounded"):
         model = mxfp4.load_mxfp4(write_mxfp4(tmp_path / "mxfp4", spread=40))
     assert all(layer.mlp.experts.num_rounded > 0 for layer in model.model.layers)
+    with pytest.raises(RuntimeError, match="gate_up_proj must have the shape of the checkpoint"):
+        master_weights_(model)  # its weights are transposed without quantization
     model.set_experts_implementation("moe_fp8_rowwise")
     with pytest.raises(RuntimeError, match='choose "moe_fp8_blockwise"'):
         loss(model)
