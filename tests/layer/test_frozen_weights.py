@@ -253,6 +253,20 @@ def test_reuse_serves_both_directions(format, device):
         assert casts(lambda: run(of, call, recipe=format, frozen=WEIGHTS)) == 0
 
 
+@pytest.mark.parametrize("is_laid_out_by_input", [False, True])
+def test_reuse_of_views(is_laid_out_by_input, device):
+    """The parameter is [E, N, K], or [E, K, N] as in GPT-OSS. Backward finds it by the view that forward kept."""
+    a, b_t, offs, g = problem(90, 64, 48, group_offs("zipf", 90, 3), device)
+    w = Parameter((b_t if is_laid_out_by_input else b_t.mT).detach().contiguous(), requires_grad=False)
+
+    def step() -> None:
+        x = a.detach().requires_grad_()
+        grouped_mm(x, w if is_laid_out_by_input else w.mT, offs).backward(g)
+
+    with reuse_weights():
+        assert casts(lambda: (step(), step())) == 1
+
+
 def test_frozen_weights_live_across_steps(device):
     of = layer(**SIZES).at(device)
     w_gate_up, w_down = frozen_and_trained(of)
