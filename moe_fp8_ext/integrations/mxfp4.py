@@ -33,7 +33,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> tuple[Quantized, Tensor]:
 
     Args:
         blocks: [E, N, K / 32, 16] uint8. A byte holds two E2M1 numbers, the first of them in its low bits.
-        scales: [E, N, K / 32] uint8. Byte s stands for 2^(s - 127).
+        scales: [E, N, K / 32] uint8. Byte s stands for 2^(s - 127), 255 for NaN.
 
     Returns:
         the weights [E, N, K], and the number of values that were rounded, a tensor of one int64.
@@ -58,7 +58,8 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> tuple[Quantized, Tensor]:
     rounded = torch.zeros((), dtype=torch.int64, device=blocks.device)
     for i in range(e):
         nibbles = torch.stack([blocks[i] & 15, blocks[i] >> 4], -1).flatten(-2)
-        w = torch.ldexp(e2m1[nibbles.int()], scales[i, ..., None].int() - 127).view(1, n, k)
+        powers = scales[i].contiguous().view(torch.float8_e8m0fnu).float()
+        w = (e2m1[nibbles.int()] * powers[..., None]).view(1, n, k)
         q[i : i + 1], scale[i : i + 1], _, _ = quantize_weight(w, _FORMAT, dtype=q.dtype, rounding="pow2")
         rounded += (dequantize(q[i : i + 1], scale[i : i + 1], _FORMAT, out_dtype=w.dtype) != w).sum()
     return Quantized(q, scale, _FORMAT), rounded
