@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from types import MethodType
 from typing import NamedTuple
 
 from torch import nn
@@ -221,7 +222,7 @@ def revert_(model: nn.Module) -> None:
         place = _place(module, attribute)
         delattr(module, place)
         if place != attribute and not before:
-            before = (getattr(type(module), attribute).__get__(module),)  # accelerate's hook calls what is here
+            before = (MethodType(getattr(type(module), attribute), module),)  # accelerate's hook calls what is here
         for value in before:
             setattr(module, place, value)
         delattr(module, _SWAP)
@@ -271,9 +272,8 @@ def _new_swap(module: nn.Module, attribute: str, value: object) -> _Swap:
     if place not in attributes:
         return _Swap(attribute, value, ())
     found, of_class = attributes[place], getattr(type(module), attribute, None)
-    is_of_class = getattr(found, "__self__", None) is module and getattr(found, "__func__", None) is of_class
-    text = f"{attribute} must be that of its class, got another that the module itself has; {_WAY_OUT}"
-    require(of_class is None or is_of_class, text)
+    is_of_class = of_class is None or found == MethodType(of_class, module)
+    require(is_of_class, f"{attribute} must be that of its class, got another that the module itself has; {_WAY_OUT}")
     return _Swap(attribute, value, (found,))
 
 

@@ -27,6 +27,7 @@ PUBLIC |= {name for kind in (type, types.FunctionType, types.ModuleType, int, li
 OF_OTHERS = {
     "integrations/convert.py": {"_grouped_mm"},  # of torchtitan's experts
     "integrations/export.py": {"_keys_to_ignore_on_save"},  # of Transformers' models
+    "integrations/fp8_loading.py": {"_experts_implementation"},
     "integrations/torchtitan.py": {"_owner"},
     "integrations/transformers.py": {"_apply_gate", "_experts_implementation"},
 }
