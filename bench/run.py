@@ -1,6 +1,6 @@
 """Measures every op, and prints a table and writes one JSON file. timing.py defines how each figure is taken, and
-"How performance is counted" in CONTRIBUTING.md defines the comparisons. Without a GPU the CPU loops run on small shapes,
-and no target applies."""
+"How performance is counted" in CONTRIBUTING.md defines the comparisons. Without a GPU the CPU loops run on small
+shapes, and no target applies."""
 
 from __future__ import annotations
 

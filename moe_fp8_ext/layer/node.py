@@ -219,7 +219,9 @@ def _backward(
     totals = call.up.main_grad, call.down.main_grad
     for i, (saved, dout) in enumerate(zip(kept, gradients, strict=True)):
         give_back = partial(source.give_back, i)
-        found.append(_backward_of_chunk(engine, call, up_t, down_t, saved, dout, totals, give_back, watch))
+        found.append(
+            _backward_of_chunk(engine, call, layer.b_down, up_t, down_t, saved, dout, totals, give_back, watch)
+        )
         watch = None
         # The next chunk adds its gradients of weights to the gradients of this chunk.
         totals = [old if new is None else new for old, new in zip(totals, found[-1][2:4], strict=True)]
@@ -235,6 +237,7 @@ def _backward(
 def _backward_of_chunk(
     engine: Engine,
     call: Call,
+    b_down: Tensor | None,
     up_t: Callable[[Tensor], Operand],
     down_t: Callable[[Tensor], Operand],
     saved: SavedChunk,
