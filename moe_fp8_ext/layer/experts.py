@@ -33,6 +33,7 @@ from moe_fp8_ext.quantization.casting import autocast_dtype, cast
 from moe_fp8_ext.quantization.format import MAX_EXPERTS
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import Pair, Quantized, given
+from moe_fp8_ext.training import main_grad
 
 _OP = "experts"
 _WEIGHTS = "w_gate_up", "w_down"
@@ -226,7 +227,9 @@ def layer_call(
 def _linear(op: str, name: str, of: Projection, format: str | None) -> ExpertLinear:
     quantized = given(op, name, of.weight, format, weight=True)
     weight = of.weight if quantized[0] is None else None
-    return ExpertLinear(weight, of.bias, quantized, of.main_grad, needs_gradient(weight), needs_gradient(of.bias))
+    needs_weight = needs_gradient(weight)
+    parameter = main_grad.parameter_of_ddp(weight) if of.main_grad is not None and needs_weight else None
+    return ExpertLinear(weight, of.bias, quantized, of.main_grad, parameter, needs_weight, needs_gradient(of.bias))
 
 
 def _of_call(op: str, name: str, linear: ExpertLinear, backward: bool) -> ExpertLinear:

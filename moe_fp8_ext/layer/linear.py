@@ -24,6 +24,7 @@ class ExpertLinear(NamedTuple):
     bias: Tensor | None  # [E, N]
     quantized: tuple[Quantized | None, Quantized | None] = (None, None)
     main_grad: Tensor | None = None  # shaped as the weight: the gradient is added here, not given to autograd
+    parameter: Tensor | None = None  # whose attributes tell Megatron's DDP that main_grad has the gradient
     needs_weight: bool = False  # whether the weight needs a gradient
     needs_bias: bool = False
 

@@ -18,6 +18,7 @@ from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
 from moe_fp8_ext.quantization.casting import cast
 from moe_fp8_ext.quantization.prepare import NOTHING, Operand, ready
 from moe_fp8_ext.quantization.recipe import Recipe
+from moe_fp8_ext.training import main_grad
 from moe_fp8_ext.training.watch import LayerWatch, watched
 
 _combine = torch.ops.moe_fp8.combine.default
@@ -177,7 +178,8 @@ def _backward(
 ) -> Inputs:
     """Returns the gradients of all inputs that need one. Gradients of x and of weights are bfloat16."""
     engine, found = engine_of(call.recipe), []
-    totals = call.up.main_grad, call.down.main_grad
+    projections = call.up, call.down
+    totals = [main_grad.start(linear.main_grad, linear.parameter) for linear in projections]
     for i, (saved, dout) in enumerate(zip(kept, gradients, strict=True)):
         give_back = partial(source.give_back, i)
         found.append(_backward_of_chunk(engine, call, layer, saved, dout, totals, give_back, watch))
@@ -186,7 +188,11 @@ def _backward(
         totals = [old if new is None else new for old, new in zip(totals, found[-1][2:4], strict=True)]
     *of_tokens, w_up, w_down, b_up, b_down = zip(*found, strict=True)
     dx, dscores = (None if rows[0] is None else source.collect(rows) for rows in of_tokens)
-    return Inputs(dx, dscores, *map(_sum, (w_up, w_down, b_up, b_down)))
+    of_weights = [
+        _sum(parts) if linear.main_grad is None else main_grad.finish(linear.main_grad, linear.parameter)
+        for linear, parts in zip(projections, (w_up, w_down), strict=True)
+    ]
+    return Inputs(dx, dscores, *of_weights, _sum(b_up), _sum(b_down))
 
 
 def _backward_of_chunk(

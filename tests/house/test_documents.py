@@ -160,6 +160,9 @@ COMMANDS = {
     """'moe_fp8_ext.integrations.torchtitan.moe_fp8={"recipe": "blockwise"}'""": (
         "tests/integrations/test_torchtitan.py"
     ),
+    "torchrun --nproc-per-node 8 pretrain_gpt.py $ARGUMENTS --spec moe_fp8_ext.integrations.megatron rowwise": (
+        "tests/integrations/test_megatron.py"
+    ),
     "make demo": MAKE,
     'make demo ARGS="--recipes bf16,mxfp8"': MAKE,
     "make bench": MAKE,
