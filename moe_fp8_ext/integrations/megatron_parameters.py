@@ -63,6 +63,8 @@ class GroupedLinear(nn.Module):
         n, k = (size // ranks.tensors if i == axis else size for i, size in enumerate(sizes))
         self.weight = self._parameter(config, n, k)
         self.register_parameter("bias", self._parameter(config, n) if config.add_bias_linear else None)
+        self.register_state_dict_post_hook(_split_experts)
+        self.register_load_state_dict_pre_hook(_stack_experts)
 
     def _parameter(self, config: TransformerConfig, *sizes: int) -> nn.Parameter:
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -89,20 +91,6 @@ class GroupedLinear(nn.Module):
     def forward(self) -> tuple[Tensor, Tensor | None]:
         """Returns weight and bias. The call runs Megatron's hooks, which wait until the parameters are gathered."""
         return self.weight, self.bias
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        for name, parameter in self.named_parameters():
-            for i, of_expert in enumerate(parameter if keep_vars else parameter.detach()):
-                destination[f"{prefix}{name}{i}"] = of_expert
-
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: object) -> None:
-        for name, _ in self.named_parameters():
-            keys = [f"{prefix}{name}{i}" for i in range(self.num_experts)]
-            if all(key in state_dict for key in keys):  # a checkpoint of `dist_checkpointing` has the whole parameter
-                state_dict[prefix + name] = torch.stack([state_dict.pop(key) for key in keys])
-        for key in [key for key in state_dict if key.startswith(f"{prefix}_extra_state")]:
-            state_dict.pop(key)  # TransformerEngine's, of an FP8 that is not in use here
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def sharded(self, prefix: str, name: str, keys: Keys) -> dict[str, object]:
         """Returns the entries of `sharded_state_dict`.
@@ -163,3 +151,18 @@ class GroupedLinear(nn.Module):
     def _whole(self, shards: Sequence[Tensor]) -> Tensor:
         starts = range(0, len(shards), self.parts)
         return torch.stack([torch.cat(list(shards[start : start + self.parts])) for start in starts])
+
+
+def _split_experts(of: GroupedLinear, state_dict: dict, prefix: str, *_: object) -> None:
+    for name, _ in of.named_parameters():
+        for i, of_expert in enumerate(state_dict.pop(prefix + name)):
+            state_dict[f"{prefix}{name}{i}"] = of_expert
+
+
+def _stack_experts(of: GroupedLinear, state_dict: dict, prefix: str, *_: object) -> None:
+    for name, _ in of.named_parameters():
+        keys = [f"{prefix}{name}{i}" for i in range(of.num_experts)]
+        if all(key in state_dict for key in keys):  # `dist_checkpointing` loads the whole parameter
+            state_dict[prefix + name] = torch.stack([state_dict.pop(key) for key in keys])
+    for key in [key for key in state_dict if key.startswith(f"{prefix}_extra_state")]:
+        state_dict.pop(key)  # TransformerEngine's, of an FP8 that is not in use here
