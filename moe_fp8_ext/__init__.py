@@ -7,6 +7,7 @@ from moe_fp8_ext import _torch
 from moe_fp8_ext._C import build_info
 from moe_fp8_ext.distributed.fsdp import gather_in_fp8_
 from moe_fp8_ext.integrations.convert import convert_, revert_
+from moe_fp8_ext.layer.adapter import LoRA
 from moe_fp8_ext.layer.experts import experts, experts_of_groups
 from moe_fp8_ext.layer.modules import Experts, MoE
 from moe_fp8_ext.layer.router import Router
@@ -38,6 +39,7 @@ __version__ = build_info()["version"]
 
 __all__ = [
     "Experts",
+    "LoRA",
     "MoE",
     "Quantized",
     "Recipe",

@@ -17,6 +17,7 @@ from moe_fp8_ext._C import validates
 from moe_fp8_ext.distributed.dtensor import is_dtensor
 from moe_fp8_ext.distributed.exchange import CallMismatch, Exchange
 from moe_fp8_ext.distributed.plan import OP, Agreement, Ranks, StaticPlanner, named, refuse
+from moe_fp8_ext.layer.adapter import LoRA
 from moe_fp8_ext.layer.experts import Projection, layer_call
 from moe_fp8_ext.layer.node import Call, LayerFunction
 from moe_fp8_ext.ops.checks import check_int, check_one_of
@@ -157,6 +158,8 @@ class ExpertParallel:
         keep: str = "fp8",
         main_grad_gate_up: Tensor | None = None,
         main_grad_down: Tensor | None = None,
+        lora_gate_up: LoRA | tuple[Tensor, Tensor, float] | None = None,
+        lora_down: LoRA | tuple[Tensor, Tensor, float] | None = None,
         shared_experts: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Computes `moe_fp8_ext.experts` for this rank's tokens with the experts of all ranks. Differentiable once.
@@ -164,6 +167,8 @@ class ExpertParallel:
         Args:
             x, topk_ids, topk_scores: tokens of this rank, any number of them, and ids in [0, num_experts).
             w_gate_up, w_down, b_gate_up, b_down, main_grad_gate_up, main_grad_down: of this rank's experts.
+            lora_gate_up, lora_down: adapters of this rank's experts, as in `moe_fp8_ext.experts`. A factor that all
+                experts of a rank share is the rank's own: its gradient is the sum over this rank's experts.
             activation, interleaved, keep: as in `moe_fp8_ext.experts`.
             shared_experts: a function of x, such as a module, whose result is added to out. It is called while tokens
                 travel.
@@ -186,11 +191,12 @@ class ExpertParallel:
         else:
             self._check_last_step()
         with self._counted(), self.errors_on_all_ranks():
-            for t in (x, topk_ids, topk_scores, w_gate_up, w_down, b_gate_up, b_down):
+            factors = *(lora_gate_up or ()), *(lora_down or ())
+            for t in (x, topk_ids, topk_scores, w_gate_up, w_down, b_gate_up, b_down, *factors):
                 if is_dtensor(t):
                     refuse(f"tensors must be those of the rank, got a DTensor of {list(t.shape)}")
-            up = Projection(w_gate_up, b_gate_up, main_grad_gate_up)
-            down = Projection(w_down, b_down, main_grad_down)
+            up = Projection(w_gate_up, b_gate_up, main_grad_gate_up, lora_gate_up)
+            down = Projection(w_down, b_down, main_grad_down, lora_down)
             options = up, down, self._recipe_of_groups, activation, interleaved, keep
             call, *inputs = layer_call(OP, x, topk_ids, topk_scores, *options)
             agreement = Agreement(self._signature(x, topk_ids, call), self._call)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_fp8_ext.layer.adapter import MAX_RANK, Adapter, LoRA, check_adapter_numbers
 from moe_fp8_ext.layer.linear import ExpertLinear
 from moe_fp8_ext.layer.node import Call, LayerFunction
 from moe_fp8_ext.layer.source import RoutedTokens, SortedRows
@@ -37,6 +38,7 @@ from moe_fp8_ext.training import main_grad
 
 _OP = "experts"
 _WEIGHTS = "w_gate_up", "w_down"
+_LORA = "lora_gate_up", "lora_down"
 KEEP = ("fp8", "bf16")
 
 
@@ -55,6 +57,8 @@ def experts(
     keep: str = "fp8",
     main_grad_gate_up: Tensor | None = None,
     main_grad_down: Tensor | None = None,
+    lora_gate_up: LoRA | tuple[Tensor, Tensor, float] | None = None,
+    lora_down: LoRA | tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
     """Computes every token with its experts, weighted by the router's scores:
 
@@ -101,6 +105,11 @@ def experts(
         main_grad_gate_up, main_grad_down: float32 or bfloat16, contiguous, shaped as w_gate_up and w_down, each with or
             without the other. Every backward adds the gradient of that weight to it and gives autograd none, as
             main_grad of `grouped_mm` does. For a quantized weight, another input must ask for a gradient.
+        lora_gate_up, lora_down: adapters, which add scaling * B (A x) to h and scaling * B (A a) to y: a `LoRA`, or a
+            tuple (A, B, scaling). A [E, r, D] and B [E, 2 F, r] of lora_gate_up, A [E, r, F] and B [E, D, r] of
+            lora_down, with E left out if all experts share the factor. Weights may be frozen, quantized or trained. On
+            a GPU, bytes of two runs may differ if a token has one expert three times. Backward keeps 2 bytes a slot and
+            rank, rounded up to a multiple of 8, and a bit for each element that dropout may zero.
 
     Returns:
         out [T, D] of x's dtype.
@@ -111,8 +120,8 @@ def experts(
 
     Source: DESIGN.md section 6.
     """
-    up = Projection(w_gate_up, b_gate_up, main_grad_gate_up)
-    down = Projection(w_down, b_down, main_grad_down)
+    up = Projection(w_gate_up, b_gate_up, main_grad_gate_up, lora_gate_up)
+    down = Projection(w_down, b_down, main_grad_down, lora_down)
     call, *inputs = layer_call(_OP, x, topk_ids, topk_scores, up, down, recipe, activation, interleaved, keep)
     validate_ids(_OP, topk_ids, call.experts)
     return LayerFunction.apply(call, RoutedTokens(topk_ids.contiguous(), call.experts), *inputs)
@@ -133,6 +142,8 @@ def experts_of_groups(
     keep: str = "fp8",
     main_grad_gate_up: Tensor | None = None,
     main_grad_down: Tensor | None = None,
+    lora_gate_up: LoRA | tuple[Tensor, Tensor, float] | None = None,
+    lora_down: LoRA | tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
     """Computes `experts` for rows that a dispatcher has sorted by expert already.
 
@@ -148,8 +159,8 @@ def experts_of_groups(
         offs: [E] int32 on x's device, exclusive end row of each expert, non-decreasing. Contents are clamped and made
             monotonic. On a CPU, and inside `moe_fp8_ext.validate()`, wrong ones raise.
         scores: [P] bfloat16, float16 or float32, taken as float32; None multiplies by nothing.
-        w_gate_up, w_down, recipe, activation, interleaved, b_gate_up, b_down, keep, main_grad_gate_up, main_grad_down:
-            as in `experts`. Recipe "auto" counts P rows.
+        w_gate_up, w_down, recipe, activation, interleaved, b_gate_up, b_down, keep, main_grad_gate_up, main_grad_down,
+        lora_gate_up, lora_down: as in `experts`. Recipe "auto" counts P rows.
 
     Returns:
         out [P, D] of x's dtype.
@@ -161,8 +172,8 @@ def experts_of_groups(
     Source: DESIGN.md section 6.
     """
     op = "experts_of_groups"
-    up = Projection(w_gate_up, b_gate_up, main_grad_gate_up)
-    down = Projection(w_down, b_down, main_grad_down)
+    up = Projection(w_gate_up, b_gate_up, main_grad_gate_up, lora_gate_up)
+    down = Projection(w_down, b_down, main_grad_down, lora_down)
     check_dense(op, "x", x, 2)
     if scores is not None:
         check_dense(op, "scores", scores, 1)
@@ -179,6 +190,7 @@ class Projection(NamedTuple):
     weight: Tensor | Quantized | Pair
     bias: Tensor | None
     main_grad: Tensor | None
+    lora: LoRA | tuple[Tensor, Tensor, float] | None = None
 
 
 def layer_call(
@@ -204,15 +216,20 @@ def layer_call(
     named = zip(_WEIGHTS, (up, down), strict=True)
     linears = [_linear(op, name, projection, recipe.format) for name, projection in named]
     _check(op, x, topk_ids, topk_scores, linears, GATED[activation])
+    factors = [t for args in zip(_LORA, (up, down), linears, strict=True) for t in _factors(op, x, *args)]
     e, d, f = linears[1].values.shape
     if not any(linear.is_quantized for linear in linears):
         slots = x.shape[0] if topk_ids is None else topk_ids.numel()
         recipe = recipe.for_layer(slots, d, f, e, GATED[activation])
     dtype, needs = autocast_dtype(x), (needs_gradient(x), needs_gradient(topk_scores))
-    backward = any(needs) or any(linear.needs_weight or linear.needs_bias for linear in linears)
+    linears = [
+        linear if projection.lora is None else linear._replace(adapter=_adapter(projection.lora))
+        for linear, projection in zip(linears, (up, down), strict=True)
+    ]
+    backward = any(needs) or any(linear.needs_any for linear in linears)
     x = cast(x, dtype or x.dtype)
     scores = None if topk_scores is None else cast(topk_scores, torch.float32).contiguous()
-    inputs = x, scores, *(linear.weight for linear in linears), *(linear.bias for linear in linears)
+    inputs = x, scores, *(linear.weight for linear in linears), *(linear.bias for linear in linears), *factors
     up, down = [_of_call(op, name, linear, backward) for name, linear in zip(_WEIGHTS, linears, strict=True)]
     call = Call(recipe, activation, interleaved, keep == "fp8", dtype, e, f, *needs, up, down)
     for name, linear, transposed in zip(_WEIGHTS, (up, down), (call.needs_x, call.needs_da), strict=True):
@@ -249,7 +266,44 @@ def _in_bf16(call: Call) -> str | None:
         return 'recipe "bf16"'
     if call.recipe.wgrad_high_precision and (call.up.needs_weight or call.down.needs_weight):
         return "wgrad_high_precision"
+    if call.up.adapter is not None or call.down.adapter is not None:
+        return "adapters"
     return "biases that need a gradient" if call.up.needs_bias or call.down.needs_bias else None
+
+
+def _factors(
+    op: str, x: Tensor, name: str, projection: Projection, linear: ExpertLinear
+) -> tuple[Tensor | None, Tensor | None]:
+    """Checks the adapter of a projection and returns A and B."""
+    lora = projection.lora
+    if lora is None:
+        return None, None
+    if not isinstance(lora, (tuple, list)):
+        fail(op, f"{name} must be a LoRA or a tuple (A, B, scaling), got {type(lora).__name__}")
+    if len(lora) not in (3, len(LoRA._fields)):
+        fail(op, f"{name} must be a LoRA or a tuple (A, B, scaling), got {len(lora)} values")
+    A, B, *numbers = LoRA(*lora)
+    check_adapter_numbers(op, f"scaling of {name}", f"dropout of {name}", *numbers)
+    for letter, t in (("A", A), ("B", B)):
+        if isinstance(t, Tensor) and t.dim() not in (2, 3):
+            fail(op, f"{letter} of {name} must have 2 or 3 dimensions, got {t.dim()}")
+        check_dense(op, f"{letter} of {name}", t, t.dim() if isinstance(t, Tensor) else 3)
+    (e, n, k), rank = linear.values.shape, A.shape[-2]
+    if A.shape[-1] != k and rank == k:
+        fail(op, f"A of {name} must have size {k} in dimension {A.dim() - 1}, got {A.shape[-1]}; it is [E, r, K]")
+    if not 1 <= rank <= MAX_RANK:
+        fail(op, f"A of {name} must have a rank from 1 to {MAX_RANK}, got {rank}")
+    if B.shape[-2:] == (rank, n) and rank != n:
+        fail(op, f"B of {name} must have size {n} in dimension {B.dim() - 2}, got {rank}; it is [E, N, r]")
+    for letter, t, shape in (("A", A, (rank, k)), ("B", B, (n, rank))):
+        _check_tensor(op, f"{letter} of {name}", t, (e, *shape)[3 - t.dim() :], x)
+    return A, B
+
+
+def _adapter(lora: LoRA | tuple[Tensor, Tensor, float]) -> Adapter:
+    lora = LoRA(*lora)
+    needs = needs_gradient(lora.A), needs_gradient(lora.B)
+    return Adapter(None, None, lora.A.shape[-2], lora.scaling, lora.dropout, *needs)
 
 
 def _check(

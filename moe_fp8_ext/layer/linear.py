@@ -1,4 +1,4 @@
-"""One projection of all experts: its weight of any kind, its bias, and where its gradients go."""
+"""One projection of all experts: its weight of any kind, its bias, its adapter, and where its gradients go."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_fp8_ext.layer.adapter import Adapter
 from moe_fp8_ext.layer.bias import plus_bias
 from moe_fp8_ext.matmul.engine import Engine, Groups
 from moe_fp8_ext.quantization.prepare import Operand, operands_of
@@ -14,7 +15,7 @@ from moe_fp8_ext.quantization.tensor import Quantized
 
 
 class ExpertLinear(NamedTuple):
-    """y = x @ w^T + bias for the rows of each expert.
+    """y = x @ w^T + bias for the rows of each expert, and what its adapter adds.
 
     Autograd may ask for gradients of the weight and the bias. For autograd a quantized weight is a constant; with a
     main_grad it is trained nevertheless.
@@ -27,6 +28,20 @@ class ExpertLinear(NamedTuple):
     parameter: Tensor | None = None  # whose attributes tell Megatron's DDP that main_grad has the gradient
     needs_weight: bool = False  # whether the weight needs a gradient
     needs_bias: bool = False
+    adapter: Adapter | None = None
+
+    @property
+    def needs_A(self) -> bool:
+        return self.adapter is not None and self.adapter.needs_A
+
+    @property
+    def needs_B(self) -> bool:
+        return self.adapter is not None and self.adapter.needs_B
+
+    @property
+    def needs_any(self) -> bool:
+        """Whether anything of the projection needs a gradient."""
+        return self.needs_weight or self.needs_bias or self.needs_A or self.needs_B
 
     @property
     def is_quantized(self) -> bool:
@@ -51,6 +66,12 @@ class ExpertLinear(NamedTuple):
         y = engine.product(x, w, groups, by_index)
         return y if self.bias is None else plus_bias(y, self.bias, groups.offs)
 
+    def restored(self, weight: Tensor | None, bias: Tensor | None, A: Tensor | None, B: Tensor | None) -> ExpertLinear:
+        """Returns the projection with the tensors that autograd sees, and the adapter's factors ready for products."""
+        adapter = None if self.adapter is None else self.adapter.ready(A, B)
+        return self._replace(weight=weight, bias=bias, adapter=adapter)
+
     def static(self) -> ExpertLinear:
         """Returns the projection without the tensors that autograd saves, for backward."""
-        return self._replace(weight=None, bias=None, quantized=(None, None))
+        adapter = None if self.adapter is None else self.adapter.static()
+        return self._replace(weight=None, bias=None, quantized=(None, None), adapter=adapter)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from moe_fp8_ext.distributed.dtensor import draw_in_turn, is_dtensor, of_all, of_rank, sum_of_ranks
+from moe_fp8_ext.layer.adapter import MAX_RANK, LoRA, check_adapter_numbers
 from moe_fp8_ext.layer.experts import KEEP, experts
 from moe_fp8_ext.layer.router import Router
 from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import (
     check_bool,
     check_dense,
+    check_int,
     check_module,
     check_one_of,
     check_parameter_dtype,
@@ -45,6 +47,8 @@ class Experts(nn.Module):
         gate_up_proj_bias: [E, 2 F], with bias. An activation that is not gated has up_proj_bias [E, F] instead.
         down_proj: [E, D, F].
         down_proj_bias: [E, D], with bias.
+        gate_up_proj_lora_A, gate_up_proj_lora_B: [E, r, D] and [E, 2 F, r], with lora_rank; likewise of down_proj, or
+            of up_proj.
 
     Args:
         num_experts, hidden_size, intermediate_size: E, of all ranks together, D and F.
@@ -53,6 +57,9 @@ class Experts(nn.Module):
         main_grad: whether the gradient of each weight that needs one is added to the weight's attribute `main_grad`, as
             in `experts`. The trainer sets the attribute; the tensor that it holds in forward is used. Biases have
             gradients of autograd as before.
+        lora_rank: the rank r of adapters of both projections, or None for none. Weights and biases are then frozen; set
+            their requires_grad to train them too. B starts as zeros.
+        lora_scaling, lora_dropout: scaling and dropout of `LoRA`; dropout only in training mode.
         ep: spreads the experts over its ranks, by `ExpertParallel.experts`. Copies of the module share it.
         device, dtype: of the parameters.
 
@@ -73,6 +80,9 @@ class Experts(nn.Module):
         bias: bool = False,
         keep: str = "fp8",
         main_grad: bool = False,
+        lora_rank: int | None = None,
+        lora_scaling: float = 1.0,
+        lora_dropout: float = 0.0,
         ep: ExpertParallel | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -88,12 +98,23 @@ class Experts(nn.Module):
         check_one_of("Experts", "keep", keep, KEEP)
         check_sizes("Experts", num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
         check_parameter_dtype("Experts", dtype)
+        check_adapter_numbers("Experts", "lora_scaling", "lora_dropout", lora_scaling, lora_dropout)
+        self.lora_rank, self.lora_scaling, self.lora_dropout = lora_rank, lora_scaling, lora_dropout
+        if lora_rank is not None:
+            check_int("Experts", "lora_rank", lora_rank)
+            in_range = 1 <= lora_rank <= MAX_RANK
+            require(in_range, f"Experts: lora_rank must be None or from 1 to {MAX_RANK}, got {lora_rank}")
         self.up = "gate_up_proj" if GATED[activation] else "up_proj"
         rows = intermediate_size * (2 if GATED[activation] else 1)
         sizes = {self.up: (rows, hidden_size), "down_proj": (hidden_size, intermediate_size)}
         for name, (n, k) in sizes.items():
             self.register_parameter(name, self._parameter(n, k, device=device, dtype=dtype))
             self.register_parameter(f"{name}_bias", self._parameter(n, device=device, dtype=dtype) if bias else None)
+        if lora_rank is not None:
+            self.requires_grad_(False)
+        for name, (n, k) in sizes.items() if lora_rank is not None else ():
+            for letter, size in (("A", (lora_rank, k)), ("B", (n, lora_rank))):
+                self.register_parameter(f"{name}_lora_{letter}", self._parameter(*size, device=device, dtype=dtype))
         self.reset_parameters()
 
     def _parameter(self, *size: int, **options: object) -> nn.Parameter:
@@ -102,11 +123,17 @@ class Experts(nn.Module):
         return nn.Parameter(mine if mesh is None else of_all(mine, mesh))
 
     def reset_parameters(self) -> None:
-        """Draws as nn.Linear does: uniform, up to 1 / sqrt(inputs). A seed gives the same on any number of ranks."""
+        """Draws as nn.Linear does: uniform, up to 1 / sqrt(inputs). A seed gives the same on any number of ranks.
+
+        B of an adapter becomes zero.
+        """
         for name in (self.up, "down_proj"):
             weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
-            bound = weight.shape[2] ** -0.5
-            for parameter in (weight,) if bias is None else (weight, bias):
+            bound, drawn = weight.shape[2] ** -0.5, [weight] if bias is None else [weight, bias]
+            if self.lora_rank is not None:
+                drawn.append(getattr(self, f"{name}_lora_A"))
+                nn.init.zeros_(getattr(self, f"{name}_lora_B"))
+            for parameter in drawn:
                 draw_in_turn(parameter, self._first(), self.num_experts, partial(nn.init.uniform_, a=-bound, b=bound))
 
     def _first(self) -> int:
@@ -144,13 +171,16 @@ class Experts(nn.Module):
         options = {name: value for name, value in self.options.items() if name != "recipe"}  # ep has the recipe
         return self.ep.experts(x, topk_ids, topk_scores, shared_experts=shared_experts, **rest, **options)
 
-    def _arguments(self) -> dict[str, Tensor | None]:
+    def _arguments(self) -> dict[str, Tensor | LoRA | None]:
         """Returns the arguments of `experts` that the module holds: this rank's parameters and main_grads."""
-        rest: dict[str, Tensor | None] = {}
+        rest: dict[str, Tensor | LoRA | None] = {}
         for argument, name in (("gate_up", self.up), ("down", "down_proj")):
             rest[f"w_{argument}"] = of_rank(name, getattr(self, name))
             rest[f"b_{argument}"] = of_rank(f"{name}_bias", getattr(self, f"{name}_bias"))
             rest[f"main_grad_{argument}"] = of_rank(f"main_grad of {name}", self._main_grad(name))
+            if self.lora_rank is not None:
+                A, B = (of_rank(n, getattr(self, n)) for n in (f"{name}_lora_A", f"{name}_lora_B"))
+                rest[f"lora_{argument}"] = LoRA(A, B, self.lora_scaling, self.lora_dropout if self.training else 0.0)
         return rest
 
     def _main_grad(self, name: str) -> Tensor | None:

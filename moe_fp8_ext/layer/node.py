@@ -10,10 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_fp8_ext.layer.adapter import Adapted
 from moe_fp8_ext.layer.bias import rows_of_bias, sum_of_groups
 from moe_fp8_ext.layer.linear import ExpertLinear
 from moe_fp8_ext.layer.source import Chunk, Source
 from moe_fp8_ext.matmul.engine import Activated, Engine, Groups, Wanted, engine_of
+from moe_fp8_ext.matmul.low_rank import Slots, Tokens
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
 from moe_fp8_ext.quantization.casting import cast
 from moe_fp8_ext.quantization.prepare import NOTHING, Operand, ready
@@ -44,11 +46,12 @@ class Call(NamedTuple):
     def needs(self) -> tuple[bool, ...]:
         """Whether each input needs a gradient, in the order of `Inputs`."""
         up, down = self.up, self.down
-        return self.needs_x, self.needs_scores, up.needs_weight, down.needs_weight, up.needs_bias, down.needs_bias
+        needs = self.needs_x, self.needs_scores, up.needs_weight, down.needs_weight, up.needs_bias, down.needs_bias
+        return *needs, up.needs_A, up.needs_B, down.needs_A, down.needs_B
 
     @property
     def needs_dh(self) -> bool:
-        return self.needs_x or self.up.needs_weight or self.up.needs_bias
+        return self.needs_x or self.up.needs_any
 
     @property
     def needs_da(self) -> bool:
@@ -56,7 +59,7 @@ class Call(NamedTuple):
 
     @property
     def needs_h(self) -> bool:
-        return self.needs_da or self.down.needs_weight
+        return self.needs_da or self.down.needs_weight or self.down.needs_A
 
 
 class Inputs(NamedTuple):
@@ -68,6 +71,10 @@ class Inputs(NamedTuple):
     w_down: Tensor | None = None
     b_gate_up: Tensor | None = None
     b_down: Tensor | None = None
+    A_gate_up: Tensor | None = None
+    B_gate_up: Tensor | None = None
+    A_down: Tensor | None = None
+    B_down: Tensor | None = None
 
     def dtypes(self) -> list[torch.dtype | None]:
         return [None if t is None else t.dtype for t in self]
@@ -84,6 +91,10 @@ class SavedLayer(NamedTuple):
     down_t: Tensor | None
     down_t_scale: Tensor | None
     b_down: Tensor | None
+    A_gate_up: Tensor | None
+    B_gate_up: Tensor | None
+    A_down: Tensor | None
+    B_down: Tensor | None
 
 
 class SavedChunk(NamedTuple):
@@ -97,6 +108,10 @@ class SavedChunk(NamedTuple):
     x_scale: Tensor | None
     h: Tensor | None
     h_scale: Tensor | None
+    u_up: Tensor | None  # of adapters
+    mask_up: Tensor | None
+    u_down: Tensor | None
+    mask_down: Tensor | None
 
     def groups(self) -> Groups:
         top_k = None if self.indices is None else self.inverse.shape[1]
@@ -108,8 +123,8 @@ class LayerFunction(torch.autograd.Function):
     def forward(ctx, call, source, *inputs):
         inputs, engine = Inputs(*inputs), engine_of(call.recipe)
         with below_autograd():
-            up = call.up._replace(weight=inputs.w_gate_up, bias=inputs.b_gate_up)
-            down = call.down._replace(weight=inputs.w_down, bias=inputs.b_down)
+            up = call.up.restored(inputs.w_gate_up, inputs.b_gate_up, inputs.A_gate_up, inputs.B_gate_up)
+            down = call.down.restored(inputs.w_down, inputs.b_down, inputs.A_down, inputs.B_down)
             w_up, up_t = up.operands(engine, call.dtype, transposed=call.needs_x)  # tokens may still travel
             w_down, down_t = down.operands(engine, call.dtype, transposed=call.needs_da)
             watches = watched(engine, up.weight, down.weight)
@@ -121,7 +136,7 @@ class LayerFunction(torch.autograd.Function):
                 given_back.append(source.give_back(i, out))
                 kept.append(saved)
             out = source.collect(given_back)
-        layer = SavedLayer(up_t.values, up_t.scale, down_t.values, down_t.scale, inputs.b_down)
+        layer = SavedLayer(up_t.values, up_t.scale, down_t.values, down_t.scale, inputs.b_down, *inputs[6:])
         of_source = source.tensors()
         ctx.save_for_backward(*layer, *of_source, *chain.from_iterable(kept))
         ctx.call = call._replace(up=call.up.static(), down=call.down.static())
@@ -156,16 +171,22 @@ def _forward(
 ) -> tuple[Tensor, SavedChunk]:
     """Computes out [T, D] of a chunk in bfloat16. Returns it and the tensors that backward reads."""
     x, scores, groups = chunk
+    slots = Slots(groups)  # of adapters
     rows, _ = engine.tokens(x, groups, rows=True)
-    h = up.product(engine, rows, w_up, groups, by_index=True)
+    h, of_up = up.product(engine, rows, w_up, groups, by_index=True), Adapted()
+    if up.adapter is not None:
+        h, of_up = up.adapter.up(h, engine.values(x), slots)
     if watch is not None:
         watch.forward(x, h, groups, up.weight, down.weight)
     rows, h = engine.activated(h, groups, call.activation, call.interleaved, call.keep_fp8 and call.needs_h)
+    of_down = Adapted() if down.adapter is None else down.adapter.narrow(engine.values(rows, groups.offs), slots)
     y = down.product(engine, rows, w_down, groups)
     out = y if groups.inverse is None else _combine(y, groups.inverse, scores)
-    x, h = x if call.up.needs_weight else NOTHING, h if call.needs_h else NOTHING
-    saved = SavedChunk(scores, groups.offs, groups.indices, groups.inverse, x.values, x.scale, h.values, h.scale)
-    return out, saved
+    if down.adapter is not None:
+        out, of_down = down.adapter.down(out, of_down, slots, scores)
+    x, h = x if up.needs_weight or up.needs_A else NOTHING, h if call.needs_h else NOTHING
+    kept = x.values, x.scale, h.values, h.scale, *of_up, *of_down
+    return out, SavedChunk(scores, groups.offs, groups.indices, groups.inverse, *kept)
 
 
 def _backward(
@@ -178,6 +199,8 @@ def _backward(
 ) -> Inputs:
     """Returns the gradients of all inputs that need one. Gradients of x and of weights are bfloat16."""
     engine, found = engine_of(call.recipe), []
+    up = call.up.restored(None, None, layer.A_gate_up, layer.B_gate_up)
+    call = call._replace(up=up, down=call.down.restored(None, layer.b_down, layer.A_down, layer.B_down))
     projections = call.up, call.down
     totals = [main_grad.start(linear.main_grad, linear.parameter) for linear in projections]
     for i, (saved, dout) in enumerate(zip(kept, gradients, strict=True)):
@@ -186,13 +209,14 @@ def _backward(
         watch = None
         # The next chunk adds its gradients of weights to the gradients of this chunk.
         totals = [old if new is None else new for old, new in zip(totals, found[-1][2:4], strict=True)]
-    *of_tokens, w_up, w_down, b_up, b_down = zip(*found, strict=True)
+    *of_tokens, w_up, w_down, b_up, b_down, A_up, B_up, A_down, B_down = zip(*found, strict=True)
     dx, dscores = (None if rows[0] is None else source.collect(rows) for rows in of_tokens)
     of_weights = [
         _sum(parts) if linear.main_grad is None else main_grad.finish(linear.main_grad, linear.parameter)
         for linear, parts in zip(projections, (w_up, w_down), strict=True)
     ]
-    return Inputs(dx, dscores, *of_weights, _sum(b_up), _sum(b_down))
+    factors = map(_sum_float32, (A_up, B_up, A_down, B_down))
+    return Inputs(dx, dscores, *of_weights, _sum(b_up), _sum(b_down), *factors)
 
 
 def _backward_of_chunk(
@@ -208,41 +232,70 @@ def _backward_of_chunk(
     """Returns the gradients of a chunk. Gradients of x and scores go to `give_back` as soon as they are computed; in
     their place stand the handles that it returns."""
     scores, groups, up, down = saved.scores, saved.groups(), call.up, call.down
+    slots = Slots(groups)  # of adapters
     p = (dout.values if groups.indices is None else groups.indices).shape[0]
-    dx = dscores = dw_up = dw_down = db_up = db_down = None
+    dx = dscores = dw_up = dw_down = db_up = db_down = dA_up = dB_up = dA_down = dB_down = None
     dy, dy_t = engine.tokens(dout, groups, rows=call.needs_da, tokens=down.needs_weight, gradient=True)
     if watch is not None:
         watch.gradients(dout, dy_t)
+    of_up, of_down = Adapted(saved.u_up, saved.mask_up), Adapted(saved.u_down, saved.mask_down)
+    if down.adapter is not None:
+        tokens = Tokens(engine.values(dout), slots, rows=_in_bf16(dy, dy_t))
+        v_down, dB_down = down.adapter.down_gradients(tokens, of_down, scores, call.needs_da)
+        del tokens
     if call.needs_h:
         if call.needs_da:
             da = engine.product(dy, ready(Operand(layer.down_t, layer.down_t_scale)), groups, by_index=True)
         else:  # only dW_down is wanted: of the results of `gradients` it reads a alone, which needs no da
             da = dout.values.new_zeros(p, call.features, dtype=torch.bfloat16)
+        if call.needs_da and down.adapter is not None:
+            da = down.adapter.add_to_da(da, v_down, of_down, slots)
         of_rows = None if scores is None else scores.view(-1)
         of = Activated(Operand(saved.h, saved.h_scale), of_rows, call.activation, call.interleaved)
-        wanted = Wanted(rows=call.needs_x, tokens=up.needs_weight, a=down.needs_weight, dh=up.needs_bias)
-        dh, dh_t, a_t, dh_values, dscores = engine.gradients(da, of, groups, wanted)
+        wanted = Wanted(
+            rows=call.needs_x,
+            tokens=up.needs_weight,
+            a=down.needs_weight,
+            dh=up.needs_bias or up.adapter is not None,
+            a_values=down.needs_A,
+        )
+        dh, dh_t, a_t, dh_values, dscores, a = engine.gradients(da, of, groups, wanted)
+        if down.needs_A:
+            dA_down = down.adapter.down_dA(v_down, a, of_down, slots)
         if watch is not None:
             watch.between(da, of, dh_t, a_t)
     if down.needs_weight:
         dw_down = engine.wgrad(dy_t, a_t, groups, main_grads[1])
-    if layer.b_down is not None and (call.needs_scores or down.needs_bias):
-        dy, of_bias = _bias_backward(engine.values(dout), layer.b_down, scores, groups, p, call.needs_scores)
+    if down.bias is not None and (call.needs_scores or down.needs_bias):
+        dy, of_bias = _bias_backward(engine.values(dout), down.bias, scores, groups, p, call.needs_scores)
         dscores = dscores.view(of_bias.shape) + of_bias if call.needs_scores else None
         db_down = sum_of_groups(dy, groups.offs) if down.needs_bias else None
     if call.needs_scores:
         dscores = give_back(dscores.view(groups.inverse.shape))
     if up.needs_bias:
         db_up = sum_of_groups(dh_values, groups.offs)
+    if up.adapter is not None and call.needs_dh:
+        v_up, dB_up = up.adapter.up_gradients(dh_values, of_up, slots, call.needs_x)
     if call.needs_x:
         rows = engine.product(dh, ready(Operand(layer.up_t, layer.up_t_scale)), groups)
-        dx = give_back(rows if groups.indices is None else _combine(rows, groups.inverse, None))
+        dx = rows if groups.indices is None else _combine(rows, groups.inverse, None)
+        if up.adapter is not None:
+            dx = up.adapter.add_to_dx(dx, v_up, of_up, slots)
+        dx = give_back(dx)
+    if up.needs_A:
+        dA_up = up.adapter.up_dA(v_up, engine.values(Operand(saved.x, saved.x_scale)), of_up, slots)
     if up.needs_weight:
         _, x_t = engine.tokens(Operand(saved.x, saved.x_scale), groups, tokens=True)
         dw_up = engine.wgrad(dh_t, x_t, groups, main_grads[0])
         if watch is not None:
             watch.tokens(Operand(saved.x, saved.x_scale), x_t)
-    return Inputs(dx, dscores if call.needs_scores else None, dw_up, dw_down, db_up, db_down)
+    factors = dA_up, dB_up, dA_down, dB_down
+    return Inputs(dx, dscores if call.needs_scores else None, dw_up, dw_down, db_up, db_down, *factors)
+
+
+def _in_bf16(*operands: Operand) -> Tensor | None:
+    """Returns the first operand that holds rows in bfloat16, if any does."""
+    return next((x.values for x in operands if x.values is not None and x.scale is None), None)
 
 
 def _bias_backward(
@@ -260,3 +313,7 @@ def _bias_backward(
 
 def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
     return reduce(torch.add, [part for part in parts if part is not None] or [None])
+
+
+def _sum_float32(parts: Sequence[Tensor | None]) -> Tensor | None:
+    return parts[0] if len(parts) == 1 or parts[0] is None else _sum([part.float() for part in parts])

@@ -22,12 +22,15 @@ def clamped(offs: Tensor, rows: int) -> Tensor:
     return offs.clamp(0, rows).cummax(0).values
 
 
-def bf16_product(a: Tensor, b_t: Tensor, offs: Tensor) -> Tensor:
-    """Computes a [M, K] @ b_t [E, K, N] of each group in bfloat16, for any sizes. Rows without a group are zero."""
+def bf16_product(a: Tensor, b_t: Tensor, offs: Tensor, covered: bool = False) -> Tensor:
+    """Computes a [M, K] @ b_t [E, K, N] of each group in bfloat16, for any sizes. Rows without a group are zero.
+
+    covered: whether every row has a group.
+    """
     _, k, n = b_t.shape
     if offs.shape[0] == 0:  # torch divides by the number of groups
         return a.new_zeros(a.shape[0], n)
-    out = _product(_tma_operand(a, _tma_size(k)), _tma_operand(b_t, _tma_size(n), _tma_size(k)), offs)
+    out = _product(_tma_operand(a, _tma_size(k)), _tma_operand(b_t, _tma_size(n), _tma_size(k)), offs, covered)
     return out if n == out.shape[1] else out[:, :n].contiguous()
 
 
@@ -44,10 +47,11 @@ def bf16_wgrad(dY: Tensor, a: Tensor, offs: Tensor, main_grad: Tensor | None = N
     return None
 
 
-def _product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+def _product(a: Tensor, b: Tensor, offs: Tensor, covered: bool = False) -> Tensor:
     if a.device.type == "cpu":
         return _cpu_grouped_mm(a, b, offs)
-    return _zero_tail(_torch.grouped_mm(a, b, offs=offs), b, offs)
+    out = _torch.grouped_mm(a, b, offs=offs)
+    return out if b.dim() == 2 or covered else zero_tail(out, offs)
 
 
 @torch.library.custom_op("moe_fp8_ext::cpu_grouped_mm", mutates_args=())
@@ -56,7 +60,8 @@ def _cpu_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
     It is a separate op, because the fake implementation of torch's op accepts bfloat16 only.
     """
-    return _zero_tail(_torch.grouped_mm(a.float(), b.float(), offs=offs).bfloat16(), b, offs)
+    out = _torch.grouped_mm(a.float(), b.float(), offs=offs).bfloat16()
+    return out if b.dim() == 2 else zero_tail(out, offs)
 
 
 @_cpu_grouped_mm.register_fake
@@ -65,9 +70,8 @@ def _(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return a.new_empty(*groups, a.shape[0], b.shape[-1])
 
 
-def _zero_tail(out: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    if b.dim() == 2:
-        return out
+def zero_tail(out: Tensor, offs: Tensor) -> Tensor:
+    """Returns out [M, N] with zeros in the rows behind the last group."""
     # Copying every group to its own place zeroes the rest. It takes two ops; a mask of rows would take seven.
     return _pad_token_groups_to(out, offs, torch.nn.functional.pad(offs, (1, -1)), out.shape[0])
 

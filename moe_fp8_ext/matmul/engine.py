@@ -61,6 +61,7 @@ class Wanted(NamedTuple):
     tokens: bool
     a: bool
     dh: bool
+    a_values: bool = False
 
 
 class Gradients(NamedTuple):
@@ -69,6 +70,7 @@ class Gradients(NamedTuple):
     a: Operand  # scores * a along tokens
     dh: Tensor | None  # in bfloat16
     dscores: Tensor  # [P], as scores
+    a_values: Tensor | None = None  # scores * a in bfloat16
 
 
 class Bf16Engine:
@@ -87,8 +89,8 @@ class Bf16Engine:
         """Returns offs as products take them. wgrad: whether `wgrad` will be called with them."""
         return clamped(offs, rows)
 
-    def values(self, x: Operand) -> Tensor:
-        """Returns tokens x [T, K], quantized or not, as numbers."""
+    def values(self, x: Operand, offs: Tensor | None = None) -> Tensor:
+        """Returns tokens x [T, K], or with offs rows of groups, quantized or not, as numbers."""
         return x.values
 
     # ---- operands of tokens ----
@@ -156,9 +158,9 @@ class Bf16Engine:
         how = scores, h.scale, None if h.scale is None else self.format, groups.indices, interleaved
         dh, a, dscores = _activate_backward(da, h.values, activation, *how)
         _, of_a = self.rows(a, groups.in_place, tokens=wanted.a)
-        del a  # frees memory for the operands of dh
+        a = a if wanted.a_values else None  # frees memory for the operands of dh
         rows, tokens = self.rows(dh, groups.in_place, wanted.rows, wanted.tokens, gradient=True)
-        return Gradients(rows, tokens, of_a, dh if wanted.dh else None, dscores)
+        return Gradients(rows, tokens, of_a, dh if wanted.dh else None, dscores, a)
 
 
 class Fp8Engine(Bf16Engine):
@@ -173,10 +175,10 @@ class Fp8Engine(Bf16Engine):
     def safe_offs(self, offs: Tensor, rows: int, wgrad: bool) -> Tensor:
         return offs  # this package's ops clamp offs themselves
 
-    def values(self, x: Operand) -> Tensor:
+    def values(self, x: Operand, offs: Tensor | None = None) -> Tensor:
         if x.scale is None:
             return x.values
-        return _dequantize(x.values, x.scale, self.format, "rows", None, torch.bfloat16)
+        return _dequantize(x.values, x.scale, self.format, "rows", offs, torch.bfloat16)
 
     def tokens(
         self, x: Operand, groups: Groups, rows: bool = False, tokens: bool = False, gradient: bool = False

@@ -1,0 +1,166 @@
+"""Low-rank adapters of a projection: y += scaling * B (A x). Neither W + BA nor a gradient of that size is computed.
+
+Products of a low rank cost what they read and write. With both factors of each expert, an adapter on both projections
+and P = T * top_k slots, forward and backward move, in values of 2 bytes (H = w_gate_up.shape[1]), where tokens are
+multiplied by slot or by token (`matmul/low_rank.py`):
+
+                                by slot                                          by token
+    forward     u = A x         x in the order of experts, written and read      x, and u of all experts
+                                2 P D + T D                                      T D + T E R
+                h += u B        u B written, added to h into a new tensor        4 P H
+                u = A a         a dequantized, then read                         2.5 P F
+                out += u B      u B written, summed over slots, added            u spread over [T, E R], u B added
+                                2 P D + 4 T D                                    4 T D + 2 T E R
+    backward    v = B dout, dB  dout in the order of experts, read twice         as u = A x, and as dA
+                                3 P D + T D                                      4 T D + 3 T E R
+                da += v A       as h                                             4 P F
+                dA of down      a, which is in memory                            P F
+                v = B dh, dB    dh, which is in memory, read twice               2 P H
+                dx += v A       as out                                           as out
+                dA of gate_up   x in the order of experts, written and read      x without unused tokens, spread v
+                                2 P D + T D                                      3 T D + 2 T E R
+
+By token there are also 6 dense products of 2 T E R D operations. A factor that all experts share is multiplied by
+tokens: with a shared A of gate_up and B of down, no term has P D or E R.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_fp8_ext.matmul.low_rank import Rows, Slots, Tokens, add_to_rows, add_to_tokens, dropped, factor, kept
+from moe_fp8_ext.ops.checks import check_number, require
+
+MAX_RANK = 256
+
+
+class LoRA(NamedTuple):
+    """A low-rank adapter of one projection of all experts: y += scaling * B (A dropout(x)).
+
+    Its products are in bfloat16, of the input that the projection has; W + BA is never computed.
+
+    Attributes:
+        A: [E, r, K], or [r, K] for all experts; rank r from 1 to 256; bfloat16, float16 or float32, of any strides.
+        B: [E, N, r], or [N, r] for all experts. Rows are those of the weight: interleaved if its rows are.
+        scaling: a number, alpha / r in PEFT's words.
+        dropout: the probability that an element of A's input is zeroed; the others are multiplied by 1 / (1 - dropout).
+            A token of w_gate_up has one mask for all of its experts. Set it to 0 outside of training.
+    """
+
+    A: Tensor
+    B: Tensor
+    scaling: float = 1.0
+    dropout: float = 0.0
+
+
+def check_adapter_numbers(op: str, scaling_name: str, dropout_name: str, scaling: float, dropout: float) -> None:
+    if torch.compiler.is_compiling():  # numbers may be symbolic; a graph runs with the numbers that eager calls take
+        return
+    check_number(op, scaling_name, scaling)
+    check_number(op, dropout_name, dropout)
+    require(0 <= dropout < 1, f"{op}: {dropout_name} must be from 0 to less than 1, got {dropout}")
+
+
+class Adapted(NamedTuple):
+    """The tensors of an adapter's forward that backward reads."""
+
+    u: Tensor | None = None  # [P, R]: scaling * A x of every row
+    mask: Tensor | None = None  # of dropout, as bits
+
+
+class Adapter(NamedTuple):
+    """The adapter of a projection within the layer. Names of tensors are those of `LoRA`.
+
+    Methods come in two kinds. Those of the up projection go from tokens to rows, those of the down projection from rows
+    to tokens; a backward goes the other way.
+    """
+
+    A: Tensor | None
+    B: Tensor | None
+    rank: int
+    scaling: float
+    dropout: float
+    needs_A: bool
+    needs_B: bool
+
+    @property
+    def needs_factors(self) -> bool:
+        return self.needs_A or self.needs_B
+
+    def ready(self, A: Tensor | None, B: Tensor | None) -> Adapter:
+        """Returns the adapter with factors as products take them: A [.., R, K] and the transpose of B, [.., R, N]."""
+        return self._replace(A=None if A is None else factor(A), B=None if B is None else factor(B.mT))
+
+    def static(self) -> Adapter:
+        """Returns the adapter without the tensors that autograd saves, for backward."""
+        return self._replace(A=None, B=None)
+
+    # ---- forward ----
+
+    def up(self, h: Tensor, tokens: Tensor, slots: Slots) -> tuple[Tensor, Adapted]:
+        """Returns h [P, N] plus the adapter's part, of tokens [T, K]."""
+        x, mask = self._dropped(tokens)
+        u = self._scaled(Tokens(x, slots).narrow(self.A))
+        return add_to_rows(h, u, self.B, slots), self._adapted(u, mask)
+
+    def narrow(self, a: Tensor, slots: Slots) -> Adapted:
+        """Computes what `down` adds, of activations a [P, K]."""
+        a, mask = self._dropped(a)
+        return Adapted(self._scaled(Rows(a, slots).narrow(self.A)), mask)
+
+    def down(self, out: Tensor, of: Adapted, slots: Slots, scores: Tensor | None) -> tuple[Tensor, Adapted]:
+        """Returns out [T, N] plus the adapter's part."""
+        return add_to_tokens(out, of.u, self.B, slots, scores), self._adapted(*of)
+
+    # ---- backward ----
+
+    def down_gradients(
+        self, dout: Tokens, of: Adapted, scores: Tensor | None, needs_da: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the gradient v [P, R] of scaling * A a without scores, and that of B."""
+        v = dB = None
+        if needs_da or self.needs_A:
+            v = self._scaled(dout.narrow(self.B))
+        if self.needs_B:
+            dB = dout.outer(dout.slots.scored(of.u, scores), self.B)[..., : self.rank, :].mT
+        return v, dB
+
+    def add_to_da(self, da: Tensor, v: Tensor, of: Adapted, slots: Slots) -> Tensor:
+        return add_to_rows(da, v, self.A, slots, of.mask, self.dropout)
+
+    def down_dA(self, v: Tensor, a: Tensor, of: Adapted, slots: Slots) -> Tensor:
+        """a [P, K] has been multiplied by scores."""
+        return Rows(self._dropped_again(a, of), slots).outer(v, self.A)[..., : self.rank, :]
+
+    def up_gradients(
+        self, dh: Tensor, of: Adapted, slots: Slots, needs_dx: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the gradient v [P, R] of scaling * A x, and that of B."""
+        dh, v, dB = Rows(dh, slots), None, None
+        if needs_dx or self.needs_A:
+            v = self._scaled(dh.narrow(self.B))
+        if self.needs_B:
+            dB = dh.outer(of.u, self.B)[..., : self.rank, :].mT
+        return v, dB
+
+    def add_to_dx(self, dx: Tensor, v: Tensor, of: Adapted, slots: Slots) -> Tensor:
+        slots = slots if slots.groups.indices is not None else Slots(slots.groups.in_place)
+        return add_to_tokens(dx, v, self.A, slots, None, of.mask, self.dropout)
+
+    def up_dA(self, v: Tensor, tokens: Tensor, of: Adapted, slots: Slots) -> Tensor:
+        return Tokens(self._dropped_again(tokens, of), slots).outer(v, self.A)[..., : self.rank, :]
+
+    def _dropped(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return dropped(x, self.dropout) if self.dropout else (x, None)
+
+    def _dropped_again(self, x: Tensor, of: Adapted) -> Tensor:
+        return x if of.mask is None else kept(x, of.mask, self.dropout)
+
+    def _scaled(self, u: Tensor) -> Tensor:
+        return u if self.scaling == 1 else u * self.scaling
+
+    def _adapted(self, u: Tensor, mask: Tensor | None) -> Adapted:
+        return Adapted(u if self.needs_B else None, mask)

@@ -1,0 +1,215 @@
+"""Products with the factors of adapters, in bfloat16, for a low rank R.
+
+A factor m is [E, R, W], one of each expert, or [R, W] if all experts share it. W is the width of a weight's rows or
+columns. `Rows` and `Tokens` are what a factor multiplies. Both narrow W columns to R, and sum the gradient of a factor.
+`add_to_rows` and `add_to_tokens` widen R columns to W and add them to what the frozen weight gave.
+
+Tokens that groups take by index are multiplied in one of two ways. By slot: the tokens are copied into the order of
+experts, [P, W], for grouped products. By token: one dense product multiplies each token by the factors of all experts.
+It computes E / top_k times too much, but reads and writes [T, W] and [T, E R] alone. `DENSE` decides. A dense product
+multiplies zeros by what other tokens and experts hold: a NaN or an infinity there reaches all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moe_fp8_ext.matmul.bf16 import bf16_product, bf16_wgrad, zero_tail
+from moe_fp8_ext.matmul.engine import Groups
+from moe_fp8_ext.quantization.casting import cast, row_major
+from moe_fp8_ext.quantization.format import round_up
+
+_combine = torch.ops.moe_fp8.combine.default
+_permute_pad = torch.ops.moe_fp8.permute_pad.default
+
+# Products are dense up to this many columns E R for each of the top_k slots of a token. For a token and a column of W,
+# a dense product does 2 E R operations. Grouped products move 2 (2 top_k + 1) bytes. An H200 does 700e12 operations and
+# moves 4e12 bytes a second, so both take equally long at E R = 350 top_k + 175. The limit itself is not measured.
+DENSE = 350
+
+
+def factor(m: Tensor) -> Tensor:
+    """Returns m [E, r, W] or [r, W] in bfloat16, with rows of zeros up to a rank R that is a multiple of 8."""
+    m, missing = cast(m, torch.bfloat16), round_up(m.shape[-2], 8) - m.shape[-2]
+    if missing:
+        return pad(m, (0, 0, 0, missing))
+    return m if 1 in m.stride()[-2:] else m.contiguous()
+
+
+class Slots:
+    """The rows of the groups of a call, and the block [t, e] of each row's token and expert among [T, E]."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups, self._blocks = groups, None
+
+    def is_dense(self, m: Tensor) -> bool:
+        """Whether tokens are multiplied by the factors m of all experts at once."""
+        e, top_k = m.shape[0], self.groups.top_k
+        return m.dim() == 3 and top_k is not None and top_k <= e and e * m.shape[1] <= DENSE * top_k
+
+    def blocks(self) -> Tensor:
+        """Returns t * E + e of each row, [P]. Rows without a group have any blocks, distinct ones."""
+        if self._blocks is None:
+            offs, indices, top_k, _ = self.groups
+            row, e = torch.arange(indices.shape[0], device=offs.device, dtype=offs.dtype), offs.shape[0]
+            expert = torch.bucketize(row, offs, right=True)
+            self._blocks = torch.where(expert < e, indices // top_k * e + expert, row)
+        return self._blocks
+
+    def taken(self, x: Tensor, rank: int) -> Tensor:
+        """Returns the block of each row of x [T, E R], [P, R]. Rows without a group are zero."""
+        return zero_tail(x.view(-1, rank).index_select(0, self.blocks()), self.groups.offs)
+
+    def spread(self, u: Tensor) -> Tensor:
+        """Adds rows u [P, R] to their blocks of zeros, [T, E R]. Rows of u without a group must be zero.
+
+        If a token has one expert three times, the sum of those slots depends on the order in which a GPU adds them,
+        unless `torch.use_deterministic_algorithms` is on.
+        """
+        e, tokens = self.groups.offs.shape[0], self.groups.inverse.shape[0]
+        blocks = u.new_zeros(tokens * e, u.shape[1]).index_add_(0, self.blocks(), u)
+        return blocks.view(tokens, e * u.shape[1])
+
+    def scored(self, u: Tensor, scores: Tensor | None) -> Tensor:
+        """Returns u [P, R] with each row multiplied by its score, or by 0 if it has no group."""
+        if scores is None:
+            return u
+        of_rows, (offs, indices, *_) = scores.reshape(-1), self.groups
+        if indices is not None:
+            of_rows = of_rows[indices.clamp(min=0)]
+        row = torch.arange(u.shape[0], device=offs.device)
+        return (u * torch.where(row < offs[-1], of_rows, 0)[:, None]).to(u.dtype)
+
+
+class Rows:
+    """Rows x [P, W] that are sorted by expert: h, activations, or their gradients. Rows without a group are zero."""
+
+    def __init__(self, x: Tensor, slots: Slots) -> None:
+        self.x, self.slots, self.groups = row_major(cast(x, torch.bfloat16)), slots, slots.groups
+
+    def narrow(self, m: Tensor) -> Tensor:
+        """Computes x @ m^T of each group, [P, R]. Rows without a group are zero."""
+        return _mm(self.x, m.mT) if m.dim() == 2 else bf16_product(self.x, m.mT, self.groups.offs)
+
+    def outer(self, u: Tensor, m: Tensor) -> Tensor:
+        """Computes the gradient of a factor m: u^T @ x of each group for u [P, R], shaped as m."""
+        return _mm(u.mT, self.x) if m.dim() == 2 else bf16_wgrad(u, self.x, self.groups.offs)
+
+
+class Tokens(Rows):
+    """Tokens x [T, W], which groups take by index if they have indices: the input of a layer, or dout.
+
+    rows: x in the order of the groups, if it is in memory already.
+    """
+
+    def __init__(self, x: Tensor, slots: Slots, rows: Tensor | None = None) -> None:
+        super().__init__(x, slots)
+        self._rows = self.x if self.groups.indices is None else rows
+
+    def rows(self) -> Tensor:
+        if self._rows is None:
+            self._rows = _permute_pad(self.x, self.groups.indices, self.groups.top_k)
+        return self._rows
+
+    def narrow(self, m: Tensor) -> Tensor:
+        groups = self.groups
+        if self.slots.is_dense(m):
+            return self.slots.taken(_mm(self.x, m.flatten(0, 1).mT), m.shape[1])
+        if m.dim() == 3:
+            return bf16_product(self.rows(), m.mT, groups.offs)
+        u = _mm(self.x, m.mT)  # once a token, not once a slot
+        u = u if groups.indices is None else _permute_pad(u, groups.indices, groups.top_k)
+        return zero_tail(u, groups.offs)
+
+    def outer(self, u: Tensor, m: Tensor) -> Tensor:
+        groups = self.groups
+        if groups.indices is None and m.dim() == 2:
+            # Rows behind the last group may hold anything, and a dense product would read them.
+            return bf16_wgrad(u, self.x, groups.offs).float().sum(0)
+        if m.dim() == 3 and not self.slots.is_dense(m):
+            return bf16_wgrad(u, self.rows(), groups.offs)
+        u = self.slots.spread(u) if m.dim() == 3 else _combine(u, groups.inverse, None)
+        has_slot = (groups.inverse >= 0).any(1)  # a token without a slot may hold anything, too
+        return _mm(u.mT, torch.where(has_slot[:, None], self.x, 0)).view(m.shape)
+
+
+def add_to_rows(y: Tensor, u: Tensor, m: Tensor, slots: Slots, mask: Tensor | None = None, p: float = 0) -> Tensor:
+    """Computes y + u @ m of each group, [P, W], for u [P, R]. mask: that of `dropped`, for u @ m."""
+    return _add_low_rank(y, u, m, slots.groups.offs, mask, p)
+
+
+def add_to_tokens(
+    out: Tensor,
+    u: Tensor,
+    m: Tensor,
+    slots: Slots,
+    scores: Tensor | None = None,
+    mask: Tensor | None = None,
+    p: float = 0,
+) -> Tensor:
+    """Computes out [T, W] plus the sum over a token's slots of scores * (u @ m), for u [P, R].
+
+    If groups have no `inverse`, out has their rows.
+    """
+    groups = slots.groups
+    if groups.inverse is None:
+        return add_to_rows(out, u, m, slots, mask, p)
+    if slots.is_dense(m):
+        u, m = slots.spread(slots.scored(u, scores)), m.flatten(0, 1)
+    elif m.dim() == 2:
+        u = _combine(u, groups.inverse, scores)
+    else:
+        wide = _combine(_widened(u, m, groups.offs), groups.inverse, scores)
+        return out + (wide if mask is None else kept(wide, mask, p))
+    return _add_low_rank(out, u, m, groups.offs, mask, p)
+
+
+@torch.library.custom_op("moe_fp8_ext::add_low_rank", mutates_args=())
+def _add_low_rank(y: Tensor, u: Tensor, m: Tensor, offs: Tensor, mask: Tensor | None, p: float) -> Tensor:
+    """y + u @ m. One op, so that a policy of selective checkpointing that saves products does not save u @ m too."""
+    wide = _widened(u, m, offs)
+    return (wide if mask is None else kept(wide, mask, p)).add_(y)
+
+
+@_add_low_rank.register_fake
+def _(y: Tensor, u: Tensor, m: Tensor, offs: Tensor, mask: Tensor | None, p: float) -> Tensor:
+    return y.new_empty(y.shape)
+
+
+def _widened(u: Tensor, m: Tensor, offs: Tensor) -> Tensor:
+    """Computes u @ m of each group, [P, W]. Rows behind the last group are zero, because those of u are.
+
+    Those rows count as the last group's: to zero them afterwards would take a pass over [P, W].
+    """
+    if m.dim() == 2:
+        return _mm(u, m)
+    offs = torch.cat([offs[:-1], offs.new_full((1,), u.shape[0])])
+    return bf16_product(u, m, offs, covered=True)
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    """Computes a @ b in bfloat16. On a CPU in float32, for the reason that `_cpu_grouped_mm` gives."""
+    return a @ b if a.device.type != "cpu" else (a.float() @ b.float()).bfloat16()
+
+
+# ---- dropout ----
+
+
+def dropped(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """Applies dropout to x [M, W]. Returns the result, and the mask as bits, [M, ceil(W / 8)] bytes."""
+    rows, columns = x.shape
+    bits = torch.empty(rows, -(-columns // 8), 8, dtype=torch.bool, device=x.device).bernoulli_(1 - p)
+    mask = (bits * _powers(x)).sum(2, dtype=torch.uint8)
+    return kept(x, mask, p), mask
+
+
+def kept(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """Applies the mask of `dropped` to x [M, W] again."""
+    bits = (mask[:, :, None] & _powers(x)) != 0
+    return torch.where(bits.view(x.shape[0], 8 * mask.shape[1])[:, : x.shape[1]], x * (1 / (1 - p)), 0)
+
+
+def _powers(x: Tensor) -> Tensor:
+    return 1 << torch.arange(8, dtype=torch.uint8, device=x.device)
