@@ -11,6 +11,7 @@ TEGroupedMLP. All three load each other's.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_fp8_ext.layer.experts import KEEP, experts_of_groups
+from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
 from moe_fp8_ext.ops.checks import check_one_of, require
 from moe_fp8_ext.ops.dispatch import needs_gradient
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
@@ -154,6 +156,11 @@ class MoeFp8GroupedMLP(MegatronModule):
                 self.linear_fc1.draw(expert, config.init_method, config.use_cpu_initialization)
                 self.linear_fc2.draw(expert, config.output_layer_init_method, config.use_cpu_initialization)
         self.register_load_state_dict_pre_hook(_rename_sequential)
+        self.delayed = DelayedWgrads() if config.delay_wgrad_compute else None
+        self.hooks_of_ddp: list[Callable[[], object]] = []
+        if self.delayed is not None:
+            for linear in (self.linear_fc1, self.linear_fc2):
+                linear.weight.skip_backward_post_hook = True  # DDP then registers its hooks here
 
     def extra_repr(self) -> str:
         recipe, activation = self.options["recipe"].name, self.options["activation"]
@@ -177,15 +184,31 @@ class MoeFp8GroupedMLP(MegatronModule):
             x, scores = (scores[:, None] * x).to(x.dtype), None
         offs = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         (w_gate_up, b_gate_up), (w_down, b_down) = self.linear_fc1(), self.linear_fc2()
-        rest = dict(b_gate_up=b_gate_up, b_down=b_down, **self.options)
+        rest = dict(b_gate_up=b_gate_up, b_down=b_down, delay_wgrad=self.delayed, **self.options)
         rest.update(main_grad_gate_up=self._main_grad(w_gate_up), main_grad_down=self._main_grad(w_down))
         return experts_of_groups(x, offs, scores, w_gate_up, w_down, **rest), None
 
     def _main_grad(self, weight: Tensor) -> Tensor | None:
         return getattr(weight, "main_grad", None) if self.adds_to_main_grad and needs_gradient(weight) else None
 
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
+        """Megatron's DDP registers a hook for each weight here if gradients are delayed."""
+        self.hooks_of_ddp.append(hook)
+
     def backward_dw(self) -> None:
-        """Megatron calls this for delayed gradients of weights. Here, backward has computed them."""
+        """Computes delayed gradients of weights of the oldest backward that waits. Else does nothing.
+
+        Raises:
+            RuntimeError: no backward waits, or DDP does not know that gradients are delayed.
+        """
+        if self.delayed is None:
+            return
+        if not self.hooks_of_ddp and hasattr(self.linear_fc1.weight, "main_grad"):
+            text = "delay_wgrad_compute must be True in DistributedDataParallelConfig too, got False"
+            require(False, f"{_HERE}: {text}; DDP would wait for gradients that come later")
+        self.delayed.backward_dw()
+        for hook in self.hooks_of_ddp:
+            hook()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -205,8 +228,6 @@ def _check(config: TransformerConfig, ranks: Ranks) -> str:
         got = getattr(config, name)
         text = f"config.{name} must be None, because these experts quantize by their own recipe, got {got!r}"
         require(not got, f"{_HERE}: {text}; leave out --{name}-format, or use Megatron's own experts")
-    text = "config.delay_wgrad_compute must be False, because backward computes all gradients here, got True"
-    require(not config.delay_wgrad_compute, f"{_HERE}: {text}")
     modules = set(config.offload_modules or ()) & {"expert_fc1", "moe_act"}
     if config.fine_grained_activation_offloading and modules:
         text = f"config.offload_modules must have no module inside of the experts, got {', '.join(sorted(modules))}"

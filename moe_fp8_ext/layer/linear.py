@@ -28,6 +28,7 @@ class ExpertLinear(NamedTuple):
     parameter: Tensor | None = None  # whose attributes tell Megatron's DDP that main_grad has the gradient
     needs_weight: bool = False  # whether the weight needs a gradient
     needs_bias: bool = False
+    delayed: Tensor | None = None  # the weight, if autograd does not see it, because its gradient is computed later
     adapter: Adapter | None = None
 
     @property
@@ -69,6 +70,7 @@ class ExpertLinear(NamedTuple):
     def restored(self, weight: Tensor | None, bias: Tensor | None, A: Tensor | None, B: Tensor | None) -> ExpertLinear:
         """Returns the projection with the tensors that autograd sees, and the adapter's factors ready for products."""
         adapter = None if self.adapter is None else self.adapter.ready(A, B)
+        weight = self.delayed if weight is None else weight
         return self._replace(weight=weight, bias=bias, adapter=adapter)
 
     def static(self) -> ExpertLinear:

@@ -14,13 +14,13 @@ from moe_fp8_ext.layer.adapter import Adapted
 from moe_fp8_ext.layer.bias import rows_of_bias, sum_of_groups
 from moe_fp8_ext.layer.linear import ExpertLinear
 from moe_fp8_ext.layer.source import Chunk, Source
+from moe_fp8_ext.layer.weight_gradients import DOWN, UP, DelayedWgrads, WeightGradients
 from moe_fp8_ext.matmul.engine import Activated, Engine, Groups, Wanted, engine_of
 from moe_fp8_ext.matmul.low_rank import Slots, Tokens
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
 from moe_fp8_ext.quantization.casting import cast
 from moe_fp8_ext.quantization.prepare import NOTHING, Operand, ready
 from moe_fp8_ext.quantization.recipe import Recipe
-from moe_fp8_ext.training import main_grad
 from moe_fp8_ext.training.watch import LayerWatch, watched
 
 _combine = torch.ops.moe_fp8.combine.default
@@ -41,6 +41,7 @@ class Call(NamedTuple):
     needs_scores: bool
     up: ExpertLinear
     down: ExpertLinear
+    delayed: DelayedWgrads | None  # if it computes the gradients of weights, after backward
 
     @property
     def needs(self) -> tuple[bool, ...]:
@@ -201,22 +202,15 @@ def _backward(
     engine, found = engine_of(call.recipe), []
     up = call.up.restored(None, None, layer.A_gate_up, layer.B_gate_up)
     call = call._replace(up=up, down=call.down.restored(None, layer.b_down, layer.A_down, layer.B_down))
-    projections = call.up, call.down
-    totals = [main_grad.start(linear.main_grad, linear.parameter) for linear in projections]
+    weights = (WeightGradients if call.delayed is None else call.delayed.of_backward)(engine, call.up, call.down)
     for i, (saved, dout) in enumerate(zip(kept, gradients, strict=True)):
         give_back = partial(source.give_back, i)
-        found.append(_backward_of_chunk(engine, call, layer, saved, dout, totals, give_back, watch))
+        found.append(_backward_of_chunk(engine, call, layer, saved, dout, weights, give_back, watch))
         watch = None
-        # The next chunk adds its gradients of weights to the gradients of this chunk.
-        totals = [old if new is None else new for old, new in zip(totals, found[-1][2:4], strict=True)]
-    *of_tokens, w_up, w_down, b_up, b_down, A_up, B_up, A_down, B_down = zip(*found, strict=True)
+    *of_tokens, _, _, b_up, b_down, A_up, B_up, A_down, B_down = zip(*found, strict=True)
     dx, dscores = (None if rows[0] is None else source.collect(rows) for rows in of_tokens)
-    of_weights = [
-        _sum(parts) if linear.main_grad is None else main_grad.finish(linear.main_grad, linear.parameter)
-        for linear, parts in zip(projections, (w_up, w_down), strict=True)
-    ]
     factors = map(_sum_float32, (A_up, B_up, A_down, B_down))
-    return Inputs(dx, dscores, *of_weights, _sum(b_up), _sum(b_down), *factors)
+    return Inputs(dx, dscores, *weights.for_autograd(), _sum(b_up), _sum(b_down), *factors)
 
 
 def _backward_of_chunk(
@@ -225,16 +219,16 @@ def _backward_of_chunk(
     layer: SavedLayer,
     saved: SavedChunk,
     dout: Operand,
-    main_grads: Sequence[Tensor | None],
+    weights: WeightGradients,
     give_back: Callable[[Tensor], object],
     watch: LayerWatch | None,
 ) -> Inputs:
     """Returns the gradients of a chunk. Gradients of x and scores go to `give_back` as soon as they are computed; in
-    their place stand the handles that it returns."""
+    their place stand the handles that it returns. Gradients of weights go to `weights`."""
     scores, groups, up, down = saved.scores, saved.groups(), call.up, call.down
     slots = Slots(groups)  # of adapters
     p = (dout.values if groups.indices is None else groups.indices).shape[0]
-    dx = dscores = dw_up = dw_down = db_up = db_down = dA_up = dB_up = dA_down = dB_down = None
+    dx = dscores = db_up = db_down = dA_up = dB_up = dA_down = dB_down = None
     dy, dy_t = engine.tokens(dout, groups, rows=call.needs_da, tokens=down.needs_weight, gradient=True)
     if watch is not None:
         watch.gradients(dout, dy_t)
@@ -265,7 +259,7 @@ def _backward_of_chunk(
         if watch is not None:
             watch.between(da, of, dh_t, a_t)
     if down.needs_weight:
-        dw_down = engine.wgrad(dy_t, a_t, groups, main_grads[1])
+        weights.add(DOWN, dy_t, a_t, groups)
     if down.bias is not None and (call.needs_scores or down.needs_bias):
         dy, of_bias = _bias_backward(engine.values(dout), down.bias, scores, groups, p, call.needs_scores)
         dscores = dscores.view(of_bias.shape) + of_bias if call.needs_scores else None
@@ -286,11 +280,11 @@ def _backward_of_chunk(
         dA_up = up.adapter.up_dA(v_up, engine.values(Operand(saved.x, saved.x_scale)), of_up, slots)
     if up.needs_weight:
         _, x_t = engine.tokens(Operand(saved.x, saved.x_scale), groups, tokens=True)
-        dw_up = engine.wgrad(dh_t, x_t, groups, main_grads[0])
+        weights.add(UP, dh_t, x_t, groups)
         if watch is not None:
             watch.tokens(Operand(saved.x, saved.x_scale), x_t)
     factors = dA_up, dB_up, dA_down, dB_down
-    return Inputs(dx, dscores if call.needs_scores else None, dw_up, dw_down, db_up, db_down, *factors)
+    return Inputs(dx, dscores if call.needs_scores else None, None, None, db_up, db_down, *factors)
 
 
 def _in_bf16(*operands: Operand) -> Tensor | None:

@@ -92,6 +92,7 @@ def leaves_have_gradients(names: dict[str, object]) -> None:
 def main_grads_are_added(names: dict[str, object]) -> None:
     assert names["layer"].experts.adds_to_main_grad and len(names["frozen"]) == 2
     assert names["values"].shape == names["w"].shape and names["y"].shape == (TOKENS, F)
+    assert names["delayed"].waiting == 0 and names["w_down"].grad.any()
 
 
 RUN_HERE: dict[str, tuple[Callable[[], dict[str, object]], Callable[[dict[str, object]], None] | None]] = {

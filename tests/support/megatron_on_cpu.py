@@ -147,13 +147,21 @@ class Trained:
     """A GPT under Megatron's DDP with Megatron's distributed optimizer. Every model starts from the same values."""
 
     def __init__(
-        self, layer_spec: object, *, overlap: bool = True, distributed: bool = True, **options: object
+        self,
+        layer_spec: object,
+        *,
+        overlap: bool = True,
+        distributed: bool = True,
+        delayed: bool = False,
+        **options: object,
     ) -> None:
         torch.manual_seed(0)
         sizes = dict(vocab_size=VOCABULARY, max_sequence_length=LENGTH, position_embedding_type="rope")
-        self.model = GPTModel(config_of(**options), layer_spec, **sizes)
+        config = config_of(**options)
+        config.delay_wgrad_compute = delayed
+        self.model = GPTModel(config, layer_spec, **sizes)
         of_ddp = dict(overlap_grad_reduce=overlap, overlap_param_gather=overlap and distributed)
-        of_ddp.update(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
+        of_ddp.update(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True, delay_wgrad_compute=delayed)
         self.ddp = DistributedDataParallel(self.model.config, DistributedDataParallelConfig(**of_ddp), self.model)
         self.ddp.broadcast_params()
         of_adam = dict(optimizer="adam", lr=3e-3, bf16=True, use_distributed_optimizer=distributed, clip_grad=1.0)
