@@ -197,6 +197,7 @@ COMMANDS = {
     'make bench ARGS="-k router --again FILE"': MAKE,
     "python bench/compare.py before.json after.json": "tests/house/test_bench.py",
     "python bench/titan.py": "tests/integrations/test_torchtitan.py",
+    "python bench/mcore.py": "tests/integrations/test_megatron.py",
     "python bench/beside_sonicmoe.py --out bench/results/sonicmoe.json": GPU,
     "torchrun --nproc-per-node 2 bench/expert_parallel.py --out bench/results/expert_parallel.json": GPU,
     "python tests/toolchain/cuda_check.py": "tests/house/test_toolchain_checks.py",

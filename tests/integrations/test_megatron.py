@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import re
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import assert_same, assert_same_tensor, blocks
+from helpers import ROOT, assert_same, assert_same_tensor, blocks
 from processes import NEEDS_GLOO, in_processes
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -499,3 +500,17 @@ def check_losses(rank: int) -> None:
 
 def test_losses_are_those_of_sequential_mlp():
     in_processes(2, check_losses)
+
+
+def test_the_bench_trains_a_tiny_model(monkeypatch):
+    from megatron_on_cpu import OnCpu
+
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    mcore = importlib.import_module("mcore")
+    batches = mcore.batches_of(3, 2, 2, 16, torch.device("cpu"))
+    runs = [mcore.measure(kind, batches, mcore.TINY, 1, 1, on_cpu=OnCpu) for kind in mcore.KINDS]
+    for run in runs:
+        close(run["losses"], runs[0]["losses"])
+        assert run["losses"][-1] < run["losses"][0] and run["tokens_per_second"] > 0
+    assert runs[2]["losses"] == runs[3]["losses"] != runs[1]["losses"]
+    assert [line.split()[0] for line in mcore.table(runs).splitlines()[2:]] == list(mcore.KINDS)

@@ -37,7 +37,7 @@ class _NoStream:
         return self
 
 
-class _OnCpu(TorchFunctionMode):
+class OnCpu(TorchFunctionMode):
     """Gives tensors that are made with device="cuda" to the CPU, and calls its tensors CUDA's where a type is asked."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -165,7 +165,7 @@ class Trained:
         self.ddp = DistributedDataParallel(self.model.config, DistributedDataParallelConfig(**of_ddp), self.model)
         self.ddp.broadcast_params()
         of_adam = dict(optimizer="adam", lr=3e-3, bf16=True, use_distributed_optimizer=distributed, clip_grad=1.0)
-        with _OnCpu():
+        with OnCpu():
             of_adam["overlap_param_gather"] = of_ddp["overlap_param_gather"]
             self.optimizer = get_megatron_optimizer(OptimizerConfig(**of_adam), [self.ddp])
 
@@ -194,7 +194,7 @@ class Trained:
                 loss.backward()
             total += loss.detach()
         self.ddp.finish_grad_sync()
-        with _OnCpu():
+        with OnCpu():
             self.optimizer.step()
         dist.all_reduce(total)
         return total.item() / ranks
@@ -209,7 +209,7 @@ class Trained:
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
         model = self.model.sharded_state_dict(metadata=metadata)
-        with _OnCpu():
+        with OnCpu():
             optimizer = self.optimizer.sharded_state_dict(model, metadata=metadata)
         return {"model": model, "optimizer": optimizer}
 
@@ -231,5 +231,5 @@ class Trained:
         with self._gathered():
             loaded = dist_checkpointing.load(self.sharded(), str(folder))
             self.model.load_state_dict(loaded["model"])
-            with _OnCpu():
+            with OnCpu():
                 self.optimizer.load_state_dict(loaded["optimizer"])
