@@ -193,7 +193,7 @@ class ExpertParallel:
         else:
             self._check_last_step()
         with self._counted(), self.errors_on_all_ranks():
-            factors = *(lora_gate_up or ()), *(lora_down or ())
+            factors = [t for lora in (lora_gate_up, lora_down) if isinstance(lora, (tuple, list)) for t in lora]
             for t in (x, topk_ids, topk_scores, w_gate_up, w_down, b_gate_up, b_down, *factors):
                 if is_dtensor(t):
                     refuse(f"tensors must be those of the rank, got a DTensor of {list(t.shape)}")

@@ -9,8 +9,8 @@ multiplied by slot or by token (`matmul/low_rank.py`):
                                 2 P D + T D                                      T D + T E R
                 h += u B        u B written, added to h into a new tensor        4 P H
                 u = A a         a dequantized, then read                         2.5 P F
-                out += u B      u B written, summed over slots, added            u spread over [T, E R], u B added
-                                2 P D + 4 T D                                    4 T D + 2 T E R
+                out += u B      u B written, summed over slots, added            u spread over [T, E R], added in place
+                                2 P D + 4 T D                                    2 T D + 2 T E R
     backward    v = B dout, dB  dout in the order of experts, read twice         as u = A x, and as dA
                                 3 P D + T D                                      4 T D + 3 T E R
                 da += v A       as h                                             4 P F
@@ -18,7 +18,7 @@ multiplied by slot or by token (`matmul/low_rank.py`):
                 v = B dh, dB    dh, which is in memory, read twice               2 P H
                 dx += v A       as out                                           as out
                 dA of gate_up   x in the order of experts, written and read      x without unused tokens, spread v
-                                2 P D + T D                                      3 T D + 2 T E R
+                                2 P D + T D                                      3 T D + T E R
 
 By token there are also 6 dense products of 2 T E R D operations. A factor that all experts share is multiplied by
 tokens: with a shared A of gate_up and B of down, no term has P D or E R.

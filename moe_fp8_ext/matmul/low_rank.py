@@ -42,7 +42,7 @@ class Slots:
     """The rows of the groups of a call, and the block [t, e] of each row's token and expert among [T, E]."""
 
     def __init__(self, groups: Groups) -> None:
-        self.groups, self._blocks = groups, None
+        self.groups, self._blocks, self._spread = groups, None, (None, None)
 
     def is_dense(self, m: Tensor) -> bool:
         """Whether tokens are multiplied by the factors m of all experts at once."""
@@ -68,9 +68,11 @@ class Slots:
         If a token has one expert three times, the sum of those slots depends on the order in which a GPU adds them,
         unless `torch.use_deterministic_algorithms` is on.
         """
-        e, tokens = self.groups.offs.shape[0], self.groups.inverse.shape[0]
-        blocks = u.new_zeros(tokens * e, u.shape[1]).index_add_(0, self.blocks(), u)
-        return blocks.view(tokens, e * u.shape[1])
+        if self._spread[0] is not u:  # the gradients of tokens and of a factor are made of the same rows
+            e, tokens = self.groups.offs.shape[0], self.groups.inverse.shape[0]
+            blocks = u.new_zeros(tokens * e, u.shape[1]).index_add_(0, self.blocks(), u)
+            self._spread = u, blocks.view(tokens, e * u.shape[1])
+        return self._spread[1]
 
     def scored(self, u: Tensor, scores: Tensor | None) -> Tensor:
         """Returns u [P, R] with each row multiplied by its score, or by 0 if it has no group."""
@@ -149,7 +151,7 @@ def add_to_tokens(
     mask: Tensor | None = None,
     p: float = 0,
 ) -> Tensor:
-    """Computes out [T, W] plus the sum over a token's slots of scores * (u @ m), for u [P, R].
+    """Computes out [T, W] plus the sum over a token's slots of scores * (u @ m), for u [P, R]. It may write to out.
 
     If groups have no `inverse`, out has their rows.
     """
@@ -162,8 +164,12 @@ def add_to_tokens(
         u = _combine(u, groups.inverse, scores)
     else:
         wide = _combine(_widened(u, m, groups.offs), groups.inverse, scores)
-        return out + (wide if mask is None else kept(wide, mask, p))
-    return _add_low_rank(out, u, m, groups.offs, mask, p)
+        return out.add_(wide if mask is None else kept(wide, mask, p))
+    if mask is not None:
+        return out.add_(kept(_mm(u, m), mask, p))
+    if out.device.type == "cpu":
+        return torch.addmm(out.float(), u.float(), m.float()).bfloat16()
+    return out.addmm_(u, m)
 
 
 @torch.library.custom_op("moe_fp8_ext::add_low_rank", mutates_args=())
