@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -22,6 +22,10 @@ from moe_fp8_ext import (
     quantize_weight,
     reuse_weights,
 )
+from moe_fp8_ext.layer.experts import Projection, layer_call
+from moe_fp8_ext.layer.node import LayerFunction
+from moe_fp8_ext.layer.source import Chunk, RoutedTokens
+from moe_fp8_ext.quantization.prepare import Operand
 
 E, D, F, T, TOP_K = 4, 32, 24, 30, 2
 RECIPES = pytest.mark.parametrize(
@@ -111,6 +115,45 @@ def test_memory_of_what_waits():
     assert most - 3 * made[0][2].nbytes <= one <= most
     of_groups(0, weights(), recipe="rowwise", delay_wgrad=delayed)
     assert repr(delayed) == f"DelayedWgrads(waiting=2, nbytes={2 * one})"
+
+
+class Halves(RoutedTokens):
+    """Tokens in two chunks, as `ExpertParallel` has them."""
+
+    def chunks(self, x: Tensor, scores: Tensor) -> Iterable[Chunk]:
+        halves = zip(self.ids.chunk(2), x.chunk(2), scores.chunk(2), strict=True)
+        return [RoutedTokens(ids, E).chunks(x, scores)[0] for ids, x, scores in halves]
+
+    def gradient_chunks(self, dout: Tensor) -> Iterable[Operand]:
+        return [Operand(half.contiguous()) for half in dout.chunk(2)]
+
+    def collect(self, given_back: list[Tensor]) -> Tensor:
+        return torch.cat(given_back)
+
+    def static(self) -> Halves:
+        return self
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_chunks_are_one_backward(main_grad):
+    found = []
+    for delayed in (None, DelayedWgrads()):
+        of = weights()
+        up, down = (
+            Projection(w, None, torch.full(w.shape, 3.0) if main_grad else None, None)
+            for w in (of["w_gate_up"], of["w_down"])
+        )
+        g = torch.Generator().manual_seed(1)
+        x, scores = torch.randn(T, D, generator=g).bfloat16().requires_grad_(), torch.rand(T, TOP_K, generator=g)
+        ids = torch.rand(T, E, generator=g).topk(TOP_K).indices
+        call, *inputs = layer_call("experts", x, ids, scores, up, down, "rowwise", "swiglu", False, "fp8", delayed)
+        LayerFunction.apply(call, Halves(ids, E), *inputs).float().square().sum().backward()
+        if delayed is not None:
+            assert delayed.waiting == 1
+            delayed.backward_dw()
+        found.append([p.main_grad if main_grad else p.weight.grad for p in (up, down)])
+    assert_same(found[1], found[0])
+    assert all(t.any() for t in found[0])
 
 
 def test_checkpoints_and_reused_weights():
