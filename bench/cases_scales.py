@@ -131,8 +131,22 @@ def _dequantize_weight(format: str) -> Case:
     return Case("dequantize", shapes, inputs, call, (HOST,), format, "weights")
 
 
+def _transpose_weight() -> Case:
+    """Weights of layers, whose transpose backward makes when one direction is held."""
+
+    def shapes(cpu: bool) -> list[Shape]:
+        sizes = [(3, 96, 64)] if cpu else [(128, 1536, 2048), (128, 2048, 768), (32, 5760, 2880), (128, 2816, 4096)]
+        return [Shape(f"[{e}, {n}, {k}]", {"e": e, "n": n, "k": k}) for e, n, k in sizes]
+
+    def inputs(device: torch.device, groups: None, *, e: int, n: int, k: int) -> tuple[Tensor, ...]:
+        return ops.quantize_weight(normal(device, e, n, k), "blockwise")[:1]
+
+    return Case("transpose_weight", shapes, inputs, ops.transpose_weight, (HOST,), "blockwise")
+
+
 SCALE_CASES: tuple[Case, ...] = (
     *(make(format) for format in RECIPES for make in (_dequantize_rows, _dequantize_tokens)),
     _dequantize_weight("mxfp8"),
+    _transpose_weight(),
     *(make(of) for make in (_swizzle, _unswizzle) for of in _SHAPES),
 )

@@ -21,6 +21,8 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
   m.def(
       "quantize_weight(Tensor w, str format, ScalarType? dtype=None, str? rounding=None)"
       " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t)");
+  // A weight in square blocks has the same bytes in both directions.
+  m.def("transpose_weight(Tensor q) -> Tensor");
   m.def(
       "dequantize(Tensor q, Tensor scale, str format, str along='rows', Tensor? offs=None,"
       " ScalarType? out_dtype=None) -> Tensor");

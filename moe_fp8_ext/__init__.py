@@ -9,6 +9,7 @@ from moe_fp8_ext.distributed.fsdp import gather_in_fp8_
 from moe_fp8_ext.integrations.convert import convert_, revert_
 from moe_fp8_ext.layer.adapter import LoRA
 from moe_fp8_ext.layer.experts import experts, experts_of_groups
+from moe_fp8_ext.layer.frozen import FrozenWeight
 from moe_fp8_ext.layer.modules import Experts, MoE
 from moe_fp8_ext.layer.router import Router
 from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
@@ -41,6 +42,7 @@ __version__ = build_info()["version"]
 __all__ = [
     "DelayedWgrads",
     "Experts",
+    "FrozenWeight",
     "LoRA",
     "MoE",
     "Quantized",

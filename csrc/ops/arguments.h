@@ -90,6 +90,8 @@ inline constexpr Argument kTable[] = {
     indices("quantize_both", "x"),
     {"quantize_weight", "w", nullptr, Dtypes::kInput, 3, 3, Strides::kInner,
      {{"experts", -3, kMaxExperts}, {"rows an expert", -2, kMaxRows}, kColumns}},
+    {"transpose_weight", "q", nullptr, Dtypes::kFp8, 3, 3, Strides::kInner,
+     {{"experts", -3, kMaxExperts}, {"rows an expert", -2, kMaxRows}, kColumns}},
 
     {"dequantize", "q", nullptr, Dtypes::kFp8, 1, kMaxDims, Strides::kInner, {kColumns}},
     {"dequantize", "scale", "q", Dtypes::kScale, 0, kMaxDims, Strides::kAny},

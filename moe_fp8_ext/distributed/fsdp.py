@@ -16,7 +16,7 @@ from moe_fp8_ext.distributed.dtensor import of_all
 from moe_fp8_ext.ops.checks import check_module, default_fp8_dtype, require
 from moe_fp8_ext.quantization.casting import cast
 from moe_fp8_ext.quantization.format import FORMATS
-from moe_fp8_ext.quantization.prepare import DeferredWeight, Operand, Rule
+from moe_fp8_ext.quantization.prepare import DeferredWeight, Operand, Rule, transposed_squares
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 
 _OP = "gather_in_fp8_"
@@ -127,7 +127,6 @@ class _Gather:
         self.name, self.shard = name, shard
         self.rule = recipe.format, recipe.dtype or default_fp8_dtype(shard.device), recipe.rounding
         self.format = FORMATS[recipe.format]
-        self.has_square_blocks = self.format.block == self.format.weight_rows
         self.other: list[Tensor] = []  # values and scales of the other direction, once they were needed
 
     def pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
@@ -139,7 +138,7 @@ class _Gather:
         self.other.clear()
         # FSDP2 does not tell its hooks the direction. It asks autograd the same way, to detect recomputation.
         is_backward = _torch.in_backward()
-        is_transposed = is_backward and not self.has_square_blocks
+        is_transposed = is_backward and not self.format.has_square_blocks
         values, scales = self._of_shard(is_transposed)
         return (values, scales), (is_transposed, scales)
 
@@ -159,9 +158,8 @@ class _Gather:
         require(is_there, f"{_OP}: {self.name} must be gathered where it is multiplied, got what FSDP2 has freed")
         if is_transposed == self.is_transposed:
             return self._typed(self.values, self.scales)
-        if self.has_square_blocks:
-            q, scale = self._typed(self.values, self.scales)
-            return q.mT.contiguous(), scale.mT.contiguous()
+        if self.format.has_square_blocks:
+            return transposed_squares(*self._typed(self.values, self.scales))
         if not self.other:
             gathered = (of_all(x, self.mesh).full_tensor() for x in self._of_shard(is_transposed))
             self.other += gathered  # a list that FSDP2 frees

@@ -32,9 +32,9 @@ from moe_fp8_ext.ops.checks import (
 )
 from moe_fp8_ext.ops.dispatch import needs_gradient
 from moe_fp8_ext.quantization.casting import autocast_dtype, cast
-from moe_fp8_ext.quantization.format import MAX_EXPERTS
+from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
-from moe_fp8_ext.quantization.tensor import Pair, Quantized, given
+from moe_fp8_ext.quantization.tensor import ONE_DIRECTION, Pair, Quantized, given
 from moe_fp8_ext.training import main_grad
 
 _OP = "experts"
@@ -81,8 +81,9 @@ def experts(
         h                                 P * H bytes and its scales, those of `quantize_rows`; in bfloat16 2 P * H
         order of the slots, scores        12 P + 4 E bytes
 
-    and the transposed fp8 copy of each weight that backward multiplies by; none after `gather_in_fp8_`. With recipe
-    "bf16" it keeps the weight itself, or a copy in bfloat16 if the weight has another dtype.
+    and the transposed fp8 copy of each trained weight that backward multiplies by; none after `gather_in_fp8_`. With
+    recipe "bf16" it keeps the weight itself, or a copy in bfloat16 if the weight has another dtype. A weight that needs
+    no gradient is kept by reference, and backward quantizes it again, one projection at a time, to the same bytes.
 
     Args:
         x: [T, D] bfloat16, float16 or float32.
@@ -95,7 +96,8 @@ def experts(
         w_down: [E, D, F], of any strides as w_gate_up. Either may be a weight that `gather_in_fp8_` has gathered. Or
             the pair that `quantize_weight` returns for the weights, in the recipe's format: a constant or, with its
             main_grad, a trained weight that was quantized once for many calls of a graph. The first of the pair alone
-            is enough if x and, for w_down, scores and w_gate_up need no gradient.
+            is enough in format "blockwise", whose bytes backward transposes one projection at a time. It is also
+            enough if x and, for w_down, scores and w_gate_up need no gradient.
         recipe: as in `grouped_mm`. "auto" uses the layer's own constants of the model in `quantization/cost.py`, and
             counts T * top_k slots.
         activation: "swiglu", "geglu" or "swiglu_oai", which are gated, "relu2", "silu" or "gelu"; see `ops.activate`.
@@ -245,8 +247,11 @@ def layer_call(
     up, down = [_of_call(op, name, linear, backward) for name, linear in zip(_WEIGHTS, linears, strict=True)]
     call = Call(recipe, activation, interleaved, keep == "fp8", dtype, e, f, *needs, up, down, delay_wgrad)
     for name, linear, transposed in zip(_WEIGHTS, (up, down), (call.needs_x, call.needs_da), strict=True):
-        if linear.is_quantized and linear.quantized[1] is None and transposed:
-            fail(op, f"{name} must be the pair of quantize_weight where backward multiplies by it, got its first alone")
+        if not transposed or not linear.is_quantized or linear.quantized[1] is not None:
+            continue
+        if not FORMATS[linear.quantized[0].format].has_square_blocks:
+            text = "must be the pair of quantize_weight where backward multiplies by it, got its first alone"
+            fail(op, f"{name} {text}; {ONE_DIRECTION}")
     if what := _in_bf16(call):
         limit = max_experts(x)
         require(e <= limit, f"{op}: w_down must have at most {limit} experts with {what}, got {e}")

@@ -54,13 +54,17 @@ class ExpertLinear(NamedTuple):
         return self.quantized[0].q if self.is_quantized else self.weight
 
     def operands(self, engine: Engine, dtype: torch.dtype | None, transposed: bool) -> tuple[Operand, Operand]:
-        """Makes the operands of the weight for products over K and, if `transposed`, over N.
+        """Makes the operand of the weight for products over K. Returns it and, if `transposed`, what `second` takes.
 
         dtype is torch.autocast's if it is on, else None.
         """
         if self.is_quantized:
             return operands_of(self.quantized, transposed)
-        return engine.weight(self.weight, dtype or self.weight.dtype, transposed)
+        return engine.weight(self.weight, dtype or self.weight.dtype, transposed, frozen=not self.needs_weight)
+
+    def second(self, engine: Engine, kept: Operand, dtype: torch.dtype | None, gradient: Tensor) -> Operand:
+        """Makes the operand of the weight for products over N, in backward, from what forward kept."""
+        return engine.second_weight(kept, dtype or kept.values.dtype, not self.needs_weight, gradient)
 
     def product(self, engine: Engine, x: Operand, w: Operand, groups: Groups, by_index: bool = False) -> Tensor:
         """Computes x @ w^T + bias in bfloat16, with an operand w from `operands`."""

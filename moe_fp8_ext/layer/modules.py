@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moe_fp8_ext.distributed.dtensor import draw_in_turn, is_dtensor, of_all, of_rank, sum_of_ranks
 from moe_fp8_ext.layer.adapter import MAX_RANK, LoRA, check_adapter_numbers
 from moe_fp8_ext.layer.experts import KEEP, experts
+from moe_fp8_ext.layer.frozen import FrozenWeight
 from moe_fp8_ext.layer.router import Router
 from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
 from moe_fp8_ext.ops.activations import GATED
@@ -27,7 +28,9 @@ from moe_fp8_ext.ops.checks import (
     require,
 )
 from moe_fp8_ext.ops.dispatch import needs_gradient
+from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
+from moe_fp8_ext.quantization.tensor import quantize_weight
 
 if TYPE_CHECKING:
     from moe_fp8_ext.distributed import ExpertParallel
@@ -46,7 +49,7 @@ class Experts(nn.Module):
     Attributes:
         gate_up_proj: [E, 2 F, D]. An activation that is not gated has up_proj [E, F, D] instead.
         gate_up_proj_bias: [E, 2 F], with bias. An activation that is not gated has up_proj_bias [E, F] instead.
-        down_proj: [E, D, F].
+        down_proj: [E, D, F]. After `freeze_` both weights are `FrozenWeight` modules.
         down_proj_bias: [E, D], with bias.
         gate_up_proj_lora_A, gate_up_proj_lora_B: [E, r, D] and [E, 2 F, r], with lora_rank; likewise of down_proj, or
             of up_proj.
@@ -121,6 +124,37 @@ class Experts(nn.Module):
                 self.register_parameter(f"{name}_lora_{letter}", self._parameter(*size, device=device, dtype=dtype))
         self.reset_parameters()
 
+    @torch.no_grad()
+    def freeze_(self, *, both: bool = False) -> Experts:
+        """Replaces the weights by their FP8 values for good, so that no call quantizes them. Returns the module.
+
+        Each weight becomes a `FrozenWeight`, quantized as the module's recipe quantizes it. So outputs and the
+        gradients of tokens and scores stay the same, byte for byte. Weights get no gradient from then on. Biases stay
+        parameters. State dicts have the quantized values: freeze a module before it loads one.
+
+        Args:
+            both: whether a weight in square blocks ("blockwise") also holds its other direction, which takes a byte an
+                element and saves the transpose in backward. Other formats always hold both.
+
+        Raises:
+            RuntimeError: the recipe has no format of its own, as "bf16" and "auto". Nothing is changed.
+        """
+        check_bool("Experts.freeze_", "both", both)
+        recipe, names = self.options["recipe"], (self.up, "down_proj")
+        is_fp8 = recipe.format is not None and not recipe.bf16_where_faster
+        text = f"Experts.freeze_: recipe must be one that always multiplies in fp8, got {recipe.name!r}"
+        require(is_fp8, f"{text}; give Experts a recipe such as 'blockwise'")
+        alone = FORMATS[recipe.format].has_square_blocks and not both
+        how = dict(dtype=recipe.dtype, rounding=recipe.rounding)
+        for name in names:
+            weight = of_rank(name, getattr(self, name))
+            if isinstance(weight, FrozenWeight):
+                continue
+            pair = quantize_weight(weight.detach(), recipe.format, **how)
+            delattr(self, name)  # the place of a parameter cannot hold a module
+            setattr(self, name, FrozenWeight(pair[0] if alone else pair))
+        return self
+
     def _parameter(self, *size: int, **options: object) -> nn.Parameter:
         count = self.num_experts if self.ep is None else self.ep.ranks.num_local_experts
         mine, mesh = torch.empty(count, *size, **options), getattr(self.ep, "mesh", None)
@@ -179,7 +213,9 @@ class Experts(nn.Module):
         """Returns the arguments of `experts` that the module holds, such as this rank's parameters and main_grads."""
         rest: dict[str, Tensor | LoRA | DelayedWgrads | None] = {"delay_wgrad": self.delayed}
         for argument, name in (("gate_up", self.up), ("down", "down_proj")):
-            rest[f"w_{argument}"] = of_rank(name, getattr(self, name))
+            weight = getattr(self, name)
+            is_frozen = isinstance(weight, FrozenWeight)
+            rest[f"w_{argument}"] = weight.operand() if is_frozen else of_rank(name, weight)
             rest[f"b_{argument}"] = of_rank(f"{name}_bias", getattr(self, f"{name}_bias"))
             rest[f"main_grad_{argument}"] = of_rank(f"main_grad of {name}", self._main_grad(name))
             if self.lora_rank is not None:
@@ -198,7 +234,7 @@ class Experts(nn.Module):
 
     def _main_grad(self, name: str) -> Tensor | None:
         weight = getattr(self, name)
-        if not self.adds_to_main_grad or not needs_gradient(weight):
+        if not self.adds_to_main_grad or isinstance(weight, FrozenWeight) or not needs_gradient(weight):
             return None
         main_grad = getattr(weight, "main_grad", None)
         require(main_grad is not None, f"Experts: {name} must have a main_grad with main_grad=True, got none")

@@ -19,7 +19,7 @@ from moe_fp8_ext.matmul.engine import Activated, Engine, Groups, Wanted, engine_
 from moe_fp8_ext.matmul.low_rank import Slots, Tokens
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
 from moe_fp8_ext.quantization.casting import cast
-from moe_fp8_ext.quantization.prepare import NOTHING, Operand, ready
+from moe_fp8_ext.quantization.prepare import NOTHING, Operand
 from moe_fp8_ext.quantization.recipe import Recipe
 from moe_fp8_ext.training.watch import LayerWatch, watched
 
@@ -87,7 +87,7 @@ class Inputs(NamedTuple):
 class SavedLayer(NamedTuple):
     """The tensors of the parameters that backward reads."""
 
-    up_t: Tensor | None  # w_gate_up, for a product over N
+    up_t: Tensor | None  # w_gate_up, for a product over N: see `quantization/prepare.py`
     up_t_scale: Tensor | None
     down_t: Tensor | None
     down_t_scale: Tensor | None
@@ -202,10 +202,14 @@ def _backward(
     engine, found = engine_of(call.recipe), []
     up = call.up.restored(None, None, layer.A_gate_up, layer.B_gate_up)
     call = call._replace(up=up, down=call.down.restored(None, layer.b_down, layer.A_down, layer.B_down))
+    up_t = partial(call.up.second, engine, Operand(layer.up_t, layer.up_t_scale), call.dtype)
+    down_t = partial(call.down.second, engine, Operand(layer.down_t, layer.down_t_scale), call.dtype)
+    if len(kept) > 1:  # chunks share the operands. A single chunk frees each one after its product
+        up_t, down_t = _once(up_t), _once(down_t)
     weights = (WeightGradients if call.delayed is None else call.delayed.of_backward)(engine, call.up, call.down)
     for i, (saved, dout) in enumerate(zip(kept, gradients, strict=True)):
         give_back = partial(source.give_back, i)
-        found.append(_backward_of_chunk(engine, call, layer, saved, dout, weights, give_back, watch))
+        found.append(_backward_of_chunk(engine, call, up_t, down_t, saved, dout, weights, give_back, watch))
         watch = None
     *of_tokens, _, _, b_up, b_down, A_up, B_up, A_down, B_down = zip(*found, strict=True)
     dx, dscores = (None if rows[0] is None else source.collect(rows) for rows in of_tokens)
@@ -216,7 +220,8 @@ def _backward(
 def _backward_of_chunk(
     engine: Engine,
     call: Call,
-    layer: SavedLayer,
+    up_t: Callable[[Tensor], Operand],
+    down_t: Callable[[Tensor], Operand],
     saved: SavedChunk,
     dout: Operand,
     weights: WeightGradients,
@@ -239,7 +244,7 @@ def _backward_of_chunk(
         del tokens
     if call.needs_h:
         if call.needs_da:
-            da = engine.product(dy, ready(Operand(layer.down_t, layer.down_t_scale)), groups, by_index=True)
+            da = engine.product(dy, down_t(dout.values), groups, by_index=True)
         else:  # only dW_down is wanted: of the results of `gradients` it reads a alone, which needs no da
             da = dout.values.new_zeros(p, call.features, dtype=torch.bfloat16)
         if call.needs_da and down.adapter is not None:
@@ -271,7 +276,7 @@ def _backward_of_chunk(
     if up.adapter is not None and call.needs_dh:
         v_up, dB_up = up.adapter.up_gradients(dh_values, of_up, slots, call.needs_x)
     if call.needs_x:
-        rows = engine.product(dh, ready(Operand(layer.up_t, layer.up_t_scale)), groups)
+        rows = engine.product(dh, up_t(dout.values), groups)
         dx = rows if groups.indices is None else _combine(rows, groups.inverse, None)
         if up.adapter is not None:
             dx = up.adapter.add_to_dx(dx, v_up, of_up, slots)
@@ -303,6 +308,18 @@ def _bias_backward(
         return grad, None
     y = rows_of_bias(bias, groups.offs, rows, grad.dtype) if needs_scores else None
     return _combine_backward(grad, y, scores, groups.inverse, rows)
+
+
+def _once(make: Callable[[Tensor], Operand]) -> Callable[[Tensor], Operand]:
+    """Returns a function that makes the operand in its first call, and returns it in every call."""
+    made = []
+
+    def get(gradient: Tensor) -> Operand:
+        if not made:
+            made.append(make(gradient))
+        return made[0]
+
+    return get
 
 
 def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:

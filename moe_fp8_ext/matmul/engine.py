@@ -14,7 +14,15 @@ from torch import Tensor
 from moe_fp8_ext.matmul.bf16 import bf16_product, bf16_wgrad, clamped
 from moe_fp8_ext.quantization.casting import cast, row_major
 from moe_fp8_ext.quantization.format import FORMATS
-from moe_fp8_ext.quantization.prepare import NOTHING, Operand, Rule, bf16_weight, fp8_weight
+from moe_fp8_ext.quantization.prepare import (
+    NOTHING,
+    Operand,
+    Rule,
+    bf16_weight,
+    fp8_weight,
+    second_bf16_weight,
+    second_fp8_weight,
+)
 from moe_fp8_ext.quantization.recipe import Recipe
 
 _activate = torch.ops.moe_fp8.activate.default
@@ -81,9 +89,15 @@ class Bf16Engine:
 
     format: str | None = None  # of operands
 
-    def weight(self, w: Tensor, dtype: torch.dtype, transposed: bool) -> tuple[Operand, Operand]:
-        """Makes operands of w [E, N, K], cast to dtype: for products over K and, if `transposed`, over N."""
-        return bf16_weight(w, dtype, transposed)
+    def weight(self, w: Tensor, dtype: torch.dtype, transposed: bool, frozen: bool = False) -> tuple[Operand, Operand]:
+        """Makes the operand of w [E, N, K], cast to dtype, for products over K. Returns it and, if `transposed`, what
+        `second_weight` takes. A frozen w is kept by reference."""
+        return bf16_weight(w, dtype, transposed, frozen)
+
+    def second_weight(self, kept: Operand, dtype: torch.dtype, frozen: bool, gradient: Tensor) -> Operand:
+        """Makes the operand for products over N, in backward, with the dtype and `frozen` of forward. gradient: any
+        tensor that depends on the gradient of the output."""
+        return second_bf16_weight(kept, dtype, frozen)
 
     def safe_offs(self, offs: Tensor, rows: int, wgrad: bool) -> Tensor:
         """Returns offs as products take them. wgrad: whether `wgrad` will be called with them."""
@@ -169,8 +183,11 @@ class Fp8Engine(Bf16Engine):
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.format = recipe, recipe.format
 
-    def weight(self, w: Tensor, dtype: torch.dtype, transposed: bool) -> tuple[Operand, Operand]:
-        return fp8_weight(w, dtype, self.rule(gradient=False), transposed)
+    def weight(self, w: Tensor, dtype: torch.dtype, transposed: bool, frozen: bool = False) -> tuple[Operand, Operand]:
+        return fp8_weight(w, dtype, self.rule(gradient=False), transposed, frozen)
+
+    def second_weight(self, kept: Operand, dtype: torch.dtype, frozen: bool, gradient: Tensor) -> Operand:
+        return second_fp8_weight(kept, dtype, self.rule(gradient=False), gradient)
 
     def safe_offs(self, offs: Tensor, rows: int, wgrad: bool) -> Tensor:
         return offs  # this package's ops clamp offs themselves

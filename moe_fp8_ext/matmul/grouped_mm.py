@@ -29,9 +29,9 @@ from moe_fp8_ext.ops.checks import (
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once, needs_gradient
 from moe_fp8_ext.quantization.casting import autocast_dtype, cast, row_major
 from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS, MAX_ROWS, round_up
-from moe_fp8_ext.quantization.prepare import NOTHING, Operand, operands_of, ready
+from moe_fp8_ext.quantization.prepare import NOTHING, Operand, operands_of
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
-from moe_fp8_ext.quantization.tensor import Pair, Quantized, given
+from moe_fp8_ext.quantization.tensor import ONE_DIRECTION, Pair, Quantized, given
 from moe_fp8_ext.training.main_grad import finish, parameter_of_ddp, start
 from moe_fp8_ext.training.watch import MatmulWatch, watched
 
@@ -63,7 +63,9 @@ def grouped_mm(
     Nothing waits for the device, and two runs give the same bytes. Traces under torch.compile(fullgraph=True), can be
     captured in a CUDA graph, honours torch.autocast. Differentiable once.
 
-    If A needs a gradient, backward keeps the transposed fp8 copy of B_t. If B_t needs one, it also keeps the smaller of
+    If A and B_t need gradients, backward keeps the transposed fp8 copy of B_t. A B_t that needs none is kept by
+    reference, and backward quantizes it again, to the same bytes. If B_t needs a gradient, backward also keeps the
+    smaller of
 
         A itself                                 rows of A * K * bytes of an element
         its fp8 copy along tokens, with scales   K * P + scales,  P = round_up(M, align) + E * align
@@ -87,7 +89,8 @@ def grouped_mm(
             other groups gives wrong numbers; a check of contents refuses it.
         B_t: [E, K, N] weights of A's dtype, the transposed view of [E, N, K] or contiguous (both without a copy). Or
             the pair that `quantize_weight` returns for the weights [E, N, K], a constant too; its first alone is enough
-            if A needs no gradient. Or the view of a weight that `gather_in_fp8_` has gathered.
+            in format "blockwise", whose bytes backward transposes, or if A needs no gradient. Or the view of a weight
+            that `gather_in_fp8_` has gathered.
         offs: [E] int32 on A's device, exclusive end row of each group, non-decreasing, at most 1024.
         recipe: "rowwise" (fp8, one scale a row), "blockwise" (fp8, one scale for 128 elements, 128 x 128 of a weight),
             "mxfp8" (fp8, a power of two for 32 elements), "bf16" (no quantization: `torch._grouped_mm`, which on a GPU
@@ -201,7 +204,7 @@ class GroupedMm(torch.autograd.Function):
             if B is None:
                 w, w_t = operands_of(call.w, needs.A)
             else:
-                w, w_t = engine.weight(B, call.b_dtype, needs.A)
+                w, w_t = engine.weight(B, call.b_dtype, needs.A, frozen=not needs.B_t)
             watches = watched(engine, B)
             ctx.watch = None if watches is None else MatmulWatch(*watches, groups, rows.shape[0])
             if watches is not None:
@@ -227,7 +230,10 @@ class GroupedMm(torch.autograd.Function):
             if ctx.watch is not None:
                 ctx.watch.gradients(dY, dy_t)
             if needs.A:
-                dA = engine.product(dy, ready(Operand(saved.w, saved.w_scale)), groups)
+                kept = Operand(saved.w, saved.w_scale)
+                w_t = engine.second_weight(kept, b_dtype or kept.values.dtype, not needs.B_t, dY)
+                dA = engine.product(dy, w_t, groups)
+                del w_t  # frees memory for the operands of the gradient of weights
                 if groups.indices is not None:
                     dA = _unpermute(dA, groups.indices, groups.top_k, ctx.rows_of_A)
                 dA = cast(dA, a_dtype)
@@ -339,8 +345,8 @@ def _check_gradients(
             _fail("A must be a tensor where B_t needs a gradient in high precision, got a Quantized")
         if a[1] is None:
             _fail("A must be the pair of quantize_both where B_t needs a gradient, got a Quantized along rows")
-    if needs.A and w[0] is not None and w[1] is None:
-        _fail("B_t must be the pair of quantize_weight where A needs a gradient, got its first alone")
+    if needs.A and w[0] is not None and w[1] is None and not FORMATS[w[0].format].has_square_blocks:
+        _fail(f"B_t must be the pair of quantize_weight where A needs a gradient, got its first alone; {ONE_DIRECTION}")
 
 
 def _in_bf16(recipe: Recipe, needs: Needs) -> str | None:

@@ -27,6 +27,7 @@ from moe_fp8_ext.ops.scales import swizzle_scales, unswizzle_scales
 from moe_fp8_ext.ops.slots import combine, combine_backward
 from moe_fp8_ext.ops.sorting import sort_tokens, tokens_by_rank
 from moe_fp8_ext.ops.token_groups import pad_token_groups, pad_token_groups_to, unpad_token_groups
+from moe_fp8_ext.ops.transpose import transpose_weight
 
 __all__ = [
     "activate",
@@ -54,6 +55,7 @@ __all__ = [
     "sort_tokens",
     "swizzle_scales",
     "tokens_by_rank",
+    "transpose_weight",
     "unpad_token_groups",
     "unpermute",
     "unswizzle_scales",

@@ -91,6 +91,11 @@ class Format:
     roundings: tuple[str, ...]
     amaxes: tuple[str, ...]
 
+    @property
+    def has_square_blocks(self) -> bool:
+        """Whether weights have the same bytes in both directions, transposed."""
+        return self.block > 0 and self.block == self.weight_rows
+
     def blocks(self, elements: int) -> int:
         """The number of scaling blocks in a row of `elements`."""
         return ceil_div(elements, self.block) if self.block else 1

@@ -1,7 +1,10 @@
 """Turns weights and quantized pairs into operands of products, so that products need not know the kinds of weights.
 
 A weight is one of these: a plain tensor; a tensor whose fp8 copies `reuse_weights` keeps; a pair that the caller
-quantized before; or a `DeferredWeight`, such as a parameter that FSDP2 gathers in fp8.
+quantized before, or its first alone; or a `DeferredWeight`, such as a parameter that FSDP2 gathers in fp8.
+
+Forward makes the operand of its own product, and keeps something from which backward makes the operand of the other
+direction: the operand itself for a weight that is trained, and a reference to anything that exists anyway.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from moe_fp8_ext.training.weight_cache import reused
 
 _quantize_rows = torch.ops.moe_fp8.quantize_rows.default
 _quantize_weight = torch.ops.moe_fp8.quantize_weight.default
+_transpose_weight = torch.ops.moe_fp8.transpose_weight.default
 
 
 class Operand(NamedTuple):
@@ -58,37 +62,127 @@ class DeferredWeight(Tensor):
         """Returns the operand of a product that sums over N, quantized by the rule of the last `operand`."""
 
 
-def fp8_weight(w: Tensor, dtype: torch.dtype, rule: Rule, transposed: bool) -> tuple[Operand, Operand]:
-    """Makes the operands of w [E, N, K] in fp8.
+def fp8_weight(
+    w: Tensor, dtype: torch.dtype, rule: Rule, transposed: bool, frozen: bool = False
+) -> tuple[Operand, Operand]:
+    """Makes the operand of w [E, N, K] in fp8 for a product that sums over K.
 
     Args:
         dtype: what w is cast to before it is quantized: torch.autocast's dtype if it is on, else the weight's.
         transposed: whether the gradient of the input needs the second operand.
+        frozen: whether w needs no gradient. Then w itself is kept, and its second operand is made in backward.
 
     Returns:
-        the operand of a product that sums over K, and of one that sums over N or, without `transposed`, NOTHING.
+        the operand, and what `second_fp8_weight` takes or, without `transposed`, NOTHING.
     """
     if isinstance(w, DeferredWeight):
         return w.operand(dtype, rule), Operand(w) if transposed else NOTHING
-    q, scale, q_t, scale_t = reused(_quantize, w, dtype, *rule) or _quantize(w, dtype, *rule, transposed)
-    return Operand(q, scale), Operand(q_t, scale_t) if transposed else NOTHING
+    by_reference = transposed and frozen and not _is_inference(w)
+    copies = reused(_quantize, w, dtype, *rule) or _quantize(w, dtype, *rule, transposed and not by_reference)
+    q, scale, q_t, scale_t = copies
+    kept = Operand(w) if by_reference else Operand(q_t, scale_t)
+    return Operand(q, scale), kept if transposed else NOTHING
 
 
-def bf16_weight(w: Tensor, dtype: torch.dtype, transposed: bool) -> tuple[Operand, Operand]:
-    """Makes the same operands in bfloat16."""
-    w = cast(w if dtype == torch.bfloat16 else rounded(w, dtype), torch.bfloat16)
-    return Operand(w), Operand(w.mT) if transposed else NOTHING
+def second_fp8_weight(kept: Operand, dtype: torch.dtype, rule: Rule, gradient: Tensor) -> Operand:
+    """Makes the operand for a product that sums over N, from what forward kept.
+
+    Args:
+        dtype, rule: as in forward.
+        gradient: any tensor that depends on the gradient of the output.
+    """
+    w, scale, _ = kept
+    if isinstance(w, DeferredWeight):
+        return w.transposed_operand()
+    if scale is not None and (not FORMATS[rule.format].has_square_blocks or _has_rows_along_memory(w)):
+        return kept
+    if torch.compiler.is_compiling():
+        return Operand(*_second_of_graph(w, scale, gradient, dtype, *rule))
+    return Operand(*_second(w, scale, dtype, *rule))
+
+
+def _second(
+    w: Tensor, scale: Tensor | None, w_dtype: torch.dtype, format: str, dtype: torch.dtype | None, rounding: str
+) -> tuple[Tensor, Tensor]:
+    """Returns the second direction of a weight [E, N, K], or of the transposed view [E, K, N] of its first direction,
+    which has scales."""
+    if scale is not None:
+        return transposed_squares(row_major(w.mT), scale.mT)
+    rule = w_dtype, format, dtype, rounding
+    return (reused(_quantize, w, *rule) or _quantize(w, *rule))[2:]
+
+
+@torch.library.custom_op("moe_fp8_ext::second_weight", mutates_args=())
+def _second_of_graph(
+    w: Tensor,
+    scale: Tensor | None,
+    gradient: Tensor,
+    w_dtype: torch.dtype,
+    format: str,
+    dtype: torch.dtype | None,
+    rounding: str,
+) -> tuple[Tensor, Tensor]:
+    """`_second` for compiled graphs. Without the gradient as an argument, torch would compute it in forward, where it
+    can, and keep the result for backward."""
+    return _second(w, scale, w_dtype, format, dtype, rounding)
+
+
+@_second_of_graph.register_fake
+def _(
+    w: Tensor,
+    scale: Tensor | None,
+    gradient: Tensor,
+    w_dtype: torch.dtype,
+    format: str,
+    dtype: torch.dtype | None,
+    rounding: str,
+) -> tuple[Tensor, Tensor]:
+    return _second(w, scale, w_dtype, format, dtype, rounding)
+
+
+def bf16_weight(w: Tensor, dtype: torch.dtype, transposed: bool, frozen: bool = False) -> tuple[Operand, Operand]:
+    """Makes the same operand in bfloat16, and what `second_bf16_weight` takes."""
+    values = cast(w if dtype == torch.bfloat16 else rounded(w, dtype), torch.bfloat16)
+    return Operand(values), Operand(w if frozen else values) if transposed else NOTHING
+
+
+def second_bf16_weight(kept: Operand, dtype: torch.dtype, frozen: bool) -> Operand:
+    values = bf16_weight(kept.values, dtype, transposed=False)[0].values if frozen else kept.values
+    return Operand(values.mT)
 
 
 def operands_of(pair: tuple[Quantized, Quantized | None], second: bool = True) -> tuple[Operand, Operand]:
-    """Makes the operands of a pair that the caller quantized before; of the second, if the pair has it and if asked."""
+    """Makes the first operand of a pair that the caller quantized before, and what is kept for the second, if asked.
+
+    A weight in square blocks needs no second: the view of its transpose is kept, and copied when it is multiplied.
+    """
     first, other = pair
-    return Operand(first.q, first.scale), Operand(other.q, other.scale) if second and other is not None else NOTHING
+    operand, is_whole = Operand(first.q, first.scale), first.q.dim() == 3 and FORMATS[first.format].has_square_blocks
+    if is_whole:
+        operand = _along_rows(operand)
+    if second and other is not None:
+        return operand, Operand(other.q, other.scale)
+    return operand, Operand(first.q.mT, first.scale.mT) if second and is_whole else NOTHING
 
 
-def ready(kept: Operand) -> Operand:
-    """Returns an operand that forward kept for a product over N, with its values if a `DeferredWeight` has them."""
-    return kept.values.transposed_operand() if isinstance(kept.values, DeferredWeight) else kept
+def transposed_squares(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the operand of the other direction, of a weight [E, N, K] in square blocks with rows along memory."""
+    return _transpose_weight(q), scale.mT.contiguous()
+
+
+def _along_rows(w: Operand) -> Operand:
+    """Returns the operand with rows along memory, as products take it: itself, or a copy of a transposed view."""
+    q, scale, _ = w
+    return w if _has_rows_along_memory(q) else Operand(*transposed_squares(row_major(q.mT), scale.mT))
+
+
+def _has_rows_along_memory(q: Tensor) -> bool:
+    return q.stride(-1) == 1 or q.shape[-1] == 1
+
+
+def _is_inference(w: Tensor) -> bool:
+    """Whether autograd refuses to save w. A compiled graph has no such tensors."""
+    return not torch.compiler.is_compiling() and w.is_inference()
 
 
 def _quantize(

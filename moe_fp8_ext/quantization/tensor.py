@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import NoReturn
 
 import torch
@@ -10,14 +10,18 @@ from torch import Tensor
 
 from moe_fp8_ext import ops
 from moe_fp8_ext._C import validates
-from moe_fp8_ext.ops.checks import check_format, check_one_of, fail, has_values
+from moe_fp8_ext.ops.checks import FP8_DTYPES, check_format, check_one_of, fail, has_values, require
 from moe_fp8_ext.ops.dispatch import refuse_derivatives_of
+from moe_fp8_ext.quantization.casting import row_major
 from moe_fp8_ext.quantization.format import FORMATS, padded_extent
 
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """An fp8 operand with its scales, as a quantizer returned them. Compared by identity.
+
+    `from_parts` makes one of a checkpoint's tensors. It can be pickled. `torch.save` stores it, and once this package
+    is imported `torch.load` returns it, also with weights_only=True. `FrozenWeight` puts it into a state dict.
 
     Attributes:
         q: fp8 values. Along rows: [M, K], or a weight [E, N, K] or its transpose [E, K, N]; "rowwise" takes any
@@ -43,9 +47,78 @@ class Quantized:
         """q * scale in float32, rounded to `out_dtype`, bfloat16 by default; shaped as q. See `ops.dequantize`."""
         return ops.dequantize(self.q, self.scale, self.format, along=self.along, offs=self.offs, out_dtype=out_dtype)
 
+    @classmethod
+    def from_parts(cls, q: Tensor, scale: Tensor, format: str, *, transposed: bool = False) -> Quantized:
+        """Makes a weight of tensors that something else quantized, such as an FP8 checkpoint. No value is cast.
+
+        Args:
+            q: [E, N, K] fp8 values of any strides. In format "blockwise" the transposed view of a contiguous
+                [E, K, N], such as `w.mT` of GPT-OSS's layout, is not copied. Other formats copy it once.
+            scale: dequantization factors, shaped as `quantize_weight` returns them: [E, N] for "rowwise",
+                [E, ceil(N / 128), ceil(K / 128)] for "blockwise". Powers of two may be float8_e8m0fnu where the format
+                has float32 scales. They become float32, which is exact.
+            format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
+            transposed: whether q is the transpose [E, K, N] of weights [E, N, K], the second of a pair.
+
+        q and scale may both be DTensors, sharded along dimension 0. The result has this rank's experts.
+
+        Raises:
+            RuntimeError: q or scale are not as above; the text names the argument and what it should be.
+        """
+        return _weight_of_parts(q, scale, format, transposed)
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Quantized:
+        """Returns the operand on another device, or itself if it is there already. Values are never cast."""
+        if isinstance(device, (torch.dtype, Tensor)):
+            fail("Quantized.to", f"device must be a device, because fp8 values are not cast, got {device!r}")
+        moved = {name: t.to(device, non_blocking=non_blocking) for name, t in self._tensors().items()}
+        return self if all(t is getattr(self, name) for name, t in moved.items()) else replace(self, **moved)
+
+    def copy_(self, other: Quantized) -> Quantized:
+        """Copies the values and scales of `other` in place, so that a captured CUDA graph reads them. Returns self.
+
+        Raises:
+            RuntimeError: other is of another kind, shape or dtype.
+        """
+        if not isinstance(other, Quantized):
+            fail("Quantized.copy_", f"other must be a Quantized, got {type(other).__name__}")
+        for name in ("format", "along", "align", "transposed"):
+            wanted, got = getattr(self, name), getattr(other, name)
+            require(wanted == got, f"Quantized.copy_: {name} of other must be {wanted!r}, got {got!r}")
+        mine, theirs = self._tensors(), other._tensors()
+        if mine.keys() != theirs.keys():
+            text = "other must have offs if and only if the operand has them"
+            fail("Quantized.copy_", f"{text}, got {sorted(theirs)} for {sorted(mine)}")
+        for name, to in mine.items():
+            wanted, got = (to.dtype, tuple(to.shape)), (theirs[name].dtype, tuple(theirs[name].shape))
+            require(wanted == got, f"Quantized.copy_: {name} of other must be {wanted}, got {got}")
+        with torch.no_grad():
+            for name, to in mine.items():
+                to.copy_(theirs[name])
+        return self
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {f.name: t for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)}
+
+    def __getstate__(self) -> dict[str, object]:
+        """The fields, with tensors of 1 byte an element as bytes: `pickle` alone cannot load fp8 tensors of torch."""
+        narrow = {name: t for name, t in self._tensors().items() if t.itemsize == 1}
+        state = self.__dict__ | {name: t.view(torch.uint8) for name, t in narrow.items()}
+        return state | {"dtypes": {name: str(t.dtype).removeprefix("torch.") for name, t in narrow.items()}}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        dtypes = state["dtypes"]
+        typed = {name: state[name].view(getattr(torch, dtype)) for name, dtype in dtypes.items()}
+        self.__dict__.update({name: value for name, value in (state | typed).items() if name != "dtypes"})
+
+
+torch.serialization.add_safe_globals([Quantized])  # for torch.load(weights_only=True)
+
 
 # Two directions of one tensor: along rows, then along tokens or, of a weight, along rows of its transpose.
 Pair = tuple[Quantized, Quantized]
+# The ways out, for errors about a weight in one direction.
+ONE_DIRECTION = "pass both of the pair, or a weight in format 'blockwise', which serves both directions alone"
 _OP = "scaled_grouped_mm"
 
 
@@ -113,10 +186,17 @@ def quantize_weight(
 ) -> tuple[Quantized, Quantized]:
     """Quantizes w [E, N, K] and its transpose [E, K, N]. See `ops.quantize_weight` for details.
 
+    w may have any strides. The transposed view of a contiguous [E, K, N] is not copied.
+
     Returns:
-        the operand of the forward product, and the operand of dgrad.
+        the operand of the forward product, and the operand of dgrad. In format "blockwise" the first alone is a whole
+        weight: drop the second to save a byte an element, and backward transposes the first.
     """
-    q, scale, q_t, scale_t = ops.quantize_weight(w, format, dtype=dtype, rounding=rounding)
+    if isinstance(w, Tensor) and w.dim() == 3 and w.stride(-1) != 1 and w.stride(-2) == 1:
+        q_t, scale_t, q, scale = ops.quantize_weight(row_major(w.mT), format, dtype=dtype, rounding=rounding)
+    else:
+        w = row_major(w) if isinstance(w, Tensor) and w.dim() == 3 else w  # the op refuses what is no weight
+        q, scale, q_t, scale_t = ops.quantize_weight(w, format, dtype=dtype, rounding=rounding)
     return Quantized(q, scale, format), Quantized(q_t, scale_t, format, transposed=True)
 
 
@@ -213,6 +293,51 @@ def given(
     if second is not None:
         _check_pair(op, arg, first, second, weight)
     return first, second
+
+
+def _weight_of_parts(q: Tensor, scale: Tensor, format: str, transposed: bool) -> Quantized:
+    op = "Quantized.from_parts"
+    check_format(op, format)
+    f = FORMATS[format]
+    for name, t in (("q", q), ("scale", scale)):
+        require(isinstance(t, Tensor), f"{op}: {name} must be a tensor, got {type(t).__name__}")
+    if hasattr(q, "placements") or hasattr(scale, "placements"):  # isinstance would import DTensor, which is slow
+        q, scale = _shards(op, q, scale)
+    if q.dtype not in FP8_DTYPES:
+        cause = "; view bytes as an fp8 dtype" if q.dtype in (torch.uint8, torch.int8) else "; see `quantize_weight`"
+        fail(op, f"q must be fp8, got {q.dtype}{cause}")
+    require(q.dim() == 3, f"{op}: q must have 3 dimensions, [E, N, K], got {q.dim()}; stack the experts")
+    require(scale.device == q.device, f"{op}: scale must be on the device of q, {q.device}, got {scale.device}")
+    shape, got = f.scale_of_weight(*q.shape).shape, tuple(scale.shape)
+    if got != shape:
+        flipped = f.has_square_blocks and got == (shape[0], *shape[:0:-1])
+        cause = "; it has the shape of q.mT: pass scale.mT" if flipped else ""
+        if len(got) < 2:
+            cause = "; a scale of a whole matrix is expanded to the shape of a format first"
+        fail(op, f"scale must have shape {shape} for q {tuple(q.shape)} in format {format!r}, got {got}{cause}")
+    if scale.dtype == torch.float8_e8m0fnu and f.scale_dtype == torch.float32:
+        scale = scale.float()
+    if scale.dtype != f.scale_dtype:
+        also = " or float8_e8m0fnu" if f.scale_dtype == torch.float32 else ""
+        fail(op, f"scale must be {str(f.scale_dtype)[6:]}{also} in format {format!r}, got {scale.dtype}")
+    if not f.has_square_blocks:
+        scale = scale.contiguous()
+    is_view = f.has_square_blocks and q.stride(-2) == 1
+    return Quantized(q if is_view else row_major(q), scale, format, transposed=transposed)
+
+
+def _shards(op: str, q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns this rank's parts of DTensors."""
+    from torch.distributed.tensor import Shard  # imported here, because it takes long to load
+
+    for name, t in (("q", q), ("scale", scale)):
+        if not hasattr(t, "placements"):
+            fail(op, f"{name} must be a DTensor where the other is one, got a tensor")
+        if tuple(t.placements) != (Shard(0),):
+            fail(op, f"{name} must be sharded by expert, (Shard(dim=0),), got {t.placements}")
+    if q.device_mesh != scale.device_mesh:
+        fail(op, f"scale must be on the mesh of q, {q.device_mesh}, got {scale.device_mesh}")
+    return q.to_local(), scale.to_local()
 
 
 def _check_pair(op: str, arg: str, first: Quantized, second: Quantized, weight: bool) -> None:

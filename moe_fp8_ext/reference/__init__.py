@@ -13,7 +13,14 @@ from .dequantization import dequantize, exact_values
 from .gemm import add_scaled_grouped_mm, grouped_mm, scaled_grouped_mm
 from .messages import pack_tokens, quantize_and_pack
 from .numerics import group_bounds
-from .quantize import permute_quantized, quantize_both, quantize_rows, quantize_tokens, quantize_weight
+from .quantize import (
+    permute_quantized,
+    quantize_both,
+    quantize_rows,
+    quantize_tokens,
+    quantize_weight,
+    transpose_weight,
+)
 from .router import choose_experts, choose_experts_backward
 from .scales import swizzle_scales, unswizzle_scales
 from .tokens import (
@@ -58,6 +65,7 @@ __all__ = [
     "sort_tokens",
     "swizzle_scales",
     "tokens_by_rank",
+    "transpose_weight",
     "unpad_token_groups",
     "unpermute",
     "unswizzle_scales",

@@ -206,3 +206,8 @@ def quantize_weight(
         q, scale = quantize_lines(lines, f, dtype, rounding)
         outputs += [q, arrange_scales(scale, f, "experts", None)]
     return tuple(outputs)
+
+
+def transpose_weight(q: Tensor) -> Tensor:
+    """q [E, N, K] -> q_t [E, K, N], contiguous."""
+    return row_major(q.view(torch.uint8).mT).view(q.dtype)

@@ -1,7 +1,8 @@
 """A cache of quantized weights, which calls of `grouped_mm` and `experts` share until the parameter changes.
 
 The version counter of a parameter and its storage tell whether it changed. Some writes do not move the counter, such as
-those of fused optimizers. So every optimizer step empties the cache, and so does leaving the context that asked for it.
+those of fused optimizers. So every optimizer step drops all weights except frozen ones that the optimizer does not own,
+and leaving the context that asked for the cache empties it.
 """
 
 from __future__ import annotations
@@ -46,12 +47,13 @@ def reuse_weights() -> Iterator[None]:
     A weight is quantized again after
 
     - any write that its version counter sees: in place or by `load_state_dict`, also under `torch.no_grad`,
-    - any step of a `torch.optim.Optimizer`, including fused optimizers, whose writes the version counter does not see,
+    - any step of a `torch.optim.Optimizer`, including fused optimizers, whose writes the version counter does not see.
+      A weight that needs no gradient and that the optimizer does not own stays: it is quantized once for all steps,
     - any change of its memory: `.data` is assigned, or its storage is replaced or moves.
 
     It is quantized once for each format, dtype and rounding of a recipe, each dtype of autocast and each CUDA stream.
-    The copies are freed when the weight is used again after a change, when the weight is freed, at every optimizer
-    step, and when the outermost context is left.
+    The copies are freed when the weight is used again after a change, when the weight is freed, at an optimizer step as
+    above, and when the outermost context is left.
 
     The cache misses a write that neither moves the version counter nor changes the address of the memory. Leave the
     context before such a write changes a weight:
@@ -112,6 +114,10 @@ class _Weight:
         self.state = state
         self.copies: dict[Hashable, Copies] = {}
 
+    def is_frozen(self) -> bool:
+        leaf = self.leaf()
+        return leaf is not None and not leaf.requires_grad
+
 
 class _Scope:
     """The open contexts of all threads, and the weights that they share, by the id of their leaf."""
@@ -127,7 +133,7 @@ class _Scope:
             if self.depth == 1:
                 self.weights = {}
                 hooks = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
-                self.hooks = [register(self.forget_all) for register in hooks]
+                self.hooks = [register(self.forget_trained) for register in hooks]
 
     def leave(self) -> None:
         with self.lock:
@@ -137,10 +143,12 @@ class _Scope:
                 for hook in self.hooks:
                     hook.remove()
 
-    def forget_all(self, *_: object) -> None:
+    def forget_trained(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Drops the weights that the optimizer may write, which are all except frozen weights of no group of it."""
+        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         with self.lock:
-            if self.depth:
-                self.weights = {}  # a new dict, because a call in another thread may still fill the old one
+            if self.depth:  # a new dict, because a call in another thread may still fill the old one
+                self.weights = {k: w for k, w in [*self.weights.items()] if k not in owned and w.is_frozen()}
 
 
 _scope = _Scope()

@@ -129,6 +129,19 @@ def test_swizzle_of_fewer_blocks_than_tiles(wave, libraries, tmp_path, monkeypat
         check_both(kernels, scales(1300, 300), layout, 7)
 
 
+# ---- transpose_weight ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(2, 150, 272), (1, 144, 132), (3, 33, 31), (1, 16, 4), (2, 1, 129), (0, 5, 4)])
+def test_transpose_weight(kernels, shape):
+    """Words and whole chunks, either, and neither; full and partial tiles."""
+    q = torch.randint(0, 256, shape, dtype=torch.uint8).view(E4M3)
+    kernels.check("transpose_weight", q)
+    if shape[0] > 1:
+        kernels.check("transpose_weight", q[:, :, 3:])
+        kernels.check("transpose_weight", q[:1].expand(shape))
+
+
 # ---- dequantize ------------------------------------------------------------------------------------------------------
 
 

@@ -90,7 +90,8 @@ def leaves_have_gradients(names: dict[str, object]) -> None:
 
 
 def main_grads_are_added(names: dict[str, object]) -> None:
-    assert names["layer"].experts.adds_to_main_grad and len(names["frozen"]) == 2
+    assert names["layer"].experts.adds_to_main_grad and names["frozen"].format == "blockwise"
+    assert not [*names["experts"].parameters()] and names["experts"].down_proj.q_t is None
     assert names["values"].shape == names["w"].shape and names["y"].shape == (TOKENS, F)
     assert names["delayed"].waiting == 0 and names["w_down"].grad.any()
 

@@ -182,7 +182,7 @@ def test_documents_are_what_the_bench_makes(monkeypatch):
 # ---- Public names ----------------------------------------------------------------------------------------------------
 
 PUBLIC = (
-    *("DelayedWgrads", "Experts", "LoRA", "MoE", "Quantized", "Recipe", "Router"),
+    *("DelayedWgrads", "Experts", "FrozenWeight", "LoRA", "MoE", "Quantized", "Recipe", "Router"),
     *("build_info", "combine", "convert_", "experts"),
     *("experts_of_groups", "gather_in_fp8_", "grouped_mm", "permute_indices", "permute_pad", "quantize_both"),
     *("quantize_rows", "quantize_tokens", "quantize_weight", "reuse_weights", "revert_", "save_ops"),

@@ -128,7 +128,7 @@ def test_first_alone_without_a_backward():
     first = [quantized(getattr(problem, n), recipe)[0] for n in WEIGHTS]
     call = problem.x, problem.ids, problem.scores, *first
     assert_same(experts(*call), experts(*call[:3], problem.w_gate_up, problem.w_down))
-    sentence = "must be the pair of quantize_weight where backward multiplies by it, got its first alone$"
+    sentence = "must be the pair of quantize_weight where backward multiplies by it, got its first alone; pass both .*$"
     x = problem.x.detach().requires_grad_()
     with pytest.raises(RuntimeError, match=f"^experts: w_gate_up {sentence}"):
         experts(x, *call[1:])

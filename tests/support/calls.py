@@ -145,6 +145,11 @@ def quantize_weight(r: random.Random) -> Call:
 
 
 @op
+def transpose_weight(r: random.Random) -> Call:
+    return [raw(r, r.choice(FP8_DTYPES), r.choice((0, 1, 3)), r.choice(ROWS), r.choice(COLUMNS))], {}
+
+
+@op
 def dequantize(r: random.Random) -> Call:
     fmt, ops = r.choice(list(FORMATS)), torch.ops.moe_fp8
     how = {"out_dtype": r.choice((None, *INPUT_DTYPES))}

@@ -97,6 +97,10 @@ def cases_of_scales() -> Iterator[Call]:
     yield "swizzle_scales", OPS.swizzle_scales, (of_experts,), {"groups": "experts"}
     blocked, _ = OPS.swizzle_scales(of_experts, groups="experts")
     yield "unswizzle_scales", OPS.unswizzle_scales, (blocked, 148, 37), {"groups": "experts"}
+    for columns in (272, 131):
+        q = tokens(300, columns, torch.bfloat16).to(torch.float8_e4m3fn)
+        for rows in (288, 150):
+            yield "transpose_weight", OPS.transpose_weight, (torch.stack([q[:rows], q[-rows:]]),), {}
     x, ends = tokens(300, 272, torch.bfloat16), offsets(0, 100, 101, 290)
     for fmt, out in itertools.product(FORMATS, INPUTS):
         q, scale, q_t, scale_t, padded = OPS.quantize_both(x, fmt, offs=ends, dtype=HARDWARE[0])

@@ -60,6 +60,7 @@ LOADS_VECTORS: dict[str, str | bool] = {
     "swizzle_scales_kernel": True,
     "token_groups_kernel": False,
     "tokens_by_rank_kernel": False,
+    "transpose_weight_kernel": False,
     "zero_rows_kernel": False,
     "zero_unused_rows_kernel": False,
 }

@@ -256,6 +256,9 @@ class SimtKernels(TokenKernels):
         of_slots = indices, -1 if indices is None else len(out[-1]), scores
         self._call("quantize_activated_backward", h, grad, *of_slots, *sizes, *of_h, *of_groups, *how, *out, scratch)
 
+    def _transpose_weight(self, memory: GuardedMemory, q_t: Tensor, q: Tensor) -> None:
+        self._call("transpose_weight", q, q_t, *q.shape, *q.stride()[:2])
+
     # Scales
 
     def _dequantize(

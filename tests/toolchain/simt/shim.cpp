@@ -6,6 +6,7 @@
 #include "activations/backward/quantize_activated_backward.h"
 #include "gemm/scaled_grouped_mm.h"
 #include "quantize/quantize.h"
+#include "quantize/transpose_weight.h"
 #include "scales/dequantize.h"
 #include "scales/swizzle_scales.h"
 #include "tokens/choose_experts.h"
@@ -35,6 +36,11 @@ extern "C" const char* simt_quantize(const void* x, int in, int64_t row_stride, 
   if (const int64_t words = scratch_words(p)) p.scratch = scratch(words);
   if (index) p.index = RowIndex(index, M, top_k);
   return outcome(quantize(p, nullptr));
+}
+
+extern "C" const char* simt_transpose_weight(const uint8_t* q, uint8_t* q_t, int64_t E, int64_t N, int64_t K,
+                                             int64_t expert_stride, int64_t row_stride) {
+  return outcome(transpose_weight({q, q_t, E, N, K, expert_stride, row_stride}, nullptr));
 }
 
 extern "C" const char* simt_dequantize(const uint8_t* q, int type, int64_t E, int64_t rows, int64_t K,

@@ -1,0 +1,65 @@
+"""A weight of experts that is frozen in FP8, as a module whose buffers are its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from moe_fp8_ext.ops.checks import fail
+from moe_fp8_ext.quantization.tensor import Pair, Quantized, given
+
+
+class FrozenWeight(nn.Module):
+    """Holds a quantized weight [E, N, K], so that it moves with its module and has a place in its state dict.
+
+        layer.w = FrozenWeight(quantize_weight(w, "blockwise")[0])
+        grouped_mm(a, layer.w.operand(), offs, recipe="blockwise")
+
+    Moves to other devices move the buffers. Casts, such as `module.bfloat16()`, leave them as they are. Nothing is cast
+    in a forward pass, also in eval and for every token that `generate` makes.
+
+    Attributes:
+        q, scale: the operand of products over K.
+        q_t, scale_t: the operand of products over N, if the weight has a second.
+
+    Args:
+        weight: a `Quantized` along rows, or the pair of `quantize_weight`.
+
+    Raises:
+        RuntimeError: weight is no quantized weight.
+    """
+
+    def __init__(self, weight: Quantized | Pair) -> None:
+        super().__init__()
+        first = weight[0] if isinstance(weight, (tuple, list)) and weight else weight
+        if not isinstance(first, Quantized):
+            fail("FrozenWeight", f"weight must be a Quantized or a pair of them, got {type(first).__name__}")
+        first, second = given("FrozenWeight", "weight", weight, first.format, weight=True)
+        if first.q.dim() != 3:
+            fail("FrozenWeight", f"weight must have 3 dimensions, [E, N, K], got {first.q.dim()}")
+        self.format = first.format
+        for suffix, part in (("", first), ("_t", second)):
+            self.register_buffer(f"q{suffix}", None if part is None else part.q)
+            self.register_buffer(f"scale{suffix}", None if part is None else part.scale)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[E, N, K]"""
+        return self.q.shape
+
+    def operand(self) -> Quantized | Pair:
+        """Returns what `experts` and `grouped_mm` take in place of the weight."""
+        first = Quantized(self.q, self.scale, self.format)
+        return first if self.q_t is None else (first, Quantized(self.q_t, self.scale_t, self.format, transposed=True))
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.shape)}, format={self.format!r}, directions={1 if self.q_t is None else 2}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenWeight:
+        def move(t: Tensor) -> Tensor:
+            moved = fn(t)
+            return moved if moved.dtype == t.dtype else t.to(moved.device)
+
+        return super()._apply(move, recurse)
