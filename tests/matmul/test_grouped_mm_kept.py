@@ -150,7 +150,10 @@ def test_weights_are_kept_as_dgrad_needs_them(name, device):
         "mxfp8": 3 * 128 * 4,
         "mxfp8_rowmajor": 3 * 96 * 3,
     }
-    assert bytes_of(kept(a, b_t, offs, name)) == 3 * 96 * 80 + scales[name] + 4 * 3
+    assert kept(a, b_t, offs, name).keys() == {t.untyped_storage().data_ptr() for t in (b_t, offs)}, "a frozen B_t"
+    trained = b_t.clone().requires_grad_()
+    for_tokens = bytes_of(kept(a.detach(), trained, offs, name))  # what the gradient of B_t alone needs
+    assert bytes_of(kept(a, trained, offs, name)) - for_tokens == 3 * 96 * 80 + scales[name]
 
 
 def test_no_bfloat16_operand_survives_the_forward(device):
@@ -171,7 +174,7 @@ def test_what_a_frozen_input_would_need_is_not_computed(name, device):
     weight = rows if name == "rowwise" else "quantize_weight"  # blocks get both directions at no cost
     want = {
         (True, True): ([both, "quantize_weight", gemm], [both, gemm, gemm]),
-        (True, False): ([rows, "quantize_weight", gemm], [rows, gemm]),
+        (True, False): ([rows, weight, gemm], [rows, "quantize_weight", gemm]),  # B_t is kept by reference
         (False, True): ([both, weight, gemm], [tokens, gemm]),
         (False, False): ([rows, weight, gemm], []),
     }
