@@ -189,23 +189,24 @@ def shards(entries: dict[str, object]) -> dict[tuple, tuple]:
     return found
 
 
+def shards_of_layer(experts: object, single: bool, offsets: tuple = (), **options: object) -> dict[tuple, tuple]:
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"singleton_local_shards": single, "dp_cp_group": group}
+    return shards(layer_of(experts, **options).experts.sharded_state_dict("mlp.experts.", offsets, metadata))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("single", [False, True])
 def test_shards_equal_those_of_sequential_mlp(single, bias):
     """Key, offset, shape, replica and sum of every shard, with keys of single experts or with an axis of experts."""
-    from megatron.core import parallel_state
-
     from moe_fp8_ext.integrations.megatron import spec
 
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    metadata = {"singleton_local_shards": single, "dp_cp_group": group}
     for offsets in ((), ((0, 1, 3),)):
-        found = []
-        for experts in (None, spec()):
-            made = layer_of(experts, add_bias_linear=bias).experts
-            found.append(shards(made.sharded_state_dict("mlp.experts.", offsets, dict(metadata))))
-        assert found[0] == found[1]
-        assert len(found[0]) == 8 * (5 + 3 * bias)
+        theirs, ours = (shards_of_layer(e, single, offsets, add_bias_linear=bias) for e in (None, spec()))
+        assert theirs == ours
+        assert len(theirs) == 8 * (5 + 3 * bias)
 
 
 @pytest.mark.parametrize("distributed", [False, True])
@@ -461,8 +462,10 @@ def check_four(rank: int, folder: Path) -> None:
 
 def check_two(rank: int, folder: Path) -> None:
     """Two ranks hold four experts each. SequentialMLP goes on with the losses of four ranks, and so does from there an
-    expert of ours."""
+    expert of ours. Then both ranks hold a part of each expert."""
     from megatron_on_cpu import Trained, megatron_on_cpu
+
+    from moe_fp8_ext.integrations.megatron import spec as spec_of_ours
 
     want = torch.load(folder / "losses")
     with megatron_on_cpu(expert_parallel=2):
@@ -479,6 +482,9 @@ def check_two(rank: int, folder: Path) -> None:
         losses, *of_ours = (Trained(spec, **ONE_LAYER).train(3) for spec in specs().values())
         for got in of_ours:
             close(got, losses)
+        for single in (False, True):
+            theirs, ours = (shards_of_layer(experts, single) for experts in (None, spec_of_ours()))
+            assert theirs == ours
 
 
 def test_checkpoints_of_four_ranks_go_on_in_two(tmp_path):
