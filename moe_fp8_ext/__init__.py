@@ -13,6 +13,7 @@ from moe_fp8_ext.layer.experts import experts, experts_of_groups
 from moe_fp8_ext.layer.frozen import FrozenWeight
 from moe_fp8_ext.layer.modules import Experts, MoE
 from moe_fp8_ext.layer.router import Router
+from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
 from moe_fp8_ext.matmul.grouped_mm import grouped_mm
 from moe_fp8_ext.ops import (
     combine,
@@ -41,6 +42,7 @@ from moe_fp8_ext.validation import validate
 __version__ = build_info()["version"]
 
 __all__ = [
+    "DelayedWgrads",
     "Experts",
     "FrozenWeight",
     "LoRA",

@@ -248,9 +248,9 @@ def state_of() -> Callable[[Tensor], tuple[int, ...]]:
 
 @_choose(
     "Tensor._base",
-    "the parameter that a weight is a view of, for reuse_weights",
+    "the parameter that a weight is a view of, for reuse_weights and for main gradients under Megatron's DDP",
     lambda x: None,
-    "every call quantizes weights that are views",
+    "every call quantizes weights that are views, and DDP is not told of their main gradients",
 )
 def base_of() -> Callable[[Tensor], Tensor | None]:
     _expect(isdatadescriptor(Tensor._base))

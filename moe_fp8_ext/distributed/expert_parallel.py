@@ -20,6 +20,7 @@ from moe_fp8_ext.distributed.plan import OP, Agreement, Ranks, StaticPlanner, na
 from moe_fp8_ext.layer.adapter import LoRA
 from moe_fp8_ext.layer.experts import Projection, layer_call
 from moe_fp8_ext.layer.node import Call, LayerFunction
+from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
 from moe_fp8_ext.ops.checks import check_int, check_one_of
 from moe_fp8_ext.quantization.format import MAX_EXPERTS
 from moe_fp8_ext.quantization.recipe import RECIPES, Recipe, get_recipe
@@ -160,6 +161,7 @@ class ExpertParallel:
         main_grad_down: Tensor | None = None,
         lora_gate_up: LoRA | tuple[Tensor, Tensor, float] | None = None,
         lora_down: LoRA | tuple[Tensor, Tensor, float] | None = None,
+        delay_wgrad: DelayedWgrads | None = None,
         shared_experts: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Computes `moe_fp8_ext.experts` for this rank's tokens with the experts of all ranks. Differentiable once.
@@ -169,7 +171,7 @@ class ExpertParallel:
             w_gate_up, w_down, b_gate_up, b_down, main_grad_gate_up, main_grad_down: of this rank's experts.
             lora_gate_up, lora_down: adapters of this rank's experts, as in `moe_fp8_ext.experts`. A factor that all
                 experts of a rank share is the rank's own: its gradient is the sum over this rank's experts.
-            activation, interleaved, keep: as in `moe_fp8_ext.experts`.
+            activation, interleaved, keep, delay_wgrad: as in `moe_fp8_ext.experts`.
             shared_experts: a function of x, such as a module, whose result is added to out. It is called while tokens
                 travel.
 
@@ -197,7 +199,7 @@ class ExpertParallel:
                     refuse(f"tensors must be those of the rank, got a DTensor of {list(t.shape)}")
             up = Projection(w_gate_up, b_gate_up, main_grad_gate_up, lora_gate_up)
             down = Projection(w_down, b_down, main_grad_down, lora_down)
-            options = up, down, self._recipe_of_groups, activation, interleaved, keep
+            options = up, down, self._recipe_of_groups, activation, interleaved, keep, delay_wgrad
             call, *inputs = layer_call(OP, x, topk_ids, topk_scores, *options)
             agreement = Agreement(self._signature(x, topk_ids, call), self._call)
             messages = exchange.prepare(inputs[0], topk_ids.contiguous(), inputs[1])

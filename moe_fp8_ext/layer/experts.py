@@ -14,6 +14,7 @@ from moe_fp8_ext.layer.adapter import MAX_RANK, Adapter, LoRA, check_adapter_num
 from moe_fp8_ext.layer.linear import ExpertLinear
 from moe_fp8_ext.layer.node import Call, LayerFunction
 from moe_fp8_ext.layer.source import RoutedTokens, SortedRows
+from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
 from moe_fp8_ext.matmul.bf16 import max_experts
 from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import (
@@ -34,6 +35,7 @@ from moe_fp8_ext.quantization.casting import autocast_dtype, cast
 from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import ONE_DIRECTION, Pair, Quantized, given
+from moe_fp8_ext.training import main_grad
 
 _OP = "experts"
 _WEIGHTS = "w_gate_up", "w_down"
@@ -58,6 +60,7 @@ def experts(
     main_grad_down: Tensor | None = None,
     lora_gate_up: LoRA | tuple[Tensor, Tensor, float] | None = None,
     lora_down: LoRA | tuple[Tensor, Tensor, float] | None = None,
+    delay_wgrad: DelayedWgrads | None = None,
 ) -> Tensor:
     """Computes every token with its experts, weighted by the router's scores:
 
@@ -111,6 +114,8 @@ def experts(
             lora_down, with E left out if all experts share the factor. Weights may be frozen, quantized or trained. On
             a GPU, bytes of two runs may differ if a token has one expert three times. Backward keeps 2 bytes a slot and
             rank, rounded up to a multiple of 8, and a bit for each element that dropout may zero.
+        delay_wgrad: a `DelayedWgrads` that computes the gradients of both weights after backward. x, or something else
+            that is no weight, must then ask for a gradient.
 
     Returns:
         out [T, D] of x's dtype.
@@ -123,7 +128,8 @@ def experts(
     """
     up = Projection(w_gate_up, b_gate_up, main_grad_gate_up, lora_gate_up)
     down = Projection(w_down, b_down, main_grad_down, lora_down)
-    call, *inputs = layer_call(_OP, x, topk_ids, topk_scores, up, down, recipe, activation, interleaved, keep)
+    options = up, down, recipe, activation, interleaved, keep, delay_wgrad
+    call, *inputs = layer_call(_OP, x, topk_ids, topk_scores, *options)
     validate_ids(_OP, topk_ids, call.experts)
     return LayerFunction.apply(call, RoutedTokens(topk_ids.contiguous(), call.experts), *inputs)
 
@@ -145,6 +151,7 @@ def experts_of_groups(
     main_grad_down: Tensor | None = None,
     lora_gate_up: LoRA | tuple[Tensor, Tensor, float] | None = None,
     lora_down: LoRA | tuple[Tensor, Tensor, float] | None = None,
+    delay_wgrad: DelayedWgrads | None = None,
 ) -> Tensor:
     """Computes `experts` for rows that a dispatcher has sorted by expert already.
 
@@ -161,7 +168,7 @@ def experts_of_groups(
             monotonic. On a CPU, and inside `moe_fp8_ext.validate()`, wrong ones raise.
         scores: [P] bfloat16, float16 or float32, taken as float32; None multiplies by nothing.
         w_gate_up, w_down, recipe, activation, interleaved, b_gate_up, b_down, keep, main_grad_gate_up, main_grad_down,
-        lora_gate_up, lora_down: as in `experts`. Recipe "auto" counts P rows.
+        lora_gate_up, lora_down, delay_wgrad: as in `experts`. Recipe "auto" counts P rows.
 
     Returns:
         out [P, D] of x's dtype.
@@ -179,7 +186,8 @@ def experts_of_groups(
     if scores is not None:
         check_dense(op, "scores", scores, 1)
         scores = scores[:, None]
-    call, *inputs = layer_call(op, x, None, scores, up, down, recipe, activation, interleaved, keep)
+    options = up, down, recipe, activation, interleaved, keep, delay_wgrad
+    call, *inputs = layer_call(op, x, None, scores, *options)
     _check_tensor(op, "offs", offs, (call.experts,), x, (torch.int32,))
     validate_offs(op, offs, "rows of x", x.shape[0])
     return LayerFunction.apply(call, SortedRows(offs), *inputs)
@@ -205,6 +213,7 @@ def layer_call(
     activation: str,
     interleaved: bool,
     keep: str,
+    delay_wgrad: DelayedWgrads | None,
 ) -> tuple[object, ...]:
     """Checks arguments and returns the arguments of `LayerFunction`: the call and its `Inputs`.
 
@@ -216,6 +225,8 @@ def layer_call(
     check_bool(op, "interleaved", interleaved)
     named = zip(_WEIGHTS, (up, down), strict=True)
     linears = [_linear(op, name, projection, recipe.format) for name, projection in named]
+    if delay_wgrad is not None:
+        linears = [_delayed(op, name, linear, delay_wgrad) for name, linear in zip(_WEIGHTS, linears, strict=True)]
     _check(op, x, topk_ids, topk_scores, linears, GATED[activation])
     factors = None, None, None, None
     if up.lora is not None or down.lora is not None:
@@ -227,13 +238,15 @@ def layer_call(
         recipe = recipe.for_layer(slots, d, f, e, GATED[activation])
     dtype, needs = autocast_dtype(x), (needs_gradient(x), needs_gradient(topk_scores))
     backward = any(needs) or any(
-        linear.needs_weight or linear.needs_bias or linear.needs_A or linear.needs_B for linear in linears
+        (linear.needs_weight and linear.delayed is None) or linear.needs_bias or linear.needs_A or linear.needs_B
+        for linear in linears
     )
     x = cast(x, dtype or x.dtype)
     scores = None if topk_scores is None else cast(topk_scores, torch.float32).contiguous()
-    inputs = x, scores, *(linear.weight for linear in linears), *(linear.bias for linear in linears), *factors
+    weights = [linear.weight if linear.delayed is None else None for linear in linears]
+    inputs = x, scores, *weights, *(linear.bias for linear in linears), *factors
     up, down = [_of_call(op, name, linear, backward) for name, linear in zip(_WEIGHTS, linears, strict=True)]
-    call = Call(recipe, activation, interleaved, keep == "fp8", dtype, e, f, *needs, up, down)
+    call = Call(recipe, activation, interleaved, keep == "fp8", dtype, e, f, *needs, up, down, delay_wgrad)
     for name, linear, transposed in zip(_WEIGHTS, (up, down), (call.needs_x, call.needs_da), strict=True):
         if not transposed or not linear.is_quantized or linear.quantized[1] is not None:
             continue
@@ -249,7 +262,22 @@ def layer_call(
 def _linear(op: str, name: str, of: Projection, format: str | None) -> ExpertLinear:
     quantized = given(op, name, of.weight, format, weight=True)
     weight = of.weight if quantized[0] is None else None
-    return ExpertLinear(weight, of.bias, quantized, of.main_grad, needs_gradient(weight), needs_gradient(of.bias))
+    needs_weight = needs_gradient(weight)
+    parameter = main_grad.parameter_of_ddp(weight) if of.main_grad is not None and needs_weight else None
+    return ExpertLinear(weight, of.bias, quantized, of.main_grad, parameter, needs_weight, needs_gradient(of.bias))
+
+
+def _delayed(op: str, name: str, linear: ExpertLinear, delay_wgrad: DelayedWgrads) -> ExpertLinear:
+    """Returns the projection of a weight that autograd does not see."""
+    if not isinstance(delay_wgrad, DelayedWgrads):
+        fail(op, f"delay_wgrad must be a DelayedWgrads or None, got {type(delay_wgrad).__name__}")
+    if torch.compiler.is_compiling():
+        fail(op, "delay_wgrad must be None under torch.compile, because a graph has no backward for later, got one")
+    if not linear.needs_weight:  # autograd does not see a quantized weight anyway
+        return linear
+    if linear.main_grad is None and not linear.weight.is_leaf:
+        fail(op, f"{name} must be a parameter, or have a main_grad, with delay_wgrad, got a result of autograd")
+    return linear._replace(delayed=linear.weight)
 
 
 def _of_call(op: str, name: str, linear: ExpertLinear, backward: bool) -> ExpertLinear:
@@ -260,6 +288,8 @@ def _of_call(op: str, name: str, linear: ExpertLinear, backward: bool) -> Expert
     is_trained = linear.is_quantized and linear.main_grad is not None
     if is_trained and torch.is_grad_enabled() and not backward:
         fail(op, f"x, or another, must ask for a gradient where main_grad is that of a quantized {name}, got none")
+    if linear.delayed is not None and not backward:
+        fail(op, f"x, or another, must ask for a gradient where the gradient of {name} is delayed, got none")
     return linear._replace(weight=None, bias=None, needs_weight=backward if is_trained else linear.needs_weight)
 
 

@@ -25,10 +25,12 @@ class ExpertLinear(NamedTuple):
     bias: Tensor | None  # [E, N]
     quantized: tuple[Quantized | None, Quantized | None] = (None, None)
     main_grad: Tensor | None = None  # shaped as the weight: the gradient is added here, not given to autograd
+    parameter: Tensor | None = None  # whose attributes tell Megatron's DDP that main_grad has the gradient
     needs_weight: bool = False  # whether the weight needs a gradient
     needs_bias: bool = False
     needs_A: bool = False  # of the adapter
     needs_B: bool = False
+    delayed: Tensor | None = None  # the weight, if autograd does not see it, because its gradient is computed later
     adapter: Adapter | None = None
 
     @property
@@ -57,6 +59,10 @@ class ExpertLinear(NamedTuple):
         """Computes x @ w^T + bias in bfloat16, with an operand w from `operands`."""
         y = engine.product(x, w, groups, by_index)
         return y if self.bias is None else added(y, self.bias, groups.offs)
+
+    def of_forward(self, weight: Tensor | None, bias: Tensor | None) -> ExpertLinear:
+        """Returns the projection with the tensors that autograd sees."""
+        return self._replace(weight=self.delayed if weight is None else weight, bias=bias)
 
     def ready(self, A: Tensor | None, B: Tensor | None) -> ExpertLinear:
         """Returns the projection with its adapter's factors, if it has one, as products take them."""

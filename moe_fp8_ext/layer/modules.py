@@ -15,6 +15,7 @@ from moe_fp8_ext.layer.adapter import MAX_RANK, LoRA, check_adapter_numbers
 from moe_fp8_ext.layer.experts import KEEP, experts
 from moe_fp8_ext.layer.frozen import FrozenWeight
 from moe_fp8_ext.layer.router import Router, Routing
+from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
 from moe_fp8_ext.ops.activations import GATED
 from moe_fp8_ext.ops.checks import (
     check_bool,
@@ -83,6 +84,7 @@ class Experts(nn.Module):
         bias: bool = False,
         keep: str = "fp8",
         main_grad: bool = False,
+        delay_wgrad: bool = False,
         lora_rank: int | None = None,
         lora_scaling: float = 1.0,
         lora_dropout: float = 0.0,
@@ -91,8 +93,10 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("interleaved", interleaved), ("bias", bias), ("main_grad", main_grad)):
+        flags = dict(interleaved=interleaved, bias=bias, main_grad=main_grad, delay_wgrad=delay_wgrad)
+        for name, value in flags.items():
             check_bool("Experts", name, value)
+        self.delayed = DelayedWgrads() if delay_wgrad else None
         self.num_experts, self.ep, self.adds_to_main_grad = num_experts, ep, main_grad
         recipe = get_recipe(recipe, "Experts")
         self.options = dict(recipe=recipe, activation=activation, interleaved=interleaved, keep=keep)
@@ -205,9 +209,9 @@ class Experts(nn.Module):
         options = {name: value for name, value in self.options.items() if name != "recipe"}  # ep has the recipe
         return self.ep.experts(x, topk_ids, topk_scores, shared_experts=shared_experts, **rest, **options)
 
-    def _arguments(self) -> dict[str, Tensor | LoRA | None]:
-        """Returns the arguments of `experts` that the module holds: this rank's parameters and main_grads."""
-        rest: dict[str, Tensor | LoRA | None] = {}
+    def _arguments(self) -> dict[str, Tensor | LoRA | DelayedWgrads | None]:
+        """Returns the arguments of `experts` that the module holds, such as this rank's parameters and main_grads."""
+        rest: dict[str, Tensor | LoRA | DelayedWgrads | None] = {"delay_wgrad": self.delayed}
         for argument, name in (("gate_up", self.up), ("down", "down_proj")):
             weight = getattr(self, name)
             is_frozen = isinstance(weight, FrozenWeight)
@@ -218,6 +222,15 @@ class Experts(nn.Module):
                 A, B = (of_rank(n, getattr(self, n)) for n in (f"{name}_lora_A", f"{name}_lora_B"))
                 rest[f"lora_{argument}"] = LoRA(A, B, self.lora_scaling, self.lora_dropout if self.training else 0.0)
         return rest
+
+    def backward_dw(self) -> None:
+        """Computes the gradients of weights of the oldest backward that waits, with `delay_wgrad`. Else does nothing.
+
+        Raises:
+            RuntimeError: no backward waits.
+        """
+        if self.delayed is not None:
+            self.delayed.backward_dw()
 
     def _main_grad(self, name: str) -> Tensor | None:
         weight = getattr(self, name)

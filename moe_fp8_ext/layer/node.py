@@ -14,6 +14,7 @@ from moe_fp8_ext.layer.adapter import Adapted
 from moe_fp8_ext.layer.bias import rows_of_bias, sum_of_groups
 from moe_fp8_ext.layer.linear import ExpertLinear
 from moe_fp8_ext.layer.source import Chunk, Source
+from moe_fp8_ext.layer.weight_gradients import DOWN, UP, DelayedWgrads, WeightGradients
 from moe_fp8_ext.matmul.engine import Activated, Engine, Groups, Wanted, engine_of
 from moe_fp8_ext.matmul.low_rank import Slots, Tokens
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
@@ -40,6 +41,7 @@ class Call(NamedTuple):
     needs_scores: bool
     up: ExpertLinear
     down: ExpertLinear
+    delayed: DelayedWgrads | None  # if it computes the gradients of weights, after backward
 
     @property
     def needs(self) -> tuple[bool, ...]:
@@ -127,8 +129,8 @@ class LayerFunction(torch.autograd.Function):
     def forward(ctx, call, source, *inputs):
         inputs, engine = Inputs(*inputs), engine_of(call.recipe)
         with below_autograd():
-            up = call.up._replace(weight=inputs.w_gate_up, bias=inputs.b_gate_up)
-            down = call.down._replace(weight=inputs.w_down, bias=inputs.b_down)
+            up = call.up.of_forward(inputs.w_gate_up, inputs.b_gate_up)
+            down = call.down.of_forward(inputs.w_down, inputs.b_down)
             if call.is_adapted:
                 up, down = up.ready(inputs.A_gate_up, inputs.B_gate_up), down.ready(inputs.A_down, inputs.B_down)
             w_up, up_t = up.operands(engine, call.dtype, transposed=call.needs_x)  # tokens may still travel
@@ -216,22 +218,20 @@ def _backward(
     down_t = partial(call.down.second, engine, Operand(layer.down_t, layer.down_t_scale), call.dtype)
     if len(kept) > 1:  # chunks share the operands. A single chunk frees each one after its product
         up_t, down_t = _once(up_t), _once(down_t)
-    totals = call.up.main_grad, call.down.main_grad
+    weights = (WeightGradients if call.delayed is None else call.delayed.of_backward)(engine, call.up, call.down)
     for i, (saved, dout) in enumerate(zip(kept, gradients, strict=True)):
         give_back = partial(source.give_back, i)
-        found.append(
-            _backward_of_chunk(engine, call, layer.b_down, up_t, down_t, saved, dout, totals, give_back, watch)
-        )
+        of_chunk = engine, call, layer.b_down, up_t, down_t, saved, dout, weights, give_back, watch
+        found.append(_backward_of_chunk(*of_chunk))
         watch = None
-        # The next chunk adds its gradients of weights to the gradients of this chunk.
-        totals = [old if new is None else new for old, new in zip(totals, found[-1][2:4], strict=True)]
     if len(found) == 1:
-        ((dx, dscores, *rest),) = found
-        return Inputs(*(None if rows is None else source.collect([rows]) for rows in (dx, dscores)), *rest)
-    *of_tokens, w_up, w_down, b_up, b_down, A_up, B_up, A_down, B_down = zip(*found, strict=True)
+        ((dx, dscores, _, _, *rest),) = found
+        of_tokens = (None if rows is None else source.collect([rows]) for rows in (dx, dscores))
+        return Inputs(*of_tokens, *weights.for_autograd(), *rest)
+    *of_tokens, _, _, b_up, b_down, A_up, B_up, A_down, B_down = zip(*found, strict=True)
     dx, dscores = (None if rows[0] is None else source.collect(rows) for rows in of_tokens)
     factors = map(_sum_float32, (A_up, B_up, A_down, B_down))
-    return Inputs(dx, dscores, *map(_sum, (w_up, w_down, b_up, b_down)), *factors)
+    return Inputs(dx, dscores, *weights.for_autograd(), _sum(b_up), _sum(b_down), *factors)
 
 
 def _backward_of_chunk(
@@ -242,16 +242,16 @@ def _backward_of_chunk(
     down_t: Callable[[Tensor], Operand],
     saved: SavedChunk,
     dout: Operand,
-    main_grads: Sequence[Tensor | None],
+    weights: WeightGradients,
     give_back: Callable[[Tensor], object],
     watch: LayerWatch | None,
 ) -> Inputs:
     """Returns the gradients of a chunk. Gradients of x and scores go to `give_back` as soon as they are computed; in
-    their place stand the handles that it returns."""
+    their place stand the handles that it returns. Gradients of weights go to `weights`."""
     scores, groups, up, down = saved.scores, saved.groups(), call.up, call.down
     slots = Slots(groups) if call.is_adapted else None
     p = (dout.values if groups.indices is None else groups.indices).shape[0]
-    dx = dscores = dw_up = dw_down = db_up = db_down = dA_up = dB_up = dA_down = dB_down = None
+    dx = dscores = db_up = db_down = dA_up = dB_up = dA_down = dB_down = None
     dy, dy_t = engine.tokens(dout, groups, rows=call.needs_da, tokens=down.needs_weight, gradient=True)
     if watch is not None:
         watch.gradients(dout, dy_t)
@@ -282,7 +282,7 @@ def _backward_of_chunk(
         if watch is not None:
             watch.between(da, of, dh_t, a_t)
     if down.needs_weight:
-        dw_down = engine.wgrad(dy_t, a_t, groups, main_grads[1])
+        weights.add(DOWN, dy_t, a_t, groups)
     if b_down is not None and (call.needs_scores or down.needs_bias):
         dy, of_bias = _bias_backward(engine.values(dout), b_down, scores, groups, p, call.needs_scores)
         dscores = dscores.view(of_bias.shape) + of_bias if call.needs_scores else None
@@ -303,11 +303,11 @@ def _backward_of_chunk(
         dA_up = up.adapter.up_dA(v_up, engine.values(Operand(saved.x, saved.x_scale)), of_up, slots)
     if up.needs_weight:
         _, x_t = engine.tokens(Operand(saved.x, saved.x_scale), groups, tokens=True)
-        dw_up = engine.wgrad(dh_t, x_t, groups, main_grads[0])
+        weights.add(UP, dh_t, x_t, groups)
         if watch is not None:
             watch.tokens(Operand(saved.x, saved.x_scale), x_t)
     factors = dA_up, dB_up, dA_down, dB_down
-    return Inputs(dx, dscores if call.needs_scores else None, dw_up, dw_down, db_up, db_down, *factors)
+    return Inputs(dx, dscores if call.needs_scores else None, None, None, db_up, db_down, *factors)
 
 
 def _in_bf16(*operands: Operand) -> Tensor | None:

@@ -32,6 +32,7 @@ from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS, MAX_ROWS, roun
 from moe_fp8_ext.quantization.prepare import NOTHING, Operand, operands_of
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import ONE_DIRECTION, Pair, Quantized, given
+from moe_fp8_ext.training.main_grad import finish, parameter_of_ddp, start
 from moe_fp8_ext.training.watch import MatmulWatch, watched
 
 _OP = "grouped_mm"
@@ -101,11 +102,11 @@ def grouped_mm(
         main_grad: [E, K, N], float32 or bfloat16, the transposed view of a contiguous [E, N, K], as B_t usually is.
             Every backward adds the gradient of B_t to it, in float32, before that gradient is rounded to bfloat16.
             `ops.add_scaled_grouped_mm` says when that takes a float32 product in memory. Autograd gets no gradient:
-            B_t.grad does not change, and hooks that wait for it are not called. If B_t needs no gradient, main_grad is
-            not written. A backward for the gradient of A alone adds to it too, because torch does not tell it. So
-            pipelines that run one backward for A and one for B_t add twice. With a quantized B_t and an A that needs a
-            gradient, main_grad gets the gradient of the weights that B_t was made of. This serves weights that are
-            trained, and quantized once for many calls of a graph.
+            B_t.grad does not change. Megatron's DDP is told, so that its hooks run: see `training/main_grad.py`. If B_t
+            needs no gradient, main_grad is not written. A backward for the gradient of A alone adds to it too, because
+            torch does not tell it. So pipelines that run one backward for A and one for B_t add twice. With a quantized
+            B_t and an A that needs a gradient, main_grad gets the gradient of the weights that B_t was made of. This
+            serves weights that are trained, and quantized once for many calls of a graph.
         bias: None. `experts` adds biases.
         out_dtype: None or the dtype of the result.
 
@@ -152,7 +153,8 @@ def grouped_mm(
         A, indices, top_k = permute_pad(row_major(A), indices, top_k), None, None
     if a[1] is not None and a[1].align != recipe.align:
         recipe = replace(recipe, align=a[1].align)
-    call = Call(recipe, a, w, a_dtype, b_dtype, needs)
+    parameter = parameter_of_ddp(B_t) if main_grad is not None and B_t is not None and needs.B_t else None
+    call = Call(recipe, a, w, a_dtype, b_dtype, needs, parameter)
     # B_t is passed without a cast, because `reuse_weights` finds its copies by the original tensor.
     return GroupedMm.apply(call, Groups(offs, indices, top_k), main_grad, A, B_t)
 
@@ -173,6 +175,7 @@ class Call(NamedTuple):
     a_dtype: torch.dtype | None  # the dtype in which A is multiplied
     b_dtype: torch.dtype | None
     needs: Needs
+    parameter: Tensor | None  # whose attributes tell Megatron's DDP that main_grad has the gradient
 
 
 class Saved(NamedTuple):
@@ -219,7 +222,7 @@ class GroupedMm(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, dY):
-        saved, (recipe, _, _, a_dtype, b_dtype, needs) = Saved(*ctx.saved_tensors), ctx.call
+        saved, (recipe, _, _, a_dtype, b_dtype, needs, parameter) = Saved(*ctx.saved_tensors), ctx.call
         engine, groups = engine_of(recipe), Groups(saved.offs, saved.indices, ctx.top_k)
         dA = dB_t = None
         with below_autograd():
@@ -238,7 +241,8 @@ class GroupedMm(torch.autograd.Function):
                 a_t = engine.kept_tokens(Operand(saved.a, saved.a_scale), groups)
                 if ctx.watch is not None and saved.a_scale is None:
                     ctx.watch.tokens(saved.a, a_t)
-                dW = engine.wgrad(dy_t, a_t, groups, ctx.main_grad)
+                dW = engine.wgrad(dy_t, a_t, groups, start(ctx.main_grad, parameter))
+                dW = finish(ctx.main_grad, parameter) if dW is None else dW
                 dB_t = None if dW is None else cast(cast(dW.mT, b_dtype or dW.dtype), ctx.leaf_dtype or dW.dtype)
         return None, None, None, dA, dB_t
 

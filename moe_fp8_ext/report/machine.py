@@ -17,7 +17,7 @@ TESTED = {
     "transformers": ("5.17.0", "5.23.0"),
     "torchtitan": ("0.3.0",),
     "peft": (),
-    "megatron-core": (),
+    "megatron-core": ("0.16.1",),
 }
 _DRIVERS = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"), ("rocm-smi", "--showdriverversion")
 

@@ -93,6 +93,7 @@ def main_grads_are_added(names: dict[str, object]) -> None:
     assert names["layer"].experts.adds_to_main_grad and names["frozen"].format == "blockwise"
     assert not [*names["experts"].parameters()] and names["experts"].down_proj.q_t is None
     assert names["values"].shape == names["w"].shape and names["y"].shape == (TOKENS, F)
+    assert names["delayed"].waiting == 0 and names["w_down"].grad.any()
 
 
 RUN_HERE: dict[str, tuple[Callable[[], dict[str, object]], Callable[[dict[str, object]], None] | None]] = {
@@ -164,6 +165,9 @@ COMMANDS = {
     """'moe_fp8_ext.integrations.torchtitan.moe_fp8={"recipe": "blockwise"}'""": (
         "tests/integrations/test_torchtitan.py"
     ),
+    "torchrun --nproc-per-node 8 pretrain_gpt.py $ARGUMENTS --spec moe_fp8_ext.integrations.megatron rowwise": (
+        "tests/integrations/test_megatron.py"
+    ),
     "make demo": MAKE,
     'make demo ARGS="--recipes bf16,mxfp8"': MAKE,
     "make bench": MAKE,
@@ -201,6 +205,7 @@ COMMANDS = {
     "python bench/finetune_losses.py --out bench/results/finetune_losses.json": (
         "tests/integrations/test_bench_finetune.py"
     ),
+    "python bench/mcore.py": "tests/integrations/test_megatron.py",
     "python bench/beside_sonicmoe.py --out bench/results/sonicmoe.json": GPU,
     "torchrun --nproc-per-node 2 bench/expert_parallel.py --out bench/results/expert_parallel.json": GPU,
     "python tests/toolchain/cuda_check.py": "tests/house/test_toolchain_checks.py",

@@ -17,7 +17,8 @@ import torch.distributed as dist
 NEEDS_GLOO = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 
 _PRELOADED = "pytest", "torch._dynamo.testing", "torch.distributed.fsdp", "torch.distributed.tensor", "moe_fp8_ext"
-multiprocessing.set_forkserver_preload([*_PRELOADED])
+# Megatron is there in some environments only. The server leaves out what it cannot import.
+multiprocessing.set_forkserver_preload([*_PRELOADED, "megatron.core.models.gpt", "megatron.core.optimizer"])
 
 
 def in_processes(number: int, check: Callable[..., None], *args: object, backend: str = "gloo") -> None:
