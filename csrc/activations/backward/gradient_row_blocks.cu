@@ -122,8 +122,9 @@ MOE_DEVICE void quantize_gradient_rows(const GradientRowBlocksPlan& p, int wave_
   });
 }
 
+// Casts in software take more registers: with two resident blocks they spill.
 template <class T, class Scale, class Activations>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRowBlocksTeam, kRowBlocksResident)
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kRowBlocksTeam, kCastsInHardware ? kRowBlocksResident : 1)
     quantize_gradient_row_blocks_kernel(MOE_GRID_CONSTANT const GradientRowBlocksPlan p) {
   wait_for_previous_kernel();
   const int waves = (p.vecs + kWarpSize - 1) / kWarpSize;
