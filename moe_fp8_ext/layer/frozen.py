@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,9 @@ class FrozenWeight(nn.Module):
         layer.w = FrozenWeight(quantize_weight(w, "blockwise")[0])
         grouped_mm(a, layer.w.operand(), offs, recipe="blockwise")
 
-    Moves to other devices move the buffers. Casts, such as `module.bfloat16()`, leave them as they are. Nothing is cast
-    in a forward pass, also in eval and for every token that `generate` makes.
+    Its buffers are bytes, `q_bytes` and so on. So moves to other devices move them, and casts, such as
+    `module.bfloat16()`, leave them as they are. Nothing is cast in a forward pass, also in eval and for every token
+    that `generate` makes.
 
     Attributes:
         q, scale: the operand of products over K.
@@ -39,10 +40,21 @@ class FrozenWeight(nn.Module):
         first, second = given("FrozenWeight", "weight", weight, first.format, weight=True)
         if first.q.dim() != 3:
             fail("FrozenWeight", f"weight must have 3 dimensions, [E, N, K], got {first.q.dim()}")
-        self.format = first.format
+        self.format, self.dtypes = first.format, {}
         for suffix, part in (("", first), ("_t", second)):
-            self.register_buffer(f"q{suffix}", None if part is None else part.q)
-            self.register_buffer(f"scale{suffix}", None if part is None else part.scale)
+            for name in ("q", "scale"):
+                values = None if part is None else getattr(part, name).contiguous()
+                self.dtypes[name + suffix] = None if part is None else values.dtype
+                self.register_buffer(f"{name}{suffix}_bytes", None if part is None else values.view(torch.uint8))
+
+    def _values(self, name: str) -> Tensor | None:
+        stored = getattr(self, f"{name}_bytes")
+        return None if stored is None else stored.view(self.dtypes[name])
+
+    q = property(partial(_values, name="q"))
+    scale = property(partial(_values, name="scale"))
+    q_t = property(partial(_values, name="q_t"))
+    scale_t = property(partial(_values, name="scale_t"))
 
     @property
     def shape(self) -> torch.Size:
@@ -56,10 +68,3 @@ class FrozenWeight(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{tuple(self.shape)}, format={self.format!r}, directions={1 if self.q_t is None else 2}"
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenWeight:
-        def move(t: Tensor) -> Tensor:
-            moved = fn(t)
-            return moved if moved.dtype == t.dtype else t.to(moved.device)
-
-        return super()._apply(move, recurse)

@@ -69,6 +69,7 @@ def cases(fp8: torch.dtype) -> Iterator[Case]:
         plain, plain_scale = OPS.quantize_rows(x, name, **how)
         yield "permute_quantized", [plain, plain_scale, name, slots, TOP_K], {}
         b, scale_b, _, _ = OPS.quantize_weight(w, name, **how)
+        yield "transpose_weight", [b], {}
         scale_b = scale_b.mT if name == "blockwise" else scale_b
         yield "scaled_grouped_mm", [q, b.mT, scale, scale_b, name, ends], {}
         total = torch.ones(E, K, K, dtype=torch.float32)

@@ -324,7 +324,7 @@ def test_freeze(format, both):
     assert_same(*found)
     assert "quantize_weight" not in calls.names
     assert {n for n, _ in module.named_parameters()} == {"gate_up_proj_bias", "down_proj_bias"}
-    assert ("gate_up_proj.q_t" in module.state_dict()) == (both or format != "blockwise")
+    assert ("gate_up_proj.q_t_bytes" in module.state_dict()) == (both or format != "blockwise")
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)
