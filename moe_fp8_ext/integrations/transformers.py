@@ -121,10 +121,21 @@ def runs(module: torch.nn.Module) -> tuple[Recipe | None, str]:
     why = "another forward took the place of its class's"
     if forward is None:
         name = implementation_of(module)
-        forward, why = _transformers_moe().ALL_EXPERTS_FUNCTIONS.get(name), f"experts_implementation is {name!r}"
+        forward, why = _implementations(module).get(name), f"experts_implementation is {name!r}"
     if not isinstance(forward, partial) or forward.func is not _experts_forward:
         return None, why
+    _check(module, forward.args[0])
     return forward.args[0], "" if _experts_arguments(module) else "the model's own code between the two products"
+
+
+def _implementations(module: torch.nn.Module) -> dict[str, object]:
+    """Returns the interface of Transformers in which the class of a module looks up its experts implementation."""
+    moe = _transformers_moe()
+    if not fp8_checkpoint.is_quantized(module):
+        return moe.ALL_EXPERTS_FUNCTIONS
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS  # imported here: it takes long
+
+    return ALL_FP8_EXPERTS_FUNCTIONS
 
 
 def _transformers_moe() -> ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fp8_checkpoints import EXPERTS, load, write
 from torch import nn
 from transformers_models import tiny_model
 
@@ -62,8 +63,14 @@ def test_weights_that_are_quantized_already():
     model = tiny_model("qwen3_moe", "moe_fp8")
     experts = model.get_submodule(MARKED[0])
     experts.down_proj = nn.Parameter(experts.down_proj.detach().to(torch.float8_e4m3fn), requires_grad=False)
-    text = "moe_fp8: down_proj must be bfloat16, float16 or float32, got torch.float8_e4m3fn"
-    assert fp8_report(model).others == ((MARKED[0], text),)
+    (left,) = fp8_report(model).others
+    assert left.name == MARKED[0]
+    assert left.why.startswith("moe_fp8: gate_up_proj must be float8_e4m3fn in an FP8 checkpoint, got bfloat16")
+
+
+def test_an_fp8_checkpoint(tmp_path):
+    report = fp8_report(load(write(tmp_path), "moe_fp8"))
+    assert report.running == tuple((name, "FP8 checkpoint", Recipe("blockwise"), "") for name in EXPERTS)
 
 
 def test_a_dense_model():
