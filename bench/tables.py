@@ -205,8 +205,8 @@ def megatron_text(result: dict | None) -> str:
         f"megatron-core {result['megatron_core']}, torch {result['torch']}, {result['ranks']} x {result['device']} at "
         f"{(result['commit'] or 'unknown')[:7]}: {len(runs[0]['losses'])} steps of {number} micro-batches of "
         f"{sequences} x {int(context):,} bytes of Python's standard library, by `bench/mcore.py`. The model has the "
-        f"layer sizes of Qwen3-30B-A3B, cut to {result['layers']} layers and a vocabulary of bytes. Gradients go through "
-        "Megatron's DDP and its distributed optimizer. TransformerEngine and APEX are not installed."
+        f"layer sizes of Qwen3-30B-A3B, cut to {result['layers']} layers and a vocabulary of bytes. Gradients go "
+        "through Megatron's DDP and its distributed optimizer. TransformerEngine and APEX are not installed."
     )
     speeds = {run["kind"]: run["tokens_per_second"] for run in runs}
     names = {"sequential": "Megatron's SequentialMLP, BF16", "rowwise+": "`rowwise`, with `reuse_weights()`"}
