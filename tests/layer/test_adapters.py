@@ -487,7 +487,7 @@ def test_of_groups(name, shared, scored, device, monkeypatch):
     if not scored:
         problem.scores = torch.ones_like(problem.scores)
     want = run(problem, of, ours, recipe=name)
-    problem.x[-7:] = torch.nan
+    problem.x[-7:] = problem.scores[-7:] = problem.grad[-7:] = torch.nan
 
     def groups(x: Tensor, ids: Tensor, scores: Tensor, **rest: object) -> Tensor:
         return experts_of_groups(x, offs, scores.squeeze(1) if scored else None, **rest)
