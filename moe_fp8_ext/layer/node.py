@@ -268,6 +268,8 @@ def _backward_of_chunk(
         if call.needs_da and down.adapter is not None:
             da = down.adapter.add_to_da(da, v_down, of_down, slots)
         of_rows = None if scores is None else scores.view(-1)
+        if slots is not None and groups.indices is None and scores is not None:
+            of_rows = slots.row_scores(scores)  # adapters read dh of all rows, so that of rows without a group is zero
         of = Activated(Operand(saved.h, saved.h_scale), of_rows, call.activation, call.interleaved)
         wanted = Wanted(
             rows=call.needs_x,

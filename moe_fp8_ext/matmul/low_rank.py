@@ -26,7 +26,8 @@ _permute_pad = torch.ops.moe_fp8.permute_pad.default
 
 # Products are dense up to this many columns E R for each of the top_k slots of a token. For a token and a column of W,
 # a dense product does 2 E R operations. Grouped products move 2 (2 top_k + 1) bytes. An H200 does 700e12 operations and
-# moves 4e12 bytes a second, so both take equally long at E R = 350 top_k + 175. The limit itself is not measured.
+# moves 4e12 bytes a second, so both take equally long at E R = 350 top_k + 175. A layer with adapters took 9% less time
+# by dense products at E R = 256 top_k, and 4% less at 128 top_k (H200). The limit itself is not measured.
 DENSE = 350
 
 
@@ -39,28 +40,52 @@ def factor(m: Tensor) -> Tensor:
 
 
 class Slots:
-    """The rows of the groups of a call, and the block [t, e] of each row's token and expert among [T, E]."""
+    """The rows of the groups of a call, and the block [t, e] of each row's token and expert among [T, E].
+
+    The index of a row without a group is -1, if groups have indices.
+    """
 
     def __init__(self, groups: Groups) -> None:
-        self.groups, self._blocks, self._spread = groups, None, (None, None)
+        self.groups, self._blocks, self._covered, self._used, self._spread = groups, None, None, None, (None, None)
 
     def is_dense(self, m: Tensor) -> bool:
         """Whether tokens are multiplied by the factors m of all experts at once."""
         e, top_k = m.shape[0], self.groups.top_k
         return m.dim() == 3 and top_k is not None and top_k <= e and e * m.shape[1] <= DENSE * top_k
 
-    def blocks(self) -> Tensor:
-        """Returns t * E + e of each row, [P]. Rows without a group have any blocks, distinct ones."""
+    def blocks(self) -> tuple[Tensor, Tensor]:
+        """Returns t * E + e of each row, [P] int32, in two forms: with -1 for a row without a group, and with any block
+        for it, distinct ones."""
         if self._blocks is None:
             offs, indices, top_k, _ = self.groups
             row, e = torch.arange(indices.shape[0], device=offs.device, dtype=offs.dtype), offs.shape[0]
-            expert = torch.bucketize(row, offs, right=True)
-            self._blocks = torch.where(expert < e, indices // top_k * e + expert, row)
+            # Rows behind the last group count as the last group's, and their token is -1 // top_k = -1.
+            expert = torch.bucketize(row, offs[:-1], right=True, out_int32=True)
+            block = torch.add(expert, indices // top_k, alpha=e)
+            self._blocks = block, torch.where(block < 0, row, block)
         return self._blocks
+
+    def covered(self, rows: int) -> Tensor:
+        """Returns offs for a product of all rows. Rows behind the last group, which are zero, count as its rows.
+
+        A grouped product leaves rows without a group unwritten, and zeroing them takes a pass over the result.
+        """
+        if self._covered is None:
+            offs = self.groups.offs
+            self._covered = torch.cat([offs[:-1], offs.new_full((1,), rows)])
+        return self._covered
+
+    def used(self, x: Tensor) -> Tensor:
+        """Returns tokens x [T, W] with zeros in place of each token that has no slot."""
+        if self._used is None:
+            inverse = self.groups.inverse
+            token = torch.arange(inverse.shape[0], device=inverse.device, dtype=inverse.dtype)
+            self._used = torch.where(inverse.amax(1) < 0, -1, token)
+        return _permute_pad(x, self._used, 1)
 
     def taken(self, x: Tensor, rank: int) -> Tensor:
         """Returns the block of each row of x [T, E R], [P, R]. Rows without a group are zero."""
-        return zero_tail(x.view(-1, rank).index_select(0, self.blocks()), self.groups.offs)
+        return _permute_pad(x.view(-1, rank), self.blocks()[0], 1)
 
     def spread(self, u: Tensor) -> Tensor:
         """Adds rows u [P, R] to their blocks of zeros, [T, E R]. Rows of u without a group must be zero.
@@ -70,19 +95,23 @@ class Slots:
         """
         if self._spread[0] is not u:  # the gradients of tokens and of a factor are made of the same rows
             e, tokens = self.groups.offs.shape[0], self.groups.inverse.shape[0]
-            blocks = u.new_zeros(tokens * e, u.shape[1]).index_add_(0, self.blocks(), u)
-            self._spread = u, blocks.view(tokens, e * u.shape[1])
+            # Rows without a group add their zeros to distinct blocks: additions to one block would wait for each other.
+            spread = u.new_zeros(tokens * e, u.shape[1]).index_add_(0, self.blocks()[1], u)
+            self._spread = u, spread.view(tokens, e * u.shape[1])
         return self._spread[1]
+
+    def row_scores(self, scores: Tensor) -> Tensor:
+        """Returns the score of each row, [P], or 0 for a row without a group. Scores of no slot may be NaN."""
+        indices, inverse = self.groups.indices, self.groups.inverse
+        if indices is not None:
+            return _permute_pad(scores.reshape(-1, 1), indices, 1).view(-1)
+        return torch.where(inverse >= 0, scores.view(inverse.shape), 0).view(-1)
 
     def scored(self, u: Tensor, scores: Tensor | None) -> Tensor:
         """Returns u [P, R] with each row multiplied by its score, or by 0 if it has no group."""
         if scores is None:
             return u
-        of_rows, (offs, indices, *_) = scores.reshape(-1), self.groups
-        if indices is not None:
-            of_rows = of_rows[indices.clamp(min=0)]
-        row = torch.arange(u.shape[0], device=offs.device)
-        return (u * torch.where(row < offs[-1], of_rows, 0)[:, None]).to(u.dtype)
+        return torch.mul(u, self.row_scores(scores)[:, None], out=torch.empty_like(u))  # rounds once
 
 
 class Rows:
@@ -93,7 +122,7 @@ class Rows:
 
     def narrow(self, m: Tensor) -> Tensor:
         """Computes x @ m^T of each group, [P, R]. Rows without a group are zero."""
-        return _mm(self.x, m.mT) if m.dim() == 2 else bf16_product(self.x, m.mT, self.groups.offs)
+        return _product(self.x, m.mT, self.slots)
 
     def outer(self, u: Tensor, m: Tensor) -> Tensor:
         """Computes the gradient of a factor m: u^T @ x of each group for u [P, R], shaped as m."""
@@ -119,11 +148,12 @@ class Tokens(Rows):
         groups = self.groups
         if self.slots.is_dense(m):
             return self.slots.taken(_mm(self.x, m.flatten(0, 1).mT), m.shape[1])
+        if groups.indices is None:  # rows behind the last group may hold anything
+            of = groups.offs
+            return bf16_product(self.x, m.mT, of) if m.dim() == 3 else zero_tail(_mm(self.x, m.mT), of)
         if m.dim() == 3:
-            return bf16_product(self.rows(), m.mT, groups.offs)
-        u = _mm(self.x, m.mT)  # once a token, not once a slot
-        u = u if groups.indices is None else _permute_pad(u, groups.indices, groups.top_k)
-        return zero_tail(u, groups.offs)
+            return _product(self.rows(), m.mT, self.slots)
+        return _permute_pad(_mm(self.x, m.mT), groups.indices, groups.top_k)  # multiplied once a token, not once a slot
 
     def outer(self, u: Tensor, m: Tensor) -> Tensor:
         groups = self.groups
@@ -133,13 +163,12 @@ class Tokens(Rows):
         if m.dim() == 3 and not self.slots.is_dense(m):
             return bf16_wgrad(u, self.rows(), groups.offs)
         u = self.slots.spread(u) if m.dim() == 3 else _combine(u, groups.inverse, None)
-        has_slot = (groups.inverse >= 0).any(1)  # a token without a slot may hold anything, too
-        return _mm(u.mT, torch.where(has_slot[:, None], self.x, 0)).view(m.shape)
+        return _mm(u.mT, self.slots.used(self.x)).view(m.shape)  # a token without a slot may hold anything, too
 
 
 def add_to_rows(y: Tensor, u: Tensor, m: Tensor, slots: Slots, mask: Tensor | None = None, p: float = 0) -> Tensor:
     """Computes y + u @ m of each group, [P, W], for u [P, R]. mask: that of `dropped`, for u @ m."""
-    return _add_low_rank(y, u, m, slots.groups.offs, mask, p)
+    return _add_low_rank(y, u, m, slots.covered(u.shape[0]), mask, p)
 
 
 def add_to_tokens(
@@ -163,7 +192,7 @@ def add_to_tokens(
     elif m.dim() == 2:
         u = _combine(u, groups.inverse, scores)
     else:
-        wide = _combine(_widened(u, m, groups.offs), groups.inverse, scores)
+        wide = _combine(_product(u, m, slots), groups.inverse, scores)
         return out.add_(wide if mask is None else kept(wide, mask, p))
     if mask is not None:
         return out.add_(kept(_mm(u, m), mask, p))
@@ -173,26 +202,20 @@ def add_to_tokens(
 
 
 @torch.library.custom_op("moe_fp8_ext::add_low_rank", mutates_args=())
-def _add_low_rank(y: Tensor, u: Tensor, m: Tensor, offs: Tensor, mask: Tensor | None, p: float) -> Tensor:
+def _add_low_rank(y: Tensor, u: Tensor, m: Tensor, covered: Tensor, mask: Tensor | None, p: float) -> Tensor:
     """y + u @ m. One op, so that a policy of selective checkpointing that saves products does not save u @ m too."""
-    wide = _widened(u, m, offs)
+    wide = _mm(u, m) if m.dim() == 2 else bf16_product(u, m, covered, covered=True)
     return (wide if mask is None else kept(wide, mask, p)).add_(y)
 
 
 @_add_low_rank.register_fake
-def _(y: Tensor, u: Tensor, m: Tensor, offs: Tensor, mask: Tensor | None, p: float) -> Tensor:
+def _(y: Tensor, u: Tensor, m: Tensor, covered: Tensor, mask: Tensor | None, p: float) -> Tensor:
     return y.new_empty(y.shape)
 
 
-def _widened(u: Tensor, m: Tensor, offs: Tensor) -> Tensor:
-    """Computes u @ m of each group, [P, W]. Rows behind the last group are zero, because those of u are.
-
-    Those rows count as the last group's: to zero them afterwards would take a pass over [P, W].
-    """
-    if m.dim() == 2:
-        return _mm(u, m)
-    offs = torch.cat([offs[:-1], offs.new_full((1,), u.shape[0])])
-    return bf16_product(u, m, offs, covered=True)
+def _product(x: Tensor, m: Tensor, slots: Slots) -> Tensor:
+    """Computes x @ m of each group, [P, N], for rows x [P, K] that are zero behind the last group, as the result is."""
+    return _mm(x, m) if m.dim() == 2 else bf16_product(x, m, slots.covered(x.shape[0]), covered=True)
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:

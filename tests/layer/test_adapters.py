@@ -270,6 +270,14 @@ def test_few_tokens(t, shared, device):
         assert got[n].shape == want[n].shape and not got[n][want[n] == 0].any()
 
 
+@pytest.mark.usefixtures("way")
+def test_one_expert(device):
+    problem = layer(20, 32, 24, 1, 1).at(device)
+    problem.ids[3] = -1
+    of = factors(problem)
+    assert_close(run(problem, of, ours, recipe="bf16"), run_exact(problem, of), "bf16", 0, 1)
+
+
 @pytest.mark.parametrize("name", ["bf16", *FP8])
 def test_zero_b_is_no_adapter(name, device):
     """What B = 0 adds is zero, so every byte of the rest is as without an adapter."""
@@ -487,7 +495,7 @@ def test_of_groups(name, shared, scored, device, monkeypatch):
     if not scored:
         problem.scores = torch.ones_like(problem.scores)
     want = run(problem, of, ours, recipe=name)
-    problem.x[-7:] = torch.nan
+    problem.x[-7:] = problem.scores[-7:] = problem.grad[-7:] = torch.nan
 
     def groups(x: Tensor, ids: Tensor, scores: Tensor, **rest: object) -> Tensor:
         return experts_of_groups(x, offs, scores.squeeze(1) if scored else None, **rest)
