@@ -210,9 +210,10 @@ def _of_squares(op: str) -> Case:
     return Case(op, _groups, _rows, call, format="blockwise", variant="squares")
 
 
-def _of_layer(format: str) -> Case:
-    call = quantizer("quantize_weight", format)
-    return Case("quantize_weight", _weights_of_layers, _weight, call, format=format, variant="of a layer")
+def _of_layer(format: str, directions: str) -> Case:
+    call = quantizer("quantize_weight", format, directions=directions)
+    variant = "of a layer" if directions == "both" else f"of a layer, {directions}"
+    return Case("quantize_weight", _weights_of_layers, _weight, call, format=format, variant=variant)
 
 
 def _foreign(case: Case, shapes: Callable[[bool], list[Shape]]) -> Case:
@@ -246,6 +247,6 @@ QUANTIZE_CASES: tuple[Case, ...] = (
     _of_slots("quantize_both", "batch"),
     *map(_of_squares, ("quantize_tokens", "quantize_both")),
     Case("quantize_rows", _short_rows, _rows, quantizer("quantize_rows", "rowwise"), (), "rowwise", "of a layer"),
-    *(_of_layer(format) for format in ("rowwise", "blockwise")),
+    *(_of_layer(f, directions) for f in ("rowwise", "blockwise") for directions in ("both", "rows", "transposed")),
     *(case for op, format in _GENERIC for case in _generic(op, format)),
 )

@@ -19,7 +19,7 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
       " ScalarType? dtype=None, str? rounding=None, str amax='group')"
       " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor padded_offs)");
   m.def(
-      "quantize_weight(Tensor w, str format, ScalarType? dtype=None, str? rounding=None)"
+      "quantize_weight(Tensor w, str format, ScalarType? dtype=None, str? rounding=None, str directions='both')"
       " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t)");
   // A weight in square blocks has the same bytes in both directions.
   m.def("transpose_weight(Tensor q) -> Tensor");

@@ -114,7 +114,7 @@ Results<5> quantize_both_op(const Tensor& x, std::string_view format, const Tens
 }
 
 Results<4> quantize_weight_op(const Tensor& w, std::string_view format, std::optional<int32_t> dtype,
-                              std::optional<std::string_view> rounding) {
+                              std::optional<std::string_view> rounding, std::string_view directions) {
   constexpr const Argument& kW = argument("quantize_weight", "w");
   check(kW, w);
   QuantizeParams p = {};
@@ -128,13 +128,18 @@ Results<4> quantize_weight_op(const Tensor& w, std::string_view format, std::opt
   p.E = w.sizes[0];
   p.rows = p.positions = w.sizes[1];
   p.K = w.sizes[2];
-  p.weight = p.along_rows = p.along_tokens = true;
+  p.weight = true;
+  constexpr const char* kDirections[] = {"both", "rows", "transposed"};
+  check_choice(kW.op, "directions", directions, 3, [&](int i) { return kDirections[i]; });
+  p.along_rows = directions != "transposed";
+  p.along_tokens = directions != "rows";
   p.align = f.align;
   const Call call(kW.op, "w", w);
   p.out = check_fp8(call, kW.op, dtype);
-  Handle q = call.empty({p.E, p.rows, p.K}, p.out), q_t = call.empty({p.E, p.K, p.rows}, p.out);
-  Handle scale = call.empty(scales_of_weight(f, p.E, p.rows, p.K), f.scale_type);
-  Handle scale_t = call.empty(scales_of_weight(f, p.E, p.K, p.rows), f.scale_type);
+  const int64_t of_rows = p.along_rows ? p.E : 0, of_columns = p.along_tokens ? p.E : 0;  // experts of the outputs
+  Handle q = call.empty({of_rows, p.rows, p.K}, p.out), q_t = call.empty({of_columns, p.K, p.rows}, p.out);
+  Handle scale = call.empty(scales_of_weight(f, of_rows, p.rows, p.K), f.scale_type);
+  Handle scale_t = call.empty(scales_of_weight(f, of_columns, p.K, p.rows), f.scale_type);
   p.q = data<uint8_t>(q);
   p.scale = data(scale);
   p.q_t = data<uint8_t>(q_t);

@@ -33,9 +33,10 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kPlaceThreads, 1) place_rows_kernel(MOE_GRID_C
                    kPlaceThreads);
   clear_scales(scale, groups.pos[E] * stride, grouped_scale_rows(p.rows, p.E) * stride, thread, threads);
 }
-// Also for outputs along tokens: columns of q_t are whole 16-byte vectors too.
+// Also for outputs along tokens, if there are any: columns of q_t are whole 16-byte vectors too.
 bool can_vectorize_tokens(const QuantizeParams& p) {
-  return can_vectorize_rows(p) && p.positions % 16 == 0 && (p.weight || p.align % 16 == 0);
+  const bool whole = !p.along_tokens || (p.positions % 16 == 0 && (p.weight || p.align % 16 == 0));
+  return can_vectorize_rows(p) && whole;
 }
 // Calls f(In{}) for a vectorized kernel, else f(Generic{}).
 template <class F>
@@ -77,7 +78,7 @@ int quantize(const QuantizeParams& p, void* stream) {
   if (p.has_batch_amax())
     return dispatch(p, can_vectorize_rows(p), [&](auto in) { return launch_batch_columns<decltype(in)>(p, stream); });
   if (format.block == 0) return quantize_rows_and_groups(p, stream);
-  if (p.along_tokens)
+  if (p.along_tokens || p.weight)
     return dispatch(p, can_vectorize_tokens(p), [&](auto in) {
       using In = decltype(in);
       return format.scale_type == ScaleType::kF32 ? launch_tiles<ScaleType::kF32, In>(p, stream)

@@ -37,6 +37,18 @@ struct TileTraits {
 };
 constexpr int kTileThreadRows = kBlock / kChunkRows, kTileThreads = kTileThreadRows * kLanes;
 
+// The directions that a kernel writes. Only weights leave the choice to the parameters.
+template <class T>
+constexpr bool kIsWeight = std::is_same_v<typename T::Tiles, ExpertTiles>;
+template <class T>
+MOE_DEVICE bool writes_rows(const TilesPlan& p) {
+  return T::kScaling != Scaling::kColumns && (!kIsWeight<T> || p.along_rows);
+}
+template <class T>
+MOE_DEVICE bool writes_columns(const TilesPlan& p) {
+  return !kIsWeight<T> || p.along_tokens;
+}
+
 template <class T>
 using TileWords = uint32_t[kChunkRows][T::kWords];
 template <class T>

@@ -32,8 +32,8 @@ struct TileScales<ScaleType::kF32> {
     if constexpr (T::kScaling == Scaling::kSquares) {  // numbered in the order of memory
       const float scale = ScaleF32{shared.multiplier[0][0]}.stored();
       const ScaleSink<Scale, ScaleOrder::kRowMajor> sink(p.scale, 0), sink_t(p.scale_t, 0);
-      if (local == 0 && tile.block >= 0) store_stream(sink.at(0, tile.scale), scale);
-      if (local == 1 && tile.block >= 0) store_stream(sink_t.at(0, tile.scale_t), scale);
+      if (local == 0 && tile.block >= 0 && writes_rows<T>(p)) store_stream(sink.at(0, tile.scale), scale);
+      if (local == 1 && tile.block >= 0 && writes_columns<T>(p)) store_stream(sink_t.at(0, tile.scale_t), scale);
       return;
     }
     const ScaleSink<Scale, ScaleOrder::kColumnMajor> sink(p.scale, p.stride), sink_t(p.scale_t, p.stride_t);
@@ -74,13 +74,13 @@ struct TileScales<ScaleType::kE8M0> {
     if (p.K == 0) return;
     const int columns = int(p.K - column < kBlock ? p.K - column : kBlock);
     if (t < kBlock) {
-      if constexpr (T::kScaling != Scaling::kColumns) {
+      if (writes_rows<T>(p)) {
         const int blocks = ceil_div(columns, kMxBlock);
         const Matrix to = {p.scale, tile.scale, tile.first_row, tile.across * kScaleColumns,
                            p.stride, tile.rows, blocks, blocks};
         store_scales(p, to, t, [&](int row, int b) { return shared.row_multiplier[row][b]; });
       }
-    } else {
+    } else if (writes_columns<T>(p)) {
       const Matrix to = {p.scale_t, tile.scale_t, tile.expert * p.K + column,
                          tile.position / kMxBlock, p.stride_t, columns, ceil_div(tile.positions, kMxBlock),
                          ceil_div(tile.group_rows, kMxBlock)};

@@ -11,7 +11,7 @@ template <class T>
 constexpr int blocks_by_registers() {  // blocks of a multiprocessor for which there are registers
   if (!T::Types::kVectorized) return 1;
   if (T::kWords == 4) return T::kScaling == Scaling::kSquares ? 1 : 2;
-  if (T::kBlocks > 1 && std::is_same_v<typename T::Tiles, ExpertTiles>) return kTileBlocks;
+  if (T::kBlocks > 1 && kIsWeight<T>) return kTileBlocks;
   return std::is_same_v<typename T::In, BF16> ? kTileBlocksOfShortGroups : 2;
 }
 
@@ -58,13 +58,13 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, resident_blocks<T>())
     const bool squares = T::kScaling == Scaling::kSquares || (T::kBlocks == 1 && p.has_square_amax());
     if (squares) make_square_multiplier<T>(p, shared);
     else make_column_multipliers<T>(p, shared);
-    if (in_wave(tile.rows) > 0) {
+    if (writes_rows<T>(p) && in_wave(tile.rows) > 0) {
       if constexpr (T::kScaling == Scaling::kRowsAndColumns) make_row_multipliers<T>(p, v, shared);
       if constexpr (T::kScaling != Scaling::kColumns) cast_rows<T>(p, tile, v, shared);
     }
     __syncthreads();
     T::Format::template store<T>(p, tile, shared);
-    cast_columns<T>(p, tile, v, shared, iteration);
+    if (writes_columns<T>(p)) cast_columns<T>(p, tile, v, shared, iteration);
   }
 }
 

@@ -167,7 +167,8 @@ class _Gather:
 
     def _of_shard(self, is_transposed: bool) -> tuple[Tensor, Tensor]:
         """Returns values and scales as bytes. FSDP2's buffers keep their size: scales have room for any direction."""
-        copies = _quantize_weight(cast(self.shard, self.dtype), *self.rule)
+        directions = "transposed" if is_transposed else "rows"
+        copies = _quantize_weight(cast(self.shard, self.dtype), *self.rule, directions)
         q, scale = copies[2:] if is_transposed else copies[:2]
         _, n, k = self.shard.shape
         room = max(self._bytes_of_scales(n, k), self._bytes_of_scales(k, n))

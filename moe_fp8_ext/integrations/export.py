@@ -362,10 +362,10 @@ def _quantize(w: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
     """Quantizes weights [E, N, K], a few experts at a time: blocks of one expert know nothing of others."""
     q = torch.empty_like(w, dtype=_FP8, memory_format=torch.contiguous_format)
     scale = torch.empty(_blocks(w), device=w.device)
-    step = max(1, _CHUNK // max(1, w[0].numel()))
+    step, how = max(1, _CHUNK // max(1, w[0].numel())), dict(dtype=_FP8, rounding=rounding, directions="rows")
     for i in range(0, w.shape[0], step):
         part = slice(i, i + step)
-        q[part], scale[part], _, _ = ops.quantize_weight(w[part], "blockwise", dtype=_FP8, rounding=rounding)
+        q[part], scale[part], _, _ = ops.quantize_weight(w[part], "blockwise", **how)
     return q, scale
 
 

@@ -56,11 +56,12 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> tuple[Quantized, Tensor]:
     q = torch.empty(e, n, k, dtype=torch.float8_e4m3fn, device=blocks.device)
     scale = q.new_empty(scale_shape(q), dtype=torch.float32)
     rounded = torch.zeros((), dtype=torch.int64, device=blocks.device)
+    how = dict(dtype=q.dtype, rounding="pow2", directions="rows")
     for i in range(e):
         nibbles = torch.stack([blocks[i] & 15, blocks[i] >> 4], -1).flatten(-2)
         powers = scales[i].contiguous().view(torch.float8_e8m0fnu).float()
         w = (e2m1[nibbles.int()] * powers[..., None]).view(1, n, k)
-        q[i : i + 1], scale[i : i + 1], _, _ = quantize_weight(w, _FORMAT, dtype=q.dtype, rounding="pow2")
+        q[i : i + 1], scale[i : i + 1], _, _ = quantize_weight(w, _FORMAT, **how)
         rounded += (dequantize(q[i : i + 1], scale[i : i + 1], _FORMAT, out_dtype=w.dtype) != w).sum()
     return Quantized(q, scale, _FORMAT), rounded
 

@@ -13,6 +13,7 @@ from moe_fp8_ext.ops.checks import (
     check_groups,
     check_indices,
     check_indices_with_top_k,
+    check_one_of,
     check_rounding,
     check_size,
     fp8_dtype,
@@ -24,6 +25,8 @@ _quantize_rows = torch.ops.moe_fp8.quantize_rows.default
 _quantize_tokens = torch.ops.moe_fp8.quantize_tokens.default
 _quantize_both = torch.ops.moe_fp8.quantize_both.default
 _quantize_weight = torch.ops.moe_fp8.quantize_weight.default
+
+_DIRECTIONS = ("both", "rows", "transposed")
 
 
 def quantize_rows(
@@ -184,9 +187,14 @@ def quantize_both(
 
 
 def quantize_weight(
-    w: Tensor, format: str, *, dtype: torch.dtype | None = None, rounding: str | None = None
+    w: Tensor,
+    format: str,
+    *,
+    dtype: torch.dtype | None = None,
+    rounding: str | None = None,
+    directions: str = "both",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantizes the weight of every expert along both of its dimensions, from one read, for forward and dgrad.
+    """Quantizes the weight of every expert along both of its dimensions, for forward and dgrad, or along one of them.
 
         q[e, n, k]   = cast(w[e, n, k] * m[e, block of (n, k)])       blocks along k
         q_t[e, k, n] = cast(w[e, n, k] * m_t[e, block of (k, n)])     blocks along n
@@ -197,9 +205,12 @@ def quantize_weight(
     Args:
         w: [E, N, K], E at most 1024, bfloat16, float16 or float32; stride 1 along K, any other strides.
         format, dtype, rounding: as in `quantize_rows`.
+        directions: "both" (default), from one read of w; "rows": q and scale alone; "transposed": q_t and scale_t
+            alone. The bytes of a direction do not depend on this.
 
     Returns:
-        q [E, N, K], scale, q_t [E, K, N], scale_t, all contiguous; q and q_t of `dtype`. scale and scale_t are
+        q [E, N, K], scale, q_t [E, K, N], scale_t, all contiguous; q and q_t of `dtype`. Results of a direction that is
+        left out have the shapes of no experts, E = 0. scale and scale_t are
 
         - "rowwise": [E, N] and [E, K] float32;
         - "blockwise": [E, ceil(N / 128), ceil(K / 128)] float32 and its transpose;
@@ -212,7 +223,7 @@ def quantize_weight(
 
     Source: `quantize_rows`, of each expert and of its transpose.
     """
-    return _quantize_weight(w, format, dtype, rounding)
+    return _quantize_weight(w, format, dtype, rounding, directions)
 
 
 for _op in (_quantize_rows, _quantize_tokens, _quantize_both, _quantize_weight):
@@ -266,15 +277,15 @@ fake(_quantize_both)(partial(_outputs, True, True))
 
 
 @fake(_quantize_weight)
-def _(op, w, format, dtype, rounding):
+def _(op, w, format, dtype, rounding, directions):
     check(op, "w", w)
     format = check_format(op, format)
     check_rounding(op, format, rounding)
+    check_one_of(op, "directions", directions, _DIRECTIONS)
     dtype = fp8_dtype(op, dtype, w)
-    e, n, k = w.shape
-    return (
-        w.new_empty((e, n, k), dtype=dtype),
-        format.scale_of_weight(e, n, k).empty(w, format.scale_dtype),
-        w.new_empty((e, k, n), dtype=dtype),
-        format.scale_of_weight(e, k, n).empty(w, format.scale_dtype),
-    )
+    outputs = []
+    for left_out, (e, *lines) in (("transposed", w.shape), ("rows", w.mT.shape)):
+        shape = 0 if directions == left_out else e, *lines
+        scale = format.scale_of_weight(*shape).empty(w, format.scale_dtype)
+        outputs += [w.new_empty(shape, dtype=dtype), scale]
+    return tuple(outputs)

@@ -20,7 +20,6 @@ from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.tensor import Quantized
 from moe_fp8_ext.training.weight_cache import reused
 
-_quantize_rows = torch.ops.moe_fp8.quantize_rows.default
 _quantize_weight = torch.ops.moe_fp8.quantize_weight.default
 _transpose_weight = torch.ops.moe_fp8.transpose_weight.default
 
@@ -36,7 +35,9 @@ class Operand(NamedTuple):
 NOTHING = Operand(None)
 
 # q, scale, q_t, scale_t as ops return them. A `Quantized` would cost as much host time as an allocation.
-Copies = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+Copies = tuple[Tensor, Tensor, Tensor, Tensor]
+
+_OF_TRANSPOSED = {"both": "both", "rows": "transposed", "transposed": "rows"}  # the directions of w as those of w.mT
 
 
 class Rule(NamedTuple):
@@ -78,8 +79,8 @@ def fp8_weight(
     if isinstance(w, DeferredWeight):
         return w.operand(dtype, rule), Operand(w) if transposed else NOTHING
     by_reference = transposed and frozen and not _is_inference(w)
-    copies = reused(_quantize, w, dtype, *rule) or _quantize(w, dtype, *rule, transposed and not by_reference)
-    q, scale, q_t, scale_t = copies
+    directions = "both" if transposed and not by_reference else "rows"
+    q, scale, q_t, scale_t = reused(_quantize, w, dtype, *rule) or _quantize(w, dtype, *rule, directions)
     kept = Operand(w) if by_reference else Operand(q_t, scale_t)
     return Operand(q, scale), kept if transposed else NOTHING
 
@@ -109,7 +110,7 @@ def _second(
     if scale is not None:
         return transposed_squares(row_major(w.mT), scale.mT)
     rule = w_dtype, format, dtype, rounding
-    return (reused(_quantize, w, *rule) or _quantize(w, *rule))[2:]
+    return (reused(_quantize, w, *rule) or _quantize(w, *rule, "transposed"))[2:]
 
 
 @torch.library.custom_op("moe_fp8_ext::second_weight", mutates_args=())
@@ -186,17 +187,11 @@ def _is_inference(w: Tensor) -> bool:
 
 
 def _quantize(
-    w: Tensor, w_dtype: torch.dtype, format: str, dtype: torch.dtype | None, rounding: str, transposed: bool = True
+    w: Tensor, w_dtype: torch.dtype, format: str, dtype: torch.dtype | None, rounding: str, directions: str = "both"
 ) -> Copies:
-    """Quantizes w along K and, if `transposed`, along N.
-
-    In formats with blocks one op writes both copies, so a frozen input pays a byte an element for an unused one.
-    """
+    """Quantizes w along K ("rows"), along N ("transposed") or along both."""
     w = cast(w, w_dtype)
     if w.stride(-2) == 1 and w.stride(-1) != 1:  # contiguous as [E, K, N]: quantize that and swap the directions
-        q_t, scale_t, q, scale = _quantize_weight(w.mT, format, dtype, rounding)
+        q_t, scale_t, q, scale = _quantize_weight(w.mT, format, dtype, rounding, _OF_TRANSPOSED[directions])
         return q, scale, q_t, scale_t
-    w = row_major(w)
-    if transposed or FORMATS[format].block:
-        return _quantize_weight(w, format, dtype, rounding)
-    return *_quantize_rows(w, format, None, None, None, dtype, rounding), None, None
+    return _quantize_weight(row_major(w), format, dtype, rounding, directions)

@@ -194,18 +194,26 @@ def quantize_both(
 
 
 def quantize_weight(
-    w: Tensor, format: str, *, dtype: torch.dtype | None = None, rounding: str | None = None
+    w: Tensor,
+    format: str,
+    *,
+    dtype: torch.dtype | None = None,
+    rounding: str | None = None,
+    directions: str = "both",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """w [E, N, K] -> q [E, N, K], scale, q_t [E, K, N], scale_t: both directions of every expert."""
+    """w [E, N, K] -> q [E, N, K], scale, q_t [E, K, N], scale_t: both directions of every expert.
+
+    With directions "rows" or "transposed", the results of the other direction have no experts.
+    """
     f = FORMATS[format]
     if f.weight_rows > 1:
         q, scale = quantize_squares(w, f, dtype, rounding)
-        return q, scale, row_major(q.view(torch.uint8).mT).view(q.dtype), row_major(scale.mT)
-    outputs = []
-    for lines in (w, w.mT):
-        q, scale = quantize_lines(lines, f, dtype, rounding)
-        outputs += [q, arrange_scales(scale, f, "experts", None)]
-    return tuple(outputs)
+        q_t, scale_t = row_major(q.view(torch.uint8).mT).view(q.dtype), row_major(scale.mT)
+    else:
+        (q, scale), (q_t, scale_t) = (quantize_lines(lines, f, dtype, rounding) for lines in (w, w.mT))
+        scale, scale_t = (arrange_scales(s, f, "experts", None) for s in (scale, scale_t))
+    of_rows, of_columns = (0 if directions == other else len(w) for other in ("transposed", "rows"))
+    return q[:of_rows], scale[:of_rows], q_t[:of_columns], scale_t[:of_columns]
 
 
 def transpose_weight(q: Tensor) -> Tensor:

@@ -55,7 +55,8 @@ def cases(fp8: torch.dtype) -> Iterator[Case]:
     for name, format in FORMATS.items():
         how = {"dtype": fp8}
         yield "quantize_rows", [x, name], how | offs
-        yield "quantize_weight", [w, name], how
+        for directions in ("both", "rows", "transposed"):
+            yield "quantize_weight", [w, name], how | {"directions": directions}
         for amax in format.amaxes:
             yield "quantize_tokens", [x, name], how | offs | {"amax": amax}
             yield "quantize_both", [x, name], how | offs | {"amax": amax}

@@ -27,6 +27,7 @@ from helpers import (
     strided_2d,
     wide,
 )
+from quantizers import one_direction
 from simt_checks import ON_LINUX, WAVES
 from simt_kernels import FORMATS, Waves
 from torch import Tensor
@@ -56,7 +57,11 @@ def check(kernels: Waves, x: Tensor, format: str, offs: Tensor, align: int | Non
 
 
 def check_weight(kernels: Waves, w: Tensor, format: str, **how: object) -> None:
-    kernels.check("quantize_weight", w, format, **{"dtype": torch.float8_e4m3fn, **how})
+    how = {"dtype": torch.float8_e4m3fn, **how}
+    want = reference.quantize_weight(w, format, **how)
+    kernels.check_as(want, "quantize_weight", w, format, **how)
+    for directions, alone in one_direction(want).items():
+        kernels.check_as(alone, "quantize_weight", w, format, directions=directions, **how)
 
 
 @OF_ALL_FORMATS

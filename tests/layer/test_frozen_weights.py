@@ -54,7 +54,7 @@ def kept_bytes(call: Callable[[], object], *held: Tensor) -> int:
 
 
 def casts(call: Callable[[], object]) -> int:
-    """How often a call quantizes a weight in both directions. In format "blockwise" there is no other way."""
+    """How often a call quantizes a weight."""
     with Calls() as calls:
         call()
     return calls.names.count("quantize_weight")
@@ -90,6 +90,26 @@ def test_autocast_casts_again_in_backward(recipe, device):
     with torch.autocast(device, torch.bfloat16):
         want = run(problem, recipe=recipe)
         assert_equal(run(problem, recipe=recipe, frozen=WEIGHTS), but(want, *WEIGHTS))
+
+
+@OF_FORMATS
+@pytest.mark.parametrize("transposed", [False, True], ids=["[E, N, K]", "[E, K, N]"])
+def test_only_the_direction_of_a_product_is_quantized(format, transposed, device):
+    """An op reads two bytes a weight and writes one. Of a weight that lies as [E, K, N] the op takes the transpose."""
+    of = layer(**SIZES).at(device)
+    weights = [getattr(of, n).mT.contiguous().mT if transposed else getattr(of, n) for n in WEIGHTS]
+    first, second = ("transposed", "rows") if transposed else ("rows", "transposed")
+    x = of.x.clone().requires_grad_()
+    with Calls() as forward:
+        out = experts(x, of.ids, of.scores, *weights, recipe=format)
+    with Calls() as backward:
+        out.backward(of.grad)
+    assert (forward.directions, backward.directions) == ([first] * 2, [second] * 2)
+    trained = [w.clone(memory_format=torch.preserve_format).requires_grad_() for w in weights]
+    for grad, want in ((False, first), (True, "both")):
+        with torch.set_grad_enabled(grad), Calls() as calls:
+            experts(x, of.ids, of.scores, *trained, recipe=format)
+        assert calls.directions == [want] * 2
 
 
 @OF_ALL_RECIPES

@@ -42,7 +42,7 @@ INDICES = torch.zeros(9, dtype=torch.int32)
 def keywords(op: str, device: str) -> dict[str, object]:
     """Every keyword of the op except dtype and rounding, for 37 rows."""
     if op == "quantize_weight":
-        return {}
+        return {"directions": "transposed"}
     gathered = {"indices": slot_indices(37, 2, 50, device), "top_k": 2}
     align = {} if op == "quantize_rows" else {"align": 64}
     return {"offs": group_offs("zipf", 50, 3, device), **gathered, **align}
@@ -216,6 +216,7 @@ def test_other_errors(device):
     x, w, offs = X.to(device), X[None].to(device), OFFS.to(device)
     check_error("quantize_weight", [w, "rowwise"], "dtype", "bfloat16", dtype=torch.bfloat16)
     check_error("quantize_weight", [w, "mxfp8"], "rounding", "'pow2'", rounding="pow2")
+    check_error("quantize_weight", [w, "mxfp8"], "directions", "'tokens'", directions="tokens")
     for op in ACTIVATIONS:
         check_error(op, [x, "fp8"], "format", "'fp8'", offs=offs)
     check_error("quantize_rows", [x[0], "rowwise"], "x", "1", indices=INDICES.to(device), top_k=1)

@@ -141,7 +141,8 @@ def quantize_both(r: random.Random) -> Call:
 @op
 def quantize_weight(r: random.Random) -> Call:
     fmt = r.choice(list(FORMATS))
-    return [values(r, r.choice((0, 1, 3)), r.choice(ROWS), r.choice(COLUMNS)), fmt], rule(r, fmt)
+    how = {"directions": r.choice(("both", "rows", "transposed"))}
+    return [values(r, r.choice((0, 1, 3)), r.choice(ROWS), r.choice(COLUMNS)), fmt], rule(r, fmt) | how
 
 
 @op

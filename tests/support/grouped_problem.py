@@ -57,13 +57,16 @@ def exact(a: Tensor, b_t: Tensor, offs: Tensor, g: Tensor) -> tuple[Tensor, Tens
 
 
 class Calls(TorchDispatchMode):
-    """Records the names of our ops in the order of their calls."""
+    """Records the names of our ops in the order of their calls, and the directions of quantized weights."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.directions: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "moe_fp8":
             self.names.append(func._opname)
+        if func is torch.ops.moe_fp8.quantize_weight.default:
+            self.directions.append(args[4] if len(args) > 4 else "both")
         return func(*args, **(kwargs or {}))

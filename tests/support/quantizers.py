@@ -46,9 +46,20 @@ def check_activation(x: Tensor, format: str, offs: Tensor, align: int | None = N
 
 
 def check_weight(w: Tensor, format: str, **kwargs: object) -> None:
+    """Compares both directions with the reference, then either direction alone."""
     want = reference.quantize_weight(w, format, **kwargs)
     what = f"{format} of {short(w.dtype)} {short(w.shape)} {short(kwargs)}"
     assert_same(ops.quantize_weight(w, format, **kwargs), want, what)
+    for directions, alone in one_direction(want).items():
+        assert_same(ops.quantize_weight(w, format, directions=directions, **kwargs), alone, f"{directions} of {what}")
+
+
+def one_direction(both: tuple[Tensor, ...]) -> dict[str, list[Tensor]]:
+    """Results for each single direction, made from the results for both: the other direction has no experts."""
+    return {
+        "rows": [*both[:2], *(t[:0] for t in both[2:])],
+        "transposed": [*(t[:0] for t in both[:2]), *both[2:]],
+    }
 
 
 def caller(op: str, format: str, **kwargs: object):

@@ -30,7 +30,7 @@ def call(w: Tensor, recipe: str | Recipe = "rowwise", a_grad: bool = True) -> tu
 
 
 def quantizations(fn: Callable[[], object]) -> int:
-    """How often fn quantizes a weight in both directions."""
+    """How often fn quantizes a weight, in one direction or in both."""
     with Calls() as calls:
         fn()
     return calls.names.count("quantize_weight")

@@ -22,6 +22,7 @@ from moe_fp8_ext.quantization.format import FORMATS
 OPS = torch.ops.moe_fp8
 GATED = ("swiglu", "geglu", "swiglu_oai")
 ACTIVATIONS = (*GATED, "silu", "gelu", "relu2")
+DIRECTIONS = ("both", "rows", "transposed")
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 FN, FNUZ = (torch.float8_e4m3fn, torch.float8_e5m2), (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -57,14 +58,19 @@ def cases_of_quantizers() -> Iterator[Call]:
         for dtype, fp8 in itertools.product(INPUTS, HARDWARE):
             yield from quantizers(fmt, tokens(300, 272, dtype), offsets(0, 100, 101, 290), dtype=fp8)
             w = torch.randn(3, 144, 272).to(dtype)
-            yield f"quantize_weight {fmt}", OPS.quantize_weight, (w, fmt), {"dtype": fp8}
+            for directions in DIRECTIONS:
+                how = {"dtype": fp8, "directions": directions}
+                yield f"quantize_weight {fmt} {directions}", OPS.quantize_weight, (w, fmt), how
         x = tokens(260, 288, torch.bfloat16)
         yield from quantizers(fmt, x, offsets(128, 128, 500), indices=indices, top_k=2, dtype=HARDWARE[0])
         for dtype in INPUTS:  # the generic kernels: odd strides, odd sizes, a foreign FP8 type
             x = tokens(260, 131, dtype, misaligned=True)
             yield from quantizers(fmt, x, offsets(3, 3, 200), dtype=HARDWARE[0])
             yield from quantizers(fmt, x, offsets(100, 333, 520), indices=indices, top_k=2, dtype=FOREIGN)
-            yield f"quantize_weight {fmt}", OPS.quantize_weight, (torch.randn(2, 33, 67).to(dtype), fmt), {}
+            w = torch.randn(2, 33, 67).to(dtype)
+            for directions in DIRECTIONS:
+                how = {"directions": directions}
+                yield f"quantize_weight {fmt} {directions}", OPS.quantize_weight, (w, fmt), how
     for dtype, fp8 in itertools.product(INPUTS, (*HARDWARE, FOREIGN)):
         for columns, align in ((288, 32), (131, 8)):
             x, how = tokens(260, columns, dtype, misaligned=columns == 131), {"amax": "batch", "dtype": fp8}

@@ -132,8 +132,10 @@ class SimtKernels(TokenKernels):
         align: int | None = None,
         rounding: str | None = None,
         amax: str = "group",
+        directions: str = "both",
     ) -> None:
-        f, along_rows, along_tokens = FORMATS[format], "q" in out, "q_t" in out
+        f = FORMATS[format]
+        along_rows, along_tokens = "q" in out and directions != "transposed", "q_t" in out and directions != "rows"
         blocked = f.order == "blocked"
         whole_rows = not along_tokens and f.block is None and indices is None
         weight = whole_rows or x.ndim == 3

@@ -230,8 +230,9 @@ def test_what_is_no_parameter(make, device):
     def step() -> None:
         grouped_mm(a, x.mT, offs).sum().backward(retain_graph=True)
 
+    times = 1 if x.requires_grad else 2  # a frozen weight is quantized in one direction at a time
     with reuse_weights():
-        assert quantizations(lambda: (step(), step())) == 2
+        assert quantizations(lambda: (step(), step())) == 2 * times
 
 
 def test_a_view_with_its_sign_turned(device):
@@ -253,7 +254,7 @@ def test_inference_mode(device):
     w = parameter(device)
     with reuse_weights():
         with torch.inference_mode():
-            assert quantizations(lambda: (call(w, a_grad=False), call(w, a_grad=False))) == 0
+            assert quantizations(lambda: (call(w, a_grad=False), call(w, a_grad=False))) == 2
             b_t = Parameter(w.mT.contiguous(), requires_grad=False)
         check_fresh(w)
         assert quantizations(lambda: [grouped_mm(A.to(device), b_t, OFFS.to(device)) for _ in range(2)]) == 2
