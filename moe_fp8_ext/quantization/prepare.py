@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_fp8_ext.quantization.casting import cast, rounded, row_major
 from moe_fp8_ext.quantization.format import FORMATS
+from moe_fp8_ext.quantization.recipe import Rule
 from moe_fp8_ext.quantization.tensor import Quantized
 from moe_fp8_ext.training.weight_cache import reused
 
@@ -37,14 +38,6 @@ NOTHING = Operand(None)
 
 # q, scale, q_t, scale_t as ops return them. A `Quantized` would cost as much host time as an allocation.
 Copies = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-
-
-class Rule(NamedTuple):
-    """How values are quantized."""
-
-    format: str
-    dtype: torch.dtype | None
-    rounding: str
 
 
 class DeferredWeight(Tensor):

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import assert_same
+from helpers import assert_same, blocks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -156,6 +156,15 @@ def test_experts_take_ids_and_scores(where: str, replays: list[object]) -> None:
     del layer.forward
     assert_same(layer(*calls[1]), eager(*calls[1]))
     assert len(replays) == 4
+
+
+def test_page(where: str, replays: list[object]) -> None:
+    (code,) = blocks("docs/cuda-graphs.md")
+    names: dict[str, object] = {"device": where}
+    exec(code, names)
+    assert len(replays) == 6 and names["router"].e_score_correction_bias.any()
+    names["layer"](names["x"])
+    assert len(replays) == 6
 
 
 def test_no_call_waits_for_the_device(gpu: str) -> None:
