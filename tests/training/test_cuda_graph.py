@@ -241,6 +241,24 @@ def test_calls_that_are_the_layers_own(where: str, replays: list[object]) -> Non
     assert len(replays) == 2
 
 
+def test_a_compiled_layer_is_the_layers_own(where: str, replays: list[object]) -> None:
+    layer, eager = moe(where), moe(where)
+    layer.forward = graphed(layer, tokens(where, 9))
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert_same(compiled(tokens(where, 0)), eager(tokens(where, 0)))
+    assert not replays
+
+
+def test_a_call_in_another_graph_is_the_layers_own(gpu: str, replays: list[object]) -> None:
+    layer, eager, x, outer = moe(gpu), moe(gpu), tokens(gpu, 0), torch.cuda.CUDAGraph()
+    step = graphed(layer, tokens(gpu, 9))
+    with torch.cuda.graph(outer):
+        out, _ = step(x)
+    outer.replay()
+    assert_same(out, eager(x)[0])
+    assert not replays
+
+
 def test_backward_belongs_to_the_last_call(where: str) -> None:
     step = graphed(moe(where), tokens(where, 9))
     (first, _), (last, _) = step(tokens(where, 0)), step(tokens(where, 1))
