@@ -34,6 +34,7 @@ from moe_fp8_ext.quantization.tensor import (
     scaled_grouped_mm,
 )
 from moe_fp8_ext.training.checkpointing import save_ops
+from moe_fp8_ext.training.cuda_graph import graphed
 from moe_fp8_ext.training.flops import register_when_imported as _register_flops
 from moe_fp8_ext.training.stats import stats
 from moe_fp8_ext.training.weight_cache import reuse_weights
@@ -59,6 +60,7 @@ __all__ = [
     "fp8_report",
     "fp8_state",
     "gather_in_fp8_",
+    "graphed",
     "grouped_mm",
     "permute_indices",
     "permute_pad",

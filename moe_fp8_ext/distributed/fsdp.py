@@ -16,8 +16,8 @@ from moe_fp8_ext.distributed.dtensor import of_all
 from moe_fp8_ext.ops.checks import check_module, default_fp8_dtype, require
 from moe_fp8_ext.quantization.casting import cast
 from moe_fp8_ext.quantization.format import FORMATS
-from moe_fp8_ext.quantization.prepare import DeferredWeight, Operand, Rule, transposed_squares
-from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
+from moe_fp8_ext.quantization.prepare import DeferredWeight, Operand, transposed_squares
+from moe_fp8_ext.quantization.recipe import Recipe, Rule, get_recipe
 
 _OP = "gather_in_fp8_"
 

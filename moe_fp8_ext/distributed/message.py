@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_fp8_ext.ops.checks import default_fp8_dtype
 from moe_fp8_ext.quantization.casting import cast, row_major
 from moe_fp8_ext.quantization.format import COLUMN_ALIGN, FORMATS, round_up
-from moe_fp8_ext.quantization.prepare import Rule
+from moe_fp8_ext.quantization.recipe import Rule
 
 _pack_tokens = torch.ops.moe_fp8.pack_tokens.default
 _quantize_and_pack = torch.ops.moe_fp8.quantize_and_pack.default

@@ -378,6 +378,6 @@ def _check_tensor(
         fail(op, f"{name} must be {either([dtype_name(dtype) for dtype in dtypes])}, got {t.dtype}")
     if t.device != x.device:
         fail(op, f"{name} must be on the device of x, {x.device}, got {t.device}")
-    for dim, (size, got) in enumerate(zip(shape, t.shape, strict=True)):
-        if got != size:
-            fail(op, f"{name} must have size {size} in dimension {dim}, got {got}")
+    if t.shape != shape:
+        dim, size, got = next((d, n, m) for d, (n, m) in enumerate(zip(shape, t.shape, strict=True)) if n != m)
+        fail(op, f"{name} must have size {size} in dimension {dim}, got {got}")

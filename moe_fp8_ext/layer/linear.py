@@ -70,5 +70,7 @@ class ExpertLinear(NamedTuple):
 
     def static(self) -> ExpertLinear:
         """Returns the projection without the tensors that autograd saves, for backward."""
+        if self.weight is None and self.bias is None and not self.is_quantized and self.adapter is None:
+            return self
         adapter = None if self.adapter is None else self.adapter.static()
         return self._replace(weight=None, bias=None, quantized=(None, None), adapter=adapter)

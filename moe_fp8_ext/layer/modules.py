@@ -233,8 +233,10 @@ class Experts(nn.Module):
             self.delayed.backward_dw()
 
     def _main_grad(self, name: str) -> Tensor | None:
+        if not self.adds_to_main_grad:
+            return None
         weight = getattr(self, name)
-        if not self.adds_to_main_grad or isinstance(weight, FrozenWeight) or not needs_gradient(weight):
+        if isinstance(weight, FrozenWeight) or not needs_gradient(weight):
             return None
         main_grad = getattr(weight, "main_grad", None)
         require(main_grad is not None, f"Experts: {name} must have a main_grad with main_grad=True, got none")

@@ -67,6 +67,11 @@ class Call(NamedTuple):
     def needs_h(self) -> bool:
         return self.needs_da or self.down.needs_weight or self.down.needs_A
 
+    def static(self) -> Call:
+        """Returns the call without the tensors that autograd saves, for backward."""
+        up, down = self.up.static(), self.down.static()
+        return self if up is self.up and down is self.down else self._replace(up=up, down=down)
+
 
 class Inputs(NamedTuple):
     """The tensors of a layer that autograd sees, or their gradients."""
@@ -86,7 +91,7 @@ class Inputs(NamedTuple):
         return [None if t is None else t.dtype for t in self]
 
     def cast_to(self, dtypes: Sequence[torch.dtype | None]) -> Inputs:
-        return Inputs(*(None if t is None else cast(t, dtype) for t, dtype in zip(self, dtypes, strict=True)))
+        return Inputs(*[None if t is None else cast(t, dtype) for t, dtype in zip(self, dtypes, strict=True)])
 
 
 class SavedLayer(NamedTuple):
@@ -147,7 +152,7 @@ class LayerFunction(torch.autograd.Function):
         layer = SavedLayer(up_t.values, up_t.scale, down_t.values, down_t.scale, inputs.b_down, *inputs[6:])
         of_source = source.tensors()
         ctx.save_for_backward(*layer, *of_source, *chain.from_iterable(kept))
-        ctx.call = call._replace(up=call.up.static(), down=call.down.static())
+        ctx.call = call.static()
         ctx.source, ctx.num_of_source = source.static(), len(of_source)
         ctx.dtypes = inputs.dtypes()
         return cast(out, inputs.x.dtype)

@@ -17,7 +17,6 @@ from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.prepare import (
     NOTHING,
     Operand,
-    Rule,
     bf16_weight,
     fp8_weight,
     second_bf16_weight,
@@ -191,7 +190,7 @@ class Fp8Engine(Bf16Engine):
     """Multiplies quantized operands."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.format = recipe, recipe.format
+        self.recipe, self.format, self.rule = recipe, recipe.format, recipe.rule
 
     def weight(self, w: Tensor, dtype: torch.dtype, transposed: bool, frozen: bool = False) -> tuple[Operand, Operand]:
         return fp8_weight(w, dtype, self.rule(gradient=False), transposed, frozen)
@@ -310,11 +309,6 @@ class Fp8Engine(Bf16Engine):
         _, of_a = self.rows(a, groups.in_place, tokens=wanted.a)
         dh, a = dh if wanted.dh else None, a if wanted.a_values else None
         return Gradients(Operand(q, scale), NOTHING, of_a, dh, dscores, a)
-
-    def rule(self, gradient: bool) -> Rule:
-        """Returns the rule for weights and tokens, or for gradients of tokens."""
-        dtype = (self.recipe.grad_dtype if gradient else None) or self.recipe.dtype
-        return Rule(self.format, dtype, self.recipe.rounding)
 
     def _is_smaller(self, x: Tensor, groups: Groups) -> bool:
         """Returns whether x takes less memory than its copy along tokens. Symbolic sizes: whether for all values."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_fp8_ext.quantization.casting import cast, rounded, row_major
 from moe_fp8_ext.quantization.format import FORMATS
+from moe_fp8_ext.quantization.recipe import Rule
 from moe_fp8_ext.quantization.tensor import Quantized
 from moe_fp8_ext.training.weight_cache import reused
 
@@ -38,14 +39,6 @@ NOTHING = Operand(None)
 Copies = tuple[Tensor, Tensor, Tensor, Tensor]
 
 _OF_TRANSPOSED = {"both": "both", "rows": "transposed", "transposed": "rows"}  # the directions of w as those of w.mT
-
-
-class Rule(NamedTuple):
-    """How values are quantized."""
-
-    format: str
-    dtype: torch.dtype | None
-    rounding: str
 
 
 class DeferredWeight(Tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,14 @@ _BF16_ALIGN = 8  # BF16 tokens in 16 bytes, the alignment of TMA loads
 _NATIVE_MULTIPLE = 16  # of K and N, as Hopper's FP8 GEMMs need them
 _AUTO_FORMATS = "rowwise", "blockwise"
 _OPTIONS_OF_ANY_FORMAT = "dtype", "grad_dtype", "wgrad_high_precision", "align", "use_fast_accum"
+
+
+class Rule(NamedTuple):
+    """How values are quantized."""
+
+    format: str
+    dtype: torch.dtype | None
+    rounding: str
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,8 @@ class Recipe:
         self._check_align()
         self._check_choice("amax", "amaxes", _default_amax)
         self._set("_variants", self._make_variants())
+        dtypes = self.dtype, self.grad_dtype or self.dtype
+        self._set("_rules", [Rule(self.format, dtype, self.rounding) for dtype in dtypes])
 
     def __repr__(self) -> str:
         given = "".join(f", {field}={value!r}" for field, value in self._given().items())
@@ -197,6 +208,10 @@ class Recipe:
     def amax_of_groups(self) -> str | None:
         """`amax` where scales cannot be of the batch: a token has one group, or ranks have different tokens."""
         return "group" if self.amax == "batch" else self.amax
+
+    def rule(self, gradient: bool) -> Rule:
+        """Returns the rule for weights and tokens, or for gradients of tokens."""
+        return self._rules[gradient]
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)  # the dataclass is frozen

@@ -248,3 +248,18 @@ def test_profile_knows_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "bench")
     work = importlib.import_module("profile_layer").WORK
     assert {op for names in work.values() for op in names} <= set(ops.__all__)
+
+
+def test_host_times_every_call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    host = importlib.import_module("host")
+    monkeypatch.setattr(host, "CALLS", 1)
+    monkeypatch.setattr(host, "REPEATS", 1)
+    threads = torch.get_num_threads()
+    try:
+        host.main()
+    finally:
+        torch.set_num_threads(threads)
+    lines = capsys.readouterr().out.splitlines()
+    calls = {line[:28].strip(): int(line.split()[-1]) for line in lines[2:]}
+    assert calls["experts"] > calls["grouped_mm"] > calls["an empty Function"] > calls["torch.relu, forward alone"]

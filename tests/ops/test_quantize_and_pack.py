@@ -30,7 +30,7 @@ from torch import Tensor
 from moe_fp8_ext import reference
 from moe_fp8_ext.distributed.message import Message
 from moe_fp8_ext.ops import pack_tokens, quantize_and_pack, quantize_rows, sort_tokens, tokens_by_rank
-from moe_fp8_ext.quantization.prepare import Rule
+from moe_fp8_ext.quantization.recipe import Rule
 from moe_fp8_ext.reference.numerics import FORMATS
 
 

@@ -1,0 +1,356 @@
+"""`graphed`: outputs, gradients and buffers are the layer's own, byte for byte, and misuse raises.
+
+On a CPU a stand-in takes the place of CUDA graphs: it keeps one set of tensors and writes them in every replay, as a
+graph does, so that all rules about memory show. The same tests capture real graphs on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import pytest
+import torch
+from helpers import assert_same, blocks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_fp8_ext import Experts, MoE, Router, graphed, reuse_weights, stats, validate
+from moe_fp8_ext.training import cuda_graph
+
+E, D, F, TOP_K, TOKENS = 4, 64, 32, 2, 48
+
+
+class StandIn:
+    """`Capture` without CUDA graphs: a replay runs the function again, and writes the results where the first are."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cpu"
+
+    is_active = staticmethod(lambda: False)
+    warm_up = staticmethod(nullcontext)
+
+    def __call__(self, run: Callable[[], list[Tensor | None]]) -> tuple[Callable[[], None], list[Tensor | None]]:
+        results, enabled = run(), torch.is_grad_enabled()
+
+        def replay() -> None:
+            with torch.set_grad_enabled(enabled):
+                again = run()
+            for to, value in zip(results, again, strict=True):
+                if to is not None:
+                    to.detach().copy_(value.detach())
+
+        return replay, results
+
+
+@pytest.fixture
+def where(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device of a layer that can be captured."""
+    if device == "cpu":
+        monkeypatch.setattr(cuda_graph, "Capture", StandIn)
+        monkeypatch.setattr(cuda_graph, "_check_samples", lambda sample_args: None)
+    return device
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by one with every call that replays a graph."""
+    found: list[object] = []
+    forward = cuda_graph.Graphed.forward
+    monkeypatch.setattr(cuda_graph.Graphed, "forward", lambda *args: found.append(0) or forward(*args))
+    return found
+
+
+def moe(device: str, recipe: str = "rowwise", **options: object) -> MoE:
+    torch.manual_seed(0)
+    experts = Experts(E, D, F, recipe=recipe, dtype=torch.bfloat16, **options)
+    return MoE(Router(E, D, TOP_K, bias_rate=0.01, balance_loss=0.1), experts).to(device)
+
+
+def tokens(device: str, seed: int, t: int = TOKENS) -> Tensor:
+    """Tokens whose routing depends on the seed."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(t, D, generator=g) + 2 * torch.randn(D, generator=g)
+    return x.bfloat16().to(device).requires_grad_()
+
+
+def backward(layer: Callable, x: Tensor) -> tuple[Tensor, ...]:
+    """Returns the outputs and the gradient of the tokens. Gradients of parameters are added up."""
+    out, loss = layer(x)
+    (out.float() * torch.linspace(-1, 1, D, device=x.device)).sum().add(loss).backward()
+    return out.detach(), loss.detach(), x.grad
+
+
+def gradients(layer: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+
+
+@torch.no_grad()
+def descend(layer: nn.Module) -> None:
+    """A step of an optimizer, in place."""
+    for parameter in layer.parameters():
+        parameter -= 0.1 * parameter.grad
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "bf16"])
+def test_training_is_the_layers_own(recipe: str, where: str, replays: list[object]) -> None:
+    """Over several routings, gradient accumulation, and writes of an optimizer in place."""
+    layer, eager = moe(where, recipe), moe(where, recipe)
+    step = graphed(layer, tokens(where, 9))
+    assert step.layer is layer and not gradients(layer)
+    assert_same(layer.gate.tokens_per_expert, eager.gate.tokens_per_expert, "counts after the capture")
+    kept, routings = [], set()
+    for seed in range(6):
+        kept += zip(backward(step, tokens(where, seed)), backward(eager, tokens(where, seed)), strict=True)
+        assert_same(gradients(layer), gradients(eager), f"gradients of parameters after call {seed}")
+        assert_same(layer.gate.tokens_per_expert, eager.gate.tokens_per_expert, "counts")
+        routings.add(tuple(layer.gate.tokens_per_expert.tolist()))
+        if seed % 3 == 2:
+            for module in (layer, eager):
+                descend(module)
+                module.zero_grad(set_to_none=seed == 2)
+                module.gate.update_bias()
+    assert len(replays) == 6 and len(routings) > 3
+    for got, want in kept:  # no later call has overwritten them
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_main_grad(dtype: torch.dtype, where: str, replays: list[object]) -> None:
+    made = []
+    for captures in (True, False):
+        layer = moe(where, main_grad=True, bias=True)  # with biases, activations of zeros are not zero
+        for weight in (layer.experts.gate_up_proj, layer.experts.down_proj):
+            weight.main_grad = torch.ones_like(weight, dtype=dtype)
+        run = graphed(layer, tokens(where, 9)) if captures else layer
+        results = [t for seed in (0, 1) for t in backward(run, tokens(where, seed))]
+        assert layer.experts.down_proj.grad is None
+        made.append([*results, *(getattr(layer.experts, n).main_grad for n in ("gate_up_proj", "down_proj"))])
+    assert len(replays) == 2
+    assert_same(*made)
+
+
+def test_experts_take_ids_and_scores(where: str, replays: list[object]) -> None:
+    """As the forward of the module itself, with frozen weights and adapters, whose parameters alone are trained."""
+    torch.manual_seed(0)
+    layer = Experts(E, D, F, recipe="blockwise", lora_rank=8, dtype=torch.bfloat16).to(where).freeze_()
+    nn.init.normal_(layer.down_proj_lora_B)
+    eager = copy.deepcopy(layer)
+    calls = [
+        (tokens(where, seed), torch.rand(TOKENS, E).topk(TOP_K).indices.to(where), torch.rand(TOKENS, TOP_K).to(where))
+        for seed in range(3)
+    ]
+    names = [*layer.state_dict()]
+    layer.forward = graphed(layer, *calls[0])
+    assert [*layer.state_dict()] == names
+    for x, ids, scores in calls:
+        got, want = layer(x, ids, scores), eager(x, ids, scores)
+        got.sum().backward()
+        grad, x.grad = x.grad, None
+        want.sum().backward()
+        assert_same([got, grad, *gradients(layer)], [want, x.grad, *gradients(eager)])
+    assert len(replays) == 3
+    layer.forward = graphed(layer, *calls[0])  # captures the module again, and not its graph
+    assert_same(layer(*calls[1]), eager(*calls[1]))
+    del layer.forward
+    assert_same(layer(*calls[1]), eager(*calls[1]))
+    assert len(replays) == 4
+
+
+def test_page(where: str, replays: list[object]) -> None:
+    (code,) = blocks("docs/cuda-graphs.md")
+    names: dict[str, object] = {"device": where}
+    exec(code, names)
+    assert len(replays) == 6 and names["router"].e_score_correction_bias.any()
+    names["layer"](names["x"])
+    assert len(replays) == 6
+
+
+def test_no_call_waits_for_the_device(gpu: str) -> None:
+    layer = moe(gpu)
+    step, x = graphed(layer, tokens(gpu, 9)), tokens(gpu, 0)
+    scale = torch.linspace(-1, 1, D, device=gpu)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            out, loss = step(x)
+            (out.float() * scale).sum().add(loss).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_autocast_is_captured(where: str, replays: list[object]) -> None:
+    """A graph has the autocast of its capture, and casts of parameters within."""
+    made = []
+    for captures in (True, False):
+        torch.manual_seed(0)
+        layer = MoE(Router(E, D, TOP_K), Experts(E, D, F), nn.Linear(D, D)).to(where)
+        sample = tokens(where, 9).detach().float().requires_grad_()
+        with torch.autocast(where, dtype=torch.bfloat16):
+            run, results = graphed(layer, sample) if captures else layer, []
+        for seed in (0, 1):
+            x = tokens(where, seed).detach().float().requires_grad_()
+            with torch.autocast(where, dtype=torch.bfloat16):
+                out, _ = run(x)
+            out.sum().backward()
+            results += [out.detach(), x.grad]
+            descend(layer)
+        made.append([*results, *layer.parameters()])
+        run(x)  # without autocast
+    assert len(replays) == 2
+    assert_same(*made)
+
+
+def test_without_gradients(where: str, replays: list[object]) -> None:
+    """Captured under no_grad, a graph has a forward alone. Calls with gradients are the layer's own."""
+    layer = moe(where).eval()
+    with torch.no_grad():
+        step = graphed(layer, tokens(where, 9))
+        for seed in (0, 1):
+            assert_same(step(tokens(where, seed)), layer(tokens(where, seed)))
+    assert len(replays) == 2
+    assert step(tokens(where, 0))[0].requires_grad
+    assert len(replays) == 2
+
+
+def test_calls_that_are_the_layers_own(where: str, replays: list[object]) -> None:
+    layer, eager = moe(where), moe(where)
+    step = graphed(layer, tokens(where, 9))
+
+    def check(context: object = None, t: int = TOKENS) -> None:
+        with context or nullcontext():
+            assert_same(step(tokens(where, 0, t)), eager(tokens(where, 0, t)))
+
+    check(t=TOKENS - 1)
+    check(t=2 * TOKENS)
+    check(torch.no_grad())
+    check(torch.autocast(where, dtype=torch.bfloat16))
+    check(validate())
+    with stats(layer) as measured:
+        check()
+        measured.step()
+    assert measured.to_dict()["layers"]
+    layer.eval()
+    eager.eval()
+    check()
+    assert not replays
+    layer.train()
+    check()
+    check(reuse_weights())
+    assert len(replays) == 2
+
+
+def test_a_compiled_layer_is_the_layers_own(where: str, replays: list[object]) -> None:
+    layer, eager = moe(where), moe(where)
+    layer.forward = graphed(layer, tokens(where, 9))
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert_same(compiled(tokens(where, 0)), eager(tokens(where, 0)))
+    assert not replays
+
+
+def test_a_call_in_another_graph_is_the_layers_own(gpu: str, replays: list[object]) -> None:
+    layer, eager, x, outer = moe(gpu), moe(gpu), tokens(gpu, 0), torch.cuda.CUDAGraph()
+    step = graphed(layer, tokens(gpu, 9))
+    with torch.cuda.graph(outer):
+        out, _ = step(x)
+    outer.replay()
+    assert_same(out, eager(x)[0])
+    assert not replays
+
+
+def test_backward_belongs_to_the_last_call(where: str) -> None:
+    step = graphed(moe(where), tokens(where, 9))
+    (first, _), (last, _) = step(tokens(where, 0)), step(tokens(where, 1))
+    with pytest.raises(RuntimeError, match="graphed: backward must come once for a call, and before the next call"):
+        first.sum().backward()
+    last.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="graphed: backward must come once for a call"):
+        last.sum().backward()
+    x = tokens(where, 0)
+    out = checkpoint(lambda x: step(x)[0].square(), x, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="no checkpoint around it"):
+        out.sum().backward()
+    out, _ = step(x)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_mistakes_of_a_call(where: str) -> None:
+    layer = moe(where)
+    x = tokens(where, 0)
+    step = graphed(layer, x.detach())
+    for args, text in [
+        ((), "a call must have 1 arguments, as the sample, got 0"),
+        ((x,), "argument 0 must not ask for a gradient, because its sample did not, got requires_grad=True"),
+        (
+            (x.detach().float(),),
+            "argument 0 must be as its sample, torch.bfloat16 of 2 dimensions on .*, got torch.float32",
+        ),
+        ((x.detach()[None],), "argument 0 must be as its sample, .* got torch.bfloat16 of 3 dimensions"),
+        (("x",), "argument 0 must be a tensor, got str"),
+    ]:
+        with pytest.raises(RuntimeError, match=f"graphed: {text}"):
+            step(*args)
+    layer.gate.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="graphed: weight must have the memory and requires_grad of the capture"):
+        step(x.detach())
+    layer.gate.requires_grad_(True)
+    step(x.detach())
+    layer.experts.down_proj.data = layer.experts.down_proj.data.clone()
+    with pytest.raises(RuntimeError, match="graphed: down_proj must have the memory .*, got others; capture again"):
+        step(x.detach())
+
+
+def test_main_grad_that_is_replaced(where: str) -> None:
+    layer = moe(where, main_grad=True)
+    for weight in (layer.experts.gate_up_proj, layer.experts.down_proj):
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    step, x = graphed(layer, tokens(where, 9)), tokens(where, 0)
+    step(x)
+    layer.experts.down_proj.main_grad = torch.zeros_like(layer.experts.down_proj, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="graphed: main_grad must have the memory"):
+        step(x)
+
+
+class Strange(nn.Module):
+    def forward(self, x: Tensor) -> Sequence[object]:
+        return [x, None]
+
+
+def test_layers_that_are_refused(where: str) -> None:
+    x = tokens(where, 0)
+    refused = [
+        (moe(where, lora_rank=8, lora_dropout=0.5), "lora_dropout of experts must be 0 in training"),
+        (moe(where, delay_wgrad=True), "delay_wgrad of experts must be False"),
+        (moe("meta"), f"gate.weight must be on the device of the samples, {x.device}, got meta"),
+        (Strange(), "layer must return a tensor or a tuple of tensors, got list"),
+    ]
+    of_ddp = moe(where)
+    of_ddp.experts.down_proj.grad_added_to_main_grad = False
+    of_ep = moe(where)
+    of_ep.experts.ep = object()
+    refused += [(of_ddp, "experts.down_proj must have no buffer of Megatron's DDP")]
+    refused += [(of_ep, "ep of experts must be None, because ranks may wait for each other, got one")]
+    for layer, text in refused:
+        with pytest.raises(RuntimeError, match=f"graphed: {text}"):
+            graphed(layer, x)
+    graphed(moe(where, lora_rank=8, lora_dropout=0.5).eval(), x)
+    with pytest.raises(TypeError, match="graphed: layer must be a torch.nn.Module, got function"):
+        graphed(lambda x: x, x)
+    layer = moe(where)
+    with stats(layer), pytest.raises(RuntimeError, match="graphed: stats must be off"):
+        graphed(layer, x)
+    with validate(), pytest.raises(RuntimeError, match=r"graphed: validate\(\) must be off"):
+        graphed(layer, x)
+
+
+def test_samples_that_are_refused() -> None:
+    layer, x = moe("cpu"), tokens("cpu", 0)
+    for args, text in [
+        ((), "sample_args must be the arguments of a call, got none"),
+        ((x,), "sample_args must be on a GPU, because a CPU has no CUDA graphs, got cpu"),
+        ((None,), "sample_args must be plain tensors, got NoneType as number 0"),
+    ]:
+        with pytest.raises(RuntimeError, match=f"graphed: {text}"):
+            graphed(layer, *args)
