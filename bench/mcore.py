@@ -161,8 +161,6 @@ def batches_of(steps: int, micro_batches: int, sequences: int, context: int, dev
 def measure(kind: str, batches: Tensor, sizes: dict[str, int], layers: int, warm: int, **options: object) -> dict:
     run = Run(kind, sizes, layers, batches.shape[3] - 1, batches.is_cuda, **options)
     losses, steps, backwards = [], [], []
-    if batches.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
     for batch in batches:
         began = now()
         loss, seconds = run.step(batch)
@@ -171,13 +169,11 @@ def measure(kind: str, batches: Tensor, sizes: dict[str, int], layers: int, warm
         dist.all_reduce(loss)
         losses.append(loss.item() / dist.get_world_size())
     tokens = batches[0].shape.numel() // batches.shape[3] * (batches.shape[3] - 1) * dist.get_world_size()
-    peak = torch.cuda.max_memory_allocated() if batches.is_cuda else 0
     return {
         "kind": kind,
         "losses": losses,
         "tokens_per_second": tokens / median(steps[warm:]),
         "tokens_per_second_without_optimizer": tokens / median(backwards[warm:]),
-        "peak_bytes": peak,
     }
 
 
@@ -190,9 +186,8 @@ def table(runs: list[dict]) -> str:
         speed = speeds[run["kind"]]
         beside = (f"{speed / speeds[kind]:.2f}" if kind in speeds else "" for kind in ("sequential", "bf16"))
         losses = f"{run['losses'][0]:.4f}", f"{fmean(run['losses'][-10:]):.4f}"
-        memory = f"{run['peak_bytes'] / 2**30:.1f}"
-        body.append((run["kind"], *losses, f"{run['tokens_per_second']:,.0f}", f"{speed:,.0f}", *beside, memory))
-    headings = ("experts", "first loss", "last 10", "tokens/s", "without optimizer", "x sequential", "x bf16", "GiB")
+        body.append((run["kind"], *losses, f"{run['tokens_per_second']:,.0f}", f"{speed:,.0f}", *beside))
+    headings = ("experts", "first loss", "last 10", "tokens/s", "without optimizer", "x sequential", "x bf16")
     return tabulate(body, headings, disable_numparse=True)
 
 

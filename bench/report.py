@@ -167,7 +167,7 @@ def save(result: dict, folder: Path) -> Path:
 def recorded() -> dict[str, dict]:
     """The results, by the stem of their file. Results of a forced GEMM, which no GPU takes by itself, come last."""
     others = LOSSES, tables.TITAN, tables.PARALLEL, tables.PARALLEL_LOSSES, tables.SONICMOE, tables.AUTO, tables.PROFILE
-    others += tables.FINETUNE, tables.FINETUNE_LOSSES
+    others += tables.FINETUNE, tables.FINETUNE_LOSSES, tables.MEGATRON
     found = {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name not in others}
     return dict(sorted(found.items(), key=lambda item: "gemm" in item[1]))
 
@@ -270,6 +270,7 @@ def documents() -> dict[Path, str]:
         docs / "ops.md": {"generic": tables.generic_table(results)},
         docs / "transformers.md": {"transformers": tables.adoption_tables(results)},
         docs / "finetuning.md": {"fine-tuning": tables.finetune_text(*finetuned)},
+        docs / "megatron.md": {"speed": tables.megatron_text(recorded_alone(tables.MEGATRON))},
         docs / "torchtitan.md": {"torchtitan": tables.titan_text(recorded_alone(tables.TITAN))},
         docs / "expert-parallel.md": {"expert parallelism": tables.parallel_text(*parallel)},
     }

@@ -13,6 +13,7 @@ from tabulate import tabulate
 TITAN = "torchtitan.json"  # from bench/titan.py
 FINETUNE = "finetune.json"  # from bench/finetune.py
 FINETUNE_LOSSES = "finetune_losses.json"  # from bench/finetune_losses.py
+MEGATRON = "megatron.json"  # from bench/mcore.py
 SONICMOE = "sonicmoe.json"  # from bench/beside_sonicmoe.py
 PARALLEL = "expert_parallel.json"  # from bench/expert_parallel.py
 AUTO = "auto.json"  # from bench/auto_sweep.py, for bench/fit_auto.py
@@ -194,6 +195,36 @@ def titan_text(result: dict | None) -> str:
         "vocabulary of bytes, by `bench/titan.py`; bf16 is torchtitan's own."
     )
     return f"{textwrap.fill(text, 120)}\n\n{titan_table(result, 'github')}"
+
+
+def megatron_text(result: dict | None) -> str:
+    if not result:
+        return f"Not measured yet: `python bench/mcore.py --out bench/results/{MEGATRON}` on a GPU fills this table."
+    runs, (number, sequences, context) = result["runs"], result["step"].split(",")
+    text = (
+        f"megatron-core {result['megatron_core']}, torch {result['torch']}, {result['ranks']} x {result['device']} at "
+        f"{(result['commit'] or 'unknown')[:7]}: {len(runs[0]['losses'])} steps of {number} micro-batches of "
+        f"{sequences} x {int(context):,} bytes of Python's standard library, by `bench/mcore.py`. The model has the "
+        f"layer sizes of Qwen3-30B-A3B, cut to {result['layers']} layers and a vocabulary of bytes. Gradients go "
+        "through Megatron's DDP and its distributed optimizer. TransformerEngine and APEX are not installed."
+    )
+    speeds = {run["kind"]: run["tokens_per_second"] for run in runs}
+    names = {"sequential": "Megatron's SequentialMLP, BF16", "rowwise+": "`rowwise`, with `reuse_weights()`"}
+    body = [
+        (
+            names.get(run["kind"], f"`{run['kind']}`"),
+            f"{speeds[run['kind']]:,.0f}",
+            f"{speeds[run['kind']] / speeds['bf16']:.2f}",
+            f"{run['tokens_per_second_without_optimizer'] / bf16:.2f}",
+            f"{sum(run['losses'][-5:]) / 5:.3f}",
+        )
+        for bf16 in [next(r["tokens_per_second_without_optimizer"] for r in runs if r["kind"] == "bf16")]
+        for run in runs
+    ]
+    headings = ("experts", "tokens/s", "x `bf16`", "the same, without the optimizer", "mean of the last 5 losses")
+    colalign = ["left"] + ["right"] * 4
+    table = tabulate(body, headings, tablefmt="github", colalign=colalign, disable_numparse=True)
+    return f"{textwrap.fill(text, 120)}\n\n{table}"
 
 
 def finetune_text(runs: list[dict] | None, losses: dict | None = None) -> str:

@@ -167,8 +167,9 @@ def experts_of_groups(
         offs: [E] int32 on x's device, exclusive end row of each expert, non-decreasing. Contents are clamped and made
             monotonic. On a CPU, and inside `moe_fp8_ext.validate()`, wrong ones raise.
         scores: [P] bfloat16, float16 or float32, taken as float32; None multiplies by nothing.
-        w_gate_up, w_down, recipe, activation, interleaved, b_gate_up, b_down, keep, main_grad_gate_up, main_grad_down,
-        lora_gate_up, lora_down, delay_wgrad: as in `experts`. Recipe "auto" counts P rows.
+        w_gate_up, w_down, b_gate_up, b_down, lora_gate_up, lora_down: as in `experts`.
+        recipe, activation, interleaved, keep, main_grad_gate_up, main_grad_down, delay_wgrad: as in `experts`. Recipe
+            "auto" counts P rows.
 
     Returns:
         out [P, D] of x's dtype.
