@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from moe_fp8_ext.integrations import fp8_checkpoint, peft
+from moe_fp8_ext.layer.frozen import FrozenWeight
 from moe_fp8_ext.layer.modules import Experts, check_fits
 from moe_fp8_ext.ops.checks import check_module, require
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
@@ -61,6 +62,9 @@ def _is_of_this_package(module: nn.Module) -> bool:
 
 def _replacement(experts: Experts, recipe: Recipe) -> tuple[str, object]:
     check_fits(experts.ep, experts.num_experts, recipe)
+    for frozen in (w for w in experts.children() if isinstance(w, FrozenWeight)):
+        text = f"the recipe must have the format of weights that freeze_ has quantized, {frozen.format!r}"
+        require(frozen.format == recipe.format, f"Experts: {text}, got recipe {recipe.name!r}")
     return "options", {**experts.options, "recipe": recipe}
 
 

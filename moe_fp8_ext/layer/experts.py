@@ -288,9 +288,11 @@ def _of_call(op: str, name: str, linear: ExpertLinear, backward: bool) -> Expert
     """
     is_trained = linear.is_quantized and linear.main_grad is not None
     if is_trained and torch.is_grad_enabled() and not backward:
-        fail(op, f"x, or another, must ask for a gradient where main_grad is that of a quantized {name}, got none")
+        why = f"because main_grad belongs to a quantized {name}, which autograd does not see"
+        fail(op, f"x or another input must require a gradient, {why}, got none that does")
     if linear.delayed is not None and not backward:
-        fail(op, f"x, or another, must ask for a gradient where the gradient of {name} is delayed, got none")
+        why = f"because autograd does not see a delayed {name} and would run no backward"
+        fail(op, f"x or another input must require a gradient, {why}, got none that does")
     return linear._replace(weight=None, bias=None, needs_weight=backward if is_trained else linear.needs_weight)
 
 

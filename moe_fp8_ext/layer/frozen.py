@@ -17,9 +17,10 @@ class FrozenWeight(nn.Module):
         layer.w = FrozenWeight(quantize_weight(w, "blockwise")[0])
         grouped_mm(a, layer.w.operand(), offs, recipe="blockwise")
 
-    Its buffers are bytes, `q_bytes` and so on. So moves to other devices move them, and casts, such as
-    `module.bfloat16()`, leave them as they are. Nothing is cast in a forward pass, also in eval and for every token
-    that `generate` makes.
+    Its buffers are bytes, `q_bytes` and so on, with the bytes of one value along the last dimension. So moves to other
+    devices move them, and casts, such as `module.bfloat16()`, leave them as they are. Scales of 4 bytes and of 1 byte
+    differ in shape, so `load_state_dict` refuses scales of another format. Nothing is cast in a forward pass, also in
+    eval and for every token that `generate` makes.
 
     Attributes:
         q, scale: the operand of products over K.
@@ -45,11 +46,12 @@ class FrozenWeight(nn.Module):
             for name in ("q", "scale"):
                 values = None if part is None else getattr(part, name).contiguous()
                 self.dtypes[name + suffix] = None if part is None else values.dtype
-                self.register_buffer(f"{name}{suffix}_bytes", None if part is None else values.view(torch.uint8))
+                stored = None if part is None else values.unsqueeze(-1).view(torch.uint8)
+                self.register_buffer(f"{name}{suffix}_bytes", stored)
 
     def _values(self, name: str) -> Tensor | None:
         stored = getattr(self, f"{name}_bytes")
-        return None if stored is None else stored.view(self.dtypes[name])
+        return None if stored is None else stored.view(self.dtypes[name]).squeeze(-1)
 
     q = property(partial(_values, name="q"))
     scale = property(partial(_values, name="scale"))

@@ -163,11 +163,11 @@ class Experts(nn.Module):
     def reset_parameters(self) -> None:
         """Draws as nn.Linear does: uniform, up to 1 / sqrt(inputs). A seed gives the same on any number of ranks.
 
-        B of an adapter becomes zero.
+        B of an adapter becomes zero. Weights that `freeze_` has quantized stay.
         """
         for name in (self.up, "down_proj"):
             weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
-            bound, drawn = weight.shape[2] ** -0.5, [weight] if bias is None else [weight, bias]
+            bound, drawn = weight.shape[2] ** -0.5, [t for t in (weight, bias) if isinstance(t, Tensor)]
             if self.lora_rank is not None:
                 drawn.append(getattr(self, f"{name}_lora_A"))
                 nn.init.zeros_(getattr(self, f"{name}_lora_B"))
@@ -343,6 +343,7 @@ class MoE(nn.Module):
         given = {} if mask is None else {"mask": mask}
         given |= {name: t for name, t in zip(("topk_ids", "topk_scores"), of_slots, strict=True) if t is not None}
         for name, t in given.items():
+            require(isinstance(t, Tensor), f"MoE: {name} must be a tensor, got {type(t).__name__}")
             got = t.shape if name == "mask" else t.shape[:-1]
             text = f"MoE: {name} must have the leading sizes of x, {tuple(x.shape[:-1])}, got {tuple(t.shape)}"
             require(got == x.shape[:-1], text)

@@ -242,12 +242,21 @@ class Router(nn.Module):
         tokens, slots = (x.shape[0],), (x.shape[0], self.top_k)
         for name, given, shape in (("mask", mask, tokens), ("topk_ids", topk_ids, slots)):
             if given is not None:
+                check_dense("Router", name, given, len(shape))
                 check_shape("Router", name, given, shape)
+                require(
+                    given.device == x.device,
+                    f"Router: {name} must be on the device of x, {x.device}, got {given.device}",
+                )
+        if topk_ids is not None:
+            is_int = topk_ids.dtype in (torch.int32, torch.int64)
+            require(is_int, f"Router: topk_ids must be torch.int32 or torch.int64, got {topk_ids.dtype}")
         if mask is not None:
             cause = ", got {0} (an attention_mask of 0 and 1: pass attention_mask.bool())"
             require(mask.dtype == torch.bool, "Router: mask must be torch.bool" + cause.format(mask.dtype))
         if topk_scores is not None:
             require(topk_ids is not None, "Router: topk_scores must be None without topk_ids, got a tensor")
+            check_dense("Router", "topk_scores", topk_scores, 2)
             check_shape("Router", "topk_scores", topk_scores, slots)
 
     def _options(self, x: Tensor) -> ChoiceOptions:

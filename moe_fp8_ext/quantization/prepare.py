@@ -160,8 +160,11 @@ def operands_of(pair: tuple[Quantized, Quantized | None], second: bool = True) -
 
 
 def transposed_squares(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the operand of the other direction, of a weight [E, N, K] in square blocks with rows along memory."""
-    return _transpose_weight(q), scale.mT.contiguous()
+    """Returns the operand of the other direction, of a weight [E, N, K] in square blocks with rows along memory.
+
+    Both tensors are new: an op of torch.compile must not return its input, not even scales with one block along N or K.
+    """
+    return _transpose_weight(q), scale.mT.clone(memory_format=torch.contiguous_format)
 
 
 def _along_rows(w: Operand) -> Operand:

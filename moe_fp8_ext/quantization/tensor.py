@@ -273,7 +273,10 @@ def given(
         return None, None
     pair = x if isinstance(x, (tuple, list)) else (x, None)
     if len(pair) != 2 or not isinstance(pair[0], Quantized) or not isinstance(pair[1], (Quantized, type(None))):
-        raise RuntimeError(f"{op}: {arg} must be a tensor, a Quantized or a pair of them, got {type(x).__name__}")
+        cause = "; pass its operand()" if hasattr(x, "operand") else ""
+        raise RuntimeError(
+            f"{op}: {arg} must be a tensor, a Quantized or a pair of them, got {type(x).__name__}{cause}"
+        )
     directions = ("rows", False), ("rows", True) if weight else ("tokens", False)
     for quantized, (along, transposed) in zip(pair, directions, strict=True):
         if quantized is None:

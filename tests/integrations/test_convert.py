@@ -119,6 +119,16 @@ def test_report():
     assert convert_(model, again, lambda name, _: name in names) == report
 
 
+def test_frozen_weights_keep_their_format():
+    model = Model()
+    model.first.freeze_()
+    report = convert_(model, "mxfp8")
+    assert [name for name, *_ in report.converted] == ["second"]
+    text = "the recipe must have the format of weights that freeze_ has quantized, 'rowwise', got recipe 'mxfp8'"
+    assert report.left == (("first", f"Experts: {text}"),)
+    results(model)
+
+
 def test_parameters_hooks_and_classes_stay():
     model, seen = Model(), []
     model.first.register_forward_hook(lambda *_: seen.append("hook"))

@@ -262,7 +262,8 @@ def test_mistakes():
     mistake(lambda: of_experts(0, changed, delay_wgrad=delayed), text)
     x, ids, scores = torch.zeros(3, D).bfloat16(), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
     trained = {n: of[n] for n in ("w_gate_up", "w_down")}
-    text = "experts: x, or another, must ask for a gradient where the gradient of w_gate_up is delayed, got none"
+    why = "because autograd does not see a delayed w_gate_up and would run no backward"
+    text = f"experts: x or another input must require a gradient, {why}, got none that does"
     mistake(lambda: experts(x, ids, scores, **trained, delay_wgrad=delayed), text)
     with torch.no_grad():
         experts(x, ids, scores, **trained, delay_wgrad=delayed)

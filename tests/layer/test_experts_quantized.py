@@ -166,7 +166,8 @@ def test_main_grad_without_a_backward(i):
     call = lambda: experts(  # noqa: E731
         PROBLEM.x, PROBLEM.ids, PROBLEM.scores, **weights, **{ARGUMENT[name]: added[ARGUMENT[name]]}
     )
-    text = f"x, or another, must ask for a gradient where main_grad is that of a quantized {name}, got none"
+    why = f"because main_grad belongs to a quantized {name}, which autograd does not see"
+    text = f"x or another input must require a gradient, {why}, got none that does"
     with pytest.raises(RuntimeError, match=f"^experts: {text}$"):
         call()
     with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -154,6 +155,20 @@ def test_a_weight_of_inference_mode(device):
         made = {n: getattr(problem, n).clone() for n in WEIGHTS}
     call = lambda x, ids, scores, *_, **how: experts(x, ids, scores, **made, **how)  # noqa: E731
     assert_equal(run(problem, call, frozen=WEIGHTS), want)
+
+
+@pytest.mark.parametrize("sizes", [dict(d=128, f=256), dict(d=256, f=128)])
+def test_compiled_with_one_block(sizes, device):
+    """The transpose of scales with one block along a dimension is contiguous, so it must be copied all the same."""
+    torch._dynamo.reset()
+    of = layer(t=4, **sizes).at(device)
+    weights, found = [in_blocks(getattr(of, n), "first") for n in WEIGHTS], []
+    for fn in (experts, torch.compile(experts, fullgraph=True, backend="aot_eager")):
+        x = of.x.clone().requires_grad_()
+        out = fn(x, of.ids, of.scores, *weights, recipe="blockwise")
+        out.backward(of.grad)
+        found.append((out.detach(), x.grad))
+    assert_same(*found)
 
 
 @pytest.mark.parametrize(("recipe", "way"), [("rowwise", "tensor"), ("blockwise", "tensor"), ("blockwise", "first")])
@@ -360,6 +375,31 @@ def test_casts_leave_frozen_values_alone():
     module.bfloat16().half().to(torch.float32)
     assert module.down_proj.q.dtype == torch.float8_e4m3fn and module.down_proj.scale.dtype == torch.float32
     assert_same(module(*inputs()), want)
+
+
+def test_scales_of_another_format_are_refused():
+    """With K = N = 128, the scales of "mxfp8" and of "rowwise" have the same number of bytes."""
+    w = torch.ones(2, 128, 128)
+    of = {format: FrozenWeight(quantize_weight(w, format)) for format in ("mxfp8", "rowwise")}
+    assert of["mxfp8"].scale_bytes.numel() == of["rowwise"].scale_bytes.numel()
+    with pytest.raises(RuntimeError, match="size mismatch for scale_bytes"):
+        of["rowwise"].load_state_dict(of["mxfp8"].state_dict())
+
+
+def test_a_frozen_weight_is_no_operand():
+    of, w = layer(t=4, d=128, f=128), FrozenWeight(quantize_weight(torch.ones(3, 256, 128), "blockwise")[0])
+    text = "w_gate_up must be a tensor, a Quantized or a pair of them, got FrozenWeight; pass its operand()"
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        experts(of.x, of.ids, of.scores, w, of.w_down, recipe="blockwise")
+
+
+def test_reset_of_a_frozen_module():
+    """Adapters are drawn again; frozen weights stay."""
+    module = module_of("blockwise", lora_rank=2).freeze_()
+    before = {n: t.clone() for n, t in module.state_dict().items()}
+    module.reset_parameters()
+    changed = {n for n, t in module.state_dict().items() if not torch.equal(t, before[n])}
+    assert changed == {"gate_up_proj_lora_A", "down_proj_lora_A"}
 
 
 def test_freeze_needs_a_format():

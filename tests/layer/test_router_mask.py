@@ -151,6 +151,9 @@ def test_compiled():
     [
         (dict(mask=torch.ones(T - 1).bool()), "mask must have size 40 in dimension 0, got 39"),
         (dict(mask=torch.ones(T).long()), "mask must be torch.bool, got torch.int64 .an attention_mask of 0 and 1: .*"),
+        (dict(mask=[True] * T), "mask must be a tensor, got list"),
+        (dict(mask=torch.ones(T, device="meta").bool()), "mask must be on the device of x, cpu, got meta"),
+        (dict(topk_ids=torch.zeros(T, TOP_K)), "topk_ids must be torch.int32 or torch.int64, got torch.float32"),
         (dict(topk_ids=torch.zeros(T, 2).long()), "topk_ids must have size 3 in dimension 1, got 2"),
         (dict(topk_scores=torch.zeros(T, TOP_K)), "topk_scores must be None without topk_ids, got a tensor"),
     ],
@@ -165,6 +168,8 @@ def test_errors_of_a_layer():
     text = r"^MoE: mask must have the leading sizes of x, \(2, 20\), got \(40,\)$"
     with pytest.raises(RuntimeError, match=text):
         layer(torch.zeros(2, 20, D), torch.ones(T).bool())
+    with pytest.raises(RuntimeError, match="^MoE: mask must be a tensor, got list$"):
+        layer(torch.zeros(T, D), [True] * T)
     text = r"^MoE: topk_ids must have the leading sizes of x, \(2, 20\), got \(40, 3\)$"
     with pytest.raises(RuntimeError, match=text):
         layer(torch.zeros(2, 20, D), topk_ids=torch.zeros(T, TOP_K).long())
