@@ -131,6 +131,21 @@ def _dequantize_weight(format: str) -> Case:
     return Case("dequantize", shapes, inputs, call, (HOST,), format, "weights")
 
 
+def _expand_scales(along: str) -> Case:
+    """What a B200 pays before a product of "blockwise" with powers of two; along tokens, of squares."""
+
+    def inputs(device: torch.device, groups: str, *, m: int, k: int, e: int) -> tuple[object, ...]:
+        x, offs = normal(device, m, k), group_ends(groups, m, e, device)
+        if along == "rows":
+            return *ops.quantize_rows(x, "blockwise", rounding="pow2"), offs
+        return ops.quantize_tokens(x, "blockwise", offs=offs, rounding="pow2", amax="square")
+
+    def call(q: Tensor, scale: Tensor, offs: Tensor) -> Tensor:
+        return ops.expand_scales(q, scale, along=along, offs=offs)
+
+    return Case("expand_scales", lambda cpu: padded_shapes(cpu)[:2], inputs, call, (HOST,), "blockwise", along)
+
+
 def _transpose_weight() -> Case:
     """Weights of layers, whose transpose backward makes when one direction is held."""
 
@@ -148,5 +163,6 @@ SCALE_CASES: tuple[Case, ...] = (
     *(make(format) for format in RECIPES for make in (_dequantize_rows, _dequantize_tokens)),
     _dequantize_weight("mxfp8"),
     _transpose_weight(),
+    *map(_expand_scales, ("rows", "tokens")),
     *(make(of) for make in (_swizzle, _unswizzle) for of in _SHAPES),
 )

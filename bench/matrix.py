@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from case import RECIPES, training_rows
 from tabulate import tabulate
 
-from moe_fp8_ext import _C
+from moe_fp8_ext import _C, Recipe
 
 # GPU: a pattern of its name in results files, its build, its compute capability, how its kernels were tried.
 GPUS = {
@@ -31,6 +31,7 @@ KINDS = {
     "sm90_mxfp8": "emulated in BF16",
     "torch_fp8": "native",
     "torch_mxfp8": "native",
+    "torch_mxfp8_expanded": "native",
     "torch_bfloat16": "emulated in BF16",
     "mma": "native",
     "cpu": "emulated in float32",
@@ -47,10 +48,14 @@ class Entry:
     formats: tuple[str, ...]
     sm: tuple[int, int] | None
     optional: bool
+    rounding: str | None  # of the scales that it takes; None: any
 
     def takes(self, recipe: str, build: str, sm: int) -> bool:
         in_range = self.sm is None or self.sm[0] <= sm <= self.sm[1]
         return build in self.builds and recipe in self.formats and in_range
+
+    def takes_by_default(self, recipe: str) -> bool:
+        return self.rounding in (None, Recipe(recipe).rounding)
 
 
 def entries() -> list[Entry]:
@@ -62,6 +67,7 @@ def entries() -> list[Entry]:
             tuple(gemm["formats"]),
             gemm["compute_capability"],
             gemm["optional"],
+            gemm["rounding"],
         )
         for gemm in _C.gemms()
     ]
@@ -76,7 +82,8 @@ def cell(table: list[Entry], recipe: str, gpu: str, results: dict[str, dict]) ->
     taken = [entry for entry in table if entry.takes(recipe, build, sm)]
     text = "as 16-bit floats" if sm == 80 else KINDS[taken[0].name]
     if taken[0].optional:
-        text = f"native if torch was built with it, else {KINDS[taken[1].name]}"
+        condition = "" if taken[0].takes_by_default(recipe) else f'with rounding="{taken[0].rounding}" '
+        text = f"native {condition}if torch was built with it, else {KINDS[taken[1].name]}"
     ratios = [
         row["ratio"]
         for result in results.values()
@@ -94,7 +101,8 @@ def is_emulated(recipe: str, device: str) -> bool:
     """Whether a GPU of that name in results files has no FP8 product for a recipe."""
     for pattern, build, sm, _ in GPUS.values():
         if pattern and re.search(pattern, device):
-            first = next(entry for entry in entries() if entry.takes(recipe, build, sm))
+            taken = (entry for entry in entries() if entry.takes(recipe, build, sm))
+            first = next(entry for entry in taken if entry.takes_by_default(recipe))
             return KINDS[first.name].startswith("emulated")
     return False
 

@@ -32,6 +32,8 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
   m.def("swizzle_scales(Tensor scale, str? groups=None, Tensor? offs=None) -> (Tensor blocked, Tensor starts)");
   m.def(
       "unswizzle_scales(Tensor blocked, SymInt rows, SymInt cols, str? groups=None, Tensor? offs=None) -> Tensor");
+  // Scales of 'blockwise' that are powers of two, as the scales of 'mxfp8' for the same values.
+  m.def("expand_scales(Tensor q, Tensor scale, str along='rows', Tensor? offs=None) -> Tensor");
 
   // Activations of experts, by name. Gates and ups are the halves of h, or interleaved. An fp8 h comes with its scales
   // along rows and their format. With indices, scores are by slot, else by row.
@@ -95,14 +97,14 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
   m.def("unpad_token_groups(Tensor y, Tensor offs, Tensor padded_starts, SymInt num_tokens) -> Tensor");
 
   // The product of two quantized operands. In 2D x 3D, rows of a may be taken by index. In 2D x 2D, the caller promises
-  // that all offs are multiples of align.
+  // that all offs are multiples of align. With a rounding, the caller promises that both scales have it.
   m.def(
       "scaled_grouped_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str format, Tensor offs,"
-      " Tensor? indices=None, SymInt? top_k=None, int align=1, ScalarType? out_dtype=None, bool use_fast_accum=True)"
-      " -> Tensor");
+      " Tensor? indices=None, SymInt? top_k=None, int align=1, ScalarType? out_dtype=None, bool use_fast_accum=True,"
+      " str? rounding=None) -> Tensor");
   // The 2D x 2D product, added to the contents of total. It is a separate op, because results, writes and treatment
   // in graphs would otherwise depend on an argument.
   m.def(
       "add_scaled_grouped_mm(Tensor(a!) total, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str format,"
-      " Tensor offs, int align=1, bool use_fast_accum=True) -> ()");
+      " Tensor offs, int align=1, bool use_fast_accum=True, str? rounding=None) -> ()");
 }

@@ -144,7 +144,8 @@ List described(const std::vector<Backend>& backends) {
                       {"compute_capability", n.min_sm ? List{n.min_sm, n.max_sm} : Json()},
                       {"multiples", Object{{"sum", n.sum}, {"columns", n.columns}, {"offs", n.offs}}},
                       {"max_experts", n.max_experts}, {"e4m3", n.e4m3}, {"bfloat16", n.bfloat16},
-                      {"chunks", n.chunks}, {"packed", n.packed}});
+                      {"chunks", n.chunks}, {"packed", n.packed},
+                      {"rounding", n.rounding ? Json(kRoundingNames[int(*n.rounding)]) : Json()}});
   }
   return all;
 }

@@ -4,6 +4,7 @@
 
 #include "cpu/groups.h"
 #include "cpu/parallel.h"
+#include "scales/expand_scales.h"
 
 namespace moe_fp8 {
 namespace {
@@ -62,7 +63,53 @@ void move(const SwizzleScalesParams& p, bool swizzle, int64_t out_bytes) {
   });
 }
 
+struct ScaleMatrix {
+  int64_t e, row, rows;  // the matrix, its first row among the scales, and its rows
+  int64_t columns;       // elements of a row
+  int first_block;
+  int64_t blocked;       // the offset of its first byte
+};
+
+std::vector<ScaleMatrix> scale_matrices(const ExpandScalesParams& p, const BlockedExtent& extent) {
+  std::vector<ScaleMatrix> matrices;
+  if (p.groups == Groups::kNone) {
+    for (int64_t e = 0; e < p.E; ++e)
+      matrices.push_back({e, 0, p.R, p.K, 0, e * padded_scale_rows(p.R) * extent.columns});
+    return matrices;
+  }
+  const bool m_grouped = p.groups == Groups::kRows;
+  int64_t start = 0, blocked_start = 0;
+  for (const int end : safe_ends(p.offs, p.E, m_grouped ? p.R : p.K)) {
+    const int64_t size = end - start;
+    if (m_grouped) matrices.push_back({0, start, size, p.K, 0, blocked_start * extent.columns});
+    else matrices.push_back({0, 0, p.R, size, int(blocked_start / kScaleColumns), blocked_start * extent.rows});
+    blocked_start += m_grouped ? padded_scale_rows(size) : ceil_div<int64_t>(size, kBlock) * kScaleColumns;
+    start = end;
+  }
+  return matrices;
+}
+
 }  // namespace
+
+void expand_scales_cpu(const ExpandScalesParams& p) {
+  const BlockedExtent extent = blocked_extent(p.groups, p.E, p.R, ceil_div<int64_t>(p.K, kMxBlock));
+  const int64_t bytes = extent.rows * extent.columns;
+  if (bytes) std::memset(p.out, 0, bytes);
+  const std::vector<ScaleMatrix> matrices = scale_matrices(p, extent);
+  const auto expand = [&](const ScaleMatrix& m, int64_t begin, int64_t end) {
+    const int64_t count = ceil_div<int64_t>(m.columns, kBlock), columns = ceil_div<int64_t>(m.columns, kMxBlock);
+    for (int64_t r = begin; r < end; ++r)
+      for (int64_t b = 0; b < count; ++b) {
+        const ColumnScales scales = p.scale.scales_of_column({m.first_block, int(count), int(b)});
+        const int64_t at = b * kScaleColumns;
+        std::memset(p.out + m.blocked + blocked_offset(r, at, count * kScaleColumns),
+                    e8m0_of_power(scales.bits(m.e, m.row + r)), std::min<int64_t>(kScaleColumns, columns - at));
+      }
+  };
+  for (const ScaleMatrix& m : matrices)
+    parallel(m.rows, m.rows * ceil_div<int64_t>(m.columns, kMxBlock),
+             [&](int64_t begin, int64_t end) { expand(m, begin, end); });
+}
 
 void swizzle_scales_cpu(const SwizzleScalesParams& p) {
   const BlockedExtent extent = blocked_extent(p.groups, p.E, p.R, p.C);

@@ -101,6 +101,9 @@ inline constexpr Argument kTable[] = {
     offs("swizzle_scales", "scale"),
     {"unswizzle_scales", "blocked", nullptr, Dtypes::kByte, 2, 2, Strides::kContiguous},
     offs("unswizzle_scales", "blocked"),
+    {"expand_scales", "q", nullptr, Dtypes::kFp8, 2, 3, Strides::kInner, {kRows, kColumns}},
+    {"expand_scales", "scale", "q", Dtypes::kFloat32, 2, 3, Strides::kAny},
+    offs("expand_scales", "q"),
 
     logits("choose_experts", nullptr),
     {"choose_experts", "bias", "logits", Dtypes::kFloat32, 1, 1, Strides::kInner},

@@ -8,11 +8,6 @@ namespace {
 
 constexpr const char* kOp = "dequantize";
 
-bool is_along_tokens(std::string_view along) {
-  constexpr const char* kDirections[] = {"rows", "tokens"};
-  return check_choice(kOp, "along", along, 2, [&](int i) { return kDirections[i]; }) == 1;
-}
-
 }  // namespace
 
 Results<1> dequantize_op(const Tensor& q, const Tensor& scale, std::string_view format, std::string_view along,
@@ -22,7 +17,7 @@ Results<1> dequantize_op(const Tensor& q, const Tensor& scale, std::string_view 
   check(kScale, scale, q);
   const FormatId id = check_format(kOp, format);
   const Format& f = format_of(id);
-  const bool along_tokens = is_along_tokens(along);
+  const bool along_tokens = is_along_tokens(kOp, along);
   if (along_tokens) check_dims(kQ, q, 2, 2);
   else if (f.order != ScaleOrder::kRowMajor) check_dims(kQ, q, 2, 3);
   if (along_tokens && !offs) fail(kOp, ": offs must be given along tokens, got None");

@@ -23,8 +23,8 @@ struct OpArguments {
 // Checks the arguments that both ops take. The caller adds the total and the dtype of the output.
 Product check_product(const OpArguments& args, const Tensor& a, const Tensor& b, const Tensor& scale_a,
                       const Tensor& scale_b, std::string_view format, const Tensor& offs, int64_t align,
-                      bool use_fast_accum, const std::optional<Tensor>& indices = {},
-                      std::optional<int64_t> top_k = {}) {
+                      bool use_fast_accum, std::optional<std::string_view> rounding,
+                      const std::optional<Tensor>& indices = {}, std::optional<int64_t> top_k = {}) {
   constexpr const Argument& kIndices = argument(kOp, "indices");
   const FormatId id = check_format(args.op, format);
   const Format& f = format_of(id);
@@ -50,6 +50,8 @@ Product check_product(const OpArguments& args, const Tensor& a, const Tensor& b,
   if (!p.k_grouped && b.sizes[0] != p.E)
     fail(args.op, ": b must hold one expert for each of the ", p.E, " entries of offs, got ", b.sizes[0]);
   check_align(args.op, align);
+  std::optional<Rounding> promised;
+  if (rounding) promised = check_rounding(args.op, f, rounding);
   if (p.k_grouped) validate_aligned(args.offs, offs, align);
   if (f.block)
     check_extent(args.op, indices ? "indices" : "a", grouped, p.E, kGroupScales,
@@ -72,7 +74,7 @@ Product check_product(const OpArguments& args, const Tensor& a, const Tensor& b,
   p.offs = offs.as<int>();
   p.a_stride = a.strides[0];
   p.b_stride = b.strides[n_dim];
-  return {p, id, align, use_fast_accum, a, b, scale_a, scale_b, nullptr};
+  return {p, id, align, use_fast_accum, promised, a, b, scale_a, scale_b, nullptr};
 }
 
 const Backend& backend_of(const char* op, const Product& product) {
@@ -86,10 +88,10 @@ const Backend& backend_of(const char* op, const Product& product) {
 Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
                                 std::string_view format, const Tensor& offs, const std::optional<Tensor>& indices,
                                 std::optional<int64_t> top_k, int64_t align, std::optional<int32_t> out_dtype,
-                                bool use_fast_accum) {
+                                bool use_fast_accum, std::optional<std::string_view> rounding) {
   static constexpr OpArguments kArguments(kOp);
   Product product =
-      check_product(kArguments, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, indices, top_k);
+      check_product(kArguments, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding, indices, top_k);
   const int32_t dtype = out_dtype.value_or(kBFloat16);
   if (dtype != kBFloat16 && dtype != kFloat32)
     fail(kOp, ": out_dtype must be bfloat16 or float32, got ", dtype_name(dtype));
@@ -101,7 +103,8 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
     const auto [q, scale] = permute_quantized_op(a, scale_a, format, *indices, *top_k, groups);
     Handle moved(q), moved_scale(scale);
     const Tensor rows(std::move(moved)), row_scales(std::move(moved_scale));
-    return scaled_grouped_mm_op(rows, b, row_scales, scale_b, format, offs, {}, {}, align, out_dtype, use_fast_accum);
+    return scaled_grouped_mm_op(rows, b, row_scales, scale_b, format, offs, {}, {}, align, out_dtype, use_fast_accum,
+                                rounding);
   }
   Handle out(backend.run(call, product));
   return results(out);
@@ -109,10 +112,10 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
 
 Results<0> add_scaled_grouped_mm_op(const Tensor& total, const Tensor& a, const Tensor& b, const Tensor& scale_a,
                                     const Tensor& scale_b, std::string_view format, const Tensor& offs, int64_t align,
-                                    bool use_fast_accum) {
+                                    bool use_fast_accum, std::optional<std::string_view> rounding) {
   static constexpr OpArguments kArguments(kAdd);
   constexpr const Argument& kTotal = argument(kAdd, "total");
-  Product product = check_product(kArguments, a, b, scale_a, scale_b, format, offs, align, use_fast_accum);
+  Product product = check_product(kArguments, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding);
   check(kTotal, total, a);
   const int64_t sizes[] = {product.p.E, product.p.M, product.p.N};
   check_sizes(kTotal, total, sizes, 3);

@@ -9,6 +9,8 @@
 #include "ops/call.h"
 #include "ops/gemm_product.h"
 #include "scales/dequantize.h"
+#include "scales/expand_scales.h"
+#include "scales/swizzle_scales.h"
 
 namespace moe_fp8 {
 namespace {
@@ -44,22 +46,46 @@ AtenTensorHandle with_safe_offs(const Call& call, const Product& product, int mu
   return out.release();
 }
 
+Handle torch_scaled_grouped_mm(const Product& product, Handle scale_a, Handle scale_b, Handle offs) {
+  const auto none = to_word(std::nullopt);
+  StableIValue stack[] = {to_word(share(product.a.handle)), to_word(share(product.b.handle)),
+                          to_word(std::move(scale_a)), to_word(std::move(scale_b)), to_optional_word(std::move(offs)),
+                          none, none, to_word(std::optional(kBFloat16)), to_word(product.use_fast_accum)};
+  return call_torch("aten::_scaled_grouped_mm", "", stack);
+}
+
 template <int kMultiple>
 AtenTensorHandle torch_scaled(const Call& call, const Product& product) {
   const ScaledGroupedMmParams& p = product.p;
   const Handle &scale_a = product.scale_a.handle, &scale_b = product.scale_b.handle;
   const bool flat = p.k_grouped && p.scale_a.block_size == 0;  // scales of the rows of all groups, in one dimension
   return with_safe_offs(call, product, kMultiple, [&](Handle offs) {
-    const auto none = to_word(std::nullopt);
-    StableIValue stack[] = {to_word(share(product.a.handle)), to_word(share(product.b.handle)),
-                            to_word(flat ? view(scale_a, {p.E * p.M}, {1}) : share(scale_a)),
-                            to_word(flat ? view(scale_b, {p.E * p.N}, {1}) : share(scale_b)),
-                            to_optional_word(std::move(offs)), none, none, to_word(std::optional(kBFloat16)),
-                            to_word(product.use_fast_accum)};
-    return call_torch("aten::_scaled_grouped_mm", "", stack);
+    return torch_scaled_grouped_mm(product, flat ? view(scale_a, {p.E * p.M}, {1}) : share(scale_a),
+                                   flat ? view(scale_b, {p.E * p.N}, {1}) : share(scale_b), std::move(offs));
   });
 }
 constexpr auto torch_scaled_rows = torch_scaled<16>, torch_scaled_blocks = torch_scaled<kMxBlock>;
+
+// Blocks of 128 whose scales are powers of two are four MX blocks each. Groups are read from the safe offs, so that
+// scales lie where the product looks for them.
+AtenTensorHandle torch_scaled_expanded(const Call& call, const Product& product) {
+  const ScaledGroupedMmParams& p = product.p;
+  const auto expanded = [&](const OperandScales& scale, const int* ends, int64_t rows, Groups groups) {
+    const BlockedExtent extent = blocked_extent(groups, p.E, rows, ceil_div<int64_t>(p.K, kMxBlock));
+    const bool experts = groups == Groups::kNone;  // torch wants the bytes of each in one dimension
+    Handle out = experts ? call.empty({p.E, extent.rows / p.E * extent.columns}, kE8M0)
+                         : call.empty({extent.rows, extent.columns}, kE8M0);
+    call.check(expand_scales({scale, experts ? nullptr : ends, data<uint8_t>(out), p.E, rows, p.K, groups},
+                             call.stream()));
+    return out;
+  };
+  return with_safe_offs(call, product, kMxBlock, [&](Handle offs) {
+    const int* ends = data<int>(offs);
+    Handle scale_a = expanded(p.scale_a, ends, p.M, p.k_grouped ? Groups::kColumns : Groups::kRows);
+    Handle scale_b = expanded(p.scale_b, ends, p.N, p.k_grouped ? Groups::kColumns : Groups::kNone);
+    return torch_scaled_grouped_mm(product, std::move(scale_a), std::move(scale_b), std::move(offs));
+  });
+}
 
 AtenTensorHandle torch_bfloat16(const Call& call, const Product& product) {
   const ScaledGroupedMmParams& p = product.p;
@@ -81,7 +107,8 @@ AtenTensorHandle torch_bfloat16(const Call& call, const Product& product) {
   });
 }
 #else
-constexpr std::nullptr_t torch_scaled_rows = nullptr, torch_scaled_blocks = nullptr, torch_bfloat16 = nullptr;
+constexpr std::nullptr_t torch_scaled_rows = nullptr, torch_scaled_blocks = nullptr, torch_scaled_expanded = nullptr,
+                         torch_bfloat16 = nullptr;
 #endif
 
 // Runs a GEMM of ours. multiply(p) returns 0, or the runtime's error code.
@@ -138,6 +165,7 @@ bool has_float_scales(const Format& f) { return f.scale_type == ScaleType::kF32;
 bool has_scales_of_rows(const Format& f) { return f.block == 0; }
 bool has_scales_of_blocks(const Format& f) { return f.block != 0; }
 bool has_blocked_scales(const Format& f) { return f.blocked(); }
+bool has_float_scales_of_blocks(const Format& f) { return has_float_scales(f) && has_scales_of_blocks(f); }
 
 Needs sm90_needs() {
   Needs needs;
@@ -168,6 +196,11 @@ Needs torch_blocks_needs() {
   needs.packed = true;
   return needs;
 }
+Needs torch_expanded_needs() {
+  Needs needs = torch_blocks_needs();
+  needs.rounding = Rounding::kPow2;
+  return needs;
+}
 Needs torch_bfloat16_needs() {
   Needs needs = torch_needs();
   needs.columns = needs.offs = 8;
@@ -187,6 +220,8 @@ const std::vector<Backend>& all_backends() {
        torch_scaled_rows},
       {"torch_mxfp8", "aten::_scaled_grouped_mm", true, {"cuda"}, has_blocked_scales, true, torch_blocks_needs(),
        nullptr, torch_scaled_blocks},
+      {"torch_mxfp8_expanded", "expand_scales + aten::_scaled_grouped_mm", true, {"cuda"}, has_float_scales_of_blocks,
+       true, torch_expanded_needs(), nullptr, torch_scaled_expanded},
       {"torch_bfloat16", "dequantize + aten::_grouped_mm", true, {"cuda"}, has_scales_of_blocks, false,
        torch_bfloat16_needs(), nullptr, torch_bfloat16},
       {"mma", "tensor cores of any GPU", true, {"cuda", "rocm"}, any_format, false, {}, nullptr, mma_gemm},
@@ -224,6 +259,7 @@ bool Backend::takes(const Product& product) const {
   const int sm = compute_capability();
   if (sm < needs.min_sm || sm > needs.max_sm) return false;
 #endif
+  if (needs.rounding && product.rounding != needs.rounding) return false;
   if (p.E == 0 || p.M == 0 || p.N == 0 || p.K == 0) return false;
   if (needs.bfloat16 && p.out_float32) return false;  // out is the output or the total
   if (needs.e4m3 && (p.a_type != Fp8Type::kE4M3FN || p.b_type != Fp8Type::kE4M3FN)) return false;

@@ -4,6 +4,7 @@
 // takes bfloat16 outputs and totals only. So adding to zeros gives the backend's plain product in the dtype of the
 // total, byte for byte, except that -0 becomes +0.
 #pragma once
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -27,6 +28,7 @@ struct Needs {
   bool bfloat16 = false;  // the output or the total is bfloat16, because the backend's product is
   bool chunks = false;    // rows of operands, and a total, begin at multiples of 16 bytes
   bool packed = false;    // operands are contiguous, scales begin at a multiple of 16 bytes
+  std::optional<Rounding> rounding = {};  // of the scales, which the caller must promise; null: any
 };
 
 struct Backend {

@@ -1,5 +1,7 @@
 // A call of scaled_grouped_mm or add_scaled_grouped_mm whose arguments were checked.
 #pragma once
+#include <optional>
+
 #include "gemm/scaled_grouped_mm.h"
 #include "numerics/format.h"
 #include "ops/tensor.h"
@@ -13,6 +15,7 @@ struct Product {
   FormatId format;
   int64_t align;            // a multiple of all offs, in 2D x 2D
   bool use_fast_accum;
+  std::optional<Rounding> rounding;  // of all scales, which the caller promises; null: not known
   const Tensor &a, &b, &scale_a, &scale_b;
   const Tensor* total;      // the total that the product is added to; null: out is new
 };

@@ -5,6 +5,11 @@
 
 namespace moe_fp8 {
 
+inline bool is_along_tokens(const char* op, std::string_view along) {
+  constexpr const char* kDirections[] = {"rows", "tokens"};
+  return check_choice(op, "along", along, 2, [&](int i) { return kDirections[i]; }) == 1;
+}
+
 inline OperandScales described(const Format& f, const Tensor& scale, int64_t blocks) {
   OperandScales s = {scale.data, 0, 0, 1, int(blocks), f.block};
   s.layout = f.blocked() ? ScaleLayout::kBlocked : f.scale_type == ScaleType::kE8M0 ? ScaleLayout::kE8M0

@@ -1,11 +1,12 @@
+#include "scales/expand_scales.h"
 #include "scales/swizzle_scales.h"
 
-#include "ops/checks.h"
+#include "ops/operands.h"
 
 namespace moe_fp8 {
 namespace {
 
-constexpr const char *kSwizzle = "swizzle_scales", *kUnswizzle = "unswizzle_scales";
+constexpr const char *kSwizzle = "swizzle_scales", *kUnswizzle = "unswizzle_scales", *kExpand = "expand_scales";
 
 // The meaning of `groups`: whether offs divide rows or columns, or every expert has a matrix.
 struct Layout {
@@ -85,7 +86,43 @@ Results<1> unswizzle_scales_op(const Tensor& blocked, int64_t rows, int64_t cols
   return results(scale);
 }
 
+Results<1> expand_scales_op(const Tensor& q, const Tensor& scale, std::string_view along,
+                            const std::optional<Tensor>& offs) {
+  constexpr const Argument &kQ = argument(kExpand, "q"), &kScale = argument(kExpand, "scale"),
+                           &kOffs = argument(kExpand, "offs");
+  constexpr const Format &kFrom = format_of(FormatId::kBlockwise), &kTo = format_of(FormatId::kMxfp8);
+  check(kQ, q);
+  check(kScale, scale, q);
+  const bool along_tokens = is_along_tokens(kExpand, along), weight = q.dim == 3;
+  if (along_tokens) check_dims(kQ, q, 2, 2);
+  if (along_tokens && !offs) fail(kExpand, ": offs must be given along tokens, got None");
+  if (weight && offs) fail(kExpand, ": offs must be None for a weight, got a tensor");
+  const int64_t rows = q.sizes[q.dim - 2], K = q.sizes[q.dim - 1];
+  ExpandScalesParams p = {{}, nullptr, nullptr, weight ? q.sizes[0] : 1, rows, K, Groups::kNone};
+  if (offs) {
+    check_offs(kOffs, *offs, q, along_tokens ? K : rows, along_tokens ? "columns" : "rows");
+    p.groups = along_tokens ? Groups::kColumns : Groups::kRows;
+    p.E = offs->sizes[0];
+    check_extent(kExpand, "q", along_tokens ? K : rows, p.E, kGroupScales,
+                 along_tokens ? "columns with padding" : "rows with padding");
+  }
+  p.scale = along_tokens ? scales_of_tokens(kScale, scale, kFrom, rows, K, *offs)
+            : weight     ? scales_of_experts(kScale, scale, kFrom, p.E, rows, K)
+                         : scales_of_rows(kScale, scale, kFrom, q.sizes, 1, rows, K, kNoGroups);
+  const Call call(kExpand, "q", q);
+  Handle out = call.empty(along_tokens ? scales_along_tokens(kTo, rows, K, p.E, 0)
+                          : weight     ? scales_of_weight(kTo, p.E, rows, K)
+                                       : scales_along_rows(kTo, rows, K, offs ? p.E : kNoGroups),
+                          kTo.scale_type);
+  if (p.E == 0 && !offs) return results(out);  // of any size
+  p.offs = offs && p.E ? offs->as<int>() : nullptr;
+  p.out = data<uint8_t>(out);
+  MOE_FP8_RUN(call, expand_scales, p);
+  return results(out);
+}
+
 }  // namespace moe_fp8
 
 MOE_FP8_REGISTER(swizzle_scales)
 MOE_FP8_REGISTER(unswizzle_scales)
+MOE_FP8_REGISTER(expand_scales)

@@ -34,7 +34,7 @@ from moe_fp8_ext.ops.dispatch import needs_gradient
 from moe_fp8_ext.quantization.casting import autocast_dtype, cast
 from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
-from moe_fp8_ext.quantization.tensor import ONE_DIRECTION, Pair, Quantized, given
+from moe_fp8_ext.quantization.tensor import ONE_DIRECTION, Pair, Quantized, common_rounding, given
 from moe_fp8_ext.training import main_grad
 
 _OP = "experts"
@@ -247,7 +247,8 @@ def layer_call(
     weights = [linear.weight if linear.delayed is None else None for linear in linears]
     inputs = x, scores, *weights, *(linear.bias for linear in linears), *factors
     up, down = [_of_call(op, name, linear, backward) for name, linear in zip(_WEIGHTS, linears, strict=True)]
-    call = Call(recipe, activation, interleaved, keep == "fp8", dtype, e, f, *needs, up, down, delay_wgrad)
+    rounding = common_rounding(recipe.rounding, *up.quantized, *down.quantized)
+    call = Call(recipe, rounding, activation, interleaved, keep == "fp8", dtype, e, f, *needs, up, down, delay_wgrad)
     for name, linear, transposed in zip(_WEIGHTS, (up, down), (call.needs_x, call.needs_da), strict=True):
         if not transposed or not linear.is_quantized or linear.quantized[1] is not None:
             continue

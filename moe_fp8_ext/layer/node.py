@@ -31,6 +31,7 @@ class Call(NamedTuple):
     """The arguments of a layer that autograd does not see."""
 
     recipe: Recipe
+    rounding: str | None  # of the scales of all operands, None if it is not known
     activation: str
     interleaved: bool
     keep_fp8: bool
@@ -132,7 +133,7 @@ class SavedChunk(NamedTuple):
 class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, source, *inputs):
-        inputs, engine = Inputs(*inputs), engine_of(call.recipe)
+        inputs, engine = Inputs(*inputs), engine_of(call.recipe, call.rounding)
         with below_autograd():
             up = call.up.of_forward(inputs.w_gate_up, inputs.b_gate_up)
             down = call.down.of_forward(inputs.w_down, inputs.b_down)
@@ -215,7 +216,7 @@ def _backward(
     watch: LayerWatch | None,
 ) -> Inputs:
     """Returns the gradients of all inputs that need one. Gradients of x and of weights are bfloat16."""
-    engine, found = engine_of(call.recipe), []
+    engine, found = engine_of(call.recipe, call.rounding), []
     if call.is_adapted:
         up, down = call.up.ready(layer.A_gate_up, layer.B_gate_up), call.down.ready(layer.A_down, layer.B_down)
         call = call._replace(up=up, down=down)

@@ -187,10 +187,14 @@ class Bf16Engine:
 
 
 class Fp8Engine(Bf16Engine):
-    """Multiplies quantized operands."""
+    """Multiplies quantized operands.
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.format, self.rule = recipe, recipe.format, recipe.rule
+    rounding: of the scales of all operands, which products are promised; None if it is not known. It is the recipe's
+    where the recipe quantizes every operand.
+    """
+
+    def __init__(self, recipe: Recipe, rounding: str | None = None) -> None:
+        self.recipe, self.format, self.rule, self.rounding = recipe, recipe.format, recipe.rule, rounding
 
     def weight(self, w: Tensor, dtype: torch.dtype, transposed: bool, frozen: bool = False) -> tuple[Operand, Operand]:
         return fp8_weight(w, dtype, self.rule(gradient=False), transposed, frozen)
@@ -252,19 +256,21 @@ class Fp8Engine(Bf16Engine):
 
     def product(self, a: Operand, w: Operand, groups: Groups, by_index: bool = False) -> Tensor:
         indices = (groups.indices, groups.top_k) if by_index else (None, None)
-        how = self.format, groups.offs, *indices, 1, None, self.recipe.use_fast_accum
+        how = self.format, groups.offs, *indices, 1, None, self.recipe.use_fast_accum, self.rounding
         scale_w = FORMATS[self.format].transposed_scale(w.scale)
         return _scaled_grouped_mm(a.values, w.values.mT, a.scale, scale_w, *how)
 
     def wgrad(self, dy: Operand, a: Operand, groups: Groups, main_grad: Tensor | None) -> Tensor | None:
         values, scales = (dy.values, a.values.mT), (dy.scale, FORMATS[self.format].transposed_scale(a.scale))
-        align, use_fast_accum, add = self.recipe.align, self.recipe.use_fast_accum, _add_scaled_grouped_mm
+        align, use_fast_accum = self.recipe.align, self.recipe.use_fast_accum
         if main_grad is None:
-            how = None, None, align, None, use_fast_accum
+            how = None, None, align, None, use_fast_accum, self.rounding
             return _scaled_grouped_mm(*values, *scales, self.format, dy.ends, *how)
+        how = self.format, dy.ends, align, use_fast_accum
         if dy.scale.dtype == torch.float8_e8m0fnu and torch.compiler.is_compiling():
-            add, scales = _add_by_bytes, [scale.view(torch.uint8) for scale in scales]
-        add(main_grad, *values, *scales, self.format, dy.ends, align, use_fast_accum)
+            _add_by_bytes(main_grad, *values, *(scale.view(torch.uint8) for scale in scales), *how)
+        else:
+            _add_scaled_grouped_mm(main_grad, *values, *scales, *how, self.rounding)
         return None
 
     def activated(
@@ -363,10 +369,11 @@ Engine = Bf16Engine
 _BF16 = Bf16Engine()
 
 
-def engine_of(recipe: Recipe) -> Engine:
+def engine_of(recipe: Recipe, rounding: str | None = None) -> Engine:
+    """Returns the engine of a recipe. rounding: as in `Fp8Engine`."""
     if recipe.format is None:
         return _BF16
-    return HighPrecisionWgrad(recipe) if recipe.wgrad_high_precision else Fp8Engine(recipe)
+    return (HighPrecisionWgrad if recipe.wgrad_high_precision else Fp8Engine)(recipe, rounding)
 
 
 def _both(q: Tensor, scale: Tensor, q_t: Tensor, scale_t: Tensor, ends: Tensor) -> tuple[Operand, Operand]:

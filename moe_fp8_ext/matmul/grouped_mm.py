@@ -31,7 +31,7 @@ from moe_fp8_ext.quantization.casting import autocast_dtype, cast, row_major
 from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS, MAX_ROWS, round_up
 from moe_fp8_ext.quantization.prepare import NOTHING, Operand, operands_of
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
-from moe_fp8_ext.quantization.tensor import ONE_DIRECTION, Pair, Quantized, given
+from moe_fp8_ext.quantization.tensor import ONE_DIRECTION, Pair, Quantized, common_rounding, given
 from moe_fp8_ext.training.main_grad import finish, parameter_of_ddp, start
 from moe_fp8_ext.training.watch import MatmulWatch, watched
 
@@ -154,7 +154,7 @@ def grouped_mm(
     if a[1] is not None and a[1].align != recipe.align:
         recipe = replace(recipe, align=a[1].align)
     parameter = parameter_of_ddp(B_t) if main_grad is not None and B_t is not None and needs.B_t else None
-    call = Call(recipe, a, w, a_dtype, b_dtype, needs, parameter)
+    call = Call(recipe, common_rounding(recipe.rounding, *a, *w), a, w, a_dtype, b_dtype, needs, parameter)
     # B_t is passed without a cast, because `reuse_weights` finds its copies by the original tensor.
     return GroupedMm.apply(call, Groups(offs, indices, top_k), main_grad, A, B_t)
 
@@ -170,6 +170,7 @@ class Call(NamedTuple):
     """The arguments of the Function that autograd does not see."""
 
     recipe: Recipe
+    rounding: str | None  # of the scales of all operands, None if it is not known
     a: tuple[Quantized | None, Quantized | None]  # an A that is quantized already
     w: tuple[Quantized | None, Quantized | None]
     a_dtype: torch.dtype | None  # the dtype in which A is multiplied
@@ -192,7 +193,7 @@ class Saved(NamedTuple):
 class GroupedMm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, groups, main_grad, A, B_t):
-        engine, needs = engine_of(call.recipe), call.needs
+        engine, needs = engine_of(call.recipe, call.rounding), call.needs
         B = None if B_t is None else B_t.mT  # not below autograd, where torch forgets the base of a view
         with below_autograd():
             rows = call.a[0].q if A is None else groups.indices if groups.indices is not None else A
@@ -222,8 +223,8 @@ class GroupedMm(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, dY):
-        saved, (recipe, _, _, a_dtype, b_dtype, needs, parameter) = Saved(*ctx.saved_tensors), ctx.call
-        engine, groups = engine_of(recipe), Groups(saved.offs, saved.indices, ctx.top_k)
+        saved, (recipe, rounding, _, _, a_dtype, b_dtype, needs, parameter) = Saved(*ctx.saved_tensors), ctx.call
+        engine, groups = engine_of(recipe, rounding), Groups(saved.offs, saved.indices, ctx.top_k)
         dA = dB_t = None
         with below_autograd():
             dy, dy_t = engine.rows(row_major(dY), groups.in_place, rows=needs.A, tokens=needs.B_t, gradient=True)

@@ -30,7 +30,7 @@ from moe_fp8_ext.ops.messages import pack_tokens, quantize_and_pack
 from moe_fp8_ext.ops.permute import permute_indices, permute_pad, permute_quantized, unpermute
 from moe_fp8_ext.ops.quantize import quantize_both, quantize_rows, quantize_tokens, quantize_weight
 from moe_fp8_ext.ops.router import choose_experts, choose_experts_backward
-from moe_fp8_ext.ops.scales import swizzle_scales, unswizzle_scales
+from moe_fp8_ext.ops.scales import expand_scales, swizzle_scales, unswizzle_scales
 from moe_fp8_ext.ops.slots import combine, combine_backward
 from moe_fp8_ext.ops.sorting import sort_tokens, tokens_by_rank
 from moe_fp8_ext.ops.token_groups import pad_token_groups, pad_token_groups_to, unpad_token_groups
@@ -46,6 +46,7 @@ __all__ = [
     "combine",
     "combine_backward",
     "dequantize",
+    "expand_scales",
     "pack_tokens",
     "pad_token_groups",
     "pad_token_groups_to",

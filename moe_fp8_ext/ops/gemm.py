@@ -9,6 +9,7 @@ from moe_fp8_ext.ops.checks import (
     check_format,
     check_indices,
     check_indices_with_top_k,
+    check_rounding,
     check_scale,
     check_scale_of_tokens,
     check_shape,
@@ -35,6 +36,7 @@ def scaled_grouped_mm(
     align: int = 1,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = True,
+    rounding: str | None = None,
 ) -> Tensor:
     """Multiplies the groups of two FP8 operands with scales of one format.
 
@@ -77,6 +79,9 @@ def scaled_grouped_mm(
         out_dtype: bfloat16 (default) or float32.
         use_fast_accum: True: a GEMM of "rowwise" may accumulate whole sums in the precision of the tensor cores, which
             keep 14 bits on Hopper. False: on Hopper, sums of 128 products are added in float32.
+        rounding: of all scales, a rounding of the format; None if it is not known. The caller promises this. With
+            "pow2", scales of "blockwise" are those of "mxfp8", four times each (`expand_scales`). A GEMM of "mxfp8" may
+            then multiply them: torch's does on sm_100. There a scale that is no power of two makes its block NaN.
 
     Returns:
         out [M, N], or [P, N] with indices, or [E, N, K]; contiguous.
@@ -86,7 +91,7 @@ def scaled_grouped_mm(
 
     Source: the equations above; `torch._scaled_grouped_mm` for the GEMMs that are torch's.
     """
-    options = indices, top_k, align, out_dtype, use_fast_accum
+    options = indices, top_k, align, out_dtype, use_fast_accum, rounding
     return _scaled_grouped_mm(a, b, scale_a, scale_b, format, offs, *options)
 
 
@@ -101,6 +106,7 @@ def add_scaled_grouped_mm(
     *,
     align: int = 1,
     use_fast_accum: bool = True,
+    rounding: str | None = None,
 ) -> None:
     """Adds the 2D x 2D product of `scaled_grouped_mm` to `total` in place: gradient accumulation over batches.
 
@@ -117,7 +123,8 @@ def add_scaled_grouped_mm(
     Args:
         total: [E, N, K], bfloat16 or float32, contiguous. It must not share memory with the operands. GEMMs on tensor
             cores need it to begin at a multiple of 16 bytes; otherwise the op is slower.
-        a, b, scale_a, scale_b, format, offs, align, use_fast_accum: as in the 2D x 2D form of `scaled_grouped_mm`.
+        a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding: as in the 2D x 2D form of
+            `scaled_grouped_mm`.
 
     Returns:
         None; `total` is written.
@@ -127,7 +134,7 @@ def add_scaled_grouped_mm(
 
     Source: the equation above.
     """
-    _add_scaled_grouped_mm(total, a, b, scale_a, scale_b, format, offs, align, use_fast_accum)
+    _add_scaled_grouped_mm(total, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding)
 
 
 refuse_derivatives(_scaled_grouped_mm)
@@ -161,6 +168,7 @@ def _checked_shape(
     format: str,
     offs: Tensor,
     align: int,
+    rounding: str | None,
     indices: Tensor | None = None,
     top_k: int | None = None,
 ) -> tuple[int, ...]:
@@ -186,6 +194,7 @@ def _checked_shape(
         require(b.shape[0] == e, text)
     ok = 1 <= align <= MAX_ALIGN and align & (align - 1) == 0
     require(ok, f"{op}: align must be a power of two from 1 to {MAX_ALIGN}, got {align}")
+    check_rounding(op, format, rounding)
     if format.block:
         padded = padded_extent(m if grouped_rows else k, e, GROUP_SCALES)
         check_size(op, arg, padded, "rows with padding" if grouped_rows else "columns with padding")
@@ -196,8 +205,8 @@ def _checked_shape(
 
 
 @fake(_scaled_grouped_mm)
-def _(op, a, b, scale_a, scale_b, format, offs, indices, top_k, align, out_dtype, use_fast_accum):
-    shape = _checked_shape(op, a, b, scale_a, scale_b, format, offs, align, indices, top_k)
+def _(op, a, b, scale_a, scale_b, format, offs, indices, top_k, align, out_dtype, use_fast_accum, rounding):
+    shape = _checked_shape(op, a, b, scale_a, scale_b, format, offs, align, rounding, indices, top_k)
     out_dtype = out_dtype or torch.bfloat16
     ok = out_dtype in (torch.bfloat16, torch.float32)
     require(ok, f"{op}: out_dtype must be bfloat16 or float32, got {out_dtype}")
@@ -205,7 +214,7 @@ def _(op, a, b, scale_a, scale_b, format, offs, indices, top_k, align, out_dtype
 
 
 @fake(_add_scaled_grouped_mm)
-def _(op, total, a, b, scale_a, scale_b, format, offs, align, use_fast_accum):
-    shape = _checked_shape(op, a, b, scale_a, scale_b, format, offs, align)
+def _(op, total, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding):
+    shape = _checked_shape(op, a, b, scale_a, scale_b, format, offs, align, rounding)
     check(op, "total", total, a)
     check_shape(op, "total", total, shape)

@@ -3,12 +3,23 @@
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.ops.checks import check, check_count, check_dims, check_shape, check_size, require
+from moe_fp8_ext.ops.checks import (
+    check,
+    check_count,
+    check_dims,
+    check_one_of,
+    check_scale,
+    check_scale_of_tokens,
+    check_shape,
+    check_size,
+    require,
+)
 from moe_fp8_ext.ops.dispatch import fake, refuse_derivatives
-from moe_fp8_ext.quantization.format import blocked_shape
+from moe_fp8_ext.quantization.format import FORMATS, GROUP_SCALES, blocked_shape, padded_extent
 
 _swizzle_scales = torch.ops.moe_fp8.swizzle_scales.default
 _unswizzle_scales = torch.ops.moe_fp8.unswizzle_scales.default
+_expand_scales = torch.ops.moe_fp8.expand_scales.default
 
 
 def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -73,8 +84,44 @@ def unswizzle_scales(
     return _unswizzle_scales(blocked, rows, cols, groups, offs)
 
 
+def expand_scales(q: Tensor, scale: Tensor, *, along: str = "rows", offs: Tensor | None = None) -> Tensor:
+    """Turns scales of "blockwise" that are powers of two into the scales of "mxfp8" for the same fp8 values.
+
+        scale of the block k // 128  ->  its E8M0 byte, for each of the blocks k // 32, in the blocked layout
+
+    The operand is then one of "mxfp8": `dequantize` and `scaled_grouped_mm` give the same bytes as before. The scales
+    of a quantizer with rounding="pow2" are powers of two. An E8M0 byte holds 2^-127 to 2^127 and NaN. Any other scale,
+    such as one of rounding="exact", becomes NaN, and so do 0, infinities and negative numbers. Nothing is rounded.
+
+    Args:
+        q: the values of the operand, along="rows" [M, K] or a weight [E, N, K], along="tokens" [K, P]. Any fp8 dtype;
+            stride 1 in the last dimension. The op reads its shape only.
+        scale: float32, as the quantizer of "blockwise" returned it: [M, ceil(K / 128)], [E, ceil(N / 128), ceil(K /
+            128)] or, for K features or their squares, [K, B] or [ceil(K / 128), B]. Any strides.
+        along: "rows" or "tokens".
+        offs: [E], as in `moe_fp8_ext.ops`. Along tokens, offs is required and counts positions: the quantizer's
+            padded_offs. Along rows, give the groups of the product's rows, or None for scales of one matrix. None for a
+            weight.
+
+    Returns:
+        scale float8_e8m0fnu, contiguous, as the quantizers of "mxfp8" lay it out. Padding and bytes that belong to no
+        group are zero.
+
+        - groups of rows: [M + 128 * E, round_up(ceil(K / 32), 4)]; without groups [round_up(M, 128), ...];
+        - a weight: [E, round_up(N, 128) * round_up(ceil(K / 32), 4)];
+        - along tokens: [round_up(K, 128), ceil(P / 32) + 4 * E].
+
+    Raises:
+        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
+
+    Source: the formats of DESIGN.md sections 3 and 5; the layout of `swizzle_scales`.
+    """
+    return _expand_scales(q, scale, along, offs)
+
+
 refuse_derivatives(_swizzle_scales)
 refuse_derivatives(_unswizzle_scales)
+refuse_derivatives(_expand_scales)
 
 
 def _check_groups(op: str, groups: str | None, offs: Tensor | None) -> None:
@@ -115,3 +162,31 @@ def _(op, blocked, rows, cols, groups, offs):
     check_count(op, "cols", cols)
     check_shape(op, "blocked", blocked, _blocked_shape(op, "blocked", blocked, rows, cols, groups, offs))
     return blocked.new_empty((blocked.shape[0], rows, cols) if groups == "experts" else (rows, cols))
+
+
+@fake(_expand_scales)
+def _(op, q, scale, along, offs):
+    check(op, "q", q)
+    check(op, "scale", scale, q)
+    check_one_of(op, "along", along, ("rows", "tokens"))
+    along_tokens, weight, e = along == "tokens", q.dim() == 3, None
+    if along_tokens:
+        check_dims(op, "q", q, 2, 2)
+        require(offs is not None, f"{op}: offs must be given along tokens, got None")
+    require(offs is None or not weight, f"{op}: offs must be None for a weight, got a tensor")
+    if offs is not None:
+        check(op, "offs", offs, q)
+        e = offs.shape[0]
+        padded = padded_extent(q.shape[1 if along_tokens else 0], e, GROUP_SCALES)
+        check_size(op, "q", padded, "columns with padding" if along_tokens else "rows with padding")
+    blockwise, mxfp8 = FORMATS["blockwise"], FORMATS["mxfp8"]
+    if along_tokens:
+        check_scale_of_tokens(op, "scale", scale, blockwise, *q.shape, e)
+        layout = mxfp8.scale_of_tokens(q.shape[0], mxfp8.blocks(q.shape[1]), e)
+    elif weight:
+        check_scale(op, "scale", scale, blockwise, blockwise.scale_of_weight(*q.shape).shape)
+        layout = mxfp8.scale_of_weight(*q.shape)
+    else:
+        check_scale(op, "scale", scale, blockwise, blockwise.scale_of_rows(q.shape, e).shape)
+        layout = mxfp8.scale_of_rows(q.shape, e)
+    return layout.empty(q, mxfp8.scale_dtype)

@@ -33,6 +33,8 @@ class Quantized:
             of the groups of rows, or None if the operand was quantized without groups.
         align: the multiple that groups were padded to along tokens; 1 along rows.
         transposed: whether q is the transpose [E, K, N] of weights [E, N, K], the operand of dgrad.
+        rounding: of the scales: that of the quantizer; None if it is not known. On sm_100, products of "blockwise"
+            operands run in FP8 only if both have "pow2".
     """
 
     q: Tensor
@@ -42,6 +44,7 @@ class Quantized:
     offs: Tensor | None = None
     align: int = 1
     transposed: bool = False
+    rounding: str | None = None
 
     def dequantize(self, out_dtype: torch.dtype | None = None) -> Tensor:
         """q * scale in float32, rounded to `out_dtype`, bfloat16 by default; shaped as q. See `ops.dequantize`."""
@@ -85,6 +88,9 @@ class Quantized:
         for name in ("format", "along", "align", "transposed"):
             wanted, got = getattr(self, name), getattr(other, name)
             require(wanted == got, f"Quantized.copy_: {name} of other must be {wanted!r}, got {got!r}")
+        if self.rounding == "pow2":  # a graph may have captured a product that needs powers of two
+            text = f"Quantized.copy_: rounding of other must be 'pow2', got {other.rounding!r}"
+            require(other.rounding == "pow2", text)
         mine, theirs = self._tensors(), other._tensors()
         if mine.keys() != theirs.keys():
             text = "other must have offs if and only if the operand has them"
@@ -134,7 +140,7 @@ def quantize_rows(
 ) -> Quantized:
     """Quantizes along rows, for the left operand of the forward product. See `ops.quantize_rows` for details."""
     q, scale = ops.quantize_rows(x, format, offs=offs, indices=indices, top_k=top_k, dtype=dtype, rounding=rounding)
-    return Quantized(q, scale, format, "rows", offs)
+    return Quantized(q, scale, format, "rows", offs, rounding=_rounding(format, rounding))
 
 
 def quantize_tokens(
@@ -153,7 +159,8 @@ def quantize_tokens(
     q_t, scale_t, padded_offs = ops.quantize_tokens(
         x, format, offs=offs, indices=indices, top_k=top_k, align=align, dtype=dtype, rounding=rounding, amax=amax
     )
-    return Quantized(q_t, scale_t, format, "tokens", padded_offs, _align(format, align))
+    of_rule = _rounding(format, rounding)
+    return Quantized(q_t, scale_t, format, "tokens", padded_offs, _align(format, align), rounding=of_rule)
 
 
 def quantize_both(
@@ -177,8 +184,9 @@ def quantize_both(
     q, scale, q_t, scale_t, padded_offs = ops.quantize_both(
         x, format, offs=offs, indices=indices, top_k=top_k, align=align, dtype=dtype, rounding=rounding, amax=amax
     )
-    tokens = Quantized(q_t, scale_t, format, "tokens", padded_offs, _align(format, align))
-    return Quantized(q, scale, format, "rows", offs), tokens
+    of_rule = _rounding(format, rounding)
+    tokens = Quantized(q_t, scale_t, format, "tokens", padded_offs, _align(format, align), rounding=of_rule)
+    return Quantized(q, scale, format, "rows", offs, rounding=of_rule), tokens
 
 
 def quantize_weight(
@@ -197,7 +205,9 @@ def quantize_weight(
     else:
         w = row_major(w) if isinstance(w, Tensor) and w.dim() == 3 else w  # the op refuses what is no weight
         q, scale, q_t, scale_t = ops.quantize_weight(w, format, dtype=dtype, rounding=rounding)
-    return Quantized(q, scale, format), Quantized(q_t, scale_t, format, transposed=True)
+    of_rule = _rounding(format, rounding)
+    first = Quantized(q, scale, format, rounding=of_rule)
+    return first, Quantized(q_t, scale_t, format, transposed=True, rounding=of_rule)
 
 
 def scaled_grouped_mm(
@@ -258,6 +268,7 @@ def scaled_grouped_mm(
         align=a.align,
         out_dtype=out_dtype,
         use_fast_accum=use_fast_accum,
+        rounding=common_rounding(a.rounding, b),
     )
 
 
@@ -318,15 +329,16 @@ def _weight_of_parts(q: Tensor, scale: Tensor, format: str, transposed: bool) ->
         if len(got) < 2:
             cause = "; a scale of a whole matrix is expanded to the shape of a format first"
         fail(op, f"scale must have shape {shape} for q {tuple(q.shape)} in format {format!r}, got {got}{cause}")
+    rounding = None
     if scale.dtype == torch.float8_e8m0fnu and f.scale_dtype == torch.float32:
-        scale = scale.float()
+        scale, rounding = scale.float(), "pow2"
     if scale.dtype != f.scale_dtype:
         also = " or float8_e8m0fnu" if f.scale_dtype == torch.float32 else ""
         fail(op, f"scale must be {str(f.scale_dtype)[6:]}{also} in format {format!r}, got {scale.dtype}")
     if not f.has_square_blocks:
         scale = scale.contiguous()
     is_view = f.has_square_blocks and q.stride(-2) == 1
-    return Quantized(q if is_view else row_major(q), scale, format, transposed=transposed)
+    return Quantized(q if is_view else row_major(q), scale, format, transposed=transposed, rounding=rounding)
 
 
 def _shards(op: str, q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -380,6 +392,15 @@ def _validate_groups(a: Quantized, b: Quantized) -> None:
 
 def _fail(text: str) -> NoReturn:
     fail(_OP, text)
+
+
+def common_rounding(rounding: str | None, *operands: Quantized | None) -> str | None:
+    """Returns the rounding if the scales of all given operands have it, otherwise None."""
+    return rounding if all(x is None or x.rounding == rounding for x in operands) else None
+
+
+def _rounding(format: str, rounding: str | None) -> str:
+    return FORMATS[format].roundings[0] if rounding is None else rounding
 
 
 def _align(format: str, align: int | None) -> int:

@@ -29,7 +29,7 @@ from .quantize import (
     transpose_weight,
 )
 from .router import choose_experts, choose_experts_backward
-from .scales import swizzle_scales, unswizzle_scales
+from .scales import expand_scales, swizzle_scales, unswizzle_scales
 from .tokens import (
     combine,
     combine_backward,
@@ -54,6 +54,7 @@ __all__ = [
     "combine_backward",
     "dequantize",
     "exact_values",
+    "expand_scales",
     "group_bounds",
     "grouped_mm",
     "pack_tokens",

@@ -23,6 +23,7 @@ def scaled_grouped_mm(
     align: int = 1,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = True,
+    rounding: str | None = None,
 ) -> Tensor:
     """Matmul of dequantized operands group by group, in float64, rounded once. The op is within float32 error of this.
 
@@ -66,6 +67,7 @@ def add_scaled_grouped_mm(
     *,
     align: int = 1,
     use_fast_accum: bool = True,
+    rounding: str | None = None,
 ) -> None:
     """total [E, N, K] += the 2D x 2D product, in place.
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .numerics import group_bounds, int32, round_up, row_major
+from .numerics import E8M0, FORMATS, group_bounds, int32, round_up, row_major
 
 ROWS, COLUMNS = 128, 4  # size of a block of scales
 
@@ -95,3 +95,37 @@ def unswizzle_scales(
         matrix, data = unblocked(data, *part.shape)
         part.copy_(matrix)
     return row_major(out).view(blocked.dtype)
+
+
+def e8m0_of_power(scale: Tensor) -> Tensor:
+    """The E8M0 bytes of float32 scales: of 2^n its exponent n + 127, for n from -127 to 127; of all else 255, NaN."""
+    values = scale.double()  # 2^-127 is a subnormal of float32, which frexp may not take
+    mantissa, exponent = torch.frexp(torch.where(values.isfinite(), values, 0))
+    n = exponent - 1  # the mantissa of a power of two is 0.5
+    is_power = (mantissa == 0.5) & (n >= -127) & (n <= 127)
+    return torch.where(is_power, n + 127, 255).to(torch.uint8)
+
+
+def expand_scales(q: Tensor, scale: Tensor, *, along: str = "rows", offs: Tensor | None = None) -> Tensor:
+    """Scales of "blockwise" -> the scales of "mxfp8" for the same values: a byte for each block of 32, blocked."""
+    blockwise, mxfp8 = FORMATS["blockwise"], FORMATS["mxfp8"]
+    data, (rows, k) = e8m0_of_power(scale), q.shape[-2:]
+    if q.ndim == 3 or len(data) < rows:  # squares
+        data = data.repeat_interleave(blockwise.weight_rows, -2)[..., :rows, :]
+    times = blockwise.block // mxfp8.block
+    if along == "rows":
+        groups = "experts" if q.ndim == 3 else None if offs is None else "rows"
+        plain = data.repeat_interleave(times, -1)[..., : mxfp8.blocks(k)]
+        return swizzle_scales(plain, groups=groups, offs=offs)[0].view(E8M0)
+    parts, ends, first, size = [data[:, :0]], [], 0, 0
+    for start, end in group_bounds(offs, k):
+        blocks = blockwise.blocks(end - start)
+        part = data[:, first : first + blocks].repeat_interleave(times, 1)[:, : mxfp8.blocks(end - start)]
+        first, size = first + blocks, size + part.shape[1]
+        parts.append(part)
+        ends.append(size)
+    used = swizzle_scales(torch.cat(parts, 1), groups="columns", offs=int32(ends, q.device))[0].view(-1)
+    out = torch.zeros(round_up(rows, ROWS), mxfp8.blocks(k) + COLUMNS * len(offs), dtype=torch.uint8, device=q.device)
+    count = min(out.numel(), used.numel())  # either may have more room than groups need
+    out.view(-1)[:count] = used[:count]
+    return out.view(E8M0)

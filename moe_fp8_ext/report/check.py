@@ -73,6 +73,9 @@ def cases(fp8: torch.dtype) -> Iterator[Case]:
         yield "transpose_weight", [b], {}
         scale_b = scale_b.mT if name == "blockwise" else scale_b
         yield "scaled_grouped_mm", [q, b.mT, scale, scale_b, name, ends], {}
+        if name == "blockwise":
+            yield "expand_scales", [q, scale], offs
+            yield "expand_scales", [q_t, scale_t], {"along": "tokens", "offs": ends_t}
         total = torch.ones(E, K, K, dtype=torch.float32)
         scale_k = scale_t.t() if name == "blockwise" else scale_t
         yield "add_scaled_grouped_mm", [total, q_t, q_t.t(), scale_t, scale_k, name, ends_t], {"align": 32}

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from moe_fp8_ext._C import build_info
-from moe_fp8_ext.quantization.recipe import RECIPES
+from moe_fp8_ext.quantization.recipe import RECIPES, Recipe
 
 # The versions that tests have run with. An empty tuple: the package needs no integration, or none was tested.
 TESTED = {
@@ -44,6 +44,9 @@ def machine() -> dict[str, object]:
 def backends(gemms: list[dict], device: str, sm: int) -> dict[str, str]:
     """Returns what multiplies for each recipe, for sizes that every backend takes: multiples of 32.
 
+    "blockwise, pow2" is `Recipe("blockwise", rounding="pow2")`, listed where another GEMM than that of "blockwise"
+    multiplies it.
+
     Args:
         gemms: the table of `build_info`, in the order in which the backends are tried.
         device, sm: "gpu" and 10 * its compute capability, or "cpu" and any number.
@@ -55,9 +58,21 @@ def backends(gemms: list[dict], device: str, sm: int) -> dict[str, str]:
         elif recipe.format is None:
             chosen[name] = "torch's grouped_mm" if device == "gpu" else "aten::mm of each group"
         else:
-            fitting = (g for g in gemms if g["device"] == device and recipe.format in g["formats"] and _takes(g, sm))
-            chosen[name] = next((f"{gemm['name']}: {gemm['what']}" for gemm in fitting), "none")
+            chosen[name] = _first(gemms, recipe, device, sm)
+    pow2 = _first(gemms, Recipe("blockwise", rounding="pow2"), device, sm)
+    if pow2 != chosen["blockwise"]:
+        chosen["blockwise, pow2"] = pow2
     return chosen
+
+
+def _first(gemms: list[dict], recipe: Recipe, device: str, sm: int) -> str:
+    """Returns the name of the first GEMM that takes the recipe's operands."""
+    for gemm in gemms:
+        if gemm["device"] != device or recipe.format not in gemm["formats"] or not _takes(gemm, sm):
+            continue
+        if gemm["rounding"] in (None, recipe.rounding):
+            return f"{gemm['name']}: {gemm['what']}"
+    return "none"
 
 
 def _takes(gemm: dict, sm: int) -> bool:
@@ -143,4 +158,5 @@ def text(found: dict) -> list[str]:
 
 
 def _listed(chosen: dict[str, str]) -> list[str]:
-    return [f"  {recipe:10}{backend}" for recipe, backend in chosen.items()]
+    width = max(map(len, chosen), default=0) + 1
+    return [f"  {recipe:{width}}{backend}" for recipe, backend in chosen.items()]

@@ -209,6 +209,39 @@ def test_dequantize_every_scale_byte(kernels, out_dtype):
         kernels.check("dequantize", q, scale, "mxfp8_rowmajor", out_dtype=out_dtype)
 
 
+# ---- expand_scales ---------------------------------------------------------------------------------------------------
+
+
+def check_expanded(kernels: Waves, m: int, k: int, offs: Tensor) -> None:
+    """Scales along rows, of groups and of none, and of a weight; along tokens, of features and of squares."""
+    of = lambda *shape: torch.ldexp(torch.ones(shape), torch.randint(-127, 128, shape))  # noqa: E731
+    q, blocks, squares = exact_fp8(m, k), -(-k // 128), -(-m // 128)
+    kernels.check("expand_scales", q, of(m, blocks))
+    kernels.check("expand_scales", q, of(blocks, m).t(), offs=offs)
+    kernels.check("expand_scales", exact_fp8(2, m, k), of(2, squares, blocks))
+    used = sum(-(-(end - start) // 128) for start, end in group_bounds(offs, m))
+    for rows in (k, blocks):
+        scale = of(max(used, squares) + 1, rows).t()
+        kernels.check("expand_scales", q.t().contiguous(), scale, along="tokens", offs=offs)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_expand_scales(kernels, layout):
+    for m, k, e in ((300, 67, 5), (129, 400, 40), (0, 5, 2), (5, 0, 1), (5, 300, 1), (64, 8200, 3)):
+        check_expanded(kernels, m, k, group_offs(layout, m, e))
+    check_expanded(kernels, 5, 300, torch.zeros(0, dtype=torch.int32))
+
+
+def test_expand_scales_with_corrupt_offsets(kernels):
+    for offs in (*corrupt_offs(200), group_offs("zipf", 200, MOST_EXPERTS)):
+        check_expanded(kernels, 200, 50, offs)
+
+
+def test_expand_scales_that_are_no_powers(kernels):
+    scale = torch.tensor([0, -1, 3, 2**-127, 2**-128, 2.0**127, float("inf"), float("nan")])[:, None]
+    kernels.check("expand_scales", exact_fp8(8, 128), scale)
+
+
 # ---- scaled_grouped_mm -----------------------------------------------------------------------------------------------
 
 

@@ -79,6 +79,12 @@ def test_backends_of_recipes():
     hopper, ampere = (machine.backends(table, "gpu", sm) for sm in (90, 80))
     assert [hopper[r].partition(":")[0] for r in ("rowwise", "blockwise", "mxfp8")] == ["sm90", "sm90", "sm90_mxfp8"]
     assert {ampere[r].partition(":")[0] for r in ("rowwise", "blockwise", "mxfp8")} == {"mma"}
+    assert "blockwise, pow2" not in hopper | ampere
+    blackwell = machine.backends(table, "gpu", 100)
+    assert blackwell["blockwise"] == "torch_bfloat16: dequantize + aten::_grouped_mm"
+    assert blackwell["blockwise, pow2"] == "torch_mxfp8_expanded: expand_scales + aten::_scaled_grouped_mm"
+    without = [gemm for gemm in table if not gemm["optional"]]
+    assert "blockwise, pow2" not in machine.backends(without, "gpu", 100)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")

@@ -193,6 +193,14 @@ def unswizzle_scales(r: random.Random) -> Call:
     return [torch.ops.moe_fp8.swizzle_scales(scale, **how)[0], *scale.shape[-2:]], how
 
 
+@op
+def expand_scales(r: random.Random) -> Call:
+    while True:
+        (q, scale, fmt), how = dequantize(r)
+        if fmt == "blockwise":
+            return [q, scale], {name: value for name, value in how.items() if name != "out_dtype" and q.dim() == 2}
+
+
 # Activations
 
 
@@ -434,6 +442,7 @@ def scaled_grouped_mm(r: random.Random) -> Call:
     dtypes = r.choice(FP8_DTYPES), r.choice(FP8_DTYPES)
     torch.manual_seed(r.getrandbits(32))
     how = {"out_dtype": r.choice((None, torch.float32)), "use_fast_accum": r.random() < 0.5}
+    how["rounding"] = r.choice((None, *FORMATS[fmt].roundings))
     if r.random() < 0.3:
         m, p, top_k = r.choice(ROWS), r.choice(ROWS), r.choice((1, 3))
         offs = offsets(r, p)
@@ -474,4 +483,5 @@ def add_scaled_grouped_mm(r: random.Random) -> Call:
     args = exact_2d2d(fmt, p, k, n, offs, dtypes=(r.choice(FP8_DTYPES), r.choice(FP8_DTYPES)))
     args = some_of_squares(r, args)
     total = torch.randn(len(offs), n, k, dtype=r.choice((torch.float32, torch.bfloat16)))
-    return [total, *args], {"align": r.choice((1, unit)), "use_fast_accum": r.random() < 0.5}
+    how = {"align": r.choice((1, unit)), "use_fast_accum": r.random() < 0.5}
+    return [total, *args], how | {"rounding": r.choice((None, *FORMATS[fmt].roundings))}

@@ -113,6 +113,10 @@ def cases_of_scales() -> Iterator[Call]:
         yield f"dequantize {fmt}", OPS.dequantize, (q, scale, fmt), {"offs": ends, "out_dtype": out}
         along = {"along": "tokens", "offs": padded, "out_dtype": out}
         yield f"dequantize {fmt}", OPS.dequantize, (q_t, scale_t, fmt), along
+        if fmt == "blockwise":
+            yield "expand_scales", OPS.expand_scales, (q, scale), {"offs": ends}
+            yield "expand_scales", OPS.expand_scales, (q_t, scale_t), {"along": "tokens", "offs": padded}
+            yield "expand_scales", OPS.expand_scales, OPS.quantize_weight(torch.stack([x, x]), fmt)[:2], {}
 
 
 def cases_of_activations() -> Iterator[Call]:

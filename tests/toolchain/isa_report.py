@@ -42,6 +42,7 @@ LOADS_VECTORS: dict[str, str | bool] = {
     "copy_rows_kernel": True,
     "count_tokens_kernel": False,
     "dequantize_kernel": "OutputVectors<BF16>",
+    "expand_scales_kernel": False,
     "find_amax_kernel": "Vectorized",
     "find_sources_kernel": False,
     "grouped_gemm_kernel": False,

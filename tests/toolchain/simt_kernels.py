@@ -312,6 +312,21 @@ class SimtKernels(TokenKernels):
         how = offs if groups else None, offs.shape[0] if groups else 0, groups, IN_TYPES.index(out.dtype)
         self._call("dequantize", *what, *how, out)
 
+    def _expand_scales(
+        self,
+        memory: GuardedMemory,
+        out: Tensor,
+        q: Tensor,
+        scale: Tensor,
+        *,
+        along: str = "rows",
+        offs: Tensor | None = None,
+    ) -> None:
+        groups = 0 if offs is None else GROUPS.index("columns" if along == "tokens" else "rows")
+        scales = Scales.of(q, scale, "blockwise", along)
+        e = offs.shape[0] if groups else q.shape[0] if q.ndim == 3 else 1
+        self._call("expand_scales", e, *q.shape[-2:], ctypes.byref(scales), offs, groups, out)
+
     def _swizzle_scales(
         self,
         memory: GuardedMemory,

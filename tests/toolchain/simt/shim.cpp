@@ -9,6 +9,7 @@
 #include "quantize/quantize.h"
 #include "quantize/transpose_weight.h"
 #include "scales/dequantize.h"
+#include "scales/expand_scales.h"
 #include "scales/swizzle_scales.h"
 #include "tokens/choose_experts.h"
 #include "tokens/combine.h"
@@ -252,6 +253,11 @@ extern "C" const char* simt_swizzle_scales(bool back, const uint8_t* from, uint8
                                            int groups) {
   const SwizzleScalesParams p = {from, to, offs, starts, E, R, C, row_stride, group_stride, Groups(groups)};
   return outcome(back ? unswizzle_scales(p, nullptr) : swizzle_scales(p, nullptr));
+}
+
+extern "C" const char* simt_expand_scales(int64_t E, int64_t R, int64_t K, const Scales* scale, const int* offs,
+                                          int groups, uint8_t* out) {
+  return outcome(expand_scales({scale->get(), offs, out, E, R, K, Groups(groups)}, nullptr));
 }
 
 extern "C" const char* simt_permute_indices(const void* counts, bool counts_int64, int* indices, int* padded_offs,
