@@ -198,7 +198,18 @@ def add_to_tokens(
         return out.add_(kept(_mm(u, m), mask, p))
     if out.device.type == "cpu":
         return torch.addmm(out.float(), u.float(), m.float()).bfloat16()
-    return out.addmm_(u, m)
+    return _addmm(out, u, m) if torch.compiler.is_compiling() else out.addmm_(u, m)
+
+
+@torch.library.custom_op("moe_fp8_ext::addmm", mutates_args=())
+def _addmm(out: Tensor, u: Tensor, m: Tensor) -> Tensor:
+    """out + u @ m, rounded once. Inductor splits torch's own op into a product and a sum, and rounds both."""
+    return torch.addmm(out, u, m)
+
+
+@_addmm.register_fake
+def _(out: Tensor, u: Tensor, m: Tensor) -> Tensor:
+    return torch.empty_like(out)
 
 
 @torch.library.custom_op("moe_fp8_ext::add_low_rank", mutates_args=())
