@@ -80,7 +80,8 @@ def entries() -> list[Entry]:
 def cell(table: list[Entry], recipe: str, gpu: str, results: dict[str, dict]) -> str:
     device, build, sm, _ = GPUS[gpu]
     taken = [entry for entry in table if entry.takes(recipe, build, sm)]
-    text = "as 16-bit floats" if sm == 80 else KINDS[taken[0].name]
+    in_16_bits = taken[0].name == "mma" and sm in (80, 100)
+    text = "as 16-bit floats" if in_16_bits else KINDS[taken[0].name]
     if taken[0].optional:
         condition = "" if taken[0].takes_by_default(recipe) else f'with rounding="{taken[0].rounding}" '
         text = f"native {condition}if torch was built with it, else {KINDS[taken[1].name]}"
@@ -92,7 +93,7 @@ def cell(table: list[Entry], recipe: str, gpu: str, results: dict[str, dict]) ->
     ]
     if ratios:
         return f"{text}: {min(ratios):.2f} to {max(ratios):.2f} x BF16"
-    if text == "native" or sm == 80:
+    if text == "native" or in_16_bits:
         return f"{text}, not measured"
     return text if build == "cpu" or text.startswith("native") else f"{text}, slower than BF16"
 

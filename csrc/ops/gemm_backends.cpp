@@ -187,6 +187,7 @@ Needs torch_needs() {
 Needs torch_rows_needs() {
   Needs needs = torch_needs();
   needs.e4m3 = true;
+  needs.max_sm = 90;  // torch compiles it for sm_90a alone, and lets sm_100 call it
   return needs;
 }
 Needs torch_blocks_needs() {

@@ -48,7 +48,8 @@ def scale_shape(q: Tensor) -> tuple[int, ...]:
 def frozen_weight(module: nn.Module, name: str) -> Quantized:
     """Returns a weight of experts of an FP8 checkpoint as an operand. Its bytes are not copied."""
     q, scale = peft.weight(module, name).detach(), getattr(module, f"{name}_scale_inv").detach()
-    return Quantized(q, scale.float(), _FORMAT)
+    rounding = "pow2" if scale.dtype == torch.float8_e8m0fnu else None
+    return Quantized(q, scale.float(), _FORMAT, rounding=rounding)
 
 
 def check_experts(module: nn.Module, recipe: Recipe) -> None:

@@ -81,6 +81,7 @@ def test_backends_of_recipes():
     assert {ampere[r].partition(":")[0] for r in ("rowwise", "blockwise", "mxfp8")} == {"mma"}
     assert "blockwise, pow2" not in hopper | ampere
     blackwell = machine.backends(table, "gpu", 100)
+    assert blackwell["rowwise"].startswith("mma: ")
     assert blackwell["blockwise"] == "torch_bfloat16: dequantize + aten::_grouped_mm"
     assert blackwell["blockwise, pow2"] == "torch_mxfp8_expanded: expand_scales + aten::_scaled_grouped_mm"
     without = [gemm for gemm in table if not gemm["optional"]]

@@ -78,7 +78,7 @@ ORDER = """
     rows cols num_experts num_local_experts num_ranks num_tokens num_rows num_padded
     scoring normalize scaling_factor num_groups top_groups group_score given_ids parts interleaved
     keep_h keep_grad_h keep_a
-    align align_empty dtype out_dtype grad_dtype rounding amax directions use_fast_accum
+    align align_empty dtype out_dtype grad_dtype use_fast_accum rounding amax directions
 """.split()
 PLACES = {name: place for place, name in enumerate(ORDER)}
 
