@@ -30,23 +30,23 @@ def graphed(layer: nn.Module, *sample_args: Tensor) -> Graphed:
     A call copies its arguments to the graph, launches forward as one graph, and copies the outputs out. Backward is
     the second graph. Outputs and gradients have the bytes of the layer itself. Nothing waits for the device.
 
-    - Sizes are the ones of the samples. Contents are free: any routing is, and so are a mask and given ids.
-    - Parameters and buffers are read, and quantized, in every call. So optimizers may write them in place.
-    - A main_grad is added to, at its address. A router counts tokens as before.
-    - `.grad` of a parameter may share the graph's memory until the next backward of the layer. That backward moves it
-      out before it overwrites it, so gradients accumulate as usual. Clone a gradient that you keep in other places.
-    - What a call needs stays allocated between calls: the activations that backward reads, and gradients of weights.
+    - Sizes are the ones of the samples. Contents are free: any routing may come, any mask, and any given ids.
+    - Every call reads parameters and buffers, and quantizes weights. So optimizers may write them in place.
+    - Backward adds to the main_grad that a weight had at the capture. A router counts tokens as without a graph.
+    - `.grad` of a parameter may share the graph's memory until the next backward of the layer. That backward moves the
+      gradient out before it writes, so gradients accumulate as usual. Clone a gradient that you keep in other places.
+    - Activations that backward reads, and gradients of weights, stay allocated between calls.
 
-    A call computes by the layer's own forward, without a graph, if a graph could not stand for it:
+    A call runs the layer's own forward, without a graph, in these cases:
 
-    - an argument has other sizes than its sample;
-    - training mode, gradients or torch.autocast are switched on or off, unlike at the capture;
-    - the call is traced, captured by another graph, inside `validate()`, or measured by `stats`.
+    - An argument has other sizes than its sample.
+    - Training mode, gradients or torch.autocast are not as they were at the capture.
+    - The call is traced, captured by another graph, inside `validate()`, or measured by `stats`.
 
-    Backward belongs to the last call, once. So a pipeline with several micro-batches in flight needs a `graphed` for
-    each of them, and a layer under `torch.utils.checkpoint` needs none: its second forward is another call, and
-    backward then raises. `reuse_weights()` has no effect on a replayed call. The capture itself runs the layer three
-    times with zeros, and restores its buffers.
+    A backward must follow its own call, once, before the next call. So a pipeline with several micro-batches in flight
+    needs a `graphed` for each of them. Under `torch.utils.checkpoint` backward raises, because a second forward is
+    another call. `reuse_weights()` has no effect on a replayed call. The capture runs the layer three times with zeros,
+    and then restores its buffers.
 
     Args:
         layer: `MoE`, `Experts`, or any module whose forward takes tensors and returns one or a tuple of them. All work
