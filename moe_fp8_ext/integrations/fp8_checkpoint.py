@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moe_fp8_ext.integrations import peft
 from moe_fp8_ext.ops import dequantize
-from moe_fp8_ext.ops.checks import FP8_DTYPES, check_module, dtype_name, require
+from moe_fp8_ext.ops.checks import FP8_DTYPES, INPUT_DTYPES, check_module, dtype_name, either, require
 from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.recipe import Recipe
 from moe_fp8_ext.quantization.tensor import Quantized
@@ -122,8 +122,8 @@ def master_weights_(
 
     Use it to train all weights of an FP8 checkpoint, or only those outside of its experts. A module with FP8 weights
     becomes the module that the model has without quantization, so every implementation of experts runs. The values are
-    those of the checkpoint, rounded to `dtype`. At no time is more memory in use than that of the result and of one
-    weight: the FP8 copy of a weight is freed before the next is replaced.
+    the checkpoint's, rounded to `dtype`. Memory never holds more than the result and one weight: the FP8 copy of a
+    weight is freed before the next is replaced.
 
     A BF16 weight rounds the product of an FP8 value and its scale. With scales that are powers of two it does not, and
     `Recipe("blockwise", rounding="pow2")` then multiplies the bytes of the checkpoint. If the model's implementation
@@ -136,15 +136,19 @@ def master_weights_(
         filter: takes a qualified name and a module, and says whether to replace its weights. None replaces all.
 
     Raises:
-        RuntimeError: nothing in the model has FP8 weights, a weight is in a layout that is not known, or something
-            wraps the model. Nothing has changed then.
-        TypeError: model is no module.
+        RuntimeError: nothing in the model has FP8 weights, a weight is in a layout that is not known, something wraps
+            the model, or dtype is not as above. Nothing has changed then.
+        TypeError: model is no module, or filter is not callable.
     """
     from moe_fp8_ext.integrations import fp8_loading  # imported here, because it imports transformers
 
     op = "master_weights_"
     check_module(op, "model", model)
     fp8_loading.check_pretrained(op, model)
+    if filter is not None and not callable(filter):
+        raise TypeError(f"{op}: filter must be callable, got {type(filter).__name__}")
+    dtype = model.config.dtype if dtype is None else dtype
+    require(dtype in INPUT_DTYPES, f"{op}: dtype must be {either(map(dtype_name, INPUT_DTYPES))}, got {dtype!r}")
     found = {name: module for name, module in model.named_modules() if _scales(module)}
     chosen = [name for name in found if filter is None or filter(name, found[name])]
     require(bool(chosen), f"{op}: model must have FP8 weights to replace, got none")
@@ -153,7 +157,6 @@ def master_weights_(
     for name in chosen:
         _check_plain(op, name, found[name], plain.get_submodule(name))
     was_e8m0 = any(scale.dtype == torch.float8_e8m0fnu for name in chosen for scale in _scales(found[name]).values())
-    dtype = dtype or model.config.dtype
     for name in chosen:
         new = plain.get_submodule(name).train(found[name].training)
         _move_weights(found.pop(name), new, dtype)

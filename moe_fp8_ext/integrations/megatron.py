@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from moe_fp8_ext.layer.experts import KEEP, experts_of_groups
 from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
-from moe_fp8_ext.ops.checks import check_one_of, require
+from moe_fp8_ext.ops.checks import check_bool, check_one_of, require
 from moe_fp8_ext.ops.dispatch import needs_gradient
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 
@@ -77,10 +77,12 @@ def spec(recipe: str | Recipe = "rowwise", *, keep: str = "fp8", main_grad: bool
 
     Raises:
         ValueError, TypeError: no recipe of that name exists, or it is neither a name nor a `Recipe`.
-        RuntimeError: keep is neither "fp8" nor "bf16".
+        RuntimeError: keep is neither "fp8" nor "bf16", or main_grad is neither a bool nor None.
     """
     get_recipe(recipe, _HERE)
     check_one_of(_HERE, "keep", keep, KEEP)
+    if main_grad is not None:
+        check_bool(_HERE, "main_grad", main_grad)
     return ModuleSpec(module=MoeFp8GroupedMLP, params={"recipe": recipe, "keep": keep, "main_grad": main_grad})
 
 

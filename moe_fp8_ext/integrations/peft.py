@@ -47,7 +47,7 @@ def weight(module: nn.Module, name: str) -> Tensor:
     if not of_peft:
         return getattr(module, name)
     original = stored(module, name)
-    text = "call moe_fp8_ext.convert_(model, recipe) after get_peft_model"
+    text = f"call moe_fp8_ext.convert_(model, recipe) after get_peft_model, with at most {MAX_RANK} ranks together"
     is_fp8 = original.dtype.itemsize == 1
     require(not is_fp8, f"moe_fp8: adapters of {name} in FP8 must be handed over as factors: {text}")
     if _are_factors(changes):
@@ -144,4 +144,5 @@ def _is_of_peft(module: nn.Module) -> bool:
 @functools.cache
 def _warn_of_merged(kind: str) -> None:
     text = f"moe_fp8: adapters of experts by {kind} are computed as PEFT does, by W + B A and its whole gradient"
-    warnings.warn(f"{text}; moe_fp8_ext.convert_(model, recipe) after get_peft_model may avoid it", stacklevel=2)
+    cure = f"moe_fp8_ext.convert_(model, recipe) after get_peft_model avoids it up to {MAX_RANK} ranks together"
+    warnings.warn(f"{text}; {cure}", stacklevel=2)

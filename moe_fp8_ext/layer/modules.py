@@ -61,6 +61,7 @@ class Experts(nn.Module):
         main_grad: whether the gradient of each weight that needs one is added to the weight's attribute `main_grad`, as
             in `experts`. The trainer sets the attribute; the tensor that it holds in forward is used. Biases have
             gradients of autograd as before.
+        delay_wgrad: whether backward leaves the gradients of weights to `backward_dw`, see `DelayedWgrads`.
         lora_rank: the rank r of adapters of both projections, or None for none. Weights and biases are then frozen; set
             their requires_grad to train them too. B starts as zeros.
         lora_scaling, lora_dropout: scaling and dropout of `LoRA`; dropout only in training mode.

@@ -320,6 +320,17 @@ def test_adapters_that_are_not_active_leave_the_bytes_of_fp8(tmp_path):
     assert all("k_proj" in name for name in changed)
 
 
+def test_disabled_adapters_are_merged_too():
+    """As PEFT's merge_and_unload does. `unload` gives the weights without them."""
+    model = with_adapters(tiny())
+    with model.disable_adapter():
+        got = dict(fp8_state(model, merge_adapters=True))
+    assert_same_tensors(got, dict(fp8_state(copy.deepcopy(model).merge_and_unload())))
+    without = dict(fp8_state(model.unload()))
+    assert_same_tensors(without, dict(fp8_state(tiny())))
+    assert any(not torch.equal(got[n].float(), t.float()) for n, t in without.items())
+
+
 # ---- What cannot be written ------------------------------------------------------------------------------------------
 
 

@@ -433,6 +433,14 @@ def test_master_weights_refuse(folders):
         master_weights_("model")
     with pytest.raises(RuntimeError, match="model must be what from_pretrained returned, got Sequential"):
         master_weights_(nn.Sequential(model))
+    model, text = load(folders[False], OURS), "dtype must be bfloat16, float16 or float32, got "
+    before = str(model)
+    for dtype in (torch.float8_e4m3fn, "float32"):
+        with pytest.raises(RuntimeError, match=f"^master_weights_: {text}{dtype!r}$"):
+            master_weights_(model, dtype)
+    with pytest.raises(TypeError, match="^master_weights_: filter must be callable, got str$"):
+        master_weights_(model, filter="experts")
+    assert str(model) == before
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:

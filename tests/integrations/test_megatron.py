@@ -414,6 +414,13 @@ def test_mistakes(options, text):
     assert str(info.value) == f"{MODULE}: {text}"
 
 
+def test_main_grad_is_a_bool():
+    from moe_fp8_ext.integrations.megatron import spec
+
+    with pytest.raises(RuntimeError, match=f"^{MODULE}: main_grad must be a bool, got str$"):
+        spec("rowwise", main_grad="no")
+
+
 def test_wrong_counts():
     from megatron_on_cpu import EXPERTS, config_of
 
