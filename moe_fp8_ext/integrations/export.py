@@ -313,6 +313,9 @@ class _Plan:
         if is_quantized and tensor.dtype not in (*INPUT_DTYPES, _FP8):
             fail(self.op, f"{text} bfloat16, float16, float32 or float8_e4m3fn, got {dtype_name(tensor.dtype)}")
         if not _is_fp8(tensor):
+            if scale is not None:
+                cause = "a cast such as model.bfloat16() loses the scales: load the model again"
+                fail(self.op, f"{text} float8_e4m3fn beside {name}{_SCALE}, got {dtype_name(tensor.dtype)}; {cause}")
             return
         if not is_quantized:
             fail(self.op, f"{text} the weight of a linear layer or of experts to be FP8, got another")

@@ -339,6 +339,9 @@ def _check(module: torch.nn.Module, recipe: Recipe) -> None:
     for name in (_up(module), "down_proj"):
         dtype = peft.stored(module, name).dtype
         require(dtype in INPUT_DTYPES, f"moe_fp8: {name} must be bfloat16, float16 or float32, got {dtype}")
+        has_scales = isinstance(getattr(module, f"{name}_scale_inv", None), Tensor)
+        text = f"moe_fp8: {name} must be float8_e4m3fn beside {name}_scale_inv, got {dtype}"
+        require(not has_scales, f"{text}; a cast such as model.bfloat16() loses the scales: load the model again")
 
 
 def _weight(module: torch.nn.Module, name: str) -> Tensor | Quantized:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -416,6 +417,19 @@ def test_master_weights_of_a_part(tmp_path):
     assert not hasattr(model.config, "quantization_config")
     with pytest.raises(RuntimeError, match="master_weights_: model must have FP8 weights to replace, got none"):
         master_weights_(model)
+
+
+def test_a_cast_loses_scales(folders):
+    """Transformers forbids `half` and `float` of such a model, but not `bfloat16`, nor any cast of what wraps it."""
+    model = load(folders[False], OURS)
+    nn.Sequential(model).bfloat16()
+    text = "must be float8_e4m3fn beside {}_scale_inv, got {}bfloat16; a cast such as model.bfloat16() loses the scales"
+    with pytest.raises(RuntimeError, match=re.escape(text.format("gate_up_proj", "torch."))):
+        model(input_ids=torch.zeros(1, 3).long())
+    (first, *_) = moe_fp8_ext.fp8_report(model).others
+    assert text.format("gate_up_proj", "torch.") in first.why
+    with pytest.raises(RuntimeError, match=re.escape(text.format("model.layers.0.mlp.experts.gate_up_proj", ""))):
+        moe_fp8_ext.fp8_state(model)
 
 
 def test_master_weights_refuse(folders):
