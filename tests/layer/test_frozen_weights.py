@@ -23,6 +23,7 @@ from moe_fp8_ext import (
     FrozenWeight,
     Quantized,
     Recipe,
+    _torch,
     experts,
     experts_of_groups,
     grouped_mm,
@@ -38,6 +39,7 @@ NAMES = ("rowwise", "blockwise", "mxfp8")
 RECIPES = ["bf16", *NAMES, Recipe("rowwise", wgrad_high_precision=True)]
 OF_ALL_RECIPES = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 OF_FORMATS = pytest.mark.parametrize("format", NAMES)
+OF_REUSE = pytest.mark.skipif(_torch.state_of is None, reason="reuse_weights takes private names of torch")
 
 
 def kept_bytes(call: Callable[[], object], *held: Tensor) -> int:
@@ -277,6 +279,7 @@ def frozen_and_trained(of: Layer) -> tuple[Parameter, Parameter]:
     return Parameter(of.w_gate_up.clone(), requires_grad=False), Parameter(of.w_down.clone())
 
 
+@OF_REUSE
 @OF_FORMATS
 def test_reuse_serves_both_directions(format, device):
     of = layer(**SIZES).at(device)
@@ -288,6 +291,7 @@ def test_reuse_serves_both_directions(format, device):
         assert casts(lambda: run(of, call, recipe=format, frozen=WEIGHTS)) == 0
 
 
+@OF_REUSE
 @pytest.mark.parametrize("is_laid_out_by_input", [False, True])
 def test_reuse_of_views(is_laid_out_by_input, device):
     """The parameter is [E, N, K], or [E, K, N] as in GPT-OSS. Backward finds it by the view that forward kept."""
@@ -302,6 +306,7 @@ def test_reuse_of_views(is_laid_out_by_input, device):
         assert casts(lambda: (step(), step())) == 1
 
 
+@OF_REUSE
 def test_frozen_weights_live_across_steps(device):
     of = layer(**SIZES).at(device)
     w_gate_up, w_down = frozen_and_trained(of)
@@ -415,6 +420,7 @@ def test_freeze_needs_a_format():
             FrozenWeight(wrong)
 
 
+@OF_REUSE
 def test_casts_of_generated_tokens():
     """One for each weight and token; one for each weight inside `reuse_weights`; none with frozen values."""
     module, (x, ids, scores) = module_of("blockwise").eval(), inputs()
