@@ -107,7 +107,7 @@ class _Dispatched(Source):
         return [Operand(rows)]
 
     def give_back(self, chunk: int, rows: Tensor) -> object:
-        if rows.dtype == torch.float32:  # gradients of scores wait, because they travel with those of x
+        if rows.dtype == torch.float32:  # gradients of scores wait, because they travel with the gradients of x
             self.of_scores = rows
             return _SCORES
         self.width = rows.shape[1]

@@ -46,7 +46,7 @@ def export_fp8(
     """Writes a model of Transformers into a folder as an FP8 checkpoint.
 
     The folder gets safetensors files with an index, config.json with a `quantization_config`, and
-    generation_config.json. Names and shapes of tensors are those of published checkpoints, such as
+    generation_config.json. Tensors have the names and shapes of published checkpoints, such as
     `experts.0.gate_proj.weight` and `experts.0.gate_proj.weight_scale_inv`. Transformers, vLLM and SGLang read this
     layout.
 

@@ -72,9 +72,9 @@ class Adapted(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """The adapter of a projection within the layer. Names of tensors are those of `LoRA`.
+    """The adapter of a projection within the layer. Its tensors have the names of `LoRA`.
 
-    Methods come in two kinds. Those of the up projection go from tokens to rows, those of the down projection from rows
+    Methods come in two kinds. In the up projection they go from tokens to rows, in the down projection from rows
     to tokens; a backward goes the other way.
     """
 
