@@ -121,7 +121,7 @@ class Adapter(NamedTuple):
         if needs_da or self.needs_A:
             v = self._scaled(dout.narrow(self.B))
         if self.needs_B:
-            dB = dout.outer(dout.slots.scored(of.u, scores), self.B)[..., : self.rank, :].mT
+            dB = dout.outer(of.u, self.B, scores)[..., : self.rank, :].mT
         return v, dB
 
     def add_to_da(self, da: Tensor, v: Tensor, of: Adapted, slots: Slots) -> Tensor:

@@ -111,9 +111,9 @@ def experts(
             main_grad of `grouped_mm` does. For a quantized weight, another input must ask for a gradient.
         lora_gate_up, lora_down: adapters, which add scaling * B (A x) to h and scaling * B (A a) to y: a `LoRA`, or a
             tuple (A, B, scaling). A [E, r, D] and B [E, 2 F, r] of lora_gate_up, A [E, r, F] and B [E, D, r] of
-            lora_down, with E left out if all experts share the factor. Weights may be frozen, quantized or trained. On
-            a GPU, bytes of two runs may differ if a token has one expert three times. Backward keeps 2 bytes a slot and
-            rank, rounded up to a multiple of 8, and a bit for each element that dropout may zero.
+            lora_down, with E left out if all experts share the factor. Weights may be frozen, quantized or trained.
+            Backward keeps 2 bytes a slot and rank, rounded up to a multiple of 8, and a bit for each element that
+            dropout may zero.
         delay_wgrad: a `DelayedWgrads` that computes the gradients of both weights after backward. x, or something else
             that is no weight, must then ask for a gradient.
 
