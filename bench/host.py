@@ -96,11 +96,12 @@ def cases(device: str) -> dict[str, Callable[[], object]]:
         return lambda: torch.autograd.grad(forward(*args), wanted, grad, allow_unused=True)
 
     call = x, ids, scores
-    frozen, adapted = (
-        moe_fp8_ext.Experts(*sizes, recipe="blockwise", lora_rank=rank, device=device, dtype=torch.bfloat16).freeze_()
-        for rank in (None, RANK)
-    )
+    how = dict(recipe="blockwise", device=device, dtype=torch.bfloat16)
+    frozen = moe_fp8_ext.Experts(*sizes, **how).freeze_()
+    adapted = moe_fp8_ext.Experts(*sizes, **how, lora_rank=RANK, lora_scaling=2.0).freeze_()
     factors = list(adapted.parameters())
+    for factor in factors:
+        factor.data = factor.data.float()  # as PEFT makes them
     router = moe_fp8_ext.Router(experts, hidden, TOP_K, device=device, dtype=torch.bfloat16)
     moe = moe_fp8_ext.MoE(router, layer)
     found = {

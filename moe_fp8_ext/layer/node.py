@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.layer.adapter import Adapted
+from moe_fp8_ext.layer.adapter import UNADAPTED, Adapted
 from moe_fp8_ext.layer.bias import rows_of_bias, sum_of_groups
 from moe_fp8_ext.layer.linear import ExpertLinear
 from moe_fp8_ext.layer.source import Chunk, Source
@@ -135,10 +135,8 @@ class LayerFunction(torch.autograd.Function):
     def forward(ctx, call, source, *inputs):
         inputs, engine = Inputs(*inputs), engine_of(call.recipe, call.rounding)
         with below_autograd():
-            up = call.up.of_forward(inputs.w_gate_up, inputs.b_gate_up)
-            down = call.down.of_forward(inputs.w_down, inputs.b_down)
-            if call.is_adapted:
-                up, down = up.ready(inputs.A_gate_up, inputs.B_gate_up), down.ready(inputs.A_down, inputs.B_down)
+            up = call.up.of_forward(inputs.w_gate_up, inputs.b_gate_up, inputs.A_gate_up, inputs.B_gate_up)
+            down = call.down.of_forward(inputs.w_down, inputs.b_down, inputs.A_down, inputs.B_down)
             w_up, up_t = up.operands(engine, call.dtype, transposed=call.needs_x)  # tokens may still travel
             w_down, down_t = down.operands(engine, call.dtype, transposed=call.needs_da)
             watches = watched(engine, up.weight, down.weight)
@@ -190,14 +188,14 @@ def _forward(
     # The activation adds the bias, unless an adapter or statistics read h with it.
     in_product = up.bias is None or up.adapter is not None or watch is not None
     bias, up = (None, up) if in_product else (up.bias, up._replace(bias=None))
-    h, of_up = up.product(engine, rows, w_up, groups, by_index=True), Adapted()
+    h, of_up = up.product(engine, rows, w_up, groups, by_index=True), UNADAPTED
     if up.adapter is not None:
         h, of_up = up.adapter.up(h, engine.values(x), slots)
     if watch is not None:
         watch.forward(x, h, groups, up.weight, down.weight)
     bias = None if bias is None else rounded(bias, h.dtype).contiguous()
     rows, h = engine.activated(h, groups, call.activation, call.interleaved, call.keep_fp8 and call.needs_h, bias)
-    of_down = Adapted() if down.adapter is None else down.adapter.narrow(engine.values(rows, groups.offs), slots)
+    of_down = UNADAPTED if down.adapter is None else down.adapter.narrow(engine.values(rows, groups.offs), slots)
     y = down.product(engine, rows, w_down, groups)
     out = y if groups.inverse is None else _combine(y, groups.inverse, scores)
     if down.adapter is not None:
@@ -218,8 +216,8 @@ def _backward(
     """Returns the gradients of all inputs that need one. Gradients of x and of weights are bfloat16."""
     engine, found = engine_of(call.recipe, call.rounding), []
     if call.is_adapted:
-        up, down = call.up.ready(layer.A_gate_up, layer.B_gate_up), call.down.ready(layer.A_down, layer.B_down)
-        call = call._replace(up=up, down=down)
+        up = call.up.of_backward(layer.A_gate_up, layer.B_gate_up)
+        call = call._replace(up=up, down=call.down.of_backward(layer.A_down, layer.B_down))
     up_t = partial(call.up.second, engine, Operand(layer.up_t, layer.up_t_scale), call.dtype)
     down_t = partial(call.down.second, engine, Operand(layer.down_t, layer.down_t_scale), call.dtype)
     if len(kept) > 1:  # chunks share the operands. A single chunk frees each one after its product
@@ -255,30 +253,33 @@ def _backward_of_chunk(
     """Returns the gradients of a chunk. Gradients of x and scores go to `give_back` as soon as they are computed; in
     their place stand the handles that it returns. Gradients of weights go to `weights`."""
     scores, groups, up, down = saved.scores, saved.groups(), call.up, call.down
-    slots = Slots(groups) if call.is_adapted else None
+    needs_x, needs_scores, needs_da = call.needs_x, call.needs_scores, call.needs_da
+    slots = None
+    if call.is_adapted:
+        slots, of_up = Slots(groups), Adapted(saved.u_up, saved.mask_up)
+        of_down = Adapted(saved.u_down, saved.mask_down)
     p = (dout.values if groups.indices is None else groups.indices).shape[0]
     dx = dscores = db_up = db_down = dA_up = dB_up = dA_down = dB_down = None
-    dy, dy_t = engine.tokens(dout, groups, rows=call.needs_da, tokens=down.needs_weight, gradient=True)
+    dy, dy_t = engine.tokens(dout, groups, rows=needs_da, tokens=down.needs_weight, gradient=True)
     if watch is not None:
         watch.gradients(dout, dy_t)
-    of_up, of_down = Adapted(saved.u_up, saved.mask_up), Adapted(saved.u_down, saved.mask_down)
     if down.adapter is not None:
         tokens = Tokens(engine.values(dout), slots, rows=_in_bf16(dy, dy_t))
-        v_down, dB_down = down.adapter.down_gradients(tokens, of_down, scores, call.needs_da)
+        v_down, dB_down = down.adapter.down_gradients(tokens, of_down, scores, needs_da)
         del tokens
     if call.needs_h:
-        if call.needs_da:
+        if needs_da:
             da = engine.product(dy, down_t(dout.values), groups, by_index=True)
         else:  # only dW_down is wanted: of the results of `gradients` it reads a alone, which needs no da
             da = dout.values.new_zeros(p, call.features, dtype=torch.bfloat16)
-        if call.needs_da and down.adapter is not None:
+        if needs_da and down.adapter is not None:
             da = down.adapter.add_to_da(da, v_down, of_down, slots)
         of_rows = None if scores is None else scores.view(-1)
         if slots is not None and groups.indices is None and scores is not None:
             of_rows = slots.row_scores(scores)  # adapters read dh of all rows, so that of rows without a group is zero
         of = Activated(Operand(saved.h, saved.h_scale), of_rows, call.activation, call.interleaved)
         wanted = Wanted(
-            rows=call.needs_x,
+            rows=needs_x,
             tokens=up.needs_weight,
             a=down.needs_weight,
             dh=up.needs_bias or up.adapter is not None,
@@ -291,17 +292,17 @@ def _backward_of_chunk(
             watch.between(da, of, dh_t, a_t)
     if down.needs_weight:
         weights.add(DOWN, dy_t, a_t, groups)
-    if b_down is not None and (call.needs_scores or down.needs_bias):
-        dy, of_bias = _bias_backward(engine.values(dout), b_down, scores, groups, p, call.needs_scores)
-        dscores = dscores.view(of_bias.shape) + of_bias if call.needs_scores else None
+    if b_down is not None and (needs_scores or down.needs_bias):
+        dy, of_bias = _bias_backward(engine.values(dout), b_down, scores, groups, p, needs_scores)
+        dscores = dscores.view(of_bias.shape) + of_bias if needs_scores else None
         db_down = sum_of_groups(dy, groups.offs) if down.needs_bias else None
-    if call.needs_scores:
+    if needs_scores:
         dscores = give_back(dscores.view(groups.inverse.shape))
     if up.needs_bias:
         db_up = sum_of_groups(dh_values, groups.offs)
     if up.adapter is not None and call.needs_dh:
-        v_up, dB_up = up.adapter.up_gradients(dh_values, of_up, slots, call.needs_x)
-    if call.needs_x:
+        v_up, dB_up = up.adapter.up_gradients(dh_values, of_up, slots, needs_x)
+    if needs_x:
         rows = engine.product(dh, up_t(dout.values), groups)
         dx = rows if groups.indices is None else _combine(rows, groups.inverse, None)
         if up.adapter is not None:
@@ -315,7 +316,7 @@ def _backward_of_chunk(
         if watch is not None:
             watch.tokens(Operand(saved.x, saved.x_scale), x_t)
     factors = dA_up, dB_up, dA_down, dB_down
-    return Inputs(dx, dscores if call.needs_scores else None, None, None, db_up, db_down, *factors)
+    return Inputs(dx, dscores if needs_scores else None, None, None, db_up, db_down, *factors)
 
 
 def _in_bf16(*operands: Operand) -> Tensor | None:

@@ -33,14 +33,16 @@ _take = torch.ops.moe_fp8.take_expert_columns.default
 DENSE = 350
 
 
-def factor(m: Tensor) -> Tensor:
-    """Returns m [E, r, W] or [r, W] in bfloat16, with rows of zeros up to a rank R that is a multiple of 8."""
+def factor(m: Tensor, scaling: float = 1.0) -> Tensor:
+    """Returns scaling * m, for m [E, r, W] or [r, W], in bfloat16, with rows of zeros up to a rank R that is a multiple
+    of 8."""
     missing = round_up(m.shape[-2], 8) - m.shape[-2]
-    if missing:
-        return pad(cast(m, torch.bfloat16), (0, 0, 0, missing))
-    if 1 in m.stride()[-2:]:
-        return cast(m, torch.bfloat16)
-    return m.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)  # a cast alone keeps the strides
+    m = pad(m, (0, 0, 0, missing)) if missing else m
+    keeps_strides = 1 in m.stride()[-2:]
+    layout = torch.preserve_format if keeps_strides else torch.contiguous_format
+    if scaling != 1:
+        return torch.mul(m, scaling, out=torch.empty_like(m, dtype=torch.bfloat16, memory_format=layout))  # rounds once
+    return cast(m, torch.bfloat16) if keeps_strides else m.to(torch.bfloat16, copy=True, memory_format=layout)
 
 
 class Slots:
