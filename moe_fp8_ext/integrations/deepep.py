@@ -76,7 +76,8 @@ def experts(
         fail(_OP, f"topk_ids must be int64, which DeepEP takes, got {topk_ids.dtype}")
     if num_experts % call.experts:
         fail(_OP, f"num_experts must be a multiple of the experts of w_down, {call.experts}, got {num_experts}")
-    return LayerFunction.apply(call, _Dispatched(buffer, topk_ids, num_experts, call.experts, call.recipe), *inputs)
+    source = _Dispatched(buffer, topk_ids, num_experts, call.experts, call.recipe)
+    return LayerFunction.apply(call, source, None, *inputs)
 
 
 class _Dispatched(Source):

@@ -107,16 +107,20 @@ class Adapter(NamedTuple):
         """Returns h [P, N] plus the adapter's part, of tokens [T, K]."""
         x, mask = self._dropped(tokens)
         u = Tokens(x, slots).narrow(self.A)
-        return add_to_rows(h, u, self.B, slots), self._adapted(u, mask)
+        return add_to_rows(h, u, self.B, slots), self.kept(Adapted(u, mask))
 
     def narrow(self, a: Tensor, slots: Slots) -> Adapted:
         """Computes what `down` adds, of activations a [P, K]."""
         a, mask = self._dropped(a)
         return Adapted(Rows(a, slots).narrow(self.A), mask)
 
-    def down(self, out: Tensor, of: Adapted, slots: Slots, scores: Tensor | None) -> tuple[Tensor, Adapted]:
+    def down(self, out: Tensor, of: Adapted, slots: Slots, scores: Tensor | None) -> Tensor:
         """Returns out [T, N] plus the adapter's part."""
-        return add_to_tokens(out, of.u, self.B, slots, scores), self._adapted(*of)
+        return add_to_tokens(out, of.u, self.B, slots, scores)
+
+    def kept(self, of: Adapted) -> Adapted:
+        """Returns what backward reads."""
+        return of if self.needs_B else Adapted(None, of.mask)
 
     # ---- backward ----
 
@@ -161,6 +165,3 @@ class Adapter(NamedTuple):
 
     def _dropped_again(self, x: Tensor, of: Adapted) -> Tensor:
         return x if of.mask is None else kept(x, of.mask, self.dropout)
-
-    def _adapted(self, u: Tensor, mask: Tensor | None) -> Adapted:
-        return Adapted(u if self.needs_B else None, mask)

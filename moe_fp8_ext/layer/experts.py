@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_fp8_ext.layer.adapter import MAX_RANK, Adapter, LoRA, check_adapter_numbers
 from moe_fp8_ext.layer.linear import ExpertLinear
-from moe_fp8_ext.layer.node import Call, LayerFunction
+from moe_fp8_ext.layer.node import Call, computed
 from moe_fp8_ext.layer.source import RoutedTokens, SortedRows
 from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
 from moe_fp8_ext.matmul.bf16 import max_experts
@@ -131,7 +131,7 @@ def experts(
     options = up, down, recipe, activation, interleaved, keep, delay_wgrad
     call, *inputs = layer_call(_OP, x, topk_ids, topk_scores, *options)
     validate_ids(_OP, topk_ids, call.experts)
-    return LayerFunction.apply(call, RoutedTokens(topk_ids.contiguous(), call.experts), *inputs)
+    return computed(call, RoutedTokens(topk_ids.contiguous(), call.experts), *inputs)
 
 
 def experts_of_groups(
@@ -191,7 +191,7 @@ def experts_of_groups(
     call, *inputs = layer_call(op, x, None, scores, *options)
     _check_tensor(op, "offs", offs, (call.experts,), x, (torch.int32,))
     validate_offs(op, offs, "rows of x", x.shape[0])
-    return LayerFunction.apply(call, SortedRows(offs), *inputs)
+    return computed(call, SortedRows(offs), *inputs)
 
 
 class Projection(NamedTuple):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_fp8_ext import _torch
 from moe_fp8_ext.layer.adapter import UNADAPTED, Adapted
 from moe_fp8_ext.layer.bias import rows_of_bias, sum_of_groups
 from moe_fp8_ext.layer.linear import ExpertLinear
@@ -131,8 +132,11 @@ class SavedChunk(NamedTuple):
 
 
 class LayerFunction(torch.autograd.Function):
+    """The node of a layer. With a list `postponed`, forward appends its last step to it, for `Finish`, and returns a
+    stand-in for the output."""
+
     @staticmethod
-    def forward(ctx, call, source, *inputs):
+    def forward(ctx, call, source, postponed, *inputs):
         inputs, engine = Inputs(*inputs), engine_of(call.recipe, call.rounding)
         with below_autograd():
             up = call.up.of_forward(inputs.w_gate_up, inputs.b_gate_up, inputs.A_gate_up, inputs.B_gate_up)
@@ -143,11 +147,16 @@ class LayerFunction(torch.autograd.Function):
             watch = ctx.watch = None if watches is None else LayerWatch(*watches, call, inputs.x)
             given_back, kept = [], []
             for i, chunk in enumerate(source.chunks(inputs.x, inputs.scores)):
-                out, saved = _forward(engine, call, chunk, up, w_up, down, w_down, watch)
+                finish, saved = _forward(engine, call, chunk, up, w_up, down, w_down, watch)
                 watch = None  # the first chunk alone is measured
-                given_back.append(source.give_back(i, out))
+                if postponed is None:
+                    given_back.append(source.give_back(i, finish()))
+                else:
+                    postponed.append(finish)
+                del finish  # it holds activations
                 kept.append(saved)
-            out = source.collect(given_back)
+            x = inputs.x
+            out = source.collect(given_back) if postponed is None else x.new_empty(()).expand(x.shape)
         layer = SavedLayer(up_t.values, up_t.scale, down_t.values, down_t.scale, inputs.b_down, *inputs[6:])
         of_source = source.tensors()
         ctx.save_for_backward(*layer, *of_source, *chain.from_iterable(kept))
@@ -168,7 +177,33 @@ class LayerFunction(torch.autograd.Function):
             if ctx.watch is not None:
                 ctx.watch.sent = dout
             grads = _backward(source, kept, layer, source.gradient_chunks(dout), ctx.call, ctx.watch)
-        return None, None, *grads.cast_to(ctx.dtypes)
+        return None, None, None, *grads.cast_to(ctx.dtypes)
+
+
+class Finish(torch.autograd.Function):
+    """The last step of a layer's forward, as a node that saves nothing."""
+
+    @staticmethod
+    def forward(ctx, stand_in, finish):
+        with below_autograd():
+            return cast(finish(), stand_in.dtype)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout, None
+
+
+def computed(call: Call, source: Source, *inputs: Tensor | None) -> Tensor:
+    """Computes a layer whose tokens are all here.
+
+    A checkpoint computes forward again until it has all saved tensors. So under a checkpoint the last product, which
+    saves none, is a node of its own. Where nothing behind the layer saves tensors, it is not computed again.
+    """
+    if torch.compiler.is_compiling() or not _torch.hooks_saved_tensors():
+        return LayerFunction.apply(call, source, None, *inputs)
+    postponed: list[Callable[[], Tensor]] = []
+    stand_in = LayerFunction.apply(call, source, postponed, *inputs)
+    return Finish.apply(stand_in, *postponed)
 
 
 def _forward(
@@ -180,8 +215,9 @@ def _forward(
     down: ExpertLinear,
     w_down: Operand,
     watch: LayerWatch | None,
-) -> tuple[Tensor, SavedChunk]:
-    """Computes out [T, D] of a chunk in bfloat16. Returns it and the tensors that backward reads."""
+) -> tuple[Callable[[], Tensor], SavedChunk]:
+    """Computes a chunk up to its activations. Returns the rest, which computes out [T, D] in bfloat16, and the tensors
+    that backward reads."""
     x, scores, groups = chunk
     slots = Slots(groups) if call.is_adapted else None
     rows, _ = engine.tokens(x, groups, rows=True)
@@ -196,13 +232,16 @@ def _forward(
     bias = None if bias is None else rounded(bias, h.dtype).contiguous()
     rows, h = engine.activated(h, groups, call.activation, call.interleaved, call.keep_fp8 and call.needs_h, bias)
     of_down = UNADAPTED if down.adapter is None else down.adapter.narrow(engine.values(rows, groups.offs), slots)
-    y = down.product(engine, rows, w_down, groups)
-    out = y if groups.inverse is None else _combine(y, groups.inverse, scores)
-    if down.adapter is not None:
-        out, of_down = down.adapter.down(out, of_down, slots, scores)
+
+    def finish() -> Tensor:
+        y = down.product(engine, rows, w_down, groups)
+        out = y if groups.inverse is None else _combine(y, groups.inverse, scores)
+        return out if down.adapter is None else down.adapter.down(out, of_down, slots, scores)
+
     x, h = x if up.needs_weight or up.needs_A else NOTHING, h if call.needs_h else NOTHING
-    kept = x.values, x.scale, h.values, h.scale, *of_up, *of_down
-    return out, SavedChunk(scores, groups.offs, groups.indices, groups.inverse, *kept)
+    kept_of_down = of_down if down.adapter is None else down.adapter.kept(of_down)
+    kept = x.values, x.scale, h.values, h.scale, *of_up, *kept_of_down
+    return finish, SavedChunk(scores, groups.offs, groups.indices, groups.inverse, *kept)
 
 
 def _backward(
