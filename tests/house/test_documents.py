@@ -211,6 +211,7 @@ COMMANDS = {
     "python tests/toolchain/cuda_check.py": "tests/house/test_toolchain_checks.py",
     "python tests/toolchain/hip_check.py": "tests/house/test_toolchain_checks.py",
     "python tests/toolchain/every_kernel.py": GPU,
+    "python tests/toolchain/sanitize.py racecheck --seconds 600": GPU,
     "python bench/host.py": "tests/house/test_bench.py",
     "python bench/stats.py": GPU,
     "python bench/underflow.py --out docs/stats.png": "takes minutes",
