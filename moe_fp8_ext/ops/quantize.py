@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.ops.checks import (
-    check,
     check_amax,
     check_dims,
     check_format,
@@ -236,12 +235,11 @@ def _check_rows(op: str, x: Tensor, indices: Tensor | None, top_k: int | None) -
     check_size(op, "x", x.shape[0], "rows")
     if indices is None:
         return "x", x.shape[0]
-    check_indices(op, indices, x, x.shape[0], top_k)
+    check_indices(op, x.shape[0], top_k)
     return "indices", indices.shape[0]
 
 
 def _outputs(along_rows, along_tokens, op, x, format, offs, indices, top_k, dtype, rounding, align=None, amax="group"):
-    check(op, "x", x)
     format = check_format(op, format)
     check_rounding(op, format, rounding)
     check_amax(op, format, amax)
@@ -253,7 +251,6 @@ def _outputs(along_rows, along_tokens, op, x, format, offs, indices, top_k, dtyp
         arg, shape = "x", tuple(x.shape)
     e, k = None, x.shape[-1]
     if along_tokens or offs is not None:
-        check(op, "offs", offs, x)
         e = offs.shape[0]
     if e is not None and (along_tokens or format.order == "blocked"):
         align = check_groups(op, e, arg, rows, format, align)
@@ -278,7 +275,6 @@ fake(_quantize_both)(partial(_outputs, True, True))
 
 @fake(_quantize_weight)
 def _(op, w, format, dtype, rounding, directions):
-    check(op, "w", w)
     format = check_format(op, format)
     check_rounding(op, format, rounding)
     check_one_of(op, "directions", directions, _DIRECTIONS)
