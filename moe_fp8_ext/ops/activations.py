@@ -19,7 +19,7 @@ from moe_fp8_ext.ops.checks import (
     fp8_dtype,
     require,
 )
-from moe_fp8_ext.ops.dispatch import differentiable_once, fake, refuse_derivatives, register_gradient, unit_stride
+from moe_fp8_ext.ops.dispatch import differentiable_once, fake, register_gradient, unit_stride
 from moe_fp8_ext.quantization.format import Format, padded_extent
 
 _activate = torch.ops.moe_fp8.activate.default
@@ -29,7 +29,7 @@ _activate_backward = torch.ops.moe_fp8.activate_backward.default
 _quantize_activated_backward = torch.ops.moe_fp8.quantize_activated_backward.default
 _quantize_activated_backward_rows = torch.ops.moe_fp8.quantize_activated_backward_rows.default
 # By name of the activation: whether the columns of h are gates and ups.
-GATED = {rule["name"]: rule["gated"] for rule in _C.activations()}
+GATED = {rule["name"]: rule["gated"] for rule in _C.TABLES["activations"]}
 
 
 def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor:
@@ -55,9 +55,6 @@ def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor
     Returns:
         a [P, F] of h's dtype, contiguous.
 
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
     Source: DESIGN.md section 3, bit by bit.
     """
     return _activate(h, activation, interleaved)
@@ -78,11 +75,6 @@ def add_bias(x: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
 
     Returns:
         out [P, N] of x's dtype, contiguous.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
-    Source: the equation above.
     """
     return _add_bias(x, bias, offs)
 
@@ -124,9 +116,6 @@ def quantize_activated(
     Returns:
         q [P, F] and its scale; h_q, shaped as h ([0, 2F] or [0, F] without keep_h), and its scale. All have the dtypes
         and layouts that `quantize_rows` returns.
-
-    Raises:
-        RuntimeError: as `activate` and `quantize_rows` do.
 
     Source: DESIGN.md section 3.
     """
@@ -175,9 +164,6 @@ def activate_backward(
     Returns:
         grad_h, shaped as h, and a [P, F], both of grad's dtype; grad_scores float32, shaped as scores ([P] without
         scores). All contiguous.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: DESIGN.md section 3, bit by bit.
     """
@@ -232,11 +218,6 @@ def quantize_activated_backward(
     Returns:
         q, shaped as h, its scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs: as `quantize_both` of grad_h and
         `quantize_tokens` of a return them; both have the same padded_offs. Then grad_scores, as of `activate_backward`.
-
-    Raises:
-        RuntimeError: as `activate_backward` and `quantize_both` do.
-
-    Source: `activate_backward`, `quantize_both` and `quantize_tokens`.
     """
     options = scores, h_scale, indices, interleaved, align, dtype, grad_dtype, rounding, amax
     return _quantize_activated_backward(grad, h, activation, format, offs, *options)
@@ -276,11 +257,6 @@ def quantize_activated_backward_rows(
     Returns:
         q, shaped as h, and its scale; grad_h, shaped as h, or [0, 2F] or [0, F] unless kept; a [P, F], or [0, F] unless
         kept; grad_scores, as of `activate_backward`.
-
-    Raises:
-        RuntimeError: as `activate_backward` and `quantize_rows` do.
-
-    Source: `activate_backward` and `quantize_rows`.
     """
     options = scores, h_scale, indices, interleaved, keep_grad_h, keep_a, dtype, rounding
     return _quantize_activated_backward_rows(grad, h, activation, format, offs, *options)
@@ -299,11 +275,6 @@ def _backward(ctx, grad):
 
 
 register_gradient(_activate, _save, _backward)
-refuse_derivatives(_add_bias)
-refuse_derivatives(_quantize_activated)
-refuse_derivatives(_activate_backward)
-refuse_derivatives(_quantize_activated_backward)
-refuse_derivatives(_quantize_activated_backward_rows)
 
 
 def _features(op: str, h: Tensor, activation: str) -> int:

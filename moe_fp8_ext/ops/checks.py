@@ -99,7 +99,7 @@ class Argument:
 
 
 _ARGUMENTS: dict[str, list[Argument]] = {}  # of each op, an argument after the one that it is `like`
-for _row in sorted(_C.arguments(), key=lambda row: row["like"] is not None):
+for _row in sorted(_C.TABLES["arguments"], key=lambda row: row["like"] is not None):
     _ARGUMENTS.setdefault(_row["op"], []).append(Argument(**_row))
 
 

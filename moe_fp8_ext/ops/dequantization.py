@@ -13,7 +13,7 @@ from moe_fp8_ext.ops.checks import (
     check_size,
     require,
 )
-from moe_fp8_ext.ops.dispatch import fake, refuse_derivatives
+from moe_fp8_ext.ops.dispatch import fake
 from moe_fp8_ext.quantization.format import GROUP_SCALES, padded_extent
 
 _dequantize = torch.ops.moe_fp8.dequantize.default
@@ -55,15 +55,9 @@ def dequantize(
     Returns:
         out, shaped as q, contiguous.
 
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
     Source: the scales of DESIGN.md section 3, the layouts of sections 4 and 5.
     """
     return _dequantize(q, scale, format, along, offs, out_dtype)
-
-
-refuse_derivatives(_dequantize)
 
 
 @fake(_dequantize)

@@ -31,6 +31,7 @@ _any_requires_grad = _torch.any_requires_grad
 _in_functorch = _torch.in_functorch
 _in_forward_ad = _torch.in_forward_ad
 _NOTHING = nullcontext()
+_differentiated: set[OpOverload] = set()  # ops whose derivative, or the error in its place, is registered
 # How errors name the kinds of a schema.
 _KINDS = {
     "Tensor": "a tensor",
@@ -128,7 +129,13 @@ def _refuse_gradients(op: OpOverload, args: tuple, kwargs: dict, among: Sequence
 
 
 def refuse_derivatives(op: OpOverload) -> None:
-    """Registers that op has no derivative: an argument that needs one raises, instead of losing it silently."""
+    """Registers that op has no derivative, unless `register_gradient` was called for it.
+
+    An argument that needs a derivative then raises, instead of losing it silently.
+    """
+    if op in _differentiated:
+        return
+    _differentiated.add(op)
 
     def kernel(keyset, *args, **kwargs):
         if _in_forward_ad():
@@ -219,6 +226,7 @@ def register_gradient(op: OpOverload, save: Callable, backward: Callable, *, wit
         ctx.num_inputs = len(inputs)
         save(ctx, inputs, output)
 
+    _differentiated.add(op)
     if _keysets:
         _LIBRARY.impl(name_of(op), kernel, "Autograd", with_keyset=True)
     else:

@@ -15,7 +15,7 @@ from moe_fp8_ext.ops.checks import (
     check_size,
     require,
 )
-from moe_fp8_ext.ops.dispatch import count_writes, fake, refuse_derivatives
+from moe_fp8_ext.ops.dispatch import count_writes, fake
 from moe_fp8_ext.quantization.format import GROUP_SCALES, MAX_ALIGN, Format, padded_extent
 
 _scaled_grouped_mm = torch.ops.moe_fp8.scaled_grouped_mm.default
@@ -85,9 +85,6 @@ def scaled_grouped_mm(
     Returns:
         out [M, N], or [P, N] with indices, or [E, N, K]; contiguous.
 
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
     Source: the equations above; `torch._scaled_grouped_mm` for the GEMMs that are torch's.
     """
     options = indices, top_k, align, out_dtype, use_fast_accum, rounding
@@ -127,17 +124,10 @@ def add_scaled_grouped_mm(
 
     Returns:
         None; `total` is written.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
-    Source: the equation above.
     """
     _add_scaled_grouped_mm(total, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding)
 
 
-refuse_derivatives(_scaled_grouped_mm)
-refuse_derivatives(_add_scaled_grouped_mm)
 count_writes(_add_scaled_grouped_mm)
 
 

@@ -11,7 +11,7 @@ from moe_fp8_ext.ops.checks import (
     check_rounding,
     fp8_dtype,
 )
-from moe_fp8_ext.ops.dispatch import fake, refuse_derivatives
+from moe_fp8_ext.ops.dispatch import fake
 from moe_fp8_ext.quantization.format import COLUMN_ALIGN, ROW_ALIGN, round_up
 
 _pack_tokens = torch.ops.moe_fp8.pack_tokens.default
@@ -49,9 +49,6 @@ def pack_tokens(
 
     Returns:
         rows [P, bytes] uint8, contiguous.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: DeepSeek-V3 technical report, section 3.2 (a token once to a rank, in fp8); DESIGN.md section 6.
     """
@@ -96,16 +93,9 @@ def quantize_and_pack(
     Returns:
         rows [P, bytes] uint8, contiguous.
 
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
     Source: DeepSeek-V3 technical report, section 3.2 (a token once to a rank, in fp8); DESIGN.md section 6.
     """
     return _quantize_and_pack(x, topk_ids, topk_scores, format, indices, inverse, num_experts, dtype, rounding)
-
-
-refuse_derivatives(_pack_tokens)
-refuse_derivatives(_quantize_and_pack)
 
 
 def _width(op: str, x: Tensor, **columns: Tensor | None) -> int:

@@ -13,7 +13,7 @@ from moe_fp8_ext.ops.checks import (
     check_size,
     require,
 )
-from moe_fp8_ext.ops.dispatch import fake, refuse_derivatives, register_gradient, unit_stride
+from moe_fp8_ext.ops.dispatch import fake, register_gradient, unit_stride
 from moe_fp8_ext.quantization.format import GROUP_SCALES, MAX_COUNTS, MAX_EXPERTS, padded_extent
 
 _permute_indices = torch.ops.moe_fp8.permute_indices.default
@@ -54,9 +54,6 @@ def permute_indices(
         indices [P] int32, P = round_up(M, align) + E * align, -1 for padding and behind the last group; padded_offs [E]
         int32, the exclusive end of each padded group; tokens_per_expert [E] int32, without padding.
 
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
     Source: the order of torch.distributed.all_to_all_single; padded layout of DESIGN.md section 4.
     """
     return _permute_indices(tokens_per_rank_expert, num_local_experts, num_ranks, num_tokens, align, align_empty)
@@ -79,11 +76,6 @@ def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
 
     Returns:
         out [P, K] of x's dtype, contiguous.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
-    Source: the equation above.
     """
     return _permute_pad(x, indices, top_k)
 
@@ -111,9 +103,6 @@ def permute_quantized(
     Returns:
         q [P, K] of q's dtype, contiguous; scale as `quantize_rows` returns it for P rows and offs.
 
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
     Source: `permute_pad` and the layouts of DESIGN.md section 4.
     """
     return _permute_quantized(q, scale, format, indices, top_k, offs)
@@ -138,11 +127,6 @@ def unpermute(y: Tensor, indices: Tensor, top_k: int, num_tokens: int) -> Tensor
 
     Returns:
         out [num_tokens, K] of y's dtype, contiguous; zero where no index points.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
-    Source: the equation above.
     """
     return _unpermute(y, indices, top_k, num_tokens)
 
@@ -163,7 +147,6 @@ def _unpermute_backward(ctx, grad):
 
 register_gradient(_permute_pad, _save, _permute_pad_backward)
 register_gradient(_unpermute, _save, _unpermute_backward)
-refuse_derivatives(_permute_quantized)
 
 
 @fake(_permute_indices)

@@ -17,7 +17,7 @@ from moe_fp8_ext.ops.checks import (
     check_size,
     fp8_dtype,
 )
-from moe_fp8_ext.ops.dispatch import fake, refuse_derivatives
+from moe_fp8_ext.ops.dispatch import fake
 from moe_fp8_ext.quantization.format import padded_extent
 
 _quantize_rows = torch.ops.moe_fp8.quantize_rows.default
@@ -74,9 +74,6 @@ def quantize_rows(
         round_up(M, 4)), with zeros between the columns. Blocked scales have the shape
         [round_up(M, 128), round_up(KB, 4)], KB = ceil(K / 32), or [M + 128 E, round_up(KB, 4)] with offs, as
         `swizzle_scales` makes them. Their padding is the byte 0; rows from `offs[-1]` on are in q but have no scale.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: DESIGN.md section 3; torchao's rowwise float8 recipe ("rowwise"); DeepSeek-V3 technical report,
         section 3.3.2 ("blockwise"); OCP Microscaling Formats specification 1.0, section 6.3, and NVIDIA cuBLAS, "1D
@@ -176,11 +173,6 @@ def quantize_both(
     Returns:
         q and scale, as `quantize_rows` returns them for offs; with amax "batch" those of x alone, [M, K] and [M]. Then
         q_t, scale_t and padded_offs. Tail rows, from `offs[-1]` on, are in q like any other row, and not in q_t.
-
-    Raises:
-        RuntimeError: as `quantize_tokens` does.
-
-    Source: `quantize_rows` and `quantize_tokens`.
     """
     return _quantize_both(x, format, offs, indices, top_k, align, dtype, rounding, amax)
 
@@ -216,17 +208,8 @@ def quantize_weight(
         - "mxfp8": [E, round_up(N, 128) * round_up(ceil(K / 32), 4)] float8_e8m0fnu, blocked expert by expert, and the
           same with K and N exchanged;
         - "mxfp8_rowmajor": [E, N, ceil(K / 32)] and [E, K, ceil(N / 32)] float8_e8m0fnu.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
-    Source: `quantize_rows`, of each expert and of its transpose.
     """
     return _quantize_weight(w, format, dtype, rounding, directions)
-
-
-for _op in (_quantize_rows, _quantize_tokens, _quantize_both, _quantize_weight):
-    refuse_derivatives(_op)
 
 
 def _check_rows(op: str, x: Tensor, indices: Tensor | None, top_k: int | None) -> tuple[str, int]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.ops.checks import check_dim, check_int, check_one_of, check_shape, require
-from moe_fp8_ext.ops.dispatch import differentiable_once, fake, refuse_derivatives, register_gradient, unit_stride
+from moe_fp8_ext.ops.dispatch import differentiable_once, fake, register_gradient, unit_stride
 from moe_fp8_ext.quantization.format import MAX_EXPERTS
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -63,9 +63,6 @@ def choose_experts(
 
         All are contiguous.
 
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
     Source: DESIGN.md section 3, bit by bit; DeepSeek-V3 technical report, section 2.1.2 (sigmoid, bias, groups);
         DeepSeek-V2, section 2.1.2 (groups by their best expert).
     """
@@ -106,9 +103,6 @@ def choose_experts_backward(
         grad_logits [T, E] float32. With parts = 2: [T, 2, E] bfloat16, grad_logits rounded, then the rounded remainder.
         Contiguous.
 
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
     Source: DESIGN.md section 3, bit by bit.
     """
     return _choose_experts_backward(grad, logits, topk_ids, num_experts, scoring, normalize, scaling_factor, parts)
@@ -141,7 +135,6 @@ def _backward(ctx, _, grad, __):
 
 
 register_gradient(_choose_experts, _save, _backward, without=("bias",))
-refuse_derivatives(_choose_experts_backward)
 
 
 @fake(_choose_experts)

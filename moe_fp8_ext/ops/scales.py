@@ -13,7 +13,7 @@ from moe_fp8_ext.ops.checks import (
     check_size,
     require,
 )
-from moe_fp8_ext.ops.dispatch import fake, refuse_derivatives
+from moe_fp8_ext.ops.dispatch import fake
 from moe_fp8_ext.quantization.format import FORMATS, GROUP_SCALES, blocked_shape, padded_extent
 
 _swizzle_scales = torch.ops.moe_fp8.swizzle_scales.default
@@ -52,9 +52,6 @@ def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | N
         starts int32: for "rows" [E], the first row of each group in `blocked`; for "columns" [E], the sum of the sizes
         of all groups before, each rounded up to 4; otherwise [0].
 
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
     Source: NVIDIA cuBLAS, "1D block scaling factors layout".
     """
     return _swizzle_scales(scale, groups, offs)
@@ -74,9 +71,6 @@ def unswizzle_scales(
 
     Returns:
         scale [rows, cols] ("experts": [E, rows, cols]) of blocked's dtype, contiguous; zero bytes from `offs[-1]` on.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: the layout of `swizzle_scales`.
     """
@@ -110,17 +104,9 @@ def expand_scales(q: Tensor, scale: Tensor, *, along: str = "rows", offs: Tensor
         - a weight: [E, round_up(N, 128) * round_up(ceil(K / 32), 4)];
         - along tokens: [round_up(K, 128), ceil(P / 32) + 4 * E].
 
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
     Source: the formats of DESIGN.md sections 3 and 5; the layout of `swizzle_scales`.
     """
     return _expand_scales(q, scale, along, offs)
-
-
-refuse_derivatives(_swizzle_scales)
-refuse_derivatives(_unswizzle_scales)
-refuse_derivatives(_expand_scales)
 
 
 def _check_groups(op: str, groups: str | None, offs: Tensor | None) -> None:

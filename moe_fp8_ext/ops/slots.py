@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.ops.checks import check_count, check_shape, require
-from moe_fp8_ext.ops.dispatch import differentiable_once, fake, refuse_derivatives, register_gradient, unit_stride
+from moe_fp8_ext.ops.dispatch import differentiable_once, fake, register_gradient, unit_stride
 
 _combine = torch.ops.moe_fp8.combine.default
 _combine_backward = torch.ops.moe_fp8.combine_backward.default
@@ -30,11 +30,6 @@ def combine(y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Te
 
     Returns:
         out [T, K] of y's dtype, contiguous.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
-    Source: the equation above.
     """
     return _combine(y, inverse, topk_scores)
 
@@ -61,11 +56,6 @@ def combine_backward(
     Returns:
         grad_y [num_rows, K] of grad's dtype; grad_scores [T, top_k], or [0] without y, of topk_scores' dtype, float32
         without scores. Both contiguous.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
-    Source: the equations above.
     """
     return _combine_backward(grad, y, topk_scores, inverse, num_rows)
 
@@ -85,7 +75,6 @@ def _backward(ctx, grad):
 
 
 register_gradient(_combine, _save, _backward)
-refuse_derivatives(_combine_backward)
 
 
 @fake(_combine)

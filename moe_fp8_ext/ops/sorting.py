@@ -31,9 +31,6 @@ def sort_tokens(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
         exclusive end of each expert's slots in permutation; inverse int32, shaped as `topk_ids`, the position of each
         slot in permutation, -1 for a dropped slot. All contiguous.
 
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
     Source: stable counting sort; DESIGN.md section 4 for offs.
     """
     return _sort_tokens(topk_ids, num_experts)
@@ -57,11 +54,6 @@ def tokens_by_rank(topk_ids: Tensor, num_experts: int, num_ranks: int) -> tuple[
     Returns:
         by_rank [T, num_ranks] int32; counts [num_ranks, 2] int64, for each rank the number of tokens that have any of
         its experts and the number of their slots there. Both contiguous.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
-    Source: the definition above.
     """
     return _tokens_by_rank(topk_ids, num_experts, num_ranks)
 

@@ -28,9 +28,6 @@ def pad_token_groups(x: Tensor, offs: Tensor, align: int = 16) -> tuple[Tensor, 
         x_padded [P, K] of x's dtype, P = round_up(M, align) + E * align; padded_starts [E] int32, the first row of each
         group; padded_offs [E] int32, the row behind the padding of each group. All contiguous.
 
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
     Source: the equation above; padded layout of DESIGN.md section 4.
     """
     return _pad_token_groups(x, offs, align)
@@ -54,11 +51,6 @@ def pad_token_groups_to(x: Tensor, offs: Tensor, padded_starts: Tensor, num_padd
 
     Returns:
         x_padded [num_padded, K] of x's dtype, contiguous.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
-    Source: the equation above.
     """
     return _pad_token_groups_to(x, offs, padded_starts, num_padded)
 
@@ -78,11 +70,6 @@ def unpad_token_groups(y: Tensor, offs: Tensor, padded_starts: Tensor, num_token
 
     Returns:
         x [num_tokens, K] of y's dtype, contiguous.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
-    Source: the equation above.
     """
     return _unpad_token_groups(y, offs, padded_starts, num_tokens)
 
