@@ -14,7 +14,7 @@
 // rounded down to `multiple`.
 //
 // for_quads: for a bfloat16 out and a K that is a multiple of 16. Element k of every 16 lies at in_quads(k), so that
-// the four elements from 4 q on are those that thread q of a quad multiplies (gemm/sm90/pipeline/mainloop_mx.h).
+// thread q of a quad multiplies the four elements from 4 q on (gemm/sm90/pipeline/mainloop_mx.h).
 #pragma once
 #include "numerics/floats.h"
 #include "numerics/operand_scales.h"

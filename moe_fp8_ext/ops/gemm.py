@@ -60,15 +60,15 @@ def scaled_grouped_mm(
         a: [M, K] or [N, P], FP8; stride 1 in the last dimension.
         b: [E, K, N] or [P, K], FP8; stride 1 in dimension -2, as in the transposed view of a row-major tensor.
         scale_a: scales of a, as its quantizer returns them. Any strides in "blockwise", contiguous in the others.
-            Scales of "mxfp8" are blocked, those of a [M, K] by groups of rows.
+            Scales of "mxfp8" are blocked; of a [M, K] they are blocked by groups of rows.
         scale_b: scales of b.mT, as its quantizer returns them; in "blockwise" the transposed view of these, so that
             they lie as b does: [E, ceil(K / 128), ceil(N / 128)] or [B, K]. Strides as for scale_a.
         format: "rowwise", "blockwise", "mxfp8" or "mxfp8_rowmajor".
         offs: [E], as in `moe_fp8_ext.ops`. In the 2D x 3D form offs counts rows of `a`; in the 2D x 2D form it is the
             `padded_offs` of the quantizer.
         indices: [P] int32 on a's device, only in the 2D x 3D form. The op then multiplies `permute_quantized(a,
-            scale_a, format, indices, top_k, offs=offs)`, byte for byte. offs counts indices, and scale_a is that of
-            rows without groups. On Hopper the GEMM of "rowwise" with use_fast_accum gathers the rows itself if N is
+            scale_a, format, indices, top_k, offs=offs)`, byte for byte. offs counts indices, and scale_a belongs
+            to rows without groups. On Hopper the GEMM of "rowwise" with use_fast_accum gathers the rows itself if N is
             small enough for that to be faster. In all other cases the op moves the rows first.
         top_k: slots per row of a, given with indices and only then: index i stands for row i // top_k.
         align: only in the 2D x 2D form: a power of two from 1 to 256 that divides all of offs. The caller promises
@@ -79,8 +79,8 @@ def scaled_grouped_mm(
         use_fast_accum: True: a GEMM of "rowwise" may accumulate whole sums in the precision of the tensor cores, which
             keep 14 bits on Hopper. False: on Hopper, sums of 128 products are added in float32.
         rounding: of all scales, a rounding of the format; None if it is not known. The caller promises this. With
-            "pow2", scales of "blockwise" are those of "mxfp8", four times each (`expand_scales`). A GEMM of "mxfp8" may
-            then multiply them: torch's does on sm_100. There a scale that is no power of two makes its block NaN.
+            "pow2", scales of "blockwise" equal scales of "mxfp8", four times each (`expand_scales`). A GEMM of "mxfp8"
+            may then multiply them: torch's does on sm_100. There a scale that is no power of two makes its block NaN.
 
     Returns:
         out [M, N], or [P, N] with indices, or [E, N, K]; contiguous.

@@ -171,7 +171,7 @@ def quantize_both(
             holds the rows of x once each, whatever the indices are, and the op reads and casts x twice.
 
     Returns:
-        q and scale, as `quantize_rows` returns them for offs; with amax "batch" those of x alone, [M, K] and [M]. Then
+        q and scale, as `quantize_rows` returns them for offs; with amax "batch" of x alone, [M, K] and [M]. Then
         q_t, scale_t and padded_offs. Tail rows, from `offs[-1]` on, are in q like any other row, and not in q_t.
     """
     return _quantize_both(x, format, offs, indices, top_k, align, dtype, rounding, amax)

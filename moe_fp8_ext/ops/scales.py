@@ -41,7 +41,7 @@ def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | N
             a block of tokens, so with "columns" offs counts blocks, not tokens.
 
     Returns:
-        blocked of scale's dtype, contiguous. Its shape only counts bytes; their order is that of the blocks. Padding
+        blocked of scale's dtype, contiguous. Its shape only counts bytes; the blocks order them. Padding
         and bytes that belong to no group are zero.
 
         - None: [round_up(R, 128), round_up(C, 4)];

@@ -34,8 +34,7 @@ def pad_token_groups(x: Tensor, offs: Tensor, align: int = 16) -> tuple[Tensor, 
 
 
 def pad_token_groups_to(x: Tensor, offs: Tensor, padded_starts: Tensor, num_padded: int) -> Tensor:
-    """Copies token groups to given rows, such as those that `pad_token_groups` chose for another tensor of the same
-    tokens.
+    """Copies token groups to given rows, such as `pad_token_groups` chose for another tensor of the same tokens.
 
         x_padded[padded_starts[e] + i] = x[start of group e + i]
 

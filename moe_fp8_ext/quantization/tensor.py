@@ -33,7 +33,7 @@ class Quantized:
             of the groups of rows, or None if the operand was quantized without groups.
         align: the multiple that groups were padded to along tokens; 1 along rows.
         transposed: whether q is the transpose [E, K, N] of weights [E, N, K], the operand of dgrad.
-        rounding: of the scales: that of the quantizer; None if it is not known. On sm_100, products of "blockwise"
+        rounding: how the quantizer rounded scales; None if it is not known. On sm_100, products of "blockwise"
             operands run in FP8 only if both have "pow2".
     """
 
@@ -91,16 +91,16 @@ class Quantized:
         if self.rounding == "pow2":  # a graph may have captured a product that needs powers of two
             text = f"Quantized.copy_: rounding of other must be 'pow2', got {other.rounding!r}"
             require(other.rounding == "pow2", text)
-        mine, theirs = self._tensors(), other._tensors()
-        if mine.keys() != theirs.keys():
+        own, given = self._tensors(), other._tensors()
+        if own.keys() != given.keys():
             text = "other must have offs if and only if the operand has them"
-            fail("Quantized.copy_", f"{text}, got {sorted(theirs)} for {sorted(mine)}")
-        for name, to in mine.items():
-            wanted, got = (to.dtype, tuple(to.shape)), (theirs[name].dtype, tuple(theirs[name].shape))
+            fail("Quantized.copy_", f"{text}, got {sorted(given)} for {sorted(own)}")
+        for name, to in own.items():
+            wanted, got = (to.dtype, tuple(to.shape)), (given[name].dtype, tuple(given[name].shape))
             require(wanted == got, f"Quantized.copy_: {name} of other must be {wanted}, got {got}")
         with torch.no_grad():
-            for name, to in mine.items():
-                to.copy_(theirs[name])
+            for name, to in own.items():
+                to.copy_(given[name])
         return self
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ def quantize_weight(
     if isinstance(w, Tensor) and w.dim() == 3 and w.stride(-1) != 1 and w.stride(-2) == 1:
         q_t, scale_t, q, scale = ops.quantize_weight(row_major(w.mT), format, dtype=dtype, rounding=rounding)
     else:
-        w = row_major(w) if isinstance(w, Tensor) and w.dim() == 3 else w  # the op refuses what is no weight
+        w = row_major(w) if isinstance(w, Tensor) and w.dim() == 3 else w  # the op refuses all else
         q, scale, q_t, scale_t = ops.quantize_weight(w, format, dtype=dtype, rounding=rounding)
     of_rule = _rounding(format, rounding)
     first = Quantized(q, scale, format, rounding=of_rule)

@@ -11,7 +11,7 @@ from .signature import of_op
 
 
 def expand_blocks(scale: Tensor, format: Format, n: int) -> Tensor:
-    """scale [..., blocks] -> [..., n]: the scale of every element, which is that of its block."""
+    """scale [..., blocks] -> [..., n]: the scale of every element, from its block."""
     return scale[..., : format.blocks(n)].repeat_interleave(format.block or n, -1)[..., :n]
 
 

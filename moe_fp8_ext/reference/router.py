@@ -83,7 +83,7 @@ def choose_experts(
     group_values = best[:, :, 0] if size == 1 or group_score == "max" else best[:, :, 0] + best[:, :, 1]
     chosen_groups = sort_descending(group_values)[1][:, :top_groups]
     is_allowed = is_member(chosen_groups, num_groups).repeat_interleave(size, 1)
-    order = sort_descending(choice)[1]  # experts, the best first; those of the chosen groups then move to the front
+    order = sort_descending(choice)[1]  # experts, the best first; experts of chosen groups move to the front next
     allowed_first = (~is_allowed.gather(1, order)).int().sort(dim=1, stable=True).indices
     ids = order.gather(1, allowed_first)[:, :top_k].clone(memory_format=torch.contiguous_format)
     if given_ids is not None:
@@ -102,7 +102,7 @@ def choose_experts(
 def choose_experts_backward(grad, logits, topk_ids, num_experts, scoring, normalize, scaling_factor, parts):
     """grad [T, top_k], logits [T, E], topk_ids [T, top_k] -> grad_logits [T, E]; with parts = 2, [T, 2, E].
 
-    With num_experts, logits are [T, top_k], those of the chosen experts alone.
+    With num_experts, logits are [T, top_k], of the chosen experts alone.
     """
     if parts == 2:
         grad_logits = choose_experts_backward(grad, logits, topk_ids, num_experts, scoring, normalize, scaling_factor)

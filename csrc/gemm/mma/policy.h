@@ -15,7 +15,7 @@ constexpr int kWaveM = 64, kWaveN = 64, kBlockScalesWaveN = kPatchWave == 32 ? 3
 // sm_89 and sm_120. Where copies pass through registers, one stage is enough.
 constexpr int kStages = kHasAsyncCopies ? 2 : 1;
 constexpr int kStagePatches = 2;  // patches along K in a stage
-constexpr int kRasterBand = 16;   // tiles; L2 reuse of a against b; no other size was measured
+constexpr int kRasterRows = 16;   // tiles; L2 reuse of a against b; no other size was measured
 constexpr int kTileSlots = 3;     // slow waves may still read the previous tile when the next one is written
 
 }  // namespace moe_fp8::mma
