@@ -327,15 +327,7 @@ def _(op, h, activation, format, bias, offs, interleaved, keep_h, dtype, roundin
     )
 
 
-def _check_gradients(
-    op: str,
-    grad: Tensor,
-    h: Tensor,
-    activation: str,
-    scores: Tensor | None,
-    h_scale: Tensor | None,
-    indices: Tensor | None,
-) -> tuple[tuple[int, int], Tensor]:
+def _check_gradients(op, grad, h, activation, scores, h_scale, indices) -> tuple[tuple[int, int], Tensor]:
     """Checks the tensors that both gradient ops take; returns the shape of a and an empty grad_scores."""
     dtypes = INPUT_DTYPES if h_scale is None else FP8_DTYPES
     require(h.dtype in dtypes, f"{op}: h must be {either(map(dtype_name, dtypes))}, got {h.dtype}")

@@ -16,7 +16,7 @@ from moe_fp8_ext.ops.checks import (
     require,
 )
 from moe_fp8_ext.ops.dispatch import count_writes, fake
-from moe_fp8_ext.quantization.format import GROUP_SCALES, MAX_ALIGN, Format, padded_extent
+from moe_fp8_ext.quantization.format import GROUP_SCALES, MAX_ALIGN, padded_extent
 
 _scaled_grouped_mm = torch.ops.moe_fp8.scaled_grouped_mm.default
 _add_scaled_grouped_mm = torch.ops.moe_fp8.add_scaled_grouped_mm.default
@@ -131,9 +131,7 @@ def add_scaled_grouped_mm(
 count_writes(_add_scaled_grouped_mm)
 
 
-def _check_scales(
-    op: str, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, format: Format, e: int, indices: Tensor | None
-) -> None:
+def _check_scales(op, a, b, scale_a, scale_b, format, e, indices) -> None:
     (m, k), n = a.shape, b.shape[-1]
     if b.dim() == 2:
         check_scale_of_tokens(op, "scale_a", scale_a, format, m, k, e)
@@ -148,19 +146,7 @@ def _check_scales(
     check_scale(op, "scale_b", scale_b, format, shape_of_b)
 
 
-def _checked_shape(
-    op: str,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    format: str,
-    offs: Tensor,
-    align: int,
-    rounding: str | None,
-    indices: Tensor | None = None,
-    top_k: int | None = None,
-) -> tuple[int, ...]:
+def _checked_shape(op, a, b, scale_a, scale_b, format, offs, align, rounding, indices=None, top_k=None) -> tuple:
     """Checks the operands of either op; returns the shape of the product."""
     format = check_format(op, format)
     (m, k), n, grouped_rows = a.shape, b.shape[-1], b.dim() == 3
