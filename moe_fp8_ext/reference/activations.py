@@ -27,7 +27,7 @@ def float32(value: float) -> float:
 LN2 = float32(math.log(2))
 LN2_REST = -float.fromhex("0x1.05c61p-29")  # RN32(ln 2 - LN2)
 LOG2_E = float32(1 / math.log(2))
-SHIFT = 1.5 * 2**23 + 127  # C of the page: adding it rounds to a whole number
+SHIFT = 1.5 * 2**23 + 127  # C of DESIGN.md: adding it rounds to a whole number
 POWER = [1.0, 1.0, *map(float.fromhex, ("0x1.fffdfcp-2", "0x1.5557aep-3", "0x1.572a08p-5", "0x1.10627cp-7"))]
 GELU_LINEAR = float32(2 * math.sqrt(2 / math.pi))
 GELU_CUBIC = float32(0.044715 * 2 * math.sqrt(2 / math.pi))
