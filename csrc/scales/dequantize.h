@@ -38,7 +38,6 @@ struct DequantizeParams {
 
 MOE_HD constexpr int in_quads(int k) { return k / 4 * 2 + k % 2 + k / 2 % 2 * 8; }
 
-// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int dequantize(const DequantizeParams& p, void* stream);
 void dequantize_cpu(const DequantizeParams& p);
 

@@ -30,7 +30,6 @@ struct ExpandScalesParams {
   Groups groups;
 };
 
-// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int expand_scales(const ExpandScalesParams& p, void* stream);
 void expand_scales_cpu(const ExpandScalesParams& p);
 
