@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -514,15 +515,61 @@ def test_losses_are_those_of_sequential_mlp():
     in_processes(2, check_losses)
 
 
-def test_the_bench_trains_a_tiny_model(monkeypatch):
-    from megatron_on_cpu import OnCpu
+@pytest.fixture
+def bench(monkeypatch) -> Iterator[object]:
+    """The module bench/mcore.py. It gives Megatron permutations, which are taken back."""
+    from megatron.core.transformer.moe import moe_utils
 
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    mcore = importlib.import_module("mcore")
-    batches = mcore.batches_of(3, 2, 2, 16, torch.device("cpu"))
-    runs = [mcore.measure(kind, batches, mcore.TINY, 1, 1, on_cpu=OnCpu) for kind in mcore.KINDS]
+    with patch.dict(vars(moe_utils)):
+        yield importlib.import_module("mcore")
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_the_bench_trains_a_tiny_model(bench, dispatcher):
+    from megatron_on_cpu import OnCpu
+
+    batches = bench.batches_of(3, 2, 2, 16, torch.device("cpu"))
+    kinds = bench.KINDS if dispatcher == "alltoall" else ("sequential", "rowwise")
+    options = dict(dispatcher=dispatcher, on_cpu=OnCpu)
+    runs = [bench.measure(kind, batches, bench.TINY, 1, 1, **options) for kind in kinds]
     for run in runs:
         close(run["losses"], runs[0]["losses"])
         assert run["losses"][-1] < run["losses"][0] and run["tokens_per_second"] > 0
-    assert runs[2]["losses"] == runs[3]["losses"] != runs[1]["losses"]
-    assert [line.split()[0] for line in mcore.table(runs).splitlines()[2:]] == list(mcore.KINDS)
+    if dispatcher == "alltoall":
+        assert runs[2]["losses"] == runs[3]["losses"] != runs[1]["losses"]
+    assert [line.split()[0] for line in bench.table(runs).splitlines()[2:]] == list(kinds)
+
+
+def test_permutations_of_the_bench_are_those_of_megatron(bench):
+    """The same bytes forward. Gradients and sums of three slots are added in another order."""
+    from megatron.core.transformer.moe import moe_utils
+
+    permute = importlib.import_module("mcore_permute")
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randn(12, 8, generator=g).requires_grad_()
+    ids = torch.rand(12, 5, generator=g).topk(3, dim=1).indices
+    chosen = torch.zeros(12, 5, dtype=torch.bool).scatter(1, ids, True)
+    probs = torch.rand(12, 5, generator=g).masked_fill(~chosen, 0).requires_grad_()
+    sizes, order = torch.tensor([3, 0, 20, 13]), torch.tensor([2, 0, 3, 1])
+    found = []
+    for fused in (False, True):
+        permute.provide()
+        rows, of_rows, kept = moe_utils.permute(tokens, chosen, probs, num_out_tokens=36, fused=fused)
+        sorted_rows, of_sorted = moe_utils.sort_chunks_by_idxs(rows, sizes, order, probs=of_rows, fused=fused)
+        back, _ = moe_utils.sort_chunks_by_idxs(sorted_rows, sizes[order], order.argsort(), fused=fused)
+        assert_same_tensor(back.detach(), rows.detach(), "chunks back in order")
+        out = moe_utils.unpermute(back * of_rows[:, None], kept, tokens.shape, fused=fused)
+        loss = (out * torch.arange(8.0)).sum() + (of_sorted * torch.arange(36.0)).sum()
+        found.append(
+            (rows.detach(), sorted_rows.detach(), of_sorted.detach(), out, *torch.autograd.grad(loss, [tokens, probs]))
+        )
+    assert_same(found[1][:3], found[0][:3])
+    torch.testing.assert_close(found[1][3:], found[0][3:])
+
+
+def test_the_bench_tells_kinds_of_work(bench):
+    assert bench.work_of("moe_fp8::quantize_weight") == "casts of weights"
+    assert bench.work_of("moe_fp8::quantize_both") == "activations and casts of tokens"
+    assert bench.work_of("aten::add") == "other"
+    assert bench.union([(5, 7), (0, 2), (1, 3), (6, 6.5)]) == 5

@@ -31,6 +31,7 @@ _TYPES = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.B
 
 
 class _NoStream:
+    def __init__(self, *_: object, **__: object) -> None: ...
     def wait_stream(self, *_: object) -> None: ...
     def synchronize(self) -> None: ...
     def record_event(self) -> _NoStream:
@@ -42,7 +43,7 @@ class OnCpu(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if kwargs.get("device") == "cuda":
+        if str(kwargs.get("device")) == "cuda":
             kwargs["device"] = "cpu"
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return _TYPES.get(args[0].dtype) or func(*args)
@@ -82,7 +83,7 @@ def megatron_on_cpu(expert_parallel: int = 1, expert_tensor_parallel: int = 1) -
         current_device=lambda: "cpu",
         synchronize=lambda *_: None,
         empty_cache=lambda: None,
-        Stream=lambda *_, **__: _NoStream(),
+        Stream=_NoStream,
         current_stream=lambda *_, **__: _NoStream(),
         default_stream=lambda *_, **__: _NoStream(),
         stream=lambda _: nullcontext(),
