@@ -23,7 +23,7 @@ import os
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
@@ -44,6 +44,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.autograd import DeviceType
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.profiler import ProfilerActivity, profile
 
@@ -105,7 +106,8 @@ def layer_spec(kind: str, experts: int) -> object:
 
 
 class Run:
-    """A model in training. `on_cpu` surrounds what Megatron's optimizer does, for tests."""
+    """A model in training. `on_cpu` surrounds what Megatron makes on a GPU untold, for tests. `config` replaces options
+    of Megatron's config."""
 
     def __init__(
         self,
@@ -115,11 +117,12 @@ class Run:
         context: int,
         gpu: bool,
         dispatcher: str = "alltoall",
-        on_cpu=nullcontext,
+        on_cpu: Callable[[], AbstractContextManager] = nullcontext,
+        config: dict[str, object] | None = None,
     ):
         self.on_cpu, self.reuse = on_cpu, reuse_weights if kind.endswith("+") else nullcontext
         mcore_permute.provide()
-        config = TransformerConfig(
+        options = dict(
             num_layers=layers,
             **sizes,
             ffn_hidden_size=sizes["moe_ffn_hidden_size"],
@@ -141,9 +144,12 @@ class Run:
             bf16=True,
             params_dtype=torch.bfloat16,
         )
+        config = TransformerConfig(**{**options, **(config or {})})
         torch.manual_seed(0)
         if gpu:
-            model_parallel_cuda_manual_seed(0)
+            model_parallel_cuda_manual_seed(
+                0, use_cudagraphable_rng=config.cuda_graph_impl != "none", force_reset_rng=True
+            )
         places = dict(position_embedding_type="rope", rotary_base=1_000_000)
         spec = layer_spec(kind, config.num_moe_experts)
         with self.on_cpu():
@@ -335,8 +341,8 @@ def main() -> None:
         with TemporaryDirectory() as folder:
             where = args, kind, Path(folder)
             try:
-                torch.multiprocessing.start_processes(train, where, args.gpus, start_method="spawn")
-            except torch.multiprocessing.ProcessRaisedException as error:  # other kinds may have enough memory
+                start_processes(train, where, args.gpus, start_method="spawn")
+            except (ProcessExitedException, ProcessRaisedException) as error:  # other kinds may have enough memory
                 print(f"{kind}: {error}", flush=True)
                 continue
             runs.append(json.loads((Path(folder) / "result.json").read_text()))

@@ -7,7 +7,9 @@ import importlib.util
 import inspect
 import re
 import shlex
+import traceback
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from helpers import ROOT, assert_same, assert_same_tensor, blocks
 from processes import NEEDS_GLOO, in_processes
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.multiprocessing import ProcessRaisedException
 from torch.nn import functional
 
 from moe_fp8_ext import Recipe
@@ -383,6 +386,10 @@ _ACTIVATION = (
     "config.activation_func must be one of fast_gelu, gelu, quick_gelu, silu, squared_relu as ops.activate defines it, "
     "got {} with gated_linear_unit=True, glu_linear_offset=0.0, clamp={}"
 )
+_GRAPH = (
+    "config.cuda_graph_scope must leave out the experts, because the dispatcher waits for the device, got {}; a "
+    "constant capacity is an exception: moe_pad_expert_input_to_capacity, with dispatcher alltoall or hybridep"
+)
 MISTAKES = [
     (
         dict(fp8="hybrid"),
@@ -395,12 +402,27 @@ MISTAKES = [
         "in FP8 already",
     ),
     (dict(moe_apply_probs_on_input=True), "config.moe_router_topk must be 1 with moe_apply_probs_on_input, got 2"),
+    (
+        dict(cuda_graph_impl="local", cuda_graph_scope=[]),
+        _GRAPH.format("whole layers with cuda_graph_impl='local'"),
+    ),
+    (
+        dict(cuda_graph_impl="transformer_engine", cuda_graph_scope=[], moe_pad_expert_input_to_capacity=True)
+        | dict(moe_token_dispatcher_type="allgather"),
+        _GRAPH.format("whole layers with cuda_graph_impl='transformer_engine'"),
+    ),
+    (
+        dict(cuda_graph_impl="local", cuda_graph_scope=[], moe_pad_expert_input_to_capacity=True)
+        | dict(delay_wgrad_compute=True),
+        "config.delay_wgrad_compute must be False if a CUDA graph holds the experts, got True and whole layers with "
+        "cuda_graph_impl='local'; a replay does not run the code that delays",
+    ),
     (dict(activation_func=torch.tanh), _ACTIVATION.format("tanh", None)),
     (dict(activation_func_clamp_value=7.0), _ACTIVATION.format("silu", 7.0)),
 ]
 
 
-@pytest.mark.parametrize(("options", "text"), MISTAKES, ids=[next(iter(options)) for options, _ in MISTAKES])
+@pytest.mark.parametrize(("options", "text"), MISTAKES, ids=["-".join(options) for options, _ in MISTAKES])
 def test_mistakes(options, text):
     """Set behind the back of the config, which refuses some of them itself without TransformerEngine."""
     from megatron_on_cpu import EXPERTS, config_of
@@ -413,6 +435,98 @@ def test_mistakes(options, text):
     with pytest.raises(RuntimeError) as info:
         MoeFp8GroupedMLP(EXPERTS, config)
     assert str(info.value) == f"{MODULE}: {text}"
+
+
+# Scopes of 0.16.1 by implementation, and whether they hold the experts of a GPT layer.
+SCOPES = {
+    ("none", "full"): False,
+    ("local", "full"): True,
+    ("local", "full_iteration"): True,
+    ("local", "attn"): True,  # captures the whole layer
+    ("local", "moe_router"): False,
+    ("transformer_engine", "full"): True,
+    ("transformer_engine", "attn"): False,
+    ("transformer_engine", "attn,moe_router,moe_preprocess"): False,
+}
+
+
+@pytest.mark.parametrize(("impl", "scope"), SCOPES)
+def test_cuda_graphs_that_hold_the_experts_need_a_capacity(impl, scope):
+    """Megatron itself refuses the scope "moe" without a capacity. With one, every graph may hold the experts."""
+    from megatron_on_cpu import EXPERTS, config_of
+
+    from moe_fp8_ext.integrations.megatron import MoeFp8GroupedMLP
+
+    graphs = dict(cuda_graph_impl=impl, cuda_graph_scope=scope)
+    capacity = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
+    padded = dict(**capacity, moe_router_load_balancing_type="aux_loss")
+    MoeFp8GroupedMLP(EXPERTS, config_of(**graphs, **padded))
+    if SCOPES[impl, scope]:
+        with pytest.raises(RuntimeError, match=f"^{MODULE}: config.cuda_graph_scope must leave out the experts, "):
+            MoeFp8GroupedMLP(EXPERTS, config_of(**graphs))
+    else:
+        MoeFp8GroupedMLP(EXPERTS, config_of(**graphs))
+    if impl != "none":
+        MoeFp8GroupedMLP(EXPERTS, config_of(cuda_graph_impl=impl, cuda_graph_scope="moe", **padded))
+    if (impl, scope) == ("local", "attn"):  # in a hybrid model, attention is a layer of its own
+        MoeFp8GroupedMLP(EXPERTS, config_of(**graphs, is_hybrid_model=True))
+
+
+def test_ends_of_groups():
+    """While a graph is captured, no copy from the host may be in it."""
+    from moe_fp8_ext.integrations.megatron import group_ends
+
+    cpu = torch.device("cpu")
+    for counts, capturing in (([3, 0, 2], False), ([4, 4, 4], False), ([4, 4, 4], True), ([0, 0], True)):
+        got = group_ends(torch.tensor(counts), cpu, capturing)
+        assert_same_tensor(got, torch.tensor(counts).cumsum(0).int(), f"{counts}")
+    text = f"{MODULE}: tokens_per_expert on the host must be equal for all experts in a CUDA graph, got 0 to 3"
+    with pytest.raises(RuntimeError, match=f"^{text}$"):
+        group_ends(torch.tensor([3, 0, 2]), cpu, True)
+
+
+def raising(*_: object, **__: object) -> None:
+    raise RuntimeError("planted")
+
+
+def plant(call: str) -> AbstractContextManager:
+    """Makes a call of experts fail."""
+    path = {"forward": f"{MODULE}.experts_of_groups", "backward": "moe_fp8_ext.layer.node._backward"}
+    return patch(path.get(call, "moe_fp8_ext.DelayedWgrads.backward_dw"), raising)
+
+
+def note(call: str, rank: int, ranks: int, experts: str, layer: str = "layer 1") -> str:
+    return (
+        f"{MODULE}: {call} of experts {experts} of {layer} failed on rank {rank} of {ranks}; the other ranks of its "
+        "expert parallel group wait for it until the timeout of that group"
+    )
+
+
+def text_of(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize("call", ["forward", "backward", "backward_dw"])
+def test_errors_name_layer_and_rank(call):
+    """Of the second layer. An error keeps its type and its text."""
+    from megatron_on_cpu import Trained, local_spec
+
+    from moe_fp8_ext.integrations.megatron import convert
+
+    made = Trained(convert(local_spec()), delayed=True)
+    second = made.model.decoder.layers[1].mlp
+    with pytest.raises(RuntimeError, match="planted") as info:
+        loss = None if call == "forward" else made.loss(0)
+        if call == "backward_dw":
+            loss.backward()
+        with plant(call):
+            if call == "backward_dw":
+                second.backward_dw()
+            elif call == "backward":
+                loss.backward()
+            else:
+                second(tokens()[0])
+    assert note(call, 0, 1, "0 to 7", "layer 2") in text_of(info.value)
 
 
 def test_main_grad_is_a_bool():
@@ -502,10 +616,30 @@ def test_checkpoints_of_four_ranks_go_on_in_two(tmp_path):
     in_processes(2, check_two, tmp_path)
 
 
+def check_flex() -> None:
+    """DeepEP's dispatcher moves the same rows in the same order. Sums of two slots are the same in any order."""
+    from megatron_flex import deepep_by_gloo
+
+    from moe_fp8_ext.integrations.megatron import spec as spec_of_ours
+
+    results = []
+    x, grad = tokens(seed=dist.get_rank())
+    for dispatcher in ("alltoall", "flex"):
+        with deepep_by_gloo():
+            layer = layer_of(spec_of_ours(), moe_token_dispatcher_type=dispatcher, moe_router_dtype="fp32")
+            assert type(layer.token_dispatcher).__name__.lower() == f"moe{dispatcher}tokendispatcher"
+            h = x.clone().requires_grad_()
+            out, _ = layer(h)
+            out.backward(grad)
+        results.append([out.detach(), h.grad, *(p.grad for p in layer.parameters())])
+    assert_same(results[1], results[0])
+
+
 def check_losses(rank: int) -> None:
     from megatron_on_cpu import Trained, megatron_on_cpu
 
     with megatron_on_cpu(expert_parallel=2):
+        check_flex()
         losses = {name: Trained(specs()[name]).train(STEPS, of_all=2) for name in ("theirs", "rowwise")}
     assert losses["theirs"][-1] < 0.6 * losses["theirs"][0]
     close(losses["rowwise"], losses["theirs"])
@@ -513,6 +647,40 @@ def check_losses(rank: int) -> None:
 
 def test_losses_are_those_of_sequential_mlp():
     in_processes(2, check_losses)
+
+
+def check_failure(rank: int, uncaught: bool) -> None:
+    """Experts of rank 1 fail. The other rank waits for its message, and raises when the time of its group is over."""
+    from megatron_on_cpu import Trained, megatron_on_cpu
+
+    from moe_fp8_ext.integrations.megatron import convert
+
+    for call in ("forward",) if uncaught else ("forward", "backward"):
+        with megatron_on_cpu(expert_parallel=2, seconds=120 if uncaught else 2):
+            made = Trained(convert(specs()["theirs"]), **ONE_LAYER)
+            loss = made.loss(0)  # both ranks are there
+            with plant(call) if rank == 1 else nullcontext():
+                if uncaught:
+                    made.loss(0)
+                with pytest.raises(RuntimeError) as info:
+                    (loss if call == "backward" else made.loss(0)).backward()
+            text = text_of(info.value)
+            if rank == 1:
+                assert "planted" in text and note(call, 1, 2, "4 to 7") in text
+            else:
+                assert "Timed out waiting 2000ms" in text
+            dist.barrier()  # rank 1 is there until rank 0 has raised
+
+
+def test_a_rank_that_fails():
+    in_processes(2, check_failure, False)
+
+
+def test_a_process_that_fails_ends_the_others():
+    """As torchrun does, the launcher ends the other rank, which waits."""
+    with pytest.raises(ProcessRaisedException) as info:
+        in_processes(2, check_failure, True)
+    assert "planted" in str(info.value) and note("forward", 1, 2, "4 to 7") in str(info.value)
 
 
 @pytest.fixture

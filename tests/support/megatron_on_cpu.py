@@ -77,8 +77,8 @@ def _keeping_step(set_states):
 
 
 @contextmanager
-def megatron_on_cpu(expert_parallel: int = 1, expert_tensor_parallel: int = 1) -> Iterator[None]:
-    """Within it, Megatron runs without a GPU, over all processes."""
+def megatron_on_cpu(expert_parallel: int = 1, expert_tensor_parallel: int = 1, seconds: float = 120) -> Iterator[None]:
+    """Within it, Megatron runs without a GPU, over all processes. Ranks wait for one another for some seconds."""
     stand_ins = dict(
         current_device=lambda: "cpu",
         synchronize=lambda *_: None,
@@ -103,7 +103,7 @@ def megatron_on_cpu(expert_parallel: int = 1, expert_tensor_parallel: int = 1) -
         stack.enter_context(patch.object(DistributedOptimizer, name, stand_in))
         # A queue of a process of its own is needed where saving goes on in the background only.
         stack.enter_context(patch.object(filesystem_async, "_get_write_results_queue", Queue))
-        parallel_state.initialize_model_parallel(1, 1, **sizes)
+        parallel_state.initialize_model_parallel(1, 1, **sizes, distributed_timeout_minutes=seconds / 60)
         stack.callback(parallel_state.destroy_model_parallel)
         yield
 
