@@ -7,12 +7,13 @@ import importlib.util
 import inspect
 import re
 import shlex
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -292,22 +293,28 @@ def test_delayed_gradients_are_the_same(overlap, main_grad):
 RECOMPUTE = {
     "moe": dict(recompute_granularity="selective", recompute_modules=["moe"]),
     "moe_act": dict(recompute_granularity="selective", recompute_modules=["moe_act"], moe_grouped_gemm=True),
+    "several": dict(recompute_granularity="selective", recompute_modules=["core_attn", "moe"]),
     "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
 }
 
 
+@pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("name", RECOMPUTE)
-def test_recomputing_changes_nothing(name):
+def test_recomputing_changes_nothing(name, delayed):
     from megatron_on_cpu import Trained, local_spec
 
     from moe_fp8_ext.integrations.megatron import convert
 
     found = []
     for options in ({}, RECOMPUTE[name]):
-        made = Trained(convert(local_spec(), "rowwise", main_grad=True), **options)
+        made = Trained(convert(local_spec(), "rowwise", main_grad=True), delayed=delayed, **options)
         made.ddp.zero_grad_buffer()
         loss = made.loss(0)
         loss.backward()
+        for layer in made.model.decoder.layers:
+            waits = re.search(r"delayed=DelayedWgrads\(waiting=1, nbytes=(\d+)\)", str(layer.mlp.experts))
+            assert (waits is not None and int(waits[1]) > 0) == delayed
+            layer.mlp.backward_dw()
         made.ddp.finish_grad_sync()
         found.append([loss.detach(), *(p.main_grad for p in made.model.parameters())])
     assert_same(found[1], found[0])
@@ -334,25 +341,58 @@ def test_the_spec_of_the_command_line(name):
 
 
 def test_blocks_of_the_page():
-    """The last block is for a provider of NeMo or Bridge, which calls the function with itself."""
+    """NeMo and Bridge are stand-ins, each with the name that its block imports. They call a function with a config."""
     from megatron_on_cpu import LENGTH, VOCABULARY, config_of, local_spec
 
     from moe_fp8_ext.integrations.megatron import MoeFp8GroupedMLP
 
     def layer_spec(config, vp_stage=None):
-        assert config is provider
+        assert config.transformer_layer_spec
         return local_spec()
 
-    provider = SimpleNamespace(transformer_layer_spec=layer_spec)
-    names = dict(config=config_of(), vocab_size=VOCABULARY, max_sequence_length=LENGTH, provider=provider)
-    for block in blocks("docs/megatron.md"):
-        exec(block, names)
+    providers = [SimpleNamespace(transformer_layer_spec=layer_spec) for _ in range(2)]
+    llm = SimpleNamespace(Qwen3Config30B_A3B=lambda: providers[0])
+    bridge = SimpleNamespace(to_megatron_provider=lambda load_weights: providers[1])
+    auto_bridge = SimpleNamespace(from_hf_pretrained=lambda name: bridge)
+    packages = {
+        "nemo": ModuleType("nemo"),
+        "nemo.collections": SimpleNamespace(llm=llm),
+        "megatron.bridge": SimpleNamespace(AutoBridge=auto_bridge),
+    }
+    names = dict(config=config_of(), vocab_size=VOCABULARY, max_sequence_length=LENGTH)
+    with patch.dict(sys.modules, packages):
+        for block in blocks("docs/megatron.md"):
+            exec(block, names)
     made = [layer.mlp.experts for layer in names["model"].decoder.layers] + [names["layer"].experts]
     assert [type(experts) for experts in made] == 3 * [MoeFp8GroupedMLP]
     assert [experts.options["recipe"].name for experts in made] == ["rowwise", "rowwise", "blockwise"]
-    assert list(inspect.signature(provider.transformer_layer_spec).parameters) == ["config", "vp_stage"]
-    made = provider.transformer_layer_spec(provider, vp_stage=0)
-    assert made.submodules.mlp.submodules.experts.module is MoeFp8GroupedMLP
+    for provider in providers:
+        assert list(inspect.signature(provider.transformer_layer_spec).parameters) == ["config", "vp_stage"]
+        made = provider.transformer_layer_spec(provider, vp_stage=0)
+        assert made.submodules.mlp.submodules.experts.module is MoeFp8GroupedMLP
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("megatron.bridge"), reason="pip install --no-deps megatron-bridge")
+def test_a_provider_of_megatron_bridge(monkeypatch):
+    """Its package imports TransformerEngine. The module of the provider does not."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron_on_cpu import LENGTH, VOCABULARY, config_of
+
+    from moe_fp8_ext.integrations.megatron import MoeFp8GroupedMLP, convert
+
+    (folder,) = importlib.util.find_spec("megatron.bridge").submodule_search_locations
+    for name in ("megatron.bridge", "megatron.bridge.models", "megatron.bridge.utils"):
+        package = ModuleType(name)
+        package.__path__ = [str(Path(folder, *name.split(".")[2:]))]
+        monkeypatch.setitem(sys.modules, name, package)
+    gpt = importlib.import_module("megatron.bridge.models.gpt_provider")
+    names = {field.name for field in fields(gpt.GPTModelProvider) if field.init}
+    config = {name: value for name, value in vars(config_of(num_layers=1)).items() if name in names}
+    provider = gpt.GPTModelProvider(**config, vocab_size=VOCABULARY, seq_length=LENGTH)
+    provider.transformer_layer_spec = convert(gpt.local_layer_spec, "blockwise")
+    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    experts = provider.provide().decoder.layers[0].mlp.experts
+    assert type(experts) is MoeFp8GroupedMLP and experts.options["recipe"].name == "blockwise"
 
 
 def test_convert_copies():
@@ -573,10 +613,10 @@ def check_four(rank: int, folder: Path) -> None:
     losses = {}
     with megatron_on_cpu(expert_parallel=4):
         theirs, made = (Trained(specs()[name], **ONE_LAYER) for name in ("theirs", "rowwise"))
-        losses["four"] = made.train(4)
-        close(losses["four"], theirs.train(4))
+        losses["four"] = made.train(STEPS)
+        close(losses["four"], theirs.train(STEPS))
         made.save(folder / "four")
-        losses["four"] += made.train(3, first=4)
+        losses["four"] += made.train(3, first=STEPS)
     with megatron_on_cpu(expert_parallel=2):
         losses["pairs"] = Trained(specs()["rowwise"], **ONE_LAYER).train(2)
     torch.save(losses, folder / "losses")
@@ -595,10 +635,10 @@ def check_two(rank: int, folder: Path) -> None:
         for trained in (theirs, made):
             close(trained.train(2), want["pairs"])  # the optimizer now has states to load
         theirs.load(folder / "four")
-        close(theirs.train(1, first=4), want["four"][4:5])
+        close(theirs.train(1, first=STEPS), want["four"][STEPS : STEPS + 1])
         theirs.save(folder / "two")
         made.load(folder / "two")
-        close(made.train(2, first=5), want["four"][5:])
+        close(made.train(2, first=STEPS + 1), want["four"][STEPS + 1 :])
         close(Trained(specs()["rowwise"], moe_token_dispatcher_type="allgather", **ONE_LAYER).train(2), want["pairs"])
     with megatron_on_cpu(expert_tensor_parallel=2):
         losses, *of_ours = (Trained(spec, **ONE_LAYER).train(3) for spec in specs().values())

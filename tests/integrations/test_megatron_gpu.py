@@ -13,7 +13,6 @@ from processes import in_processes
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("pip install megatron-core==0.16.1", allow_module_level=True)
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 STEPS = 6
 PADDED = dict(moe_expert_capacity_factor=2.0, moe_pad_expert_input_to_capacity=True, moe_permute_fusion=False)
 GRAPHS = {
@@ -49,5 +48,5 @@ def check_graphs(rank: int) -> None:
         torch.testing.assert_close(torch.tensor(other), torch.tensor(first), rtol=0.01, atol=0.0)
 
 
-def test_gpu_graphs_of_whole_layers_train():
+def test_graphs_of_whole_layers_train(gpu):
     in_processes(1, check_graphs, backend="nccl")
