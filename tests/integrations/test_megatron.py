@@ -25,7 +25,7 @@ from torch import distributed as dist
 from torch.multiprocessing import ProcessRaisedException
 from torch.nn import functional
 
-from moe_fp8_ext import Recipe
+from moe_fp8_ext import Recipe, reuse_weights
 
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("pip install megatron-core==0.16.1", allow_module_level=True)
@@ -675,11 +675,28 @@ def check_flex() -> None:
     assert_same(results[1], results[0])
 
 
+def check_reuse() -> None:
+    """A context around all steps, whose parameters are gathered to the same address in forward: one cast of each of the
+    two weights for a step of two micro-batches, and the same losses."""
+    from megatron_on_cpu import Trained
+
+    quantize = "moe_fp8_ext.quantization.prepare._quantize_weight"
+    losses, casts = [], []
+    for context in (nullcontext, reuse_weights):
+        made = Trained(specs()["rowwise"], **ONE_LAYER)
+        with context(), patch(quantize, wraps=torch.ops.moe_fp8.quantize_weight.default) as called:
+            losses.append(made.train(3))
+        casts.append(called.call_count)
+    assert losses[1] == losses[0]
+    assert casts == [3 * 2 * 2, 3 * 2]
+
+
 def check_losses(rank: int) -> None:
     from megatron_on_cpu import Trained, megatron_on_cpu
 
     with megatron_on_cpu(expert_parallel=2):
         check_flex()
+        check_reuse()
         losses = {name: Trained(specs()[name]).train(STEPS, of_all=2) for name in ("theirs", "rowwise")}
     assert losses["theirs"][-1] < 0.6 * losses["theirs"][0]
     close(losses["rowwise"], losses["theirs"])
