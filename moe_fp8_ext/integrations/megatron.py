@@ -202,7 +202,8 @@ class MoeFp8GroupedMLP(MegatronModule):
         layer = "a layer of its own" if number is None else f"layer {number}"
         experts = f"experts {self.first_expert} to {self.first_expert + self.num_local_experts - 1} of {layer}"
         text = f"{_HERE}: {call} of {experts} failed on rank {dist.get_rank()} of {dist.get_world_size()}"
-        text = f"{text}; the other ranks of its expert parallel group wait for it until the timeout of that group"
+        if self.num_local_experts < self.config.num_moe_experts:
+            text = f"{text}; the other ranks of its expert parallel group wait for it until the timeout of that group"
         if sys.version_info >= (3, 11):
             error.add_note(text)
         else:

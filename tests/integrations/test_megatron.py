@@ -536,10 +536,9 @@ def plant(call: str) -> AbstractContextManager:
 
 
 def note(call: str, rank: int, ranks: int, experts: str, layer: str = "layer 1") -> str:
-    return (
-        f"{MODULE}: {call} of experts {experts} of {layer} failed on rank {rank} of {ranks}; the other ranks of its "
-        "expert parallel group wait for it until the timeout of that group"
-    )
+    text = f"{MODULE}: {call} of experts {experts} of {layer} failed on rank {rank} of {ranks}"
+    waits = "the other ranks of its expert parallel group wait for it until the timeout of that group"
+    return f"{text}; {waits}\n" if ranks > 1 else f"{text}\n"
 
 
 def text_of(error: BaseException) -> str:
