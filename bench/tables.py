@@ -197,34 +197,63 @@ def titan_text(result: dict | None) -> str:
     return f"{textwrap.fill(text, 120)}\n\n{titan_table(result, 'github')}"
 
 
-def megatron_text(result: dict | None) -> str:
-    if not result:
+def megatron_text(results: list[dict] | None) -> str:
+    if not results:
         return f"Not measured yet: `python bench/mcore.py --out bench/results/{MEGATRON}` on a GPU fills this table."
+    return "\n\n".join(map(megatron_part, results))
+
+
+def megatron_part(result: dict) -> str:
+    """A measurement of bench/mcore.py, and where the time of a step went if it was profiled."""
     runs, (number, sequences, context) = result["runs"], result["step"].split(",")
+    fused = result["permutations"] == "fused"
+    device = f"{result['ranks']} x {result['device']} at {(result['commit'] or 'unknown')[:7]}"
     text = (
-        f"megatron-core {result['megatron_core']}, torch {result['torch']}, {result['ranks']} x {result['device']} at "
-        f"{(result['commit'] or 'unknown')[:7]}: {len(runs[0]['losses'])} steps of {number} micro-batches of "
-        f"{sequences} x {int(context):,} bytes of Python's standard library, by `bench/mcore.py`. The model has the "
+        f"megatron-core {result['megatron_core']}, torch {result['torch']}, {device}, dispatcher "
+        f"`{result['dispatcher']}`: {len(runs[0]['losses'])} steps of {number} micro-batches of {sequences} x "
+        f"{int(context):,} bytes of Python's standard library for each GPU, by `bench/mcore.py`. The model has the "
         f"layer sizes of Qwen3-30B-A3B, cut to {result['layers']} layers and a vocabulary of bytes. Gradients go "
-        "through Megatron's DDP and its distributed optimizer. TransformerEngine and APEX are not installed."
+        "through Megatron's DDP and its distributed optimizer. TransformerEngine and APEX are not installed. "
     )
-    speeds = {run["kind"]: run["tokens_per_second"] for run in runs}
+    if fused:
+        text += "All rows use the permutations of `bench/mcore_permute.py`, in place of TransformerEngine's fused ones."
+    else:
+        text += "All rows use Megatron's unfused permutations."
+    body = [megatron_row(run, {run["kind"]: run for run in runs}) for run in runs]
+    headings = (
+        *("experts", "tokens/s", "x SequentialMLP", "x `bf16`", "x `bf16` without the optimizer", "peak GiB"),
+        "mean of the last 5 losses",
+    )
+    colalign = ["left"] + ["right"] * 6
+    parts = [textwrap.fill(text, 120), tabulate(body, headings, "github", colalign=colalign, disable_numparse=True)]
+    if any("profile_ms" in run for run in runs):
+        parts += ["Milliseconds of a step, by kind of work:", megatron_profile(runs)]
+    return "\n\n".join(parts)
+
+
+def megatron_name(kind: str) -> str:
     names = {"sequential": "Megatron's SequentialMLP, BF16", "rowwise+": "`rowwise`, with `reuse_weights()`"}
-    body = [
-        (
-            names.get(run["kind"], f"`{run['kind']}`"),
-            f"{speeds[run['kind']]:,.0f}",
-            f"{speeds[run['kind']] / speeds['bf16']:.2f}",
-            f"{run['tokens_per_second_without_optimizer'] / bf16:.2f}",
-            f"{sum(run['losses'][-5:]) / 5:.3f}",
-        )
-        for bf16 in [next(r["tokens_per_second_without_optimizer"] for r in runs if r["kind"] == "bf16")]
-        for run in runs
-    ]
-    headings = ("experts", "tokens/s", "x `bf16`", "the same, without the optimizer", "mean of the last 5 losses")
-    colalign = ["left"] + ["right"] * 4
-    table = tabulate(body, headings, tablefmt="github", colalign=colalign, disable_numparse=True)
-    return f"{textwrap.fill(text, 120)}\n\n{table}"
+    return names.get(kind, f"`{kind}`")
+
+
+def megatron_row(run: dict, by_kind: dict[str, dict]) -> tuple[str, ...]:
+    def beside(kind: str, name: str = "tokens_per_second") -> str:
+        return f"{run[name] / by_kind[kind][name]:.2f}" if kind in by_kind else ""
+
+    without = beside("bf16", "tokens_per_second_without_optimizer")
+    peak = f"{run['peak_bytes'] / 2**30:.1f}" if run.get("peak_bytes") else ""
+    speeds = f"{run['tokens_per_second']:,.0f}", beside("sequential"), beside("bf16"), without
+    return megatron_name(run["kind"]), *speeds, peak, f"{sum(run['losses'][-5:]) / 5:.3f}"
+
+
+def megatron_profile(runs: list[dict]) -> str:
+    """Lines are kinds of work, the longest of the last run first."""
+    runs = [run for run in runs if "profile_ms" in run]
+    kinds = dict.fromkeys(kind for run in runs[::-1] for kind in run["profile_ms"])
+    body = [(kind, *(f"{run['profile_ms'].get(kind, 0):,.1f}" for run in runs)) for kind in kinds]
+    headings = ("work", *(megatron_name(run["kind"]) for run in runs))
+    align = ["left"] + ["right"] * len(runs)
+    return tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
 
 
 def finetune_text(runs: list[dict] | None, losses: dict | None = None) -> str:

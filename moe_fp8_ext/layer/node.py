@@ -131,6 +131,8 @@ class SavedChunk(NamedTuple):
 
 
 class LayerFunction(torch.autograd.Function):
+    """An integration may set `failed` of a node: backward calls it with an error that it is about to raise."""
+
     @staticmethod
     def forward(ctx, call, source, *inputs):
         inputs, engine = Inputs(*inputs), engine_of(call.recipe, call.rounding)
@@ -155,22 +157,32 @@ class LayerFunction(torch.autograd.Function):
         ctx.save_for_backward(*layer, *of_source, *chain.from_iterable(kept))
         ctx.call = call.static()
         ctx.source, ctx.num_of_source = source.static(), len(of_source)
-        ctx.dtypes = inputs.dtypes()
+        ctx.dtypes, ctx.failed = inputs.dtypes(), None
         return cast(out, inputs.x.dtype)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dout):
-        saved = ctx.saved_tensors  # not below autograd: here `checkpoint` recomputes forward, with gradients
-        of_layer, of_chunk = len(SavedLayer._fields), len(SavedChunk._fields)
-        first = of_layer + ctx.num_of_source
-        layer, source = SavedLayer(*saved[:of_layer]), ctx.source.restored(saved[of_layer:first])
-        kept = [SavedChunk(*saved[at : at + of_chunk]) for at in range(first, len(saved), of_chunk)]
-        with below_autograd():
-            if ctx.watch is not None:
-                ctx.watch.sent = dout
-            grads = _backward(source, kept, layer, source.gradient_chunks(dout), ctx.call, ctx.watch)
-        return None, None, *grads.cast_to(ctx.dtypes)
+        if ctx.failed is None:
+            return None, None, *_gradients(ctx, dout)
+        try:
+            return None, None, *_gradients(ctx, dout)
+        except Exception as error:
+            ctx.failed(error)
+            raise
+
+
+def _gradients(ctx: torch.autograd.function.FunctionCtx, dout: Tensor) -> Inputs:
+    saved = ctx.saved_tensors  # not below autograd: here `checkpoint` recomputes forward, with gradients
+    of_layer, of_chunk = len(SavedLayer._fields), len(SavedChunk._fields)
+    first = of_layer + ctx.num_of_source
+    layer, source = SavedLayer(*saved[:of_layer]), ctx.source.restored(saved[of_layer:first])
+    kept = [SavedChunk(*saved[at : at + of_chunk]) for at in range(first, len(saved), of_chunk)]
+    with below_autograd():
+        if ctx.watch is not None:
+            ctx.watch.sent = dout
+        grads = _backward(source, kept, layer, source.gradient_chunks(dout), ctx.call, ctx.watch)
+    return grads.cast_to(ctx.dtypes)
 
 
 def _forward(
