@@ -18,6 +18,8 @@ SONICMOE = "sonicmoe.json"  # from bench/beside_sonicmoe.py
 PARALLEL = "expert_parallel.json"  # from bench/expert_parallel.py
 AUTO = "auto.json"  # from bench/auto_sweep.py, for bench/fit_auto.py
 PROFILE = "profile.json"  # from bench/profile_layer.py
+WHOLE = "whole_models.json"  # from bench/whole_models.py
+STATS = "stats.json"  # from bench/stats.py
 # Results of the demo's --losses with --ep on several GPUs, and on one.
 PARALLEL_LOSSES = "expert_parallel_losses.json"
 GENERIC = ("float8_e4m3fnuz", "unaligned")  # variants for the generic kernels

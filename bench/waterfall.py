@@ -1,0 +1,158 @@
+"""Where the time of a training step goes, by part of the model.
+
+Hooks of modules mark the forward of every part in a profile. An op of backward belongs to the part whose forward made
+its node of the graph: `torch.profiler` gives both the same sequence number. A kernel belongs to the op that launched
+it. On a CPU, which has no kernels, the time is the time of ops.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+
+EXPERTS, ATTENTION, ROUTER, DENSE = "experts", "attention", "router", "dense MLPs"
+NORMS, ENDS, OPTIMIZER, REST = "norms and residuals", "embeddings and loss", "optimizer", "rest"
+PARTS = (EXPERTS, ATTENTION, ROUTER, DENSE, NORMS, ENDS, OPTIMIZER, REST)
+_MARK = "part of a step: "
+_BACKWARD = "autograd::engine::evaluate_function"
+
+
+def parts_of(model: nn.Module) -> dict[nn.Module, str]:
+    """Names the parts of a causal language model of Transformers. A module that is not named belongs to its parent's
+    part."""
+    found: dict[nn.Module, str] = {model: ENDS, model.base_model: NORMS, model.get_input_embeddings(): ENDS}
+    for module in model.modules():
+        kind, children = type(module).__name__, [*module.children()]
+        if hasattr(module, "is_transposed"):  # the mark of Transformers' `use_experts_implementation`
+            found[module] = EXPERTS
+        elif any(hasattr(child, "is_transposed") for child in children):
+            found[module] = ROUTER
+        elif kind.endswith("MLP"):
+            found[module] = DENSE
+        elif kind.endswith(("Attention", "RotaryEmbedding")):
+            found[module] = ATTENTION
+    for module in model.modules():
+        if module not in found and any(found.get(child) == ATTENTION for child in module.children()):
+            found[module] = NORMS  # a layer: the rest of it
+    return found
+
+
+@contextmanager
+def marked(parts: dict[nn.Module, str]) -> Iterator[None]:
+    """Marks the forward of modules in profiles."""
+    opened: list[record_function] = []
+
+    def enter(part: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            opened.append(mark(part))
+            opened[-1].__enter__()
+
+        return hook
+
+    def leave(*_: object) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    hooks = [
+        handle
+        for module, part in parts.items()
+        for handle in (
+            module.register_forward_pre_hook(enter(part)),
+            module.register_forward_hook(leave, always_call=True),
+        )
+    ]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+def mark(part: str) -> record_function:
+    """A context whose ops belong to a part, for what is not a module: the optimizer."""
+    return record_function(_MARK + part)
+
+
+def events_of(step: Callable[[], object], device: torch.device) -> list[FunctionEvent]:
+    """The events of one step."""
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as found:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    return [*found.events()]
+
+
+def microseconds(events: list[FunctionEvent]) -> dict[str, float]:
+    """Microseconds of each part. They add up to `total`."""
+    ops = sorted((event for event in events if _is_op(event)), key=_began)
+    part_of, on_gpu = _parts(ops), any(event.kernels for event in ops)
+    us: Counter[str] = Counter()
+    for event in ops:
+        us[part_of[event] or REST] += _own(event, on_gpu)
+    us[REST] += total(events) - us.total()  # kernels that no op launched
+    return {part: us[part] for part in PARTS if us[part]}
+
+
+def total(events: list[FunctionEvent]) -> float:
+    """Microseconds of all kernels or, without kernels, of all ops."""
+    marks = {event.name for event in events if _is_op(event) and event.is_user_annotation}
+    kernels = [e for e in events if e.device_type != DeviceType.CPU and e.name not in marks]  # marks are there again
+    if kernels:
+        return sum(event.time_range.elapsed_us() for event in kernels)
+    return sum(event.cpu_time_total for event in events if _is_op(event) and event.cpu_parent is None)
+
+
+def _began(event: FunctionEvent) -> tuple[float, float]:
+    """Orders events by their begin. An event that began with another, and ends first, is within it."""
+    return event.time_range.start, -event.time_range.end
+
+
+def _is_op(event: FunctionEvent) -> bool:
+    return event.device_type == DeviceType.CPU and not event.is_async
+
+
+def _own(event: FunctionEvent, on_gpu: bool) -> float:
+    if on_gpu:
+        return sum(kernel.duration for kernel in event.kernels if kernel.name != event.name)
+    return event.self_cpu_time_total
+
+
+def _parts(ops: list[FunctionEvent]) -> dict[FunctionEvent, str | None]:
+    """The part of every op; ops are in the order in which they began."""
+    of_forward: dict[FunctionEvent, str | None] = {}
+    of_node: dict[int, str | None] = {}
+    for event in ops:
+        of_forward[event] = part = (
+            event.name.removeprefix(_MARK) if event.name.startswith(_MARK) else of_forward.get(event.cpu_parent)
+        )
+        # Of all ops with one number, the last one that began made the node: an op that makes none has the next number.
+        if event.sequence_nr >= 0 and not _in_backward(event):
+            of_node[event.sequence_nr] = part
+    found: dict[FunctionEvent, str | None] = {}
+    last = None
+    for event in ops:
+        if event.name.startswith(_BACKWARD):
+            # Of a gradient of a parameter, which has no number, the part is that of the node before.
+            last = of_node.get(event.sequence_nr, last)
+            found[event] = last
+        elif event.name.startswith(_MARK):
+            found[event] = of_forward[event]
+        else:
+            found[event] = found.get(event.cpu_parent)
+    return found
+
+
+def _in_backward(event: FunctionEvent | None) -> bool:
+    while event is not None:
+        if event.name.startswith(_BACKWARD):
+            return True
+        event = event.cpu_parent
+    return False
