@@ -71,7 +71,5 @@ def _experts(model: str, implementation: str) -> Case:
 
 
 MODEL_CASES = tuple(
-    _experts(model, implementation)
-    for model in (_EXPERTS if hf_models else ())
-    for implementation in _IMPLEMENTATIONS
+    _experts(model, implementation) for model in (_EXPERTS if hf_models else ()) for implementation in _IMPLEMENTATIONS
 )

@@ -56,7 +56,7 @@ _TINY = Sizes(128, 128, 4, 2)
 _TINY_OTHERS = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=64, vocab_size=256)
 _TINY_DEEPSEEK = dict(
     **dict(num_attention_heads=2, num_key_value_heads=2, q_lora_rank=64, kv_lora_rank=64, vocab_size=256),
-    **dict(qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32, n_group=2, topk_group=1),
+    **dict(qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=64, n_group=2, topk_group=1),
 )
 
 
@@ -144,7 +144,9 @@ def _attention_with_sinks(
     features = query.shape[-1]
     query, key, value = (pad(x, (0, 8, 1, 0)) for x in (query, key, value))
     sink = (s_aux / scaling).to(query.dtype)[:, None]
-    query = torch.cat((query[..., :features], sink.expand(*query.shape[:-1])[..., None], query[..., features + 1 :]), -1)
+    query = torch.cat(
+        (query[..., :features], sink.expand(*query.shape[:-1])[..., None], query[..., features + 1 :]), -1
+    )
     key[:, :, 0, features] = 1
     out = scaled_dot_product_attention(query, key, value, scale=scaling, is_causal=True, enable_gqa=True)
     return out[:, :, 1:, :features].transpose(1, 2).contiguous(), None

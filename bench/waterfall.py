@@ -22,6 +22,7 @@ NORMS, ENDS, OPTIMIZER, REST = "norms and residuals", "embeddings and loss", "op
 PARTS = (EXPERTS, ATTENTION, ROUTER, DENSE, NORMS, ENDS, OPTIMIZER, REST)
 _MARK = "part of a step: "
 _BACKWARD = "autograd::engine::evaluate_function"
+_USER_SCOPE = 7  # the scope of `record_function`
 
 
 def parts_of(model: nn.Module) -> dict[nn.Module, str]:
@@ -92,27 +93,73 @@ def events_of(step: Callable[[], object], device: torch.device) -> list[Function
 
 def microseconds(events: list[FunctionEvent]) -> dict[str, float]:
     """Microseconds of each part. They add up to `total`."""
-    ops = sorted((event for event in events if _is_op(event)), key=_began)
-    part_of, on_gpu = _parts(ops), any(event.kernels for event in ops)
-    us: Counter[str] = Counter()
+    return _summed(events, assigned(events), PARTS)
+
+
+def ops_of(events: list[FunctionEvent], part: str, number: int) -> dict[str, float]:
+    """Microseconds of the ops that take most of a part."""
+    found = assigned(events)
+    on_gpu, us = any(event.kernels for event in found), Counter()
+    for event in found:
+        if found[event] == part:
+            us[event.name] += _own(event, on_gpu)
+    return dict(us.most_common(number))
+
+
+def assigned(events: list[FunctionEvent]) -> dict[FunctionEvent, str | None]:
+    """The part of every op."""
+    ops, of_forward, of_node = _ops(events), {}, {}
     for event in ops:
-        us[part_of[event] or REST] += _own(event, on_gpu)
-    us[REST] += total(events) - us.total()  # kernels that no op launched
-    return {part: us[part] for part in PARTS if us[part]}
+        of_forward[event] = _marked_as(event) or of_forward.get(event.cpu_parent)
+        # Of all ops with one number, the last one that began made the node: an op that makes none has the next number.
+        if event.sequence_nr >= 0 and not _in_backward(event):
+            of_node[event.sequence_nr] = of_forward[event]
+    found: dict[FunctionEvent, str | None] = {}
+    part = None
+    for event in ops:
+        if event.name.startswith(_BACKWARD):
+            # The gradient of a parameter is added to it without a number: it belongs to the node before.
+            part = of_node.get(event.sequence_nr, part)
+            found[event] = part
+        else:
+            found[event] = _marked_as(event) or found.get(event.cpu_parent)
+    return found
+
+
+def by_op(events: list[FunctionEvent], kinds: dict[str, tuple[str, ...]]) -> dict[str, float]:
+    """Microseconds of each kind of work, for graphs of `torch.compile`, which hooks do not mark. A kind has beginnings
+    of the names of ops and of marks. Of the ops around a kernel, the innermost that has a kind counts."""
+    kind_of: dict[FunctionEvent, str | None] = {}
+    for event in _ops(events):
+        name = event.name.removeprefix(_MARK)
+        own = next((kind for kind, starts in kinds.items() if name.startswith(starts)), None)
+        kind_of[event] = own or kind_of.get(event.cpu_parent)
+    return _summed(events, kind_of, (*kinds, REST))
 
 
 def total(events: list[FunctionEvent]) -> float:
     """Microseconds of all kernels or, without kernels, of all ops."""
-    marks = {event.name for event in events if _is_op(event) and event.is_user_annotation}
+    marks = {event.name for event in events if _is_op(event) and event.scope == _USER_SCOPE}
     kernels = [e for e in events if e.device_type != DeviceType.CPU and e.name not in marks]  # marks are there again
     if kernels:
         return sum(event.time_range.elapsed_us() for event in kernels)
     return sum(event.cpu_time_total for event in events if _is_op(event) and event.cpu_parent is None)
 
 
-def _began(event: FunctionEvent) -> tuple[float, float]:
-    """Orders events by their begin. An event that began with another, and ends first, is within it."""
-    return event.time_range.start, -event.time_range.end
+def _summed(
+    events: list[FunctionEvent], kind_of: dict[FunctionEvent, str | None], order: tuple[str, ...]
+) -> dict[str, float]:
+    on_gpu, us = any(event.kernels for event in kind_of), Counter()
+    for event, kind in kind_of.items():
+        us[kind or REST] += _own(event, on_gpu)
+    us[REST] += total(events) - us.total()  # kernels that no op launched
+    return {kind: us[kind] for kind in order if us[kind]}
+
+
+def _ops(events: list[FunctionEvent]) -> list[FunctionEvent]:
+    """The ops, in the order in which they began. Of two that began together, the one that ends first is within the
+    other."""
+    return sorted(filter(_is_op, events), key=lambda event: (event.time_range.start, -event.time_range.end))
 
 
 def _is_op(event: FunctionEvent) -> bool:
@@ -125,29 +172,8 @@ def _own(event: FunctionEvent, on_gpu: bool) -> float:
     return event.self_cpu_time_total
 
 
-def _parts(ops: list[FunctionEvent]) -> dict[FunctionEvent, str | None]:
-    """The part of every op; ops are in the order in which they began."""
-    of_forward: dict[FunctionEvent, str | None] = {}
-    of_node: dict[int, str | None] = {}
-    for event in ops:
-        of_forward[event] = part = (
-            event.name.removeprefix(_MARK) if event.name.startswith(_MARK) else of_forward.get(event.cpu_parent)
-        )
-        # Of all ops with one number, the last one that began made the node: an op that makes none has the next number.
-        if event.sequence_nr >= 0 and not _in_backward(event):
-            of_node[event.sequence_nr] = part
-    found: dict[FunctionEvent, str | None] = {}
-    last = None
-    for event in ops:
-        if event.name.startswith(_BACKWARD):
-            # Of a gradient of a parameter, which has no number, the part is that of the node before.
-            last = of_node.get(event.sequence_nr, last)
-            found[event] = last
-        elif event.name.startswith(_MARK):
-            found[event] = of_forward[event]
-        else:
-            found[event] = found.get(event.cpu_parent)
-    return found
+def _marked_as(event: FunctionEvent) -> str | None:
+    return event.name.removeprefix(_MARK) if event.name.startswith(_MARK) else None
 
 
 def _in_backward(event: FunctionEvent | None) -> bool:

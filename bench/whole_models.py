@@ -19,7 +19,6 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +50,7 @@ CUTS = {
     "Mixtral-8x7B": Cut(4),
 }
 SEQUENCES, CONTEXT = {"cuda": 4, "cpu": 2}, {"cuda": 4096, "cpu": 32}
+OPS = 12  # of the experts, that the results name
 WARM, REPEATS, STEPS = 2, 3, {"cuda": 3, "cpu": 1}  # steps before the first repeat; repeats; steps of a repeat
 
 
@@ -102,14 +102,16 @@ def seconds_of(step: Callable[[], None], steps: int, device: torch.device) -> fl
     return (time.perf_counter() - began) / steps
 
 
-def profiled(trainer: Trainer, implementation: str, device: torch.device) -> dict[str, float]:
-    """Microseconds of each part of a step. Raises if the step did not run the experts that it was asked to."""
+def profiled(trainer: Trainer, implementation: str, device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
+    """Microseconds of each part of a step, and of the ops that take most of the experts' part. Raises if the step did
+    not run the experts that it was asked to."""
     with waterfall.marked(waterfall.parts_of(trainer.model)):
         events = waterfall.events_of(partial(trainer.step, implementation), device)
     ours = any(event.name.startswith("moe_fp8::scaled_grouped_mm") for event in events)
     if ours != (implementation != hf_models.BASELINE):
         raise RuntimeError(f"{implementation} ran {'' if ours else 'no '}products of this package")
-    return {part: round(us, 1) for part, us in waterfall.microseconds(events).items()}
+    found = waterfall.microseconds(events), waterfall.ops_of(events, waterfall.EXPERTS, OPS)
+    return tuple({name: round(us, 1) for name, us in of_step.items()} for of_step in found)
 
 
 def measure(name: str, cut: Cut, device: torch.device) -> dict:
@@ -132,6 +134,8 @@ def measure(name: str, cut: Cut, device: torch.device) -> dict:
             seconds[implementation].append(seconds_of(step, STEPS[device.type], device))
             if device.type == "cuda":
                 peaks[implementation] = max(peaks.get(implementation, 0), torch.cuda.max_memory_allocated())
+    profiles = [profiled(trainer, implementation, device) for implementation in IMPLEMENTATIONS]
+    us, of_experts = (dict(zip(IMPLEMENTATIONS, times, strict=True)) for times in zip(*profiles, strict=True))
     in_layers = sum(p.numel() for p in model.base_model.layers.parameters())
     return dict(
         step=[*size],
@@ -140,7 +144,8 @@ def measure(name: str, cut: Cut, device: torch.device) -> dict:
         losses=losses,
         seconds=seconds,
         peak_bytes=peaks,
-        us={implementation: profiled(trainer, implementation, device) for implementation in IMPLEMENTATIONS},
+        us=us,
+        us_of_experts=of_experts,
     )
 
 
@@ -165,7 +170,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     register()
     hf_models.register_sinks()
-    result = environment(device) | {"transformers": version("transformers"), "rows": []}
+    result = environment(device) | {"rows": []}
     for name in args.models.split(","):
         began = time.perf_counter()
         result["rows"].append(row_of(name, device))
