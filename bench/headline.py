@@ -98,10 +98,10 @@ def said(at: str, sonicmoe: dict | None, whole: dict | None) -> str:
         parts.append("Whole models are not measured yet.")
     else:
         layers = " or ".join(str(number) for number in sorted({row["layers"] for row in rows}))
-        place = whole_tables.origin(whole) if not whole_tables.same_commit(at, whole) else "the same GPU and commit"
-        parts.append(f"Training: steps with AdamW of models cut to {layers} layers, on {place}.")
-        if not whole_tables.same_commit(at, whole):
-            parts.append("These are two commits or two GPUs.")
+        same = whole_tables.same_commit(at, whole)
+        place = "on the same GPU and commit" if same else f"on {whole_tables.place(whole)}: two commits or two GPUs"
+        means = f"with AdamW and Transformers {whole['transformers']}"
+        parts.append(f"Training: steps {means} of models cut to {layers} layers, {place}.")
     _, sonic_at = over_sonicmoe(sonicmoe)
     if sonic_at:
         parts.append(f"SonicMoE in the pictures: on {sonic_at}.")

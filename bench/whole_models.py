@@ -114,9 +114,9 @@ def profiled(trainer: Trainer, implementation: str, device: torch.device) -> tup
     return tuple({name: round(us, 1) for name, us in of_step.items()} for of_step in found)
 
 
-def measure(name: str, cut: Cut, device: torch.device) -> dict:
+def measure(name: str, cut: Cut, sequences: int, device: torch.device) -> dict:
     model = model_of(name, cut, device)
-    generator, size = torch.Generator().manual_seed(1), (SEQUENCES[device.type], CONTEXT[device.type])
+    generator, size = torch.Generator().manual_seed(1), (sequences, CONTEXT[device.type])
     trainer = Trainer(model, torch.randint(model.config.vocab_size, size, generator=generator).to(device))
     with torch.no_grad():
         losses = {implementation: trainer.loss(implementation).item() for implementation in IMPLEMENTATIONS}
@@ -149,31 +149,32 @@ def measure(name: str, cut: Cut, device: torch.device) -> dict:
     )
 
 
-def row_of(name: str, device: torch.device) -> dict:
+def row_of(name: str, sequences: int, device: torch.device) -> dict:
     cut, sizes = CUTS[name], sizes_of(name, CUTS[name].experts)
     row = dict(model=name, layers=cut.layers, of_layers=hf_models.CONFIGS[name][1], sizes=[*sizes])
     try:
-        return row | measure(name, cut, device)
+        return row | measure(name, cut, sequences, device)
     except torch.OutOfMemoryError as error:
         return row | dict(out_of_memory=str(error).splitlines()[0])
-    finally:
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(CUTS), help=f"out of {', '.join(CUTS)}")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"JSON file, such as bench/results/{tables.WHOLE}")
-    args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    text = "of a step, by default %(default)s on this machine"
+    parser.add_argument("--sequences", type=int, default=SEQUENCES[device.type], metavar="N", help=text)
+    args = parser.parse_args()
     register()
     hf_models.register_sinks()
     result = environment(device) | {"rows": []}
     for name in args.models.split(","):
         began = time.perf_counter()
-        result["rows"].append(row_of(name, device))
+        result["rows"].append(row_of(name, args.sequences, device))
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         print(json.dumps(result["rows"][-1] | {"took": round(time.perf_counter() - began, 1)}), flush=True)
         if args.out:  # model by model, so that an interrupted run keeps its rows
             args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -49,16 +49,13 @@ def memory(row: dict, implementation: str) -> float:
     return row["peak_bytes"][implementation] / row["peak_bytes"][baseline_of(row)]
 
 
-def origin(result: dict) -> str:
-    return (
-        f"{result['device']}, torch {result['torch']}, Transformers {result['transformers']}, commit "
-        f"{(result['commit'] or 'unknown')[:7]}"
-    )
+def place(result: dict) -> str:
+    return f"{result['device']} at {(result['commit'] or 'unknown')[:7]}"
 
 
 def same_commit(at: str, whole: dict) -> bool:
     """Whether figures of another program, which are from `at`, "a GPU at a commit", have this GPU and commit."""
-    return at == f"{whole['device']} at {(whole['commit'] or 'unknown')[:7]}"
+    return at == place(whole)
 
 
 def steps_of(rows: list[dict]) -> str:
@@ -103,9 +100,10 @@ def _table(body: list[list[str]], headings: list[str], left: int) -> str:
 
 def _speeds(result: dict, rows: list[dict]) -> str:
     said = (
-        f"Tokens per second of training, and peak memory in GB (10^9 bytes), on {origin(result)}. A step is "
-        f"{steps_of(rows)} tokens: forward, backward and AdamW. The first column of speeds is Transformers' own "
-        "`grouped_mm` in BF16. The percentage is the spread of three repeats, taken in turns:"
+        f"Tokens per second of training, and peak memory in GB (10^9 bytes), on {place(result)}, with torch "
+        f"{result['torch']} and Transformers {result['transformers']}. A step is {steps_of(rows)} tokens: forward, "
+        "backward and AdamW. The first column of speeds is Transformers' own `grouped_mm` in BF16. The percentage is "
+        "the spread of three repeats, taken in turns:"
     )
     ours = [name for name in rows[0]["seconds"] if name != baseline_of(rows[0])]
     body = []
