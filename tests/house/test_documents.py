@@ -213,7 +213,10 @@ COMMANDS = {
     "python tests/toolchain/every_kernel.py": GPU,
     "python tests/toolchain/sanitize.py racecheck --seconds 600": GPU,
     "python bench/host.py": "tests/house/test_bench.py",
-    "python bench/stats.py": GPU,
+    "python bench/stats.py --out bench/results/stats.json": GPU,
+    "python bench/whole_models.py --out bench/results/whole_models.json": (
+        "tests/integrations/test_bench_whole_models.py"
+    ),
     "python bench/underflow.py --out docs/stats.png": "takes minutes",
 }
 
