@@ -250,7 +250,7 @@ def state_of() -> Callable[[Tensor], tuple[int, ...]]:
     "Tensor._base",
     "the parameter that a weight is a view of, for reuse_weights and for main gradients under Megatron's DDP",
     lambda x: None,
-    "every call quantizes weights that are views, and DDP is not told of their main gradients",
+    "every call quantizes weights that are views, and DDP does not learn of their main gradients",
 )
 def base_of() -> Callable[[Tensor], Tensor | None]:
     _expect(isdatadescriptor(Tensor._base))

@@ -45,7 +45,6 @@ MOE_HD float score_of(const void* scores, bool f32, int64_t slot) {
   return In::to_float(static_cast<const typename In::Bits*>(scores)[slot]);
 }
 
-// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int combine(const CombineParams& p, void* stream);
 void combine_cpu(const CombineParams& p);
 int combine_backward(const CombineBackwardParams& p, void* stream);

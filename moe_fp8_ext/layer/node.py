@@ -133,7 +133,8 @@ class SavedChunk(NamedTuple):
 
 class LayerFunction(torch.autograd.Function):
     """The node of a layer. With a list `postponed`, forward appends its last step to it, for `Finish`, and returns a
-    stand-in for the output."""
+    stand-in for the output. An integration may set `failed` of a node: backward calls it with an error that it is about
+    to raise."""
 
     @staticmethod
     def forward(ctx, call, source, postponed, *inputs):
@@ -162,22 +163,19 @@ class LayerFunction(torch.autograd.Function):
         ctx.save_for_backward(*layer, *of_source, *chain.from_iterable(kept))
         ctx.call = call.static()
         ctx.source, ctx.num_of_source = source.static(), len(of_source)
-        ctx.dtypes = inputs.dtypes()
+        ctx.dtypes, ctx.failed = inputs.dtypes(), None
         return cast(out, inputs.x.dtype)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dout):
-        saved = ctx.saved_tensors  # not below autograd: here `checkpoint` recomputes forward, with gradients
-        of_layer, of_chunk = len(SavedLayer._fields), len(SavedChunk._fields)
-        first = of_layer + ctx.num_of_source
-        layer, source = SavedLayer(*saved[:of_layer]), ctx.source.restored(saved[of_layer:first])
-        kept = [SavedChunk(*saved[at : at + of_chunk]) for at in range(first, len(saved), of_chunk)]
-        with below_autograd():
-            if ctx.watch is not None:
-                ctx.watch.sent = dout
-            grads = _backward(source, kept, layer, source.gradient_chunks(dout), ctx.call, ctx.watch)
-        return None, None, None, *grads.cast_to(ctx.dtypes)
+        if ctx.failed is None:
+            return None, None, None, *_gradients(ctx, dout)
+        try:
+            return None, None, None, *_gradients(ctx, dout)
+        except Exception as error:
+            ctx.failed(error)
+            raise
 
 
 class Finish(torch.autograd.Function):
@@ -204,6 +202,25 @@ def computed(call: Call, source: Source, *inputs: Tensor | None) -> Tensor:
     postponed: list[Callable[[], Tensor]] = []
     stand_in = LayerFunction.apply(call, source, postponed, *inputs)
     return Finish.apply(stand_in, *postponed)
+
+
+def node_of(out: Tensor) -> torch.autograd.graph.Node | None:
+    """Returns the node of the layer that `computed` out, or None without gradients."""
+    node = out.grad_fn
+    return node.next_functions[0][0] if node is not None and node.name() == "FinishBackward" else node
+
+
+def _gradients(ctx: torch.autograd.function.FunctionCtx, dout: Tensor) -> Inputs:
+    saved = ctx.saved_tensors  # not below autograd: here `checkpoint` recomputes forward, with gradients
+    of_layer, of_chunk = len(SavedLayer._fields), len(SavedChunk._fields)
+    first = of_layer + ctx.num_of_source
+    layer, source = SavedLayer(*saved[:of_layer]), ctx.source.restored(saved[of_layer:first])
+    kept = [SavedChunk(*saved[at : at + of_chunk]) for at in range(first, len(saved), of_chunk)]
+    with below_autograd():
+        if ctx.watch is not None:
+            ctx.watch.sent = dout
+        grads = _backward(source, kept, layer, source.gradient_chunks(dout), ctx.call, ctx.watch)
+    return grads.cast_to(ctx.dtypes)
 
 
 def _forward(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_fp8_ext import _C
 
-_LIMITS = _C.limits()
+_LIMITS = _C.TABLES["limits"]
 MAX_ROWS: int = _LIMITS["MAX_ROWS"]  # offsets are int32, and the last tile may extend past the last row
 MAX_EXPERTS: int = _LIMITS["MAX_EXPERTS"]  # groups in one call
 MAX_COUNTS: int = _LIMITS["MAX_COUNTS"]  # ranks times local experts
@@ -153,4 +153,4 @@ def _read(entry: dict[str, object]) -> Format:
     return Format(**{**entry, "scale_dtype": getattr(torch, entry["scale_dtype"]), **choices})
 
 
-FORMATS: dict[str, Format] = {entry["name"]: _read(entry) for entry in _C.formats()}
+FORMATS: dict[str, Format] = {entry["name"]: _read(entry) for entry in _C.TABLES["formats"]}

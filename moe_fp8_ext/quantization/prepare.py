@@ -38,7 +38,7 @@ NOTHING = Operand(None)
 # q, scale, q_t, scale_t as ops return them. A `Quantized` would cost as much host time as an allocation.
 Copies = tuple[Tensor, Tensor, Tensor, Tensor]
 
-_OF_TRANSPOSED = {"both": "both", "rows": "transposed", "transposed": "rows"}  # the directions of w as those of w.mT
+_OF_TRANSPOSED = {"both": "both", "rows": "transposed", "transposed": "rows"}  # directions of w -> of w.mT
 
 
 class DeferredWeight(Tensor):
@@ -146,7 +146,7 @@ def second_bf16_weight(kept: Operand, dtype: torch.dtype, frozen: bool) -> Opera
 
 
 def operands_of(pair: tuple[Quantized, Quantized | None], second: bool = True) -> tuple[Operand, Operand]:
-    """Makes the first operand of a pair that the caller quantized before, and what is kept for the second, if asked.
+    """Makes the first operand of a pair that the caller quantized before, and if asked, what is kept for the second.
 
     A weight in square blocks needs no second: the view of its transpose is kept, and copied when it is multiplied.
     """

@@ -13,6 +13,7 @@ from torch import Tensor
 from .dequantization import dequantize
 from .numerics import round_to
 from .quantize import quantize_both, quantize_rows, quantize_tokens
+from .signature import of_op
 
 # Activations with gates and ups, and their gate functions. The others are their own gate functions.
 GATED = {"swiglu": "silu", "geglu": "gelu", "swiglu_oai": "clamped_silu"}
@@ -26,7 +27,7 @@ def float32(value: float) -> float:
 LN2 = float32(math.log(2))
 LN2_REST = -float.fromhex("0x1.05c61p-29")  # RN32(ln 2 - LN2)
 LOG2_E = float32(1 / math.log(2))
-SHIFT = 1.5 * 2**23 + 127  # C of the page: adding it rounds to a whole number
+SHIFT = 1.5 * 2**23 + 127  # C of DESIGN.md: adding it rounds to a whole number
 POWER = [1.0, 1.0, *map(float.fromhex, ("0x1.fffdfcp-2", "0x1.5557aep-3", "0x1.572a08p-5", "0x1.10627cp-7"))]
 GELU_LINEAR = float32(2 * math.sqrt(2 / math.pi))
 GELU_CUBIC = float32(0.044715 * 2 * math.sqrt(2 / math.pi))
@@ -106,14 +107,16 @@ def up_factor(up: Tensor, activation: str) -> Tensor:
     return torch.where(up > LIMIT, LIMIT, torch.where(up < -LIMIT, -LIMIT, up)) + 1
 
 
-def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor:
+@of_op
+def activate(h, activation, interleaved):
     """h [P, 2F], or [P, F] for activations without ups -> a [P, F]."""
     gate, up = gates_and_ups(h, activation, interleaved)
     value, _ = gate_function(GATED.get(activation, activation), gate)
     return round_to(value * up_factor(up, activation), h.dtype)
 
 
-def add_bias(x: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
+@of_op
+def add_bias(x, bias, offs):
     """x [P, N] plus the bias [E, N] of each row's group; rows without a group get zeros."""
     ends = offs.clamp(0, len(x)).cummax(0).values if len(offs) else offs
     groups = (torch.arange(len(x), device=x.device)[:, None] >= ends[None]).sum(1)
@@ -121,18 +124,8 @@ def add_bias(x: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
     return round_to(x.float() + rows, x.dtype)
 
 
-def quantize_activated(
-    h: Tensor,
-    activation: str,
-    format: str,
-    *,
-    bias: Tensor | None = None,
-    offs: Tensor | None = None,
-    interleaved: bool = False,
-    keep_h: bool = True,
-    dtype: torch.dtype | None = None,
-    rounding: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@of_op
+def quantize_activated(h, activation, format, bias, offs, interleaved, keep_h, dtype, rounding):
     """h plus bias -> quantize_rows of the activations, by groups, and quantize_rows of h itself, without groups."""
     h = h if bias is None else add_bias(h, bias, offs)
     options = {"dtype": dtype, "rounding": rounding}
@@ -140,17 +133,8 @@ def quantize_activated(
     return *quantize_rows(a, format, offs=offs, **options), *quantize_rows(h if keep_h else h[:0], format, **options)
 
 
-def activate_backward(
-    grad: Tensor,
-    h: Tensor,
-    activation: str,
-    *,
-    scores: Tensor | None = None,
-    h_scale: Tensor | None = None,
-    format: str | None = None,
-    indices: Tensor | None = None,
-    interleaved: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+@of_op
+def activate_backward(grad, h, activation, scores, h_scale, format, indices, interleaved):
     """grad [P, F], h, scores [P] -> grad_h, shaped as h; scores * a [P, F]; grad_scores [P], exact sums rounded once.
 
     With indices [P], scores and grad_scores belong to slots.
@@ -178,23 +162,10 @@ def activate_backward(
     return round_to(grad_h, grad.dtype), round_to(a * scores[:, None], grad.dtype), round_to(grad_scores, torch.float32)
 
 
+@of_op
 def quantize_activated_backward(
-    grad: Tensor,
-    h: Tensor,
-    activation: str,
-    format: str,
-    *,
-    offs: Tensor,
-    scores: Tensor | None = None,
-    h_scale: Tensor | None = None,
-    indices: Tensor | None = None,
-    interleaved: bool = False,
-    align: int | None = None,
-    dtype: torch.dtype | None = None,
-    grad_dtype: torch.dtype | None = None,
-    rounding: str | None = None,
-    amax: str = "group",
-) -> tuple[Tensor, ...]:
+    grad, h, activation, format, offs, scores, h_scale, indices, interleaved, align, dtype, grad_dtype, rounding, amax
+):
     """quantize_both of grad_h, the first two outputs of quantize_tokens of scores * a, padded_offs, and grad_scores."""
     h_options = {"h_scale": h_scale, "format": None if h_scale is None else format, "interleaved": interleaved}
     grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, indices=indices, **h_options)
@@ -204,22 +175,10 @@ def quantize_activated_backward(
     return q, scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs, grad_scores
 
 
+@of_op
 def quantize_activated_backward_rows(
-    grad: Tensor,
-    h: Tensor,
-    activation: str,
-    format: str,
-    *,
-    offs: Tensor,
-    scores: Tensor | None = None,
-    h_scale: Tensor | None = None,
-    indices: Tensor | None = None,
-    interleaved: bool = False,
-    keep_grad_h: bool = False,
-    keep_a: bool = False,
-    dtype: torch.dtype | None = None,
-    rounding: str | None = None,
-) -> tuple[Tensor, ...]:
+    grad, h, activation, format, offs, scores, h_scale, indices, interleaved, keep_grad_h, keep_a, dtype, rounding
+):
     """quantize_rows of grad_h, by groups; grad_h and scores * a, without rows unless they are kept; grad_scores."""
     h_options = {"h_scale": h_scale, "format": None if h_scale is None else format, "interleaved": interleaved}
     grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, indices=indices, **h_options)

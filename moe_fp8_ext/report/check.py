@@ -1,4 +1,4 @@
-"""Calls every op once, in each format, and compares its bytes with those of a second implementation."""
+"""Calls every op once, in each format, and compares its bytes with a second implementation."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def layer(recipe: str, device: str) -> list[Tensor]:
 
 
 def check(device: str) -> dict[str, object]:
-    """Compares a GPU's bytes with the CPU's, or the CPU's with those of `moe_fp8_ext.reference`."""
+    """Compares a GPU's bytes with the CPU's, or the CPU's with `moe_fp8_ext.reference`."""
     failed, count = [], 0
     for name, args, kwargs in cases(default_fp8_dtype(device)):
         count += 1

@@ -280,6 +280,23 @@ def test_quantized_backward_along_rows(kernels, activation, format, f, ends, e5m
         assert_same(got[-1], parts[-1], f"dscores, {what}")
 
 
+@pytest.mark.parametrize("f", [32, 96, 160])
+def test_scales_of_whole_groups_fill_their_atoms(kernels, f):
+    """A group has 128 rows, so only the columns behind its last scale are padding. Those bytes are zero."""
+    x, offs = h_for("swiglu", 150, f), torch.tensor([3, 131], dtype=torch.int32)
+    da, how = da_for(x, "swiglu"), {"offs": offs, "interleaved": True, "rounding": "exact"}
+    for each in kernels:
+        e4m3 = next(t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz())
+        h, scale = reference.quantize_rows(x, "mxfp8", dtype=e4m3)
+        args, how["dtype"] = (da, h, "swiglu", "mxfp8"), e4m3
+        want = reference.quantize_activated_backward_rows(*args, h_scale=scale, **how)
+        got = each.run("quantize_activated_backward_rows", want, *args, h_scale=scale, **how)
+        assert_same(got[:2], want[:2], f"backward at wave size {each.wave}")
+        args = x, "swiglu", "mxfp8"
+        want = reference.quantize_activated(*args, **how)
+        assert_same(each.run("quantize_activated", want, *args, **how), want, f"forward at wave size {each.wave}")
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_quantized_backward_of_rows_that_are_apart(kernels, interleaved):
     """h is loaded 8 columns at a time, or 16 with interleaved gates and ups. Rows at other distances are refused."""

@@ -33,7 +33,7 @@ OWN_TEST = {"docs/troubleshooting.md": "test_troubleshooting.py"}
 # ---- Python ----------------------------------------------------------------------------------------------------------
 
 E, D, F, TOKENS, TOP_K = 8, 256, 128, 1000, 2  # as docs/layer.md has them
-SMALLER = {"256, 7168, 8,": f"{E}, {D}, {TOP_K},", "256, 7168, 2048": f"{E}, {D}, {F}"}  # than those of DeepSeek-V3
+SMALLER = {"256, 7168, 8,": f"{E}, {D}, {TOP_K},", "256, 7168, 2048": f"{E}, {D}, {F}"}  # than DeepSeek-V3
 
 
 def run(page: str, **given: object) -> dict[str, object]:
@@ -211,8 +211,12 @@ COMMANDS = {
     "python tests/toolchain/cuda_check.py": "tests/house/test_toolchain_checks.py",
     "python tests/toolchain/hip_check.py": "tests/house/test_toolchain_checks.py",
     "python tests/toolchain/every_kernel.py": GPU,
+    "python tests/toolchain/sanitize.py racecheck --seconds 600": GPU,
     "python bench/host.py": "tests/house/test_bench.py",
-    "python bench/stats.py": GPU,
+    "python bench/stats.py --out bench/results/stats.json": GPU,
+    "python bench/whole_models.py --out bench/results/whole_models.json": (
+        "tests/integrations/test_bench_whole_models.py"
+    ),
     "python bench/underflow.py --out docs/stats.png": "takes minutes",
 }
 

@@ -594,7 +594,7 @@ def test_experts_that_are_not_converted_keep_their_wrappers() -> None:
 
 
 def test_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs the blocks of the page in order, without those of TRL."""
+    """Runs the blocks of the page in order, without TRL's."""
     tiny_model("qwen3_moe", "eager").save_pretrained(tmp_path)
     names: dict[str, object] = dict(path=tmp_path, torch=torch, prompt=dict(input_ids=torch.arange(3, 9)[None]))
     start, attention, evaluation = (

@@ -141,7 +141,10 @@ def test_bench(monkeypatch):
     stock, ours = (run["losses"] for run in result["runs"])
     torch.testing.assert_close(ours, stock, rtol=0.01, atol=0)
     assert ours != stock and stock[-1] < 0.8 * stock[0]
-    assert f"| {ours[0]:.4f} | " in re.sub(" +", " ", importlib.import_module("tables").titan_text(result))
+    text = re.sub(r"\s+", " ", importlib.import_module("tables").titan_text(result))
+    assert f"| {ours[0]:.4f} | " in text and "Nothing is compiled" in text
+    assert "| recipe | step | products of experts |" in text
+    assert ["casts to FP8" in run["us"] for run in result["runs"]] == [False, True]
 
 
 @pytest.mark.parametrize("name", TRAINED)

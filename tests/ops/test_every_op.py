@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import groupby
 
 import pytest
 import torch
@@ -65,6 +66,12 @@ def strings(name: str) -> list[str]:
 
 def test_calls_are_there_for_every_op():
     assert set(OPS) == set(ops.__all__)
+
+
+def test_table_of_arguments_has_the_tensors_of_every_schema():
+    """The checks of a call find the row of a tensor by its place in the schema (csrc/ops/checks.h)."""
+    rows = {op: [row["name"] for row in rows] for op, rows in groupby(_C.TABLES["arguments"], lambda row: row["op"])}
+    assert rows == {name: [a.name for a in schema(name).arguments if "Tensor" in str(a.type)] for name in OPS}
 
 
 # Every name of an op's argument, in the order of CONTRIBUTING.md: operands (a gradient first), their scales, their
