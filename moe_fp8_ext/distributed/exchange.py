@@ -15,12 +15,11 @@ from moe_fp8_ext.matmul.engine import Groups, engine_of
 from moe_fp8_ext.ops.dispatch import below_autograd
 from moe_fp8_ext.quantization.casting import row_major
 from moe_fp8_ext.quantization.format import FORMATS
-from moe_fp8_ext.quantization.prepare import Operand
+from moe_fp8_ext.quantization.prepare import Operand, operand_of_rows
 from moe_fp8_ext.quantization.recipe import Recipe
 
 _combine = torch.ops.moe_fp8.combine.default
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
-_swizzle = torch.ops.moe_fp8.swizzle_scales.default
 
 
 class Send(NamedTuple):
@@ -111,12 +110,8 @@ class Exchange:
         """Makes the operand of a product from columns of a message."""
         if scale is None:
             return Operand(values)
-        format = FORMATS[self.recipe.format]
-        if format.order == "blocked":
-            return Operand(values, _swizzle(scale)[0])
-        if format.order == "column_major":
-            return Operand(values, scale)
-        return Operand(values, (scale if format.block else scale.squeeze(1)).contiguous())
+        format = self.recipe.format
+        return operand_of_rows(values, scale if FORMATS[format].block else scale.squeeze(1), format)
 
     def groups(self, ids: Tensor, max_slots: int) -> Groups:
         """Sorts received rows by the experts of this rank, and keeps at most max_slots slots.
