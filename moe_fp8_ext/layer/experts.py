@@ -279,6 +279,32 @@ def layer_call(
     return call, *inputs
 
 
+def call_with_options(
+    op: str,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_scores: Tensor,
+    w_gate_up: Tensor | Quantized | Pair,
+    w_down: Tensor | Quantized | Pair,
+    recipe: str | Recipe,
+    *,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    b_gate_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    keep: str = "fp8",
+    main_grad_gate_up: Tensor | None = None,
+    main_grad_down: Tensor | None = None,
+    lora_gate_up: LoRA | tuple[Tensor, Tensor, float] | None = None,
+    lora_down: LoRA | tuple[Tensor, Tensor, float] | None = None,
+    delay_wgrad: DelayedWgrads | None = None,
+) -> tuple[object, ...]:
+    """Returns `layer_call` for an adapter of a dispatcher, which passes its caller's options on by name."""
+    up = Projection(w_gate_up, b_gate_up, main_grad_gate_up, lora_gate_up)
+    down = Projection(w_down, b_down, main_grad_down, lora_down)
+    return layer_call(op, x, topk_ids, topk_scores, up, down, recipe, activation, interleaved, keep, delay_wgrad)
+
+
 def _linear(op: str, name: str, of: Projection, format: str | None) -> ExpertLinear:
     quantized = given(op, name, of.weight, format, weight=True)
     weight = of.weight if quantized[0] is None else None
