@@ -14,7 +14,6 @@ from moe_fp8_ext.layer.source import Chunk, Source
 from moe_fp8_ext.matmul.engine import Groups, engine_of
 from moe_fp8_ext.ops.dispatch import below_autograd
 from moe_fp8_ext.quantization.casting import row_major
-from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.prepare import Operand, operand_of_rows
 from moe_fp8_ext.quantization.recipe import Recipe
 
@@ -108,10 +107,7 @@ class Exchange:
 
     def operand(self, values: Tensor, scale: Tensor | None = None) -> Operand:
         """Makes the operand of a product from columns of a message."""
-        if scale is None:
-            return Operand(values)
-        format = self.recipe.format
-        return operand_of_rows(values, scale if FORMATS[format].block else scale.squeeze(1), format)
+        return Operand(values) if scale is None else operand_of_rows(values, scale, self.recipe.format)
 
     def groups(self, ids: Tensor, max_slots: int) -> Groups:
         """Sorts received rows by the experts of this rank, and keeps at most max_slots slots.

@@ -161,13 +161,15 @@ def operands_of(pair: tuple[Quantized, Quantized | None], second: bool = True) -
 
 
 def operand_of_rows(q: Tensor, scale: Tensor, format: str, offs: Tensor | None = None) -> Operand:
-    """Makes the operand of tokens [M, K] from scales that lie row by row, as a message has them: [M] or [M, blocks].
+    """Makes the operand of tokens [M, K] from scales [M], [M, 1] or [M, blocks] that lie row by row, as in messages.
 
     offs: the groups that the tokens lie in; None if products take them by index.
     """
     if FORMATS[format].order == "blocked":
         return Operand(q, _swizzle_scales(scale, None if offs is None else "rows", offs)[0])
-    return Operand(q, scale if FORMATS[format].order == "column_major" else scale.contiguous())
+    if FORMATS[format].order == "column_major":
+        return Operand(q, scale)
+    return Operand(q, (scale if FORMATS[format].block else scale.view(-1)).contiguous())
 
 
 def transposed_squares(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
