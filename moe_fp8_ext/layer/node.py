@@ -168,7 +168,7 @@ class LayerFunction(torch.autograd.Function):
         first = of_layer + ctx.num_of_source
         layer, source = SavedLayer(*saved[:of_layer]), ctx.source.restored(saved[of_layer:first])
         kept = [SavedChunk(*saved[at : at + of_chunk]) for at in range(first, len(saved), of_chunk)]
-        with below_autograd():
+        with source.completed(), below_autograd():
             if ctx.watch is not None:
                 ctx.watch.sent = dout
             grads = _backward(source, kept, layer, source.gradient_chunks(dout), ctx.call, ctx.watch)

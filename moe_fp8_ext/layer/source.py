@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,10 @@ class Source:
         """Waits for the rows of all chunks. Returns one row for each token, the sum over the ranks that had it."""
         (rows,) = given_back
         return rows
+
+    def completed(self) -> AbstractContextManager:
+        """A context for `gradient_chunks`, `give_back` and `collect`. It sees their errors, and those in between."""
+        return nullcontext()
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors that backward needs for `gradient_chunks`, `give_back` and `collect`."""
