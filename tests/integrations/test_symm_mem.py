@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from helpers import assert_same_tensor
+from processes import in_processes
 from torch import Tensor
 
 from moe_fp8_ext import Recipe, _torch, combine, experts_of_groups, permute_pad, quantize_rows, sort_tokens
@@ -105,10 +106,17 @@ def leaves(
     return {name: t.clone().requires_grad_(needs_x or name != "x") for name, t in cut.items()}
 
 
+def cut(rank: int, ranks: int) -> tuple[slice, slice]:
+    """The tokens and the experts of a rank."""
+    tokens = TOKENS if ranks == RANKS else (sum(TOKENS),)
+    rows = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
+    return rows, slice(rank * E // ranks, (rank + 1) * E // ranks)
+
+
 def of_rank(rank: int, world: World, recipe: Recipe, needs_x: bool) -> dict[str, Tensor]:
     p, world.rank_of.rank = problem(), rank
-    rows = slice(sum(TOKENS[:rank]), sum(TOKENS[: rank + 1]))
-    of = leaves(p, needs_x, rows, slice(rank * LOCAL, (rank + 1) * LOCAL))
+    rows, mine = cut(rank, RANKS)
+    of = leaves(p, needs_x, rows, mine)
     exchange = AllToAll(world, tokens=max(TOKENS), top_k=TOP_K, num_experts=E, recipe=recipe, device="cpu")
     for _ in range(STEPS):
         out = of["x"]
@@ -164,6 +172,36 @@ def test_ranks_equal_one(recipe, needs_x, world):
             torch.testing.assert_close(torch.cat([of_one[name] for of_one in made]), whole, rtol=1e-6, atol=1e-6)
         else:
             assert_same_tensor(torch.cat([of_one[name] for of_one in made]), whole, name)
+
+
+def on_gpus(rank: int, ranks: int) -> None:
+    import torch.distributed._symmetric_memory as memory
+
+    torch.cuda.set_device(rank)
+    memory.set_backend("NVSHMEM")
+    p = {name: t.cuda() for name, t in problem().items()}
+    rows, mine = cut(rank, ranks)
+    for recipe in (Recipe("rowwise"), Recipe("blockwise"), Recipe("mxfp8")):
+        exchange = AllToAll(
+            torch.distributed.group.WORLD, tokens=sum(TOKENS), top_k=TOP_K, num_experts=E, recipe=recipe
+        )
+        of, whole = leaves(p, True, rows, mine), leaves(p, True)
+        for _ in range(STEPS):
+            out = exchange.experts(of["x"], p["ids"][rows], of["scores"], of["up"], of["down"])
+            out.backward(p["grad"][rows])
+            want = on_one(p, whole, whole["x"], recipe)
+            want.backward(p["grad"])
+        assert_same_tensor(out.detach(), want.detach()[rows], "out")
+        for name, part in (("x", rows), ("scores", rows), ("up", mine), ("down", mine)):
+            assert_same_tensor(of[name].grad, whole[name].grad[part], name)
+
+
+def test_with_nvshmem(gpu):
+    """torch's own ops, over two GPUs or on one."""
+    if _torch.symmetric_memory is None or _torch.symmetric_memory(gpu).dispatch is None:
+        pytest.skip("this torch has no NVSHMEM")
+    ranks = min(RANKS, torch.cuda.device_count())
+    in_processes(ranks, on_gpus, ranks, backend="nccl")
 
 
 def test_mistakes(world):
