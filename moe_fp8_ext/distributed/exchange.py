@@ -51,6 +51,11 @@ class Sent(NamedTuple):
         return rows
 
 
+def read(rows: Tensor, columns: list[Column]) -> list[Tensor]:
+    """Returns the tensors of received rows, as views."""
+    return [column.read(rows) for column in columns]
+
+
 class Exchange:
     """Writes, sends and receives the messages of an `ExpertParallel`."""
 
@@ -164,24 +169,19 @@ class ExchangedTokens(Source):
     def chunks(self, x: Tensor, scores: Tensor | None) -> Iterable[Chunk]:
         for route in self.routes:
             rows = self._arriving.pop(0).receive()  # popped, so that a message is freed with its chunk
-            *tokens, ids, scores = (column.read(rows) for column in self.columns)
+            *tokens, ids, scores = read(rows, self.columns)
             yield Chunk(self.exchange.operand(*tokens), scores.contiguous(), self.exchange.groups(ids, route.slots))
 
     def gradient_chunks(self, dout: Tensor) -> Iterable[Operand]:
         self.exchange.has_ended_step = True
         chunks = range(len(self.routes))
-        wanted = [message for message, needed in zip((DSCORES, DX), self.needs, strict=True) if needed]
-        self.due = [(GRADIENT, chunk) for chunk in chunks] + [
-            (message, chunk) for chunk in chunks for message in wanted
-        ]
-        messages = [self.exchange.gradient(part) for part in row_major(dout).tensor_split(len(self.routes))]
-        rows = [of.rows(0, to.indices, to.inverse) for of, to in zip(messages, self.routes, strict=True)]
-        return self._arrived(messages, [self._send(of_chunk) for of_chunk in rows])
-
-    def _arrived(self, messages: list[Message], sent: list[Sent]) -> Iterator[Operand]:
-        for message, of_chunk in zip(messages, sent, strict=True):
-            rows = of_chunk.receive()
-            yield self.exchange.operand(*(column.read(rows) for column in message.columns()))
+        back = [message for message, needed in zip((DSCORES, DX), self.needs, strict=True) if needed]
+        self.due = [(GRADIENT, i) for i in chunks] + [(message, i) for i in chunks for message in back]
+        sent = []
+        for part, route in zip(row_major(dout).tensor_split(len(self.routes)), self.routes, strict=True):
+            message = self.exchange.gradient(part)
+            sent.append((self._send(message.rows(0, route.indices, route.inverse)), message.columns()))
+        return (self.exchange.operand(*read(of_chunk.receive(), columns)) for of_chunk, columns in sent)
 
     def give_back(self, chunk: int, rows: Tensor) -> Sent:
         return self._send(rows)

@@ -183,9 +183,10 @@ class ExpertParallel:
             RuntimeError: as `moe_fp8_ext.experts`. Every other rank raises too if one rank raises before it sends its
                 tokens, or if the width of x, or which inputs ask for a gradient, differs between ranks. In mode
                 "static" this holds for the first call. In later calls the other ranks wait; if the rank goes on
-                instead, all ranks raise when its next messages arrive (on GPUs at the next `check`). The other ranks
-                also wait if memory for received rows, shared_experts or backward fails on one rank. With overflow
-                "raise", as `check`. While a CUDA graph is captured, in mode "exact" and in a first call.
+                instead, all ranks raise when its next messages arrive (on GPUs at the next `check`). If memory for
+                received rows, shared_experts or backward fails on one rank, all ranks raise in mode "static" (on GPUs
+                at the next `check`); in mode "exact" the other ranks wait. With overflow "raise", as `check`. While a
+                CUDA graph is captured, in mode "exact" and in a first call.
         """
         exchange = self._exchange
         if exchange.exact.side is not None and torch.cuda.is_current_stream_capturing():
@@ -252,8 +253,8 @@ class ExpertParallel:
         `check`: once for every rank that a token was not sent to, and again in a forward that a checkpoint recomputes.
 
         Raises:
-            RuntimeError: tokens or slots of any rank were left out; or messages of another call arrived on any rank, or
-                ranks have made different numbers of calls.
+            RuntimeError: tokens or slots of any rank were left out; or, on GPUs, another message than the awaited one
+                arrived on any rank; or ranks have made different numbers of calls.
         """
         static = self._exchange.static
         tokens, slots = static.read_left_out() if static else (0, 0)

@@ -186,7 +186,8 @@ class StaticPlanner:
     def __init__(self, ranks: Ranks, capacity: float, top_k: int) -> None:
         self.ranks, self.capacity, self.top_k = ranks, capacity, top_k
         self.left_out = torch.zeros(2, dtype=torch.int64, device=ranks.device)  # tokens, slots
-        # NEVER minus the number of the first message that met another one on this rank, by the rank that sent it; or 0.
+        # NEVER minus the number of the message in whose place another one arrived, by the rank that sent it; or 0.
+        # Among several such messages it is the one of the earliest call.
         self.mixed_up = torch.zeros(ranks.size, dtype=torch.int64, device=ranks.device)
 
     def placement(self, ids: Tensor) -> Placement:
@@ -231,11 +232,9 @@ class StaticPlanner:
     def _headers(self, rows: Tensor) -> Tensor | None:
         """Returns the numbers in the headers, a view [ranks] int32; None if a row is too narrow for one."""
         rows = rows.view(torch.uint8)
-        return (
-            None
-            if rows.shape[1] < 4
-            else rows.view(self.ranks.size, -1, rows.shape[1])[:, -1, :4].view(torch.int32)[:, 0]
-        )
+        if rows.shape[1] < 4:
+            return None
+        return rows.view(self.ranks.size, -1, rows.shape[1])[:, -1, :4].view(torch.int32)[:, 0]
 
     def read_left_out(self) -> list[int]:
         """Returns how many tokens and slots all ranks left out since the last read."""
@@ -251,14 +250,14 @@ class StaticPlanner:
             calls: the number of calls that this rank has counted.
 
         Returns:
-            the first message that met another one on any rank since the last read, in words, or ""; then the maximum
-            and the minimum of the ranks' numbers of calls.
+            the message in whose place another one arrived on any rank since the last read, in words, or ""; then the
+            maximum and the minimum of the ranks' numbers of calls.
         """
         found = torch.cat([self.mixed_up.amax(0, keepdim=True), self.mixed_up.new_tensor([calls, -calls])])
         self.mixed_up.zero_()
         dist.all_reduce(found, dist.ReduceOp.MAX, self.ranks.group)
-        first, most, fewest = found.tolist()
-        return worded(NEVER - first) if first else "", most, -fewest
+        earliest, most, fewest = found.tolist()
+        return worded(NEVER - earliest) if earliest else "", most, -fewest
 
 
 class CallMismatch(RuntimeError):
@@ -274,10 +273,8 @@ class CallMismatch(RuntimeError):
             text = f"every rank must complete call {call}, but an error was raised on {named(raised, group)}: see there"
         else:
             got = ", ".join(worded(number) for number in sorted(set(others) - {number_of(call, message)}))
-            text = (
-                f"all ranks must be in the same call, this one waits for the {message} of call {call} and got the {got}"
-            )
-            text += "; a rank probably raised an error, and went on"
+            text = f"this one waits for the {message} of call {call} and got the {got}"
+            text = f"all ranks must be in the same call, {text}; a rank probably raised an error, and went on"
         super().__init__(f"{OP}: {text}")
 
 
