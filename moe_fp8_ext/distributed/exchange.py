@@ -148,8 +148,11 @@ class PreparedMessages(NamedTuple):
 class ExchangedTokens(Source):
     """A source of tokens that were sent to the ranks of their experts. Results and gradients return the same way.
 
-    All ranks exchange the same messages in the same order. `due` lists those of this call that this rank still has to
-    send, each with its chunk.
+    All ranks exchange the same messages in the same order.
+
+    Attributes:
+        due: the messages of this call that this rank still has to send, each with its chunk.
+        arriving: the tokens of the chunks that nobody has received yet.
     """
 
     def __init__(
@@ -157,18 +160,18 @@ class ExchangedTokens(Source):
     ) -> None:
         self.exchange, self.routes, self.call, self.needs, self.columns = exchange, routes, call, needs, columns
         self.due: list[tuple[str, int]] = []
-        self._arriving: list[Sent] = []
+        self.arriving: list[Sent] = []
         self._width = columns[0].width
 
     def start(self, rows: Sequence[Tensor]) -> None:
         """Sends the rows of each chunk's tokens."""
         chunks = range(len(self.routes))
         self.due = [(message, chunk) for message in (TOKENS, OUTPUTS) for chunk in chunks]
-        self._arriving = [self._send(of_chunk) for of_chunk in rows]
+        self.arriving = [self._send(of_chunk) for of_chunk in rows]
 
     def chunks(self, x: Tensor, scores: Tensor | None) -> Iterable[Chunk]:
         for route in self.routes:
-            rows = self._arriving.pop(0).receive()  # popped, so that a message is freed with its chunk
+            rows = self.arriving.pop(0).receive()  # popped, so that a message is freed with its chunk
             *tokens, ids, scores = read(rows, self.columns)
             yield Chunk(self.exchange.operand(*tokens), scores.contiguous(), self.exchange.groups(ids, route.slots))
 
