@@ -20,6 +20,9 @@ class SymmetricRows:
     """
 
     def __init__(self, group: dist.ProcessGroup, slots: int, num_experts: int, device: torch.device | str) -> None:
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.memory = None if _torch.symmetric_memory is None else _torch.symmetric_memory(device)
         backend = None if self.memory is None else self.memory.backend
         if backend != "NVSHMEM":

@@ -231,13 +231,13 @@ def test_another_backend(backend, world, monkeypatch):
     monkeypatch.setattr(_torch, "symmetric_memory", lambda device: symmetric(world, backend))
     text = f"symmetric memory of torch must have the backend NVSHMEM, got {backend}; call torch.distributed"
     with pytest.raises(RuntimeError, match=text):
-        AllToAll(world, tokens=1, top_k=1, num_experts=E)
+        AllToAll(world, tokens=1, top_k=1, num_experts=E, device="cpu")
 
 
 def test_without_symmetric_memory(world, monkeypatch):
     monkeypatch.setattr(_torch, "symmetric_memory", None)
     with pytest.raises(RuntimeError, match="must have the backend NVSHMEM, got None; call"):
-        AllToAll(world, tokens=1, top_k=1, num_experts=E)
+        AllToAll(world, tokens=1, top_k=1, num_experts=E, device="cpu")
 
 
 @pytest.mark.skipif(_torch.symmetric_memory is None, reason="private names of torch are switched off")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -39,6 +40,7 @@ def problem(device: str) -> dict[str, Tensor]:
     return {name: t.to(device) for name, t in tensors.items()}
 
 
+@functools.cache  # a captured graph must not copy from the host
 def routing(way: str, device: str) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(1)
     if way == OF_GROUPS:
