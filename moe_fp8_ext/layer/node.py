@@ -38,6 +38,7 @@ class Call(NamedTuple):
     dtype: torch.dtype | None  # torch.autocast's if it is on, else None
     experts: int
     features: int  # F, the width of an activation
+    arrived: bool  # whether x came quantized, so that its values before are not known
     needs_x: bool
     needs_scores: bool
     up: ExpertLinear
@@ -144,7 +145,8 @@ class LayerFunction(torch.autograd.Function):
             w_up, up_t = up.operands(engine, call.dtype, transposed=call.needs_x)  # tokens may still travel
             w_down, down_t = down.operands(engine, call.dtype, transposed=call.needs_da)
             watches = watched(engine, up.weight, down.weight)
-            watch = ctx.watch = None if watches is None else LayerWatch(*watches, call, inputs.x)
+            sent = None if call.arrived else inputs.x
+            watch = ctx.watch = None if watches is None else LayerWatch(*watches, call, sent)
             given_back, kept = [], []
             for i, chunk in enumerate(source.chunks(inputs.x, inputs.scores)):
                 out, saved = _forward(engine, call, chunk, up, w_up, down, w_down, watch)
@@ -178,7 +180,7 @@ def _gradients(ctx: torch.autograd.function.FunctionCtx, dout: Tensor) -> Inputs
     first = of_layer + ctx.num_of_source
     layer, source = SavedLayer(*saved[:of_layer]), ctx.source.restored(saved[of_layer:first])
     kept = [SavedChunk(*saved[at : at + of_chunk]) for at in range(first, len(saved), of_chunk)]
-    with below_autograd():
+    with source.completed(), below_autograd():
         if ctx.watch is not None:
             ctx.watch.sent = dout
         grads = _backward(source, kept, layer, source.gradient_chunks(dout), ctx.call, ctx.watch)
@@ -204,7 +206,7 @@ def _forward(
     bias, up = (None, up) if in_product else (up.bias, up._replace(bias=None))
     h, of_up = up.product(engine, rows, w_up, groups, by_index=True), Adapted()
     if up.adapter is not None:
-        h, of_up = up.adapter.up(h, engine.values(x), slots)
+        h, of_up = up.adapter.up(h, engine.values(x, groups.of_tokens), slots)
     if watch is not None:
         watch.forward(x, h, groups, up.weight, down.weight)
     bias = None if bias is None else rounded(bias, h.dtype).contiguous()
@@ -320,7 +322,7 @@ def _backward_of_chunk(
             dx = up.adapter.add_to_dx(dx, v_up, of_up, slots)
         dx = give_back(dx)
     if up.needs_A:
-        dA_up = up.adapter.up_dA(v_up, engine.values(Operand(saved.x, saved.x_scale)), of_up, slots)
+        dA_up = up.adapter.up_dA(v_up, engine.values(Operand(saved.x, saved.x_scale), groups.of_tokens), of_up, slots)
     if up.needs_weight:
         _, x_t = engine.tokens(Operand(saved.x, saved.x_scale), groups, tokens=True)
         weights.add(UP, dh_t, x_t, groups)

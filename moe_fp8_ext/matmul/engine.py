@@ -49,6 +49,11 @@ class Groups(NamedTuple):
     inverse: Tensor | None = None  # [T, top_k]: the row of every slot, if a layer adds rows up
 
     @property
+    def of_tokens(self) -> Tensor | None:
+        """Returns the ends of the groups that tokens lie in; None if products take tokens by index."""
+        return self.offs if self.indices is None else None
+
+    @property
     def in_place(self) -> Groups:
         """Returns the same groups for a tensor that has their rows in order."""
         return Groups(self.offs)
@@ -85,7 +90,8 @@ class Gradients(NamedTuple):
 class Bf16Engine:
     """Multiplies in bfloat16. The docstrings of its methods hold for every engine.
 
-    Tokens are an operand without scales, the caller's tensor. `Fp8Engine` also accepts tokens quantized along rows.
+    Tokens are an operand without scales, the caller's tensor. `Fp8Engine` also accepts tokens quantized along rows. If
+    their scales are blocked, they are blocked by the groups or, where products take tokens by index, as one matrix.
     """
 
     format: str | None = None  # of operands
@@ -213,7 +219,7 @@ class Fp8Engine(Bf16Engine):
     def tokens(
         self, x: Operand, groups: Groups, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        if groups.indices is None:
+        if groups.indices is None and x.scale is None:
             return self.rows(row_major(x.values), groups, rows, tokens, gradient)
         by_index = groups.offs, groups.indices, groups.top_k
         format, dtype, rounding = self.rule(gradient)
@@ -228,7 +234,8 @@ class Fp8Engine(Bf16Engine):
         if rows and x.scale is None:
             along_rows = Operand(*_quantize_rows(row_major(x.values), format, None, None, None, dtype, rounding))
         if tokens:
-            along_tokens = Operand(*_quantize_tokens(row_major(self.values(x)), format, *by_index, *how))
+            values = row_major(self.values(x, groups.of_tokens))
+            along_tokens = Operand(*_quantize_tokens(values, format, *by_index, *how))
         return along_rows, along_tokens
 
     def rows(
@@ -337,7 +344,10 @@ class HighPrecisionWgrad(Fp8Engine):
     def tokens(
         self, x: Operand, groups: Groups, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        return super().tokens(x, groups, rows, False, gradient)[0], _BF16.tokens(x, groups, tokens=tokens)[1]
+        along_rows, _ = super().tokens(x, groups, rows, False, gradient)
+        if tokens and x.scale is not None:
+            x = Operand(self.values(x, groups.of_tokens))
+        return along_rows, _BF16.tokens(x, groups, tokens=tokens)[1]
 
     def rows(
         self, x: Tensor, groups: Groups, rows: bool = False, tokens: bool = False, gradient: bool = False
