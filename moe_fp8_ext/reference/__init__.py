@@ -15,6 +15,7 @@ from .activations import (
     quantize_activated,
     quantize_activated_backward,
     quantize_activated_backward_rows,
+    sum_groups,
 )
 from .dequantization import dequantize, exact_values
 from .gemm import add_scaled_grouped_mm, grouped_mm, scaled_grouped_mm
@@ -73,6 +74,7 @@ __all__ = [
     "quantize_weight",
     "scaled_grouped_mm",
     "sort_tokens",
+    "sum_groups",
     "swizzle_scales",
     "tokens_by_rank",
     "transpose_weight",

@@ -190,6 +190,8 @@ def check_combine(kernels: Waves, y: Tensor, inverse: Tensor, scores: Tensor | N
         got = each.run("combine_backward", want, grad, y, *args)
         assert_same(got[0], want[0])
         assert ((got[1].float() - want[1].float()).abs() <= tolerance).all()
+        alone = torch.empty(0, y.shape[1], dtype=y.dtype), want[1]
+        assert_same(each.run("combine_backward", alone, grad, y, *args, keep_grad_y=False)[1], got[1])
 
 
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
