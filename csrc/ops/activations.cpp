@@ -8,7 +8,8 @@
 namespace moe_fp8 {
 namespace {
 
-constexpr const char *kActivate = "activate", *kAddBias = "add_bias", *kSumGroups = "sum_groups", *kQuantize = "quantize_activated",
+constexpr const char *kActivate = "activate", *kAddBias = "add_bias", *kSumGroups = "sum_groups",
+                     *kQuantize = "quantize_activated",
                      *kBackward = "activate_backward", *kQuantizeBackward = "quantize_activated_backward",
                      *kQuantizeBackwardRows = "quantize_activated_backward_rows";
 

@@ -57,7 +57,8 @@ Results<2> combine_backward_op(const Tensor& grad, const std::optional<Tensor>& 
   const Handle slot_of = call.on_gpu() && keep_grad_y ? call.empty({P}, kInt32) : Handle();  // scratch of the kernel
   const CombineBackwardParams p = {
       grad.data, y ? y->data : nullptr, inverse.as<int>(), topk_scores ? topk_scores->data : nullptr,
-      slot_of ? data<int>(slot_of) : nullptr, keep_grad_y ? data(grad_y) : nullptr, y ? data(grad_scores) : nullptr, T, top_k, P, K,
+      slot_of ? data<int>(slot_of) : nullptr, keep_grad_y ? data(grad_y) : nullptr,
+      y ? data(grad_scores) : nullptr, T, top_k, P, K,
       grad.strides[0], y ? y->strides[0] : 0, in_type(grad), scores_dtype == kFloat32};
   MOE_FP8_RUN(call, combine_backward, p);
   return results(grad_y, grad_scores);

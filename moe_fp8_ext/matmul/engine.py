@@ -186,7 +186,7 @@ class Bf16Engine:
         _, of_a = self.rows(a, groups.in_place, tokens=wanted.a)
         a = a if wanted.a_values else None  # frees memory for the operands of dh
         rows, tokens = self.rows(dh, groups.in_place, wanted.rows, wanted.tokens, gradient=True)
-        db = _sum_groups(dh, groups.offs) if wanted.db else None
+        db = _sum_groups(dh, groups.offs, None, None, None) if wanted.db else None
         return Gradients(rows, tokens, of_a, dh if wanted.dh else None, dscores, a, db)
 
 
@@ -317,7 +317,7 @@ class Fp8Engine(Bf16Engine):
             da, h.values, activation, format, groups.offs, scores, h.scale, groups.indices, *how
         )
         _, of_a = self.rows(a, groups.in_place, tokens=wanted.a)
-        db = _sum_groups(dh, groups.offs) if wanted.db else None
+        db = _sum_groups(dh, groups.offs, None, None, None) if wanted.db else None
         dh, a = dh if wanted.dh else None, a if wanted.a_values else None
         return Gradients(Operand(q, scale), NOTHING, of_a, dh, dscores, a, db)
 

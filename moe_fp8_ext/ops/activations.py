@@ -105,8 +105,8 @@ def sum_groups(
 
     With indices, row p is `scores[i] * x[i // top_k]`, where i is `indices[p]`. It is zero if i is no slot.
 
-    Products are rounded to float32. Sums are in float32, in one order on every device: see DESIGN.md, section 3. Every NaN of the result is the quiet
-    NaN without a sign. The op has no derivative.
+    Products are rounded to float32. Sums are in float32, in one order on every device: see DESIGN.md, section 3. Every
+    NaN of the result is the quiet NaN without a sign. The op has no derivative.
 
     Args:
         x: [P, N], or [M, N] with indices; bfloat16, float16 or float32; stride 1 along a row, any row stride.

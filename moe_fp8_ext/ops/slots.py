@@ -88,7 +88,7 @@ def _save(ctx, inputs, output):
 
 @differentiable_once
 def _backward(ctx, grad):
-    grad_y, grad_scores = _combine_backward(unit_stride(grad), *ctx.saved_tensors, ctx.rows)
+    grad_y, grad_scores = _combine_backward(unit_stride(grad), *ctx.saved_tensors, ctx.rows, True)
     return (grad_y, None, grad_scores) if ctx.needs_scores else (grad_y,)
 
 

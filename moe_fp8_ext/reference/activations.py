@@ -229,8 +229,10 @@ def quantize_activated_backward(
     amax: str = "group",
     sum_grad_h: bool = False,
 ) -> tuple[Tensor, ...]:
-    """quantize_both of grad_h, the first two outputs of quantize_tokens of scores * a, padded_offs, grad_scores, and the
-    sums of grad_h, without groups unless they are asked for."""
+    """quantize_both of grad_h, the first two outputs of quantize_tokens of scores * a, padded_offs, grad_scores.
+
+    Then the sums of grad_h, without groups unless they are asked for.
+    """
     h_options = {"h_scale": h_scale, "format": None if h_scale is None else format, "interleaved": interleaved}
     grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, indices=indices, **h_options)
     options = {"offs": offs, "align": align, "rounding": rounding}

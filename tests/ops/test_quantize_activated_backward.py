@@ -87,7 +87,9 @@ def kept(x: Tensor, format: str, fp8: torch.dtype | None) -> dict[str, Tensor | 
     ),
     ids=short,
 )
-def test_pairs(activation, format, fp8, out, grad, dtype, f, ends, align, interleaved, rounding, by, amax, sums, device):
+def test_pairs(
+    activation, format, fp8, out, grad, dtype, f, ends, align, interleaved, rounding, by, amax, sums, device
+):
     x = h_for(activation, 131, f, dtype, device)
     how = {"dtype": out, "grad_dtype": grad, "rounding": FORMATS[format].roundings[rounding]}
     how |= {"align": None if align is None else FORMATS[format].aligns[align], "interleaved": interleaved}

@@ -33,7 +33,8 @@ MOE_DEVICE uint32_t& word_of(Stage<kOutputs>& stage, int output, int j) {
       .w[threadIdx.x / kVecs];
 }
 
-// Sums the four lanes' sums of kStep features from feature `first` of their vector on, and stores them.
+// Sums the four lanes' sums of kStep features from feature `first` of their vector on, and stores them. chunk -1: does
+// not store them.
 template <int kStep, int kProjections>
 MOE_DEVICE void store_sums(const GradientsPlan& p, int chunk, int first, const float (&sums)[kProjections][kStep]) {
   constexpr int kStride = kVecs;  // between these lanes
@@ -43,7 +44,7 @@ MOE_DEVICE void store_sums(const GradientsPlan& p, int chunk, int first, const f
 #pragma unroll
   for (int i = 0; i < kProjections; ++i)
     sum[i] = reduce_scatter_step<kStride, kLanes, LaneOrder::kNearFirst>(sums[i], threadIdx.x, SumF32{});
-  if (vec >= p.vecs || rank >= kStep) return;
+  if (vec >= p.vecs || rank >= kStep || chunk < 0) return;
   float* const to = p.partial_sums +
                     (chunk * p.gradients.h.F + vec * kFeatures + first + j) * kProjections;
   if constexpr (kProjections == 2) *reinterpret_cast<Vec8*>(to) = {{as_bits(sum[0]), as_bits(sum[1])}};
@@ -51,9 +52,10 @@ MOE_DEVICE void store_sums(const GradientsPlan& p, int chunk, int first, const f
 }
 
 // Computes and casts the rows of a chunk. Out-of-range rows and vectors repeat the last ones: no branch.
+// `summed` of the rows belong to the sums of dh, which are stored for this chunk if there are any.
 template <class T, class G, bool kSums>
-MOE_DEVICE void cast_rows(const GradientsPlan& p, const ChunkRows& rows, [[maybe_unused]] int chunk,
-                          Stage<G::kOutputs>& stage) {
+MOE_DEVICE void cast_rows(const GradientsPlan& p, const ChunkRows& rows, [[maybe_unused]] int summed,
+                          [[maybe_unused]] int chunk, Stage<G::kOutputs>& stage) {
   constexpr int kProjections = G::kProjections, kOutputs = G::kOutputs, kStep = column_pass_features(G::kLight);
   using Multipliers = std::conditional_t<kStep == 4, Vec16, Vec8>;
   const int F = int(p.gradients.h.F), v = Min{}(int(blockIdx.x * kVecs + threadIdx.x % kVecs), p.vecs - 1);
@@ -88,7 +90,7 @@ MOE_DEVICE void cast_rows(const GradientsPlan& p, const ChunkRows& rows, [[maybe
           const auto scaled = [&](int i) { return rounded(i) * multiplier; };
           if constexpr (kSums)
             if (output < kProjections) {
-              const int valid_rows = rows.count - int(threadIdx.x / kVecs) * kLaneRows;
+              const int valid_rows = summed - int(threadIdx.x / kVecs) * kLaneRows;
               const auto value = [&](int i) { return i < valid_rows ? rounded(i) : 0.f; };
               sums[output][j] = (value(0) + value(1)) + (value(2) + value(3));
             }
@@ -97,11 +99,20 @@ MOE_DEVICE void cast_rows(const GradientsPlan& p, const ChunkRows& rows, [[maybe
                                     : cast4<kNativeE4M3>(scaled(0), scaled(1), scaled(2), scaled(3));
         }
       }
-      if constexpr (kSums) store_sums<kStep, kProjections>(p, chunk, first, sums);
+      if constexpr (kSums) store_sums<kStep, kProjections>(p, summed > 0 ? chunk : -1, first, sums);
 #pragma unroll
       for (int i = 0; i < kLaneRows; ++i) g[i].template advance<kStep>();
     }
   });
+}
+// Shuffles take whole waves. If a wave has two rows of threads, and one of them has no rows, it computes the rows of
+// the other one: nothing of them is summed, and what they leave in the stage is cleared or not stored.
+template <bool kSums>
+constexpr bool kSharesWave = kSums && kWarpSize > kLanes;
+MOE_DEVICE ChunkRows rows_for_wave(const ChunkRows& rows) {
+  const int other[] = {shfl_xor(rows.group, kWarpSize / 2), shfl_xor(rows.row, kWarpSize / 2),
+                       shfl_xor(rows.count, kWarpSize / 2)};
+  return rows.count > 0 ? rows : ChunkRows{other[0], other[1], other[2], 0};
 }
 // Writes zeros where the chunk has no rows.
 template <int kOutputs>
@@ -146,9 +157,12 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kColumnThreads, kColumnPassBlocks)
 #pragma unroll 1
     for (int line = 0; line < kLines; ++line) {
       const int at = first + line * kLine + threadIdx.y * kChunkRows;
-      if (at >= int(p.quantize_dh.positions)) break;
-      const ChunkRows rows = p.chunks[at / kChunkRows];
-      if (rows.count > 0) cast_rows<T, typename decltype(type)::Type, kSums>(p, rows, at / kChunkRows, stage[line]);
+      const bool inside = at < int(p.quantize_dh.positions);
+      if (!kSharesWave<kSums> && !inside) break;
+      const ChunkRows rows = inside ? p.chunks[at / kChunkRows] : ChunkRows{};
+      const ChunkRows computed = kSharesWave<kSums> ? rows_for_wave(rows) : rows;
+      if (computed.count > 0)
+        cast_rows<T, typename decltype(type)::Type, kSums>(p, computed, rows.count, at / kChunkRows, stage[line]);
       if (rows.count < kChunkRows) clear_padding<kOutputs>(rows, stage[line]);
     }
   });

@@ -3,10 +3,12 @@
 // out[e, n] = sum over the rows r of group e of RN32(score of r * x[row of r, n])
 //
 // Row r is row r of x, or a row taken by index, and its score is its own or that of its slot. An index that is no slot
-// gives a row of +0. x has any row stride; out [E, N] is float32 and contiguous. Sums are in float32, in one order on every
-// device. It depends on the places of rows in their group alone: fours of neighbours are added, (a + b) + (c + d), then
-// fours of these sums, until each is the sum of 256 rows. Rows behind the group's last are +0. The sums of 256 rows are
-// added from +0, one after the other. Every NaN is the quiet one without a sign. offs are not trusted.
+// gives a row of +0. x has any row stride; out [E, N] is float32 and contiguous. offs are not trusted.
+//
+// Sums are in float32, in one order on every device. It depends on the places of rows in their group alone: fours of
+// neighbours are added, (a + b) + (c + d), then fours of these sums, until each is the sum of 256 rows. Rows behind the
+// group's last are +0. The sums of 256 rows are added from +0, one after the other. Every NaN is the quiet one without
+// a sign.
 #pragma once
 #include <cstdint>
 
