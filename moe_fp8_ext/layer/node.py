@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.layer.adapter import Adapted
-from moe_fp8_ext.layer.bias import rows_of_bias, sum_of_groups
+from moe_fp8_ext.layer.bias import gradient_of_weighted, part_of_dscores
 from moe_fp8_ext.layer.linear import ExpertLinear
 from moe_fp8_ext.layer.source import Chunk, Source
 from moe_fp8_ext.layer.weight_gradients import DOWN, UP, DelayedWgrads, WeightGradients
@@ -24,7 +24,6 @@ from moe_fp8_ext.quantization.recipe import Recipe
 from moe_fp8_ext.training.watch import LayerWatch, watched
 
 _combine = torch.ops.moe_fp8.combine.default
-_combine_backward = torch.ops.moe_fp8.combine_backward.default
 
 
 class Call(NamedTuple):
@@ -295,10 +294,11 @@ def _backward_of_chunk(
             rows=call.needs_x,
             tokens=up.needs_weight,
             a=down.needs_weight,
-            dh=up.needs_bias or up.adapter is not None,
+            dh=up.adapter is not None,
             a_values=down.needs_A,
+            db=up.needs_bias,
         )
-        dh, dh_t, a_t, dh_values, dscores, a = engine.gradients(da, of, groups, wanted)
+        dh, dh_t, a_t, dh_values, dscores, a, db_up = engine.gradients(da, of, groups, wanted)
         if down.needs_A:
             dA_down = down.adapter.down_dA(v_down, a, of_down, slots)
         if watch is not None:
@@ -306,13 +306,14 @@ def _backward_of_chunk(
     if down.needs_weight:
         weights.add(DOWN, dy_t, a_t, groups)
     if b_down is not None and (call.needs_scores or down.needs_bias):
-        dy, of_bias = _bias_backward(engine.values(dout), b_down, scores, groups, p, call.needs_scores)
-        dscores = dscores.view(of_bias.shape) + of_bias if call.needs_scores else None
-        db_down = sum_of_groups(dy, groups.offs) if down.needs_bias else None
+        values = engine.values(dout)
+        if down.needs_bias:
+            db_down = gradient_of_weighted(values, scores, groups)
+        if call.needs_scores:
+            of_bias = part_of_dscores(values, b_down, scores, groups)
+            dscores = dscores.view(of_bias.shape) + of_bias
     if call.needs_scores:
         dscores = give_back(dscores.view(groups.inverse.shape))
-    if up.needs_bias:
-        db_up = sum_of_groups(dh_values, groups.offs)
     if up.adapter is not None and call.needs_dh:
         v_up, dB_up = up.adapter.up_gradients(dh_values, of_up, slots, call.needs_x)
     if call.needs_x:
@@ -335,19 +336,6 @@ def _backward_of_chunk(
 def _in_bf16(*operands: Operand) -> Tensor | None:
     """Returns the first operand that holds rows in bfloat16, if any does."""
     return next((x.values for x in operands if x.values is not None and x.scale is None), None)
-
-
-def _bias_backward(
-    grad: Tensor, bias: Tensor, scores: Tensor | None, groups: Groups, rows: int, needs_scores: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of the rows that the down projection's bias was added to, and the bias's part of dscores.
-
-    For `combine` the bias is a part of y.
-    """
-    if groups.inverse is None:
-        return grad, None
-    y = rows_of_bias(bias, groups.offs, rows, grad.dtype) if needs_scores else None
-    return _combine_backward(grad, y, scores, groups.inverse, rows)
 
 
 def _once(make: Callable[[Tensor], Operand]) -> Callable[[Tensor], Operand]:

@@ -27,6 +27,7 @@ from moe_fp8_ext.quantization.recipe import Recipe
 _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default
 _add_bias = torch.ops.moe_fp8.add_bias.default
+_sum_groups = torch.ops.moe_fp8.sum_groups.default
 _activate_backward = torch.ops.moe_fp8.activate_backward.default
 _quantize_activated_backward = torch.ops.moe_fp8.quantize_activated_backward.default
 _quantize_activated_backward_rows = torch.ops.moe_fp8.quantize_activated_backward_rows.default
@@ -76,6 +77,7 @@ class Wanted(NamedTuple):
     a: bool
     dh: bool
     a_values: bool = False
+    db: bool = False
 
 
 class Gradients(NamedTuple):
@@ -85,6 +87,7 @@ class Gradients(NamedTuple):
     dh: Tensor | None  # in bfloat16
     dscores: Tensor  # [P], as scores
     a_values: Tensor | None = None  # scores * a in bfloat16
+    db: Tensor | None = None  # sums of dh by group, [E, 2F] or [E, F] in float32
 
 
 class Bf16Engine:
@@ -189,7 +192,8 @@ class Bf16Engine:
         _, of_a = self.rows(a, groups.in_place, tokens=wanted.a)
         a = a if wanted.a_values else None  # frees memory for the operands of dh
         rows, tokens = self.rows(dh, groups.in_place, wanted.rows, wanted.tokens, gradient=True)
-        return Gradients(rows, tokens, of_a, dh if wanted.dh else None, dscores, a)
+        db = _sum_groups(dh, groups.offs, None, None, None) if wanted.db else None
+        return Gradients(rows, tokens, of_a, dh if wanted.dh else None, dscores, a, db)
 
 
 class Fp8Engine(Bf16Engine):
@@ -299,29 +303,30 @@ class Fp8Engine(Bf16Engine):
     def gradients(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
         if wanted.rows and not wanted.tokens:
             return self._gradients_along_rows(da, of, groups, wanted)
-        if wanted != Wanted(rows=True, tokens=True, a=True, dh=False):
+        if wanted._replace(db=False) != Wanted(rows=True, tokens=True, a=True, dh=False):
             return super().gradients(da, of, groups, wanted)
         h, scores, activation, interleaved = of
         format, dtype, rounding = self.rule(gradient=False)
         dtypes = dtype, self.rule(gradient=True)[1]
-        how = self.recipe.align, *dtypes, rounding, self.recipe.amax_of_groups
-        q, scale, q_t, scale_t, a_q_t, a_scale_t, ends, dscores = _quantize_activated_backward(
+        how = self.recipe.align, *dtypes, rounding, self.recipe.amax_of_groups, wanted.db
+        q, scale, q_t, scale_t, a_q_t, a_scale_t, ends, dscores, db = _quantize_activated_backward(
             da, h.values, activation, format, groups.offs, scores, h.scale, groups.indices, interleaved, *how
         )
         rows, tokens, of_a = Operand(q, scale), Operand(q_t, scale_t, ends), Operand(a_q_t, a_scale_t, ends)
-        return Gradients(rows, tokens, of_a, None, dscores)
+        return Gradients(rows, tokens, of_a, None, dscores, db=db if wanted.db else None)
 
     def _gradients_along_rows(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
         """Computes `gradients` for a weight that has none. What is also wanted of dh and a comes in bfloat16."""
         h, scores, activation, interleaved = of
         format, dtype, rounding = self.rule(gradient=True)
-        how = interleaved, wanted.dh, wanted.a or wanted.a_values, dtype, rounding
+        how = interleaved, wanted.dh or wanted.db, wanted.a or wanted.a_values, dtype, rounding
         q, scale, dh, a, dscores = _quantize_activated_backward_rows(
             da, h.values, activation, format, groups.offs, scores, h.scale, groups.indices, *how
         )
         _, of_a = self.rows(a, groups.in_place, tokens=wanted.a)
+        db = _sum_groups(dh, groups.offs, None, None, None) if wanted.db else None
         dh, a = dh if wanted.dh else None, a if wanted.a_values else None
-        return Gradients(Operand(q, scale), NOTHING, of_a, dh, dscores, a)
+        return Gradients(Operand(q, scale), NOTHING, of_a, dh, dscores, a, db)
 
     def _is_smaller(self, x: Tensor, groups: Groups) -> bool:
         """Returns whether x takes less memory than its copy along tokens. Symbolic sizes: whether for all values."""

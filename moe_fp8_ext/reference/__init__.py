@@ -17,6 +17,7 @@ from .activations import (
     quantize_activated,
     quantize_activated_backward,
     quantize_activated_backward_rows,
+    sum_groups,
 )
 from .dequantization import dequantize, exact_values
 from .gemm import add_scaled_grouped_mm, grouped_mm, scaled_grouped_mm
@@ -45,5 +46,41 @@ from .tokens import (
     unpermute,
 )
 
-# Every op, and what tests call beside the ops.
-__all__ = sorted([*_OPS, "exact_values", "group_bounds", "grouped_mm"])
+__all__ = [
+    "activate",
+    "activate_backward",
+    "add_bias",
+    "add_scaled_grouped_mm",
+    "choose_experts",
+    "choose_experts_backward",
+    "combine",
+    "combine_backward",
+    "dequantize",
+    "exact_values",
+    "expand_scales",
+    "group_bounds",
+    "grouped_mm",
+    "pack_tokens",
+    "pad_token_groups",
+    "pad_token_groups_to",
+    "permute_indices",
+    "permute_pad",
+    "permute_quantized",
+    "quantize_activated",
+    "quantize_activated_backward",
+    "quantize_activated_backward_rows",
+    "quantize_and_pack",
+    "quantize_both",
+    "quantize_rows",
+    "quantize_tokens",
+    "quantize_weight",
+    "scaled_grouped_mm",
+    "sort_tokens",
+    "sum_groups",
+    "swizzle_scales",
+    "tokens_by_rank",
+    "transpose_weight",
+    "unpad_token_groups",
+    "unpermute",
+    "unswizzle_scales",
+]
