@@ -131,21 +131,17 @@ Results<1> add_bias_op(const Tensor& x, const Tensor& bias, const Tensor& offs) 
 
 Results<1> sum_groups_op(const Tensor& x, const Tensor& offs, const std::optional<Tensor>& scores,
                          const std::optional<Tensor>& indices, std::optional<int64_t> top_k) {
-  constexpr const Argument &kX = argument(kSumGroups, "x"), &kOffs = argument(kSumGroups, "offs"),
-                           &kScores = argument(kSumGroups, "scores"), &kIndices = argument(kSumGroups, "indices");
-  check(kX, x);
   check_both_or_none(kSumGroups, "indices", indices.has_value(), "top_k", top_k.has_value());
   SumGroupsParams p = {x.data};
   p.rows = x.sizes[0];
   if (indices) {
-    p.index = check_indices(kIndices, *indices, x, x.sizes[0], *top_k);
+    p.index = check_indices(kSumGroups, *indices, x.sizes[0], *top_k);
     p.index.at = ints(*indices);
     p.rows = indices->sizes[0];
   }
-  check_offs(kOffs, offs, x, p.rows);
+  validate_offs(kSumGroups, offs, p.rows);
   if (scores) {
-    check(kScores, *scores, x);
-    check_size(kScores, *scores, 0, indices ? x.sizes[0] * *top_k : p.rows);
+    check_size({kSumGroups, "scores"}, *scores, 0, indices ? x.sizes[0] * *top_k : p.rows);
     p.scores = scores->as<float>();
   }
   const Call call(kSumGroups, "x", x);

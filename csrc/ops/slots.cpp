@@ -25,10 +25,6 @@ Results<1> combine_op(const Tensor& y, const Tensor& inverse, const std::optiona
 Results<2> combine_backward_op(const Tensor& grad, const std::optional<Tensor>& y,
                                const std::optional<Tensor>& topk_scores, const Tensor& inverse, int64_t num_rows,
                                bool keep_grad_y) {
-  constexpr const Argument &kGrad = argument(kBackward, "grad"), &kY = argument(kBackward, "y"),
-                           &kInverse = argument(kBackward, "inverse"), &kScores = argument(kBackward, "topk_scores");
-  check(kGrad, grad);
-  check(kInverse, inverse, grad);
   const int64_t T = inverse.sizes[0], top_k = inverse.sizes[1], P = num_rows, K = grad.sizes[1];
   if (grad.sizes[0] != T) fail(kBackward, ": grad must have the ", T, " rows of inverse, got ", grad.sizes[0]);
   if (topk_scores) check_sizes({kBackward, "topk_scores"}, *topk_scores, inverse.sizes, 2);
@@ -38,8 +34,8 @@ Results<2> combine_backward_op(const Tensor& grad, const std::optional<Tensor>& 
     const int64_t sizes[] = {P, K};
     check_sizes({kBackward, "y"}, *y, sizes, 2);
   }
-  validate_range(kInverse, inverse, P, "rows of y");
-  if (keep_grad_y) validate_distinct(kInverse, inverse);
+  validate_range({kBackward, "inverse"}, inverse, P, "rows of y");
+  if (keep_grad_y) validate_distinct({kBackward, "inverse"}, inverse);
   const Call call(kBackward, "grad", grad);
   const int32_t scores_dtype = topk_scores ? topk_scores->dtype : kFloat32;
   Handle grad_y = call.empty({keep_grad_y ? P : 0, K}, grad.dtype);

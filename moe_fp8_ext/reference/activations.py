@@ -207,23 +207,22 @@ def activate_backward(grad, h, activation, scores, h_scale, format, indices, int
 
 @of_op
 def quantize_activated_backward(
-    grad: Tensor,
-    h: Tensor,
-    activation: str,
-    format: str,
-    *,
-    offs: Tensor,
-    scores: Tensor | None = None,
-    h_scale: Tensor | None = None,
-    indices: Tensor | None = None,
-    interleaved: bool = False,
-    align: int | None = None,
-    dtype: torch.dtype | None = None,
-    grad_dtype: torch.dtype | None = None,
-    rounding: str | None = None,
-    amax: str = "group",
-    sum_grad_h: bool = False,
-) -> tuple[Tensor, ...]:
+    grad,
+    h,
+    activation,
+    format,
+    offs,
+    scores,
+    h_scale,
+    indices,
+    interleaved,
+    align,
+    dtype,
+    grad_dtype,
+    rounding,
+    amax,
+    sum_grad_h,
+):
     """quantize_both of grad_h, the first two outputs of quantize_tokens of scores * a, padded_offs, grad_scores.
 
     Then the sums of grad_h, without groups unless they are asked for.
