@@ -9,9 +9,9 @@ sequences of 4,096 tokens for each GPU. An expert then sees as many rows as with
 times as many GPUs. A step has 65,536 tokens for each GPU, as a batch of 4 million tokens has on 64 GPUs.
 
 It needs megatron-core 0.16.1, and neither TransformerEngine nor APEX. Then a part of Megatron is slower than where they
-are installed, for all kinds alike: norms and AdamW. Two parts are replaced, for all kinds alike too: torch's attention
-is in place of Megatron's unfused one, and with dispatcher "alltoall", `mcore_permute.py` is in place of the fused
-permutations of TransformerEngine, which `moe_permute_fusion` turns on. Gradients go through Megatron's DDP with
+are installed, for all kinds alike: rotary embeddings and AdamW. Two parts are replaced, for all kinds alike too.
+torch's attention is in place of Megatron's unfused one. With dispatcher "alltoall", `mcore_permute.py` is in place of
+TransformerEngine's fused permutations, which `moe_permute_fusion` turns on. Gradients go through Megatron's DDP with
 overlapped reduction and its distributed optimizer.
 """
 
@@ -40,6 +40,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -154,7 +155,7 @@ class Run:
         spec = layer_spec(kind, config.num_moe_experts)
         with self.on_cpu():
             model = GPTModel(config, spec, VOCABULARY, context, **places)
-        model = model.cuda() if gpu else model
+        model = Float16Module(config, model.cuda() if gpu else model)  # norms in BF16 too, as Megatron trains them
         of_ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=True
         )
@@ -296,7 +297,12 @@ def profile_table(runs: list[dict]) -> str:
 
 
 def train(rank: int, args: argparse.Namespace, kind: str, folder: Path) -> None:
-    """Measures a kind in the processes of one group, one for each GPU. The first one writes the result."""
+    """Measures a kind in the processes of one group, one for each GPU. The first one writes the result.
+
+    Processes of all kinds start at once, because imports take long. Each waits for its turn before it uses a GPU.
+    """
+    while not (folder / "turn").exists():
+        time.sleep(0.1)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     rendezvous = f"file://{folder}/rendezvous"
@@ -337,20 +343,26 @@ def main() -> None:
     )
     earlier = json.loads(args.out.read_text()) if args.out and args.out.exists() else []
     runs: list[dict] = []
-    for kind in args.kinds.split(","):
-        with TemporaryDirectory() as folder:
-            where = args, kind, Path(folder)
+    with TemporaryDirectory() as folder:
+        places = {kind: Path(folder) / kind for kind in args.kinds.split(",")}
+        for place in places.values():
+            place.mkdir()
+        options = dict(nprocs=args.gpus, join=False, daemon=True)
+        started = {kind: start_processes(train, (args, kind, place), **options) for kind, place in places.items()}
+        for kind, place in places.items():
+            (place / "turn").touch()
             try:
-                start_processes(train, where, args.gpus, start_method="spawn")
+                while not started[kind].join():
+                    pass
             except (ProcessExitedException, ProcessRaisedException) as error:  # other kinds may have enough memory
                 print(f"{kind}: {error}", flush=True)
                 continue
-            runs.append(json.loads((Path(folder) / "result.json").read_text()))
-        print(table(runs), flush=True)
-        if args.profile:
-            print(profile_table(runs), flush=True)
-        if args.out:
-            args.out.write_text(json.dumps([*earlier, of_all | {"runs": runs}], indent=1) + "\n")
+            runs.append(json.loads((place / "result.json").read_text()))
+            print(table(runs), flush=True)
+            if args.profile:
+                print(profile_table(runs), flush=True)
+            if args.out:
+                args.out.write_text(json.dumps([*earlier, of_all | {"runs": runs}], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -92,18 +92,18 @@ def events_of(step: Callable[[], object], device: torch.device) -> list[Function
 
 
 def microseconds(events: list[FunctionEvent]) -> dict[str, float]:
-    """Microseconds of each part. They add up to `total`."""
+    """Microseconds of each part. They add up to `total`, but for the resolution of the profiler."""
     return _summed(events, assigned(events), PARTS)
 
 
-def ops_of(events: list[FunctionEvent], part: str, number: int) -> dict[str, float]:
-    """Microseconds of the ops that take most of a part."""
+def ops_of(events: list[FunctionEvent], number: int) -> dict[str, dict[str, float]]:
+    """Microseconds of the ops that take most of each part."""
     found = assigned(events)
-    on_gpu, us = any(event.kernels for event in found), Counter()
-    for event in found:
-        if found[event] == part:
-            us[event.name] += _own(event, on_gpu)
-    return dict(us.most_common(number))
+    on_gpu = any(event.kernels for event in found)
+    us: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
+    for event, part in found.items():
+        us[part or REST][event.name] += _own(event, on_gpu)
+    return {part: dict(ops.most_common(number)) for part, ops in us.items()}
 
 
 def assigned(events: list[FunctionEvent]) -> dict[FunctionEvent, str | None]:
@@ -152,7 +152,8 @@ def _summed(
     on_gpu, us = any(event.kernels for event in kind_of), Counter()
     for event, kind in kind_of.items():
         us[kind or REST] += _own(event, on_gpu)
-    us[REST] += total(events) - us.total()  # kernels that no op launched
+    # Kernels that no op launched. On an H200 the kernels of ops are up to 0.03% more than those of the device.
+    us[REST] += max(0.0, total(events) - us.total())
     return {kind: us[kind] for kind in order if us[kind]}
 
 

@@ -43,14 +43,14 @@ class Cut(NamedTuple):
 
 
 CUTS = {
-    "Qwen3-30B-A3B": Cut(4),
-    "Qwen3-235B-A22B": Cut(4, experts=16),
-    "GPT-OSS-20B": Cut(4),
+    "Qwen3-30B-A3B": Cut(8),
+    "Qwen3-235B-A22B": Cut(6, experts=16),
+    "GPT-OSS-20B": Cut(6),
     "DeepSeek-V3": Cut(3, experts=32),
     "Mixtral-8x7B": Cut(4),
 }
 SEQUENCES, CONTEXT = {"cuda": 4, "cpu": 2}, {"cuda": 4096, "cpu": 32}
-OPS = 12  # of the experts, that the results name
+OPS = 10  # of each part, that the results name
 WARM, REPEATS, STEPS = 2, 3, {"cuda": 3, "cpu": 1}  # steps before the first repeat; repeats; steps of a repeat
 
 
@@ -102,16 +102,20 @@ def seconds_of(step: Callable[[], None], steps: int, device: torch.device) -> fl
     return (time.perf_counter() - began) / steps
 
 
-def profiled(trainer: Trainer, implementation: str, device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
-    """Microseconds of each part of a step, and of the ops that take most of the experts' part. Raises if the step did
-    not run the experts that it was asked to."""
+def profiled(trainer: Trainer, implementation: str, device: torch.device) -> dict[str, dict]:
+    """Microseconds of each part of a step, and of the ops that take most of each part. Raises if the step did not run
+    the experts that it was asked to."""
     with waterfall.marked(waterfall.parts_of(trainer.model)):
         events = waterfall.events_of(partial(trainer.step, implementation), device)
     ours = any(event.name.startswith("moe_fp8::scaled_grouped_mm") for event in events)
     if ours != (implementation != hf_models.BASELINE):
         raise RuntimeError(f"{implementation} ran {'' if ours else 'no '}products of this package")
-    found = waterfall.microseconds(events), waterfall.ops_of(events, waterfall.EXPERTS, OPS)
-    return tuple({name: round(us, 1) for name, us in of_step.items()} for of_step in found)
+    us, of_ops = waterfall.microseconds(events), waterfall.ops_of(events, OPS)
+    return {"us": rounded(us), "us_of_ops": {part: rounded(ops) for part, ops in of_ops.items()}}
+
+
+def rounded(us: dict[str, float]) -> dict[str, float]:
+    return {name: round(time, 1) for name, time in us.items()}
 
 
 def measure(name: str, cut: Cut, sequences: int, device: torch.device) -> dict:
@@ -134,8 +138,7 @@ def measure(name: str, cut: Cut, sequences: int, device: torch.device) -> dict:
             seconds[implementation].append(seconds_of(step, STEPS[device.type], device))
             if device.type == "cuda":
                 peaks[implementation] = max(peaks.get(implementation, 0), torch.cuda.max_memory_allocated())
-    profiles = [profiled(trainer, implementation, device) for implementation in IMPLEMENTATIONS]
-    us, of_experts = (dict(zip(IMPLEMENTATIONS, times, strict=True)) for times in zip(*profiles, strict=True))
+    profiles = {implementation: profiled(trainer, implementation, device) for implementation in IMPLEMENTATIONS}
     in_layers = sum(p.numel() for p in model.base_model.layers.parameters())
     return dict(
         step=[*size],
@@ -144,8 +147,7 @@ def measure(name: str, cut: Cut, sequences: int, device: torch.device) -> dict:
         losses=losses,
         seconds=seconds,
         peak_bytes=peaks,
-        us=us,
-        us_of_experts=of_experts,
+        **{key: {name: profiles[name][key] for name in IMPLEMENTATIONS} for key in ("us", "us_of_ops")},
     )
 
 

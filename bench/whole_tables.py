@@ -88,7 +88,7 @@ def text(result: dict | None, layer_gains: dict[tuple[int, ...], float], picture
     rows = measured(result)
     if not rows:
         return f"Not measured yet: `python bench/whole_models.py --out bench/results/{tables.WHOLE}` fills this part."
-    made = [_speeds(result, rows), _ceilings(rows, layer_gains), picture, _waterfalls(rows)]
+    made = [_speeds(result, rows), _ceilings(rows, layer_gains), picture, _waterfalls(rows), _attention(rows)]
     missing = [f"{cut(row)}: {row['out_of_memory']}" for row in result["rows"] if "out_of_memory" in row]
     return "\n\n".join(filter(None, [*made, *missing]))
 
@@ -172,3 +172,14 @@ def _waterfalls(rows: list[dict]) -> str:
             step = f"{median(row['seconds'][name]) * 1e3:.1f}"
             body.append([label(row), NAMES.get(name, f"`{name}`"), step, *cells])
     return f"{textwrap.fill(said, 120)}\n\n{_table(body, ['model', 'experts by', 'step', *order], 2)}"
+
+
+def _attention(rows: list[dict]) -> str:
+    """The kernels of attention that torch chose, by model."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        ops = row.get("us_of_ops", {}).get(baseline_of(row), {}).get("attention", {})
+        for op in (op for op, us in ops.items() if us and "attention" in op and op.endswith("backward")):
+            names.setdefault(op.removeprefix("aten::"), []).append(row["model"])
+    said = "; ".join(f"`{op}` in {', '.join(models)}" for op, models in names.items())
+    return textwrap.fill(f"The backward of attention is {said}.", 120) if names else ""

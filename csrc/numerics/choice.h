@@ -20,8 +20,8 @@ MOE_HD float softmax_term(float logit, float max_logit) {
   return distance == distance ? power : distance;
 }
 
-// log(1 + p) for p in [0, 1]. It is 2 atanh(u / 2) with u = p / (1 + p / 2), which has a series in u^2. The terms beyond
-// the first eight are less than 2e-9 of the sum. No intermediate that matters is subnormal if p is not.
+// log(1 + p) for p in [0, 1]. It is 2 atanh(u / 2) with u = p / (1 + p / 2), which has a series in u^2. The terms
+// beyond the first eight are less than 2e-9 of the sum. No intermediate that matters is subnormal if p is not.
 MOE_HD float log_one_plus(float p) {
   constexpr float kC1 = 1.f / (3 * 4), kC2 = 1.f / (5 * 16), kC3 = 1.f / (7 * 64), kC4 = 1.f / (9 * 256),
                   kC5 = 1.f / (11 * 1024), kC6 = 1.f / (13 * 4096), kC7 = 1.f / (15 * 16384);

@@ -201,12 +201,13 @@ Results<sizeof...(Handles)> results(Handles&... handles) { return {handles.relea
 
 // The tensors among the arguments of a call, in the order of the schema. Null: an optional one that is None.
 struct GivenTensors {
+  static constexpr int kMax = 8;
   void add(const Tensor& t) { at[count++] = &t; }
   void add(const std::optional<Tensor>& t) { at[count++] = t ? &*t : nullptr; }
   template <class T>
   void add(const T&) {}
 
-  const Tensor* at[8];
+  const Tensor* at[kMax];
   int count = 0;
 };
 
@@ -220,6 +221,10 @@ struct Boxed<op, check> {
   static void call(StableIValue* stack, uint64_t, uint64_t) { unbox(stack, std::index_sequence_for<Args...>()); }
 
  private:
+  template <class T>
+  static constexpr bool kIsTensor = std::is_same_v<T, Tensor> || std::is_same_v<T, std::optional<Tensor>>;
+  static_assert((0 + ... + kIsTensor<std::decay_t<Args>>) <= GivenTensors::kMax);
+
   template <size_t... i>
   static void unbox(StableIValue* stack, std::index_sequence<i...>) {
     std::tuple<Owner<std::decay_t<Args>>...> owners{Owner<std::decay_t<Args>>(stack[i])...};

@@ -21,6 +21,7 @@ from moe_fp8_ext.ops.activations import (
     quantize_activated,
     quantize_activated_backward,
     quantize_activated_backward_rows,
+    sum_groups,
 )
 from moe_fp8_ext.ops.dequantization import dequantize
 from moe_fp8_ext.ops.dispatch import bind as _bind
@@ -66,6 +67,7 @@ __all__ = [
     "scaled_grouped_mm",
     "sort_tokens",
     "spread_expert_columns",
+    "sum_groups",
     "swizzle_scales",
     "take_expert_columns",
     "tokens_by_rank",

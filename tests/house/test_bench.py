@@ -204,6 +204,8 @@ def whole_models(commit: str) -> dict:
     row |= {"parameters": 3_000_000, "parameters_in_layers": 2_000_000, "us": us}
     row["seconds"] = {"grouped_mm": [0.2, 0.21, 0.2], "moe_fp8_rowwise": [0.15, 0.15, 0.153]}
     row["peak_bytes"] = {"grouped_mm": 4e9, "moe_fp8_rowwise": 3e9}
+    of_attention = {"aten::mm": 9.0, "aten::_flash_attention_backward": 5.0, "aten::_x_attention_backward": 0.0}
+    row["us_of_ops"] = {"grouped_mm": {"attention": of_attention}}
     versions = {"torch": "2", "transformers": "5", "dirty": False, "date": "today"}
     return {"device": "a GPU", "commit": commit, "rows": [row], **versions}
 
@@ -253,6 +255,7 @@ def test_tables_of_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
     # same, and the optimizer is 25 / 3 times as long: (12 * 110 + 60 + 250) / (12 * 60 + 60 + 250).
     assert cells[1] == [name, "50%", "2.00 x", "1.60 x (4.00 x)", "1.33 x (2.00 x)", "1.58 x"]
     assert cells[2] == ["Qwen3-30B-A3B", "`grouped_mm`", "200.0", "100.0", "60.0", "30.0", "10.0"]
+    assert text.endswith("The backward of attention is `_flash_attention_backward` in Qwen3-30B-A3B.")
     assert cells[3] == ["Qwen3-30B-A3B", "rowwise", "150.0", "50.0", "60.0", "30.0", "10.0"]
 
 

@@ -37,7 +37,7 @@ def test_every_model_trains_with_every_implementation(bench, tmp_path, monkeypat
     result = json.loads((tmp_path / "out.json").read_text())
     assert [row["model"] for row in result["rows"]] == ["GPT-OSS-20B", "DeepSeek-V3"] and result["transformers"]
     for row in result["rows"]:
-        assert all([*row[key]] == [*bench.IMPLEMENTATIONS] for key in ("losses", "seconds", "us"))
+        assert all([*row[key]] == [*bench.IMPLEMENTATIONS] for key in ("losses", "seconds", "us", "us_of_ops"))
         assert all(len(seconds) == 2 for seconds in row["seconds"].values())
         # Logits of an untrained model are near zero, so every token is nearly as likely as another.
         assert all(abs(loss - torch.tensor(256.0).log().item()) < 0.2 for loss in row["losses"].values())

@@ -40,7 +40,8 @@ def check_graphs(rank: int) -> None:
             losses[name].append(run.step(batch)[0].item())
             if graphs and i == 0:
                 create_cudagraphs()  # Megatron's schedules do, which `Run` does not use
-        assert not graphs or all(layer.cudagraph_manager.cudagraph_runners for layer in run.ddp.module.decoder.layers)
+        layers = run.ddp.module.module.decoder.layers
+        assert not graphs or all(layer.cudagraph_manager.cudagraph_runners for layer in layers)
     torch.cuda.set_stream(torch.cuda.default_stream())
     first, *others = losses.values()
     assert first[-1] < first[0]

@@ -62,6 +62,8 @@ LOADS_VECTORS: dict[str, str | bool] = {
     "spread_expert_columns_kernel": "VectorAccess<BF16>",
     "sum_gradient_row_blocks_kernel": False,
     "sum_gradient_tiles_kernel": False,
+    "sum_partials_kernel": False,
+    "sum_rows_kernel": "VectorAccess<BF16>",
     "swizzle_scales_kernel": True,
     "take_expert_columns_kernel": "Vec16",
     "token_groups_kernel": False,
