@@ -326,6 +326,42 @@ def in_backward() -> Callable[[], bool]:
     return lambda: task() != -1
 
 
+class SymmetricMemory(NamedTuple):
+    """Memory that all ranks of a group can read and write, and the all-to-all that moves rows of it."""
+
+    backend: str | None
+    make: Callable[..., Tensor]  # of size, dtype, device and group; every rank calls it
+    dispatch: Callable[..., None]  # torch.ops.symm_mem.all_to_all_vdev_2d
+    combine: Callable[..., None]  # torch.ops.symm_mem.all_to_all_vdev_2d_offset
+
+
+@_choose(
+    "torch.distributed._symmetric_memory",
+    "experts behind the all-to-all of torch's symmetric memory",
+    None,
+    "integrations.symm_mem raises an error",
+)
+def symmetric_memory() -> Callable[[torch.device | str], SymmetricMemory]:
+    """The import is slow, and names are looked up in the call: torch may lack some of them."""
+    _expect(importlib.util.find_spec("torch.distributed._symmetric_memory") is not None)
+
+    def symmetric_memory(device: torch.device | str) -> SymmetricMemory:
+        import torch.distributed._symmetric_memory as memory
+
+        def make(size: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, group: object) -> Tensor:
+            made = memory.empty(size, dtype=dtype, device=device)
+            memory.rendezvous(made, group)
+            return made
+
+        names = "is_nvshmem_available", "get_backend", "empty", "rendezvous"
+        if not all(hasattr(memory, name) for name in names) or not memory.is_nvshmem_available():
+            return SymmetricMemory(None, make, None, None)
+        dispatch, combine = torch.ops.symm_mem.all_to_all_vdev_2d, torch.ops.symm_mem.all_to_all_vdev_2d_offset
+        return SymmetricMemory(memory.get_backend(torch.device(device)), make, dispatch, combine)
+
+    return symmetric_memory
+
+
 class WrapperSubclass(NamedTuple):
     """The tensor subclass of a weight that FSDP2 gathers in FP8."""
 

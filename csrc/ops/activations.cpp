@@ -1,13 +1,15 @@
 #include "activations/forward/add_bias.h"
 #include "activations/forward/quantize_activated.h"
 #include "activations/backward/quantize_activated_backward.h"
+#include "activations/backward/sum_groups.h"
 #include "ops/operands.h"
 #include "ops/quantize.h"
 
 namespace moe_fp8 {
 namespace {
 
-constexpr const char *kActivate = "activate", *kAddBias = "add_bias", *kQuantize = "quantize_activated",
+constexpr const char *kActivate = "activate", *kAddBias = "add_bias", *kSumGroups = "sum_groups",
+                     *kQuantize = "quantize_activated",
                      *kBackward = "activate_backward", *kQuantizeBackward = "quantize_activated_backward",
                      *kQuantizeBackwardRows = "quantize_activated_backward_rows";
 
@@ -89,6 +91,14 @@ GradientOutputs compute_gradients(const Call& call, const Tensor& grad, const Te
   MOE_FP8_RUN(call, activate_backward, p);
   return o;
 }
+void run_sum_groups(const Call& call, SumGroupsParams p) {
+  Handle scratch;
+  if (call.on_gpu()) {
+    scratch = call.empty({partial_words(p)}, kFloat32);
+    p.scratch = data<float>(scratch);
+  }
+  MOE_FP8_RUN(call, sum_groups, p);
+}
 // Quantizes x, which has been computed, into new outputs.
 Outputs quantize_computed(const Call& call, QuantizeParams& p, const void* x) {
   p.x = x;
@@ -116,6 +126,33 @@ Results<1> add_bias_op(const Tensor& x, const Tensor& bias, const Tensor& offs) 
   Handle out = call.empty({x.sizes[0], x.sizes[1]}, x.dtype);
   const AddBiasParams p = {x.data, of_groups, data(out), x.sizes[0], x.sizes[1], x.strides[0], in_type(x)};
   MOE_FP8_RUN(call, add_bias, p);
+  return results(out);
+}
+
+Results<1> sum_groups_op(const Tensor& x, const Tensor& offs, const std::optional<Tensor>& scores,
+                         const std::optional<Tensor>& indices, std::optional<int64_t> top_k) {
+  check_both_or_none(kSumGroups, "indices", indices.has_value(), "top_k", top_k.has_value());
+  SumGroupsParams p = {x.data};
+  p.rows = x.sizes[0];
+  if (indices) {
+    p.index = check_indices(kSumGroups, *indices, x.sizes[0], *top_k);
+    p.index.at = ints(*indices);
+    p.rows = indices->sizes[0];
+  }
+  validate_offs(kSumGroups, offs, p.rows);
+  if (scores) {
+    check_size({kSumGroups, "scores"}, *scores, 0, indices ? x.sizes[0] * *top_k : p.rows);
+    p.scores = scores->as<float>();
+  }
+  const Call call(kSumGroups, "x", x);
+  p.offs = ints(offs);
+  p.E = int(offs.sizes[0]);
+  p.N = x.sizes[1];
+  p.x_stride = x.strides[0];
+  p.in = in_type(x);
+  Handle out = call.empty({p.E, p.N}, kFloat32);
+  p.out = data<float>(out);
+  run_sum_groups(call, p);
   return results(out);
 }
 
@@ -186,13 +223,13 @@ Results<3> activate_backward_op(const Tensor& grad, const Tensor& h, std::string
   return results(o.grad_h, o.a, grad_scores);
 }
 
-Results<8> quantize_activated_backward_op(const Tensor& grad, const Tensor& h, std::string_view activation,
+Results<9> quantize_activated_backward_op(const Tensor& grad, const Tensor& h, std::string_view activation,
                                           std::string_view format, const Tensor& offs,
                                           const std::optional<Tensor>& scores, const std::optional<Tensor>& h_scale,
                                           const std::optional<Tensor>& indices, bool interleaved,
                                           std::optional<int64_t> align, std::optional<int32_t> dtype,
                                           std::optional<int32_t> grad_dtype, std::optional<std::string_view> rounding,
-                                          std::string_view amax) {
+                                          std::string_view amax, bool sum_grad_h) {
   constexpr const char* kOp = kQuantizeBackward;
   QuantizeActivatedBackwardParams p = {};
   ActivateBackwardParams& gradients = p.gradients;
@@ -212,9 +249,12 @@ Results<8> quantize_activated_backward_op(const Tensor& grad, const Tensor& h, s
   if (grad_dtype) quantize_dh.out = check_fp8(call, kOp, grad_dtype, "grad_dtype");
   Handle grad_scores = call.empty({gradients.num_slots()}, kFloat32);
   gradients.dscores = data<float>(grad_scores);
+  Handle grad_bias = call.empty({sum_grad_h ? quantize_dh.E : 0, h.sizes[1]}, kFloat32);
+  if (sum_grad_h) p.dh_sums = data<float>(grad_bias);
   Outputs a, grad_h;
   const auto all_results = [&] {
-    return results(grad_h.q, grad_h.scale, grad_h.q_t, grad_h.scale_t, a.q_t, a.scale_t, a.padded_offs, grad_scores);
+    return results(grad_h.q, grad_h.scale, grad_h.q_t, grad_h.scale_t, a.q_t, a.scale_t, a.padded_offs, grad_scores,
+                   grad_bias);
   };
   if constexpr (kGpuBuild) {
     if (call.on_gpu() && can_quantize_activated_backward(p)) {
@@ -232,6 +272,9 @@ Results<8> quantize_activated_backward_op(const Tensor& grad, const Tensor& h, s
   values.a = {};  // freed before the outputs of grad_h are allocated
   quantize_dh.padded_offs = quantize_a.padded_offs;
   grad_h = quantize_computed(call, quantize_dh, gradients.dh);
+  if (sum_grad_h)
+    run_sum_groups(call, {gradients.dh, ints(offs), int(quantize_dh.E), p.dh_sums, nullptr, gradients.P, h.sizes[1],
+                          h.sizes[1], gradients.in, {}, nullptr});
   return all_results();
 }
 
@@ -277,6 +320,7 @@ Results<5> quantize_activated_backward_rows_op(
 
 MOE_FP8_REGISTER(activate)
 MOE_FP8_REGISTER(add_bias)
+MOE_FP8_REGISTER(sum_groups)
 MOE_FP8_REGISTER(quantize_activated)
 MOE_FP8_REGISTER(activate_backward)
 MOE_FP8_REGISTER(quantize_activated_backward)

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_fp8_ext import _torch
 from moe_fp8_ext._C import validates
 from moe_fp8_ext.distributed.dtensor import is_dtensor
-from moe_fp8_ext.distributed.exchange import CallMismatch, Exchange
-from moe_fp8_ext.distributed.plan import OP, Agreement, Ranks, StaticPlanner, named, refuse
+from moe_fp8_ext.distributed.exchange import Exchange
+from moe_fp8_ext.distributed.plan import OP, Agreement, CallMismatch, Ranks, StaticPlanner, named, refuse
 from moe_fp8_ext.layer.adapter import LoRA
 from moe_fp8_ext.layer.experts import Projection, layer_call
 from moe_fp8_ext.layer.node import Call, LayerFunction
@@ -183,9 +183,10 @@ class ExpertParallel:
             RuntimeError: as `moe_fp8_ext.experts`. Every other rank raises too if one rank raises before it sends its
                 tokens, or if the width of x, or which inputs ask for a gradient, differs between ranks. In mode
                 "static" this holds for the first call. In later calls the other ranks wait; if the rank goes on
-                instead, all ranks raise when its next messages arrive (on GPUs at the next `check`). The other ranks
-                also wait if memory for received rows, shared_experts or backward fails on one rank. With overflow
-                "raise", as `check`. While a CUDA graph is captured, in mode "exact" and in a first call.
+                instead, all ranks raise when its next messages arrive (on GPUs at the next `check`). If memory for
+                received rows, shared_experts or backward fails on one rank, all ranks raise in mode "static" (on GPUs
+                at the next `check`); in mode "exact" the other ranks wait. With overflow "raise", as `check`. While a
+                CUDA graph is captured, in mode "exact" and in a first call.
         """
         exchange = self._exchange
         if exchange.exact.side is not None and torch.cuda.is_current_stream_capturing():
@@ -203,13 +204,14 @@ class ExpertParallel:
             call, *inputs = layer_call(OP, x, topk_ids, topk_scores, *options)
             agreement = Agreement(self._signature(x, topk_ids, call), self._call)
             messages = exchange.prepare(inputs[0], topk_ids.contiguous(), inputs[1])
-        source = exchange.send(messages, agreement)
+        source = exchange.send(messages, agreement, (call.needs_scores, call.needs_x))
         del messages
         if not any(call.needs):
             exchange.has_ended_step = True
-        shared = None if shared_experts is None else shared_experts(x)
         try:
-            out = LayerFunction.apply(call, source, *inputs)
+            with source.completed():
+                shared = None if shared_experts is None else shared_experts(x)
+                out = LayerFunction.apply(call, source, *inputs)
         except CallMismatch as error:
             self._call = error.latest  # the same on all ranks, so that their next calls match
             raise
@@ -251,8 +253,8 @@ class ExpertParallel:
         `check`: once for every rank that a token was not sent to, and again in a forward that a checkpoint recomputes.
 
         Raises:
-            RuntimeError: tokens or slots of any rank were left out; or messages of another call arrived on any rank, or
-                ranks have made different numbers of calls.
+            RuntimeError: tokens or slots of any rank were left out; or, on GPUs, another message than the awaited one
+                arrived on any rank; or ranks have made different numbers of calls.
         """
         static = self._exchange.static
         tokens, slots = static.read_left_out() if static else (0, 0)
@@ -263,8 +265,9 @@ class ExpertParallel:
             mixed_up, most, fewest = static.read_mixed_up(self._call)
             self._call = most  # the same on all ranks, so that their next calls match
             if mixed_up or most != fewest:
-                got = f"call {mixed_up} met another one" if mixed_up else f"they have made {fewest} to {most} calls"
-                cause = "a rank probably raised before it sent its tokens, and went on"
+                made = f"they have made {fewest} to {most} calls"
+                got = f"another message arrived in place of the {mixed_up}" if mixed_up else made
+                cause = "a rank probably raised an error, and went on"
                 refuse(f"all ranks must be in the same call, but {got}; {cause}")
 
     def _check_last_step(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.layer.adapter import Adapted
-from moe_fp8_ext.layer.bias import rows_of_bias, sum_of_groups
+from moe_fp8_ext.layer.bias import gradient_of_weighted, part_of_dscores
 from moe_fp8_ext.layer.linear import ExpertLinear
 from moe_fp8_ext.layer.source import Chunk, Source
 from moe_fp8_ext.layer.weight_gradients import DOWN, UP, DelayedWgrads, WeightGradients
@@ -24,7 +24,6 @@ from moe_fp8_ext.quantization.recipe import Recipe
 from moe_fp8_ext.training.watch import LayerWatch, watched
 
 _combine = torch.ops.moe_fp8.combine.default
-_combine_backward = torch.ops.moe_fp8.combine_backward.default
 
 
 class Call(NamedTuple):
@@ -38,6 +37,7 @@ class Call(NamedTuple):
     dtype: torch.dtype | None  # torch.autocast's if it is on, else None
     experts: int
     features: int  # F, the width of an activation
+    arrived: bool  # whether x came quantized, so that its values before are not known
     needs_x: bool
     needs_scores: bool
     up: ExpertLinear
@@ -131,6 +131,8 @@ class SavedChunk(NamedTuple):
 
 
 class LayerFunction(torch.autograd.Function):
+    """An integration may set `failed` of a node: backward calls it with an error that it is about to raise."""
+
     @staticmethod
     def forward(ctx, call, source, *inputs):
         inputs, engine = Inputs(*inputs), engine_of(call.recipe, call.rounding)
@@ -142,7 +144,8 @@ class LayerFunction(torch.autograd.Function):
             w_up, up_t = up.operands(engine, call.dtype, transposed=call.needs_x)  # tokens may still travel
             w_down, down_t = down.operands(engine, call.dtype, transposed=call.needs_da)
             watches = watched(engine, up.weight, down.weight)
-            watch = ctx.watch = None if watches is None else LayerWatch(*watches, call, inputs.x)
+            sent = None if call.arrived else inputs.x
+            watch = ctx.watch = None if watches is None else LayerWatch(*watches, call, sent)
             given_back, kept = [], []
             for i, chunk in enumerate(source.chunks(inputs.x, inputs.scores)):
                 out, saved = _forward(engine, call, chunk, up, w_up, down, w_down, watch)
@@ -155,22 +158,32 @@ class LayerFunction(torch.autograd.Function):
         ctx.save_for_backward(*layer, *of_source, *chain.from_iterable(kept))
         ctx.call = call.static()
         ctx.source, ctx.num_of_source = source.static(), len(of_source)
-        ctx.dtypes = inputs.dtypes()
+        ctx.dtypes, ctx.failed = inputs.dtypes(), None
         return cast(out, inputs.x.dtype)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dout):
-        saved = ctx.saved_tensors  # not below autograd: here `checkpoint` recomputes forward, with gradients
-        of_layer, of_chunk = len(SavedLayer._fields), len(SavedChunk._fields)
-        first = of_layer + ctx.num_of_source
-        layer, source = SavedLayer(*saved[:of_layer]), ctx.source.restored(saved[of_layer:first])
-        kept = [SavedChunk(*saved[at : at + of_chunk]) for at in range(first, len(saved), of_chunk)]
-        with below_autograd():
-            if ctx.watch is not None:
-                ctx.watch.sent = dout
-            grads = _backward(source, kept, layer, source.gradient_chunks(dout), ctx.call, ctx.watch)
-        return None, None, *grads.cast_to(ctx.dtypes)
+        if ctx.failed is None:
+            return None, None, *_gradients(ctx, dout)
+        try:
+            return None, None, *_gradients(ctx, dout)
+        except Exception as error:
+            ctx.failed(error)
+            raise
+
+
+def _gradients(ctx: torch.autograd.function.FunctionCtx, dout: Tensor) -> Inputs:
+    saved = ctx.saved_tensors  # not below autograd: here `checkpoint` recomputes forward, with gradients
+    of_layer, of_chunk = len(SavedLayer._fields), len(SavedChunk._fields)
+    first = of_layer + ctx.num_of_source
+    layer, source = SavedLayer(*saved[:of_layer]), ctx.source.restored(saved[of_layer:first])
+    kept = [SavedChunk(*saved[at : at + of_chunk]) for at in range(first, len(saved), of_chunk)]
+    with source.completed(), below_autograd():
+        if ctx.watch is not None:
+            ctx.watch.sent = dout
+        grads = _backward(source, kept, layer, source.gradient_chunks(dout), ctx.call, ctx.watch)
+    return grads.cast_to(ctx.dtypes)
 
 
 def _forward(
@@ -192,7 +205,7 @@ def _forward(
     bias, up = (None, up) if in_product else (up.bias, up._replace(bias=None))
     h, of_up = up.product(engine, rows, w_up, groups, by_index=True), Adapted()
     if up.adapter is not None:
-        h, of_up = up.adapter.up(h, engine.values(x), slots)
+        h, of_up = up.adapter.up(h, engine.values(x, groups.of_tokens), slots)
     if watch is not None:
         watch.forward(x, h, groups, up.weight, down.weight)
     bias = None if bias is None else rounded(bias, h.dtype).contiguous()
@@ -281,10 +294,11 @@ def _backward_of_chunk(
             rows=call.needs_x,
             tokens=up.needs_weight,
             a=down.needs_weight,
-            dh=up.needs_bias or up.adapter is not None,
+            dh=up.adapter is not None,
             a_values=down.needs_A,
+            db=up.needs_bias,
         )
-        dh, dh_t, a_t, dh_values, dscores, a = engine.gradients(da, of, groups, wanted)
+        dh, dh_t, a_t, dh_values, dscores, a, db_up = engine.gradients(da, of, groups, wanted)
         if down.needs_A:
             dA_down = down.adapter.down_dA(v_down, a, of_down, slots)
         if watch is not None:
@@ -292,13 +306,14 @@ def _backward_of_chunk(
     if down.needs_weight:
         weights.add(DOWN, dy_t, a_t, groups)
     if b_down is not None and (call.needs_scores or down.needs_bias):
-        dy, of_bias = _bias_backward(engine.values(dout), b_down, scores, groups, p, call.needs_scores)
-        dscores = dscores.view(of_bias.shape) + of_bias if call.needs_scores else None
-        db_down = sum_of_groups(dy, groups.offs) if down.needs_bias else None
+        values = engine.values(dout)
+        if down.needs_bias:
+            db_down = gradient_of_weighted(values, scores, groups)
+        if call.needs_scores:
+            of_bias = part_of_dscores(values, b_down, scores, groups)
+            dscores = dscores.view(of_bias.shape) + of_bias
     if call.needs_scores:
         dscores = give_back(dscores.view(groups.inverse.shape))
-    if up.needs_bias:
-        db_up = sum_of_groups(dh_values, groups.offs)
     if up.adapter is not None and call.needs_dh:
         v_up, dB_up = up.adapter.up_gradients(dh_values, of_up, slots, call.needs_x)
     if call.needs_x:
@@ -308,7 +323,7 @@ def _backward_of_chunk(
             dx = up.adapter.add_to_dx(dx, v_up, of_up, slots)
         dx = give_back(dx)
     if up.needs_A:
-        dA_up = up.adapter.up_dA(v_up, engine.values(Operand(saved.x, saved.x_scale)), of_up, slots)
+        dA_up = up.adapter.up_dA(v_up, engine.values(Operand(saved.x, saved.x_scale), groups.of_tokens), of_up, slots)
     if up.needs_weight:
         _, x_t = engine.tokens(Operand(saved.x, saved.x_scale), groups, tokens=True)
         weights.add(UP, dh_t, x_t, groups)
@@ -321,19 +336,6 @@ def _backward_of_chunk(
 def _in_bf16(*operands: Operand) -> Tensor | None:
     """Returns the first operand that holds rows in bfloat16, if any does."""
     return next((x.values for x in operands if x.values is not None and x.scale is None), None)
-
-
-def _bias_backward(
-    grad: Tensor, bias: Tensor, scores: Tensor | None, groups: Groups, rows: int, needs_scores: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of the rows that the down projection's bias was added to, and the bias's part of dscores.
-
-    For `combine` the bias is a part of y.
-    """
-    if groups.inverse is None:
-        return grad, None
-    y = rows_of_bias(bias, groups.offs, rows, grad.dtype) if needs_scores else None
-    return _combine_backward(grad, y, scores, groups.inverse, rows)
 
 
 def _once(make: Callable[[Tensor], Operand]) -> Callable[[Tensor], Operand]:

@@ -21,6 +21,7 @@ from moe_fp8_ext.ops.activations import (
     quantize_activated,
     quantize_activated_backward,
     quantize_activated_backward_rows,
+    sum_groups,
 )
 from moe_fp8_ext.ops.dequantization import dequantize
 from moe_fp8_ext.ops.dispatch import bind as _bind
@@ -64,6 +65,7 @@ __all__ = [
     "quantize_weight",
     "scaled_grouped_mm",
     "sort_tokens",
+    "sum_groups",
     "swizzle_scales",
     "tokens_by_rank",
     "transpose_weight",

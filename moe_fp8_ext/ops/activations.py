@@ -10,6 +10,8 @@ from moe_fp8_ext.ops.checks import (
     check_amax,
     check_format,
     check_groups,
+    check_indices,
+    check_indices_with_top_k,
     check_one_of,
     check_rounding,
     check_scale,
@@ -25,6 +27,7 @@ from moe_fp8_ext.quantization.format import Format, padded_extent
 _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default
 _add_bias = torch.ops.moe_fp8.add_bias.default
+_sum_groups = torch.ops.moe_fp8.sum_groups.default
 _activate_backward = torch.ops.moe_fp8.activate_backward.default
 _quantize_activated_backward = torch.ops.moe_fp8.quantize_activated_backward.default
 _quantize_activated_backward_rows = torch.ops.moe_fp8.quantize_activated_backward_rows.default
@@ -77,6 +80,38 @@ def add_bias(x: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
         out [P, N] of x's dtype, contiguous.
     """
     return _add_bias(x, bias, offs)
+
+
+def sum_groups(
+    x: Tensor,
+    offs: Tensor,
+    *,
+    scores: Tensor | None = None,
+    indices: Tensor | None = None,
+    top_k: int | None = None,
+) -> Tensor:
+    """Sums the rows of each group, which is the gradient of a bias that `add_bias` adds.
+
+        out[e] = the sum of scores[p] * x[p]        offs[e-1] <= p < offs[e]
+
+    With indices, row p is `scores[i] * x[i // top_k]`, where i is `indices[p]`. It is zero if i is no slot.
+
+    Products are rounded to float32. Sums are in float32, in one order on every device: see DESIGN.md, section 3. Every
+    NaN of the result is the quiet NaN without a sign. The op has no derivative.
+
+    Args:
+        x: [P, N], or [M, N] with indices; bfloat16, float16 or float32; stride 1 along a row, any row stride.
+        offs: [E] int32, the exclusive end row of each group.
+        scores: float32 on x's device, stride 1: [P], or [M * top_k] with indices. None: all scores are 1.
+        indices: [P] int32 on x's device: slots, as in the permutation of `sort_tokens`.
+        top_k: slots per row of x, given with indices and only then.
+
+    Returns:
+        out [E, N] float32, contiguous: zeros for an empty group.
+
+    Source: DESIGN.md section 3, bit by bit.
+    """
+    return _sum_groups(x, offs, scores, indices, top_k)
 
 
 def quantize_activated(
@@ -186,16 +221,18 @@ def quantize_activated_backward(
     grad_dtype: torch.dtype | None = None,
     rounding: str | None = None,
     amax: str = "group",
+    sum_grad_h: bool = False,
 ) -> tuple[Tensor, ...]:
     """Computes all that backward needs between the two products of experts, as quantized operands.
 
         grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, ...)
         q, scale, q_t, scale_t, padded_offs = quantize_both(grad_h, format, offs=offs, dtype=grad_dtype, ...)
         a_q_t, a_scale_t, _ = quantize_tokens(a, format, offs=offs, amax=amax, ...)
+        grad_bias = sum_groups(grad_h, offs)
 
-    The results have the bytes of these three calls. On a GPU fused kernels never write grad_h and a to memory. They
+    The results have the bytes of these calls. On a GPU fused kernels never write grad_h and a to memory. They
     read h and grad once in formats with blocks, twice in "rowwise". The fused kernels need all of these; otherwise the
-    op takes the three steps one by one:
+    op takes the steps one by one:
 
     - h is quantized to the E4M3 dtype of the GPU, and its rows begin at multiples of 8 bytes, of 16 if interleaved;
     - grad is bfloat16 and its rows begin at multiples of 16 bytes;
@@ -214,12 +251,19 @@ def quantize_activated_backward(
         dtype: FP8 dtype of a_q_t, as in `quantize_tokens`.
         grad_dtype: FP8 dtype of q and q_t; None: `dtype`.
         amax: granularity of the scales of a, as in `quantize_tokens`.
+        sum_grad_h: whether to sum grad_h by groups. False: grad_bias has no groups.
 
     Returns:
         q, shaped as h, its scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs: as `quantize_both` of grad_h and
         `quantize_tokens` of a return them; both have the same padded_offs. Then grad_scores, as of `activate_backward`.
+        Then grad_bias float32 [E, 2F] or [E, F], with as many columns as h: the gradient of a bias of h.
+
+    Raises:
+        RuntimeError: as `activate_backward` and `quantize_both` do.
+
+    Source: `activate_backward`, `quantize_both` and `quantize_tokens`.
     """
-    options = scores, h_scale, indices, interleaved, align, dtype, grad_dtype, rounding, amax
+    options = scores, h_scale, indices, interleaved, align, dtype, grad_dtype, rounding, amax, sum_grad_h
     return _quantize_activated_backward(grad, h, activation, format, offs, *options)
 
 
@@ -304,6 +348,18 @@ def _(op, x, bias, offs):
     return x.new_empty(x.shape)
 
 
+@fake(_sum_groups)
+def _(op, x, offs, scores, indices, top_k):
+    check_indices_with_top_k(op, indices, top_k)
+    rows = x.shape[0]
+    if indices is not None:
+        check_indices(op, rows, top_k)
+        rows = rows * top_k if scores is not None else rows
+    if scores is not None:
+        check_shape(op, "scores", scores, (rows,))
+    return x.new_empty((offs.shape[0], x.shape[1]), dtype=torch.float32)
+
+
 @fake(_quantize_activated)
 def _(op, h, activation, format, bias, offs, interleaved, keep_h, dtype, rounding):
     rows, columns = h.shape
@@ -359,7 +415,24 @@ def _(op, grad, h, activation, scores, h_scale, format, indices, interleaved):
 
 
 @fake(_quantize_activated_backward)
-def _(op, grad, h, activation, format, offs, scores, h_scale, indices, align, dtype, grad_dtype, rounding, amax, **_):
+def _(
+    op,
+    grad,
+    h,
+    activation,
+    format,
+    offs,
+    scores,
+    h_scale,
+    indices,
+    interleaved,
+    align,
+    dtype,
+    grad_dtype,
+    rounding,
+    amax,
+    sum_grad_h,
+):
     (rows, features), grad_scores = _check_gradients(op, grad, h, activation, scores, h_scale, indices)
     format = check_format(op, format)
     if h_scale is not None:
@@ -379,7 +452,8 @@ def _(op, grad, h, activation, format, offs, scores, h_scale, indices, align, dt
     scale = format.scale_of_rows(h.shape, e).empty(h, format.scale_dtype)
     outputs = h.new_empty(h.shape, dtype=grad_dtype), scale, *outputs_along_tokens(h.shape[1], grad_dtype)
     outputs += outputs_along_tokens(features, dtype, amax)
-    return *outputs, h.new_empty((e,), dtype=torch.int32), grad_scores
+    grad_bias = h.new_empty((e if sum_grad_h else 0, h.shape[1]), dtype=torch.float32)
+    return *outputs, h.new_empty((e,), dtype=torch.int32), grad_scores, grad_bias
 
 
 @fake(_quantize_activated_backward_rows)

@@ -35,7 +35,13 @@ def combine(y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Te
 
 
 def combine_backward(
-    grad: Tensor, y: Tensor | None, topk_scores: Tensor | None, inverse: Tensor, num_rows: int
+    grad: Tensor,
+    y: Tensor | None,
+    topk_scores: Tensor | None,
+    inverse: Tensor,
+    num_rows: int,
+    *,
+    keep_grad_y: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Computes the gradients of `combine`, for callers that write their own backward.
 
@@ -52,12 +58,14 @@ def combine_backward(
         topk_scores: [T, top_k] float32 or of grad's dtype, as in `combine`. None: all scores are 1.
         inverse: [T, top_k] int32, as in `combine`.
         num_rows: P, the number of rows of y.
+        keep_grad_y: False: grad_y is not computed, and has no rows. Then any slots may share rows of y, such as the
+            bias of an expert, and each slot has the gradient of its score.
 
     Returns:
         grad_y [num_rows, K] of grad's dtype; grad_scores [T, top_k], or [0] without y, of topk_scores' dtype, float32
         without scores. Both contiguous.
     """
-    return _combine_backward(grad, y, topk_scores, inverse, num_rows)
+    return _combine_backward(grad, y, topk_scores, inverse, num_rows, keep_grad_y)
 
 
 def _save(ctx, inputs, output):
@@ -70,7 +78,7 @@ def _save(ctx, inputs, output):
 
 @differentiable_once
 def _backward(ctx, grad):
-    grad_y, grad_scores = _combine_backward(unit_stride(grad), *ctx.saved_tensors, ctx.rows)
+    grad_y, grad_scores = _combine_backward(unit_stride(grad), *ctx.saved_tensors, ctx.rows, True)
     return (grad_y, None, grad_scores) if ctx.needs_scores else (grad_y,)
 
 
@@ -85,7 +93,7 @@ def _(op, y, inverse, topk_scores):
 
 
 @fake(_combine_backward)
-def _(op, grad, y, topk_scores, inverse, num_rows):
+def _(op, grad, y, topk_scores, inverse, num_rows, keep_grad_y):
     t, got = inverse.shape[0], grad.shape[0]
     require(got == t, f"{op}: grad must have the {t} rows of inverse, got {got}")
     if topk_scores is not None:
@@ -96,4 +104,4 @@ def _(op, grad, y, topk_scores, inverse, num_rows):
         check_shape(op, "y", y, (num_rows, grad.shape[1]))
     dtype = torch.float32 if topk_scores is None else topk_scores.dtype
     scores_shape = (0,) if y is None else inverse.shape
-    return grad.new_empty((num_rows, grad.shape[1])), grad.new_empty(scores_shape, dtype=dtype)
+    return grad.new_empty((num_rows if keep_grad_y else 0, grad.shape[1])), grad.new_empty(scores_shape, dtype=dtype)

@@ -124,8 +124,51 @@ def add_bias(x, bias, offs):
     return round_to(x.float() + rows, x.dtype)
 
 
-@of_op
-def quantize_activated(h, activation, format, bias, offs, interleaved, keep_h, dtype, rounding):
+def sum_groups(
+    x: Tensor,
+    offs: Tensor,
+    *,
+    scores: Tensor | None = None,
+    indices: Tensor | None = None,
+    top_k: int | None = None,
+) -> Tensor:
+    """x [P, N] -> the sum of scores * x over the rows of each group, [E, N] in float32, in the order of the page.
+
+    With indices [P], x [M, N] holds tokens, and scores belong to slots.
+    """
+    x = x.float()
+    if indices is not None:
+        is_slot = (indices >= 0) & (indices < len(x) * top_k)
+        slots = indices[is_slot].long()
+        rows = x.new_zeros(len(indices), x.shape[1])
+        rows[is_slot] = x[slots // top_k] if scores is None else x[slots // top_k] * scores[slots, None]
+        x = rows
+    elif scores is not None:
+        x = x * scores[:, None]
+    ends = offs.clamp(0, len(x)).cummax(0).values.tolist() if len(offs) else []
+    sums = torch.zeros(len(offs), x.shape[1], device=x.device)
+    for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        parts = torch.nn.functional.pad(x[begin:end], (0, 0, 0, -(end - begin) % 256))
+        for _ in range(4):  # 4, 16, 64 and 256 rows
+            a, b, c, d = parts.unflatten(0, (len(parts) // 4, 4)).unbind(1)
+            parts = (a + b) + (c + d)
+        for part in parts:
+            sums[e] += part
+    return round_to(sums, torch.float32)
+
+
+def quantize_activated(
+    h: Tensor,
+    activation: str,
+    format: str,
+    *,
+    bias: Tensor | None = None,
+    offs: Tensor | None = None,
+    interleaved: bool = False,
+    keep_h: bool = True,
+    dtype: torch.dtype | None = None,
+    rounding: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """h plus bias -> quantize_rows of the activations, by groups, and quantize_rows of h itself, without groups."""
     h = h if bias is None else add_bias(h, bias, offs)
     options = {"dtype": dtype, "rounding": rounding}
@@ -164,15 +207,33 @@ def activate_backward(grad, h, activation, scores, h_scale, format, indices, int
 
 @of_op
 def quantize_activated_backward(
-    grad, h, activation, format, offs, scores, h_scale, indices, interleaved, align, dtype, grad_dtype, rounding, amax
+    grad,
+    h,
+    activation,
+    format,
+    offs,
+    scores,
+    h_scale,
+    indices,
+    interleaved,
+    align,
+    dtype,
+    grad_dtype,
+    rounding,
+    amax,
+    sum_grad_h,
 ):
-    """quantize_both of grad_h, the first two outputs of quantize_tokens of scores * a, padded_offs, and grad_scores."""
+    """quantize_both of grad_h, the first two outputs of quantize_tokens of scores * a, padded_offs, grad_scores.
+
+    Then the sums of grad_h, without groups unless they are asked for.
+    """
     h_options = {"h_scale": h_scale, "format": None if h_scale is None else format, "interleaved": interleaved}
     grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, indices=indices, **h_options)
     options = {"offs": offs, "align": align, "rounding": rounding}
     q, scale, q_t, scale_t, padded_offs = quantize_both(grad_h, format, dtype=grad_dtype or dtype, **options)
     a_q_t, a_scale_t, _ = quantize_tokens(a, format, dtype=dtype, amax=amax, **options)
-    return q, scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs, grad_scores
+    grad_bias = sum_groups(grad_h, offs if sum_grad_h else offs[:0])
+    return q, scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs, grad_scores, grad_bias
 
 
 @of_op

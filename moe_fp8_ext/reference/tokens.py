@@ -138,14 +138,31 @@ def combine(y, inverse, topk_scores):
     return round_to(out, y.dtype)
 
 
-@of_op
-def combine_backward(grad, y, topk_scores, inverse, num_rows):
+def combine_backward(
+    grad: Tensor,
+    y: Tensor | None,
+    topk_scores: Tensor | None,
+    inverse: Tensor,
+    num_rows: int,
+    *,
+    keep_grad_y: bool = True,
+) -> tuple[Tensor, Tensor]:
     """grad [T, K], y [P, K], topk_scores and inverse [T, top_k] -> grad_y [num_rows, K], grad_scores [T, top_k].
 
     A row of y belongs to the largest slot that has it. Dot products are taken in float64 and rounded once; the op is
-    within float32 error of them. Without y, grad_scores is [0].
+    within float32 error of them. Without y, grad_scores is [0]. Without keep_grad_y, slots share rows, and grad_y has
+    none.
     """
     row_of_slot, slots = inverse.reshape(-1).long(), torch.arange(inverse.numel(), device=grad.device)
+    scores_dtype = torch.float32 if topk_scores is None else topk_scores.dtype
+    if not keep_grad_y:  # slots may share rows
+        dots = torch.zeros(0 if y is None else inverse.numel(), dtype=torch.float64, device=grad.device)
+        if y is not None:
+            slots = slots[(row_of_slot >= 0) & (row_of_slot < num_rows)]
+            row_grads = grad[slots // max(inverse.shape[1], 1)].double()
+            dots[slots] = (row_grads * y[row_of_slot[slots]].double()).sum(1)
+            dots = dots.view(inverse.shape)
+        return grad.new_empty(0, grad.shape[1]), round_to(dots, scores_dtype)
     slot_of_row = torch.full((num_rows,), -1, device=grad.device)
     valid = (row_of_slot >= 0) & (row_of_slot < num_rows)
     slot_of_row.scatter_reduce_(0, row_of_slot[valid], slots[valid], "amax")
@@ -160,5 +177,4 @@ def combine_backward(grad, y, topk_scores, inverse, num_rows):
     grad_scores = torch.zeros(0 if y is None else inverse.shape, dtype=torch.float64, device=grad.device)
     if y is not None:
         grad_scores.view(-1)[slots] = (row_grads.double() * y[rows].double()).sum(1)
-    scores_dtype = torch.float32 if topk_scores is None else topk_scores.dtype
     return round_to(grad_y, grad.dtype), round_to(grad_scores, scores_dtype)

@@ -50,6 +50,8 @@ def cases(fp8: torch.dtype) -> Iterator[Case]:
     yield "unswizzle_scales", [OPS.swizzle_scales(scale)[0], M, 8], {}
     yield "activate", [h, "swiglu"], {}
     yield "add_bias", [h, h[:E], ends], {}
+    yield "sum_groups", [h, ends], {}
+    yield "sum_groups", [x, ends], {"indices": slots[: len(x)], "top_k": TOP_K, "scores": scores.flatten()}
     yield "activate_backward", [grad, h, "swiglu"], {"scores": scores[:, 0].contiguous()}
     of_ranks, _, ranks_of = OPS.sort_tokens(OPS.tokens_by_rank(ids, E + 3, 3)[0], 3)
     for name, format in FORMATS.items():
@@ -62,7 +64,7 @@ def cases(fp8: torch.dtype) -> Iterator[Case]:
             yield "quantize_both", [x, name], how | offs | {"amax": amax}
         yield "quantize_activated", [h, "swiglu", name], how | offs
         yield "quantize_activated", [h, "swiglu", name], how | offs | {"bias": h[:E]}
-        yield "quantize_activated_backward", [grad, h, "swiglu", name], how | offs
+        yield "quantize_activated_backward", [grad, h, "swiglu", name], how | offs | {"sum_grad_h": True}
         yield "quantize_activated_backward_rows", [grad, h, "swiglu", name], how | offs | {"keep_grad_h": True}
         yield "quantize_and_pack", [x, ids, scores, name, of_ranks, ranks_of, E + 3], how
         q, scale, q_t, scale_t, ends_t = OPS.quantize_both(x, name, **how, **offs)

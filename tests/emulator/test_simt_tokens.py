@@ -184,12 +184,18 @@ def check_combine(kernels: Waves, y: Tensor, inverse: Tensor, scores: Tensor | N
     want = reference.combine_backward(grad, y, *args)
     # These are sums of K products, in any order: see check_dots in test_combine.py.
     size = reference.combine_backward(grad.abs(), y.abs(), None, inverse, y.shape[0])[1]
+    of_scores = reference.combine_backward(grad, y, *args, keep_grad_y=False)
+    size_of_scores = reference.combine_backward(grad.abs(), y.abs(), None, *args[1:], keep_grad_y=False)[1]
     unit = torch.finfo(want[1].dtype).eps
     tolerance = 1.01 * (y.shape[1] * 2.0**-24 * size + unit * want[1].float().abs())
+    tolerance_of_scores = 1.01 * (y.shape[1] * 2.0**-24 * size_of_scores + unit * of_scores[1].float().abs())
     for each in kernels:
         got = each.run("combine_backward", want, grad, y, *args)
         assert_same(got[0], want[0])
         assert ((got[1].float() - want[1].float()).abs() <= tolerance).all()
+        alone = each.run("combine_backward", of_scores, grad, y, *args, keep_grad_y=False)[1]
+        assert ((alone.float() - of_scores[1].float()).abs() <= tolerance_of_scores).all()
+        assert_same(*(torch.where(want[1] == 0, 0, scores) for scores in (alone, got[1])))  # of rows of one slot
 
 
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)

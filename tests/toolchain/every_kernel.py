@@ -148,6 +148,9 @@ def cases_of_activations() -> Iterator[Call]:
                     how_quantized,
                 )
         yield f"add_bias {f}", OPS.add_bias, (h, h[:2].clone(), offsets(3, 60)), {}
+        yield f"sum_groups {f}", OPS.sum_groups, (h, offsets(3, 60)), {"scores": torch.rand(70)}
+        by_slot = {"indices": torch.randperm(70).int(), "top_k": 1}
+        yield f"sum_groups {f}", OPS.sum_groups, (h, offsets(3, 60)), by_slot
         fp8 = {37: FOREIGN, 136: HARDWARE[0]}.get(f, HARDWARE[-1])
         for fmt in FORMATS:
             q, scale = OPS.quantize_rows(h, fmt, dtype=fp8)
@@ -180,6 +183,7 @@ def cases_of_gradient_tiles() -> Iterator[Call]:
             how |= {"dtype": HARDWARE[0], "grad_dtype": HARDWARE[1], "interleaved": interleaved}
             call = f"quantize_activated_backward {name} {fmt}", OPS.quantize_activated_backward
             yield *call, (grad, q, name, fmt), how
+            yield *call, (grad, q, name, fmt), how | {"sum_grad_h": True}
 
 
 def cases_of_choices() -> Iterator[Call]:

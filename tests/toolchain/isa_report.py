@@ -61,6 +61,8 @@ LOADS_VECTORS: dict[str, str | bool] = {
     "scale_batch_columns_kernel": False,
     "sum_gradient_row_blocks_kernel": False,
     "sum_gradient_tiles_kernel": False,
+    "sum_partials_kernel": False,
+    "sum_rows_kernel": "VectorAccess<BF16>",
     "swizzle_scales_kernel": True,
     "token_groups_kernel": False,
     "tokens_by_rank_kernel": False,

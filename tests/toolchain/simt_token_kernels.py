@@ -207,9 +207,11 @@ class TokenKernels:
         topk_scores: Tensor | None,
         inverse: Tensor,
         num_rows: int,
+        keep_grad_y: bool = True,
     ) -> None:
-        slot_of = memory.empty((num_rows,), torch.int32)
-        tensors = grad, y, inverse, topk_scores, slot_of, grad_y, None if y is None else grad_scores
+        slot_of = memory.empty((num_rows,), torch.int32) if keep_grad_y else None
+        of_y = grad_y if keep_grad_y else None
+        tensors = grad, y, inverse, topk_scores, slot_of, of_y, None if y is None else grad_scores
         strides = grad.stride(0), 0 if y is None else y.stride(0)
         what = *inverse.shape, num_rows, grad.shape[1], *strides, IN_TYPES.index(grad.dtype)
         self._call("combine_backward", *tensors, *what, grad_scores.dtype == torch.float32)
