@@ -175,7 +175,7 @@ def recorded() -> dict[str, dict]:
 
 
 def usual(results: dict[str, dict]) -> dict[str, dict]:
-    """The results without those of a forced GEMM."""
+    """The results without results of a forced GEMM."""
     return {stem: result for stem, result in results.items() if "gemm" not in result}
 
 

@@ -326,18 +326,6 @@ def in_backward() -> Callable[[], bool]:
     return lambda: task() != -1
 
 
-@_choose(
-    "torch._C._autograd._top_saved_tensors_default_hooks",
-    "whether a checkpoint may leave out the last product of a layer when it computes forward again",
-    lambda: False,
-    "it computes that product again",
-)
-def hooks_saved_tensors() -> Callable[[], bool]:
-    top = torch._C._autograd._top_saved_tensors_default_hooks
-    _expect(top(False) is None or len(top(False)) == 2)
-    return lambda: top(False) is not None
-
-
 class SymmetricMemory(NamedTuple):
     """Memory that all ranks of a group can read and write, and the all-to-all that moves rows of it."""
 
@@ -372,6 +360,18 @@ def symmetric_memory() -> Callable[[torch.device | str], SymmetricMemory]:
         return SymmetricMemory(memory.get_backend(torch.device(device)), make, dispatch, combine)
 
     return symmetric_memory
+
+
+@_choose(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "whether a checkpoint may leave out the last product of a layer when it computes forward again",
+    lambda: False,
+    "it computes that product again",
+)
+def hooks_saved_tensors() -> Callable[[], bool]:
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    _expect(top(False) is None or len(top(False)) == 2)
+    return lambda: top(False) is not None
 
 
 class WrapperSubclass(NamedTuple):

@@ -65,7 +65,7 @@ class ExpertParallel:
 
     Raises:
         RuntimeError: torch.distributed is not initialized, num_experts is not a multiple of the ranks, or an argument
-            is not as above or differs from that of another rank; the text names it.
+            is not as above or differs between ranks; the text names it.
         ValueError, TypeError: no recipe of that name exists, or it is neither a name nor a `Recipe`.
 
     Source: DeepSeek-V3 technical report, section 3.2 (a token once to a rank, in fp8); DESIGN.md section 6.
@@ -197,7 +197,7 @@ class ExpertParallel:
             factors = [t for lora in (lora_gate_up, lora_down) if isinstance(lora, (tuple, list)) for t in lora]
             for t in (x, topk_ids, topk_scores, w_gate_up, w_down, b_gate_up, b_down, *factors):
                 if is_dtensor(t):
-                    refuse(f"tensors must be those of the rank, got a DTensor of {list(t.shape)}")
+                    refuse(f"tensors must be the rank's own, got a DTensor of {list(t.shape)}")
             up = Projection(w_gate_up, b_gate_up, main_grad_gate_up, lora_gate_up)
             down = Projection(w_down, b_down, main_grad_down, lora_down)
             options = up, down, self._recipe_of_groups, activation, interleaved, keep, delay_wgrad

@@ -114,7 +114,7 @@ def _names_of(owner: type) -> tuple[str, str, str]:
     definitions = [base for base in owner.__mro__ if _METHOD in vars(base)]
     if len(definitions) > 1:
         by, of = definitions[0].__name__, definitions[-1].__name__
-        text = f"{_METHOD} must be that of {of}, got that of {by}: {_LEAVE_OUT}"
+        text = f"{_METHOD} must be {of}'s, got {by}'s: {_LEAVE_OUT}"
         raise TypeError(f"{_HERE}: {text}")
     names = tuple(inspect.signature(getattr(owner, _METHOD)).parameters)[1:] if definitions else None
     if names not in _SIGNATURES:

@@ -44,7 +44,7 @@ class LoRA(NamedTuple):
 
     Attributes:
         A: [E, r, K], or [r, K] for all experts; rank r from 1 to 256; bfloat16, float16 or float32, of any strides.
-        B: [E, N, r], or [N, r] for all experts. Rows are those of the weight: interleaved if its rows are.
+        B: [E, N, r], or [N, r] for all experts. Rows are as of the weight: interleaved if its rows are.
         scaling: a number, alpha / r in PEFT's words.
         dropout: the probability that an element of A's input is zeroed; the others are multiplied by 1 / (1 - dropout).
             A token of w_gate_up has one mask for all of its experts. Set it to 0 outside of training.
@@ -127,7 +127,7 @@ class Adapter(NamedTuple):
     def down_gradients(
         self, dout: Tokens, of: Adapted, scores: Tensor | None, needs_da: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the gradient v [P, R] of scaling * A a without scores, and that of B."""
+        """Returns the gradient v [P, R] of scaling * A a without scores, and the gradient of B."""
         v = dB = None
         if needs_da or self.needs_A:
             v = dout.narrow(self.B)
@@ -145,7 +145,7 @@ class Adapter(NamedTuple):
     def up_gradients(
         self, dh: Tensor, of: Adapted, slots: Slots, needs_dx: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the gradient v [P, R] of scaling * A x, and that of B."""
+        """Returns the gradient v [P, R] of scaling * A x, and the gradient of B."""
         dh, v, dB = Rows(dh, slots), None, None
         if needs_dx or self.needs_A:
             v = dh.narrow(self.B)

@@ -180,7 +180,8 @@ def combine_backward(
     return round_to(grad_y, grad.dtype), round_to(grad_scores, scores_dtype)
 
 
-def take_expert_columns(x: Tensor, offs: Tensor, indices: Tensor, top_k: int) -> Tensor:
+@of_op
+def take_expert_columns(x, offs, indices, top_k):
     """x [T, E * R], indices [P] -> [P, R]: of row indices[p] // top_k, the columns of the group that has p."""
     p, e = len(indices), len(offs)
     rows, valid = source_rows(indices, len(x), top_k)

@@ -562,7 +562,7 @@ MISTAKES = {
     "adapters of gate_up_proj in FP8 must be handed over as factors": fp8_without_convert,
     "must take the adapter of gate_up_proj, got a forward that is not moe_fp8_ext's": another_forward,
     "are computed as PEFT does, by W + B A": several_without_convert,
-    "forward must be that of its class, got another that the module itself has": forward_of_a_plan,
+    "forward must be its class's own, got another that the module itself has": forward_of_a_plan,
     "A of lora_gate_up must be on the device of x": offloaded,
     "A of lora_gate_up must be bfloat16, float16 or float32, got torch.float8_e4m3fn": adapters_in_fp8,
 }

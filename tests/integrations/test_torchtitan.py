@@ -251,7 +251,7 @@ def test_passes_the_check_of_shardings(recipe, world_of_one):
     ("module", "converter", "text"),
     [
         ("float8", "_get_float8_grouped_experts_cls", r"w\d_\w+ must be a Parameter, got a \w+Tensor"),
-        ("mx", "_get_mxfp8_grouped_experts_cls", "must be that of GroupedExperts, got that of MXFP8GroupedExperts"),
+        ("mx", "_get_mxfp8_grouped_experts_cls", "must be GroupedExperts's, got MXFP8GroupedExperts's"),
     ],
 )
 def test_a_converter_was_first(module, converter, text):
