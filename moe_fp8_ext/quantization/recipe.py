@@ -111,9 +111,8 @@ class Recipe:
         self._check_align()
         self._check_choice("amax", "amaxes", _default_amax)
         self._set("_variants", self._make_variants())
-        dtypes = self.dtype, self.grad_dtype or self.dtype
-        for field, dtype in zip(("_rule_of_tokens", "_rule_of_gradients"), dtypes, strict=True):
-            self._set(field, Rule(self.format, dtype, self.rounding))
+        self._set("_rule_of_tokens", Rule(self.format, self.dtype, self.rounding))
+        self._set("_rule_of_gradients", Rule(self.format, self.grad_dtype or self.dtype, self.rounding))
 
     def __repr__(self) -> str:
         given = "".join(f", {field}={value!r}" for field, value in self._given().items())
