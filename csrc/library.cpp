@@ -91,6 +91,9 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
   m.def(
       "combine_backward(Tensor grad, Tensor? y, Tensor? topk_scores, Tensor inverse, SymInt num_rows,"
       " bool keep_grad_y=True) -> (Tensor grad_y, Tensor grad_scores)");
+  // Rows of slots, and rows of tokens that have as many columns for each expert.
+  m.def("take_expert_columns(Tensor x, Tensor offs, Tensor indices, SymInt top_k) -> Tensor");
+  m.def("spread_expert_columns(Tensor y, Tensor offs, Tensor inverse, Tensor? topk_scores=None) -> Tensor");
   m.def(
       "pad_token_groups(Tensor x, Tensor offs, int align=16)"
       " -> (Tensor x_padded, Tensor padded_starts, Tensor padded_offs)");

@@ -362,6 +362,18 @@ def symmetric_memory() -> Callable[[torch.device | str], SymmetricMemory]:
     return symmetric_memory
 
 
+@_choose(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "whether a checkpoint may leave out the last product of a layer when it computes forward again",
+    lambda: False,
+    "it computes that product again",
+)
+def hooks_saved_tensors() -> Callable[[], bool]:
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    _expect(top(False) is None or len(top(False)) == 2)
+    return lambda: top(False) is not None
+
+
 class WrapperSubclass(NamedTuple):
     """The tensor subclass of a weight that FSDP2 gathers in FP8."""
 

@@ -211,7 +211,7 @@ class ExpertParallel:
         try:
             with source.completed():
                 shared = None if shared_experts is None else shared_experts(x)
-                out = LayerFunction.apply(call, source, *inputs)
+                out = LayerFunction.apply(call, source, None, *inputs)
         except CallMismatch as error:
             self._call = error.latest  # the same on all ranks, so that their next calls match
             raise

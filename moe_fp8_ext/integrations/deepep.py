@@ -57,7 +57,7 @@ def experts(
     rule = call.recipe.rule(gradient=False) if is_fp8 else None
     rows, scores, quantized, ids, handle = _Dispatch.apply(buffer, topk_ids, num_experts, rule, x, scores)
     source, call = RoutedTokens(ids, call.experts, quantized), call._replace(arrived=is_fp8)
-    out = LayerFunction.apply(call, source, rows, scores, *rest)
+    out = LayerFunction.apply(call, source, None, rows, scores, *rest)
     return cast(_Combine.apply(buffer, handle, out), x.dtype)
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_fp8_ext.layer.experts import KEEP, experts_of_groups
+from moe_fp8_ext.layer.node import node_of
 from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
 from moe_fp8_ext.ops.checks import check_bool, check_one_of, require
 from moe_fp8_ext.ops.dispatch import needs_gradient
@@ -183,8 +184,8 @@ class MoeFp8GroupedMLP(MegatronModule):
         with self._named("forward"):
             offs = group_ends(tokens_per_expert, x.device, x.is_cuda and torch.cuda.is_current_stream_capturing())
             out = experts_of_groups(x, offs, scores, w_gate_up, w_down, **rest)
-        if out.grad_fn is not None:
-            out.grad_fn.failed = functools.partial(self._note, "backward")
+        if (node := node_of(out)) is not None:
+            node.failed = functools.partial(self._note, "backward")
         return out, None
 
     @contextmanager

@@ -77,7 +77,7 @@ class AllToAll:
         rows, ids, places, operand = _Dispatch.apply(self.rows, self.rule, permutation, inverse, counts, x)
         call = call._replace(needs_scores=False, arrived=operand is not None)  # scores stay with their tokens
         source, ones = RoutedTokens(ids, call.experts, operand), scores.new_ones(ids.shape)
-        y = _Combine.apply(self.rows, places, counts, LayerFunction.apply(call, source, rows, ones, *rest))
+        y = _Combine.apply(self.rows, places, counts, LayerFunction.apply(call, source, None, rows, ones, *rest))
         return cast(combine(y, inverse, scores), x.dtype)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_fp8_ext.layer.adapter import MAX_RANK, Adapter, LoRA, check_adapter_numbers
 from moe_fp8_ext.layer.arrived import arrived, operand_of
 from moe_fp8_ext.layer.linear import ExpertLinear
-from moe_fp8_ext.layer.node import Call, LayerFunction
+from moe_fp8_ext.layer.node import Call, computed
 from moe_fp8_ext.layer.source import RoutedTokens, SortedRows
 from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
 from moe_fp8_ext.matmul.bf16 import max_experts
@@ -116,9 +116,9 @@ def experts(
             main_grad of `grouped_mm` does. For a quantized weight, another input must ask for a gradient.
         lora_gate_up, lora_down: adapters, which add scaling * B (A x) to h and scaling * B (A a) to y: a `LoRA`, or a
             tuple (A, B, scaling). A [E, r, D] and B [E, 2 F, r] of lora_gate_up, A [E, r, F] and B [E, D, r] of
-            lora_down, with E left out if all experts share the factor. Weights may be frozen, quantized or trained. On
-            a GPU, bytes of two runs may differ if a token has one expert three times. Backward keeps 2 bytes a slot and
-            rank, rounded up to a multiple of 8, and a bit for each element that dropout may zero.
+            lora_down, with E left out if all experts share the factor. Weights may be frozen, quantized or trained.
+            Backward keeps 2 bytes a slot and rank, rounded up to a multiple of 8, and a bit for each element that
+            dropout may zero.
         delay_wgrad: a `DelayedWgrads` that computes the gradients of both weights after backward. x, or something else
             that is no weight, must then ask for a gradient.
         stand_in: [T, D] bfloat16, float16 or float32, only with a quantized x, which autograd does not see. It gets the
@@ -141,7 +141,7 @@ def experts(
     call, *inputs = layer_call(_OP, x, topk_ids, topk_scores, *options, quantized)
     validate_ids(_OP, topk_ids, call.experts)
     tokens = operand_of(_OP, quantized, call.recipe)
-    return LayerFunction.apply(call, RoutedTokens(topk_ids.contiguous(), call.experts, tokens), *inputs)
+    return computed(call, RoutedTokens(topk_ids.contiguous(), call.experts, tokens), *inputs)
 
 
 def experts_of_groups(
@@ -205,7 +205,7 @@ def experts_of_groups(
     call, *inputs = layer_call(op, x, None, scores, *options, quantized)
     _check_tensor(op, "offs", offs, (call.experts,), x, (torch.int32,))
     validate_offs(op, offs, "rows of x", x.shape[0])
-    return LayerFunction.apply(call, SortedRows(offs, operand_of(op, quantized, call.recipe, offs)), *inputs)
+    return computed(call, SortedRows(offs, operand_of(op, quantized, call.recipe, offs)), *inputs)
 
 
 class Projection(NamedTuple):

@@ -80,6 +80,9 @@ class Wanted(NamedTuple):
     db: bool = False
 
 
+_ALL_OPERANDS = Wanted(rows=True, tokens=True, a=True, dh=False)
+
+
 class Gradients(NamedTuple):
     rows: Operand  # dh along rows
     tokens: Operand  # dh along tokens
@@ -303,7 +306,7 @@ class Fp8Engine(Bf16Engine):
     def gradients(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
         if wanted.rows and not wanted.tokens:
             return self._gradients_along_rows(da, of, groups, wanted)
-        if wanted._replace(db=False) != Wanted(rows=True, tokens=True, a=True, dh=False):
+        if wanted._replace(db=False) != _ALL_OPERANDS:
             return super().gradients(da, of, groups, wanted)
         h, scores, activation, interleaved = of
         format, dtype, rounding = self.rule(gradient=False)

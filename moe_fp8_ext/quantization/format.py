@@ -37,7 +37,7 @@ def ceil_div(size: int, divisor: int) -> int:
 
 def round_up(size: int, multiple: int) -> int:
     """Rounds size up to a multiple of `multiple`."""
-    return ceil_div(size, multiple) * multiple
+    return (size + multiple - 1) // multiple * multiple
 
 
 def padded_extent(m: int, e: int, align: int) -> int:

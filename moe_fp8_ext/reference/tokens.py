@@ -178,3 +178,26 @@ def combine_backward(
     if y is not None:
         grad_scores.view(-1)[slots] = (row_grads.double() * y[rows].double()).sum(1)
     return round_to(grad_y, grad.dtype), round_to(grad_scores, scores_dtype)
+
+
+@of_op
+def take_expert_columns(x, offs, indices, top_k):
+    """x [T, E * R], indices [P] -> [P, R]: of row indices[p] // top_k, the columns of the group that has p."""
+    p, e = len(indices), len(offs)
+    rows, valid = source_rows(indices, len(x), top_k)
+    out = x.new_zeros(p, x.shape[1] // max(e, 1), dtype=BITS[x.element_size()])
+    bits = x.contiguous().view(out.dtype)
+    for expert, (start, end) in enumerate(group_bounds(offs, p)):
+        columns = bits[:, expert * out.shape[1] : (expert + 1) * out.shape[1]]
+        taken = torch.arange(start, end, device=x.device)[valid[start:end]]
+        out[taken] = columns[rows[taken]]
+    return out.view(x.dtype)
+
+
+def spread_expert_columns(y: Tensor, offs: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Tensor:
+    """y [P, R], inverse and topk_scores [T, top_k] -> [T, E * R]: `combine` for each group alone, side by side."""
+    parts = []
+    for start, end in group_bounds(offs, len(y)):
+        of_group = (inverse >= start) & (inverse < end)
+        parts.append(combine(y, torch.where(of_group, inverse, -1), topk_scores))
+    return torch.cat(parts, 1) if parts else y.new_zeros(len(inverse), 0)

@@ -39,6 +39,8 @@ def cases(fp8: torch.dtype) -> Iterator[Case]:
     yield "permute_pad", [x, slots, TOP_K], {}
     yield "unpermute", [normal(M * TOP_K, K), slots, TOP_K, M], {}
     yield "combine", [normal(M * TOP_K, K), inverse, scores], {}
+    yield "take_expert_columns", [normal(M, E * 16), ends, slots, TOP_K], {}
+    yield "spread_expert_columns", [normal(M * TOP_K, 16), ends, inverse, scores], {}
     yield "combine_backward", [x, None, scores, inverse, M * TOP_K], {}
     yield "pack_tokens", [x, ids, scores, None, slots, TOP_K, E + 2], {}
     padded, starts, _ = OPS.pad_token_groups(x, ends)

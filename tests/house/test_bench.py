@@ -330,5 +330,8 @@ def test_host_times_every_call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     finally:
         torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()
-    calls = {line[:28].strip(): int(line.split()[-1]) for line in lines[2:]}
+    counts = {line[:28].strip(): [int(count) for count in line.split()[-2:]] for line in lines[2:]}
+    calls, ops_of = ({name: count[i] for name, count in counts.items()} for i in (0, 1))
     assert calls["experts"] > calls["grouped_mm"] > calls["an empty Function"] > calls["torch.relu, forward alone"]
+    assert ops_of["the same under checkpoint"] > ops_of["the same with LoRA"] > ops_of["experts"]
+    assert (ops_of["torch.relu, forward alone"], ops_of["an empty Function"]) == (1, 0)

@@ -425,6 +425,20 @@ def combine_backward(r: random.Random) -> Call:
 
 
 @op
+def take_expert_columns(r: random.Random) -> Call:
+    t, p, top_k, e = r.choice(ROWS), r.choice(ROWS), r.randint(1, 3), r.choice(EXPERTS)
+    x = raw(r, r.choice(MOVABLE), t, e * r.choice((0, 1, 3, 8, 16)))
+    return [x, offsets(r, p, e), slots(r, t * top_k, p), top_k], {}
+
+
+@op
+def spread_expert_columns(r: random.Random) -> Call:
+    dtype, p, inverse, scores = routed(r)
+    y = integers(r, dtype, p, r.choice((0, 1, 3, 8, 16)))
+    return [y, offsets(r, p), inverse, None if scores is None else scores.float()], {}
+
+
+@op
 def pad_token_groups(r: random.Random) -> Call:
     m = r.choice(ROWS)
     return [raw(r, r.choice(MOVABLE), m, r.choice(COLUMNS)), offsets(r, m), r.choice((1, 2, 16, 256))][
