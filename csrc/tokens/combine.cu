@@ -215,6 +215,7 @@ int combine(const CombineParams& params, void* stream) {
 
 int combine_backward(const CombineBackwardParams& params, void* stream) {
   CombineBackwardPlan p = {params};
+  if (!p.grad_y && !p.grad_scores) return 0;
   if (p.grad_y)
     if (const int e = invert_indices(p.inverse, p.T * p.top_k, p.slot_of, p.P, stream)) return e;
   const uint64_t bytes = bytes_of(p.in);

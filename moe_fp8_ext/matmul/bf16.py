@@ -92,7 +92,7 @@ def _tma_operand(x: Tensor, columns: int, rows: int | None = None) -> Tensor:
     *outer, line, element = x.stride()
     if outer and element != 1:  # a matrix of three dimensions may be transposed
         line, element, width = element, line, height
-    is_aligned = line % 8 == 0 and (not outer or outer[0] % 8 == 0)
+    is_aligned = line % 8 == 0 and (len(outer) == 0 or outer[0] % 8 == 0)  # torch 2.11 traces no `not outer`
     # A graph does not know offsets. inductor copies an argument that is less aligned than the example it compiled for.
     is_aligned = is_aligned and (torch.compiler.is_compiling() or x.storage_offset() % 8 == 0)
     return x if element == 1 and line >= width and is_aligned else x.clone(memory_format=torch.contiguous_format)
