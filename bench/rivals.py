@@ -177,13 +177,13 @@ def torch_layers(given: Given) -> Makers:
 def transformers_layers(given: Given) -> Makers:
     """The experts of Qwen3-MoE with each implementation of Transformers. Its kernel `sonicmoe` is downloaded at the
     first call."""
-    from transformers import AutoConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
     e, d, f = given.weights[1].shape
     sizes = dict(hidden_size=d, moe_intermediate_size=f, num_experts=e, num_experts_per_tok=given.top_k)
 
     def make(implementation: str) -> Variant:
+        from transformers import AutoConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
         config = AutoConfig.for_model("qwen3_moe", **sizes)
         config._experts_implementation = implementation
         with torch.device("meta"):
@@ -242,6 +242,17 @@ def _te_linear(w: Tensor, grouped: bool) -> nn.Module:
     return linear
 
 
+def _require_grouped_tensors(recipe: object) -> None:
+    """TransformerEngine would quietly take its other way instead."""
+    from transformer_engine.pytorch.module.grouped_linear import is_module_grouped_tensor_path_supported
+
+    if not is_module_grouped_tensor_path_supported(recipe, torch.bfloat16):
+        raise RuntimeError(
+            "on Hopper this way needs cuBLASLt 13.4, with scales of tensors 13.5, with blocks 13.6; here is "
+            f"{versions().get('cuBLASLt', 'an unknown one')}"
+        )
+
+
 class _Te:
     """Grouped linear layers of TransformerEngine with one recipe. FP8 pads groups by TransformerEngine's own modules.
     In its way for grouped tensors, sizes stay on the device."""
@@ -249,6 +260,8 @@ class _Te:
     def __init__(self, given: Given, recipe: object, grouped: bool) -> None:
         import transformer_engine.pytorch as te
 
+        if grouped:
+            _require_grouped_tensors(recipe)
         self.recipe, self.sizes, self.autocast = recipe, given.sizes, te.autocast
         self.linears = [_te_linear(w, grouped) for w in given.weights]
         device = given.x.device if grouped else "cpu"
@@ -354,7 +367,7 @@ KINDS: dict[str, tuple[Callable[..., Given], Rival, dict[str, Rival]]] = {
     "experts": (
         layer_inputs,
         our_layers,
-        {"torch": torch_layers, "Transformers": transformers_layers, "TransformerEngine": te_layers},
+        {"torch": lambda given: torch_layers(given) | transformers_layers(given), "TransformerEngine": te_layers},
     ),
     "moe": (routed_layer_inputs, our_routed_layers, {"SonicMoE": sonicmoe_layers}),
 }
