@@ -204,3 +204,38 @@ def test_rows_of_processes_that_die(beside: ModuleType, monkeypatch: pytest.Monk
     beside.save([rows[0] | {"us": {"new": [1.0]}}, without_figures], args.out)
     saved = json.loads(args.out.read_text())["rows"]
     assert saved == [rows[0] | {"us": {"new": [1.0]}}, *rows[1:]]
+
+
+def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ratios are within a process. Only scales as fine as ours count for a product. Memory is without FP8 copies."""
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    tables = importlib.import_module("beside_tables")
+    place = {"device": "a GPU", "commit": "c" * 40, "date": "2026-11-27", "sizes": "s", "groups": "even"}
+    product = place | {"kind": "product", "dims": [8, 16, 32, 2], "host_us": {}, "kept_mib": {}, "not_run": {}}
+    us = {"rowwise": [2.0, 2.2, 1.8], "blockwise": [4.0], "TE per tensor": [1.0], "TE blocks": [3.0]}
+    slow = {"rowwise": [3.0], "blockwise": [4.0], "torchao rowwise": [6.0]}
+    failed = {name: product[name] for name in ("kind", "dims", "sizes")} | {
+        "rival": "other",
+        "groups": "zipf",
+        "error": "no",
+    }
+    rows = [product | {"rival": "TE", "us": us}, product | {"rival": "torchao", "us": slow}, failed]
+    moe = place | {"kind": "moe", "rival": "SonicMoE", "dims": [8, 16, 4, 2, 1], "weights_mib": 3.0, "host_us": {}}
+    moe |= {"us": {"rowwise": [2.0], "blockwise": [1.0], "SonicMoE BF16": [3.0]}, "not_run": {}}
+    moe["kept_mib"] = {"rowwise": 5.0, "blockwise": 6.0, "SonicMoE BF16": 4.0}
+    text = tables.text({"rows": [*rows, moe]})
+    cells = next(line for line in text.splitlines() if line.startswith("| [8, 16, 32, 2]")).split("|")[2:-1]
+    assert [cell.strip() for cell in cells] == ["2", "4", "1 (0.50 x)", "3 (1.50 x)", "6 (2.00 x)", "1.50 x"]
+    assert "rounds that differ by up to 20%" in text and "- other, [8, 16, 32, 2], uneven: `no`" in text
+    assert "Faster than ours:\n\n- TE per tensor: [8, 16, 32, 2] (0.50 x); it has one scale" in text
+    assert text.count("Not measured yet") == 1
+    found = tables.sonicmoe({"rows": [*rows, moe]})
+    assert found["rows"] == [
+        {
+            "dims": [8, 16, 4, 2, 1],
+            "us": {"rowwise": 2.0, "blockwise": 1.0, "SonicMoE": 3.0},
+            "kept_mib": {"rowwise": 2.0, "blockwise": 3.0, "SonicMoE": 4.0},
+        }
+    ]
+    assert tables.sonicmoe(None) is None and "Not measured yet" in tables.text(None)
