@@ -199,6 +199,13 @@ def turn(file: Path | None) -> Iterator[None]:
         yield
 
 
+def write(file: Path, held: object) -> None:
+    """Writes a file at once, so that a process that is ended leaves the file as it was."""
+    whole = file.with_suffix(".new")
+    whole.write_text(json.dumps(held, indent=1) + "\n")
+    whole.replace(file)
+
+
 def child(args: argparse.Namespace) -> None:
     """Measures one rival and writes rows as they come."""
     (kind,), (rival,), rows = args.kinds, args.rivals, []
@@ -221,7 +228,7 @@ def child(args: argparse.Namespace) -> None:
             except Exception as error:
                 row["error"] = reason(error)
             rows.append(row | {"versions": versions()})
-            args.out.write_text(json.dumps(rows))
+            write(args.out, rows)
             us = {name: round(median(rounds), 1) for name, rounds in row.get("us", {}).items()}
             print(*(row[name] for name in KEY), row.get("error", us), row.get("not_run", ""), flush=True)
             print(f"    {time.perf_counter() - began:.0f} s", flush=True)
@@ -282,7 +289,7 @@ def merged(rows: list[Names], later: list[Names]) -> list[Names]:
 
 def save(rows: list[Names], file: Path) -> None:
     held = json.loads(file.read_text())["rows"] if file.exists() else []
-    file.write_text(json.dumps({"rows": merged(held, rows)}, indent=1) + "\n")
+    write(file, {"rows": merged(held, rows)})
 
 
 def main() -> None:
