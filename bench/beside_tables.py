@@ -125,7 +125,7 @@ def not_run(rows: list[Row]) -> list[str]:
     for row in rows:
         failed = {row["rival"]: row["error"]} if "error" in row else row.get("not_run", {})
         for name, why in failed.items():
-            found.setdefault((name, why), []).append(size_of(row))
+            found.setdefault((name, why.replace("`", "'")), []).append(size_of(row))
     every = len({(row["sizes"], row["groups"]) for row in rows})
     return [
         f"- {name}, {'all sizes' if len(sizes) == every else '; '.join(sizes)}: `{why}`"

@@ -227,7 +227,7 @@ def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     text = tables.text({"rows": [*rows, moe]})
     cells = next(line for line in text.splitlines() if line.startswith("| [8, 16, 32, 2]")).split("|")[2:-1]
     assert [cell.strip() for cell in cells] == ["2", "4", "1 (0.50 x)", "3 (1.50 x)", "6 (2.00 x)", "1.50 x"]
-    assert "rounds that differ by up to 20%" in text and "- other, [8, 16, 32, 2], uneven: `no`" in text
+    assert "rounds that differ by up to 20%" in text and "- other, [8, 16, 32, 2], uneven: `'no'`" in text
     assert "Faster than ours:\n\n- TE per tensor: [8, 16, 32, 2] (0.50 x); it has one scale" in text
     assert text.count("Not measured yet") == 1
     found = tables.sonicmoe({"rows": [*rows, moe]})
