@@ -218,7 +218,7 @@ def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = {name: product[name] for name in ("kind", "dims", "sizes")} | {
         "rival": "other",
         "groups": "zipf",
-        "error": "no",
+        "error": "`no`",
     }
     rows = [product | {"rival": "TE", "us": us}, product | {"rival": "torchao", "us": slow}, failed]
     moe = place | {"kind": "moe", "rival": "SonicMoE", "dims": [8, 16, 4, 2, 1], "weights_mib": 3.0, "host_us": {}}
