@@ -41,7 +41,7 @@ def _layer(device: torch.device, groups: str, *, t: int, d: int, f: int, e: int,
     return normal(device, t, d, grad=True), *routed(device, groups, t, e, k), w_gate_up, w_down, normal(device, t, d)
 
 
-def _composed(x: Tensor, ids: Tensor, scores: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+def composed(x: Tensor, ids: Tensor, scores: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
     """Computes the layer in BF16 with torch's own ops."""
     flat, permutation = ids.flatten().sort(stable=True)
     counts = torch.zeros(len(w_down), dtype=torch.int32, device=x.device)
@@ -103,7 +103,7 @@ def _experts(recipe: str) -> Case:
         _RULES.get(recipe, (_KEPT,)),
         recipe,
         flops=expert_flops,
-        baseline=_forward_backward(_composed),
+        baseline=_forward_backward(composed),
         kept=partial(_bytes_kept, layer),
     )
 

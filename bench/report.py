@@ -17,6 +17,7 @@ from collections import Counter
 from pathlib import Path
 from statistics import fmean, median
 
+import beside_tables
 import headline
 import matrix
 import tables
@@ -168,8 +169,8 @@ def save(result: dict, folder: Path) -> Path:
 
 def recorded() -> dict[str, dict]:
     """The results, by the stem of their file. Results of a forced GEMM, which no GPU takes by itself, come last."""
-    others = LOSSES, tables.TITAN, tables.PARALLEL, tables.PARALLEL_LOSSES, tables.SONICMOE, tables.AUTO, tables.PROFILE
-    others += tables.FINETUNE, tables.FINETUNE_LOSSES, tables.MEGATRON, tables.WHOLE, tables.STATS
+    others = LOSSES, beside_tables.BESIDE, tables.TITAN, tables.PARALLEL, tables.PARALLEL_LOSSES, tables.AUTO
+    others += tables.PROFILE, tables.FINETUNE, tables.FINETUNE_LOSSES, tables.MEGATRON, tables.WHOLE, tables.STATS
     found = {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name not in others}
     return dict(sorted(found.items(), key=lambda item: "gemm" in item[1]))
 
@@ -252,19 +253,20 @@ def replaced(document: str, name: str, text: str) -> str:
 
 def documents() -> dict[Path, str]:
     """Every text that is made from results or from the table of GEMMs."""
-    everything, sonicmoe = recorded(), recorded_alone(tables.SONICMOE)
+    everything, beside = recorded(), recorded_alone(beside_tables.BESIDE)
     results, docs = usual(everything), ROOT / "docs"
     parallel = recorded_alone(tables.PARALLEL), recorded_alone(tables.PARALLEL_LOSSES)
     finetuned = recorded_alone(tables.FINETUNE), recorded_alone(tables.FINETUNE_LOSSES)
     whole, waterfall = recorded_alone(tables.WHOLE), picture("waterfall", docs / "performance.md")
     layer_gains = {layer[1:]: gain for layer, gain in headline.over_torch(results)[0].items()}
     made: dict[Path, dict[str, str]] = {  # page: its marked parts
-        ROOT / "README.md": {"figures": headline.text(results, sonicmoe, whole)},
+        ROOT / "README.md": {"figures": headline.text(results, beside_tables.sonicmoe(beside), whole)},
         docs / "performance.md": {
-            "layer": tables.layer_table(results, sonicmoe),
+            "layer": tables.layer_table(results),
             "whole models": whole_tables.text(whole, layer_gains, waterfall),
             "profile": tables.profile_text(recorded_alone(tables.PROFILE)),
         },
+        docs / "beside.md": {"beside": beside_tables.text(beside)},
         docs / "recipes.md": {
             "recipes": "\n\n".join(
                 filter(None, (picture("products", docs / "recipes.md"), tables.recipe_table(results)))
@@ -300,8 +302,8 @@ def outdated() -> list[str]:
 def write() -> None:
     import figures
 
-    alone = map(recorded_alone, (LOSSES, tables.SONICMOE, tables.WHOLE))
-    figures.draw(usual(recorded()), *alone, DRAWN)
+    sonicmoe = beside_tables.sonicmoe(recorded_alone(beside_tables.BESIDE))
+    figures.draw(usual(recorded()), recorded_alone(LOSSES), sonicmoe, recorded_alone(tables.WHOLE), DRAWN)
     for path, text in documents().items():
         path.write_text(text)
 

@@ -14,7 +14,6 @@ TITAN = "torchtitan.json"  # from bench/titan.py
 FINETUNE = "finetune.json"  # from bench/finetune.py
 FINETUNE_LOSSES = "finetune_losses.json"  # from bench/finetune_losses.py
 MEGATRON = "megatron.json"  # from bench/mcore.py
-SONICMOE = "sonicmoe.json"  # from bench/beside_sonicmoe.py
 PARALLEL = "expert_parallel.json"  # from bench/expert_parallel.py
 AUTO = "auto.json"  # from bench/auto_sweep.py, for bench/fit_auto.py
 PROFILE = "profile.json"  # from bench/profile_layer.py
@@ -107,37 +106,13 @@ def recipe_table(results: dict[str, dict]) -> str:
     return "\n\n".join(parts) or NOT_MEASURED
 
 
-def sonicmoe_table(result: dict) -> str:
-    """Results of bench/beside_sonicmoe.py: time relative to SonicMoE's, and memory kept."""
-    body, ours = [], [name for name in result["rows"][0]["us"] if name != "SonicMoE"]
-    for row in result["rows"]:
-        us, kept = row["us"], row["kept_mib"]
-        times = (f"{us[name]:,.0f} ({us['SonicMoE'] / us[name]:.2f} x)" for name in ours)
-        share = f"{kept['rowwise'] / kept['SonicMoE']:.2f}"
-        of_another = f", at {row['commit'][:7]}" if "commit" in row else ""
-        size = sizes_of(dict(zip("tdfek", row["dims"], strict=True)))
-        body.append((f"{size}{of_another}", f"{us['SonicMoE']:,.0f}", *times, share))
-    headings = ("T, D, F, E, top_k", "SonicMoE, BF16", *ours, "kept, of SonicMoE's")
-    align = ["left"] + ["right"] * (len(headings) - 1)
-    lines = tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
-    text = (
-        f"Microseconds of a whole layer with its router (`MoE`), measured in turns with SonicMoE in BF16 on "
-        f"{result['device']} at {(result['commit'] or 'unknown')[:7]}. The last column compares what recipe `rowwise` "
-        "keeps for backward, without the FP8 copies of the weights:"
-    )
-    return f"{textwrap.fill(text, 120)}\n\n{lines}"
-
-
-def layer_table(results: dict[str, dict], sonicmoe: dict | None) -> str:
+def layer_table(results: dict[str, dict]) -> str:
     text = (
         "Microseconds{on}, for experts chosen at random, without the router. The first column of times is a layer of "
         "torch's own ops around `torch._grouped_mm`:"
     )
     columns = "T, D, F, E, top_k", "torch's ops, BF16"
-    tables = [beside_baseline(results, "experts", *columns, text, lambda row, us: f"{us:,.0f}")]
-    if sonicmoe:
-        tables.append(sonicmoe_table(sonicmoe))
-    return "\n\n".join(filter(None, tables)) or NOT_MEASURED
+    return beside_baseline(results, "experts", *columns, text, lambda row, us: f"{us:,.0f}") or NOT_MEASURED
 
 
 def adoption_table(results: dict[str, dict]) -> str:

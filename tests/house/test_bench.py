@@ -67,7 +67,7 @@ def test_tables_hold_even_and_uneven_rows_apart(monkeypatch: pytest.MonkeyPatch)
     row = {"op": "experts rowwise", "shape": "wide", "dims": {"t": 8}, "us": 2.0, "ratio": 2.0, "baseline_us": 4.0}
     rows = [row | {"groups": "even"}, row | {"groups": "zipf", "us": 3.0}]
     results = {"": {"device": "a GPU", "commit": "c", "rows": rows}}
-    lines = importlib.import_module("tables").layer_table(results, None).splitlines()
+    lines = importlib.import_module("tables").layer_table(results).splitlines()
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[-2:]] == [
         ["[8]", "4", "2 (2.00 x)"],
         ["[8], uneven", "4", "3 (2.00 x)"],

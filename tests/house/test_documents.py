@@ -251,7 +251,7 @@ COMMANDS = {
         "tests/integrations/test_bench_finetune.py"
     ),
     "python bench/mcore.py": "tests/integrations/test_megatron.py",
-    "python bench/beside_sonicmoe.py --out bench/results/sonicmoe.json": GPU,
+    "python bench/beside.py --out bench/results/beside.json": GPU,
     "torchrun --nproc-per-node 2 bench/expert_parallel.py --out bench/results/expert_parallel.json": GPU,
     "python tests/toolchain/cuda_check.py": "tests/house/test_toolchain_checks.py",
     "python tests/toolchain/hip_check.py": "tests/house/test_toolchain_checks.py",
