@@ -38,6 +38,10 @@ def _biased(device: torch.device, groups: None, *, p: int, f: int) -> tuple[Tens
     return normal(device, p, 2 * f), normal(device, 128, 2 * f), group_ends(EVEN, p, 128, device)
 
 
+def _summed(device: torch.device, groups: str, *, p: int, f: int) -> tuple[Tensor, Tensor]:
+    return normal(device, p, 2 * f), group_ends(groups, p, 128, device)
+
+
 def _gradients(activation: str, format: str | None = None) -> Callable[..., tuple[object, ...]]:
     def inputs(device: torch.device, groups: None, *, p: int, f: int) -> tuple[object, ...]:
         h, scale = _h(device, activation, p, f), None
@@ -95,6 +99,7 @@ ACTIVATION_CASES: tuple[Case, ...] = (
         for f in RECIPES
     ),
     Case("add_bias", _slots, _biased, ops.add_bias, (_SPEED,)),
+    Case("sum_groups", _slots_of_experts, _summed, ops.sum_groups, (_SPEED,)),
     *(
         Case("activate_backward", _slots, _gradients(a), _backward(False), (_SPEED,), variant=a)
         for a in (*GATED, *PLAIN)

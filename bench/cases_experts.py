@@ -10,16 +10,17 @@ from case import RECIPES, Case, Rule, Shape, Target, always, even_and_uneven, is
 from torch import Tensor
 
 import moe_fp8_ext as moe
+from moe_fp8_ext.report.models import sizes_of
 
-# Tokens, D, F, experts, experts of a token. bench/models.py says which models have these sizes.
+# Tokens, D, F, experts, experts of a token.
 SIZES = {
     "fine_grained": (24576, 1536, 256, 128, 8),
-    "qwen3_30b": (32768, 2048, 768, 128, 8),
-    "gpt_oss_20b": (32768, 2880, 2880, 32, 4),
+    "qwen3_30b": (32768, *sizes_of("Qwen3-30B-A3B")),
+    "gpt_oss_20b": (32768, *sizes_of("GPT-OSS-20B")),
     "d4096_f1024": (32768, 4096, 1024, 128, 8),
-    "qwen3_235b_ep8": (32768, 4096, 1536, 16, 8),
-    "mixtral_8x7b": (16384, 4096, 14336, 8, 2),
-    "dsv3": (16384, 7168, 2048, 32, 8),
+    "qwen3_235b_ep8": (32768, *sizes_of("Qwen3-235B-A22B", experts=16)),
+    "mixtral_8x7b": (16384, *sizes_of("Mixtral-8x7B")),
+    "dsv3": (16384, *sizes_of("DeepSeek-V3", experts=32)),
 }
 
 

@@ -106,7 +106,7 @@ def measure() -> dict[str, object]:
 
     def send(ep: ExpertParallel) -> ExchangedTokens:
         exchange = ep._exchange
-        return exchange.send(exchange.prepare(x.detach(), ids, scores.detach()), Agreement(0, 1))
+        return exchange.send(exchange.prepare(x.detach(), ids, scores.detach()), Agreement(0, 1), (True, True))
 
     def dispatch(ep: ExpertParallel) -> object:
         with torch.no_grad():
@@ -122,10 +122,10 @@ def measure() -> dict[str, object]:
     found: dict[str, object] = {}
     by_recipe = {name: parallel(name) for name in ("bf16", "rowwise", "blockwise")}
     found["dispatch_us"] = sustained_us({name: partial(dispatch, ep) for name, ep in by_recipe.items()})
-    sends = {name: send(ep)._sends[0] for name, ep in by_recipe.items()}
-    arrived = {name: part.transfer.wait() for name, part in sends.items()}
+    sources = {name: send(ep) for name, ep in by_recipe.items()}
+    arrived = {name: source.arriving[0].receive() for name, source in sources.items()}
     found["bytes"] = {name: rows.shape[1] for name, rows in arrived.items()}
-    route = sends["rowwise"].route
+    route = sources["rowwise"].routes[0]
     rows = arrived["rowwise"].new_empty(sum(route.sent), arrived["rowwise"].shape[1])
     found["exchange_us"] = {
         "in a dispatch": exchange_us(partial(dispatch, by_recipe["rowwise"])),

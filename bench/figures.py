@@ -7,6 +7,7 @@ from statistics import median
 
 import headline
 import losses
+import whole_tables
 from case import RECIPES, is_uneven, training_rows
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws without a display
 from matplotlib.figure import Figure
@@ -30,6 +31,18 @@ FAMILIES = {
     "combine": ("combine",),
     "swizzle, unswizzle": ("swizzle_scales", "unswizzle_scales"),
 }
+# Parts of a step of training, in the order of the bars.
+PART_COLORS = {
+    "experts": "#1f6fb4",
+    "attention": "#e08214",
+    "router": "#8fbbdc",
+    "dense MLPs": "#9467bd",
+    "norms and residuals": "#c7a76c",
+    "embeddings and loss": "#2b8c57",
+    "optimizer": "#7a7a7a",
+    "rest": "#bbbbbb",
+    whole_tables.IDLE: "#e9e9e9",
+}
 LEAST_BYTES = 50e6  # smaller casts end before the GPU's memory reaches full speed
 
 
@@ -38,7 +51,7 @@ def save(figure: Figure, path: Path) -> None:
     FigureCanvasAgg(figure).print_png(path, metadata={"Software": None})
 
 
-def draw(results: dict[str, dict], runs: list[dict], sonicmoe: dict | None, folder: Path) -> None:
+def draw(results: dict[str, dict], runs: list[dict], sonicmoe: dict | None, whole: dict | None, folder: Path) -> None:
     """Draws what there are figures for: of results, the first file that has any."""
     folder.mkdir(exist_ok=True)
     draw_layer_speed(results, sonicmoe, folder / "layer_speed.png")
@@ -48,6 +61,8 @@ def draw(results: dict[str, dict], runs: list[dict], sonicmoe: dict | None, fold
         any(drawer(result, folder / f"{name}.png") for result in results.values())
     if runs:
         draw_losses(runs, folder / "losses.png")
+    if rows := whole_tables.measured(whole):
+        draw_waterfalls(rows, folder / "waterfall.png")
 
 
 def bars_by_model(
@@ -98,6 +113,33 @@ def draw_layer_memory(sonicmoe: dict, path: Path) -> None:
     values = {text: {model: rows[layer][name] for model, layer in models.items()} for text, name in kinds.items()}
     colors = dict(zip(values, (COLORS["bf16"], COLORS["rowwise"]), strict=True))
     bars_by_model(values, colors, "{:,.0f} MiB", "Activations that an MoE layer keeps for backward", path)
+
+
+def draw_waterfalls(rows: list[dict], path: Path) -> None:
+    """For each model, a bar for each implementation, made of the parts of a step."""
+    figure = Figure(figsize=(7.2, 0.6 + 1.15 * len(rows)), dpi=150, layout="constrained")
+    drawn: dict[str, None] = {}
+    for axes, row in zip(figure.subplots(len(rows), 1, squeeze=False).flat, rows, strict=True):
+        names = [*row["us"]]
+        for y, name in enumerate(names):
+            found, left = whole_tables.parts(row, name), 0.0
+            for part in (part for part in PART_COLORS if found.get(part)):
+                axes.barh(y, found[part], 0.8, left, color=PART_COLORS[part])
+                left, drawn[part] = left + found[part], None
+            gain = "" if name == names[0] else f" ({whole_tables.gain(row, name):.2f} x)"
+            axes.annotate(
+                f"{left:,.0f} ms{gain}", (left, y), (3, 0), textcoords="offset points", va="center", fontsize=8
+            )
+        axes.set_yticks(range(len(names)), [whole_tables.NAMES.get(name, name) for name in names], fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.22)
+        axes.set_xlim(left=0)
+        axes.xaxis.set_visible(False)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        axes.set_title(whole_tables.cut(row), fontsize=9, loc="left")
+    keys = [Patch(color=color, label=part) for part, color in PART_COLORS.items() if part in drawn]
+    figure.legend(handles=keys, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    save(figure, path)
 
 
 def draw_products(result: dict, path: Path) -> bool:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
+import hf_models
 import peft
 import tables
 import torch
@@ -34,30 +35,10 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 import moe_fp8_ext
 from moe_fp8_ext.integrations.transformers import register
 
-# config.json of each model on the Hugging Face Hub.
-MODELS = {
-    "Qwen3-30B-A3B": dict(
-        **dict(model_type="qwen3_moe", num_hidden_layers=48, hidden_size=2048, intermediate_size=6144),
-        **dict(moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True),
-        **dict(num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936),
-    ),
-    # Attention has 0.8 parameters for each one of the experts of a token; Qwen3-30B-A3B has 0.5.
-    "GLM-4.5-Air": dict(
-        **dict(model_type="glm4_moe", num_hidden_layers=46, hidden_size=4096, intermediate_size=10944),
-        **dict(moe_intermediate_size=1408, n_routed_experts=128, num_experts_per_tok=8, n_shared_experts=1),
-        **dict(num_attention_heads=96, num_key_value_heads=8, head_dim=128, vocab_size=151552),
-        **dict(first_k_dense_replace=1, n_group=1, topk_group=1, norm_topk_prob=True, attention_bias=True),
-    ),
-    "tiny": dict(
-        **dict(model_type="qwen3_moe", num_hidden_layers=2, hidden_size=128, intermediate_size=256),
-        **dict(moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2),
-        **dict(num_attention_heads=2, num_key_value_heads=1, head_dim=64, vocab_size=256),
-    ),
-}
+MODELS = "Qwen3-30B-A3B", "GLM-4.5-Air", "tiny"
 IMPLEMENTATIONS = {"ours": "moe_fp8_blockwise", "stock": "grouped_mm"}
 BLOCK = [128, 128]
-STD = 0.02  # of every weight
-FP8_STD = 64.0  # of the values of a weight in FP8; 448 is the largest, 7 times as much
+TINY_LAYERS = 2
 LOSS_TOKENS = 1024  # logits are computed for so many tokens at a time
 
 
@@ -79,46 +60,24 @@ class Phases:
 
 
 def config_of(args: argparse.Namespace) -> transformers.PretrainedConfig:
-    sizes = dict(MODELS[args.model])
-    sizes["num_hidden_layers"] = args.layers or sizes["num_hidden_layers"]
-    config = transformers.AutoConfig.for_model(sizes.pop("model_type"), **sizes)
-    config.use_cache = False
-    return config
+    if args.model == "tiny":
+        return hf_models.tiny_config("Qwen3-30B-A3B", args.layers or layers_of(args.model))
+    return hf_models.config_of(args.model, args.layers)
+
+
+def layers_of(model: str) -> int:
+    return TINY_LAYERS if model == "tiny" else hf_models.CONFIGS[model][1]
 
 
 def random_model(config: transformers.PretrainedConfig, impl: str, device: torch.device) -> nn.Module:
     """Makes a model with random weights on the device, for `ours` with experts as an FP8 checkpoint has them."""
-    with torch.device("meta"):
-        options = dict(dtype=torch.bfloat16, experts_implementation=IMPLEMENTATIONS["stock"])
-        model = transformers.AutoModelForCausalLM.from_config(config, **options)
+    model = hf_models.on_meta(config, IMPLEMENTATIONS["stock"])
     if impl == "ours":
         kept = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         sizes = dict(weight_block_size=BLOCK, modules_to_not_convert=kept)
         model.config.quantization_config = transformers.FineGrainedFP8Config(**sizes)
         replace_with_fp8_linear(model, kept, model.config.quantization_config, pre_quantized=True)
-    model.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(0)
-    with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            fill(name, tensor, generator)
-        for module in model.modules():
-            if hasattr(module, "inv_freq"):  # a buffer that no checkpoint has
-                with device:
-                    module.inv_freq.copy_(type(module)(module.config).inv_freq)
-    return model
-
-
-def fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    if tensor.dtype == torch.float8_e4m3fn:
-        for part in tensor:
-            values = torch.randn(part.shape, device=part.device, dtype=torch.bfloat16, generator=generator)
-            part.copy_((values * FP8_STD).clamp(-448, 448))
-    elif name.endswith("_scale_inv"):
-        tensor.fill_(STD / FP8_STD)
-    elif tensor.dim() == 1:
-        tensor.fill_(1 if name.endswith("norm.weight") else 0)
-    else:
-        tensor.normal_(std=STD, generator=generator)
+    return hf_models.materialize(model, device)
 
 
 def loaded(folder: Path, impl: str, device: torch.device) -> nn.Module:
@@ -199,7 +158,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict:
     config = config_of(args)
     known = ("model", "impl", "rank", "context", "sequences", "adapters", "attention_only")
     result = environment(device) | {name: getattr(args, name) for name in known}
-    result |= dict(layers=config.num_hidden_layers, of_layers=MODELS[args.model]["num_hidden_layers"])
+    result |= dict(layers=config.num_hidden_layers, of_layers=layers_of(args.model))
     result |= {name: version(name) for name in ("transformers", "peft")}
     result["from_checkpoint"] = bool(args.checkpoint)
     try:

@@ -24,7 +24,7 @@ from moe_fp8_ext.quantization.recipe import RECIPES
 
 POINTS = Path(__file__).parent / "results" / "auto.json"
 CHOICES = "bf16", "rowwise", "blockwise"
-PREDICTS = 0.1  # weight of predicted times against lost time: keeps rates near those of the GPU
+PREDICTS = 0.1  # weight of predicted times against lost time: keeps rates near the GPU's
 SOFTNESS = 0.02  # times that differ by less count as equal
 
 

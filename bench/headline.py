@@ -1,14 +1,16 @@
-"""The first screen of README.md: two pictures side by side, and a table of five layers."""
+"""The first screen of README.md: two pictures side by side, and a table of five models."""
 
 from __future__ import annotations
 
 import textwrap
 
+import whole_tables
 from case import commits_of
 from models import MODELS, layer_name
 from tabulate import tabulate
 
 RECIPE = "rowwise"  # the default
+IMPLEMENTATION = f"moe_fp8_{RECIPE}"  # of Transformers' experts
 ROWS = 5
 PICTURES = """\
 <p align="center">
@@ -61,26 +63,46 @@ def models_of(layers: list[Layer]) -> dict[str, Layer]:
     return found
 
 
-def text(results: dict[str, dict], sonicmoe: dict | None) -> str:
+def text(results: dict[str, dict], sonicmoe: dict | None, whole: dict | None) -> str:
     torch_speed, at = over_torch(results)
     if not torch_speed:
         return "Not measured yet: `make bench` on a GPU fills this part."
-    sonic, sonic_at = over_sonicmoe(sonicmoe)
     shown = [*models_of([*torch_speed]).values()]
     shown = [*shown, *(layer for layer in torch_speed if label(layer) not in map(label, shown))][:ROWS]
+    models = {whole_tables.label(row): row for row in whole_tables.measured(whole)}
     body = []
     for layer in shown:
-        times, kept = (f"{sonic[layer][0]:.2f} x", f"{sonic[layer][1]:.2f}") if layer in sonic else ("-", "-")
-        body.append((label(layer), f"{torch_speed[layer]:.2f} x", times, kept))
-    headings = ("MoE layer, forward and backward", "over torch, BF16", "over SonicMoE, BF16", "memory, of SonicMoE's")
+        row = models.get(label(layer))
+        cells = ("-", "-")
+        if row:
+            peak = f"{whole_tables.memory(row, IMPLEMENTATION):.2f}" if row["peak_bytes"] else "-"
+            cells = f"{whole_tables.gain(row, IMPLEMENTATION):.2f} x", peak
+        body.append((label(layer), f"{torch_speed[layer]:.2f} x", *cells))
+    headings = (
+        "model",
+        "MoE layer, over torch in BF16",
+        "training, over Transformers in BF16",
+        "its peak memory, of BF16's",
+    )
     lines = tabulate(body, headings, tablefmt="github", colalign=["left", *["right"] * 3], disable_numparse=True)
-    said = f"Recipe `{RECIPE}`. Over torch: `experts` on {at}, the worse of even and uneven routing."
-    if sonic:
-        newest = max(result.get("date", "") for result in results.values())
-        older = ", an older commit" if sonicmoe.get("date", "") < newest else ""
-        said += (
-            f" Over SonicMoE: `MoE` on {sonic_at}{older}. Memory: activations kept "
-            "for backward, without the FP8 copies of the weights."
-        )
-    said += " [Sizes, methods, other recipes](docs/performance.md)."
-    return "\n\n".join((PICTURES, lines, textwrap.fill(said, 120)))
+    return "\n\n".join((PICTURES, lines, textwrap.fill(said(at, sonicmoe, whole), 120)))
+
+
+def said(at: str, sonicmoe: dict | None, whole: dict | None) -> str:
+    """Where the figures of the table and of the pictures come from."""
+    parts = [
+        f"Recipe `{RECIPE}`. Layers: `experts`, forward and backward, on {at}, the worse of even and uneven routing."
+    ]
+    rows = whole_tables.measured(whole)
+    if not rows:
+        parts.append("Whole models are not measured yet.")
+    else:
+        layers = " or ".join(str(number) for number in sorted({row["layers"] for row in rows}))
+        same = whole_tables.same_commit(at, whole)
+        place = "on the same GPU and commit" if same else f"on {whole_tables.place(whole)}: two commits or two GPUs"
+        means = f"with AdamW and Transformers {whole['transformers']}"
+        parts.append(f"Training: steps {means} of models cut to {layers} layers, {place}.")
+    _, sonic_at = over_sonicmoe(sonicmoe)
+    if sonic_at:
+        parts.append(f"SonicMoE in the pictures: on {sonic_at}.")
+    return " ".join([*parts, "[Sizes, methods, other recipes](docs/performance.md)."])

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-# D, F, experts, experts of a token: `config.json` of each model on the Hugging Face Hub.
-MODELS = {
-    "Qwen3-30B-A3B": (2048, 768, 128, 8),
-    "Qwen3-235B-A22B": (4096, 1536, 128, 8),
-    "GPT-OSS-20B": (2880, 2880, 32, 4),
-    "DeepSeek-V3": (7168, 2048, 256, 8),
-    "Mixtral-8x7B": (4096, 14336, 8, 2),
-    "DeepSeek-MoE-16B": (2048, 1408, 64, 6),
-    "Llama-4-Scout": (5120, 8192, 16, 1),
-    "Granite-3.0-3B-A800M": (1536, 512, 40, 8),
-}
-
-
-def _share(name: str, experts: int, total: int) -> str:
-    """The name for a rank that holds some of the experts."""
-    return name if experts == total else f"{name} ({experts} of {total} experts)"
+from moe_fp8_ext.report.models import MODELS, share_name
 
 
 def layer_name(d: int, f: int, e: int, k: int) -> str | None:
     """The model whose layer has these sizes: tokens of D features, F features in each of E experts, k per token."""
     for name, (dim, hidden, experts, top_k) in MODELS.items():
         if (d, f, k) == (dim, hidden, top_k) and experts % e == 0:
-            return _share(name, e, experts)
+            return share_name(name, e)
     return None
 
 
@@ -33,7 +18,7 @@ def product_name(k: int, n: int, e: int) -> str | None:
     for name, (dim, hidden, experts, _) in MODELS.items():
         projections = {(dim, 2 * hidden): "gate and up", (hidden, dim): "down", (dim, hidden): "gate or up"}
         if (k, n) in projections and experts % e == 0:
-            return f"{_share(name, e, experts)}, {projections[k, n]}"
+            return f"{share_name(name, e)}, {projections[k, n]}"
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import subprocess
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -19,6 +20,14 @@ def shell(*command: str) -> str | None:
     return done.stdout.strip()
 
 
+def transformers() -> str | None:
+    """The version of Transformers that is installed. The speed of its own experts differs between versions."""
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return None
+
+
 def environment(device: torch.device) -> dict:
     gpu = device.type == "cuda"
     toolkit = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
@@ -27,7 +36,8 @@ def environment(device: torch.device) -> dict:
     commit = stated or shell("git", "rev-parse", "HEAD") or ""
     driver = shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None
     forced = os.environ.get("MOE_FP8_GEMM")  # the only backend that multiplies
-    return ({"gemm": forced} if forced else {}) | {
+    named = ({"gemm": forced} if forced else {}) | ({"transformers": found} if (found := transformers()) else {})
+    return named | {
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
         "torch": torch.__version__,
         "toolkit": toolkit if gpu else None,

@@ -21,6 +21,7 @@ import headline
 import losses
 import matrix
 import tables
+import whole_tables
 from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,8 +55,8 @@ LEGEND = """\
   to `permute_quantized` and the product of what that moves (scaled_grouped_mm by index),
   to `scaled_grouped_mm` to float32 (add_scaled_grouped_mm), to BF16 `torch._grouped_mm`, forward and backward
   (grouped_mm), to a layer of torch's own ops in BF16 around that (experts), to Transformers' own `grouped_mm`
-  (transformers_experts, transformers_step), to torch's stable argsort, histc and cumsum (sort_tokens), or to torch's
-  own ops in float32 (choose_experts; router, forward and backward).
+  (transformers_experts), to torch's stable argsort, histc and cumsum (sort_tokens), or to torch's own ops in float32
+  (choose_experts; router, forward and backward).
 - x torch FP8: speed relative to `torch._scaled_grouped_mm`, in turns.
 - weights reused: within `reuse_weights`, a weight that is quantized already.
 - B kept: bytes kept for the gradient of the weights, scales and padding included, an element of the activation.
@@ -77,6 +78,7 @@ HARDWARE = (
 PICTURES = {
     "layer_speed": "Speed of an MoE layer over BF16, by model",
     "layer_memory": "Memory that a layer keeps for backward, by model",
+    "waterfall": "Where a step of training goes, by model",
     "products": "Speed of grouped_mm over BF16, by model and recipe",
     "casts": "Fraction of copy bandwidth by family of ops",
     "losses": "Training loss of a small MoE language model by recipe",
@@ -84,7 +86,7 @@ PICTURES = {
 # What a page of results shows first, second and so on: a heading, and what the ops of its rows begin with.
 PARTS = {
     "The layer: forward and backward of `experts`, by recipe": ("experts ",),
-    "Experts and models of Transformers": ("transformers_",),
+    "Experts of Transformers": ("transformers_",),
     "Forward and backward of `grouped_mm`, by recipe": ("grouped_mm",),
     "Products": ("scaled_grouped_mm", "add_scaled_grouped_mm"),
     "All other ops": ("",),
@@ -168,13 +170,13 @@ def save(result: dict, folder: Path) -> Path:
 def recorded() -> dict[str, dict]:
     """The results, by the stem of their file. Results of a forced GEMM, which no GPU takes by itself, come last."""
     others = LOSSES, tables.TITAN, tables.PARALLEL, tables.PARALLEL_LOSSES, tables.SONICMOE, tables.AUTO, tables.PROFILE
-    others += tables.FINETUNE, tables.FINETUNE_LOSSES, tables.MEGATRON
+    others += tables.FINETUNE, tables.FINETUNE_LOSSES, tables.MEGATRON, tables.WHOLE, tables.STATS
     found = {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.name not in others}
     return dict(sorted(found.items(), key=lambda item: "gemm" in item[1]))
 
 
 def usual(results: dict[str, dict]) -> dict[str, dict]:
-    """The results without those of a forced GEMM."""
+    """The results without results of a forced GEMM."""
     return {stem: result for stem, result in results.items() if "gemm" not in result}
 
 
@@ -257,10 +259,13 @@ def documents() -> dict[Path, str]:
     results, docs = usual(everything), ROOT / "docs"
     parallel = recorded_alone(tables.PARALLEL), recorded_alone(tables.PARALLEL_LOSSES)
     finetuned = recorded_alone(tables.FINETUNE), recorded_alone(tables.FINETUNE_LOSSES)
+    whole, waterfall = recorded_alone(tables.WHOLE), picture("waterfall", docs / "performance.md")
+    layer_gains = {layer[1:]: gain for layer, gain in headline.over_torch(results)[0].items()}
     made: dict[Path, dict[str, str]] = {  # page: its marked parts
-        ROOT / "README.md": {"figures": headline.text(results, sonicmoe)},
+        ROOT / "README.md": {"figures": headline.text(results, sonicmoe, whole)},
         docs / "performance.md": {
             "layer": tables.layer_table(results, sonicmoe),
+            "whole models": whole_tables.text(whole, layer_gains, waterfall),
             "profile": tables.profile_text(recorded_alone(tables.PROFILE)),
         },
         docs / "recipes.md": {
@@ -270,8 +275,9 @@ def documents() -> dict[Path, str]:
             "losses": losses_text(docs / "recipes.md"),
         },
         docs / "gpus.md": {"matrix": matrix.markdown(results)},
+        docs / "stats.md": {"stats": tables.stats_text(recorded_alone(tables.STATS))},
         docs / "ops.md": {"generic": tables.generic_table(results)},
-        docs / "transformers.md": {"transformers": tables.adoption_tables(results)},
+        docs / "transformers.md": {"transformers": tables.adoption_table(results)},
         docs / "finetuning.md": {"fine-tuning": tables.finetune_text(*finetuned)},
         docs / "megatron.md": {"speed": tables.megatron_text(recorded_alone(tables.MEGATRON))},
         docs / "torchtitan.md": {"torchtitan": tables.titan_text(recorded_alone(tables.TITAN))},
@@ -297,7 +303,8 @@ def outdated() -> list[str]:
 def write() -> None:
     import figures
 
-    figures.draw(usual(recorded()), losses.recorded(RESULTS), recorded_alone(tables.SONICMOE), DRAWN)
+    alone = map(recorded_alone, (tables.SONICMOE, tables.WHOLE))
+    figures.draw(usual(recorded()), losses.recorded(RESULTS), *alone, DRAWN)
     for path, text in documents().items():
         path.write_text(text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
-from statistics import fmean
+from statistics import fmean, median
 
 from case import EVEN, RECIPES, ZIPF, commits_of, is_uneven, training_rows
 from models import layer_name, named, product_name
@@ -18,6 +18,8 @@ SONICMOE = "sonicmoe.json"  # from bench/beside_sonicmoe.py
 PARALLEL = "expert_parallel.json"  # from bench/expert_parallel.py
 AUTO = "auto.json"  # from bench/auto_sweep.py, for bench/fit_auto.py
 PROFILE = "profile.json"  # from bench/profile_layer.py
+WHOLE = "whole_models.json"  # from bench/whole_models.py
+STATS = "stats.json"  # from bench/stats.py
 # Results of the demo's --losses with --ep on several GPUs, and on one.
 PARALLEL_LOSSES = "expert_parallel_losses.json"
 GENERIC = ("float8_e4m3fnuz", "unaligned")  # variants for the generic kernels
@@ -138,19 +140,41 @@ def layer_table(results: dict[str, dict], sonicmoe: dict | None) -> str:
     return "\n\n".join(filter(None, tables)) or NOT_MEASURED
 
 
-def adoption_tables(results: dict[str, dict]) -> str:
-    def tokens_a_second(row: dict, us: float) -> str:
-        return f"{row['dims']['t'] / us * 1e6:,.0f}"
+def adoption_table(results: dict[str, dict]) -> str:
+    """The experts of Transformers alone, beside Transformers' own. Every row says where it was measured."""
+    body, formats = [], []
+    for result in results.values():
+        rows = [row for row in result["rows"] if row["op"].startswith("transformers_experts") and row.get("ratio")]
+        for shape in dict.fromkeys(row["shape"] for row in rows):
+            found = {row["op"].split()[1]: row for row in rows if row["shape"] == shape}
+            formats = [*dict.fromkeys((*formats, *found))]
+            first = next(iter(found.values()))
+            speed = {name: row["dims"]["t"] / row["us"] * 1e6 for name, row in found.items()}
+            cells = {name: f"{speed[name]:,.0f} ({row['ratio']:.2f} x)" for name, row in found.items()}
+            baseline = f"{first['dims']['t'] / first['baseline_us'] * 1e6:,.0f}"
+            body.append((sizes_of(first["dims"]), place_of([*found.values()], result), baseline, cells))
+    if not body:
+        return NOT_MEASURED
+    text = (
+        "Tokens per second of forward and backward, for the experts of one layer alone, chosen at random. The first "
+        "column of speeds is Transformers' own `grouped_mm`:"
+    )
+    lines = tabulate(
+        [(*head, *(cells.get(name, "-") for name in formats)) for *head, cells in body],
+        ("T, D, F, E, top_k", "measured on", "`grouped_mm`", *formats),
+        tablefmt="github",
+        colalign=["left", "left", *["right"] * (1 + len(formats))],
+        disable_numparse=True,
+    )
+    return f"{textwrap.fill(text, 120)}\n\n{lines}"
 
-    texts = {
-        ("transformers_experts", "T, D, F, E, top_k"): "Tokens per second{on}, for the experts of one layer alone, "
-        "chosen at random. The first column of speeds is Transformers' own `grouped_mm`:",
-        ("transformers_step", "T, context, layers, vocabulary, D, F, E, top_k"): "Tokens per second{on}, for a "
-        "whole model with its loss and no optimizer. The model has the sizes of Qwen3-30B-A3B with fewer layers and a "
-        "smaller vocabulary, and is untrained:",
-    }
-    tables = (beside_baseline(results, *of, "`grouped_mm`", text, tokens_a_second) for of, text in texts.items())
-    return "\n\n".join(filter(None, tables)) or NOT_MEASURED
+
+def place_of(rows: list[dict], result: dict) -> str:
+    """The GPU, the versions and the commit of rows. Results of before have no version of Transformers."""
+    versions = f"torch {result['torch'].partition('+')[0]}" if "torch" in result else ""
+    if "transformers" in result:
+        versions += f", Transformers {result['transformers']}"
+    return f"{', '.join(filter(None, (result['device'], versions)))} at {commits_of(rows, result)}"
 
 
 def profile_text(result: dict | None) -> str:
@@ -188,43 +212,115 @@ def titan_text(result: dict | None) -> str:
     if not result:
         return f"Not measured yet: `python bench/titan.py --out bench/results/{TITAN}` on a GPU fills this table."
     sequences, context = result["step"]
+    compiled = " Every layer is compiled." if result.get("compiled") else " Nothing is compiled."
     text = (
         f"torchtitan {result['torchtitan']}, torch {result['torch']}, {result['device']} at "
         f"{(result['commit'] or 'unknown')[:7]}: {len(result['runs'][0]['losses'])} steps of {sequences} x {context:,} "
         f"bytes of Python's standard library with the model {result['model']}, cut to {result['layers']} layers and a "
-        "vocabulary of bytes, by `bench/titan.py`; bf16 is torchtitan's own."
+        f"vocabulary of bytes, by `bench/titan.py`; bf16 is torchtitan's own.{compiled}"
     )
-    return f"{textwrap.fill(text, 120)}\n\n{titan_table(result, 'github')}"
+    parts = [textwrap.fill(text, 120), titan_table(result, "github")]
+    if all("us" in run for run in result["runs"]):
+        parts += [
+            textwrap.fill(
+                "Milliseconds of a step, by kind of work. Idle is what kernels leave of a step without the profiler; "
+                "the rest are kernels of torch that have no kind here:",
+                120,
+            ),
+            _titan_waterfall(result["runs"]),
+        ]
+    return "\n\n".join(parts)
 
 
-def megatron_text(result: dict | None) -> str:
+def _titan_waterfall(runs: list[dict]) -> str:
+    kinds = [*dict.fromkeys(kind for run in runs for kind in run["us"])]
+    body = []
+    for run in runs:
+        step = median(run["seconds"]) * 1e3
+        idle = max(0.0, step - sum(run["us"].values()) / 1e3)
+        cells = [f"{run['us'].get(kind, 0) / 1e3:.1f}" for kind in kinds]
+        body.append([run["recipe"], f"{step:.1f}", *cells, f"{idle:.1f}"])
+    headings, align = ("recipe", "step", *kinds, "idle"), ["left"] + ["right"] * (2 + len(kinds))
+    return tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
+
+
+def stats_text(result: dict | None) -> str:
+    """What statistics cost, as bench/stats.py found it."""
     if not result:
-        return f"Not measured yet: `python bench/mcore.py --out bench/results/{MEGATRON}` on a GPU fills this table."
-    runs, (number, sequences, context) = result["runs"], result["step"].split(",")
+        return f"Not measured yet: `python bench/stats.py --out bench/results/{STATS}` on a GPU fills this table."
     text = (
-        f"megatron-core {result['megatron_core']}, torch {result['torch']}, {result['ranks']} x {result['device']} at "
-        f"{(result['commit'] or 'unknown')[:7]}: {len(runs[0]['losses'])} steps of {number} micro-batches of "
-        f"{sequences} x {int(context):,} bytes of Python's standard library, by `bench/mcore.py`. The model has the "
-        f"layer sizes of Qwen3-30B-A3B, cut to {result['layers']} layers and a vocabulary of bytes. Gradients go "
-        "through Megatron's DDP and its distributed optimizer. TransformerEngine and APEX are not installed."
+        f"Milliseconds of a step with {result['tokens']:,} tokens, forward and backward of one layer, on "
+        f"{result['device']} at {(result['commit'] or 'unknown')[:7]}, torch {result['torch']}. Medians of rounds that "
+        "take turns; in the first column, the spread of the rounds:"
     )
-    speeds = {run["kind"]: run["tokens_per_second"] for run in runs}
+    body = []
+    for row in result["rows"]:
+        off, *on = ([1e3 * second for second in seconds] for seconds in row["seconds"].values())
+        middle = median(off)
+        cells = [f"{row['layer']}, `{row['recipe']}`", f"{middle:.2f} ({(max(off) - min(off)) / middle:.1%})"]
+        body.append([*cells, *(f"{median(ms):.2f} ({median(ms) / middle - 1:+.1%})" for ms in on)])
+    headings = ("layer, recipe", "without", f"one step in {result['steps']}", "every step")
+    lines = tabulate(body, headings, tablefmt="github", colalign=["left"] + ["right"] * 3, disable_numparse=True)
+    return f"{textwrap.fill(text, 120)}\n\n{lines}"
+
+
+def megatron_text(results: list[dict] | None) -> str:
+    if not results:
+        return f"Not measured yet: `python bench/mcore.py --out bench/results/{MEGATRON}` on a GPU fills this table."
+    return "\n\n".join(map(megatron_part, results))
+
+
+def megatron_part(result: dict) -> str:
+    """A measurement of bench/mcore.py, and where the time of a step went if it was profiled."""
+    runs, (number, sequences, context) = result["runs"], result["step"].split(",")
+    fused = result["permutations"] == "fused"
+    device = f"{result['ranks']} x {result['device']} at {(result['commit'] or 'unknown')[:7]}"
+    text = (
+        f"megatron-core {result['megatron_core']}, torch {result['torch']}, {device}, dispatcher "
+        f"`{result['dispatcher']}`: {len(runs[0]['losses'])} steps of {number} micro-batches of {sequences} x "
+        f"{int(context):,} bytes of Python's standard library for each GPU, by `bench/mcore.py`. The model has the "
+        f"layer sizes of Qwen3-30B-A3B, cut to {result['layers']} layers and a vocabulary of bytes. Gradients go "
+        "through Megatron's DDP and its distributed optimizer. TransformerEngine and APEX are not installed. "
+    )
+    if fused:
+        text += "All rows use the permutations of `bench/mcore_permute.py`, in place of TransformerEngine's fused ones."
+    else:
+        text += "All rows use Megatron's unfused permutations."
+    body = [megatron_row(run, {run["kind"]: run for run in runs}) for run in runs]
+    headings = (
+        *("experts", "tokens/s", "x SequentialMLP", "x `bf16`", "x `bf16` without the optimizer", "peak GiB"),
+        "mean of the last 5 losses",
+    )
+    colalign = ["left"] + ["right"] * 6
+    parts = [textwrap.fill(text, 120), tabulate(body, headings, "github", colalign=colalign, disable_numparse=True)]
+    if any("profile_ms" in run for run in runs):
+        parts += ["Milliseconds of a step, by kind of work:", megatron_profile(runs)]
+    return "\n\n".join(parts)
+
+
+def megatron_name(kind: str) -> str:
     names = {"sequential": "Megatron's SequentialMLP, BF16", "rowwise+": "`rowwise`, with `reuse_weights()`"}
-    body = [
-        (
-            names.get(run["kind"], f"`{run['kind']}`"),
-            f"{speeds[run['kind']]:,.0f}",
-            f"{speeds[run['kind']] / speeds['bf16']:.2f}",
-            f"{run['tokens_per_second_without_optimizer'] / bf16:.2f}",
-            f"{sum(run['losses'][-5:]) / 5:.3f}",
-        )
-        for bf16 in [next(r["tokens_per_second_without_optimizer"] for r in runs if r["kind"] == "bf16")]
-        for run in runs
-    ]
-    headings = ("experts", "tokens/s", "x `bf16`", "the same, without the optimizer", "mean of the last 5 losses")
-    colalign = ["left"] + ["right"] * 4
-    table = tabulate(body, headings, tablefmt="github", colalign=colalign, disable_numparse=True)
-    return f"{textwrap.fill(text, 120)}\n\n{table}"
+    return names.get(kind, f"`{kind}`")
+
+
+def megatron_row(run: dict, by_kind: dict[str, dict]) -> tuple[str, ...]:
+    def beside(kind: str, name: str = "tokens_per_second") -> str:
+        return f"{run[name] / by_kind[kind][name]:.2f}" if kind in by_kind else ""
+
+    without = beside("bf16", "tokens_per_second_without_optimizer")
+    peak = f"{run['peak_bytes'] / 2**30:.1f}" if run.get("peak_bytes") else ""
+    speeds = f"{run['tokens_per_second']:,.0f}", beside("sequential"), beside("bf16"), without
+    return megatron_name(run["kind"]), *speeds, peak, f"{sum(run['losses'][-5:]) / 5:.3f}"
+
+
+def megatron_profile(runs: list[dict]) -> str:
+    """Lines are kinds of work, the longest of the last run first."""
+    runs = [run for run in runs if "profile_ms" in run]
+    kinds = dict.fromkeys(kind for run in runs[::-1] for kind in run["profile_ms"])
+    body = [(kind, *(f"{run['profile_ms'].get(kind, 0):,.1f}" for run in runs)) for kind in kinds]
+    headings = ("work", *(megatron_name(run["kind"]) for run in runs))
+    align = ["left"] + ["right"] * len(runs)
+    return tabulate(body, headings, tablefmt="github", colalign=align, disable_numparse=True)
 
 
 def finetune_text(runs: list[dict] | None, losses: dict | None = None) -> str:

@@ -3,7 +3,7 @@
     python bench/underflow.py --out docs/stats.png
 
 The model predicts the label of a noisy token. One kind of tokens in sixteen has random labels, as some words of a text
-cannot be predicted. Once the model is sure of the others, their gradients are far below those of this kind.
+cannot be predicted. Once the model is sure of the others, their gradients are far below gradients of this kind.
 """
 
 from __future__ import annotations

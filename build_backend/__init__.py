@@ -1,4 +1,4 @@
-"""PEP 517 build backend: that of setuptools, but it asks pip for torch, CMake and ninja only if they are missing."""
+"""PEP 517 build backend: setuptools' own, but it asks pip for torch, CMake and ninja only if they are missing."""
 
 from collections.abc import Callable
 from typing import Any

@@ -2,8 +2,8 @@
 
     make kernel-hub
 
-The package `kernels` may load several versions of a kernel in one process. So each build has a name of its own, which
-is that of its Python package and that of its namespace under torch.ops: imports and names of ops are rewritten.
+The package `kernels` may load several versions of a kernel in one process. So each build has a name of its own, for
+its Python package and for its namespace under torch.ops: imports and names of ops are rewritten.
 """
 
 import hashlib

@@ -3,7 +3,7 @@
     make wheel
 
 A wheel serves every Python, every torch from 2.11 on, and every Linux whose glibc is GLIBC or newer. auditwheel checks
-the last. torch's libraries stay outside: they are those of the torch that is installed. CUDA's runtime is linked in.
+the last. torch's libraries stay outside, because torch is installed with them. CUDA's runtime is linked in.
 
 MOE_FP8_BACKEND=cpu or =cuda builds one of them. The version names the variant, such as 0.1.0+cu130; PyPI refuses such
 versions, and MOE_FP8_LOCAL_VERSION=0 leaves the variant out.

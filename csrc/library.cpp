@@ -43,6 +43,7 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
       " bool interleaved=False, bool keep_h=True, ScalarType? dtype=None, str? rounding=None)"
       " -> (Tensor q, Tensor scale, Tensor h_q, Tensor h_scale)");
   m.def("add_bias(Tensor x, Tensor bias, Tensor offs) -> Tensor");
+  m.def("sum_groups(Tensor x, Tensor offs, Tensor? scores=None, Tensor? indices=None, SymInt? top_k=None) -> Tensor");
   m.def(
       "activate_backward(Tensor grad, Tensor h, str activation, Tensor? scores=None, Tensor? h_scale=None,"
       " str? format=None, Tensor? indices=None, bool interleaved=False)"
@@ -50,9 +51,9 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
   m.def(
       "quantize_activated_backward(Tensor grad, Tensor h, str activation, str format, Tensor offs, Tensor? scores=None,"
       " Tensor? h_scale=None, Tensor? indices=None, bool interleaved=False, int? align=None, ScalarType? dtype=None,"
-      " ScalarType? grad_dtype=None, str? rounding=None, str amax='group')"
+      " ScalarType? grad_dtype=None, str? rounding=None, str amax='group', bool sum_grad_h=False)"
       " -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor a_q_t, Tensor a_scale_t, Tensor padded_offs,"
-      " Tensor grad_scores)");
+      " Tensor grad_scores, Tensor grad_bias)");
   m.def(
       "quantize_activated_backward_rows(Tensor grad, Tensor h, str activation, str format, Tensor offs,"
       " Tensor? scores=None, Tensor? h_scale=None, Tensor? indices=None, bool interleaved=False,"
@@ -88,8 +89,11 @@ STABLE_TORCH_LIBRARY(MOE_FP8_NAMESPACE, m) {  // moe_fp8, unless CMake sets anot
   m.def("unpermute(Tensor y, Tensor indices, SymInt top_k, SymInt num_tokens) -> Tensor");
   m.def("combine(Tensor y, Tensor inverse, Tensor? topk_scores=None) -> Tensor");
   m.def(
-      "combine_backward(Tensor grad, Tensor? y, Tensor? topk_scores, Tensor inverse, SymInt num_rows)"
-      " -> (Tensor grad_y, Tensor grad_scores)");
+      "combine_backward(Tensor grad, Tensor? y, Tensor? topk_scores, Tensor inverse, SymInt num_rows,"
+      " bool keep_grad_y=True) -> (Tensor grad_y, Tensor grad_scores)");
+  // Rows of slots, and rows of tokens that have as many columns for each expert.
+  m.def("take_expert_columns(Tensor x, Tensor offs, Tensor indices, SymInt top_k) -> Tensor");
+  m.def("spread_expert_columns(Tensor y, Tensor offs, Tensor inverse, Tensor? topk_scores=None) -> Tensor");
   m.def(
       "pad_token_groups(Tensor x, Tensor offs, int align=16)"
       " -> (Tensor x_padded, Tensor padded_starts, Tensor padded_offs)");

@@ -36,9 +36,10 @@ _library.moe_fp8_validates.argtypes = []
 _library.moe_fp8_count_validations.restype = None
 _library.moe_fp8_count_validations.argtypes = [ctypes.c_int]
 
-_tables: dict[str, Any] = json.loads(_library.moe_fp8_tables(torch.__config__.show().encode()))
-if "error" in _tables:
-    raise ValueError(_tables["error"])
+# What Python and C++ must agree on: "formats", "activations", "arguments", "limits". csrc/tables.cpp makes them.
+TABLES: dict[str, Any] = json.loads(_library.moe_fp8_tables(torch.__config__.show().encode()))
+if "error" in TABLES:
+    raise ValueError(TABLES["error"])
 
 # Whether the contents of offs and indices are checked too, which waits for the device. Every call asks, so it has no
 # wrapper in Python.
@@ -49,29 +50,9 @@ count_validations = _library.moe_fp8_count_validations
 
 def build_info() -> dict[str, Any]:
     """Version, backend, architectures and toolkit of this build; its GEMMs in the order in which they are tried."""
-    return copy.deepcopy(_tables["build_info"])
+    return copy.deepcopy(TABLES["build_info"])
 
 
 def gemms() -> list[dict[str, Any]]:
     """The GEMMs of every build: csrc/ops/gemm_backends.h."""
-    return copy.deepcopy(_tables["gemms"])
-
-
-def formats() -> list[dict[str, Any]]:
-    """Every Format: csrc/numerics/format.h."""
-    return _tables["formats"]
-
-
-def activations() -> list[dict[str, Any]]:
-    """Every activation: csrc/numerics/activations.h."""
-    return _tables["activations"]
-
-
-def arguments() -> list[dict[str, Any]]:
-    """Every tensor argument of every op: csrc/ops/arguments.h."""
-    return _tables["arguments"]
-
-
-def limits() -> dict[str, int]:
-    """Sizes that Python and C++ must agree on."""
-    return _tables["limits"]
+    return copy.deepcopy(TABLES["gemms"])

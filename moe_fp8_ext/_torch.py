@@ -250,7 +250,7 @@ def state_of() -> Callable[[Tensor], tuple[int, ...]]:
     "Tensor._base",
     "the parameter that a weight is a view of, for reuse_weights and for main gradients under Megatron's DDP",
     lambda x: None,
-    "every call quantizes weights that are views, and DDP is not told of their main gradients",
+    "every call quantizes weights that are views, and DDP does not learn of their main gradients",
 )
 def base_of() -> Callable[[Tensor], Tensor | None]:
     _expect(isdatadescriptor(Tensor._base))
@@ -324,6 +324,54 @@ def in_backward() -> Callable[[], bool]:
     task = torch._C._current_graph_task_id
     _expect(isinstance(task(), int))
     return lambda: task() != -1
+
+
+class SymmetricMemory(NamedTuple):
+    """Memory that all ranks of a group can read and write, and the all-to-all that moves rows of it."""
+
+    backend: str | None
+    make: Callable[..., Tensor]  # of size, dtype, device and group; every rank calls it
+    dispatch: Callable[..., None]  # torch.ops.symm_mem.all_to_all_vdev_2d
+    combine: Callable[..., None]  # torch.ops.symm_mem.all_to_all_vdev_2d_offset
+
+
+@_choose(
+    "torch.distributed._symmetric_memory",
+    "experts behind the all-to-all of torch's symmetric memory",
+    None,
+    "integrations.symm_mem raises an error",
+)
+def symmetric_memory() -> Callable[[torch.device | str], SymmetricMemory]:
+    """The import is slow, and names are looked up in the call: torch may lack some of them."""
+    _expect(importlib.util.find_spec("torch.distributed._symmetric_memory") is not None)
+
+    def symmetric_memory(device: torch.device | str) -> SymmetricMemory:
+        import torch.distributed._symmetric_memory as memory
+
+        def make(size: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, group: object) -> Tensor:
+            made = memory.empty(size, dtype=dtype, device=device)
+            memory.rendezvous(made, group)
+            return made
+
+        names = "is_nvshmem_available", "get_backend", "empty", "rendezvous"
+        if not all(hasattr(memory, name) for name in names) or not memory.is_nvshmem_available():
+            return SymmetricMemory(None, make, None, None)
+        dispatch, combine = torch.ops.symm_mem.all_to_all_vdev_2d, torch.ops.symm_mem.all_to_all_vdev_2d_offset
+        return SymmetricMemory(memory.get_backend(torch.device(device)), make, dispatch, combine)
+
+    return symmetric_memory
+
+
+@_choose(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "whether a checkpoint may leave out the last product of a layer when it computes forward again",
+    lambda: False,
+    "it computes that product again",
+)
+def hooks_saved_tensors() -> Callable[[], bool]:
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    _expect(top(False) is None or len(top(False)) == 2)
+    return lambda: top(False) is not None
 
 
 class WrapperSubclass(NamedTuple):

@@ -45,6 +45,12 @@ MOE_HD constexpr int column_pass_features(bool light) { return light ? 4 : 2; }
 
 constexpr int kGradientPlaceThreads = 256;  // of the small kernels before and between the passes
 
+// ---- sum_groups(), and the sums of quantize_activated_backward() ----------------------------------------------------
+
+constexpr int kSumGroupsBlocks = 3;   // resident blocks that read x: 16 loads in flight a lane, against registers
+constexpr int kSumGroupsRounds = 16;  // blocks of the grid for each multiprocessor: each one places the groups first
+constexpr int kSumThreadRows = 8;     // sums of 256 rows that a block makes at once, against idle threads
+
 // ---- quantize_activated_backward(), scales of blocks: one pass by tiles ---------------------------------------------
 
 constexpr int kGradientTileBlocks = 2;      // resident blocks: one reads while the other stores

@@ -33,11 +33,30 @@ void combine(const CombineParams& p) {
 }
 
 template <class In>
+void store_grad_score(const CombineBackwardParams& p, int64_t slot, int64_t row) {
+  using Bits = typename In::Bits;
+  const Bits* grad = static_cast<const Bits*>(p.grad) + slot / p.top_k * p.grad_stride;
+  const Bits* y = static_cast<const Bits*>(p.y) + row * p.y_stride;
+  float dot = 0;
+  for (int64_t k = 0; k < p.K; ++k) dot += In::to_float(grad[k]) * In::to_float(y[k]);
+  if (p.scores_f32) static_cast<uint32_t*>(p.grad_scores)[slot] = F32::from_float(dot);
+  else static_cast<Bits*>(p.grad_scores)[slot] = In::from_float(dot);
+}
+
+template <class In>
 void combine_backward(const CombineBackwardParams& p) {
   using Bits = typename In::Bits;
   const int64_t slots = p.T * p.top_k;
   if (p.grad_scores && slots) std::memset(p.grad_scores, 0, slots * (p.scores_f32 ? 4 : sizeof(Bits)));
   if (p.K == 0) return;
+  if (p.grad_y == nullptr) {
+    if (p.grad_scores == nullptr) return;
+    parallel(slots, slots * p.K, [&](int64_t begin, int64_t end) {
+      for (int64_t slot = begin; slot < end; ++slot)
+        if (const int64_t row = p.inverse[slot]; is_row(row, p.P)) store_grad_score<In>(p, slot, row);
+    });
+    return;
+  }
   std::vector<int> slot_of(p.P, -1);
   for (int64_t slot = 0; slot < slots; ++slot)
     if (const int64_t row = p.inverse[slot]; is_row(row, p.P)) slot_of[row] = int(slot);  // the last slot of a row
@@ -52,12 +71,7 @@ void combine_backward(const CombineBackwardParams& p) {
       const Bits* grad = static_cast<const Bits*>(p.grad) + slot / p.top_k * p.grad_stride;
       const float score = score_of<In>(p.scores, p.scores_f32, slot);
       for (int64_t k = 0; k < p.K; ++k) grad_y[k] = In::from_float(score * In::to_float(grad[k]));
-      if (p.grad_scores == nullptr) continue;
-      const Bits* y = static_cast<const Bits*>(p.y) + r * p.y_stride;
-      float dot = 0;
-      for (int64_t k = 0; k < p.K; ++k) dot += In::to_float(grad[k]) * In::to_float(y[k]);
-      if (p.scores_f32) static_cast<uint32_t*>(p.grad_scores)[slot] = F32::from_float(dot);
-      else static_cast<Bits*>(p.grad_scores)[slot] = In::from_float(dot);
+      if (p.grad_scores) store_grad_score<In>(p, slot, r);
     }
   });
 }

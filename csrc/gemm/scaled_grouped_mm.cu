@@ -23,7 +23,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, 1) prepare_offs_kernel(MOE_GRID_CONS
   if (t == 0) p.safe_offs[p.E] = end[p.E - 1];
 }
 
-// Zeros the rows from *first on. Or, if `first` is null, rows are groups, and blockIdx.y is zeroed if it is empty.
+// Zeros the rows from *first on. If `first` is null, a row is a whole group, and row blockIdx.y is zeroed if its group
+// is empty.
 struct ZeroRows {
   uint32_t* out;
   const int *first, *ends;  // one of them is null

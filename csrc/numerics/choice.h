@@ -7,7 +7,7 @@ namespace moe_fp8 {
 enum class Scoring : int { kSoftmax, kSigmoid, kSqrtSoftplus };
 inline constexpr const char* kScorings[] = {"softmax", "sigmoid", "sqrtsoftplus"};
 
-// What the best experts of a group say of it: the sum of the two best, or the best alone.
+// The value of a group of experts: the sum of its two best, or its best alone.
 enum class GroupScore : int { kTopTwoSum, kMax };
 inline constexpr const char* kGroupScores[] = {"top2_sum", "max"};
 
@@ -20,8 +20,8 @@ MOE_HD float softmax_term(float logit, float max_logit) {
   return distance == distance ? power : distance;
 }
 
-// log(1 + p) for p in [0, 1]: u = p / (1 + p / 2) is 2 tanh of half of it, and atanh has a series in u^2. Eight terms
-// leave out less than 2e-9 of the sum. No intermediate that matters is subnormal if p is not.
+// log(1 + p) for p in [0, 1]. It is 2 atanh(u / 2) with u = p / (1 + p / 2), which has a series in u^2. The terms
+// beyond the first eight are less than 2e-9 of the sum. No intermediate that matters is subnormal if p is not.
 MOE_HD float log_one_plus(float p) {
   constexpr float kC1 = 1.f / (3 * 4), kC2 = 1.f / (5 * 16), kC3 = 1.f / (7 * 64), kC4 = 1.f / (9 * 256),
                   kC5 = 1.f / (11 * 1024), kC6 = 1.f / (13 * 4096), kC7 = 1.f / (15 * 16384);
@@ -30,7 +30,7 @@ MOE_HD float log_one_plus(float p) {
   return fmaf(u, tail * w, u);
 }
 
-// RN32(1 / x) for x from 2^-126 to below 2^126. Division handles other numbers too, which takes registers.
+// RN32(1 / x) for x from 2^-126 to below 2^126. A division handles all numbers, but takes more registers.
 MOE_HD float reciprocal_of_normal(float x) {
   const uint32_t exponent = as_bits(x) & 0x7f800000u, mantissa = as_bits(x) & 0x007fffffu;
   return reciprocal(as_float(mantissa | 0x3f800000u)) * as_float(0x7f000000u - exponent);

@@ -1,13 +1,15 @@
 #include "activations/forward/add_bias.h"
 #include "activations/forward/quantize_activated.h"
 #include "activations/backward/quantize_activated_backward.h"
+#include "activations/backward/sum_groups.h"
 #include "ops/operands.h"
 #include "ops/quantize.h"
 
 namespace moe_fp8 {
 namespace {
 
-constexpr const char *kActivate = "activate", *kAddBias = "add_bias", *kQuantize = "quantize_activated",
+constexpr const char *kActivate = "activate", *kAddBias = "add_bias", *kSumGroups = "sum_groups",
+                     *kQuantize = "quantize_activated",
                      *kBackward = "activate_backward", *kQuantizeBackward = "quantize_activated_backward",
                      *kQuantizeBackwardRows = "quantize_activated_backward_rows";
 
@@ -27,8 +29,7 @@ GateRows gates_of(const char* op, const Tensor& h, InType in, Activation activat
 }
 
 // The checked bias of the rows of x, by the groups that end at offs.
-GroupBias check_bias(const Argument& arg, const Tensor& bias, const Tensor& x, const Tensor& offs) {
-  check(arg, bias, x);
+GroupBias check_bias(Name arg, const Tensor& bias, const Tensor& x, const Tensor& offs) {
   check_dtype_of_like(arg, bias, x);
   const int64_t sizes[] = {offs.sizes[0], x.sizes[1]};
   check_sizes(arg, bias, sizes, 2);
@@ -36,49 +37,50 @@ GroupBias check_bias(const Argument& arg, const Tensor& bias, const Tensor& x, c
 }
 
 // The checked arguments of the gradient ops. The scales of h are checked with their format.
-struct GradientArguments {
-  const Argument &grad_arg, &h_arg, &scores_arg, &h_scale_arg, &indices_arg;
-  const Tensor &grad, &h;
-  const std::optional<Tensor>&scores, &h_scale, &indices;
-};
-ActivateBackwardParams check_gradients(const GradientArguments& args, std::string_view activation, bool interleaved) {
-  const auto& [grad_arg, h_arg, scores_arg, h_scale_arg, indices_arg, grad, h, scores, h_scale, indices] = args;
-  const char* op = h_arg.op;
-  Argument argument = h_arg;
-  argument.dtypes = h_scale ? Dtypes::kFp8 : Dtypes::kInput;
-  check(argument, h);
-  check(grad_arg, grad, h);
-  if (!h_scale) check_dtype_of_like(grad_arg, grad, h);
+ActivateBackwardParams check_gradients(const char* op, const Tensor& grad, const Tensor& h, std::string_view activation,
+                                       const std::optional<Tensor>& scores, const std::optional<Tensor>& h_scale,
+                                       const std::optional<Tensor>& indices, bool interleaved) {
+  check_dtypes({op, "h"}, h_scale ? Dtypes::kFp8 : Dtypes::kInput, h);
+  if (!h_scale) check_dtype_of_like({op, "grad"}, grad, h);
   ActivateBackwardParams p = {};
   p.activation = check_activation(op, activation);
   p.P = h.sizes[0];
   p.in = in_type(grad);
   p.h = gates_of(op, h, p.in, p.activation, interleaved);
   const int64_t sizes[] = {p.P, p.h.F};
-  check_sizes(grad_arg, grad, sizes, 2);
-  if (scores) {
-    check(scores_arg, *scores, h);
-    if (!indices) check_size(scores_arg, *scores, 0, p.P);
-  }
+  check_sizes({op, "grad"}, grad, sizes, 2);
+  if (scores && !indices) check_size({op, "scores"}, *scores, 0, p.P);
   if (indices) {
     if (!scores) fail(op, ": scores must be given with indices, got None");
-    p.slots = check_indices(indices_arg, *indices, h, scores->sizes[0], 1);
+    p.slots = check_indices(op, *indices, scores->sizes[0], 1);
     p.slots.at = ints(*indices);
-    check_size(indices_arg, *indices, 0, p.P);
-    validate_distinct(indices_arg, *indices);
+    check_size({op, "indices"}, *indices, 0, p.P);
+    validate_distinct({op, "indices"}, *indices);
   }
-  if (h_scale) {
-    check(h_scale_arg, *h_scale, h);
-    p.h.fp8 = fp8_type(h);
-  }
+  if (h_scale) p.h.fp8 = fp8_type(h);
   p.da = grad.data;
   p.da_stride = grad.strides[0];
   p.scores = scores ? scores->as<float>() : nullptr;
   return p;
 }
-OperandScales check_h_scale(const Argument& arg, const Tensor& h, const Tensor& h_scale, std::string_view format) {
-  const Format& f = format_of(check_format(arg.op, format));
-  return scales_of_rows(arg, h_scale, f, h.sizes, 1, h.sizes[0], h.sizes[1], kNoGroups);
+OperandScales check_h_scale(const char* op, const Tensor& h, const Tensor& h_scale, std::string_view format) {
+  const Format& f = format_of(check_format(op, format));
+  return scales_of_rows({op, "h_scale"}, h_scale, f, h.sizes, 1, h.sizes[0], h.sizes[1], kNoGroups);
+}
+// The quantizer of grad_h along rows. Sets the scales of h, which have its format.
+QuantizeParams quantizer_of_gradients(const char* op, ActivateBackwardParams& gradients, const Tensor& h,
+                                      const std::optional<Tensor>& h_scale, std::string_view format, const Tensor& offs,
+                                      std::optional<std::string_view> rounding) {
+  QuantizeParams p = {};
+  p.format = check_format(op, format);
+  if (h_scale) gradients.h.scale = check_h_scale(op, h, *h_scale, format);
+  p.rounding = check_rounding(op, format_of(p.format), rounding);
+  p.in = gradients.in;
+  p.rows = gradients.P;
+  p.row_stride = p.K = h.sizes[1];
+  p.along_rows = true;
+  validate_offs(op, offs, gradients.P);
+  return p;
 }
 // Allocates and computes the gradients before any cast, and points p at them.
 struct GradientOutputs { Handle grad_h, a; };
@@ -88,6 +90,14 @@ GradientOutputs compute_gradients(const Call& call, const Tensor& grad, const Te
   p.a = data(o.a);
   MOE_FP8_RUN(call, activate_backward, p);
   return o;
+}
+void run_sum_groups(const Call& call, SumGroupsParams p) {
+  Handle scratch;
+  if (call.on_gpu()) {
+    scratch = call.empty({partial_words(p)}, kFloat32);
+    p.scratch = data<float>(scratch);
+  }
+  MOE_FP8_RUN(call, sum_groups, p);
 }
 // Quantizes x, which has been computed, into new outputs.
 Outputs quantize_computed(const Call& call, QuantizeParams& p, const void* x) {
@@ -100,8 +110,6 @@ Outputs quantize_computed(const Call& call, QuantizeParams& p, const void* x) {
 }  // namespace
 
 Results<1> activate_op(const Tensor& h, std::string_view activation, bool interleaved) {
-  constexpr const Argument& kH = argument(kActivate, "h");
-  check(kH, h);
   const Activation rule = check_activation(kActivate, activation);
   const GateRows gates = gates_of(kActivate, h, in_type(h), rule, interleaved);
   const Call call(kActivate, "h", h);
@@ -112,11 +120,8 @@ Results<1> activate_op(const Tensor& h, std::string_view activation, bool interl
 }
 
 Results<1> add_bias_op(const Tensor& x, const Tensor& bias, const Tensor& offs) {
-  constexpr const Argument &kX = argument(kAddBias, "x"), &kBias = argument(kAddBias, "bias"),
-                           &kOffs = argument(kAddBias, "offs");
-  check(kX, x);
-  check_offs(kOffs, offs, x, x.sizes[0]);
-  const GroupBias of_groups = check_bias(kBias, bias, x, offs);
+  validate_offs(kAddBias, offs, x.sizes[0]);
+  const GroupBias of_groups = check_bias({kAddBias, "bias"}, bias, x, offs);
   const Call call(kAddBias, "x", x);
   Handle out = call.empty({x.sizes[0], x.sizes[1]}, x.dtype);
   const AddBiasParams p = {x.data, of_groups, data(out), x.sizes[0], x.sizes[1], x.strides[0], in_type(x)};
@@ -124,13 +129,37 @@ Results<1> add_bias_op(const Tensor& x, const Tensor& bias, const Tensor& offs) 
   return results(out);
 }
 
+Results<1> sum_groups_op(const Tensor& x, const Tensor& offs, const std::optional<Tensor>& scores,
+                         const std::optional<Tensor>& indices, std::optional<int64_t> top_k) {
+  check_both_or_none(kSumGroups, "indices", indices.has_value(), "top_k", top_k.has_value());
+  SumGroupsParams p = {x.data};
+  p.rows = x.sizes[0];
+  if (indices) {
+    p.index = check_indices(kSumGroups, *indices, x.sizes[0], *top_k);
+    p.index.at = ints(*indices);
+    p.rows = indices->sizes[0];
+  }
+  validate_offs(kSumGroups, offs, p.rows);
+  if (scores) {
+    check_size({kSumGroups, "scores"}, *scores, 0, indices ? x.sizes[0] * *top_k : p.rows);
+    p.scores = scores->as<float>();
+  }
+  const Call call(kSumGroups, "x", x);
+  p.offs = ints(offs);
+  p.E = int(offs.sizes[0]);
+  p.N = x.sizes[1];
+  p.x_stride = x.strides[0];
+  p.in = in_type(x);
+  Handle out = call.empty({p.E, p.N}, kFloat32);
+  p.out = data<float>(out);
+  run_sum_groups(call, p);
+  return results(out);
+}
+
 Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, std::string_view format,
                                  const std::optional<Tensor>& bias, const std::optional<Tensor>& offs,
                                  bool interleaved, bool keep_h, std::optional<int32_t> dtype,
                                  std::optional<std::string_view> rounding) {
-  constexpr const Argument &kH = argument(kQuantize, "h"), &kBias = argument(kQuantize, "bias"),
-                           &kOffs = argument(kQuantize, "offs");
-  check(kH, h);
   QuantizeActivatedParams p = {};
   p.activation = check_activation(kQuantize, activation);
   p.h = gates_of(kQuantize, h, in_type(h), p.activation, interleaved);
@@ -140,9 +169,9 @@ Results<4> quantize_activated_op(const Tensor& h, std::string_view activation, s
   a.rounding = check_rounding(kQuantize, f, rounding);
   a.in = p.h.in;
   a.rows = h.sizes[0];
-  if (offs) check_offs(kOffs, *offs, h, a.rows);
+  if (offs) validate_offs(kQuantize, *offs, a.rows);
   if (bias && !offs) fail(kQuantize, ": offs must be given with bias, got None");
-  if (bias) p.bias = check_bias(kBias, *bias, h, *offs);
+  if (bias) p.bias = check_bias({kQuantize, "bias"}, *bias, h, *offs);
   const Call call(kQuantize, "h", h);
   a.out = check_fp8(call, kQuantize, dtype);
   a.along_rows = true;
@@ -184,13 +213,9 @@ Results<3> activate_backward_op(const Tensor& grad, const Tensor& h, std::string
                                 const std::optional<Tensor>& scores, const std::optional<Tensor>& h_scale,
                                 const std::optional<std::string_view>& format, const std::optional<Tensor>& indices,
                                 bool interleaved) {
-  constexpr const Argument &kGrad = argument(kBackward, "grad"), &kH = argument(kBackward, "h"),
-                           &kScores = argument(kBackward, "scores"), &kScale = argument(kBackward, "h_scale"),
-                           &kIndices = argument(kBackward, "indices");
-  const GradientArguments args = {kGrad, kH, kScores, kScale, kIndices, grad, h, scores, h_scale, indices};
-  ActivateBackwardParams p = check_gradients(args, activation, interleaved);
+  ActivateBackwardParams p = check_gradients(kBackward, grad, h, activation, scores, h_scale, indices, interleaved);
   check_both_or_none(kBackward, "h_scale", h_scale.has_value(), "format", format.has_value());
-  if (h_scale) p.h.scale = check_h_scale(kScale, h, *h_scale, *format);
+  if (h_scale) p.h.scale = check_h_scale(kBackward, h, *h_scale, *format);
   const Call call(kBackward, "h", h);
   Handle grad_scores = call.empty({p.num_slots()}, kFloat32);
   p.dscores = data<float>(grad_scores);
@@ -198,45 +223,38 @@ Results<3> activate_backward_op(const Tensor& grad, const Tensor& h, std::string
   return results(o.grad_h, o.a, grad_scores);
 }
 
-Results<8> quantize_activated_backward_op(const Tensor& grad, const Tensor& h, std::string_view activation,
+Results<9> quantize_activated_backward_op(const Tensor& grad, const Tensor& h, std::string_view activation,
                                           std::string_view format, const Tensor& offs,
                                           const std::optional<Tensor>& scores, const std::optional<Tensor>& h_scale,
                                           const std::optional<Tensor>& indices, bool interleaved,
                                           std::optional<int64_t> align, std::optional<int32_t> dtype,
                                           std::optional<int32_t> grad_dtype, std::optional<std::string_view> rounding,
-                                          std::string_view amax) {
+                                          std::string_view amax, bool sum_grad_h) {
   constexpr const char* kOp = kQuantizeBackward;
-  constexpr const Argument &kGrad = argument(kOp, "grad"), &kH = argument(kOp, "h"),
-                           &kScores = argument(kOp, "scores"), &kScale = argument(kOp, "h_scale"),
-                           &kIndices = argument(kOp, "indices"), &kOffs = argument(kOp, "offs");
   QuantizeActivatedBackwardParams p = {};
   ActivateBackwardParams& gradients = p.gradients;
-  const GradientArguments args = {kGrad, kH, kScores, kScale, kIndices, grad, h, scores, h_scale, indices};
-  gradients = check_gradients(args, activation, interleaved);
+  gradients = check_gradients(kOp, grad, h, activation, scores, h_scale, indices, interleaved);
   QuantizeParams &quantize_dh = p.quantize_dh, &quantize_a = p.quantize_a;
-  quantize_dh.format = check_format(kOp, format);
-  if (h_scale) gradients.h.scale = check_h_scale(kScale, h, *h_scale, format);
-  quantize_dh.rounding = check_rounding(kOp, format_of(quantize_dh.format), rounding);
+  quantize_dh = quantizer_of_gradients(kOp, gradients, h, h_scale, format, offs, rounding);
   const Amax a_amax = check_amax(kOp, format_of(quantize_dh.format), amax);
-  quantize_dh.in = gradients.in;
-  quantize_dh.rows = gradients.P;
   quantize_dh.along_tokens = true;
-  check_offs(kOffs, offs, h, gradients.P);
   set_groups(quantize_dh, kOp, "h", offs, align);
   const Call call(kOp, "h", h);
   quantize_dh.out = quantize_a.out = check_fp8(call, kOp, dtype);
   quantize_a = quantize_dh;
+  quantize_a.along_rows = false;
   quantize_a.row_stride = quantize_a.K = gradients.h.F;
   quantize_a.x_rows = quantize_a.rows;
   quantize_a.amax = a_amax;
   if (grad_dtype) quantize_dh.out = check_fp8(call, kOp, grad_dtype, "grad_dtype");
-  quantize_dh.row_stride = quantize_dh.K = h.sizes[1];
-  quantize_dh.along_rows = true;
   Handle grad_scores = call.empty({gradients.num_slots()}, kFloat32);
   gradients.dscores = data<float>(grad_scores);
+  Handle grad_bias = call.empty({sum_grad_h ? quantize_dh.E : 0, h.sizes[1]}, kFloat32);
+  if (sum_grad_h) p.dh_sums = data<float>(grad_bias);
   Outputs a, grad_h;
   const auto all_results = [&] {
-    return results(grad_h.q, grad_h.scale, grad_h.q_t, grad_h.scale_t, a.q_t, a.scale_t, a.padded_offs, grad_scores);
+    return results(grad_h.q, grad_h.scale, grad_h.q_t, grad_h.scale_t, a.q_t, a.scale_t, a.padded_offs, grad_scores,
+                   grad_bias);
   };
   if constexpr (kGpuBuild) {
     if (call.on_gpu() && can_quantize_activated_backward(p)) {
@@ -254,6 +272,9 @@ Results<8> quantize_activated_backward_op(const Tensor& grad, const Tensor& h, s
   values.a = {};  // freed before the outputs of grad_h are allocated
   quantize_dh.padded_offs = quantize_a.padded_offs;
   grad_h = quantize_computed(call, quantize_dh, gradients.dh);
+  if (sum_grad_h)
+    run_sum_groups(call, {gradients.dh, ints(offs), int(quantize_dh.E), p.dh_sums, nullptr, gradients.P, h.sizes[1],
+                          h.sizes[1], gradients.in, {}, nullptr});
   return all_results();
 }
 
@@ -263,26 +284,14 @@ Results<5> quantize_activated_backward_rows_op(
     bool interleaved, bool keep_grad_h, bool keep_a, std::optional<int32_t> dtype,
     std::optional<std::string_view> rounding) {
   constexpr const char* kOp = kQuantizeBackwardRows;
-  constexpr const Argument &kGrad = argument(kOp, "grad"), &kH = argument(kOp, "h"),
-                           &kScores = argument(kOp, "scores"), &kScale = argument(kOp, "h_scale"),
-                           &kIndices = argument(kOp, "indices"), &kOffs = argument(kOp, "offs");
   QuantizeActivatedBackwardParams p = {};
   ActivateBackwardParams& gradients = p.gradients;
-  const GradientArguments args = {kGrad, kH, kScores, kScale, kIndices, grad, h, scores, h_scale, indices};
-  gradients = check_gradients(args, activation, interleaved);
+  gradients = check_gradients(kOp, grad, h, activation, scores, h_scale, indices, interleaved);
   QuantizeParams& quantize_dh = p.quantize_dh;
-  quantize_dh.format = check_format(kOp, format);
-  const Format& f = format_of(quantize_dh.format);
-  if (h_scale) gradients.h.scale = check_h_scale(kScale, h, *h_scale, format);
-  quantize_dh.rounding = check_rounding(kOp, f, rounding);
-  quantize_dh.in = gradients.in;
-  quantize_dh.rows = gradients.P;
-  quantize_dh.row_stride = quantize_dh.K = h.sizes[1];
-  quantize_dh.along_rows = true;
-  check_offs(kOffs, offs, h, gradients.P);
+  quantize_dh = quantizer_of_gradients(kOp, gradients, h, h_scale, format, offs, rounding);
   const Call call(kOp, "h", h);
   quantize_dh.out = check_fp8(call, kOp, dtype);
-  if (f.blocked()) set_groups(quantize_dh, kOp, "h", offs, std::nullopt);
+  if (format_of(quantize_dh.format).blocked()) set_groups(quantize_dh, kOp, "h", offs, std::nullopt);
   Outputs out = outputs_of(call, quantize_dh);
   Handle grad_scores = call.empty({gradients.num_slots()}, kFloat32);
   gradients.dscores = data<float>(grad_scores);
@@ -311,6 +320,7 @@ Results<5> quantize_activated_backward_rows_op(
 
 MOE_FP8_REGISTER(activate)
 MOE_FP8_REGISTER(add_bias)
+MOE_FP8_REGISTER(sum_groups)
 MOE_FP8_REGISTER(quantize_activated)
 MOE_FP8_REGISTER(activate_backward)
 MOE_FP8_REGISTER(quantize_activated_backward)

@@ -1,6 +1,6 @@
-// The table of tensor arguments. The checks in C++ (ops/checks.h) and the fake implementations in Python
-// (_C.arguments()) both read it. It holds the conditions on one argument alone; an op checks every condition that
-// depends on the format or on other arguments.
+// The table of tensor arguments, in the order of each op's schema. Calls in C++ (ops/checks.h) and the fake
+// implementations in Python (_C.TABLES) first check every tensor against its row. A row holds the conditions on
+// one argument alone; the op checks every condition that depends on the format or on other arguments.
 #pragma once
 #include <cstdint>
 #include <string_view>
@@ -42,6 +42,9 @@ struct SizeLimit {
   int64_t max = 0;
 };
 
+// An argument, as errors name it.
+struct Name { const char *op, *arg; };
+
 struct Argument {
   const char* op;
   const char* name;
@@ -50,6 +53,8 @@ struct Argument {
   int min_dims, max_dims;
   Strides strides;
   SizeLimit limits[3] = {};
+
+  constexpr operator Name() const { return {op, name}; }
 };
 
 namespace arguments {
@@ -141,6 +146,10 @@ inline constexpr Argument kTable[] = {
     matrix("add_bias", "x", nullptr, Dtypes::kInput),
     {"add_bias", "bias", "x", Dtypes::kInput, 2, 2, Strides::kContiguous},
     offs("add_bias", "x"),
+    matrix("sum_groups", "x", nullptr, Dtypes::kInput),
+    offs("sum_groups", "x"),
+    {"sum_groups", "scores", "x", Dtypes::kFloat32, 1, 1, Strides::kInner},
+    indices("sum_groups", "x"),
     matrix("activate_backward", "grad", "h", Dtypes::kInput),
     matrix("activate_backward", "h", nullptr, Dtypes::kGates),
     {"activate_backward", "scores", "h", Dtypes::kFloat32, 1, 1, Strides::kInner, {{"slots", -1, kMaxRows}}},
@@ -167,6 +176,13 @@ inline constexpr Argument kTable[] = {
     matrix("combine_backward", "y", "grad", Dtypes::kInput),
     scores("combine_backward", "grad"),
     inverse("combine_backward", "grad"),
+    matrix("take_expert_columns", "x", nullptr, Dtypes::kMovable),
+    offs("take_expert_columns", "x"),
+    indices("take_expert_columns", "x"),
+    matrix("spread_expert_columns", "y", nullptr, Dtypes::kInput),
+    offs("spread_expert_columns", "y"),
+    inverse("spread_expert_columns", "y"),
+    {"spread_expert_columns", "topk_scores", "y", Dtypes::kFloat32, 2, 2, Strides::kContiguous},
     matrix("pad_token_groups", "x", nullptr, Dtypes::kMovable),
     offs("pad_token_groups", "x"),
     matrix("pad_token_groups_to", "x", nullptr, Dtypes::kMovable),
@@ -192,12 +208,16 @@ inline constexpr Argument kTable[] = {
 
 }  // namespace arguments
 
-// Its row. A constant asks for it, so that a call looks nothing up and a name without a row does not compile.
-constexpr const Argument& argument(std::string_view op, std::string_view name) {
-  const Argument* found = nullptr;
-  for (const Argument& row : arguments::kTable)
-    if (op == row.op && name == row.name) found = &row;
-  return *found;
+// The number of an op's first row, and the row of an argument.
+constexpr int first_row(std::string_view op) {
+  int row = 0;
+  while (op != arguments::kTable[row].op) ++row;
+  return row;
+}
+inline const Argument& argument(Name arg) {
+  const Argument* row = &arguments::kTable[first_row(arg.op)];
+  while (std::string_view(arg.arg) != row->name) ++row;
+  return *row;
 }
 
 }  // namespace moe_fp8

@@ -20,15 +20,15 @@ bool is_one_of(const int32_t (&dtypes)[n], int32_t dtype) {
 }
 constexpr const char* kAnInputDtype = "bfloat16, float16 or float32";
 constexpr const char* kAnFp8Dtype = "float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz";
-inline void check_dtype(const Argument& arg, const Tensor& t, bool holds, const char* verb, std::string_view wanted) {
-  if (!holds) fail(arg.op, ": ", arg.name, " must ", verb, " ", wanted, ", got ", dtype_name(t.dtype));
+inline void check_dtype(Name arg, const Tensor& t, bool holds, const char* verb, std::string_view wanted) {
+  if (!holds) fail(arg.op, ": ", arg.arg, " must ", verb, " ", wanted, ", got ", dtype_name(t.dtype));
 }
-inline void check_dtype(const Argument& arg, const Tensor& t, int32_t wanted) {
+inline void check_dtype(Name arg, const Tensor& t, int32_t wanted) {
   if (t.dtype != wanted) check_dtype(arg, t, false, "be", dtype_name(wanted).substr(6));
 }
-inline void check_dtypes(const Argument& arg, const Tensor& t) {
+inline void check_dtypes(Name arg, Dtypes dtypes, const Tensor& t) {
   const auto bytes = [&] { return aoti_torch_dtype_element_size(t.dtype); };
-  switch (arg.dtypes) {
+  switch (dtypes) {
     case Dtypes::kInput: return check_dtype(arg, t, is_one_of(kInputDtypes, t.dtype), "be", kAnInputDtype);
     case Dtypes::kFp8: return check_dtype(arg, t, is_one_of(kFp8Dtypes, t.dtype), "be", kAnFp8Dtype);
     case Dtypes::kFloat32: return check_dtype(arg, t, kFloat32);
@@ -42,44 +42,43 @@ inline void check_dtypes(const Argument& arg, const Tensor& t) {
     case Dtypes::kScale: case Dtypes::kScores: case Dtypes::kGates: return;  // depends on other arguments
   }
 }
-inline void check_dims(const Argument& arg, const Tensor& t, int min, int max) {
+inline void check_dims(Name arg, const Tensor& t, int min, int max) {
   if (t.dim >= min && t.dim <= max) return;
   const std::string range = min == max       ? std::to_string(min)
                             : min + 1 == max ? std::to_string(min) + " or " + std::to_string(max)
                                                 : std::to_string(min) + " to " + std::to_string(max);
-  fail(arg.op, ": ", arg.name, " must have ", range, " dimensions, got ", t.dim);
+  fail(arg.op, ": ", arg.arg, " must have ", range, " dimensions, got ", t.dim);
 }
-inline void check_strides(const Argument& arg, const Tensor& t) {
-  if (arg.strides == Strides::kAny || t.empty()) return;
-  if (arg.strides == Strides::kContiguous) {
+inline void check_strides(Name arg, Strides strides, const Tensor& t) {
+  if (strides == Strides::kAny || t.empty()) return;
+  if (strides == Strides::kContiguous) {
     for (int64_t d = t.dim - 1, stride = 1; d >= 0; stride *= t.sizes[d--])
       if (t.strides[d] != stride && t.sizes[d] > 1)
-        fail(arg.op, ": ", arg.name, " must be contiguous, got stride ", t.strides[d], " in dimension ", d);
+        fail(arg.op, ": ", arg.arg, " must be contiguous, got stride ", t.strides[d], " in dimension ", d);
     return;
   }
-  const int64_t d = t.dim - (arg.strides == Strides::kInner ? 1 : 2);
+  const int64_t d = t.dim - (strides == Strides::kInner ? 1 : 2);
   if (t.strides[d] == 1 || t.sizes[d] == 1) return;
-  if (arg.strides == Strides::kInner)
-    fail(arg.op, ": ", arg.name, " must have stride 1 in its last dimension, got stride ", t.strides[d]);
-  fail(arg.op, ": ", arg.name, " must have stride 1 in dimension ", d, " (the summed one), got stride ", t.strides[d]);
+  if (strides == Strides::kInner)
+    fail(arg.op, ": ", arg.arg, " must have stride 1 in its last dimension, got stride ", t.strides[d]);
+  fail(arg.op, ": ", arg.arg, " must have stride 1 in dimension ", d, " (the summed one), got stride ", t.strides[d]);
 }
 inline void check_limit(const char* op, const char* arg, int64_t size, const char* what, int64_t max = kMaxRows) {
   if (size > max) fail(op, ": ", arg, " must have at most ", max, " ", what, ", got ", size);
 }
 inline void check(const Argument& arg, const Tensor& t) {
   if (!t.defined) fail(arg.op, ": ", arg.name, " must be a tensor, got None");
-  check_dtypes(arg, t);
+  check_dtypes(arg, arg.dtypes, t);
   check_dims(arg, t, arg.min_dims, arg.max_dims);
-  check_strides(arg, t);
+  check_strides(arg, arg.strides, t);
   for (const SizeLimit& limit : arg.limits) {
     if (limit.what == nullptr) break;
     const int64_t size = limit.dim == SizeLimit::kSlots ? product(t.sizes, t.dim) : t.sizes[t.dim + limit.dim];
     check_limit(arg.op, arg.name, size, limit.what, limit.max);
   }
 }
-// The same. Also checks that the argument is on the device of `like`, which the table names.
-inline void check(const Argument& arg, const Tensor& t, const Tensor& like) {
-  check(arg, t);
+// Checks an argument against `like`, which the table names.
+inline void check_like(const Argument& arg, const Tensor& t, const Tensor& like) {
   if (arg.dtypes == Dtypes::kScores && t.dtype != kFloat32 && t.dtype != like.dtype)
     fail(arg.op, ": ", arg.name, " must be float32 or, like ", arg.like, ", ", dtype_name(like.dtype), ", got ",
          dtype_name(t.dtype));
@@ -87,28 +86,38 @@ inline void check(const Argument& arg, const Tensor& t, const Tensor& like) {
     fail(arg.op, ": ", arg.name, " must be on the device of ", arg.like, ", ", device_name(like), ", got ",
          device_name(t));
 }
+// Checks the tensors of a call, and first the one that sets the device. kRow: the row of the op's first tensor.
+template <int kRow>
+void check_tensors(const GivenTensors& given) {
+  const Argument* rows = &arguments::kTable[kRow];
+  for (const bool sets_device : {true, false})
+    for (int i = 0; i < given.count; ++i) {
+      const Argument& arg = rows[i];
+      if (given.at[i] == nullptr || sets_device != (arg.like == nullptr)) continue;
+      check(arg, *given.at[i]);
+      for (int j = 0; !sets_device && j < given.count; ++j)
+        if (std::strcmp(rows[j].name, arg.like) == 0) check_like(arg, *given.at[i], *given.at[j]);
+    }
+}
 
 // ---- an argument that depends on others ----------------------------------------------------------------------------
-inline void check_size(const Argument& arg, const Tensor& t, int64_t dim, int64_t size) {
+inline void check_size(Name arg, const Tensor& t, int64_t dim, int64_t size) {
   if (t.sizes[dim] != size)
-    fail(arg.op, ": ", arg.name, " must have size ", size, " in dimension ", dim, ", got ", t.sizes[dim]);
+    fail(arg.op, ": ", arg.arg, " must have size ", size, " in dimension ", dim, ", got ", t.sizes[dim]);
 }
-inline void check_sizes(const Argument& arg, const Tensor& t, const int64_t* sizes, int64_t dims) {
+inline void check_sizes(Name arg, const Tensor& t, const int64_t* sizes, int64_t dims) {
   check_dims(arg, t, int(dims), int(dims));
   for (int64_t d = 0; d < dims; ++d) check_size(arg, t, d, sizes[d]);
 }
 // Scales of a format and shape. They must be contiguous, unless the format's scales are column-major.
-inline void check_scales(const Argument& arg, const Tensor& t, const Format& f, const int64_t* sizes, int64_t dims) {
+inline void check_scales(Name arg, const Tensor& t, const Format& f, const int64_t* sizes, int64_t dims) {
   check_dtype(arg, t, scale_dtype(f.scale_type));
   check_sizes(arg, t, sizes, dims);
-  if (f.order == ScaleOrder::kColumnMajor) return;
-  Argument contiguous = arg;
-  contiguous.strides = Strides::kContiguous;
-  check_strides(contiguous, t);
+  if (f.order != ScaleOrder::kColumnMajor) check_strides(arg, Strides::kContiguous, t);
 }
-inline void check_dtype_of_like(const Argument& arg, const Tensor& t, const Tensor& like) {
+inline void check_dtype_of_like(Name arg, const Tensor& t, const Tensor& like) {
   if (t.dtype != like.dtype)
-    fail(arg.op, ": ", arg.name, " must be, like ", arg.like, ", ", dtype_name(like.dtype), ", got ",
+    fail(arg.op, ": ", arg.arg, " must be, like ", argument(arg).like, ", ", dtype_name(like.dtype), ", got ",
          dtype_name(t.dtype));
 }
 // Checks that two arguments are given together, or neither.
@@ -184,13 +193,16 @@ std::vector<T> contents(const Tensor& t) {
   const T* first = static_cast<const T*>(on_cpu.const_data_ptr());
   return {first, first + on_cpu.numel()};
 }
-inline void validate_offs(const Argument& arg, const Tensor& offs, int64_t limit, const char* unit) {
+// Checks that offs are ends of groups that divide `limit` rows, or other units.
+inline void validate_offs(const char* op, const Tensor& offs, int64_t limit, const char* unit = "rows") {
+  if (!validates()) return;
   const std::vector<int> o = contents(offs);
   for (int64_t e = 0, previous = 0; e < offs.sizes[0]; previous = o[e++]) {
     if (o[e] < previous)
-      fail(arg.op, ": offs must be non-decreasing from 0, got offs[", e, "] = ", o[e], " after ", previous);
+      fail(op, ": offs must be non-decreasing from 0, got offs[", e, "] = ", o[e], " after ", previous);
     if (o[e] > limit)
-      fail(arg.op, ": offs must not exceed the ", limit, " ", unit, " of ", arg.like, ", got offs[", e, "] = ", o[e]);
+      fail(op, ": offs must not exceed the ", limit, " ", unit, " of ", argument({op, "offs"}).like, ", got offs[", e,
+           "] = ", o[e]);
   }
 }
 // The integers of t. Never null, because a null pointer in parameters means that there are no groups, or no index.
@@ -198,59 +210,51 @@ inline const int* ints(const Tensor& t) {
   static const int kNone[1] = {};
   return t.empty() ? kNone : t.as<int>();
 }
-// Ends of groups that divide `limit` rows, or other units.
-inline void check_offs(const Argument& arg, const Tensor& offs, const Tensor& like, int64_t limit,
-                       const char* unit = "rows") {
-  check(arg, offs, like);
-  if (validates()) validate_offs(arg, offs, limit, unit);
-}
 // Checks the caller's promise that all ends are multiples of align.
-inline void validate_aligned(const Argument& arg, const Tensor& offs, int64_t align) {
+inline void validate_aligned(const char* op, const Tensor& offs, int64_t align) {
   if (align == 1 || !validates()) return;
   const std::vector<int> ends = contents(offs);
   for (size_t e = 0; e < ends.size(); ++e)
     if (ends[e] % align != 0)
-      fail(arg.op, ": offs must be multiples of align, ", align, ", got offs[", e, "] = ", ends[e]);
+      fail(op, ": offs must be multiples of align, ", align, ", got offs[", e, "] = ", ends[e]);
 }
 // Checks that every index is -1 or in [0, limit).
-inline void validate_range(const Argument& arg, const std::vector<int>& at, int64_t limit, const char* of) {
+inline void validate_range(Name arg, const std::vector<int>& at, int64_t limit, const char* of) {
   for (size_t p = 0; p < at.size(); ++p)
     if (at[p] < -1 || at[p] >= limit)
-      fail(arg.op, ": ", arg.name, " must be -1 or one of the ", limit, " ", of, ", got ", at[p], " in place ", p);
+      fail(arg.op, ": ", arg.arg, " must be -1 or one of the ", limit, " ", of, ", got ", at[p], " in place ", p);
 }
-inline void validate_range(const Argument& arg, const Tensor& indices, int64_t limit, const char* of) {
+inline void validate_range(Name arg, const Tensor& indices, int64_t limit, const char* of) {
   if (validates()) validate_range(arg, contents(indices), limit, of);
 }
 // Checks that every id is -1 or one of E experts.
 template <class Id>
-void validate_ids_as(const Argument& arg, const Tensor& ids, int64_t E) {
+void validate_ids_as(Name arg, const Tensor& ids, int64_t E) {
   const std::vector<Id> all = contents<Id>(ids);
   for (size_t slot = 0; slot < all.size(); ++slot)
     if (all[slot] < -1 || all[slot] >= E)
-      fail(arg.op, ": ", arg.name, " must be -1 or from 0 to ", E - 1, ", got ", all[slot], " in slot ", slot);
+      fail(arg.op, ": ", arg.arg, " must be -1 or from 0 to ", E - 1, ", got ", all[slot], " in slot ", slot);
 }
-inline void validate_ids(const Argument& arg, const Tensor& ids, int64_t E) {
+inline void validate_ids(Name arg, const Tensor& ids, int64_t E) {
   if (!validates()) return;
   (ids.dtype == kInt64 ? validate_ids_as<int64_t> : validate_ids_as<int>)(arg, ids, E);
 }
 // Checks that no index stands twice, where one of its places would be lost.
-inline void validate_distinct(const Argument& arg, const Tensor& indices) {
+inline void validate_distinct(Name arg, const Tensor& indices) {
   if (!validates()) return;
   std::vector<int> at = contents(indices);
   std::sort(at.begin(), at.end());
   for (size_t p = 1; p < at.size(); ++p)
-    if (at[p] >= 0 && at[p] == at[p - 1]) fail(arg.op, ": ", arg.name, " must be distinct, got ", at[p], " twice");
+    if (at[p] >= 0 && at[p] == at[p - 1]) fail(arg.op, ": ", arg.arg, " must be distinct, got ", at[p], " twice");
 }
 
 // ---- rows taken by index -------------------------------------------------------------------------------------------
 // Indices of slots: `rows` rows have top_k slots each.
-inline RowIndex check_indices(const Argument& arg, const Tensor& indices, const Tensor& like, int64_t rows,
-                              int64_t top_k) {
-  check(arg, indices, like);
-  if (top_k < 1) fail(arg.op, ": top_k must be at least 1, got ", top_k);
+inline RowIndex check_indices(const char* op, const Tensor& indices, int64_t rows, int64_t top_k) {
+  if (top_k < 1) fail(op, ": top_k must be at least 1, got ", top_k);
   if (top_k > kMaxRows || rows * top_k > kMaxRows)
-    fail(arg.op, ": top_k must give at most ", kMaxRows, " slots to ", rows, " rows, got ", top_k);
-  validate_range(arg, indices, rows * top_k, "slots");
+    fail(op, ": top_k must give at most ", kMaxRows, " slots to ", rows, " rows, got ", top_k);
+  validate_range({op, "indices"}, indices, rows * top_k, "slots");
   return RowIndex(indices.as<int>(), rows, top_k);
 }
 

@@ -12,14 +12,11 @@ constexpr const char* kOp = "dequantize";
 
 Results<1> dequantize_op(const Tensor& q, const Tensor& scale, std::string_view format, std::string_view along,
                          const std::optional<Tensor>& offs, std::optional<int32_t> out_dtype) {
-  constexpr const Argument &kQ = argument(kOp, "q"), &kScale = argument(kOp, "scale"), &kOffs = argument(kOp, "offs");
-  check(kQ, q);
-  check(kScale, scale, q);
   const FormatId id = check_format(kOp, format);
   const Format& f = format_of(id);
   const bool along_tokens = is_along_tokens(kOp, along);
-  if (along_tokens) check_dims(kQ, q, 2, 2);
-  else if (f.order != ScaleOrder::kRowMajor) check_dims(kQ, q, 2, 3);
+  if (along_tokens) check_dims({kOp, "q"}, q, 2, 2);
+  else if (f.order != ScaleOrder::kRowMajor) check_dims({kOp, "q"}, q, 2, 3);
   if (along_tokens && !offs) fail(kOp, ": offs must be given along tokens, got None");
   if (out_dtype && !is_one_of(kInputDtypes, *out_dtype))
     fail(kOp, ": out_dtype must be ", kAnInputDtype, ", got ", dtype_name(*out_dtype));
@@ -32,7 +29,7 @@ Results<1> dequantize_op(const Tensor& q, const Tensor& scale, std::string_view 
   const int64_t count = product(q.sizes, q.dim - 1);
   if (offs) {
     const int64_t extent = along_tokens ? p.K : count;
-    check_offs(kOffs, *offs, q, extent, along_tokens ? "columns" : "rows");
+    validate_offs(kOp, *offs, extent, along_tokens ? "columns" : "rows");
     p.groups = along_tokens ? Groups::kColumns : f.blocked() && q.dim == 2 ? Groups::kRows : Groups::kNone;
     if (p.groups != Groups::kNone) {
       p.offs = offs->as<int>();
@@ -57,17 +54,17 @@ Results<1> dequantize_op(const Tensor& q, const Tensor& scale, std::string_view 
     p.rows = rows.rows;
     p.group_stride = rows.outer_stride;
     p.row_stride = rows.row_stride;
-    p.scale = scales_of_rows(kScale, scale, f, q.sizes, q.dim - 1, p.rows, p.K, kNoGroups);
+    p.scale = scales_of_rows({kOp, "scale"}, scale, f, q.sizes, q.dim - 1, p.rows, p.K, kNoGroups);
   } else {
     const bool weight = q.dim == 3;
     p.E = weight ? q.sizes[0] : 1;
     p.rows = q.sizes[q.dim - 2];
     p.group_stride = weight ? q.strides[0] : 0;
     p.row_stride = q.strides[q.dim - 2];
-    if (along_tokens) p.scale = scales_of_tokens(kScale, scale, f, p.rows, p.K, *offs);
-    else if (weight) p.scale = scales_of_experts(kScale, scale, f, p.E, p.rows, p.K);
+    if (along_tokens) p.scale = scales_of_tokens({kOp, "scale"}, scale, f, p.rows, p.K, *offs);
+    else if (weight) p.scale = scales_of_experts({kOp, "scale"}, scale, f, p.E, p.rows, p.K);
     else
-      p.scale = scales_of_rows(kScale, scale, f, q.sizes, 1, p.rows, p.K,
+      p.scale = scales_of_rows({kOp, "scale"}, scale, f, q.sizes, 1, p.rows, p.K,
                                p.groups == Groups::kRows ? p.num_groups : kNoGroups);
   }
   p.out = data(out);

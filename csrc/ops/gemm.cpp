@@ -10,61 +10,47 @@ namespace {
 
 constexpr const char *kOp = "scaled_grouped_mm", *kAdd = "add_scaled_grouped_mm";
 
-// The rows of the table that the two ops share.
-struct OpArguments {
-  const char* op;
-  const Argument &a, &b, &scale_a, &scale_b, &offs;
-
-  constexpr explicit OpArguments(const char* op)
-      : op(op), a(argument(op, "a")), b(argument(op, "b")), scale_a(argument(op, "scale_a")),
-        scale_b(argument(op, "scale_b")), offs(argument(op, "offs")) {}
-};
-
 // Checks the arguments that both ops take. The caller adds the total and the dtype of the output.
-Product check_product(const OpArguments& args, const Tensor& a, const Tensor& b, const Tensor& scale_a,
-                      const Tensor& scale_b, std::string_view format, const Tensor& offs, int64_t align,
-                      bool use_fast_accum, std::optional<std::string_view> rounding,
-                      const std::optional<Tensor>& indices = {}, std::optional<int64_t> top_k = {}) {
-  constexpr const Argument& kIndices = argument(kOp, "indices");
-  const FormatId id = check_format(args.op, format);
+Product check_product(const char* op, const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
+                      std::string_view format, const Tensor& offs, int64_t align, bool use_fast_accum,
+                      std::optional<std::string_view> rounding, const std::optional<Tensor>& indices = {},
+                      std::optional<int64_t> top_k = {}) {
+  const FormatId id = check_format(op, format);
   const Format& f = format_of(id);
-  check(args.a, a);
-  check(args.b, b, a);
   const int64_t k_dim = b.dim - 2, n_dim = b.dim - 1;
   ScaledGroupedMmParams p = {};
   p.k_grouped = b.dim == 2;
   p.M = a.sizes[0];
-  check_both_or_none(args.op, "indices", indices.has_value(), "top_k", top_k.has_value());
+  check_both_or_none(op, "indices", indices.has_value(), "top_k", top_k.has_value());
   if (indices) {
-    if (p.k_grouped) fail(args.op, ": indices must be None with b of 2 dimensions, got a tensor");
-    p.index = check_indices(kIndices, *indices, a, a.sizes[0], *top_k);
+    if (p.k_grouped) fail(op, ": indices must be None with b of 2 dimensions, got a tensor");
+    p.index = check_indices(op, *indices, a.sizes[0], *top_k);
     p.M = indices->sizes[0];
   }
   p.K = a.sizes[1];
   p.N = b.sizes[n_dim];
   if (b.sizes[k_dim] != p.K)
-    fail(args.op, ": b must have size ", p.K, " in dimension ", k_dim, " (the last of a), got ", b.sizes[k_dim]);
+    fail(op, ": b must have size ", p.K, " in dimension ", k_dim, " (the last of a), got ", b.sizes[k_dim]);
   const int64_t grouped = p.k_grouped ? p.K : p.M;
-  check_offs(args.offs, offs, a, grouped, indices ? "indices" : p.k_grouped ? "columns" : "rows");
+  validate_offs(op, offs, grouped, indices ? "indices" : p.k_grouped ? "columns" : "rows");
   p.E = offs.sizes[0];
   if (!p.k_grouped && b.sizes[0] != p.E)
-    fail(args.op, ": b must hold one expert for each of the ", p.E, " entries of offs, got ", b.sizes[0]);
-  check_align(args.op, align);
+    fail(op, ": b must hold one expert for each of the ", p.E, " entries of offs, got ", b.sizes[0]);
+  check_align(op, align);
   std::optional<Rounding> promised;
-  if (rounding) promised = check_rounding(args.op, f, rounding);
-  if (p.k_grouped) validate_aligned(args.offs, offs, align);
+  if (rounding) promised = check_rounding(op, f, rounding);
+  if (p.k_grouped) validate_aligned(op, offs, align);
   if (f.block)
-    check_extent(args.op, indices ? "indices" : "a", grouped, p.E, kGroupScales,
+    check_extent(op, indices ? "indices" : "a", grouped, p.E, kGroupScales,
                  p.k_grouped ? "columns with padding" : "rows with padding");
-  check(args.scale_a, scale_a, a);
-  check(args.scale_b, scale_b, a);
+  const Name scale_a_arg = {op, "scale_a"}, scale_b_arg = {op, "scale_b"};
   if (p.k_grouped) {
-    p.scale_a = scales_of_tokens(args.scale_a, scale_a, f, p.M, p.K, offs);
-    p.scale_b = scales_of_tokens(args.scale_b, scale_b, f, p.N, p.K, offs, true);
-    if (f.order == ScaleOrder::kColumnMajor) check_size(args.scale_b, scale_b, 0, scale_a.sizes[1]);
+    p.scale_a = scales_of_tokens(scale_a_arg, scale_a, f, p.M, p.K, offs);
+    p.scale_b = scales_of_tokens(scale_b_arg, scale_b, f, p.N, p.K, offs, true);
+    if (f.order == ScaleOrder::kColumnMajor) check_size(scale_b_arg, scale_b, 0, scale_a.sizes[1]);
   } else {
-    p.scale_a = scales_of_rows(args.scale_a, scale_a, f, a.sizes, 1, a.sizes[0], p.K, indices ? kNoGroups : p.E);
-    p.scale_b = scales_of_experts(args.scale_b, scale_b, f, p.E, p.N, p.K, true);
+    p.scale_a = scales_of_rows(scale_a_arg, scale_a, f, a.sizes, 1, a.sizes[0], p.K, indices ? kNoGroups : p.E);
+    p.scale_b = scales_of_experts(scale_b_arg, scale_b, f, p.E, p.N, p.K, true);
     p.b_group_stride = b.strides[0];
   }
   p.a_type = fp8_type(a);
@@ -89,9 +75,8 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
                                 std::string_view format, const Tensor& offs, const std::optional<Tensor>& indices,
                                 std::optional<int64_t> top_k, int64_t align, std::optional<int32_t> out_dtype,
                                 bool use_fast_accum, std::optional<std::string_view> rounding) {
-  static constexpr OpArguments kArguments(kOp);
   Product product =
-      check_product(kArguments, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding, indices, top_k);
+      check_product(kOp, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding, indices, top_k);
   const int32_t dtype = out_dtype.value_or(kBFloat16);
   if (dtype != kBFloat16 && dtype != kFloat32)
     fail(kOp, ": out_dtype must be bfloat16 or float32, got ", dtype_name(dtype));
@@ -113,12 +98,9 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
 Results<0> add_scaled_grouped_mm_op(const Tensor& total, const Tensor& a, const Tensor& b, const Tensor& scale_a,
                                     const Tensor& scale_b, std::string_view format, const Tensor& offs, int64_t align,
                                     bool use_fast_accum, std::optional<std::string_view> rounding) {
-  static constexpr OpArguments kArguments(kAdd);
-  constexpr const Argument& kTotal = argument(kAdd, "total");
-  Product product = check_product(kArguments, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding);
-  check(kTotal, total, a);
+  Product product = check_product(kAdd, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding);
   const int64_t sizes[] = {product.p.E, product.p.M, product.p.N};
-  check_sizes(kTotal, total, sizes, 3);
+  check_sizes({kAdd, "total"}, total, sizes, 3);
   product.p.out_float32 = total.dtype == kFloat32;
   product.p.accumulate = true;
   product.total = &total;

@@ -13,32 +13,30 @@ void add_column(PackTokensParams& p, const Tensor& t, bool ids = false) {
   p.add({t.data, size, t.strides[0], matrix ? t.strides[1] : 1, matrix ? t.sizes[1] : 1, ids});
 }
 // Checks an optional tensor that has a row for each row of x.
-void check_per_row(const Argument& arg, const std::optional<Tensor>& t, const Tensor& x) {
-  if (!t) return;
-  check(arg, *t, x);
-  check_size(arg, *t, 0, x.sizes[0]);
+void check_per_row(Name arg, const std::optional<Tensor>& t, const Tensor& x) {
+  if (t) check_size(arg, *t, 0, x.sizes[0]);
 }
-void check_routing(const Argument& ids_arg, const std::optional<Tensor>& ids, const Argument& scores_arg,
-                   const std::optional<Tensor>& scores, int64_t num_experts, const Tensor& x) {
-  check_per_row(ids_arg, ids, x);
-  check_per_row(scores_arg, scores, x);
-  check_count(ids_arg.op, "num_experts", num_experts);
-  if (ids) validate_ids(ids_arg, *ids, num_experts);
+void check_routing(const char* op, const std::optional<Tensor>& ids, const std::optional<Tensor>& scores,
+                   int64_t num_experts, const Tensor& x) {
+  check_per_row({op, "topk_ids"}, ids, x);
+  check_per_row({op, "topk_scores"}, scores, x);
+  check_count(op, "num_experts", num_experts);
+  if (ids) validate_ids({op, "topk_ids"}, *ids, num_experts);
 }
 // Checks that inverse and indices agree: each has the places of the other. Both are read once, because others may write
 // to them.
-void validate_inverse(const Argument& inverse_arg, const Tensor& inverse, const Argument& indices_arg,
-                      const Tensor& indices) {
+void validate_inverse(const char* op, const Tensor& inverse, const Tensor& indices) {
   if (!validates()) return;
+  const Name inverse_arg = {op, "inverse"}, indices_arg = {op, "indices"};
   const std::vector<int> rows = contents(inverse), slots = contents(indices);
   validate_range(inverse_arg, rows, int64_t(slots.size()), "rows");
   validate_range(indices_arg, slots, int64_t(rows.size()), "slots");
-  const auto validate = [&](const Argument& arg, const std::vector<int>& places, const Argument& other,
+  const auto validate = [&](Name arg, const std::vector<int>& places, Name other,
                             const std::vector<int>& back) {
     for (size_t p = 0; p < places.size(); ++p)
       if (places[p] >= 0 && back[size_t(places[p])] != int(p))
-        fail(arg.op, ": ", arg.name, " must agree with ", other.name, ", got ", places[p], " in place ", p,
-             " where ", other.name, " has ", back[size_t(places[p])], " in place ", places[p]);
+        fail(arg.op, ": ", arg.arg, " must agree with ", other.arg, ", got ", places[p], " in place ", p,
+             " where ", other.arg, " has ", back[size_t(places[p])], " in place ", places[p]);
   };
   validate(inverse_arg, rows, indices_arg, slots);
   validate(indices_arg, slots, inverse_arg, rows);
@@ -66,17 +64,13 @@ void add_routing(PackTokensParams& p, const std::optional<Tensor>& ids, const st
 Results<1> pack_tokens_op(const Tensor& x, const std::optional<Tensor>& topk_ids,
                           const std::optional<Tensor>& topk_scores, const std::optional<Tensor>& scale,
                           const Tensor& indices, int64_t top_k, int64_t num_experts) {
-  constexpr const Argument &kX = argument(kPack, "x"), &kScale = argument(kPack, "scale"),
-                           &kIds = argument(kPack, "topk_ids"), &kScores = argument(kPack, "topk_scores"),
-                           &kIndicesArg = argument(kPack, "indices");
-  check(kX, x);
   PackTokensParams p = {};
-  check_per_row(kScale, scale, x);
-  check_routing(kIds, topk_ids, kScores, topk_scores, num_experts, x);
+  check_per_row({kPack, "scale"}, scale, x);
+  check_routing(kPack, topk_ids, topk_scores, num_experts, x);
   add_column(p, x);
   if (scale) add_column(p, *scale);
   add_routing(p, topk_ids, topk_scores, num_experts);
-  p.source = check_indices(kIndicesArg, indices, x, x.sizes[0], top_k);
+  p.source = check_indices(kPack, indices, x.sizes[0], top_k);
   p.rows = indices.sizes[0];
   const Call call(kPack, "x", x);
   Handle out = call.empty({p.rows, p.row_bytes}, kUInt8);
@@ -89,10 +83,6 @@ Results<1> quantize_and_pack_op(const Tensor& x, const std::optional<Tensor>& to
                                 const std::optional<Tensor>& topk_scores, std::string_view format,
                                 const Tensor& indices, const Tensor& inverse, int64_t num_experts,
                                 std::optional<int32_t> dtype, std::optional<std::string_view> rounding) {
-  constexpr const Argument &kX = argument(kQuantize, "x"), &kIds = argument(kQuantize, "topk_ids"),
-                           &kScores = argument(kQuantize, "topk_scores"), &kIndicesArg = argument(kQuantize, "indices"),
-                           &kInverse = argument(kQuantize, "inverse");
-  check(kX, x);
   QuantizeAndPackParams p = {};
   QuantizeParams& quantizer = p.quantize_x;
   quantizer.format = check_format(kQuantize, format);
@@ -105,18 +95,17 @@ Results<1> quantize_and_pack_op(const Tensor& x, const std::optional<Tensor>& to
   quantizer.rows = quantizer.x_rows = x.sizes[0];
   quantizer.K = x.sizes[1];
   quantizer.along_rows = true;
-  check(kInverse, inverse, x);
-  check_size(kInverse, inverse, 0, quantizer.rows);
+  check_size({kQuantize, "inverse"}, inverse, 0, quantizer.rows);
   p.top_k = inverse.sizes[1];
   PackTokensParams& rows = p.rows;
   const int64_t rows_of_x = p.top_k ? quantizer.rows : 0, top_k = p.top_k ? p.top_k : 1;
-  rows.source = check_indices(kIndicesArg, indices, x, rows_of_x, top_k);
+  rows.source = check_indices(kQuantize, indices, rows_of_x, top_k);
   rows.inverse = inverse.as<int>();
   rows.rows = indices.sizes[0];
-  validate_inverse(kInverse, inverse, kIndicesArg, indices);
+  validate_inverse(kQuantize, inverse, indices);
   const Call call(kQuantize, "x", x);
   quantizer.out = check_fp8(call, kQuantize, dtype);
-  check_routing(kIds, topk_ids, kScores, topk_scores, num_experts, x);
+  check_routing(kQuantize, topk_ids, topk_scores, num_experts, x);
 
   bool fused = false;  // one kernel casts and packs: q and scale are in messages only
   if constexpr (kGpuBuild) fused = call.on_gpu() && can_quantize_and_pack(p);

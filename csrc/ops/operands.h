@@ -25,7 +25,7 @@ inline int squares_log2(const Format& f) {  // log2 of the rows of a square
 
 // Scales along rows of K elements. `leading` holds `dims` sizes, of all dimensions but the last. `rows` counts the rows
 // of one matrix, E the groups (kNoGroups without groups).
-inline OperandScales scales_of_rows(const Argument& arg, const Tensor& scale, const Format& f, const int64_t* leading,
+inline OperandScales scales_of_rows(Name arg, const Tensor& scale, const Format& f, const int64_t* leading,
                                     int64_t dims, int64_t rows, int64_t K, int64_t E) {
   OperandScales s = described(f, scale, f.blocks(K));
   if (f.order != ScaleOrder::kRowMajor) {
@@ -46,7 +46,7 @@ inline OperandScales scales_of_rows(const Argument& arg, const Tensor& scale, co
 // Scales along tokens, of K rows of `positions` positions in groups that end at offs. Column-major scales may have more
 // blocks than the positions fill, because the quantizer makes room for any groups. They have one row for each of K
 // rows, or for each square of rows. transposed: the scales belong to b of a product.
-inline OperandScales scales_of_tokens(const Argument& arg, const Tensor& scale, const Format& f, int64_t K,
+inline OperandScales scales_of_tokens(Name arg, const Tensor& scale, const Format& f, int64_t K,
                                       int64_t positions, const Tensor& offs, bool transposed = false) {
   const int64_t E = offs.sizes[0];
   OperandScales s = described(f, scale, f.blocks(positions));
@@ -68,14 +68,14 @@ inline OperandScales scales_of_tokens(const Argument& arg, const Tensor& scale, 
   const int row_dim = transposed ? 1 : 0, block_dim = 1 - row_dim;
   const int64_t squares = scales_of_columns(f, K, Amax::kSquare), rows = scale.sizes[row_dim];
   if (rows != K && rows != squares)
-    fail(arg.op, ": ", arg.name, " must have size ", K, ", or ", squares, " of squares, in dimension ", row_dim,
+    fail(arg.op, ": ", arg.arg, " must have size ", K, ", or ", squares, " of squares, in dimension ", row_dim,
          ", got ", rows);
   if (rows != K) s.rows_log2 = squares_log2(f);
   const int64_t blocks = scale.sizes[block_dim];
   if (blocks < s.blocks)
-    fail(arg.op, ": ", arg.name, " must have at least ", s.blocks, " blocks in dimension ", block_dim, ", got ",
+    fail(arg.op, ": ", arg.arg, " must have at least ", s.blocks, " blocks in dimension ", block_dim, ", got ",
          blocks);
-  check_limit(arg.op, arg.name, blocks, "blocks");
+  check_limit(arg.op, arg.arg, blocks, "blocks");
   if (validates()) {
     int64_t used = 0, start = 0;
     for (const int end : contents(offs)) {
@@ -83,7 +83,7 @@ inline OperandScales scales_of_tokens(const Argument& arg, const Tensor& scale, 
       start = end;
     }
     if (used > blocks)
-      fail(arg.op, ": ", arg.name, " must have ", used, " blocks in dimension ", block_dim,
+      fail(arg.op, ": ", arg.arg, " must have ", used, " blocks in dimension ", block_dim,
            ", as offs has of them, got ", blocks);
   }
   s.blocks = int(blocks);
@@ -93,7 +93,7 @@ inline OperandScales scales_of_tokens(const Argument& arg, const Tensor& scale, 
 }
 
 // Scales of E weights [rows, columns]. transposed: scales of squares as b of a product has them.
-inline OperandScales scales_of_experts(const Argument& arg, const Tensor& scale, const Format& f, int64_t E,
+inline OperandScales scales_of_experts(Name arg, const Tensor& scale, const Format& f, int64_t E,
                                        int64_t rows, int64_t columns, bool transposed = false) {
   ScaleShape shape = scales_of_weight(f, E, rows, columns);
   transposed = transposed && f.weight_rows > 1;

@@ -12,14 +12,14 @@ constexpr const char *kIndices = "permute_indices", *kPad = "permute_pad", *kQua
                      *kUnpermute = "unpermute";
 
 template <class Count>
-void validate_counts(const Argument& arg, const Tensor& counts, int64_t num_tokens) {
+void validate_counts(Name arg, const Tensor& counts, int64_t num_tokens) {
   int64_t sum = 0;
   for (const Count count : contents<Count>(counts)) {
-    if (count < 0) fail(arg.op, ": ", arg.name, " must not be negative, got ", count);
+    if (count < 0) fail(arg.op, ": ", arg.arg, " must not be negative, got ", count);
     sum += std::min<int64_t>(count, kMaxRows);
   }
   if (sum > num_tokens)
-    fail(arg.op, ": ", arg.name, " must sum to at most the ", num_tokens, " tokens, got ", sum);
+    fail(arg.op, ": ", arg.arg, " must sum to at most the ", num_tokens, " tokens, got ", sum);
 }
 
 // inverse [size]: the place of each index, the last one if it stands at several, -1 if it stands nowhere.
@@ -33,9 +33,7 @@ void invert(const Call& call, const Tensor& indices, int* inverse, int64_t size)
 
 Results<3> permute_indices_op(const Tensor& counts, int64_t num_local_experts, int64_t num_ranks, int64_t num_tokens,
                               int64_t align, bool align_empty) {
-  constexpr const Argument& kCounts = argument(kIndices, "tokens_per_rank_expert");
-  constexpr const char *kOp = kIndices, *kArg = kCounts.name;
-  check(kCounts, counts);
+  constexpr const char *kOp = kIndices, *kArg = "tokens_per_rank_expert";
   check_range(kOp, "num_ranks", num_ranks, 1, kMaxCounts);
   check_range(kOp, "num_local_experts", num_local_experts, 1, kMaxExperts);
   const int64_t n = num_ranks * num_local_experts, got = product(counts.sizes, counts.dim);
@@ -51,7 +49,7 @@ Results<3> permute_indices_op(const Tensor& counts, int64_t num_local_experts, i
   const int64_t E = num_local_experts, P = check_extent(kOp, "num_tokens", num_tokens, E, align);
   const bool is_int64 = counts.dtype == kInt64;
   if (validates())
-    (is_int64 ? validate_counts<int64_t> : validate_counts<int>)(kCounts, counts, num_tokens);
+    (is_int64 ? validate_counts<int64_t> : validate_counts<int>)({kOp, kArg}, counts, num_tokens);
   const Call call(kOp, kArg, counts);
   Handle indices = call.empty({P}, kInt32), padded_offs = call.empty({E}, kInt32);
   Handle tokens_per_expert = call.empty({E}, kInt32);
@@ -63,9 +61,7 @@ Results<3> permute_indices_op(const Tensor& counts, int64_t num_local_experts, i
 }
 
 Results<1> permute_pad_op(const Tensor& x, const Tensor& indices, int64_t top_k) {
-  constexpr const Argument &kX = argument(kPad, "x"), &kIndicesArg = argument(kPad, "indices");
-  check(kX, x);
-  const RowIndex index = check_indices(kIndicesArg, indices, x, x.sizes[0], top_k);
+  const RowIndex index = check_indices(kPad, indices, x.sizes[0], top_k);
   const Call call(kPad, "x", x);
   Handle out = call.empty({indices.sizes[0], x.sizes[1]}, x.dtype);
   gather_rows(call, x, out, index, indices.sizes[0]);
@@ -74,16 +70,12 @@ Results<1> permute_pad_op(const Tensor& x, const Tensor& indices, int64_t top_k)
 
 Results<2> permute_quantized_op(const Tensor& q, const Tensor& scale, std::string_view format, const Tensor& indices,
                                 int64_t top_k, const std::optional<Tensor>& offs) {
-  constexpr const Argument &kQ = argument(kQuantized, "q"), &kScale = argument(kQuantized, "scale"),
-                           &kIndicesArg = argument(kQuantized, "indices"), &kOffs = argument(kQuantized, "offs");
-  check(kQ, q);
-  check(kScale, scale, q);
   const Format& f = format_of(check_format(kQuantized, format));
   const int64_t M = q.sizes[0], K = q.sizes[1];
-  const RowIndex index = check_indices(kIndicesArg, indices, q, M, top_k);
+  const RowIndex index = check_indices(kQuantized, indices, M, top_k);
   const int64_t P = indices.sizes[0];
-  const OperandScales scales = scales_of_rows(kScale, scale, f, q.sizes, 1, M, K, kNoGroups);
-  if (offs) check_offs(kOffs, *offs, q, P, "indices");
+  const OperandScales scales = scales_of_rows({kQuantized, "scale"}, scale, f, q.sizes, 1, M, K, kNoGroups);
+  if (offs) validate_offs(kQuantized, *offs, P, "indices");
   const bool grouped = offs && f.blocked();
   const int64_t E = grouped ? offs->sizes[0] : kNoGroups;
   if (grouped) check_extent(kQuantized, "indices", P, E, kGroupScales);
@@ -105,16 +97,14 @@ Results<2> permute_quantized_op(const Tensor& q, const Tensor& scale, std::strin
 }
 
 Results<1> unpermute_op(const Tensor& y, const Tensor& indices, int64_t top_k, int64_t num_tokens) {
-  constexpr const Argument &kY = argument(kUnpermute, "y"), &kIndicesArg = argument(kUnpermute, "indices");
-  check(kY, y);
   if (top_k > 1 && !is_one_of(kInputDtypes, y.dtype))  // several rows are summed
     fail(kUnpermute, ": y must be ", kAnInputDtype, " with top_k ", top_k, ", got ", dtype_name(y.dtype));
   check_count(kUnpermute, "num_tokens", num_tokens);
-  check_indices(kIndicesArg, indices, y, num_tokens, top_k);
+  check_indices(kUnpermute, indices, num_tokens, top_k);
   const int64_t rows = y.sizes[0], K = y.sizes[1], slots = num_tokens * top_k;
   if (indices.sizes[0] != rows)
     fail(kUnpermute, ": indices must have ", rows, " entries, one a row of y, got ", indices.sizes[0]);
-  validate_distinct(kIndicesArg, indices);
+  validate_distinct({kUnpermute, "indices"}, indices);
   const Call call(kUnpermute, "y", y);
   Handle out = call.empty({num_tokens, K}, y.dtype);
   if (K == 0) return results(out);

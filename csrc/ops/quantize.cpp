@@ -7,9 +7,7 @@ namespace {
 
 // Arguments of the quantizers of tokens.
 struct Tokens {
-  const Argument& x_arg;
-  const Argument& offs_arg;
-  const Argument& indices_arg;
+  const char* op;
   const Tensor& x;
   std::string_view format;
   const std::optional<Tensor>& indices;
@@ -21,10 +19,10 @@ struct Tokens {
 
 // rowwise takes any leading dimensions: they run as experts with outputs along rows only.
 Outputs quantize_leading(const Tokens& t, const Tensor* offs, QuantizeParams& p) {
-  const char* op = t.x_arg.op;
+  const char* op = t.op;
   const Tensor& x = t.x;
   const int64_t count = product(x.sizes, x.dim - 1);
-  if (offs) check_offs(t.offs_arg, *offs, x, count);
+  if (offs) validate_offs(op, *offs, count);
   const Call call(op, "x", x);
   p.out = check_fp8(call, op, t.dtype);
   Outputs o;
@@ -42,9 +40,8 @@ Outputs quantize_leading(const Tokens& t, const Tensor* offs, QuantizeParams& p)
 }
 
 Outputs quantize_tokens(const Tokens& t, const Tensor* offs, bool along_rows, bool along_tokens) {
-  const char* op = t.x_arg.op;
+  const char* op = t.op;
   const Tensor& x = t.x;
-  check(t.x_arg, x);
   QuantizeParams p = {};
   p.format = check_format(op, t.format);
   const Format& f = format_of(p.format);
@@ -58,16 +55,16 @@ Outputs quantize_tokens(const Tokens& t, const Tensor* offs, bool along_rows, bo
   check_both_or_none(op, "indices", t.indices.has_value(), "top_k", t.top_k.has_value());
   if (f.block == 0 && !along_tokens && !t.indices) return quantize_leading(t, offs, p);
 
-  check_dims(t.x_arg, x, 2, 2);
+  check_dims({op, "x"}, x, 2, 2);
   check_limit(op, "x", x.sizes[0], "rows");
   p.x = x.data;
   p.row_stride = x.strides[0];
   p.rows = p.x_rows = x.sizes[0];
   if (t.indices) {
-    p.index = check_indices(t.indices_arg, *t.indices, x, x.sizes[0], *t.top_k);
+    p.index = check_indices(op, *t.indices, x.sizes[0], *t.top_k);
     p.rows = t.indices->sizes[0];
   }
-  if (offs) check_offs(t.offs_arg, *offs, x, p.rows, t.indices ? "indices" : "rows");
+  if (offs) validate_offs(op, *offs, p.rows, t.indices ? "indices" : "rows");
   const bool grouped = offs && (along_tokens || f.blocked());
   if (grouped) set_groups(p, op, t.indices ? "indices" : "x", *offs, t.align);
   const Call call(op, "x", x);
@@ -77,16 +74,15 @@ Outputs quantize_tokens(const Tokens& t, const Tensor* offs, bool along_rows, bo
   return o;
 }
 
-constexpr const char *kRows = "quantize_rows", *kTokens = "quantize_tokens", *kBoth = "quantize_both";
+constexpr const char *kRows = "quantize_rows", *kTokens = "quantize_tokens", *kBoth = "quantize_both",
+                     *kWeight = "quantize_weight";
 
 }  // namespace
 
 Results<2> quantize_rows_op(const Tensor& x, std::string_view format, const std::optional<Tensor>& offs,
                             const std::optional<Tensor>& indices, std::optional<int64_t> top_k,
                             std::optional<int32_t> dtype, std::optional<std::string_view> rounding) {
-  constexpr const Argument &kX = argument(kRows, "x"), &kOffs = argument(kRows, "offs"),
-                           &kIndices = argument(kRows, "indices");
-  Outputs o = quantize_tokens({kX, kOffs, kIndices, x, format, indices, top_k, std::nullopt, dtype, rounding},
+  Outputs o = quantize_tokens({kRows, x, format, indices, top_k, std::nullopt, dtype, rounding},
                               offs ? &*offs : nullptr, true, false);
   return results(o.q, o.scale);
 }
@@ -95,10 +91,8 @@ Results<3> quantize_tokens_op(const Tensor& x, std::string_view format, const Te
                               const std::optional<Tensor>& indices, std::optional<int64_t> top_k,
                               std::optional<int64_t> align, std::optional<int32_t> dtype,
                               std::optional<std::string_view> rounding, std::string_view amax) {
-  constexpr const Argument &kX = argument(kTokens, "x"), &kOffs = argument(kTokens, "offs"),
-                           &kIndices = argument(kTokens, "indices");
-  Outputs o = quantize_tokens({kX, kOffs, kIndices, x, format, indices, top_k, align, dtype, rounding, amax}, &offs,
-                              false, true);
+  Outputs o =
+      quantize_tokens({kTokens, x, format, indices, top_k, align, dtype, rounding, amax}, &offs, false, true);
   return results(o.q_t, o.scale_t, o.padded_offs);
 }
 
@@ -106,21 +100,16 @@ Results<5> quantize_both_op(const Tensor& x, std::string_view format, const Tens
                             const std::optional<Tensor>& indices, std::optional<int64_t> top_k,
                             std::optional<int64_t> align, std::optional<int32_t> dtype,
                             std::optional<std::string_view> rounding, std::string_view amax) {
-  constexpr const Argument &kX = argument(kBoth, "x"), &kOffs = argument(kBoth, "offs"),
-                           &kIndices = argument(kBoth, "indices");
-  Outputs o = quantize_tokens({kX, kOffs, kIndices, x, format, indices, top_k, align, dtype, rounding, amax}, &offs,
-                              true, true);
+  Outputs o = quantize_tokens({kBoth, x, format, indices, top_k, align, dtype, rounding, amax}, &offs, true, true);
   return results(o.q, o.scale, o.q_t, o.scale_t, o.padded_offs);
 }
 
 Results<4> quantize_weight_op(const Tensor& w, std::string_view format, std::optional<int32_t> dtype,
                               std::optional<std::string_view> rounding, std::string_view directions) {
-  constexpr const Argument& kW = argument("quantize_weight", "w");
-  check(kW, w);
   QuantizeParams p = {};
-  p.format = check_format(kW.op, format);
+  p.format = check_format(kWeight, format);
   const Format& f = format_of(p.format);
-  p.rounding = check_rounding(kW.op, f, rounding);
+  p.rounding = check_rounding(kWeight, f, rounding);
   p.in = in_type(w);
   p.x = w.data;
   p.group_stride = w.strides[0];
@@ -130,12 +119,12 @@ Results<4> quantize_weight_op(const Tensor& w, std::string_view format, std::opt
   p.K = w.sizes[2];
   p.weight = true;
   constexpr const char* kDirections[] = {"both", "rows", "transposed"};
-  check_choice(kW.op, "directions", directions, 3, [&](int i) { return kDirections[i]; });
+  check_choice(kWeight, "directions", directions, 3, [&](int i) { return kDirections[i]; });
   p.along_rows = directions != "transposed";
   p.along_tokens = directions != "rows";
   p.align = f.align;
-  const Call call(kW.op, "w", w);
-  p.out = check_fp8(call, kW.op, dtype);
+  const Call call(kWeight, "w", w);
+  p.out = check_fp8(call, kWeight, dtype);
   const int64_t of_rows = p.along_rows ? p.E : 0, of_columns = p.along_tokens ? p.E : 0;  // experts of the outputs
   Handle q = call.empty({of_rows, p.rows, p.K}, p.out), q_t = call.empty({of_columns, p.K, p.rows}, p.out);
   Handle scale = call.empty(scales_of_weight(f, of_rows, p.rows, p.K), f.scale_type);

@@ -19,14 +19,8 @@ Results<3> choose_experts_op(const Tensor& logits, int64_t top_k, const std::opt
                              std::string_view scoring, bool normalize, double scaling_factor, int64_t num_groups,
                              int64_t top_groups, std::string_view group_score,
                              const std::optional<Tensor>& given_ids) {
-  constexpr const Argument &kLogits = argument(kChoose, "logits"), &kBias = argument(kChoose, "bias"),
-                           &kGiven = argument(kChoose, "given_ids");
-  check(kLogits, logits);
   const int64_t T = logits.sizes[0], E = logits.sizes[1];
-  if (bias) {
-    check(kBias, *bias, logits);
-    check_size(kBias, *bias, 0, E);
-  }
+  if (bias) check_size({kChoose, "bias"}, *bias, 0, E);
   const Scoring rule = check_scoring(kChoose, scoring);
   const auto group_rule = GroupScore(check_choice(kChoose, "group_score", group_score, int(std::size(kGroupScores)),
                                                   [](int i) { return kGroupScores[i]; }));
@@ -37,10 +31,9 @@ Results<3> choose_experts_op(const Tensor& logits, int64_t top_k, const std::opt
   if (top_k < 1 || top_k > eligible)
     fail(kChoose, ": top_k must be from 1 to the ", eligible, " experts of a choice, got ", top_k);
   if (given_ids) {
-    check(kGiven, *given_ids, logits);
-    check_size(kGiven, *given_ids, 0, T);
-    check_size(kGiven, *given_ids, 1, top_k);
-    validate_ids(kGiven, *given_ids, E);
+    check_size({kChoose, "given_ids"}, *given_ids, 0, T);
+    check_size({kChoose, "given_ids"}, *given_ids, 1, top_k);
+    validate_ids({kChoose, "given_ids"}, *given_ids, E);
   }
   const SlotIds given =
       given_ids ? SlotIds{given_ids->data, given_ids->strides[0], given_ids->dtype == kInt64} : SlotIds{};
@@ -58,23 +51,18 @@ Results<3> choose_experts_op(const Tensor& logits, int64_t top_k, const std::opt
 Results<1> choose_experts_backward_op(const Tensor& grad, const Tensor& logits, const Tensor& topk_ids,
                                       std::optional<int64_t> num_experts, std::string_view scoring, bool normalize,
                                       double scaling_factor, int64_t parts) {
-  constexpr const Argument &kGrad = argument(kBackward, "grad"), &kLogits = argument(kBackward, "logits"),
-                           &kIds = argument(kBackward, "topk_ids");
-  check(kGrad, grad);
-  check(kLogits, logits, grad);
-  check(kIds, topk_ids, grad);
   const int64_t T = logits.sizes[0], E = num_experts.value_or(logits.sizes[1]);
-  check_size(kGrad, grad, 0, T);
-  check_sizes(kIds, topk_ids, grad.sizes, 2);
+  check_size({kBackward, "grad"}, grad, 0, T);
+  check_sizes({kBackward, "topk_ids"}, topk_ids, grad.sizes, 2);
   if (num_experts) {
     if (E < 1 || E > kMaxExperts)
       fail(kBackward, ": num_experts must be None or from 1 to ", kMaxExperts, ", got ", E);
     if (!normalize) fail(kBackward, ": normalize must be True with num_experts, got False");
-    check_size(kLogits, logits, 1, grad.sizes[1]);
+    check_size({kBackward, "logits"}, logits, 1, grad.sizes[1]);
   }
   const Scoring rule = check_scoring(kBackward, scoring);
   if (parts != 1 && parts != 2) fail(kBackward, ": parts must be 1 or 2, got ", parts);
-  validate_ids(kIds, topk_ids, E);
+  validate_ids({kBackward, "topk_ids"}, topk_ids, E);
   const Call call(kBackward, "grad", grad);
   Handle grad_logits = parts == 1 ? call.empty({T, E}, kFloat32) : call.empty({T, parts, E}, kBFloat16);
   if (E == 0) return results(grad_logits);

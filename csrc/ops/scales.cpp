@@ -25,12 +25,12 @@ Layout check_groups(const char* op, std::optional<std::string_view> groups, bool
     fail(op, ": offs must be None with groups ", groups ? *groups : std::string_view("None"), ", got a tensor");
   return layout;
 }
-// Checks offs, and that the padded rows or columns that they divide have room.
-void check_offs(const Argument& arg, const Tensor& offs, const Tensor& like, Groups groups, int64_t R, int64_t C) {
+// Checks offs, and that the padded rows or columns of `arg` that they divide have room.
+void check_offs(Name arg, const Tensor& offs, Groups groups, int64_t R, int64_t C) {
   const bool by_rows = groups == Groups::kRows;
-  check_offs(arg, offs, like, by_rows ? R : C, by_rows ? "rows" : "columns");
+  validate_offs(arg.op, offs, by_rows ? R : C, by_rows ? "rows" : "columns");
   const BlockedExtent extent = blocked_extent(groups, offs.sizes[0], R, C);
-  check_limit(arg.op, arg.like, by_rows ? extent.rows : extent.columns,
+  check_limit(arg.op, arg.arg, by_rows ? extent.rows : extent.columns,
               by_rows ? "rows with padding" : "columns with padding");
 }
 
@@ -38,12 +38,10 @@ void check_offs(const Argument& arg, const Tensor& offs, const Tensor& like, Gro
 
 Results<2> swizzle_scales_op(const Tensor& scale, std::optional<std::string_view> groups,
                              const std::optional<Tensor>& offs) {
-  constexpr const Argument &kScale = argument(kSwizzle, "scale"), &kOffs = argument(kSwizzle, "offs");
-  check(kScale, scale);
   const Layout layout = check_groups(kSwizzle, groups, offs.has_value());
-  check_dims(kScale, scale, layout.experts ? 3 : 2, layout.experts ? 3 : 2);
+  check_dims({kSwizzle, "scale"}, scale, layout.experts ? 3 : 2, layout.experts ? 3 : 2);
   const int64_t R = scale.sizes[scale.dim - 2], C = scale.sizes[scale.dim - 1];
-  if (offs) check_offs(kOffs, *offs, scale, layout.groups, R, C);
+  if (offs) check_offs({kSwizzle, "scale"}, *offs, layout.groups, R, C);
   const int64_t E = offs ? offs->sizes[0] : layout.experts ? scale.sizes[0] : 1;
   const Call call(kSwizzle, "scale", scale);
   Handle starts = call.empty({offs ? E : 0}, kInt32), blocked;
@@ -63,19 +61,17 @@ Results<2> swizzle_scales_op(const Tensor& scale, std::optional<std::string_view
 
 Results<1> unswizzle_scales_op(const Tensor& blocked, int64_t rows, int64_t cols,
                                std::optional<std::string_view> groups, const std::optional<Tensor>& offs) {
-  constexpr const Argument &kBlocked = argument(kUnswizzle, "blocked"), &kOffs = argument(kUnswizzle, "offs");
-  check(kBlocked, blocked);
   const Layout layout = check_groups(kUnswizzle, groups, offs.has_value());
   check_count(kUnswizzle, "rows", rows);
   check_count(kUnswizzle, "cols", cols);
-  if (offs) check_offs(kOffs, *offs, blocked, layout.groups, rows, cols);
+  if (offs) check_offs({kUnswizzle, "blocked"}, *offs, layout.groups, rows, cols);
   const int64_t E = offs ? offs->sizes[0] : layout.experts ? blocked.sizes[0] : 1;
   if (layout.experts) {
-    check_size(kBlocked, blocked, 1, padded_scale_rows(rows) * padded_scale_columns(cols));
+    check_size({kUnswizzle, "blocked"}, blocked, 1, padded_scale_rows(rows) * padded_scale_columns(cols));
   } else {
     const BlockedExtent extent = blocked_extent(layout.groups, E, rows, cols);
-    check_size(kBlocked, blocked, 0, extent.rows);
-    check_size(kBlocked, blocked, 1, extent.columns);
+    check_size({kUnswizzle, "blocked"}, blocked, 0, extent.rows);
+    check_size({kUnswizzle, "blocked"}, blocked, 1, extent.columns);
   }
   const Call call(kUnswizzle, "blocked", blocked);
   Handle scale = layout.experts ? call.empty({E, rows, cols}, blocked.dtype) : call.empty({rows, cols}, blocked.dtype);
@@ -88,27 +84,23 @@ Results<1> unswizzle_scales_op(const Tensor& blocked, int64_t rows, int64_t cols
 
 Results<1> expand_scales_op(const Tensor& q, const Tensor& scale, std::string_view along,
                             const std::optional<Tensor>& offs) {
-  constexpr const Argument &kQ = argument(kExpand, "q"), &kScale = argument(kExpand, "scale"),
-                           &kOffs = argument(kExpand, "offs");
   constexpr const Format &kFrom = format_of(FormatId::kBlockwise), &kTo = format_of(FormatId::kMxfp8);
-  check(kQ, q);
-  check(kScale, scale, q);
   const bool along_tokens = is_along_tokens(kExpand, along), weight = q.dim == 3;
-  if (along_tokens) check_dims(kQ, q, 2, 2);
+  if (along_tokens) check_dims({kExpand, "q"}, q, 2, 2);
   if (along_tokens && !offs) fail(kExpand, ": offs must be given along tokens, got None");
   if (weight && offs) fail(kExpand, ": offs must be None for a weight, got a tensor");
   const int64_t rows = q.sizes[q.dim - 2], K = q.sizes[q.dim - 1];
   ExpandScalesParams p = {{}, nullptr, nullptr, weight ? q.sizes[0] : 1, rows, K, Groups::kNone};
   if (offs) {
-    check_offs(kOffs, *offs, q, along_tokens ? K : rows, along_tokens ? "columns" : "rows");
+    validate_offs(kExpand, *offs, along_tokens ? K : rows, along_tokens ? "columns" : "rows");
     p.groups = along_tokens ? Groups::kColumns : Groups::kRows;
     p.E = offs->sizes[0];
     check_extent(kExpand, "q", along_tokens ? K : rows, p.E, kGroupScales,
                  along_tokens ? "columns with padding" : "rows with padding");
   }
-  p.scale = along_tokens ? scales_of_tokens(kScale, scale, kFrom, rows, K, *offs)
-            : weight     ? scales_of_experts(kScale, scale, kFrom, p.E, rows, K)
-                         : scales_of_rows(kScale, scale, kFrom, q.sizes, 1, rows, K, kNoGroups);
+  p.scale = along_tokens ? scales_of_tokens({kExpand, "scale"}, scale, kFrom, rows, K, *offs)
+            : weight     ? scales_of_experts({kExpand, "scale"}, scale, kFrom, p.E, rows, K)
+                         : scales_of_rows({kExpand, "scale"}, scale, kFrom, q.sizes, 1, rows, K, kNoGroups);
   const Call call(kExpand, "q", q);
   Handle out = call.empty(along_tokens ? scales_along_tokens(kTo, rows, K, p.E, 0)
                           : weight     ? scales_of_weight(kTo, p.E, rows, K)

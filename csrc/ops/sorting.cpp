@@ -10,10 +10,8 @@ constexpr const char *kSort = "sort_tokens", *kByRank = "tokens_by_rank";
 }  // namespace
 
 Results<3> sort_tokens_op(const Tensor& topk_ids, int64_t num_experts) {
-  constexpr const Argument& kIds = argument(kSort, "topk_ids");
-  check(kIds, topk_ids);
   check_range(kSort, "num_experts", num_experts, 1, kMaxExperts);
-  validate_ids(kIds, topk_ids, num_experts);
+  validate_ids({kSort, "topk_ids"}, topk_ids, num_experts);
   const bool matrix = topk_ids.dim == 2;
   const int64_t top_k = topk_ids.sizes[topk_ids.dim - 1], N = matrix ? topk_ids.sizes[0] * top_k : top_k;
   const Call call(kSort, "topk_ids", topk_ids);
@@ -30,8 +28,6 @@ Results<3> sort_tokens_op(const Tensor& topk_ids, int64_t num_experts) {
 }
 
 Results<2> tokens_by_rank_op(const Tensor& topk_ids, int64_t num_experts, int64_t num_ranks) {
-  constexpr const Argument& kIds = argument(kByRank, "topk_ids");
-  check(kIds, topk_ids);
   const int64_t T = topk_ids.sizes[0], R = num_ranks;
   check_range(kByRank, "num_ranks", R, 1, kMaxExperts);
   if (T > kMaxRows / R)
@@ -39,7 +35,7 @@ Results<2> tokens_by_rank_op(const Tensor& topk_ids, int64_t num_experts, int64_
   if (num_experts < R || num_experts > R * kMaxExperts || num_experts % R)
     fail(kByRank, ": num_experts must be a multiple of the ", R, " ranks, at most ", R * kMaxExperts, ", got ",
          num_experts);
-  validate_ids(kIds, topk_ids, num_experts);
+  validate_ids({kByRank, "topk_ids"}, topk_ids, num_experts);
   const Call call(kByRank, "topk_ids", topk_ids);
   Handle by_rank = call.empty({T, R}, kInt32), counts = call.empty({R, 2}, kInt64);
   const TokensByRankParams p = {topk_ids.data, data<int>(by_rank), data<int64_t>(counts), T, topk_ids.sizes[1],

@@ -4,7 +4,7 @@
 //       What: they convert C++ values to the 64-bit words of a boxed call, and back.
 //       Public: TORCH_BOX(op), for an op of torch::stable::Tensor and std::string. A tensor then costs an allocated
 //       control block, reference counts and, as a result, a second handle: about an eighth of an op's host time. A
-//       str argument is copied, and headers before those of torch 2.14 may leak the copy. For calls of torch's own ops
+//       str argument is copied, and headers of torch before 2.14 may leak the copy. For calls of torch's own ops
 //       there is no public name: torch's headers recommend these two.
 //       If they change: both are templates of headers. A build would fail, a binary that exists would not.
 //   aoti_torch_get_current_cuda_stream

@@ -199,19 +199,40 @@ using Results = std::array<AtenTensorHandle, n>;
 template <class... Handles>
 Results<sizeof...(Handles)> results(Handles&... handles) { return {handles.release()...}; }
 
+// The tensors among the arguments of a call, in the order of the schema. Null: an optional one that is None.
+struct GivenTensors {
+  static constexpr int kMax = 8;
+  void add(const Tensor& t) { at[count++] = &t; }
+  void add(const std::optional<Tensor>& t) { at[count++] = t ? &*t : nullptr; }
+  template <class T>
+  void add(const T&) {}
+
+  const Tensor* at[kMax];
+  int count = 0;
+};
+
 // An op as torch calls it. Dtypes are torch's codes, strings are std::string_view. The words on the stack own tensors
-// and strings: all are taken over before anything can fail.
-template <auto op>
+// and strings: all are taken over before anything can fail. `check` is called with the tensors, then the op.
+template <auto op, void (*check)(const GivenTensors&)>
 struct Boxed;
-template <size_t kResults, class... Args, std::array<AtenTensorHandle, kResults> (*op)(Args...)>
-struct Boxed<op> {
+template <size_t kResults, class... Args, std::array<AtenTensorHandle, kResults> (*op)(Args...),
+          void (*check)(const GivenTensors&)>
+struct Boxed<op, check> {
   static void call(StableIValue* stack, uint64_t, uint64_t) { unbox(stack, std::index_sequence_for<Args...>()); }
 
  private:
+  template <class T>
+  static constexpr bool kIsTensor = std::is_same_v<T, Tensor> || std::is_same_v<T, std::optional<Tensor>>;
+  static_assert((0 + ... + kIsTensor<std::decay_t<Args>>) <= GivenTensors::kMax);
+
   template <size_t... i>
   static void unbox(StableIValue* stack, std::index_sequence<i...>) {
     std::tuple<Owner<std::decay_t<Args>>...> owners{Owner<std::decay_t<Args>>(stack[i])...};
-    const auto handles = op(std::get<i>(owners).argument()...);
+    const std::tuple<std::decay_t<Args>...> arguments{std::get<i>(owners).argument()...};
+    GivenTensors tensors;
+    (tensors.add(std::get<i>(arguments)), ...);
+    check(tensors);
+    const auto handles = op(std::get<i>(arguments)...);
     for (size_t r = 0; r < kResults; ++r) stack[r] = to_word(handles[r]);
   }
 };
@@ -219,6 +240,8 @@ struct Boxed<op> {
 }  // namespace moe_fp8
 
 // CPU and GPU share one function, in which MOE_FP8_RUN chooses the loop or the kernel. torch calls AMD's GPUs CUDA.
-#define MOE_FP8_REGISTER(op)                                                                            \
-  STABLE_TORCH_LIBRARY_IMPL(MOE_FP8_NAMESPACE, CPU, m) { m.impl(#op, moe_fp8::Boxed<&moe_fp8::op##_op>::call); }  \
-  STABLE_TORCH_LIBRARY_IMPL(MOE_FP8_NAMESPACE, CUDA, m) { m.impl(#op, moe_fp8::Boxed<&moe_fp8::op##_op>::call); }
+#define MOE_FP8_BOXED(op) \
+  moe_fp8::Boxed<&moe_fp8::op##_op, &moe_fp8::check_tensors<moe_fp8::first_row(#op)>>::call
+#define MOE_FP8_REGISTER(op)                                                                \
+  STABLE_TORCH_LIBRARY_IMPL(MOE_FP8_NAMESPACE, CPU, m) { m.impl(#op, MOE_FP8_BOXED(op)); }  \
+  STABLE_TORCH_LIBRARY_IMPL(MOE_FP8_NAMESPACE, CUDA, m) { m.impl(#op, MOE_FP8_BOXED(op)); }

@@ -5,15 +5,14 @@
 namespace moe_fp8 {
 namespace {
 
-void check_starts(const Argument& arg, const Tensor& starts, const Tensor& offs) {
-  check(arg, starts, offs);
+void check_starts(const char* op, const Tensor& starts, const Tensor& offs) {
   const int64_t E = offs.sizes[0];
   if (starts.sizes[0] != E)
-    fail(arg.op, ": padded_starts must have the ", E, " entries of offs, got ", starts.sizes[0]);
+    fail(op, ": padded_starts must have the ", E, " entries of offs, got ", starts.sizes[0]);
 }
 
-// Checks the contents of padded_starts, which waits for the device. Called after check_offs. Groups that are written to
-// must not overlap.
+// Checks the contents of padded_starts, which waits for the device. Called after validate_offs. Groups that are written
+// to must not overlap.
 void validate_starts(const char* op, const Tensor& starts, const Tensor& offs, int64_t padded, bool written) {
   if (!validates()) return;
   const std::vector<int> first = contents(starts), ends = contents(offs);
@@ -56,10 +55,8 @@ Results<1> move_to_starts(const char* op, const char* arg, Direction direction, 
 
 Results<3> pad_token_groups_op(const Tensor& x, const Tensor& offs, int64_t align) {
   constexpr const char* kOp = "pad_token_groups";
-  constexpr const Argument &kX = argument(kOp, "x"), &kOffs = argument(kOp, "offs");
-  check(kX, x);
   const int64_t M = x.sizes[0];
-  check_offs(kOffs, offs, x, M);
+  validate_offs(kOp, offs, M);
   check_align(kOp, align);
   const int64_t E = offs.sizes[0], P = check_extent(kOp, "x", M, E, align);
   const Call call(kOp, "x", x);
@@ -72,11 +69,8 @@ Results<3> pad_token_groups_op(const Tensor& x, const Tensor& offs, int64_t alig
 Results<1> pad_token_groups_to_op(const Tensor& x, const Tensor& offs, const Tensor& padded_starts,
                                   int64_t num_padded) {
   constexpr const char* kOp = "pad_token_groups_to";
-  constexpr const Argument &kX = argument(kOp, "x"), &kOffs = argument(kOp, "offs"),
-                           &kStarts = argument(kOp, "padded_starts");
-  check(kX, x);
-  check_offs(kOffs, offs, x, x.sizes[0]);
-  check_starts(kStarts, padded_starts, offs);
+  validate_offs(kOp, offs, x.sizes[0]);
+  check_starts(kOp, padded_starts, offs);
   check_count(kOp, "num_padded", num_padded);
   return move_to_starts(kOp, "x", Direction::kPad, x, offs, padded_starts, x.sizes[0], num_padded);
 }
@@ -84,12 +78,9 @@ Results<1> pad_token_groups_to_op(const Tensor& x, const Tensor& offs, const Ten
 Results<1> unpad_token_groups_op(const Tensor& y, const Tensor& offs, const Tensor& padded_starts,
                                  int64_t num_tokens) {
   constexpr const char* kOp = "unpad_token_groups";
-  constexpr const Argument &kY = argument(kOp, "y"), &kOffs = argument(kOp, "offs"),
-                           &kStarts = argument(kOp, "padded_starts");
-  check(kY, y);
   check_count(kOp, "num_tokens", num_tokens);
-  check_offs(kOffs, offs, y, num_tokens, "tokens");
-  check_starts(kStarts, padded_starts, offs);
+  validate_offs(kOp, offs, num_tokens, "tokens");
+  check_starts(kOp, padded_starts, offs);
   return move_to_starts(kOp, "y", Direction::kUnpad, y, offs, padded_starts, num_tokens, y.sizes[0]);
 }
 

@@ -5,8 +5,6 @@ namespace moe_fp8 {
 
 Results<1> transpose_weight_op(const Tensor& q) {
   constexpr const char* kOp = "transpose_weight";
-  constexpr const Argument& kQ = argument(kOp, "q");
-  check(kQ, q);
   const Call call(kOp, "q", q);
   const int64_t E = q.sizes[0], N = q.sizes[1], K = q.sizes[2];
   Handle q_t = call.empty({E, K, N}, q.dtype);

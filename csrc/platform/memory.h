@@ -101,6 +101,14 @@ MOE_DEVICE std::enable_if_t<std::is_arithmetic_v<T>> store_stream(T* p, T v) {
 #endif
 }
 
+// Stores 16 bytes, or the words of them that `room` bytes hold.
+MOE_DEVICE void store_words(uint8_t* p, const Vec16& v, int64_t room) {
+  if (room >= int64_t(sizeof(Vec16))) return store_stream(reinterpret_cast<Vec16*>(p), v);
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (4 * i < room) store_stream(reinterpret_cast<uint32_t*>(p) + i, v.w[i]);
+}
+
 // Whether the copies below run while their thread does other work. The emulation copies asynchronously at wave size 32.
 #if defined(MOE_CUDA) || (defined(MOE_SIMT) && SIMT_WARP == 32)
 constexpr bool kHasAsyncCopies = true;

@@ -95,7 +95,6 @@ inline int64_t scratch_words(const QuantizeParams& p) {
   return f.blocked() && p.offs ? p.rows : 0;
 }
 
-// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int quantize(const QuantizeParams& p, void* stream);
 void quantize_cpu(const QuantizeParams& p);
 // A part of quantize(), for kernels elsewhere that store scales. If scales are blocked, it writes the place of every

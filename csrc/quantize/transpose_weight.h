@@ -17,7 +17,6 @@ struct TransposeWeightParams {
   int64_t expert_stride, row_stride;
 };
 
-// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int transpose_weight(const TransposeWeightParams& p, void* stream);
 void transpose_weight_cpu(const TransposeWeightParams& p);
 

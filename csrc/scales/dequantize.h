@@ -14,7 +14,7 @@
 // rounded down to `multiple`.
 //
 // for_quads: for a bfloat16 out and a K that is a multiple of 16. Element k of every 16 lies at in_quads(k), so that
-// the four elements from 4 q on are those that thread q of a quad multiplies (gemm/sm90/pipeline/mainloop_mx.h).
+// thread q of a quad multiplies the four elements from 4 q on (gemm/sm90/pipeline/mainloop_mx.h).
 #pragma once
 #include "numerics/floats.h"
 #include "numerics/operand_scales.h"
@@ -38,7 +38,6 @@ struct DequantizeParams {
 
 MOE_HD constexpr int in_quads(int k) { return k / 4 * 2 + k % 2 + k / 2 % 2 * 8; }
 
-// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int dequantize(const DequantizeParams& p, void* stream);
 void dequantize_cpu(const DequantizeParams& p);
 

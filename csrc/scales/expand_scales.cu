@@ -54,14 +54,6 @@ MOE_DEVICE Atom atom_at(const ExpandPlan& plan, const GroupTable& table, uint32_
   return {0, int64_t(table.row[e]) + row, table.rows(e) - row, columns, {0, count, at}};
 }
 
-// Stores a line, or the words of it that `room` bytes hold: room for groups of rows may end within a line.
-MOE_DEVICE void store_line(uint8_t* to, const Vec16& line, int64_t room) {
-  if (room >= int64_t(sizeof(Vec16))) return store_stream(reinterpret_cast<Vec16*>(to), line);
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (4 * i < room) store_stream(reinterpret_cast<uint32_t*>(to) + i, line.w[i]);
-}
-
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kResidentBlocks)
     expand_scales_kernel(MOE_GRID_CONSTANT const ExpandPlan plan) {
   MOE_DYNAMIC_SMEM(smem);
@@ -93,7 +85,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kResidentBlocks)
 #pragma unroll
     for (int j = 0; j < kLineRows; ++j)
       vec.w[j] = line + kLines * j < atom.rows ? e8m0_of_power(bits[j]) * 0x01010101u & valid : 0;
-    store_line(p.out + to, vec, bytes - to);
+    store_words(p.out + to, vec, bytes - to);  // room for groups of rows may end within a line
   }
 }
 

@@ -8,7 +8,7 @@
 //
 // Groups::kNone: E matrices [R, K]. kRows and kColumns: groups of the rows or the columns of one matrix [R, K], with
 // ends in offs [E]. Each group is a separate blocked matrix, in room for any sizes. A group of columns begins a new
-// block. Padding and what is in no group is zero. `out` begins at a multiple of 16 bytes.
+// block. Padding is zero, and so are scales of no group. `out` begins at a multiple of 16 bytes.
 #pragma once
 #include "numerics/operand_scales.h"
 
@@ -30,7 +30,6 @@ struct ExpandScalesParams {
   Groups groups;
 };
 
-// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int expand_scales(const ExpandScalesParams& p, void* stream);
 void expand_scales_cpu(const ExpandScalesParams& p);
 

@@ -155,12 +155,6 @@ MOE_DEVICE void store_16(uint8_t* p, const Vec16& v) {
 #pragma unroll
   for (int b = 0; b < 4; ++b) store_stream(p + at.edge(b), uint8_t(edge >> (8 * b)));
 }
-MOE_DEVICE void store_line(uint8_t* p, const Vec16& line, int64_t room) {
-  if (room >= int64_t(sizeof(Vec16))) return store_stream(reinterpret_cast<Vec16*>(p), line);
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (4 * i < room) store_stream(reinterpret_cast<uint32_t*>(p) + i, line.w[i]);
-}
 MOE_DEVICE Vec16 transposed(const Vec16 (&chunks)[4], int i) {
   return {{chunks[0].w[i], chunks[1].w[i], chunks[2].w[i], chunks[3].w[i]}};
 }
@@ -190,7 +184,7 @@ struct Swizzle {
 #pragma unroll
     for (int j = 0; j < kLineRows; ++j)
       line.w[j] = kLines * j < rows && !is_tail ? load_word(plain + kLines * j * stride, columns) : 0;
-    store_line(blocked, line, room);
+    store_words(blocked, line, room);
   }
 };
 struct Unswizzle {

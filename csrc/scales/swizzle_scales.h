@@ -32,7 +32,6 @@ inline BlockedExtent blocked_extent(Groups groups, int64_t E, int64_t R, int64_t
   }
 }
 
-// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int swizzle_scales(const SwizzleScalesParams& p, void* stream);
 void swizzle_scales_cpu(const SwizzleScalesParams& p);
 int unswizzle_scales(const SwizzleScalesParams& p, void* stream);

@@ -73,7 +73,6 @@ struct ChooseExpertsBackwardParams {
   MOE_HD int64_t width() const { return chosen_only ? top_k : E; }  // of a row of logits
 };
 
-// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int choose_experts(const ChooseExpertsParams& p, void* stream);
 void choose_experts_cpu(const ChooseExpertsParams& p);
 int choose_experts_backward(const ChooseExpertsBackwardParams& p, void* stream);

@@ -113,6 +113,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kCombineThreads, Access::kBackwardBlocks)
   constexpr int n = Access::kElements, kSlots = kCombineBackwardSlots;
   __shared__ float wave_dots[kCombineThreads / 32][kSlots];
   const Access access(p.in);
+  const bool has_grad_y = !kDots || p.grad_y;
   const int waves = blockDim.x / kWarpSize, first_wave = threadIdx.y * waves;
   wait_for_previous_kernel();
   const int64_t token = p.first + int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -127,7 +128,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kCombineThreads, Access::kBackwardBlocks)
     }
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
-      if (row[s] >= 0 && p.slot_of[row[s]] != slot + j + s) row[s] = -1;
+      if (row[s] >= 0 && has_grad_y && p.slot_of[row[s]] != slot + j + s) row[s] = -1;
       score[s] = row[s] >= 0 ? access.score(p.scores, p.scores_f32, slot + j + s) : 0.f;
     }
     for (int64_t v = threadIdx.x; v < vecs; v += blockDim.x) {
@@ -142,6 +143,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kCombineThreads, Access::kBackwardBlocks)
         float out[n];
 #pragma unroll
         for (int i = 0; i < n; ++i) dot[s] += access.element(g, i) * access.element(y[s], i);
+        if (!has_grad_y) continue;
 #pragma unroll
         for (int i = 0; i < n; ++i) out[i] = score[s] * access.element(g, i);
         access.store(p.grad_y, row[s] * p.K + v * n, out);
@@ -213,12 +215,13 @@ int combine(const CombineParams& params, void* stream) {
 
 int combine_backward(const CombineBackwardParams& params, void* stream) {
   CombineBackwardPlan p = {params};
-  if (const int e = invert_indices(p.inverse, p.T * p.top_k, p.slot_of, p.P, stream)) return e;
+  if (p.grad_y)
+    if (const int e = invert_indices(p.inverse, p.T * p.top_k, p.slot_of, p.P, stream)) return e;
   const uint64_t bytes = bytes_of(p.in);
   const uint64_t bits = reinterpret_cast<uintptr_t>(p.grad) | reinterpret_cast<uintptr_t>(p.y) |
                         reinterpret_cast<uintptr_t>(p.grad_y) | p.K * bytes |
                         (p.T > 1 ? p.grad_stride * bytes : 0) | (p.y && p.P > 1 ? p.y_stride * bytes : 0);
-  if (p.P > 0 && p.K > 0) {
+  if (p.grad_y && p.P > 0 && p.K > 0) {
     const Launch l = {dim3(unsigned(ceil_div<int64_t>(p.P, kCombineThreads))), dim3(kCombineThreads), stream};
     p.vectors = bits % 16 == 0;
     if (const int e = launch(zero_unused_rows_kernel, l, p)) return e;

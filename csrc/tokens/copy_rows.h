@@ -87,7 +87,6 @@ struct PackTokensParams {
   }
 };
 
-// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int copy_rows(const CopyRowsParams& p, void* stream);
 void copy_rows_cpu(const CopyRowsParams& p);
 int pack_tokens(const PackTokensParams& p, void* stream);

@@ -8,7 +8,6 @@
 
 namespace moe_fp8 {
 
-// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int invert_indices(const int* indices, int64_t count, int* inverse, int64_t size, void* stream);
 void invert_indices_cpu(const int* indices, int64_t count, int* inverse, int64_t size);
 

@@ -28,7 +28,6 @@ struct PermuteIndicesParams {
   }
 };
 
-// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int permute_indices(const PermuteIndicesParams& p, void* stream);
 void permute_indices_cpu(const PermuteIndicesParams& p);
 

@@ -40,7 +40,6 @@ struct PermuteScalesParams {
   }
 };
 
-// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int permute_quantized(const CopyRowsParams& rows, const PermuteScalesParams& scales, void* stream);
 void permute_quantized_cpu(const CopyRowsParams& rows, const PermuteScalesParams& scales);
 

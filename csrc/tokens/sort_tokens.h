@@ -29,7 +29,6 @@ MOE_HD int expert_of(Id id, int64_t E) { return id >= 0 && id < E ? int(id) : -1
 // Blocks that share N slots on the current device.
 int64_t sort_tokens_blocks(int64_t N);
 
-// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int sort_tokens(const SortTokensParams& p, void* stream);
 void sort_tokens_cpu(const SortTokensParams& p);
 

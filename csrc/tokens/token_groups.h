@@ -22,7 +22,6 @@ struct TokenGroupsParams {
   int align;
 };
 
-// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int pad_sources(const TokenGroupsParams& p, void* stream);
 void pad_sources_cpu(const TokenGroupsParams& p);
 int unpad_sources(const TokenGroupsParams& p, void* stream);

@@ -21,7 +21,6 @@ struct TokensByRankParams {
   bool is_int64;
 };
 
-// On the current GPU, where the result is 0 or the runtime's error code, and on the CPU.
 int tokens_by_rank(const TokensByRankParams& p, void* stream);
 void tokens_by_rank_cpu(const TokensByRankParams& p);
 

@@ -2,42 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_fp8_ext.distributed.message import Column, Message
-from moe_fp8_ext.distributed.plan import Agreement, ExactPlanner, Placement, Ranks, Route, StaticPlanner, Transfer
+from moe_fp8_ext.distributed.plan import (
+    DSCORES,
+    DX,
+    GRADIENT,
+    OUTPUTS,
+    TOKENS,
+    Agreement,
+    ExactPlanner,
+    Placement,
+    Ranks,
+    Route,
+    StaticPlanner,
+    Transfer,
+)
 from moe_fp8_ext.layer.source import Chunk, Source
 from moe_fp8_ext.matmul.engine import Groups, engine_of
 from moe_fp8_ext.ops.dispatch import below_autograd
 from moe_fp8_ext.quantization.casting import row_major
-from moe_fp8_ext.quantization.format import FORMATS
-from moe_fp8_ext.quantization.prepare import Operand
+from moe_fp8_ext.quantization.prepare import Operand, operand_of_rows
 from moe_fp8_ext.quantization.recipe import Recipe
 
 _combine = torch.ops.moe_fp8.combine.default
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
-_swizzle = torch.ops.moe_fp8.swizzle_scales.default
 
 
-class Send(NamedTuple):
-    """A message of tokens, or of their gradients, that is on its way."""
+class Sent(NamedTuple):
+    """A message that is on its way, here and to every other rank."""
 
     transfer: Transfer
-    columns: list[Column]
-    route: Route
     call: int
+    message: str
+    static: StaticPlanner | None
 
-    def receive(self, static: StaticPlanner | None) -> list[Tensor]:
-        """Waits for the rows that all ranks sent here, and returns their columns."""
+    def receive(self) -> Tensor:
+        """Waits for the rows that all ranks sent here."""
         rows = self.transfer.wait()
-        if static is not None:
-            if others := set(static.check_headers(rows, self.call)) - {self.call}:
-                raise CallMismatch(self.call, sorted(others))
-        return [column.read(rows) for column in self.columns]
+        if self.static is not None:
+            self.static.check_headers(rows, self.call, self.message)
+        return rows
+
+
+def read(rows: Tensor, columns: list[Column]) -> list[Tensor]:
+    """Returns the tensors of received rows, as views."""
+    return [column.read(rows) for column in columns]
 
 
 class Exchange:
@@ -83,8 +99,13 @@ class Exchange:
             rows = [part.rows(self.num_experts, to.indices, to.inverse) for part, to in both]
         return PreparedMessages(rows, columns, placements, computed)
 
-    def send(self, messages: PreparedMessages, agreement: Agreement) -> ExchangedTokens:
-        """Sends the messages. agreement: what must be the same on all ranks."""
+    def send(self, messages: PreparedMessages, agreement: Agreement, needs: tuple[bool, bool]) -> ExchangedTokens:
+        """Sends the messages.
+
+        Args:
+            agreement: what must be the same on all ranks.
+            needs: whether scores and x need a gradient.
+        """
         with torch.no_grad(), below_autograd():
             if self.static is None:
                 routes = self.exact.routes(messages.placements, messages.computed, agreement)
@@ -93,30 +114,17 @@ class Exchange:
                     self.exact.agree(agreement)
                     self.agreed = agreement
                 routes = self.static.routes(messages.placements)
-            parts = zip(messages.rows, routes, strict=True)
-            sends = [self._send(*part, messages.columns, agreement.call) for part in parts]
-        return ExchangedTokens(self, routes, agreement.call, sends)
+            tokens = ExchangedTokens(self, routes, agreement.call, needs, messages.columns)
+            tokens.start(messages.rows)
+        return tokens
 
-    def _send(self, rows: Tensor, route: Route, columns: list[Column], call: int) -> Send:
-        if self.static is not None:
-            self.static.write_headers(rows, call)
-        return Send(route.send(rows), columns, route, call)
-
-    def send_gradient(self, dout: Tensor, route: Route, call: int) -> Send:
-        """Sends the gradients [T, D] of a chunk's results along its route, to the ranks that computed them."""
-        message = Message(dout, None, None, self._gradient_casts)
-        return self._send(message.rows(0, route.indices, route.inverse), route, message.columns(), call)
+    def gradient(self, dout: Tensor) -> Message:
+        """Makes the message of the gradients [T, D] of results, to the ranks that computed them."""
+        return Message(dout, None, None, self._gradient_casts)
 
     def operand(self, values: Tensor, scale: Tensor | None = None) -> Operand:
         """Makes the operand of a product from columns of a message."""
-        if scale is None:
-            return Operand(values)
-        format = FORMATS[self.recipe.format]
-        if format.order == "blocked":
-            return Operand(values, _swizzle(scale)[0])
-        if format.order == "column_major":
-            return Operand(values, scale)
-        return Operand(values, (scale if format.block else scale.squeeze(1)).contiguous())
+        return Operand(values) if scale is None else operand_of_rows(values, scale, self.recipe.format)
 
     def groups(self, ids: Tensor, max_slots: int) -> Groups:
         """Sorts received rows by the experts of this rank, and keeps at most max_slots slots.
@@ -138,52 +146,93 @@ class PreparedMessages(NamedTuple):
 
 
 class ExchangedTokens(Source):
-    """A source of tokens that were sent to the ranks of their experts. Results and gradients return the same way."""
+    """A source of tokens that were sent to the ranks of their experts. Results and gradients return the same way.
 
-    def __init__(self, exchange: Exchange, routes: list[Route], call: int, sends: Sequence[Send] = ()) -> None:
-        self.exchange, self.routes, self.call = exchange, routes, call
-        self._sends = list(sends)
+    All ranks exchange the same messages in the same order.
+
+    Attributes:
+        due: the messages of this call that this rank still has to send, each with its chunk.
+        arriving: the tokens of the chunks that nobody has received yet.
+    """
+
+    def __init__(
+        self, exchange: Exchange, routes: list[Route], call: int, needs: tuple[bool, bool], columns: list[Column]
+    ) -> None:
+        self.exchange, self.routes, self.call, self.needs, self.columns = exchange, routes, call, needs, columns
+        self.due: list[tuple[str, int]] = []
+        self.arriving: list[Sent] = []
+        self._width = columns[0].width
+
+    def start(self, rows: Sequence[Tensor]) -> None:
+        """Sends the rows of each chunk's tokens."""
+        chunks = range(len(self.routes))
+        self.due = [(message, chunk) for message in (TOKENS, OUTPUTS) for chunk in chunks]
+        self.arriving = [self._send(of_chunk) for of_chunk in rows]
 
     def chunks(self, x: Tensor, scores: Tensor | None) -> Iterable[Chunk]:
-        while self._sends:  # popped, so that a message is freed with its chunk
-            send = self._sends.pop(0)
-            *tokens, ids, scores = send.receive(self.exchange.static)
-            groups = self.exchange.groups(ids, send.route.slots)
-            yield Chunk(self.exchange.operand(*tokens), scores.contiguous(), groups)
+        for route in self.routes:
+            rows = self.arriving.pop(0).receive()  # popped, so that a message is freed with its chunk
+            *tokens, ids, scores = read(rows, self.columns)
+            yield Chunk(self.exchange.operand(*tokens), scores.contiguous(), self.exchange.groups(ids, route.slots))
 
     def gradient_chunks(self, dout: Tensor) -> Iterable[Operand]:
         self.exchange.has_ended_step = True
-        parts = zip(row_major(dout).tensor_split(len(self.routes)), self.routes, strict=True)
-        sends = [self.exchange.send_gradient(part, route, self.call) for part, route in parts]
-        for send in sends:
-            yield self.exchange.operand(*send.receive(self.exchange.static))
+        chunks = range(len(self.routes))
+        back = [message for message, needed in zip((DSCORES, DX), self.needs, strict=True) if needed]
+        self.due = [(GRADIENT, i) for i in chunks] + [(message, i) for i in chunks for message in back]
+        sent = []
+        for part, route in zip(row_major(dout).tensor_split(len(self.routes)), self.routes, strict=True):
+            message = self.exchange.gradient(part)
+            sent.append((self._send(message.rows(0, route.indices, route.inverse)), message.columns()))
+        return (self.exchange.operand(*read(of_chunk.receive(), columns)) for of_chunk, columns in sent)
 
-    def give_back(self, chunk: int, rows: Tensor) -> Transfer:
-        return self.routes[chunk].send_back(rows)
+    def give_back(self, chunk: int, rows: Tensor) -> Sent:
+        return self._send(rows)
 
-    def collect(self, given_back: Sequence[Transfer]) -> Tensor:
-        transfers = zip(given_back, self.routes, strict=True)
-        parts = [_combine(transfer.wait(), route.inverse, None) for transfer, route in transfers]
+    def collect(self, given_back: Sequence[Sent]) -> Tensor:
+        parts = [_combine(sent.receive(), to.inverse, None) for sent, to in zip(given_back, self.routes, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _send(self, rows: Tensor, raised: bool = False) -> Sent:
+        """Sends the rows of the message that is due next."""
+        (message, chunk), static = self.due.pop(0), self.exchange.static
+        if static is not None:
+            static.write_headers(rows, self.call, message, raised)
+        send = self.routes[chunk].send if message in (TOKENS, GRADIENT) else self.routes[chunk].send_back
+        return Sent(send(rows), self.call, message, static)
+
+    @contextmanager
+    def completed(self) -> Iterator[None]:
+        """A context in which an error sends what is due, with marks by which the other ranks raise too.
+
+        Without sizes that are the same everywhere, messages have no room for marks. Then nothing is sent.
+        """
+        try:
+            yield
+        except Exception:
+            with torch.no_grad():
+                while self.due and self.exchange.static is not None:
+                    self._send(self._empty(*self.due[0]), raised=True)
+            raise
+
+    def _empty(self, message: str, chunk: int) -> Tensor:
+        """Returns rows as those of a message, of any contents."""
+        route, device = self.routes[chunk], self.exchange.ranks.device
+        if message == GRADIENT:
+            dout = torch.zeros(route.inverse.shape[0], self._width, dtype=torch.bfloat16, device=device)
+            return self.exchange.gradient(dout).rows(0, route.indices, route.inverse)
+        width, dtype = (self.columns[-1].width, torch.float32) if message == DSCORES else (self._width, torch.bfloat16)
+        return torch.zeros(route.indices.shape[0], width, dtype=dtype, device=device)
 
     def tensors(self) -> list[Tensor]:
         return [t for route in self.routes for t in (route.indices, route.inverse)]
 
     def static(self) -> ExchangedTokens:
-        routes = [route._replace(indices=None, inverse=None) for route in self.routes]
-        return ExchangedTokens(self.exchange, routes, self.call)
+        return self._with([route._replace(indices=None, inverse=None) for route in self.routes])
 
     def restored(self, tensors: Sequence[Tensor]) -> ExchangedTokens:
         pairs = zip(self.routes, tensors[::2], tensors[1::2], strict=True)
-        routes = [route._replace(indices=indices, inverse=inverse) for route, indices, inverse in pairs]
-        return ExchangedTokens(self.exchange, routes, self.call)
+        return self._with([route._replace(indices=indices, inverse=inverse) for route, indices, inverse in pairs])
 
-
-class CallMismatch(RuntimeError):
-    """Messages of another call arrived. Every rank raises this, because every rank receives from every other rank."""
-
-    def __init__(self, call: int, others: list[int]) -> None:
-        self.latest = max(call, *others)
-        text = f"all ranks must be in the same call, this one is in call {call} and got messages of call"
-        cause = "a rank probably raised before it sent its tokens, and went on"
-        super().__init__(f"ExpertParallel: {text} {', '.join(map(str, others))}; {cause}")
+    def _with(self, routes: list[Route]) -> ExchangedTokens:
+        return ExchangedTokens(self.exchange, routes, self.call, self.needs, self.columns)

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_fp8_ext import _torch
 from moe_fp8_ext._C import validates
 from moe_fp8_ext.distributed.dtensor import is_dtensor
-from moe_fp8_ext.distributed.exchange import CallMismatch, Exchange
-from moe_fp8_ext.distributed.plan import OP, Agreement, Ranks, StaticPlanner, named, refuse
+from moe_fp8_ext.distributed.exchange import Exchange
+from moe_fp8_ext.distributed.plan import OP, Agreement, CallMismatch, Ranks, StaticPlanner, named, refuse
 from moe_fp8_ext.layer.adapter import LoRA
 from moe_fp8_ext.layer.experts import Projection, layer_call
 from moe_fp8_ext.layer.node import Call, LayerFunction
@@ -65,7 +65,7 @@ class ExpertParallel:
 
     Raises:
         RuntimeError: torch.distributed is not initialized, num_experts is not a multiple of the ranks, or an argument
-            is not as above or differs from that of another rank; the text names it.
+            is not as above or differs between ranks; the text names it.
         ValueError, TypeError: no recipe of that name exists, or it is neither a name nor a `Recipe`.
 
     Source: DeepSeek-V3 technical report, section 3.2 (a token once to a rank, in fp8); DESIGN.md section 6.
@@ -183,9 +183,10 @@ class ExpertParallel:
             RuntimeError: as `moe_fp8_ext.experts`. Every other rank raises too if one rank raises before it sends its
                 tokens, or if the width of x, or which inputs ask for a gradient, differs between ranks. In mode
                 "static" this holds for the first call. In later calls the other ranks wait; if the rank goes on
-                instead, all ranks raise when its next messages arrive (on GPUs at the next `check`). The other ranks
-                also wait if memory for received rows, shared_experts or backward fails on one rank. With overflow
-                "raise", as `check`. While a CUDA graph is captured, in mode "exact" and in a first call.
+                instead, all ranks raise when its next messages arrive (on GPUs at the next `check`). If memory for
+                received rows, shared_experts or backward fails on one rank, all ranks raise in mode "static" (on GPUs
+                at the next `check`); in mode "exact" the other ranks wait. With overflow "raise", as `check`. While a
+                CUDA graph is captured, in mode "exact" and in a first call.
         """
         exchange = self._exchange
         if exchange.exact.side is not None and torch.cuda.is_current_stream_capturing():
@@ -196,20 +197,21 @@ class ExpertParallel:
             factors = [t for lora in (lora_gate_up, lora_down) if isinstance(lora, (tuple, list)) for t in lora]
             for t in (x, topk_ids, topk_scores, w_gate_up, w_down, b_gate_up, b_down, *factors):
                 if is_dtensor(t):
-                    refuse(f"tensors must be those of the rank, got a DTensor of {list(t.shape)}")
+                    refuse(f"tensors must be the rank's own, got a DTensor of {list(t.shape)}")
             up = Projection(w_gate_up, b_gate_up, main_grad_gate_up, lora_gate_up)
             down = Projection(w_down, b_down, main_grad_down, lora_down)
             options = up, down, self._recipe_of_groups, activation, interleaved, keep, delay_wgrad
             call, *inputs = layer_call(OP, x, topk_ids, topk_scores, *options)
             agreement = Agreement(self._signature(x, topk_ids, call), self._call)
             messages = exchange.prepare(inputs[0], topk_ids.contiguous(), inputs[1])
-        source = exchange.send(messages, agreement)
+        source = exchange.send(messages, agreement, (call.needs_scores, call.needs_x))
         del messages
         if not any(call.needs):
             exchange.has_ended_step = True
-        shared = None if shared_experts is None else shared_experts(x)
         try:
-            out = LayerFunction.apply(call, source, *inputs)
+            with source.completed():
+                shared = None if shared_experts is None else shared_experts(x)
+                out = LayerFunction.apply(call, source, None, *inputs)
         except CallMismatch as error:
             self._call = error.latest  # the same on all ranks, so that their next calls match
             raise
@@ -251,8 +253,8 @@ class ExpertParallel:
         `check`: once for every rank that a token was not sent to, and again in a forward that a checkpoint recomputes.
 
         Raises:
-            RuntimeError: tokens or slots of any rank were left out; or messages of another call arrived on any rank, or
-                ranks have made different numbers of calls.
+            RuntimeError: tokens or slots of any rank were left out; or, on GPUs, another message than the awaited one
+                arrived on any rank; or ranks have made different numbers of calls.
         """
         static = self._exchange.static
         tokens, slots = static.read_left_out() if static else (0, 0)
@@ -263,8 +265,9 @@ class ExpertParallel:
             mixed_up, most, fewest = static.read_mixed_up(self._call)
             self._call = most  # the same on all ranks, so that their next calls match
             if mixed_up or most != fewest:
-                got = f"call {mixed_up} met another one" if mixed_up else f"they have made {fewest} to {most} calls"
-                cause = "a rank probably raised before it sent its tokens, and went on"
+                made = f"they have made {fewest} to {most} calls"
+                got = f"another message arrived in place of the {mixed_up}" if mixed_up else made
+                cause = "a rank probably raised an error, and went on"
                 refuse(f"all ranks must be in the same call, but {got}; {cause}")
 
     def _check_last_step(self) -> None:

@@ -31,7 +31,7 @@ def gather_in_fp8_(module: nn.Module, recipe: str | Recipe = "rowwise") -> None:
         moe_fp8_ext.gather_in_fp8_(block.experts, "rowwise")
 
     Outputs and gradients stay the same, bit for bit. Every process quantizes its shard as the layer would quantize the
-    whole weight. Forward gathers the operands of products over K, backward those of products over N. Each gather takes
+    whole weight. Forward gathers operands of products over K, backward operands of products over N. Each gather takes
     half the bytes of bfloat16, plus scales. Everything that is kept for backward is freed by FSDP2. Parameters,
     gradients, optimizers and checkpoints do not change. torch.compile does not trace calls with such weights.
 

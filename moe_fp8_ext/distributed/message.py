@@ -41,7 +41,7 @@ class Message(NamedTuple):
         return [Message(*part, self.casts) for part in zip(*parts, strict=True)]
 
     def columns(self) -> list[Column]:
-        """Returns the columns of values, scales, ids and scores, in this order, without those that are absent."""
+        """Returns the columns of values, scales, ids and scores, in this order, without absent ones."""
         width, casts = self.x.shape[1], self.casts
         if casts is None:
             found = [(width, torch.bfloat16)]

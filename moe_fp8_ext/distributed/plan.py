@@ -15,6 +15,9 @@ from moe_fp8_ext.ops.checks import fail
 
 OP = "ExpertParallel"
 RAISED = -1  # the word of a rank that raised an error and sends nothing
+# The messages of a call, in the order in which they travel. A header has the number of the call and of the message.
+MESSAGES = TOKENS, OUTPUTS, GRADIENT, DSCORES, DX = "tokens", "outputs", "gradients of outputs", "dscores", "dx"
+NEVER = 1 << 40  # larger than every number in a header
 CALLS = 16  # words contain the number of a call modulo CALLS, so that only few different words are ever sent
 
 _sort_tokens = torch.ops.moe_fp8.sort_tokens.default
@@ -177,14 +180,15 @@ def _check_words(words: list[int], agreement: Agreement, group: dist.ProcessGrou
 class StaticPlanner:
     """Sends the same number of rows to every rank: as many tokens as there is room for, then rows without a token.
 
-    The last row for each rank is a header. It holds the number of the call, and no token.
+    The last row for each rank is a header, in both directions. It holds the number of the message, and no token.
     """
 
     def __init__(self, ranks: Ranks, capacity: float, top_k: int) -> None:
         self.ranks, self.capacity, self.top_k = ranks, capacity, top_k
         self.left_out = torch.zeros(2, dtype=torch.int64, device=ranks.device)  # tokens, slots
-        # The first call that met a message of another call; 0: none.
-        self.mixed_up = torch.zeros(1, dtype=torch.int64, device=ranks.device)
+        # NEVER minus the number of the message in whose place another one arrived, by the rank that sent it; or 0.
+        # Among several such messages it is the one of the earliest call.
+        self.mixed_up = torch.zeros(ranks.size, dtype=torch.int64, device=ranks.device)
 
     def placement(self, ids: Tensor) -> Placement:
         permutation, offs, inverse, counts = _by_rank(ids, self.ranks)
@@ -209,23 +213,28 @@ class StaticPlanner:
         parts = zip(placements, slots, strict=True)
         return [Route(part.indices, part.inverse, None, None, count, self.ranks.group) for part, count in parts]
 
-    def write_headers(self, rows: Tensor, call: int) -> None:
-        """Writes the number of the call into each rank's header, in the bytes [S, B] of a message."""
-        self._headers(rows).fill_(call)
+    def write_headers(self, rows: Tensor, call: int, message: str, raised: bool = False) -> None:
+        """Writes the number of a message into the headers of its rows [S, ...]; its negative if this rank raised."""
+        if (headers := self._headers(rows)) is not None:
+            headers.fill_(-number_of(call, message) if raised else number_of(call, message))
 
-    def check_headers(self, rows: Tensor, call: int) -> list[int]:
-        """Records on the device whether any row of a message [N, B] belongs to another call.
+    def check_headers(self, rows: Tensor, call: int, message: str) -> None:
+        """Raises on a CPU if another message arrived from any rank. On a GPU, where the host would have to wait for
+        that, the device records it."""
+        if (headers := self._headers(rows)) is None:
+            return
+        number = number_of(call, message)
+        if rows.is_cuda:
+            torch.maximum(self.mixed_up, (headers != number) * (NEVER - number), out=self.mixed_up)
+        elif (others := headers.tolist()) != [number] * len(others):
+            raise CallMismatch(call, message, others, self.ranks.group)
 
-        Returns:
-            the received numbers on a CPU; nothing on a GPU, where the host would have to wait for them.
-        """
-        numbers = self._headers(rows)
-        self.mixed_up.copy_(torch.where((numbers != call).any() & (self.mixed_up == 0), call, self.mixed_up))
-        return [] if rows.is_cuda else numbers.tolist()
-
-    def _headers(self, rows: Tensor) -> Tensor:
-        """Returns the numbers in the headers, a view [ranks] int32."""
-        return rows.view(self.ranks.size, -1, rows.shape[1])[:, -1, :4].view(torch.int32).squeeze(1)
+    def _headers(self, rows: Tensor) -> Tensor | None:
+        """Returns the numbers in the headers, a view [ranks] int32; None if a row is too narrow for one."""
+        rows = rows.view(torch.uint8)
+        if rows.shape[1] < 4:
+            return None
+        return rows.view(self.ranks.size, -1, rows.shape[1])[:, -1, :4].view(torch.int32)[:, 0]
 
     def read_left_out(self) -> list[int]:
         """Returns how many tokens and slots all ranks left out since the last read."""
@@ -234,21 +243,47 @@ class StaticPlanner:
         dist.all_reduce(left_out, group=self.ranks.group)
         return left_out.tolist()
 
-    def read_mixed_up(self, calls: int) -> list[int]:
+    def read_mixed_up(self, calls: int) -> tuple[str, int, int]:
         """Compares calls over all ranks.
 
         Args:
             calls: the number of calls that this rank has counted.
 
         Returns:
-            a call that met another one on any rank since the last read, or 0; then the maximum and the minimum of the
-            ranks' numbers of calls.
+            the message in whose place another one arrived on any rank since the last read, in words, or ""; then the
+            maximum and the minimum of the ranks' numbers of calls.
         """
-        found = torch.cat([self.mixed_up, self.mixed_up.new_tensor([calls, -calls])])
+        found = torch.cat([self.mixed_up.amax(0, keepdim=True), self.mixed_up.new_tensor([calls, -calls])])
         self.mixed_up.zero_()
         dist.all_reduce(found, dist.ReduceOp.MAX, self.ranks.group)
-        mixed_up, most, fewest = found.tolist()
-        return [mixed_up, most, -fewest]
+        earliest, most, fewest = found.tolist()
+        return worded(NEVER - earliest) if earliest else "", most, -fewest
+
+
+class CallMismatch(RuntimeError):
+    """Another message arrived. Every rank raises this, because every rank receives from every other rank.
+
+    Attributes:
+        latest: the latest call of any rank that is known here.
+    """
+
+    def __init__(self, call: int, message: str, others: list[int], group: dist.ProcessGroup) -> None:
+        self.latest = max(call, *(abs(number) // len(MESSAGES) for number in others))
+        if raised := [rank for rank, number in enumerate(others) if number < 0]:
+            text = f"every rank must complete call {call}, but an error was raised on {named(raised, group)}: see there"
+        else:
+            got = ", ".join(worded(number) for number in sorted(set(others) - {number_of(call, message)}))
+            text = f"this one waits for the {message} of call {call} and got the {got}"
+            text = f"all ranks must be in the same call, {text}; a rank probably raised an error, and went on"
+        super().__init__(f"{OP}: {text}")
+
+
+def number_of(call: int, message: str) -> int:
+    return call * len(MESSAGES) + MESSAGES.index(message)
+
+
+def worded(number: int) -> str:
+    return f"{MESSAGES[number % len(MESSAGES)]} of call {number // len(MESSAGES)}"
 
 
 def _by_rank(ids: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -226,7 +226,7 @@ def revert_(model: nn.Module) -> None:
         place = _place(module, attribute)
         delattr(module, place)
         if place != attribute and not before:
-            before = (MethodType(getattr(type(module), attribute), module),)  # accelerate's hook calls what is here
+            before = (MethodType(getattr(type(module), attribute), module),)  # accelerate's hook calls it
         for value in before:
             setattr(module, place, value)
         delattr(module, _SWAP)
@@ -277,7 +277,7 @@ def _new_swap(module: nn.Module, attribute: str, value: object) -> _Swap:
         return _Swap(attribute, value, ())
     found, of_class = attributes[place], getattr(type(module), attribute, None)
     is_of_class = of_class is None or found == MethodType(of_class, module)
-    require(is_of_class, f"{attribute} must be that of its class, got another that the module itself has; {_WAY_OUT}")
+    require(is_of_class, f"{attribute} must be its class's own, got another that the module itself has; {_WAY_OUT}")
     return _Swap(attribute, value, (found,))
 
 

@@ -1,6 +1,6 @@
 """Writes a model of Hugging Face Transformers as an FP8 checkpoint, with the bytes that training multiplied.
 
-The format is that of published FP8 checkpoints: E4M3 values, and a scale `weight_scale_inv` for 128 x 128 values.
+The format is the one of published FP8 checkpoints: E4M3 values, and a scale `weight_scale_inv` for 128 x 128 values.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def export_fp8(
             `scale_fmt="ue8m0"`. None is the rounding of the model's own FP8 weights or, without any, "exact".
         linears: also quantize the linear layers of attention, dense MLPs and shared experts, as published checkpoints
             do. If one linear layer of a parent module cannot be quantized, none of that parent is. Linear layers next
-            to experts, such as routers, and those of the model itself, such as heads, stay as they are.
+            to experts, such as routers, and layers of the model itself, such as heads, stay as they are.
         merge_adapters: write the weights with the active adapters of PEFT merged, as `merge_and_unload` merges them.
             The model keeps its adapters. An FP8 weight with an adapter is merged in float32 and quantized again.
         max_shard_bytes: largest size of a file, as far as tensors allow.
@@ -180,7 +180,7 @@ class _Plan:
     def _scales(self, recipe: str | Recipe | None) -> tuple[str, torch.dtype]:
         """Returns the rounding of weights that are not FP8 yet, and the dtype of their scales.
 
-        A checkpoint has one format of scales. If the model has FP8 weights already, it is that of their scales.
+        A checkpoint has one format of scales. If the model has FP8 weights already, their scales decide it.
         """
         own, dtype = None, torch.float32
         if any(_is_fp8(p) for p in self.model.parameters()):

@@ -19,7 +19,7 @@ from moe_fp8_ext.integrations import fp8_checkpoint
 from moe_fp8_ext.ops.checks import require
 from moe_fp8_ext.quantization.recipe import Recipe
 
-# How names of scales end: weight_scale_inv, scale, qscale_weight of a linear layer, or those of a parameter.
+# How names of scales end: weight_scale_inv, scale, qscale_weight of a linear layer, or of a parameter.
 _SCALES = re.compile(r"(\.weight)?[._]q?scale\w*$")
 _METHODS = "fp8", "mxfp8"  # the quantization methods of Transformers whose experts are FP8Experts
 

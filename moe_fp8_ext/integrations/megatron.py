@@ -11,16 +11,20 @@ TEGroupedMLP. All three load each other's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
 from moe_fp8_ext.layer.experts import KEEP, experts_of_groups
+from moe_fp8_ext.layer.node import node_of
 from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
 from moe_fp8_ext.ops.checks import check_bool, check_one_of, require
 from moe_fp8_ext.ops.dispatch import needs_gradient
@@ -37,34 +41,21 @@ def _found() -> str:
 
 
 try:
-    from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.moe.moe_layer import MoESubmodules
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoESubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import BaseTransformerLayer, get_transformer_layer_offset
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
     from megatron.core.utils import get_pg_rank, get_pg_size
 
+    from moe_fp8_ext.integrations.megatron_config import checked
     from moe_fp8_ext.integrations.megatron_parameters import GroupedLinear, Keys, Ranks
 except ImportError as error:
     text = f"megatron-core must have the modules of 0.16.1, which tests run with, got {_found()}: {error}"
     raise ImportError(f"{_HERE}: {text}") from error
-
-# By activation_func, gated_linear_unit, glu_linear_offset and activation_func_clamp_value of a config. "gelu" and
-# "geglu" use the tanh approximation, as the fused kernels of Megatron and TransformerEngine do.
-_ACTIVATIONS = {
-    (functional.silu, True, 0.0, None): "swiglu",
-    (functional.gelu, True, 0.0, None): "geglu",
-    (fast_gelu, True, 0.0, None): "geglu",
-    (quick_gelu, True, 1.0, 7.0): "swiglu_oai",
-    (functional.silu, False, 0.0, None): "silu",
-    (functional.gelu, False, 0.0, None): "gelu",
-    (fast_gelu, False, 0.0, None): "gelu",
-    (squared_relu, False, 0.0, None): "relu2",
-}
 
 
 def spec(recipe: str | Recipe = "rowwise", *, keep: str = "fp8", main_grad: bool | None = None) -> ModuleSpec:
@@ -145,8 +136,8 @@ class MoeFp8GroupedMLP(MegatronModule):
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["ep", "expt_tp", "expt_dp"])
         rank_and_size = [f(group) for group in (groups.ep, groups.expt_tp) for f in (get_pg_rank, get_pg_size)]
         ranks = Ranks(*rank_and_size, get_pg_rank(groups.expt_dp))
-        activation = _check(config, ranks)
-        self.num_local_experts = num_local_experts
+        activation = checked(config, ranks)
+        self.num_local_experts, self.first_expert = num_local_experts, num_local_experts * ranks.expert
         self.adds_to_main_grad = config.gradient_accumulation_fusion if main_grad is None else main_grad
         self.options = dict(recipe=get_recipe(recipe, _HERE), keep=keep, activation=activation)
         hidden, ffn = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size
@@ -166,7 +157,8 @@ class MoeFp8GroupedMLP(MegatronModule):
 
     def extra_repr(self) -> str:
         recipe, activation = self.options["recipe"].name, self.options["activation"]
-        return f"num_local_experts={self.num_local_experts}, recipe={recipe!r}, activation={activation!r}"
+        delayed = "" if self.delayed is None else f", delayed={self.delayed!r}"
+        return f"num_local_experts={self.num_local_experts}, recipe={recipe!r}, activation={activation!r}{delayed}"
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
@@ -180,15 +172,43 @@ class MoeFp8GroupedMLP(MegatronModule):
 
         Returns:
             out [P, D], and None: biases are added already.
+
+        An error of forward or backward gets a note that names the layer, the rank and its experts.
         """
         x, scores = permuted_local_hidden_states, permuted_probs
         if self.config.moe_apply_probs_on_input:
             x, scores = (scores[:, None] * x).to(x.dtype), None
-        offs = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         (w_gate_up, b_gate_up), (w_down, b_down) = self.linear_fc1(), self.linear_fc2()
         rest = dict(b_gate_up=b_gate_up, b_down=b_down, delay_wgrad=self.delayed, **self.options)
         rest.update(main_grad_gate_up=self._main_grad(w_gate_up), main_grad_down=self._main_grad(w_down))
-        return experts_of_groups(x, offs, scores, w_gate_up, w_down, **rest), None
+        with self._named("forward"):
+            offs = group_ends(tokens_per_expert, x.device, x.is_cuda and torch.cuda.is_current_stream_capturing())
+            out = experts_of_groups(x, offs, scores, w_gate_up, w_down, **rest)
+        if (node := node_of(out)) is not None:
+            node.failed = functools.partial(self._note, "backward")
+        return out, None
+
+    @contextmanager
+    def _named(self, call: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._note(call, error)
+            raise
+
+    def _note(self, call: str, error: Exception) -> None:
+        """Says in an error where it was raised. Megatron does not tell experts their layer, so it is looked for."""
+        every = (thing for thing in gc.get_objects() if issubclass(type(thing), BaseMoELayer))
+        number = next((layer.layer_number for layer in every if layer.experts is self), None)
+        layer = "a layer of its own" if number is None else f"layer {number}"
+        experts = f"experts {self.first_expert} to {self.first_expert + self.num_local_experts - 1} of {layer}"
+        text = f"{_HERE}: {call} of {experts} failed on rank {dist.get_rank()} of {dist.get_world_size()}"
+        if self.num_local_experts < self.config.num_moe_experts:
+            text = f"{text}; the other ranks of its expert parallel group wait for it until the timeout of that group"
+        if sys.version_info >= (3, 11):
+            error.add_note(text)
+        else:
+            error.args = (f"{error}\n{text}",)
 
     def _main_grad(self, weight: Tensor) -> Tensor | None:
         return getattr(weight, "main_grad", None) if self.adds_to_main_grad and needs_gradient(weight) else None
@@ -208,7 +228,8 @@ class MoeFp8GroupedMLP(MegatronModule):
         if not self.hooks_of_ddp and hasattr(self.linear_fc1.weight, "main_grad"):
             text = "delay_wgrad_compute must be True in DistributedDataParallelConfig too, got False"
             require(False, f"{_HERE}: {text}; DDP would wait for gradients that come later")
-        self.delayed.backward_dw()
+        with self._named("backward_dw"):
+            self.delayed.backward_dw()
         for hook in self.hooks_of_ddp:
             hook()
 
@@ -224,31 +245,20 @@ class MoeFp8GroupedMLP(MegatronModule):
         return {**linears[0], **linears[1]}
 
 
-def _check(config: TransformerConfig, ranks: Ranks) -> str:
-    """Refuses what these experts do not do. Returns the name of the activation."""
-    for name in ("fp8", "fp4"):
-        got = getattr(config, name)
-        text = f"config.{name} must be None, because these experts quantize by their own recipe, got {got!r}"
-        require(not got, f"{_HERE}: {text}; leave out --{name}-format, or use Megatron's own experts")
-    modules = set(config.offload_modules or ()) & {"expert_fc1", "moe_act"}
-    if config.fine_grained_activation_offloading and modules:
-        text = f"config.offload_modules must have no module inside of the experts, got {', '.join(sorted(modules))}"
-        require(False, f"{_HERE}: {text}; what they keep for backward is in FP8 already")
-    text = "config.moe_router_topk must be 1 with moe_apply_probs_on_input, got "
-    require(
-        config.moe_router_topk == 1 or not config.moe_apply_probs_on_input, f"{_HERE}: {text}{config.moe_router_topk}"
-    )
-    sizes = config.moe_ffn_hidden_size, ranks.tensors
-    text = "config.moe_ffn_hidden_size must be divisible by the size of expert tensor parallelism, got {} and {}"
-    require(sizes[0] % sizes[1] == 0, f"{_HERE}: {text.format(*sizes)}")
-    gate = bool(config.gated_linear_unit), config.glu_linear_offset, config.activation_func_clamp_value
-    known = _ACTIVATIONS.get((config.activation_func, *gate))
-    if known is None:
-        name = getattr(config.activation_func, "__name__", config.activation_func)
-        got = f"{name} with gated_linear_unit={gate[0]}, glu_linear_offset={gate[1]}, clamp={gate[2]}"
-        names = ", ".join(sorted({activation.__name__ for activation, *_ in _ACTIVATIONS}))
-        require(False, f"{_HERE}: config.activation_func must be one of {names} as ops.activate defines it, got {got}")
-    return known
+def group_ends(counts: Tensor, device: torch.device, capturing: bool) -> Tensor:
+    """Returns the ends of groups on the device: [E] int32.
+
+    Args:
+        counts: rows of each group, on the host or on the device.
+        capturing: whether a CUDA graph is captured. Its replays would read counts on the host again, from memory that
+            is freed by then. So these must be constant: all equal, as capacity makes them.
+    """
+    if not capturing or counts.is_cuda:
+        return counts.to(device, non_blocking=True).cumsum(0, dtype=torch.int32)
+    first, *others = counts.tolist()
+    text = "tokens_per_expert on the host must be equal for all experts in a CUDA graph, got"
+    require(others.count(first) == len(others), f"{_HERE}: {text} {min(first, *others)} to {max(first, *others)}")
+    return first * torch.arange(1, len(counts) + 1, dtype=torch.int32, device=device)
 
 
 def _rename_sequential(_module: MegatronModule, state_dict: dict, prefix: str, *_: object) -> None:

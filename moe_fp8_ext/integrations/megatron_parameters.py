@@ -31,7 +31,7 @@ class Keys(NamedTuple):
 
     prefix: str  # up to "experts."
     offsets: tuple[tuple[int, int, int], ...]  # of the layers above: axis, position, number
-    single: bool  # whether each expert has keys of its own; else an axis of experts comes before those of the tensor
+    single: bool  # whether each expert has keys of its own; else an axis of experts comes before the tensor's
 
     def of_expert(self, key: str, expert: int, total: int) -> tuple[str, tuple]:
         """Returns key as an expert has it, and the offsets of the expert."""
@@ -76,7 +76,7 @@ class GroupedLinear(nn.Module):
 
     @torch.no_grad()
     def draw(self, expert: int, init: Callable[[Tensor], object], on_cpu: bool) -> None:
-        """Gives an expert its initial values: with the same seed, those of SequentialMLP."""
+        """Gives an expert its initial values: with the same seed, SequentialMLP's."""
         if self.bias is not None:
             self.bias[expert].zero_()
         if on_cpu:

@@ -105,7 +105,7 @@ def _is_plain(wrapper: nn.Module, name: str) -> bool:
 def _factors(wrapper: nn.Module, name: str) -> tuple[Tensor, Tensor]:
     """Returns views A [E, r, K] and B [E, N, r] of an adapter, which PEFT stores as [E * r, K] and [N, r * E]."""
     a, b, e = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts
-    return a.unflatten(0, (e, -1)), b.unflatten(1, (-1, e)).permute(2, 0, 1)
+    return a.view(e, -1, a.shape[1]), b.view(b.shape[0], -1, e).permute(2, 0, 1)
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
     --override.imports moe_fp8_ext.integrations.torchtitan.moe_fp8
     --override.imports 'moe_fp8_ext.integrations.torchtitan.moe_fp8={"recipe": "blockwise"}'
+    config = apply_transforms(config, [MoeFp8Transform(recipe="blockwise")])  # of torchtitan's main branch
 
-An override replaces configs before a module is built. The new class differs from torchtitan's in its method
-`_grouped_mm` alone: parameters, their names, initial values and shardings are torchtitan's.
+Both replace configs before a module is built. The new class differs from torchtitan's in `_grouped_mm` alone:
+parameters, their names, initial values and shardings are torchtitan's.
 """
 
 import functools
@@ -23,8 +24,8 @@ from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 _HERE = "moe_fp8_ext.integrations.torchtitan"
 _METHOD = "_grouped_mm"
 _LEAVE_OUT = "leave out the converter or override that brought it"
-# The arguments of `_grouped_mm`, which are tokens, weights and offs: in 0.3.0, then in torchtitan's main branch. There,
-# weights are not transposed and may be float32.
+# The arguments of `_grouped_mm`, which are tokens, weights and offs: in 0.3.0, then in torchtitan's main branch, where
+# weights are not transposed and may be float32. Since September 2026 `GroupedLinear` has the last.
 _SIGNATURES = (("A", "B_t", "offs"), ("A", "weight_EOI", "offs"), ("input_RI", "weight_EOI", "offsets_E"))
 
 
@@ -48,6 +49,11 @@ try:
 except ImportError as error:
     text = f"torchtitan must have overrides and GroupedExperts, as 0.3.0 has, or GroupedLinear, got {_found()}: {error}"
     raise ImportError(f"{_HERE}: {text}") from error
+
+try:  # of the main branch: configs are rewritten by transforms there
+    from torchtitan.config.transform import ModelConfigTransform
+except ImportError:
+    ModelConfigTransform = object
 
 # torchtitan's check of shardings refuses autograd Functions that are not registered.
 register_local_autograd_function(GroupedMm)
@@ -108,7 +114,7 @@ def _names_of(owner: type) -> tuple[str, str, str]:
     definitions = [base for base in owner.__mro__ if _METHOD in vars(base)]
     if len(definitions) > 1:
         by, of = definitions[0].__name__, definitions[-1].__name__
-        text = f"{_METHOD} must be that of {of}, got that of {by}: {_LEAVE_OUT}"
+        text = f"{_METHOD} must be {of}'s, got {by}'s: {_LEAVE_OUT}"
         raise TypeError(f"{_HERE}: {text}")
     names = tuple(inspect.signature(getattr(owner, _METHOD)).parameters)[1:] if definitions else None
     if names not in _SIGNATURES:
@@ -155,3 +161,29 @@ def moe_fp8(config: _Target.Config, *, recipe: str | Recipe = "rowwise") -> _Tar
     """
     get_recipe(recipe)
     return derive(config, _converted(type(config)._owner).Config, recipe=recipe)
+
+
+@dataclass(kw_only=True, slots=True)
+class MoeFp8Transform(ModelConfigTransform):
+    """The override `moe_fp8` as a transform, for `apply_transforms` of torchtitan's main branch.
+
+    List it before transforms that wrap the experts, such as LoRA's.
+    """
+
+    recipe: str | Recipe = "rowwise"
+
+    def transform(self, model: object, *, context: object = None) -> object:
+        """Replaces the config of every grouped matmul of routed experts. Returns the root.
+
+        Raises:
+            TypeError, ValueError: as `moe_fp8`.
+        """
+        for _, config, parent, name in list(model.traverse(_Target.Config)):
+            new = moe_fp8(config, recipe=self.recipe)
+            if parent is None:
+                model = new
+            elif isinstance(parent, (list, dict)):
+                parent[name] = new
+            else:
+                setattr(parent, name, new)
+        return model

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import _torch
+from moe_fp8_ext._C import validates
 from moe_fp8_ext.integrations import fp8_checkpoint, peft
 from moe_fp8_ext.layer.adapter import LoRA
 from moe_fp8_ext.layer.bias import plus_bias
@@ -172,8 +173,10 @@ def _experts_forward(
 ) -> Tensor:
     """The forward of a module of experts. Transformers' contract names the arguments and the module's attributes."""
     _check(module, recipe)
-    # -1 marks a slot of no local expert; MOE_FP8_VALIDATE=1 accepts no other id out of range.
-    ids = torch.where(top_k_index < module.num_experts, top_k_index, -1).contiguous()
+    ids = top_k_index.contiguous()
+    # A slot of no local expert has an id out of range. Checks of contents accept -1 alone.
+    if ids.is_cpu or torch.compiler.is_compiling() or validates():
+        ids = torch.where(ids < module.num_experts, ids, -1)
     x, scores = _inputs(module, hidden_states, top_k_weights)
     arguments = _experts_arguments(module)
     if arguments:

@@ -44,7 +44,7 @@ class LoRA(NamedTuple):
 
     Attributes:
         A: [E, r, K], or [r, K] for all experts; rank r from 1 to 256; bfloat16, float16 or float32, of any strides.
-        B: [E, N, r], or [N, r] for all experts. Rows are those of the weight: interleaved if its rows are.
+        B: [E, N, r], or [N, r] for all experts. Rows are as of the weight: interleaved if its rows are.
         scaling: a number, alpha / r in PEFT's words.
         dropout: the probability that an element of A's input is zeroed; the others are multiplied by 1 / (1 - dropout).
             A token of w_gate_up has one mask for all of its experts. Set it to 0 outside of training.
@@ -71,6 +71,9 @@ class Adapted(NamedTuple):
     mask: Tensor | None = None  # of dropout, as bits
 
 
+UNADAPTED = Adapted()
+
+
 class Adapter(NamedTuple):
     """The adapter of a projection within the layer. Its tensors have the names of `LoRA`.
 
@@ -86,9 +89,13 @@ class Adapter(NamedTuple):
     needs_A: bool
     needs_B: bool
 
-    def ready(self, A: Tensor | None, B: Tensor | None) -> Adapter:
-        """Returns the adapter with factors as products take them: A [.., R, K] and the transpose of B, [.., R, N]."""
-        return self._replace(A=None if A is None else factor(A), B=None if B is None else factor(B.mT))
+    def ready(self, A: Tensor | None, B: Tensor | None, backward: bool = False) -> Adapter:
+        """Returns the adapter with factors as products take them: A [.., R, K] and the transpose of B, [.., R, N].
+
+        The scaling is in the factor that narrows: A, and B in backward.
+        """
+        of_A, of_B = (1.0, self.scaling) if backward else (self.scaling, 1.0)
+        return self._replace(A=None if A is None else factor(A, of_A), B=None if B is None else factor(B.mT, of_B))
 
     def static(self) -> Adapter:
         """Returns the adapter without the tensors that autograd saves, for backward."""
@@ -99,29 +106,33 @@ class Adapter(NamedTuple):
     def up(self, h: Tensor, tokens: Tensor, slots: Slots) -> tuple[Tensor, Adapted]:
         """Returns h [P, N] plus the adapter's part, of tokens [T, K]."""
         x, mask = self._dropped(tokens)
-        u = self._scaled(Tokens(x, slots).narrow(self.A))
-        return add_to_rows(h, u, self.B, slots), self._adapted(u, mask)
+        u = Tokens(x, slots).narrow(self.A)
+        return add_to_rows(h, u, self.B, slots), self.kept(Adapted(u, mask))
 
     def narrow(self, a: Tensor, slots: Slots) -> Adapted:
         """Computes what `down` adds, of activations a [P, K]."""
         a, mask = self._dropped(a)
-        return Adapted(self._scaled(Rows(a, slots).narrow(self.A)), mask)
+        return Adapted(Rows(a, slots).narrow(self.A), mask)
 
-    def down(self, out: Tensor, of: Adapted, slots: Slots, scores: Tensor | None) -> tuple[Tensor, Adapted]:
+    def down(self, out: Tensor, of: Adapted, slots: Slots, scores: Tensor | None) -> Tensor:
         """Returns out [T, N] plus the adapter's part."""
-        return add_to_tokens(out, of.u, self.B, slots, scores), self._adapted(*of)
+        return add_to_tokens(out, of.u, self.B, slots, scores)
+
+    def kept(self, of: Adapted) -> Adapted:
+        """Returns what backward reads."""
+        return of if self.needs_B else Adapted(None, of.mask)
 
     # ---- backward ----
 
     def down_gradients(
         self, dout: Tokens, of: Adapted, scores: Tensor | None, needs_da: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the gradient v [P, R] of scaling * A a without scores, and that of B."""
+        """Returns the gradient v [P, R] of scaling * A a without scores, and the gradient of B."""
         v = dB = None
         if needs_da or self.needs_A:
-            v = self._scaled(dout.narrow(self.B))
+            v = dout.narrow(self.B)
         if self.needs_B:
-            dB = dout.outer(dout.slots.scored(of.u, scores), self.B)[..., : self.rank, :].mT
+            dB = dout.outer(of.u, self.B, scores)[..., : self.rank, :].mT
         return v, dB
 
     def add_to_da(self, da: Tensor, v: Tensor, of: Adapted, slots: Slots) -> Tensor:
@@ -134,10 +145,10 @@ class Adapter(NamedTuple):
     def up_gradients(
         self, dh: Tensor, of: Adapted, slots: Slots, needs_dx: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the gradient v [P, R] of scaling * A x, and that of B."""
+        """Returns the gradient v [P, R] of scaling * A x, and the gradient of B."""
         dh, v, dB = Rows(dh, slots), None, None
         if needs_dx or self.needs_A:
-            v = self._scaled(dh.narrow(self.B))
+            v = dh.narrow(self.B)
         if self.needs_B:
             dB = dh.outer(of.u, self.B)[..., : self.rank, :].mT
         return v, dB
@@ -154,9 +165,3 @@ class Adapter(NamedTuple):
 
     def _dropped_again(self, x: Tensor, of: Adapted) -> Tensor:
         return x if of.mask is None else kept(x, of.mask, self.dropout)
-
-    def _scaled(self, u: Tensor) -> Tensor:
-        return u if self.scaling == 1 else u * self.scaling
-
-    def _adapted(self, u: Tensor, mask: Tensor | None) -> Adapted:
-        return Adapted(u if self.needs_B else None, mask)

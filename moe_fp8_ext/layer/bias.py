@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.matmul.bf16 import bf16_wgrad
-from moe_fp8_ext.quantization.casting import rounded
+from moe_fp8_ext.matmul.engine import Groups
+from moe_fp8_ext.quantization.casting import rounded, row_major
 
 _add_bias = torch.ops.moe_fp8.add_bias.default
+_sum_groups = torch.ops.moe_fp8.sum_groups.default
+_combine_backward = torch.ops.moe_fp8.combine_backward.default
 
 
 def rows_of_bias(bias: Tensor, offs: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
@@ -27,7 +29,15 @@ def added(x: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
     return _add_bias(x, rounded(bias, x.dtype).contiguous(), offs)
 
 
-def sum_of_groups(x: Tensor, offs: Tensor) -> Tensor:
-    """Sums the rows of each group, [P, N] -> [E, N]: the gradient of a bias, which is a weight whose input is 1."""
-    ones = x.new_ones(x.shape[0], 1, dtype=torch.bfloat16)
-    return bf16_wgrad(x, ones, offs).squeeze(2)
+def gradient_of_weighted(grad: Tensor, scores: Tensor | None, groups: Groups) -> Tensor:
+    """Returns the gradient of a bias [E, N] of rows that `combine` weights by scores. grad is that of its sums."""
+    scores = None if scores is None else scores.view(-1)
+    return _sum_groups(row_major(grad), groups.offs, scores, groups.indices, groups.top_k)
+
+
+def part_of_dscores(grad: Tensor, bias: Tensor, scores: Tensor, groups: Groups) -> Tensor:
+    """Returns the part of a bias [E, N] in the gradient of scores: the dot product of grad and the slot's bias."""
+    experts = torch.bucketize(groups.inverse, groups.offs, out_int32=True, right=True)
+    experts = torch.where(groups.inverse < 0, -1, experts)  # E, or -1: a slot of no expert
+    of_bias = rounded(bias, grad.dtype).contiguous()
+    return _combine_backward(row_major(grad), of_bias, scores, experts, bias.shape[0], False)[1]

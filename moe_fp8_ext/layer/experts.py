@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.layer.adapter import MAX_RANK, Adapter, LoRA, check_adapter_numbers
+from moe_fp8_ext.layer.arrived import arrived, operand_of
 from moe_fp8_ext.layer.linear import ExpertLinear
-from moe_fp8_ext.layer.node import Call, LayerFunction
+from moe_fp8_ext.layer.node import Call, computed
 from moe_fp8_ext.layer.source import RoutedTokens, SortedRows
 from moe_fp8_ext.layer.weight_gradients import DelayedWgrads
 from moe_fp8_ext.matmul.bf16 import max_experts
@@ -44,7 +45,7 @@ KEEP = ("fp8", "bf16")
 
 
 def experts(
-    x: Tensor,
+    x: Tensor | Quantized,
     topk_ids: Tensor,
     topk_scores: Tensor,
     w_gate_up: Tensor | Quantized | Pair,
@@ -61,6 +62,7 @@ def experts(
     lora_gate_up: LoRA | tuple[Tensor, Tensor, float] | None = None,
     lora_down: LoRA | tuple[Tensor, Tensor, float] | None = None,
     delay_wgrad: DelayedWgrads | None = None,
+    stand_in: Tensor | None = None,
 ) -> Tensor:
     """Computes every token with its experts, weighted by the router's scores:
 
@@ -86,7 +88,10 @@ def experts(
     no gradient is kept by reference, and backward quantizes it again, one projection at a time, to the same bytes.
 
     Args:
-        x: [T, D] bfloat16, float16 or float32.
+        x: [T, D] bfloat16, float16 or float32. Or a `Quantized` along rows in the recipe's format, as `quantize_rows`
+            returns it without offs, such as rows that a dispatcher received in FP8. It is then the operand of the first
+            product as it is. For the gradient of w_gate_up its values are cast again, along tokens. With recipe
+            "mxfp8", scales may also be row-major, in format "mxfp8_rowmajor".
         topk_ids: [T, top_k] int32 or int64: experts of each token. An id out of [0, E) drops its slot;
             on a CPU, and inside `moe_fp8_ext.validate()`, all such ids except -1 raise.
         topk_scores: [T, top_k] bfloat16, float16 or float32, taken as float32.
@@ -111,14 +116,17 @@ def experts(
             main_grad of `grouped_mm` does. For a quantized weight, another input must ask for a gradient.
         lora_gate_up, lora_down: adapters, which add scaling * B (A x) to h and scaling * B (A a) to y: a `LoRA`, or a
             tuple (A, B, scaling). A [E, r, D] and B [E, 2 F, r] of lora_gate_up, A [E, r, F] and B [E, D, r] of
-            lora_down, with E left out if all experts share the factor. Weights may be frozen, quantized or trained. On
-            a GPU, bytes of two runs may differ if a token has one expert three times. Backward keeps 2 bytes a slot and
-            rank, rounded up to a multiple of 8, and a bit for each element that dropout may zero.
+            lora_down, with E left out if all experts share the factor. Weights may be frozen, quantized or trained.
+            Backward keeps 2 bytes a slot and rank, rounded up to a multiple of 8, and a bit for each element that
+            dropout may zero.
         delay_wgrad: a `DelayedWgrads` that computes the gradients of both weights after backward. x, or something else
             that is no weight, must then ask for a gradient.
+        stand_in: [T, D] bfloat16, float16 or float32, only with a quantized x, which autograd does not see. It gets the
+            gradient of x, and out has its dtype. Its contents are never read, so one element that is expanded to [T, D]
+            will do. Without it x needs no gradient, and out is bfloat16.
 
     Returns:
-        out [T, D] of x's dtype.
+        out [T, D] of the dtype of x, or of stand_in.
 
     Raises:
         RuntimeError: dtype, shape, strides, device or names are not as above; the text names the argument.
@@ -129,13 +137,15 @@ def experts(
     up = Projection(w_gate_up, b_gate_up, main_grad_gate_up, lora_gate_up)
     down = Projection(w_down, b_down, main_grad_down, lora_down)
     options = up, down, recipe, activation, interleaved, keep, delay_wgrad
-    call, *inputs = layer_call(_OP, x, topk_ids, topk_scores, *options)
+    x, quantized = arrived(_OP, x, stand_in, recipe)
+    call, *inputs = layer_call(_OP, x, topk_ids, topk_scores, *options, quantized)
     validate_ids(_OP, topk_ids, call.experts)
-    return LayerFunction.apply(call, RoutedTokens(topk_ids.contiguous(), call.experts), *inputs)
+    tokens = operand_of(_OP, quantized, call.recipe)
+    return computed(call, RoutedTokens(topk_ids.contiguous(), call.experts, tokens), *inputs)
 
 
 def experts_of_groups(
-    x: Tensor,
+    x: Tensor | Quantized,
     offs: Tensor,
     scores: Tensor | None,
     w_gate_up: Tensor | Quantized | Pair,
@@ -152,6 +162,7 @@ def experts_of_groups(
     lora_gate_up: LoRA | tuple[Tensor, Tensor, float] | None = None,
     lora_down: LoRA | tuple[Tensor, Tensor, float] | None = None,
     delay_wgrad: DelayedWgrads | None = None,
+    stand_in: Tensor | None = None,
 ) -> Tensor:
     """Computes `experts` for rows that a dispatcher has sorted by expert already.
 
@@ -163,16 +174,18 @@ def experts_of_groups(
     have any sizes; nothing is padded. Differentiable once. Nothing waits for the device.
 
     Args:
-        x: [P, D] bfloat16, float16 or float32, sorted by expert.
+        x: [P, D] bfloat16, float16 or float32, sorted by expert. Or a `Quantized`, as in `experts`. Blocked scales of
+            "mxfp8" must be those of `quantize_rows` with offs.
         offs: [E] int32 on x's device, exclusive end row of each expert, non-decreasing. Contents are clamped and made
             monotonic. On a CPU, and inside `moe_fp8_ext.validate()`, wrong ones raise.
         scores: [P] bfloat16, float16 or float32, taken as float32; None multiplies by nothing.
         w_gate_up, w_down, b_gate_up, b_down, lora_gate_up, lora_down: as in `experts`.
         recipe, activation, interleaved, keep, main_grad_gate_up, main_grad_down, delay_wgrad: as in `experts`. Recipe
             "auto" counts P rows.
+        stand_in: [P, D], as in `experts`.
 
     Returns:
-        out [P, D] of x's dtype.
+        out [P, D] of the dtype of x, or of stand_in.
 
     Raises:
         RuntimeError: dtype, shape, strides, device or names are not as above; the text names the argument.
@@ -183,15 +196,16 @@ def experts_of_groups(
     op = "experts_of_groups"
     up = Projection(w_gate_up, b_gate_up, main_grad_gate_up, lora_gate_up)
     down = Projection(w_down, b_down, main_grad_down, lora_down)
+    x, quantized = arrived(op, x, stand_in, recipe)
     check_dense(op, "x", x, 2)
     if scores is not None:
         check_dense(op, "scores", scores, 1)
         scores = scores[:, None]
     options = up, down, recipe, activation, interleaved, keep, delay_wgrad
-    call, *inputs = layer_call(op, x, None, scores, *options)
+    call, *inputs = layer_call(op, x, None, scores, *options, quantized)
     _check_tensor(op, "offs", offs, (call.experts,), x, (torch.int32,))
     validate_offs(op, offs, "rows of x", x.shape[0])
-    return LayerFunction.apply(call, SortedRows(offs), *inputs)
+    return computed(call, SortedRows(offs, operand_of(op, quantized, call.recipe, offs)), *inputs)
 
 
 class Projection(NamedTuple):
@@ -215,10 +229,13 @@ def layer_call(
     interleaved: bool,
     keep: str,
     delay_wgrad: DelayedWgrads | None,
+    quantized: Quantized | None = None,
 ) -> tuple[object, ...]:
     """Checks arguments and returns the arguments of `LayerFunction`: the call and its `Inputs`.
 
-    topk_ids is None if rows are sorted already.
+    Args:
+        topk_ids: None if rows are sorted already.
+        quantized: the tokens if they are quantized. x is then the tensor that autograd sees.
     """
     recipe = get_recipe(recipe, op)
     check_one_of(op, "activation", activation, list(GATED))
@@ -234,7 +251,7 @@ def layer_call(
         adapted = [_adapted(op, x, *args) for args in zip(_LORA, (up, down), linears, strict=True)]
         linears, factors = [linear for linear, *_ in adapted], [t for _, *factors in adapted for t in factors]
     e, d, f = linears[1].values.shape
-    if not any(linear.is_quantized for linear in linears):
+    if quantized is None and not any(linear.is_quantized for linear in linears):
         slots = x.shape[0] if topk_ids is None else topk_ids.numel()
         recipe = recipe.for_layer(slots, d, f, e, GATED[activation])
     dtype, needs = autocast_dtype(x), (needs_gradient(x), needs_gradient(topk_scores))
@@ -242,13 +259,14 @@ def layer_call(
         (linear.needs_weight and linear.delayed is None) or linear.needs_bias or linear.needs_A or linear.needs_B
         for linear in linears
     )
-    x = cast(x, dtype or x.dtype)
+    x = cast(x, dtype or x.dtype) if quantized is None else x
     scores = None if topk_scores is None else cast(topk_scores, torch.float32).contiguous()
     weights = [linear.weight if linear.delayed is None else None for linear in linears]
     inputs = x, scores, *weights, *(linear.bias for linear in linears), *factors
     up, down = [_of_call(op, name, linear, backward) for name, linear in zip(_WEIGHTS, linears, strict=True)]
-    rounding = common_rounding(recipe.rounding, *up.quantized, *down.quantized)
-    call = Call(recipe, rounding, activation, interleaved, keep == "fp8", dtype, e, f, *needs, up, down, delay_wgrad)
+    rounding = common_rounding(recipe.rounding, quantized, *up.quantized, *down.quantized)
+    options = recipe, rounding, activation, interleaved, keep == "fp8", dtype, e, f, quantized is not None
+    call = Call(*options, *needs, up, down, delay_wgrad)
     for name, linear, transposed in zip(_WEIGHTS, (up, down), (call.needs_x, call.needs_da), strict=True):
         if not transposed or not linear.is_quantized or linear.quantized[1] is not None:
             continue
@@ -259,6 +277,32 @@ def layer_call(
         limit = max_experts(x)
         require(e <= limit, f"{op}: w_down must have at most {limit} experts with {what}, got {e}")
     return call, *inputs
+
+
+def call_with_options(
+    op: str,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_scores: Tensor,
+    w_gate_up: Tensor | Quantized | Pair,
+    w_down: Tensor | Quantized | Pair,
+    recipe: str | Recipe,
+    *,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    b_gate_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    keep: str = "fp8",
+    main_grad_gate_up: Tensor | None = None,
+    main_grad_down: Tensor | None = None,
+    lora_gate_up: LoRA | tuple[Tensor, Tensor, float] | None = None,
+    lora_down: LoRA | tuple[Tensor, Tensor, float] | None = None,
+    delay_wgrad: DelayedWgrads | None = None,
+) -> tuple[object, ...]:
+    """Returns `layer_call` for an adapter of a dispatcher, which passes its caller's options on by name."""
+    up = Projection(w_gate_up, b_gate_up, main_grad_gate_up, lora_gate_up)
+    down = Projection(w_down, b_down, main_grad_down, lora_down)
+    return layer_call(op, x, topk_ids, topk_scores, up, down, recipe, activation, interleaved, keep, delay_wgrad)
 
 
 def _linear(op: str, name: str, of: Projection, format: str | None) -> ExpertLinear:

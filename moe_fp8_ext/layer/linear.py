@@ -60,13 +60,16 @@ class ExpertLinear(NamedTuple):
         y = engine.product(x, w, groups, by_index)
         return y if self.bias is None else added(y, self.bias, groups.offs)
 
-    def of_forward(self, weight: Tensor | None, bias: Tensor | None) -> ExpertLinear:
-        """Returns the projection with the tensors that autograd sees."""
-        return self._replace(weight=self.delayed if weight is None else weight, bias=bias)
+    def of_forward(
+        self, weight: Tensor | None, bias: Tensor | None, A: Tensor | None, B: Tensor | None
+    ) -> ExpertLinear:
+        """Returns the projection with the tensors that autograd sees, and with its adapter's factors ready."""
+        adapter = None if self.adapter is None else self.adapter.ready(A, B)
+        return self._replace(weight=self.delayed if weight is None else weight, bias=bias, adapter=adapter)
 
-    def ready(self, A: Tensor | None, B: Tensor | None) -> ExpertLinear:
-        """Returns the projection with its adapter's factors, if it has one, as products take them."""
-        return self if self.adapter is None else self._replace(adapter=self.adapter.ready(A, B))
+    def of_backward(self, A: Tensor | None, B: Tensor | None) -> ExpertLinear:
+        """Returns the projection with its adapter's factors ready for backward, if it has an adapter."""
+        return self if self.adapter is None else self._replace(adapter=self.adapter.ready(A, B, backward=True))
 
     def static(self) -> ExpertLinear:
         """Returns the projection without the tensors that autograd saves, for backward."""

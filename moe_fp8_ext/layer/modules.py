@@ -69,7 +69,7 @@ class Experts(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        RuntimeError: num_experts or the recipe differs from that of ep. In forward: a weight that needs a gradient has
+        RuntimeError: num_experts or the recipe differs from ep's. In forward: a weight that needs a gradient has
             no main_grad; otherwise as in `experts`, or as in `ExpertParallel.experts`.
     """
 
@@ -255,7 +255,7 @@ def check_fits(ep: ExpertParallel | None, num_experts: int, recipe: Recipe) -> N
     require(is_one, f"Experts: ep must be an ExpertParallel, got {type(ep).__name__}")
     for name, got in (("num_experts", num_experts), ("recipe", recipe)):
         wanted = getattr(ep, name, got)
-        require(got == wanted, f"Experts: {name} must be that of ep, {wanted}, got {got}")
+        require(got == wanted, f"Experts: {name} must equal ep's, {wanted}, got {got}")
 
 
 class MoE(nn.Module):
@@ -319,7 +319,7 @@ class MoE(nn.Module):
         topk_ids: Tensor | None = None,
         topk_scores: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x [..., D] -> out, shaped as x, and the router's loss, which the caller adds to that of the model.
+        """x [..., D] -> out, shaped as x, and the router's loss, which the caller adds to the model's.
 
         Args:
             mask, topk_ids, topk_scores: as in `Router.forward`, with the leading sizes of x: [...] and [..., top_k].

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.layer.adapter import Adapted
-from moe_fp8_ext.layer.bias import rows_of_bias, sum_of_groups
+from moe_fp8_ext import _torch
+from moe_fp8_ext.layer.adapter import UNADAPTED, Adapted
+from moe_fp8_ext.layer.bias import gradient_of_weighted, part_of_dscores
 from moe_fp8_ext.layer.linear import ExpertLinear
 from moe_fp8_ext.layer.source import Chunk, Source
 from moe_fp8_ext.layer.weight_gradients import DOWN, UP, DelayedWgrads, WeightGradients
@@ -24,7 +25,6 @@ from moe_fp8_ext.quantization.recipe import Recipe
 from moe_fp8_ext.training.watch import LayerWatch, watched
 
 _combine = torch.ops.moe_fp8.combine.default
-_combine_backward = torch.ops.moe_fp8.combine_backward.default
 
 
 class Call(NamedTuple):
@@ -38,6 +38,7 @@ class Call(NamedTuple):
     dtype: torch.dtype | None  # torch.autocast's if it is on, else None
     experts: int
     features: int  # F, the width of an activation
+    arrived: bool  # whether x came quantized, so that its values before are not known
     needs_x: bool
     needs_scores: bool
     up: ExpertLinear
@@ -131,46 +132,96 @@ class SavedChunk(NamedTuple):
 
 
 class LayerFunction(torch.autograd.Function):
+    """The node of a layer. With a list `postponed`, forward appends its last step to it, for `Finish`, and returns a
+    stand-in for the output. An integration may set `failed` of a node: backward calls it with an error that it is about
+    to raise."""
+
     @staticmethod
-    def forward(ctx, call, source, *inputs):
+    def forward(ctx, call, source, postponed, *inputs):
         inputs, engine = Inputs(*inputs), engine_of(call.recipe, call.rounding)
         with below_autograd():
-            up = call.up.of_forward(inputs.w_gate_up, inputs.b_gate_up)
-            down = call.down.of_forward(inputs.w_down, inputs.b_down)
-            if call.is_adapted:
-                up, down = up.ready(inputs.A_gate_up, inputs.B_gate_up), down.ready(inputs.A_down, inputs.B_down)
+            up = call.up.of_forward(inputs.w_gate_up, inputs.b_gate_up, inputs.A_gate_up, inputs.B_gate_up)
+            down = call.down.of_forward(inputs.w_down, inputs.b_down, inputs.A_down, inputs.B_down)
             w_up, up_t = up.operands(engine, call.dtype, transposed=call.needs_x)  # tokens may still travel
             w_down, down_t = down.operands(engine, call.dtype, transposed=call.needs_da)
             watches = watched(engine, up.weight, down.weight)
-            watch = ctx.watch = None if watches is None else LayerWatch(*watches, call, inputs.x)
+            sent = None if call.arrived else inputs.x
+            watch = ctx.watch = None if watches is None else LayerWatch(*watches, call, sent)
             given_back, kept = [], []
             for i, chunk in enumerate(source.chunks(inputs.x, inputs.scores)):
-                out, saved = _forward(engine, call, chunk, up, w_up, down, w_down, watch)
+                finish, saved = _forward(engine, call, chunk, up, w_up, down, w_down, watch)
                 watch = None  # the first chunk alone is measured
-                given_back.append(source.give_back(i, out))
+                if postponed is None:
+                    given_back.append(source.give_back(i, finish()))
+                else:
+                    postponed.append(finish)
+                del finish  # it holds activations
                 kept.append(saved)
-            out = source.collect(given_back)
+            x = inputs.x
+            out = source.collect(given_back) if postponed is None else x.new_empty(()).expand(x.shape)
         layer = SavedLayer(up_t.values, up_t.scale, down_t.values, down_t.scale, inputs.b_down, *inputs[6:])
         of_source = source.tensors()
         ctx.save_for_backward(*layer, *of_source, *chain.from_iterable(kept))
         ctx.call = call.static()
         ctx.source, ctx.num_of_source = source.static(), len(of_source)
-        ctx.dtypes = inputs.dtypes()
+        ctx.dtypes, ctx.failed = inputs.dtypes(), None
         return cast(out, inputs.x.dtype)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dout):
-        saved = ctx.saved_tensors  # not below autograd: here `checkpoint` recomputes forward, with gradients
-        of_layer, of_chunk = len(SavedLayer._fields), len(SavedChunk._fields)
-        first = of_layer + ctx.num_of_source
-        layer, source = SavedLayer(*saved[:of_layer]), ctx.source.restored(saved[of_layer:first])
-        kept = [SavedChunk(*saved[at : at + of_chunk]) for at in range(first, len(saved), of_chunk)]
+        if ctx.failed is None:
+            return None, None, None, *_gradients(ctx, dout)
+        try:
+            return None, None, None, *_gradients(ctx, dout)
+        except Exception as error:
+            ctx.failed(error)
+            raise
+
+
+class Finish(torch.autograd.Function):
+    """The last step of a layer's forward, as a node that saves nothing."""
+
+    @staticmethod
+    def forward(ctx, stand_in, finish):
         with below_autograd():
-            if ctx.watch is not None:
-                ctx.watch.sent = dout
-            grads = _backward(source, kept, layer, source.gradient_chunks(dout), ctx.call, ctx.watch)
-        return None, None, *grads.cast_to(ctx.dtypes)
+            return cast(finish(), stand_in.dtype)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout, None
+
+
+def computed(call: Call, source: Source, *inputs: Tensor | None) -> Tensor:
+    """Computes a layer whose tokens are all here.
+
+    A checkpoint computes forward again until it has all saved tensors. So under a checkpoint the last product, which
+    saves none, is a node of its own. Where nothing behind the layer saves tensors, it is not computed again.
+    """
+    if torch.compiler.is_compiling() or not _torch.hooks_saved_tensors():
+        return LayerFunction.apply(call, source, None, *inputs)
+    postponed: list[Callable[[], Tensor]] = []
+    stand_in = LayerFunction.apply(call, source, postponed, *inputs)
+    return Finish.apply(stand_in, *postponed)
+
+
+def node_of(out: Tensor) -> torch.autograd.graph.Node | None:
+    """Returns the node of the layer that `computed` out, or None without gradients."""
+    node = out.grad_fn
+    return node.next_functions[0][0] if node is not None and node.name() == "FinishBackward" else node
+
+
+def _gradients(ctx: torch.autograd.function.FunctionCtx, dout: Tensor) -> Inputs:
+    saved = ctx.saved_tensors  # not below autograd: here `checkpoint` recomputes forward, with gradients
+    of_layer, of_chunk = len(SavedLayer._fields), len(SavedChunk._fields)
+    first = of_layer + ctx.num_of_source
+    layer, source = SavedLayer(*saved[:of_layer]), ctx.source.restored(saved[of_layer:first])
+    kept = [SavedChunk(*saved[at : at + of_chunk]) for at in range(first, len(saved), of_chunk)]
+    with source.completed(), below_autograd():
+        if ctx.watch is not None:
+            ctx.watch.sent = dout
+        grads = _backward(source, kept, layer, source.gradient_chunks(dout), ctx.call, ctx.watch)
+    return grads.cast_to(ctx.dtypes)
 
 
 def _forward(
@@ -182,29 +233,33 @@ def _forward(
     down: ExpertLinear,
     w_down: Operand,
     watch: LayerWatch | None,
-) -> tuple[Tensor, SavedChunk]:
-    """Computes out [T, D] of a chunk in bfloat16. Returns it and the tensors that backward reads."""
+) -> tuple[Callable[[], Tensor], SavedChunk]:
+    """Computes a chunk up to its activations. Returns the rest, which computes out [T, D] in bfloat16, and the tensors
+    that backward reads."""
     x, scores, groups = chunk
     slots = Slots(groups) if call.is_adapted else None
     rows, _ = engine.tokens(x, groups, rows=True)
     # The activation adds the bias, unless an adapter or statistics read h with it.
     in_product = up.bias is None or up.adapter is not None or watch is not None
     bias, up = (None, up) if in_product else (up.bias, up._replace(bias=None))
-    h, of_up = up.product(engine, rows, w_up, groups, by_index=True), Adapted()
+    h, of_up = up.product(engine, rows, w_up, groups, by_index=True), UNADAPTED
     if up.adapter is not None:
-        h, of_up = up.adapter.up(h, engine.values(x), slots)
+        h, of_up = up.adapter.up(h, engine.values(x, groups.of_tokens), slots)
     if watch is not None:
         watch.forward(x, h, groups, up.weight, down.weight)
     bias = None if bias is None else rounded(bias, h.dtype).contiguous()
     rows, h = engine.activated(h, groups, call.activation, call.interleaved, call.keep_fp8 and call.needs_h, bias)
-    of_down = Adapted() if down.adapter is None else down.adapter.narrow(engine.values(rows, groups.offs), slots)
-    y = down.product(engine, rows, w_down, groups)
-    out = y if groups.inverse is None else _combine(y, groups.inverse, scores)
-    if down.adapter is not None:
-        out, of_down = down.adapter.down(out, of_down, slots, scores)
+    of_down = UNADAPTED if down.adapter is None else down.adapter.narrow(engine.values(rows, groups.offs), slots)
+
+    def finish() -> Tensor:
+        y = down.product(engine, rows, w_down, groups)
+        out = y if groups.inverse is None else _combine(y, groups.inverse, scores)
+        return out if down.adapter is None else down.adapter.down(out, of_down, slots, scores)
+
     x, h = x if up.needs_weight or up.needs_A else NOTHING, h if call.needs_h else NOTHING
-    kept = x.values, x.scale, h.values, h.scale, *of_up, *of_down
-    return out, SavedChunk(scores, groups.offs, groups.indices, groups.inverse, *kept)
+    kept_of_down = of_down if down.adapter is None else down.adapter.kept(of_down)
+    kept = x.values, x.scale, h.values, h.scale, *of_up, *kept_of_down
+    return finish, SavedChunk(scores, groups.offs, groups.indices, groups.inverse, *kept)
 
 
 def _backward(
@@ -218,8 +273,8 @@ def _backward(
     """Returns the gradients of all inputs that need one. Gradients of x and of weights are bfloat16."""
     engine, found = engine_of(call.recipe, call.rounding), []
     if call.is_adapted:
-        up, down = call.up.ready(layer.A_gate_up, layer.B_gate_up), call.down.ready(layer.A_down, layer.B_down)
-        call = call._replace(up=up, down=down)
+        up = call.up.of_backward(layer.A_gate_up, layer.B_gate_up)
+        call = call._replace(up=up, down=call.down.of_backward(layer.A_down, layer.B_down))
     up_t = partial(call.up.second, engine, Operand(layer.up_t, layer.up_t_scale), call.dtype)
     down_t = partial(call.down.second, engine, Operand(layer.down_t, layer.down_t_scale), call.dtype)
     if len(kept) > 1:  # chunks share the operands. A single chunk frees each one after its product
@@ -255,85 +310,77 @@ def _backward_of_chunk(
     """Returns the gradients of a chunk. Gradients of x and scores go to `give_back` as soon as they are computed; in
     their place stand the handles that it returns. Gradients of weights go to `weights`."""
     scores, groups, up, down = saved.scores, saved.groups(), call.up, call.down
-    slots = Slots(groups) if call.is_adapted else None
+    needs_x, needs_scores, needs_da = call.needs_x, call.needs_scores, call.needs_da
+    slots = None
+    if call.is_adapted:
+        slots, of_up = Slots(groups), Adapted(saved.u_up, saved.mask_up)
+        of_down = Adapted(saved.u_down, saved.mask_down)
     p = (dout.values if groups.indices is None else groups.indices).shape[0]
     dx = dscores = db_up = db_down = dA_up = dB_up = dA_down = dB_down = None
-    dy, dy_t = engine.tokens(dout, groups, rows=call.needs_da, tokens=down.needs_weight, gradient=True)
+    dy, dy_t = engine.tokens(dout, groups, rows=needs_da, tokens=down.needs_weight, gradient=True)
     if watch is not None:
         watch.gradients(dout, dy_t)
-    of_up, of_down = Adapted(saved.u_up, saved.mask_up), Adapted(saved.u_down, saved.mask_down)
     if down.adapter is not None:
         tokens = Tokens(engine.values(dout), slots, rows=_in_bf16(dy, dy_t))
-        v_down, dB_down = down.adapter.down_gradients(tokens, of_down, scores, call.needs_da)
+        v_down, dB_down = down.adapter.down_gradients(tokens, of_down, scores, needs_da)
         del tokens
     if call.needs_h:
-        if call.needs_da:
+        if needs_da:
             da = engine.product(dy, down_t(dout.values), groups, by_index=True)
         else:  # only dW_down is wanted: of the results of `gradients` it reads a alone, which needs no da
             da = dout.values.new_zeros(p, call.features, dtype=torch.bfloat16)
-        if call.needs_da and down.adapter is not None:
+        if needs_da and down.adapter is not None:
             da = down.adapter.add_to_da(da, v_down, of_down, slots)
         of_rows = None if scores is None else scores.view(-1)
         if slots is not None and groups.indices is None and scores is not None:
             of_rows = slots.row_scores(scores)  # adapters read dh of all rows, so that of rows without a group is zero
         of = Activated(Operand(saved.h, saved.h_scale), of_rows, call.activation, call.interleaved)
         wanted = Wanted(
-            rows=call.needs_x,
+            rows=needs_x,
             tokens=up.needs_weight,
             a=down.needs_weight,
-            dh=up.needs_bias or up.adapter is not None,
+            dh=up.adapter is not None,
             a_values=down.needs_A,
+            db=up.needs_bias,
         )
-        dh, dh_t, a_t, dh_values, dscores, a = engine.gradients(da, of, groups, wanted)
+        dh, dh_t, a_t, dh_values, dscores, a, db_up = engine.gradients(da, of, groups, wanted)
         if down.needs_A:
             dA_down = down.adapter.down_dA(v_down, a, of_down, slots)
         if watch is not None:
             watch.between(da, of, dh_t, a_t)
     if down.needs_weight:
         weights.add(DOWN, dy_t, a_t, groups)
-    if b_down is not None and (call.needs_scores or down.needs_bias):
-        dy, of_bias = _bias_backward(engine.values(dout), b_down, scores, groups, p, call.needs_scores)
-        dscores = dscores.view(of_bias.shape) + of_bias if call.needs_scores else None
-        db_down = sum_of_groups(dy, groups.offs) if down.needs_bias else None
-    if call.needs_scores:
+    if b_down is not None and (needs_scores or down.needs_bias):
+        values = engine.values(dout)
+        if down.needs_bias:
+            db_down = gradient_of_weighted(values, scores, groups)
+        if needs_scores:
+            of_bias = part_of_dscores(values, b_down, scores, groups)
+            dscores = dscores.view(of_bias.shape) + of_bias
+    if needs_scores:
         dscores = give_back(dscores.view(groups.inverse.shape))
-    if up.needs_bias:
-        db_up = sum_of_groups(dh_values, groups.offs)
     if up.adapter is not None and call.needs_dh:
-        v_up, dB_up = up.adapter.up_gradients(dh_values, of_up, slots, call.needs_x)
-    if call.needs_x:
+        v_up, dB_up = up.adapter.up_gradients(dh_values, of_up, slots, needs_x)
+    if needs_x:
         rows = engine.product(dh, up_t(dout.values), groups)
         dx = rows if groups.indices is None else _combine(rows, groups.inverse, None)
         if up.adapter is not None:
             dx = up.adapter.add_to_dx(dx, v_up, of_up, slots)
         dx = give_back(dx)
     if up.needs_A:
-        dA_up = up.adapter.up_dA(v_up, engine.values(Operand(saved.x, saved.x_scale)), of_up, slots)
+        dA_up = up.adapter.up_dA(v_up, engine.values(Operand(saved.x, saved.x_scale), groups.of_tokens), of_up, slots)
     if up.needs_weight:
         _, x_t = engine.tokens(Operand(saved.x, saved.x_scale), groups, tokens=True)
         weights.add(UP, dh_t, x_t, groups)
         if watch is not None:
             watch.tokens(Operand(saved.x, saved.x_scale), x_t)
     factors = dA_up, dB_up, dA_down, dB_down
-    return Inputs(dx, dscores if call.needs_scores else None, None, None, db_up, db_down, *factors)
+    return Inputs(dx, dscores if needs_scores else None, None, None, db_up, db_down, *factors)
 
 
 def _in_bf16(*operands: Operand) -> Tensor | None:
     """Returns the first operand that holds rows in bfloat16, if any does."""
     return next((x.values for x in operands if x.values is not None and x.scale is None), None)
-
-
-def _bias_backward(
-    grad: Tensor, bias: Tensor, scores: Tensor | None, groups: Groups, rows: int, needs_scores: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of the rows that the down projection's bias was added to, and the bias's part of dscores.
-
-    For `combine` the bias is a part of y.
-    """
-    if groups.inverse is None:
-        return grad, None
-    y = rows_of_bias(bias, groups.offs, rows, grad.dtype) if needs_scores else None
-    return _combine_backward(grad, y, scores, groups.inverse, rows)
 
 
 def _once(make: Callable[[Tensor], Operand]) -> Callable[[Tensor], Operand]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,10 @@ class Source:
         (rows,) = given_back
         return rows
 
+    def completed(self) -> AbstractContextManager:
+        """A context for `gradient_chunks`, `give_back` and `collect`. It sees their errors, and those in between."""
+        return nullcontext()
+
     def tensors(self) -> list[Tensor]:
         """Returns the tensors that backward needs for `gradient_chunks`, `give_back` and `collect`."""
         return []
@@ -62,25 +67,25 @@ class Source:
 
 
 class RoutedTokens(Source):
-    """Tokens with the ids of their experts."""
+    """Tokens with the ids of their experts. given: their operand, if the caller has quantized them."""
 
-    def __init__(self, ids: Tensor, num_experts: int) -> None:
-        self.ids, self.num_experts = ids, num_experts
+    def __init__(self, ids: Tensor, num_experts: int, given: Operand | None = None) -> None:
+        self.ids, self.num_experts, self.given = ids, num_experts, given
 
     def chunks(self, x: Tensor, scores: Tensor | None) -> Iterable[Chunk]:
         permutation, offs, inverse = _sort_tokens(self.ids, self.num_experts)
-        return [Chunk(Operand(x), scores, Groups(offs, permutation, inverse.shape[1], inverse))]
+        return [Chunk(self.given or Operand(x), scores, Groups(offs, permutation, inverse.shape[1], inverse))]
 
 
 class SortedRows(Source):
-    """Rows that a dispatcher has sorted by expert already."""
+    """Rows that a dispatcher has sorted by expert already. given: as in `RoutedTokens`."""
 
-    def __init__(self, offs: Tensor) -> None:
-        self.offs = offs
+    def __init__(self, offs: Tensor, given: Operand | None = None) -> None:
+        self.offs, self.given = offs, given
 
     def chunks(self, x: Tensor, scores: Tensor | None) -> Iterable[Chunk]:
         offs, inverse = clamped(self.offs, x.shape[0]), None
         if scores is not None:  # `combine` multiplies by scores; each row is the only slot of a token
             row = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
             inverse = torch.where(row < offs[-1], row, -1)[:, None]
-        return [Chunk(Operand(x), scores, Groups(offs, inverse=inverse))]
+        return [Chunk(self.given or Operand(x), scores, Groups(offs, inverse=inverse))]

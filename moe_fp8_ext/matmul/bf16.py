@@ -86,13 +86,13 @@ def _tma_operand(x: Tensor, columns: int, rows: int | None = None) -> Tensor:
 
     Copies x only if its sizes, strides or base pointer are not as TMA needs them.
     """
-    pad = (0, columns - x.shape[-1], 0, 0 if rows is None else rows - x.shape[-2])
-    if any(pad):
-        return torch.nn.functional.pad(x, pad)
-    lines = x if x.dim() == 2 or x.stride(-1) == 1 else x.transpose(-2, -1)
-    one_piece = lines.stride(-1) == 1 and lines.stride(-2) >= lines.shape[-1]
-    starts_aligned = all(step % 8 == 0 for step in lines.stride()[:-1])
+    *_, height, width = x.shape
+    if columns != width or (rows is not None and rows != height):
+        return torch.nn.functional.pad(x, (0, columns - width, 0, 0 if rows is None else rows - height))
+    *outer, line, element = x.stride()
+    if outer and element != 1:  # a matrix of three dimensions may be transposed
+        line, element, width = element, line, height
+    is_aligned = line % 8 == 0 and (not outer or outer[0] % 8 == 0)
     # A graph does not know offsets. inductor copies an argument that is less aligned than the example it compiled for.
-    if one_piece and starts_aligned and (torch.compiler.is_compiling() or x.storage_offset() % 8 == 0):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    is_aligned = is_aligned and (torch.compiler.is_compiling() or x.storage_offset() % 8 == 0)
+    return x if element == 1 and line >= width and is_aligned else x.clone(memory_format=torch.contiguous_format)

@@ -27,6 +27,7 @@ from moe_fp8_ext.quantization.recipe import Recipe
 _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default
 _add_bias = torch.ops.moe_fp8.add_bias.default
+_sum_groups = torch.ops.moe_fp8.sum_groups.default
 _activate_backward = torch.ops.moe_fp8.activate_backward.default
 _quantize_activated_backward = torch.ops.moe_fp8.quantize_activated_backward.default
 _quantize_activated_backward_rows = torch.ops.moe_fp8.quantize_activated_backward_rows.default
@@ -47,6 +48,11 @@ class Groups(NamedTuple):
     indices: Tensor | None = None
     top_k: int | None = None
     inverse: Tensor | None = None  # [T, top_k]: the row of every slot, if a layer adds rows up
+
+    @property
+    def of_tokens(self) -> Tensor | None:
+        """Returns the ends of the groups that tokens lie in; None if products take tokens by index."""
+        return self.offs if self.indices is None else None
 
     @property
     def in_place(self) -> Groups:
@@ -71,6 +77,10 @@ class Wanted(NamedTuple):
     a: bool
     dh: bool
     a_values: bool = False
+    db: bool = False
+
+
+_ALL_OPERANDS = Wanted(rows=True, tokens=True, a=True, dh=False)
 
 
 class Gradients(NamedTuple):
@@ -80,12 +90,14 @@ class Gradients(NamedTuple):
     dh: Tensor | None  # in bfloat16
     dscores: Tensor  # [P], as scores
     a_values: Tensor | None = None  # scores * a in bfloat16
+    db: Tensor | None = None  # sums of dh by group, [E, 2F] or [E, F] in float32
 
 
 class Bf16Engine:
     """Multiplies in bfloat16. The docstrings of its methods hold for every engine.
 
-    Tokens are an operand without scales, the caller's tensor. `Fp8Engine` also accepts tokens quantized along rows.
+    Tokens are an operand without scales, the caller's tensor. `Fp8Engine` also accepts tokens quantized along rows. If
+    their scales are blocked, they are blocked by the groups or, where products take tokens by index, as one matrix.
     """
 
     format: str | None = None  # of operands
@@ -183,7 +195,8 @@ class Bf16Engine:
         _, of_a = self.rows(a, groups.in_place, tokens=wanted.a)
         a = a if wanted.a_values else None  # frees memory for the operands of dh
         rows, tokens = self.rows(dh, groups.in_place, wanted.rows, wanted.tokens, gradient=True)
-        return Gradients(rows, tokens, of_a, dh if wanted.dh else None, dscores, a)
+        db = _sum_groups(dh, groups.offs, None, None, None) if wanted.db else None
+        return Gradients(rows, tokens, of_a, dh if wanted.dh else None, dscores, a, db)
 
 
 class Fp8Engine(Bf16Engine):
@@ -213,7 +226,7 @@ class Fp8Engine(Bf16Engine):
     def tokens(
         self, x: Operand, groups: Groups, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        if groups.indices is None:
+        if groups.indices is None and x.scale is None:
             return self.rows(row_major(x.values), groups, rows, tokens, gradient)
         by_index = groups.offs, groups.indices, groups.top_k
         format, dtype, rounding = self.rule(gradient)
@@ -228,7 +241,8 @@ class Fp8Engine(Bf16Engine):
         if rows and x.scale is None:
             along_rows = Operand(*_quantize_rows(row_major(x.values), format, None, None, None, dtype, rounding))
         if tokens:
-            along_tokens = Operand(*_quantize_tokens(row_major(self.values(x)), format, *by_index, *how))
+            values = row_major(self.values(x, groups.of_tokens))
+            along_tokens = Operand(*_quantize_tokens(values, format, *by_index, *how))
         return along_rows, along_tokens
 
     def rows(
@@ -292,29 +306,30 @@ class Fp8Engine(Bf16Engine):
     def gradients(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
         if wanted.rows and not wanted.tokens:
             return self._gradients_along_rows(da, of, groups, wanted)
-        if wanted != Wanted(rows=True, tokens=True, a=True, dh=False):
+        if wanted._replace(db=False) != _ALL_OPERANDS:
             return super().gradients(da, of, groups, wanted)
         h, scores, activation, interleaved = of
         format, dtype, rounding = self.rule(gradient=False)
         dtypes = dtype, self.rule(gradient=True)[1]
-        how = self.recipe.align, *dtypes, rounding, self.recipe.amax_of_groups
-        q, scale, q_t, scale_t, a_q_t, a_scale_t, ends, dscores = _quantize_activated_backward(
+        how = self.recipe.align, *dtypes, rounding, self.recipe.amax_of_groups, wanted.db
+        q, scale, q_t, scale_t, a_q_t, a_scale_t, ends, dscores, db = _quantize_activated_backward(
             da, h.values, activation, format, groups.offs, scores, h.scale, groups.indices, interleaved, *how
         )
         rows, tokens, of_a = Operand(q, scale), Operand(q_t, scale_t, ends), Operand(a_q_t, a_scale_t, ends)
-        return Gradients(rows, tokens, of_a, None, dscores)
+        return Gradients(rows, tokens, of_a, None, dscores, db=db if wanted.db else None)
 
     def _gradients_along_rows(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
         """Computes `gradients` for a weight that has none. What is also wanted of dh and a comes in bfloat16."""
         h, scores, activation, interleaved = of
         format, dtype, rounding = self.rule(gradient=True)
-        how = interleaved, wanted.dh, wanted.a or wanted.a_values, dtype, rounding
+        how = interleaved, wanted.dh or wanted.db, wanted.a or wanted.a_values, dtype, rounding
         q, scale, dh, a, dscores = _quantize_activated_backward_rows(
             da, h.values, activation, format, groups.offs, scores, h.scale, groups.indices, *how
         )
         _, of_a = self.rows(a, groups.in_place, tokens=wanted.a)
+        db = _sum_groups(dh, groups.offs, None, None, None) if wanted.db else None
         dh, a = dh if wanted.dh else None, a if wanted.a_values else None
-        return Gradients(Operand(q, scale), NOTHING, of_a, dh, dscores, a)
+        return Gradients(Operand(q, scale), NOTHING, of_a, dh, dscores, a, db)
 
     def _is_smaller(self, x: Tensor, groups: Groups) -> bool:
         """Returns whether x takes less memory than its copy along tokens. Symbolic sizes: whether for all values."""
@@ -337,7 +352,10 @@ class HighPrecisionWgrad(Fp8Engine):
     def tokens(
         self, x: Operand, groups: Groups, rows: bool = False, tokens: bool = False, gradient: bool = False
     ) -> tuple[Operand, Operand]:
-        return super().tokens(x, groups, rows, False, gradient)[0], _BF16.tokens(x, groups, tokens=tokens)[1]
+        along_rows, _ = super().tokens(x, groups, rows, False, gradient)
+        if tokens and x.scale is not None:
+            x = Operand(self.values(x, groups.of_tokens))
+        return along_rows, _BF16.tokens(x, groups, tokens=tokens)[1]
 
     def rows(
         self, x: Tensor, groups: Groups, rows: bool = False, tokens: bool = False, gradient: bool = False

@@ -132,7 +132,7 @@ def grouped_mm(
         _fail(f"bias must be None, because products add none, got {type(bias).__name__}; `experts` adds biases")
     result = a_dtype or b_dtype or torch.bfloat16
     if out_dtype not in (None, result):
-        _fail(f"out_dtype must be None or that of the result, {result}, got {out_dtype}; cast the result")
+        _fail(f"out_dtype must be None or the result's, {result}, got {out_dtype}; cast the result")
     if A is not None and B_t is not None and a_dtype != b_dtype:
         _fail(f"B_t must have the dtype of A, {a_dtype}, got {b_dtype}")
     A = None if A is None else cast(A, a_dtype)
@@ -140,7 +140,7 @@ def grouped_mm(
     if B_t is None and main_grad is not None:
         if torch.is_grad_enabled() and not needs.A:
             got = "a Quantized" if A is None else "requires_grad=False"
-            _fail(f"A must ask for a gradient where main_grad is that of a quantized B_t, got {got}")
+            _fail(f"A must ask for a gradient where main_grad belongs to a quantized B_t, got {got}")
         needs = Needs(needs.A, needs.A)
     if A is not None and B_t is not None:
         (experts, k, n), rows = B_t.shape, (A if indices is None else indices).shape[0]
@@ -314,7 +314,7 @@ def _validate_groups(a: tuple[Quantized | None, Quantized | None], offs: Tensor)
 
 
 def _warn_of_square(B_t: Tensor) -> None:
-    """Square weights fit with their transpose and without. Their strides say how they are stored, not what is meant."""
+    """Square weights fit with their transpose and without. Strides say how they lie, not what the caller means."""
     if B_t.shape[1] == B_t.shape[2] and B_t.is_contiguous():
         text = f"B_t {list(B_t.shape)} is contiguous and read as [E, K, N]; weights [E, N, K] are passed as w.mT"
         warn(f"{_OP}: {text}", stacklevel=4)

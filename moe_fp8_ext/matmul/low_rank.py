@@ -23,6 +23,8 @@ from moe_fp8_ext.quantization.format import round_up
 
 _combine = torch.ops.moe_fp8.combine.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
+_spread = torch.ops.moe_fp8.spread_expert_columns.default
+_take = torch.ops.moe_fp8.take_expert_columns.default
 
 # Products are dense up to this many columns E R for each of the top_k slots of a token. For a token and a column of W,
 # a dense product does 2 E R operations. Grouped products move 2 (2 top_k + 1) bytes. An H200 does 700e12 operations and
@@ -31,39 +33,28 @@ _permute_pad = torch.ops.moe_fp8.permute_pad.default
 DENSE = 350
 
 
-def factor(m: Tensor) -> Tensor:
-    """Returns m [E, r, W] or [r, W] in bfloat16, with rows of zeros up to a rank R that is a multiple of 8."""
-    m, missing = cast(m, torch.bfloat16), round_up(m.shape[-2], 8) - m.shape[-2]
-    if missing:
-        return pad(m, (0, 0, 0, missing))
-    return m if 1 in m.stride()[-2:] else m.contiguous()
+def factor(m: Tensor, scaling: float = 1.0) -> Tensor:
+    """Returns scaling * m, for m [E, r, W] or [r, W], in bfloat16, with rows of zeros up to a rank R that is a multiple
+    of 8."""
+    missing = round_up(m.shape[-2], 8) - m.shape[-2]
+    m = pad(m, (0, 0, 0, missing)) if missing else m
+    keeps_strides = 1 in m.stride()[-2:]
+    layout = torch.preserve_format if keeps_strides else torch.contiguous_format
+    if scaling != 1:
+        return torch.mul(m, scaling, out=torch.empty_like(m, dtype=torch.bfloat16, memory_format=layout))  # rounds once
+    return cast(m, torch.bfloat16) if keeps_strides else m.to(torch.bfloat16, copy=True, memory_format=layout)
 
 
 class Slots:
-    """The rows of the groups of a call, and the block [t, e] of each row's token and expert among [T, E].
-
-    The index of a row without a group is -1, if groups have indices.
-    """
+    """The rows of the groups of a call. Tokens have rows [T, E R] where each expert has R columns."""
 
     def __init__(self, groups: Groups) -> None:
-        self.groups, self._blocks, self._covered, self._used, self._spread = groups, None, None, None, (None, None)
+        self.groups, self._covered, self._unused, self._spread = groups, None, None, (None, None)
 
     def is_dense(self, m: Tensor) -> bool:
         """Whether tokens are multiplied by the factors m of all experts at once."""
         e, top_k = m.shape[0], self.groups.top_k
         return m.dim() == 3 and top_k is not None and top_k <= e and e * m.shape[1] <= DENSE * top_k
-
-    def blocks(self) -> tuple[Tensor, Tensor]:
-        """Returns t * E + e of each row, [P] int32, in two forms: with -1 for a row without a group, and with any block
-        for it, distinct ones."""
-        if self._blocks is None:
-            offs, indices, top_k, _ = self.groups
-            row, e = torch.arange(indices.shape[0], device=offs.device, dtype=offs.dtype), offs.shape[0]
-            # Rows behind the last group count as the last group's, and their token is -1 // top_k = -1.
-            expert = torch.bucketize(row, offs[:-1], right=True, out_int32=True)
-            block = torch.add(expert, indices // top_k, alpha=e)
-            self._blocks = block, torch.where(block < 0, row, block)
-        return self._blocks
 
     def covered(self, rows: int) -> Tensor:
         """Returns offs for a product of all rows. Rows behind the last group, which are zero, count as its rows.
@@ -77,27 +68,20 @@ class Slots:
 
     def used(self, x: Tensor) -> Tensor:
         """Returns tokens x [T, W] with zeros in place of each token that has no slot."""
-        if self._used is None:
-            inverse = self.groups.inverse
-            token = torch.arange(inverse.shape[0], device=inverse.device, dtype=inverse.dtype)
-            self._used = torch.where(inverse.amax(1) < 0, -1, token)
-        return _permute_pad(x, self._used, 1)
+        if self._unused is None:
+            self._unused = self.groups.inverse.amax(1, keepdim=True) < 0
+        return torch.where(self._unused, 0, x)
 
-    def taken(self, x: Tensor, rank: int) -> Tensor:
-        """Returns the block of each row of x [T, E R], [P, R]. Rows without a group are zero."""
-        return _permute_pad(x.view(-1, rank), self.blocks()[0], 1)
+    def taken(self, x: Tensor) -> Tensor:
+        """Returns the columns of each row's expert in x [T, E R], [P, R]. Rows without a group are zero."""
+        return _take(x, self.groups.offs, self.groups.indices, self.groups.top_k)
 
-    def spread(self, u: Tensor) -> Tensor:
-        """Adds rows u [P, R] to their blocks of zeros, [T, E R]. Rows of u without a group must be zero.
-
-        If a token has one expert three times, the sum of those slots depends on the order in which a GPU adds them,
-        unless `torch.use_deterministic_algorithms` is on.
-        """
+    def spread(self, u: Tensor, scores: Tensor | None = None) -> Tensor:
+        """Puts rows u [P, R], multiplied by scores, into the columns of their experts, [T, E R]. Others are zero."""
+        if scores is not None:
+            return _spread(u, self.groups.offs, self.groups.inverse, scores)
         if self._spread[0] is not u:  # the gradients of tokens and of a factor are made of the same rows
-            e, tokens = self.groups.offs.shape[0], self.groups.inverse.shape[0]
-            # Rows without a group add their zeros to distinct blocks: additions to one block would wait for each other.
-            spread = u.new_zeros(tokens * e, u.shape[1]).index_add_(0, self.blocks()[1], u)
-            self._spread = u, spread.view(tokens, e * u.shape[1])
+            self._spread = u, _spread(u, self.groups.offs, self.groups.inverse)
         return self._spread[1]
 
     def row_scores(self, scores: Tensor) -> Tensor:
@@ -124,8 +108,9 @@ class Rows:
         """Computes x @ m^T of each group, [P, R]. Rows without a group are zero."""
         return _product(self.x, m.mT, self.slots)
 
-    def outer(self, u: Tensor, m: Tensor) -> Tensor:
-        """Computes the gradient of a factor m: u^T @ x of each group for u [P, R], shaped as m."""
+    def outer(self, u: Tensor, m: Tensor, scores: Tensor | None = None) -> Tensor:
+        """Computes the gradient of a factor m: u^T @ x of each group for u [P, R], shaped as m. scores multiply u."""
+        u = self.slots.scored(u, scores)
         return _mm(u.mT, self.x) if m.dim() == 2 else bf16_wgrad(u, self.x, self.groups.offs)
 
 
@@ -147,7 +132,7 @@ class Tokens(Rows):
     def narrow(self, m: Tensor) -> Tensor:
         groups = self.groups
         if self.slots.is_dense(m):
-            return self.slots.taken(_mm(self.x, m.flatten(0, 1).mT), m.shape[1])
+            return self.slots.taken(_mm(self.x, m.flatten(0, 1).mT))
         if groups.indices is None:  # rows behind the last group may hold anything
             of = groups.offs
             return bf16_product(self.x, m.mT, of) if m.dim() == 3 else zero_tail(_mm(self.x, m.mT), of)
@@ -155,15 +140,14 @@ class Tokens(Rows):
             return _product(self.rows(), m.mT, self.slots)
         return _permute_pad(_mm(self.x, m.mT), groups.indices, groups.top_k)  # multiplied once a token, not once a slot
 
-    def outer(self, u: Tensor, m: Tensor) -> Tensor:
-        groups = self.groups
-        if groups.indices is None and m.dim() == 2:
-            # Rows behind the last group may hold anything, and a dense product would read them.
-            return bf16_wgrad(u, self.x, groups.offs).float().sum(0)
-        if m.dim() == 3 and not self.slots.is_dense(m):
-            return bf16_wgrad(u, self.rows(), groups.offs)
-        u = self.slots.spread(u) if m.dim() == 3 else _combine(u, groups.inverse, None)
-        return _mm(u.mT, self.slots.used(self.x)).view(m.shape)  # a token without a slot may hold anything, too
+    def outer(self, u: Tensor, m: Tensor, scores: Tensor | None = None) -> Tensor:
+        groups, is_dense = self.groups, self.slots.is_dense(m)
+        if is_dense or (groups.indices is not None and m.dim() == 2):
+            u = self.slots.spread(u, scores) if is_dense else _combine(u, groups.inverse, scores)
+            return _mm(u.mT, self.slots.used(self.x)).view(m.shape)  # a token without a slot may hold anything
+        sums = bf16_wgrad(self.slots.scored(u, scores), self.rows(), groups.offs)
+        # Rows behind the last group may hold anything, and a dense product would read them.
+        return sums.float().sum(0) if m.dim() == 2 else sums
 
 
 def add_to_rows(y: Tensor, u: Tensor, m: Tensor, slots: Slots, mask: Tensor | None = None, p: float = 0) -> Tensor:
@@ -188,7 +172,7 @@ def add_to_tokens(
     if groups.inverse is None:
         return add_to_rows(out, u, m, slots, mask, p)
     if slots.is_dense(m):
-        u, m = slots.spread(slots.scored(u, scores)), m.flatten(0, 1)
+        u, m = slots.spread(u, scores), m.flatten(0, 1)
     elif m.dim() == 2:
         u = _combine(u, groups.inverse, scores)
     else:

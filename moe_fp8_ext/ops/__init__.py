@@ -1,7 +1,7 @@
 """Typed wrappers of torch.ops.moe_fp8, with the argument lists of the ops.
 
 Each op family is one module. For each op the module holds a wrapper with a docstring, a fake implementation for
-`torch.compile`, and a gradient or an error where the op has none. This holds for every op:
+`torch.compile`, and its gradient if it has one. This holds for every op:
 
 - The op never waits for the device. With MOE_FP8_VALIDATE=1 it checks the contents of offs, indices, counts and ids,
   which waits.
@@ -21,10 +21,13 @@ from moe_fp8_ext.ops.activations import (
     quantize_activated,
     quantize_activated_backward,
     quantize_activated_backward_rows,
+    sum_groups,
 )
 from moe_fp8_ext.ops.dequantization import dequantize
 from moe_fp8_ext.ops.dispatch import bind as _bind
+from moe_fp8_ext.ops.dispatch import refuse_derivatives as _refuse_derivatives
 from moe_fp8_ext.ops.dispatch import refuse_none as _refuse_none
+from moe_fp8_ext.ops.expert_columns import spread_expert_columns, take_expert_columns
 from moe_fp8_ext.ops.gemm import add_scaled_grouped_mm, scaled_grouped_mm
 from moe_fp8_ext.ops.messages import pack_tokens, quantize_and_pack
 from moe_fp8_ext.ops.permute import permute_indices, permute_pad, permute_quantized, unpermute
@@ -63,7 +66,10 @@ __all__ = [
     "quantize_weight",
     "scaled_grouped_mm",
     "sort_tokens",
+    "spread_expert_columns",
+    "sum_groups",
     "swizzle_scales",
+    "take_expert_columns",
     "tokens_by_rank",
     "transpose_weight",
     "unpad_token_groups",
@@ -74,4 +80,5 @@ __all__ = [
 for _name in __all__:
     _op = getattr(_torch.ops.moe_fp8, _name).default
     _refuse_none(_op)
+    _refuse_derivatives(_op)
     _bind(globals()[_name], _op)

@@ -7,10 +7,11 @@ from moe_fp8_ext import _C
 from moe_fp8_ext.ops.checks import (
     FP8_DTYPES,
     INPUT_DTYPES,
-    check,
     check_amax,
     check_format,
     check_groups,
+    check_indices,
+    check_indices_with_top_k,
     check_one_of,
     check_rounding,
     check_scale,
@@ -20,17 +21,18 @@ from moe_fp8_ext.ops.checks import (
     fp8_dtype,
     require,
 )
-from moe_fp8_ext.ops.dispatch import differentiable_once, fake, refuse_derivatives, register_gradient, unit_stride
+from moe_fp8_ext.ops.dispatch import differentiable_once, fake, register_gradient, unit_stride
 from moe_fp8_ext.quantization.format import Format, padded_extent
 
 _activate = torch.ops.moe_fp8.activate.default
 _quantize_activated = torch.ops.moe_fp8.quantize_activated.default
 _add_bias = torch.ops.moe_fp8.add_bias.default
+_sum_groups = torch.ops.moe_fp8.sum_groups.default
 _activate_backward = torch.ops.moe_fp8.activate_backward.default
 _quantize_activated_backward = torch.ops.moe_fp8.quantize_activated_backward.default
 _quantize_activated_backward_rows = torch.ops.moe_fp8.quantize_activated_backward_rows.default
 # By name of the activation: whether the columns of h are gates and ups.
-GATED = {rule["name"]: rule["gated"] for rule in _C.activations()}
+GATED = {rule["name"]: rule["gated"] for rule in _C.TABLES["activations"]}
 
 
 def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor:
@@ -56,9 +58,6 @@ def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor
     Returns:
         a [P, F] of h's dtype, contiguous.
 
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
     Source: DESIGN.md section 3, bit by bit.
     """
     return _activate(h, activation, interleaved)
@@ -79,13 +78,40 @@ def add_bias(x: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
 
     Returns:
         out [P, N] of x's dtype, contiguous.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
-    Source: the equation above.
     """
     return _add_bias(x, bias, offs)
+
+
+def sum_groups(
+    x: Tensor,
+    offs: Tensor,
+    *,
+    scores: Tensor | None = None,
+    indices: Tensor | None = None,
+    top_k: int | None = None,
+) -> Tensor:
+    """Sums the rows of each group, which is the gradient of a bias that `add_bias` adds.
+
+        out[e] = the sum of scores[p] * x[p]        offs[e-1] <= p < offs[e]
+
+    With indices, row p is `scores[i] * x[i // top_k]`, where i is `indices[p]`. It is zero if i is no slot.
+
+    Products are rounded to float32. Sums are in float32, in one order on every device: see DESIGN.md, section 3. Every
+    NaN of the result is the quiet NaN without a sign. The op has no derivative.
+
+    Args:
+        x: [P, N], or [M, N] with indices; bfloat16, float16 or float32; stride 1 along a row, any row stride.
+        offs: [E] int32, the exclusive end row of each group.
+        scores: float32 on x's device, stride 1: [P], or [M * top_k] with indices. None: all scores are 1.
+        indices: [P] int32 on x's device: slots, as in the permutation of `sort_tokens`.
+        top_k: slots per row of x, given with indices and only then.
+
+    Returns:
+        out [E, N] float32, contiguous: zeros for an empty group.
+
+    Source: DESIGN.md section 3, bit by bit.
+    """
+    return _sum_groups(x, offs, scores, indices, top_k)
 
 
 def quantize_activated(
@@ -125,9 +151,6 @@ def quantize_activated(
     Returns:
         q [P, F] and its scale; h_q, shaped as h ([0, 2F] or [0, F] without keep_h), and its scale. All have the dtypes
         and layouts that `quantize_rows` returns.
-
-    Raises:
-        RuntimeError: as `activate` and `quantize_rows` do.
 
     Source: DESIGN.md section 3.
     """
@@ -177,9 +200,6 @@ def activate_backward(
         grad_h, shaped as h, and a [P, F], both of grad's dtype; grad_scores float32, shaped as scores ([P] without
         scores). All contiguous.
 
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
     Source: DESIGN.md section 3, bit by bit.
     """
     return _activate_backward(grad, h, activation, scores, h_scale, format, indices, interleaved)
@@ -201,16 +221,18 @@ def quantize_activated_backward(
     grad_dtype: torch.dtype | None = None,
     rounding: str | None = None,
     amax: str = "group",
+    sum_grad_h: bool = False,
 ) -> tuple[Tensor, ...]:
     """Computes all that backward needs between the two products of experts, as quantized operands.
 
         grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, ...)
         q, scale, q_t, scale_t, padded_offs = quantize_both(grad_h, format, offs=offs, dtype=grad_dtype, ...)
         a_q_t, a_scale_t, _ = quantize_tokens(a, format, offs=offs, amax=amax, ...)
+        grad_bias = sum_groups(grad_h, offs)
 
-    The results have the bytes of these three calls. On a GPU fused kernels never write grad_h and a to memory. They
+    The results have the bytes of these calls. On a GPU fused kernels never write grad_h and a to memory. They
     read h and grad once in formats with blocks, twice in "rowwise". The fused kernels need all of these; otherwise the
-    op takes the three steps one by one:
+    op takes the steps one by one:
 
     - h is quantized to the E4M3 dtype of the GPU, and its rows begin at multiples of 8 bytes, of 16 if interleaved;
     - grad is bfloat16 and its rows begin at multiples of 16 bytes;
@@ -229,17 +251,19 @@ def quantize_activated_backward(
         dtype: FP8 dtype of a_q_t, as in `quantize_tokens`.
         grad_dtype: FP8 dtype of q and q_t; None: `dtype`.
         amax: granularity of the scales of a, as in `quantize_tokens`.
+        sum_grad_h: whether to sum grad_h by groups. False: grad_bias has no groups.
 
     Returns:
         q, shaped as h, its scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs: as `quantize_both` of grad_h and
         `quantize_tokens` of a return them; both have the same padded_offs. Then grad_scores, as of `activate_backward`.
+        Then grad_bias float32 [E, 2F] or [E, F], with as many columns as h: the gradient of a bias of h.
 
     Raises:
         RuntimeError: as `activate_backward` and `quantize_both` do.
 
     Source: `activate_backward`, `quantize_both` and `quantize_tokens`.
     """
-    options = scores, h_scale, indices, interleaved, align, dtype, grad_dtype, rounding, amax
+    options = scores, h_scale, indices, interleaved, align, dtype, grad_dtype, rounding, amax, sum_grad_h
     return _quantize_activated_backward(grad, h, activation, format, offs, *options)
 
 
@@ -277,11 +301,6 @@ def quantize_activated_backward_rows(
     Returns:
         q, shaped as h, and its scale; grad_h, shaped as h, or [0, 2F] or [0, F] unless kept; a [P, F], or [0, F] unless
         kept; grad_scores, as of `activate_backward`.
-
-    Raises:
-        RuntimeError: as `activate_backward` and `quantize_rows` do.
-
-    Source: `activate_backward` and `quantize_rows`.
     """
     options = scores, h_scale, indices, interleaved, keep_grad_h, keep_a, dtype, rounding
     return _quantize_activated_backward_rows(grad, h, activation, format, offs, *options)
@@ -300,11 +319,6 @@ def _backward(ctx, grad):
 
 
 register_gradient(_activate, _save, _backward)
-refuse_derivatives(_add_bias)
-refuse_derivatives(_quantize_activated)
-refuse_derivatives(_activate_backward)
-refuse_derivatives(_quantize_activated_backward)
-refuse_derivatives(_quantize_activated_backward_rows)
 
 
 def _features(op: str, h: Tensor, activation: str) -> int:
@@ -320,37 +334,42 @@ def _features(op: str, h: Tensor, activation: str) -> int:
 
 @fake(_activate)
 def _(op, h, activation, interleaved):
-    check(op, "h", h)
     return h.new_empty((h.shape[0], _features(op, h, activation)))
 
 
 def _check_bias(op: str, bias: Tensor, like: str, x: Tensor, offs: Tensor) -> None:
-    check(op, "bias", bias, x)
     require(bias.dtype == x.dtype, f"{op}: bias must be, like {like}, {x.dtype}, got {bias.dtype}")
     check_shape(op, "bias", bias, (offs.shape[0], x.shape[1]))
 
 
 @fake(_add_bias)
 def _(op, x, bias, offs):
-    check(op, "x", x)
-    check(op, "offs", offs, x)
     _check_bias(op, bias, "x", x, offs)
     return x.new_empty(x.shape)
 
 
+@fake(_sum_groups)
+def _(op, x, offs, scores, indices, top_k):
+    check_indices_with_top_k(op, indices, top_k)
+    rows = x.shape[0]
+    if indices is not None:
+        check_indices(op, rows, top_k)
+        rows = rows * top_k if scores is not None else rows
+    if scores is not None:
+        check_shape(op, "scores", scores, (rows,))
+    return x.new_empty((offs.shape[0], x.shape[1]), dtype=torch.float32)
+
+
 @fake(_quantize_activated)
 def _(op, h, activation, format, bias, offs, interleaved, keep_h, dtype, rounding):
-    check(op, "h", h)
     rows, columns = h.shape
     shape = rows, _features(op, h, activation)
     format = check_format(op, format)
     check_rounding(op, format, rounding)
     groups = None
-    if offs is not None:
-        check(op, "offs", offs, h)
-        if format.order == "blocked":
-            groups = offs.shape[0]
-            check_groups(op, groups, "h", rows, format, None)
+    if offs is not None and format.order == "blocked":
+        groups = offs.shape[0]
+        check_groups(op, groups, "h", rows, format, None)
     if bias is not None:
         require(offs is not None, f"{op}: offs must be given with bias, got None")
         _check_bias(op, bias, "h", h, offs)
@@ -364,34 +383,18 @@ def _(op, h, activation, format, bias, offs, interleaved, keep_h, dtype, roundin
     )
 
 
-def _check_gradients(
-    op: str,
-    grad: Tensor,
-    h: Tensor,
-    activation: str,
-    scores: Tensor | None,
-    h_scale: Tensor | None,
-    indices: Tensor | None,
-) -> tuple[tuple[int, int], Tensor]:
+def _check_gradients(op, grad, h, activation, scores, h_scale, indices) -> tuple[tuple[int, int], Tensor]:
     """Checks the tensors that both gradient ops take; returns the shape of a and an empty grad_scores."""
     dtypes = INPUT_DTYPES if h_scale is None else FP8_DTYPES
-    got = getattr(h, "dtype", None)  # h may be None, which check() refuses
-    require(got is None or got in dtypes, f"{op}: h must be {either(map(dtype_name, dtypes))}, got {got}")
-    check(op, "h", h)
-    check(op, "grad", grad, h)
+    require(h.dtype in dtypes, f"{op}: h must be {either(map(dtype_name, dtypes))}, got {h.dtype}")
     require(h_scale is not None or grad.dtype == h.dtype, f"{op}: grad must be, like h, {h.dtype}, got {grad.dtype}")
     shape = h.shape[0], _features(op, h, activation)
     check_shape(op, "grad", grad, shape)
-    if scores is not None:
-        check(op, "scores", scores, h)
-        if indices is None:
-            check_shape(op, "scores", scores, shape[:1])
+    if scores is not None and indices is None:
+        check_shape(op, "scores", scores, shape[:1])
     if indices is not None:
         require(scores is not None, f"{op}: scores must be given with indices, got None")
-        check(op, "indices", indices, h)
         check_shape(op, "indices", indices, shape[:1])
-    if h_scale is not None:
-        check(op, "h_scale", h_scale, h)
     slots = shape[:1] if indices is None else scores.shape
     return shape, h.new_empty(slots, dtype=torch.float32)
 
@@ -412,14 +415,30 @@ def _(op, grad, h, activation, scores, h_scale, format, indices, interleaved):
 
 
 @fake(_quantize_activated_backward)
-def _(op, grad, h, activation, format, offs, scores, h_scale, indices, align, dtype, grad_dtype, rounding, amax, **_):
+def _(
+    op,
+    grad,
+    h,
+    activation,
+    format,
+    offs,
+    scores,
+    h_scale,
+    indices,
+    interleaved,
+    align,
+    dtype,
+    grad_dtype,
+    rounding,
+    amax,
+    sum_grad_h,
+):
     (rows, features), grad_scores = _check_gradients(op, grad, h, activation, scores, h_scale, indices)
     format = check_format(op, format)
     if h_scale is not None:
         _check_h_scale(op, h, h_scale, format)
     check_rounding(op, format, rounding)
     check_amax(op, format, amax)
-    check(op, "offs", offs, h)
     e = offs.shape[0]
     align = check_groups(op, e, "h", rows, format, align)
     dtype = fp8_dtype(op, dtype, h)
@@ -433,7 +452,8 @@ def _(op, grad, h, activation, format, offs, scores, h_scale, indices, align, dt
     scale = format.scale_of_rows(h.shape, e).empty(h, format.scale_dtype)
     outputs = h.new_empty(h.shape, dtype=grad_dtype), scale, *outputs_along_tokens(h.shape[1], grad_dtype)
     outputs += outputs_along_tokens(features, dtype, amax)
-    return *outputs, h.new_empty((e,), dtype=torch.int32), grad_scores
+    grad_bias = h.new_empty((e if sum_grad_h else 0, h.shape[1]), dtype=torch.float32)
+    return *outputs, h.new_empty((e,), dtype=torch.int32), grad_scores, grad_bias
 
 
 @fake(_quantize_activated_backward_rows)
@@ -445,7 +465,6 @@ def _(
     if h_scale is not None:
         _check_h_scale(op, h, h_scale, format)
     check_rounding(op, format, rounding)
-    check(op, "offs", offs, h)
     groups = None
     dtype = fp8_dtype(op, dtype, h)
     if format.order == "blocked":

@@ -98,12 +98,16 @@ class Argument:
             require(dtype_name(x.dtype) in self.dtypes, f"{text} be {either(self.dtypes)}, got {x.dtype}")
 
 
-_ARGUMENTS = {(row["op"], row["name"]): Argument(**row) for row in _C.arguments()}
+_ARGUMENTS: dict[str, list[Argument]] = {}  # of each op, an argument after the one that it is `like`
+for _row in sorted(_C.TABLES["arguments"], key=lambda row: row["like"] is not None):
+    _ARGUMENTS.setdefault(_row["op"], []).append(Argument(**_row))
 
 
-def check(op: str, name: str, x: Tensor, like: Tensor | None = None) -> None:
-    """Checks the argument `name` of `op` against the table, with `like` as in `Argument.check`."""
-    _ARGUMENTS[op, name].check(x, like)
+def check_tensors(op: str, given: dict[str, object], required: Sequence[str]) -> None:
+    """Checks every tensor among the arguments of a call against the table. One that is not required may be None."""
+    for argument in _ARGUMENTS[op]:
+        if given[argument.name] is not None or argument.name in required:
+            argument.check(given[argument.name], given.get(argument.like))
 
 
 def takes_integers(op: str, name: str) -> bool:
@@ -111,8 +115,8 @@ def takes_integers(op: str, name: str) -> bool:
 
     A tensor of floats in its place is an error of the dtype, whether or not it requires a gradient.
     """
-    row = _ARGUMENTS.get((op, name))
-    return row is not None and bool(row.dtypes) and all(dtype.startswith("int") for dtype in row.dtypes)
+    rows = [row for row in _ARGUMENTS[op] if row.name == name and row.dtypes]
+    return bool(rows) and all(dtype.startswith("int") for dtype in rows[0].dtypes)
 
 
 def is_int(value: object) -> bool:
@@ -307,8 +311,8 @@ def check_indices_with_top_k(op: str, indices: Tensor | None, top_k: int | None)
     require(top_k is None or indices is not None, f"{op}: indices must be given with top_k, got None")
 
 
-def check_indices(op: str, indices: Tensor, like: Tensor, rows: int, top_k: int) -> None:
-    check(op, "indices", indices, like)
+def check_indices(op: str, rows: int, top_k: int) -> None:
+    """Checks how many indices there are: top_k slots for each of `rows` rows."""
     require(top_k >= 1, f"{op}: top_k must be at least 1, got {top_k}")
     if isinstance(rows, int):
         require(

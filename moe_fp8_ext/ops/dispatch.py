@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from moe_fp8_ext import _torch
 from moe_fp8_ext._torch import OpOverload, name_of, schema_of
-from moe_fp8_ext.ops.checks import fail, is_int, takes_integers
+from moe_fp8_ext.ops.checks import check_tensors, fail, is_int, takes_integers
 
 _LIBRARY = torch.library.Library("moe_fp8", "IMPL")
 _Below = _torch.below_autograd
@@ -31,6 +31,7 @@ _any_requires_grad = _torch.any_requires_grad
 _in_functorch = _torch.in_functorch
 _in_forward_ad = _torch.in_forward_ad
 _NOTHING = nullcontext()
+_differentiated: set[OpOverload] = set()  # ops whose derivative, or the error in its place, is registered
 # How errors name the kinds of a schema.
 _KINDS = {
     "Tensor": "a tensor",
@@ -128,7 +129,13 @@ def _refuse_gradients(op: OpOverload, args: tuple, kwargs: dict, among: Sequence
 
 
 def refuse_derivatives(op: OpOverload) -> None:
-    """Registers that op has no derivative: an argument that needs one raises, instead of losing it silently."""
+    """Registers that op has no derivative, unless `register_gradient` was called for it.
+
+    An argument that needs a derivative then raises, instead of losing it silently.
+    """
+    if op in _differentiated:
+        return
+    _differentiated.add(op)
 
     def kernel(keyset, *args, **kwargs):
         if _in_forward_ad():
@@ -219,6 +226,7 @@ def register_gradient(op: OpOverload, save: Callable, backward: Callable, *, wit
         ctx.num_inputs = len(inputs)
         save(ctx, inputs, output)
 
+    _differentiated.add(op)
     if _keysets:
         _LIBRARY.impl(name_of(op), kernel, "Autograd", with_keyset=True)
     else:
@@ -230,13 +238,17 @@ def register_gradient(op: OpOverload, save: Callable, backward: Callable, *, wit
 def fake(op: OpOverload) -> Callable[[Callable], None]:
     """Registers the implementation of op for tensors without values.
 
-    It is called with the name of the op, then all arguments by name; the schema has their defaults. It checks them all.
+    It is called with the name of the op, then all arguments by name; the schema has their defaults. Every tensor has
+    then been checked against the table of arguments. The implementation checks all else.
     """
     defaults = {a.name: a.default_value for a in schema_of(op).arguments if a.has_default_value()}
+    required = [a.name for a in schema_of(op).arguments if str(a.type) == "Tensor"]
 
     def register(implementation: Callable) -> None:
         def run(*args, **kwargs):
-            return implementation(name_of(op), **defaults | _by_name(op, args, kwargs))
+            given = defaults | _by_name(op, args, kwargs)
+            check_tensors(name_of(op), given, required)
+            return implementation(name_of(op), **given)
 
         torch.library.register_fake(schema_of(op).name)(run)
 

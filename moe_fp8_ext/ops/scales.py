@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext.ops.checks import (
-    check,
     check_count,
     check_dims,
     check_one_of,
@@ -14,7 +13,7 @@ from moe_fp8_ext.ops.checks import (
     check_size,
     require,
 )
-from moe_fp8_ext.ops.dispatch import fake, refuse_derivatives
+from moe_fp8_ext.ops.dispatch import fake
 from moe_fp8_ext.quantization.format import FORMATS, GROUP_SCALES, blocked_shape, padded_extent
 
 _swizzle_scales = torch.ops.moe_fp8.swizzle_scales.default
@@ -42,7 +41,7 @@ def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | N
             a block of tokens, so with "columns" offs counts blocks, not tokens.
 
     Returns:
-        blocked of scale's dtype, contiguous. Its shape only counts bytes; their order is that of the blocks. Padding
+        blocked of scale's dtype, contiguous. Its shape only counts bytes; the blocks order them. Padding
         and bytes that belong to no group are zero.
 
         - None: [round_up(R, 128), round_up(C, 4)];
@@ -52,9 +51,6 @@ def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | N
 
         starts int32: for "rows" [E], the first row of each group in `blocked`; for "columns" [E], the sum of the sizes
         of all groups before, each rounded up to 4; otherwise [0].
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: NVIDIA cuBLAS, "1D block scaling factors layout".
     """
@@ -75,9 +71,6 @@ def unswizzle_scales(
 
     Returns:
         scale [rows, cols] ("experts": [E, rows, cols]) of blocked's dtype, contiguous; zero bytes from `offs[-1]` on.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
 
     Source: the layout of `swizzle_scales`.
     """
@@ -111,17 +104,9 @@ def expand_scales(q: Tensor, scale: Tensor, *, along: str = "rows", offs: Tensor
         - a weight: [E, round_up(N, 128) * round_up(ceil(K / 32), 4)];
         - along tokens: [round_up(K, 128), ceil(P / 32) + 4 * E].
 
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
     Source: the formats of DESIGN.md sections 3 and 5; the layout of `swizzle_scales`.
     """
     return _expand_scales(q, scale, along, offs)
-
-
-refuse_derivatives(_swizzle_scales)
-refuse_derivatives(_unswizzle_scales)
-refuse_derivatives(_expand_scales)
 
 
 def _check_groups(op: str, groups: str | None, offs: Tensor | None) -> None:
@@ -137,7 +122,6 @@ def _blocked_shape(
 ) -> tuple[int, ...]:
     if offs is None:
         return blocked_shape(rows, cols, groups, x.shape[0])
-    check(op, "offs", offs, x)
     shape = blocked_shape(rows, cols, groups, offs.shape[0])
     check_size(op, arg, shape[0 if groups == "rows" else 1], f"{groups} with padding")
     return shape
@@ -145,7 +129,6 @@ def _blocked_shape(
 
 @fake(_swizzle_scales)
 def _(op, scale, groups, offs):
-    check(op, "scale", scale)
     _check_groups(op, groups, offs)
     dims = 3 if groups == "experts" else 2
     check_dims(op, "scale", scale, dims, dims)
@@ -156,7 +139,6 @@ def _(op, scale, groups, offs):
 
 @fake(_unswizzle_scales)
 def _(op, blocked, rows, cols, groups, offs):
-    check(op, "blocked", blocked)
     _check_groups(op, groups, offs)
     check_count(op, "rows", rows)
     check_count(op, "cols", cols)
@@ -166,8 +148,6 @@ def _(op, blocked, rows, cols, groups, offs):
 
 @fake(_expand_scales)
 def _(op, q, scale, along, offs):
-    check(op, "q", q)
-    check(op, "scale", scale, q)
     check_one_of(op, "along", along, ("rows", "tokens"))
     along_tokens, weight, e = along == "tokens", q.dim() == 3, None
     if along_tokens:
@@ -175,7 +155,6 @@ def _(op, q, scale, along, offs):
         require(offs is not None, f"{op}: offs must be given along tokens, got None")
     require(offs is None or not weight, f"{op}: offs must be None for a weight, got a tensor")
     if offs is not None:
-        check(op, "offs", offs, q)
         e = offs.shape[0]
         padded = padded_extent(q.shape[1 if along_tokens else 0], e, GROUP_SCALES)
         check_size(op, "q", padded, "columns with padding" if along_tokens else "rows with padding")

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.ops.checks import check, check_count, check_shape, require
-from moe_fp8_ext.ops.dispatch import differentiable_once, fake, refuse_derivatives, register_gradient, unit_stride
+from moe_fp8_ext.ops.checks import check_count, check_shape, require
+from moe_fp8_ext.ops.dispatch import differentiable_once, fake, register_gradient, unit_stride
 
 _combine = torch.ops.moe_fp8.combine.default
 _combine_backward = torch.ops.moe_fp8.combine_backward.default
@@ -30,17 +30,18 @@ def combine(y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Te
 
     Returns:
         out [T, K] of y's dtype, contiguous.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
-    Source: the equation above.
     """
     return _combine(y, inverse, topk_scores)
 
 
 def combine_backward(
-    grad: Tensor, y: Tensor | None, topk_scores: Tensor | None, inverse: Tensor, num_rows: int
+    grad: Tensor,
+    y: Tensor | None,
+    topk_scores: Tensor | None,
+    inverse: Tensor,
+    num_rows: int,
+    *,
+    keep_grad_y: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Computes the gradients of `combine`, for callers that write their own backward.
 
@@ -57,17 +58,14 @@ def combine_backward(
         topk_scores: [T, top_k] float32 or of grad's dtype, as in `combine`. None: all scores are 1.
         inverse: [T, top_k] int32, as in `combine`.
         num_rows: P, the number of rows of y.
+        keep_grad_y: False: grad_y is not computed, and has no rows. Then any slots may share rows of y, such as the
+            bias of an expert, and each slot has the gradient of its score.
 
     Returns:
         grad_y [num_rows, K] of grad's dtype; grad_scores [T, top_k], or [0] without y, of topk_scores' dtype, float32
         without scores. Both contiguous.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
-    Source: the equations above.
     """
-    return _combine_backward(grad, y, topk_scores, inverse, num_rows)
+    return _combine_backward(grad, y, topk_scores, inverse, num_rows, keep_grad_y)
 
 
 def _save(ctx, inputs, output):
@@ -80,41 +78,30 @@ def _save(ctx, inputs, output):
 
 @differentiable_once
 def _backward(ctx, grad):
-    grad_y, grad_scores = _combine_backward(unit_stride(grad), *ctx.saved_tensors, ctx.rows)
+    grad_y, grad_scores = _combine_backward(unit_stride(grad), *ctx.saved_tensors, ctx.rows, True)
     return (grad_y, None, grad_scores) if ctx.needs_scores else (grad_y,)
 
 
 register_gradient(_combine, _save, _backward)
-refuse_derivatives(_combine_backward)
-
-
-def _check_scores(op: str, scores: Tensor, inverse: Tensor, x: Tensor) -> None:
-    check(op, "topk_scores", scores, x)
-    check_shape(op, "topk_scores", scores, inverse.shape)
 
 
 @fake(_combine)
 def _(op, y, inverse, topk_scores):
-    check(op, "y", y)
-    check(op, "inverse", inverse, y)
     if topk_scores is not None:
-        _check_scores(op, topk_scores, inverse, y)
+        check_shape(op, "topk_scores", topk_scores, inverse.shape)
     return y.new_empty((inverse.shape[0], y.shape[1]))
 
 
 @fake(_combine_backward)
-def _(op, grad, y, topk_scores, inverse, num_rows):
-    check(op, "grad", grad)
-    check(op, "inverse", inverse, grad)
+def _(op, grad, y, topk_scores, inverse, num_rows, keep_grad_y):
     t, got = inverse.shape[0], grad.shape[0]
     require(got == t, f"{op}: grad must have the {t} rows of inverse, got {got}")
     if topk_scores is not None:
-        _check_scores(op, topk_scores, inverse, grad)
+        check_shape(op, "topk_scores", topk_scores, inverse.shape)
     check_count(op, "num_rows", num_rows)
     if y is not None:
-        check(op, "y", y, grad)
         require(y.dtype == grad.dtype, f"{op}: y must be, like grad, {grad.dtype}, got {y.dtype}")
         check_shape(op, "y", y, (num_rows, grad.shape[1]))
     dtype = torch.float32 if topk_scores is None else topk_scores.dtype
     scores_shape = (0,) if y is None else inverse.shape
-    return grad.new_empty((num_rows, grad.shape[1])), grad.new_empty(scores_shape, dtype=dtype)
+    return grad.new_empty((num_rows if keep_grad_y else 0, grad.shape[1])), grad.new_empty(scores_shape, dtype=dtype)

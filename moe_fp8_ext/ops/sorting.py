@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.ops.checks import check, check_size, require
+from moe_fp8_ext.ops.checks import check_size, require
 from moe_fp8_ext.ops.dispatch import fake
 from moe_fp8_ext.quantization.format import MAX_EXPERTS, MAX_ROWS
 
@@ -31,9 +31,6 @@ def sort_tokens(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
         exclusive end of each expert's slots in permutation; inverse int32, shaped as `topk_ids`, the position of each
         slot in permutation, -1 for a dropped slot. All contiguous.
 
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
     Source: stable counting sort; DESIGN.md section 4 for offs.
     """
     return _sort_tokens(topk_ids, num_experts)
@@ -57,18 +54,12 @@ def tokens_by_rank(topk_ids: Tensor, num_experts: int, num_ranks: int) -> tuple[
     Returns:
         by_rank [T, num_ranks] int32; counts [num_ranks, 2] int64, for each rank the number of tokens that have any of
         its experts and the number of their slots there. Both contiguous.
-
-    Raises:
-        RuntimeError: an argument is not as above, see `moe_fp8_ext.ops`.
-
-    Source: the definition above.
     """
     return _tokens_by_rank(topk_ids, num_experts, num_ranks)
 
 
 @fake(_sort_tokens)
 def _(op, topk_ids, num_experts):
-    check(op, "topk_ids", topk_ids)
     require(1 <= num_experts <= MAX_EXPERTS, f"{op}: num_experts must be from 1 to {MAX_EXPERTS}, got {num_experts}")
     slots = topk_ids.shape[0] if topk_ids.dim() == 1 else topk_ids.shape[0] * topk_ids.shape[1]
     shapes = (slots,), (num_experts,), topk_ids.shape
@@ -78,7 +69,6 @@ def _(op, topk_ids, num_experts):
 @fake(_tokens_by_rank)
 def _(op, topk_ids, num_experts, num_ranks):
     max_experts = num_ranks * MAX_EXPERTS
-    check(op, "topk_ids", topk_ids)
     require(1 <= num_ranks <= MAX_EXPERTS, f"{op}: num_ranks must be from 1 to {MAX_EXPERTS}, got {num_ranks}")
     check_size(op, "topk_ids", topk_ids.shape[0], f"tokens for {num_ranks} ranks", MAX_ROWS // num_ranks)
     text = f"{op}: num_experts must be a multiple of the {num_ranks} ranks, at most {max_experts}, got {num_experts}"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_fp8_ext import _C
 
-_LIMITS = _C.limits()
+_LIMITS = _C.TABLES["limits"]
 MAX_ROWS: int = _LIMITS["MAX_ROWS"]  # offsets are int32, and the last tile may extend past the last row
 MAX_EXPERTS: int = _LIMITS["MAX_EXPERTS"]  # groups in one call
 MAX_COUNTS: int = _LIMITS["MAX_COUNTS"]  # ranks times local experts
@@ -37,7 +37,7 @@ def ceil_div(size: int, divisor: int) -> int:
 
 def round_up(size: int, multiple: int) -> int:
     """Rounds size up to a multiple of `multiple`."""
-    return ceil_div(size, multiple) * multiple
+    return (size + multiple - 1) // multiple * multiple
 
 
 def padded_extent(m: int, e: int, align: int) -> int:
@@ -153,4 +153,4 @@ def _read(entry: dict[str, object]) -> Format:
     return Format(**{**entry, "scale_dtype": getattr(torch, entry["scale_dtype"]), **choices})
 
 
-FORMATS: dict[str, Format] = {entry["name"]: _read(entry) for entry in _C.formats()}
+FORMATS: dict[str, Format] = {entry["name"]: _read(entry) for entry in _C.TABLES["formats"]}

@@ -22,6 +22,7 @@ from moe_fp8_ext.quantization.tensor import Quantized
 from moe_fp8_ext.training.weight_cache import reused
 
 _quantize_weight = torch.ops.moe_fp8.quantize_weight.default
+_swizzle_scales = torch.ops.moe_fp8.swizzle_scales.default
 _transpose_weight = torch.ops.moe_fp8.transpose_weight.default
 
 
@@ -38,7 +39,7 @@ NOTHING = Operand(None)
 # q, scale, q_t, scale_t as ops return them. A `Quantized` would cost as much host time as an allocation.
 Copies = tuple[Tensor, Tensor, Tensor, Tensor]
 
-_OF_TRANSPOSED = {"both": "both", "rows": "transposed", "transposed": "rows"}  # the directions of w as those of w.mT
+_OF_TRANSPOSED = {"both": "both", "rows": "transposed", "transposed": "rows"}  # directions of w -> of w.mT
 
 
 class DeferredWeight(Tensor):
@@ -146,7 +147,7 @@ def second_bf16_weight(kept: Operand, dtype: torch.dtype, frozen: bool) -> Opera
 
 
 def operands_of(pair: tuple[Quantized, Quantized | None], second: bool = True) -> tuple[Operand, Operand]:
-    """Makes the first operand of a pair that the caller quantized before, and what is kept for the second, if asked.
+    """Makes the first operand of a pair that the caller quantized before, and if asked, what is kept for the second.
 
     A weight in square blocks needs no second: the view of its transpose is kept, and copied when it is multiplied.
     """
@@ -157,6 +158,18 @@ def operands_of(pair: tuple[Quantized, Quantized | None], second: bool = True) -
     if second and other is not None:
         return operand, Operand(other.q, other.scale)
     return operand, Operand(first.q.mT, first.scale.mT) if second and is_whole else NOTHING
+
+
+def operand_of_rows(q: Tensor, scale: Tensor, format: str, offs: Tensor | None = None) -> Operand:
+    """Makes the operand of tokens [M, K] from scales [M], [M, 1] or [M, blocks] that lie row by row, as in messages.
+
+    offs: the groups that the tokens lie in; None if products take them by index.
+    """
+    if FORMATS[format].order == "blocked":
+        return Operand(q, _swizzle_scales(scale, None if offs is None else "rows", offs)[0])
+    if FORMATS[format].order == "column_major":
+        return Operand(q, scale)
+    return Operand(q, (scale if FORMATS[format].block else scale.view(-1)).contiguous())
 
 
 def transposed_squares(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -111,8 +111,8 @@ class Recipe:
         self._check_align()
         self._check_choice("amax", "amaxes", _default_amax)
         self._set("_variants", self._make_variants())
-        dtypes = self.dtype, self.grad_dtype or self.dtype
-        self._set("_rules", [Rule(self.format, dtype, self.rounding) for dtype in dtypes])
+        self._set("_rule_of_tokens", Rule(self.format, self.dtype, self.rounding))
+        self._set("_rule_of_gradients", Rule(self.format, self.grad_dtype or self.dtype, self.rounding))
 
     def __repr__(self) -> str:
         given = "".join(f", {field}={value!r}" for field, value in self._given().items())
@@ -211,7 +211,7 @@ class Recipe:
 
     def rule(self, gradient: bool) -> Rule:
         """Returns the rule for weights and tokens, or for gradients of tokens."""
-        return self._rules[gradient]
+        return self._rule_of_gradients if gradient else self._rule_of_tokens
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)  # the dataclass is frozen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ class Quantized:
             of the groups of rows, or None if the operand was quantized without groups.
         align: the multiple that groups were padded to along tokens; 1 along rows.
         transposed: whether q is the transpose [E, K, N] of weights [E, N, K], the operand of dgrad.
-        rounding: of the scales: that of the quantizer; None if it is not known. On sm_100, products of "blockwise"
+        rounding: how the quantizer rounded scales; None if it is not known. On sm_100, products of "blockwise"
             operands run in FP8 only if both have "pow2".
     """
 
@@ -68,7 +67,35 @@ class Quantized:
         Raises:
             RuntimeError: q or scale are not as above; the text names the argument and what it should be.
         """
-        return _weight_of_parts(q, scale, format, transposed)
+        op = "Quantized.from_parts"
+        check_format(op, format)
+        f = FORMATS[format]
+        for name, t in (("q", q), ("scale", scale)):
+            require(isinstance(t, Tensor), f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        if hasattr(q, "placements") or hasattr(scale, "placements"):  # isinstance would import DTensor, which is slow
+            q, scale = _shards(op, q, scale)
+        if q.dtype not in FP8_DTYPES:
+            cause = "view bytes as an fp8 dtype" if q.dtype in (torch.uint8, torch.int8) else "see `quantize_weight`"
+            fail(op, f"q must be fp8, got {q.dtype}; {cause}")
+        require(q.dim() == 3, f"{op}: q must have 3 dimensions, [E, N, K], got {q.dim()}; stack the experts")
+        require(scale.device == q.device, f"{op}: scale must be on the device of q, {q.device}, got {scale.device}")
+        shape, got = f.scale_of_weight(*q.shape).shape, tuple(scale.shape)
+        if got != shape:
+            flipped = f.has_square_blocks and got == (shape[0], *shape[:0:-1])
+            cause = "; it has the shape of q.mT: pass scale.mT" if flipped else ""
+            if len(got) < 2:
+                cause = "; a scale of a whole matrix is expanded to the shape of a format first"
+            fail(op, f"scale must have shape {shape} for q {tuple(q.shape)} in format {format!r}, got {got}{cause}")
+        rounding = None
+        if scale.dtype == torch.float8_e8m0fnu and f.scale_dtype == torch.float32:
+            scale, rounding = scale.float(), "pow2"
+        if scale.dtype != f.scale_dtype:
+            also = " or float8_e8m0fnu" if f.scale_dtype == torch.float32 else ""
+            fail(op, f"scale must be {str(f.scale_dtype)[6:]}{also} in format {format!r}, got {scale.dtype}")
+        if not f.has_square_blocks:
+            scale = scale.contiguous()
+        is_view = f.has_square_blocks and q.stride(-2) == 1
+        return cls(q if is_view else row_major(q), scale, format, transposed=transposed, rounding=rounding)
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Quantized:
         """Returns the operand on another device, or itself if it is there already. Values are never cast."""
@@ -91,16 +118,16 @@ class Quantized:
         if self.rounding == "pow2":  # a graph may have captured a product that needs powers of two
             text = f"Quantized.copy_: rounding of other must be 'pow2', got {other.rounding!r}"
             require(other.rounding == "pow2", text)
-        mine, theirs = self._tensors(), other._tensors()
-        if mine.keys() != theirs.keys():
+        own, given = self._tensors(), other._tensors()
+        if own.keys() != given.keys():
             text = "other must have offs if and only if the operand has them"
-            fail("Quantized.copy_", f"{text}, got {sorted(theirs)} for {sorted(mine)}")
-        for name, to in mine.items():
-            wanted, got = (to.dtype, tuple(to.shape)), (theirs[name].dtype, tuple(theirs[name].shape))
+            fail("Quantized.copy_", f"{text}, got {sorted(given)} for {sorted(own)}")
+        for name, to in own.items():
+            wanted, got = (to.dtype, tuple(to.shape)), (given[name].dtype, tuple(given[name].shape))
             require(wanted == got, f"Quantized.copy_: {name} of other must be {wanted}, got {got}")
         with torch.no_grad():
-            for name, to in mine.items():
-                to.copy_(theirs[name])
+            for name, to in own.items():
+                to.copy_(given[name])
         return self
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -203,7 +230,7 @@ def quantize_weight(
     if isinstance(w, Tensor) and w.dim() == 3 and w.stride(-1) != 1 and w.stride(-2) == 1:
         q_t, scale_t, q, scale = ops.quantize_weight(row_major(w.mT), format, dtype=dtype, rounding=rounding)
     else:
-        w = row_major(w) if isinstance(w, Tensor) and w.dim() == 3 else w  # the op refuses what is no weight
+        w = row_major(w) if isinstance(w, Tensor) and w.dim() == 3 else w  # the op refuses all else
         q, scale, q_t, scale_t = ops.quantize_weight(w, format, dtype=dtype, rounding=rounding)
     of_rule = _rounding(format, rounding)
     first = Quantized(q, scale, format, rounding=of_rule)
@@ -242,21 +269,21 @@ def scaled_grouped_mm(
     check_format(_OP, a.format)
     check_one_of(_OP, "along of a", a.along, ("rows", "tokens"))
     if b.format != a.format:
-        _fail(f"b must have the format of a, '{a.format}', got '{b.format}'")
+        fail(_OP, f"b must have the format of a, '{a.format}', got '{b.format}'")
     if b.along != a.along:
-        _fail(f"b must be quantized along {a.along} as a is, got along {b.along}")
+        fail(_OP, f"b must be quantized along {a.along} as a is, got along {b.along}")
     if b.align != a.align:
-        _fail(f"b must be padded to {a.align} as a is, got {b.align}")
+        fail(_OP, f"b must be padded to {a.align} as a is, got {b.align}")
     if a.along == "rows" and b.q.dim() != 3:
-        _fail(f"b must be a weight of 3 dimensions, got {b.q.dim()}")
+        fail(_OP, f"b must be a weight of 3 dimensions, got {b.q.dim()}")
     if a.along == "tokens":
         _validate_groups(a, b)
     if offs is None:
         offs = a.offs
     elif a.offs is not None and a.offs is not offs:
-        _fail("offs must be None where a has its own, got another tensor")
+        fail(_OP, "offs must be None where a has its own, got another tensor")
     if offs is None:
-        _fail("offs must be given where a has none, got None")
+        fail(_OP, "offs must be given where a has none, got None")
     scale_b = FORMATS[b.format].transposed_scale(b.scale)
     return ops.scaled_grouped_mm(
         a.q,
@@ -285,9 +312,7 @@ def given(
     pair = x if isinstance(x, (tuple, list)) else (x, None)
     if len(pair) != 2 or not isinstance(pair[0], Quantized) or not isinstance(pair[1], (Quantized, type(None))):
         cause = "; pass its operand()" if hasattr(x, "operand") else ""
-        raise RuntimeError(
-            f"{op}: {arg} must be a tensor, a Quantized or a pair of them, got {type(x).__name__}{cause}"
-        )
+        fail(op, f"{arg} must be a tensor, a Quantized or a pair of them, got {type(x).__name__}{cause}")
     directions = ("rows", False), ("rows", True) if weight else ("tokens", False)
     for quantized, (along, transposed) in zip(pair, directions, strict=True):
         if quantized is None:
@@ -295,50 +320,18 @@ def given(
         _check_tensors(op, arg, quantized)
         refuse_derivatives_of(op, arg, quantized.q, quantized.scale)
         if format is None:
-            raise RuntimeError(f"{op}: {arg} must be a tensor with recipe 'bf16', got '{quantized.format}'")
+            fail(op, f"{arg} must be a tensor with recipe 'bf16', got '{quantized.format}'")
         if quantized.format != format:
-            raise RuntimeError(f"{op}: {arg} must be of the recipe's format '{format}', got '{quantized.format}'")
+            fail(op, f"{arg} must be of the recipe's format '{format}', got '{quantized.format}'")
         if quantized.along != along:
-            raise RuntimeError(f"{op}: {arg} must be quantized along {along}, got {quantized.along}")
+            fail(op, f"{arg} must be quantized along {along}, got {quantized.along}")
         if quantized.transposed != transposed:
             which = "second" if transposed else "first"
-            raise RuntimeError(f"{op}: {arg} must have what quantize_weight returns {which} there, got the other one")
+            fail(op, f"{arg} must have what quantize_weight returns {which} there, got the other one")
     first, second = pair
     if second is not None:
         _check_pair(op, arg, first, second, weight)
     return first, second
-
-
-def _weight_of_parts(q: Tensor, scale: Tensor, format: str, transposed: bool) -> Quantized:
-    op = "Quantized.from_parts"
-    check_format(op, format)
-    f = FORMATS[format]
-    for name, t in (("q", q), ("scale", scale)):
-        require(isinstance(t, Tensor), f"{op}: {name} must be a tensor, got {type(t).__name__}")
-    if hasattr(q, "placements") or hasattr(scale, "placements"):  # isinstance would import DTensor, which is slow
-        q, scale = _shards(op, q, scale)
-    if q.dtype not in FP8_DTYPES:
-        cause = "; view bytes as an fp8 dtype" if q.dtype in (torch.uint8, torch.int8) else "; see `quantize_weight`"
-        fail(op, f"q must be fp8, got {q.dtype}{cause}")
-    require(q.dim() == 3, f"{op}: q must have 3 dimensions, [E, N, K], got {q.dim()}; stack the experts")
-    require(scale.device == q.device, f"{op}: scale must be on the device of q, {q.device}, got {scale.device}")
-    shape, got = f.scale_of_weight(*q.shape).shape, tuple(scale.shape)
-    if got != shape:
-        flipped = f.has_square_blocks and got == (shape[0], *shape[:0:-1])
-        cause = "; it has the shape of q.mT: pass scale.mT" if flipped else ""
-        if len(got) < 2:
-            cause = "; a scale of a whole matrix is expanded to the shape of a format first"
-        fail(op, f"scale must have shape {shape} for q {tuple(q.shape)} in format {format!r}, got {got}{cause}")
-    rounding = None
-    if scale.dtype == torch.float8_e8m0fnu and f.scale_dtype == torch.float32:
-        scale, rounding = scale.float(), "pow2"
-    if scale.dtype != f.scale_dtype:
-        also = " or float8_e8m0fnu" if f.scale_dtype == torch.float32 else ""
-        fail(op, f"scale must be {str(f.scale_dtype)[6:]}{also} in format {format!r}, got {scale.dtype}")
-    if not f.has_square_blocks:
-        scale = scale.contiguous()
-    is_view = f.has_square_blocks and q.stride(-2) == 1
-    return Quantized(q if is_view else row_major(q), scale, format, transposed=transposed, rounding=rounding)
 
 
 def _shards(op: str, q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -367,19 +360,19 @@ def _check_pair(op: str, arg: str, first: Quantized, second: Quantized, weight: 
     else:
         wanted = first.q.shape[-1], got[-1]
     if got != wanted:
-        raise RuntimeError(f"{op}: {arg} must be two of one tensor, the second of shape {wanted}, got {got}")
+        fail(op, f"{arg} must be two of one tensor, the second of shape {wanted}, got {got}")
 
 
 def _check_quantized(arg: str, x: object) -> None:
     if not isinstance(x, Quantized):
-        _fail(f"{arg} must be a Quantized, got {type(x).__name__}")
+        fail(_OP, f"{arg} must be a Quantized, got {type(x).__name__}")
     _check_tensors(_OP, arg, x)
 
 
 def _check_tensors(op: str, arg: str, x: Quantized) -> None:
     for name, got in (("q", x.q), ("scale", x.scale)):
         if not isinstance(got, Tensor):
-            raise RuntimeError(f"{op}: {name} of {arg} must be a tensor, got {type(got).__name__}")
+            fail(op, f"{name} of {arg} must be a tensor, got {type(got).__name__}")
 
 
 def _validate_groups(a: Quantized, b: Quantized) -> None:
@@ -387,11 +380,7 @@ def _validate_groups(a: Quantized, b: Quantized) -> None:
     if torch.compiler.is_compiling() or not validates() or a.offs is None or b.offs is None:
         return
     if has_values(a.offs) and has_values(b.offs) and a.offs.tolist() != b.offs.tolist():
-        _fail(f"b must be of the groups of a, which end at {a.offs.tolist()}, got {b.offs.tolist()}")
-
-
-def _fail(text: str) -> NoReturn:
-    fail(_OP, text)
+        fail(_OP, f"b must be of the groups of a, which end at {a.offs.tolist()}, got {b.offs.tolist()}")
 
 
 def common_rounding(rounding: str | None, *operands: Quantized | None) -> str | None:

@@ -8,6 +8,8 @@ Dims: M tokens, K input features, N output features, E experts, P padded tokens.
 factor: x ~ q * scale.
 """
 
+from moe_fp8_ext.ops import __all__ as _OPS
+
 from .activations import (
     activate,
     activate_backward,
@@ -15,6 +17,7 @@ from .activations import (
     quantize_activated,
     quantize_activated_backward,
     quantize_activated_backward_rows,
+    sum_groups,
 )
 from .dequantization import dequantize, exact_values
 from .gemm import add_scaled_grouped_mm, grouped_mm, scaled_grouped_mm
@@ -38,45 +41,12 @@ from .tokens import (
     permute_indices,
     permute_pad,
     sort_tokens,
+    spread_expert_columns,
+    take_expert_columns,
     tokens_by_rank,
     unpad_token_groups,
     unpermute,
 )
 
-__all__ = [
-    "activate",
-    "activate_backward",
-    "add_bias",
-    "add_scaled_grouped_mm",
-    "choose_experts",
-    "choose_experts_backward",
-    "combine",
-    "combine_backward",
-    "dequantize",
-    "exact_values",
-    "expand_scales",
-    "group_bounds",
-    "grouped_mm",
-    "pack_tokens",
-    "pad_token_groups",
-    "pad_token_groups_to",
-    "permute_indices",
-    "permute_pad",
-    "permute_quantized",
-    "quantize_activated",
-    "quantize_activated_backward",
-    "quantize_activated_backward_rows",
-    "quantize_and_pack",
-    "quantize_both",
-    "quantize_rows",
-    "quantize_tokens",
-    "quantize_weight",
-    "scaled_grouped_mm",
-    "sort_tokens",
-    "swizzle_scales",
-    "tokens_by_rank",
-    "transpose_weight",
-    "unpad_token_groups",
-    "unpermute",
-    "unswizzle_scales",
-]
+# Every op, and what tests call beside the ops.
+__all__ = sorted([*_OPS, "exact_values", "group_bounds", "grouped_mm"])

@@ -13,6 +13,7 @@ from torch import Tensor
 from .dequantization import dequantize
 from .numerics import round_to
 from .quantize import quantize_both, quantize_rows, quantize_tokens
+from .signature import of_op
 
 # Activations with gates and ups, and their gate functions. The others are their own gate functions.
 GATED = {"swiglu": "silu", "geglu": "gelu", "swiglu_oai": "clamped_silu"}
@@ -26,7 +27,7 @@ def float32(value: float) -> float:
 LN2 = float32(math.log(2))
 LN2_REST = -float.fromhex("0x1.05c61p-29")  # RN32(ln 2 - LN2)
 LOG2_E = float32(1 / math.log(2))
-SHIFT = 1.5 * 2**23 + 127  # C of the page: adding it rounds to a whole number
+SHIFT = 1.5 * 2**23 + 127  # C of DESIGN.md: adding it rounds to a whole number
 POWER = [1.0, 1.0, *map(float.fromhex, ("0x1.fffdfcp-2", "0x1.5557aep-3", "0x1.572a08p-5", "0x1.10627cp-7"))]
 GELU_LINEAR = float32(2 * math.sqrt(2 / math.pi))
 GELU_CUBIC = float32(0.044715 * 2 * math.sqrt(2 / math.pi))
@@ -106,19 +107,54 @@ def up_factor(up: Tensor, activation: str) -> Tensor:
     return torch.where(up > LIMIT, LIMIT, torch.where(up < -LIMIT, -LIMIT, up)) + 1
 
 
-def activate(h: Tensor, activation: str, *, interleaved: bool = False) -> Tensor:
+@of_op
+def activate(h, activation, interleaved):
     """h [P, 2F], or [P, F] for activations without ups -> a [P, F]."""
     gate, up = gates_and_ups(h, activation, interleaved)
     value, _ = gate_function(GATED.get(activation, activation), gate)
     return round_to(value * up_factor(up, activation), h.dtype)
 
 
-def add_bias(x: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
+@of_op
+def add_bias(x, bias, offs):
     """x [P, N] plus the bias [E, N] of each row's group; rows without a group get zeros."""
     ends = offs.clamp(0, len(x)).cummax(0).values if len(offs) else offs
     groups = (torch.arange(len(x), device=x.device)[:, None] >= ends[None]).sum(1)
     rows = torch.cat([bias.float(), bias.new_zeros(1, x.shape[1], dtype=torch.float32)])[groups]
     return round_to(x.float() + rows, x.dtype)
+
+
+def sum_groups(
+    x: Tensor,
+    offs: Tensor,
+    *,
+    scores: Tensor | None = None,
+    indices: Tensor | None = None,
+    top_k: int | None = None,
+) -> Tensor:
+    """x [P, N] -> the sum of scores * x over the rows of each group, [E, N] in float32, in the order of the page.
+
+    With indices [P], x [M, N] holds tokens, and scores belong to slots.
+    """
+    x = x.float()
+    if indices is not None:
+        is_slot = (indices >= 0) & (indices < len(x) * top_k)
+        slots = indices[is_slot].long()
+        rows = x.new_zeros(len(indices), x.shape[1])
+        rows[is_slot] = x[slots // top_k] if scores is None else x[slots // top_k] * scores[slots, None]
+        x = rows
+    elif scores is not None:
+        x = x * scores[:, None]
+    ends = offs.clamp(0, len(x)).cummax(0).values.tolist() if len(offs) else []
+    sums = torch.zeros(len(offs), x.shape[1], device=x.device)
+    for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        parts = torch.nn.functional.pad(x[begin:end], (0, 0, 0, -(end - begin) % 256))
+        for _ in range(4):  # 4, 16, 64 and 256 rows
+            a, b, c, d = parts.unflatten(0, (len(parts) // 4, 4)).unbind(1)
+            parts = (a + b) + (c + d)
+        for part in parts:
+            sums[e] += part
+    return round_to(sums, torch.float32)
 
 
 def quantize_activated(
@@ -140,17 +176,8 @@ def quantize_activated(
     return *quantize_rows(a, format, offs=offs, **options), *quantize_rows(h if keep_h else h[:0], format, **options)
 
 
-def activate_backward(
-    grad: Tensor,
-    h: Tensor,
-    activation: str,
-    *,
-    scores: Tensor | None = None,
-    h_scale: Tensor | None = None,
-    format: str | None = None,
-    indices: Tensor | None = None,
-    interleaved: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+@of_op
+def activate_backward(grad, h, activation, scores, h_scale, format, indices, interleaved):
     """grad [P, F], h, scores [P] -> grad_h, shaped as h; scores * a [P, F]; grad_scores [P], exact sums rounded once.
 
     With indices [P], scores and grad_scores belong to slots.
@@ -178,48 +205,41 @@ def activate_backward(
     return round_to(grad_h, grad.dtype), round_to(a * scores[:, None], grad.dtype), round_to(grad_scores, torch.float32)
 
 
+@of_op
 def quantize_activated_backward(
-    grad: Tensor,
-    h: Tensor,
-    activation: str,
-    format: str,
-    *,
-    offs: Tensor,
-    scores: Tensor | None = None,
-    h_scale: Tensor | None = None,
-    indices: Tensor | None = None,
-    interleaved: bool = False,
-    align: int | None = None,
-    dtype: torch.dtype | None = None,
-    grad_dtype: torch.dtype | None = None,
-    rounding: str | None = None,
-    amax: str = "group",
-) -> tuple[Tensor, ...]:
-    """quantize_both of grad_h, the first two outputs of quantize_tokens of scores * a, padded_offs, and grad_scores."""
+    grad,
+    h,
+    activation,
+    format,
+    offs,
+    scores,
+    h_scale,
+    indices,
+    interleaved,
+    align,
+    dtype,
+    grad_dtype,
+    rounding,
+    amax,
+    sum_grad_h,
+):
+    """quantize_both of grad_h, the first two outputs of quantize_tokens of scores * a, padded_offs, grad_scores.
+
+    Then the sums of grad_h, without groups unless they are asked for.
+    """
     h_options = {"h_scale": h_scale, "format": None if h_scale is None else format, "interleaved": interleaved}
     grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, indices=indices, **h_options)
     options = {"offs": offs, "align": align, "rounding": rounding}
     q, scale, q_t, scale_t, padded_offs = quantize_both(grad_h, format, dtype=grad_dtype or dtype, **options)
     a_q_t, a_scale_t, _ = quantize_tokens(a, format, dtype=dtype, amax=amax, **options)
-    return q, scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs, grad_scores
+    grad_bias = sum_groups(grad_h, offs if sum_grad_h else offs[:0])
+    return q, scale, q_t, scale_t, a_q_t, a_scale_t, padded_offs, grad_scores, grad_bias
 
 
+@of_op
 def quantize_activated_backward_rows(
-    grad: Tensor,
-    h: Tensor,
-    activation: str,
-    format: str,
-    *,
-    offs: Tensor,
-    scores: Tensor | None = None,
-    h_scale: Tensor | None = None,
-    indices: Tensor | None = None,
-    interleaved: bool = False,
-    keep_grad_h: bool = False,
-    keep_a: bool = False,
-    dtype: torch.dtype | None = None,
-    rounding: str | None = None,
-) -> tuple[Tensor, ...]:
+    grad, h, activation, format, offs, scores, h_scale, indices, interleaved, keep_grad_h, keep_a, dtype, rounding
+):
     """quantize_rows of grad_h, by groups; grad_h and scores * a, without rows unless they are kept; grad_scores."""
     h_options = {"h_scale": h_scale, "format": None if h_scale is None else format, "interleaved": interleaved}
     grad_h, a, grad_scores = activate_backward(grad, h, activation, scores=scores, indices=indices, **h_options)

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from .numerics import FORMATS, Format, group_bounds, int32, round_to, scale_values
 from .scales import unswizzle_scales
+from .signature import of_op
 
 
 def expand_blocks(scale: Tensor, format: Format, n: int) -> Tensor:
-    """scale [..., blocks] -> [..., n]: the scale of every element, which is that of its block."""
+    """scale [..., blocks] -> [..., n]: the scale of every element, from its block."""
     return scale[..., : format.blocks(n)].repeat_interleave(format.block or n, -1)[..., :n]
 
 
@@ -44,15 +45,8 @@ def scales_along_tokens(q: Tensor, scale: Tensor, f: Format, offs: Tensor) -> Te
     return torch.cat(parts, 1) if parts else values[:, :0]
 
 
-def dequantize(
-    q: Tensor,
-    scale: Tensor,
-    format: str,
-    *,
-    along: str = "rows",
-    offs: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
+@of_op
+def dequantize(q, scale, format, along, offs, out_dtype):
     """q and its scales -> RN(RN32(q * scale)); 0 outside of groups.
 
     q is [M, K], [..., K] if scales are row-major, or a weight [E, N, K]. Along tokens it is q_t [K, P], and offs are

@@ -8,23 +8,11 @@ from torch import Tensor
 from .dequantization import exact_values
 from .numerics import FORMATS, group_bounds
 from .quantize import permute_quantized
+from .signature import of_op
 
 
-def scaled_grouped_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    format: str,
-    offs: Tensor,
-    *,
-    indices: Tensor | None = None,
-    top_k: int | None = None,
-    align: int = 1,
-    out_dtype: torch.dtype | None = None,
-    use_fast_accum: bool = True,
-    rounding: str | None = None,
-) -> Tensor:
+@of_op
+def scaled_grouped_mm(a, b, scale_a, scale_b, format, offs, indices, top_k, align, out_dtype, use_fast_accum, rounding):
     """Matmul of dequantized operands group by group, in float64, rounded once. The op is within float32 error of this.
 
     - 2D x 3D: a [M, K], b [E, K, N]; groups are rows of a; out [M, N] is zero in tail rows. With indices, row i of out
@@ -56,19 +44,8 @@ def scaled_grouped_mm(
     return out.to(out_dtype or torch.bfloat16)
 
 
-def add_scaled_grouped_mm(
-    total: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    format: str,
-    offs: Tensor,
-    *,
-    align: int = 1,
-    use_fast_accum: bool = True,
-    rounding: str | None = None,
-) -> None:
+@of_op
+def add_scaled_grouped_mm(total, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding):
     """total [E, N, K] += the 2D x 2D product, in place.
 
     The product is rounded to float32 and added in float32; the sum is rounded to the dtype of total. An empty group

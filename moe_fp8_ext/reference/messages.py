@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
 from .numerics import FORMATS, round_up
 from .quantize import quantize_lines
+from .signature import of_op
 from .tokens import permute_pad
 
 
-def pack_tokens(
-    x: Tensor,
-    topk_ids: Tensor | None,
-    topk_scores: Tensor | None,
-    scale: Tensor | None,
-    indices: Tensor,
-    top_k: int,
-    num_experts: int,
-) -> Tensor:
+@of_op
+def pack_tokens(x, topk_ids, topk_scores, scale, indices, top_k, num_experts):
     """x [M, K] and other columns, indices [P] -> bytes [P, B].
 
     Columns are padded to 32 bytes and rows to 64. An id is written as id + 1, and as 0 if it is no expert.
@@ -39,18 +32,8 @@ def pack_tokens(
     return permute_pad(pad(row, (0, round_up(row.shape[1], 64) - row.shape[1])), indices, top_k)
 
 
-def quantize_and_pack(
-    x: Tensor,
-    topk_ids: Tensor | None,
-    topk_scores: Tensor | None,
-    format: str,
-    indices: Tensor,
-    inverse: Tensor,
-    num_experts: int,
-    *,
-    dtype: torch.dtype | None = None,
-    rounding: str | None = None,
-) -> Tensor:
+@of_op
+def quantize_and_pack(x, topk_ids, topk_scores, format, indices, inverse, num_experts, dtype, rounding):
     """x [M, K], indices [P], inverse [M, N] -> bytes [P, B].
 
     Row p is token indices[p] // N if that slot has row p in inverse, else zeros.

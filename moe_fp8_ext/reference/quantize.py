@@ -24,6 +24,7 @@ from .numerics import (
     row_major,
 )
 from .scales import column_major, swizzle_scales, unswizzle_scales
+from .signature import of_op
 from .tokens import permute_pad
 
 
@@ -82,16 +83,8 @@ def arrange_scales(scale: Tensor, format: Format, groups: str | None, offs: Tens
     return row_major(scale)
 
 
-def quantize_rows(
-    x: Tensor,
-    format: str,
-    *,
-    offs: Tensor | None = None,
-    indices: Tensor | None = None,
-    top_k: int | None = None,
-    dtype: torch.dtype | None = None,
-    rounding: str | None = None,
-) -> tuple[Tensor, Tensor]:
+@of_op
+def quantize_rows(x, format, offs, indices, top_k, dtype, rounding):
     """x [M, K] ("rowwise": [..., K]) -> q, shaped as x, and scale [M] or [M, blocks].
 
     With offs, blocked scales go by groups of rows. With indices, x is permute_pad(x, indices, top_k).
@@ -101,9 +94,8 @@ def quantize_rows(
     return q, arrange_scales(scale, FORMATS[format], None if offs is None else "rows", offs)
 
 
-def permute_quantized(
-    q: Tensor, scale: Tensor, format: str, indices: Tensor, top_k: int, *, offs: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+@of_op
+def permute_quantized(q, scale, format, indices, top_k, offs):
     """q [M, K] and scale of quantize_rows, indices [P] -> q [P, K] and scale of the gathered rows.
 
     A row whose index is no slot has zero bytes.
@@ -117,18 +109,8 @@ def permute_quantized(
     return permute_pad(q, indices, top_k), arrange_scales(scale, f, None if offs is None else "rows", offs)
 
 
-def quantize_tokens(
-    x: Tensor,
-    format: str,
-    *,
-    offs: Tensor,
-    indices: Tensor | None = None,
-    top_k: int | None = None,
-    align: int | None = None,
-    dtype: torch.dtype | None = None,
-    rounding: str | None = None,
-    amax: str = "group",
-) -> tuple[Tensor, Tensor, Tensor]:
+@of_op
+def quantize_tokens(x, format, offs, indices, top_k, align, dtype, rounding, amax):
     """x [M, K] -> q_t [K, P], scale_t [E, K] or [K, blocks], padded_offs [E].
 
     q_t holds the transposes of all groups side by side. A group takes round_up(size, align) columns of q_t. Columns
@@ -171,18 +153,8 @@ def quantize_tokens(
     return q_t.view(dtype), scale_t, padded_offs
 
 
-def quantize_both(
-    x: Tensor,
-    format: str,
-    *,
-    offs: Tensor,
-    indices: Tensor | None = None,
-    top_k: int | None = None,
-    align: int | None = None,
-    dtype: torch.dtype | None = None,
-    rounding: str | None = None,
-    amax: str = "group",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@of_op
+def quantize_both(x, format, offs, indices, top_k, align, dtype, rounding, amax):
     """x [M, K] -> q, scale, q_t, scale_t, padded_offs: both directions.
 
     With amax "batch", q and scale hold the rows of x, without indices.
@@ -193,14 +165,8 @@ def quantize_both(
     return *rows, *quantize_tokens(gathered, format, **options)
 
 
-def quantize_weight(
-    w: Tensor,
-    format: str,
-    *,
-    dtype: torch.dtype | None = None,
-    rounding: str | None = None,
-    directions: str = "both",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@of_op
+def quantize_weight(w, format, dtype, rounding, directions):
     """w [E, N, K] -> q [E, N, K], scale, q_t [E, K, N], scale_t: both directions of every expert.
 
     With directions "rows" or "transposed", the results of the other direction have no experts.
@@ -216,6 +182,7 @@ def quantize_weight(
     return q[:of_rows], scale[:of_rows], q_t[:of_columns], scale_t[:of_columns]
 
 
-def transpose_weight(q: Tensor) -> Tensor:
+@of_op
+def transpose_weight(q):
     """q [E, N, K] -> q_t [E, K, N], contiguous."""
     return row_major(q.view(torch.uint8).mT).view(q.dtype)

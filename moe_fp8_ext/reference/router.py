@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .activations import exponential, float32, fma, sigmoids
 from .numerics import round_to
+from .signature import of_op
 
 LOG_SERIES = [1 / ((2 * k + 1) * 4**k) for k in range(1, 8)]  # of atanh, in the square of p / (1 + p / 2)
 
@@ -67,18 +68,10 @@ def is_member(ids: Tensor, size: int) -> Tensor:
     return none.scatter(1, 1 + ids, True)[:, 1:]
 
 
+@of_op
 def choose_experts(
-    logits: Tensor,
-    top_k: int,
-    bias: Tensor | None = None,
-    scoring: str = "softmax",
-    normalize: bool = True,
-    scaling_factor: float = 1.0,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    group_score: str = "top2_sum",
-    given_ids: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits, top_k, bias, scoring, normalize, scaling_factor, num_groups, top_groups, group_score, given_ids
+):
     """logits [T, E], bias [E], given_ids [T, top_k] -> topk_ids, topk_scores and topk_logits, each [T, top_k]."""
     if not len(logits):
         none = logits.new_empty(0, top_k)
@@ -90,7 +83,7 @@ def choose_experts(
     group_values = best[:, :, 0] if size == 1 or group_score == "max" else best[:, :, 0] + best[:, :, 1]
     chosen_groups = sort_descending(group_values)[1][:, :top_groups]
     is_allowed = is_member(chosen_groups, num_groups).repeat_interleave(size, 1)
-    order = sort_descending(choice)[1]  # experts, the best first; those of the chosen groups then move to the front
+    order = sort_descending(choice)[1]  # experts, the best first; experts of chosen groups move to the front next
     allowed_first = (~is_allowed.gather(1, order)).int().sort(dim=1, stable=True).indices
     ids = order.gather(1, allowed_first)[:, :top_k].clone(memory_format=torch.contiguous_format)
     if given_ids is not None:
@@ -105,19 +98,11 @@ def choose_experts(
     return ids, topk_scores, round_to(topk_logits, torch.float32)
 
 
-def choose_experts_backward(
-    grad: Tensor,
-    logits: Tensor,
-    topk_ids: Tensor,
-    num_experts: int | None = None,
-    scoring: str = "softmax",
-    normalize: bool = True,
-    scaling_factor: float = 1.0,
-    parts: int = 1,
-) -> Tensor:
+@of_op
+def choose_experts_backward(grad, logits, topk_ids, num_experts, scoring, normalize, scaling_factor, parts):
     """grad [T, top_k], logits [T, E], topk_ids [T, top_k] -> grad_logits [T, E]; with parts = 2, [T, 2, E].
 
-    With num_experts, logits are [T, top_k], those of the chosen experts alone.
+    With num_experts, logits are [T, top_k], of the chosen experts alone.
     """
     if parts == 2:
         grad_logits = choose_experts_backward(grad, logits, topk_ids, num_experts, scoring, normalize, scaling_factor)

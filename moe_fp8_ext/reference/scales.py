@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .numerics import E8M0, FORMATS, group_bounds, int32, round_up, row_major
+from .signature import of_op
 
 ROWS, COLUMNS = 128, 4  # size of a block of scales
 
@@ -55,7 +56,8 @@ def matrices(scale: Tensor, groups: str | None, offs: Tensor | None) -> list[Ten
     return [scale[start:end] if by_rows else scale[:, start:end] for start, end in bounds]
 
 
-def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+@of_op
+def swizzle_scales(scale, groups, offs):
     """scale -> blocked and starts: blocked matrices, one behind the other.
 
         groups None:       [R, C] -> [round_up(R, 128), round_up(C, 4)], starts [0]
@@ -81,9 +83,8 @@ def swizzle_scales(scale: Tensor, *, groups: str | None = None, offs: Tensor | N
     return out.view(scale.dtype), int32(starts, scale.device)
 
 
-def unswizzle_scales(
-    blocked: Tensor, rows: int, cols: int, *, groups: str | None = None, offs: Tensor | None = None
-) -> Tensor:
+@of_op
+def unswizzle_scales(blocked, rows, cols, groups, offs):
     """The inverse of swizzle_scales: blocked -> scale [rows, cols], for "experts" [E, rows, cols].
 
     Scales that belong to no group are zero.
@@ -106,7 +107,8 @@ def e8m0_of_power(scale: Tensor) -> Tensor:
     return torch.where(is_power, n + 127, 255).to(torch.uint8)
 
 
-def expand_scales(q: Tensor, scale: Tensor, *, along: str = "rows", offs: Tensor | None = None) -> Tensor:
+@of_op
+def expand_scales(q, scale, along, offs):
     """Scales of "blockwise" -> the scales of "mxfp8" for the same values: a byte for each block of 32, blocked."""
     blockwise, mxfp8 = FORMATS["blockwise"], FORMATS["mxfp8"]
     data, (rows, k) = e8m0_of_power(scale), q.shape[-2:]

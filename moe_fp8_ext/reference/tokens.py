@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from .numerics import BITS, group_bounds, int32, padded_extent, round_to, round_up
+from .signature import of_op
 
 
-def pad_token_groups(x: Tensor, offs: Tensor, align: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+@of_op
+def pad_token_groups(x, offs, align):
     """x [M, K] -> x_padded [P, K], padded_starts [E], padded_offs [E]: groups begin at multiples of `align`."""
     padded_starts, padded_offs, row = [], [], 0
     for start, end in group_bounds(offs, len(x)):
@@ -20,7 +22,8 @@ def pad_token_groups(x: Tensor, offs: Tensor, align: int = 16) -> tuple[Tensor, 
     return x_padded, padded_starts, padded_offs
 
 
-def pad_token_groups_to(x: Tensor, offs: Tensor, padded_starts: Tensor, num_padded: int) -> Tensor:
+@of_op
+def pad_token_groups_to(x, offs, padded_starts, num_padded):
     """x [M, K] -> x_padded [num_padded, K]: group e begins at padded_starts[e].
 
     Rows of a group that do not fit before the start of the next group are left out.
@@ -33,7 +36,8 @@ def pad_token_groups_to(x: Tensor, offs: Tensor, padded_starts: Tensor, num_padd
     return out.view(x.dtype)
 
 
-def unpad_token_groups(y: Tensor, offs: Tensor, padded_starts: Tensor, num_tokens: int) -> Tensor:
+@of_op
+def unpad_token_groups(y, offs, padded_starts, num_tokens):
     """y [P, K] -> x [num_tokens, K]: row i of group e is y[padded_starts[e] + i], or zeros if y has no such row."""
     out = y.new_zeros(num_tokens, y.shape[1], dtype=BITS[y.element_size()])
     bits = y.contiguous().view(out.dtype)
@@ -45,7 +49,8 @@ def unpad_token_groups(y: Tensor, offs: Tensor, padded_starts: Tensor, num_token
     return out.view(y.dtype)
 
 
-def sort_tokens(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+@of_op
+def sort_tokens(topk_ids, num_experts):
     """topk_ids [T] or [T, top_k] -> permutation [T * top_k], offs [E], inverse, shaped as topk_ids.
 
     The permutation lists the slots sorted by expert, stably.
@@ -60,7 +65,8 @@ def sort_tokens(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     return permutation, offs, inverse.view(topk_ids.shape)
 
 
-def tokens_by_rank(topk_ids: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+@of_op
+def tokens_by_rank(topk_ids, num_experts, num_ranks):
     """topk_ids [T, top_k] -> by_rank [T, R], which is r if a token has an expert of rank r, else -1; counts [R, 2]."""
     local_experts = num_experts // num_ranks
     starts = range(0, num_experts, local_experts)
@@ -69,14 +75,8 @@ def tokens_by_rank(topk_ids: Tensor, num_experts: int, num_ranks: int) -> tuple[
     return by_rank, torch.stack([(slots > 0).sum(0), slots.sum(0)], 1)
 
 
-def permute_indices(
-    tokens_per_rank_expert: Tensor,
-    num_local_experts: int,
-    num_ranks: int,
-    num_tokens: int,
-    align: int = 16,
-    align_empty: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+@of_op
+def permute_indices(tokens_per_rank_expert, num_local_experts, num_ranks, num_tokens, align, align_empty):
     """counts [R, E] -> indices [P], padded_offs [E], tokens_per_expert [E]: from rank-major to expert-major order."""
     tokens_of: list[list[int]] = [[] for _ in range(num_local_experts)]
     token = 0
@@ -102,7 +102,8 @@ def source_rows(indices: Tensor, m: int, top_k: int) -> tuple[Tensor, Tensor]:
     return torch.where(valid, indices, 0).long() // top_k, valid
 
 
-def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
+@of_op
+def permute_pad(x, indices, top_k):
     """x [M, K], indices [P] -> [P, K]: row p is x[indices[p] // top_k], or zeros if the index is out of range."""
     out = x.new_zeros(len(indices), x.shape[1], dtype=BITS[x.element_size()])
     rows, valid = source_rows(indices, len(x), top_k)
@@ -110,7 +111,8 @@ def permute_pad(x: Tensor, indices: Tensor, top_k: int) -> Tensor:
     return out.view(x.dtype)
 
 
-def unpermute(y: Tensor, indices: Tensor, top_k: int, num_tokens: int) -> Tensor:
+@of_op
+def unpermute(y, indices, top_k, num_tokens):
     """y [P, K], indices [P] -> [num_tokens, K]: y[p] goes to token indices[p] // top_k.
 
     The rows of a token are summed in float32. Of several rows with the same index, the last counts.
@@ -122,7 +124,8 @@ def unpermute(y: Tensor, indices: Tensor, top_k: int, num_tokens: int) -> Tensor
     return combine(y, inverse.view(num_tokens, top_k)) if top_k > 1 else permute_pad(y, inverse, 1)
 
 
-def combine(y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Tensor:
+@of_op
+def combine(y, inverse, topk_scores):
     """y [P, K], inverse and topk_scores [T, top_k] -> out [T, K]: summed in float32 slot by slot, rounded once."""
     out = torch.zeros(len(inverse), y.shape[1], device=y.device)
     for j in range(inverse.shape[1]):
@@ -136,14 +139,30 @@ def combine(y: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Te
 
 
 def combine_backward(
-    grad: Tensor, y: Tensor | None, topk_scores: Tensor | None, inverse: Tensor, num_rows: int
+    grad: Tensor,
+    y: Tensor | None,
+    topk_scores: Tensor | None,
+    inverse: Tensor,
+    num_rows: int,
+    *,
+    keep_grad_y: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """grad [T, K], y [P, K], topk_scores and inverse [T, top_k] -> grad_y [num_rows, K], grad_scores [T, top_k].
 
     A row of y belongs to the largest slot that has it. Dot products are taken in float64 and rounded once; the op is
-    within float32 error of them. Without y, grad_scores is [0].
+    within float32 error of them. Without y, grad_scores is [0]. Without keep_grad_y, slots share rows, and grad_y has
+    none.
     """
     row_of_slot, slots = inverse.reshape(-1).long(), torch.arange(inverse.numel(), device=grad.device)
+    scores_dtype = torch.float32 if topk_scores is None else topk_scores.dtype
+    if not keep_grad_y:  # slots may share rows
+        dots = torch.zeros(0 if y is None else inverse.numel(), dtype=torch.float64, device=grad.device)
+        if y is not None:
+            slots = slots[(row_of_slot >= 0) & (row_of_slot < num_rows)]
+            row_grads = grad[slots // max(inverse.shape[1], 1)].double()
+            dots[slots] = (row_grads * y[row_of_slot[slots]].double()).sum(1)
+            dots = dots.view(inverse.shape)
+        return grad.new_empty(0, grad.shape[1]), round_to(dots, scores_dtype)
     slot_of_row = torch.full((num_rows,), -1, device=grad.device)
     valid = (row_of_slot >= 0) & (row_of_slot < num_rows)
     slot_of_row.scatter_reduce_(0, row_of_slot[valid], slots[valid], "amax")
@@ -158,5 +177,27 @@ def combine_backward(
     grad_scores = torch.zeros(0 if y is None else inverse.shape, dtype=torch.float64, device=grad.device)
     if y is not None:
         grad_scores.view(-1)[slots] = (row_grads.double() * y[rows].double()).sum(1)
-    scores_dtype = torch.float32 if topk_scores is None else topk_scores.dtype
     return round_to(grad_y, grad.dtype), round_to(grad_scores, scores_dtype)
+
+
+@of_op
+def take_expert_columns(x, offs, indices, top_k):
+    """x [T, E * R], indices [P] -> [P, R]: of row indices[p] // top_k, the columns of the group that has p."""
+    p, e = len(indices), len(offs)
+    rows, valid = source_rows(indices, len(x), top_k)
+    out = x.new_zeros(p, x.shape[1] // max(e, 1), dtype=BITS[x.element_size()])
+    bits = x.contiguous().view(out.dtype)
+    for expert, (start, end) in enumerate(group_bounds(offs, p)):
+        columns = bits[:, expert * out.shape[1] : (expert + 1) * out.shape[1]]
+        taken = torch.arange(start, end, device=x.device)[valid[start:end]]
+        out[taken] = columns[rows[taken]]
+    return out.view(x.dtype)
+
+
+def spread_expert_columns(y: Tensor, offs: Tensor, inverse: Tensor, topk_scores: Tensor | None = None) -> Tensor:
+    """y [P, R], inverse and topk_scores [T, top_k] -> [T, E * R]: `combine` for each group alone, side by side."""
+    parts = []
+    for start, end in group_bounds(offs, len(y)):
+        of_group = (inverse >= start) & (inverse < end)
+        parts.append(combine(y, torch.where(of_group, inverse, -1), topk_scores))
+    return torch.cat(parts, 1) if parts else y.new_zeros(len(inverse), 0)

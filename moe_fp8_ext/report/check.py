@@ -1,4 +1,4 @@
-"""Calls every op once, in each format, and compares its bytes with those of a second implementation."""
+"""Calls every op once, in each format, and compares its bytes with a second implementation."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ def cases(fp8: torch.dtype) -> Iterator[Case]:
     yield "permute_pad", [x, slots, TOP_K], {}
     yield "unpermute", [normal(M * TOP_K, K), slots, TOP_K, M], {}
     yield "combine", [normal(M * TOP_K, K), inverse, scores], {}
+    yield "take_expert_columns", [normal(M, E * 16), ends, slots, TOP_K], {}
+    yield "spread_expert_columns", [normal(M * TOP_K, 16), ends, inverse, scores], {}
     yield "combine_backward", [x, None, scores, inverse, M * TOP_K], {}
     yield "pack_tokens", [x, ids, scores, None, slots, TOP_K, E + 2], {}
     padded, starts, _ = OPS.pad_token_groups(x, ends)
@@ -50,6 +52,8 @@ def cases(fp8: torch.dtype) -> Iterator[Case]:
     yield "unswizzle_scales", [OPS.swizzle_scales(scale)[0], M, 8], {}
     yield "activate", [h, "swiglu"], {}
     yield "add_bias", [h, h[:E], ends], {}
+    yield "sum_groups", [h, ends], {}
+    yield "sum_groups", [x, ends], {"indices": slots[: len(x)], "top_k": TOP_K, "scores": scores.flatten()}
     yield "activate_backward", [grad, h, "swiglu"], {"scores": scores[:, 0].contiguous()}
     of_ranks, _, ranks_of = OPS.sort_tokens(OPS.tokens_by_rank(ids, E + 3, 3)[0], 3)
     for name, format in FORMATS.items():
@@ -62,7 +66,7 @@ def cases(fp8: torch.dtype) -> Iterator[Case]:
             yield "quantize_both", [x, name], how | offs | {"amax": amax}
         yield "quantize_activated", [h, "swiglu", name], how | offs
         yield "quantize_activated", [h, "swiglu", name], how | offs | {"bias": h[:E]}
-        yield "quantize_activated_backward", [grad, h, "swiglu", name], how | offs
+        yield "quantize_activated_backward", [grad, h, "swiglu", name], how | offs | {"sum_grad_h": True}
         yield "quantize_activated_backward_rows", [grad, h, "swiglu", name], how | offs | {"keep_grad_h": True}
         yield "quantize_and_pack", [x, ids, scores, name, of_ranks, ranks_of, E + 3], how
         q, scale, q_t, scale_t, ends_t = OPS.quantize_both(x, name, **how, **offs)
@@ -115,7 +119,7 @@ def layer(recipe: str, device: str) -> list[Tensor]:
 
 
 def check(device: str) -> dict[str, object]:
-    """Compares a GPU's bytes with the CPU's, or the CPU's with those of `moe_fp8_ext.reference`."""
+    """Compares a GPU's bytes with the CPU's, or the CPU's with `moe_fp8_ext.reference`."""
     failed, count = [], 0
     for name, args, kwargs in cases(default_fp8_dtype(device)):
         count += 1

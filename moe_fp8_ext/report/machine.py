@@ -44,7 +44,7 @@ def machine() -> dict[str, object]:
 def backends(gemms: list[dict], device: str, sm: int) -> dict[str, str]:
     """Returns what multiplies for each recipe, for sizes that every backend takes: multiples of 32.
 
-    "blockwise, pow2" is `Recipe("blockwise", rounding="pow2")`, listed where another GEMM than that of "blockwise"
+    "blockwise, pow2" is `Recipe("blockwise", rounding="pow2")`, listed where another GEMM than for "blockwise"
     multiplies it.
 
     Args:

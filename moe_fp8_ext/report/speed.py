@@ -9,23 +9,22 @@ import torch
 
 from moe_fp8_ext.layer.experts import experts
 from moe_fp8_ext.quantization.recipe import RECIPES
+from moe_fp8_ext.report.models import Sizes, share_name, sizes_of
 
-# Tokens, experts of a GPU, top_k, hidden and intermediate size.
-MODELS = {
-    "Qwen3-30B-A3B": (8192, 128, 8, 2048, 768),
-    "GPT-OSS-20B": (8192, 32, 4, 2880, 2880),
-    "DeepSeek-V3, 32 of 256 experts": (8192, 32, 8, 7168, 2048),
-}
+TOKENS = 8192
+_HELD = {"Qwen3-30B-A3B": 128, "GPT-OSS-20B": 32, "DeepSeek-V3": 32}  # experts of one GPU
+LAYERS = {share_name(name, experts): (TOKENS, sizes_of(name, experts)) for name, experts in _HELD.items()}
 TIMED = [name for name in RECIPES if name != "auto"]
 REPEATS = 10
 
 
 def speed() -> dict[str, dict[str, object]]:
     """Times forward and backward of each model's layer on the current GPU, in milliseconds."""
-    return {model: _times(*sizes) for model, sizes in MODELS.items()}
+    return {model: _times(*layer) for model, layer in LAYERS.items()}
 
 
-def _times(tokens: int, num_experts: int, top_k: int, hidden: int, intermediate: int) -> dict[str, object]:
+def _times(tokens: int, sizes: Sizes) -> dict[str, object]:
+    hidden, intermediate, num_experts, top_k = sizes
     try:
         make = torch.Generator("cuda").manual_seed(0)
         x, up, down = (

@@ -12,8 +12,7 @@ def save_ops() -> list[_torch.OpOverload]:
     Add them to the list that you pass to `torch.utils.checkpoint.create_selective_checkpoint_contexts`, with the ops of
     other layers. Backward then recomputes casts, moves and activations, but no product. Kept are the outputs of the
     products in bfloat16, [M, N] of a `grouped_mm`, [P, 2F] and [P, D] of `experts`; and the order of slots, two
-    integers a slot and one an expert. Products of recipe "bf16" are those of `torch._grouped_mm`, which is in the list
-    too.
+    integers a slot and one an expert. Recipe "bf16" multiplies by `torch._grouped_mm`, which is in the list too.
 
     Returns:
         Overloads of ops, a new list.

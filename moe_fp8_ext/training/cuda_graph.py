@@ -203,10 +203,14 @@ class _Replay(torch.autograd.Function):
 
 
 class Capture:
-    """Captures functions as CUDA graphs that share memory and replay in the order of their captures."""
+    """Captures functions as CUDA graphs, on one stream.
+
+    Each graph allocates from a pool of its own. With a common pool, a replay of forward would write its temporaries
+    where the last backward has left gradients, which autograd adds to.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.pool, self.stream = device, torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self.device, self.stream = device, torch.cuda.Stream(device)
 
     @staticmethod
     def is_active() -> bool:
@@ -224,7 +228,7 @@ class Capture:
     def __call__(self, run: Callable[[], list[Tensor | None]]) -> tuple[Callable[[], None], list[Tensor | None]]:
         """Returns a function that replays what `run` launches, and the results, which a replay overwrites."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, stream=self.stream):
             results = run()
         return graph.replay, results
 

@@ -162,9 +162,9 @@ def stats(model: nn.Module, every: int = 100) -> Stats:
                 stats.write(writer, step)  # TensorBoard: reads and writes only after a sampled step
         print(stats)
 
-    Nothing waits for the device until values are read: by `print`, `to_dict`, `scalars` or `write`. The values are
-    those of the last sampled step, and of the last micro-batch in it. A layer is a weight [E, N, K] that is a parameter
-    of the model, under its name in `model.named_parameters()`. Its operands are quantized by the layer's recipe:
+    Nothing waits for the device until values are read: by `print`, `to_dict`, `scalars` or `write`. The values
+    belong to the last sampled step, and to the last micro-batch in it. A layer is a parameter [E, N, K] of the model,
+    under its name in `model.named_parameters()`. Its operands are quantized by the layer's recipe:
 
         tokens      x of the products x @ w^T and gradient^T @ x
         weights     w of x @ w^T
@@ -184,11 +184,11 @@ def stats(model: nn.Module, every: int = 100) -> Stats:
         wgrad_underflow   underflow of the same elements in the operand along tokens, from which the gradient of the
                           weight is computed. Its scales belong to columns. Not for weights
 
-    and those of the layer are
+    and the statistics of the layer are
 
         tokens_per_expert  rows of each expert
         product_sqnr       10 log10(sum y^2 / sum (y - y8)^2) in dB. y is x @ w^T of sampled rows of one expert, and y8
-                           that of their fp8 values, both multiplied in float32
+                           x8 @ w8^T of their fp8 values, both multiplied in float32
 
     Tokens and gradients are up to 512 rows, evenly spaced among the rows of all experts. Weights are 128 rows of the
     expert with the most tokens, other rows in each sample.

@@ -145,15 +145,17 @@ class LayerWatch:
     """Measures a call of a layer: its first chunk of tokens.
 
     sent: the tokens of this rank, and in backward their gradients. They are measured if products take what arrives
-    from other ranks in fp8.
+    from other ranks in fp8. None if the caller quantized them, who alone knows them.
     """
 
-    def __init__(self, up: Watch, down: Watch, call: Call, sent: Tensor) -> None:
+    def __init__(self, up: Watch, down: Watch, call: Call, sent: Tensor | None) -> None:
         self.up, self.down, self.engine, self.call, self.sent = up, down, up.engine, call, sent
 
     def _arrived(self, watch: Watch, operand: str, x: Operand) -> tuple[Tensor | None, Tensor | None]:
         """Measures x along rows. Returns its rows and the values of their fp8 numbers, unless x arrived in fp8."""
         sent, self.sent = self.sent, None
+        if x.scale is not None and sent is None:
+            return None, None
         if x.scale is not None:
             watch.along_rows(operand, sent[:: -(-sent.shape[0] // ROWS) or 1])
             return None, None

@@ -1,7 +1,7 @@
 """A cache of quantized weights, which calls of `grouped_mm` and `experts` share until the parameter changes.
 
 The version counter of a parameter and its storage tell whether it changed. Some writes do not move the counter, such as
-those of fused optimizers. So every optimizer step drops all weights except frozen ones that the optimizer does not own,
+writes of fused optimizers. So every optimizer step drops all weights except frozen ones of no group of the optimizer,
 and leaving the context that asked for the cache empties it.
 """
 

@@ -270,8 +270,8 @@ def check_documents(world: World) -> None:
 
 def check_errors_of_modules(world: World) -> None:
     ep, last = world.parallel(2), world.rank == world.size - 1
-    world.raises("^Experts: num_experts must be that of ep, 8, got 4$", lambda: Experts(4, D, F, ep=ep))
-    text = r"recipe must be that of ep, Recipe\('rowwise'\), got Recipe\('bf16'\)"
+    world.raises("^Experts: num_experts must equal ep's, 8, got 4$", lambda: Experts(4, D, F, ep=ep))
+    text = r"recipe must equal ep's, Recipe\('rowwise'\), got Recipe\('bf16'\)"
     world.raises(f"^Experts: {text}$", lambda: Experts(EXPERTS, D, F, recipe="bf16", ep=ep))
     experts = module(world, ep=ep, main_grad=True)
     with pytest.raises(ValueError, match=text):
@@ -287,7 +287,7 @@ def check_errors_of_modules(world: World) -> None:
     text = "down_proj must have a main_grad" if last else f"error was raised on rank {world.size - 1}"
     world.raises(text, lambda: experts(*call))
     strange = DTensor.from_local(problem.x, meshes(world, world.size)["ep"])
-    text = "tensors must be those of the rank, got a DTensor" if last else "error was raised on rank"
+    text = "tensors must be the rank's own, got a DTensor" if last else "error was raised on rank"
     experts = module(world, ep=ep)
     world.raises(text, lambda: experts(strange if last else problem.x, *call[1:]))
     experts(*call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -22,8 +23,10 @@ from torch import Tensor
 from moe_fp8_ext import Experts, MoE, Recipe, Router
 from moe_fp8_ext.distributed import ExpertParallel
 from moe_fp8_ext.distributed import message as messages
-from moe_fp8_ext.distributed.exchange import ExchangedTokens
+from moe_fp8_ext.distributed.exchange import Exchange, ExchangedTokens
 from moe_fp8_ext.distributed.plan import Agreement
+from moe_fp8_ext.layer import node
+from moe_fp8_ext.matmul.engine import Fp8Engine
 
 SIZE = 4
 
@@ -184,7 +187,7 @@ def check_gradients(world: World) -> None:
 def sent(parallel: ExpertParallel, problem: Layer, ids: Tensor) -> ExchangedTokens:
     """Sends the tokens of a problem to other experts than the problem's own."""
     exchange = parallel._exchange
-    return exchange.send(exchange.prepare(problem.x, ids, problem.scores), Agreement(0, 1))
+    return exchange.send(exchange.prepare(problem.x, ids, problem.scores), Agreement(0, 1), (True, True))
 
 
 def check_calls(world: World) -> None:
@@ -202,12 +205,91 @@ def check_calls(world: World) -> None:
             world.raises(text + "but they have made 1 to 2 calls", partial(run, problem, parallel.experts))
         elif world.device == "cpu":
             mine, others = (3, 2) if world.rank == last else (2, 3)
-            text += f"this one is in call {mine} and got messages of call {others}"
+            text += f"this one waits for the tokens of call {mine} and got the tokens of call {others}"
             world.raises(text, partial(run, problem, parallel.experts))
         else:  # contents are checked only when the host waits
             run(problem, parallel.experts)
-            world.raises(text + "but call [23] met another one", parallel.check)
+            world.raises(text + "but another message arrived in place of the tokens of call [23]", parallel.check)
         assert_equal(run(problem, parallel.experts), want)  # all ranks count alike again
+
+
+class FailsOnce:
+    """Calls fn, but raises an error in call number `at`."""
+
+    def __init__(self, fn: Callable, at: int = 1) -> None:
+        self.fn, self.at, self.calls = fn, at, 0
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        self.calls += 1
+        return 1 / 0 if self.calls == self.at else self.fn(*args, **kwargs)
+
+
+def check_errors_after_tokens(world: World) -> None:
+    """A rank that raises after it has sent its tokens sends what is due, with a mark. So all ranks raise in the same
+    call, and the next call works as usual. On GPUs `check` raises: they must have got to the end of a backward."""
+    tokens, last = [8] * world.size, world.size - 1
+    problem = world.part(world.whole(tokens, 2), tokens)
+    for chunks, overflow in ((1, "raise"), (2, "count")):
+        faults = (
+            ("outputs", node, "_combine", FailsOnce(node._combine)),
+            ("gradients of outputs", Exchange, "gradient", FailsOnce(Exchange.gradient)),
+            ("dscores", Fp8Engine, "gradients", FailsOnce(Fp8Engine.gradients)),
+            ("dx", node, "_combine", FailsOnce(node._combine, at=chunks + 1)),
+        )
+        for message, owner, name, fault in faults if world.device == "cpu" else faults[1:]:
+            parallel = world.parallel(2, mode="static", chunks=chunks, overflow=overflow)
+            want = run(problem, parallel.experts)
+            call = partial(run, problem, parallel.experts)
+            with pytest.MonkeyPatch.context() as patch:
+                if world.rank == last:
+                    method = fault if owner is node else lambda *args, fault=fault: fault(*args)
+                    patch.setattr(owner, name, method)
+                    with pytest.raises(ZeroDivisionError):
+                        call()
+                elif world.device == "cpu":
+                    text = f"every rank must complete call 2, but an error was raised on rank {last}: see there"
+                    world.raises(f"^ExpertParallel: {text}", call)
+                else:
+                    call()
+            if world.device != "cpu":
+                world.raises(f"another message arrived in place of the {message} of call 2", parallel.check)
+            assert_equal(run(problem, parallel.experts), want)
+
+
+def check_calls_in_backward(world: World) -> None:
+    """Ranks that run their backwards in different orders raise."""
+    tokens, last = [8] * world.size, world.size - 1
+    problem = world.part(world.whole(tokens, 2), tokens)
+    parallel, weights = world.parallel(2, mode="static"), (problem.w_gate_up, problem.w_down)
+    x = problem.x.clone().requires_grad_()
+    outs = [parallel.experts(x, problem.ids, problem.scores, *weights) for _ in range(2)]
+    mine, others = (1, 2) if world.rank != last else (2, 1)
+    call = partial(torch.autograd.backward, outs[mine - 1], problem.grad)
+    if world.device == "cpu":
+        gradients = "gradients of outputs of call"
+        world.raises(f"this one waits for the {gradients} {mine} and got the {gradients} {others}", call)
+    else:
+        call()
+        text = "another message arrived in place of the gradients of outputs of call 1"
+        world.raises(text, parallel.check)
+
+
+def check_messages_back(world: World) -> None:
+    """Rows that go back have the number of their message too. Outputs and dx have the same size."""
+    tokens, last = [8] * world.size, world.size - 1
+    problem = world.part(world.whole(tokens, 2), tokens)
+    parallel = world.parallel(2, mode="static")
+    source = sent(parallel, problem, problem.ids)
+    rows = [torch.zeros(len(chunk.groups.inverse), D).bfloat16() for chunk in source.chunks(problem.x, problem.scores)]
+    mine, theirs = ("dx", "outputs") if world.rank == last else ("outputs", "dx")
+    source.due = [(mine, 0)]
+    given_back = [source.give_back(0, rows[0].to(world.device))]
+    if world.device == "cpu":
+        text = f"this one waits for the {mine} of call 1 and got the {theirs} of call 1"
+        world.raises(text, partial(source.collect, given_back))
+    else:
+        source.collect(given_back)
+        world.raises("another message arrived in place of the outputs of call 1", parallel.check)
 
 
 def check_compiled(world: World) -> None:
@@ -272,6 +354,7 @@ CHECKS = (
     *(check_arguments, check_names_of_ranks, check_sizes, check_casts, check_capture, check_routers),
     *(check_gradients, check_capacity, check_unsent, check_without_gradients, check_large_ids, check_ids),
     *(check_room, check_strides, check_meta, check_calls, check_compiled),
+    *(check_errors_after_tokens, check_calls_in_backward, check_messages_back),
 )
 
 

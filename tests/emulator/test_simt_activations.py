@@ -112,6 +112,27 @@ def test_add_bias(kernels, dtype, p, n, offs, offset):
 
 @pytest.mark.parametrize(
     *pairs(
+        dtype=INPUT_DTYPES,
+        p=[0, 1, 300, 2500],
+        n=[0, 1, 8, 67, 520],
+        offs=[*OFFS, [70, 71, 2400]],
+        offset=[0, 1, 8],
+        by=["ones", "rows", "slots"],
+    ),
+    ids=short,
+)
+def test_sum_groups(kernels, dtype, p, n, offs, offset, by):
+    """Groups have parts of a partial sum, or several steps of a block."""
+    x, how = misaligned(h_for("silu", p, n, dtype), offset), {}
+    if by != "ones":
+        how["scores"] = torch.rand(p * (2 if by == "slots" else 1))
+    if by == "slots":
+        how |= {"indices": torch.randint(-1, 2 * p + 1, (2400 if p else 0,), dtype=torch.int32), "top_k": 2}
+    kernels.check("sum_groups", x, torch.tensor(offs, dtype=torch.int32), **how)
+
+
+@pytest.mark.parametrize(
+    *pairs(
         activation=ACTIVATIONS,
         format=list(FORMATS),
         f=[128, 256, 1152],
@@ -170,14 +191,16 @@ def check_quantized_backward(
             with pytest.raises(RuntimeError, match="no kernels take these rows"):
                 run()
             continue
-        got = run()
-        assert_same(got[:-1], want[:-1], f"{activation} {format} {short(h.shape)} {how} at wave size {each.wave}")
+        *got, dscores, sums = run()
+        *want, wanted, sums_wanted = want
+        what = f"{activation} {format} {short(h.shape)} {how} at wave size {each.wave}"
+        assert_same([*got, sums], [*want, sums_wanted], what)
         of_h = {"h_scale": scale, "format": format, "interleaved": how.get("interleaved", False)}
         of_h["indices"] = how.get("indices")
-        check_dscores(got[-1], want[-1], h, da, activation, **of_h)
+        check_dscores(dscores, wanted, h, da, activation, **of_h)
         parts = reference.activate_backward(da, h, activation, scores=how["scores"], **of_h)
         parts = each.run("activate_backward", parts, da, h, activation, scores=how["scores"], **of_h)
-        assert_same(got[-1], parts[-1], "dscores")
+        assert_same(dscores, parts[-1], "dscores")
 
 
 @pytest.mark.parametrize(
@@ -190,13 +213,14 @@ def check_quantized_backward(
         by=SCORED,
         interleaved=[False, True],
         rounding=["exact", "pow2"],
+        sums=[False, True],
     ),
     ids=short,
 )
-def test_quantized_backward(kernels, activation, f, ends, align, e5m2, by, interleaved, rounding):
+def test_quantized_backward(kernels, activation, f, ends, align, e5m2, by, interleaved, rounding, sums):
     """Teams have one wave or several, tiles are not full, groups end anywhere, and rows follow the last group."""
     x, offs = h_for(activation, 131, f), torch.tensor(ends, dtype=torch.int32)
-    how = {"align": align, "interleaved": interleaved, "rounding": rounding, **scored(x, by)}
+    how = {"align": align, "interleaved": interleaved, "rounding": rounding, "sum_grad_h": sums, **scored(x, by)}
     check_quantized_backward(kernels, x, da_for(x, activation), activation, offs, e5m2, **how)
 
 
@@ -208,6 +232,7 @@ def test_quantized_backward_of_long_rows(kernels, activation, f, interleaved):
     """A row is shared by the two or three blocks of a cluster, whose last one has fewer features."""
     x, offs = h_for(activation, 37, f), torch.tensor([0, 5, 30], dtype=torch.int32)
     da, how = da_for(x, activation), {"interleaved": interleaved, "rounding": "exact", **scored(x, "slots")}
+    how["sum_grad_h"] = True
     x[7, f // 2], da[33, 3] = math.nan, math.inf
     check_quantized_backward(kernels, x, da, activation, offs, e5m2=interleaved, **how)
 
@@ -224,18 +249,19 @@ def test_quantized_backward_of_long_rows(kernels, activation, f, interleaved):
         interleaved=[False, True],
         rounding=[0, 1],
         amax=[0, 1],
+        sums=[False, True],
     ),
     ids=short,
 )
 def test_quantized_backward_of_blocks(
-    kernels, activation, format, f, ends, align, e5m2, by, interleaved, rounding, amax
+    kernels, activation, format, f, ends, align, e5m2, by, interleaved, rounding, amax, sums
 ):
     """Tiles are not full, hold only padding, or hold rows behind the last group. The last tile of a row has features in
     one scaling block of h or in two."""
     x, offs = h_for(activation, 331, f), torch.tensor(ends, dtype=torch.int32)
     rule = FORMATS[format]
     how = {"align": min(align, rule.aligns[1]), "interleaved": interleaved, "rounding": rule.roundings[rounding]}
-    how |= {"amax": rule.amaxes[-amax], **scored(x, by)}
+    how |= {"amax": rule.amaxes[-amax], "sum_grad_h": sums, **scored(x, by)}
     check_quantized_backward(kernels, x, da_for(x, activation), activation, offs, e5m2, format, **how)
 
 
@@ -280,6 +306,23 @@ def test_quantized_backward_along_rows(kernels, activation, format, f, ends, e5m
         assert_same(got[-1], parts[-1], f"dscores, {what}")
 
 
+@pytest.mark.parametrize("f", [32, 96, 160])
+def test_scales_of_whole_groups_fill_their_atoms(kernels, f):
+    """A group has 128 rows, so only the columns behind its last scale are padding. Those bytes are zero."""
+    x, offs = h_for("swiglu", 150, f), torch.tensor([3, 131], dtype=torch.int32)
+    da, how = da_for(x, "swiglu"), {"offs": offs, "interleaved": True, "rounding": "exact"}
+    for each in kernels:
+        e4m3 = next(t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz())
+        h, scale = reference.quantize_rows(x, "mxfp8", dtype=e4m3)
+        args, how["dtype"] = (da, h, "swiglu", "mxfp8"), e4m3
+        want = reference.quantize_activated_backward_rows(*args, h_scale=scale, **how)
+        got = each.run("quantize_activated_backward_rows", want, *args, h_scale=scale, **how)
+        assert_same(got[:2], want[:2], f"backward at wave size {each.wave}")
+        args = x, "swiglu", "mxfp8"
+        want = reference.quantize_activated(*args, **how)
+        assert_same(each.run("quantize_activated", want, *args, **how), want, f"forward at wave size {each.wave}")
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_quantized_backward_of_rows_that_are_apart(kernels, interleaved):
     """h is loaded 8 columns at a time, or 16 with interleaved gates and ups. Rows at other distances are refused."""
@@ -297,7 +340,7 @@ def test_quantized_backward_of_rows_that_are_apart(kernels, interleaved):
                 with pytest.raises(RuntimeError, match="no kernels take these rows"):
                     run()
             else:
-                assert_same(run()[:-1], want[:-1], f"rows {256 + extra} apart at wave size {each.wave}")
+                assert_same(run()[:-2], want[:-2], f"rows {256 + extra} apart at wave size {each.wave}")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -305,7 +348,7 @@ def test_quantized_backward_of_many_groups(kernels, format):
     """There are as many groups as allowed, and some are empty. The gradient of one score underflows to -0."""
     x, offs = h_for("swiglu", 300, 256), torch.randint(0, 301, (1024,), dtype=torch.int32).sort().values
     align, rounding = max(16, FORMATS[format].aligns[0]), FORMATS[format].roundings[0]
-    da, how = da_for(x, "swiglu"), {"align": align, "rounding": rounding, **scored(x, "slots")}
+    da, how = da_for(x, "swiglu"), {"align": align, "rounding": rounding, "sum_grad_h": True, **scored(x, "slots")}
     x[7, :256], x[7, 256:], da[7] = 1e-12, -1e-12, 1e-38
     check_quantized_backward(kernels, x, da, "swiglu", offs, e5m2=False, format=format, **how)
 
@@ -318,7 +361,7 @@ def test_quantized_backward_of_what_is_not_finite(kernels, activation, format):
     da, scores = da_for(x, activation), scores_for(x)
     x[1, 5], da[2, 700], da[4, 9], scores[5], x[8, 2000] = math.nan, math.inf, math.nan, math.nan, -math.inf
     offs = torch.tensor([4, 5, 5, 8], dtype=torch.int32)
-    how = {"scores": scores, "rounding": FORMATS[format].roundings[0]}
+    how = {"scores": scores, "rounding": FORMATS[format].roundings[0], "sum_grad_h": True}
     check_quantized_backward(kernels, x, da, activation, offs, e5m2=False, format=format, **how)
 
 

@@ -267,7 +267,7 @@ def test_scaled_grouped_mm(gemms, layout, format, shape, fp8, native, out_dtype)
 
 
 def test_scaled_grouped_mm_of_many_tiles(gemms):
-    """There are more tile rows than one rasterization band, more groups than blocks, and operands with stride 0."""
+    """There are more tile rows than are rasterized at a time, more groups than blocks, and operands with stride 0."""
     for sizes, k, n in (([2200, 0, 40], 8, 130), ([int(e % 40 == 7) for e in range(MOST_EXPERTS)], 40, 9)):
         offs = torch.tensor(sizes).cumsum(0).int()
         for operands in products("mxfp8", offs, int(offs[-1]), k, n, E4M3):

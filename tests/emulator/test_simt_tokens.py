@@ -184,12 +184,18 @@ def check_combine(kernels: Waves, y: Tensor, inverse: Tensor, scores: Tensor | N
     want = reference.combine_backward(grad, y, *args)
     # These are sums of K products, in any order: see check_dots in test_combine.py.
     size = reference.combine_backward(grad.abs(), y.abs(), None, inverse, y.shape[0])[1]
+    of_scores = reference.combine_backward(grad, y, *args, keep_grad_y=False)
+    size_of_scores = reference.combine_backward(grad.abs(), y.abs(), None, *args[1:], keep_grad_y=False)[1]
     unit = torch.finfo(want[1].dtype).eps
     tolerance = 1.01 * (y.shape[1] * 2.0**-24 * size + unit * want[1].float().abs())
+    tolerance_of_scores = 1.01 * (y.shape[1] * 2.0**-24 * size_of_scores + unit * of_scores[1].float().abs())
     for each in kernels:
         got = each.run("combine_backward", want, grad, y, *args)
         assert_same(got[0], want[0])
         assert ((got[1].float() - want[1].float()).abs() <= tolerance).all()
+        alone = each.run("combine_backward", of_scores, grad, y, *args, keep_grad_y=False)[1]
+        assert ((alone.float() - of_scores[1].float()).abs() <= tolerance_of_scores).all()
+        assert_same(*(torch.where(want[1] == 0, 0, scores) for scores in (alone, got[1])))  # of rows of one slot
 
 
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
@@ -212,6 +218,26 @@ def test_combine(kernels, dtype):
     for t, top_k, p, k in ((3, 0, 5, 8), (3, 2, 0, 8), (3, 2, 4, 0)):
         inverse = torch.full((t, top_k), -1, dtype=torch.int32)
         check_combine(kernels, torch.randn(p, k).to(dtype), inverse, torch.rand(t, top_k), torch.randn(t, k).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
+def test_expert_columns(kernels, dtype):
+    """Rows have whole vectors or odd sizes, and odd addresses. Columns of all experts fill a wave or exceed it. A token
+    may have more slots than a wave has lanes. Offs hold any numbers."""
+    for t, top_k, e, r in ((19, 3, 5, 16), (7, 2, 9, 3), (3, 70, 70, 8), (40, 2, 1, 1), (0, 2, 3, 8), (5, 0, 3, 8)):
+        p = t * top_k
+        x, y = torch.randn(t, e * r).to(dtype), torch.randn(p, r).to(dtype)
+        indices, inverse = slot_indices(t, max(top_k, 1), p), torch.randperm(p).int().view(t, top_k)
+        for offs in (group_offs("tail_rows", p, e), torch.randint(-2, p + 2, (e,), dtype=torch.int32)):
+            for view in (x, misaligned(x)):
+                kernels.check("take_expert_columns", view, offs, indices, max(top_k, 1))
+            kernels.check("spread_expert_columns", y, offs, inverse, None)
+            kernels.check("spread_expert_columns", misaligned(y), offs, inverse, torch.rand(t, top_k))
+        if p:
+            corrupt = torch.randint(-2, p + 2, (t, top_k), dtype=torch.int32)
+            kernels.check("spread_expert_columns", y, group_offs("tail_rows", p, e), corrupt, torch.rand(t, top_k))
+    kernels.check("take_expert_columns", torch.randn(4, 0).to(dtype), torch.zeros(0, dtype=torch.int32), indices, 1)
+    kernels.check("spread_expert_columns", y, torch.zeros(0, dtype=torch.int32), inverse, None)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -259,8 +259,27 @@ def test_names_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert models.product_name(64, 64, 4) is None
 
 
-def test_first_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worse of even and uneven groups counts. Models come first. A layer may lack SonicMoE's figures."""
+def whole_models(commit: str) -> dict:
+    """Results of a model whose experts take half of a step, and half of that with this package."""
+    kinds = "experts", "embeddings and loss", "optimizer"
+    us = {name: dict(zip(kinds, times, strict=True)) for name, times in STEPS.items()}
+    row = {"model": "Qwen3-30B-A3B", "layers": 4, "of_layers": 48, "sizes": [2048, 768, 128, 8], "step": [2, 1000]}
+    row |= {"parameters": 3_000_000, "parameters_in_layers": 2_000_000, "us": us}
+    row["seconds"] = {"grouped_mm": [0.2, 0.21, 0.2], "moe_fp8_rowwise": [0.15, 0.15, 0.153]}
+    row["peak_bytes"] = {"grouped_mm": 4e9, "moe_fp8_rowwise": 3e9}
+    of_attention = {"aten::mm": 9.0, "aten::_flash_attention_backward": 5.0, "aten::_x_attention_backward": 0.0}
+    row["us_of_ops"] = {"grouped_mm": {"attention": of_attention}}
+    versions = {"torch": "2", "transformers": "5", "dirty": False, "date": "today"}
+    return {"device": "a GPU", "commit": commit, "rows": [row], **versions}
+
+
+STEPS = {"grouped_mm": (100e3, 60e3, 30e3), "moe_fp8_rowwise": (50e3, 60e3, 30e3)}
+
+
+@pytest.mark.parametrize("commit", ["a" * 40, "c" * 40])
+def test_first_screen(monkeypatch: pytest.MonkeyPatch, commit: str) -> None:
+    """The worse of even and uneven groups counts. Models come first. A layer may lack the figures of a model. Layers
+    and models of two commits are called that."""
     pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
     monkeypatch.syspath_prepend(ROOT / "bench")
     headline = importlib.import_module("headline")
@@ -270,18 +289,68 @@ def test_first_screen(monkeypatch: pytest.MonkeyPatch) -> None:
         for layer, ratios in layers.items()
         for ratio in ratios
     ]
-    us, kept = {"SonicMoE": 3.0, "rowwise": 2.0}, {"SonicMoE": 4.0, "rowwise": 1.0}
-    sonicmoe = {"device": "a GPU", "commit": "b" * 40}
-    sonicmoe["rows"] = [{"dims": [8, 2048, 768, 128, 8], "us": us, "kept_mib": kept}]
     results = {"": {"device": "a GPU", "commit": "a" * 40, "rows": rows}}
-    text = headline.text(results, sonicmoe)
+    sonicmoe = {"device": "a GPU", "commit": "b" * 40, "rows": []}
+    text = headline.text(results, sonicmoe, whole_models(commit))
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     assert cells[1:] == [
-        ["Qwen3-30B-A3B", "2.00 x", "1.50 x", "0.25"],
+        ["Qwen3-30B-A3B", "2.00 x", "1.33 x", "0.75"],
         ["D 64, F 64, 4 experts", "2.50 x", "-", "-"],
     ]
-    assert "at aaaaaaa" in text and "at bbbbbbb" in text
-    assert "Not measured" in headline.text({}, sonicmoe)
+    text = " ".join(text.split())
+    assert "on a GPU at aaaaaaa" in text and "at bbbbbbb" in text
+    assert ("two commits" in text) == (commit[0] == "c") == ("at ccccccc" in text)
+    assert "Whole models are not measured yet" in headline.text(results, None, None)
+    assert "Not measured" in headline.text({}, sonicmoe, None)
+
+
+def test_tables_of_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    whole_tables = importlib.import_module("whole_tables")
+    text = whole_tables.text(whole_models("a" * 40), {(2048, 768, 128, 8): 4.0}, "")
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| Qwen")
+    ]
+    name = "Qwen3-30B-A3B, 4 of 48 layers"
+    assert cells[0] == [name, "10,000 (5.0%)", "13,333 (1.33 x, 2.0%)", "4.0", "3.0 (0.75)"]
+    # Of 200 ms, 100 are the experts'. With all layers, experts and idle time are 12 times as long, the loss is the
+    # same, and the optimizer is 25 / 3 times as long: (12 * 110 + 60 + 250) / (12 * 60 + 60 + 250).
+    assert cells[1] == [name, "50%", "2.00 x", "1.60 x (4.00 x)", "1.33 x (2.00 x)", "1.58 x"]
+    assert cells[2] == ["Qwen3-30B-A3B", "`grouped_mm`", "200.0", "100.0", "60.0", "30.0", "10.0"]
+    assert text.endswith("The backward of attention is `_flash_attention_backward` in Qwen3-30B-A3B.")
+    assert cells[3] == ["Qwen3-30B-A3B", "rowwise", "150.0", "50.0", "60.0", "30.0", "10.0"]
+
+
+def test_picture_of_whole_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    figures, whole_tables = importlib.import_module("figures"), importlib.import_module("whole_tables")
+    assert [*figures.PART_COLORS] == [*whole_tables.PARTS, whole_tables.IDLE]
+    figures.draw_waterfalls(whole_models("a" * 40)["rows"], tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_table_of_statistics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The bench writes what the table reads. Kinds of steps take turns in a rotating order."""
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    stats, tables = importlib.import_module("stats"), importlib.import_module("tables")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(stats.ROUNDS, "cpu", 3)
+    monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path / "stats.json")])
+    timed = []
+
+    def seconds(layer: object, call: object, grad: Tensor, kind: str) -> float:
+        timed.append(kind)
+        return {"off": 0.010, "one in 100": 0.011, "every step": 0.02}[kind]
+
+    monkeypatch.setattr(stats, "seconds_per_step", seconds)
+    stats.main()
+    assert timed[:9] == [stats.KINDS[(turn + i) % 3] for turn in range(3) for i in range(3)]
+    text = tables.stats_text(json.loads((tmp_path / "stats.json").read_text()))
+    cells = [cell.strip() for cell in text.splitlines()[-1].split("|")[1:-1]]
+    assert cells == ["small, `blockwise`", "10.00 (0.0%)", "11.00 (+10.0%)", "20.00 (+100.0%)"]
 
 
 def test_results_begin_with_layers_and_end_with_a_forced_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,5 +393,8 @@ def test_host_times_every_call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     finally:
         torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()
-    calls = {line[:28].strip(): int(line.split()[-1]) for line in lines[2:]}
+    counts = {line[:28].strip(): [int(count) for count in line.split()[-2:]] for line in lines[2:]}
+    calls, ops_of = ({name: count[i] for name, count in counts.items()} for i in (0, 1))
     assert calls["experts"] > calls["grouped_mm"] > calls["an empty Function"] > calls["torch.relu, forward alone"]
+    assert ops_of["the same under checkpoint"] > ops_of["the same with LoRA"] > ops_of["experts"]
+    assert (ops_of["torch.relu, forward alone"], ops_of["an empty Function"]) == (1, 0)

@@ -11,6 +11,7 @@ from moe_fp8_ext import __main__ as command
 from moe_fp8_ext import ops
 from moe_fp8_ext._C import build_info, gemms
 from moe_fp8_ext.report import check, machine, speed
+from moe_fp8_ext.report.models import Sizes
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 
@@ -90,6 +91,6 @@ def test_backends_of_recipes():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_speed_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(speed, "MODELS", {"small": (256, 8, 2, 256, 256)})
+    monkeypatch.setattr(speed, "LAYERS", {"small": (256, Sizes(256, 256, 8, 2))})
     (line,) = speed.text(speed.speed())
     assert line.startswith("small: ") and 'take recipe="' in line

@@ -33,7 +33,7 @@ OWN_TEST = {"docs/troubleshooting.md": "test_troubleshooting.py"}
 # ---- Python ----------------------------------------------------------------------------------------------------------
 
 E, D, F, TOKENS, TOP_K = 8, 256, 128, 1000, 2  # as docs/layer.md has them
-SMALLER = {"256, 7168, 8,": f"{E}, {D}, {TOP_K},", "256, 7168, 2048": f"{E}, {D}, {F}"}  # than those of DeepSeek-V3
+SMALLER = {"256, 7168, 8,": f"{E}, {D}, {TOP_K},", "256, 7168, 2048": f"{E}, {D}, {F}"}  # than DeepSeek-V3
 
 
 def run(page: str, **given: object) -> dict[str, object]:
@@ -79,6 +79,50 @@ def of_performance() -> dict[str, object]:
     return dict(layer=layer, x=torch.randn(20, D).bfloat16())
 
 
+class Recorded:
+    """A dispatcher of one rank, and a buffer as DeepEP's, that repeat what they received."""
+
+    def __init__(self, ids: torch.Tensor, scores: torch.Tensor) -> None:
+        self.received = ids, scores
+
+    def send(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.clone()
+
+    def send_back(self, rows: torch.Tensor) -> torch.Tensor:
+        self.sent_back = rows.clone()
+        return self.sent_back
+
+    def dispatch(self, x: tuple[torch.Tensor, torch.Tensor], *, expert_alignment: int) -> tuple[object, ...]:
+        ids, scores = self.received
+        counts = (ids[..., None] == torch.arange(E)).sum((0, 1))
+        return x, ids, scores, (-(-counts // expert_alignment) * expert_alignment).tolist(), "handle", None
+
+    def combine(self, x: torch.Tensor, handle: str) -> tuple[object, ...]:
+        return x, None, None
+
+
+def of_dispatchers() -> dict[str, object]:
+    w_gate_up, w_down = (torch.randn(E, *size).bfloat16() for size in ((2 * F, D), (D, F)))
+    scores, ids = torch.rand(TOKENS, E).topk(TOP_K)
+    ids[:3] = -1
+    return dict(
+        **dict(tokens=torch.randn(TOKENS, D).bfloat16().requires_grad_(), w_gate_up=w_gate_up, w_down=w_down),
+        **dict(offs=torch.arange(1, E + 1, dtype=torch.int32) * (TOKENS // E), scores=torch.rand(TOKENS)),
+        **dict(dispatcher=(recorded := Recorded(ids, scores)), buffer=recorded, layout=dict(expert_alignment=128)),
+    )
+
+
+def gradients_are_sent_back(names: dict[str, object]) -> None:
+    tokens, buffer = names["tokens"], names["buffer"]
+    weights = names["w_gate_up"], names["w_down"]
+    plain = moe_fp8_ext.experts(tokens.detach(), *buffer.received, *weights, recipe="blockwise")
+    assert names["combined"].equal(plain)
+    rows = moe_fp8_ext.Quantized(names["q"], names["scale"], "blockwise")
+    how = dict(recipe="blockwise", stand_in=names["Dispatch"].apply(tokens, buffer)[2])
+    moe_fp8_ext.experts_of_groups(rows, names["offs"], names["scores"], *weights, **how).float().sum().backward()
+    assert tokens.grad.equal(buffer.sent_back) and tokens.grad.any()
+
+
 def leaves_have_gradients(names: dict[str, object]) -> None:
     assert all(names[leaf].grad.isfinite().all() for leaf in ("x", "w_gate_up", "rows"))
     assert names["router"].e_score_correction_bias.any()
@@ -100,6 +144,7 @@ RUN_HERE: dict[str, tuple[Callable[[], dict[str, object]], Callable[[dict[str, o
     "docs/quickstart.md": (dict, None),
     "docs/recipes.md": (dict, None),
     "docs/layer.md": (of_layer, leaves_have_gradients),
+    "docs/dispatchers.md": (of_dispatchers, gradients_are_sent_back),
     "docs/training.md": (of_training, main_grads_are_added),
     "docs/performance.md": (of_performance, None),
     "docs/validate.md": (of_training, None),
@@ -215,8 +260,12 @@ COMMANDS = {
     "python tests/toolchain/cuda_check.py": "tests/house/test_toolchain_checks.py",
     "python tests/toolchain/hip_check.py": "tests/house/test_toolchain_checks.py",
     "python tests/toolchain/every_kernel.py": GPU,
+    "python tests/toolchain/sanitize.py racecheck --seconds 600": GPU,
     "python bench/host.py": "tests/house/test_bench.py",
-    "python bench/stats.py": GPU,
+    "python bench/stats.py --out bench/results/stats.json": GPU,
+    "python bench/whole_models.py --out bench/results/whole_models.json": (
+        "tests/integrations/test_bench_whole_models.py"
+    ),
     "python bench/underflow.py --out docs/stats.png": "takes minutes",
 }
 

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "moe_fp8_ext"
 # Public names with a leading underscore: documented ones of torch, methods of NamedTuple, and names that a library
 # tells its users to define.
 PUBLIC = {"__version__", "__config__", "_make", "_replace", "_fields", "_asdict"}
-PUBLIC |= {"__wrapped__", "__torch_function__", "__torch_dispatch__"}
+PUBLIC |= {"__wrapped__", "__signature__", "__torch_function__", "__torch_dispatch__"}
 PUBLIC |= {name for kind in (type, types.FunctionType, types.ModuleType, int, list, OSError) for name in dir(kind)}
 # Private names of libraries other than torch, each with the file that uses it.
 OF_OTHERS = {

@@ -11,8 +11,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import cache  # noqa: E402
 import cuda_check  # noqa: E402
+import every_kernel  # noqa: E402
 import hip_check  # noqa: E402
 import isa_report  # noqa: E402
+import sanitize  # noqa: E402
 
 from build_backend.environment import DEFAULT_ARCHS  # noqa: E402
 
@@ -205,3 +207,45 @@ def test_every_kernel_is_known():
 
 def test_a_check_without_kernels_fails():
     assert isa_report.print_report([], "vgpr") == 1
+
+
+def test_processes_divide_the_calls_of_every_kernel(tmp_path):
+    queue = tmp_path / "queue"
+    queue.write_text("0")
+    one, other = every_kernel.turns(queue, 7), every_kernel.turns(queue, 7)
+    first = [next(one), next(other), next(one)]
+    assert first == [0, 1, 2]
+    assert [*other, *one] == [3, 4, 5, 6]
+    assert [*every_kernel.turns(None, 3)] == [0, 1, 2]
+
+
+def test_words_select_calls_of_every_kernel():
+    calls = every_kernel.selected({"quantize_weight", "expand_scales"}, {"rowwise"})
+    assert {name.split()[0] for name, *_ in calls} == {"quantize_weight", "expand_scales"}
+    assert not any("rowwise" in name for name, *_ in calls)
+    sizes = [every_kernel.elements(call) for call in calls]
+    assert sizes == sorted(sizes)
+
+
+def test_reports_of_a_sanitizer_are_counted_by_kernel():
+    race = "Error: Race reported between Write access at void moe_fp8::tiles_kernel<moe_fp8::Fast>"
+    output = f"""========= COMPUTE-SANITIZER
+call 3 of 9: quantize_rows rowwise [(300, 272)]
+========= {race}+0x1c70
+=========     and Read access at void moe_fp8::tiles_kernel<moe_fp8::Fast>+0x1d0 [16 hazards]
+=========
+========= {race}+0x1d80
+=========     and Read access at void moe_fp8::tiles_kernel<moe_fp8::Fast>+0x1d0 [8 hazards]
+========= Barrier error detected. Divergent thread(s) in warp.
+=========     at void moe_fp8::rows_kernel<moe_fp8::Fast>+0x990
+=========     by thread (2,0,0) in block (0,0,0)
+call 3 took 1.50 s
+call 5 of 9: quantize_rows mxfp8 [(300, 272)]
+========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
+========= ERROR SUMMARY: 3 errors
+"""
+    barrier = "Barrier error detected. Divergent thread(s) in warp.: moe_fp8::rows_kernel<moe_fp8::Fast>"
+    assert sanitize.reports(output) == {race: 2, barrier: 1}
+    begun, ended = sanitize.calls_of(output)
+    assert begun == {3: "quantize_rows rowwise [(300, 272)]", 5: "quantize_rows mxfp8 [(300, 272)]"}
+    assert ended == {3: 1.5}

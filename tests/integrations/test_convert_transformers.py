@@ -203,7 +203,7 @@ def test_forward_of_the_module_itself():
     experts = experts_of("mixtral")
     original = experts.forward
     experts.forward = lambda *call: original(*call)
-    assert "forward must be that of its class, got another that the module itself has" in refused(experts)
+    assert "forward must be its class's own, got another that the module itself has" in refused(experts)
     del experts.forward
     convert_(experts)
     converted = experts.forward

@@ -151,7 +151,7 @@ def test_a_part_of_the_experts_at_a_time(monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["blockwise", POW2])
 def test_logits_of_dequantized_weights(tmp_path, recipe):
-    """Without a GPU, Transformers dequantizes. Its logits equal those of weights that ops.dequantize made."""
+    """Without a GPU, Transformers dequantizes. Its logits equal the logits of weights that ops.dequantize made."""
     model = tiny()
     export_fp8(model, tmp_path / "a", recipe=recipe)
     got = loaded(tmp_path / "a", as_on_a_gpu=False)

@@ -60,7 +60,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Ops(TorchDispatchMode):
-    """Counts ops, and lists those that make weights of another dtype, or FP8 weights of weights in another dtype."""
+    """Counts ops, and lists ops that make weights of another dtype, or FP8 weights of weights in another dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def dequantized(experts: nn.Module) -> tuple[Tensor, Tensor]:
     return tuple(found)
 
 
-# The units of experts_problem.py, less those of weights: these are compared as they are stored.
+# The units of experts_problem.py without weights, which are compared as they are stored.
 #   out      x through silu(g) u, a's own cast                                 2.07 + 1
 #   dx       dy; h through dh (x's unit and its own); dh's own cast            1 + 1.23 + 1.28 + 1
 #   dscores  dy, and a of h as kept                                            1 + 2.07 + 2.45
@@ -350,7 +350,7 @@ def test_dequantized_e8m0_is_rounded_once(folders):
 
 
 class Memory(TorchDispatchMode):
-    """Measures the most bytes that tensors of ops, and those that are given, have at one time."""
+    """Measures the most bytes that tensors of ops and given tensors have at one time."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()

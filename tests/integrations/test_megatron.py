@@ -7,10 +7,14 @@ import importlib.util
 import inspect
 import re
 import shlex
+import sys
+import traceback
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,9 +22,10 @@ from helpers import ROOT, assert_same, assert_same_tensor, blocks
 from processes import NEEDS_GLOO, in_processes
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.multiprocessing import ProcessRaisedException
 from torch.nn import functional
 
-from moe_fp8_ext import Recipe
+from moe_fp8_ext import Recipe, reuse_weights
 
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("pip install megatron-core==0.16.1", allow_module_level=True)
@@ -288,22 +293,28 @@ def test_delayed_gradients_are_the_same(overlap, main_grad):
 RECOMPUTE = {
     "moe": dict(recompute_granularity="selective", recompute_modules=["moe"]),
     "moe_act": dict(recompute_granularity="selective", recompute_modules=["moe_act"], moe_grouped_gemm=True),
+    "several": dict(recompute_granularity="selective", recompute_modules=["core_attn", "moe"]),
     "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
 }
 
 
+@pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("name", RECOMPUTE)
-def test_recomputing_changes_nothing(name):
+def test_recomputing_changes_nothing(name, delayed):
     from megatron_on_cpu import Trained, local_spec
 
     from moe_fp8_ext.integrations.megatron import convert
 
     found = []
     for options in ({}, RECOMPUTE[name]):
-        made = Trained(convert(local_spec(), "rowwise", main_grad=True), **options)
+        made = Trained(convert(local_spec(), "rowwise", main_grad=True), delayed=delayed, **options)
         made.ddp.zero_grad_buffer()
         loss = made.loss(0)
         loss.backward()
+        for layer in made.model.decoder.layers:
+            waits = re.search(r"delayed=DelayedWgrads\(waiting=1, nbytes=(\d+)\)", str(layer.mlp.experts))
+            assert (waits is not None and int(waits[1]) > 0) == delayed
+            layer.mlp.backward_dw()
         made.ddp.finish_grad_sync()
         found.append([loss.detach(), *(p.main_grad for p in made.model.parameters())])
     assert_same(found[1], found[0])
@@ -330,25 +341,58 @@ def test_the_spec_of_the_command_line(name):
 
 
 def test_blocks_of_the_page():
-    """The last block is for a provider of NeMo or Bridge, which calls the function with itself."""
+    """NeMo and Bridge are stand-ins, each with the name that its block imports. They call a function with a config."""
     from megatron_on_cpu import LENGTH, VOCABULARY, config_of, local_spec
 
     from moe_fp8_ext.integrations.megatron import MoeFp8GroupedMLP
 
     def layer_spec(config, vp_stage=None):
-        assert config is provider
+        assert config.transformer_layer_spec
         return local_spec()
 
-    provider = SimpleNamespace(transformer_layer_spec=layer_spec)
-    names = dict(config=config_of(), vocab_size=VOCABULARY, max_sequence_length=LENGTH, provider=provider)
-    for block in blocks("docs/megatron.md"):
-        exec(block, names)
+    providers = [SimpleNamespace(transformer_layer_spec=layer_spec) for _ in range(2)]
+    llm = SimpleNamespace(Qwen3Config30B_A3B=lambda: providers[0])
+    bridge = SimpleNamespace(to_megatron_provider=lambda load_weights: providers[1])
+    auto_bridge = SimpleNamespace(from_hf_pretrained=lambda name: bridge)
+    packages = {
+        "nemo": ModuleType("nemo"),
+        "nemo.collections": SimpleNamespace(llm=llm),
+        "megatron.bridge": SimpleNamespace(AutoBridge=auto_bridge),
+    }
+    names = dict(config=config_of(), vocab_size=VOCABULARY, max_sequence_length=LENGTH)
+    with patch.dict(sys.modules, packages):
+        for block in blocks("docs/megatron.md"):
+            exec(block, names)
     made = [layer.mlp.experts for layer in names["model"].decoder.layers] + [names["layer"].experts]
     assert [type(experts) for experts in made] == 3 * [MoeFp8GroupedMLP]
     assert [experts.options["recipe"].name for experts in made] == ["rowwise", "rowwise", "blockwise"]
-    assert list(inspect.signature(provider.transformer_layer_spec).parameters) == ["config", "vp_stage"]
-    made = provider.transformer_layer_spec(provider, vp_stage=0)
-    assert made.submodules.mlp.submodules.experts.module is MoeFp8GroupedMLP
+    for provider in providers:
+        assert list(inspect.signature(provider.transformer_layer_spec).parameters) == ["config", "vp_stage"]
+        made = provider.transformer_layer_spec(provider, vp_stage=0)
+        assert made.submodules.mlp.submodules.experts.module is MoeFp8GroupedMLP
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("megatron.bridge"), reason="pip install --no-deps megatron-bridge")
+def test_a_provider_of_megatron_bridge(monkeypatch):
+    """Its package imports TransformerEngine. The module of the provider does not."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron_on_cpu import LENGTH, VOCABULARY, config_of
+
+    from moe_fp8_ext.integrations.megatron import MoeFp8GroupedMLP, convert
+
+    (folder,) = importlib.util.find_spec("megatron.bridge").submodule_search_locations
+    for name in ("megatron.bridge", "megatron.bridge.models", "megatron.bridge.utils"):
+        package = ModuleType(name)
+        package.__path__ = [str(Path(folder, *name.split(".")[2:]))]
+        monkeypatch.setitem(sys.modules, name, package)
+    gpt = importlib.import_module("megatron.bridge.models.gpt_provider")
+    names = {field.name for field in fields(gpt.GPTModelProvider) if field.init}
+    config = {name: value for name, value in vars(config_of(num_layers=1)).items() if name in names}
+    provider = gpt.GPTModelProvider(**config, vocab_size=VOCABULARY, seq_length=LENGTH)
+    provider.transformer_layer_spec = convert(gpt.local_layer_spec, "blockwise")
+    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    experts = provider.provide().decoder.layers[0].mlp.experts
+    assert type(experts) is MoeFp8GroupedMLP and experts.options["recipe"].name == "blockwise"
 
 
 def test_convert_copies():
@@ -382,6 +426,10 @@ _ACTIVATION = (
     "config.activation_func must be one of fast_gelu, gelu, quick_gelu, silu, squared_relu as ops.activate defines it, "
     "got {} with gated_linear_unit=True, glu_linear_offset=0.0, clamp={}"
 )
+_GRAPH = (
+    "config.cuda_graph_scope must leave out the experts, because the dispatcher waits for the device, got {}; a "
+    "constant capacity is an exception: moe_pad_expert_input_to_capacity, with dispatcher alltoall or hybridep"
+)
 MISTAKES = [
     (
         dict(fp8="hybrid"),
@@ -394,12 +442,27 @@ MISTAKES = [
         "in FP8 already",
     ),
     (dict(moe_apply_probs_on_input=True), "config.moe_router_topk must be 1 with moe_apply_probs_on_input, got 2"),
+    (
+        dict(cuda_graph_impl="local", cuda_graph_scope=[]),
+        _GRAPH.format("whole layers with cuda_graph_impl='local'"),
+    ),
+    (
+        dict(cuda_graph_impl="transformer_engine", cuda_graph_scope=[], moe_pad_expert_input_to_capacity=True)
+        | dict(moe_token_dispatcher_type="allgather"),
+        _GRAPH.format("whole layers with cuda_graph_impl='transformer_engine'"),
+    ),
+    (
+        dict(cuda_graph_impl="local", cuda_graph_scope=[], moe_pad_expert_input_to_capacity=True)
+        | dict(delay_wgrad_compute=True),
+        "config.delay_wgrad_compute must be False if a CUDA graph holds the experts, got True and whole layers with "
+        "cuda_graph_impl='local'; a replay does not run the code that delays",
+    ),
     (dict(activation_func=torch.tanh), _ACTIVATION.format("tanh", None)),
     (dict(activation_func_clamp_value=7.0), _ACTIVATION.format("silu", 7.0)),
 ]
 
 
-@pytest.mark.parametrize(("options", "text"), MISTAKES, ids=[next(iter(options)) for options, _ in MISTAKES])
+@pytest.mark.parametrize(("options", "text"), MISTAKES, ids=["-".join(options) for options, _ in MISTAKES])
 def test_mistakes(options, text):
     """Set behind the back of the config, which refuses some of them itself without TransformerEngine."""
     from megatron_on_cpu import EXPERTS, config_of
@@ -412,6 +475,97 @@ def test_mistakes(options, text):
     with pytest.raises(RuntimeError) as info:
         MoeFp8GroupedMLP(EXPERTS, config)
     assert str(info.value) == f"{MODULE}: {text}"
+
+
+# Scopes of 0.16.1 by implementation, and whether they hold the experts of a GPT layer.
+SCOPES = {
+    ("none", "full"): False,
+    ("local", "full"): True,
+    ("local", "full_iteration"): True,
+    ("local", "attn"): True,  # captures the whole layer
+    ("local", "moe_router"): False,
+    ("transformer_engine", "full"): True,
+    ("transformer_engine", "attn"): False,
+    ("transformer_engine", "attn,moe_router,moe_preprocess"): False,
+}
+
+
+@pytest.mark.parametrize(("impl", "scope"), SCOPES)
+def test_cuda_graphs_that_hold_the_experts_need_a_capacity(impl, scope):
+    """Megatron itself refuses the scope "moe" without a capacity. With one, every graph may hold the experts."""
+    from megatron_on_cpu import EXPERTS, config_of
+
+    from moe_fp8_ext.integrations.megatron import MoeFp8GroupedMLP
+
+    graphs = dict(cuda_graph_impl=impl, cuda_graph_scope=scope)
+    capacity = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
+    padded = dict(**capacity, moe_router_load_balancing_type="aux_loss")
+    MoeFp8GroupedMLP(EXPERTS, config_of(**graphs, **padded))
+    if SCOPES[impl, scope]:
+        with pytest.raises(RuntimeError, match=f"^{MODULE}: config.cuda_graph_scope must leave out the experts, "):
+            MoeFp8GroupedMLP(EXPERTS, config_of(**graphs))
+    else:
+        MoeFp8GroupedMLP(EXPERTS, config_of(**graphs))
+    if impl != "none":
+        MoeFp8GroupedMLP(EXPERTS, config_of(cuda_graph_impl=impl, cuda_graph_scope="moe", **padded))
+    if (impl, scope) == ("local", "attn"):  # in a hybrid model, attention is a layer of its own
+        MoeFp8GroupedMLP(EXPERTS, config_of(**graphs, is_hybrid_model=True))
+
+
+def test_ends_of_groups():
+    """While a graph is captured, no copy from the host may be in it."""
+    from moe_fp8_ext.integrations.megatron import group_ends
+
+    cpu = torch.device("cpu")
+    for counts, capturing in (([3, 0, 2], False), ([4, 4, 4], False), ([4, 4, 4], True), ([0, 0], True)):
+        got = group_ends(torch.tensor(counts), cpu, capturing)
+        assert_same_tensor(got, torch.tensor(counts).cumsum(0).int(), f"{counts}")
+    text = f"{MODULE}: tokens_per_expert on the host must be equal for all experts in a CUDA graph, got 0 to 3"
+    with pytest.raises(RuntimeError, match=f"^{text}$"):
+        group_ends(torch.tensor([3, 0, 2]), cpu, True)
+
+
+def raising(*_: object, **__: object) -> None:
+    raise RuntimeError("planted")
+
+
+def plant(call: str) -> AbstractContextManager:
+    """Makes a call of experts fail."""
+    path = {"forward": f"{MODULE}.experts_of_groups", "backward": "moe_fp8_ext.layer.node._backward"}
+    return patch(path.get(call, "moe_fp8_ext.DelayedWgrads.backward_dw"), raising)
+
+
+def note(call: str, rank: int, ranks: int, experts: str, layer: str = "layer 1") -> str:
+    text = f"{MODULE}: {call} of experts {experts} of {layer} failed on rank {rank} of {ranks}"
+    waits = "the other ranks of its expert parallel group wait for it until the timeout of that group"
+    return f"{text}; {waits}\n" if ranks > 1 else f"{text}\n"
+
+
+def text_of(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize("call", ["forward", "backward", "backward_dw"])
+def test_errors_name_layer_and_rank(call):
+    """Of the second layer. An error keeps its type and its text."""
+    from megatron_on_cpu import Trained, local_spec
+
+    from moe_fp8_ext.integrations.megatron import convert
+
+    made = Trained(convert(local_spec()), delayed=True)
+    second = made.model.decoder.layers[1].mlp
+    with pytest.raises(RuntimeError, match="planted") as info:
+        loss = None if call == "forward" else made.loss(0)
+        if call == "backward_dw":
+            loss.backward()
+        with plant(call):
+            if call == "backward_dw":
+                second.backward_dw()
+            elif call == "backward":
+                loss.backward()
+            else:
+                second(tokens()[0])
+    assert note(call, 0, 1, "0 to 7", "layer 2") in text_of(info.value)
 
 
 def test_main_grad_is_a_bool():
@@ -427,8 +581,10 @@ def test_wrong_counts():
     from moe_fp8_ext.integrations.megatron import MoeFp8GroupedMLP
 
     made = MoeFp8GroupedMLP(EXPERTS, config_of())
-    with pytest.raises(RuntimeError, match="^experts_of_groups: offs must have size 8 in dimension 0, got 7$"):
+    with pytest.raises(RuntimeError) as info:
         made(torch.randn(7, 64).bfloat16(), torch.ones(7, dtype=torch.int64), torch.ones(7))
+    assert str(info.value) == "experts_of_groups: offs must have size 8 in dimension 0, got 7"
+    assert note("forward", 0, 1, "0 to 7", "a layer of its own") in text_of(info.value)
 
 
 # Several processes
@@ -458,10 +614,10 @@ def check_four(rank: int, folder: Path) -> None:
     losses = {}
     with megatron_on_cpu(expert_parallel=4):
         theirs, made = (Trained(specs()[name], **ONE_LAYER) for name in ("theirs", "rowwise"))
-        losses["four"] = made.train(4)
-        close(losses["four"], theirs.train(4))
+        losses["four"] = made.train(STEPS)
+        close(losses["four"], theirs.train(STEPS))
         made.save(folder / "four")
-        losses["four"] += made.train(3, first=4)
+        losses["four"] += made.train(3, first=STEPS)
     with megatron_on_cpu(expert_parallel=2):
         losses["pairs"] = Trained(specs()["rowwise"], **ONE_LAYER).train(2)
     torch.save(losses, folder / "losses")
@@ -480,10 +636,10 @@ def check_two(rank: int, folder: Path) -> None:
         for trained in (theirs, made):
             close(trained.train(2), want["pairs"])  # the optimizer now has states to load
         theirs.load(folder / "four")
-        close(theirs.train(1, first=4), want["four"][4:5])
+        close(theirs.train(1, first=STEPS), want["four"][STEPS : STEPS + 1])
         theirs.save(folder / "two")
         made.load(folder / "two")
-        close(made.train(2, first=5), want["four"][5:])
+        close(made.train(2, first=STEPS + 1), want["four"][STEPS + 1 :])
         close(Trained(specs()["rowwise"], moe_token_dispatcher_type="allgather", **ONE_LAYER).train(2), want["pairs"])
     with megatron_on_cpu(expert_tensor_parallel=2):
         losses, *of_ours = (Trained(spec, **ONE_LAYER).train(3) for spec in specs().values())
@@ -501,10 +657,47 @@ def test_checkpoints_of_four_ranks_go_on_in_two(tmp_path):
     in_processes(2, check_two, tmp_path)
 
 
+def check_flex() -> None:
+    """DeepEP's dispatcher moves the same rows in the same order. Sums of two slots are the same in any order."""
+    from megatron_flex import deepep_by_gloo
+
+    from moe_fp8_ext.integrations.megatron import spec as spec_of_ours
+
+    results = []
+    x, grad = tokens(seed=dist.get_rank())
+    for dispatcher in ("alltoall", "flex"):
+        with deepep_by_gloo():
+            layer = layer_of(spec_of_ours(), moe_token_dispatcher_type=dispatcher, moe_router_dtype="fp32")
+            assert type(layer.token_dispatcher).__name__.lower() == f"moe{dispatcher}tokendispatcher"
+            h = x.clone().requires_grad_()
+            out, _ = layer(h)
+            out.backward(grad)
+        results.append([out.detach(), h.grad, *(p.grad for p in layer.parameters())])
+    assert_same(results[1], results[0])
+
+
+def check_reuse() -> None:
+    """A context around all steps, whose parameters are gathered to the same address in forward: one cast of each of the
+    two weights for a step of two micro-batches, and the same losses."""
+    from megatron_on_cpu import Trained
+
+    quantize = "moe_fp8_ext.quantization.prepare._quantize_weight"
+    losses, casts = [], []
+    for context in (nullcontext, reuse_weights):
+        made = Trained(specs()["rowwise"], **ONE_LAYER)
+        with context(), patch(quantize, wraps=torch.ops.moe_fp8.quantize_weight.default) as called:
+            losses.append(made.train(3))
+        casts.append(called.call_count)
+    assert losses[1] == losses[0]
+    assert casts == [3 * 2 * 2, 3 * 2]
+
+
 def check_losses(rank: int) -> None:
     from megatron_on_cpu import Trained, megatron_on_cpu
 
     with megatron_on_cpu(expert_parallel=2):
+        check_flex()
+        check_reuse()
         losses = {name: Trained(specs()[name]).train(STEPS, of_all=2) for name in ("theirs", "rowwise")}
     assert losses["theirs"][-1] < 0.6 * losses["theirs"][0]
     close(losses["rowwise"], losses["theirs"])
@@ -514,15 +707,95 @@ def test_losses_are_those_of_sequential_mlp():
     in_processes(2, check_losses)
 
 
-def test_the_bench_trains_a_tiny_model(monkeypatch):
-    from megatron_on_cpu import OnCpu
+def check_failure(rank: int, uncaught: bool) -> None:
+    """Experts of rank 1 fail. The other rank waits for its message, and raises when the time of its group is over."""
+    from megatron_on_cpu import Trained, megatron_on_cpu
+
+    from moe_fp8_ext.integrations.megatron import convert
+
+    for call in ("forward",) if uncaught else ("forward", "backward"):
+        with megatron_on_cpu(expert_parallel=2, seconds=120 if uncaught else 2):
+            made = Trained(convert(specs()["theirs"]), **ONE_LAYER)
+            loss = made.loss(0)  # both ranks are there
+            with plant(call) if rank == 1 else nullcontext():
+                if uncaught:
+                    made.loss(0)
+                with pytest.raises(RuntimeError) as info:
+                    (loss if call == "backward" else made.loss(0)).backward()
+            text = text_of(info.value)
+            if rank == 1:
+                assert "planted" in text and note(call, 1, 2, "4 to 7") in text
+            else:
+                assert "Timed out waiting 2000ms" in text
+            dist.barrier()  # rank 1 is there until rank 0 has raised
+
+
+def test_a_rank_that_fails():
+    in_processes(2, check_failure, False)
+
+
+def test_a_process_that_fails_ends_the_others():
+    """As torchrun does, the launcher ends the other rank, which waits."""
+    with pytest.raises(ProcessRaisedException) as info:
+        in_processes(2, check_failure, True)
+    assert "planted" in str(info.value) and note("forward", 1, 2, "4 to 7") in str(info.value)
+
+
+@pytest.fixture
+def bench(monkeypatch) -> Iterator[object]:
+    """The module bench/mcore.py. It gives Megatron permutations, which are taken back."""
+    from megatron.core.transformer.moe import moe_utils
 
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    mcore = importlib.import_module("mcore")
-    batches = mcore.batches_of(3, 2, 2, 16, torch.device("cpu"))
-    runs = [mcore.measure(kind, batches, mcore.TINY, 1, 1, on_cpu=OnCpu) for kind in mcore.KINDS]
+    with patch.dict(vars(moe_utils)):
+        yield importlib.import_module("mcore")
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_the_bench_trains_a_tiny_model(bench, dispatcher):
+    from megatron_on_cpu import OnCpu
+
+    batches = bench.batches_of(3, 2, 2, 16, torch.device("cpu"))
+    kinds = bench.KINDS if dispatcher == "alltoall" else ("sequential", "rowwise")
+    options = dict(dispatcher=dispatcher, on_cpu=OnCpu)
+    runs = [bench.measure(kind, batches, bench.TINY, 1, 1, **options) for kind in kinds]
     for run in runs:
         close(run["losses"], runs[0]["losses"])
         assert run["losses"][-1] < run["losses"][0] and run["tokens_per_second"] > 0
-    assert runs[2]["losses"] == runs[3]["losses"] != runs[1]["losses"]
-    assert [line.split()[0] for line in mcore.table(runs).splitlines()[2:]] == list(mcore.KINDS)
+    if dispatcher == "alltoall":
+        assert runs[2]["losses"] == runs[3]["losses"] != runs[1]["losses"]
+    assert [line.split()[0] for line in bench.table(runs).splitlines()[2:]] == list(kinds)
+
+
+def test_permutations_of_the_bench_are_those_of_megatron(bench):
+    """The same bytes forward. Gradients and sums of three slots are added in another order."""
+    from megatron.core.transformer.moe import moe_utils
+
+    permute = importlib.import_module("mcore_permute")
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randn(12, 8, generator=g).requires_grad_()
+    ids = torch.rand(12, 5, generator=g).topk(3, dim=1).indices
+    chosen = torch.zeros(12, 5, dtype=torch.bool).scatter(1, ids, True)
+    probs = torch.rand(12, 5, generator=g).masked_fill(~chosen, 0).requires_grad_()
+    sizes, order = torch.tensor([3, 0, 20, 13]), torch.tensor([2, 0, 3, 1])
+    found = []
+    for fused in (False, True):
+        permute.provide()
+        rows, of_rows, kept = moe_utils.permute(tokens, chosen, probs, num_out_tokens=36, fused=fused)
+        sorted_rows, of_sorted = moe_utils.sort_chunks_by_idxs(rows, sizes, order, probs=of_rows, fused=fused)
+        back, _ = moe_utils.sort_chunks_by_idxs(sorted_rows, sizes[order], order.argsort(), fused=fused)
+        assert_same_tensor(back.detach(), rows.detach(), "chunks back in order")
+        out = moe_utils.unpermute(back * of_rows[:, None], kept, tokens.shape, fused=fused)
+        loss = (out * torch.arange(8.0)).sum() + (of_sorted * torch.arange(36.0)).sum()
+        found.append(
+            (rows.detach(), sorted_rows.detach(), of_sorted.detach(), out, *torch.autograd.grad(loss, [tokens, probs]))
+        )
+    assert_same(found[1][:3], found[0][:3])
+    torch.testing.assert_close(found[1][3:], found[0][3:])
+
+
+def test_the_bench_tells_kinds_of_work(bench):
+    assert bench.work_of("moe_fp8::quantize_weight") == "casts of weights"
+    assert bench.work_of("moe_fp8::quantize_both") == "activations and casts of tokens"
+    assert bench.work_of("aten::add") == "other"
+    assert bench.union([(5, 7), (0, 2), (1, 3), (6, 6.5)]) == 5

@@ -562,7 +562,7 @@ MISTAKES = {
     "adapters of gate_up_proj in FP8 must be handed over as factors": fp8_without_convert,
     "must take the adapter of gate_up_proj, got a forward that is not moe_fp8_ext's": another_forward,
     "are computed as PEFT does, by W + B A": several_without_convert,
-    "forward must be that of its class, got another that the module itself has": forward_of_a_plan,
+    "forward must be its class's own, got another that the module itself has": forward_of_a_plan,
     "A of lora_gate_up must be on the device of x": offloaded,
     "A of lora_gate_up must be bfloat16, float16 or float32, got torch.float8_e4m3fn": adapters_in_fp8,
 }
@@ -594,7 +594,7 @@ def test_experts_that_are_not_converted_keep_their_wrappers() -> None:
 
 
 def test_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs the blocks of the page in order, without those of TRL."""
+    """Runs the blocks of the page in order, without TRL's."""
     tiny_model("qwen3_moe", "eager").save_pretrained(tmp_path)
     names: dict[str, object] = dict(path=tmp_path, torch=torch, prompt=dict(input_ids=torch.arange(3, 9)[None]))
     start, attention, evaluation = (

@@ -147,7 +147,7 @@ def test_chunks_are_one_backward(main_grad):
         x, scores = torch.randn(T, D, generator=g).bfloat16().requires_grad_(), torch.rand(T, TOP_K, generator=g)
         ids = torch.rand(T, E, generator=g).topk(TOP_K).indices
         call, *inputs = layer_call("experts", x, ids, scores, up, down, "rowwise", "swiglu", False, "fp8", delayed)
-        LayerFunction.apply(call, Halves(ids, E), *inputs).float().square().sum().backward()
+        LayerFunction.apply(call, Halves(ids, E), None, *inputs).float().square().sum().backward()
         if delayed is not None:
             assert delayed.waiting == 1
             delayed.backward_dw()

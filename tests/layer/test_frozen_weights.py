@@ -1,4 +1,4 @@
-"""Weights that need no gradient: what is kept for backward, and that results equal the results of trained weights."""
+"""Weights that need no gradient: what backward keeps, and that results equal the results of trained weights."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_bias_steps_are_those_of_real_tokens(device):
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_real_tokens_are_routed_as_if_alone(scoring, normalize, device):
-    """Choice, scores, counts and gradients of real tokens are those of a call without padding; padding has none."""
+    """Choice, scores, counts and gradients of real tokens are as in a call without padding; padding has none."""
     options = dict(scoring=scoring, normalize=normalize, balance_loss=0.3, z_loss=0.01, bias_rate=0.1)
     made, alone = router(device, **options), router(device, **options)
     x, mask = tokens(device)
@@ -111,7 +111,7 @@ def test_hash_layer(device):
     table = torch.stack([torch.arange(TOP_K) + i for i in range(5)]).to(device)
     ids, scores, _ = made(x, topk_ids=table[torch.arange(T, device=device) % 5])
     want = nn.functional.softplus(x.double() @ made.weight.double().t()).sqrt().gather(1, ids)
-    # As in test_moe.py: the relative error of logits below 40 is that of float32's steps there, 4e-6.
+    # As in test_moe.py: the relative error of logits below 40 is a step of float32 there, 4e-6.
     torch.testing.assert_close(scores.double(), want / want.sum(1, keepdim=True), rtol=1e-5, atol=0)
     scores.square().sum().backward()
     assert made.weight.grad.any()

@@ -245,7 +245,7 @@ def test_quantized_weights_without_a_backward():
     main_grad = main_grad_of(B_T, fill=7)
     for a, got in ((A.detach(), "requires_grad=False"), (of_rows, "a Quantized")):
         text = error_of(grouped_mm, [a, w, OFFS], {"main_grad": main_grad})
-        assert text == f"grouped_mm: A must ask for a gradient where main_grad is that of a quantized B_t, got {got}"
+        assert text == f"grouped_mm: A must ask for a gradient where main_grad belongs to a quantized B_t, got {got}"
         with torch.no_grad():
             grouped_mm(a, w, OFFS, main_grad=main_grad)
     text = error_of(grouped_mm, [A, w, OFFS], {"main_grad": main_grad[:2]})

@@ -112,7 +112,7 @@ def test_arguments_of_torch(recipe):
     assert torch.equal(call(bias=None, out_dtype=None), call(out_dtype=torch.bfloat16))
     text = "grouped_mm: bias must be None, because products add none, got Tensor; `experts` adds biases"
     check_refused(text, lambda: call(bias=X))
-    result = "grouped_mm: out_dtype must be None or that of the result"
+    result = "grouped_mm: out_dtype must be None or the result's"
     check_refused(
         f"{result}, torch.bfloat16, got torch.float32; cast the result", lambda: call(out_dtype=torch.float32)
     )

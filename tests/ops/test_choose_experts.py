@@ -123,7 +123,7 @@ def test_given_ids(scoring, normalize, e, top_k, device):
 
 
 def test_gradient_of_given_ids(device):
-    """The gradient is that of torch over the given experts, without dropped slots."""
+    """The gradient equals torch's over the given experts, without dropped slots."""
     logits = logits_of(20, 12, device).requires_grad_()
     given = torch.rand(20, 12, device=device).argsort(1)[:, :4]
     given[:5, 2] = -1

@@ -125,6 +125,22 @@ def test_corrupt_places(device):
 
 
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
+def test_slots_that_share_rows(dtype, device):
+    """Without grad_y, the gradients of scores are the same bytes as where every slot has its own copy of the row."""
+    grad, y = wide(40, 72, dtype=dtype, device=device), wide(6, 72, dtype=dtype, device=device, seed=1)
+    shared = torch.randint(-2, 8, (40, 3), dtype=torch.int32).to(device)
+    for scores in (None, scores_for(shared), scores_for(shared, dtype)):
+        grad_y, got = combine_backward(grad, y, scores, shared, 6, keep_grad_y=False)
+        own = torch.arange(120, dtype=torch.int32, device=device).view(40, 3)
+        copies = y[shared.clamp(0, 5).flatten().long()]
+        inverse = torch.where((shared < 0) | (shared > 5), -1, own)
+        assert_same(got, combine_backward(grad, copies, scores, inverse, 120)[1])
+        check_dots(got, grad, copies, inverse, scores)
+        assert grad_y.shape == (0, 72)
+        assert combine_backward(grad, None, scores, shared, 6, keep_grad_y=False)[1].shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=short)
 def test_non_finite_values(dtype, device):
     """Rows and scores of dropped slots are ignored. Every NaN becomes the same NaN. Values beyond the range become
     Inf."""
@@ -250,6 +266,7 @@ def test_opcheck(device):
         check_opcheck("combine", [y, inverse, scores])
         check_opcheck("combine_backward", [grad, y, scores, inverse, 130])
         check_opcheck("combine_backward", [grad, None, scores, inverse, 130])
+        check_opcheck("combine_backward", [grad, y, scores, inverse, 130], keep_grad_y=False)
 
 
 def both(y: Tensor, inverse: Tensor, scores: Tensor) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import groupby
 
 import pytest
 import torch
@@ -67,6 +68,12 @@ def test_calls_are_there_for_every_op():
     assert set(OPS) == set(ops.__all__)
 
 
+def test_table_of_arguments_has_the_tensors_of_every_schema():
+    """The checks of a call find the row of a tensor by its place in the schema (csrc/ops/checks.h)."""
+    rows = {op: [row["name"] for row in rows] for op, rows in groupby(_C.TABLES["arguments"], lambda row: row["op"])}
+    assert rows == {name: [a.name for a in schema(name).arguments if "Tensor" in str(a.type)] for name in OPS}
+
+
 # Every name of an op's argument, in the order of CONTRIBUTING.md: operands (a gradient first), their scales, their
 # kinds, groups, rows by index, sizes, options. A new name needs a place here.
 ORDER = """
@@ -77,8 +84,8 @@ ORDER = """
     indices inverse top_k
     rows cols num_experts num_local_experts num_ranks num_tokens num_rows num_padded
     scoring normalize scaling_factor num_groups top_groups group_score given_ids parts interleaved
-    keep_h keep_grad_h keep_a
-    align align_empty dtype out_dtype grad_dtype use_fast_accum rounding amax directions
+    keep_h keep_grad_h keep_a keep_grad_y
+    align align_empty dtype out_dtype grad_dtype use_fast_accum rounding amax sum_grad_h directions
 """.split()
 PLACES = {name: place for place, name in enumerate(ORDER)}
 

@@ -1,4 +1,4 @@
-"""expand_scales: scales of "blockwise" with rounding "pow2" are those of "mxfp8" for the same values, byte for byte.
+"""expand_scales: scales of "blockwise" with rounding "pow2" equal scales of "mxfp8" for the same values, byte for byte.
 
 No sm_100 has run the product that takes them, so what that product reads is compared with what the quantizers of
 "mxfp8" write.
@@ -217,7 +217,7 @@ def test_values_are_the_same(device):
 
 
 class Products(TorchDispatchMode):
-    """Collects the promised roundings. Compares every product on the CPU with that of expanded scales."""
+    """Collects the promised roundings. Compares every product on the CPU with the product of expanded scales."""
 
     def __init__(self, compares: bool) -> None:
         super().__init__()

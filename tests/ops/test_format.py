@@ -14,7 +14,7 @@ from moe_fp8_ext import _C
 from moe_fp8_ext.reference import numerics
 from moe_fp8_ext.reference.numerics import FORMATS
 
-ENTRIES = {entry["name"]: entry for entry in _C.formats()}
+ENTRIES = {entry["name"]: entry for entry in _C.TABLES["formats"]}
 ROW = re.compile(r"^\| `(\w+)` \|(.+)\|$", re.M)
 SECTION = re.search(r"^\| format \|.*?\n\n", (ROOT / "DESIGN.md").read_text(), re.M | re.S)[0]
 DESIGN = {name: [cell.strip() for cell in cells.split("|")] for name, cells in ROW.findall(SECTION)}

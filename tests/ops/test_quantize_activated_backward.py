@@ -38,6 +38,7 @@ from moe_fp8_ext.ops import (
     quantize_both,
     quantize_rows,
     quantize_tokens,
+    sum_groups,
 )
 from moe_fp8_ext.reference.numerics import FORMATS
 
@@ -53,9 +54,9 @@ def int32(numbers: list[int], device: str) -> Tensor:
 def check(h: Tensor, da: Tensor, activation: str, format: str, **how: object) -> None:
     """Every byte equals the reference's. dscores may differ as much as the order of a sum allows."""
     what = f"{activation} {format} {short(h.dtype)} {short(h.shape)} {how}"
-    *got, dscores = quantize_activated_backward(da, h, activation, format, **how)
-    *want, wanted = reference.quantize_activated_backward(da, h, activation, format, **how)
-    assert_same(got, want, what)
+    *got, dscores, sums = quantize_activated_backward(da, h, activation, format, **how)
+    *want, wanted, sums_wanted = reference.quantize_activated_backward(da, h, activation, format, **how)
+    assert_same([*got, sums], [*want, sums_wanted], what)
     of_h = {"h_scale": how.get("h_scale"), "format": format, "interleaved": how.get("interleaved", False)}
     of_h["indices"] = how.get("indices")
     check_dscores(dscores, wanted, h, da, activation, **of_h)
@@ -82,15 +83,18 @@ def kept(x: Tensor, format: str, fp8: torch.dtype | None) -> dict[str, Tensor | 
         rounding=[0, 1],
         by=SCORED,
         amax=[0, 1],
+        sums=[False, True],
     ),
     ids=short,
 )
-def test_pairs(activation, format, fp8, out, grad, dtype, f, ends, align, interleaved, rounding, by, amax, device):
+def test_pairs(
+    activation, format, fp8, out, grad, dtype, f, ends, align, interleaved, rounding, by, amax, sums, device
+):
     x = h_for(activation, 131, f, dtype, device)
     how = {"dtype": out, "grad_dtype": grad, "rounding": FORMATS[format].roundings[rounding]}
     how |= {"align": None if align is None else FORMATS[format].aligns[align], "interleaved": interleaved}
     how |= {"offs": int32(ends, device), **scored(x, by)}
-    how |= {"amax": FORMATS[format].amaxes[-amax]}
+    how |= {"amax": FORMATS[format].amaxes[-amax], "sum_grad_h": sums}
     check(**kept(x, format, fp8), da=da_for(x, activation), activation=activation, format=format, **how)
 
 
@@ -103,12 +107,12 @@ def test_as_a_chip_casts(activation, format, device):
     aligns = sorted({max(16, rule.aligns[0]), 32, rule.aligns[1]})
     sizes = 640, 8, 256, 136
     ways = itertools.product(sizes, rule.amaxes, (None, CHIP[0]), (False, True), CHIP, rule.roundings, aligns, SCORED)
-    for f, amax, fp8, interleaved, grad, rounding, align, by in itertools.islice(
-        ways, 0, None, 1 if device != "cpu" else 97
+    for i, (f, amax, fp8, interleaved, grad, rounding, align, by) in enumerate(
+        itertools.islice(ways, 0, None, 1 if device != "cpu" else 97)
     ):
         x = h_for(activation, 300, f, device=device)
         how = {"dtype": CHIP[0], "grad_dtype": grad, "rounding": rounding, "align": align, "interleaved": interleaved}
-        how |= {"offs": int32([7, 7, 200, 290], device), "amax": amax, **scored(x, by)}
+        how |= {"offs": int32([7, 7, 200, 290], device), "amax": amax, "sum_grad_h": i % 3 > 0, **scored(x, by)}
         check(**kept(x, format, fp8), da=da_for(x, activation), activation=activation, format=format, **how)
 
 
@@ -117,7 +121,7 @@ def test_edges(fp8, device):
     """Takes sizes and addresses at the limits of the kernels, on either side."""
 
     def both(x: Tensor, da: Tensor, *ends: int, **how: object) -> None:
-        given = {"offs": int32(list(ends), device), "dtype": CHIP[0], **how}
+        given = {"offs": int32(list(ends), device), "dtype": CHIP[0], "sum_grad_h": True, **how}
         check(**kept(x, "rowwise", fp8), da=da, activation="swiglu", format="rowwise", **given)
 
     for p, f in (
@@ -163,7 +167,7 @@ def test_what_is_not_finite(activation, fp8, format, device):
     x = h_for(activation, 200, 768, device=device)
     da, scores = da_for(x, activation), scores_for(x)
     x[1, 5], da[20, 700], da[40, 9], scores[50], x[190, 300] = math.nan, math.inf, math.nan, math.nan, -math.inf
-    how = {"offs": int32([4, 30, 30, 180], device), "scores": scores, "dtype": CHIP[0]}
+    how = {"offs": int32([4, 30, 30, 180], device), "scores": scores, "dtype": CHIP[0], "sum_grad_h": True}
     check(**kept(x, format, fp8), da=da, activation=activation, format=format, **how)
 
 
@@ -180,10 +184,14 @@ def test_is_made_of_the_others(format, f, interleaved, device):
     x[7, gates], x[7, ups], da[7] = 1e-12, -1e-12, 1e-38
     h, h_scale = quantize_rows(x, format)
     how = {"h_scale": h_scale, "interleaved": interleaved, **of_slots}
-    got = quantize_activated_backward(da, h, "swiglu", format, offs=offs, **how)
+    got = quantize_activated_backward(da, h, "swiglu", format, offs=offs, sum_grad_h=True, **how)
     dh, a, dscores = activate_backward(da, h, "swiglu", format=format, **how)
     *of_dh, padded_offs = quantize_both(dh, format, offs=offs)
-    assert_same(got, [*of_dh, *quantize_tokens(a, format, offs=offs)[:2], padded_offs, dscores])
+    separate = [*of_dh, *quantize_tokens(a, format, offs=offs)[:2], padded_offs, dscores]
+    assert_same(got, [*separate, sum_groups(dh, offs)])
+    *others, sums = quantize_activated_backward(da, h, "swiglu", format, offs=offs, **how)
+    assert_same(others, separate)
+    assert sums.shape == (0, 2 * f)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -204,7 +212,7 @@ def every_format(h: Tensor, da: Tensor, offs: Tensor) -> list[Tensor]:
     results = []
     for format in FORMATS:
         q, scale = quantize_rows(h, format)
-        results += quantize_activated_backward(da, q, "swiglu", format, offs=offs, h_scale=scale)
+        results += quantize_activated_backward(da, q, "swiglu", format, offs=offs, h_scale=scale, sum_grad_h=True)
         results += quantize_activated_backward(da, h, "swiglu", format, offs=offs, interleaved=True)
     return results
 
@@ -281,7 +289,7 @@ def test_opcheck(device):
         h = h_for(activation, 37, 40, device=device)
         da, how = da_for(h, activation), {"offs": offs, "grad_dtype": CHIP[1]}
         check_opcheck(op, [da, h, activation, format], interleaved=True, **scored(h, "rows"), **how)
-        check_opcheck(op, [da, h, activation, format], **scored(h, "slots"), **how)
+        check_opcheck(op, [da, h, activation, format], **scored(h, "slots"), sum_grad_h=True, **how)
         q, scale = quantize_rows(h, format)
         check_opcheck(op, [da, q, activation, format], h_scale=scale, amax=FORMATS[format].amaxes[-1], **how)
 

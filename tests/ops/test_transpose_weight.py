@@ -25,7 +25,7 @@ Q = torch.zeros(2, 6, 5).to(torch.float8_e4m3fn)
 
 
 def fp8(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """Every byte, those of NaN included."""
+    """Every byte, NaN included."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(device).view(dtype)
 

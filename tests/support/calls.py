@@ -225,6 +225,20 @@ def add_bias(r: random.Random) -> Call:
 
 
 @op
+def sum_groups(r: random.Random) -> Call:
+    x, how = values(r, r.choice(ROWS), r.choice(COLUMNS)), {}
+    rows = len(x)
+    if r.random() < 0.5:
+        how["top_k"] = r.choice((1, 3))
+        rows = r.choice(ROWS)
+        how["indices"] = torch.randint(-2, len(x) * how["top_k"] + 2, (rows,), generator=generator(r)).int()
+    if r.random() < 0.5:
+        slots = len(x) * how.get("top_k", 1)
+        how["scores"] = torch.rand(slots, generator=generator(r))
+    return [x, offsets(r, rows)], how
+
+
+@op
 def quantize_activated(r: random.Random) -> Call:
     h = values(r, r.choice(ROWS), r.choice(COLUMNS))
     fmt = r.choice(list(FORMATS))
@@ -260,7 +274,8 @@ def quantize_activated_backward(r: random.Random) -> Call:
     fmt = how.pop("format", r.choice(list(FORMATS)))
     align = r.choice((None, FORMATS[fmt].aligns[0], FORMATS[fmt].aligns[1]))
     how |= {"offs": offsets(r, len(args[0])), "align": align, "grad_dtype": r.choice((None, *FP8_DTYPES))}
-    return [*args, fmt], how | {"amax": r.choice(FORMATS[fmt].amaxes)} | rule(r, fmt)
+    how |= {"amax": r.choice(FORMATS[fmt].amaxes), "sum_grad_h": r.random() < 0.5}
+    return [*args, fmt], how | rule(r, fmt)
 
 
 @op
@@ -406,7 +421,21 @@ def combine_backward(r: random.Random) -> Call:
     dtype, p, inverse, scores = routed(r)
     k = r.choice(COLUMNS)
     y = r.choice((None, integers(r, dtype, p, k)))
-    return [integers(r, dtype, len(inverse), k), y, scores, inverse, p], {}
+    return [integers(r, dtype, len(inverse), k), y, scores, inverse, p], {"keep_grad_y": r.random() < 0.7}
+
+
+@op
+def take_expert_columns(r: random.Random) -> Call:
+    t, p, top_k, e = r.choice(ROWS), r.choice(ROWS), r.randint(1, 3), r.choice(EXPERTS)
+    x = raw(r, r.choice(MOVABLE), t, e * r.choice((0, 1, 3, 8, 16)))
+    return [x, offsets(r, p, e), slots(r, t * top_k, p), top_k], {}
+
+
+@op
+def spread_expert_columns(r: random.Random) -> Call:
+    dtype, p, inverse, scores = routed(r)
+    y = integers(r, dtype, p, r.choice((0, 1, 3, 8, 16)))
+    return [y, offsets(r, p), inverse, None if scores is None else scores.float()], {}
 
 
 @op

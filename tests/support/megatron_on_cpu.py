@@ -31,6 +31,7 @@ _TYPES = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.B
 
 
 class _NoStream:
+    def __init__(self, *_: object, **__: object) -> None: ...
     def wait_stream(self, *_: object) -> None: ...
     def synchronize(self) -> None: ...
     def record_event(self) -> _NoStream:
@@ -42,7 +43,7 @@ class OnCpu(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if kwargs.get("device") == "cuda":
+        if str(kwargs.get("device")) == "cuda":
             kwargs["device"] = "cpu"
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return _TYPES.get(args[0].dtype) or func(*args)
@@ -76,13 +77,13 @@ def _keeping_step(set_states):
 
 
 @contextmanager
-def megatron_on_cpu(expert_parallel: int = 1, expert_tensor_parallel: int = 1) -> Iterator[None]:
-    """Within it, Megatron runs without a GPU, over all processes."""
+def megatron_on_cpu(expert_parallel: int = 1, expert_tensor_parallel: int = 1, seconds: float = 120) -> Iterator[None]:
+    """Within it, Megatron runs without a GPU, over all processes. Ranks wait for one another for some seconds."""
     stand_ins = dict(
         current_device=lambda: "cpu",
         synchronize=lambda *_: None,
         empty_cache=lambda: None,
-        Stream=lambda *_, **__: _NoStream(),
+        Stream=_NoStream,
         current_stream=lambda *_, **__: _NoStream(),
         default_stream=lambda *_, **__: _NoStream(),
         stream=lambda _: nullcontext(),
@@ -102,7 +103,7 @@ def megatron_on_cpu(expert_parallel: int = 1, expert_tensor_parallel: int = 1) -
         stack.enter_context(patch.object(DistributedOptimizer, name, stand_in))
         # A queue of a process of its own is needed where saving goes on in the background only.
         stack.enter_context(patch.object(filesystem_async, "_get_write_results_queue", Queue))
-        parallel_state.initialize_model_parallel(1, 1, **sizes)
+        parallel_state.initialize_model_parallel(1, 1, **sizes, distributed_timeout_minutes=seconds / 60)
         stack.callback(parallel_state.destroy_model_parallel)
         yield
 

@@ -4,14 +4,18 @@
 
 Arguments select the calls that have one of these words in their name: an op, a format or an activation. Words behind
 --without exclude calls. Sizes are small, because a tool slows a kernel down a hundred times, but every geometry, path
-and launch choice has a case.
+and launch choice has a case. Small inputs come first. sanitize.py runs several of these processes at once.
 """
 
 from __future__ import annotations
 
+import argparse
+import fcntl
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -144,6 +148,9 @@ def cases_of_activations() -> Iterator[Call]:
                     how_quantized,
                 )
         yield f"add_bias {f}", OPS.add_bias, (h, h[:2].clone(), offsets(3, 60)), {}
+        yield f"sum_groups {f}", OPS.sum_groups, (h, offsets(3, 60)), {"scores": torch.rand(70)}
+        by_slot = {"indices": torch.randperm(70).int(), "top_k": 1}
+        yield f"sum_groups {f}", OPS.sum_groups, (h, offsets(3, 60)), by_slot
         fp8 = {37: FOREIGN, 136: HARDWARE[0]}.get(f, HARDWARE[-1])
         for fmt in FORMATS:
             q, scale = OPS.quantize_rows(h, fmt, dtype=fp8)
@@ -176,6 +183,7 @@ def cases_of_gradient_tiles() -> Iterator[Call]:
             how |= {"dtype": HARDWARE[0], "grad_dtype": HARDWARE[1], "interleaved": interleaved}
             call = f"quantize_activated_backward {name} {fmt}", OPS.quantize_activated_backward
             yield *call, (grad, q, name, fmt), how
+            yield *call, (grad, q, name, fmt), how | {"sum_grad_h": True}
 
 
 def cases_of_choices() -> Iterator[Call]:
@@ -236,6 +244,11 @@ def cases_of_tokens() -> Iterator[Call]:
         yield "unpermute", OPS.unpermute, (y, permutation, 4, 300), {}
         for scores in (None, torch.rand(300, 4)):
             yield "combine", OPS.combine, (y, inverse, scores), {}
+        for scores, width in ((None, 16), (torch.rand(300, 4), 3)):
+            of_experts = tokens(300, 9 * width, dtype)
+            taken = OPS.take_expert_columns(of_experts, offs, permutation, 4)
+            yield "take_expert_columns", OPS.take_expert_columns, (of_experts, offs, permutation, 4), {}
+            yield "spread_expert_columns", OPS.spread_expert_columns, (taken, offs, inverse, scores), {}
         grad = tokens(300, columns, dtype)
         yield "combine_backward", OPS.combine_backward, (grad, None, torch.rand(300, 4), inverse, 1200), {}
         padded, starts, _ = OPS.pad_token_groups(x, offsets(0, 100, 490))
@@ -300,37 +313,84 @@ def as_bytes(out: object) -> list[Tensor]:
     return [t.cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in outputs]
 
 
-def main() -> int:
-    torch.manual_seed(0)
-    # GEMMs sum in an order and a precision that depend on the device, and they round outputs or operands to bfloat16.
-    # One rounding moves a value by at most 2^-8 of itself. The bound allows two, relative to the value (rtol) and to
-    # terms that cancelled in it, which are about as large as the largest value (atol).
-    sums = "scaled_grouped_mm", "add_scaled_grouped_mm"
-    wanted, _, without = (set(words.split()) for words in " ".join(sys.argv[1:]).partition("--without"))
-    wrong = count = 0
+def elements(call: Call) -> int:
+    _, _, args, kwargs = call
+    return sum(t.numel() for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+
+
+def selected(wanted: set[str], without: set[str]) -> list[Call]:
     of_values = cases_of_activations, cases_of_gradient_tiles, cases_of_choices
     of_rows = cases_of_quantizers, cases_of_scales, *of_values, cases_of_tokens
+    calls = []
     for cases in (*of_rows, cases_of_gemm):
         for name, op, args, kwargs in cases():
             words = set(name.split())
-            if (wanted and not wanted & words) or without & words:
-                continue
-            if name.startswith("quantize_"):
-                kwargs.setdefault("dtype", HARDWARE[0])  # the default depends on the device
-            want = op(*args, **kwargs)
-            got = op(*(moved(a, "cuda") for a in args), **{k: moved(a, "cuda") for k, a in kwargs.items()})
-            if name.startswith(sums):
-                got, want = got.cpu().float(), want.float()
-                same = torch.allclose(got, want, rtol=2**-7, atol=2**-7 * want.abs().max().item())
-            else:
-                same = all(map(torch.equal, as_bytes(got), as_bytes(want)))
-            count += 1
-            if not same:
-                wrong += 1
-                shapes = [tuple(a.shape) for a in args if isinstance(a, Tensor)]
-                print(f"differs: {name} {shapes} {args[0].dtype} {[k for k in kwargs if kwargs[k] is not None]}")
+            if (not wanted or wanted & words) and not without & words:
+                calls.append((name, op, args, dict(kwargs)))  # a copy: some cases change theirs for the next call
+    return sorted(calls, key=elements)
+
+
+def turns(queue: Path | None, calls: int) -> Iterator[int]:
+    """Numbers of the calls that this process makes. Processes with the same queue file divide the calls."""
+    if queue is None:
+        yield from range(calls)
+        return
+    while True:
+        with queue.open("r+") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            turn = int(file.read())
+            file.seek(0)
+            file.write(str(turn + 1))
+        if turn >= calls:
+            return
+        yield turn
+
+
+def differs(call: Call) -> bool:
+    """Whether the GPU's outputs differ from the CPU's.
+
+    GEMMs sum in an order and a precision that depend on the device, and they round outputs or operands to bfloat16.
+    One rounding moves a value by at most 2^-8 of itself. The bound allows two, relative to the value (rtol) and to
+    terms that cancelled in it, which are about as large as the largest value (atol).
+    """
+    name, op, args, kwargs = call
+    if name.startswith("quantize_"):
+        kwargs.setdefault("dtype", HARDWARE[0])  # the default depends on the device
+    want = op(*args, **kwargs)
+    got = op(*(moved(a, "cuda") for a in args), **{k: moved(a, "cuda") for k, a in kwargs.items()})
+    if not name.startswith(("scaled_grouped_mm", "add_scaled_grouped_mm")):
+        return not all(map(torch.equal, as_bytes(got), as_bytes(want)))
+    got, want = got.cpu().float(), want.float()
+    return not torch.allclose(got, want, rtol=2**-7, atol=2**-7 * want.abs().max().item())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="make only calls that have one of these words in their name")
+    parser.add_argument("--without", nargs="*", default=[], help="leave out calls that have one of these words")
+    parser.add_argument("--queue", type=Path, help="a file with the number of the next call, which processes share")
+    parser.add_argument("--until", type=float, default=float("inf"), help="begin no call after this time.time()")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    calls = selected(set(options.words), set(options.without))
+    wrong = count = 0
+    for turn in turns(options.queue, len(calls)):
+        name, _, args, kwargs = calls[turn]
+        shapes = [tuple(a.shape) for a in args if isinstance(a, Tensor)]
+        call = f"{name} {shapes} {args[0].dtype} {[k for k in kwargs if kwargs[k] is not None]}"
+        start = time.monotonic()
+        if options.queue:
+            print(f"call {turn + 1} of {len(calls)}: {call}")
+        if differs(calls[turn]):
+            wrong += 1
+            print(f"differs: {call}")
+        if options.queue:
+            print(f"call {turn + 1} took {time.monotonic() - start:.2f} s")
+        count += 1
+        if time.time() > options.until:
+            break
     print(f"{count} calls, {wrong} differ")
-    return wrong != 0 or count == 0
+    return wrong != 0 or (count == 0 and options.queue is None)
 
 
 if __name__ == "__main__":

@@ -194,6 +194,22 @@ class SimtKernels(TokenKernels):
     def _add_bias(self, memory: GuardedMemory, out: Tensor, x: Tensor, bias: Tensor, offs: Tensor) -> None:
         self._call("add_bias", x, bias, offs, len(offs), *x.shape, x.stride(0), IN_TYPES.index(x.dtype), out)
 
+    def _sum_groups(
+        self,
+        memory: GuardedMemory,
+        out: Tensor,
+        x: Tensor,
+        offs: Tensor,
+        *,
+        scores: Tensor | None = None,
+        indices: Tensor | None = None,
+        top_k: int | None = None,
+    ) -> None:
+        scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).data_ptr())
+        rows = len(x if indices is None else indices)
+        sizes = len(offs), rows, x.shape[1], x.stride(0), IN_TYPES.index(x.dtype)
+        self._call("sum_groups", x, offs, *sizes, scores, indices, len(x), top_k or 1, out, scratch)
+
     def _quantize_activated(
         self,
         memory: GuardedMemory,
@@ -249,8 +265,9 @@ class SimtKernels(TokenKernels):
         indices: Tensor | None = None,
         interleaved: bool = False,
         amax: str = "group",
+        sum_grad_h: bool = False,
     ) -> None:
-        *out, grad, h, activation, format = given
+        *out, grad_bias, grad, h, activation, format = given
         fp8 = 0 if h_scale is None else FP8_TYPES.index(h.dtype)
         scale = None if h_scale is None else ctypes.byref(Scales.of(h, h_scale, format))
         sizes = *grad.shape, h.shape[1], h.stride(0), grad.stride(0)
@@ -260,7 +277,8 @@ class SimtKernels(TokenKernels):
         how += FP8_TYPES.index(grad_dtype), AMAXES.index(amax)
         scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).data_ptr())
         of_slots = indices, -1 if indices is None else len(out[-1]), scores
-        self._call("quantize_activated_backward", h, grad, *of_slots, *sizes, *of_h, *of_groups, *how, *out, scratch)
+        what = h, grad, *of_slots, *sizes, *of_h, *of_groups, *how, *out, grad_bias if sum_grad_h else None, scratch
+        self._call("quantize_activated_backward", *what)
 
     def _transpose_weight(self, memory: GuardedMemory, q_t: Tensor, q: Tensor) -> None:
         self._call("transpose_weight", q, q_t, *q.shape, *q.stride()[:2])

@@ -197,6 +197,25 @@ class TokenKernels:
         what = *inverse.shape, *y.shape, y.stride(0), IN_TYPES.index(y.dtype), is_float32
         self._call("combine", y, inverse, topk_scores, out, *what)
 
+    def _take_expert_columns(
+        self, memory: GuardedMemory, out: Tensor, x: Tensor, offs: Tensor, indices: Tensor, top_k: int
+    ) -> None:
+        size = x.element_size()
+        of_x, groups = (x, len(x), x.stride(0) * size), (offs, len(offs))
+        self._call("take_expert_columns", *of_x, *groups, indices, len(indices), top_k, out, out.shape[1] * size)
+
+    def _spread_expert_columns(
+        self,
+        memory: GuardedMemory,
+        out: Tensor,
+        y: Tensor,
+        offs: Tensor,
+        inverse: Tensor,
+        topk_scores: Tensor | None = None,
+    ) -> None:
+        what = *inverse.shape, *y.shape, y.stride(0), IN_TYPES.index(y.dtype)
+        self._call("spread_expert_columns", y, offs, len(offs), inverse, topk_scores, out, *what)
+
     def _combine_backward(
         self,
         memory: GuardedMemory,
@@ -207,9 +226,11 @@ class TokenKernels:
         topk_scores: Tensor | None,
         inverse: Tensor,
         num_rows: int,
+        keep_grad_y: bool = True,
     ) -> None:
-        slot_of = memory.empty((num_rows,), torch.int32)
-        tensors = grad, y, inverse, topk_scores, slot_of, grad_y, None if y is None else grad_scores
+        slot_of = memory.empty((num_rows,), torch.int32) if keep_grad_y else None
+        of_y = grad_y if keep_grad_y else None
+        tensors = grad, y, inverse, topk_scores, slot_of, of_y, None if y is None else grad_scores
         strides = grad.stride(0), 0 if y is None else y.stride(0)
         what = *inverse.shape, num_rows, grad.shape[1], *strides, IN_TYPES.index(grad.dtype)
         self._call("combine_backward", *tensors, *what, grad_scores.dtype == torch.float32)

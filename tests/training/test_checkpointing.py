@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moe_fp8_ext import experts, grouped_mm, save_ops
+from moe_fp8_ext._torch import ONLY_PUBLIC
 
 PRODUCTS = {str(op) for op in save_ops() if "grouped_mm" in str(op)}
 SAVING = {"context_fn": partial(create_selective_checkpoint_contexts, save_ops())}
@@ -67,9 +68,32 @@ def test_products_are_not_computed_again(kind, recipe, device):
     assert_same(of_whole, want)
     assert_same(of_saving, want)
     of_products = [sum(calls[name] for name in PRODUCTS) for calls in (plain, whole, saving)]
-    bias_products = 2 if kind == "biases" else 0  # the gradient of a bias is a product too
-    assert of_products == [n * products + bias_products for n in (2, 3, 2)]
+    stops_early = kind != "grouped_mm" and not ONLY_PUBLIC  # no tensor is saved behind the last product of a layer
+    assert of_products == [2 * products, 3 * products - stops_early, 2 * products]
     assert whole["moe_fp8.sort_tokens.default"] == (kind != "grouped_mm") and not saving["moe_fp8.sort_tokens.default"]
+
+
+@pytest.mark.parametrize("kind", ["experts", "biases"])
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "bf16"])
+def test_last_product_is_computed_again_only_if_its_result_is_needed(kind, recipe, device):
+    fn, tensors, _ = problem(kind, recipe, device)
+
+    def calls_of(region: Callable[..., Tensor], **options: bool) -> int:
+        calls, grads = backward(lambda *t: checkpoint(region, *t, use_reentrant=False, **options), tensors)
+        assert_same(grads, backward(region, tensors)[1])
+        return sum(calls[name] for name in PRODUCTS)
+
+    fewest = calls_of(fn)
+    assert calls_of(lambda x, *rest: x + fn(x, *rest)) == fewest  # a sum saves no tensor
+    assert calls_of(lambda *t: fn(*t).tanh()) == fewest + (not ONLY_PUBLIC)
+    assert calls_of(fn, early_stop=False) == fewest + (not ONLY_PUBLIC)
+
+
+def test_layers_save_on_the_cpu_what_they_save(device):
+    fn, tensors, _ = problem("experts", "rowwise", device)
+    want = backward(fn, tensors)[1]
+    with torch.autograd.graph.save_on_cpu():
+        assert_same(backward(fn, tensors)[1], want)
 
 
 def test_documents():

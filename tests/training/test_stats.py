@@ -166,7 +166,7 @@ class Kept(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_operands_of_a_layer(name: str) -> None:
-    """All 450 slots are measured. The bytes are those that the products read."""
+    """All 450 slots are measured. The products read the same bytes."""
     experts, call, grad = problem(name)
     x, ids, _ = call
     with Kept() as kept:  # nothing is measured: these are the calls of a step

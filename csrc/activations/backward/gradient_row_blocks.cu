@@ -37,7 +37,8 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kGradientPlaceThreads, 1)
     static_cast<float*>(p.quantize_dh.scale)[i / gap * p.stride + rows + i % gap] = 0.f;
 }
 
-// Stores a scale where the format wants it. `place` is the row's place among the scales; -1: none.
+// Stores a scale where the format wants it, and behind the last one of a row the zeros that fill its 128x4 atom.
+// `place` is the row's place among the scales; -1: none.
 template <class Scale>
 MOE_DEVICE void store_scale(const GradientRowBlocksPlan& p, int place, uint32_t block, Scale s) {
   void* const scales = p.quantize_dh.scale;
@@ -45,10 +46,14 @@ MOE_DEVICE void store_scale(const GradientRowBlocksPlan& p, int place, uint32_t 
     store_stream(ScaleSink<Scale, ScaleOrder::kColumnMajor>(scales, p.stride).at(place, block), s.stored());
   } else {
     if (place < 0) return;
-    if (p.order == ScaleOrder::kBlocked)
-      store_stream(ScaleSink<Scale, ScaleOrder::kBlocked>(scales, p.stride).at(place, block), s.stored());
-    else
+    if (p.order == ScaleOrder::kRowMajor) {
       store_stream(ScaleSink<Scale, ScaleOrder::kRowMajor>(scales, p.stride).at(place, block), s.stored());
+      return;
+    }
+    const ScaleSink<Scale, ScaleOrder::kBlocked> sink(scales, p.stride);
+    store_stream(sink.at(place, block), s.stored());
+    if (block + 1 == p.blocks)
+      for (int64_t pad = p.blocks; pad < p.stride; ++pad) store_stream(sink.at(place, pad), uint8_t(0));
   }
 }
 

@@ -6,6 +6,7 @@
 // in bfloat16, until the amax of every column is known. From there on each output is a tile of quantize/tile.h.
 #pragma once
 #include "activations/backward/gradients.h"
+#include "activations/backward/sum_groups.h"
 #include "quantize/tiles.h"
 
 namespace moe_fp8 {
@@ -20,6 +21,7 @@ struct GradientTilesPlan : GradientInputs {
   TilesPlan dh, a;
   PlacedTile* placed;
   float* dots;  // [tiles of a row, rows], parts of dscores
+  float* partial_sums;  // [2 * tiles, columns of dh], sums of the halves of a tile; null: not wanted
   int tiles;    // the most that there may be along the rows
   bool has_float_scales;
 
@@ -148,6 +150,43 @@ MOE_DEVICE void differentiate(const GradientTilesPlan& p, const QuantizedTile& t
 #pragma unroll
     for (int output = 0; output <= Activations::kProjections; ++output)
       *shared.thread_row_amax(output, threadIdx.x) = Vec16{};
+  }
+}
+
+// Sums each half of a tile's rows, for every column of dh. A thread has a word, two columns, of a half.
+template <int kProjections, class Shared>
+MOE_DEVICE void sum_halves(const GradientTilesPlan& p, int along, const Shared& shared) {
+  constexpr int kWords = kBlock / 2, kHalf = kRowsOfPartial, kHalves = kBlock / kHalf;
+  for (int at = threadIdx.y * kLanes + threadIdx.x; at < kProjections * kHalves * kWords; at += kTileThreads) {
+    const int word = at % kWords, half = at / kWords % kHalves, output = at / (kHalves * kWords);
+    const QuantizedTile& tile = shared.tiles[output];
+    const int rows = tile.group_rows - half * kHalf;
+    const int64_t column = int64_t(tile.across) * kBlock + 2 * word;
+    if (rows <= 0 || column >= p.dh.K) continue;
+    const auto* const words = reinterpret_cast<const uint32_t*>(shared.values[output][half * kHalf]) + word;
+    float chunks[kHalf / kChunkRows][2];
+#pragma unroll
+    for (int chunk = 0; chunk < kHalf / kChunkRows; ++chunk) {
+      float fours[4][2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int first = chunk * kChunkRows + 4 * i;
+        uint32_t w[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) w[r] = first + r < rows ? words[(first + r) * kWords] : 0;
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          fours[i][c] = (element<BF16>(w[0], c) + element<BF16>(w[1], c)) +
+                        (element<BF16>(w[2], c) + element<BF16>(w[3], c));
+      }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) chunks[chunk][c] = (fours[0][c] + fours[1][c]) + (fours[2][c] + fours[3][c]);
+    }
+    Vec8 sums;
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+      sums.w[c] = as_bits((chunks[0][c] + chunks[1][c]) + (chunks[2][c] + chunks[3][c]));
+    *reinterpret_cast<Vec8*>(p.partial_sums + (int64_t(along) * kHalves + half) * p.dh.K + column) = sums;
   }
 }
 

@@ -59,6 +59,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kTileThreads, kGradientTileBlocks)
 #pragma unroll
     for (int output = 0; output < kProjections; ++output) make_multipliers<Dh>(p.dh, shared.scaling[output]);
     make_multipliers<A>(p.a, shared.scaling[kProjections]);
+    if (p.partial_sums) sum_halves<kProjections>(p, int(along), shared);
     TileWords<Dh> v;
     read_output<Dh>(shared, 0, v);
     __syncthreads();
@@ -112,6 +113,11 @@ int64_t max_tiles(const QuantizeActivatedBackwardParams& p) {
   return block_extent(p.quantize_dh.rows, p.quantize_dh.E, p.quantize_dh.align);
 }
 
+// Words of the sums of half tiles, which fill whole 16-byte vectors.
+int64_t partial_words(const QuantizeActivatedBackwardParams& p) {
+  return p.dh_sums ? max_tiles(p) * (kBlock / kRowsOfPartial) * p.quantize_dh.K : 0;
+}
+
 template <class Scales, class Activations>
 int launch_tiles(const QuantizeActivatedBackwardParams& params, void* stream) {
   using Dh = DhTraits<Scales>;
@@ -120,7 +126,8 @@ int launch_tiles(const QuantizeActivatedBackwardParams& params, void* stream) {
                          plan_tiles<ATraits<Scales>>(params.quantize_a)};
   p.tiles = int(max_tiles(params));
   p.has_float_scales = has_float_scales(params);
-  p.placed = reinterpret_cast<PlacedTile*>(scores + score_words(params.gradients));
+  p.partial_sums = params.dh_sums ? scores + score_words(params.gradients) : nullptr;
+  p.placed = reinterpret_cast<PlacedTile*>(scores + score_words(params.gradients) + partial_words(params));
   p.dots = reinterpret_cast<float*>(p.placed + p.tiles);
   constexpr auto kKernel = quantize_gradient_tiles_kernel<GradientTypes, Scales, Activations>;
   if (const int e = raise_kernel_limits<kKernel>()) return e;
@@ -130,14 +137,19 @@ int launch_tiles(const QuantizeActivatedBackwardParams& params, void* stream) {
   l.shared = sizeof(GradientTile<Dh, Activations::kProjections + 1>);
   if (const int e = launch(kKernel, l, p)) return e;
   const auto blocks = unsigned(ceil_div<int64_t>(params.quantize_dh.rows, kDscoresSumThreads));
-  return launch(sum_gradient_tiles_kernel, {dim3(blocks), dim3(kDscoresSumThreads), stream}, p);
+  if (const int e = launch(sum_gradient_tiles_kernel, {dim3(blocks), dim3(kDscoresSumThreads), stream}, p)) return e;
+  if (!params.dh_sums) return 0;
+  const QuantizeParams& dh = params.quantize_dh;
+  const int align = dh.align < kBlock ? kBlock : dh.align;
+  return sum_partials({p.partial_sums, kRowsOfPartial, align, false, dh.offs, int(dh.E), dh.rows, dh.K,
+                       params.dh_sums}, stream);
 }
 
 }  // namespace
 
 int64_t gradient_tiles_words(const QuantizeActivatedBackwardParams& p) {
   const int64_t tiles_across = ceil_div<int64_t>(p.gradients.h.F, kBlock);
-  return max_tiles(p) * int64_t(sizeof(PlacedTile) / 4) + tiles_across * p.quantize_dh.rows;
+  return partial_words(p) + max_tiles(p) * int64_t(sizeof(PlacedTile) / 4) + tiles_across * p.quantize_dh.rows;
 }
 
 bool can_take_gradient_tiles(const QuantizeActivatedBackwardParams& p) {

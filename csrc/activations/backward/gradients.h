@@ -33,6 +33,7 @@ struct GradientsPlan : GradientInputs {
   int row_threads;     // threads of a row in each of these blocks
   int row_waves;       // waves of a row in all of them
   float* dots;         // [row_waves, P], parts of dscores; null: one block has the whole row, and sums them
+  float* partial_sums;  // [positions / 16, F, projections], sums of dh over the rows of a chunk; null: not wanted
 };
 
 // A stride below this fits 32 bits, counted in vectors, so that an offset takes one short multiplication.

@@ -1,6 +1,7 @@
 #include "activations/backward/quantize_activated_backward.h"
 
 #include "activations/backward/gradients.h"
+#include "activations/backward/sum_groups.h"
 #include "platform/launch.h"
 #include "primitives/groups.h"
 
@@ -59,6 +60,10 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kGradientPlaceThreads, 1)
   }
 }
 
+// Words of the sums of 16 rows, which fill whole 16-byte vectors.
+int64_t partial_words(const QuantizeActivatedBackwardParams& p) {
+  return p.dh_sums ? p.quantize_dh.positions / kChunkRows * p.quantize_dh.K : 0;
+}
 int threads_of_row(int vecs, int blocks) { return round_up(ceil_div(vecs, blocks), kMaxWarpSize); }
 // The number of blocks to share a row that has the most vectors resident at once. Blocks that divide 512 threads do.
 int best_row_blocks(int vecs) {
@@ -74,7 +79,8 @@ GradientsPlan plan_of(const QuantizeActivatedBackwardParams& p) {
   GradientsPlan plan = {gradient_inputs(p.gradients, scores), p.quantize_dh, p.quantize_a};
   if (!p.quantize_dh.along_tokens) plan.quantize_dh.E = plan.quantize_dh.positions = 0;  // rows have no groups
   const int64_t columns = grouped_columns(plan);
-  plan.chunks = reinterpret_cast<ChunkRows*>(scores + score_words(p.gradients));
+  plan.partial_sums = p.dh_sums ? scores + score_words(p.gradients) : nullptr;
+  plan.chunks = reinterpret_cast<ChunkRows*>(scores + score_words(p.gradients) + partial_words(p));
   plan.multipliers = reinterpret_cast<float*>(plan.chunks + plan.quantize_dh.positions / kChunkRows);
   plan.amax = reinterpret_cast<uint32_t*>(plan.multipliers + columns);
   plan.starts = reinterpret_cast<int*>(plan.amax + columns);
@@ -97,7 +103,7 @@ int64_t scratch_words(const QuantizeActivatedBackwardParams& p) {
   const GradientsPlan plan = plan_of(p);
   const int64_t chunk_words = plan.quantize_dh.positions / kChunkRows * (sizeof(ChunkRows) / 4);
   const int64_t dots = plan.row_blocks > 1 ? plan.row_waves * p.gradients.P : 0;
-  return words + chunk_words + 2 * grouped_columns(plan) + plan.quantize_dh.E + 2 + dots;
+  return words + partial_words(p) + chunk_words + 2 * grouped_columns(plan) + plan.quantize_dh.E + 2 + dots;
 }
 
 bool can_quantize_activated_backward(const QuantizeActivatedBackwardParams& p) {
@@ -129,7 +135,12 @@ int quantize_activated_backward(const QuantizeActivatedBackwardParams& p, void* 
   if (along_tokens || plan.dots)
     if (const int e = launch(scale_batch_columns_kernel, few, plan)) return e;
   if (!along_tokens) return 0;
-  return launch_gradient_columns(plan, stream);
+  if (const int e = launch_gradient_columns(plan, stream)) return e;
+  if (!p.dh_sums) return 0;
+  const QuantizeParams& dh = p.quantize_dh;
+  const bool by_feature = plan.projections > 1 && !plan.gradients.h.interleaved;
+  return sum_partials({plan.partial_sums, kChunkRows, dh.align, by_feature, dh.offs, int(dh.E), dh.rows, dh.K,
+                       p.dh_sums}, stream);
 }
 
 }  // namespace moe_fp8

@@ -86,7 +86,7 @@ MOE_DEVICE void quantize_rows(const QuantizeActivatedPlan& p, Map& map, typename
   const int valid_rows = Min{}(ceil_div(int(p.quantize_a.rows) - row0, Map::kRowStride), kRows);
   auto wave_has = [&](int i) { return i == 0 || kRows > 1 || vec_number(i) - lane < vecs; };
 
-  // A lane behind the last vector repeats it: that changes neither the amax of its row nor that of another block.
+  // A lane behind the last vector repeats it. That changes no amax, neither of its row nor of another block.
   auto clamped = [&](int i) { return vec_number(i) < vecs ? vec_number(i) : vecs - 1; };
   const void* row = reader.access.address(reader.row(valid_rows > 0 ? row0 : 0), reader.layout.column(clamped(0), 0));
 #pragma unroll

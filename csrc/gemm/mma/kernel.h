@@ -80,7 +80,7 @@ MOE_DEVICE void multiply_tile(Loader<T>& loader, SharedStorage<T>& shared, int k
 template <class T>
 MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kThreads, kBlocksPerMultiprocessor)
     mma_kernel(MOE_GRID_CONSTANT const ScaledGroupedMmParams p) {
-  if (!T::Instruction::kSupported) return;  // compiled for every chip of the build, launched on those that have it
+  if (!T::Instruction::kSupported) return;  // compiled for every chip of the build, launched only where it exists
   MOE_DYNAMIC_SMEM(smem);
   auto& shared = *reinterpret_cast<SharedStorage<T>*>(smem);
   wait_for_previous_kernel();

@@ -19,7 +19,7 @@ struct TileUnits {
   MOE_HD TileUnits(const Args& p, int rows)
       : height(ceil_div(rows, T::kTileM)), width(ceil_div(int(p.N), T::kTileN)) {}
   MOE_HD int count() const { return height * width; }
-  MOE_HD gemm::TileCoord tile(int unit, int) const { return gemm::rasterize(unit, height, width, kRasterBand); }
+  MOE_HD gemm::TileCoord tile(int unit, int) const { return gemm::rasterize(unit, height, width, kRasterRows); }
 };
 
 // kBlock_: elements of K under one scale; 0: row scales. Instruction: Unscaled or Scaled of platform/mma.h; Scaled is

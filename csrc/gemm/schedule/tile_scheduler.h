@@ -74,12 +74,12 @@ class TileScheduler {
   Scheduler scheduler_;
 };
 
-// Threadblock rasterization for L2 reuse: units go down the columns of a band of `band` rows, then through the next
-// band. `height` and `width` are the grid of units.
-MOE_HD TileCoord rasterize(int unit, int height, int width, int band) {
-  const int first_row = unit / (band * width) * band, in_band = unit - first_row * width;
-  const int band_rows = height - first_row < band ? height - first_row : band;
-  return {first_row + in_band % band_rows, in_band / band_rows};
+// Threadblock rasterization for L2 reuse: units go down the columns of max_rows rows, then through the next max_rows
+// rows. `height` and `width` are the grid of units.
+MOE_HD TileCoord rasterize(int unit, int height, int width, int max_rows) {
+  const int first_row = unit / (max_rows * width) * max_rows, place = unit - first_row * width;
+  const int rows = height - first_row < max_rows ? height - first_row : max_rows;
+  return {first_row + place % rows, place / rows};
 }
 
 }  // namespace moe_fp8::gemm

@@ -10,7 +10,7 @@ namespace moe_fp8::sm90 {
 constexpr int kFastTileM = 128, kFastTileN = 256;
 constexpr int kPromotedTileM = 256, kPromotedTileN = 128, kColumnScalesTileN = 96;
 constexpr int kTileK = 128;     // elements of K in a stage of FP8: the block of a scale, and the width of the swizzle
-constexpr int kRasterBand = 8;   // pairs of tiles; L2 reuse of a against b. 8 to 16 are equal within the noise
+constexpr int kRasterRows = 8;   // pairs of tiles; L2 reuse of a against b. 8 to 16 are equal within the noise
 
 // ---- pipeline -------------------------------------------------------------------------------------------------------
 constexpr int kStages = 4;                 // 227 KB of shared memory hold no fifth stage next to the epilogue's staging

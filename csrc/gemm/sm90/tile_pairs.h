@@ -3,7 +3,7 @@
 // A pair covers up to 256 rows. Its tiles read the same rows of one operand; each block copies half of these for both,
 // by TMA multicast. A pair never straddles groups.
 //
-//            columns ->            column-major within bands of kRasterBand pairs
+//            columns ->            column-major, kRasterRows pairs at a time
 //   pair 0   [unit 0][unit 3]
 //   pair 1   [unit 1][unit 4]
 //   pair 2   [unit 2][unit 5]
@@ -44,7 +44,7 @@ struct PairUnits {
   MOE_HD gemm::TileCoord tile(int unit, int rank) const {
     const int in_rest = unit - height * width;
     if (!kMulticastA && in_rest >= 0) return {2 * height, 2 * in_rest + rank, true};
-    const gemm::TileCoord pair = gemm::rasterize(unit, height, width, kRasterBand);
+    const gemm::TileCoord pair = gemm::rasterize(unit, height, width, kRasterRows);
     if (kMulticastA) return {pair.row, 2 * pair.column + rank, true};
     return {2 * pair.row + rank, pair.column};
   }

@@ -5,6 +5,7 @@
 #include "activations/forward/add_bias.h"
 #include "activations/forward/quantize_activated.h"
 #include "activations/backward/quantize_activated_backward.h"
+#include "activations/backward/sum_groups.h"
 #include "gemm/scaled_grouped_mm.h"
 #include "quantize/quantize.h"
 #include "quantize/transpose_weight.h"
@@ -14,6 +15,7 @@
 #include "tokens/choose_experts.h"
 #include "tokens/combine.h"
 #include "tokens/copy_rows.h"
+#include "tokens/expert_columns.h"
 #include "tokens/invert.h"
 #include "tokens/permute.h"
 #include "tokens/permute_quantized.h"
@@ -66,6 +68,15 @@ extern "C" const char* simt_add_bias(const void* x, const void* bias, const int*
   return outcome(add_bias({x, {bias, offs, int(E)}, out, rows, N, x_stride, InType(in)}, nullptr));
 }
 
+extern "C" const char* simt_sum_groups(const void* x, const int* offs, int64_t E, int64_t rows, int64_t N,
+                                       int64_t x_stride, int in, const float* scores, const int* index,
+                                       int64_t x_rows, int64_t top_k, float* out, int* (*scratch)(int64_t words)) {
+  SumGroupsParams p = {x, offs, int(E), out, nullptr, rows, N, x_stride, InType(in), {}, scores};
+  if (index) p.index = RowIndex(index, x_rows, top_k);
+  p.scratch = reinterpret_cast<float*>(scratch(partial_words(p)));
+  return outcome(sum_groups(p, nullptr));
+}
+
 extern "C" const char* simt_quantize_activated(const void* h, int64_t P, int64_t F, int64_t columns, int64_t h_stride,
                                                int activation, bool interleaved, int format, int rounding, int out,
                                                uint8_t* q, void* scale, int64_t h_rows, uint8_t* h_q, void* h_scale,
@@ -116,7 +127,7 @@ extern "C" const char* simt_quantize_activated_backward(
     int64_t columns, int64_t h_stride, int64_t da_stride, int fp8, const Scales* scale, int activation,
     bool interleaved, const int* offs, int64_t E, int64_t positions, int align, int format, int rounding, int out,
     int out_of_dh, int amax, uint8_t* q, void* q_scale, uint8_t* q_t, void* scale_t, uint8_t* a_q_t, void* a_scale_t,
-    int* padded_offs, float* dscores, int* (*scratch)(int64_t words)) {
+    int* padded_offs, float* dscores, float* dh_sums, int* (*scratch)(int64_t words)) {
   const GateRows rows = {.h = h, .stride = h_stride, .F = F, .in = InType::kBF16, .fp8 = Fp8Type(fp8),
                          .scale = scale ? scale->get() : OperandScales{}, .interleaved = interleaved};
   QuantizeParams of_a = {};
@@ -146,7 +157,7 @@ extern "C" const char* simt_quantize_activated_backward(
   QuantizeActivatedBackwardParams p = {
       {.h = rows, .da = da, .slots = slots_of(indices, slots), .scores = scores, .dh = nullptr, .a = nullptr,
        .dscores = dscores, .P = P, .da_stride = da_stride, .in = InType::kBF16, .activation = Activation(activation)},
-      of_dh, of_a, nullptr};
+      of_dh, of_a, dh_sums, nullptr};
   if (!can_quantize_activated_backward(p)) return "no kernels take these rows";
   p.scratch = scratch(scratch_words(p));
   return outcome(quantize_activated_backward(p, nullptr));
@@ -174,7 +185,7 @@ extern "C" const char* simt_quantize_activated_backward_rows(
   QuantizeActivatedBackwardParams p = {
       {.h = rows, .da = da, .slots = slots_of(indices, slots), .scores = scores, .dh = dh, .a = a,
        .dscores = dscores, .P = P, .da_stride = da_stride, .in = InType::kBF16, .activation = Activation(activation)},
-      of_dh, {}, nullptr};
+      of_dh, {}, nullptr, nullptr};
   if (!can_quantize_activated_backward(p)) return "no kernels take these rows";
   p.scratch = scratch(scratch_words(p));
   return outcome(quantize_activated_backward(p, nullptr));
@@ -309,6 +320,19 @@ extern "C" const char* simt_combine(const void* y, const int* inverse, const voi
                                     int64_t top_k, int64_t P, int64_t K, int64_t y_stride, int in, bool scores_f32) {
   const CombineParams p = {y, inverse, scores, out, T, top_k, P, K, y_stride, InType(in), scores_f32};
   return outcome(combine(p, nullptr));
+}
+
+extern "C" const char* simt_take_expert_columns(const void* x, int64_t T, int64_t x_stride, const int* offs, int64_t E,
+                                                const int* indices, int64_t P, int64_t top_k, void* out,
+                                                int64_t row_bytes) {
+  return outcome(take_expert_columns({x, offs, RowIndex(indices, T, top_k), out, P, E, row_bytes, x_stride}, nullptr));
+}
+
+extern "C" const char* simt_spread_expert_columns(const void* y, const int* offs, int64_t E, const int* inverse,
+                                                  const float* scores, void* out, int64_t T, int64_t top_k, int64_t P,
+                                                  int64_t R, int64_t y_stride, int in) {
+  const SpreadExpertColumnsParams p = {y, offs, inverse, scores, out, T, top_k, P, E, R, y_stride, InType(in)};
+  return outcome(spread_expert_columns(p, nullptr));
 }
 
 extern "C" const char* simt_combine_backward(const void* grad, const void* y, const int* inverse, const void* scores,

@@ -1,0 +1,76 @@
+"""Rows between ranks through torch's symmetric memory. The device alone knows how many there are; the host never waits.
+
+The all-to-all is torch's, over NVSHMEM: `torch.ops.symm_mem.all_to_all_vdev_2d`, and `all_to_all_vdev_2d_offset` back.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_fp8_ext import _torch
+from moe_fp8_ext.ops.checks import fail
+
+
+class SymmetricRows:
+    """Moves at most `slots` rows of each rank, sorted by expert, to the ranks of these experts, and back.
+
+    The first rows of a dtype allocate buffers with room for every routing, which every rank must do together.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, slots: int, num_experts: int, device: torch.device | str) -> None:
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.memory = None if _torch.symmetric_memory is None else _torch.symmetric_memory(device)
+        backend = None if self.memory is None else self.memory.backend
+        if backend != "NVSHMEM":
+            how = 'torch.distributed._symmetric_memory.set_backend("NVSHMEM") before anything is allocated'
+            fail("SymmetricRows", f"symmetric memory of torch must have the backend NVSHMEM, got {backend}; call {how}")
+        self.group, self.ranks, self.slots, self.num_experts = group, group.size(), slots, num_experts
+        self.device = device
+        self._sets: dict[torch.dtype, list[list[Tensor]]] = {}
+
+    def to_experts(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Sends rows of which each of all experts gets counts [num_experts] int64.
+
+        Returns:
+            received rows [N, ...], sorted by expert and rank, and their places [2, num_experts] int64, by expert of
+            this rank and rank: counts and first rows. Contents of other rows are undefined.
+        """
+        of_tokens, of_experts, sent, places, _ = self._turn(rows)
+        of_tokens[: rows.shape[0]].copy_(rows)
+        self.memory.dispatch(of_tokens, of_experts, sent.copy_(counts), places, self.group.group_name)
+        return of_experts.clone(), places.clone()
+
+    def to_tokens(self, rows: Tensor, places: Tensor) -> Tensor:
+        """Returns rows [N, ...] to the ranks that sent them, in the order in which these were sent."""
+        of_tokens, of_experts, _, received, back = self._turn(rows)
+        self.memory.combine(of_experts.copy_(rows), of_tokens, received.copy_(places), back, self.group.group_name)
+        return of_tokens.clone()
+
+    def experts_of(self, places: Tensor, rows: int) -> Tensor:
+        """Returns the experts [rows] int32 of received rows; -1 for the rows between and behind those of experts."""
+        counts, first = places.view(2, -1, self.ranks)
+        row = torch.arange(rows, device=places.device)
+        expert = torch.bucketize(row, first[:, 0].contiguous(), right=True) - 1
+        end = first[:, -1] + counts[:, -1]
+        return torch.where(row < end[expert], expert, -1).int()
+
+    def _turn(self, rows: Tensor) -> list[Tensor]:
+        """Returns symmetric memory for rows like these: of tokens, of experts, counts, and places twice.
+
+        Two sets take turns. No rank leaves an op before all ranks have entered it. So when this rank has left an op, no
+        rank reads or writes the set of the op before.
+        """
+        if rows.dtype not in self._sets:
+            room = self.ranks * self.slots + self.num_experts // self.ranks  # an expert without rows may take one
+            of_rows = [((count, rows.shape[1]), rows.dtype) for count in (self.slots, room)]
+            of_counts = [(size, torch.int64) for size in ((self.num_experts,), *[(2, self.num_experts)] * 2)]
+            kinds = [*of_rows, *of_counts] * 2
+            made = [self.memory.make(size, dtype, self.device, self.group) for size, dtype in kinds]
+            self._sets[rows.dtype] = [made[:5], made[5:]]
+        sets = self._sets[rows.dtype]
+        sets.reverse()
+        return sets[0]
