@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import headline
+import losses
 import whole_tables
 from case import RECIPES, is_uneven, training_rows
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws without a display
@@ -50,9 +51,7 @@ def save(figure: Figure, path: Path) -> None:
     FigureCanvasAgg(figure).print_png(path, metadata={"Software": None})
 
 
-def draw(
-    results: dict[str, dict], losses: dict | None, sonicmoe: dict | None, whole: dict | None, folder: Path
-) -> None:
+def draw(results: dict[str, dict], runs: list[dict], sonicmoe: dict | None, whole: dict | None, folder: Path) -> None:
     """Draws what there are figures for: of results, the first file that has any."""
     folder.mkdir(exist_ok=True)
     draw_layer_speed(results, sonicmoe, folder / "layer_speed.png")
@@ -60,8 +59,8 @@ def draw(
         draw_layer_memory(sonicmoe, folder / "layer_memory.png")
     for drawer, name in ((draw_products, "products"), (draw_casts, "casts")):
         any(drawer(result, folder / f"{name}.png") for result in results.values())
-    if losses:
-        draw_losses(losses, folder / "losses.png")
+    if runs:
+        draw_losses(runs, folder / "losses.png")
     if rows := whole_tables.measured(whole):
         draw_waterfalls(rows, folder / "waterfall.png")
 
@@ -225,31 +224,37 @@ def draw_casts(result: dict, path: Path) -> bool:
     return True
 
 
-def draw_losses(losses: dict, path: Path) -> None:
-    """Draws running means of the training loss, and the difference of each recipe from BF16."""
-    smooth = {run["recipe"]: running_mean(run["losses"]) for run in losses["runs"]}
-    figure = Figure(figsize=(7.2, 3), dpi=100, layout="constrained")
-    loss, difference = figure.subplots(1, 2)
-    reach = 1.0
-    for recipe, curve in smooth.items():
-        percent = [100 * (a / b - 1) for a, b in zip(curve, smooth["bf16"], strict=True)]
-        reach = max(reach, *map(abs, percent))
-        style = {"color": COLORS[recipe], "linewidth": 3 if recipe == "bf16" else 1}  # the curves overlap
-        loss.plot(curve, label=recipe, **style)
-        difference.plot(percent, **style)
-    loss.set_ylabel("training loss, nats a byte")
-    difference.set_ylabel("difference from BF16, %")
-    difference.set_ylim(-1.1 * reach, 1.1 * reach)
-    for axes in (loss, difference):
-        axes.set_xlabel("step")
+def draw_losses(runs: list[dict], path: Path) -> None:
+    """Draws held-out losses over the band of BF16, and below them the differences from BF16's mean."""
+    band, found = losses.band(runs), losses.curves(runs)
+    tokens = [at for at in band if at]  # an untrained model tells nothing
+    at = [count / 1e6 for count in tokens]
+    figure = Figure(figsize=(7.2, 5.4), dpi=100, layout="constrained")
+    loss, difference = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    for axes, part in ((loss, lambda x, _: x), (difference, lambda x, mean: 100 * (x / mean - 1))):
+        edges = [[part(band[t][0] + sign * band[t][1], band[t][0]) for t in tokens] for sign in (-1, 1)]
+        axes.fill_between(at, *edges, color=COLORS["bf16"], alpha=0.3, linewidth=0)
+        for run, curve in zip(runs, found, strict=True):
+            style = dict(color=COLORS[run["recipe"]["name"]], linewidth=0.8 if losses.is_bf16(run) else 1.3)
+            style["linestyle"] = "--" if len(run["recipe"]) > 1 else "-"
+            axes.plot(at, [part(curve[t], band[t][0]) for t in tokens], **style)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    devices = " and ".join(dict.fromkeys(run["device"] for run in losses["runs"]))
-    title = f"MoE language model trained on {devices}, every recipe on the same bytes"
-    figure.suptitle(title, fontsize=10)
-    figure.legend(loc="outside lower center", ncols=len(smooth), fontsize=8, frameon=False)
+    loss.set_ylabel("held-out loss, nats a byte")
+    difference.set_ylabel("from BF16's mean, %")
+    difference.set_xlabel("tokens, M")
+    reach = max(
+        *(abs(curve[t] / band[t][0] - 1) for curve in found for t in tokens[len(tokens) // 3 :]),
+        *(band[t][1] / band[t][0] for t in tokens[len(tokens) // 3 :]),
+    )
+    difference.set_ylim(-120 * reach, 120 * reach)  # the first third may leave the picture
+    devices = " and ".join(dict.fromkeys(run["device"] for run in runs))
+    figure.suptitle(f"{runs[0]['parameters'] / 1e9:.2f} B parameters trained on {devices}", fontsize=10)
+    keys = [Line2D([], [], color=COLORS["bf16"], linewidth=0.8, label="bf16, seeds")]
+    keys.append(Patch(color=COLORS["bf16"], alpha=0.3, label="band of bf16"))
+    for run in runs:
+        if not losses.is_bf16(run):
+            style = dict(color=COLORS[run["recipe"]["name"]], linestyle="--" if len(run["recipe"]) > 1 else "-")
+            keys.append(Line2D([], [], label=losses.label(run), **style))
+    figure.legend(handles=keys, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     save(figure, path)
-
-
-def running_mean(values: list[float], reach: int = 10) -> list[float]:
-    return [fmean(values[max(0, at - reach) : at + reach + 1]) for at in range(len(values))]

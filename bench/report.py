@@ -19,6 +19,7 @@ from statistics import fmean, median
 
 import beside_tables
 import headline
+import losses
 import matrix
 import tables
 import whole_tables
@@ -27,7 +28,7 @@ from tabulate import tabulate
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 DRAWN = ROOT / "docs" / "pictures"
-LOSSES = "losses.json"  # from examples/train_moe_lm.py --losses; files not named here are from bench/run.py
+LOSSES = "losses.json"  # from examples/train_moe_lm.py --losses, until there are runs of bench/pretrain.py
 
 # Column: heading, key of the row, format. A column that no row fills is left out.
 COLUMNS = (
@@ -237,8 +238,10 @@ def sentences_of(losses: dict) -> str:
 
 
 def losses_text(page: Path) -> str:
-    losses = recorded_alone(LOSSES)
-    said = textwrap.fill(sentences_of(losses), 120) if losses else tables.NOT_MEASURED
+    if runs := losses.recorded(RESULTS):
+        said = losses.text(runs)
+    else:
+        said = textwrap.fill(sentences_of(recorded_alone(LOSSES)), 120)
     return "\n\n".join(filter(None, (picture("losses", page), said)))
 
 
@@ -303,7 +306,7 @@ def write() -> None:
     import figures
 
     sonicmoe = beside_tables.sonicmoe(recorded_alone(beside_tables.BESIDE))
-    figures.draw(usual(recorded()), recorded_alone(LOSSES), sonicmoe, recorded_alone(tables.WHOLE), DRAWN)
+    figures.draw(usual(recorded()), losses.recorded(RESULTS), sonicmoe, recorded_alone(tables.WHOLE), DRAWN)
     for path, text in documents().items():
         path.write_text(text)
 

@@ -6,13 +6,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import report
@@ -20,6 +16,7 @@ import timing
 import torch
 from case import EVEN, Case, Shape
 from peers import Peer, peers_of
+from provenance import environment
 from tqdm import tqdm
 
 try:
@@ -29,43 +26,6 @@ except ImportError as error:
     sys.exit(f"bench: moe_fp8_ext cannot be imported ({error}); `make bench` builds it first")
 
 TARGETS_FOR = "H200"  # the figures in the cases are for this GPU
-
-
-def shell(*command: str) -> str | None:
-    """The output of a command, or None if it is not installed or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=report.ROOT)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
-
-
-def transformers() -> str | None:
-    """The version of Transformers that is installed. The speed of its own experts differs between versions."""
-    try:
-        return version("transformers")
-    except PackageNotFoundError:
-        return None
-
-
-def environment(device: torch.device) -> dict:
-    gpu = device.type == "cuda"
-    toolkit = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
-    # The variable is for a copy without .git. It holds a hash, followed by -dirty if the copy has local changes.
-    stated = os.environ.get("MOE_FP8_COMMIT")
-    commit = stated or shell("git", "rev-parse", "HEAD") or ""
-    driver = shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None
-    forced = os.environ.get("MOE_FP8_GEMM")  # the only backend that multiplies
-    named = ({"gemm": forced} if forced else {}) | ({"transformers": found} if (found := transformers()) else {})
-    return named | {
-        "device": torch.cuda.get_device_name(device) if gpu else "cpu",
-        "torch": torch.__version__,
-        "toolkit": toolkit if gpu else None,
-        "driver": driver.splitlines()[0] if driver else None,
-        "commit": commit.removesuffix("-dirty") or None,
-        "dirty": commit.endswith("-dirty") if stated else bool(shell("git", "status", "--porcelain")),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-    }
 
 
 def attempt(call: Callable[[], object], name: str) -> object:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -118,7 +119,7 @@ def experts_of(args: argparse.Namespace, recipe: moe_fp8_ext.Recipe) -> moe_fp8_
 
 
 class Block(nn.Module):
-    def __init__(self, args: argparse.Namespace, recipe: moe_fp8_ext.Recipe, saved: SavedBytes) -> None:
+    def __init__(self, args: argparse.Namespace, recipe: moe_fp8_ext.Recipe, saved: AbstractContextManager) -> None:
         super().__init__()
         self.heads = args.heads
         self.norm1, self.norm2 = nn.RMSNorm(args.dim), nn.RMSNorm(args.dim)
@@ -126,11 +127,15 @@ class Block(nn.Module):
         router = moe_fp8_ext.Router(args.experts, args.dim, args.top_k, normalize=False, balance_loss=1.0)
         self.moe, self.saved = moe_fp8_ext.MoE(router, experts_of(args, recipe)), saved
 
-    def forward(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        """The dense half: x after attention, and the tokens of the experts."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = (rotate(F.rms_norm(t, t.shape[-1:]), rotation) for t in (q, k))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        tokens = self.norm2(x).bfloat16()
+        return x, self.norm2(x).bfloat16()
+
+    def forward(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        x, tokens = self.attend(x, rotation)
         # The layer casts by itself. Without autocast, router and experts are one node of autograd.
         with self.saved, torch.autocast(x.device.type, enabled=False):
             y, balance = self.moe(tokens)
@@ -144,7 +149,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 class LanguageModel(nn.Module):
-    def __init__(self, args: argparse.Namespace, recipe: moe_fp8_ext.Recipe, saved: SavedBytes) -> None:
+    def __init__(self, args: argparse.Namespace, recipe: moe_fp8_ext.Recipe, saved: AbstractContextManager) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, args.dim)
         self.blocks = nn.ModuleList(Block(args, recipe, saved) for _ in range(args.layers))
@@ -197,16 +202,18 @@ def clip_gradients(model: LanguageModel) -> None:
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, (sum_of_ranks(of_experts) + of_others).sqrt())
 
 
+def rate(step: int, steps: int) -> float:
+    """The learning rate as a share of its peak: a twentieth of the steps warms up, then a cosine decays to a tenth."""
+    return min((step + 1) / max(1, steps // 20), 0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+
 def train(recipe: str, args: argparse.Namespace, text: Tensor, held_out_text: Tensor) -> Run:
     torch.manual_seed(args.seed)
     starts = torch.randint(len(text) - args.context, (args.steps, args.batch)).to(args.device)
     saved = SavedBytes()
     model = LanguageModel(args, recipe_of(recipe, args), saved).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    warmup = max(1, args.steps // 20)  # then a cosine decays to a tenth
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * step / args.steps))
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, args.steps))
     losses = torch.empty(args.steps, device=args.device)
     rank, count = ranks()
     with tqdm(range(args.steps), desc=f"{recipe:>9}", unit="step", mininterval=0.5, disable=rank > 0) as bar:

@@ -46,12 +46,7 @@ class StatsCallback(TrainerCallback):
         self.stats.step()
         if not was_sampled:
             return
-        worst: dict[str, float] = {}
-        for name, number in self.stats.scalars().items():
-            key = f"fp8/{name.partition('/')[2]}"
-            choose = min if key.endswith(("sqnr", "limit")) else max
-            worst[key] = choose(number, worst.get(key, number))
-        self.trainer.log(worst)
+        self.trainer.log({f"fp8/{name}": number for name, number in self.stats.worst().items()})
         if self.writer is not None:
             self.stats.write(self.writer, state.global_step)
 

@@ -97,6 +97,16 @@ class Stats:
                 found.update({f"{name}/{operand}/{key}": number for key, number in layer.get(operand, {}).items()})
         return {name: number for name, number in found.items() if number is not None}
 
+    def worst(self) -> dict[str, float]:
+        """Reads the device once, and returns the worst number of all layers: "<operand>/<statistic>", "product_sqnr"
+        and "load". That is the smallest `sqnr`, `product_sqnr` and `limit`, and the largest of everything else."""
+        worst: dict[str, float] = {}
+        for name, number in self.scalars().items():
+            key = name.partition("/")[2]
+            choose = min if key.endswith(("sqnr", "limit")) else max
+            worst[key] = choose(number, worst.get(key, number))
+        return worst
+
     def write(self, writer: object, step: int) -> None:
         """Calls writer.add_scalar("fp8/<name>", number, step) for all `scalars`, as TensorBoard's SummaryWriter has it.
 

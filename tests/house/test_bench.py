@@ -43,6 +43,69 @@ def test_every_grouped_op_has_even_and_uneven_rows(monkeypatch: pytest.MonkeyPat
             assert even == {shape.label for shape in shapes if shape.groups == "zipf"}, case.label
 
 
+def pretrained(recipe: dict, seed: int, losses: dict[int, float]) -> dict:
+    """A file of bench/pretrain.py, in short."""
+    sizes = dict(parameters=4e8, active=1e8, layers=2, dim=64, experts=8, hidden=32, top_k=2, batch=2, context=10)
+    corpus = {"train": 3_000_000, "held_out": 100_000}
+    where = dict(device="a GPU", torch="2", commit="c" * 40, date="today")
+    sample = {} if recipe["name"] == "bf16" else {"gradients/underflow": 0.25, "product_sqnr": 28.0}
+    return dict(
+        **sizes,
+        **where,
+        **dict(recipe=recipe, seed=seed, corpus=corpus, lr=0.1, tokens=400, tokens_per_second=1234, stats=[sample]),
+        **dict(held_out_losses=[*map(list, losses.items())], gradient_norms=[[100, 9.0, 9.0], [300, 2.0, 3.0]]),
+    )
+
+
+@pytest.fixture
+def losses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[ModuleType, list[dict]]:
+    """bench/losses.py and some runs. BF16 of two seeds ends at 2.0 and 2.2: 2.1 on average, with a spread of 0.2."""
+    pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    runs = [
+        pretrained({"name": "mxfp8"}, 0, {0: 5.0, 300: 2.29, 400: 1.0}),
+        pretrained({"name": "rowwise", "grad_dtype": "float8_e5m2"}, 0, {0: 5.0, 300: 1.89}),
+        pretrained({"name": "rowwise"}, 0, {0: 5.0, 300: 2.31}),
+        pretrained({"name": "bf16"}, 0, {0: 5.0, 300: 2.0}),
+        pretrained({"name": "bf16"}, 1, {0: 5.5, 200: 3.0, 300: 2.2}),
+    ]
+    (tmp_path / "losses").mkdir()
+    for i, run in enumerate(runs):
+        (tmp_path / "losses" / f"{i}.json").write_text(json.dumps(run))
+    module = importlib.import_module("losses")
+    return module, module.recorded(tmp_path)
+
+
+def test_losses_are_compared_with_the_band_of_seeds(losses: tuple[ModuleType, list[dict]]) -> None:
+    module, runs = losses
+    names = ["bf16", "bf16", "rowwise", "rowwise, grad_dtype=e5m2", "mxfp8"]
+    assert [module.label(run) for run in runs] == names
+    assert [curve.keys() for curve in module.curves(runs)] == [{0, 300}] * 5  # what all of them have reached
+    assert module.band(runs) == {0: (5.25, 0.5), 300: (pytest.approx(2.1), pytest.approx(0.2))}
+    found = module.compared(runs)
+    assert {name: held["within"] for name, held in found.items()} == {names[2]: False, names[3]: False, names[4]: True}
+    assert found["mxfp8"]["difference"] == pytest.approx(0.19) and found["mxfp8"]["of_seed"] == pytest.approx(0.29)
+    assert module.verdict(runs) == (
+        "`mxfp8` is within the band; `rowwise` and `rowwise, grad_dtype=e5m2` are outside the band."
+    )
+
+
+def test_losses_are_told(losses: tuple[ModuleType, list[dict]], tmp_path: Path) -> None:
+    module, runs = losses
+    text = " ".join(module.text(runs).split())
+    assert "0.40 B parameters, 0.10 B of them active: 2 layers of width 64, 8 experts of width 32, 2 for" in text
+    assert "reads 0.0 M tokens of 0 M planned ones" in text and "a GPU at ccccccc, torch 2, today." in text
+    assert "average, with a spread of 0.2000 (9.52%) from" in text and module.verdict(runs) in text
+    rows = [[c.strip() for c in row.split("|")[1:-1]] for row in module.table(runs).splitlines()[2:]]
+    assert rows[0] == ["`bf16`, seed 0", "2.0000", "-4.76%", "", "2.000", "", "", "", "", "1,234"]
+    assert rows[4][:6] == ["`mxfp8`, seed 0", "2.2900", "+9.05%", "+14.50%", "2.000", "25.00%"]
+    assert rows[4][6:] == ["", "", "28.0 dB", "1,234"]
+    assert module.recorded(tmp_path / "nowhere") == []
+    pytest.importorskip("matplotlib")
+    importlib.import_module("figures").draw_losses(runs, tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").stat().st_size > 10_000
+
+
 def test_losses_say_where_each_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
     monkeypatch.syspath_prepend(ROOT / "bench")

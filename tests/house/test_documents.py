@@ -250,6 +250,10 @@ COMMANDS = {
     "python bench/finetune_losses.py --out bench/results/finetune_losses.json": (
         "tests/integrations/test_bench_finetune.py"
     ),
+    "python bench/corpus.py --out corpus.pt": "tests/training/test_pretrain.py",
+    "python bench/pretrain.py --corpus corpus.pt --recipe rowwise --out rowwise.json": (
+        "tests/training/test_pretrain.py"
+    ),
     "python bench/mcore.py": "tests/integrations/test_megatron.py",
     "python bench/beside.py --out bench/results/beside.json": GPU,
     "torchrun --nproc-per-node 2 bench/expert_parallel.py --out bench/results/expert_parallel.json": GPU,
