@@ -45,7 +45,8 @@ def graphed(layer: nn.Module, *sample_args: Tensor) -> Graphed:
 
     A backward must follow its own call, once, before the next call. So a pipeline with several micro-batches in flight
     needs a `graphed` for each of them. Under `torch.utils.checkpoint` backward raises, because a second forward is
-    another call. `reuse_weights()` has no effect on a replayed call. The capture runs the layer three times with zeros,
+    another call. `reuse_weights()` has no effect on a replayed call. Outputs of earlier calls must be deleted before
+    the capture, as their autograd graphs belong to another stream. The capture runs the layer three times with zeros,
     and then restores its buffers.
 
     Args:
