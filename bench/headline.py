@@ -97,9 +97,12 @@ def said(at: str, sonicmoe: dict | None, whole: dict | None) -> str:
     if not rows:
         parts.append("Whole models are not measured yet.")
     else:
-        layers = " or ".join(str(number) for number in sorted({row["layers"] for row in rows}))
+        least, most = (choose(row["layers"] for row in rows) for choose in (min, max))
+        layers = f"{least}" if least == most else f"{least} to {most}"
         same = whole_tables.same_commit(at, whole)
-        place = "on the same GPU and commit" if same else f"on {whole_tables.place(whole)}: two commits or two GPUs"
+        place = (
+            "on the same GPU and commit" if same else f"on {whole_tables.place(whole)}, so the columns do not compare"
+        )
         means = f"with AdamW and Transformers {whole['transformers']}"
         parts.append(f"Training: steps {means} of models cut to {layers} layers, {place}.")
     _, sonic_at = over_sonicmoe(sonicmoe)

@@ -20,6 +20,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 EXPERTS, ATTENTION, ROUTER, DENSE = "experts", "attention", "router", "dense MLPs"
 NORMS, ENDS, OPTIMIZER, REST = "norms and residuals", "embeddings and loss", "optimizer", "rest"
 PARTS = (EXPERTS, ATTENTION, ROUTER, DENSE, NORMS, ENDS, OPTIMIZER, REST)
+# The profiler's own work. It comes with kernels of the ops around it, which would count twice.
+_OVERHEAD = {"Activity Buffer Request", "Buffer Flush", "Command Buffer Full", "Instrumentation", "Resource"}
 _MARK = "part of a step: "
 _BACKWARD = "autograd::engine::evaluate_function"
 _USER_SCOPE = 7  # the scope of `record_function`
@@ -164,7 +166,7 @@ def _ops(events: list[FunctionEvent]) -> list[FunctionEvent]:
 
 
 def _is_op(event: FunctionEvent) -> bool:
-    return event.device_type == DeviceType.CPU and not event.is_async
+    return event.device_type == DeviceType.CPU and not event.is_async and event.name not in _OVERHEAD
 
 
 def _own(event: FunctionEvent, on_gpu: bool) -> float:

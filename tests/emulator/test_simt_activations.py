@@ -317,10 +317,7 @@ def test_scales_of_whole_groups_fill_their_atoms(kernels, f):
         args, how["dtype"] = (da, h, "swiglu", "mxfp8"), e4m3
         want = reference.quantize_activated_backward_rows(*args, h_scale=scale, **how)
         got = each.run("quantize_activated_backward_rows", want, *args, h_scale=scale, **how)
-        assert_same(got[:2], want[:2], f"backward at wave size {each.wave}")
-        args = x, "swiglu", "mxfp8"
-        want = reference.quantize_activated(*args, **how)
-        assert_same(each.run("quantize_activated", want, *args, **how), want, f"forward at wave size {each.wave}")
+        assert_same(got[:2], want[:2], f"at wave size {each.wave}")
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

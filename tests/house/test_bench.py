@@ -299,7 +299,7 @@ def test_first_screen(monkeypatch: pytest.MonkeyPatch, commit: str) -> None:
     ]
     text = " ".join(text.split())
     assert "on a GPU at aaaaaaa" in text and "at bbbbbbb" in text
-    assert ("two commits" in text) == (commit[0] == "c") == ("at ccccccc" in text)
+    assert ("do not compare" in text) == (commit[0] == "c") == ("at ccccccc" in text)
     assert "Whole models are not measured yet" in headline.text(results, None, None)
     assert "Not measured" in headline.text({}, sonicmoe, None)
 
