@@ -22,6 +22,7 @@ PARTS = (
     "optimizer",
     "rest",
 )
+OPS = 3  # of the experts, that a table names
 PARTS_OF_LAYERS = *PARTS[:5], IDLE
 NAMES = {"moe_fp8_rowwise": "rowwise", "moe_fp8_blockwise": "blockwise"}  # of implementations, in tables
 
@@ -88,7 +89,8 @@ def text(result: dict | None, layer_gains: dict[tuple[int, ...], float], picture
     rows = measured(result)
     if not rows:
         return f"Not measured yet: `python bench/whole_models.py --out bench/results/{tables.WHOLE}` fills this part."
-    made = [_speeds(result, rows), _ceilings(rows, layer_gains), picture, _waterfalls(rows), _attention(rows)]
+    made = [_speeds(result, rows), _ceilings(rows, layer_gains), picture, _waterfalls(rows)]
+    made += [_ops_of_experts(rows), _attention(rows)]
     missing = [f"{cut(row)}: {row['out_of_memory']}" for row in result["rows"] if "out_of_memory" in row]
     return "\n\n".join(filter(None, [*made, *missing]))
 
@@ -183,3 +185,16 @@ def _attention(rows: list[dict]) -> str:
             names.setdefault(op.removeprefix("aten::"), []).append(row["model"])
     said = "; ".join(f"`{op}` in {', '.join(models)}" for op, models in names.items())
     return textwrap.fill(f"The backward of attention is {said}.", 120) if names else ""
+
+
+def _ops_of_experts(rows: list[dict]) -> str:
+    """The ops that take most of the experts' time, by model and implementation."""
+    body = []
+    for row in rows:
+        for name, of_parts in row.get("us_of_ops", {}).items():
+            ops = sorted(of_parts.get("experts", {}).items(), key=lambda op: -op[1])[:OPS]
+            if ops:
+                listed = ", ".join(f"{us / 1e3:.1f} `{op}`" for op, us in ops)
+                body.append([label(row), NAMES.get(name, f"`{name}`"), listed])
+    said = "Milliseconds of the ops that take most of the experts' time:"
+    return f"{said}\n\n{_table(body, ['model', 'experts by', 'ops'], 3)}" if body else ""

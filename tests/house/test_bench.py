@@ -268,7 +268,8 @@ def whole_models(commit: str) -> dict:
     row["seconds"] = {"grouped_mm": [0.2, 0.21, 0.2], "moe_fp8_rowwise": [0.15, 0.15, 0.153]}
     row["peak_bytes"] = {"grouped_mm": 4e9, "moe_fp8_rowwise": 3e9}
     of_attention = {"aten::mm": 9.0, "aten::_flash_attention_backward": 5.0, "aten::_x_attention_backward": 0.0}
-    row["us_of_ops"] = {"grouped_mm": {"attention": of_attention}}
+    of_experts = {"aten::mul": 10e3, "aten::_grouped_mm": 60e3, "aten::sum": 9e3, "aten::cat": 1e3}
+    row["us_of_ops"] = {"grouped_mm": {"attention": of_attention, "experts": of_experts}}
     versions = {"torch": "2", "transformers": "5", "dirty": False, "date": "today"}
     return {"device": "a GPU", "commit": commit, "rows": [row], **versions}
 
@@ -318,6 +319,8 @@ def test_tables_of_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
     # same, and the optimizer is 25 / 3 times as long: (12 * 110 + 60 + 250) / (12 * 60 + 60 + 250).
     assert cells[1] == [name, "50%", "2.00 x", "1.60 x (4.00 x)", "1.33 x (2.00 x)", "1.58 x"]
     assert cells[2] == ["Qwen3-30B-A3B", "`grouped_mm`", "200.0", "100.0", "60.0", "30.0", "10.0"]
+    ops = "60.0 `aten::_grouped_mm`, 10.0 `aten::mul`, 9.0 `aten::sum`"
+    assert cells[4] == ["Qwen3-30B-A3B", "`grouped_mm`", ops]
     assert text.endswith("The backward of attention is `_flash_attention_backward` in Qwen3-30B-A3B.")
     assert cells[3] == ["Qwen3-30B-A3B", "rowwise", "150.0", "50.0", "60.0", "30.0", "10.0"]
 
