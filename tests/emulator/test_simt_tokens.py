@@ -181,6 +181,7 @@ def check_combine(kernels: Waves, y: Tensor, inverse: Tensor, scores: Tensor | N
     kernels.check("combine", y, inverse, scores)
     args = scores, inverse, y.shape[0]
     kernels.check("combine_backward", grad, None, *args)
+    kernels.check("combine_backward", grad, None, *args, keep_grad_y=False)  # nothing is wanted
     want = reference.combine_backward(grad, y, *args)
     # These are sums of K products, in any order: see check_dots in test_combine.py.
     size = reference.combine_backward(grad.abs(), y.abs(), None, inverse, y.shape[0])[1]

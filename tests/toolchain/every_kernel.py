@@ -250,7 +250,9 @@ def cases_of_tokens() -> Iterator[Call]:
             yield "take_expert_columns", OPS.take_expert_columns, (of_experts, offs, permutation, 4), {}
             yield "spread_expert_columns", OPS.spread_expert_columns, (taken, offs, inverse, scores), {}
         grad = tokens(300, columns, dtype)
-        yield "combine_backward", OPS.combine_backward, (grad, None, torch.rand(300, 4), inverse, 1200), {}
+        for keep in (True, False):
+            args = grad, None, torch.rand(300, 4), inverse, 1200
+            yield "combine_backward", OPS.combine_backward, args, {"keep_grad_y": keep}
         padded, starts, _ = OPS.pad_token_groups(x, offsets(0, 100, 490))
         yield "pad_token_groups", OPS.pad_token_groups, (x, offsets(0, 100, 490)), {}
         yield "pad_token_groups_to", OPS.pad_token_groups_to, (x, offsets(0, 100, 490), starts, 640), {}
