@@ -1,5 +1,6 @@
 // Tuned constants of the activation kernels, forward and backward. docs/kernels/activations.md has the figures, all of
-// an H200 (sm_90a). A constant without a figure is only known to keep every kernel free of spills.
+// an H200 (sm_90a). A constant without a figure is only known to keep every kernel free of spills. Where a constant
+// depends on kCudaArch, the compiler takes more registers for that architecture; nothing was measured there.
 #pragma once
 #include "platform/compiler.h"
 
@@ -17,7 +18,8 @@ constexpr int kActivateBackwardBlocks = 3;  // resident blocks, against register
 constexpr int kVecsPerLane = 4;             // loads in flight a lane, which share the cost of scales, against registers
 constexpr int kMaxThreadsPerRow = 256;      // limits the row that registers hold (8192 features), against occupancy
 constexpr int kTeamBlockThreads = 128;      // of a block of several row teams: fewer blocks, against idle teams
-constexpr int kActivatedThreads = 768;      // resident threads with h in registers, against registers: 80 a thread
+// Resident threads with h in registers, against registers: 80 a thread.
+constexpr int kActivatedThreads = kCudaArch >= 1200 ? 512 : 768;
 constexpr int kMxActivatedThreads = 1024;   // resident threads with h in shared memory: 396 us; 512 in registers 417
 
 // ---- quantize_activated_backward(), scales of whole rows: a pass by rows, then a pass by columns --------------------
@@ -27,6 +29,7 @@ constexpr int kMaxRowCluster = 8;           // blocks that share a row: limits i
                                             // clusters has clusters of eight
 constexpr int kRowPassBlockThreads = 128;   // of a block of several row teams: fewer blocks, against idle teams
 constexpr int kRowPassBlocks = 2;           // resident blocks of kMaxRowTeam threads: at most 128 registers a thread
+constexpr int kRowPassBound = kCudaArch >= 1000 ? 1 : kRowPassBlocks;  // as the compiler is told
 // Rows in flight a team, against registers; a light curve takes fewer.
 constexpr int kMaxRowPassRows = 4;
 MOE_HD constexpr int row_pass_rows(bool light) { return light ? kMaxRowPassRows : 2; }
@@ -35,7 +38,8 @@ MOE_HD constexpr int row_pass_rows(bool light) { return light ? kMaxRowPassRows 
 constexpr int kRowPassResidentThreads = 512, kRowPassRounds = 12, kMinRowPassSteps = 4;
 
 constexpr int kRowBlocksTeam = 256;         // threads of a block, scales of blocks along rows only
-constexpr int kRowBlocksResident = 2;       // resident blocks: at most 128 registers a thread
+// Resident blocks: at most 128 registers a thread.
+constexpr int kRowBlocksResident = kCudaArch == 890 || kCudaArch >= 1200 ? 1 : 2;
 
 constexpr int kColumnPassLines = 2;         // lines of 128 positions a block: 256 bytes a store, against shared memory
 constexpr int kColumnPassVecs = 8;          // of eight features a block: the length of reads, against shared memory

@@ -18,6 +18,13 @@
 #define MOE_HD inline
 #endif
 
+// The architecture whose machine code is compiled, as CUDA counts them; 0 on the host and on AMD's chips.
+#if defined(__CUDA_ARCH__)
+constexpr int kCudaArch = __CUDA_ARCH__;
+#else
+constexpr int kCudaArch = 0;
+#endif
+
 // Threads that a multiprocessor holds: 2048 on data center GPUs, 1536 on others.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100))
 constexpr int kMultiprocessorThreads = 2048;

@@ -17,9 +17,12 @@ template <class Groups, class Types, int kThreadRows,
           bool kLarge = kThreadRows == kLargeThreadRows, bool kExperts = std::is_same_v<Groups, ExpertGroups>>
 using ColumnTraitsOf = ColumnTraits<Types, kThreadRows, Groups::kSource, Types::kVectorized && (kLarge || kExperts),
                              Types::kVectorized && (kLarge || !kExperts)>;
-template <class T>  // blocks of a multiprocessor for which there are registers
-constexpr int kResidentBlocks =
-    T::kThreadRows == kSmallThreadRows && T::Types::kVectorized && kCastsInHardware ? kSmallBlocks : 1;
+// Blocks of a multiprocessor for which there are registers. The casts of float16 take more of them on sm_89.
+template <class T>
+constexpr int kResidentBlocks = T::kThreadRows == kSmallThreadRows && T::Types::kVectorized && kCastsInHardware &&
+                                        !(kCudaArch == 890 && std::is_same_v<typename T::Types::In, F16>)
+                                    ? kSmallBlocks
+                                    : 1;
 
 // Percent of the shared memory that are left to the rows that run concurrently.
 inline int reserved_percent(const QuantizeParams& p, RowOverlap overlap) {

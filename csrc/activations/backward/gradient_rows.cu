@@ -195,7 +195,7 @@ MOE_DEVICE void quantize_gradient_rows(const GradientsPlan& p, Partials& partial
   });
 }
 template <class T, class Activations, bool kTabulated, bool kRowsOnly>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxRowTeam, kRowPassBlocks)
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxRowTeam, kRowPassBound)
     quantize_gradient_rows_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
   __shared__ TeamPartials partials[kMaxRowTeams];
   __shared__ CurveTables tables[kTabulated ? kMaxRowTeams / 2 : 1];  // a tabulated team has two waves at least
@@ -204,7 +204,7 @@ MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxRowTeam, kRowPassBlocks)
       p, partials[threadIdx.y], tables[kTabulated ? threadIdx.y : 0], threadIdx.x, int(blockIdx.x));
 }
 template <class T, class Activations, bool kTabulated, bool kRowsOnly>
-MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxRowTeam, kRowPassBlocks)
+MOE_GLOBAL void MOE_LAUNCH_BOUNDS(kMaxRowTeam, kRowPassBound)
     quantize_gradient_long_rows_kernel(MOE_GRID_CONSTANT const GradientsPlan p) {
   if constexpr (kHasClusters) {
     MOE_DYNAMIC_SMEM(smem);  // which cluster_store() needs
