@@ -29,7 +29,7 @@ constexpr int kMaxRowCluster = 8;           // blocks that share a row: limits i
                                             // clusters has clusters of eight
 constexpr int kRowPassBlockThreads = 128;   // of a block of several row teams: fewer blocks, against idle teams
 constexpr int kRowPassBlocks = 2;           // resident blocks of kMaxRowTeam threads: at most 128 registers a thread
-constexpr int kRowPassBound = kCudaArch >= 1000 ? 1 : kRowPassBlocks;  // as the compiler is told
+constexpr int kRowPassBound = kCudaArch >= 1000 ? 1 : kRowPassBlocks;  // of the kernels' launch bounds
 // Rows in flight a team, against registers; a light curve takes fewer.
 constexpr int kMaxRowPassRows = 4;
 MOE_HD constexpr int row_pass_rows(bool light) { return light ? kMaxRowPassRows : 2; }

@@ -9,7 +9,7 @@
 // With block scales along K, every factor is multiplied by the scale of its own block:
 //   a[m, k] * scale_a(m, block(k)), b[e, n, k] * scale_b(e, n, block(k)); along K every group begins a new block
 // Blocks have 128 elements with float32 scales (the blockwise recipe), or 32 with E8M0 scales (MXFP8). E8M0 scales are
-// row-major or blocked. Each group is a blocked matrix of its own: of rows of a and of experts of b if the product is
+// row-major or blocked. Each group is a separate blocked matrix: of rows of a and of experts of b if the product is
 // M-grouped, of columns of both if it is K-grouped.
 //
 // An M-grouped product may take rows of a by index: row m is then row index.row(m) of a, with its scale, or zeros if

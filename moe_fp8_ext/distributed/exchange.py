@@ -152,7 +152,7 @@ class ExchangedTokens(Source):
 
     Attributes:
         due: the messages of this call that this rank still has to send, each with its chunk.
-        arriving: the tokens of the chunks that nobody has received yet.
+        arriving: the tokens of the chunks that `chunks` has not received yet.
     """
 
     def __init__(

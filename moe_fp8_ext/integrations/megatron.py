@@ -200,7 +200,7 @@ class MoeFp8GroupedMLP(MegatronModule):
         """Says in an error where it was raised. Megatron does not tell experts their layer, so it is looked for."""
         every = (thing for thing in gc.get_objects() if issubclass(type(thing), BaseMoELayer))
         number = next((layer.layer_number for layer in every if layer.experts is self), None)
-        layer = "a layer of its own" if number is None else f"layer {number}"
+        layer = "a layer without a number" if number is None else f"layer {number}"
         experts = f"experts {self.first_expert} to {self.first_expert + self.num_local_experts - 1} of {layer}"
         text = f"{_HERE}: {call} of {experts} failed on rank {dist.get_rank()} of {dist.get_world_size()}"
         if self.num_local_experts < self.config.num_moe_experts:

@@ -31,7 +31,7 @@ class Keys(NamedTuple):
 
     prefix: str  # up to "experts."
     offsets: tuple[tuple[int, int, int], ...]  # of the layers above: axis, position, number
-    single: bool  # whether each expert has keys of its own; else an axis of experts comes before the tensor's
+    single: bool  # whether each expert has its own keys; else an axis of experts comes before the tensor's
 
     def of_expert(self, key: str, expert: int, total: int) -> tuple[str, tuple]:
         """Returns key as an expert has it, and the offsets of the expert."""

@@ -64,7 +64,7 @@ class AllToAll:
     ) -> Tensor:
         """Computes `moe_fp8_ext.experts` of this rank's tokens, with ids of all experts and weights of this rank's.
 
-        options are those of `moe_fp8_ext.experts`. Differentiable once.
+        options: as in `moe_fp8_ext.experts`. Differentiable once.
         """
         given = x, topk_ids, topk_scores, w_gate_up, w_down
         call, x, scores, *rest = call_with_options(_OP, *given, self.recipe, **options)

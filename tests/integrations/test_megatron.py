@@ -508,7 +508,7 @@ def test_cuda_graphs_that_hold_the_experts_need_a_capacity(impl, scope):
         MoeFp8GroupedMLP(EXPERTS, config_of(**graphs))
     if impl != "none":
         MoeFp8GroupedMLP(EXPERTS, config_of(cuda_graph_impl=impl, cuda_graph_scope="moe", **padded))
-    if (impl, scope) == ("local", "attn"):  # in a hybrid model, attention is a layer of its own
+    if (impl, scope) == ("local", "attn"):  # in a hybrid model, attention is a separate layer
         MoeFp8GroupedMLP(EXPERTS, config_of(**graphs, is_hybrid_model=True))
 
 
@@ -584,7 +584,7 @@ def test_wrong_counts():
     with pytest.raises(RuntimeError) as info:
         made(torch.randn(7, 64).bfloat16(), torch.ones(7, dtype=torch.int64), torch.ones(7))
     assert str(info.value) == "experts_of_groups: offs must have size 8 in dimension 0, got 7"
-    assert note("forward", 0, 1, "0 to 7", "a layer of its own") in text_of(info.value)
+    assert note("forward", 0, 1, "0 to 7", "a layer without a number") in text_of(info.value)
 
 
 # Several processes

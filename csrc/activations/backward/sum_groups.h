@@ -24,7 +24,7 @@ struct PartialSums {
   float* partials;  // [partials, N]
   int rows;         // of a partial sum: 16 or 64
   int align;        // group e begins at row sum over i < e of round_up(size of i, align), counted in partial sums
-  bool by_feature;  // columns of partials are (feature, projection); those of `out` are (projection, feature)
+  bool by_feature;  // columns of partials are (feature, projection); columns of `out` are (projection, feature)
   const int* offs;  // [E]
   int E;
   int64_t x_rows, N;
