@@ -68,8 +68,9 @@ def operand_of(op: str, x: Quantized | None, recipe: Recipe, offs: Tensor | None
         fail(op, f"x must be quantized for offs, with groups that end at {offs.tolist()}, got {x.offs.tolist()}")
     if x.format == recipe.format and format.order == "blocked":
         return Operand(row_major(x.q), x.scale)
-    if format.order == "column_major" and offs is not None and x.scale.stride(0) != 1:
-        # Hopper's products read scales by column, unless they take rows by index.
+    by_column = x.scale.stride(0) == 1 and x.scale.stride(-1) % 4 == 0
+    if format.order == "column_major" and offs is not None and not by_column:
+        # Hopper's products read scales by column, unless they take rows by index. TMA needs columns of whole 16 bytes.
         columns = format.scale_of_rows(x.q.shape).empty(x.scale, x.scale.dtype)
         return Operand(row_major(x.q), columns.copy_(x.scale))
     return operand_of_rows(row_major(x.q), x.scale, recipe.format, offs)
