@@ -1,9 +1,12 @@
-"""Experts of Megatron-Core in the CUDA graphs that it captures."""
+"""Experts of Megatron-Core in the CUDA graphs that it captures, and a rank that fails over NCCL."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+import time
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ if importlib.util.find_spec("megatron") is None:
     pytest.skip("pip install megatron-core==0.16.1", allow_module_level=True)
 
 STEPS = 6
+SECONDS = 20  # the timeout of a group
 PADDED = dict(moe_expert_capacity_factor=2.0, moe_pad_expert_input_to_capacity=True, moe_permute_fusion=False)
 GRAPHS = {
     "eager": {},
@@ -51,3 +55,40 @@ def check_graphs(rank: int) -> None:
 
 def test_graphs_of_whole_layers_train(gpu):
     in_processes(1, check_graphs, backend="nccl")
+
+
+def check_failure(rank: int, folder: Path) -> None:
+    """Experts of rank 1 fail in the second step. Rank 0 raises when the time of its message is over."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    import mcore
+    from megatron.core import parallel_state
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, distributed_timeout_minutes=SECONDS / 60)
+    run = mcore.Run("rowwise", mcore.TINY, 2, 64, True)
+    first, second = mcore.batches_of(2, 2, 2, 64, device)
+    assert run.step(first)[0].isfinite()  # both ranks are there
+    raised = folder / "raised"
+    began = time.monotonic()
+    if rank == 1:
+        text = "experts 4 to 7 of layer 1 failed on rank 1 of 2; the other ranks"
+        planted = patch("moe_fp8_ext.integrations.megatron.experts_of_groups", side_effect=RuntimeError("planted"))
+        with planted, pytest.raises(RuntimeError, match="planted") as info:
+            run.step(second)
+        assert any(text in note for note in info.value.__notes__)
+        while not raised.exists():  # this rank is there until the other one has raised
+            assert time.monotonic() - began < 4 * SECONDS
+            time.sleep(0.1)
+    else:
+        with pytest.raises(RuntimeError, match=r"(?i)time(d )?-?out"):
+            run.step(second)
+        assert time.monotonic() - began < 2 * SECONDS
+        raised.touch()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA GPU")
+def test_a_rank_that_fails_over_two_gpus(tmp_path, monkeypatch):
+    """torch's NCCL raises where a rank waits on the host, if this variable is set. Without it, it ends the process."""
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    in_processes(2, check_failure, tmp_path, backend="nccl")
