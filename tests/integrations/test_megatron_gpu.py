@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -63,6 +65,7 @@ def check_failure(rank: int, folder: Path) -> None:
     import mcore
     from megatron.core import parallel_state
 
+    signal.alarm(6 * SECONDS)  # ends this process if it waits for ever
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, distributed_timeout_minutes=SECONDS / 60)
@@ -85,6 +88,7 @@ def check_failure(rank: int, folder: Path) -> None:
             run.step(second)
         assert time.monotonic() - began < 2 * SECONDS
         raised.touch()
+    os._exit(0)  # a communicator whose message never came may wait for ever when it is destroyed
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA GPU")
