@@ -122,13 +122,15 @@ def draw_waterfalls(rows: list[dict], path: Path) -> None:
     for axes, row in zip(figure.subplots(len(rows), 1, squeeze=False).flat, rows, strict=True):
         names = [*row["us"]]
         for y, name in enumerate(names):
-            found, left = whole_tables.parts(row, name), 0.0
+            found, left, longest = whole_tables.parts(row, name), 0.0, 0.0
             for part in (part for part in PART_COLORS if found.get(part)):
-                axes.barh(y, found[part], 0.8, left, color=PART_COLORS[part])
+                hatch = "////" if found[part] < 0 else None  # idle, if the profiled kernels took longer than the step
+                axes.barh(y, found[part], 0.8, left, color=PART_COLORS[part], hatch=hatch)
                 left, drawn[part] = left + found[part], None
+                longest = max(longest, left)
             gain = "" if name == names[0] else f" ({whole_tables.gain(row, name):.2f} x)"
             axes.annotate(
-                f"{left:,.0f} ms{gain}", (left, y), (3, 0), textcoords="offset points", va="center", fontsize=8
+                f"{left:,.0f} ms{gain}", (longest, y), (3, 0), textcoords="offset points", va="center", fontsize=8
             )
         axes.set_yticks(range(len(names)), [whole_tables.NAMES.get(name, name) for name in names], fontsize=8)
         axes.invert_yaxis()

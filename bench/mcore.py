@@ -23,7 +23,7 @@ import os
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
@@ -31,6 +31,7 @@ from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
+import device_time
 import mcore_permute
 import torch
 import torch.distributed as dist
@@ -44,10 +45,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.autograd import DeviceType
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 from torch.nn.functional import scaled_dot_product_attention, silu
-from torch.profiler import ProfilerActivity, profile
 
 from moe_fp8_ext import reuse_weights
 from moe_fp8_ext.integrations.megatron import convert
@@ -242,36 +241,25 @@ def profile_of(run: Run, batch: Tensor, seconds: float) -> dict:
     """Milliseconds of a step by kind of work, and the ops with the most time.
 
     Without a kernel is the GPU for the rest of `seconds`, the time of a step without the profiler, which slows down the
-    host. Kernels of several streams that run at once count once.
+    host. This rest is negative if the kernels of the profiled step took longer than the other steps.
     """
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        run.step(batch)
-        now()
-    ms: Counter[str] = Counter()
-    ops = []
-    for event in found.key_averages():
-        if event.device_type == DeviceType.CPU and event.self_device_time_total:
-            ms[work_of(event.key)] += event.self_device_time_total / 1000
-            ops.append((event.key, event.count, round(event.self_device_time_total / 1000, 3)))
-    kernels = (e for e in found.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation)
-    of_gpu = [kernel.time_range for kernel in kernels]
-    busy = union((r.start, r.end) for r in of_gpu) / 1000
-    ms[IDLE] = max(0.0, seconds * 1000 - busy)
+    found = device_time.profiled(lambda: run.step(batch), batch.device)
+    us_of, others = device_time.time_of_ops(found)
+    of_ops: dict[str, list[float]] = {}
+    for op, us in us_of.items():
+        if us:
+            of_ops.setdefault(op.name, []).append(us / 1000)
+    ms = Counter({"other": others / 1000})
+    for name, times in of_ops.items():
+        ms[work_of(name)] += sum(times)
+    ms[IDLE] = seconds * 1000 - ms.total()
+    ops = [(name, len(times), round(sum(times), 3)) for name, times in of_ops.items()]
     by_time = sorted(ops, key=lambda op: -op[2])[:30]
     return {"profile_ms": {kind: round(value, 2) for kind, value in ms.most_common()}, "ops": by_time}
 
 
 def work_of(op: str) -> str:
     return next((kind for kind, starts in WORK.items() if op.startswith(starts)), "other")
-
-
-def union(ranges: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of ranges."""
-    length, reached = 0.0, float("-inf")
-    for start, end in sorted(ranges):
-        length += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return length
 
 
 def table(runs: list[dict]) -> str:
@@ -334,6 +322,7 @@ def main() -> None:
         parser.error(f"--steps must be over {WARM_STEPS}, got {args.steps}")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     of_all = environment(torch.device("cuda")) | dict(
+        device_time.COUNTED,
         megatron_core=version("megatron-core"),
         layers=args.layers,
         ranks=args.gpus,

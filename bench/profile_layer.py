@@ -1,4 +1,4 @@
-"""Where the time of a layer goes: kernel time of one forward and backward of `experts`, by kind of work."""
+"""Where the time of a layer goes: time of the GPU in one forward and backward of `experts`, by kind of work."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import device_time
 import torch
 from case import EVEN, RECIPES
 from cases_experts import SIZES, _forward_backward, _layer
 from matrix import is_emulated
 from run import environment
-from torch.profiler import ProfilerActivity, profile
 
 import moe_fp8_ext
 
@@ -37,14 +37,11 @@ def measure(recipe: str, sizes: tuple[int, ...]) -> dict[str, float]:
     for _ in range(STEPS):
         step()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        for _ in range(STEPS):
-            step()
-        torch.cuda.synchronize()
-    us: Counter[str] = Counter()
-    for event in found.key_averages():
-        if event.device_type == torch.autograd.DeviceType.CPU and event.self_device_time_total:
-            us[KIND.get(event.key, "rest")] += event.self_device_time_total / STEPS
+    found = device_time.profiled(lambda: [step() for _ in range(STEPS)], torch.device("cuda"))
+    us_of, others = device_time.time_of_ops(found)
+    us = Counter({"rest": others / STEPS})
+    for op, time in us_of.items():
+        us[KIND.get(op.name, "rest")] += time / STEPS
     return {kind: round(us[kind], 1) for kind in (*WORK, "rest")}
 
 
@@ -53,7 +50,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="qwen3_30b,gpt_oss_20b,dsv3", help=f"out of {', '.join(SIZES)}")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file for the figures")
     args = parser.parse_args()
-    result = environment(torch.device("cuda")) | {"rows": []}
+    result = environment(torch.device("cuda")) | device_time.COUNTED | {"rows": []}
     recipes = [recipe for recipe in RECIPES if not is_emulated(recipe, result["device"])]
     for name in args.sizes.split(","):
         for recipe in recipes:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable
 from statistics import fmean, median
 
+import device_time
 from case import EVEN, RECIPES, ZIPF, commits_of, is_uneven, training_rows
 from models import layer_name, named, product_name
 from tabulate import tabulate
@@ -165,7 +166,8 @@ def profile_text(result: dict | None) -> str:
         body.append((sizes_of(dict(zip("tdfek", row["dims"], strict=True))), row["recipe"], f"{total:,.0f}", *shares))
     text = (
         f"Microseconds of all kernels in one forward and backward of `experts` on {result['device']} at "
-        f"{(result['commit'] or 'unknown')[:7]}, by `torch.profiler`, and the share of each kind of work:"
+        f"{(result['commit'] or 'unknown')[:7]}, by `torch.profiler`, and the share of each kind of work. "
+        f"{device_time.said(result)}"
     )
     headings = ("T, D, F, E, top_k", "recipe", "us", *work)
     align = ["left", "left", *["right"] * (len(headings) - 2)]
@@ -199,7 +201,7 @@ def titan_text(result: dict | None) -> str:
         parts += [
             textwrap.fill(
                 "Milliseconds of a step, by kind of work. Idle is what kernels leave of a step without the profiler; "
-                "the rest are kernels of torch that have no kind here:",
+                f"the rest are kernels of torch that have no kind here. {device_time.said(result)}",
                 120,
             ),
             _titan_waterfall(result["runs"]),
@@ -212,7 +214,7 @@ def _titan_waterfall(runs: list[dict]) -> str:
     body = []
     for run in runs:
         step = median(run["seconds"]) * 1e3
-        idle = max(0.0, step - sum(run["us"].values()) / 1e3)
+        idle = step - sum(run["us"].values()) / 1e3
         cells = [f"{run['us'].get(kind, 0) / 1e3:.1f}" for kind in kinds]
         body.append([run["recipe"], f"{step:.1f}", *cells, f"{idle:.1f}"])
     headings, align = ("recipe", "step", *kinds, "idle"), ["left"] + ["right"] * (2 + len(kinds))
@@ -269,7 +271,8 @@ def megatron_part(result: dict) -> str:
     colalign = ["left"] + ["right"] * 6
     parts = [textwrap.fill(text, 120), tabulate(body, headings, "github", colalign=colalign, disable_numparse=True)]
     if any("profile_ms" in run for run in runs):
-        parts += ["Milliseconds of a step, by kind of work:", megatron_profile(runs)]
+        said = f"Milliseconds of a step, by kind of work. {device_time.said(result)}"
+        parts += [textwrap.fill(said, 120), megatron_profile(runs)]
     return "\n\n".join(parts)
 
 

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
+import device_time
 import tables
 import torch
 import waterfall
@@ -100,13 +101,13 @@ def measure(steps: int, device: torch.device, compiled: bool = False) -> dict:
             began = time.perf_counter()
             run_losses.append(next(run))
             run_seconds.append(time.perf_counter() - began)
-    us = [waterfall.by_op(waterfall.events_of(partial(next, run), device), KINDS) for run in runs]
+    us = [waterfall.by_op(device_time.profiled(partial(next, run), device), KINDS) for run in runs]
     timed = [of_run[WARM_STEPS:] for of_run in seconds]
     speeds = [sequences * context / median(of_run) for of_run in timed]
     titan = {"torchtitan": version("torchtitan"), "model": flavor, "layers": layers, "step": [sequences, context]}
     keys = "recipe", "losses", "tokens_per_second", "seconds", "us"
     of_recipes = [dict(zip(keys, run, strict=True)) for run in zip(RECIPES, losses, speeds, timed, us, strict=True)]
-    return environment(device) | titan | {"compiled": compiled, "runs": of_recipes}
+    return environment(device) | device_time.COUNTED | titan | {"compiled": compiled, "runs": of_recipes}
 
 
 def main() -> None:

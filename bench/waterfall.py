@@ -2,7 +2,7 @@
 
 Hooks of modules mark the forward of every part in a profile. An op of backward belongs to the part whose forward made
 its node of the graph: `torch.profiler` gives both the same sequence number. A kernel belongs to the op that launched
-it. On a CPU, which has no kernels, the time is the time of ops.
+it, and `device_time` says how long it ran.
 """
 
 from __future__ import annotations
@@ -11,20 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
+from device_time import Profile, time_of_ops
 from torch import nn
-from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 EXPERTS, ATTENTION, ROUTER, DENSE = "experts", "attention", "router", "dense MLPs"
 NORMS, ENDS, OPTIMIZER, REST = "norms and residuals", "embeddings and loss", "optimizer", "rest"
 PARTS = (EXPERTS, ATTENTION, ROUTER, DENSE, NORMS, ENDS, OPTIMIZER, REST)
-# The profiler's own work. It comes with kernels of the ops around it, which would count twice.
-_OVERHEAD = {"Activity Buffer Request", "Buffer Flush", "Command Buffer Full", "Instrumentation", "Resource"}
 _MARK = "part of a step: "
 _BACKWARD = "autograd::engine::evaluate_function"
-_USER_SCOPE = 7  # the scope of `record_function`
 
 
 def parts_of(model: nn.Module) -> dict[nn.Module, str]:
@@ -82,35 +78,23 @@ def mark(part: str) -> record_function:
     return record_function(_MARK + part)
 
 
-def events_of(step: Callable[[], object], device: torch.device) -> list[FunctionEvent]:
-    """The events of one step."""
-    on_gpu = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities) as found:
-        step()
-        if on_gpu:
-            torch.cuda.synchronize()
-    return [*found.events()]
+def microseconds(found: Profile) -> dict[str, float]:
+    """Microseconds of each part. They add up to the time in which the device worked."""
+    return _summed(found, assigned(found.ops), PARTS)
 
 
-def microseconds(events: list[FunctionEvent]) -> dict[str, float]:
-    """Microseconds of each part. They add up to `total`, but for the resolution of the profiler."""
-    return _summed(events, assigned(events), PARTS)
-
-
-def ops_of(events: list[FunctionEvent], number: int) -> dict[str, dict[str, float]]:
+def ops_of(found: Profile, number: int) -> dict[str, dict[str, float]]:
     """Microseconds of the ops that take most of each part."""
-    found = assigned(events)
-    on_gpu = any(event.kernels for event in found)
+    part_of, (us_of, _) = assigned(found.ops), time_of_ops(found)
     us: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
-    for event, part in found.items():
-        us[part or REST][event.name] += _own(event, on_gpu)
+    for op, part in part_of.items():
+        us[part or REST][op.name] += us_of[op]
     return {part: dict(ops.most_common(number)) for part, ops in us.items()}
 
 
-def assigned(events: list[FunctionEvent]) -> dict[FunctionEvent, str | None]:
+def assigned(ops: list[FunctionEvent]) -> dict[FunctionEvent, str | None]:
     """The part of every op."""
-    ops, of_forward, of_node = _ops(events), {}, {}
+    of_forward, of_node = {}, {}
     for event in ops:
         of_forward[event] = _marked_as(event) or of_forward.get(event.cpu_parent)
         # Of all ops with one number, the last one that began made the node: an op that makes none has the next number.
@@ -128,51 +112,23 @@ def assigned(events: list[FunctionEvent]) -> dict[FunctionEvent, str | None]:
     return found
 
 
-def by_op(events: list[FunctionEvent], kinds: dict[str, tuple[str, ...]]) -> dict[str, float]:
+def by_op(found: Profile, kinds: dict[str, tuple[str, ...]]) -> dict[str, float]:
     """Microseconds of each kind of work, for graphs of `torch.compile`, which hooks do not mark. A kind has beginnings
     of the names of ops and of marks. Of the ops around a kernel, the innermost that has a kind counts."""
     kind_of: dict[FunctionEvent, str | None] = {}
-    for event in _ops(events):
-        name = event.name.removeprefix(_MARK)
+    for op in found.ops:
+        name = op.name.removeprefix(_MARK)
         own = next((kind for kind, starts in kinds.items() if name.startswith(starts)), None)
-        kind_of[event] = own or kind_of.get(event.cpu_parent)
-    return _summed(events, kind_of, (*kinds, REST))
+        kind_of[op] = own or kind_of.get(op.cpu_parent)
+    return _summed(found, kind_of, (*kinds, REST))
 
 
-def total(events: list[FunctionEvent]) -> float:
-    """Microseconds of all kernels or, without kernels, of all ops."""
-    marks = {event.name for event in events if _is_op(event) and event.scope == _USER_SCOPE}
-    kernels = [e for e in events if e.device_type != DeviceType.CPU and e.name not in marks]  # marks are there again
-    if kernels:
-        return sum(event.time_range.elapsed_us() for event in kernels)
-    return sum(event.cpu_time_total for event in events if _is_op(event) and event.cpu_parent is None)
-
-
-def _summed(
-    events: list[FunctionEvent], kind_of: dict[FunctionEvent, str | None], order: tuple[str, ...]
-) -> dict[str, float]:
-    on_gpu, us = any(event.kernels for event in kind_of), Counter()
-    for event, kind in kind_of.items():
-        us[kind or REST] += _own(event, on_gpu)
-    # Kernels that no op launched. On an H200 the kernels of ops are up to 0.03% more than those of the device.
-    us[REST] += max(0.0, total(events) - us.total())
+def _summed(found: Profile, kind_of: dict[FunctionEvent, str | None], order: tuple[str, ...]) -> dict[str, float]:
+    us_of, others = time_of_ops(found)
+    us = Counter({REST: others})
+    for op, kind in kind_of.items():
+        us[kind or REST] += us_of[op]
     return {kind: us[kind] for kind in order if us[kind]}
-
-
-def _ops(events: list[FunctionEvent]) -> list[FunctionEvent]:
-    """The ops, in the order in which they began. Of two that began together, the one that ends first is within the
-    other."""
-    return sorted(filter(_is_op, events), key=lambda event: (event.time_range.start, -event.time_range.end))
-
-
-def _is_op(event: FunctionEvent) -> bool:
-    return event.device_type == DeviceType.CPU and not event.is_async and event.name not in _OVERHEAD
-
-
-def _own(event: FunctionEvent, on_gpu: bool) -> float:
-    if on_gpu:
-        return sum(kernel.duration for kernel in event.kernels if kernel.name != event.name)
-    return event.self_cpu_time_total
 
 
 def _marked_as(event: FunctionEvent) -> str | None:

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import device_time
 import hf_models
 import tables
 import torch
@@ -106,11 +107,11 @@ def profiled(trainer: Trainer, implementation: str, device: torch.device) -> dic
     """Microseconds of each part of a step, and of the ops that take most of each part. Raises if the step did not run
     the experts that it was asked to."""
     with waterfall.marked(waterfall.parts_of(trainer.model)):
-        events = waterfall.events_of(partial(trainer.step, implementation), device)
-    ours = any(event.name.startswith("moe_fp8::scaled_grouped_mm") for event in events)
+        found = device_time.profiled(partial(trainer.step, implementation), device)
+    ours = any(op.name.startswith("moe_fp8::scaled_grouped_mm") for op in found.ops)
     if ours != (implementation != hf_models.BASELINE):
         raise RuntimeError(f"{implementation} ran {'' if ours else 'no '}products of this package")
-    us, of_ops = waterfall.microseconds(events), waterfall.ops_of(events, OPS)
+    us, of_ops = waterfall.microseconds(found), waterfall.ops_of(found, OPS)
     return {"us": rounded(us), "us_of_ops": {part: rounded(ops) for part, ops in of_ops.items()}}
 
 
@@ -170,7 +171,7 @@ def main() -> None:
     args = parser.parse_args()
     register()
     hf_models.register_sinks()
-    result = environment(device) | {"rows": []}
+    result = environment(device) | device_time.COUNTED | {"rows": []}
     for name in args.models.split(","):
         began = time.perf_counter()
         result["rows"].append(row_of(name, args.sequences, device))

@@ -6,6 +6,7 @@ import textwrap
 from math import prod
 from statistics import median
 
+import device_time
 import tables
 from tabulate import tabulate
 
@@ -68,11 +69,11 @@ def cut(row: dict) -> str:
 
 
 def parts(row: dict, implementation: str) -> dict[str, float]:
-    """Milliseconds of every part of a step. Idle is what its kernels leave of a step without the profiler; a profiled
-    step whose kernels take longer leaves nothing."""
+    """Milliseconds of every part of a step. Idle is what the kernels of a profiled step leave of a step without the
+    profiler. It is negative if they take longer."""
     us = row["us"][implementation]
     idle = median(row["seconds"][implementation]) * 1e6 - sum(us.values())
-    return {part: time / 1e3 for part, time in (*us.items(), (IDLE, max(0.0, idle)))}
+    return {part: time / 1e3 for part, time in (*us.items(), (IDLE, idle))}
 
 
 def at_all_layers(row: dict, implementation: str) -> float:
@@ -89,7 +90,7 @@ def text(result: dict | None, layer_gains: dict[tuple[int, ...], float], picture
     rows = measured(result)
     if not rows:
         return f"Not measured yet: `python bench/whole_models.py --out bench/results/{tables.WHOLE}` fills this part."
-    made = [_speeds(result, rows), _ceilings(rows, layer_gains), picture, _waterfalls(rows)]
+    made = [_speeds(result, rows), _ceilings(rows, layer_gains), picture, _waterfalls(result, rows)]
     made += [_ops_of_experts(rows), _attention(rows)]
     missing = [f"{cut(row)}: {row['out_of_memory']}" for row in result["rows"] if "out_of_memory" in row]
     return "\n\n".join(filter(None, [*made, *missing]))
@@ -159,10 +160,11 @@ def _ceilings(rows: list[dict], layer_gains: dict[tuple[int, ...], float]) -> st
     return f"{textwrap.fill(said, 120)}\n\n{_table(body, headings, 1)}"
 
 
-def _waterfalls(rows: list[dict]) -> str:
+def _waterfalls(result: dict, rows: list[dict]) -> str:
     said = (
         "Milliseconds of the kernels of one step by part of the model, by `torch.profiler`. Idle is the rest of a step "
-        "that was timed without the profiler, in which the GPU waits for the host:"
+        "that was timed without the profiler, in which the GPU waits for the host. It is negative if the kernels took "
+        f"longer in the profiled step. {device_time.said(result)}"
     )
     found = {part for row in rows for us in row["us"].values() for part in us}
     order = [*(part for part in PARTS if part in found), IDLE]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
 import sys
@@ -12,6 +11,7 @@ import pytest
 import torch
 from helpers import ROOT
 from torch import nn
+from torch.autograd.profiler_util import FunctionEvent
 
 pytest.importorskip("transformers")
 pytest.importorskip("tabulate", reason="the bench's dependencies are not installed")
@@ -59,18 +59,23 @@ def tiny_trainer(bench: ModuleType, name: str) -> object:
     return bench.Trainer(model, torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0)))
 
 
+def outermost(ops: list[FunctionEvent]) -> float:
+    """Microseconds of the ops that no other op calls."""
+    return sum(op.cpu_time_total for op in ops if op.cpu_parent is None)
+
+
 @pytest.mark.parametrize("implementation", ["grouped_mm", "moe_fp8_rowwise"])
 def test_parts_of_a_step(bench, implementation):
     """Forward and backward of every part are found, and what is left over is the begin of backward."""
-    waterfall = importlib.import_module("waterfall")
+    waterfall, device_time = map(importlib.import_module, ("waterfall", "device_time"))
     trainer = tiny_trainer(bench, "DeepSeek-V3")
     with waterfall.marked(waterfall.parts_of(trainer.model)):
-        events = waterfall.events_of(lambda: trainer.step(implementation), CPU)
-    us = waterfall.microseconds(events)
-    assert sum(us.values()) == pytest.approx(waterfall.total(events))
+        profile = device_time.profiled(lambda: trainer.step(implementation), CPU)
+    us = waterfall.microseconds(profile)
+    assert sum(us.values()) == pytest.approx(outermost(profile.ops))
     assert [*us] == [*waterfall.PARTS]
     found: dict[str, set[str | None]] = {}
-    parts = waterfall.assigned(events)
+    parts = waterfall.assigned(profile.ops)
     for event, part in parts.items():
         found.setdefault(event.name, set()).add(part)
     attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -116,15 +121,12 @@ class Second(nn.Module):
 
 
 def test_backward_belongs_to_the_module_that_made_the_node(bench):
-    waterfall = importlib.import_module("waterfall")
+    waterfall, device_time = map(importlib.import_module, ("waterfall", "device_time"))
     first, second = First(), Second()
     x = torch.randn(4, requires_grad=True)
     with waterfall.marked({first: "first", second: "second"}):
-        events = waterfall.events_of(lambda: second(first(x)).sum().backward(), CPU)
-    own_work = copy.copy(max(events, key=lambda event: event.self_cpu_time_total))
-    own_work.name = "Command Buffer Full"  # of the profiler: it repeats kernels of the op around it
-    assert waterfall.microseconds([*events, own_work]) == waterfall.microseconds(events)
-    part_of = {event.name: part for event, part in waterfall.assigned(events).items()}
+        profile = device_time.profiled(lambda: second(first(x)).sum().backward(), CPU)
+    part_of = {op.name: part for op, part in waterfall.assigned(profile.ops).items()}
     assert part_of["aten::argmax"] == "first" and part_of["ExpBackward0"] == "first"
     assert part_of["aten::sinh"] == part_of["DoubledBackward"] == "second"
     assert part_of["SumBackward0"] is None
@@ -132,7 +134,7 @@ def test_backward_belongs_to_the_module_that_made_the_node(bench):
 
 def test_ops_by_kind(bench):
     """The innermost op that has a kind counts, and the kinds add up."""
-    waterfall = importlib.import_module("waterfall")
+    waterfall, device_time = map(importlib.import_module, ("waterfall", "device_time"))
     w = torch.randn(8, 8)
 
     def step() -> None:
@@ -141,10 +143,10 @@ def test_ops_by_kind(bench):
             w.exp()
         w.sin()
 
-    events = waterfall.events_of(step, CPU)
-    us = waterfall.by_op(events, {"products": ("aten::mm",), "optimizer": ("optimizer",)})
+    profile = device_time.profiled(step, CPU)
+    us = waterfall.by_op(profile, {"products": ("aten::mm",), "optimizer": ("optimizer",)})
     assert [*us] == ["products", "optimizer", "rest"]
-    assert sum(us.values()) == pytest.approx(waterfall.total(events))
+    assert sum(us.values()) == pytest.approx(outermost(profile.ops))
 
 
 def test_attention_with_sinks(bench):

@@ -757,13 +757,17 @@ def test_the_bench_trains_a_tiny_model(bench, dispatcher):
 
     batches = bench.batches_of(3, 2, 2, 16, torch.device("cpu"))
     kinds = bench.KINDS if dispatcher == "alltoall" else ("sequential", "rowwise")
-    options = dict(dispatcher=dispatcher, on_cpu=OnCpu)
+    options = dict(dispatcher=dispatcher, on_cpu=OnCpu, profiled=dispatcher == "allgather")
     runs = [bench.measure(kind, batches, bench.TINY, 1, 1, **options) for kind in kinds]
     for run in runs:
         close(run["losses"], runs[0]["losses"])
         assert run["losses"][-1] < run["losses"][0] and run["tokens_per_second"] > 0
     if dispatcher == "alltoall":
         assert runs[2]["losses"] == runs[3]["losses"] != runs[1]["losses"]
+    else:  # ops of a CPU, which are profiled in the place of kernels
+        casts = [run["profile_ms"].get("casts of weights", 0) for run in runs]
+        assert casts[0] == 0 < casts[1] and all(run["ops"][0][2] > 0 for run in runs)
+        assert len(bench.profile_table(runs).splitlines()) == 2 + len(bench.WORK) + 2
     assert [line.split()[0] for line in bench.table(runs).splitlines()[2:]] == list(kinds)
 
 
@@ -798,4 +802,3 @@ def test_the_bench_tells_kinds_of_work(bench):
     assert bench.work_of("moe_fp8::quantize_weight") == "casts of weights"
     assert bench.work_of("moe_fp8::quantize_both") == "activations and casts of tokens"
     assert bench.work_of("aten::add") == "other"
-    assert bench.union([(5, 7), (0, 2), (1, 3), (6, 6.5)]) == 5
