@@ -31,7 +31,7 @@ from moe_fp8_ext.ops.checks import (
     validate_ids,
     validate_offs,
 )
-from moe_fp8_ext.ops.dispatch import needs_gradient
+from moe_fp8_ext.ops.dispatch import needs_gradient, refuse_tangent
 from moe_fp8_ext.quantization.casting import autocast_dtype, cast
 from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
@@ -323,6 +323,7 @@ def _delayed(op: str, name: str, linear: ExpertLinear, delay_wgrad: DelayedWgrad
         return linear
     if linear.main_grad is None and not linear.weight.is_leaf:
         fail(op, f"{name} must be a parameter, or have a main_grad, with delay_wgrad, got a result of autograd")
+    refuse_tangent(op, f"{name} must have no tangent with delay_wgrad", linear.weight)
     return linear._replace(delayed=linear.weight)
 
 

@@ -19,7 +19,7 @@ from moe_fp8_ext.layer.weight_gradients import DOWN, UP, DelayedWgrads, WeightGr
 from moe_fp8_ext.matmul.engine import Activated, Engine, Groups, Wanted, engine_of
 from moe_fp8_ext.matmul.low_rank import Slots, Tokens
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once
-from moe_fp8_ext.quantization.casting import cast, rounded
+from moe_fp8_ext.quantization.casting import cast, rounded, without_autocast
 from moe_fp8_ext.quantization.prepare import NOTHING, Operand
 from moe_fp8_ext.quantization.recipe import Recipe
 from moe_fp8_ext.training.watch import LayerWatch, watched
@@ -139,7 +139,7 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, source, postponed, *inputs):
         inputs, engine = Inputs(*inputs), engine_of(call.recipe, call.rounding)
-        with below_autograd():
+        with below_autograd(), without_autocast(inputs.x):
             up = call.up.of_forward(inputs.w_gate_up, inputs.b_gate_up, inputs.A_gate_up, inputs.B_gate_up)
             down = call.down.of_forward(inputs.w_down, inputs.b_down, inputs.A_down, inputs.B_down)
             w_up, up_t = up.operands(engine, call.dtype, transposed=call.needs_x)  # tokens may still travel
@@ -184,7 +184,7 @@ class Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, stand_in, finish):
-        with below_autograd():
+        with below_autograd(), without_autocast(stand_in):
             return cast(finish(), stand_in.dtype)
 
     @staticmethod
@@ -217,7 +217,7 @@ def _gradients(ctx: torch.autograd.function.FunctionCtx, dout: Tensor) -> Inputs
     first = of_layer + ctx.num_of_source
     layer, source = SavedLayer(*saved[:of_layer]), ctx.source.restored(saved[of_layer:first])
     kept = [SavedChunk(*saved[at : at + of_chunk]) for at in range(first, len(saved), of_chunk)]
-    with source.completed(), below_autograd():
+    with source.completed(), below_autograd(), without_autocast(dout):
         if ctx.watch is not None:
             ctx.watch.sent = dout
         grads = _backward(source, kept, layer, source.gradient_chunks(dout), ctx.call, ctx.watch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -29,12 +28,8 @@ from moe_fp8_ext.ops.checks import (
 )
 from moe_fp8_ext.ops.dispatch import differentiable_once, unit_stride
 from moe_fp8_ext.ops.router import GROUP_SCORES, SCORINGS, check_choice, choose_experts, choose_experts_backward
-from moe_fp8_ext.quantization.casting import autocast_dtype, cast
+from moe_fp8_ext.quantization.casting import cast, without_autocast
 from moe_fp8_ext.quantization.format import MAX_EXPERTS
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager:
-    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
 class ChoiceOptions(NamedTuple):
@@ -66,7 +61,7 @@ class _Choice(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, mask, *options):
         ctx.options = ChoiceOptions(*options)
-        with _without_autocast(x):
+        with without_autocast(x):
             logits = float32_mm(x, weight.t())
         topk_ids, topk_scores, topk_logits = choose_experts(logits, *options)
         if mask is not None:
@@ -90,7 +85,7 @@ class _Choice(torch.autograd.Function):
             through_scores = choose_experts_backward(grad_scores, logits, topk_ids, num_experts, *options.scores, count)
             grad = through_scores if grad is None else grad + through_scores
         if grad is not None:
-            with _without_autocast(x):
+            with without_autocast(x):
                 grads = float32_mm_backward(grad, x, weight, *needs)
         return *grads, None, *[None] * len(options)
 

@@ -80,9 +80,13 @@ def refuse_derivatives_of(op: str, arg: str, *tensors: Tensor) -> None:
         if needs_gradient(x):
             text = f"{arg} must not ask for a gradient where it is quantized (detach q and scale)"
             fail(op, f"{text}, got requires_grad=True")
-        dual = not _is_compiling() and _in_forward_ad()
-        if dual and forward_ad.unpack_dual(x).tangent is not None:
-            fail(op, f"{arg} must have no tangent where it is quantized, got one")
+        refuse_tangent(op, f"{arg} must have no tangent where it is quantized", x)
+
+
+def refuse_tangent(op: str, text: str, x: Tensor) -> None:
+    """Raises if x, which autograd does not see, has a tangent of forward-mode AD."""
+    if not _is_compiling() and _in_forward_ad() and forward_ad.unpack_dual(x).tangent is not None:
+        fail(op, f"{text}, got one")
 
 
 def differentiable_once(backward: Callable) -> Callable:

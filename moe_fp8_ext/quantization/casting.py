@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -49,3 +51,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Returns torch.autocast's dtype if it is on for the device of x, else None. It does not know the meta device."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """A context for products that have a dtype of their own: torch.autocast would cast their operands to its own."""
+    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from moe_fp8_ext.matmul.bf16 import clamped
 from moe_fp8_ext.matmul.engine import Activated, Engine, Fp8Engine, Groups
-from moe_fp8_ext.quantization.casting import cast
+from moe_fp8_ext.quantization.casting import cast, without_autocast
 from moe_fp8_ext.quantization.prepare import DeferredWeight, Operand
 from moe_fp8_ext.training.stats import Stats, sampling
 
@@ -110,7 +110,7 @@ class Watch:
         tile = cast(w.detach()[:, first : first + TILE].index_select(0, busiest), dtype or w.dtype)
         w8 = self.along_rows("weights", tile, self.engine.weight(tile, tile.dtype, False)[0])
         if x8 is not None and w8 is not None:
-            with torch.autocast(x.device.type, enabled=False):
+            with without_autocast(x):
                 y, y8 = x.float() @ tile[0].float().mT, x8 @ w8[0].mT
             of_busiest = (rows.expert == busiest)[:, None]
             y, noise = (torch.where(of_busiest, t, 0) for t in (y, y - y8))

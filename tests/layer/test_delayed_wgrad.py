@@ -260,6 +260,11 @@ def test_mistakes():
     changed = of | {"w_down": of["w_down"] * 1}
     text = "experts: w_down must be a parameter, or have a main_grad, with delay_wgrad, got a result of autograd"
     mistake(lambda: of_experts(0, changed, delay_wgrad=delayed), text)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(of["w_gate_up"], torch.ones_like(of["w_gate_up"]))
+        text = "experts: w_gate_up must have no tangent with delay_wgrad, got one"
+        options = dict(delay_wgrad=delayed, main_grad_gate_up=torch.zeros(E, 2 * F, D))
+        mistake(lambda: of_experts(0, of | {"w_gate_up": dual}, **options), text)
     x, ids, scores = torch.zeros(3, D).bfloat16(), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
     trained = {n: of[n] for n in ("w_gate_up", "w_down")}
     why = "because autograd does not see a delayed w_gate_up and would run no backward"
