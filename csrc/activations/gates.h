@@ -14,6 +14,12 @@ inline bool rows_are_vectorizable(const void* p, int64_t stride, int64_t F, int6
   return F % 8 == 0 && (reinterpret_cast<uintptr_t>(p) | row_distance) % (n * bytes) == 0;
 }
 
+// True if no scaling block of `block` columns holds gates and ups in turn: ups begin with a block. Then the scales of a
+// gate and of its up are at a fixed distance. An interleaved h, or an h without ups, has one part.
+inline bool ups_begin_a_block(const GateRows& h, Activation activation, int block) {
+  return !is_gated(activation) || h.interleaved || h.F % block == 0;
+}
+
 template <int n>
 struct GateUp { float gate[n], up[n]; };
 

@@ -154,6 +154,35 @@ def test_quantized_with_bias(kernels, activation, format, f, interleaved, keep_h
         assert_zeros_between_columns(got, f"at wave size {each.wave}")
 
 
+@pytest.mark.parametrize(
+    *pairs(
+        activation=ACTIVATIONS,
+        format=[name for name, f in FORMATS.items() if f.block],
+        f=[8, 32, 160, 224, 264, 320, 704],
+        interleaved=[False, True],
+        groups=[None, 0, 5],
+        bias=[False, True],
+    ),
+    ids=short,
+)
+def test_quantized_partial_blocks(kernels, activation, format, f, interleaved, groups, bias):
+    """The last scaling block of a row is partial, or the blocks do not fill a 128x4 atom. A block of an interleaved h
+    may end a row in the middle of the last block of a."""
+    interleaved |= f % FORMATS[format].block != 0  # otherwise a block has gates and ups, and no kernel takes it
+    h, how = h_for(activation, 133, f), {"interleaved": interleaved, "rounding": FORMATS[format].roundings[0]}
+    h[::7, -1], h[3::7, f - 1] = 1e4, -2e4  # the amax of a block is in its last vector
+    if bias or (groups is not None and FORMATS[format].order == "blocked"):
+        how["offs"] = torch.tensor([0, 7, 7, 66, 130][:groups], dtype=torch.int32)
+    if bias:
+        how["bias"] = h_for(activation, 5, f)[: len(how["offs"])]
+    for each in kernels:
+        how["dtype"] = next(t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz())
+        want = reference.quantize_activated(h, activation, format, **how)
+        got = each.run("quantize_activated", want, h, activation, format, **how)
+        assert_same(got, want, f"at wave size {each.wave}")
+        assert_zeros_between_columns(got, f"at wave size {each.wave}")
+
+
 @pytest.mark.parametrize("f", [8, 72, 200, 4104, 8192])
 def test_quantized_rows_of_any_vectors(kernels, f):
     for each in kernels:

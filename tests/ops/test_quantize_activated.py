@@ -71,7 +71,7 @@ def test_as_a_chip_casts(format, device):
     """Covers all inputs of the single-read kernel (all options only on a GPU), and inputs just outside its limits."""
     ways = list(itertools.product((False, True), (False, True), FORMATS[format].roundings, CHIP))
     for activation in ACTIVATIONS:
-        for f in (640,) if device == "cpu" else (128, 256, 640, 1024):
+        for f in (640,) if device == "cpu" else (128, 256, 640, 1024, 1416, 2880):
             h = h_for(activation, 130, f, device=device)
             for interleaved, keep_h, rounding, dtype in ways if f == 640 and device != "cpu" else ways[::5]:
                 check(h, activation, format, interleaved=interleaved, keep_h=keep_h, rounding=rounding, dtype=dtype)

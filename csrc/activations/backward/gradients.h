@@ -54,10 +54,9 @@ MOE_HD int64_t grouped_columns(const GradientsPlan& p) {
   return p.quantize_dh.E * (p.projections + 1) * p.gradients.h.F;
 }
 
-// Whether ups begin with a scaling block, and in the blocked layout with four. Then the scales of a gate and of its up
-// are at a fixed distance. An interleaved h, or an h without ups, has one part.
+// The blocks of MX formats are of 32 columns, but in the blocked layout four of them are neighbours.
 inline bool has_whole_blocks(const ActivateBackwardParams& p) {
-  return !is_gated(p.activation) || p.h.interleaved || p.h.F % kBlock == 0;
+  return ups_begin_a_block(p.h, p.activation, kBlock);
 }
 
 using GradientTypes = Vectorized<BF16, Fp8Variant::kRuntime>;

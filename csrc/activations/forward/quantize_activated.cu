@@ -173,12 +173,12 @@ int launch_map(const QuantizeActivatedParams& p, int team_threads, int64_t grid_
 }  // namespace
 
 bool can_quantize_activated(const QuantizeActivatedParams& p) {
-  const bool whole_rows = format_of(p.quantize_a.format).block == 0;
+  const int block = format_of(p.quantize_a.format).block;
   return p.quantize_a.rows > 0 && p.h.F > 0 && p.h.in == InType::kBF16 &&
          is_fnuz(p.quantize_a.out) == device().native_fnuz &&
          rows_are_vectorizable(p.h.h, p.h.stride, p.h.F, p.quantize_a.rows, 2) &&
          rows_are_vectorizable(p.bias.values, 8, 8, p.bias.E, 2) &&
-         (whole_rows ? p.h.F <= kMaxForwardFeatures : p.h.F % kBlock == 0);
+         (block ? ups_begin_a_block(p.h, p.activation, block) : p.h.F <= kMaxForwardFeatures);
 }
 
 int quantize_activated(const QuantizeActivatedParams& p, void* stream) {

@@ -174,11 +174,12 @@ struct BlockwiseMap : RowMap<kBlock / kFeaturesPerVec, 4, 4, 2> {
   template <class Layout>
   static MOE_DEVICE void store_scales(const QuantizeActivatedPlan& p, const Layout& layout, int v, int row0,
                                       int valid_rows, const Scale (&s)[1]) {
-    const int scale = scale_of_lane(), group = v / kLanes, groups = int(p.h.F / kBlock);
+    const int scale = scale_of_lane(), group = v / kLanes, groups = ceil_div(int(p.h.F), kBlock);
     const bool is_a = scale == kAScale;
     const QuantizeParams& to = is_a ? p.quantize_a : p.quantize_h;
     if (group >= groups || (!is_a && scale >= Layout::kVectors) || to.rows == 0 || valid_rows <= 0) return;
-    const int64_t block = is_a ? group : layout.interleaved ? group * 2 + scale : group + scale * groups;
+    const int block = is_a ? group : layout.interleaved ? group * 2 + scale : group + scale * groups;
+    if (block * kBlock >= int(to.K)) return;  // an interleaved h may end in the middle of the last block of a
     const ScaleSink<Scale, ScaleOrder::kColumnMajor> sink(to.scale, scale_stride(p.quantize_a.rows));
     store_stream(sink.at(row0 + row_of_lane(), block), row_of_lane() < valid_rows ? s[0].stored() : 0.f);
   }
@@ -220,11 +221,11 @@ struct MxMap : RowMap<kMxBlock / kFeaturesPerVec, 4, 3, 2, 3> {
   template <class Layout>
   static MOE_DEVICE void store_scales(const QuantizeActivatedPlan& p, const Layout& layout, int v, int row0, int,
                                       const Scale (&s)[kScalesPerLane]) {
-    const uint32_t block = uint32_t(v) / kLanes, blocks = uint32_t(p.h.F) / kMxBlock;
+    const uint32_t block = uint32_t(v) / kLanes, blocks = ceil_div(uint32_t(p.h.F), uint32_t(kMxBlock));
     if (block >= blocks) return;
     const int row = row0 + row_of_lane() * kRowStride;
-    with_scale_row(p, p.quantize_a, row, [&](auto store) { store(block, s[kAScale]); });
-    with_scale_row(p, p.quantize_h, row, [&](auto store) {
+    with_scale_row(p, p.quantize_a, row, block + 1 == blocks, [&](auto store) { store(block, s[kAScale]); });
+    with_scale_row(p, p.quantize_h, row, block + 1 == blocks, [&](auto store) {
 #pragma unroll
       for (int i = 0; i < Layout::kVectors; ++i)
         store(layout.interleaved ? block * 2 + i : block + i * blocks, s[i]);
@@ -232,21 +233,30 @@ struct MxMap : RowMap<kMxBlock / kFeaturesPerVec, 4, 3, 2, 3> {
   }
 
  private:
-  // Calls f with store(column, scale), unless the row has no place among the scales. The address of the row is computed
-  // once. With a ScaleSink it is computed for each scale, and the kernel took 1 to 4% longer on an H200.
+  // Calls f with store(column, scale), unless the row has no place among the scales. If ends_row, it also stores the
+  // zeros behind the last scale that fill its 128x4 atom. The address of the row is computed once. With a ScaleSink it
+  // is computed for each scale, and the kernel took 1 to 4% longer on an H200.
   template <class F>
-  static MOE_DEVICE void with_scale_row(const QuantizeActivatedPlan& p, const QuantizeParams& to, int row, F f) {
+  static MOE_DEVICE void with_scale_row(const QuantizeActivatedPlan& p, const QuantizeParams& to, int row,
+                                        bool ends_row, F f) {
     const bool valid = row < int(to.rows);
     if (to.rows == 0 || (!valid && (!p.blocked || to.scratch))) return;
     const int place = to.scratch ? to.scratch[row] : row;  // scratch: the places of rows in groups; -1: of no group
     if (place < 0) return;
-    const uint32_t at = place, columns = uint32_t(to.K) / kMxBlock;
+    const uint32_t at = place, columns = ceil_div(uint32_t(to.K), uint32_t(kMxBlock));
+    const uint32_t stride = p.blocked ? round_up(columns, uint32_t(kScaleColumns)) : columns;
     uint8_t* const scales = static_cast<uint8_t*>(to.scale);
-    uint8_t* const row_scales = scales + (p.blocked ? blocked_offset(at, 0, columns) : uint64_t(at) * columns);
+    uint8_t* const row_scales = scales + (p.blocked ? blocked_offset(at, 0, stride) : uint64_t(at) * stride);
+    const auto at_column = [&](uint32_t column) {
+      return row_scales + (p.blocked ? blocked_offset(0, column, stride) : column);
+    };
     f([&](uint32_t column, Scale s) {
-      store_stream(row_scales + (p.blocked ? blocked_offset(0, column, columns) : column),
-                   valid ? s.stored() : uint8_t(0));
+      if (column >= columns) return;  // an interleaved h may end in the middle of the last block of a
+      store_stream(at_column(column), valid ? s.stored() : uint8_t(0));
     });
+    if (ends_row)
+#pragma unroll 1
+      for (uint32_t column = columns; column < stride; ++column) store_stream(at_column(column), uint8_t(0));
   }
 };
 
