@@ -16,7 +16,9 @@
 // the index is no row. M counts the indices.
 //
 // A K-grouped product may accumulate: out[e] = RN(RN32(float32(out[e]) + product)), and empty groups leave their out as
-// it is. Sums are float32, except where FP8 instructions sum in fewer bits: all of K with fast row scales, 128
+// it is. Or its out may lie transposed: out[e, m, n] is then at (e * N + n) * M + m, with the same bytes.
+//
+// Sums are float32, except where FP8 instructions sum in fewer bits: all of K with fast row scales, 128
 // products otherwise, and all of K by the scaled instructions of gfx950. Strides count elements (bytes); out is
 // contiguous.
 #pragma once
@@ -36,7 +38,8 @@ struct ScaledGroupedMmParams {
   int64_t a_stride, b_stride, b_group_stride;
   bool k_grouped;
   bool accumulate;
-  bool out_float32;  // else bfloat16
+  bool out_transposed;  // never with accumulate
+  bool out_float32;     // else bfloat16
   Fp8Type a_type, b_type;
   RowIndex index;  // of rows of a; index.at is null if rows are in order
 };

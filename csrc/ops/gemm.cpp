@@ -71,16 +71,25 @@ const Backend& backend_of(const char* op, const Product& product) {
 
 }  // namespace
 
+Handle transposed_out(const Call& call, const Product& product) {
+  const ScaledGroupedMmParams& p = product.p;
+  const Handle out = call.empty({p.E, p.N, p.M}, p.out_float32 ? kFloat32 : kBFloat16);
+  const int64_t row = std::max<int64_t>(p.M, 1);  // strides as torch's: every size counts as at least 1
+  return view(out, {p.E, p.M, p.N}, {std::max<int64_t>(p.N, 1) * row, 1, row});
+}
+
 Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
                                 std::string_view format, const Tensor& offs, const std::optional<Tensor>& indices,
                                 std::optional<int64_t> top_k, int64_t align, std::optional<int32_t> out_dtype,
-                                bool use_fast_accum, std::optional<std::string_view> rounding) {
+                                bool use_fast_accum, std::optional<std::string_view> rounding, bool out_transposed) {
   Product product =
       check_product(kOp, a, b, scale_a, scale_b, format, offs, align, use_fast_accum, rounding, indices, top_k);
   const int32_t dtype = out_dtype.value_or(kBFloat16);
   if (dtype != kBFloat16 && dtype != kFloat32)
     fail(kOp, ": out_dtype must be bfloat16 or float32, got ", dtype_name(dtype));
   product.p.out_float32 = dtype == kFloat32;
+  if (out_transposed && !product.p.k_grouped)
+    fail(kOp, ": out_transposed must be False with b of 3 dimensions, got True");
   const Call call(kOp, "a", a);  // sets the device that the backends look at
   const Backend& backend = backend_of(kOp, product);
   if (indices && !(backend.can_gather_rows && backend.can_gather_rows(product))) {
@@ -89,9 +98,16 @@ Results<1> scaled_grouped_mm_op(const Tensor& a, const Tensor& b, const Tensor& 
     Handle moved(q), moved_scale(scale);
     const Tensor rows(std::move(moved)), row_scales(std::move(moved_scale));
     return scaled_grouped_mm_op(rows, b, row_scales, scale_b, format, offs, {}, {}, align, out_dtype, use_fast_accum,
-                                rounding);
+                                rounding, false);
   }
+  product.p.out_transposed = out_transposed && backend.can_transpose && backend.can_transpose(product);
   Handle out(backend.run(call, product));
+  if (out_transposed && !product.p.out_transposed) {
+    const Handle contiguous = std::move(out);
+    out = transposed_out(call, product);
+    StableIValue stack[] = {to_word(share(out)), to_word(share(contiguous)), to_word(false)};
+    call_torch("aten::copy_", "", stack);
+  }
   return results(out);
 }
 

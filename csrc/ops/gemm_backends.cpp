@@ -19,6 +19,7 @@ Handle output_of(const Call& call, const Product& product) {
   if (product.total) return share(product.total->handle);
   const ScaledGroupedMmParams& p = product.p;
   const int32_t dtype = p.out_float32 ? kFloat32 : kBFloat16;
+  if (p.out_transposed) return transposed_out(call, product);
   return p.k_grouped ? call.empty({p.E, p.M, p.N}, dtype) : call.empty({p.M, p.N}, dtype);
 }
 
@@ -137,6 +138,7 @@ constexpr std::nullptr_t mma_gemm = nullptr;
 
 #if defined(MOE_FP8_CUDA)
 bool sm90_supports(const Product& product) { return sm90::supports(product.p); }
+bool sm90_can_transpose(const Product& product) { return sm90::can_transpose(product.p); }
 bool sm90_can_gather_rows(const Product& product) { return sm90::can_gather_rows(product.p, product.use_fast_accum); }
 AtenTensorHandle sm90_multiply(const Call& call, const Product& product) {
   return native_gemm(call, product, [&](const ScaledGroupedMmParams& p) {
@@ -157,9 +159,11 @@ AtenTensorHandle sm90_gemm(const Call& call, const Product& product) {
   }, true);
 }
 #else
-constexpr std::nullptr_t sm90_supports = nullptr, sm90_can_gather_rows = nullptr, sm90_gemm = nullptr;
+constexpr std::nullptr_t sm90_supports = nullptr, sm90_can_gather_rows = nullptr, sm90_can_transpose = nullptr,
+                         sm90_gemm = nullptr;
 #endif
 
+bool always(const Product&) { return true; }
 bool any_format(const Format&) { return true; }
 bool has_float_scales(const Format& f) { return f.scale_type == ScaleType::kF32; }
 bool has_scales_of_rows(const Format& f) { return f.block == 0; }
@@ -211,12 +215,13 @@ Needs torch_bfloat16_needs() {
 }  // namespace
 
 const std::vector<Backend>& all_backends() {
-  // name, what it runs, on a GPU, builds, formats, optional, needs, further conditions, run, rows of a by index
+  // name, what it runs, on a GPU, builds, formats, optional, needs, further conditions, run, rows of a by index,
+  // out transposed
   static const std::vector<Backend> all = {
       {"sm90", "Hopper's tensor cores", true, {"cuda"}, has_float_scales, false, sm90_needs(), sm90_supports,
-       sm90_gemm, sm90_can_gather_rows},
+       sm90_gemm, sm90_can_gather_rows, sm90_can_transpose},
       {"sm90_mxfp8", "dequantize of b + Hopper's tensor cores, in BF16", true, {"cuda"}, has_blocked_scales, false,
-       sm90_needs(), sm90_supports, sm90_gemm},
+       sm90_needs(), sm90_supports, sm90_gemm, nullptr, sm90_can_transpose},
       {"torch_fp8", "aten::_scaled_grouped_mm", true, {"cuda"}, has_scales_of_rows, false, torch_rows_needs(), nullptr,
        torch_scaled_rows},
       {"torch_mxfp8", "aten::_scaled_grouped_mm", true, {"cuda"}, has_blocked_scales, true, torch_blocks_needs(),
@@ -225,9 +230,10 @@ const std::vector<Backend>& all_backends() {
        true, torch_expanded_needs(), nullptr, torch_scaled_expanded},
       {"torch_bfloat16", "dequantize + aten::_grouped_mm", true, {"cuda"}, has_scales_of_blocks, false,
        torch_bfloat16_needs(), nullptr, torch_bfloat16},
-      {"mma", "tensor cores of any GPU", true, {"cuda", "rocm"}, any_format, false, {}, nullptr, mma_gemm},
+      {"mma", "tensor cores of any GPU", true, {"cuda", "rocm"}, any_format, false, {}, nullptr, mma_gemm,
+       nullptr, always},
       {"cpu", "dequantize + aten::mm of each group, in float32", false, {"cuda", "rocm", "cpu"}, any_format, false,
-       {}, nullptr, cpu_gemm},
+       {}, nullptr, cpu_gemm, nullptr, always},
   };
   return all;
 }

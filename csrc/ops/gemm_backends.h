@@ -44,6 +44,8 @@ struct Backend {
   AtenTensorOpaque* (*run)(const Call&, const Product&);
   // Whether the backend gathers rows of a by index. If null or false, permute_quantized moves the rows first.
   bool (*can_gather_rows)(const Product&) = nullptr;
+  // Whether the backend writes a new 2D x 2D out transposed. If null or false, the op copies it.
+  bool (*can_transpose)(const Product&) = nullptr;
 
   bool takes(const Product& product) const;
 };

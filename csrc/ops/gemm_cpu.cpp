@@ -61,11 +61,13 @@ void scaled_grouped_mm_cpu(const Call& call, const ScaledGroupedMmParams& p) {
         const float scale_a = rowwise ? scales_a[first + r] : 1.f;
         const int64_t row = (first + r) * N;
         auto scaled = [=](int64_t c) { return rowwise ? from[r * N + c] * scale_a * scale_b[c] : from[r * N + c]; };
-        auto* out32 = static_cast<float*>(p.out) + row;
-        auto* out16 = static_cast<uint16_t*>(p.out) + row;
-        if (p.out_float32) for (int64_t c = 0; c < N; ++c) out32[c] = p.accumulate ? out32[c] + scaled(c) : scaled(c);
-        else for (int64_t c = 0; c < N; ++c)
-          out16[c] = BF16::from_float(p.accumulate ? BF16::to_float(out16[c]) + scaled(c) : scaled(c));
+        auto* out32 = static_cast<float*>(p.out);
+        auto* out16 = static_cast<uint16_t*>(p.out);
+        for (int64_t c = 0; c < N; ++c) {
+          const int64_t i = p.out_transposed ? (e * N + c) * p.M + r : row + c;
+          if (p.out_float32) out32[i] = p.accumulate ? out32[i] + scaled(c) : scaled(c);
+          else out16[i] = BF16::from_float(p.accumulate ? BF16::to_float(out16[i]) + scaled(c) : scaled(c));
+        }
       }
     });
   }

@@ -20,6 +20,9 @@ struct Product {
   const Tensor* total;      // the total that the product is added to; null: out is new
 };
 
+// An out [E, M, N] of a 2D x 2D product that lies as a contiguous [E, N, M].
+Handle transposed_out(const Call& call, const Product& product);
+
 // The backend of the CPU: dequantizes operands to float32 and multiplies them by torch, group by group.
 void scaled_grouped_mm_cpu(const Call& call, const ScaledGroupedMmParams& p);
 

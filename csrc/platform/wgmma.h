@@ -117,6 +117,11 @@ MOE_DEVICE void store_matrices(uint32_t shared, uint32_t w0, uint32_t w1, uint32
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(shared), "r"(w0), "r"(w1), "r"(w2), "r"(w3) : "memory");
 }
+// The same, with each matrix transposed.
+MOE_DEVICE void store_matrices_transposed(uint32_t shared, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(shared), "r"(w0), "r"(w1), "r"(w2), "r"(w3) : "memory");
+}
 #endif
 
 }  // namespace moe_fp8

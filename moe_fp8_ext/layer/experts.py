@@ -32,7 +32,7 @@ from moe_fp8_ext.ops.checks import (
     validate_offs,
 )
 from moe_fp8_ext.ops.dispatch import needs_gradient, refuse_tangent
-from moe_fp8_ext.quantization.casting import autocast_dtype, cast
+from moe_fp8_ext.quantization.casting import autocast_dtype, cast, lies_transposed
 from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import ONE_DIRECTION, Pair, Quantized, common_rounding, given
@@ -339,7 +339,9 @@ def _of_call(op: str, name: str, linear: ExpertLinear, backward: bool) -> Expert
     if linear.delayed is not None and not backward:
         why = f"because autograd does not see a delayed {name} and would run no backward"
         fail(op, f"x or another input must require a gradient, {why}, got none that does")
-    return linear._replace(weight=None, bias=None, needs_weight=backward if is_trained else linear.needs_weight)
+    needs_weight = backward if is_trained else linear.needs_weight
+    transposed = not linear.is_quantized and lies_transposed(linear.weight)
+    return linear._replace(weight=None, bias=None, needs_weight=needs_weight, transposed=transposed)
 
 
 def _in_bf16(call: Call) -> str | None:

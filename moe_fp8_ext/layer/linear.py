@@ -30,6 +30,7 @@ class ExpertLinear(NamedTuple):
     needs_bias: bool = False
     needs_A: bool = False  # of the adapter
     needs_B: bool = False
+    transposed: bool = False  # whether the weight lies as [E, K, N] in memory, and so does its gradient
     delayed: Tensor | None = None  # the weight, if autograd does not see it, because its gradient is computed later
     adapter: Adapter | None = None
 

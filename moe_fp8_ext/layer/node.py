@@ -279,6 +279,8 @@ def _backward(
     down_t = partial(call.down.second, engine, Operand(layer.down_t, layer.down_t_scale), call.dtype)
     if len(kept) > 1:  # chunks share the operands. A single chunk frees each one after its product
         up_t, down_t = _once(up_t), _once(down_t)
+        up, down = (linear._replace(transposed=False) for linear in (call.up, call.down))  # totals are contiguous
+        call = call._replace(up=up, down=down)
     weights = (WeightGradients if call.delayed is None else call.delayed.of_backward)(engine, call.up, call.down)
     for i, (saved, dout) in enumerate(zip(kept, gradients, strict=True)):
         give_back = partial(source.give_back, i)

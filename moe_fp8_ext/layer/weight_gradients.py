@@ -27,7 +27,7 @@ class WeightGradients:
 
     def add(self, which: int, dy: Operand, a: Operand, groups: Groups) -> None:
         """Adds dy^T @ a of each group, with operands along tokens, to the gradient of the projection UP or DOWN."""
-        new = self.engine.wgrad(dy, a, groups, self.totals[which])
+        new = self.engine.wgrad(dy, a, groups, self.totals[which], self.linears[which].transposed)
         if new is not None:
             self.totals[which] = new
 

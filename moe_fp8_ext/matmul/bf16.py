@@ -34,8 +34,15 @@ def bf16_product(a: Tensor, b_t: Tensor, offs: Tensor, covered: bool = False) ->
     return out if n == out.shape[1] else out[:, :n].contiguous()
 
 
-def bf16_wgrad(dY: Tensor, a: Tensor, offs: Tensor, main_grad: Tensor | None = None) -> Tensor | None:
-    """Computes dY^T @ a of each group, [E, N, K] in bfloat16. With main_grad, adds it there and returns None."""
+def bf16_wgrad(
+    dY: Tensor, a: Tensor, offs: Tensor, main_grad: Tensor | None = None, transposed: bool = False
+) -> Tensor | None:
+    """Computes dY^T @ a of each group, [E, N, K] in bfloat16. With main_grad, adds it there and returns None.
+
+    transposed: whether the result lies as [E, K, N] in memory. The product then has its operands swapped.
+    """
+    if transposed and main_grad is None:
+        return bf16_wgrad(a, dY, offs).mT
     n, k = dY.shape[1], a.shape[1]
     dy = _tma_operand(cast(dY, torch.bfloat16), _tma_size(n))
     a = _tma_operand(a, _tma_size(k))

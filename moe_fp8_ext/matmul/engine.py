@@ -164,9 +164,14 @@ class Bf16Engine:
         """
         return bf16_product(a.values, w.values.mT, groups.offs)
 
-    def wgrad(self, dy: Operand, a: Operand, groups: Groups, main_grad: Tensor | None) -> Tensor | None:
-        """Computes dy^T @ a of each group, [E, N, K] in bfloat16. With main_grad, adds it there and returns None."""
-        return bf16_wgrad(dy.values, a.values, groups.offs, main_grad)
+    def wgrad(
+        self, dy: Operand, a: Operand, groups: Groups, main_grad: Tensor | None, transposed: bool
+    ) -> Tensor | None:
+        """Computes dy^T @ a of each group, [E, N, K] in bfloat16. With main_grad, adds it there and returns None.
+
+        transposed: whether the result lies as [E, K, N] in memory, as `lies_transposed` says of its weight.
+        """
+        return bf16_wgrad(dy.values, a.values, groups.offs, main_grad, transposed)
 
     # ---- between the products of a layer ----
 
@@ -274,11 +279,13 @@ class Fp8Engine(Bf16Engine):
         scale_w = FORMATS[self.format].transposed_scale(w.scale)
         return _scaled_grouped_mm(a.values, w.values.mT, a.scale, scale_w, *how)
 
-    def wgrad(self, dy: Operand, a: Operand, groups: Groups, main_grad: Tensor | None) -> Tensor | None:
+    def wgrad(
+        self, dy: Operand, a: Operand, groups: Groups, main_grad: Tensor | None, transposed: bool
+    ) -> Tensor | None:
         values, scales = (dy.values, a.values.mT), (dy.scale, FORMATS[self.format].transposed_scale(a.scale))
         align, use_fast_accum = self.recipe.align, self.recipe.use_fast_accum
         if main_grad is None:
-            how = None, None, align, None, use_fast_accum, self.rounding
+            how = None, None, align, None, use_fast_accum, self.rounding, transposed
             return _scaled_grouped_mm(*values, *scales, self.format, dy.ends, *how)
         how = self.format, dy.ends, align, use_fast_accum
         if dy.scale.dtype == torch.float8_e8m0fnu and torch.compiler.is_compiling():

@@ -27,7 +27,7 @@ from moe_fp8_ext.ops.checks import (
     validate_offs,
 )
 from moe_fp8_ext.ops.dispatch import below_autograd, differentiable_once, needs_gradient
-from moe_fp8_ext.quantization.casting import autocast_dtype, cast, row_major
+from moe_fp8_ext.quantization.casting import autocast_dtype, cast, lies_transposed, row_major
 from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS, MAX_ROWS, round_up
 from moe_fp8_ext.quantization.prepare import NOTHING, Operand, operands_of
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
@@ -218,6 +218,7 @@ class GroupedMm(torch.autograd.Function):
         ctx.call = call._replace(a=None, w=None)
         ctx.top_k, ctx.rows_of_A = groups.top_k, None if A is None else A.shape[0]
         ctx.leaf_dtype = None if B_t is None else B_t.dtype
+        ctx.transposed = B is not None and lies_transposed(B)
         return out
 
     @staticmethod
@@ -242,7 +243,7 @@ class GroupedMm(torch.autograd.Function):
                 a_t = engine.kept_tokens(Operand(saved.a, saved.a_scale), groups)
                 if ctx.watch is not None and saved.a_scale is None:
                     ctx.watch.tokens(saved.a, a_t)
-                dW = engine.wgrad(dy_t, a_t, groups, start(ctx.main_grad, parameter))
+                dW = engine.wgrad(dy_t, a_t, groups, start(ctx.main_grad, parameter), ctx.transposed)
                 dW = finish(ctx.main_grad, parameter) if dW is None else dW
                 dB_t = None if dW is None else cast(cast(dW.mT, b_dtype or dW.dtype), ctx.leaf_dtype or dW.dtype)
         return None, None, None, dA, dB_t

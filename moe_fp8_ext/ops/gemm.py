@@ -36,6 +36,7 @@ def scaled_grouped_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = True,
     rounding: str | None = None,
+    out_transposed: bool = False,
 ) -> Tensor:
     """Multiplies the groups of two FP8 operands with scales of one format.
 
@@ -81,13 +82,16 @@ def scaled_grouped_mm(
         rounding: of all scales, a rounding of the format; None if it is not known. The caller promises this. With
             "pow2", scales of "blockwise" equal scales of "mxfp8", four times each (`expand_scales`). A GEMM of "mxfp8"
             may then multiply them: torch's does on sm_100. There a scale that is no power of two makes its block NaN.
+        out_transposed: only in the 2D x 2D form: out is the transposed view of a contiguous [E, K, N], with the same
+            values, bit for bit. It serves gradients of weights that lie so. torch's GEMMs, and Hopper's in float32,
+            write a contiguous product first, which the op copies.
 
     Returns:
-        out [M, N], or [P, N] with indices, or [E, N, K]; contiguous.
+        out [M, N], or [P, N] with indices, or [E, N, K]; contiguous but for out_transposed.
 
     Source: the equations above; `torch._scaled_grouped_mm` for the GEMMs that are torch's.
     """
-    options = indices, top_k, align, out_dtype, use_fast_accum, rounding
+    options = indices, top_k, align, out_dtype, use_fast_accum, rounding, out_transposed
     return _scaled_grouped_mm(a, b, scale_a, scale_b, format, offs, *options)
 
 
@@ -175,12 +179,18 @@ def _checked_shape(op, a, b, scale_a, scale_b, format, offs, align, rounding, in
 
 
 @fake(_scaled_grouped_mm)
-def _(op, a, b, scale_a, scale_b, format, offs, indices, top_k, align, out_dtype, use_fast_accum, rounding):
+def _(
+    op, a, b, scale_a, scale_b, format, offs, indices, top_k, align, out_dtype, use_fast_accum, rounding, out_transposed
+):
     shape = _checked_shape(op, a, b, scale_a, scale_b, format, offs, align, rounding, indices, top_k)
     out_dtype = out_dtype or torch.bfloat16
     ok = out_dtype in (torch.bfloat16, torch.float32)
     require(ok, f"{op}: out_dtype must be bfloat16 or float32, got {out_dtype}")
-    return a.new_empty(shape, dtype=out_dtype)
+    if not out_transposed:
+        return a.new_empty(shape, dtype=out_dtype)
+    require(b.dim() == 2, f"{op}: out_transposed must be False with b of 3 dimensions, got True")
+    e, n, k = shape
+    return a.new_empty((e, k, n), dtype=out_dtype).mT
 
 
 @fake(_add_scaled_grouped_mm)

@@ -14,6 +14,11 @@ def row_major(x: Tensor) -> Tensor:
     return x if element == 1 and row >= x.shape[-1] else x.contiguous()
 
 
+def lies_transposed(w: Tensor) -> bool:
+    """Returns whether w [E, N, K] is the transposed view of a tensor [E, K, N] with rows along memory."""
+    return w.stride(-2) == 1 and w.stride(-1) != 1
+
+
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     # Compares first: where x.to(dtype) returns x itself, torch.compile of torch 2.11 loses a Function's gradients.
     return x if x.dtype == dtype else x.to(dtype)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fp8_ext.quantization.casting import cast, rounded, row_major
+from moe_fp8_ext.quantization.casting import cast, lies_transposed, rounded, row_major
 from moe_fp8_ext.quantization.format import FORMATS
 from moe_fp8_ext.quantization.recipe import Rule
 from moe_fp8_ext.quantization.tensor import Quantized
@@ -200,7 +200,7 @@ def _quantize(
 ) -> Copies:
     """Quantizes w along K ("rows"), along N ("transposed") or along both."""
     w = cast(w, w_dtype)
-    if w.stride(-2) == 1 and w.stride(-1) != 1:  # contiguous as [E, K, N]: quantize that and swap the directions
+    if lies_transposed(w):  # quantize the tensor [E, K, N] and swap the directions
         q_t, scale_t, q, scale = _quantize_weight(w.mT, format, dtype, rounding, _OF_TRANSPOSED[directions])
         return q, scale, q_t, scale_t
     return _quantize_weight(row_major(w), format, dtype, rounding, directions)

@@ -11,7 +11,7 @@ from moe_fp8_ext import ops
 from moe_fp8_ext._C import validates
 from moe_fp8_ext.ops.checks import FP8_DTYPES, check_format, check_one_of, fail, has_values, require
 from moe_fp8_ext.ops.dispatch import refuse_derivatives_of
-from moe_fp8_ext.quantization.casting import row_major
+from moe_fp8_ext.quantization.casting import lies_transposed, row_major
 from moe_fp8_ext.quantization.format import FORMATS, padded_extent
 
 
@@ -227,7 +227,7 @@ def quantize_weight(
         the operand of the forward product, and the operand of dgrad. In format "blockwise" the first alone is a whole
         weight: drop the second to save a byte an element, and backward transposes the first.
     """
-    if isinstance(w, Tensor) and w.dim() == 3 and w.stride(-1) != 1 and w.stride(-2) == 1:
+    if isinstance(w, Tensor) and w.dim() == 3 and lies_transposed(w):
         q_t, scale_t, q, scale = ops.quantize_weight(row_major(w.mT), format, dtype=dtype, rounding=rounding)
     else:
         w = row_major(w) if isinstance(w, Tensor) and w.dim() == 3 else w  # the op refuses all else

@@ -12,12 +12,15 @@ from .signature import of_op
 
 
 @of_op
-def scaled_grouped_mm(a, b, scale_a, scale_b, format, offs, indices, top_k, align, out_dtype, use_fast_accum, rounding):
+def scaled_grouped_mm(
+    a, b, scale_a, scale_b, format, offs, indices, top_k, align, out_dtype, use_fast_accum, rounding, out_transposed
+):
     """Matmul of dequantized operands group by group, in float64, rounded once. The op is within float32 error of this.
 
     - 2D x 3D: a [M, K], b [E, K, N]; groups are rows of a; out [M, N] is zero in tail rows. With indices, row i of out
       belongs to row indices[i] // top_k of a, and groups are ranges of indices.
-    - 2D x 2D: a [N, P], b [P, K]; groups are ranges of P; out [E, N, K]. offs are multiples of `align`.
+    - 2D x 2D: a [N, P], b [P, K]; groups are ranges of P; out [E, N, K]. offs are multiples of `align`. With
+      out_transposed, out is the transposed view of a contiguous [E, K, N].
 
     scale_a are the scales of a. scale_b are the scales of b.mT; in column-major formats their transpose, so that they
     lie as b does.
@@ -41,7 +44,8 @@ def scaled_grouped_mm(a, b, scale_a, scale_b, format, offs, indices, top_k, alig
         if not f.block:  # scales of whole lines are factors of the whole sum
             product = product * scale_a[group if grouped_rows else e].double()[:, None] * scale_b[e].double()
         out[group if grouped_rows else e] = product
-    return out.to(out_dtype or torch.bfloat16)
+    out = out.to(out_dtype or torch.bfloat16)
+    return out.mT.contiguous().mT if out_transposed else out
 
 
 @of_op

@@ -53,13 +53,13 @@ def check(
     out_dtype: torch.dtype,
     *,
     counter: bool = False,
-    **index: object,
+    **options: object,
 ) -> None:
     """Sums are exact, so bytes equal the reference's for every schedule. `counter` is whether the dynamic scheduler may
     run."""
-    want = reference.scaled_grouped_mm(*args, **index, out_dtype=out_dtype)
+    want = reference.scaled_grouped_mm(*args, **options, out_dtype=out_dtype)
     how = {"use_fast_accum": fast, "out_dtype": out_dtype, "counter": counter and can_count(args[4], want)}
-    hopper.check_as((want,), "scaled_grouped_mm", *args, **index, **how)
+    hopper.check_as((want,), "scaled_grouped_mm", *args, **options, **how)
 
 
 def check_added(hopper: Waves, args: tuple[object, ...], fast: bool, dtype: torch.dtype) -> None:
@@ -113,6 +113,16 @@ def test_every_round_and_rest(hopper, kind):
     check(hopper, operands, fast, torch.bfloat16)
     if kind in ADDING:
         check_added(hopper, operands, fast, torch.float32)
+
+
+@pytest.mark.parametrize("fp8", FP8_DTYPES[:2], ids=short)
+@OF_KIND
+def test_transposed_out(hopper, kind, fp8):
+    """Tiles are whole, or cut at any multiple of 16 rows and columns. One group is empty."""
+    format, fast, amax = kind
+    for n, k in ((16, 368), (272, 16), (400, 144)):
+        operands = products(format, ends([130, 0, 40]), 170, k, n, *types(format, fp8), amax=amax)[1]
+        check(hopper, operands, fast, torch.bfloat16, out_transposed=True)
 
 
 @pytest.mark.parametrize("k", [16, 144, 256, 272])
@@ -238,7 +248,7 @@ def test_experts_apart(hopper, format):
 
 def test_what_others_take(hopper):
     """The kernels refuse calls that other GEMMs serve: odd strides of scales, a with squares, MXFP8 with a in E5M2, and
-    some kinds of totals."""
+    some kinds of totals. They refuse a transposed float32 out, which the op copies."""
     offs = torch.tensor([40], dtype=torch.int32)
     of_kinds = [(kind, products(kind[0], offs, 40, 64, 32, FP8_DTYPES[0], amax=kind[2])[1]) for kind in KINDS]
     a, b, scale_a, scale_b, _, ends = of_kinds[-1][1]
@@ -260,6 +270,8 @@ def test_what_others_take(hopper):
             how = {"use_fast_accum": args.pop()} if isinstance(args[-1], bool) else {}
             with pytest.raises(RuntimeError, match="not for these kernels"):
                 kernels.run(op, (torch.zeros(1, 64, 64),), *args, **how)
+        with pytest.raises(RuntimeError, match="not for these kernels"):
+            kernels.run("scaled_grouped_mm", (torch.zeros(1, 32, 64).mT,), *of_kinds[0][1], out_transposed=True)
 
 
 # ---- the emulation ---------------------------------------------------------------------------------------------------

@@ -266,6 +266,14 @@ def test_scaled_grouped_mm(gemms, layout, format, shape, fp8, native, out_dtype)
         gemms.check("scaled_grouped_mm", *operands, out_dtype=out_dtype)
 
 
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=short)
+@pytest.mark.parametrize("format", FORMATS)
+def test_transposed_scaled_grouped_mm(gemms, format, out_dtype):
+    for m, k, n, e in ((96, 33, 65, 3), (64, 144, 16, 2)):
+        operands = products(format, group_offs("tail_rows", m, e), m, k, n, E4M3)[1]
+        gemms.check("scaled_grouped_mm", *operands, out_dtype=out_dtype, out_transposed=True)
+
+
 def test_scaled_grouped_mm_of_many_tiles(gemms):
     """There are more tile rows than are rasterized at a time, more groups than blocks, and operands with stride 0."""
     for sizes, k, n in (([2200, 0, 40], 8, 130), ([int(e % 40 == 7) for e in range(MOST_EXPERTS)], 40, 9)):

@@ -402,6 +402,7 @@ class SimtKernels(TokenKernels):
         top_k: int | None = None,
         out_dtype: torch.dtype | None = None,
         use_fast_accum: bool = True,
+        out_transposed: bool = False,
         adds: bool = False,
         counter: bool = False,
     ) -> None:
@@ -413,7 +414,7 @@ class SimtKernels(TokenKernels):
         what_a = a, FP8_TYPES.index(a.dtype), rows, a.shape[1], a.stride(0)
         what_b = b, FP8_TYPES.index(b.dtype), b.shape[-1], b.stride(-1), 0 if of_sum else b.stride(0)
         scales = ctypes.byref(of_a), ctypes.byref(of_b)
-        how = of_sum, *scales, offs, offs.shape[0], adds, out.dtype == torch.float32
+        how = of_sum, *scales, offs, offs.shape[0], adds, out_transposed, out.dtype == torch.float32
         what_rows = indices, a.shape[0], top_k or 1, counter
         scratch = SCRATCH(lambda words: memory.empty((words,), torch.int32).fill_(9).data_ptr())
         self._call("scaled_grouped_mm", *what_a, *what_b, *how, out, use_fast_accum, *what_rows, scratch)

@@ -31,6 +31,7 @@ struct Args {
   int M, N, K, E;
   int b_expert_rows;  // rows of b_map from one expert to the next
   int out_bytes;      // of an element: 4, float32, or 2, bfloat16
+  bool out_transposed;  // K-grouped, in bfloat16
   // Block scales: elements between the scale blocks of a row of a, and of a row or square of b; scale blocks in a row.
   // kMx: the padded rows of a take the place of scale_a_stride.
   int scale_a_stride, scale_b_stride, scale_blocks;

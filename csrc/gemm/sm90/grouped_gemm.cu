@@ -95,6 +95,8 @@ bool can_gather_rows(const ScaledGroupedMmParams& p, bool fast) {
 
 bool can_accumulate(const ScaledGroupedMmParams& p, bool fast) { return has_add_kernel(scales_kind(p, fast)); }
 
+bool can_transpose(const ScaledGroupedMmParams& p) { return p.k_grouped && !p.accumulate && !p.out_float32; }
+
 // Clusters in static rounds drift apart, and drift grows with K and with the number of rounds, until the L2 no longer
 // holds the data that the clusters read at a time. If the L2 holds all of a, drift is harmless.
 bool prefers_dynamic_scheduler(const ScaledGroupedMmParams& p) {

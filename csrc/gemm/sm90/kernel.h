@@ -68,6 +68,7 @@ int launch_grouped_gemm(const ScaledGroupedMmParams& p, int* unit_counter, void*
   args.E = int(p.E);
   args.b_expert_rows = p.E > 1 && !T::kKGrouped ? int(p.b_group_stride / p.b_stride) : 0;
   args.out_bytes = p.out_float32 ? 4 : 2;
+  args.out_transposed = p.out_transposed;
   args.scale_a_stride = int(p.scale_a.block_stride);
   args.scale_b_stride = int(p.scale_b.block_stride);
   args.scale_blocks = p.scale_a.blocks;

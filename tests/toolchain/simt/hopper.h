@@ -320,5 +320,18 @@ inline void store_matrices(uint32_t shared, uint32_t w0, uint32_t w1, uint32_t w
   for (unsigned m = 0; m < 4; ++m)
     memcpy(current->at(uint32_t(rows[8 * m + t / 4]), 16, 16) + t % 4 * 4, &words[m], 4);
 }
+// A row of a matrix is a column of the lanes: word m of lane t is rows 2 (t % 4) and the next, at column t / 4.
+inline void store_matrices_transposed(uint32_t shared, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3,
+                                      Site site = Site::here("store_matrices_transposed")) {
+  const unsigned t = current->lane();
+  if (t == 0) current->relax();
+  const uint32_t words[] = {w0, w1, w2, w3};
+  const uint64_t* rows = current->share(own(shared), site);
+  for (unsigned m = 0; m < 4; ++m)
+    for (unsigned i = 0; i < 2; ++i) {
+      const auto element = uint16_t(words[m] >> (16 * i));
+      memcpy(current->at(uint32_t(rows[8 * m + t % 4 * 2 + i]), 16, 16) + t / 4 * 2, &element, 2);
+    }
+}
 
 }  // namespace moe_fp8

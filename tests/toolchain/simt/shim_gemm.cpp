@@ -13,18 +13,19 @@ extern "C" const char* simt_scaled_grouped_mm(const uint8_t* a, int a_type, int6
                                               const uint8_t* b, int b_type, int64_t N, int64_t b_stride,
                                               int64_t b_group_stride, bool k_grouped, const Scales* scale_a,
                                               const Scales* scale_b, const int* offs, int64_t E, bool accumulate,
-                                              bool out_float32, void* out, bool fast, const int* indices,
+                                              bool out_transposed, bool out_float32, void* out, bool fast, const int* indices,
                                               int64_t rows_of_a, int64_t top_k, bool dynamic,
                                               void* (*scratch)(int64_t words)) {
   const ScaledGroupedMmParams p = {
       .a = a, .b = b, .scale_a = scale_a->get(), .scale_b = scale_b->get(), .offs = offs, .out = out, .E = E,
       .M = M, .N = N, .K = K, .a_stride = a_stride, .b_stride = b_stride, .b_group_stride = b_group_stride,
-      .k_grouped = k_grouped, .accumulate = accumulate, .out_float32 = out_float32, .a_type = Fp8Type(a_type),
-      .b_type = Fp8Type(b_type), .index = indices ? RowIndex(indices, rows_of_a, top_k) : RowIndex()};
+      .k_grouped = k_grouped, .accumulate = accumulate, .out_transposed = out_transposed, .out_float32 = out_float32,
+      .a_type = Fp8Type(a_type), .b_type = Fp8Type(b_type), .index = indices ? RowIndex(indices, rows_of_a, top_k) : RowIndex()};
 #if defined(SIMT_HOPPER)
   const bool writes_out = !accumulate || sm90::can_accumulate(p, fast);
   const bool reads_rows = !indices || sm90::can_gather_rows(p, fast);
-  if (!sm90::supports(p) || !writes_out || !reads_rows) return "not for these kernels";
+  const bool lays_out = !out_transposed || sm90::can_transpose(p);
+  if (!sm90::supports(p) || !writes_out || !reads_rows || !lays_out) return "not for these kernels";
   const int64_t bytes = sm90::scratch_bytes(p, dynamic);
   return outcome(sm90::grouped_gemm(p, fast, dynamic, bytes ? scratch(bytes / 4) : nullptr, nullptr));
 #else

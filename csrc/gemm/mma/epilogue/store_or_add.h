@@ -12,8 +12,9 @@ struct StoreOrAdd {
                                      typename LaneMap<T>::Sums& sums) {
     const bool empty = p.k_grouped && tile.k_size == 0;  // zeros, even if the scales of an empty sum are not finite
     if (empty && p.accumulate) return;
-    const bool vectors = p.N % 8 == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0;
+    const bool vectors = p.N % 8 == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0 && !p.out_transposed;
     const int64_t group = p.k_grouped ? tile.expert : 0;
+    const int64_t row_step = p.out_transposed ? 1 : p.N, column_step = p.out_transposed ? p.M : 1;
 #pragma unroll
     for (int n = 0; n < LaneMap<T>::kPatchesN; ++n) {
       const int columns = tile.columns - lane.out_column(n);
@@ -34,7 +35,9 @@ struct StoreOrAdd {
 #pragma unroll
           for (int j = 0; j < 8; ++j)
             value[j] = empty ? 0.f : T::kBlock == 0 ? sums[m][n][i][j] * row_scale * column_scale[j] : sums[m][n][i][j];
-          write_eight(p, (group * p.M + row) * p.N + tile.column + lane.out_column(n), columns, vectors, value);
+          const int64_t column = tile.column + lane.out_column(n);
+          write_eight(p, group * p.M * p.N + row * row_step + column * column_step, column_step, columns,
+                      vectors, value);
         }
     }
   }
@@ -53,9 +56,9 @@ struct StoreOrAdd {
   }
 
  private:
-  // Writes the first `count` of eight neighbouring elements of out. vectors: all eight exist, at a multiple of 16
-  // bytes.
-  static MOE_DEVICE void write_eight(const ScaledGroupedMmParams& p, int64_t at, int count, bool vectors,
+  // Writes the first `count` of eight neighbours in a row of out, `step` elements apart. vectors: all eight exist and
+  // lie side by side, at a multiple of 16 bytes.
+  static MOE_DEVICE void write_eight(const ScaledGroupedMmParams& p, int64_t at, int64_t step, int count, bool vectors,
                                      float (&value)[8]) {
     if (p.out_float32) {
       float* out = static_cast<float*>(p.out) + at;
@@ -72,8 +75,8 @@ struct StoreOrAdd {
         }
       } else {
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
-          if (j < count) out[j] = p.accumulate ? out[j] + value[j] : value[j];
+        for (int j = 0; j < 8; ++j, out += step)
+          if (j < count) *out = p.accumulate ? *out + value[j] : value[j];
       }
     } else {
       uint16_t* out = static_cast<uint16_t*>(p.out) + at;
@@ -92,8 +95,8 @@ struct StoreOrAdd {
         to = v;
       } else {
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
-          if (j < count) out[j] = BF16::from_float(p.accumulate ? BF16::to_float(out[j]) + value[j] : value[j]);
+        for (int j = 0; j < 8; ++j, out += step)
+          if (j < count) *out = BF16::from_float(p.accumulate ? BF16::to_float(*out) + value[j] : value[j]);
       }
     }
   }

@@ -4,7 +4,7 @@
 
 namespace moe_fp8::sm90 {
 
-// Per warp: 16 rows of 128 bytes, whose 16-byte chunks are swizzled.
+// Per warp: 16 rows of 128 bytes, whose 16-byte chunks are swizzled. For a transposed out, 64 columns of 32 bytes.
 struct Staging {
   uint8_t rows[kConsumerWarps][16 * 128];
 };
@@ -34,5 +34,9 @@ MOE_DEVICE void read_staged(const uint8_t* staging, int line, int chunk, Vec16 (
   }
   __syncwarp();
 }
+
+// The chunk of a transposed out that holds 16 bytes of rows, the first or second `half` of 16, of a column. The halves
+// of every other four columns are swapped, so that eight columns lie in different banks.
+MOE_DEVICE int transposed_chunk(int column, int half) { return 2 * column + (half ^ (column / 4 % 2)); }
 
 }  // namespace moe_fp8::sm90
