@@ -91,7 +91,7 @@ def times_table(rows: list[Row]) -> str:
         counted = [over[name][1] for name in others if name in over and (kind != "product" or name in AS_FINE)]
         cells.append(f"{min(counted):.2f} x" if counted else "-")
         body.append([size_of(same[0]), *cells])
-    goal = f"goal: {GOALS[kind]:g} x the best {'as fine' if kind == 'product' else 'other'}"
+    goal = f"best {'as fine' if kind == 'product' else 'other'} over ours (goal: {GOALS[kind]:g} x)"
     return markdown([HEADINGS[kind], *ours, *others, goal], body)
 
 
@@ -159,11 +159,11 @@ def text(result: dict | None) -> str:
             parts += [title, NOT_MEASURED, *(["\n".join(not_run(rows))] if rows else [])]
             continue
         said = (
-            f"Microseconds on {where(rows)}, and how many times as long as the better of `rowwise` and `blockwise` in "
-            f"the same process, in turns.{said_of_spread(rows)}"
+            f"Microseconds on {where(rows)}. In brackets: the time over the better of `rowwise` and `blockwise` in the "
+            f"same process, in turns.{said_of_spread(rows)}"
         )
         parts += [title, textwrap.fill(said, 120), times_table(rows)]
-        said = "Microseconds of the host with few tokens / MiB kept for backward, copies of weights included."
+        said = "Microseconds of the host with few tokens / MiB kept for backward, FP8 copies of weights included."
         parts += [f"{said} Groups are even:", host_table(rows)]
         for heading, lines in (("Faster than ours:", faster(rows)), ("Not run:", not_run(rows))):
             parts += [heading, "\n".join(lines)] if lines else []

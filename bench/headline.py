@@ -15,7 +15,7 @@ ROWS = 5
 PICTURES = """\
 <p align="center">
 <img src="docs/pictures/layer_speed.png" width="49%" alt="Speed of an MoE layer over BF16, by model">
-<img src="docs/pictures/layer_memory.png" width="49%" alt="Memory that a layer keeps for backward, by model">
+<img src="docs/pictures/layer_memory.png" width="49%" alt="Activations that a layer keeps for backward, by model">
 </p>"""
 
 Layer = tuple[int, ...]  # T, D, F, E, top_k
@@ -80,12 +80,28 @@ def text(results: dict[str, dict], sonicmoe: dict | None, whole: dict | None) ->
         body.append((label(layer), f"{torch_speed[layer]:.2f} x", *cells))
     headings = (
         "model",
-        "MoE layer, over torch in BF16",
-        "training, over Transformers in BF16",
-        "its peak memory, of BF16's",
+        "MoE layer: speed over torch in BF16",
+        "training step: speed over Transformers in BF16",
+        "training step: peak memory over BF16",
     )
     lines = tabulate(body, headings, tablefmt="github", colalign=["left", *["right"] * 3], disable_numparse=True)
-    return "\n\n".join((PICTURES, lines, textwrap.fill(said(at, sonicmoe, whole), 120)))
+    speeds = [cells[1:3] for cells in body]
+    return "\n\n".join((claim(at, whole, speeds), PICTURES, lines, textwrap.fill(said(at, sonicmoe, whole), 120)))
+
+
+def claim(at: str, whole: dict | None, speeds: list[tuple[str, str]]) -> str:
+    """What the table says, in a sentence for layers and one for steps: the least and the greatest speed."""
+    of_layers, of_steps = ([cell for cell in column if cell != "-"] for column in zip(*speeds, strict=True))
+    found = [f"On {at.split(' at ')[0]}, an MoE layer is {between(of_layers)} times as fast as in BF16."]
+    if of_steps:
+        found.append(f"On {whole['device']}, a whole training step is {between(of_steps)} times as fast.")
+    return textwrap.fill(" ".join(found), 120)
+
+
+def between(cells: list[str]) -> str:
+    """The range of cells such as "1.15 x"."""
+    least, most = (choose((cell.removesuffix(" x") for cell in cells), key=float) for choose in (min, max))
+    return least if least == most else f"{least} to {most}"
 
 
 def said(at: str, sonicmoe: dict | None, whole: dict | None) -> str:
@@ -107,5 +123,6 @@ def said(at: str, sonicmoe: dict | None, whole: dict | None) -> str:
         parts.append(f"Training: steps {means} of models cut to {layers} layers, {place}.")
     _, sonic_at = over_sonicmoe(sonicmoe)
     if sonic_at:
-        parts.append(f"SonicMoE in the pictures: on {sonic_at}.")
+        where = "without FP8 copies of weights ([with them](docs/beside.md))"
+        parts.append(f"SonicMoE: on {sonic_at}; memory is {where}.")
     return " ".join([*parts, "[Sizes, methods, other recipes](docs/performance.md)."])

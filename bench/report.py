@@ -78,7 +78,7 @@ HARDWARE = (
 
 PICTURES = {
     "layer_speed": "Speed of an MoE layer over BF16, by model",
-    "layer_memory": "Memory that a layer keeps for backward, by model",
+    "layer_memory": "Activations that a layer keeps for backward, by model",
     "waterfall": "Where a step of training goes, by model",
     "products": "Speed of grouped_mm over BF16, by model and recipe",
     "casts": "Fraction of copy bandwidth by family of ops",

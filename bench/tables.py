@@ -146,11 +146,10 @@ def adoption_table(results: dict[str, dict]) -> str:
 
 
 def place_of(rows: list[dict], result: dict) -> str:
-    """The GPU, the versions and the commit of rows. Results of before have no version of Transformers."""
-    versions = f"torch {result['torch'].partition('+')[0]}" if "torch" in result else ""
-    if "transformers" in result:
-        versions += f", Transformers {result['transformers']}"
-    return f"{', '.join(filter(None, (result['device'], versions)))} at {commits_of(rows, result)}"
+    """The GPU, the versions and the commit of rows. Older results have no version of Transformers."""
+    versions = [f"torch {result['torch'].partition('+')[0]}"] if "torch" in result else []
+    versions += [f"Transformers {result['transformers']}" if "transformers" in result else "unknown Transformers"]
+    return f"{', '.join((result['device'], *versions))} at {commits_of(rows, result)}"
 
 
 def profile_text(result: dict | None) -> str:

@@ -21,7 +21,7 @@ def _load() -> ctypes.PyDLL:
         return ctypes.PyDLL(str(LIBRARY))  # the same library again. Its functions are short: they keep the GIL
     except OSError as error:
         if not LIBRARY.is_file():
-            advice = "run `make build` in a source tree, or install the package with pip"
+            advice = "run `make build` in a source tree; an installed package is found outside of the source tree only"
             raise ImportError(f"moe_fp8_ext: there is no {LIBRARY}: {advice}") from error
         needs = "it needs torch 2.11 or newer, and the kind of machine that it was built for"
         reason = error.__cause__ or error  # load_library gives the loader's own words as the cause

@@ -12,11 +12,11 @@ import torch
 from moe_fp8_ext._C import build_info
 from moe_fp8_ext.quantization.recipe import RECIPES, Recipe
 
-# The versions that tests have run with. An empty tuple: the package needs no integration, or none was tested.
+# The versions that tests have run with.
 TESTED = {
-    "transformers": ("5.17.0", "5.23.0"),
+    "transformers": ("5.17.0", "5.23.0", "5.24.0"),
     "torchtitan": ("0.3.0",),
-    "peft": (),
+    "peft": ("0.19.1", "0.20.0", "0.21.2"),
     "megatron-core": ("0.16.1",),
 }
 _DRIVERS = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"), ("rocm-smi", "--showdriverversion")
@@ -152,7 +152,7 @@ def text(found: dict) -> list[str]:
         elif package["is_tested"]:
             state = f"{package['version']}, a tested version"
         else:
-            state = f"{package['version']}, not tested; tested: {', '.join(package['tested']) or 'none'}"
+            state = f"{package['version']}, not tested; tested: {', '.join(package['tested'])}"
         lines.append(f"{name}: {state}")
     return lines
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
+from helpers import ROOT
 
 from moe_fp8_ext import __main__ as command
 from moe_fp8_ext import ops
@@ -21,6 +23,15 @@ def test_prints_the_build_the_machine_and_packages(capsys):
     out = capsys.readouterr().out
     for text in (f"moe_fp8_ext {build_info()['version']}", f"torch {torch.__version__}", "mxfp8 ", "megatron-core: "):
         assert text in out
+
+
+def test_tested_versions():
+    """The list has the versions that `make test` installs, and the pages name every version of the list."""
+    pinned = dict(re.findall(r'"([\w-]+)==([\d.]+)[;"]', (ROOT / "pyproject.toml").read_text()))
+    pages = dict(zip(machine.TESTED, ("transformers", "torchtitan", "finetuning", "megatron"), strict=True))
+    for name, versions in machine.TESTED.items():
+        page = (ROOT / "docs" / f"{pages[name]}.md").read_text()
+        assert pinned[name] in versions and all(version in page for version in versions), name
 
 
 @NO_GPU
