@@ -245,7 +245,8 @@ def both_shapes(fmt: str, device: str) -> list[list[object]]:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_transposed_out(fmt, out_dtype, fast, device):
     """It is the contiguous out, byte for byte, also where sums are not exact: scales are drawn anew."""
-    for (p, k, n, e), dtype in zip(((640, 272, 144, 5), (96, 100, 33, 4), (64, 0, 16, 2), (96, 1, 3, 3)), FP8_DTYPES):
+    shapes = (640, 272, 144, 5), (96, 100, 33, 4), (64, 0, 16, 2), (96, 1, 3, 3)
+    for (p, k, n, e), dtype in zip(shapes, FP8_DTYPES, strict=True):
         offs = group_offs("tail_rows", p // 32, e) * 32
         a, b, scale_a, scale_b, *rest = exact_2d2d(fmt, p, k, n, offs, device, (dtype, E4M3))
         if scale_a.dtype == torch.float32:
