@@ -82,7 +82,9 @@ def cases(fp8: torch.dtype) -> Iterator[Case]:
             yield "expand_scales", [q_t, scale_t], {"along": "tokens", "offs": ends_t}
         total = torch.ones(E, K, K, dtype=torch.float32)
         scale_k = scale_t.t() if name == "blockwise" else scale_t
-        yield "add_scaled_grouped_mm", [total, q_t, q_t.t(), scale_t, scale_k, name, ends_t], {"align": 32}
+        of_tokens = [q_t, q_t.t(), scale_t, scale_k, name, ends_t]
+        yield "scaled_grouped_mm", of_tokens, {"align": 32, "out_transposed": True}
+        yield "add_scaled_grouped_mm", [total, *of_tokens], {"align": 32}
 
 
 def called(op: object, args: list[object], kwargs: dict[str, object], device: str) -> list[Tensor]:

@@ -240,9 +240,27 @@ def both_shapes(fmt: str, device: str) -> list[list[object]]:
     ]
 
 
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=short)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_transposed_out(fmt, out_dtype, fast, device):
+    """It is the contiguous out, byte for byte, also where sums are not exact: scales are drawn anew."""
+    shapes = (640, 272, 144, 5), (96, 100, 33, 4), (64, 0, 16, 2), (96, 1, 3, 3)
+    for (p, k, n, e), dtype in zip(shapes, FP8_DTYPES, strict=True):
+        offs = group_offs("tail_rows", p // 32, e) * 32
+        a, b, scale_a, scale_b, *rest = exact_2d2d(fmt, p, k, n, offs, device, (dtype, E4M3))
+        if scale_a.dtype == torch.float32:
+            scale_a, scale_b = (scale * (1 + torch.rand_like(scale)) for scale in (scale_a, scale_b))
+        args, how = (a, b, scale_a, scale_b, *rest), dict(align=32, out_dtype=out_dtype, use_fast_accum=fast)
+        want, got = scaled_grouped_mm(*args, **how), scaled_grouped_mm(*args, **how, out_transposed=True)
+        assert got.stride() == want.new_empty(e, k, n).mT.stride()
+        assert_same(got.clone(memory_format=torch.contiguous_format), want)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_opcheck(fmt, device):
     rows, sums = both_shapes(fmt, device)
+    check_opcheck("scaled_grouped_mm", sums, align=32, out_transposed=True)
     check_opcheck("scaled_grouped_mm", rows)
     check_opcheck("scaled_grouped_mm", sums, align=32, out_dtype=torch.float32, use_fast_accum=False)
 
@@ -319,6 +337,7 @@ A2, B2, SCALE_A2, SCALE_B2, *_ = OF_SUMS["rowwise"]
                 ({"offs": OFFS[None]}, "offs", "2"),
                 ({"out_dtype": torch.float16}, "out_dtype", "float16"),
                 ({"align": 0}, "align", "0"),
+                ({"out_transposed": True}, "out_transposed", "True"),
                 ({"align": 24}, "align", "24"),
                 ({"format": "fp4"}, "format", "'fp4'"),
             ]

@@ -485,7 +485,7 @@ def scaled_grouped_mm(r: random.Random) -> Call:
     unit = UNIT[fmt]
     p = r.choice((0, 1, 3, 8)) * unit
     args = exact_2d2d(fmt, p, k, n, offsets(r, p, unit=unit), dtypes=dtypes)
-    return some_of_squares(r, args), how | {"align": r.choice((1, unit))}
+    return some_of_squares(r, args), how | {"align": r.choice((1, unit)), "out_transposed": r.random() < 0.5}
 
 
 def some_of_squares(r: random.Random, args: list[object]) -> list[object]:

@@ -284,6 +284,8 @@ def products(fmt: str, sizes: tuple[int, int, int], offs: Tensor) -> Iterator[Ca
         yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, (x, b.mT, scale_x, scale_b, fmt, offs), by_slot
         for operands in wgrads:
             yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, operands, how
+            transposed = how | {"out_transposed": True}
+            yield f"scaled_grouped_mm {fmt}", OPS.scaled_grouped_mm, operands, transposed
         for operands, fast in itertools.product(wgrads, (True, False)):
             total = torch.ones(len(offs), n, k, dtype=out)
             yield f"add_scaled_grouped_mm {fmt}", added, (total, *operands), {"align": 32, "use_fast_accum": fast}
