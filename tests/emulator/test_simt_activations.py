@@ -168,7 +168,7 @@ def test_quantized_with_bias(kernels, activation, format, f, interleaved, keep_h
 def test_quantized_partial_blocks(kernels, activation, format, f, interleaved, groups, bias):
     """The last scaling block of a row is partial, or the blocks do not fill a 128x4 atom. A block of an interleaved h
     may end a row in the middle of the last block of a."""
-    interleaved |= f % FORMATS[format].block != 0  # otherwise a block has gates and ups, and no kernel takes it
+    interleaved |= f % 32 != 0 and FORMATS[format].block == 32  # no kernel takes a block of 32 gates and ups
     h, how = h_for(activation, 133, f), {"interleaved": interleaved, "rounding": FORMATS[format].roundings[0]}
     h[::7, -1], h[3::7, f - 1] = 1e4, -2e4  # the amax of a block is in its last vector
     if bias or (groups is not None and FORMATS[format].order == "blocked"):
@@ -181,6 +181,22 @@ def test_quantized_partial_blocks(kernels, activation, format, f, interleaved, g
         got = each.run("quantize_activated", want, h, activation, format, **how)
         assert_same(got, want, f"at wave size {each.wave}")
         assert_zeros_between_columns(got, f"at wave size {each.wave}")
+
+
+@pytest.mark.parametrize("f", [8, 24, 120, 136, 248, 264, 424, 520, 960, 1416])
+def test_quantized_block_of_gates_and_ups(kernels, f):
+    """Ups begin at every place of a scaling block: they are shifted by 1 to 15 lanes, in one to six waves."""
+    for p, bias in ((7, False), (66, True)):
+        h, offs = h_for("swiglu", p, f), torch.tensor([9, 9, 30, 61], dtype=torch.int32)
+        h[1, torch.randint(2 * f, (3,))] = torch.tensor([math.nan, math.inf, 1e30]).bfloat16()
+        h[2] *= torch.randn(2 * f).exp().exp()  # a few features are an amax, each of its block
+        for each in kernels:
+            how = {"dtype": torch.float8_e4m3fnuz if each.native_fnuz() else torch.float8_e4m3fn, "rounding": "exact"}
+            how |= {"offs": offs, "bias": h_for("swiglu", 4, f)} if bias else {}
+            want = reference.quantize_activated(h, "swiglu", "blockwise", **how)
+            got = each.run("quantize_activated", want, h, "swiglu", "blockwise", **how)
+            assert_same(got, want, f"at wave size {each.wave}")
+            assert_zeros_between_columns(got, f"at wave size {each.wave}")
 
 
 @pytest.mark.parametrize("f", [8, 72, 200, 4104, 8192])

@@ -53,6 +53,15 @@ MOE_DEVICE void store_rows(const QuantizeActivatedPlan& p, const Map& map, const
   });
 }
 
+// Adds the bias of group e, from column `at` of its row on, to a vector of h.
+MOE_DEVICE void add_bias_to_vec(const GroupBias& bias, int e, int64_t columns, int64_t at, Vec16& of_h) {
+  const Vec16 of_bias = e < bias.E ? *Access::vec(bias.values, e * columns + at) : Vec16{};
+#pragma unroll
+  for (int w = 0; w < 4; ++w)
+    of_h.w[w] = packed_bf16(element<BF16>(of_h.w[w], 0) + element<BF16>(of_bias.w[w], 0),
+                            element<BF16>(of_h.w[w], 1) + element<BF16>(of_bias.w[w], 1));
+}
+
 // Adds the bias of each row's group to the vectors of h.
 template <class Map, class Layout, class Clamped>
 MOE_DEVICE void add_bias_to_rows(const QuantizeActivatedPlan& p, typename Map::HVecs& h, const Layout& layout, int row0,
@@ -64,16 +73,31 @@ MOE_DEVICE void add_bias_to_rows(const QuantizeActivatedPlan& p, typename Map::H
     for (int i = 0; i < Map::kVecsPerRow; ++i) {
       h.next();
 #pragma unroll
-      for (int vector = 0; vector < Layout::kVectors; ++vector) {
-        const int64_t at = e * (p.h.F * Layout::kVectors) + layout.column(clamped(i), vector);
-        const Vec16 bias = e < p.bias.E ? *Access::vec(p.bias.values, at) : Vec16{};
-        Vec16& of_h = h.at(r * Map::kVecsPerRow + i, vector);
-#pragma unroll
-        for (int w = 0; w < 4; ++w)
-          of_h.w[w] = packed_bf16(element<BF16>(of_h.w[w], 0) + element<BF16>(bias.w[w], 0),
-                                  element<BF16>(of_h.w[w], 1) + element<BF16>(bias.w[w], 1));
-      }
+      for (int vector = 0; vector < Layout::kVectors; ++vector)
+        add_bias_to_vec(p.bias, e, p.h.F * Layout::kVectors, layout.column(clamped(i), vector),
+                        h.at(r * Map::kVecsPerRow + i, vector));
     }
+  }
+}
+
+// Moves the maxima of ups to the lane groups of their scaling blocks, where these do not begin with the ups: see
+// BlockwiseMap. The last lane group reads the ups of the neighbouring waves that share blocks with this wave. Lanes
+// behind the last gates have ups in their place, and no part in the maxima of a.
+template <bool kBias, class Map, class Reader>
+MOE_DEVICE void shift_ups(const QuantizeActivatedPlan& p, const Map& map, const Reader& reader, int row0,
+                          int valid_rows, int vecs, uint32_t (&h_max)[Map::kRows][Map::kHMaxima],
+                          uint32_t (&a_max)[Map::kRows]) {
+  const int v = Min{}(vecs + map.outer_vec(vec_number(0)), 2 * vecs - 1);
+#pragma unroll
+  for (int r = 0; r < Map::kRows; ++r) {
+    const int row = row0 + r * Map::kRowStride, e = kBias ? group_of_row(p.bias, row) : 0;
+    Vec16 outer = {};
+    if (r < valid_rows && map.is_last_group()) {
+      outer = load_stream(Access::vec(reader.row(row), int64_t(v) * kFeaturesPerVec));
+      if constexpr (kBias) add_bias_to_vec(p.bias, e, 2 * p.h.F, int64_t(v) * kFeaturesPerVec, outer);
+    }
+    map.shift_ups(h_max[r], max_vec<BF16>(outer));
+    if (vec_number(0) >= vecs) a_max[r] = 0;
   }
 }
 
@@ -81,13 +105,19 @@ template <bool kGated, bool kBias, class Map>
 MOE_DEVICE void quantize_rows(const QuantizeActivatedPlan& p, Map& map, typename Map::HVecs& h, int row0) {
   using Reader = PlainReader<Access, kGated>;
   constexpr int kRows = Map::kRows, kVecs = Map::kVecsPerRow, kVectors = Reader::Layout::kVectors;
-  const Reader reader(p.h);
+  const typename Reader::Layout layout(p.h);
   const int vecs = int(p.h.F / kFeaturesPerVec), lane = threadIdx.x % kWarpSize;
   const int valid_rows = Min{}(ceil_div(int(p.quantize_a.rows) - row0, Map::kRowStride), kRows);
   auto wave_has = [&](int i) { return i == 0 || kRows > 1 || vec_number(i) - lane < vecs; };
 
-  // A lane behind the last vector repeats it. That changes no amax, neither of its row nor of another block.
-  auto clamped = [&](int i) { return vec_number(i) < vecs ? vec_number(i) : vecs - 1; };
+  // A lane behind the last vector repeats it. That changes no amax, neither of its row nor of another block. If a block
+  // has gates and ups, lanes behind the last gates read the ups that follow in memory instead, and repeat other ups.
+  if constexpr (kGated && Map::kShiftsUps) map.place_ups(layout.interleaved, vecs);
+  const int vecs_to_read = map.shifts_ups() ? 2 * vecs : vecs;
+  auto clamped = [&](int i) { return vec_number(i) < vecs_to_read ? vec_number(i) : vecs_to_read - 1; };
+  auto lane_layout = layout;
+  if (map.shifts_ups()) lane_layout.vector_stride -= Max{}(clamped(0) - (vecs - 1), 0) * kFeaturesPerVec;
+  const Reader reader(p.h, lane_layout);
   const void* row = reader.access.address(reader.row(valid_rows > 0 ? row0 : 0), reader.layout.column(clamped(0), 0));
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -102,7 +132,7 @@ MOE_DEVICE void quantize_rows(const QuantizeActivatedPlan& p, Map& map, typename
   h.wait();
   if constexpr (kBias) add_bias_to_rows<Map>(p, h, reader.layout, row0, clamped);
   ActivatedVec a[kRows][kVecs];
-  uint32_t h_max[kRows][2] = {}, a_max[kRows] = {};
+  uint32_t h_max[kRows][Map::kHMaxima] = {}, a_max[kRows] = {};
   auto accumulate = [&](uint32_t& max, const Vec16& vec, int i) {
     max = i == 0 ? max_vec<BF16>(vec) : max_vec<BF16>(max, vec);
   };
@@ -130,10 +160,12 @@ MOE_DEVICE void quantize_rows(const QuantizeActivatedPlan& p, Map& map, typename
   std::conditional_t<kGated, GatedActivations, UngatedActivations>::dispatch(p.activation, [&](auto activation) {
     reader.with_static_order([&](const Reader& reader) { activate(activation, reader); });
   });
+  if constexpr (kGated && Map::kShiftsUps)
+    if (map.shifts_ups()) shift_ups<kBias>(p, map, reader, row0, valid_rows, vecs, h_max, a_max);
   uint32_t amax[Map::kScalesPerLane];
-  map.reduce(h_max, a_max, reader.layout.interleaved, amax);
+  map.reduce(h_max, a_max, layout.interleaved, amax);
   const auto store = [&](auto types) {
-    store_rows<decltype(types)>(p, map, reader.layout, row0, valid_rows, amax, h, a);
+    store_rows<decltype(types)>(p, map, layout, row0, valid_rows, amax, h, a);
   };
   if (is_e5m2(p.quantize_a.out)) store(Vectorized<BF16, Fp8Variant::kE5M2>{});
   else store(Vectorized<BF16, Fp8Variant::kE4M3>{});
@@ -174,11 +206,12 @@ int launch_map(const QuantizeActivatedParams& p, int team_threads, int64_t grid_
 
 bool can_quantize_activated(const QuantizeActivatedParams& p) {
   const int block = format_of(p.quantize_a.format).block;
+  const bool sizes = block == 0 ? p.h.F <= kMaxForwardFeatures  // BlockwiseMap shifts ups, MxMap does not
+                                : block == kBlock || ups_begin_a_block(p.h, p.activation, block);
   return p.quantize_a.rows > 0 && p.h.F > 0 && p.h.in == InType::kBF16 &&
          is_fnuz(p.quantize_a.out) == device().native_fnuz &&
          rows_are_vectorizable(p.h.h, p.h.stride, p.h.F, p.quantize_a.rows, 2) &&
-         rows_are_vectorizable(p.bias.values, 8, 8, p.bias.E, 2) &&
-         (block ? ups_begin_a_block(p.h, p.activation, block) : p.h.F <= kMaxForwardFeatures);
+         rows_are_vectorizable(p.bias.values, 8, 8, p.bias.E, 2) && sizes;
 }
 
 int quantize_activated(const QuantizeActivatedParams& p, void* stream) {

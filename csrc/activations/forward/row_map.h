@@ -93,6 +93,10 @@ struct RowMap {
   static constexpr int kRowStride = 1, kRowMultiple = 1;
   static MOE_DEVICE int first_row(int team) { return team * kRows; }
 
+  static constexpr bool kShiftsUps = false;  // only BlockwiseMap can
+  static constexpr int kHMaxima = 2;         // of a row of h in a lane
+  static constexpr MOE_DEVICE bool shifts_ups() { return false; }
+
   using HVecs = RegisterVecs;
   static constexpr int kMaxThreads = kTeamBlockThreads;     // of a block
   static constexpr int kThreadsWanted = kActivatedThreads;  // of a multiprocessor
@@ -143,19 +147,48 @@ struct RowwiseMap : RowMap<kWarpSize, kRows_, 2, 1> {
 // 128 features have a scale for gates, one for ups and one for a. If h is interleaved, h0 covers the columns of the
 // lower half of the lanes, and h1 the columns of the upper half. The last four lanes hold no scale. Rows that pad a
 // column of scales get scales of zero.
+//
+// SHIFTED UPS. If gates and ups are halves and F is no multiple of 128, the blocks of ups begin at lane up_lane of every
+// lane group, and a block has the last gates and the first ups. Before the reduction, ups move up_lane lanes down:
+//
+//   ups of lanes      0 .. up_lane - 1     up_lane .. 15 + up_lane     ...     the last 16 - up_lane
+//   their block       begins before the    the block of the first      ...     goes on behind the
+//                     wave: A              lane group                          wave: B
+//
+// The last lane group has what is left of A and B, and its lanes read the vectors of A and B that the wave lacks. Its
+// scale h1 is A's, and the place without a scale holds B's. The wave stores the scale of B, and not A's: that is B of
+// the wave before, or the scale of the last gates.
 struct BlockwiseMap : RowMap<kBlock / kFeaturesPerVec, 4, 4, 2> {
   using Scale = ScaleF32;
   struct Shared {};
+  static constexpr bool kShiftsUps = true;
+  static constexpr int kHMaxima = 3;
+  static constexpr int kUpScale = 1, kOuterScale = 3;
+  int up_lane = 0;
   explicit MOE_DEVICE BlockwiseMap(Shared&) {}
 
+  MOE_DEVICE void place_ups(bool interleaved, int vecs) { up_lane = interleaved ? 0 : -vecs & (kLanes - 1); }
+  MOE_DEVICE bool shifts_ups() const { return up_lane != 0; }
+  static MOE_DEVICE bool is_last_group() { return threadIdx.x % kWarpSize >= kWarpSize - kLanes; }
+  // The vector of ups that a lane of the last group reads for A or B. v is the lane's own vector.
+  MOE_DEVICE int outer_vec(int v) const { return lane() < up_lane ? v + kLanes : v - kWarpSize; }
+  // h_max: of the gates and the ups of a row in this lane. outer_max: of outer_vec(), in the last group.
+  MOE_DEVICE void shift_ups(uint32_t (&h_max)[kHMaxima], uint32_t outer_max) const {
+    const uint32_t ups = shfl(h_max[1], (threadIdx.x + up_lane) % kWarpSize);
+    const bool of_b = lane() + up_lane < kLanes, outer_of_b = lane() < up_lane;
+    h_max[1] = !is_last_group() ? ups : max_magnitude<BF16>(of_b ? 0 : ups, outer_of_b ? 0 : outer_max);
+    h_max[2] = !is_last_group() ? 0 : max_magnitude<BF16>(of_b ? ups : 0, outer_of_b ? outer_max : 0);
+  }
+
   static MOE_DEVICE int half() { return lane() / (kLanes / 2); }
-  static MOE_DEVICE void reduce(const uint32_t (&h_max)[kRows][2], const uint32_t (&a_max)[kRows], bool interleaved,
-                                uint32_t (&amax)[1]) {
-    uint32_t words[kHolders] = {};
+  static MOE_DEVICE void reduce(const uint32_t (&h_max)[kRows][kHMaxima], const uint32_t (&a_max)[kRows],
+                                bool interleaved, uint32_t (&amax)[1]) {
+    uint32_t words[kHolders];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       words[r] = h_max[r][0];
-      words[kRows + r] = h_max[r][1];
+      words[kUpScale * kRows + r] = h_max[r][1];
+      words[kOuterScale * kRows + r] = h_max[r][2];
       words[kAScale * kRows + r] = a_max[r];
     }
     if (interleaved) {
@@ -168,18 +201,22 @@ struct BlockwiseMap : RowMap<kBlock / kFeaturesPerVec, 4, 4, 2> {
     }
     amax[0] = amax_of_rows<BF16, kLanes>(words, lane());
   }
-  static MOE_DEVICE float broadcast_h(const float (&values)[1], int vector, bool interleaved, int row) {
-    return broadcast(values[0], interleaved ? half() : vector, row);
+  MOE_DEVICE float broadcast_h(const float (&values)[1], int vector, bool interleaved, int row) const {
+    if (vector == 0 || !shifts_ups()) return broadcast(values[0], interleaved ? half() : vector, row);
+    const int lane = threadIdx.x % kWarpSize, first_lane = (lane + kWarpSize - up_lane) % kWarpSize / kLanes * kLanes;
+    const bool of_b = first_lane == kWarpSize - kLanes && lane >= up_lane;
+    return as_float(shfl(as_bits(values[0]), first_lane + (of_b ? kOuterScale : kUpScale) * kRows + row));
   }
   template <class Layout>
-  static MOE_DEVICE void store_scales(const QuantizeActivatedPlan& p, const Layout& layout, int v, int row0,
-                                      int valid_rows, const Scale (&s)[1]) {
+  MOE_DEVICE void store_scales(const QuantizeActivatedPlan& p, const Layout& layout, int v, int row0, int valid_rows,
+                               const Scale (&s)[1]) const {
     const int scale = scale_of_lane(), group = v / kLanes, groups = ceil_div(int(p.h.F), kBlock);
     const bool is_a = scale == kAScale;
     const QuantizeParams& to = is_a ? p.quantize_a : p.quantize_h;
-    if (group >= groups || (!is_a && scale >= Layout::kVectors) || to.rows == 0 || valid_rows <= 0) return;
-    const int block = is_a ? group : layout.interleaved ? group * 2 + scale : group + scale * groups;
-    if (block * kBlock >= int(to.K)) return;  // an interleaved h may end in the middle of the last block of a
+    const bool is_up = Layout::kVectors > 1 && scale == (shifts_ups() && is_last_group() ? kOuterScale : kUpScale);
+    if (group >= groups || (!is_a && !is_up && scale != 0) || to.rows == 0 || valid_rows <= 0) return;
+    const int block = is_a ? group : layout.interleaved ? group * 2 + scale : group + is_up * groups;
+    if (block * kBlock >= int(to.K)) return;  // h may end before the last block of a does
     const ScaleSink<Scale, ScaleOrder::kColumnMajor> sink(to.scale, scale_stride(p.quantize_a.rows));
     store_stream(sink.at(row0 + row_of_lane(), block), row_of_lane() < valid_rows ? s[0].stored() : 0.f);
   }
