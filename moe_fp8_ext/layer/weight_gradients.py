@@ -58,6 +58,10 @@ class DelayedWgrads:
     def __init__(self) -> None:
         self._backwards: deque[_DelayedGradients] = deque()
 
+    def __reduce__(self) -> tuple:
+        """In a copy, and in what pickle loads, no backward waits: operands belong to the weights of this process."""
+        return type(self), ()
+
     def __repr__(self) -> str:
         return f"DelayedWgrads(waiting={self.waiting}, nbytes={self.nbytes})"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -241,6 +243,15 @@ def test_ddp_is_told():
     made.backward_dw()
     for p in made.parameters():
         assert p.grad_added_to_main_grad and p.main_grad.any() and not p.grad.any()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_wait_for_nothing(copied):
+    """pickle alone cannot store FP8 operands, and a saved model has no use for them."""
+    module = Experts(E, D, F, delay_wgrad=True)
+    x, ids = torch.ones(3, D, requires_grad=True), torch.zeros(3, 1, dtype=torch.int64)
+    module(x, ids, torch.ones(3, 1)).sum().backward()
+    assert copied(module).delayed.waiting == 0 and module.delayed.waiting == 1
 
 
 # Mistakes
