@@ -78,9 +78,11 @@ class DelayedWgrads:
         """Computes the gradients of the oldest backward that waits.
 
         Raises:
-            RuntimeError: no backward waits.
+            RuntimeError: no backward waits, or a weight has lost its memory, as one that `fully_shard` gathered. Then
+                nothing is changed.
         """
         require(self.waiting > 0, "DelayedWgrads: backward_dw must follow a backward that waits, got none")
+        self._backwards[0].check()
         self._backwards.popleft().compute()
 
     def of_backward(self, engine: Engine, up: ExpertLinear, down: ExpertLinear) -> _DelayedGradients:
@@ -105,6 +107,14 @@ class _DelayedGradients:
 
     def tensors(self) -> list[Tensor]:
         return [t for _, dy, a, _ in self.products for t in (*dy, *a) if t is not None]
+
+    def check(self) -> None:
+        """Raises if `.grad` would be that of a weight which `fully_shard` has freed, and does not look at again."""
+        for name, linear in zip(("w_gate_up", "w_down"), self.linears, strict=True):
+            w = linear.delayed if linear.main_grad is None else None
+            freed = w is not None and w.numel() > 0 and w.untyped_storage().nbytes() == 0
+            cause = "fully_shard frees weights that it gathers, and needs gradients in backward"
+            require(not freed, f"DelayedWgrads: {name} must have its memory until backward_dw, got none; {cause}")
 
     @torch.no_grad()
     def compute(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import assert_same, assert_same_tensor
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from moe_fp8_ext import (
@@ -20,6 +21,7 @@ from moe_fp8_ext import (
     Router,
     experts,
     experts_of_groups,
+    gather_in_fp8_,
     ops,
     quantize_weight,
     reuse_weights,
@@ -286,6 +288,23 @@ def test_mistakes():
     Experts(E, D, F).backward_dw()  # does nothing
     text = "Experts: delay_wgrad must be a bool, got int"
     mistake(lambda: Experts(E, D, F, delay_wgrad=1), text)
+
+
+def test_fully_shard_is_refused(world_of_one):
+    """It reduces gradients in backward, when there are none yet."""
+    module, gathered = (Experts(E, D, F, delay_wgrad=True) for _ in range(2))
+    for experts_module in (module, gathered):
+        fully_shard(experts_module)
+    call = torch.ones(3, D, requires_grad=True), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    module(*call).sum().backward()
+    cause = "fully_shard frees weights that it gathers, and needs gradients in backward"
+    text = f"DelayedWgrads: w_gate_up must have its memory until backward_dw, got none; {cause}"
+    for _ in range(2):
+        mistake(module.backward_dw, text)
+    gather_in_fp8_(gathered, "rowwise")
+    got = "got one that fully_shard gathers"
+    text = f"experts: w_gate_up must be a parameter, or have a main_grad, with delay_wgrad, {got}"
+    mistake(lambda: gathered(*call), text)
 
 
 def test_graphs_refuse_it(monkeypatch):
