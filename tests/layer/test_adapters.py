@@ -389,7 +389,8 @@ def test_checkpointing(device):
         assert_equal(run(problem, of, fn), want)
 
 
-def test_compiles_with_dynamic_tokens(device):
+@pytest.mark.parametrize("rank", [5, 8])
+def test_compiles_with_dynamic_tokens(rank, device):
     frames = counted_backend(device)
     compiled = torch.compile(experts, fullgraph=True, backend=frames)
     dropout = 0.3 if device == "cpu" else 0.0  # inductor draws other numbers than eager calls
@@ -401,7 +402,7 @@ def test_compiles_with_dynamic_tokens(device):
 
     for t in (60, 44):
         problem, results = layer(t, 64, 48).at(device), []
-        of = factors(problem, shared="A")
+        of = factors(problem, rank, shared="A")
         for fn in (call, experts):
             torch.manual_seed(t)
             results.append(run(problem, of, partial(ours, fn=fn), dropout=dropout))
