@@ -179,12 +179,18 @@ def add_to_tokens(
         u = _combine(u, groups.inverse, scores)
     else:
         wide = _combine(_product(u, m, slots), groups.inverse, scores)
-        return out.add_(wide if mask is None else kept(wide, mask, p))
+        return _plus(out, wide if mask is None else kept(wide, mask, p))
     if mask is not None:
-        return out.add_(kept(_mm(u, m), mask, p))
+        return _plus(out, kept(_mm(u, m), mask, p))
     if out.device.type == "cpu":
         return torch.addmm(out.float(), u.float(), m.float()).bfloat16()
     return _addmm(out, u, m) if torch.compiler.is_compiling() else out.addmm_(u, m)
+
+
+def _plus(out: Tensor, x: Tensor) -> Tensor:
+    """out + x, in out. A graph gets a new tensor: torch 2.11 loses the gradients of a Function that wrote its result in
+    place."""
+    return out + x if torch.compiler.is_compiling() else out.add_(x)
 
 
 @torch.library.custom_op("moe_fp8_ext::addmm", mutates_args=())

@@ -389,8 +389,9 @@ def test_checkpointing(device):
         assert_equal(run(problem, of, fn), want)
 
 
-@pytest.mark.parametrize("rank", [5, 8])
-def test_compiles_with_dynamic_tokens(rank, device):
+@pytest.mark.parametrize(("rank", "limit"), [(5, low_rank.DENSE), (8, 0)], ids=["by token", "by slot"])
+def test_compiles_with_dynamic_tokens(rank, limit, device, monkeypatch):
+    monkeypatch.setattr(low_rank, "DENSE", limit)
     frames = counted_backend(device)
     compiled = torch.compile(experts, fullgraph=True, backend=frames)
     dropout = 0.3 if device == "cpu" else 0.0  # inductor draws other numbers than eager calls
