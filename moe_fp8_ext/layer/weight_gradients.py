@@ -7,6 +7,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from moe_fp8_ext import _torch
 from moe_fp8_ext.layer.linear import ExpertLinear
 from moe_fp8_ext.matmul.engine import Engine, Groups
 from moe_fp8_ext.ops.checks import require
@@ -78,8 +79,8 @@ class DelayedWgrads:
         """Computes the gradients of the oldest backward that waits.
 
         Raises:
-            RuntimeError: no backward waits, or a weight has lost its memory, as one that `fully_shard` gathered. Then
-                nothing is changed.
+            RuntimeError: no backward waits. An operand was written, or a weight has lost its memory, as one that
+                `fully_shard` gathered. Then nothing is changed.
         """
         require(self.waiting > 0, "DelayedWgrads: backward_dw must follow a backward that waits, got none")
         self._backwards[0].check()
@@ -97,9 +98,12 @@ class _DelayedGradients:
     ) -> None:
         self.engine, self.linears, self.backwards = engine, (up, down), backwards
         self.products: list[tuple[int, Operand, Operand, Groups]] = []
+        self.states: list[tuple[Tensor, tuple[int, ...]]] = []  # of operands that may be tensors of the caller
 
     def add(self, which: int, dy: Operand, a: Operand, groups: Groups) -> None:
         self.products.append((which, dy, a, groups))
+        if _torch.state_of is not None:
+            self.states += [(t, _torch.state_of(t)) for t in (dy.values, a.values)]
 
     def for_autograd(self) -> list[Tensor | None]:
         self.backwards.append(self)
@@ -109,7 +113,11 @@ class _DelayedGradients:
         return [t for _, dy, a, _ in self.products for t in (*dy, *a) if t is not None]
 
     def check(self) -> None:
-        """Raises if `.grad` would be that of a weight which `fully_shard` has freed, and does not look at again."""
+        """Raises if the caller has written to an operand, as autograd does for what it keeps, or if `.grad` would be
+        that of a weight which `fully_shard` has freed, and does not look at again."""
+        kept = all(_torch.state_of(t) == state for t, state in self.states)
+        text = "DelayedWgrads: x and the gradient of the output must not be written before backward_dw, got a write"
+        require(kept, f"{text}; FP8 recipes without wgrad_high_precision keep copies")
         for name, linear in zip(("w_gate_up", "w_down"), self.linears, strict=True):
             w = linear.delayed if linear.main_grad is None else None
             freed = w is not None and w.numel() > 0 and w.untyped_storage().nbytes() == 0

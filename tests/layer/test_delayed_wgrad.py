@@ -19,6 +19,7 @@ from moe_fp8_ext import (
     MoE,
     Recipe,
     Router,
+    _torch,
     experts,
     experts_of_groups,
     gather_in_fp8_,
@@ -288,6 +289,22 @@ def test_mistakes():
     Experts(E, D, F).backward_dw()  # does nothing
     text = "Experts: delay_wgrad must be a bool, got int"
     mistake(lambda: Experts(E, D, F, delay_wgrad=1), text)
+
+
+@pytest.mark.skipif(_torch.state_of is None, reason="private names of torch are switched off")
+@pytest.mark.parametrize("written", [0, 1])
+@pytest.mark.parametrize("recipe", [Recipe("bf16"), Recipe(wgrad_high_precision=True)], ids=str)
+def test_written_operands(recipe, written):
+    """x and the gradient of rows that are sorted already are operands themselves, which autograd no longer guards."""
+    x, grad = torch.ones(5, D, dtype=torch.bfloat16, requires_grad=True), torch.ones(5, D, dtype=torch.bfloat16)
+    of, delayed = weights(), DelayedWgrads()
+    offs = torch.full((E,), 5, dtype=torch.int32)
+    experts_of_groups(x, offs, None, **of, recipe=recipe, delay_wgrad=delayed).backward(grad)
+    with torch.no_grad():
+        (x, grad)[written].zero_()
+    text = "DelayedWgrads: x and the gradient of the output must not be written before backward_dw, got a write"
+    mistake(delayed.backward_dw, f"{text}; FP8 recipes without wgrad_high_precision keep copies")
+    assert delayed.waiting == 1
 
 
 def test_fully_shard_is_refused(world_of_one):
