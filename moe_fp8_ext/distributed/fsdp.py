@@ -41,9 +41,10 @@ def gather_in_fp8_(module: nn.Module, recipe: str | Recipe = "rowwise") -> None:
 
     Args:
         module: all of its parameters of 3 dimensions are gathered this way: [E, N, K], and [E, K, N] too, which always
-            miss one direction. `fully_shard` must have sharded them, evenly and along E, on their final device, and
-            forward must not have been called yet. Replaced shards, as by `module.to` or load_state_dict(assign=True),
-            are gathered in full precision again.
+            miss one direction. Factors of adapters, whose names have "lora_", are gathered as they are. `fully_shard`
+            must have sharded all others, evenly and along E, on their final device, and forward must not have been
+            called yet. Replaced shards, as by `module.to` or load_state_dict(assign=True), are gathered in full
+            precision again.
         recipe: a recipe with the format, dtype and rounding of the recipe that multiplies.
 
     Raises:
@@ -60,7 +61,7 @@ def gather_in_fp8_(module: nn.Module, recipe: str | Recipe = "rowwise") -> None:
     recipe = get_recipe(recipe)
     is_fp8 = recipe.format is not None and not recipe.bf16_where_faster
     require(is_fp8, f"{_OP}: recipe must be one that always multiplies in fp8, got {recipe.name!r}")
-    weights = [(name, w) for name, w in module.named_parameters() if w.dim() == 3]
+    weights = [(name, w) for name, w in module.named_parameters() if w.dim() == 3 and "lora_" not in name]
     require(bool(weights), f"{_OP}: module must have parameters of 3 dimensions, got none")
     for gather in [_Gather(name, _shard(name, w), recipe) for name, w in weights]:
         gather.shard.fsdp_pre_all_gather = gather.pre_all_gather

@@ -215,8 +215,14 @@ class StaticPlanner:
 
     def write_headers(self, rows: Tensor, call: int, message: str, raised: bool = False) -> None:
         """Writes the number of a message into the headers of its rows [S, ...]; its negative if this rank raised."""
-        if (headers := self._headers(rows)) is not None:
-            headers.fill_(-number_of(call, message) if raised else number_of(call, message))
+        if (headers := self._headers(rows)) is None:
+            return
+        number = -number_of(call, message) if raised else number_of(call, message)
+        if _is_int32(headers):
+            headers.view(torch.int32).fill_(number)
+        else:
+            numbers = torch.full((len(headers), 1), number, dtype=torch.int32, device=rows.device)
+            headers.copy_(numbers.view(torch.uint8))
 
     def check_headers(self, rows: Tensor, call: int, message: str) -> None:
         """Raises on a CPU if another message arrived from any rank. On a GPU, where the host would have to wait for
@@ -224,17 +230,18 @@ class StaticPlanner:
         if (headers := self._headers(rows)) is None:
             return
         number = number_of(call, message)
+        numbers = (headers if _is_int32(headers) else headers.clone()).view(torch.int32)[:, 0]
         if rows.is_cuda:
-            torch.maximum(self.mixed_up, (headers != number) * (NEVER - number), out=self.mixed_up)
-        elif (others := headers.tolist()) != [number] * len(others):
+            torch.maximum(self.mixed_up, (numbers != number) * (NEVER - number), out=self.mixed_up)
+        elif (others := numbers.tolist()) != [number] * len(others):
             raise CallMismatch(call, message, others, self.ranks.group)
 
     def _headers(self, rows: Tensor) -> Tensor | None:
-        """Returns the numbers in the headers, a view [ranks] int32; None if a row is too narrow for one."""
+        """Returns the bytes of the numbers in the headers, a view [ranks, 4]; None if a row is too narrow for one."""
         rows = rows.view(torch.uint8)
         if rows.shape[1] < 4:
             return None
-        return rows.view(self.ranks.size, -1, rows.shape[1])[:, -1, :4].view(torch.int32)[:, 0]
+        return rows.view(self.ranks.size, -1, rows.shape[1])[:, -1, :4]
 
     def read_left_out(self) -> list[int]:
         """Returns how many tokens and slots all ranks left out since the last read."""
@@ -258,6 +265,11 @@ class StaticPlanner:
         dist.all_reduce(found, dist.ReduceOp.MAX, self.ranks.group)
         earliest, most, fewest = found.tolist()
         return worded(NEVER - earliest) if earliest else "", most, -fewest
+
+
+def _is_int32(headers: Tensor) -> bool:
+    """Whether torch has a view of these bytes as int32. It has none if rows are an odd number of bfloat16 values."""
+    return (headers.stride(0) | headers.storage_offset()) % 4 == 0
 
 
 class CallMismatch(RuntimeError):

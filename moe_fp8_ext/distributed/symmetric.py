@@ -16,7 +16,7 @@ from moe_fp8_ext.ops.checks import fail
 class SymmetricRows:
     """Moves at most `slots` rows of each rank, sorted by expert, to the ranks of these experts, and back.
 
-    The first rows of a dtype allocate buffers with room for every routing, which every rank must do together.
+    The first rows of a dtype and width allocate buffers with room for every routing, which all ranks must do together.
     """
 
     def __init__(self, group: dist.ProcessGroup, slots: int, num_experts: int, device: torch.device | str) -> None:
@@ -30,7 +30,7 @@ class SymmetricRows:
             fail("SymmetricRows", f"symmetric memory of torch must have the backend NVSHMEM, got {backend}; call {how}")
         self.group, self.ranks, self.slots, self.num_experts = group, group.size(), slots, num_experts
         self.device = device
-        self._sets: dict[torch.dtype, list[list[Tensor]]] = {}
+        self._sets: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
 
     def to_experts(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Sends rows of which each of all experts gets counts [num_experts] int64.
@@ -64,13 +64,15 @@ class SymmetricRows:
         Two sets take turns. No rank leaves an op before all ranks have entered it. So when this rank has left an op, no
         rank reads or writes the set of the op before.
         """
-        if rows.dtype not in self._sets:
+        key = rows.dtype, rows.shape[1]
+        if key not in self._sets:
             room = self.ranks * self.slots + self.num_experts // self.ranks  # an expert without rows may take one
             of_rows = [((count, rows.shape[1]), rows.dtype) for count in (self.slots, room)]
             of_counts = [(size, torch.int64) for size in ((self.num_experts,), *[(2, self.num_experts)] * 2)]
             kinds = [*of_rows, *of_counts] * 2
-            made = [self.memory.make(size, dtype, self.device, self.group) for size, dtype in kinds]
-            self._sets[rows.dtype] = [made[:5], made[5:]]
-        sets = self._sets[rows.dtype]
+            with torch.inference_mode(False):  # calls outside of inference mode write to this memory too
+                made = [self.memory.make(size, dtype, self.device, self.group) for size, dtype in kinds]
+            self._sets[key] = [made[:5], made[5:]]
+        sets = self._sets[key]
         sets.reverse()
         return sets[0]

@@ -16,7 +16,7 @@ from moe_fp8_ext.layer.experts import call_with_options
 from moe_fp8_ext.layer.node import LayerFunction
 from moe_fp8_ext.layer.source import RoutedTokens
 from moe_fp8_ext.ops import quantize_rows
-from moe_fp8_ext.ops.checks import fail
+from moe_fp8_ext.ops.checks import check_int, fail, validate_ids
 from moe_fp8_ext.quantization.casting import cast, row_major
 from moe_fp8_ext.quantization.prepare import Operand
 from moe_fp8_ext.quantization.recipe import Recipe, Rule
@@ -51,8 +51,10 @@ def experts(
     call, x, scores, *rest = call_with_options(_OP, x, topk_ids, topk_scores, w_gate_up, w_down, recipe, **options)
     if topk_ids.dtype != torch.int64:
         fail(_OP, f"topk_ids must be int64, which DeepEP takes, got {topk_ids.dtype}")
-    if num_experts % call.experts:
+    check_int(_OP, "num_experts", num_experts)
+    if num_experts < 1 or num_experts % call.experts:
         fail(_OP, f"num_experts must be a multiple of the experts of w_down, {call.experts}, got {num_experts}")
+    validate_ids(_OP, topk_ids, num_experts)
     is_fp8 = call.recipe.format == "blockwise" and not call.recipe.wgrad_high_precision
     rule = call.recipe.rule(gradient=False) if is_fp8 else None
     rows, scores, quantized, ids, handle = _Dispatch.apply(buffer, topk_ids, num_experts, rule, x, scores)

@@ -16,7 +16,7 @@ from moe_fp8_ext.layer.experts import call_with_options
 from moe_fp8_ext.layer.node import LayerFunction
 from moe_fp8_ext.layer.source import RoutedTokens
 from moe_fp8_ext.ops import combine, permute_pad, sort_tokens
-from moe_fp8_ext.ops.checks import fail
+from moe_fp8_ext.ops.checks import check_sizes, fail, validate_ids
 from moe_fp8_ext.quantization.casting import cast, row_major
 from moe_fp8_ext.quantization.prepare import operand_of_rows
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
@@ -50,6 +50,7 @@ class AllToAll:
         device: torch.device | str = "cuda",
     ) -> None:
         self.recipe, self.num_experts = get_recipe(recipe, _OP), num_experts
+        check_sizes(_OP, num_experts, tokens=tokens, top_k=top_k)
         self.sizes = top_k, num_experts // group.size()
         if num_experts % group.size():
             fail(_OP, f"num_experts must be a multiple of the {group.size()} ranks, got {num_experts}")
@@ -66,8 +67,12 @@ class AllToAll:
 
         options: as in `moe_fp8_ext.experts`. Differentiable once.
         """
-        given = x, topk_ids, topk_scores, w_gate_up, w_down
-        call, x, scores, *rest = call_with_options(_OP, *given, self.recipe, **options)
+        # The layer's node does not see the scores, which stay with their tokens.
+        seen = topk_scores.detach() if isinstance(topk_scores, Tensor) else topk_scores
+        given = x, topk_ids, seen, w_gate_up, w_down
+        call, x, _, *rest = call_with_options(_OP, *given, self.recipe, **options)
+        scores = cast(topk_scores, torch.float32).contiguous()
+        validate_ids(_OP, topk_ids, self.num_experts)
         if (got := (topk_ids.shape[1], call.experts)) != self.sizes:
             fail(_OP, f"top_k and the experts of w_down must be {self.sizes}, got {got}")
         if topk_ids.numel() > self.rows.slots:
@@ -75,7 +80,7 @@ class AllToAll:
         permutation, offs, inverse = sort_tokens(topk_ids.contiguous(), self.num_experts)
         counts = offs.diff(prepend=offs.new_zeros(1)).long()
         rows, ids, places, operand = _Dispatch.apply(self.rows, self.rule, permutation, inverse, counts, x)
-        call = call._replace(needs_scores=False, arrived=operand is not None)  # scores stay with their tokens
+        call = call._replace(arrived=operand is not None)
         source, ones = RoutedTokens(ids, call.experts, operand), scores.new_ones(ids.shape)
         y = _Combine.apply(self.rows, places, counts, LayerFunction.apply(call, source, None, rows, ones, *rest))
         return cast(combine(y, inverse, scores), x.dtype)

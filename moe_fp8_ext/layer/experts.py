@@ -34,6 +34,7 @@ from moe_fp8_ext.ops.checks import (
 from moe_fp8_ext.ops.dispatch import needs_gradient, refuse_tangent
 from moe_fp8_ext.quantization.casting import autocast_dtype, cast, lies_transposed
 from moe_fp8_ext.quantization.format import FORMATS, MAX_EXPERTS
+from moe_fp8_ext.quantization.prepare import DeferredWeight
 from moe_fp8_ext.quantization.recipe import Recipe, get_recipe
 from moe_fp8_ext.quantization.tensor import ONE_DIRECTION, Pair, Quantized, common_rounding, given
 from moe_fp8_ext.training import main_grad
@@ -321,6 +322,8 @@ def _delayed(op: str, name: str, linear: ExpertLinear, delay_wgrad: DelayedWgrad
         fail(op, "delay_wgrad must be None under torch.compile, because a graph has no backward for later, got one")
     if not linear.needs_weight:  # autograd does not see a quantized weight anyway
         return linear
+    if linear.main_grad is None and isinstance(linear.weight, DeferredWeight):
+        fail(op, f"{name} must be a parameter, or have a main_grad, with delay_wgrad, got one that fully_shard gathers")
     if linear.main_grad is None and not linear.weight.is_leaf:
         fail(op, f"{name} must be a parameter, or have a main_grad, with delay_wgrad, got a result of autograd")
     refuse_tangent(op, f"{name} must have no tangent with delay_wgrad", linear.weight)

@@ -220,7 +220,8 @@ class Router(nn.Module):
             mask: [T] bool, True for real tokens. A padding token chooses no expert: its ids are -1, its scores 0. It
                 adds nothing to losses, counts and gradients. None: all tokens are real.
             topk_ids: [T, top_k] int32 or int64, the choice of an earlier call or of a table, in place of this call's.
-                Scores are computed from this call's logits, with gradients. Slots of ids out of [0, E) are dropped.
+                Scores are computed from this call's logits, with gradients. Slots of ids out of [0, E) are dropped. An
+                expert may stand in one slot of a token at most.
             topk_scores: [T, top_k], with topk_ids only: these scores in place of computed ones. The weight then has
                 gradients of the losses alone.
         """

@@ -7,6 +7,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from moe_fp8_ext import _torch
 from moe_fp8_ext.layer.linear import ExpertLinear
 from moe_fp8_ext.matmul.engine import Engine, Groups
 from moe_fp8_ext.ops.checks import require
@@ -58,6 +59,10 @@ class DelayedWgrads:
     def __init__(self) -> None:
         self._backwards: deque[_DelayedGradients] = deque()
 
+    def __reduce__(self) -> tuple:
+        """In a copy, and in what pickle loads, no backward waits: operands belong to the weights of this process."""
+        return type(self), ()
+
     def __repr__(self) -> str:
         return f"DelayedWgrads(waiting={self.waiting}, nbytes={self.nbytes})"
 
@@ -74,9 +79,11 @@ class DelayedWgrads:
         """Computes the gradients of the oldest backward that waits.
 
         Raises:
-            RuntimeError: no backward waits.
+            RuntimeError: no backward waits. An operand was written, or a weight has lost its memory, as one that
+                `fully_shard` gathered. Then nothing is changed.
         """
         require(self.waiting > 0, "DelayedWgrads: backward_dw must follow a backward that waits, got none")
+        self._backwards[0].check()
         self._backwards.popleft().compute()
 
     def of_backward(self, engine: Engine, up: ExpertLinear, down: ExpertLinear) -> _DelayedGradients:
@@ -91,9 +98,12 @@ class _DelayedGradients:
     ) -> None:
         self.engine, self.linears, self.backwards = engine, (up, down), backwards
         self.products: list[tuple[int, Operand, Operand, Groups]] = []
+        self.states: list[tuple[Tensor, tuple[int, ...]]] = []  # of operands that may be tensors of the caller
 
     def add(self, which: int, dy: Operand, a: Operand, groups: Groups) -> None:
         self.products.append((which, dy, a, groups))
+        if _torch.state_of is not None:
+            self.states += [(t, _torch.state_of(t)) for t in (dy.values, a.values)]
 
     def for_autograd(self) -> list[Tensor | None]:
         self.backwards.append(self)
@@ -101,6 +111,18 @@ class _DelayedGradients:
 
     def tensors(self) -> list[Tensor]:
         return [t for _, dy, a, _ in self.products for t in (*dy, *a) if t is not None]
+
+    def check(self) -> None:
+        """Raises if the caller has written to an operand, as autograd does for what it keeps, or if `.grad` would be
+        that of a weight which `fully_shard` has freed, and does not look at again."""
+        kept = all(_torch.state_of(t) == state for t, state in self.states)
+        text = "DelayedWgrads: x and the gradient of the output must not be written before backward_dw, got a write"
+        require(kept, f"{text}; FP8 recipes without wgrad_high_precision keep copies")
+        for name, linear in zip(("w_gate_up", "w_down"), self.linears, strict=True):
+            w = linear.delayed if linear.main_grad is None else None
+            freed = w is not None and w.numel() > 0 and w.untyped_storage().nbytes() == 0
+            cause = "fully_shard frees weights that it gathers, and needs gradients in backward"
+            require(not freed, f"DelayedWgrads: {name} must have its memory until backward_dw, got none; {cause}")
 
     @torch.no_grad()
     def compute(self) -> None:

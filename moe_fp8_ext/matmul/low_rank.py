@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from moe_fp8_ext.matmul.bf16 import bf16_product, bf16_wgrad, zero_tail
 from moe_fp8_ext.matmul.engine import Groups
-from moe_fp8_ext.quantization.casting import cast, row_major
+from moe_fp8_ext.quantization.casting import cast, rounded, row_major
 from moe_fp8_ext.quantization.format import round_up
 
 _combine = torch.ops.moe_fp8.combine.default
@@ -40,6 +40,8 @@ def factor(m: Tensor, scaling: float = 1.0) -> Tensor:
     m = pad(m, (0, 0, 0, missing)) if missing else m
     keeps_strides = 1 in m.stride()[-2:]
     layout = torch.preserve_format if keeps_strides else torch.contiguous_format
+    if scaling != 1 and torch.compiler.is_compiling():  # Dynamo refuses an out= that is transposed
+        return rounded((m if keeps_strides else m.contiguous()) * scaling, torch.bfloat16)
     if scaling != 1:
         return torch.mul(m, scaling, out=torch.empty_like(m, dtype=torch.bfloat16, memory_format=layout))  # rounds once
     return cast(m, torch.bfloat16) if keeps_strides else m.to(torch.bfloat16, copy=True, memory_format=layout)
@@ -177,12 +179,18 @@ def add_to_tokens(
         u = _combine(u, groups.inverse, scores)
     else:
         wide = _combine(_product(u, m, slots), groups.inverse, scores)
-        return out.add_(wide if mask is None else kept(wide, mask, p))
+        return _plus(out, wide if mask is None else kept(wide, mask, p))
     if mask is not None:
-        return out.add_(kept(_mm(u, m), mask, p))
+        return _plus(out, kept(_mm(u, m), mask, p))
     if out.device.type == "cpu":
         return torch.addmm(out.float(), u.float(), m.float()).bfloat16()
     return _addmm(out, u, m) if torch.compiler.is_compiling() else out.addmm_(u, m)
+
+
+def _plus(out: Tensor, x: Tensor) -> Tensor:
+    """out + x, in out. A graph gets a new tensor: torch 2.11 loses the gradients of a Function that wrote its result in
+    place."""
+    return out + x if torch.compiler.is_compiling() else out.add_(x)
 
 
 @torch.library.custom_op("moe_fp8_ext::addmm", mutates_args=())

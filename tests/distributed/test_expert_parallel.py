@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import ROOT, blocks, full
 from processes import NEEDS_GLOO, in_processes
 from torch import Tensor, nn
@@ -250,6 +251,17 @@ def check_tokens_of_transformers(mesh: DeviceMesh) -> None:
         by_plan(MODEL, mesh, alone, "moe_fp8_auto")(x, ids, scores)
     with pytest.raises(RuntimeError, match="^moe_fp8: MuseSparkExperts must be one operation of moe_fp8_ext"):
         by_plan("muse_spark_text", mesh, alone, "moe_fp8")
+
+
+@pytest.mark.parametrize("dim", [1, 7, 8])
+def test_static_rows_of_any_width(dim, world_of_one):
+    """Headers have 4 bytes. Rows of outputs and gradients may be an odd number of bfloat16 values."""
+    parallel = ExpertParallel(dist.group.WORLD, 2, 1, recipe="rowwise", mode="static")
+    x, ids = torch.ones(3, dim, dtype=torch.bfloat16, requires_grad=True), torch.tensor([[0], [1], [1]])
+    out = parallel.experts(x, ids, torch.ones(3, 1), torch.ones(2, 16, dim), torch.ones(2, dim, 8))
+    out.sum().backward()
+    assert x.grad.all()
+    parallel.check()
 
 
 @NEEDS_GLOO

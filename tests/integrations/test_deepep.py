@@ -158,6 +158,8 @@ def test_mistakes():
         (None, p["ids"], E, "buffer must be a deep_ep.Buffer, got a NoneType without get_dispatch_layout"),
         (Buffer(Buffers(), 0), p["ids"].int(), E, "topk_ids must be int64, which DeepEP takes, got torch.int32"),
         (Buffer(Buffers(), 0), p["ids"], 7, "num_experts must be a multiple of the experts of w_down, 6, got 7"),
+        (Buffer(Buffers(), 0), p["ids"], 0, "num_experts must be a multiple of the experts of w_down, 6, got 0"),
+        (Buffer(Buffers(), 0), p["ids"].clamp(min=6), 6, "topk_ids must be -1 or from 0 to 5, got 6 in slot 0"),
         (Buffer(Buffers(), 0), p["ids"][:1], E, "topk_ids must have size 43 in dimension 0, got 1"),
     ):
         with pytest.raises(RuntimeError) as info:

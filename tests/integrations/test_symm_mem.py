@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -12,7 +13,17 @@ from helpers import assert_same_tensor
 from processes import in_processes
 from torch import Tensor
 
-from moe_fp8_ext import Recipe, _torch, combine, experts_of_groups, permute_pad, quantize_rows, sort_tokens
+from moe_fp8_ext import (
+    DelayedWgrads,
+    Recipe,
+    _torch,
+    combine,
+    experts_of_groups,
+    permute_pad,
+    quantize_rows,
+    quantize_weight,
+    sort_tokens,
+)
 from moe_fp8_ext.integrations.symm_mem import AllToAll
 
 RANKS, E, D, F, TOP_K, LAYERS, STEPS = 2, 6, 160, 64, 3, 2, 2
@@ -174,6 +185,52 @@ def test_ranks_equal_one(recipe, needs_x, world):
             assert_same_tensor(torch.cat([of_one[name] for of_one in made]), whole, name)
 
 
+def of_ranks(world: World, fn: Callable[[AllToAll, dict[str, Tensor], Tensor], object], needs_x: bool) -> list[object]:
+    """Calls fn on every rank, with an exchange, the tensors of the rank, and the ids of its tokens."""
+
+    def on(rank: int) -> object:
+        world.rank_of.rank, p = rank, problem()
+        rows, mine = cut(rank, RANKS)
+        exchange = AllToAll(world, tokens=max(TOKENS), top_k=TOP_K, num_experts=E, device="cpu")
+        with torch.autograd.set_multithreading_enabled(False):
+            return fn(exchange, leaves(p, needs_x, rows, mine), p["ids"][rows])
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(on, range(RANKS)))
+
+
+def test_evaluation_before_training_and_two_widths(world):
+    """Memory of the first call, in inference mode, serves training. A layer of another width has its own."""
+
+    def fn(exchange: AllToAll, of: dict[str, Tensor], ids: Tensor) -> None:
+        with torch.inference_mode():
+            want = exchange.experts(of["x"], ids, of["scores"], of["up"], of["down"]).clone()
+        out = exchange.experts(of["x"], ids, of["scores"], of["up"], of["down"])
+        narrow = exchange.experts(out[:, :64], ids, of["scores"], of["up"][..., :64], of["down"][:, :64])
+        narrow.sum().backward()
+        assert_same_tensor(out.detach(), want, "out")
+        assert of["x"].grad.any()
+
+    of_ranks(world, fn, needs_x=True)
+
+
+@pytest.mark.parametrize("options", ["delayed", "quantized"])
+def test_scores_alone_make_no_backward_of_weights(options, world):
+    """Without a gradient of x autograd would not call the backward that computes these gradients."""
+
+    def fn(exchange: AllToAll, of: dict[str, Tensor], ids: Tensor) -> str:
+        up, down, named = of["up"], of["down"], {"delay_wgrad": DelayedWgrads()}
+        if options == "quantized":
+            named = {f"main_grad_{n}": torch.zeros(w.shape) for n, w in (("gate_up", up), ("down", down))}
+            up, down = (quantize_weight(w.detach(), "blockwise") for w in (up, down))
+        with pytest.raises(RuntimeError) as info:
+            exchange.experts(of["x"], ids, of["scores"], up, down, **named)
+        return str(info.value)
+
+    for text in of_ranks(world, fn, needs_x=False):
+        assert text.startswith("symm_mem.AllToAll: x or another input must require a gradient, because ")
+
+
 def on_gpus(rank: int, ranks: int) -> None:
     import torch.distributed._symmetric_memory as memory
 
@@ -213,6 +270,7 @@ def test_mistakes(world):
         ({0: p["x"][:21], 1: p["ids"][:21], 2: p["scores"][:21]}, "x must have at most 20 tokens, got 21"),
         ({3: p["up"], 4: p["down"]}, "top_k and the experts of w_down must be (3, 3), got (3, 6)"),
         ({1: p["ids"][:20, :2], 2: p["scores"][:20, :2]}, "top_k and the experts of w_down must be (3, 3), got (2, 3)"),
+        ({1: p["ids"][:20].clamp(min=E)}, f"topk_ids must be -1 or from 0 to {E - 1}, got {E} in slot 0"),
     ):
         with pytest.raises(RuntimeError) as info:
             exchange.experts(*(change.get(i, t) for i, t in enumerate(call)))
@@ -220,6 +278,8 @@ def test_mistakes(world):
     for change, text in (
         ({"num_experts": 7}, "num_experts must be a multiple of the 2 ranks, got 7"),
         ({"recipe": "auto"}, "recipe must be the same for all sizes, got 'auto'"),
+        ({"tokens": 1.5}, "tokens must be an int, got float"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
     ):
         with pytest.raises(RuntimeError) as info:
             AllToAll(world, **how | change)

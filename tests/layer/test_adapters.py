@@ -13,6 +13,7 @@ from derivatives import check_no_second_derivative, check_no_tangent
 from experts_problem import BF16_DB, OF_OPERAND, SPREAD_DB, Layer, activated, assert_equal, but, layer
 from helpers import assert_same_tensor, check_cuda_graph, counted_backend, sqnr_db
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moe_fp8_ext import (
@@ -23,6 +24,7 @@ from moe_fp8_ext import (
     Router,
     experts,
     experts_of_groups,
+    gather_in_fp8_,
     quantize_weight,
     save_ops,
     sort_tokens,
@@ -387,7 +389,9 @@ def test_checkpointing(device):
         assert_equal(run(problem, of, fn), want)
 
 
-def test_compiles_with_dynamic_tokens(device):
+@pytest.mark.parametrize(("rank", "limit"), [(5, low_rank.DENSE), (8, 0)], ids=["by token", "by slot"])
+def test_compiles_with_dynamic_tokens(rank, limit, device, monkeypatch):
+    monkeypatch.setattr(low_rank, "DENSE", limit)
     frames = counted_backend(device)
     compiled = torch.compile(experts, fullgraph=True, backend=frames)
     dropout = 0.3 if device == "cpu" else 0.0  # inductor draws other numbers than eager calls
@@ -399,7 +403,7 @@ def test_compiles_with_dynamic_tokens(device):
 
     for t in (60, 44):
         problem, results = layer(t, 64, 48).at(device), []
-        of = factors(problem, shared="A")
+        of = factors(problem, rank, shared="A")
         for fn in (call, experts):
             torch.manual_seed(t)
             results.append(run(problem, of, partial(ours, fn=fn), dropout=dropout))
@@ -540,6 +544,21 @@ def test_module_over_a_mesh(world_of_one):
     out.sum().backward()
     assert module.down_proj_lora_B.placements and module.down_proj_lora_B.grad.full_tensor().any()
     assert module.down_proj.grad is None and not module.down_proj_lora_A.grad.full_tensor().any()
+
+
+def test_weights_that_fsdp_gathers(world_of_one):
+    """FSDP2 gathers the weights in FP8, and factors as they are."""
+    of = dict(lora_rank=4, dtype=torch.bfloat16)
+    sharded, plain = Experts(4, 32, 16, **of), Experts(4, 32, 16, **of)
+    plain.load_state_dict(sharded.state_dict())
+    fully_shard(sharded)
+    gather_in_fp8_(sharded, "rowwise")
+    x, ids = torch.randn(9, 32, dtype=torch.bfloat16, requires_grad=True), torch.arange(9)[:, None] % 4
+    for module in (sharded, plain):
+        module(x, ids, torch.ones(9, 1)).sum().backward()
+    for name, want in plain.named_parameters():
+        if "lora_" in name:
+            assert_same_tensor(sharded.get_parameter(name).grad.to_local(), want.grad, name)
 
 
 def test_modules(device):

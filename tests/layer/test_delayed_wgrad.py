@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from helpers import assert_same, assert_same_tensor
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from moe_fp8_ext import (
@@ -16,8 +19,10 @@ from moe_fp8_ext import (
     MoE,
     Recipe,
     Router,
+    _torch,
     experts,
     experts_of_groups,
+    gather_in_fp8_,
     ops,
     quantize_weight,
     reuse_weights,
@@ -243,6 +248,15 @@ def test_ddp_is_told():
         assert p.grad_added_to_main_grad and p.main_grad.any() and not p.grad.any()
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_wait_for_nothing(copied):
+    """pickle alone cannot store FP8 operands, and a saved model has no use for them."""
+    module = Experts(E, D, F, delay_wgrad=True)
+    x, ids = torch.ones(3, D, requires_grad=True), torch.zeros(3, 1, dtype=torch.int64)
+    module(x, ids, torch.ones(3, 1)).sum().backward()
+    assert copied(module).delayed.waiting == 0 and module.delayed.waiting == 1
+
+
 # Mistakes
 
 
@@ -275,6 +289,39 @@ def test_mistakes():
     Experts(E, D, F).backward_dw()  # does nothing
     text = "Experts: delay_wgrad must be a bool, got int"
     mistake(lambda: Experts(E, D, F, delay_wgrad=1), text)
+
+
+@pytest.mark.skipif(_torch.state_of is None, reason="private names of torch are switched off")
+@pytest.mark.parametrize("written", [0, 1])
+@pytest.mark.parametrize("recipe", [Recipe("bf16"), Recipe(wgrad_high_precision=True)], ids=str)
+def test_written_operands(recipe, written):
+    """x and the gradient of rows that are sorted already are operands themselves, which autograd no longer guards."""
+    x, grad = torch.ones(5, D, dtype=torch.bfloat16, requires_grad=True), torch.ones(5, D, dtype=torch.bfloat16)
+    of, delayed = weights(), DelayedWgrads()
+    offs = torch.full((E,), 5, dtype=torch.int32)
+    experts_of_groups(x, offs, None, **of, recipe=recipe, delay_wgrad=delayed).backward(grad)
+    with torch.no_grad():
+        (x, grad)[written].zero_()
+    text = "DelayedWgrads: x and the gradient of the output must not be written before backward_dw, got a write"
+    mistake(delayed.backward_dw, f"{text}; FP8 recipes without wgrad_high_precision keep copies")
+    assert delayed.waiting == 1
+
+
+def test_fully_shard_is_refused(world_of_one):
+    """It reduces gradients in backward, when there are none yet."""
+    module, gathered = (Experts(E, D, F, delay_wgrad=True) for _ in range(2))
+    for experts_module in (module, gathered):
+        fully_shard(experts_module)
+    call = torch.ones(3, D, requires_grad=True), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    module(*call).sum().backward()
+    cause = "fully_shard frees weights that it gathers, and needs gradients in backward"
+    text = f"DelayedWgrads: w_gate_up must have its memory until backward_dw, got none; {cause}"
+    for _ in range(2):
+        mistake(module.backward_dw, text)
+    gather_in_fp8_(gathered, "rowwise")
+    got = "got one that fully_shard gathers"
+    text = f"experts: w_gate_up must be a parameter, or have a main_grad, with delay_wgrad, {got}"
+    mistake(lambda: gathered(*call), text)
 
 
 def test_graphs_refuse_it(monkeypatch):
