@@ -78,7 +78,7 @@ def marked(parts: dict[nn.Module, str]) -> Iterator[None]:
 
 
 def mark(part: str) -> record_function:
-    """A context whose ops belong to a part, for what is not a module: the optimizer."""
+    """A context whose ops belong to a part that is not a module: the optimizer."""
     return record_function(_MARK + part)
 
 
@@ -154,7 +154,7 @@ def _summed(
     on_gpu, us = any(event.kernels for event in kind_of), Counter()
     for event, kind in kind_of.items():
         us[kind or REST] += _own(event, on_gpu)
-    # Kernels that no op launched. On an H200 the kernels of ops are up to 0.03% more than those of the device.
+    # Kernels that no op launched. On an H200, the times of ops add up to as much as 0.03% more than the device's total.
     us[REST] += max(0.0, total(events) - us.total())
     return {kind: us[kind] for kind in order if us[kind]}
 

@@ -393,7 +393,7 @@ def of_grouped_linear(self, *, input_RI: Tensor, weight_EOI: Tensor, offsets_E: 
 
 
 def of_stacked(self, *, input_RI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-    """Computes as `of_grouped_linear`. Its own name, because a method of one class is not that of another."""
+    """Computes as `of_grouped_linear`. It is a second function, because the classes must not share a method."""
     return torch._grouped_mm(input_RI, weight_EOI.bfloat16().transpose(-2, -1), offs=offsets_E)
 
 
