@@ -543,7 +543,7 @@ def test_lora_around_the_transform(newer, transforms):
     built = wrapped(ours._owner).Config(group_size=3, recipe="rowwise").build()
     x, offs = torch.randn(40, 32, dtype=torch.bfloat16), torch.tensor([11, 11, 40], dtype=torch.int32)
     assert torch.equal(built(x, offs), 1 + grouped_mm(x, built.weight.bfloat16().mT, offs))
-    with pytest.raises(TypeError, match="_grouped_mm must be that of Stacked, got that of Mixin: leave out"):
+    with pytest.raises(TypeError, match="_grouped_mm must be Stacked's, got Mixin's: leave out"):
         titan.MoeFp8Transform().transform(wrapped(Stacked).Config(group_size=3))
 
 
