@@ -1,4 +1,4 @@
-"""Compares products and layers with those of other implementations, one row for each kind, rival, size and groups.
+"""Compares our products and layers with other implementations, one row for each kind, rival, size and groups.
 
     python bench/beside.py --out bench/results/beside.json
 

@@ -3,7 +3,7 @@
     python bench/corpus.py --out corpus.pt
     python bench/pretrain.py --corpus corpus.pt --recipe rowwise --out bench/results/losses/rowwise.json
 
-The model is that of examples/train_moe_lm.py: 0.44 B parameters, 32 experts, 4 of them for each token. A token is a
+The model comes from examples/train_moe_lm.py: 0.44 B parameters, 32 experts, 4 of them for each token. A token is a
 byte. No byte of the corpus is read twice unless the corpus is too short. A seed decides the first weights and the order
 of the data. So two recipes with one seed differ in the arithmetic of the experts alone.
 

@@ -53,19 +53,19 @@ LEGEND = """\
 - of copy: bytes read once and written once, padding included, over the bandwidth of a large `copy_` in the same run.
 - of even: speed relative to even groups, in the same run.
 - x baseline: speed relative to dense FP8 `torch._scaled_mm` of the same size with scales of rows (scaled_grouped_mm),
-  to `permute_quantized` and the product of what that moves (scaled_grouped_mm by index),
+  to `permute_quantized` and the product of the moved rows (scaled_grouped_mm by index),
   to `scaled_grouped_mm` to float32 (add_scaled_grouped_mm), to BF16 `torch._grouped_mm`, forward and backward
   (grouped_mm), to a layer of torch's own ops in BF16 around that (experts), to Transformers' own `grouped_mm`
   (transformers_experts), to torch's stable argsort, histc and cumsum (sort_tokens), or to torch's own ops in float32
   (choose_experts; router, forward and backward).
 - x torch FP8: speed relative to `torch._scaled_grouped_mm`, in turns.
 - weights reused: within `reuse_weights`, a weight that is quantized already.
-- B kept: bytes kept for the gradient of the weights, scales and padding included, an element of the activation.
-- host us: CPU time to issue one eager call; x relu: the same over that of an eager `torch.relu` in the same run.
+- B kept: bytes kept for the gradient of the weights, for each element of the activation, scales and padding included.
+- host us: CPU time to issue one eager call; x relu: the same over the time of an eager `torch.relu` in the same run.
 - torchao, DeepGEMM, torch FP8, torch BF16: microseconds of the same work elsewhere, `-` where it was not installed,
   does not run on this GPU or was not timed. torchao pads nothing and, but for rowwise, knows no groups; DeepGEMM takes
   groups of whole tiles, and is told the group of every row.
-- Sizes are those of bench/shapes.json; those of `grouped_mm` are [M, K, N, E]."""
+- Sizes come from bench/shapes.json; for `grouped_mm` they are [M, K, N, E]."""
 FORCED = """\
 `MOE_FP8_GEMM={gemm}` forced every product of this run into the GEMM for all GPUs. Tests use that variable. A Hopper GPU
 takes this GEMM by itself only for sizes and types that its own kernels do not take."""

@@ -74,7 +74,7 @@ def marked(parts: dict[nn.Module, str]) -> Iterator[None]:
 
 
 def mark(part: str) -> record_function:
-    """A context whose ops belong to a part, for what is not a module: the optimizer."""
+    """A context whose ops belong to a part that is not a module: the optimizer."""
     return record_function(_MARK + part)
 
 

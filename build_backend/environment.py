@@ -224,7 +224,7 @@ def has_setuptools() -> bool:
 
 
 def missing() -> list[str]:
-    """Returns the build requirements that this environment lacks. Fails if pip cannot install what is missing."""
+    """Returns the build requirements that this environment lacks. Fails if pip cannot install one of them."""
     torch = find_torch()
     check_torch(torch)
     check_compiler()

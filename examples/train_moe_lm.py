@@ -255,7 +255,7 @@ def print_table(runs: list[Run], differences: dict[str, float]) -> None:
     print("\nLosses are in nats a byte, the last one a mean of 10 steps. Saved for backward is what the MoE")
     print("layers keep from the forward to the backward pass of one step, with the tokens as they came.")
     if ranks()[1] > 1:
-        print(f"Experts are spread over {ranks()[1]} ranks; what is saved is the first one's.")
+        print(f"Experts are spread over {ranks()[1]} ranks; the saved bytes are the first rank's.")
 
 
 def plot(runs: list[Run], path: Path) -> None:
@@ -394,9 +394,7 @@ def report(runs: list[Run], args: argparse.Namespace) -> int:
     if args.losses:
         write_losses(runs, args)
     if args.device == "cpu":
-        print(
-            "A CPU emulates FP8: its losses are those of FP8, its speed is not. FP8 is faster than BF16 on a GPU only."
-        )
+        print("A CPU emulates FP8: it shows the losses of FP8, not its speed. FP8 is faster than BF16 on a GPU only.")
     far = [recipe for recipe, d in differences.items() if not abs(d) <= TOLERANCE]  # NaN counts as far
     if args.check and far:
         print(f"The held-out loss of {', '.join(far)} is not within {TOLERANCE:.0%} of {BASELINE}'s.", file=sys.stderr)

@@ -25,8 +25,8 @@ MOE_HD constexpr int64_t padded_extent(int64_t rows, int64_t experts, int64_t al
 MOE_HD constexpr int64_t block_extent(int64_t rows, int64_t experts, int64_t align) {
   return padded_extent(rows, experts, align < kBlock ? kBlock : align) / kBlock;
 }
-// Elements from one column of its column-major scales to the next, for `rows` rows. Columns are whole 16-byte chunks,
-// which the tensor memory accelerator and cuBLASLt require.
+// The column stride, in elements, of the blockwise recipe's column-major scales of `rows` rows. Columns begin at
+// 16-byte boundaries, which the tensor memory accelerator and cuBLASLt require.
 MOE_HD constexpr int64_t scale_stride(int64_t rows) { return round_up<int64_t>(rows, 4); }
 
 // Rows taken by index: i = at[p] stands for row i / top_k, or for a row of zeros if i is not in [0, rows * top_k).

@@ -5,8 +5,8 @@
 //   along rows:    q [rows, K]   q[r, k]          = cast(x[r, k] * m[r, block of k])
 //   along tokens:  q_t [K, P]    q_t[k, pos(r)]   = cast(x[r, k] * m_t[k, block of r]),
 //                  pos(r) = padded start of r's group + r - start of the group; every other byte of q_t is zero
-//   weight:        x [E, rows, K], experts in place of groups: q [E, rows, K], q_t [E, K, rows], nothing padded. What
-//                  is not wanted is not written
+//   weight:        x [E, rows, K], experts in place of groups: q [E, rows, K], q_t [E, K, rows], nothing padded. A
+//                  direction that is not wanted is not written
 //   amax kBatch:   along tokens, with f.block == 0: amax = max |x[r, k]| over the finite values of the rows of all
 //                  groups, and the same m_t[k] for every group; values that are not finite become NaN. Along rows, the
 //                  rows of x itself are quantized, q [x_rows, K]: each once, however many positions have it

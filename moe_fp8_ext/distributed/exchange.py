@@ -203,9 +203,9 @@ class ExchangedTokens(Source):
 
     @contextmanager
     def completed(self) -> Iterator[None]:
-        """A context in which an error sends what is due, with marks by which the other ranks raise too.
+        """A context that, after an error, sends the messages that other ranks wait for, marked so that they raise.
 
-        Without sizes that are the same everywhere, messages have no room for marks. Then nothing is sent.
+        In exact mode messages have no room for marks, so nothing is sent.
         """
         try:
             yield
@@ -216,7 +216,7 @@ class ExchangedTokens(Source):
             raise
 
     def _empty(self, message: str, chunk: int) -> Tensor:
-        """Returns rows as those of a message, of any contents."""
+        """Returns rows with the sizes of a message. Their contents do not matter."""
         route, device = self.routes[chunk], self.exchange.ranks.device
         if message == GRADIENT:
             dout = torch.zeros(route.inverse.shape[0], self._width, dtype=torch.bfloat16, device=device)

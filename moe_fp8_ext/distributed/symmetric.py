@@ -51,7 +51,7 @@ class SymmetricRows:
         return of_tokens.clone()
 
     def experts_of(self, places: Tensor, rows: int) -> Tensor:
-        """Returns the experts [rows] int32 of received rows; -1 for the rows between and behind those of experts."""
+        """Returns the expert of each received row, [rows] int32; -1 for rows between or behind the rows of experts."""
         counts, first = places.view(2, -1, self.ranks)
         row = torch.arange(rows, device=places.device)
         expert = torch.bucketize(row, first[:, 0].contiguous(), right=True) - 1

@@ -64,7 +64,7 @@ def experts(
 
 
 class _Dispatch(torch.autograd.Function):
-    """Sends tokens to the ranks of their experts, each once. Received ids are those of this rank's experts, else -1."""
+    """Sends each token once to every rank that has an expert of it. A received id is an expert of this rank, or -1."""
 
     @staticmethod
     def forward(ctx, buffer: object, ids: Tensor, num_experts: int, rule: Rule | None, x: Tensor, scores: Tensor):

@@ -30,7 +30,7 @@ def added(x: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
 
 
 def gradient_of_weighted(grad: Tensor, scores: Tensor | None, groups: Groups) -> Tensor:
-    """Returns the gradient of a bias [E, N] of rows that `combine` weights by scores. grad is that of its sums."""
+    """Returns the gradient of a bias [E, N] of rows that `combine` weights by scores, for grad of its output."""
     scores = None if scores is None else scores.view(-1)
     return _sum_groups(row_major(grad), groups.offs, scores, groups.indices, groups.top_k)
 

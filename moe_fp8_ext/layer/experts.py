@@ -81,7 +81,7 @@ def experts(
     Backward keeps a reference to x, or a copy if autocast casts it. For P = T * top_k slots and H = w_gate_up.shape[1]
     it also keeps
 
-        h                                 P * H bytes and its scales, those of `quantize_rows`; in bfloat16 2 P * H
+        h                                 P * H bytes, and scales as in `quantize_rows`; in bfloat16 2 P * H bytes
         order of the slots, scores        12 P + 4 E bytes
 
     and the transposed fp8 copy of each trained weight that backward multiplies by; none after `gather_in_fp8_`. With
@@ -176,7 +176,7 @@ def experts_of_groups(
 
     Args:
         x: [P, D] bfloat16, float16 or float32, sorted by expert. Or a `Quantized`, as in `experts`. Blocked scales of
-            "mxfp8" must be those of `quantize_rows` with offs.
+            "mxfp8" must have the layout that `quantize_rows` with offs returns.
         offs: [E] int32 on x's device, exclusive end row of each expert, non-decreasing. Contents are clamped and made
             monotonic. On a CPU, and inside `moe_fp8_ext.validate()`, wrong ones raise.
         scores: [P] bfloat16, float16 or float32, taken as float32; None multiplies by nothing.

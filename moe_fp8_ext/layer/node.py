@@ -335,7 +335,7 @@ def _backward_of_chunk(
             da = down.adapter.add_to_da(da, v_down, of_down, slots)
         of_rows = None if scores is None else scores.view(-1)
         if slots is not None and groups.indices is None and scores is not None:
-            of_rows = slots.row_scores(scores)  # adapters read dh of all rows, so that of rows without a group is zero
+            of_rows = slots.row_scores(scores)  # makes dh zero in rows without a group, because adapters read all rows
         of = Activated(Operand(saved.h, saved.h_scale), of_rows, call.activation, call.interleaved)
         wanted = Wanted(
             rows=needs_x,

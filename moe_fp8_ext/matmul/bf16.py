@@ -18,7 +18,7 @@ def max_experts(x: Tensor) -> int:
 
 
 def clamped(offs: Tensor, rows: int) -> Tensor:
-    """Makes offs safe for torch's kernel: within [0, rows] and monotonic. Those of `sort_tokens` already are."""
+    """Makes offs safe for torch's kernel: within [0, rows] and monotonic. `sort_tokens` returns offs that are safe."""
     return offs.clamp(0, rows).cummax(0).values
 
 

@@ -266,8 +266,9 @@ class Fp8Engine(Bf16Engine):
         if wgrad and not self._is_smaller(x, groups):
             return self.rows(row_major(x), groups, rows=True, tokens=True)
         format, dtype, rounding = self.rule(gradient=False)
-        of_rows = None if groups.indices is not None else groups.offs  # whose groups are not those of rows by index
-        rows = _quantize_rows(row_major(x), format, of_rows, None, None, dtype, rounding)
+        # Rows that a product takes by index are quantized where they lie, in no group.
+        offs = None if groups.indices is not None else groups.offs
+        rows = _quantize_rows(row_major(x), format, offs, None, None, dtype, rounding)
         return Operand(*rows), Operand(x) if wgrad else NOTHING
 
     def kept_tokens(self, kept: Operand, groups: Groups) -> Operand:
@@ -326,7 +327,7 @@ class Fp8Engine(Bf16Engine):
         return Gradients(rows, tokens, of_a, None, dscores, db=db if wanted.db else None)
 
     def _gradients_along_rows(self, da: Tensor, of: Activated, groups: Groups, wanted: Wanted) -> Gradients:
-        """Computes `gradients` for a weight that has none. What is also wanted of dh and a comes in bfloat16."""
+        """Computes `gradients` for a weight without a gradient. dh and a, if wanted too, are returned in bfloat16."""
         h, scores, activation, interleaved = of
         format, dtype, rounding = self.rule(gradient=True)
         how = interleaved, wanted.dh or wanted.db, wanted.a or wanted.a_values, dtype, rounding

@@ -153,7 +153,7 @@ class Tokens(Rows):
 
 
 def add_to_rows(y: Tensor, u: Tensor, m: Tensor, slots: Slots, mask: Tensor | None = None, p: float = 0) -> Tensor:
-    """Computes y + u @ m of each group, [P, W], for u [P, R]. mask: that of `dropped`, for u @ m."""
+    """Computes y + u @ m of each group, [P, W], for u [P, R]. mask: the mask of `dropped`, applied to u @ m."""
     return _add_low_rank(y, u, m, slots.covered(u.shape[0]), mask, p)
 
 

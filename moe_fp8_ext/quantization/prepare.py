@@ -147,7 +147,8 @@ def second_bf16_weight(kept: Operand, dtype: torch.dtype, frozen: bool) -> Opera
 
 
 def operands_of(pair: tuple[Quantized, Quantized | None], second: bool = True) -> tuple[Operand, Operand]:
-    """Makes the first operand of a pair that the caller quantized before, and if asked, what is kept for the second.
+    """Makes the first operand of a pair that the caller has quantized. With `second`, also the operand that is kept for
+    the other direction.
 
     A weight in square blocks needs no second: the view of its transpose is kept, and copied when it is multiplied.
     """

@@ -49,7 +49,7 @@ class Rows:
         self.groups, self.offs = groups, clamped(groups.offs, rows).long()
         count, total = min(ROWS, rows), self.offs[-1:]
         at = torch.arange(count, device=total.device) * total.clamp(min=count) // max(count, 1)
-        self.exists, self.at = at < total, at.clamp(max=rows - 1)  # all rows in groups, once, if there are fewer
+        self.exists, self.at = at < total, at.clamp(max=rows - 1)  # fewer rows in groups than ROWS: each of them once
         self.expert = torch.searchsorted(self.offs, self.at, right=True).clamp(max=self.offs.shape[0] - 1)
         self.starts = pad(self.offs, (1, -1))
 
@@ -124,7 +124,7 @@ class MatmulWatch:
         self.watch, self.rows = watch, Rows(groups, rows)
 
     def forward(self, a: Tensor | None, kept: Operand, w: Tensor, dtype: torch.dtype | None) -> None:
-        """Measures tokens a, which are None if they were quantized before, and the weight."""
+        """Measures tokens a and the weight. a is None if the caller quantized the tokens."""
         x = None if a is None else self.rows.of_tokens(a)
         x8 = None if a is None else self.watch.along_rows("tokens", x)
         self.watch.product(x, x8, w, dtype, self.rows)
@@ -144,8 +144,9 @@ class MatmulWatch:
 class LayerWatch:
     """Measures a call of a layer: its first chunk of tokens.
 
-    sent: the tokens of this rank, and in backward their gradients. They are measured if products take what arrives
-    from other ranks in fp8. None if the caller quantized them, who alone knows them.
+    sent: the tokens of this rank before they travel; in backward, the gradients of the output. If rows travel in fp8,
+        the received rows have no original values to compare with, so `sent` is measured instead. None if the caller
+        quantized the tokens, because only the caller has the original values.
     """
 
     def __init__(self, up: Watch, down: Watch, call: Call, sent: Tensor | None) -> None:
@@ -190,7 +191,7 @@ class LayerWatch:
         self.down.along_tokens("tokens", a, a_t, self.rows)
 
     def tokens(self, x: Operand, x_t: Operand) -> None:
-        """Measures tokens along tokens."""
+        """Measures the tokens x in the operand x_t, which is quantized along tokens."""
         if x.scale is None:
             self.up.along_tokens("tokens", self.rows.of_tokens(x.values), x_t, self.rows)
 

@@ -225,8 +225,8 @@ class FailsOnce:
 
 
 def check_errors_after_tokens(world: World) -> None:
-    """A rank that raises after it has sent its tokens sends what is due, with a mark. So all ranks raise in the same
-    call, and the next call works as usual. On GPUs `check` raises: they must have got to the end of a backward."""
+    """A rank that raises after it has sent its tokens sends the messages that others wait for, marked. So all ranks
+    raise in the same call, and the next call works as usual. On GPUs `check` raises, at the end of a backward."""
     tokens, last = [8] * world.size, world.size - 1
     problem = world.part(world.whole(tokens, 2), tokens)
     for chunks, overflow in ((1, "raise"), (2, "count")):

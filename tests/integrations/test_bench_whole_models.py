@@ -66,7 +66,7 @@ def outermost(ops: list[FunctionEvent]) -> float:
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "moe_fp8_rowwise"])
 def test_parts_of_a_step(bench, implementation):
-    """Forward and backward of every part are found, and what is left over is the begin of backward."""
+    """Forward and backward of every part are found, and the start of backward alone is left over."""
     waterfall, device_time = map(importlib.import_module, ("waterfall", "device_time"))
     trainer = tiny_trainer(bench, "DeepSeek-V3")
     with waterfall.marked(waterfall.parts_of(trainer.model)):
@@ -150,7 +150,7 @@ def test_ops_by_kind(bench):
 
 
 def test_attention_with_sinks(bench):
-    """The values and gradients are those of Transformers' eager attention of GPT-OSS, in float32."""
+    """Values and gradients equal Transformers' eager attention of GPT-OSS, in float32."""
     hf_models = importlib.import_module("hf_models")
     eager = importlib.import_module("transformers.models.gpt_oss.modeling_gpt_oss").eager_attention_forward
     torch.manual_seed(0)

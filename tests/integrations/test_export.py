@@ -125,8 +125,8 @@ def test_names_and_config(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", [None, "blockwise", POW2])
-def test_bytes_are_those_of_training(tmp_path, recipe):
-    """Those of one call of quantize_weight for all experts, whose halves are gate and up."""
+def test_bytes_of_training(tmp_path, recipe):
+    """The file has the bytes of one call of quantize_weight for all experts, whose halves are gate and up."""
     model = tiny()
     export_fp8(model, tmp_path / "a", recipe=recipe)
     got, experts = written(tmp_path / "a"), experts_of(model)
@@ -266,7 +266,7 @@ def with_adapters(model: nn.Module, **options: object) -> nn.Module:
 
 @pytest.mark.parametrize("options", [{}, dict(target_parameters=None, use_dora=True, modules_to_save=["lm_head"])])
 def test_merged_adapters(tmp_path, options):
-    """What is written is what merge_and_unload makes of a copy. The model keeps its adapters and weights."""
+    """The file has the weights that merge_and_unload gives a copy. The model keeps its adapters and weights."""
     model = with_adapters(tiny(), **options)
     moe_fp8_ext.convert_(model, "blockwise")
     if "modules_to_save" in options:

@@ -165,7 +165,7 @@ def world(monkeypatch) -> World:
     ids=str,
 )
 def test_ranks_equal_one(recipe, needs_x, world):
-    """All bytes are those of one process, because a slot is a row of its own on both sides."""
+    """All bytes equal the bytes of one process, because a slot is a row of its own on both sides."""
     with ThreadPoolExecutor(RANKS) as pool:
         made = list(pool.map(lambda rank: of_rank(rank, world, recipe, needs_x), range(RANKS)))
     p = problem()

@@ -393,7 +393,7 @@ def of_grouped_linear(self, *, input_RI: Tensor, weight_EOI: Tensor, offsets_E: 
 
 
 def of_stacked(self, *, input_RI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-    """Computes as `of_grouped_linear`. Its own name, because a method of one class is not that of another."""
+    """Computes as `of_grouped_linear`. It is a second function, because the classes must not share a method."""
     return torch._grouped_mm(input_RI, weight_EOI.bfloat16().transpose(-2, -1), offs=offsets_E)
 
 
@@ -543,7 +543,7 @@ def test_lora_around_the_transform(newer, transforms):
     built = wrapped(ours._owner).Config(group_size=3, recipe="rowwise").build()
     x, offs = torch.randn(40, 32, dtype=torch.bfloat16), torch.tensor([11, 11, 40], dtype=torch.int32)
     assert torch.equal(built(x, offs), 1 + grouped_mm(x, built.weight.bfloat16().mT, offs))
-    with pytest.raises(TypeError, match="_grouped_mm must be that of Stacked, got that of Mixin: leave out"):
+    with pytest.raises(TypeError, match="_grouped_mm must be Stacked's, got Mixin's: leave out"):
         titan.MoeFp8Transform().transform(wrapped(Stacked).Config(group_size=3))
 
 

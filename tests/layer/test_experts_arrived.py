@@ -56,7 +56,7 @@ def rows_of(x: Tensor, way: str, recipe: Recipe) -> Quantized:
 
 
 def run(way: str, x: Tensor | Quantized, recipe: Recipe, of: dict[str, Tensor], **options: object) -> dict[str, Tensor]:
-    """Returns the output and all gradients; that of a quantized x comes by a stand-in of one element."""
+    """Returns the output and all gradients. A quantized x gets its gradient by a stand-in of one element."""
     device = of["w_down"].device
     place, scores = routing(way, device)
     one = torch.full((), torch.nan, dtype=torch.bfloat16, device=device)
@@ -80,7 +80,7 @@ def run(way: str, x: Tensor | Quantized, recipe: Recipe, of: dict[str, Tensor], 
 
 
 def by_groups(recipe: Recipe) -> Recipe:
-    """Scales of quantized tokens are those of rows and of groups, never of the batch."""
+    """The recipe for quantized tokens, whose scales belong to rows and groups, never to the batch."""
     return replace(recipe, amax="group") if recipe.amax == "batch" else recipe
 
 
@@ -101,8 +101,8 @@ def test_equals_tensors_of_the_same_values(way, recipe, keep, device):
 @BOTH
 @pytest.mark.parametrize("recipe", [Recipe("rowwise", rounding="exact"), Recipe("blockwise"), Recipe("mxfp8")], ids=str)
 def test_equals_the_tensor_before_its_cast(way, recipe, device):
-    """With any rounding of scales, everything but the gradient of w_gate_up is that of the tensor, whose cast is the
-    sender's. That gradient reads values that were cast twice: the second cast adds 2^-4 of a value at most."""
+    """With any rounding of scales, everything but the gradient of w_gate_up equals the result for the tensor before the
+    sender's cast. That gradient reads values that were cast twice: the second cast adds 2^-4 of a value at most."""
     of, recipe = problem(device), by_groups(recipe)
     got, want = run(way, rows_of(of["x"], way, recipe), recipe, of), run(way, of["x"], recipe, of)
     for name in ("out", "x", "scores", "w_down"):

@@ -240,6 +240,6 @@ def test_mxfp8_of_no_number(hopper):
         scale_a.view(torch.uint8).view(-1)[16 * 40] = 255
         got = scaled_grouped_mm(*args, out_dtype=torch.float32, **how)
         want = reference.scaled_grouped_mm(*args, out_dtype=torch.float64)
-        assert_same(got.isnan(), want.isnan(), "what is no number")
+        assert_same(got.isnan(), want.isnan(), "positions of NaN")
         assert 0 < got.isnan().sum() < got.numel() / 2
         assert sqnr_db(got.nan_to_num(), want.nan_to_num()) >= bf16_gemm_db(terms, torch.float32)

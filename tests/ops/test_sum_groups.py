@@ -1,4 +1,4 @@
-"""sum_groups: the sums of the rows of groups, in one order; and those of quantize_activated_backward."""
+"""sum_groups, and the same sums in quantize_activated_backward: the rows of a group are added in one order."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_steps_of_optimizers_are_seen(device):
         check_fresh(w)
 
 
-# What is cached
+# Cached copies
 
 
 def test_rules_have_copies_of_their_own(device):
@@ -211,7 +211,7 @@ def test_autocast_casts_a_weight_once(device):
     assert len(casts) == 1
 
 
-# What is never reused
+# Weights that are never reused
 
 
 class Wrapped(Tensor):
@@ -283,7 +283,7 @@ def test_memory_is_freed_with_the_parameter(device):
     with reuse_weights():
         copy = copies_of(w)
         assert copy() is not None
-        assert copies_of(w)() is copy(), "what is saved for backward is no copy"
+        assert copies_of(w)() is copy(), "backward saves the cached copy itself"
         del w
         assert copy() is None
 

@@ -2,8 +2,8 @@
 //
 // out[e, n] = sum over the rows r of group e of RN32(score of r * x[row of r, n])
 //
-// Row r is row r of x, or a row taken by index, and its score is its own or that of its slot. An index that is no slot
-// gives a row of +0. x has any row stride; out [E, N] is float32 and contiguous. offs are not trusted.
+// Row r is row r of x, or a row taken by index. Scores are given by row or by slot. An index that is no slot gives a
+// row of +0. x has any row stride; out [E, N] is float32 and contiguous. offs are not trusted.
 //
 // Sums are in float32, in one order on every device. It depends on the places of rows in their group alone: fours of
 // neighbours are added, (a + b) + (c + d), then fours of these sums, until each is the sum of 256 rows. Rows behind the
@@ -19,7 +19,8 @@ namespace moe_fp8 {
 
 constexpr int kRowsOfSum = 256;  // whose sum is a tree; these sums are added one after the other
 
-// Sums of some neighbouring rows of a group, which a kernel has written, and what is made of them.
+// Input and output of the second step: partial sums of neighbouring rows of a group, which another kernel has written,
+// are added up to `out`.
 struct PartialSums {
   float* partials;  // [partials, N]
   int rows;         // of a partial sum: 16 or 64

@@ -50,7 +50,7 @@ struct PairUnits {
   }
 };
 
-// A tile, and its first rows in the out of all groups and in the b of all experts.
+// A tile, and where it begins: its row in `out`, which stacks all groups, and in `b`, which stacks all experts.
 struct Tile : gemm::Tile {
   int out_row, b_row;
 
