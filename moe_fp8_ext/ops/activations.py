@@ -138,7 +138,8 @@ def quantize_activated(
 
     - h is bfloat16 and its rows begin at multiples of 16 bytes;
     - the GPU casts to `dtype` in hardware;
-    - F is a multiple of 8 and at most 8192 ("rowwise"), or a multiple of 128 (formats with blocks).
+    - F is a multiple of 8 and, in "rowwise", at most 8192;
+    - no scaling block of an MX format has both gates and ups: F is a multiple of 32, or they alternate.
 
     Args:
         h, activation, interleaved: as in `activate`.

@@ -148,8 +148,8 @@ struct RowwiseMap : RowMap<kWarpSize, kRows_, 2, 1> {
 // lower half of the lanes, and h1 the columns of the upper half. The last four lanes hold no scale. Rows that pad a
 // column of scales get scales of zero.
 //
-// SHIFTED UPS. If gates and ups are halves and F is no multiple of 128, the blocks of ups begin at lane up_lane of every
-// lane group, and a block has the last gates and the first ups. Before the reduction, ups move up_lane lanes down:
+// SHIFTED UPS. If gates and ups are halves and F is no multiple of 128, a block has the last gates and the first ups.
+// The blocks of ups begin at lane up_lane of every lane group. Before the reduction, ups move up_lane lanes down:
 //
 //   ups of lanes      0 .. up_lane - 1     up_lane .. 15 + up_lane     ...     the last 16 - up_lane
 //   their block       begins before the    the block of the first      ...     goes on behind the
