@@ -54,7 +54,7 @@ def save(figure: Figure, path: Path) -> None:
 def draw(results: dict[str, dict], runs: list[dict], sonicmoe: dict | None, whole: dict | None, folder: Path) -> None:
     """Draws what there are figures for: of results, the first file that has any."""
     folder.mkdir(exist_ok=True)
-    draw_layer_speed(results, sonicmoe, folder / "layer_speed.png")
+    draw_layer_speed(results, sonicmoe, whole, folder / "layer_speed.png")
     if sonicmoe:
         draw_layer_memory(sonicmoe, folder / "layer_memory.png")
     for drawer, name in ((draw_products, "products"), (draw_casts, "casts")):
@@ -92,15 +92,16 @@ def bars_by_model(
     save(figure, path)
 
 
-def draw_layer_speed(results: dict[str, dict], sonicmoe: dict | None, path: Path) -> None:
-    torch_speed, _ = headline.over_torch(results)
-    sonic, _ = headline.over_sonicmoe(sonicmoe)
+def draw_layer_speed(results: dict[str, dict], sonicmoe: dict | None, whole: dict | None, path: Path) -> None:
+    torch_speed, torch_at = headline.over_torch(results, whole)
+    sonic, sonic_at = headline.over_sonicmoe(sonicmoe)
     models = headline.models_of([*torch_speed])
     if not models:
         return
-    values = {"over torch, BF16": {model: torch_speed[layer] for model, layer in models.items()}}
+    gpu, sonic_gpu = (at.removeprefix("NVIDIA ").split(" ")[0] for at in (torch_at, sonic_at))
+    values = {f"over torch, BF16 ({gpu})": {model: torch_speed[layer] for model, layer in models.items()}}
     if found := {model: sonic[layer][0] for model, layer in models.items() if layer in sonic}:
-        values["over SonicMoE, BF16"] = found
+        values[f"over SonicMoE, BF16 ({sonic_gpu})"] = found
     colors = dict(zip(values, (COLORS["rowwise"], "#8fbbdc"), strict=False))
     title = f"Speed of an MoE layer, forward and backward, recipe {headline.RECIPE}"
     bars_by_model(values, colors, "{:.2f} x", title, path)

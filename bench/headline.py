@@ -26,9 +26,10 @@ def label(layer: Layer) -> str:
     return layer_name(d, f, e, k) or f"D {d}, F {f}, {e} experts"
 
 
-def over_torch(results: dict[str, dict]) -> tuple[dict[Layer, float], str]:
-    """Speed over torch's BF16 ops, the worse of even and uneven groups, and where it was measured."""
-    for result in results.values():
+def over_torch(results: dict[str, dict], whole: dict | None) -> tuple[dict[Layer, float], str]:
+    """Speed over torch's BF16 ops, the worse of even and uneven groups, and where it was measured. Results of the GPU
+    and commit of the whole models come first."""
+    for result in sorted(results.values(), key=lambda result: not (whole and whole_tables.same_place(result, whole))):
         rows = [row for row in result["rows"] if row["op"] == f"experts {RECIPE}" and row.get("ratio")]
         found: dict[Layer, float] = {}
         for row in rows:
@@ -64,7 +65,7 @@ def models_of(layers: list[Layer]) -> dict[str, Layer]:
 
 
 def text(results: dict[str, dict], sonicmoe: dict | None, whole: dict | None) -> str:
-    torch_speed, at = over_torch(results)
+    torch_speed, at = over_torch(results, whole)
     if not torch_speed:
         return "Not measured yet: `make bench` on a GPU fills this part."
     shown = [*models_of([*torch_speed]).values()]
@@ -90,12 +91,14 @@ def text(results: dict[str, dict], sonicmoe: dict | None, whole: dict | None) ->
 
 
 def claim(at: str, whole: dict | None, speeds: list[tuple[str, str]]) -> str:
-    """What the table says, in a sentence for layers and one for steps: the least and the greatest speed."""
+    """What the table says, in a sentence: the least and the greatest speed of layers, and of steps."""
     of_layers, of_steps = ([cell for cell in column if cell != "-"] for column in zip(*speeds, strict=True))
-    found = [f"On {at.split(' at ')[0]}, an MoE layer is {between(of_layers)} times as fast as in BF16."]
+    gpu = at.split(" at ")[0]
+    found = f"On {gpu}, an MoE layer is {between(of_layers)} times as fast as in BF16"
     if of_steps:
-        found.append(f"On {whole['device']}, a whole training step is {between(of_steps)} times as fast.")
-    return textwrap.fill(" ".join(found), 120)
+        where = "" if whole["device"] == gpu else f" on {whole['device']}"
+        found += f", and a whole training step{where} is {between(of_steps)} times as fast"
+    return textwrap.fill(f"{found}.", 120)
 
 
 def between(cells: list[str]) -> str:

@@ -261,7 +261,7 @@ def documents() -> dict[Path, str]:
     parallel = recorded_alone(tables.PARALLEL), recorded_alone(tables.PARALLEL_LOSSES)
     finetuned = recorded_alone(tables.FINETUNE), recorded_alone(tables.FINETUNE_LOSSES)
     whole, waterfall = recorded_alone(tables.WHOLE), picture("waterfall", docs / "performance.md")
-    layer_gains = {layer[1:]: gain for layer, gain in headline.over_torch(results)[0].items()}
+    layer_gains = {layer[1:]: gain for layer, gain in headline.over_torch(results, whole)[0].items()}
     made: dict[Path, dict[str, str]] = {  # page: its marked parts
         ROOT / "README.md": {"figures": headline.text(results, beside_tables.sonicmoe(beside), whole)},
         docs / "performance.md": {
