@@ -210,6 +210,8 @@ def micro_batch(number: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_zero_bubble_pipelines(main_grad):
     """As PipelineStage does with dw_builder=lambda: experts.backward_dw: inputs of both micro-batches first."""
+    if torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 cannot compute gradients of weights behind a Python autograd.Function")
     backward = pytest.importorskip("torch.distributed.pipelining._backward")
     plain, made = layer(main_grad=main_grad), layer(main_grad=main_grad, delay_wgrad=True)
     want = []
