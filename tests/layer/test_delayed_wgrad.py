@@ -309,6 +309,7 @@ def test_written_operands(recipe, written):
     assert delayed.waiting == 1
 
 
+@pytest.mark.skipif(_torch.wrapper_subclass is None, reason="private names of torch are switched off")
 def test_fully_shard_is_refused(world_of_one):
     """It reduces gradients in backward, when there are none yet."""
     module, gathered = (Experts(E, D, F, delay_wgrad=True) for _ in range(2))
