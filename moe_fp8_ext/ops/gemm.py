@@ -87,7 +87,7 @@ def scaled_grouped_mm(
             write a contiguous product first, which the op copies.
 
     Returns:
-        out [M, N], or [P, N] with indices, or [E, N, K]; contiguous but for out_transposed.
+        out [M, N], or [P, N] with indices, or [E, N, K]. It is contiguous, unless out_transposed is set.
 
     Source: the equations above; `torch._scaled_grouped_mm` for the GEMMs that are torch's.
     """

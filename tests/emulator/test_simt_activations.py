@@ -131,6 +131,16 @@ def test_sum_groups(kernels, dtype, p, n, offs, offset, by):
     kernels.check("sum_groups", x, torch.tensor(offs, dtype=torch.int32), **how)
 
 
+def check_quantized(kernels, h, activation, format, how):
+    """Emulated `quantize_activated` gives the reference's bytes, and zeros between columns of scales."""
+    for each in kernels:
+        dtype = next(t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz())
+        want = reference.quantize_activated(h, activation, format, dtype=dtype, **how)
+        got = each.run("quantize_activated", want, h, activation, format, dtype=dtype, **how)
+        assert_same(got, want, f"at wave size {each.wave}")
+        assert_zeros_between_columns(got, f"at wave size {each.wave}")
+
+
 @pytest.mark.parametrize(
     *pairs(
         activation=ACTIVATIONS,
@@ -146,12 +156,7 @@ def test_quantized_with_bias(kernels, activation, format, f, interleaved, keep_h
     h, offs = h_for(activation, 41, f), torch.tensor(offs, dtype=torch.int32)
     how = {"interleaved": interleaved, "keep_h": keep_h, "rounding": FORMATS[format].roundings[0], "offs": offs}
     how["bias"] = h_for(activation, 80, f)[: len(offs)]
-    for each in kernels:
-        how["dtype"] = next(t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz())
-        want = reference.quantize_activated(h, activation, format, **how)
-        got = each.run("quantize_activated", want, h, activation, format, **how)
-        assert_same(got, want, f"at wave size {each.wave}")
-        assert_zeros_between_columns(got, f"at wave size {each.wave}")
+    check_quantized(kernels, h, activation, format, how)
 
 
 @pytest.mark.parametrize(
@@ -175,12 +180,7 @@ def test_quantized_partial_blocks(kernels, activation, format, f, interleaved, g
         how["offs"] = torch.tensor([0, 7, 7, 66, 130][:groups], dtype=torch.int32)
     if bias:
         how["bias"] = h_for(activation, 5, f)[: len(how["offs"])]
-    for each in kernels:
-        how["dtype"] = next(t for t in FP8_DTYPES if short(t).endswith("fnuz") == each.native_fnuz())
-        want = reference.quantize_activated(h, activation, format, **how)
-        got = each.run("quantize_activated", want, h, activation, format, **how)
-        assert_same(got, want, f"at wave size {each.wave}")
-        assert_zeros_between_columns(got, f"at wave size {each.wave}")
+    check_quantized(kernels, h, activation, format, how)
 
 
 @pytest.mark.parametrize("f", [8, 24, 120, 136, 248, 264, 424, 520, 960, 1416])
@@ -190,13 +190,8 @@ def test_quantized_block_of_gates_and_ups(kernels, f):
         h, offs = h_for("swiglu", p, f), torch.tensor([9, 9, 30, 61], dtype=torch.int32)
         h[1, torch.randint(2 * f, (3,))] = torch.tensor([math.nan, math.inf, 1e30]).bfloat16()
         h[2] *= torch.randn(2 * f).exp().exp()  # a few features are an amax, each of its block
-        for each in kernels:
-            how = {"dtype": torch.float8_e4m3fnuz if each.native_fnuz() else torch.float8_e4m3fn, "rounding": "exact"}
-            how |= {"offs": offs, "bias": h_for("swiglu", 4, f)} if bias else {}
-            want = reference.quantize_activated(h, "swiglu", "blockwise", **how)
-            got = each.run("quantize_activated", want, h, "swiglu", "blockwise", **how)
-            assert_same(got, want, f"at wave size {each.wave}")
-            assert_zeros_between_columns(got, f"at wave size {each.wave}")
+        how = {"rounding": "exact"} | ({"offs": offs, "bias": h_for("swiglu", 4, f)} if bias else {})
+        check_quantized(kernels, h, "swiglu", "blockwise", how)
 
 
 @pytest.mark.parametrize("f", [8, 72, 200, 4104, 8192])

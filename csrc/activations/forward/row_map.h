@@ -155,9 +155,9 @@ struct RowwiseMap : RowMap<kWarpSize, kRows_, 2, 1> {
 //   their block       begins before the    the block of the first      ...     goes on behind the
 //                     wave: A              lane group                          wave: B
 //
-// The last lane group has what is left of A and B, and its lanes read the vectors of A and B that the wave lacks. Its
-// scale h1 is A's, and the place without a scale holds B's. The wave stores the scale of B, and not A's: that is B of
-// the wave before, or the scale of the last gates.
+// The last lane group holds the wave's part of blocks A and B. Its lanes also read the vectors of A and B that other
+// waves hold. Its scale h1 is the scale of A. The place without a scale holds the scale of B. The wave stores the scale
+// of B and not of A, which is block B of the wave before, or the block of the last gates.
 struct BlockwiseMap : RowMap<kBlock / kFeaturesPerVec, 4, 4, 2> {
   using Scale = ScaleF32;
   struct Shared {};
