@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8_ext import _torch
+from moe_fp8_ext.ops.dispatch import python_op
 from moe_fp8_ext.quantization.casting import cast
 from moe_fp8_ext.quantization.format import MAX_EXPERTS, round_up
 
@@ -47,7 +48,7 @@ def bf16_wgrad(
     dy = _tma_operand(cast(dY, torch.bfloat16), _tma_size(n))
     a = _tma_operand(a, _tma_size(k))
     dW = _product(dy.t(), a, offs) if offs.shape[0] else a.new_zeros(0, dy.shape[1], a.shape[1])
-    dW = dW[:, :n, :k]
+    dW = dW if dW.shape[1:] == (n, k) else dW[:, :n, :k]
     if main_grad is None:
         return dW
     main_grad.add_(dW)
@@ -61,7 +62,12 @@ def _product(a: Tensor, b: Tensor, offs: Tensor, covered: bool = False) -> Tenso
     return out if b.dim() == 2 or covered else zero_tail(out, offs)
 
 
-@torch.library.custom_op("moe_fp8_ext::cpu_grouped_mm", mutates_args=())
+def _fake_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    groups = offs.shape if b.dim() == 2 else ()
+    return a.new_empty(*groups, a.shape[0], b.shape[-1])
+
+
+@python_op("moe_fp8_ext::cpu_grouped_mm", _fake_grouped_mm)
 def _cpu_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """torch._grouped_mm in float32, which is tens of times faster on a CPU without instructions for bfloat16.
 
@@ -69,12 +75,6 @@ def _cpu_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """
     out = _torch.grouped_mm(a.float(), b.float(), offs=offs).bfloat16()
     return out if b.dim() == 2 else zero_tail(out, offs)
-
-
-@_cpu_grouped_mm.register_fake
-def _(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    groups = offs.shape if b.dim() == 2 else ()
-    return a.new_empty(*groups, a.shape[0], b.shape[-1])
 
 
 def zero_tail(out: Tensor, offs: Tensor) -> Tensor:

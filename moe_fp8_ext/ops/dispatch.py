@@ -259,6 +259,27 @@ def fake(op: OpOverload) -> Callable[[Callable], None]:
     return register
 
 
+def python_op(name: str, fake: Callable) -> Callable[[Callable], OpOverload]:
+    """Registers a function of Python as the op `name`, which has no derivative. Returns the overload.
+
+    `torch.library.custom_op` does the same and watches the results of every call, which takes longer than many ops do.
+    So the function must return new tensors, and must write to none of its arguments.
+
+    Args:
+        fake: the implementation for tensors without values.
+    """
+
+    def register(function: Callable) -> OpOverload:
+        schema = torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(name, "default", function)
+        torch.library.register_fake(name, fake)
+        namespace, _, of_namespace = name.partition("::")
+        return getattr(getattr(torch.ops, namespace), of_namespace).default
+
+    return register
+
+
 def refuse_none(op: OpOverload) -> None:
     """Registers the errors of calls that no device's kernel takes: sparse tensors, or no tensor at all."""
 
