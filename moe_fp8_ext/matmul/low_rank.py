@@ -20,7 +20,6 @@ from moe_fp8_ext.matmul.bf16 import bf16_product, bf16_wgrad, zero_tail
 from moe_fp8_ext.matmul.engine import Groups
 from moe_fp8_ext.ops.dispatch import python_op
 from moe_fp8_ext.quantization.casting import cast, rounded, row_major
-from moe_fp8_ext.quantization.format import round_up
 
 _combine = torch.ops.moe_fp8.combine.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
@@ -37,15 +36,14 @@ DENSE = 350
 def factor(m: Tensor, scaling: float = 1.0) -> Tensor:
     """Returns scaling * m, for m [E, r, W] or [r, W], in bfloat16, with rows of zeros up to a rank R that is a multiple
     of 8."""
-    missing = round_up(m.shape[-2], 8) - m.shape[-2]
+    missing = -m.shape[-2] % 8
     m = pad(m, (0, 0, 0, missing)) if missing else m
-    keeps_strides = 1 in m.stride()[-2:]
-    layout = torch.preserve_format if keeps_strides else torch.contiguous_format
-    if scaling != 1 and torch.compiler.is_compiling():  # Dynamo refuses an out= that is transposed
-        return rounded((m if keeps_strides else m.contiguous()) * scaling, torch.bfloat16)
-    if scaling != 1:
-        return torch.mul(m, scaling, out=torch.empty_like(m, dtype=torch.bfloat16, memory_format=layout))  # rounds once
-    return cast(m, torch.bfloat16) if keeps_strides else m.to(torch.bfloat16, copy=True, memory_format=layout)
+    m = m if 1 in m.stride()[-2:] else m.contiguous()
+    if scaling == 1:
+        return cast(m, torch.bfloat16)
+    if torch.compiler.is_compiling():  # Dynamo refuses an out= that is transposed
+        return rounded(m * scaling, torch.bfloat16)
+    return torch.mul(m, scaling, out=torch.empty_like(m, dtype=torch.bfloat16))  # rounds once
 
 
 class Slots:
