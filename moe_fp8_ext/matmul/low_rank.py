@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 
 from moe_fp8_ext.matmul.bf16 import bf16_product, bf16_wgrad, zero_tail
 from moe_fp8_ext.matmul.engine import Groups
+from moe_fp8_ext.ops.dispatch import python_op
 from moe_fp8_ext.quantization.casting import cast, rounded, row_major
-from moe_fp8_ext.quantization.format import round_up
 
 _combine = torch.ops.moe_fp8.combine.default
 _permute_pad = torch.ops.moe_fp8.permute_pad.default
@@ -36,15 +36,14 @@ DENSE = 350
 def factor(m: Tensor, scaling: float = 1.0) -> Tensor:
     """Returns scaling * m, for m [E, r, W] or [r, W], in bfloat16, with rows of zeros up to a rank R that is a multiple
     of 8."""
-    missing = round_up(m.shape[-2], 8) - m.shape[-2]
+    missing = -m.shape[-2] % 8
     m = pad(m, (0, 0, 0, missing)) if missing else m
-    keeps_strides = 1 in m.stride()[-2:]
-    layout = torch.preserve_format if keeps_strides else torch.contiguous_format
-    if scaling != 1 and torch.compiler.is_compiling():  # Dynamo refuses an out= that is transposed
-        return rounded((m if keeps_strides else m.contiguous()) * scaling, torch.bfloat16)
-    if scaling != 1:
-        return torch.mul(m, scaling, out=torch.empty_like(m, dtype=torch.bfloat16, memory_format=layout))  # rounds once
-    return cast(m, torch.bfloat16) if keeps_strides else m.to(torch.bfloat16, copy=True, memory_format=layout)
+    m = m if 1 in m.stride()[-2:] else m.contiguous()
+    if scaling == 1:
+        return cast(m, torch.bfloat16)
+    if torch.compiler.is_compiling():  # Dynamo refuses an out= that is transposed
+        return rounded(m * scaling, torch.bfloat16)
+    return torch.mul(m, scaling, out=torch.empty_like(m, dtype=torch.bfloat16))  # rounds once
 
 
 class Slots:
@@ -193,27 +192,25 @@ def _plus(out: Tensor, x: Tensor) -> Tensor:
     return out + x if torch.compiler.is_compiling() else out.add_(x)
 
 
-@torch.library.custom_op("moe_fp8_ext::addmm", mutates_args=())
+def _like_out(out: Tensor, u: Tensor, m: Tensor) -> Tensor:
+    return torch.empty_like(out)
+
+
+@python_op("moe_fp8_ext::addmm", _like_out)
 def _addmm(out: Tensor, u: Tensor, m: Tensor) -> Tensor:
     """out + u @ m, rounded once. Inductor splits torch's own op into a product and a sum, and rounds both."""
     return torch.addmm(out, u, m)
 
 
-@_addmm.register_fake
-def _(out: Tensor, u: Tensor, m: Tensor) -> Tensor:
-    return torch.empty_like(out)
+def _like_y(y: Tensor, u: Tensor, m: Tensor, covered: Tensor, mask: Tensor | None, p: float) -> Tensor:
+    return y.new_empty(y.shape)
 
 
-@torch.library.custom_op("moe_fp8_ext::add_low_rank", mutates_args=())
+@python_op("moe_fp8_ext::add_low_rank", _like_y)
 def _add_low_rank(y: Tensor, u: Tensor, m: Tensor, covered: Tensor, mask: Tensor | None, p: float) -> Tensor:
     """y + u @ m. One op, so that a policy of selective checkpointing that saves products does not save u @ m too."""
     wide = _mm(u, m) if m.dim() == 2 else bf16_product(u, m, covered, covered=True)
     return (wide if mask is None else kept(wide, mask, p)).add_(y)
-
-
-@_add_low_rank.register_fake
-def _(y: Tensor, u: Tensor, m: Tensor, covered: Tensor, mask: Tensor | None, p: float) -> Tensor:
-    return y.new_empty(y.shape)
 
 
 def _product(x: Tensor, m: Tensor, slots: Slots) -> Tensor:

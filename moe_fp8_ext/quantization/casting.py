@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+_NOTHING = nullcontext()
+
 
 def row_major(x: Tensor) -> Tensor:
     """Returns x itself if its rows are contiguous and do not overlap, else a copy (of expanded or transposed ones)."""
@@ -60,4 +62,4 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
     """A context for products that have a dtype of their own: torch.autocast would cast their operands to its own."""
-    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
+    return _NOTHING if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
