@@ -226,7 +226,7 @@ def _gradients(ctx: torch.autograd.function.FunctionCtx, dout: Tensor) -> Inputs
         if ctx.watch is not None:
             ctx.watch.sent = dout
         grads = _backward(source, kept, layer, source.gradient_chunks(dout), ctx.call, ctx.watch)
-    return grads.cast_to(ctx.dtypes)
+        return grads.cast_to(ctx.dtypes)
 
 
 def _forward(
